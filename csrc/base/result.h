@@ -1,0 +1,84 @@
+// Result<T>: a value or a typed error, used by every function that can fail for a reason outside the program.
+// Depends on nothing. Programming errors use check(), which is never reachable from remote bytes or user input.
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <optional>
+#include <source_location>
+#include <string>
+#include <utility>
+#include <variant>
+
+namespace dflash {
+
+// Each code maps to one Python exception (bindings/errors.cc holds the table, docs/errors.md one line each).
+enum class ErrorCode : uint16_t {
+  kInvalidArgument = 1,  // the caller's arguments: ConfigError
+  kUnsupported = 2,      // a shape, format or feature nothing here implements: UnsupportedError
+  kProtocol = 3,         // bytes from a peer that break the protocol: ProtocolError
+  kCheckpoint = 4,       // a file that is missing, truncated or inconsistent: CheckpointError
+  kWorkerLost = 5,       // hang-up, frozen progress, or a channel that broke: WorkerLost
+  kTimeout = 6,          // a deadline passed: WorkerTimeout
+  kRange = 7,            // finite value that the wire dtype cannot hold: WorkerError
+  kWorkerFailed = 8,     // the worker answered with an error: WorkerError
+  kSystem = 9,           // a system call failed; message carries errno text: DflashError
+  kOutOfMemory = 10,     // DflashError
+  kClosed = 11,          // the object was closed by its owner: DflashError
+};
+
+struct [[nodiscard]] Error {
+  ErrorCode code;
+  std::string message;
+
+  // Prefixes what was being done: error("truncated").with("while reading shard 3").
+  Error with(const std::string& context) && {
+    message = context + ": " + message;
+    return std::move(*this);
+  }
+};
+
+// Reports a broken internal invariant and aborts.
+[[noreturn]] inline void fail_check(const char* what, std::source_location at) {
+  std::fprintf(stderr, "dflash_moe internal error: %s (%s:%u)\n", what, at.file_name(), static_cast<unsigned>(at.line()));
+  std::abort();
+}
+inline void check(bool holds, const char* what, std::source_location at = std::source_location::current()) {
+  if (!holds) [[unlikely]] fail_check(what, at);
+}
+
+struct Unit {};
+
+template <class T = Unit>
+class [[nodiscard]] Result {
+ public:
+  Result(T value) : state_(std::in_place_index<0>, std::move(value)) {}  // NOLINT: implicit by design
+  Result(Error error) : state_(std::in_place_index<1>, std::move(error)) {}  // NOLINT
+
+  bool ok() const { return state_.index() == 0; }
+  explicit operator bool() const { return ok(); }
+  T& value() & { check(ok(), "value() of an error"); return std::get<0>(state_); }
+  const T& value() const& { check(ok(), "value() of an error"); return std::get<0>(state_); }
+  T&& value() && { check(ok(), "value() of an error"); return std::get<0>(std::move(state_)); }
+  Error& error() & { check(!ok(), "error() of a value"); return std::get<1>(state_); }
+  const Error& error() const& { check(!ok(), "error() of a value"); return std::get<1>(state_); }
+  Error&& error() && { check(!ok(), "error() of a value"); return std::get<1>(std::move(state_)); }
+
+ private:
+  std::variant<T, Error> state_;
+};
+
+using Status = Result<Unit>;
+inline Status ok() { return Unit{}; }
+
+// Returns the error of `expr` from the enclosing function; otherwise yields nothing.
+#define DFLASH_TRY(expr)                                        \
+  do {                                                          \
+    if (auto dflash_status_ = (expr); !dflash_status_.ok()) {   \
+      return std::move(dflash_status_).error();                 \
+    }                                                           \
+  } while (0)
+
+}  // namespace dflash

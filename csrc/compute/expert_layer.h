@@ -1,0 +1,66 @@
+// The compute contract: the experts of one shard, resident in one backend, and the ragged forward over them.
+// `reference` and `cpu` implement it; both produce the bits of numerics class f32-canonical (docs/architecture.md).
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <span>
+
+#include "base/dtype.h"
+#include "base/result.h"
+#include "compute/ffn_spec.h"
+
+namespace dflash::compute {
+
+// A weight matrix as it lies in a mapped checkpoint: element (output o, input i) is at data + (o*output_stride + i*input_stride)
+// elements. Strides make packed, transposed and interleaved layouts the same thing. Not owned.
+struct MatrixView {
+  const std::byte* data = nullptr;  // null: absent
+  Dtype dtype = Dtype::kF32;
+  uint32_t outputs = 0;
+  uint32_t inputs = 0;
+  int64_t output_stride = 0;
+  int64_t input_stride = 0;
+};
+struct VectorView {
+  const std::byte* data = nullptr;  // null: absent
+  Dtype dtype = Dtype::kF32;
+  uint32_t count = 0;
+  int64_t stride = 1;
+};
+struct ExpertWeights {
+  MatrixView gate, up, down;                  // gate [I, in], up [I, in], down [out, I]
+  VectorView gate_bias, up_bias, down_bias;   // [I], [I], [out]
+};
+
+// One ragged batch. Pairs of row r are the row_counts[r] entries after those of rows before it.
+struct ForwardArgs {
+  const std::byte* rows = nullptr;  // [num_rows, in_size] in row_dtype; may be peer-writable memory: each element is read once
+  Dtype row_dtype = Dtype::kF32;
+  uint32_t num_rows = 0;
+  std::span<const uint16_t> row_counts;        // [num_rows]
+  std::span<const uint16_t> local_expert_ids;  // [num_pairs] each < num_local_experts (validated by the caller)
+  std::span<const float> weights;              // [num_pairs]
+  std::byte* reply = nullptr;       // [num_rows, out_size] in reply_dtype, written once
+  Dtype reply_dtype = Dtype::kF32;
+};
+
+using ProgressCounter = std::atomic<uint64_t>;  // bumped (relaxed) at least every 20 ms of work; single purpose: liveness
+
+class ExpertLayer {
+ public:
+  virtual ~ExpertLayer() = default;
+  virtual const FfnSpec& spec() const = 0;
+  virtual uint32_t num_local_experts() const = 0;
+  // Bytes of anonymous memory held for weights.
+  virtual uint64_t resident_bytes() const = 0;
+  // Packs one expert's weights. Shapes must match the spec. Different experts may load from different threads.
+  virtual Status load_expert(uint32_t local_expert_id, const ExpertWeights& weights, ProgressCounter& progress) = 0;
+  // Computes the batch. One call at a time per layer. Errors: kRange "row R, column C: value ... exceeds f16" (first in row
+  // order), kInvalidArgument on an expert that was not loaded.
+  virtual Status forward(const ForwardArgs& args, ProgressCounter& progress) = 0;
+};
+
+}  // namespace dflash::compute

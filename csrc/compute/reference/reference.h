@@ -1,0 +1,17 @@
+// Readable twins of the kernels: `f32-canonical` exactly as written in words, and a float64 oracle for tolerances.
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <vector>
+
+#include "compute/expert_layer.h"
+
+namespace dflash::compute {
+
+// Bit-exact reference of the class; keeps float32 copies of the weights.
+std::unique_ptr<ExpertLayer> make_reference_layer(const FfnSpec& spec, uint32_t num_local_experts);
+
+// The same function in float64 from inputs to the routing-weighted sum [num_rows, out_size]; no rounding on the way.
+std::vector<double> forward_float64(const FfnSpec& spec, std::span<const ExpertWeights> experts, const ForwardArgs& args);
+
+}  // namespace dflash::compute

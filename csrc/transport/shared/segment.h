@@ -1,0 +1,42 @@
+// A sealed memfd segment: the writer's half of a shared-memory channel.
+// The owner maps it read-write, then seals it against growth, shrinking and future writable mappings, so that the peer can
+// only ever map it read-only and neither side can be killed by SIGBUS. Nothing has a name in any file system.
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <memory>
+
+#include "base/owned_fd.h"
+#include "base/result.h"
+#include "transport/channel.h"
+
+namespace dflash::transport {
+
+class Segment {
+ public:
+  // Creates, pre-faults (posix_fallocate, so that lack of memory is an error here and not a signal later), maps and seals.
+  static Result<Segment> create(Side side, const SlotGeometry& geometry, uint64_t generation);
+  // Maps a peer's segment read-only after checking seals, size, magic, version, generation and geometry against the agreed ones.
+  static Result<Segment> attach(OwnedFd fd, Side writer, const SlotGeometry& geometry, uint64_t generation);
+
+  Segment(Segment&&) noexcept;
+  Segment& operator=(Segment&&) noexcept;
+  ~Segment();
+
+  int fd() const { return fd_.get(); }
+  std::byte* base() const { return base_; }
+  size_t mapped_bytes() const { return mapped_bytes_; }
+
+ private:
+  Segment() = default;
+  OwnedFd fd_;
+  std::byte* base_ = nullptr;
+  size_t mapped_bytes_ = 0;
+};
+
+// `own` is written by `side`, `peer` by the other. `host_bell` is an eventfd the worker rings when the host sleeps in poll()
+// (the host passes it along with its segment); both sides hold a duplicate.
+Result<std::unique_ptr<Channel>> make_shared_channel(Side side, const SlotGeometry& geometry, Segment own, Segment peer,
+                                                     OwnedFd host_bell);
+
+}  // namespace dflash::transport

@@ -1,0 +1,185 @@
+"""The C++ core: transports, worker loop, client, CPU kernels. Every call that can block releases the GIL.
+
+Errors arrive as the classes of `dflash_moe.errors` (table in csrc/bindings/errors.cc).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+__version__: str
+
+# -- machine -----------------------------------------------------------------------------------------------------------
+def supported_isas() -> list[str]: ...  # best last, e.g. ["reference", "scalar", "avx2", "avx512"]
+def best_isa() -> str: ...
+def parse_isa(name: str) -> str: ...  # ConfigError listing the supported ones
+def cpu_features() -> list[str]: ...
+def numerics_class() -> str: ...
+def wire_limits() -> dict[str, int]: ...  # every constant of wire/limits.h and transport/channel.h, by its snake_case name
+def error_codes() -> dict[str, tuple[int, type[BaseException]]]: ...
+
+# -- codec (tests, tools) -----------------------------------------------------------------------------------------------
+def checksum(data: bytes) -> int: ...
+def encode_frame_header(fields: Mapping[str, int]) -> bytes: ...  # field names of wire/frame.h, payload_checksum included
+def decode_frame_header(data: bytes) -> dict[str, int]: ...  # ProtocolError
+def request_layout(num_rows: int, num_pairs: int, row_width: int, dtype: str) -> dict[str, int]: ...
+def reply_layout(num_rows: int, row_width: int, dtype: str) -> dict[str, int]: ...
+def floor_bytes(num_rows: int, num_pairs: int, in_width: int, request_dtype: str, out_width: int, reply_dtype: str) -> int: ...
+
+# -- transports ---------------------------------------------------------------------------------------------------------
+class Geometry:
+    num_slots: int
+    request_bytes: int
+    reply_bytes: int
+    def __init__(self, num_slots: int, request_bytes: int, reply_bytes: int) -> None: ...
+
+class Segment:
+    """A sealed memfd. `side` is "host" or "worker": who writes it."""
+
+    @staticmethod
+    def create(side: str, geometry: Geometry, generation: int) -> Segment: ...
+    @staticmethod
+    def attach(fd: int, writer: str, geometry: Geometry, generation: int) -> Segment: ...  # takes ownership of fd
+    def fileno(self) -> int: ...  # stays owned by the segment
+
+class Channel:
+    """Opaque; consumed by `Client.add_worker`, `Client.replace_channel`, `Worker.serve` or another decorator."""
+
+    kind: str
+
+def make_shared_channel(side: str, geometry: Geometry, own: Segment, peer: Segment, host_bell_fd: int) -> Channel: ...
+def make_stream_channel(
+    side: str, geometry: Geometry, fd: int, *, send_buffer_bytes: int = 0, receive_buffer_bytes: int = 0, user_timeout_ms: int = 0
+) -> Channel: ...  # takes ownership of fd
+def make_loopback(geometry: Geometry) -> tuple[Channel, Channel]: ...  # (host, worker)
+def make_emulated(channel: Channel, *, delay_ms: float = 0, jitter_ms: float = 0, mbit_s: float = 0, seed: int = 1) -> Channel: ...
+def make_faulty(
+    channel: Channel, *, kind: str, point: str, nth: int, delay_ms: float = 0, seed: int = 1
+) -> Channel: ...  # kind: fail delay truncate corrupt drop; point: publish poll
+def new_eventfd() -> int: ...
+
+def ipc_round_trip(  # benches: echo thread/process on the worker end is `ipc_echo`
+    channel: Channel, payload_bytes: int, rounds: int, warmup: int, spin_ns: int, timeout_s: float, cpu: int = -1
+) -> list[int]: ...  # ns of each round trip: copy in, publish, wait, copy out
+def ipc_echo(channel: Channel, spin_ns: int, idle_timeout_s: float, cpu: int = -1) -> int: ...  # copies request to reply; returns rounds
+def ipc_floor(kind: str, payload_bytes: int, rounds: int, warmup: int, cpus: tuple[int, int]) -> list[int]: ...  # raw ping-pong, kind: spin futex unix tcp
+def memcpy_bytes_per_s(payload_bytes: int, rounds: int, cpu: int = -1) -> list[float]: ...
+
+# -- weights --------------------------------------------------------------------------------------------------------------
+class MappedFile:
+    def __init__(self, path: str) -> None: ...  # CheckpointError
+    size: int
+    def read(self, offset: int, num_bytes: int) -> bytes: ...
+    def drop_pages(self) -> None: ...  # madvise(MADV_DONTNEED): resident file pages leave this process
+
+# (file, byte offset of element (0,0), dtype, outputs, inputs, output_stride, input_stride) strides in elements
+MatrixSource = tuple[MappedFile, int, str, int, int, int, int]
+# (file, byte offset, dtype, count, stride)
+VectorSource = tuple[MappedFile, int, str, int, int]
+
+# -- worker ---------------------------------------------------------------------------------------------------------------
+class Worker:
+    def __init__(
+        self, *, name: str, isa: str, num_threads: int, cpus: Sequence[int] = (), spin_ns: int = 0, slowdown: float = 1.0
+    ) -> None: ...
+    def define_shard(
+        self, layer: int, shard: int, spec: Mapping[str, Any], num_local_experts: int, weight_dtype: str, weights_fingerprint: int
+    ) -> None: ...  # spec: keys of FfnSpec, enums by lower-case name ("silu", "gated", "clamped_swiglu"), missing = default
+    def load_expert(
+        self,
+        layer: int,
+        shard: int,
+        local_expert_id: int,
+        *,
+        gate: MatrixSource | None,
+        up: MatrixSource,
+        down: MatrixSource,
+        gate_bias: VectorSource | None = None,
+        up_bias: VectorSource | None = None,
+        down_bias: VectorSource | None = None,
+    ) -> None: ...
+    def start_pulse(self, fd: int) -> None: ...  # takes ownership
+    def stop_pulse(self) -> None: ...
+    def serve(self, channel: Channel, generation: int) -> None: ...  # blocks without the GIL
+    def stop(self) -> None: ...
+    def progress(self) -> int: ...
+    def stats(self) -> dict[str, int]: ...
+    def resident_bytes(self) -> int: ...
+
+# -- client ---------------------------------------------------------------------------------------------------------------
+class Call:
+    def is_done(self) -> bool: ...
+    def wait(self, timeout_s: float) -> bool: ...  # False when the timeout passed first; checks signals every 20 ms
+    def result(self) -> None: ...  # raises the call's error; only when done
+    def abandon(self) -> None: ...
+
+class Client:
+    def __init__(self, *, spin_ns: int, call_timeout_s: float, stall_timeout_s: float, max_calls: int = 1024) -> None: ...
+    def add_worker(
+        self,
+        *,
+        name: str,
+        channel: Channel,
+        generation: int,
+        pulse_fd: int,
+        slice_tokens: int,
+        window: int,
+        request_dtype: str,
+        reply_dtype: str,
+    ) -> int: ...
+    def replace_channel(self, worker: int, channel: Channel, generation: int) -> None: ...
+    def set_policy(self, worker: int, slice_tokens: int, window: int) -> None: ...
+    def set_dtypes(self, worker: int, request_dtype: str, reply_dtype: str) -> None: ...
+    def define_layer(
+        self,
+        *,
+        layer: int,
+        name: str,
+        in_size: int,
+        out_size: int,
+        num_experts: int,
+        shards: Sequence[tuple[int, int, int, Sequence[int]]],  # (shard, worker, fingerprint, experts ascending)
+    ) -> None: ...
+    def submit(
+        self,
+        layer: int,
+        hidden_states: int,  # address
+        row_stride_bytes: int,
+        dtype: str,
+        num_tokens: int,
+        topk_ids: int,
+        ids_are_64bit: bool,
+        topk_weights: int,
+        weights_dtype: str,
+        top_k: int,
+        output: int,
+        keep: object,  # kept alive until the call is done or abandoned
+    ) -> Call: ...
+    def run(self, *args: Any) -> None: ...  # submit's arguments; waits, raises the call's error: one crossing for the hot path
+    def mark_lost(self, worker: int, reason: str) -> None: ...
+    def counters(self) -> dict[tuple[int, int], dict[str, int]]: ...  # (worker, layer) -> Counters
+    def workers(self) -> list[dict[str, Any]]: ...
+    def set_profile(self, on: bool) -> None: ...
+    def take_traces(self) -> list[dict[str, int]]: ...
+
+# -- array views ------------------------------------------------------------------------------------------------------------
+class DlpackView:
+    """A borrowed CPU tensor from any `__dlpack__` object; UnsupportedError for another device, ConfigError for a bad dtype."""
+
+    address: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]  # elements
+    dtype: str  # f32 f16 bf16 i32 i64
+    def __init__(self, capsule: object) -> None: ...
+
+# -- oracle (tests, verify) -------------------------------------------------------------------------------------------------
+class FfnOracle:
+    """Experts loaded like a worker's, computed in-process by one kernel set ("reference" ... "avx512")."""
+
+    def __init__(self, *, spec: Mapping[str, Any], num_experts: int, weight_dtype: str, isa: str, num_threads: int = 1) -> None: ...
+    def load_expert(self, expert_id: int, *, gate: object, up: object, down: object, gate_bias: object = None,
+                    up_bias: object = None, down_bias: object = None) -> None: ...  # 2-D / 1-D float32 NumPy arrays, rounded to weight_dtype by the caller
+    def forward(self, rows: object, row_counts: object, local_expert_ids: object, weights: object, *, row_dtype: str = "f32",
+                reply_dtype: str = "f32") -> object: ...  # NumPy: f32, or uint16 bit patterns for 16-bit dtypes
+    def forward_float64(self, rows: object, row_counts: object, local_expert_ids: object, weights: object) -> object: ...

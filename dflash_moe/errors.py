@@ -1,0 +1,53 @@
+"""Every error the product raises on purpose. Messages say what was asked, what was found and what to do.
+
+Depends on nothing. The C++ core raises these same classes (csrc/bindings/errors.cc).
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+
+class DflashError(Exception):
+    """Base of all errors of this package."""
+
+    exit_code = 1
+
+
+class ConfigError(DflashError, ValueError):
+    """An argument, flag, environment variable or setting that is not allowed; names it, its value and the allowed ones."""
+
+    exit_code = 2
+
+
+class TopologyError(ConfigError):
+    """A topology file that is wrong; the message starts with `file:line:`."""
+
+
+class CheckpointError(DflashError):
+    """A checkpoint that is missing, truncated, inconsistent, or not the one the peer has; names file and tensor."""
+
+    exit_code = 2
+
+
+class UnsupportedError(DflashError):
+    """Something this build, machine or version cannot do; names the class and field, or the format."""
+
+    exit_code = 2
+
+
+class ProtocolError(DflashError):
+    """A peer that broke the protocol, speaks another version, or failed to authenticate; names the field and both values."""
+
+
+class WorkerError(DflashError):
+    """A worker answered a call with an error; names worker and layer."""
+
+    exit_code = 3
+
+
+class WorkerLost(WorkerError):  # noqa: N818 - the name is public
+    """A worker hung up, died, froze or could not be started; names worker and layer and quotes its log."""
+
+
+class WorkerTimeout(WorkerError):  # noqa: N818 - the name is public
+    """A call, start or handshake passed its deadline; names worker, layer and the limit."""

@@ -1,0 +1,42 @@
+"""Builds the C++ core with CMake; everything else about the package is in pyproject.toml."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pybind11
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).resolve().parent
+
+
+class CMakeBuild(build_ext):
+    """Configures csrc/ once and builds the target `_core` into the place setuptools asks for."""
+
+    def build_extension(self, ext: Extension) -> None:
+        target_dir = Path(self.get_ext_fullpath(ext.name)).resolve().parent
+        build_dir = Path(os.environ.get("DFLASH_BUILD_DIR", ROOT / "build" / "core"))
+        build_dir.mkdir(parents=True, exist_ok=True)
+        configure = [
+            "cmake", "-S", str(ROOT / "csrc"), "-B", str(build_dir), "-G", "Ninja",
+            "-DCMAKE_BUILD_TYPE=Release",
+            f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={target_dir}",
+            f"-DPython_EXECUTABLE={sys.executable}",
+            f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
+            f"-DDFLASH_VERSION={self.distribution.get_version()}",
+        ]
+        if _has_program("ccache"):
+            configure.append("-DCMAKE_CXX_COMPILER_LAUNCHER=ccache")
+        subprocess.run(configure, check=True)
+        subprocess.run(["cmake", "--build", str(build_dir), "--target", "_core"], check=True)
+
+
+def _has_program(name: str) -> bool:
+    return any((Path(folder) / name).exists() for folder in os.environ.get("PATH", "").split(os.pathsep))
+
+
+setup(ext_modules=[Extension("dflash_moe._core", sources=[])], cmdclass={"build_ext": CMakeBuild})

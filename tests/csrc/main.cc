@@ -1,0 +1,4 @@
+// Entry point shared by every C++ test program.
+// SPDX-License-Identifier: Apache-2.0
+#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
+#include <doctest/doctest.h>
