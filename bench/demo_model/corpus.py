@@ -1,0 +1,76 @@
+"""The demo model's corpus: documentation that is present with any Python - pydoc's topics and the docstrings of the standard library.
+
+Read with `ast`, nothing is imported. Deterministic for a given Python release; its hash is recorded beside the model.
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import inspect
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+HELD_OUT_EVERY = 20  # one document in twenty, chosen by its hash, is never trained on
+MIN_DOCSTRING_CHARS = 120  # shorter ones are mostly fragments
+EXCLUDED = ("test", "tests", "idlelib", "lib2to3", "site-packages", "turtledemo", "ensurepip", "__pycache__", "encodings")
+
+
+@dataclass(frozen=True, slots=True)
+class Corpus:
+    train: tuple[str, ...]
+    held_out: tuple[str, ...]
+    sha256: str
+
+
+def load_corpus() -> Corpus:
+    """All documents, split by hash. ~5 MB of English and Python."""
+    documents = sorted(set(_topics()) | set(_docstrings()))
+    digest = hashlib.sha256()
+    train: list[str] = []
+    held_out: list[str] = []
+    for text in documents:
+        own = hashlib.sha256(text.encode("utf-8")).digest()
+        digest.update(own)
+        (held_out if own[0] % HELD_OUT_EVERY == 0 else train).append(text)
+    return Corpus(tuple(train), tuple(held_out), digest.hexdigest())
+
+
+def _topics() -> list[str]:
+    from pydoc_data.topics import topics
+
+    return [text.strip() for text in topics.values()]
+
+
+def _docstrings() -> list[str]:
+    root = Path(sysconfig.get_path("stdlib"))
+    found: list[str] = []
+    for path in sorted(root.rglob("*.py")):
+        relative = path.relative_to(root)
+        if any(part in EXCLUDED for part in relative.parts):
+            continue
+        try:
+            tree = ast.parse(path.read_text(encoding="utf-8"))
+        except (SyntaxError, UnicodeDecodeError):
+            continue
+        found += _documents_of(tree)
+    return found
+
+
+def _documents_of(tree: ast.Module) -> list[str]:
+    """One document per module docstring and per documented function or class, signature line first."""
+    found: list[str] = []
+    module_text = ast.get_docstring(tree)
+    if module_text and len(module_text) >= MIN_DOCSTRING_CHARS:
+        found.append(module_text)
+    for node in ast.walk(tree):
+        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            continue
+        text = ast.get_docstring(node)
+        if not text or len(text) < MIN_DOCSTRING_CHARS:
+            continue
+        head = f"class {node.name}:" if isinstance(node, ast.ClassDef) else f"def {node.name}({ast.unparse(node.args)}):"
+        found.append(f'{head}\n    """{inspect.cleandoc(text)}"""')
+    return found

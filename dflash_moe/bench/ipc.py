@@ -1,0 +1,158 @@
+"""`bench ipc`: what a transport costs. Round trips per (transport, payload) beside the raw floor of the same kind in the same run,
+and the time an expert call adds over the worker's own computation.
+
+Both ends are processes pinned to cores of their own where there are two. Rounds of the transport and of its floor alternate, so
+that a disturbance hits both.
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from dflash_moe import _core
+from dflash_moe.bench.results import BenchResult, percentile
+from dflash_moe.errors import ConfigError
+
+# Payload each way. 8 KiB is one row of hidden size 2048 in f32; 1 MiB and up is where copies are all that counts.
+PAYLOADS_QUICK = (64, 4096, 8192, 65536, 1 << 20, 4 << 20)
+PAYLOADS_FULL = (64, 512, 4096, 8192, 16384, 65536, 262144, 1 << 20, 4 << 20, 16 << 20)
+KINDS = ("shared", "futex", "unix", "tcp", "loopback")
+# A raw ping-pong of the same nature, one copy per direction.
+FLOOR_OF = {"shared": "spin", "loopback": "spin", "futex": "futex", "unix": "unix", "tcp": "tcp"}
+SPIN_NS = 50_000_000  # far above any round trip measured here: "spinning" means never sleeping
+TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class IpcParams:
+    """`batches` alternations of transport and floor, each of a number of rounds that moves about `bytes_per_batch`."""
+
+    payloads: tuple[int, ...] = PAYLOADS_QUICK
+    kinds: tuple[str, ...] = KINDS
+    batches: int = 5
+    max_rounds: int = 2000
+    bytes_per_batch: int = 256 << 20
+
+
+def run_ipc(params: IpcParams, *, progress: Callable[[str], None] = lambda _line: None) -> BenchResult:
+    """Rows named as in `KINDS`; see the module text. Needs no model."""
+    cpus = sorted(os.sched_getaffinity(0))
+    pinned = (cpus[0], cpus[1]) if len(cpus) > 1 else (cpus[0], cpus[0])
+    spinning_possible = len(cpus) > 1
+    result = BenchResult(
+        "ipc", {"payloads": list(params.payloads), "batches": params.batches, "pinned": list(pinned), "two_cores": spinning_possible}
+    )
+    for kind in params.kinds:
+        if kind in ("shared", "loopback") and not spinning_possible:
+            progress(f"{kind}: skipped, spinning needs two cores")
+            continue
+        for payload_bytes in params.payloads:
+            progress(f"{kind} {payload_bytes} B")
+            result.rows.append(_measure(kind, payload_bytes, params, pinned))
+    result.complete = True
+    return result
+
+
+def _measure(kind: str, payload_bytes: int, params: IpcParams, pinned: tuple[int, int]) -> dict[str, Any]:
+    rounds = max(8, min(params.max_rounds, params.bytes_per_batch // (4 * payload_bytes)))
+    warmup = max(2, rounds // 10)
+    samples: list[int] = []
+    floors: list[int] = []
+    copies: list[float] = []
+    for _ in range(params.batches):
+        samples += _round_trips(kind, payload_bytes, rounds, warmup, pinned)
+        floors += _core.ipc_floor(FLOOR_OF[kind], payload_bytes, rounds, warmup, pinned)
+        copies += _core.memcpy_bytes_per_s(payload_bytes, rounds, pinned[0])
+    p50_us = statistics.median(samples) / 1e3
+    return {
+        "name": kind,
+        "payload_bytes": payload_bytes,
+        "samples_s": [ns / 1e9 for ns in samples],
+        "median_s": p50_us / 1e6,
+        "p95_s": percentile(samples, 0.95) / 1e9,
+        "p50_us": p50_us,
+        "p99_us": percentile(samples, 0.99) / 1e3,
+        "floor_us": statistics.median(floors) / 1e3,
+        "floor_p99_us": percentile(floors, 0.99) / 1e3,
+        "bytes_per_s": 2 * payload_bytes / (p50_us / 1e6),
+        "memcpy_bytes_per_s": statistics.median(copies),
+    }
+
+
+def _round_trips(kind: str, payload_bytes: int, rounds: int, warmup: int, pinned: tuple[int, int]) -> list[int]:
+    """Starts an echo process on the worker's end, measures from the host's end, and reaps the echo in every case."""
+    slot_bytes = -(-payload_bytes // 64) * 64
+    geometry = _core.Geometry(2, slot_bytes, slot_bytes)
+    if kind == "loopback":
+        return _loopback_round_trips(geometry, payload_bytes, rounds, warmup, pinned)
+    spin_ns = SPIN_NS if kind == "shared" else 0
+    host_end, worker_end = _channel_ends(kind, geometry)
+    echo_pid = os.fork()
+    if echo_pid == 0:
+        status = 1
+        try:
+            del host_end
+            _core.ipc_echo(worker_end(), spin_ns, 5.0, pinned[1])
+            status = 0
+        finally:
+            os._exit(status)
+    try:
+        channel = host_end()
+        return _core.ipc_round_trip(channel, payload_bytes, rounds, warmup, spin_ns, TIMEOUT_S, pinned[0])
+    finally:
+        import signal
+
+        os.kill(echo_pid, signal.SIGKILL)
+        os.waitpid(echo_pid, 0)
+
+
+def _loopback_round_trips(
+    geometry: _core.Geometry, payload_bytes: int, rounds: int, warmup: int, pinned: tuple[int, int]
+) -> list[int]:
+    import threading
+
+    host, worker = _core.make_loopback(geometry)
+    # The echo ends by itself when nothing has come for half a second.
+    echo = threading.Thread(target=_core.ipc_echo, args=(worker, SPIN_NS, 0.5, pinned[1]), daemon=True)
+    echo.start()
+    samples = _core.ipc_round_trip(host, payload_bytes, rounds, warmup, SPIN_NS, TIMEOUT_S, pinned[0])
+    echo.join(timeout=5)
+    return samples
+
+
+def _channel_ends(kind: str, geometry: _core.Geometry) -> tuple[Callable[[], _core.Channel], Callable[[], _core.Channel]]:
+    """Makes both ends' ingredients before the fork; each process builds its own channel from them."""
+    if kind in ("shared", "futex"):
+        request = _core.Segment.create("host", geometry, 1)
+        reply = _core.Segment.create("worker", geometry, 1)
+        bell = _core.new_eventfd()
+
+        def host() -> _core.Channel:
+            peer = _core.Segment.attach(os.dup(reply.fileno()), "worker", geometry, 1)
+            return _core.make_shared_channel("host", geometry, request, peer, bell)
+
+        def worker() -> _core.Channel:
+            peer = _core.Segment.attach(os.dup(request.fileno()), "host", geometry, 1)
+            return _core.make_shared_channel("worker", geometry, reply, peer, bell)
+
+        return host, worker
+    if kind not in ("unix", "tcp"):
+        raise ConfigError(f"transport {kind!r} cannot be measured; choose from {', '.join(KINDS)}")
+    ours, theirs = socket.socketpair() if kind == "unix" else _tcp_pair()
+    return (
+        lambda: _core.make_stream_channel("host", geometry, ours.detach()),
+        lambda: _core.make_stream_channel("worker", geometry, theirs.detach()),
+    )
+
+
+def _tcp_pair() -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        ours = socket.create_connection(listener.getsockname(), timeout=5)
+        theirs, _ = listener.accept()
+    return ours, theirs

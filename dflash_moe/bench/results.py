@@ -1,0 +1,136 @@
+"""The result file of every bench case: samples, machine and commit, so that a number can be traced and compared.
+
+Schema 1 (docs: interfaces): {"schema", "case", "commit", "dirty", "machine", "params", "rows": [...]}. Plots and comparisons read
+these files only, never a live run. Depends on nothing but the standard library.
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from dflash_moe.errors import ConfigError
+
+SCHEMA = 1
+
+
+def percentile(samples: Sequence[float], fraction: float) -> float:
+    """The nearest-rank percentile of a non-empty sequence; `fraction` in [0, 1]."""
+    ordered = sorted(samples)
+    rank = min(len(ordered) - 1, max(0, round(fraction * (len(ordered) - 1))))
+    return ordered[rank]
+
+
+def timing_fields(samples_s: Sequence[float]) -> dict[str, Any]:
+    """`samples_s` (all of them, in order), `median_s` and `p95_s`, as every row carries them."""
+    return {"samples_s": list(samples_s), "median_s": statistics.median(samples_s), "p95_s": percentile(samples_s, 0.95)}
+
+
+@dataclass(slots=True)
+class BenchResult:
+    """One bench run. Rows are appended as they are measured, so an interrupted run keeps what it has."""
+
+    case: str
+    params: dict[str, Any]
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    complete: bool = False
+    started_unix: float = field(default_factory=time.time)
+
+    def as_json(self) -> dict[str, Any]:
+        commit, dirty = source_commit()
+        return {
+            "schema": SCHEMA,
+            "case": self.case,
+            "commit": commit,
+            "dirty": dirty,
+            "started_unix": self.started_unix,
+            "complete": self.complete,
+            "machine": machine_facts(),
+            "params": self.params,
+            "rows": self.rows,
+        }
+
+    def write(self, path: Path) -> None:
+        """Writes the JSON atomically (a reader never sees half a file)."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(path.name + ".partial")
+        partial.write_text(json.dumps(self.as_json(), indent=1) + "\n", encoding="utf-8")
+        partial.replace(path)
+
+
+def read_result(path: Path, *, case: str | None = None) -> dict[str, Any]:
+    """Reads a result file. Errors: `ConfigError` for another schema, another case, or something that is no result at all."""
+    try:
+        loaded = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such result file") from None
+    except (ValueError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not a JSON result file ({error})") from None
+    if not isinstance(loaded, Mapping) or loaded.get("schema") != SCHEMA or not isinstance(loaded.get("rows"), list):
+        found = loaded.get("schema") if isinstance(loaded, Mapping) else type(loaded).__name__
+        raise ConfigError(f"{path}: expected a bench result of schema {SCHEMA}, found {found!r}")
+    if case is not None and loaded.get("case") != case:
+        raise ConfigError(f"{path}: expected a result of case {case!r}, found {loaded.get('case')!r}")
+    return dict(loaded)
+
+
+def source_commit() -> tuple[str, bool]:
+    """(commit, dirty) of the source tree this package runs from; ("unknown", True) for an installed wheel."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():
+        return "unknown", True
+    try:
+        commit = _git(root, "rev-parse", "HEAD")
+        dirty = bool(_git(root, "status", "--porcelain", "--untracked-files=no"))
+    except (OSError, subprocess.SubprocessError):
+        return "unknown", True
+    return commit, dirty
+
+
+def _git(root: Path, *arguments: str) -> str:
+    done = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=True, timeout=10)
+    return done.stdout.strip()
+
+
+def machine_facts() -> dict[str, Any]:
+    """What a reader needs to judge the numbers; names no host."""
+    return {
+        "cpu": _cpu_model(),
+        "cores_usable": len(os.sched_getaffinity(0)),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "load_average": list(os.getloadavg()),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "isa": _best_isa(),
+        "packages": {name: version for name in ("torch", "transformers", "numpy") if (version := _version(name))},
+    }
+
+
+def _cpu_model() -> str:
+    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.machine()
+
+
+def _best_isa() -> str:
+    from dflash_moe import _core
+
+    return _core.best_isa()
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,101 @@
+"""`dflash-moe demo`: two CPU workers over shared memory, a completed sentence, the prefill table, and the proof that no mode changes a bit.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from dflash_moe.cli import options
+from dflash_moe.cli.bench import print_prefill
+from dflash_moe.errors import DflashError
+
+if TYPE_CHECKING:
+    from dflash_moe.bench.prefill import Series
+    from dflash_moe.runtime.expert_runtime import ExpertRuntime
+
+PROMPT = "The expert workers of this machine"
+MIN_PROMPT_TOKENS = 2000  # of the prefill table
+MODES = ("stream", "batched", "auto")
+DTYPES = ("f32", "bf16")
+NEW_TOKENS = 48
+DECODE_TOKENS = 8
+
+
+def register(app: typer.Typer) -> None:
+    app.command(name="demo")(demo)
+
+
+def demo() -> None:
+    """Start two workers, complete a sentence, show the modes, and check that every mode gave the same bits."""
+    assets = Path(str(resources.files("dflash_moe") / "demo_assets"))
+    from dflash_moe.integrations.transformers import load_model
+    from dflash_moe.runtime.expert_runtime import ExpertRuntime
+    from dflash_moe.topology import Topology
+
+    options.say("starting two CPU workers over shared memory")
+    with ExpertRuntime.start(Topology.local(num_workers=2), model=assets / "model", transport="shared") as runtime:
+        model = load_model(assets / "model", runtime)
+        _print_workers(runtime)
+        _complete(model, assets / "model")
+        series = _measure(model, runtime, assets)
+    print_prefill([one.row() for one in series])
+    _check_bits(series)
+    typer.echo(f"Every mode gave the same bits in every layer, for each wire dtype ({', '.join(DTYPES)}).")
+
+
+def _print_workers(runtime: ExpertRuntime) -> None:
+    table = options.table("process", "pid", "experts a layer", "anonymous MiB", "file-backed MiB")
+    for process in runtime.worker_processes():
+        table.add_row(
+            process.name,
+            str(process.pid),
+            str(process.experts_per_layer),
+            f"{process.anonymous_bytes / 2**20:.0f}",
+            f"{process.file_bytes / 2**20:.0f}",
+        )
+    options.show(table)
+
+
+def _complete(model: Any, directory: Path) -> None:
+    from transformers import AutoTokenizer
+
+    from dflash_moe.integrations.generation import TextStream, generate_tokens, stop_token_ids
+
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    input_ids = tokenizer(PROMPT, return_tensors="pt")["input_ids"]
+    stream = TextStream(tokenizer)
+    typer.echo(f"prompt: {PROMPT}\ncompletion: ", nl=False)
+    stops = stop_token_ids(model, tokenizer)
+    for step in generate_tokens(model, input_ids, max_new_tokens=NEW_TOKENS, stop_token_ids=stops):
+        typer.echo(stream.push(step.token_id), nl=False)
+    typer.echo(stream.finish() + "\n")
+
+
+def _measure(model: Any, runtime: ExpertRuntime, assets: Path) -> list[Series]:
+    from transformers import AutoTokenizer
+
+    from dflash_moe.bench.prefill import Series, measure_round
+
+    tokenizer = AutoTokenizer.from_pretrained(assets / "model")
+    input_ids = tokenizer((assets / "prompt.txt").read_text(encoding="utf-8"), return_tensors="pt")["input_ids"]
+    if input_ids.shape[1] < MIN_PROMPT_TOKENS:
+        raise DflashError(f"prompt.txt gives {input_ids.shape[1]} tokens; the demo needs at least {MIN_PROMPT_TOKENS}")
+    options.say(f"prefill of {input_ids.shape[1]:,} tokens from prompt.txt in every mode")
+    series = [Series(mode, dtype) for dtype in DTYPES for mode in MODES]
+    measure_round(model, runtime, input_ids, series, DECODE_TOKENS, keep=False)
+    measure_round(model, runtime, input_ids, series, DECODE_TOKENS)
+    return series
+
+
+def _check_bits(series: list[Series]) -> None:
+    """Equal digests mean equal bits in the KV cache of every layer and in the last logits."""
+    for dtype in DTYPES:
+        digests = {one.mode: {sample.digest for sample in one.samples} for one in series if one.dtype == dtype}
+        if len(set().union(*digests.values())) != 1:
+            raise DflashError(f"the modes do not agree for wire dtype {dtype}: {digests}; this is a bug, please report it")

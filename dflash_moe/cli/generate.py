@@ -1,0 +1,103 @@
+"""`dflash-moe generate`: text out, streaming, with the routed experts computed by the topology's workers.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from dflash_moe.cli import options
+from dflash_moe.errors import ConfigError
+
+if TYPE_CHECKING:
+    from dflash_moe.integrations.generation import TokenStep
+    from dflash_moe.runtime.expert_runtime import ExpertRuntime
+
+
+def register(app: typer.Typer) -> None:
+    app.command(name="generate")(generate)
+
+
+@options.with_settings
+def generate(
+    model: options.ModelOption,
+    topology: options.TopologyOption = None,
+    prompt: Annotated[str | None, typer.Option(help="Text to complete.", show_default=False)] = None,
+    prompt_file: Annotated[Path | None, typer.Option(help="UTF-8 file with the text to complete.", show_default=False)] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate at most.")] = 64,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the most likely token; higher is more random.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Seed of the sampling; without effect at temperature 0.")] = 0,
+    json_out: Annotated[Path | None, typer.Option("--json", help="Write token ids, times and byte counts here.")] = None,
+    **overrides: Any,
+) -> None:
+    """Complete a prompt. Without a topology: one local CPU worker."""
+    text = _prompt_text(prompt, prompt_file)
+    directory = options.model_directory(model)
+    from transformers import AutoTokenizer
+
+    from dflash_moe.integrations.generation import TextStream, generate_tokens, stop_token_ids
+    from dflash_moe.integrations.transformers import load_model
+    from dflash_moe.runtime.expert_runtime import ExpertRuntime
+
+    with ExpertRuntime.start(options.load_topology(topology), model=directory, **overrides) as runtime:
+        host_model = load_model(directory, runtime)
+        tokenizer = AutoTokenizer.from_pretrained(directory)
+        input_ids = tokenizer(text, return_tensors="pt")["input_ids"]
+        if input_ids.shape[1] == 0:
+            raise ConfigError("the prompt has no tokens; pass at least one character with --prompt or --prompt-file")
+        stream = TextStream(tokenizer)
+        steps: list[TokenStep] = []
+        for step in generate_tokens(
+            host_model,
+            input_ids,
+            max_new_tokens=max_new_tokens,
+            stop_token_ids=stop_token_ids(host_model, tokenizer),
+            temperature=temperature,
+            seed=seed,
+        ):
+            steps.append(step)
+            _emit(stream.push(step.token_id))
+        _emit(stream.finish() + "\n")
+        if json_out is not None:
+            report = _report(runtime, input_ids.shape[1], steps, tokenizer)
+            json_out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+def _prompt_text(prompt: str | None, prompt_file: Path | None) -> str:
+    if (prompt is None) == (prompt_file is None):
+        raise ConfigError("pass the text to complete with --prompt TEXT or --prompt-file FILE, and not both")
+    if prompt is not None:
+        return prompt
+    assert prompt_file is not None
+    try:
+        return prompt_file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--prompt-file {prompt_file}: cannot be read as UTF-8 text ({error})") from None
+
+
+def _emit(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _report(runtime: ExpertRuntime, prompt_tokens: int, steps: list[TokenStep], tokenizer: Any) -> dict[str, Any]:
+    """Times in seconds: `ttft_s` is the prefill's forward pass, `tpot_s` the median of the later ones."""
+    totals = runtime.stats()["totals"]
+    token_ids = [step.token_id for step in steps]
+    later = [step.forward_s for step in steps[1:]]
+    return {
+        "prompt_tokens": prompt_tokens,
+        "token_ids": token_ids,
+        "text": tokenizer.decode(token_ids, skip_special_tokens=True),
+        "ttft_s": steps[0].forward_s if steps else None,
+        "tpot_s": statistics.median(later) if later else None,
+        "tpot_samples_s": later,
+        **{key: int(totals[key]) for key in ("calls", "request_bytes", "reply_bytes", "floor_bytes")},
+    }

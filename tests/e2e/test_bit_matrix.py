@@ -1,0 +1,96 @@
+"""Mode, slice, transport, threads, instruction set and shard holder never change a bit of `experts()` (rules 1, 2, 5).
+
+One tiny model; every runtime's outputs are compared with those of one reference runtime, byte for byte.
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from dflash_moe import ExpertRuntime, Topology, _core
+from dflash_moe.testing.tiny import routed_batch, tiny_checkpoint
+
+NUM_EXPERTS, TOP_K, HIDDEN = 8, 3, 96
+TOKENS = (1, 7, 130)
+SLICES = (("stream", 1), ("stream", 4), ("stream", 32), ("batched", None))
+DTYPES = ("f32", "bf16", "f16")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return tiny_checkpoint(tmp_path_factory.mktemp("matrix"), hidden_size=HIDDEN, num_experts=NUM_EXPERTS, top_k=TOP_K, dtype="bf16")
+
+
+def topology(address: str, threads: int, lists: tuple[str, str] = ("0-4", "5-7")) -> Topology:
+    workers = "".join(
+        f"  - {{name: w{i}, backend: cpu, threads: {threads}, experts: {{'*': '{ids}'}}"
+        + (f", address: {address}" if address != "shared" else "")
+        + "}\n"
+        for i, ids in enumerate(lists)
+    )
+    return Topology.parse(f"version: 1\nplacement: {{policy: explicit}}\nworkers:\n{workers}")
+
+
+def outputs(spec, where: Topology, *, modes=SLICES, dtypes=DTYPES, **overrides) -> dict[tuple, bytes]:
+    """Result bytes by (mode, slice, dtype, layer, tokens); asserts that the workers were called."""
+    found: dict[tuple, bytes] = {}
+    with ExpertRuntime.start(where, model=spec, stream_tokens_max=32, batch_capacity=64, **overrides) as runtime:
+        for dtype, (mode, stream_tokens) in itertools.product(dtypes, modes):
+            extra = {} if stream_tokens is None else {"stream_tokens": stream_tokens}
+            runtime.set_mode(mode, dtype=dtype, reply_dtype=dtype, **extra)
+            for layer, tokens in itertools.product(range(len(runtime.layers)), TOKENS):
+                before = runtime.stats()["totals"]["calls"]
+                batch = routed_batch(tokens, HIDDEN, NUM_EXPERTS, TOP_K, seed=tokens)
+                result = runtime.experts(layer, *batch)
+                assert runtime.stats()["totals"]["calls"] > before
+                found[mode, stream_tokens, dtype, layer, tokens] = np.asarray(result).tobytes()
+    return found
+
+
+@pytest.fixture(scope="module")
+def reference(checkpoint):
+    """Reference kernels, loopback, one thread, whole chunks."""
+    found = outputs(checkpoint, topology("loopback", 1), modes=(("batched", None),), cpu_isa="reference")
+    return {(dtype, layer, tokens): data for (_, _, dtype, layer, tokens), data in found.items()}
+
+
+def assert_equal_to(reference, found):
+    assert found
+    for (mode, stream_tokens, dtype, layer, tokens), data in found.items():
+        if data != reference[dtype, layer, tokens]:
+            ours = np.frombuffer(data, np.uint32)
+            theirs = np.frombuffer(reference[dtype, layer, tokens], np.uint32)
+            first = int(np.flatnonzero(ours != theirs)[0])
+            pytest.fail(
+                f"{mode} slice {stream_tokens} {dtype} layer {layer} T={tokens}: element {first} is {ours[first]:#010x}, "
+                f"reference {theirs[first]:#010x}; {int((ours != theirs).sum())} elements differ"
+            )
+
+
+@pytest.mark.parametrize("address", ["loopback", "shared", "unix", "tcp"])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_bits_do_not_depend_on_transport_mode_slice_or_threads(checkpoint, reference, address, threads):
+    assert_equal_to(reference, outputs(checkpoint, topology(address, threads)))
+
+
+@pytest.mark.parametrize("isa", [isa for isa in _core.supported_isas() if isa != "reference"])
+def test_bits_do_not_depend_on_the_instruction_set(checkpoint, reference, isa):
+    assert_equal_to(reference, outputs(checkpoint, topology("shared", 1), cpu_isa=isa))
+
+
+def test_bits_do_not_depend_on_which_worker_holds_a_shard(checkpoint, reference):
+    swapped = topology("shared", 1, lists=("5-7", "0-4"))
+    assert_equal_to(reference, outputs(checkpoint, swapped))
+
+
+def test_bits_do_not_depend_on_the_neighbours_of_a_row(checkpoint):
+    with ExpertRuntime.start(topology("shared", 1), model=checkpoint) as runtime:
+        hidden, ids, weights = routed_batch(33, HIDDEN, NUM_EXPERTS, TOP_K, seed=5)
+        together = np.asarray(runtime.experts(0, hidden, ids, weights))
+        for row in (0, 16, 32):
+            alone = np.asarray(runtime.experts(0, hidden[row : row + 1], ids[row : row + 1], weights[row : row + 1]))
+            assert alone.tobytes() == together[row : row + 1].tobytes()
