@@ -1,8 +1,12 @@
-"""Builds the C++ core with CMake; everything else about the package is in pyproject.toml."""
+"""Builds the C++ core with CMake; everything else about the package is in pyproject.toml.
+
+SPDX-License-Identifier: Apache-2.0
+"""
 
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -18,25 +22,25 @@ class CMakeBuild(build_ext):
     """Configures csrc/ once and builds the target `_core` into the place setuptools asks for."""
 
     def build_extension(self, ext: Extension) -> None:
+        """Runs CMake and Ninja; a failure ends the build with the compiler's own output above it."""
         target_dir = Path(self.get_ext_fullpath(ext.name)).resolve().parent
         build_dir = Path(os.environ.get("DFLASH_BUILD_DIR", ROOT / "build" / "core"))
         build_dir.mkdir(parents=True, exist_ok=True)
+        # cmake and ninja come with the build requirements and lie beside this interpreter, which need not be on PATH.
+        environment = dict(os.environ, PATH=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
         configure = [
             "cmake", "-S", str(ROOT / "csrc"), "-B", str(build_dir), "-G", "Ninja",
+            f"-DCMAKE_MAKE_PROGRAM={shutil.which('ninja', path=environment['PATH']) or 'ninja'}",
             "-DCMAKE_BUILD_TYPE=Release",
             f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={target_dir}",
             f"-DPython_EXECUTABLE={sys.executable}",
             f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
             f"-DDFLASH_VERSION={self.distribution.get_version()}",
-        ]
-        if _has_program("ccache"):
+        ]  # fmt: skip
+        if shutil.which("ccache"):
             configure.append("-DCMAKE_CXX_COMPILER_LAUNCHER=ccache")
-        subprocess.run(configure, check=True)
-        subprocess.run(["cmake", "--build", str(build_dir), "--target", "_core"], check=True)
-
-
-def _has_program(name: str) -> bool:
-    return any((Path(folder) / name).exists() for folder in os.environ.get("PATH", "").split(os.pathsep))
+        subprocess.run(configure, check=True, env=environment)
+        subprocess.run(["cmake", "--build", str(build_dir), "--target", "_core"], check=True, env=environment)
 
 
 setup(ext_modules=[Extension("dflash_moe._core", sources=[])], cmdclass={"build_ext": CMakeBuild})

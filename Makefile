@@ -1,0 +1,125 @@
+# One command per habit, the same at the desk and in CI; `make help` lists them. From nothing, `make` creates .venv, installs
+# torch (pinned, unless one can be imported already) and builds the C++ core; a second run only compiles what changed.
+# SPDX-License-Identifier: Apache-2.0
+
+PYTHON ?= python3
+# What `make` installs when no torch can be imported; `make TORCH=` builds an environment without (workers need none).
+TORCH ?= torch==2.13.0
+# Seconds per fuzz target.
+T ?= 60
+CASE ?= ipc
+JOBS ?= $(shell nproc 2>/dev/null || echo 2)
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+VENV := .venv
+BIN := $(VENV)/bin
+STAMPS := $(VENV)/.stamps
+CMAKE := $(BIN)/cmake
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+CCACHE := $(if $(shell command -v ccache 2>/dev/null),-DCMAKE_CXX_COMPILER_LAUNCHER=ccache)
+CONFIGURE = $(CMAKE) -S csrc -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) -DDFLASH_BINDINGS=OFF $(CCACHE) --log-level=WARNING
+export PATH := $(abspath $(BIN)):$(PATH)
+# Workers and tests are many small processes: passive waiting keeps OpenMP of torch from starving them (docs/architecture.md).
+export OMP_WAIT_POLICY ?= PASSIVE
+
+.DEFAULT_GOAL := build
+.DELETE_ON_ERROR:
+.PHONY: build demo test check asan tsan fuzz verify-all bench wheel clean distclean help core system-build system-test system-fuzz
+
+build: core ## environment and C++ core, editable, in .venv
+	@echo "ready: $(BIN)/dflash-moe"
+
+demo: core ## two CPU workers over shared memory: text, the table of the modes, equal bits
+	@$(BIN)/dflash-moe demo
+
+# -- environment -----------------------------------------------------------------------------------------------------------
+
+system-build system-test system-fuzz: system-%:
+	@.ci/system_packages $* $(PYTHON)
+
+# An importable torch of $(PYTHON) is taken as it is: the environment then sees the packages of that interpreter.
+$(STAMPS)/created: | system-build
+	@echo "==> creating $(VENV) with $$($(PYTHON) --version)"
+	@if $(PYTHON) -c 'import torch' >/dev/null 2>&1; then $(PYTHON) -m venv --system-site-packages $(VENV); \
+	 else $(PYTHON) -m venv $(VENV); fi
+	@mkdir -p $(STAMPS) && touch $@
+
+$(STAMPS)/torch: $(STAMPS)/created
+	@if $(BIN)/python -c 'import torch' >/dev/null 2>&1; then \
+	   echo "==> torch: $$($(BIN)/python -c 'import torch; print(torch.__version__)'), already there"; \
+	 elif [ -n "$(TORCH)" ]; then \
+	   echo "==> installing $(TORCH) (override with TORCH=...)"; $(PIP) install "$(TORCH)"; \
+	 else echo "==> no torch, as asked: workers run, the host's integrations do not"; fi
+	@touch $@
+
+# The constraint keeps every later installation from exchanging the torch that is there.
+$(STAMPS)/packages: pyproject.toml setup.py $(STAMPS)/torch
+	@echo "==> installing Python packages and building the C++ core (log: $(STAMPS)/install.log)"
+	@$(BIN)/python -m pip freeze --quiet | { grep -i '^torch==' || true; } > $(STAMPS)/constraints.txt
+	@extras=bench,dev; $(BIN)/python -c 'import torch' >/dev/null 2>&1 && extras=host,$$extras; \
+	 { $(PIP) install --upgrade 'setuptools>=68' wheel 'pybind11>=2.12' 'cmake>=3.22' ninja \
+	   && $(PIP) install --no-build-isolation -c $(STAMPS)/constraints.txt -e ".[$$extras]"; } > $(STAMPS)/install.log 2>&1 \
+	 || { tail -n 40 $(STAMPS)/install.log >&2; echo "make: installing failed; the whole log is $(STAMPS)/install.log" >&2; exit 1; }
+	@touch $@
+
+# CMake's own incremental build: half a second when nothing changed. build/core is configured by setup.py; if somebody removed
+# it, installing again brings it back.
+core: $(STAMPS)/packages
+	@if [ ! -f build/core/build.ninja ]; then rm -f $(STAMPS)/packages; $(MAKE) --no-print-directory $(STAMPS)/packages; fi
+	@$(CMAKE) --build build/core --target _core -- --quiet
+
+# -- tests -------------------------------------------------------------------------------------------------------------------
+
+# 8 minutes on two cores at most. C++ first: pytest's summary ends the output.
+test: core system-test ## C++ tests, then Python tests (without those marked slow)
+	@echo "==> C++ tests"
+	@$(CONFIGURE) -B build/tests -DCMAKE_BUILD_TYPE=Release -DDFLASH_TESTS=ON > /dev/null
+	@$(CMAKE) --build build/tests -j $(JOBS) -- --quiet
+	@$(BIN)/ctest --test-dir build/tests --output-on-failure --no-tests=error | grep -v '^ *Start'
+	@echo "==> Python tests"
+	@$(BIN)/python -m pytest tests -m "not slow"
+
+check: core ## lint, types, layers, forbidden constructs, documents against code, stubs
+	@$(BIN)/ruff check --quiet dflash_moe tests setup.py $(wildcard bench)
+	@$(BIN)/mypy --strict dflash_moe
+	@$(BIN)/python -m tests.checks
+
+# $(1) preset name, $(2) sanitizers, $(3) environment of the test run
+define sanitized_tests
+	@echo "==> C++ tests under $(1)"
+	@$(CONFIGURE) -B build/$(1) -DCMAKE_BUILD_TYPE=RelWithDebInfo -DDFLASH_TESTS=ON "-DDFLASH_SANITIZE=$(2)" > /dev/null
+	@$(CMAKE) --build build/$(1) -j $(JOBS) -- --quiet
+	@$(3) $(BIN)/ctest --test-dir build/$(1) --output-on-failure --no-tests=error --timeout 600
+endef
+
+asan: core system-test ## C++ tests under AddressSanitizer and UndefinedBehaviorSanitizer
+	$(call sanitized_tests,asan,address;undefined,ASAN_OPTIONS=detect_leaks=1 UBSAN_OPTIONS=print_stacktrace=1)
+
+# setarch -R: ThreadSanitizer of GCC 12 refuses the wider address randomisation of newer kernels.
+tsan: core system-test ## C++ tests under ThreadSanitizer
+	$(call sanitized_tests,tsan,thread,TSAN_OPTIONS=halt_on_error=1 setarch $(shell uname -m) -R)
+
+fuzz: core system-fuzz ## every fuzz target for T seconds (T=60), from the committed corpus
+	@.ci/fuzz $(T) $(JOBS)
+
+verify-all: core ## the slow tests: every family, every mode, the long fault runs
+	@$(BIN)/python -m pytest tests -m slow
+
+bench: core ## one bench case (CASE=ipc), JSON under build/bench/
+	@mkdir -p build/bench
+	@$(BIN)/dflash-moe bench $(CASE) --json build/bench/$(CASE).json
+
+wheel: core ## build the wheel, install it in an empty environment and import it there
+	@.ci/wheel $(BIN)/python
+
+# -- housekeeping --------------------------------------------------------------------------------------------------------------
+
+clean: ## remove what was built; keep .venv
+	@rm -rf build dist *.egg-info dflash_moe/_core*.so
+
+distclean: clean ## remove .venv too
+	@rm -rf $(VENV)
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z][a-z-]*:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)

@@ -1,0 +1,54 @@
+"""Runs every contract check and prints what was found; exit status 1 on any finding.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from tests.checks import (
+    cited_numbers,
+    constructs,
+    error_catalogue,
+    file_heads,
+    includes,
+    layers,
+    links,
+    message_tables,
+    protocol_tables,
+    sizes,
+    stub_parity,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+CHECKS = (
+    layers,
+    includes,
+    constructs,
+    file_heads,
+    protocol_tables,
+    message_tables,
+    error_catalogue,
+    links,
+    cited_numbers,
+    stub_parity,
+)
+
+
+def main() -> int:
+    num_findings = 0
+    for check in CHECKS:
+        name = check.__name__.rpartition(".")[2]
+        findings = check.find(ROOT)
+        num_findings += len(findings)
+        print(f"{name}: {'ok' if not findings else f'{len(findings)} findings'}")
+        for finding in findings:
+            print(f"  {finding}")
+    print(sizes.report(ROOT))
+    return 1 if num_findings else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

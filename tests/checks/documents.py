@@ -1,0 +1,32 @@
+"""Reads marked tables out of Markdown: `<!-- table: NAME -->`, then a table; cells come without backticks.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+import re
+
+
+def table(text: str, name: str) -> list[list[str]] | None:
+    """Rows of the table after the marker, header row excluded; None when there is no such marker."""
+    match = re.search(rf"<!-- table: {re.escape(name)} -->\s*\n((?:\|.*\n?)+)", text)
+    if match is None:
+        return None
+    lines = match[1].strip().splitlines()
+    return [[cell.strip().replace("`", "") for cell in line.strip().strip("|").split("|")] for line in lines[2:]]
+
+
+def block(text: str, name: str) -> str | None:
+    """The text between `<!-- begin NAME -->` and `<!-- end NAME -->`."""
+    match = re.search(rf"<!-- begin {re.escape(name)} -->\n(.*?)<!-- end {re.escape(name)} -->", text, re.DOTALL)
+    return match[1] if match else None
+
+
+def number(cell: str) -> int | None:
+    """An integer written with thousands separators or in hexadecimal; None for anything else."""
+    digits = cell.replace(",", "").replace("_", "").split(" ")[0]
+    try:
+        return int(digits, 0)
+    except ValueError:
+        return None

@@ -1,0 +1,114 @@
+"""The layer contract of the Python package: who may import whom, and where torch may be imported.
+
+Imports inside functions and under TYPE_CHECKING count: an arrow is knowledge, not load order. The table is design.md section 6
+with the rooms `model` and `protocol` (docs/decisions/0003-model-and-protocol-rooms.md).
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.checks.sources import project_files
+
+PACKAGE = "dflash_moe"
+
+_GROUND = {"errors", "telemetry"}
+_SETTINGS = _GROUND | {"config", "topology"}
+_DESCRIPTION = _SETTINGS | {"protocol", "model"}
+_EXECUTION = _DESCRIPTION | {"placement", "runtime", "workers"}
+
+# room -> rooms it may import. `_core` is below everything and `errors` is what it raises.
+MAY_IMPORT: dict[str, set[str]] = {
+    "errors": set(),
+    "telemetry": {"errors"},
+    "config": _GROUND,
+    "topology": _GROUND | {"config"},
+    "protocol": _SETTINGS,
+    "model": _SETTINGS,
+    "placement": _SETTINGS | {"model"},
+    "runtime": _DESCRIPTION | {"placement"},
+    "workers": _DESCRIPTION | {"placement"},
+    "integrations": _EXECUTION,
+    "engine": _EXECUTION | {"integrations"},
+    "bench": _EXECUTION | {"integrations", "engine", "testing"},
+    "testing": _EXECUTION | {"integrations", "engine"},
+    "server": _EXECUTION | {"integrations", "engine"},
+    "cli": _EXECUTION | {"integrations", "engine", "server", "bench"},
+    "__init__": _EXECUTION | {"integrations", "engine"},
+    "__main__": {"cli"},
+}
+EVERYBODY_MAY_IMPORT = {"_core", "__version__"}
+
+# Rooms that may import torch or transformers, always inside a function: importing the package must work without them.
+# `integrations` and `testing` are themselves imported inside functions and may do it at the top.
+HEAVY = {"torch", "transformers", "tokenizers", "matplotlib"}
+HEAVY_AT_TOP = {"integrations", "testing"}
+HEAVY_IN_FUNCTIONS = {"model", "runtime", "bench", "cli"} | HEAVY_AT_TOP
+
+
+def find(root: Path) -> list[str]:
+    """Every import in `root`/dflash_moe that the tables above do not allow."""
+    findings: list[str] = []
+    package_dir = root / PACKAGE
+    for path in project_files(root, ".py"):
+        if package_dir in path.parents:
+            findings += _findings_of_file(path, root)
+    return findings
+
+
+def _findings_of_file(path: Path, root: Path) -> list[str]:
+    where = path.relative_to(root)
+    room = room_of(where)
+    if room not in MAY_IMPORT:
+        return [f"{where}: the room '{room}' is not in the layer table of tests/checks/layers.py; decide where it belongs"]
+    findings = []
+    allowed = MAY_IMPORT[room] | EVERYBODY_MAY_IMPORT | {room}
+    for target, line, at_top in imports_of(path, where):
+        top_level = target[0]
+        if top_level == PACKAGE:
+            other = target[1] if len(target) > 1 else "__init__"
+            if other not in allowed and not (other == "__init__" and room in {"cli", "testing", "bench", "__main__"}):
+                findings.append(f"{where}:{line}: {room} must not import {other}; the arrows are in tests/checks/layers.py")
+        elif top_level in HEAVY:
+            if room not in HEAVY_IN_FUNCTIONS:
+                findings.append(f"{where}:{line}: {room} must not import {top_level}: a worker's installation lacks it")
+            elif at_top and room not in HEAVY_AT_TOP:
+                findings.append(f"{where}:{line}: import {top_level} inside the function that needs it: it is optional")
+    return findings
+
+
+def room_of(where: Path) -> str:
+    """The room of a file given relative to the repository: its folder, or its own name directly below the package."""
+    return where.parts[1].removesuffix(".py")
+
+
+def imports_of(path: Path, where: Path) -> Iterator[tuple[tuple[str, ...], int, bool]]:
+    """(dotted target split at dots, line, whether it runs when the module is imported) for every import statement."""
+    tree = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+    late = _lines_that_run_late(tree)
+    package_parts = where.with_suffix("").parts[:-1]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield tuple(alias.name.split(".")), node.lineno, node.lineno not in late
+        elif isinstance(node, ast.ImportFrom):
+            base = package_parts[: len(package_parts) - node.level + 1] if node.level else ()
+            module = (*base, *(node.module.split(".") if node.module else ()))
+            if module == (PACKAGE,):
+                for alias in node.names:
+                    yield (PACKAGE, alias.name), node.lineno, node.lineno not in late
+            else:
+                yield module, node.lineno, node.lineno not in late
+
+
+def _lines_that_run_late(tree: ast.Module) -> set[int]:
+    """Lines inside functions or below `if TYPE_CHECKING:`."""
+    late: set[int] = set()
+    for node in ast.walk(tree):
+        is_type_only = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        if is_type_only or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            late.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    return late

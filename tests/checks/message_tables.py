@@ -1,0 +1,85 @@
+"""docs/protocol.md against the schemas of the control messages; `python -m tests.checks.message_tables` rewrites the block.
+
+The tables between `<!-- begin messages -->` and `<!-- end messages -->` are generated: type number, fields with integer keys,
+kinds with limits, defaults. A stale block is a finding.
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from tests.checks import documents
+
+DOCUMENT = "docs/protocol.md"
+NAME = "messages"
+
+
+def find(root: Path) -> list[str]:
+    """A finding when the document's block differs from what the schemas say."""
+    path = root / DOCUMENT
+    if not path.exists():
+        return [f"{DOCUMENT} is missing; it is the protocol's normative text"]
+    return find_in_text(path.read_text(encoding="utf-8"), render(_schemas()))
+
+
+def find_in_text(text: str, expected: str) -> list[str]:
+    """Compares the document's block with the rendered tables, naming the first line that differs."""
+    block = documents.block(text, NAME)
+    if block is None:
+        return [f"{DOCUMENT}: no block is marked '{NAME}'"]
+    for found_line, expected_line in zip(_padded(block, expected), _padded(expected, block), strict=True):
+        if found_line != expected_line:
+            return [
+                f"{DOCUMENT}: control messages are stale: found '{found_line}', the schema says '{expected_line}'; "
+                "run python -m tests.checks.message_tables"
+            ]
+    return []
+
+
+def _padded(text: str, other: str) -> list[str]:
+    lines, others = text.strip().splitlines(), other.strip().splitlines()
+    return lines + [""] * (len(others) - len(lines))
+
+
+def _schemas() -> Mapping[int, Any]:
+    from dflash_moe.protocol.messages import CODEC
+
+    return CODEC.schemas
+
+
+def render(schemas: Mapping[int, Any]) -> str:
+    """Markdown: a heading with type number and the docstring's first line, then the field table, by ascending number."""
+    parts = []
+    for number, schema in sorted(schemas.items()):
+        purpose = (schema.cls.__doc__ or "").strip().splitlines()[0]
+        parts.append(f"#### {number} {schema.cls.__name__}\n\n{purpose}\n")
+        parts.append("\n".join(_field_rows(schema.fields)) + "\n" if schema.fields else "No fields.\n")
+    return "\n" + "\n".join(parts) + "\n"
+
+
+def _field_rows(fields: Iterable[Any]) -> Iterable[str]:
+    yield "| key | field | kind | when missing |"
+    yield "|---|---|---|---|"
+    for item in sorted(fields, key=lambda field: field.key):
+        missing = "refused" if item.default is dataclasses.MISSING else f"`{item.default!r}`"
+        yield f"| {item.key} | `{item.name}` | {item.kind.describe()} | {missing} |"
+
+
+def rewrite(root: Path) -> None:
+    """Replaces the document's block."""
+    path = root / DOCUMENT
+    text = path.read_text(encoding="utf-8")
+    block = documents.block(text, NAME)
+    if block is None:
+        raise SystemExit(f"{DOCUMENT}: no block is marked '{NAME}'")
+    begin = text.index(f"<!-- begin {NAME} -->\n") + len(f"<!-- begin {NAME} -->\n")
+    path.write_text(text[:begin] + render(_schemas()) + text[begin + len(block) :], encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(rewrite(Path(__file__).resolve().parents[2]))

@@ -1,0 +1,81 @@
+"""docs/protocol.md against the headers: frame fields, limits, enumerations, in both directions.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.checks import documents, headers
+
+DOCUMENT = "docs/protocol.md"
+# Written and checked by the codec, so they have no member in FrameHeader: field -> (offset, type).
+CODEC_FIELDS = {"magic": (0, "u32"), "version": (4, "u8"), "header_checksum": (60, "u32")}
+TYPE_BYTES = {"u8": 1, "u16": 2, "u32": 4, "u64": 8}
+ENUMS = {
+    "Dtype": "csrc/base/dtype.h",
+    "FrameKind": "csrc/wire/frame.h",
+    "ErrorCode": "csrc/base/result.h",
+    "Activation": "csrc/compute/ffn_spec.h",
+    "GateKind": "csrc/compute/ffn_spec.h",
+}
+LIMITS = ("csrc/wire/limits.h", "csrc/transport/channel.h")
+
+
+def find(root: Path) -> list[str]:
+    """Every difference between the document's marked tables and the headers."""
+    path = root / DOCUMENT
+    if not path.exists():
+        return [f"{DOCUMENT} is missing; it is the protocol's normative text"]
+    text = path.read_text(encoding="utf-8")
+    findings = _frame_findings(text, root)
+    findings += _limit_findings(text, root)
+    for enum, header in ENUMS.items():
+        findings += _enum_findings(text, root, enum, header)
+    return findings
+
+
+def _frame_findings(text: str, root: Path) -> list[str]:
+    rows = documents.table(text, "frame")
+    if rows is None:
+        return [f"{DOCUMENT}: no table is marked 'frame'"]
+    expected = {**headers.frame_fields(root / "csrc/wire/frame.h"), **CODEC_FIELDS}
+    found = {row[2]: (documents.number(row[0]), row[1]) for row in rows}
+    findings = _differences("frame field", expected, found, "csrc/wire/frame.h")
+    total = sum(TYPE_BYTES.get(kind, 0) for _, kind in expected.values())
+    header_bytes = headers.constants(root / "csrc/wire/frame.h").get("kFrameHeaderBytes")
+    if total != header_bytes:
+        findings.append(f"csrc/wire/frame.h: the fields' comments cover {total} bytes of a header of {header_bytes}")
+    return findings
+
+
+def _limit_findings(text: str, root: Path) -> list[str]:
+    rows = documents.table(text, "limits")
+    if rows is None:
+        return [f"{DOCUMENT}: no table is marked 'limits'"]
+    expected: dict[str, int] = {}
+    for header in LIMITS:
+        expected.update(headers.constants(root / header, expected))
+    found = {row[0]: documents.number(row[1]) for row in rows}
+    return _differences("limit", expected, found, " or ".join(LIMITS))
+
+
+def _enum_findings(text: str, root: Path, enum: str, header: str) -> list[str]:
+    rows = documents.table(text, enum)
+    if rows is None:
+        return [f"{DOCUMENT}: no table is marked '{enum}'"]
+    expected = headers.enumerators(root / header, enum)
+    found = {row[1]: documents.number(row[0]) for row in rows}
+    return _differences(enum, expected, found, header)
+
+
+def _differences(what: str, expected: dict, found: dict, source: str) -> list[str]:
+    findings = [f"{DOCUMENT}: {what} {name} of {source} is missing" for name in expected if name not in found]
+    findings += [f"{DOCUMENT}: {what} {name} is not in {source}" for name in found if name not in expected]
+    findings += [
+        f"{DOCUMENT}: {what} {name} is {found[name]}, {source} says {expected[name]}"
+        for name in expected
+        if name in found and found[name] != expected[name]
+    ]
+    return findings

@@ -1,0 +1,92 @@
+"""dflash_moe/_core.pyi against the built module: the same names, members and parameter names, in both directions.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+STUB = "dflash_moe/_core.pyi"
+# What pybind11 and Python put on every class and module.
+_IMPLIED = re.compile(r"^__(?!init__$|version__$|enter__$|exit__$)\w+__$|^_pybind11_\w+$")
+
+
+def find(root: Path) -> list[str]:
+    """Differences between the stub and `dflash_moe._core`; a core that is not built is a finding too."""
+    try:
+        module = importlib.import_module("dflash_moe._core")
+    except ImportError as error:
+        return [f"dflash_moe._core cannot be imported ({error}); run make"]
+    return compare((root / STUB).read_text(encoding="utf-8"), module)
+
+
+def compare(stub_text: str, module: ModuleType | Any) -> list[str]:
+    """One line per name that only one side has and per function whose parameters differ."""
+    names, functions, classes = _declared(ast.parse(stub_text).body)
+    findings = _name_findings("", names, _public(module))
+    for name, node in functions.items():
+        if hasattr(module, name):
+            findings += _parameter_findings(name, node, getattr(module, name))
+    for name, node in classes.items():
+        if not hasattr(module, name):
+            continue
+        cls = getattr(module, name)
+        members, methods, _ = _declared(node.body)
+        findings += _name_findings(f"{name}.", members - {"__init__"}, _public(cls) - {"__init__"})
+        for method, method_node in methods.items():
+            if hasattr(cls, method):
+                findings += _parameter_findings(f"{name}.{method}", method_node, getattr(cls, method))
+    return findings
+
+
+def _declared(
+    body: list[ast.stmt],
+) -> tuple[set[str], dict[str, ast.FunctionDef], dict[str, ast.ClassDef]]:
+    functions = {node.name: node for node in body if isinstance(node, ast.FunctionDef)}
+    classes = {node.name: node for node in body if isinstance(node, ast.ClassDef)}
+    values = {node.target.id for node in body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)}
+    return {*functions, *classes, *values}, functions, classes
+
+
+def _public(owner: Any) -> set[str]:
+    return {name for name in dir(owner) if not _IMPLIED.match(name)}
+
+
+def _name_findings(prefix: str, declared: set[str], present: set[str]) -> list[str]:
+    findings = [f"{STUB}: {prefix}{name} is declared but not in the module" for name in sorted(declared - present)]
+    return findings + [f"{STUB}: {prefix}{name} is in the module but not declared" for name in sorted(present - declared)]
+
+
+def _parameter_findings(name: str, node: ast.FunctionDef, function: Any) -> list[str]:
+    found = parameters_of_docstring(name.rpartition(".")[2], getattr(function, "__doc__", None) or "")
+    if found is None:
+        return []
+    arguments = node.args
+    declared = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
+    declared += [f"*{arguments.vararg.arg}"] if arguments.vararg else []
+    if [item for item in declared if item != "self"] != [item for item in found if item != "self"]:
+        return [f"{STUB}:{node.lineno}: {name} declares ({', '.join(declared)}), the module takes ({', '.join(found)})"]
+    return []
+
+
+def parameters_of_docstring(name: str, doc: str) -> list[str] | None:
+    """Parameter names of the signature line pybind11 writes first; None for overloads and anything else."""
+    match = re.match(rf"^{re.escape(name)}\((.*)\)(?: -> .*)?$", doc.strip().splitlines()[0] if doc.strip() else "")
+    if match is None or "Overloaded function" in doc:
+        return None
+    names, depth, current = [], 0, ""
+    for character in match[1] + ",":
+        depth += character in "([{"
+        depth -= character in ")]}"
+        if character == "," and depth == 0:
+            names.append(re.split(r"[:=]", current, maxsplit=1)[0].strip())
+            current = ""
+        else:
+            current += character
+    return [item for item in names if item and item not in {"*", "/"}]

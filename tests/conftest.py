@@ -1,0 +1,78 @@
+"""What every Python test gets: the leak check, the named marks, skips that are counted aloud, a run that skipped all fails.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+
+from tests import leaks
+from tests.markers import MARKS
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--require", action="append", default=[], metavar="MARK", choices=sorted(MARKS),
+        help="fail instead of skipping where the machine lacks what MARK names",
+    )  # fmt: skip
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for name, mark in MARKS.items():
+        config.addinivalue_line("markers", f"{name}: {mark.description}")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    for marker in item.iter_markers():
+        mark = MARKS.get(marker.name)
+        reason = mark.probe() if mark else None
+        if reason and marker.name in item.config.getoption("--require"):
+            pytest.fail(f"--require {marker.name}: {reason}", pytrace=False)
+        if reason:
+            pytest.skip(reason)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fails a test that leaves a process, a segment, a socket or a name behind.
+
+    Fixtures of wider scope exist before the snapshot, so a runtime shared by a module is no leak of its first test.
+    """
+    before = leaks.take()
+    yield
+    found = leaks.leaks_since(before)
+    if found:
+        pytest.fail("left behind: " + "; ".join(found), pytrace=False)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_process_outlives_the_run() -> Iterator[None]:
+    before = leaks.take()
+    yield
+    lines = [line for line in leaks.leaks_since(before) if line.startswith("process ")]
+    if lines:
+        pytest.fail("left behind by the run: " + "; ".join(lines), pytrace=False)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Prints skips by reason, most frequent first."""
+    skipped = terminalreporter.stats.get("skipped", [])
+    reasons = Counter(str(report.longrepr[2]) if isinstance(report.longrepr, tuple) else "?" for report in skipped)
+    for reason, count in reasons.most_common():
+        terminalreporter.write_line(f"skipped {count}: {reason.removeprefix('Skipped: ')}")
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """A run in which every test was skipped tested nothing, and says so by failing."""
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is None or exitstatus != pytest.ExitCode.OK:
+        return
+    num_skipped = len(reporter.stats.get("skipped", []))
+    num_run = sum(len(reporter.stats.get(outcome, [])) for outcome in ("passed", "failed", "xfailed", "xpassed", "error"))
+    if num_skipped and not num_run:
+        reporter.write_line(f"all {num_skipped} tests were skipped: nothing was tested", red=True)
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED

@@ -1,0 +1,107 @@
+"""What a test may leave behind: nothing. Snapshots of child processes, descriptors and names, and their differences.
+
+Reads /proc only, so that a leak is seen whoever caused it: a worker that outlived its session, a segment or a socket whose
+owner forgot it, a name in /dev/shm.
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+# How long a process that was told to end may take to be reaped; generous, because two cores run everything.
+GRACE_S = 3.0
+# Python's own long-lived children, started once per process by multiprocessing.
+_TOLERATED_COMMANDS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
+_COUNTED_KINDS = {"memfd": "/memfd:", "socket": "socket:[", "eventfd": "anon_inode:[eventfd]"}
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """`processes`: pid -> command line of every descendant; `descriptors`: kind -> open count; `names`: entries of /dev/shm."""
+
+    processes: dict[int, str]
+    descriptors: dict[str, int]
+    names: frozenset[str]
+
+
+def take() -> Snapshot:
+    """The state of this process and its descendants now."""
+    return Snapshot(_descendants(os.getpid()), _descriptors(), frozenset(_shared_names()))
+
+
+def leaks_since(before: Snapshot, grace_s: float = GRACE_S) -> list[str]:
+    """One line per thing that is there now and was not `before`, after at most `grace_s` of waiting for it to go."""
+    deadline = time.monotonic() + grace_s
+    found = _differences(before, take())
+    if found:
+        gc.collect()  # objects in reference cycles close their descriptors only now; that is not a leak
+        found = _differences(before, take())
+    while found and time.monotonic() < deadline:
+        time.sleep(0.02)
+        found = _differences(before, take())
+    return found
+
+
+def _differences(before: Snapshot, now: Snapshot) -> list[str]:
+    left = {pid: command for pid, command in now.processes.items() if pid not in before.processes}
+    lines = [f"process {pid} is still there: {command}" for pid, command in left.items()]
+    for kind, count in now.descriptors.items():
+        extra = count - before.descriptors.get(kind, 0)
+        if extra > 0:
+            lines.append(f"{extra} more open {kind} descriptors than before")
+    return lines + [f"/dev/shm/{name} was left behind" for name in sorted(now.names - before.names)]
+
+
+def _descendants(root: int) -> dict[int, str]:
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            stat = (entry / "stat").read_text()
+        except OSError:
+            continue  # ended meanwhile
+        fields = stat.rpartition(")")[2].split()
+        children.setdefault(int(fields[1]), []).append(int(entry.name))
+    found: dict[int, str] = {}
+    queue = list(children.get(root, []))
+    while queue:
+        pid = queue.pop()
+        command = _command(pid)
+        if command is not None and not any(name in command for name in _TOLERATED_COMMANDS):
+            found[pid] = command
+        queue += children.get(pid, [])
+    return found
+
+
+def _command(pid: int) -> str | None:
+    try:
+        raw = Path(f"/proc/{pid}/cmdline").read_bytes()
+        return raw.replace(b"\0", b" ").decode(errors="replace").strip() or Path(f"/proc/{pid}/stat").read_text()[:80]
+    except OSError:
+        return None
+
+
+def _descriptors() -> dict[str, int]:
+    counts = dict.fromkeys(_COUNTED_KINDS, 0)
+    for entry in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{entry}")
+        except OSError:
+            continue  # the listing's own descriptor
+        for kind, prefix in _COUNTED_KINDS.items():
+            if target.startswith(prefix):
+                counts[kind] += 1
+    return counts
+
+
+def _shared_names() -> list[str]:
+    folder = Path("/dev/shm")
+    # Semaphores and blocks of multiprocessing and torch, which their own trackers remove when the process ends.
+    foreign = ("sem.mp-", "psm_", "torch_")
+    return [entry.name for entry in folder.iterdir() if not entry.name.startswith(foreign)] if folder.is_dir() else []

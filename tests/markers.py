@@ -1,0 +1,49 @@
+"""Named marks: what a test needs beyond two cores and no GPU, and how to find out whether this machine has it.
+
+A test that names hardware which is absent is skipped with the probe's reason. `--require MARK` turns that skip into a
+failure, for runs whose purpose is that hardware.
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """`probe` returns None where the machine has what the mark names, else the reason why not."""
+
+    description: str
+    probe: Callable[[], str | None]
+
+
+def _lacks_two_cores() -> str | None:
+    cores = len(os.sched_getaffinity(0))
+    return None if cores >= 2 else f"needs two cores, the process may use {cores}"
+
+
+def _lacks_transformers() -> str | None:
+    for module in ("torch", "transformers"):
+        if importlib.util.find_spec(module) is None:
+            return f"needs {module}, which is not installed"
+    return None
+
+
+def _lacks_isa(name: str) -> str | None:
+    from dflash_moe import _core
+
+    supported = _core.supported_isas()
+    return None if name in supported else f"needs {name}; this processor has {', '.join(supported)}"
+
+
+MARKS: dict[str, Mark] = {
+    "slow": Mark("longer than a few seconds; left to `make verify-all`", lambda: None),
+    "two_cores": Mark("two cores that the process may use", _lacks_two_cores),
+    "transformers": Mark("torch and transformers", _lacks_transformers),
+    "avx2": Mark("a processor with AVX2", lambda: _lacks_isa("avx2")),
+    "avx512": Mark("a processor with AVX-512", lambda: _lacks_isa("avx512")),
+}

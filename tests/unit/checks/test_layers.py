@@ -1,0 +1,88 @@
+"""The layer checks find what they are for.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.checks import includes, layers
+
+
+def _package_file(root: Path, name: str, text: str) -> None:
+    path = root / "dflash_moe" / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def _room_file(root: Path, name: str, text: str) -> None:
+    path = root / "csrc" / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("config.py", "from dflash_moe.runtime import session\n"),
+        ("workers/loader.py", "def load():\n    from dflash_moe import runtime\n"),
+        ("runtime/session.py", "from ..workers import loader\n"),
+        ("telemetry/log.py", "import dflash_moe.config\n"),
+        ("runtime/session.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from dflash_moe.cli import main\n"),
+        ("engine/scheduler.py", "import dflash_moe.testing.cases\n"),
+    ],
+)
+def test_arrow_against_the_layers_is_found(tmp_path: Path, name: str, text: str) -> None:
+    _package_file(tmp_path, name, text)
+    assert len(layers.find(tmp_path)) == 1
+
+
+def test_arrows_along_the_layers_pass(tmp_path: Path) -> None:
+    _package_file(tmp_path, "runtime/session.py", "from dflash_moe import errors\nfrom . import launcher\nimport numpy\n")
+    _package_file(tmp_path, "cli/main.py", "from dflash_moe.runtime import session\nfrom dflash_moe import errors\n")
+    assert layers.find(tmp_path) == []
+
+
+def test_torch_in_a_worker_is_found_even_inside_a_function(tmp_path: Path) -> None:
+    _package_file(tmp_path, "workers/loader.py", "def load():\n    import torch\n")
+    assert "workers must not import torch" in layers.find(tmp_path)[0]
+
+
+def test_torch_at_the_top_of_an_optional_user_is_found(tmp_path: Path) -> None:
+    _package_file(tmp_path, "model/spec.py", "import torch\n")
+    _package_file(tmp_path, "model/inspect.py", "def look():\n    import torch\n")
+    assert [finding.split(":")[0] for finding in layers.find(tmp_path)] == ["dflash_moe/model/spec.py"]
+
+
+def test_unknown_room_is_found(tmp_path: Path) -> None:
+    _package_file(tmp_path, "helpers/x.py", "")
+    assert "not in the layer table" in layers.find(tmp_path)[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("wire/frame.h", '#include "transport/channel.h"\n'),
+        ("transport/channel.h", '#include "wire/frame.h"\n'),
+        ("compute/x.cc", '#include "transport/channel.h"\n'),
+        ("client/x.cc", '#include "worker/expert_worker.h"\n'),
+        ("base/x.h", '#include "wire/limits.h"\n'),
+        ("wire/x.cc", "#include <sys/socket.h>\n"),
+        ("wire/y.cc", '#include "base/owned_fd.h"\n'),
+        ("worker/x.cc", "#include <pybind11/pybind11.h>\n"),
+        ("worker/x.cc", "void f() { throw 1; }\n"),
+        ("wire/z.cc", '#include "limits.h"\n'),
+    ],
+)
+def test_include_against_the_rooms_is_found(tmp_path: Path, name: str, text: str) -> None:
+    _room_file(tmp_path, name, text)
+    assert len(includes.find(tmp_path)) == 1
+
+
+def test_includes_along_the_rooms_pass(tmp_path: Path) -> None:
+    _room_file(tmp_path, "worker/x.cc", '#include "wire/frame.h"\n#include <vector>\n// never throw 1;\n')
+    _room_file(tmp_path, "bindings/x.cc", '#include <pybind11/pybind11.h>\nvoid f() { throw 1; }\n')
+    assert includes.find(tmp_path) == []
