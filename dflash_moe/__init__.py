@@ -1,0 +1,69 @@
+"""Distributed mixture-of-experts offload: attention on the host, routed experts in other processes, bit-exact.
+
+The public names load on first use, so that a worker process imports neither torch nor transformers.
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from dflash_moe.errors import (
+    CheckpointError,
+    ConfigError,
+    DflashError,
+    ProtocolError,
+    TopologyError,
+    UnsupportedError,
+    WorkerError,
+    WorkerLost,
+    WorkerTimeout,
+)
+
+if TYPE_CHECKING:
+    from dflash_moe.integrations.transformers import load_model, offload
+    from dflash_moe.runtime.expert_runtime import ExpertCall, ExpertRuntime
+    from dflash_moe.topology import Topology
+
+__version__ = "0.1.0"
+
+_LAZY = {
+    "ExpertCall": "dflash_moe.runtime.expert_runtime",
+    "ExpertRuntime": "dflash_moe.runtime.expert_runtime",
+    "Topology": "dflash_moe.topology",
+    "load_model": "dflash_moe.integrations.transformers",
+    "offload": "dflash_moe.integrations.transformers",
+}
+
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "DflashError",
+    "ExpertCall",
+    "ExpertRuntime",
+    "ProtocolError",
+    "Topology",
+    "TopologyError",
+    "UnsupportedError",
+    "WorkerError",
+    "WorkerLost",
+    "WorkerTimeout",
+    "__version__",
+    "load_model",
+    "offload",
+]
+
+
+def __getattr__(name: str) -> Any:
+    module = _LAZY.get(name)
+    if module is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
+    value = getattr(importlib.import_module(module), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

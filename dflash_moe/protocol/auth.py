@@ -1,0 +1,140 @@
+"""Mutual authentication of every connection: HMAC-SHA256 over the transcript of both opening messages.
+
+The transcript holds versions, role, session id, generation and both nonces, so a proof cannot be replayed, used for another
+role, session or generation, or reflected (each side signs under its own label). The key itself never travels. Both ends
+derive the session key of data and pulse connections from the control connection's transcript.
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from dflash_moe.errors import ProtocolError
+from dflash_moe.protocol.failures import to_error
+from dflash_moe.protocol.framing import Connection, PeerGone
+from dflash_moe.protocol.messages import (
+    CODEC,
+    NONCE_BYTES,
+    PROTOCOL_MINOR,
+    PROTOCOL_VERSION,
+    Accepted,
+    Challenge,
+    Open,
+    Proof,
+    Refusal,
+    Role,
+)
+
+HANDSHAKE_S = 5.0  # a stranger holds a handshake slot no longer than this
+KEY_BYTES = 32
+_LABEL_HOST = b"dflash_moe host proof v1"
+_LABEL_WORKER = b"dflash_moe worker proof v1"
+_LABEL_SESSION = b"dflash_moe session key v1"
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """An authenticated connection's facts."""
+
+    role: Role
+    session_id: bytes
+    generation: int
+    protocol: int
+    session_key: bytes
+
+
+def _mac(key: bytes, label: bytes, transcript: bytes) -> bytes:
+    return hmac.digest(key, label + transcript, "sha256")
+
+
+def authenticate_to_worker(
+    connection: Connection,
+    *,
+    worker: str,
+    role: Role,
+    key: bytes,
+    session_id: bytes,
+    generation: int,
+    deadline: float,
+    protocol_range: tuple[int, int] = (PROTOCOL_VERSION, PROTOCOL_VERSION),
+) -> Peer:
+    """The host's half. Errors: ProtocolError (version, wrong key), PeerGone, WorkerTimeout, or the worker's refusal."""
+    opening = Open(
+        protocol_min=protocol_range[0],
+        protocol_max=protocol_range[1],
+        protocol_minor=PROTOCOL_MINOR,
+        role=int(role),
+        session_id=session_id,
+        generation=generation,
+        nonce=secrets.token_bytes(NONCE_BYTES),
+    )
+    sent = CODEC.encode(opening)
+    connection.send_payload(sent, deadline=deadline)
+    received = connection.receive_payload(deadline=deadline, waiting_for=f"the handshake of worker {worker}")
+    challenge = CODEC.decode(received)
+    if isinstance(challenge, Refusal):
+        raise to_error(challenge, worker=worker)
+    if not isinstance(challenge, Challenge):
+        raise ProtocolError(f"worker {worker}: expected Challenge, found {type(challenge).__name__}")
+    if not protocol_range[0] <= challenge.protocol <= protocol_range[1]:
+        raise ProtocolError(
+            f"worker {worker}: protocol version: found {challenge.protocol}, allowed {protocol_range[0]}..{protocol_range[1]}"
+        )
+    transcript = hashlib.sha256(sent).digest() + hashlib.sha256(received).digest()
+    proof = _mac(key, _LABEL_HOST, transcript)
+    connection.send(Proof(mac=proof), deadline=deadline)
+    answer = connection.receive(deadline=deadline, waiting_for=f"the proof of worker {worker}")
+    if isinstance(answer, Refusal):
+        raise to_error(answer, worker=worker)
+    if not isinstance(answer, Accepted):
+        raise ProtocolError(f"worker {worker}: expected Accepted, found {type(answer).__name__}")
+    if not hmac.compare_digest(answer.mac, _mac(key, _LABEL_WORKER, transcript + proof)):
+        raise ProtocolError(f"worker {worker}: key: the peer does not know the shared key; check the key file on both ends")
+    connection.ignore_unknown = challenge.protocol_minor > PROTOCOL_MINOR
+    return Peer(role, session_id, generation, challenge.protocol, _mac(key, _LABEL_SESSION, transcript))
+
+
+def authenticate_host(
+    connection: Connection,
+    *,
+    key_for: Callable[[Open], bytes],
+    deadline: float,
+    protocol_range: tuple[int, int] = (PROTOCOL_VERSION, PROTOCOL_VERSION),
+) -> Peer:
+    """The worker's half. `key_for` returns the key for an opening or raises (ProtocolError: role, session not expected here).
+
+    A host that cannot prove the key gets one typed refusal. Errors: ProtocolError, PeerGone, WorkerTimeout.
+    """
+    received = connection.receive_payload(deadline=deadline, waiting_for="the opening of a host")
+    opening = CODEC.decode(received, ignore_unknown=True)
+    if not isinstance(opening, Open):
+        raise ProtocolError(f"expected Open, found {type(opening).__name__}")
+    version = min(protocol_range[1], opening.protocol_max)
+    if version < max(protocol_range[0], opening.protocol_min):
+        raise ProtocolError(
+            f"protocol version: the host speaks {opening.protocol_min}..{opening.protocol_max}, "
+            f"this worker speaks {protocol_range[0]}..{protocol_range[1]}; install the same dflash_moe on both ends"
+        )
+    if opening.role not in {int(role) for role in Role}:
+        raise ProtocolError(f"role: found {opening.role}, known are {[int(role) for role in Role]}")
+    key = key_for(opening)
+    challenge = Challenge(protocol=version, protocol_minor=PROTOCOL_MINOR, nonce=secrets.token_bytes(NONCE_BYTES))
+    sent = CODEC.encode(challenge)
+    connection.send_payload(sent, deadline=deadline)
+    answer = connection.receive(deadline=deadline, waiting_for="the proof of a host")
+    if not isinstance(answer, Proof):
+        raise ProtocolError(f"expected Proof, found {type(answer).__name__}")
+    transcript = hashlib.sha256(received).digest() + hashlib.sha256(sent).digest()
+    if not hmac.compare_digest(answer.mac, _mac(key, _LABEL_HOST, transcript)):
+        raise ProtocolError("key: the host's proof does not match this worker's key; check the key file on both ends")
+    connection.send(Accepted(mac=_mac(key, _LABEL_WORKER, transcript + answer.mac)), deadline=deadline)
+    connection.ignore_unknown = opening.protocol_minor > PROTOCOL_MINOR
+    return Peer(Role(opening.role), opening.session_id, opening.generation, version, _mac(key, _LABEL_SESSION, transcript))
+
+
+__all__ = ["HANDSHAKE_S", "KEY_BYTES", "Peer", "PeerGone", "authenticate_host", "authenticate_to_worker"]

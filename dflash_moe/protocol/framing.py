@@ -1,0 +1,166 @@
+"""Frames over a connected stream socket: u32 little-endian length, then that many bytes, at most 64 KiB.
+
+Every operation has a deadline (absolute, `time.monotonic()` seconds). Descriptors may travel beside frames on Unix sockets.
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import os
+import select
+import socket
+import struct
+import threading
+import time
+from collections.abc import Sequence
+
+from dflash_moe.errors import DflashError, ProtocolError, WorkerTimeout
+from dflash_moe.protocol.messages import CODEC
+from dflash_moe.protocol.schema import MAX_FRAME_BYTES, Message
+
+FRAME_REST_S = 5.0  # a frame that began must be complete after this: a slow sender cannot hold a connection
+MAX_PENDING_DESCRIPTORS = 8  # an Attach carries at most 4; more than two messages' worth is an attack
+_DESCRIPTOR_BYTES = array.array("i").itemsize
+_LENGTH = struct.Struct("<I")
+
+
+class PeerGone(DflashError):
+    """The other end closed the connection."""
+
+
+class Connection:
+    """One control-plane connection. Sending is safe from any thread; receiving belongs to one thread at a time.
+
+    Owns `sock` and every received descriptor that was not taken, until `close()`.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        self._sock = sock
+        self._can_pass = sock.family == socket.AF_UNIX
+        self._send_lock = threading.Lock()
+        self._buffer = bytearray()
+        self._descriptors: list[int] = []
+        self.ignore_unknown = False  # set once the peer announced a higher minor version
+
+    @property
+    def can_pass_descriptors(self) -> bool:
+        """True on Unix sockets."""
+        return self._can_pass
+
+    def fileno(self) -> int:
+        """The socket's descriptor; -1 after close."""
+        return self._sock.fileno()
+
+    def send(self, message: Message, *, deadline: float, descriptors: Sequence[int] = ()) -> None:
+        """Writes one message; the descriptors stay the caller's. PeerGone, WorkerTimeout, ProtocolError (field limits)."""
+        self.send_payload(CODEC.encode(message), deadline=deadline, descriptors=descriptors)
+
+    def send_payload(self, payload: bytes, *, deadline: float, descriptors: Sequence[int] = ()) -> None:
+        """Writes one frame of raw bytes; used by `send` and by the transcript of the handshake."""
+        if descriptors and not self._can_pass:
+            raise ProtocolError("descriptors cannot travel on this connection: it is not a Unix socket")
+        view = memoryview(_LENGTH.pack(len(payload)) + payload)
+        with self._send_lock:
+            while view:
+                try:
+                    if descriptors:
+                        sent = socket.send_fds(self._sock, [view], list(descriptors))
+                        descriptors = ()
+                    else:
+                        sent = self._sock.send(view, socket.MSG_DONTWAIT)
+                    view = view[sent:]
+                except BlockingIOError:
+                    self._wait(select.POLLOUT, deadline, "sending a control message")
+                except OSError as error:
+                    raise PeerGone(f"the peer hung up while a control message was sent: {error.strerror}") from None
+
+    def receive(self, *, deadline: float | None, waiting_for: str) -> Message:
+        """Returns the next message; `deadline` None waits for its first byte as long as the peer lives.
+
+        Errors: WorkerTimeout naming `waiting_for`, PeerGone, ProtocolError.
+        """
+        payload = self.receive_payload(deadline=deadline, waiting_for=waiting_for)
+        return CODEC.decode(payload, ignore_unknown=self.ignore_unknown)
+
+    def receive_payload(self, *, deadline: float | None, waiting_for: str) -> bytes:
+        """Like `receive`, but the frame's raw bytes."""
+        if not self._buffer:
+            self._fill(deadline, waiting_for)
+        rest = time.monotonic() + FRAME_REST_S
+        rest = rest if deadline is None else min(rest, deadline)
+        while len(self._buffer) < _LENGTH.size:
+            self._fill(rest, waiting_for)
+        (num_bytes,) = _LENGTH.unpack_from(self._buffer)
+        if not 0 < num_bytes <= MAX_FRAME_BYTES:
+            raise ProtocolError(f"frame: length {num_bytes} is outside 1..{MAX_FRAME_BYTES}")
+        end = _LENGTH.size + num_bytes
+        while len(self._buffer) < end:
+            self._fill(rest, waiting_for)
+        payload = bytes(self._buffer[_LENGTH.size : end])
+        del self._buffer[:end]
+        return payload
+
+    def take_descriptors(self, count: int) -> list[int]:
+        """Hands over exactly the descriptors that came with the last message; ProtocolError when their number differs."""
+        taken, self._descriptors = self._descriptors, []
+        if len(taken) != count:
+            for descriptor in taken:
+                os.close(descriptor)
+            raise ProtocolError(f"message announced {count} descriptors, {len(taken)} arrived")
+        return taken
+
+    def detach(self) -> int:
+        """Gives the descriptor away once the handshake is over; ProtocolError if bytes were left over."""
+        if self._buffer or self._descriptors:
+            raise ProtocolError("bytes arrived after the handshake and before the data path was agreed")
+        return self._sock.detach()
+
+    def close(self) -> None:
+        """Closes the socket and all untaken descriptors; safe to call again."""
+        for descriptor in self._descriptors:
+            os.close(descriptor)
+        self._descriptors = []
+        with contextlib.suppress(OSError):
+            self._sock.close()
+
+    def _fill(self, deadline: float | None, waiting_for: str) -> None:
+        while True:
+            try:
+                if self._can_pass:
+                    chunk = self._receive_with_descriptors()
+                else:
+                    chunk = self._sock.recv(MAX_FRAME_BYTES, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                self._wait(select.POLLIN, deadline, waiting_for)
+                continue
+            except OSError as error:
+                raise PeerGone(f"the peer hung up while waiting for {waiting_for}: {error.strerror}") from None
+            if len(self._descriptors) > MAX_PENDING_DESCRIPTORS:
+                raise ProtocolError(f"more than {MAX_PENDING_DESCRIPTORS} descriptors arrived unasked")
+            if not chunk:
+                raise PeerGone(f"the peer hung up while waiting for {waiting_for}")
+            self._buffer += chunk
+            return
+
+    def _receive_with_descriptors(self) -> bytes:
+        # Not socket.recv_fds: it drops its flags argument, and the descriptors would be inherited by the next exec.
+        flags = socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
+        chunk, ancillary, _, _ = self._sock.recvmsg(MAX_FRAME_BYTES, socket.CMSG_LEN(4 * _DESCRIPTOR_BYTES), flags)
+        for level, kind, content in ancillary:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                whole = content[: len(content) - len(content) % _DESCRIPTOR_BYTES]
+                self._descriptors.extend(array.array("i", whole))
+        return chunk
+
+    def _wait(self, events: int, deadline: float | None, waiting_for: str) -> None:
+        poller = select.poll()
+        poller.register(self._sock.fileno(), events)
+        if deadline is None:
+            poller.poll()
+            return
+        remaining = deadline - time.monotonic()
+        if remaining <= 0 or not poller.poll(remaining * 1000 + 1):
+            raise WorkerTimeout(f"deadline passed while waiting for {waiting_for}")

@@ -1,0 +1,53 @@
+"""Shared key files: 64 hexadecimal digits, readable by their owner only. A key never appears in arguments or YAML.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import stat
+from pathlib import Path
+
+from dflash_moe.errors import ConfigError
+from dflash_moe.protocol.auth import KEY_BYTES
+
+
+def write_key_file(path: Path) -> None:
+    """Creates `path` with a fresh random key and mode 0600; ConfigError when it exists or cannot be created."""
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    except FileExistsError:
+        raise ConfigError(f"key file {path} exists; remove it first if its key shall be replaced") from None
+    except OSError as error:
+        raise ConfigError(f"key file {path} cannot be created: {error.strerror}") from None
+    with os.fdopen(descriptor, "w", encoding="ascii") as file:
+        os.fchmod(descriptor, 0o600)
+        file.write(secrets.token_hex(KEY_BYTES) + "\n")
+
+
+def read_key_file(path: Path) -> bytes:
+    """Returns the 32-byte key; ConfigError when the file is missing, open to others, or not 64 hexadecimal digits."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise ConfigError(f"key file {path} cannot be read: {error.strerror}; `dflash-moe key make {path}` makes one") from None
+    with os.fdopen(descriptor, "rb") as file:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise ConfigError(f"key file {path} is not a regular file")
+        if status.st_mode & 0o077:
+            mode = f"{status.st_mode & 0o777:04o}"
+            raise ConfigError(f"key file {path} has mode {mode}; only its owner may read it: chmod 600 {path}")
+        if status.st_uid not in (os.geteuid(), 0):
+            raise ConfigError(f"key file {path} belongs to uid {status.st_uid}, this process runs as {os.geteuid()}")
+        text = file.read(2 * KEY_BYTES + 64).strip()
+    try:
+        key = bytes.fromhex(text.decode("ascii"))
+    except ValueError:
+        key = b""
+    if len(key) != KEY_BYTES:
+        digits = 2 * KEY_BYTES
+        raise ConfigError(f"key file {path} must hold {digits} hexadecimal digits; `dflash-moe key make FILE` writes one")
+    return key

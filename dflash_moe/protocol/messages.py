@@ -1,0 +1,257 @@
+"""Every control message: its type number, its fields with integer keys and limits. Numbers are append-only.
+
+The handshake (Open, Challenge, Proof, Accepted, or Refusal) comes first on every connection; the others travel on the
+control connection only. Numbers below 16 never change meaning in any version.
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar
+
+from dflash_moe.errors import ProtocolError
+from dflash_moe.protocol.schema import Binary, Codec, Flag, Float, ListOf, Message, Table, Text, Tree, Uint, Wire
+
+PROTOCOL_VERSION = 1  # both ends must share one version in [min, max]
+PROTOCOL_MINOR = 0  # a higher minor may add fields; the lower side then ignores fields it does not know
+NONCE_BYTES = 32
+SESSION_ID_BYTES = 16
+MAC_BYTES = 32
+
+_U16 = Uint(0xFFFF)
+_U32 = Uint(0xFFFFFFFF)
+_U64 = Uint()
+_NAME = Text(128)
+_DTYPE = Text(8)
+_WORDS = ListOf(Text(64), 64)
+
+
+class Role(enum.IntEnum):
+    """What a connection is for."""
+
+    CONTROL = 1
+    PULSE = 2
+    DATA = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Open(Message):
+    """Host to worker, first on every connection."""
+
+    TYPE: ClassVar[int] = 1
+    protocol_min: Annotated[int, Wire(1, _U16)]
+    protocol_max: Annotated[int, Wire(2, _U16)]
+    protocol_minor: Annotated[int, Wire(3, _U16)]
+    role: Annotated[int, Wire(4, Uint(255))]
+    session_id: Annotated[bytes, Wire(5, Binary(SESSION_ID_BYTES))]
+    generation: Annotated[int, Wire(6, _U64)]  # of the data path; 0 on control and pulse
+    nonce: Annotated[bytes, Wire(7, Binary(NONCE_BYTES))]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Challenge(Message):
+    """Worker's answer: the version it chose and its nonce."""
+
+    TYPE: ClassVar[int] = 2
+    protocol: Annotated[int, Wire(1, _U16)]
+    protocol_minor: Annotated[int, Wire(2, _U16)]
+    nonce: Annotated[bytes, Wire(3, Binary(NONCE_BYTES))]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proof(Message):
+    """Host's MAC over the transcript."""
+
+    TYPE: ClassVar[int] = 3
+    mac: Annotated[bytes, Wire(1, Binary(MAC_BYTES))]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accepted(Message):
+    """Worker's MAC over the transcript and the host's proof."""
+
+    TYPE: ClassVar[int] = 4
+    mac: Annotated[bytes, Wire(1, Binary(MAC_BYTES))]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refusal(Message):
+    """A typed error in either direction; `code` as in `protocol/failures.py`. The sender may close afterwards."""
+
+    TYPE: ClassVar[int] = 5
+    code: Annotated[int, Wire(1, _U16)]
+    text: Annotated[str, Wire(2, Text(4096))]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hello(Message):
+    """Host to worker on the control connection: who calls, what it expects, how the worker shall run."""
+
+    TYPE: ClassVar[int] = 16
+    package_version: Annotated[str, Wire(1, Text(64))]
+    worker: Annotated[str, Wire(2, _NAME)]
+    numerics_class: Annotated[str, Wire(3, Text(64))]
+    model_fingerprint: Annotated[str, Wire(4, Text(128))]
+    wire_limits: Annotated[dict[str, int], Wire(5, Table(_U64, 64))]
+    dtypes: Annotated[tuple[str, ...], Wire(6, ListOf(_DTYPE, 16))]
+    capabilities: Annotated[tuple[str, ...], Wire(7, _WORDS)] = ()
+    threads: Annotated[int, Wire(8, _U16)] = 0  # 0: the worker's own choice
+    spin_ns: Annotated[int, Wire(9, _U64)] = 0
+    slowdown: Annotated[float, Wire(10, Float(1.0, 1e6))] = 1.0
+    isa: Annotated[str, Wire(11, Text(32))] = ""  # empty: the worker's best
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HelloReply(Message):
+    """Worker to host: the same facts of its own side."""
+
+    TYPE: ClassVar[int] = 17
+    package_version: Annotated[str, Wire(1, Text(64))]
+    worker: Annotated[str, Wire(2, _NAME)]
+    numerics_class: Annotated[str, Wire(3, Text(64))]
+    model_fingerprint: Annotated[str, Wire(4, Text(128))]
+    wire_limits: Annotated[dict[str, int], Wire(5, Table(_U64, 64))]
+    dtypes: Annotated[tuple[str, ...], Wire(6, ListOf(_DTYPE, 16))]
+    capabilities: Annotated[tuple[str, ...], Wire(7, _WORDS)]
+    isa: Annotated[str, Wire(8, Text(32))]
+    threads: Annotated[int, Wire(9, _U16)]
+    pid: Annotated[int, Wire(10, _U32)]
+    memory_available: Annotated[int, Wire(11, _U64)]  # bytes a new process may still take on the worker's machine
+    memory_limit: Annotated[int, Wire(12, _U64)] = 0  # bytes the worker's own topology grants; 0: no limit of its own
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadShard(Message):
+    """Host to worker: one shard of one layer. Answered by Progress ... then ShardLoaded, or Refusal."""
+
+    TYPE: ClassVar[int] = 18
+    layer: Annotated[int, Wire(1, Uint(4095))]
+    shard: Annotated[int, Wire(2, _U32)]
+    name: Annotated[str, Wire(3, Text(512))]
+    ffn: Annotated[Any, Wire(4, Tree())]
+    weight_dtype: Annotated[str, Wire(5, _DTYPE)]
+    expert_ranges: Annotated[tuple[int, ...], Wire(6, ListOf(Uint(65535), 8192))]  # start, count, start, count ... ascending
+    weights_fingerprint: Annotated[int, Wire(7, _U64)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress(Message):
+    """Worker to host while loading, at least every 0.5 s: a counter that moves."""
+
+    TYPE: ClassVar[int] = 19
+    counter: Annotated[int, Wire(1, _U64)]
+    resident_bytes: Annotated[int, Wire(2, _U64)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardLoaded(Message):
+    """Worker to host: this shard's weights are resident."""
+
+    TYPE: ClassVar[int] = 20
+    layer: Annotated[int, Wire(1, Uint(4095))]
+    shard: Annotated[int, Wire(2, _U32)]
+    resident_bytes: Annotated[int, Wire(3, _U64)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attach(Message):
+    """Host to worker: build a data path. Descriptors that travel along: see docs/protocol.md ("Data paths")."""
+
+    TYPE: ClassVar[int] = 21
+    generation: Annotated[int, Wire(1, _U64)]
+    transport: Annotated[str, Wire(2, Text(16))]  # shared | unix | tcp
+    num_slots: Annotated[int, Wire(3, Uint(256))]
+    request_bytes: Annotated[int, Wire(4, Uint(256 << 20))]
+    reply_bytes: Annotated[int, Wire(5, Uint(256 << 20))]
+    num_descriptors: Annotated[int, Wire(6, Uint(4))]
+    has_pulse: Annotated[bool, Wire(7, Flag())]  # a pulse connection comes with this data path (the session's first)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listening(Message):
+    """Worker to host, answer to a `tcp` Attach: where data and pulse connections are awaited."""
+
+    TYPE: ClassVar[int] = 22
+    port: Annotated[int, Wire(1, _U16)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attached(Message):
+    """Worker to host: the data path of this generation is served."""
+
+    TYPE: ClassVar[int] = 23
+    generation: Annotated[int, Wire(1, _U64)]
+    num_descriptors: Annotated[int, Wire(2, Uint(4))]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StatsRequest(Message):
+    """Host to worker: send Stats."""
+
+    TYPE: ClassVar[int] = 24
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stats(Message):
+    """Worker to host: its counters since start and its memory."""
+
+    TYPE: ClassVar[int] = 25
+    counters: Annotated[dict[str, int], Wire(1, Table(_U64, 64))]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drain(Message):
+    """Host to worker: stop serving the data path; answered by Drained."""
+
+    TYPE: ClassVar[int] = 26
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drained(Message):
+    """Worker to host: nothing is served any more."""
+
+    TYPE: ClassVar[int] = 27
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bye(Message):
+    """Host to worker: the session ends as wished; the worker drops its shards."""
+
+    TYPE: ClassVar[int] = 28
+    reason: Annotated[str, Wire(1, Text(256))] = ""
+
+
+MESSAGES: tuple[type[Message], ...] = (
+    Open, Challenge, Proof, Accepted, Refusal, Hello, HelloReply, LoadShard, Progress, ShardLoaded, Attach, Listening,
+    Attached, StatsRequest, Stats, Drain, Drained, Bye,
+)  # fmt: skip
+CODEC = Codec(MESSAGES)
+
+
+def compress_experts(experts: tuple[int, ...]) -> tuple[int, ...]:
+    """Ascending ids as (start, count) runs, flattened: (0, 1, 2, 7) -> (0, 3, 7, 1)."""
+    runs: list[int] = []
+    for expert_id in experts:
+        if runs and expert_id == runs[-2] + runs[-1]:
+            runs[-1] += 1
+        else:
+            runs += [expert_id, 1]
+    return tuple(runs)
+
+
+def expand_experts(ranges: tuple[int, ...]) -> tuple[int, ...]:
+    """The inverse of `compress_experts`; ProtocolError when runs are odd, empty, overlap, descend or exceed 65,535 experts."""
+    if len(ranges) % 2:
+        raise ProtocolError(f"message LoadShard: field expert_ranges: found {len(ranges)} numbers, allowed are pairs")
+    experts: list[int] = []
+    next_free = 0
+    for start, count in zip(ranges[::2], ranges[1::2], strict=True):
+        if count == 0 or start < next_free or start + count > 65535:
+            raise ProtocolError(
+                f"message LoadShard: field expert_ranges: run ({start}, {count}) is empty, out of order or beyond 65535"
+            )
+        experts.extend(range(start, start + count))
+        next_free = start + count
+    return tuple(experts)

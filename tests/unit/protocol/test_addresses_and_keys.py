@@ -1,0 +1,86 @@
+"""Addresses and key files: the closed set of forms, and what is refused.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dflash_moe.errors import ConfigError, DflashError
+from dflash_moe.protocol.addresses import Address, parse_address
+from dflash_moe.protocol.failures import ERROR_CLASSES, to_error, to_refusal
+from dflash_moe.protocol.keys import read_key_file, write_key_file
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (None, Address("shared")),
+        ("loopback", Address("loopback")),
+        ("unix", Address("unix")),
+        ("tcp", Address("tcp")),
+        ("tcp://10.0.0.2:7171", Address("tcp", host="10.0.0.2", port=7171)),
+        ("tcp://[::1]:7171", Address("tcp", host="::1", port=7171)),
+        ("unix:///run/x.sock", Address("unix", path="/run/x.sock")),
+    ],
+)
+def test_every_address_form_parses_and_prints_back(text: str | None, expected: Address) -> None:
+    assert parse_address(text) == expected
+    assert str(expected) == (text or "shared")
+
+
+BAD = ["", "udp://x:1", "tcp://x", "tcp://:1", "tcp://x:70000", "tcp://::1:5", "unix://rel", "tcp://a b:1"]
+LOCAL = {"127.0.0.1": True, "::1": True, "localhost": True, "0.0.0.0": False, "h": False}
+
+
+@pytest.mark.parametrize("text", BAD)
+def test_a_bad_address_is_refused_and_quoted(text: str) -> None:
+    with pytest.raises(ConfigError, match="address") as caught:
+        parse_address(text)
+    assert repr(text) in str(caught.value)
+
+
+@pytest.mark.parametrize(("host", "expected"), list(LOCAL.items()))
+def test_only_this_machines_own_addresses_count_as_loopback(host: str, expected: bool) -> None:
+    assert Address("tcp", host=host, port=1).is_loopback is expected
+
+
+def test_a_made_key_is_private_and_reads_back(tmp_path: Path) -> None:
+    path = tmp_path / "key"
+    write_key_file(path)
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert len(read_key_file(path)) == 32
+    with pytest.raises(ConfigError, match="exists"):
+        write_key_file(path)
+
+
+def test_a_key_file_others_can_read_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "key"
+    write_key_file(path)
+    path.chmod(0o640)
+    with pytest.raises(ConfigError, match="mode 0640"):
+        read_key_file(path)
+
+
+@pytest.mark.parametrize("content", ["", "zz" * 32, "ab" * 31, "ab" * 33])
+def test_a_malformed_or_missing_key_file_is_refused(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "key"
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_key_file(path)
+    path.write_text(content)
+    path.chmod(0o600)
+    with pytest.raises(ConfigError, match="64 hexadecimal digits"):
+        read_key_file(path)
+
+
+def test_errors_keep_their_class_across_the_wire_and_foreign_ones_become_worker_errors() -> None:
+    for cls in set(ERROR_CLASSES.values()):
+        assert type(to_error(to_refusal(cls("why\x1b[31m")), worker="w3")) is cls
+    refusal = to_refusal(KeyError("x" * 9000))
+    error = to_error(refusal, worker="w3")
+    assert isinstance(error, DflashError)
+    assert "w3: KeyError" in str(error)
+    assert "\x1b" not in str(to_error(to_refusal(ConfigError("\x1b[31m")), worker="w3"))
