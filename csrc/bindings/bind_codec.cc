@@ -1,0 +1,164 @@
+// Codec, limits and processor facts: pure functions, for tests, tools and the handshake.
+// SPDX-License-Identifier: Apache-2.0
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <string>
+#include <vector>
+
+#include "base/checksum.h"
+#include "bindings/arguments.h"
+#include "bindings/module.h"
+#include "compute/cpu/cpu_backend.h"
+#include "wire/frame.h"
+#include "wire/limits.h"
+#include "wire/payload.h"
+
+namespace py = pybind11;
+
+namespace dflash::bindings {
+namespace {
+
+std::span<const std::byte> as_bytes(const std::string& text) {
+  return {reinterpret_cast<const std::byte*>(text.data()), text.size()};
+}
+
+py::bytes encode_header(const py::dict& fields) {
+  wire::FrameHeader header;
+  for (const auto& [key, value] : fields) {
+    const std::string name = py::cast<std::string>(key);
+    const auto number = py::cast<uint64_t>(value);
+    if (name == "kind") header.kind = static_cast<wire::FrameKind>(number);
+    else if (name == "request_dtype") header.request_dtype = static_cast<Dtype>(number);
+    else if (name == "reply_dtype") header.reply_dtype = static_cast<Dtype>(number);
+    else if (name == "generation") header.generation = number;
+    else if (name == "call_id") header.call_id = number;
+    else if (name == "weights_fingerprint") header.weights_fingerprint = number;
+    else if (name == "layer") header.layer = static_cast<uint32_t>(number);
+    else if (name == "shard") header.shard = static_cast<uint32_t>(number);
+    else if (name == "num_rows") header.num_rows = static_cast<uint32_t>(number);
+    else if (name == "num_pairs") header.num_pairs = static_cast<uint32_t>(number);
+    else if (name == "payload_bytes") header.payload_bytes = static_cast<uint32_t>(number);
+    else if (name == "payload_checksum") header.payload_checksum = static_cast<uint32_t>(number);
+    else if (name == "slice") header.slice = static_cast<uint16_t>(number);
+    else if (name == "attempt") header.attempt = static_cast<uint16_t>(number);
+    else raise(Error{ErrorCode::kInvalidArgument, "the frame header has no field '" + name + "'"});
+  }
+  std::byte out[wire::kFrameHeaderBytes];
+  wire::encode_frame_header(header, std::span<std::byte, wire::kFrameHeaderBytes>(out));
+  return py::bytes(reinterpret_cast<const char*>(out), sizeof out);
+}
+
+py::dict decode_header(const std::string& data) {
+  if (data.size() != wire::kFrameHeaderBytes) {
+    raise(Error{ErrorCode::kProtocol, "a frame header has 64 bytes, found " + std::to_string(data.size())});
+  }
+  const wire::FrameHeader header =
+      unwrap(wire::decode_frame_header(as_bytes(data).first<wire::kFrameHeaderBytes>()));
+  py::dict fields;
+  fields["kind"] = static_cast<int>(header.kind);
+  fields["request_dtype"] = static_cast<int>(header.request_dtype);
+  fields["reply_dtype"] = static_cast<int>(header.reply_dtype);
+  fields["generation"] = header.generation;
+  fields["call_id"] = header.call_id;
+  fields["weights_fingerprint"] = header.weights_fingerprint;
+  fields["layer"] = header.layer;
+  fields["shard"] = header.shard;
+  fields["num_rows"] = header.num_rows;
+  fields["num_pairs"] = header.num_pairs;
+  fields["payload_bytes"] = header.payload_bytes;
+  fields["payload_checksum"] = header.payload_checksum;
+  fields["slice"] = header.slice;
+  fields["attempt"] = header.attempt;
+  return fields;
+}
+
+py::dict wire_limits() {
+  py::dict limits;
+  limits["max_rows"] = wire::kMaxRows;
+  limits["max_pairs_per_row"] = wire::kMaxPairsPerRow;
+  limits["max_pairs"] = wire::kMaxPairs;
+  limits["max_experts_per_shard"] = wire::kMaxExpertsPerShard;
+  limits["max_row_width"] = wire::kMaxRowWidth;
+  limits["max_payload_bytes"] = wire::kMaxPayloadBytes;
+  limits["max_layers"] = wire::kMaxLayers;
+  limits["max_error_text_bytes"] = wire::kMaxErrorTextBytes;
+  limits["max_slots"] = transport::kMaxSlots;
+  limits["max_slot_bytes"] = transport::kMaxSlotBytes;
+  limits["frame_header_bytes"] = wire::kFrameHeaderBytes;
+  limits["reply_timing_bytes"] = wire::kReplyTimingBytes;
+  return limits;
+}
+
+py::dict request_layout(uint32_t num_rows, uint32_t num_pairs, uint32_t row_width, const std::string& dtype) {
+  const auto layout = unwrap(wire::RequestLayout::of(num_rows, num_pairs, row_width, parse_dtype(dtype)));
+  py::dict offsets;
+  offsets["weights_offset"] = layout.weights_offset;
+  offsets["row_counts_offset"] = layout.row_counts_offset;
+  offsets["local_ids_offset"] = layout.local_ids_offset;
+  offsets["rows_offset"] = layout.rows_offset;
+  offsets["payload_bytes"] = layout.payload_bytes;
+  return offsets;
+}
+
+py::dict reply_layout(uint32_t num_rows, uint32_t row_width, const std::string& dtype) {
+  const auto layout = unwrap(wire::ReplyLayout::of(num_rows, row_width, parse_dtype(dtype)));
+  py::dict offsets;
+  offsets["rows_offset"] = layout.rows_offset;
+  offsets["payload_bytes"] = layout.payload_bytes;
+  return offsets;
+}
+
+std::vector<std::string> supported_isas() {
+  using compute::Isa;
+  std::vector<std::string> names;
+  for (Isa isa : {Isa::kReference, Isa::kScalar, Isa::kAvx2, Isa::kAvx512}) {
+    if (compute::isa_is_supported(isa)) names.emplace_back(compute::isa_name(isa));
+  }
+  return names;
+}
+
+std::vector<std::string> cpu_features() {
+  std::vector<std::string> found;
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+#define DFLASH_FEATURE(name) \
+  if (__builtin_cpu_supports(name)) found.emplace_back(name)
+  DFLASH_FEATURE("sse4.2");
+  DFLASH_FEATURE("avx2");
+  DFLASH_FEATURE("fma");
+  DFLASH_FEATURE("f16c");
+  DFLASH_FEATURE("avx512f");
+  DFLASH_FEATURE("avx512bw");
+  DFLASH_FEATURE("avx512vl");
+  DFLASH_FEATURE("avx512dq");
+  DFLASH_FEATURE("avx512vnni");
+  DFLASH_FEATURE("avx512bf16");
+#undef DFLASH_FEATURE
+#endif
+  return found;
+}
+
+}  // namespace
+
+void bind_codec(py::module_& module) {
+  module.def("supported_isas", &supported_isas);
+  module.def("best_isa", [] { return std::string(compute::isa_name(compute::best_isa())); });
+  module.def("parse_isa", [](const std::string& name) { return std::string(compute::isa_name(unwrap(compute::parse_isa(name)))); },
+             py::arg("name"));
+  module.def("cpu_features", &cpu_features);
+  module.def("numerics_class", [] { return std::string(compute::CpuBackend::numerics_class()); });
+  module.def("wire_limits", &wire_limits);
+  module.def("checksum", [](const std::string& data) { return checksum(as_bytes(data)); }, py::arg("data"));
+  module.def("encode_frame_header", &encode_header, py::arg("fields"));
+  module.def("decode_frame_header", &decode_header, py::arg("data"));
+  module.def("request_layout", &request_layout, py::arg("num_rows"), py::arg("num_pairs"), py::arg("row_width"), py::arg("dtype"));
+  module.def("reply_layout", &reply_layout, py::arg("num_rows"), py::arg("row_width"), py::arg("dtype"));
+  module.def("floor_bytes", [](uint64_t num_rows, uint64_t num_pairs, uint64_t in_width, const std::string& request_dtype,
+                               uint64_t out_width, const std::string& reply_dtype) {
+    return wire::floor_bytes(num_rows, num_pairs, in_width, parse_dtype(request_dtype), out_width, parse_dtype(reply_dtype));
+  }, py::arg("num_rows"), py::arg("num_pairs"), py::arg("in_width"), py::arg("request_dtype"), py::arg("out_width"),
+             py::arg("reply_dtype"));
+}
+
+}  // namespace dflash::bindings

@@ -1,0 +1,51 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "bindings/errors.h"
+
+namespace py = pybind11;
+
+namespace dflash::bindings {
+namespace {
+
+struct Row {
+  ErrorCode code;
+  const char* name;
+  const char* python_class;
+};
+
+constexpr Row kTable[] = {
+    {ErrorCode::kInvalidArgument, "invalid_argument", "ConfigError"},
+    {ErrorCode::kUnsupported, "unsupported", "UnsupportedError"},
+    {ErrorCode::kProtocol, "protocol", "ProtocolError"},
+    {ErrorCode::kCheckpoint, "checkpoint", "CheckpointError"},
+    {ErrorCode::kWorkerLost, "worker_lost", "WorkerLost"},
+    {ErrorCode::kTimeout, "timeout", "WorkerTimeout"},
+    {ErrorCode::kRange, "range", "WorkerError"},
+    {ErrorCode::kWorkerFailed, "worker_failed", "WorkerError"},
+    {ErrorCode::kSystem, "system", "DflashError"},
+    {ErrorCode::kOutOfMemory, "out_of_memory", "DflashError"},
+    {ErrorCode::kClosed, "closed", "DflashError"},
+};
+
+py::object python_class(const char* name) { return py::module_::import("dflash_moe.errors").attr(name); }
+
+}  // namespace
+
+void raise(const Error& error) {
+  for (const Row& row : kTable) {
+    if (row.code != error.code) continue;
+    PyErr_SetString(python_class(row.python_class).ptr(), error.message.c_str());
+    throw py::error_already_set();
+  }
+  check(false, "an ErrorCode has no row in the exception table");
+  std::abort();
+}
+
+py::dict error_codes() {
+  py::dict table;
+  for (const Row& row : kTable) {
+    table[row.name] = py::make_tuple(static_cast<int>(row.code), python_class(row.python_class));
+  }
+  return table;
+}
+
+}  // namespace dflash::bindings

@@ -1,0 +1,28 @@
+// The only place where errors become exceptions: one table from ErrorCode to the classes of dflash_moe.errors.
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <utility>
+
+#include "base/result.h"
+
+namespace dflash::bindings {
+
+// Raises the Python class of the error's code with its message. The caller holds the GIL.
+[[noreturn]] void raise(const Error& error);
+
+template <class T>
+T unwrap(Result<T> result) {
+  if (!result.ok()) raise(result.error());
+  return std::move(result).value();
+}
+inline void unwrap(Status status) {
+  if (!status.ok()) raise(status.error());
+}
+
+// name -> (value, class), for the completeness test and docs/errors.md.
+pybind11::dict error_codes();
+
+}  // namespace dflash::bindings

@@ -1,0 +1,20 @@
+// Registration of the extension's components, and nothing else.
+// SPDX-License-Identifier: Apache-2.0
+#include "bindings/module.h"
+
+#include "bindings/errors.h"
+
+PYBIND11_MODULE(_core, module) {
+  using namespace dflash::bindings;
+  module.doc() = "The C++ core of dflash_moe: transports, worker loop, client, CPU kernels.";
+  module.attr("__version__") = DFLASH_VERSION;
+  module.def("error_codes", &error_codes);
+  bind_codec(module);
+  bind_transport(module);
+  bind_benchmark(module);
+  bind_store(module);
+  bind_worker(module);
+  bind_client(module);
+  bind_dlpack(module);
+  bind_oracle(module);
+}

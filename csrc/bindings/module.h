@@ -1,0 +1,18 @@
+// The components of the extension; module.cc registers them in this order.
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace dflash::bindings {
+
+void bind_codec(pybind11::module_& module);
+void bind_transport(pybind11::module_& module);
+void bind_benchmark(pybind11::module_& module);
+void bind_store(pybind11::module_& module);
+void bind_worker(pybind11::module_& module);
+void bind_client(pybind11::module_& module);
+void bind_dlpack(pybind11::module_& module);
+void bind_oracle(pybind11::module_& module);
+
+}  // namespace dflash::bindings

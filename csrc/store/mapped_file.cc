@@ -1,0 +1,74 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "store/mapped_file.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+
+#include <cerrno>
+#include <cstring>
+
+#include "base/owned_fd.h"
+
+namespace dflash::store {
+namespace {
+
+Error checkpoint_error(const std::string& path, const std::string& what) {
+  return Error{ErrorCode::kCheckpoint, path + ": " + what};
+}
+
+// One past the last byte of a strided block, or nothing when it does not fit 63 bits. 128-bit arithmetic cannot overflow here:
+// counts are 32-bit, strides 63-bit, offsets 64-bit.
+bool end_of_block(uint64_t offset, uint32_t outer, int64_t outer_stride, uint32_t inner, int64_t inner_stride, size_t element_bytes,
+                  uint64_t file_bytes) {
+  if (outer == 0 || inner == 0 || outer_stride < 0 || inner_stride < 0) return false;
+  const __extension__ unsigned __int128 last =
+      static_cast<unsigned __int128>(outer - 1) * static_cast<uint64_t>(outer_stride) +
+      static_cast<unsigned __int128>(inner - 1) * static_cast<uint64_t>(inner_stride);
+  const unsigned __int128 end = static_cast<unsigned __int128>(offset) + (last + 1) * element_bytes;
+  return end <= file_bytes;
+}
+
+}  // namespace
+
+Result<std::unique_ptr<MappedFile>> MappedFile::open(const std::string& path) {
+  OwnedFd fd(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
+  if (!fd.is_open()) return checkpoint_error(path, std::string("cannot be opened: ") + std::strerror(errno));
+  struct stat facts {};
+  if (::fstat(fd.get(), &facts) != 0) return checkpoint_error(path, std::string("cannot be examined: ") + std::strerror(errno));
+  if (!S_ISREG(facts.st_mode)) return checkpoint_error(path, "is not a regular file");
+  if (facts.st_size <= 0) return checkpoint_error(path, "is empty");
+  const auto size_bytes = static_cast<uint64_t>(facts.st_size);
+  void* base = ::mmap(nullptr, size_bytes, PROT_READ, MAP_SHARED, fd.get(), 0);
+  if (base == MAP_FAILED) return checkpoint_error(path, std::string("cannot be mapped: ") + std::strerror(errno));
+  return std::unique_ptr<MappedFile>(new MappedFile(path, static_cast<std::byte*>(base), size_bytes));
+}
+
+MappedFile::~MappedFile() { ::munmap(base_, size_bytes_); }
+
+Error MappedFile::out_of_file(uint64_t offset) const {
+  return checkpoint_error(path_, "a tensor at byte " + std::to_string(offset) + " reaches beyond the end of the file (" +
+                                     std::to_string(size_bytes_) + " bytes); the file is truncated or its header is wrong");
+}
+
+Result<std::span<const std::byte>> MappedFile::bytes(uint64_t offset, uint64_t num_bytes) const {
+  if (offset > size_bytes_ || num_bytes > size_bytes_ - offset) return out_of_file(offset);
+  return std::span<const std::byte>(base_ + offset, num_bytes);
+}
+
+Result<compute::MatrixView> MappedFile::matrix(uint64_t offset, Dtype dtype, uint32_t outputs, uint32_t inputs,
+                                               int64_t output_stride, int64_t input_stride) const {
+  if (!end_of_block(offset, outputs, output_stride, inputs, input_stride, dtype_bytes(dtype), size_bytes_)) {
+    return out_of_file(offset);
+  }
+  return compute::MatrixView{base_ + offset, dtype, outputs, inputs, output_stride, input_stride};
+}
+
+Result<compute::VectorView> MappedFile::vector(uint64_t offset, Dtype dtype, uint32_t count, int64_t stride) const {
+  if (!end_of_block(offset, 1, 0, count, stride, dtype_bytes(dtype), size_bytes_)) return out_of_file(offset);
+  return compute::VectorView{base_ + offset, dtype, count, stride};
+}
+
+void MappedFile::drop_pages() const { ::madvise(base_, size_bytes_, MADV_DONTNEED); }
+
+}  // namespace dflash::store

@@ -1,0 +1,48 @@
+// A checkpoint file mapped read-only: workers compute from, or pack out of, its pages without reading the whole file.
+// A file that shrinks while mapped can still raise SIGBUS in the reader; checkpoints are expected not to change under a worker.
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+
+#include "base/result.h"
+#include "compute/expert_layer.h"
+
+namespace dflash::store {
+
+class MappedFile {
+ public:
+  // Errors: kCheckpoint naming the file (missing, not a regular file, empty, cannot be mapped).
+  static Result<std::unique_ptr<MappedFile>> open(const std::string& path);
+  ~MappedFile();
+  MappedFile(const MappedFile&) = delete;
+  MappedFile& operator=(const MappedFile&) = delete;
+
+  const std::string& path() const { return path_; }
+  uint64_t size_bytes() const { return size_bytes_; }
+
+  // Views into the mapping, valid while this object lives. Every element's address is checked against the file's size with
+  // overflow-safe arithmetic. Strides are in elements and may not be negative. Errors: kCheckpoint.
+  Result<std::span<const std::byte>> bytes(uint64_t offset, uint64_t num_bytes) const;
+  Result<compute::MatrixView> matrix(uint64_t offset, Dtype dtype, uint32_t outputs, uint32_t inputs, int64_t output_stride,
+                                     int64_t input_stride) const;
+  Result<compute::VectorView> vector(uint64_t offset, Dtype dtype, uint32_t count, int64_t stride) const;
+
+  // Gives the resident pages of this mapping back to the page cache; they are read again when touched.
+  void drop_pages() const;
+
+ private:
+  MappedFile(std::string path, std::byte* base, uint64_t size_bytes)
+      : path_(std::move(path)), base_(base), size_bytes_(size_bytes) {}
+  Error out_of_file(uint64_t offset) const;
+
+  std::string path_;
+  std::byte* base_;
+  uint64_t size_bytes_;
+};
+
+}  // namespace dflash::store
