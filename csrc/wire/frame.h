@@ -14,6 +14,7 @@ namespace dflash::wire {
 inline constexpr size_t kFrameHeaderBytes = 64;
 inline constexpr uint32_t kFrameMagic = 0x584d4644;  // "DFMX", little-endian
 inline constexpr uint8_t kFrameVersion = 1;
+inline constexpr uint32_t kErrorPrefixBytes = 4;  // ErrorCode and zero before an error's text
 
 // Values are on the wire: append only.
 enum class FrameKind : uint8_t {

@@ -8,9 +8,12 @@
 
 #include <cstdint>
 #include <span>
+#include <string>
 
 #include "base/dtype.h"
 #include "base/result.h"
+#include "wire/frame.h"
+#include "wire/limits.h"
 
 namespace dflash::wire {
 
@@ -42,6 +45,17 @@ struct ReplyLayout {
   static Result<ReplyLayout> of(uint32_t num_rows, uint32_t row_width, Dtype dtype);
 };
 
+// What a worker answered instead of rows.
+struct RemoteError {
+  ErrorCode code = ErrorCode::kWorkerFailed;
+  std::string text;
+};
+// An error's payload: ErrorCode u16, zero u16, text. Text beyond kMaxErrorTextBytes is cut. Returns the bytes written.
+inline constexpr size_t kMaxErrorPayloadBytes = kErrorPrefixBytes + kMaxErrorTextBytes;
+size_t encode_error(const Error& error, std::span<std::byte, kMaxErrorPayloadBytes> out);
+// The text comes from a peer and goes to terminals: a byte outside printable ASCII becomes "?".
+// Errors: kProtocol when length, code or the zero field is out of range.
+Result<RemoteError> decode_error(std::span<const std::byte> payload);
 
 // What an ideal ragged call moves (rules: rows*H*(b_out+b_in) + pairs*6 + rows*2).
 uint64_t floor_bytes(uint64_t num_rows, uint64_t num_pairs, uint64_t in_width, Dtype request_dtype, uint64_t out_width,

@@ -1,0 +1,21 @@
+// The instruction-set seam of checksum.cc: both loops give the same bits. Private to base and its tests.
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace dflash::internal {
+
+// Feeds `num_blocks` blocks of 32 bytes: word i of a block goes to lane i.
+void feed_lanes_table(uint32_t lanes[4], const std::byte* bytes, size_t num_blocks);
+// CRC-32C of `num_bytes` bytes, continued from `crc` (no inversions).
+uint32_t crc32c_table(uint32_t crc, const std::byte* bytes, size_t num_bytes);
+
+#if defined(__x86_64__)
+void feed_lanes_sse42(uint32_t lanes[4], const std::byte* bytes, size_t num_blocks);
+uint32_t crc32c_sse42(uint32_t crc, const std::byte* bytes, size_t num_bytes);
+bool has_sse42();
+#endif
+
+}  // namespace dflash::internal
