@@ -1,0 +1,45 @@
+"""A worker's installation has neither torch nor transformers: what it imports works when both are blocked.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+BLOCKER = """
+import importlib.abc, sys
+class Blocker(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.split('.')[0] in {'torch', 'transformers', 'tokenizers', 'matplotlib'}:
+            raise ImportError(f'{name} is blocked')
+sys.meta_path.insert(0, Blocker())
+"""
+
+
+def _run(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", BLOCKER + code], capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_the_blocker_blocks() -> None:
+    assert "torch is blocked" in _run("import torch").stderr
+
+
+MODULES = ("dflash_moe", "dflash_moe.workers", "dflash_moe.runtime", "dflash_moe.model", "dflash_moe.cli.main")
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_module_imports_without_torch(module: str) -> None:
+    result = _run(f"import {module}")
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("command", ["doctor --json", "worker --help", "key --help", "--help"])
+def test_command_runs_without_torch(command: str) -> None:
+    code = f"sys.argv = ['dflash-moe', *{command.split()!r}]\nfrom dflash_moe.cli.main import run\nraise SystemExit(run())"
+    result = _run(code)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout
