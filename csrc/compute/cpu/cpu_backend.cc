@@ -1,0 +1,113 @@
+// Choice of an instruction set, and the backend that ties kernels and threads together.
+// SPDX-License-Identifier: Apache-2.0
+#include "compute/cpu/cpu_backend.h"
+
+#include <sched.h>
+
+#include <utility>
+
+#include "base/convert_kernels.h"
+#include "compute/cpu/cpu_layer.h"
+#include "compute/reference/reference.h"
+
+namespace dflash::compute {
+namespace {
+
+constexpr Isa kAllSets[] = {Isa::kReference, Isa::kScalar, Isa::kAvx2, Isa::kAvx512};
+// Longer than the gap between the two phases of a decode step, shorter than a scheduler tick.
+constexpr int64_t kSpinNs = 20'000;
+
+const KernelSet& kernel_set(Isa isa) {
+#if defined(__x86_64__)
+  if (isa == Isa::kAvx2) return kAvx2Kernels;
+  if (isa == Isa::kAvx512) return kAvx512Kernels;
+#endif
+  static_cast<void>(isa);
+  return kScalarKernels;
+}
+
+// Spinning is paid for by a core that nothing else needs: one more than the compute threads must be usable (the poller's).
+int64_t default_spin_ns(uint32_t num_threads) {
+  cpu_set_t usable;
+  CPU_ZERO(&usable);
+  if (sched_getaffinity(0, sizeof(usable), &usable) != 0) return 0;
+  return static_cast<uint32_t>(CPU_COUNT(&usable)) > num_threads ? kSpinNs : 0;
+}
+
+std::string supported_names() {
+  std::string names;
+  for (Isa isa : kAllSets) {
+    if (isa_is_supported(isa)) names += std::string(names.empty() ? "" : ", ") + isa_name(isa);
+  }
+  return names;
+}
+
+}  // namespace
+
+const char* isa_name(Isa isa) {
+  switch (isa) {
+    case Isa::kReference: return "reference";
+    case Isa::kScalar: return "scalar";
+    case Isa::kAvx2: return "avx2";
+    case Isa::kAvx512: return "avx512";
+  }
+  return "unknown";
+}
+
+bool isa_is_supported(Isa isa) {
+  switch (isa) {
+    case Isa::kReference:
+    case Isa::kScalar: return true;
+    case Isa::kAvx2: return internal::has_avx2_f16c();
+    case Isa::kAvx512: return internal::has_avx512();
+  }
+  return false;
+}
+
+Isa best_isa() {
+  return isa_is_supported(Isa::kAvx512) ? Isa::kAvx512 : isa_is_supported(Isa::kAvx2) ? Isa::kAvx2 : Isa::kScalar;
+}
+
+Result<Isa> parse_isa(const std::string& name) {
+  for (Isa isa : kAllSets) {
+    if (name == isa_name(isa) && isa_is_supported(isa)) return isa;
+  }
+  return Error{ErrorCode::kInvalidArgument, "CPU kernel set '" + name + "' is not available; this processor has: " + supported_names()};
+}
+
+struct CpuBackend::State {
+  Isa isa;
+  std::unique_ptr<ThreadPool> pool;
+};
+
+CpuBackend::CpuBackend() = default;
+CpuBackend::~CpuBackend() = default;
+Isa CpuBackend::isa() const { return state_->isa; }
+uint32_t CpuBackend::num_threads() const { return state_->pool->num_threads(); }
+
+Result<std::unique_ptr<CpuBackend>> CpuBackend::create(Isa isa, uint32_t num_threads, std::vector<int> cpus) {
+  if (!isa_is_supported(isa)) {
+    return Error{ErrorCode::kInvalidArgument,
+                 std::string("CPU kernel set '") + isa_name(isa) + "' is not available; this processor has: " + supported_names()};
+  }
+  auto pool = ThreadPool::create(num_threads, cpus, default_spin_ns(num_threads));
+  if (!pool.ok()) return std::move(pool).error();
+  std::unique_ptr<CpuBackend> backend(new CpuBackend());
+  backend->state_ = std::make_unique<State>(State{isa, std::move(pool).value()});
+  return backend;
+}
+
+Result<std::unique_ptr<ExpertLayer>> CpuBackend::create_layer(const FfnSpec& spec, uint32_t num_local_experts, Dtype weight_dtype) {
+  DFLASH_TRY(spec.validate());
+  if (static_cast<uint8_t>(weight_dtype) >= kNumDtypes) return Error{ErrorCode::kUnsupported, "weight dtype is unknown; supported: f32, f16, bf16"};
+  if (num_local_experts < 1 || num_local_experts > 65535) {
+    return Error{ErrorCode::kUnsupported, "a layer has " + std::to_string(num_local_experts) + " local experts; supported: 1..65535"};
+  }
+  if (state_->isa == Isa::kReference) return make_reference_layer(spec, num_local_experts);
+  const KernelSet& kernels = kernel_set(state_->isa);
+  auto experts = PackedExperts::create(spec, num_local_experts, weight_dtype, kernels.panel_width);
+  if (!experts.ok()) return std::move(experts).error();
+  return std::unique_ptr<ExpertLayer>(std::make_unique<CpuLayer>(spec, std::move(experts).value(), kernels, *state_->pool));
+}
+
+}  // namespace dflash::compute

@@ -1,0 +1,247 @@
+// The forward of the CPU backend. Phase 1 is parallel over (expert, intermediate columns), phase 2 over output columns with experts
+// ascending inside; tasks own what they write, so threads and task sizes never change a bit.
+// SPDX-License-Identifier: Apache-2.0
+#include "compute/cpu/cpu_layer.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <string>
+#include <utility>
+
+#include "base/convert.h"
+#include "compute/float_mode.h"
+#include "compute/layer_checks.h"
+
+namespace dflash::compute {
+namespace {
+
+// Weights a task keeps re-reading for its row tiles: half of the smallest second-level cache in use (1 MiB).
+constexpr size_t kTaskWeightBytes = size_t{512} << 10;
+// Bound of the intermediate scratch; a longer batch is computed in chunks of rows (weights are read again per chunk).
+constexpr size_t kMaxIntermediateBytes = size_t{128} << 20;
+constexpr uint32_t kWidenRows = 32;   // rows per widening task
+constexpr uint32_t kTasksPerThread = 4;  // so that an uneven task costs at most a quarter of a thread's share
+constexpr uint32_t kFewRowsPanels = 4;   // panels a single row needs side by side to hide the fma's latency
+
+size_t padded_stride(size_t count) { return ((count + 15) / 16 | 1) * 16; }
+
+// Rows [begin, begin + size) of tile `tile` when `count` rows are cut evenly into tiles of at most `max_rows`.
+struct TileRows {
+  uint32_t begin;
+  uint32_t size;
+};
+TileRows tile_rows(uint32_t count, uint32_t num_tiles, uint32_t tile) {
+  const uint32_t base = count / num_tiles, extra = count % num_tiles;
+  return {tile * base + std::min(tile, extra), base + (tile < extra ? 1 : 0)};
+}
+
+// Panels per task: what fits the weight budget, at least `least`, whole fours, and small enough to feed every thread.
+uint32_t panels_per_task(size_t panel_bytes, uint32_t num_panels, uint32_t num_other, uint32_t least, uint32_t num_threads) {
+  uint32_t size = static_cast<uint32_t>(std::clamp<size_t>(kTaskWeightBytes / panel_bytes, least, kMaxGroupPanels));
+  if (size > kFewRowsPanels) size -= size % kFewRowsPanels;
+  if (num_threads > 1) {
+    const uint64_t wanted_tasks = uint64_t{num_threads} * kTasksPerThread;
+    const uint64_t feeds_all = uint64_t{num_panels} * num_other / wanted_tasks;
+    size = static_cast<uint32_t>(std::min<uint64_t>(size, std::max<uint64_t>(feeds_all, 1)));
+  }
+  return size;
+}
+
+}  // namespace
+
+CpuLayer::CpuLayer(const FfnSpec& spec, PackedExperts experts, const KernelSet& kernels, ThreadPool& pool)
+    : spec_(spec),
+      experts_(std::move(experts)),
+      kernels_(kernels),
+      pool_(pool),
+      row_stride_(padded_stride(spec.in_size)),
+      intermediate_stride_(padded_stride(size_t{experts_.num_intermediate_panels()} * kernels.panel_width)) {}
+
+Status CpuLayer::load_expert(uint32_t local_expert_id, const ExpertWeights& weights, ProgressCounter& progress) {
+  return experts_.load(spec_, local_expert_id, weights, progress);
+}
+
+Status CpuLayer::forward(const ForwardArgs& args, ProgressCounter& progress) {
+  DFLASH_TRY(check_batch(args, num_local_experts()));
+  for (uint16_t id : args.local_expert_ids) {
+    if (!experts_.is_loaded(id)) {
+      return Error{ErrorCode::kInvalidArgument, "local expert " + std::to_string(id) + " was not loaded; load it before forward"};
+    }
+  }
+  const CanonicalFloatMode mode;
+  uint32_t row = 0, pair = 0;
+  while (row < args.num_rows) {
+    const Chunk chunk = next_chunk(args, row, pair);
+    DFLASH_TRY(forward_chunk(args, chunk, progress));
+    row += chunk.num_rows;
+    pair += chunk.num_pairs;
+  }
+  return ok();
+}
+
+CpuLayer::Chunk CpuLayer::next_chunk(const ForwardArgs& args, uint32_t first_row, uint32_t first_pair) const {
+  const size_t max_pairs = kMaxIntermediateBytes / (4 * intermediate_stride_);
+  Chunk chunk{first_row, 0, first_pair, 0};
+  for (uint32_t row = first_row; row < args.num_rows; ++row) {
+    const uint32_t pairs = args.row_counts[row];
+    if (chunk.num_rows != 0 && chunk.num_pairs + pairs > max_pairs) break;
+    ++chunk.num_rows;
+    chunk.num_pairs += pairs;
+  }
+  return chunk;
+}
+
+Status CpuLayer::forward_chunk(const ForwardArgs& args, const Chunk& chunk, ProgressCounter& progress) {
+  groups_.build(args.row_counts.subspan(chunk.first_row, chunk.num_rows),
+                args.local_expert_ids.subspan(chunk.first_pair, chunk.num_pairs),
+                args.weights.subspan(chunk.first_pair, chunk.num_pairs), num_local_experts());
+  DFLASH_TRY(place_scratch(chunk));
+  widen_rows(args, chunk);
+  progress.fetch_add(1, std::memory_order_relaxed);
+  run_gate_up(progress);
+  if (run_down(args, chunk, progress)) return ok();
+  return first_range_error(args, chunk);
+}
+
+Status CpuLayer::place_scratch(const Chunk& chunk) {
+  const size_t row_floats = chunk.num_rows * row_stride_;
+  const size_t intermediate_floats = chunk.num_pairs * intermediate_stride_;
+  const size_t sum_floats = size_t{chunk.num_rows} * experts_.num_out_panels() * kernels_.panel_width;
+  const size_t bytes = 4 * (row_floats + intermediate_floats + sum_floats) + 64;  // sums start after whole cache lines
+  if (bytes > scratch_.num_bytes()) {
+    scratch_ = PageBuffer();  // the old block first: both need not exist at once
+    auto grown = PageBuffer::create(bytes + bytes / 4);
+    if (!grown.ok()) return std::move(grown).error();
+    scratch_ = std::move(grown).value();
+  }
+  rows_ = reinterpret_cast<float*>(scratch_.data());
+  intermediate_ = rows_ + row_floats;
+  sums_ = intermediate_ + intermediate_floats;
+  pair_rows_.resize(chunk.num_pairs);
+  pair_intermediate_.resize(chunk.num_pairs);
+  for (uint32_t pair = 0; pair < chunk.num_pairs; ++pair) {
+    pair_rows_[pair] = rows_ + groups_.rows()[pair] * row_stride_;
+    pair_intermediate_[pair] = intermediate_ + pair * intermediate_stride_;
+  }
+  return ok();
+}
+
+void CpuLayer::widen_rows(const ForwardArgs& args, const Chunk& chunk) {
+  const size_t row_bytes = spec_.in_size * dtype_bytes(args.row_dtype);
+  const std::byte* source = args.rows + chunk.first_row * row_bytes;
+  pool_.run((chunk.num_rows + kWidenRows - 1) / kWidenRows, [&](uint64_t task) {
+    const uint32_t first = static_cast<uint32_t>(task) * kWidenRows;
+    const uint32_t end = std::min(chunk.num_rows, first + kWidenRows);
+    for (uint32_t row = first; row < end; ++row) {
+      widen(args.row_dtype, source + row * row_bytes, rows_ + row * row_stride_, spec_.in_size);
+    }
+  });
+}
+
+uint32_t CpuLayer::gate_up_panels_per_task() const {
+  const uint32_t matrices = experts_.num_matrices();
+  const uint32_t least = groups_.most_pairs() <= kernels_.max_tile_rows ? kFewRowsPanels : matrices;
+  const uint32_t num_panels = experts_.num_intermediate_panels() * matrices;
+  const uint32_t panels = panels_per_task(experts_.gate_up_panel_bytes(), num_panels, static_cast<uint32_t>(groups_.groups().size()),
+                                          least, pool_.num_threads());
+  return std::max(panels / matrices, 1u);
+}
+
+uint32_t CpuLayer::down_panels_per_task() const {
+  const uint32_t least = groups_.most_pairs() <= kernels_.max_tile_rows ? kFewRowsPanels : 1;
+  return panels_per_task(experts_.down_panel_bytes(), experts_.num_out_panels(), 1, least, pool_.num_threads());
+}
+
+void CpuLayer::run_gate_up(ProgressCounter& progress) {
+  const uint32_t num_panels = experts_.num_intermediate_panels();
+  const uint32_t per_task = gate_up_panels_per_task();
+  const uint32_t tasks_per_expert = (num_panels + per_task - 1) / per_task;
+  const auto kernel = kernels_.gate_up[static_cast<size_t>(experts_.dtype())];
+  pool_.run(groups_.groups().size() * tasks_per_expert, [&](uint64_t task) {
+    const ExpertGroup& group = groups_.groups()[task / tasks_per_expert];
+    const uint32_t first_panel = static_cast<uint32_t>(task % tasks_per_expert) * per_task;
+    const size_t first_column = size_t{first_panel} * kernels_.panel_width;
+    GateUpTile tile{};
+    tile.panels = experts_.gate_up(group.local_expert_id, first_panel, std::min(per_task, num_panels - first_panel));
+    tile.spec = &spec_;
+    const uint32_t num_tiles = (group.num_pairs + kernels_.max_tile_rows - 1) / kernels_.max_tile_rows;
+    for (uint32_t t = 0; t < num_tiles; ++t) {
+      const TileRows range = tile_rows(group.num_pairs, num_tiles, t);
+      float* outputs[kMaxTileRows];
+      for (uint32_t i = 0; i < range.size; ++i) {
+        outputs[i] = pair_intermediate_[group.first_pair + range.begin + i] + first_column;
+      }
+      tile.rows = pair_rows_.data() + group.first_pair + range.begin;
+      tile.num_rows = range.size;
+      tile.intermediate = outputs;
+      kernel(tile);
+      progress.fetch_add(1, std::memory_order_relaxed);
+    }
+  });
+}
+
+bool CpuLayer::run_down(const ForwardArgs& args, const Chunk& chunk, ProgressCounter& progress) {
+  const uint32_t num_panels = experts_.num_out_panels();
+  const uint32_t per_task = down_panels_per_task();
+  const auto kernel = kernels_.down[static_cast<size_t>(experts_.dtype())];
+  std::atomic<bool> in_range{true};  // relaxed: read after run() returns, which synchronises
+  pool_.run((num_panels + per_task - 1) / per_task, [&](uint64_t task) {
+    const uint32_t first_panel = static_cast<uint32_t>(task) * per_task;
+    const uint32_t task_panels = std::min(per_task, num_panels - first_panel);
+    const size_t columns = size_t{task_panels} * kernels_.panel_width;
+    float* sums = sums_ + size_t{first_panel} * kernels_.panel_width * chunk.num_rows;
+    std::memset(sums, 0, sizeof(float) * columns * chunk.num_rows);
+    for (const ExpertGroup& group : groups_.groups()) {
+      DownTile tile{};
+      tile.panels = experts_.down(group.local_expert_id, first_panel, task_panels);
+      const uint32_t num_tiles = (group.num_pairs + kernels_.max_tile_rows - 1) / kernels_.max_tile_rows;
+      for (uint32_t t = 0; t < num_tiles; ++t) {
+        const TileRows range = tile_rows(group.num_pairs, num_tiles, t);
+        const uint32_t first_pair = group.first_pair + range.begin;
+        float* tile_sums[kMaxTileRows];
+        for (uint32_t i = 0; i < range.size; ++i) tile_sums[i] = sums + groups_.rows()[first_pair + i] * columns;
+        tile.rows = pair_intermediate_.data() + first_pair;
+        tile.num_rows = range.size;
+        tile.weights = groups_.weights().data() + first_pair;
+        tile.sums = tile_sums;
+        kernel(tile);
+        progress.fetch_add(1, std::memory_order_relaxed);
+      }
+    }
+    if (!finish_columns(args, chunk, first_panel, task_panels)) in_range.store(false, std::memory_order_relaxed);
+    progress.fetch_add(1, std::memory_order_relaxed);
+  });
+  return in_range.load(std::memory_order_relaxed);
+}
+
+bool CpuLayer::finish_columns(const ForwardArgs& args, const Chunk& chunk, uint32_t first_panel, uint32_t num_panels) {
+  const size_t first_column = size_t{first_panel} * kernels_.panel_width;
+  const size_t columns = size_t{num_panels} * kernels_.panel_width;
+  const size_t real_columns = std::min(columns, spec_.out_size - first_column);
+  const size_t element = dtype_bytes(args.reply_dtype);
+  float* sums = sums_ + first_column * chunk.num_rows;
+  kernels_.canonicalize_nan(sums, columns * chunk.num_rows);
+  bool in_range = true;
+  for (uint32_t row = 0; row < chunk.num_rows; ++row) {
+    std::byte* reply = args.reply + ((size_t{chunk.first_row} + row) * spec_.out_size + first_column) * element;
+    in_range &= convert(Dtype::kF32, reinterpret_cast<const std::byte*>(sums + row * columns), args.reply_dtype, reply, real_columns);
+  }
+  return in_range;
+}
+
+Error CpuLayer::first_range_error(const ForwardArgs& args, const Chunk& chunk) const {
+  const uint32_t per_task = down_panels_per_task();
+  const uint32_t width = kernels_.panel_width;
+  for (uint32_t row = 0; row < chunk.num_rows; ++row) {
+    for (uint32_t column = 0; column < spec_.out_size; ++column) {
+      const uint32_t first_panel = column / (per_task * width) * per_task;
+      const size_t columns = size_t{std::min(per_task, experts_.num_out_panels() - first_panel)} * width;
+      const float value = sums_[size_t{first_panel} * width * chunk.num_rows + row * columns + (column - size_t{first_panel} * width)];
+      if (overflows(value, args.reply_dtype)) return range_error(chunk.first_row + row, column, value, args.reply_dtype);
+    }
+  }
+  return Error{ErrorCode::kRange, "a value exceeds the range of the reply dtype"};
+}
+
+}  // namespace dflash::compute

@@ -1,0 +1,62 @@
+// One layer's experts on the CPU: grouping, the two phases, the reply. All instruction sets share it; a KernelSet does the arithmetic.
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include "compute/cpu/expert_groups.h"
+#include "compute/cpu/kernel_set.h"
+#include "compute/cpu/packed_experts.h"
+#include "compute/cpu/page_buffer.h"
+#include "compute/cpu/thread_pool.h"
+#include "compute/expert_layer.h"
+
+namespace dflash::compute {
+
+class CpuLayer final : public ExpertLayer {
+ public:
+  // `kernels` and `pool` outlive the layer.
+  CpuLayer(const FfnSpec& spec, PackedExperts experts, const KernelSet& kernels, ThreadPool& pool);
+
+  const FfnSpec& spec() const override { return spec_; }
+  uint32_t num_local_experts() const override { return experts_.num_local_experts(); }
+  uint64_t resident_bytes() const override { return experts_.resident_bytes(); }
+  Status load_expert(uint32_t local_expert_id, const ExpertWeights& weights, ProgressCounter& progress) override;
+  Status forward(const ForwardArgs& args, ProgressCounter& progress) override;
+
+ private:
+  // A run of rows whose intermediate values fit the scratch bound.
+  struct Chunk {
+    uint32_t first_row;
+    uint32_t num_rows;
+    uint32_t first_pair;
+    uint32_t num_pairs;
+  };
+
+  Chunk next_chunk(const ForwardArgs& args, uint32_t first_row, uint32_t first_pair) const;
+  Status forward_chunk(const ForwardArgs& args, const Chunk& chunk, ProgressCounter& progress);
+  Status place_scratch(const Chunk& chunk);
+  void widen_rows(const ForwardArgs& args, const Chunk& chunk);
+  void run_gate_up(ProgressCounter& progress);
+  // Returns true if every value fits the reply dtype.
+  bool run_down(const ForwardArgs& args, const Chunk& chunk, ProgressCounter& progress);
+  bool finish_columns(const ForwardArgs& args, const Chunk& chunk, uint32_t first_panel, uint32_t num_panels);
+  Error first_range_error(const ForwardArgs& args, const Chunk& chunk) const;
+  uint32_t gate_up_panels_per_task() const;
+  uint32_t down_panels_per_task() const;
+
+  const FfnSpec spec_;
+  PackedExperts experts_;
+  const KernelSet& kernels_;
+  ThreadPool& pool_;
+  ExpertGroups groups_;
+  // Scratch, grown and reused. Strides are odd multiples of a cache line so that rows do not share cache sets.
+  PageBuffer scratch_;
+  size_t row_stride_;
+  size_t intermediate_stride_;
+  float* rows_ = nullptr;          // [chunk rows, row_stride_] the batch widened once
+  float* intermediate_ = nullptr;  // [chunk pairs, intermediate_stride_] grouped
+  float* sums_ = nullptr;          // per column task: [chunk rows, task columns]; task at first_column * chunk rows
+  std::vector<const float*> pair_rows_;   // [chunk pairs] grouped, into rows_
+  std::vector<float*> pair_intermediate_;  // [chunk pairs] grouped, into intermediate_
+};
+
+}  // namespace dflash::compute

@@ -1,0 +1,61 @@
+// The instruction-set seam of the CPU backend: one table of kernels per set. Everything above it (grouping, threads, loading,
+// range checks) is portable; everything below it is kernel_body.h, instantiated once per set.
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "compute/ffn_spec.h"
+
+namespace dflash::compute {
+
+inline constexpr uint32_t kChainLength = 256;      // inputs per fma chain: the K block of f32-canonical
+inline constexpr uint32_t kMaxGroupPanels = 16;    // panels one kernel call may span; bounds its tile on the stack
+inline constexpr uint32_t kMaxTileRows = 12;
+
+// A run of consecutive panels of a packed matrix (pack.h).
+struct PanelRun {
+  const std::byte* first;
+  size_t panel_elements;     // elements from one panel to the next
+  uint32_t num_panels;       // 1..kMaxGroupPanels
+  uint32_t num_inputs;       // K
+  const float* bias;         // [num_panels * panel_width]; null: none
+};
+
+// Up to max_tile_rows rows of one expert through the gate and up panels and the activation.
+struct GateUpTile {
+  PanelRun panels;             // with a gate: panels alternate gate, up
+  const FfnSpec* spec;
+  const float* const* rows;    // [num_rows] -> [K]
+  uint32_t num_rows;
+  float* const* intermediate;  // [num_rows] -> [(num_panels / matrices) * panel_width], written
+};
+
+// The same rows through the down panels: y[i] = fma(weights[i], down, y[i]), rows in order (one row may occur twice).
+struct DownTile {
+  PanelRun panels;
+  const float* const* rows;  // [num_rows] -> [K], intermediate values
+  uint32_t num_rows;
+  const float* weights;      // [num_rows]
+  float* const* sums;        // [num_rows] -> [num_panels * panel_width], updated
+};
+
+struct KernelSet {
+  uint32_t panel_width;    // outputs per panel
+  uint32_t max_tile_rows;  // <= kMaxTileRows
+  // Indexed by the weights' Dtype.
+  void (*gate_up[3])(const GateUpTile&);
+  void (*down[3])(const DownTile&);
+  // Replaces every NaN by 0x7fc00000: which payload survives an fma is the compiler's choice, the class fixes the bits.
+  // `count` is a multiple of panel_width.
+  void (*canonicalize_nan)(float* values, size_t count);
+};
+
+extern const KernelSet kScalarKernels;
+#if defined(__x86_64__)
+extern const KernelSet kAvx2Kernels;
+extern const KernelSet kAvx512Kernels;
+#endif
+
+}  // namespace dflash::compute

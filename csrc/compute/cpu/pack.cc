@@ -1,0 +1,82 @@
+// Packing of weight matrices into panels. Bound by reading the source once and writing the panel once.
+// SPDX-License-Identifier: Apache-2.0
+#include "compute/cpu/pack.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "base/dtype.h"
+
+namespace dflash::compute {
+namespace {
+
+// Inputs transposed at a time: one cache line of a 16-bit source row, so that each line is read once.
+constexpr uint32_t kInputsAtOnce = 32;
+
+struct Copy16 {
+  static uint16_t convert(uint16_t bits) { return bits; }
+};
+struct Copy32 {
+  static uint32_t convert(uint32_t bits) { return bits; }
+};
+struct WidenF16 {
+  static float convert(uint16_t bits) { return f16_to_f32(bits); }
+};
+struct WidenBF16 {
+  static float convert(uint16_t bits) { return bf16_to_f32(bits); }
+};
+
+template <class T>
+T load(const std::byte* data, int64_t index) {
+  T value;
+  std::memcpy(&value, data + index * static_cast<int64_t>(sizeof(T)), sizeof(T));
+  return value;
+}
+
+// Place of output `o` (within the panel) in one packed step.
+uint32_t place(uint32_t o, uint32_t width, bool alternates) {
+  if (!alternates) return o;
+  return o < width / 2 ? 2 * o : 2 * (o - width / 2) + 1;
+}
+
+template <class Source, class Target, class Conversion>
+void pack(const MatrixView& matrix, bool alternates, uint32_t first_output, uint32_t width, std::byte* packed) {
+  Target* target = reinterpret_cast<Target*>(packed);
+  const uint32_t num_outputs = std::min(width, matrix.outputs - first_output);
+  if (num_outputs < width) std::memset(packed, 0, sizeof(Target) * width * matrix.inputs);
+  const std::byte* source = matrix.data + static_cast<int64_t>(first_output) * matrix.output_stride * static_cast<int64_t>(sizeof(Source));
+  if (matrix.output_stride == 1) {  // outputs contiguous: each input is one short run
+    for (uint32_t k = 0; k < matrix.inputs; ++k) {
+      const std::byte* run = source + k * matrix.input_stride * static_cast<int64_t>(sizeof(Source));
+      Target* step = target + static_cast<size_t>(k) * width;
+      for (uint32_t o = 0; o < num_outputs; ++o) step[place(o, width, alternates)] = Conversion::convert(load<Source>(run, o));
+    }
+    return;
+  }
+  for (uint32_t k0 = 0; k0 < matrix.inputs; k0 += kInputsAtOnce) {
+    const uint32_t num_inputs = std::min(kInputsAtOnce, matrix.inputs - k0);
+    for (uint32_t o = 0; o < num_outputs; ++o) {
+      const std::byte* row = source + (o * matrix.output_stride + k0 * matrix.input_stride) * static_cast<int64_t>(sizeof(Source));
+      Target* column = target + static_cast<size_t>(k0) * width + place(o, width, alternates);
+      if (matrix.input_stride == 1) {
+        for (uint32_t k = 0; k < num_inputs; ++k) column[static_cast<size_t>(k) * width] = Conversion::convert(load<Source>(row, k));
+      } else {
+        for (uint32_t k = 0; k < num_inputs; ++k) {
+          column[static_cast<size_t>(k) * width] = Conversion::convert(load<Source>(row, k * matrix.input_stride));
+        }
+      }
+    }
+  }
+}
+
+}  // namespace
+
+void pack_panel(const MatrixView& matrix, Dtype dtype, uint32_t panel, uint32_t width, std::byte* packed) {
+  const uint32_t first_output = panel * width;
+  if (matrix.dtype == Dtype::kF32) return pack<uint32_t, uint32_t, Copy32>(matrix, false, first_output, width, packed);
+  if (dtype != Dtype::kF32) return pack<uint16_t, uint16_t, Copy16>(matrix, dtype == Dtype::kBF16, first_output, width, packed);
+  if (matrix.dtype == Dtype::kF16) return pack<uint16_t, float, WidenF16>(matrix, false, first_output, width, packed);
+  return pack<uint16_t, float, WidenBF16>(matrix, false, first_output, width, packed);
+}
+
+}  // namespace dflash::compute

@@ -1,0 +1,15 @@
+// The resident layout of a weight matrix: panels of `panel_width` outputs, inside a panel input by input (k-major), so that both a
+// row tile and a single row stream it linearly. bf16 elements of one step alternate between the lower and the upper half of
+// the panel (0, w/2, 1, w/2+1, ...): a shift and a mask then widen a whole step.
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include "compute/expert_layer.h"
+
+namespace dflash::compute {
+
+// Packs panel `panel` (outputs [panel*width, ...)) of `matrix` to `packed` [inputs][width]; outputs past the end become zeros.
+// `dtype` is the resident dtype: the matrix's own, or f32.
+void pack_panel(const MatrixView& matrix, Dtype dtype, uint32_t panel, uint32_t width, std::byte* packed);
+
+}  // namespace dflash::compute

@@ -1,0 +1,150 @@
+// Thread pool, see thread_pool.h. Sleep and wake follow one pattern on both sides: announce the sleep, look again, sleep; the
+// other side changes the state, then looks for sleepers. Sequential consistency of those four steps excludes a lost wake-up.
+// SPDX-License-Identifier: Apache-2.0
+#include "compute/cpu/thread_pool.h"
+
+#include <pthread.h>
+#include <sched.h>
+
+#include <chrono>
+#include <cstring>
+#include <string>
+#include <system_error>
+
+#include "base/clock.h"
+#include "compute/float_mode.h"
+
+namespace dflash::compute {
+namespace {
+
+constexpr uint32_t kTaskBits = 24;
+constexpr uint64_t kTaskMask = (uint64_t{1} << kTaskBits) - 1;  // also the most tasks one piece can count
+constexpr uint32_t kMaxThreads = 1024;
+// Sleepers look again this often, so that no wait is without a bound.
+constexpr std::chrono::milliseconds kSleepBound{500};
+
+void pause() {
+#if defined(__x86_64__)
+  _mm_pause();
+#endif
+}
+
+template <class Condition>
+bool spin_until(int64_t spin_ns, Condition holds) {
+  if (holds()) return true;
+  if (spin_ns <= 0) return false;
+  const Deadline end = Deadline::after_ns(spin_ns);
+  do {
+    for (int i = 0; i < 32; ++i) {
+      if (holds()) return true;
+      pause();
+    }
+  } while (!end.has_passed());
+  return false;
+}
+
+Status pin(std::thread& thread, int cpu) {
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  if (cpu < 0 || cpu >= CPU_SETSIZE) return Error{ErrorCode::kInvalidArgument, "cpu " + std::to_string(cpu) + " does not exist"};
+  CPU_SET(static_cast<size_t>(cpu), &set);
+  const int failure = pthread_setaffinity_np(thread.native_handle(), sizeof(set), &set);
+  if (failure == 0) return ok();
+  return Error{ErrorCode::kSystem, "cannot pin a compute thread to cpu " + std::to_string(cpu) + ": " + std::strerror(failure)};
+}
+
+}  // namespace
+
+Result<std::unique_ptr<ThreadPool>> ThreadPool::create(uint32_t num_threads, const std::vector<int>& cpus, int64_t spin_ns) {
+  if (num_threads < 1 || num_threads > kMaxThreads) {
+    return Error{ErrorCode::kInvalidArgument, "threads is " + std::to_string(num_threads) + "; allowed: 1..1024"};
+  }
+  std::unique_ptr<ThreadPool> pool(new ThreadPool(num_threads, spin_ns));
+  for (uint32_t i = 1; i < num_threads; ++i) {
+    try {
+      pool->threads_.emplace_back([raw = pool.get()] { raw->thread_main(); });
+    } catch (const std::system_error& failure) {
+      return Error{ErrorCode::kSystem, "cannot start compute thread " + std::to_string(i) + ": " + failure.what()};
+    }
+    if (i < cpus.size()) DFLASH_TRY(pin(pool->threads_.back(), cpus[i]));
+  }
+  return pool;
+}
+
+ThreadPool::~ThreadPool() {
+  {
+    const std::lock_guard lock(mutex_);
+    is_stopping_.store(true);
+  }
+  work_arrived_.notify_all();
+  for (std::thread& thread : threads_) thread.join();
+}
+
+bool ThreadPool::has_work() const {
+  const uint64_t work = work_.load();
+  return (work & kTaskMask) < (work >> kTaskBits);
+}
+
+bool ThreadPool::take_and_run() {
+  uint64_t work = work_.load();
+  do {
+    if ((work & kTaskMask) >= (work >> kTaskBits)) return false;
+  } while (!work_.compare_exchange_weak(work, work + 1));
+  function_(context_, first_task_ + (work & kTaskMask));
+  if (num_pending_.fetch_sub(1) == 1 && caller_sleeps_.load()) {
+    const std::lock_guard lock(mutex_);
+    all_done_.notify_one();
+  }
+  return true;
+}
+
+void ThreadPool::run_tasks(uint64_t num_tasks, TaskFunction function, void* context) {
+  if (threads_.empty() || num_tasks <= 1) {
+    for (uint64_t task = 0; task < num_tasks; ++task) function(context, task);
+    return;
+  }
+  function_ = function;
+  context_ = context;
+  for (first_task_ = 0; first_task_ < num_tasks; first_task_ += kTaskMask) {
+    run_piece(num_tasks - first_task_ < kTaskMask ? num_tasks - first_task_ : kTaskMask);
+  }
+}
+
+void ThreadPool::run_piece(uint64_t num_tasks) {
+  num_pending_.store(num_tasks);
+  work_.store(num_tasks << kTaskBits);
+  if (num_sleepers_.load() != 0) {
+    const std::lock_guard lock(mutex_);
+    work_arrived_.notify_all();
+  }
+  while (take_and_run()) {
+  }
+  wait_until_done();
+}
+
+void ThreadPool::wait_until_done() {
+  const auto is_done = [this] { return num_pending_.load() == 0; };
+  if (spin_until(spin_ns_, is_done)) return;
+  std::unique_lock lock(mutex_);
+  caller_sleeps_.store(true);
+  while (!is_done()) all_done_.wait_for(lock, kSleepBound);
+  caller_sleeps_.store(false);
+}
+
+void ThreadPool::wait_for_work() {
+  const auto may_go = [this] { return has_work() || is_stopping_.load(); };
+  if (spin_until(spin_ns_, may_go)) return;
+  std::unique_lock lock(mutex_);
+  num_sleepers_.fetch_add(1);
+  while (!may_go()) work_arrived_.wait_for(lock, kSleepBound);
+  num_sleepers_.fetch_sub(1);
+}
+
+void ThreadPool::thread_main() {
+  const CanonicalFloatMode mode;
+  while (!is_stopping_.load()) {
+    if (!take_and_run()) wait_for_work();
+  }
+}
+
+}  // namespace dflash::compute

@@ -1,0 +1,60 @@
+// The vector type of compute/activation.h and cpu/kernel_body.h in 256 bits. Included by *_avx2.cc files only.
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+
+namespace dflash::compute {
+
+struct Avx2Vector {
+  using F = __m256;
+  using I = __m256i;
+  static constexpr int kLanes = 8;
+  static constexpr int kAccumulators = 12;  // of 16 registers; two hold weights, one the broadcast input
+  static constexpr int kMaxTileRows = 6;
+
+  static F set1(float value) { return _mm256_set1_ps(value); }
+  static F load(const float* from) { return _mm256_loadu_ps(from); }
+  static void store(float* to, F value) { _mm256_storeu_ps(to, value); }
+  static F add(F a, F b) { return _mm256_add_ps(a, b); }
+  static F sub(F a, F b) { return _mm256_sub_ps(a, b); }
+  static F mul(F a, F b) { return _mm256_mul_ps(a, b); }
+  static F div(F a, F b) { return _mm256_div_ps(a, b); }
+  static F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
+  static F min(F a, F b) { return _mm256_min_ps(a, b); }
+  static F max(F a, F b) { return _mm256_max_ps(a, b); }
+  static F select_greater(F a, F b, F x, F y) { return _mm256_blendv_ps(y, x, _mm256_cmp_ps(a, b, _CMP_GT_OQ)); }
+  static I bits(F value) { return _mm256_castps_si256(value); }
+  static I set1i(int32_t value) { return _mm256_set1_epi32(value); }
+  static I subi(I a, I b) { return _mm256_sub_epi32(a, b); }
+  static I halve(I value) { return _mm256_srai_epi32(value, 1); }
+  static F power_of_two(I n) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(n, _mm256_set1_epi32(127)), 23));
+  }
+  static F canonical_nan(F value) {
+    const F nan = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fc00000));
+    return _mm256_blendv_ps(value, nan, _mm256_cmp_ps(value, value, _CMP_UNORD_Q));
+  }
+
+  struct F16 { uint16_t bits; };
+  struct BF16 { uint16_t bits; };
+  static void load_weights(const float* from, F* pair) {
+    pair[0] = _mm256_load_ps(from);
+    pair[1] = _mm256_load_ps(from + 8);
+  }
+  static void load_weights(const F16* from, F* pair) {
+    const __m128i* halves = reinterpret_cast<const __m128i*>(from);
+    pair[0] = _mm256_cvtph_ps(_mm_load_si128(halves));
+    pair[1] = _mm256_cvtph_ps(_mm_load_si128(halves + 1));
+  }
+  // Elements alternate between the two vectors (pack.h), so that a shift and a mask widen them.
+  static void load_weights(const BF16* from, F* pair) {
+    const __m256i both = _mm256_load_si256(reinterpret_cast<const __m256i*>(from));
+    pair[0] = _mm256_castsi256_ps(_mm256_slli_epi32(both, 16));
+    pair[1] = _mm256_castsi256_ps(_mm256_and_si256(both, _mm256_set1_epi32(static_cast<int>(0xffff0000u))));
+  }
+};
+
+}  // namespace dflash::compute
