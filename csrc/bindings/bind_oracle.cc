@@ -72,7 +72,7 @@ class FfnOracle {
       status = layer_->forward(args, progress_);
     }
     unwrap(std::move(status));
-    return std::move(reply);
+    return reply;
   }
 
   py::object forward_float64(const FloatArray& rows, const IndexArray& counts, const IndexArray& ids, const FloatArray& weights) {
@@ -83,7 +83,7 @@ class FfnOracle {
     const std::vector<double> sums = compute::forward_float64(spec_, experts, args);
     py::array_t<double> result({static_cast<py::ssize_t>(args.num_rows), static_cast<py::ssize_t>(spec_.out_size)});
     std::copy(sums.begin(), sums.end(), result.mutable_data());
-    return std::move(result);
+    return result;
   }
 
  private:

@@ -22,7 +22,7 @@ Error checkpoint_error(const std::string& path, const std::string& what) {
 bool end_of_block(uint64_t offset, uint32_t outer, int64_t outer_stride, uint32_t inner, int64_t inner_stride, size_t element_bytes,
                   uint64_t file_bytes) {
   if (outer == 0 || inner == 0 || outer_stride < 0 || inner_stride < 0) return false;
-  const __extension__ unsigned __int128 last =
+  const unsigned __int128 last =
       static_cast<unsigned __int128>(outer - 1) * static_cast<uint64_t>(outer_stride) +
       static_cast<unsigned __int128>(inner - 1) * static_cast<uint64_t>(inner_stride);
   const unsigned __int128 end = static_cast<unsigned __int128>(offset) + (last + 1) * element_bytes;

@@ -1,0 +1,267 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "worker/expert_worker.h"
+
+#include <time.h>
+
+#include <cstring>
+#include <utility>
+
+#include "base/checksum.h"
+#include "base/clock.h"
+#include "wire/frame.h"
+#include "wire/payload.h"
+#include "wire/ragged.h"
+#include "worker/pulse.h"
+
+namespace dflash::worker {
+namespace {
+
+constexpr int64_t kTickNs = 40'000'000;            // bound of one sleep, so that stop() is obeyed within 50 ms
+constexpr int64_t kSlowdownStepNs = 10'000'000;    // half of the longest allowed silence of the progress counter
+
+// The shards of one layer table entry, and what a request for it must say.
+struct Shard {
+  compute::FfnSpec spec;
+  uint32_t num_local_experts = 0;
+  uint64_t weights_fingerprint = 0;
+  std::unique_ptr<compute::ExpertLayer> experts;
+};
+
+std::string where_text(LayerShard where) {
+  return "layer " + std::to_string(where.layer) + ", shard " + std::to_string(where.shard);
+}
+
+Error protocol_error(std::string message) { return Error{ErrorCode::kProtocol, std::move(message)}; }
+
+void sleep_ns(int64_t nanoseconds) {
+  const timespec span{nanoseconds / 1'000'000'000, nanoseconds % 1'000'000'000};
+  ::nanosleep(&span, nullptr);
+}
+
+}  // namespace
+
+struct ExpertWorker::State {
+  WorkerOptions options;
+  std::unique_ptr<compute::CpuBackend> backend;
+  std::map<std::pair<uint32_t, uint32_t>, Shard> shards;
+  compute::ProgressCounter progress{0};
+  Pulse pulse{progress};
+  std::atomic<bool> stopping{false};
+  wire::RaggedIndex index;  // serve thread only
+
+  std::atomic<uint64_t> calls{0}, rows{0}, pairs{0}, request_bytes{0}, reply_bytes{0}, errors{0};
+  std::atomic<int64_t> compute_ns{0}, queue_ns{0}, busy_since_ns{0};
+
+  // A request that was found well-formed.
+  struct Request {
+    wire::FrameHeader header;
+    wire::RequestLayout layout;
+    Shard* shard = nullptr;
+    std::span<const std::byte> payload;
+    std::span<std::byte> reply_slot;
+    uint64_t reply_payload_bytes = 0;
+  };
+
+  Status answer(transport::Channel& channel, const transport::Arrival& arrival, uint64_t generation);
+  Status check(Request& request);
+  Status compute(const Request& request, int64_t received_ns);
+  Status publish_error(transport::Channel& channel, uint32_t slot, const wire::FrameHeader& header, const Error& error);
+  void emulate_slowness(int64_t started_ns);
+};
+
+ExpertWorker::ExpertWorker() : state_(std::make_unique<State>()) {}
+ExpertWorker::~ExpertWorker() { state_->pulse.stop(); }
+
+Result<std::unique_ptr<ExpertWorker>> ExpertWorker::create(const WorkerOptions& options) {
+  if (options.slowdown < 1.0) return Error{ErrorCode::kInvalidArgument, "slowdown must be at least 1"};
+  auto backend = compute::CpuBackend::create(options.isa, options.num_threads, options.cpus);
+  if (!backend.ok()) return std::move(backend).error();
+  std::unique_ptr<ExpertWorker> worker(new ExpertWorker());
+  worker->state_->options = options;
+  worker->state_->backend = std::move(backend).value();
+  return worker;
+}
+
+Status ExpertWorker::define_shard(LayerShard where, const compute::FfnSpec& spec, uint32_t num_local_experts, Dtype weight_dtype,
+                                  uint64_t weights_fingerprint) {
+  const auto key = std::pair(where.layer, where.shard);
+  if (state_->shards.contains(key)) {
+    return Error{ErrorCode::kInvalidArgument, where_text(where) + " is already defined"};
+  }
+  if (num_local_experts == 0 || num_local_experts > wire::kMaxExpertsPerShard) {
+    return Error{ErrorCode::kInvalidArgument, where_text(where) + ": " + std::to_string(num_local_experts) +
+                                                  " experts, allowed are 1.." + std::to_string(wire::kMaxExpertsPerShard)};
+  }
+  auto experts = state_->backend->create_layer(spec, num_local_experts, weight_dtype);
+  if (!experts.ok()) return std::move(experts).error().with(where_text(where));
+  state_->shards.emplace(key, Shard{spec, num_local_experts, weights_fingerprint, std::move(experts).value()});
+  return ok();
+}
+
+Status ExpertWorker::load_expert(LayerShard where, uint32_t local_expert_id, const compute::ExpertWeights& weights) {
+  const auto found = state_->shards.find({where.layer, where.shard});
+  if (found == state_->shards.end()) return Error{ErrorCode::kInvalidArgument, where_text(where) + " is not defined"};
+  Status loaded = found->second.experts->load_expert(local_expert_id, weights, state_->progress);
+  state_->progress.fetch_add(1, std::memory_order_relaxed);
+  if (loaded.ok()) return ok();
+  return std::move(loaded).error().with(where_text(where) + ", local expert " + std::to_string(local_expert_id));
+}
+
+uint64_t ExpertWorker::resident_bytes() const {
+  uint64_t total = 0;
+  for (const auto& [key, shard] : state_->shards) total += shard.experts->resident_bytes();
+  return total;
+}
+
+Status ExpertWorker::start_pulse(OwnedFd socket) { return state_->pulse.start(std::move(socket)); }
+void ExpertWorker::stop_pulse() { state_->pulse.stop(); }
+void ExpertWorker::stop() { state_->stopping.store(true, std::memory_order_relaxed); }
+uint64_t ExpertWorker::progress() const { return state_->progress.load(std::memory_order_relaxed); }
+
+WorkerStats ExpertWorker::stats() const {
+  const State& s = *state_;
+  constexpr auto relaxed = std::memory_order_relaxed;
+  return WorkerStats{s.calls.load(relaxed),       s.rows.load(relaxed),   s.pairs.load(relaxed),
+                     s.request_bytes.load(relaxed), s.reply_bytes.load(relaxed), s.errors.load(relaxed),
+                     s.compute_ns.load(relaxed),  s.queue_ns.load(relaxed), s.busy_since_ns.load(relaxed)};
+}
+
+Status ExpertWorker::serve(std::unique_ptr<transport::Channel> channel, uint64_t generation) {
+  state_->stopping.store(false, std::memory_order_relaxed);
+  transport::WaitEntry entry{channel.get(), std::nullopt, std::nullopt};
+  while (!state_->stopping.load(std::memory_order_relaxed)) {
+    entry.arrival.reset();
+    transport::wait_any({&entry, 1}, Deadline::after_ns(kTickNs), state_->options.spin_ns);
+    if (entry.error) return *entry.error;
+    if (!entry.arrival) continue;
+    state_->busy_since_ns.store(now_ns(), std::memory_order_relaxed);
+    Status answered = state_->answer(*channel, *entry.arrival, generation);
+    state_->busy_since_ns.store(0, std::memory_order_relaxed);
+    if (!answered.ok()) return answered;
+  }
+  return ok();
+}
+
+// Errors end the session: bytes that are no frame, or a channel that broke. A request that is a frame but cannot be served is
+// answered with an error frame.
+Status ExpertWorker::State::answer(transport::Channel& channel, const transport::Arrival& arrival, uint64_t generation) {
+  const int64_t received_ns = now_ns();
+  if (arrival.bytes.size() < wire::kFrameHeaderBytes) return protocol_error("a message shorter than a frame header");
+  std::byte copied[wire::kFrameHeaderBytes];  // the host can still write the slot: decode a private copy
+  std::memcpy(copied, arrival.bytes.data(), sizeof copied);
+  auto decoded = wire::decode_frame_header(copied);
+  if (!decoded.ok()) return std::move(decoded).error();
+  Request request;
+  request.header = decoded.value();
+  if (request.header.kind != wire::FrameKind::kRequest) return protocol_error("a host may send requests only");
+  if (request.header.generation != generation) {
+    return protocol_error("generation " + std::to_string(request.header.generation) + ", this data path is " +
+                          std::to_string(generation));
+  }
+  if (arrival.bytes.size() != wire::kFrameHeaderBytes + uint64_t{request.header.payload_bytes}) {
+    return protocol_error("payload_bytes " + std::to_string(request.header.payload_bytes) + " in a message of " +
+                          std::to_string(arrival.bytes.size()) + " bytes");
+  }
+  request.payload = arrival.bytes.subspan(wire::kFrameHeaderBytes);
+  request.reply_slot = channel.outgoing(arrival.slot);
+
+  Status done = check(request);
+  if (done.ok()) done = compute(request, received_ns);
+  if (!done.ok()) return publish_error(channel, arrival.slot, request.header, done.error());
+  calls.fetch_add(1, std::memory_order_relaxed);
+  rows.fetch_add(request.header.num_rows, std::memory_order_relaxed);
+  pairs.fetch_add(request.header.num_pairs, std::memory_order_relaxed);
+  request_bytes.fetch_add(arrival.bytes.size(), std::memory_order_relaxed);
+  reply_bytes.fetch_add(wire::kFrameHeaderBytes + request.reply_payload_bytes, std::memory_order_relaxed);
+  return channel.publish(arrival.slot, wire::kFrameHeaderBytes + request.reply_payload_bytes);
+}
+
+// Everything that must hold before a byte of the payload is used; fills the rest of `request` and the private index.
+Status ExpertWorker::State::check(Request& request) {
+  const wire::FrameHeader& header = request.header;
+  const LayerShard where{header.layer, header.shard};
+  const auto found = shards.find({header.layer, header.shard});
+  if (found == shards.end()) return protocol_error(where_text(where) + " is not held by worker " + options.name);
+  request.shard = &found->second;
+  if (header.weights_fingerprint != request.shard->weights_fingerprint) {
+    return protocol_error(where_text(where) + ": weights_fingerprint " + std::to_string(header.weights_fingerprint) +
+                          " was asked, the worker loaded " + std::to_string(request.shard->weights_fingerprint));
+  }
+  auto layout = wire::RequestLayout::of(header.num_rows, header.num_pairs, request.shard->spec.in_size, header.request_dtype);
+  if (!layout.ok()) return std::move(layout).error();
+  request.layout = layout.value();
+  if (request.layout.payload_bytes != header.payload_bytes) {
+    return protocol_error(where_text(where) + ": payload_bytes " + std::to_string(header.payload_bytes) + ", its rows and pairs need " +
+                          std::to_string(request.layout.payload_bytes));
+  }
+  auto reply = wire::ReplyLayout::of(header.num_rows, request.shard->spec.out_size, header.reply_dtype);
+  if (!reply.ok()) return std::move(reply).error();
+  request.reply_payload_bytes = reply.value().payload_bytes;
+  if (wire::kFrameHeaderBytes + request.reply_payload_bytes > request.reply_slot.size()) {
+    return protocol_error("a reply of " + std::to_string(request.reply_payload_bytes) + " bytes does not fit the agreed slot of " +
+                          std::to_string(request.reply_slot.size()));
+  }
+  if (checksum(request.payload) != header.payload_checksum) return protocol_error("payload_checksum does not match the payload");
+  return index.assign(request.layout, header.num_rows, header.num_pairs, request.shard->num_local_experts, request.payload);
+}
+
+// From the request slot straight into the reply slot.
+Status ExpertWorker::State::compute(const Request& request, int64_t received_ns) {
+  const wire::FrameHeader& asked = request.header;
+  std::byte* payload = request.reply_slot.data() + wire::kFrameHeaderBytes;
+  compute::ForwardArgs args;
+  args.rows = request.payload.data() + request.layout.rows_offset;
+  args.row_dtype = asked.request_dtype;
+  args.num_rows = asked.num_rows;
+  args.row_counts = index.row_counts();
+  args.local_expert_ids = index.local_expert_ids();
+  args.weights = index.weights();
+  args.reply = payload + wire::kReplyTimingBytes;
+  args.reply_dtype = asked.reply_dtype;
+  const int64_t started_ns = now_ns();
+  DFLASH_TRY(request.shard->experts->forward(args, progress));
+  emulate_slowness(started_ns);
+  progress.fetch_add(1, std::memory_order_relaxed);
+  const int64_t finished_ns = now_ns();
+  compute_ns.fetch_add(finished_ns - started_ns, std::memory_order_relaxed);
+  queue_ns.fetch_add(started_ns - received_ns, std::memory_order_relaxed);
+
+  wire::encode_reply_timing({received_ns, started_ns, finished_ns},
+                            std::span<std::byte, wire::kReplyTimingBytes>(payload, wire::kReplyTimingBytes));
+  wire::FrameHeader header = asked;
+  header.kind = wire::FrameKind::kReply;
+  header.payload_bytes = static_cast<uint32_t>(request.reply_payload_bytes);
+  header.payload_checksum = checksum({payload, request.reply_payload_bytes});
+  wire::encode_frame_header(header, request.reply_slot.first<wire::kFrameHeaderBytes>());
+  return ok();
+}
+
+Status ExpertWorker::State::publish_error(transport::Channel& channel, uint32_t slot, const wire::FrameHeader& asked,
+                                          const Error& error) {
+  errors.fetch_add(1, std::memory_order_relaxed);
+  std::byte text[wire::kMaxErrorPayloadBytes];
+  const size_t text_bytes = wire::encode_error(error, text);
+  const auto slot_bytes = channel.outgoing(slot);
+  if (slot_bytes.size() < wire::kFrameHeaderBytes + text_bytes) return protocol_error("the reply slot is too small for an error");
+  std::memcpy(slot_bytes.data() + wire::kFrameHeaderBytes, text, text_bytes);
+  wire::FrameHeader header = asked;
+  header.kind = wire::FrameKind::kError;
+  header.num_rows = 0;
+  header.num_pairs = 0;
+  header.payload_bytes = static_cast<uint32_t>(text_bytes);
+  header.payload_checksum = checksum({text, text_bytes});
+  wire::encode_frame_header(header, slot_bytes.first<wire::kFrameHeaderBytes>());
+  return channel.publish(slot, wire::kFrameHeaderBytes + text_bytes);
+}
+
+void ExpertWorker::State::emulate_slowness(int64_t started_ns) {
+  if (options.slowdown <= 1.0) return;
+  const auto computed_ns = static_cast<double>(now_ns() - started_ns);
+  const Deadline until = Deadline::after_ns(static_cast<int64_t>(computed_ns * (options.slowdown - 1.0)));
+  while (!until.has_passed() && !stopping.load(std::memory_order_relaxed)) {
+    sleep_ns(until.left_ns() < kSlowdownStepNs ? until.left_ns() : kSlowdownStepNs);
+    progress.fetch_add(1, std::memory_order_relaxed);
+  }
+}
+
+}  // namespace dflash::worker
