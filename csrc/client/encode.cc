@@ -1,0 +1,110 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "client/encode.h"
+
+#include <cstring>
+
+#include "base/checksum.h"
+#include "base/convert.h"
+#include "wire/frame.h"
+#include "wire/payload.h"
+
+namespace dflash::client {
+namespace {
+
+// Checksums what was just written while it is still in the first cache: half of the smallest usual L1.
+constexpr size_t kBlockBytes = 16 << 10;
+
+// Feeds a growing payload to the checksum in multiples of 32 bytes.
+class RunningChecksum {
+ public:
+  explicit RunningChecksum(const std::byte* payload) : payload_(payload) {}
+
+  void written_to(size_t end) {
+    if (end - fed_ < kBlockBytes) return;
+    const size_t aligned = (end - fed_) / 32 * 32;
+    sum_.update({payload_ + fed_, aligned});
+    fed_ += aligned;
+  }
+  uint32_t finish(size_t end) {
+    sum_.update({payload_ + fed_, end - fed_});
+    return sum_.finish();
+  }
+
+ private:
+  const std::byte* payload_;
+  size_t fed_ = 0;
+  Checksum sum_;
+};
+
+void write_index(const Part& part, const ShardRows& rows, const wire::RequestLayout& layout, std::byte* payload) {
+  const size_t pairs = part.num_pairs(), num_rows = part.num_rows();
+  std::memcpy(payload + layout.weights_offset, rows.weights.data() + part.pair_begin, pairs * sizeof(float));
+  std::memcpy(payload + layout.row_counts_offset, rows.row_counts.data() + part.row_begin, num_rows * sizeof(uint16_t));
+  std::memcpy(payload + layout.local_ids_offset, rows.local_expert_ids.data() + part.pair_begin, pairs * sizeof(uint16_t));
+  const size_t index_end = layout.local_ids_offset + pairs * sizeof(uint16_t);
+  std::memset(payload + index_end, 0, layout.rows_offset - index_end);
+}
+
+wire::FrameHeader header_of(const Part& part, uint64_t generation) {
+  const ShardPlace& shard = part.call->layer->plan.shards[part.shard_index];
+  wire::FrameHeader header;
+  header.kind = wire::FrameKind::kRequest;
+  header.request_dtype = part.request_dtype;
+  header.reply_dtype = part.reply_dtype;
+  header.generation = generation;
+  header.call_id = part.call->id;
+  header.weights_fingerprint = shard.weights_fingerprint;
+  header.layer = part.call->layer->plan.layer;
+  header.shard = shard.shard;
+  header.num_rows = part.num_rows();
+  header.num_pairs = part.num_pairs();
+  header.slice = part.slice;
+  return header;
+}
+
+}  // namespace
+
+static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "index arrays are copied to the wire as they lie in memory");
+
+uint64_t request_message_bytes(const LayerPlan& plan, uint32_t num_rows, uint32_t num_pairs, Dtype dtype) {
+  const auto layout = wire::RequestLayout::of(num_rows, num_pairs, plan.in_size, dtype);
+  return layout.ok() ? wire::kFrameHeaderBytes + layout.value().payload_bytes : 0;
+}
+
+uint64_t reply_message_bytes(const LayerPlan& plan, uint32_t num_rows, Dtype dtype) {
+  const auto layout = wire::ReplyLayout::of(num_rows, plan.out_size, dtype);
+  return layout.ok() ? wire::kFrameHeaderBytes + layout.value().payload_bytes : 0;
+}
+
+Result<size_t> encode_request(const Part& part, uint64_t generation, std::span<std::byte> slot) {
+  const Call& call = *part.call;
+  const LayerPlan& plan = call.layer->plan;
+  const ShardRows& rows = call.shard_rows[part.shard_index];
+  auto layout = wire::RequestLayout::of(part.num_rows(), part.num_pairs(), plan.in_size, part.request_dtype);
+  if (!layout.ok()) return std::move(layout).error();
+  const size_t message_bytes = wire::kFrameHeaderBytes + layout.value().payload_bytes;
+  if (message_bytes > slot.size()) return Error{ErrorCode::kInvalidArgument, "a request is larger than its slot"};
+
+  std::byte* payload = slot.data() + wire::kFrameHeaderBytes;
+  write_index(part, rows, layout.value(), payload);
+  RunningChecksum sum(payload);
+  const size_t row_bytes = plan.in_size * dtype_bytes(part.request_dtype);
+  size_t at = layout.value().rows_offset;
+  for (uint32_t row = part.row_begin; row < part.row_end; ++row, at += row_bytes) {
+    const uint32_t token = rows.tokens[row];
+    const std::byte* source = call.batch.hidden_states + static_cast<int64_t>(token) * call.batch.row_stride_bytes;
+    if (!convert(call.batch.dtype, source, part.request_dtype, payload + at, plan.in_size)) {
+      return Error{ErrorCode::kRange, "layer " + plan.name + ", token " + std::to_string(token) +
+                                          ": a finite hidden state does not fit the wire dtype " + dtype_name(part.request_dtype) +
+                                          "; set ipc.dtype (DFLASH_MOE_EXPERT_COMPUTE_IPC_DTYPE) to bf16 or f32"};
+    }
+    sum.written_to(at + row_bytes);
+  }
+  wire::FrameHeader header = header_of(part, generation);
+  header.payload_bytes = static_cast<uint32_t>(layout.value().payload_bytes);
+  header.payload_checksum = sum.finish(layout.value().payload_bytes);
+  wire::encode_frame_header(header, slot.first<wire::kFrameHeaderBytes>());
+  return message_bytes;
+}
+
+}  // namespace dflash::client

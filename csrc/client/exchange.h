@@ -1,0 +1,53 @@
+// Pure index arithmetic: from a layer's routing to one ragged list per shard. Knows no worker, slot or byte.
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "base/result.h"
+
+namespace dflash::client {
+
+// The rows of one shard in ascending token order: row r is token tokens[r] with row_counts[r] pairs. Within a row experts ascend by
+// local id, duplicates in top-k order.
+struct ShardRows {
+  std::vector<uint32_t> tokens;            // [num_rows]
+  std::vector<uint16_t> row_counts;        // [num_rows]
+  std::vector<uint16_t> local_expert_ids;  // [num_pairs]
+  std::vector<float> weights;              // [num_pairs]
+
+  void clear();
+};
+
+// Which shard holds an expert, and under which local id. Built once per layer.
+class ExpertTable {
+ public:
+  // `shards[s]` lists shard s's experts in ascending global id. Errors: kInvalidArgument when an expert of [0, num_experts) is in no
+  // shard or in two, or an id is out of range; the message names the expert.
+  static Result<ExpertTable> build(uint32_t num_experts, const std::vector<std::vector<uint32_t>>& shards);
+
+  uint32_t num_experts() const { return static_cast<uint32_t>(entries_.size()); }
+  size_t num_shards() const { return num_shards_; }
+
+  // Fills `rows[s]` for every shard. Ids >= num_experts are sentinels and dropped; zero weights and duplicates are kept.
+  // topk_ids and topk_weights are [num_tokens, top_k]. Errors: kInvalidArgument on a negative id, naming token and position.
+  template <class Id>
+  Status exchange(std::span<const Id> topk_ids, std::span<const float> topk_weights, uint32_t top_k,
+                  std::span<ShardRows> rows) const;
+
+ private:
+  struct Entry {
+    uint32_t shard;
+    uint16_t local_expert_id;
+  };
+  std::vector<Entry> entries_;  // [num_experts]
+  size_t num_shards_ = 0;
+};
+
+// Even cuts of `num_tokens` into ceil(num_tokens / slice_tokens) ranges that differ by at most one token; returns the range ends.
+std::vector<uint32_t> slice_ends(uint32_t num_tokens, uint32_t slice_tokens);
+
+}  // namespace dflash::client
