@@ -49,7 +49,8 @@ $(STAMPS)/torch: $(STAMPS)/created
 	@if $(BIN)/python -c 'import torch' >/dev/null 2>&1; then \
 	   echo "==> torch: $$($(BIN)/python -c 'import torch; print(torch.__version__)'), already there"; \
 	 elif [ -n "$(TORCH)" ]; then \
-	   echo "==> installing $(TORCH) (override with TORCH=...)"; $(PIP) install "$(TORCH)"; \
+	   echo "==> installing $(TORCH) (override with TORCH=...; a build for GPUs is several GB)"; \
+	   $(PIP) install "$(TORCH)" > $(STAMPS)/torch.log 2>&1 || { tail -n 20 $(STAMPS)/torch.log >&2; exit 1; }; \
 	 else echo "==> no torch, as asked: workers run, the host's integrations do not"; fi
 	@touch $@
 

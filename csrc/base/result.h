@@ -7,7 +7,6 @@
 #include <cstdio>
 #include <cstdlib>
 #include <optional>
-#include <source_location>
 #include <string>
 #include <utility>
 #include <variant>
@@ -40,13 +39,14 @@ struct [[nodiscard]] Error {
   }
 };
 
-// Reports a broken internal invariant and aborts.
-[[noreturn]] inline void fail_check(const char* what, std::source_location at) {
-  std::fprintf(stderr, "dflash_moe internal error: %s (%s:%u)\n", what, at.file_name(), static_cast<unsigned>(at.line()));
+// Reports a broken internal invariant and aborts. Builtins instead of std::source_location, which clang 14 cannot take from the
+// C++ library of GCC 12.
+[[noreturn]] inline void fail_check(const char* what, const char* file, unsigned line) {
+  std::fprintf(stderr, "dflash_moe internal error: %s (%s:%u)\n", what, file, line);
   std::abort();
 }
-inline void check(bool holds, const char* what, std::source_location at = std::source_location::current()) {
-  if (!holds) [[unlikely]] fail_check(what, at);
+inline void check(bool holds, const char* what, const char* file = __builtin_FILE(), unsigned line = __builtin_LINE()) {
+  if (!holds) [[unlikely]] fail_check(what, file, line);
 }
 
 struct Unit {};
