@@ -40,7 +40,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "__init__": _EXECUTION | {"integrations", "engine"},
     "__main__": {"cli"},
 }
-EVERYBODY_MAY_IMPORT = {"_core", "__version__"}
+EVERYBODY_MAY_IMPORT = {"_core", "__version__", "__file__"}
 
 # Rooms that may import torch or transformers, always inside a function: importing the package must work without them.
 # `integrations` and `testing` are themselves imported inside functions and may do it at the top.
@@ -93,7 +93,10 @@ def imports_of(path: Path, where: Path) -> Iterator[tuple[tuple[str, ...], int, 
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
-                yield tuple(alias.name.split(".")), node.lineno, node.lineno not in late
+                if alias.name != PACKAGE:  # what a bare `import dflash_moe` uses shows in the attributes below
+                    yield tuple(alias.name.split(".")), node.lineno, node.lineno not in late
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == PACKAGE:
+            yield (PACKAGE, node.attr), node.lineno, node.lineno not in late
         elif isinstance(node, ast.ImportFrom):
             base = package_parts[: len(package_parts) - node.level + 1] if node.level else ()
             module = (*base, *(node.module.split(".") if node.module else ()))

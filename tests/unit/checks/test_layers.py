@@ -32,6 +32,7 @@ def _room_file(root: Path, name: str, text: str) -> None:
         ("runtime/session.py", "from ..workers import loader\n"),
         ("telemetry/log.py", "import dflash_moe.config\n"),
         ("runtime/session.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from dflash_moe.cli import main\n"),
+        ("runtime/session.py", "import dflash_moe\nprint(dflash_moe.__file__, dflash_moe.workers)\n"),
         ("engine/scheduler.py", "import dflash_moe.testing.cases\n"),
     ],
 )
@@ -74,6 +75,7 @@ def test_unknown_room_is_found(tmp_path: Path) -> None:
         ("wire/y.cc", '#include "base/owned_fd.h"\n'),
         ("worker/x.cc", "#include <pybind11/pybind11.h>\n"),
         ("worker/x.cc", "void f() { throw 1; }\n"),
+        ("worker/x.cc", "void f() { try { g(); } catch (...) {} }\n"),
         ("wire/z.cc", '#include "limits.h"\n'),
     ],
 )
@@ -84,5 +86,6 @@ def test_include_against_the_rooms_is_found(tmp_path: Path, name: str, text: str
 
 def test_includes_along_the_rooms_pass(tmp_path: Path) -> None:
     _room_file(tmp_path, "worker/x.cc", '#include "wire/frame.h"\n#include <vector>\n// never throw 1;\n')
+    _room_file(tmp_path, "worker/y.cc", "void f() { try { g(); } catch (const std::system_error& e) { h(); } }\n")
     _room_file(tmp_path, "bindings/x.cc", '#include <pybind11/pybind11.h>\nvoid f() { throw 1; }\n')
     assert includes.find(tmp_path) == []
