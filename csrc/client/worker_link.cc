@@ -1,0 +1,121 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "client/worker_link.h"
+
+#include <sys/socket.h>
+
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
+
+namespace dflash::client {
+namespace {
+
+// One pulse: magic u32 "PULS", version u32, counter u64, little-endian (docs/protocol.md).
+constexpr size_t kPulseBytes = 16;
+constexpr uint64_t kPulseHead = (uint64_t{1} << 32) | 0x534c5550u;  // version 1 above the magic "PULS"
+
+uint64_t little_endian_u64(const std::byte* bytes) {
+  uint64_t value = 0;
+  for (size_t i = 0; i < 8; ++i) value |= static_cast<uint64_t>(bytes[i]) << (8 * i);
+  return value;
+}
+
+std::string seconds_text(int64_t nanoseconds) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%.1f s", static_cast<double>(nanoseconds) / 1e9);
+  return text;
+}
+
+}  // namespace
+
+WorkerEnd::WorkerEnd(WorkerLink taken) : link(std::move(taken)) { slots.resize(link.channel->geometry().num_slots); }
+
+void WorkerEnd::replace_channel(std::unique_ptr<transport::Channel> channel, uint64_t generation) {
+  link.channel = std::move(channel);
+  link.generation = generation;
+  slots.assign(link.channel->geometry().num_slots, Slot{});
+  num_in_flight_ = 0;
+  num_quarantined_ = 0;
+}
+
+void WorkerEnd::close(std::string why) {
+  is_lost = true;
+  reason = std::move(why);
+  waiting.clear();
+  slots.clear();
+  num_in_flight_ = 0;
+  num_quarantined_ = 0;
+  link.channel.reset();
+  link.pulse.close();
+}
+
+std::optional<uint32_t> WorkerEnd::acquire() {
+  if (num_in_flight_ >= link.policy.window) return std::nullopt;
+  for (uint32_t slot = 0; slot < slots.size(); ++slot) {
+    if (slots[slot].is_free()) return slot;
+  }
+  return std::nullopt;
+}
+
+void WorkerEnd::put_in_flight(uint32_t slot, Part* part, int64_t now) {
+  if (num_in_flight_++ == 0) last_change_ns_ = now;
+  slots[slot].part = part;
+  last_layer = part->call->layer->plan.layer;
+}
+
+void WorkerEnd::release(uint32_t slot) {
+  if (slots[slot].part != nullptr) --num_in_flight_;
+  if (slots[slot].quarantine) --num_quarantined_;
+  slots[slot] = Slot{};
+}
+
+void WorkerEnd::quarantine(uint32_t slot) {
+  const Part& part = *slots[slot].part;
+  const LayerPlan& plan = part.call->layer->plan;
+  slots[slot].quarantine = Quarantine{part.call->id, plan.layer, plan.shards[part.shard_index].shard, part.slice};
+  slots[slot].part = nullptr;
+  --num_in_flight_;
+  ++num_quarantined_;
+}
+
+std::optional<std::string> WorkerEnd::judge(int64_t now, int64_t stall_ns) {
+  if (!link.pulse.is_open()) return std::nullopt;  // a worker in this process
+  std::optional<std::string> failure;
+  while (drain_pulses(now, failure)) {
+  }
+  if (failure) return failure;
+  if (owes() && now - last_change_ns_ > stall_ns) return "made no progress for " + seconds_text(now - last_change_ns_);
+  return std::nullopt;
+}
+
+// Reads once; true when there may be more.
+bool WorkerEnd::drain_pulses(int64_t now, std::optional<std::string>& failure) {
+  std::byte buffer[64 * kPulseBytes];
+  const ssize_t received = ::recv(link.pulse.get(), buffer, sizeof buffer, MSG_DONTWAIT);
+  if (received < 0) {
+    if (errno == EINTR) return true;
+    if (errno != EAGAIN && errno != EWOULDBLOCK) failure = std::string("its pulse connection failed: ") + std::strerror(errno);
+    return false;
+  }
+  if (received == 0) {
+    failure = "hung up";
+    return false;
+  }
+  pulse_rest_.insert(pulse_rest_.end(), buffer, buffer + received);
+  size_t at = 0;
+  for (; pulse_rest_.size() - at >= kPulseBytes; at += kPulseBytes) {
+    if (little_endian_u64(&pulse_rest_[at]) != kPulseHead) {
+      failure = "sent bytes that are no pulse";
+      return false;
+    }
+    const uint64_t counter = little_endian_u64(&pulse_rest_[at + 8]);
+    if (counter != last_counter_) {
+      last_counter_ = counter;
+      last_change_ns_ = now;
+    }
+  }
+  pulse_rest_.erase(pulse_rest_.begin(), pulse_rest_.begin() + static_cast<std::ptrdiff_t>(at));
+  return static_cast<size_t>(received) == sizeof buffer;
+}
+
+}  // namespace dflash::client
