@@ -1,0 +1,279 @@
+// The host's client. `run` is the hot path of every MoE layer: one crossing, the GIL released while waiting.
+// SPDX-License-Identifier: Apache-2.0
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+#include <unistd.h>
+
+#include <memory>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "base/clock.h"
+#include "bindings/arguments.h"
+#include "bindings/module.h"
+#include "client/expert_client.h"
+
+namespace py = pybind11;
+
+namespace dflash::bindings {
+namespace {
+
+using client::ExpertClient;
+
+constexpr int64_t kSignalPeriodNs = 20'000'000;  // how late Ctrl-C may be seen inside a wait
+constexpr double kMaxWaitS = 1e6;                // above any sensible timeout, far below overflow in nanoseconds
+
+// The client and the process it belongs to: sockets and mappings are shared with a forked child, whose use would corrupt both.
+class ClientBox {
+ public:
+  explicit ClientBox(const client::ClientOptions& options) : client_(options), owner_(::getpid()) {}
+
+  ExpertClient& get() {
+    if (::getpid() != owner_) {
+      raise(Error{ErrorCode::kClosed, "this runtime belongs to the parent process; start one of your own after fork()"});
+    }
+    return client_;
+  }
+  bool is_ours() const { return ::getpid() == owner_; }
+
+ private:
+  ExpertClient client_;
+  pid_t owner_;
+};
+
+// Waits without the GIL in steps, so that Python sees signals in between. True: done.
+bool wait_for(ExpertClient& client, const client::CallPtr& call, Deadline deadline) {
+  for (;;) {
+    bool is_done = false;
+    {
+      py::gil_scoped_release unlocked;
+      is_done = client.wait(call, deadline.earlier(Deadline::after_ns(kSignalPeriodNs)));
+    }
+    if (is_done || deadline.has_passed()) return is_done;
+    if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+  }
+}
+
+Deadline deadline_of(double timeout_s) {
+  return Deadline::after_ns(static_cast<int64_t>((timeout_s < kMaxWaitS ? timeout_s : kMaxWaitS) * 1e9));
+}
+
+// A call as Python holds it; keeps the tensors alive while the core may touch them.
+class PyCall {
+ public:
+  PyCall(std::shared_ptr<ClientBox> box, client::CallPtr call, py::object keep)
+      : box_(std::move(box)), call_(std::move(call)), keep_(std::move(keep)) {}
+  PyCall(const PyCall&) = delete;
+  PyCall& operator=(const PyCall&) = delete;
+  ~PyCall() {
+    if (call_ == nullptr || !box_->is_ours()) return;
+    py::gil_scoped_release unlocked;
+    box_->get().abandon(call_);  // nothing happens to a call that is done
+  }
+
+  bool is_done() { return box_->get().is_done(call_); }
+  bool wait(double timeout_s) {
+    const bool done = wait_for(box_->get(), call_, deadline_of(timeout_s));
+    if (done) keep_ = py::none();
+    return done;
+  }
+  void result() { unwrap(box_->get().outcome(call_)); }
+  void abandon() {
+    {
+      py::gil_scoped_release unlocked;
+      box_->get().abandon(call_);
+    }
+    keep_ = py::none();
+  }
+
+ private:
+  std::shared_ptr<ClientBox> box_;
+  client::CallPtr call_;
+  py::object keep_;
+};
+
+client::CallPtr submit_call(ExpertClient& client, uint32_t layer, uintptr_t hidden_states, int64_t row_stride_bytes,
+                            const std::string& dtype, uint32_t num_tokens, uintptr_t topk_ids, bool ids_are_64bit,
+                            uintptr_t topk_weights, const std::string& weights_dtype, uint32_t top_k, uintptr_t output) {
+  client::TokenBatch batch;
+  batch.hidden_states = reinterpret_cast<const std::byte*>(hidden_states);
+  batch.row_stride_bytes = row_stride_bytes;
+  batch.dtype = parse_dtype(dtype);
+  batch.num_tokens = num_tokens;
+  batch.top_k = top_k;
+  batch.topk_ids = reinterpret_cast<const void*>(topk_ids);
+  batch.ids_are_64bit = ids_are_64bit;
+  batch.topk_weights = reinterpret_cast<const std::byte*>(topk_weights);
+  batch.weights_dtype = parse_dtype(weights_dtype);
+  batch.output = reinterpret_cast<std::byte*>(output);
+  Result<client::CallPtr> submitted = [&] {
+    py::gil_scoped_release unlocked;
+    return client.submit(batch, layer);
+  }();
+  return unwrap(std::move(submitted));
+}
+
+// Ends a call in every case before the caller's tensors may go: on a signal or error it is abandoned.
+class AbandonOnExit {
+ public:
+  AbandonOnExit(ExpertClient& client, client::CallPtr call) : client_(client), call_(std::move(call)) {}
+  AbandonOnExit(const AbandonOnExit&) = delete;
+  AbandonOnExit& operator=(const AbandonOnExit&) = delete;
+  ~AbandonOnExit() {
+    if (!is_done) client_.abandon(call_);
+  }
+  bool is_done = false;
+
+ private:
+  ExpertClient& client_;
+  client::CallPtr call_;
+};
+
+void run_call(ClientBox& box, uint32_t layer, uintptr_t hidden_states, int64_t row_stride_bytes, const std::string& dtype,
+              uint32_t num_tokens, uintptr_t topk_ids, bool ids_are_64bit, uintptr_t topk_weights, const std::string& weights_dtype,
+              uint32_t top_k, uintptr_t output, const py::object& /*keep*/) {
+  ExpertClient& client = box.get();
+  const auto call = submit_call(client, layer, hidden_states, row_stride_bytes, dtype, num_tokens, topk_ids, ids_are_64bit, topk_weights,
+                                weights_dtype, top_k, output);
+  AbandonOnExit guard(client, call);
+  while (!wait_for(client, call, deadline_of(kMaxWaitS))) {
+  }
+  guard.is_done = true;
+  unwrap(client.outcome(call));
+}
+
+uint32_t add_worker(ClientBox& box, const std::string& name, ChannelBox& channel, uint64_t generation, int pulse_fd, uint32_t slice_tokens,
+                    uint32_t window, const std::string& request_dtype, const std::string& reply_dtype) {
+  client::WorkerLink link;
+  link.pulse = OwnedFd(pulse_fd);
+  link.name = name;
+  link.channel = channel.take();
+  link.generation = generation;
+  link.policy = {slice_tokens, window};
+  link.request_dtype = parse_dtype(request_dtype);
+  link.reply_dtype = parse_dtype(reply_dtype);
+  return unwrap(box.get().add_worker(std::move(link)));
+}
+
+using ShardTuple = std::tuple<uint32_t, uint32_t, uint64_t, std::vector<uint32_t>>;
+
+void define_layer(ClientBox& box, uint32_t layer, const std::string& name, uint32_t in_size, uint32_t out_size, uint32_t num_experts,
+                  const std::vector<ShardTuple>& shards) {
+  client::LayerPlan plan{layer, name, in_size, out_size, num_experts, {}};
+  for (const auto& [shard, worker, fingerprint, experts] : shards) {
+    plan.shards.push_back(client::ShardPlace{shard, worker, fingerprint, experts});
+  }
+  unwrap(box.get().define_layer(plan));
+}
+
+py::dict counters_dict(ClientBox& box) {
+  py::dict all;
+  for (const auto& [where, counters] : box.get().counters()) {
+    py::dict fields;
+    fields["calls"] = counters.calls;
+    fields["rows"] = counters.rows;
+    fields["pairs"] = counters.pairs;
+    fields["request_bytes"] = counters.request_bytes;
+    fields["reply_bytes"] = counters.reply_bytes;
+    fields["floor_bytes"] = counters.floor_bytes;
+    fields["wait_ns"] = counters.wait_ns;
+    fields["worker_compute_ns"] = counters.worker_compute_ns;
+    fields["worker_queue_ns"] = counters.worker_queue_ns;
+    fields["splits"] = counters.splits;
+    all[py::make_tuple(where.first, where.second)] = fields;
+  }
+  return all;
+}
+
+py::list worker_dicts(ClientBox& box) {
+  py::list all;
+  for (const client::WorkerReport& report : box.get().workers()) {
+    py::dict fields;
+    fields["name"] = report.name;
+    fields["state"] = report.state == client::WorkerState::kReady ? "ready" : "lost";
+    fields["reason"] = report.reason;
+    fields["quarantined_slots"] = report.quarantined_slots;
+    fields["stale_replies"] = report.stale_replies;
+    fields["generation"] = report.generation;
+    all.append(fields);
+  }
+  return all;
+}
+
+py::list trace_dicts(ClientBox& box) {
+  py::list all;
+  for (const client::SliceTrace& trace : box.get().take_traces()) {
+    py::dict fields;
+    fields["call_id"] = trace.call_id;
+    fields["layer"] = trace.layer;
+    fields["shard"] = trace.shard;
+    fields["worker"] = trace.worker;
+    fields["slice"] = trace.slice;
+    fields["num_rows"] = trace.num_rows;
+    fields["encode_start_ns"] = trace.encode_start_ns;
+    fields["published_ns"] = trace.published_ns;
+    fields["arrived_ns"] = trace.arrived_ns;
+    fields["combined_ns"] = trace.combined_ns;
+    fields["worker_received_ns"] = trace.worker_received_ns;
+    fields["worker_started_ns"] = trace.worker_started_ns;
+    fields["worker_finished_ns"] = trace.worker_finished_ns;
+    all.append(fields);
+  }
+  return all;
+}
+
+void bind_call(py::module_& module) {
+  py::class_<PyCall>(module, "Call")
+      .def("is_done", &PyCall::is_done)
+      .def("wait", &PyCall::wait, py::arg("timeout_s"))
+      .def("result", &PyCall::result)
+      .def("abandon", &PyCall::abandon);
+}
+
+}  // namespace
+
+void bind_client(py::module_& module) {
+  bind_call(module);
+  py::class_<ClientBox, std::shared_ptr<ClientBox>>(module, "Client")
+      .def(py::init([](int64_t spin_ns, double call_timeout_s, double stall_timeout_s, uint32_t max_calls) {
+             client::ClientOptions options;
+             options.spin_ns = spin_ns;
+             options.call_timeout_ns = static_cast<int64_t>(call_timeout_s * 1e9);
+             options.stall_timeout_ns = static_cast<int64_t>(stall_timeout_s * 1e9);
+             options.max_calls = max_calls;
+             return std::make_shared<ClientBox>(options);
+           }),
+           py::kw_only(), py::arg("spin_ns"), py::arg("call_timeout_s"), py::arg("stall_timeout_s"), py::arg("max_calls") = 1024)
+      .def("add_worker", &add_worker, py::kw_only(), py::arg("name"), py::arg("channel"), py::arg("generation"), py::arg("pulse_fd"),
+           py::arg("slice_tokens"), py::arg("window"), py::arg("request_dtype"), py::arg("reply_dtype"))
+      .def("replace_channel", [](ClientBox& box, uint32_t worker, ChannelBox& channel, uint64_t generation) {
+        unwrap(box.get().replace_channel(worker, channel.take(), generation));
+      }, py::arg("worker"), py::arg("channel"), py::arg("generation"))
+      .def("set_policy", [](ClientBox& box, uint32_t worker, uint32_t slice_tokens, uint32_t window) {
+        unwrap(box.get().set_policy(worker, {slice_tokens, window}));
+      }, py::arg("worker"), py::arg("slice_tokens"), py::arg("window"))
+      .def("set_dtypes", [](ClientBox& box, uint32_t worker, const std::string& request_dtype, const std::string& reply_dtype) {
+        unwrap(box.get().set_dtypes(worker, parse_dtype(request_dtype), parse_dtype(reply_dtype)));
+      }, py::arg("worker"), py::arg("request_dtype"), py::arg("reply_dtype"))
+      .def("define_layer", &define_layer, py::kw_only(), py::arg("layer"), py::arg("name"), py::arg("in_size"), py::arg("out_size"),
+           py::arg("num_experts"), py::arg("shards"))
+      .def("submit", [](const std::shared_ptr<ClientBox>& box, uint32_t layer, uintptr_t hidden_states, int64_t row_stride_bytes,
+                        const std::string& dtype, uint32_t num_tokens, uintptr_t topk_ids, bool ids_are_64bit, uintptr_t topk_weights,
+                        const std::string& weights_dtype, uint32_t top_k, uintptr_t output, py::object keep) {
+        auto call = submit_call(box->get(), layer, hidden_states, row_stride_bytes, dtype, num_tokens, topk_ids, ids_are_64bit,
+                                topk_weights, weights_dtype, top_k, output);
+        return std::make_unique<PyCall>(box, std::move(call), std::move(keep));
+      }, py::arg("layer"), py::arg("hidden_states"), py::arg("row_stride_bytes"), py::arg("dtype"), py::arg("num_tokens"),
+           py::arg("topk_ids"), py::arg("ids_are_64bit"), py::arg("topk_weights"), py::arg("weights_dtype"), py::arg("top_k"),
+           py::arg("output"), py::arg("keep"))
+      .def("run", &run_call)
+      .def("mark_lost", [](ClientBox& box, uint32_t worker, const std::string& reason) { box.get().mark_lost(worker, reason); },
+           py::arg("worker"), py::arg("reason"), py::call_guard<py::gil_scoped_release>())
+      .def("counters", &counters_dict)
+      .def("workers", &worker_dicts)
+      .def("set_profile", [](ClientBox& box, bool on) { box.get().set_profile(on); }, py::arg("on"))
+      .def("take_traces", &trace_dicts);
+}
+
+}  // namespace dflash::bindings
