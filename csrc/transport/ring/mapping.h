@@ -1,0 +1,35 @@
+// Move-only owner of a private anonymous mapping: slot memory of the transports that share nothing with another process.
+// Pages cost nothing until they are touched, so slots may be sized for the worst case.
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstddef>
+#include <utility>
+
+#include "base/result.h"
+
+namespace dflash::transport {
+
+class Mapping {
+ public:
+  // Zeroed and page-aligned. Errors: kOutOfMemory.
+  static Result<Mapping> create(size_t num_bytes);
+
+  Mapping() = default;
+  Mapping(Mapping&& other) noexcept : base_(std::exchange(other.base_, nullptr)), num_bytes_(std::exchange(other.num_bytes_, 0)) {}
+  Mapping& operator=(Mapping&& other) noexcept {
+    std::swap(base_, other.base_);
+    std::swap(num_bytes_, other.num_bytes_);
+    return *this;
+  }
+  ~Mapping();
+
+  std::byte* base() const { return base_; }
+  size_t num_bytes() const { return num_bytes_; }
+
+ private:
+  std::byte* base_ = nullptr;
+  size_t num_bytes_ = 0;
+};
+
+}  // namespace dflash::transport

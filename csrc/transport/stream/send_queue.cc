@@ -1,0 +1,72 @@
+// Vectored writes of queued messages.
+// SPDX-License-Identifier: Apache-2.0
+#include "transport/stream/send_queue.h"
+
+#include <sys/socket.h>
+#include <sys/uio.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <string>
+
+namespace dflash::transport {
+namespace {
+
+constexpr size_t kMessagesPerWrite = 8;  // two pieces each; more buys nothing once a write carries several messages
+
+}  // namespace
+
+void SendQueue::push(uint32_t slot, std::span<const std::byte> message) {
+  check(num_queued_ < messages_.size(), "more messages queued than slots exist");
+  Message& queued = at(num_queued_++);
+  const uint64_t fields[2] = {slot, message.size()};  // slot and its zero are one u64
+  for (size_t i = 0; i < kStreamPrefixBytes; ++i) queued.prefix[i] = static_cast<std::byte>(fields[i / 8] >> (8 * (i % 8)));
+  queued.bytes = message;
+}
+
+Result<size_t> SendQueue::flush(int socket) {
+  size_t total = 0;
+  while (num_queued_ > 0) {
+    std::array<iovec, 2 * kMessagesPerWrite> pieces;
+    size_t num_pieces = 0;
+    size_t offered = 0;
+    size_t skip = sent_of_first_;
+    const auto offer = [&](std::span<const std::byte> piece) {
+      const size_t skipped = std::min(skip, piece.size());
+      skip -= skipped;
+      piece = piece.subspan(skipped);
+      if (piece.empty()) return;
+      offered += piece.size();
+      pieces[num_pieces++] = {const_cast<std::byte*>(piece.data()), piece.size()};
+    };
+    for (size_t i = 0; i < std::min(num_queued_, kMessagesPerWrite); ++i) {
+      offer(at(i).prefix);
+      offer(at(i).bytes);
+    }
+    msghdr message{};
+    message.msg_iov = pieces.data();
+    message.msg_iovlen = num_pieces;
+    const ssize_t taken = ::sendmsg(socket, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+    if (taken < 0) {
+      if (errno == EINTR) continue;
+      if (errno == EAGAIN || errno == EWOULDBLOCK || errno == ENOBUFS) return total;
+      return Error{ErrorCode::kWorkerLost, std::string("stream channel: sending failed: ") + std::strerror(errno)};
+    }
+    consume(static_cast<size_t>(taken));
+    total += static_cast<size_t>(taken);
+    if (static_cast<size_t>(taken) < offered) return total;
+  }
+  return total;
+}
+
+void SendQueue::consume(size_t num_bytes) {
+  sent_of_first_ += num_bytes;
+  while (num_queued_ > 0 && sent_of_first_ >= kStreamPrefixBytes + at(0).bytes.size()) {
+    sent_of_first_ -= kStreamPrefixBytes + at(0).bytes.size();
+    first_ = (first_ + 1) % messages_.size();
+    --num_queued_;
+  }
+}
+
+}  // namespace dflash::transport

@@ -1,0 +1,172 @@
+// Waiting on any number of channels: spin on poll(), then sleep on what they say.
+// SPDX-License-Identifier: Apache-2.0
+#include <linux/futex.h>
+#include <poll.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <vector>
+
+#include "transport/channel.h"
+
+namespace dflash::transport {
+namespace {
+
+constexpr int kPollsPerClockRead = 16;           // reading the clock costs as much as several polls of a ring
+constexpr int64_t kWakeCheckNs = 20'000;         // how often a spinning waiter looks at wake_fd, a system call
+constexpr int64_t kMixedSleepNs = 1'000'000;     // longest sleep where a futex and descriptors are awaited together
+
+void pause() {
+#if defined(__x86_64__) || defined(__i386__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+timespec timespec_of(int64_t ns) {
+  return {static_cast<time_t>(ns / 1'000'000'000), static_cast<long>(ns % 1'000'000'000)};
+}
+
+bool is_filled(const WaitEntry& entry) { return entry.arrival.has_value() || entry.error.has_value(); }
+
+// True if anything arrived or failed.
+bool poll_all(std::span<WaitEntry> entries) {
+  bool found = false;
+  for (WaitEntry& entry : entries) {
+    if (entry.channel == nullptr) continue;
+    auto polled = entry.channel->poll();
+    if (!polled.ok()) {
+      entry.error = std::move(polled).error();
+    } else if (polled.value().has_value()) {
+      entry.arrival = polled.value();
+    } else {
+      continue;
+    }
+    found = true;
+  }
+  return found;
+}
+
+bool is_readable(int fd) {
+  if (fd < 0) return false;
+  pollfd awaited{fd, POLLIN, 0};
+  return ::poll(&awaited, 1, 0) > 0;
+}
+
+int64_t next_event_ns(std::span<const WaitEntry> entries) {
+  int64_t next = std::numeric_limits<int64_t>::max();
+  for (const WaitEntry& entry : entries) {
+    if (entry.channel != nullptr) next = std::min(next, entry.channel->next_event_ns());
+  }
+  return next;
+}
+
+void sleep_on_futex(const WakeSource& source, Deadline deadline) {
+  const timespec until = timespec_of(deadline.when_ns());  // FUTEX_WAIT_BITSET takes absolute CLOCK_MONOTONIC
+  ::syscall(SYS_futex, source.futex_word, FUTEX_WAIT_BITSET, source.expected, &until, nullptr, FUTEX_BITSET_MATCH_ANY);
+}
+
+// True if `wake_fd` (the last of `fds` when there is one) became ready.
+bool sleep_on_fds(std::vector<pollfd>& fds, Deadline deadline, bool has_wake_fd) {
+  const timespec left = timespec_of(deadline.left_ns());
+  const int ready = ::ppoll(fds.data(), fds.size(), &left, nullptr);
+  return has_wake_fd && ready > 0 && fds.back().revents != 0;
+}
+
+enum class Woken : uint8_t { kLookAgain, kArrived, kWakeFd };
+
+// Arms every channel, polls once more, sleeps, disarms.
+class Sleeper {
+ public:
+  Sleeper(std::span<WaitEntry> entries, int wake_fd) : entries_(entries), wake_fd_(wake_fd) {
+    const auto channels = std::count_if(entries.begin(), entries.end(), [](const WaitEntry& e) { return e.channel != nullptr; });
+    kind_ = channels == 1 && wake_fd < 0 ? SleepKind::kFutex : SleepKind::kPoll;
+    fds_.reserve(static_cast<size_t>(channels) + 1);
+  }
+
+  Woken sleep(Deadline deadline) {
+    arm();
+    Woken woken = Woken::kLookAgain;
+    if (poll_all(entries_)) {
+      woken = Woken::kArrived;
+    } else {
+      const Deadline until = deadline.earlier(Deadline::at_ns(next_event_ns(entries_)));
+      if (num_futexes_ == 1 && fds_.empty()) {
+        sleep_on_futex(futex_, until);
+      } else if (sleep_on_fds(fds_, bounded(until), wake_fd_ >= 0)) {
+        woken = Woken::kWakeFd;
+      }
+    }
+    for (const WaitEntry& entry : entries_) {
+      if (entry.channel != nullptr) entry.channel->disarm();
+    }
+    return woken;
+  }
+
+ private:
+  void arm() {
+    fds_.clear();
+    futex_ = WakeSource();
+    num_futexes_ = 0;
+    for (const WaitEntry& entry : entries_) {
+      if (entry.channel == nullptr) continue;
+      const WakeSource source = entry.channel->arm(kind_);
+      if (source.futex_word == nullptr) {
+        fds_.push_back({source.fd, source.events, 0});
+      } else {
+        ++num_futexes_;
+        futex_ = source;
+      }
+    }
+    // Two futexes, or one beside a wake_fd: no single call sleeps on both, so descriptors carry the sleep in short pieces.
+    if (wake_fd_ >= 0) fds_.push_back({wake_fd_, POLLIN, 0});
+  }
+
+  Deadline bounded(Deadline until) const {
+    return num_futexes_ == 0 ? until : until.earlier(Deadline::after_ns(kMixedSleepNs));
+  }
+
+  std::span<WaitEntry> entries_;
+  int wake_fd_;
+  SleepKind kind_;
+  std::vector<pollfd> fds_;
+  WakeSource futex_;
+  int num_futexes_ = 0;
+};
+
+// True if something arrived, the deadline passed or wake_fd became readable.
+bool spin(std::span<WaitEntry> entries, Deadline deadline, int64_t spin_ns, int wake_fd) {
+  const int64_t start_ns = now_ns();
+  const int64_t end_ns = start_ns + spin_ns;
+  int64_t wake_check_ns = start_ns + kWakeCheckNs;
+  for (;;) {
+    for (int i = 0; i < kPollsPerClockRead; ++i) {
+      if (poll_all(entries)) return true;
+      pause();
+    }
+    const int64_t now = now_ns();
+    if (now >= deadline.when_ns()) return true;
+    if (now >= end_ns) return false;
+    if (wake_fd >= 0 && now >= wake_check_ns) {
+      if (is_readable(wake_fd)) return true;
+      wake_check_ns = now + kWakeCheckNs;
+    }
+  }
+}
+
+}  // namespace
+
+void wait_any(std::span<WaitEntry> entries, Deadline deadline, int64_t spin_ns, int wake_fd) {
+  if (std::any_of(entries.begin(), entries.end(), is_filled)) return;
+  if (poll_all(entries) || is_readable(wake_fd)) return;
+  if (spin_ns > 0 && spin(entries, deadline, spin_ns, wake_fd)) return;
+  Sleeper sleeper(entries, wake_fd);
+  while (!deadline.has_passed()) {
+    if (sleeper.sleep(deadline) != Woken::kLookAgain) return;
+    if (poll_all(entries)) return;
+  }
+}
+
+}  // namespace dflash::transport
