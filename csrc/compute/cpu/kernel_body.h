@@ -21,6 +21,17 @@ constexpr int panels_at_once(int num_rows) {
   return 8 * num_rows <= V::kAccumulators ? 4 : 4 * num_rows <= V::kAccumulators ? 2 : 1;
 }
 
+// Fetches the weights some steps ahead. Measured on Zen 5 over 0.5..4 KiB: single rows stream best at 1 KiB (92 % of read bandwidth
+// against 88 % without), tiles of rows at 4 KiB (16 rows per expert: 70 % of fma peak against 53 % without).
+template <class V, class W, int M>
+inline void prefetch_ahead(const W* step) {
+  constexpr size_t kAhead = M <= 3 ? 1024 : 4096;
+  constexpr size_t kStepBytes = sizeof(W) * kPanelWidth<V>;
+  if constexpr (kStepBytes >= 64) {
+    for (size_t line = 0; line < kStepBytes; line += 64) __builtin_prefetch(reinterpret_cast<const char*>(step) + kAhead + line);
+  }
+}
+
 // One K block [k_begin, k_end) of M rows by NP panels; adds the chains' sums to `tile` (or stores them, in the first block).
 template <class V, class W, int M, int NP>
 inline void chain_block(const float* const* rows, const W* panels, size_t panel_elements, uint32_t k_begin, uint32_t k_end,
@@ -39,7 +50,9 @@ inline void chain_block(const float* const* rows, const W* panels, size_t panel_
 #pragma GCC unroll 4
     for (int p = 0; p < NP; ++p) {
       F weights[2];
-      V::load_weights(panels + static_cast<size_t>(p) * panel_elements + k * kPanelWidth<V>, weights);
+      const W* step = panels + static_cast<size_t>(p) * panel_elements + k * kPanelWidth<V>;
+      prefetch_ahead<V, W, M>(step);
+      V::load_weights(step, weights);
 #pragma GCC unroll 12
       for (int m = 0; m < M; ++m) {
         const F input = V::set1(inputs[m][k]);
@@ -58,23 +71,27 @@ inline void chain_block(const float* const* rows, const W* panels, size_t panel_
   }
 }
 
+// All K blocks of NP panels: panels outermost, so that weights are read in one ascending stream.
+template <class V, class W, int M, int NP>
+inline void run_panels(const PanelRun& run, const W* panels, const float* const* rows, float* tile, size_t stride) {
+  for (uint32_t k = 0; k < run.num_inputs; k += kChainLength) {
+    const uint32_t end = run.num_inputs - k < kChainLength ? run.num_inputs : k + kChainLength;
+    chain_block<V, W, M, NP>(rows, panels, run.panel_elements, k, end, tile, stride);
+  }
+}
+
 // M rows through a whole run of panels into tile [M][num_panels * panel_width], bias included.
 template <class V, class W, int M>
 void run_tile(const PanelRun& run, const float* const* rows, float* tile) {
   constexpr uint32_t kAtOnce = static_cast<uint32_t>(panels_at_once<V>(M));
   const W* panels = reinterpret_cast<const W*>(run.first);
   const size_t stride = static_cast<size_t>(run.num_panels) * kPanelWidth<V>;
-  for (uint32_t k = 0; k < run.num_inputs; k += kChainLength) {
-    const uint32_t end = run.num_inputs - k < kChainLength ? run.num_inputs : k + kChainLength;
-    uint32_t p = 0;
-    for (; p + kAtOnce <= run.num_panels; p += kAtOnce) {
-      chain_block<V, W, M, static_cast<int>(kAtOnce)>(rows, panels + p * run.panel_elements, run.panel_elements, k, end,
-                                                      tile + p * kPanelWidth<V>, stride);
-    }
-    for (; p < run.num_panels; ++p) {
-      chain_block<V, W, M, 1>(rows, panels + p * run.panel_elements, run.panel_elements, k, end, tile + p * kPanelWidth<V>,
-                              stride);
-    }
+  uint32_t p = 0;
+  for (; p + kAtOnce <= run.num_panels; p += kAtOnce) {
+    run_panels<V, W, M, static_cast<int>(kAtOnce)>(run, panels + p * run.panel_elements, rows, tile + p * kPanelWidth<V>, stride);
+  }
+  for (; p < run.num_panels; ++p) {
+    run_panels<V, W, M, 1>(run, panels + p * run.panel_elements, rows, tile + p * kPanelWidth<V>, stride);
   }
   if (run.bias == nullptr) return;
   for (int m = 0; m < M; ++m) {

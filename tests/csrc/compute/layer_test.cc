@@ -1,0 +1,208 @@
+// What a layer accepts and refuses: layouts of weights, dtypes, range of the reply, wrong batches; and the pool beneath it.
+// SPDX-License-Identifier: Apache-2.0
+#include <doctest/doctest.h>
+
+#include <atomic>
+#include <limits>
+
+#include "compute/cpu/cpu_backend.h"
+#include "compute/cpu/thread_pool.h"
+#include "compute/reference/reference.h"
+#include "toy_experts.h"
+
+namespace dflash::compute {
+namespace {
+
+using toy::Batch;
+using toy::Experts;
+
+FfnSpec small_spec() {
+  FfnSpec spec;
+  spec.in_size = 70;
+  spec.intermediate_size = 45;
+  spec.out_size = 100;
+  return spec;
+}
+
+std::vector<std::unique_ptr<ExpertLayer>> layers(const FfnSpec& spec, uint32_t count, Dtype dtype,
+                                                 std::vector<std::unique_ptr<CpuBackend>>& backends) {
+  std::vector<std::unique_ptr<ExpertLayer>> all;
+  for (Isa isa : {Isa::kReference, Isa::kScalar, Isa::kAvx2, Isa::kAvx512}) {
+    if (!isa_is_supported(isa)) continue;
+    backends.push_back(CpuBackend::create(isa, 1).value());
+    all.push_back(backends.back()->create_layer(spec, count, dtype).value());
+  }
+  return all;
+}
+
+bool fails_with(const Status& status, ErrorCode code, const std::string& text) {
+  if (status.ok()) return false;
+  INFO(status.error().message);
+  const bool matches = status.error().code == code && status.error().message.find(text) != std::string::npos;
+  CHECK(matches);
+  return matches;
+}
+
+// The same values with outputs contiguous (transposed) or gate and up interleaved.
+MatrixView rearrange(const MatrixView& view, std::vector<std::byte>& storage, int64_t output_stride, int64_t input_stride, size_t first) {
+  const size_t element = dtype_bytes(view.dtype);
+  for (int64_t o = 0; o < view.outputs; ++o) {
+    for (int64_t i = 0; i < view.inputs; ++i) {
+      std::memcpy(storage.data() + (static_cast<int64_t>(first) + o * output_stride + i * input_stride) * static_cast<int64_t>(element),
+                  view.data + (o * view.output_stride + i * view.input_stride) * static_cast<int64_t>(element), element);
+    }
+  }
+  return {storage.data() + first * element, view.dtype, view.outputs, view.inputs, output_stride, input_stride};
+}
+
+TEST_CASE("transposed and interleaved weights give the bits of plain ones") {
+  const FfnSpec spec = small_spec();
+  for (Dtype dtype : {Dtype::kF32, Dtype::kF16, Dtype::kBF16}) {
+    const Experts experts(spec, 1, dtype, 3);
+    const ExpertWeights plain = experts.weights(0);
+    std::vector<std::byte> gate_up(2 * experts.expert(0).gate.size()), down(experts.expert(0).down.size());
+    ExpertWeights transposed = plain, interleaved = plain;
+    std::vector<std::byte> gate_up_rows(gate_up.size());
+    transposed.gate = rearrange(plain.gate, gate_up, 1, 2 * 45, 0);  // [in, 2I] with gate and up side by side
+    transposed.up = rearrange(plain.up, gate_up, 1, 2 * 45, 45);
+    transposed.down = rearrange(plain.down, down, 1, 100, 0);
+    interleaved.gate = rearrange(plain.gate, gate_up_rows, 2, 2 * 45, 0);  // [in, 2I] alternating, as gpt-oss stores it
+    interleaved.up = rearrange(plain.up, gate_up_rows, 2, 2 * 45, 1);
+    const Batch batch = Batch::random(spec, 1, 15, 1, 4);
+    std::vector<std::unique_ptr<CpuBackend>> backends;
+    for (const auto& layer : layers(spec, 1, dtype, backends)) {
+      ProgressCounter progress{0};
+      std::vector<std::byte> expected, found;
+      REQUIRE(layer->load_expert(0, plain, progress).ok());
+      REQUIRE(batch.run(*layer, expected).ok());
+      for (const ExpertWeights& weights : {transposed, interleaved}) {
+        REQUIRE(layer->load_expert(0, weights, progress).ok());
+        REQUIRE(batch.run(*layer, found).ok());
+        CHECK(found == expected);
+      }
+      CHECK(progress.load() > 0);
+    }
+  }
+}
+
+TEST_CASE("a value that the reply dtype cannot hold fails the call, naming the first row and column") {
+  FfnSpec spec = small_spec();
+  spec.activation = Activation::kIdentity;
+  const Experts experts(spec, 2, Dtype::kF32, 5);
+  Batch batch = Batch::random(spec, 2, 20, 0, 6);
+  batch.row_counts.assign(20, 1);
+  batch.ids.assign(20, 1);
+  batch.weights.assign(20, 1.0f);
+  batch.weights[13] = batch.weights[17] = 1e9f;
+  batch.rows[3 * spec.in_size] = std::numeric_limits<float>::infinity();  // infinite by itself: passes
+  batch.reply_dtype = Dtype::kF16;
+  std::vector<std::unique_ptr<CpuBackend>> backends;
+  std::string message;
+  for (const auto& layer : layers(spec, 2, Dtype::kF32, backends)) {
+    REQUIRE(experts.load_into(*layer).ok());
+    std::vector<std::byte> reply;
+    const Status status = batch.run(*layer, reply);
+    REQUIRE(fails_with(status, ErrorCode::kRange, "row 13, column "));
+    CHECK(status.error().message.find("f16") != std::string::npos);
+    if (message.empty()) message = status.error().message;
+    CHECK(status.error().message == message);  // the same column and value on every instruction set
+    Batch wide = batch;
+    wide.reply_dtype = Dtype::kF32;
+    CHECK(wide.run(*layer, reply).ok());
+  }
+}
+
+TEST_CASE("wrong experts and batches are refused") {
+  FfnSpec spec = small_spec();
+  spec.has_down_bias = true;
+  const Experts experts(spec, 2, Dtype::kF32, 7);
+  std::vector<std::unique_ptr<CpuBackend>> backends;
+  for (const auto& layer : layers(spec, 2, Dtype::kF32, backends)) {
+    ProgressCounter progress{0};
+    Batch batch = Batch::random(spec, 2, 1, 0, 8);
+    batch.row_counts = {1};
+    batch.ids = {1};
+    batch.weights = {1.0f};
+    std::vector<std::byte> reply;
+    CHECK(fails_with(batch.run(*layer, reply), ErrorCode::kInvalidArgument, "local expert 1 was not loaded"));
+    CHECK(fails_with(layer->load_expert(2, experts.weights(0), progress), ErrorCode::kInvalidArgument, "local expert 2"));
+    ExpertWeights wrong = experts.weights(0);
+    wrong.down.inputs = 44;
+    CHECK(fails_with(layer->load_expert(0, wrong, progress), ErrorCode::kInvalidArgument, "down is [100, 44]"));
+    wrong = experts.weights(0);
+    wrong.gate = {};
+    CHECK(fails_with(layer->load_expert(0, wrong, progress), ErrorCode::kInvalidArgument, "gate is missing"));
+    wrong = experts.weights(0);
+    wrong.down_bias = {};
+    CHECK(fails_with(layer->load_expert(0, wrong, progress), ErrorCode::kInvalidArgument, "down_bias is missing"));
+    REQUIRE(experts.load_into(*layer).ok());
+    CHECK(layer->resident_bytes() >= 2 * 4 * (2 * 70 * 45 + 45 * 100));
+    batch.ids = {2};
+    CHECK(fails_with(batch.run(*layer, reply), ErrorCode::kInvalidArgument, "local expert 2"));
+    batch.ids = {1, 1};
+    CHECK(fails_with(batch.run(*layer, reply), ErrorCode::kInvalidArgument, "pairs"));
+  }
+}
+
+TEST_CASE("a resident dtype that would round the weights is refused") {
+  const FfnSpec spec = small_spec();
+  const auto backend = CpuBackend::create(best_isa(), 1).value();
+  for (auto [source, resident] : {std::pair(Dtype::kF32, Dtype::kBF16), std::pair(Dtype::kF16, Dtype::kBF16),
+                                  std::pair(Dtype::kBF16, Dtype::kF16), std::pair(Dtype::kF32, Dtype::kF16)}) {
+    const Experts experts(spec, 1, source, 9);
+    const auto layer = backend->create_layer(spec, 1, resident).value();
+    CHECK(fails_with(experts.load_into(*layer), ErrorCode::kUnsupported, dtype_name(resident)));
+  }
+}
+
+TEST_CASE("an instruction set is found by name or the error lists those there are") {
+  CHECK(parse_isa("scalar").value() == Isa::kScalar);
+  CHECK(parse_isa(isa_name(best_isa())).value() == best_isa());
+  const auto unknown = parse_isa("AVX9");
+  REQUIRE_FALSE(unknown.ok());
+  CHECK(unknown.error().message.find("reference, scalar") != std::string::npos);
+  CHECK_FALSE(CpuBackend::create(Isa::kScalar, 0).ok());
+  CHECK_FALSE(CpuBackend::create(Isa::kScalar, 2, {0, 1 << 20}).ok());
+}
+
+TEST_CASE("the pool runs every task once, from sleep and from spin, for one thread and several") {
+  for (uint32_t threads : {1u, 2u, 4u}) {
+    for (int64_t spin_ns : {int64_t{0}, int64_t{50'000}}) {
+      const auto pool = ThreadPool::create(threads, {}, spin_ns).value();
+      for (uint32_t tasks : {0u, 1u, 2u, 7u, 300u}) {
+        for (int round = 0; round < 50; ++round) {
+          std::vector<std::atomic<int>> runs(tasks);
+          std::vector<int> plain(tasks, 0);  // not atomic: run() must publish what tasks wrote
+          pool->run(tasks, [&](uint64_t task) {
+            runs[task].fetch_add(1);
+            plain[task] = static_cast<int>(task) + 1;
+          });
+          for (uint32_t task = 0; task < tasks; ++task) {
+            REQUIRE(runs[task].load() == 1);
+            REQUIRE(plain[task] == static_cast<int>(task) + 1);
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST_CASE("progress moves at least once per tile of rows in both phases") {
+  const FfnSpec spec = small_spec();
+  const Experts experts(spec, 1, Dtype::kF32, 13);
+  const auto backend = CpuBackend::create(Isa::kScalar, 1).value();
+  const auto layer = backend->create_layer(spec, 1, Dtype::kF32).value();
+  REQUIRE(experts.load_into(*layer).ok());
+  Batch batch = Batch::random(spec, 1, 40, 0, 14);
+  batch.row_counts.assign(40, 1);
+  batch.ids.assign(40, 0);
+  batch.weights.assign(40, 1.0f);
+  const std::vector<std::byte> rows = toy::encode(batch.row_dtype, batch.rows);
+  std::vector<std::byte> reply(40 * 4 * spec.out_size);
+  ProgressCounter progress{0};
+  REQUIRE(layer->forward(batch.args(rows, reply), progress).ok());
+  CHECK(progress.load() >= 2 * 40 / 4);
+}
+
+}  // namespace
+}  // namespace dflash::compute
