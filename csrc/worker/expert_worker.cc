@@ -4,6 +4,8 @@
 #include <time.h>
 
 #include <cstring>
+#include <deque>
+#include <string>
 #include <utility>
 
 #include "base/checksum.h"
@@ -17,6 +19,7 @@ namespace dflash::worker {
 namespace {
 
 constexpr int64_t kTickNs = 40'000'000;            // bound of one sleep, so that stop() is obeyed within 50 ms
+constexpr double kMaxSlowdown = 1e6;               // keeps the emulated time of any call within 63 bits of nanoseconds
 constexpr int64_t kSlowdownStepNs = 10'000'000;    // half of the longest allowed silence of the progress counter
 
 // The shards of one layer table entry, and what a request for it must say.
@@ -25,6 +28,12 @@ struct Shard {
   uint32_t num_local_experts = 0;
   uint64_t weights_fingerprint = 0;
   std::unique_ptr<compute::ExpertLayer> experts;
+};
+
+// A request that waits for its turn. Its bytes stay valid because its slot is not free.
+struct Queued {
+  transport::Arrival arrival;
+  int64_t received_ns = 0;
 };
 
 std::string where_text(LayerShard where) {
@@ -47,7 +56,8 @@ struct ExpertWorker::State {
   compute::ProgressCounter progress{0};
   Pulse pulse{progress};
   std::atomic<bool> stopping{false};
-  wire::RaggedIndex index;  // serve thread only
+  wire::RaggedIndex index;    // serve thread only
+  std::deque<Queued> queued;  // serve thread only; at most one a slot
 
   std::atomic<uint64_t> calls{0}, rows{0}, pairs{0}, request_bytes{0}, reply_bytes{0}, errors{0};
   std::atomic<int64_t> compute_ns{0}, queue_ns{0}, busy_since_ns{0};
@@ -62,7 +72,8 @@ struct ExpertWorker::State {
     uint64_t reply_payload_bytes = 0;
   };
 
-  Status answer(transport::Channel& channel, const transport::Arrival& arrival, uint64_t generation);
+  Status take_in(transport::Channel& channel);
+  Status answer(transport::Channel& channel, const Queued& queued_request, uint64_t generation);
   Status check(Request& request);
   Status compute(const Request& request, int64_t received_ns);
   Status publish_error(transport::Channel& channel, uint32_t slot, const wire::FrameHeader& header, const Error& error);
@@ -73,7 +84,9 @@ ExpertWorker::ExpertWorker() : state_(std::make_unique<State>()) {}
 ExpertWorker::~ExpertWorker() { state_->pulse.stop(); }
 
 Result<std::unique_ptr<ExpertWorker>> ExpertWorker::create(const WorkerOptions& options) {
-  if (options.slowdown < 1.0) return Error{ErrorCode::kInvalidArgument, "slowdown must be at least 1"};
+  if (!(options.slowdown >= 1.0 && options.slowdown <= kMaxSlowdown)) {  // NaN too
+    return Error{ErrorCode::kInvalidArgument, "slowdown is " + std::to_string(options.slowdown) + "; allowed are 1 to 1000000"};
+  }
   auto backend = compute::CpuBackend::create(options.isa, options.num_threads, options.cpus);
   if (!backend.ok()) return std::move(backend).error();
   std::unique_ptr<ExpertWorker> worker(new ExpertWorker());
@@ -128,24 +141,44 @@ WorkerStats ExpertWorker::stats() const {
 
 Status ExpertWorker::serve(std::unique_ptr<transport::Channel> channel, uint64_t generation) {
   state_->stopping.store(false, std::memory_order_relaxed);
-  transport::WaitEntry entry{channel.get(), std::nullopt, std::nullopt};
+  state_->queued.clear();
   while (!state_->stopping.load(std::memory_order_relaxed)) {
-    entry.arrival.reset();
-    transport::wait_any({&entry, 1}, Deadline::after_ns(kTickNs), state_->options.spin_ns);
-    if (entry.error) return *entry.error;
-    if (!entry.arrival) continue;
+    DFLASH_TRY(state_->take_in(*channel));
+    // Also while idle: a host whose request is still on a slow link must not mistake this worker for a frozen one.
+    state_->progress.fetch_add(1, std::memory_order_relaxed);
+    if (state_->queued.empty()) continue;
+    const Queued next = state_->queued.front();
+    state_->queued.pop_front();
     state_->busy_since_ns.store(now_ns(), std::memory_order_relaxed);
-    Status answered = state_->answer(*channel, *entry.arrival, generation);
+    Status answered = state_->answer(*channel, next, generation);
     state_->busy_since_ns.store(0, std::memory_order_relaxed);
     if (!answered.ok()) return answered;
   }
   return ok();
 }
 
+// Queues every request that is there; waits for one, at most a tick, only when nothing is queued.
+Status ExpertWorker::State::take_in(transport::Channel& channel) {
+  for (;;) {
+    transport::WaitEntry entry{&channel, std::nullopt, std::nullopt};
+    if (queued.empty()) {
+      transport::wait_any({&entry, 1}, Deadline::after_ns(kTickNs), options.spin_ns);
+    } else {
+      auto polled = channel.poll();
+      if (!polled.ok()) return std::move(polled).error();
+      entry.arrival = polled.value();
+    }
+    if (entry.error) return std::move(*entry.error);
+    if (!entry.arrival) return ok();
+    if (queued.size() == channel.geometry().num_slots) return protocol_error("more requests than slots are under way");
+    queued.push_back({*entry.arrival, now_ns()});
+  }
+}
+
 // Errors end the session: bytes that are no frame, or a channel that broke. A request that is a frame but cannot be served is
 // answered with an error frame.
-Status ExpertWorker::State::answer(transport::Channel& channel, const transport::Arrival& arrival, uint64_t generation) {
-  const int64_t received_ns = now_ns();
+Status ExpertWorker::State::answer(transport::Channel& channel, const Queued& queued_request, uint64_t generation) {
+  const transport::Arrival& arrival = queued_request.arrival;
   if (arrival.bytes.size() < wire::kFrameHeaderBytes) return protocol_error("a message shorter than a frame header");
   std::byte copied[wire::kFrameHeaderBytes];  // the host can still write the slot: decode a private copy
   std::memcpy(copied, arrival.bytes.data(), sizeof copied);
@@ -166,7 +199,7 @@ Status ExpertWorker::State::answer(transport::Channel& channel, const transport:
   request.reply_slot = channel.outgoing(arrival.slot);
 
   Status done = check(request);
-  if (done.ok()) done = compute(request, received_ns);
+  if (done.ok()) done = compute(request, queued_request.received_ns);
   if (!done.ok()) return publish_error(channel, arrival.slot, request.header, done.error());
   calls.fetch_add(1, std::memory_order_relaxed);
   rows.fetch_add(request.header.num_rows, std::memory_order_relaxed);
