@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from dflash_moe.errors import ProtocolError
 from dflash_moe.protocol.failures import to_error
-from dflash_moe.protocol.framing import Connection, PeerGone
+from dflash_moe.protocol.framing import Connection
 from dflash_moe.protocol.messages import (
     CODEC,
     NONCE_BYTES,
@@ -32,6 +32,7 @@ from dflash_moe.protocol.messages import (
 
 HANDSHAKE_S = 5.0  # a stranger holds a handshake slot no longer than this
 KEY_BYTES = 32
+PEER_CREDENTIAL_KEY = bytes(KEY_BYTES)  # Unix sockets without a key file: SO_PEERCRED is the proof, the MACs bind the rest
 _LABEL_HOST = b"dflash_moe host proof v1"
 _LABEL_WORKER = b"dflash_moe worker proof v1"
 _LABEL_SESSION = b"dflash_moe session key v1"
@@ -136,5 +137,3 @@ def authenticate_host(
     connection.ignore_unknown = opening.protocol_minor > PROTOCOL_MINOR
     return Peer(Role(opening.role), opening.session_id, opening.generation, version, _mac(key, _LABEL_SESSION, transcript))
 
-
-__all__ = ["HANDSHAKE_S", "KEY_BYTES", "Peer", "PeerGone", "authenticate_host", "authenticate_to_worker"]

@@ -22,8 +22,27 @@ from dflash_moe.protocol.schema import MAX_FRAME_BYTES, Message
 
 FRAME_REST_S = 5.0  # a frame that began must be complete after this: a slow sender cannot hold a connection
 MAX_PENDING_DESCRIPTORS = 8  # an Attach carries at most 4; more than two messages' worth is an attack
+USER_TIMEOUT_MS = 10_000  # sent bytes that nobody acknowledges for so long mean that the peer is gone
+_UCRED = struct.Struct("3i")
 _DESCRIPTOR_BYTES = array.array("i").itemsize
 _LENGTH = struct.Struct("<I")
+
+
+def require_same_user(sock: socket.socket) -> None:
+    """ProtocolError unless the process at the other end of a Unix socket runs under this uid (or as root)."""
+    _, uid, _ = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+    if uid not in (os.geteuid(), 0):
+        raise ProtocolError(f"uid: the peer runs as {uid}, this process as {os.geteuid()}")
+
+
+def _tune_tcp(sock: socket.socket) -> None:
+    """A peer that vanished without a word (power, network) is noticed within about 10 s."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 4)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 2)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, USER_TIMEOUT_MS)
 
 
 class PeerGone(DflashError):
@@ -38,6 +57,8 @@ class Connection:
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
+        if sock.family in (socket.AF_INET, socket.AF_INET6):
+            _tune_tcp(sock)
         self._sock = sock
         self._can_pass = sock.family == socket.AF_UNIX
         self._send_lock = threading.Lock()
@@ -117,6 +138,11 @@ class Connection:
         if self._buffer or self._descriptors:
             raise ProtocolError("bytes arrived after the handshake and before the data path was agreed")
         return self._sock.detach()
+
+    def hang_up(self) -> None:
+        """Ends every wait on this connection with PeerGone; any thread."""
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Closes the socket and all untaken descriptors; safe to call again."""

@@ -1,0 +1,56 @@
+"""What both ends must agree on before any weight loads, and the comparison that names the field and both values.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from dflash_moe import _core
+from dflash_moe.errors import ProtocolError
+from dflash_moe.protocol.messages import Hello, HelloReply
+
+DTYPES = ("f32", "f16", "bf16")
+CAPABILITIES = ("shared", "unix", "tcp")  # data paths this version can attach
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """The facts of one end."""
+
+    worker: str
+    numerics_class: str
+    model_fingerprint: str
+    wire_limits: Mapping[str, int]
+    dtypes: tuple[str, ...]
+
+
+def local_identity(worker: str, model_fingerprint: str) -> Identity:
+    """This process's facts for a session with `worker`."""
+    return Identity(worker, _core.numerics_class(), model_fingerprint, _core.wire_limits(), DTYPES)
+
+
+def identity_of(message: Hello | HelloReply) -> Identity:
+    """The peer's facts as it stated them."""
+    return Identity(
+        message.worker, message.numerics_class, message.model_fingerprint, message.wire_limits, tuple(message.dtypes)
+    )
+
+
+def require_equal(host: Identity, worker: Identity, *, name: str) -> None:
+    """ProtocolError naming the first field in which host and worker differ, and both values."""
+    for field, hint in (
+        ("worker", "check the name in the topology and on the command line"),
+        ("model_fingerprint", "both ends must read the same checkpoint"),
+        ("numerics_class", "install the same dflash_moe on both ends"),
+        ("dtypes", "install the same dflash_moe on both ends"),
+    ):
+        ours, theirs = getattr(host, field), getattr(worker, field)
+        if ours != theirs:
+            raise ProtocolError(f"worker {name}: {field}: the host has {ours}, the worker has {theirs}; {hint}")
+    for limit in sorted({*host.wire_limits, *worker.wire_limits}):
+        ours, theirs = host.wire_limits.get(limit), worker.wire_limits.get(limit)
+        if ours != theirs:
+            raise ProtocolError(f"worker {name}: wire_limits.{limit}: the host has {ours}, the worker has {theirs}")

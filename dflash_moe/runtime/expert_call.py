@@ -1,0 +1,54 @@
+"""A submitted expert call: wait for it, await it, or drop it.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Generator
+from typing import Any
+
+from dflash_moe import _core
+from dflash_moe.errors import WorkerError, WorkerTimeout
+
+WAIT_STEP_S = 3600.0  # a wait without a limit of its own is bounded by the call's deadline, not by this
+
+
+class ExpertCall:
+    """A submitted call. Keep the inputs unchanged until it is done. Dropping it abandons the call."""
+
+    __slots__ = ("__weakref__", "_call", "_explain", "_layer", "_result")
+
+    def __init__(
+        self, layer: object, call: _core.Call | None, result: Any, explain: Callable[[WorkerError], WorkerError]
+    ) -> None:
+        """Made by `ExpertRuntime.submit`; `call` is None when there was nothing to compute."""
+        self._explain = explain
+        self._layer = layer
+        self._call = call
+        self._result = result
+
+    def done(self) -> bool:
+        """True once `result()` would return (or raise) at once."""
+        return self._call is None or self._call.is_done()
+
+    def result(self, timeout: float | None = None) -> Any:
+        """Waits and returns the experts' output.
+
+        WorkerTimeout when `timeout` seconds pass first (the call goes on), or the call's own error: WorkerLost, WorkerTimeout,
+        WorkerError, ProtocolError.
+        """
+        if self._call is None:
+            return self._result
+        while not self._call.wait(WAIT_STEP_S if timeout is None else timeout):
+            if timeout is not None:
+                raise WorkerTimeout(f"layer {self._layer}: not done within the {timeout:g} s given to result(); it goes on")
+        try:
+            self._call.result()
+        except WorkerError as error:
+            raise self._explain(error) from None
+        return self._result
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        return asyncio.get_running_loop().run_in_executor(None, self.result).__await__()

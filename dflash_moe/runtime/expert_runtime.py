@@ -1,0 +1,405 @@
+"""`ExpertRuntime`: routed experts in other processes behind one function. Start, call, observe, switch modes, close.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from dflash_moe import _core
+from dflash_moe.config import Settings, resolve_settings
+from dflash_moe.errors import ConfigError, WorkerError, WorkerLost, WorkerTimeout
+from dflash_moe.model.spec import LayerSpec, ModelSpec, model_spec
+from dflash_moe.placement import HOST, Placement, plan_placement
+from dflash_moe.runtime import observe
+from dflash_moe.runtime.data_path import SlicePlan, SlotPlan, plan_arena, plan_slices
+from dflash_moe.runtime.expert_call import ExpertCall
+from dflash_moe.runtime.fleet import ChannelDecorator, Fleet, Member, shapes_of, shards_by_holder
+from dflash_moe.runtime.observe import WorkerProcess
+from dflash_moe.runtime.tensors import TensorBinder
+from dflash_moe.runtime.threads import ThreadPlan, plan_threads
+from dflash_moe.telemetry.machine import physical_cores, usable_cores
+
+if TYPE_CHECKING:
+    from dflash_moe.topology import Topology
+
+log = logging.getLogger(__name__)
+
+MIN_USABLE_SLOTS = 2  # fewer, and the data path is renewed: the rest is quarantined after time-outs
+CLOSED = "this ExpertRuntime is closed; start another"
+AUTO_REASON = "auto is batched in this version: choosing per worker from measurements comes later"
+
+
+class ExpertRuntime:
+    """The routed experts of one model, on the workers of one topology. A context manager; any thread may call.
+
+    Errors of calls: ConfigError (arguments), WorkerLost, WorkerTimeout, WorkerError, ProtocolError.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        placement: Placement,
+        settings: Settings,
+        topology: Topology,
+        *,
+        overrides: dict[str, Any],
+        channel_decorator: ChannelDecorator | None,
+    ) -> None:
+        """Use `ExpertRuntime.start`."""
+        self.spec = spec
+        self.placement = placement
+        self.settings = settings
+        self._topology = topology
+        self._overrides = overrides
+        self._held = shards_by_holder(spec, placement)
+        self._threads = _plan_threads(topology, settings)
+        self._fleet = Fleet(spec, settings, self._threads, channel_decorator)
+        self._finalizer = weakref.finalize(self, self._fleet.close)
+        self._slices = _slices(settings)
+        client = _core.Client(
+            spin_ns=self._threads.spin_ns, call_timeout_s=settings.call_timeout_s, stall_timeout_s=settings.stall_timeout_s
+        )
+        self._client: _core.Client | None = client
+        self._run: Callable[..., None] = client.run
+        self._submit: Callable[..., _core.Call] = client.submit
+        self._last_stats: dict[str, Any] = {}
+        self._bind = TensorBinder().bind
+        self._table: dict[object, tuple[int, int, int]] = {}
+        for layer in spec.layers:
+            self._table[layer.index] = self._table[layer.name] = (layer.index, layer.ffn.in_size, layer.ffn.out_size)
+        self._active: deque[None] = deque()  # one entry per call inside experts(); append and pop are atomic
+        self._submitted: weakref.WeakSet[ExpertCall] = weakref.WeakSet()
+        self._gate = threading.RLock()
+        self._is_gated = False  # callers take the slow path: a data path is, or must be, renewed
+        self._worn_out: set[str] = set()
+        self._is_open = False
+
+    @classmethod
+    def start(
+        cls,
+        topology: Topology,
+        model: str | Path | ModelSpec,
+        *,
+        _channel_decorator: ChannelDecorator | None = None,
+        **overrides: Any,
+    ) -> ExpertRuntime:
+        """Starts and loads all workers of `topology` for `model` (a checkpoint directory, or what `model_spec` made of one).
+
+        `overrides` are settings by their Python names (mode, transport, dtype, batch_capacity ...); they win over environment
+        and topology. Errors: ConfigError, CheckpointError, UnsupportedError, ProtocolError, WorkerLost, WorkerTimeout; no
+        process is left behind by any of them.
+        """
+        settings = resolve_settings(topology.ipc, **overrides)
+        spec = model if isinstance(model, ModelSpec) else model_spec(Path(model))
+        placement = plan_placement(spec.layers, topology)
+        runtime = cls(spec, placement, settings, topology, overrides=overrides, channel_decorator=_channel_decorator)
+        try:
+            runtime._open()
+        except BaseException:
+            runtime.close()
+            raise
+        return runtime
+
+    def _open(self) -> None:
+        self._fleet.add_members(self._topology, self._held, HOST)
+        self._fleet.start()
+        self._fleet.check_memory(self.placement.bytes_by_holder())
+        self._fleet.load(self._held)
+        plans = self._plan_slots()
+        client = self._live_client()
+        request_dtype, reply_dtype = self.wire_dtypes
+        for name, member in self._fleet.members.items():
+            channel, generation, pulse_fd = self._fleet.attach(member, plans[name])
+            member.client_index = client.add_worker(
+                name=name,
+                channel=channel,
+                generation=generation,
+                pulse_fd=pulse_fd,
+                slice_tokens=self._slices.slice_tokens,
+                window=self._slices.window,
+                request_dtype=request_dtype,
+                reply_dtype=reply_dtype,
+            )
+        for layer, shards in self._shards_by_layer():
+            client.define_layer(
+                layer=layer.index,
+                name=layer.name,
+                in_size=layer.ffn.in_size,
+                out_size=layer.ffn.out_size,
+                num_experts=layer.num_experts,
+                shards=shards,
+            )
+        client.set_profile(bool(self.settings.profile))
+        self._is_open = True
+        if self.settings.mode == "auto":
+            log.info(AUTO_REASON)
+
+    def _shards_by_layer(self) -> list[tuple[LayerSpec, list[tuple[int, int, int, tuple[int, ...]]]]]:
+        places: dict[int, list[tuple[int, int, int, tuple[int, ...]]]] = {}
+        for name, shards in self._held.items():
+            index = self._fleet.members[name].client_index
+            for held in shards:
+                place = (held.shard_id, index, held.weights_fingerprint, held.experts)
+                places.setdefault(held.layer.index, []).append(place)
+        return [(layer, sorted(places[layer.index])) for layer in self.spec.layers]
+
+    def _plan_slots(self) -> dict[str, SlotPlan]:
+        shapes = {name: shapes_of(shards) for name, shards in self._held.items()}
+        return plan_arena(shapes, self._slices, *self.wire_dtypes, self.settings.shared_bytes)
+
+    @property
+    def wire_dtypes(self) -> tuple[str, str]:
+        """(request, reply): the settings', else the model's own."""
+        request = self.settings.dtype or self.spec.dtype
+        return request, self.settings.reply_dtype or request
+
+    @property
+    def layers(self) -> tuple[LayerSpec, ...]:
+        """The layers with routed experts."""
+        return tuple(self.spec.layers)
+
+    def layer_index(self, layer: int | str) -> int:
+        """The index of a layer given by index or module name; ConfigError for a dense or unknown one."""
+        return self._entry(layer)[0]
+
+    def _entry(self, layer: object) -> tuple[int, int, int]:
+        entry = self._table.get(layer)
+        if entry is None:
+            known = [item.index for item in self.spec.layers]
+            raise ConfigError(
+                f"layer {layer!r} has no routed experts; layers with experts: {known[0]}..{known[-1]} ({len(known)} of them), "
+                f"named like {self.spec.layers[0].name!r}"
+            )
+        return entry
+
+    def experts(self, layer: int | str, hidden_states: Any, topk_ids: Any, topk_weights: Any, out: Any = None) -> Any:
+        """Returns the routed experts' weighted sum for every row: [num_tokens, out_size], kind and dtype of `hidden_states`.
+
+        `hidden_states` [num_tokens, in_size] f32, f16 or bf16; `topk_ids` [num_tokens, top_k] int32 or int64, ids >= the number
+        of experts are ignored; `topk_weights` [num_tokens, top_k] floating point. torch, NumPy or DLPack, on the CPU. `out`, if
+        given, receives the result. Blocks without the GIL.
+        """
+        entry = self._table.get(layer) or self._entry(layer)
+        result, arguments = self._bind(entry[1], entry[2], hidden_states, topk_ids, topk_weights, out)
+        if not arguments[3]:
+            return result
+        active = self._active
+        active.append(None)
+        try:
+            if self._is_gated:
+                self._pass_gate()
+            self._run(entry[0], *arguments)
+        except WorkerError as error:
+            raise self._explained(error) from None
+        finally:
+            active.pop()
+        return result
+
+    def submit(self, layer: int | str, hidden_states: Any, topk_ids: Any, topk_weights: Any, out: Any = None) -> ExpertCall:
+        """Like `experts`, but returns at once. The inputs are kept, and must not be changed until the call is done."""
+        entry = self._table.get(layer) or self._entry(layer)
+        result, arguments = self._bind(entry[1], entry[2], hidden_states, topk_ids, topk_weights, out)
+        if not arguments[3]:
+            return ExpertCall(layer, None, result, self._explained)
+        self._active.append(None)
+        try:
+            if self._is_gated:
+                self._pass_gate()
+            call = ExpertCall(layer, self._submit(entry[0], *arguments), result, self._explained)
+            self._submitted.add(call)
+        except WorkerError as error:
+            raise self._explained(error) from None
+        finally:
+            self._active.pop()
+        return call
+
+    def set_mode(
+        self,
+        mode: str | None = None,
+        *,
+        stream_tokens: int | None = None,
+        batch_capacity: int | None = None,
+        dtype: str | None = None,
+        reply_dtype: str | None = None,
+    ) -> None:
+        """Switches mode, slices and wire dtypes between calls; what is not given stays. Waits for calls under way.
+
+        Speed changes, and with a dtype the rounding on the wire; nothing else. ConfigError for values that are not allowed.
+        """
+        wanted = {
+            "mode": mode, "stream_tokens": stream_tokens, "batch_capacity": batch_capacity, "dtype": dtype,
+            "reply_dtype": reply_dtype,
+        }  # fmt: skip
+        overrides = {**self._overrides, **{key: value for key, value in wanted.items() if value is not None}}
+        settings = resolve_settings(self._topology.ipc, **overrides)
+        slices = _slices(settings)
+        with self._gate:
+            self._quiesce()
+            try:
+                self._overrides, self.settings, self._slices = overrides, settings, slices
+                self._apply_policy()
+            finally:
+                self._is_gated = bool(self._worn_out)
+        if settings.mode == "auto":
+            log.info(AUTO_REASON)
+
+    def _apply_policy(self) -> None:
+        plans = self._plan_slots()
+        request_dtype, reply_dtype = self.wire_dtypes
+        members = self._fleet.members.values()
+        if not all(member.slots is not None and member.slots.holds(plans[member.name]) for member in members):
+            for member in members:  # all of them, so that the arena's limit holds
+                self._renew(member, plans[member.name])
+        client = self._live_client()
+        for member in members:
+            client.set_policy(member.client_index, self._slices.slice_tokens, self._slices.window)
+            client.set_dtypes(member.client_index, request_dtype, reply_dtype)
+
+    def _renew(self, member: Member, slots: SlotPlan) -> None:
+        channel, generation, _ = self._fleet.attach(member, slots)
+        self._live_client().replace_channel(member.client_index, channel, generation)
+        log.info("worker %s: data path renewed, generation %d", member.name, generation)
+
+    def _pass_gate(self) -> None:
+        """Slow path of a call: waits while another thread renews data paths, or renews them itself."""
+        self._active.pop()
+        try:
+            with self._gate:
+                if self._worn_out:
+                    self._renew_worn_out()
+        finally:
+            self._active.append(None)
+
+    def _renew_worn_out(self) -> None:
+        self._quiesce()
+        for name in sorted(self._worn_out):
+            member = self._fleet.members[name]
+            if member.slots is not None:
+                self._renew(member, member.slots)
+            self._worn_out.discard(name)
+        self._is_gated = False
+
+    def _quiesce(self) -> None:
+        """Holds new calls back and waits for those under way. Caller holds the gate. WorkerTimeout after the call deadline."""
+        self._is_gated = True
+        until = time.monotonic() + self.settings.call_timeout_s + 1.0  # every call under way has ended by then
+        while self._active or any(not call.done() for call in list(self._submitted)):
+            if time.monotonic() > until:
+                raise WorkerTimeout("calls are still under way after their deadline; collect or drop submitted calls first")
+            time.sleep(0.0005)
+
+    def _explained(self, error: WorkerError) -> WorkerError:
+        """The same error with what else is known: how a lost worker's process ended and what it logged."""
+        self._note_worn_out()
+        if not isinstance(error, WorkerLost):
+            return error
+        text = str(error)
+        for member in self._fleet.members.values():
+            started = member.session.started if member.session is not None else None
+            if started is not None and f"worker {member.name}" in text and "process " not in text:
+                return WorkerLost(f"{text}; {started.describe_exit(seconds=0.3)}")
+        return error
+
+    def _note_worn_out(self) -> None:
+        for report in self._client.workers() if self._client is not None else ():
+            member = self._fleet.members.get(report["name"])
+            if member is None or member.slots is None or report["state"] == "lost":
+                continue
+            if member.slots.num_slots - int(report["quarantined_slots"]) < MIN_USABLE_SLOTS:
+                self._worn_out.add(member.name)
+                self._is_gated = True
+
+    def stats(self) -> dict[str, Any]:
+        """Counters since start: `calls`, `rows`, `pairs`, `request_bytes`, `reply_bytes`, `floor_bytes`, `splits`, `waits` (s).
+
+        The same and the workers' own times under `totals`, per worker under `workers`, per layer under `layers`; besides, the
+        mode in use and why. After `close()` the last ones.
+        """
+        if self._client is None:
+            return self._last_stats
+        counted = observe.count_calls(self._client, self._fleet, [layer.index for layer in self.spec.layers])
+        return {
+            **counted["totals"],
+            **counted,
+            "mode": self._slices.mode,
+            "mode_asked": self.settings.mode,
+            "mode_reason": AUTO_REASON if self.settings.mode == "auto" else "as asked",
+            "slice_tokens": self._slices.slice_tokens,
+            "window": self._slices.window,
+            "wire_dtypes": self.wire_dtypes,
+            "transports": {member.name: member.transport for member in self._fleet.members.values()},
+        }
+
+    def worker_stats(self) -> dict[str, dict[str, int]]:
+        """Every worker's own counters (calls, rows, bytes, compute_ns, queue_ns, memory), asked over its control connection."""
+        return observe.ask_workers(self._fleet)
+
+    def worker_processes(self) -> list[WorkerProcess]:
+        """One entry per holder of experts; holders inside this process report this process."""
+        return observe.list_processes(self._fleet, self._held)
+
+    def take_traces(self) -> list[dict[str, int]]:
+        """The recorded slices since the last call (setting `profile`): times of every step on both sides."""
+        return self._live_client().take_traces()
+
+    def _live_client(self) -> _core.Client:
+        if self._client is None:
+            raise ConfigError(CLOSED)
+        return self._client
+
+    def close(self) -> None:
+        """Ends all workers; at most about a second, never raises because a worker is already gone. Safe to call again."""
+        if not self._finalizer.alive:
+            return
+        if self._is_open:
+            self._last_stats = self.stats()
+        self._run = self._submit = _refuse_closed
+        self._finalizer()
+        self._client = None  # its channels close with it
+
+    def __enter__(self) -> ExpertRuntime:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def _refuse_closed(*_: Any) -> Any:
+    raise ConfigError(CLOSED)
+
+
+def _slices(settings: Settings) -> SlicePlan:
+    return plan_slices(
+        settings.mode,
+        batch_capacity=settings.batch_capacity,
+        stream_tokens=settings.stream_tokens,
+        stream_tokens_max=settings.stream_tokens_max,
+    )
+
+
+def _plan_threads(topology: Topology, settings: Settings) -> ThreadPlan:
+    local = {
+        worker.name: worker.threads or settings.threads
+        for worker in topology.workers
+        if worker.backend == "cpu" and not (worker.address or "").startswith("tcp://")
+    }
+    plan = plan_threads(
+        host_threads=topology.host.threads,
+        worker_threads=local,
+        usable_cores=usable_cores(),
+        physical_cores=physical_cores(),
+        spin_us=settings.spin_us,
+    )
+    if plan.is_oversubscribed:
+        log.info("%d threads share %d cores: nobody spins", plan.host + sum(plan.workers.values()), usable_cores())
+    return plan

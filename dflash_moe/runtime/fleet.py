@@ -1,0 +1,294 @@
+"""All workers of one runtime: started or reached, loaded in parallel, attached, and ended. Owns every process and connection.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dflash_moe import _core
+from dflash_moe.errors import ConfigError, UnsupportedError
+from dflash_moe.model.checkpoint import Checkpoint, shard_fingerprint
+from dflash_moe.protocol.addresses import Address, parse_address
+from dflash_moe.protocol.identity import local_identity
+from dflash_moe.protocol.keys import read_key_file
+from dflash_moe.protocol.messages import LoadShard, compress_experts
+from dflash_moe.runtime.data_path import ShardShape, SlotPlan
+from dflash_moe.runtime.launcher import Launcher
+from dflash_moe.runtime.local_worker import LocalWorker
+from dflash_moe.runtime.session import WorkerSession
+from dflash_moe.runtime.threads import ThreadPlan
+from dflash_moe.runtime.transports import choose_transport
+from dflash_moe.telemetry.machine import memory_available
+
+if TYPE_CHECKING:
+    from dflash_moe.config import Settings
+    from dflash_moe.model.spec import LayerSpec, ModelSpec
+    from dflash_moe.placement import Placement
+    from dflash_moe.topology import Topology, WorkerSpec
+
+log = logging.getLogger(__name__)
+
+GOODBYE_S = 1.0  # a worker leaves within milliseconds of the goodbye; then SIGKILL
+ChannelDecorator = Callable[[str, _core.Channel], _core.Channel]
+
+
+@dataclass(slots=True)
+class Member:
+    """One holder of experts: exactly one of `session` (another process) and `local` (this one) is set."""
+
+    name: str
+    address: Address
+    transport: str
+    session: WorkerSession | None = None
+    local: LocalWorker | None = None
+    spec: WorkerSpec | None = None  # None: the experts kept at the host
+    client_index: int = -1
+    slots: SlotPlan | None = None
+
+    @property
+    def is_on_this_machine(self) -> bool:
+        """False for workers behind a TCP address of their own."""
+        return not self.address.host or self.address.is_loopback
+
+
+@dataclass(frozen=True, slots=True)
+class HeldShard:
+    """One shard and everything its loading and its calls need."""
+
+    layer: LayerSpec
+    shard_id: int
+    experts: tuple[int, ...]
+    weights_fingerprint: int
+
+
+def shards_by_holder(spec: ModelSpec, placement: Placement) -> dict[str, list[HeldShard]]:
+    """The placement, seen from the holders; only those that hold something."""
+    held: dict[str, list[HeldShard]] = {}
+    for layer, shards in zip(spec.layers, placement.layers, strict=True):
+        for shard in shards:
+            experts = tuple(shard.experts)
+            fingerprint = shard_fingerprint(spec.fingerprint, layer.name, experts)
+            held.setdefault(shard.holder, []).append(HeldShard(layer, shard.shard_id, experts, fingerprint))
+    return held
+
+
+def shapes_of(shards: Sequence[HeldShard]) -> list[ShardShape]:
+    """What the slots of a holder must be wide enough for."""
+    return [
+        ShardShape(held.layer.ffn.in_size, held.layer.ffn.out_size, held.layer.top_k, len(held.experts)) for held in shards
+    ]
+
+
+class Fleet:
+    """The members, in the order of the topology, the host last. `close()` ends everything; safe to call again."""
+
+    def __init__(self, spec: ModelSpec, settings: Settings, threads: ThreadPlan, decorate: ChannelDecorator | None) -> None:
+        self.members: dict[str, Member] = {}
+        self._spec = spec
+        self._settings = settings
+        self._threads = threads
+        self._decorate = decorate
+        self._launcher: Launcher | None = None
+        self._generations = itertools.count(secrets.randbits(48) + 1)  # never that of another session's path
+        self._owner_pid = os.getpid()
+        self._is_closed = False
+
+    def add_members(self, topology: Topology, held: Mapping[str, Sequence[HeldShard]], host_name: str) -> None:
+        """Decides address and transport of every holder. UnsupportedError, ConfigError before anything is started."""
+        for worker in topology.workers:
+            if worker.backend != "cpu":
+                raise UnsupportedError(
+                    f"worker {worker.name}: backend {worker.backend} is not in this version; backends here: cpu"
+                )
+            address = parse_address(worker.address)
+            transport = choose_transport(worker.name, address, self._settings.transport)
+            if worker.name in held:
+                self.members[worker.name] = Member(worker.name, address, transport, spec=worker)
+            else:
+                log.info("worker %s holds no experts and is not started", worker.name)
+        if host_name in held:
+            self.members[host_name] = Member(host_name, Address("loopback"), "loopback")
+        for member in self.members.values():
+            log.info("worker %s: transport %s", member.name, member.transport)
+
+    def start(self) -> None:
+        """Starts or reaches every member and says hello. On an error the caller closes the fleet."""
+        key = read_key_file(Path(self._settings.key_file)) if self._settings.key_file else None
+        remote = [member for member in self.members.values() if member.transport != "loopback"]
+        if any(member.address.is_started_by_host for member in remote):
+            self._launcher = Launcher()
+        for member in remote:
+            if member.address.host and key is None:
+                raise ConfigError(f"worker {member.name} at {member.address}: TCP needs the shared key; give --key-file FILE")
+            started = None
+            if self._launcher is not None and member.address.is_started_by_host:
+                started = self._launcher.start_worker(member.name, Path(self._spec.path))
+            member.session = WorkerSession(member.name, member.address, started=started, key=key)
+        self._in_parallel([member.name for member in remote], self._greet)
+        for member in self.members.values():
+            if member.transport == "loopback":
+                slowdown = _slowdown(member)
+                isa = _core.parse_isa(self._settings.cpu_isa or _core.best_isa())
+                member.local = LocalWorker(
+                    member.name, isa=isa, threads=self._num_threads(member), spin_ns=self._threads.spin_ns, slowdown=slowdown
+                )
+
+    def _greet(self, name: str) -> None:
+        member = self.members[name]
+        session = _session(member)
+        session.connect(timeout_s=self._settings.start_timeout_s)
+        session.greet(
+            local_identity(name, self._spec.fingerprint),
+            threads=self._num_threads(member),
+            spin_ns=self._threads.spin_ns if member.is_on_this_machine else 0,
+            slowdown=_slowdown(member),
+            isa=self._settings.cpu_isa or "",
+            timeout_s=self._settings.start_timeout_s,
+        )
+
+    def _num_threads(self, member: Member) -> int:
+        if member.spec is None:
+            return self._threads.host
+        return self._threads.workers.get(member.name, 0)
+
+    def check_memory(self, bytes_by_holder: Mapping[str, int]) -> None:
+        """ConfigError with the shortfall when the weights do not fit, before any is loaded."""
+        local = [member.name for member in self.members.values() if member.is_on_this_machine]
+        needed, available = sum(bytes_by_holder.get(name, 0) for name in local), memory_available()
+        if needed > available:
+            raise ConfigError(_shortfall_text(f"{', '.join(local)} on this machine", needed, available))
+        for member in self.members.values():
+            hello = member.session.hello if member.session is not None else None
+            if hello is None:
+                continue
+            bounds = [hello.memory_available] + ([hello.memory_limit] if hello.memory_limit else [])
+            if bytes_by_holder.get(member.name, 0) > min(bounds):
+                raise ConfigError(_shortfall_text(f"worker {member.name}", bytes_by_holder[member.name], min(bounds)))
+
+    def load(self, held: Mapping[str, Sequence[HeldShard]]) -> None:
+        """Loads all shards, the workers in parallel. Typed errors of the workers; WorkerLost, WorkerTimeout."""
+        started = time.monotonic()
+        self._in_parallel(list(self.members), lambda name: self._load_member(self.members[name], held[name]))
+        log.info("loaded %d workers in %.1f s", len(self.members), time.monotonic() - started)
+
+    def _load_member(self, member: Member, shards: Sequence[HeldShard]) -> None:
+        if member.local is not None:
+            checkpoint = Checkpoint.open(Path(self._spec.path))
+            for held in shards:
+                member.local.load(
+                    checkpoint, held.layer.ffn, layer=held.layer.index, shard=held.shard_id, experts=held.experts,
+                    weight_dtype=held.layer.weight_dtype, weights_fingerprint=held.weights_fingerprint,
+                )  # fmt: skip
+            return
+        for held in shards:
+            message = LoadShard(
+                layer=held.layer.index,
+                shard=held.shard_id,
+                name=held.layer.name,
+                ffn=held.layer.ffn.to_wire(),
+                weight_dtype=held.layer.weight_dtype,
+                expert_ranges=compress_experts(held.experts),
+                weights_fingerprint=held.weights_fingerprint,
+            )
+            _session(member).load(message, timeout_s=self._settings.start_timeout_s)
+
+    def attach(self, member: Member, slots: SlotPlan) -> tuple[_core.Channel, int, int]:
+        """A fresh data path: (host's channel, generation, pulse descriptor or -1). The former path is served no more."""
+        generation = next(self._generations)
+        pulse_fd = -1
+        if member.local is not None:
+            channel = member.local.attach(slots, generation)
+        else:
+            timeout_s = self._settings.call_timeout_s
+            channel, pulse_fd = _session(member).attach(slots, member.transport, generation, timeout_s=timeout_s)
+        emulate = member.spec.emulate if member.spec is not None else None
+        if emulate is not None and (emulate.delay_ms or emulate.jitter_ms or emulate.mbit_s):
+            channel = _core.make_emulated(
+                channel, delay_ms=emulate.delay_ms or 0, jitter_ms=emulate.jitter_ms or 0, mbit_s=emulate.mbit_s or 0
+            )
+        if self._decorate is not None:
+            channel = self._decorate(member.name, channel)
+        member.slots = slots
+        return channel, generation, pulse_fd
+
+    def close(self) -> None:
+        """Goodbye to all, at most a second for all together, then SIGKILL. Never raises because a worker is already gone."""
+        if self._is_closed or os.getpid() != self._owner_pid:  # a forked child owns none of this
+            return
+        self._is_closed = True
+        members = list(self.members.values())
+        for member in members:
+            if member.session is not None:
+                member.session.say_bye()
+        deadline = time.monotonic() + GOODBYE_S
+        for member in members:
+            if member.session is not None:
+                member.session.close(seconds=deadline - time.monotonic())
+        for member in members:
+            if member.local is not None:
+                member.local.close()
+        if self._launcher is not None:
+            self._launcher.close()
+
+    def kill(self) -> None:
+        """SIGKILL to every started worker, so that threads which wait for one of them see it at once."""
+        for member in self.members.values():
+            if member.session is not None and member.session.started is not None:
+                member.session.started.kill()
+
+    def _in_parallel(self, names: Sequence[str], step: Callable[[str], None]) -> None:
+        """One thread per member. The first error ends all others: their workers are killed, and it is raised."""
+        if not names:
+            return
+        with ThreadPoolExecutor(max_workers=len(names), thread_name_prefix="dflash-start") as pool:
+            futures = [pool.submit(step, name) for name in names]
+            try:
+                done, pending = wait(futures, return_when=FIRST_EXCEPTION)
+            except BaseException:  # Ctrl-C while waiting
+                self._abort_start()
+                raise
+            failed = [future for future in done if future.exception() is not None]
+            if failed or pending:
+                self._abort_start()
+                raise _first_cause(failed)
+
+    def _abort_start(self) -> None:
+        self.kill()
+        for member in self.members.values():
+            if member.session is not None and member.session.started is None:
+                member.session.hang_up()
+
+
+def _first_cause(failed: Sequence[Future[None]]) -> BaseException:
+    errors = [error for future in failed if (error := future.exception()) is not None]
+    return errors[0]
+
+
+def _session(member: Member) -> WorkerSession:
+    if member.session is None:
+        raise ConfigError(f"worker {member.name} has no session: the runtime is closed or still starting")
+    return member.session
+
+
+def _slowdown(member: Member) -> float:
+    emulate = member.spec.emulate if member.spec is not None else None
+    return float(emulate.slowdown or 1.0) if emulate is not None else 1.0
+
+
+def _shortfall_text(who: str, needed: int, available: int) -> str:
+    gib = 1 << 30
+    return (
+        f"memory: {who} need {needed / gib:.2f} GiB for the placed experts, {available / gib:.2f} GiB are available: "
+        f"{(needed - available) / gib:.2f} GiB short; place fewer experts there, add workers, or use a smaller dtype"
+    )

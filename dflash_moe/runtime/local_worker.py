@@ -1,0 +1,84 @@
+"""A worker inside the host process, over loopback: experts kept at the host, and workers with `address: loopback`.
+
+Same C++ worker, same kernels, same wire rounding as a worker process; only the process is missing.
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+from dflash_moe import _core
+from dflash_moe.errors import DflashError, WorkerError
+from dflash_moe.model.checkpoint import Checkpoint, expert_sources
+from dflash_moe.model.ffn import FfnSpec
+from dflash_moe.runtime.data_path import SlotPlan
+
+log = logging.getLogger(__name__)
+
+STOP_S = 30.0  # the longest call under way ends first
+
+
+class LocalWorker:
+    """Owns the weights and one serving thread, which computes without the GIL. `close()` ends it."""
+
+    def __init__(self, name: str, *, isa: str, threads: int, spin_ns: int, slowdown: float) -> None:
+        self.name = name
+        self._worker = _core.Worker(name=name, isa=isa, num_threads=threads, spin_ns=spin_ns, slowdown=slowdown)
+        self._thread: threading.Thread | None = None
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of loaded weights."""
+        return self._worker.resident_bytes()
+
+    def load(
+        self,
+        checkpoint: Checkpoint,
+        ffn: FfnSpec,
+        *,
+        layer: int,
+        shard: int,
+        experts: tuple[int, ...],
+        weight_dtype: str,
+        weights_fingerprint: int,
+    ) -> None:
+        """Loads one shard. CheckpointError, UnsupportedError."""
+        self._worker.define_shard(layer, shard, ffn.kernel_spec(), len(experts), weight_dtype, weights_fingerprint)
+        for local_expert_id, expert_id in enumerate(experts):
+            self._worker.load_expert(layer, shard, local_expert_id, **expert_sources(checkpoint, ffn, expert_id))
+
+    def attach(self, slots: SlotPlan, generation: int) -> _core.Channel:
+        """Serves a fresh channel instead of the former one; returns the host's end."""
+        self._stop()
+        host, worker = _core.make_loopback(_core.Geometry(slots.num_slots, slots.request_bytes, slots.reply_bytes))
+        self._thread = threading.Thread(target=self._serve, args=(worker, generation), name=f"expert-{self.name}", daemon=True)
+        self._thread.start()
+        return host
+
+    def counters(self) -> dict[str, int]:
+        """The worker's own counters."""
+        return dict(self._worker.stats())
+
+    def close(self) -> None:
+        """Stops serving; never raises."""
+        try:
+            self._stop()
+        except WorkerError as error:
+            log.warning("%s", error)
+
+    def _serve(self, channel: _core.Channel, generation: int) -> None:
+        try:
+            self._worker.serve(channel, generation)
+        except DflashError as error:
+            log.error("worker %s: data path of generation %d ended: %s", self.name, generation, error)
+
+    def _stop(self) -> None:
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return
+        self._worker.stop()
+        thread.join(STOP_S)
+        if thread.is_alive():
+            raise WorkerError(f"worker {self.name} did not stop within {STOP_S:g} s")

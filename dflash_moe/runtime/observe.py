@@ -1,0 +1,87 @@
+"""What a runtime can tell about itself: call counters, the workers' own counters, processes and their memory.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dflash_moe import _core
+from dflash_moe.runtime.fleet import Fleet, HeldShard, Member
+from dflash_moe.telemetry.counters import add_counters, zero_counters
+from dflash_moe.telemetry.memory import process_memory
+
+STATS_S = 5.0  # a worker answers between two messages of its control thread, also while it computes
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerProcess:
+    """Where a holder of experts runs and what it has resident; bytes are 0 where its process is gone."""
+
+    name: str
+    pid: int
+    transport: str
+    experts_per_layer: int  # of the layer in which it holds most
+    anonymous_bytes: int
+    file_bytes: int
+    weight_bytes: int
+
+
+def count_calls(client: _core.Client, fleet: Fleet, layers: Sequence[int]) -> dict[str, Any]:
+    """The client's counters as `totals`, `workers` (with each worker's state and layers) and `layers`."""
+    members = {member.client_index: member for member in fleet.members.values()}
+    reports = {report["name"]: report for report in client.workers()}
+    totals = zero_counters()
+    by_layer = {layer: zero_counters() for layer in layers}
+    workers: dict[str, dict[str, Any]] = {
+        name: {**zero_counters(), "transport": member.transport, "layers": {}, **reports.get(name, {})}
+        for name, member in fleet.members.items()
+    }
+    for (worker, layer), counters in client.counters().items():
+        own = workers[members[worker].name]
+        own["layers"][layer] = zero_counters()
+        for total in (totals, own, own["layers"][layer], by_layer[layer]):
+            add_counters(total, counters)
+    return {"totals": totals, "workers": workers, "layers": by_layer}
+
+
+def ask_workers(fleet: Fleet) -> dict[str, dict[str, int]]:
+    """Each worker's own counters. WorkerLost, WorkerTimeout."""
+    answers: dict[str, dict[str, int]] = {}
+    for member in fleet.members.values():
+        if member.local is not None:
+            answers[member.name] = member.local.counters()
+        elif member.session is not None:
+            answers[member.name] = member.session.ask_stats(timeout_s=STATS_S)
+    return answers
+
+
+def list_processes(fleet: Fleet, held: Mapping[str, Sequence[HeldShard]]) -> list[WorkerProcess]:
+    """One entry per holder; workers on other machines are asked, the others read from /proc."""
+    found = []
+    for member in fleet.members.values():
+        counts: dict[int, int] = {}
+        for shard in held[member.name]:
+            counts[shard.layer.index] = counts.get(shard.layer.index, 0) + len(shard.experts)
+        pid, weight_bytes, memory = _resident(member)
+        most = max(counts.values(), default=0)
+        found.append(WorkerProcess(member.name, pid, member.transport, most, *memory, weight_bytes))
+    return found
+
+
+def _resident(member: Member) -> tuple[int, int, tuple[int, int]]:
+    """(pid, bytes of weights, (anonymous, file-backed bytes)) of a member's process."""
+    session = member.session
+    if session is None:
+        memory = process_memory()
+        weight_bytes = member.local.resident_bytes if member.local is not None else 0
+        return os.getpid(), weight_bytes, (memory.anonymous_bytes, memory.file_bytes)
+    if session.started is not None:
+        memory = process_memory(session.pid)
+        return session.pid, session.resident_bytes, (memory.anonymous_bytes, memory.file_bytes)
+    answer = session.ask_stats(timeout_s=STATS_S)
+    return session.pid, session.resident_bytes, (answer.get("anonymous_bytes", 0), answer.get("file_bytes", 0))

@@ -1,0 +1,227 @@
+"""From torch, NumPy and DLPack tensors to the addresses a call takes, and to a result of the same kind.
+
+torch is looked up only if the caller already imported it. Rows with a stride are taken as they are; nothing is copied unless
+the elements of a row are not adjacent. On the hot path: one function per kind, no loops, no temporary objects but the result.
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+
+from dflash_moe import _core
+from dflash_moe.errors import ConfigError, UnsupportedError
+
+# (hidden address, row stride in bytes, dtype, num_tokens, ids address, ids are 64-bit, weights address, weights dtype, top_k,
+#  output address, what must stay alive)
+CallArguments = tuple[int, int, str, int, int, bool, int, str, int, int, object]
+
+_NUMPY_DTYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16", "int32": "i32", "int64": "i64"}
+_ITEM_BYTES = {"f32": 4, "f16": 2, "bf16": 2, "i32": 4, "i64": 8}
+_FLOATS = ("f32", "f16", "bf16")
+_INTS = ("i32", "i64")
+
+
+class TensorBinder:
+    """Turns the tensors of calls into addresses. Holds torch's dtype table once torch is there. Any thread."""
+
+    def __init__(self) -> None:
+        self._torch: Any = None
+        self._tensor_type: Any = ()
+        self._torch_dtypes: dict[Any, str] = {}
+
+    def bind(
+        self, in_size: int, out_size: int, hidden_states: Any, topk_ids: Any, topk_weights: Any, out: Any
+    ) -> tuple[Any, CallArguments]:
+        """Returns (result tensor, arguments). ConfigError naming argument, shape and dtype; UnsupportedError for a device."""
+        if self._torch is None and "torch" in sys.modules:
+            self._adopt_torch()
+        if isinstance(hidden_states, self._tensor_type):
+            return self._bind_torch(in_size, out_size, hidden_states, topk_ids, topk_weights, out)
+        return _bind_others(in_size, out_size, hidden_states, topk_ids, topk_weights, out)
+
+    def _adopt_torch(self) -> None:
+        torch = sys.modules["torch"]
+        if not hasattr(torch, "bfloat16"):  # still being imported by another thread
+            return
+        names = {"float32": "f32", "float16": "f16", "bfloat16": "bf16", "int32": "i32", "int64": "i64"}
+        self._torch_dtypes = {getattr(torch, name): ours for name, ours in names.items()}
+        self._tensor_type = torch.Tensor
+        self._torch = torch
+
+    def _bind_torch(
+        self, in_size: int, out_size: int, hidden: Any, ids: Any, weights: Any, out: Any
+    ) -> tuple[Any, CallArguments]:
+        tensor_type, dtypes, torch = self._tensor_type, self._torch_dtypes, self._torch
+        if not isinstance(ids, tensor_type) or not isinstance(weights, tensor_type):
+            raise ConfigError(_kinds_text(hidden, ids, weights))
+        hidden_shape, ids_shape = hidden.shape, ids.shape
+        dtype, ids_dtype, weights_dtype = dtypes.get(hidden.dtype), dtypes.get(ids.dtype), dtypes.get(weights.dtype)
+        _check(in_size, hidden_shape, ids_shape, weights.shape, dtype, ids_dtype, weights_dtype, hidden, ids, weights)
+        if not (hidden.is_cpu and ids.is_cpu and weights.is_cpu):
+            raise UnsupportedError(
+                f"device: hidden_states on {hidden.device}, topk_ids on {ids.device}, topk_weights on {weights.device}; "
+                "this version takes CPU tensors"
+            )
+        if (hidden.requires_grad or weights.requires_grad) and torch.is_grad_enabled():
+            raise ConfigError("hidden_states or topk_weights require grad; experts() has no backward: use torch.no_grad()")
+        num_tokens = hidden_shape[0]
+        item_bytes = _ITEM_BYTES[dtype]
+        row_stride, element_stride = hidden.stride()
+        if (element_stride != 1 and in_size != 1) or (row_stride < in_size and num_tokens > 1):
+            hidden = hidden.contiguous()
+            row_stride = in_size
+        if not ids.is_contiguous():
+            ids = ids.contiguous()
+        if not weights.is_contiguous():
+            weights = weights.contiguous()
+        if out is None:
+            out = torch.empty((num_tokens, out_size), dtype=hidden.dtype)
+        elif not isinstance(out, tensor_type) or not out.is_cpu:
+            raise ConfigError(f"out: found {type(out).__name__}, expected a CPU tensor like hidden_states")
+        elif out.dtype != hidden.dtype or tuple(out.shape) != (num_tokens, out_size) or not out.is_contiguous():
+            raise ConfigError(_out_text(tuple(out.shape), out.dtype, (num_tokens, out_size), hidden.dtype))
+        return out, (
+            hidden.data_ptr(), row_stride * item_bytes, dtype, num_tokens, ids.data_ptr(), ids_dtype == "i64",
+            weights.data_ptr(), weights_dtype, ids_shape[1], out.data_ptr(), (hidden, ids, weights, out),
+        )  # fmt: skip
+
+
+def _check(
+    in_size: int,
+    hidden_shape: Any,
+    ids_shape: Any,
+    weights_shape: Any,
+    dtype: str | None,
+    ids_dtype: str | None,
+    weights_dtype: str | None,
+    hidden: Any,
+    ids: Any,
+    weights: Any,
+) -> None:
+    """Shapes and dtypes of a call, in one condition on the good path; ConfigError names argument, found and expected."""
+    if (
+        len(hidden_shape) == 2
+        and hidden_shape[1] == in_size
+        and len(ids_shape) == 2
+        and ids_shape[0] == hidden_shape[0]
+        and ids_shape[1] > 0
+        and weights_shape == ids_shape
+        and dtype in _FLOATS
+        and ids_dtype in _INTS
+        and weights_dtype in _FLOATS
+    ):
+        return
+    for name, tensor, ours, allowed in (
+        ("hidden_states", hidden, dtype, _FLOATS),
+        ("topk_ids", ids, ids_dtype, _INTS),
+        ("topk_weights", weights, weights_dtype, _FLOATS),
+    ):
+        if ours not in allowed:
+            raise ConfigError(f"{name}: found dtype {getattr(tensor, 'dtype', ours)}, expected one of {', '.join(allowed)}")
+    if len(hidden_shape) != 2 or hidden_shape[1] != in_size:
+        raise ConfigError(f"hidden_states: found shape {list(hidden_shape)}, expected [num_tokens, {in_size}]")
+    if len(ids_shape) != 2 or ids_shape[0] != hidden_shape[0] or ids_shape[1] == 0:
+        raise ConfigError(f"topk_ids: found shape {list(ids_shape)}, expected [{hidden_shape[0]}, top_k] with top_k >= 1")
+    raise ConfigError(f"topk_weights: found shape {list(weights_shape)}, expected {list(ids_shape)} like topk_ids")
+
+
+def _kinds_text(hidden: Any, ids: Any, weights: Any) -> str:
+    return (
+        f"tensors must be of one kind: hidden_states is {type(hidden).__name__}, topk_ids {type(ids).__name__}, "
+        f"topk_weights {type(weights).__name__}"
+    )
+
+
+def _out_text(found_shape: tuple[int, ...], found_dtype: Any, shape: tuple[int, ...], dtype: Any) -> str:
+    return (
+        f"out: found shape {list(found_shape)} dtype {found_dtype}, expected a contiguous tensor of shape {list(shape)} "
+        f"dtype {dtype}"
+    )
+
+
+class _View:
+    """A borrowed CPU array: address, shape, strides in elements, dtype; `owner` keeps it alive."""
+
+    __slots__ = ("address", "dtype", "owner", "shape", "strides")
+
+    def __init__(self, name: str, value: Any) -> None:
+        if isinstance(value, np.ndarray):
+            item_bytes = value.itemsize
+            self.address = int(value.ctypes.data)
+            self.shape = value.shape
+            self.strides = tuple(stride // item_bytes for stride in value.strides)
+            self.dtype = _NUMPY_DTYPES.get(value.dtype.name, value.dtype.name)
+            if not value.dtype.isnative:
+                raise ConfigError(f"{name}: found a byte-swapped dtype {value.dtype}, expected native byte order")
+            self.owner: object = value
+            return
+        if not hasattr(value, "__dlpack__"):
+            raise ConfigError(f"{name}: found {type(value).__name__}, expected a torch, NumPy or DLPack tensor")
+        view = _core.DlpackView(value.__dlpack__())
+        self.address, self.shape, self.strides, self.dtype = view.address, view.shape, view.strides, view.dtype
+        self.owner = (view, value)
+
+    @property
+    def is_contiguous(self) -> bool:
+        expected = 1
+        for extent, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
+            if extent > 1 and stride != expected:
+                return False
+            expected *= extent
+        return True
+
+
+def _contiguous(name: str, value: Any, view: _View) -> _View:
+    if view.is_contiguous:
+        return view
+    if isinstance(value, np.ndarray):
+        return _View(name, np.ascontiguousarray(value))
+    raise UnsupportedError(f"{name}: found strides {list(view.strides)}; make the DLPack tensor contiguous first")
+
+
+def _bind_others(in_size: int, out_size: int, hidden: Any, ids: Any, weights: Any, out: Any) -> tuple[Any, CallArguments]:
+    hidden_view, ids_view, weights_view = (
+        _View("hidden_states", hidden), _View("topk_ids", ids), _View("topk_weights", weights)
+    )  # fmt: skip
+    _check(
+        in_size, hidden_view.shape, ids_view.shape, weights_view.shape, hidden_view.dtype, ids_view.dtype, weights_view.dtype,
+        hidden_view, ids_view, weights_view,
+    )  # fmt: skip
+    num_tokens = hidden_view.shape[0]
+    row_stride, element_stride = hidden_view.strides
+    if (element_stride != 1 and in_size != 1) or (row_stride < in_size and num_tokens > 1):
+        hidden_view = _contiguous("hidden_states", hidden, hidden_view)
+        row_stride = in_size
+    ids_view, weights_view = _contiguous("topk_ids", ids, ids_view), _contiguous("topk_weights", weights, weights_view)
+    result, out_view = _output(hidden, hidden_view.dtype, (num_tokens, out_size), out)
+    arguments: CallArguments = (
+        hidden_view.address, row_stride * _ITEM_BYTES[hidden_view.dtype], hidden_view.dtype, num_tokens, ids_view.address,
+        ids_view.dtype == "i64", weights_view.address, weights_view.dtype, ids_view.shape[1], out_view.address,
+        (hidden_view.owner, ids_view.owner, weights_view.owner, out_view.owner),
+    )  # fmt: skip
+    return result, arguments
+
+
+def _output(hidden: Any, dtype: str, shape: tuple[int, int], out: Any) -> tuple[Any, _View]:
+    if out is not None:
+        view = _View("out", out)
+        if view.dtype != dtype or tuple(view.shape) != shape or not view.is_contiguous:
+            raise ConfigError(_out_text(tuple(view.shape), view.dtype, shape, dtype))
+        if isinstance(out, np.ndarray) and not out.flags.writeable:
+            raise ConfigError("out: found a read-only array, expected a writable one")
+        return out, view
+    if isinstance(hidden, np.ndarray):
+        made = np.empty(shape, dtype=hidden.dtype)
+        return made, _View("out", made)
+    names = {"f32": np.float32, "f16": np.float16}
+    namespace = getattr(hidden, "__array_namespace__", None)
+    if dtype not in names:
+        raise UnsupportedError(f"out: a {dtype} result for {type(hidden).__name__} must be given by the caller as out=")
+    array = np.empty(shape, dtype=names[dtype])
+    # The result shares the array's memory, so it is complete once the call is.
+    result = namespace().from_dlpack(array) if namespace is not None else array
+    return result, _View("out", array)

@@ -1,0 +1,46 @@
+"""Shares the machine's cores between the host and its local workers, and decides whether anyone may spin.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+MAX_DEFAULT_THREADS = 8
+SPIN_NS = 50_000  # longer than a call's own overhead (25 us), shorter than a scheduling quantum
+
+
+@dataclass(frozen=True, slots=True)
+class ThreadPlan:
+    """Compute threads of the host's own experts and of each local worker, and the spin budget of every poller."""
+
+    host: int
+    workers: Mapping[str, int]
+    spin_ns: int
+    is_oversubscribed: bool
+
+
+def plan_threads(
+    *,
+    host_threads: int | None,
+    worker_threads: Mapping[str, int | None],
+    usable_cores: int,
+    physical_cores: int,
+    spin_us: int | None = None,
+) -> ThreadPlan:
+    """Explicit numbers are kept; the others get an even share of what is left, 1..8 each.
+
+    Spinning is allowed only where every poller and every compute thread has a core of its own: with too few cores it costs
+    up to 100 times what it saves. A worker's serving thread is one of its compute threads.
+    """
+    host = max(1, host_threads or 1)
+    unset = [name for name, threads in worker_threads.items() if not threads]
+    taken = host + sum(threads for threads in worker_threads.values() if threads)
+    share = (min(physical_cores, usable_cores) - taken) // len(unset) if unset else 0
+    share = max(1, min(MAX_DEFAULT_THREADS, share))
+    workers = {name: threads or share for name, threads in worker_threads.items()}
+    is_oversubscribed = host + sum(workers.values()) > usable_cores
+    budget = SPIN_NS if spin_us is None else spin_us * 1000
+    return ThreadPlan(host, workers, 0 if is_oversubscribed else budget, is_oversubscribed)

@@ -1,0 +1,46 @@
+"""Logging set-up of worker processes, and their log files: anonymous memory, so that nothing is left behind.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+
+LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+QUOTED_LINES = 8
+_TAIL_BYTES = 4096  # enough for the quoted lines; read at most this much of a log
+
+
+def set_up_worker_logging(level: int = logging.INFO) -> None:
+    """Sends all log records of this process to stderr."""
+    logging.basicConfig(stream=sys.stderr, level=level, format=LOG_FORMAT, force=True)
+
+
+class LogFile:
+    """A worker's stdout and stderr. It has a descriptor and no name: it vanishes with the last process that holds it."""
+
+    def __init__(self, name: str) -> None:
+        self._descriptor = os.memfd_create(f"dflash_moe-log-{name}"[:200], os.MFD_CLOEXEC)
+
+    def fileno(self) -> int:
+        """The descriptor that becomes the worker's stdout and stderr."""
+        return self._descriptor
+
+    def tail(self, num_lines: int = QUOTED_LINES) -> str:
+        """The last lines, without disturbing the writer's position; empty after close."""
+        if self._descriptor < 0:
+            return ""
+        num_bytes = os.fstat(self._descriptor).st_size
+        start = max(0, num_bytes - _TAIL_BYTES)
+        text = os.pread(self._descriptor, _TAIL_BYTES, start).decode("utf-8", "replace")
+        lines = [line for line in text.splitlines() if line.strip()]
+        return "\n".join(lines[-num_lines:])
+
+    def close(self) -> None:
+        """Gives the memory back once the worker is gone; safe to call again."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1

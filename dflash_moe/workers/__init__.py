@@ -1,0 +1,4 @@
+"""The worker process: its listener, its session with one host, its loader. Needs neither torch nor transformers.
+
+SPDX-License-Identifier: Apache-2.0
+"""

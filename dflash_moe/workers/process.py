@@ -1,0 +1,149 @@
+"""The two lives of a worker process: started by a host over an inherited control socket, or by hand behind a listener.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from dflash_moe.errors import ConfigError, DflashError
+from dflash_moe.model.checkpoint import Checkpoint
+from dflash_moe.protocol.addresses import Address
+from dflash_moe.protocol.auth import HANDSHAKE_S, KEY_BYTES, authenticate_host
+from dflash_moe.protocol.failures import to_refusal
+from dflash_moe.protocol.framing import Connection, PeerGone
+from dflash_moe.telemetry.logs import set_up_worker_logging
+from dflash_moe.workers import lifeline
+from dflash_moe.workers.listener import Caller, Listener, open_listener, open_tcp_listener
+from dflash_moe.workers.mailbox import Mailbox
+from dflash_moe.workers.session import WorkerIdentity, WorkerSession
+
+log = logging.getLogger(__name__)
+
+KEY_PIPE_S = 10.0  # the host writes the key right after it started this process
+
+
+def run_started_worker(*, name: str, model: Path, control_fd: int, key_fd: int, parent_pid: int) -> int:
+    """Serves the host that started this process; leaves with it. Returns the exit code.
+
+    `control_fd` and `key_fd` are inherited; the key is read once and its pipe closed.
+    """
+    lifeline.tie_to_parent(parent_pid)
+    lifeline.guard_signals()
+    set_up_worker_logging()
+    connection = Connection(socket.socket(fileno=control_fd))
+    key = _read_key(key_fd)
+    try:
+        peer = authenticate_host(connection, key_for=lambda _: key, deadline=time.monotonic() + HANDSHAKE_S)
+        identity = _identify(name, model, threads=None, memory_limit=0, isa="")
+    except PeerGone:
+        return 0
+    except DflashError as error:
+        log.error("%s", error)
+        _tell(connection, error)
+        return error.exit_code
+    mailbox = Mailbox(peer.session_id, peer.session_key)
+    private: list[Listener] = []
+
+    def listen() -> int:
+        if not private:
+            private.append(Listener(open_tcp_listener("127.0.0.1", 0), worker=name, key=None))
+            private[0].use_mailbox(mailbox)
+        return private[0].port
+
+    session = WorkerSession(connection, identity, mailbox, listen)
+    reason = session.run()
+    log.info("worker %s leaves: %s", name, reason)
+    # No orderly teardown: the host is done with this process and a call in computation must not delay its end.
+    logging.shutdown()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def run_hand_started_worker(
+    *,
+    name: str,
+    model: Path,
+    address: Address,
+    key: bytes | None,
+    threads: int | None = None,
+    memory_limit: int = 0,
+    isa: str = "",
+    is_once: bool = False,
+    on_ready: Callable[[Address], Any] = lambda _: None,
+) -> int:
+    """Listens and serves one host after the other until SIGINT or SIGTERM; with `is_once` until the first one left.
+
+    `on_ready` gets the address with its real port once hosts may call. Errors: ConfigError, CheckpointError before that.
+    """
+    set_up_worker_logging()
+    identity = _identify(name, model, threads=threads, memory_limit=memory_limit, isa=isa)
+    listener = open_listener(address, worker=name, key=key)
+    previous = [(number, signal.signal(number, _raise_interrupt)) for number in (signal.SIGINT, signal.SIGTERM)]
+    try:
+        on_ready(Address(address.kind, host=address.host, port=listener.port, path=address.path))
+        while (caller := listener.next_caller()) is not None:
+            log.info("worker %s ends a session: %s", name, _serve_caller(caller, identity, listener))
+            listener.end_session()
+            gc.collect()  # the session's weights go before the next host's come
+            if is_once:
+                break
+        return 0
+    except KeyboardInterrupt:
+        return 130
+    finally:
+        for number, handler in previous:
+            signal.signal(number, handler)
+        listener.close()
+
+
+def _serve_caller(caller: Caller, identity: WorkerIdentity, listener: Listener) -> str:
+    mailbox = Mailbox(caller.peer.session_id, caller.peer.session_key)
+    listener.use_mailbox(mailbox)
+    session = WorkerSession(caller.connection, identity, mailbox, lambda: listener.port)
+    try:
+        return session.run()
+    finally:
+        session.close()
+
+
+def _identify(name: str, model: Path, *, threads: int | None, memory_limit: int, isa: str) -> WorkerIdentity:
+    checkpoint = Checkpoint.open(model)
+    return WorkerIdentity(name, checkpoint, checkpoint.fingerprint(), threads, memory_limit, isa)
+
+
+def _read_key(descriptor: int) -> bytes:
+    poller = select.poll()
+    poller.register(descriptor, select.POLLIN)
+    until = time.monotonic() + KEY_PIPE_S
+    key = b""
+    with os.fdopen(descriptor, "rb", buffering=0) as pipe:
+        while len(key) < KEY_BYTES:
+            remaining = until - time.monotonic()
+            chunk = pipe.read(KEY_BYTES - len(key)) if remaining > 0 and poller.poll(remaining * 1000) else b""
+            if not chunk:
+                raise ConfigError(f"the session key did not arrive on descriptor {descriptor}: this mode is for the host's use")
+            key += chunk
+    return key
+
+
+def _tell(connection: Connection, error: DflashError) -> None:
+    try:
+        connection.send(to_refusal(error), deadline=time.monotonic() + 1.0)
+    except DflashError:
+        log.info("the host hung up before it could be told")
+
+
+def _raise_interrupt(_number: int, _frame: Any) -> None:
+    raise KeyboardInterrupt
