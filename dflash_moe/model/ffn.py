@@ -1,0 +1,202 @@
+"""One expert's formula and where its matrices lie in the checkpoint. The host derives it; workers get it as closed-schema data.
+
+The formula is the one of csrc/compute/ffn_spec.h. Nothing from the wire is used before `FfnSpec.from_wire` checked it.
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dflash_moe.errors import ProtocolError
+
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu_squared", "identity", "sigmoid", "quick_gelu")
+GATES = ("none", "gated", "clamped_swiglu")
+PARTS = ("all", "first_half", "second_half", "even", "odd")
+EXPERT_FIELD = "{expert}"
+
+MAX_WIDTH = 1 << 18  # the bound of csrc/compute/ffn_spec.cc
+MAX_NAME = 256  # longer than any tensor name in use; bounds what a peer can make a worker keep
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPattern:
+    """Which tensor holds a matrix or bias of every expert, and which part of it.
+
+    A packed tensor has the experts as its first dimension; otherwise `name` contains `{expert}`. Then follow [outputs, inputs],
+    or [inputs, outputs] where `is_transposed`; a bias has [outputs] only. `part` selects along the outputs: a half, or every
+    other one.
+    """
+
+    name: str
+    is_packed: bool = False
+    is_transposed: bool = False
+    part: str = "all"
+
+    def tensor_name(self, expert_id: int) -> str:
+        """The name of the tensor that holds this expert's values."""
+        return self.name if self.is_packed else self.name.replace(EXPERT_FIELD, str(expert_id))
+
+    def to_wire(self) -> list[Any]:
+        """As [name, is_packed, is_transposed, part]."""
+        return [self.name, self.is_packed, self.is_transposed, self.part]
+
+    @classmethod
+    def from_wire(cls, field: str, value: Any) -> TensorPattern:
+        """ProtocolError naming `field` when `value` is not what `to_wire` writes."""
+        if type(value) not in (list, tuple) or len(value) != 4:
+            raise _refused(field, value, "[name, is_packed, is_transposed, part]")
+        name, is_packed, is_transposed, part = value
+        if type(is_packed) is not bool or type(is_transposed) is not bool:
+            raise _refused(field, value, "booleans at places 2 and 3")
+        if type(part) is not str or part not in PARTS:
+            raise _refused(f"{field}.part", part, f"one of {', '.join(PARTS)}")
+        pattern = cls(name, is_packed, is_transposed, part)
+        pattern.check_name(field)
+        return pattern
+
+    def check_name(self, field: str) -> None:
+        """ProtocolError unless the name is bounded printable text with `{expert}` exactly where it must be."""
+        name = self.name
+        if type(name) is not str or not 1 <= len(name) <= MAX_NAME or not name.isascii() or not name.isprintable():
+            raise _refused(f"{field}.name", name, f"1..{MAX_NAME} printable ASCII characters")
+        rest = name.replace(EXPERT_FIELD, "", 1)
+        if "{" in rest or "}" in rest:
+            raise _refused(f"{field}.name", name, f"no braces but one {EXPERT_FIELD}")
+        if self.is_packed == (EXPERT_FIELD in name):
+            wanted = f"no {EXPERT_FIELD} in a packed tensor's name" if self.is_packed else f"{EXPERT_FIELD} in the name"
+            raise _refused(f"{field}.name", name, wanted)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FfnSpec:
+    """What one expert computes, and the tensors it computes with. Widths in elements; formulas in csrc/compute/ffn_spec.h."""
+
+    in_size: int
+    intermediate_size: int
+    out_size: int
+    activation: str = "silu"
+    gate: str = "gated"
+    alpha: float = 1.0
+    up_offset: float = 0.0
+    gate_max: float = math.inf
+    up_limit: float = math.inf
+    up_tensor: TensorPattern
+    down_tensor: TensorPattern
+    gate_tensor: TensorPattern | None = None
+    gate_bias_tensor: TensorPattern | None = None
+    up_bias_tensor: TensorPattern | None = None
+    down_bias_tensor: TensorPattern | None = None
+
+    @property
+    def has_gate_up_bias(self) -> bool:
+        """Whether biases are added to gate and up."""
+        return self.up_bias_tensor is not None
+
+    @property
+    def has_down_bias(self) -> bool:
+        """Whether a bias is added after down."""
+        return self.down_bias_tensor is not None
+
+    @property
+    def num_matrices(self) -> int:
+        """Matrices of one expert: 3 with a gate, else 2."""
+        return 2 if self.gate == "none" else 3
+
+    def num_values(self) -> int:
+        """Weights and biases of one expert."""
+        num_inner = self.num_matrices - 1
+        values = num_inner * self.in_size * self.intermediate_size + self.intermediate_size * self.out_size
+        if self.has_gate_up_bias:
+            values += num_inner * self.intermediate_size
+        return values + (self.out_size if self.has_down_bias else 0)
+
+    def kernel_spec(self) -> dict[str, Any]:
+        """The formula alone, as `_core.Worker.define_shard` and `_core.FfnOracle` take it."""
+        return {
+            "in_size": self.in_size,
+            "intermediate_size": self.intermediate_size,
+            "out_size": self.out_size,
+            "activation": self.activation,
+            "gate": self.gate,
+            "has_gate_up_bias": self.has_gate_up_bias,
+            "has_down_bias": self.has_down_bias,
+            "alpha": self.alpha,
+            "up_offset": self.up_offset,
+            "gate_max": self.gate_max,
+            "up_limit": self.up_limit,
+        }
+
+    def to_wire(self) -> dict[str, Any]:
+        """A map of scalars, texts and pattern lists; absent tensors are left out."""
+        wire: dict[str, Any] = {key: getattr(self, key) for key in (*_SIZES, *_NUMBERS, "activation", "gate")}
+        for key in _TENSORS:
+            pattern: TensorPattern | None = getattr(self, key)
+            if pattern is not None:
+                wire[key] = pattern.to_wire()
+        return wire
+
+    @classmethod
+    def from_wire(cls, wire: Any) -> FfnSpec:
+        """Rebuilds what `to_wire` wrote. ProtocolError naming the first field that is unknown, missing or out of bounds."""
+        if type(wire) is not dict:
+            raise _refused("ffn", wire, "a map")
+        for key in wire:
+            if key not in _KEYS:
+                raise _refused("ffn", key, f"only the keys {', '.join(_KEYS)}")
+        for key in (*_SIZES, *_NUMBERS, "activation", "gate", "up_tensor", "down_tensor"):
+            if key not in wire:
+                raise _refused(key, "nothing", "a value")
+        for key in _SIZES:
+            if type(wire[key]) is not int or not 1 <= wire[key] <= MAX_WIDTH:
+                raise _refused(key, wire[key], f"an integer in 1..{MAX_WIDTH}")
+        _check_choice("activation", wire["activation"], ACTIVATIONS)
+        _check_choice("gate", wire["gate"], GATES)
+        values = dict(wire)
+        for key in _NUMBERS:
+            values[key] = _checked_number(key, wire[key])
+        for key in _TENSORS:
+            if key in wire:
+                values[key] = TensorPattern.from_wire(key, wire[key])
+        spec = cls(**values)
+        spec._check_presence(values)
+        return spec
+
+    def _check_presence(self, values: Mapping[str, Any]) -> None:
+        has_gate = self.gate != "none"
+        if has_gate != ("gate_tensor" in values):
+            raise _refused("gate_tensor", values.get("gate_tensor"), f"a pattern exactly where there is a gate, here {self.gate!r}")
+        if ("gate_bias_tensor" in values) != (has_gate and self.has_gate_up_bias):
+            raise _refused("gate_bias_tensor", values.get("gate_bias_tensor"), "a pattern exactly where gate and up have one")
+        if not has_gate and not (math.isinf(self.gate_max) and math.isinf(self.up_limit)):
+            raise _refused("gate", self.gate, "a gate where there are limits")
+
+
+_SIZES = ("in_size", "intermediate_size", "out_size")
+_NUMBERS = ("alpha", "up_offset", "gate_max", "up_limit")
+_TENSORS = ("up_tensor", "down_tensor", "gate_tensor", "gate_bias_tensor", "up_bias_tensor", "down_bias_tensor")
+_KEYS = (*_SIZES, *_NUMBERS, "activation", "gate", *_TENSORS)
+
+
+def _refused(field: str, found: Any, allowed: str) -> ProtocolError:
+    return ProtocolError(f"FfnSpec: field {field}: found {str(found)[:80]!r}, allowed is {allowed}")
+
+
+def _check_choice(field: str, value: Any, allowed: tuple[str, ...]) -> None:
+    if type(value) is not str or value not in allowed:
+        raise _refused(field, value, f"one of {', '.join(allowed)}")
+
+
+def _checked_number(field: str, value: Any) -> float:
+    if type(value) not in (int, float) or math.isnan(value):
+        raise _refused(field, value, "a number")
+    if field in ("alpha", "up_offset") and not math.isfinite(value):
+        raise _refused(field, value, "a finite number")
+    if field == "up_limit" and value < 0:
+        raise _refused(field, value, "0 or more")
+    if field == "gate_max" and value == -math.inf:
+        raise _refused(field, value, "more than minus infinity")
+    return float(value)

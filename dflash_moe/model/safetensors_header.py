@@ -1,0 +1,118 @@
+"""Reads and checks the header of a safetensors file: what tensors it has, where, of what shape. No weights are touched.
+
+Format: u64 little-endian length, a JSON map, then the data. A header is believed only where it agrees with itself and the file.
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dflash_moe.errors import CheckpointError
+
+MAX_HEADER_BYTES = 100_000_000  # the format's own bound
+MAX_DIMENSIONS = 8
+MAX_EXTENT = 1 << 48  # keeps the product of MAX_DIMENSIONS checked one by one far from nonsense
+
+# Bits of one element. A dtype that is not here has a length we cannot check, so its tensors cannot be used.
+DTYPE_BITS = {
+    "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8,
+    "U16": 16, "I16": 16, "F16": 16, "BF16": 16, "U32": 32, "I32": 32, "F32": 32, "U64": 64, "I64": 64, "F64": 64, "C64": 64,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """Where a tensor lies: file (index into `Checkpoint.files`), byte offset in it, format's dtype name, shape."""
+
+    file: int
+    offset: int
+    dtype: str
+    shape: tuple[int, ...]
+    num_bytes: int
+
+
+def read_header(path: Path, file: int) -> dict[str, TensorInfo]:
+    """Tensors of one file by name. CheckpointError naming the file and the tensor that is wrong."""
+    try:
+        with path.open("rb") as stream:
+            size = os.fstat(stream.fileno()).st_size
+            prefix = stream.read(8)
+            if len(prefix) < 8:
+                raise CheckpointError(f"{path}: found {size} bytes, too few for a safetensors file; it is truncated or not one")
+            length = int.from_bytes(prefix, "little")
+            if length > MAX_HEADER_BYTES or length > size - 8:
+                raise CheckpointError(
+                    f"{path}: found a header length of {length} bytes in a file of {size}, allowed are {MAX_HEADER_BYTES}; "
+                    "the file is truncated or not a safetensors file"
+                )
+            text = stream.read(length)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from None
+    return _tensors(path, file, _parse(path, text), 8 + length, size)
+
+
+def _parse(path: Path, text: bytes) -> dict[str, Any]:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            names = [name for name, _ in pairs]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise CheckpointError(f"{path}: tensor {twice!r} appears twice in the header")
+        return found
+
+    try:
+        header = json.loads(text.decode("utf-8"), object_pairs_hook=unique)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: the header is not JSON ({error}); the file is damaged") from None
+    if type(header) is not dict:
+        raise CheckpointError(f"{path}: the header is a {type(header).__name__}, expected a map of tensors")
+    header.pop("__metadata__", None)
+    return header
+
+
+def _tensors(path: Path, file: int, header: dict[str, Any], data_start: int, size: int) -> dict[str, TensorInfo]:
+    tensors: dict[str, TensorInfo] = {}
+    ranges: list[tuple[int, int, str]] = []
+    for name, entry in header.items():
+        info = _tensor(f"{path}: tensor {name!r}", file, entry, data_start, size)
+        tensors[name] = info
+        if info.num_bytes:
+            ranges.append((info.offset, info.offset + info.num_bytes, name))
+    ranges.sort()
+    for (_, end, name), (begin, _, other) in zip(ranges, ranges[1:], strict=False):
+        if begin < end:
+            raise CheckpointError(f"{path}: tensors {name!r} and {other!r} overlap; the header is damaged")
+    return tensors
+
+
+def _tensor(where: str, file: int, entry: Any, data_start: int, size: int) -> TensorInfo:
+    if type(entry) is not dict:
+        raise CheckpointError(f"{where}: found a {type(entry).__name__}, expected dtype, shape and data_offsets")
+    dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
+    if type(dtype) is not str:
+        raise CheckpointError(f"{where}: dtype is {dtype!r}, expected a name")
+    if not _is_int_list(shape, MAX_DIMENSIONS):
+        raise CheckpointError(f"{where}: shape is {str(shape)[:80]}, expected at most {MAX_DIMENSIONS} non-negative integers")
+    if not _is_int_list(offsets, 2) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise CheckpointError(f"{where}: data_offsets is {str(offsets)[:80]}, expected [begin, end]")
+    begin, end = offsets
+    if end > size - data_start:
+        raise CheckpointError(
+            f"{where}: ends at byte {data_start + end}, but the file has {size}; it is truncated - download or copy it again"
+        )
+    bits = DTYPE_BITS.get(dtype)
+    count = 1
+    for extent in shape:
+        count *= extent
+    if bits is not None and count * bits != (end - begin) * 8:
+        raise CheckpointError(f"{where}: {dtype} {list(shape)} does not have the {end - begin} bytes its data_offsets give")
+    return TensorInfo(file, data_start + begin, dtype, tuple(shape), end - begin)
+
+
+def _is_int_list(value: Any, limit: int) -> bool:
+    return type(value) is list and len(value) <= limit and all(type(item) is int and 0 <= item <= MAX_EXTENT for item in value)
