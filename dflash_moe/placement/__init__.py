@@ -1,0 +1,11 @@
+"""Who holds which experts: shards and the policies that place them. Pure arithmetic over layer sizes and a topology.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+from dflash_moe.placement.plan import PlacedLayer, Placement, Shard, plan_placement
+from dflash_moe.topology import HOST
+
+__all__ = ["HOST", "PlacedLayer", "Placement", "Shard", "plan_placement"]

@@ -1,0 +1,101 @@
+"""Shards and the plan that assigns them: one shard per holder and layer, ids by smallest expert (rules.md 1).
+
+Depends on layer sizes and the topology only, so that a plan exists before any weight is read or worker started.
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from dflash_moe.config import format_bytes
+from dflash_moe.errors import TopologyError
+from dflash_moe.placement import policies
+from dflash_moe.topology import Topology, WorkerSpec
+
+Assignment = Mapping[str, Sequence[int]]  # holder -> expert ids of one layer
+
+
+class PlacedLayer(Protocol):
+    """What placement needs to know of a layer with routed experts."""
+
+    @property
+    def index(self) -> int: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def num_experts(self) -> int: ...
+    @property
+    def expert_bytes(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Experts of one layer that are computed and summed together. `holder` is a worker's name or HOST."""
+
+    shard_id: int
+    holder: str
+    experts: tuple[int, ...]  # ascending
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """`layers[i]` are the shards of the i-th layer, ascending in shard id; every expert is in exactly one."""
+
+    layers: tuple[tuple[Shard, ...], ...]
+    expert_bytes: tuple[int, ...]  # [num_layers], of one expert
+
+    def bytes_by_holder(self) -> dict[str, int]:
+        """Weight bytes by holder, for the holders that have experts."""
+        found: dict[str, int] = {}
+        for shards, size in zip(self.layers, self.expert_bytes, strict=True):
+            for shard in shards:
+                found[shard.holder] = found.get(shard.holder, 0) + len(shard.experts) * size
+        return found
+
+    def shards_of(self, holder: str) -> tuple[tuple[int, Shard], ...]:
+        """(position of the layer, shard) of one holder."""
+        return tuple((at, shard) for at, shards in enumerate(self.layers) for shard in shards if shard.holder == holder)
+
+
+def plan_placement(layers: Sequence[PlacedLayer], topology: Topology) -> Placement:
+    """Places every expert of `layers` by the topology's policy. Deterministic: the same inputs give the same shards.
+
+    Errors: TopologyError (`file:line:`) for an expert that is placed nowhere or twice, naming layer, expert and workers, and
+    for a worker or a host budget that lacks memory, with the numbers.
+    """
+    assigned = policies.assign(layers, topology)
+    placement = Placement(
+        tuple(_shards_of_layer(assignment) for assignment in assigned), tuple(layer.expert_bytes for layer in layers)
+    )
+    _check_memory(layers, placement, topology)
+    return placement
+
+
+def _shards_of_layer(assignment: Assignment) -> tuple[Shard, ...]:
+    lists = sorted((tuple(sorted(experts)), holder) for holder, experts in assignment.items() if experts)
+    return tuple(Shard(shard_id, holder, experts) for shard_id, (experts, holder) in enumerate(lists))
+
+
+def _check_memory(layers: Sequence[PlacedLayer], placement: Placement, topology: Topology) -> None:
+    needed = placement.bytes_by_holder()
+    for worker in topology.workers:
+        if worker.memory is not None and needed.get(worker.name, 0) > worker.memory:
+            text = _shortfall(layers, placement, worker, needed[worker.name])
+            raise TopologyError(f"{topology.source}:{worker.line}: {text}")
+
+
+def _shortfall(layers: Sequence[PlacedLayer], placement: Placement, worker: WorkerSpec, needed: int) -> str:
+    """The message for a worker that got more than it has memory for; numbers in the largest fitting unit."""
+    memory = worker.memory or 0
+    counts = sorted({len(shard.experts) for _, shard in placement.shards_of(worker.name)})
+    span = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+    held = [at for at, _ in placement.shards_of(worker.name)]
+    fits = memory // sum(layers[at].expert_bytes for at in held)
+    return (
+        f"worker {worker.name} needs {format_bytes(needed)} for {len(held)} layers x {span} experts but has "
+        f"memory: {format_bytes(memory)}; short by {format_bytes(needed - memory)}; it fits {fits} experts a layer. "
+        f"Give it more memory, add a worker, or let the host keep some (host.experts.memory)"
+    )

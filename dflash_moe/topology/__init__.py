@@ -1,0 +1,33 @@
+"""The topology file: what runs where. Parsing, its errors with file and line, and the dataclasses everything else reads.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+from dflash_moe.errors import TopologyError
+from dflash_moe.topology.addresses import Address, parse_address
+from dflash_moe.topology.spec import (
+    HOST,
+    Emulate,
+    ExpertSelection,
+    HostSpec,
+    MemoryBudget,
+    PlacementSpec,
+    Topology,
+    WorkerSpec,
+)
+
+__all__ = [
+    "HOST",
+    "Address",
+    "Emulate",
+    "ExpertSelection",
+    "HostSpec",
+    "MemoryBudget",
+    "PlacementSpec",
+    "Topology",
+    "TopologyError",
+    "WorkerSpec",
+    "parse_address",
+]

@@ -1,0 +1,73 @@
+"""How a worker is reached: the closed set of address forms in a topology and on the command line.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass
+
+from dflash_moe.errors import ConfigError
+
+STARTED_WORDS = ("loopback", "unix", "tcp")
+MAX_UNIX_PATH_BYTES = 107  # sun_path of Linux, less the terminating zero
+_FORMS = "loopback, unix, tcp, tcp://HOST:PORT or unix:///PATH"
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """`kind` is "shared", "loopback", "unix" or "tcp"; a host or a path means that the worker is already running there."""
+
+    kind: str
+    host: str = ""
+    port: int = 0
+    path: str = ""
+
+    @property
+    def is_started_by_host(self) -> bool:
+        """False when the worker is already running somewhere."""
+        return not self.host and not self.path
+
+    @property
+    def is_loopback(self) -> bool:
+        """True for a TCP host that only this machine can reach."""
+        if self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+    def __str__(self) -> str:
+        if self.host:
+            return f"tcp://[{self.host}]:{self.port}" if ":" in self.host else f"tcp://{self.host}:{self.port}"
+        return f"unix://{self.path}" if self.path else self.kind
+
+
+def parse_address(text: str | None) -> Address:
+    """Returns the address; None means a worker started by the host over shared memory. ConfigError names text and forms."""
+    if text is None:
+        return Address("shared")
+    if text in STARTED_WORDS:
+        return Address(text)
+    if text.startswith("unix://"):
+        path = text.removeprefix("unix://")
+        if not path.startswith("/") or len(path.encode()) > MAX_UNIX_PATH_BYTES or "\0" in path:
+            raise ConfigError(f"address {text!r}: the path must be absolute and at most {MAX_UNIX_PATH_BYTES} bytes")
+        return Address("unix", path=path)
+    if text.startswith("tcp://"):
+        return _parse_tcp(text)
+    raise ConfigError(f"address {text!r} is not one of {_FORMS}")
+
+
+def _parse_tcp(text: str) -> Address:
+    host, separator, port = text.removeprefix("tcp://").rpartition(":")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    elif ":" in host:
+        raise ConfigError(f"address {text!r}: write an IPv6 host in brackets, tcp://[::1]:7171")
+    is_number = port.isascii() and port.isdigit() and int(port) <= 65535
+    if not separator or not host or not is_number or any(char.isspace() or char == "/" for char in host):
+        raise ConfigError(f"address {text!r} is not tcp://HOST:PORT with a port of 0..65535")
+    return Address("tcp", host=host, port=int(port))

@@ -1,0 +1,298 @@
+"""From topology text to a checked Topology. Every rule a topology must obey by itself is here; placement checks the rest.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from dflash_moe.config import MAX_BYTES, MAX_THREADS, SETTINGS, SIZE_FORMS, parse_bytes
+from dflash_moe.errors import ConfigError, TopologyError
+from dflash_moe.topology.addresses import parse_address
+from dflash_moe.topology.spec import (
+    EVERY_LAYER,
+    HOST,
+    Emulate,
+    ExpertSelection,
+    HostSpec,
+    MemoryBudget,
+    PlacementSpec,
+    Topology,
+    WorkerSpec,
+)
+from dflash_moe.topology.yaml_nodes import Value, compose
+
+MAX_FILE_BYTES = 1 << 20
+MAX_WORKERS = 256
+MAX_EXPERT_ID = 65_534  # local ids and counts are u16 on the wire
+MAX_LAYER = 4095
+MAX_DEVICE = 255
+MAX_DELAY_MS = 60_000.0
+MAX_MBIT_S = 10_000_000.0
+MAX_SLOWDOWN = 1000.0
+
+BACKENDS = ("cpu", "cuda", "hip", "sim")
+GPU_BACKENDS = ("cuda", "hip")
+POLICIES = ("even", "memory", "explicit")
+
+ROOT_KEYS = ("version", "host", "ipc", "placement", "workers")
+HOST_KEYS = ("device", "threads", "experts")
+HOST_EXPERTS_KEYS = ("memory",)
+PLACEMENT_KEYS = ("policy",)
+WORKER_KEYS = ("name", "backend", "threads", "memory", "device", "address", "experts", "emulate", "simulate")
+EMULATE_LIMITS = {
+    "delay_ms": (0.0, MAX_DELAY_MS),
+    "jitter_ms": (0.0, MAX_DELAY_MS),
+    "mbit_s": (0.0, MAX_MBIT_S),
+    "slowdown": (1.0, MAX_SLOWDOWN),
+}
+
+NAME_FORM = "1..63 letters, digits, '_', '-', '.', the first a letter or digit"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}", re.ASCII)
+_DEVICE = re.compile(r"(?:auto|cpu|(?:cuda|hip):[0-9]{1,3})", re.ASCII)
+_PERCENT = re.compile(r"([0-9]{1,3}(?:\.[0-9]{1,6})?)\s*%", re.ASCII)
+_RANGE = re.compile(r"([0-9]{1,6})(?:\s*-\s*([0-9]{1,6}))?", re.ASCII)
+
+
+def load_topology(path: Path) -> Topology:
+    """Reads at most 1 MiB of UTF-8 text. TopologyError starts with `file:line:`."""
+    try:
+        with path.open("rb") as file:
+            content = file.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise TopologyError(f"{path}:1: the topology file cannot be read: {error.strerror}") from None
+    try:
+        text = content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        if len(content) <= MAX_FILE_BYTES:
+            line = content.count(b"\n", 0, error.start) + 1
+            raise TopologyError(f"{path}:{line}: the file is not UTF-8 text") from None
+        text = " " * len(content)  # too long anyhow; the check below says so
+    return parse_topology(text, str(path))
+
+
+def parse_topology(text: str, source: str) -> Topology:
+    """Parses and checks. TopologyError is the only error, whatever the text."""
+    if len(text) > MAX_FILE_BYTES or len(text.encode("utf-8", "replace")) > MAX_FILE_BYTES:
+        raise TopologyError(f"{source}:1: the file is larger than {MAX_FILE_BYTES} bytes; a topology fits easily in that")
+    root = compose(text, source)
+    fields = root.fields(ROOT_KEYS)
+    _check_version(root, fields)
+    placement = _placement(fields)
+    if "workers" not in fields:
+        raise root.error("the key 'workers' is missing; list at least one, such as {name: w0, backend: cpu}")
+    workers = tuple(_worker(item, placement.policy) for item in fields["workers"].items(MAX_WORKERS))
+    if not workers:
+        raise fields["workers"].error("workers is empty; list at least one, such as {name: w0, backend: cpu}")
+    _check_workers(workers, placement.policy, source)
+    ipc = _ipc(fields["ipc"]) if "ipc" in fields else {}
+    host = _host(fields["host"]) if "host" in fields else HostSpec()
+    return Topology(workers, host, MappingProxyType(ipc), placement, 1, source)
+
+
+def check_local(workers: Sequence[WorkerSpec]) -> None:
+    """The same rules for workers made in Python; ConfigError."""
+    if not 1 <= len(workers) <= MAX_WORKERS:
+        raise ConfigError(f"{len(workers)} workers; allowed: 1..{MAX_WORKERS}")
+    for worker in workers:
+        if problem := _name_problem(worker.name):
+            raise ConfigError(problem)
+        if worker.threads is not None and not 1 <= worker.threads <= MAX_THREADS:
+            raise ConfigError(f"threads={worker.threads} is not allowed; allowed: 1..{MAX_THREADS}")
+        if worker.memory is not None and not 1 <= worker.memory <= MAX_BYTES:
+            raise ConfigError(f"memory={worker.memory} is not allowed; allowed: 1..{MAX_BYTES} bytes")
+        parse_address(worker.address)
+    if len({worker.name for worker in workers}) < len(workers):
+        raise ConfigError("two workers have the same name; give each its own")
+
+
+def _check_version(root: Value, fields: dict[str, Value]) -> None:
+    if "version" not in fields:
+        raise root.error("the key 'version' is missing; write 'version: 1'")
+    version = fields["version"].scalar()
+    if isinstance(version, bool) or version != 1:
+        raise fields["version"].error(f"version {version!r} is not supported; this dflash_moe reads version 1")
+
+
+def _ipc(value: Value) -> dict[str, Any]:
+    settings = {setting.ipc_key: setting for setting in SETTINGS if setting.ipc_key}
+    parsed = {}
+    for key, field in value.fields([key for key in settings if key]).items():
+        try:
+            parsed[key] = settings[key].check(field.scalar(), field.path)
+        except TopologyError:
+            raise
+        except ConfigError as error:
+            raise field.error(str(error)) from None
+    return parsed
+
+
+def _host(value: Value) -> HostSpec:
+    fields = value.fields(HOST_KEYS)
+    device = "auto"
+    if "device" in fields:
+        device = str(fields["device"].scalar()).lower()
+        if not _DEVICE.fullmatch(device):
+            raise fields["device"].error(f"host.device: {device!r} is not allowed; allowed: auto, cpu, cuda:N, hip:N")
+    threads = fields["threads"].whole(1, MAX_THREADS) if "threads" in fields else None
+    budget = MemoryBudget()
+    if "experts" in fields:
+        experts = fields["experts"].fields(HOST_EXPERTS_KEYS)
+        if "memory" in experts:
+            budget = _budget(experts["memory"])
+    return HostSpec(device, threads, budget, value.line)
+
+
+def _budget(value: Value) -> MemoryBudget:
+    raw = value.scalar()
+    if isinstance(raw, str) and (match := _PERCENT.fullmatch(raw.strip())):
+        if float(match[1]) > 100:
+            raise value.error(f"{value.path}: {raw!r} is not allowed; allowed: 0%..100%")
+        return MemoryBudget(fraction=float(match[1]) / 100)
+    return MemoryBudget(_bytes(value, 0, "0%..100%, " + SIZE_FORMS))
+
+
+def _bytes(value: Value, least: int, allowed: str) -> int:
+    raw = value.scalar()
+    try:
+        num_bytes = parse_bytes(raw)
+    except ValueError:
+        num_bytes = -1
+    if num_bytes < least:
+        raise value.error(f"{value.path}: {raw!r} is not allowed; allowed: {allowed}, {least}..{MAX_BYTES} bytes")
+    return num_bytes
+
+
+def _placement(fields: dict[str, Value]) -> PlacementSpec:
+    if "placement" not in fields:
+        return PlacementSpec()
+    value = fields["placement"]
+    inner = value.fields(PLACEMENT_KEYS)
+    if "policy" not in inner:
+        return PlacementSpec(line=value.line)
+    return PlacementSpec(inner["policy"].choice(POLICIES), inner["policy"].line)
+
+
+def _worker(value: Value, policy: str) -> WorkerSpec:
+    fields = value.fields(WORKER_KEYS)
+    if "name" not in fields:
+        raise value.error(f"{value.path} has no name; every worker needs one")
+    raw_name = fields["name"].scalar()
+    name = str(raw_name) if isinstance(raw_name, str | int) and not isinstance(raw_name, bool) else ""
+    if problem := _name_problem(name or repr(raw_name)):
+        raise fields["name"].error(problem)
+    backend = fields["backend"].choice(BACKENDS) if "backend" in fields else "cpu"
+    return WorkerSpec(
+        name,
+        backend,
+        fields["threads"].whole(1, MAX_THREADS) if "threads" in fields else None,
+        _bytes(fields["memory"], 1, SIZE_FORMS) if "memory" in fields else None,
+        _device(fields, backend, name),
+        _address(fields["address"]) if "address" in fields else None,
+        _experts(fields["experts"], policy, name) if "experts" in fields else None,
+        _emulate(fields["emulate"]) if "emulate" in fields else None,
+        _simulate(fields, backend, name, value),
+        value.line,
+    )
+
+
+def _name_problem(name: str) -> str:
+    if name.lower() == HOST:
+        return f"worker name {name!r} is reserved for the host process; choose another"
+    if not _NAME.fullmatch(name):
+        return f"worker name {name[:80]!r} is not allowed; allowed: {NAME_FORM}"
+    return ""
+
+
+def _device(fields: dict[str, Value], backend: str, name: str) -> int | None:
+    if "device" not in fields:
+        return None
+    if backend not in GPU_BACKENDS:
+        raise fields["device"].error(f"worker {name} has a device, but backend {backend!r}; devices belong to cuda and hip")
+    return fields["device"].whole(0, MAX_DEVICE)
+
+
+def _simulate(fields: dict[str, Value], backend: str, name: str, worker: Value) -> str | None:
+    if backend == "sim":
+        if "simulate" not in fields:
+            raise worker.error(f"worker {name} has backend 'sim' and no simulate; add simulate: cuda or simulate: hip")
+        return fields["simulate"].choice(GPU_BACKENDS)
+    if "simulate" in fields:
+        raise fields["simulate"].error(f"worker {name} has simulate, but its backend is {backend!r}; simulate belongs to sim")
+    return None
+
+
+def _address(value: Value) -> str:
+    text = value.text()
+    try:
+        address = parse_address(text)
+    except ConfigError as error:
+        raise value.error(str(error)) from None
+    if address.host and address.port == 0:
+        raise value.error(f"address {text!r}: port 0 names no port; write the one the worker listens on, 1..65535")
+    return text
+
+
+def _emulate(value: Value) -> Emulate:
+    fields = value.fields(EMULATE_LIMITS)
+    return Emulate(**{key: field.number(*EMULATE_LIMITS[key]) for key, field in fields.items()})
+
+
+def _experts(value: Value, policy: str, name: str) -> ExpertSelection:
+    if policy != "explicit":
+        raise value.error(f"worker {name} lists experts, but placement.policy is {policy!r}; write policy: explicit")
+    ids_by_layer: dict[str, tuple[int, ...]] = {}
+    for key, ids in value.entries():
+        if key != EVERY_LAYER:
+            if not re.fullmatch(r"[0-9]{1,4}", key, re.ASCII) or int(key) > MAX_LAYER:
+                raise ids.error(f"{value.path}: {key[:40]!r} is no layer; write 0..{MAX_LAYER}, or '*' for all others")
+            key = str(int(key))
+        if key in ids_by_layer:
+            raise ids.error(f"{value.path}: layer {key} is listed twice")
+        ids_by_layer[key] = _ids(ids)
+    if not ids_by_layer:
+        raise value.error(f"{value.path} is empty; write for example {{'*': '0-15'}}")
+    return ExpertSelection(MappingProxyType(ids_by_layer), value.line)
+
+
+def _ids(value: Value) -> tuple[int, ...]:
+    parts = [(item, str(item.scalar())) for item in value.items(MAX_EXPERT_ID + 1)] if value.is_list() else _split(value)
+    found: set[int] = set()
+    for where, part in parts:
+        match = _RANGE.fullmatch(part.strip())
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+        if not first <= last <= MAX_EXPERT_ID:
+            raise where.error(f"{where.path}: {part[:40]!r} names no experts; write for example '0-15', [1, 5], '0-3,8'")
+        ids = range(first, last + 1)
+        if twice := found.intersection(ids):
+            raise where.error(f"{where.path}: expert {min(twice)} is listed twice")
+        found.update(ids)
+    return tuple(sorted(found))
+
+
+def _split(value: Value) -> Iterable[tuple[Value, str]]:
+    raw = value.scalar()
+    if raw is None:
+        return []
+    return [(value, part) for part in str(raw).split(",")]
+
+
+def _check_workers(workers: Sequence[WorkerSpec], policy: str, source: str) -> None:
+    names: dict[str, int] = {}
+    places: dict[str, WorkerSpec] = {}
+    for worker in workers:
+        if worker.name in names:
+            raise TopologyError(f"{source}:{worker.line}: worker name {worker.name!r} is also on line {names[worker.name]}")
+        names[worker.name] = worker.line
+        address = worker.parsed_address
+        if not address.is_started_by_host and (other := places.setdefault(str(address), worker)) is not worker:
+            raise TopologyError(f"{source}:{worker.line}: {other.name} and {worker.name} have the same address {address}")
+        needed = {"explicit": ("experts", worker.experts), "memory": ("memory", worker.memory)}.get(policy)
+        if needed is not None and needed[1] is None:
+            where = f"{source}:{worker.line}: worker {worker.name}"
+            raise TopologyError(f"{where} has no {needed[0]}; placement.policy {policy} needs it for each worker")

@@ -1,0 +1,204 @@
+"""YAML as nodes with lines: a closed subset (maps, lists, plain scalars; no aliases, tags, duplicate or unknown keys).
+
+Built on PyYAML's safe composer, which never constructs objects. Every complaint is a TopologyError that starts with
+`file:line:`. Knows nothing about topologies.
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import yaml
+import yaml.composer
+import yaml.constructor
+import yaml.reader
+
+from dflash_moe.config import did_you_mean
+from dflash_moe.errors import TopologyError
+
+MAX_DEPTH = 16  # the format needs 5; bounds the recursion of the composer
+_TAG = "tag:yaml.org,2002:"
+_NUMBER_TAGS = (f"{_TAG}int", f"{_TAG}float")
+_TEXT_TAGS = (f"{_TAG}str", f"{_TAG}timestamp", f"{_TAG}value")
+
+
+class _SafeComposer(yaml.SafeLoader):
+    """Refuses anchors, aliases and deep nesting while composing."""
+
+    depth = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        event: Any = self.peek_event()  # type: ignore[no-untyped-call]
+        if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None) is not None:
+            raise yaml.composer.ComposerError(None, None, "anchors and aliases are not allowed", event.start_mark)
+        if getattr(event, "tag", None) is not None:
+            raise yaml.composer.ComposerError(None, None, f"the tag {event.tag!r} is not allowed", event.start_mark)
+        if self.depth >= MAX_DEPTH:
+            raise yaml.composer.ComposerError(None, None, f"nested deeper than {MAX_DEPTH} levels", event.start_mark)
+        self.depth += 1
+        try:
+            return super().compose_node(parent, index)
+        finally:
+            self.depth -= 1
+
+
+class Value:
+    """One node of the document and its place. The readers below return Python values or raise TopologyError."""
+
+    def __init__(self, node: Any, source: str, path: str, *, key: Any = None) -> None:
+        self._node = node
+        self._start = node if key is None else key
+        self.source = source
+        self.path = path
+
+    @property
+    def line(self) -> int:
+        """1-based; of the key where there is one."""
+        return int(self._start.start_mark.line) + 1
+
+    def error(self, text: str) -> TopologyError:
+        """A TopologyError at this node."""
+        return TopologyError(f"{self.source}:{self.line}: {text}")
+
+    def scalar(self) -> str | int | float | bool | None:
+        """The scalar as YAML 1.1 reads it; anything but text, numbers, booleans and null is text."""
+        node = self._node
+        if not isinstance(node, yaml.ScalarNode):
+            raise self.error(f"{self.path} must be a single value, not a {self._kind()}")
+        if node.tag == f"{_TAG}null":
+            return None
+        if node.tag == f"{_TAG}bool":
+            return node.value.lower() in ("yes", "true", "on")
+        if node.tag in _NUMBER_TAGS:
+            return self._number(node)
+        return str(node.value)
+
+    def _number(self, node: Any) -> int | float:
+        constructor = yaml.constructor.SafeConstructor()
+        try:
+            if node.tag == f"{_TAG}int":
+                return int(constructor.construct_yaml_int(node))
+            number = float(constructor.construct_yaml_float(node))
+        except (ValueError, OverflowError, IndexError):
+            raise self.error(f"{self.path}: {_short(node.value)} is not a number") from None
+        if not math.isfinite(number):
+            raise self.error(f"{self.path}: {_short(node.value)} is not a finite number")
+        return number
+
+    def text(self) -> str:
+        """A string."""
+        value = self.scalar()
+        if not isinstance(value, str):
+            raise self.error(f"{self.path} must be text, found {value!r}")
+        return value
+
+    def choice(self, allowed: Iterable[str]) -> str:
+        """One of `allowed`, any case."""
+        allowed = list(allowed)
+        value = self.scalar()
+        word = str(value).lower() if isinstance(value, str) else ""
+        if word not in allowed:
+            hint = did_you_mean(word, allowed)
+            raise self.error(f"{self.path}: {value!r} is not allowed; allowed: {', '.join(allowed)}{hint}")
+        return word
+
+    def whole(self, low: int, high: int) -> int:
+        """An integer of low..high."""
+        value = self.scalar()
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise self.error(f"{self.path}: {value!r} is not allowed; allowed: whole numbers {low}..{high}")
+        return value
+
+    def number(self, low: float, high: float) -> float:
+        """A number of low..high."""
+        value = self.scalar()
+        if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+            raise self.error(f"{self.path}: {value!r} is not allowed; allowed: numbers {low:g}..{high:g}")
+        return float(value)
+
+    def items(self, max_items: int) -> list[Value]:
+        """The elements of a list."""
+        if not isinstance(self._node, yaml.SequenceNode):
+            raise self.error(f"{self.path} must be a list, found a {self._kind()}")
+        if len(self._node.value) > max_items:
+            raise self.error(f"{self.path} has {len(self._node.value)} entries; at most {max_items} are allowed")
+        return [Value(node, self.source, f"{self.path}[{index}]") for index, node in enumerate(self._node.value)]
+
+    def is_list(self) -> bool:
+        """Whether `items` would find a list."""
+        return isinstance(self._node, yaml.SequenceNode)
+
+    def entries(self) -> Iterator[tuple[str, Value]]:
+        """(key, value) of a map with scalar keys, in order; a key that appears twice is an error."""
+        if not isinstance(self._node, yaml.MappingNode):
+            raise self.error(f"{self.path or 'the topology'} must be a map of keys, found a {self._kind()}")
+        seen: dict[str, int] = {}
+        for key_node, value_node in self._node.value:
+            key_value = Value(key_node, self.source, self.path)
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise key_value.error(f"{self.path or 'the topology'}: a key must be a single word")
+            key = str(key_node.value)
+            shown = f"{self.path}.{key}" if self.path else key
+            if key in seen:
+                raise key_value.error(f"duplicate key {_short(shown)}; it is also on line {seen[key]}")
+            seen[key] = key_value.line
+            yield key, Value(value_node, self.source, shown, key=key_node)
+
+    def fields(self, allowed: Iterable[str]) -> dict[str, Value]:
+        """A map whose keys are among `allowed`; a key with an empty value counts as absent."""
+        allowed = list(allowed)
+        found = {}
+        for key, value in self.entries():
+            if key not in allowed:
+                hint = did_you_mean(key, allowed) or f"; known keys: {', '.join(allowed)}"
+                raise value.error(f"unknown key {_short(value.path)}{hint}")
+            if not value.is_null():
+                found[key] = value
+        return found
+
+    def is_null(self) -> bool:
+        """Whether nothing stands after the key."""
+        return isinstance(self._node, yaml.ScalarNode) and self._node.tag == f"{_TAG}null"
+
+    def _kind(self) -> str:
+        if isinstance(self._node, yaml.MappingNode):
+            return "map"
+        return "list" if isinstance(self._node, yaml.SequenceNode) else f"value {_short(str(self._node.value))}"
+
+
+def compose(text: str, source: str) -> Value:
+    """The document's root. TopologyError when it is not one document of the allowed subset."""
+    try:
+        loader = _SafeComposer(text)
+        try:
+            node = loader.get_single_node()
+        finally:
+            loader.dispose()
+    except yaml.YAMLError as error:
+        raise TopologyError(f"{source}:{_line_of(error, text)}: {_problem_of(error)}") from None
+    if node is None:
+        raise TopologyError(f"{source}:1: the file is empty; it must start with 'version: 1'")
+    return Value(node, source, "")
+
+
+def _line_of(error: yaml.YAMLError, text: str) -> int:
+    mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
+    if mark is not None:
+        return int(mark.line) + 1
+    position = getattr(error, "position", 0)
+    return text.count("\n", 0, position if isinstance(position, int) else 0) + 1
+
+
+def _problem_of(error: yaml.YAMLError) -> str:
+    if isinstance(error, yaml.reader.ReaderError):
+        return "the file has a character that YAML does not allow"
+    problem = " ".join(part for part in (getattr(error, "context", None), getattr(error, "problem", None)) if part)
+    return " ".join(problem.split()) or "not YAML"
+
+
+def _short(text: str) -> str:
+    """Quoted, cut to a length that fits a message."""
+    return repr(text if len(text) <= 60 else text[:57] + "...")
