@@ -102,18 +102,24 @@ TEST_CASE_TEMPLATE("a slot or length out of range is refused and the channel sta
 }
 
 TEST_CASE_TEMPLATE("bulk both ways at once finishes without a deadlock", Kind, DFLASH_EVERY_KIND) {
-  constexpr size_t kBytes = kBulkBytes;
-  const ChannelPair pair = Kind::make({1, kBytes, kBytes});
+  const ChannelPair pair = Kind::make({1, kBulkBytes, kBulkBytes});
   fill(pair.host->outgoing(0), 1);
   fill(pair.worker->outgoing(0), 2);
-  std::thread worker([&] {
-    CHECK(pair.worker->publish(0, kBytes).ok());
-    CHECK(is_filled_with(receive(*pair.worker).bytes, 1));
-    receive(*pair.worker);  // the host may still be taking what this end has queued: waiting sends it
-  });
-  CHECK(pair.host->publish(0, kBytes).ok());
-  CHECK(is_filled_with(receive(*pair.host).bytes, 2));
-  CHECK(pair.host->publish(0, 1).ok());
+  std::atomic<int> num_received = 0;
+  // Each end goes on waiting until both have their message: waiting is what sends the rest of its own.
+  const auto exchange = [&](Channel& channel, uint64_t awaited_seed) {
+    CHECK(channel.publish(0, kBulkBytes).ok());
+    CHECK(is_filled_with(receive(channel).bytes, awaited_seed));
+    ++num_received;
+    const Deadline deadline = Deadline::after_ms(10'000);
+    while (num_received < 2 && !deadline.has_passed()) {
+      WaitEntry entry;
+      entry.channel = &channel;
+      wait_any({&entry, 1}, Deadline::after_ms(1), 0);
+    }
+  };
+  std::thread worker([&] { exchange(*pair.worker, 1); });
+  exchange(*pair.host, 2);
   worker.join();
 }
 
