@@ -27,7 +27,7 @@ template <class V, class W, int M>
 inline void prefetch_ahead(const W* step) {
   constexpr size_t kAhead = M <= 3 ? 1024 : 4096;
   constexpr size_t kStepBytes = sizeof(W) * kPanelWidth<V>;
-  if constexpr (kStepBytes >= 64) {
+  if constexpr (kStepBytes >= 32) {  // shorter steps (one lane) are bound by arithmetic
     for (size_t line = 0; line < kStepBytes; line += 64) __builtin_prefetch(reinterpret_cast<const char*>(step) + kAhead + line);
   }
 }
