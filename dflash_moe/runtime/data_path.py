@@ -72,7 +72,7 @@ def plan_slices(mode: str, *, batch_capacity: int, stream_tokens: int, stream_to
 
 
 def plan_slots(shards: Sequence[ShardShape], rows: int, num_slots: int, request_dtype: str, reply_dtype: str) -> SlotPlan:
-    """The slots of one worker for messages of `rows` rows, wide enough for its widest layer."""
+    """The slots of one worker for messages of `rows` rows, wide enough for its widest layer. ConfigError over a limit."""
     header = _core.wire_limits()["frame_header_bytes"]
     max_pairs, max_pairs_per_row = _core.wire_limits()["max_pairs"], _core.wire_limits()["max_pairs_per_row"]
     request_bytes = reply_bytes = 0
@@ -83,7 +83,11 @@ def plan_slots(shards: Sequence[ShardShape], rows: int, num_slots: int, request_
         request_bytes = max(request_bytes, header + request)
         reply_bytes = max(reply_bytes, header + reply)
     error_bytes = header + 4 + _core.wire_limits()["max_error_text_bytes"]  # an error must fit wherever a reply does
-    return SlotPlan(num_slots, rows, _round_up(request_bytes), _round_up(max(reply_bytes, error_bytes)))
+    slots = SlotPlan(num_slots, rows, _round_up(request_bytes), _round_up(max(reply_bytes, error_bytes)))
+    largest, limit = max(slots.request_bytes, slots.reply_bytes), _core.wire_limits()["max_slot_bytes"]
+    if largest > limit:
+        raise ConfigError(f"slots of {rows} rows need {largest} bytes, allowed are {limit}; lower batch_capacity")
+    return slots
 
 
 def plan_arena(
@@ -105,7 +109,10 @@ def plan_arena(
         return {name: plan_slots(own, rows, num_slots, request_dtype, reply_dtype) for name, own in shards.items()}
 
     def fits(rows: int) -> bool:
-        return sum(slots.arena_bytes for slots in plan(rows).values()) <= limit
+        try:
+            return sum(slots.arena_bytes for slots in plan(rows).values()) <= limit
+        except ConfigError:  # more than one message may carry
+            return False
 
     if fits(slices.slot_rows):
         return plan(slices.slot_rows)

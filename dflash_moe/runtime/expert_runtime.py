@@ -13,13 +13,13 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dflash_moe import _core
 from dflash_moe.config import Settings, resolve_settings
 from dflash_moe.errors import ConfigError, WorkerError, WorkerLost, WorkerTimeout
 from dflash_moe.model.spec import LayerSpec, ModelSpec, model_spec
-from dflash_moe.placement import HOST, Placement, plan_placement
+from dflash_moe.placement import Placement, plan_placement
 from dflash_moe.runtime import observe
 from dflash_moe.runtime.data_path import SlicePlan, SlotPlan, plan_arena, plan_slices
 from dflash_moe.runtime.expert_call import ExpertCall
@@ -28,9 +28,7 @@ from dflash_moe.runtime.observe import WorkerProcess
 from dflash_moe.runtime.tensors import TensorBinder
 from dflash_moe.runtime.threads import ThreadPlan, plan_threads
 from dflash_moe.telemetry.machine import physical_cores, usable_cores
-
-if TYPE_CHECKING:
-    from dflash_moe.topology import Topology
+from dflash_moe.topology import HOST, Topology
 
 log = logging.getLogger(__name__)
 
@@ -389,9 +387,8 @@ def _slices(settings: Settings) -> SlicePlan:
 
 def _plan_threads(topology: Topology, settings: Settings) -> ThreadPlan:
     local = {
-        worker.name: worker.threads or settings.threads
-        for worker in topology.workers
-        if worker.backend == "cpu" and not (worker.address or "").startswith("tcp://")
+        worker.name: settings.threads or worker.threads  # a flag or variable wins over the topology
+        for worker in topology.local_workers()
     }
     plan = plan_threads(
         host_threads=topology.host.threads,

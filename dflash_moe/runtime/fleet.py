@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING
 from dflash_moe import _core
 from dflash_moe.errors import ConfigError, UnsupportedError
 from dflash_moe.model.checkpoint import Checkpoint, shard_fingerprint
-from dflash_moe.protocol.addresses import Address, parse_address
 from dflash_moe.protocol.identity import local_identity
 from dflash_moe.protocol.keys import read_key_file
 from dflash_moe.protocol.messages import LoadShard, compress_experts
@@ -30,6 +29,7 @@ from dflash_moe.runtime.session import WorkerSession
 from dflash_moe.runtime.threads import ThreadPlan
 from dflash_moe.runtime.transports import choose_transport
 from dflash_moe.telemetry.machine import memory_available
+from dflash_moe.topology.addresses import Address
 
 if TYPE_CHECKING:
     from dflash_moe.config import Settings
@@ -111,7 +111,7 @@ class Fleet:
                 raise UnsupportedError(
                     f"worker {worker.name}: backend {worker.backend} is not in this version; backends here: cpu"
                 )
-            address = parse_address(worker.address)
+            address = worker.parsed_address
             transport = choose_transport(worker.name, address, self._settings.transport)
             if worker.name in held:
                 self.members[worker.name] = Member(worker.name, address, transport, spec=worker)

@@ -16,7 +16,6 @@ from typing import TypeVar
 
 from dflash_moe import __version__, _core
 from dflash_moe.errors import DflashError, ProtocolError, WorkerLost, WorkerTimeout
-from dflash_moe.protocol.addresses import Address
 from dflash_moe.protocol.auth import HANDSHAKE_S, PEER_CREDENTIAL_KEY, Peer, authenticate_to_worker
 from dflash_moe.protocol.failures import to_error
 from dflash_moe.protocol.framing import USER_TIMEOUT_MS, Connection, PeerGone, require_same_user
@@ -40,6 +39,7 @@ from dflash_moe.protocol.messages import (
 from dflash_moe.protocol.schema import Message
 from dflash_moe.runtime.data_path import SlotPlan
 from dflash_moe.runtime.launcher import StartedWorker
+from dflash_moe.topology.addresses import Address
 
 CONNECT_S = 5.0
 EXIT_STATUS_S = 1.0  # a worker that hung up is reaped within this; longer would delay the error

@@ -6,7 +6,7 @@ SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
 from dflash_moe.errors import ConfigError, UnsupportedError
-from dflash_moe.protocol.addresses import Address
+from dflash_moe.topology.addresses import Address
 
 # (how the worker is reached, setting) -> channel kind; a named transport that cannot be had is an error.
 _KINDS = {

@@ -19,11 +19,11 @@ import time
 from dataclasses import dataclass
 
 from dflash_moe.errors import ConfigError, DflashError, ProtocolError
-from dflash_moe.protocol.addresses import Address
 from dflash_moe.protocol.auth import HANDSHAKE_S, PEER_CREDENTIAL_KEY, Peer, authenticate_host
 from dflash_moe.protocol.failures import busy_refusal, to_refusal
 from dflash_moe.protocol.framing import Connection, require_same_user
 from dflash_moe.protocol.messages import Open, Role
+from dflash_moe.topology.addresses import Address
 from dflash_moe.workers.mailbox import Mailbox
 
 log = logging.getLogger(__name__)

@@ -19,11 +19,11 @@ from typing import Any
 
 from dflash_moe.errors import ConfigError, DflashError
 from dflash_moe.model.checkpoint import Checkpoint
-from dflash_moe.protocol.addresses import Address
 from dflash_moe.protocol.auth import HANDSHAKE_S, KEY_BYTES, authenticate_host
 from dflash_moe.protocol.failures import to_refusal
 from dflash_moe.protocol.framing import Connection, PeerGone
 from dflash_moe.telemetry.logs import set_up_worker_logging
+from dflash_moe.topology.addresses import Address
 from dflash_moe.workers import lifeline
 from dflash_moe.workers.listener import Caller, Listener, open_listener, open_tcp_listener
 from dflash_moe.workers.mailbox import Mailbox

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from dflash_moe.errors import ConfigError, DflashError
-from dflash_moe.protocol.addresses import Address, parse_address
 from dflash_moe.protocol.failures import ERROR_CLASSES, to_error, to_refusal
 from dflash_moe.protocol.keys import read_key_file, write_key_file
+from dflash_moe.topology.addresses import Address, parse_address
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,84 @@
+"""`dflash-moe worker`: one worker by hand, on this or another machine. Hosts start their own workers through hidden options.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dflash_moe.errors import ConfigError
+
+if TYPE_CHECKING:
+    from dflash_moe.topology import Address, Topology, WorkerSpec
+
+
+def register(app: typer.Typer) -> None:
+    app.command(name="worker")(worker)
+
+
+def worker(
+    name: Annotated[str, typer.Option("--name", help="The worker's name in the topology.")],
+    model: Annotated[Path, typer.Option("--model", help="Checkpoint directory on this machine; the host never sends paths.")],
+    topology: Annotated[Path | None, typer.Option("--topology", help="Topology file that lists the worker.")] = None,
+    listen: Annotated[
+        str | None,
+        typer.Option("--listen", help="tcp://HOST:PORT (port 0: a free one) or unix:///PATH. [default: the topology's address]"),
+    ] = None,
+    key_file: Annotated[
+        Path | None, typer.Option("--key-file", help="Key shared with the host, mode 0600; needed for TCP. [default: none]")
+    ] = None,
+    threads: Annotated[int | None, typer.Option("--threads", help="Compute threads. [default: the topology's or all]")] = None,
+    once: Annotated[bool, typer.Option("--once", help="Leave when the first host is done.")] = False,
+    control_fd: Annotated[int, typer.Option("--control-fd", hidden=True)] = -1,
+    key_fd: Annotated[int, typer.Option("--key-fd", hidden=True)] = -1,
+    parent_pid: Annotated[int, typer.Option("--parent-pid", hidden=True)] = 0,
+) -> None:
+    """Run one worker by hand. It serves one host at a time and waits for the next one; Ctrl-C ends it."""
+    from dflash_moe.workers.process import run_hand_started_worker, run_started_worker
+
+    if control_fd >= 0:
+        code = run_started_worker(name=name, model=model, control_fd=control_fd, key_fd=key_fd, parent_pid=parent_pid)
+        raise typer.Exit(code)
+    if topology is None:
+        raise ConfigError("--topology is missing: it says how the worker is reached and what it may use")
+    from dflash_moe.config import resolve_settings
+    from dflash_moe.protocol.keys import read_key_file
+    from dflash_moe.topology import Topology
+
+    plan = Topology.load(topology)
+    settings = resolve_settings(plan.ipc, threads=threads, key_file=key_file)
+    spec = plan.worker(name)
+    code = run_hand_started_worker(
+        name=name,
+        model=model,
+        address=_listen_address(plan, spec, listen),
+        key=read_key_file(settings.key_file) if settings.key_file else None,
+        threads=settings.threads or spec.threads,
+        memory_limit=spec.memory or 0,
+        isa=settings.cpu_isa or "",
+        is_once=once,
+        on_ready=lambda address: _announce(name, address),
+    )
+    raise typer.Exit(code)
+
+
+def _listen_address(plan: Topology, spec: WorkerSpec, listen: str | None) -> Address:
+    from dflash_moe.topology import parse_address
+
+    address = parse_address(listen) if listen is not None else spec.parsed_address
+    if address.is_started_by_host:
+        asked = f"--listen {listen}" if listen is not None else f"{plan.source}:{spec.line}: worker {spec.name}"
+        raise ConfigError(
+            f"{asked} is no address to listen on; give --listen or an `address` of the form tcp://HOST:PORT or unix:///PATH"
+        )
+    return address
+
+
+def _announce(name: str, address: Address) -> None:
+    sys.stdout.write(f"worker {name} listens on {address}\n")
+    sys.stdout.flush()
