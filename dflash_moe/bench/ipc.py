@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dflash_moe import _core
+from dflash_moe.bench.expert_call import TRANSPORTS, measure_calls
 from dflash_moe.bench.results import BenchResult, percentile
 from dflash_moe.errors import ConfigError
 
@@ -38,6 +39,7 @@ class IpcParams:
     batches: int = 5
     max_rounds: int = 2000
     bytes_per_batch: int = 256 << 20
+    calls: tuple[str, ...] = TRANSPORTS
 
 
 def run_ipc(params: IpcParams, *, progress: Callable[[str], None] = lambda _line: None) -> BenchResult:
@@ -55,6 +57,7 @@ def run_ipc(params: IpcParams, *, progress: Callable[[str], None] = lambda _line
         for payload_bytes in params.payloads:
             progress(f"{kind} {payload_bytes} B")
             result.rows.append(_measure(kind, payload_bytes, params, pinned))
+    result.rows += measure_calls(params.calls, pinned, progress=progress)
     result.complete = True
     return result
 

@@ -1,0 +1,101 @@
+"""What one expert call adds: from the Python call to its return, minus the worker's own computation. Part of `bench ipc`.
+
+A tiny layer (hidden 2048, so that a row has its usual size) keeps the computation small; one worker and this process are pinned
+to cores of their own. Every sample subtracts the computation the worker reported for that very call.
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from dflash_moe.bench.results import percentile, timing_fields
+from dflash_moe.model.spec import ModelSpec
+from dflash_moe.runtime.expert_runtime import ExpertRuntime
+from dflash_moe.testing.tiny import routed_batch, tiny_checkpoint
+from dflash_moe.topology import Topology
+
+HIDDEN_SIZE, NUM_EXPERTS, TOP_K = 2048, 8, 2
+TRANSPORTS = ("loopback", "shared", "unix", "tcp")
+WARMUP_CALLS = 200
+
+
+def measure_calls(
+    transports: tuple[str, ...], pinned: tuple[int, int], *, calls: int = 2000, progress: Callable[[str], None]
+) -> list[dict[str, Any]]:
+    """One row per transport, named `call_<transport>`: decode-sized calls (one token) in f32."""
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="dflash-bench-") as folder:
+        spec = tiny_checkpoint(
+            Path(folder), hidden_size=HIDDEN_SIZE, moe_intermediate_size=16, num_experts=NUM_EXPERTS, top_k=TOP_K, num_layers=1
+        )
+        for transport in transports:
+            progress(f"expert calls over {transport}")
+            rows.append(_measure(transport, spec, pinned, calls))
+    return rows
+
+
+def _measure(transport: str, spec: ModelSpec, pinned: tuple[int, int], calls: int) -> dict[str, Any]:
+    address = "" if transport == "shared" else f", address: {transport}"
+    topology = Topology.parse(f"version: 1\nhost: {{threads: 1}}\nworkers: [{{name: w0, backend: cpu, threads: 1{address}}}]\n")
+    tensors = _batch()
+    with ExpertRuntime.start(topology, model=spec, mode="batched") as runtime, _pinned(runtime, pinned):
+        for _ in range(WARMUP_CALLS):
+            runtime.experts(0, *tensors)
+        walls, computes = [], []
+        computed_ns = runtime.stats()["totals"]["worker_compute_ns"]
+        for _ in range(calls):
+            started = time.perf_counter_ns()
+            runtime.experts(0, *tensors)
+            walls.append(time.perf_counter_ns() - started)
+            before, computed_ns = computed_ns, runtime.stats()["totals"]["worker_compute_ns"]
+            computes.append(computed_ns - before)
+    added_us = [(wall - compute) / 1e3 for wall, compute in zip(walls, computes, strict=True)]
+    return {
+        "name": f"call_{transport}",
+        "transport": transport,
+        "tokens": 1,
+        "hidden_size": HIDDEN_SIZE,
+        "tensors": type(tensors[0]).__module__,
+        **timing_fields([wall / 1e9 for wall in walls]),
+        "worker_p50_us": statistics.median(computes) / 1e3,
+        "added_p50_us": statistics.median(added_us),
+        "added_p99_us": percentile(added_us, 0.99),
+        "added_samples_us": added_us,
+    }
+
+
+def _batch() -> tuple[Any, Any, Any]:
+    """One token, as torch tensors where torch is installed (what a host has), else as NumPy arrays."""
+    arrays = routed_batch(1, HIDDEN_SIZE, NUM_EXPERTS, TOP_K)
+    try:
+        import torch
+    except ImportError:
+        return arrays
+    return tuple(torch.from_numpy(array) for array in arrays)  # type: ignore[return-value]
+
+
+@contextmanager
+def _pinned(runtime: ExpertRuntime, cpus: tuple[int, int]) -> Iterator[None]:
+    """This thread on the first core, every thread of worker processes on the second; this thread is freed again at the end."""
+    allowed = os.sched_getaffinity(0)
+    if sys.platform != "linux" or cpus[0] == cpus[1]:
+        yield
+        return
+    for process in runtime.worker_processes():
+        if process.pid != os.getpid():
+            for thread in os.listdir(f"/proc/{process.pid}/task"):
+                os.sched_setaffinity(int(thread), {cpus[1]})
+    os.sched_setaffinity(0, {cpus[0]})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, allowed)
