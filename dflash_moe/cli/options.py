@@ -1,0 +1,174 @@
+"""Options and output that commands share: flags generated from the settings table, model and topology, tables and progress.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import re
+import sys
+import typing
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from dflash_moe.config import SETTINGS, Setting, Settings, resolve_settings
+from dflash_moe.errors import ConfigError
+from dflash_moe.runtime.threads import ThreadPlan, plan_threads
+from dflash_moe.telemetry.machine import physical_cores, usable_cores
+from dflash_moe.topology import Topology
+
+ModelOption = Annotated[
+    str, typer.Option("--model", metavar="DIR", help="Checkpoint directory: safetensors and config.json.", show_default=False)
+]
+TopologyOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--topology", metavar="FILE", help="YAML file of host and workers [default: one local CPU worker].", show_default=False
+    ),
+]
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
+# Passive waiting of every OpenMP runtime; read when torch loads.
+PASSIVE_OPENMP = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", "KMP_BLOCKTIME": "0"}
+
+
+def with_settings(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Gives a command that takes `**overrides` one flag per setting; `overrides` has the flags that were given, checked.
+
+    Also checks environment and topology, and prepares OpenMP, before the command imports torch.
+    """
+    flagged = [setting for setting in SETTINGS if setting.flag]
+    hints = typing.get_type_hints(command, include_extras=True)
+    kept = [
+        parameter.replace(annotation=hints.get(parameter.name, parameter.annotation), kind=inspect.Parameter.KEYWORD_ONLY)
+        for parameter in inspect.signature(command).parameters.values()
+        if parameter.kind is not inspect.Parameter.VAR_KEYWORD
+    ]
+    added = [
+        inspect.Parameter(setting.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=setting_option(setting))
+        for setting in flagged
+    ]
+
+    @functools.wraps(command)
+    def wrapper(**given: Any) -> Any:
+        raw = {setting.name: given.pop(setting.name, None) for setting in flagged}
+        overrides = check_flags(raw)
+        prepare_host(load_topology(given.get("topology")), overrides)
+        return command(**given, **overrides)
+
+    del wrapper.__wrapped__
+    wrapper.__signature__ = inspect.Signature(kept + added)  # type: ignore[attr-defined]
+    wrapper.__annotations__ = {parameter.name: parameter.annotation for parameter in kept + added}
+    return wrapper
+
+
+def setting_option(setting: Setting) -> Any:
+    """The annotation of a command's parameter for one setting: help with allowed values, default and variable."""
+    variable = f"; environment {setting.environment}" if setting.environment else ""
+    text = f"{setting.help}. Allowed: {setting.allowed} [default: {setting.default_text}{variable}]."
+    return Annotated[str | None, typer.Option(setting.flag or "", metavar=setting.metavar, help=text, show_default=False)]
+
+
+def check_flags(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The given (not None) settings of a command line, parsed. ConfigError names the flag."""
+    return {
+        setting.name: setting.check(raw[setting.name], setting.flag or setting.name)
+        for setting in SETTINGS
+        if raw.get(setting.name) is not None
+    }
+
+
+def load_topology(path: Path | None) -> Topology:
+    """The topology file, or one local CPU worker with as many threads as there are cores for it."""
+    return Topology.local(1, threads=None) if path is None else Topology.load(path)
+
+
+def prepare_host(topology: Topology, overrides: Mapping[str, Any] | None = None) -> ThreadPlan:
+    """Call before torch is imported: where threads outnumber cores, OpenMP must wait passively (rules.md 8).
+
+    Variables that the user has set stay. Errors: ConfigError of the settings.
+    """
+    plan = thread_plan(topology, resolve_settings(topology.ipc, **(overrides or {})))
+    if plan.is_oversubscribed:
+        for name, value in PASSIVE_OPENMP.items():
+            os.environ.setdefault(name, value)
+    return plan
+
+
+def thread_plan(topology: Topology, settings: Settings) -> ThreadPlan:
+    """The threads that a runtime of this topology would use on this machine."""
+    return plan_threads(
+        host_threads=topology.host.threads,
+        worker_threads={
+            worker.name: settings.threads or worker.threads for worker in topology.local_workers() if worker.backend == "cpu"
+        },
+        usable_cores=usable_cores(),
+        physical_cores=physical_cores(),
+        spin_us=settings.spin_us,
+    )
+
+
+def model_directory(value: str) -> Path:
+    """The checkpoint directory. ConfigError for a hub id says how to download it; for anything else, what was found."""
+    path = Path(value).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise ConfigError(f"--model {value}: this is a file; pass the checkpoint's directory")
+    if _HUB_ID.fullmatch(value):
+        name = value.rpartition("/")[2]
+        raise ConfigError(
+            f"--model {value}: no such directory; it looks like a hub id, and models are read from disk only: download it with "
+            f"`hf download {value} --local-dir {name}`, then pass --model {name}"
+        )
+    raise ConfigError(f"--model {value}: no such directory; pass a checkpoint directory (`dflash-moe model make` writes one)")
+
+
+def say(line: str) -> None:
+    """One line of progress, on stderr."""
+    print(line, file=sys.stderr, flush=True)  # noqa: T201
+
+
+class Table:
+    """A plain text table: the first column left, the others right-aligned."""
+
+    def __init__(self, *columns: str) -> None:
+        self._rows: list[tuple[str, ...]] = [columns]
+
+    @property
+    def row_count(self) -> int:
+        """Rows without the header."""
+        return len(self._rows) - 1
+
+    def add_row(self, *cells: str) -> None:
+        """As many cells as columns."""
+        if len(cells) != len(self._rows[0]):
+            raise ValueError(f"{len(cells)} cells for {len(self._rows[0])} columns")
+        self._rows.append(cells)
+
+    def lines(self) -> list[str]:
+        """Header, rule, rows."""
+        widths = [max(len(row[at]) for row in self._rows) for at in range(len(self._rows[0]))]
+
+        def line(row: tuple[str, ...]) -> str:
+            rest = (cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))
+            return "  ".join((row[0].ljust(widths[0]), *rest)).rstrip()
+
+        header, *rows = self._rows
+        return [line(header), "  ".join("-" * width for width in widths), *(line(row) for row in rows)]
+
+
+def table(*columns: str) -> Table:
+    """A table with these column heads."""
+    return Table(*columns)
+
+
+def show(shown: Table) -> None:
+    """Prints a table on stdout, with an empty line after it."""
+    typer.echo("\n".join(shown.lines()) + "\n")
