@@ -68,7 +68,7 @@ $(STAMPS)/packages: pyproject.toml setup.py $(STAMPS)/torch
 # it, installing again brings it back.
 core: $(STAMPS)/packages
 	@if [ ! -f build/core/build.ninja ]; then rm -f $(STAMPS)/packages; $(MAKE) --no-print-directory $(STAMPS)/packages; fi
-	@$(CMAKE) --build build/core --target _core -- --quiet
+	@$(CMAKE) --build build/core --target _core -- --quiet | sed '/^-- /d'
 
 # -- tests -------------------------------------------------------------------------------------------------------------------
 
@@ -76,21 +76,23 @@ core: $(STAMPS)/packages
 test: core system-test ## C++ tests, then Python tests (without those marked slow)
 	@echo "==> C++ tests"
 	@$(CONFIGURE) -B build/tests -DCMAKE_BUILD_TYPE=Release -DDFLASH_TESTS=ON > /dev/null
-	@$(CMAKE) --build build/tests -j $(JOBS) -- --quiet
+	@$(CMAKE) --build build/tests -j $(JOBS) -- --quiet | sed '/^-- /d'
 	@$(BIN)/ctest --test-dir build/tests --output-on-failure --no-tests=error | grep -v '^ *Start'
 	@echo "==> Python tests"
 	@$(BIN)/python -m pytest tests -m "not slow"
 
 check: core ## lint, types, layers, forbidden constructs, documents against code, stubs
-	@$(BIN)/ruff check --quiet dflash_moe tests setup.py $(wildcard bench)
-	@$(BIN)/mypy --strict dflash_moe
-	@$(BIN)/python -m tests.checks
+	@failed=; \
+	$(BIN)/ruff check --output-format concise dflash_moe tests bench setup.py || failed="$$failed ruff"; \
+	$(BIN)/mypy || failed="$$failed mypy"; \
+	$(BIN)/python -m tests.checks || failed="$$failed contracts"; \
+	if [ -n "$$failed" ]; then echo "make check failed:$$failed" >&2; exit 1; fi
 
 # $(1) preset name, $(2) sanitizers, $(3) environment of the test run
 define sanitized_tests
 	@echo "==> C++ tests under $(1)"
 	@$(CONFIGURE) -B build/$(1) -DCMAKE_BUILD_TYPE=RelWithDebInfo -DDFLASH_TESTS=ON "-DDFLASH_SANITIZE=$(2)" > /dev/null
-	@$(CMAKE) --build build/$(1) -j $(JOBS) -- --quiet
+	@$(CMAKE) --build build/$(1) -j $(JOBS) -- --quiet | sed '/^-- /d'
 	@$(3) $(BIN)/ctest --test-dir build/$(1) --output-on-failure --no-tests=error --timeout 600
 endef
 

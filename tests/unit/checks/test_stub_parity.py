@@ -51,6 +51,12 @@ def test_other_parameter_name_is_found() -> None:
     assert "new_eventfd declares (), the module takes (flags)" in stub_parity.compare(STUB, module)[0]
 
 
+def test_positional_fast_path_may_be_declared_as_args() -> None:
+    stub = "def run(*args: int) -> None: ...\n"
+    assert stub_parity.compare(stub, _module(run=_documented("run(arg0: int, arg1: int) -> None"))) == []
+    assert stub_parity.compare(stub, _module(run=_documented("run(layer: int, arg1: int) -> None")))
+
+
 def test_signature_line_with_nested_brackets_is_read() -> None:
     doc = "f(self: _core.C, shards: Sequence[tuple[int, int]], *, spin: float = 0.5, cpus: list = [1, 2]) -> None\n\nText."
     assert stub_parity.parameters_of_docstring("f", doc) == ["self", "shards", "spin", "cpus"]
