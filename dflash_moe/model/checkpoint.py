@@ -125,6 +125,22 @@ def expert_sources(checkpoint: Checkpoint, ffn: FfnSpec, expert_id: int) -> dict
     }
 
 
+def check_expert(checkpoint: Checkpoint, ffn: FfnSpec, expert_id: int) -> str:
+    """The dtype this expert's up matrix is stored in, after checking all its tensors as `expert_sources` does; maps nothing."""
+    inner, outer = (ffn.intermediate_size, ffn.in_size), (ffn.out_size, ffn.intermediate_size)
+    for pattern, (outputs, inputs) in ((ffn.gate_tensor, inner), (ffn.up_tensor, inner), (ffn.down_tensor, outer)):
+        if pattern is not None:
+            _locate(checkpoint, pattern, expert_id, _matrix_shape(pattern, outputs, inputs))
+    for pattern, outputs in (
+        (ffn.gate_bias_tensor, ffn.intermediate_size),
+        (ffn.up_bias_tensor, ffn.intermediate_size),
+        (ffn.down_bias_tensor, ffn.out_size),
+    ):
+        if pattern is not None:
+            _locate(checkpoint, pattern, expert_id, (_selection(pattern.part, outputs)[0],))
+    return stored_dtype(checkpoint, ffn.up_tensor, expert_id)
+
+
 def stored_dtype(checkpoint: Checkpoint, pattern: TensorPattern, expert_id: int = 0) -> str:
     """`f32`, `f16` or `bf16`: the format of the tensor that holds this expert's values. Errors as `expert_sources`."""
     return _dtype_of(checkpoint, *_find(checkpoint, pattern, expert_id))
@@ -197,26 +213,22 @@ def _dtype_of(checkpoint: Checkpoint, name: str, info: TensorInfo) -> str:
     return dtype
 
 
-def _locate(
-    checkpoint: Checkpoint, pattern: TensorPattern, expert_id: int, shape: tuple[int, ...]
-) -> tuple[_core.MappedFile, int, str]:
-    """(file, byte offset of this expert's first element, dtype) of a tensor whose shape, experts apart, must be `shape`."""
+def _locate(checkpoint: Checkpoint, pattern: TensorPattern, expert_id: int, shape: tuple[int, ...]) -> tuple[int, int, str]:
+    """(file index, byte offset of this expert's first element, dtype) of a tensor that must have `shape`, experts apart."""
     name, info = _find(checkpoint, pattern, expert_id)
     dtype = _dtype_of(checkpoint, name, info)
-    found = info.shape[1:] if pattern.is_packed else info.shape
-    if found != shape or (pattern.is_packed and not info.shape):
+    where = checkpoint.files[info.file]
+    if (info.shape[1:] if pattern.is_packed else info.shape) != shape or len(info.shape) != len(shape) + pattern.is_packed:
         expected = [*(["experts"] if pattern.is_packed else []), *shape]
         raise CheckpointError(
-            f"{checkpoint.files[info.file]}: tensor {name!r} has shape {list(info.shape)}, expected {expected}; "
+            f"{where}: tensor {name!r} has shape {list(info.shape)}, expected {expected}; "
             "the checkpoint is not of the model that the host describes"
         )
-    offset = info.offset
-    if pattern.is_packed:
-        if not 0 <= expert_id < info.shape[0]:
-            where = checkpoint.files[info.file]
-            raise CheckpointError(f"{where}: tensor {name!r} has {info.shape[0]} experts, asked for {expert_id}")
-        offset += info.num_bytes // info.shape[0] * expert_id
-    return checkpoint.mapped_file(info.file), offset, dtype
+    if not pattern.is_packed:
+        return info.file, info.offset, dtype
+    if not 0 <= expert_id < info.shape[0]:
+        raise CheckpointError(f"{where}: tensor {name!r} has {info.shape[0]} experts, asked for {expert_id}")
+    return info.file, info.offset + info.num_bytes // info.shape[0] * expert_id, dtype
 
 
 def _selection(part: str, outputs: int) -> tuple[int, int, int]:
@@ -233,11 +245,16 @@ _ITEM_BYTES = {"f32": 4, "f16": 2, "bf16": 2}
 def _matrix(checkpoint: Checkpoint, pattern: TensorPattern | None, expert_id: int, outputs: int, inputs: int) -> Any:
     if pattern is None:
         return None
+    file, offset, dtype = _locate(checkpoint, pattern, expert_id, _matrix_shape(pattern, outputs, inputs))
     stored, first, step = _selection(pattern.part, outputs)
-    shape = (inputs, stored) if pattern.is_transposed else (stored, inputs)
-    file, offset, dtype = _locate(checkpoint, pattern, expert_id, shape)
     output_stride, input_stride = (1, stored) if pattern.is_transposed else (inputs, 1)
-    return file, offset + first * output_stride * _ITEM_BYTES[dtype], dtype, outputs, inputs, output_stride * step, input_stride
+    offset += first * output_stride * _ITEM_BYTES[dtype]
+    return checkpoint.mapped_file(file), offset, dtype, outputs, inputs, output_stride * step, input_stride
+
+
+def _matrix_shape(pattern: TensorPattern, outputs: int, inputs: int) -> tuple[int, int]:
+    stored = _selection(pattern.part, outputs)[0]
+    return (inputs, stored) if pattern.is_transposed else (stored, inputs)
 
 
 def _vector(checkpoint: Checkpoint, pattern: TensorPattern | None, expert_id: int, outputs: int) -> Any:
@@ -245,4 +262,4 @@ def _vector(checkpoint: Checkpoint, pattern: TensorPattern | None, expert_id: in
         return None
     stored, first, step = _selection(pattern.part, outputs)
     file, offset, dtype = _locate(checkpoint, pattern, expert_id, (stored,))
-    return file, offset + first * _ITEM_BYTES[dtype], dtype, outputs, step
+    return checkpoint.mapped_file(file), offset + first * _ITEM_BYTES[dtype], dtype, outputs, step

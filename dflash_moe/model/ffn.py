@@ -168,7 +168,7 @@ class FfnSpec:
     def _check_presence(self, values: Mapping[str, Any]) -> None:
         has_gate = self.gate != "none"
         if has_gate != ("gate_tensor" in values):
-            raise _refused("gate_tensor", values.get("gate_tensor"), f"a pattern exactly where there is a gate, here {self.gate!r}")
+            raise _refused("gate_tensor", values.get("gate_tensor"), f"a pattern exactly with a gate, here {self.gate!r}")
         if ("gate_bias_tensor" in values) != (has_gate and self.has_gate_up_bias):
             raise _refused("gate_bias_tensor", values.get("gate_bias_tensor"), "a pattern exactly where gate and up have one")
         if not has_gate and not (math.isinf(self.gate_max) and math.isinf(self.up_limit)):

@@ -1,0 +1,98 @@
+"""A model's structure without its weights: its configuration, the model on the meta device, its experts modules.
+
+What counts as an experts module is decided by transformers' experts interface alone, never by a family's name.
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dflash_moe.errors import CheckpointError, UnsupportedError
+
+# What transformers.integrations.moe.use_experts_implementation leaves on a module.
+_INTERFACE_MARKS = ("has_gate", "has_bias", "is_transposed", "_is_expert_parallel", "_apply_gate", "config")
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """Configuration, class, meta-device model of a checkpoint, and its experts modules by qualified name, in model order."""
+
+    config: Any
+    model_class: Any
+    model: Any
+    experts: dict[str, Any]
+
+
+def load_architecture(directory: str | Path) -> Architecture:
+    """Builds the model on the meta device. CheckpointError (no or bad config.json), UnsupportedError naming class and field."""
+    import torch
+
+    config = load_config(Path(directory))
+    model_class = find_model_class(config)
+    try:
+        with torch.device("meta"):
+            model = model_class(config)
+    except Exception as error:  # constructors of any architecture may refuse in their own way
+        raise UnsupportedError(f"{model_class.__name__}: cannot be built from config.json: {error}") from error
+    return Architecture(config, model_class, model, find_experts(model))
+
+
+def load_config(directory: Path) -> Any:
+    """The transformers configuration of a checkpoint directory; code in the checkpoint is never run."""
+    from transformers import AutoConfig
+
+    if not (directory / "config.json").is_file():
+        raise CheckpointError(f"checkpoint {directory}: config.json is missing; is it a transformers checkpoint?")
+    try:
+        config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # transformers raises ValueError, KeyError, OSError and its own kinds here
+        raise UnsupportedError(f"{directory / 'config.json'}: not readable: {error}") from error
+    for owner in {id(item): item for item in (config, config.get_text_config())}.values():
+        quantization = getattr(owner, "quantization_config", None)
+        if quantization is not None:
+            fields = quantization if isinstance(quantization, dict) else vars(quantization)
+            raise UnsupportedError(
+                f"{type(owner).__name__}.quantization_config: {fields.get('quant_method', 'unnamed')} weights are not supported; "
+                "use the checkpoint in bf16, f16 or f32"
+            )
+    return config
+
+
+def find_model_class(config: Any) -> Any:
+    """The class config.json names in `architectures`, else the causal language model of the configuration's type."""
+    import transformers
+
+    for name in getattr(config, "architectures", None) or ():
+        found = getattr(transformers, name, None)
+        if found is not None:
+            return found
+    found = transformers.AutoModelForCausalLM._model_mapping.get(type(config), None)
+    if found is None:
+        raise UnsupportedError(
+            f"{type(config).__name__}.architectures: found {getattr(config, 'architectures', None)}, which transformers "
+            f"{transformers.__version__} does not have, and no causal language model belongs to {config.model_type!r}"
+        )
+    return found
+
+
+def is_on_interface(module: Any) -> bool:
+    """Whether the module's forward is dispatched by transformers' experts interface."""
+    return hasattr(type(module).forward, "__wrapped__") and all(hasattr(module, mark) for mark in _INTERFACE_MARKS)
+
+
+def find_experts(model: Any) -> dict[str, Any]:
+    """Experts modules by qualified name. UnsupportedError when there are none, naming a class that looks like one."""
+    found = {name: module for name, module in model.named_modules() if is_on_interface(module)}
+    if found:
+        return found
+    for name, module in model.named_modules():
+        kind = type(module).__name__
+        if "expert" in kind.lower() or "moe" in kind.lower():
+            raise UnsupportedError(
+                f"{kind} ({name or 'the model itself'}): its experts are not on transformers' experts interface, through which "
+                "they are given to workers; a newer transformers may have put them there"
+            )
+    raise UnsupportedError(f"{type(model).__name__}: has no routed experts, so there is nothing to offload")

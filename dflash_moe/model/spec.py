@@ -1,0 +1,176 @@
+"""The layers with routed experts of a checkpoint: sizes, formula and tensor names, derived from the model itself.
+
+The model is built on the meta device; nothing depends on a list of families (docs/architecture.md).
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dflash_moe.errors import ConfigError, UnsupportedError
+from dflash_moe.model.architecture import Architecture, load_architecture
+from dflash_moe.model.checkpoint import Checkpoint, check_expert, stored_dtype
+from dflash_moe.model.ffn import FfnSpec
+from dflash_moe.model.gates import Formula, recognise
+from dflash_moe.model.tensor_names import Conversion
+
+ITEM_BYTES = {"f32": 4, "f16": 2, "bf16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """One layer's routed experts.
+
+    `index` is what callers and the wire name the layer by: the decoder layer's number where the model has one stack, else its
+    place in the table. `name` is the experts module's qualified name. `top_k` is for sizing only. `weight_dtype` is how a
+    worker keeps the weights. `expert_bytes` are those of one expert.
+    """
+
+    index: int
+    name: str
+    num_experts: int
+    top_k: int
+    ffn: FfnSpec
+    weight_dtype: str
+    expert_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """What host and workers must agree on. `dtype` is the one the host's model runs in."""
+
+    layers: tuple[LayerSpec, ...]
+    dtype: str
+    fingerprint: str
+    config_name: str
+    path: str
+
+
+def model_spec(path: str | Path, dtype: str | None = None) -> ModelSpec:
+    """Derives the layers of the checkpoint at `path`; the model runs in `dtype` (default: what the checkpoint says).
+
+    Errors: CheckpointError naming file and tensor, UnsupportedError naming class and field, ConfigError for the dtype.
+    """
+    if dtype is not None and dtype not in ITEM_BYTES:
+        raise ConfigError(f"dtype {dtype!r} is not allowed; choose from {', '.join(ITEM_BYTES)}")
+    checkpoint = Checkpoint.open(path)
+    architecture = load_architecture(checkpoint.directory)
+    conversion = Conversion.of(architecture.model, checkpoint)
+    formulas = {name: recognise(module) for name, module in architecture.experts.items()}
+    ffns = {name: _derive_ffn(name, module, formulas[name], conversion) for name, module in architecture.experts.items()}
+    _confirm(architecture, ffns, formulas)
+    dtype = dtype or _model_dtype(architecture.config) or stored_dtype(checkpoint, next(iter(ffns.values())).up_tensor)
+    layers = []
+    for index, (name, module) in zip(layer_numbers(tuple(ffns)), architecture.experts.items(), strict=True):
+        layers.append(_layer(index, name, module, ffns[name], architecture, checkpoint, dtype))
+    config_name = type(architecture.config).__name__
+    return ModelSpec(tuple(layers), dtype, checkpoint.fingerprint(), config_name, str(checkpoint.directory))
+
+
+def layer_numbers(names: tuple[str, ...]) -> tuple[int, ...]:
+    """The number of each layer: the one integer in which the names differ, else (several stacks) the place in the table."""
+    split = [name.split(".") for name in names]
+    places = [place for place, part in enumerate(split[0]) if part.isdigit()]
+    for place in places:
+        rests = {tuple(part for i, part in enumerate(parts) if i != place) for parts in split}
+        if len(rests) == 1 and all(parts[place].isdigit() for parts in split):
+            return tuple(int(parts[place]) for parts in split)
+    return tuple(range(len(names)))
+
+
+def _layer(
+    index: int, name: str, module: Any, ffn: FfnSpec, architecture: Architecture, checkpoint: Checkpoint, dtype: str
+) -> LayerSpec:
+    num_experts = int(module._parameters["down_proj"].shape[0])
+    for expert_id in range(num_experts):
+        stored = check_expert(checkpoint, ffn, expert_id)
+    # Kept as stored where the model's dtype holds the same numbers; else rounded to it once, as the host's own model would be.
+    weight_dtype = stored if dtype in ("f32", stored) else dtype
+    top_k = min(num_experts, _top_k(name, architecture))
+    return LayerSpec(index, name, num_experts, top_k, ffn, weight_dtype, ffn.num_values() * ITEM_BYTES[weight_dtype])
+
+
+def _derive_ffn(name: str, module: Any, formula: Formula, conversion: Conversion) -> FfnSpec:
+    parameters: Mapping[str, Any] = module._parameters
+    kind, is_transposed = type(module).__name__, bool(module.is_transposed)
+    first = "gate_up_proj" if module.has_gate else "up_proj"
+    names = [first, "down_proj"] + ([f"{first}_bias", "down_proj_bias"] if module.has_bias else [])
+    for wanted in names:
+        if parameters.get(wanted) is None:
+            raise UnsupportedError(f"{kind}.{wanted}: the experts interface promises this parameter, the module lacks it")
+    for extra in [key for key in (*parameters, *module._buffers) if key not in names]:
+        raise UnsupportedError(f"{kind}.{extra}: a parameter that the experts interface does not name; its use is not known")
+    first_outputs, in_size = _outputs_inputs(parameters[first].shape, is_transposed)
+    out_size, intermediate_size = _outputs_inputs(parameters["down_proj"].shape, is_transposed)
+    if first_outputs != intermediate_size * (2 if module.has_gate else 1):
+        raise UnsupportedError(f"{kind}.{first}: has {first_outputs} outputs, down_proj takes {intermediate_size}")
+    inner = {"gate": formula.gate_part, "up": formula.up_part} if module.has_gate else {"up": "all"}
+
+    def patterns(parameter: str, parts: Mapping[str, str]) -> dict[str, Any]:
+        shape = tuple(parameters[parameter].shape)
+        found = conversion.patterns(f"{name}.{parameter}", shape, parts, is_transposed=is_transposed)
+        suffix = "_bias_tensor" if parameter.endswith("_bias") else "_tensor"
+        return {f"{label}{suffix}": pattern for label, pattern in found.items()}
+
+    tensors = {**patterns(first, inner), **patterns("down_proj", {"down": "all"})}
+    if module.has_bias:
+        tensors |= {**patterns(f"{first}_bias", inner), **patterns("down_proj_bias", {"down": "all"})}
+    return FfnSpec(
+        in_size=in_size,
+        intermediate_size=intermediate_size,
+        out_size=out_size,
+        activation=formula.activation,
+        gate=formula.gate,
+        alpha=formula.alpha,
+        up_offset=formula.up_offset,
+        gate_max=formula.gate_max,
+        up_limit=formula.up_limit,
+        **tensors,
+    )
+
+
+def _outputs_inputs(shape: tuple[int, ...], is_transposed: bool) -> tuple[int, int]:
+    return (int(shape[2]), int(shape[1])) if is_transposed else (int(shape[1]), int(shape[2]))
+
+
+def _confirm(architecture: Architecture, ffns: Mapping[str, FfnSpec], formulas: Mapping[str, Formula]) -> None:
+    """Probes each kind of experts module once: layers differ in names, rarely in anything else."""
+    from dflash_moe.model.probe import confirm
+
+    seen = set()
+    for name, module in architecture.experts.items():
+        shapes = tuple((key, tuple(value.shape)) for key, value in module._parameters.items())
+        kind = (type(module), formulas[name], shapes)
+        if kind not in seen:
+            confirm(module, ffns[name], formulas[name])
+            seen.add(kind)
+
+
+def _model_dtype(config: Any) -> str | None:
+    """The dtype the configuration asks for; None when it says nothing."""
+    for owner in (config, config.get_text_config()):
+        dtype = getattr(owner, "dtype", None)
+        if dtype is None or dtype == "auto":
+            continue
+        name = str(dtype).removeprefix("torch.")
+        ours = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}.get(name)
+        if ours is None:
+            raise UnsupportedError(f"{type(owner).__name__}.dtype: found {name}; supported are float32, float16, bfloat16")
+        return ours
+    return None
+
+
+def _top_k(name: str, architecture: Architecture) -> int:
+    """Experts per token, from the routing module beside the experts or the configuration; all of them when neither says."""
+    block = architecture.model.get_submodule(name.rpartition(".")[0])
+    owners = [block, *block.children(), architecture.experts[name], architecture.config.get_text_config()]
+    for owner in owners:
+        for field in ("top_k", "num_experts_per_tok", "moe_top_k", "moe_topk", "num_experts_per_token", "moe_k"):
+            value = getattr(owner, field, None)
+            if type(value) is int and value > 0:
+                return value
+    return 1 << 16  # more than any layer has: the caller takes the smaller
