@@ -27,7 +27,7 @@ def worker(
     topology: Annotated[Path | None, typer.Option("--topology", help="Topology file that lists the worker.")] = None,
     listen: Annotated[
         str | None,
-        typer.Option("--listen", help="tcp://HOST:PORT (port 0: a free one) or unix:///PATH. [default: the topology's address]"),
+        typer.Option("--listen", help="tcp://HOST:PORT (0: any free port) or unix:///PATH. [default: the topology's]"),
     ] = None,
     key_file: Annotated[
         Path | None, typer.Option("--key-file", help="Key shared with the host, mode 0600; needed for TCP. [default: none]")

@@ -31,7 +31,10 @@ def bind(call: list[Any], out: Any = None) -> tuple[Any, Any]:
     return TensorBinder().bind(IN, OUT, *call, out)
 
 
-@pytest.mark.parametrize(("dtype", "name", "item_bytes"), [("float32", "f32", 4), ("bfloat16", "bf16", 2), ("float16", "f16", 2)])
+FLOATS = [("float32", "f32", 4), ("bfloat16", "bf16", 2), ("float16", "f16", 2)]
+
+
+@pytest.mark.parametrize(("dtype", "name", "item_bytes"), FLOATS)
 def test_torch_tensors_are_taken_where_they_lie(dtype: str, name: str, item_bytes: int) -> None:
     call = torch_call(dtype=getattr(torch, dtype))
     result, arguments = bind(call)
@@ -78,7 +81,8 @@ def test_a_given_output_receives_the_result() -> None:
 
 
 @pytest.mark.parametrize(
-    "out", [torch.zeros(3, OUT + 1), torch.zeros(3, OUT, dtype=torch.float16), torch.zeros(3, 2 * OUT)[:, ::2], np.zeros((3, OUT))]
+    "out",
+    [torch.zeros(3, OUT + 1), torch.zeros(3, OUT, dtype=torch.float16), torch.zeros(3, 2 * OUT)[:, ::2], np.zeros((3, OUT))],
 )
 def test_an_output_that_does_not_fit_is_refused(out: Any) -> None:
     with pytest.raises(ConfigError, match="out: found"):

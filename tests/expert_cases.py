@@ -1,0 +1,124 @@
+"""A tiny checkpoint without any model code, calls for it, and what `experts()` must return for them, bit for bit.
+
+The expected bits come from `_core.FfnOracle`, one per shard, added in ascending shard id: rules 1 and 2 in ten lines.
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from dflash_moe import _core
+from dflash_moe.model.checkpoint import Checkpoint
+from dflash_moe.model.ffn import FfnSpec, TensorPattern
+from dflash_moe.model.spec import LayerSpec, ModelSpec
+from dflash_moe.placement import Placement
+
+NUM_LAYERS, NUM_EXPERTS, TOP_K, WIDTH, INNER = 2, 8, 3, 96, 64
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One call: hidden_states [num_tokens, WIDTH], topk_ids and topk_weights [num_tokens, TOP_K]."""
+
+    hidden_states: np.ndarray
+    topk_ids: np.ndarray
+    topk_weights: np.ndarray
+
+
+def make_checkpoint(directory: Path, *, seed: int = 7, num_layers: int = NUM_LAYERS) -> Path:
+    """Writes config.json and one safetensors file of f32 experts; returns the directory."""
+    random = np.random.default_rng(seed)
+    tensors = {}
+    for layer in range(num_layers):
+        for expert in range(NUM_EXPERTS):
+            for part, shape in (("gate", (INNER, WIDTH)), ("up", (INNER, WIDTH)), ("down", (WIDTH, INNER))):
+                values = random.standard_normal(shape, np.float32) * np.float32(0.2)
+                tensors[f"layers.{layer}.experts.{expert}.{part}"] = values
+    directory.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, str(directory / "model.safetensors"))
+    (directory / "config.json").write_text(json.dumps({"model_type": "tiny", "seed": seed}))
+    return directory
+
+
+def tiny_spec(directory: Path, *, num_layers: int = NUM_LAYERS) -> ModelSpec:
+    """What `model_spec` would say about `make_checkpoint`'s directory."""
+    layers = []
+    for index in range(num_layers):
+        pattern = f"layers.{index}.experts.{{expert}}"
+        ffn = FfnSpec(
+            in_size=WIDTH,
+            intermediate_size=INNER,
+            out_size=WIDTH,
+            gate_tensor=TensorPattern(f"{pattern}.gate"),
+            up_tensor=TensorPattern(f"{pattern}.up"),
+            down_tensor=TensorPattern(f"{pattern}.down"),
+        )
+        layers.append(
+            LayerSpec(
+                index=index,
+                name=f"layers.{index}.experts",
+                num_experts=NUM_EXPERTS,
+                top_k=TOP_K,
+                ffn=ffn,
+                weight_dtype="f32",
+                expert_bytes=ffn.num_values() * 4,
+            )
+        )
+    fingerprint = Checkpoint.open(directory).fingerprint()
+    return ModelSpec(layers=tuple(layers), dtype="f32", fingerprint=fingerprint, config_name="tiny", path=directory)
+
+
+def make_batch(num_tokens: int, *, seed: int = 0) -> Batch:
+    """Random rows; ids without repetition within a row."""
+    random = np.random.default_rng(seed)
+    hidden = random.standard_normal((num_tokens, WIDTH), np.float32)
+    ids = np.stack([random.permutation(NUM_EXPERTS)[:TOP_K] for _ in range(num_tokens)]).astype(np.int64)
+    weights = random.random((num_tokens, TOP_K), np.float32)
+    return Batch(hidden, ids, weights)
+
+
+class Expected:
+    """The oracle of one checkpoint: all experts of a layer, asked shard by shard."""
+
+    def __init__(self, directory: Path, placement: Placement, spec: ModelSpec) -> None:
+        from safetensors.numpy import load_file
+
+        tensors = load_file(str(directory / "model.safetensors"))
+        self._placement = placement
+        self._oracles = []
+        for layer in spec.layers:
+            oracle = _core.FfnOracle(
+                spec=layer.ffn.kernel_spec(), num_experts=NUM_EXPERTS, weight_dtype="f32", isa="scalar", num_threads=1
+            )
+            for expert in range(NUM_EXPERTS):
+                parts = {part: tensors[f"layers.{layer.index}.experts.{expert}.{part}"] for part in ("gate", "up", "down")}
+                oracle.load_expert(expert, **parts)
+            self._oracles.append(oracle)
+
+    def experts(self, layer: int, batch: Batch) -> np.ndarray:
+        """[num_tokens, WIDTH] float32 for an f32 wire."""
+        total = np.zeros((len(batch.hidden_states), WIDTH), np.float32)
+        for shard in self._placement.layers[layer]:
+            rows, counts, ids, weights = [], [], [], []
+            for row, (row_ids, row_weights) in enumerate(zip(batch.topk_ids, batch.topk_weights, strict=True)):
+                held = sorted((int(i), float(w)) for i, w in zip(row_ids, row_weights, strict=True) if int(i) in shard.experts)
+                if held:
+                    rows.append(row)
+                    counts.append(len(held))
+                    ids += [expert for expert, _ in held]
+                    weights += [weight for _, weight in held]
+            if rows:
+                reply = self._oracles[layer].forward(
+                    batch.hidden_states[rows],
+                    np.array(counts, np.uint16),
+                    np.array(ids, np.uint16),
+                    np.array(weights, np.float32),
+                )
+                total[rows] += reply
+        return total
