@@ -34,6 +34,7 @@ TopologyOption = Annotated[
 ]
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
+_NUMBER = re.compile(r"[-+]?[0-9.,]*[%x]?", re.ASCII)
 # Passive waiting of every OpenMP runtime; read when torch loads.
 PASSIVE_OPENMP = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", "KMP_BLOCKTIME": "0"}
 
@@ -136,7 +137,7 @@ def say(line: str) -> None:
 
 
 class Table:
-    """A plain text table: the first column left, the others right-aligned."""
+    """A plain text table; columns of numbers are right-aligned."""
 
     def __init__(self, *columns: str) -> None:
         self._rows: list[tuple[str, ...]] = [columns]
@@ -154,13 +155,14 @@ class Table:
 
     def lines(self) -> list[str]:
         """Header, rule, rows."""
-        widths = [max(len(row[at]) for row in self._rows) for at in range(len(self._rows[0]))]
+        header, *rows = self._rows
+        widths = [max(len(row[at]) for row in self._rows) for at in range(len(header))]
+        is_number = [bool(rows) and all(_NUMBER.fullmatch(row[at]) for row in rows) for at in range(len(header))]
 
         def line(row: tuple[str, ...]) -> str:
-            rest = (cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))
-            return "  ".join((row[0].ljust(widths[0]), *rest)).rstrip()
+            cells = zip(row, widths, is_number, strict=True)
+            return "  ".join(cell.rjust(width) if right else cell.ljust(width) for cell, width, right in cells).rstrip()
 
-        header, *rows = self._rows
         return [line(header), "  ".join("-" * width for width in widths), *(line(row) for row in rows)]
 
 

@@ -1,0 +1,139 @@
+"""`dflash-moe doctor`: what this machine can do, and why not.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Annotated, Any
+
+import typer
+
+from dflash_moe.cli import options, probes
+from dflash_moe.config import format_bytes, resolve_settings
+from dflash_moe.errors import ConfigError, DflashError
+from dflash_moe.telemetry.machine import physical_cores, usable_cores
+from dflash_moe.topology import Topology
+
+PLANNED_WORKERS = 2  # of the plan that is shown: the demo's
+LEAST_MEMORY_BYTES = 1 << 30
+LEAST_OPEN_FILES = 256
+
+
+def register(app: typer.Typer) -> None:
+    """Adds `doctor`."""
+    app.command(name="doctor")(doctor)
+
+
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    selftest: Annotated[bool, typer.Option("--selftest", help="Also run every kernel set against the reference.")] = False,
+) -> None:
+    """Show what this machine can do and why not: CPU, backends, transports, memory, threads. Exit 1 if a self-test fails."""
+    found = examine()
+    tests: list[Any] = []
+    if selftest:
+        from dflash_moe.cli.selftest import run_self_tests
+
+        tests = run_self_tests()
+        found["self_tests"] = [dataclasses.asdict(test) | {"passed": test.is_passed} for test in tests]
+        for test in tests:
+            if not test.is_passed:
+                found["problems"].append(f"self-test {test.isa}, {test.weight_dtype} weights: {test.differing} elements differ")
+    if as_json:
+        typer.echo(json.dumps(found, indent=1))
+    else:
+        print_findings(found)
+    failed = [test for test in tests if not test.is_passed]
+    if failed:
+        raise DflashError(f"{len(failed)} of {len(tests)} self-tests failed: these kernels do not give the reference's bits here")
+
+
+def examine() -> dict[str, Any]:
+    """The report, without self-tests: `backends`, `transports`, `machine`, `problems` (sentences, empty when all is well)."""
+    problems: list[str] = []
+    machine: dict[str, Any] = {"cpu": probes.cpu_model()} | probes.probe_versions() | probes.probe_memory()
+    machine |= {"usable_cores": usable_cores(), "physical_cores": physical_cores(), "threads": _planned_threads(problems)}
+    found: dict[str, Any] = {"backends": probes.probe_backends(), "transports": probes.probe_transports()}
+    found |= {"machine": machine, "problems": problems}
+    problems += _problems(found)
+    return found
+
+
+def _planned_threads(problems: list[str]) -> dict[str, Any]:
+    topology = Topology.local(PLANNED_WORKERS, threads=None)
+    try:
+        settings = resolve_settings(topology.ipc)
+    except ConfigError as error:
+        problems.append(str(error))
+        settings = resolve_settings(topology.ipc, environ={})
+    plan = options.thread_plan(topology, settings)
+    total = plan.host + sum(plan.workers.values())
+    return {
+        "planned_for": f"{PLANNED_WORKERS} local workers",
+        "host": plan.host,
+        "workers": dict(plan.workers),
+        "total": total,
+        "oversubscribed": plan.is_oversubscribed,
+        "spin_us": plan.spin_ns // 1000,
+    }
+
+
+def _problems(found: dict[str, Any]) -> list[str]:
+    """What a user should do something about; a backend that is not built is no problem of the machine."""
+    problems = []
+    machine = found["machine"]
+    if not found["backends"]["cpu"]["available"]:
+        problems.append(found["backends"]["cpu"]["reason"])
+    for name in ("shared", "unix", "tcp"):
+        if not found["transports"][name]["available"]:
+            problems.append(f"transport {name}: {found['transports'][name]['reason']}")
+    for name in ("torch", "transformers"):
+        if machine["packages"][name] is None:
+            problems.append(f"{name} is not installed: workers run, commands that load a model on the host do not")
+    threads = machine["threads"]
+    if threads["oversubscribed"]:
+        problems.append(
+            f"{threads['total']} threads (host and {threads['planned_for']}) share {machine['usable_cores']} cores: waiting "
+            "threads sleep instead of spinning, which adds microseconds to each call"
+        )
+    if machine["memory_available_bytes"] < LEAST_MEMORY_BYTES:
+        problems.append(f"only {format_bytes(machine['memory_available_bytes'])} of memory are free")
+    if machine["open_files_limit"] < LEAST_OPEN_FILES:
+        problems.append(f"at most {machine['open_files_limit']} open files: raise it with `ulimit -n 1024`")
+    return problems
+
+
+def print_findings(found: dict[str, Any]) -> None:
+    """The report as text on stdout."""
+    machine, cpu = found["machine"], found["backends"]["cpu"]
+    packages = ", ".join(f"{name} {version or 'missing'}" for name, version in machine["packages"].items())
+    lock = machine["memlock_bytes"]
+    threads = machine["threads"]
+    lines = [
+        f"cpu        {machine['cpu']}",
+        f"kernels    {cpu.get('isa', '-')} ({cpu.get('isa_reason') or cpu.get('reason')})",
+        f"features   {' '.join(cpu.get('features', [])) or '-'}",
+        f"memory     {format_bytes(machine['memory_available_bytes'])} free of {format_bytes(machine['memory_bytes'])}, "
+        f"lock limit {'unlimited' if lock is None else format_bytes(lock)}",
+        f"cores      {machine['usable_cores']} usable, {machine['physical_cores']} physical",
+        f"threads    {threads['planned_for']}: host {threads['host']}, "
+        + ", ".join(f"{name} {count}" for name, count in threads["workers"].items())
+        + f"; spin {threads['spin_us']} us",
+        f"versions   kernel {machine['kernel']}, {machine['libc']}, python {machine['python']}, {packages}",
+    ]
+    typer.echo("\n".join(lines) + "\n")
+    for kind in ("backends", "transports"):
+        shown = options.table(kind[:-1], "available", "reason")
+        for name, finding in found[kind].items():
+            shown.add_row(name, "yes" if finding["available"] else "no", finding.get("reason", ""))
+        options.show(shown)
+    if "self_tests" in found:
+        shown = options.table("self-test", "weights", "cases", "elements", "differing", "result")
+        for test in found["self_tests"]:
+            counts = (f"{test[key]:,}" for key in ("cases", "elements", "differing"))
+            shown.add_row(test["isa"], test["weight_dtype"], *counts, "ok" if test["passed"] else "FAILED")
+        options.show(shown)
+    typer.echo("\n".join(f"note: {problem}" for problem in found["problems"]) or "no problems found")

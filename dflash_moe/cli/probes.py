@@ -1,0 +1,169 @@
+"""What `doctor` finds out by trying: sealed memory, futex, eventfd, sockets, libfabric, GPU libraries, versions. No torch.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+import ctypes
+import ctypes.util
+import errno
+import fcntl
+import mmap
+import os
+import platform
+import resource
+import socket
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+_FUTEX_CALL = {"x86_64": 202, "aarch64": 98}  # Linux system call numbers
+_FUTEX_WAKE = 1
+_SEAL_FUTURE_WRITE = 0x10  # linux/fcntl.h; Python names it from 3.13 on
+PACKAGES = ("torch", "transformers", "numpy", "safetensors", "msgpack", "pyyaml", "typer")
+
+Finding = dict[str, Any]
+
+
+def found(probe: Callable[[], None]) -> Finding:
+    """`available`, and the `reason` when the probe raised OSError."""
+    try:
+        probe()
+    except OSError as error:
+        return {"available": False, "reason": f"{error.strerror or error}"}
+    return {"available": True}
+
+
+def probe_transports() -> dict[str, Finding]:
+    """Every transport by name, tried on this machine."""
+    library = ctypes.util.find_library("fabric")
+    present = f"libfabric is installed ({library}), but" if library else "libfabric is not installed, and"
+    return {
+        "loopback": {"available": True},
+        "shared": found(_try_shared),
+        "unix": found(_try_unix),
+        "tcp": found(_try_tcp),
+        "fabric": {"available": False, "libfabric": library, "reason": f"{present} fabric is not built into this version"},
+    }
+
+
+def probe_backends() -> dict[str, Finding]:
+    """The compute backends by name: whether built into this package, whether they can run here, and why not."""
+    return {
+        "cpu": probe_cpu(),
+        "cuda": _missing_backend("cuda", "libcuda.so.1", "/dev/nvidiactl"),
+        "hip": _missing_backend("hip", "libamdhip64.so", "/dev/kfd"),
+        "sim": {"built": False, "available": False, "reason": "backend 'sim' is not built into this version"},
+    }
+
+
+def probe_cpu() -> Finding:
+    """Kernel sets of this CPU and which one runs."""
+    try:
+        from dflash_moe import _core
+
+        isas, best = _core.supported_isas(), _core.best_isa()
+    except ImportError as error:
+        return {"built": False, "available": False, "reason": f"the C++ core cannot be imported: {error}"}
+    return {
+        "built": True,
+        "available": True,
+        "isa": best,
+        "isa_reason": f"the last of those that this build and this CPU support: {', '.join(isas)}",
+        "supported_isas": isas,
+        "features": _core.cpu_features(),
+        "numerics_class": _core.numerics_class(),
+    }
+
+
+def probe_memory() -> Finding:
+    """Bytes: machine, free for new processes, lock limit (None: unlimited), /dev/shm (unused by the transports)."""
+    from dflash_moe.telemetry.machine import memory_available
+
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    try:
+        shared = os.statvfs("/dev/shm")
+        shm_bytes: int | None = shared.f_frsize * shared.f_blocks
+    except OSError:
+        shm_bytes = None
+    return {
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "memory_available_bytes": memory_available(),
+        "memlock_bytes": None if soft == resource.RLIM_INFINITY else soft,
+        "dev_shm_bytes": shm_bytes,
+        "open_files_limit": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+    }
+
+
+def probe_versions() -> Finding:
+    """Versions of kernel, C library, Python and the packages; None for one that is not installed."""
+    return {
+        "kernel": platform.release(),
+        "libc": " ".join(platform.libc_ver()).strip(),
+        "python": platform.python_version(),
+        "packages": {name: _version(name) for name in PACKAGES},
+    }
+
+
+def cpu_model() -> str:
+    """The CPU's name, or its architecture where the kernel does not tell."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name") and ":" in line]
+    return names[0] if names else platform.machine()
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _missing_backend(name: str, library: str, device: str) -> Finding:
+    try:
+        ctypes.CDLL(library)
+        has_library = True
+    except OSError:
+        has_library = False
+    seen = f"driver library {library} {'found' if has_library else 'not found'}, {device} "
+    seen += "present" if Path(device).exists() else "absent"
+    return {"built": False, "available": False, "reason": f"backend '{name}' is not built into this version; {seen}"}
+
+
+def _try_shared() -> None:
+    """A sealed memfd, mapped, with a futex in it, and an eventfd: what the shared transport is made of."""
+    descriptor = os.memfd_create("dflash_moe-probe", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(descriptor, mmap.PAGESIZE)
+        with mmap.mmap(descriptor, mmap.PAGESIZE) as mapping:
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _SEAL_FUTURE_WRITE)
+            word = ctypes.c_uint32.from_buffer(mapping)
+            _wake_futex(ctypes.addressof(word))
+            del word  # the mapping cannot close while something points into it
+    finally:
+        os.close(descriptor)
+    os.close(os.eventfd(0, os.EFD_CLOEXEC))
+
+
+def _wake_futex(address: int) -> None:
+    number = _FUTEX_CALL.get(platform.machine())
+    if number is None:
+        raise OSError(errno.ENOSYS, f"no futex call known for {platform.machine()}")
+    library = ctypes.CDLL(None, use_errno=True)
+    if library.syscall(ctypes.c_long(number), ctypes.c_void_p(address), _FUTEX_WAKE, 1, None, None, 0) < 0:
+        raise OSError(ctypes.get_errno(), f"futex: {os.strerror(ctypes.get_errno())}")
+
+
+def _try_unix() -> None:
+    for end in socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM):
+        end.close()
+
+
+def _try_tcp() -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
+        listener.bind(("127.0.0.1", 0))

@@ -1,0 +1,99 @@
+"""The self-test of `doctor --selftest`: every kernel set of this CPU against the reference, bit for bit, on seeded random data.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from dflash_moe import _core
+from dflash_moe.config import DTYPES
+
+REFERENCE = "reference"
+NUM_EXPERTS = 5
+NUM_ROWS = 37  # no multiple of any vector width or tile
+TOP_K = 3
+# Widths above one K block of 256, and no multiple of 16.
+SIZES = {"in_size": 300, "intermediate_size": 267, "out_size": 291}
+SPECS: dict[str, dict[str, Any]] = {
+    "silu": {"activation": "silu", "gate": "gated"},
+    "gelu_tanh": {"activation": "gelu_tanh", "gate": "gated"},
+    "relu_squared": {"activation": "relu_squared", "gate": "none"},
+    "clamped_swiglu": {
+        "gate": "clamped_swiglu", "alpha": 1.702, "up_offset": 1.0, "gate_max": 7.0, "up_limit": 7.0,
+        "has_gate_up_bias": True, "has_down_bias": True,
+    },
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class SelfTest:
+    """One kernel set and weight dtype over every activation and wire dtype. Passed when no element differs."""
+
+    isa: str
+    weight_dtype: str
+    cases: int
+    elements: int
+    differing: int
+
+    @property
+    def is_passed(self) -> bool:
+        """Bits equal everywhere."""
+        return self.differing == 0
+
+
+def run_self_tests(seed: int = 1) -> list[SelfTest]:
+    """Every supported kernel set but the reference itself, in the core's order; takes seconds."""
+    cases = list(itertools.product(DTYPES, SPECS, DTYPES))
+    expected = {case: _forward(REFERENCE, case, seed) for case in cases}
+    tests = []
+    for isa, weight_dtype in itertools.product((isa for isa in _core.supported_isas() if isa != REFERENCE), DTYPES):
+        own = [case for case in cases if case[0] == weight_dtype]
+        differing = sum(int(np.count_nonzero(expected[case] != _forward(isa, case, seed))) for case in own)
+        tests.append(SelfTest(isa, weight_dtype, len(own), sum(expected[case].size for case in own), differing))
+    return tests
+
+
+def _forward(isa: str, case: tuple[str, str, str], seed: int) -> np.ndarray[Any, Any]:
+    """Bit patterns of the reply [NUM_ROWS, out_size] of (weight dtype, spec, wire dtype); the same data for every `isa`."""
+    weight_dtype, spec_name, wire_dtype = case
+    spec = SPECS[spec_name]
+    random = np.random.default_rng(seed)
+    oracle = _core.FfnOracle(spec=SIZES | spec, num_experts=NUM_EXPERTS, weight_dtype=weight_dtype, isa=isa, num_threads=2)
+    for expert in range(NUM_EXPERTS):
+        oracle.load_expert(expert, **_weights(random, spec))
+    counts = random.integers(1, TOP_K + 1, NUM_ROWS, dtype=np.uint16)
+    ids = np.concatenate([np.sort(random.permutation(NUM_EXPERTS)[:count]) for count in counts]).astype(np.uint16)
+    rows = random.standard_normal((NUM_ROWS, SIZES["in_size"]), dtype=np.float32)
+    weights = random.random(ids.size, dtype=np.float32)
+    reply: Any = oracle.forward(rows, counts, ids, weights, row_dtype=wire_dtype, reply_dtype=wire_dtype)
+    bits: np.ndarray[Any, Any] = reply.view(np.uint32) if wire_dtype == "f32" else reply
+    return bits
+
+
+def _weights(random: np.random.Generator, spec: dict[str, Any]) -> dict[str, Any]:
+    in_size, intermediate, out_size = (SIZES[key] for key in ("in_size", "intermediate_size", "out_size"))
+
+    def matrix(outputs: int, inputs: int) -> np.ndarray[Any, Any]:
+        scaled: np.ndarray[Any, Any] = random.standard_normal((outputs, inputs), dtype=np.float32) / np.float32(inputs**0.5)
+        return scaled
+
+    def bias(outputs: int) -> np.ndarray[Any, Any]:
+        return random.standard_normal(outputs, dtype=np.float32)
+
+    is_gated = spec["gate"] != "none"
+    weights: dict[str, Any] = {
+        "gate": matrix(intermediate, in_size) if is_gated else None,
+        "up": matrix(intermediate, in_size),
+        "down": matrix(out_size, intermediate),
+    }
+    if spec.get("has_gate_up_bias"):
+        weights |= {"gate_bias": bias(intermediate), "up_bias": bias(intermediate)}
+    if spec.get("has_down_bias"):
+        weights["down_bias"] = bias(out_size)
+    return weights
