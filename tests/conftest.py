@@ -8,10 +8,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 
 from tests import leaks
 from tests.markers import MARKS
+
+
+# On two shared cores a pause of the machine is no property of an input: no deadline per example, no health check of speed.
+hypothesis.settings.register_profile(
+    "shared_cores", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow], print_blob=True
+)
+hypothesis.settings.load_profile("shared_cores")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -34,9 +34,9 @@ def take() -> Snapshot:
     return Snapshot(_descendants(os.getpid()), _descriptors(), frozenset(_shared_names()))
 
 
-def leaks_since(before: Snapshot, grace_s: float = GRACE_S) -> list[str]:
-    """One line per thing that is there now and was not `before`, after at most `grace_s` of waiting for it to go."""
-    deadline = time.monotonic() + grace_s
+def leaks_since(before: Snapshot, grace_s: float | None = None) -> list[str]:
+    """One line per thing that is there now and was not `before`, after at most `grace_s` (GRACE_S) of waiting for it to go."""
+    deadline = time.monotonic() + (GRACE_S if grace_s is None else grace_s)
     found = _differences(before, take())
     if found:
         gc.collect()  # objects in reference cycles close their descriptors only now; that is not a leak

@@ -61,7 +61,7 @@ def test_documented_command_has_the_documented_flags(document: str, command: str
 
 @pytest.mark.parametrize("document", sorted(DOCUMENTS))
 def test_documented_environment_variables_exist(document: str) -> None:
-    known = {setting.env for setting in config.SETTINGS if setting.env}
+    known = {setting.environment for setting in config.SETTINGS if setting.environment}
     assert set(re.findall(r"\bDFLASH_MOE_[A-Z_]+[A-Z]\b", DOCUMENTS[document])) <= known
 
 
