@@ -14,7 +14,6 @@ import pytest
 from tests import leaks
 from tests.markers import MARKS
 
-
 # On two shared cores a pause of the machine is no property of an input: no deadline per example, no health check of speed.
 hypothesis.settings.register_profile(
     "shared_cores", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow], print_blob=True

@@ -37,6 +37,7 @@ def test_skip_beside_a_pass_is_counted_and_passes(tmp_path: Path) -> None:
 
 
 def test_leaking_test_fails(tmp_path: Path) -> None:
-    result = _run(tmp_path, "import os\nfrom tests import leaks\nleaks.GRACE_S = 0.1\ndef test_a():\n    os.memfd_create('left')\n")
+    text = "import os\nfrom tests import leaks\nleaks.GRACE_S = 0.1\ndef test_a():\n    os.memfd_create('left')\n"
+    result = _run(tmp_path, text)
     assert result.returncode == 1
     assert "1 more open memfd descriptors than before" in result.stdout
