@@ -71,7 +71,7 @@ def tiny_spec(directory: Path, *, num_layers: int = NUM_LAYERS) -> ModelSpec:
             )
         )
     fingerprint = Checkpoint.open(directory).fingerprint()
-    return ModelSpec(layers=tuple(layers), dtype="f32", fingerprint=fingerprint, config_name="tiny", path=directory)
+    return ModelSpec(layers=tuple(layers), dtype="f32", fingerprint=fingerprint, config_name="tiny", path=str(directory))
 
 
 def make_batch(num_tokens: int, *, seed: int = 0) -> Batch:

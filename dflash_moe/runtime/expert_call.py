@@ -48,6 +48,7 @@ class ExpertCall:
             self._call.result()
         except WorkerError as error:
             raise self._explain(error) from None
+        self._call = None  # a result that is kept must not keep the data paths of a closed runtime open
         return self._result
 
     def __await__(self) -> Generator[Any, None, Any]:

@@ -1,0 +1,100 @@
+"""What the fault tests share: a tiny checkpoint, workers started by hand, and a look at who is still alive.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from dflash_moe.model.spec import ModelSpec
+from dflash_moe.protocol.keys import write_key_file
+from tests.expert_cases import make_checkpoint, tiny_spec
+
+READY_S = 60.0
+
+
+@pytest.fixture(scope="session")
+def spec(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
+    return tiny_spec(make_checkpoint(tmp_path_factory.mktemp("tiny")))
+
+
+@pytest.fixture(scope="session")
+def key_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("key") / "shared.key"
+    write_key_file(path)
+    return path
+
+
+class HandStarted:
+    """A `dflash-moe worker` process and the address it announced."""
+
+    def __init__(self, process: subprocess.Popen[str], address: str) -> None:
+        self.process = process
+        self.address = address
+
+
+StartWorker = Callable[..., HandStarted]
+
+
+@pytest.fixture
+def start_worker(tmp_path: Path) -> Iterator[StartWorker]:
+    """Starts workers by hand; they are ended after the test."""
+    processes: list[subprocess.Popen[str]] = []
+
+    def start(model: Path, listen: str, *options: str, name: str = "far") -> HandStarted:
+        topology = tmp_path / "worker.yaml"
+        topology.write_text(f"version: 1\nworkers:\n  - {{name: {name}, threads: 1, address: '{listen}'}}\n")
+        command = [sys.executable, "-m", "dflash_moe", "worker", "--topology", str(topology), "--name", name]
+        command += ["--model", str(model), *options]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        processes.append(process)
+        assert process.stdout is not None
+        readable, _, _ = select.select([process.stdout], [], [], READY_S)
+        line = process.stdout.readline() if readable else ""
+        address = line.strip().rpartition(" ")[2]
+        return HandStarted(process, address)
+
+    yield start
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            process.send_signal(signal.SIGCONT)
+            process.kill()
+        process.communicate(timeout=10)
+
+
+def is_gone(pid: int) -> bool:
+    """True when no such process runs any more; one that only waits to be reaped counts as gone."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return True
+    return state in ("Z", "X")
+
+
+def wait_until(claim: Callable[[], bool], seconds: float) -> bool:
+    """Polls `claim`; True as soon as it holds."""
+    until = time.monotonic() + seconds
+    while not claim():
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def children_of(pid: int) -> list[int]:
+    """Direct children of a process."""
+    found: list[int] = []
+    for task in os.listdir(f"/proc/{pid}/task"):
+        found += [int(child) for child in Path(f"/proc/{pid}/task/{task}/children").read_text().split()]
+    return found

@@ -1,0 +1,203 @@
+"""Workers that die, freeze, or answer garbage in a call: a typed error within its deadline, and no process left.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dflash_moe import _core
+from dflash_moe.errors import DflashError, ProtocolError, WorkerError, WorkerLost, WorkerTimeout
+from dflash_moe.model.spec import ModelSpec
+from dflash_moe.runtime.expert_runtime import ExpertRuntime
+from dflash_moe.topology import Emulate, Topology
+from tests.expert_cases import Expected, make_batch
+from tests.fault.conftest import is_gone, wait_until
+
+HANG_UP_S = 1.0  # the rule says 100 ms; the rest is for a busy test machine
+SLOW = Emulate(slowdown=3000.0)  # one tiny call takes about a second
+
+
+def start(spec: ModelSpec, *, address: str | None = None, emulate: Emulate | None = None, **overrides: Any) -> ExpertRuntime:
+    topology = Topology.local(num_workers=2, address=address)
+    workers = tuple(dataclasses.replace(worker, emulate=emulate) for worker in topology.workers)
+    return ExpertRuntime.start(dataclasses.replace(topology, workers=workers), model=spec, **overrides)
+
+
+def pids(runtime: ExpertRuntime) -> dict[str, int]:
+    return {process.name: process.pid for process in runtime.worker_processes()}
+
+
+def call(runtime: ExpertRuntime, num_tokens: int = 20) -> Any:
+    return runtime.experts(0, *dataclasses.astuple(make_batch(num_tokens)))
+
+
+@pytest.mark.parametrize("address", [None, "unix", "tcp"])
+def test_a_worker_killed_in_a_call_is_lost_with_its_name_signal_and_log(spec: ModelSpec, address: str | None) -> None:
+    with start(spec, address=address, emulate=SLOW) as runtime:
+        victims = pids(runtime)
+        waiting = runtime.submit(0, *dataclasses.astuple(make_batch(200)))
+        os.kill(victims["w1"], signal.SIGKILL)
+        started = time.monotonic()
+        with pytest.raises(WorkerLost) as caught:
+            waiting.result(timeout=10)
+        assert time.monotonic() - started < HANG_UP_S + 0.3
+        text = str(caught.value)
+        assert "w1" in text
+        assert "layers.0.experts" in text
+        assert "was killed by SIGKILL" in text
+        assert "session opened" in text  # the log's last lines
+    assert all(is_gone(pid) for pid in victims.values())
+
+
+def test_calls_after_a_loss_fail_at_once_and_leaving_the_block_raises_nothing(spec: ModelSpec) -> None:
+    with start(spec) as runtime:
+        call(runtime)
+        os.kill(pids(runtime)["w0"], signal.SIGKILL)
+        for _ in range(3):
+            started = time.monotonic()
+            with pytest.raises(WorkerLost, match="w0"):
+                call(runtime)
+            assert time.monotonic() - started < HANG_UP_S + 0.3
+        assert runtime.stats()["workers"]["w0"]["state"] == "lost"
+
+
+def test_a_stopped_worker_is_lost_after_the_stall_timeout_not_earlier(spec: ModelSpec) -> None:
+    with start(spec, stall_timeout_s=1.0) as runtime:
+        call(runtime)
+        victims = pids(runtime)
+        os.kill(victims["w1"], signal.SIGSTOP)
+        started = time.monotonic()
+        with pytest.raises(WorkerLost, match="w1"):
+            call(runtime)
+        assert 0.8 < time.monotonic() - started < 3.0
+    assert all(is_gone(pid) for pid in victims.values())
+
+
+def test_a_slow_but_working_worker_is_never_declared_dead(spec: ModelSpec) -> None:
+    with start(spec, emulate=Emulate(slowdown=20000.0), stall_timeout_s=0.5) as runtime:
+        started = time.monotonic()
+        result = call(runtime, 60)
+        assert time.monotonic() - started > 0.6, "the emulated worker was too quick for this test to mean anything"
+        expected = Expected(Path(spec.path), runtime.placement, spec)
+        assert np.array_equal(result, expected.experts(0, make_batch(60)))
+
+
+def test_a_call_past_its_deadline_names_worker_layer_and_limit(spec: ModelSpec) -> None:
+    with start(spec, emulate=SLOW, call_timeout_s=0.2) as runtime:
+        with pytest.raises(WorkerTimeout) as caught:
+            call(runtime, 200)
+        assert "layers.0.experts" in str(caught.value)
+        assert "0.2" in str(caught.value)
+
+
+def test_a_wait_limit_leaves_the_call_running(spec: ModelSpec) -> None:
+    with start(spec, emulate=Emulate(slowdown=1000.0)) as runtime:
+        waiting = runtime.submit(0, *dataclasses.astuple(make_batch(100)))
+        with pytest.raises(WorkerTimeout, match="goes on"):
+            waiting.result(timeout=0.001)
+        expected = Expected(Path(spec.path), runtime.placement, spec)
+        assert np.array_equal(waiting.result(timeout=30), expected.experts(0, make_batch(100)))
+
+
+@pytest.mark.parametrize("kind", ["fail", "truncate", "corrupt"])
+@pytest.mark.parametrize("point", ["publish", "poll"])
+def test_garbage_on_the_data_path_is_a_typed_error_and_never_a_number(spec: ModelSpec, kind: str, point: str) -> None:
+    seeds = iter(range(1000))
+
+    def decorate(name: str, channel: _core.Channel) -> _core.Channel:
+        if name != "w0":
+            return channel
+        return _core.make_faulty(channel, kind=kind, point=point, nth=2, seed=next(seeds))
+
+    for _ in range(3):
+        with ExpertRuntime.start(
+            Topology.local(num_workers=2), model=spec, _channel_decorator=decorate, call_timeout_s=1.0
+        ) as runtime:
+            expected = Expected(Path(spec.path), runtime.placement, spec).experts(0, make_batch(20))
+            assert np.array_equal(call(runtime), expected)
+            with pytest.raises((WorkerError, ProtocolError), match="w0"):
+                call(runtime)
+
+
+def test_a_dropped_reply_times_out_and_the_next_call_is_right(spec: ModelSpec) -> None:
+    def decorate(name: str, channel: _core.Channel) -> _core.Channel:
+        return _core.make_faulty(channel, kind="drop", point="poll", nth=1) if name == "w0" else channel
+
+    with ExpertRuntime.start(
+        Topology.local(num_workers=2), model=spec, _channel_decorator=decorate, call_timeout_s=0.3
+    ) as runtime:
+        expected = Expected(Path(spec.path), runtime.placement, spec).experts(0, make_batch(20))
+        with pytest.raises(WorkerTimeout, match="w0"):
+            call(runtime)
+        assert np.array_equal(call(runtime), expected)
+        assert runtime.stats()["workers"]["w0"]["quarantined_slots"] == 1
+
+
+def test_quarantined_slots_are_renewed_before_they_run_out(spec: ModelSpec) -> None:
+    generation = 0
+
+    def decorate(name: str, channel: _core.Channel) -> _core.Channel:
+        nonlocal generation
+        generation += 1
+        # On the first data path every reply is lost; its slots never come back by themselves.
+        for nth in range(1, 9 if generation == 1 else 1):
+            channel = _core.make_faulty(channel, kind="drop", point="poll", nth=1 if nth else nth)
+        return channel
+
+    with ExpertRuntime.start(
+        Topology.local(num_workers=1), model=spec, _channel_decorator=decorate, call_timeout_s=0.2
+    ) as runtime:
+        expected = Expected(Path(spec.path), runtime.placement, spec).experts(0, make_batch(20))
+        for _ in range(2):
+            with pytest.raises(WorkerTimeout):
+                call(runtime)
+        assert np.array_equal(call(runtime), expected)
+        assert generation == 2
+        assert runtime.stats()["workers"]["w0"]["quarantined_slots"] == 0
+
+
+def test_ctrl_c_in_a_call_leaves_no_process(spec: ModelSpec) -> None:
+    victims: dict[str, int] = {}
+    main = threading.main_thread().ident
+    assert main is not None
+
+    def interrupted() -> None:
+        with start(spec, emulate=SLOW) as runtime:
+            victims.update(pids(runtime))
+            timer = threading.Timer(0.1, signal.pthread_kill, (main, signal.SIGINT))
+            timer.start()
+            call(runtime, 400)
+
+    started = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert time.monotonic() - started < 10
+    assert len(victims) == 2
+    assert all(is_gone(pid) for pid in victims.values())
+
+
+def test_a_runtime_that_nobody_closed_ends_its_workers_when_it_is_collected(spec: ModelSpec) -> None:
+    runtime = start(spec)
+    victims = list(pids(runtime).values())
+    del runtime
+    assert wait_until(lambda: all(is_gone(pid) for pid in victims), 5)
+
+
+def test_stats_of_a_lost_worker_say_so_instead_of_hanging(spec: ModelSpec) -> None:
+    with start(spec) as runtime:
+        os.kill(pids(runtime)["w0"], signal.SIGKILL)
+        started = time.monotonic()
+        with pytest.raises(DflashError, match="w0"):
+            runtime.worker_stats()
+        assert time.monotonic() - started < 3
