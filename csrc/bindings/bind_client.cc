@@ -27,20 +27,33 @@ constexpr double kMaxWaitS = 1e6;                // above any sensible timeout, 
 // The client and the process it belongs to: sockets and mappings are shared with a forked child, whose use would corrupt both.
 class ClientBox {
  public:
-  explicit ClientBox(const client::ClientOptions& options) : client_(options), owner_(::getpid()) {}
+  explicit ClientBox(const client::ClientOptions& options) : client_(std::make_unique<ExpertClient>(options)), owner_(::getpid()) {}
+  ClientBox(const ClientBox&) = delete;
+  ClientBox& operator=(const ClientBox&) = delete;
+  ~ClientBox() {
+    if (!is_ours()) static_cast<void>(client_.release());  // closing would hang up the parent's connections
+  }
 
   ExpertClient& get() {
-    if (::getpid() != owner_) {
+    if (!is_ours()) {
       raise(Error{ErrorCode::kClosed, "this runtime belongs to the parent process; start one of your own after fork()"});
     }
-    return client_;
+    return *client_;
   }
   bool is_ours() const { return ::getpid() == owner_; }
 
  private:
-  ExpertClient client_;
+  std::unique_ptr<ExpertClient> client_;
   pid_t owner_;
 };
+
+// Calls `use` with the client and without the GIL: even a short call may wait for the turn of a thread that drives.
+template <class Use>
+auto without_gil(ClientBox& box, Use use) {
+  ExpertClient& client = box.get();
+  py::gil_scoped_release unlocked;
+  return use(client);
+}
 
 // Waits without the GIL in steps, so that Python sees signals in between. True: done.
 bool wait_for(ExpertClient& client, const client::CallPtr& call, Deadline deadline) {
@@ -55,8 +68,17 @@ bool wait_for(ExpertClient& client, const client::CallPtr& call, Deadline deadli
   }
 }
 
+int64_t nanoseconds_of(double seconds) { return static_cast<int64_t>(seconds * 1e9); }
+
+// A timeout as an option: positive and finite, so that every call ends.
+int64_t timeout_ns(const char* name, double seconds) {
+  if (seconds > 0 && seconds <= kMaxWaitS) return nanoseconds_of(seconds);
+  raise(Error{ErrorCode::kInvalidArgument,
+              std::string(name) + " is " + std::to_string(seconds) + "; allowed are more than 0 and at most 1000000 seconds"});
+}
+
 Deadline deadline_of(double timeout_s) {
-  return Deadline::after_ns(static_cast<int64_t>((timeout_s < kMaxWaitS ? timeout_s : kMaxWaitS) * 1e9));
+  return Deadline::after_ns(nanoseconds_of(timeout_s > 0 ? (timeout_s < kMaxWaitS ? timeout_s : kMaxWaitS) : 0));  // NaN: now
 }
 
 // A call as Python holds it; keeps the tensors alive while the core may touch them.
@@ -72,7 +94,9 @@ class PyCall {
     box_->get().abandon(call_);  // nothing happens to a call that is done
   }
 
-  bool is_done() { return box_->get().is_done(call_); }
+  bool is_done() {
+    return without_gil(*box_, [this](ExpertClient& client) { return client.is_done(call_); });
+  }
   bool wait(double timeout_s) {
     const bool done = wait_for(box_->get(), call_, deadline_of(timeout_s));
     if (done) keep_ = py::none();
@@ -80,10 +104,7 @@ class PyCall {
   }
   void result() { unwrap(box_->get().outcome(call_)); }
   void abandon() {
-    {
-      py::gil_scoped_release unlocked;
-      box_->get().abandon(call_);
-    }
+    without_gil(*box_, [this](ExpertClient& client) { client.abandon(call_); });
     keep_ = py::none();
   }
 
@@ -121,7 +142,9 @@ class AbandonOnExit {
   AbandonOnExit(const AbandonOnExit&) = delete;
   AbandonOnExit& operator=(const AbandonOnExit&) = delete;
   ~AbandonOnExit() {
-    if (!is_done) client_.abandon(call_);
+    if (is_done) return;
+    py::gil_scoped_release unlocked;
+    client_.abandon(call_);
   }
   bool is_done = false;
 
@@ -153,7 +176,7 @@ uint32_t add_worker(ClientBox& box, const std::string& name, ChannelBox& channel
   link.policy = {slice_tokens, window};
   link.request_dtype = parse_dtype(request_dtype);
   link.reply_dtype = parse_dtype(reply_dtype);
-  return unwrap(box.get().add_worker(std::move(link)));
+  return unwrap(without_gil(box, [&](ExpertClient& client) { return client.add_worker(std::move(link)); }));
 }
 
 using ShardTuple = std::tuple<uint32_t, uint32_t, uint64_t, std::vector<uint32_t>>;
@@ -164,12 +187,12 @@ void define_layer(ClientBox& box, uint32_t layer, const std::string& name, uint3
   for (const auto& [shard, worker, fingerprint, experts] : shards) {
     plan.shards.push_back(client::ShardPlace{shard, worker, fingerprint, experts});
   }
-  unwrap(box.get().define_layer(plan));
+  unwrap(without_gil(box, [&](ExpertClient& client) { return client.define_layer(plan); }));
 }
 
 py::dict counters_dict(ClientBox& box) {
   py::dict all;
-  for (const auto& [where, counters] : box.get().counters()) {
+  for (const auto& [where, counters] : without_gil(box, [](ExpertClient& client) { return client.counters(); })) {
     py::dict fields;
     fields["calls"] = counters.calls;
     fields["rows"] = counters.rows;
@@ -188,7 +211,7 @@ py::dict counters_dict(ClientBox& box) {
 
 py::list worker_dicts(ClientBox& box) {
   py::list all;
-  for (const client::WorkerReport& report : box.get().workers()) {
+  for (const client::WorkerReport& report : without_gil(box, [](ExpertClient& client) { return client.workers(); })) {
     py::dict fields;
     fields["name"] = report.name;
     fields["state"] = report.state == client::WorkerState::kReady ? "ready" : "lost";
@@ -203,7 +226,7 @@ py::list worker_dicts(ClientBox& box) {
 
 py::list trace_dicts(ClientBox& box) {
   py::list all;
-  for (const client::SliceTrace& trace : box.get().take_traces()) {
+  for (const client::SliceTrace& trace : without_gil(box, [](ExpertClient& client) { return client.take_traces(); })) {
     py::dict fields;
     fields["call_id"] = trace.call_id;
     fields["layer"] = trace.layer;
@@ -239,8 +262,8 @@ void bind_client(py::module_& module) {
       .def(py::init([](int64_t spin_ns, double call_timeout_s, double stall_timeout_s, uint32_t max_calls) {
              client::ClientOptions options;
              options.spin_ns = spin_ns;
-             options.call_timeout_ns = static_cast<int64_t>(call_timeout_s * 1e9);
-             options.stall_timeout_ns = static_cast<int64_t>(stall_timeout_s * 1e9);
+             options.call_timeout_ns = timeout_ns("call_timeout_s", call_timeout_s);
+             options.stall_timeout_ns = timeout_ns("stall_timeout_s", stall_timeout_s);
              options.max_calls = max_calls;
              return std::make_shared<ClientBox>(options);
            }),
@@ -248,13 +271,15 @@ void bind_client(py::module_& module) {
       .def("add_worker", &add_worker, py::kw_only(), py::arg("name"), py::arg("channel"), py::arg("generation"), py::arg("pulse_fd"),
            py::arg("slice_tokens"), py::arg("window"), py::arg("request_dtype"), py::arg("reply_dtype"))
       .def("replace_channel", [](ClientBox& box, uint32_t worker, ChannelBox& channel, uint64_t generation) {
-        unwrap(box.get().replace_channel(worker, channel.take(), generation));
+        auto taken = channel.take();
+        unwrap(without_gil(box, [&](ExpertClient& client) { return client.replace_channel(worker, std::move(taken), generation); }));
       }, py::arg("worker"), py::arg("channel"), py::arg("generation"))
       .def("set_policy", [](ClientBox& box, uint32_t worker, uint32_t slice_tokens, uint32_t window) {
-        unwrap(box.get().set_policy(worker, {slice_tokens, window}));
+        unwrap(without_gil(box, [&](ExpertClient& client) { return client.set_policy(worker, {slice_tokens, window}); }));
       }, py::arg("worker"), py::arg("slice_tokens"), py::arg("window"))
       .def("set_dtypes", [](ClientBox& box, uint32_t worker, const std::string& request_dtype, const std::string& reply_dtype) {
-        unwrap(box.get().set_dtypes(worker, parse_dtype(request_dtype), parse_dtype(reply_dtype)));
+        const Dtype request = parse_dtype(request_dtype), reply = parse_dtype(reply_dtype);
+        unwrap(without_gil(box, [&](ExpertClient& client) { return client.set_dtypes(worker, request, reply); }));
       }, py::arg("worker"), py::arg("request_dtype"), py::arg("reply_dtype"))
       .def("define_layer", &define_layer, py::kw_only(), py::arg("layer"), py::arg("name"), py::arg("in_size"), py::arg("out_size"),
            py::arg("num_experts"), py::arg("shards"))
@@ -268,11 +293,14 @@ void bind_client(py::module_& module) {
            py::arg("topk_ids"), py::arg("ids_are_64bit"), py::arg("topk_weights"), py::arg("weights_dtype"), py::arg("top_k"),
            py::arg("output"), py::arg("keep"))
       .def("run", &run_call)
-      .def("mark_lost", [](ClientBox& box, uint32_t worker, const std::string& reason) { box.get().mark_lost(worker, reason); },
-           py::arg("worker"), py::arg("reason"), py::call_guard<py::gil_scoped_release>())
+      .def("mark_lost", [](ClientBox& box, uint32_t worker, const std::string& reason) {
+        without_gil(box, [&](ExpertClient& client) { client.mark_lost(worker, reason); });
+      }, py::arg("worker"), py::arg("reason"))
       .def("counters", &counters_dict)
       .def("workers", &worker_dicts)
-      .def("set_profile", [](ClientBox& box, bool on) { box.get().set_profile(on); }, py::arg("on"))
+      .def("set_profile", [](ClientBox& box, bool on) {
+        without_gil(box, [on](ExpertClient& client) { client.set_profile(on); });
+      }, py::arg("on"))
       .def("take_traces", &trace_dicts);
 }
 

@@ -1,7 +1,9 @@
-// A submitted call and its parts. Everything here is guarded by the client's lock.
+// A submitted call and the parts it is cut into. Whoever has the turn (turn.h) owns all of it; only `is_done`, and `error` after it,
+// are read by any thread.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -10,6 +12,7 @@
 
 #include "base/dtype.h"
 #include "base/result.h"
+#include "client/buffer_pool.h"
 #include "client/exchange.h"
 #include "client/expert_client.h"
 
@@ -28,29 +31,34 @@ struct Part {
   Call* call = nullptr;
   uint32_t shard_index = 0;  // position in the layer's plan
   uint32_t worker = 0;
-  uint16_t slice = 0;
-  uint32_t row_begin = 0, row_end = 0;
-  uint32_t pair_begin = 0, pair_end = 0;
+  uint16_t slice = 0;        // index of the part within (call, shard), so that no two requests share an identity
   PartState state = PartState::kWaiting;
   Dtype request_dtype = Dtype::kF32, reply_dtype = Dtype::kF32;
-  std::vector<std::byte> reply_rows;  // [row_end - row_begin, out_size] in reply_dtype, once arrived
+  uint32_t row_begin = 0, row_end = 0;
+  uint32_t pair_begin = 0, pair_end = 0;
+  Buffer reply_rows;         // [row_end - row_begin, out_size] in reply_dtype, once arrived
   SliceTrace trace{};
 
   uint32_t num_rows() const { return row_end - row_begin; }
   uint32_t num_pairs() const { return pair_end - pair_begin; }
 };
 
+// The bulk of a call: given back when it is done, so that the next call finds its memory allocated.
+struct CallWork {
+  TokenBatch batch;                   // topk_ids and topk_weights are not read after submit
+  std::vector<ShardRows> shard_rows;  // [num_shards]
+  std::vector<Part> parts;            // by shard, then by row; not resized once cut
+  size_t parts_left = 0;
+};
+
 class Call {
  public:
   uint64_t id = 0;
   const Layer* layer = nullptr;
-  TokenBatch batch;
-  std::vector<ShardRows> shard_rows;  // [num_shards]
-  std::vector<std::unique_ptr<Part>> parts;  // by shard, then by row; stable addresses
-  size_t parts_left = 0;
   int64_t deadline_ns = 0;
-  bool is_done = false;
+  std::unique_ptr<CallWork> work;   // null once done
   std::optional<Error> error;
+  std::atomic<bool> is_done = false;  // released after the output and `error` were written
 };
 
 }  // namespace dflash::client

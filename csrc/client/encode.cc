@@ -77,9 +77,9 @@ uint64_t reply_message_bytes(const LayerPlan& plan, uint32_t num_rows, Dtype dty
 }
 
 Result<size_t> encode_request(const Part& part, uint64_t generation, std::span<std::byte> slot) {
-  const Call& call = *part.call;
-  const LayerPlan& plan = call.layer->plan;
-  const ShardRows& rows = call.shard_rows[part.shard_index];
+  const LayerPlan& plan = part.call->layer->plan;
+  const TokenBatch& batch = part.call->work->batch;
+  const ShardRows& rows = part.call->work->shard_rows[part.shard_index];
   auto layout = wire::RequestLayout::of(part.num_rows(), part.num_pairs(), plan.in_size, part.request_dtype);
   if (!layout.ok()) return std::move(layout).error();
   const size_t message_bytes = wire::kFrameHeaderBytes + layout.value().payload_bytes;
@@ -92,8 +92,8 @@ Result<size_t> encode_request(const Part& part, uint64_t generation, std::span<s
   size_t at = layout.value().rows_offset;
   for (uint32_t row = part.row_begin; row < part.row_end; ++row, at += row_bytes) {
     const uint32_t token = rows.tokens[row];
-    const std::byte* source = call.batch.hidden_states + static_cast<int64_t>(token) * call.batch.row_stride_bytes;
-    if (!convert(call.batch.dtype, source, part.request_dtype, payload + at, plan.in_size)) {
+    const std::byte* source = batch.hidden_states + static_cast<int64_t>(token) * batch.row_stride_bytes;
+    if (!convert(batch.dtype, source, part.request_dtype, payload + at, plan.in_size)) {
       return Error{ErrorCode::kRange, "layer " + plan.name + ", token " + std::to_string(token) +
                                           ": a finite hidden state does not fit the wire dtype " + dtype_name(part.request_dtype) +
                                           "; set ipc.dtype (DFLASH_MOE_EXPERT_COMPUTE_IPC_DTYPE) to bf16 or f32"};

@@ -1,5 +1,5 @@
-// The progress engine: cuts calls into parts, spends credits, takes replies, judges workers, ends calls. Not thread-safe: its owner
-// (ExpertClient) holds one lock around every method.
+// The progress engine: sends the parts of calls as credits allow, takes replies, judges workers, ends calls. Not thread-safe: whoever
+// has the turn (turn.h) uses it. Sources: engine.cc (calls and sending), receive.cc (replies), verdict.cc (losses and deadlines).
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -9,7 +9,9 @@
 #include <vector>
 
 #include "base/clock.h"
+#include "client/buffer_pool.h"
 #include "client/call.h"
+#include "client/combine.h"
 #include "client/expert_client.h"
 #include "client/worker_link.h"
 #include "wire/frame.h"
@@ -30,43 +32,54 @@ class Engine {
   Status define_layer(const LayerPlan& plan);
   const Layer* layer(uint32_t index) const;
 
+  // Memory for a new call, its lists empty.
+  std::unique_ptr<CallWork> take_work();
   // Takes a routed call, sends what fits. Errors (the call was not taken): kInvalidArgument, kWorkerLost.
   Status start(const CallPtr& call);
   // Sleeps at most until `tick`, one kTickNs, or the first event; then handles everything that arrived and sends what fits.
   void drive(Deadline tick, int wake_fd);
   // Ends an unfinished call; its slots in flight are quarantined.
   void fail(Call& call, Error error);
-  // Gives a worker up and fails every call that needs it.
-  void lose(WorkerEnd& worker, ErrorCode code, const std::string& reason);
+  // Gives a worker up and fails every call that needs it, after taking the replies that already arrived.
+  void lose_after_drain(WorkerEnd& worker, const std::string& reason);
+  // Calls ended so far; a driver compares it to know whether sleepers must look at theirs.
+  uint64_t num_ended() const { return num_ended_; }
 
   void set_profile(bool on) { is_profiling_ = on; }
   std::vector<SliceTrace> take_traces() { return std::exchange(traces_, {}); }
 
  private:
+  Status refuse_lost_workers(const Call& call) const;
   Status cut(Call& call);
-  Status cut_slice(Call& call, uint32_t shard_index, uint32_t row_end, uint16_t slice, Part& next);
   void pump();
-  void send_waiting(WorkerEnd& worker);
-  bool send(WorkerEnd& worker, Part& part, uint32_t slot);
+  bool send_next(WorkerEnd& worker);
+  void send(WorkerEnd& worker, Part& part, uint32_t slot);
+  void finish(Call& call);
+  void end(Call& call);
+  void trace(const Call& call, const Part& part);
+  void charge_wait(int64_t elapsed_ns);
+
   void receive(WorkerEnd& worker, transport::Arrival arrival);
   void drain(WorkerEnd& worker);
   void receive_late(WorkerEnd& worker, uint32_t slot, const wire::FrameHeader& header);
   void receive_error(WorkerEnd& worker, uint32_t slot, const wire::FrameHeader& header, std::span<const std::byte> bytes);
   void receive_rows(WorkerEnd& worker, uint32_t slot, const wire::FrameHeader& header, std::span<const std::byte> bytes);
-  void finish(Call& call);
+
+  void lose(WorkerEnd& worker, ErrorCode code, const std::string& reason);
   void judge_all(int64_t now);
   void end_late_calls(int64_t now);
-  void charge_wait(int64_t elapsed_ns);
-  std::vector<std::byte> take_buffer(size_t num_bytes);
 
   ClientOptions options_;
   std::vector<std::unique_ptr<WorkerEnd>> workers_;
   std::map<uint32_t, Layer> layers_;
   std::vector<CallPtr> calls_;  // not done yet
   uint64_t next_call_id_ = 1;
+  uint64_t num_ended_ = 0;
   int64_t last_judged_ns_ = 0;
-  std::vector<transport::WaitEntry> wait_entries_;          // [num_workers], reused
-  std::vector<std::vector<std::byte>> spare_buffers_;       // reply buffers of ended calls
+  std::vector<transport::WaitEntry> wait_entries_;     // [num_workers], reused
+  std::vector<std::unique_ptr<CallWork>> spare_works_;  // of ended calls
+  BufferPool reply_buffers_;
+  Combiner combiner_;
   bool is_profiling_ = false;
   std::vector<SliceTrace> traces_;
 };

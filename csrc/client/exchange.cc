@@ -91,15 +91,4 @@ Status ExpertTable::exchange(std::span<const Id> topk_ids, std::span<const float
 template Status ExpertTable::exchange<int32_t>(std::span<const int32_t>, std::span<const float>, uint32_t, std::span<ShardRows>) const;
 template Status ExpertTable::exchange<int64_t>(std::span<const int64_t>, std::span<const float>, uint32_t, std::span<ShardRows>) const;
 
-std::vector<uint32_t> slice_ends(uint32_t num_tokens, uint32_t slice_tokens) {
-  const uint32_t num_slices = (num_tokens + slice_tokens - 1) / slice_tokens;
-  std::vector<uint32_t> ends(num_slices);
-  uint32_t end = 0;
-  for (uint32_t i = 0; i < num_slices; ++i) {
-    end += num_tokens / num_slices + (i < num_tokens % num_slices ? 1 : 0);
-    ends[i] = end;
-  }
-  return ends;
-}
-
 }  // namespace dflash::client

@@ -47,7 +47,14 @@ class ExpertTable {
   size_t num_shards_ = 0;
 };
 
-// Even cuts of `num_tokens` into ceil(num_tokens / slice_tokens) ranges that differ by at most one token; returns the range ends.
-std::vector<uint32_t> slice_ends(uint32_t num_tokens, uint32_t slice_tokens);
+// A call of `num_tokens` is cut into ceil(num_tokens / slice_tokens) ranges whose lengths differ by at most one, longer ones first.
+constexpr uint32_t num_slices(uint32_t num_tokens, uint32_t slice_tokens) {
+  return num_tokens / slice_tokens + (num_tokens % slice_tokens != 0 ? 1 : 0);
+}
+// One past the last token of range `index`.
+constexpr uint32_t slice_end(uint32_t num_tokens, uint32_t num_ranges, uint32_t index) {
+  const uint32_t longer = num_tokens % num_ranges;
+  return (index + 1) * (num_tokens / num_ranges) + (index + 1 < longer ? index + 1 : longer);
+}
 
 }  // namespace dflash::client

@@ -1,20 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "client/expert_client.h"
 
-#include <sys/eventfd.h>
-#include <unistd.h>
-
-#include <algorithm>
-#include <atomic>
-#include <chrono>
-#include <condition_variable>
-#include <mutex>
-#include <thread>
+#include <cstring>
 
 #include "base/clock.h"
 #include "base/convert.h"
 #include "client/call.h"
 #include "client/engine.h"
+#include "client/turn.h"
 #include "wire/limits.h"
 
 namespace dflash::client {
@@ -33,52 +26,48 @@ Status validate(const TokenBatch& batch, const LayerPlan& plan) {
   return ok();
 }
 
-Status route(const TokenBatch& batch, Call& call) {
+// topk arrays as the exchange reads them; a copy only where dtype or alignment ask for one.
+template <class T>
+std::span<const T> aligned(const void* from, size_t count, std::vector<T>& copy) {
+  if (reinterpret_cast<uintptr_t>(from) % alignof(T) == 0) return {static_cast<const T*>(from), count};
+  copy.resize(count);
+  std::memcpy(copy.data(), from, count * sizeof(T));
+  return copy;
+}
+
+template <class Id>
+Status route_ids(const TokenBatch& batch, std::span<const float> weights, const ExpertTable& experts, std::span<ShardRows> rows) {
+  std::vector<Id> copy;
+  return experts.exchange<Id>(aligned(batch.topk_ids, weights.size(), copy), weights, batch.top_k, rows);
+}
+
+Status route(const TokenBatch& batch, const ExpertTable& experts, std::span<ShardRows> rows) {
   const size_t num_pairs = size_t{batch.num_tokens} * batch.top_k;
-  std::vector<float> widened;
+  std::vector<float> copy;
   std::span<const float> weights;
-  if (batch.weights_dtype == Dtype::kF32 && reinterpret_cast<uintptr_t>(batch.topk_weights) % alignof(float) == 0) {
-    weights = {reinterpret_cast<const float*>(batch.topk_weights), num_pairs};
+  if (batch.weights_dtype == Dtype::kF32) {
+    weights = aligned(static_cast<const void*>(batch.topk_weights), num_pairs, copy);
   } else {
-    widened.resize(num_pairs);
-    widen(batch.weights_dtype, batch.topk_weights, widened.data(), num_pairs);
-    weights = widened;
+    copy.resize(num_pairs);
+    widen(batch.weights_dtype, batch.topk_weights, copy.data(), num_pairs);
+    weights = copy;
   }
-  const ExpertTable& experts = call.layer->experts;
-  if (batch.ids_are_64bit) {
-    return experts.exchange<int64_t>({static_cast<const int64_t*>(batch.topk_ids), num_pairs}, weights, batch.top_k, call.shard_rows);
-  }
-  return experts.exchange<int32_t>({static_cast<const int32_t*>(batch.topk_ids), num_pairs}, weights, batch.top_k, call.shard_rows);
+  return batch.ids_are_64bit ? route_ids<int64_t>(batch, weights, experts, rows) : route_ids<int32_t>(batch, weights, experts, rows);
+}
+
+Status check_policy(SlicePolicy policy) {
+  if (policy.slice_tokens >= 1 && policy.slice_tokens <= wire::kMaxRows && policy.window >= 1) return ok();
+  return argument_error("slice_tokens is " + std::to_string(policy.slice_tokens) + " and window " + std::to_string(policy.window) +
+                        "; allowed are 1.." + std::to_string(wire::kMaxRows) + " and 1 or more");
 }
 
 }  // namespace
 
-// The lock, who drives, and how another thread gets the driver out of its sleep.
 struct ExpertClient::State {
   explicit State(const ClientOptions& options) : engine(options) {}
 
-  Engine engine;
-  mutable std::mutex mutex;              // guards engine and is_driven
-  std::condition_variable driver_left;
-  bool is_driven = false;
-  std::atomic<bool> is_shared{false};    // more than one thread has met here: from then on the driver sleeps on `bell` too
-  std::atomic<uint32_t> num_entering{0};
-  OwnedFd bell{::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)};
-
-  // Takes the lock, waking a sleeping driver. (The driver sleeps with the lock held, so that channels have one user at a time.)
-  std::unique_lock<std::mutex> enter() {
-    std::unique_lock lock(mutex, std::try_to_lock);
-    if (lock.owns_lock()) return lock;
-    is_shared.store(true, std::memory_order_relaxed);
-    num_entering.fetch_add(1, std::memory_order_seq_cst);
-    const uint64_t one = 1;
-    if (::write(bell.get(), &one, sizeof one) < 0) {
-      // A full eventfd is readable all the more.
-    }
-    lock.lock();
-    num_entering.fetch_sub(1, std::memory_order_seq_cst);
-    return lock;
-  }
+  mutable TurnTable turns;
+  Engine engine;  // whoever has the turn
 };
 
 ExpertClient::ExpertClient(const ClientOptions& options) : state_(std::make_unique<State>(options)) {}
@@ -86,13 +75,13 @@ ExpertClient::~ExpertClient() = default;
 
 Result<uint32_t> ExpertClient::add_worker(WorkerLink link) {
   if (link.channel == nullptr) return argument_error("worker " + link.name + " has no channel");
-  if (link.policy.slice_tokens == 0 || link.policy.window == 0) return argument_error("slice_tokens and window must be at least 1");
-  const auto lock = state_->enter();
+  DFLASH_TRY(check_policy(link.policy));
+  const Turn turn(state_->turns);
   return state_->engine.add_worker(std::move(link));
 }
 
 Status ExpertClient::replace_channel(uint32_t worker, std::unique_ptr<transport::Channel> channel, uint64_t generation) {
-  const auto lock = state_->enter();
+  const Turn turn(state_->turns);
   WorkerEnd* end = state_->engine.worker(worker);
   if (end == nullptr || channel == nullptr) return argument_error("there is no worker " + std::to_string(worker));
   if (end->is_lost) return Error{ErrorCode::kWorkerLost, "worker " + end->link.name + " is lost: " + end->reason};
@@ -102,16 +91,16 @@ Status ExpertClient::replace_channel(uint32_t worker, std::unique_ptr<transport:
 }
 
 Status ExpertClient::set_policy(uint32_t worker, SlicePolicy policy) {
-  const auto lock = state_->enter();
+  DFLASH_TRY(check_policy(policy));
+  const Turn turn(state_->turns);
   WorkerEnd* end = state_->engine.worker(worker);
   if (end == nullptr) return argument_error("there is no worker " + std::to_string(worker));
-  if (policy.slice_tokens == 0 || policy.window == 0) return argument_error("slice_tokens and window must be at least 1");
   end->link.policy = policy;
   return ok();
 }
 
 Status ExpertClient::set_dtypes(uint32_t worker, Dtype request_dtype, Dtype reply_dtype) {
-  const auto lock = state_->enter();
+  const Turn turn(state_->turns);
   WorkerEnd* end = state_->engine.worker(worker);
   if (end == nullptr) return argument_error("there is no worker " + std::to_string(worker));
   end->link.request_dtype = request_dtype;
@@ -120,80 +109,66 @@ Status ExpertClient::set_dtypes(uint32_t worker, Dtype request_dtype, Dtype repl
 }
 
 Status ExpertClient::define_layer(const LayerPlan& plan) {
-  const auto lock = state_->enter();
+  const Turn turn(state_->turns);
   return state_->engine.define_layer(plan);
 }
 
 Result<CallPtr> ExpertClient::submit(const TokenBatch& batch, uint32_t layer) {
-  const auto lock = state_->enter();
+  const Turn turn(state_->turns);
   Engine& engine = state_->engine;
   const Layer* found = engine.layer(layer);
   if (found == nullptr) return argument_error("layer " + std::to_string(layer) + " is not in the layer table");
   DFLASH_TRY(validate(batch, found->plan));
   auto call = std::make_shared<Call>();
   call->layer = found;
-  call->batch = batch;
-  call->shard_rows.resize(found->plan.shards.size());
-  if (batch.num_tokens > 0) {
-    Status routed = route(batch, *call);
-    if (!routed.ok()) return std::move(routed).error().with("layer " + found->plan.name);
-  }
+  call->work = engine.take_work();
+  call->work->batch = batch;
+  call->work->shard_rows.resize(found->plan.shards.size());
+  Status routed = route(batch, found->experts, call->work->shard_rows);
+  if (!routed.ok()) return std::move(routed).error().with("layer " + found->plan.name);
   DFLASH_TRY(engine.start(call));
   return call;
 }
 
 bool ExpertClient::wait(const CallPtr& call, Deadline tick) {
-  State& s = *state_;
-  auto lock = s.enter();
-  while (!call->is_done && !tick.has_passed()) {
-    if (s.is_driven) {  // somebody else drives for all; they notify when they leave or finish calls
-      s.is_shared.store(true, std::memory_order_relaxed);
-      s.driver_left.wait_for(lock, std::chrono::nanoseconds(std::min<int64_t>(tick.left_ns(), kTickNs)));
-      continue;
-    }
-    s.is_driven = true;
-    const int wake_fd = s.is_shared.load(std::memory_order_relaxed) ? s.bell.get() : -1;
-    s.engine.drive(tick, wake_fd);
-    s.is_driven = false;
-    if (wake_fd >= 0) {
-      s.driver_left.notify_all();
-      uint64_t rung = 0;
-      while (::read(wake_fd, &rung, sizeof rung) > 0) {
-      }
-      if (s.num_entering.load(std::memory_order_seq_cst) > 0 && !call->is_done) {
-        lock.unlock();
-        std::this_thread::yield();  // mutexes are not fair: let the one that rang in
-        lock.lock();
-      }
-    }
+  TurnTable& turns = state_->turns;
+  Engine& engine = state_->engine;
+  const auto is_over = [&] { return call->is_done.load(std::memory_order_acquire) || tick.has_passed(); };
+  while (!is_over()) {
+    if (!turns.acquire_to_drive(tick)) continue;
+    const uint64_t num_ended = engine.num_ended();
+    // The turn goes back whenever any call ended, because its waiter sleeps until then.
+    while (!is_over() && engine.num_ended() == num_ended && !turns.is_wanted()) engine.drive(tick, turns.wake_fd());
+    turns.release();
   }
-  return call->is_done;
+  return call->is_done.load(std::memory_order_acquire);
 }
 
 bool ExpertClient::is_done(const CallPtr& call) {
-  const auto lock = state_->enter();
-  return call->is_done;
+  if (call->is_done.load(std::memory_order_acquire) || !state_->turns.try_acquire()) return call->is_done.load(std::memory_order_acquire);
+  state_->engine.drive(Deadline::at_ns(0), -1);  // a caller that only asks, and never waits, must see its call end
+  state_->turns.release();
+  return call->is_done.load(std::memory_order_acquire);
 }
 
 Status ExpertClient::outcome(const CallPtr& call) {
-  const auto lock = state_->enter();
-  if (!call->is_done) return argument_error("the call is not done");
+  if (!call->is_done.load(std::memory_order_acquire)) return argument_error("the call is not done");
   if (call->error) return *call->error;
   return ok();
 }
 
 void ExpertClient::abandon(const CallPtr& call) {
-  const auto lock = state_->enter();
+  const Turn turn(state_->turns);
   state_->engine.fail(*call, Error{ErrorCode::kClosed, "the call was abandoned"});
 }
 
 void ExpertClient::mark_lost(uint32_t worker, const std::string& reason) {
-  const auto lock = state_->enter();
-  if (WorkerEnd* end = state_->engine.worker(worker)) state_->engine.lose(*end, ErrorCode::kWorkerLost, reason);
+  const Turn turn(state_->turns);
+  if (WorkerEnd* end = state_->engine.worker(worker)) state_->engine.lose_after_drain(*end, reason);
 }
 
 std::vector<std::pair<std::pair<uint32_t, uint32_t>, Counters>> ExpertClient::counters() const {
-  const auto lock = state_->enter();
+  const Turn turn(state_->turns);
   std::vector<std::pair<std::pair<uint32_t, uint32_t>, Counters>> all;
   for (uint32_t worker = 0; worker < state_->engine.num_workers(); ++worker) {
     for (const auto& [layer, counters] : state_->engine.worker(worker)->counters) all.push_back({{worker, layer}, counters});
@@ -202,7 +177,7 @@ std::vector<std::pair<std::pair<uint32_t, uint32_t>, Counters>> ExpertClient::co
 }
 
 std::vector<WorkerReport> ExpertClient::workers() const {
-  const auto lock = state_->enter();
+  const Turn turn(state_->turns);
   std::vector<WorkerReport> reports;
   for (uint32_t worker = 0; worker < state_->engine.num_workers(); ++worker) {
     const WorkerEnd& end = *state_->engine.worker(worker);
@@ -213,12 +188,12 @@ std::vector<WorkerReport> ExpertClient::workers() const {
 }
 
 void ExpertClient::set_profile(bool on) {
-  const auto lock = state_->enter();
+  const Turn turn(state_->turns);
   state_->engine.set_profile(on);
 }
 
 std::vector<SliceTrace> ExpertClient::take_traces() {
-  const auto lock = state_->enter();
+  const Turn turn(state_->turns);
   return state_->engine.take_traces();
 }
 

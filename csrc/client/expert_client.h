@@ -64,8 +64,8 @@ struct TokenBatch {
   std::byte* output = nullptr;               // [num_tokens, out_size] contiguous in dtype, every element written
 };
 
-// A submitted call. Destroying the last reference of an unfinished call abandons it: late replies are discarded, `output` is not
-// written any more once abandon() or the destructor returned.
+// A submitted call. One that is no longer wanted must be abandoned, not merely dropped: only abandon() ensures that `output` is not
+// written and the batch not read any more. Late replies are discarded.
 class Call;
 using CallPtr = std::shared_ptr<Call>;
 
@@ -109,9 +109,11 @@ class ExpertClient {
   Result<CallPtr> submit(const TokenBatch& batch, uint32_t layer);
   // Drives progress until the call is done or `tick` passes. true: done (then error() tells how). Never holds the GIL.
   bool wait(const CallPtr& call, Deadline tick);
+  // Handles what has arrived, without sleeping, unless another thread does.
   bool is_done(const CallPtr& call);
   // Outcome of a done call.
   Status outcome(const CallPtr& call);
+  // Once it returned, the client touches neither the batch nor `output`. Nothing happens to a call that is done.
   void abandon(const CallPtr& call);
 
   // Declares a worker lost from outside (control connection hung up, process reaped). Any thread.

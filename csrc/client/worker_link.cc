@@ -20,13 +20,13 @@ uint64_t little_endian_u64(const std::byte* bytes) {
   return value;
 }
 
+}  // namespace
+
 std::string seconds_text(int64_t nanoseconds) {
   char text[32];
   std::snprintf(text, sizeof text, "%.1f s", static_cast<double>(nanoseconds) / 1e9);
   return text;
 }
-
-}  // namespace
 
 WorkerEnd::WorkerEnd(WorkerLink taken) : link(std::move(taken)) { slots.resize(link.channel->geometry().num_slots); }
 
@@ -78,18 +78,19 @@ void WorkerEnd::quarantine(uint32_t slot) {
   ++num_quarantined_;
 }
 
-std::optional<std::string> WorkerEnd::judge(int64_t now, int64_t stall_ns) {
-  if (!link.pulse.is_open()) return std::nullopt;  // a worker in this process
+std::optional<std::string> WorkerEnd::read_pulses(int64_t now) {
   std::optional<std::string> failure;
-  while (drain_pulses(now, failure)) {
+  while (link.pulse.is_open() && read_once(now, failure)) {
   }
-  if (failure) return failure;
-  if (owes() && now - last_change_ns_ > stall_ns) return "made no progress for " + seconds_text(now - last_change_ns_);
-  return std::nullopt;
+  return failure;
+}
+
+bool WorkerEnd::is_stalled(int64_t now, int64_t stall_ns) const {
+  return link.pulse.is_open() && owes() && now - last_change_ns_ > stall_ns;
 }
 
 // Reads once; true when there may be more.
-bool WorkerEnd::drain_pulses(int64_t now, std::optional<std::string>& failure) {
+bool WorkerEnd::read_once(int64_t now, std::optional<std::string>& failure) {
   std::byte buffer[64 * kPulseBytes];
   const ssize_t received = ::recv(link.pulse.get(), buffer, sizeof buffer, MSG_DONTWAIT);
   if (received < 0) {

@@ -28,6 +28,9 @@ struct Slot {
   bool is_free() const { return part == nullptr && !quarantine; }
 };
 
+// "2.0 s"
+std::string seconds_text(int64_t nanoseconds);
+
 class WorkerEnd {
  public:
   explicit WorkerEnd(WorkerLink link);
@@ -49,9 +52,11 @@ class WorkerEnd {
   bool owes() const { return num_in_flight_ > 0; }
   bool is_listening() const { return link.channel != nullptr && (num_in_flight_ > 0 || num_quarantined_ > 0); }
 
-  // Drains the pulse socket without blocking. Returns why the worker must be given up, if so: hang-up, garbage, or a counter that
-  // did not move for `stall_ns` while work is queued.
-  std::optional<std::string> judge(int64_t now, int64_t stall_ns);
+  // Reads every pulse that waits, without blocking. Returns why the worker must be given up, if so: hang-up or garbage.
+  std::optional<std::string> read_pulses(int64_t now);
+  // The progress counter did not move for `stall_ns` while replies are owed. Never for a worker without pulse (in this process).
+  bool is_stalled(int64_t now, int64_t stall_ns) const;
+  std::string stall_text(int64_t now) const { return "no progress for " + seconds_text(now - last_change_ns_); }
 
   WorkerLink link;
   std::vector<Slot> slots;
@@ -63,7 +68,7 @@ class WorkerEnd {
   uint32_t last_layer = 0;                // of the part sent last: where waiting time is booked
 
  private:
-  bool drain_pulses(int64_t now, std::optional<std::string>& failure);
+  bool read_once(int64_t now, std::optional<std::string>& failure);
 
   uint32_t num_in_flight_ = 0;
   uint32_t num_quarantined_ = 0;

@@ -47,14 +47,20 @@ void Pulse::stop() {
 }
 
 void Pulse::run() {
+  std::byte message[kPulseBytes];
+  size_t num_sent = kPulseBytes;  // bytes of `message` already sent
   std::unique_lock lock(mutex_);
   while (!stopping_) {
-    std::byte message[kPulseBytes];
-    encode_pulse(counter_.load(std::memory_order_relaxed), message);
-    // A full socket means that the host is not reading; it will see a later pulse. 16 bytes are sent whole or not at all on a
-    // Unix socket; on TCP a short send leaves the rest for the host's reader to reject, which only a broken link can cause.
-    const ssize_t sent = ::send(socket_.get(), message, sizeof message, MSG_DONTWAIT | MSG_NOSIGNAL);
+    // A TCP socket that fills up (a host that reads nothing for hours) takes part of a pulse: the rest goes first, or every later
+    // pulse would be garbage to the host.
+    if (num_sent == kPulseBytes) {
+      encode_pulse(counter_.load(std::memory_order_relaxed), message);
+      num_sent = 0;
+    }
+    const ssize_t sent = ::send(socket_.get(), message + num_sent, kPulseBytes - num_sent, MSG_DONTWAIT | MSG_NOSIGNAL);
     if (sent < 0 && errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR) return;  // the host is gone
+    if (sent < 0 && num_sent == 0) num_sent = kPulseBytes;                              // a full socket: drop this pulse
+    if (sent > 0) num_sent += static_cast<size_t>(sent);
     wake_.wait_for(lock, std::chrono::milliseconds(kPulsePeriodMs));
   }
 }
