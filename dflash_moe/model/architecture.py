@@ -45,7 +45,7 @@ def load_config(directory: Path) -> Any:
     from transformers import AutoConfig
 
     if not (directory / "config.json").is_file():
-        raise CheckpointError(f"checkpoint {directory}: config.json is missing; is it a transformers checkpoint?")
+        raise CheckpointError(f"checkpoint {directory}: config.json is missing; is it a transformers model?")
     try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers raises ValueError, KeyError, OSError and its own kinds here
@@ -55,7 +55,7 @@ def load_config(directory: Path) -> Any:
         if quantization is not None:
             fields = quantization if isinstance(quantization, dict) else vars(quantization)
             raise UnsupportedError(
-                f"{type(owner).__name__}.quantization_config: {fields.get('quant_method', 'unnamed')} weights are not supported; "
+                f"{type(owner).__name__}.quantization_config: method {fields.get('quant_method')} is not supported; "
                 "use the checkpoint in bf16, f16 or f32"
             )
     return config

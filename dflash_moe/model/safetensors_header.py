@@ -96,9 +96,9 @@ def _tensor(where: str, file: int, entry: Any, data_start: int, size: int) -> Te
     dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
     if type(dtype) is not str:
         raise CheckpointError(f"{where}: dtype is {dtype!r}, expected a name")
-    if not _is_int_list(shape, MAX_DIMENSIONS):
+    if type(shape) is not list or not _are_extents(shape, MAX_DIMENSIONS):
         raise CheckpointError(f"{where}: shape is {str(shape)[:80]}, expected at most {MAX_DIMENSIONS} non-negative integers")
-    if not _is_int_list(offsets, 2) or len(offsets) != 2 or offsets[0] > offsets[1]:
+    if type(offsets) is not list or not _are_extents(offsets, 2) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise CheckpointError(f"{where}: data_offsets is {str(offsets)[:80]}, expected [begin, end]")
     begin, end = offsets
     if end > size - data_start:
@@ -114,5 +114,5 @@ def _tensor(where: str, file: int, entry: Any, data_start: int, size: int) -> Te
     return TensorInfo(file, data_start + begin, dtype, tuple(shape), end - begin)
 
 
-def _is_int_list(value: Any, limit: int) -> bool:
-    return type(value) is list and len(value) <= limit and all(type(item) is int and 0 <= item <= MAX_EXTENT for item in value)
+def _are_extents(values: list[Any], limit: int) -> bool:
+    return len(values) <= limit and all(type(item) is int and 0 <= item <= MAX_EXTENT for item in values)

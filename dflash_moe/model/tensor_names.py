@@ -72,7 +72,7 @@ class Conversion:
         """For each label in `parts`: the pattern that yields that part ("all", "first_half" ...) of the parameter's outputs.
 
         `shape` is the parameter's: [experts, outputs, inputs], [experts, inputs, outputs] where `is_transposed`, or
-        [experts, outputs] for a bias. CheckpointError when the checkpoint lacks it, UnsupportedError when no pattern describes it.
+        [experts, outputs] for a bias. CheckpointError when the checkpoint lacks it, UnsupportedError when no pattern fits.
         """
         target, recipe = self._recipe_for(parameter)
         layout = _Layout.of(self.checkpoint, recipe, shape)
@@ -174,7 +174,7 @@ class _Layout:
             source = source[expert_id]
         if pattern.is_transposed:
             source = source.T
-        return source.ndim == traced.ndim - 1 and torch.equal(take_part(source[None], pattern.part)[0], traced[expert_id])
+        return source.ndim == traced.ndim - 1 and bool(torch.equal(take_part(source[None], pattern.part)[0], traced[expert_id]))
 
     def _name_pattern(self, numbers: Sequence[int]) -> str | None:
         """One name for all experts, or a template with their id; None when it is neither."""

@@ -1,0 +1,206 @@
+"""Routed experts of a transformers model through a runtime: `load_model` leaves them out of this process, `offload` swaps them.
+
+Both use transformers' experts interface: our function is registered there and finds its layer on the module it is called for.
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+import sys
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from dflash_moe.errors import CheckpointError, ConfigError
+from dflash_moe.model.architecture import find_experts, find_model_class, load_config
+from dflash_moe.model.checkpoint import Checkpoint
+
+if TYPE_CHECKING:
+    from dflash_moe.model.spec import LayerSpec
+    from dflash_moe.runtime.expert_runtime import ExpertRuntime
+
+IMPLEMENTATION = "dflash_moe"  # our name on the experts interface
+TORCH_DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+
+_IGNORED_KEYS = "_keys_to_ignore_on_load_unexpected"  # the loader drops these before it reads their tensors
+_ROUTE = "dflash_moe_route"  # the attribute of an experts module that holds its route
+
+
+class ExpertRoute:
+    """Where one experts module's calls go: a layer of a runtime. Counts the calls."""
+
+    __slots__ = ("__weakref__", "calls", "experts", "layer", "out_size", "runtime")
+
+    def __init__(self, runtime: ExpertRuntime, layer: LayerSpec) -> None:
+        self.runtime = runtime
+        self.experts = runtime.experts
+        self.layer = layer.index
+        self.out_size = layer.ffn.out_size
+        self.calls = 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ExpertRoute:
+        return self  # a copied model calls the same workers
+
+    def call(self, hidden_states: Any, topk_ids: Any, topk_weights: Any) -> Any:
+        """[num_tokens, out_size] in the dtype of `hidden_states`; errors of `ExpertRuntime.experts`."""
+        self.calls += 1
+        return self.experts(self.layer, hidden_states, topk_ids, topk_weights)
+
+
+# Compiled graphs can carry numbers, not objects: the custom op finds its route by id(). Entries vanish with their route.
+_routes: weakref.WeakValueDictionary[int, ExpertRoute] = weakref.WeakValueDictionary()
+
+
+def _call_route(hidden_states: Any, topk_ids: Any, topk_weights: Any, route: int, out_size: int) -> Any:
+    return _routes[route].call(hidden_states, topk_ids, topk_weights)
+
+
+def _like_result(hidden_states: Any, topk_ids: Any, topk_weights: Any, route: int, out_size: int) -> Any:
+    return hidden_states.new_empty((hidden_states.shape[0], out_size))
+
+
+_SCHEMA = "(Tensor hidden_states, Tensor topk_ids, Tensor topk_weights, int route, int out_size) -> Tensor"
+_experts_op = torch.library.custom_op("dflash_moe::experts", _call_route, mutates_args=(), schema=_SCHEMA)
+_experts_op.register_fake(_like_result)
+
+
+def experts_forward(module: Any, hidden_states: Any, topk_ids: Any, topk_weights: Any) -> Any:
+    """Our entry on the experts interface. The op is for compilers only: a direct call costs a third of its dispatch."""
+    route = module.__dict__.get(_ROUTE)
+    if route is None:
+        raise ConfigError(
+            f"{type(module).__name__} has no runtime: load its model with dflash_moe.load_model, or use dflash_moe.offload"
+        )
+    if torch.compiler.is_compiling():
+        return _experts_op(hidden_states, topk_ids, topk_weights, id(route), route.out_size)
+    return route.call(hidden_states, topk_ids, topk_weights)
+
+
+ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, experts_forward)
+
+
+def load_model(path: str | Path, runtime: ExpertRuntime, **options: Any) -> Any:
+    """Loads the model of `path` without its routed experts, which `runtime` computes; both must have the same checkpoint.
+
+    `options` go to `from_pretrained`; dtype is the runtime's unless given. Returns a model in eval mode, on the CPU.
+    Errors: CheckpointError (tensors missing), ConfigError (another checkpoint), UnsupportedError naming class and field.
+    """
+    directory = Path(path)
+    fingerprint = Checkpoint.open(directory).fingerprint()
+    if fingerprint != runtime.spec.fingerprint:
+        raise ConfigError(
+            f"load_model: {directory} is not the checkpoint the runtime serves ({runtime.spec.path}); their fingerprints are "
+            f"{fingerprint[:12]} and {runtime.spec.fingerprint[:12]}"
+        )
+    model_class = find_model_class(load_config(directory))
+    options.setdefault("dtype", TORCH_DTYPES[runtime.spec.dtype])
+    with _quiet_progress():
+        model, report = _without_experts(model_class).from_pretrained(
+            directory, local_files_only=True, experts_implementation=IMPLEMENTATION, output_loading_info=True, **options
+        )
+    missing = sorted(report["missing_keys"]) + [name for name, value in _tensors(model) if value.is_meta]
+    if missing:
+        kind = model_class.__name__
+        raise CheckpointError(f"checkpoint {directory}: lacks {len(missing)} tensors of {kind}, first {missing[0]}")
+    model.__class__ = model_class
+    _connect(find_experts(model), runtime)
+    return model
+
+
+@contextmanager
+def offload(model: Any, runtime: ExpertRuntime) -> Iterator[Any]:
+    """Within the block, `model`'s routed experts are computed by `runtime`; afterwards all is as before, even after an error.
+
+    The model keeps its own weights; those of the runtime's checkpoint must be the same. ConfigError when layers do not fit.
+    """
+    experts = find_experts(model)
+    before = {name: (module.config, module.__dict__.get(_ROUTE)) for name, module in experts.items()}
+    try:
+        _connect(experts, runtime)
+        for module in experts.values():
+            # A copy: models may share a configuration, and only these modules are to change.
+            module.config = copy.copy(module.config)
+            module.config._experts_implementation_internal = IMPLEMENTATION
+        yield model
+    finally:
+        for name, module in experts.items():
+            module.config, route = before[name]
+            if route is None:
+                module.__dict__.pop(_ROUTE, None)
+            else:
+                module.__dict__[_ROUTE] = route
+
+
+def expert_calls(model: Any) -> dict[str, int]:
+    """Calls made so far, by experts module; empty where none is connected to a runtime."""
+    return {name: module.__dict__[_ROUTE].calls for name, module in find_experts(model).items() if _ROUTE in module.__dict__}
+
+
+@contextmanager
+def _quiet_progress() -> Iterator[None]:
+    """No progress bar of transformers where nobody watches a terminal."""
+    from transformers.utils import logging
+
+    is_quiet = logging.is_progress_bar_enabled() and not sys.stderr.isatty()
+    if is_quiet:
+        logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if is_quiet:
+            logging.enable_progress_bar()
+
+
+def _connect(experts: Mapping[str, Any], runtime: ExpertRuntime) -> None:
+    layers = {layer.name: layer for layer in runtime.spec.layers}
+    if layers.keys() != experts.keys():
+        odd = sorted(layers.keys() ^ experts.keys())
+        raise ConfigError(
+            f"the model has {len(experts)} layers with routed experts, the runtime {len(layers)}; only one of them has {odd[0]}"
+        )
+    for name, module in experts.items():
+        layer = layers[name]
+        down = module._parameters.get("down_proj")
+        if down is not None and (down.shape[0], *sorted(down.shape[1:])) != _down_shape(layer):
+            theirs, ours = list(down.shape), list(_down_shape(layer))
+            raise ConfigError(f"{name}: the model's down_proj has shape {theirs}, the runtime's layer is of {ours}")
+        route = ExpertRoute(runtime, layer)
+        _routes[id(route)] = route
+        module.__dict__[_ROUTE] = route
+
+
+def _down_shape(layer: LayerSpec) -> tuple[int, ...]:
+    return (layer.num_experts, *sorted((layer.ffn.out_size, layer.ffn.intermediate_size)))
+
+
+def _tensors(model: Any) -> Iterator[tuple[str, Any]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def _without_experts(model_class: Any) -> Any:
+    """A subclass whose instances lose their experts' parameters when built, so that the loader never reads them."""
+
+    class WithoutExperts(model_class):  # type: ignore[misc]
+        # transformers greps the class's source file for the interface's decorator; this class has none.
+        _can_set_experts_implementation_cached_value = True
+
+        def __init__(self, config: Any, *arguments: Any, **options: Any) -> None:
+            super().__init__(config, *arguments, **options)
+            ignored = set(getattr(self, _IGNORED_KEYS) or ())
+            for name, module in find_experts(self).items():
+                module._parameters.clear()
+                module._is_hf_initialized = True  # there is nothing left that initialisation could fill
+                ignored.add(re.escape(name.removeprefix(f"{self.base_model_prefix}.") + "."))
+            setattr(self, _IGNORED_KEYS, ignored)
+
+    for attribute in ("__name__", "__qualname__", "__module__"):
+        setattr(WithoutExperts, attribute, getattr(model_class, attribute))
+    return WithoutExperts
