@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 
 from dflash_moe import _core
 from dflash_moe.errors import DflashError, WorkerError
@@ -18,6 +19,7 @@ from dflash_moe.runtime.data_path import SlotPlan
 log = logging.getLogger(__name__)
 
 STOP_S = 30.0  # the longest call under way ends first
+STOP_RETRY_S = 0.05
 
 
 class LocalWorker:
@@ -78,7 +80,9 @@ class LocalWorker:
         thread, self._thread = self._thread, None
         if thread is None:
             return
-        self._worker.stop()
-        thread.join(STOP_S)
+        until = time.monotonic() + STOP_S
+        while thread.is_alive() and time.monotonic() < until:
+            self._worker.stop()  # again and again: a thread that has not entered serve() yet does not see an early stop
+            thread.join(STOP_RETRY_S)
         if thread.is_alive():
             raise WorkerError(f"worker {self.name} did not stop within {STOP_S:g} s")
