@@ -286,8 +286,10 @@ def check_environment(environ: Mapping[str, str]) -> None:
     known = [setting.environment for setting in SETTINGS if setting.environment]
     for variable in environ:
         if variable.startswith(PREFIX) and variable not in known:
-            suggestion = did_you_mean(variable, known)
-            raise ConfigError(f"environment variable {variable} is not a setting{suggestion or '; unset it'}")
+            suffixes = {name.removeprefix(PREFIX): name for name in known}  # the common prefix would make all of them close
+            close = difflib.get_close_matches(variable.removeprefix(PREFIX), suffixes, n=1)
+            hint = f"; did you mean {suffixes[close[0]]!r}?" if close else "; unset it"
+            raise ConfigError(f"environment variable {variable} is not a setting{hint}")
 
 
 def _find(

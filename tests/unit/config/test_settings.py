@@ -1,0 +1,164 @@
+"""The settings table: every way to give a setting, their precedence, and what is refused.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from dflash_moe import _core
+from dflash_moe.config import ISAS, SETTINGS, SETTINGS_BY_NAME, Settings, format_bytes, parse_bytes, resolve_settings
+from dflash_moe.errors import ConfigError
+
+IPC = "DFLASH_MOE_EXPERT_COMPUTE_IPC_"
+COMPUTE = "DFLASH_MOE_EXPERT_COMPUTE_"
+
+# name: (text as a user writes it, parsed); different from the default
+GOOD = {
+    "mode": ("Stream", "stream"),
+    "transport": ("SHARED", "shared"),
+    "dtype": ("bf16", "bf16"),
+    "reply_dtype": ("F16", "f16"),
+    "batch_capacity": ("4096", 4096),
+    "stream_tokens": ("7", 7),
+    "stream_tokens_max": ("5", 5),
+    "shared_bytes": ("64MiB", 64 << 20),
+    "required": ("1", True),
+    "profile": ("1", True),
+    "threads": ("3", 3),
+    "key_file": ("some.key", Path("some.key")),
+    "call_timeout_s": ("0.5", 0.5),
+    "start_timeout_s": ("120", 120.0),
+    "stall_timeout_s": (1, 1.0),
+    "spin_us": ("0", 0),
+    "cpu_isa": ("avx2", "avx2"),
+}
+# name: values that are not allowed
+BAD = {
+    "mode": ["", "fast", "batch", 1],
+    "transport": ["rdma", "unix"],
+    "dtype": ["fp16", "float32", "auto"],
+    "reply_dtype": ["int8"],
+    "batch_capacity": ["0", "4097", "1e3", "-1", "", 1.0, True],
+    "stream_tokens": ["0", "x"],
+    "stream_tokens_max": ["0", "4097"],
+    "shared_bytes": ["-1", "lots", "1.5.5GiB", "4 parsecs", None.__class__],
+    "required": ["2", "yes", "", 1.0],
+    "profile": ["on"],
+    "threads": ["0", "many", "1025"],
+    "key_file": ["", 3],
+    "call_timeout_s": ["0", "-1", "nan", "inf", "soon", "86401", True],
+    "start_timeout_s": ["0"],
+    "stall_timeout_s": ["nan"],
+    "spin_us": ["-1", "1000001", "much"],
+    "cpu_isa": ["sse9", ""],
+}
+
+
+def test_the_tables_of_this_test_cover_every_setting():
+    assert set(GOOD) == set(BAD) == set(SETTINGS_BY_NAME) == {field.name for field in dataclasses.fields(Settings)}
+
+
+def test_defaults_of_the_table_are_those_of_the_dataclass():
+    assert resolve_settings(environ={}) == Settings()
+    for setting in SETTINGS:
+        assert getattr(Settings(), setting.name) == setting.default, setting.name
+
+
+@pytest.mark.parametrize("name", list(GOOD))
+def test_argument_environment_and_yaml_give_the_same_value(name):
+    text, expected = GOOD[name]
+    setting = SETTINGS_BY_NAME[name]
+    assert getattr(resolve_settings(environ={}, **{name: text}), name) == expected
+    if setting.environment:
+        assert getattr(resolve_settings(environ={setting.environment: str(text)}), name) == expected
+    if setting.ipc_key:
+        assert getattr(resolve_settings({setting.ipc_key: text}, environ={}), name) == expected
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in BAD.items() for value in values])
+def test_a_value_that_is_not_allowed_is_named_with_its_origin_and_the_allowed_ones(name, value):
+    setting = SETTINGS_BY_NAME[name]
+    sources = [(name, {"environ": {}, name: value}, {})]
+    if setting.environment and isinstance(value, str):
+        sources.append((setting.environment, {"environ": {setting.environment: value}}, {}))
+    if setting.ipc_key:
+        sources.append((f"ipc.{setting.ipc_key}", {"environ": {}}, {setting.ipc_key: value}))
+    for origin, arguments, ipc in sources:
+        with pytest.raises(ConfigError) as caught:
+            resolve_settings(ipc, **arguments)
+        message = str(caught.value)
+        assert message.startswith(origin)
+        assert setting.allowed in message
+        assert not isinstance(value, str) or repr(value) in message
+
+
+def test_precedence_is_argument_then_environment_then_yaml_then_default():
+    environ = {f"{IPC}MODE": "batched", f"{COMPUTE}BATCH": "3"}
+    ipc = {"mode": "stream", "stream_tokens": 2, "batch_capacity": 99}
+    settings = resolve_settings(ipc, environ=environ, mode="auto", dtype=None)
+    assert (settings.mode, settings.stream_tokens, settings.batch_capacity, settings.dtype) == ("auto", 3, 99, None)
+
+
+@pytest.mark.parametrize("name", ["mode", "stream_tokens", "required"])
+def test_a_losing_source_is_not_read(name):
+    setting = SETTINGS_BY_NAME[name]
+    text, expected = GOOD[name]
+    assert getattr(resolve_settings({setting.ipc_key: "nonsense"}, environ={}, **{name: text}), name) == expected
+
+
+def test_stream_tokens_above_the_maximum_is_refused_naming_both():
+    with pytest.raises(ConfigError, match=rf"{COMPUTE}BATCH: 33 is not allowed; allowed: 1..32 tokens \({COMPUTE}BATCH_MAX"):
+        resolve_settings(environ={f"{COMPUTE}BATCH": "33"})
+    assert resolve_settings(environ={f"{COMPUTE}BATCH": "33", f"{COMPUTE}BATCH_MAX": "64"}).stream_tokens == 33
+
+
+def test_default_of_stream_tokens_follows_a_lower_maximum():
+    assert resolve_settings(environ={f"{COMPUTE}BATCH_MAX": "2"}).stream_tokens == 2
+
+
+def test_a_misspelt_variable_is_an_error_with_a_suggestion():
+    with pytest.raises(ConfigError, match=f"{IPC}MODES is not a setting; did you mean '{IPC}MODE'"):
+        resolve_settings(environ={f"{IPC}MODES": "auto"})
+    with pytest.raises(ConfigError, match="DFLASH_MOE_ZZZ is not a setting; unset it"):
+        resolve_settings(environ={"DFLASH_MOE_ZZZ": "1"})
+    assert resolve_settings(environ={"PATH": "x", "DFLASH": "y"}) == Settings()
+
+
+def test_unknown_arguments_and_keys_are_errors_with_a_suggestion():
+    with pytest.raises(ConfigError, match="unknown setting 'moode'; did you mean 'mode'"):
+        resolve_settings(environ={}, moode="auto")
+    with pytest.raises(ConfigError, match=r"unknown key 'ipc.transprt'; did you mean 'transport'"):
+        resolve_settings({"transprt": "auto"}, environ={})
+
+
+def test_spin_auto_is_left_to_the_plan():
+    assert resolve_settings({"spin_us": "auto"}, environ={}).spin_us is None
+
+
+def test_every_kernel_set_of_the_core_can_be_forced():
+    assert set(_core.supported_isas()) <= set(ISAS)
+
+
+AMOUNTS = [("0", 0), (5, 5), ("5 bytes", 5), ("1KiB", 1024), ("1 kb", 1000), ("1.5GiB", 3 << 29), ("2TB", 2 * 10**12)]
+
+
+@pytest.mark.parametrize(("text", "expected"), AMOUNTS)
+def test_amounts_of_memory_take_units(text, expected):
+    assert parse_bytes(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1", "1G", "1e9", "8gib8", "99999TiB", True, 1.5, None, "1 GiB GiB", "٣GiB"])
+def test_other_amounts_are_refused(text):
+    with pytest.raises(ValueError, match="bytes"):
+        parse_bytes(text)
+
+
+def test_amounts_are_written_in_the_largest_unit():
+    assert [format_bytes(n) for n in (0, 1023, 1536, 13314398618, 1 << 60)] == [
+        "0 bytes", "1023 bytes", "1.5 KiB", "12.4 GiB", "1048576.0 TiB",
+    ]  # fmt: skip

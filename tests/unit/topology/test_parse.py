@@ -1,0 +1,259 @@
+"""Topology files: what is read, and the error with file and line for everything that is wrong.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dflash_moe.errors import ConfigError, TopologyError
+from dflash_moe.topology import Topology
+from dflash_moe.topology.parse import MAX_FILE_BYTES, MAX_WORKERS
+
+HEAD = "version: 1\n"
+ONE = "workers: [{name: w0}]\n"
+CONFIGS = Path(__file__).resolve().parents[3] / "configs"
+
+FULL = """\
+version: 1
+host:
+  device: CUDA:1
+  threads: 2
+  experts: {memory: 12.5%}
+ipc: {mode: Stream, call_timeout_s: 5, stream_tokens: 8, required: 1, shared_bytes: 1MiB}
+placement: {policy: explicit}
+workers:
+  - {name: w0, backend: cpu, threads: 3, memory: 8GiB, experts: {"*": "0-3,6"}}
+  - {name: card, backend: hip, device: 2, experts: {"*": []}}
+  - {name: fake, backend: sim, simulate: cuda, experts: {"*": 7}}
+  - name: slow
+    address: unix
+    experts: {"*": "4-5", "3": [4, 5]}
+    emulate: {delay_ms: 2, jitter_ms: 0.5, mbit_s: 200, slowdown: 4}
+  - {name: far.b-2, address: "tcp://10.0.0.2:7171", experts: {"*": ""}}
+"""
+
+
+def test_every_key_is_read():
+    topology = Topology.parse(FULL.replace('"*": ""', '"*": [8]'), "full.yaml")
+    assert (topology.version, topology.source, topology.placement.policy) == (1, "full.yaml", "explicit")
+    assert (topology.host.device, topology.host.threads, topology.host.experts_memory.resolve(800)) == ("cuda:1", 2, 100)
+    assert dict(topology.ipc) == {
+        "mode": "stream", "call_timeout_s": 5.0, "stream_tokens": 8, "required": True, "shared_bytes": 1 << 20,
+    }  # fmt: skip
+    w0, card, fake, slow, far = topology.workers
+    assert (w0.backend, w0.threads, w0.memory, w0.line) == ("cpu", 3, 8 << 30, 9)
+    assert w0.experts.for_layer(0, 9) == (0, 1, 2, 3, 6)
+    assert (card.backend, card.device, card.experts.for_layer(0, 9)) == ("hip", 2, ())
+    assert (fake.backend, fake.simulate, fake.experts.for_layer(1, 9)) == ("sim", "cuda", (7,))
+    assert (slow.emulate.delay_ms, slow.emulate.jitter_ms, slow.emulate.mbit_s, slow.emulate.slowdown) == (2, 0.5, 200, 4)
+    assert slow.experts.for_layer(3, 9) == slow.experts.for_layer(2, 9) == (4, 5)
+    assert slow.experts.named_layers() == (3,)
+    assert str(far.parsed_address) == "tcp://10.0.0.2:7171"
+    assert [worker.name for worker in topology.local_workers()] == ["w0", "card", "fake", "slow"]
+
+
+def test_what_is_left_out_has_its_default():
+    topology = Topology.parse(HEAD + "host:\nipc: {}\n" + ONE)
+    assert (topology.host.device, topology.host.threads, topology.host.experts_memory.resolve(10**9)) == ("auto", None, 0)
+    worker = topology.workers[0]
+    assert (worker.backend, worker.threads, worker.memory, worker.address, worker.experts) == ("cpu", None, None, None, None)
+    assert (topology.placement.policy, worker.parsed_address.kind, worker.is_started_by_host) == ("even", "shared", True)
+
+
+# text, line of the error, what the message says
+WRONG = [
+    ("", 1, "empty"),
+    ("# nothing\n", 1, "empty"),
+    ("- 1\n", 1, "must be a map of keys, found a list"),
+    ("just words", 1, "must be a map of keys, found a value 'just words'"),
+    (ONE, 1, "'version' is missing"),
+    ("version: 2\n" + ONE, 1, "version 2 is not supported; this dflash_moe reads version 1"),
+    ("version: true\n" + ONE, 1, "version True"),
+    ('version: "1"\n' + ONE, 1, "version '1'"),
+    (HEAD, 1, "'workers' is missing"),
+    (HEAD + "workers: []\n", 2, "workers is empty"),
+    (HEAD + "workers: {w0: 1}\n", 2, "workers must be a list, found a map"),
+    (HEAD + "workers: [w0]\n", 2, "workers[0] must be a map"),
+    (HEAD + f"workers: [{'{name: w0}, ' * (MAX_WORKERS + 1)}]\n", 2, f"at most {MAX_WORKERS}"),
+    (HEAD + ONE + "worker: 1\n", 3, "unknown key 'worker'; did you mean 'workers'?"),
+    (HEAD + "host: {treads: 1}\n" + ONE, 2, "unknown key 'host.treads'; did you mean 'threads'?"),
+    (HEAD + "host:\n  experts:\n    memry: 1\n" + ONE, 4, "unknown key 'host.experts.memry'; did you mean 'memory'?"),
+    (HEAD + "ipc: {moed: auto}\n" + ONE, 2, "unknown key 'ipc.moed'; did you mean 'mode'?"),
+    (HEAD + "ipc: {zzz: 1}\n" + ONE, 2, "unknown key 'ipc.zzz'; known keys: mode"),
+    (HEAD + "placement: {polcy: even}\n" + ONE, 2, "did you mean 'policy'?"),
+    (HEAD + "workers:\n  - {name: w0, thread: 1}\n", 3, "unknown key 'workers[0].thread'; did you mean 'threads'?"),
+    (HEAD + "workers:\n  - name: w0\n    emulate: {delay: 1}\n", 4, "did you mean 'delay_ms'?"),
+    (HEAD + ONE + "version: 1\n", 3, "duplicate key 'version'; it is also on line 1"),
+    (HEAD + "workers:\n- name: w0\n  name: w1\n", 4, "duplicate key 'workers[0].name'; it is also on line 3"),
+    (HEAD + "workers: &a [{name: w0}]\n", 2, "anchors and aliases are not allowed"),
+    (HEAD + "workers: *a\n", 2, "anchors and aliases are not allowed"),
+    (HEAD + "workers: !!python/object:os.system [x]\n", 2, "tag"),
+    (HEAD + "<<: {a: 1}\n" + ONE, 2, "unknown key '<<'"),
+    (HEAD + "? [a]\n: 1\n" + ONE, 2, "a key must be a single word"),
+    (HEAD + "workers: [" * 40, 2, "nested deeper than 16 levels"),
+    (HEAD + "workers: workers: 1\n", 2, "mapping values are not allowed"),
+    (HEAD + "workers: " + "[" * 40 + "]" * 40, 2, "nested deeper than 16 levels"),
+    (HEAD + "workers: [{name: w0]\n", 2, "expected"),
+    (HEAD + "--- \n" + HEAD + ONE, 2, "document"),
+    (HEAD + "workers:\n\t- {name: w0}\n", 3, "cannot start any token"),
+    (HEAD + "host: \x07\n" + ONE, 2, "character"),
+    (HEAD + "host: {device: gpu}\n" + ONE, 2, "host.device: 'gpu' is not allowed; allowed: auto, cpu, cuda:N, hip:N"),
+    (HEAD + "host: {threads: 0}\n" + ONE, 2, "host.threads: 0 is not allowed; allowed: whole numbers 1..1024"),
+    (HEAD + "host: {threads: 1.5}\n" + ONE, 2, "host.threads: 1.5"),
+    (HEAD + "host: {threads: true}\n" + ONE, 2, "host.threads: True"),
+    (HEAD + "host: {experts: {memory: 101%}}\n" + ONE, 2, "'101%' is not allowed; allowed: 0%..100%"),
+    (HEAD + "host: {experts: {memory: some}}\n" + ONE, 2, "'some' is not allowed; allowed: 0%..100%, bytes"),
+    (HEAD + "ipc: {mode: fast}\n" + ONE, 2, "ipc.mode: 'fast' is not allowed; allowed: auto, batched, stream"),
+    (HEAD + "ipc:\n  mode: auto\n  batch_capacity: 0\n" + ONE, 4, "ipc.batch_capacity: 0 is not allowed; allowed: 1..4096"),
+    (HEAD + "ipc: {call_timeout_s: .inf}\n" + ONE, 2, "not a finite number"),
+    (HEAD + "ipc: {call_timeout_s: [1]}\n" + ONE, 2, "must be a single value"),
+    (HEAD + "placement: {policy: evn}\n" + ONE, 2, "'evn' is not allowed; allowed: even, memory, explicit; did you mean 'even'?"),
+    (HEAD + "workers: [{backend: cpu}]\n", 2, "workers[0] has no name"),
+    (HEAD + "workers: [{name: a b}]\n", 2, "worker name 'a b' is not allowed; allowed: 1..63 letters"),
+    (HEAD + "workers: [{name: -a}]\n", 2, "worker name '-a' is not allowed"),
+    (HEAD + f"workers: [{{name: {'x' * 64}}}]\n", 2, "is not allowed; allowed: 1..63"),
+    (HEAD + "workers: [{name: [w0]}]\n", 2, "single value"),
+    (HEAD + "workers: [{name: Host}]\n", 2, "worker name 'Host' is reserved for the host process"),
+    (HEAD + "workers:\n- {name: a}\n- {name: a}\n", 4, "worker name 'a' is also on line 3"),
+    (HEAD + "workers: [{name: a, backend: cpus}]\n", 2, "allowed: cpu, cuda, hip, sim; did you mean 'cpu'?"),
+    (HEAD + "workers: [{name: a, threads: 1025}]\n", 2, "1..1024"),
+    (HEAD + "workers: [{name: a, memory: 0}]\n", 2, "workers[0].memory: 0 is not allowed"),
+    (HEAD + "workers: [{name: a, memory: 8G}]\n", 2, "'8G' is not allowed; allowed: bytes, or a number with KiB"),
+    (HEAD + "workers: [{name: a, memory: 50%}]\n", 2, "'50%' is not allowed"),
+    (HEAD + "workers: [{name: a, device: 0}]\n", 2, "worker a has a device, but backend 'cpu'"),
+    (HEAD + "workers: [{name: a, backend: cuda, device: -1}]\n", 2, "0..255"),
+    (HEAD + "workers: [{name: a, backend: sim}]\n", 2, "no simulate"),
+    (HEAD + "workers: [{name: a, simulate: cuda}]\n", 2, "simulate belongs to sim"),
+    (HEAD + "workers: [{name: a, backend: sim, simulate: cpu}]\n", 2, "allowed: cuda, hip"),
+    (HEAD + "workers: [{name: a, address: udp}]\n", 2, "address 'udp' is not one of loopback, unix, tcp"),
+    (HEAD + "workers: [{name: a, address: 'tcp://h'}]\n", 2, "tcp://HOST:PORT"),
+    (HEAD + "workers: [{name: a, address: 'tcp://h:0'}]\n", 2, "port 0"),
+    (HEAD + "workers: [{name: a, address: 'unix://x'}]\n", 2, "must be absolute"),
+    (HEAD + "workers: [{name: a, address: 7171}]\n", 2, "workers[0].address must be text, found 7171"),
+    (HEAD + "workers:\n- {name: a, address: 'tcp://h:1'}\n- {name: b, address: 'tcp://h:1'}\n", 4, "a and b have the same address"),
+    (HEAD + "workers: [{name: a, emulate: {slowdown: 0.5}}]\n", 2, "slowdown: 0.5 is not allowed; allowed: numbers 1..1000"),
+    (HEAD + "workers: [{name: a, emulate: {delay_ms: -1}}]\n", 2, "numbers 0..60000"),
+    (HEAD + "workers: [{name: a, emulate: {mbit_s: fast}}]\n", 2, "mbit_s: 'fast'"),
+    (HEAD + "workers: [{name: a, experts: {'*': 0-3}}]\n", 2, "placement.policy is 'even'; write policy: explicit"),
+    (HEAD + "placement: {policy: explicit}\n" + ONE, 3, "worker w0 has no experts; placement.policy explicit needs it"),
+    (HEAD + "placement: {policy: memory}\n" + ONE, 3, "worker w0 has no memory; placement.policy memory needs it"),
+]
+
+# contents of a worker's `experts`, what the message says
+WRONG_EXPERTS = [
+    ("0-3", "must be a map of keys"),
+    ("{}", "is empty"),
+    ("{x: 1}", "'x' is no layer; write 0..4095"),
+    ("{'4096': 1}", "'4096' is no layer"),
+    ("{'*': 3-1}", "'3-1' names no experts"),
+    ("{'*': -1}", "'-1' names no experts"),
+    ("{'*': a}", "'a' names no experts"),
+    ("{'*': '0-3,,4'}", "'' names no experts"),
+    ("{'*': 65535}", "names no experts"),
+    ("{'*': 0-99999}", "names no experts"),
+    ("{'*': '0-3,3'}", "expert 3 is listed twice"),
+    ("{'*': [1, 1]}", "expert 1 is listed twice"),
+    ("{'*': [[1]]}", "single value"),
+    ("{'3': 1, '03': 2}", "layer 3 is listed twice"),
+    ("{3: 1, '3': 2}", "duplicate key"),
+]
+
+
+@pytest.mark.parametrize(("text", "line", "says"), WRONG)
+def test_a_wrong_topology_is_refused_with_file_and_line(text, line, says):
+    with pytest.raises(TopologyError) as caught:
+        Topology.parse(text, "some.yaml")
+    assert str(caught.value).startswith(f"some.yaml:{line}: ")
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("experts", "says"), WRONG_EXPERTS)
+def test_a_wrong_list_of_experts_is_refused(experts, says):
+    with pytest.raises(TopologyError, match="^x:4: ") as caught:
+        Topology.parse(HEAD + f"placement: {{policy: explicit}}\nworkers:\n- {{name: w0, experts: {experts}}}\n", "x")
+    assert says in str(caught.value)
+
+
+def test_files_are_bounded_readable_and_text(tmp_path):
+    path = tmp_path / "t.yaml"
+    with pytest.raises(TopologyError, match=r"t.yaml:1: .*No such file"):
+        Topology.load(path)
+    path.write_bytes(HEAD.encode() + b"# caf\xe9\n")
+    with pytest.raises(TopologyError, match="t.yaml:2: the file is not UTF-8"):
+        Topology.load(path)
+    for filler in (b"#", b"\xe9"):
+        path.write_bytes((HEAD + ONE).encode() + filler * MAX_FILE_BYTES)
+        with pytest.raises(TopologyError, match=f"t.yaml:1: the file is larger than {MAX_FILE_BYTES}"):
+            Topology.load(path)
+    path.write_text(HEAD + ONE)
+    assert Topology.load(str(path)).source == str(path)
+
+
+def test_an_expert_beyond_the_layer_is_named():
+    topology = Topology.parse(HEAD + "placement: {policy: explicit}\nworkers: [{name: w0, experts: {'*': 0-7}}]")
+    with pytest.raises(ValueError, match="expert 7 does not exist in layer 2, which has experts 0-3"):
+        topology.workers[0].experts.for_layer(2, 4)
+
+
+WRONG_LOCAL = [
+    {"num_workers": 0}, {"num_workers": 257}, {"threads": 0}, {"memory": 0}, {"address": "x"}, {"names": ["host"]},
+    {"names": ["a", "a"]},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("arguments", WRONG_LOCAL)
+def test_local_topologies_obey_the_same_rules(arguments):
+    with pytest.raises(ConfigError):
+        Topology.local(**arguments)
+
+
+def test_local_topologies_have_numbered_workers():
+    topology = Topology.local(2, threads=3, address="unix", memory=5)
+    assert [(w.name, w.threads, w.address, w.memory) for w in topology.workers] == [("w0", 3, "unix", 5), ("w1", 3, "unix", 5)]
+    assert topology.worker("w1") is topology.workers[1]
+    with pytest.raises(TopologyError, match="no worker is named 'w2'; it has w0, w1"):
+        topology.worker("w2")
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.name)
+def test_every_shipped_topology_opens_with_a_picture_and_parses(path):
+    text = path.read_text(encoding="utf-8")
+    head = text.partition("version:")[0]
+    assert all(line.startswith("#") for line in head.splitlines())
+    assert f"configs/{path.name}" in head, "the head names the command that uses the file"
+    assert "--" in head
+    assert Topology.load(path).workers
+
+
+TOKENS = st.sampled_from(
+    ["version: 1", "workers", ":", " ", "\n", "- ", "{", "}", "[", "]", ",", "name", "w0", "host", "ipc", "experts", "'*'", "0-3",
+     "memory", "25%", "8GiB", "&a", "*a", "!!set", "|", ">", "? ", "#", "\t", "placement", "policy", "explicit", "emulate", "1e400",
+     "0x_", "2001-99-99", ".nan", "~", "address", "tcp://[::1]:1", "9" * 5000, "\ud800", "\x00", "%YAML 1.1\n", "---", "1:2:3"]
+)  # fmt: skip
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.one_of(st.text(max_size=80), st.lists(TOKENS, max_size=25).map("".join)))
+def test_any_text_gives_a_topology_or_a_topology_error(text):
+    try:
+        assert Topology.parse(text).workers
+    except TopologyError as error:
+        assert str(error).startswith("<string>:")
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_any_damage_to_a_topology_gives_a_topology_or_a_topology_error(data):
+    at = data.draw(st.integers(0, len(FULL)))
+    length = data.draw(st.integers(0, 6))
+    try:
+        assert Topology.parse(FULL[:at] + data.draw(st.one_of(TOKENS, st.text(max_size=4))) + FULL[at + length :]).workers
+    except TopologyError as error:
+        assert str(error).startswith("<string>:")
