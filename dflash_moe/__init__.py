@@ -22,13 +22,14 @@ from dflash_moe.errors import (
 
 if TYPE_CHECKING:
     from dflash_moe.integrations.transformers import load_model, offload
-    from dflash_moe.runtime.expert_runtime import ExpertCall, ExpertRuntime
+    from dflash_moe.runtime.expert_call import ExpertCall
+    from dflash_moe.runtime.expert_runtime import ExpertRuntime
     from dflash_moe.topology import Topology
 
 __version__ = "0.1.0"
 
 _LAZY = {
-    "ExpertCall": "dflash_moe.runtime.expert_runtime",
+    "ExpertCall": "dflash_moe.runtime.expert_call",
     "ExpertRuntime": "dflash_moe.runtime.expert_runtime",
     "Topology": "dflash_moe.topology",
     "load_model": "dflash_moe.integrations.transformers",

@@ -59,7 +59,7 @@ class TensorBinder:
         if not isinstance(ids, tensor_type) or not isinstance(weights, tensor_type):
             raise ConfigError(_kinds_text(hidden, ids, weights))
         hidden_shape, ids_shape = hidden.shape, ids.shape
-        dtype, ids_dtype, weights_dtype = dtypes.get(hidden.dtype), dtypes.get(ids.dtype), dtypes.get(weights.dtype)
+        dtype, ids_dtype, weights_dtype = dtypes.get(hidden.dtype, ""), dtypes.get(ids.dtype, ""), dtypes.get(weights.dtype, "")
         _check(in_size, hidden_shape, ids_shape, weights.shape, dtype, ids_dtype, weights_dtype, hidden, ids, weights)
         if not (hidden.is_cpu and ids.is_cpu and weights.is_cpu):
             raise UnsupportedError(
@@ -95,9 +95,9 @@ def _check(
     hidden_shape: Any,
     ids_shape: Any,
     weights_shape: Any,
-    dtype: str | None,
-    ids_dtype: str | None,
-    weights_dtype: str | None,
+    dtype: str,
+    ids_dtype: str,
+    weights_dtype: str,
     hidden: Any,
     ids: Any,
     weights: Any,
