@@ -109,19 +109,19 @@ class Connection:
     def receive_payload(self, *, deadline: float | None, waiting_for: str) -> bytes:
         """Like `receive`, but the frame's raw bytes."""
         if not self._buffer:
-            self._fill(deadline, waiting_for)
+            self._fill(_LENGTH.size, deadline, waiting_for)
         rest = time.monotonic() + FRAME_REST_S
         rest = rest if deadline is None else min(rest, deadline)
         while len(self._buffer) < _LENGTH.size:
-            self._fill(rest, waiting_for)
+            self._fill(_LENGTH.size, rest, waiting_for)
         (num_bytes,) = _LENGTH.unpack_from(self._buffer)
         if not 0 < num_bytes <= MAX_FRAME_BYTES:
             raise ProtocolError(f"frame: length {num_bytes} is outside 1..{MAX_FRAME_BYTES}")
         end = _LENGTH.size + num_bytes
         while len(self._buffer) < end:
-            self._fill(rest, waiting_for)
-        payload = bytes(self._buffer[_LENGTH.size : end])
-        del self._buffer[:end]
+            self._fill(end, rest, waiting_for)
+        payload = bytes(self._buffer[_LENGTH.size :])
+        self._buffer.clear()
         return payload
 
     def take_descriptors(self, count: int) -> list[int]:
@@ -134,9 +134,9 @@ class Connection:
         return taken
 
     def detach(self) -> int:
-        """Gives the descriptor away once the handshake is over; ProtocolError if bytes were left over."""
-        if self._buffer or self._descriptors:
-            raise ProtocolError("bytes arrived after the handshake and before the data path was agreed")
+        """Gives the descriptor away once the handshake is over; ProtocolError if other descriptors came along."""
+        if self._descriptors:
+            raise ProtocolError("descriptors arrived in the handshake")
         return self._sock.detach()
 
     def hang_up(self) -> None:
@@ -152,13 +152,15 @@ class Connection:
         with contextlib.suppress(OSError):
             self._sock.close()
 
-    def _fill(self, deadline: float | None, waiting_for: str) -> None:
+    def _fill(self, num_bytes: int, deadline: float | None, waiting_for: str) -> None:
+        """One read towards `num_bytes` buffered bytes, never past them: what follows a handshake belongs to the data path."""
+        wanted = num_bytes - len(self._buffer)
         while True:
             try:
                 if self._can_pass:
-                    chunk = self._receive_with_descriptors()
+                    chunk = self._receive_with_descriptors(wanted)
                 else:
-                    chunk = self._sock.recv(MAX_FRAME_BYTES, socket.MSG_DONTWAIT)
+                    chunk = self._sock.recv(wanted, socket.MSG_DONTWAIT)
             except BlockingIOError:
                 self._wait(select.POLLIN, deadline, waiting_for)
                 continue
@@ -171,10 +173,10 @@ class Connection:
             self._buffer += chunk
             return
 
-    def _receive_with_descriptors(self) -> bytes:
+    def _receive_with_descriptors(self, wanted: int) -> bytes:
         # Not socket.recv_fds: it drops its flags argument, and the descriptors would be inherited by the next exec.
         flags = socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
-        chunk, ancillary, _, _ = self._sock.recvmsg(MAX_FRAME_BYTES, socket.CMSG_LEN(4 * _DESCRIPTOR_BYTES), flags)
+        chunk, ancillary, _, _ = self._sock.recvmsg(wanted, socket.CMSG_LEN(4 * _DESCRIPTOR_BYTES), flags)
         for level, kind, content in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                 whole = content[: len(content) - len(content) % _DESCRIPTOR_BYTES]

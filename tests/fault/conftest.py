@@ -54,9 +54,9 @@ def start_worker(tmp_path: Path) -> Iterator[StartWorker]:
 
     def start(model: Path, listen: str, *options: str, name: str = "far") -> HandStarted:
         topology = tmp_path / "worker.yaml"
-        topology.write_text(f"version: 1\nworkers:\n  - {{name: {name}, threads: 1, address: '{listen}'}}\n")
+        topology.write_text(f"version: 1\nworkers:\n  - {{name: {name}, threads: 1}}\n")
         command = [sys.executable, "-m", "dflash_moe", "worker", "--topology", str(topology), "--name", name]
-        command += ["--model", str(model), *options]
+        command += ["--model", str(model), "--listen", listen, *options]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         processes.append(process)
         assert process.stdout is not None

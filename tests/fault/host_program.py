@@ -1,0 +1,39 @@
+"""A host to be killed: starts a runtime, says who its workers are, and keeps one call under way.
+
+Run as `python -m tests.fault.host_program CHECKPOINT`. Prints one line `ready PID PID`.
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import threading
+from pathlib import Path
+
+from dflash_moe.runtime.expert_runtime import ExpertRuntime
+from dflash_moe.topology import Emulate, Topology
+from tests.expert_cases import make_batch, tiny_spec
+
+
+def main(directory: str) -> None:
+    topology = Topology.local(num_workers=2)
+    slowed = tuple(dataclasses.replace(worker, emulate=Emulate(slowdown=100_000.0)) for worker in topology.workers)
+    started: list[ExpertRuntime] = []
+
+    def start() -> None:
+        spec = tiny_spec(Path(directory))
+        started.append(ExpertRuntime.start(dataclasses.replace(topology, workers=slowed), model=spec))
+
+    # From a thread that ends: workers must live as long as the process, not as long as the thread that asked for them.
+    thread = threading.Thread(target=start)
+    thread.start()
+    thread.join()
+    runtime = started[0]
+    call = runtime.submit(0, *dataclasses.astuple(make_batch(500)))
+    print("ready", *(process.pid for process in runtime.worker_processes()), flush=True)
+    call.result(timeout=60)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

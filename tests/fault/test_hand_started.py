@@ -1,0 +1,210 @@
+"""Workers started by hand: reached over TCP and Unix sockets, guarded by key or uid, one host at a time, host after host.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dflash_moe.errors import ConfigError, ProtocolError, WorkerError, WorkerLost
+from dflash_moe.model.spec import ModelSpec
+from dflash_moe.protocol.keys import write_key_file
+from dflash_moe.runtime.expert_runtime import ExpertRuntime
+from dflash_moe.topology import Topology
+from tests.expert_cases import Expected, make_batch, make_checkpoint
+from tests.fault.conftest import READY_S, StartWorker, wait_until
+
+TCP = "tcp://127.0.0.1:0"
+
+
+def reach(spec: ModelSpec, address: str, name: str = "far", **overrides: Any) -> ExpertRuntime:
+    topology = Topology.parse(
+        f"version: 1\nworkers:\n  - {{name: near, threads: 1}}\n  - {{name: {name}, threads: 1, address: '{address}'}}\n"
+    )
+    return ExpertRuntime.start(topology, model=spec, **overrides)
+
+
+def check_bits(runtime: ExpertRuntime) -> None:
+    batch = make_batch(40)
+    expected = Expected(Path(runtime.spec.path), runtime.placement, runtime.spec)
+    for layer in (0, 1):
+        assert np.array_equal(runtime.experts(layer, *dataclasses.astuple(batch)), expected.experts(layer, batch))
+
+
+def test_tcp_serves_host_after_host_with_the_oracles_bits(spec: ModelSpec, key_file: Path, start_worker: StartWorker) -> None:
+    worker = start_worker(Path(spec.path), TCP, "--key-file", str(key_file))
+    for _ in range(2):
+        with reach(spec, worker.address, key_file=key_file) as runtime:
+            check_bits(runtime)
+            runtime.set_mode("stream")
+            check_bits(runtime)
+            assert runtime.stats()["transports"]["far"] == "tcp"
+            far = next(process for process in runtime.worker_processes() if process.name == "far")
+            assert far.pid == worker.process.pid
+            assert far.anonymous_bytes > far.weight_bytes > 0
+    assert worker.process.poll() is None
+
+
+@pytest.mark.parametrize(("overrides", "kind"), [({}, "shared"), ({"transport": "stream"}, "unix")])
+def test_a_unix_listener_serves_over_shared_memory_or_the_socket(
+    spec: ModelSpec, tmp_path: Path, start_worker: StartWorker, overrides: dict[str, Any], kind: str
+) -> None:
+    address = f"unix://{tmp_path}/far.sock"
+    worker = start_worker(Path(spec.path), address, "--once")
+    assert (tmp_path / "far.sock").stat().st_mode & 0o777 == 0o600
+    with reach(spec, worker.address, **overrides) as runtime:
+        check_bits(runtime)
+        assert runtime.stats()["transports"]["far"] == kind
+    assert worker.process.wait(10) == 0
+    assert not (tmp_path / "far.sock").exists()
+
+
+def test_a_second_host_is_told_that_the_worker_is_busy(spec: ModelSpec, key_file: Path, start_worker: StartWorker) -> None:
+    worker = start_worker(Path(spec.path), TCP, "--key-file", str(key_file))
+    with reach(spec, worker.address, key_file=key_file) as runtime:
+        with pytest.raises(WorkerError, match="worker far is busy"):
+            reach(spec, worker.address, key_file=key_file)
+        check_bits(runtime)
+
+
+def test_a_wrong_key_is_refused_and_the_worker_stays(
+    spec: ModelSpec, key_file: Path, tmp_path: Path, start_worker: StartWorker
+) -> None:
+    worker = start_worker(Path(spec.path), TCP, "--key-file", str(key_file))
+    other = tmp_path / "other.key"
+    write_key_file(other)
+    with pytest.raises(ProtocolError, match="worker far: key: the host's proof does not match"):
+        reach(spec, worker.address, key_file=other)
+    with pytest.raises(ConfigError, match="worker far at tcp://.*: TCP needs the shared key"):
+        reach(spec, worker.address)
+    with reach(spec, worker.address, key_file=key_file) as runtime:
+        check_bits(runtime)
+
+
+@pytest.mark.parametrize(
+    ("listen", "text"),
+    [("tcp://0.0.0.0:0", "anyone on the network"), (TCP, "any local user"), ("tcp://[::1]:0", "any local user")],
+)
+def test_a_tcp_listener_without_a_key_refuses_to_start(
+    spec: ModelSpec, start_worker: StartWorker, listen: str, text: str
+) -> None:
+    worker = start_worker(Path(spec.path), listen)
+    _, stderr = worker.process.communicate(timeout=READY_S)
+    assert worker.process.returncode == 2
+    assert text in stderr.splitlines()[-1]
+    assert "dflash-moe key make" in stderr
+
+
+def test_the_wrong_checkpoint_or_name_at_the_worker_is_refused(
+    spec: ModelSpec, key_file: Path, tmp_path: Path, start_worker: StartWorker
+) -> None:
+    other = make_checkpoint(tmp_path / "other", seed=9)
+    worker = start_worker(other, TCP, "--key-file", str(key_file))
+    with pytest.raises(ProtocolError, match=f"worker far: model_fingerprint: the host has {spec.fingerprint}"):
+        reach(spec, worker.address, key_file=key_file)
+    with pytest.raises(ProtocolError, match="worker: the host has near2, the worker has far"):
+        reach(spec, worker.address, name="near2", key_file=key_file)
+
+
+def test_nobody_there_is_a_lost_worker_with_its_address(spec: ModelSpec, key_file: Path, tmp_path: Path) -> None:
+    with socket.socket() as placeholder:
+        placeholder.bind(("127.0.0.1", 0))
+        port = placeholder.getsockname()[1]
+        with pytest.raises(WorkerLost, match=f"worker far at tcp://127.0.0.1:{port} cannot be reached: Connection refused"):
+            reach(spec, f"tcp://127.0.0.1:{port}", key_file=key_file)
+    with pytest.raises(WorkerLost, match="worker far at unix:///.* cannot be reached: No such file"):
+        reach(spec, f"unix://{tmp_path}/none.sock")
+
+
+def test_a_killed_worker_is_lost_in_a_call_and_its_stale_socket_does_not_block_the_next(
+    spec: ModelSpec, tmp_path: Path, start_worker: StartWorker
+) -> None:
+    address = f"unix://{tmp_path}/far.sock"
+    worker = start_worker(Path(spec.path), address)
+    with reach(spec, address) as runtime:
+        check_bits(runtime)
+        worker.process.kill()
+        worker.process.wait(10)
+        with pytest.raises(WorkerLost, match="far"):
+            runtime.experts(0, *dataclasses.astuple(make_batch(40)))
+    assert (tmp_path / "far.sock").exists()
+    again = start_worker(Path(spec.path), address)
+    with reach(spec, again.address) as runtime:
+        check_bits(runtime)
+
+
+def test_a_live_workers_socket_is_never_stolen(spec: ModelSpec, tmp_path: Path, start_worker: StartWorker) -> None:
+    address = f"unix://{tmp_path}/far.sock"
+    first = start_worker(Path(spec.path), address)
+    second = start_worker(Path(spec.path), address)
+    _, stderr = second.process.communicate(timeout=READY_S)
+    assert second.process.returncode == 2
+    assert "another worker is listening there" in stderr.splitlines()[-1]
+    with reach(spec, first.address) as runtime:
+        check_bits(runtime)
+
+
+def test_a_worker_forgets_a_host_that_was_killed_and_serves_the_next(
+    spec: ModelSpec, key_file: Path, start_worker: StartWorker
+) -> None:
+    worker = start_worker(Path(spec.path), TCP, "--key-file", str(key_file))
+    child = os.fork()
+    if child == 0:
+        runtime = reach(spec, worker.address, key_file=key_file)
+        runtime.experts(0, *dataclasses.astuple(make_batch(4)))
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+
+    def serves_again() -> bool:
+        try:
+            with reach(spec, worker.address, key_file=key_file) as runtime:
+                check_bits(runtime)
+            return True
+        except WorkerError:
+            return False
+
+    assert wait_until(serves_again, 20)
+
+
+def test_strangers_cannot_keep_hosts_out(spec: ModelSpec, key_file: Path, start_worker: StartWorker) -> None:
+    """Silent connections fill the handshake slots; they are dropped after five seconds and hosts get in again."""
+    worker = start_worker(Path(spec.path), TCP, "--key-file", str(key_file))
+    host, _, port = worker.address.removeprefix("tcp://").rpartition(":")
+    strangers = [socket.create_connection((host, int(port))) for _ in range(40)]
+    try:
+        started = time.monotonic()
+
+        def gets_in() -> bool:
+            try:
+                with reach(spec, worker.address, key_file=key_file) as runtime:
+                    check_bits(runtime)
+                return True
+            except WorkerError:
+                return False
+
+        assert wait_until(gets_in, 15)
+        assert time.monotonic() - started < 15
+    finally:
+        for stranger in strangers:
+            stranger.close()
+
+
+def test_ctrl_c_ends_a_waiting_worker_with_130_and_removes_its_socket(
+    spec: ModelSpec, tmp_path: Path, start_worker: StartWorker
+) -> None:
+    worker = start_worker(Path(spec.path), f"unix://{tmp_path}/far.sock")
+    worker.process.send_signal(signal.SIGINT)
+    _, stderr = worker.process.communicate(timeout=10)
+    assert worker.process.returncode == 130
+    assert "Traceback" not in stderr
+    assert not (tmp_path / "far.sock").exists()
