@@ -1,6 +1,6 @@
 // The transport contract: slots of bytes between two processes, in both directions. A transport never sees a message, only
 // slot numbers and byte counts; wire/ never sees a descriptor. One implementation per folder; the conformance suite
-// (tests/csrc/conformance) runs against every one of them.
+// (tests/csrc/transport) runs against every one of them.
 //
 // Credit rule (kept by the callers, not by the channel): slot i carries at most one request and then its reply. The host
 // publishes slot i only while it owns credit i; the worker publishes slot i only in answer to request i. Therefore at most
@@ -41,6 +41,7 @@ struct WakeSource {
   uint32_t expected = 0;
   int fd = -1;                           // else poll this descriptor ...
   short events = 0;                      // ... for these events
+  bool is_level_triggered = false;       // fd stays ready until poll() has taken everything: no poll() needed after arm()
 };
 enum class SleepKind : uint8_t { kFutex, kPoll };
 
@@ -62,7 +63,8 @@ class Channel {
   virtual Result<std::optional<Arrival>> poll() = 0;
 
   // Announces that this side is about to sleep and says on what. `kind` is a wish: sockets always answer with a descriptor,
-  // ring transports honour both. After arm(), poll() must be called once more before sleeping (lost wake-up otherwise).
+  // ring transports honour both. After arm(), poll() must be called once more before sleeping (lost wake-up otherwise), unless
+  // the source is level-triggered and poll() returned nothing just before.
   virtual WakeSource arm(SleepKind kind) = 0;
   virtual void disarm() = 0;
   // Earliest time at which poll() can return something without outside help (emulated delays); max() when none.

@@ -77,7 +77,7 @@ bool sleep_on_fds(std::vector<pollfd>& fds, Deadline deadline, bool has_wake_fd)
 
 enum class Woken : uint8_t { kLookAgain, kArrived, kWakeFd };
 
-// Arms every channel, polls once more, sleeps, disarms.
+// Arms every channel, polls once more where that is needed, sleeps, disarms. The caller has just polled without result.
 class Sleeper {
  public:
   Sleeper(std::span<WaitEntry> entries, int wake_fd) : entries_(entries), wake_fd_(wake_fd) {
@@ -89,7 +89,7 @@ class Sleeper {
   Woken sleep(Deadline deadline) {
     arm();
     Woken woken = Woken::kLookAgain;
-    if (poll_all(entries_)) {
+    if (needs_poll_ && poll_all(entries_)) {
       woken = Woken::kArrived;
     } else {
       const Deadline until = deadline.earlier(Deadline::at_ns(next_event_ns(entries_)));
@@ -110,9 +110,11 @@ class Sleeper {
     fds_.clear();
     futex_ = WakeSource();
     num_futexes_ = 0;
+    needs_poll_ = false;
     for (const WaitEntry& entry : entries_) {
       if (entry.channel == nullptr) continue;
       const WakeSource source = entry.channel->arm(kind_);
+      needs_poll_ = needs_poll_ || !source.is_level_triggered;
       if (source.futex_word == nullptr) {
         fds_.push_back({source.fd, source.events, 0});
       } else {
@@ -134,6 +136,7 @@ class Sleeper {
   std::vector<pollfd> fds_;
   WakeSource futex_;
   int num_futexes_ = 0;
+  bool needs_poll_ = false;
 };
 
 // True if something arrived, the deadline passed or wake_fd became readable.

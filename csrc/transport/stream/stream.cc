@@ -90,6 +90,7 @@ class StreamChannel final : public Channel {
     WakeSource source;
     source.fd = socket_.get();
     source.events = static_cast<short>(queue_.is_empty() ? POLLIN : POLLIN | POLLOUT);
+    source.is_level_triggered = true;
     return source;
   }
   void disarm() override {}
