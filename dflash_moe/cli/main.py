@@ -34,6 +34,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
     try:
         code = build_app()(given, prog_name=PROGRAM, standalone_mode=False)
         sys.stdout.flush()
+        if code == EXIT_INTERRUPTED:  # how some versions of the parser hand over a Ctrl-C
+            _say_last("interrupted")
         return code if isinstance(code, int) else 0
     except (KeyboardInterrupt, typer.Abort):
         _say_last("interrupted")

@@ -113,7 +113,7 @@ WRONG = [
     (HEAD + "ipc:\n  mode: auto\n  batch_capacity: 0\n" + ONE, 4, "ipc.batch_capacity: 0 is not allowed; allowed: 1..4096"),
     (HEAD + "ipc: {call_timeout_s: .inf}\n" + ONE, 2, "not a finite number"),
     (HEAD + "ipc: {call_timeout_s: [1]}\n" + ONE, 2, "must be a single value"),
-    (HEAD + "placement: {policy: evn}\n" + ONE, 2, "'evn' is not allowed; allowed: even, memory, explicit; did you mean 'even'?"),
+    (HEAD + "placement: {policy: evn}\n" + ONE, 2, "allowed: even, memory, explicit; did you mean 'even'?"),
     (HEAD + "workers: [{backend: cpu}]\n", 2, "workers[0] has no name"),
     (HEAD + "workers: [{name: a b}]\n", 2, "worker name 'a b' is not allowed; allowed: 1..63 letters"),
     (HEAD + "workers: [{name: -a}]\n", 2, "worker name '-a' is not allowed"),
@@ -136,7 +136,7 @@ WRONG = [
     (HEAD + "workers: [{name: a, address: 'tcp://h:0'}]\n", 2, "port 0"),
     (HEAD + "workers: [{name: a, address: 'unix://x'}]\n", 2, "must be absolute"),
     (HEAD + "workers: [{name: a, address: 7171}]\n", 2, "workers[0].address must be text, found 7171"),
-    (HEAD + "workers:\n- {name: a, address: 'tcp://h:1'}\n- {name: b, address: 'tcp://h:1'}\n", 4, "a and b have the same address"),
+    (HEAD + "workers:\n- {name: a, address: 'tcp://h:1'}\n- {name: b, address: 'tcp://h:1'}\n", 4, "a and b have the same"),
     (HEAD + "workers: [{name: a, emulate: {slowdown: 0.5}}]\n", 2, "slowdown: 0.5 is not allowed; allowed: numbers 1..1000"),
     (HEAD + "workers: [{name: a, emulate: {delay_ms: -1}}]\n", 2, "numbers 0..60000"),
     (HEAD + "workers: [{name: a, emulate: {mbit_s: fast}}]\n", 2, "mbit_s: 'fast'"),
@@ -233,19 +233,26 @@ def test_every_shipped_topology_opens_with_a_picture_and_parses(path):
 
 
 TOKENS = st.sampled_from(
-    ["version: 1", "workers", ":", " ", "\n", "- ", "{", "}", "[", "]", ",", "name", "w0", "host", "ipc", "experts", "'*'", "0-3",
-     "memory", "25%", "8GiB", "&a", "*a", "!!set", "|", ">", "? ", "#", "\t", "placement", "policy", "explicit", "emulate", "1e400",
-     "0x_", "2001-99-99", ".nan", "~", "address", "tcp://[::1]:1", "9" * 5000, "\ud800", "\x00", "%YAML 1.1\n", "---", "1:2:3"]
+    ["version: 1", "workers", ":", " ", "\n", "- ", "{", "}", "[", "]", ",", "name", "w0", "host", "ipc", "experts", "'*'",
+     "0-3", "memory", "25%", "8GiB", "&a", "*a", "!!set", "|", ">", "? ", "#", "\t", "placement", "policy", "explicit",
+     "emulate", "1e400", "0x_", "2001-99-99", ".nan", "~", "address", "tcp://[::1]:1", "9" * 5000, "\ud800", "\x00",
+     "%YAML 1.1\n", "---", "1:2:3"]
 )  # fmt: skip
+
+
+def assert_read_or_refused(text: str) -> None:
+    refusal = ""
+    try:
+        topology = Topology.parse(text)
+    except TopologyError as error:
+        refusal = str(error)
+    assert refusal.startswith("<string>:") if refusal else topology.workers
 
 
 @settings(max_examples=400, deadline=None)
 @given(st.one_of(st.text(max_size=80), st.lists(TOKENS, max_size=25).map("".join)))
 def test_any_text_gives_a_topology_or_a_topology_error(text):
-    try:
-        assert Topology.parse(text).workers
-    except TopologyError as error:
-        assert str(error).startswith("<string>:")
+    assert_read_or_refused(text)
 
 
 @settings(max_examples=300, deadline=None)
@@ -253,7 +260,4 @@ def test_any_text_gives_a_topology_or_a_topology_error(text):
 def test_any_damage_to_a_topology_gives_a_topology_or_a_topology_error(data):
     at = data.draw(st.integers(0, len(FULL)))
     length = data.draw(st.integers(0, 6))
-    try:
-        assert Topology.parse(FULL[:at] + data.draw(st.one_of(TOKENS, st.text(max_size=4))) + FULL[at + length :]).workers
-    except TopologyError as error:
-        assert str(error).startswith("<string>:")
+    assert_read_or_refused(FULL[:at] + data.draw(st.one_of(TOKENS, st.text(max_size=4))) + FULL[at + length :])

@@ -1,0 +1,303 @@
+"""The command line from outside: help, exit codes, the last line of stderr, and what is never imported.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+
+from dflash_moe import __version__
+from dflash_moe.cli import doctor, main, options
+from dflash_moe.config import SETTINGS
+from dflash_moe.errors import ConfigError, UnsupportedError, WorkerLost
+from dflash_moe.topology import Topology
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch):
+    for setting in SETTINGS:
+        if setting.environment:
+            monkeypatch.delenv(setting.environment, raising=False)
+    for name in options.PASSIVE_OPENMP:
+        monkeypatch.setenv(name, os.environ.get(name, ""))  # restored after the test
+        monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def probe_app(monkeypatch):
+    """Replaces the commands by one that takes settings and raises or returns what the test wants."""
+    seen: dict = {}
+
+    @options.with_settings
+    def probe(
+        name: str = typer.Option("x", help="A name."), topology: options.TopologyOption = None, **overrides: object
+    ) -> None:
+        """Probe."""
+        seen.update(name=name, topology=topology, overrides=overrides)
+        if "error" in seen:
+            raise seen["error"]
+
+    def build() -> typer.Typer:
+        app = typer.Typer(add_completion=False, rich_markup_mode=None, context_settings={"help_option_names": ["-h", "--help"]})
+        app.callback()(main._global_options)
+        app.command(name="probe")(probe)
+        return app
+
+    monkeypatch.setattr(main, "build_app", build)
+    return seen
+
+
+def run(capsys, *arguments: str) -> tuple[int, str, list[str]]:
+    code = main.run(arguments)
+    out, err = capsys.readouterr()
+    return code, out, err.splitlines()
+
+
+def test_version_and_help_go_to_stdout(capsys):
+    assert run(capsys, "--version") == (0, f"dflash-moe {__version__}\n", [])
+    for flag in ("-h", "--help"):
+        code, out, err = run(capsys, flag)
+        assert (code, err) == (0, [])
+        assert "doctor" in out
+        assert "key" in out
+
+
+def test_commands_whose_module_is_missing_are_not_offered(capsys, monkeypatch):
+    monkeypatch.setattr(main, "COMMANDS", ("doctor", "no_such_command"))
+    code, out, _ = run(capsys, "--help")
+    assert code == 0
+    assert "no_such_command" not in out
+
+
+def test_every_command_that_is_there_explains_itself(capsys):
+    _, out, _ = run(capsys, "--help")
+    commands = re.findall(r"^  ([a-z]+) ", out.partition("Commands:")[2], re.MULTILINE)
+    assert {"doctor", "key"} <= set(commands)
+    for command in commands:
+        assert run(capsys, command, "-h")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "last"),
+    [
+        ([], "a command is missing; choose one of those above"),
+        (["frobnicate"], "No such command 'frobnicate'."),
+        (["doctor", "--jsn"], "No such option"),
+        (["key", "make"], "Missing argument 'FILE'."),
+    ],
+)
+def test_usage_errors_exit_with_2_and_one_sentence(capsys, arguments, last):
+    code, out, err = run(capsys, *arguments)
+    assert (code, out) == (2, "")
+    assert last in err[-1]
+    assert "\033" not in "".join(err)
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "lines"),
+    [
+        (ConfigError("--mode: 'x' is not allowed"), 2, ["--mode: 'x' is not allowed"]),
+        (UnsupportedError("no"), 2, ["no"]),
+        (WorkerLost("worker w0 died; its log:\nline 1\n\nline 2"), 3, ["  line 1", "  line 2", "worker w0 died; its log:"]),
+        (KeyboardInterrupt(), 130, ["interrupted"]),
+        (FileNotFoundError(2, "No such file or directory", "a.txt"), 2, ["a.txt: No such file or directory"]),
+        (RuntimeError("bad"), 1, ["unexpected RuntimeError: bad; run it again with --debug for the traceback"]),
+        (typer.Exit(7), 7, []),
+    ],
+)
+def test_each_error_has_its_exit_code_and_a_last_line_without_decoration(capsys, probe_app, error, code, lines):
+    probe_app["error"] = error
+    assert run(capsys, "probe") == (code, "", lines)
+
+
+@pytest.mark.parametrize("arguments", [["--debug", "probe"], ["probe", "--debug"]])
+def test_a_traceback_appears_only_with_debug(capsys, probe_app, arguments):
+    probe_app["error"] = ConfigError("wrong")
+    code, _, err = run(capsys, *arguments)
+    assert (code, err[-1]) == (2, "wrong")
+    assert err[0].startswith("Traceback")
+
+
+def test_given_flags_arrive_parsed_and_others_do_not(capsys, probe_app):
+    arguments = ["--mode", "STREAM", "--batch-capacity", "7", "--threads", "2", "--key-file", "k", "--profile", "--name", "y"]
+    assert run(capsys, "probe", *arguments)[0] == 0
+    assert probe_app["name"] == "y"
+    assert probe_app["overrides"] == {
+        "mode": "stream", "batch_capacity": 7, "threads": 2, "key_file": Path("k"), "profile": True,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("given", "expected"), [("1", True), ("0", False)])
+def test_profile_takes_a_value_too(capsys, probe_app, given, expected):
+    assert run(capsys, "probe", "--profile", given)[0] == 0
+    assert probe_app["overrides"] == {"profile": expected}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "last"),
+    [
+        (["--mode", "fast"], {}, "--mode: 'fast' is not allowed; allowed: auto, batched, stream (any case)"),
+        (["--dtype", "fp8"], {}, "--dtype: 'fp8' is not allowed; allowed: f32, f16, bf16"),
+        ([], {"DFLASH_MOE_EXPERT_COMPUTE_IPC_MODE": "x"}, "DFLASH_MOE_EXPERT_COMPUTE_IPC_MODE: 'x' is not allowed"),
+        ([], {"DFLASH_MOE_MODE": "auto"}, "environment variable DFLASH_MOE_MODE is not a setting"),
+        (["--topology", "nowhere.yaml"], {}, "nowhere.yaml:1: the topology file cannot be read"),
+    ],
+)
+def test_bad_settings_are_refused_before_the_command_runs(capsys, probe_app, monkeypatch, arguments, environment, last):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    code, _, err = run(capsys, "probe", *arguments)
+    assert code == 2
+    assert err[-1].startswith(last)
+    assert not probe_app
+
+
+def test_every_flag_is_in_help_with_default_and_variable(capsys, probe_app):
+    _, out, _ = run(capsys, "probe", "-h")
+    text = " ".join(out.split())
+    for setting in SETTINGS:
+        if setting.flag:
+            assert f"{setting.flag} {setting.metavar} {setting.help}. Allowed: {setting.allowed} [default: " in text
+            assert f"environment {setting.environment}]" in text
+
+
+def test_openmp_waits_passively_only_where_threads_outnumber_cores(monkeypatch):
+    monkeypatch.setattr(options, "usable_cores", lambda: 64)
+    monkeypatch.setattr(options, "physical_cores", lambda: 64)
+    assert not options.prepare_host(Topology.local(2)).is_oversubscribed
+    assert not any(name in os.environ for name in options.PASSIVE_OPENMP)
+    monkeypatch.setattr(options, "usable_cores", lambda: 2)
+    monkeypatch.setenv("KMP_BLOCKTIME", "5")
+    assert options.prepare_host(Topology.local(2)).is_oversubscribed
+    assert {name: os.environ.get(name) for name in options.PASSIVE_OPENMP} == options.PASSIVE_OPENMP | {"KMP_BLOCKTIME": "5"}
+
+
+def test_a_flag_beats_the_threads_of_the_topology():
+    topology = Topology.parse("version: 1\nworkers: [{name: w0, threads: 3}]")
+    assert options.thread_plan(topology, options.resolve_settings(environ={}, threads=2)).workers == {"w0": 2}
+    assert options.thread_plan(topology, options.resolve_settings(environ={})).workers == {"w0": 3}
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        ("Qwen/Qwen3-30B-A3B", "hf download Qwen/Qwen3-30B-A3B --local-dir Qwen3-30B-A3B"),
+        ("no/such/directory", "no such directory; pass a checkpoint directory"),
+        ("nothing", "no such directory"),
+        (__file__, "this is a file"),
+    ],
+)
+def test_a_model_that_is_no_directory_is_answered_with_what_to_do(value, says):
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        options.model_directory(value)
+
+
+def test_a_model_directory_is_taken(tmp_path):
+    assert options.model_directory(str(tmp_path)) == tmp_path
+
+
+def test_tables_align_numbers_right_and_words_left():
+    table = options.table("name", "count", "why")
+    table.add_row("a", "1,000", "long words")
+    table.add_row("long", "2.5", "b")
+    assert table.row_count == 2
+    assert table.lines() == ["name  count  why", "----  -----  ----------", "a     1,000  long words", "long    2.5  b"]
+    with pytest.raises(ValueError, match="1 cells for 3 columns"):
+        table.add_row("x")
+
+
+def test_key_make_writes_a_private_key_once(capsys, tmp_path):
+    path = tmp_path / "cluster.key"
+    assert run(capsys, "key", "make", str(path))[0] == 0
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert re.fullmatch(r"[0-9a-f]{64}\n", path.read_text())
+    before = path.read_text()
+    code, _, err = run(capsys, "key", "make", str(path))
+    assert code == 2
+    assert "exists" in err[-1]
+    assert path.read_text() == before
+
+
+def test_doctor_reports_backends_transports_machine_and_problems(capsys):
+    code, out, err = run(capsys, "doctor", "--json")
+    found = json.loads(out)
+    assert (code, err) == (0, [])
+    assert set(found) == {"backends", "transports", "machine", "problems"}
+    assert set(found["backends"]) == {"cpu", "cuda", "hip", "sim"}
+    assert found["backends"]["cpu"]["available"]
+    for name in ("cuda", "hip", "sim"):
+        assert found["backends"][name] == found["backends"][name] | {"built": False, "available": False}
+        assert "not built into this version" in found["backends"][name]["reason"]
+    assert {name: found["transports"][name]["available"] for name in found["transports"]} == {
+        "loopback": True, "shared": True, "unix": True, "tcp": True, "fabric": False,
+    }  # fmt: skip
+    threads = found["machine"]["threads"]
+    assert threads["total"] == threads["host"] + sum(threads["workers"].values())
+    assert threads["oversubscribed"] == (threads["total"] > found["machine"]["usable_cores"])
+    assert found["machine"]["memory_available_bytes"] > 0
+
+
+def test_doctor_says_what_it_cannot_have(capsys, monkeypatch):
+    def refuse() -> None:
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(doctor.probes, "_try_shared", refuse)
+    code, out, _ = run(capsys, "doctor")
+    assert code == 0, "a machine that lacks something is no failure"
+    assert "note: transport shared: Function not implemented" in out
+
+
+def test_a_failed_self_test_exits_with_1(capsys, monkeypatch):
+    from dflash_moe.cli import selftest
+
+    monkeypatch.setattr(selftest, "run_self_tests", lambda: [selftest.SelfTest("avx2", "f32", 1, 9, 2)])
+    code, out, err = run(capsys, "doctor", "--selftest")
+    assert code == 1
+    assert "FAILED" in out
+    assert err[-1].startswith("1 of 1 self-tests failed")
+
+
+def test_self_tests_compare_every_kernel_set_and_see_a_difference(monkeypatch):
+    from dflash_moe import _core
+    from dflash_moe.cli import selftest
+
+    monkeypatch.setattr(_core, "supported_isas", lambda: ["reference", "scalar"])
+    monkeypatch.setattr(selftest, "SPECS", {"silu": selftest.SPECS["silu"]})
+    assert [(test.isa, test.is_passed, test.cases) for test in selftest.run_self_tests()] == [("scalar", True, 3)] * 3
+    forward = selftest._forward
+
+    def one_bit_off(isa: str, case: tuple[str, str, str], seed: int):
+        bits = forward(isa, case, seed).copy()
+        if isa != "reference":
+            bits[3, 4] ^= 1
+        return bits
+
+    monkeypatch.setattr(selftest, "_forward", one_bit_off)
+    assert [test.differing for test in selftest.run_self_tests()] == [3] * 3
+
+
+@pytest.mark.parametrize("arguments", [["doctor"], ["key", "--help"], ["worker", "--help"], ["--help"]])
+def test_light_commands_import_neither_torch_nor_transformers(arguments):
+    script = (
+        "import sys; from dflash_moe.cli.main import run; code = run(sys.argv[1:]); "
+        "heavy = {'torch', 'transformers'} & set(sys.modules); sys.exit(f'imported {heavy}' if heavy else code)"
+    )
+    done = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_module_runs_as_a_program():
+    done = subprocess.run(
+        [sys.executable, "-m", "dflash_moe", "nonsense"], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.splitlines()[-1] == "No such command 'nonsense'."
