@@ -14,6 +14,7 @@ import typer
 from dflash_moe.cli import options
 from dflash_moe.cli.bench import print_prefill
 from dflash_moe.errors import DflashError
+from dflash_moe.topology import Topology
 
 if TYPE_CHECKING:
     from dflash_moe.bench.prefill import Series
@@ -34,12 +35,13 @@ def register(app: typer.Typer) -> None:
 def demo() -> None:
     """Start two workers, complete a sentence, show the modes, and check that every mode gave the same bits."""
     assets = Path(str(resources.files("dflash_moe") / "demo_assets"))
+    topology = Topology.local(num_workers=2)
+    options.prepare_host(topology)
     from dflash_moe.integrations.transformers import load_model
     from dflash_moe.runtime.expert_runtime import ExpertRuntime
-    from dflash_moe.topology import Topology
 
     options.say("starting two CPU workers over shared memory")
-    with ExpertRuntime.start(Topology.local(num_workers=2), model=assets / "model", transport="shared") as runtime:
+    with ExpertRuntime.start(topology, model=assets / "model", transport="shared") as runtime:
         model = load_model(assets / "model", runtime)
         _print_workers(runtime)
         _complete(model, assets / "model")
