@@ -70,6 +70,11 @@ class Checkpoint:
             self._mapped[index] = _core.MappedFile(str(self.files[index]))
         return self._mapped[index]
 
+    def drop_pages(self) -> None:
+        """Lets the resident pages of all mapped files go; a later read brings them back from the page cache."""
+        for file in self._mapped.values():
+            file.drop_pages()
+
     def config(self) -> dict[str, Any]:
         """config.json. CheckpointError when it is missing or not a JSON map."""
         return read_json(self.directory / "config.json", MAX_CONFIG_BYTES)

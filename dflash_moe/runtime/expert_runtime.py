@@ -6,10 +6,7 @@ SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
 import logging
-import threading
-import time
 import weakref
-from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -17,10 +14,11 @@ from typing import Any
 
 from dflash_moe import _core
 from dflash_moe.config import Settings, resolve_settings
-from dflash_moe.errors import ConfigError, WorkerError, WorkerLost, WorkerTimeout
+from dflash_moe.errors import ConfigError, WorkerError, WorkerLost
 from dflash_moe.model.spec import LayerSpec, ModelSpec, model_spec
 from dflash_moe.placement import Placement, plan_placement
 from dflash_moe.runtime import observe
+from dflash_moe.runtime.call_gate import CallGate
 from dflash_moe.runtime.data_path import SlicePlan, SlotPlan, plan_arena, plan_slices
 from dflash_moe.runtime.expert_call import ExpertCall
 from dflash_moe.runtime.fleet import ChannelDecorator, Fleet, Member, shapes_of, shards_by_holder
@@ -75,11 +73,8 @@ class ExpertRuntime:
         self._table: dict[object, tuple[int, int, int]] = {}
         for layer in spec.layers:
             self._table[layer.index] = self._table[layer.name] = (layer.index, layer.ffn.in_size, layer.ffn.out_size)
-        self._active: deque[None] = deque()  # one entry per call inside experts(); append and pop are atomic
-        self._submitted: weakref.WeakSet[ExpertCall] = weakref.WeakSet()
-        self._gate = threading.RLock()
-        self._is_gated = False  # callers take the slow path: a data path is, or must be, renewed
-        self._worn_out: set[str] = set()
+        self._gate = CallGate()
+        self._worn_out: set[str] = set()  # workers whose data path must be renewed before the next call
         self._is_open = False
 
     @classmethod
@@ -191,16 +186,16 @@ class ExpertRuntime:
         result, arguments = self._bind(entry[1], entry[2], hidden_states, topk_ids, topk_weights, out)
         if not arguments[3]:
             return result
-        active = self._active
-        active.append(None)
+        gate = self._gate
+        gate.active.append(None)
         try:
-            if self._is_gated:
+            if gate.is_shut:
                 self._pass_gate()
             self._run(entry[0], *arguments)
         except WorkerError as error:
             raise self._explained(error) from None
         finally:
-            active.pop()
+            gate.active.pop()
         return result
 
     def submit(self, layer: int | str, hidden_states: Any, topk_ids: Any, topk_weights: Any, out: Any = None) -> ExpertCall:
@@ -209,16 +204,17 @@ class ExpertRuntime:
         result, arguments = self._bind(entry[1], entry[2], hidden_states, topk_ids, topk_weights, out)
         if not arguments[3]:
             return ExpertCall(layer, None, result, self._explained)
-        self._active.append(None)
+        gate = self._gate
+        gate.active.append(None)
         try:
-            if self._is_gated:
+            if gate.is_shut:
                 self._pass_gate()
             call = ExpertCall(layer, self._submit(entry[0], *arguments), result, self._explained)
-            self._submitted.add(call)
+            gate.note_submitted(call)
         except WorkerError as error:
             raise self._explained(error) from None
         finally:
-            self._active.pop()
+            gate.active.pop()
         return call
 
     def set_mode(
@@ -241,13 +237,13 @@ class ExpertRuntime:
         overrides = {**self._overrides, **{key: value for key, value in wanted.items() if value is not None}}
         settings = resolve_settings(self._topology.ipc, **overrides)
         slices = _slices(settings)
-        with self._gate:
+        with self._gate.lock:
             self._quiesce()
             try:
                 self._overrides, self.settings, self._slices = overrides, settings, slices
                 self._apply_policy()
             finally:
-                self._is_gated = bool(self._worn_out)
+                self._gate.is_shut = bool(self._worn_out)
         if settings.mode == "auto":
             log.info(AUTO_REASON)
 
@@ -270,13 +266,9 @@ class ExpertRuntime:
 
     def _pass_gate(self) -> None:
         """Slow path of a call: waits while another thread renews data paths, or renews them itself."""
-        self._active.pop()
-        try:
-            with self._gate:
-                if self._worn_out:
-                    self._renew_worn_out()
-        finally:
-            self._active.append(None)
+        with self._gate.stepping_back():
+            if self._worn_out:
+                self._renew_worn_out()
 
     def _renew_worn_out(self) -> None:
         self._quiesce()
@@ -285,16 +277,10 @@ class ExpertRuntime:
             if member.slots is not None:
                 self._renew(member, member.slots)
             self._worn_out.discard(name)
-        self._is_gated = False
+        self._gate.is_shut = False
 
     def _quiesce(self) -> None:
-        """Holds new calls back and waits for those under way. Caller holds the gate. WorkerTimeout after the call deadline."""
-        self._is_gated = True
-        until = time.monotonic() + self.settings.call_timeout_s + 1.0  # every call under way has ended by then
-        while self._active or any(not call.done() for call in list(self._submitted)):
-            if time.monotonic() > until:
-                raise WorkerTimeout("calls are still under way after their deadline; collect or drop submitted calls first")
-            time.sleep(0.0005)
+        self._gate.quiesce(seconds=self.settings.call_timeout_s + 1.0)  # every call under way has ended by then
 
     def _explained(self, error: WorkerError) -> WorkerError:
         """The same error with what else is known: how a lost worker's process ended and what it logged."""
@@ -315,7 +301,7 @@ class ExpertRuntime:
                 continue
             if member.slots.num_slots - int(report["quarantined_slots"]) < MIN_USABLE_SLOTS:
                 self._worn_out.add(member.name)
-                self._is_gated = True
+                self._gate.is_shut = True
 
     def stats(self) -> dict[str, Any]:
         """Counters since start: `calls`, `rows`, `pairs`, `request_bytes`, `reply_bytes`, `floor_bytes`, `splits`, `waits` (s).

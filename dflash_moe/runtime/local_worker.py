@@ -50,6 +50,7 @@ class LocalWorker:
         self._worker.define_shard(layer, shard, ffn.kernel_spec(), len(experts), weight_dtype, weights_fingerprint)
         for local_expert_id, expert_id in enumerate(experts):
             self._worker.load_expert(layer, shard, local_expert_id, **expert_sources(checkpoint, ffn, expert_id))
+        checkpoint.drop_pages()
 
     def attach(self, slots: SlotPlan, generation: int) -> _core.Channel:
         """Serves a fresh channel instead of the former one; returns the host's end."""

@@ -151,7 +151,7 @@ class _View:
     def __init__(self, name: str, value: Any) -> None:
         if isinstance(value, np.ndarray):
             item_bytes = value.itemsize
-            self.address = int(value.ctypes.data)
+            self.address = int(value.__array_interface__["data"][0])
             self.shape = value.shape
             self.strides = tuple(stride // item_bytes for stride in value.strides)
             self.dtype = _NUMPY_DTYPES.get(value.dtype.name, value.dtype.name)

@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 
 MAX_UNAUTHENTICATED = 16  # handshakes under way; further strangers are hung up on at once
 BACKLOG = 16
+ACCEPT_RETRY_S = 0.1
 LOCK_S = 5.0  # another worker holds the directory lock only while it binds
 
 
@@ -176,7 +177,11 @@ class Listener:
                 return
             try:
                 accepted, _ = self._sock.accept()
-            except OSError:
+            except (BlockingIOError, ConnectionAbortedError):
+                continue
+            except OSError as error:  # out of descriptors or memory: others may free some; do not spin meanwhile
+                log.warning("cannot accept a connection: %s", error.strerror)
+                time.sleep(ACCEPT_RETRY_S)
                 continue
             if not self._handshakes.acquire(blocking=False):
                 log.warning("refused a connection: %d handshakes are under way", MAX_UNAUTHENTICATED)

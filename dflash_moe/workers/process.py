@@ -23,6 +23,7 @@ from dflash_moe.protocol.auth import HANDSHAKE_S, KEY_BYTES, authenticate_host
 from dflash_moe.protocol.failures import to_refusal
 from dflash_moe.protocol.framing import Connection, PeerGone
 from dflash_moe.telemetry.logs import set_up_worker_logging
+from dflash_moe.telemetry.machine import usable_cores
 from dflash_moe.topology.addresses import Address
 from dflash_moe.workers import lifeline
 from dflash_moe.workers.listener import Caller, Listener, open_listener, open_tcp_listener
@@ -88,7 +89,7 @@ def run_hand_started_worker(
     `on_ready` gets the address with its real port once hosts may call. Errors: ConfigError, CheckpointError before that.
     """
     set_up_worker_logging()
-    identity = _identify(name, model, threads=threads, memory_limit=memory_limit, isa=isa)
+    identity = _identify(name, model, threads=threads or usable_cores(), memory_limit=memory_limit, isa=isa)
     listener = open_listener(address, worker=name, key=key)
     previous = [(number, signal.signal(number, _raise_interrupt)) for number in (signal.SIGINT, signal.SIGTERM)]
     try:

@@ -58,7 +58,7 @@ class WorkerIdentity:
     name: str
     checkpoint: Checkpoint
     model_fingerprint: str
-    threads: int | None = None  # None: as the host asks
+    threads: int | None = None  # None: as the host that started this process asks
     memory_limit: int = 0  # bytes; 0: none of its own
     isa: str = ""
 
@@ -147,9 +147,11 @@ class WorkerSession:
             raise ProtocolError("message Hello: arrived twice in one session")
         ours = local_identity(self.identity.name, self.identity.model_fingerprint)
         require_equal(identity_of(message), ours, name=self.identity.name)
-        threads = self.identity.threads or message.threads or max(1, usable_cores())
+        threads = self.identity.threads or max(1, message.threads)
         isa = _core.parse_isa(self.identity.isa or message.isa or _core.best_isa())
-        spin_ns = message.spin_ns if not self.identity.threads else (SPIN_NS if usable_cores() > threads else 0)
+        spin_ns = message.spin_ns
+        if self.identity.threads:  # started by hand: the host does not know this machine's cores
+            spin_ns = SPIN_NS if usable_cores() > threads else 0
         self._worker = _core.Worker(
             name=self.identity.name, isa=isa, num_threads=threads, spin_ns=spin_ns, slowdown=message.slowdown
         )
@@ -182,6 +184,7 @@ class WorkerSession:
         if self._path is not None:
             raise ProtocolError("message LoadShard: arrived after Attach")
         load_shard(worker, self.identity.checkpoint, self.identity.model_fingerprint, message, self._report_progress)
+        self.identity.checkpoint.drop_pages()  # the packed copies are what the worker computes with
         self._send(ShardLoaded(layer=message.layer, shard=message.shard, resident_bytes=worker.resident_bytes()))
 
     def _report_progress(self) -> None:

@@ -161,7 +161,7 @@ def while_loading(monkeypatch: pytest.MonkeyPatch, action: Callable[[WorkerSessi
 @pytest.mark.usefixtures("started")
 def test_a_worker_that_dies_while_loading_is_lost(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     while_loading(monkeypatch, lambda session: os.kill(session.pid, signal.SIGKILL))
-    with pytest.raises(WorkerLost, match=r"worker w1 hung up before it could load layers.1.experts shard \d; process \d+ was killed"):
+    with pytest.raises(WorkerLost, match=r"worker w1 hung up before it could load layers.1.experts shard \d; .* was killed"):
         start(spec)
 
 
