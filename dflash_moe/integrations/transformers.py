@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import re
-import sys
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from dflash_moe.errors import CheckpointError, ConfigError
 from dflash_moe.model.architecture import find_experts, find_model_class, load_config
 from dflash_moe.model.checkpoint import Checkpoint
+from dflash_moe.model.progress import quiet_progress
 
 if TYPE_CHECKING:
     from dflash_moe.model.spec import LayerSpec
@@ -101,7 +101,7 @@ def load_model(path: str | Path, runtime: ExpertRuntime, **options: Any) -> Any:
         )
     model_class = find_model_class(load_config(directory))
     options.setdefault("dtype", TORCH_DTYPES[runtime.spec.dtype])
-    with _quiet_progress():
+    with quiet_progress():
         model, report = _without_experts(model_class).from_pretrained(
             directory, local_files_only=True, experts_implementation=IMPLEMENTATION, output_loading_info=True, **options
         )
@@ -141,21 +141,6 @@ def offload(model: Any, runtime: ExpertRuntime) -> Iterator[Any]:
 def expert_calls(model: Any) -> dict[str, int]:
     """Calls made so far, by experts module; empty where none is connected to a runtime."""
     return {name: module.__dict__[_ROUTE].calls for name, module in find_experts(model).items() if _ROUTE in module.__dict__}
-
-
-@contextmanager
-def _quiet_progress() -> Iterator[None]:
-    """No progress bar of transformers where nobody watches a terminal."""
-    from transformers.utils import logging
-
-    is_quiet = logging.is_progress_bar_enabled() and not sys.stderr.isatty()
-    if is_quiet:
-        logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if is_quiet:
-            logging.enable_progress_bar()
 
 
 def _connect(experts: Mapping[str, Any], runtime: ExpertRuntime) -> None:

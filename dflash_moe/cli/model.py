@@ -1,0 +1,118 @@
+"""`dflash-moe model make` and `model inspect`.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dflash_moe.cli import options
+
+if TYPE_CHECKING:
+    from dflash_moe.model.inspect import Inspection
+    from dflash_moe.model.spec import LayerSpec
+
+MIB = 1 << 20
+GIB = 1 << 30
+
+
+def register(app: typer.Typer) -> None:
+    """Adds `model make` and `model inspect`."""
+    model = typer.Typer(help="Make and inspect checkpoints.", no_args_is_help=True)
+    model.command(name="make")(make)
+    model.command(name="inspect")(inspect)
+    app.add_typer(model, name="model")
+
+
+def make(
+    arch: Annotated[str, typer.Option(help="Model type in transformers: qwen3_moe, mixtral ...", show_default=False)],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Where to write; new or empty.", show_default=False)],
+    num_layers: Annotated[int, typer.Option("--layers", help="Decoder layers.")] = 4,
+    hidden_size: Annotated[int, typer.Option(help="Width of a token, in elements; a multiple of 32.")] = 256,
+    num_experts: Annotated[int, typer.Option(help="Routed experts of a layer.")] = 16,
+    top_k: Annotated[int, typer.Option(help="Experts of a token.")] = 4,
+    moe_intermediate_size: Annotated[int, typer.Option(help="Width inside an expert, in elements.")] = 128,
+    dtype: Annotated[str, typer.Option(help="Format of the weights: f32, f16 or bf16.")] = "bf16",
+    seed: Annotated[int, typer.Option(help="Of the random weights.")] = 0,
+) -> None:
+    """Write a random-weight checkpoint of a real architecture, with a byte-level tokenizer."""
+    from dflash_moe.model.make import MakeOptions, make_checkpoint
+
+    wanted = MakeOptions(arch, num_layers, hidden_size, num_experts, top_k, moe_intermediate_size, dtype, seed)
+    wanted.check()
+    options.say(f"making {arch} with random weights")
+    made = make_checkpoint(wanted, out)
+    typer.echo(
+        f"wrote {made.class_name} with {made.num_parameters:,} parameters in {dtype} to {made.directory}; on random text an "
+        f"expert gets {made.least_used:.2f} to {made.most_used:.2f} times its even share of the tokens"
+    )
+
+
+def inspect(
+    directory: Annotated[str, typer.Argument(metavar="DIR", help="Checkpoint directory.", show_default=False)],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show layers, experts, bytes per expert, what fits where, and whether the model is supported."""
+    from dflash_moe.model.inspect import inspect_model
+
+    found = inspect_model(options.model_directory(directory))
+    if as_json:
+        typer.echo(json.dumps(found.to_json(), indent=1))
+        return
+    class_names = ", ".join(found.architectures) or "no class named"
+    typer.echo(f"{class_names} ({found.model_type}), {found.checkpoint_bytes / GIB:.2f} GiB")
+    if found.spec is None:
+        typer.echo(f"not supported: {found.reason}")
+        return
+    typer.echo(f"supported, runs in {found.spec.dtype}\n")
+    _show_layers(found)
+    _show_fits(found)
+
+
+def _show_layers(found: Inspection) -> None:
+    table = options.table("layers", "experts", "top-k", "in", "inner", "out", "formula", "weights", "MiB each", "GiB a layer")
+    for layers in _alike(found.layers):
+        layer = layers[0]
+        numbers = [item.index for item in layers]
+        table.add_row(
+            str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}..{numbers[-1]}",
+            str(layer.num_experts),
+            str(layer.top_k),
+            str(layer.ffn.in_size),
+            str(layer.ffn.intermediate_size),
+            str(layer.ffn.out_size),
+            layer.ffn.activation if layer.ffn.gate in ("gated", "none") else layer.ffn.gate,
+            layer.weight_dtype,
+            f"{layer.expert_bytes / MIB:.2f}",
+            f"{layer.num_experts * layer.expert_bytes / GIB:.3f}",
+        )
+    options.show(table)
+
+
+def _alike(layers: tuple[LayerSpec, ...]) -> Iterator[list[LayerSpec]]:
+    """Runs of layers with equal sizes and formulas."""
+
+    def kind(layer: LayerSpec) -> tuple[object, ...]:
+        return (layer.num_experts, layer.top_k, layer.weight_dtype, tuple(layer.ffn.kernel_spec().items()))
+
+    for _, run in itertools.groupby(layers, key=kind):
+        yield list(run)
+
+
+def _show_fits(found: Inspection) -> None:
+    typer.echo(
+        f"routed experts: {found.expert_bytes / GIB:.2f} GiB, {sum(layer.num_experts for layer in found.layers)} of them, "
+        f"{GIB // max(layer.expert_bytes for layer in found.layers)} fit in a GiB; "
+        f"the host keeps {found.host_bytes / GIB:.2f} GiB of other weights\n"
+    )
+    table = options.table("worker memory, GiB", "of all experts, %", "workers needed")
+    for gib, fraction in found.fits().items():
+        table.add_row(str(gib), f"{100 * fraction:.0f}", str(-(-found.expert_bytes // (gib * GIB))))
+    options.show(table)

@@ -1,0 +1,45 @@
+"""Records what each experts module of a model is given and what it returns.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from dflash_moe.model.architecture import find_experts
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsCall:
+    """One call of an experts module: [tokens, width], twice [tokens, top_k], [tokens, width], as the model passed them."""
+
+    name: str
+    hidden_states: Any
+    topk_ids: Any
+    topk_weights: Any
+    output: Any
+
+
+@contextmanager
+def capture_calls(model: Any, receive: Callable[[ExpertsCall], None]) -> Iterator[None]:
+    """Within the block, `receive` gets every call of every experts module, in the order of the forward pass."""
+
+    def hook_for(name: str) -> Callable[..., None]:
+        def hook(_module: Any, arguments: tuple[Any, ...], options: dict[str, Any], output: Any) -> None:
+            hidden, ids, weights = (*arguments, *options.values())  # the interface passes three tensors, in this order
+            receive(ExpertsCall(name, hidden, ids, weights, output))
+
+        return hook
+
+    handles = [
+        module.register_forward_hook(hook_for(name), with_kwargs=True) for name, module in find_experts(model).items()
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

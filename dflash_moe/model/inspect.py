@@ -1,0 +1,95 @@
+"""What `model inspect` says of a checkpoint: layers, experts, bytes, what fits where, and whether it is supported or why not.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from dflash_moe.errors import UnsupportedError
+from dflash_moe.model.checkpoint import Checkpoint
+from dflash_moe.model.spec import LayerSpec, ModelSpec, model_spec
+
+GIB = 1 << 30
+WORKER_GIB = (4, 8, 16, 24, 32, 48, 80, 96, 141, 192)  # memory sizes of cards and machines in use
+
+
+@dataclass(frozen=True, slots=True)
+class Inspection:
+    """`reason` is None where the model is supported; else `spec` is None."""
+
+    directory: Path
+    architectures: tuple[str, ...]
+    model_type: str
+    checkpoint_bytes: int
+    spec: ModelSpec | None
+    reason: str | None
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of all routed experts."""
+        return sum(layer.num_experts * layer.expert_bytes for layer in self.layers)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes that stay with the host: everything but routed experts, as stored."""
+        return max(0, self.checkpoint_bytes - self.expert_bytes)
+
+    @property
+    def layers(self) -> tuple[LayerSpec, ...]:
+        """Layers with routed experts; none where the model is not supported."""
+        return self.spec.layers if self.spec is not None else ()
+
+    def fits(self) -> dict[int, float]:
+        """For a worker's memory in GiB: the fraction of all routed experts it can hold; ends with the first that holds all."""
+        found: dict[int, float] = {}
+        for gib in WORKER_GIB if self.expert_bytes else ():
+            found[gib] = min(1.0, gib * GIB / self.expert_bytes)
+            if found[gib] == 1.0:
+                break
+        return found
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything, for `--json`."""
+        layers = [
+            {key: value for key, value in asdict(layer).items() if key != "ffn"} | {"ffn": layer.ffn.kernel_spec()}
+            for layer in self.layers
+        ]
+        for layer in layers:  # JSON has no infinity
+            layer["ffn"] = {key: None if value == float("inf") else value for key, value in layer["ffn"].items()}
+        return {
+            "directory": str(self.directory),
+            "architectures": list(self.architectures),
+            "model_type": self.model_type,
+            "supported": self.reason is None,
+            "reason": self.reason,
+            "dtype": self.spec.dtype if self.spec is not None else None,
+            "fingerprint": self.spec.fingerprint if self.spec is not None else None,
+            "checkpoint_bytes": self.checkpoint_bytes,
+            "expert_bytes": self.expert_bytes,
+            "host_bytes": self.host_bytes,
+            "worker_gib_to_fraction_of_experts": {str(gib): fraction for gib, fraction in self.fits().items()},
+            "layers": layers,
+        }
+
+
+def inspect_model(directory: Path) -> Inspection:
+    """Looks at a checkpoint without touching its weights. CheckpointError when it is not one or is damaged."""
+    checkpoint = Checkpoint.open(directory)
+    config = checkpoint.config()
+    spec, reason = None, None
+    try:
+        spec = model_spec(directory)
+    except UnsupportedError as error:
+        reason = str(error)
+    return Inspection(
+        directory,
+        tuple(str(name) for name in config.get("architectures") or ()),
+        str(config.get("model_type", "")),
+        sum(info.num_bytes for info in checkpoint.tensors.values()),
+        spec,
+        reason,
+    )

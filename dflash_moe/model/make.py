@@ -1,0 +1,263 @@
+"""Random-weight checkpoints of real transformers architectures, with a byte-level tokenizer: what tests and benches run on.
+
+Sizes are set through the fields an architecture's configuration has, found by their usual names. Weights are scaled so that
+the routing spreads over all experts; that is measured before anything is written.
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dflash_moe.errors import ConfigError, DflashError
+from dflash_moe.model.capture import ExpertsCall, capture_calls
+from dflash_moe.model.progress import quiet_progress
+
+NUM_BYTES = 256
+END_OF_TEXT = "<|endoftext|>"
+END_OF_TEXT_ID = NUM_BYTES
+VOCAB_SIZE = NUM_BYTES + 1
+MIN_POSITIONS = 8192
+
+# Names under which configurations keep one thing. All that a configuration has are set.
+_EXPERTS_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_moe_experts")
+_TOP_K_FIELDS = ("num_experts_per_tok", "moe_k", "moe_topk", "moe_top_k", "top_k_experts", "num_experts_per_token")
+
+# An expert may get this many times more or fewer tokens than its share, beyond what chance explains.
+_BALANCE_FACTOR = 3.0
+_CENTRING_ROUNDS = 2  # centring a layer's router changes the inputs of the later ones
+_TOKENS_PER_EXPERT = 64
+_MAX_TOKENS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class MakeOptions:
+    """What to make; sizes in elements, `dtype` one of f32, f16, bf16."""
+
+    arch: str
+    num_layers: int = 4
+    hidden_size: int = 256
+    num_experts: int = 16
+    top_k: int = 4
+    moe_intermediate_size: int = 128
+    dtype: str = "bf16"
+    seed: int = 0
+
+    def check(self) -> None:
+        """ConfigError naming the option, its value and what is allowed."""
+        for name in ("num_layers", "num_experts", "top_k", "moe_intermediate_size"):
+            value = getattr(self, name)
+            if value < 1:
+                raise ConfigError(f"--{name.replace('_', '-')} {value}: must be 1 or more")
+        if self.hidden_size < 32 or self.hidden_size % 32:
+            raise ConfigError(f"--hidden-size {self.hidden_size}: must be a positive multiple of 32, to be cut into heads")
+        if self.top_k > self.num_experts:
+            raise ConfigError(f"--top-k {self.top_k}: must be at most the number of experts, {self.num_experts}")
+        if self.dtype not in ("f32", "f16", "bf16"):
+            raise ConfigError(f"--dtype {self.dtype!r}: choose from f32, f16, bf16")
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """What was written. `least_used` and `most_used` are the experts' shares of tokens over the even share, over all layers."""
+
+    directory: Path
+    class_name: str
+    num_parameters: int
+    least_used: float
+    most_used: float
+
+
+def make_checkpoint(options: MakeOptions, directory: Path) -> Made:
+    """Writes safetensors, config and tokenizer into `directory`, which must be new or empty. ConfigError, DflashError."""
+    options.check()
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise ConfigError(f"--out {directory}: exists and is not an empty directory; name a new one")
+    model = build_model(options)
+    centre_routers(model, options)
+    least, most = check_routing(model, options)
+    directory.mkdir(parents=True, exist_ok=True)
+    model.generation_config.eos_token_id = END_OF_TEXT_ID
+    model.generation_config.pad_token_id = END_OF_TEXT_ID
+    with quiet_progress():
+        model.save_pretrained(directory)
+    write_tokenizer(directory)
+    return Made(directory, type(model).__name__, sum(p.numel() for p in model.parameters()), least, most)
+
+
+def build_model(options: MakeOptions) -> Any:
+    """The model with random weights, in eval mode with its own eager experts."""
+    import torch
+
+    from dflash_moe.model.architecture import find_model_class
+
+    config = build_config(options)
+    dtype = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}[options.dtype]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(options.seed)
+        model = find_model_class(config)._from_config(config, dtype=dtype)
+        randomise(model)
+    model.set_experts_implementation("eager")
+    return model.eval()
+
+
+def build_config(options: MakeOptions) -> Any:
+    """The architecture's configuration with the wanted sizes. ConfigError for an architecture that transformers lacks."""
+    from transformers import CONFIG_MAPPING
+
+    if options.arch not in CONFIG_MAPPING:
+        close = difflib.get_close_matches(options.arch, list(CONFIG_MAPPING.keys()), n=3)
+        hint = f"; did you mean {', '.join(close)}?" if close else ""
+        raise ConfigError(f"--arch {options.arch}: transformers has no such model type{hint}")
+    config_class = CONFIG_MAPPING[options.arch]
+    default = config_class()
+    text = default.get_text_config()
+    if text is default:
+        return config_class(**_sizes(text, options))
+    key = next(name for name in default.sub_configs if getattr(default, name, None) is text)
+    return config_class(**{key: {**_sizes(text, options), "model_type": text.model_type}})
+
+
+def _sizes(text: Any, options: MakeOptions) -> dict[str, Any]:
+    """Settings for the fields that `text`, a default configuration, has."""
+    fields = text.to_dict()
+    if not any(name in fields for name in _EXPERTS_FIELDS):
+        raise ConfigError(f"--arch {options.arch}: {type(text).__name__} has no number of experts; it is not a mixture")
+    head_dim = 64 if options.hidden_size >= 256 and options.hidden_size % 64 == 0 else options.hidden_size // 4
+    num_heads = options.hidden_size // head_dim
+    is_grouped = fields.get("num_key_value_heads") != fields.get("num_attention_heads")
+    wanted: dict[str, Any] = {
+        "num_hidden_layers": options.num_layers,
+        "hidden_size": options.hidden_size,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": max(1, num_heads // 2) if is_grouped else num_heads,
+        "vocab_size": VOCAB_SIZE,
+        "bos_token_id": END_OF_TEXT_ID,
+        "eos_token_id": END_OF_TEXT_ID,
+        "pad_token_id": END_OF_TEXT_ID,
+        "tie_word_embeddings": False,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1 if options.num_layers > 1 and fields.get("first_k_dense_replace") else 0,
+        "moe_layer_start_index": min(fields.get("moe_layer_start_index") or 0, options.num_layers - 1),
+        "moe_layer_end_index": options.num_layers - 1,
+        "num_nextn_predict_layers": 0,
+        "shared_expert_intermediate_size": options.moe_intermediate_size,
+        **_width_of_mlp(fields, options),
+        **_head_sizes(fields, head_dim),
+        **dict.fromkeys(_EXPERTS_FIELDS, options.num_experts),
+        **dict.fromkeys(_TOP_K_FIELDS, options.top_k),
+    }
+    if (fields.get("max_position_embeddings") or MIN_POSITIONS) < MIN_POSITIONS:
+        wanted["max_position_embeddings"] = MIN_POSITIONS
+    return {name: value for name, value in wanted.items() if name in fields}
+
+
+def _width_of_mlp(fields: dict[str, Any], options: MakeOptions) -> dict[str, int]:
+    size = options.moe_intermediate_size
+    if "moe_intermediate_size" in fields:
+        return {"moe_intermediate_size": size, "intermediate_size": 2 * size}  # the latter is that of dense layers
+    return {"intermediate_size": size}
+
+
+def _head_sizes(fields: dict[str, Any], head_dim: int) -> dict[str, int | None]:
+    if not fields.get("kv_lora_rank"):
+        return {"head_dim": head_dim}
+    return {  # latent attention: half of a query head turns with the position
+        "kv_lora_rank": 2 * head_dim,
+        "q_lora_rank": 2 * head_dim if fields.get("q_lora_rank") else None,
+        "qk_rope_head_dim": head_dim // 2,
+        "qk_nope_head_dim": head_dim // 2,
+        "v_head_dim": head_dim,
+    }
+
+
+def randomise(model: Any) -> None:
+    """Fills matrices so that outputs have about the variance of inputs, embeddings and biases at random; the rest stays."""
+    import torch
+
+    with torch.no_grad():
+        for module in model.modules():
+            _randomise_module(module)
+
+
+def _randomise_module(module: Any) -> None:
+    import torch
+
+    for name, value in module._parameters.items():
+        if value is None:
+            continue
+        if name.endswith("bias"):
+            if "weight" in module._parameters or name.endswith("proj_bias"):  # not a router's correction, which is to stay 0
+                value.normal_(0.0, 0.1)
+        elif isinstance(module, torch.nn.Embedding):
+            value.normal_(0.0, 1.0)
+        elif value.ndim >= 2:
+            fan_in = value.shape[-2] if getattr(module, "is_transposed", False) else value.shape[-1]
+            value.normal_(0.0, fan_in**-0.5)
+
+
+def centre_routers(model: Any, options: MakeOptions) -> None:
+    """Makes every router blind to the mean of its inputs, which would pull all tokens to the same experts."""
+    import torch
+
+    for _ in range(_CENTRING_ROUNDS):
+        means = {call.name: call.hidden_states.float().mean(dim=0) for call in _routed_calls(model, options)}
+        with torch.no_grad():
+            for name, mean in means.items():
+                block = model.get_submodule(name.rpartition(".")[0])
+                for path, value in block.named_parameters():
+                    if tuple(value.shape) == (options.num_experts, mean.numel()) and not path.startswith("experts."):
+                        wide = value.float()
+                        value.copy_(wide - torch.outer(wide @ mean, mean) / mean.square().sum())
+
+
+def _routed_calls(model: Any, options: MakeOptions) -> list[ExpertsCall]:
+    """The experts' calls of one forward pass over random text."""
+    import torch
+
+    num_tokens = min(_MAX_TOKENS, max(64, _TOKENS_PER_EXPERT * options.num_experts // options.top_k))
+    generator = torch.Generator().manual_seed(options.seed)
+    input_ids = torch.randint(0, NUM_BYTES, (1, num_tokens), generator=generator)
+    calls: list[ExpertsCall] = []
+    with torch.no_grad(), capture_calls(model, calls.append):
+        model(input_ids=input_ids, use_cache=False)
+    return calls
+
+
+def check_routing(model: Any, options: MakeOptions) -> tuple[float, float]:
+    """(least, most): tokens an expert gets on random text over its even share. DflashError when a layer is out of balance."""
+    import torch
+
+    num_experts = options.num_experts
+    ids = [call.topk_ids.reshape(-1) for call in _routed_calls(model, options)]
+    counts = [torch.bincount(found, minlength=num_experts)[:num_experts] for found in ids]
+    shares = [found.double() / (found.sum() / options.num_experts) for found in counts]
+    least, most = min(float(share.min()) for share in shares), max(float(share.max()) for share in shares)
+    share = min(float(found.sum()) / num_experts for found in counts)
+    chance = 0.0 if share >= _TOKENS_PER_EXPERT / 2 else 3.0 / share**0.5  # three deviations of a count that small
+    if least < max(0.0, 1 / _BALANCE_FACTOR - chance) or most > _BALANCE_FACTOR + chance:
+        raise DflashError(
+            f"the made model's routing is not even: experts get {least:.2f} to {most:.2f} times their share of the tokens; "
+            "try another --seed"
+        )
+    return least, most
+
+
+def write_tokenizer(directory: Path) -> None:
+    """A tokenizer with one token per byte and an end-of-text token; any text encodes, and decodes to itself."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    # GPT-2's printable stand-ins for bytes, in byte order, so that a token's id is its byte.
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(NUM_BYTES) if byte not in printable]
+    symbol = {byte: chr(byte) for byte in printable} | {byte: chr(NUM_BYTES + n) for n, byte in enumerate(others)}
+    tokenizer = Tokenizer(models.BPE(vocab={symbol[byte]: byte for byte in range(NUM_BYTES)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT)
+    fast.save_pretrained(directory)
