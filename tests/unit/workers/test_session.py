@@ -1,0 +1,200 @@
+"""A worker's session against a host that misbehaves: every wrong message gets a typed answer, and the session lives on.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dflash_moe import __version__
+from dflash_moe.model.checkpoint import Checkpoint
+from dflash_moe.protocol.framing import Connection, PeerGone
+from dflash_moe.protocol.identity import local_identity
+from dflash_moe.protocol.messages import (
+    Attach,
+    Attached,
+    Bye,
+    Drain,
+    Drained,
+    Hello,
+    HelloReply,
+    LoadShard,
+    Progress,
+    Refusal,
+    ShardLoaded,
+    Stats,
+    StatsRequest,
+    compress_experts,
+)
+from dflash_moe.protocol.schema import Message
+from dflash_moe.workers.mailbox import Mailbox
+from dflash_moe.workers.session import WorkerIdentity, WorkerSession
+from tests.expert_cases import make_checkpoint, tiny_spec
+
+
+class Host:
+    """The host's end of a session that runs in a thread."""
+
+    def __init__(self, directory: Path) -> None:
+        ours, theirs = socket.socketpair()
+        self.connection = Connection(ours)
+        self.spec = tiny_spec(directory)
+        identity = WorkerIdentity("w0", Checkpoint.open(directory), self.spec.fingerprint)
+        self.session = WorkerSession(Connection(theirs), identity, Mailbox(bytes(16), bytes(32)), lambda: 0)
+        self.reason = ""
+        self.thread = threading.Thread(target=self._run)
+        self.thread.start()
+
+    def _run(self) -> None:
+        self.reason = self.session.run()
+        self.session.close()
+
+    def ask(self, message: Message, descriptors: tuple[int, ...] = ()) -> Message:
+        self.connection.send(message, deadline=time.monotonic() + 5, descriptors=descriptors)
+        while isinstance(answer := self.connection.receive(deadline=time.monotonic() + 10, waiting_for="an answer"), Progress):
+            continue
+        return answer
+
+    def hello(self, **changes: object) -> Message:
+        ours = local_identity("w0", self.spec.fingerprint)
+        fields = {
+            "package_version": __version__, "worker": "w0", "numerics_class": ours.numerics_class,
+            "model_fingerprint": ours.model_fingerprint, "wire_limits": dict(ours.wire_limits), "dtypes": ours.dtypes,
+            "threads": 1,
+        }  # fmt: skip
+        return self.ask(Hello(**{**fields, **changes}))
+
+    def shard(self, **changes: object) -> LoadShard:
+        from dflash_moe.model.checkpoint import shard_fingerprint
+
+        layer = self.spec.layers[0]
+        fields = {
+            "layer": 0, "shard": 0, "name": layer.name, "ffn": layer.ffn.to_wire(), "weight_dtype": "f32",
+            "expert_ranges": compress_experts((0, 1, 5)),
+            "weights_fingerprint": shard_fingerprint(self.spec.fingerprint, layer.name, (0, 1, 5)),
+        }  # fmt: skip
+        return LoadShard(**{**fields, **changes})
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Iterator[Host]:
+    made = Host(make_checkpoint(tmp_path / "tiny"))
+    yield made
+    made.connection.close()
+    made.thread.join(15)
+    assert not made.thread.is_alive()
+
+
+def refused(message: Message, text: str) -> None:
+    assert isinstance(message, Refusal), message
+    assert text in message.text
+
+
+def test_a_whole_session_ends_with_goodbye(host: Host) -> None:
+    reply = host.hello()
+    assert isinstance(reply, HelloReply)
+    assert reply.pid == os.getpid()
+    assert reply.memory_available > 0
+    loaded = host.ask(host.shard())
+    assert isinstance(loaded, ShardLoaded)
+    assert loaded.resident_bytes >= 3 * host.spec.layers[0].expert_bytes
+    stats = host.ask(StatsRequest())
+    assert isinstance(stats, Stats)
+    assert stats.counters["calls"] == 0
+    assert isinstance(host.ask(Drain()), Drained)
+    host.connection.send(Bye(), deadline=time.monotonic() + 5)
+    host.thread.join(10)
+    assert host.reason == "the host said goodbye"
+
+
+def test_a_hang_up_ends_the_session(host: Host) -> None:
+    host.hello()
+    host.connection.close()
+    host.thread.join(10)
+    assert host.reason == "the host is gone"
+
+
+def test_messages_out_of_order_are_refused_and_the_session_lives_on(host: Host) -> None:
+    refused(host.ask(host.shard()), "LoadShard: arrived before Hello")
+    refused(host.ask(Drained()), "Drained is not one a host sends")
+    assert isinstance(host.hello(), HelloReply)
+    refused(host.hello(), "arrived twice")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("worker", "w9"), ("model_fingerprint", "00"), ("numerics_class", "x"), ("dtypes", ("f32",))]
+)
+def test_a_hello_that_does_not_fit_names_field_and_both_values(host: Host, field: str, value: object) -> None:
+    answer = host.hello(**{field: value})
+    refused(answer, f"{field}: the host has {value}, the worker has")
+    assert isinstance(host.hello(), HelloReply)
+
+
+def test_another_limit_is_named(host: Host) -> None:
+    limits = dict(local_identity("w0", "").wire_limits)
+    limits["max_rows"] = 1
+    refused(host.hello(wire_limits=limits), "wire_limits.max_rows: the host has 1, the worker has 4096")
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"ffn": {"in_size": 1}}, "FfnSpec: field"),
+        ({"ffn": 7}, "FfnSpec: field ffn"),
+        ({"expert_ranges": ()}, "has no experts"),
+        ({"expert_ranges": (5, 0)}, "expert_ranges"),
+        ({"weights_fingerprint": 1}, "both must read the same checkpoint"),
+        ({"weight_dtype": "f8"}, "f8"),
+    ],
+)
+def test_a_bad_shard_is_refused_by_name(host: Host, changes: dict[str, object], text: str) -> None:
+    host.hello()
+    refused(host.ask(host.shard(**changes)), text)
+    assert isinstance(host.ask(host.shard()), ShardLoaded)
+
+
+def attach(**changes: object) -> Attach:
+    fields = {
+        "generation": 3, "transport": "unix", "num_slots": 2, "request_bytes": 4096, "reply_bytes": 4096, "num_descriptors": 1,
+        "has_pulse": False,
+    }  # fmt: skip
+    return Attach(**{**fields, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"transport": "pigeon"}, "field transport: found 'pigeon'"),
+        ({"num_descriptors": 2}, "announced 2 descriptors, 1 arrived"),
+        ({"transport": "shared"}, "do not fit shared"),
+        ({"num_slots": 0}, "slot"),
+        ({"request_bytes": 63}, "63"),
+    ],
+)
+def test_a_bad_attach_is_refused_and_leaves_no_descriptor(host: Host, changes: dict[str, object], text: str) -> None:
+    host.hello()
+    host.ask(host.shard())
+    before = len(os.listdir("/proc/self/fd"))
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        refused(host.ask(attach(**changes), (theirs.fileno(),)), text)
+        assert len(os.listdir("/proc/self/fd")) == before + 2
+        answer = host.ask(attach(), (theirs.fileno(),))
+        assert isinstance(answer, Attached)
+    refused(host.ask(host.shard(shard=1)), "arrived after Attach")
+
+
+def test_a_frame_that_is_no_message_ends_the_session_with_a_typed_answer(host: Host) -> None:
+    host.connection.send_payload(b"\xc1garbage", deadline=time.monotonic() + 5)
+    refused(host.connection.receive(deadline=time.monotonic() + 5, waiting_for="an answer"), "not a msgpack message")
+    host.thread.join(10)
+    with pytest.raises(PeerGone):
+        host.connection.receive(deadline=time.monotonic() + 5, waiting_for="more")
