@@ -10,10 +10,21 @@ import pytest
 from dflash_moe import _core, errors
 
 HEADER = {
-    "kind": 1, "request_dtype": 2, "reply_dtype": 0, "generation": 2**63 + 1, "call_id": 12, "weights_fingerprint": 2**64 - 1,
-    "layer": 3, "shard": 4, "num_rows": 5, "num_pairs": 40, "payload_bytes": 1000, "payload_checksum": 0xDEADBEEF, "slice": 65535,
+    "kind": 1,
+    "request_dtype": 2,
+    "reply_dtype": 0,
+    "generation": 2**63 + 1,
+    "call_id": 12,
+    "weights_fingerprint": 2**64 - 1,
+    "layer": 3,
+    "shard": 4,
+    "num_rows": 5,
+    "num_pairs": 40,
+    "payload_bytes": 1000,
+    "payload_checksum": 0xDEADBEEF,
+    "slice": 65535,
     "attempt": 1,
-}  # fmt: skip
+}
 
 
 def test_a_header_survives_the_codec() -> None:
@@ -42,12 +53,10 @@ def test_unknown_header_fields_are_refused() -> None:
 
 def test_a_checksum_notices_every_flipped_bit() -> None:
     data = bytes(range(100))
-    sums = {_core.checksum(data)}
     for bit in range(800):
         changed = bytearray(data)
         changed[bit // 8] ^= 1 << bit % 8
-        sums.add(_core.checksum(bytes(changed)))
-    assert len(sums) == 801
+        assert _core.checksum(bytes(changed)) != _core.checksum(data)
 
 
 def test_layouts_name_the_limit_they_break() -> None:

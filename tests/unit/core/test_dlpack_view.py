@@ -14,7 +14,7 @@ import pytest
 from dflash_moe import _core, errors
 
 
-class Array(np.ndarray):  # type: ignore[type-arg]
+class Array(np.ndarray):
     """Can be referenced weakly."""
 
 

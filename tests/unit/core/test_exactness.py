@@ -41,7 +41,9 @@ def test_result_is_the_reference_for_every_dtype(tmp_path: Path, dtype: str, req
 @pytest.mark.parametrize("isa", _core.supported_isas())
 @pytest.mark.parametrize("num_threads", [1, 3])
 @pytest.mark.parametrize("weight_dtype", ["f32", "bf16"])
-def test_result_is_the_reference_on_every_instruction_set(tmp_path: Path, isa: str, num_threads: int, weight_dtype: str) -> None:
+def test_result_is_the_reference_on_every_instruction_set(
+    tmp_path: Path, isa: str, num_threads: int, weight_dtype: str
+) -> None:
     batch = Batch.make(num_tokens=17, top_k=4, seed=4)
     with ToyRuntime(tmp_path, INTERLEAVED, EXPERTS, isa=isa, num_threads=num_threads, weight_dtype=weight_dtype) as runtime:
         np.testing.assert_array_equal(runtime.run(batch), runtime.expected(batch))

@@ -5,6 +5,7 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dflash_moe import _core
+from dflash_moe import _core, errors
 
 FloatArray = npt.NDArray[np.float32]
 AnyArray = npt.NDArray[Any]
@@ -23,7 +24,12 @@ LAYER = 2
 LAYER_NAME = "model.layers.2.mlp.experts"
 IN_SIZE, INTERMEDIATE_SIZE, OUT_SIZE = 48, 40, 56
 NUM_EXPERTS = 12
-SPEC: Mapping[str, Any] = {"in_size": IN_SIZE, "intermediate_size": INTERMEDIATE_SIZE, "out_size": OUT_SIZE, "activation": "silu"}
+SPEC: Mapping[str, Any] = {
+    "in_size": IN_SIZE,
+    "intermediate_size": INTERMEDIATE_SIZE,
+    "out_size": OUT_SIZE,
+    "activation": "silu",
+}
 TIMEOUT_S = 60.0  # of anything that should take milliseconds
 
 
@@ -31,7 +37,7 @@ def round_to_bf16(values: FloatArray) -> FloatArray:
     """Nearest-even bf16 values, as float32."""
     bits = values.astype(np.float32).view(np.uint32)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)
-    return rounded.astype(np.uint32).view(np.float32)
+    return np.asarray(rounded.astype(np.uint32).view(np.float32))
 
 
 def narrow(values: FloatArray, dtype: str) -> AnyArray:
@@ -69,7 +75,9 @@ class Experts:
             values = random.standard_normal((NUM_EXPERTS, outputs, inputs), np.float32) / np.float32(np.sqrt(inputs))
             return round_to_bf16(values)
 
-        return Experts(matrix(INTERMEDIATE_SIZE, IN_SIZE), matrix(INTERMEDIATE_SIZE, IN_SIZE), matrix(OUT_SIZE, INTERMEDIATE_SIZE))
+        return Experts(
+            matrix(INTERMEDIATE_SIZE, IN_SIZE), matrix(INTERMEDIATE_SIZE, IN_SIZE), matrix(OUT_SIZE, INTERMEDIATE_SIZE)
+        )
 
     def write(self, folder: Path, dtype: str) -> Path:
         """A raw file of all matrices in `dtype`, for MappedFile."""
@@ -149,7 +157,8 @@ class ToyRuntime:
                 continue
             worker.define_shard(LAYER, shard, dict(SPEC), len(experts), self.weight_dtype, 1000 + shard)
             for local_id, expert in enumerate(experts):
-                worker.load_expert(LAYER, shard, local_id, **self.experts.sources(file, self.weight_dtype, expert))
+                sources = self.experts.sources(file, self.weight_dtype, expert)
+                worker.load_expert(LAYER, shard, local_id, gate=sources["gate"], up=sources["up"], down=sources["down"])
         host, remote = _core.make_loopback(_core.Geometry(self.num_slots, self.slot_bytes, self.slot_bytes))
         if index in self.faults:
             host = _core.make_faulty(host, **self.faults[index])
@@ -164,10 +173,8 @@ class ToyRuntime:
 
     @staticmethod
     def _serve(worker: _core.Worker, channel: _core.Channel) -> None:
-        try:
+        with contextlib.suppress(errors.DflashError):  # a worker whose host misbehaves on purpose may end as it likes
             worker.serve(channel, 1)
-        except Exception:  # noqa: BLE001, S110 - a worker whose host misbehaves on purpose may end as it likes
-            pass
 
     def __exit__(self, *_: object) -> None:
         for worker, thread in zip(self.workers, self._threads, strict=True):

@@ -1,0 +1,131 @@
+// Many threads, one client: nobody waits for a stranger's call, nobody drives twice, and the turn is handed on.
+// SPDX-License-Identifier: Apache-2.0
+#include <doctest/doctest.h>
+
+#include <atomic>
+#include <thread>
+
+#include "client/puppet.h"
+#include "client/turn.h"
+
+namespace dflash::client {
+namespace {
+
+// Answers honestly until told to stop.
+class EchoThread {
+ public:
+  explicit EchoThread(Puppet& puppet) : thread_([this, &puppet] { run(puppet); }) {}
+  ~EchoThread() {
+    stopping_ = true;
+    thread_.join();
+  }
+
+ private:
+  void run(Puppet& puppet) {
+    while (!stopping_) {
+      transport::WaitEntry entry{puppet.channel.get(), std::nullopt, std::nullopt};
+      transport::wait_any({&entry, 1}, Deadline::after_ms(5), 0);
+      if (!entry.arrival) continue;
+      Message request;
+      request.slot = entry.arrival->slot;
+      const auto bytes = entry.arrival->bytes;
+      request.header = wire::decode_frame_header(bytes.first<wire::kFrameHeaderBytes>()).value();
+      request.payload.assign(bytes.begin() + wire::kFrameHeaderBytes, bytes.end());
+      puppet.send(echo(request));
+    }
+  }
+
+  std::atomic<bool> stopping_{false};
+  std::thread thread_;
+};
+
+TEST_CASE("threads that submit and wait at once all get their own result") {
+  SceneOptions options;
+  options.geometry = {4, 4096, 4096};
+  options.policy = {2, 3};
+  PuppetScene scene(options);
+  EchoThread first(scene.puppets[0]), second(scene.puppets[1]);
+  std::atomic<int> num_right{0};
+  std::vector<std::thread> threads;
+  for (int thread = 0; thread < 4; ++thread) {
+    threads.emplace_back([&, thread] {
+      for (int i = 0; i < 100; ++i) {
+        Tokens tokens{{0, 2}, {thread % 4, 3}, {1, 1}, {3, 2}, {0, 3}};
+        auto call = scene.client.submit(tokens.batch(), 3);
+        if (!call.ok()) continue;
+        while (!scene.client.wait(call.value(), Deadline::after_ms(20))) {
+        }
+        if (scene.client.outcome(call.value()).ok() && tokens.is_right()) ++num_right;
+      }
+    });
+  }
+  for (int i = 0; i < 100; ++i) static_cast<void>(scene.client.counters());  // short turns, as a control thread takes them
+  for (std::thread& thread : threads) thread.join();
+  CHECK(num_right == 400);
+}
+
+TEST_CASE("a call that another thread's driving ended is seen at once by the thread that waits for it") {
+  PuppetScene scene;
+  Tokens silent{{0}}, answered{{2}};
+  const CallPtr never = scene.submit(silent);
+  std::atomic<bool> stopping{false};
+  std::thread driver([&] {
+    while (!stopping) scene.client.wait(never, Deadline::after_ms(20));
+  });
+  const CallPtr call = scene.submit(answered);
+  scene.puppets[1].send(echo(scene.puppets[1].take()));
+  CHECK(scene.client.wait(call, Deadline::after_ms(kPatienceMs)));
+  CHECK(answered.is_right());
+  stopping = true;
+  driver.join();
+  scene.client.abandon(never);
+}
+
+TEST_CASE("a short turn interrupts a driver that sleeps, again and again") {
+  PuppetScene scene;
+  Tokens silent{{0}};
+  const CallPtr never = scene.submit(silent);
+  std::atomic<bool> stopping{false};
+  std::thread driver([&] {
+    while (!stopping) scene.client.wait(never, Deadline::after_ms(1000));
+  });
+  constexpr int kTurns = 200;
+  const int64_t before_ns = now_ns();
+  for (int i = 0; i < kTurns; ++i) static_cast<void>(scene.client.workers());
+  const int64_t each_ns = (now_ns() - before_ns) / kTurns;
+  CHECK(each_ns < 10'000'000);  // a turn that waits for ticks would take 20 ms on average
+  scene.client.abandon(never);
+  stopping = true;
+  driver.join();
+}
+
+TEST_CASE("a turn excludes every other, whoever wants it") {
+  TurnTable turns;
+  int inside = 0;  // guarded by the turn; the sanitizers check that too
+  int64_t total = 0;
+  std::vector<std::thread> threads;
+  for (int thread = 0; thread < 4; ++thread) {
+    threads.emplace_back([&, thread] {
+      for (int i = 0; i < 500; ++i) {
+        if (thread < 2) {
+          const Turn turn(turns);
+          CHECK(++inside == 1);
+          ++total;
+          --inside;
+        } else {
+          while (!turns.acquire_to_drive(Deadline::after_ms(1000))) {
+          }
+          CHECK(++inside == 1);
+          ++total;
+          --inside;
+          turns.release();
+        }
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  CHECK(total == 2000);
+}
+
+}  // namespace
+}  // namespace dflash::client
