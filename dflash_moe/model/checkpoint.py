@@ -131,11 +131,12 @@ def expert_sources(checkpoint: Checkpoint, ffn: FfnSpec, expert_id: int) -> dict
 
 
 def check_expert(checkpoint: Checkpoint, ffn: FfnSpec, expert_id: int) -> str:
-    """The dtype this expert's up matrix is stored in, after checking all its tensors as `expert_sources` does; maps nothing."""
+    """The dtype that holds this expert's matrices exactly, after checking its tensors as `expert_sources` does; maps nothing."""
     inner, outer = (ffn.intermediate_size, ffn.in_size), (ffn.out_size, ffn.intermediate_size)
+    dtypes: set[str] = set()
     for pattern, (outputs, inputs) in ((ffn.gate_tensor, inner), (ffn.up_tensor, inner), (ffn.down_tensor, outer)):
         if pattern is not None:
-            _locate(checkpoint, pattern, expert_id, _matrix_shape(pattern, outputs, inputs))
+            dtypes.add(_locate(checkpoint, pattern, expert_id, _matrix_shape(pattern, outputs, inputs))[2])
     for pattern, outputs in (
         (ffn.gate_bias_tensor, ffn.intermediate_size),
         (ffn.up_bias_tensor, ffn.intermediate_size),
@@ -143,7 +144,7 @@ def check_expert(checkpoint: Checkpoint, ffn: FfnSpec, expert_id: int) -> str:
     ):
         if pattern is not None:
             _locate(checkpoint, pattern, expert_id, (_selection(pattern.part, outputs)[0],))
-    return stored_dtype(checkpoint, ffn.up_tensor, expert_id)
+    return dtypes.pop() if len(dtypes) == 1 else "f32"
 
 
 def stored_dtype(checkpoint: Checkpoint, pattern: TensorPattern, expert_id: int = 0) -> str:

@@ -66,7 +66,7 @@ def model_spec(path: str | Path, dtype: str | None = None) -> ModelSpec:
     dtype = dtype or _model_dtype(architecture.config) or stored_dtype(checkpoint, next(iter(ffns.values())).up_tensor)
     layers = []
     for index, (name, module) in zip(layer_numbers(tuple(ffns)), architecture.experts.items(), strict=True):
-        layers.append(_layer(index, name, module, ffns[name], architecture, checkpoint, dtype))
+        layers.append(_layer(index, name, module, ffns[name], architecture, checkpoint))
     config_name = type(architecture.config).__name__
     return ModelSpec(tuple(layers), dtype, checkpoint.fingerprint(), config_name, str(checkpoint.directory))
 
@@ -83,13 +83,11 @@ def layer_numbers(names: tuple[str, ...]) -> tuple[int, ...]:
 
 
 def _layer(
-    index: int, name: str, module: Any, ffn: FfnSpec, architecture: Architecture, checkpoint: Checkpoint, dtype: str
+    index: int, name: str, module: Any, ffn: FfnSpec, architecture: Architecture, checkpoint: Checkpoint
 ) -> LayerSpec:
     num_experts = int(module._parameters["down_proj"].shape[0])
-    for expert_id in range(num_experts):
-        stored = check_expert(checkpoint, ffn, expert_id)
-    # Kept as stored where the model's dtype holds the same numbers; else rounded to it once, as the host's own model would be.
-    weight_dtype = stored if dtype in ("f32", stored) else dtype
+    dtypes = {check_expert(checkpoint, ffn, expert_id) for expert_id in range(num_experts)}
+    weight_dtype = dtypes.pop() if len(dtypes) == 1 else "f32"  # kept as stored, whatever the model runs in
     top_k = min(num_experts, _top_k(name, architecture))
     return LayerSpec(index, name, num_experts, top_k, ffn, weight_dtype, ffn.num_values() * ITEM_BYTES[weight_dtype])
 

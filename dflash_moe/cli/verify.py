@@ -1,0 +1,78 @@
+"""`dflash-moe verify`: parity of the workers' experts with the model's own, layer by layer and as a whole.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from dflash_moe.cli import options
+from dflash_moe.errors import DflashError
+
+if TYPE_CHECKING:
+    from dflash_moe.integrations.verify import VerifyReport
+
+
+def register(app: typer.Typer) -> None:
+    """Adds `verify`."""
+    app.command(name="verify")(verify)
+
+
+@options.with_settings
+def verify(
+    model: options.ModelOption,
+    topology: options.TopologyOption = None,
+    seed: Annotated[int, typer.Option(help="Of the random token ids.")] = 0,
+    json_out: Annotated[Path | None, typer.Option("--json", help="Write the report here.", show_default=False)] = None,
+    **overrides: Any,
+) -> None:
+    """Compare with the model's own eager experts. --dtype is what model and wire run in (default: the checkpoint's).
+
+    Exit code 1 when a bound is exceeded, 2 when the model is not supported.
+    """
+    directory = options.model_directory(model)
+    where = options.load_topology(topology)
+    from dflash_moe.integrations.verify import verify as run
+
+    report = run(directory, where, dtype=overrides.get("dtype"), seed=seed, progress=options.say, overrides=overrides)
+    if json_out is not None:
+        json_out.write_text(json.dumps(report.to_json(), indent=1) + "\n", encoding="utf-8")
+    _show(report)
+    if report.excesses:
+        for excess in report.excesses[1:]:
+            options.say(excess)
+        raise DflashError(f"verify: {len(report.excesses)} bounds exceeded; {report.excesses[0]}")
+    typer.echo("parity: every bound held")
+
+
+def _show(report: VerifyReport) -> None:
+    typer.echo(
+        f"{report.class_name} in {report.dtype}, wire {report.request_dtype} out and {report.reply_dtype} back, "
+        f"numerics {report.numerics_class}; errors and differences over the output's standard deviation\n"
+    )
+    table = options.table("layer", "tokens", "calls", "eager error", "remote error", "ratio", "rms difference", "max", "stream")
+    for layer in report.layers:
+        ratio = layer.remote_error / layer.eager_error if layer.eager_error else 0.0
+        table.add_row(
+            str(layer.index),
+            str(layer.tokens),
+            str(layer.calls),
+            f"{layer.eager_error:.2e}",
+            f"{layer.remote_error:.2e}",
+            f"{ratio:.2f}",
+            f"{layer.difference_rms:.2e}",
+            f"{layer.difference_max:.2e}",
+            "equal" if layer.equal_in_stream else "DIFFERENT",
+        )
+    options.show(table)
+    judged = "" if report.bounds.logits_max is not None else " (reported, not judged, in 16-bit dtypes)"
+    typer.echo(f"logits: rms {report.logits_rms:.2e}, max {report.logits_max:.2e}{judged}")
+    gap = report.greedy_flip_gap
+    flip = "" if gap is None else f"; the next differs where eager's top two are {gap:.2e} apart"
+    typer.echo(f"greedy tokens: {report.greedy_compared} of {report.greedy_tokens} equal{flip}")
+    typer.echo(f"calls to workers in the whole-model runs: {report.remote_calls}")

@@ -1,0 +1,268 @@
+"""Parity of remote experts with the model's own eager experts, by the bounds of docs/architecture.md (numerics).
+
+Every layer gets the eager model's own hidden states and routing, so that a router flip cannot spread; a float64 run of the same
+experts module is the truth both are measured against. Whole-model logits and greedy tokens are compared through `load_model`.
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dflash_moe.errors import DflashError
+from dflash_moe.integrations.generation import generate_tokens
+from dflash_moe.integrations.transformers import TORCH_DTYPES, expert_calls, load_model
+from dflash_moe.model.architecture import find_model_class, load_config
+from dflash_moe.model.capture import ExpertsCall, capture_calls
+from dflash_moe.model.progress import quiet_progress
+from dflash_moe.model.spec import LayerSpec, model_spec
+from dflash_moe.runtime.expert_runtime import ExpertRuntime
+
+if TYPE_CHECKING:
+    from dflash_moe.topology import Topology
+
+NUM_TOKENS = 96  # of the prefill that is compared; past any window of a few tokens, quick on one core
+NUM_GREEDY = 16  # tokens generated after the first GREEDY_PROMPT of them
+GREEDY_PROMPT = 24
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What may differ. Ratios and fractions of the output's standard deviation; None: reported, not judged."""
+
+    error_ratio: float  # rms error against float64, over eager's own
+    difference_rms: float | None  # from eager
+    difference_max: float | None
+    logits_rms: float | None
+    logits_max: float | None
+
+    @classmethod
+    def of(cls, dtype: str, num_layers: int) -> Bounds:
+        """The bounds for a model that runs in `dtype`."""
+        if dtype == "f32":
+            return cls(4.0, None, None, 2e-6 * max(1.0, num_layers / 12), 1e-5 * max(1.0, num_layers / 6))
+        if dtype == "f16":
+            return cls(0.5, 1.2e-3, 1.2e-2, None, None)
+        return cls(0.5, 1e-2, 1e-1, None, None)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerParity:
+    """One layer. Errors are rms against float64, differences from eager; all over the float64 output's standard deviation."""
+
+    index: int
+    name: str
+    tokens: int
+    eager_error: float
+    remote_error: float
+    difference_rms: float
+    difference_max: float
+    equal_in_stream: bool
+    calls: int
+    expected_calls: int | None
+
+
+@dataclass(slots=True)
+class VerifyReport:
+    """Everything measured; `excesses` says what is beyond its bound, one sentence each: empty means parity."""
+
+    directory: str
+    class_name: str
+    dtype: str
+    request_dtype: str
+    reply_dtype: str
+    numerics_class: str
+    seed: int
+    bounds: Bounds
+    layers: list[LayerParity] = field(default_factory=list)
+    logits_rms: float = math.nan  # over the eager logits' standard deviation
+    logits_max: float = math.nan
+    greedy_tokens: int = 0
+    greedy_compared: int = 0  # until the first difference
+    greedy_flip_gap: float | None = None  # eager's top-2 gap over the standard deviation where tokens first differ
+    remote_calls: int = 0
+    excesses: list[str] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        """All fields."""
+        return {"schema": 1, "case": "verify", **asdict(self)}
+
+
+def verify(
+    path: Path,
+    topology: Topology,
+    *,
+    dtype: str | None = None,
+    seed: int = 0,
+    num_tokens: int = NUM_TOKENS,
+    progress: Callable[[str], None] = lambda _line: None,
+    overrides: dict[str, Any] | None = None,
+) -> VerifyReport:
+    """Compares on seeded random token ids; the model runs in `dtype` (default: the checkpoint's), and so does the wire.
+
+    Returns a report also when bounds are exceeded. Errors: UnsupportedError naming class and field before any worker starts,
+    DflashError when the model's experts did not reach the workers, and those of `ExpertRuntime.start`.
+    """
+    progress("deriving layers from the model")
+    spec = model_spec(path, dtype)
+    settings = {"dtype": spec.dtype, **(overrides or {})}
+    progress(f"loading the eager model in {spec.dtype}")
+    eager = _load_eager(path, spec.dtype)
+    text_config = eager.config.get_text_config()
+    bounds = Bounds.of(spec.dtype, int(getattr(text_config, "num_hidden_layers", len(spec.layers))))
+    generator = torch.Generator().manual_seed(seed)
+    input_ids = torch.randint(0, int(text_config.vocab_size), (1, num_tokens), generator=generator)
+    progress("starting workers")
+    with ExpertRuntime.start(topology, model=spec, **settings) as runtime, torch.inference_mode():
+        request_dtype, reply_dtype = runtime.wire_dtypes
+        report = VerifyReport(
+            str(path), type(eager).__name__, spec.dtype, request_dtype, reply_dtype, _numerics_class(), seed, bounds
+        )
+        progress(f"comparing {len(spec.layers)} layers")
+        calls: list[ExpertsCall] = []
+        with capture_calls(eager, calls.append):
+            eager_logits = eager(input_ids=input_ids, use_cache=False).logits[0].float()
+        layers = {layer.name: layer for layer in spec.layers}
+        # Workers keep the weights as stored; where the eager model had to round its own, the truth must not.
+        is_exact = all(_holds(spec.dtype, layer.weight_dtype) for layer in spec.layers)
+        stored = eager if is_exact else _load_eager(path, "f32")
+        for call in calls:
+            report.layers.append(_compare_layer(stored.get_submodule(call.name), layers[call.name], call, runtime))
+        del stored
+        progress("comparing logits and greedy tokens")
+        _compare_model(report, path, runtime, eager, input_ids, eager_logits)
+    _judge(report, spec.layers)
+    return report
+
+
+def _holds(dtype: str, stored: str) -> bool:
+    """Whether every number of format `stored` is one of `dtype`."""
+    return dtype in ("f32", stored)
+
+
+def _load_eager(path: Path, dtype: str) -> Any:
+    model_class = find_model_class(load_config(path))
+    with quiet_progress():
+        return model_class.from_pretrained(
+            path, dtype=TORCH_DTYPES[dtype], experts_implementation="eager", local_files_only=True
+        ).eval()
+
+
+def _numerics_class() -> str:
+    from dflash_moe import _core
+
+    return _core.numerics_class()
+
+
+def _compare_layer(module: Any, layer: LayerSpec, call: ExpertsCall, runtime: ExpertRuntime) -> LayerParity:
+    arguments = (layer.index, call.hidden_states, call.topk_ids, call.topk_weights)
+    runtime.set_mode("batched")
+    before = _count_calls(runtime)
+    remote = runtime.experts(*arguments)
+    calls = _count_calls(runtime) - before
+    runtime.set_mode("stream")
+    streamed = runtime.experts(*arguments)
+    truth = _in_float64(module, call)
+    deviation = float(truth.std())
+    difference = (remote.double() - call.output.double()) / deviation
+    return LayerParity(
+        index=layer.index,
+        name=layer.name,
+        tokens=call.hidden_states.shape[0],
+        eager_error=_rms(call.output.double() - truth) / deviation,
+        remote_error=_rms(remote.double() - truth) / deviation,
+        difference_rms=_rms(difference),
+        difference_max=float(difference.abs().max()),
+        equal_in_stream=torch.equal(remote, streamed),
+        calls=calls,
+        expected_calls=_expected_calls(runtime, layer, call.topk_ids),
+    )
+
+
+def _in_float64(module: Any, call: ExpertsCall) -> Any:
+    """What the experts module itself computes in float64; its weights are widened, and dropped again, one layer at a time."""
+    wide = copy.deepcopy(module).double()
+    ids = call.topk_ids
+    return wide(call.hidden_states.double(), ids, call.topk_weights.double()).double()
+
+
+def _rms(values: Any) -> float:
+    return float(values.double().square().mean().sqrt())
+
+
+def _count_calls(runtime: ExpertRuntime) -> int:
+    return int(runtime.stats()["totals"]["calls"])
+
+
+def _expected_calls(runtime: ExpertRuntime, layer: LayerSpec, topk_ids: Any) -> int | None:
+    """One per holder that has an expert some row chose; None where the batch is cut into slices."""
+    if topk_ids.shape[0] > runtime.settings.batch_capacity:
+        return None
+    position = [item.index for item in runtime.spec.layers].index(layer.index)
+    chosen = set(topk_ids.unique().tolist())
+    return len({shard.holder for shard in runtime.placement.layers[position] if chosen & set(shard.experts)})
+
+
+def _compare_model(
+    report: VerifyReport, path: Path, runtime: ExpertRuntime, eager: Any, input_ids: Any, eager_logits: Any
+) -> None:
+    runtime.set_mode("batched")
+    host = load_model(path, runtime)
+    before = _count_calls(runtime)
+    logits = host(input_ids=input_ids, use_cache=False).logits[0].float()
+    difference = (logits - eager_logits) / eager_logits.std()
+    report.logits_rms, report.logits_max = _rms(difference), float(difference.abs().max())
+    prompt = input_ids[:, :GREEDY_PROMPT]
+    ours = [step.token_id for step in generate_tokens(host, prompt, max_new_tokens=NUM_GREEDY)]
+    theirs = [step.token_id for step in generate_tokens(eager, prompt, max_new_tokens=NUM_GREEDY)]
+    report.greedy_tokens = len(theirs)
+    differing = (place for place, (our, their) in enumerate(zip(ours, theirs, strict=True)) if our != their)
+    report.greedy_compared = next(differing, len(theirs))
+    if report.greedy_compared < len(theirs):
+        seen = torch.cat([prompt, torch.tensor([theirs[: report.greedy_compared]], dtype=torch.int64)], dim=1)
+        last = eager(input_ids=seen, use_cache=False).logits[0, -1].float()
+        top = last.topk(2).values
+        report.greedy_flip_gap = float((top[0] - top[1]) / last.std())
+    report.remote_calls = _count_calls(runtime) - before
+    forwards = 1 + NUM_GREEDY
+    made = expert_calls(host)
+    if report.remote_calls == 0 or any(count != forwards for count in made.values()):
+        raise DflashError(
+            f"the model's experts did not all go through the runtime: {report.remote_calls} remote calls; layers were called "
+            f"{min(made.values())} to {max(made.values())} times in {forwards} forward passes"
+        )
+
+
+def _judge(report: VerifyReport, layers: tuple[LayerSpec, ...]) -> None:
+    bounds = report.bounds
+    if len(report.layers) != len(layers):
+        report.excesses.append(f"the forward pass called {len(report.layers)} of {len(layers)} layers with experts")
+    for layer in report.layers:
+        where = f"layer {layer.index} ({layer.name})"
+        # An eager run that is exact leaves no error to compare with: one rounding of the result is then what is due.
+        limit = max(bounds.error_ratio * layer.eager_error, 2**-24)
+        _check(report, f"{where}: error against float64", layer.remote_error, limit)
+        _check(report, f"{where}: rms difference from eager", layer.difference_rms, bounds.difference_rms)
+        _check(report, f"{where}: largest difference from eager", layer.difference_max, bounds.difference_max)
+        if not layer.equal_in_stream:
+            report.excesses.append(f"{where}: stream mode gave other bits than batched mode")
+        if layer.calls == 0 or layer.expected_calls not in (None, layer.calls):
+            report.excesses.append(f"{where}: made {layer.calls} calls to workers, expected {layer.expected_calls}")
+    _check(report, "rms difference of the logits", report.logits_rms, bounds.logits_rms)
+    _check(report, "largest difference of the logits", report.logits_max, bounds.logits_max)
+    if report.greedy_flip_gap is not None and bounds.logits_max is not None:
+        # Two logits may each move by the bound before their order may change.
+        _check(report, f"gap of the top two logits where greedy token {report.greedy_compared} differs", report.greedy_flip_gap,
+               2 * bounds.logits_max)  # fmt: skip
+
+
+def _check(report: VerifyReport, what: str, found: float, limit: float | None) -> None:
+    if limit is not None and not found <= limit:
+        report.excesses.append(f"{what}: {found:.3g}, allowed {limit:.3g}")
