@@ -69,6 +69,7 @@ $(STAMPS)/packages: pyproject.toml setup.py $(STAMPS)/torch
 core: $(STAMPS)/packages
 	@if [ ! -f build/core/build.ninja ]; then rm -f $(STAMPS)/packages; $(MAKE) --no-print-directory $(STAMPS)/packages; fi
 	@$(CMAKE) --build build/core --target _core -- --quiet | sed '/^-- /d'
+	@cp --update --remove-destination build/core/_core.*.so dflash_moe/
 
 # -- tests -------------------------------------------------------------------------------------------------------------------
 

@@ -23,8 +23,8 @@ class CMakeBuild(build_ext):
 
     def build_extension(self, ext: Extension) -> None:
         """Runs CMake and Ninja; a failure ends the build with the compiler's own output above it."""
-        target_dir = Path(self.get_ext_fullpath(ext.name)).resolve().parent
-        build_dir = Path(os.environ.get("DFLASH_BUILD_DIR", ROOT / "build" / "core"))
+        target = Path(self.get_ext_fullpath(ext.name)).resolve()
+        build_dir = Path(os.environ.get("DFLASH_BUILD_DIR", ROOT / "build" / "core")).resolve()
         build_dir.mkdir(parents=True, exist_ok=True)
         # cmake and ninja come with the build requirements and lie beside this interpreter, which need not be on PATH.
         environment = dict(os.environ, PATH=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
@@ -32,7 +32,7 @@ class CMakeBuild(build_ext):
             "cmake", "-S", str(ROOT / "csrc"), "-B", str(build_dir), "-G", "Ninja",
             f"-DCMAKE_MAKE_PROGRAM={shutil.which('ninja', path=environment['PATH']) or 'ninja'}",
             "-DCMAKE_BUILD_TYPE=Release",
-            f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={target_dir}",
+            f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={build_dir}",  # not the target: setuptools may ask for a temporary place
             f"-DPython_EXECUTABLE={sys.executable}",
             f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
             f"-DDFLASH_VERSION={self.distribution.get_version()}",
@@ -41,6 +41,9 @@ class CMakeBuild(build_ext):
             configure.append("-DCMAKE_CXX_COMPILER_LAUNCHER=ccache")
         subprocess.run(configure, check=True, env=environment)
         subprocess.run(["cmake", "--build", str(build_dir), "--target", "_core"], check=True, env=environment)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.unlink(missing_ok=True)  # a process that has the former one mapped keeps it
+        shutil.copy2(build_dir / target.name, target)
 
 
 setup(ext_modules=[Extension("dflash_moe._core", sources=[])], cmdclass={"build_ext": CMakeBuild})
