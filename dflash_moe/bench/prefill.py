@@ -62,12 +62,13 @@ class Series:
     mode: str
     dtype: str
     samples: list[Sample] = field(default_factory=list)
+    reason: str = ""  # why the runtime took what it took, in its words
 
     def row(self) -> dict[str, Any]:
         """The result row; counts are of one prefill (they do not vary between repeats)."""
         last = self.samples[-1]
         moved = last.prefill["request_bytes"] + last.prefill["reply_bytes"]
-        row: dict[str, Any] = {"name": self.mode, "mode": self.mode, "dtype": self.dtype}
+        row: dict[str, Any] = {"name": self.mode, "mode": self.mode, "dtype": self.dtype, "mode_reason": self.reason}
         row |= timing_fields([sample.prefill_s for sample in self.samples])
         row |= last.prefill
         row["tokens_per_s"] = last.prompt_tokens / row["median_s"]
@@ -87,6 +88,7 @@ def measure_round(
     """One sample of every series, in order, over one runtime; `keep=False` measures and forgets (warm-up)."""
     for one in series:
         runtime.set_mode(one.mode, dtype=one.dtype, reply_dtype=one.dtype)
+        one.reason = str(runtime.stats()["mode_reason"])
         sample = measure_once(model, runtime, input_ids, new_tokens)
         if keep:
             one.samples.append(sample)

@@ -127,6 +127,8 @@ def print_prefill(rows: Sequence[dict[str, Any]]) -> None:
             f"{row['decode_calls']:,}",
         )
     options.show(table)
+    for reason in dict.fromkeys(row["mode_reason"] for row in rows if row["mode"] == "auto"):
+        typer.echo(f"{reason}\n")
 
 
 def _allowed(text: str, flag: str, allowed: tuple[str, ...]) -> tuple[str, ...]:

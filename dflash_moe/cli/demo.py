@@ -1,4 +1,4 @@
-"""`dflash-moe demo`: two CPU workers over shared memory, a completed sentence, the prefill table, and the proof that no mode changes a bit.
+"""`dflash-moe demo`: two CPU workers, a completed sentence, the prefill table, and the proof that no mode changes a bit.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from dflash_moe.bench.prefill import Series
     from dflash_moe.runtime.expert_runtime import ExpertRuntime
 
-PROMPT = "The expert workers of this machine"
+PROMPT = "Return a list of"
 MIN_PROMPT_TOKENS = 2000  # of the prefill table
 MODES = ("stream", "batched", "auto")
 DTYPES = ("f32", "bf16")
