@@ -1,4 +1,4 @@
-"""The demo model's corpus: documentation that is present with any Python - pydoc's topics and the docstrings of the standard library.
+"""The demo model's corpus: documentation present with any Python - pydoc's topics and the standard library's docstrings.
 
 Read with `ast`, nothing is imported. Deterministic for a given Python release; its hash is recorded beside the model.
 SPDX-License-Identifier: Apache-2.0

@@ -1,4 +1,4 @@
-"""`bench ipc`: what a transport costs. Round trips per (transport, payload) beside the raw floor of the same kind in the same run,
+"""`bench ipc`: what a transport costs. Round trips per (transport, payload) beside the raw floor of the same kind,
 and the time an expert call adds over the worker's own computation.
 
 Both ends are processes pinned to cores of their own where there are two. Rounds of the transport and of its floor alternate, so
@@ -48,7 +48,8 @@ def run_ipc(params: IpcParams, *, progress: Callable[[str], None] = lambda _line
     pinned = (cpus[0], cpus[1]) if len(cpus) > 1 else (cpus[0], cpus[0])
     spinning_possible = len(cpus) > 1
     result = BenchResult(
-        "ipc", {"payloads": list(params.payloads), "batches": params.batches, "pinned": list(pinned), "two_cores": spinning_possible}
+        "ipc",
+        {"payloads": list(params.payloads), "batches": params.batches, "pinned": list(pinned), "two_cores": spinning_possible},
     )
     for kind in params.kinds:
         if kind in ("shared", "loopback") and not spinning_possible:

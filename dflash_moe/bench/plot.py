@@ -23,18 +23,18 @@ def draw(result: Mapping[str, Any], out: Path) -> None:
     except ImportError:
         raise UnsupportedError("--plot needs matplotlib: pip install 'dflash-moe[bench]'") from None
     mpl.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot as plt
 
-    figure = painter(result, pyplot)
+    figure = painter(result, plt)
     figure.suptitle(f"{result['case']} - {result['machine']['cpu']}, commit {result['commit'][:10]}", fontsize=9)
     out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out, dpi=130, bbox_inches="tight")
-    pyplot.close(figure)
+    plt.close(figure)
 
 
-def _draw_ipc(result: Mapping[str, Any], pyplot: Any) -> Any:
+def _draw_ipc(result: Mapping[str, Any], plt: Any) -> Any:
     """Round trip and bandwidth over payload; the raw floor of each kind is the dashed line of the same colour."""
-    figure, (latency, bandwidth) = pyplot.subplots(1, 2, figsize=(12, 4.5))
+    figure, (latency, bandwidth) = plt.subplots(1, 2, figsize=(12, 4.5))
     rows = [row for row in result["rows"] if "payload_bytes" in row]
     for name in dict.fromkeys(row["name"] for row in rows):
         own = [row for row in rows if row["name"] == name]
@@ -58,12 +58,12 @@ def _draw_ipc(result: Mapping[str, Any], pyplot: Any) -> Any:
     return figure
 
 
-def _draw_prefill(result: Mapping[str, Any], pyplot: Any) -> Any:
+def _draw_prefill(result: Mapping[str, Any], plt: Any) -> Any:
     """Prefill time (every sample a dot), calls, and bytes both ways against the floor, per (mode, dtype)."""
     rows = result["rows"]
     labels = [f"{row['mode']}\n{row['dtype']}" for row in rows]
     places = range(len(rows))
-    figure, (times, calls, moved) = pyplot.subplots(1, 3, figsize=(15, 4.5))
+    figure, (times, calls, moved) = plt.subplots(1, 3, figsize=(15, 4.5))
     times.bar(places, [row["median_s"] for row in rows], color="#8fb3d9")
     for place, row in zip(places, rows, strict=True):
         times.plot([place] * len(row["samples_s"]), row["samples_s"], "k.", markersize=4)

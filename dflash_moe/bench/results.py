@@ -1,6 +1,6 @@
 """The result file of every bench case: samples, machine and commit, so that a number can be traced and compared.
 
-Schema 1 (docs: interfaces): {"schema", "case", "commit", "dirty", "machine", "params", "rows": [...]}. Plots and comparisons read
+Schema 1: {"schema", "case", "commit", "dirty", "machine", "params", "rows": [...]}. Plots and comparisons read
 these files only, never a live run. Depends on nothing but the standard library.
 SPDX-License-Identifier: Apache-2.0
 """

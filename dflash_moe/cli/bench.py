@@ -35,7 +35,7 @@ def ipc(
     json_out: JsonOption = None,
     plot: PlotOption = None,
 ) -> None:
-    """Round trips of every transport beside the raw floor of the same kind, and what an expert call adds (5 minutes at most)."""
+    """Round trips of every transport beside their raw floors, and what an expert call adds (5 minutes at most)."""
     from dflash_moe.bench.ipc import PAYLOADS_FULL, IpcParams, run_ipc
 
     params = IpcParams(payloads=PAYLOADS_FULL, batches=15) if full else IpcParams()
@@ -53,7 +53,9 @@ def prefill(
     modes: Annotated[str, typer.Option(help="Comma-separated list of modes.")] = "stream,batched,auto",
     dtypes: Annotated[str, typer.Option(help="Comma-separated list of wire dtypes; empty: the model's own.")] = "",
     repeat: Annotated[int, typer.Option(min=1, help="Measured rounds; the modes are interleaved in each.")] = 3,
-    with_local: Annotated[bool, typer.Option("--local/--no-local", help="Also measure all experts in the host process.")] = True,
+    with_local: Annotated[
+        bool, typer.Option("--local/--no-local", help="Also measure all experts in the host process.")
+    ] = True,
     json_out: JsonOption = None,
     plot: PlotOption = None,
     **overrides: Any,
@@ -111,7 +113,16 @@ def print_ipc(result: BenchResult) -> None:
 
 def print_prefill(rows: Sequence[dict[str, Any]]) -> None:
     table = options.table(
-        "mode", "dtype", "prefill s", "tokens/s", "calls", "request MiB", "reply MiB", "of floor", "decode tokens/s", "decode calls"
+        "mode",
+        "dtype",
+        "prefill s",
+        "tokens/s",
+        "calls",
+        "request MiB",
+        "reply MiB",
+        "of floor",
+        "decode tokens/s",
+        "decode calls",
     )
     for row in rows:
         table.add_row(

@@ -91,14 +91,17 @@ def tiny_checkpoint(
         dtype=dtype,
         fingerprint=Checkpoint.open(directory).fingerprint(),
         config_name="tiny_experts",
-        path=directory,
+        path=str(directory),
     )
 
 
 def routed_batch(
     num_tokens: int, hidden_size: int, num_experts: int, top_k: int, *, seed: int = 0
 ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """(hidden_states f32 [num_tokens, hidden_size], topk_ids int64, topk_weights f32 [num_tokens, top_k]); ids distinct per token."""
+    """(hidden_states f32 [num_tokens, hidden_size], topk_ids int64, topk_weights f32 [num_tokens, top_k]).
+
+    The ids of a token are distinct.
+    """
     generator = np.random.default_rng(seed)
     hidden_states = generator.standard_normal((num_tokens, hidden_size), dtype=np.float32)
     order = np.argsort(generator.random((num_tokens, num_experts)), axis=1)

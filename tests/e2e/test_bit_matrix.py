@@ -22,7 +22,9 @@ DTYPES = ("f32", "bf16", "f16")
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    return tiny_checkpoint(tmp_path_factory.mktemp("matrix"), hidden_size=HIDDEN, num_experts=NUM_EXPERTS, top_k=TOP_K, dtype="bf16")
+    return tiny_checkpoint(
+        tmp_path_factory.mktemp("matrix"), hidden_size=HIDDEN, num_experts=NUM_EXPERTS, top_k=TOP_K, dtype="bf16"
+    )
 
 
 def topology(address: str, threads: int, lists: tuple[str, str] = ("0-4", "5-7")) -> Topology:
