@@ -50,10 +50,18 @@ class Channel:
 
 def make_shared_channel(side: str, geometry: Geometry, own: Segment, peer: Segment, host_bell_fd: int) -> Channel: ...
 def make_stream_channel(
-    side: str, geometry: Geometry, fd: int, *, send_buffer_bytes: int = 0, receive_buffer_bytes: int = 0, user_timeout_ms: int = 0
+    side: str,
+    geometry: Geometry,
+    fd: int,
+    *,
+    send_buffer_bytes: int = 0,
+    receive_buffer_bytes: int = 0,
+    user_timeout_ms: int = 0,
 ) -> Channel: ...  # takes ownership of fd
 def make_loopback(geometry: Geometry) -> tuple[Channel, Channel]: ...  # (host, worker)
-def make_emulated(channel: Channel, *, delay_ms: float = 0, jitter_ms: float = 0, mbit_s: float = 0, seed: int = 1) -> Channel: ...
+def make_emulated(
+    channel: Channel, *, delay_ms: float = 0, jitter_ms: float = 0, mbit_s: float = 0, seed: int = 1
+) -> Channel: ...
 def make_faulty(
     channel: Channel, *, kind: str, point: str, nth: int, delay_ms: float = 0, seed: int = 1
 ) -> Channel: ...  # kind: fail delay truncate corrupt drop; point: publish poll
@@ -62,8 +70,12 @@ def new_eventfd() -> int: ...
 def ipc_round_trip(  # benches: echo thread/process on the worker end is `ipc_echo`
     channel: Channel, payload_bytes: int, rounds: int, warmup: int, spin_ns: int, timeout_s: float, cpu: int = -1
 ) -> list[int]: ...  # ns of each round trip: copy in, publish, wait, copy out
-def ipc_echo(channel: Channel, spin_ns: int, idle_timeout_s: float, cpu: int = -1) -> int: ...  # copies request to reply; returns rounds
-def ipc_floor(kind: str, payload_bytes: int, rounds: int, warmup: int, cpus: tuple[int, int]) -> list[int]: ...  # raw ping-pong, kind: spin futex unix tcp
+def ipc_echo(  # copies request to reply; returns rounds
+    channel: Channel, spin_ns: int, idle_timeout_s: float, cpu: int = -1
+) -> int: ...
+def ipc_floor(  # raw ping-pong, kind: spin futex unix tcp
+    kind: str, payload_bytes: int, rounds: int, warmup: int, cpus: tuple[int, int]
+) -> list[int]: ...
 def memcpy_bytes_per_s(payload_bytes: int, rounds: int, cpu: int = -1) -> list[float]: ...
 
 # -- weights --------------------------------------------------------------------------------------------------------------
@@ -84,7 +96,13 @@ class Worker:
         self, *, name: str, isa: str, num_threads: int, cpus: Sequence[int] = (), spin_ns: int = 0, slowdown: float = 1.0
     ) -> None: ...
     def define_shard(
-        self, layer: int, shard: int, spec: Mapping[str, Any], num_local_experts: int, weight_dtype: str, weights_fingerprint: int
+        self,
+        layer: int,
+        shard: int,
+        spec: Mapping[str, Any],
+        num_local_experts: int,
+        weight_dtype: str,
+        weights_fingerprint: int,
     ) -> None: ...  # spec: keys of FfnSpec, enums by lower-case name ("silu", "gated", "clamped_swiglu"), missing = default
     def load_expert(
         self,
@@ -177,9 +195,28 @@ class DlpackView:
 class FfnOracle:
     """Experts loaded like a worker's, computed in-process by one kernel set ("reference" ... "avx512")."""
 
-    def __init__(self, *, spec: Mapping[str, Any], num_experts: int, weight_dtype: str, isa: str, num_threads: int = 1) -> None: ...
-    def load_expert(self, expert_id: int, *, gate: object, up: object, down: object, gate_bias: object = None,
-                    up_bias: object = None, down_bias: object = None) -> None: ...  # 2-D / 1-D float32 NumPy arrays, rounded to weight_dtype by the caller
-    def forward(self, rows: object, row_counts: object, local_expert_ids: object, weights: object, *, row_dtype: str = "f32",
-                reply_dtype: str = "f32") -> object: ...  # NumPy: f32, or uint16 bit patterns for 16-bit dtypes
+    def __init__(
+        self, *, spec: Mapping[str, Any], num_experts: int, weight_dtype: str, isa: str, num_threads: int = 1
+    ) -> None: ...
+    def load_expert(  # 2-D / 1-D float32 NumPy arrays, rounded to weight_dtype by the caller
+        self,
+        expert_id: int,
+        *,
+        gate: object,
+        up: object,
+        down: object,
+        gate_bias: object = None,
+        up_bias: object = None,
+        down_bias: object = None,
+    ) -> None: ...
+    def forward(  # NumPy: f32, or uint16 bit patterns for 16-bit dtypes
+        self,
+        rows: object,
+        row_counts: object,
+        local_expert_ids: object,
+        weights: object,
+        *,
+        row_dtype: str = "f32",
+        reply_dtype: str = "f32",
+    ) -> object: ...
     def forward_float64(self, rows: object, row_counts: object, local_expert_ids: object, weights: object) -> object: ...
