@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+LEAST_ATTACH_S = 0.25  # mapping and pre-faulting the segments takes tens of milliseconds on a busy machine
 GOODBYE_S = 1.0  # a worker leaves within milliseconds of the goodbye; then SIGKILL
 ChannelDecorator = Callable[[str, _core.Channel], _core.Channel]
 
@@ -210,7 +211,7 @@ class Fleet:
         if member.local is not None:
             channel = member.local.attach(slots, generation)
         else:
-            timeout_s = self._settings.call_timeout_s
+            timeout_s = max(self._settings.call_timeout_s, LEAST_ATTACH_S)
             channel, pulse_fd = _session(member).attach(slots, member.transport, generation, timeout_s=timeout_s)
         emulate = member.spec.emulate if member.spec is not None else None
         if emulate is not None and (emulate.delay_ms or emulate.jitter_ms or emulate.mbit_s):

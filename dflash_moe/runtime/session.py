@@ -282,9 +282,8 @@ class WorkerSession:
     def _late(self, doing: str, timeout_s: float) -> WorkerTimeout:
         tail = self.started.log.tail() if self.started is not None else ""
         quoted = f"; last lines of its log:\n{tail}" if tail else ""
-        return WorkerTimeout(
-            f"worker {self.name} did not {doing} within {timeout_s:g} s without progress (ipc.start_timeout_s){quoted}"
-        )
+        limit = "ipc.start_timeout_s" if self.hello is None or doing.startswith("load") else "ipc.call_timeout_s"
+        return WorkerTimeout(f"worker {self.name} did not {doing} within {timeout_s:g} s without progress ({limit}){quoted}")
 
     def _connected(self) -> Connection:
         if self._connection is None:
