@@ -1,6 +1,7 @@
 // What every transport owes its users (transport/channel.h), run against each of them and each behind an emulated link.
 // SPDX-License-Identifier: Apache-2.0
 #include <doctest/doctest.h>
+#include <poll.h>
 #include <sys/eventfd.h>
 
 #include <atomic>
@@ -22,9 +23,11 @@ constexpr SlotGeometry kSmall{4, 1024, 2048};
 // Sanitizers run these loops some 20 times slower.
 #if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
 constexpr int kSleepRounds = 2'000;
+constexpr int kLitmusRounds = 10'000;
 constexpr size_t kBulkBytes = 8u << 20;
 #else
 constexpr int kSleepRounds = 20'000;
+constexpr int kLitmusRounds = 200'000;
 constexpr size_t kBulkBytes = 64u << 20;
 #endif
 
@@ -185,6 +188,44 @@ TEST_CASE_TEMPLATE("no wake-up is lost when the host sleeps on descriptors", Kin
 TEST_CASE_TEMPLATE("no message is lost when a short spin often ends in sleep", Kind, DFLASH_EVERY_KIND) {
   const ChannelPair pair = Kind::make({2, 64, 64});
   ping_pong(*pair.host, *pair.worker, kSleepRounds / 4, 3'000, -1);
+}
+
+// The Dekker pair of the ring, without the system calls that would hide a missing barrier: in every round one thread publishes
+// while the other announces its sleep and looks once more. Either it finds the message or its bell has rung.
+TEST_CASE_TEMPLATE("a publish and an announced sleep never miss each other", Kind, Loopback, Shared) {
+  const ChannelPair pair = Kind::make({2, 64, 64});
+  constexpr int kStop = -1;
+  std::atomic<int> started = 0, published = 0;
+  // Spins, for the collision has to be close; gives way where there are fewer processors than threads.
+  const auto await = [](const std::atomic<int>& round, int value) {
+    for (int turn = 1; round.load() != value && round.load() != kStop; ++turn) {
+      if (turn % 4096 == 0) std::this_thread::yield();
+    }
+  };
+  std::thread publisher([&] {
+    for (int round = 1;; ++round) {
+      await(started, round);
+      if (started.load() == kStop || !pair.worker->publish(static_cast<uint32_t>(round) % 2, 8).ok()) break;
+      published.store(round);
+    }
+  });
+  int missed = 0;
+  const Deadline deadline = Deadline::after_ms(2'000);
+  for (int round = 1; round <= kLitmusRounds && !deadline.has_passed(); ++round) {
+    started.store(round);
+    // The publisher hears of the round about a cache line's transfer later; every delay around that is tried.
+    for (int delay = round % 256; delay > 0; --delay) std::atomic_signal_fence(std::memory_order_seq_cst);
+    const WakeSource source = pair.host->arm(SleepKind::kPoll);
+    const bool found = take(pair.host->poll()).has_value();
+    await(published, round);
+    pollfd bell{source.fd, POLLIN, 0};
+    if (!found && ::poll(&bell, 1, 0) != 1) ++missed;
+    pair.host->disarm();
+    if (!found) CHECK(take(pair.host->poll()).has_value());
+  }
+  started.store(kStop);
+  publisher.join();
+  CHECK(missed == 0);
 }
 
 TEST_CASE_TEMPLATE("a wait ends at its deadline when nothing comes", Kind, DFLASH_EVERY_KIND) {
