@@ -20,6 +20,7 @@ from typing import Any
 from dflash_moe.bench.results import BenchResult, timing_fields
 from dflash_moe.errors import ConfigError
 from dflash_moe.runtime.expert_runtime import ExpertRuntime
+from dflash_moe.telemetry.memory import process_memory
 from dflash_moe.topology import Topology
 
 LOCAL = "local"
@@ -114,6 +115,7 @@ def run_prefill(
         dtypes = params.dtypes or (model_dtype,)
         input_ids = torch.tensor([_prompt(params, model)], dtype=torch.int64)
         result.params["prompt_tokens"] = int(input_ids.shape[1])
+        result.params["processes"] = resident_memory(runtime)
         locals_ = [Series(LOCAL, dtype) for dtype in dtypes] if params.with_local else []
         series = [Series(mode, dtype) for dtype in dtypes for mode in params.modes]
         for round_ in range(params.repeat + 1):  # round 0 warms caches and threads up and is not kept
@@ -159,6 +161,24 @@ def measure_once(model: Any, runtime: ExpertRuntime, input_ids: Any, new_tokens:
         digest,
         token_ids,
     )
+
+
+def resident_memory(runtime: ExpertRuntime) -> list[dict[str, Any]]:
+    """Anonymous and file-backed resident bytes of this process ("host") and of every worker, and the experts they hold."""
+    own = process_memory()
+    rows: list[dict[str, Any]] = [
+        {
+            "name": "host",
+            "experts_per_layer": 0,
+            "anonymous_bytes": own.anonymous_bytes,
+            "file_bytes": own.file_bytes,
+            "weight_bytes": 0,
+        }
+    ]
+    for process in runtime.worker_processes():
+        keys = ("name", "experts_per_layer", "anonymous_bytes", "file_bytes", "weight_bytes")
+        rows.append({key: getattr(process, key) for key in keys})
+    return rows
 
 
 def counted(runtime: ExpertRuntime) -> dict[str, int]:

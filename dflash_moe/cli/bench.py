@@ -76,6 +76,7 @@ def prefill(
         if overrides.pop(taken, None) is not None:
             raise ConfigError(f"--{taken.replace('_', '-')}: bench prefill measures lists; use --modes and --dtypes")
     result = run_prefill(params, options.load_topology(topology), progress=options.say, overrides=overrides)
+    print_processes(result.params["processes"])
     print_prefill(result.rows)
     _store(result, json_out, plot)
 
@@ -109,6 +110,15 @@ def print_ipc(result: BenchResult) -> None:
             )
     if calls.row_count:
         options.show(calls)
+
+
+def print_processes(processes: Sequence[dict[str, Any]]) -> None:
+    """What each process has resident; `resident_memory` of bench/prefill.py makes the rows."""
+    table = options.table("process", "experts a layer", "weights MiB", "anonymous MiB", "file-backed MiB")
+    for process in processes:
+        sizes = (process["weight_bytes"], process["anonymous_bytes"], process["file_bytes"])
+        table.add_row(process["name"], str(process["experts_per_layer"]), *(f"{size / MIB:.0f}" for size in sizes))
+    options.show(table)
 
 
 def print_prefill(rows: Sequence[dict[str, Any]]) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from dflash_moe.cli import options
-from dflash_moe.cli.bench import print_prefill
+from dflash_moe.cli.bench import print_prefill, print_processes
 from dflash_moe.errors import DflashError
 from dflash_moe.topology import Topology
 
@@ -37,31 +37,19 @@ def demo() -> None:
     assets = Path(str(resources.files("dflash_moe") / "demo_assets"))
     topology = Topology.local(num_workers=2)
     options.prepare_host(topology)
+    from dflash_moe.bench.prefill import resident_memory
     from dflash_moe.integrations.transformers import load_model
     from dflash_moe.runtime.expert_runtime import ExpertRuntime
 
     options.say("starting two CPU workers over shared memory")
     with ExpertRuntime.start(topology, model=assets / "model", transport="shared") as runtime:
         model = load_model(assets / "model", runtime)
-        _print_workers(runtime)
+        print_processes(resident_memory(runtime))
         _complete(model, assets / "model")
         series = _measure(model, runtime, assets)
     print_prefill([one.row() for one in series])
     _check_bits(series)
     typer.echo(f"Every mode gave the same bits in every layer, for each wire dtype ({', '.join(DTYPES)}).")
-
-
-def _print_workers(runtime: ExpertRuntime) -> None:
-    table = options.table("process", "pid", "experts a layer", "anonymous MiB", "file-backed MiB")
-    for process in runtime.worker_processes():
-        table.add_row(
-            process.name,
-            str(process.pid),
-            str(process.experts_per_layer),
-            f"{process.anonymous_bytes / 2**20:.0f}",
-            f"{process.file_bytes / 2**20:.0f}",
-        )
-    options.show(table)
 
 
 def _complete(model: Any, directory: Path) -> None:
