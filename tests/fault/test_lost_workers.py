@@ -86,7 +86,7 @@ def test_a_stopped_worker_is_lost_after_the_stall_timeout_not_earlier(spec: Mode
 
 def test_a_slow_but_working_worker_is_never_declared_dead(spec: ModelSpec) -> None:
     # Many rows and a small factor: the emulation multiplies wall time, preemption by other tests included.
-    slow = Emulate(slowdown=300.0)
+    slow = Emulate(slowdown=180.0)
     with start(spec, emulate=slow, stall_timeout_s=0.5, call_timeout_s=90.0, batch_capacity=4096) as runtime:
         started = time.monotonic()
         result = call(runtime, 4000)
