@@ -1,0 +1,169 @@
+"""The commands a user types, as processes: demo, generate, bench prefill, bad input, Ctrl-C.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+import subprocess
+import sys
+from importlib import resources
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+MODEL = Path(str(resources.files("dflash_moe") / "demo_assets" / "model"))
+LAYERS, WORKERS = 4, 2
+TWO_WORKERS = "version: 1\nworkers:\n  - {name: w0, backend: cpu, threads: 1}\n  - {name: w1, backend: cpu, threads: 1}\n"
+
+
+def dflash(*arguments: object, timeout: float = 100) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "dflash_moe", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
+
+
+@pytest.fixture
+def two_workers(tmp_path):
+    path = tmp_path / "two.yaml"
+    path.write_text(TWO_WORKERS)
+    return path
+
+
+@pytest.mark.timeout(300)
+def test_demo_completes_a_sentence_and_proves_equal_bits():
+    done = dflash("demo", timeout=290)
+    assert done.returncode == 0, done.stderr
+    assert "completion:" in done.stdout
+    assert "Every mode gave the same bits" in done.stdout
+    for mode in ("stream", "batched", "auto"):
+        assert f"\n{mode} " in done.stdout
+
+
+def test_generate_writes_text_and_counts_what_it_moved(two_workers, tmp_path):
+    out = tmp_path / "out.json"
+    done = dflash(
+        "generate",
+        "--model",
+        MODEL,
+        "--topology",
+        two_workers,
+        "--prompt",
+        "Return a list",
+        "--max-new-tokens",
+        5,
+        "--json",
+        out,
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads(out.read_text())
+    assert report["text"] in done.stdout
+    assert len(report["token_ids"]) == 5
+    # One request per active worker, layer and forward pass: a prefill and four decode steps.
+    assert LAYERS * 5 <= report["calls"] <= LAYERS * 5 * WORKERS
+    moved = report["request_bytes"] + report["reply_bytes"]
+    # Two frame headers, the reply's times and the padding of the index part: at most 255 bytes a call over the floor.
+    assert report["floor_bytes"] < moved <= report["floor_bytes"] + 255 * report["calls"]
+    assert report["ttft_s"] > 0
+    assert len(report["tpot_samples_s"]) == 4
+
+
+def test_generate_gives_the_same_tokens_in_every_mode(two_workers, tmp_path):
+    found = {}
+    for mode in ("stream", "batched"):
+        out = tmp_path / f"{mode}.json"
+        prompt = "The following functions read and write a file; each of them returns a list of the"
+        done = dflash(
+            "generate",
+            "--model",
+            MODEL,
+            "--topology",
+            two_workers,
+            "--prompt",
+            prompt,
+            "--max-new-tokens",
+            8,
+            "--mode",
+            mode,
+            "--json",
+            out,
+        )
+        assert done.returncode == 0, done.stderr
+        found[mode] = json.loads(out.read_text())
+    assert found["stream"]["token_ids"] == found["batched"]["token_ids"]
+    assert found["stream"]["calls"] > found["batched"]["calls"]
+
+
+@pytest.mark.timeout(200)
+def test_bench_prefill_counts_calls_and_bytes_as_designed(two_workers, tmp_path):
+    out = tmp_path / "prefill.json"
+    tokens, capacity = 300, 128
+    done = dflash(
+        "bench", "prefill", "--model", MODEL, "--topology", two_workers, "--prompt-tokens", tokens, "--new-tokens", 2,
+        "--modes", "stream,batched", "--dtypes", "f32,bf16", "--repeat", 1, "--batch-capacity", capacity, "--json", out, timeout=190,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    result = json.loads(out.read_text())
+    rows = {(row["mode"], row["dtype"]): row for row in result["rows"]}
+    assert result["complete"] is True
+    assert set(rows) == {(mode, dtype) for mode in ("stream", "batched", "local") for dtype in ("f32", "bf16")}
+    for dtype in ("f32", "bf16"):
+        batched = rows["batched", dtype]
+        assert batched["calls"] == LAYERS * WORKERS * math.ceil(tokens / capacity)
+        assert batched["request_bytes"] + batched["reply_bytes"] <= 1.02 * batched["floor_bytes"]
+        assert rows["stream", dtype]["calls"] > batched["calls"]
+        assert rows["stream", dtype]["digests"] == batched["digests"]
+    halved = rows["batched", "bf16"]["reply_bytes"] / rows["batched", "f32"]["reply_bytes"]
+    assert 0.49 < halved < 0.51
+    assert {process["name"] for process in result["params"]["processes"]} == {"host", "w0", "w1"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["generate", "--model", MODEL], "--prompt TEXT or --prompt-file FILE"),
+        (["generate", "--model", MODEL, "--prompt", "a", "--prompt-file", "b"], "and not both"),
+        (["generate", "--model", MODEL, "--prompt-file", "/nonexistent/p.txt"], "cannot be read"),
+        (["generate", "--model", "Qwen/Qwen3-30B-A3B", "--prompt", "a"], "hf download Qwen/Qwen3-30B-A3B"),
+        (["bench", "prefill", "--model", MODEL, "--modes", "fast"], "'fast' is not allowed"),
+        (["bench", "prefill", "--model", MODEL, "--mode", "stream"], "use --modes and --dtypes"),
+        (["generate", "--model", MODEL, "--prompt", "a", "--mode", "fast"], "--mode"),
+    ],
+)
+def test_bad_input_gets_one_sentence_and_exit_code_2(arguments, said):
+    done = dflash(*arguments)
+    assert done.returncode == 2
+    assert said in done.stderr.strip().splitlines()[-1]
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+
+
+def test_ctrl_c_ends_in_130_without_traceback_or_processes(two_workers):
+    command = [
+        sys.executable,
+        "-m",
+        "dflash_moe",
+        "generate",
+        "--model",
+        MODEL,
+        "--topology",
+        two_workers,
+        "--prompt",
+        "a",
+        "--max-new-tokens",
+        "100000",
+    ]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as running:
+        assert running.stdout is not None
+        assert running.stdout.read(1)  # the first character: model loaded, workers serving
+        running.send_signal(signal.SIGINT)
+        _, errors = running.communicate(timeout=30)
+    assert running.returncode == 130, errors
+    assert "Traceback" not in errors
+    assert "interrupted" in errors
