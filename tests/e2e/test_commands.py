@@ -104,7 +104,8 @@ def test_bench_prefill_counts_calls_and_bytes_as_designed(two_workers, tmp_path)
     tokens, capacity = 300, 128
     done = dflash(
         "bench", "prefill", "--model", MODEL, "--topology", two_workers, "--prompt-tokens", tokens, "--new-tokens", 2,
-        "--modes", "stream,batched", "--dtypes", "f32,bf16", "--repeat", 1, "--batch-capacity", capacity, "--json", out, timeout=190,
+        "--modes", "stream,batched", "--dtypes", "f32,bf16", "--repeat", 1, "--batch-capacity", capacity, "--json", out,
+        timeout=190,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     result = json.loads(out.read_text())
