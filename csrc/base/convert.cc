@@ -2,10 +2,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "base/convert.h"
 
-#if defined(__x86_64__)
-#include <cpuid.h>
-#endif
-
 #include <algorithm>
 #include <bit>
 #include <cstring>
@@ -74,12 +70,14 @@ const ConvertKernels kConvertScalar = {
     add_f32,                          widen_add_loop<f16_to_f32>,         widen_add_loop<bf16_to_f32>,
 };
 
+// Asked for every row, so it must not execute cpuid: that leaves a virtual machine and costs microseconds. The builtins read what
+// libgcc found at load.
 bool has_avx2_f16c() {
-#if defined(__x86_64__)
-  // Asked by cpuid leaf 1: __builtin_cpu_supports of clang 14 does not know the name "f16c".
-  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
-  const bool has_f16c = __get_cpuid(1, &eax, &ebx, &ecx, &edx) != 0 && (ecx & bit_F16C) != 0;
-  return has_f16c && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+#if defined(__x86_64__) && defined(__clang__)
+  // clang 14 does not know the name "f16c"; every processor with AVX2 and FMA has it.
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+#elif defined(__x86_64__)
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
 #else
   return false;
 #endif
@@ -87,7 +85,7 @@ bool has_avx2_f16c() {
 
 bool has_avx512() {
 #if defined(__x86_64__)
-  return has_avx2_f16c() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
          __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
 #else
   return false;
