@@ -7,6 +7,7 @@
 #include <doctest/doctest.h>
 #include <sys/socket.h>
 
+#include <algorithm>
 #include <cstring>
 #include <memory>
 #include <optional>
@@ -69,7 +70,7 @@ struct Puppet {
     return {};
   }
   void send(uint32_t slot, const std::vector<std::byte>& bytes) {
-    std::memcpy(channel->outgoing(slot).data(), bytes.data(), bytes.size());
+    std::copy(bytes.begin(), bytes.end(), channel->outgoing(slot).begin());
     REQUIRE(channel->publish(slot, bytes.size()).ok());
   }
   void send(const Message& message) { send(message.slot, message.bytes()); }

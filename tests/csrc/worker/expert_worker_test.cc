@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <doctest/doctest.h>
 
+#include <algorithm>
 #include <chrono>
 #include <functional>
 #include <future>
