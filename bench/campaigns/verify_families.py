@@ -1,0 +1,43 @@
+"""Parity of every required family, f32 and bf16, over two worker processes and shared memory; one JSON.
+
+    python bench/campaigns/verify_families.py bench/results/verify_families.json
+
+Tiny random checkpoints are made in a temporary directory. Exit code 1 when a bound is exceeded.
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+
+from dflash_moe.bench.results import BenchResult
+from dflash_moe.cli import options
+from dflash_moe.topology import Topology
+
+
+def main() -> int:
+    out = Path(sys.argv[1])
+    topology = Topology.local(2)
+    options.prepare_host(topology)  # before torch is imported
+    from dflash_moe.integrations.verify import verify
+    from dflash_moe.model.make import make_checkpoint
+    from dflash_moe.testing.families import REQUIRED, tiny_options
+
+    result = BenchResult("verify", {"workers": 2, "transport": "shared", "families": list(REQUIRED)})
+    with tempfile.TemporaryDirectory() as folder:
+        for arch in REQUIRED:
+            for dtype in ("f32", "bf16"):
+                directory = Path(folder) / f"{arch}-{dtype}"
+                make_checkpoint(tiny_options(arch, dtype), directory)
+                report = verify(directory, topology, dtype=dtype)
+                result.rows.append({**report.to_json(), "name": arch, "path": directory.name, "passed": not report.excesses})
+                options.say(f"{arch} {dtype}: {'passed' if not report.excesses else report.excesses}")
+    result.complete = True
+    result.write(out)
+    return 0 if all(row["passed"] for row in result.rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
