@@ -2,6 +2,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
+#include <unistd.h>
 
 #include <memory>
 #include <string>
@@ -69,7 +70,16 @@ py::dict stats_dict(const ExpertWorker& self) {
   return fields;
 }
 
-std::unique_ptr<ExpertWorker> make_worker(const std::string& name, const std::string& isa, uint32_t num_threads,
+// A forked child holds a copy of the object but not of its threads: joining them there would never end.
+struct DeleteInOwnProcess {
+  pid_t owner = ::getpid();
+  void operator()(ExpertWorker* worker) const {
+    if (::getpid() == owner) delete worker;
+  }
+};
+using WorkerHolder = std::unique_ptr<ExpertWorker, DeleteInOwnProcess>;
+
+WorkerHolder make_worker(const std::string& name, const std::string& isa, uint32_t num_threads,
                                           const std::vector<int>& cpus, int64_t spin_ns, double slowdown) {
   worker::WorkerOptions options;
   options.name = name;
@@ -78,7 +88,7 @@ std::unique_ptr<ExpertWorker> make_worker(const std::string& name, const std::st
   options.cpus = cpus;
   options.spin_ns = spin_ns;
   options.slowdown = slowdown;
-  return unwrap(ExpertWorker::create(options));
+  return WorkerHolder(unwrap(ExpertWorker::create(options)).release());
 }
 
 void serve(ExpertWorker& self, ChannelBox& channel, uint64_t generation) {
@@ -105,7 +115,7 @@ void bind_store(py::module_& module) {
 }
 
 void bind_worker(py::module_& module) {
-  py::class_<ExpertWorker>(module, "Worker")
+  py::class_<ExpertWorker, WorkerHolder>(module, "Worker")
       .def(py::init(&make_worker), py::kw_only(), py::arg("name"), py::arg("isa"), py::arg("num_threads"),
            py::arg("cpus") = std::vector<int>{}, py::arg("spin_ns") = 0, py::arg("slowdown") = 1.0)
       .def("define_shard", [](ExpertWorker& self, uint32_t layer, uint32_t shard, const py::dict& spec, uint32_t num_local_experts,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 import threading
 from pathlib import Path
@@ -221,6 +222,19 @@ def test_a_forked_child_gets_an_error_instead_of_its_parents_connections(tmp_pat
         _, status = os.waitpid(child, 0)
         assert os.waitstatus_to_exitcode(status) == 0
         np.testing.assert_array_equal(runtime.run(batch), runtime.expected(batch))
+
+
+def test_a_forked_child_can_drop_a_worker_whose_threads_it_does_not_have() -> None:
+    worker = _core.Worker(name="w0", isa="scalar", num_threads=3)
+    ours, theirs = socket.socketpair()
+    worker.start_pulse(theirs.detach())
+    child = os.fork()
+    if child == 0:
+        del worker
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert ours.recv(16)[:4] == b"PULS"
+    ours.close()
 
 
 def test_more_calls_than_the_bound_are_refused(tmp_path: Path) -> None:
