@@ -82,6 +82,17 @@ def is_gone(pid: int) -> bool:
     return state in ("Z", "X")
 
 
+def freeze(pid: int) -> None:
+    """SIGSTOP, and back only when every thread stands still: the signal alone lets a thread that runs finish its work first."""
+    os.kill(pid, signal.SIGSTOP)
+    tasks = Path(f"/proc/{pid}/task")
+    assert wait_until(lambda: all(_state(task) == "T" for task in tasks.iterdir()), 5.0), f"process {pid} does not stop"
+
+
+def _state(task: Path) -> str:
+    return (task / "stat").read_text().rpartition(")")[2].split()[0]
+
+
 def wait_until(claim: Callable[[], bool], seconds: float) -> bool:
     """Polls `claim`; True as soon as it holds."""
     until = time.monotonic() + seconds

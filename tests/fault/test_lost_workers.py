@@ -22,7 +22,7 @@ from dflash_moe.model.spec import ModelSpec
 from dflash_moe.runtime.expert_runtime import ExpertRuntime
 from dflash_moe.topology import Emulate, Topology
 from tests.expert_cases import Expected, make_batch
-from tests.fault.conftest import is_gone, wait_until
+from tests.fault.conftest import freeze, is_gone, wait_until
 
 HANG_UP_S = 1.0  # the rule says 100 ms; the rest is for a busy test machine
 SLOW = Emulate(slowdown=3000.0)  # a call takes a second at least; no test waits for its end
@@ -76,7 +76,7 @@ def test_a_stopped_worker_is_lost_after_the_stall_timeout_not_earlier(spec: Mode
     with start(spec, stall_timeout_s=1.0) as runtime:
         call(runtime)
         victims = pids(runtime)
-        os.kill(victims["w1"], signal.SIGSTOP)
+        freeze(victims["w1"])
         started = time.monotonic()
         with pytest.raises(WorkerLost, match="w1"):
             call(runtime)

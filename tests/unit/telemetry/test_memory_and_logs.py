@@ -36,7 +36,7 @@ def test_a_process_that_is_gone_has_no_memory() -> None:
 
 def test_a_log_has_no_name_and_keeps_its_last_lines() -> None:
     log = LogFile("w0")
-    program = "import sys\nfor i in range(5000): print('line', i)\nprint('last words', file=sys.stderr)"
+    program = "import sys\nfor i in range(5000): print('line', i, flush=True)\nprint('last words', file=sys.stderr)"
     subprocess.run([sys.executable, "-c", program], stdout=log.fileno(), stderr=log.fileno(), check=True)
     assert "last words" in log.tail(3)
     assert len(log.tail().splitlines()) == 8
