@@ -120,6 +120,9 @@ def offload(model: Any, runtime: ExpertRuntime) -> Iterator[Any]:
 
     The model keeps its own weights; those of the runtime's checkpoint must be the same. ConfigError when layers do not fit.
     """
+    kind = type(model.config).__name__
+    if kind != runtime.spec.config_name:
+        raise ConfigError(f"the model is configured by {kind}, the runtime's by {runtime.spec.config_name}")
     experts = find_experts(model)
     before = {name: (module.config, module.__dict__.get(_ROUTE)) for name, module in experts.items()}
     try:

@@ -12,6 +12,8 @@ from typing import Any
 
 from dflash_moe.errors import CheckpointError, UnsupportedError
 
+_AUTO_CLASSES = ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForMultimodalLM", "AutoModel")
+
 # What transformers.integrations.moe.use_experts_implementation leaves on a module.
 _INTERFACE_MARKS = ("has_gate", "has_bias", "is_transposed", "_is_expert_parallel", "_apply_gate", "config")
 
@@ -62,20 +64,22 @@ def load_config(directory: Path) -> Any:
 
 
 def find_model_class(config: Any) -> Any:
-    """The class config.json names in `architectures`, else the causal language model of the configuration's type."""
+    """The class config.json names in `architectures`, else the one transformers' auto classes have for the configuration."""
     import transformers
 
     for name in getattr(config, "architectures", None) or ():
         found = getattr(transformers, name, None)
         if found is not None:
             return found
-    found = transformers.AutoModelForCausalLM._model_mapping.get(type(config), None)
-    if found is None:
-        raise UnsupportedError(
-            f"{type(config).__name__}.architectures: found {getattr(config, 'architectures', None)}, which transformers "
-            f"{transformers.__version__} does not have, and no causal language model belongs to {config.model_type!r}"
-        )
-    return found
+    for name in _AUTO_CLASSES:
+        auto_class = getattr(transformers, name, None)
+        found = auto_class._model_mapping.get(type(config), None) if auto_class is not None else None
+        if found is not None:
+            return found
+    raise UnsupportedError(
+        f"{type(config).__name__}.architectures: found {getattr(config, 'architectures', None)}, which transformers "
+        f"{transformers.__version__} does not have, and no model class belongs to {config.model_type!r}"
+    )
 
 
 def is_on_interface(module: Any) -> bool:

@@ -131,7 +131,7 @@ def expert_sources(checkpoint: Checkpoint, ffn: FfnSpec, expert_id: int) -> dict
 
 
 def check_expert(checkpoint: Checkpoint, ffn: FfnSpec, expert_id: int) -> str:
-    """The dtype that holds this expert's matrices exactly, after checking its tensors as `expert_sources` does; maps nothing."""
+    """The dtype that holds this expert's matrices exactly, after the checks of `expert_sources`; maps nothing."""
     inner, outer = (ffn.intermediate_size, ffn.in_size), (ffn.out_size, ffn.intermediate_size)
     dtypes: set[str] = set()
     for pattern, (outputs, inputs) in ((ffn.gate_tensor, inner), (ffn.up_tensor, inner), (ffn.down_tensor, outer)):

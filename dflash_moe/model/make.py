@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dflash_moe.errors import ConfigError, DflashError
+from dflash_moe.errors import ConfigError, DflashError, UnsupportedError
 from dflash_moe.model.capture import ExpertsCall, capture_calls
 from dflash_moe.model.progress import quiet_progress
 
@@ -95,10 +95,14 @@ def build_model(options: MakeOptions) -> Any:
     from dflash_moe.model.architecture import find_model_class
 
     config = build_config(options)
+    model_class = find_model_class(config)
     dtype = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}[options.dtype]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(options.seed)
-        model = find_model_class(config)._from_config(config, dtype=dtype)
+        try:
+            model = model_class._from_config(config, dtype=dtype)
+        except Exception as error:  # every constructor fails in its own way
+            raise UnsupportedError(f"{model_class.__name__}: cannot be built with these sizes: {_one_line(error)}") from error
         randomise(model)
     model.set_experts_implementation("eager")
     return model.eval()
@@ -115,10 +119,20 @@ def build_config(options: MakeOptions) -> Any:
     config_class = CONFIG_MAPPING[options.arch]
     default = config_class()
     text = default.get_text_config()
-    if text is default:
-        return config_class(**_sizes(text, options))
-    key = next(name for name in default.sub_configs if getattr(default, name, None) is text)
-    return config_class(**{key: {**_sizes(text, options), "model_type": text.model_type}})
+    sizes = _sizes(text, options)
+    if text is not default:
+        key = next((name for name in default.sub_configs if getattr(default, name, None) is text), None)
+        if key is None:
+            raise UnsupportedError(f"{config_class.__name__}: its language model is too deep inside for sizes to be set")
+        sizes = {key: {**sizes, "model_type": text.model_type}}
+    try:
+        return config_class(**sizes)
+    except Exception as error:  # every configuration validates in its own way
+        raise UnsupportedError(f"{config_class.__name__}: does not take the sizes asked for: {_one_line(error)}") from error
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
 
 
 def _sizes(text: Any, options: MakeOptions) -> dict[str, Any]:
@@ -223,8 +237,13 @@ def _routed_calls(model: Any, options: MakeOptions) -> list[ExpertsCall]:
     generator = torch.Generator().manual_seed(options.seed)
     input_ids = torch.randint(0, NUM_BYTES, (1, num_tokens), generator=generator)
     calls: list[ExpertsCall] = []
-    with torch.no_grad(), capture_calls(model, calls.append):
-        model(input_ids=input_ids, use_cache=False)
+    try:
+        with torch.no_grad(), capture_calls(model, calls.append):
+            model(input_ids=input_ids, use_cache=False)
+    except DflashError:
+        raise
+    except Exception as error:  # sizes that fit together for the constructor may not for the forward pass
+        raise UnsupportedError(f"{type(model).__name__}: does not run with these sizes: {_one_line(error)}") from error
     return calls
 
 

@@ -1,4 +1,4 @@
-"""Toy sizes that keep a model's proportions: every width divided by one common unit, so equal, double and half stay so.
+"""Toy sizes that keep what matters of a model's widths: equal stays equal, half stays half, and all are even.
 
 Used where the structure of the experts is examined (which element goes where, what a class computes), not their values.
 SPDX-License-Identifier: Apache-2.0
@@ -6,30 +6,34 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-MIN_WIDTH = 4  # below, a matrix is too small to tell rows from columns and halves from every other
+# Doubled primes: no product of one with a power of two equals that of another, so widths that differ stay different.
+_BASES = (6, 10, 14, 22, 26, 34, 38, 46, 58, 62)
 
 
 @dataclass(frozen=True, slots=True)
 class Shrink:
-    """Divides widths by `unit`; what is not a multiple of it stays."""
+    """Toy sizes by true size; a size that was not among the widths stays."""
 
-    unit: int
+    toy_sizes: Mapping[int, int]
 
     @classmethod
     def for_widths(cls, widths: Iterable[int]) -> Shrink:
-        """The largest unit that divides all widths and leaves each at MIN_WIDTH or more; 1 if there is none."""
-        widths = [width for width in widths if width > 0]
-        common = math.gcd(*widths) if widths else 1
-        largest = max(1, min(widths, default=1) // MIN_WIDTH)
-        return cls(next(unit for unit in range(min(common, largest), 0, -1) if common % unit == 0))
+        """A toy size for every width: twice that of its half where the half is a width too, else one of its own."""
+        toy_sizes: dict[int, int] = {}
+        bases = iter(_BASES)
+        for width in sorted(set(widths)):
+            if width % 2 == 0 and width // 2 in toy_sizes:
+                toy_sizes[width] = 2 * toy_sizes[width // 2]
+            else:
+                toy_sizes[width] = next(bases, width)
+        return cls(toy_sizes)
 
     def width(self, size: int) -> int:
         """The toy size of a width."""
-        return size // self.unit if size % self.unit == 0 else size
+        return self.toy_sizes.get(size, size)
 
     def shape(self, shape: Iterable[int]) -> tuple[int, ...]:
         """Toy shape of a tensor of one expert."""

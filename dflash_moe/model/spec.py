@@ -110,7 +110,10 @@ def _derive_ffn(name: str, module: Any, formula: Formula, conversion: Conversion
 
     def patterns(parameter: str, parts: Mapping[str, str]) -> dict[str, Any]:
         shape = tuple(parameters[parameter].shape)
-        found = conversion.patterns(f"{name}.{parameter}", shape, parts, is_transposed=is_transposed)
+        try:
+            found = conversion.patterns(f"{name}.{parameter}", shape, parts, is_transposed=is_transposed)
+        except UnsupportedError as error:
+            raise UnsupportedError(f"{kind}.{parameter}: {error}") from error
         suffix = "_bias_tensor" if parameter.endswith("_bias") else "_tensor"
         return {f"{label}{suffix}": pattern for label, pattern in found.items()}
 

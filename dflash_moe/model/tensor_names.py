@@ -174,7 +174,9 @@ class _Layout:
             source = source[expert_id]
         if pattern.is_transposed:
             source = source.T
-        return source.ndim == traced.ndim - 1 and bool(torch.equal(take_part(source[None], pattern.part)[0], traced[expert_id]))
+        if source.ndim != traced.ndim - 1 or (pattern.part != "all" and source.shape[0] % 2):
+            return False
+        return bool(torch.equal(take_part(source[None], pattern.part)[0], traced[expert_id]))
 
     def _name_pattern(self, numbers: Sequence[int]) -> str | None:
         """One name for all experts, or a template with their id; None when it is neither."""
@@ -191,9 +193,9 @@ class _Layout:
 
 
 def take_part(values: Any, part: str) -> Any:
-    """The part of `values` [experts, outputs, ...] along the outputs; an odd number has no halves: all is returned."""
+    """The part of `values` [experts, outputs, ...] along the outputs, of which there is an even number unless part is "all"."""
     outputs = values.shape[1]
-    if part == "all" or outputs % 2:
+    if part == "all":
         return values
     return {
         "first_half": values[:, : outputs // 2],

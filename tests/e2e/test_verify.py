@@ -1,0 +1,75 @@
+"""`dflash-moe verify` and `model` as a user runs them: exit codes, the last line, the report.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from dflash_moe.cli.main import run
+from dflash_moe.model.make import make_checkpoint
+from dflash_moe.testing.families import tiny_options
+
+pytestmark = pytest.mark.transformers
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("model")
+    make_checkpoint(tiny_options("mixtral"), directory)
+    return directory
+
+
+def last_line(capsys) -> str:
+    return capsys.readouterr().err.strip().splitlines()[-1]
+
+
+def test_parity_ends_with_0_and_writes_the_report(checkpoint, tmp_path, capsys):
+    assert run(["verify", "--model", str(checkpoint), "--dtype", "f32", "--json", str(tmp_path / "report.json")]) == 0
+    assert "parity: every bound held" in capsys.readouterr().out
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert (report["case"], report["dtype"], report["excesses"]) == ("verify", "f32", [])
+    assert [layer["index"] for layer in report["layers"]] == [0, 1]
+    assert report["greedy_compared"] == report["greedy_tokens"] > 0
+
+
+def test_an_excess_ends_with_1_and_names_layer_and_bound(checkpoint, capsys):
+    arguments = ["verify", "--model", str(checkpoint), "--dtype", "f32", "--reply-dtype", "bf16"]  # too coarse for f32's bounds
+    assert run(arguments) == 1
+    assert "bounds exceeded; layer 0 (model.layers.0." in last_line(capsys)
+
+
+def test_a_model_that_cannot_be_supported_ends_with_2_and_names_class_and_field(checkpoint, tmp_path, capsys):
+    for path in checkpoint.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "hidden_act": "mish"}))
+    assert run(["verify", "--model", str(tmp_path)]) == 2
+    assert "MixtralExperts.act_fn: found MishActivation" in last_line(capsys)
+    assert run(["model", "inspect", str(tmp_path)]) == 0
+    assert "not supported: MixtralExperts.act_fn" in capsys.readouterr().out
+
+
+def test_a_damaged_checkpoint_ends_with_2_and_names_the_file(checkpoint, tmp_path, capsys):
+    for path in checkpoint.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    assert run(["verify", "--model", str(tmp_path)]) == 2
+    assert "truncated" in last_line(capsys)
+
+
+def test_model_make_and_inspect_agree(tmp_path, capsys):
+    directory = tmp_path / "made"
+    sizes = ["--layers", "2", "--hidden-size", "64", "--num-experts", "6", "--top-k", "2", "--moe-intermediate-size", "32"]
+    assert run(["model", "make", "--arch", "olmoe", "--out", str(directory), *sizes, "--dtype", "f16", "--seed", "4"]) == 0
+    assert "wrote OlmoeForCausalLM" in capsys.readouterr().out
+    assert run(["model", "inspect", str(directory), "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["dtype"], len(shown["layers"]), shown["layers"][0]["num_experts"]) == ("f16", 2, 6)
+    assert shown["expert_bytes"] == 2 * 6 * 3 * 64 * 32 * 2
+    assert run(["model", "inspect", str(directory)]) == 0
+    assert "0..1" in capsys.readouterr().out

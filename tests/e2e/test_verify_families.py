@@ -1,0 +1,27 @@
+"""Parity of each required family with its own eager experts, through two worker processes, in f32 and bf16.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from dflash_moe import Topology
+from dflash_moe.model.make import make_checkpoint
+from dflash_moe.testing.families import REQUIRED, tiny_options
+
+pytestmark = pytest.mark.transformers
+
+
+@pytest.mark.parametrize("arch", REQUIRED)
+def test_a_family_has_parity(arch, tmp_path):
+    from dflash_moe.integrations.verify import verify
+
+    make_checkpoint(tiny_options(arch), tmp_path)
+    for dtype in ("f32", "bf16"):
+        report = verify(tmp_path, Topology.local(num_workers=2), dtype=dtype)
+        assert report.excesses == []
+        assert report.remote_calls > 0
+        assert all(layer.calls == layer.expected_calls == 2 and layer.equal_in_stream for layer in report.layers)
+        assert (report.request_dtype, report.reply_dtype) == (dtype, dtype)
