@@ -129,8 +129,8 @@ def test_experts_off_the_interface_are_refused_by_class(tmp_path):
     import transformers
 
     config = transformers.SwitchTransformersConfig(
-        num_layers=2, num_decoder_layers=2, num_sparse_encoder_layers=1, num_sparse_decoder_layers=1, d_model=32, d_kv=8, d_ff=32,
-        num_heads=2, num_experts=2, vocab_size=32,
+        num_layers=2, num_decoder_layers=2, num_sparse_encoder_layers=1, num_sparse_decoder_layers=1, d_model=32, d_kv=8,
+        d_ff=32, num_heads=2, num_experts=2, vocab_size=32,
     )  # fmt: skip
     transformers.SwitchTransformersForConditionalGeneration(config).save_pretrained(tmp_path)
     with pytest.raises(UnsupportedError, match=r"SwitchTransformers\w+ \(.*\): its experts are not on"):
