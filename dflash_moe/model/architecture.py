@@ -71,15 +71,21 @@ def find_model_class(config: Any) -> Any:
         found = getattr(transformers, name, None)
         if found is not None:
             return found
-    for name in _AUTO_CLASSES:
-        auto_class = getattr(transformers, name, None)
-        found = auto_class._model_mapping.get(type(config), None) if auto_class is not None else None
-        if found is not None:
-            return found
+    for found in auto_classes(config):
+        return found
     raise UnsupportedError(
         f"{type(config).__name__}.architectures: found {getattr(config, 'architectures', None)}, which transformers "
         f"{transformers.__version__} does not have, and no model class belongs to {config.model_type!r}"
     )
+
+
+def auto_classes(config: Any) -> list[Any]:
+    """The model classes that transformers' auto classes have for a configuration, the most specific first."""
+    import transformers
+
+    mappings = [getattr(transformers, name)._model_mapping for name in _AUTO_CLASSES if hasattr(transformers, name)]
+    found = [mapping.get(type(config), None) for mapping in mappings]
+    return [model_class for model_class in found if model_class is not None]
 
 
 def is_on_interface(module: Any) -> bool:

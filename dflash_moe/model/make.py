@@ -165,6 +165,9 @@ def _sizes(text: Any, options: MakeOptions) -> dict[str, Any]:
         **dict.fromkeys(_EXPERTS_FIELDS, options.num_experts),
         **dict.fromkeys(_TOP_K_FIELDS, options.top_k),
     }
+    for name, value in (("n_shared_experts", 1), ("layer_types", ["full_attention"] * options.num_layers)):
+        if name in fields and fields[name] is None:  # a default that does not build
+            wanted[name] = value
     if (fields.get("max_position_embeddings") or MIN_POSITIONS) < MIN_POSITIONS:
         wanted["max_position_embeddings"] = MIN_POSITIONS
     return {name: value for name, value in wanted.items() if name in fields}

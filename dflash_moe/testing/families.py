@@ -11,9 +11,10 @@ import re
 from pathlib import Path
 from typing import Any
 
-from dflash_moe.model.architecture import find_model_class
+from dflash_moe.errors import UnsupportedError
+from dflash_moe.model.architecture import auto_classes
 from dflash_moe.model.checkpoint import SINGLE_NAME
-from dflash_moe.model.make import MakeOptions
+from dflash_moe.model.make import MakeOptions, build_config
 
 REQUIRED = (
     "qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "deepseek_v2", "deepseek_v3", "glm4_moe", "gpt_oss", "minimax_m2", "phimoe",
@@ -40,20 +41,39 @@ def families_on_interface() -> list[str]:
     )
 
 
+def _meta_model(arch: str) -> Any:
+    import torch
+    from transformers import CONFIG_MAPPING
+
+    failures = []
+    for make_config in (lambda: CONFIG_MAPPING[arch](), lambda: build_config(tiny_options(arch))):
+        try:
+            config = make_config()
+            candidates = auto_classes(config)
+        except Exception as error:  # noqa: BLE001 - collected
+            failures.append(error)
+            continue
+        for model_class in candidates:
+            try:
+                with torch.device("meta"):
+                    return model_class(config)
+            except Exception as error:  # noqa: BLE001 - collected
+                failures.append(error)
+    raise UnsupportedError(f"{arch}: no configuration of it builds: {failures[0] if failures else 'no model class'}")
+
+
 def write_headers_only(arch: str, directory: Path) -> None:
     """A checkpoint of an architecture in its default, full size whose weights are a hole in a file: names and shapes only.
 
-    Names and layouts are those that transformers saves: its own conversion runs on the meta device.
+    Names and layouts are those that transformers saves: its own conversion runs on the meta device. A family whose defaults do
+    not build is written in a small size. UnsupportedError when that does not build either.
     """
     import torch
-    from transformers import CONFIG_MAPPING
     from transformers.core_model_loading import revert_weight_conversion
 
-    config = CONFIG_MAPPING[arch]()
-    model_class = find_model_class(config)
-    with torch.device("meta"):
-        model = model_class(config)
-    config.architectures = [model_class.__name__]
+    model = _meta_model(arch)
+    config = model.config
+    config.architectures = [type(model).__name__]
     config.dtype = torch.bfloat16
     config.save_pretrained(directory)
     header: dict[str, Any] = {}
