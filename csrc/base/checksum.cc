@@ -14,6 +14,8 @@ namespace {
 
 constexpr uint32_t kPolynomial = 0x82f63b78u;  // CRC-32C (Castagnoli), reflected
 constexpr size_t kBlockBytes = 32;             // one word for each lane
+// Odd and well mixed: four of xxHash's 32-bit primes (Yann Collet, BSD 2-Clause).
+constexpr uint32_t kLaneFactors[4] = {0x9e3779b1u, 0x85ebca77u, 0xc2b2ae3du, 0x27d4eb2fu};
 
 using Tables = std::array<std::array<uint32_t, 256>, 8>;
 
@@ -99,7 +101,9 @@ void Checksum::update(std::span<const std::byte> bytes) {
 
 uint32_t Checksum::finish() const {
   std::byte summary[24];
-  for (size_t lane = 0; lane < 4; ++lane) internal::store_little_endian(lanes_[lane], 4, summary + 4 * lane);
+  for (size_t lane = 0; lane < 4; ++lane) {
+    internal::store_little_endian(lanes_[lane] * internal::kLaneFactors[lane], 4, summary + 4 * lane);
+  }
   internal::store_little_endian(total_bytes_, 8, summary + 16);
   return ~internal::crc32c(~0u, summary, sizeof summary);
 }
