@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,8 @@ def _meta_model(arch: str) -> Any:
     from transformers import CONFIG_MAPPING
 
     failures = []
-    for make_config in (lambda: CONFIG_MAPPING[arch](), lambda: build_config(tiny_options(arch))):
+    makers: list[Callable[[], Any]] = [lambda: CONFIG_MAPPING[arch](), lambda: build_config(tiny_options(arch))]
+    for make_config in makers:
         try:
             config = make_config()
             candidates = auto_classes(config)
