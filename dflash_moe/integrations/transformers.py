@@ -30,6 +30,7 @@ IMPLEMENTATION = "dflash_moe"  # our name on the experts interface
 TORCH_DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 
 _IGNORED_KEYS = "_keys_to_ignore_on_load_unexpected"  # the loader drops these before it reads their tensors
+_TIED_KEYS = "all_tied_weights_keys"  # tied parameter -> the one it is tied to, for the loader
 _ROUTE = "dflash_moe_route"  # the attribute of an experts module that holds its route
 
 
@@ -188,6 +189,9 @@ def _without_experts(model_class: Any) -> Any:
                 module._is_hf_initialized = True  # there is nothing left that initialisation could fill
                 ignored.add(re.escape(name.removeprefix(f"{self.base_model_prefix}.") + "."))
             setattr(self, _IGNORED_KEYS, ignored)
+            prefixes = tuple(f"{name}." for name in find_experts(self))
+            ties = getattr(self, _TIED_KEYS, None) or {}
+            setattr(self, _TIED_KEYS, {name: source for name, source in ties.items() if not name.startswith(prefixes)})
 
     for attribute in ("__name__", "__qualname__", "__module__"):
         setattr(WithoutExperts, attribute, getattr(model_class, attribute))

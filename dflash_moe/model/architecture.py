@@ -100,9 +100,9 @@ def find_experts(model: Any) -> dict[str, Any]:
         return found
     for name, module in model.named_modules():
         kind = type(module).__name__
-        if "expert" in kind.lower() or "moe" in kind.lower():
+        if "expert" in kind.lower() or kind.lower().endswith(("moe", "moeblock", "moelayer")):
             raise UnsupportedError(
-                f"{kind} ({name or 'the model itself'}): its experts are not on transformers' experts interface, through which "
+                f"{kind} ({name}): its experts are not on transformers' experts interface, through which "
                 "they are given to workers; a newer transformers may have put them there"
             )
     raise UnsupportedError(f"{type(model).__name__}: has no routed experts, so there is nothing to offload")

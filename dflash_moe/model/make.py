@@ -80,8 +80,9 @@ def make_checkpoint(options: MakeOptions, directory: Path) -> Made:
     centre_routers(model, options)
     least, most = check_routing(model, options)
     directory.mkdir(parents=True, exist_ok=True)
-    model.generation_config.eos_token_id = END_OF_TEXT_ID
-    model.generation_config.pad_token_id = END_OF_TEXT_ID
+    generation_config = getattr(model, "generation_config", None)
+    if generation_config is not None:
+        generation_config.eos_token_id = generation_config.pad_token_id = END_OF_TEXT_ID
     with quiet_progress():
         model.save_pretrained(directory)
     write_tokenizer(directory)

@@ -74,6 +74,9 @@ class Conversion:
         `shape` is the parameter's: [experts, outputs, inputs], [experts, inputs, outputs] where `is_transposed`, or
         [experts, outputs] for a bias. CheckpointError when the checkpoint lacks it, UnsupportedError when no pattern fits.
         """
+        ties = getattr(self.model, "all_tied_weights_keys", None) or {}
+        if parameter not in self.recipes and ties.get(parameter) in self.recipes:
+            parameter = ties[parameter]  # stored once, under the name it is tied to
         target, recipe = self._recipe_for(parameter)
         layout = _Layout.of(self.checkpoint, recipe, shape)
         traced = self._trace(target, parameter, recipe, layout)
