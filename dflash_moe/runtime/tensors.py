@@ -66,8 +66,15 @@ class TensorBinder:
                 f"device: hidden_states on {hidden.device}, topk_ids on {ids.device}, topk_weights on {weights.device}; "
                 "this version takes CPU tensors"
             )
+        if not (hidden.layout is ids.layout is weights.layout is torch.strided):
+            raise ConfigError(
+                f"layout: hidden_states is {hidden.layout}, topk_ids {ids.layout}, topk_weights {weights.layout}; all must be "
+                "dense: use .to_dense()"
+            )
         if (hidden.requires_grad or weights.requires_grad) and torch.is_grad_enabled():
             raise ConfigError("hidden_states or topk_weights require grad; experts() has no backward: use torch.no_grad()")
+        if hidden.is_neg() or weights.is_neg() or ids.is_neg():  # lazily negated: their memory holds the opposite numbers
+            hidden, ids, weights = hidden.resolve_neg(), ids.resolve_neg(), weights.resolve_neg()
         num_tokens = hidden_shape[0]
         item_bytes = _ITEM_BYTES[dtype]
         row_stride, element_stride = hidden.stride()
@@ -84,6 +91,8 @@ class TensorBinder:
             raise ConfigError(f"out: found {type(out).__name__}, expected a CPU tensor like hidden_states")
         elif out.dtype != hidden.dtype or tuple(out.shape) != (num_tokens, out_size) or not out.is_contiguous():
             raise ConfigError(_out_text(tuple(out.shape), out.dtype, (num_tokens, out_size), hidden.dtype))
+        elif out.is_neg() or (out.requires_grad and torch.is_grad_enabled()):
+            raise ConfigError("out: found a lazily negated tensor or one that requires grad, expected plain memory to write to")
         return out, (
             hidden.data_ptr(), row_stride * item_bytes, dtype, num_tokens, ids.data_ptr(), ids_dtype == "i64",
             weights.data_ptr(), weights_dtype, ids_shape[1], out.data_ptr(), (hidden, ids, weights, out),

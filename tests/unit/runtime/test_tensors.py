@@ -73,6 +73,28 @@ def test_transposed_ids_and_weights_are_copied_and_kept_alive() -> None:
     assert arguments[4] == arguments[10][1].data_ptr()
 
 
+def test_lazily_negated_tensors_are_read_as_what_they_stand_for() -> None:
+    for at in (0, 2):
+        call = torch_call()
+        call[at] = torch._neg_view(torch.ones_like(call[at]))
+        kept = bind(call)[1][10][at]
+        assert not kept.is_neg()
+        assert torch.equal(kept, -torch.ones_like(kept))
+
+
+def test_sparse_tensors_are_refused_with_the_way_out() -> None:
+    call = torch_call()
+    call[0] = call[0].to_sparse()
+    with pytest.raises(ConfigError, match="layout: hidden_states is torch.sparse_coo.*to_dense"):
+        bind(call)
+
+
+@pytest.mark.parametrize("out", [torch._neg_view(torch.zeros(3, OUT)), torch.zeros(3, OUT, requires_grad=True)])
+def test_an_output_whose_memory_is_not_its_value_is_refused(out: Any) -> None:
+    with pytest.raises(ConfigError, match="out: found a lazily negated"):
+        bind(torch_call(), out)
+
+
 def test_a_given_output_receives_the_result() -> None:
     out = torch.zeros(3, OUT)
     result, arguments = bind(torch_call(), out)
