@@ -238,10 +238,14 @@ class ExpertRuntime:
         settings = resolve_settings(self._topology.ipc, **overrides)
         slices = _slices(settings)
         with self._gate.lock:
-            self._quiesce()
+            former = self._overrides, self.settings, self._slices
             try:
+                self._quiesce()
                 self._overrides, self.settings, self._slices = overrides, settings, slices
                 self._apply_policy()
+            except BaseException:  # nothing may claim what is not in force
+                self._overrides, self.settings, self._slices = former
+                raise
             finally:
                 self._gate.is_shut = bool(self._worn_out)
         if settings.mode == "auto":
@@ -326,6 +330,7 @@ class ExpertRuntime:
 
     def worker_stats(self) -> dict[str, dict[str, int]]:
         """Every worker's own counters (calls, rows, bytes, compute_ns, queue_ns, memory), asked over its control connection."""
+        self._live_client()
         return observe.ask_workers(self._fleet)
 
     def worker_processes(self) -> list[WorkerProcess]:
@@ -352,6 +357,7 @@ class ExpertRuntime:
         self._client = None  # its channels close with it
 
     def __enter__(self) -> ExpertRuntime:
+        self._live_client()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

@@ -245,6 +245,33 @@ def test_a_closed_runtime_refuses_calls_and_keeps_its_last_counters(spec: ModelS
     assert runtime.stats()["calls"] == 1
 
 
+def test_a_closed_runtime_cannot_be_entered_or_asked_for_worker_counters(spec: ModelSpec) -> None:
+    with ExpertRuntime.start(Topology.local(num_workers=1), model=spec, transport="auto") as closed:
+        pass
+    with pytest.raises(ConfigError, match="closed"):
+        closed.worker_stats()
+    with pytest.raises(ConfigError, match="closed"):
+        closed.__enter__()
+
+
+def test_a_mode_that_cannot_be_had_leaves_the_former_one_in_force_and_the_gate_open(
+    runtime: ExpertRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise ConfigError("no room")
+
+    runtime.set_mode("batched", dtype="f32", reply_dtype="f32")
+    for step in ("_plan_slots", "_quiesce"):
+        with monkeypatch.context() as patch:
+            patch.setattr(runtime, step, refuse)
+            with pytest.raises(ConfigError, match="no room"):
+                runtime.set_mode("stream", dtype="bf16")
+        assert (runtime.settings.mode, runtime.settings.dtype, runtime.stats()["mode"]) == ("batched", "f32", "batched")
+        assert not runtime._gate.is_shut
+    batch = make_batch(5, seed=5)
+    assert np.array_equal(call(runtime, 0, batch), expected_of(runtime).experts(0, batch))
+
+
 def test_one_worker_and_four_workers_run(spec: ModelSpec) -> None:
     batch = make_batch(20, seed=12)
     for num_workers in (1, 4):
