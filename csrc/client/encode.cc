@@ -96,7 +96,7 @@ Result<size_t> encode_request(const Part& part, uint64_t generation, std::span<s
     if (!convert(batch.dtype, source, part.request_dtype, payload + at, plan.in_size)) {
       return Error{ErrorCode::kRange, "layer " + plan.name + ", token " + std::to_string(token) +
                                           ": a finite hidden state does not fit the wire dtype " + dtype_name(part.request_dtype) +
-                                          "; set ipc.dtype (DFLASH_MOE_EXPERT_COMPUTE_IPC_DTYPE) to bf16 or f32"};
+                                          "; set ipc.dtype (DFLASH_MOE_EXPERT_COMPUTE_IPC_DTYPE) to one with a wider range: f32 always fits"};
     }
     sum.written_to(at + row_bytes);
   }

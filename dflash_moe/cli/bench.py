@@ -38,6 +38,7 @@ def ipc(
     """Round trips of every transport beside their raw floors, and what an expert call adds (5 minutes at most)."""
     from dflash_moe.bench.ipc import PAYLOADS_FULL, IpcParams, run_ipc
 
+    options.prepare_outputs(json_out, plot)
     params = IpcParams(payloads=PAYLOADS_FULL, batches=15) if full else IpcParams()
     result = run_ipc(params, progress=options.say)
     print_ipc(result)

@@ -60,6 +60,7 @@ def with_settings(command: Callable[..., Any]) -> Callable[..., Any]:
     def wrapper(**given: Any) -> Any:
         raw = {setting.name: given.pop(setting.name, None) for setting in flagged}
         overrides = check_flags(raw)
+        prepare_outputs(given.get("json_out"), given.get("plot"))
         prepare_host(load_topology(given.get("topology")), overrides)
         return command(**given, **overrides)
 
@@ -88,6 +89,19 @@ def check_flags(raw: Mapping[str, Any]) -> dict[str, Any]:
 def load_topology(path: Path | None) -> Topology:
     """The topology file, or one local CPU worker with as many threads as there are cores for it."""
     return Topology.local(1, threads=None) if path is None else Topology.load(path)
+
+
+def prepare_outputs(*paths: Path | None) -> None:
+    """Makes the folders of output files and sees that they can be written, before the work. ConfigError names the path."""
+    for path in paths:
+        if path is None:
+            continue
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"{path}: its folder cannot be made ({error.strerror}); choose another place") from None
+        if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise ConfigError(f"{path}: cannot be written; choose the path of a file in a folder of yours")
 
 
 def prepare_host(topology: Topology, overrides: Mapping[str, Any] | None = None) -> ThreadPlan:

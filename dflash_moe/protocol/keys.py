@@ -33,10 +33,11 @@ def read_key_file(path: Path) -> bytes:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
         raise ConfigError(f"key file {path} cannot be read: {error.strerror}; `dflash-moe key make {path}` makes one") from None
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
+        os.close(descriptor)
+        raise ConfigError(f"key file {path} is not a regular file; `dflash-moe key make FILE` makes one")
     with os.fdopen(descriptor, "rb") as file:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise ConfigError(f"key file {path} is not a regular file")
         if status.st_mode & 0o077:
             mode = f"{status.st_mode & 0o777:04o}"
             raise ConfigError(f"key file {path} has mode {mode}; only its owner may read it: chmod 600 {path}")

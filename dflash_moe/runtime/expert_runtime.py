@@ -8,13 +8,14 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from dflash_moe import _core
 from dflash_moe.config import Settings, resolve_settings
-from dflash_moe.errors import ConfigError, WorkerError, WorkerLost
+from dflash_moe.errors import ConfigError, DflashError, WorkerError, WorkerLost
 from dflash_moe.model.spec import LayerSpec, ModelSpec, model_spec
 from dflash_moe.placement import Placement, plan_placement
 from dflash_moe.runtime import observe
@@ -351,7 +352,8 @@ class ExpertRuntime:
         if not self._finalizer.alive:
             return
         if self._is_open:
-            self._last_stats = self.stats()
+            with suppress(DflashError):  # a forked child owns neither workers nor counters
+                self._last_stats = self.stats()
         self._run = self._submit = _refuse_closed
         self._finalizer()
         self._client = None  # its channels close with it

@@ -130,6 +130,8 @@ def test_bench_prefill_counts_calls_and_bytes_as_designed(two_workers, tmp_path)
         (["generate", "--model", MODEL, "--prompt", "a", "--prompt-file", "b"], "and not both"),
         (["generate", "--model", MODEL, "--prompt-file", "/nonexistent/p.txt"], "cannot be read"),
         (["generate", "--model", "Qwen/Qwen3-30B-A3B", "--prompt", "a"], "hf download Qwen/Qwen3-30B-A3B"),
+        (["generate", "--model", MODEL, "--prompt", "a", "--json", "/proc/none/out.json"], "its folder cannot be made"),
+        (["generate", "--model", MODEL, "--prompt", "a", "--json", "/"], "cannot be written"),
         (["bench", "prefill", "--model", MODEL, "--modes", "fast"], "'fast' is not allowed"),
         (["bench", "prefill", "--model", MODEL, "--mode", "stream"], "use --modes and --dtypes"),
         (["generate", "--model", MODEL, "--prompt", "a", "--mode", "fast"], "--mode"),

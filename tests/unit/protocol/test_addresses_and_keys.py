@@ -84,3 +84,8 @@ def test_errors_keep_their_class_across_the_wire_and_foreign_ones_become_worker_
     assert isinstance(error, DflashError)
     assert "w3: KeyError" in str(error)
     assert "\x1b" not in str(to_error(to_refusal(ConfigError("\x1b[31m")), worker="w3"))
+
+
+def test_a_directory_as_key_file_is_refused_by_its_name(tmp_path):
+    with pytest.raises(ConfigError, match=f"key file {tmp_path} is not a regular file"):
+        read_key_file(tmp_path)
