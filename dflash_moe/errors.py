@@ -38,6 +38,8 @@ class UnsupportedError(DflashError):
 class ProtocolError(DflashError):
     """A peer that broke the protocol, speaks another version, or failed to authenticate; names the field and both values."""
 
+    exit_code = 2
+
 
 class WorkerError(DflashError):
     """A worker answered a call with an error; names worker and layer."""
