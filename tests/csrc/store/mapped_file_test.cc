@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include <cstring>
+#include <filesystem>
 #include <limits>
 #include <string>
 #include <vector>
@@ -22,17 +23,17 @@ constexpr int64_t kHugeStride = std::numeric_limits<int64_t>::max();
 // A file of bytes 0, 1, 2 ... that goes away with the test.
 class TemporaryFile {
  public:
-  explicit TemporaryFile(size_t num_bytes) : fd_(::mkstemp(path_)) {
+  explicit TemporaryFile(size_t num_bytes) : fd_(::mkstemp(path_.data())) {
     REQUIRE(fd_.is_open());
     std::vector<std::byte> content(num_bytes);
     for (size_t i = 0; i < num_bytes; ++i) content[i] = static_cast<std::byte>(i);
     REQUIRE(::write(fd_.get(), content.data(), num_bytes) == static_cast<ssize_t>(num_bytes));
   }
-  ~TemporaryFile() { ::unlink(path_); }
-  const char* path() const { return path_; }
+  ~TemporaryFile() { ::unlink(path_.c_str()); }
+  const char* path() const { return path_.c_str(); }
 
  private:
-  char path_[32] = "/tmp/mapped_file_test_XXXXXX";
+  std::string path_ = std::filesystem::temp_directory_path() / "mapped_file_test_XXXXXX";
   OwnedFd fd_;
 };
 
