@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -87,7 +86,7 @@ def _batch() -> tuple[Any, Any, Any]:
 def _pinned(runtime: ExpertRuntime, cpus: tuple[int, int]) -> Iterator[None]:
     """This thread on the first core, every thread of worker processes on the second; this thread is freed again at the end."""
     allowed = os.sched_getaffinity(0)
-    if sys.platform != "linux" or cpus[0] == cpus[1]:
+    if cpus[0] == cpus[1]:
         yield
         return
     for process in runtime.worker_processes():

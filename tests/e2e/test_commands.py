@@ -44,24 +44,19 @@ def test_demo_completes_a_sentence_and_proves_equal_bits():
         assert f"\n{mode} " in done.stdout
 
 
-def test_generate_writes_text_and_counts_what_it_moved(two_workers, tmp_path):
-    out = tmp_path / "out.json"
+def generate(topology: Path, out: Path, prompt: str, num_tokens: int, *flags: str) -> tuple[str, dict]:
+    """(stdout, report) of a `generate` that must succeed."""
     done = dflash(
-        "generate",
-        "--model",
-        MODEL,
-        "--topology",
-        two_workers,
-        "--prompt",
-        "Return a list",
-        "--max-new-tokens",
-        5,
-        "--json",
-        out,
-    )
+        "generate", "--model", MODEL, "--topology", topology, "--prompt", prompt, "--max-new-tokens", num_tokens,
+        "--json", out, *flags,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    report = json.loads(out.read_text())
-    assert report["text"] in done.stdout
+    return done.stdout, json.loads(out.read_text())
+
+
+def test_generate_writes_text_and_counts_what_it_moved(two_workers, tmp_path):
+    text, report = generate(two_workers, tmp_path / "out.json", "Return a list", 5)
+    assert report["text"] in text
     assert len(report["token_ids"]) == 5
     # One request per active worker, layer and forward pass: a prefill and four decode steps.
     assert LAYERS * 5 <= report["calls"] <= LAYERS * 5 * WORKERS
@@ -73,29 +68,11 @@ def test_generate_writes_text_and_counts_what_it_moved(two_workers, tmp_path):
 
 
 def test_generate_gives_the_same_tokens_in_every_mode(two_workers, tmp_path):
-    found = {}
-    for mode in ("stream", "batched"):
-        out = tmp_path / f"{mode}.json"
-        prompt = "The following functions read and write a file; each of them returns a list of the"
-        done = dflash(
-            "generate",
-            "--model",
-            MODEL,
-            "--topology",
-            two_workers,
-            "--prompt",
-            prompt,
-            "--max-new-tokens",
-            8,
-            "--mode",
-            mode,
-            "--json",
-            out,
-        )
-        assert done.returncode == 0, done.stderr
-        found[mode] = json.loads(out.read_text())
-    assert found["stream"]["token_ids"] == found["batched"]["token_ids"]
-    assert found["stream"]["calls"] > found["batched"]["calls"]
+    prompt = "The following functions read and write a file; each of them returns a list of the"
+    _, stream = generate(two_workers, tmp_path / "stream.json", prompt, 8, "--mode", "stream")
+    _, batched = generate(two_workers, tmp_path / "batched.json", prompt, 8, "--mode", "batched")
+    assert stream["token_ids"] == batched["token_ids"]
+    assert stream["calls"] > batched["calls"]
 
 
 @pytest.mark.timeout(200)
