@@ -167,13 +167,13 @@ void run_call(ClientBox& box, uint32_t layer, uintptr_t hidden_states, int64_t r
 }
 
 uint32_t add_worker(ClientBox& box, const std::string& name, ChannelBox& channel, uint64_t generation, int pulse_fd, uint32_t slice_tokens,
-                    uint32_t window, const std::string& request_dtype, const std::string& reply_dtype) {
+                    uint32_t window, const std::string& request_dtype, const std::string& reply_dtype, bool is_measured) {
   client::WorkerLink link;
   link.pulse = OwnedFd(pulse_fd);
   link.name = name;
   link.channel = channel.take();
   link.generation = generation;
-  link.policy = {slice_tokens, window};
+  link.policy = {slice_tokens, window, is_measured};
   link.request_dtype = parse_dtype(request_dtype);
   link.reply_dtype = parse_dtype(reply_dtype);
   return unwrap(without_gil(box, [&](ExpertClient& client) { return client.add_worker(std::move(link)); }));
@@ -182,8 +182,8 @@ uint32_t add_worker(ClientBox& box, const std::string& name, ChannelBox& channel
 using ShardTuple = std::tuple<uint32_t, uint32_t, uint64_t, std::vector<uint32_t>>;
 
 void define_layer(ClientBox& box, uint32_t layer, const std::string& name, uint32_t in_size, uint32_t out_size, uint32_t num_experts,
-                  const std::vector<ShardTuple>& shards) {
-  client::LayerPlan plan{layer, name, in_size, out_size, num_experts, {}};
+                  const std::vector<ShardTuple>& shards, uint32_t cost_class) {
+  client::LayerPlan plan{layer, name, in_size, out_size, num_experts, {}, cost_class};
   for (const auto& [shard, worker, fingerprint, experts] : shards) {
     plan.shards.push_back(client::ShardPlace{shard, worker, fingerprint, experts});
   }
@@ -219,6 +219,70 @@ py::list worker_dicts(ClientBox& box) {
     fields["quarantined_slots"] = report.quarantined_slots;
     fields["stale_replies"] = report.stale_replies;
     fields["generation"] = report.generation;
+    all.append(fields);
+  }
+  return all;
+}
+
+py::dict coefficients_dict(const client::CostCoefficients& found, double residual, const char* unit) {
+  py::dict fields;
+  fields["fixed_ns"] = found.fixed;
+  fields[(std::string("ns_per_") + unit).c_str()] = found.per_unit;
+  if (found.per_expert > 0) fields["ns_per_expert"] = found.per_expert;
+  fields["residual"] = residual;
+  return fields;
+}
+
+const char* reason_name(client::ChoiceReason reason) {
+  switch (reason) {
+    case client::ChoiceReason::kFixed: return "fixed";
+    case client::ChoiceReason::kUnmeasured: break;
+    case client::ChoiceReason::kSmall: return "small";
+    case client::ChoiceReason::kWhole: return "whole";
+    case client::ChoiceReason::kSliced: return "sliced";
+  }
+  return "unmeasured";
+}
+
+py::dict chunk_dict(const client::ChunkRecord& chunk) {
+  py::dict fields;
+  fields["cost_class"] = chunk.cost_class;
+  fields["num_tokens"] = chunk.num_tokens;
+  fields["num_chunks"] = chunk.num_chunks;
+  fields["num_slices"] = chunk.choice.taken.num_slices;
+  fields["window"] = chunk.choice.taken.window;
+  fields["reason"] = reason_name(chunk.choice.reason);
+  fields["forecast_ns"] = chunk.choice.taken.ns;
+  fields["send_ns"] = chunk.choice.send_ns;
+  fields["compute_ns"] = chunk.choice.compute_ns;
+  fields["receive_ns"] = chunk.choice.receive_ns;
+  py::list considered;
+  for (int i = 0; i < chunk.choice.num_considered; ++i) {
+    const client::SliceForecast& one = chunk.choice.considered[static_cast<size_t>(i)];
+    considered.append(py::make_tuple(one.num_slices, one.window, one.ns));
+  }
+  fields["considered"] = considered;
+  const uint32_t kept = std::min(chunk.num_measured, client::ChunkRecord::kKept);
+  fields["predicted_ns"] = std::vector<double>(chunk.predicted_ns.begin(), chunk.predicted_ns.begin() + kept);
+  fields["measured_ns"] = std::vector<double>(chunk.measured_ns.begin(), chunk.measured_ns.begin() + kept);
+  return fields;
+}
+
+py::list forecast_dicts(ClientBox& box) {
+  py::list all;
+  for (const client::WorkerForecast& worker : without_gil(box, [](ExpertClient& client) { return client.forecasts(); })) {
+    py::dict fields, compute;
+    for (const auto& [cost_class, found] : worker.compute) {
+      compute[py::int_(cost_class)] = coefficients_dict(found, worker.compute_residual.at(cost_class), "pair");
+    }
+    py::list chunks;
+    for (const client::ChunkRecord& chunk : worker.chunks) chunks.append(chunk_dict(chunk));
+    fields["name"] = worker.name;
+    fields["send"] = coefficients_dict(worker.send, worker.send_residual, "byte");
+    fields["receive"] = coefficients_dict(worker.receive, worker.receive_residual, "byte");
+    fields["compute"] = compute;
+    fields["clock_offset_ns"] = worker.clock_offset_ns;
+    fields["chunks"] = chunks;
     all.append(fields);
   }
   return all;
@@ -269,20 +333,20 @@ void bind_client(py::module_& module) {
            }),
            py::kw_only(), py::arg("spin_ns"), py::arg("call_timeout_s"), py::arg("stall_timeout_s"), py::arg("max_calls") = 1024)
       .def("add_worker", &add_worker, py::kw_only(), py::arg("name"), py::arg("channel"), py::arg("generation"), py::arg("pulse_fd"),
-           py::arg("slice_tokens"), py::arg("window"), py::arg("request_dtype"), py::arg("reply_dtype"))
+           py::arg("slice_tokens"), py::arg("window"), py::arg("request_dtype"), py::arg("reply_dtype"), py::arg("is_measured") = false)
       .def("replace_channel", [](ClientBox& box, uint32_t worker, ChannelBox& channel, uint64_t generation) {
         auto taken = channel.take();
         unwrap(without_gil(box, [&](ExpertClient& client) { return client.replace_channel(worker, std::move(taken), generation); }));
       }, py::arg("worker"), py::arg("channel"), py::arg("generation"))
-      .def("set_policy", [](ClientBox& box, uint32_t worker, uint32_t slice_tokens, uint32_t window) {
-        unwrap(without_gil(box, [&](ExpertClient& client) { return client.set_policy(worker, {slice_tokens, window}); }));
-      }, py::arg("worker"), py::arg("slice_tokens"), py::arg("window"))
+      .def("set_policy", [](ClientBox& box, uint32_t worker, uint32_t slice_tokens, uint32_t window, bool is_measured) {
+        unwrap(without_gil(box, [&](ExpertClient& client) { return client.set_policy(worker, {slice_tokens, window, is_measured}); }));
+      }, py::arg("worker"), py::arg("slice_tokens"), py::arg("window"), py::arg("is_measured") = false)
       .def("set_dtypes", [](ClientBox& box, uint32_t worker, const std::string& request_dtype, const std::string& reply_dtype) {
         const Dtype request = parse_dtype(request_dtype), reply = parse_dtype(reply_dtype);
         unwrap(without_gil(box, [&](ExpertClient& client) { return client.set_dtypes(worker, request, reply); }));
       }, py::arg("worker"), py::arg("request_dtype"), py::arg("reply_dtype"))
       .def("define_layer", &define_layer, py::kw_only(), py::arg("layer"), py::arg("name"), py::arg("in_size"), py::arg("out_size"),
-           py::arg("num_experts"), py::arg("shards"))
+           py::arg("num_experts"), py::arg("shards"), py::arg("cost_class") = 0)
       .def("submit", [](const std::shared_ptr<ClientBox>& box, uint32_t layer, uintptr_t hidden_states, int64_t row_stride_bytes,
                         const std::string& dtype, uint32_t num_tokens, uintptr_t topk_ids, bool ids_are_64bit, uintptr_t topk_weights,
                         const std::string& weights_dtype, uint32_t top_k, uintptr_t output, py::object keep) {
@@ -298,6 +362,7 @@ void bind_client(py::module_& module) {
       }, py::arg("worker"), py::arg("reason"))
       .def("counters", &counters_dict)
       .def("workers", &worker_dicts)
+      .def("forecasts", &forecast_dicts)
       .def("set_profile", [](ClientBox& box, bool on) {
         without_gil(box, [on](ExpertClient& client) { client.set_profile(on); });
       }, py::arg("on"))

@@ -36,11 +36,21 @@ struct Part {
   Dtype request_dtype = Dtype::kF32, reply_dtype = Dtype::kF32;
   uint32_t row_begin = 0, row_end = 0;
   uint32_t pair_begin = 0, pair_end = 0;
+  uint32_t num_experts = 0;  // distinct ones asked for
+  int64_t forecast_ns = 0;   // its share of the predicted time of its chunk
+  bool found_idle = false;   // its worker owed nothing when it was sent
   Buffer reply_rows;         // [row_end - row_begin, out_size] in reply_dtype, once arrived
   SliceTrace trace{};
 
   uint32_t num_rows() const { return row_end - row_begin; }
   uint32_t num_pairs() const { return pair_end - pair_begin; }
+};
+
+// One shard of a call as its worker was predicted to take it.
+struct ShardForecast {
+  int64_t ns = 0;
+  uint32_t parts_left = 0;
+  bool is_alone = false;     // no other call had anything at the worker when this one came
 };
 
 // The bulk of a call: given back when it is done, so that the next call finds its memory allocated.
@@ -49,13 +59,14 @@ struct CallWork {
   std::vector<ShardRows> shard_rows;  // [num_shards]
   std::vector<Part> parts;            // by shard, then by row; not resized once cut
   size_t parts_left = 0;
+  std::vector<ShardForecast> forecasts;  // [num_shards]
 };
 
 class Call {
  public:
   uint64_t id = 0;
   const Layer* layer = nullptr;
-  int64_t deadline_ns = 0;
+  int64_t submitted_ns = 0, deadline_ns = 0;
   std::unique_ptr<CallWork> work;   // null once done
   std::optional<Error> error;
   std::atomic<bool> is_done = false;  // released after the output and `error` were written

@@ -82,7 +82,7 @@ Status Engine::start(const CallPtr& call) {
                                                   std::to_string(options_.max_calls) + "; take results before submitting more"};
   }
   call->id = next_call_id_++;
-  call->deadline_ns = now + options_.call_timeout_ns;
+  call->submitted_ns = now;
   DFLASH_TRY(cut(*call));
   call->work->parts_left = call->work->parts.size();
   calls_.push_back(call);
@@ -90,30 +90,100 @@ Status Engine::start(const CallPtr& call) {
     finish(*call);
     return ok();
   }
-  for (Part& part : call->work->parts) workers_[part.worker]->waiting.push_back(&part);
+  enqueue_parts(*call);
   pump();
   return ok();
 }
 
+void Engine::enqueue_parts(Call& call) {
+  const LayerPlan& plan = call.layer->plan;
+  for (uint32_t s = 0; s < plan.shards.size(); ++s) {
+    if (call.work->forecasts[s].parts_left == 0) continue;
+    WorkerEnd& worker = *workers_[plan.shards[s].worker];
+    call.work->forecasts[s].is_alone = worker.num_shard_calls == 0;
+    if (worker.num_shard_calls++ > 0) worker.crowded_ns = call.submitted_ns;
+  }
+  int64_t longest_ns = 0;
+  for (Part& part : call.work->parts) {
+    WorkerEnd& worker = *workers_[part.worker];
+    worker.enqueue(&part);
+    longest_ns = std::max(longest_ns, worker.waiting_forecast_ns());
+  }
+  const int64_t most_ns = kMaxPatience * options_.call_timeout_ns;
+  call.deadline_ns = call.submitted_ns + std::max(options_.call_timeout_ns, std::min(kPatience * longest_ns, most_ns));
+}
+
 Status Engine::cut(Call& call) {
   const LayerPlan& plan = call.layer->plan;
+  call.work->forecasts.assign(plan.shards.size(), ShardForecast());
   for (uint32_t s = 0; s < plan.shards.size(); ++s) {
     if (call.work->shard_rows[s].tokens.empty()) continue;
     WorkerEnd& worker = *workers_[plan.shards[s].worker];
-    const CutLimits limits{worker.link.policy.slice_tokens, worker.link.channel->geometry(), worker.link.request_dtype,
-                           worker.link.reply_dtype};
-    auto num_splits = cut_shard(call, s, plan.shards[s].worker, limits);
+    auto num_splits = cut_shard_by_model(call, s, worker);
     if (!num_splits.ok()) return std::move(num_splits).error().with("worker " + worker.link.name);
     if (num_splits.value() > 0) worker.counters[plan.layer].splits += num_splits.value();
   }
   return ok();
 }
 
-// One part a worker and round, so that every worker starts before any gets its second.
+// Asks the worker's model for the number of slices; with a fixed policy only for the time they should take.
+Result<uint64_t> Engine::cut_shard_by_model(Call& call, uint32_t shard_index, WorkerEnd& worker) {
+  const LayerPlan& plan = call.layer->plan;
+  const ShardRows& rows = call.work->shard_rows[shard_index];
+  const size_t num_local_experts = plan.shards[shard_index].experts.size();
+  const SlicePolicy& policy = worker.link.policy;
+  Chunk chunk;
+  chunk.num_tokens = call.work->batch.num_tokens;
+  chunk.least_slices = num_slices(chunk.num_tokens, policy.slice_tokens);
+  chunk.rows = static_cast<double>(rows.tokens.size());
+  chunk.pairs = static_cast<double>(rows.local_expert_ids.size());
+  chunk.experts = count_experts(rows.local_expert_ids, num_local_experts);
+  chunk.request_bytes = chunk.rows * static_cast<double>(plan.in_size * dtype_bytes(worker.link.request_dtype));
+  chunk.reply_bytes = chunk.rows * static_cast<double>(plan.out_size * dtype_bytes(worker.link.reply_dtype));
+  const SliceChoice choice = worker.model.choose(plan.cost_class, chunk, policy.window, !policy.is_measured);
+  worker.window = policy.is_measured ? choice.taken.window : policy.window;
+
+  const uint32_t slice_tokens = policy.is_measured ? (chunk.num_tokens + choice.taken.num_slices - 1) / choice.taken.num_slices
+                                                   : policy.slice_tokens;
+  const CutLimits limits{slice_tokens, worker.link.channel->geometry(), worker.link.request_dtype, worker.link.reply_dtype};
+  const size_t first = call.work->parts.size();
+  auto num_splits = cut_shard(call, shard_index, plan.shards[shard_index].worker, limits);
+  const auto num_parts = static_cast<uint32_t>(call.work->parts.size() - first);
+  call.work->forecasts[shard_index] = {static_cast<int64_t>(choice.taken.ns), num_parts, false};
+  for (size_t i = first; i < call.work->parts.size(); ++i) {
+    Part& part = call.work->parts[i];
+    part.forecast_ns = static_cast<int64_t>(choice.taken.ns / num_parts);
+    part.num_experts = num_parts == 1 ? static_cast<uint32_t>(chunk.experts)
+                                      : count_experts(std::span(rows.local_expert_ids).subspan(part.pair_begin, part.num_pairs()),
+                                                      num_local_experts);
+  }
+  return num_splits;
+}
+
+uint32_t Engine::count_experts(std::span<const uint16_t> local_expert_ids, size_t num_local_experts) {
+  if (expert_seen_.size() < num_local_experts) expert_seen_.resize(num_local_experts, 0);
+  ++num_counts_;
+  uint32_t count = 0;
+  for (const uint16_t id : local_expert_ids) {
+    count += expert_seen_[id] != num_counts_ ? 1 : 0;
+    expert_seen_[id] = num_counts_;
+  }
+  return count;
+}
+
+// One part a worker and round, so that every worker starts before any gets its second; in each round the worker with the longest
+// predicted work first, because the others' encoding would delay it.
 void Engine::pump() {
   for (bool has_sent = true; has_sent;) {
     has_sent = false;
-    for (const auto& worker : workers_) has_sent |= send_next(*worker);
+    sending_order_.clear();
+    for (uint32_t i = 0; i < workers_.size(); ++i) {
+      if (!workers_[i]->is_lost && !workers_[i]->waiting.empty()) sending_order_.push_back(i);
+    }
+    std::stable_sort(sending_order_.begin(), sending_order_.end(), [this](uint32_t a, uint32_t b) {
+      return workers_[a]->waiting_forecast_ns() > workers_[b]->waiting_forecast_ns();
+    });
+    for (const uint32_t i : sending_order_) has_sent |= send_next(*workers_[i]);
   }
 }
 
@@ -121,22 +191,22 @@ bool Engine::send_next(WorkerEnd& worker) {
   if (worker.is_lost || worker.waiting.empty()) return false;
   const auto slot = worker.acquire();
   if (!slot) return false;
-  Part& part = *worker.waiting.front();
-  worker.waiting.pop_front();
+  Part& part = *worker.dequeue();
   send(worker, part, *slot);
   return true;
 }
 
 void Engine::send(WorkerEnd& worker, Part& part, uint32_t slot) {
-  if (is_profiling_) part.trace.encode_start_ns = now_ns();
+  part.found_idle = !worker.is_listening();
+  part.trace.encode_start_ns = now_ns();
   auto message_bytes = encode_request(part, worker.link.generation, worker.link.channel->outgoing(slot));
   if (!message_bytes.ok()) return fail(*part.call, std::move(message_bytes).error());
   const LayerPlan& plan = part.call->layer->plan;
   part.state = PartState::kInFlight;
-  worker.put_in_flight(slot, &part, now_ns());
+  part.trace.published_ns = now_ns();
+  worker.put_in_flight(slot, &part, part.trace.published_ns);
   Status published = worker.link.channel->publish(slot, message_bytes.value());
   if (!published.ok()) return lose(worker, published.error().code, published.error().message);
-  if (is_profiling_) part.trace.published_ns = now_ns();
   Counters& counters = worker.counters[plan.layer];
   ++counters.calls;
   counters.rows += part.num_rows();
@@ -185,6 +255,9 @@ void Engine::finish(Call& call) {
 // Takes the call's memory back and tells its waiters. `call` may be gone afterwards.
 void Engine::end(Call& call) {
   std::unique_ptr<CallWork> work = std::move(call.work);
+  for (size_t s = 0; s < work->forecasts.size(); ++s) {
+    if (work->forecasts[s].parts_left > 0) --workers_[call.layer->plan.shards[s].worker]->num_shard_calls;
+  }
   for (Part& part : work->parts) reply_buffers_.give_back(std::move(part.reply_rows));
   work->parts.clear();
   if (spare_works_.size() < kMaxSpareWorks && work->batch.num_tokens <= kMaxSpareListTokens) spare_works_.push_back(std::move(work));

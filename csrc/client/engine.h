@@ -21,6 +21,8 @@ namespace dflash::client {
 // One sleep at most; bounds how late a hang-up, a stall or a deadline is seen (a hang-up must be acted on within 100 ms).
 inline constexpr int64_t kTickNs = 20'000'000;
 inline constexpr size_t kMaxTraces = 65536;
+// A call may take four times what is predicted, at most this many call timeouts: predictions rest on what workers say.
+inline constexpr int64_t kPatience = 4, kMaxPatience = 20;
 
 class Engine {
  public:
@@ -51,6 +53,10 @@ class Engine {
  private:
   Status refuse_lost_workers(const Call& call) const;
   Status cut(Call& call);
+  Result<uint64_t> cut_shard_by_model(Call& call, uint32_t shard_index, WorkerEnd& worker);
+  void enqueue_parts(Call& call);
+  uint32_t count_experts(std::span<const uint16_t> local_expert_ids, size_t num_local_experts);
+  void learn(WorkerEnd& worker, const Part& part, uint64_t request_bytes, uint64_t reply_bytes);
   void pump();
   bool send_next(WorkerEnd& worker);
   void send(WorkerEnd& worker, Part& part, uint32_t slot);
@@ -80,6 +86,9 @@ class Engine {
   std::vector<std::unique_ptr<CallWork>> spare_works_;  // of ended calls
   BufferPool reply_buffers_;
   Combiner combiner_;
+  std::vector<uint32_t> sending_order_;                // reused by pump
+  std::vector<uint64_t> expert_seen_;                  // reused by count_experts: the count in which an expert was last seen
+  uint64_t num_counts_ = 0;
   bool is_profiling_ = false;
   std::vector<SliceTrace> traces_;
 };

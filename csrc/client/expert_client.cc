@@ -96,6 +96,7 @@ Status ExpertClient::set_policy(uint32_t worker, SlicePolicy policy) {
   WorkerEnd* end = state_->engine.worker(worker);
   if (end == nullptr) return argument_error("there is no worker " + std::to_string(worker));
   end->link.policy = policy;
+  end->model.forget_records();
   return ok();
 }
 
@@ -185,6 +186,27 @@ std::vector<WorkerReport> ExpertClient::workers() const {
                        end.stale_replies, end.link.generation});
   }
   return reports;
+}
+
+std::vector<WorkerForecast> ExpertClient::forecasts() const {
+  const Turn turn(state_->turns);
+  std::vector<WorkerForecast> all;
+  for (uint32_t worker = 0; worker < state_->engine.num_workers(); ++worker) {
+    const WorkerEnd& end = *state_->engine.worker(worker);
+    WorkerForecast& one = all.emplace_back();
+    one.name = end.link.name;
+    one.send = end.model.send().coefficients();
+    one.receive = end.model.receive().coefficients();
+    one.send_residual = end.model.send().residual();
+    one.receive_residual = end.model.receive().residual();
+    for (const auto& [cost_class, curve] : end.model.compute()) {
+      one.compute[cost_class] = curve.coefficients();
+      one.compute_residual[cost_class] = curve.residual();
+    }
+    one.chunks = end.model.records();
+    one.clock_offset_ns = end.model.clock_offset_ns();
+  }
+  return all;
 }
 
 void ExpertClient::set_profile(bool on) {

@@ -5,27 +5,30 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
 
 #include "base/dtype.h"
 #include "base/owned_fd.h"
+#include "client/worker_model.h"
 #include "transport/channel.h"
 
 namespace dflash::client {
 
 struct ClientOptions {
   int64_t spin_ns = 0;
-  int64_t call_timeout_ns = 30'000'000'000;   // per call, from submit
+  int64_t call_timeout_ns = 30'000'000'000;   // per call, from submit; more where the model predicts more (kMaxPatience)
   int64_t stall_timeout_ns = 2'000'000'000;   // frozen progress counter while work is queued
   uint32_t max_calls = 1024;                  // calls submitted and not yet done; more is kInvalidArgument ("drain first")
 };
 
-// Slicing of one worker: a mode is nothing but this pair.
+// Slicing of one worker: a mode is nothing but this.
 struct SlicePolicy {
   uint32_t slice_tokens = 1024;  // a call is cut evenly into ceil(T / slice_tokens) token ranges
   uint32_t window = 2;           // slices in flight at one worker, <= num_slots
+  bool is_measured = false;      // true: both are upper bounds, and every chunk gets what the worker's model predicts to be fastest
 };
 
 struct WorkerLink {
@@ -50,6 +53,7 @@ struct LayerPlan {
   std::string name;
   uint32_t in_size = 0, out_size = 0, num_experts = 0;
   std::vector<ShardPlace> shards;     // every expert in exactly one
+  uint32_t cost_class = 0;            // layers of equal class have experts of equal shape and format: they share a cost curve
 };
 
 struct TokenBatch {
@@ -84,6 +88,17 @@ struct WorkerReport {
   uint32_t quarantined_slots;
   uint64_t stale_replies;         // arrived after their call ended
   uint64_t generation;
+};
+
+// What is known of one worker's speed, and what was made of it.
+struct WorkerForecast {
+  std::string name;
+  CostCoefficients send, receive;                    // by bytes
+  std::map<uint32_t, CostCoefficients> compute;      // by class of layers: by pairs and distinct experts
+  double send_residual = 0, receive_residual = 0;    // mean relative deviation of recent predictions
+  std::map<uint32_t, double> compute_residual;
+  std::vector<ChunkRecord> chunks;
+  int64_t clock_offset_ns = 0;                       // worker's clock minus the host's
 };
 
 // One recorded slice, for the timeline (profile on): host CLOCK_MONOTONIC except the worker_* times.
@@ -121,6 +136,7 @@ class ExpertClient {
 
   std::vector<std::pair<std::pair<uint32_t, uint32_t>, Counters>> counters() const;  // ((worker, layer), counters)
   std::vector<WorkerReport> workers() const;
+  std::vector<WorkerForecast> forecasts() const;
   void set_profile(bool on);                 // keeps at most 65,536 traces
   std::vector<SliceTrace> take_traces();
 

@@ -10,7 +10,7 @@ void Engine::fail(Call& call, Error error) {
   if (call.is_done) return;
   call.error = std::move(error);
   for (const auto& worker : workers_) {
-    std::erase_if(worker->waiting, [&call](const Part* part) { return part->call == &call; });
+    worker->drop_waiting(call);
     for (uint32_t slot = 0; slot < worker->slots.size(); ++slot) {
       const Part* part = worker->slots[slot].part;
       if (part != nullptr && part->call == &call) worker->quarantine(slot);
@@ -62,7 +62,7 @@ void Engine::end_late_calls(int64_t now) {
     const auto& parts = call->work->parts;
     const auto owed = std::find_if(parts.begin(), parts.end(), [](const Part& part) { return part.state != PartState::kArrived; });
     fail(*call, Error{ErrorCode::kTimeout, "worker " + workers_[owed->worker]->link.name + " did not answer layer " +
-                                               call->layer->plan.name + " within " + seconds_text(options_.call_timeout_ns) +
+                                               call->layer->plan.name + " within " + seconds_text(call->deadline_ns - call->submitted_ns) +
                                                "; raise ipc.call_timeout_s if it is only slow"});
   }
 }

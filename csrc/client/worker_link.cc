@@ -28,7 +28,7 @@ std::string seconds_text(int64_t nanoseconds) {
   return text;
 }
 
-WorkerEnd::WorkerEnd(WorkerLink taken) : link(std::move(taken)) { slots.resize(link.channel->geometry().num_slots); }
+WorkerEnd::WorkerEnd(WorkerLink taken) : link(std::move(taken)), window(link.policy.window) { slots.resize(link.channel->geometry().num_slots); }
 
 void WorkerEnd::replace_channel(std::unique_ptr<transport::Channel> channel, uint64_t generation) {
   link.channel = std::move(channel);
@@ -42,6 +42,7 @@ void WorkerEnd::close(std::string why) {
   is_lost = true;
   reason = std::move(why);
   waiting.clear();
+  waiting_forecast_ns_ = 0;
   slots.clear();
   num_in_flight_ = 0;
   num_quarantined_ = 0;
@@ -50,11 +51,31 @@ void WorkerEnd::close(std::string why) {
 }
 
 std::optional<uint32_t> WorkerEnd::acquire() {
-  if (num_in_flight_ >= link.policy.window) return std::nullopt;
+  if (num_in_flight_ >= window) return std::nullopt;
   for (uint32_t slot = 0; slot < slots.size(); ++slot) {
     if (slots[slot].is_free()) return slot;
   }
   return std::nullopt;
+}
+
+void WorkerEnd::enqueue(Part* part) {
+  waiting.push_back(part);
+  waiting_forecast_ns_ += part->forecast_ns;
+}
+
+Part* WorkerEnd::dequeue() {
+  Part* part = waiting.front();
+  waiting.pop_front();
+  waiting_forecast_ns_ -= part->forecast_ns;
+  return part;
+}
+
+void WorkerEnd::drop_waiting(const Call& call) {
+  std::erase_if(waiting, [&](const Part* part) {
+    if (part->call != &call) return false;
+    waiting_forecast_ns_ -= part->forecast_ns;
+    return true;
+  });
 }
 
 void WorkerEnd::put_in_flight(uint32_t slot, Part* part, int64_t now) {

@@ -42,6 +42,11 @@ class WorkerEnd {
 
   // A free slot within the window, or nothing.
   std::optional<uint32_t> acquire();
+  // Parts that wait for a credit, first come first served.
+  void enqueue(Part* part);
+  Part* dequeue();
+  void drop_waiting(const Call& call);
+  int64_t waiting_forecast_ns() const { return waiting_forecast_ns_; }
   void put_in_flight(uint32_t slot, Part* part, int64_t now);
   // The slot's reply was consumed.
   void release(uint32_t slot);
@@ -60,7 +65,11 @@ class WorkerEnd {
 
   WorkerLink link;
   std::vector<Slot> slots;
-  std::deque<Part*> waiting;
+  std::deque<Part*> waiting;              // enqueue, dequeue, drop_waiting
+  uint32_t window = 0;                    // slices in flight: the policy's, or what the model chose for the newest chunk
+  WorkerModel model;
+  uint32_t num_shard_calls = 0;           // shards of calls under way here
+  int64_t crowded_ns = 0;                 // when last a call came while another was under way
   bool is_lost = false;
   std::string reason;
   uint64_t stale_replies = 0;
@@ -68,6 +77,7 @@ class WorkerEnd {
   uint32_t last_layer = 0;                // of the part sent last: where waiting time is booked
 
  private:
+  int64_t waiting_forecast_ns_ = 0;
   bool read_once(int64_t now, std::optional<std::string>& failure);
 
   uint32_t num_in_flight_ = 0;

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import os
 import re
 import sys
@@ -19,8 +20,7 @@ import typer
 
 from dflash_moe.config import SETTINGS, Setting, Settings, resolve_settings
 from dflash_moe.errors import ConfigError
-from dflash_moe.runtime.threads import ThreadPlan, plan_threads
-from dflash_moe.telemetry.machine import physical_cores, usable_cores
+from dflash_moe.runtime.threads import ThreadPlan, thread_plan
 from dflash_moe.topology import Topology
 
 ModelOption = Annotated[
@@ -31,6 +31,10 @@ TopologyOption = Annotated[
     typer.Option(
         "--topology", metavar="FILE", help="YAML file of host and workers [default: one local CPU worker].", show_default=False
     ),
+]
+
+ExplainOption = Annotated[
+    bool, typer.Option("--explain-auto", help="At the end: what mode auto measured, predicted, chose and why, per worker (stderr).")
 ]
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
@@ -56,8 +60,12 @@ def with_settings(command: Callable[..., Any]) -> Callable[..., Any]:
         for setting in flagged
     ]
 
+    explain = inspect.Parameter("explain_auto", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=ExplainOption)
+
     @functools.wraps(command)
     def wrapper(**given: Any) -> Any:
+        if given.pop("explain_auto", False):
+            show_auto_log()
         raw = {setting.name: given.pop(setting.name, None) for setting in flagged}
         overrides = check_flags(raw)
         prepare_outputs(given.get("json_out"), given.get("plot"))
@@ -65,8 +73,8 @@ def with_settings(command: Callable[..., Any]) -> Callable[..., Any]:
         return command(**given, **overrides)
 
     del wrapper.__wrapped__
-    wrapper.__signature__ = inspect.Signature(kept + added)  # type: ignore[attr-defined]
-    wrapper.__annotations__ = {parameter.name: parameter.annotation for parameter in kept + added}
+    wrapper.__signature__ = inspect.Signature([*kept, *added, explain])  # type: ignore[attr-defined]
+    wrapper.__annotations__ = {parameter.name: parameter.annotation for parameter in (*kept, *added, explain)}
     return wrapper
 
 
@@ -116,19 +124,6 @@ def prepare_host(topology: Topology, overrides: Mapping[str, Any] | None = None)
     return plan
 
 
-def thread_plan(topology: Topology, settings: Settings) -> ThreadPlan:
-    """The threads that a runtime of this topology would use on this machine."""
-    return plan_threads(
-        host_threads=topology.host.threads,
-        worker_threads={
-            worker.name: settings.threads or worker.threads for worker in topology.local_workers() if worker.backend == "cpu"
-        },
-        usable_cores=usable_cores(),
-        physical_cores=physical_cores(),
-        spin_us=settings.spin_us,
-    )
-
-
 def model_directory(value: str) -> Path:
     """The checkpoint directory. ConfigError for a hub id says how to download it; for anything else, what was found."""
     path = Path(value).expanduser()
@@ -143,6 +138,16 @@ def model_directory(value: str) -> Path:
             f"`hf download {value} --local-dir {name}`, then pass --model {name}"
         )
     raise ConfigError(f"--model {value}: no such directory; pass a checkpoint directory (`dflash-moe model make` writes one)")
+
+
+def show_auto_log() -> None:
+    """Lets the explanations of mode auto through to stderr."""
+    auto_log = logging.getLogger("dflash_moe.auto")
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    auto_log.handlers = [handler]
+    auto_log.setLevel(logging.INFO)
+    auto_log.propagate = False
 
 
 def say(line: str) -> None:

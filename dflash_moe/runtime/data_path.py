@@ -13,6 +13,7 @@ from dflash_moe.errors import ConfigError
 
 DEFAULT_ARENA_BYTES = 256 << 20  # all workers together; `ipc.shared_bytes` raises it
 BATCHED_WINDOW = 2  # one slice computing while the next travels
+AUTO_WINDOW = 4  # at most: one slice on its way, one computing, one coming back, and one for the latency between
 STREAM_WINDOW = 8  # small slices: enough in flight to cover a round trip of a worker that computes four rows a time
 SPARE_SLOTS = 1  # room for another caller's slice, or for one quarantined slot before the path is renewed
 
@@ -31,10 +32,15 @@ class ShardShape:
 class SlicePlan:
     """A mode, resolved: rows per slice, slices in flight, and rows a slot must hold."""
 
-    mode: str  # "batched" or "stream"
+    mode: str
     slice_tokens: int
     window: int
     slot_rows: int
+
+    @property
+    def is_measured(self) -> bool:
+        """True where `slice_tokens` and `window` are upper bounds and every worker's model chooses within them."""
+        return self.mode == "auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +67,10 @@ class SlotPlan:
 
 
 def plan_slices(mode: str, *, batch_capacity: int, stream_tokens: int, stream_tokens_max: int) -> SlicePlan:
-    """`auto` is `batched` for now. ConfigError on any other mode or when the stream's slice exceeds its maximum."""
-    if mode in ("auto", "batched"):
+    """ConfigError on a mode that does not exist or when the stream's slice exceeds its maximum."""
+    if mode == "auto":
+        return SlicePlan("auto", batch_capacity, AUTO_WINDOW, batch_capacity)
+    if mode == "batched":
         return SlicePlan("batched", batch_capacity, BATCHED_WINDOW, batch_capacity)
     if mode != "stream":
         raise ConfigError(f"mode {mode!r} is not one of auto, batched, stream")
@@ -104,6 +112,8 @@ def plan_arena(
     """
     limit = max(DEFAULT_ARENA_BYTES, shared_bytes or 0)
     num_slots = slices.window + SPARE_SLOTS
+    if slices.is_measured:
+        return _plan_widest(shards, slices, request_dtype, reply_dtype, shared_bytes)
 
     def plan(rows: int) -> dict[str, SlotPlan]:
         return {name: plan_slots(own, rows, num_slots, request_dtype, reply_dtype) for name, own in shards.items()}
@@ -127,6 +137,19 @@ def plan_arena(
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     return plan(low)
+
+
+def _plan_widest(
+    shards: Mapping[str, Sequence[ShardShape]], slices: SlicePlan, request_dtype: str, reply_dtype: str, shared_bytes: int | None
+) -> dict[str, SlotPlan]:
+    """The widest window whose slots still hold full slices; else the narrowest one. Whole chunks matter more than wide windows."""
+    narrowest = min(BATCHED_WINDOW, slices.window)
+    for window in range(slices.window, narrowest - 1, -1):
+        fixed = SlicePlan("batched", slices.slice_tokens, window, slices.slot_rows)
+        plans = plan_arena(shards, fixed, request_dtype, reply_dtype, shared_bytes)
+        if all(slots.rows == slices.slot_rows for slots in plans.values()):
+            break
+    return plans
 
 
 def _round_up(num_bytes: int) -> int:

@@ -9,6 +9,7 @@ import logging
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -19,21 +20,20 @@ from dflash_moe.errors import ConfigError, DflashError, WorkerError, WorkerLost
 from dflash_moe.model.spec import LayerSpec, ModelSpec, model_spec
 from dflash_moe.placement import Placement, plan_placement
 from dflash_moe.runtime import observe
+from dflash_moe.runtime.auto import WorkerForecast, cost_classes, log_explanation, mode_reason, worker_forecasts
 from dflash_moe.runtime.call_gate import CallGate
-from dflash_moe.runtime.data_path import SlicePlan, SlotPlan, plan_arena, plan_slices
+from dflash_moe.runtime.data_path import SPARE_SLOTS, SlicePlan, SlotPlan, plan_arena, plan_slices
 from dflash_moe.runtime.expert_call import ExpertCall
 from dflash_moe.runtime.fleet import ChannelDecorator, Fleet, Member, shapes_of, shards_by_holder
 from dflash_moe.runtime.observe import WorkerProcess
 from dflash_moe.runtime.tensors import TensorBinder
-from dflash_moe.runtime.threads import ThreadPlan, plan_threads
-from dflash_moe.telemetry.machine import physical_cores, usable_cores
+from dflash_moe.runtime.threads import thread_plan
 from dflash_moe.topology import HOST, Topology
 
 log = logging.getLogger(__name__)
 
 MIN_USABLE_SLOTS = 2  # fewer, and the data path is renewed: the rest is quarantined after time-outs
 CLOSED = "this ExpertRuntime is closed; start another"
-AUTO_REASON = "auto is batched in this version: choosing per worker from measurements comes later"
 
 
 class ExpertRuntime:
@@ -59,7 +59,7 @@ class ExpertRuntime:
         self._topology = topology
         self._overrides = overrides
         self._held = shards_by_holder(spec, placement)
-        self._threads = _plan_threads(topology, settings)
+        self._threads = thread_plan(topology, settings)
         self._fleet = Fleet(spec, settings, self._threads, channel_decorator)
         self._finalizer = weakref.finalize(self, self._fleet.close)
         self._slices = _slices(settings)
@@ -70,6 +70,7 @@ class ExpertRuntime:
         self._run: Callable[..., None] = client.run
         self._submit: Callable[..., _core.Call] = client.submit
         self._last_stats: dict[str, Any] = {}
+        self._last_auto: tuple[WorkerForecast, ...] = ()  # when mode auto was last in force
         self._bind = TensorBinder().bind
         self._table: dict[object, tuple[int, int, int]] = {}
         for layer in spec.layers:
@@ -120,10 +121,12 @@ class ExpertRuntime:
                 generation=generation,
                 pulse_fd=pulse_fd,
                 slice_tokens=self._slices.slice_tokens,
-                window=self._slices.window,
+                window=self._window(member),
                 request_dtype=request_dtype,
                 reply_dtype=reply_dtype,
+                is_measured=self._slices.is_measured,
             )
+        classes = cost_classes(self.spec.layers)
         for layer, shards in self._shards_by_layer():
             client.define_layer(
                 layer=layer.index,
@@ -132,11 +135,10 @@ class ExpertRuntime:
                 out_size=layer.ffn.out_size,
                 num_experts=layer.num_experts,
                 shards=shards,
+                cost_class=classes[layer.index],
             )
         client.set_profile(bool(self.settings.profile))
         self._is_open = True
-        if self.settings.mode == "auto":
-            log.info(AUTO_REASON)
 
     def _shards_by_layer(self) -> list[tuple[LayerSpec, list[tuple[int, int, int, tuple[int, ...]]]]]:
         places: dict[int, list[tuple[int, int, int, tuple[int, ...]]]] = {}
@@ -150,6 +152,12 @@ class ExpertRuntime:
     def _plan_slots(self) -> dict[str, SlotPlan]:
         shapes = {name: shapes_of(shards) for name, shards in self._held.items()}
         return plan_arena(shapes, self._slices, *self.wire_dtypes, self.settings.shared_bytes)
+
+    def _window(self, member: Member) -> int:
+        """Slices in flight, at most: where the arena was short, fewer slots than the plan asked for."""
+        if member.slots is None:
+            return self._slices.window
+        return min(self._slices.window, member.slots.num_slots - SPARE_SLOTS)
 
     @property
     def wire_dtypes(self) -> tuple[str, str]:
@@ -249,10 +257,9 @@ class ExpertRuntime:
                 raise
             finally:
                 self._gate.is_shut = bool(self._worn_out)
-        if settings.mode == "auto":
-            log.info(AUTO_REASON)
 
     def _apply_policy(self) -> None:
+        self._note_auto()
         plans = self._plan_slots()
         request_dtype, reply_dtype = self.wire_dtypes
         members = self._fleet.members.values()
@@ -261,8 +268,13 @@ class ExpertRuntime:
                 self._renew(member, plans[member.name])
         client = self._live_client()
         for member in members:
-            client.set_policy(member.client_index, self._slices.slice_tokens, self._slices.window)
+            client.set_policy(member.client_index, self._slices.slice_tokens, self._window(member), self._slices.is_measured)
             client.set_dtypes(member.client_index, request_dtype, reply_dtype)
+
+    def _note_auto(self) -> None:
+        forecasts = worker_forecasts(self._live_client().forecasts())
+        if any(chunk.is_auto for forecast in forecasts for chunk in forecast.chunks):
+            self._last_auto = forecasts
 
     def _renew(self, member: Member, slots: SlotPlan) -> None:
         channel, generation, _ = self._fleet.attach(member, slots)
@@ -311,18 +323,21 @@ class ExpertRuntime:
     def stats(self) -> dict[str, Any]:
         """Counters since start: `calls`, `rows`, `pairs`, `request_bytes`, `reply_bytes`, `floor_bytes`, `splits`, `waits` (s).
 
-        The same and the workers' own times under `totals`, per worker under `workers`, per layer under `layers`; besides, the
-        mode in use and why. After `close()` the last ones.
+        The same and the workers' own times under `totals`, per worker under `workers`, per layer under `layers`; `auto` is what
+        every worker's cost model knows, chose and predicted since the mode was set (`WorkerForecast`, as dictionaries); besides,
+        the mode in use and why. After `close()` the last ones.
         """
         if self._client is None:
             return self._last_stats
         counted = observe.count_calls(self._client, self._fleet, [layer.index for layer in self.spec.layers])
+        forecasts = worker_forecasts(self._client.forecasts())
         return {
             **counted["totals"],
             **counted,
             "mode": self._slices.mode,
             "mode_asked": self.settings.mode,
-            "mode_reason": AUTO_REASON if self.settings.mode == "auto" else "as asked",
+            "mode_reason": mode_reason(forecasts) if self._slices.is_measured else "as asked",
+            "auto": {forecast.name: asdict(forecast) for forecast in forecasts},
             "slice_tokens": self._slices.slice_tokens,
             "window": self._slices.window,
             "wire_dtypes": self.wire_dtypes,
@@ -354,6 +369,8 @@ class ExpertRuntime:
         if self._is_open:
             with suppress(DflashError):  # a forked child owns neither workers nor counters
                 self._last_stats = self.stats()
+                self._note_auto()
+                log_explanation(self._last_auto)
         self._run = self._submit = _refuse_closed
         self._finalizer()
         self._client = None  # its channels close with it
@@ -377,20 +394,3 @@ def _slices(settings: Settings) -> SlicePlan:
         stream_tokens=settings.stream_tokens,
         stream_tokens_max=settings.stream_tokens_max,
     )
-
-
-def _plan_threads(topology: Topology, settings: Settings) -> ThreadPlan:
-    local = {
-        worker.name: settings.threads or worker.threads  # a flag or variable wins over the topology
-        for worker in topology.local_workers()
-    }
-    plan = plan_threads(
-        host_threads=topology.host.threads,
-        worker_threads=local,
-        usable_cores=usable_cores(),
-        physical_cores=physical_cores(),
-        spin_us=settings.spin_us,
-    )
-    if plan.is_oversubscribed:
-        log.info("%d threads share %d cores: nobody spins", plan.host + sum(plan.workers.values()), usable_cores())
-    return plan

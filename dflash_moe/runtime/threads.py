@@ -8,6 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from dflash_moe.config import Settings
+from dflash_moe.telemetry.machine import physical_cores, usable_cores
+from dflash_moe.topology import Topology
+
 MAX_DEFAULT_THREADS = 8
 SPIN_NS = 50_000  # longer than a call's own overhead (25 us), shorter than a scheduling quantum
 
@@ -20,6 +24,19 @@ class ThreadPlan:
     workers: Mapping[str, int]
     spin_ns: int
     is_oversubscribed: bool
+
+
+def thread_plan(topology: Topology, settings: Settings) -> ThreadPlan:
+    """The threads that a runtime of this topology uses on this machine; a flag or variable wins over the topology."""
+    return plan_threads(
+        host_threads=topology.host.threads,
+        worker_threads={
+            worker.name: settings.threads or worker.threads for worker in topology.local_workers() if worker.backend == "cpu"
+        },
+        usable_cores=usable_cores(),
+        physical_cores=physical_cores(),
+        spin_us=settings.spin_us,
+    )
 
 
 def plan_threads(

@@ -1,0 +1,59 @@
+// A cost learned from measurements: ns = fixed + per_unit * units + per_expert * experts, no coefficient below zero. One curve for a
+// worker's compute (units = pairs), one each for the two directions of its link (units = bytes, no experts).
+//
+// Samples are kept by octave of their size, so that thousands of decode steps do not push the few prefill slices out. The fit minimises
+// the sum of relative deviations, so that neither large samples nor a disturbed one rule it.
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <array>
+#include <cstdint>
+
+namespace dflash::client {
+
+struct CostSample {
+  double units = 0;    // > 0
+  double experts = 0;  // >= 0
+  double ns = 0;       // > 0
+  int64_t at_ns = 0;   // when it was taken: newer samples weigh more
+};
+
+struct CostCoefficients {
+  double fixed = 0, per_unit = 0, per_expert = 0;  // ns
+};
+
+class CostCurve {
+ public:
+  // Takes a sample; refits ever more seldom as an octave fills, and when predictions have drifted by more than 20 %. Samples that are not
+  // finite or not positive are ignored: they come from a peer's clock.
+  void observe(const CostSample& sample);
+
+  bool is_known() const { return num_samples_ > 0; }
+  double predict(double units, double experts) const {
+    return coefficients_.fixed + coefficients_.per_unit * units + coefficients_.per_expert * experts;
+  }
+  const CostCoefficients& coefficients() const { return coefficients_; }
+  double smallest_units() const { return smallest_units_; }  // seen so far; 0 before the first sample
+  double residual() const { return residual_; }              // mean relative deviation of recent predictions, before each was learned from
+  uint64_t num_samples() const { return num_samples_; }
+
+ private:
+  static constexpr int kOctaves = 40;
+  static constexpr uint32_t kSamplesPerOctave = 8;
+  struct Octave {
+    std::array<CostSample, kSamplesPerOctave> samples;
+    uint32_t num_taken = 0;
+  };
+
+  bool must_refit(const Octave& octave) const;
+  void refit(int64_t now);
+
+  std::array<Octave, kOctaves> octaves_{};
+  CostCoefficients coefficients_;
+  double smallest_units_ = 0;
+  double residual_ = 0;
+  uint64_t num_samples_ = 0;
+  uint64_t num_at_last_fit_ = 0;
+};
+
+}  // namespace dflash::client

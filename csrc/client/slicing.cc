@@ -1,0 +1,83 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "client/slicing.h"
+
+#include <algorithm>
+#include <cmath>
+
+namespace dflash::client {
+namespace {
+
+constexpr uint32_t kFactors[SliceChoice::kCandidates] = {1, 2, 4, 8, 16};
+constexpr double kWindowGain = 0.98;  // a wider window must promise this much: it costs memory and fairness between calls
+
+struct StageTimes {
+  double send, compute, receive;            // latency of one slice in each stage
+  double send_occupied, receive_occupied;  // how long it keeps its direction of the link busy
+};
+
+StageTimes stages(const Curves& curves, const Chunk& chunk, uint32_t num_slices) {
+  const double share = 1.0 / num_slices;
+  const double experts = num_slices == 1 ? chunk.experts : expected_experts(chunk.experts, chunk.rows * share, chunk.pairs * share);
+  StageTimes t;
+  t.send = curves.send.predict(chunk.request_bytes * share, 0);
+  t.compute = curves.compute.predict(chunk.pairs * share, experts);
+  t.receive = curves.receive.predict(chunk.reply_bytes * share, 0);
+  t.send_occupied = curves.send.coefficients().per_unit * chunk.request_bytes * share;
+  t.receive_occupied = curves.receive.coefficients().per_unit * chunk.reply_bytes * share;
+  return t;
+}
+
+double pipeline_ns(const StageTimes& t, uint32_t num_slices, uint32_t window) {
+  const double one = t.send + t.compute + t.receive;
+  const double pace = std::max({t.send_occupied, t.compute, t.receive_occupied, one / window});
+  return one + (num_slices - 1) * pace;
+}
+
+}  // namespace
+
+double expected_experts(double experts, double rows, double pairs) {
+  if (!(experts > 0) || !(rows > 0)) return 0;
+  const double share = std::min(1.0, pairs / rows / experts);
+  return experts * (1.0 - std::pow(1.0 - share, rows));
+}
+
+SliceForecast forecast(const Curves& curves, const Chunk& chunk, uint32_t num_slices, uint32_t max_window) {
+  const StageTimes t = stages(curves, chunk, num_slices);
+  SliceForecast best{num_slices, std::min(2u, max_window), 0};
+  best.ns = pipeline_ns(t, num_slices, best.window);
+  for (uint32_t window = best.window + 1; window <= std::min(max_window, num_slices); ++window) {
+    const double ns = pipeline_ns(t, num_slices, window);
+    if (ns < best.ns * kWindowGain) best = {num_slices, window, ns};
+  }
+  return best;
+}
+
+SliceChoice choose_slices(const Curves& curves, const Chunk& chunk, uint32_t max_window, uint32_t current) {
+  SliceChoice choice;
+  choice.taken = forecast(curves, chunk, chunk.least_slices, max_window);
+  if (!curves.compute.is_known() || !curves.send.is_known() || !curves.receive.is_known()) return choice;
+  const StageTimes whole = stages(curves, chunk, 1);
+  choice.send_ns = whole.send;
+  choice.compute_ns = whole.compute;
+  choice.receive_ns = whole.receive;
+  choice.reason = ChoiceReason::kSmall;
+  if (chunk.num_tokens <= kLeastSliceTokens) return choice;
+  choice.reason = ChoiceReason::kWhole;
+  SliceForecast best = choice.taken;
+  SliceForecast kept = choice.taken;  // what is taken unless something is clearly better
+  for (const uint32_t factor : kFactors) {
+    const uint32_t num_slices = chunk.least_slices * factor;
+    if (factor > 1 && chunk.num_tokens / num_slices < kLeastSliceTokens) break;
+    // Half of the smallest slice ever seen is as far as a curve is believed; the next choice then knows more.
+    if (factor > 1 && chunk.pairs / num_slices < curves.compute.smallest_units() / 2) break;
+    const SliceForecast one = forecast(curves, chunk, num_slices, max_window);
+    choice.considered[static_cast<size_t>(choice.num_considered++)] = one;
+    if (one.ns < best.ns) best = one;
+    if (num_slices == current) kept = one;
+  }
+  choice.taken = best.ns < kept.ns * kHysteresis ? best : kept;
+  if (choice.taken.num_slices > chunk.least_slices) choice.reason = ChoiceReason::kSliced;
+  return choice;
+}
+
+}  // namespace dflash::client

@@ -1,0 +1,101 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "client/worker_model.h"
+
+#include <algorithm>
+#include <bit>
+
+namespace dflash::client {
+namespace {
+
+constexpr int64_t kEpochNs = 10'000'000'000;  // clocks drift by less than 1 ms in two of them (50 ppm)
+
+// Differences of clock readings that a peer may have made up: defined for all values.
+int64_t difference(int64_t later, int64_t earlier) {
+  return static_cast<int64_t>(static_cast<uint64_t>(later) - static_cast<uint64_t>(earlier));
+}
+
+}  // namespace
+
+SliceChoice WorkerModel::choose(uint32_t cost_class, const Chunk& chunk, uint32_t window, bool is_fixed) {
+  ChunkRecord& record = record_of(cost_class, chunk.num_tokens);
+  const Curves curves{send_, compute_[cost_class], receive_};
+  SliceChoice choice;
+  if (is_fixed) {
+    choice.taken = forecast(curves, chunk, chunk.least_slices, window);
+    choice.reason = ChoiceReason::kFixed;
+  } else {
+    choice = choose_slices(curves, chunk, window, record.choice.taken.num_slices);
+  }
+  record.num_tokens = chunk.num_tokens;
+  record.choice = choice;
+  ++record.num_chunks;
+  return choice;
+}
+
+void WorkerModel::observe(uint32_t cost_class, const PartSize& size, const ReplyTimes& times) {
+  const int64_t elapsed = difference(times.arrived_ns, times.published_ns);
+  const int64_t at_worker = difference(times.worker_finished_ns, times.worker_received_ns);
+  const int64_t compute = difference(times.worker_finished_ns, times.worker_started_ns);
+  const bool is_plausible = compute > 0 && at_worker >= compute && at_worker <= elapsed;
+  if (!is_plausible) return;
+  const int64_t now = times.arrived_ns;
+  compute_[cost_class].observe({static_cast<double>(size.pairs), static_cast<double>(size.experts), static_cast<double>(compute), now});
+  observe_clock(times);
+  const int64_t link = elapsed - at_worker;
+  const int64_t on_way = std::clamp<int64_t>(difference(times.worker_received_ns, times.published_ns) - clock_offset_ns(), 0, link);
+  if (times.found_idle) {
+    // Encoding here and checking there come with every byte sent.
+    const int64_t checking = difference(times.worker_started_ns, times.worker_received_ns);
+    const double send = static_cast<double>(on_way + checking + difference(times.published_ns, times.encode_start_ns));
+    send_.observe({static_cast<double>(size.request_bytes), 0, std::max(send, 1.0), now});
+  }
+  // The way back was free when the reply before this one had arrived before this one was ready.
+  const int64_t finished_here = difference(times.worker_finished_ns, clock_offset_ns());
+  if (finished_here >= last_arrived_ns_) {
+    const double receive = static_cast<double>(std::max<int64_t>(difference(times.arrived_ns, finished_here), 1));
+    receive_.observe({static_cast<double>(size.reply_bytes), 0, std::min(receive, static_cast<double>(std::max<int64_t>(link, 1))), now});
+  }
+  last_arrived_ns_ = now;
+}
+
+void WorkerModel::record(uint32_t cost_class, uint32_t num_tokens, double predicted_ns, double measured_ns) {
+  ChunkRecord& record = record_of(cost_class, num_tokens);
+  const uint32_t at = record.num_measured++ % ChunkRecord::kKept;
+  record.predicted_ns[at] = predicted_ns;
+  record.measured_ns[at] = measured_ns;
+}
+
+std::vector<ChunkRecord> WorkerModel::records() const {
+  std::vector<ChunkRecord> all;
+  for (const auto& [cost_class, octaves] : records_) {
+    for (const ChunkRecord& record : octaves) {
+      if (record.num_chunks == 0) continue;
+      all.push_back(record);
+      all.back().cost_class = cost_class;
+    }
+  }
+  return all;
+}
+
+int64_t WorkerModel::clock_offset_ns() const {
+  return best_now_.link_ns <= best_before_.link_ns ? best_now_.offset_ns : best_before_.offset_ns;
+}
+
+ChunkRecord& WorkerModel::record_of(uint32_t cost_class, uint32_t num_tokens) {
+  return records_[cost_class][static_cast<size_t>(std::bit_width(num_tokens))];
+}
+
+void WorkerModel::observe_clock(const ReplyTimes& times) {
+  if (times.arrived_ns - epoch_began_ns_ > kEpochNs) {
+    best_before_ = best_now_;
+    best_now_ = Offset();
+    epoch_began_ns_ = times.arrived_ns;
+  }
+  const int64_t out = difference(times.worker_received_ns, times.published_ns);
+  const int64_t back = difference(times.arrived_ns, times.worker_finished_ns);
+  const int64_t link = difference(times.arrived_ns, times.published_ns) - difference(times.worker_finished_ns, times.worker_received_ns);
+  if (link > best_now_.link_ns) return;
+  best_now_ = {link, difference(out, back) / 2};
+}
+
+}  // namespace dflash::client

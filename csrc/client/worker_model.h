@@ -1,0 +1,75 @@
+// What the client has learned about one worker: curves of its link and of its compute, and for every size of chunk what was chosen,
+// predicted and measured. Fed from the timestamps of replies; nothing a worker can claim makes a prediction exceed what the host saw.
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <map>
+#include <vector>
+
+#include "client/cost_curve.h"
+#include "client/slicing.h"
+
+namespace dflash::client {
+
+// Times of one request and its reply: the host's clock, but worker_* are the worker's.
+struct ReplyTimes {
+  int64_t encode_start_ns = 0, published_ns = 0, arrived_ns = 0;
+  int64_t worker_received_ns = 0, worker_started_ns = 0, worker_finished_ns = 0;
+  bool found_idle = false;  // the worker owed nothing when this was published: its way there was free
+};
+
+struct PartSize {
+  uint32_t pairs = 0, experts = 0;  // experts: distinct
+  uint64_t request_bytes = 0, reply_bytes = 0;
+};
+
+// The chunks of one octave of tokens (and one class of layers), for explanations.
+struct ChunkRecord {
+  static constexpr uint32_t kKept = 16;
+  uint32_t cost_class = 0;
+  uint32_t num_tokens = 0;  // of the last one
+  SliceChoice choice;       // the last one
+  uint64_t num_chunks = 0;
+  uint32_t num_measured = 0;
+  // The last kKept chunks that had the worker to themselves: predicted and measured from submit to the last reply, ns.
+  std::array<double, kKept> predicted_ns{}, measured_ns{};
+};
+
+class WorkerModel {
+ public:
+  // Slices for a chunk of a layer of class `cost_class`; with `is_fixed` the caller's number and window are taken, and only predicted.
+  SliceChoice choose(uint32_t cost_class, const Chunk& chunk, uint32_t window, bool is_fixed);
+  void observe(uint32_t cost_class, const PartSize& size, const ReplyTimes& times);
+  // A chunk that had the worker to itself took `measured_ns`.
+  void record(uint32_t cost_class, uint32_t num_tokens, double predicted_ns, double measured_ns);
+
+  // Forgets what was chosen and how it went, not what was learned: another policy begins.
+  void forget_records() { records_.clear(); }
+
+  const CostCurve& send() const { return send_; }
+  const CostCurve& receive() const { return receive_; }
+  const std::map<uint32_t, CostCurve>& compute() const { return compute_; }
+  std::vector<ChunkRecord> records() const;
+  // Worker's clock minus the host's, from the round trip with the least time on the link (as NTP does); 0 on one machine, roughly.
+  int64_t clock_offset_ns() const;
+
+ private:
+  struct Offset {
+    int64_t link_ns = INT64_MAX;  // request and reply on their way
+    int64_t offset_ns = 0;
+  };
+
+  ChunkRecord& record_of(uint32_t cost_class, uint32_t num_tokens);
+  void observe_clock(const ReplyTimes& times);
+
+  CostCurve send_, receive_;
+  std::map<uint32_t, CostCurve> compute_;                          // by class of layers
+  std::map<uint32_t, std::array<ChunkRecord, 33>> records_;        // by class, then octave of tokens
+  Offset best_now_, best_before_;                                  // of this and the previous epoch
+  int64_t epoch_began_ns_ = 0;
+  int64_t last_arrived_ns_ = 0;
+};
+
+}  // namespace dflash::client
