@@ -11,7 +11,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,9 +27,7 @@ TRANSPORTS = ("loopback", "shared", "unix", "tcp")
 WARMUP_CALLS = 200
 
 
-def measure_calls(
-    transports: tuple[str, ...], pinned: tuple[int, int], *, calls: int = 2000, progress: Callable[[str], None]
-) -> list[dict[str, Any]]:
+def measure_calls(transports: tuple[str, ...], pinned: tuple[int, int], *, calls: int = 2000) -> list[dict[str, Any]]:
     """One row per transport, named `call_<transport>`: decode-sized calls (one token) in f32."""
     rows = []
     with tempfile.TemporaryDirectory(prefix="dflash-bench-") as folder:
@@ -37,7 +35,6 @@ def measure_calls(
             Path(folder), hidden_size=HIDDEN_SIZE, moe_intermediate_size=16, num_experts=NUM_EXPERTS, top_k=TOP_K, num_layers=1
         )
         for transport in transports:
-            progress(f"expert calls over {transport}")
             rows.append(_measure(transport, spec, pinned, calls))
     return rows
 
@@ -79,7 +76,7 @@ def _batch() -> tuple[Any, Any, Any]:
         import torch
     except ImportError:
         return arrays
-    return tuple(torch.from_numpy(array) for array in arrays)  # type: ignore[return-value]
+    return tuple(torch.from_numpy(array) for array in arrays)
 
 
 @contextmanager

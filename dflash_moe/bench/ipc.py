@@ -17,6 +17,7 @@ from typing import Any
 
 from dflash_moe import _core
 from dflash_moe.bench.expert_call import TRANSPORTS, measure_calls
+from dflash_moe.bench.harness import Recorder
 from dflash_moe.bench.results import BenchResult, percentile
 from dflash_moe.errors import ConfigError
 
@@ -42,24 +43,29 @@ class IpcParams:
     calls: tuple[str, ...] = TRANSPORTS
 
 
-def run_ipc(params: IpcParams, *, progress: Callable[[str], None] = lambda _line: None) -> BenchResult:
-    """Rows named as in `KINDS`; see the module text. Needs no model."""
+def run_ipc(params: IpcParams, *, recorder: Recorder | None = None) -> BenchResult:
+    """Rows named as in `KINDS`; see the module text. Needs no model. The file is saved after every row."""
+    recorder = recorder or Recorder()
     cpus = sorted(os.sched_getaffinity(0))
     pinned = (cpus[0], cpus[1]) if len(cpus) > 1 else (cpus[0], cpus[0])
-    spinning_possible = len(cpus) > 1
-    result = BenchResult(
-        "ipc",
-        {"payloads": list(params.payloads), "batches": params.batches, "pinned": list(pinned), "two_cores": spinning_possible},
-    )
-    for kind in params.kinds:
-        if kind in ("shared", "loopback") and not spinning_possible:
-            progress(f"{kind}: skipped, spinning needs two cores")
-            continue
-        for payload_bytes in params.payloads:
-            progress(f"{kind} {payload_bytes} B")
+    two_cores = len(cpus) > 1
+    described = {"payloads": list(params.payloads), "batches": params.batches, "pinned": list(pinned), "two_cores": two_cores}
+    result = recorder.begin("ipc", described, interleaved=False)  # a row alternates with its own floor, not with other rows
+    kinds = [kind for kind in params.kinds if two_cores or kind not in ("shared", "loopback")]
+    for kind in set(params.kinds) - set(kinds):
+        recorder.reporter.say(f"{kind}: skipped, spinning needs two cores")
+    cases = [(kind, payload_bytes) for kind in kinds for payload_bytes in params.payloads]
+    total = len(cases) + len(params.calls)
+    with recorder.recording():
+        for done, (kind, payload_bytes) in enumerate(cases):
+            recorder.reporter.advance(done, total, f"{kind} {payload_bytes} B")
             result.rows.append(_measure(kind, payload_bytes, params, pinned))
-    result.rows += measure_calls(params.calls, pinned, progress=progress)
-    result.complete = True
+            recorder.save()
+        for done, transport in enumerate(params.calls, len(cases)):
+            recorder.reporter.advance(done, total, f"expert calls over {transport}")
+            result.rows += measure_calls((transport,), pinned)
+            recorder.save()
+        recorder.reporter.advance(total, total, "done")
     return result
 
 
@@ -78,6 +84,7 @@ def _measure(kind: str, payload_bytes: int, params: IpcParams, pinned: tuple[int
         "name": kind,
         "payload_bytes": payload_bytes,
         "samples_s": [ns / 1e9 for ns in samples],
+        "samples_per_round": rounds,
         "median_s": p50_us / 1e6,
         "p95_s": percentile(samples, 0.95) / 1e9,
         "p50_us": p50_us,

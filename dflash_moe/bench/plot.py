@@ -1,87 +1,125 @@
 """Pictures of bench results, drawn from result JSON only (never from a live run). Needs the `bench` extra (matplotlib).
 
+One painter per case, in plot_*.py; here what comes before it: the same case everywhere, the fields it needs, a format to write.
 SPDX-License-Identifier: Apache-2.0
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from dflash_moe.bench import plot_experts, plot_ipc, plot_modes, plot_timeline
+from dflash_moe.bench.plot_axes import Named
+from dflash_moe.bench.results import require_fields
 from dflash_moe.errors import ConfigError, UnsupportedError
 
+FORMATS = (".png", ".svg")
+PAINTERS: dict[str, Callable[[Sequence[Named], Any], Any]] = {
+    "prefill": plot_modes.draw_prefill,
+    "decode": plot_modes.draw_decode,
+    "ipc": plot_ipc.draw_ipc,
+    "experts": plot_experts.draw_experts,
+}
 
-def draw(result: Mapping[str, Any], out: Path) -> None:
-    """Draws the picture of the result's case into `out` (PNG). Errors: `ConfigError` for a case without a picture."""
-    painters = {"ipc": _draw_ipc, "prefill": _draw_prefill}
-    painter = painters.get(result["case"])
+
+def draw(results: Sequence[Named], out: Path) -> None:
+    """Draws results of one case, each named by its file, into `out` (PNG or SVG).
+
+    Errors: `ConfigError` for a case without a picture, different cases, or rows that lack what the picture shows.
+    """
+    check_output(out)
+    cases = {str(found["case"]): name for name, found in results}
+    if len(cases) > 1:
+        listed = ", ".join(f"{name} is of case {case!r}" for case, name in cases.items())
+        raise ConfigError(f"results of one case can be drawn together; {listed}")
+    case = next(iter(cases))
+    painter = PAINTERS.get(case)
     if painter is None:
-        raise ConfigError(f"no picture is defined for bench case {result['case']!r}; there is one for {', '.join(painters)}")
+        raise ConfigError(f"no picture is defined for bench case {case!r}; there is one for {', '.join(PAINTERS)}")
+    for name, found in results:
+        if not found["rows"]:
+            raise ConfigError(f"{name}: the result has no rows to draw")
+        for row in found["rows"]:
+            _check_row(case, row, name)
+    _save(painter, results, out)
+
+
+def draw_timeline(named: Named, out: Path) -> None:
+    """Draws the recorded timelines of a prefill result. ConfigError where it has none."""
+    check_output(out)
+    name, found = named
+    timelines = found.get("timelines")
+    if not isinstance(timelines, list) or not timelines:
+        raise ConfigError(f"{name}: no timeline is recorded in it; measure with `bench prefill --timeline --json FILE`")
+    for timeline in timelines:
+        if not isinstance(timeline, Mapping):
+            raise ConfigError(f"{name}: a timeline is not an object; is the file damaged?")
+        require_fields({"name": "timeline", **timeline}, ("mode", "dtype", "prompt_tokens", "layer", "slices"), name)
+        if not isinstance(timeline["slices"], list):
+            raise ConfigError(f"{name}: a timeline's slices are not a list; is the file damaged?")
+        for one in timeline["slices"]:
+            _check_numbers({"name": "slice", **one}, plot_timeline.FIELDS, name)
+    _save(plot_timeline.draw_timelines, named, out)
+
+
+def timeline_path(plot: Path) -> Path:
+    """Where a run's timeline is drawn, beside its other picture."""
+    return plot.with_name(f"{plot.stem}_timeline{plot.suffix}")
+
+
+def check_output(out: Path) -> None:
+    """ConfigError for a format that is not drawn; UnsupportedError without matplotlib. Before any work."""
+    if out.suffix.lower() not in FORMATS:
+        raise ConfigError(f"{out}: pictures are written as {' or '.join(FORMATS)}; choose such a name")
     try:
-        import matplotlib as mpl
+        import matplotlib  # noqa: F401, ICN001 - only asked for
     except ImportError:
-        raise UnsupportedError("--plot needs matplotlib: pip install 'dflash-moe[bench]'") from None
+        raise UnsupportedError("pictures need matplotlib: pip install 'dflash-moe[bench]'") from None
+
+
+def _save(painter: Callable[[Any, Any], Any], drawn: Any, out: Path) -> None:
+    import matplotlib as mpl
+
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
-    figure = painter(result, plt)
-    figure.suptitle(f"{result['case']} - {result['machine']['cpu']}, commit {result['commit'][:10]}", fontsize=9)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(out, dpi=130, bbox_inches="tight")
-    plt.close(figure)
+    figure = painter(drawn, plt)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(out, dpi=130)
+    finally:
+        plt.close(figure)
 
 
-def _draw_ipc(result: Mapping[str, Any], plt: Any) -> Any:
-    """Round trip and bandwidth over payload; the raw floor of each kind is the dashed line of the same colour."""
-    figure, (latency, bandwidth) = plt.subplots(1, 2, figsize=(12, 4.5))
-    rows = [row for row in result["rows"] if "payload_bytes" in row]
-    for name in dict.fromkeys(row["name"] for row in rows):
-        own = [row for row in rows if row["name"] == name]
-        payloads = [row["payload_bytes"] for row in own]
-        (line,) = latency.plot(payloads, [row["p50_us"] for row in own], marker="o", label=name)
-        latency.plot(payloads, [row["floor_us"] for row in own], linestyle="--", color=line.get_color(), alpha=0.6)
-        bandwidth.plot(payloads, [row["bytes_per_s"] / 1e9 for row in own], marker="o", color=line.get_color(), label=name)
-    reference = [row for row in rows if row["name"] == rows[0]["name"]]
-    bandwidth.plot(
-        [row["payload_bytes"] for row in reference],
-        [row["memcpy_bytes_per_s"] / 1e9 for row in reference],
-        linestyle=":",
-        color="black",
-        label="memcpy",
-    )
-    latency.set(xscale="log", yscale="log", xlabel="payload each way (bytes)", ylabel="round trip p50 (us); dashed: raw floor")
-    bandwidth.set(xscale="log", xlabel="payload each way (bytes)", ylabel="request + reply GB/s")
-    for axis in (latency, bandwidth):
-        axis.grid(visible=True, alpha=0.3)
-        axis.legend()
-    return figure
+def _check_row(case: str, row: Mapping[str, Any], name: str) -> None:
+    fields = {
+        "prefill": plot_modes.PREFILL_FIELDS,
+        "decode": plot_modes.DECODE_FIELDS,
+        "ipc": plot_ipc.CALL_FIELDS if plot_ipc.is_call(row) else plot_ipc.ROUND_TRIP_FIELDS,
+        "experts": plot_experts.FIELDS,
+    }[case]
+    _check_numbers(row, ("name", *fields), name)
 
 
-def _draw_prefill(result: Mapping[str, Any], plt: Any) -> Any:
-    """Prefill time (every sample a dot), calls, and bytes both ways against the floor, per (mode, dtype)."""
-    rows = result["rows"]
-    labels = [f"{row['mode']}\n{row['dtype']}" for row in rows]
-    places = range(len(rows))
-    figure, (times, calls, moved) = plt.subplots(1, 3, figsize=(15, 4.5))
-    times.bar(places, [row["median_s"] for row in rows], color="#8fb3d9")
-    for place, row in zip(places, rows, strict=True):
-        times.plot([place] * len(row["samples_s"]), row["samples_s"], "k.", markersize=4)
-    times.set(ylabel="prefill seconds (bar: median)")
-    calls.bar(places, [row["calls"] for row in rows], color="#8fb3d9")
-    calls.set(ylabel="expert calls", yscale="log")
-    mib = 1 << 20
-    moved.bar(places, [row["request_bytes"] / mib for row in rows], label="requests", color="#8fb3d9")
-    moved.bar(
-        places,
-        [row["reply_bytes"] / mib for row in rows],
-        bottom=[row["request_bytes"] / mib for row in rows],
-        label="replies",
-        color="#d9b38f",
-    )
-    moved.plot(places, [row["floor_bytes"] / mib for row in rows], "k_", markersize=24, label="floor")
-    moved.set(ylabel="MiB moved")
-    moved.legend()
-    for axis in (times, calls, moved):
-        axis.set_xticks(list(places), labels, fontsize=8)
-    return figure
+TEXTS = {"name", "mode", "dtype", "worker", "transport", "format"}
+
+
+def _check_numbers(row: Mapping[str, Any], fields: Sequence[str], name: str) -> None:
+    """Every field is there; texts are texts, the rest finite numbers (or a list of them)."""
+    require_fields(row, fields, name)
+    for key in fields:
+        values = row[key] if isinstance(row[key], list) else [row[key]]
+        is_right = _is_text if key in TEXTS else _is_number
+        if not values or not all(is_right(one) for one in values):
+            raise ConfigError(f"{name}: row {row['name']!r}, field {key!r}: expected {'text' if key in TEXTS else 'numbers'}")
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)

@@ -1,7 +1,7 @@
 """The result file of every bench case: samples, machine and commit, so that a number can be traced and compared.
 
-Schema 1: {"schema", "case", "commit", "dirty", "machine", "params", "rows": [...]}. Plots and comparisons read
-these files only, never a live run. Depends on nothing but the standard library.
+Schema 1: {"schema", "case", "commit", "dirty", "machine", "params", "rows": [...]} and, where a case has them, "summary" and
+"timelines". Plots and comparisons read these files only, never a live run. Depends on nothing but the standard library.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -31,34 +31,47 @@ def percentile(samples: Sequence[float], fraction: float) -> float:
     return ordered[rank]
 
 
-def timing_fields(samples_s: Sequence[float]) -> dict[str, Any]:
-    """`samples_s` (all of them, in order), `median_s` and `p95_s`, as every row carries them."""
-    return {"samples_s": list(samples_s), "median_s": statistics.median(samples_s), "p95_s": percentile(samples_s, 0.95)}
+def timing_fields(samples_s: Sequence[float], *, per_round: int = 1) -> dict[str, Any]:
+    """`samples_s` (all of them, in order), `samples_per_round`, `median_s` and `p95_s`, as every row carries them."""
+    return {
+        "samples_s": list(samples_s),
+        "samples_per_round": per_round,
+        "median_s": statistics.median(samples_s),
+        "p95_s": percentile(samples_s, 0.95),
+    }
 
 
 @dataclass(slots=True)
 class BenchResult:
-    """One bench run. Rows are appended as they are measured, so an interrupted run keeps what it has."""
+    """One bench run. Rows grow as they are measured, so an interrupted run keeps what it has.
+
+    `interleaved`: sample i of two rows was taken in the same round, so ratios may be taken round by round.
+    """
 
     case: str
     params: dict[str, Any]
     rows: list[dict[str, Any]] = field(default_factory=list)
     complete: bool = False
     started_unix: float = field(default_factory=time.time)
+    interleaved: bool = False
+    summary: list[dict[str, Any]] = field(default_factory=list)
+    timelines: list[dict[str, Any]] = field(default_factory=list)
+    ended_by: str | None = None  # what ended an incomplete run
+    provenance: dict[str, Any] = field(default_factory=lambda: provenance())  # of the start: an edit meanwhile changes no code
 
     def as_json(self) -> dict[str, Any]:
-        commit, dirty = source_commit()
-        return {
+        found: dict[str, Any] = {
             "schema": SCHEMA,
             "case": self.case,
-            "commit": commit,
-            "dirty": dirty,
+            **self.provenance,
             "started_unix": self.started_unix,
             "complete": self.complete,
-            "machine": machine_facts(),
+            "interleaved": self.interleaved,
             "params": self.params,
             "rows": self.rows,
         }
+        optional = {"ended_by": self.ended_by, "summary": self.summary, "timelines": self.timelines}
+        return found | {key: value for key, value in optional.items() if value}
 
     def write(self, path: Path) -> None:
         """Writes the JSON atomically (a reader never sees half a file)."""
@@ -74,14 +87,34 @@ def read_result(path: Path, *, case: str | None = None) -> dict[str, Any]:
         loaded = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such result file") from None
-    except (ValueError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not a JSON result file ({error})") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}); pass a result file of `dflash-moe bench`") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: not a JSON result file ({error}); is it cut short?") from None
     if not isinstance(loaded, Mapping) or loaded.get("schema") != SCHEMA or not isinstance(loaded.get("rows"), list):
         found = loaded.get("schema") if isinstance(loaded, Mapping) else type(loaded).__name__
         raise ConfigError(f"{path}: expected a bench result of schema {SCHEMA}, found {found!r}")
     if case is not None and loaded.get("case") != case:
         raise ConfigError(f"{path}: expected a result of case {case!r}, found {loaded.get('case')!r}")
-    return dict(loaded)
+    if not isinstance(loaded.get("case"), str) or not all(isinstance(row, Mapping) for row in loaded["rows"]):
+        raise ConfigError(f"{path}: a bench result needs a case and rows that are objects; is the file damaged?")
+    for key in ("params", "machine"):
+        if not isinstance(loaded.get(key, {}), Mapping):
+            raise ConfigError(f"{path}: {key!r} is not an object; is the file damaged?")
+    return {"params": {}, "commit": "unknown", "machine": {}, **loaded}
+
+
+def require_fields(row: Mapping[str, Any], fields: Sequence[str], file: str) -> None:
+    """ConfigError naming file, row and the first field that the row lacks."""
+    for key in fields:
+        if row.get(key) is None:
+            raise ConfigError(f"{file}: row {row.get('name', '(without a name)')!r} lacks the field {key!r}; it cannot be used")
+
+
+def provenance() -> dict[str, Any]:
+    """`commit`, `dirty` and `machine`: where a number comes from."""
+    commit, dirty = source_commit()
+    return {"commit": commit, "dirty": dirty, "machine": machine_facts()}
 
 
 def source_commit() -> tuple[str, bool]:

@@ -5,29 +5,78 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dflash_moe.cli import options
+from dflash_moe.cli import bench_files, options
+from dflash_moe.cli.bench_progress import reporting
+from dflash_moe.cli.bench_tables import print_decode, print_ipc, print_prefill, print_processes, print_summary
 from dflash_moe.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
+    from dflash_moe.bench.harness import Recorder
     from dflash_moe.bench.results import BenchResult
 
-JsonOption = Annotated[Path | None, typer.Option("--json", help="Write the result (all samples, machine, commit) here.")]
-PlotOption = Annotated[Path | None, typer.Option("--plot", help="Draw the result into this PNG (needs matplotlib).")]
-MIB = 1 << 20
+__all__ = ["measuring", "print_prefill", "print_processes", "register", "store_plot"]
+
+JsonOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--json", help="Write the result (all samples, machine, commit) here, anew after every round.", show_default=False
+    ),
+]
+PlotOption = Annotated[
+    Path | None, typer.Option("--plot", help="Draw the result into this PNG or SVG (needs matplotlib).", show_default=False)
+]
+ModesOption = Annotated[str, typer.Option(help="Comma-separated list of modes.")]
+DtypesOption = Annotated[
+    str, typer.Option(help="Comma-separated list of wire dtypes [default: the model's own].", show_default=False)
+]
+RepeatOption = Annotated[int, typer.Option(min=1, help="Measured rounds; the modes are interleaved in each.")]
+LocalOption = Annotated[bool, typer.Option("--local/--no-local", help="Also measure all experts in the host process.")]
+ALL_MODES = "stream,batched,auto"
+MAX_PROMPT_TOKENS = 1 << 20  # above any context window of today's models: more is a typing error
 
 
 def register(app: typer.Typer) -> None:
-    bench = typer.Typer(help="Measure this machine: transports and the prefill table of the modes.", no_args_is_help=True)
+    """Adds the group `bench`."""
+    bench = typer.Typer(help="Measure this machine, compare results, draw them.", no_args_is_help=True)
     bench.command(name="ipc")(ipc)
     bench.command(name="prefill")(prefill)
+    bench.command(name="decode")(decode)
+    bench_files.register(bench)
     app.add_typer(bench, name="bench")
+
+
+@contextmanager
+def measuring(json_out: Path | None, show: Callable[[BenchResult], None]) -> Iterator[Recorder]:
+    """The recorder of one bench; `show` prints the tables, also of what an interrupted run has."""
+    from dflash_moe.bench.harness import Recorder
+
+    recorder: Recorder | None = None
+    try:
+        with reporting() as reporter:
+            recorder = Recorder(json_out, reporter)
+            yield recorder
+    finally:
+        if recorder is not None and recorder.result is not None and recorder.result.rows:
+            show(recorder.result)
+
+
+def store_plot(recorder: Recorder, plot: Path | None) -> None:
+    """Draws the finished result, and its timelines beside it where it has some."""
+    if plot is None or recorder.result is None:
+        return
+    from dflash_moe.bench.plot import draw, draw_timeline, timeline_path
+
+    found = recorder.result.as_json()
+    draw([("this run", found)], plot)
+    if found.get("timelines"):
+        draw_timeline(("this run", found), timeline_path(plot))
 
 
 def ipc(
@@ -38,25 +87,33 @@ def ipc(
     """Round trips of every transport beside their raw floors, and what an expert call adds (5 minutes at most)."""
     from dflash_moe.bench.ipc import PAYLOADS_FULL, IpcParams, run_ipc
 
-    options.prepare_outputs(json_out, plot)
+    _prepare(json_out, plot)
     params = IpcParams(payloads=PAYLOADS_FULL, batches=15) if full else IpcParams()
-    result = run_ipc(params, progress=options.say)
-    print_ipc(result)
-    _store(result, json_out, plot)
+    with measuring(json_out, lambda result: print_ipc(result.rows)) as recorder:
+        run_ipc(params, recorder=recorder)
+    store_plot(recorder, plot)
 
 
 @options.with_settings
 def prefill(
     model: options.ModelOption,
     topology: options.TopologyOption = None,
-    prompt_tokens: Annotated[int, typer.Option(min=1, help="Length of the random prompt in tokens.")] = 2048,
+    prompt_tokens: Annotated[
+        str, typer.Option(metavar="N[,N...]", help="Comma-separated lengths of the random prompt, in tokens.")
+    ] = "2048",
     new_tokens: Annotated[int, typer.Option(min=0, help="Tokens decoded after the prefill.")] = 32,
-    modes: Annotated[str, typer.Option(help="Comma-separated list of modes.")] = "stream,batched,auto",
-    dtypes: Annotated[str, typer.Option(help="Comma-separated list of wire dtypes; empty: the model's own.")] = "",
-    repeat: Annotated[int, typer.Option(min=1, help="Measured rounds; the modes are interleaved in each.")] = 3,
-    with_local: Annotated[
-        bool, typer.Option("--local/--no-local", help="Also measure all experts in the host process.")
-    ] = True,
+    modes: ModesOption = ALL_MODES,
+    dtypes: DtypesOption = "",
+    repeat: RepeatOption = 3,
+    stream_repeat: Annotated[
+        int | None,
+        typer.Option(min=1, help="Rounds of mode stream, where its take minutes [default: as --repeat].", show_default=False),
+    ] = None,
+    with_local: LocalOption = True,
+    with_timeline: Annotated[
+        bool,
+        typer.Option("--timeline", help="Record one layer's slices per mode into the JSON; --plot draws them beside the PNG."),
+    ] = False,
     json_out: JsonOption = None,
     plot: PlotOption = None,
     **overrides: Any,
@@ -64,7 +121,50 @@ def prefill(
     """Prefill and decode in every mode and wire dtype: time, calls, bytes both ways against the floor."""
     from dflash_moe.bench.prefill import PrefillParams, run_prefill
 
+    _prepare(None, plot)
+    _refuse_lists(overrides, "prefill")
     params = PrefillParams(
+        model=options.model_directory(model),
+        prompt_tokens=_lengths(prompt_tokens, "--prompt-tokens"),
+        new_tokens=new_tokens,
+        modes=_allowed(modes, "--modes", ("stream", "batched", "auto")),
+        dtypes=_allowed(dtypes, "--dtypes", ("f32", "f16", "bf16")) if dtypes else (),
+        repeat=repeat,
+        stream_repeat=stream_repeat,
+        with_local=with_local,
+        with_timeline=with_timeline or bool(overrides.get("profile")),
+    )
+    with measuring(json_out, _show_prefill) as recorder:
+        run_prefill(params, options.load_topology(topology), recorder=recorder, overrides=overrides)
+    store_plot(recorder, plot)
+
+
+def _show_prefill(result: BenchResult) -> None:
+    print_processes(result.params.get("processes", ()))
+    print_prefill(result.rows)
+    print_summary(result.summary)
+
+
+@options.with_settings
+def decode(
+    model: options.ModelOption,
+    topology: options.TopologyOption = None,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Length of the random prompt, in tokens; not timed.")] = 32,
+    new_tokens: Annotated[int, typer.Option(min=1, help="Tokens decoded and timed in every round.")] = 32,
+    modes: ModesOption = ALL_MODES,
+    dtypes: DtypesOption = "",
+    repeat: RepeatOption = 5,
+    with_local: LocalOption = True,
+    json_out: JsonOption = None,
+    plot: PlotOption = None,
+    **overrides: Any,
+) -> None:
+    """Latency of every decoded token in every mode and wire dtype; calls and bytes per token against the floor."""
+    from dflash_moe.bench.decode import DecodeParams, run_decode
+
+    _prepare(None, plot)
+    _refuse_lists(overrides, "decode")
+    params = DecodeParams(
         model=options.model_directory(model),
         prompt_tokens=prompt_tokens,
         new_tokens=new_tokens,
@@ -73,88 +173,28 @@ def prefill(
         repeat=repeat,
         with_local=with_local,
     )
+    with measuring(json_out, lambda result: print_decode(result.rows)) as recorder:
+        run_decode(params, options.load_topology(topology), recorder=recorder, overrides=overrides)
+    store_plot(recorder, plot)
+
+
+def _prepare(json_out: Path | None, plot: Path | None) -> None:
+    """Refuses outputs that cannot be written before the work."""
+    options.prepare_outputs(json_out, plot)
+    if plot is not None:
+        from dflash_moe.bench.plot import check_output
+
+        check_output(plot)
+
+
+def _refuse_lists(overrides: Mapping[str, Any], command: str) -> None:
     for taken in ("mode", "dtype", "reply_dtype"):
-        if overrides.pop(taken, None) is not None:
-            raise ConfigError(f"--{taken.replace('_', '-')}: bench prefill measures lists; use --modes and --dtypes")
-    result = run_prefill(params, options.load_topology(topology), progress=options.say, overrides=overrides)
-    print_processes(result.params["processes"])
-    print_prefill(result.rows)
-    _store(result, json_out, plot)
-
-
-def print_ipc(result: BenchResult) -> None:
-    table = options.table("transport", "bytes each way", "p50 us", "p99 us", "floor us", "x floor", "GB/s", "memcpy GB/s")
-    for row in result.rows:
-        if "floor_us" not in row:
-            continue
-        table.add_row(
-            row["name"],
-            f"{row['payload_bytes']:,}",
-            f"{row['p50_us']:.2f}",
-            f"{row['p99_us']:.2f}",
-            f"{row['floor_us']:.2f}",
-            f"{row['p50_us'] / row['floor_us']:.2f}",
-            f"{row['bytes_per_s'] / 1e9:.2f}",
-            f"{row['memcpy_bytes_per_s'] / 1e9:.2f}",
-        )
-    options.show(table)
-    calls = options.table("expert call over", "tokens", "p50 us", "worker us", "added p50 us", "added p99 us")
-    for row in result.rows:
-        if "added_p50_us" in row:
-            calls.add_row(
-                row["transport"],
-                str(row["tokens"]),
-                f"{row['median_s'] * 1e6:.1f}",
-                f"{row['worker_p50_us']:.1f}",
-                f"{row['added_p50_us']:.1f}",
-                f"{row['added_p99_us']:.1f}",
-            )
-    if calls.row_count:
-        options.show(calls)
-
-
-def print_processes(processes: Sequence[dict[str, Any]]) -> None:
-    """What each process has resident; `resident_memory` of bench/prefill.py makes the rows."""
-    table = options.table("process", "experts a layer", "weights MiB", "anonymous MiB", "file-backed MiB")
-    for process in processes:
-        sizes = (process["weight_bytes"], process["anonymous_bytes"], process["file_bytes"])
-        table.add_row(process["name"], str(process["experts_per_layer"]), *(f"{size / MIB:.0f}" for size in sizes))
-    options.show(table)
-
-
-def print_prefill(rows: Sequence[dict[str, Any]]) -> None:
-    table = options.table(
-        "mode",
-        "dtype",
-        "prefill s",
-        "tokens/s",
-        "calls",
-        "request MiB",
-        "reply MiB",
-        "of floor",
-        "decode tokens/s",
-        "decode calls",
-    )
-    for row in rows:
-        table.add_row(
-            row["mode"],
-            row["dtype"],
-            f"{row['median_s']:.3f}",
-            f"{row['tokens_per_s']:.0f}",
-            f"{row['calls']:,}",
-            f"{row['request_bytes'] / MIB:.3f}",
-            f"{row['reply_bytes'] / MIB:.3f}",
-            f"{1 / row['wire_efficiency']:.4f}" if row["wire_efficiency"] else "-",
-            f"{row['decode_tokens_per_s']:.1f}" if "decode_tokens_per_s" in row else "-",
-            f"{row['decode_calls']:,}",
-        )
-    options.show(table)
-    for reason in dict.fromkeys(row["mode_reason"] for row in rows if row["mode"] == "auto"):
-        typer.echo(f"{reason}\n")
+        if overrides.get(taken) is not None:
+            raise ConfigError(f"--{taken.replace('_', '-')}: bench {command} measures lists; use --modes and --dtypes")
 
 
 def _allowed(text: str, flag: str, allowed: tuple[str, ...]) -> tuple[str, ...]:
-    chosen = tuple(part.strip().lower() for part in text.split(",") if part.strip())
+    chosen = _parts(text)
     for one in chosen:
         if one not in allowed:
             raise ConfigError(f"{flag} {text!r}: {one!r} is not allowed; choose from {', '.join(allowed)}")
@@ -163,10 +203,13 @@ def _allowed(text: str, flag: str, allowed: tuple[str, ...]) -> tuple[str, ...]:
     return chosen
 
 
-def _store(result: BenchResult, json_out: Path | None, plot: Path | None) -> None:
-    if json_out is not None:
-        result.write(json_out)
-    if plot is not None:
-        from dflash_moe.bench.plot import draw
+def _lengths(text: str, flag: str) -> tuple[int, ...]:
+    parts = _parts(text)
+    if not parts or not all(part.isascii() and part.isdigit() and 1 <= int(part) <= MAX_PROMPT_TOKENS for part in parts):
+        raise ConfigError(f"{flag} {text!r}: give one or more numbers of 1..{MAX_PROMPT_TOKENS}, separated by commas")
+    return tuple(int(part) for part in parts)
 
-        draw(result.as_json(), plot)
+
+def _parts(text: str) -> tuple[str, ...]:
+    """The distinct items of a comma-separated list, lower case, in order."""
+    return tuple(dict.fromkeys(part.strip().lower() for part in text.split(",") if part.strip()))

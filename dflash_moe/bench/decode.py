@@ -1,0 +1,119 @@
+"""`bench decode`: what one more token costs. Every token's latency per (mode, dtype), calls and bytes per token, and all local.
+
+Rounds interleave the cases; each starts from the same short prompt, so that every round decodes the same tokens.
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dflash_moe.bench.forward import COUNTED, Sample, measure_once, random_prompt
+from dflash_moe.bench.harness import Recorder, run_rounds
+from dflash_moe.bench.model_host import LOCAL, Host, describe_topology, open_hosts
+from dflash_moe.bench.results import BenchResult, percentile, timing_fields
+from dflash_moe.topology import Topology
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeParams:
+    """`new_tokens` are decoded and timed in each of `repeat` rounds, after a prompt of `prompt_tokens` random ids."""
+
+    model: Path
+    prompt_tokens: int = 32
+    new_tokens: int = 32
+    modes: tuple[str, ...] = ("stream", "batched", "auto")
+    dtypes: tuple[str, ...] = ()
+    repeat: int = 5
+    with_local: bool = True
+    seed: int = 0
+
+
+@dataclass(slots=True)
+class DecodeCase:
+    """One (mode, dtype) on one host: a `harness.Case`."""
+
+    host: Host
+    mode: str
+    dtype: str
+    input_ids: Any
+    new_tokens: int
+    rounds: int | None = None
+    samples: list[Sample] = field(default_factory=list)
+
+    @property
+    def label(self) -> str:
+        """For progress."""
+        return f"{self.mode} {self.dtype}"
+
+    def measure(self, *, keep: bool) -> None:
+        """An untimed prefill, then the timed tokens."""
+        runtime = self.host.runtime
+        runtime.set_mode("batched" if self.mode == LOCAL else self.mode, dtype=self.dtype, reply_dtype=self.dtype)
+        sample = measure_once(self.host.model, runtime, self.input_ids, self.new_tokens)
+        if keep:
+            self.samples.append(sample)
+
+    def row(self) -> dict[str, Any] | None:
+        """Counts are of one round's decode; times of every token of all rounds."""
+        if not self.samples:
+            return None
+        last = self.samples[-1]
+        token_s = [seconds for sample in self.samples for seconds in sample.token_s]
+        moved = last.decode["request_bytes"] + last.decode["reply_bytes"]
+        return {
+            "name": self.mode,
+            "mode": self.mode,
+            "dtype": self.dtype,
+            "prompt_tokens": last.prompt_tokens,
+            "new_tokens": self.new_tokens,
+            **timing_fields(token_s, per_round=self.new_tokens),
+            "p50_s": percentile(token_s, 0.50),
+            "p99_s": percentile(token_s, 0.99),
+            "tokens_per_s": len(token_s) / sum(token_s),
+            **last.decode,
+            **{f"{key}_per_token": last.decode[key] / self.new_tokens for key in COUNTED},
+            "wire_efficiency": last.decode["floor_bytes"] / moved if moved else None,
+            "tokens_digests": sorted({hashlib.sha256(repr(sample.token_ids).encode()).hexdigest() for sample in self.samples}),
+        }
+
+
+def run_decode(
+    params: DecodeParams,
+    topology: Topology,
+    *,
+    recorder: Recorder | None = None,
+    overrides: Mapping[str, Any] | None = None,
+) -> BenchResult:
+    """A row per (dtype, mode), `local` after the modes of its dtype. Errors as `run_prefill`."""
+    recorder, overrides = recorder or Recorder(), dict(overrides or {})
+    result = recorder.begin("decode", _describe(params))
+    result.params |= describe_topology(topology, overrides, recorder)
+    with (
+        recorder.recording(),
+        open_hosts(params.model, topology, overrides, recorder, with_local=params.with_local) as (remote, local),
+    ):
+        input_ids = random_prompt(remote.model, params.prompt_tokens, params.seed)
+        cases = []
+        for dtype in params.dtypes or (remote.runtime.spec.dtype,):
+            cases += [DecodeCase(remote, mode, dtype, input_ids, params.new_tokens) for mode in params.modes]
+            if local is not None:
+                cases.append(DecodeCase(local, LOCAL, dtype, input_ids, params.new_tokens))
+        run_rounds(recorder, cases, rounds=params.repeat)
+    return result
+
+
+def _describe(params: DecodeParams) -> dict[str, Any]:
+    return {
+        "model": params.model.name,
+        "prompt_tokens": params.prompt_tokens,
+        "new_tokens": params.new_tokens,
+        "modes": list(params.modes),
+        "dtypes": list(params.dtypes),
+        "repeat": params.repeat,
+        "seed": params.seed,
+    }

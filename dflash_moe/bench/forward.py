@@ -1,0 +1,97 @@
+"""One prefill and the greedy decode after it through a model whose experts are remote: times, counts and a digest of the bits.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from dflash_moe.errors import ConfigError
+from dflash_moe.runtime.expert_runtime import ExpertRuntime
+
+COUNTED = ("calls", "request_bytes", "reply_bytes", "floor_bytes")
+SETTLE_TOKENS = 64  # an unmeasured prefill after a switch of mode: a new data path is touched, sleeping threads have run
+
+
+@dataclass(slots=True)
+class Sample:
+    """One prefill and the decode after it."""
+
+    prompt_tokens: int
+    prefill_s: float
+    token_s: list[float]  # of every decoded token
+    prefill: dict[str, int]
+    decode: dict[str, int]
+    digest: str  # of the KV cache and the last logits after the prefill: equal digests = equal bits in every layer
+    token_ids: list[int]
+
+
+def measure_once(model: Any, runtime: ExpertRuntime, input_ids: Any, new_tokens: int) -> Sample:
+    """Prefills `input_ids` [1, num_tokens] in one forward pass, then decodes `new_tokens` greedily.
+
+    ConfigError when the model's experts did not go through the runtime.
+    """
+    import torch
+    from transformers import DynamicCache
+
+    cache = DynamicCache(config=model.config)
+    before = counted(runtime)
+    with torch.inference_mode():
+        started = time.perf_counter()
+        logits = model(input_ids=input_ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[0, -1]
+        prefill_s = time.perf_counter() - started
+        after_prefill = counted(runtime)
+        digest = _digest(cache, logits)
+        token_ids, token_s = [int(torch.argmax(logits))], []
+        for _ in range(new_tokens):
+            started = time.perf_counter()
+            step_ids = torch.tensor([[token_ids[-1]]], dtype=torch.int64)
+            logits = model(input_ids=step_ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[0, -1]
+            token_ids.append(int(torch.argmax(logits)))
+            token_s.append(time.perf_counter() - started)
+    after_decode = counted(runtime)
+    if after_prefill["calls"] == before["calls"]:
+        raise ConfigError("the model made no remote expert call: its experts did not go through dflash_moe")
+    return Sample(
+        int(input_ids.shape[1]),
+        prefill_s,
+        token_s,
+        {key: after_prefill[key] - before[key] for key in COUNTED},
+        {key: after_decode[key] - after_prefill[key] for key in COUNTED},
+        digest,
+        token_ids,
+    )
+
+
+def settle(model: Any, runtime: ExpertRuntime, input_ids: Any) -> None:
+    """An unmeasured prefill of the first tokens and one decoded token, after a switch of mode or dtype."""
+    measure_once(model, runtime, input_ids[:, :SETTLE_TOKENS], 1)
+
+
+def counted(runtime: ExpertRuntime) -> dict[str, int]:
+    """The runtime's totals so far: calls, request_bytes, reply_bytes, floor_bytes."""
+    totals = runtime.stats()["totals"]
+    return {key: int(totals[key]) for key in COUNTED}
+
+
+def random_prompt(model: Any, num_tokens: int, seed: int) -> Any:
+    """Token ids [1, num_tokens], int64; a shorter prompt of the same seed is a prefix of a longer one."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, model.config.vocab_size, (1, num_tokens), generator=generator)
+
+
+def _digest(cache: Any, logits: Any) -> str:
+    import torch
+
+    digest = hashlib.sha256()
+    for layer in cache.layers:
+        for tensor in (layer.keys, layer.values):
+            digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+    digest.update(logits.contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,159 @@
+"""One harness for every case: warm-up, rounds that interleave the cases, all samples kept, the file saved after every round.
+
+A case measures itself once per round; `run_rounds` does the rest. Whatever ends a bench early (Ctrl-C, SIGTERM, a lost worker)
+leaves what was measured in the result and its file, marked incomplete, and the exception goes on.
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from dflash_moe.bench.results import BenchResult
+
+EXIT_TERMINATED = 128 + signal.SIGTERM  # what a shell reports for a process that SIGTERM ended
+
+
+class Case(Protocol):
+    """One line of a table."""
+
+    @property
+    def label(self) -> str:
+        """For progress."""
+
+    @property
+    def rounds(self) -> int | None:
+        """None: as many as the bench; fewer where a round takes minutes."""
+
+    def measure(self, *, keep: bool) -> None:
+        """Takes this round's samples; `keep=False` (warm-up) measures and forgets."""
+
+    def row(self) -> dict[str, Any] | None:
+        """The result row of what is kept so far; None before the first sample."""
+
+
+class Reporter(Protocol):
+    """Where progress goes: a bar on a terminal, lines otherwise (cli/bench_progress.py)."""
+
+    def say(self, line: str) -> None:
+        """A line worth keeping."""
+
+    def advance(self, done: int, total: int, label: str) -> None:
+        """`done` of `total` steps lie behind; `label` is what is measured now."""
+
+
+class Silent:
+    """Reports nothing: benches called from Python."""
+
+    def say(self, line: str) -> None:
+        """Nothing."""
+
+    def advance(self, done: int, total: int, label: str) -> None:
+        """Nothing."""
+
+
+@dataclass(slots=True)
+class Recorder:
+    """A bench's result under way: `begin`, then `recording()` around all measuring. One per run."""
+
+    path: Path | None = None
+    reporter: Reporter = field(default_factory=Silent)
+    result: BenchResult | None = None
+
+    def begin(self, case: str, params: dict[str, Any], *, interleaved: bool = True) -> BenchResult:
+        """Makes the result that `save` writes. `interleaved`: the same round of two rows was measured in one go."""
+        self.result = BenchResult(case, params, interleaved=interleaved)
+        return self.result
+
+    def save(self) -> None:
+        """Writes the file, if one was asked for; a reader never sees half of it."""
+        if self.path is not None and self.result is not None:
+            self.result.write(self.path)
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Marks the result complete when the body ends by itself; else saves it incomplete, says where, re-raises."""
+        with _terminating_as_exit():
+            try:
+                yield
+            except BaseException as error:
+                self._keep_incomplete(error)
+                raise
+            if self.result is not None:
+                self.result.complete = True
+            self.save()
+
+    def _keep_incomplete(self, error: BaseException) -> None:
+        if self.result is None:
+            return
+        self.result.ended_by = _cause(error)
+        samples = sum(len(row.get("samples_s", ())) for row in self.result.rows)
+        if not samples:
+            self.reporter.say(f"bench {self.result.case}: ended by {self.result.ended_by} before anything was measured")
+            return
+        self.save()
+        where = f"{self.path} keeps" if self.path is not None else "no --json was given, the table shows"
+        self.reporter.say(
+            f"bench {self.result.case}: ended by {self.result.ended_by}; {where} the {samples} samples measured so far, "
+            "marked incomplete"
+        )
+
+
+def run_rounds(recorder: Recorder, cases: Sequence[Case], *, rounds: int, warmup: int = 1) -> None:
+    """Measures every case once per round, `warmup` rounds first that are not kept, and saves after every round.
+
+    The order rotates by round, so that no case always follows the same neighbour. Rows are added to those the result has.
+    """
+    result = recorder.result
+    if result is None:
+        raise ValueError("begin() the result first")
+    before = list(result.rows)
+    total, done = sum(warmup + min(case.rounds or rounds, rounds) for case in cases), 0
+    for round_ in range(1 - warmup, rounds + 1):
+        for case in _rotated(cases, round_):
+            if round_ > (case.rounds or rounds):
+                continue
+            kind = f"round {round_} of {rounds}" if round_ > 0 else "warm-up"
+            recorder.reporter.advance(done, total, f"{kind}: {case.label}")
+            case.measure(keep=round_ > 0)
+            done += 1
+            result.rows = before + [row for one in cases if (row := one.row()) is not None]
+        if round_ > 0:
+            recorder.save()
+    recorder.reporter.advance(done, total, "done")
+
+
+def _rotated(cases: Sequence[Case], round_: int) -> list[Case]:
+    start = round_ % len(cases) if cases else 0
+    return [*cases[start:], *cases[:start]]
+
+
+def _cause(error: BaseException) -> str:
+    if isinstance(error, KeyboardInterrupt):
+        return "Ctrl-C"
+    if isinstance(error, SystemExit) and error.code == EXIT_TERMINATED:
+        return "SIGTERM"
+    return type(error).__name__
+
+
+@contextmanager
+def _terminating_as_exit() -> Iterator[None]:
+    """SIGTERM raises SystemExit(143) in the main thread, so that `with` blocks close workers; restored at the end."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def leave(_number: int, _frame: object) -> None:
+        raise SystemExit(EXIT_TERMINATED)
+
+    former: Callable[..., Any] | int | None = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, former)

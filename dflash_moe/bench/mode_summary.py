@@ -1,0 +1,63 @@
+"""What `auto` is judged by: its time against the better fixed mode, round by round, and its prediction against the measurement.
+
+Pure functions of result rows, so that a recorded file can be judged again.
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+FIXED = ("stream", "batched")
+
+
+def summarise(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """One entry per (prompt_tokens, dtype) that has a row `auto` and a fixed one.
+
+    `ratios_to_better_fixed` are speeds: the better fixed mode's time / auto's time of the same round (1 = as quick, above 1 =
+    quicker). The better fixed mode is the one with the lower median over the rounds that all modes have.
+    """
+    found = []
+    keys = dict.fromkeys((row["prompt_tokens"], row["dtype"]) for row in rows)
+    for prompt_tokens, dtype in keys:
+        own = {row["name"]: row for row in rows if (row["prompt_tokens"], row["dtype"]) == (prompt_tokens, dtype)}
+        fixed = [own[mode] for mode in FIXED if mode in own]
+        if "auto" not in own or not fixed:
+            continue
+        shared = min(len(row["samples_s"]) for row in (own["auto"], *fixed))
+        better = min(fixed, key=lambda row: statistics.median(row["samples_s"][:shared]))
+        ratios = [
+            fixed_s / auto_s for fixed_s, auto_s in zip(better["samples_s"], own["auto"]["samples_s"], strict=False)
+        ]  # where stream has fewer rounds, the first ones
+        found.append(
+            {
+                "prompt_tokens": prompt_tokens,
+                "dtype": dtype,
+                "better_fixed": better["name"],
+                "rounds": len(ratios),
+                "ratios_to_better_fixed": ratios,
+                "median_ratio": statistics.median(ratios),
+                "predictions": _predictions(own["auto"].get("auto") or {}),
+                "same_bits": len({digest for row in (own["auto"], *fixed) for digest in row["digests"]}) == 1,
+            }
+        )
+    return found
+
+
+def _predictions(auto: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Per worker, of its largest chunks: slices and window taken, predicted and measured seconds."""
+    found = {}
+    for name, forecast in auto.items():
+        chunks = forecast.get("chunks") or ()
+        if not chunks:
+            continue
+        largest = max(chunks, key=lambda chunk: (chunk["num_tokens"], chunk["taken"]["predicted_s"]))
+        found[name] = {
+            "num_tokens": largest["num_tokens"],
+            "num_slices": largest["taken"]["num_slices"],
+            "window": largest["taken"]["window"],
+            **{key: largest[key] for key in ("predicted_s", "measured_s", "deviation", "reason")},
+        }
+    return found

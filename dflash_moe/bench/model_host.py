@@ -1,0 +1,133 @@
+"""What `bench prefill` and `bench decode` measure on: the model over its workers, and with all experts in this process.
+
+Also what a reader must know of the topology: threads against cores, emulated links, resident memory.
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dflash_moe.bench.harness import Recorder
+from dflash_moe.config import resolve_settings
+from dflash_moe.errors import ConfigError
+from dflash_moe.runtime.expert_runtime import ExpertRuntime
+from dflash_moe.runtime.threads import thread_plan
+from dflash_moe.telemetry.machine import usable_cores
+from dflash_moe.telemetry.memory import process_memory
+from dflash_moe.topology import Topology
+
+LOCAL = "local"
+# Settings that say how workers are reached or sliced: all experts in this process need none of them.
+NOT_LOCAL = ("mode", "transport", "threads", "key_file")
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """A model and the runtime that its experts go through."""
+
+    runtime: ExpertRuntime
+    model: Any
+
+
+@contextmanager
+def open_hosts(
+    directory: Path,
+    topology: Topology,
+    overrides: Mapping[str, Any],
+    recorder: Recorder,
+    *,
+    with_local: bool,
+) -> Iterator[tuple[Host, Host | None]]:
+    """(over the workers, all local or None), both alive at once, so that their rounds can alternate.
+
+    Where this machine has no memory for the second, says so and leaves it out. Errors: those of `ExpertRuntime.start`.
+    """
+    recorder.reporter.say(f"starting {len(topology.workers)} workers and loading {directory.name}")
+    with ExitStack() as stack:
+        remote = _open(stack, directory, topology, overrides)
+        if recorder.result is not None:
+            recorder.result.params["processes"] = resident_memory(remote.runtime)
+        local = None
+        if with_local:
+            total_threads = sum(thread_plan(topology, resolve_settings(topology.ipc, **overrides)).workers.values())
+            own = {key: value for key, value in overrides.items() if key not in NOT_LOCAL}
+            try:
+                local = _open(stack, directory, local_topology(topology, total_threads), {**own, "mode": "batched"})
+            except ConfigError as error:
+                recorder.reporter.say(f"row {LOCAL} is left out: {error}")
+                if recorder.result is not None:
+                    recorder.result.params["local_left_out"] = str(error)
+        yield remote, local
+
+
+def _open(stack: ExitStack, directory: Path, topology: Topology, overrides: Mapping[str, Any]) -> Host:
+    from dflash_moe.integrations.transformers import load_model
+
+    runtime = stack.enter_context(ExpertRuntime.start(topology, model=directory, **overrides))
+    return Host(runtime, load_model(directory, runtime))
+
+
+def local_topology(topology: Topology, total_threads: int) -> Topology:
+    """All experts in the host process, behind the loopback transport, with the workers' threads taken together."""
+    template = topology.workers[0]
+    only = dataclasses.replace(
+        template, name=LOCAL, address="loopback", threads=total_threads, memory=None, experts=None, emulate=None
+    )
+    placement = dataclasses.replace(topology.placement, policy="even")
+    return dataclasses.replace(topology, workers=(only,), placement=placement)
+
+
+def describe_topology(topology: Topology, overrides: Mapping[str, Any], recorder: Recorder) -> dict[str, Any]:
+    """The parameters every result over workers carries. Warns where the topology asks for more threads than there are cores."""
+    settings = resolve_settings(topology.ipc, **overrides)
+    threads = thread_plan(topology, settings)
+    of_workers, cores = sum(threads.workers.values()), usable_cores()
+    planned = threads.host + of_workers
+    if planned > cores:
+        recorder.reporter.say(
+            f"warning: {planned} threads (host {threads.host}, workers {of_workers}) share {cores} cores: "
+            "processes wait for each other, nobody spins, and times are longer than on a machine with a core per thread"
+        )
+    return {
+        "workers": [
+            {
+                "name": worker.name,
+                "backend": worker.backend,
+                "threads": threads.workers.get(worker.name, worker.threads),
+                "address": worker.address or "shared",
+                "emulate": dataclasses.asdict(worker.emulate) if worker.emulate else None,
+            }
+            for worker in topology.workers
+        ],
+        "host_threads": threads.host,
+        "placement": topology.placement.policy,
+        "batch_capacity": settings.batch_capacity,
+        "stream_tokens": settings.stream_tokens,
+        "overrides": {key: str(value) for key, value in overrides.items() if value is not None},
+        "cores_usable": cores,
+        "oversubscribed": planned > cores,
+    }
+
+
+def resident_memory(runtime: ExpertRuntime) -> list[dict[str, Any]]:
+    """Anonymous and file-backed resident bytes of this process ("host") and of every worker, and the experts they hold."""
+    own = process_memory()
+    rows: list[dict[str, Any]] = [
+        {
+            "name": "host",
+            "experts_per_layer": 0,
+            "anonymous_bytes": own.anonymous_bytes,
+            "file_bytes": own.file_bytes,
+            "weight_bytes": 0,
+        }
+    ]
+    for process in runtime.worker_processes():
+        keys = ("name", "experts_per_layer", "anonymous_bytes", "file_bytes", "weight_bytes")
+        rows.append({key: getattr(process, key) for key in keys})
+    return rows

@@ -1,0 +1,105 @@
+"""Picture of a timeline: one layer's slices, a lane for the host and one per worker and stage, from `bench prefill --timeline`.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dflash_moe.bench.plot_axes import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, Named, heading, seconds_text
+
+FIELDS = (
+    "worker", "encode_start_ns", "published_ns", "arrived_ns", "combined_ns", "worker_received_ns", "worker_started_ns",
+    "worker_finished_ns",
+)  # fmt: skip
+HOST_STAGES = (("encode", "encode_start_ns", "published_ns", BLUE),)
+WORKER_STAGES = (
+    ("request travels", "published_ns", "worker_received_ns", SKY),
+    ("waits at the worker", "worker_received_ns", "worker_started_ns", GREY),
+    ("computes", "worker_started_ns", "worker_finished_ns", ORANGE),
+    ("reply travels", "worker_finished_ns", "arrived_ns", GREEN),
+)
+COMBINE = ("combine", PURPLE)
+MAX_LANES = 8  # slices of one worker drawn in lanes of their own; more share them in turn
+LANE, GAP = 1.0, 0.7  # heights: of a lane, between two workers
+NUMBERED = 16  # slices that get their number written; more would touch
+
+
+def draw_timelines(named: Named, plt: Any) -> Any:
+    """A panel per recorded mode below each other, all on their own time axis."""
+    timelines = named[1]["timelines"]
+    heights = [sum(_num_lanes(own) * LANE + GAP for own in _by_worker(one).values()) + 1.5 for one in timelines]
+    figure, axes = plt.subplots(
+        len(timelines), 1, figsize=(13, 0.32 * sum(heights) + 1.6 * len(timelines) + 1.0), squeeze=False, layout="constrained",
+        height_ratios=heights,
+    )  # fmt: skip
+    figure.suptitle("One layer's slices\n" + heading(*named), fontsize=10)
+    for axis, timeline in zip(axes[:, 0], timelines, strict=True):
+        _draw(axis, timeline)
+    handles, labels = axes[0, 0].get_legend_handles_labels()
+    unique = dict(zip(labels, handles, strict=True))
+    figure.legend(unique.values(), unique.keys(), loc="outside lower center", ncols=len(unique), fontsize=8, frameon=False)
+    return figure
+
+
+def _draw(axis: Any, timeline: Mapping[str, Any]) -> None:
+    slices = timeline["slices"]
+    scale = 1e-6  # ns -> ms
+    ticks, names = [0.0], ["host"]
+    for one in slices:
+        for label, start, end, color in HOST_STAGES:
+            _bar(axis, 0.0, one[start] * scale, one[end] * scale, color, label)
+    for combined in sorted({one["combined_ns"] for one in slices}):
+        last = max(one["arrived_ns"] for one in slices if one["combined_ns"] == combined)
+        _bar(axis, 0.0, last * scale, combined * scale, COMBINE[1], COMBINE[0])
+    top = LANE + GAP
+    for worker, own in _by_worker(timeline).items():
+        lanes = _num_lanes(own)
+        for at, one in enumerate(own):
+            height = top + (at % lanes) * LANE
+            for label, start, end, color in WORKER_STAGES:
+                _bar(axis, height, one[start] * scale, one[end] * scale, color, label)
+            if len(own) <= NUMBERED:
+                middle = (one["worker_started_ns"] + one["worker_finished_ns"]) / 2 * scale
+                axis.annotate(f"{one['num_rows']} rows", (middle, height), ha="center", va="center", fontsize=7)
+        ticks.append(top + (lanes - 1) * LANE / 2)
+        names.append(worker)
+        top += lanes * LANE + GAP
+    axis.set_yticks(ticks, names)
+    axis.set_ylim(top - GAP + 0.2, -0.8)  # the host on top
+    axis.set_xlim(left=0)
+    axis.set_xlabel("milliseconds after the first encode", fontsize=8)
+    axis.grid(visible=True, axis="x", alpha=0.25)
+    axis.set_axisbelow(True)
+    axis.set_title(_title(timeline), fontsize=9)
+
+
+def _title(timeline: Mapping[str, Any]) -> str:
+    slices = timeline["slices"]
+    wall = (max(one["combined_ns"] for one in slices) - min(one["encode_start_ns"] for one in slices)) / 1e9
+    left_out = f", {timeline['slices_left_out']} not shown" if timeline.get("slices_left_out") else ""
+    aligned = {name: offset for name, offset in timeline.get("clock_offsets_ns", {}).items() if offset}
+    clocks = f"; clock of {', '.join(aligned)} aligned by its shortest round trip" if aligned else ""
+    return (
+        f"{timeline['mode']} {timeline['dtype']}, {timeline['prompt_tokens']:,} tokens, layer {timeline['layer']}: "
+        f"{len(slices)} slices{left_out}, {seconds_text(wall)}{clocks}"
+    )
+
+
+def _bar(axis: Any, height: float, start: float, end: float, color: str, label: str) -> None:
+    axis.barh(
+        height, max(end - start, 0.0), left=start, height=0.78 * LANE, color=color, label=label, edgecolor=BLACK, linewidth=0.2
+    )
+
+
+def _by_worker(timeline: Mapping[str, Any]) -> dict[str, list[Mapping[str, Any]]]:
+    found: dict[str, list[Mapping[str, Any]]] = {}
+    for one in timeline["slices"]:
+        found.setdefault(one["worker"], []).append(one)
+    return found
+
+
+def _num_lanes(own: Sequence[Mapping[str, Any]]) -> int:
+    return min(MAX_LANES, len(own))

@@ -1,0 +1,84 @@
+"""The timeline of one layer: when each slice was encoded, travelled, waited, was computed, came back and was combined.
+
+Times are nanoseconds after the first encode, on the host's clock. Processes of one machine share CLOCK_MONOTONIC; the clock
+of a worker elsewhere is aligned at the slice with the least time on the link, taken to be equal out and back (as NTP does).
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from dflash_moe.bench.forward import measure_once
+from dflash_moe.errors import ConfigError
+from dflash_moe.runtime.expert_runtime import ExpertRuntime
+from dflash_moe.topology import Topology
+
+MAX_SLICES = 1024  # kept of one layer: more cannot be told apart in a picture, and the file stays small
+HOST_TIMES = ("encode_start_ns", "published_ns", "arrived_ns", "combined_ns")
+WORKER_TIMES = ("worker_received_ns", "worker_started_ns", "worker_finished_ns")
+
+
+def capture_timeline(model: Any, runtime: ExpertRuntime, input_ids: Any, topology: Topology) -> dict[str, Any]:
+    """Prefills `input_ids` once over a runtime started with `profile`: the middle layer's slices. ConfigError: no traces."""
+    runtime.take_traces()  # what was recorded before
+    sample = measure_once(model, runtime, input_ids, 0)
+    traces = runtime.take_traces()
+    if not traces:
+        raise ConfigError("no slice was recorded; a timeline needs a runtime started with profile=1")
+    layers = [layer.index for layer in runtime.layers]
+    layer = layers[len(layers) // 2]
+    names = list(runtime.stats()["workers"])
+    foreign = {worker.name for worker in topology.workers if not worker.is_started_by_host}
+    timeline = layer_timeline([trace for trace in traces if trace["layer"] == layer], names, foreign)
+    return {"prompt_tokens": int(input_ids.shape[1]), "prefill_s": sample.prefill_s, "layer": layer, **timeline}
+
+
+def layer_timeline(traces: Sequence[Mapping[str, int]], names: Sequence[str], foreign: Iterable[str]) -> dict[str, Any]:
+    """`slices` in order of encoding; `clock_offsets_ns`: worker's clock minus the host's, 0 but for the `foreign` ones."""
+    offsets = dict.fromkeys(names, 0)
+    for name in foreign:
+        own = [trace for trace in traces if names[trace["worker"]] == name]
+        if own:
+            offsets[name] = clock_offset(own)
+    origin = min(trace["encode_start_ns"] for trace in traces)
+    ordered = sorted(traces, key=lambda trace: (trace["encode_start_ns"], trace["shard"]))
+    slices = [
+        {
+            "worker": names[trace["worker"]],
+            "shard": trace["shard"],
+            "slice": trace["slice"],
+            "num_rows": trace["num_rows"],
+            **{key: trace[key] - origin for key in HOST_TIMES},
+            **{key: trace[key] - origin - offsets[names[trace["worker"]]] for key in WORKER_TIMES},
+        }
+        for trace in ordered[:MAX_SLICES]
+    ]
+    return {
+        "slices": slices,
+        "slices_left_out": len(ordered) - len(slices),
+        "clock_offsets_ns": {name: offsets[name] for name in names},
+    }
+
+
+def clock_offset(traces: Iterable[Mapping[str, int]]) -> int:
+    """Worker's clock minus the host's, from the round trip that spent least on the link; off by at most half of that."""
+
+    def link_ns(trace: Mapping[str, int]) -> int:
+        return (trace["arrived_ns"] - trace["published_ns"]) - (trace["worker_finished_ns"] - trace["worker_received_ns"])
+
+    best = min(traces, key=link_ns)
+    out = best["worker_received_ns"] - best["published_ns"]
+    back = best["arrived_ns"] - best["worker_finished_ns"]
+    return (out - back) // 2
+
+
+def stage_times(slices: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Seconds a worker's slices spent being sent, computed and received; `wall_s`: first encode to last arrival."""
+    return {
+        "send_s": sum(one["worker_received_ns"] - one["encode_start_ns"] for one in slices) / 1e9,
+        "compute_s": sum(one["worker_finished_ns"] - one["worker_started_ns"] for one in slices) / 1e9,
+        "receive_s": sum(one["arrived_ns"] - one["worker_finished_ns"] for one in slices) / 1e9,
+        "wall_s": (max(one["arrived_ns"] for one in slices) - min(one["encode_start_ns"] for one in slices)) / 1e9,
+    }

@@ -1,0 +1,63 @@
+"""Progress of a bench on stderr: a bar on a terminal, plain lines otherwise.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from dflash_moe.cli import options
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+    from dflash_moe.bench.harness import Reporter
+
+
+class Lines:
+    """One line per step."""
+
+    def say(self, line: str) -> None:
+        """On stderr."""
+        options.say(line)
+
+    def advance(self, done: int, total: int, label: str) -> None:
+        """`[3/12] round 1 of 3: batched bf16`; nothing at the end."""
+        if done < total:
+            options.say(f"[{done + 1}/{total}] {label}")
+
+
+class Bar:
+    """A bar with the time that is left; lines appear above it."""
+
+    def __init__(self, progress: Progress, task: TaskID) -> None:
+        self._progress = progress
+        self._task = task
+
+    def say(self, line: str) -> None:
+        """Above the bar."""
+        self._progress.console.print(line, markup=False, highlight=False)
+
+    def advance(self, done: int, total: int, label: str) -> None:
+        """Moves the bar and names what is measured now."""
+        self._progress.update(self._task, completed=done, total=total, description=label, visible=True)
+
+
+@contextmanager
+def reporting() -> Iterator[Reporter]:
+    """The reporter for this stderr; the bar is gone when the block ends."""
+    if not sys.stderr.isatty():
+        yield Lines()
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(
+        *columns, console=Console(stderr=True), transient=True, redirect_stdout=False, redirect_stderr=False
+    ) as progress:
+        yield Bar(progress, progress.add_task("", total=None, visible=False))
