@@ -14,6 +14,7 @@ import typer
 from dflash_moe.cli import options, probes
 from dflash_moe.config import format_bytes, resolve_settings
 from dflash_moe.errors import ConfigError, DflashError
+from dflash_moe.runtime.threads import thread_plan
 from dflash_moe.telemetry.machine import physical_cores, usable_cores
 from dflash_moe.topology import Topology
 
@@ -69,7 +70,7 @@ def _planned_threads(problems: list[str]) -> dict[str, Any]:
     except ConfigError as error:
         problems.append(str(error))
         settings = resolve_settings(topology.ipc, environ={})
-    plan = options.thread_plan(topology, settings)
+    plan = thread_plan(topology, settings)
     total = plan.host + sum(plan.workers.values())
     return {
         "planned_for": f"{PLANNED_WORKERS} local workers",

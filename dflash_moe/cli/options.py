@@ -18,7 +18,7 @@ from typing import Annotated, Any
 
 import typer
 
-from dflash_moe.config import SETTINGS, Setting, Settings, resolve_settings
+from dflash_moe.config import SETTINGS, Setting, resolve_settings
 from dflash_moe.errors import ConfigError
 from dflash_moe.runtime.threads import ThreadPlan, thread_plan
 from dflash_moe.topology import Topology
@@ -34,7 +34,7 @@ TopologyOption = Annotated[
 ]
 
 ExplainOption = Annotated[
-    bool, typer.Option("--explain-auto", help="At the end: what mode auto measured, predicted, chose and why, per worker (stderr).")
+    bool, typer.Option("--explain-auto", help="At the end, on stderr: what mode auto measured, predicted and chose per worker.")
 ]
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)

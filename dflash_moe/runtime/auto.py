@@ -24,7 +24,7 @@ UNMEASURED = "nothing is measured yet: whole chunks"
 class CostLine:
     """A cost: seconds = fixed_s + units * s_per_unit + experts * s_per_expert.
 
-    Units are bytes on the link and (row, expert) pairs in compute. `residual` is the mean relative deviation of recent predictions.
+    Units are bytes on the link, (row, expert) pairs in compute. `residual` is how far recent predictions were off, relatively.
     """
 
     fixed_s: float
@@ -46,9 +46,9 @@ class SliceForecast:
 class ChunkForecast:
     """Chunks of one size (an octave of tokens) and one shape of experts at one worker.
 
-    `taken` and `considered` are of the last one. `predicted_s` and `measured_s` are medians over the last 16 chunks that had the
-    worker to themselves, from submit to the last reply; None before there is one. `deviation` is the median of |predicted /
-    measured - 1|. `is_auto`: the model chose, not the mode.
+    `taken` and `considered` are of the last one. `predicted_s` and `measured_s` are medians over the last 16 chunks that had
+    the worker to themselves, from submit to the last reply; None before there is one. `deviation` is the median of
+    |predicted / measured - 1|. `is_auto`: the model chose, not the mode.
     """
 
     cost_class: int
@@ -68,7 +68,7 @@ class ChunkForecast:
 
 @dataclass(frozen=True, slots=True)
 class WorkerForecast:
-    """One worker: cost lines of both directions of its link and of its compute, by class of layers; its chunks, small ones first."""
+    """One worker: cost lines of both directions of its link, and of its compute by class of layers; its chunks, small first."""
 
     name: str
     send: CostLine
@@ -122,7 +122,8 @@ def explain(forecasts: Sequence[WorkerForecast]) -> list[str]:
     """Lines for `--explain-auto`: per worker the model, then for every size of chunk prediction, choice and reason."""
     lines = []
     for forecast in forecasts:
-        lines.append(f"auto, worker {forecast.name}: sends {_link_text(forecast.send)}, receives {_link_text(forecast.receive)}")
+        sends, receives = _link_text(forecast.send), _link_text(forecast.receive)
+        lines.append(f"auto, worker {forecast.name}: sends {sends}, receives {receives}")
         for cost_class, line in forecast.compute.items():
             which = f" (layers of class {cost_class})" if len(forecast.compute) > 1 else ""
             lines.append(
@@ -167,23 +168,24 @@ def _chunk(record: Mapping[str, Any]) -> ChunkForecast:
 
 
 def _reason(kind: str, taken: SliceForecast, considered: Sequence[SliceForecast], num_tokens: int) -> str:
+    chunk = f"{num_tokens} {'token' if num_tokens == 1 else 'tokens'} in {_slices(taken.num_slices)}"
     if kind == "fixed":
-        return f"{num_tokens} tokens in {_slices(taken.num_slices)}, as the mode asks"
+        return f"{chunk}, as the mode asks"
     if kind == "unmeasured":
         return UNMEASURED
     if kind == "small":
-        return f"{num_tokens} tokens in one slice: too few to cut"
+        return f"{chunk}: too few to cut"
     whole = considered[0]
     if kind == "sliced":
         gain = 1 - taken.predicted_s / whole.predicted_s
-        return f"{num_tokens} tokens in {_slices(taken.num_slices)} hide transfer: {gain:.0%} less than in {_slices(whole.num_slices)}"
+        return f"{chunk} hide transfer: {gain:.0%} less than in {_slices(whole.num_slices)}"
     others = [one for one in considered if one.num_slices != taken.num_slices]
     if not others:
-        return f"{num_tokens} tokens in {_slices(taken.num_slices)}: smaller ones are not known well enough yet"
+        return f"{chunk}: smaller ones are not known well enough yet"
     best = min(others, key=lambda one: one.predicted_s)
     change = best.predicted_s / taken.predicted_s - 1
     effect = f"cost {change:.0%} more" if change >= 0 else f"save only {-change:.1%}"
-    return f"{num_tokens} tokens in {_slices(taken.num_slices)}: {best.num_slices} would {effect}"
+    return f"{chunk}: {best.num_slices} would {effect}"
 
 
 def _slices(count: int) -> str:

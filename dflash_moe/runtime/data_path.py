@@ -140,9 +140,13 @@ def plan_arena(
 
 
 def _plan_widest(
-    shards: Mapping[str, Sequence[ShardShape]], slices: SlicePlan, request_dtype: str, reply_dtype: str, shared_bytes: int | None
+    shards: Mapping[str, Sequence[ShardShape]],
+    slices: SlicePlan,
+    request_dtype: str,
+    reply_dtype: str,
+    shared_bytes: int | None,
 ) -> dict[str, SlotPlan]:
-    """The widest window whose slots still hold full slices; else the narrowest one. Whole chunks matter more than wide windows."""
+    """The widest window whose slots still hold full slices; else the narrowest: whole chunks matter more than wide windows."""
     narrowest = min(BATCHED_WINDOW, slices.window)
     for window in range(slices.window, narrowest - 1, -1):
         fixed = SlicePlan("batched", slices.slice_tokens, window, slices.slot_rows)

@@ -323,9 +323,9 @@ class ExpertRuntime:
     def stats(self) -> dict[str, Any]:
         """Counters since start: `calls`, `rows`, `pairs`, `request_bytes`, `reply_bytes`, `floor_bytes`, `splits`, `waits` (s).
 
-        The same and the workers' own times under `totals`, per worker under `workers`, per layer under `layers`; `auto` is what
-        every worker's cost model knows, chose and predicted since the mode was set (`WorkerForecast`, as dictionaries); besides,
-        the mode in use and why. After `close()` the last ones.
+        The same and the workers' own times under `totals`, per worker under `workers`, per layer under `layers`; under `auto`
+        what every worker's cost model knows, chose and predicted since the mode was set (`WorkerForecast` as a dictionary);
+        besides, the mode in use and why. After `close()` the last ones.
         """
         if self._client is None:
             return self._last_stats

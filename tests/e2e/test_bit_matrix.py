@@ -79,6 +79,21 @@ def test_bits_do_not_depend_on_transport_mode_slice_or_threads(checkpoint, refer
     assert_equal_to(reference, outputs(checkpoint, topology(address, threads)))
 
 
+def test_what_auto_chooses_over_a_slow_link_changes_no_bit(checkpoint, reference):
+    slow = Topology.parse(
+        "version: 1\nplacement: {policy: explicit}\nworkers:\n"
+        "  - {name: w0, backend: cpu, threads: 1, experts: {'*': '0-4'}}\n"
+        "  - {name: w1, backend: cpu, threads: 1, experts: {'*': '5-7'}, emulate: {delay_ms: 1, mbit_s: 40}}\n"
+    )
+    with ExpertRuntime.start(slow, model=checkpoint, mode="auto", dtype="f32", reply_dtype="f32") as runtime:
+        batch = routed_batch(TOKENS[-1], HIDDEN, NUM_EXPERTS, TOP_K, seed=TOKENS[-1])
+        for _ in range(6):
+            found = np.asarray(runtime.experts(0, *batch)).tobytes()
+            assert found == reference["f32", 0, TOKENS[-1]]
+        taken = {name: worker["chunks"][0]["taken"]["num_slices"] for name, worker in runtime.stats()["auto"].items()}
+    assert taken["w1"] == 2
+
+
 @pytest.mark.parametrize("isa", [isa for isa in _core.supported_isas() if isa != "reference"])
 def test_bits_do_not_depend_on_the_instruction_set(checkpoint, reference, isa):
     assert_equal_to(reference, outputs(checkpoint, topology("shared", 1), cpu_isa=isa))

@@ -76,7 +76,8 @@ def test_every_mode_gives_the_same_bits_with_its_own_number_of_calls(runtime: Ex
         before = runtime.stats()["calls"]
         assert np.array_equal(call(runtime, 0, batch), expected)
         assert runtime.stats()["calls"] - before == pytest.approx(num_calls, rel=0.1)  # a slice may miss a shard
-    assert "batched" in runtime.stats()["mode_reason"]
+    assert runtime.stats()["mode"] == "auto"
+    assert "100 tokens in one slice" in runtime.stats()["mode_reason"]
 
 
 def test_a_larger_geometry_is_negotiated_when_a_mode_needs_it(spec: ModelSpec) -> None:

@@ -158,7 +158,7 @@ def test_quarantined_slots_are_renewed_before_they_run_out(spec: ModelSpec) -> N
         return channel
 
     with ExpertRuntime.start(
-        Topology.local(num_workers=1), model=spec, _channel_decorator=decorate, call_timeout_s=0.2
+        Topology.local(num_workers=1), model=spec, mode="batched", _channel_decorator=decorate, call_timeout_s=0.2
     ) as runtime:
         expected = Expected(Path(spec.path), runtime.placement, spec).experts(0, make_batch(20))
         for _ in range(2):

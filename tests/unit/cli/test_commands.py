@@ -19,6 +19,7 @@ from dflash_moe import __version__
 from dflash_moe.cli import doctor, main, options
 from dflash_moe.config import SETTINGS
 from dflash_moe.errors import ConfigError, UnsupportedError, WorkerLost
+from dflash_moe.runtime import threads
 from dflash_moe.topology import Topology
 
 
@@ -171,11 +172,11 @@ def test_every_flag_is_in_help_with_default_and_variable(capsys, probe_app):
 
 
 def test_openmp_waits_passively_only_where_threads_outnumber_cores(monkeypatch):
-    monkeypatch.setattr(options, "usable_cores", lambda: 64)
-    monkeypatch.setattr(options, "physical_cores", lambda: 64)
+    monkeypatch.setattr(threads, "usable_cores", lambda: 64)
+    monkeypatch.setattr(threads, "physical_cores", lambda: 64)
     assert not options.prepare_host(Topology.local(2)).is_oversubscribed
     assert not any(name in os.environ for name in options.PASSIVE_OPENMP)
-    monkeypatch.setattr(options, "usable_cores", lambda: 2)
+    monkeypatch.setattr(threads, "usable_cores", lambda: 2)
     monkeypatch.setenv("KMP_BLOCKTIME", "5")
     assert options.prepare_host(Topology.local(2)).is_oversubscribed
     assert {name: os.environ.get(name) for name in options.PASSIVE_OPENMP} == options.PASSIVE_OPENMP | {"KMP_BLOCKTIME": "5"}
@@ -183,8 +184,8 @@ def test_openmp_waits_passively_only_where_threads_outnumber_cores(monkeypatch):
 
 def test_a_flag_beats_the_threads_of_the_topology():
     topology = Topology.parse("version: 1\nworkers: [{name: w0, threads: 3}]")
-    assert options.thread_plan(topology, options.resolve_settings(environ={}, threads=2)).workers == {"w0": 2}
-    assert options.thread_plan(topology, options.resolve_settings(environ={})).workers == {"w0": 3}
+    assert threads.thread_plan(topology, options.resolve_settings(environ={}, threads=2)).workers == {"w0": 2}
+    assert threads.thread_plan(topology, options.resolve_settings(environ={})).workers == {"w0": 3}
 
 
 @pytest.mark.parametrize(

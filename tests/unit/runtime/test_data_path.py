@@ -23,8 +23,12 @@ SMALL = ShardShape(in_size=64, out_size=32, top_k=8, num_experts=2)
 CAPS = {"batch_capacity": 1024, "stream_tokens": 4, "stream_tokens_max": 32}
 
 
-def test_auto_is_batched_and_stream_has_its_own_slice_and_window() -> None:
-    assert plan_slices("auto", **CAPS) == plan_slices("batched", **CAPS)
+def test_auto_is_bounded_by_the_capacity_and_stream_has_its_own_slice_and_window() -> None:
+    auto, batched = plan_slices("auto", **CAPS), plan_slices("batched", **CAPS)
+    assert auto.is_measured
+    assert not batched.is_measured
+    assert (auto.slice_tokens, auto.slot_rows) == (batched.slice_tokens, batched.slot_rows)
+    assert auto.window > batched.window
     stream = plan_slices("stream", **CAPS)
     assert (stream.slice_tokens, stream.slot_rows) == (4, 32)
     assert stream.window > plan_slices("batched", **CAPS).window
@@ -98,3 +102,15 @@ def test_a_path_serves_smaller_plans_only() -> None:
     assert large.holds(small)
     assert large.holds(large)
     assert not small.holds(large)
+
+
+@pytest.mark.parametrize(("hidden", "num_workers"), [(512, 2), (4096, 2), (4096, 8)])
+def test_auto_narrows_its_window_before_it_gives_up_full_slices(hidden: int, num_workers: int) -> None:
+    shards = {f"w{i}": [ShardShape(hidden, hidden, 8, 16)] for i in range(num_workers)}
+    auto = plan_arena(shards, plan_slices("auto", **CAPS), "f32", "f32")
+    batched = plan_arena(shards, plan_slices("batched", **CAPS), "f32", "f32")
+    assert sum(slots.arena_bytes for slots in auto.values()) <= DEFAULT_ARENA_BYTES
+    for name, slots in auto.items():
+        assert slots.rows >= batched[name].rows
+        assert slots.num_slots >= batched[name].num_slots
+    assert (auto["w0"].num_slots > batched["w0"].num_slots) == (hidden == 512)
