@@ -20,6 +20,7 @@ from dflash_moe.errors import ConfigError
 MIN_ROUNDS = 5  # with fewer, a 95 % percentile interval of a median does not hold what it says
 DRAWS = 2000
 MAX_DRAWN = 1 << 22  # samples drawn at a time: bounds memory to tens of MB
+MANY_ROUNDS = 1000
 SEED = 1
 CONFIDENCE = (2.5, 97.5)  # percentiles: a 95 % interval
 # What makes two rows the same measurement, as far as a case has it.
@@ -157,6 +158,12 @@ def _paired(a: Mapping[str, Any], b: Mapping[str, Any]) -> _Draws | int:
 
 def _drawn_medians(rounds: np.ndarray, generator: np.random.Generator) -> np.ndarray:
     """The median of every draw of as many rounds, with replacement."""
+    if rounds.shape[1] == 1 and len(rounds) >= MANY_ROUNDS:
+        # The median's rank in the sample follows Beta((n + 1) / 2, (n + 1) / 2): no need to draw n samples 2,000 times.
+        half = (len(rounds) + 1) / 2
+        ranks = (generator.beta(half, half, size=DRAWS) * len(rounds)).astype(np.int64)
+        medians_of_draws: np.ndarray = np.sort(rounds[:, 0])[ranks.clip(0, len(rounds) - 1)]
+        return medians_of_draws
     at_once = max(1, MAX_DRAWN // rounds.size)
     medians = []
     for start in range(0, DRAWS, at_once):

@@ -58,9 +58,10 @@ def draw_timeline(named: Named, out: Path) -> None:
         if not isinstance(timeline, Mapping):
             raise ConfigError(f"{name}: a timeline is not an object; is the file damaged?")
         require_fields({"name": "timeline", **timeline}, ("mode", "dtype", "prompt_tokens", "layer", "slices"), name)
-        if not isinstance(timeline["slices"], list):
-            raise ConfigError(f"{name}: a timeline's slices are not a list; is the file damaged?")
-        for one in timeline["slices"]:
+        slices = timeline["slices"]
+        if not isinstance(slices, list) or not slices or not all(isinstance(one, Mapping) for one in slices):
+            raise ConfigError(f"{name}: a timeline has no slices, or they are no list of objects; is the file damaged?")
+        for one in slices:
             _check_numbers({"name": "slice", **one}, plot_timeline.FIELDS, name)
     _save(plot_timeline.draw_timelines, named, out)
 

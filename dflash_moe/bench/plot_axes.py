@@ -39,7 +39,8 @@ def heading(name: str, found: Mapping[str, Any]) -> str:
 
 def topology_text(workers: Sequence[Mapping[str, Any]]) -> str:
     """Such as `w0: 1 thread, shared | w1: 1 thread, unix, 200 Mbit/s, 2 ms`."""
-    return " | ".join(_worker_text(worker) for worker in workers[:4]) + (" | ..." if len(workers) > 4 else "")
+    known = [worker for worker in workers if isinstance(worker, Mapping)]
+    return " | ".join(_worker_text(worker) for worker in known[:4]) + (" | ..." if len(known) > 4 else "")
 
 
 def _worker_text(worker: Mapping[str, Any]) -> str:
@@ -52,7 +53,7 @@ def _worker_text(worker: Mapping[str, Any]) -> str:
         parts.append(f"{emulate['mbit_s']:g} Mbit/s")
     if emulate.get("delay_ms"):
         parts.append(f"{emulate['delay_ms']:g} ms")
-    return f"{worker['name']}: {', '.join(parts)}"
+    return f"{worker.get('name', '?')}: {', '.join(parts)}"
 
 
 def seconds_text(seconds: float) -> str:
@@ -68,11 +69,19 @@ def count_text(count: float) -> str:
     return f"{count:,.0f}"
 
 
-def bars(axis: Any, values: Sequence[float], colors: Sequence[str], texts: Sequence[str], labels: Sequence[str]) -> None:
-    """A bar per value with its text above, and room for the texts."""
+def bars(
+    axis: Any,
+    values: Sequence[float],
+    colors: Sequence[str],
+    texts: Sequence[str],
+    labels: Sequence[str],
+    *,
+    tops: Sequence[float] | None = None,
+) -> None:
+    """A bar per value; its text stands above the bar, or above `tops` where something else is drawn on the bar."""
     places = range(len(values))
     axis.bar(places, values, color=colors, width=0.72, alpha=0.85)
-    for place, value, text in zip(places, values, texts, strict=True):
+    for place, value, text in zip(places, tops or values, texts, strict=True):
         axis.annotate(text, (place, value), xytext=(0, 4), textcoords="offset points", ha="center", fontsize=8)
     axis.set_xticks(list(places), labels, fontsize=8)
     axis.set_xlim(-0.6, len(values) - 0.4)

@@ -45,18 +45,23 @@ def draw_prefill(results: Sequence[Named], plt: Any) -> Any:
     figure, axes = _grid(plt, lines, "Prefill: time, calls and bytes per mode")
     for (times, calls, moved), (_, _, length, rows) in zip(axes, lines, strict=True):
         labels, colors = _labels(rows)
-        bars(times, [row["median_s"] for row in rows], colors, [seconds_text(row["median_s"]) for row in rows], labels)
+        highest = max(max(row["samples_s"]) for row in rows)
+        factor, unit = (1.0, "seconds") if highest >= 1 else (1e3, "milliseconds")
+        tops = [factor * max(row["samples_s"]) for row in rows]
+        texts = [seconds_text(row["median_s"]) for row in rows]
+        bars(times, [factor * row["median_s"] for row in rows], colors, texts, labels, tops=tops)
         for place, row in enumerate(rows):
-            dots(times, place, row["samples_s"])
-        times.set_ylabel(f"{length:,} tokens\nprefill, seconds")
-        _head_room(times, max(max(row["samples_s"]) for row in rows))
+            dots(times, place, [factor * one for one in row["samples_s"]])
+        times.set_ylabel(f"{length:,} tokens\nprefill, {unit}")
+        _head_room(times, factor * highest)
         bars(calls, [row["calls"] for row in rows], colors, [count_text(row["calls"]) for row in rows], labels)
         calls.set_ylabel("calls (log)")
         calls.set_yscale("log")
         calls.set_ylim(1, 4 * max(row["calls"] for row in rows))
         _bytes_panel(moved, rows, labels, scale=MIB, unit="MiB moved", suffix="_bytes")
     _column_titles(
-        axes, ("median of all samples (dots)", "one request and one reply each", "line: floor of an ideal ragged call")
+        axes,
+        ("bar and number: median; dots: all samples", "one request and one reply each", "line: floor of an ideal ragged call"),
     )
     return figure
 

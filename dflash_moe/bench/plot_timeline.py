@@ -11,8 +11,8 @@ from typing import Any
 from dflash_moe.bench.plot_axes import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, Named, heading, seconds_text
 
 FIELDS = (
-    "worker", "encode_start_ns", "published_ns", "arrived_ns", "combined_ns", "worker_received_ns", "worker_started_ns",
-    "worker_finished_ns",
+    "worker", "call", "num_rows", "encode_start_ns", "published_ns", "arrived_ns", "combined_ns", "worker_received_ns",
+    "worker_started_ns", "worker_finished_ns",
 )  # fmt: skip
 HOST_STAGES = (("encode", "encode_start_ns", "published_ns", BLUE),)
 WORKER_STAGES = (
@@ -24,7 +24,8 @@ WORKER_STAGES = (
 COMBINE = ("combine", PURPLE)
 MAX_LANES = 8  # slices of one worker drawn in lanes of their own; more share them in turn
 LANE, GAP = 1.0, 0.7  # heights: of a lane, between two workers
-NUMBERED = 16  # slices that get their number written; more would touch
+LABELLED = 0.06  # of the width: a computation as long as this has room for its number of rows
+OUTLINED = 200  # slices; with more, outlines would be all there is to see
 
 
 def draw_timelines(named: Named, plt: Any) -> Any:
@@ -47,21 +48,24 @@ def draw_timelines(named: Named, plt: Any) -> Any:
 def _draw(axis: Any, timeline: Mapping[str, Any]) -> None:
     slices = timeline["slices"]
     scale = 1e-6  # ns -> ms
+    wall_ns = max(one["combined_ns"] for one in slices)
+    outline = 0.2 if len(slices) <= OUTLINED else 0.0
     ticks, names = [0.0], ["host"]
     for one in slices:
         for label, start, end, color in HOST_STAGES:
-            _bar(axis, 0.0, one[start] * scale, one[end] * scale, color, label)
-    for combined in sorted({one["combined_ns"] for one in slices}):
-        last = max(one["arrived_ns"] for one in slices if one["combined_ns"] == combined)
-        _bar(axis, 0.0, last * scale, combined * scale, COMBINE[1], COMBINE[0])
+            _bar(axis, 0.0, one[start] * scale, one[end] * scale, color, label, outline)
+    for call in dict.fromkeys(one["call"] for one in slices):  # a call is combined when its last reply is there
+        own = [one for one in slices if one["call"] == call]
+        last, combined = max(one["arrived_ns"] for one in own), min(one["combined_ns"] for one in own)
+        _bar(axis, 0.0, last * scale, combined * scale, COMBINE[1], COMBINE[0], outline)
     top = LANE + GAP
     for worker, own in _by_worker(timeline).items():
         lanes = _num_lanes(own)
         for at, one in enumerate(own):
             height = top + (at % lanes) * LANE
             for label, start, end, color in WORKER_STAGES:
-                _bar(axis, height, one[start] * scale, one[end] * scale, color, label)
-            if len(own) <= NUMBERED:
+                _bar(axis, height, one[start] * scale, one[end] * scale, color, label, outline)
+            if one["worker_finished_ns"] - one["worker_started_ns"] >= LABELLED * wall_ns:
                 middle = (one["worker_started_ns"] + one["worker_finished_ns"]) / 2 * scale
                 axis.annotate(f"{one['num_rows']} rows", (middle, height), ha="center", va="center", fontsize=7)
         ticks.append(top + (lanes - 1) * LANE / 2)
@@ -88,9 +92,16 @@ def _title(timeline: Mapping[str, Any]) -> str:
     )
 
 
-def _bar(axis: Any, height: float, start: float, end: float, color: str, label: str) -> None:
+def _bar(axis: Any, height: float, start: float, end: float, color: str, label: str, outline: float) -> None:
     axis.barh(
-        height, max(end - start, 0.0), left=start, height=0.78 * LANE, color=color, label=label, edgecolor=BLACK, linewidth=0.2
+        height,
+        max(end - start, 0.0),
+        left=start,
+        height=0.78 * LANE,
+        color=color,
+        label=label,
+        edgecolor=BLACK,
+        linewidth=outline,
     )
 
 

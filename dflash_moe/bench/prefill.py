@@ -29,7 +29,8 @@ __all__ = ["LOCAL", "PrefillParams", "Sample", "Series", "measure_round", "resid
 class PrefillParams:
     """What is measured, over every length in `prompt_tokens` (random ids drawn with `seed`).
 
-    `stream_repeat`: rounds of mode stream where they are to be fewer. `with_timeline`: one more prefill per mode, recorded.
+    `stream_repeat`: rounds of mode stream where they are to be fewer. `with_timeline`: one more prefill of the longest prompt
+    per mode, recorded.
     """
 
     model: Path
@@ -151,7 +152,7 @@ def run_prefill(
         result.summary = summarise(result.rows)
         if params.with_timeline:
             for case in cases:
-                if case.host is remote:
+                if case.host is remote and case.input_ids.shape[1] == max(params.prompt_tokens):
                     recorder.reporter.say(f"timeline: {case.label}")
                     case.prepare()
                     timeline = capture_timeline(remote.model, remote.runtime, case.input_ids, topology)

@@ -47,6 +47,7 @@ def layer_timeline(traces: Sequence[Mapping[str, int]], names: Sequence[str], fo
     slices = [
         {
             "worker": names[trace["worker"]],
+            "call": trace["call_id"],
             "shard": trace["shard"],
             "slice": trace["slice"],
             "num_rows": trace["num_rows"],
