@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from dflash_moe.errors import CheckpointError, UnsupportedError
 from dflash_moe.model.ffn import FfnSpec, TensorPattern
-from dflash_moe.model.safetensors_header import MAX_HEADER_BYTES, TensorInfo, read_header
+from dflash_moe.model.safetensors_header import MAX_HEADER_BYTES, read_header
+from dflash_moe.model.stored_tensor import TensorInfo
 
 if TYPE_CHECKING:
     from dflash_moe import _core

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 from dflash_moe.errors import CheckpointError
+from dflash_moe.model.stored_tensor import TensorInfo
 
 MAX_HEADER_BYTES = 100_000_000  # the format's own bound
 MAX_DIMENSIONS = 8
@@ -23,17 +24,6 @@ DTYPE_BITS = {
     "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8,
     "U16": 16, "I16": 16, "F16": 16, "BF16": 16, "U32": 32, "I32": 32, "F32": 32, "U64": 64, "I64": 64, "F64": 64, "C64": 64,
 }  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class TensorInfo:
-    """Where a tensor lies: file (index into `Checkpoint.files`), byte offset in it, format's dtype name, shape."""
-
-    file: int
-    offset: int
-    dtype: str
-    shape: tuple[int, ...]
-    num_bytes: int
 
 
 def read_header(path: Path, file: int) -> dict[str, TensorInfo]:
@@ -60,8 +50,7 @@ def _parse(path: Path, text: bytes) -> dict[str, Any]:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) != len(pairs):
-            names = [name for name, _ in pairs]
-            twice = next(name for name in names if names.count(name) > 1)
+            twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
             raise CheckpointError(f"{path}: tensor {twice!r} appears twice in the header")
         return found
 
@@ -79,6 +68,8 @@ def _tensors(path: Path, file: int, header: dict[str, Any], data_start: int, siz
     tensors: dict[str, TensorInfo] = {}
     ranges: list[tuple[int, int, str]] = []
     for name, entry in header.items():
+        if any("\ud800" <= letter <= "\udfff" for letter in name):
+            raise CheckpointError(f"{path}: tensor {name!r}: its name is not text; the header is damaged")
         info = _tensor(f"{path}: tensor {name!r}", file, entry, data_start, size)
         tensors[name] = info
         if info.num_bytes:
