@@ -13,13 +13,14 @@ import typer
 
 from dflash_moe.cli import options
 from dflash_moe.cli.bench import print_prefill, print_processes
-from dflash_moe.errors import DflashError
+from dflash_moe.errors import ConfigError, DflashError
 from dflash_moe.topology import Topology
 
 if TYPE_CHECKING:
     from dflash_moe.bench.prefill import Series
     from dflash_moe.runtime.expert_runtime import ExpertRuntime
 
+ASSETS = "dflash_moe_demo"  # the package of bench/demo_model
 PROMPT = "Return a list of"
 MIN_PROMPT_TOKENS = 2000  # of the prefill table
 MODES = ("stream", "batched", "auto")
@@ -34,7 +35,7 @@ def register(app: typer.Typer) -> None:
 
 def demo() -> None:
     """Start two workers, complete a sentence, show the modes, and check that every mode gave the same bits."""
-    assets = Path(str(resources.files("dflash_moe") / "demo_assets"))
+    assets = find_assets()
     topology = Topology.local(num_workers=2)
     options.prepare_host(topology)
     from dflash_moe.bench.prefill import resident_memory
@@ -50,6 +51,17 @@ def demo() -> None:
     print_prefill([one.row() for one in series])
     _check_bits(series)
     typer.echo(f"Every mode gave the same bits in every layer, for each wire dtype ({', '.join(DTYPES)}).")
+
+
+def find_assets() -> Path:
+    """The folder with `model/` and `prompt.txt`. ConfigError says what to install: a worker's package goes without."""
+    try:
+        return Path(str(resources.files(ASSETS)))
+    except ModuleNotFoundError:
+        raise ConfigError(
+            "the demo's model is not installed: it is a package of its own, dflash-moe-demo; in the source tree run `make`, or "
+            "`pip install ./bench/demo_model`"
+        ) from None
 
 
 def _complete(model: Any, directory: Path) -> None:

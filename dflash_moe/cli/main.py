@@ -26,6 +26,8 @@ COMMANDS = ("demo", "doctor", "model", "worker", "key", "generate", "verify", "s
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 DEBUG = "--debug"
+HOST_PACKAGES = {"torch", "transformers"}  # absent where only workers run
+HOST_EXTRA = "dflash-moe[host]"
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
@@ -78,6 +80,9 @@ def report(error: Exception, *, is_debug: bool) -> int:
         return error.exit_code
     if isinstance(error, OSError) and error.filename is not None:
         _say_last(f"{error.filename}: {error.strerror}")
+        return EXIT_USAGE
+    if isinstance(error, ModuleNotFoundError) and error.name in HOST_PACKAGES:
+        _say_last(f"{error.name} is not installed; this command loads a model on the host and needs it: pip install '{HOST_EXTRA}'")
         return EXIT_USAGE
     hint = "" if is_debug else f"; run it again with {DEBUG} for the traceback"
     _say_last(f"unexpected {type(error).__name__}: {error}{hint}")

@@ -10,14 +10,13 @@ import math
 import signal
 import subprocess
 import sys
-from importlib import resources
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("torch")
 
-MODEL = Path(str(resources.files("dflash_moe") / "demo_assets" / "model"))
+MODEL = Path(__file__).parents[2] / "bench" / "demo_model" / "dflash_moe_demo" / "model"
 LAYERS, WORKERS = 4, 2
 TWO_WORKERS = "version: 1\nworkers:\n  - {name: w0, backend: cpu, threads: 1}\n  - {name: w1, backend: cpu, threads: 1}\n"
 
