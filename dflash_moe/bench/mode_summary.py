@@ -39,14 +39,14 @@ def summarise(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
                 "rounds": len(ratios),
                 "ratios_to_better_fixed": ratios,
                 "median_ratio": statistics.median(ratios),
-                "predictions": _predictions(own["auto"].get("auto") or {}),
+                "predictions": largest_predictions(own["auto"].get("auto") or {}),
                 "same_bits": len({digest for row in (own["auto"], *fixed) for digest in row["digests"]}) == 1,
             }
         )
     return found
 
 
-def _predictions(auto: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def largest_predictions(auto: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Per worker, of its largest chunks: slices and window taken, predicted and measured seconds."""
     found = {}
     for name, forecast in auto.items():

@@ -22,6 +22,7 @@ from dflash_moe.bench.timeline import capture_timeline
 from dflash_moe.runtime.expert_runtime import ExpertRuntime
 from dflash_moe.topology import Topology
 
+LONG_PROMPT = 1024  # tokens; from here on slices of four rows take seconds, behind a slow worker a minute
 __all__ = ["LOCAL", "PrefillParams", "Sample", "Series", "measure_round", "resident_memory", "run_prefill"]
 
 
@@ -29,8 +30,8 @@ __all__ = ["LOCAL", "PrefillParams", "Sample", "Series", "measure_round", "resid
 class PrefillParams:
     """What is measured, over every length in `prompt_tokens` (random ids drawn with `seed`).
 
-    `stream_repeat`: rounds of mode stream where they are to be fewer. `with_timeline`: one more prefill of the longest prompt
-    per mode, recorded.
+    `stream_repeat`: rounds of mode stream over prompts longer than LONG_PROMPT, if they are to be fewer. `with_timeline`: one
+    more prefill per mode, of the longest prompt, recorded.
     """
 
     model: Path
@@ -167,7 +168,7 @@ def _cases(params: PrefillParams, remote: Host, local: Host | None) -> list[Pref
     for num_tokens in params.prompt_tokens:
         for dtype in dtypes:
             for mode in params.modes:
-                rounds = params.stream_repeat if mode == "stream" else None
+                rounds = params.stream_repeat if mode == "stream" and num_tokens > LONG_PROMPT else None
                 cases.append(PrefillCase(remote, Series(mode, dtype), longest[:, :num_tokens], params.new_tokens, rounds))
             if local is not None:
                 cases.append(PrefillCase(local, Series(LOCAL, dtype), longest[:, :num_tokens], params.new_tokens))

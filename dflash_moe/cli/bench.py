@@ -107,7 +107,11 @@ def prefill(
     repeat: RepeatOption = 3,
     stream_repeat: Annotated[
         int | None,
-        typer.Option(min=1, help="Rounds of mode stream, where its take minutes [default: as --repeat].", show_default=False),
+        typer.Option(
+            min=1,
+            help="Rounds of mode stream over prompts above 1,024 tokens, where one may take a minute [default: as --repeat].",
+            show_default=False,
+        ),
     ] = None,
     with_local: LocalOption = True,
     with_timeline: Annotated[

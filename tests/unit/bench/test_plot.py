@@ -79,7 +79,8 @@ IPC = [
         "memcpy_bytes_per_s": 2e9, **timing_fields([1e-6]),
     }
     for kind in ("shared", "unix") for size in (64, 4096)
-] + [{"name": "call_shared", "transport": "shared", "added_p50_us": 6.5, "added_p99_us": 20.0, **timing_fields([1e-5])}]  # fmt: skip
+]  # fmt: skip
+IPC.append({"name": "call_shared", "transport": "shared", "added_p50_us": 6.5, "added_p99_us": 20.0, **timing_fields([1e-5])})
 CASES = {
     "prefill": (
         envelope("prefill", [mode_row("stream", [1.5, 1.25, 1.75]), mode_row("auto", [0.5])]),
