@@ -1,0 +1,179 @@
+"""Every weight format as float32, in NumPy, written from the formats' own descriptions: for the host's weights, and as a check.
+
+Independent of the kernels' dequantisers on purpose: `verify` and tests hold the two against each other. Each function takes raw
+blocks as uint8 [rows, blocks, bytes] and gives float32 [rows, blocks, values]; every product and difference is rounded once.
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from dflash_moe.errors import UnsupportedError
+from dflash_moe.model.weight_formats import FORMATS, FP8_BLOCK, MXFP4_BLOCK
+
+Array = np.ndarray[Any, Any]
+
+# e2m1: sign, two bits of exponent, one of mantissa.
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+# The non-linear 4-bit levels of llama.cpp's IQ4 types.
+IQ4_LEVELS = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32)
+
+
+def dequantize(format_name: str, data: Array, outputs: int, inputs: int, scales: Array | None = None) -> Array:
+    """Float32 [outputs, inputs] of a matrix in `format_name`; `data` are its bytes (uint8, any shape), rows one after another.
+
+    `scales` where they lie apart: float32 [ceil(outputs / 128), ceil(inputs / 128)] for FP8, uint8 [outputs, inputs / 32] for
+    MXFP4. UnsupportedError for a format without a rule here.
+    """
+    data = np.ascontiguousarray(data).view(np.uint8).reshape(-1)
+    if format_name == "f32":
+        return data.view(np.float32).reshape(outputs, inputs).copy()
+    if format_name == "f16":
+        return data.view(np.float16).astype(np.float32).reshape(outputs, inputs)
+    if format_name == "bf16":
+        return (data.view(np.uint16).astype(np.uint32) << 16).view(np.float32).reshape(outputs, inputs)
+    if format_name == "fp8_e4m3_b128" and scales is not None:
+        return _fp8(data.reshape(outputs, inputs), scales)
+    if format_name == "mxfp4" and scales is not None:
+        return _mxfp4(data.reshape(outputs, inputs // MXFP4_BLOCK, MXFP4_BLOCK // 2), scales).reshape(outputs, inputs)
+    rule = _BLOCK_RULES.get(format_name)
+    if rule is None:
+        raise UnsupportedError(f"weights in format {format_name} cannot be dequantised; known: {', '.join(FORMATS)}")
+    shape = FORMATS[format_name]
+    return rule(data.reshape(outputs, inputs // shape.block, shape.block_bytes)).reshape(outputs, inputs)
+
+
+def quantize_int(values: Array, bits: int) -> tuple[Array, Array]:
+    """(integers int8 [outputs, inputs], float32 scales [outputs, groups]) in groups of 32 inputs: `weights: int8 | int4`.
+
+    scale = largest magnitude / (2^(bits-1) - 1); integers are value / scale rounded half to even; a group of zeros has scale 0.
+    """
+    outputs, inputs = values.shape
+    limit = np.float32(2 ** (bits - 1) - 1)
+    groups = np.zeros((outputs, -(-inputs // 32) * 32), np.float32)
+    groups[:, :inputs] = values
+    groups = groups.reshape(outputs, -1, 32)
+    scales = np.abs(groups).max(axis=2) / limit
+    divisors = np.where(scales == 0, np.float32(1), scales)
+    integers = np.clip(np.rint(groups / divisors[:, :, None]), -limit, limit).astype(np.int8)
+    return integers.reshape(outputs, -1)[:, :inputs], scales
+
+
+def requantized(values: Array, format_name: str) -> Array:
+    """What a worker that keeps `values` [outputs, inputs] as int8_g32 or int4_g32 computes with."""
+    integers, scales = quantize_int(values, 8 if format_name == "int8_g32" else 4)
+    wide = np.repeat(scales, 32, axis=1)[:, : values.shape[1]]
+    held: Array = integers.astype(np.float32) * wide
+    return held
+
+
+def e8m0(exponents: Array) -> Array:
+    """2^(e - 127) as float32; 255 is NaN."""
+    bits = exponents.astype(np.uint32) << 23
+    bits = np.where(exponents == 0, np.uint32(1 << 22), bits)  # 2^-127 is subnormal
+    return np.where(exponents == 255, np.uint32(0x7FC00000), bits).astype(np.uint32).view(np.float32)
+
+
+def _e4m3_values() -> Array:
+    """All 256 numbers of FP8 e4m3 (finite only; 0x7f and 0xff are NaN)."""
+    codes = np.arange(256)
+    exponents, mantissas = codes >> 3 & 15, codes & 7
+    normal = (1 + mantissas / 8) * 2.0 ** (exponents - 7)
+    values = np.where(exponents == 0, mantissas / 8 * 2.0**-6, normal)
+    values = np.where(codes & 127 == 127, np.nan, values)
+    return np.where(codes & 128, -values, values).astype(np.float32)
+
+
+E4M3 = _e4m3_values()
+
+
+def _fp8(codes: Array, scales: Array) -> Array:
+    wide = np.repeat(np.repeat(scales.astype(np.float32), FP8_BLOCK, axis=0), FP8_BLOCK, axis=1)
+    values: Array = E4M3[codes] * wide[: codes.shape[0], : codes.shape[1]]
+    return values
+
+
+def _mxfp4(blocks: Array, scales: Array) -> Array:
+    """Low nibble first: value 2i, then 2i + 1."""
+    pairs = np.stack([E2M1[blocks & 15], E2M1[blocks >> 4]], axis=-1)
+    return pairs.reshape(*blocks.shape[:2], -1) * e8m0(scales)[:, :, None]
+
+
+def _f16(data: Array) -> Array:
+    """[rows, blocks, 2] bytes as float32 [rows, blocks, 1]."""
+    return np.ascontiguousarray(data).view(np.float16).astype(np.float32)
+
+
+def _nibbles(data: Array) -> Array:
+    """All low nibbles, then all high ones."""
+    return np.concatenate([data & 15, data >> 4], axis=-1)
+
+
+def _q8_0(blocks: Array) -> Array:
+    return np.ascontiguousarray(blocks[..., 2:]).view(np.int8).astype(np.float32) * _f16(blocks[..., :2])
+
+
+def _q4_0(blocks: Array) -> Array:
+    return (_nibbles(blocks[..., 2:]).astype(np.float32) - 8) * _f16(blocks[..., :2])
+
+
+def _iq4_nl(blocks: Array) -> Array:
+    return IQ4_LEVELS[_nibbles(blocks[..., 2:])] * _f16(blocks[..., :2])
+
+
+def _gguf_mxfp4(blocks: Array) -> Array:
+    return E2M1[_nibbles(blocks[..., 1:])] * e8m0(blocks[..., :1])
+
+
+def _k_scales(packed: Array) -> tuple[Array, Array]:
+    """Eight 6-bit scales and eight 6-bit minima out of 12 bytes (Q4_K, Q5_K)."""
+    low, middle, high = packed[..., 0:4], packed[..., 4:8], packed[..., 8:12]
+    scales = np.concatenate([low & 63, (high & 15) | (low >> 6) << 4], axis=-1)
+    minima = np.concatenate([middle & 63, (high >> 4) | (middle >> 6) << 4], axis=-1)
+    return scales.astype(np.float32), minima.astype(np.float32)
+
+
+def _k_affine(blocks: Array, codes: Array) -> Array:
+    """(d * scale) * code - (dmin * minimum) for eight groups of 32 codes."""
+    scales, minima = _k_scales(blocks[..., 4:16])
+    factor, offset = _f16(blocks[..., :2]) * scales, _f16(blocks[..., 2:4]) * minima
+    values: Array = factor[..., None] * codes.astype(np.float32) - offset[..., None]
+    return values.reshape(*blocks.shape[:2], 256)
+
+
+def _q4_k(blocks: Array) -> Array:
+    codes = blocks[..., 16:].reshape(*blocks.shape[:2], 4, 1, 32) >> np.array([0, 4], np.uint8).reshape(2, 1)
+    return _k_affine(blocks, (codes & 15).reshape(*blocks.shape[:2], 8, 32))
+
+
+def _q5_k(blocks: Array) -> Array:
+    low = blocks[..., 48:].reshape(*blocks.shape[:2], 4, 1, 32) >> np.array([0, 4], np.uint8).reshape(2, 1)
+    high = blocks[..., 16:48].reshape(*blocks.shape[:2], 1, 32) >> np.arange(8, dtype=np.uint8).reshape(8, 1)
+    return _k_affine(blocks, (low & 15).reshape(*blocks.shape[:2], 8, 32) | (high & 1) << 4)
+
+
+def _q6_k(blocks: Array) -> Array:
+    low = blocks[..., :128].reshape(*blocks.shape[:2], 2, 1, 64) >> np.array([0, 4], np.uint8).reshape(2, 1)
+    high = blocks[..., 128:192].reshape(*blocks.shape[:2], 2, 1, 32) >> np.array([0, 2, 4, 6], np.uint8).reshape(4, 1)
+    codes = (low & 15).reshape(*blocks.shape[:2], 16, 16) | (high & 3).reshape(*blocks.shape[:2], 16, 16) << 4
+    scales = np.ascontiguousarray(blocks[..., 192:208]).view(np.int8).astype(np.float32) * _f16(blocks[..., 208:210])
+    return (scales[..., None] * (codes.astype(np.float32) - 32)).reshape(*blocks.shape[:2], 256)
+
+
+def _iq4_xs(blocks: Array) -> Array:
+    low = blocks[..., 4:8].reshape(*blocks.shape[:2], 4, 1) >> np.array([0, 4], np.uint8)
+    high_bits = np.ascontiguousarray(blocks[..., 2:4]).view(np.uint16) >> np.arange(0, 16, 2, dtype=np.uint16)
+    scales = (low & 15).reshape(*blocks.shape[:2], 8) | (high_bits & 3).astype(np.uint8) << 4
+    factors = _f16(blocks[..., :2]) * (scales.astype(np.float32) - 32)
+    levels = IQ4_LEVELS[_nibbles(blocks[..., 8:].reshape(*blocks.shape[:2], 8, 16))]
+    return (factors[..., None] * levels).reshape(*blocks.shape[:2], 256)
+
+
+_BLOCK_RULES: dict[str, Callable[[Array], Array]] = {
+    "q8_0": _q8_0, "q4_0": _q4_0, "q4_k": _q4_k, "q5_k": _q5_k, "q6_k": _q6_k, "gguf_mxfp4": _gguf_mxfp4, "iq4_nl": _iq4_nl,
+    "iq4_xs": _iq4_xs,
+}  # fmt: skip

@@ -1,0 +1,75 @@
+"""The formats weights are stored and kept in: names, blocks, bytes, and which names checkpoint files have for them.
+
+Names and layouts are those of csrc/compute/weight_format.h. Blocks run along a row of inputs.
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+FP8_BLOCK = 128  # values of a side of the squares that share a scale
+MXFP4_BLOCK = 32
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFormat:
+    """`block` values take `block_bytes`; scales that lie apart add `scale_bytes` per `scale_outputs` x `scale_inputs`."""
+
+    name: str
+    block: int
+    block_bytes: int
+    scale_outputs: int = 0
+    scale_inputs: int = 0
+    scale_bytes: int = 0
+
+    def num_bytes(self, outputs: int, inputs: int) -> int:
+        """Bytes of a matrix, scales included."""
+        values = outputs * -(-inputs // self.block) * self.block_bytes
+        if not self.scale_bytes:
+            return values
+        return values + -(-outputs // self.scale_outputs) * -(-inputs // self.scale_inputs) * self.scale_bytes
+
+
+FORMATS = {
+    found.name: found
+    for found in (
+        WeightFormat("f32", 1, 4),
+        WeightFormat("f16", 1, 2),
+        WeightFormat("bf16", 1, 2),
+        WeightFormat("int8_g32", 32, 32, 1, 32, 4),
+        WeightFormat("int4_g32", 32, 16, 1, 32, 4),
+        WeightFormat("fp8_e4m3_b128", 1, 1, FP8_BLOCK, FP8_BLOCK, 4),
+        WeightFormat("mxfp4", 2, 1, 1, MXFP4_BLOCK, 1),
+        WeightFormat("q8_0", 32, 34),
+        WeightFormat("q4_0", 32, 18),
+        WeightFormat("q4_k", 256, 144),
+        WeightFormat("q5_k", 256, 176),
+        WeightFormat("q6_k", 256, 210),
+        WeightFormat("gguf_mxfp4", 32, 17),
+        WeightFormat("iq4_nl", 32, 18),
+        WeightFormat("iq4_xs", 256, 136),
+    )
+}
+FLOATS = ("f32", "f16", "bf16")
+
+# What the files call them. FP8 and MXFP4 of safetensors are known by their scales (`scaled_tensors.py`).
+STORED_NAMES = {
+    "F32": "f32", "F16": "f16", "BF16": "bf16", "FP8_B128": "fp8_e4m3_b128", "MXFP4": "mxfp4", "Q8_0": "q8_0", "Q4_0": "q4_0",
+    "Q4_K": "q4_k", "Q5_K": "q5_k", "Q6_K": "q6_k", "GGUF_MXFP4": "gguf_mxfp4", "IQ4_NL": "iq4_nl", "IQ4_XS": "iq4_xs",
+}  # fmt: skip
+
+# `workers[].weights`: what a worker keeps instead of the stored format. Only floats are requantised.
+RESIDENT_CHOICES = {"auto": "", "int8": "int8_g32", "int4": "int4_g32"}
+
+
+def common_format(formats: Iterable[str]) -> str:
+    """The format that holds the values of all these exactly: their own where they agree, else f32."""
+    found = set(formats)
+    return found.pop() if len(found) == 1 else "f32"
+
+
+def resident_format(stored: str, weights: str) -> str:
+    """What a worker with `weights: auto | int8 | int4` keeps of weights stored as `stored`."""
+    return RESIDENT_CHOICES[weights] or stored if stored in FLOATS else stored

@@ -1,0 +1,31 @@
+"""Random valid blocks of the quantised weight formats, for formats that no Python package can quantise to.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from dflash_moe.model.weight_formats import FORMATS
+
+# Where a block has float16 factors (byte offsets), and where an exponent byte.
+_FACTORS = {"q8_0": (0,), "q4_0": (0,), "q4_k": (0, 2), "q5_k": (0, 2), "q6_k": (208,), "iq4_nl": (0,), "iq4_xs": (0,)}
+_EXPONENT = {"gguf_mxfp4": 0}
+
+
+def random_blocks(
+    format_name: str, rows: int, inputs: int, *, seed: int = 0, spread: float = 0.01
+) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """uint8 [rows, bytes of a row]: every bit random but those of the factors, which are about `spread` and finite."""
+    shape = FORMATS[format_name]
+    generator = np.random.default_rng(seed)
+    blocks = generator.integers(0, 256, (rows, inputs // shape.block, shape.block_bytes), dtype=np.uint8)
+    for offset in _FACTORS.get(format_name, ()):
+        factors = (generator.uniform(0.5, 1.5, blocks.shape[:2]) * spread).astype(np.float16)
+        blocks[..., offset : offset + 2] = factors[..., None].view(np.uint8)
+    if format_name in _EXPONENT:
+        blocks[..., _EXPONENT[format_name]] = generator.integers(118, 124, blocks.shape[:2], dtype=np.uint8)
+    return blocks.reshape(rows, -1)

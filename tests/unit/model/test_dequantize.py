@@ -1,0 +1,96 @@
+"""NumPy dequantisers: value for value those of the `gguf` package, torch's FP8, and transformers' MXFP4.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from dflash_moe.errors import UnsupportedError
+from dflash_moe.model.dequantize import E4M3, dequantize, e8m0, quantize_int, requantized
+from dflash_moe.model.weight_formats import FORMATS, RESIDENT_CHOICES, STORED_NAMES, common_format, resident_format
+from dflash_moe.testing.weight_blocks import random_blocks
+
+GGUF_FORMATS = ("q8_0", "q4_0", "q4_k", "q5_k", "q6_k", "gguf_mxfp4", "iq4_nl", "iq4_xs")
+
+
+@pytest.mark.parametrize("name", GGUF_FORMATS)
+def test_blocks_have_the_values_the_gguf_package_gives_them(name):
+    gguf = pytest.importorskip("gguf", reason="the gguf package is an extra of the tests")
+    data = random_blocks(name, 7, 512, seed=3)
+    kind = getattr(gguf.GGMLQuantizationType, name.removeprefix("gguf_").upper())
+    theirs = gguf.dequantize(data, kind)
+    ours = dequantize(name, data, 7, 512)
+    assert np.isfinite(ours).all()
+    assert len(np.unique(ours)) > 30
+    np.testing.assert_array_equal(ours, theirs)
+
+
+def test_fp8_codes_are_those_of_torch():
+    torch = pytest.importorskip("torch")
+    theirs = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().numpy()
+    np.testing.assert_array_equal(E4M3, theirs)
+    np.testing.assert_array_equal(np.signbit(E4M3), np.signbit(theirs))
+
+
+def test_fp8_scales_belong_to_squares_of_128():
+    codes = np.full((130, 260), 0x38, np.uint8)  # 1.0
+    scales = np.arange(6, dtype=np.float32).reshape(2, 3) + 1
+    values = dequantize("fp8_e4m3_b128", codes, 130, 260, scales)
+    assert values[0, 0] == 1
+    assert values[127, 128] == 2
+    assert values[129, 259] == 6
+
+
+def test_mxfp4_has_the_values_transformers_gives_it():
+    torch = pytest.importorskip("torch")
+    mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
+    generator = np.random.default_rng(5)
+    blocks = generator.integers(0, 256, (2, 6, 3, 16), dtype=np.uint8)
+    scales = generator.integers(110, 140, (2, 6, 3), dtype=np.uint8)
+    theirs = mxfp4.convert_moe_packed_tensors(torch.tensor(blocks), torch.tensor(scales), dtype=torch.float32)
+    for expert in range(2):
+        ours = dequantize("mxfp4", blocks[expert], 6, 96, scales[expert])
+        np.testing.assert_array_equal(ours, theirs[expert].numpy().T)
+
+
+def test_exponents_reach_from_subnormal_to_nan():
+    values = e8m0(np.array([0, 1, 127, 254, 255], np.uint8))
+    assert values[:4].tolist() == [2.0**-127, 2.0**-126, 1.0, 2.0**127]
+    assert np.isnan(values[4])
+
+
+@pytest.mark.parametrize(("bits", "largest"), [(8, 127), (4, 7)])
+def test_integers_are_within_half_a_step_and_keep_the_largest(bits, largest):
+    values = np.random.default_rng(1).normal(size=(5, 70)).astype(np.float32)
+    values[2] = 0
+    integers, scales = quantize_int(values, bits)
+    assert np.abs(integers).max() == largest
+    assert scales.shape == (5, 3)
+    assert (scales[2] == 0).all()
+    again = requantized(values, f"int{bits}_g32")
+    steps = np.repeat(scales, 32, axis=1)[:, :70]
+    assert (np.abs(again - values) <= steps * 0.5001).all()
+    assert (again[2] == 0).all()
+
+
+def test_a_format_without_a_rule_is_named():
+    with pytest.raises(UnsupportedError, match="IQ1_S"):
+        dequantize("IQ1_S", np.zeros(50, np.uint8), 1, 256)
+
+
+def test_bytes_count_blocks_and_scales():
+    assert FORMATS["q4_k"].num_bytes(3, 512) == 3 * 2 * 144
+    assert FORMATS["fp8_e4m3_b128"].num_bytes(130, 256) == 130 * 256 + 2 * 2 * 4
+    assert FORMATS["mxfp4"].num_bytes(4, 64) == 4 * (32 + 2)
+    assert FORMATS["int8_g32"].num_bytes(2, 33) == 2 * 2 * (32 + 4)
+
+
+def test_only_floats_are_requantised():
+    assert {resident_format("bf16", weights) for weights in RESIDENT_CHOICES} == {"bf16", "int8_g32", "int4_g32"}
+    assert {resident_format("q4_k", weights) for weights in RESIDENT_CHOICES} == {"q4_k"}
+    assert common_format(["f16", "f16"]) == "f16"
+    assert common_format(["q4_k", "q6_k"]) == "f32"
+    assert set(STORED_NAMES.values()) <= set(FORMATS)
