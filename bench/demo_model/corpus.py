@@ -1,6 +1,7 @@
 """The demo model's corpus: documentation present with any Python - pydoc's topics and the standard library's docstrings.
 
-Read with `ast`, nothing is imported. Deterministic for a given Python release; its hash is recorded beside the model.
+Read with `ast`, nothing is imported. Free to use: Python and its documentation are under the PSF License, version 2.
+Deterministic for a given Python release; the hash of the release that trained the model is committed below.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -9,10 +10,16 @@ from __future__ import annotations
 import ast
 import hashlib
 import inspect
+import platform
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
+from dflash_moe.errors import ConfigError
+
+LICENCE = "PSF-2.0"
+CORPUS_PYTHON = "3.11.7"
+CORPUS_SHA256 = "0ffb0d587d6ca359beee5195d485efc7a9dccf43433b3d1ed6fe27734a02a402"
 HELD_OUT_EVERY = 20  # one document in twenty, chosen by its hash, is never trained on
 MIN_DOCSTRING_CHARS = 120  # shorter ones are mostly fragments
 EXCLUDED = ("test", "tests", "idlelib", "lib2to3", "site-packages", "turtledemo", "ensurepip", "__pycache__", "encodings")
@@ -25,8 +32,19 @@ class Corpus:
     sha256: str
 
 
+def checked_corpus() -> Corpus:
+    """The corpus that trained the shipped model; ConfigError where this Python has another one."""
+    corpus = load_corpus()
+    if corpus.sha256 != CORPUS_SHA256:
+        raise ConfigError(
+            f"the corpus of Python {platform.python_version()} has the hash {corpus.sha256[:12]}, that of the shipped model "
+            f"{CORPUS_SHA256[:12]}: run this with Python {CORPUS_PYTHON}"
+        )
+    return corpus
+
+
 def load_corpus() -> Corpus:
-    """All documents, split by hash. ~5 MB of English and Python."""
+    """All documents of this Python, split by their hashes: 2 million characters of English and Python."""
     documents = sorted(set(_topics()) | set(_docstrings()))
     digest = hashlib.sha256()
     train: list[str] = []
