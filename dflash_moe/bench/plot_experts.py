@@ -1,35 +1,81 @@
-"""Picture of `experts`: a roofline per backend and number of threads. Left of the ridge bytes bound, right of it operations.
+"""Picture of `experts`: a roofline per backend and number of threads, and beside it the share of its roof a case reaches.
 
-A row's place: operations per byte of the distinct experts it touched, against operations per second. Its roof is the lower
-of the peaks measured in the same run.
+A row's place: operations per byte of the distinct experts it touched, against operations per second. Its roof is the lower of
+the peaks measured in the same run: left of the ridge bytes bound, right of it operations.
 SPDX-License-Identifier: Apache-2.0
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from dflash_moe.bench.plot_axes import BLACK, CYCLE, GREY, MARKERS, Named, heading
 
 FIELDS = ("format", "tokens", "gflops", "bytes_per_s", "peak_gflops", "peak_bytes_per_s")
-TOKENS_LABELLED = 14  # more points of one series would write over each other
+SAME_PEAK = 1.5  # the same peak varies by less than this factor between rows of a run; integer peaks are further from float's
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """Rows drawn as one line, by tokens; colour and mark tell the format, the line what else differs."""
+
+    format: str
+    is_torch: bool
+    from_cache: bool
+    routing: str
+
+    @property
+    def label(self) -> str:
+        """For the legend."""
+        parts = [self.format, "torch" if self.is_torch else "", "from cache" if self.from_cache else "", self.routing]
+        return " ".join(part for part in parts if part)
+
+    def style(self, at: int) -> dict[str, Any]:
+        """Hollow: torch or from cache; dotted: torch; pale: any routing but uniform."""
+        color = CYCLE[at % (len(CYCLE) - 1)]
+        return {
+            "color": color,
+            "marker": MARKERS[at % len(MARKERS)],
+            "markersize": 6,
+            "linewidth": 1.0,
+            "linestyle": ":" if self.is_torch else "--" if self.from_cache else "-",
+            "markerfacecolor": "none" if self.is_torch or self.from_cache else color,
+            "alpha": 1.0 if self.routing in ("", "uniform") else 0.45,
+        }
 
 
 def draw_experts(results: Sequence[Named], plt: Any) -> Any:
-    """A panel per file and (backend, threads); a colour per series, hollow marks for weights from cache and for torch."""
-    panels = [(name, found, key, rows) for name, found in results for key, rows in _panels(found["rows"]).items()]
-    figure, axes = plt.subplots(1, len(panels), figsize=(8.2 * len(panels), 6.2), squeeze=False, layout="constrained")
+    """A line of two panels per file and (backend, threads)."""
+    panels = [(key, rows) for _, found in results for key, rows in _panels(found["rows"]).items()]
+    figure, axes = plt.subplots(len(panels), 2, figsize=(17, 6.0 * len(panels) + 0.8), squeeze=False, layout="constrained")
     figure.suptitle("\n".join(["Expert layer: roofline", *(heading(*one) for one in results)]), fontsize=10)
-    for axis, (_, _, key, rows) in zip(axes[0], panels, strict=True):
-        _roofs(axis, rows)
-        for at, (series, own) in enumerate(_series(rows).items()):
-            _points(axis, series, own, at)
-        axis.set(xscale="log", yscale="log", xlabel="operations per byte of touched experts", ylabel="GFLOP/s")
-        axis.set_title(", ".join(part for part in key if part), fontsize=9)
-        axis.grid(visible=True, which="major", alpha=0.25)
-        axis.legend(fontsize=7, loc="lower right")
+    for (roofline, share), (key, rows) in zip(axes, panels, strict=True):
+        _roofs(roofline, rows)
+        series = _series(rows)
+        formats = list(dict.fromkeys(one.format for one in series))
+        for one, own in series.items():
+            style = one.style(formats.index(one.format))
+            roofline.plot([_intensity(row) for row in own], [row["gflops"] for row in own], **style)
+            shown = [] if one.from_cache else own  # DRAM's bandwidth is no roof of a cache: its line is in the legend only
+            share.plot([row["tokens"] for row in shown], [_share_of_roof(row) for row in shown], label=one.label, **style)
+        _dress(roofline, share, rows, ", ".join(part for part in key if part))
     return figure
+
+
+def _dress(roofline: Any, share: Any, rows: Sequence[Mapping[str, Any]], title: str) -> None:
+    roofline.set(xscale="log", yscale="log", xlabel="operations per byte of touched experts", ylabel="GFLOP/s (integer: GOP/s)")
+    roofline.set_title(title, fontsize=9)
+    tokens = sorted({row["tokens"] for row in rows})
+    share.set(xscale="log", xlabel="tokens of the call", ylabel="share of the roof (%)", ylim=(0, None))
+    share.set_xticks(tokens, [str(count) for count in tokens])
+    share.minorticks_off()
+    share.axhline(100, color=BLACK, linewidth=1.0)
+    share.set_title("reached of what the peaks of the same run allow", fontsize=9)
+    share.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False)
+    for axis in (roofline, share):
+        axis.grid(visible=True, which="major", alpha=0.25)
 
 
 def _panels(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str], list[Mapping[str, Any]]]:
@@ -41,55 +87,40 @@ def _panels(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str], list[Map
     return panels
 
 
-def _series(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[str, bool, bool], list[Mapping[str, Any]]]:
-    """(format, torch?, from cache?) -> its rows by tokens."""
-    series: dict[tuple[str, bool, bool], list[Mapping[str, Any]]] = {}
+def _series(rows: Sequence[Mapping[str, Any]]) -> dict[Series, list[Mapping[str, Any]]]:
+    found: dict[Series, list[Mapping[str, Any]]] = {}
     for row in sorted(rows, key=lambda row: int(row["tokens"])):
-        key = (str(row["format"]), str(row["name"]).startswith("torch"), row.get("weights_from") == "cache")
-        series.setdefault(key, []).append(row)
-    return series
+        is_torch = str(row["name"]).startswith("torch")
+        key = Series(str(row["format"]), is_torch, row.get("weights_from") == "cache", str(row.get("routing", "")))
+        found.setdefault(key, []).append(row)
+    return found
 
 
-def _points(axis: Any, series: tuple[str, bool, bool], rows: Sequence[Mapping[str, Any]], at: int) -> None:
-    name, is_torch, from_cache = series
-    color = CYCLE[at % (len(CYCLE) - 1)]
-    xs = [1e9 * row["gflops"] / row["bytes_per_s"] for row in rows]
-    ys = [row["gflops"] for row in rows]
-    suffix = (" torch" if is_torch else "") + (" from cache" if from_cache else "")
-    axis.plot(
-        xs, ys, linestyle=":" if is_torch else "-", linewidth=0.8, marker=MARKERS[at % len(MARKERS)], markersize=6, color=color,
-        markerfacecolor="none" if is_torch or from_cache else color, label=name + suffix,
-    )  # fmt: skip
-    if at == 0 and len(rows) <= TOKENS_LABELLED:
-        for x, y, row in zip(xs, ys, rows, strict=True):
-            axis.annotate(
-                f"T={row['tokens']}", (x, y), xytext=(0, -13), textcoords="offset points", fontsize=7, color=color, ha="center"
-            )
+def _intensity(row: Mapping[str, Any]) -> float:
+    """Operations per byte."""
+    return float(1e9 * row["gflops"] / row["bytes_per_s"])
+
+
+def _share_of_roof(row: Mapping[str, Any]) -> float:
+    """Per cent."""
+    roof = min(row["peak_gflops"], _intensity(row) * row["peak_bytes_per_s"] / 1e9)
+    return float(100 * row["gflops"] / roof)
 
 
 def _roofs(axis: Any, rows: Sequence[Mapping[str, Any]]) -> None:
-    """One roof per distinct arithmetic peak (float32, integer), from the medians over rows."""
-    intensities = [1e9 * row["gflops"] / row["bytes_per_s"] for row in rows]
-    low, high = min(intensities) / 3, max(intensities) * 3
+    """One roof per distinct arithmetic peak (float32, integer), on the median read bandwidth."""
+    low, high = min(map(_intensity, rows)) / 3, max(map(_intensity, rows)) * 3
     ordered = sorted(row["peak_bytes_per_s"] for row in rows)
     bytes_per_s = ordered[len(ordered) // 2]
     peaks: list[float] = []
     for row in sorted(rows, key=lambda row: float(row["peak_gflops"])):
-        if not peaks or row["peak_gflops"] > 1.5 * peaks[-1]:  # the same peak varies by less between rows
+        if not peaks or row["peak_gflops"] > SAME_PEAK * peaks[-1]:
             peaks.append(row["peak_gflops"])
     for peak in peaks:
         ridge = max(low, min(high, 1e9 * peak / bytes_per_s))
         axis.plot([low, ridge, high], [low * bytes_per_s / 1e9, peak, peak], color=BLACK, linewidth=1.2, zorder=1)
-        axis.annotate(
-            f"peak {peak:.0f} GFLOP/s",
-            (high, peak),
-            xytext=(-2, 4),
-            textcoords="offset points",
-            ha="right",
-            fontsize=8,
-            color=GREY,
-        )
-    slope_x = low * 1.3
-    place = (slope_x, slope_x * bytes_per_s / 1e9)
+        text = f"peak {peak:.0f} GFLOP/s"
+        axis.annotate(text, (high, peak), xytext=(-2, 4), textcoords="offset points", ha="right", fontsize=8, color=GREY)
+    place = (low * 1.3, low * 1.3 * bytes_per_s / 1e9)
     text = f"read {bytes_per_s / 1e9:.1f} GB/s"
-    axis.annotate(text, place, xytext=(6, -8), textcoords="offset points", fontsize=8, color=GREY)
+    axis.annotate(text, place, xytext=(10, -6), textcoords="offset points", fontsize=8, color=GREY)
