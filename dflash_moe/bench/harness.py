@@ -97,8 +97,14 @@ class Recorder:
         if not samples:
             self.reporter.say(f"bench {self.result.case}: ended by {self.result.ended_by} before anything was measured")
             return
-        self.save()
-        where = f"{self.path} keeps" if self.path is not None else "no --json was given, the table shows"
+        where = "no --json was given, the table shows"
+        if self.path is not None:
+            try:
+                self.save()
+            except OSError as failed:  # a full disk may be what ended the bench: the error that goes on is the first one
+                self.reporter.say(f"{self.path}: cannot be written ({failed.strerror}); it keeps what was saved before")
+                return
+            where = f"{self.path} keeps"
         self.reporter.say(
             f"bench {self.result.case}: ended by {self.result.ended_by}; {where} the {samples} samples measured so far, "
             "marked incomplete"

@@ -137,6 +137,22 @@ def test_sigterm_leaves_through_the_with_blocks_and_keeps_the_samples(recorder):
     assert (result["complete"], result["ended_by"]) == (False, "SIGTERM")
 
 
+def test_a_disk_that_fills_up_is_the_error_and_the_last_round_stays(recorder, monkeypatch):
+    class FullAfterTwo(Counting):
+        def measure(self, *, keep):
+            super().measure(keep=keep)
+            if len(self.samples) == 3:
+                monkeypatch.setattr(recorder.result.__class__, "write", fail)
+
+    def fail(*_):
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left"), recorder.recording():
+        run_rounds(recorder, [FullAfterTwo("a", [])], rounds=5)
+    assert read_result(recorder.path)["rows"][0]["samples_s"] == [2.0, 3.0]
+    assert "cannot be written (No space left on device)" in recorder.reporter.lines[-1]
+
+
 def test_nothing_measured_writes_no_file(recorder):
     with pytest.raises(KeyboardInterrupt), recorder.recording():
         raise KeyboardInterrupt
