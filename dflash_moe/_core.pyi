@@ -225,3 +225,26 @@ class FfnOracle:
         reply_dtype: str = "f32",
     ) -> object: ...
     def forward_float64(self, rows: object, row_counts: object, local_expert_ids: object, weights: object) -> object: ...
+
+# -- bench experts ----------------------------------------------------------------------------------------------------------
+class LayerBenchmark:
+    """`num_layers` layers of one shape with random weights; `run` takes them in turn."""
+
+    def __init__(
+        self,
+        *,
+        spec: Mapping[str, Any],
+        num_experts: int,
+        num_layers: int,
+        weight_dtype: str,
+        isa: str,
+        num_threads: int,
+        seed: int = 1,
+    ) -> None: ...
+    def run(  # ns of each round; NumPy float32 rows and weights, uint16 counts and ids
+        self, rows: object, row_counts: object, local_expert_ids: object, weights: object, *, row_dtype: str, rounds: int
+    ) -> list[int]: ...
+    def resident_bytes(self) -> int: ...
+
+def multiply_add_per_s(isa: str, num_threads: int, rounds: int, milliseconds: float = 5.0) -> list[float]: ...  # FLOP/s
+def read_bytes_per_s(isa: str, num_threads: int, rounds: int, num_bytes: int) -> list[float]: ...  # num_bytes per thread

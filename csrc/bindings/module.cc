@@ -17,4 +17,5 @@ PYBIND11_MODULE(_core, module) {
   bind_client(module);
   bind_dlpack(module);
   bind_oracle(module);
+  bind_layer_benchmark(module);
 }

@@ -44,11 +44,14 @@ MAX_PROMPT_TOKENS = 1 << 20  # above any context window of today's models: more 
 
 def register(app: typer.Typer) -> None:
     """Adds the group `bench`."""
+    from dflash_moe.cli import bench_experts  # it takes options from here
+
     bench = typer.Typer(help="Measure this machine, compare results, draw them.", no_args_is_help=True)
     bench.command(name="ipc")(ipc)
     bench.command(name="prefill")(prefill)
     bench.command(name="decode")(decode)
     bench_files.register(bench)
+    bench_experts.register(bench)
     app.add_typer(bench, name="bench")
 
 

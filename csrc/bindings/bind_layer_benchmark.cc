@@ -1,0 +1,109 @@
+// What `bench experts` measures; see compute/cpu/layer_benchmark.h and peaks.h.
+// SPDX-License-Identifier: Apache-2.0
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "base/convert.h"
+#include "bindings/arguments.h"
+#include "bindings/module.h"
+#include "compute/cpu/layer_benchmark.h"
+#include "compute/cpu/peaks.h"
+
+namespace py = pybind11;
+
+namespace dflash::bindings {
+namespace {
+
+using FloatArray = py::array_t<float, py::array::c_style | py::array::forcecast>;
+using IndexArray = py::array_t<uint16_t, py::array::c_style | py::array::forcecast>;
+
+class PyLayerBenchmark {
+ public:
+  PyLayerBenchmark(const py::dict& spec, uint32_t num_experts, uint32_t num_layers, const std::string& weight_dtype,
+                   const std::string& isa, uint32_t num_threads, uint64_t seed) {
+    compute::LayerBenchmarkOptions options;
+    options.spec = parse_ffn_spec(spec);
+    options.num_experts = num_experts;
+    options.num_layers = num_layers;
+    options.weight_dtype = parse_dtype(weight_dtype);
+    options.isa = unwrap(compute::parse_isa(isa));
+    options.num_threads = num_threads;
+    options.seed = seed;
+    Result<std::unique_ptr<compute::LayerBenchmark>> made = [&] {
+      py::gil_scoped_release unlocked;
+      return compute::LayerBenchmark::create(options);
+    }();
+    benchmark_ = unwrap(std::move(made));
+  }
+
+  std::vector<int64_t> run(const FloatArray& rows, const IndexArray& counts, const IndexArray& ids, const FloatArray& weights,
+                           const std::string& row_dtype, uint32_t rounds) {
+    const compute::FfnSpec& spec = benchmark_->spec();
+    const Dtype dtype = parse_dtype(row_dtype);
+    if (rows.ndim() != 2 || rows.shape(1) != static_cast<py::ssize_t>(spec.in_size)) {
+      raise(Error{ErrorCode::kInvalidArgument, "rows must be [num_rows, " + std::to_string(spec.in_size) + "]"});
+    }
+    const auto num_rows = static_cast<size_t>(rows.shape(0));
+    std::vector<std::byte> wire_rows(static_cast<size_t>(rows.size()) * dtype_bytes(dtype));
+    convert(Dtype::kF32, reinterpret_cast<const std::byte*>(rows.data()), dtype, wire_rows.data(), static_cast<size_t>(rows.size()));
+    std::vector<std::byte> reply(num_rows * spec.out_size * dtype_bytes(dtype));
+    compute::ForwardArgs args;
+    args.rows = wire_rows.data();
+    args.row_dtype = args.reply_dtype = dtype;
+    args.num_rows = static_cast<uint32_t>(num_rows);
+    args.row_counts = {counts.data(), static_cast<size_t>(counts.size())};
+    args.local_expert_ids = {ids.data(), static_cast<size_t>(ids.size())};
+    args.weights = {weights.data(), static_cast<size_t>(weights.size())};
+    args.reply = reply.data();
+    Result<std::vector<int64_t>> samples = [&] {
+      py::gil_scoped_release unlocked;
+      return benchmark_->run(args, rounds);
+    }();
+    return unwrap(std::move(samples));
+  }
+
+  uint64_t resident_bytes() const { return benchmark_->resident_bytes(); }
+
+ private:
+  std::unique_ptr<compute::LayerBenchmark> benchmark_;
+};
+
+std::vector<double> multiply_add_per_s(const std::string& isa, uint32_t num_threads, uint32_t rounds, double milliseconds) {
+  const compute::Isa set = unwrap(compute::parse_isa(isa));
+  Result<std::vector<double>> found = [&] {
+    py::gil_scoped_release unlocked;
+    return compute::multiply_add_per_s(set, num_threads, rounds, milliseconds);
+  }();
+  return unwrap(std::move(found));
+}
+
+std::vector<double> read_bytes_per_s(const std::string& isa, uint32_t num_threads, uint32_t rounds, size_t num_bytes) {
+  const compute::Isa set = unwrap(compute::parse_isa(isa));
+  Result<std::vector<double>> found = [&] {
+    py::gil_scoped_release unlocked;
+    return compute::read_bytes_per_s(set, num_threads, rounds, num_bytes);
+  }();
+  return unwrap(std::move(found));
+}
+
+}  // namespace
+
+void bind_layer_benchmark(py::module_& module) {
+  py::class_<PyLayerBenchmark>(module, "LayerBenchmark")
+      .def(py::init<const py::dict&, uint32_t, uint32_t, const std::string&, const std::string&, uint32_t, uint64_t>(), py::kw_only(),
+           py::arg("spec"), py::arg("num_experts"), py::arg("num_layers"), py::arg("weight_dtype"), py::arg("isa"),
+           py::arg("num_threads"), py::arg("seed") = 1)
+      .def("run", &PyLayerBenchmark::run, py::arg("rows"), py::arg("row_counts"), py::arg("local_expert_ids"), py::arg("weights"),
+           py::kw_only(), py::arg("row_dtype"), py::arg("rounds"))
+      .def("resident_bytes", &PyLayerBenchmark::resident_bytes);
+  module.def("multiply_add_per_s", &multiply_add_per_s, py::arg("isa"), py::arg("num_threads"), py::arg("rounds"),
+             py::arg("milliseconds") = 5.0);
+  module.def("read_bytes_per_s", &read_bytes_per_s, py::arg("isa"), py::arg("num_threads"), py::arg("rounds"), py::arg("num_bytes"));
+}
+
+}  // namespace dflash::bindings

@@ -1,0 +1,37 @@
+// The machine's limits as the kernels of one instruction set can reach them: multiply-adds from registers, bytes read from memory. What
+// `bench experts` holds the kernels against, measured in the same run.
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "base/result.h"
+#include "compute/cpu/cpu_backend.h"
+
+namespace dflash::compute {
+
+struct PeakLoops {
+  // `rounds` passes over independent fma chains in registers; returns floating-point operations done (2 per lane and fma).
+  // `sink` receives something that depends on all of them.
+  uint64_t (*multiply_add)(uint64_t rounds, float* sink);
+  // Reads [data, data + num_bytes), a multiple of 512 bytes, 64-byte aligned.
+  void (*read)(const std::byte* data, size_t num_bytes, float* sink);
+};
+
+extern const PeakLoops kScalarPeaks;
+#if defined(__x86_64__)
+extern const PeakLoops kAvx2Peaks;
+extern const PeakLoops kAvx512Peaks;
+#endif
+
+// The loops of an instruction set; those of the reference are the scalar ones.
+const PeakLoops& peak_loops(Isa isa);
+
+// Floating-point operations per second of `num_threads` threads together, once per round of about `milliseconds`.
+// Errors: kInvalidArgument, kSystem.
+Result<std::vector<double>> multiply_add_per_s(Isa isa, uint32_t num_threads, uint32_t rounds, double milliseconds);
+// Bytes per second read by `num_threads` threads together from `num_bytes` of touched memory each. Errors: also kOutOfMemory.
+Result<std::vector<double>> read_bytes_per_s(Isa isa, uint32_t num_threads, uint32_t rounds, size_t num_bytes);
+
+}  // namespace dflash::compute

@@ -1,0 +1,70 @@
+"""What `bench experts` computes: a layer's shape, a routed batch, and what can compute it.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+BYTES_OF = {"f32": 4, "f16": 2, "bf16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertShape:
+    """One MoE layer."""
+
+    hidden_size: int = 1024
+    moe_intermediate_size: int = 384
+    num_experts: int = 32
+    top_k: int = 8
+
+    def layer_bytes(self, fmt: str) -> int:
+        """All experts of one layer in a format."""
+        return self.num_experts * self.expert_bytes(fmt)
+
+    def expert_bytes(self, fmt: str) -> int:
+        """Gate, up and down of one expert."""
+        return 3 * self.hidden_size * self.moe_intermediate_size * BYTES_OF[fmt]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A routed batch as a worker's kernels take it; ids ascend within a row."""
+
+    rows: Any  # [tokens, hidden_size] float32
+    row_counts: Any  # [tokens] uint16
+    expert_ids: Any  # [tokens * top_k] uint16
+    weights: Any  # [tokens * top_k] float32
+    num_distinct: int
+
+
+def make_batch(shape: ExpertShape, tokens: int, routing: str, seed: int) -> Batch:
+    """Random rows, each with `top_k` different experts: drawn evenly, or with probability falling as 1 / rank (Zipf)."""
+    rng = np.random.default_rng(seed)
+    ranks = np.arange(1, shape.num_experts + 1, dtype=np.float64)
+    likelihood = np.zeros(shape.num_experts) if routing == "uniform" else -np.log(ranks)
+    scores = likelihood + rng.gumbel(size=(tokens, shape.num_experts))  # the k largest are a draw without replacement
+    ids = np.sort(np.argsort(-scores, axis=1)[:, : shape.top_k], axis=1).astype(np.uint16)
+    weights = rng.random((tokens, shape.top_k), dtype=np.float32)
+    return Batch(
+        rows=rng.standard_normal((tokens, shape.hidden_size), dtype=np.float32),
+        row_counts=np.full(tokens, shape.top_k, np.uint16),
+        expert_ids=ids.reshape(-1),
+        weights=(weights / weights.sum(axis=1, keepdims=True)).reshape(-1),
+        num_distinct=len(np.unique(ids)),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """Something that computes a batch: `bind(batch, source)` gives the timed forward."""
+
+    name: str
+    kernel: str
+    backend: str
+    bind: Callable[[Batch, str], Callable[[int], list[float]]]

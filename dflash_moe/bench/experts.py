@@ -1,0 +1,245 @@
+"""`bench experts`: the expert kernels against the limits of the machine, one layer at a time, no transport around them.
+
+Per (format, tokens, routing, source of the weights, threads): multiply-adds and weight bytes per second beside the peaks of the
+same run, which are measured again in every round. Weights come from memory (several layers in rotation, far beyond the caches)
+or from the cache (one layer). Rows named `torch...` are the same work in torch on the same threads: a loop of linear layers,
+and `grouped_mm` where this torch has it on the CPU.
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from dflash_moe import _core
+from dflash_moe.bench.expert_batch import BYTES_OF, Batch, ExpertShape, Kernel, make_batch
+from dflash_moe.bench.harness import Recorder, run_rounds
+from dflash_moe.bench.results import BenchResult, timing_fields
+from dflash_moe.bench.torch_experts import TorchLayers, torch_kernels
+from dflash_moe.errors import ConfigError
+from dflash_moe.telemetry.machine import memory_available, usable_cores
+
+FORMATS = ("f32", "f16", "bf16")
+ROUTINGS = ("uniform", "zipf")
+SOURCES = ("dram", "cache")
+ROTATION_BYTES = 512 << 20  # several times the largest last-level caches of one core's share
+PEAK_READ_BYTES = 256 << 20  # per thread
+SAMPLE_S = 0.06  # one measurement: as many forwards as take about this long
+MAX_FORWARDS = 200
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsParams:
+    """What is measured. `threads` empty: one, and all usable cores."""
+
+    shapes: tuple[ExpertShape, ...] = (ExpertShape(),)
+    formats: tuple[str, ...] = FORMATS
+    tokens: tuple[int, ...] = (1, 4, 16, 64, 512, 2048)
+    zipf_tokens: tuple[int, ...] = (64, 512)
+    cache_tokens: tuple[int, ...] = (1, 4, 512)
+    threads: tuple[int, ...] = ()
+    isa: str = ""
+    repeat: int = 5
+    with_torch: bool = True
+    seed: int = 0
+
+    def thread_counts(self) -> tuple[int, ...]:
+        """The numbers of threads to measure with."""
+        return self.threads or tuple(sorted({1, usable_cores()}))
+
+
+@dataclass(slots=True)
+class Peaks:
+    """The limits in every round so far, of one number of threads."""
+
+    isa: str
+    threads: int
+    gflops: list[float] = field(default_factory=list)
+    bytes_per_s: list[float] = field(default_factory=list)
+    label: str = "peaks"
+    rounds: int | None = None
+
+    def measure(self, *, keep: bool) -> None:
+        """Multiply-adds from registers and reads from memory, with as many threads as the kernels."""
+        flops = _core.multiply_add_per_s(self.isa, self.threads, 5)
+        read = _core.read_bytes_per_s(self.isa, self.threads, 3, PEAK_READ_BYTES)
+        if keep:
+            self.gflops += [value / 1e9 for value in flops]
+            self.bytes_per_s += read
+
+    def row(self) -> dict[str, Any] | None:
+        """None: peaks stand in the rows that they bound."""
+        return None
+
+
+@dataclass(slots=True)
+class ExpertsCase:
+    """One kernel on one batch; `forward(n)` runs it n times and returns the seconds of each."""
+
+    name: str
+    kernel: str
+    backend: str
+    fmt: str
+    shape: ExpertShape
+    tokens: int
+    routing: str
+    source: str
+    batch: Batch
+    peaks: Peaks
+    forward: Callable[[int], list[float]]
+    samples_s: list[float] = field(default_factory=list)
+    rounds: int | None = None
+    forwards: int = 0
+
+    @property
+    def label(self) -> str:
+        """For progress."""
+        return f"{self.name}, {self.tokens} tokens, {self.routing}, {self.source}, {self.peaks.threads} threads"
+
+    def measure(self, *, keep: bool) -> None:
+        """The first, unkept round also finds how many forwards one measurement takes."""
+        if not self.forwards:
+            self.forward(1)  # touches everything once
+            self.forwards = max(1, min(MAX_FORWARDS, round(SAMPLE_S / max(1e-6, min(self.forward(2))))))
+        samples = self.forward(self.forwards)
+        if keep:
+            self.samples_s += samples
+
+    def row(self) -> dict[str, Any] | None:
+        """The result row; rates are of the median forward."""
+        if not self.samples_s or not self.peaks.gflops:
+            return None
+        shape, timing = self.shape, timing_fields(self.samples_s, per_round=self.forwards)
+        pairs = self.tokens * shape.top_k
+        median = timing["median_s"]
+        gflops = 6e-9 * pairs * shape.hidden_size * shape.moe_intermediate_size / median
+        weight_bytes = self.batch.num_distinct * shape.expert_bytes(self.fmt)
+        peak_gflops, peak_bytes = statistics.median(self.peaks.gflops), statistics.median(self.peaks.bytes_per_s)
+        return {
+            "name": self.name,
+            "format": self.fmt,
+            "tokens": self.tokens,
+            "rows_per_expert": pairs / self.batch.num_distinct,
+            "hidden_size": shape.hidden_size,
+            "moe_intermediate_size": shape.moe_intermediate_size,
+            "num_experts": shape.num_experts,
+            "top_k": shape.top_k,
+            "threads": self.peaks.threads,
+            "isa": self.peaks.isa,
+            "routing": self.routing,
+            "weights_from": self.source,
+            "backend": self.backend,
+            "kernel": self.kernel,
+            "gflops": gflops,
+            "bytes_per_s": weight_bytes / median,
+            "peak_gflops": peak_gflops,
+            "peak_bytes_per_s": peak_bytes,
+            "peak_gflops_samples": list(self.peaks.gflops),
+            "peak_bytes_per_s_samples": list(self.peaks.bytes_per_s),
+            "of_peak_gflops": gflops / peak_gflops,
+            "of_peak_bytes": weight_bytes / median / peak_bytes,
+            **timing,
+        }
+
+
+def run_experts(params: ExpertsParams, *, recorder: Recorder | None = None) -> BenchResult:
+    """Measures every case; per shape and number of threads all formats and torch are interleaved. Saves after every round.
+
+    Errors: ConfigError for an unknown format or too little memory for the layers in rotation.
+    """
+    recorder = recorder or Recorder()
+    isa = params.isa or _core.best_isa()
+    _check(params)
+    result = recorder.begin(
+        "experts",
+        {
+            "isa": isa, "formats": list(params.formats), "tokens": list(params.tokens), "threads": list(params.thread_counts()),
+            "repeat": params.repeat, "torch": params.with_torch, "rotation_bytes": ROTATION_BYTES, "seed": params.seed,
+            "reply_dtype": "that of the weights",
+        },
+    )  # fmt: skip
+    with recorder.recording():
+        for shape in params.shapes:
+            for threads in params.thread_counts():
+                cases = _cases(params, shape, isa, threads)
+                run_rounds(recorder, [cases[0].peaks, *cases], rounds=params.repeat)
+                result.summary = ratios(result.rows)
+    return result
+
+
+def _check(params: ExpertsParams) -> None:
+    for fmt in params.formats:
+        if fmt not in BYTES_OF:
+            raise ConfigError(f"format {fmt!r} has no kernel to measure; formats here: {', '.join(FORMATS)}")
+    needed = max(
+        sum(_num_layers(shape, fmt) * shape.layer_bytes(fmt) * (2 if params.with_torch else 1) for fmt in params.formats)
+        for shape in params.shapes
+    )
+    if needed > memory_available():
+        raise ConfigError(
+            f"the layers in rotation need {needed / 2**30:.1f} GiB, {memory_available() / 2**30:.1f} are available; "
+            "measure fewer formats at a time (--formats)"
+        )
+
+
+def _num_layers(shape: ExpertShape, fmt: str) -> int:
+    """Layers in rotation: what one token touches of them all must exceed the caches."""
+    touched = shape.top_k * shape.expert_bytes(fmt)
+    return max(2, min(64, -(-ROTATION_BYTES // touched), -(-4 * ROTATION_BYTES // shape.layer_bytes(fmt))))
+
+
+def _cases(params: ExpertsParams, shape: ExpertShape, isa: str, threads: int) -> list[ExpertsCase]:
+    peaks = Peaks(isa, threads)
+    wanted = [(tokens, "uniform", "dram") for tokens in params.tokens]
+    wanted += [(tokens, "zipf", "dram") for tokens in params.zipf_tokens]
+    wanted += [(tokens, "uniform", "cache") for tokens in params.cache_tokens]
+    batches = {(tokens, routing): make_batch(shape, tokens, routing, params.seed) for tokens, routing, _ in wanted}
+    cases = []
+    for fmt in params.formats:
+        kernels = _own_kernels(shape, fmt, isa, threads)
+        if params.with_torch:
+            kernels += torch_kernels(TorchLayers.create(shape, fmt, _num_layers(shape, fmt)), threads)
+        for tokens, routing, source in wanted:
+            batch = batches[tokens, routing]
+            cases += [
+                ExpertsCase(
+                    kernel.name, kernel.kernel, kernel.backend, fmt, shape, tokens, routing, source, batch, peaks,
+                    kernel.bind(batch, source),
+                )
+                for kernel in kernels
+            ]  # fmt: skip
+    return cases
+
+
+def _own_kernels(shape: ExpertShape, fmt: str, isa: str, threads: int) -> list[Kernel]:
+    spec = {"in_size": shape.hidden_size, "intermediate_size": shape.moe_intermediate_size, "out_size": shape.hidden_size}
+    layers = {
+        source: _core.LayerBenchmark(
+            spec=spec, num_experts=shape.num_experts, num_layers=count, weight_dtype=fmt, isa=isa, num_threads=threads
+        )
+        for source, count in (("dram", _num_layers(shape, fmt)), ("cache", 1))
+    }
+
+    def bind(batch: Batch, source: str) -> Callable[[int], list[float]]:
+        arrays = (batch.rows, batch.row_counts, batch.expert_ids, batch.weights)
+        return lambda count: [ns * 1e-9 for ns in layers[source].run(*arrays, row_dtype=fmt, rounds=count)]
+
+    return [Kernel(fmt, "f32-canonical", "cpu", bind)]
+
+
+def ratios(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For every case: the fastest torch row's median over ours (above 1: ours is faster)."""
+    found = []
+    for row in rows:
+        if row["backend"] != "cpu":
+            continue
+        same = ("format", "tokens", "routing", "weights_from", "threads", "hidden_size", "num_experts")
+        others = [other for other in rows if other["backend"] == "torch" and all(other[key] == row[key] for key in same)]
+        if others:
+            best = min(others, key=lambda other: other["median_s"])
+            compared = {"against": best["name"], "ratio": best["median_s"] / row["median_s"]}
+            found.append({key: row[key] for key in same} | compared)
+    return found

@@ -1,0 +1,140 @@
+"""The same expert layer in torch, for comparison: a loop of linear layers over the experts, and grouped matrix products.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from dflash_moe.bench.expert_batch import Batch, ExpertShape, Kernel
+
+
+@dataclass(frozen=True, slots=True)
+class TorchLayers:
+    """`gate_up` [E, 2I, H] and `down` [E, H, I] of every layer, random, each in memory of its own."""
+
+    gate_up: list[Any]
+    down: list[Any]
+    dtype: Any
+
+    @classmethod
+    def create(cls, shape: ExpertShape, fmt: str, num_layers: int) -> TorchLayers:
+        """Layers in rotation; the values matter to nobody."""
+        import torch
+
+        dtype = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}[fmt]
+        hidden, inner, experts = shape.hidden_size, shape.moe_intermediate_size, shape.num_experts
+        generator = torch.Generator().manual_seed(0)
+        gate_up = (torch.rand(experts, 2 * inner, hidden, generator=generator) * 2 - 1).div_(hidden).to(dtype)
+        down = (torch.rand(experts, hidden, inner, generator=generator) * 2 - 1).div_(inner).to(dtype)
+        return cls([gate_up.clone() for _ in range(num_layers)], [down.clone() for _ in range(num_layers)], dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class _Routed:
+    hidden_states: Any  # [T, H]
+    rows: Any  # [pairs] token of each pair, sorted by expert
+    weights: Any  # [pairs, 1]
+    counts: list[int]  # per expert
+    ends: Any  # [E] int32, cumulative
+
+
+def torch_kernels(layers: TorchLayers, threads: int) -> list[Kernel]:
+    """The kernels this torch can run on the CPU for the dtype of `layers`."""
+    name = {"torch.float32": "f32", "torch.float16": "f16", "torch.bfloat16": "bf16"}[str(layers.dtype)]
+    kernels = [Kernel(f"torch_linear_{name}", "loop of linear", "torch", _bind(layers, threads, _linear_loop))]
+    if _has_grouped_mm(layers):
+        kernels.append(Kernel(f"torch_grouped_{name}", "grouped_mm", "torch", _bind(layers, threads, _grouped)))
+    return kernels
+
+
+def _bind(
+    layers: TorchLayers, threads: int, forward: Callable[..., Any]
+) -> Callable[[Batch, str], Callable[[int], list[float]]]:
+    import torch
+
+    def bind(batch: Batch, source: str) -> Callable[[int], list[float]]:
+        routed = _route(batch, layers)
+        count = len(layers.down) if source == "dram" else 1
+        turn = 0
+
+        def run(forwards: int) -> list[float]:
+            nonlocal turn
+            torch.set_num_threads(threads)
+            samples = []
+            with torch.inference_mode():
+                for _ in range(forwards):
+                    turn = (turn + 1) % count
+                    began = time.perf_counter()
+                    forward(layers.gate_up[turn], layers.down[turn], routed)
+                    samples.append(time.perf_counter() - began)
+            return samples
+
+        return run
+
+    return bind
+
+
+def _route(batch: Batch, layers: TorchLayers) -> _Routed:
+    """Sorting the pairs is not timed: ours sorts in its forward, so the comparison leans towards torch."""
+    import numpy as np
+    import torch
+
+    experts = layers.down[0].shape[0]
+    order = np.argsort(batch.expert_ids, kind="stable")
+    tokens = np.repeat(np.arange(len(batch.row_counts)), batch.row_counts)[order]
+    counts = np.bincount(batch.expert_ids, minlength=experts)
+    return _Routed(
+        hidden_states=torch.from_numpy(batch.rows).to(layers.dtype),
+        rows=torch.from_numpy(tokens),
+        weights=torch.from_numpy(batch.weights[order])[:, None].to(layers.dtype),
+        counts=counts.tolist(),
+        ends=torch.from_numpy(np.cumsum(counts).astype(np.int32)),
+    )
+
+
+def _linear_loop(gate_up: Any, down: Any, routed: _Routed) -> Any:
+    import torch
+    import torch.nn.functional as functional
+
+    result = torch.zeros_like(routed.hidden_states)
+    begin = 0
+    for expert, count in enumerate(routed.counts):
+        if not count:
+            continue
+        rows = routed.rows[begin : begin + count]
+        gate, up = functional.linear(routed.hidden_states[rows], gate_up[expert]).chunk(2, dim=-1)
+        output = functional.linear(functional.silu(gate) * up, down[expert])
+        result.index_add_(0, rows, output * routed.weights[begin : begin + count])
+        begin += count
+    return result
+
+
+def _grouped(gate_up: Any, down: Any, routed: _Routed) -> Any:
+    import torch
+    import torch.nn.functional as functional
+
+    hidden = routed.hidden_states[routed.rows]
+    gate, up = functional.grouped_mm(hidden, gate_up.transpose(1, 2), offs=routed.ends).chunk(2, dim=-1)
+    output = functional.grouped_mm(functional.silu(gate) * up, down.transpose(1, 2), offs=routed.ends)
+    return torch.zeros_like(routed.hidden_states).index_add_(0, routed.rows, output * routed.weights)
+
+
+def _has_grouped_mm(layers: TorchLayers) -> bool:
+    import torch
+    import torch.nn.functional as functional
+
+    if not hasattr(functional, "grouped_mm"):
+        return False
+    experts, inner = layers.down[0].shape[0], layers.down[0].shape[2]
+    ends = torch.ones(experts, dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    try:
+        with torch.inference_mode():
+            functional.grouped_mm(torch.ones(experts, inner, dtype=layers.dtype), layers.down[0].transpose(1, 2), offs=ends)
+    except (RuntimeError, NotImplementedError, ValueError):  # not for this dtype or not on the CPU
+        return False
+    return True

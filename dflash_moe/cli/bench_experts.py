@@ -1,0 +1,100 @@
+"""`dflash-moe bench experts`: options and table; the measuring is dflash_moe/bench/experts.py.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+import typer
+
+from dflash_moe.cli import options
+from dflash_moe.cli.bench import JsonOption, PlotOption, measuring, store_plot
+from dflash_moe.errors import ConfigError, UnsupportedError
+
+BACKENDS = ("cpu",)
+
+
+def register(bench: typer.Typer) -> None:
+    """Adds the command to the group `bench`."""
+    bench.command(name="experts")(experts)
+
+
+def experts(
+    backend: Annotated[str, typer.Option(help=f"Whose kernels: {', '.join(BACKENDS)}.")] = "cpu",
+    full: Annotated[bool, typer.Option("--full", help="A second, larger layer and more rounds (about an hour).")] = False,
+    formats: Annotated[
+        str, typer.Option(help="Comma-separated weight formats [default: all with kernels].", show_default=False)
+    ] = "",
+    tokens: Annotated[str, typer.Option(metavar="N[,N...]", help="Comma-separated batch sizes, in tokens.")] = "",
+    threads: Annotated[
+        str, typer.Option(metavar="N[,N...]", help="Numbers of threads [default: 1 and all usable cores].", show_default=False)
+    ] = "",
+    repeat: Annotated[int, typer.Option(min=1, help="Measured rounds; all cases are interleaved in each.")] = 5,
+    with_torch: Annotated[bool, typer.Option("--torch/--no-torch", help="Also measure torch where it is installed.")] = True,
+    json_out: JsonOption = None,
+    plot: PlotOption = None,
+) -> None:
+    """Expert kernels against the peaks of this machine: multiply-adds and weight bytes a second (15 minutes at most)."""
+    from dflash_moe.bench.expert_batch import ExpertShape
+    from dflash_moe.bench.experts import ExpertsParams, run_experts
+
+    if backend not in BACKENDS:
+        raise UnsupportedError(f"--backend {backend}: not in this version; allowed: {', '.join(BACKENDS)}")
+    options.prepare_outputs(json_out, plot)
+    params = ExpertsParams(repeat=repeat, with_torch=with_torch and _has_torch())
+    if formats:
+        params = dataclasses.replace(params, formats=tuple(part.strip() for part in formats.split(",")))
+    if tokens:
+        sizes = _numbers(tokens, "--tokens")
+        params = dataclasses.replace(params, tokens=sizes, zipf_tokens=(), cache_tokens=())
+    if threads:
+        params = dataclasses.replace(params, threads=_numbers(threads, "--threads"))
+    if full:
+        larger = ExpertShape(hidden_size=2048, moe_intermediate_size=768)
+        params = dataclasses.replace(params, shapes=(*params.shapes, larger), repeat=max(repeat, 11))
+    with measuring(json_out, lambda result: print_experts(result.rows)) as recorder:
+        run_experts(params, recorder=recorder)
+    store_plot(recorder, plot)
+
+
+def print_experts(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Every row with its share of both peaks."""
+    columns = ("kernel", "format", "tokens", "rows/expert", "routing", "weights", "threads", "ms")
+    table = options.table(*columns, "GFLOP/s", "of peak", "GB/s", "of peak")
+    order = ("threads", "hidden_size", "weights_from", "routing", "tokens", "format")
+    for row in sorted(rows, key=lambda row: tuple(row[key] for key in order)):
+        table.add_row(
+            row["kernel"] if row["backend"] == "cpu" else f"torch {row['kernel']}",
+            row["format"],
+            f"{row['tokens']:,}",
+            f"{row['rows_per_expert']:.1f}",
+            row["routing"],
+            row["weights_from"],
+            str(row["threads"]),
+            f"{row['median_s'] * 1e3:.3f}",
+            f"{row['gflops']:.1f}",
+            f"{row['of_peak_gflops']:.0%}",
+            f"{row['bytes_per_s'] / 1e9:.2f}",
+            f"{row['of_peak_bytes']:.0%}",
+        )
+    options.show(table)
+
+
+def _numbers(text: str, flag: str) -> tuple[int, ...]:
+    try:
+        found = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        found = ()
+    if not found or not all(1 <= number <= 4096 for number in found):
+        raise ConfigError(f"{flag}: {text!r} is not allowed; allowed: whole numbers of 1..4096, separated by commas")
+    return found
+
+
+def _has_torch() -> bool:
+    import importlib.util
+
+    return importlib.util.find_spec("torch") is not None
