@@ -18,9 +18,9 @@ import torch
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from dflash_moe.errors import CheckpointError, ConfigError
+from dflash_moe.integrations.host_weights import load_weights
 from dflash_moe.model.architecture import find_experts, find_model_class, load_config
 from dflash_moe.model.checkpoint import Checkpoint
-from dflash_moe.model.progress import quiet_progress
 
 if TYPE_CHECKING:
     from dflash_moe.model.spec import LayerSpec
@@ -93,23 +93,22 @@ def load_model(path: str | Path, runtime: ExpertRuntime, **options: Any) -> Any:
     `options` go to `from_pretrained`; dtype is the runtime's unless given. Returns a model in eval mode, on the CPU.
     Errors: CheckpointError (tensors missing), ConfigError (another checkpoint), UnsupportedError naming class and field.
     """
-    directory = Path(path)
-    fingerprint = Checkpoint.open(directory).fingerprint()
+    checkpoint = Checkpoint.open(path)
+    fingerprint = checkpoint.fingerprint()
     if fingerprint != runtime.spec.fingerprint:
         raise ConfigError(
-            f"load_model: {directory} is not the checkpoint the runtime serves ({runtime.spec.path}); their fingerprints are "
+            f"load_model: {path} is not the checkpoint the runtime serves ({runtime.spec.path}); their fingerprints are "
             f"{fingerprint[:12]} and {runtime.spec.fingerprint[:12]}"
         )
-    model_class = find_model_class(load_config(directory))
+    model_class = find_model_class(load_config(checkpoint))
     options.setdefault("dtype", TORCH_DTYPES[runtime.spec.dtype])
-    with quiet_progress():
-        model, report = _without_experts(model_class).from_pretrained(
-            directory, local_files_only=True, experts_implementation=IMPLEMENTATION, output_loading_info=True, **options
-        )
-    missing = sorted(report["missing_keys"]) + [name for name, value in _tensors(model) if value.is_meta]
+    model, missing_keys = load_weights(
+        _without_experts(model_class), checkpoint, has_experts=False, experts_implementation=IMPLEMENTATION, **options
+    )
+    missing = missing_keys + [name for name, value in _tensors(model) if value.is_meta]
     if missing:
         kind = model_class.__name__
-        raise CheckpointError(f"checkpoint {directory}: lacks {len(missing)} tensors of {kind}, first {missing[0]}")
+        raise CheckpointError(f"checkpoint {checkpoint.path}: lacks {len(missing)} tensors of {kind}, first {missing[0]}")
     model.__class__ = model_class
     _connect(find_experts(model), runtime)
     return model

@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dflash_moe.errors import DflashError
+from dflash_moe.integrations.host_weights import load_weights
 from dflash_moe.integrations.transformers import TORCH_DTYPES, expert_calls, load_model
 from dflash_moe.model.architecture import find_model_class, load_config
 from dflash_moe.model.capture import ExpertsCall, capture_calls
-from dflash_moe.model.progress import quiet_progress
+from dflash_moe.model.checkpoint import Checkpoint
 from dflash_moe.model.spec import LayerSpec, model_spec
 from dflash_moe.runtime.expert_runtime import ExpertRuntime
 
@@ -151,11 +152,12 @@ def _holds(dtype: str, stored: str) -> bool:
 
 
 def _load_eager(path: Path, dtype: str) -> Any:
-    model_class = find_model_class(load_config(path))
-    with quiet_progress():
-        return model_class.from_pretrained(
-            path, dtype=TORCH_DTYPES[dtype], experts_implementation="eager", local_files_only=True
-        ).eval()
+    checkpoint = Checkpoint.open(path)
+    model_class = find_model_class(load_config(checkpoint))
+    model, _ = load_weights(
+        model_class, checkpoint, has_experts=True, dtype=TORCH_DTYPES[dtype], experts_implementation="eager"
+    )
+    return model.eval()
 
 
 def _numerics_class() -> str:

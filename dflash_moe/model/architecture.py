@@ -7,10 +7,13 @@ SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dflash_moe.errors import CheckpointError, UnsupportedError
+from dflash_moe.model.weight_formats import FP8_BLOCK
+
+if TYPE_CHECKING:
+    from dflash_moe.model.checkpoint import Checkpoint
 
 _AUTO_CLASSES = ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForMultimodalLM", "AutoModel")
 
@@ -28,11 +31,11 @@ class Architecture:
     experts: dict[str, Any]
 
 
-def load_architecture(directory: str | Path) -> Architecture:
+def load_architecture(checkpoint: Checkpoint) -> Architecture:
     """Builds the model on the meta device. CheckpointError (no or bad config.json), UnsupportedError naming class and field."""
     import torch
 
-    config = load_config(Path(directory))
+    config = load_config(checkpoint)
     model_class = find_model_class(config)
     try:
         with torch.device("meta"):
@@ -42,10 +45,18 @@ def load_architecture(directory: str | Path) -> Architecture:
     return Architecture(config, model_class, model, find_experts(model))
 
 
-def load_config(directory: Path) -> Any:
-    """The transformers configuration of a checkpoint directory; code in the checkpoint is never run."""
+def load_config(checkpoint: Checkpoint) -> Any:
+    """The transformers configuration of a checkpoint; code in it is never run.
+
+    `quantization_config` is taken off it: what we read quantised is dequantised by us. UnsupportedError for other methods.
+    """
     from transformers import AutoConfig
 
+    if checkpoint.metadata is not None:
+        from dflash_moe.model.gguf_architectures import gguf_config
+
+        return gguf_config(checkpoint)
+    directory = checkpoint.path
     if not (directory / "config.json").is_file():
         raise CheckpointError(f"checkpoint {directory}: config.json is missing; is it a transformers model?")
     try:
@@ -55,12 +66,26 @@ def load_config(directory: Path) -> Any:
     for owner in {id(item): item for item in (config, config.get_text_config())}.values():
         quantization = getattr(owner, "quantization_config", None)
         if quantization is not None:
-            fields = quantization if isinstance(quantization, dict) else vars(quantization)
-            raise UnsupportedError(
-                f"{type(owner).__name__}.quantization_config: method {fields.get('quant_method')} is not supported; "
-                "use the checkpoint in bf16, f16 or f32"
-            )
+            _check_quantization(type(owner).__name__, quantization if isinstance(quantization, dict) else vars(quantization))
+            del owner.quantization_config
     return config
+
+
+def _check_quantization(owner: str, fields: dict[str, Any]) -> None:
+    method = str(getattr(fields.get("quant_method"), "value", fields.get("quant_method")))
+    if method == "mxfp4":
+        return
+    if method != "fp8":
+        raise UnsupportedError(
+            f"{owner}.quantization_config: method {method} is not supported; "
+            "use the checkpoint in bf16, f16, f32, FP8, MXFP4 or GGUF"
+        )
+    block = fields.get("weight_block_size")
+    if block is None or list(block) != [FP8_BLOCK, FP8_BLOCK]:
+        raise UnsupportedError(
+            f"{owner}.quantization_config.weight_block_size: found {block}; "
+            f"FP8 is read with one scale per {FP8_BLOCK} x {FP8_BLOCK} weights"
+        )
 
 
 def find_model_class(config: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A checkpoint directory as a worker sees it: checked safetensors headers, mapped files, one expert's matrices, a fingerprint.
+"""A checkpoint as a worker sees it: checked headers, mapped files, a fingerprint. Safetensors directories and GGUF files alike.
 
 Needs neither torch nor transformers. Opening reads headers only; weights are touched when an expert is loaded.
 SPDX-License-Identifier: Apache-2.0
@@ -14,54 +14,87 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dflash_moe.errors import CheckpointError, UnsupportedError
-from dflash_moe.model.ffn import FfnSpec, TensorPattern
-from dflash_moe.model.safetensors_header import MAX_HEADER_BYTES, read_header
-from dflash_moe.model.stored_tensor import TensorInfo
+import numpy as np
+
+from dflash_moe.errors import CheckpointError
+from dflash_moe.model.checkpoint_files import INDEX_NAME, find_gguf, list_safetensors, read_json
+from dflash_moe.model.dequantize import dequantize
+from dflash_moe.model.gguf_header import read_gguf_header
+from dflash_moe.model.safetensors_header import read_header
+from dflash_moe.model.scaled_tensors import join_scales
+from dflash_moe.model.stored_tensor import ScaleInfo, TensorInfo
+from dflash_moe.model.weight_formats import STORED_NAMES
 
 if TYPE_CHECKING:
     from dflash_moe import _core
 
-INDEX_NAME = "model.safetensors.index.json"
-SINGLE_NAME = "model.safetensors"
-DTYPES = {"F32": "f32", "F16": "f16", "BF16": "bf16"}  # formats experts may be stored in
 MAX_CONFIG_BYTES = 16 << 20
 
 # Content samples of the fingerprint: enough that a fine-tuned or re-quantised copy differs, little enough to read in a second.
 SAMPLE_BYTES = 32
 MAX_SAMPLED_TENSORS = 4096
 
-# Settings of config.json that do not change what the weights mean.
+# Settings that do not change what the weights mean: of config.json, and (by their beginning) of a GGUF file.
 _VOLATILE_SETTINGS = {"transformers_version", "use_cache", "output_router_logits", "output_attentions", "output_hidden_states"}
+_VOLATILE_METADATA = ("general.", "split.", "quantize.")
+_ARCHITECTURE = "general.architecture"
 
 
 @dataclass(slots=True)
 class Checkpoint:
-    """Files and tensors of one directory. Files are mapped on first use and stay mapped as long as this lives."""
+    """Files and tensors of one model. Files are mapped on first use and stay mapped as long as this lives.
 
-    directory: Path
+    `path` is the directory, or the GGUF file (the first part of a split one). `stored` are the tensors as the files list them,
+    `tensors` those with scales joined to their values; `metadata` is a GGUF file's, None for safetensors.
+    """
+
+    path: Path
     files: tuple[Path, ...]
+    stored: dict[str, TensorInfo]
     tensors: dict[str, TensorInfo]
+    metadata: dict[str, Any] | None = None
     _mapped: dict[int, _core.MappedFile] = field(default_factory=dict)
     _fingerprint: str = ""
 
     @classmethod
-    def open(cls, directory: str | Path) -> Checkpoint:
-        """Reads and checks all headers. CheckpointError naming file and tensor."""
-        directory = Path(directory)
-        if not directory.is_dir():
-            raise CheckpointError(f"checkpoint {directory}: no such directory; pass the directory that holds config.json")
-        files, listed = _list_files(directory)
-        tensors: dict[str, TensorInfo] = {}
+    def open(cls, path: str | Path) -> Checkpoint:
+        """Reads and checks all headers of a directory or a GGUF file. CheckpointError naming file and tensor."""
+        path = Path(path)
+        if not path.exists():
+            raise CheckpointError(
+                f"checkpoint {path}: no such directory or file; pass the directory that holds config.json, or a GGUF file"
+            )
+        parts = find_gguf(path)
+        return cls._open_gguf(parts) if parts else cls._open_safetensors(path)
+
+    @classmethod
+    def _open_safetensors(cls, directory: Path) -> Checkpoint:
+        files, listed = list_safetensors(directory)
+        stored: dict[str, TensorInfo] = {}
         for index, path in enumerate(files):
-            for name, info in read_header(path, index).items():
-                if name in tensors:
-                    raise CheckpointError(f"{path}: tensor {name!r} is also in {files[tensors[name].file].name}; one must go")
-                tensors[name] = info
+            _add_tensors(stored, read_header(path, index), files, path)
         for name, file_name in listed.items():
-            if name not in tensors or files[tensors[name].file].name != file_name:
+            if name not in stored or files[stored[name].file].name != file_name:
                 raise CheckpointError(f"{directory / INDEX_NAME}: tensor {name!r} should be in {file_name}, but is not there")
-        return cls(directory, files, tensors)
+        try:
+            return cls(directory, files, stored, join_scales(stored))
+        except CheckpointError as error:
+            raise CheckpointError(f"checkpoint {directory}: {error}") from None
+
+    @classmethod
+    def _open_gguf(cls, parts: tuple[Path, ...]) -> Checkpoint:
+        stored: dict[str, TensorInfo] = {}
+        headers = [read_gguf_header(path, index) for index, path in enumerate(parts)]
+        for path, header in zip(parts, headers, strict=True):
+            _add_tensors(stored, header.tensors, parts, path)
+        metadata = headers[0].metadata
+        if type(metadata.get(_ARCHITECTURE)) is not str:
+            raise CheckpointError(f"{parts[0]}: metadata {_ARCHITECTURE} is missing; it is not the (first) file of a model")
+        expected = metadata.get("split.tensors.count", len(stored))
+        if expected != len(stored):
+            found = f"its {len(parts)} parts have {len(stored)}"
+            raise CheckpointError(f"{parts[0]}: split.tensors.count is {expected}, but {found}; a part is of another model")
+        return cls(parts[0], parts, stored, stored, metadata)
 
     def mapped_file(self, index: int) -> _core.MappedFile:
         """The mapping of `files[index]`."""
@@ -77,8 +110,39 @@ class Checkpoint:
             file.drop_pages()
 
     def config(self) -> dict[str, Any]:
-        """config.json. CheckpointError when it is missing or not a JSON map."""
-        return read_json(self.directory / "config.json", MAX_CONFIG_BYTES)
+        """config.json, or a GGUF file's metadata. CheckpointError when the former is missing or not a JSON map."""
+        if self.metadata is not None:
+            return self.metadata
+        return read_json(self.path / "config.json", MAX_CONFIG_BYTES)
+
+    def values(self, name: str) -> np.ndarray[Any, Any]:
+        """A whole tensor as float32, whatever its format. For the host's weights; errors as `dequantize`."""
+        info = self.tensors[name]
+        format_name = STORED_NAMES.get(info.dtype, info.dtype)
+        *outer, inputs = info.shape if len(info.shape) > 1 else (1, *info.shape)
+        squares = 1
+        if info.dtype == "FP8_B128":  # scales go by squares of one matrix
+            squares, outer = int(np.prod(outer[:-1])), outer[-1:]
+        outputs = int(np.prod(outer))
+        data = np.array_split(self._bytes(info), squares)
+        whole = None if info.scales is None else self._scales(info.scales, squares, outputs)
+        scales = [None] * squares if whole is None else np.array_split(whole, squares)
+        made = [dequantize(format_name, part, outputs, inputs, own) for part, own in zip(data, scales, strict=True)]
+        return np.concatenate(made).reshape(info.shape)
+
+    def raw(self, name: str) -> np.ndarray[Any, Any]:
+        """A tensor's bytes as they lie in the file, mapped."""
+        return self._bytes(self.tensors[name])
+
+    def _bytes(self, info: TensorInfo | ScaleInfo) -> np.ndarray[Any, Any]:
+        if not info.num_bytes:  # nothing can be mapped
+            return np.empty(0, np.uint8)
+        return np.memmap(self.files[info.file], np.uint8, "r", info.offset, (info.num_bytes,))
+
+    def _scales(self, scales: ScaleInfo, squares: int, outputs: int) -> np.ndarray[Any, Any]:
+        values = self._bytes(scales).view(np.float32 if scales.dtype == "F32" else np.uint8)
+        rows = squares * scales.shape[-2] if scales.dtype == "F32" else outputs
+        return values.reshape(rows, scales.shape[-1])
 
     def fingerprint(self) -> str:
         """Hex digest of the tensors' names, dtypes, shapes, samples of their contents, and the configuration. Computed once."""
@@ -86,18 +150,24 @@ class Checkpoint:
             self._fingerprint = self._compute_fingerprint()
         return self._fingerprint
 
+    def _settings(self) -> dict[str, Any]:
+        config = self.config()
+        if self.metadata is not None:
+            kept = (key for key in config if key == _ARCHITECTURE or not key.startswith(_VOLATILE_METADATA))
+            return {key: config[key] for key in kept}
+        return {key: value for key, value in config.items() if key not in _VOLATILE_SETTINGS and key[:1] != "_"}
+
     def _compute_fingerprint(self) -> str:
-        names = sorted(self.tensors)
-        config = {key: value for key, value in self.config().items() if key not in _VOLATILE_SETTINGS and key[:1] != "_"}
-        digest = hashlib.sha256(json.dumps(config, sort_keys=True, separators=(",", ":")).encode())
+        names = sorted(self.stored)
+        digest = hashlib.sha256(json.dumps(self._settings(), sort_keys=True, separators=(",", ":")).encode())
         for name in names:
-            info = self.tensors[name]
+            info = self.stored[name]
             digest.update(f"\n{name} {info.dtype} {info.shape}".encode())
         step = max(1, -(-len(names) // MAX_SAMPLED_TENSORS))
         descriptors = [os.open(path, os.O_RDONLY | os.O_CLOEXEC) for path in self.files]
         try:
             for name in names[::step]:
-                info = self.tensors[name]
+                info = self.stored[name]
                 for third in (1, 2):
                     start = max(0, info.num_bytes * third // 3 - SAMPLE_BYTES)
                     count = min(SAMPLE_BYTES, info.num_bytes - start)
@@ -108,165 +178,14 @@ class Checkpoint:
         return digest.hexdigest()
 
 
-def shard_fingerprint(model_fingerprint: str, layer_name: str, experts: Sequence[int]) -> int:
-    """64 bits that name the weights of these experts (ascending ids) of this layer."""
-    text = f"{model_fingerprint} {layer_name} {','.join(map(str, experts))}"
+def shard_fingerprint(model_fingerprint: str, layer_name: str, experts: Sequence[int], requantized: str = "") -> int:
+    """64 bits that name the weights of these experts (ascending ids) of this layer, and what they were requantised to."""
+    text = f"{model_fingerprint} {layer_name} {','.join(map(str, experts))}{requantized and ' ' + requantized}"
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
 
 
-def expert_sources(checkpoint: Checkpoint, ffn: FfnSpec, expert_id: int) -> dict[str, Any]:
-    """Arguments of `_core.Worker.load_expert` that point into the mapped files.
-
-    CheckpointError naming tensor, found and expected shape; UnsupportedError naming a format no kernel reads.
-    """
-    inner = (ffn.intermediate_size, ffn.in_size)
-    outer = (ffn.out_size, ffn.intermediate_size)
-    return {
-        "gate": _matrix(checkpoint, ffn.gate_tensor, expert_id, *inner),
-        "up": _matrix(checkpoint, ffn.up_tensor, expert_id, *inner),
-        "down": _matrix(checkpoint, ffn.down_tensor, expert_id, *outer),
-        "gate_bias": _vector(checkpoint, ffn.gate_bias_tensor, expert_id, ffn.intermediate_size),
-        "up_bias": _vector(checkpoint, ffn.up_bias_tensor, expert_id, ffn.intermediate_size),
-        "down_bias": _vector(checkpoint, ffn.down_bias_tensor, expert_id, ffn.out_size),
-    }
-
-
-def check_expert(checkpoint: Checkpoint, ffn: FfnSpec, expert_id: int) -> str:
-    """The dtype that holds this expert's matrices exactly, after the checks of `expert_sources`; maps nothing."""
-    inner, outer = (ffn.intermediate_size, ffn.in_size), (ffn.out_size, ffn.intermediate_size)
-    dtypes: set[str] = set()
-    for pattern, (outputs, inputs) in ((ffn.gate_tensor, inner), (ffn.up_tensor, inner), (ffn.down_tensor, outer)):
-        if pattern is not None:
-            dtypes.add(_locate(checkpoint, pattern, expert_id, _matrix_shape(pattern, outputs, inputs))[2])
-    for pattern, outputs in (
-        (ffn.gate_bias_tensor, ffn.intermediate_size),
-        (ffn.up_bias_tensor, ffn.intermediate_size),
-        (ffn.down_bias_tensor, ffn.out_size),
-    ):
-        if pattern is not None:
-            _locate(checkpoint, pattern, expert_id, (_selection(pattern.part, outputs)[0],))
-    return dtypes.pop() if len(dtypes) == 1 else "f32"
-
-
-def stored_dtype(checkpoint: Checkpoint, pattern: TensorPattern, expert_id: int = 0) -> str:
-    """`f32`, `f16` or `bf16`: the format of the tensor that holds this expert's values. Errors as `expert_sources`."""
-    return _dtype_of(checkpoint, *_find(checkpoint, pattern, expert_id))
-
-
-def read_json(path: Path, max_bytes: int) -> dict[str, Any]:
-    """A JSON map from a file. CheckpointError naming the file."""
-    try:
-        with path.open("rb") as stream:
-            text = stream.read(max_bytes + 1)
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from None
-    if len(text) > max_bytes:
-        raise CheckpointError(f"{path}: over {max_bytes} bytes, which no such file needs; it is not what its name says")
-    try:
-        value = json.loads(text.decode("utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: not JSON ({error})") from None
-    if type(value) is not dict:
-        raise CheckpointError(f"{path}: found a {type(value).__name__}, expected a map")
-    return value
-
-
-def _list_files(directory: Path) -> tuple[tuple[Path, ...], dict[str, str]]:
-    """The weight files, and which file the index says each tensor is in (empty without an index)."""
-    if (directory / INDEX_NAME).is_file():
-        listed = read_json(directory / INDEX_NAME, MAX_HEADER_BYTES).get("weight_map")
-        if type(listed) is not dict or not listed:
-            raise CheckpointError(f"{directory / INDEX_NAME}: weight_map is missing or empty")
-        for name, file_name in listed.items():
-            if type(file_name) is not str or file_name != os.path.basename(file_name) or file_name in ("", ".", ".."):
-                raise CheckpointError(f"{directory / INDEX_NAME}: tensor {name!r} is in {file_name!r}, not a file name")
-        names = sorted(set(listed.values()))
-        missing = [name for name in names if not (directory / name).is_file()]
-        if missing:
-            raise CheckpointError(
-                f"checkpoint {directory}: {len(missing)} of {len(names)} weight files are missing, first {missing[0]}; "
-                "download or copy them again"
-            )
-        return tuple(directory / name for name in names), listed
-    if (directory / SINGLE_NAME).is_file():
-        return (directory / SINGLE_NAME,), {}
-    raise CheckpointError(f"checkpoint {directory}: {_what_is_there(directory)}")
-
-
-def _what_is_there(directory: Path) -> str:
-    wanted = f"neither {SINGLE_NAME} nor {INDEX_NAME} found"
-    if any(directory.glob("*.gguf")):
-        return f"{wanted}, only GGUF files, which this version does not read; use the safetensors checkpoint"
-    if any(directory.glob("*.safetensors")):
-        return f"{wanted}; there are other safetensors files, but without the index it is not known what belongs together"
-    if any(directory.glob("pytorch_model*.bin")) or any(directory.glob("*.pt")) or any(directory.glob("*.pth")):
-        return f"{wanted}, only pickled weights, which are never read; save the model again with safe_serialization"
-    return f"{wanted}; pass the directory of a transformers checkpoint"
-
-
-def _find(checkpoint: Checkpoint, pattern: TensorPattern, expert_id: int) -> tuple[str, TensorInfo]:
-    name = pattern.tensor_name(expert_id)
-    info = checkpoint.tensors.get(name)
-    if info is None:
-        raise CheckpointError(f"checkpoint {checkpoint.directory}: tensor {name!r} is missing (expert {expert_id})")
-    return name, info
-
-
-def _dtype_of(checkpoint: Checkpoint, name: str, info: TensorInfo) -> str:
-    dtype = DTYPES.get(info.dtype)
-    if dtype is None:
-        where = checkpoint.files[info.file]
-        raise UnsupportedError(f"{where}: tensor {name!r} has format {info.dtype}; supported: {', '.join(DTYPES)}")
-    return dtype
-
-
-def _locate(checkpoint: Checkpoint, pattern: TensorPattern, expert_id: int, shape: tuple[int, ...]) -> tuple[int, int, str]:
-    """(file index, byte offset of this expert's first element, dtype) of a tensor that must have `shape`, experts apart."""
-    name, info = _find(checkpoint, pattern, expert_id)
-    dtype = _dtype_of(checkpoint, name, info)
-    where = checkpoint.files[info.file]
-    if (info.shape[1:] if pattern.is_packed else info.shape) != shape or len(info.shape) != len(shape) + pattern.is_packed:
-        expected = [*(["experts"] if pattern.is_packed else []), *shape]
-        raise CheckpointError(
-            f"{where}: tensor {name!r} has shape {list(info.shape)}, expected {expected}; "
-            "the checkpoint is not of the model that the host describes"
-        )
-    if not pattern.is_packed:
-        return info.file, info.offset, dtype
-    if not 0 <= expert_id < info.shape[0]:
-        raise CheckpointError(f"{where}: tensor {name!r} has {info.shape[0]} experts, asked for {expert_id}")
-    return info.file, info.offset + info.num_bytes // info.shape[0] * expert_id, dtype
-
-
-def _selection(part: str, outputs: int) -> tuple[int, int, int]:
-    """(outputs in the tensor, first one of the part, step)."""
-    if part == "all":
-        return outputs, 0, 1
-    first, step = {"first_half": (0, 1), "second_half": (outputs, 1), "even": (0, 2), "odd": (1, 2)}[part]
-    return 2 * outputs, first, step
-
-
-_ITEM_BYTES = {"f32": 4, "f16": 2, "bf16": 2}
-
-
-def _matrix(checkpoint: Checkpoint, pattern: TensorPattern | None, expert_id: int, outputs: int, inputs: int) -> Any:
-    if pattern is None:
-        return None
-    file, offset, dtype = _locate(checkpoint, pattern, expert_id, _matrix_shape(pattern, outputs, inputs))
-    stored, first, step = _selection(pattern.part, outputs)
-    output_stride, input_stride = (1, stored) if pattern.is_transposed else (inputs, 1)
-    offset += first * output_stride * _ITEM_BYTES[dtype]
-    return checkpoint.mapped_file(file), offset, dtype, outputs, inputs, output_stride * step, input_stride
-
-
-def _matrix_shape(pattern: TensorPattern, outputs: int, inputs: int) -> tuple[int, int]:
-    stored = _selection(pattern.part, outputs)[0]
-    return (inputs, stored) if pattern.is_transposed else (stored, inputs)
-
-
-def _vector(checkpoint: Checkpoint, pattern: TensorPattern | None, expert_id: int, outputs: int) -> Any:
-    if pattern is None:
-        return None
-    stored, first, step = _selection(pattern.part, outputs)
-    file, offset, dtype = _locate(checkpoint, pattern, expert_id, (stored,))
-    return checkpoint.mapped_file(file), offset + first * _ITEM_BYTES[dtype], dtype, outputs, step
+def _add_tensors(stored: dict[str, TensorInfo], found: dict[str, TensorInfo], files: Sequence[Path], path: Path) -> None:
+    for name, info in found.items():
+        if name in stored:
+            raise CheckpointError(f"{path}: tensor {name!r} is also in {files[stored[name].file].name}; one must go")
+        stored[name] = info

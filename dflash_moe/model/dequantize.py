@@ -31,11 +31,13 @@ def dequantize(format_name: str, data: Array, outputs: int, inputs: int, scales:
     """
     data = np.ascontiguousarray(data).view(np.uint8).reshape(-1)
     if format_name == "f32":
-        return data.view(np.float32).reshape(outputs, inputs).copy()
+        floats: Array = np.array(data.view(np.float32))
+        return floats.reshape(outputs, inputs)
     if format_name == "f16":
-        return data.view(np.float16).astype(np.float32).reshape(outputs, inputs)
+        return np.asarray(data.view(np.float16), np.float32).reshape(outputs, inputs)
     if format_name == "bf16":
-        return (data.view(np.uint16).astype(np.uint32) << 16).view(np.float32).reshape(outputs, inputs)
+        bits = data.view(np.uint16).astype(np.uint32) << np.uint32(16)
+        return np.ascontiguousarray(bits).view(np.float32).reshape(outputs, inputs)
     if format_name == "fp8_e4m3_b128" and scales is not None:
         return _fp8(data.reshape(outputs, inputs), scales)
     if format_name == "mxfp4" and scales is not None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dflash_moe.errors import ProtocolError
+from dflash_moe.model.weight_formats import FLOATS, FORMATS, split_formats
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu_squared", "identity", "sigmoid", "quick_gelu")
 GATES = ("none", "gated", "clamped_swiglu")
@@ -113,6 +114,15 @@ class FfnSpec:
         if self.has_gate_up_bias:
             values += num_inner * self.intermediate_size
         return values + (self.out_size if self.has_down_bias else 0)
+
+    def num_bytes(self, weight_dtype: str) -> int:
+        """Bytes of one expert kept in `weight_dtype`: a format, or gate's and up's and down's joined by `+`."""
+        first, down = split_formats(weight_dtype)
+        matrices = (self.num_matrices - 1) * FORMATS[first].num_bytes(self.intermediate_size, self.in_size)
+        matrices += FORMATS[down].num_bytes(self.out_size, self.intermediate_size)
+        num_matrix_values = ((self.num_matrices - 1) * self.in_size + self.out_size) * self.intermediate_size
+        bias_bytes = FORMATS[first].block_bytes if first in FLOATS else 4
+        return matrices + (self.num_values() - num_matrix_values) * bias_bytes
 
     def kernel_spec(self) -> dict[str, Any]:
         """The formula alone, as `_core.Worker.define_shard` and `_core.FfnOracle` take it."""

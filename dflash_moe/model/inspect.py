@@ -76,20 +76,20 @@ class Inspection:
         }
 
 
-def inspect_model(directory: Path) -> Inspection:
+def inspect_model(path: Path) -> Inspection:
     """Looks at a checkpoint without touching its weights. CheckpointError when it is not one or is damaged."""
-    checkpoint = Checkpoint.open(directory)
+    checkpoint = Checkpoint.open(path)
     config = checkpoint.config()
     spec, reason = None, None
     try:
-        spec = model_spec(directory)
+        spec = model_spec(path)
     except UnsupportedError as error:
         reason = str(error)
     return Inspection(
-        directory,
+        path,
         tuple(str(name) for name in config.get("architectures") or ()),
         str(config.get("model_type", "")),
-        sum(info.num_bytes for info in checkpoint.tensors.values()),
+        sum(info.num_bytes for info in checkpoint.stored.values()),
         spec,
         reason,
     )

@@ -13,12 +13,14 @@ from typing import Any
 
 from dflash_moe.errors import ConfigError, UnsupportedError
 from dflash_moe.model.architecture import Architecture, load_architecture
-from dflash_moe.model.checkpoint import Checkpoint, check_expert, stored_dtype
+from dflash_moe.model.checkpoint import Checkpoint
+from dflash_moe.model.expert_tensors import check_expert, stored_format
 from dflash_moe.model.ffn import FfnSpec
 from dflash_moe.model.gates import Formula, recognise
 from dflash_moe.model.tensor_names import Conversion
+from dflash_moe.model.weight_formats import FLOATS, common_format, join_formats, resident_formats
 
-ITEM_BYTES = {"f32": 4, "f16": 2, "bf16": 2}
+QUANTISED_DTYPE = "bf16"  # the host's model where the checkpoint names no dtype: what models with block formats were trained in
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +28,8 @@ class LayerSpec:
     """One layer's routed experts.
 
     `index` is what callers and the wire name the layer by: the decoder layer's number where the model has one stack, else its
-    place in the table. `name` is the experts module's qualified name. `top_k` is for sizing only. `weight_dtype` is how a
-    worker keeps the weights. `expert_bytes` are those of one expert.
+    place in the table. `name` is the experts module's qualified name. `top_k` is for sizing only. `weight_dtype` is the format
+    the weights are stored in and a worker keeps (`weight_formats.join_formats`), `expert_bytes` are those of one expert in it.
     """
 
     index: int
@@ -37,6 +39,14 @@ class LayerSpec:
     ffn: FfnSpec
     weight_dtype: str
     expert_bytes: int
+
+    def resident_dtype(self, weights: str) -> str:
+        """The format a worker with `weights: auto | int8 | int4` keeps."""
+        return resident_formats(self.weight_dtype, weights)
+
+    def resident_bytes(self, weights: str) -> int:
+        """Bytes of one expert at such a worker."""
+        return self.ffn.num_bytes(self.resident_dtype(weights))
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,20 +65,20 @@ def model_spec(path: str | Path, dtype: str | None = None) -> ModelSpec:
 
     Errors: CheckpointError naming file and tensor, UnsupportedError naming class and field, ConfigError for the dtype.
     """
-    if dtype is not None and dtype not in ITEM_BYTES:
-        raise ConfigError(f"dtype {dtype!r} is not allowed; choose from {', '.join(ITEM_BYTES)}")
+    if dtype is not None and dtype not in FLOATS:
+        raise ConfigError(f"dtype {dtype!r} is not allowed; choose from {', '.join(FLOATS)}")
     checkpoint = Checkpoint.open(path)
-    architecture = load_architecture(checkpoint.directory)
+    architecture = load_architecture(checkpoint)
     conversion = Conversion.of(architecture.model, checkpoint)
     formulas = {name: recognise(module) for name, module in architecture.experts.items()}
     ffns = {name: _derive_ffn(name, module, formulas[name], conversion) for name, module in architecture.experts.items()}
     _confirm(architecture, ffns, formulas)
-    dtype = dtype or _model_dtype(architecture.config) or stored_dtype(checkpoint, next(iter(ffns.values())).up_tensor)
+    dtype = dtype or _model_dtype(architecture.config) or _stored_dtype(checkpoint, next(iter(ffns.values())))
     layers = []
     for index, (name, module) in zip(layer_numbers(tuple(ffns)), architecture.experts.items(), strict=True):
         layers.append(_layer(index, name, module, ffns[name], architecture, checkpoint))
     config_name = type(architecture.config).__name__
-    return ModelSpec(tuple(layers), dtype, checkpoint.fingerprint(), config_name, str(checkpoint.directory))
+    return ModelSpec(tuple(layers), dtype, checkpoint.fingerprint(), config_name, str(checkpoint.path))
 
 
 def layer_numbers(names: tuple[str, ...]) -> tuple[int, ...]:
@@ -86,10 +96,16 @@ def _layer(
     index: int, name: str, module: Any, ffn: FfnSpec, architecture: Architecture, checkpoint: Checkpoint
 ) -> LayerSpec:
     num_experts = int(module._parameters["down_proj"].shape[0])
-    dtypes = {check_expert(checkpoint, ffn, expert_id) for expert_id in range(num_experts)}
-    weight_dtype = dtypes.pop() if len(dtypes) == 1 else "f32"  # kept as stored, whatever the model runs in
+    formats = {check_expert(checkpoint, ffn, expert_id) for expert_id in range(num_experts)}
+    # Kept as stored, whatever the model runs in.
+    weight_dtype = join_formats(common_format(first for first, _ in formats), common_format(down for _, down in formats))
     top_k = min(num_experts, _top_k(name, architecture))
-    return LayerSpec(index, name, num_experts, top_k, ffn, weight_dtype, ffn.num_values() * ITEM_BYTES[weight_dtype])
+    return LayerSpec(index, name, num_experts, top_k, ffn, weight_dtype, ffn.num_bytes(weight_dtype))
+
+
+def _stored_dtype(checkpoint: Checkpoint, ffn: FfnSpec) -> str:
+    stored = stored_format(checkpoint, ffn.up_tensor)
+    return stored if stored in FLOATS else QUANTISED_DTYPE
 
 
 def _derive_ffn(name: str, module: Any, formula: Formula, conversion: Conversion) -> FfnSpec:

@@ -46,10 +46,9 @@ class Conversion:
     @classmethod
     def of(cls, model: Any, checkpoint: Checkpoint) -> Conversion:
         """Runs the loader's naming over all tensors of the checkpoint."""
-        from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
-        mapping = get_model_conversion_mapping(model)
+        mapping = _mapping(model, checkpoint)
         renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
         converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
         converter_of = {pattern: converter for converter in converters for pattern in converter.source_patterns}
@@ -79,7 +78,7 @@ class Conversion:
             parameter = ties[parameter]  # stored once, under the name it is tied to
         target, recipe = self._recipe_for(parameter)
         layout = _Layout.of(self.checkpoint, recipe, shape)
-        traced = self._trace(target, parameter, recipe, layout)
+        traced = self._trace(target, parameter, recipe, layout, is_transposed=is_transposed)
         if is_transposed and traced.ndim == 3:
             traced = traced.transpose(1, 2)
         found = {}
@@ -103,11 +102,13 @@ class Conversion:
             if any(target.replace(first, another) == parameter for another in rest):
                 return target, other
         raise CheckpointError(
-            f"checkpoint {self.checkpoint.directory}: no tensor becomes {parameter}; the weights are not of the model that "
+            f"checkpoint {self.checkpoint.path}: no tensor becomes {parameter}; the weights are not of the model that "
             "config.json describes"
         )
 
-    def _trace(self, target: str, parameter: str, recipe: _Recipe, layout: _Layout) -> Any:
+    def _trace(
+        self, target: str, parameter: str, recipe: _Recipe, layout: _Layout, *, is_transposed: bool
+    ) -> Any:
         """The parameter, made of coordinates instead of weights."""
         import torch
 
@@ -116,7 +117,9 @@ class Conversion:
             for number, shape in enumerate(layout.toy_shapes)
         ]
         if recipe.converter is None:
-            return sources[0]
+            # MXFP4 is published with the outputs first, also for a parameter that has them last.
+            is_swapped = is_transposed and self.checkpoint.tensors[layout.names[0]].dtype == "MXFP4"
+            return sources[0].transpose(1, 2) if is_swapped else sources[0]
         converter = copy.deepcopy(recipe.converter)
         places = ((pattern, name) for pattern, names in recipe.sources.items() for name in names)
         for (pattern, name), source in zip(places, sources, strict=True):
@@ -193,6 +196,17 @@ class _Layout:
             if all(name.replace(EXPERT_FIELD, str(expert_id)) == found for expert_id, found in enumerate(names)):
                 return name
         return None
+
+
+def _mapping(model: Any, checkpoint: Checkpoint) -> list[Any]:
+    """The loader's transforms from the checkpoint's names to the model's."""
+    if checkpoint.metadata is not None:
+        from dflash_moe.model.gguf_architectures import gguf_conversion
+
+        return gguf_conversion(checkpoint, model.config)
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    return list(get_model_conversion_mapping(model))
 
 
 def take_part(values: Any, part: str) -> Any:

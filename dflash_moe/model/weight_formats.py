@@ -70,6 +70,18 @@ def common_format(formats: Iterable[str]) -> str:
     return found.pop() if len(found) == 1 else "f32"
 
 
-def resident_format(stored: str, weights: str) -> str:
-    """What a worker with `weights: auto | int8 | int4` keeps of weights stored as `stored`."""
-    return RESIDENT_CHOICES[weights] or stored if stored in FLOATS else stored
+def join_formats(first: str, down: str) -> str:
+    """The formats of gate and up, and of down, as one text: one name where they agree, else `first+down`."""
+    return first if first == down else f"{first}+{down}"
+
+
+def split_formats(weight_dtype: str) -> tuple[str, str]:
+    """The inverse of `join_formats`."""
+    first, _, down = weight_dtype.partition("+")
+    return first, down or first
+
+
+def resident_formats(stored: str, weights: str) -> str:
+    """What a worker with `weights: auto | int8 | int4` keeps of an expert stored as `stored`, a text of `join_formats`."""
+    wanted = RESIDENT_CHOICES[weights]
+    return join_formats(*(wanted if wanted and name in FLOATS else name for name in split_formats(stored)))

@@ -12,7 +12,8 @@ import time
 
 from dflash_moe import _core
 from dflash_moe.errors import DflashError, WorkerError
-from dflash_moe.model.checkpoint import Checkpoint, expert_sources
+from dflash_moe.model.checkpoint import Checkpoint
+from dflash_moe.model.expert_tensors import expert_sources
 from dflash_moe.model.ffn import FfnSpec
 from dflash_moe.runtime.data_path import SlotPlan
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from dflash_moe.errors import UnsupportedError
 from dflash_moe.model.architecture import auto_classes
-from dflash_moe.model.checkpoint import SINGLE_NAME
+from dflash_moe.model.checkpoint_files import SINGLE_NAME
 from dflash_moe.model.make import MakeOptions, build_config
 
 REQUIRED = (

@@ -9,7 +9,8 @@ from collections.abc import Callable
 
 from dflash_moe import _core
 from dflash_moe.errors import CheckpointError, ProtocolError
-from dflash_moe.model.checkpoint import Checkpoint, expert_sources, shard_fingerprint
+from dflash_moe.model.checkpoint import Checkpoint, shard_fingerprint
+from dflash_moe.model.expert_tensors import expert_sources
 from dflash_moe.model.ffn import FfnSpec
 from dflash_moe.protocol.messages import LoadShard, expand_experts
 

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from dflash_moe.errors import CheckpointError, UnsupportedError
-from dflash_moe.model.checkpoint import Checkpoint, check_expert, expert_sources, shard_fingerprint
+from dflash_moe.model.checkpoint import Checkpoint, shard_fingerprint
+from dflash_moe.model.expert_tensors import check_expert, expert_sources
 from dflash_moe.model.ffn import FfnSpec, TensorPattern
 
 H, W, E = 6, 4, 3  # hidden, intermediate width, experts
@@ -122,7 +123,7 @@ def test_a_sharded_checkpoint_is_read_through_its_index(tmp_path, values):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     checkpoint = Checkpoint.open(tmp_path)
     assert set(checkpoint.tensors) == set(tensors)
-    assert check_expert(checkpoint, PER_EXPERT, 0) == "f32"
+    assert check_expert(checkpoint, PER_EXPERT, 0) == ("f32", "f32")
     (tmp_path / "a-2.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"1 of 2 weight files are missing, first a-2\.safetensors"):
         Checkpoint.open(tmp_path)

@@ -10,7 +10,7 @@ import pytest
 
 from dflash_moe.errors import UnsupportedError
 from dflash_moe.model.dequantize import E4M3, dequantize, e8m0, quantize_int, requantized
-from dflash_moe.model.weight_formats import FORMATS, RESIDENT_CHOICES, STORED_NAMES, common_format, resident_format
+from dflash_moe.model.weight_formats import FORMATS, RESIDENT_CHOICES, STORED_NAMES, common_format, resident_formats
 from dflash_moe.testing.weight_blocks import random_blocks
 
 GGUF_FORMATS = ("q8_0", "q4_0", "q4_k", "q5_k", "q6_k", "gguf_mxfp4", "iq4_nl", "iq4_xs")
@@ -89,8 +89,8 @@ def test_bytes_count_blocks_and_scales():
 
 
 def test_only_floats_are_requantised():
-    assert {resident_format("bf16", weights) for weights in RESIDENT_CHOICES} == {"bf16", "int8_g32", "int4_g32"}
-    assert {resident_format("q4_k", weights) for weights in RESIDENT_CHOICES} == {"q4_k"}
+    assert {resident_formats("bf16", weights) for weights in RESIDENT_CHOICES} == {"bf16", "int8_g32", "int4_g32"}
+    assert {resident_formats("q4_k+q6_k", weights) for weights in RESIDENT_CHOICES} == {"q4_k+q6_k"}
     assert common_format(["f16", "f16"]) == "f16"
     assert common_format(["q4_k", "q6_k"]) == "f32"
     assert set(STORED_NAMES.values()) <= set(FORMATS)

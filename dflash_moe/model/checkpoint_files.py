@@ -1,0 +1,104 @@
+"""Which files make up a checkpoint: safetensors with or without an index, a GGUF file, or a GGUF file split into several.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from dflash_moe.errors import CheckpointError
+from dflash_moe.model.gguf_header import is_gguf
+from dflash_moe.model.safetensors_header import MAX_HEADER_BYTES
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+MAX_SPLITS = 999
+
+_SPLIT = re.compile(r"(.*)-([0-9]{5})-of-([0-9]{5})\.gguf")
+
+
+def find_gguf(path: Path) -> tuple[Path, ...]:
+    """The GGUF files that `path` means: itself and its sisters, or those of a directory without safetensors; () if none.
+
+    CheckpointError when a part of a split file is missing, or a directory has several models.
+    """
+    if path.is_file():
+        if not is_gguf(path):
+            raise CheckpointError(f"checkpoint {path}: not a GGUF file; pass one, or the directory that holds config.json")
+        return _with_sisters(path)
+    if (path / INDEX_NAME).is_file() or (path / SINGLE_NAME).is_file():
+        return ()
+    models = sorted({_with_sisters(found) for found in path.glob("*.gguf") if found.is_file()})
+    if len(models) > 1:
+        names = ", ".join(model[0].name for model in models[:4])
+        raise CheckpointError(f"checkpoint {path}: has {len(models)} GGUF models ({names}); pass the path of one")
+    return models[0] if models else ()
+
+
+def list_safetensors(directory: Path) -> tuple[tuple[Path, ...], dict[str, str]]:
+    """The weight files, and which file the index says each tensor is in (empty without an index)."""
+    if (directory / INDEX_NAME).is_file():
+        listed = read_json(directory / INDEX_NAME, MAX_HEADER_BYTES).get("weight_map")
+        if type(listed) is not dict or not listed:
+            raise CheckpointError(f"{directory / INDEX_NAME}: weight_map is missing or empty")
+        for name, file_name in listed.items():
+            if type(file_name) is not str or file_name != os.path.basename(file_name) or file_name in ("", ".", ".."):
+                raise CheckpointError(f"{directory / INDEX_NAME}: tensor {name!r} is in {file_name!r}, not a file name")
+        names = sorted(set(listed.values()))
+        missing = [name for name in names if not (directory / name).is_file()]
+        if missing:
+            raise CheckpointError(
+                f"checkpoint {directory}: {len(missing)} of {len(names)} weight files are missing, first {missing[0]}; "
+                "download or copy them again"
+            )
+        return tuple(directory / name for name in names), listed
+    if (directory / SINGLE_NAME).is_file():
+        return (directory / SINGLE_NAME,), {}
+    raise CheckpointError(f"checkpoint {directory}: {_what_is_there(directory)}")
+
+
+def read_json(path: Path, max_bytes: int) -> dict[str, Any]:
+    """A JSON map from a file. CheckpointError naming the file."""
+    try:
+        with path.open("rb") as stream:
+            text = stream.read(max_bytes + 1)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from None
+    if len(text) > max_bytes:
+        raise CheckpointError(f"{path}: over {max_bytes} bytes, which no such file needs; it is not what its name says")
+    try:
+        value = json.loads(text.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: not JSON ({error})") from None
+    if type(value) is not dict:
+        raise CheckpointError(f"{path}: found a {type(value).__name__}, expected a map")
+    return value
+
+
+def _with_sisters(path: Path) -> tuple[Path, ...]:
+    """All parts of the model that `path` is a part of, in order."""
+    split = _SPLIT.fullmatch(path.name)
+    if split is None:
+        return (path,)
+    count = int(split[3])
+    if not 1 <= count <= MAX_SPLITS or not 1 <= int(split[2]) <= count:
+        raise CheckpointError(f"checkpoint {path}: a part {int(split[2])} of {count} cannot be; parts are numbered from 1")
+    parts = tuple(path.with_name(f"{split[1]}-{number:05}-of-{split[3]}.gguf") for number in range(1, count + 1))
+    missing = [part.name for part in parts if not part.is_file()]
+    if missing:
+        raise CheckpointError(f"checkpoint {path}: {len(missing)} of {count} parts are missing, first {missing[0]}")
+    return parts
+
+
+def _what_is_there(directory: Path) -> str:
+    wanted = f"neither {SINGLE_NAME} nor {INDEX_NAME} nor a GGUF file found"
+    if any(directory.glob("*.safetensors")):
+        return f"{wanted}; there are other safetensors files, but without the index it is not known what belongs together"
+    if any(directory.glob("pytorch_model*.bin")) or any(directory.glob("*.pt")) or any(directory.glob("*.pth")):
+        return f"{wanted}, only pickled weights, which are never read; save the model again with safe_serialization"
+    return f"{wanted}; pass the directory of a transformers checkpoint"

@@ -1,0 +1,176 @@
+"""Where one expert's matrices and biases lie in a checkpoint, as `_core.Worker.load_expert` takes them.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from dflash_moe.errors import CheckpointError, UnsupportedError
+from dflash_moe.model.checkpoint import Checkpoint
+from dflash_moe.model.ffn import FfnSpec, TensorPattern
+from dflash_moe.model.stored_tensor import TensorInfo
+from dflash_moe.model.weight_formats import FLOATS, FORMATS, FP8_BLOCK, STORED_NAMES, common_format
+
+_ITEM_BYTES = {"f32": 4, "f16": 2, "bf16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """One expert's part of a tensor that exists and has the expected shape."""
+
+    where: str  # file and tensor, for errors
+    info: TensorInfo
+    offset: int  # of the expert's first element, in the file
+    format_name: str
+    expert: int  # index in a packed tensor, else 0
+
+
+def expert_sources(checkpoint: Checkpoint, ffn: FfnSpec, expert_id: int) -> dict[str, Any]:
+    """Arguments of `_core.Worker.load_expert` that point into the mapped files.
+
+    CheckpointError naming tensor, found and expected shape; UnsupportedError naming a format no kernel reads.
+    """
+    inner = (ffn.intermediate_size, ffn.in_size)
+    outer = (ffn.out_size, ffn.intermediate_size)
+    return {
+        "gate": _matrix(checkpoint, ffn.gate_tensor, expert_id, *inner),
+        "up": _matrix(checkpoint, ffn.up_tensor, expert_id, *inner),
+        "down": _matrix(checkpoint, ffn.down_tensor, expert_id, *outer),
+        "gate_bias": _vector(checkpoint, ffn.gate_bias_tensor, expert_id, ffn.intermediate_size),
+        "up_bias": _vector(checkpoint, ffn.up_bias_tensor, expert_id, ffn.intermediate_size),
+        "down_bias": _vector(checkpoint, ffn.down_bias_tensor, expert_id, ffn.out_size),
+    }
+
+
+def check_expert(checkpoint: Checkpoint, ffn: FfnSpec, expert_id: int) -> tuple[str, str]:
+    """The formats that hold gate and up, and down, exactly, after the checks of `expert_sources`; maps nothing."""
+    inner, outer = (ffn.intermediate_size, ffn.in_size), (ffn.out_size, ffn.intermediate_size)
+
+    def found(pattern: TensorPattern | None, outputs: int, inputs: int) -> list[str]:
+        return [] if pattern is None else [_locate_matrix(checkpoint, pattern, expert_id, outputs, inputs).format_name]
+
+    first = common_format([*found(ffn.gate_tensor, *inner), *found(ffn.up_tensor, *inner)])
+    for pattern, outputs in (
+        (ffn.gate_bias_tensor, ffn.intermediate_size),
+        (ffn.up_bias_tensor, ffn.intermediate_size),
+        (ffn.down_bias_tensor, ffn.out_size),
+    ):
+        if pattern is not None:
+            _locate_vector(checkpoint, pattern, expert_id, outputs)
+    return first, found(ffn.down_tensor, *outer)[0]
+
+
+def stored_format(checkpoint: Checkpoint, pattern: TensorPattern, expert_id: int = 0) -> str:
+    """The format of the tensor that holds this expert's values. Errors as `expert_sources`."""
+    return _format_of(checkpoint, *_find(checkpoint, pattern, expert_id))
+
+
+def _find(checkpoint: Checkpoint, pattern: TensorPattern, expert_id: int) -> tuple[str, TensorInfo]:
+    name = pattern.tensor_name(expert_id)
+    info = checkpoint.tensors.get(name)
+    if info is None:
+        raise CheckpointError(f"checkpoint {checkpoint.path}: tensor {name!r} is missing (expert {expert_id})")
+    return name, info
+
+
+def _format_of(checkpoint: Checkpoint, name: str, info: TensorInfo) -> str:
+    found = STORED_NAMES.get(info.dtype)
+    if found is None:
+        where = f"{checkpoint.files[info.file]}: tensor {name!r}"
+        hint = " without scales per square of 128" if info.dtype == "F8_E4M3" else ""
+        raise UnsupportedError(f"{where} has format {info.dtype}{hint}; supported: {', '.join(STORED_NAMES)}")
+    return found
+
+
+def _locate(checkpoint: Checkpoint, pattern: TensorPattern, expert_id: int, shape: tuple[int, ...]) -> _Place:
+    """A tensor that must have `shape`, experts apart."""
+    name, info = _find(checkpoint, pattern, expert_id)
+    format_name = _format_of(checkpoint, name, info)
+    where = f"{checkpoint.files[info.file]}: tensor {name!r}"
+    if (info.shape[1:] if pattern.is_packed else info.shape) != shape or len(info.shape) != len(shape) + pattern.is_packed:
+        expected = [*(["experts"] if pattern.is_packed else []), *shape]
+        raise CheckpointError(
+            f"{where} has shape {list(info.shape)}, expected {expected}; "
+            "the checkpoint is not of the model that the host describes"
+        )
+    if not pattern.is_packed:
+        return _Place(where, info, info.offset, format_name, 0)
+    if not 0 <= expert_id < info.shape[0]:
+        raise CheckpointError(f"{where} has {info.shape[0]} experts, asked for {expert_id}")
+    return _Place(where, info, info.offset + info.num_bytes // info.shape[0] * expert_id, format_name, expert_id)
+
+
+def _locate_matrix(checkpoint: Checkpoint, pattern: TensorPattern, expert_id: int, outputs: int, inputs: int) -> _Place:
+    stored = _selection(pattern.part, outputs)[0]
+    place = _locate(checkpoint, pattern, expert_id, (inputs, stored) if pattern.is_transposed else (stored, inputs))
+    if place.format_name not in FLOATS and pattern.is_transposed:
+        raise UnsupportedError(
+            f"{place.where} has format {place.info.dtype} with the outputs last; blocks must run along the inputs"
+        )
+    block = FORMATS[place.format_name].block
+    if inputs % block:
+        raise UnsupportedError(f"{place.where} has rows of {inputs} values, which {place.info.dtype} cannot cut into {block}")
+    return place
+
+
+def _locate_vector(checkpoint: Checkpoint, pattern: TensorPattern, expert_id: int, outputs: int) -> _Place:
+    place = _locate(checkpoint, pattern, expert_id, (_selection(pattern.part, outputs)[0],))
+    if place.format_name not in FLOATS:
+        raise UnsupportedError(f"{place.where} has format {place.info.dtype}; biases are read in {', '.join(FLOATS)}")
+    return place
+
+
+def _selection(part: str, outputs: int) -> tuple[int, int, int]:
+    """(outputs in the tensor, first one of the part, step)."""
+    if part == "all":
+        return outputs, 0, 1
+    first, step = {"first_half": (0, 1), "second_half": (outputs, 1), "even": (0, 2), "odd": (1, 2)}[part]
+    return 2 * outputs, first, step
+
+
+def _matrix(checkpoint: Checkpoint, pattern: TensorPattern | None, expert_id: int, outputs: int, inputs: int) -> Any:
+    """A MatrixSource of `_core`: floats with strides in elements, blocks with the step of a row in bytes."""
+    if pattern is None:
+        return None
+    place = _locate_matrix(checkpoint, pattern, expert_id, outputs, inputs)
+    stored, first, step = _selection(pattern.part, outputs)
+    file = checkpoint.mapped_file(place.info.file)
+    if place.format_name in FLOATS:
+        output_stride, input_stride = (1, stored) if pattern.is_transposed else (inputs, 1)
+        offset = place.offset + first * output_stride * _ITEM_BYTES[place.format_name]
+        return file, offset, place.format_name, outputs, inputs, output_stride * step, input_stride
+    shape = FORMATS[place.format_name]
+    row_bytes = inputs // shape.block * shape.block_bytes
+    source = (file, place.offset + first * row_bytes, place.format_name, outputs, inputs, row_bytes * step, 0)
+    if place.info.scales is None:
+        return source
+    return (*source, *_scales(checkpoint, place, first, step))
+
+
+def _scales(checkpoint: Checkpoint, place: _Place, first: int, step: int) -> tuple[Any, int, int]:
+    """(file, offset of the first scale, bytes from one row of scales to the next)."""
+    scales = place.info.scales
+    assert scales is not None
+    row_bytes = scales.shape[-1] * (4 if scales.dtype == "F32" else 1)
+    row, row_step = first, step
+    if place.format_name == "fp8_e4m3_b128":
+        if first % FP8_BLOCK or step != 1:
+            raise UnsupportedError(
+                f"{place.where}: the part that begins at output {first} with step {step} shares its FP8 scales with another; "
+                f"parts must begin at a multiple of {FP8_BLOCK}"
+            )
+        row = first // FP8_BLOCK
+    offset = scales.offset + (place.expert * scales.shape[-2] + row) * row_bytes
+    return checkpoint.mapped_file(scales.file), offset, row_bytes * row_step
+
+
+def _vector(checkpoint: Checkpoint, pattern: TensorPattern | None, expert_id: int, outputs: int) -> Any:
+    if pattern is None:
+        return None
+    place = _locate_vector(checkpoint, pattern, expert_id, outputs)
+    _, first, step = _selection(pattern.part, outputs)
+    offset = place.offset + first * _ITEM_BYTES[place.format_name]
+    return checkpoint.mapped_file(place.info.file), offset, place.format_name, outputs, step

@@ -1,0 +1,164 @@
+"""GGUF models as transformers has them: the configuration out of the metadata, and what becomes of the tensors' names.
+
+GGUF has llama.cpp's names, so this is the one place that knows architectures by name: transformers' own tables where it has
+them, and ours for those whose experts its older reader would widen all at once.
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from dflash_moe.errors import CheckpointError, UnsupportedError
+
+if TYPE_CHECKING:
+    from dflash_moe.model.checkpoint import Checkpoint
+
+_EMBEDDING = "token_embd.weight"
+_OUTPUT = "output.weight"
+
+# Configuration field -> metadata key below the architecture's name.
+_COMMON_FIELDS = {
+    "max_position_embeddings": "context_length",
+    "num_hidden_layers": "block_count",
+    "hidden_size": "embedding_length",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "rope_theta": "rope.freq_base",
+    "num_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
+}
+_OPTIONAL_FIELDS = {"intermediate_size": "feed_forward_length", "head_dim": "attention.key_length"}
+
+# llama.cpp's leaf names -> the module names of the Qwen MoE family in transformers.
+_QWEN_NAMES = (
+    (r"^token_embd\.", "model.embed_tokens."),
+    (r"^output_norm\.", "model.norm."),
+    (r"^output\.", "lm_head."),
+    (r"^blk\.", "model.layers."),
+    (r"\.attn_norm\.", ".input_layernorm."),
+    (r"\.ffn_norm\.", ".post_attention_layernorm."),
+    (r"\.attn_q\.", ".self_attn.q_proj."),
+    (r"\.attn_k\.", ".self_attn.k_proj."),
+    (r"\.attn_v\.", ".self_attn.v_proj."),
+    (r"\.attn_output\.", ".self_attn.o_proj."),
+    (r"\.attn_q_norm\.", ".self_attn.q_norm."),
+    (r"\.attn_k_norm\.", ".self_attn.k_norm."),
+    (r"\.ffn_gate\.", ".mlp.gate_proj."),
+    (r"\.ffn_up\.", ".mlp.up_proj."),
+    (r"\.ffn_down\.", ".mlp.down_proj."),
+    (r"\.ffn_gate_inp\.", ".mlp.gate."),
+    (r"\.ffn_gate_inp_shexp\.", ".mlp.shared_expert_gate."),
+    (r"\.ffn_gate_shexp\.", ".mlp.shared_expert.gate_proj."),
+    (r"\.ffn_up_shexp\.", ".mlp.shared_expert.up_proj."),
+    (r"\.ffn_down_shexp\.", ".mlp.shared_expert.down_proj."),
+    (r"\.ffn_down_exps\.weight", ".mlp.experts.down_proj"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Family:
+    """What metadata cannot say: the model type in transformers, and settings llama.cpp has in its code."""
+
+    model_type: str
+    settings: dict[str, Any]
+    fields: Callable[[Checkpoint, dict[str, Any]], dict[str, Any]]
+
+
+def gguf_config(checkpoint: Checkpoint) -> Any:
+    """The transformers configuration. UnsupportedError naming the architecture, CheckpointError naming a missing key."""
+    from transformers import AutoConfig
+
+    metadata = checkpoint.config()
+    name = metadata["general.architecture"]
+    try:
+        settings = _settings(checkpoint, name, metadata)
+        return AutoConfig.for_model(settings.pop("model_type"), **settings)
+    except KeyError as error:
+        raise CheckpointError(f"{checkpoint.path}: metadata {error} is missing, which every {name} model has") from None
+
+
+def gguf_conversion(checkpoint: Checkpoint, config: Any) -> list[Any]:
+    """transformers' weight transforms from the file's names to the model's."""
+    name = checkpoint.config()["general.architecture"]
+    if name in _FAMILIES:
+        from transformers.core_model_loading import Concatenate, WeightConverter, WeightRenaming
+
+        experts = WeightConverter(
+            source_patterns=[r"\.ffn_gate_exps\.weight", r"\.ffn_up_exps\.weight"],
+            target_patterns=".mlp.experts.gate_up_proj",
+            operations=[Concatenate(dim=1)],
+        )
+        return [*(WeightRenaming(source, target) for source, target in _QWEN_NAMES), experts]
+    return list(_transformers_tables()[1][name](config))
+
+
+def _transformers_tables() -> tuple[dict[str, Any], dict[str, Any]]:
+    """Configurations and weight transforms by GGUF architecture, of versions of transformers that have them."""
+    try:
+        from transformers.integrations.gguf.gguf_config_mapping import GGUF_CONFIG_ARCHS
+        from transformers.integrations.gguf.gguf_conversion_mapping import GGUF_ARCHS
+    except ImportError:
+        return {}, {}
+    return dict(GGUF_CONFIG_ARCHS), dict(GGUF_ARCHS)
+
+
+def _settings(checkpoint: Checkpoint, name: str, metadata: dict[str, Any]) -> dict[str, Any]:
+    configs, conversions = _transformers_tables()
+    if name not in _FAMILIES:
+        if name not in configs or name not in conversions:
+            known = ", ".join(sorted({*_FAMILIES, *(configs.keys() & conversions.keys())}))
+            raise UnsupportedError(f"{checkpoint.path}: GGUF architecture {name!r} is not supported; supported: {known}")
+        return dict(configs[name](metadata, tuple(checkpoint.tensors)))
+    family = _FAMILIES[name]
+    found = {field: metadata[f"{name}.{key}"] for field, key in _COMMON_FIELDS.items()}
+    found |= {field: metadata[f"{name}.{key}"] for field, key in _OPTIONAL_FIELDS.items() if f"{name}.{key}" in metadata}
+    found |= _rope_scaling(checkpoint, name, metadata)
+    if _EMBEDDING not in checkpoint.tensors:
+        raise CheckpointError(f"{checkpoint.path}: tensor {_EMBEDDING!r} is missing; the file is not a whole model")
+    found["vocab_size"] = checkpoint.tensors[_EMBEDDING].shape[0]
+    found["tie_word_embeddings"] = _OUTPUT not in checkpoint.tensors
+    for field in ("eos_token_id", "bos_token_id"):
+        found[field] = metadata.get(f"tokenizer.ggml.{field}")
+    found["pad_token_id"] = metadata.get("tokenizer.ggml.padding_token_id")
+    return found | family.settings | family.fields(checkpoint, metadata) | {"model_type": family.model_type}
+
+
+def _rope_scaling(checkpoint: Checkpoint, name: str, metadata: dict[str, Any]) -> dict[str, Any]:
+    kind = metadata.get(f"{name}.rope.scaling.type", "none")
+    if kind == "none":
+        return {}
+    if kind not in ("yarn", "linear"):
+        key = f"{name}.rope.scaling.type"
+        raise UnsupportedError(f"{checkpoint.path}: metadata {key}: found {kind!r}; read are none, linear and yarn")
+    scaling = {"rope_type": kind, "factor": metadata[f"{name}.rope.scaling.factor"]}
+    original = f"{name}.rope.scaling.original_context_length"
+    if original in metadata:
+        scaling["original_max_position_embeddings"] = metadata[original]
+    return {"rope_scaling": scaling}
+
+
+def _expert_width(checkpoint: Checkpoint, kind: str) -> int:
+    """The intermediate width of routed (`exps`) or shared (`shexp`) experts, as the tensors have it; older files do not say."""
+    for name, info in checkpoint.tensors.items():
+        if name.endswith(f".ffn_up_{kind}.weight") and len(info.shape) >= 2:
+            return info.shape[-2]
+    raise CheckpointError(f"{checkpoint.path}: has no tensor blk.N.ffn_up_{kind}.weight; it has no experts, or is damaged")
+
+
+def _qwen2_fields(checkpoint: Checkpoint, _metadata: dict[str, Any]) -> dict[str, Any]:
+    widths = {"moe_intermediate_size": "exps", "shared_expert_intermediate_size": "shexp"}
+    return {field: _expert_width(checkpoint, kind) for field, kind in widths.items()}
+
+
+def _qwen3_fields(checkpoint: Checkpoint, _metadata: dict[str, Any]) -> dict[str, Any]:
+    return {"moe_intermediate_size": _expert_width(checkpoint, "exps")}
+
+
+_FAMILIES = {
+    "qwen2moe": _Family("qwen2_moe", {"architectures": ["Qwen2MoeForCausalLM"], "norm_topk_prob": False}, _qwen2_fields),
+    "qwen3moe": _Family("qwen3_moe", {"architectures": ["Qwen3MoeForCausalLM"], "norm_topk_prob": True}, _qwen3_fields),
+}

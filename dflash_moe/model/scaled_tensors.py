@@ -1,0 +1,54 @@
+"""Joins values and the scales that safetensors keep apart from them into one tensor each: FP8 in squares of 128, and MXFP4.
+
+FP8 (DeepSeek, Qwen): `X` F8_E4M3 [..., outputs, inputs] and `X_scale_inv` F32 with a scale per 128 x 128 square: code * scale.
+MXFP4 (gpt-oss): `X_blocks` U8 [..., outputs, groups, 16] and `X_scales` U8 [..., outputs, groups]: 32 values of a row, the low
+nibble first, times 2^(scale - 127); the joined tensor is `X` [..., outputs, inputs].
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from dflash_moe.errors import CheckpointError
+from dflash_moe.model.stored_tensor import ScaleInfo, TensorInfo
+from dflash_moe.model.weight_formats import FP8_BLOCK, MXFP4_BLOCK
+
+FP8_SCALES = "_scale_inv"
+MXFP4_VALUES, MXFP4_SCALES = "_blocks", "_scales"
+
+
+def join_scales(stored: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
+    """The tensors with their scales; what is no pair stays as it is. CheckpointError where a pair contradicts itself."""
+    joined = dict(stored)
+    for name, info in stored.items():
+        scales = stored.get(name + FP8_SCALES)
+        if info.dtype == "F8_E4M3" and scales is not None and scales.dtype == "F32" and _has_squares(info, scales):
+            del joined[name + FP8_SCALES]
+            joined[name] = _with_scales(info, "FP8_B128", info.shape, scales)
+        base = name.removesuffix(MXFP4_VALUES)
+        scales = stored.get(base + MXFP4_SCALES)
+        if base == name or info.dtype != "U8" or scales is None or scales.dtype != "U8":
+            continue
+        if len(info.shape) < 3 or info.shape[-1] != MXFP4_BLOCK // 2 or info.shape[:-1] != scales.shape:
+            raise CheckpointError(
+                f"tensor {name!r} has shape {list(info.shape)} and its scales {list(scales.shape)}; MXFP4 has "
+                f"[..., groups, {MXFP4_BLOCK // 2}] and [..., groups]"
+            )
+        if base in stored:
+            raise CheckpointError(f"tensor {base!r} is there twice: as such, and as MXFP4 {name!r}")
+        del joined[name], joined[base + MXFP4_SCALES]
+        joined[base] = _with_scales(info, "MXFP4", (*info.shape[:-2], info.shape[-2] * MXFP4_BLOCK), scales)
+    return joined
+
+
+def _has_squares(values: TensorInfo, scales: TensorInfo) -> bool:
+    if len(values.shape) < 2:
+        return False
+    outputs, inputs = values.shape[-2:]
+    return scales.shape == (*values.shape[:-2], -(-outputs // FP8_BLOCK), -(-inputs // FP8_BLOCK))
+
+
+def _with_scales(values: TensorInfo, dtype: str, shape: tuple[int, ...], scales: TensorInfo) -> TensorInfo:
+    apart = ScaleInfo(scales.file, scales.offset, scales.dtype, scales.shape, scales.num_bytes)
+    return TensorInfo(values.file, values.offset, dtype, shape, values.num_bytes, apart)

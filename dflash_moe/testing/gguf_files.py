@@ -1,0 +1,120 @@
+"""Small GGUF files out of a transformers checkpoint of the Qwen MoE family, with the `gguf` package. For tests only.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+
+from dflash_moe.model.checkpoint import Checkpoint
+from dflash_moe.testing.weight_blocks import random_blocks
+
+# What the gguf package can quantise to; blocks of other formats are random (a test needs valid weights, not good ones).
+QUANTISABLE = {"f32": "F32", "f16": "F16", "bf16": "BF16", "q8_0": "Q8_0", "q4_0": "Q4_0"}
+_ARCHITECTURES = {"qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe"}
+_LEAVES = {
+    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm", "mlp.gate": "ffn_gate_inp",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp", "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_expert.up_proj": "ffn_up_shexp", "mlp.shared_expert.down_proj": "ffn_down_shexp",
+}  # fmt: skip
+_EXPERT = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(\d+)\.(gate|up|down)_proj\.weight")
+_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
+
+
+def write_gguf(source: Path, path: Path, experts: str = "q8_0", *, down: str = "", host: str = "f32", seed: int = 0) -> Path:
+    """The checkpoint directory `source` as a GGUF file; routed experts in format `experts` (down_proj in `down`)."""
+    checkpoint = Checkpoint.open(source)
+    config = checkpoint.config()
+    architecture = _ARCHITECTURES[config["model_type"]]
+    writer = gguf.GGUFWriter(str(path), architecture)
+    _write_settings(writer, architecture, config)
+    for name, value in sorted(_gguf_tensors(checkpoint).items()):
+        format_name = (down or experts if "ffn_down_exps" in name else experts) if "_exps." in name else host
+        if value.ndim == 1 or "ffn_gate_inp" in name:
+            format_name = "f32"  # as llama.cpp keeps them
+        _add(writer, name, value, format_name, seed)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def split_gguf(path: Path, folder: Path, count: int) -> Path:
+    """The file cut into `count` parts as llama.cpp names them; returns the first."""
+    reader = gguf.GGUFReader(str(path))
+    names = [folder / f"{path.stem}-{number + 1:05}-of-{count:05}.gguf" for number in range(count)]
+    for number, part in enumerate(names):
+        writer = gguf.GGUFWriter(str(part), reader.fields["general.architecture"].contents())
+        if number == 0:
+            for key, field in reader.fields.items():
+                if not key.startswith(("GGUF.", "general.")):
+                    writer.add_key_value(key, field.contents(), *field.types[:2])
+        writer.add_uint16("split.no", number)
+        writer.add_uint16("split.count", count)
+        writer.add_int32("split.tensors.count", len(reader.tensors))
+        for tensor in reader.tensors[number::count]:
+            writer.add_tensor(tensor.name, np.asarray(tensor.data), raw_dtype=tensor.tensor_type)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    return names[0]
+
+
+def _write_settings(writer: Any, architecture: str, config: dict[str, Any]) -> None:
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    rope = config.get("rope_parameters") or {}
+    writer.add_rope_freq_base(float(rope.get("rope_theta", config.get("rope_theta", 10000.0))))
+    writer.add_expert_count(config.get("num_experts") or config["num_local_experts"])
+    writer.add_expert_used_count(config["num_experts_per_tok"])
+    writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    if config.get("head_dim"):
+        writer.add_key_length(config["head_dim"])
+    writer.add_token_list([f"token{number}" for number in range(config["vocab_size"])])
+
+
+def _gguf_tensors(checkpoint: Checkpoint) -> dict[str, np.ndarray[Any, Any]]:
+    """Float32 tensors by llama.cpp's names, experts stacked."""
+    found: dict[str, np.ndarray[Any, Any]] = {}
+    experts: dict[str, dict[int, np.ndarray[Any, Any]]] = {}
+    outer = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight"}
+    outer["lm_head.weight"] = "output.weight"
+    for name in checkpoint.tensors:
+        value = checkpoint.values(name)
+        if match := _EXPERT.fullmatch(name):
+            experts.setdefault(f"blk.{match[1]}.ffn_{match[3]}_exps.weight", {})[int(match[2])] = value
+        elif name in outer:
+            found[outer[name]] = value
+        elif match := _LAYER.fullmatch(name):
+            value = value[0] if match[2] == "mlp.shared_expert_gate" else value
+            found[f"blk.{match[1]}.{_LEAVES[match[2]]}.{match[3]}"] = value
+        else:
+            raise ValueError(f"{name} has no place in a GGUF file")
+    found |= {name: np.stack([values[number] for number in sorted(values)]) for name, values in experts.items()}
+    return found
+
+
+def _add(writer: Any, name: str, value: np.ndarray[Any, Any], format_name: str, seed: int) -> None:
+    if format_name in QUANTISABLE:
+        kind = gguf.GGMLQuantizationType[QUANTISABLE[format_name]]
+        writer.add_tensor(name, gguf.quantize(value, kind), raw_dtype=kind)
+        return
+    kind = gguf.GGMLQuantizationType[format_name.removeprefix("gguf_").upper()]
+    rows = int(np.prod(value.shape[:-1]))
+    spread = float(value.std()) / 300
+    blocks = random_blocks(format_name, rows, value.shape[-1], seed=seed + len(name), spread=spread)
+    writer.add_tensor(name, blocks.reshape(*value.shape[:-1], -1), raw_dtype=kind)

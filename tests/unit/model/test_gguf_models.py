@@ -1,0 +1,126 @@
+"""GGUF files as models: layers, formats, split files; the host's weights are those written; what cannot be read is named.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from dflash_moe.errors import CheckpointError, UnsupportedError
+from dflash_moe.model.checkpoint import Checkpoint
+from dflash_moe.model.make import MakeOptions, make_checkpoint
+
+gguf = pytest.importorskip("gguf", reason="the gguf package is an extra of the tests")
+pytestmark = pytest.mark.transformers
+
+
+@pytest.fixture(scope="module", params=["qwen3_moe", "qwen2_moe"])
+def source(request, tmp_path_factory):
+    directory = tmp_path_factory.mktemp(request.param)
+    options = MakeOptions(
+        request.param, num_layers=2, hidden_size=256, num_experts=4, top_k=2, moe_intermediate_size=256, dtype="f32", seed=1
+    )
+    make_checkpoint(options, directory)
+    return directory
+
+
+def write(source, path, *args, **more):
+    from dflash_moe.testing.gguf_files import write_gguf
+
+    return write_gguf(source, path, *args, **more)
+
+
+def test_the_hosts_weights_are_those_of_the_file(source, tmp_path):
+    import torch
+
+    from dflash_moe.integrations.host_weights import load_weights
+    from dflash_moe.model.architecture import find_model_class, load_config
+
+    def loaded(path):
+        checkpoint = Checkpoint.open(path)
+        model_class = find_model_class(load_config(checkpoint))
+        model, missing = load_weights(model_class, checkpoint, has_experts=True, dtype=torch.float32)
+        assert missing == []
+        return model
+
+    ours, theirs = loaded(write(source, tmp_path / "m.gguf", "f32")), loaded(source)
+    expected = theirs.state_dict()
+    assert type(ours) is type(theirs)
+    assert ours.state_dict().keys() == expected.keys()
+    assert [name for name, value in ours.state_dict().items() if not torch.equal(value, expected[name])] == []
+    for field in ("moe_intermediate_size", "num_experts", "num_experts_per_tok", "num_hidden_layers", "vocab_size", "head_dim"):
+        assert getattr(ours.config, field, None) == getattr(theirs.config, field, None), field
+
+
+def test_layers_keep_the_formats_they_are_stored_in(source, tmp_path):
+    from dflash_moe.model.spec import model_spec
+
+    spec = model_spec(write(source, tmp_path / "m.gguf", "q4_k", down="q6_k"))
+    layer = spec.layers[1]
+    assert (spec.dtype, layer.name, layer.num_experts, layer.top_k) == ("bf16", "model.layers.1.mlp.experts", 4, 2)
+    assert (layer.weight_dtype, layer.expert_bytes) == ("q4_k+q6_k", 256 * (2 * 144 + 210))
+    assert (layer.resident_dtype("int8"), layer.resident_bytes("auto")) == ("q4_k+q6_k", layer.expert_bytes)
+    assert layer.ffn.gate_tensor.name == "blk.1.ffn_gate_exps.weight"
+
+
+def test_a_split_file_is_the_same_model(source, tmp_path):
+    from dflash_moe.model.spec import model_spec
+    from dflash_moe.testing.gguf_files import split_gguf
+
+    whole = write(source, tmp_path / "m.gguf", "q8_0")
+    first = split_gguf(whole, tmp_path, 3)
+    assert model_spec(first).layers == model_spec(whole).layers
+    last = Checkpoint.open(first.with_name("m-00003-of-00003.gguf"))
+    assert last.fingerprint() == Checkpoint.open(whole).fingerprint()
+    (tmp_path / "m-00002-of-00003.gguf").unlink()
+    with pytest.raises(CheckpointError, match=r"1 of 3 parts are missing, first m-00002-of-00003\.gguf"):
+        Checkpoint.open(first)
+
+
+def test_a_directory_with_one_model_is_that_model_and_with_two_asks_which(source, tmp_path):
+    write(source, tmp_path / "a.gguf", "q8_0")
+    assert Checkpoint.open(tmp_path).path == tmp_path / "a.gguf"
+    write(source, tmp_path / "b.gguf", "q4_0")
+    with pytest.raises(CheckpointError, match=r"2 GGUF models \(a\.gguf, b\.gguf\); pass the path of one"):
+        Checkpoint.open(tmp_path)
+
+
+def tiny_file(path, architecture: str):
+    import numpy as np
+
+    writer = gguf.GGUFWriter(str(path), architecture)
+    writer.add_tensor("token_embd.weight", np.zeros((4, 32), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def test_an_architecture_that_is_not_supported_is_named(tmp_path):
+    from dflash_moe.model.spec import model_spec
+
+    with pytest.raises(UnsupportedError, match=r"GGUF architecture 'grok' is not supported; supported: .*qwen3moe"):
+        model_spec(tiny_file(tmp_path / "m.gguf", "grok"))
+
+
+def test_missing_metadata_is_named(tmp_path):
+    from dflash_moe.model.spec import model_spec
+
+    with pytest.raises(CheckpointError, match=r"metadata 'qwen3moe\.context_length' is missing"):
+        model_spec(tiny_file(tmp_path / "m.gguf", "qwen3moe"))
+
+
+def test_a_format_without_kernel_is_named_with_its_tensor(source, tmp_path):
+    from dflash_moe.model.spec import model_spec
+
+    path = write(source, tmp_path / "m.gguf", "q8_0")
+    data = bytearray(path.read_bytes())
+    name = b"blk.0.ffn_up_exps.weight"
+    at = data.index(name) + len(name) + 4 + 3 * 8
+    assert int.from_bytes(data[at : at + 4], "little") == 8
+    data[at : at + 4] = (6).to_bytes(4, "little")  # Q5_0: smaller blocks of 32, so the file holds them
+    path.write_bytes(data)
+    with pytest.raises(UnsupportedError, match=r"'blk\.0\.ffn_up_exps\.weight' has format Q5_0; supported: "):
+        model_spec(path)
