@@ -5,10 +5,14 @@ from __future__ import annotations
 import os
 import pty
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 import pytest
 
 from dflash_moe.cli.bench_progress import Bar, Lines, reporting
+
+CURSOR_HIDDEN, CURSOR_SHOWN = "\x1b[?25l", "\x1b[?25h"
 
 
 def report_three_steps() -> None:
@@ -34,36 +38,38 @@ def test_off_a_terminal_every_step_is_a_line(capsys):
     ]  # fmt: skip
 
 
-def test_on_a_terminal_a_bar_counts_the_steps(monkeypatch):
+@contextmanager
+def terminal_as_stderr(monkeypatch) -> Iterator[list[str]]:
+    """A pseudo-terminal in the place of stderr; the list has what it was sent when the block has ended."""
     ours, theirs = pty.openpty()
-    with os.fdopen(theirs, "w") as terminal:
-        monkeypatch.setattr(sys, "stderr", terminal)
-        monkeypatch.setenv("TERM", "xterm-256color")
-        monkeypatch.setenv("COLUMNS", "140")
+    shown: list[str] = []
+    with os.fdopen(theirs, "w") as terminal, monkeypatch.context() as patch:
+        patch.setattr(sys, "stderr", terminal)
+        patch.setenv("TERM", "xterm-256color")
+        patch.setenv("COLUMNS", "140")
+        yield shown
+    with suppress(OSError):  # EIO: everything was read, and the other side is closed
+        while part := os.read(ours, 1 << 16):
+            shown.append(part.decode())
+    os.close(ours)
+
+
+def test_on_a_terminal_a_bar_counts_the_steps(monkeypatch):
+    with terminal_as_stderr(monkeypatch) as shown:
         with reporting() as reporter:
             assert isinstance(reporter, Bar)
         report_three_steps()
-        terminal.flush()
-        shown = os.read(ours, 1 << 16).decode()
-    os.close(ours)
-    assert "starting 2 workers" in shown
-    assert "2/2" in shown
+    assert "starting 2 workers" in "".join(shown)
+    assert "2/2" in "".join(shown)
 
 
-def test_brackets_of_a_message_are_no_markup(monkeypatch, capsys):
+def test_brackets_of_a_message_are_no_markup(capsys):
     Lines().say("[bold]w0[/bold]")
     assert "[bold]w0[/bold]" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
 def test_the_bar_ends_when_the_bench_does(monkeypatch, error):
-    ours, theirs = pty.openpty()
-    with os.fdopen(theirs, "w") as terminal:
-        monkeypatch.setattr(sys, "stderr", terminal)
-        monkeypatch.setenv("TERM", "xterm-256color")
-        with pytest.raises(error):
-            interrupted_by(error)
-        terminal.flush()
-        shown = os.read(ours, 1 << 16).decode()
-    os.close(ours)
-    assert shown.rstrip().endswith("\x1b[2K") or "\x1b[?25h" in shown  # the cursor is back
+    with terminal_as_stderr(monkeypatch) as shown, pytest.raises(error):
+        interrupted_by(error)
+    assert "".join(shown).rindex(CURSOR_SHOWN) > "".join(shown).rindex(CURSOR_HIDDEN)
