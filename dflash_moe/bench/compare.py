@@ -28,6 +28,8 @@ IDENTITY = (
     "name", "dtype", "prompt_tokens", "new_tokens", "payload_bytes", "backend", "format", "tokens", "hidden_size",
     "moe_intermediate_size", "num_experts", "top_k", "threads", "routing", "weights_from", "isa", "kernel",
 )  # fmt: skip
+# ... and two rows of one file the same work done in two ways.
+SIZES = tuple(key for key in IDENTITY if key not in ("name", "backend", "kernel", "isa"))
 # Parameters that do not change what one sample means.
 FREE_PARAMS = {
     "processes", "repeat", "stream_repeat", "batches", "modes", "dtypes", "prompt_tokens", "payloads", "local_left_out",
@@ -65,11 +67,16 @@ class Comparison:
 def compare_files(
     a: Mapping[str, Any], b: Mapping[str, Any], *, names: tuple[str, str], min_effect: float, ignored: Iterable[str] = ()
 ) -> Comparison:
-    """Row by row, those that both files have. ConfigError for another case, other parameters, or no common row."""
+    """Row by row, those that both files have. ConfigError for another case, other parameters, or no common row.
+
+    `ignored`: parameters, and fields of rows, that may differ.
+    """
+    ignored = set(ignored)
     if a["case"] != b["case"]:
         raise ConfigError(f"{names[1]} is a result of case {b['case']!r}, {names[0]} of {a['case']!r}; compare equal cases")
-    _check_params(a["params"], b["params"], names, set(ignored))
-    rows_a, rows_b = _by_identity(a["rows"], names[0]), _by_identity(b["rows"], names[1])
+    _check_params(a["params"], b["params"], names, ignored)
+    fields = tuple(key for key in IDENTITY if key not in ignored)
+    rows_a, rows_b = _by_identity(a["rows"], names[0], fields), _by_identity(b["rows"], names[1], fields)
     common = [key for key in rows_a if key in rows_b]
     if not common:
         raise ConfigError(
@@ -89,25 +96,36 @@ def compare_files(
 
 def compare_rows(found: Mapping[str, Any], file: str, first: str, second: str, *, min_effect: float) -> Comparison:
     """Every row called `second` against the row called `first` of the same dtype, prompt, payload ... ConfigError: none."""
-    rows = _by_identity(found["rows"], file)
+    rows = _by_identity(found["rows"], file, IDENTITY)
     names = list(dict.fromkeys(row["name"] for row in rows.values()))
     for wanted in (first, second):
         if wanted not in names:
             raise ConfigError(f"{file} has no row {wanted!r}; it has {_listed(names)}")
+    pairs = _pairs(rows.values(), first, second, SIZES)
+    if not pairs:
+        pairs = _pairs(rows.values(), first, second, tuple(key for key in SIZES if key != "format"))  # formats as such
     verdicts = []
-    for row in rows.values():
-        if row["name"] != first:
-            continue
-        for other in rows.values():
-            if other["name"] == second and _identity(other)[1:] == _identity(row)[1:]:
-                draw = _paired(row, other) if found.get("interleaved") else _unpaired(row, other)
-                verdicts.append(_judge(label(row), label(other), draw, min_effect))
+    for row, other in pairs:
+        draw = _paired(row, other) if found.get("interleaved") else _unpaired(row, other)
+        verdicts.append(_judge(label(row), label(other), draw, min_effect))
     if not verdicts:
         raise ConfigError(f"{file}: no row {first!r} has the dtype and sizes of a row {second!r}")
     warnings = (
         [] if found.get("interleaved") else [f"{file}: rows were not interleaved; a drift of the machine counts as an effect"]
     )
     return Comparison(tuple(verdicts), tuple(_incomplete(found, file) + warnings))
+
+
+def _pairs(
+    rows: Iterable[Mapping[str, Any]], first: str, second: str, fields: tuple[str, ...]
+) -> list[tuple[Mapping[str, Any], Mapping[str, Any]]]:
+    known = list(rows)
+    return [
+        (row, other)
+        for row in known
+        for other in known
+        if row["name"] == first and other["name"] == second and _identity(row, fields) == _identity(other, fields)
+    ]
 
 
 def label(row: Mapping[str, Any]) -> str:
@@ -187,16 +205,18 @@ def _judge(name: str, against: str, draws: _Draws | int, min_effect: float) -> V
     return Verdict(name, against, draws.ratio, low, high, verdict, why, draws.rounds)
 
 
-def _identity(row: Mapping[str, Any]) -> tuple[Any, ...]:
-    return tuple(row.get(key) for key in IDENTITY)
+def _identity(row: Mapping[str, Any], fields: tuple[str, ...]) -> tuple[Any, ...]:
+    return tuple(row.get(key) for key in fields)
 
 
-def _by_identity(rows: Sequence[Mapping[str, Any]], file: str) -> dict[tuple[Any, ...], Mapping[str, Any]]:
+def _by_identity(
+    rows: Sequence[Mapping[str, Any]], file: str, fields: tuple[str, ...]
+) -> dict[tuple[Any, ...], Mapping[str, Any]]:
     found: dict[tuple[Any, ...], Mapping[str, Any]] = {}
     for row in rows:
         require_fields(row, ("name", "samples_s"), file)
         _check_samples(row, file)
-        if found.setdefault(_identity(row), row) is not row:
+        if found.setdefault(_identity(row, fields), row) is not row:
             raise ConfigError(f"{file}: two rows are {label(row)!r}; nothing tells them apart, so they cannot be compared")
     return found
 

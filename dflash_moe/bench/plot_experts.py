@@ -22,14 +22,14 @@ class Series:
     """Rows drawn as one line, by tokens; colour and mark tell the format, the line what else differs."""
 
     format: str
-    is_torch: bool
+    torch: str  # the row's name where torch computed it, else empty
     from_cache: bool
     routing: str
 
     @property
     def label(self) -> str:
         """For the legend."""
-        parts = [self.format, "torch" if self.is_torch else "", "from cache" if self.from_cache else "", self.routing]
+        parts = [self.format, self.torch.replace("_", " "), "from cache" if self.from_cache else "", self.routing]
         return " ".join(part for part in parts if part)
 
     def style(self, at: int) -> dict[str, Any]:
@@ -40,8 +40,8 @@ class Series:
             "marker": MARKERS[at % len(MARKERS)],
             "markersize": 6,
             "linewidth": 1.0,
-            "linestyle": ":" if self.is_torch else "--" if self.from_cache else "-",
-            "markerfacecolor": "none" if self.is_torch or self.from_cache else color,
+            "linestyle": ":" if self.torch else "--" if self.from_cache else "-",
+            "markerfacecolor": "none" if self.torch or self.from_cache else color,
             "alpha": 1.0 if self.routing in ("", "uniform") else 0.45,
         }
 
@@ -78,20 +78,30 @@ def _dress(roofline: Any, share: Any, rows: Sequence[Mapping[str, Any]], title: 
         axis.grid(visible=True, which="major", alpha=0.25)
 
 
-def _panels(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str], list[Mapping[str, Any]]]:
-    panels: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+def _panels(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[str, ...], list[Mapping[str, Any]]]:
+    """By backend, threads and shape of the experts; torch's rows stand beside those of the first backend."""
+    own = [str(row.get("backend", "")) for row in rows if not _is_torch(row)]
+    panels: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
     for row in rows:
-        threads = row.get("threads")
-        key = (str(row.get("backend", "")), f"{threads} thread{'' if threads == 1 else 's'}" if threads else "")
+        threads, shape = row.get("threads"), [row.get(key) for key in ("num_experts", "hidden_size", "moe_intermediate_size")]
+        key = (
+            own[0] if _is_torch(row) and own else str(row.get("backend", "")),
+            f"{threads} thread{'' if threads == 1 else 's'}" if threads else "",
+            "{} experts of {} x {}, top-{}".format(*shape, row.get("top_k")) if all(shape) else "",
+        )
         panels.setdefault(key, []).append(row)
     return panels
+
+
+def _is_torch(row: Mapping[str, Any]) -> bool:
+    return str(row["name"]).startswith("torch")
 
 
 def _series(rows: Sequence[Mapping[str, Any]]) -> dict[Series, list[Mapping[str, Any]]]:
     found: dict[Series, list[Mapping[str, Any]]] = {}
     for row in sorted(rows, key=lambda row: int(row["tokens"])):
-        is_torch = str(row["name"]).startswith("torch")
-        key = Series(str(row["format"]), is_torch, row.get("weights_from") == "cache", str(row.get("routing", "")))
+        torch = str(row["name"]) if _is_torch(row) else ""
+        key = Series(str(row["format"]), torch, row.get("weights_from") == "cache", str(row.get("routing", "")))
         found.setdefault(key, []).append(row)
     return found
 

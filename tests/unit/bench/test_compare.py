@@ -110,6 +110,24 @@ def test_rows_are_paired_by_dtype_and_sizes():
     ]
 
 
+def test_torch_is_compared_with_the_same_format_and_formats_with_each_other():
+    def expert(name, weights, backend):
+        return row(name, samples(1), format=weights, backend=backend, kernel=backend)
+
+    rows = [expert("bf16", "bf16", "cpu"), expert("f32", "f32", "cpu")]
+    rows += [expert("torch_loop", weights, "torch") for weights in ("bf16", "f32")]
+    for first, second, against in (("bf16", "torch_loop", "torch_loop bf16 bf16"), ("bf16", "f32", "f32 f32 bf16")):
+        (found,) = compare_rows(result(*rows), "a.json", first, second, min_effect=0.02).verdicts
+        assert found.against.startswith(against)
+
+
+def test_an_ignored_field_does_not_keep_rows_apart():
+    a, b = (result(row("x", samples(1), isa=isa), params={"isa": isa}) for isa in ("avx2", "avx512"))
+    with pytest.raises(ConfigError, match="--ignore isa"):
+        compare_files(a, b, names=NAMES, min_effect=0.02)
+    assert len(compare_files(a, b, names=NAMES, min_effect=0.02, ignored=["isa"]).verdicts) == 1
+
+
 def test_other_machine_commit_and_missing_rows_are_warned_of():
     a = result(row("x", samples(1)), row("only-a", samples(1)))
     b = result(row("x", samples(1)), commit="d" * 40, complete=False, ended_by="Ctrl-C")

@@ -9,6 +9,7 @@ import json
 
 import pytest
 
+from dflash_moe.bench import plot_experts
 from dflash_moe.bench.results import timing_fields
 from dflash_moe.cli import main
 
@@ -66,7 +67,7 @@ TIMELINE = {
 }  # fmt: skip
 EXPERTS = [
     {
-        "name": name, "format": weights, "tokens": tokens, "threads": 1, "backend": "cpu", "weights_from": source,
+        "name": name, "format": weights, "tokens": tokens, "threads": 1, "backend": name[:5], "weights_from": source,
         "gflops": 2.0 * tokens, "bytes_per_s": 1e10 / tokens**0.1, "peak_gflops": 150.0, "peak_bytes_per_s": 1.2e10,
         **timing_fields([1.0]),
     }
@@ -90,7 +91,7 @@ CASES = {
     "ipc": (envelope("ipc", IPC), ["6.5", "memcpy", "shared"]),
     "experts": (
         envelope("experts", EXPERTS),
-        ["peak 150 GFLOP/s", "read 12.0 GB/s", "bf16 torch", "f32 from cache", "share of the roof"],
+        ["peak 150 GFLOP/s", "read 12.0 GB/s", "bf16 torch loop", "f32 from cache", "share of the roof"],
     ),
 }
 
@@ -189,3 +190,13 @@ def test_a_format_nobody_draws_is_refused(draw):
     code, last, _ = draw(PREFILL, out="out.gif")
     assert code == 2
     assert ".png or .svg" in last
+
+
+def test_torch_stands_in_the_panel_of_the_kernels_and_another_shape_does_not():
+    assert len(plot_experts._panels(EXPERTS)) == 1
+    shaped = [
+        {**row, "num_experts": 32, "hidden_size": 1024, "moe_intermediate_size": width}
+        for row in EXPERTS
+        for width in (384, 768)
+    ]
+    assert [len(rows) for rows in plot_experts._panels(shaped).values()] == [len(EXPERTS)] * 2
