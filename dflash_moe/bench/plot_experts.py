@@ -29,18 +29,19 @@ class Series:
     @property
     def label(self) -> str:
         """For the legend."""
-        parts = [self.format, self.torch.replace("_", " "), "from cache" if self.from_cache else "", self.routing]
+        torch = self.torch.removesuffix(f"_{self.format}").replace("_", " ")
+        parts = [self.format, torch, "from cache" if self.from_cache else "", self.routing]
         return " ".join(part for part in parts if part)
 
     def style(self, at: int) -> dict[str, Any]:
-        """Hollow: torch or from cache; dotted: torch; pale: any routing but uniform."""
+        """Hollow: torch or from cache; dotted: torch (dash-dotted: its grouped product); pale: any routing but uniform."""
         color = CYCLE[at % (len(CYCLE) - 1)]
         return {
             "color": color,
             "marker": MARKERS[at % len(MARKERS)],
             "markersize": 6,
             "linewidth": 1.0,
-            "linestyle": ":" if self.torch else "--" if self.from_cache else "-",
+            "linestyle": ("-." if "grouped" in self.torch else ":") if self.torch else "--" if self.from_cache else "-",
             "markerfacecolor": "none" if self.torch or self.from_cache else color,
             "alpha": 1.0 if self.routing in ("", "uniform") else 0.45,
         }
