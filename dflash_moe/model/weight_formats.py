@@ -41,7 +41,7 @@ FORMATS = {
         WeightFormat("int8_g32", 32, 32, 1, 32, 4),
         WeightFormat("int4_g32", 32, 16, 1, 32, 4),
         WeightFormat("fp8_e4m3_b128", 1, 1, FP8_BLOCK, FP8_BLOCK, 4),
-        WeightFormat("mxfp4", 2, 1, 1, MXFP4_BLOCK, 1),
+        WeightFormat("mxfp4", 32, 16, 1, MXFP4_BLOCK, 1),
         WeightFormat("q8_0", 32, 34),
         WeightFormat("q4_0", 32, 18),
         WeightFormat("q4_k", 256, 144),
@@ -79,6 +79,11 @@ def split_formats(weight_dtype: str) -> tuple[str, str]:
     """The inverse of `join_formats`."""
     first, _, down = weight_dtype.partition("+")
     return first, down or first
+
+
+def is_requantised(weight_dtype: str) -> bool:
+    """Whether a worker that keeps this has other numbers than the checkpoint."""
+    return not set(split_formats(weight_dtype)).isdisjoint(name for name in RESIDENT_CHOICES.values() if name)
 
 
 def resident_formats(stored: str, weights: str) -> str:

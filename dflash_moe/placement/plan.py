@@ -29,30 +29,36 @@ class PlacedLayer(Protocol):
     def num_experts(self) -> int: ...
     @property
     def expert_bytes(self) -> int: ...
+    def resident_bytes(self, weights: str) -> int:
+        """Of one expert at a worker with this `weights`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Experts of one layer that are computed and summed together. `holder` is a worker's name or HOST."""
+    """Experts of one layer that are computed and summed together. `holder` is a worker's name or HOST; `weights` as it says."""
 
     shard_id: int
     holder: str
     experts: tuple[int, ...]  # ascending
+    weights: str = "auto"
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """`layers[i]` are the shards of the i-th layer, ascending in shard id; every expert is in exactly one."""
+    """`layers[i]` are the shards of the i-th layer, ascending in shard id; every expert is in exactly one.
+
+    `expert_bytes[i]` are those of one expert of that layer, by the `weights` of the shards that hold it.
+    """
 
     layers: tuple[tuple[Shard, ...], ...]
-    expert_bytes: tuple[int, ...]  # [num_layers], of one expert
+    expert_bytes: tuple[Mapping[str, int], ...]
 
     def bytes_by_holder(self) -> dict[str, int]:
         """Weight bytes by holder, for the holders that have experts."""
         found: dict[str, int] = {}
-        for shards, size in zip(self.layers, self.expert_bytes, strict=True):
+        for shards, sizes in zip(self.layers, self.expert_bytes, strict=True):
             for shard in shards:
-                found[shard.holder] = found.get(shard.holder, 0) + len(shard.experts) * size
+                found[shard.holder] = found.get(shard.holder, 0) + len(shard.experts) * sizes[shard.weights]
         return found
 
     def shards_of(self, holder: str) -> tuple[tuple[int, Shard], ...]:
@@ -67,16 +73,18 @@ def plan_placement(layers: Sequence[PlacedLayer], topology: Topology) -> Placeme
     for a worker or a host budget that lacks memory, with the numbers.
     """
     assigned = policies.assign(layers, topology)
-    placement = Placement(
-        tuple(_shards_of_layer(assignment) for assignment in assigned), tuple(layer.expert_bytes for layer in layers)
-    )
+    weights = {worker.name: worker.weights for worker in topology.workers}
+    sizes = tuple({kept: policies.resident_bytes(layer, kept) for kept in {"auto", *weights.values()}} for layer in layers)
+    placement = Placement(tuple(_shards_of_layer(assignment, weights) for assignment in assigned), sizes)
     _check_memory(layers, placement, topology)
     return placement
 
 
-def _shards_of_layer(assignment: Assignment) -> tuple[Shard, ...]:
+def _shards_of_layer(assignment: Assignment, weights: Mapping[str, str]) -> tuple[Shard, ...]:
     lists = sorted((tuple(sorted(experts)), holder) for holder, experts in assignment.items() if experts)
-    return tuple(Shard(shard_id, holder, experts) for shard_id, (experts, holder) in enumerate(lists))
+    return tuple(
+        Shard(shard_id, holder, experts, weights.get(holder, "auto")) for shard_id, (experts, holder) in enumerate(lists)
+    )
 
 
 def _check_memory(layers: Sequence[PlacedLayer], placement: Placement, topology: Topology) -> None:
@@ -93,7 +101,7 @@ def _shortfall(layers: Sequence[PlacedLayer], placement: Placement, worker: Work
     counts = sorted({len(shard.experts) for _, shard in placement.shards_of(worker.name)})
     span = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
     held = [at for at, _ in placement.shards_of(worker.name)]
-    fits = memory // sum(layers[at].expert_bytes for at in held)
+    fits = memory // sum(policies.resident_bytes(layers[at], worker.weights) for at in held)
     return (
         f"worker {worker.name} needs {format_bytes(needed)} for {len(held)} layers x {span} experts but has "
         f"memory: {format_bytes(memory)}; short by {format_bytes(needed - memory)}; it fits {fits} experts a layer. "

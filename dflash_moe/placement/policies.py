@@ -6,6 +6,7 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -34,6 +35,11 @@ def host_budget(layers: Sequence[PlacedLayer], topology: Topology) -> int:
     return topology.host.experts_memory.resolve(sum(layer.num_experts * layer.expert_bytes for layer in layers))
 
 
+def resident_bytes(layer: PlacedLayer, weights: str) -> int:
+    """Of one expert of the layer at a worker with this `weights`."""
+    return layer.expert_bytes if weights == "auto" else layer.resident_bytes(weights)
+
+
 def _kept_at_host(layers: Sequence[PlacedLayer], topology: Topology) -> list[int]:
     """Experts a layer that fit into the host's budget: one more in every layer at a time, so that layers differ by one."""
     budget = host_budget(layers, topology)
@@ -58,27 +64,34 @@ def _even_counts(num_experts: int, topology: Topology) -> dict[str, int]:
 def _counts_by_memory(layers: Sequence[PlacedLayer], topology: Topology, kept: Sequence[int]) -> list[dict[str, int]]:
     """Every layer is shared in proportion to the memory that each worker has left, so that all fill up together."""
     left = {worker.name: worker.memory or 0 for worker in topology.workers}
-    needed = sum((layer.num_experts - at_host) * layer.expert_bytes for layer, at_host in zip(layers, kept, strict=True))
+    sizes = [{worker.name: resident_bytes(layer, worker.weights) for worker in topology.workers} for layer in layers]
+    numbers = [layer.num_experts - at_host for layer, at_host in zip(layers, kept, strict=True)]
+    needed = sum(number * min(size.values()) for number, size in zip(numbers, sizes, strict=True))
     if needed > sum(left.values()):
         raise _memory_error(needed, topology)
     counts = []
-    for layer, at_host in zip(layers, kept, strict=True):
-        shares = _shares(layer.num_experts - at_host, left, layer.expert_bytes)
+    for number, size in zip(numbers, sizes, strict=True):
+        shares = _shares(number, left, size)
         if shares is None:
             raise _memory_error(needed, topology)
         for name, count in shares.items():
-            left[name] -= count * layer.expert_bytes
+            left[name] -= count * size[name]
         counts.append(shares)
     return counts
 
 
-def _shares(num_experts: int, left: dict[str, int], expert_bytes: int) -> dict[str, int] | None:
-    """Experts of one layer by worker, proportional to `left` bytes; None when they do not fit."""
-    total = sum(left.values())
-    shares = {name: min(num_experts * free // total, free // expert_bytes) if total else 0 for name, free in left.items()}
+def _shares(num_experts: int, left: dict[str, int], size: dict[str, int]) -> dict[str, int] | None:
+    """Experts of one layer by worker, proportional to the experts that `left` bytes hold; None when they do not fit."""
+    scale = math.prod(set(size.values()))  # keeps the proportions whole numbers
+
+    def room(name: str, count: int) -> int:
+        return (left[name] - count * size[name]) * (scale // size[name])
+
+    total = sum(room(name, 0) for name in left)
+    shares = {name: min(num_experts * room(name, 0) // total, left[name] // size[name]) if total else 0 for name in left}
     for _ in range(num_experts - sum(shares.values())):
-        name = max(left, key=lambda name: left[name] - shares[name] * expert_bytes)  # the first of equals: deterministic
-        if left[name] - shares[name] * expert_bytes < expert_bytes:
+        name = max(left, key=lambda name: room(name, shares[name]))  # the first of equals: deterministic
+        if left[name] - shares[name] * size[name] < size[name]:
             return None
         shares[name] += 1
     return shares

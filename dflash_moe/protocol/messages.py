@@ -131,7 +131,7 @@ class LoadShard(Message):
     shard: Annotated[int, Wire(2, _U32)]
     name: Annotated[str, Wire(3, Text(512))]
     ffn: Annotated[Any, Wire(4, Tree())]
-    weight_dtype: Annotated[str, Wire(5, _DTYPE)]
+    weight_dtype: Annotated[str, Wire(5, Text(32))]
     expert_ranges: Annotated[tuple[int, ...], Wire(6, ListOf(Uint(65535), 8192))]  # start, count, start, count ... ascending
     weights_fingerprint: Annotated[int, Wire(7, _U64)]
 

@@ -70,6 +70,7 @@ class HeldShard:
     layer: LayerSpec
     shard_id: int
     experts: tuple[int, ...]
+    weight_dtype: str  # what its holder keeps
     weights_fingerprint: int
 
 
@@ -79,8 +80,9 @@ def shards_by_holder(spec: ModelSpec, placement: Placement) -> dict[str, list[He
     for layer, shards in zip(spec.layers, placement.layers, strict=True):
         for shard in shards:
             experts = tuple(shard.experts)
-            fingerprint = shard_fingerprint(spec.fingerprint, layer.name, experts)
-            held.setdefault(shard.holder, []).append(HeldShard(layer, shard.shard_id, experts, fingerprint))
+            weight_dtype = layer.weight_dtype if shard.weights == "auto" else layer.resident_dtype(shard.weights)
+            fingerprint = shard_fingerprint(spec.fingerprint, layer.name, experts, weight_dtype)
+            held.setdefault(shard.holder, []).append(HeldShard(layer, shard.shard_id, experts, weight_dtype, fingerprint))
     return held
 
 
@@ -189,7 +191,7 @@ class Fleet:
             for held in shards:
                 member.local.load(
                     checkpoint, held.layer.ffn, layer=held.layer.index, shard=held.shard_id, experts=held.experts,
-                    weight_dtype=held.layer.weight_dtype, weights_fingerprint=held.weights_fingerprint,
+                    weight_dtype=held.weight_dtype, weights_fingerprint=held.weights_fingerprint,
                 )  # fmt: skip
             return
         for held in shards:
@@ -198,7 +200,7 @@ class Fleet:
                 shard=held.shard_id,
                 name=held.layer.name,
                 ffn=held.layer.ffn.to_wire(),
-                weight_dtype=held.layer.weight_dtype,
+                weight_dtype=held.weight_dtype,
                 expert_ranges=compress_experts(held.experts),
                 weights_fingerprint=held.weights_fingerprint,
             )

@@ -38,13 +38,14 @@ MAX_SLOWDOWN = 1000.0
 
 BACKENDS = ("cpu", "cuda", "hip", "sim")
 GPU_BACKENDS = ("cuda", "hip")
+WEIGHTS = ("auto", "int8", "int4")
 POLICIES = ("even", "memory", "explicit")
 
 ROOT_KEYS = ("version", "host", "ipc", "placement", "workers")
 HOST_KEYS = ("device", "threads", "experts")
 HOST_EXPERTS_KEYS = ("memory",)
 PLACEMENT_KEYS = ("policy",)
-WORKER_KEYS = ("name", "backend", "threads", "memory", "device", "address", "experts", "emulate", "simulate")
+WORKER_KEYS = ("name", "backend", "threads", "memory", "device", "address", "experts", "emulate", "simulate", "weights")
 EMULATE_LIMITS = {
     "delay_ms": (0.0, MAX_DELAY_MS),
     "jitter_ms": (0.0, MAX_DELAY_MS),
@@ -198,6 +199,7 @@ def _worker(value: Value, policy: str) -> WorkerSpec:
         _emulate(fields["emulate"]) if "emulate" in fields else None,
         _simulate(fields, backend, name, value),
         value.line,
+        fields["weights"].choice(WEIGHTS) if "weights" in fields else "auto",
     )
 
 

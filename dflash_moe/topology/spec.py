@@ -92,6 +92,7 @@ class WorkerSpec:
     emulate: Emulate | None = None
     simulate: str | None = None
     line: int = 0
+    weights: str = "auto"  # what the worker keeps of float weights: auto (as stored), int8 or int4
 
     @property
     def parsed_address(self) -> Address:

@@ -25,7 +25,7 @@ def load_shard(
     experts = expand_experts(message.expert_ranges)
     if not experts:
         raise ProtocolError(f"message LoadShard: field expert_ranges: {message.name} shard {message.shard} has no experts")
-    found = shard_fingerprint(model_fingerprint, message.name, experts)
+    found = shard_fingerprint(model_fingerprint, message.name, experts, message.weight_dtype)
     if found != message.weights_fingerprint:
         raise CheckpointError(
             f"weights_fingerprint of {message.name} shard {message.shard}: the host has {message.weights_fingerprint:#018x}, "

@@ -28,6 +28,9 @@ class Layer:
     def name(self) -> str:
         return f"model.layers.{self.index}.mlp.experts"
 
+    def resident_bytes(self, weights: str) -> int:
+        return {"auto": self.expert_bytes, "int8": self.expert_bytes // 2, "int4": self.expert_bytes // 4}[weights]
+
 
 def layers(count: int = 2, num_experts: int = 64, expert_bytes: int = 4 * MIB) -> list[Layer]:
     return [Layer(index, num_experts, expert_bytes) for index in range(count)]
@@ -50,6 +53,24 @@ def test_even_gives_contiguous_ranges_that_differ_by_one_at_most():
     placement = plan_placement(layers(2, 8), topology("workers: [{name: a}, {name: b}, {name: c}]"))
     assert shards(placement) == shards(placement, 1) == [(0, "a", (0, 1, 2)), (1, "b", (3, 4, 5)), (2, "c", (6, 7))]
     assert placement.bytes_by_holder() == {"a": 24 * MIB, "b": 24 * MIB, "c": 16 * MIB}
+
+
+def test_a_worker_with_integer_weights_is_counted_with_their_bytes():
+    text = "workers: [{name: a, weights: int8}, {name: b}, {name: c, weights: int4}]"
+    placement = plan_placement(layers(2, 6), topology(text))
+    assert placement.bytes_by_holder() == {"a": 8 * MIB, "b": 16 * MIB, "c": 4 * MIB}
+    assert [(shard.holder, shard.weights) for shard in placement.layers[0]] == [("a", "int8"), ("b", "auto"), ("c", "int4")]
+
+
+def test_memory_shares_by_the_experts_that_fit_whatever_their_format():
+    text = "placement: {policy: memory}\nworkers: [{name: a, memory: 16MiB}, {name: b, memory: 16MiB, weights: int4}]"
+    placement = plan_placement(layers(1, 20), topology(text))
+    assert [len(shard.experts) for shard in placement.layers[0]] == [4, 16]
+    with pytest.raises(TopologyError, match="short"):
+        plan_placement(layers(1, 21), topology(text))
+    tight = "workers: [{name: a, memory: 15MiB, weights: int8}]"
+    with pytest.raises(TopologyError, match="it fits 7 experts a layer"):
+        plan_placement(layers(1, 8), topology(tight))
 
 
 def test_workers_without_an_expert_have_no_shard():

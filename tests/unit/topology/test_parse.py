@@ -128,6 +128,7 @@ WRONG = [
     (HEAD + "workers: [{name: a, memory: 50%}]\n", 2, "'50%' is not allowed"),
     (HEAD + "workers: [{name: a, device: 0}]\n", 2, "worker a has a device, but backend 'cpu'"),
     (HEAD + "workers: [{name: a, backend: cuda, device: -1}]\n", 2, "0..255"),
+    (HEAD + "workers: [{name: a, weights: int2}]\n", 2, "allowed: auto, int8, int4"),
     (HEAD + "workers: [{name: a, backend: sim}]\n", 2, "no simulate"),
     (HEAD + "workers: [{name: a, simulate: cuda}]\n", 2, "simulate belongs to sim"),
     (HEAD + "workers: [{name: a, backend: sim, simulate: cpu}]\n", 2, "allowed: cuda, hip"),

@@ -1,0 +1,103 @@
+"""FP8 and MXFP4 checkpoints as they are published, out of a small float checkpoint. For tests only.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dflash_moe.model.checkpoint import Checkpoint
+from dflash_moe.model.checkpoint_files import SINGLE_NAME
+from dflash_moe.model.dequantize import E2M1, E4M3
+from dflash_moe.model.weight_formats import FP8_BLOCK, MXFP4_BLOCK
+
+Array = np.ndarray[Any, Any]
+
+_FP8_WEIGHTS = re.compile(r".*(self_attn\.[qkvo]_proj|mlp\.(experts\.\d+\.)?(gate|up|down)_proj)\.weight")
+_MXFP4_WEIGHTS = re.compile(r".*\.experts\.(gate_up_proj|down_proj)")
+
+
+def write_fp8(source: Path, directory: Path) -> Path:
+    """The checkpoint with its linear weights in e4m3 and a float32 scale per square of 128, as DeepSeek and Qwen publish."""
+    made: dict[str, tuple[str, Array]] = {}
+    checkpoint = Checkpoint.open(source)
+    for name in checkpoint.tensors:
+        value = checkpoint.values(name)
+        if _FP8_WEIGHTS.fullmatch(name):
+            codes, scales = quantise_fp8(value)
+            made |= {name: ("F8_E4M3", codes), f"{name}_scale_inv": ("F32", scales)}
+        else:
+            made[name] = ("F32", value)
+    method = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [FP8_BLOCK, FP8_BLOCK]}
+    return _write(source, directory, made, method)
+
+
+def write_mxfp4(source: Path, directory: Path) -> Path:
+    """The gpt_oss checkpoint with its experts in MXFP4, as OpenAI publishes it."""
+    made: dict[str, tuple[str, Array]] = {}
+    checkpoint = Checkpoint.open(source)
+    for name in checkpoint.tensors:
+        value = checkpoint.values(name)
+        if _MXFP4_WEIGHTS.fullmatch(name):
+            blocks, scales = quantise_mxfp4(np.ascontiguousarray(value.transpose(0, 2, 1)))
+            made |= {f"{name}_blocks": ("U8", blocks), f"{name}_scales": ("U8", scales)}
+        else:
+            made[name] = ("F32", value)
+    return _write(source, directory, made, {"quant_method": "mxfp4"})
+
+
+def quantise_fp8(values: Array) -> tuple[Array, Array]:
+    """(codes uint8 [outputs, inputs], scales float32): the largest of a square becomes 448, the others the nearest code."""
+    outputs, inputs = values.shape
+    squares = (-(-outputs // FP8_BLOCK), -(-inputs // FP8_BLOCK))
+    scales = np.empty(squares, np.float32)
+    codes = np.empty(values.shape, np.uint8)
+    order = np.argsort(E4M3[np.isfinite(E4M3)], kind="stable")
+    numbers, names = E4M3[np.isfinite(E4M3)][order], np.flatnonzero(np.isfinite(E4M3))[order]
+    for row, column in np.ndindex(squares):
+        part = np.s_[row * FP8_BLOCK : (row + 1) * FP8_BLOCK, column * FP8_BLOCK : (column + 1) * FP8_BLOCK]
+        scales[row, column] = np.abs(values[part]).max() / 448 or 1.0
+        codes[part] = names[_nearest(numbers, values[part] / scales[row, column])]
+    return codes, scales
+
+
+def quantise_mxfp4(values: Array) -> tuple[Array, Array]:
+    """(blocks uint8 [..., groups, 16], scales uint8 [..., groups]) of values [..., inputs]."""
+    groups = values.reshape(*values.shape[:-1], -1, MXFP4_BLOCK)
+    largest = np.abs(groups).max(axis=-1)
+    exponents = np.ceil(np.log2(np.maximum(largest, 1e-30) / 6)).astype(np.int64)  # 6 is the largest magnitude
+    order = np.argsort(E2M1, kind="stable")
+    codes = order[_nearest(E2M1[order], groups / np.exp2(exponents)[..., None].astype(np.float32))].astype(np.uint8)
+    return codes[..., ::2] | codes[..., 1::2] << 4, (exponents + 127).astype(np.uint8)
+
+
+def _nearest(numbers: Array, values: Array) -> Array:
+    """Index into the ascending `numbers` of the nearest to each value."""
+    above = np.clip(np.searchsorted(numbers, values), 1, len(numbers) - 1)
+    return above - (values - numbers[above - 1] < numbers[above] - values)
+
+
+def _write(source: Path, directory: Path, tensors: dict[str, tuple[str, Array]], method: dict[str, Any]) -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    (directory / "config.json").write_text(json.dumps(config | {"quantization_config": method}), encoding="utf-8")
+    for path in source.iterdir():
+        if path.name.startswith(("tokenizer", "special", "generation")):
+            (directory / path.name).write_bytes(path.read_bytes())
+    header: dict[str, Any] = {}
+    at = 0
+    for name, (dtype, value) in tensors.items():
+        header[name] = {"dtype": dtype, "shape": list(value.shape), "data_offsets": [at, at + value.nbytes]}
+        at += value.nbytes
+    text = json.dumps(header).encode()
+    with (directory / SINGLE_NAME).open("wb") as stream:
+        stream.write(len(text).to_bytes(8, "little") + text)
+        for _, value in tensors.values():
+            stream.write(np.ascontiguousarray(value).tobytes())
+    return directory
