@@ -56,7 +56,7 @@ def make(
 
 
 def inspect(
-    directory: Annotated[str, typer.Argument(metavar="DIR", help="Checkpoint directory.", show_default=False)],
+    directory: Annotated[str, typer.Argument(metavar="DIR", help="Checkpoint directory or GGUF file.", show_default=False)],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show layers, experts, bytes per expert, what fits where, and whether the model is supported."""
@@ -110,8 +110,12 @@ def _show_fits(found: Inspection) -> None:
     typer.echo(
         f"routed experts: {found.expert_bytes / GIB:.2f} GiB, {sum(layer.num_experts for layer in found.layers)} of them, "
         f"{GIB // max(layer.expert_bytes for layer in found.layers)} fit in a GiB; "
-        f"the host keeps {found.host_bytes / GIB:.2f} GiB of other weights\n"
+        f"the host keeps {found.host_bytes / GIB:.2f} GiB of other weights"
     )
+    smaller = [(weights, size) for weights, size in found.resident_bytes().items() if size != found.expert_bytes]
+    for weights, size in smaller:
+        typer.echo(f"with `weights: {weights}` at the workers the experts take {size / GIB:.2f} GiB")
+    typer.echo()
     table = options.table("worker memory, GiB", "of all experts, %", "workers needed")
     for gib, fraction in found.fits().items():
         table.add_row(str(gib), f"{100 * fraction:.0f}", str(-(-found.expert_bytes // (gib * GIB))))

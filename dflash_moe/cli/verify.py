@@ -70,6 +70,16 @@ def _show(report: VerifyReport) -> None:
             "equal" if layer.equal_in_stream else "DIFFERENT",
         )
     options.show(table)
+    for holder, formats in report.formats.items():
+        typer.echo(f"{holder} holds {', '.join(formats)}")
+    requantised = [layer for layer in report.layers if layer.is_requantised]
+    if requantised:
+        worst = max(layer.requantisation_error for layer in requantised)
+        mean = sum(layer.requantisation_error for layer in requantised) / len(requantised)
+        typer.echo(
+            f"weights were requantised in {len(requantised)} layers: that moves the output by {mean:.2e} (rms; worst layer "
+            f"{worst:.2e}). Remote error is against float64 with the weights held; differences from eager are not judged"
+        )
     judged = "" if report.bounds.logits_max is not None else " (reported, not judged, in 16-bit dtypes)"
     typer.echo(f"logits: rms {report.logits_rms:.2e}, max {report.logits_max:.2e}{judged}")
     gap = report.greedy_flip_gap

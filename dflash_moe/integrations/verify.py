@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,10 @@ from dflash_moe.integrations.transformers import TORCH_DTYPES, expert_calls, loa
 from dflash_moe.model.architecture import find_model_class, load_config
 from dflash_moe.model.capture import ExpertsCall, capture_calls
 from dflash_moe.model.checkpoint import Checkpoint
+from dflash_moe.model.dequantize import requantized
 from dflash_moe.model.spec import LayerSpec, model_spec
+from dflash_moe.model.weight_formats import is_requantised, split_formats
+from dflash_moe.placement import Shard
 from dflash_moe.runtime.expert_runtime import ExpertRuntime
 
 if TYPE_CHECKING:
@@ -58,7 +62,11 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True)
 class LayerParity:
-    """One layer. Errors are rms against float64, differences from eager; all over the float64 output's standard deviation."""
+    """One layer. Errors are rms against float64, differences from eager; all over the float64 output's standard deviation.
+
+    Where a worker requantised, remote's error is against float64 with the weights it holds, and `requantisation_error` is what
+    those differ by; differences from eager then show it too and are not judged (docs/decisions/0009).
+    """
 
     index: int
     name: str
@@ -71,6 +79,8 @@ class LayerParity:
     equal_in_stream: bool
     calls: int
     expected_calls: int | None
+    is_requantised: bool = False
+    requantisation_error: float = 0.0
 
 
 @dataclass(slots=True)
@@ -92,6 +102,7 @@ class VerifyReport:
     greedy_compared: int = 0  # until the first difference
     greedy_flip_gap: float | None = None  # eager's top-2 gap over the standard deviation where tokens first differ
     remote_calls: int = 0
+    formats: dict[str, list[str]] = field(default_factory=dict)  # what each holder keeps of the weights, most bytes first
     excesses: list[str] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
@@ -137,6 +148,7 @@ def verify(
         # Workers keep the weights as stored; where the eager model had to round its own, the truth must not.
         is_exact = all(_holds(spec.dtype, layer.weight_dtype) for layer in spec.layers)
         stored = eager if is_exact else _load_eager(path, "f32")
+        report.formats = held_formats(runtime)
         for call in calls:
             report.layers.append(_compare_layer(stored.get_submodule(call.name), layers[call.name], call, runtime))
         del stored
@@ -149,6 +161,20 @@ def verify(
 def _holds(dtype: str, stored: str) -> bool:
     """Whether every number of format `stored` is one of `dtype`."""
     return dtype in ("f32", stored)
+
+
+def _shards(runtime: ExpertRuntime, layer: LayerSpec) -> tuple[Shard, ...]:
+    position = [item.index for item in runtime.spec.layers].index(layer.index)
+    return runtime.placement.layers[position]
+
+
+def held_formats(runtime: ExpertRuntime) -> dict[str, list[str]]:
+    """What each holder keeps of the weights, the format of most experts first."""
+    counts: dict[str, Counter[str]] = {}
+    for layer in runtime.spec.layers:
+        for shard in _shards(runtime, layer):
+            counts.setdefault(shard.holder, Counter())[layer.resident_dtype(shard.weights)] += len(shard.experts)
+    return {holder: [name for name, _ in count.most_common()] for holder, count in counts.items()}
 
 
 def _load_eager(path: Path, dtype: str) -> Any:
@@ -176,20 +202,44 @@ def _compare_layer(module: Any, layer: LayerSpec, call: ExpertsCall, runtime: Ex
     streamed = runtime.experts(*arguments)
     truth = _in_float64(module, call)
     deviation = float(truth.std())
+    held = _as_held(module, layer, _shards(runtime, layer))
+    held_truth = truth if held is None else _in_float64(held, call)
     difference = (remote.double() - call.output.double()) / deviation
     return LayerParity(
         index=layer.index,
         name=layer.name,
         tokens=call.hidden_states.shape[0],
         eager_error=_rms(call.output.double() - truth) / deviation,
-        remote_error=_rms(remote.double() - truth) / deviation,
+        remote_error=_rms(remote.double() - held_truth) / deviation,
         rounding_error=_rms(truth.to(remote.dtype).double() - truth) / deviation,
         difference_rms=_rms(difference),
         difference_max=float(difference.abs().max()),
         equal_in_stream=torch.equal(remote, streamed),
         calls=calls,
         expected_calls=_expected_calls(runtime, layer, call.topk_ids),
+        is_requantised=held is not None,
+        requantisation_error=_rms(held_truth - truth) / deviation,
     )
+
+
+def _as_held(module: Any, layer: LayerSpec, shards: Sequence[Shard]) -> Any:
+    """A copy of the experts module with the weights that the holders compute with; None where those are the checkpoint's.
+
+    Quantised by NumPy code of its own (`model/dequantize.py`), so that a worker's quantiser is measured against another.
+    """
+    changed = {shard: layer.resident_dtype(shard.weights) for shard in shards}
+    changed = {shard: kept for shard, kept in changed.items() if is_requantised(kept)}
+    if not changed:
+        return None
+    held = copy.deepcopy(module).float()
+    for shard, kept in changed.items():
+        first, down = split_formats(kept)
+        for name, kept_format in (("gate_up_proj" if held.has_gate else "up_proj", first), ("down_proj", down)):
+            weights = held._parameters[name].data
+            for expert in shard.experts if is_requantised(kept_format) else ():
+                matrix = weights[expert].T if held.is_transposed else weights[expert]
+                matrix.copy_(torch.from_numpy(requantized(matrix.contiguous().numpy(), kept_format)))
+    return held
 
 
 def _in_float64(module: Any, call: ExpertsCall) -> Any:
@@ -211,9 +261,8 @@ def _expected_calls(runtime: ExpertRuntime, layer: LayerSpec, topk_ids: Any) -> 
     """One per holder that has an expert some row chose; None where the batch is cut into slices."""
     if topk_ids.shape[0] > runtime.settings.batch_capacity:
         return None
-    position = [item.index for item in runtime.spec.layers].index(layer.index)
     chosen = set(topk_ids.unique().tolist())
-    return len({shard.holder for shard in runtime.placement.layers[position] if chosen & set(shard.experts)})
+    return len({shard.holder for shard in _shards(runtime, layer) if chosen & set(shard.experts)})
 
 
 def _logits(model: Any, input_ids: Any) -> Any:
@@ -270,12 +319,15 @@ def _judge(report: VerifyReport, layers: tuple[LayerSpec, ...]) -> None:
         # Half of eager's error is out of reach where a class computes in float32 and rounds once: rounding is its measure.
         limit = max(bounds.error_ratio * layer.eager_error, ROUNDING_FACTOR * layer.rounding_error, MIN_ROUNDING)
         _check(report, f"{where}: error against float64", layer.remote_error, limit)
-        _check(report, f"{where}: rms difference from eager", layer.difference_rms, bounds.difference_rms)
-        _check(report, f"{where}: largest difference from eager", layer.difference_max, bounds.difference_max)
+        if not layer.is_requantised:
+            _check(report, f"{where}: rms difference from eager", layer.difference_rms, bounds.difference_rms)
+            _check(report, f"{where}: largest difference from eager", layer.difference_max, bounds.difference_max)
         if not layer.equal_in_stream:
             report.excesses.append(f"{where}: stream mode gave other bits than batched mode")
         if layer.calls == 0 or layer.expected_calls not in (None, layer.calls):
             report.excesses.append(f"{where}: made {layer.calls} calls to workers, expected {layer.expected_calls}")
+    if any(layer.is_requantised for layer in report.layers):
+        return  # the whole model differs from eager by the requantised weights, which is reported
     _check(report, "rms difference of the logits", report.logits_rms, bounds.logits_rms)
     _check(report, "largest difference of the logits", report.logits_max, bounds.logits_max)
     if report.greedy_flip_gap is not None and bounds.logits_max is not None:

@@ -12,6 +12,7 @@ from typing import Any
 from dflash_moe.errors import UnsupportedError
 from dflash_moe.model.checkpoint import Checkpoint
 from dflash_moe.model.spec import LayerSpec, ModelSpec, model_spec
+from dflash_moe.model.weight_formats import RESIDENT_CHOICES
 
 GIB = 1 << 30
 WORKER_GIB = (4, 8, 16, 24, 32, 48, 80, 96, 141, 192)  # memory sizes of cards and machines in use
@@ -32,6 +33,13 @@ class Inspection:
     def expert_bytes(self) -> int:
         """Bytes of all routed experts."""
         return sum(layer.num_experts * layer.expert_bytes for layer in self.layers)
+
+    def resident_bytes(self) -> dict[str, int]:
+        """Bytes of all routed experts at workers with `weights: auto | int8 | int4`."""
+        return {
+            weights: sum(layer.num_experts * layer.resident_bytes(weights) for layer in self.layers)
+            for weights in RESIDENT_CHOICES
+        }
 
     @property
     def host_bytes(self) -> int:
@@ -70,6 +78,7 @@ class Inspection:
             "fingerprint": self.spec.fingerprint if self.spec is not None else None,
             "checkpoint_bytes": self.checkpoint_bytes,
             "expert_bytes": self.expert_bytes,
+            "resident_bytes": self.resident_bytes(),
             "host_bytes": self.host_bytes,
             "worker_gib_to_fraction_of_experts": {str(gib): fraction for gib, fraction in self.fits().items()},
             "layers": layers,
@@ -88,7 +97,7 @@ def inspect_model(path: Path) -> Inspection:
     return Inspection(
         path,
         tuple(str(name) for name in config.get("architectures") or ()),
-        str(config.get("model_type", "")),
+        str(config.get("model_type", config.get("general.architecture", ""))),
         sum(info.num_bytes for info in checkpoint.stored.values()),
         spec,
         reason,
