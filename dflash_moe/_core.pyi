@@ -203,7 +203,7 @@ class FfnOracle:
     def __init__(
         self, *, spec: Mapping[str, Any], num_experts: int, weight_dtype: str, isa: str, num_threads: int = 1
     ) -> None: ...
-    def load_expert(  # 2-D / 1-D float32 NumPy arrays, rounded to weight_dtype by the caller
+    def load_expert(  # 2-D / 1-D float32 arrays, rounded to weight_dtype; or (format, bytes, outputs, inputs, bytes of scales or b"")
         self,
         expert_id: int,
         *,
@@ -225,6 +225,13 @@ class FfnOracle:
         reply_dtype: str = "f32",
     ) -> object: ...
     def forward_float64(self, rows: object, row_counts: object, local_expert_ids: object, weights: object) -> object: ...
+
+# -- weight formats ---------------------------------------------------------------------------------------------------------
+def weight_formats() -> dict[str, dict[str, Any]]: ...  # block, block_bytes, scale_outputs, scale_inputs, scale_bytes, is_stored
+def dequantize(  # float32 NumPy [outputs, inputs]; contiguous buffers
+    format: str, data: object, outputs: int, inputs: int, scales: object = b""
+) -> object: ...
+def requantize(format: str, values: object) -> object: ...  # the values an int8_g32 or int4_g32 worker computes with
 
 # -- bench experts ----------------------------------------------------------------------------------------------------------
 class LayerBenchmark:

@@ -21,7 +21,7 @@ namespace {
 using FloatArray = py::array_t<float, py::array::c_style | py::array::forcecast>;
 using IndexArray = py::array_t<uint16_t, py::array::c_style | py::array::forcecast>;
 
-// One expert's arrays, rounded to the resident dtype and kept alive for the float64 oracle.
+// One expert's arrays in the layer's source formats, kept alive for the float64 oracle.
 struct OwnedWeights {
   std::vector<std::vector<std::byte>> storage;
   compute::ExpertWeights views;
@@ -30,13 +30,13 @@ struct OwnedWeights {
 class FfnOracle {
  public:
   FfnOracle(const py::dict& spec, uint32_t num_experts, const std::string& weight_dtype, const std::string& isa, uint32_t num_threads)
-      : spec_(parse_ffn_spec(spec)), dtype_(parse_dtype(weight_dtype)), owned_(num_experts) {
+      : spec_(parse_ffn_spec(spec)), formats_(unwrap(compute::parse_resident_formats(weight_dtype))), owned_(num_experts) {
     const compute::Isa set = unwrap(compute::parse_isa(isa));
     if (set == compute::Isa::kReference) {
-      layer_ = compute::make_reference_layer(spec_, num_experts);
+      layer_ = compute::make_reference_layer(spec_, num_experts, formats_);
     } else {
       backend_ = unwrap(compute::CpuBackend::create(set, num_threads));
-      layer_ = unwrap(backend_->create_layer(spec_, num_experts, dtype_));
+      layer_ = unwrap(backend_->create_layer(spec_, num_experts, formats_));
     }
   }
 
@@ -44,9 +44,9 @@ class FfnOracle {
                    const py::object& gate_bias, const py::object& up_bias, const py::object& down_bias) {
     if (expert_id >= owned_.size()) raise(Error{ErrorCode::kInvalidArgument, "expert_id is out of range"});
     auto owned = std::make_unique<OwnedWeights>();
-    owned->views.gate = matrix(*owned, gate);
-    owned->views.up = matrix(*owned, up);
-    owned->views.down = matrix(*owned, down);
+    owned->views.gate = matrix(*owned, gate, formats_.gate_up);
+    owned->views.up = matrix(*owned, up, formats_.gate_up);
+    owned->views.down = matrix(*owned, down, formats_.down);
     owned->views.gate_bias = vector(*owned, gate_bias);
     owned->views.up_bias = vector(*owned, up_bias);
     owned->views.down_bias = vector(*owned, down_bias);
@@ -111,30 +111,53 @@ class FfnOracle {
     return args;
   }
 
-  const std::byte* store(OwnedWeights& owned, const FloatArray& values) const {
-    owned.storage.emplace_back(static_cast<size_t>(values.size()) * dtype_bytes(dtype_));
-    convert(Dtype::kF32, reinterpret_cast<const std::byte*>(values.data()), dtype_, owned.storage.back().data(),
+  // Float formats are rounded to; int8_g32 and int4_g32 are made by the layer from float32.
+  static Dtype source_dtype(compute::WeightFormat format) { return compute::is_float(format) ? compute::dtype_of(format) : Dtype::kF32; }
+
+  static const std::byte* store(OwnedWeights& owned, const FloatArray& values, Dtype dtype) {
+    owned.storage.emplace_back(static_cast<size_t>(values.size()) * dtype_bytes(dtype));
+    convert(Dtype::kF32, reinterpret_cast<const std::byte*>(values.data()), dtype, owned.storage.back().data(),
             static_cast<size_t>(values.size()));
     return owned.storage.back().data();
   }
 
-  compute::MatrixView matrix(OwnedWeights& owned, const py::object& value) const {
+  static const std::byte* store(OwnedWeights& owned, const py::buffer_info& bytes) {
+    const auto* first = static_cast<const std::byte*>(bytes.ptr);
+    owned.storage.emplace_back(first, first + bytes.size * bytes.itemsize);
+    return owned.storage.back().data();
+  }
+
+  // (format, bytes, outputs, inputs, bytes of the scales or b""): a matrix as a checkpoint has it.
+  static compute::MatrixView stored_matrix(OwnedWeights& owned, const py::tuple& parts) {
+    if (parts.size() != 5) raise(Error{ErrorCode::kInvalidArgument, "a stored matrix has 5 parts"});
+    const ByteMatrix source = byte_matrix(py::cast<std::string>(parts[0]), py::cast<py::buffer>(parts[1]), py::cast<uint32_t>(parts[2]),
+                                          py::cast<uint32_t>(parts[3]), py::cast<py::buffer>(parts[4]));
+    compute::MatrixView view = source.view;
+    view.data = store(owned, source.data);
+    if (view.scales != nullptr) view.scales = store(owned, source.scales);
+    return view;
+  }
+
+  static compute::MatrixView matrix(OwnedWeights& owned, const py::object& value, compute::WeightFormat format) {
     if (value.is_none()) return {};
+    if (py::isinstance<py::tuple>(value)) return stored_matrix(owned, py::cast<py::tuple>(value));
     const auto values = py::cast<FloatArray>(value);
     if (values.ndim() != 2) raise(Error{ErrorCode::kInvalidArgument, "a weight matrix must have two dimensions"});
-    return {store(owned, values), dtype_, static_cast<uint32_t>(values.shape(0)), static_cast<uint32_t>(values.shape(1)),
-            values.shape(1), 1};
+    const Dtype dtype = source_dtype(format);
+    return {store(owned, values, dtype), compute::format_of(dtype), static_cast<uint32_t>(values.shape(0)),
+            static_cast<uint32_t>(values.shape(1)), values.shape(1), 1};
   }
 
   compute::VectorView vector(OwnedWeights& owned, const py::object& value) const {
     if (value.is_none()) return {};
     const auto values = py::cast<FloatArray>(value);
     if (values.ndim() != 1) raise(Error{ErrorCode::kInvalidArgument, "a bias must have one dimension"});
-    return {store(owned, values), dtype_, static_cast<uint32_t>(values.shape(0)), 1};
+    const Dtype dtype = source_dtype(formats_.gate_up);
+    return {store(owned, values, dtype), dtype, static_cast<uint32_t>(values.shape(0)), 1};
   }
 
   compute::FfnSpec spec_;
-  Dtype dtype_;
+  compute::ResidentFormats formats_;
   std::unique_ptr<compute::CpuBackend> backend_;
   std::unique_ptr<compute::ExpertLayer> layer_;
   std::vector<std::unique_ptr<OwnedWeights>> owned_;

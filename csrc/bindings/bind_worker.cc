@@ -22,14 +22,26 @@ using store::MappedFile;
 using worker::ExpertWorker;
 using worker::LayerShard;
 
-// (file, byte offset, dtype, outputs, inputs, output_stride, input_stride); None: absent.
+// (file, byte offset, format, outputs, inputs, output_stride, input_stride); None: absent. Float formats: strides in elements. Others:
+// output_stride in bytes and input_stride 0, then (file, byte offset, row stride in bytes) of the scales where they lie apart.
 compute::MatrixView matrix_source(const py::object& source) {
   if (source.is_none()) return {};
   const auto parts = py::cast<py::tuple>(source);
-  if (parts.size() != 7) raise(Error{ErrorCode::kInvalidArgument, "a matrix source has 7 parts"});
+  if (parts.size() != 7 && parts.size() != 10) raise(Error{ErrorCode::kInvalidArgument, "a matrix source has 7 or 10 parts"});
   const auto& file = py::cast<const MappedFile&>(parts[0]);
-  return unwrap(file.matrix(py::cast<uint64_t>(parts[1]), parse_dtype(py::cast<std::string>(parts[2])), py::cast<uint32_t>(parts[3]),
-                            py::cast<uint32_t>(parts[4]), py::cast<int64_t>(parts[5]), py::cast<int64_t>(parts[6])));
+  const compute::WeightFormat format = unwrap(compute::parse_weight_format(py::cast<std::string>(parts[2])));
+  const auto offset = py::cast<uint64_t>(parts[1]);
+  const auto outputs = py::cast<uint32_t>(parts[3]), inputs = py::cast<uint32_t>(parts[4]);
+  const auto output_stride = py::cast<int64_t>(parts[5]);
+  if (compute::is_float(format)) {
+    return unwrap(file.matrix(offset, compute::dtype_of(format), outputs, inputs, output_stride, py::cast<int64_t>(parts[6])));
+  }
+  compute::MatrixView matrix = unwrap(file.blocks(offset, format, outputs, inputs, output_stride));
+  if (parts.size() == 10) {
+    const auto& scales_file = py::cast<const MappedFile&>(parts[7]);
+    unwrap(scales_file.add_scales(py::cast<uint64_t>(parts[8]), py::cast<int64_t>(parts[9]), matrix));
+  }
+  return matrix;
 }
 
 // (file, byte offset, dtype, count, stride); None: absent.
@@ -120,8 +132,8 @@ void bind_worker(py::module_& module) {
            py::arg("cpus") = std::vector<int>{}, py::arg("spin_ns") = 0, py::arg("slowdown") = 1.0)
       .def("define_shard", [](ExpertWorker& self, uint32_t layer, uint32_t shard, const py::dict& spec, uint32_t num_local_experts,
                               const std::string& weight_dtype, uint64_t weights_fingerprint) {
-        unwrap(self.define_shard(LayerShard{layer, shard}, parse_ffn_spec(spec), num_local_experts, parse_dtype(weight_dtype),
-                                 weights_fingerprint));
+        unwrap(self.define_shard(LayerShard{layer, shard}, parse_ffn_spec(spec), num_local_experts,
+                                 unwrap(compute::parse_resident_formats(weight_dtype)), weights_fingerprint));
       }, py::arg("layer"), py::arg("shard"), py::arg("spec"), py::arg("num_local_experts"), py::arg("weight_dtype"),
            py::arg("weights_fingerprint"))
       .def("load_expert", &load_expert, py::arg("layer"), py::arg("shard"), py::arg("local_expert_id"), py::kw_only(), py::arg("gate"),

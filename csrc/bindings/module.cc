@@ -17,5 +17,6 @@ PYBIND11_MODULE(_core, module) {
   bind_client(module);
   bind_dlpack(module);
   bind_oracle(module);
+  bind_formats(module);
   bind_layer_benchmark(module);
 }

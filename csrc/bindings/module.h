@@ -14,6 +14,7 @@ void bind_worker(pybind11::module_& module);
 void bind_client(pybind11::module_& module);
 void bind_dlpack(pybind11::module_& module);
 void bind_oracle(pybind11::module_& module);
+void bind_formats(pybind11::module_& module);
 void bind_layer_benchmark(pybind11::module_& module);
 
 }  // namespace dflash::bindings

@@ -11,18 +11,24 @@
 #include "base/dtype.h"
 #include "base/result.h"
 #include "compute/ffn_spec.h"
+#include "compute/weight_format.h"
 
 namespace dflash::compute {
 
-// A weight matrix as it lies in a mapped checkpoint: element (output o, input i) is at data + (o*output_stride + i*input_stride)
-// elements. Strides make packed, transposed and interleaved layouts the same thing. Not owned.
+// A weight matrix as it lies in a mapped checkpoint. Not owned.
+// Float formats: element (output o, input i) is at data + (o*output_stride + i*input_stride) elements; strides make packed,
+// transposed and interleaved layouts the same thing. All other formats: the blocks of output o lie together, ascending inputs,
+// from data + o*output_stride BYTES on (input_stride is 0); scales lying apart are in rows of ascending inputs, `scales_stride`
+// bytes from one row to the next: a row per output (mxfp4) or per 128 outputs, beginning with this view's first (fp8).
 struct MatrixView {
   const std::byte* data = nullptr;  // null: absent
-  Dtype dtype = Dtype::kF32;
+  WeightFormat format = WeightFormat::kF32;
   uint32_t outputs = 0;
   uint32_t inputs = 0;
   int64_t output_stride = 0;
   int64_t input_stride = 0;
+  const std::byte* scales = nullptr;  // null: the format has none apart
+  int64_t scales_stride = 0;
 };
 struct VectorView {
   const std::byte* data = nullptr;  // null: absent

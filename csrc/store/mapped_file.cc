@@ -61,7 +61,33 @@ Result<compute::MatrixView> MappedFile::matrix(uint64_t offset, Dtype dtype, uin
   if (!end_of_block(offset, outputs, output_stride, inputs, input_stride, dtype_bytes(dtype), size_bytes_)) {
     return out_of_file(offset);
   }
-  return compute::MatrixView{base_ + offset, dtype, outputs, inputs, output_stride, input_stride};
+  return compute::MatrixView{base_ + offset, compute::format_of(dtype), outputs, inputs, output_stride, input_stride};
+}
+
+Result<const std::byte*> MappedFile::rows(uint64_t offset, uint32_t num_rows, uint64_t row_bytes, int64_t stride_bytes) const {
+  const unsigned __int128 end = static_cast<unsigned __int128>(offset) + row_bytes +
+                                static_cast<unsigned __int128>(num_rows - 1) * static_cast<uint64_t>(stride_bytes);
+  if (num_rows == 0 || row_bytes == 0 || stride_bytes < 0 || end > size_bytes_) return out_of_file(offset);
+  return static_cast<const std::byte*>(base_ + offset);
+}
+
+Result<compute::MatrixView> MappedFile::blocks(uint64_t offset, compute::WeightFormat format, uint32_t outputs, uint32_t inputs,
+                                               int64_t row_stride_bytes) const {
+  auto data = rows(offset, outputs, compute::row_bytes(format, inputs), row_stride_bytes);
+  if (!data.ok()) return std::move(data).error();
+  return compute::MatrixView{data.value(), format, outputs, inputs, row_stride_bytes, 0};
+}
+
+Status MappedFile::add_scales(uint64_t offset, int64_t row_stride_bytes, compute::MatrixView& matrix) const {
+  const compute::FormatFacts& facts = compute::format_facts(matrix.format);
+  if (facts.scale_bytes == 0) return checkpoint_error(path_, std::string("scales apart of a matrix in ") + facts.name);
+  const uint32_t num_rows = (matrix.outputs + facts.scale_outputs - 1) / facts.scale_outputs;
+  const uint64_t row_bytes = uint64_t{(matrix.inputs + facts.scale_inputs - 1) / facts.scale_inputs} * facts.scale_bytes;
+  auto data = rows(offset, num_rows, row_bytes, row_stride_bytes);
+  if (!data.ok()) return std::move(data).error();
+  matrix.scales = data.value();
+  matrix.scales_stride = row_stride_bytes;
+  return ok();
 }
 
 Result<compute::VectorView> MappedFile::vector(uint64_t offset, Dtype dtype, uint32_t count, int64_t stride) const {

@@ -30,6 +30,11 @@ class MappedFile {
   Result<std::span<const std::byte>> bytes(uint64_t offset, uint64_t num_bytes) const;
   Result<compute::MatrixView> matrix(uint64_t offset, Dtype dtype, uint32_t outputs, uint32_t inputs, int64_t output_stride,
                                      int64_t input_stride) const;
+  // A matrix in blocks: those of an output lie together, `row_stride_bytes` from one output to the next.
+  Result<compute::MatrixView> blocks(uint64_t offset, compute::WeightFormat format, uint32_t outputs, uint32_t inputs,
+                                     int64_t row_stride_bytes) const;
+  // The scales of `matrix` that lie apart from its values, in this file (MatrixView says how).
+  Status add_scales(uint64_t offset, int64_t row_stride_bytes, compute::MatrixView& matrix) const;
   Result<compute::VectorView> vector(uint64_t offset, Dtype dtype, uint32_t count, int64_t stride) const;
 
   // Gives the resident pages of this mapping back to the page cache; they are read again when touched.
@@ -39,6 +44,7 @@ class MappedFile {
   MappedFile(std::string path, std::byte* base, uint64_t size_bytes)
       : path_(std::move(path)), base_(base), size_bytes_(size_bytes) {}
   Error out_of_file(uint64_t offset) const;
+  Result<const std::byte*> rows(uint64_t offset, uint32_t num_rows, uint64_t row_bytes, int64_t stride_bytes) const;
 
   std::string path_;
   std::byte* base_;

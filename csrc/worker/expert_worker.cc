@@ -95,7 +95,7 @@ Result<std::unique_ptr<ExpertWorker>> ExpertWorker::create(const WorkerOptions& 
   return worker;
 }
 
-Status ExpertWorker::define_shard(LayerShard where, const compute::FfnSpec& spec, uint32_t num_local_experts, Dtype weight_dtype,
+Status ExpertWorker::define_shard(LayerShard where, const compute::FfnSpec& spec, uint32_t num_local_experts, compute::ResidentFormats formats,
                                   uint64_t weights_fingerprint) {
   const auto key = std::pair(where.layer, where.shard);
   if (state_->shards.contains(key)) {
@@ -105,7 +105,7 @@ Status ExpertWorker::define_shard(LayerShard where, const compute::FfnSpec& spec
     return Error{ErrorCode::kInvalidArgument, where_text(where) + ": " + std::to_string(num_local_experts) +
                                                   " experts, allowed are 1.." + std::to_string(wire::kMaxExpertsPerShard)};
   }
-  auto experts = state_->backend->create_layer(spec, num_local_experts, weight_dtype);
+  auto experts = state_->backend->create_layer(spec, num_local_experts, formats);
   if (!experts.ok()) return std::move(experts).error().with(where_text(where));
   state_->shards.emplace(key, Shard{spec, num_local_experts, weights_fingerprint, std::move(experts).value()});
   return ok();

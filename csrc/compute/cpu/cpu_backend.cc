@@ -97,15 +97,15 @@ Result<std::unique_ptr<CpuBackend>> CpuBackend::create(Isa isa, uint32_t num_thr
   return backend;
 }
 
-Result<std::unique_ptr<ExpertLayer>> CpuBackend::create_layer(const FfnSpec& spec, uint32_t num_local_experts, Dtype weight_dtype) {
+Result<std::unique_ptr<ExpertLayer>> CpuBackend::create_layer(const FfnSpec& spec, uint32_t num_local_experts, ResidentFormats formats) {
   DFLASH_TRY(spec.validate());
-  if (static_cast<uint8_t>(weight_dtype) >= kNumDtypes) return Error{ErrorCode::kUnsupported, "weight dtype is unknown; supported: f32, f16, bf16"};
   if (num_local_experts < 1 || num_local_experts > 65535) {
     return Error{ErrorCode::kUnsupported, "a layer has " + std::to_string(num_local_experts) + " local experts; supported: 1..65535"};
   }
-  if (state_->isa == Isa::kReference) return make_reference_layer(spec, num_local_experts);
+  const bool has_kernels = is_float(formats.gate_up) && is_float(formats.down);
+  if (state_->isa == Isa::kReference || !has_kernels) return make_reference_layer(spec, num_local_experts, formats);
   const KernelSet& kernels = kernel_set(state_->isa);
-  auto experts = PackedExperts::create(spec, num_local_experts, weight_dtype, kernels.panel_width);
+  auto experts = PackedExperts::create(spec, num_local_experts, formats, kernels.panel_width);
   if (!experts.ok()) return std::move(experts).error();
   return std::unique_ptr<ExpertLayer>(std::make_unique<CpuLayer>(spec, std::move(experts).value(), kernels, *state_->pool));
 }

@@ -29,8 +29,8 @@ class CpuBackend {
   Isa isa() const;
   uint32_t num_threads() const;
   static const char* numerics_class() { return "f32-canonical"; }
-  // Experts keep `weight_dtype` when resident (exact widening happens in the kernels).
-  Result<std::unique_ptr<ExpertLayer>> create_layer(const FfnSpec& spec, uint32_t num_local_experts, Dtype weight_dtype);
+  // Experts keep `formats` when resident; kernels dequantise to the very float32 of the format's formula.
+  Result<std::unique_ptr<ExpertLayer>> create_layer(const FfnSpec& spec, uint32_t num_local_experts, ResidentFormats formats);
 
  private:
   CpuBackend();

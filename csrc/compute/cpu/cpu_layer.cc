@@ -157,7 +157,7 @@ void CpuLayer::run_gate_up(ProgressCounter& progress) {
   const uint32_t num_panels = experts_.num_intermediate_panels();
   const uint32_t per_task = gate_up_panels_per_task();
   const uint32_t tasks_per_expert = (num_panels + per_task - 1) / per_task;
-  const auto kernel = kernels_.gate_up[static_cast<size_t>(experts_.dtype())];
+  const auto kernel = kernels_.gate_up[static_cast<size_t>(experts_.formats().gate_up)];
   pool_.run(groups_.groups().size() * tasks_per_expert, [&](uint64_t task) {
     const ExpertGroup& group = groups_.groups()[task / tasks_per_expert];
     const uint32_t first_panel = static_cast<uint32_t>(task % tasks_per_expert) * per_task;
@@ -184,7 +184,7 @@ void CpuLayer::run_gate_up(ProgressCounter& progress) {
 bool CpuLayer::run_down(const ForwardArgs& args, const Chunk& chunk, ProgressCounter& progress) {
   const uint32_t num_panels = experts_.num_out_panels();
   const uint32_t per_task = down_panels_per_task();
-  const auto kernel = kernels_.down[static_cast<size_t>(experts_.dtype())];
+  const auto kernel = kernels_.down[static_cast<size_t>(experts_.formats().down)];
   std::atomic<bool> in_range{true};  // relaxed: read after run() returns, which synchronises
   pool_.run((num_panels + per_task - 1) / per_task, [&](uint64_t task) {
     const uint32_t first_panel = static_cast<uint32_t>(task) * per_task;

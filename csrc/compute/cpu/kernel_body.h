@@ -74,9 +74,10 @@ inline void chain_block(const float* const* rows, const W* panels, size_t panel_
 // All K blocks of NP panels: panels outermost, so that weights are read in one ascending stream.
 template <class V, class W, int M, int NP>
 inline void run_panels(const PanelRun& run, const W* panels, const float* const* rows, float* tile, size_t stride) {
+  const size_t panel_elements = run.panel_bytes / sizeof(W);
   for (uint32_t k = 0; k < run.num_inputs; k += kChainLength) {
     const uint32_t end = run.num_inputs - k < kChainLength ? run.num_inputs : k + kChainLength;
-    chain_block<V, W, M, NP>(rows, panels, run.panel_elements, k, end, tile, stride);
+    chain_block<V, W, M, NP>(rows, panels, panel_elements, k, end, tile, stride);
   }
 }
 
@@ -84,14 +85,15 @@ inline void run_panels(const PanelRun& run, const W* panels, const float* const*
 template <class V, class W, int M>
 void run_tile(const PanelRun& run, const float* const* rows, float* tile) {
   constexpr uint32_t kAtOnce = static_cast<uint32_t>(panels_at_once<V>(M));
+  const size_t panel_elements = run.panel_bytes / sizeof(W);
   const W* panels = reinterpret_cast<const W*>(run.first);
   const size_t stride = static_cast<size_t>(run.num_panels) * kPanelWidth<V>;
   uint32_t p = 0;
   for (; p + kAtOnce <= run.num_panels; p += kAtOnce) {
-    run_panels<V, W, M, static_cast<int>(kAtOnce)>(run, panels + p * run.panel_elements, rows, tile + p * kPanelWidth<V>, stride);
+    run_panels<V, W, M, static_cast<int>(kAtOnce)>(run, panels + p * panel_elements, rows, tile + p * kPanelWidth<V>, stride);
   }
   for (; p < run.num_panels; ++p) {
-    run_panels<V, W, M, 1>(run, panels + p * run.panel_elements, rows, tile + p * kPanelWidth<V>, stride);
+    run_panels<V, W, M, 1>(run, panels + p * panel_elements, rows, tile + p * kPanelWidth<V>, stride);
   }
   if (run.bias == nullptr) return;
   for (int m = 0; m < M; ++m) {

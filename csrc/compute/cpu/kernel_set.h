@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "compute/ffn_spec.h"
+#include "compute/weight_format.h"
 
 namespace dflash::compute {
 
@@ -17,7 +18,8 @@ inline constexpr uint32_t kMaxTileRows = 12;
 // A run of consecutive panels of a packed matrix (pack.h).
 struct PanelRun {
   const std::byte* first;
-  size_t panel_elements;     // elements from one panel to the next
+  WeightFormat format;
+  size_t panel_bytes;        // from one panel to the next
   uint32_t num_panels;       // 1..kMaxGroupPanels
   uint32_t num_inputs;       // K
   const float* bias;         // [num_panels * panel_width]; null: none

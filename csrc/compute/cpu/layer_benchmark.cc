@@ -24,7 +24,7 @@ class RandomMatrix {
   MatrixView view() const {
     MatrixView found;
     found.data = bytes_.data();
-    found.dtype = dtype_;
+    found.format = format_of(dtype_);
     found.outputs = outputs_;
     found.inputs = inputs_;
     found.output_stride = inputs_;

@@ -4,8 +4,10 @@
 
 #include <algorithm>
 #include <cstring>
+#include <vector>
 
 #include "base/dtype.h"
+#include "compute/dequantize.h"
 
 namespace dflash::compute {
 namespace {
@@ -69,13 +71,28 @@ void pack(const MatrixView& matrix, bool alternates, uint32_t first_output, uint
   }
 }
 
+// Any format to float32 panels: the rows of the panel are dequantised first.
+void pack_widened(const MatrixView& matrix, uint32_t first_output, uint32_t width, std::byte* packed) {
+  const uint32_t num_outputs = std::min(width, matrix.outputs - first_output);
+  std::vector<float> rows(size_t{num_outputs} * matrix.inputs);
+  dequantize(matrix, first_output, num_outputs, rows.data());
+  const MatrixView wide{reinterpret_cast<const std::byte*>(rows.data()), WeightFormat::kF32, num_outputs, matrix.inputs, matrix.inputs, 1};
+  pack<uint32_t, uint32_t, Copy32>(wide, false, 0, width, packed);
+}
+
 }  // namespace
 
-void pack_panel(const MatrixView& matrix, Dtype dtype, uint32_t panel, uint32_t width, std::byte* packed) {
+size_t panel_bytes(WeightFormat format, uint32_t inputs, uint32_t width) {
+  return size_t{inputs} * width * dtype_bytes(dtype_of(format));
+}
+
+void pack_panel(const MatrixView& matrix, WeightFormat format, uint32_t panel, uint32_t width, std::byte* packed) {
   const uint32_t first_output = panel * width;
-  if (matrix.dtype == Dtype::kF32) return pack<uint32_t, uint32_t, Copy32>(matrix, false, first_output, width, packed);
-  if (dtype != Dtype::kF32) return pack<uint16_t, uint16_t, Copy16>(matrix, dtype == Dtype::kBF16, first_output, width, packed);
-  if (matrix.dtype == Dtype::kF16) return pack<uint16_t, float, WidenF16>(matrix, false, first_output, width, packed);
+  if (!is_float(matrix.format)) return pack_widened(matrix, first_output, width, packed);
+  const bool is_same = matrix.format == format;
+  if (matrix.format == WeightFormat::kF32) return pack<uint32_t, uint32_t, Copy32>(matrix, false, first_output, width, packed);
+  if (is_same) return pack<uint16_t, uint16_t, Copy16>(matrix, format == WeightFormat::kBF16, first_output, width, packed);
+  if (matrix.format == WeightFormat::kF16) return pack<uint16_t, float, WidenF16>(matrix, false, first_output, width, packed);
   return pack<uint16_t, float, WidenBF16>(matrix, false, first_output, width, packed);
 }
 

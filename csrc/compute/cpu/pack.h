@@ -8,8 +8,11 @@
 
 namespace dflash::compute {
 
-// Packs panel `panel` (outputs [panel*width, ...)) of `matrix` to `packed` [inputs][width]; outputs past the end become zeros.
-// `dtype` is the resident dtype: the matrix's own, or f32.
-void pack_panel(const MatrixView& matrix, Dtype dtype, uint32_t panel, uint32_t width, std::byte* packed);
+// Bytes of one panel of `width` outputs.
+size_t panel_bytes(WeightFormat format, uint32_t inputs, uint32_t width);
+
+// Packs panel `panel` (outputs [panel*width, ...)) of `matrix` to `packed`, panel_bytes() long; outputs past the end become zeros.
+// `format` is a resident one that check_resident allows for the matrix.
+void pack_panel(const MatrixView& matrix, WeightFormat format, uint32_t panel, uint32_t width, std::byte* packed);
 
 }  // namespace dflash::compute

@@ -1,5 +1,5 @@
 // The weights of one layer's experts as they stay in memory: per expert the gate and up panels alternating, then the down panels,
-// in the resident dtype; biases in float32.
+// in the resident formats; biases in float32.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -14,22 +14,24 @@ namespace dflash::compute {
 class PackedExperts {
  public:
   // Errors: kOutOfMemory.
-  static Result<PackedExperts> create(const FfnSpec& spec, uint32_t num_local_experts, Dtype dtype, uint32_t panel_width);
+  static Result<PackedExperts> create(const FfnSpec& spec, uint32_t num_local_experts, ResidentFormats formats, uint32_t panel_width);
+  // Bytes that create() will hold for these experts, biases aside.
+  static uint64_t predicted_bytes(const FfnSpec& spec, uint32_t num_local_experts, ResidentFormats formats, uint32_t panel_width);
 
   // Different experts may load from different threads. Errors as ExpertLayer::load_expert; kUnsupported where the resident
-  // dtype cannot hold the source exactly.
+  // format cannot hold the source exactly.
   Status load(const FfnSpec& spec, uint32_t local_expert_id, const ExpertWeights& weights, ProgressCounter& progress);
 
   bool is_loaded(uint32_t local_expert_id) const { return experts_[local_expert_id].is_loaded; }
   uint32_t num_local_experts() const { return static_cast<uint32_t>(experts_.size()); }
-  Dtype dtype() const { return dtype_; }
+  ResidentFormats formats() const { return formats_; }
   uint64_t resident_bytes() const;
 
   uint32_t num_matrices() const { return num_matrices_; }                    // of the first projection: gate and up, or up alone
   uint32_t num_intermediate_panels() const { return num_intermediate_panels_; }  // per matrix
   uint32_t num_out_panels() const { return num_out_panels_; }
-  size_t gate_up_panel_bytes() const { return gate_up_panel_elements_ * dtype_bytes(dtype_); }
-  size_t down_panel_bytes() const { return down_panel_elements_ * dtype_bytes(dtype_); }
+  size_t gate_up_panel_bytes() const { return gate_up_panel_bytes_; }
+  size_t down_panel_bytes() const { return down_panel_bytes_; }
 
   // Panels of intermediate columns [first_panel, first_panel + num_panels) * panel_width; with a gate twice as many panels.
   PanelRun gate_up(uint32_t local_expert_id, uint32_t first_panel, uint32_t num_panels) const;
@@ -42,18 +44,20 @@ class PackedExperts {
     std::vector<float> down_bias;
   };
 
-  void pack_matrix(const MatrixView& matrix, std::byte* first_panel, size_t panel_step_bytes, ProgressCounter& progress) const;
+  void set_sizes(const FfnSpec& spec, ResidentFormats formats, uint32_t panel_width);
+  Status pack_matrix(const char* name, const MatrixView& matrix, WeightFormat format, std::byte* first_panel, size_t panel_step_bytes,
+                     ProgressCounter& progress) const;
   std::vector<float> pack_gate_up_bias(const ExpertWeights& weights) const;
 
-  Dtype dtype_ = Dtype::kF32;
+  ResidentFormats formats_;
   uint32_t panel_width_ = 0;
   uint32_t num_matrices_ = 0;
   uint32_t num_intermediate_panels_ = 0;
   uint32_t num_out_panels_ = 0;
   uint32_t in_size_ = 0;
   uint32_t intermediate_size_ = 0;
-  size_t gate_up_panel_elements_ = 0;
-  size_t down_panel_elements_ = 0;
+  size_t gate_up_panel_bytes_ = 0;
+  size_t down_panel_bytes_ = 0;
   size_t expert_bytes_ = 0;
   PageBuffer panels_;  // [num_local_experts] x expert_bytes_
   std::vector<Expert> experts_;

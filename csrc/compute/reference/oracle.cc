@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "base/convert.h"
+#include "compute/dequantize.h"
 #include "compute/reference/reference.h"
 
 namespace dflash::compute {
@@ -17,10 +18,12 @@ double element(Dtype dtype, const std::byte* data, int64_t index) {
 
 std::vector<double> project(const MatrixView& matrix, const VectorView& bias, const std::vector<double>& input) {
   std::vector<double> output(matrix.outputs);
+  std::vector<float> weights(matrix.inputs);
   for (uint32_t o = 0; o < matrix.outputs; ++o) {
+    dequantize(matrix, o, 1, weights.data());
     double sum = bias.data == nullptr ? 0.0 : element(bias.dtype, bias.data, o * bias.stride);
     for (uint32_t i = 0; i < matrix.inputs; ++i) {
-      sum += element(matrix.dtype, matrix.data, o * matrix.output_stride + i * matrix.input_stride) * input[i];
+      sum += static_cast<double>(weights[i]) * input[i];
     }
     output[o] = sum;
   }

@@ -11,6 +11,7 @@
 #include "base/convert.h"
 #include "compute/activation.h"
 #include "compute/cpu/vector_scalar.h"
+#include "compute/dequantize.h"
 #include "compute/float_mode.h"
 #include "compute/layer_checks.h"
 
@@ -24,15 +25,13 @@ struct Matrix {
   size_t inputs = 0;
 };
 
-Matrix widen_matrix(const MatrixView& view) {
+Result<Matrix> widen_matrix(const char* name, const MatrixView& view, WeightFormat resident) {
+  DFLASH_TRY(check_resident(name, view, resident));
+  DFLASH_TRY(check_values(name, view, resident, 0, view.outputs));
   Matrix matrix{std::vector<float>(size_t{view.outputs} * view.inputs), view.inputs};
-  const int64_t element = static_cast<int64_t>(dtype_bytes(view.dtype));
-  for (uint32_t o = 0; o < view.outputs; ++o) {
-    for (uint32_t i = 0; i < view.inputs; ++i) {
-      const std::byte* from = view.data + (o * view.output_stride + i * view.input_stride) * element;
-      widen(view.dtype, from, &matrix.values[o * matrix.inputs + i], 1);
-    }
-  }
+  dequantize(view, 0, view.outputs, matrix.values.data());
+  if (format_facts(resident).is_stored) return matrix;
+  for (uint32_t o = 0; o < view.outputs; ++o) requantize_row(resident, &matrix.values[o * matrix.inputs], view.inputs);
   return matrix;
 }
 
@@ -56,7 +55,8 @@ struct Expert {
 
 class ReferenceLayer final : public ExpertLayer {
  public:
-  ReferenceLayer(const FfnSpec& spec, uint32_t num_local_experts) : spec_(spec), experts_(num_local_experts) {}
+  ReferenceLayer(const FfnSpec& spec, uint32_t num_local_experts, ResidentFormats formats)
+      : spec_(spec), formats_(formats), experts_(num_local_experts) {}
 
   const FfnSpec& spec() const override { return spec_; }
   uint32_t num_local_experts() const override { return static_cast<uint32_t>(experts_.size()); }
@@ -72,9 +72,20 @@ class ReferenceLayer final : public ExpertLayer {
   Status load_expert(uint32_t local_expert_id, const ExpertWeights& weights, ProgressCounter& progress) override {
     DFLASH_TRY(check_expert(spec_, num_local_experts(), local_expert_id, weights));
     Expert& expert = experts_[local_expert_id];
-    for (auto [view, matrix] : {std::pair(&weights.gate, &expert.gate), std::pair(&weights.up, &expert.up),
-                                std::pair(&weights.down, &expert.down)}) {
-      if (view->data != nullptr) *matrix = widen_matrix(*view);
+    const CanonicalFloatMode mode;
+    struct Source {
+      const char* name;
+      const MatrixView& view;
+      WeightFormat resident;
+      Matrix& matrix;
+    };
+    for (const Source& source : {Source{"gate", weights.gate, formats_.gate_up, expert.gate},
+                                 Source{"up", weights.up, formats_.gate_up, expert.up},
+                                 Source{"down", weights.down, formats_.down, expert.down}}) {
+      if (source.view.data == nullptr) continue;
+      auto matrix = widen_matrix(source.name, source.view, source.resident);
+      if (!matrix.ok()) return std::move(matrix).error();
+      source.matrix = std::move(matrix).value();
       progress.fetch_add(1, std::memory_order_relaxed);
     }
     expert.gate_bias = widen_vector(weights.gate_bias, spec_.intermediate_size);
@@ -136,13 +147,14 @@ class ReferenceLayer final : public ExpertLayer {
   }
 
   FfnSpec spec_;
+  ResidentFormats formats_;
   std::vector<Expert> experts_;
 };
 
 }  // namespace
 
-std::unique_ptr<ExpertLayer> make_reference_layer(const FfnSpec& spec, uint32_t num_local_experts) {
-  return std::make_unique<ReferenceLayer>(spec, num_local_experts);
+std::unique_ptr<ExpertLayer> make_reference_layer(const FfnSpec& spec, uint32_t num_local_experts, ResidentFormats formats) {
+  return std::make_unique<ReferenceLayer>(spec, num_local_experts, formats);
 }
 
 }  // namespace dflash::compute

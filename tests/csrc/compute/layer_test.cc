@@ -45,14 +45,14 @@ bool fails_with(const Status& status, ErrorCode code, const std::string& text) {
 
 // The same values with outputs contiguous (transposed) or gate and up interleaved.
 MatrixView rearrange(const MatrixView& view, std::vector<std::byte>& storage, int64_t output_stride, int64_t input_stride, size_t first) {
-  const size_t element = dtype_bytes(view.dtype);
+  const size_t element = dtype_bytes(dtype_of(view.format));
   for (int64_t o = 0; o < view.outputs; ++o) {
     for (int64_t i = 0; i < view.inputs; ++i) {
       std::memcpy(storage.data() + (static_cast<int64_t>(first) + o * output_stride + i * input_stride) * static_cast<int64_t>(element),
                   view.data + (o * view.output_stride + i * view.input_stride) * static_cast<int64_t>(element), element);
     }
   }
-  return {storage.data() + first * element, view.dtype, view.outputs, view.inputs, output_stride, input_stride};
+  return {storage.data() + first * element, view.format, view.outputs, view.inputs, output_stride, input_stride};
 }
 
 TEST_CASE("transposed and interleaved weights give the bits of plain ones") {

@@ -48,7 +48,7 @@ class Experts {
   }
 
   MatrixView matrix(const std::vector<std::byte>& bytes, uint32_t outputs, uint32_t inputs) const {
-    return {bytes.data(), dtype_, outputs, inputs, inputs, 1};
+    return {bytes.data(), format_of(dtype_), outputs, inputs, inputs, 1};
   }
   ExpertWeights weights(uint32_t id) const {
     const Expert& e = experts_[id];

@@ -1,0 +1,89 @@
+// Scales that are NaN or infinite, and values that cannot be quantised: found while the rows are in the cache for packing.
+// SPDX-License-Identifier: Apache-2.0
+#include <cmath>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "compute/dequantize.h"
+#include "compute/layer_checks.h"
+
+namespace dflash::compute {
+namespace {
+
+bool is_finite_f16(const uint8_t* bytes) { return (internal::load_u16(bytes) & 0x7c00u) != 0x7c00u; }
+
+// True if the scales inside one block are finite.
+bool block_is_finite(WeightFormat format, const uint8_t* block) {
+  switch (format) {
+    case WeightFormat::kQ4K:
+    case WeightFormat::kQ5K: return is_finite_f16(block) && is_finite_f16(block + 2);
+    case WeightFormat::kQ6K: return is_finite_f16(block + 208);
+    case WeightFormat::kGgufMxfp4: return block[0] != 255;
+    default: return is_finite_f16(block);
+  }
+}
+
+// The first input of row `output` whose value could not be used, or matrix.inputs.
+uint32_t first_bad_block(const MatrixView& matrix, const uint8_t* row) {
+  const FormatFacts& facts = format_facts(matrix.format);
+  for (uint32_t i = 0; i < matrix.inputs; i += facts.block, row += facts.block_bytes) {
+    if (!block_is_finite(matrix.format, row)) return i;
+  }
+  return matrix.inputs;
+}
+
+uint32_t first_bad_fp8(const MatrixView& matrix, uint32_t output, const uint8_t* row) {
+  const std::byte* scales = matrix.scales + output / kFp8BlockWidth * matrix.scales_stride;
+  for (uint32_t i = 0; i < matrix.inputs; ++i) {
+    float scale;
+    std::memcpy(&scale, scales + size_t{i} / kFp8BlockWidth * sizeof(float), sizeof(float));
+    if (!std::isfinite(scale) || (row[i] & 0x7fu) == 0x7fu) return i;
+  }
+  return matrix.inputs;
+}
+
+uint32_t first_bad_mxfp4(const MatrixView& matrix, uint32_t output) {
+  const std::byte* scales = matrix.scales + output * matrix.scales_stride;
+  for (uint32_t i = 0; i < matrix.inputs; i += kGroupInputs) {
+    if (scales[i / kGroupInputs] == std::byte{255}) return i;
+  }
+  return matrix.inputs;
+}
+
+uint32_t first_bad_float(const MatrixView& matrix, uint32_t output, std::vector<float>& row) {
+  row.resize(matrix.inputs);
+  dequantize(matrix, output, 1, row.data());
+  for (uint32_t i = 0; i < matrix.inputs; ++i) {
+    if (!std::isfinite(row[i])) return i;
+  }
+  return matrix.inputs;
+}
+
+}  // namespace
+
+Status check_resident(const char* name, const MatrixView& matrix, WeightFormat resident) {
+  if (matrix.data == nullptr || matrix.format == resident || resident == WeightFormat::kF32) return ok();
+  if (!format_facts(resident).is_stored && is_float(matrix.format)) return ok();
+  return Error{ErrorCode::kUnsupported, std::string(name) + " is stored in " + format_name(matrix.format) + ", which resident format " +
+                                            format_name(resident) + " cannot hold exactly; keep this layer in f32"};
+}
+
+Status check_values(const char* name, const MatrixView& matrix, WeightFormat resident, uint32_t first_output, uint32_t num_outputs) {
+  if (is_float(matrix.format) && is_float(resident)) return ok();
+  std::vector<float> wide;
+  for (uint32_t o = first_output; o < first_output + num_outputs; ++o) {
+    const auto* row = is_float(matrix.format) ? nullptr : reinterpret_cast<const uint8_t*>(matrix.data + o * matrix.output_stride);
+    const uint32_t bad = is_float(matrix.format)                           ? first_bad_float(matrix, o, wide)
+                         : matrix.format == WeightFormat::kFp8E4m3B128 ? first_bad_fp8(matrix, o, row)
+                         : matrix.format == WeightFormat::kMxfp4       ? first_bad_mxfp4(matrix, o)
+                                                                       : first_bad_block(matrix, row);
+    if (bad == matrix.inputs) continue;
+    return Error{ErrorCode::kCheckpoint, std::string(name) + ": output " + std::to_string(o) + ", input " + std::to_string(bad) + ": " +
+                                             (is_float(matrix.format) ? "a value" : "a scale or value") + " in " +
+                                             format_name(matrix.format) + " is NaN or infinite; the checkpoint is damaged"};
+  }
+  return ok();
+}
+
+}  // namespace dflash::compute
