@@ -3,7 +3,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <span>
@@ -11,6 +10,7 @@
 #include "base/dtype.h"
 #include "base/result.h"
 #include "compute/ffn_spec.h"
+#include "compute/progress.h"
 #include "compute/weight_format.h"
 
 namespace dflash::compute {
@@ -52,8 +52,6 @@ struct ForwardArgs {
   std::byte* reply = nullptr;       // [num_rows, out_size] in reply_dtype, written once
   Dtype reply_dtype = Dtype::kF32;
 };
-
-using ProgressCounter = std::atomic<uint64_t>;  // bumped (relaxed) at least every 20 ms of work; single purpose: liveness
 
 class ExpertLayer {
  public:

@@ -2,20 +2,22 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "worker/expert_worker.h"
 
-#include <algorithm>
 #include <doctest/doctest.h>
+#include <sys/socket.h>
 
 #include <algorithm>
 #include <chrono>
 #include <functional>
 #include <future>
 #include <limits>
+#include <map>
 #include <optional>
 #include <string>
 #include <thread>
 
 #include "compute/reference/reference.h"
 #include "transport/loopback/loopback.h"
+#include "transport/stream/stream.h"
 #include "worker/request.h"
 
 namespace dflash::worker {
@@ -54,12 +56,12 @@ class Scene {
     for (uint32_t id = 0; loads && id < kNumExperts; ++id) REQUIRE(worker->load_expert(kWhere, id, experts.weights(id)).ok());
     auto pair = transport::make_loopback(geometry).value();
     host = std::move(pair.host);
-    worker_end_ = std::move(pair.worker);
+    worker_end = std::move(pair.worker);
   }
   ~Scene() { static_cast<void>(end()); }
 
   void start() {
-    served_ = std::async(std::launch::async, [this] { return worker->serve(std::move(worker_end_), kGeneration); });
+    served_ = std::async(std::launch::async, [this] { return worker->serve(std::move(worker_end), kGeneration); });
   }
   // stop() may come before serve() has begun, so it is repeated until serve() returned.
   Status end() {
@@ -90,6 +92,12 @@ class Scene {
     CHECK(answer.header.payload_bytes == payload.size());
     CHECK(answer.header.payload_checksum == checksum(payload));
     return answer;
+  }
+  // Moves bytes until the worker has begun to compute.
+  void wait_until_busy() {
+    const Deadline deadline = Deadline::after_ms(kPatienceMs);
+    while (worker->stats().busy_since_ns == 0 && !deadline.has_passed()) REQUIRE(host->poll().ok());
+    REQUIRE(worker->stats().busy_since_ns != 0);
   }
   Answer ask(const std::vector<std::byte>& message) {
     send(0, message);
@@ -122,10 +130,9 @@ class Scene {
 
   compute::toy::Experts experts{toy_spec(), kNumExperts, Dtype::kF32, 11};
   std::unique_ptr<ExpertWorker> worker;
-  std::unique_ptr<transport::Channel> host;
+  std::unique_ptr<transport::Channel> host, worker_end;
 
  private:
-  std::unique_ptr<transport::Channel> worker_end_;
   std::future<Status> served_;
   std::optional<Status> outcome_;
 };
@@ -327,6 +334,56 @@ TEST_CASE("an emulated slow worker gives the same bits, takes longer, and keeps 
   const int64_t compute_ns = scene.worker->stats().compute_ns;
   CHECK(compute_ns > 2'000'000);  // a microsecond of work, stretched
   CHECK(scene.worker->progress() - before >= static_cast<uint64_t>(compute_ns / 20'000'000));
+}
+
+// Sends the second request once the worker computes the first, then only moves bytes until both replies are there; by slot.
+std::map<uint32_t, wire::ReplyTiming> timings_of(Scene& scene, const std::vector<std::byte>& first, const std::vector<std::byte>& second) {
+  scene.send(0, first);
+  scene.wait_until_busy();
+  scene.send(1, second);
+  std::map<uint32_t, wire::ReplyTiming> found;
+  while (found.size() < 2) {
+    const auto answer = scene.receive();
+    REQUIRE(answer.has_value());
+    REQUIRE(answer->header.kind == wire::FrameKind::kReply);
+    found[answer->slot] = wire::decode_reply_timing(std::span(answer->payload).first<wire::kReplyTimingBytes>());
+  }
+  return found;
+}
+
+TEST_CASE("a request three times the size of the socket's buffer is taken in while the one before it is computed") {
+  constexpr uint32_t kRows = 4096;  // 0.7 MB; the computation of as many is stretched to a tenth of a second and more
+  WorkerOptions options;
+  options.slowdown = 8;
+  int ends[2];
+  REQUIRE(::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) == 0);
+  const transport::SlotGeometry geometry{2, 4 << 20, 4 << 20};
+  Scene scene(options, geometry);
+  scene.host = transport::make_stream_channel(transport::Side::kHost, geometry, OwnedFd(ends[0]), {}).value();
+  scene.worker_end = transport::make_stream_channel(transport::Side::kWorker, geometry, OwnedFd(ends[1]), {}).value();
+  scene.start();
+  const std::vector<std::byte> large = scene.request(kRows).message();
+  const auto timings = timings_of(scene, large, large);
+  const int64_t computed_ns = timings.at(0).finished_ns - timings.at(0).started_ns;
+  CHECK(computed_ns > 20'000'000);
+  CHECK(timings.at(1).received_ns < timings.at(0).finished_ns);
+  CHECK(scene.worker->stats().calls == 2);
+}
+
+TEST_CASE("a channel that breaks during a computation ends the session with what broke it") {
+  WorkerOptions options;
+  options.slowdown = 8;
+  int ends[2];
+  REQUIRE(::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) == 0);
+  const transport::SlotGeometry geometry{2, 4 << 20, 4 << 20};
+  Scene scene(options, geometry);
+  scene.host = transport::make_stream_channel(transport::Side::kHost, geometry, OwnedFd(ends[0]), {}).value();
+  scene.worker_end = transport::make_stream_channel(transport::Side::kWorker, geometry, OwnedFd(ends[1]), {}).value();
+  scene.start();
+  scene.send(0, scene.request(4096).message());
+  scene.wait_until_busy();
+  scene.host.reset();
+  CHECK(!scene.wait_end().ok());
 }
 
 TEST_CASE("loading refuses what does not fit and says where") {
