@@ -24,7 +24,7 @@ from dflash_moe.runtime.auto import WorkerForecast, cost_classes, log_explanatio
 from dflash_moe.runtime.call_gate import CallGate
 from dflash_moe.runtime.data_path import SPARE_SLOTS, SlicePlan, SlotPlan, plan_arena, plan_slices
 from dflash_moe.runtime.expert_call import ExpertCall
-from dflash_moe.runtime.fleet import ChannelDecorator, Fleet, Member, shapes_of, shards_by_holder
+from dflash_moe.runtime.fleet import ChannelDecorator, Fleet, LoadingReport, Member, shapes_of, shards_by_holder
 from dflash_moe.runtime.observe import WorkerProcess
 from dflash_moe.runtime.tensors import TensorBinder
 from dflash_moe.runtime.threads import thread_plan
@@ -85,31 +85,33 @@ class ExpertRuntime:
         topology: Topology,
         model: str | Path | ModelSpec,
         *,
+        on_loading: LoadingReport | None = None,
         _channel_decorator: ChannelDecorator | None = None,
         **overrides: Any,
     ) -> ExpertRuntime:
         """Starts and loads all workers of `topology` for `model` (a checkpoint directory, or what `model_spec` made of one).
 
         `overrides` are settings by their Python names (mode, transport, dtype, batch_capacity ...); they win over environment
-        and topology. Errors: ConfigError, CheckpointError, UnsupportedError, ProtocolError, WorkerLost, WorkerTimeout; no
-        process is left behind by any of them.
+        and topology. `on_loading(holder, experts loaded, of how many)` is called now and then, by several threads.
+        Errors: ConfigError, CheckpointError, UnsupportedError, ProtocolError, WorkerLost, WorkerTimeout; no process is left
+        behind by any of them.
         """
         settings = resolve_settings(topology.ipc, **overrides)
         spec = model if isinstance(model, ModelSpec) else model_spec(Path(model))
         placement = plan_placement(spec.layers, topology)
         runtime = cls(spec, placement, settings, topology, overrides=overrides, channel_decorator=_channel_decorator)
         try:
-            runtime._open()
+            runtime._open(on_loading)
         except BaseException:
             runtime.close()
             raise
         return runtime
 
-    def _open(self) -> None:
+    def _open(self, on_loading: LoadingReport | None) -> None:
         self._fleet.add_members(self._topology, self._held, HOST)
         self._fleet.start()
         self._fleet.check_memory(self.placement.bytes_by_holder())
-        self._fleet.load(self._held)
+        self._fleet.load(self._held, on_loading)
         plans = self._plan_slots()
         client = self._live_client()
         request_dtype, reply_dtype = self.wire_dtypes

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -42,6 +43,7 @@ log = logging.getLogger(__name__)
 LEAST_ATTACH_S = 0.25  # mapping and pre-faulting the segments takes tens of milliseconds on a busy machine
 GOODBYE_S = 1.0  # a worker leaves within milliseconds of the goodbye; then SIGKILL
 ChannelDecorator = Callable[[str, _core.Channel], _core.Channel]
+LoadingReport = Callable[[str, int, int], None]  # holder, its experts loaded so far, and in all; from several threads
 
 
 @dataclass(slots=True)
@@ -84,6 +86,10 @@ def shards_by_holder(spec: ModelSpec, placement: Placement) -> dict[str, list[He
             fingerprint = shard_fingerprint(spec.fingerprint, layer.name, experts, weight_dtype)
             held.setdefault(shard.holder, []).append(HeldShard(layer, shard.shard_id, experts, weight_dtype, fingerprint))
     return held
+
+
+def _report_after(before: int, report: Callable[[int], None], count: int) -> None:
+    report(before + count)
 
 
 def shapes_of(shards: Sequence[HeldShard]) -> list[ShardShape]:
@@ -179,20 +185,35 @@ class Fleet:
             if bytes_by_holder.get(member.name, 0) > min(bounds):
                 raise ConfigError(_shortfall_text(f"worker {member.name}", bytes_by_holder[member.name], min(bounds)))
 
-    def load(self, held: Mapping[str, Sequence[HeldShard]]) -> None:
+    def load(self, held: Mapping[str, Sequence[HeldShard]], on_loading: LoadingReport | None = None) -> None:
         """Loads all shards, the workers in parallel. Typed errors of the workers; WorkerLost, WorkerTimeout."""
         started = time.monotonic()
-        self._in_parallel(list(self.members), lambda name: self._load_member(self.members[name], held[name]))
+
+        def load_member(name: str) -> None:
+            num_experts = sum(len(shard.experts) for shard in held[name])
+
+            def report(count: int) -> None:
+                if on_loading is not None:
+                    on_loading(name, min(count, num_experts), num_experts)
+
+            report(0)
+            self._load_member(self.members[name], held[name], report)
+            report(num_experts)
+
+        self._in_parallel(list(self.members), load_member)
         log.info("loaded %d workers in %.1f s", len(self.members), time.monotonic() - started)
 
-    def _load_member(self, member: Member, shards: Sequence[HeldShard]) -> None:
+    def _load_member(self, member: Member, shards: Sequence[HeldShard], report: Callable[[int], None]) -> None:
         if member.local is not None:
             checkpoint = Checkpoint.open(Path(self._spec.path))
+            before = 0
             for held in shards:
                 member.local.load(
                     checkpoint, held.layer.ffn, layer=held.layer.index, shard=held.shard_id, experts=held.experts,
                     weight_dtype=held.weight_dtype, weights_fingerprint=held.weights_fingerprint,
+                    report=partial(_report_after, before, report),
                 )  # fmt: skip
+                before += len(held.experts)
             return
         for held in shards:
             message = LoadShard(
@@ -204,7 +225,7 @@ class Fleet:
                 expert_ranges=compress_experts(held.experts),
                 weights_fingerprint=held.weights_fingerprint,
             )
-            _session(member).load(message, timeout_s=self._settings.start_timeout_s)
+            _session(member).load(message, timeout_s=self._settings.start_timeout_s, report=report)
 
     def attach(self, member: Member, slots: SlotPlan) -> tuple[_core.Channel, int, int]:
         """A fresh data path: (host's channel, generation, pulse descriptor or -1). The former path is served no more."""

@@ -9,11 +9,12 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 
 from dflash_moe import _core
 from dflash_moe.errors import DflashError, WorkerError
 from dflash_moe.model.checkpoint import Checkpoint
-from dflash_moe.model.expert_tensors import expert_sources
+from dflash_moe.model.expert_loading import load_experts
 from dflash_moe.model.ffn import FfnSpec
 from dflash_moe.runtime.data_path import SlotPlan
 
@@ -29,6 +30,7 @@ class LocalWorker:
     def __init__(self, name: str, *, isa: str, threads: int, spin_ns: int, slowdown: float) -> None:
         self.name = name
         self._worker = _core.Worker(name=name, isa=isa, num_threads=threads, spin_ns=spin_ns, slowdown=slowdown)
+        self._num_threads = threads
         self._thread: threading.Thread | None = None
 
     @property
@@ -46,11 +48,13 @@ class LocalWorker:
         experts: tuple[int, ...],
         weight_dtype: str,
         weights_fingerprint: int,
+        report: Callable[[int], None] = lambda _count: None,
     ) -> None:
-        """Loads one shard. CheckpointError, UnsupportedError."""
+        """Loads one shard; `report` gets its experts loaded so far. CheckpointError, UnsupportedError."""
         self._worker.define_shard(layer, shard, ffn.kernel_spec(), len(experts), weight_dtype, weights_fingerprint)
-        for local_expert_id, expert_id in enumerate(experts):
-            self._worker.load_expert(layer, shard, local_expert_id, **expert_sources(checkpoint, ffn, expert_id))
+        load_experts(
+            self._worker, checkpoint, ffn, experts, layer=layer, shard=shard, threads=self._num_threads, report=report
+        )
         checkpoint.drop_pages()
 
     def attach(self, slots: SlotPlan, generation: int) -> _core.Channel:

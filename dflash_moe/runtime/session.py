@@ -11,7 +11,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from dflash_moe import __version__, _core
@@ -115,8 +115,11 @@ class WorkerSession:
         self.hello = reply
         return reply
 
-    def load(self, message: LoadShard, *, timeout_s: float) -> None:
-        """Has one shard loaded; `timeout_s` limits the time without progress, not the whole."""
+    def load(self, message: LoadShard, *, timeout_s: float, report: Callable[[int], None] = lambda _count: None) -> None:
+        """Has one shard loaded; `timeout_s` limits the time without progress, not the whole.
+
+        `report` gets the experts that this session has loaded so far, whenever the worker says so.
+        """
         doing = f"load {message.name} shard {message.shard}"
         with self._lock:
             self._send(message, timeout_s, doing)
@@ -127,6 +130,7 @@ class WorkerSession:
                 if isinstance(answer, Progress):
                     if answer.counter != last_counter:
                         last_counter, deadline = answer.counter, time.monotonic() + timeout_s
+                        report(answer.counter)
                     continue
                 loaded = self._expect(answer, ShardLoaded)
                 if (loaded.layer, loaded.shard) != (message.layer, message.shard):

@@ -13,6 +13,7 @@ from dflash_moe.model.weight_formats import FORMATS
 
 # Where a block has float16 factors (byte offsets), and where an exponent byte.
 _FACTORS = {"q8_0": (0,), "q4_0": (0,), "q4_k": (0, 2), "q5_k": (0, 2), "q6_k": (208,), "iq4_nl": (0,), "iq4_xs": (0,)}
+_MIDDLE = {"q4_k": 7.5, "q5_k": 15.5}  # of the codes: the factor of the minima that centres the values on 0
 _EXPONENT = {"gguf_mxfp4": 0}
 
 
@@ -24,7 +25,8 @@ def random_blocks(
     generator = np.random.default_rng(seed)
     blocks = generator.integers(0, 256, (rows, inputs // shape.block, shape.block_bytes), dtype=np.uint8)
     for offset in _FACTORS.get(format_name, ()):
-        factors = (generator.uniform(0.5, 1.5, blocks.shape[:2]) * spread).astype(np.float16)
+        scale = _MIDDLE.get(format_name, 1.0) if offset == 2 else 1.0
+        factors = (generator.uniform(0.5, 1.5, blocks.shape[:2]) * spread * scale).astype(np.float16)
         blocks[..., offset : offset + 2] = factors[..., None].view(np.uint8)
     if format_name in _EXPONENT:
         blocks[..., _EXPONENT[format_name]] = generator.integers(118, 124, blocks.shape[:2], dtype=np.uint8)

@@ -10,15 +10,15 @@ from collections.abc import Callable
 from dflash_moe import _core
 from dflash_moe.errors import CheckpointError, ProtocolError
 from dflash_moe.model.checkpoint import Checkpoint, shard_fingerprint
-from dflash_moe.model.expert_tensors import expert_sources
+from dflash_moe.model.expert_loading import load_experts
 from dflash_moe.model.ffn import FfnSpec
 from dflash_moe.protocol.messages import LoadShard, expand_experts
 
-Report = Callable[[], None]  # called after every loaded expert
+Report = Callable[[int], None]  # gets the shard's experts loaded so far, after each
 
 
 def load_shard(
-    worker: _core.Worker, checkpoint: Checkpoint, model_fingerprint: str, message: LoadShard, report: Report
+    worker: _core.Worker, checkpoint: Checkpoint, model_fingerprint: str, message: LoadShard, report: Report, *, threads: int
 ) -> None:
     """Defines and fills one shard. Errors: ProtocolError (bad FfnSpec or ids), CheckpointError naming tensor and file."""
     ffn = FfnSpec.from_wire(message.ffn)
@@ -33,6 +33,4 @@ def load_shard(
         )
     layer, shard = message.layer, message.shard
     worker.define_shard(layer, shard, ffn.kernel_spec(), len(experts), message.weight_dtype, message.weights_fingerprint)
-    for local_expert_id, expert_id in enumerate(experts):
-        worker.load_expert(layer, shard, local_expert_id, **expert_sources(checkpoint, ffn, expert_id))
-        report()
+    load_experts(worker, checkpoint, ffn, experts, layer=layer, shard=shard, threads=threads, report=report)

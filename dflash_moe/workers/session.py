@@ -183,11 +183,14 @@ class WorkerSession:
         worker = self._require_worker(message)
         if self._path is not None:
             raise ProtocolError("message LoadShard: arrived after Attach")
-        load_shard(worker, self.identity.checkpoint, self.identity.model_fingerprint, message, self._report_progress)
+        load_shard(
+            worker, self.identity.checkpoint, self.identity.model_fingerprint, message, self._report_progress,
+            threads=self._threads,
+        )  # fmt: skip
         self.identity.checkpoint.drop_pages()  # the packed copies are what the worker computes with
         self._send(ShardLoaded(layer=message.layer, shard=message.shard, resident_bytes=worker.resident_bytes()))
 
-    def _report_progress(self) -> None:
+    def _report_progress(self, _count: int) -> None:
         self._num_loaded += 1
         now = time.monotonic()
         if now - self._last_progress >= PROGRESS_EVERY_S and self._worker is not None:

@@ -1,0 +1,69 @@
+"""Loads experts out of a checkpoint into a worker's memory, as many at a time as the worker has threads.
+
+Reading and packing run in C++ without the GIL and are bound by memory; one thread does not reach its bandwidth.
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from typing import TYPE_CHECKING
+
+from dflash_moe.errors import CheckpointError
+from dflash_moe.model.expert_tensors import expert_sources
+
+if TYPE_CHECKING:
+    from dflash_moe import _core
+    from dflash_moe.model.checkpoint import Checkpoint
+    from dflash_moe.model.ffn import FfnSpec, TensorPattern
+
+_MATRIX = re.compile(r"\b(gate|up|down): ")  # how the core names the matrix that is wrong
+
+
+def load_experts(
+    worker: _core.Worker,
+    checkpoint: Checkpoint,
+    ffn: FfnSpec,
+    experts: Sequence[int],
+    *,
+    layer: int,
+    shard: int,
+    threads: int,
+    report: Callable[[int], None] = lambda _count: None,
+) -> None:
+    """Fills a defined shard with `experts` (ascending ids). `report` gets their number so far, on the caller's thread.
+
+    Errors: CheckpointError naming file and tensor, UnsupportedError naming the format. The first one ends the loading.
+    """
+    for index in range(len(checkpoint.files)):
+        checkpoint.mapped_file(index)  # once, before threads ask for the same
+
+    def load(place: int) -> None:
+        expert = experts[place]
+        try:
+            worker.load_expert(layer, shard, place, **expert_sources(checkpoint, ffn, expert))
+        except CheckpointError as error:
+            raise CheckpointError(f"{_where(checkpoint, ffn, expert, str(error))}{error}") from None
+
+    with ThreadPoolExecutor(max_workers=max(1, threads), thread_name_prefix="load") as pool:
+        loads = [pool.submit(load, place) for place in range(len(experts))]
+        try:
+            for count, done in enumerate(as_completed(loads), start=1):
+                done.result()
+                report(count)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _where(checkpoint: Checkpoint, ffn: FfnSpec, expert: int, text: str) -> str:
+    """File and tensor of a matrix that the core calls wrong; nothing where the text already has them."""
+    found = _MATRIX.search(text)
+    patterns: dict[str, TensorPattern | None] = {"gate": ffn.gate_tensor, "up": ffn.up_tensor, "down": ffn.down_tensor}
+    pattern = patterns[found[1]] if found else None
+    if pattern is None:
+        return ""
+    name = pattern.tensor_name(expert)
+    return f"{checkpoint.files[checkpoint.tensors[name].file]}: tensor {name!r}, expert {expert}: "
