@@ -75,7 +75,8 @@ SliceChoice choose_slices(const Curves& curves, const Chunk& chunk, uint32_t max
     if (one.ns < best.ns) best = one;
     if (num_slices == current) kept = one;
   }
-  choice.taken = best.ns < kept.ns * kHysteresis ? best : kept;
+  const bool is_worth_it = best.ns < kept.ns * kHysteresis && best.ns < kept.ns - kLeastGainNs;
+  choice.taken = is_worth_it ? best : kept;
   if (choice.taken.num_slices > chunk.least_slices) choice.reason = ChoiceReason::kSliced;
   return choice;
 }

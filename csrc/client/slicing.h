@@ -54,6 +54,7 @@ struct SliceChoice {
 
 inline constexpr uint32_t kLeastSliceTokens = 64;
 inline constexpr double kHysteresis = 0.95;  // what a change must be predicted to take at most, of the time without it
+inline constexpr double kLeastGainNs = 500'000;  // and what it must save: less is lost again in wake-ups of a busy machine
 
 // Distinct experts among `rows` rows with `pairs` pairs spread over `experts` experts: E * (1 - (1 - k/E)^m).
 double expected_experts(double experts, double rows, double pairs);

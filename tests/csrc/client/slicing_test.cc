@@ -92,6 +92,14 @@ TEST_CASE("a gain below the hysteresis changes nothing, whichever number is in f
   }
 }
 
+TEST_CASE("a layer of a few milliseconds is not cut for a fifth of a millisecond") {
+  const Taught taught(20'000, 1, 250, 20'000);  // as long on the way as in the kernel, but all of it short
+  const SliceChoice choice = choose_slices(taught.curves(), chunk_of(512), 4, 0);
+  CHECK(choice.considered[1].ns < choice.considered[0].ns);
+  CHECK(choice.considered[0].ns < 4e6);
+  CHECK((choice.considered[0].ns - choice.taken.ns >= kLeastGainNs || choice.taken.num_slices == 1));
+}
+
 TEST_CASE("a curve is not believed beyond half of the smallest request it saw") {
   Taught taught(2e6, 40, 10'000, 20'000);
   CostCurve compute;
