@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dflash_moe.cli import options
+from dflash_moe.cli.loading import loading_shown
 from dflash_moe.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -40,15 +41,16 @@ def generate(
     """Complete a prompt. Without a topology: one local CPU worker."""
     text = _prompt_text(prompt, prompt_file)
     directory = options.model_directory(model)
-    from transformers import AutoTokenizer
-
     from dflash_moe.integrations.generation import TextStream, generate_tokens, stop_token_ids
+    from dflash_moe.integrations.tokenizer import load_tokenizer
     from dflash_moe.integrations.transformers import load_model
     from dflash_moe.runtime.expert_runtime import ExpertRuntime
 
-    with ExpertRuntime.start(options.load_topology(topology), model=directory, **overrides) as runtime:
+    with loading_shown() as on_loading:
+        runtime = ExpertRuntime.start(options.load_topology(topology), model=directory, on_loading=on_loading, **overrides)
+    with runtime:
         host_model = load_model(directory, runtime)
-        tokenizer = AutoTokenizer.from_pretrained(directory)
+        tokenizer = load_tokenizer(directory)
         input_ids = tokenizer(text, return_tensors="pt")["input_ids"]
         if input_ids.shape[1] == 0:
             raise ConfigError("the prompt has no tokens; pass at least one character with --prompt or --prompt-file")

@@ -20,11 +20,18 @@ import typer
 
 from dflash_moe.config import SETTINGS, Setting, resolve_settings
 from dflash_moe.errors import ConfigError
+from dflash_moe.model.gguf_header import is_gguf
 from dflash_moe.runtime.threads import ThreadPlan, thread_plan
 from dflash_moe.topology import Topology
 
 ModelOption = Annotated[
-    str, typer.Option("--model", metavar="DIR", help="Checkpoint directory: safetensors and config.json.", show_default=False)
+    str,
+    typer.Option(
+        "--model",
+        metavar="DIR",
+        help="Checkpoint: a directory of safetensors and config.json, or a GGUF file.",
+        show_default=False,
+    ),
 ]
 TopologyOption = Annotated[
     Path | None,
@@ -125,12 +132,14 @@ def prepare_host(topology: Topology, overrides: Mapping[str, Any] | None = None)
 
 
 def model_directory(value: str) -> Path:
-    """The checkpoint directory. ConfigError for a hub id says how to download it; for anything else, what was found."""
+    """The checkpoint directory or GGUF file. ConfigError for a hub id says how to download it, else what was found."""
     path = Path(value).expanduser()
     if path.is_dir():
         return path
     if path.exists():
-        raise ConfigError(f"--model {value}: this is a file; pass the checkpoint's directory")
+        if is_gguf(path):
+            return path
+        raise ConfigError(f"--model {value}: this is a file, and not GGUF; pass the checkpoint's directory, or a GGUF file")
     if _HUB_ID.fullmatch(value):
         name = value.rpartition("/")[2]
         raise ConfigError(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dflash_moe.cli import options
+from dflash_moe.cli.loading import Lines
 from dflash_moe.errors import DflashError
 
 if TYPE_CHECKING:
@@ -39,7 +40,10 @@ def verify(
     where = options.load_topology(topology)
     from dflash_moe.integrations.verify import verify as run
 
-    report = run(directory, where, dtype=overrides.get("dtype"), seed=seed, progress=options.say, overrides=overrides)
+    report = run(
+        directory, where, dtype=overrides.get("dtype"), seed=seed, progress=options.say, on_loading=Lines().report,
+        overrides=overrides,
+    )  # fmt: skip
     if json_out is not None:
         json_out.write_text(json.dumps(report.to_json(), indent=1) + "\n", encoding="utf-8")
     _show(report)

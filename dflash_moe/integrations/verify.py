@@ -30,6 +30,7 @@ from dflash_moe.placement import Shard
 from dflash_moe.runtime.expert_runtime import ExpertRuntime
 
 if TYPE_CHECKING:
+    from dflash_moe.runtime.fleet import LoadingReport
     from dflash_moe.topology import Topology
 
 NUM_TOKENS = 96  # of the prefill that is compared; past any window of a few tokens, quick on one core
@@ -118,6 +119,7 @@ def verify(
     seed: int = 0,
     num_tokens: int = NUM_TOKENS,
     progress: Callable[[str], None] = lambda _line: None,
+    on_loading: LoadingReport | None = None,
     overrides: dict[str, Any] | None = None,
 ) -> VerifyReport:
     """Compares on seeded random token ids; the model runs in `dtype` (default: the checkpoint's), and so does the wire.
@@ -135,7 +137,7 @@ def verify(
     generator = torch.Generator().manual_seed(seed)
     input_ids = torch.randint(0, int(text_config.vocab_size), (1, num_tokens), generator=generator)
     progress("starting workers")
-    with ExpertRuntime.start(topology, model=spec, **settings) as runtime, torch.inference_mode():
+    with ExpertRuntime.start(topology, model=spec, on_loading=on_loading, **settings) as runtime, torch.inference_mode():
         request_dtype, reply_dtype = runtime.wire_dtypes
         report = VerifyReport(
             str(path), type(eager).__name__, spec.dtype, request_dtype, reply_dtype, _numerics_class(), seed, bounds

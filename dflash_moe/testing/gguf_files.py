@@ -84,7 +84,23 @@ def _write_settings(writer: Any, architecture: str, config: dict[str, Any]) -> N
     writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     if config.get("head_dim"):
         writer.add_key_length(config["head_dim"])
-    writer.add_token_list([f"token{number}" for number in range(config["vocab_size"])])
+    _write_tokenizer(writer, config["vocab_size"])
+
+
+def _write_tokenizer(writer: Any, vocab_size: int) -> None:
+    """A token per byte as byte-level BPE spells them, end of text, one merge; the rest unused."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    symbols = bytes_to_unicode()
+    tokens = [*(symbols[byte] for byte in range(256)), "<|endoftext|>", "th"]
+    kinds = [1] * 256 + [3, 1]  # normal, control
+    unused = [f"[unused{number}]" for number in range(len(tokens), vocab_size)]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen2")
+    writer.add_token_list([*tokens, *unused])
+    writer.add_token_types([*kinds, *[5] * len(unused)])
+    writer.add_token_merges(["t h"])
+    writer.add_eos_token_id(256)
 
 
 def _gguf_tensors(checkpoint: Checkpoint) -> dict[str, np.ndarray[Any, Any]]:

@@ -1,0 +1,72 @@
+"""How far the loading of experts is, on stderr: a bar per holder on a terminal, a line every two seconds otherwise.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from dflash_moe.cli import options
+
+if TYPE_CHECKING:
+    from dflash_moe.runtime.fleet import LoadingReport
+
+LINE_EVERY_S = 2.0  # a load that takes less is not worth a line
+
+
+class Lines:
+    """Plain lines. Several threads report."""
+
+    def __init__(self, say: Callable[[str], None] = options.say, clock: Callable[[], float] = time.monotonic) -> None:
+        self._say = say
+        self._clock = clock
+        self._last = clock()
+        self._counts: dict[str, tuple[int, int]] = {}
+        self._lock = threading.Lock()
+
+    def report(self, holder: str, count: int, total: int) -> None:
+        """`holder` has loaded `count` of `total` experts."""
+        with self._lock:
+            self._counts[holder] = (count, total)
+            if self._clock() - self._last < LINE_EVERY_S:
+                return
+            self._last = self._clock()
+            shown = ", ".join(f"{name} {done} of {whole}" for name, (done, whole) in self._counts.items())
+            self._say(f"loading experts: {shown}")
+
+
+class Bars:
+    """One bar per holder, shown from its first report on."""
+
+    def __init__(self, progress: Any) -> None:
+        self._progress = progress
+        self._tasks: dict[str, Any] = {}
+        self._lock = threading.Lock()
+
+    def report(self, holder: str, count: int, total: int) -> None:
+        """`holder` has loaded `count` of `total` experts."""
+        with self._lock:
+            if holder not in self._tasks:
+                self._tasks[holder] = self._progress.add_task(f"loading {holder}", total=total)
+            self._progress.update(self._tasks[holder], completed=count)
+
+
+@contextmanager
+def loading_shown() -> Iterator[LoadingReport]:
+    """What `ExpertRuntime.start` takes as `on_loading`; bars vanish at the end of the block."""
+    if not sys.stderr.isatty():
+        yield Lines().report
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, redirect_stdout=False, redirect_stderr=False) as progress:
+        yield Bars(progress).report
