@@ -88,12 +88,12 @@ def _write_settings(writer: Any, architecture: str, config: dict[str, Any]) -> N
 
 
 def _write_tokenizer(writer: Any, vocab_size: int) -> None:
-    """A token per byte as byte-level BPE spells them, end of text, one merge; the rest unused."""
+    """A token per byte as byte-level BPE spells them (0xff, which no text has, gives way to a merge), end of text; rest unused."""
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     symbols = bytes_to_unicode()
-    tokens = [*(symbols[byte] for byte in range(256)), "<|endoftext|>", "th"]
-    kinds = [1] * 256 + [3, 1]  # normal, control
+    tokens = [*(symbols[byte] for byte in range(255)), "th", "<|endoftext|>"]
+    kinds = [1] * 256 + [3]  # normal, control
     unused = [f"[unused{number}]" for number in range(len(tokens), vocab_size)]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("qwen2")

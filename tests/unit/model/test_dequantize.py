@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from dflash_moe import _core
 from dflash_moe.errors import UnsupportedError
 from dflash_moe.model.dequantize import E4M3, dequantize, e8m0, quantize_int, requantized
 from dflash_moe.model.weight_formats import FORMATS, RESIDENT_CHOICES, STORED_NAMES, common_format, resident_formats
@@ -94,3 +95,29 @@ def test_only_floats_are_requantised():
     assert common_format(["f16", "f16"]) == "f16"
     assert common_format(["q4_k", "q6_k"]) == "f32"
     assert set(STORED_NAMES.values()) <= set(FORMATS)
+
+
+@pytest.mark.parametrize("name", GGUF_FORMATS)
+def test_the_core_gives_blocks_the_same_values(name):
+    data = random_blocks(name, 9, 768, seed=11)
+    np.testing.assert_array_equal(_core.dequantize(name, data, 9, 768), dequantize(name, data, 9, 768))
+
+
+def test_the_core_gives_scaled_formats_the_same_values():
+    generator = np.random.default_rng(2)
+    codes = generator.integers(0, 256, (130, 160), dtype=np.uint8)
+    squares = generator.normal(size=(2, 2)).astype(np.float32)
+    ours = dequantize("fp8_e4m3_b128", codes, 130, 160, squares)
+    np.testing.assert_array_equal(_core.dequantize("fp8_e4m3_b128", codes, 130, 160, squares), ours)
+    blocks, exponents = codes[:, :80].copy(), generator.integers(0, 250, (130, 5), dtype=np.uint8)
+    ours = dequantize("mxfp4", blocks, 130, 160, exponents)
+    np.testing.assert_array_equal(_core.dequantize("mxfp4", blocks, 130, 160, exponents), ours)
+
+
+@pytest.mark.parametrize("name", ["int8_g32", "int4_g32"])
+def test_the_core_quantises_to_the_same_integers(name):
+    values = np.random.default_rng(4).normal(size=(50, 96)).astype(np.float32)
+    values[7, 32:64] = 0
+    values[8] *= 1e-30
+    values[9] = np.linspace(-1, 1, 96)  # ties between integers
+    np.testing.assert_array_equal(_core.requantize(name, values), requantized(values, name))

@@ -1,0 +1,108 @@
+"""Checkpoints in the formats people have, through two workers: verify, generate and inspect as with floats.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from dflash_moe.cli.main import run
+from dflash_moe.model.make import MakeOptions, make_checkpoint
+from dflash_moe.testing.quantised_files import write_fp8, write_mxfp4
+
+pytestmark = pytest.mark.transformers
+
+TOPOLOGY = "version: 1\nworkers:\n  - {{name: w0, threads: 1{first}}}\n  - {{name: w1, threads: 1, address: unix}}\n"
+
+
+def made(folder, arch: str, hidden_size: int, width: int):
+    options = MakeOptions(
+        arch, num_layers=2, hidden_size=hidden_size, num_experts=8, top_k=2, moe_intermediate_size=width, dtype="f32", seed=1
+    )
+    make_checkpoint(options, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory):
+    return made(tmp_path_factory.mktemp("qwen3"), "qwen3_moe", 256, 256)
+
+
+@pytest.fixture(scope="module")
+def gpt_oss(tmp_path_factory):
+    return made(tmp_path_factory.mktemp("gpt_oss"), "gpt_oss", 64, 32)
+
+
+@pytest.fixture
+def verified(tmp_path, capsys):
+    def verify(model, dtype: str, first: str = "") -> dict:
+        topology, report = tmp_path / "topology.yaml", tmp_path / "report.json"
+        topology.write_text(TOPOLOGY.format(first=first))
+        arguments = ["verify", "--model", str(model), "--topology", str(topology), "--dtype", dtype, "--json", str(report)]
+        assert run(arguments) == 0, capsys.readouterr().err
+        found = json.loads(report.read_text())
+        assert found["remote_calls"] > 0
+        assert found["excesses"] == []
+        return found | {"text": capsys.readouterr().out}
+
+    return verify
+
+
+def gguf_file(source, path, *formats: str):
+    pytest.importorskip("gguf", reason="the gguf package is an extra of the tests")
+    from dflash_moe.testing.gguf_files import write_gguf
+
+    return write_gguf(source, path, formats[0], down=formats[-1])
+
+
+@pytest.mark.parametrize("formats", [("f16",), ("q8_0",), ("q4_k", "q6_k")], ids="+".join)
+def test_a_gguf_file_has_parity_with_itself_dequantised(qwen, tmp_path, verified, formats):
+    found = verified(gguf_file(qwen, tmp_path / "m.gguf", *formats), "f32")
+    assert found["formats"] == {"w0": ["+".join(formats)], "w1": ["+".join(formats)]}
+    assert "w0 holds " + "+".join(formats) in found["text"]
+
+
+def test_fp8_and_mxfp4_checkpoints_have_parity(qwen, gpt_oss, tmp_path, verified):
+    assert verified(write_fp8(qwen, tmp_path / "fp8"), "f32")["formats"]["w1"] == ["fp8_e4m3_b128"]
+    assert verified(write_mxfp4(gpt_oss, tmp_path / "mxfp4"), "bf16")["formats"]["w0"] == ["mxfp4"]
+
+
+@pytest.mark.parametrize(("weights", "least", "most"), [("int8", 1e-3, 3e-2), ("int4", 2e-2, 4e-1)])
+def test_requantised_weights_are_judged_by_their_own_truth_and_what_they_move_is_told(qwen, verified, weights, least, most):
+    found = verified(qwen, "f32", first=f", weights: {weights}")
+    assert found["formats"] == {"w0": [f"{weights}_g32"], "w1": ["f32"]}
+    for layer in found["layers"]:
+        assert layer["is_requantised"]
+        assert least < layer["requantisation_error"] < most
+        assert layer["remote_error"] < 1e-5
+    assert "weights were requantised in 2 layers" in found["text"]
+
+
+def test_generate_and_inspect_take_a_gguf_file(qwen, tmp_path, capsys):
+    path = gguf_file(qwen, tmp_path / "m.gguf", "q8_0")
+    report = tmp_path / "report.json"
+    arguments = ["generate", "--model", str(path), "--prompt", "the", "--max-new-tokens", "3", "--json", str(report)]
+    assert run(arguments) == 0, capsys.readouterr().err
+    found = json.loads(report.read_text())
+    assert len(found["token_ids"]) == 3
+    assert found["prompt_tokens"] == 2  # the file's own merge of t and h
+    assert found["calls"] > 0
+    capsys.readouterr()
+    assert run(["model", "inspect", str(path), "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["model_type"], shown["layers"][0]["weight_dtype"]) == ("qwen3moe", "q8_0")
+    assert shown["expert_bytes"] == 2 * 8 * 3 * 256 * 256 // 32 * 34
+    assert run(["model", "inspect", str(qwen)]) == 0
+    assert "with `weights: int4` at the workers the experts take" in capsys.readouterr().out
+
+
+def test_a_file_that_is_no_checkpoint_ends_with_2_and_says_so(tmp_path, capsys):
+    path = tmp_path / "m.gguf"
+    path.write_bytes(b"GGUF\x03\0\0\0" + b"\xff" * 16)
+    for command in (["model", "inspect", str(path)], ["verify", "--model", str(path)]):
+        assert run(command) == 2
+        last = capsys.readouterr().err.strip().splitlines()[-1]
+        assert "m.gguf: number of tensors is 18446744073709551615" in last
