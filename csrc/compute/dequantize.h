@@ -13,13 +13,10 @@
 
 #include <vector>
 
+#include "compute/dequantize_tables.h"
 #include "compute/expert_layer.h"
 
 namespace dflash::compute {
-
-inline constexpr float kE2m1[16] = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f, -0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f};
-inline constexpr float kIq4Levels[16] = {-127.0f, -104.0f, -83.0f, -65.0f, -49.0f, -35.0f, -22.0f, -10.0f,
-                                         1.0f,    13.0f,   25.0f,  38.0f,  53.0f,  69.0f,  89.0f,  113.0f};
 
 // Values [first_output, first_output + num_outputs) x all inputs of a matrix in any stored format. `values` [num_outputs, inputs].
 void dequantize(const MatrixView& matrix, uint32_t first_output, uint32_t num_outputs, float* values);

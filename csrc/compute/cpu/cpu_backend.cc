@@ -102,8 +102,7 @@ Result<std::unique_ptr<ExpertLayer>> CpuBackend::create_layer(const FfnSpec& spe
   if (num_local_experts < 1 || num_local_experts > 65535) {
     return Error{ErrorCode::kUnsupported, "a layer has " + std::to_string(num_local_experts) + " local experts; supported: 1..65535"};
   }
-  const bool has_kernels = is_float(formats.gate_up) && is_float(formats.down);
-  if (state_->isa == Isa::kReference || !has_kernels) return make_reference_layer(spec, num_local_experts, formats);
+  if (state_->isa == Isa::kReference) return make_reference_layer(spec, num_local_experts, formats);
   const KernelSet& kernels = kernel_set(state_->isa);
   auto experts = PackedExperts::create(spec, num_local_experts, formats, kernels.panel_width);
   if (!experts.ok()) return std::move(experts).error();

@@ -141,7 +141,7 @@ void CpuLayer::widen_rows(const ForwardArgs& args, const Chunk& chunk) {
 
 uint32_t CpuLayer::gate_up_panels_per_task() const {
   const uint32_t matrices = experts_.num_matrices();
-  const uint32_t least = groups_.most_pairs() <= kernels_.max_tile_rows ? kFewRowsPanels : matrices;
+  const uint32_t least = groups_.most_pairs() <= kFewRows ? kFewRowsPanels : matrices;
   const uint32_t num_panels = experts_.num_intermediate_panels() * matrices;
   const uint32_t panels = panels_per_task(experts_.gate_up_panel_bytes(), num_panels, static_cast<uint32_t>(groups_.groups().size()),
                                           least, pool_.num_threads());
@@ -149,7 +149,7 @@ uint32_t CpuLayer::gate_up_panels_per_task() const {
 }
 
 uint32_t CpuLayer::down_panels_per_task() const {
-  const uint32_t least = groups_.most_pairs() <= kernels_.max_tile_rows ? kFewRowsPanels : 1;
+  const uint32_t least = groups_.most_pairs() <= kFewRows ? kFewRowsPanels : 1;
   return panels_per_task(experts_.down_panel_bytes(), experts_.num_out_panels(), 1, least, pool_.num_threads());
 }
 
@@ -157,7 +157,6 @@ void CpuLayer::run_gate_up(ProgressCounter& progress) {
   const uint32_t num_panels = experts_.num_intermediate_panels();
   const uint32_t per_task = gate_up_panels_per_task();
   const uint32_t tasks_per_expert = (num_panels + per_task - 1) / per_task;
-  const auto kernel = kernels_.gate_up[static_cast<size_t>(experts_.formats().gate_up)];
   pool_.run(groups_.groups().size() * tasks_per_expert, [&](uint64_t task) {
     const ExpertGroup& group = groups_.groups()[task / tasks_per_expert];
     const uint32_t first_panel = static_cast<uint32_t>(task % tasks_per_expert) * per_task;
@@ -165,17 +164,17 @@ void CpuLayer::run_gate_up(ProgressCounter& progress) {
     GateUpTile tile{};
     tile.panels = experts_.gate_up(group.local_expert_id, first_panel, std::min(per_task, num_panels - first_panel));
     tile.spec = &spec_;
-    const uint32_t num_tiles = (group.num_pairs + kernels_.max_tile_rows - 1) / kernels_.max_tile_rows;
+    const uint32_t num_tiles = (group.num_pairs + kMaxCallRows - 1) / kMaxCallRows;
     for (uint32_t t = 0; t < num_tiles; ++t) {
       const TileRows range = tile_rows(group.num_pairs, num_tiles, t);
-      float* outputs[kMaxTileRows];
+      float* outputs[kMaxCallRows];
       for (uint32_t i = 0; i < range.size; ++i) {
         outputs[i] = pair_intermediate_[group.first_pair + range.begin + i] + first_column;
       }
       tile.rows = pair_rows_.data() + group.first_pair + range.begin;
       tile.num_rows = range.size;
       tile.intermediate = outputs;
-      kernel(tile);
+      kernels_.gate_up(tile);
       progress.fetch_add(1, std::memory_order_relaxed);
     }
   });
@@ -184,7 +183,6 @@ void CpuLayer::run_gate_up(ProgressCounter& progress) {
 bool CpuLayer::run_down(const ForwardArgs& args, const Chunk& chunk, ProgressCounter& progress) {
   const uint32_t num_panels = experts_.num_out_panels();
   const uint32_t per_task = down_panels_per_task();
-  const auto kernel = kernels_.down[static_cast<size_t>(experts_.formats().down)];
   std::atomic<bool> in_range{true};  // relaxed: read after run() returns, which synchronises
   pool_.run((num_panels + per_task - 1) / per_task, [&](uint64_t task) {
     const uint32_t first_panel = static_cast<uint32_t>(task) * per_task;
@@ -195,17 +193,17 @@ bool CpuLayer::run_down(const ForwardArgs& args, const Chunk& chunk, ProgressCou
     for (const ExpertGroup& group : groups_.groups()) {
       DownTile tile{};
       tile.panels = experts_.down(group.local_expert_id, first_panel, task_panels);
-      const uint32_t num_tiles = (group.num_pairs + kernels_.max_tile_rows - 1) / kernels_.max_tile_rows;
+      const uint32_t num_tiles = (group.num_pairs + kMaxCallRows - 1) / kMaxCallRows;
       for (uint32_t t = 0; t < num_tiles; ++t) {
         const TileRows range = tile_rows(group.num_pairs, num_tiles, t);
         const uint32_t first_pair = group.first_pair + range.begin;
-        float* tile_sums[kMaxTileRows];
+        float* tile_sums[kMaxCallRows];
         for (uint32_t i = 0; i < range.size; ++i) tile_sums[i] = sums + groups_.rows()[first_pair + i] * columns;
         tile.rows = pair_intermediate_.data() + first_pair;
         tile.num_rows = range.size;
         tile.weights = groups_.weights().data() + first_pair;
         tile.sums = tile_sums;
-        kernel(tile);
+        kernels_.down(tile);
         progress.fetch_add(1, std::memory_order_relaxed);
       }
     }

@@ -13,7 +13,8 @@ namespace dflash::compute {
 
 inline constexpr uint32_t kChainLength = 256;      // inputs per fma chain: the K block of f32-canonical
 inline constexpr uint32_t kMaxGroupPanels = 16;    // panels one kernel call may span; bounds its tile on the stack
-inline constexpr uint32_t kMaxTileRows = 12;
+inline constexpr uint32_t kFewRows = 4;            // up to here weights are widened in registers, row by row of weights
+inline constexpr uint32_t kMaxCallRows = 96;       // rows of one kernel call: eight tiles of twelve share a block of weights
 
 // A run of consecutive panels of a packed matrix (pack.h).
 struct PanelRun {
@@ -25,7 +26,7 @@ struct PanelRun {
   const float* bias;         // [num_panels * panel_width]; null: none
 };
 
-// Up to max_tile_rows rows of one expert through the gate and up panels and the activation.
+// Up to kMaxCallRows rows of one expert through the gate and up panels and the activation.
 struct GateUpTile {
   PanelRun panels;             // with a gate: panels alternate gate, up
   const FfnSpec* spec;
@@ -45,10 +46,8 @@ struct DownTile {
 
 struct KernelSet {
   uint32_t panel_width;    // outputs per panel
-  uint32_t max_tile_rows;  // <= kMaxTileRows
-  // Indexed by the weights' Dtype.
-  void (*gate_up[3])(const GateUpTile&);
-  void (*down[3])(const DownTile&);
+  void (*gate_up)(const GateUpTile&);
+  void (*down)(const DownTile&);
   // Replaces every NaN by 0x7fc00000: which payload survives an fma is the compiler's choice, the class fixes the bits.
   // `count` is a multiple of panel_width.
   void (*canonicalize_nan)(float* values, size_t count);

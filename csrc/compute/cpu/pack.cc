@@ -83,11 +83,13 @@ void pack_widened(const MatrixView& matrix, uint32_t first_output, uint32_t widt
 }  // namespace
 
 size_t panel_bytes(WeightFormat format, uint32_t inputs, uint32_t width) {
+  if (!is_float(format)) return quantized_panel_bytes(format, inputs, width);
   return size_t{inputs} * width * dtype_bytes(dtype_of(format));
 }
 
 void pack_panel(const MatrixView& matrix, WeightFormat format, uint32_t panel, uint32_t width, std::byte* packed) {
   const uint32_t first_output = panel * width;
+  if (!is_float(format)) return pack_quantized_panel(matrix, format, first_output, width, packed);
   if (!is_float(matrix.format)) return pack_widened(matrix, first_output, width, packed);
   const bool is_same = matrix.format == format;
   if (matrix.format == WeightFormat::kF32) return pack<uint32_t, uint32_t, Copy32>(matrix, false, first_output, width, packed);

@@ -58,6 +58,35 @@ struct Avx512Vector {
     pair[0] = _mm512_castsi512_ps(_mm512_slli_epi32(both, 16));
     pair[1] = _mm512_castsi512_ps(_mm512_and_si512(both, _mm512_set1_epi32(static_cast<int>(0xffff0000u))));
   }
+
+  // Quantised weights (quantized_formats.h). Addresses have no alignment.
+  using Words = uint32_t __attribute__((vector_size(64)));
+  using SignedWords = int32_t __attribute__((vector_size(64)));
+  using Table = __m512;
+  static Table table(const float* values) { return _mm512_loadu_ps(values); }
+  static F look_up(Table table, I index) { return _mm512_permutexvar_ps(index, table); }  // by the low four bits
+  static I load_words(const uint8_t* from) { return _mm512_loadu_si512(from); }
+  static I shift_right(I value, uint32_t count) { return reinterpret_cast<I>(reinterpret_cast<Words>(value) >> count); }
+  static I shift_left(I value, uint32_t count) { return reinterpret_cast<I>(reinterpret_cast<Words>(value) << count); }
+  static I shift_right_signed(I value, int32_t count) { return reinterpret_cast<I>(reinterpret_cast<SignedWords>(value) >> count); }
+  static F to_float(I value) { return _mm512_cvtepi32_ps(value); }
+  static F load_f16(const uint8_t* from) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))); }
+  static I widen_u8(const uint8_t* from) { return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))); }
+  static F load_u8(const uint8_t* from) { return to_float(widen_u8(from)); }
+  static F load_i8(const uint8_t* from) { return to_float(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)))); }
+  // 2^(byte - 127); byte < 255.
+  static F load_exponents(const uint8_t* from) {
+    const I exponents = widen_u8(from);
+    const __mmask16 is_subnormal = _mm512_cmpeq_epi32_mask(exponents, _mm512_setzero_si512());
+    return _mm512_castsi512_ps(_mm512_mask_mov_epi32(_mm512_slli_epi32(exponents, 23), is_subnormal, _mm512_set1_epi32(0x00400000)));
+  }
+  // e4m3 moved to where f16 has sign, exponent and mantissa is the value over 2^8, subnormals included.
+  static void load_e4m3(const uint8_t* from, F* pair) {
+    const __m512i wide = _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+    const __m512i halves = _mm512_and_si512(_mm512_slli_epi16(wide, 7), _mm512_set1_epi16(static_cast<int16_t>(0xbf80)));
+    pair[0] = mul(_mm512_cvtph_ps(_mm512_castsi512_si256(halves)), set1(256.0f));
+    pair[1] = mul(_mm512_cvtph_ps(_mm512_extracti64x4_epi64(halves, 1)), set1(256.0f));
+  }
 };
 
 }  // namespace dflash::compute

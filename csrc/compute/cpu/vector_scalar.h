@@ -41,6 +41,31 @@ struct ScalarVector {
   struct BF16 { uint16_t bits; };
   static void load_weights(const F16* from, F* pair) { pair[0] = f16_to_f32(from[0].bits), pair[1] = f16_to_f32(from[1].bits); }
   static void load_weights(const BF16* from, F* pair) { pair[0] = bf16_to_f32(from[0].bits), pair[1] = bf16_to_f32(from[1].bits); }
+
+  // Quantised weights (quantized_formats.h). Addresses have no alignment.
+  using Table = const float*;
+  static Table table(const float* values) { return values; }
+  static F look_up(Table table, I index) { return table[index & 15]; }
+  static I load_words(const uint8_t* from) {
+    I value;
+    __builtin_memcpy(&value, from, sizeof(value));
+    return value;
+  }
+  static I shift_right(I value, uint32_t count) { return static_cast<I>(static_cast<uint32_t>(value) >> count); }
+  static I shift_left(I value, uint32_t count) { return static_cast<I>(static_cast<uint32_t>(value) << count); }
+  static I shift_right_signed(I value, int32_t count) { return value >> count; }
+  static F to_float(I value) { return static_cast<F>(value); }
+  static F load_f16(const uint8_t* from) { return f16_to_f32(static_cast<uint16_t>(from[0] | from[1] << 8)); }
+  static F load_u8(const uint8_t* from) { return static_cast<F>(*from); }
+  static F load_i8(const uint8_t* from) { return static_cast<F>(static_cast<int8_t>(*from)); }
+  static F load_exponents(const uint8_t* from) {  // 2^(byte - 127); byte < 255
+    return std::bit_cast<F>(*from == 0 ? 0x00400000u : static_cast<uint32_t>(*from) << 23);
+  }
+  static void load_e4m3(const uint8_t* from, F* pair) {  // as f16 over 2^8, see the vector types
+    for (int i = 0; i < 2; ++i) {
+      pair[i] = f16_to_f32(static_cast<uint16_t>((from[i] & 0x80) << 8 | (from[i] & 0x7f) << 7)) * 256.0f;
+    }
+  }
 };
 
 }  // namespace dflash::compute

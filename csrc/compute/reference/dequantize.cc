@@ -12,6 +12,8 @@
 namespace dflash::compute {
 namespace {
 
+constexpr float kRounding = 12582912.0f;  // 1.5 * 2^23: adding and subtracting it rounds half to even
+
 void widen_row(const MatrixView& matrix, uint32_t output, float* values) {
   const Dtype dtype = dtype_of(matrix.format);
   const int64_t element = static_cast<int64_t>(dtype_bytes(dtype));
@@ -73,8 +75,8 @@ float quantize_group(const float* values, float limit, int8_t* integers) {
   for (uint32_t i = 0; i < kGroupInputs; ++i) largest = std::max(largest, std::fabs(values[i]));
   const float scale = largest / limit;
   for (uint32_t i = 0; i < kGroupInputs; ++i) {
-    const float quotient = scale == 0.0f || std::isnan(values[i]) ? 0.0f : std::nearbyintf(values[i] / scale);
-    integers[i] = static_cast<int8_t>(std::clamp(quotient, -limit, limit));
+    const float quotient = scale == 0.0f ? 0.0f : std::clamp(values[i] / scale, -limit, limit);
+    integers[i] = static_cast<int8_t>(static_cast<int32_t>((quotient + kRounding) - kRounding));
   }
   return scale;
 }

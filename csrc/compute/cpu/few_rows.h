@@ -1,0 +1,191 @@
+// Up to kFewRows rows through a run of panels: weights are widened or dequantised in registers on their way from memory, which bounds
+// these kernels. Written once over a vector type V; part of kernel_body.h, no std:: code.
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include "compute/cpu/kernel_set.h"
+#include "compute/cpu/quantized_formats.h"
+
+namespace dflash::compute {
+
+template <class V>
+inline constexpr int kPanelWidth = 2 * V::kLanes;
+
+// Panels handled at once for M rows: as many as the accumulators allow, so that few rows still hide the fma's latency.
+template <class V>
+constexpr int panels_at_once(int num_rows) {
+  return 8 * num_rows <= V::kAccumulators ? 4 : 4 * num_rows <= V::kAccumulators ? 2 : 1;
+}
+
+// Fetches `num_bytes` of weights some way ahead. Measured on Zen 5 over 0.5..4 KiB: 1 KiB streams best.
+template <size_t kBytes>
+inline void prefetch_ahead(const void* from) {
+  constexpr size_t kAhead = 1024;
+  if constexpr (kBytes >= 32) {  // shorter steps (one lane) are bound by arithmetic
+    for (size_t line = 0; line < kBytes; line += 64) __builtin_prefetch(static_cast<const char*>(from) + kAhead + line);
+  }
+}
+
+// Adds the sums of one K block to `tile`, or stores them where it is the first.
+template <class V, int M, int N>
+inline void store_sums(const typename V::F (&sums)[M][N], bool is_first, float* tile, size_t tile_stride) {
+#pragma GCC unroll 12
+  for (int m = 0; m < M; ++m) {
+#pragma GCC unroll 8
+    for (int n = 0; n < N; ++n) {
+      float* at = tile + static_cast<size_t>(m) * tile_stride + static_cast<size_t>(n) * V::kLanes;
+      V::store(at, is_first ? sums[m][n] : V::add(V::load(at), sums[m][n]));
+    }
+  }
+}
+
+// Weights as floats of any width, [input][output].
+template <class V, class W>
+struct FloatKernel {
+  template <int M>
+  static constexpr int kPanels = panels_at_once<V>(M);
+
+  template <int M, int NP>
+  static void chain(const float* const* rows, const uint8_t* panels, size_t panel_bytes, uint32_t k_begin, uint32_t k_end,
+                    float* tile, size_t tile_stride) {
+    using F = typename V::F;
+    F sums[M][2 * NP];
+    const float* inputs[M];
+#pragma GCC unroll 12
+    for (int m = 0; m < M; ++m) {
+      inputs[m] = rows[m];
+#pragma GCC unroll 8
+      for (int n = 0; n < 2 * NP; ++n) sums[m][n] = V::set1(0.0f);
+    }
+#pragma GCC unroll 2
+    for (size_t k = k_begin; k < k_end; ++k) {
+#pragma GCC unroll 4
+      for (int p = 0; p < NP; ++p) {
+        F weights[2];
+        const W* step = reinterpret_cast<const W*>(panels + static_cast<size_t>(p) * panel_bytes) + k * kPanelWidth<V>;
+        prefetch_ahead<sizeof(W) * kPanelWidth<V>>(step);
+        V::load_weights(step, weights);
+#pragma GCC unroll 12
+        for (int m = 0; m < M; ++m) {
+          const F input = V::set1(inputs[m][k]);
+          sums[m][2 * p] = V::fma(weights[0], input, sums[m][2 * p]);
+          sums[m][2 * p + 1] = V::fma(weights[1], input, sums[m][2 * p + 1]);
+        }
+      }
+    }
+    store_sums<V>(sums, k_begin == 0, tile, tile_stride);
+  }
+};
+
+// Weights in records and groups of format Q (quantized_formats.h).
+template <class V, class Q, WeightFormat kFormat>
+struct QuantizedKernel {
+  static constexpr PanelLayout kLayout = panel_layout(kFormat);
+  template <int M>
+  static constexpr int kPanels = M <= 2 && 4 * M <= V::kAccumulators ? 2 : 1;  // beside scales, offsets, codes and tables
+
+  static const uint8_t* record_of(const uint8_t* panel, uint32_t k) {
+    return panel + k / kLayout.record_inputs * kLayout.record_bytes() * kPanelWidth<V>;
+  }
+
+  template <int M, int NP>
+  static void chain(const float* const* rows, const uint8_t* panels, size_t panel_bytes, uint32_t k_begin, uint32_t k_end,
+                    float* tile, size_t tile_stride) {
+    using F = typename V::F;
+    F sums[M][2 * NP];
+#pragma GCC unroll 4
+    for (int m = 0; m < M; ++m) {
+#pragma GCC unroll 4
+      for (int n = 0; n < 2 * NP; ++n) sums[m][n] = V::set1(0.0f);
+    }
+    for (uint32_t k = k_begin; k < k_end; k += kLayout.group_inputs) {
+      typename Q::Group groups[NP];
+#pragma GCC unroll 2
+      for (int p = 0; p < NP; ++p) {
+        const uint8_t* record = record_of(panels + static_cast<size_t>(p) * panel_bytes, k);
+        groups[p] = Q::open(record, k % kLayout.record_inputs / kLayout.group_inputs);
+        prefetch_ahead<kLayout.group_bytes() * kPanelWidth<V>>(groups[p].codes);
+      }
+      const uint32_t count = k_end - k < kLayout.group_inputs ? k_end - k : kLayout.group_inputs;
+      uint32_t s = 0;
+      for (; (s + 1) * Q::kStep <= count; ++s) add_step<M, NP, Q::kStep>(groups, s, rows, k + s * Q::kStep, sums);
+      for (uint32_t j = 0; j < count - s * Q::kStep; ++j) add_input<M, NP>(groups, s, j, rows, k + s * Q::kStep + j, sums);
+    }
+    store_sums<V>(sums, k_begin == 0, tile, tile_stride);
+  }
+
+  // The inputs of one whole step, every shift a constant.
+  template <int M, int NP, uint32_t kInputs>
+  static inline void add_step(const typename Q::Group (&groups)[NP], uint32_t s, const float* const* rows, size_t k,
+                              typename V::F (&sums)[M][2 * NP]) {
+    typename Q::Step steps[NP];
+#pragma GCC unroll 2
+    for (int p = 0; p < NP; ++p) steps[p] = Q::step(groups[p], s);
+#pragma GCC unroll 8
+    for (uint32_t j = 0; j < kInputs; ++j) {
+#pragma GCC unroll 2
+      for (int p = 0; p < NP; ++p) {
+        typename V::F weights[2];
+        Q::weights(groups[p], steps[p], j, weights);
+#pragma GCC unroll 4
+        for (int m = 0; m < M; ++m) {
+          const typename V::F input = V::set1(rows[m][k + j]);
+          sums[m][2 * p] = V::fma(weights[0], input, sums[m][2 * p]);
+          sums[m][2 * p + 1] = V::fma(weights[1], input, sums[m][2 * p + 1]);
+        }
+      }
+    }
+  }
+
+  // One input of a step that the matrix ends in.
+  template <int M, int NP>
+  static inline void add_input(const typename Q::Group (&groups)[NP], uint32_t s, uint32_t j, const float* const* rows, size_t k,
+                               typename V::F (&sums)[M][2 * NP]) {
+    for (int p = 0; p < NP; ++p) {
+      typename V::F weights[2];
+      Q::weights(groups[p], Q::step(groups[p], s), j, weights);
+      for (int m = 0; m < M; ++m) {
+        const typename V::F input = V::set1(rows[m][k]);
+        sums[m][2 * p] = V::fma(weights[0], input, sums[m][2 * p]);
+        sums[m][2 * p + 1] = V::fma(weights[1], input, sums[m][2 * p + 1]);
+      }
+    }
+  }
+};
+
+// All K blocks of NP panels: panels outermost, so that weights are read in one ascending stream.
+template <class V, class Kernel, int M, int NP>
+inline void run_panels(const PanelRun& run, const uint8_t* panels, const float* const* rows, float* tile, size_t stride) {
+  for (uint32_t k = 0; k < run.num_inputs; k += kChainLength) {
+    const uint32_t end = run.num_inputs - k < kChainLength ? run.num_inputs : k + kChainLength;
+    Kernel::template chain<M, NP>(rows, panels, run.panel_bytes, k, end, tile, stride);
+  }
+}
+
+// M rows through a whole run of panels into tile [M][num_panels * panel_width].
+template <class V, class Kernel, int M>
+void run_few_of(const PanelRun& run, const float* const* rows, float* tile) {
+  constexpr int kAtOnce = Kernel::template kPanels<M>;
+  const uint8_t* panels = reinterpret_cast<const uint8_t*>(run.first);
+  const size_t stride = static_cast<size_t>(run.num_panels) * kPanelWidth<V>;
+  uint32_t p = 0;
+  for (; p + kAtOnce <= run.num_panels; p += kAtOnce) {
+    run_panels<V, Kernel, M, kAtOnce>(run, panels + p * run.panel_bytes, rows, tile + p * kPanelWidth<V>, stride);
+  }
+  for (; p < run.num_panels; ++p) {
+    run_panels<V, Kernel, M, 1>(run, panels + p * run.panel_bytes, rows, tile + p * kPanelWidth<V>, stride);
+  }
+}
+
+template <class V, class Kernel>
+void run_few(uint32_t num_rows, const PanelRun& run, const float* const* rows, float* tile) {
+  static_assert(kFewRows == 4);
+  switch (num_rows) {
+    case 1: return run_few_of<V, Kernel, 1>(run, rows, tile);
+    case 2: return run_few_of<V, Kernel, 2>(run, rows, tile);
+    case 3: return run_few_of<V, Kernel, 3>(run, rows, tile);
+    default: return run_few_of<V, Kernel, 4>(run, rows, tile);
+  }
+}
+
+}  // namespace dflash::compute

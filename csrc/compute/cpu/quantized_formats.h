@@ -1,0 +1,186 @@
+// How a vector type V reads quantised panels (panel_layout.h): a struct per format that opens a group of inputs and yields the float32
+// weights of one input for the panel's two vectors. The operations and their order are those of compute/dequantize.h, so the bits are too.
+// Included by kernel_body.h; no std:: code.
+//
+// A format F offers: kStep inputs per step; open(record, group) -> Group; step(group, s) -> Step; weights(group, step, j, pair) for input
+// kStep * s + j. 16-entry tables turn four bits into a float in one permutation; its index may carry other bits above.
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include "compute/cpu/panel_layout.h"
+#include "compute/dequantize_tables.h"
+
+namespace dflash::compute {
+
+inline constexpr float kPlain[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+inline constexpr float kMinusEight[16] = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
+inline constexpr float kFifthBit[16] = {0, 16, 0, 16, 0, 16, 0, 16, 0, 16, 0, 16, 0, 16, 0, 16};
+inline constexpr float kUpperPair[16] = {-32, -16, 0, 16, -32, -16, 0, 16, -32, -16, 0, 16, -32, -16, 0, 16};  // of a q6_k code, less 32
+
+// Where the fields of a group lie, for panels of 2 * V::kLanes outputs.
+template <class V, WeightFormat kFormat>
+struct GroupAddress {
+  static constexpr PanelLayout kLayout = panel_layout(kFormat);
+  static constexpr size_t kWidth = 2 * V::kLanes;
+  static const uint8_t* scales(const uint8_t* record, uint32_t group) {
+    return record + (kLayout.header_bytes + group * kLayout.group_bytes()) * kWidth;
+  }
+  static const uint8_t* codes(const uint8_t* record, uint32_t group) { return scales(record, group) + kLayout.scale_bytes * kWidth; }
+};
+
+template <class V, WeightFormat kFormat>
+struct GroupScale {
+  using F = typename V::F;
+  using Address = GroupAddress<V, kFormat>;
+  // The scale of the group for lanes [half * kLanes, ...).
+  static F load(const uint8_t* record, uint32_t group, int half) {
+    const uint8_t* at = Address::scales(record, group);
+    const int lane = half * V::kLanes;
+    if constexpr (kFormat == WeightFormat::kInt8G32 || kFormat == WeightFormat::kInt4G32 || kFormat == WeightFormat::kFp8E4m3B128) {
+      return V::load(reinterpret_cast<const float*>(at) + lane);
+    } else if constexpr (kFormat == WeightFormat::kMxfp4) {
+      return V::load_exponents(at + lane);
+    } else if constexpr (kFormat == WeightFormat::kQ6K || kFormat == WeightFormat::kIq4Xs) {
+      return V::mul(V::load_f16(record + 2 * lane), V::load_i8(at + lane));
+    } else if constexpr (kFormat == WeightFormat::kQ4K || kFormat == WeightFormat::kQ5K) {
+      return V::mul(V::load_f16(record + 2 * lane), V::load_u8(at + lane));
+    } else {
+      return V::load_f16(at + 2 * lane);
+    }
+  }
+};
+
+// int8_g32 and q8_0: q * scale.
+template <class V, WeightFormat kFormat>
+struct ByteFormat {
+  using F = typename V::F;
+  using I = typename V::I;
+  static constexpr uint32_t kStep = 4;
+  struct Group { F scale[2]; const uint8_t* codes; };
+  struct Step { I words[2]; };
+  static Group open(const uint8_t* record, uint32_t group) {
+    using Scale = GroupScale<V, kFormat>;
+    return {{Scale::load(record, group, 0), Scale::load(record, group, 1)}, Scale::Address::codes(record, group)};
+  }
+  static Step step(const Group& group, uint32_t s) {
+    const uint8_t* at = group.codes + s * 8 * V::kLanes;
+    return {{V::load_words(at), V::load_words(at + 4 * V::kLanes)}};
+  }
+  static void weights(const Group& group, const Step& step, uint32_t j, F* pair) {
+    for (int h = 0; h < 2; ++h) {
+      pair[h] = V::mul(V::to_float(V::shift_right_signed(V::shift_left(step.words[h], 24 - 8 * j), 24)), group.scale[h]);
+    }
+  }
+};
+
+// value(code) * scale: int4_g32, q4_0, iq4_nl, iq4_xs, both mxfp4.
+template <class V, WeightFormat kFormat>
+struct NibbleFormat {
+  using F = typename V::F;
+  using I = typename V::I;
+  static constexpr uint32_t kStep = 8;
+  struct Group { F scale[2]; typename V::Table table; const uint8_t* codes; };
+  struct Step { I words[2]; };
+  static constexpr const float* values() {
+    if constexpr (kFormat == WeightFormat::kMxfp4) return kE2m1;
+    else if constexpr (kFormat == WeightFormat::kIq4Nl || kFormat == WeightFormat::kIq4Xs) return kIq4Levels;
+    else return kMinusEight;
+  }
+  static Group open(const uint8_t* record, uint32_t group) {
+    using Scale = GroupScale<V, kFormat>;
+    return {{Scale::load(record, group, 0), Scale::load(record, group, 1)}, V::table(values()), Scale::Address::codes(record, group)};
+  }
+  static Step step(const Group& group, uint32_t s) {
+    const uint8_t* at = group.codes + s * 8 * V::kLanes;
+    return {{V::load_words(at), V::load_words(at + 4 * V::kLanes)}};
+  }
+  static void weights(const Group& group, const Step& step, uint32_t j, F* pair) {
+    for (int h = 0; h < 2; ++h) {
+      pair[h] = V::mul(V::look_up(group.table, V::shift_right(step.words[h], 4 * j)), group.scale[h]);
+    }
+  }
+};
+
+// (d * scale) * code - (dmin * minimum): q4_k, q5_k.
+template <class V, WeightFormat kFormat>
+struct AffineFormat {
+  using F = typename V::F;
+  using I = typename V::I;
+  static constexpr uint32_t kStep = 8;
+  static constexpr bool kHasFifthBit = kFormat == WeightFormat::kQ5K;
+  struct Group { F scale[2]; F offset[2]; typename V::Table table, fifth; const uint8_t* codes; };
+  struct Step { I words[2]; I fifth[2]; };
+  static Group open(const uint8_t* record, uint32_t group) {
+    using Scale = GroupScale<V, kFormat>;
+    constexpr int kWidth = 2 * V::kLanes;
+    const uint8_t* minima = Scale::Address::scales(record, group) + kWidth;
+    const uint8_t* dmin = record + 2 * kWidth;
+    return {{Scale::load(record, group, 0), Scale::load(record, group, 1)},
+            {V::mul(V::load_f16(dmin), V::load_u8(minima)), V::mul(V::load_f16(dmin + 2 * V::kLanes), V::load_u8(minima + V::kLanes))},
+            V::table(kPlain), V::table(kFifthBit), Scale::Address::codes(record, group)};
+  }
+  static Step step(const Group& group, uint32_t s) {
+    const uint8_t* at = group.codes + s * 8 * V::kLanes;
+    Step found{{V::load_words(at), V::load_words(at + 4 * V::kLanes)}, {}};
+    if constexpr (kHasFifthBit) {
+      const uint8_t* fifth = group.codes + 16 * 2 * V::kLanes;
+      for (int h = 0; h < 2; ++h) found.fifth[h] = V::shift_right(V::load_words(fifth + h * 4 * V::kLanes), 8 * s);
+    }
+    return found;
+  }
+  static void weights(const Group& group, const Step& step, uint32_t j, F* pair) {
+    for (int h = 0; h < 2; ++h) {
+      F code = V::look_up(group.table, V::shift_right(step.words[h], 4 * j));
+      if constexpr (kHasFifthBit) code = V::add(code, V::look_up(group.fifth, V::shift_right(step.fifth[h], j)));
+      pair[h] = V::sub(V::mul(group.scale[h], code), group.offset[h]);
+    }
+  }
+};
+
+// (d * scale) * (code - 32): q6_k.
+template <class V>
+struct SixBitFormat {
+  using F = typename V::F;
+  using I = typename V::I;
+  static constexpr uint32_t kStep = 8;
+  struct Group { F scale[2]; typename V::Table table, upper; const uint8_t* codes; };
+  struct Step { I words[2]; I upper[2]; };
+  static Group open(const uint8_t* record, uint32_t group) {
+    using Scale = GroupScale<V, WeightFormat::kQ6K>;
+    return {{Scale::load(record, group, 0), Scale::load(record, group, 1)}, V::table(kPlain), V::table(kUpperPair),
+            Scale::Address::codes(record, group)};
+  }
+  static Step step(const Group& group, uint32_t s) {
+    const uint8_t* at = group.codes + s * 8 * V::kLanes;
+    const uint8_t* upper = group.codes + 8 * 2 * V::kLanes;
+    return {{V::load_words(at), V::load_words(at + 4 * V::kLanes)},
+            {V::shift_right(V::load_words(upper), 16 * s), V::shift_right(V::load_words(upper + 4 * V::kLanes), 16 * s)}};
+  }
+  static void weights(const Group& group, const Step& step, uint32_t j, F* pair) {
+    for (int h = 0; h < 2; ++h) {
+      const F low = V::look_up(group.table, V::shift_right(step.words[h], 4 * j));
+      const F code = V::add(low, V::look_up(group.upper, V::shift_right(step.upper[h], 2 * j)));
+      pair[h] = V::mul(group.scale[h], code);
+    }
+  }
+};
+
+// v(code) * scale: fp8.
+template <class V>
+struct Fp8Format {
+  using F = typename V::F;
+  static constexpr uint32_t kStep = 4;
+  struct Group { F scale[2]; const uint8_t* codes; };
+  struct Step { const uint8_t* codes; };
+  static Group open(const uint8_t* record, uint32_t group) {
+    using Scale = GroupScale<V, WeightFormat::kFp8E4m3B128>;
+    return {{Scale::load(record, group, 0), Scale::load(record, group, 1)}, Scale::Address::codes(record, group)};
+  }
+  static Step step(const Group& group, uint32_t s) { return {group.codes + s * kStep * 2 * V::kLanes}; }
+  static void weights(const Group& group, const Step& step, uint32_t j, F* pair) {
+    V::load_e4m3(step.codes + j * 2 * V::kLanes, pair);
+    for (int h = 0; h < 2; ++h) pair[h] = V::mul(pair[h], group.scale[h]);
+  }
+};
+
+}  // namespace dflash::compute
