@@ -29,6 +29,7 @@ MAX_THREADS = 1024
 MAX_BYTES = 1 << 50  # 1 PiB: more is a typing error
 MAX_TIMEOUT_S = 86_400.0
 MAX_SPIN_US = 1_000_000
+SOCKET_BUFFER_BYTES = (4 << 10, 1 << 30)  # below, every message takes many turns; above, it is a typing error
 
 _UNITS = {"": 1, "b": 1, "byte": 1, "bytes": 1}
 _UNITS |= {f"{prefix}b": 1000**power for power, prefix in enumerate("kmgt", 1)}
@@ -118,6 +119,14 @@ def _path(value: object) -> Path:
     raise ValueError
 
 
+def _socket_buffer(value: object) -> int:
+    num_bytes = parse_bytes(int(value) if isinstance(value, str) and value.strip().isdigit() else value)
+    low, high = SOCKET_BUFFER_BYTES
+    if not low <= num_bytes <= high:
+        raise ValueError
+    return num_bytes
+
+
 def _spin(value: object) -> int | None:
     if isinstance(value, str) and value.strip().lower() == "auto":
         return None
@@ -192,6 +201,11 @@ SETTINGS: tuple[Setting, ...] = (
         "Raises the size of the shared segments, never lowers it", "BYTES",
     ),
     Setting(
+        "socket_buffer_bytes", None, f"{_IPC}SOCKET_BUFFER_BYTES", "ipc.socket_buffer_bytes", _socket_buffer,
+        "4 KiB to 1 GiB, in bytes or with KiB, MiB, GiB", None, "the system's own, which it tunes",
+        "Send and receive buffers of stream data connections, both ends; doctor shows what the system grants", "BYTES",
+    ),
+    Setting(
         "required", None, f"{_IPC}REQUIRED", "ipc.required", _switch, "0, 1", False, "0",
         "1 forbids computing a lost worker's experts at the host (until that exists, both raise)", "0|1",
     ),
@@ -244,6 +258,7 @@ class Settings:
     stream_tokens: int = 4
     stream_tokens_max: int = 32
     shared_bytes: int | None = None
+    socket_buffer_bytes: int | None = None
     required: bool = False
     profile: bool = False
     threads: int | None = None

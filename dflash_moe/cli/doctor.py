@@ -12,10 +12,11 @@ from typing import Annotated, Any
 import typer
 
 from dflash_moe.cli import options, probes
-from dflash_moe.config import format_bytes, resolve_settings
+from dflash_moe.cli.probe_sockets import probe_sockets, probe_timeouts, socket_lines, socket_problems
+from dflash_moe.config import Settings, format_bytes, resolve_settings
 from dflash_moe.errors import ConfigError, DflashError
 from dflash_moe.runtime.threads import thread_plan
-from dflash_moe.telemetry.machine import physical_cores, usable_cores
+from dflash_moe.telemetry.machine import cores_reason, physical_cores, usable_cores
 from dflash_moe.topology import Topology
 
 PLANNED_WORKERS = 2  # of the plan that is shown: the demo's
@@ -29,11 +30,12 @@ def register(app: typer.Typer) -> None:
 
 
 def doctor(
+    topology: options.TopologyOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     selftest: Annotated[bool, typer.Option("--selftest", help="Also run every kernel set against the reference.")] = False,
 ) -> None:
     """Show what this machine can do and why not: CPU, backends, transports, memory, threads."""
-    found = examine()
+    found = examine(options.load_topology(topology) if topology is not None else None)
     tests: list[Any] = []
     if selftest:
         from dflash_moe.cli.selftest import run_self_tests
@@ -52,33 +54,48 @@ def doctor(
         raise DflashError(f"{len(failed)} of {len(tests)} self-tests failed: these kernels do not give the reference's bits")
 
 
-def examine() -> dict[str, Any]:
-    """The report, without self-tests: `backends`, `transports`, `machine`, `problems` (sentences, empty when all is well)."""
+def examine(topology: Topology | None = None) -> dict[str, Any]:
+    """The report, without self-tests: `backends`, `transports`, `machine`, `problems` (sentences, empty when all is well).
+
+    Threads, sockets and timeouts are those of `topology`, or of two local workers.
+    """
     problems: list[str] = []
+    planned = topology or Topology.local(PLANNED_WORKERS, threads=None)
+    planned_for = "this topology" if topology is not None else f"{PLANNED_WORKERS} local workers"
+    settings = _settings(planned, problems)
     machine: dict[str, Any] = {"cpu": probes.cpu_model()} | probes.probe_versions() | probes.probe_memory()
-    machine |= {"usable_cores": usable_cores(), "physical_cores": physical_cores(), "threads": _planned_threads(problems)}
+    machine |= {"usable_cores": usable_cores(), "cores_reason": cores_reason(), "physical_cores": physical_cores()}
+    machine |= {"threads": _planned_threads(planned, planned_for, settings)}
+    machine |= {"sockets": probe_sockets(settings), "timeouts": probe_timeouts(settings)}
+    problems += socket_problems(machine["sockets"])
     found: dict[str, Any] = {"backends": probes.probe_backends(), "transports": probes.probe_transports()}
     found |= {"machine": machine, "problems": problems}
     problems += _problems(found)
     return found
 
 
-def _planned_threads(problems: list[str]) -> dict[str, Any]:
-    topology = Topology.local(PLANNED_WORKERS, threads=None)
+def _settings(topology: Topology, problems: list[str]) -> Settings:
     try:
-        settings = resolve_settings(topology.ipc)
+        return resolve_settings(topology.ipc)
     except ConfigError as error:
         problems.append(str(error))
-        settings = resolve_settings(topology.ipc, environ={})
+        return resolve_settings(topology.ipc, environ={})
+
+
+def _planned_threads(topology: Topology, planned_for: str, settings: Settings) -> dict[str, Any]:
     plan = thread_plan(topology, settings)
     total = plan.host + sum(plan.workers.values())
+    cores = usable_cores()
     return {
-        "planned_for": f"{PLANNED_WORKERS} local workers",
+        "planned_for": planned_for,
         "host": plan.host,
         "workers": dict(plan.workers),
         "total": total,
         "oversubscribed": plan.is_oversubscribed,
         "spin_us": plan.spin_ns // 1000,
+        "spin_reason": f"{total} threads on {cores} cores"
+        + ("" if settings.spin_us is None or plan.is_oversubscribed else ", as ipc.spin_us asks"),
+        "openmp_waits": "passively" if plan.is_oversubscribed else "as torch does by itself",
     }
 
 
@@ -119,10 +136,11 @@ def print_findings(found: dict[str, Any]) -> None:
         f"features   {' '.join(cpu.get('features', [])) or '-'}",
         f"memory     {format_bytes(machine['memory_available_bytes'])} free of {format_bytes(machine['memory_bytes'])}, "
         f"lock limit {'unlimited' if lock is None else format_bytes(lock)}",
-        f"cores      {machine['usable_cores']} usable, {machine['physical_cores']} physical",
+        f"cores      {machine['usable_cores']} usable ({machine['cores_reason']}), {machine['physical_cores']} physical",
         f"threads    {threads['planned_for']}: host {threads['host']}, "
         + ", ".join(f"{name} {count}" for name, count in threads["workers"].items())
-        + f"; spin {threads['spin_us']} us",
+        + f"; spin {threads['spin_us']} us ({threads['spin_reason']}), OpenMP waits {threads['openmp_waits']}",
+        *socket_lines(machine["sockets"], machine["timeouts"]),
         f"versions   kernel {machine['kernel']}, {machine['libc']}, python {machine['python']}, {packages}",
     ]
     typer.echo("\n".join(lines) + "\n")

@@ -143,7 +143,13 @@ class Fleet:
             started = None
             if self._launcher is not None and member.address.is_started_by_host:
                 started = self._launcher.start_worker(member.name, Path(self._spec.path))
-            member.session = WorkerSession(member.name, member.address, started=started, key=key)
+            member.session = WorkerSession(
+                member.name,
+                member.address,
+                started=started,
+                key=key,
+                socket_buffer_bytes=self._settings.socket_buffer_bytes,
+            )
         self._in_parallel([member.name for member in remote], self._greet)
         for member in self.members.values():
             if member.transport == "loopback":

@@ -52,13 +52,23 @@ class WorkerSession:
     Any thread; conversations are serialised by a lock.
     """
 
-    def __init__(self, name: str, address: Address, *, started: StartedWorker | None, key: bytes | None) -> None:
+    def __init__(
+        self,
+        name: str,
+        address: Address,
+        *,
+        started: StartedWorker | None,
+        key: bytes | None,
+        socket_buffer_bytes: int | None = None,
+    ) -> None:
         self.name = name
         self.address = address
         self.started = started
         self.hello: HelloReply | None = None
         self.resident_bytes = 0
         self._key = key
+        num_bytes = socket_buffer_bytes or 0
+        self._buffers = {"send_buffer_bytes": num_bytes, "receive_buffer_bytes": num_bytes}
         self._connection: Connection | None = None
         self._peer: Peer | None = None
         self._has_pulse = False
@@ -190,7 +200,7 @@ class WorkerSession:
             peer = _core.Segment.attach(received[0], "worker", geometry, generation)
             channel = _core.make_shared_channel("host", geometry, own, peer, passed[1])
         elif data is not None and not received:
-            channel = _core.make_stream_channel("host", geometry, data.detach())
+            channel = _core.make_stream_channel("host", geometry, data.detach(), **self._buffers)
         else:
             for descriptor in received:
                 os.close(descriptor)
@@ -218,7 +228,7 @@ class WorkerSession:
             if pulse >= 0:
                 os.close(pulse)
             raise
-        return _core.make_stream_channel("host", geometry, data, user_timeout_ms=USER_TIMEOUT_MS), pulse
+        return _core.make_stream_channel("host", geometry, data, user_timeout_ms=USER_TIMEOUT_MS, **self._buffers), pulse
 
     def _attach_message(
         self, geometry: _core.Geometry, transport: str, generation: int, num_descriptors: int, has_pulse: bool
@@ -231,6 +241,7 @@ class WorkerSession:
             reply_bytes=geometry.reply_bytes,
             num_descriptors=num_descriptors,
             has_pulse=has_pulse,
+            socket_buffer_bytes=self._buffers["send_buffer_bytes"],
         )
 
     def _dial_role(self, address: Address, role: Role, generation: int) -> int:

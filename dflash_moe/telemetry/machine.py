@@ -21,6 +21,16 @@ def usable_cores(cgroup: Path = CGROUP, proc: Path = PROC) -> int:
     return cores if quota is None else max(1, min(cores, math.floor(quota)))
 
 
+def cores_reason(cgroup: Path = CGROUP, proc: Path = PROC) -> str:
+    """Why `usable_cores` is what it is, in a phrase."""
+    mask, online = len(os.sched_getaffinity(0)), os.cpu_count() or 1
+    reason = f"affinity mask of {mask} of {online}" if mask < online else f"all {online}"
+    quota = cpu_quota(cgroup, proc)
+    if quota is None:
+        return f"{reason}, no control group quota"
+    return f"{reason}, control group quota {quota:g}" + (" binds" if math.floor(quota) < mask else "")
+
+
 def physical_cores(cgroup: Path = CGROUP, topology: Path = _CPU_TOPOLOGY, proc: Path = PROC) -> int:
     """Distinct physical cores among the usable logical ones; where the kernel does not tell, the logical count."""
     siblings = set()

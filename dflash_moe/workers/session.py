@@ -229,11 +229,12 @@ class WorkerSession:
             own = _core.Segment.create("worker", geometry, generation)
             passed.append(os.dup(own.fileno()))  # the segment itself is consumed by the channel
             return _core.make_shared_channel("worker", geometry, own, peer, descriptors[0])  # duplicates the bell
+        buffers = {"send_buffer_bytes": message.socket_buffer_bytes, "receive_buffer_bytes": message.socket_buffer_bytes}
         if message.transport == "unix":
-            return _core.make_stream_channel("worker", geometry, descriptors.pop(0))
+            return _core.make_stream_channel("worker", geometry, descriptors.pop(0), **buffers)
         self._send(Listening(port=self.listen()))
         descriptor = self.mailbox.collect(Role.DATA, generation, seconds=ATTACH_S)
-        return _core.make_stream_channel("worker", geometry, descriptor, user_timeout_ms=USER_TIMEOUT_MS)
+        return _core.make_stream_channel("worker", geometry, descriptor, user_timeout_ms=USER_TIMEOUT_MS, **buffers)
 
     def _start_pulse(self, worker: _core.Worker, message: Attach, descriptors: list[int]) -> None:
         if not message.has_pulse:

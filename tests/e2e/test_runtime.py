@@ -54,8 +54,15 @@ def test_shared_memory_gives_the_oracles_bits(runtime: ExpertRuntime, num_tokens
 
 @pytest.mark.parametrize(
     ("address", "overrides", "kind"),
-    [("loopback", {}, "loopback"), ("unix", {}, "unix"), ("tcp", {}, "tcp"), (None, {"transport": "stream"}, "unix")],
-    ids=["loopback", "unix", "tcp", "stream"],
+    [
+        ("loopback", {}, "loopback"),
+        ("unix", {}, "unix"),
+        ("tcp", {}, "tcp"),
+        (None, {"transport": "stream"}, "unix"),
+        ("unix", {"socket_buffer_bytes": 4096}, "unix"),
+        ("tcp", {"socket_buffer_bytes": "4KiB"}, "tcp"),
+    ],
+    ids=["loopback", "unix", "tcp", "stream", "unix-4k", "tcp-4k"],
 )
 def test_every_transport_gives_the_oracles_bits(
     spec: ModelSpec, address: str | None, overrides: dict[str, Any], kind: str
