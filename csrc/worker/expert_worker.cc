@@ -84,7 +84,7 @@ struct ExpertWorker::State {
   Status check(Request& request);
   Status compute(const Request& request, int64_t received_ns);
   Status publish_error(transport::Channel& channel, uint32_t slot, const wire::FrameHeader& header, const Error& error);
-  void emulate_slowness(int64_t started_ns);
+  void emulate_slowness(int64_t computed_ns);
 };
 
 ExpertWorker::ExpertWorker() : state_(std::make_unique<State>()) {}
@@ -291,8 +291,9 @@ Status ExpertWorker::State::compute(const Request& request, int64_t received_ns)
   args.reply = payload + wire::kReplyTimingBytes;
   args.reply_dtype = asked.reply_dtype;
   const int64_t started_ns = now_ns();
+  const int64_t started_cpu_ns = options.slowdown > 1.0 ? thread_cpu_ns() : 0;
   DFLASH_TRY(request.shard->experts->forward(args, progress));
-  emulate_slowness(started_ns);
+  if (options.slowdown > 1.0) emulate_slowness(thread_cpu_ns() - started_cpu_ns);
   progress.fetch_add(1, std::memory_order_relaxed);
   const int64_t finished_ns = now_ns();
   compute_ns.fetch_add(finished_ns - started_ns, std::memory_order_relaxed);
@@ -326,10 +327,9 @@ Status ExpertWorker::State::publish_error(transport::Channel& channel, uint32_t 
   return channel.publish(slot, wire::kFrameHeaderBytes + text_bytes);
 }
 
-void ExpertWorker::State::emulate_slowness(int64_t started_ns) {
-  if (options.slowdown <= 1.0) return;
-  const auto computed_ns = static_cast<double>(now_ns() - started_ns);
-  const Deadline until = Deadline::after_ns(static_cast<int64_t>(computed_ns * (options.slowdown - 1.0)));
+// By CPU time of this thread, which takes part in all of a computation: a neighbour that has the core must not count several times.
+void ExpertWorker::State::emulate_slowness(int64_t computed_ns) {
+  const Deadline until = Deadline::after_ns(static_cast<int64_t>(static_cast<double>(computed_ns) * (options.slowdown - 1.0)));
   while (!until.has_passed() && !stopping.load(std::memory_order_relaxed)) {
     sleep_ns(until.left_ns() < kSlowdownStepNs ? until.left_ns() : kSlowdownStepNs);
     progress.fetch_add(1, std::memory_order_relaxed);
