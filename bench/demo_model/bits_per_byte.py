@@ -23,6 +23,7 @@ from dflash_moe.bench.results import BenchResult
 from dflash_moe.errors import DflashError
 from dflash_moe.integrations.transformers import TORCH_DTYPES, load_model
 from dflash_moe.model.architecture import find_model_class, load_config
+from dflash_moe.model.checkpoint import Checkpoint
 from dflash_moe.model.progress import quiet_progress
 from dflash_moe.runtime.expert_runtime import ExpertRuntime
 from dflash_moe.topology import Topology
@@ -80,7 +81,7 @@ def measure() -> BenchResult:
 
 def eager_model(dtype: str) -> Any:
     """The shipped model with transformers' own eager experts."""
-    model_class = find_model_class(load_config(MODEL))
+    model_class = find_model_class(load_config(Checkpoint.open(MODEL)))
     with quiet_progress():
         model = model_class.from_pretrained(
             MODEL, local_files_only=True, experts_implementation="eager", dtype=TORCH_DTYPES[dtype]

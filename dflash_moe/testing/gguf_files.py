@@ -88,7 +88,7 @@ def _write_settings(writer: Any, architecture: str, config: dict[str, Any]) -> N
 
 
 def _write_tokenizer(writer: Any, vocab_size: int) -> None:
-    """A token per byte as byte-level BPE spells them (0xff, which no text has, gives way to a merge), end of text; rest unused."""
+    """A token per byte as byte-level BPE spells them (0xff, which no text has, gives way to a merge), then end of text."""
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     symbols = bytes_to_unicode()

@@ -1,0 +1,121 @@
+"""What each weight format moves in the experts' output: the shipped model's weights rounded to it, on its own hidden states.
+
+    python bench/campaigns/weight_errors.py [--out bench/results/weight_errors.json]
+
+Per format and layer: rms difference of the experts' output in float64 from that with the weights as they are, over its
+standard deviation. For formats with a quantiser in Python, which llama.cpp's K-quants lack. Needs the gguf package; a minute.
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from transformers import AutoTokenizer
+
+from dflash_moe.bench.results import BenchResult
+from dflash_moe.integrations.host_weights import load_weights
+from dflash_moe.model.architecture import find_model_class, load_config
+from dflash_moe.model.capture import ExpertsCall, capture_calls
+from dflash_moe.model.checkpoint import Checkpoint
+from dflash_moe.model.dequantize import dequantize, requantized
+from dflash_moe.model.weight_formats import FORMATS
+from dflash_moe.testing.quantised_files import quantise_fp8, quantise_mxfp4
+
+ROOT = Path(__file__).resolve().parents[2]
+DEMO = ROOT / "bench" / "demo_model" / "dflash_moe_demo"
+RESULT = ROOT / "bench" / "results" / "weight_errors.json"
+GGUF_KINDS = {"q8_0": "Q8_0", "q4_0": "Q4_0", "gguf_mxfp4": "MXFP4"}
+
+Array = np.ndarray[Any, Any]
+
+
+def main() -> int:
+    """See the module text."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=RESULT, help="result file [bench/results/weight_errors.json]")
+    arguments = parser.parse_args()
+    result = measure()
+    result.write(arguments.out)
+    for row in result.rows:
+        print(f"{row['name']:>14}: {row['bits_per_weight']:5.2f} bits, output moves by {row['error_rms']:.2e}", file=sys.stderr)
+    return 0
+
+
+def measure() -> BenchResult:
+    """A row per format."""
+    model = _model()
+    text = (DEMO / "prompt.txt").read_text(encoding="utf-8")
+    tokens = AutoTokenizer.from_pretrained(DEMO / "model", local_files_only=True)(text, return_tensors="pt")["input_ids"]
+    calls: list[ExpertsCall] = []
+    with torch.inference_mode():
+        with capture_calls(model, calls.append):
+            model(input_ids=tokens, use_cache=False)
+        params = {"model": "the shipped model", "tokens": int(tokens.shape[1]), "layers": len(calls)}
+        result = BenchResult("weight_errors", params)
+        truths = [_output(model.get_submodule(call.name), call) for call in calls]
+        for name, rounded in _formats().items():
+            errors = [
+                _error(_output(_with_weights(model.get_submodule(call.name), rounded), call), truth)
+                for call, truth in zip(calls, truths, strict=True)
+            ]
+            bits = 8 * FORMATS[name].num_bytes(256, 256) / 256**2
+            row = {"name": name, "format": name, "bits_per_weight": bits, "errors_rms": errors}
+            result.rows.append(row | {"error_rms": sum(errors) / len(errors), "error_worst": max(errors)})
+    result.complete = True
+    return result
+
+
+def _model() -> Any:
+    checkpoint = Checkpoint.open(DEMO / "model")
+    model_class = find_model_class(load_config(checkpoint))
+    options = {"has_experts": True, "dtype": torch.float32, "experts_implementation": "eager"}
+    return load_weights(model_class, checkpoint, **options)[0].eval()
+
+
+def _formats() -> dict[str, Callable[[Array], Array]]:
+    """Weights [outputs, inputs] as they are after a round trip through the format."""
+
+    def fp8(values: Array) -> Array:
+        codes, scales = quantise_fp8(values)
+        return dequantize("fp8_e4m3_b128", codes, *values.shape, scales)
+
+    def mxfp4(values: Array) -> Array:
+        blocks, scales = quantise_mxfp4(values)
+        return dequantize("mxfp4", blocks, *values.shape, scales)
+
+    def of_gguf(name: str) -> Callable[[Array], Array]:
+        kind = gguf.GGMLQuantizationType[GGUF_KINDS[name]]
+        return lambda values: dequantize(name, gguf.quantize(values, kind), *values.shape)
+
+    made = {name: (lambda values, name=name: requantized(values, name)) for name in ("int8_g32", "int4_g32")}
+    return {**made, "fp8_e4m3_b128": fp8, "mxfp4": mxfp4, **{name: of_gguf(name) for name in GGUF_KINDS}}
+
+
+def _with_weights(module: Any, rounded: Callable[[Array], Array]) -> Any:
+    changed = copy.deepcopy(module)
+    for name in ("gate_up_proj", "down_proj"):
+        for matrix in changed._parameters[name].data:
+            oriented = matrix.T if changed.is_transposed else matrix
+            oriented.copy_(torch.from_numpy(rounded(oriented.contiguous().numpy())))
+    return changed
+
+
+def _output(module: Any, call: ExpertsCall) -> Any:
+    return copy.deepcopy(module).double()(call.hidden_states.double(), call.topk_ids, call.topk_weights.double())
+
+
+def _error(found: Any, truth: Any) -> float:
+    return float((found - truth).square().mean().sqrt() / truth.std())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
