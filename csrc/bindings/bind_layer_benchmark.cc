@@ -30,7 +30,7 @@ class PyLayerBenchmark {
     options.spec = parse_ffn_spec(spec);
     options.num_experts = num_experts;
     options.num_layers = num_layers;
-    options.weight_dtype = parse_dtype(weight_dtype);
+    options.formats = unwrap(compute::parse_resident_formats(weight_dtype));
     options.isa = unwrap(compute::parse_isa(isa));
     options.num_threads = num_threads;
     options.seed = seed;

@@ -4,42 +4,9 @@
 #include <random>
 
 #include "base/clock.h"
-#include "base/convert.h"
+#include "compute/cpu/random_matrix.h"
 
 namespace dflash::compute {
-namespace {
-
-// A random matrix in the resident dtype, scaled so that activations neither vanish nor overflow.
-class RandomMatrix {
- public:
-  RandomMatrix(uint32_t outputs, uint32_t inputs, Dtype dtype, std::mt19937_64& random)
-      : outputs_(outputs), inputs_(inputs), dtype_(dtype), bytes_(size_t{outputs} * inputs * dtype_bytes(dtype)) {
-    std::vector<float> row(inputs);
-    const float scale = 1.0f / static_cast<float>(inputs);
-    for (uint32_t o = 0; o < outputs; ++o) {
-      for (float& value : row) value = scale * static_cast<float>(static_cast<int32_t>(random() >> 40) - (1 << 23)) / (1 << 23);
-      convert(Dtype::kF32, reinterpret_cast<const std::byte*>(row.data()), dtype, bytes_.data() + o * inputs * dtype_bytes(dtype), inputs);
-    }
-  }
-  MatrixView view() const {
-    MatrixView found;
-    found.data = bytes_.data();
-    found.format = format_of(dtype_);
-    found.outputs = outputs_;
-    found.inputs = inputs_;
-    found.output_stride = inputs_;
-    found.input_stride = 1;
-    return found;
-  }
-
- private:
-  uint32_t outputs_, inputs_;
-  Dtype dtype_;
-  std::vector<std::byte> bytes_;
-};
-
-}  // namespace
-
 Result<std::unique_ptr<LayerBenchmark>> LayerBenchmark::create(const LayerBenchmarkOptions& options) {
   if (options.num_layers < 1 || options.num_layers > 4096) {
     return Error{ErrorCode::kInvalidArgument, "a benchmark rotates over 1..4096 layers, not " + std::to_string(options.num_layers)};
@@ -55,15 +22,15 @@ Result<std::unique_ptr<LayerBenchmark>> LayerBenchmark::create(const LayerBenchm
 Status LayerBenchmark::fill() {
   const FfnSpec& spec = options_.spec;
   std::mt19937_64 random(options_.seed);
-  const RandomMatrix gate(spec.intermediate_size, spec.in_size, options_.weight_dtype, random);
-  const RandomMatrix up(spec.intermediate_size, spec.in_size, options_.weight_dtype, random);
-  const RandomMatrix down(spec.out_size, spec.intermediate_size, options_.weight_dtype, random);
+  const RandomMatrix gate(spec.intermediate_size, spec.in_size, options_.formats.gate_up, random);
+  const RandomMatrix up(spec.intermediate_size, spec.in_size, options_.formats.gate_up, random);
+  const RandomMatrix down(spec.out_size, spec.intermediate_size, options_.formats.down, random);
   ExpertWeights weights;
   if (spec.gate != GateKind::kNone) weights.gate = gate.view();
   weights.up = up.view();
   weights.down = down.view();
   for (uint32_t l = 0; l < options_.num_layers; ++l) {
-    auto layer = backend_->create_layer(spec, options_.num_experts, options_.weight_dtype);
+    auto layer = backend_->create_layer(spec, options_.num_experts, options_.formats);
     if (!layer.ok()) return std::move(layer).error();
     for (uint32_t expert = 0; expert < options_.num_experts; ++expert) {
       DFLASH_TRY(layer.value()->load_expert(expert, weights, progress_));

@@ -14,7 +14,7 @@ struct LayerBenchmarkOptions {
   FfnSpec spec;
   uint32_t num_experts = 0;
   uint32_t num_layers = 1;
-  Dtype weight_dtype = Dtype::kF32;
+  ResidentFormats formats;
   Isa isa = Isa::kScalar;
   uint32_t num_threads = 1;
   uint64_t seed = 1;

@@ -198,7 +198,7 @@ TEST_CASE("progress moves at least once per kernel call in both phases") {
   batch.ids.assign(200, 0);
   batch.weights.assign(200, 1.0f);
   const std::vector<std::byte> rows = toy::encode(batch.row_dtype, batch.rows);
-  std::vector<std::byte> reply(40 * 4 * spec.out_size);
+  std::vector<std::byte> reply(200 * 4 * spec.out_size);
   ProgressCounter progress{0};
   REQUIRE(layer->forward(batch.args(rows, reply), progress).ok());
   CHECK(progress.load() >= 2 * 3 + 1);
