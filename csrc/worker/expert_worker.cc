@@ -58,7 +58,10 @@ struct ExpertWorker::State {
   std::map<std::pair<uint32_t, uint32_t>, Shard> shards;
   compute::ProgressCounter progress{0};
   Pulse pulse{progress.count()};
-  std::atomic<bool> stopping{false};
+  std::atomic<uint64_t> stopped_generation{0};  // no session has generation 0
+  uint64_t generation = 0;                      // serve thread only: of the session that is served
+
+  bool is_stopped() const { return stopped_generation.load(std::memory_order_relaxed) == generation; }
   wire::RaggedIndex index;    // serve thread only
   std::deque<Queued> queued;  // serve thread only; at most one a slot
   int64_t next_move_ns = 0;   // serve thread only
@@ -80,7 +83,7 @@ struct ExpertWorker::State {
   Status take_in(transport::Channel& channel);
   Status queue_up(transport::Channel& channel, const transport::Arrival& arrival);
   void move_bytes(transport::Channel& channel);
-  Status answer(transport::Channel& channel, const Queued& queued_request, uint64_t generation);
+  Status answer(transport::Channel& channel, const Queued& queued_request);
   Status check(Request& request);
   Status compute(const Request& request, int64_t received_ns);
   Status publish_error(transport::Channel& channel, uint32_t slot, const wire::FrameHeader& header, const Error& error);
@@ -135,7 +138,7 @@ uint64_t ExpertWorker::resident_bytes() const {
 
 Status ExpertWorker::start_pulse(OwnedFd socket) { return state_->pulse.start(std::move(socket)); }
 void ExpertWorker::stop_pulse() { state_->pulse.stop(); }
-void ExpertWorker::stop() { state_->stopping.store(true, std::memory_order_relaxed); }
+void ExpertWorker::stop(uint64_t generation) { state_->stopped_generation.store(generation, std::memory_order_relaxed); }
 uint64_t ExpertWorker::progress() const { return state_->progress.load(std::memory_order_relaxed); }
 
 WorkerStats ExpertWorker::stats() const {
@@ -147,10 +150,10 @@ WorkerStats ExpertWorker::stats() const {
 }
 
 Status ExpertWorker::serve(std::unique_ptr<transport::Channel> channel, uint64_t generation) {
-  state_->stopping.store(false, std::memory_order_relaxed);
+  state_->generation = generation;
   state_->queued.clear();
   state_->broken.reset();
-  while (!state_->stopping.load(std::memory_order_relaxed)) {
+  while (!state_->is_stopped()) {
     DFLASH_TRY(state_->take_in(*channel));
     // Also while idle: a host whose request is still on a slow link must not mistake this worker for a frozen one.
     state_->progress.fetch_add(1, std::memory_order_relaxed);
@@ -158,7 +161,7 @@ Status ExpertWorker::serve(std::unique_ptr<transport::Channel> channel, uint64_t
     const Queued next = state_->queued.front();
     state_->queued.pop_front();
     state_->busy_since_ns.store(now_ns(), std::memory_order_relaxed);
-    Status answered = state_->answer(*channel, next, generation);
+    Status answered = state_->answer(*channel, next);
     state_->busy_since_ns.store(0, std::memory_order_relaxed);
     if (!answered.ok()) return answered;
   }
@@ -210,7 +213,7 @@ void ExpertWorker::State::move_bytes(transport::Channel& channel) {
 
 // Errors end the session: bytes that are no frame, or a channel that broke. A request that is a frame but cannot be served is
 // answered with an error frame.
-Status ExpertWorker::State::answer(transport::Channel& channel, const Queued& queued_request, uint64_t generation) {
+Status ExpertWorker::State::answer(transport::Channel& channel, const Queued& queued_request) {
   const transport::Arrival& arrival = queued_request.arrival;
   if (arrival.bytes.size() < wire::kFrameHeaderBytes) return protocol_error("a message shorter than a frame header");
   std::byte copied[wire::kFrameHeaderBytes];  // the host can still write the slot: decode a private copy
@@ -330,7 +333,7 @@ Status ExpertWorker::State::publish_error(transport::Channel& channel, uint32_t 
 // By CPU time of this thread, which takes part in all of a computation: a neighbour that has the core must not count several times.
 void ExpertWorker::State::emulate_slowness(int64_t computed_ns) {
   const Deadline until = Deadline::after_ns(static_cast<int64_t>(static_cast<double>(computed_ns) * (options.slowdown - 1.0)));
-  while (!until.has_passed() && !stopping.load(std::memory_order_relaxed)) {
+  while (!until.has_passed() && !is_stopped()) {
     sleep_ns(until.left_ns() < kSlowdownStepNs ? until.left_ns() : kSlowdownStepNs);
     progress.fetch_add(1, std::memory_order_relaxed);
   }

@@ -56,7 +56,9 @@ class ExpertWorker {
   // Answers requests until stop(), hang-up or a protocol violation. Bad requests that decode get an error reply and do not
   // end the session; a header that does not decode does (kProtocol).
   Status serve(std::unique_ptr<transport::Channel> channel, uint64_t generation);
-  void stop();  // any thread; serve() returns within 50 ms. Lost when serve() has not begun yet: repeat it until serve() returned
+  // Any thread. Ends the session of this generation (never 0), whether serve() has begun or not, within 50 ms; a computation under
+  // way ends first.
+  void stop(uint64_t generation);
 
   uint64_t progress() const;
   WorkerStats stats() const;

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable
 
 from dflash_moe import _core
@@ -21,7 +20,6 @@ from dflash_moe.runtime.data_path import SlotPlan
 log = logging.getLogger(__name__)
 
 STOP_S = 30.0  # the longest call under way ends first
-STOP_RETRY_S = 0.05
 
 
 class LocalWorker:
@@ -32,6 +30,7 @@ class LocalWorker:
         self._worker = _core.Worker(name=name, isa=isa, num_threads=threads, spin_ns=spin_ns, slowdown=slowdown)
         self._num_threads = threads
         self._thread: threading.Thread | None = None
+        self._generation = 0  # of the path that is served
 
     @property
     def resident_bytes(self) -> int:
@@ -61,6 +60,7 @@ class LocalWorker:
         """Serves a fresh channel instead of the former one; returns the host's end."""
         self._stop()
         host, worker = _core.make_loopback(_core.Geometry(slots.num_slots, slots.request_bytes, slots.reply_bytes))
+        self._generation = generation
         self._thread = threading.Thread(target=self._serve, args=(worker, generation), name=f"expert-{self.name}", daemon=True)
         self._thread.start()
         return host
@@ -86,9 +86,7 @@ class LocalWorker:
         thread, self._thread = self._thread, None
         if thread is None:
             return
-        until = time.monotonic() + STOP_S
-        while thread.is_alive() and time.monotonic() < until:
-            self._worker.stop()  # again and again: a thread that has not entered serve() yet does not see an early stop
-            thread.join(STOP_RETRY_S)
+        self._worker.stop(self._generation)
+        thread.join(STOP_S)
         if thread.is_alive():
             raise WorkerError(f"worker {self.name} did not stop within {STOP_S:g} s")

@@ -48,7 +48,6 @@ ATTACH_S = 5.0  # data and pulse connections follow their Attach at once
 PROGRESS_EVERY_S = 0.3  # the contract is 0.5 s
 SPIN_NS = 50_000  # adaptive spin before sleeping, where a core is free for it; the call's own overhead is below this
 STOP_S = 10.0  # a call that is being computed ends; its longest quantum is far below
-STOP_RETRY_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,10 +253,8 @@ class WorkerSession:
         path, self._path = self._path, None
         if path is None or self._worker is None:
             return
-        until = time.monotonic() + STOP_S
-        while path.thread.is_alive() and time.monotonic() < until:
-            self._worker.stop()  # again and again: a thread that has not entered serve() yet does not see an early stop
-            path.thread.join(STOP_RETRY_S)
+        self._worker.stop(path.generation)
+        path.thread.join(STOP_S)
         if path.thread.is_alive():
             raise DflashError(f"the data path of generation {path.generation} did not stop within {STOP_S} s")
 

@@ -178,9 +178,8 @@ class ToyRuntime:
 
     def __exit__(self, *_: object) -> None:
         for worker, thread in zip(self.workers, self._threads, strict=True):
-            while thread.is_alive():  # stop() may come before serve() began
-                worker.stop()
-                thread.join(0.05)
+            worker.stop(1)
+            thread.join()
 
     def arguments(self, batch: Batch, dtype: str, weights_dtype: str = "f32") -> tuple[tuple[Any, ...], AnyArray]:
         """submit's arguments and the output array."""
