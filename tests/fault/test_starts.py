@@ -150,10 +150,10 @@ def while_loading(monkeypatch: pytest.MonkeyPatch, action: Callable[[WorkerSessi
     """Runs `action` on w1's session just before its last shard is asked for."""
     load = WorkerSession.load
 
-    def loading(self: WorkerSession, message: LoadShard, *, timeout_s: float) -> None:
+    def loading(self: WorkerSession, message: LoadShard, **arguments: Any) -> None:
         if self.name == "w1" and message.layer == 1:
             action(self)
-        load(self, message, timeout_s=timeout_s)
+        load(self, message, **arguments)
 
     monkeypatch.setattr(WorkerSession, "load", loading)
 
