@@ -28,13 +28,12 @@ _COMMON_FIELDS = {
     "num_key_value_heads": "attention.head_count_kv",
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
     "rope_theta": "rope.freq_base",
-    "num_experts": "expert_count",
     "num_experts_per_tok": "expert_used_count",
 }
 _OPTIONAL_FIELDS = {"intermediate_size": "feed_forward_length", "head_dim": "attention.key_length"}
 
-# llama.cpp's leaf names -> the module names of the Qwen MoE family in transformers.
-_QWEN_NAMES = (
+# llama.cpp's leaf names -> transformers' module names.
+_DECODER_NAMES = (
     (r"^token_embd\.", "model.embed_tokens."),
     (r"^output_norm\.", "model.norm."),
     (r"^output\.", "lm_head."),
@@ -47,6 +46,9 @@ _QWEN_NAMES = (
     (r"\.attn_output\.", ".self_attn.o_proj."),
     (r"\.attn_q_norm\.", ".self_attn.q_norm."),
     (r"\.attn_k_norm\.", ".self_attn.k_norm."),
+)
+_QWEN_NAMES = (
+    *_DECODER_NAMES,
     (r"\.ffn_gate\.", ".mlp.gate_proj."),
     (r"\.ffn_up\.", ".mlp.up_proj."),
     (r"\.ffn_down\.", ".mlp.down_proj."),
@@ -57,15 +59,24 @@ _QWEN_NAMES = (
     (r"\.ffn_down_shexp\.", ".mlp.shared_expert.down_proj."),
     (r"\.ffn_down_exps\.weight", ".mlp.experts.down_proj"),
 )
+_GPT_OSS_NAMES = (
+    *_DECODER_NAMES,
+    (r"\.post_attention_norm\.", ".post_attention_layernorm."),
+    (r"\.attn_sinks\.weight", ".self_attn.sinks"),
+    (r"\.ffn_gate_inp\.", ".mlp.router."),
+    (r"\.ffn_down_exps\.bias", ".mlp.experts.down_proj_bias"),
+)
 
 
 @dataclass(frozen=True, slots=True)
 class _Family:
-    """What metadata cannot say: the model type in transformers, and settings llama.cpp has in its code."""
+    """What metadata cannot say: the model type in transformers, settings llama.cpp has in its code, names, experts' layout."""
 
     model_type: str
     settings: dict[str, Any]
-    fields: Callable[[Checkpoint, dict[str, Any]], dict[str, Any]]
+    fields: Callable[[Checkpoint, str], dict[str, Any]]
+    names: tuple[tuple[str, str], ...]
+    converters: Callable[[], list[Any]]
 
 
 def gguf_config(checkpoint: Checkpoint) -> Any:
@@ -85,14 +96,10 @@ def gguf_conversion(checkpoint: Checkpoint, config: Any) -> list[Any]:
     """transformers' weight transforms from the file's names to the model's."""
     name = checkpoint.config()["general.architecture"]
     if name in _FAMILIES:
-        from transformers.core_model_loading import Concatenate, WeightConverter, WeightRenaming
+        from transformers.core_model_loading import WeightRenaming
 
-        experts = WeightConverter(
-            source_patterns=[r"\.ffn_gate_exps\.weight", r"\.ffn_up_exps\.weight"],
-            target_patterns=".mlp.experts.gate_up_proj",
-            operations=[Concatenate(dim=1)],
-        )
-        return [*(WeightRenaming(source, target) for source, target in _QWEN_NAMES), experts]
+        family = _FAMILIES[name]
+        return [*(WeightRenaming(source, target) for source, target in family.names), *family.converters()]
     return list(_transformers_tables()[1][name](config))
 
 
@@ -124,7 +131,7 @@ def _settings(checkpoint: Checkpoint, name: str, metadata: dict[str, Any]) -> di
     for field in ("eos_token_id", "bos_token_id"):
         found[field] = metadata.get(f"tokenizer.ggml.{field}")
     found["pad_token_id"] = metadata.get("tokenizer.ggml.padding_token_id")
-    return found | family.settings | family.fields(checkpoint, metadata) | {"model_type": family.model_type}
+    return found | family.settings | family.fields(checkpoint, name) | {"model_type": family.model_type}
 
 
 def _rope_scaling(checkpoint: Checkpoint, name: str, metadata: dict[str, Any]) -> dict[str, Any]:
@@ -135,6 +142,11 @@ def _rope_scaling(checkpoint: Checkpoint, name: str, metadata: dict[str, Any]) -
         key = f"{name}.rope.scaling.type"
         raise UnsupportedError(f"{checkpoint.path}: metadata {key}: found {kind!r}; read are none, linear and yarn")
     scaling = {"rope_type": kind, "factor": metadata[f"{name}.rope.scaling.factor"]}
+    if kind == "yarn":
+        for field, default in (("beta_fast", 32.0), ("beta_slow", 1.0)):
+            scaling[field] = metadata.get(f"{name}.rope.scaling.yarn_{field}", default)
+    if name == "gpt-oss":
+        scaling["truncate"] = False  # its code has it so
     original = f"{name}.rope.scaling.original_context_length"
     if original in metadata:
         scaling["original_max_position_embeddings"] = metadata[original]
@@ -149,16 +161,75 @@ def _expert_width(checkpoint: Checkpoint, kind: str) -> int:
     raise CheckpointError(f"{checkpoint.path}: has no tensor blk.N.ffn_up_{kind}.weight; it has no experts, or is damaged")
 
 
-def _qwen2_fields(checkpoint: Checkpoint, _metadata: dict[str, Any]) -> dict[str, Any]:
+def _num_experts(checkpoint: Checkpoint, name: str) -> int:
+    return int(checkpoint.config()[f"{name}.expert_count"])
+
+
+def _qwen2_fields(checkpoint: Checkpoint, name: str) -> dict[str, Any]:
     widths = {"moe_intermediate_size": "exps", "shared_expert_intermediate_size": "shexp"}
-    return {field: _expert_width(checkpoint, kind) for field, kind in widths.items()}
+    found = {field: _expert_width(checkpoint, kind) for field, kind in widths.items()}
+    return found | {"num_experts": _num_experts(checkpoint, name)}
 
 
-def _qwen3_fields(checkpoint: Checkpoint, _metadata: dict[str, Any]) -> dict[str, Any]:
-    return {"moe_intermediate_size": _expert_width(checkpoint, "exps")}
+def _qwen3_fields(checkpoint: Checkpoint, name: str) -> dict[str, Any]:
+    return {"moe_intermediate_size": _expert_width(checkpoint, "exps"), "num_experts": _num_experts(checkpoint, name)}
+
+
+def _gpt_oss_fields(checkpoint: Checkpoint, name: str) -> dict[str, Any]:
+    return {
+        "intermediate_size": _expert_width(checkpoint, "exps"),
+        "num_local_experts": _num_experts(checkpoint, name),
+        "sliding_window": checkpoint.config()[f"{name}.attention.sliding_window"],
+    }
+
+
+_GATE_AND_UP = [r"\.ffn_gate_exps\.weight", r"\.ffn_up_exps\.weight"]
+
+
+def _qwen_converters() -> list[Any]:
+    """Gate above up."""
+    from transformers.core_model_loading import Concatenate, WeightConverter
+
+    return [WeightConverter(_GATE_AND_UP, ".mlp.experts.gate_up_proj", [Concatenate(dim=1)])]
+
+
+def _gpt_oss_converters() -> list[Any]:
+    """Gate and up take turns along the outputs; weights have the inputs first."""
+    import torch
+    from transformers.core_model_loading import ConversionOps, WeightConverter
+
+    def tensors(inputs: dict[str, Any], patterns: list[str]) -> list[Any]:
+        found = (inputs[pattern] for pattern in patterns)
+        return [value[0] if isinstance(value, list) else value for value in found]
+
+    class Interleave(ConversionOps):  # type: ignore[misc]
+        def convert(self, input_dict: Any, source_patterns: Any, target_patterns: Any, **_more: Any) -> dict[str, Any]:
+            gate, up = tensors(input_dict, source_patterns)
+            return {target_patterns[0]: torch.stack([gate, up], dim=2).flatten(1, 2)}
+
+    class InputsFirst(ConversionOps):  # type: ignore[misc]
+        def convert(self, input_dict: Any, source_patterns: Any, target_patterns: Any, **_more: Any) -> dict[str, Any]:
+            (value,) = tensors(input_dict, list(input_dict))
+            return {target_patterns[0]: value.transpose(1, 2).contiguous()}
+
+    biases = [pattern.replace("weight", "bias") for pattern in _GATE_AND_UP]
+    return [
+        WeightConverter(_GATE_AND_UP, ".mlp.experts.gate_up_proj", [Interleave(), InputsFirst()]),
+        WeightConverter(biases, ".mlp.experts.gate_up_proj_bias", [Interleave()]),
+        WeightConverter([r"\.ffn_down_exps\.weight"], ".mlp.experts.down_proj", [InputsFirst()]),
+    ]
 
 
 _FAMILIES = {
-    "qwen2moe": _Family("qwen2_moe", {"architectures": ["Qwen2MoeForCausalLM"], "norm_topk_prob": False}, _qwen2_fields),
-    "qwen3moe": _Family("qwen3_moe", {"architectures": ["Qwen3MoeForCausalLM"], "norm_topk_prob": True}, _qwen3_fields),
-}
+    "qwen2moe": _Family(
+        "qwen2_moe", {"architectures": ["Qwen2MoeForCausalLM"], "norm_topk_prob": False}, _qwen2_fields, _QWEN_NAMES,
+        _qwen_converters,
+    ),
+    "qwen3moe": _Family(
+        "qwen3_moe", {"architectures": ["Qwen3MoeForCausalLM"], "norm_topk_prob": True}, _qwen3_fields, _QWEN_NAMES,
+        _qwen_converters,
+    ),
+    "gpt-oss": _Family(
+        "gpt_oss", {"architectures": ["GptOssForCausalLM"]}, _gpt_oss_fields, _GPT_OSS_NAMES, _gpt_oss_converters,
+    ),
+}  # fmt: skip

@@ -17,7 +17,7 @@ from dflash_moe.testing.weight_blocks import random_blocks
 
 # What the gguf package can quantise to; blocks of other formats are random (a test needs valid weights, not good ones).
 QUANTISABLE = {"f32": "F32", "f16": "F16", "bf16": "BF16", "q8_0": "Q8_0", "q4_0": "Q4_0"}
-_ARCHITECTURES = {"qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe"}
+_ARCHITECTURES = {"qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss"}
 _LEAVES = {
     "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
@@ -25,6 +25,8 @@ _LEAVES = {
     "mlp.shared_expert_gate": "ffn_gate_inp_shexp", "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
     "mlp.shared_expert.up_proj": "ffn_up_shexp", "mlp.shared_expert.down_proj": "ffn_down_shexp",
 }  # fmt: skip
+_GPT_OSS_LEAVES = {"post_attention_layernorm": "post_attention_norm", "mlp.router": "ffn_gate_inp"}
+_PACKED = re.compile(r"model\.layers\.(\d+)\.(mlp\.experts\.(gate_up_proj|down_proj)(_bias)?|self_attn\.sinks)")
 _EXPERT = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(\d+)\.(gate|up|down)_proj\.weight")
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
 
@@ -38,7 +40,7 @@ def write_gguf(source: Path, path: Path, experts: str = "q8_0", *, down: str = "
     _write_settings(writer, architecture, config)
     for name, value in sorted(_gguf_tensors(checkpoint).items()):
         format_name = (down or experts if "ffn_down_exps" in name else experts) if "_exps." in name else host
-        if value.ndim == 1 or "ffn_gate_inp" in name:
+        if value.ndim == 1 or "ffn_gate_inp" in name or name.endswith("bias"):
             format_name = "f32"  # as llama.cpp keeps them
         _add(writer, name, value, format_name, seed)
     writer.write_header_to_file()
@@ -81,7 +83,13 @@ def _write_settings(writer: Any, architecture: str, config: dict[str, Any]) -> N
     writer.add_rope_freq_base(float(rope.get("rope_theta", config.get("rope_theta", 10000.0))))
     writer.add_expert_count(config.get("num_experts") or config["num_local_experts"])
     writer.add_expert_used_count(config["num_experts_per_tok"])
-    writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    writer.add_expert_feed_forward_length(config.get("moe_intermediate_size") or config["intermediate_size"])
+    if config.get("sliding_window"):
+        writer.add_sliding_window(config["sliding_window"])
+    if rope.get("rope_type") == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
     if config.get("head_dim"):
         writer.add_key_length(config["head_dim"])
     _write_tokenizer(writer, config["vocab_size"])
@@ -113,15 +121,29 @@ def _gguf_tensors(checkpoint: Checkpoint) -> dict[str, np.ndarray[Any, Any]]:
         value = checkpoint.values(name)
         if match := _EXPERT.fullmatch(name):
             experts.setdefault(f"blk.{match[1]}.ffn_{match[3]}_exps.weight", {})[int(match[2])] = value
+        elif match := _PACKED.fullmatch(name):
+            found |= {f"blk.{match[1]}.{leaf}": part for leaf, part in _packed_parts(match[2], value).items()}
         elif name in outer:
             found[outer[name]] = value
         elif match := _LAYER.fullmatch(name):
             value = value[0] if match[2] == "mlp.shared_expert_gate" else value
-            found[f"blk.{match[1]}.{_LEAVES[match[2]]}.{match[3]}"] = value
+            leaves = _LEAVES | (_GPT_OSS_LEAVES if checkpoint.config()["model_type"] == "gpt_oss" else {})
+            found[f"blk.{match[1]}.{leaves[match[2]]}.{match[3]}"] = value
         else:
             raise ValueError(f"{name} has no place in a GGUF file")
     found |= {name: np.stack([values[number] for number in sorted(values)]) for name, values in experts.items()}
     return found
+
+
+def _packed_parts(name: str, value: np.ndarray[Any, Any]) -> dict[str, np.ndarray[Any, Any]]:
+    """gpt_oss: gate and up take turns in the last dimension, which is the outputs; llama.cpp has them apart, outputs first."""
+    if name == "self_attn.sinks":
+        return {"attn_sinks.weight": value}
+    leaf = "bias" if name.endswith("_bias") else "weight"
+    value = value if leaf == "bias" else np.ascontiguousarray(value.transpose(0, 2, 1))
+    if "down_proj" in name:
+        return {f"ffn_down_exps.{leaf}": value}
+    return {f"ffn_gate_exps.{leaf}": value[:, ::2].copy(), f"ffn_up_exps.{leaf}": value[:, 1::2].copy()}
 
 
 def _add(writer: Any, name: str, value: np.ndarray[Any, Any], format_name: str, seed: int) -> None:

@@ -15,7 +15,7 @@ gguf = pytest.importorskip("gguf", reason="the gguf package is an extra of the t
 pytestmark = pytest.mark.transformers
 
 
-@pytest.fixture(scope="module", params=["qwen3_moe", "qwen2_moe"])
+@pytest.fixture(scope="module", params=["qwen3_moe", "qwen2_moe", "gpt_oss"])
 def source(request, tmp_path_factory):
     directory = tmp_path_factory.mktemp(request.param)
     options = MakeOptions(
@@ -49,7 +49,10 @@ def test_the_hosts_weights_are_those_of_the_file(source, tmp_path):
     assert type(ours) is type(theirs)
     assert ours.state_dict().keys() == expected.keys()
     assert [name for name, value in ours.state_dict().items() if not torch.equal(value, expected[name])] == []
-    for field in ("moe_intermediate_size", "num_experts", "num_experts_per_tok", "num_hidden_layers", "vocab_size", "head_dim"):
+    for field in (
+        "moe_intermediate_size", "num_experts", "num_experts_per_tok", "num_hidden_layers", "vocab_size", "head_dim",
+        "layer_types", "num_attention_heads", "num_key_value_heads", "sliding_window", "tie_word_embeddings", "rope_parameters",
+    ):  # fmt: skip
         assert getattr(ours.config, field, None) == getattr(theirs.config, field, None), field
 
 
@@ -59,9 +62,11 @@ def test_layers_keep_the_formats_they_are_stored_in(source, tmp_path):
     spec = model_spec(write(source, tmp_path / "m.gguf", "q4_k", down="q6_k"))
     layer = spec.layers[1]
     assert (spec.dtype, layer.name, layer.num_experts, layer.top_k) == ("bf16", "model.layers.1.mlp.experts", 4, 2)
-    assert (layer.weight_dtype, layer.expert_bytes) == ("q4_k+q6_k", 256 * (2 * 144 + 210))
+    bias_bytes = 3 * 256 * 4 if layer.ffn.has_down_bias else 0
+    assert (layer.weight_dtype, layer.expert_bytes) == ("q4_k+q6_k", 256 * (2 * 144 + 210) + bias_bytes)
     assert (layer.resident_dtype("int8"), layer.resident_bytes("auto")) == ("q4_k+q6_k", layer.expert_bytes)
     assert layer.ffn.gate_tensor.name == "blk.1.ffn_gate_exps.weight"
+    assert (layer.ffn.gate_tensor.part, layer.ffn.gate_tensor.is_transposed) == ("all", False)
 
 
 def test_a_split_file_is_the_same_model(source, tmp_path):
