@@ -16,7 +16,7 @@ from dflash_moe.model.checkpoint import Checkpoint
 from dflash_moe.testing.weight_blocks import random_blocks
 
 # What the gguf package can quantise to; blocks of other formats are random (a test needs valid weights, not good ones).
-QUANTISABLE = {"f32": "F32", "f16": "F16", "bf16": "BF16", "q8_0": "Q8_0", "q4_0": "Q4_0"}
+QUANTISABLE = {"f32": "F32", "f16": "F16", "bf16": "BF16", "q8_0": "Q8_0", "q4_0": "Q4_0", "gguf_mxfp4": "MXFP4"}
 _ARCHITECTURES = {"qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss"}
 _LEAVES = {
     "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.q_proj": "attn_q",
