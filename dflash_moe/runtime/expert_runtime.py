@@ -304,6 +304,8 @@ class ExpertRuntime:
     def _explained(self, error: WorkerError) -> WorkerError:
         """The same error with what else is known: how a lost worker's process ended and what it logged."""
         self._note_worn_out()
+        if not self._finalizer.alive:
+            return type(error)(f"the runtime was closed before this call was done; take results before close() ({error})")
         if not isinstance(error, WorkerLost):
             return error
         text = str(error)

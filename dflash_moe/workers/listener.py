@@ -7,6 +7,7 @@ SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import logging
 import os
@@ -31,6 +32,11 @@ log = logging.getLogger(__name__)
 MAX_UNAUTHENTICATED = 16  # handshakes under way; further strangers are hung up on at once
 BACKLOG = 16
 ACCEPT_RETRY_S = 0.1
+_TCP_REMEDIES = {
+    errno.EADDRINUSE: "another program listens there; stop it or take another port",
+    errno.EADDRNOTAVAIL: "this machine has no such address; take one of its own, or 0.0.0.0 for all of them",
+    errno.EACCES: "ports below 1024 belong to root; take a higher one",
+}
 LOCK_S = 5.0  # another worker holds the directory lock only while it binds
 
 
@@ -44,7 +50,8 @@ def open_tcp_listener(host: str, port: int) -> socket.socket:
         sock.listen(BACKLOG)
     except OSError as error:
         sock.close()
-        raise ConfigError(f"cannot listen on tcp://{host}:{port}: {error.strerror}") from None
+        remedy = _TCP_REMEDIES.get(error.errno or 0, "check the worker's address in the topology, or pass --listen")
+        raise ConfigError(f"cannot listen on tcp://{host}:{port}: {error.strerror}; {remedy}") from None
     return sock
 
 
@@ -54,7 +61,7 @@ def open_unix_listener(path: str) -> socket.socket:
     try:
         lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
-        raise ConfigError(f"cannot listen on unix://{path}: {directory}: {error.strerror}") from None
+        raise ConfigError(f"cannot listen on unix://{path}: {directory}: {error.strerror}; make that folder first") from None
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         _lock_directory(lock, path)
@@ -65,7 +72,7 @@ def open_unix_listener(path: str) -> socket.socket:
         sock.listen(BACKLOG)
     except OSError as error:
         sock.close()
-        raise ConfigError(f"cannot listen on unix://{path}: {error.strerror}") from None
+        raise ConfigError(f"cannot listen on unix://{path}: {error.strerror}; take a path in a folder of yours") from None
     except DflashError:
         sock.close()
         raise

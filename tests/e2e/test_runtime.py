@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dflash_moe.errors import ConfigError, UnsupportedError
+from dflash_moe.errors import ConfigError, UnsupportedError, WorkerLost
 from dflash_moe.model.spec import ModelSpec
 from dflash_moe.runtime.expert_runtime import ExpertRuntime
 from dflash_moe.topology import Topology
@@ -251,6 +251,15 @@ def test_a_closed_runtime_refuses_calls_and_keeps_its_last_counters(spec: ModelS
     with pytest.raises(ConfigError, match="closed"):
         call(runtime, 0, make_batch(3))
     assert runtime.stats()["calls"] == 1
+
+
+def test_a_result_that_is_taken_after_close_says_that_the_runtime_was_closed(spec: ModelSpec) -> None:
+    slow = Topology.parse("version: 1\nworkers:\n  - {name: w0, backend: cpu, threads: 1, emulate: {delay_ms: 5000}}\n")
+    batch = make_batch(3)
+    with ExpertRuntime.start(slow, model=spec) as runtime:
+        call = runtime.submit(0, batch.hidden_states, batch.topk_ids, batch.topk_weights)
+    with pytest.raises(WorkerLost, match="the runtime was closed before this call was done; take results before close"):
+        call.result(timeout=20)
 
 
 def test_a_closed_runtime_cannot_be_entered_or_asked_for_worker_counters(spec: ModelSpec) -> None:
