@@ -66,7 +66,7 @@ def busy_refusal(worker: str) -> Refusal:
 
 
 def to_error(refusal: Refusal, *, worker: str) -> DflashError:
-    """The Python error of a Refusal, prefixed with the worker's name unless it begins so; an unknown code becomes WorkerError."""
+    """The Python error of a Refusal; its text begins with the worker's name, once. An unknown code becomes WorkerError."""
     cls = ERROR_CLASSES.get(refusal.code, WorkerError)
     text = "".join(char if char.isprintable() or char == "\n" else "?" for char in refusal.text)
     return cls(text if text.startswith(f"worker {worker}") else f"worker {worker}: {text}")
