@@ -1,0 +1,202 @@
+"""How fast a worker loads experts, packing included, against what reading the same file costs. Interleaved rounds.
+
+    python bench/campaigns/weight_loading.py [--rounds 7] [--threads 2] [--out bench/results/weight_loading.json]
+
+Rows per format: `load` (define, read, check, pack or quantise, drop pages), `into memory` (the file read into fresh memory of
+the process: the least a loader does that keeps what it reads) and `page cache` (read through one small buffer, nothing kept).
+Bytes are those of the file. Needs the gguf package and 3 GB of disk and memory; about two minutes.
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import mmap
+import os
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+
+from dflash_moe import _core
+from dflash_moe.bench.harness import Recorder, run_rounds
+from dflash_moe.bench.results import timing_fields
+from dflash_moe.model.checkpoint import Checkpoint
+from dflash_moe.model.expert_loading import load_experts
+from dflash_moe.model.ffn import FfnSpec, TensorPattern
+from dflash_moe.telemetry.memory import process_memory
+from dflash_moe.testing.tiny import tiny_checkpoint, tiny_ffn
+from dflash_moe.testing.weight_blocks import random_blocks
+
+RESULT = Path(__file__).resolve().parents[1] / "results" / "weight_loading.json"
+LAYERS, EXPERTS, HIDDEN, WIDTH = 2, 64, 2048, 768  # 1.2 GB in bf16
+BUFFER_BYTES = 1 << 20
+HUGE_PAGES = 14  # MADV_HUGEPAGE, as the worker asks for its own memory
+FORMATS = (("bf16", "bf16"), ("bf16", "int8_g32"), ("bf16", "int4_g32"), ("q8_0", "q8_0"), ("q4_k", "q4_k"))
+
+
+def main() -> int:
+    """See the module text."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=7, help="measured rounds [7]")
+    parser.add_argument("--threads", type=int, default=2, help="of the worker, and of the reading [2]")
+    parser.add_argument("--experts", type=int, default=EXPERTS, help="of a layer; fewer for a trial [64]")
+    parser.add_argument("--out", type=Path, default=RESULT, help="result file [bench/results/weight_loading.json]")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        recorder = Recorder(arguments.out)
+        recorder.begin("weight_loading", {"threads": arguments.threads, "experts": arguments.experts, "layers": LAYERS})
+        with recorder.recording():
+            cases = _cases(Path(folder), arguments.experts, arguments.threads)
+            run_rounds(recorder, cases, rounds=arguments.rounds)
+        _show(cases)
+    return 0
+
+
+@dataclass(slots=True)
+class _Case:
+    """One way of going through one file; `run` returns bytes of anonymous memory beyond what it keeps."""
+
+    label: str
+    fields: dict[str, Any]
+    num_bytes: int
+    run: Callable[[], int]
+    rounds: int | None = None
+    samples_s: list[float] = field(default_factory=list)
+    beyond: int = 0
+
+    def measure(self, *, keep: bool) -> None:
+        started = time.perf_counter()
+        beyond = self.run()
+        if keep:
+            self.samples_s.append(time.perf_counter() - started)
+            self.beyond = max(self.beyond, beyond)
+
+    def row(self) -> dict[str, Any] | None:
+        if not self.samples_s:
+            return None
+        speed = self.num_bytes / statistics.median(self.samples_s)
+        own = {"name": self.label, **self.fields, "file_bytes": self.num_bytes, "bytes_per_s": speed}
+        return own | {"anonymous_beyond_packed_bytes": self.beyond} | timing_fields(self.samples_s)
+
+
+def _cases(folder: Path, num_experts: int, threads: int) -> list[_Case]:
+    cases: list[_Case] = []
+    files: dict[str, tuple[Checkpoint, Callable[[int], FfnSpec]]] = {}
+    for stored, resident in FORMATS:
+        if stored not in files:
+            files[stored] = _write(folder / stored, stored, num_experts)
+            path = files[stored][0].files[0]
+            size = path.stat().st_size
+            for name, keeps in (("into memory", True), ("page cache", False)):
+                fields = {"kind": name, "format": stored}
+                cases.append(_Case(f"{stored} {name}", fields, size, _reading(path, threads, keeps)))
+        checkpoint, ffn = files[stored]
+        size = checkpoint.files[0].stat().st_size
+        fields = {"kind": "load", "format": stored, "resident": resident}
+        run = _loading(checkpoint, ffn, num_experts, resident, threads)
+        cases.append(_Case(f"{stored} load as {resident}", fields, size, run))
+    return cases
+
+
+def _write(folder: Path, stored: str, num_experts: int) -> tuple[Checkpoint, Callable[[int], FfnSpec]]:
+    if stored == "bf16":
+        sizes = {"hidden_size": HIDDEN, "moe_intermediate_size": WIDTH, "num_experts": num_experts, "num_layers": LAYERS}
+        tiny_checkpoint(folder, dtype="bf16", **sizes)
+        return Checkpoint.open(folder), lambda layer: tiny_ffn(layer, HIDDEN, WIDTH)
+    folder.mkdir()
+    path = folder / "model.gguf"
+    writer = gguf.GGUFWriter(str(path), "qwen3moe")
+    kind = gguf.GGMLQuantizationType[stored.upper()]
+    for layer in range(LAYERS):
+        for name, outputs, inputs in (("gate", WIDTH, HIDDEN), ("up", WIDTH, HIDDEN), ("down", HIDDEN, WIDTH)):
+            one = random_blocks(stored, outputs, inputs, seed=layer)
+            writer.add_tensor(f"blk.{layer}.ffn_{name}_exps.weight", np.stack([one] * num_experts), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+    def ffn(layer: int) -> FfnSpec:
+        names = {name: TensorPattern(f"blk.{layer}.ffn_{name}_exps.weight", True) for name in ("gate", "up", "down")}
+        tensors = {f"{name}_tensor": pattern for name, pattern in names.items()}
+        return FfnSpec(in_size=HIDDEN, intermediate_size=WIDTH, out_size=HIDDEN, **tensors)
+
+    return Checkpoint.open(path), ffn
+
+
+def _loading(
+    checkpoint: Checkpoint, ffn: Callable[[int], FfnSpec], experts: int, resident: str, threads: int
+) -> Callable[[], int]:
+    def run() -> int:
+        before = process_memory().anonymous_bytes
+        worker = _core.Worker(name="load", isa=_core.best_isa(), num_threads=threads)
+        peak = 0
+
+        def watch(_count: int) -> None:
+            nonlocal peak
+            peak = max(peak, process_memory().anonymous_bytes - before)
+
+        for layer in range(LAYERS):
+            worker.define_shard(layer, 0, ffn(layer).kernel_spec(), experts, resident, 1)
+            load_experts(worker, checkpoint, ffn(layer), range(experts), layer=layer, shard=0, threads=threads, report=watch)
+            checkpoint.drop_pages()
+        return peak - worker.resident_bytes()
+
+    return run
+
+
+def _reading(path: Path, threads: int, keeps: bool) -> Callable[[], int]:
+    size = path.stat().st_size
+
+    def run() -> int:
+        descriptor = os.open(path, os.O_RDONLY)
+        own = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        with mmap.mmap(-1, size if keeps else threads * BUFFER_BYTES, own) as memory:
+            ctypes.CDLL(None).madvise(ctypes.c_void_p(_address(memory)), ctypes.c_size_t(len(memory)), HUGE_PAGES)
+            view = memoryview(memory)
+
+            def read(part: int) -> None:
+                at, end = size * part // threads, size * (part + 1) // threads
+                while at < end:
+                    start = at if keeps else part * BUFFER_BYTES
+                    at += os.preadv(descriptor, [view[start : start + min(BUFFER_BYTES, end - at)]], at)
+
+            readers = [threading.Thread(target=read, args=(part,)) for part in range(threads)]
+            for reader in readers:
+                reader.start()
+            for reader in readers:
+                reader.join()
+            view.release()
+        os.close(descriptor)
+        return 0
+
+    return run
+
+
+def _address(memory: mmap.mmap) -> int:
+    held = (ctypes.c_char * len(memory)).from_buffer(memory)
+    return ctypes.addressof(held)
+
+
+def _show(cases: list[_Case]) -> None:
+    speeds = {case.label: case.num_bytes / statistics.median(case.samples_s) for case in cases}
+    for case in cases:
+        share = ""
+        if case.fields["kind"] == "load":
+            ratio = speeds[case.label] / speeds[f"{case.fields['format']} into memory"]
+            share = f", {ratio:.2f} of into memory, {case.beyond / 2**20:.0f} MiB beyond the packed experts"
+        print(f"{case.label:>24}: {speeds[case.label] / 1e9:6.2f} GB/s{share}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
