@@ -39,10 +39,23 @@ def summarise(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
                 "rounds": len(ratios),
                 "ratios_to_better_fixed": ratios,
                 "median_ratio": statistics.median(ratios),
-                "predictions": largest_predictions(own["auto"].get("auto") or {}),
+                "predictions": median_predictions(own["auto"]),
                 "same_bits": len({digest for row in (own["auto"], *fixed) for digest in row["digests"]}) == 1,
             }
         )
+    return found
+
+
+def median_predictions(row: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Per worker what the last round took; predicted_s, measured_s and deviation are medians over the rounds' own medians."""
+    rounds = row.get("predictions") or [largest_predictions(row.get("auto") or {})]
+    found = {}
+    for name, last in rounds[-1].items():
+        medians = {}
+        for key in ("predicted_s", "measured_s", "deviation"):
+            values = [one[name][key] for one in rounds if name in one and one[name][key] is not None]
+            medians[key] = statistics.median(values) if values else None
+        found[name] = {**last, **medians, "rounds": len(rounds)}
     return found
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from dflash_moe.bench.forward import Sample, measure_once, random_prompt, settle
 from dflash_moe.bench.harness import Recorder, run_rounds
-from dflash_moe.bench.mode_summary import summarise
+from dflash_moe.bench.mode_summary import largest_predictions, summarise
 from dflash_moe.bench.model_host import LOCAL, Host, describe_topology, open_hosts, resident_memory
 from dflash_moe.bench.results import BenchResult, timing_fields
 from dflash_moe.bench.timeline import capture_timeline
@@ -54,7 +54,8 @@ class Series:
     dtype: str
     samples: list[Sample] = field(default_factory=list)
     reason: str = ""  # why the runtime took what it took, in its words
-    auto: Mapping[str, Any] | None = None  # per worker: model, choice, prediction (mode auto)
+    auto: Mapping[str, Any] | None = None  # per worker: model, choice, prediction (mode auto), of the last round
+    predictions: list[dict[str, dict[str, Any]]] = field(default_factory=list)  # of every kept round, per worker
 
     def row(self) -> dict[str, Any]:
         """The result row; counts are of the last prefill (only those of `auto` may vary between rounds)."""
@@ -74,6 +75,7 @@ class Series:
         row["digests"] = sorted({sample.digest for sample in self.samples})
         if self.auto is not None:
             row["auto"] = dict(self.auto)
+            row["predictions"] = self.predictions
         return row
 
 
@@ -94,6 +96,8 @@ def _measure(model: Any, runtime: ExpertRuntime, input_ids: Any, series: Series,
         series.auto = stats.get("auto")
     if keep:
         series.samples.append(sample)
+        if series.auto is not None:
+            series.predictions.append(largest_predictions(series.auto))
 
 
 @dataclass(slots=True)

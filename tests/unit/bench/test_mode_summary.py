@@ -60,3 +60,17 @@ def test_different_bits_are_told():
 def test_without_auto_or_a_fixed_mode_there_is_nothing_to_say():
     assert summarise([row("batched", [1.0]), row("local", [1.0])]) == []
     assert summarise([row("auto", [1.0])]) == []
+
+
+def test_predictions_are_medians_over_the_rounds_and_the_choice_is_the_last_rounds():
+    def prediction(predicted, measured, slices):
+        deviation = None if measured is None else abs(predicted / measured - 1)
+        return {"w0": {"num_slices": slices, "predicted_s": predicted, "measured_s": measured, "deviation": deviation}}
+
+    auto = row("auto", [1.0, 1.0, 1.0]) | {
+        "predictions": [prediction(1.0, None, 1), prediction(1.0, 1.0, 2), prediction(2.0, 4.0, 4)],
+    }
+    (entry,) = summarise([row("batched", [1.0, 1.0, 1.0]), auto])
+    found = entry["predictions"]["w0"]
+    assert (found["num_slices"], found["rounds"]) == (4, 3)
+    assert (found["predicted_s"], found["measured_s"], found["deviation"]) == (1.0, 2.5, 0.25)
