@@ -64,6 +64,11 @@ py::array_t<float> requantize(const std::string& format_name, const FloatArray& 
   return held;
 }
 
+uint64_t packed_bytes(const py::dict& spec, uint32_t num_experts, const std::string& weight_dtype, const std::string& isa) {
+  return compute::CpuBackend::predicted_bytes(unwrap(compute::parse_isa(isa)), parse_ffn_spec(spec), num_experts,
+                                              unwrap(compute::parse_resident_formats(weight_dtype)));
+}
+
 }  // namespace
 
 ByteMatrix byte_matrix(const std::string& format_name, const py::buffer& data, uint32_t outputs, uint32_t inputs, const py::buffer& scales) {
@@ -100,6 +105,7 @@ ByteMatrix byte_matrix(const std::string& format_name, const py::buffer& data, u
 void bind_formats(py::module_& module) {
   module.def("weight_formats", &weight_formats);
   module.def("dequantize", &dequantize, py::arg("format"), py::arg("data"), py::arg("outputs"), py::arg("inputs"), py::arg("scales") = py::bytes());
+  module.def("packed_bytes", &packed_bytes, py::kw_only(), py::arg("spec"), py::arg("num_experts"), py::arg("weight_dtype"), py::arg("isa"));
   module.def("requantize", &requantize, py::arg("format"), py::arg("values"));
 }
 

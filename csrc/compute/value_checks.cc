@@ -1,5 +1,6 @@
 // Scales that are NaN or infinite, and values that cannot be quantised: found while the rows are in the cache for packing.
 // SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <string>
@@ -35,10 +36,13 @@ uint32_t first_bad_block(const MatrixView& matrix, const uint8_t* row) {
 
 uint32_t first_bad_fp8(const MatrixView& matrix, uint32_t output, const uint8_t* row) {
   const std::byte* scales = matrix.scales + output / kFp8BlockWidth * matrix.scales_stride;
-  for (uint32_t i = 0; i < matrix.inputs; ++i) {
+  for (uint32_t begin = 0; begin < matrix.inputs; begin += kFp8BlockWidth) {
     float scale;
-    std::memcpy(&scale, scales + size_t{i} / kFp8BlockWidth * sizeof(float), sizeof(float));
-    if (!std::isfinite(scale) || (row[i] & 0x7fu) == 0x7fu) return i;
+    std::memcpy(&scale, scales + size_t{begin} / kFp8BlockWidth * sizeof(float), sizeof(float));
+    if (!std::isfinite(scale)) return begin;
+    const uint32_t end = std::min(begin + kFp8BlockWidth, matrix.inputs);
+    const auto* found = std::find_if(row + begin, row + end, [](uint8_t code) { return (code & 0x7fu) == 0x7fu; });
+    if (found != row + end) return static_cast<uint32_t>(found - row);
   }
   return matrix.inputs;
 }

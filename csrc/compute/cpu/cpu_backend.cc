@@ -109,4 +109,9 @@ Result<std::unique_ptr<ExpertLayer>> CpuBackend::create_layer(const FfnSpec& spe
   return std::unique_ptr<ExpertLayer>(std::make_unique<CpuLayer>(spec, std::move(experts).value(), kernels, *state_->pool));
 }
 
+uint64_t CpuBackend::predicted_bytes(Isa isa, const FfnSpec& spec, uint32_t num_local_experts, ResidentFormats formats) {
+  if (isa == Isa::kReference) formats = WeightFormat::kF32;  // it keeps float32 copies
+  return PackedExperts::predicted_bytes(spec, num_local_experts, formats, kernel_set(isa).panel_width);
+}
+
 }  // namespace dflash::compute

@@ -32,6 +32,9 @@ class CpuBackend {
   // Experts keep `formats` when resident; kernels dequantise to the very float32 of the format's formula.
   Result<std::unique_ptr<ExpertLayer>> create_layer(const FfnSpec& spec, uint32_t num_local_experts, ResidentFormats formats);
 
+  // Bytes that a layer of `num_local_experts` experts will hold with the kernels of `isa`, biases aside.
+  static uint64_t predicted_bytes(Isa isa, const FfnSpec& spec, uint32_t num_local_experts, ResidentFormats formats);
+
  private:
   CpuBackend();
   struct State;

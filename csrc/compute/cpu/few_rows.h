@@ -17,10 +17,14 @@ constexpr int panels_at_once(int num_rows) {
   return 8 * num_rows <= V::kAccumulators ? 4 : 4 * num_rows <= V::kAccumulators ? 2 : 1;
 }
 
-// Fetches `num_bytes` of weights some way ahead. Measured on Zen 5 over 0.5..4 KiB: 1 KiB streams best.
-template <size_t kBytes>
-inline void prefetch_ahead(const void* from) {
-  constexpr size_t kAhead = 1024;
+// How far ahead weights are fetched, per panel: about what is under way from memory in one latency (4 KiB at 40 GB/s and 100 ns), and
+// twice that where the next group's arithmetic holds back the loads. Measured on Zen 5 over 1..8 KiB.
+inline constexpr size_t kFloatAhead = 1024;      // four panels side by side
+inline constexpr size_t kQuantizedAhead = 4096;  // two
+
+// Fetches the kBytes of weights that lie kAhead bytes further on in each of the streams that are read side by side.
+template <size_t kBytes, size_t kAhead>
+[[gnu::always_inline]] inline void prefetch_ahead(const void* from) {
   if constexpr (kBytes >= 32) {  // shorter steps (one lane) are bound by arithmetic
     for (size_t line = 0; line < kBytes; line += 64) __builtin_prefetch(static_cast<const char*>(from) + kAhead + line);
   }
@@ -28,7 +32,7 @@ inline void prefetch_ahead(const void* from) {
 
 // Adds the sums of one K block to `tile`, or stores them where it is the first.
 template <class V, int M, int N>
-inline void store_sums(const typename V::F (&sums)[M][N], bool is_first, float* tile, size_t tile_stride) {
+[[gnu::always_inline]] inline void store_sums(const typename V::F (&sums)[M][N], bool is_first, float* tile, size_t tile_stride) {
 #pragma GCC unroll 12
   for (int m = 0; m < M; ++m) {
 #pragma GCC unroll 8
@@ -63,7 +67,7 @@ struct FloatKernel {
       for (int p = 0; p < NP; ++p) {
         F weights[2];
         const W* step = reinterpret_cast<const W*>(panels + static_cast<size_t>(p) * panel_bytes) + k * kPanelWidth<V>;
-        prefetch_ahead<sizeof(W) * kPanelWidth<V>>(step);
+        prefetch_ahead<sizeof(W) * kPanelWidth<V>, kFloatAhead>(step);
         V::load_weights(step, weights);
 #pragma GCC unroll 12
         for (int m = 0; m < M; ++m) {
@@ -104,7 +108,6 @@ struct QuantizedKernel {
       for (int p = 0; p < NP; ++p) {
         const uint8_t* record = record_of(panels + static_cast<size_t>(p) * panel_bytes, k);
         groups[p] = Q::open(record, k % kLayout.record_inputs / kLayout.group_inputs);
-        prefetch_ahead<kLayout.group_bytes() * kPanelWidth<V>>(groups[p].codes);
       }
       const uint32_t count = k_end - k < kLayout.group_inputs ? k_end - k : kLayout.group_inputs;
       uint32_t s = 0;
@@ -116,11 +119,15 @@ struct QuantizedKernel {
 
   // The inputs of one whole step, every shift a constant.
   template <int M, int NP, uint32_t kInputs>
-  static inline void add_step(const typename Q::Group (&groups)[NP], uint32_t s, const float* const* rows, size_t k,
+  [[gnu::always_inline]] static inline void add_step(const typename Q::Group (&groups)[NP], uint32_t s, const float* const* rows, size_t k,
                               typename V::F (&sums)[M][2 * NP]) {
     typename Q::Step steps[NP];
 #pragma GCC unroll 2
-    for (int p = 0; p < NP; ++p) steps[p] = Q::step(groups[p], s);
+    for (int p = 0; p < NP; ++p) {
+      steps[p] = Q::step(groups[p], s);
+      constexpr size_t kShare = kLayout.group_bytes() * kPanelWidth<V> / (kLayout.group_inputs / kInputs);  // of the group, for this step
+      prefetch_ahead<kShare, kQuantizedAhead>(groups[p].codes + s * kShare);
+    }
 #pragma GCC unroll 8
     for (uint32_t j = 0; j < kInputs; ++j) {
 #pragma GCC unroll 2
@@ -139,7 +146,7 @@ struct QuantizedKernel {
 
   // One input of a step that the matrix ends in.
   template <int M, int NP>
-  static inline void add_input(const typename Q::Group (&groups)[NP], uint32_t s, uint32_t j, const float* const* rows, size_t k,
+  [[gnu::always_inline]] static inline void add_input(const typename Q::Group (&groups)[NP], uint32_t s, uint32_t j, const float* const* rows, size_t k,
                                typename V::F (&sums)[M][2 * NP]) {
     for (int p = 0; p < NP; ++p) {
       typename V::F weights[2];

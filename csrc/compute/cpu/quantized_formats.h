@@ -2,6 +2,8 @@
 // weights of one input for the panel's two vectors. The operations and their order are those of compute/dequantize.h, so the bits are too.
 // Included by kernel_body.h; no std:: code.
 //
+// Everything here is always inlined: groups and steps live in registers.
+//
 // A format F offers: kStep inputs per step; open(record, group) -> Group; step(group, s) -> Step; weights(group, step, j, pair) for input
 // kStep * s + j. 16-entry tables turn four bits into a float in one permutation; its index may carry other bits above.
 // SPDX-License-Identifier: Apache-2.0
@@ -33,7 +35,7 @@ struct GroupScale {
   using F = typename V::F;
   using Address = GroupAddress<V, kFormat>;
   // The scale of the group for lanes [half * kLanes, ...).
-  static F load(const uint8_t* record, uint32_t group, int half) {
+  [[gnu::always_inline]] static inline F load(const uint8_t* record, uint32_t group, int half) {
     const uint8_t* at = Address::scales(record, group);
     const int lane = half * V::kLanes;
     if constexpr (kFormat == WeightFormat::kInt8G32 || kFormat == WeightFormat::kInt4G32 || kFormat == WeightFormat::kFp8E4m3B128) {
@@ -58,15 +60,16 @@ struct ByteFormat {
   static constexpr uint32_t kStep = 4;
   struct Group { F scale[2]; const uint8_t* codes; };
   struct Step { I words[2]; };
-  static Group open(const uint8_t* record, uint32_t group) {
+  [[gnu::always_inline]] static inline Group open(const uint8_t* record, uint32_t group) {
     using Scale = GroupScale<V, kFormat>;
     return {{Scale::load(record, group, 0), Scale::load(record, group, 1)}, Scale::Address::codes(record, group)};
   }
-  static Step step(const Group& group, uint32_t s) {
+  [[gnu::always_inline]] static inline Step step(const Group& group, uint32_t s) {
     const uint8_t* at = group.codes + s * 8 * V::kLanes;
     return {{V::load_words(at), V::load_words(at + 4 * V::kLanes)}};
   }
-  static void weights(const Group& group, const Step& step, uint32_t j, F* pair) {
+  [[gnu::always_inline]] static inline void weights(const Group& group, const Step& step, uint32_t j, F* pair) {
+#pragma GCC unroll 2
     for (int h = 0; h < 2; ++h) {
       pair[h] = V::mul(V::to_float(V::shift_right_signed(V::shift_left(step.words[h], 24 - 8 * j), 24)), group.scale[h]);
     }
@@ -86,15 +89,16 @@ struct NibbleFormat {
     else if constexpr (kFormat == WeightFormat::kIq4Nl || kFormat == WeightFormat::kIq4Xs) return kIq4Levels;
     else return kMinusEight;
   }
-  static Group open(const uint8_t* record, uint32_t group) {
+  [[gnu::always_inline]] static inline Group open(const uint8_t* record, uint32_t group) {
     using Scale = GroupScale<V, kFormat>;
     return {{Scale::load(record, group, 0), Scale::load(record, group, 1)}, V::table(values()), Scale::Address::codes(record, group)};
   }
-  static Step step(const Group& group, uint32_t s) {
+  [[gnu::always_inline]] static inline Step step(const Group& group, uint32_t s) {
     const uint8_t* at = group.codes + s * 8 * V::kLanes;
     return {{V::load_words(at), V::load_words(at + 4 * V::kLanes)}};
   }
-  static void weights(const Group& group, const Step& step, uint32_t j, F* pair) {
+  [[gnu::always_inline]] static inline void weights(const Group& group, const Step& step, uint32_t j, F* pair) {
+#pragma GCC unroll 2
     for (int h = 0; h < 2; ++h) {
       pair[h] = V::mul(V::look_up(group.table, V::shift_right(step.words[h], 4 * j)), group.scale[h]);
     }
@@ -108,18 +112,20 @@ struct AffineFormat {
   using I = typename V::I;
   static constexpr uint32_t kStep = 8;
   static constexpr bool kHasFifthBit = kFormat == WeightFormat::kQ5K;
-  struct Group { F scale[2]; F offset[2]; typename V::Table table, fifth; const uint8_t* codes; };
+  struct Group { F scale[2]; F minus_offset[2]; typename V::Table table, fifth; const uint8_t* codes; };
   struct Step { I words[2]; I fifth[2]; };
-  static Group open(const uint8_t* record, uint32_t group) {
+  [[gnu::always_inline]] static inline Group open(const uint8_t* record, uint32_t group) {
     using Scale = GroupScale<V, kFormat>;
     constexpr int kWidth = 2 * V::kLanes;
     const uint8_t* minima = Scale::Address::scales(record, group) + kWidth;
     const uint8_t* dmin = record + 2 * kWidth;
+    const F zero = V::set1(0.0f);
     return {{Scale::load(record, group, 0), Scale::load(record, group, 1)},
-            {V::mul(V::load_f16(dmin), V::load_u8(minima)), V::mul(V::load_f16(dmin + 2 * V::kLanes), V::load_u8(minima + V::kLanes))},
+            {V::sub(zero, V::mul(V::load_f16(dmin), V::load_u8(minima))),
+             V::sub(zero, V::mul(V::load_f16(dmin + 2 * V::kLanes), V::load_u8(minima + V::kLanes)))},
             V::table(kPlain), V::table(kFifthBit), Scale::Address::codes(record, group)};
   }
-  static Step step(const Group& group, uint32_t s) {
+  [[gnu::always_inline]] static inline Step step(const Group& group, uint32_t s) {
     const uint8_t* at = group.codes + s * 8 * V::kLanes;
     Step found{{V::load_words(at), V::load_words(at + 4 * V::kLanes)}, {}};
     if constexpr (kHasFifthBit) {
@@ -128,11 +134,13 @@ struct AffineFormat {
     }
     return found;
   }
-  static void weights(const Group& group, const Step& step, uint32_t j, F* pair) {
+  [[gnu::always_inline]] static inline void weights(const Group& group, const Step& step, uint32_t j, F* pair) {
+#pragma GCC unroll 2
     for (int h = 0; h < 2; ++h) {
       F code = V::look_up(group.table, V::shift_right(step.words[h], 4 * j));
       if constexpr (kHasFifthBit) code = V::add(code, V::look_up(group.fifth, V::shift_right(step.fifth[h], j)));
-      pair[h] = V::sub(V::mul(group.scale[h], code), group.offset[h]);
+      // The product is exact (11 + 6 bits of d * scale, 5 of the code), so one rounding is that of the difference.
+      pair[h] = V::fma(group.scale[h], code, group.minus_offset[h]);
     }
   }
 };
@@ -145,18 +153,19 @@ struct SixBitFormat {
   static constexpr uint32_t kStep = 8;
   struct Group { F scale[2]; typename V::Table table, upper; const uint8_t* codes; };
   struct Step { I words[2]; I upper[2]; };
-  static Group open(const uint8_t* record, uint32_t group) {
+  [[gnu::always_inline]] static inline Group open(const uint8_t* record, uint32_t group) {
     using Scale = GroupScale<V, WeightFormat::kQ6K>;
     return {{Scale::load(record, group, 0), Scale::load(record, group, 1)}, V::table(kPlain), V::table(kUpperPair),
             Scale::Address::codes(record, group)};
   }
-  static Step step(const Group& group, uint32_t s) {
+  [[gnu::always_inline]] static inline Step step(const Group& group, uint32_t s) {
     const uint8_t* at = group.codes + s * 8 * V::kLanes;
     const uint8_t* upper = group.codes + 8 * 2 * V::kLanes;
     return {{V::load_words(at), V::load_words(at + 4 * V::kLanes)},
             {V::shift_right(V::load_words(upper), 16 * s), V::shift_right(V::load_words(upper + 4 * V::kLanes), 16 * s)}};
   }
-  static void weights(const Group& group, const Step& step, uint32_t j, F* pair) {
+  [[gnu::always_inline]] static inline void weights(const Group& group, const Step& step, uint32_t j, F* pair) {
+#pragma GCC unroll 2
     for (int h = 0; h < 2; ++h) {
       const F low = V::look_up(group.table, V::shift_right(step.words[h], 4 * j));
       const F code = V::add(low, V::look_up(group.upper, V::shift_right(step.upper[h], 2 * j)));
@@ -172,12 +181,12 @@ struct Fp8Format {
   static constexpr uint32_t kStep = 4;
   struct Group { F scale[2]; const uint8_t* codes; };
   struct Step { const uint8_t* codes; };
-  static Group open(const uint8_t* record, uint32_t group) {
+  [[gnu::always_inline]] static inline Group open(const uint8_t* record, uint32_t group) {
     using Scale = GroupScale<V, WeightFormat::kFp8E4m3B128>;
     return {{Scale::load(record, group, 0), Scale::load(record, group, 1)}, Scale::Address::codes(record, group)};
   }
-  static Step step(const Group& group, uint32_t s) { return {group.codes + s * kStep * 2 * V::kLanes}; }
-  static void weights(const Group& group, const Step& step, uint32_t j, F* pair) {
+  [[gnu::always_inline]] static inline Step step(const Group& group, uint32_t s) { return {group.codes + s * kStep * 2 * V::kLanes}; }
+  [[gnu::always_inline]] static inline void weights(const Group& group, const Step& step, uint32_t j, F* pair) {
     V::load_e4m3(step.codes + j * 2 * V::kLanes, pair);
     for (int h = 0; h < 2; ++h) pair[h] = V::mul(pair[h], group.scale[h]);
   }
