@@ -13,6 +13,8 @@ namespace {
 constexpr double kMaxResidual = 0.20;       // drift above which the curve is fitted anew
 constexpr double kResidualMemory = 1.0 / 8;  // weight of the newest deviation in the mean
 constexpr uint64_t kLeastNewSamples = 4;    // between two fits: one disturbed sample is no drift
+// Between two fits for drift: a fit takes about 20 us, which in decode is as much as the call itself.
+constexpr int64_t kLeastRefitNs = 20'000'000;
 constexpr double kHalfWeightAgeNs = 30e9;   // a sample this old weighs half
 constexpr double kLeastDeviation = 0.03;    // deviations below are timer noise; bounds the reweighting
 constexpr int kReweightings = 6;            // enough for the weights to settle within a percent
@@ -110,17 +112,18 @@ void CostCurve::observe(const CostSample& sample) {
   octave.samples[octave.num_taken++ % kSamplesPerOctave] = sample;
   smallest_units_ = num_samples_ == 0 ? sample.units : std::min(smallest_units_, sample.units);
   ++num_samples_;
-  if (must_refit(octave)) refit(sample.at_ns);
+  if (must_refit(octave, sample.at_ns)) refit(sample.at_ns);
 }
 
 // At the 1st, 2nd, 4th, 8th ... sample of an octave, and on drift.
-bool CostCurve::must_refit(const Octave& octave) const {
+bool CostCurve::must_refit(const Octave& octave, int64_t now) const {
   if (std::has_single_bit(octave.num_taken)) return true;
-  return residual_ > kMaxResidual && num_samples_ - num_at_last_fit_ >= kLeastNewSamples;
+  return residual_ > kMaxResidual && num_samples_ - num_at_last_fit_ >= kLeastNewSamples && now - last_fit_ns_ >= kLeastRefitNs;
 }
 
 void CostCurve::refit(int64_t now) {
   num_at_last_fit_ = num_samples_;
+  last_fit_ns_ = now;
   std::array<Point, kMaxPoints> points;
   std::array<double, kMaxPoints> age_weights;
   size_t count = 0;

@@ -45,7 +45,7 @@ class CostCurve {
     uint32_t num_taken = 0;
   };
 
-  bool must_refit(const Octave& octave) const;
+  bool must_refit(const Octave& octave, int64_t now) const;
   void refit(int64_t now);
 
   std::array<Octave, kOctaves> octaves_{};
@@ -54,6 +54,7 @@ class CostCurve {
   double residual_ = 0;
   uint64_t num_samples_ = 0;
   uint64_t num_at_last_fit_ = 0;
+  int64_t last_fit_ns_ = 0;
 };
 
 }  // namespace dflash::client

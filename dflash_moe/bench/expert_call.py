@@ -43,17 +43,17 @@ def _measure(transport: str, spec: ModelSpec, pinned: tuple[int, int], calls: in
     address = "" if transport == "shared" else f", address: {transport}"
     topology = Topology.parse(f"version: 1\nhost: {{threads: 1}}\nworkers: [{{name: w0, backend: cpu, threads: 1{address}}}]\n")
     tensors = _batch()
-    with ExpertRuntime.start(topology, model=spec, mode="batched") as runtime, _pinned(runtime, pinned):
+    with ExpertRuntime.start(topology, model=spec, mode="batched", profile=1) as runtime, _pinned(runtime, pinned):
         for _ in range(WARMUP_CALLS):
             runtime.experts(0, *tensors)
-        walls, computes = [], []
-        computed_ns = runtime.stats()["totals"]["worker_compute_ns"]
-        for _ in range(calls):
+        runtime.take_traces()
+        walls = []
+        for _ in range(calls):  # back to back, as in a decode step; anything between would let the worker fall asleep
             started = time.perf_counter_ns()
             runtime.experts(0, *tensors)
             walls.append(time.perf_counter_ns() - started)
-            before, computed_ns = computed_ns, runtime.stats()["totals"]["worker_compute_ns"]
-            computes.append(computed_ns - before)
+        traces = runtime.take_traces()  # one slice a call, in order
+        computes = [trace["worker_finished_ns"] - trace["worker_started_ns"] for trace in traces]
     added_us = [(wall - compute) / 1e3 for wall, compute in zip(walls, computes, strict=True)]
     return {
         "name": f"call_{transport}",

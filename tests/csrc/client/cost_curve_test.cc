@@ -61,10 +61,11 @@ TEST_CASE("every fourth sample disturbed by up to a factor of ten moves no predi
 }
 
 TEST_CASE("a worker that becomes three times slower is predicted right after ten samples") {
+  constexpr int64_t kPrefillNs = 40'000'000;  // from one chunk to the next
   CostCurve curve;
-  for (int i = 0; i < 100; ++i) curve.observe(sample(3400, 16, 1.0, i));
+  for (int i = 0; i < 100; ++i) curve.observe(sample(3400, 16, 1.0, i * kPrefillNs));
   CHECK(off(curve, 3400, 16) < 0.02);
-  for (int i = 0; i < 10; ++i) curve.observe(sample(3400, 16, 3.0, 100 + i));
+  for (int i = 0; i < 10; ++i) curve.observe(sample(3400, 16, 3.0, (100 + i) * kPrefillNs));
   CHECK(curve.predict(3400, 16) == doctest::Approx(3 * truth(3400, 16)).epsilon(0.05));
 }
 
