@@ -67,7 +67,7 @@ def measure() -> BenchResult:
                 _error(_output(_with_weights(model.get_submodule(call.name), rounded), call), truth)
                 for call, truth in zip(calls, truths, strict=True)
             ]
-            bits = 8 * FORMATS[name].num_bytes(256, 256) / 256**2
+            bits = 8 * FORMATS[name].stored_bytes(256, 256) / 256**2
             row = {"name": name, "format": name, "bits_per_weight": bits, "errors_rms": errors}
             result.rows.append(row | {"error_rms": sum(errors) / len(errors), "error_worst": max(errors)})
     result.complete = True

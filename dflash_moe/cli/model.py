@@ -107,16 +107,17 @@ def _alike(layers: tuple[LayerSpec, ...]) -> Iterator[list[LayerSpec]]:
 
 
 def _show_fits(found: Inspection) -> None:
+    largest = max(layer.resident_bytes("auto") for layer in found.layers)
     typer.echo(
         f"routed experts: {found.expert_bytes / GIB:.2f} GiB, {sum(layer.num_experts for layer in found.layers)} of them, "
-        f"{GIB // max(layer.expert_bytes for layer in found.layers)} fit in a GiB; "
+        f"{GIB // largest} fit in a GiB; "
         f"the host keeps {found.host_bytes / GIB:.2f} GiB of other weights"
     )
-    smaller = [(weights, size) for weights, size in found.resident_bytes().items() if size != found.expert_bytes]
-    for weights, size in smaller:
+    resident = found.resident_bytes()
+    for weights, size in resident.items() if len(set(resident.values())) > 1 else ():
         typer.echo(f"with `weights: {weights}` at the workers the experts take {size / GIB:.2f} GiB")
     typer.echo()
     table = options.table("worker memory, GiB", "of all experts, %", "workers needed")
     for gib, fraction in found.fits().items():
-        table.add_row(str(gib), f"{100 * fraction:.0f}", str(-(-found.expert_bytes // (gib * GIB))))
+        table.add_row(str(gib), f"{100 * fraction:.0f}", str(-(-resident["auto"] // (gib * GIB))))
     options.show(table)

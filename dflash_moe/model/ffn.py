@@ -7,12 +7,12 @@ SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from dflash_moe.errors import ProtocolError
-from dflash_moe.model.weight_formats import FLOATS, FORMATS, split_formats
+from dflash_moe.model.weight_formats import FLOATS, FORMATS, WeightFormat, split_formats
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu_squared", "identity", "sigmoid", "quick_gelu")
 GATES = ("none", "gated", "clamped_swiglu")
@@ -115,11 +115,18 @@ class FfnSpec:
             values += num_inner * self.intermediate_size
         return values + (self.out_size if self.has_down_bias else 0)
 
-    def num_bytes(self, weight_dtype: str) -> int:
-        """Bytes of one expert kept in `weight_dtype`: a format, or gate's and up's and down's joined by `+`."""
+    def stored_bytes(self, weight_dtype: str) -> int:
+        """Bytes of one expert in a checkpoint in `weight_dtype`: a format, or gate's and up's and down's joined by `+`."""
+        return self._num_bytes(weight_dtype, WeightFormat.stored_bytes)
+
+    def resident_bytes(self, weight_dtype: str) -> int:
+        """Bytes of one expert that a worker keeps in `weight_dtype`."""
+        return self._num_bytes(weight_dtype, WeightFormat.resident_bytes)
+
+    def _num_bytes(self, weight_dtype: str, size_of: Callable[[WeightFormat, int, int], int]) -> int:
         first, down = split_formats(weight_dtype)
-        matrices = (self.num_matrices - 1) * FORMATS[first].num_bytes(self.intermediate_size, self.in_size)
-        matrices += FORMATS[down].num_bytes(self.out_size, self.intermediate_size)
+        matrices = (self.num_matrices - 1) * size_of(FORMATS[first], self.intermediate_size, self.in_size)
+        matrices += size_of(FORMATS[down], self.out_size, self.intermediate_size)
         num_matrix_values = ((self.num_matrices - 1) * self.in_size + self.out_size) * self.intermediate_size
         bias_bytes = FORMATS[first].block_bytes if first in FLOATS else 4
         return matrices + (self.num_values() - num_matrix_values) * bias_bytes

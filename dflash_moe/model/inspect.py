@@ -54,8 +54,9 @@ class Inspection:
     def fits(self) -> dict[int, float]:
         """For a worker's memory in GiB: the fraction of all routed experts it can hold; ends with the first that holds all."""
         found: dict[int, float] = {}
-        for gib in WORKER_GIB if self.expert_bytes else ():
-            found[gib] = min(1.0, gib * GIB / self.expert_bytes)
+        resident = self.resident_bytes()["auto"]
+        for gib in WORKER_GIB if resident else ():
+            found[gib] = min(1.0, gib * GIB / resident)
             if found[gib] == 1.0:
                 break
         return found

@@ -29,7 +29,8 @@ class LayerSpec:
 
     `index` is what callers and the wire name the layer by: the decoder layer's number where the model has one stack, else its
     place in the table. `name` is the experts module's qualified name. `top_k` is for sizing only. `weight_dtype` is the format
-    the weights are stored in and a worker keeps (`weight_formats.join_formats`), `expert_bytes` are those of one expert in it.
+    the weights are stored in and a worker keeps (`weight_formats.join_formats`); `expert_bytes` are those of one expert in the
+    checkpoint.
     """
 
     index: int
@@ -46,7 +47,7 @@ class LayerSpec:
 
     def resident_bytes(self, weights: str) -> int:
         """Bytes of one expert at such a worker."""
-        return self.ffn.num_bytes(self.resident_dtype(weights))
+        return self.ffn.resident_bytes(self.resident_dtype(weights))
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +101,7 @@ def _layer(
     # Kept as stored, whatever the model runs in.
     weight_dtype = join_formats(common_format(first for first, _ in formats), common_format(down for _, down in formats))
     top_k = min(num_experts, _top_k(name, architecture))
-    return LayerSpec(index, name, num_experts, top_k, ffn, weight_dtype, ffn.num_bytes(weight_dtype))
+    return LayerSpec(index, name, num_experts, top_k, ffn, weight_dtype, ffn.stored_bytes(weight_dtype))
 
 
 def _stored_dtype(checkpoint: Checkpoint, ffn: FfnSpec) -> str:

@@ -15,17 +15,26 @@ MXFP4_BLOCK = 32
 
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
-    """`block` values take `block_bytes`; scales that lie apart add `scale_bytes` per `scale_outputs` x `scale_inputs`."""
+    """`block` values take `block_bytes`; scales that lie apart add `scale_bytes` per `scale_outputs` x `scale_inputs`.
+
+    In a worker's memory `record` inputs of an output take `record_bytes` (csrc/compute/cpu/panel_layout.h).
+    """
 
     name: str
     block: int
     block_bytes: int
+    record: int
+    record_bytes: int
     scale_outputs: int = 0
     scale_inputs: int = 0
     scale_bytes: int = 0
 
-    def num_bytes(self, outputs: int, inputs: int) -> int:
-        """Bytes of a matrix, scales included."""
+    def resident_bytes(self, outputs: int, inputs: int) -> int:
+        """Bytes of a matrix in a worker's memory, but for the padding of its last panel."""
+        return outputs * -(-inputs // self.record) * self.record_bytes
+
+    def stored_bytes(self, outputs: int, inputs: int) -> int:
+        """Bytes of a matrix in a checkpoint, scales included."""
         values = outputs * -(-inputs // self.block) * self.block_bytes
         if not self.scale_bytes:
             return values
@@ -35,21 +44,21 @@ class WeightFormat:
 FORMATS = {
     found.name: found
     for found in (
-        WeightFormat("f32", 1, 4),
-        WeightFormat("f16", 1, 2),
-        WeightFormat("bf16", 1, 2),
-        WeightFormat("int8_g32", 32, 32, 1, 32, 4),
-        WeightFormat("int4_g32", 32, 16, 1, 32, 4),
-        WeightFormat("fp8_e4m3_b128", 1, 1, FP8_BLOCK, FP8_BLOCK, 4),
-        WeightFormat("mxfp4", 32, 16, 1, MXFP4_BLOCK, 1),
-        WeightFormat("q8_0", 32, 34),
-        WeightFormat("q4_0", 32, 18),
-        WeightFormat("q4_k", 256, 144),
-        WeightFormat("q5_k", 256, 176),
-        WeightFormat("q6_k", 256, 210),
-        WeightFormat("gguf_mxfp4", 32, 17),
-        WeightFormat("iq4_nl", 32, 18),
-        WeightFormat("iq4_xs", 256, 136),
+        WeightFormat("f32", 1, 4, 1, 4),
+        WeightFormat("f16", 1, 2, 1, 2),
+        WeightFormat("bf16", 1, 2, 1, 2),
+        WeightFormat("int8_g32", 32, 32, 32, 36, 1, 32, 4),
+        WeightFormat("int4_g32", 32, 16, 32, 20, 1, 32, 4),
+        WeightFormat("fp8_e4m3_b128", 1, 1, 128, 132, FP8_BLOCK, FP8_BLOCK, 4),
+        WeightFormat("mxfp4", 32, 16, 32, 17, 1, MXFP4_BLOCK, 1),
+        WeightFormat("q8_0", 32, 34, 32, 34),
+        WeightFormat("q4_0", 32, 18, 32, 18),
+        WeightFormat("q4_k", 256, 144, 256, 148),
+        WeightFormat("q5_k", 256, 176, 256, 180),
+        WeightFormat("q6_k", 256, 210, 256, 210),
+        WeightFormat("gguf_mxfp4", 32, 17, 32, 17),
+        WeightFormat("iq4_nl", 32, 18, 32, 18),
+        WeightFormat("iq4_xs", 256, 136, 256, 138),
     )
 }
 FLOATS = ("f32", "f16", "bf16")

@@ -27,8 +27,6 @@ class PlacedLayer(Protocol):
     def name(self) -> str: ...
     @property
     def num_experts(self) -> int: ...
-    @property
-    def expert_bytes(self) -> int: ...
     def resident_bytes(self, weights: str) -> int:
         """Of one expert at a worker with this `weights`."""
 
@@ -74,7 +72,7 @@ def plan_placement(layers: Sequence[PlacedLayer], topology: Topology) -> Placeme
     """
     assigned = policies.assign(layers, topology)
     weights = {worker.name: worker.weights for worker in topology.workers}
-    sizes = tuple({kept: policies.resident_bytes(layer, kept) for kept in {"auto", *weights.values()}} for layer in layers)
+    sizes = tuple({kept: layer.resident_bytes(kept) for kept in {"auto", *weights.values()}} for layer in layers)
     placement = Placement(tuple(_shards_of_layer(assignment, weights) for assignment in assigned), sizes)
     _check_memory(layers, placement, topology)
     return placement
@@ -101,7 +99,7 @@ def _shortfall(layers: Sequence[PlacedLayer], placement: Placement, worker: Work
     counts = sorted({len(shard.experts) for _, shard in placement.shards_of(worker.name)})
     span = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
     held = [at for at, _ in placement.shards_of(worker.name)]
-    fits = memory // sum(policies.resident_bytes(layers[at], worker.weights) for at in held)
+    fits = memory // sum(layers[at].resident_bytes(worker.weights) for at in held)
     return (
         f"worker {worker.name} needs {format_bytes(needed)} for {len(held)} layers x {span} experts but has "
         f"memory: {format_bytes(memory)}; short by {format_bytes(needed - memory)}; it fits {fits} experts a layer. "

@@ -32,12 +32,7 @@ def assign(layers: Sequence[PlacedLayer], topology: Topology) -> list[dict[str, 
 
 def host_budget(layers: Sequence[PlacedLayer], topology: Topology) -> int:
     """Bytes of routed experts that may stay at the host; a percentage is one of all routed experts."""
-    return topology.host.experts_memory.resolve(sum(layer.num_experts * layer.expert_bytes for layer in layers))
-
-
-def resident_bytes(layer: PlacedLayer, weights: str) -> int:
-    """Of one expert of the layer at a worker with this `weights`."""
-    return layer.expert_bytes if weights == "auto" else layer.resident_bytes(weights)
+    return topology.host.experts_memory.resolve(sum(layer.num_experts * layer.resident_bytes("auto") for layer in layers))
 
 
 def _kept_at_host(layers: Sequence[PlacedLayer], topology: Topology) -> list[int]:
@@ -48,9 +43,9 @@ def _kept_at_host(layers: Sequence[PlacedLayer], topology: Topology) -> list[int
     while open_layers:
         still_open = []
         for at in open_layers:
-            if kept[at] < layers[at].num_experts and layers[at].expert_bytes <= budget:
+            if kept[at] < layers[at].num_experts and layers[at].resident_bytes("auto") <= budget:
                 kept[at] += 1
-                budget -= layers[at].expert_bytes
+                budget -= layers[at].resident_bytes("auto")
                 still_open.append(at)
         open_layers = still_open
     return kept
@@ -64,7 +59,7 @@ def _even_counts(num_experts: int, topology: Topology) -> dict[str, int]:
 def _counts_by_memory(layers: Sequence[PlacedLayer], topology: Topology, kept: Sequence[int]) -> list[dict[str, int]]:
     """Every layer is shared in proportion to the memory that each worker has left, so that all fill up together."""
     left = {worker.name: worker.memory or 0 for worker in topology.workers}
-    sizes = [{worker.name: resident_bytes(layer, worker.weights) for worker in topology.workers} for layer in layers]
+    sizes = [{worker.name: layer.resident_bytes(worker.weights) for worker in topology.workers} for layer in layers]
     numbers = [layer.num_experts - at_host for layer, at_host in zip(layers, kept, strict=True)]
     needed = sum(number * min(size.values()) for number, size in zip(numbers, sizes, strict=True))
     if needed > sum(left.values()):
@@ -134,7 +129,7 @@ def _explicit(layers: Sequence[PlacedLayer], topology: Topology) -> list[dict[st
                         f"on both {other.name} (line {_line(other)}) and {worker.name}; list it once"
                     )
         nowhere = [expert for expert in range(layer.num_experts) if expert not in owners]
-        budget -= len(nowhere) * layer.expert_bytes
+        budget -= len(nowhere) * layer.resident_bytes("auto")
         if nowhere and budget < 0:
             raise _nowhere_error(layer, nowhere, topology)
         assigned.append(assignment | {HOST: nowhere})
@@ -151,7 +146,7 @@ def _listed(layer: PlacedLayer, worker: WorkerSpec, topology: Topology) -> Seque
 
 
 def _nowhere_error(layer: PlacedLayer, nowhere: Sequence[int], topology: Topology) -> TopologyError:
-    has_budget = topology.host.experts_memory.resolve(layer.num_experts * layer.expert_bytes) > 0
+    has_budget = topology.host.experts_memory.resolve(layer.num_experts * layer.resident_bytes("auto")) > 0
     rest = f" (and {len(nowhere) - 1} more)" if len(nowhere) > 1 else ""
     names = ", ".join(worker.name for worker in topology.workers)
     why = "and the host's budget (host.experts.memory) is used up" if has_budget else "and the host keeps none"

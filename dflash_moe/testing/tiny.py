@@ -71,7 +71,6 @@ def tiny_checkpoint(
         "num_hidden_layers": num_layers,
     }
     (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    item_bytes = 4 if dtype == "f32" else 2
     layers = []
     for layer in range(num_layers):
         ffn = tiny_ffn(layer, hidden_size, moe_intermediate_size)
@@ -83,7 +82,7 @@ def tiny_checkpoint(
                 top_k=top_k,
                 ffn=ffn,
                 weight_dtype=dtype,
-                expert_bytes=ffn.num_values() * item_bytes,
+                expert_bytes=ffn.stored_bytes(dtype),
             )
         )
     return ModelSpec(

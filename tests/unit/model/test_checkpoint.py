@@ -256,3 +256,10 @@ def test_a_shards_fingerprint_names_its_model_layer_and_experts():
     }
     assert len(found) == 12
     assert all(0 <= value < 1 << 64 for value in found)
+
+
+def test_a_shards_fingerprint_tells_requantised_weights_from_those_of_the_checkpoint():
+    kept = ("", "bf16", "q4_k+q6_k", "int8_g32", "int4_g32", "int8_g32+bf16")
+    prints = [shard_fingerprint("a", "l.1", (0, 1), weight_dtype) for weight_dtype in kept]
+    assert prints[0] == prints[1] == prints[2]
+    assert len(set(prints)) == 4

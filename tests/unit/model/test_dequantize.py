@@ -83,10 +83,33 @@ def test_a_format_without_a_rule_is_named():
 
 
 def test_bytes_count_blocks_and_scales():
-    assert FORMATS["q4_k"].num_bytes(3, 512) == 3 * 2 * 144
-    assert FORMATS["fp8_e4m3_b128"].num_bytes(130, 256) == 130 * 256 + 2 * 2 * 4
-    assert FORMATS["mxfp4"].num_bytes(4, 64) == 4 * (32 + 2)
-    assert FORMATS["int8_g32"].num_bytes(2, 33) == 2 * 2 * (32 + 4)
+    assert FORMATS["q4_k"].stored_bytes(3, 512) == 3 * 2 * 144
+    assert FORMATS["fp8_e4m3_b128"].stored_bytes(130, 256) == 130 * 256 + 2 * 2 * 4
+    assert FORMATS["mxfp4"].stored_bytes(4, 64) == 4 * (32 + 2)
+    assert FORMATS["int8_g32"].stored_bytes(2, 33) == 2 * 2 * (32 + 4)
+
+
+@pytest.mark.parametrize("name", [*GGUF_FORMATS, "int8_g32", "int4_g32"])
+def test_a_workers_bytes_are_predicted(tmp_path, name):
+    """Widths that are whole panels of every instruction set."""
+    from dflash_moe.model.ffn import FfnSpec, TensorPattern
+
+    stored = name if name in GGUF_FORMATS else "f32"
+    blocks = random_blocks(name, 192, 768) if name in GGUF_FORMATS else np.ones((192, 768), np.float32)
+    path = tmp_path / "blocks"
+    path.write_bytes(blocks.tobytes() * 4)
+    step = blocks.nbytes // 192
+
+    def source(outputs: int, inputs: int):
+        row = step * inputs // 768
+        return (_core.MappedFile(str(path)), 0, stored, outputs, inputs, row if stored == name else inputs, int(stored != name))
+
+    names = {label: TensorPattern(label, True) for label in ("gate_tensor", "up_tensor", "down_tensor")}
+    ffn = FfnSpec(in_size=768, intermediate_size=768, out_size=768, **names)
+    worker = _core.Worker(name="w", isa=_core.best_isa(), num_threads=1)
+    worker.define_shard(0, 0, ffn.kernel_spec(), 1, name, 1)
+    worker.load_expert(0, 0, 0, gate=source(768, 768), up=source(768, 768), down=source(768, 768))
+    assert worker.resident_bytes() == ffn.resident_bytes(name)
 
 
 def test_only_floats_are_requantised():
