@@ -4,9 +4,11 @@
 
 #include <algorithm>
 #include <cstring>
+#include <type_traits>
 #include <vector>
 
 #include "base/dtype.h"
+#include "compute/cpu/transpose.h"
 #include "compute/dequantize.h"
 
 namespace dflash::compute {
@@ -41,6 +43,31 @@ uint32_t place(uint32_t o, uint32_t width, bool alternates) {
   return o < width / 2 ? 2 * o : 2 * (o - width / 2) + 1;
 }
 
+// The output in each place of a packed step: the inverse of `place`.
+uint32_t output_at(uint32_t slot, uint32_t width, bool alternates) {
+  if (!alternates) return slot;
+  return slot % 2 == 0 ? slot / 2 : width / 2 + slot / 2;
+}
+
+// Whole tiles of a full panel whose rows are contiguous, tile by tile along one line of every row; returns the inputs that are done.
+template <class T>
+uint32_t pack_tiles(const T* source, int64_t row_stride, uint32_t inputs, bool alternates, uint32_t width, T* target) {
+  if (width % kTile<T> != 0) return 0;
+  const uint32_t whole = inputs / kInputsAtOnce * kInputsAtOnce;
+  for (uint32_t k0 = 0; k0 < whole; k0 += kInputsAtOnce) {
+    for (uint32_t slot = 0; slot < width; slot += kTile<T>) {
+      const T* rows[kTile<T>];
+      for (uint32_t i = 0; i < kTile<T>; ++i) rows[i] = source + output_at(slot + i, width, alternates) * row_stride + k0;
+      T* steps = target + static_cast<size_t>(k0) * width + slot;
+      for (uint32_t k = 0; k < kInputsAtOnce; k += kTile<T>) {
+        transpose_tile(rows, steps + static_cast<size_t>(k) * width, width);
+        for (const T*& row : rows) row += kTile<T>;
+      }
+    }
+  }
+  return whole;
+}
+
 template <class Source, class Target, class Conversion>
 void pack(const MatrixView& matrix, bool alternates, uint32_t first_output, uint32_t width, std::byte* packed) {
   Target* target = reinterpret_cast<Target*>(packed);
@@ -55,7 +82,13 @@ void pack(const MatrixView& matrix, bool alternates, uint32_t first_output, uint
     }
     return;
   }
-  for (uint32_t k0 = 0; k0 < matrix.inputs; k0 += kInputsAtOnce) {
+  uint32_t k0 = 0;
+  if constexpr (std::is_same_v<Source, Target>) {
+    if (matrix.input_stride == 1 && num_outputs == width) {
+      k0 = pack_tiles(reinterpret_cast<const Target*>(source), matrix.output_stride, matrix.inputs, alternates, width, target);
+    }
+  }
+  for (; k0 < matrix.inputs; k0 += kInputsAtOnce) {
     const uint32_t num_inputs = std::min(kInputsAtOnce, matrix.inputs - k0);
     for (uint32_t o = 0; o < num_outputs; ++o) {
       const std::byte* row = source + (o * matrix.output_stride + k0 * matrix.input_stride) * static_cast<int64_t>(sizeof(Source));
