@@ -21,6 +21,7 @@ MIN_ROUNDS = 5  # with fewer, a 95 % percentile interval of a median does not ho
 DRAWS = 2000
 MAX_DRAWN = 1 << 22  # samples drawn at a time: bounds memory to tens of MB
 MANY_ROUNDS = 1000
+SECONDS = (1e-12, 1e12)  # what a sample can be: a ratio of two is finite
 SEED = 1
 CONFIDENCE = (2.5, 97.5)  # percentiles: a 95 % interval
 # What makes two rows the same measurement, as far as a case has it.
@@ -215,15 +216,24 @@ def _by_identity(
     found: dict[tuple[Any, ...], Mapping[str, Any]] = {}
     for row in rows:
         require_fields(row, ("name", "samples_s"), file)
+        _check_identity(row, file)
         _check_samples(row, file)
         if found.setdefault(_identity(row, fields), row) is not row:
             raise ConfigError(f"{file}: two rows are {label(row)!r}; nothing tells them apart, so they cannot be compared")
     return found
 
 
+def _check_identity(row: Mapping[str, Any], file: str) -> None:
+    for key in IDENTITY:
+        allowed = str if key == "name" else str | int | float | None
+        if not isinstance(row.get(key), allowed):
+            raise ConfigError(f"{file}: field {key!r} of row {row['name']!r} is {_short(row[key])}; is the file damaged?")
+
+
 def _check_samples(row: Mapping[str, Any], file: str) -> None:
     samples, per_round = row["samples_s"], row.get("samples_per_round", 1)
-    is_list = isinstance(samples, list) and all(isinstance(one, int | float) and one > 0 for one in samples)
+    least, most = SECONDS
+    is_list = isinstance(samples, list) and all(isinstance(one, int | float) and least <= one <= most for one in samples)
     if not samples or not is_list or not isinstance(per_round, int) or per_round < 1:
         raise ConfigError(f"{file}: row {label(row)!r} has no list of positive seconds in 'samples_s'; is the file damaged?")
 

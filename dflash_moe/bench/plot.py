@@ -6,7 +6,6 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -44,7 +43,7 @@ def draw(results: Sequence[Named], out: Path) -> None:
             raise ConfigError(f"{name}: the result has no rows to draw")
         for row in found["rows"]:
             _check_row(case, row, name)
-    _save(painter, results, out)
+    _save(painter, [_literal(one) for one in results], out)
 
 
 def draw_timeline(named: Named, out: Path) -> None:
@@ -57,13 +56,15 @@ def draw_timeline(named: Named, out: Path) -> None:
     for timeline in timelines:
         if not isinstance(timeline, Mapping):
             raise ConfigError(f"{name}: a timeline is not an object; is the file damaged?")
-        require_fields({"name": "timeline", **timeline}, ("mode", "dtype", "prompt_tokens", "layer", "slices"), name)
-        slices = timeline["slices"]
+        _check_numbers({"name": "timeline", **timeline}, ("mode", "dtype", "prompt_tokens", "layer"), name)
+        if not isinstance(timeline.get("clock_offsets_ns", {}), Mapping):
+            raise ConfigError(f"{name}: 'clock_offsets_ns' of a timeline is not an object; is the file damaged?")
+        slices = timeline.get("slices")
         if not isinstance(slices, list) or not slices or not all(isinstance(one, Mapping) for one in slices):
             raise ConfigError(f"{name}: a timeline has no slices, or they are no list of objects; is the file damaged?")
         for one in slices:
             _check_numbers({"name": "slice", **one}, plot_timeline.FIELDS, name)
-    _save(plot_timeline.draw_timelines, named, out)
+    _save(plot_timeline.draw_timelines, _literal(named), out)
 
 
 def timeline_path(plot: Path) -> Path:
@@ -95,6 +96,17 @@ def _save(painter: Callable[[Any, Any], Any], drawn: Any, out: Path) -> None:
         plt.close(figure)
 
 
+def _literal(value: Any) -> Any:
+    """The same with every text's dollars escaped: between two of them the canvas would read formulas."""
+    if isinstance(value, str):
+        return value.replace("$", r"\$")
+    if isinstance(value, Mapping):
+        return {_literal(key): _literal(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_literal(one) for one in value)
+    return value
+
+
 def _check_row(case: str, row: Mapping[str, Any], name: str) -> None:
     fields = {
         "prefill": plot_modes.PREFILL_FIELDS,
@@ -103,19 +115,25 @@ def _check_row(case: str, row: Mapping[str, Any], name: str) -> None:
         "experts": plot_experts.FIELDS,
     }[case]
     _check_numbers(row, ("name", *fields), name)
+    _check_numbers(row, [key for key in ("prompt_tokens",) if row.get(key) is not None], name)
 
 
 TEXTS = {"name", "mode", "dtype", "worker", "transport", "format"}
+LISTS = {"samples_s"}
+# Drawn on logarithmic axes, or divided by.
+POSITIVE = {"gflops", "bytes_per_s", "peak_gflops", "peak_bytes_per_s", "tokens", "payload_bytes", "memcpy_bytes_per_s"}
+LARGEST = 1e18  # bytes, nanoseconds, operations: whatever is more is damage, and axes cannot show it
 
 
 def _check_numbers(row: Mapping[str, Any], fields: Sequence[str], name: str) -> None:
-    """Every field is there; texts are texts, the rest finite numbers (or a list of them)."""
+    """Every field is there; texts are texts, the rest finite numbers (samples a list of them)."""
     require_fields(row, fields, name)
     for key in fields:
-        values = row[key] if isinstance(row[key], list) else [row[key]]
+        values = row[key] if key in LISTS and isinstance(row[key], list) else [row[key]]
         is_right = _is_text if key in TEXTS else _is_number
-        if not values or not all(is_right(one) for one in values):
-            raise ConfigError(f"{name}: row {row['name']!r}, field {key!r}: expected {'text' if key in TEXTS else 'numbers'}")
+        if not values or not all(is_right(one) for one in values) or (key in POSITIVE and not min(values) > 0):
+            expected = "text" if key in TEXTS else "positive numbers" if key in POSITIVE else "numbers"
+            raise ConfigError(f"{name}: row {row['name']!r}, field {key!r}: expected {expected}")
 
 
 def _is_text(value: object) -> bool:
@@ -123,4 +141,4 @@ def _is_text(value: object) -> bool:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
+    return isinstance(value, int | float) and abs(value) <= LARGEST  # never true of NaN

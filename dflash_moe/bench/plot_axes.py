@@ -46,13 +46,11 @@ def topology_text(workers: Sequence[Mapping[str, Any]]) -> str:
 def _worker_text(worker: Mapping[str, Any]) -> str:
     threads = worker.get("threads") or "?"
     parts = [f"{threads} thread{'' if threads == 1 else 's'}", str(worker.get("address", "shared"))]
-    emulate = worker.get("emulate") or {}
-    if emulate.get("slowdown", 1) != 1:
-        parts.append(f"{emulate['slowdown']:g}x slower")
-    if emulate.get("mbit_s"):
-        parts.append(f"{emulate['mbit_s']:g} Mbit/s")
-    if emulate.get("delay_ms"):
-        parts.append(f"{emulate['delay_ms']:g} ms")
+    emulate = worker.get("emulate")
+    for key, unit in (("slowdown", "x slower"), ("mbit_s", " Mbit/s"), ("delay_ms", " ms"), ("jitter_ms", " ms jitter")):
+        value = emulate.get(key) if isinstance(emulate, Mapping) else None
+        if isinstance(value, int | float) and value and (key, value) != ("slowdown", 1):
+            parts.append(f"{value:g}{unit}")
     return f"{worker.get('name', '?')}: {', '.join(parts)}"
 
 

@@ -39,7 +39,8 @@ def draw_prefill(results: Sequence[Named], plt: Any) -> Any:
     """A line of three panels per file and prompt length: seconds, calls, MiB both ways against the floor."""
     lines = []
     for name, found in results:
-        default = found["params"].get("prompt_tokens", 0)
+        default = found["params"].get("prompt_tokens", 0)  # of files whose rows did not carry it
+        default = default if isinstance(default, int) else 0
         for length in dict.fromkeys(row.get("prompt_tokens", default) for row in found["rows"]):
             lines.append((name, found, length, [row for row in found["rows"] if row.get("prompt_tokens", default) == length]))
     figure, axes = _grid(plt, lines, "Prefill: time, calls and bytes per mode")

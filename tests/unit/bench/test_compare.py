@@ -152,6 +152,11 @@ def test_other_machine_commit_and_missing_rows_are_warned_of():
         (result({"name": "x"}), "b.json: row 'x' lacks the field 'samples_s'"),
         (result({"name": "x", "samples_s": ["1"]}), "no list of positive seconds"),
         (result({"name": "x", "samples_s": [0.0]}), "no list of positive seconds"),
+        (result({"name": "x", "samples_s": [float("inf")] * 9}), "no list of positive seconds"),
+        (result({"name": "x", "samples_s": [10**400] * 9}), "no list of positive seconds"),
+        (result({"name": "x", "samples_s": [1e-320] * 9}), "no list of positive seconds"),
+        (result({"name": 7, "samples_s": [1.0]}), "field 'name' of row 7 is 7; is the file damaged?"),
+        (result(row("x", samples(1), top_k=[8])), "field 'top_k' of row 'x' is [8]"),
     ],
 )
 def test_what_cannot_be_compared_is_refused_by_name(b, said):

@@ -166,6 +166,10 @@ PREFILL = CASES["prefill"][0]
         ([without(CASES["experts"][0], "peak_gflops")], [], "row 'cpu' lacks the field 'peak_gflops'"),
         ([PREFILL | {"rows": [mode_row("auto", [0.5], calls="many")]}], [], "field 'calls': expected numbers"),
         ([PREFILL | {"rows": [mode_row("auto", [0.5], median_s=float("nan"))]}], [], "field 'median_s': expected numbers"),
+        ([PREFILL | {"rows": [mode_row("auto", [0.5], median_s=10**400)]}], [], "field 'median_s': expected numbers"),
+        ([PREFILL | {"rows": [mode_row("auto", [0.5], calls=[1.0])]}], [], "field 'calls': expected numbers"),
+        ([PREFILL | {"rows": [mode_row("auto", [0.5], prompt_tokens=[512])]}], [], "field 'prompt_tokens': expected numbers"),
+        ([CASES["experts"][0] | {"rows": [EXPERTS[0] | {"bytes_per_s": 0}]}], [], "'bytes_per_s': expected positive numbers"),
         ([PREFILL | {"rows": []}], [], "no rows to draw"),
         ([PREFILL, CASES["ipc"][0]], [], "r0 is of case 'prefill', r1 is of case 'ipc'"),
         ([PREFILL | {"case": "verify"}], [], "no picture is defined for bench case 'verify'"),
@@ -178,12 +182,20 @@ PREFILL = CASES["prefill"][0]
         ([PREFILL | {"timelines": [{**TIMELINE, "slices": [{"worker": "w0"}]}]}], ["--timeline"], "lacks the field 'call'"),
         ([PREFILL | {"timelines": [{**TIMELINE, "slices": [1]}]}], ["--timeline"], "damaged"),
         ([PREFILL | {"timelines": [TIMELINE | {"slices": []}]}], ["--timeline"], "has no slices"),
+        ([PREFILL | {"timelines": [TIMELINE | {"prompt_tokens": "512"}]}], ["--timeline"], "'prompt_tokens': expected numbers"),
+        ([PREFILL | {"timelines": [TIMELINE | {"clock_offsets_ns": [1]}]}], ["--timeline"], "'clock_offsets_ns'"),
     ],
 )
 def test_what_cannot_be_drawn_gets_one_sentence_and_exit_code_2(draw, results, flags, said):
     code, last, drawn = draw(*results, flags=flags)
     assert (code, drawn) == (2, "")
     assert said in last
+
+
+def test_dollars_in_texts_are_no_formulas(draw):
+    code, _, drawn = draw(PREFILL | {"params": {"model": "$x_{$", "workers": [{"name": "w0", "emulate": 3}]}})
+    assert code == 0
+    assert "model $x_{$" in drawn
 
 
 def test_a_format_nobody_draws_is_refused(draw):
