@@ -14,6 +14,7 @@ import statistics
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -74,11 +75,16 @@ class BenchResult:
         return found | {key: value for key, value in optional.items() if value}
 
     def write(self, path: Path) -> None:
-        """Writes the JSON atomically (a reader never sees half a file)."""
+        """Writes the JSON atomically (a reader never sees half a file). OSError naming `path`: what was there stays."""
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(path.name + ".partial")
-        partial.write_text(json.dumps(self.as_json(), indent=1) + "\n", encoding="utf-8")
-        partial.replace(path)
+        try:
+            partial.write_text(json.dumps(self.as_json(), indent=1) + "\n", encoding="utf-8")
+            partial.replace(path)
+        except OSError as error:  # a full disk's names no file
+            with suppress(OSError):
+                partial.unlink()
+            raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def read_result(path: Path, *, case: str | None = None) -> dict[str, Any]:

@@ -23,6 +23,17 @@ def test_result_carries_machine_commit_and_every_sample(tmp_path):
     assert isinstance(loaded["dirty"], bool)
 
 
+def test_a_full_disk_names_the_file_and_leaves_what_was_there(tmp_path):
+    result = BenchResult("ipc", {"batches": 1})
+    result.write(tmp_path / "a.json")
+    (tmp_path / "a.json.partial").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left") as caught:
+        result.write(tmp_path / "a.json")
+    assert caught.value.filename == str(tmp_path / "a.json")
+    assert [one.name for one in tmp_path.iterdir()] == ["a.json"]
+    assert read_result(tmp_path / "a.json")["case"] == "ipc"
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [("{", "not a JSON"), ("[]", "schema 1"), ('{"schema": 2, "rows": []}', "found 2"), ('{"schema": 1}', "schema 1")],
