@@ -32,6 +32,7 @@ from dflash_moe.topology import HOST, Topology
 
 log = logging.getLogger(__name__)
 
+MAX_PATIENCE = 20  # times call_timeout_s: what a call with a long prediction may take (kMaxPatience, csrc/client/engine.h)
 MIN_USABLE_SLOTS = 2  # fewer, and the data path is renewed: the rest is quarantined after time-outs
 CLOSED = "this ExpertRuntime is closed; start another"
 
@@ -299,7 +300,7 @@ class ExpertRuntime:
         self._gate.is_shut = False
 
     def _quiesce(self) -> None:
-        self._gate.quiesce(seconds=self.settings.call_timeout_s + 1.0)  # every call under way has ended by then
+        self._gate.quiesce(seconds=MAX_PATIENCE * self.settings.call_timeout_s + 1.0)  # every call has ended by then
 
     def _explained(self, error: WorkerError) -> WorkerError:
         """The same error with what else is known: how a lost worker's process ended and what it logged."""

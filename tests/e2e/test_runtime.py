@@ -99,6 +99,18 @@ def test_a_larger_geometry_is_negotiated_when_a_mode_needs_it(spec: ModelSpec) -
         assert all(renewed[name] != generations[name] for name in generations)
 
 
+def test_a_mode_is_switched_behind_a_call_that_takes_long_but_as_long_as_predicted(spec: ModelSpec) -> None:
+    slow_link = Topology.parse("version: 1\nworkers:\n  - {name: w0, backend: cpu, address: unix, emulate: {mbit_s: 2}}\n")
+    with ExpertRuntime.start(slow_link, model=spec, mode="batched", call_timeout_s=0.6) as runtime:
+        for seed in range(2):
+            call(runtime, 0, make_batch(64, seed=seed))  # 0.1 s each way: the model learns the link
+        batch = make_batch(640)
+        pending = runtime.submit(0, batch.hidden_states, batch.topk_ids, batch.topk_weights)
+        runtime.set_mode("auto")
+        assert pending.done()
+        assert np.array_equal(pending.result(), expected_of(runtime).experts(0, batch))
+
+
 def test_bytes_are_at_the_floor_and_half_of_it_in_bf16(runtime: ExpertRuntime) -> None:
     batch = make_batch(512, seed=5)
     moved = {}
