@@ -178,6 +178,8 @@ def _reason(kind: str, taken: SliceForecast, considered: Sequence[SliceForecast]
     whole = considered[0]
     if kind == "sliced":
         gain = 1 - taken.predicted_s / whole.predicted_s
+        if gain <= 0:  # what was taken before stays until a change promises enough
+            return f"{chunk} are kept: {_slices(whole.num_slices)} would save only {-gain:.1%}"
         return f"{chunk} hide transfer: {gain:.0%} less than in {_slices(whole.num_slices)}"
     others = [one for one in considered if one.num_slices != taken.num_slices]
     if not others:

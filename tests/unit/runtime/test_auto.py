@@ -49,6 +49,7 @@ def test_seconds_and_medians_come_from_the_clients_nanoseconds() -> None:
     ("changes", "words"),
     [
         ({}, "512 tokens in 4 slices hide transfer: 50% less than in one slice"),
+        ({"considered": [(1, 2, 58.8e6), (4, 3, 60e6)]}, "512 tokens in 4 slices are kept: one slice would save only 2.0%"),
         ({"reason": "small", "num_tokens": 1, "num_slices": 1, "considered": []}, "1 token in one slice: too few to cut"),
         ({"reason": "unmeasured", "considered": []}, "nothing is measured yet"),
         ({"reason": "whole", "num_slices": 1, "considered": [(1, 2, 60e6), (2, 2, 66e6)]}, "2 would cost 10% more"),
