@@ -150,7 +150,12 @@ def _plan_widest(
     narrowest = min(BATCHED_WINDOW, slices.window)
     for window in range(slices.window, narrowest - 1, -1):
         fixed = SlicePlan("batched", slices.slice_tokens, window, slices.slot_rows)
-        plans = plan_arena(shards, fixed, request_dtype, reply_dtype, shared_bytes)
+        try:
+            plans = plan_arena(shards, fixed, request_dtype, reply_dtype, shared_bytes)
+        except ConfigError:  # not one row a slot: fewer slots may do
+            if window == narrowest:
+                raise
+            continue
         if all(slots.rows == slices.slot_rows for slots in plans.values()):
             break
     return plans

@@ -114,3 +114,11 @@ def test_auto_narrows_its_window_before_it_gives_up_full_slices(hidden: int, num
         assert slots.rows >= batched[name].rows
         assert slots.num_slots >= batched[name].num_slots
     assert (auto["w0"].num_slots > batched["w0"].num_slots) == (hidden == 512)
+
+
+def test_auto_takes_fewer_slots_where_one_row_each_of_the_wide_window_would_not_fit() -> None:
+    widest = ShardShape(in_size=65536, out_size=65536, top_k=1, num_experts=1)
+    shards = {f"w{i}": [widest] for i in range(150)}
+    plans = plan_arena(shards, plan_slices("auto", **CAPS), "f32", "f32")
+    assert {slots.num_slots for slots in plans.values()} == {3}
+    assert sum(slots.arena_bytes for slots in plans.values()) <= DEFAULT_ARENA_BYTES
