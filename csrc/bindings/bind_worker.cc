@@ -142,7 +142,7 @@ void bind_worker(py::module_& module) {
       .def("start_pulse", [](ExpertWorker& self, int fd) { unwrap(self.start_pulse(OwnedFd(fd))); }, py::arg("fd"))
       .def("stop_pulse", &ExpertWorker::stop_pulse, py::call_guard<py::gil_scoped_release>())
       .def("serve", &serve, py::arg("channel"), py::arg("generation"))
-      .def("stop", &ExpertWorker::stop)
+      .def("stop", &ExpertWorker::stop, py::arg("generation"))
       .def("progress", &ExpertWorker::progress)
       .def("stats", &stats_dict)
       .def("resident_bytes", &ExpertWorker::resident_bytes);
