@@ -231,6 +231,9 @@ def weight_formats() -> dict[str, dict[str, Any]]: ...  # block, block_bytes, sc
 def dequantize(  # float32 NumPy [outputs, inputs]; contiguous buffers
     format: str, data: object, outputs: int, inputs: int, scales: object = b""
 ) -> object: ...
+def packed_bytes(  # what a CPU worker holds for these experts, biases aside
+    *, spec: Mapping[str, Any], num_experts: int, weight_dtype: str, isa: str
+) -> int: ...
 def requantize(format: str, values: object) -> object: ...  # the values an int8_g32 or int4_g32 worker computes with
 
 # -- bench experts ----------------------------------------------------------------------------------------------------------

@@ -5,13 +5,16 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-BYTES_OF = {"f32": 4, "f16": 2, "bf16": 2}
+from dflash_moe import _core
+
+FLOATS = ("f32", "f16", "bf16")  # what torch computes with, and what rows arrive in
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +32,22 @@ class ExpertShape:
 
     def expert_bytes(self, fmt: str) -> int:
         """Gate, up and down of one expert."""
-        return 3 * self.hidden_size * self.moe_intermediate_size * BYTES_OF[fmt]
+        outer = num_bytes(fmt, self.hidden_size, self.moe_intermediate_size)
+        return 2 * num_bytes(fmt, self.moe_intermediate_size, self.hidden_size) + outer
+
+    def for_format(self, fmt: str) -> ExpertShape:
+        """This shape with the intermediate size rounded up to whole blocks of the format."""
+        block = _core.weight_formats()[fmt]["block"]
+        return dataclasses.replace(self, moe_intermediate_size=-(-self.moe_intermediate_size // block) * block)
+
+
+def num_bytes(fmt: str, outputs: int, inputs: int) -> int:
+    """Bytes of a matrix as the format stores it, scales included."""
+    facts = _core.weight_formats()[fmt]
+    values = outputs * (-(-inputs // facts["block"]) * facts["block_bytes"])
+    if not facts["scale_bytes"]:
+        return values
+    return values + -(-outputs // facts["scale_outputs"]) * -(-inputs // facts["scale_inputs"]) * facts["scale_bytes"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,14 +15,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dflash_moe import _core
-from dflash_moe.bench.expert_batch import BYTES_OF, Batch, ExpertShape, Kernel, make_batch
+from dflash_moe.bench.expert_batch import FLOATS, Batch, ExpertShape, Kernel, make_batch
 from dflash_moe.bench.harness import Recorder, run_rounds
 from dflash_moe.bench.results import BenchResult, timing_fields
 from dflash_moe.bench.torch_experts import TorchLayers, torch_kernels
 from dflash_moe.errors import ConfigError
 from dflash_moe.telemetry.machine import memory_available, usable_cores
 
-FORMATS = ("f32", "f16", "bf16")
+FORMATS = ("f32", "f16", "bf16", "int8_g32", "int4_g32", "q8_0", "q4_k", "q6_k", "mxfp4")  # measured unless others are named
 ROUTINGS = ("uniform", "zipf")
 SOURCES = ("dram", "cache")
 ROTATION_BYTES = 512 << 20  # several times the largest last-level caches of one core's share
@@ -146,7 +146,10 @@ class ExpertsCase:
 
 
 def run_experts(params: ExpertsParams, *, recorder: Recorder | None = None) -> BenchResult:
-    """Measures every case; per shape and number of threads all formats and torch are interleaved. Saves after every round.
+    """Measures every case; per shape, number of threads and format, all cases, torch and the peaks are interleaved.
+
+    Saves after every round. One format at a time is in memory. An intermediate size that a format cannot cut into blocks is
+    rounded up for it; the rows say so.
 
     Errors: ConfigError for an unknown format or too little memory for the layers in rotation.
     """
@@ -158,31 +161,35 @@ def run_experts(params: ExpertsParams, *, recorder: Recorder | None = None) -> B
         {
             "isa": isa, "formats": list(params.formats), "tokens": list(params.tokens), "threads": list(params.thread_counts()),
             "repeat": params.repeat, "torch": params.with_torch, "rotation_bytes": ROTATION_BYTES, "seed": params.seed,
-            "reply_dtype": "that of the weights",
+            "reply_dtype": "that of the rows: the weights' own, bf16 for quantised ones",
         },
     )  # fmt: skip
     with recorder.recording():
         for shape in params.shapes:
             for threads in params.thread_counts():
-                cases = _cases(params, shape, isa, threads)
-                run_rounds(recorder, [cases[0].peaks, *cases], rounds=params.repeat)
-                result.summary = ratios(result.rows)
+                for fmt in params.formats:
+                    cases = _cases(params, shape.for_format(fmt), fmt, isa, threads)
+                    run_rounds(recorder, [cases[0].peaks, *cases], rounds=params.repeat)
+                    result.summary = ratios(result.rows)
     return result
 
 
 def _check(params: ExpertsParams) -> None:
     for fmt in params.formats:
-        if fmt not in BYTES_OF:
-            raise ConfigError(f"format {fmt!r} has no kernel to measure; formats here: {', '.join(FORMATS)}")
+        if fmt not in _core.weight_formats():
+            raise ConfigError(f"format {fmt!r} has no kernel to measure; formats here: {', '.join(_core.weight_formats())}")
     needed = max(
-        sum(_num_layers(shape, fmt) * shape.layer_bytes(fmt) * (2 if params.with_torch else 1) for fmt in params.formats)
-        for shape in params.shapes
+        _needed_bytes(shape.for_format(fmt), fmt, params.with_torch) for shape in params.shapes for fmt in params.formats
     )
     if needed > memory_available():
         raise ConfigError(
             f"the layers in rotation need {needed / 2**30:.1f} GiB, {memory_available() / 2**30:.1f} are available; "
-            "measure fewer formats at a time (--formats)"
+            "measure formats with fewer bytes (--formats) or without torch (--no-torch)"
         )
+
+
+def _needed_bytes(shape: ExpertShape, fmt: str, with_torch: bool) -> int:
+    return _num_layers(shape, fmt) * shape.layer_bytes(fmt) * (2 if with_torch and fmt in FLOATS else 1)
 
 
 def _num_layers(shape: ExpertShape, fmt: str) -> int:
@@ -191,27 +198,23 @@ def _num_layers(shape: ExpertShape, fmt: str) -> int:
     return max(2, min(64, -(-ROTATION_BYTES // touched), -(-4 * ROTATION_BYTES // shape.layer_bytes(fmt))))
 
 
-def _cases(params: ExpertsParams, shape: ExpertShape, isa: str, threads: int) -> list[ExpertsCase]:
+def _cases(params: ExpertsParams, shape: ExpertShape, fmt: str, isa: str, threads: int) -> list[ExpertsCase]:
     peaks = Peaks(isa, threads)
     wanted = [(tokens, "uniform", "dram") for tokens in params.tokens]
     wanted += [(tokens, "zipf", "dram") for tokens in params.zipf_tokens]
     wanted += [(tokens, "uniform", "cache") for tokens in params.cache_tokens]
     batches = {(tokens, routing): make_batch(shape, tokens, routing, params.seed) for tokens, routing, _ in wanted}
-    cases = []
-    for fmt in params.formats:
-        kernels = _own_kernels(shape, fmt, isa, threads)
-        if params.with_torch:
-            kernels += torch_kernels(TorchLayers.create(shape, fmt, _num_layers(shape, fmt)), threads)
-        for tokens, routing, source in wanted:
-            batch = batches[tokens, routing]
-            cases += [
-                ExpertsCase(
-                    kernel.name, kernel.kernel, kernel.backend, fmt, shape, tokens, routing, source, batch, peaks,
-                    kernel.bind(batch, source),
-                )
-                for kernel in kernels
-            ]  # fmt: skip
-    return cases
+    kernels = _own_kernels(shape, fmt, isa, threads)
+    if params.with_torch and fmt in FLOATS:
+        kernels += torch_kernels(TorchLayers.create(shape, fmt, _num_layers(shape, fmt)), threads)
+    return [
+        ExpertsCase(
+            kernel.name, kernel.kernel, kernel.backend, fmt, shape, tokens, routing, source, batches[tokens, routing], peaks,
+            kernel.bind(batches[tokens, routing], source),
+        )
+        for tokens, routing, source in wanted
+        for kernel in kernels
+    ]  # fmt: skip
 
 
 def _own_kernels(shape: ExpertShape, fmt: str, isa: str, threads: int) -> list[Kernel]:
@@ -225,7 +228,8 @@ def _own_kernels(shape: ExpertShape, fmt: str, isa: str, threads: int) -> list[K
 
     def bind(batch: Batch, source: str) -> Callable[[int], list[float]]:
         arrays = (batch.rows, batch.row_counts, batch.expert_ids, batch.weights)
-        return lambda count: [ns * 1e-9 for ns in layers[source].run(*arrays, row_dtype=fmt, rounds=count)]
+        row_dtype = fmt if fmt in FLOATS else "bf16"
+        return lambda count: [ns * 1e-9 for ns in layers[source].run(*arrays, row_dtype=row_dtype, rounds=count)]
 
     return [Kernel(fmt, "f32-canonical", "cpu", bind)]
 

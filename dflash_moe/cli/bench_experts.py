@@ -27,7 +27,11 @@ def experts(
     backend: Annotated[str, typer.Option(help=f"Whose kernels: {', '.join(BACKENDS)}.")] = "cpu",
     full: Annotated[bool, typer.Option("--full", help="A second, larger layer and more rounds (about an hour).")] = False,
     formats: Annotated[
-        str, typer.Option(help="Comma-separated weight formats [default: all with kernels].", show_default=False)
+        str,
+        typer.Option(
+            help="Comma-separated weight formats [default: f32, f16, bf16, int8_g32, int4_g32, q8_0, q4_k, q6_k, mxfp4].",
+            show_default=False,
+        ),
     ] = "",
     tokens: Annotated[str, typer.Option(metavar="N[,N...]", help="Comma-separated batch sizes, in tokens.")] = "",
     threads: Annotated[

@@ -5,6 +5,8 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -98,8 +100,22 @@ def test_an_unknown_format_and_too_little_memory_are_refused_before_anything_is_
     with pytest.raises(ConfigError, match="'q9' has no kernel to measure"):
         run_experts(tiny(formats=("q9",)))
     monkeypatch.setattr("dflash_moe.bench.experts.memory_available", lambda: 1000)
-    with pytest.raises(ConfigError, match="fewer formats at a time"):
+    with pytest.raises(ConfigError, match="formats with fewer bytes"):
         run_experts(tiny())
+
+
+@pytest.mark.parametrize("fmt", [name for name in _core.weight_formats() if name not in ("f32", "f16", "bf16")])
+def test_every_quantised_format_is_measured_on_a_width_it_can_cut(fmt: str) -> None:
+    result = run_experts(
+        tiny(
+            shapes=(dataclasses.replace(SHAPE, hidden_size=256),), formats=(fmt,), tokens=(8,), zipf_tokens=(), cache_tokens=()
+        )
+    )
+    (row,) = result.rows
+    block = _core.weight_formats()[fmt]["block"]
+    assert (row["format"], row["backend"]) == (fmt, "cpu")
+    assert row["moe_intermediate_size"] == max(32, block)
+    assert row["bytes_per_s"] * row["median_s"] < 0.7 * 3 * 256 * row["moe_intermediate_size"] * 2 * 4  # far below bf16's
 
 
 @pytest.mark.parametrize("isa", _core.supported_isas())
