@@ -53,7 +53,8 @@ class Pair {
     served_ = std::async(std::launch::async, [this, end = std::move(ends.worker)]() mutable { return worker_->serve(std::move(end), 1); });
   }
   ~Pair() {
-    while (served_.wait_for(std::chrono::milliseconds(2)) != std::future_status::ready) worker_->stop();
+    worker_->stop(1);
+    served_.wait();
   }
 
   // One call; its output is in `output` when it succeeds.
