@@ -227,7 +227,7 @@ class FfnOracle:
     def forward_float64(self, rows: object, row_counts: object, local_expert_ids: object, weights: object) -> object: ...
 
 # -- weight formats ---------------------------------------------------------------------------------------------------------
-def weight_formats() -> dict[str, dict[str, Any]]: ...  # block, block_bytes, scale_outputs, scale_inputs, scale_bytes, is_stored
+def weight_formats() -> dict[str, dict[str, int]]: ...  # FormatFacts of csrc/compute/weight_format.h by format name
 def dequantize(  # float32 NumPy [outputs, inputs]; contiguous buffers
     format: str, data: object, outputs: int, inputs: int, scales: object = b""
 ) -> object: ...
