@@ -23,8 +23,9 @@ NUMBERS = {
 }  # fmt: skip
 EVERY_BLOCK = {
     "attn_norm.weight": (H,), "post_attention_norm.weight": (H,), "ffn_gate_inp.weight": (E, H),
-    "ffn_gate_inp_shexp.weight": (H,), "ffn_gate_shexp.weight": (W, H), "ffn_up_shexp.weight": (W, H), "ffn_down_shexp.weight": (H, W),
-    "ffn_gate_exps.weight": (E, W, H), "ffn_up_exps.weight": (E, W, H), "ffn_down_exps.weight": (E, H, W),
+    "ffn_gate_inp_shexp.weight": (H,), "ffn_gate_shexp.weight": (W, H), "ffn_up_shexp.weight": (W, H),
+    "ffn_down_shexp.weight": (H, W), "ffn_gate_exps.weight": (E, W, H), "ffn_up_exps.weight": (E, W, H),
+    "ffn_down_exps.weight": (E, H, W),
 }  # fmt: skip
 LINEAR_BLOCK = {
     "attn_qkv.weight": (128, H), "attn_gate.weight": (64, H), "ssm_alpha.weight": (4, H), "ssm_beta.weight": (4, H),
