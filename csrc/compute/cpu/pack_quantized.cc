@@ -37,38 +37,39 @@ uint32_t gather_bits(uint64_t bytes) {
   return static_cast<uint32_t>((bytes & 0x0101010101010101ull) * 0x0102040810204080ull >> 56);
 }
 
-// One output's lane of one record.
+// One output's lane of one record. The layout is a constant: stores of bytes could otherwise change it in the compiler's eyes.
+template <WeightFormat kFormat>
 class Lane {
  public:
-  Lane(const PanelLayout& layout, std::byte* record, uint32_t width, uint32_t output)
-      : layout_(layout), record_(record), width_(width), output_(output) {}
+  static constexpr PanelLayout kLayout = panel_layout(kFormat);
+  Lane(std::byte* record, uint32_t width, uint32_t output) : record_(record), width_(width), output_(output) {}
 
-  void put_header(uint32_t field, uint16_t value) { put(size_t{field} * sizeof(value) * width_, value); }
+  void put_header(uint32_t field, uint16_t value) const { put(size_t{field} * sizeof(value) * width_, value); }
   template <class T>
-  void put_scale(uint32_t group, uint32_t field, T value) {
+  void put_scale(uint32_t group, uint32_t field, T value) const {
     put(group_at(group) + size_t{field} * sizeof(T) * width_, value);
   }
-  void put_word(uint32_t group, uint32_t word, uint32_t value) {
-    put(group_at(group) + (size_t{layout_.scale_bytes} + size_t{word} * sizeof(value)) * width_, value);
+  void put_word(uint32_t group, uint32_t word, uint32_t value) const {
+    put(group_at(group) + (size_t{kLayout.scale_bytes} + size_t{word} * sizeof(value)) * width_, value);
   }
-  void put_byte(uint32_t group, uint32_t input, uint8_t value) { put(group_at(group) + (size_t{layout_.scale_bytes} + input) * width_, value); }
+  void put_byte(uint32_t group, uint32_t input, uint8_t value) const { put(group_at(group) + (size_t{kLayout.scale_bytes} + input) * width_, value); }
 
  private:
-  size_t group_at(uint32_t group) const { return (layout_.header_bytes + group * layout_.group_bytes()) * width_; }
+  size_t group_at(uint32_t group) const { return (kLayout.header_bytes + group * kLayout.group_bytes()) * width_; }
   // `field_at` is where the field's array over the outputs begins.
   template <class T>
-  void put(size_t field_at, T value) {
+  void put(size_t field_at, T value) const {
     std::memcpy(record_ + field_at + sizeof(T) * output_, &value, sizeof(T));
   }
 
-  const PanelLayout& layout_;
   std::byte* record_;
   uint32_t width_;
   uint32_t output_;
 };
 
 // Blocks of 32 whose nibbles are low halves first (q4_0, iq4_nl, mxfp4 of GGUF).
-void put_split_nibbles(Lane& lane, uint32_t group, const uint8_t* nibbles) {
+template <class L>
+void put_split_nibbles(L lane, uint32_t group, const uint8_t* nibbles) {
   for (uint32_t half = 0; half < 2; ++half) {
     const uint64_t bytes = load64(nibbles + 8 * half);
     lane.put_word(group, half, gather_nibbles(bytes));
@@ -76,7 +77,8 @@ void put_split_nibbles(Lane& lane, uint32_t group, const uint8_t* nibbles) {
   }
 }
 
-void put_q8_0(Lane& lane, const uint8_t* block) {
+template <class L>
+void put_q8_0(L lane, const uint8_t* block) {
   lane.put_scale(0, 0, internal::load_u16(block));
   for (uint32_t word = 0; word < 8; ++word) {
     uint32_t value;
@@ -85,7 +87,8 @@ void put_q8_0(Lane& lane, const uint8_t* block) {
   }
 }
 
-void put_k_affine(Lane& lane, bool has_fifth_bit, const uint8_t* block) {
+template <class L>
+void put_k_affine(L lane, bool has_fifth_bit, const uint8_t* block) {
   lane.put_header(0, internal::load_u16(block));
   lane.put_header(1, internal::load_u16(block + 2));
   const uint8_t* nibbles = block + (has_fifth_bit ? 48 : 16);
@@ -103,7 +106,8 @@ void put_k_affine(Lane& lane, bool has_fifth_bit, const uint8_t* block) {
   }
 }
 
-void put_q6_k(Lane& lane, const uint8_t* block) {
+template <class L>
+void put_q6_k(L lane, const uint8_t* block) {
   lane.put_header(0, internal::load_u16(block + 208));
   for (uint32_t group = 0; group < 16; ++group) {
     const uint32_t half = group / 8, j = group % 8 / 2, first = group % 2 * 16;  // as dequantize_q6_k, with i from `first`
@@ -119,7 +123,8 @@ void put_q6_k(Lane& lane, const uint8_t* block) {
   }
 }
 
-void put_iq4_xs(Lane& lane, const uint8_t* block) {
+template <class L>
+void put_iq4_xs(L lane, const uint8_t* block) {
   lane.put_header(0, internal::load_u16(block));
   const uint32_t high = internal::load_u16(block + 2);
   for (uint32_t group = 0; group < 8; ++group) {
@@ -129,23 +134,23 @@ void put_iq4_xs(Lane& lane, const uint8_t* block) {
   }
 }
 
-void put_block(WeightFormat format, Lane& lane, const uint8_t* block) {
-  switch (format) {
-    case WeightFormat::kQ8_0: return put_q8_0(lane, block);
-    case WeightFormat::kQ4K: return put_k_affine(lane, false, block);
-    case WeightFormat::kQ5K: return put_k_affine(lane, true, block);
-    case WeightFormat::kQ6K: return put_q6_k(lane, block);
-    case WeightFormat::kIq4Xs: return put_iq4_xs(lane, block);
-    case WeightFormat::kGgufMxfp4:
-      lane.put_scale(0, 0, block[0]);
-      return put_split_nibbles(lane, 0, block + 1);
-    default:  // q4_0, iq4_nl
-      lane.put_scale(0, 0, internal::load_u16(block));
-      return put_split_nibbles(lane, 0, block + 2);
+template <WeightFormat kFormat>
+void put_block(Lane<kFormat> lane, const uint8_t* block) {
+  if constexpr (kFormat == WeightFormat::kQ8_0) put_q8_0(lane, block);
+  else if constexpr (kFormat == WeightFormat::kQ4K || kFormat == WeightFormat::kQ5K) put_k_affine(lane, kFormat == WeightFormat::kQ5K, block);
+  else if constexpr (kFormat == WeightFormat::kQ6K) put_q6_k(lane, block);
+  else if constexpr (kFormat == WeightFormat::kIq4Xs) put_iq4_xs(lane, block);
+  else if constexpr (kFormat == WeightFormat::kGgufMxfp4) {
+    lane.put_scale(0, 0, block[0]);
+    put_split_nibbles(lane, 0, block + 1);
+  } else {  // q4_0, iq4_nl
+    lane.put_scale(0, 0, internal::load_u16(block));
+    put_split_nibbles(lane, 0, block + 2);
   }
 }
 
-void put_mxfp4(Lane& lane, const uint8_t* pairs, std::byte exponent) {
+template <class L>
+void put_mxfp4(L lane, const uint8_t* pairs, std::byte exponent) {
   lane.put_scale(0, 0, exponent);
   for (uint32_t word = 0; word < 4; ++word) {  // pairs are already in the order of a word
     uint32_t value;
@@ -154,14 +159,16 @@ void put_mxfp4(Lane& lane, const uint8_t* pairs, std::byte exponent) {
   }
 }
 
-void put_fp8(Lane& lane, const uint8_t* codes, uint32_t count, const std::byte* scale) {
+template <class L>
+void put_fp8(L lane, const uint8_t* codes, uint32_t count, const std::byte* scale) {
   float value;
   std::memcpy(&value, scale, sizeof(value));
   lane.put_scale(0, 0, value);
   for (uint32_t i = 0; i < count; ++i) lane.put_byte(0, i, codes[i]);
 }
 
-void put_quantized(Lane& lane, bool is_int8, const float* values) {
+template <class L>
+void put_quantized(L lane, bool is_int8, const float* values) {
   int8_t integers[kGroupInputs];
   lane.put_scale(0, 0, quantize_group(values, is_int8 ? 127.0f : 7.0f, integers));
   if (is_int8) {
@@ -177,20 +184,69 @@ void put_quantized(Lane& lane, bool is_int8, const float* values) {
   for (uint32_t word = 0; word < 4; ++word) lane.put_word(0, word, gather_nibbles(load64(codes + 8 * word)));
 }
 
-// Rows of `matrix` quantised on the way: a row is widened, then cut into groups, the last one filled up with zeros.
-void pack_from_floats(const MatrixView& matrix, WeightFormat format, uint32_t first_output, uint32_t width, uint32_t num_outputs,
-                      std::byte* packed) {
-  const PanelLayout layout = panel_layout(format);
-  const uint32_t num_records = (matrix.inputs + layout.record_inputs - 1) / layout.record_inputs;
-  std::vector<float> row(size_t{num_records} * layout.record_inputs, 0.0f);
-  for (uint32_t o = 0; o < num_outputs; ++o) {
-    dequantize(matrix, first_output + o, 1, row.data());
+// What a panel takes of a matrix.
+struct PanelSource {
+  const MatrixView& matrix;
+  uint32_t first_output;
+  uint32_t num_outputs;
+  uint32_t width;
+};
+
+// Rows quantised on the way: a row is widened, then cut into groups, the last one filled up with zeros.
+template <WeightFormat kFormat>
+void pack_from_floats(const PanelSource& source, std::byte* packed) {
+  constexpr PanelLayout kLayout = panel_layout(kFormat);
+  const uint32_t num_records = (source.matrix.inputs + kLayout.record_inputs - 1) / kLayout.record_inputs;
+  std::vector<float> row(size_t{num_records} * kLayout.record_inputs, 0.0f);
+  for (uint32_t o = 0; o < source.num_outputs; ++o) {
+    dequantize(source.matrix, source.first_output + o, 1, row.data());
     for (uint32_t record = 0; record < num_records; ++record) {
-      Lane lane(layout, packed + record * layout.record_bytes() * width, width, o);
-      put_quantized(lane, format == WeightFormat::kInt8G32, row.data() + size_t{record} * layout.record_inputs);
+      const Lane<kFormat> lane(packed + record * kLayout.record_bytes() * source.width, source.width, o);
+      put_quantized(lane, kFormat == WeightFormat::kInt8G32, row.data() + size_t{record} * kLayout.record_inputs);
     }
   }
 }
+
+template <WeightFormat kFormat>
+void pack_records(const PanelSource& source, std::byte* packed) {
+  constexpr PanelLayout kLayout = panel_layout(kFormat);
+  const MatrixView& matrix = source.matrix;
+  for (uint32_t k = 0; k < matrix.inputs; k += kLayout.record_inputs, packed += kLayout.record_bytes() * source.width) {
+    for (uint32_t o = 0; o < source.num_outputs; ++o) {
+      const uint32_t output = source.first_output + o;
+      const auto* row = reinterpret_cast<const uint8_t*>(matrix.data + output * matrix.output_stride);
+      const Lane<kFormat> lane(packed, source.width, o);
+      if constexpr (kFormat == WeightFormat::kMxfp4) {
+        put_mxfp4(lane, row + k / 2, matrix.scales[output * matrix.scales_stride + k / kGroupInputs]);
+      } else if constexpr (kFormat == WeightFormat::kFp8E4m3B128) {
+        const std::byte* scale = matrix.scales + output / kFp8BlockWidth * matrix.scales_stride + size_t{k} / kFp8BlockWidth * sizeof(float);
+        put_fp8(lane, row + k, std::min(kLayout.record_inputs, matrix.inputs - k), scale);
+      } else {
+        const FormatFacts& facts = format_facts(kFormat);
+        put_block<kFormat>(lane, row + size_t{k} / facts.block * facts.block_bytes);
+      }
+    }
+  }
+}
+
+using PackFunction = void (*)(const PanelSource& source, std::byte* packed);
+constexpr PackFunction kPack[kNumWeightFormats] = {
+    nullptr,  // floats are packed by pack.cc
+    nullptr,
+    nullptr,
+    pack_from_floats<WeightFormat::kInt8G32>,
+    pack_from_floats<WeightFormat::kInt4G32>,
+    pack_records<WeightFormat::kFp8E4m3B128>,
+    pack_records<WeightFormat::kMxfp4>,
+    pack_records<WeightFormat::kQ8_0>,
+    pack_records<WeightFormat::kQ4_0>,
+    pack_records<WeightFormat::kQ4K>,
+    pack_records<WeightFormat::kQ5K>,
+    pack_records<WeightFormat::kQ6K>,
+    pack_records<WeightFormat::kGgufMxfp4>,
+    pack_records<WeightFormat::kIq4Nl>,
+    pack_records<WeightFormat::kIq4Xs>,
+};
 
 }  // namespace
 
@@ -200,28 +256,12 @@ size_t quantized_panel_bytes(WeightFormat format, uint32_t inputs, uint32_t widt
 }
 
 void pack_quantized_panel(const MatrixView& matrix, WeightFormat format, uint32_t first_output, uint32_t width, std::byte* packed) {
-  const PanelLayout layout = panel_layout(format);
-  const FormatFacts& facts = format_facts(format);
   const uint32_t num_outputs = std::min(width, matrix.outputs - first_output);
-  // Lanes past the last output, and codes past the last input, read as zero weights: all bits zero is a scale of zero or finite garbage
-  // whose products nobody uses.
-  if (num_outputs < width || matrix.inputs % layout.record_inputs != 0) std::memset(packed, 0, quantized_panel_bytes(format, matrix.inputs, width));
-  if (is_float(matrix.format)) return pack_from_floats(matrix, format, first_output, width, num_outputs, packed);
-  for (uint32_t k = 0; k < matrix.inputs; k += layout.record_inputs, packed += layout.record_bytes() * width) {
-    for (uint32_t o = 0; o < num_outputs; ++o) {
-      const uint32_t output = first_output + o;
-      const auto* row = reinterpret_cast<const uint8_t*>(matrix.data + output * matrix.output_stride);
-      Lane lane(layout, packed, width, o);
-      if (format == WeightFormat::kMxfp4) {
-        put_mxfp4(lane, row + k / 2, matrix.scales[output * matrix.scales_stride + k / kGroupInputs]);
-      } else if (format == WeightFormat::kFp8E4m3B128) {
-        const std::byte* scale = matrix.scales + output / kFp8BlockWidth * matrix.scales_stride + size_t{k} / kFp8BlockWidth * sizeof(float);
-        put_fp8(lane, row + k, std::min(layout.record_inputs, matrix.inputs - k), scale);
-      } else {
-        put_block(format, lane, row + size_t{k} / facts.block * facts.block_bytes);
-      }
-    }
+  // Lanes past the last output and codes past the last input must not be what an earlier load left; nobody uses their products.
+  if (num_outputs < width || matrix.inputs % panel_layout(format).record_inputs != 0) {
+    std::memset(packed, 0, quantized_panel_bytes(format, matrix.inputs, width));
   }
+  kPack[static_cast<uint8_t>(format)]({matrix, first_output, num_outputs, width}, packed);
 }
 
 }  // namespace dflash::compute
