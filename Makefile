@@ -25,7 +25,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := build
 .DELETE_ON_ERROR:
-.PHONY: build demo test check asan tsan fuzz verify-all bench wheel clean distclean help core system-build system-test system-fuzz
+.PHONY: build demo test check asan tsan fuzz neon verify-all bench wheel clean distclean help core system-build system-test system-fuzz
 
 build: core ## environment and C++ core, editable, in .venv
 	@echo "ready: $(BIN)/dflash-moe"
@@ -106,6 +106,10 @@ tsan: core system-test ## C++ tests under ThreadSanitizer
 
 fuzz: core system-fuzz ## every fuzz target for T seconds (T=60), from the committed corpus
 	@.ci/fuzz $(T) $(JOBS)
+
+# Minutes, most of them compiling; installs a cross compiler and QEMU where they are missing.
+neon: core ## C++ tests of base, wire and compute for 64-bit ARM, under emulation
+	@.ci/neon $(abspath $(CMAKE)) $(JOBS)
 
 verify-all: core ## the slow tests: every family, every mode, the long fault runs
 	@$(BIN)/python -m pytest tests -m slow

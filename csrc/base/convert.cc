@@ -57,6 +57,8 @@ const ConvertKernels& kernels_for(size_t count) {
     if (has_avx512()) return kConvertAvx512;
     if (has_avx2_f16c()) return kConvertAvx2;
   }
+#elif defined(__aarch64__)
+  if (count >= 8) return kConvertNeon;
 #else
   static_cast<void>(count);
 #endif

@@ -30,10 +30,19 @@ extern const ConvertKernels kConvertScalar;
 #if defined(__x86_64__)
 extern const ConvertKernels kConvertAvx2;    // AVX2 and F16C
 extern const ConvertKernels kConvertAvx512;  // AVX-512 F, BW, VL, DQ
+#elif defined(__aarch64__)
+extern const ConvertKernels kConvertNeon;
 #endif
 
 // True if this processor runs the table.
 bool has_avx2_f16c();
 bool has_avx512();
+constexpr bool has_neon() {  // part of the architecture
+#if defined(__aarch64__)
+  return true;
+#else
+  return false;
+#endif
+}
 
 }  // namespace dflash::internal

@@ -110,9 +110,8 @@ py::dict reply_layout(uint32_t num_rows, uint32_t row_width, const std::string& 
 }
 
 std::vector<std::string> supported_isas() {
-  using compute::Isa;
   std::vector<std::string> names;
-  for (Isa isa : {Isa::kReference, Isa::kScalar, Isa::kAvx2, Isa::kAvx512}) {
+  for (compute::Isa isa : compute::kAllIsas) {
     if (compute::isa_is_supported(isa)) names.emplace_back(compute::isa_name(isa));
   }
   return names;

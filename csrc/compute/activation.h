@@ -1,5 +1,5 @@
-// The activation and gate formulas of numerics class f32-canonical: one template over a small vector type, so that scalar, AVX2
-// and AVX-512 code (and the reference) perform the same IEEE operations per element in the same order. Nothing here may depend
+// The activation and gate formulas of numerics class f32-canonical: one template over a small vector type, so that scalar, AVX2,
+// AVX-512 and NEON code (and the reference) perform the same IEEE operations per element in the same order. Nothing here may depend
 // on std::, because instruction-set files instantiate it.
 //
 // A vector type V offers: F, I; set1, add, sub, mul, div, fma(a,b,c) = a*b+c; min(a,b) = a<b?a:b, max(a,b) = a>b?a:b (so an

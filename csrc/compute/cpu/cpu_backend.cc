@@ -13,7 +13,6 @@
 namespace dflash::compute {
 namespace {
 
-constexpr Isa kAllSets[] = {Isa::kReference, Isa::kScalar, Isa::kAvx2, Isa::kAvx512};
 // Longer than the gap between the two phases of a decode step, shorter than a scheduler tick.
 constexpr int64_t kSpinNs = 20'000;
 
@@ -21,6 +20,8 @@ const KernelSet& kernel_set(Isa isa) {
 #if defined(__x86_64__)
   if (isa == Isa::kAvx2) return kAvx2Kernels;
   if (isa == Isa::kAvx512) return kAvx512Kernels;
+#elif defined(__aarch64__)
+  if (isa == Isa::kNeon) return kNeonKernels;
 #endif
   static_cast<void>(isa);
   return kScalarKernels;
@@ -36,7 +37,7 @@ int64_t default_spin_ns(uint32_t num_threads) {
 
 std::string supported_names() {
   std::string names;
-  for (Isa isa : kAllSets) {
+  for (Isa isa : kAllIsas) {
     if (isa_is_supported(isa)) names += std::string(names.empty() ? "" : ", ") + isa_name(isa);
   }
   return names;
@@ -50,6 +51,7 @@ const char* isa_name(Isa isa) {
     case Isa::kScalar: return "scalar";
     case Isa::kAvx2: return "avx2";
     case Isa::kAvx512: return "avx512";
+    case Isa::kNeon: return "neon";
   }
   return "unknown";
 }
@@ -60,16 +62,21 @@ bool isa_is_supported(Isa isa) {
     case Isa::kScalar: return true;
     case Isa::kAvx2: return internal::has_avx2_f16c();
     case Isa::kAvx512: return internal::has_avx512();
+    case Isa::kNeon: return internal::has_neon();
   }
   return false;
 }
 
 Isa best_isa() {
-  return isa_is_supported(Isa::kAvx512) ? Isa::kAvx512 : isa_is_supported(Isa::kAvx2) ? Isa::kAvx2 : Isa::kScalar;
+  Isa best = Isa::kScalar;
+  for (Isa isa : kAllIsas) {
+    if (isa_is_supported(isa)) best = isa;
+  }
+  return best;
 }
 
 Result<Isa> parse_isa(const std::string& name) {
-  for (Isa isa : kAllSets) {
+  for (Isa isa : kAllIsas) {
     if (name == isa_name(isa) && isa_is_supported(isa)) return isa;
   }
   return Error{ErrorCode::kInvalidArgument, "CPU kernel set '" + name + "' is not available; this processor has: " + supported_names()};

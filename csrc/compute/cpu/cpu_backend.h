@@ -11,8 +11,10 @@
 namespace dflash::compute {
 
 // Instruction sets this build has kernels for. Values are internal.
-enum class Isa : uint8_t { kReference = 0, kScalar = 1, kAvx2 = 2, kAvx512 = 3 };
-const char* isa_name(Isa isa);                 // "reference" "scalar" "avx2" "avx512"
+enum class Isa : uint8_t { kReference = 0, kScalar = 1, kAvx2 = 2, kAvx512 = 3, kNeon = 4 };
+// Every set of any build, best last among those of one processor.
+inline constexpr Isa kAllIsas[] = {Isa::kReference, Isa::kScalar, Isa::kNeon, Isa::kAvx2, Isa::kAvx512};
+const char* isa_name(Isa isa);                 // "reference" "scalar" "avx2" "avx512" "neon"
 bool isa_is_supported(Isa isa);                // by this build and this processor
 Isa best_isa();
 // Errors: kInvalidArgument listing the sets this processor supports.

@@ -28,6 +28,8 @@ const PeakLoops& peak_loops(Isa isa) {
 #if defined(__x86_64__)
   if (isa == Isa::kAvx512) return kAvx512Peaks;
   if (isa == Isa::kAvx2) return kAvx2Peaks;
+#elif defined(__aarch64__)
+  if (isa == Isa::kNeon) return kNeonPeaks;
 #endif
   static_cast<void>(isa);
   return kScalarPeaks;

@@ -23,6 +23,8 @@ extern const PeakLoops kScalarPeaks;
 #if defined(__x86_64__)
 extern const PeakLoops kAvx2Peaks;
 extern const PeakLoops kAvx512Peaks;
+#elif defined(__aarch64__)
+extern const PeakLoops kNeonPeaks;
 #endif
 
 // The loops of an instruction set; those of the reference are the scalar ones.

@@ -24,6 +24,8 @@ std::vector<const ConvertKernels*> wide_kernels() {
 #if defined(__x86_64__)
   if (internal::has_avx2_f16c()) kernels.push_back(&internal::kConvertAvx2);
   if (internal::has_avx512()) kernels.push_back(&internal::kConvertAvx512);
+#elif defined(__aarch64__)
+  kernels.push_back(&internal::kConvertNeon);
 #endif
   return kernels;
 }

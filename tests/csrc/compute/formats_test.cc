@@ -19,8 +19,8 @@ using toy::StoredExperts;
 
 std::vector<Isa> kernel_sets() {
   std::vector<Isa> sets;
-  for (Isa isa : {Isa::kScalar, Isa::kAvx2, Isa::kAvx512}) {
-    if (isa_is_supported(isa)) sets.push_back(isa);
+  for (Isa isa : kAllIsas) {
+    if (isa != Isa::kReference && isa_is_supported(isa)) sets.push_back(isa);
   }
   return sets;
 }

@@ -27,7 +27,7 @@ FfnSpec small_spec() {
 std::vector<std::unique_ptr<ExpertLayer>> layers(const FfnSpec& spec, uint32_t count, Dtype dtype,
                                                  std::vector<std::unique_ptr<CpuBackend>>& backends) {
   std::vector<std::unique_ptr<ExpertLayer>> all;
-  for (Isa isa : {Isa::kReference, Isa::kScalar, Isa::kAvx2, Isa::kAvx512}) {
+  for (Isa isa : kAllIsas) {
     if (!isa_is_supported(isa)) continue;
     backends.push_back(CpuBackend::create(isa, 1).value());
     all.push_back(backends.back()->create_layer(spec, count, dtype).value());
