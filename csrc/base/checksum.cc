@@ -2,6 +2,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "base/checksum.h"
 
+#if defined(__aarch64__)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
+#endif
+
 #include <array>
 #include <cstring>
 
@@ -58,21 +63,24 @@ uint32_t crc32c_table(uint32_t crc, const std::byte* bytes, size_t num_bytes) {
 }
 
 #if defined(__x86_64__)
-bool has_sse42() { return __builtin_cpu_supports("sse4.2") != 0; }
+bool has_crc32_instruction() { return __builtin_cpu_supports("sse4.2") != 0; }
+#elif defined(__aarch64__)
+// A word the kernel left in memory at start, no system call.
+bool has_crc32_instruction() { return (getauxval(AT_HWCAP) & HWCAP_CRC32) != 0; }
 #endif
 
 namespace {
 
 void feed_lanes(uint32_t lanes[4], const std::byte* bytes, size_t num_blocks) {
-#if defined(__x86_64__)
-  if (has_sse42()) return feed_lanes_sse42(lanes, bytes, num_blocks);
+#if defined(__x86_64__) || defined(__aarch64__)
+  if (has_crc32_instruction()) return feed_lanes_instruction(lanes, bytes, num_blocks);
 #endif
   feed_lanes_table(lanes, bytes, num_blocks);
 }
 
 uint32_t crc32c(uint32_t crc, const std::byte* bytes, size_t num_bytes) {
-#if defined(__x86_64__)
-  if (has_sse42()) return crc32c_sse42(crc, bytes, num_bytes);
+#if defined(__x86_64__) || defined(__aarch64__)
+  if (has_crc32_instruction()) return crc32c_instruction(crc, bytes, num_bytes);
 #endif
   return crc32c_table(crc, bytes, num_bytes);
 }

@@ -12,10 +12,11 @@ void feed_lanes_table(uint32_t lanes[4], const std::byte* bytes, size_t num_bloc
 // CRC-32C of `num_bytes` bytes, continued from `crc` (no inversions).
 uint32_t crc32c_table(uint32_t crc, const std::byte* bytes, size_t num_bytes);
 
-#if defined(__x86_64__)
-void feed_lanes_sse42(uint32_t lanes[4], const std::byte* bytes, size_t num_blocks);
-uint32_t crc32c_sse42(uint32_t crc, const std::byte* bytes, size_t num_bytes);
-bool has_sse42();
+// The same on the processor's own instruction, where has_crc32_instruction().
+#if defined(__x86_64__) || defined(__aarch64__)
+void feed_lanes_instruction(uint32_t lanes[4], const std::byte* bytes, size_t num_blocks);
+uint32_t crc32c_instruction(uint32_t crc, const std::byte* bytes, size_t num_bytes);
+bool has_crc32_instruction();
 #endif
 
 }  // namespace dflash::internal

@@ -17,7 +17,7 @@ uint64_t load_word(const std::byte* bytes) {
 
 }  // namespace
 
-void feed_lanes_sse42(uint32_t lanes[4], const std::byte* bytes, size_t num_blocks) {
+void feed_lanes_instruction(uint32_t lanes[4], const std::byte* bytes, size_t num_blocks) {
   uint64_t lane0 = lanes[0], lane1 = lanes[1], lane2 = lanes[2], lane3 = lanes[3];
   for (size_t block = 0; block < num_blocks; ++block, bytes += 32) {
     lane0 = _mm_crc32_u64(lane0, load_word(bytes));
@@ -31,7 +31,7 @@ void feed_lanes_sse42(uint32_t lanes[4], const std::byte* bytes, size_t num_bloc
   lanes[3] = static_cast<uint32_t>(lane3);
 }
 
-uint32_t crc32c_sse42(uint32_t crc, const std::byte* bytes, size_t num_bytes) {
+uint32_t crc32c_instruction(uint32_t crc, const std::byte* bytes, size_t num_bytes) {
   uint64_t wide = crc;
   for (; num_bytes >= 8; num_bytes -= 8, bytes += 8) wide = _mm_crc32_u64(wide, load_word(bytes));
   uint32_t narrow = static_cast<uint32_t>(wide);

@@ -2,6 +2,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
+#if defined(__aarch64__)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
+#endif
 
 #include <string>
 #include <vector>
@@ -134,6 +138,13 @@ std::vector<std::string> cpu_features() {
   DFLASH_FEATURE("avx512vnni");
   DFLASH_FEATURE("avx512bf16");
 #undef DFLASH_FEATURE
+#elif defined(__aarch64__)
+  const unsigned long features = getauxval(AT_HWCAP), more = getauxval(AT_HWCAP2);
+  if (features & HWCAP_ASIMD) found.emplace_back("neon");
+  if (features & HWCAP_CRC32) found.emplace_back("crc32");
+  if (features & HWCAP_ASIMDDP) found.emplace_back("dotprod");
+  if (more & HWCAP2_I8MM) found.emplace_back("i8mm");
+  if (more & HWCAP2_BF16) found.emplace_back("bf16");
 #endif
   return found;
 }

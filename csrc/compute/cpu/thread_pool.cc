@@ -26,6 +26,8 @@ constexpr std::chrono::milliseconds kSleepBound{500};
 void pause() {
 #if defined(__x86_64__)
   _mm_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
 #endif
 }
 

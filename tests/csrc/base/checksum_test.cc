@@ -115,17 +115,17 @@ TEST_CASE("the same bit flipped in two words less than 16 apart changes the chec
   CHECK(num_missed == 0);
 }
 
-#if defined(__x86_64__)
+#if defined(__x86_64__) || defined(__aarch64__)
 TEST_CASE("table and crc32 instruction give the same bits") {
-  if (!internal::has_sse42()) return;
+  if (!internal::has_crc32_instruction()) return;
   const auto bytes = random_bytes(4096 + 7, 11);
   for (size_t num_bytes = 0; num_bytes < 64; ++num_bytes) {
-    CHECK(internal::crc32c_table(1, bytes.data() + 3, num_bytes) == internal::crc32c_sse42(1, bytes.data() + 3, num_bytes));
+    CHECK(internal::crc32c_table(1, bytes.data() + 3, num_bytes) == internal::crc32c_instruction(1, bytes.data() + 3, num_bytes));
   }
   uint32_t by_table[4] = {1, 2, 3, ~0u};
   uint32_t by_instruction[4] = {1, 2, 3, ~0u};
   internal::feed_lanes_table(by_table, bytes.data() + 5, 127);
-  internal::feed_lanes_sse42(by_instruction, bytes.data() + 5, 127);
+  internal::feed_lanes_instruction(by_instruction, bytes.data() + 5, 127);
   for (int lane = 0; lane < 4; ++lane) CHECK(by_table[lane] == by_instruction[lane]);
 }
 #endif
