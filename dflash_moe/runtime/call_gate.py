@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dflash_moe.errors import WorkerTimeout
 from dflash_moe.runtime.expert_call import ExpertCall
 
+MAX_PATIENCE = 20  # times call_timeout_s: by then every call has ended (kMaxPatience of csrc/client/engine.h)
 POLL_S = 0.0005  # renewing takes milliseconds and is rare
 
 

@@ -21,7 +21,7 @@ from dflash_moe.model.spec import LayerSpec, ModelSpec, model_spec
 from dflash_moe.placement import Placement, plan_placement
 from dflash_moe.runtime import observe
 from dflash_moe.runtime.auto import WorkerForecast, cost_classes, log_explanation, mode_reason, worker_forecasts
-from dflash_moe.runtime.call_gate import CallGate
+from dflash_moe.runtime.call_gate import MAX_PATIENCE, CallGate
 from dflash_moe.runtime.data_path import SPARE_SLOTS, SlicePlan, SlotPlan, plan_arena, plan_slices
 from dflash_moe.runtime.expert_call import ExpertCall
 from dflash_moe.runtime.fleet import ChannelDecorator, Fleet, LoadingReport, Member, shapes_of, shards_by_holder
@@ -32,7 +32,6 @@ from dflash_moe.topology import HOST, Topology
 
 log = logging.getLogger(__name__)
 
-MAX_PATIENCE = 20  # times call_timeout_s: what a call with a long prediction may take (kMaxPatience, csrc/client/engine.h)
 MIN_USABLE_SLOTS = 2  # fewer, and the data path is renewed: the rest is quarantined after time-outs
 CLOSED = "this ExpertRuntime is closed; start another"
 
@@ -267,6 +266,7 @@ class ExpertRuntime:
         request_dtype, reply_dtype = self.wire_dtypes
         members = self._fleet.members.values()
         if not all(member.slots is not None and member.slots.holds(plans[member.name]) for member in members):
+            observe.refuse_lost(self._live_client())  # it would not answer, and nobody shall wait for that
             for member in members:  # all of them, so that the arena's limit holds
                 self._renew(member, plans[member.name])
         client = self._live_client()
@@ -300,7 +300,7 @@ class ExpertRuntime:
         self._gate.is_shut = False
 
     def _quiesce(self) -> None:
-        self._gate.quiesce(seconds=MAX_PATIENCE * self.settings.call_timeout_s + 1.0)  # every call has ended by then
+        self._gate.quiesce(seconds=MAX_PATIENCE * self.settings.call_timeout_s + 1.0)
 
     def _explained(self, error: WorkerError) -> WorkerError:
         """The same error with what else is known: how a lost worker's process ended and what it logged."""

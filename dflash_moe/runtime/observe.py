@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dflash_moe import _core
+from dflash_moe.errors import WorkerLost
 from dflash_moe.runtime.fleet import Fleet, HeldShard, Member
 from dflash_moe.telemetry.counters import add_counters, zero_counters
 from dflash_moe.telemetry.memory import process_memory
@@ -29,6 +30,13 @@ class WorkerProcess:
     anonymous_bytes: int
     file_bytes: int
     weight_bytes: int
+
+
+def refuse_lost(client: _core.Client) -> None:
+    """WorkerLost naming the first lost worker and how it was lost."""
+    for report in client.workers():
+        if report["state"] == "lost":
+            raise WorkerLost(f"worker {report['name']} was lost: {report['reason']}; start the runtime anew")
 
 
 def count_calls(client: _core.Client, fleet: Fleet, layers: Sequence[int]) -> dict[str, Any]:

@@ -84,6 +84,19 @@ def test_a_stopped_worker_is_lost_after_the_stall_timeout_not_earlier(spec: Mode
     assert all(is_gone(pid) for pid in victims.values())
 
 
+def test_a_mode_that_needs_new_slots_is_refused_at_once_when_a_worker_is_lost(spec: ModelSpec) -> None:
+    with start(spec, stall_timeout_s=0.5, call_timeout_s=20.0, batch_capacity=64) as runtime:
+        call(runtime)
+        freeze(pids(runtime)["w1"])
+        with pytest.raises(WorkerLost, match="w1"):
+            call(runtime)
+        started = time.monotonic()
+        with pytest.raises(WorkerLost, match=r"worker w1 was lost: no progress"):
+            runtime.set_mode("auto", batch_capacity=4096)
+        assert time.monotonic() - started < 5.0
+        assert runtime.stats()["slice_tokens"] == 64
+
+
 def test_a_slow_but_working_worker_is_never_declared_dead(spec: ModelSpec) -> None:
     # Many rows and a small factor: the emulation multiplies wall time, preemption by other tests included.
     slow = Emulate(slowdown=180.0)
