@@ -82,7 +82,7 @@ def report(error: Exception, *, is_debug: bool) -> int:
         _say_last(f"{error.filename}: {error.strerror}")
         return EXIT_USAGE
     if isinstance(error, ModuleNotFoundError) and error.name in HOST_PACKAGES:
-        _say_last(f"{error.name} is not installed; this command loads a model on the host and needs it: pip install '{HOST_EXTRA}'")
+        _say_last(f"{error.name} is not installed; this command loads a model and needs it: pip install '{HOST_EXTRA}'")
         return EXIT_USAGE
     hint = "" if is_debug else f"; run it again with {DEBUG} for the traceback"
     _say_last(f"unexpected {type(error).__name__}: {error}{hint}")

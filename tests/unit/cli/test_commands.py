@@ -10,15 +10,15 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import typer
 
 from dflash_moe import __version__
-from dflash_moe.cli import doctor, main, options
+from dflash_moe.cli import demo, doctor, main, options
 from dflash_moe.config import SETTINGS
 from dflash_moe.errors import ConfigError, UnsupportedError, WorkerLost
+from dflash_moe.protocol.keys import write_key_file
 from dflash_moe.runtime import threads
 from dflash_moe.topology import Topology
 
@@ -128,12 +128,15 @@ def test_a_traceback_appears_only_with_debug(capsys, probe_app, arguments):
     assert err[0].startswith("Traceback")
 
 
-def test_given_flags_arrive_parsed_and_others_do_not(capsys, probe_app):
-    arguments = ["--mode", "STREAM", "--batch-capacity", "7", "--threads", "2", "--key-file", "k", "--profile", "--name", "y"]
+def test_given_flags_arrive_parsed_and_others_do_not(capsys, probe_app, tmp_path):
+    key = tmp_path / "k"
+    write_key_file(key)
+    arguments = ["--mode", "STREAM", "--batch-capacity", "7", "--threads", "2", "--profile", "--name", "y"]
+    arguments += ["--key-file", str(key)]
     assert run(capsys, "probe", *arguments)[0] == 0
     assert probe_app["name"] == "y"
     assert probe_app["overrides"] == {
-        "mode": "stream", "batch_capacity": 7, "threads": 2, "key_file": Path("k"), "profile": True,
+        "mode": "stream", "batch_capacity": 7, "threads": 2, "key_file": key, "profile": True,
     }  # fmt: skip
 
 
@@ -150,6 +153,7 @@ def test_profile_takes_a_value_too(capsys, probe_app, given, expected):
         (["--dtype", "fp8"], {}, "--dtype: 'fp8' is not allowed; allowed: f32, f16, bf16"),
         ([], {"DFLASH_MOE_EXPERT_COMPUTE_IPC_MODE": "x"}, "DFLASH_MOE_EXPERT_COMPUTE_IPC_MODE: 'x' is not allowed"),
         ([], {"DFLASH_MOE_MODE": "auto"}, "environment variable DFLASH_MOE_MODE is not a setting"),
+        (["--key-file", "nowhere.key"], {}, "key file nowhere.key cannot be read: No such file or directory"),
         (["--topology", "nowhere.yaml"], {}, "nowhere.yaml:1: the topology file cannot be read"),
     ],
 )
@@ -160,6 +164,22 @@ def test_bad_settings_are_refused_before_the_command_runs(capsys, probe_app, mon
     assert code == 2
     assert err[-1].startswith(last)
     assert not probe_app
+
+
+@pytest.mark.parametrize("missing", ["torch", "transformers"])
+def test_a_host_command_without_its_packages_says_what_to_install(capsys, probe_app, missing):
+    probe_app["error"] = ModuleNotFoundError(f"No module named '{missing}'", name=missing)
+    code, _, err = run(capsys, "probe")
+    assert code == 2
+    assert err == [f"{missing} is not installed; this command loads a model and needs it: pip install 'dflash-moe[host]'"]
+
+
+def test_demo_without_its_data_package_says_what_to_install(capsys, monkeypatch):
+    monkeypatch.setattr(demo, "ASSETS", "no_such_package_of_assets")
+    code, out, err = run(capsys, "demo")
+    assert (code, out) == (2, "")
+    assert "dflash-moe-demo" in err[-1]
+    assert "pip install ./bench/demo_model" in err[-1]
 
 
 def test_every_flag_is_in_help_with_default_and_variable(capsys, probe_app):
