@@ -203,7 +203,7 @@ class FfnOracle:
     def __init__(
         self, *, spec: Mapping[str, Any], num_experts: int, weight_dtype: str, isa: str, num_threads: int = 1
     ) -> None: ...
-    def load_expert(  # 2-D / 1-D float32 arrays, rounded to weight_dtype; or (format, bytes, outputs, inputs, bytes of scales or b"")
+    def load_expert(  # 2-D / 1-D float32 arrays, rounded to weight_dtype; or (format, bytes, outputs, inputs, scales or b"")
         self,
         expert_id: int,
         *,
@@ -229,12 +229,12 @@ class FfnOracle:
 # -- weight formats ---------------------------------------------------------------------------------------------------------
 def weight_formats() -> dict[str, dict[str, int]]: ...  # FormatFacts of csrc/compute/weight_format.h by format name
 def dequantize(  # float32 NumPy [outputs, inputs]; contiguous buffers
-    format: str, data: object, outputs: int, inputs: int, scales: object = b""
+    weight_format: str, data: object, outputs: int, inputs: int, scales: object = b""
 ) -> object: ...
 def packed_bytes(  # what a CPU worker holds for these experts, biases aside
     *, spec: Mapping[str, Any], num_experts: int, weight_dtype: str, isa: str
 ) -> int: ...
-def requantize(format: str, values: object) -> object: ...  # the values an int8_g32 or int4_g32 worker computes with
+def requantize(weight_format: str, values: object) -> object: ...  # the values an int8_g32 or int4_g32 worker computes with
 
 # -- bench experts ----------------------------------------------------------------------------------------------------------
 class LayerBenchmark:

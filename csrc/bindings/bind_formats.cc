@@ -104,9 +104,10 @@ ByteMatrix byte_matrix(const std::string& format_name, const py::buffer& data, u
 
 void bind_formats(py::module_& module) {
   module.def("weight_formats", &weight_formats);
-  module.def("dequantize", &dequantize, py::arg("format"), py::arg("data"), py::arg("outputs"), py::arg("inputs"), py::arg("scales") = py::bytes());
+  module.def("dequantize", &dequantize, py::arg("weight_format"), py::arg("data"), py::arg("outputs"), py::arg("inputs"),
+             py::arg("scales") = py::bytes());
   module.def("packed_bytes", &packed_bytes, py::kw_only(), py::arg("spec"), py::arg("num_experts"), py::arg("weight_dtype"), py::arg("isa"));
-  module.def("requantize", &requantize, py::arg("format"), py::arg("values"));
+  module.def("requantize", &requantize, py::arg("weight_format"), py::arg("values"));
 }
 
 }  // namespace dflash::bindings
