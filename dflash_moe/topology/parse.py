@@ -46,6 +46,7 @@ HOST_KEYS = ("device", "threads", "experts")
 HOST_EXPERTS_KEYS = ("memory",)
 PLACEMENT_KEYS = ("policy",)
 WORKER_KEYS = ("name", "backend", "threads", "memory", "device", "address", "experts", "emulate", "simulate", "weights")
+LEAST_MBIT_S = 0.01  # below, one row takes seconds and every call times out
 EMULATE_LIMITS = {
     "delay_ms": (0.0, MAX_DELAY_MS),
     "jitter_ms": (0.0, MAX_DELAY_MS),
@@ -242,7 +243,12 @@ def _address(value: Value) -> str:
 
 def _emulate(value: Value) -> Emulate:
     fields = value.fields(EMULATE_LIMITS)
-    return Emulate(**{key: field.number(*EMULATE_LIMITS[key]) for key, field in fields.items()})
+    emulate = Emulate(**{key: field.number(*EMULATE_LIMITS[key]) for key, field in fields.items()})
+    if 0 < emulate.mbit_s < LEAST_MBIT_S:
+        raise fields["mbit_s"].error(
+            f"{value.path}.mbit_s: {emulate.mbit_s:g} is not allowed; allowed: 0 (no limit) or at least {LEAST_MBIT_S:g}"
+        )
+    return emulate
 
 
 def _experts(value: Value, policy: str, name: str) -> ExpertSelection:

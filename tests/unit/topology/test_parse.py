@@ -141,6 +141,8 @@ WRONG = [
     (HEAD + "workers: [{name: a, emulate: {slowdown: 0.5}}]\n", 2, "slowdown: 0.5 is not allowed; allowed: numbers 1..1000"),
     (HEAD + "workers: [{name: a, emulate: {delay_ms: -1}}]\n", 2, "numbers 0..60000"),
     (HEAD + "workers: [{name: a, emulate: {mbit_s: fast}}]\n", 2, "mbit_s: 'fast'"),
+    (HEAD + "workers: [{name: a, emulate: {mbit_s: 0.000001}}]\n", 2, "allowed: 0 (no limit) or at least 0.01"),
+    (HEAD + "workers: [{name: a, emulate: {jitter_ms: .nan}}]\n", 2, "'.nan' is not a finite number"),
     (HEAD + "workers: [{name: a, experts: {'*': 0-3}}]\n", 2, "placement.policy is 'even'; write policy: explicit"),
     (HEAD + "placement: {policy: explicit}\n" + ONE, 3, "worker w0 has no experts; placement.policy explicit needs it"),
     (HEAD + "placement: {policy: memory}\n" + ONE, 3, "worker w0 has no memory; placement.policy memory needs it"),
