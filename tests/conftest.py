@@ -5,6 +5,7 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
+import signal
 from collections import Counter
 from collections.abc import Iterator
 
@@ -19,6 +20,11 @@ hypothesis.settings.register_profile(
     "shared_cores", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow], print_blob=True
 )
 hypothesis.settings.load_profile("shared_cores")
+
+
+# A shell that starts the run in the background lets it, and every program it starts, ignore Ctrl-C: its tests would wait in vain.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

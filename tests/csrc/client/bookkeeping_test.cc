@@ -10,7 +10,8 @@ namespace {
 // Chunks of worker 1 that were recorded as measured: those that had the worker to themselves and a prediction.
 uint32_t num_measured(const PuppetScene& scene) {
   uint32_t sum = 0;
-  for (const ChunkRecord& chunk : scene.client.forecasts()[1].chunks) sum += chunk.num_measured;
+  const WorkerForecast forecast = scene.client.forecasts()[1];  // named: a loop's temporary would end before it
+  for (const ChunkRecord& chunk : forecast.chunks) sum += chunk.num_measured;
   return sum;
 }
 
