@@ -22,7 +22,7 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("shared_cores")
 
 
-# A shell that starts the run in the background lets it, and every program it starts, ignore Ctrl-C: its tests would wait in vain.
+# A shell that starts the run in the background lets it and its programs ignore Ctrl-C: the tests of that would wait in vain.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
