@@ -92,6 +92,14 @@ class Scene {
     CHECK(answer.header.payload_checksum == checksum(payload));
     return answer;
   }
+  // Takes a Unix socket instead of loopback, where bytes move only as long as somebody moves them.
+  void connect_by_socket() {
+    int ends[2];
+    REQUIRE(::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) == 0);
+    const transport::SlotGeometry geometry = host->geometry();
+    host = transport::make_stream_channel(transport::Side::kHost, geometry, OwnedFd(ends[0]), {}).value();
+    worker_end = transport::make_stream_channel(transport::Side::kWorker, geometry, OwnedFd(ends[1]), {}).value();
+  }
   // Moves bytes until the worker has begun to compute.
   void wait_until_busy() {
     const Deadline deadline = Deadline::after_ms(kPatienceMs);
@@ -344,6 +352,14 @@ TEST_CASE("an emulated slow worker gives the same bits, takes longer, and keeps 
   CHECK(scene.worker->progress() - before >= static_cast<uint64_t>(compute_ns / 20'000'000));
 }
 
+constexpr transport::SlotGeometry kLargeSlots{2, 4 << 20, 4 << 20};
+
+WorkerOptions slow_worker() {
+  WorkerOptions options;
+  options.slowdown = 8;
+  return options;
+}
+
 // Sends the second request once the worker computes the first, then only moves bytes until both replies are there; by slot.
 std::map<uint32_t, wire::ReplyTiming> timings_of(Scene& scene, const std::vector<std::byte>& first, const std::vector<std::byte>& second) {
   scene.send(0, first);
@@ -361,14 +377,8 @@ std::map<uint32_t, wire::ReplyTiming> timings_of(Scene& scene, const std::vector
 
 TEST_CASE("a request three times the size of the socket's buffer is taken in while the one before it is computed") {
   constexpr uint32_t kRows = 4096;  // 0.7 MB; the computation of as many is stretched to a tenth of a second and more
-  WorkerOptions options;
-  options.slowdown = 8;
-  int ends[2];
-  REQUIRE(::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) == 0);
-  const transport::SlotGeometry geometry{2, 4 << 20, 4 << 20};
-  Scene scene(options, geometry);
-  scene.host = transport::make_stream_channel(transport::Side::kHost, geometry, OwnedFd(ends[0]), {}).value();
-  scene.worker_end = transport::make_stream_channel(transport::Side::kWorker, geometry, OwnedFd(ends[1]), {}).value();
+  Scene scene(slow_worker(), kLargeSlots);
+  scene.connect_by_socket();
   scene.start();
   const std::vector<std::byte> large = scene.request(kRows).message();
   const auto timings = timings_of(scene, large, large);
@@ -379,14 +389,8 @@ TEST_CASE("a request three times the size of the socket's buffer is taken in whi
 }
 
 TEST_CASE("a channel that breaks during a computation ends the session with what broke it") {
-  WorkerOptions options;
-  options.slowdown = 8;
-  int ends[2];
-  REQUIRE(::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) == 0);
-  const transport::SlotGeometry geometry{2, 4 << 20, 4 << 20};
-  Scene scene(options, geometry);
-  scene.host = transport::make_stream_channel(transport::Side::kHost, geometry, OwnedFd(ends[0]), {}).value();
-  scene.worker_end = transport::make_stream_channel(transport::Side::kWorker, geometry, OwnedFd(ends[1]), {}).value();
+  Scene scene(slow_worker(), kLargeSlots);
+  scene.connect_by_socket();
   scene.start();
   scene.send(0, scene.request(4096).message());
   scene.wait_until_busy();
