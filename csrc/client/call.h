@@ -39,6 +39,7 @@ struct Part {
   uint32_t num_experts = 0;  // distinct ones asked for
   int64_t forecast_ns = 0;   // its share of the predicted time of its chunk
   bool found_idle = false;   // its worker owed nothing when it was sent
+  uint64_t request_bytes = 0;  // of the message, once sent
   Buffer reply_rows;         // [row_end - row_begin, out_size] in reply_dtype, once arrived
   SliceTrace trace{};
 

@@ -13,7 +13,7 @@ namespace {
 constexpr double kMaxResidual = 0.20;       // drift above which the curve is fitted anew
 constexpr double kResidualMemory = 1.0 / 8;  // weight of the newest deviation in the mean
 constexpr uint64_t kLeastNewSamples = 4;    // between two fits: one disturbed sample is no drift
-// Between two fits for drift: a fit takes about 20 us, which in decode is as much as the call itself.
+// Between two fits for drift: a fit passes over all samples up to 42 times, too much for every call of a decode step.
 constexpr int64_t kLeastRefitNs = 20'000'000;
 constexpr double kHalfWeightAgeNs = 30e9;   // a sample this old weighs half
 constexpr double kLeastDeviation = 0.03;    // deviations below are timer noise; bounds the reweighting

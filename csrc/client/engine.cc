@@ -110,7 +110,7 @@ void Engine::enqueue_parts(Call& call) {
     longest_ns = std::max(longest_ns, worker.waiting_forecast_ns());
   }
   const int64_t most_ns = kMaxPatience * options_.call_timeout_ns;
-  call.deadline_ns = call.submitted_ns + std::max(options_.call_timeout_ns, std::min(kPatience * longest_ns, most_ns));
+  call.deadline_ns = call.submitted_ns + std::max(options_.call_timeout_ns, kPatience * std::min(longest_ns, most_ns / kPatience));
 }
 
 Status Engine::cut(Call& call) {
@@ -203,6 +203,7 @@ void Engine::send(WorkerEnd& worker, Part& part, uint32_t slot) {
   if (!message_bytes.ok()) return fail(*part.call, std::move(message_bytes).error());
   const LayerPlan& plan = part.call->layer->plan;
   part.state = PartState::kInFlight;
+  part.request_bytes = message_bytes.value();
   part.trace.published_ns = now_ns();
   worker.put_in_flight(slot, &part, part.trace.published_ns);
   Status published = worker.link.channel->publish(slot, message_bytes.value());

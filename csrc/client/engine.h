@@ -56,7 +56,7 @@ class Engine {
   Result<uint64_t> cut_shard_by_model(Call& call, uint32_t shard_index, WorkerEnd& worker);
   void enqueue_parts(Call& call);
   uint32_t count_experts(std::span<const uint16_t> local_expert_ids, size_t num_local_experts);
-  void learn(WorkerEnd& worker, const Part& part, uint64_t request_bytes, uint64_t reply_bytes);
+  void learn(WorkerEnd& worker, const Part& part, uint64_t reply_bytes);
   void pump();
   bool send_next(WorkerEnd& worker);
   void send(WorkerEnd& worker, Part& part, uint32_t slot);

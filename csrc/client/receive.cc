@@ -5,7 +5,6 @@
 #include <array>
 
 #include "base/checksum.h"
-#include "client/encode.h"
 #include "client/engine.h"
 #include "wire/payload.h"
 
@@ -124,18 +123,18 @@ void Engine::receive_rows(WorkerEnd& worker, uint32_t slot, const wire::FrameHea
   part.trace.worker_received_ns = timing.received_ns;
   part.trace.worker_started_ns = timing.started_ns;
   part.trace.worker_finished_ns = timing.finished_ns;
-  learn(worker, part, request_message_bytes(call.layer->plan, part.num_rows(), part.num_pairs(), part.request_dtype), bytes.size());
+  learn(worker, part, bytes.size());
   part.state = PartState::kArrived;
   worker.release(slot);
   if (--call.work->parts_left == 0) finish(call);
 }
 
 // Tells the worker's model what one request took and, at a shard's last reply, what the whole chunk took.
-void Engine::learn(WorkerEnd& worker, const Part& part, uint64_t request_bytes, uint64_t reply_bytes) {
+void Engine::learn(WorkerEnd& worker, const Part& part, uint64_t reply_bytes) {
   const Call& call = *part.call;
   const LayerPlan& plan = call.layer->plan;
   const SliceTrace& t = part.trace;
-  worker.model.observe(plan.cost_class, {part.num_pairs(), part.num_experts, request_bytes, reply_bytes},
+  worker.model.observe(plan.cost_class, {part.num_pairs(), part.num_experts, part.request_bytes, reply_bytes},
                        {t.encode_start_ns, t.published_ns, t.arrived_ns, t.worker_received_ns, t.worker_started_ns,
                         t.worker_finished_ns, part.found_idle});
   ShardForecast& forecast = call.work->forecasts[part.shard_index];
