@@ -11,11 +11,12 @@ from typing import Any
 __version__: str
 
 # -- machine -----------------------------------------------------------------------------------------------------------
-def supported_isas() -> list[str]: ...  # best last, e.g. ["reference", "scalar", "avx2", "avx512"]
+def supported_isas() -> list[str]: ...  # best last, e.g. ["reference", "scalar", "avx2", "avx512", "avx512vnni", "avx512bf16"]
 def best_isa() -> str: ...
 def parse_isa(name: str) -> str: ...  # ConfigError listing the supported ones
 def cpu_features() -> list[str]: ...
-def numerics_class() -> str: ...
+def numerics_classes(isa: str) -> list[str]: ...  # that this kernel set computes, the default first
+def numerics_class() -> str: ...  # the default
 def wire_limits() -> dict[str, int]: ...  # every constant of wire/limits.h and transport/channel.h, by its snake_case name
 def error_codes() -> dict[str, tuple[int, type[BaseException]]]: ...
 
@@ -103,6 +104,7 @@ class Worker:
         num_local_experts: int,
         weight_dtype: str,
         weights_fingerprint: int,
+        numerics: str = "f32-canonical",
     ) -> None: ...  # spec: keys of FfnSpec, enums by lower-case name ("silu", "gated", "clamped_swiglu"), missing = default
     def load_expert(
         self,
@@ -201,7 +203,14 @@ class FfnOracle:
     """Experts loaded like a worker's, computed in-process by one kernel set ("reference" ... "avx512")."""
 
     def __init__(
-        self, *, spec: Mapping[str, Any], num_experts: int, weight_dtype: str, isa: str, num_threads: int = 1
+        self,
+        *,
+        spec: Mapping[str, Any],
+        num_experts: int,
+        weight_dtype: str,
+        isa: str,
+        num_threads: int = 1,
+        numerics: str = "f32-canonical",
     ) -> None: ...
     def load_expert(  # 2-D / 1-D float32 arrays, rounded to weight_dtype; or (format, bytes, outputs, inputs, scales or b"")
         self,
@@ -250,6 +259,7 @@ class LayerBenchmark:
         isa: str,
         num_threads: int,
         seed: int = 1,
+        numerics: str = "f32-canonical",
     ) -> None: ...
     def run(  # ns of each round; NumPy float32 rows and weights, uint16 counts and ids
         self, rows: object, row_counts: object, local_expert_ids: object, weights: object, *, row_dtype: str, rounds: int

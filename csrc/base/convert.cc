@@ -94,6 +94,22 @@ bool has_avx512() {
 #endif
 }
 
+bool has_avx512_vnni() {
+#if defined(__x86_64__)
+  return has_avx512() && __builtin_cpu_supports("avx512vnni");
+#else
+  return false;
+#endif
+}
+
+bool has_avx512_bf16() {
+#if defined(__x86_64__)
+  return has_avx512() && __builtin_cpu_supports("avx512bf16");
+#else
+  return false;
+#endif
+}
+
 }  // namespace internal
 
 namespace {

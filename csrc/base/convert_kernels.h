@@ -37,6 +37,8 @@ extern const ConvertKernels kConvertNeon;
 // True if this processor runs the table.
 bool has_avx2_f16c();
 bool has_avx512();
+bool has_avx512_vnni();
+bool has_avx512_bf16();
 constexpr bool has_neon() {  // part of the architecture
 #if defined(__aarch64__)
   return true;

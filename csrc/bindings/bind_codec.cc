@@ -157,7 +157,14 @@ void bind_codec(py::module_& module) {
   module.def("parse_isa", [](const std::string& name) { return std::string(compute::isa_name(unwrap(compute::parse_isa(name)))); },
              py::arg("name"));
   module.def("cpu_features", &cpu_features);
-  module.def("numerics_class", [] { return std::string(compute::CpuBackend::numerics_class()); });
+  module.def("numerics_classes", [](const std::string& isa) {
+    std::vector<std::string> names;
+    for (const auto numerics : compute::CpuBackend::numerics_classes(unwrap(compute::parse_isa(isa)))) {
+      names.emplace_back(compute::numerics_name(numerics));
+    }
+    return names;
+  }, py::arg("isa"));
+  module.def("numerics_class", [] { return std::string(compute::numerics_name(compute::NumericsClass::kF32Canonical)); });
   module.def("wire_limits", &wire_limits);
   module.def("checksum", [](const std::string& data) { return checksum(as_bytes(data)); }, py::arg("data"));
   module.def("encode_frame_header", &encode_header, py::arg("fields"));

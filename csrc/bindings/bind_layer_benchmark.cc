@@ -25,7 +25,7 @@ using IndexArray = py::array_t<uint16_t, py::array::c_style | py::array::forceca
 class PyLayerBenchmark {
  public:
   PyLayerBenchmark(const py::dict& spec, uint32_t num_experts, uint32_t num_layers, const std::string& weight_dtype,
-                   const std::string& isa, uint32_t num_threads, uint64_t seed) {
+                   const std::string& isa, uint32_t num_threads, uint64_t seed, const std::string& numerics) {
     compute::LayerBenchmarkOptions options;
     options.spec = parse_ffn_spec(spec);
     options.num_experts = num_experts;
@@ -34,6 +34,7 @@ class PyLayerBenchmark {
     options.isa = unwrap(compute::parse_isa(isa));
     options.num_threads = num_threads;
     options.seed = seed;
+    options.numerics = unwrap(compute::parse_numerics(numerics));
     Result<std::unique_ptr<compute::LayerBenchmark>> made = [&] {
       py::gil_scoped_release unlocked;
       return compute::LayerBenchmark::create(options);
@@ -95,9 +96,10 @@ std::vector<double> read_bytes_per_s(const std::string& isa, uint32_t num_thread
 
 void bind_layer_benchmark(py::module_& module) {
   py::class_<PyLayerBenchmark>(module, "LayerBenchmark")
-      .def(py::init<const py::dict&, uint32_t, uint32_t, const std::string&, const std::string&, uint32_t, uint64_t>(), py::kw_only(),
+      .def(py::init<const py::dict&, uint32_t, uint32_t, const std::string&, const std::string&, uint32_t, uint64_t,
+                    const std::string&>(), py::kw_only(),
            py::arg("spec"), py::arg("num_experts"), py::arg("num_layers"), py::arg("weight_dtype"), py::arg("isa"),
-           py::arg("num_threads"), py::arg("seed") = 1)
+           py::arg("num_threads"), py::arg("seed") = 1, py::arg("numerics") = "f32-canonical")
       .def("run", &PyLayerBenchmark::run, py::arg("rows"), py::arg("row_counts"), py::arg("local_expert_ids"), py::arg("weights"),
            py::kw_only(), py::arg("row_dtype"), py::arg("rounds"))
       .def("resident_bytes", &PyLayerBenchmark::resident_bytes);

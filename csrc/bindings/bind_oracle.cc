@@ -29,15 +29,13 @@ struct OwnedWeights {
 
 class FfnOracle {
  public:
-  FfnOracle(const py::dict& spec, uint32_t num_experts, const std::string& weight_dtype, const std::string& isa, uint32_t num_threads)
+  FfnOracle(const py::dict& spec, uint32_t num_experts, const std::string& weight_dtype, const std::string& isa, uint32_t num_threads,
+            const std::string& numerics_name)
       : spec_(parse_ffn_spec(spec)), formats_(unwrap(compute::parse_resident_formats(weight_dtype))), owned_(num_experts) {
     const compute::Isa set = unwrap(compute::parse_isa(isa));
-    if (set == compute::Isa::kReference) {
-      layer_ = compute::make_reference_layer(spec_, num_experts, formats_);
-    } else {
-      backend_ = unwrap(compute::CpuBackend::create(set, num_threads));
-      layer_ = unwrap(backend_->create_layer(spec_, num_experts, formats_));
-    }
+    const compute::NumericsClass numerics = unwrap(compute::parse_numerics(numerics_name));
+    backend_ = unwrap(compute::CpuBackend::create(set, num_threads));
+    layer_ = unwrap(backend_->create_layer(spec_, num_experts, formats_, numerics));
   }
 
   void load_expert(uint32_t expert_id, const py::object& gate, const py::object& up, const py::object& down,
@@ -168,8 +166,8 @@ class FfnOracle {
 
 void bind_oracle(py::module_& module) {
   py::class_<FfnOracle>(module, "FfnOracle")
-      .def(py::init<const py::dict&, uint32_t, const std::string&, const std::string&, uint32_t>(), py::kw_only(), py::arg("spec"),
-           py::arg("num_experts"), py::arg("weight_dtype"), py::arg("isa"), py::arg("num_threads") = 1)
+      .def(py::init<const py::dict&, uint32_t, const std::string&, const std::string&, uint32_t, const std::string&>(), py::kw_only(), py::arg("spec"),
+           py::arg("num_experts"), py::arg("weight_dtype"), py::arg("isa"), py::arg("num_threads") = 1, py::arg("numerics") = "f32-canonical")
       .def("load_expert", &FfnOracle::load_expert, py::arg("expert_id"), py::kw_only(), py::arg("gate"), py::arg("up"), py::arg("down"),
            py::arg("gate_bias") = py::none(), py::arg("up_bias") = py::none(), py::arg("down_bias") = py::none())
       .def("forward", &FfnOracle::forward, py::arg("rows"), py::arg("row_counts"), py::arg("local_expert_ids"), py::arg("weights"),

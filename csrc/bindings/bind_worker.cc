@@ -131,11 +131,12 @@ void bind_worker(py::module_& module) {
       .def(py::init(&make_worker), py::kw_only(), py::arg("name"), py::arg("isa"), py::arg("num_threads"),
            py::arg("cpus") = std::vector<int>{}, py::arg("spin_ns") = 0, py::arg("slowdown") = 1.0)
       .def("define_shard", [](ExpertWorker& self, uint32_t layer, uint32_t shard, const py::dict& spec, uint32_t num_local_experts,
-                              const std::string& weight_dtype, uint64_t weights_fingerprint) {
+                              const std::string& weight_dtype, uint64_t weights_fingerprint, const std::string& numerics) {
         unwrap(self.define_shard(LayerShard{layer, shard}, parse_ffn_spec(spec), num_local_experts,
-                                 unwrap(compute::parse_resident_formats(weight_dtype)), weights_fingerprint));
+                                 unwrap(compute::parse_resident_formats(weight_dtype)), weights_fingerprint,
+                                 unwrap(compute::parse_numerics(numerics))));
       }, py::arg("layer"), py::arg("shard"), py::arg("spec"), py::arg("num_local_experts"), py::arg("weight_dtype"),
-           py::arg("weights_fingerprint"))
+           py::arg("weights_fingerprint"), py::arg("numerics") = "f32-canonical")
       .def("load_expert", &load_expert, py::arg("layer"), py::arg("shard"), py::arg("local_expert_id"), py::kw_only(), py::arg("gate"),
            py::arg("up"), py::arg("down"), py::arg("gate_bias") = py::none(), py::arg("up_bias") = py::none(),
            py::arg("down_bias") = py::none())

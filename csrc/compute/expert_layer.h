@@ -1,5 +1,5 @@
 // The compute contract: the experts of one shard, resident in one backend, and the ragged forward over them.
-// `reference` and `cpu` implement it; both produce the bits of numerics class f32-canonical (docs/architecture.md).
+// `reference` and `cpu` implement it; both produce the bits of the layer's numerics class (numerics.h, docs/architecture.md).
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 

@@ -106,7 +106,7 @@ Result<std::unique_ptr<ExpertWorker>> ExpertWorker::create(const WorkerOptions& 
 }
 
 Status ExpertWorker::define_shard(LayerShard where, const compute::FfnSpec& spec, uint32_t num_local_experts, compute::ResidentFormats formats,
-                                  uint64_t weights_fingerprint) {
+                                  uint64_t weights_fingerprint, compute::NumericsClass numerics) {
   const auto key = std::pair(where.layer, where.shard);
   if (state_->shards.contains(key)) {
     return Error{ErrorCode::kInvalidArgument, where_text(where) + " is already defined"};
@@ -115,7 +115,7 @@ Status ExpertWorker::define_shard(LayerShard where, const compute::FfnSpec& spec
     return Error{ErrorCode::kInvalidArgument, where_text(where) + ": " + std::to_string(num_local_experts) +
                                                   " experts, allowed are 1.." + std::to_string(wire::kMaxExpertsPerShard)};
   }
-  auto experts = state_->backend->create_layer(spec, num_local_experts, formats);
+  auto experts = state_->backend->create_layer(spec, num_local_experts, formats, numerics);
   if (!experts.ok()) return std::move(experts).error().with(where_text(where));
   state_->shards.emplace(key, Shard{spec, num_local_experts, weights_fingerprint, std::move(experts).value()});
   return ok();

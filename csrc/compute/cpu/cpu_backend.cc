@@ -4,6 +4,7 @@
 
 #include <sched.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "base/convert_kernels.h"
@@ -16,15 +17,25 @@ namespace {
 // Longer than the gap between the two phases of a decode step, shorter than a scheduler tick.
 constexpr int64_t kSpinNs = 20'000;
 
-const KernelSet& kernel_set(Isa isa) {
+const KernelSet& canonical_kernels(Isa isa) {
 #if defined(__x86_64__)
   if (isa == Isa::kAvx2) return kAvx2Kernels;
-  if (isa == Isa::kAvx512) return kAvx512Kernels;
+  if (isa == Isa::kAvx512 || isa == Isa::kAvx512Vnni || isa == Isa::kAvx512Bf16) return kAvx512Kernels;
 #elif defined(__aarch64__)
   if (isa == Isa::kNeon) return kNeonKernels;
 #endif
   static_cast<void>(isa);
   return kScalarKernels;
+}
+
+// Null: this instruction set does not compute the class.
+const KernelSet* kernel_set(Isa isa, NumericsClass numerics) {
+  switch (numerics) {
+    case NumericsClass::kF32Canonical: return &canonical_kernels(isa);
+    case NumericsClass::kInt8Groups:
+    case NumericsClass::kBf16Dot: return nullptr;
+  }
+  return nullptr;
 }
 
 // Spinning is paid for by a core that nothing else needs: one more than the compute threads must be usable (the poller's).
@@ -52,6 +63,8 @@ const char* isa_name(Isa isa) {
     case Isa::kAvx2: return "avx2";
     case Isa::kAvx512: return "avx512";
     case Isa::kNeon: return "neon";
+    case Isa::kAvx512Vnni: return "avx512vnni";
+    case Isa::kAvx512Bf16: return "avx512bf16";
   }
   return "unknown";
 }
@@ -63,6 +76,8 @@ bool isa_is_supported(Isa isa) {
     case Isa::kAvx2: return internal::has_avx2_f16c();
     case Isa::kAvx512: return internal::has_avx512();
     case Isa::kNeon: return internal::has_neon();
+    case Isa::kAvx512Vnni: return internal::has_avx512_vnni();
+    case Isa::kAvx512Bf16: return internal::has_avx512_vnni() && internal::has_avx512_bf16();
   }
   return false;
 }
@@ -104,13 +119,28 @@ Result<std::unique_ptr<CpuBackend>> CpuBackend::create(Isa isa, uint32_t num_thr
   return backend;
 }
 
-Result<std::unique_ptr<ExpertLayer>> CpuBackend::create_layer(const FfnSpec& spec, uint32_t num_local_experts, ResidentFormats formats) {
+std::vector<NumericsClass> CpuBackend::numerics_classes(Isa isa) {
+  std::vector<NumericsClass> found;
+  for (NumericsClass numerics : kAllNumericsClasses) {
+    if (isa == Isa::kReference ? reference_computes(numerics) : kernel_set(isa, numerics) != nullptr) found.push_back(numerics);
+  }
+  return found;
+}
+
+Result<std::unique_ptr<ExpertLayer>> CpuBackend::create_layer(const FfnSpec& spec, uint32_t num_local_experts, ResidentFormats formats,
+                                                              NumericsClass numerics) {
   DFLASH_TRY(spec.validate());
+  DFLASH_TRY(check_numerics(numerics, formats));
+  const std::vector<NumericsClass> classes = numerics_classes(state_->isa);
+  if (std::find(classes.begin(), classes.end(), numerics) == classes.end()) {
+    return Error{ErrorCode::kUnsupported, std::string("CPU kernel set '") + isa_name(state_->isa) + "' does not compute numerics class " +
+                                              numerics_name(numerics)};
+  }
   if (num_local_experts < 1 || num_local_experts > 65535) {
     return Error{ErrorCode::kUnsupported, "a layer has " + std::to_string(num_local_experts) + " local experts; supported: 1..65535"};
   }
-  if (state_->isa == Isa::kReference) return make_reference_layer(spec, num_local_experts, formats);
-  const KernelSet& kernels = kernel_set(state_->isa);
+  if (state_->isa == Isa::kReference) return make_reference_layer(spec, num_local_experts, formats, numerics);
+  const KernelSet& kernels = *kernel_set(state_->isa, numerics);
   auto experts = PackedExperts::create(spec, num_local_experts, formats, kernels.panel_width);
   if (!experts.ok()) return std::move(experts).error();
   return std::unique_ptr<ExpertLayer>(std::make_unique<CpuLayer>(spec, std::move(experts).value(), kernels, *state_->pool));
@@ -118,7 +148,7 @@ Result<std::unique_ptr<ExpertLayer>> CpuBackend::create_layer(const FfnSpec& spe
 
 uint64_t CpuBackend::predicted_bytes(Isa isa, const FfnSpec& spec, uint32_t num_local_experts, ResidentFormats formats) {
   if (isa == Isa::kReference) formats = WeightFormat::kF32;  // it keeps float32 copies
-  return PackedExperts::predicted_bytes(spec, num_local_experts, formats, kernel_set(isa).panel_width);
+  return PackedExperts::predicted_bytes(spec, num_local_experts, formats, canonical_kernels(isa).panel_width);
 }
 
 }  // namespace dflash::compute

@@ -7,14 +7,15 @@
 #include <vector>
 
 #include "compute/expert_layer.h"
+#include "compute/numerics.h"
 
 namespace dflash::compute {
 
 // Instruction sets this build has kernels for. Values are internal.
-enum class Isa : uint8_t { kReference = 0, kScalar = 1, kAvx2 = 2, kAvx512 = 3, kNeon = 4 };
+enum class Isa : uint8_t { kReference = 0, kScalar = 1, kAvx2 = 2, kAvx512 = 3, kNeon = 4, kAvx512Vnni = 5, kAvx512Bf16 = 6 };
 // Every set of any build, best last among those of one processor.
-inline constexpr Isa kAllIsas[] = {Isa::kReference, Isa::kScalar, Isa::kNeon, Isa::kAvx2, Isa::kAvx512};
-const char* isa_name(Isa isa);                 // "reference" "scalar" "avx2" "avx512" "neon"
+inline constexpr Isa kAllIsas[] = {Isa::kReference, Isa::kScalar, Isa::kNeon, Isa::kAvx2, Isa::kAvx512, Isa::kAvx512Vnni, Isa::kAvx512Bf16};
+const char* isa_name(Isa isa);                 // "reference" "scalar" "neon" "avx2" "avx512" "avx512vnni" "avx512bf16"
 bool isa_is_supported(Isa isa);                // by this build and this processor
 Isa best_isa();
 // Errors: kInvalidArgument listing the sets this processor supports.
@@ -30,9 +31,12 @@ class CpuBackend {
 
   Isa isa() const;
   uint32_t num_threads() const;
-  static const char* numerics_class() { return "f32-canonical"; }
-  // Experts keep `formats` when resident; kernels dequantise to the very float32 of the format's formula.
-  Result<std::unique_ptr<ExpertLayer>> create_layer(const FfnSpec& spec, uint32_t num_local_experts, ResidentFormats formats);
+  // Experts keep `formats` when resident. Errors: kUnsupported where the class does not take the formats or this instruction set not the
+  // class.
+  Result<std::unique_ptr<ExpertLayer>> create_layer(const FfnSpec& spec, uint32_t num_local_experts, ResidentFormats formats,
+                                                    NumericsClass numerics = NumericsClass::kF32Canonical);
+  // The classes that `isa` computes, f32-canonical first.
+  static std::vector<NumericsClass> numerics_classes(Isa isa);
 
   // Bytes that a layer of `num_local_experts` experts will hold with the kernels of `isa`, biases aside.
   static uint64_t predicted_bytes(Isa isa, const FfnSpec& spec, uint32_t num_local_experts, ResidentFormats formats);

@@ -26,6 +26,11 @@ constexpr uint32_t kFewRowsPanels = 4;   // panels a single row needs side by si
 
 size_t padded_stride(size_t count) { return ((count + 15) / 16 | 1) * 16; }
 
+// Bytes from one encoded row of `count` values to the next: an odd number of cache lines.
+size_t encoded_stride(const KernelSet& kernels, uint32_t count) {
+  return kernels.encoded_bytes == nullptr ? 0 : ((kernels.encoded_bytes(count) + 63) / 64 | 1) * 64;
+}
+
 // Rows [begin, begin + size) of tile `tile` when `count` rows are cut evenly into tiles of at most `max_rows`.
 struct TileRows {
   uint32_t begin;
@@ -56,7 +61,9 @@ CpuLayer::CpuLayer(const FfnSpec& spec, PackedExperts experts, const KernelSet& 
       kernels_(kernels),
       pool_(pool),
       row_stride_(padded_stride(spec.in_size)),
-      intermediate_stride_(padded_stride(size_t{experts_.num_intermediate_panels()} * kernels.panel_width)) {}
+      intermediate_stride_(padded_stride(size_t{experts_.num_intermediate_panels()} * kernels.panel_width)),
+      encoded_row_stride_(encoded_stride(kernels, spec.in_size)),
+      encoded_intermediate_stride_(encoded_stride(kernels, spec.intermediate_size)) {}
 
 Status CpuLayer::load_expert(uint32_t local_expert_id, const ExpertWeights& weights, ProgressCounter& progress) {
   return experts_.load(spec_, local_expert_id, weights, progress);
@@ -100,6 +107,7 @@ Status CpuLayer::forward_chunk(const ForwardArgs& args, const Chunk& chunk, Prog
   widen_rows(args, chunk);
   progress.fetch_add(1, std::memory_order_relaxed);
   run_gate_up(progress);
+  encode_intermediate(chunk, progress);
   if (run_down(args, chunk, progress)) return ok();
   return first_range_error(args, chunk);
 }
@@ -108,7 +116,9 @@ Status CpuLayer::place_scratch(const Chunk& chunk) {
   const size_t row_floats = chunk.num_rows * row_stride_;
   const size_t intermediate_floats = chunk.num_pairs * intermediate_stride_;
   const size_t sum_floats = size_t{chunk.num_rows} * experts_.num_out_panels() * kernels_.panel_width;
-  const size_t bytes = 4 * (row_floats + intermediate_floats + sum_floats) + 64;  // sums start after whole cache lines
+  const size_t float_bytes = (4 * (row_floats + intermediate_floats + sum_floats) + 63) / 64 * 64;
+  const size_t encoded_row_bytes = chunk.num_rows * encoded_row_stride_;
+  const size_t bytes = float_bytes + encoded_row_bytes + chunk.num_pairs * encoded_intermediate_stride_;
   if (bytes > scratch_.num_bytes()) {
     scratch_ = PageBuffer();  // the old block first: both need not exist at once
     auto grown = PageBuffer::create(bytes + bytes / 4);
@@ -118,11 +128,22 @@ Status CpuLayer::place_scratch(const Chunk& chunk) {
   rows_ = reinterpret_cast<float*>(scratch_.data());
   intermediate_ = rows_ + row_floats;
   sums_ = intermediate_ + intermediate_floats;
+  encoded_rows_ = scratch_.data() + float_bytes;
+  encoded_intermediate_ = encoded_rows_ + encoded_row_bytes;
   pair_rows_.resize(chunk.num_pairs);
   pair_intermediate_.resize(chunk.num_pairs);
+  pair_inputs_.resize(chunk.num_pairs);
+  const bool is_encoded = kernels_.encode != nullptr;
   for (uint32_t pair = 0; pair < chunk.num_pairs; ++pair) {
-    pair_rows_[pair] = rows_ + groups_.rows()[pair] * row_stride_;
+    const size_t row = groups_.rows()[pair];
     pair_intermediate_[pair] = intermediate_ + pair * intermediate_stride_;
+    if (is_encoded) {
+      pair_rows_[pair] = encoded_rows_ + row * encoded_row_stride_;
+      pair_inputs_[pair] = encoded_intermediate_ + pair * encoded_intermediate_stride_;
+    } else {
+      pair_rows_[pair] = rows_ + row * row_stride_;
+      pair_inputs_[pair] = pair_intermediate_[pair];
+    }
   }
   return ok();
 }
@@ -135,7 +156,20 @@ void CpuLayer::widen_rows(const ForwardArgs& args, const Chunk& chunk) {
     const uint32_t end = std::min(chunk.num_rows, first + kWidenRows);
     for (uint32_t row = first; row < end; ++row) {
       widen(args.row_dtype, source + row * row_bytes, rows_ + row * row_stride_, spec_.in_size);
+      if (kernels_.encode == nullptr) continue;
+      kernels_.encode(rows_ + row * row_stride_, spec_.in_size, encoded_rows_ + row * encoded_row_stride_);
     }
+  });
+}
+
+void CpuLayer::encode_intermediate(const Chunk& chunk, ProgressCounter& progress) {
+  if (kernels_.encode == nullptr) return;
+  pool_.run((chunk.num_pairs + kWidenRows - 1) / kWidenRows, [&](uint64_t task) {
+    const uint32_t first = static_cast<uint32_t>(task) * kWidenRows;
+    for (uint32_t pair = first; pair < std::min(chunk.num_pairs, first + kWidenRows); ++pair) {
+      kernels_.encode(pair_intermediate_[pair], spec_.intermediate_size, encoded_intermediate_ + pair * encoded_intermediate_stride_);
+    }
+    progress.fetch_add(1, std::memory_order_relaxed);
   });
 }
 
@@ -199,7 +233,7 @@ bool CpuLayer::run_down(const ForwardArgs& args, const Chunk& chunk, ProgressCou
         const uint32_t first_pair = group.first_pair + range.begin;
         float* tile_sums[kMaxCallRows];
         for (uint32_t i = 0; i < range.size; ++i) tile_sums[i] = sums + groups_.rows()[first_pair + i] * columns;
-        tile.rows = pair_intermediate_.data() + first_pair;
+        tile.rows = pair_inputs_.data() + first_pair;
         tile.num_rows = range.size;
         tile.weights = groups_.weights().data() + first_pair;
         tile.sums = tile_sums;

@@ -36,6 +36,7 @@ class CpuLayer final : public ExpertLayer {
   Status place_scratch(const Chunk& chunk);
   void widen_rows(const ForwardArgs& args, const Chunk& chunk);
   void run_gate_up(ProgressCounter& progress);
+  void encode_intermediate(const Chunk& chunk, ProgressCounter& progress);
   // Returns true if every value fits the reply dtype.
   bool run_down(const ForwardArgs& args, const Chunk& chunk, ProgressCounter& progress);
   bool finish_columns(const ForwardArgs& args, const Chunk& chunk, uint32_t first_panel, uint32_t num_panels);
@@ -52,10 +53,15 @@ class CpuLayer final : public ExpertLayer {
   PageBuffer scratch_;
   size_t row_stride_;
   size_t intermediate_stride_;
+  size_t encoded_row_stride_;           // bytes; 0: rows stay float32
+  size_t encoded_intermediate_stride_;  // likewise
   float* rows_ = nullptr;          // [chunk rows, row_stride_] the batch widened once
   float* intermediate_ = nullptr;  // [chunk pairs, intermediate_stride_] grouped
   float* sums_ = nullptr;          // per column task: [chunk rows, task columns]; task at first_column * chunk rows
-  std::vector<const float*> pair_rows_;   // [chunk pairs] grouped, into rows_
+  std::byte* encoded_rows_ = nullptr;          // [chunk rows, encoded_row_stride_]
+  std::byte* encoded_intermediate_ = nullptr;  // [chunk pairs, encoded_intermediate_stride_] grouped
+  std::vector<const void*> pair_rows_;         // [chunk pairs] grouped, what gate and up read
+  std::vector<const void*> pair_inputs_;       // [chunk pairs] grouped, what down reads
   std::vector<float*> pair_intermediate_;  // [chunk pairs] grouped, into intermediate_
 };
 

@@ -88,7 +88,7 @@ void gate_up_tile(const GateUpTile& args) {
   alignas(64) float tile[kTileFloats<V>];
   const uint32_t num_matrices = args.spec->gate == GateKind::kNone ? 1 : 2;
   in_passes<V>(args.num_rows, args.panels, kManyRowsPanels, [&](const PanelRun& run, uint32_t first) {
-    multiply<V>(args.num_rows, run, args.rows, tile);
+    multiply<V>(args.num_rows, run, reinterpret_cast<const float* const*>(args.rows), tile);
     const size_t stride = static_cast<size_t>(run.num_panels) * kPanelWidth<V>;
     for (uint32_t m = 0; m < args.num_rows; ++m) {
       const float* sums = tile + m * stride;
@@ -108,7 +108,7 @@ template <class V>
 void down_tile(const DownTile& args) {
   alignas(64) float tile[kTileFloats<V>];
   in_passes<V>(args.num_rows, args.panels, kManyRowsPanels, [&](const PanelRun& run, uint32_t first) {
-    multiply<V>(args.num_rows, run, args.rows, tile);
+    multiply<V>(args.num_rows, run, reinterpret_cast<const float* const*>(args.rows), tile);
     const size_t stride = static_cast<size_t>(run.num_panels) * kPanelWidth<V>;
     for (uint32_t m = 0; m < args.num_rows; ++m) {
       const typename V::F weight = V::set1(args.weights[m]);
@@ -126,8 +126,12 @@ void canonicalize_nan(float* values, size_t count) {
 
 template <class V>
 constexpr KernelSet make_kernel_set() {
-  return KernelSet{
-      .panel_width = kPanelWidth<V>, .gate_up = gate_up_tile<V>, .down = down_tile<V>, .canonicalize_nan = canonicalize_nan<V>};
+  return KernelSet{.panel_width = kPanelWidth<V>,
+                   .encoded_bytes = nullptr,
+                   .encode = nullptr,
+                   .gate_up = gate_up_tile<V>,
+                   .down = down_tile<V>,
+                   .canonicalize_nan = canonicalize_nan<V>};
 }
 
 }  // namespace dflash::compute

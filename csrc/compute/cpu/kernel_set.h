@@ -30,7 +30,7 @@ struct PanelRun {
 struct GateUpTile {
   PanelRun panels;             // with a gate: panels alternate gate, up
   const FfnSpec* spec;
-  const float* const* rows;    // [num_rows] -> [K]
+  const void* const* rows;     // [num_rows] -> K inputs as the set encodes them
   uint32_t num_rows;
   float* const* intermediate;  // [num_rows] -> [(num_panels / matrices) * panel_width], written
 };
@@ -38,14 +38,19 @@ struct GateUpTile {
 // The same rows through the down panels: y[i] = fma(weights[i], down, y[i]), rows in order (one row may occur twice).
 struct DownTile {
   PanelRun panels;
-  const float* const* rows;  // [num_rows] -> [K], intermediate values
+  const void* const* rows;   // [num_rows] -> K intermediate values as the set encodes them
   uint32_t num_rows;
   const float* weights;      // [num_rows]
   float* const* sums;        // [num_rows] -> [num_panels * panel_width], updated
 };
 
+// The kernels of one numerics class on one instruction set.
 struct KernelSet {
   uint32_t panel_width;    // outputs per panel
+  // How rows reach the matrix kernels: `encode` turns `count` float32 values into encoded_bytes(count) bytes, 64-byte aligned. Both
+  // null: rows stay float32.
+  size_t (*encoded_bytes)(uint32_t count);
+  void (*encode)(const float* from, uint32_t count, std::byte* to);
   void (*gate_up)(const GateUpTile&);
   void (*down)(const DownTile&);
   // Replaces every NaN by 0x7fc00000: which payload survives an fma is the compiler's choice, the class fixes the bits.

@@ -30,7 +30,7 @@ Status LayerBenchmark::fill() {
   weights.up = up.view();
   weights.down = down.view();
   for (uint32_t l = 0; l < options_.num_layers; ++l) {
-    auto layer = backend_->create_layer(spec, options_.num_experts, options_.formats);
+    auto layer = backend_->create_layer(spec, options_.num_experts, options_.formats, options_.numerics);
     if (!layer.ok()) return std::move(layer).error();
     for (uint32_t expert = 0; expert < options_.num_experts; ++expert) {
       DFLASH_TRY(layer.value()->load_expert(expert, weights, progress_));

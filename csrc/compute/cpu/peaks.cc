@@ -26,7 +26,7 @@ Status check_rounds(uint32_t num_threads, uint32_t rounds) {
 
 const PeakLoops& peak_loops(Isa isa) {
 #if defined(__x86_64__)
-  if (isa == Isa::kAvx512) return kAvx512Peaks;
+  if (isa == Isa::kAvx512 || isa == Isa::kAvx512Vnni || isa == Isa::kAvx512Bf16) return kAvx512Peaks;
   if (isa == Isa::kAvx2) return kAvx2Peaks;
 #elif defined(__aarch64__)
   if (isa == Isa::kNeon) return kNeonPeaks;

@@ -153,7 +153,11 @@ class ReferenceLayer final : public ExpertLayer {
 
 }  // namespace
 
-std::unique_ptr<ExpertLayer> make_reference_layer(const FfnSpec& spec, uint32_t num_local_experts, ResidentFormats formats) {
+bool reference_computes(NumericsClass numerics) { return numerics == NumericsClass::kF32Canonical; }
+
+std::unique_ptr<ExpertLayer> make_reference_layer(const FfnSpec& spec, uint32_t num_local_experts, ResidentFormats formats,
+                                                  NumericsClass numerics) {
+  check(reference_computes(numerics), "the reference computes the class");
   return std::make_unique<ReferenceLayer>(spec, num_local_experts, formats);
 }
 

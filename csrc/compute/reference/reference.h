@@ -5,12 +5,15 @@
 #include <vector>
 
 #include "compute/expert_layer.h"
+#include "compute/numerics.h"
 
 namespace dflash::compute {
 
-// Bit-exact reference of the class; keeps float32 copies of the values that `formats` hold.
+bool reference_computes(NumericsClass numerics);
+// Bit-exact reference of a class it computes; keeps float32 copies of the values that `formats` hold.
 std::unique_ptr<ExpertLayer> make_reference_layer(const FfnSpec& spec, uint32_t num_local_experts,
-                                                  ResidentFormats formats = WeightFormat::kF32);
+                                                  ResidentFormats formats = WeightFormat::kF32,
+                                                  NumericsClass numerics = NumericsClass::kF32Canonical);
 
 // The same function in float64 from inputs to the routing-weighted sum [num_rows, out_size]; no rounding on the way.
 std::vector<double> forward_float64(const FfnSpec& spec, std::span<const ExpertWeights> experts, const ForwardArgs& args);

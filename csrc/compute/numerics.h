@@ -1,0 +1,31 @@
+// Numerics classes: what arithmetic turns a row into a reply. Within a class the bits are a function of rows, weights and routing alone;
+// two classes are near each other, never equal. The class of a layer is fixed when its weights load (docs/architecture.md).
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "base/result.h"
+#include "compute/weight_format.h"
+
+namespace dflash::compute {
+
+// Values are internal: names travel.
+enum class NumericsClass : uint8_t {
+  kF32Canonical = 0,  // float32 activations, one fma chain per output and 256 inputs
+  kInt8Groups = 1,    // int8 activations with a float32 scale per row and 32 inputs; exact integer sums within a group
+  kBf16Dot = 2,       // bf16 activations and weights, the pair-wise dot product of AVX512-BF16
+};
+inline constexpr NumericsClass kAllNumericsClasses[] = {NumericsClass::kF32Canonical, NumericsClass::kInt8Groups, NumericsClass::kBf16Dot};
+
+const char* numerics_name(NumericsClass numerics);  // "f32-canonical" "int8-groups" "bf16-dot"
+// Errors: kUnsupported naming the classes there are.
+Result<NumericsClass> parse_numerics(const std::string& name);
+
+// Whether the class computes with weights of this format.
+bool numerics_take(NumericsClass numerics, WeightFormat format);
+// Errors: kUnsupported naming class and format, and the formats the class takes.
+Status check_numerics(NumericsClass numerics, ResidentFormats formats);
+
+}  // namespace dflash::compute
