@@ -5,7 +5,7 @@
 //   fp8_e4m3_b128        v(code) * scale
 //   mxfp4, gguf_mxfp4    e2m1(code) * 2^(b - 127)        iq4_nl   level(code) * d
 //   q8_0                 q * d                           iq4_xs   (d * (scale - 32)) * level(code)
-//   q4_0                 (code - 8) * d                  q6_k     (d * scale) * (code - 32)
+//   q4_0                 (code - 8) * d                  q6_k     (d * scale) * (code - 32) + 0
 //   q4_k, q5_k           (d * scale) * code - (dmin * minimum)
 //
 // SPDX-License-Identifier: Apache-2.0

@@ -17,16 +17,23 @@ constexpr int panels_at_once(int num_rows) {
   return 8 * num_rows <= V::kAccumulators ? 4 : 4 * num_rows <= V::kAccumulators ? 2 : 1;
 }
 
-// How far ahead weights are fetched, per panel: about what is under way from memory in one latency (4 KiB at 40 GB/s and 100 ns), and
-// twice that where the next group's arithmetic holds back the loads. Measured on Zen 5 over 1..8 KiB.
-inline constexpr size_t kFloatAhead = 1024;      // four panels side by side
-inline constexpr size_t kQuantizedAhead = 4096;  // two
+// How far ahead weights are fetched, per panel: together about what is under way from memory in one latency (4 KiB at 40 GB/s and 100 ns),
+// and more where the next group's arithmetic holds back the loads. Measured on Zen 5 over 1..8 KiB.
+template <int NP>
+inline constexpr size_t kFloatAhead = 8192 / NP;
+inline constexpr size_t kQuantizedAhead = 8192;
 
-// Fetches the kBytes of weights that lie kAhead bytes further on in each of the streams that are read side by side.
-template <size_t kBytes, size_t kAhead>
-[[gnu::always_inline]] inline void prefetch_ahead(const void* from) {
+// Where a panel's stream is to be fetched while `at` is read, relative to `at`: panels are read NP side by side, so behind the end of one
+// lies its neighbour, which is being read already; the stream goes on NP - 1 panels further.
+template <size_t kAhead, int NP>
+[[gnu::always_inline]] inline size_t distance_ahead(const uint8_t* at, const uint8_t* panel, size_t panel_bytes) {
+  return kAhead + (at + kAhead >= panel + panel_bytes ? (NP - 1) * panel_bytes : 0);
+}
+
+template <size_t kBytes>
+[[gnu::always_inline]] inline void prefetch(const void* from) {
   if constexpr (kBytes >= 32) {  // shorter steps (one lane) are bound by arithmetic
-    for (size_t line = 0; line < kBytes; line += 64) __builtin_prefetch(static_cast<const char*>(from) + kAhead + line);
+    for (size_t line = 0; line < kBytes; line += 64) __builtin_prefetch(static_cast<const char*>(from) + line);
   }
 }
 
@@ -61,13 +68,15 @@ struct FloatKernel {
 #pragma GCC unroll 8
       for (int n = 0; n < 2 * NP; ++n) sums[m][n] = V::set1(0.0f);
     }
+    const uint8_t* first = panels + k_begin * sizeof(W) * kPanelWidth<V>;
+    const size_t ahead = distance_ahead<kFloatAhead<NP>, NP>(first, panels, panel_bytes);
 #pragma GCC unroll 2
     for (size_t k = k_begin; k < k_end; ++k) {
 #pragma GCC unroll 4
       for (int p = 0; p < NP; ++p) {
         F weights[2];
         const W* step = reinterpret_cast<const W*>(panels + static_cast<size_t>(p) * panel_bytes) + k * kPanelWidth<V>;
-        prefetch_ahead<sizeof(W) * kPanelWidth<V>, kFloatAhead>(step);
+        prefetch<sizeof(W) * kPanelWidth<V>>(reinterpret_cast<const char*>(step) + ahead);
         V::load_weights(step, weights);
 #pragma GCC unroll 12
         for (int m = 0; m < M; ++m) {
@@ -104,6 +113,10 @@ struct QuantizedKernel {
     }
     for (uint32_t k = k_begin; k < k_end; k += kLayout.group_inputs) {
       typename Q::Group groups[NP];
+      // A group's share of its record, header included: together the shares of all steps tile the stream.
+      constexpr size_t kGroupShare = kLayout.record_bytes() * kPanelWidth<V> * kLayout.group_inputs / kLayout.record_inputs;
+      constexpr size_t kStepShare = kGroupShare * Q::kStep / kLayout.group_inputs;
+      const uint8_t* stream = record_of(panels, k) + k % kLayout.record_inputs / kLayout.group_inputs * kGroupShare;
 #pragma GCC unroll 2
       for (int p = 0; p < NP; ++p) {
         const uint8_t* record = record_of(panels + static_cast<size_t>(p) * panel_bytes, k);
@@ -111,7 +124,14 @@ struct QuantizedKernel {
       }
       const uint32_t count = k_end - k < kLayout.group_inputs ? k_end - k : kLayout.group_inputs;
       uint32_t s = 0;
-      for (; (s + 1) * Q::kStep <= count; ++s) add_step<M, NP, Q::kStep>(groups, s, rows, k + s * Q::kStep, sums);
+      for (; (s + 1) * Q::kStep <= count; ++s) {
+#pragma GCC unroll 2
+        for (int p = 0; p < NP; ++p) {
+          const uint8_t* at = stream + s * kStepShare;
+          prefetch<kStepShare>(at + distance_ahead<kQuantizedAhead, NP>(at, panels, panel_bytes) + static_cast<size_t>(p) * panel_bytes);
+        }
+        add_step<M, NP, Q::kStep>(groups, s, rows, k + s * Q::kStep, sums);
+      }
       for (uint32_t j = 0; j < count - s * Q::kStep; ++j) add_input<M, NP>(groups, s, j, rows, k + s * Q::kStep + j, sums);
     }
     store_sums<V>(sums, k_begin == 0, tile, tile_stride);
@@ -123,12 +143,8 @@ struct QuantizedKernel {
                               typename V::F (&sums)[M][2 * NP]) {
     typename Q::Step steps[NP];
 #pragma GCC unroll 2
-    for (int p = 0; p < NP; ++p) {
-      steps[p] = Q::step(groups[p], s);
-      constexpr size_t kShare = kLayout.group_bytes() * kPanelWidth<V> / (kLayout.group_inputs / kInputs);  // of the group, for this step
-      prefetch_ahead<kShare, kQuantizedAhead>(groups[p].codes + s * kShare);
-    }
-#pragma GCC unroll 8
+    for (int p = 0; p < NP; ++p) steps[p] = Q::step(groups[p], s);
+#pragma GCC unroll 16
     for (uint32_t j = 0; j < kInputs; ++j) {
 #pragma GCC unroll 2
       for (int p = 0; p < NP; ++p) {

@@ -17,7 +17,6 @@ namespace dflash::compute {
 inline constexpr float kPlain[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 inline constexpr float kMinusEight[16] = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
 inline constexpr float kFifthBit[16] = {0, 16, 0, 16, 0, 16, 0, 16, 0, 16, 0, 16, 0, 16, 0, 16};
-inline constexpr float kUpperPair[16] = {-32, -16, 0, 16, -32, -16, 0, 16, -32, -16, 0, 16, -32, -16, 0, 16};  // of a q6_k code, less 32
 
 // Where the fields of a group lie, for panels of 2 * V::kLanes outputs.
 template <class V, WeightFormat kFormat>
@@ -145,31 +144,37 @@ struct AffineFormat {
   }
 };
 
-// (d * scale) * (code - 32): q6_k.
+// (d * scale) * (code - 32) + 0: q6_k. The code becomes the upper mantissa bits of f = 1 + code / 64; then 64 * scale * f - 96 * scale is
+// the weight, rounded once: both factors of scale are exact (11 + 7 + 2 bits), and a fused difference of equals is +0.
 template <class V>
 struct SixBitFormat {
   using F = typename V::F;
   using I = typename V::I;
-  static constexpr uint32_t kStep = 8;
-  struct Group { F scale[2]; typename V::Table table, upper; const uint8_t* codes; };
-  struct Step { I words[2]; I upper[2]; };
+  static constexpr uint32_t kStep = 16;
+  static constexpr uint32_t kLow = 17, kHigh = 21;  // where the nibble and the upper two bits go
+  struct Group { F scale[2]; F minus_offset[2]; const uint8_t* codes; };
+  struct Step { I words[2][2]; I upper[2]; };  // words: [inputs 0..7, 8..15][vector]
   [[gnu::always_inline]] static inline Group open(const uint8_t* record, uint32_t group) {
     using Scale = GroupScale<V, WeightFormat::kQ6K>;
-    return {{Scale::load(record, group, 0), Scale::load(record, group, 1)}, V::table(kPlain), V::table(kUpperPair),
-            Scale::Address::codes(record, group)};
+    const F steps = V::set1(64.0f), middle = V::set1(-1.5f);
+    const F scale[2] = {V::mul(Scale::load(record, group, 0), steps), V::mul(Scale::load(record, group, 1), steps)};
+    return {{scale[0], scale[1]}, {V::mul(scale[0], middle), V::mul(scale[1], middle)}, Scale::Address::codes(record, group)};
   }
-  [[gnu::always_inline]] static inline Step step(const Group& group, uint32_t s) {
-    const uint8_t* at = group.codes + s * 8 * V::kLanes;
-    const uint8_t* upper = group.codes + 8 * 2 * V::kLanes;
-    return {{V::load_words(at), V::load_words(at + 4 * V::kLanes)},
-            {V::shift_right(V::load_words(upper), 16 * s), V::shift_right(V::load_words(upper + 4 * V::kLanes), 16 * s)}};
+  [[gnu::always_inline]] static inline Step step(const Group& group, uint32_t) {
+    constexpr size_t kWords = 4 * V::kLanes;  // bytes of a vector of words
+    const uint8_t* at = group.codes;
+    return {{{V::load_words(at), V::load_words(at + kWords)}, {V::load_words(at + 2 * kWords), V::load_words(at + 3 * kWords)}},
+            {V::load_words(at + 4 * kWords), V::load_words(at + 5 * kWords)}};
+  }
+  [[gnu::always_inline]] static inline I move(I bits, uint32_t from, uint32_t to) {
+    return from <= to ? V::shift_left(bits, to - from) : V::shift_right(bits, from - to);
   }
   [[gnu::always_inline]] static inline void weights(const Group& group, const Step& step, uint32_t j, F* pair) {
 #pragma GCC unroll 2
     for (int h = 0; h < 2; ++h) {
-      const F low = V::look_up(group.table, V::shift_right(step.words[h], 4 * j));
-      const F code = V::add(low, V::look_up(group.upper, V::shift_right(step.upper[h], 2 * j)));
-      pair[h] = V::mul(group.scale[h], code);
+      const I low = move(step.words[j / 8][h], 4 * (j % 8), kLow);
+      const I code = V::merge(V::set1i(15 << kLow), low, move(step.upper[h], 2 * j, kHigh));
+      pair[h] = V::fma(group.scale[h], V::one_and(code, V::set1i(63 << kLow)), group.minus_offset[h]);
     }
   }
 };

@@ -72,6 +72,11 @@ struct Avx2Vector {
   static I shift_right(I value, uint32_t count) { return reinterpret_cast<I>(reinterpret_cast<Words>(value) >> count); }
   static I shift_left(I value, uint32_t count) { return reinterpret_cast<I>(reinterpret_cast<Words>(value) << count); }
   static I shift_right_signed(I value, int32_t count) { return reinterpret_cast<I>(reinterpret_cast<SignedWords>(value) >> count); }
+  static I merge(I mask, I a, I b) { return _mm256_or_si256(_mm256_and_si256(mask, a), _mm256_andnot_si256(mask, b)); }
+  // 1 with the bits of the mask from `mantissa`.
+  static F one_and(I mantissa, I mask) {
+    return _mm256_castsi256_ps(_mm256_or_si256(_mm256_and_si256(mantissa, mask), _mm256_set1_epi32(0x3f800000)));
+  }
   static F to_float(I value) { return _mm256_cvtepi32_ps(value); }
   static F load_f16(const uint8_t* from) { return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))); }
   static I widen_u8(const uint8_t* from) { return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))); }

@@ -69,6 +69,11 @@ struct Avx512Vector {
   static I shift_right(I value, uint32_t count) { return reinterpret_cast<I>(reinterpret_cast<Words>(value) >> count); }
   static I shift_left(I value, uint32_t count) { return reinterpret_cast<I>(reinterpret_cast<Words>(value) << count); }
   static I shift_right_signed(I value, int32_t count) { return reinterpret_cast<I>(reinterpret_cast<SignedWords>(value) >> count); }
+  static I merge(I mask, I a, I b) { return _mm512_ternarylogic_epi32(mask, a, b, 0xca); }  // a where the mask is set, else b
+  // 1 with the bits of the mask from `mantissa`.
+  static F one_and(I mantissa, I mask) {
+    return _mm512_castsi512_ps(_mm512_ternarylogic_epi32(mantissa, mask, _mm512_set1_epi32(0x3f800000), 0xea));
+  }
   static F to_float(I value) { return _mm512_cvtepi32_ps(value); }
   static F load_f16(const uint8_t* from) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))); }
   static I widen_u8(const uint8_t* from) { return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))); }

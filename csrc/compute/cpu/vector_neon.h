@@ -68,6 +68,9 @@ struct NeonVector {
   static I shift_right(I value, uint32_t count) { return vreinterpretq_s32_u32(vreinterpretq_u32_s32(value) >> count); }
   static I shift_left(I value, uint32_t count) { return vreinterpretq_s32_u32(vreinterpretq_u32_s32(value) << count); }
   static I shift_right_signed(I value, int32_t count) { return value >> count; }
+  static I merge(I mask, I a, I b) { return vbslq_s32(vreinterpretq_u32_s32(mask), a, b); }
+  // 1 with the bits of the mask from `mantissa`.
+  static F one_and(I mantissa, I mask) { return vreinterpretq_f32_s32(vorrq_s32(vandq_s32(mantissa, mask), vdupq_n_s32(0x3f800000))); }
   static F to_float(I value) { return vcvtq_f32_s32(value); }
   static F load_f16(const uint8_t* from) { return vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(from))); }
   static F load_u8(const uint8_t* from) { return vcvtq_f32_u32(widen_u8(from)); }

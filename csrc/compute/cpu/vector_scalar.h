@@ -54,6 +54,9 @@ struct ScalarVector {
   static I shift_right(I value, uint32_t count) { return static_cast<I>(static_cast<uint32_t>(value) >> count); }
   static I shift_left(I value, uint32_t count) { return static_cast<I>(static_cast<uint32_t>(value) << count); }
   static I shift_right_signed(I value, int32_t count) { return value >> count; }
+  static I merge(I mask, I a, I b) { return (mask & a) | (~mask & b); }
+  // 1 with the bits of the mask from `mantissa`.
+  static F one_and(I mantissa, I mask) { return std::bit_cast<F>((mantissa & mask) | 0x3f800000); }
   static F to_float(I value) { return static_cast<F>(value); }
   static F load_f16(const uint8_t* from) { return f16_to_f32(static_cast<uint16_t>(from[0] | from[1] << 8)); }
   static F load_u8(const uint8_t* from) { return static_cast<F>(*from); }

@@ -36,7 +36,7 @@ void dequantize_q6_k(const uint8_t* block, float* values) {
     const uint32_t low = uint32_t{block[half * 64 + j % 2 * 32 + i]} >> (j / 2 * 4) & 15u;
     const uint32_t high = uint32_t{block[128 + half * 32 + i]} >> (2 * j) & 3u;
     const float factor = d * static_cast<float>(as_signed(block[192 + k / 16]));
-    values[k] = factor * static_cast<float>(static_cast<int32_t>(low | high << 4) - 32);
+    values[k] = factor * static_cast<float>(static_cast<int32_t>(low | high << 4) - 32) + 0.0f;  // no negative zeros
   }
 }
 
