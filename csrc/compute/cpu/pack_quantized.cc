@@ -25,12 +25,12 @@ uint32_t gather_nibbles(uint64_t bytes) {
   bytes = (bytes | bytes >> 8) & 0x0000ffff0000ffffull;
   return static_cast<uint32_t>(bytes | bytes >> 16);
 }
-// The lowest bit pairs of eight bytes.
+// The lowest bit pairs of eight bytes: those of bytes 2b and 2b + 1 as the low nibble of byte b.
 uint32_t gather_pairs(uint64_t bytes) {
   bytes &= 0x0303030303030303ull;
   bytes = (bytes | bytes >> 6) & 0x000f000f000f000full;
-  bytes = (bytes | bytes >> 12) & 0x000000ff000000ffull;
-  return static_cast<uint32_t>((bytes | bytes >> 24) & 0xffffu);
+  bytes = (bytes | bytes >> 8) & 0x00000f0f00000f0full;
+  return static_cast<uint32_t>(bytes | bytes >> 16);
 }
 // The lowest bits of eight bytes: each multiple of 2^(56 - 7i) moves bit 8i to bit 56 + i.
 uint32_t gather_bits(uint64_t bytes) {
@@ -117,7 +117,7 @@ void put_q6_k(L lane, const uint8_t* block) {
     uint32_t upper = 0;
     for (uint32_t word = 0; word < 2; ++word) {
       lane.put_word(group, word, gather_nibbles(load64(low + 8 * word) >> (j / 2 * 4)));
-      upper |= gather_pairs(load64(high + 8 * word) >> (2 * j)) << (16 * word);
+      upper |= gather_pairs(load64(high + 8 * word) >> (2 * j)) << (4 * word);
     }
     lane.put_word(group, 2, upper);
   }

@@ -9,9 +9,12 @@
 //   mxfp4 (both)         -               u8 exponent            4 words
 //   q4_k                 f16 d, dmin     u8 scale, minimum      4 words
 //   q5_k                 f16 d, dmin     u8 scale, minimum      4 words                          1 word: fifth bits
-//   q6_k (groups of 16)  f16 d           i8                     2 words                          1 word: 16 upper bit pairs
+//   q6_k (groups of 16)  f16 d           i8                     2 words                          1 word: upper bit pairs
 //   iq4_xs               f16 d           i8 scale - 32          4 words
 //   fp8 (groups of 128)  -               f32                    128 bytes, [input][output]
+//
+// Upper bit pairs of q6_k: that of input 8w + 2b + p lies in byte b at bits 4w + 2p, so that all four of (w, p) stand where a shift by 4p
+// puts the nibbles of word w: four whole codes, one a byte.
 //
 // A word is a little-endian uint32 of one output, ascending inputs from its lowest bits. Bytes are those of the stored format, but for
 // six-bit scales that take a whole byte (q4_k and q5_k 3 % larger, iq4_xs 1.5 %) and FP8's scale per output (3 %).

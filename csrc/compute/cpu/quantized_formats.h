@@ -151,9 +151,9 @@ struct SixBitFormat {
   using F = typename V::F;
   using I = typename V::I;
   static constexpr uint32_t kStep = 16;
-  static constexpr uint32_t kLow = 17, kHigh = 21;  // where the nibble and the upper two bits go
+  static constexpr uint32_t kCode = 17;  // the top six bits of a mantissa begin here
   struct Group { F scale[2]; F minus_offset[2]; const uint8_t* codes; };
-  struct Step { I words[2][2]; I upper[2]; };  // words: [inputs 0..7, 8..15][vector]
+  struct Step { I codes[4][2]; };  // [2w + p][vector]: byte b is the code of input 8w + 2b + p
   [[gnu::always_inline]] static inline Group open(const uint8_t* record, uint32_t group) {
     using Scale = GroupScale<V, WeightFormat::kQ6K>;
     const F steps = V::set1(64.0f), middle = V::set1(-1.5f);
@@ -162,19 +162,26 @@ struct SixBitFormat {
   }
   [[gnu::always_inline]] static inline Step step(const Group& group, uint32_t) {
     constexpr size_t kWords = 4 * V::kLanes;  // bytes of a vector of words
-    const uint8_t* at = group.codes;
-    return {{{V::load_words(at), V::load_words(at + kWords)}, {V::load_words(at + 2 * kWords), V::load_words(at + 3 * kWords)}},
-            {V::load_words(at + 4 * kWords), V::load_words(at + 5 * kWords)}};
+    Step found;
+#pragma GCC unroll 2
+    for (uint32_t h = 0; h < 2; ++h) {
+      const I upper = V::load_words(group.codes + (4 + h) * kWords);
+#pragma GCC unroll 4
+      for (uint32_t q = 0; q < 4; ++q) {
+        const I nibbles = V::load_words(group.codes + (q / 2 * 2 + h) * kWords);
+        found.codes[q][h] = V::merge(V::set1i(0x0f0f0f0f), q % 2 == 0 ? nibbles : V::shift_right(nibbles, 4), move(upper, 2 * q, 4));
+      }
+    }
+    return found;
   }
   [[gnu::always_inline]] static inline I move(I bits, uint32_t from, uint32_t to) {
-    return from <= to ? V::shift_left(bits, to - from) : V::shift_right(bits, from - to);
+    return from == to ? bits : from < to ? V::shift_left(bits, to - from) : V::shift_right(bits, from - to);
   }
   [[gnu::always_inline]] static inline void weights(const Group& group, const Step& step, uint32_t j, F* pair) {
 #pragma GCC unroll 2
     for (int h = 0; h < 2; ++h) {
-      const I low = move(step.words[j / 8][h], 4 * (j % 8), kLow);
-      const I code = V::merge(V::set1i(15 << kLow), low, move(step.upper[h], 2 * j, kHigh));
-      pair[h] = V::fma(group.scale[h], V::one_and(code, V::set1i(63 << kLow)), group.minus_offset[h]);
+      const I code = move(step.codes[j / 8 * 2 + j % 2][h], j % 8 / 2 * 8, kCode);
+      pair[h] = V::fma(group.scale[h], V::one_and(code, V::set1i(63 << kCode)), group.minus_offset[h]);
     }
   }
 };
