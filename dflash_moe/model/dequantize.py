@@ -163,7 +163,8 @@ def _q6_k(blocks: Array) -> Array:
     high = blocks[..., 128:192].reshape(*blocks.shape[:2], 2, 1, 32) >> np.array([0, 2, 4, 6], np.uint8).reshape(4, 1)
     codes = (low & 15).reshape(*blocks.shape[:2], 16, 16) | (high & 3).reshape(*blocks.shape[:2], 16, 16) << 4
     scales = np.ascontiguousarray(blocks[..., 192:208]).view(np.int8).astype(np.float32) * _f16(blocks[..., 208:210])
-    return (scales[..., None] * (codes.astype(np.float32) - 32)).reshape(*blocks.shape[:2], 256)
+    weights = scales[..., None] * (codes.astype(np.float32) - 32) + np.float32(0)  # no negative zeros
+    return np.asarray(weights, np.float32).reshape(*blocks.shape[:2], 256)
 
 
 def _iq4_xs(blocks: Array) -> Array:

@@ -191,12 +191,18 @@ void CpuLayer::run_gate_up(ProgressCounter& progress) {
   const uint32_t num_panels = experts_.num_intermediate_panels();
   const uint32_t per_task = gate_up_panels_per_task();
   const uint32_t tasks_per_expert = (num_panels + per_task - 1) / per_task;
-  pool_.run(groups_.groups().size() * tasks_per_expert, [&](uint64_t task) {
+  const uint64_t num_tasks = groups_.groups().size() * tasks_per_expert;
+  pool_.run(num_tasks, [&](uint64_t task) {
     const ExpertGroup& group = groups_.groups()[task / tasks_per_expert];
     const uint32_t first_panel = static_cast<uint32_t>(task % tasks_per_expert) * per_task;
     const size_t first_column = size_t{first_panel} * kernels_.panel_width;
     GateUpTile tile{};
     tile.panels = experts_.gate_up(group.local_expert_id, first_panel, std::min(per_task, num_panels - first_panel));
+    const uint64_t next = task + pool_.num_threads();  // threads take turns, nearly
+    if (next < num_tasks) {
+      const uint32_t next_expert = groups_.groups()[next / tasks_per_expert].local_expert_id;
+      tile.panels.next = experts_.gate_up(next_expert, static_cast<uint32_t>(next % tasks_per_expert) * per_task, 1).first;
+    }
     tile.spec = &spec_;
     const uint32_t num_tiles = (group.num_pairs + kMaxCallRows - 1) / kMaxCallRows;
     for (uint32_t t = 0; t < num_tiles; ++t) {
@@ -224,9 +230,13 @@ bool CpuLayer::run_down(const ForwardArgs& args, const Chunk& chunk, ProgressCou
     const size_t columns = size_t{task_panels} * kernels_.panel_width;
     float* sums = sums_ + size_t{first_panel} * kernels_.panel_width * chunk.num_rows;
     std::memset(sums, 0, sizeof(float) * columns * chunk.num_rows);
-    for (const ExpertGroup& group : groups_.groups()) {
+    for (size_t g = 0; g < groups_.groups().size(); ++g) {
+      const ExpertGroup& group = groups_.groups()[g];
       DownTile tile{};
       tile.panels = experts_.down(group.local_expert_id, first_panel, task_panels);
+      if (g + 1 < groups_.groups().size()) {
+        tile.panels.next = experts_.down(groups_.groups()[g + 1].local_expert_id, first_panel, task_panels).first;
+      }
       const uint32_t num_tiles = (group.num_pairs + kMaxCallRows - 1) / kMaxCallRows;
       for (uint32_t t = 0; t < num_tiles; ++t) {
         const TileRows range = tile_rows(group.num_pairs, num_tiles, t);

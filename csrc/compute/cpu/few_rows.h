@@ -23,11 +23,19 @@ template <int NP>
 inline constexpr size_t kFloatAhead = 8192 / NP;
 inline constexpr size_t kQuantizedAhead = 8192;
 
-// Where a panel's stream is to be fetched while `at` is read, relative to `at`: panels are read NP side by side, so behind the end of one
-// lies its neighbour, which is being read already; the stream goes on NP - 1 panels further.
-template <size_t kAhead, int NP>
-[[gnu::always_inline]] inline size_t distance_ahead(const uint8_t* at, const uint8_t* panel, size_t panel_bytes) {
-  return kAhead + (at + kAhead >= panel + panel_bytes ? (NP - 1) * panel_bytes : 0);
+// Panels that are read side by side, a stream of memory each. Behind the end of one lies its neighbour, which is being read already: its
+// stream goes on `jump` bytes further.
+struct Streams {
+  const uint8_t* first;  // panel
+  size_t panel_bytes;
+  size_t jump;           // modulo 2^64
+};
+
+// What to fetch while `at` of the first panel is read, as a distance from there.
+template <size_t kAhead>
+[[gnu::always_inline]] inline size_t distance_ahead(const uint8_t* at, const Streams& streams) {
+  const size_t offset = static_cast<size_t>(at - streams.first) + kAhead;
+  return kAhead + (offset >= streams.panel_bytes ? streams.jump : 0);
 }
 
 template <size_t kBytes>
@@ -57,8 +65,7 @@ struct FloatKernel {
   static constexpr int kPanels = panels_at_once<V>(M);
 
   template <int M, int NP>
-  static void chain(const float* const* rows, const uint8_t* panels, size_t panel_bytes, uint32_t k_begin, uint32_t k_end,
-                    float* tile, size_t tile_stride) {
+  static void chain(const float* const* rows, const Streams& streams, uint32_t k_begin, uint32_t k_end, float* tile, size_t tile_stride) {
     using F = typename V::F;
     F sums[M][2 * NP];
     const float* inputs[M];
@@ -68,14 +75,13 @@ struct FloatKernel {
 #pragma GCC unroll 8
       for (int n = 0; n < 2 * NP; ++n) sums[m][n] = V::set1(0.0f);
     }
-    const uint8_t* first = panels + k_begin * sizeof(W) * kPanelWidth<V>;
-    const size_t ahead = distance_ahead<kFloatAhead<NP>, NP>(first, panels, panel_bytes);
+    const size_t ahead = distance_ahead<kFloatAhead<NP>>(streams.first + k_begin * sizeof(W) * kPanelWidth<V>, streams);
 #pragma GCC unroll 2
     for (size_t k = k_begin; k < k_end; ++k) {
 #pragma GCC unroll 4
       for (int p = 0; p < NP; ++p) {
         F weights[2];
-        const W* step = reinterpret_cast<const W*>(panels + static_cast<size_t>(p) * panel_bytes) + k * kPanelWidth<V>;
+        const W* step = reinterpret_cast<const W*>(streams.first + static_cast<size_t>(p) * streams.panel_bytes) + k * kPanelWidth<V>;
         prefetch<sizeof(W) * kPanelWidth<V>>(reinterpret_cast<const char*>(step) + ahead);
         V::load_weights(step, weights);
 #pragma GCC unroll 12
@@ -102,8 +108,7 @@ struct QuantizedKernel {
   }
 
   template <int M, int NP>
-  static void chain(const float* const* rows, const uint8_t* panels, size_t panel_bytes, uint32_t k_begin, uint32_t k_end,
-                    float* tile, size_t tile_stride) {
+  static void chain(const float* const* rows, const Streams& streams, uint32_t k_begin, uint32_t k_end, float* tile, size_t tile_stride) {
     using F = typename V::F;
     F sums[M][2 * NP];
 #pragma GCC unroll 4
@@ -116,10 +121,10 @@ struct QuantizedKernel {
       // A group's share of its record, header included: together the shares of all steps tile the stream.
       constexpr size_t kGroupShare = kLayout.record_bytes() * kPanelWidth<V> * kLayout.group_inputs / kLayout.record_inputs;
       constexpr size_t kStepShare = kGroupShare * Q::kStep / kLayout.group_inputs;
-      const uint8_t* stream = record_of(panels, k) + k % kLayout.record_inputs / kLayout.group_inputs * kGroupShare;
+      const uint8_t* stream = record_of(streams.first, k) + k % kLayout.record_inputs / kLayout.group_inputs * kGroupShare;
 #pragma GCC unroll 2
       for (int p = 0; p < NP; ++p) {
-        const uint8_t* record = record_of(panels + static_cast<size_t>(p) * panel_bytes, k);
+        const uint8_t* record = record_of(streams.first + static_cast<size_t>(p) * streams.panel_bytes, k);
         groups[p] = Q::open(record, k % kLayout.record_inputs / kLayout.group_inputs);
       }
       const uint32_t count = k_end - k < kLayout.group_inputs ? k_end - k : kLayout.group_inputs;
@@ -128,7 +133,7 @@ struct QuantizedKernel {
 #pragma GCC unroll 2
         for (int p = 0; p < NP; ++p) {
           const uint8_t* at = stream + s * kStepShare;
-          prefetch<kStepShare>(at + distance_ahead<kQuantizedAhead, NP>(at, panels, panel_bytes) + static_cast<size_t>(p) * panel_bytes);
+          prefetch<kStepShare>(at + distance_ahead<kQuantizedAhead>(at, streams) + static_cast<size_t>(p) * streams.panel_bytes);
         }
         add_step<M, NP, Q::kStep>(groups, s, rows, k + s * Q::kStep, sums);
       }
@@ -178,25 +183,33 @@ struct QuantizedKernel {
 
 // All K blocks of NP panels: panels outermost, so that weights are read in one ascending stream.
 template <class V, class Kernel, int M, int NP>
-inline void run_panels(const PanelRun& run, const uint8_t* panels, const float* const* rows, float* tile, size_t stride) {
+inline void run_panels(const PanelRun& run, const Streams& streams, const float* const* rows, float* tile, size_t stride) {
   for (uint32_t k = 0; k < run.num_inputs; k += kChainLength) {
     const uint32_t end = run.num_inputs - k < kChainLength ? run.num_inputs : k + kChainLength;
-    Kernel::template chain<M, NP>(rows, panels, run.panel_bytes, k, end, tile, stride);
+    Kernel::template chain<M, NP>(rows, streams, k, end, tile, stride);
   }
+}
+
+// NP panels from panel p of a run on; after its last ones the streams go on in the run that is read next.
+template <int NP>
+inline Streams streams_from(const PanelRun& run, uint32_t p) {
+  const uint8_t* first = reinterpret_cast<const uint8_t*>(run.first) + p * run.panel_bytes;
+  const bool is_last = p + NP >= run.num_panels && run.next != nullptr;
+  const uint8_t* then = is_last ? reinterpret_cast<const uint8_t*>(run.next) : first + NP * run.panel_bytes;
+  return {first, run.panel_bytes, reinterpret_cast<uintptr_t>(then) - reinterpret_cast<uintptr_t>(first) - run.panel_bytes};
 }
 
 // M rows through a whole run of panels into tile [M][num_panels * panel_width].
 template <class V, class Kernel, int M>
 void run_few_of(const PanelRun& run, const float* const* rows, float* tile) {
   constexpr int kAtOnce = Kernel::template kPanels<M>;
-  const uint8_t* panels = reinterpret_cast<const uint8_t*>(run.first);
   const size_t stride = static_cast<size_t>(run.num_panels) * kPanelWidth<V>;
   uint32_t p = 0;
   for (; p + kAtOnce <= run.num_panels; p += kAtOnce) {
-    run_panels<V, Kernel, M, kAtOnce>(run, panels + p * run.panel_bytes, rows, tile + p * kPanelWidth<V>, stride);
+    run_panels<V, Kernel, M, kAtOnce>(run, streams_from<kAtOnce>(run, p), rows, tile + p * kPanelWidth<V>, stride);
   }
   for (; p < run.num_panels; ++p) {
-    run_panels<V, Kernel, M, 1>(run, panels + p * run.panel_bytes, rows, tile + p * kPanelWidth<V>, stride);
+    run_panels<V, Kernel, M, 1>(run, streams_from<1>(run, p), rows, tile + p * kPanelWidth<V>, stride);
   }
 }
 

@@ -24,6 +24,7 @@ struct PanelRun {
   uint32_t num_panels;       // 1..kMaxGroupPanels
   uint32_t num_inputs;       // K
   const float* bias;         // [num_panels * panel_width]; null: none
+  const std::byte* next = nullptr;  // where the run begins that this thread most likely reads afterwards; null: unknown
 };
 
 // Up to kMaxCallRows rows of one expert through the gate and up panels and the activation.
