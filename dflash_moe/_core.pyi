@@ -264,6 +264,9 @@ class LayerBenchmark:
     def run(  # ns of each round; NumPy float32 rows and weights, uint16 counts and ids
         self, rows: object, row_counts: object, local_expert_ids: object, weights: object, *, row_dtype: str, rounds: int
     ) -> list[int]: ...
+    def run_gemm(  # ns of each round: the matrix products alone, the same number of rows through every expert
+        self, *, rows_per_expert: int, rounds: int
+    ) -> list[int]: ...
     def resident_bytes(self) -> int: ...
 
 def multiply_add_per_s(isa: str, num_threads: int, rounds: int, milliseconds: float = 5.0) -> list[float]: ...  # FLOP/s

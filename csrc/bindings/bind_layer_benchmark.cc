@@ -11,6 +11,7 @@
 #include "base/convert.h"
 #include "bindings/arguments.h"
 #include "bindings/module.h"
+#include "compute/cpu/gemm_benchmark.h"
 #include "compute/cpu/layer_benchmark.h"
 #include "compute/cpu/peaks.h"
 
@@ -26,7 +27,7 @@ class PyLayerBenchmark {
  public:
   PyLayerBenchmark(const py::dict& spec, uint32_t num_experts, uint32_t num_layers, const std::string& weight_dtype,
                    const std::string& isa, uint32_t num_threads, uint64_t seed, const std::string& numerics) {
-    compute::LayerBenchmarkOptions options;
+    compute::LayerBenchmarkOptions& options = options_;
     options.spec = parse_ffn_spec(spec);
     options.num_experts = num_experts;
     options.num_layers = num_layers;
@@ -68,9 +69,24 @@ class PyLayerBenchmark {
     return unwrap(std::move(samples));
   }
 
+  std::vector<int64_t> run_gemm(uint32_t rows_per_expert, uint32_t rounds) {
+    py::gil_scoped_release unlocked;
+    if (gemm_ == nullptr) {
+      auto made = compute::GemmBenchmark::create(options_);
+      if (!made.ok()) {
+        py::gil_scoped_acquire locked;
+        raise(std::move(made).error());
+      }
+      gemm_ = std::move(made).value();
+    }
+    return gemm_->run(rows_per_expert, rounds);
+  }
+
   uint64_t resident_bytes() const { return benchmark_->resident_bytes(); }
 
  private:
+  compute::LayerBenchmarkOptions options_;
+  std::unique_ptr<compute::GemmBenchmark> gemm_;  // made when first asked for
   std::unique_ptr<compute::LayerBenchmark> benchmark_;
 };
 
@@ -102,6 +118,7 @@ void bind_layer_benchmark(py::module_& module) {
            py::arg("num_threads"), py::arg("seed") = 1, py::arg("numerics") = "f32-canonical")
       .def("run", &PyLayerBenchmark::run, py::arg("rows"), py::arg("row_counts"), py::arg("local_expert_ids"), py::arg("weights"),
            py::kw_only(), py::arg("row_dtype"), py::arg("rounds"))
+      .def("run_gemm", &PyLayerBenchmark::run_gemm, py::kw_only(), py::arg("rows_per_expert"), py::arg("rounds"))
       .def("resident_bytes", &PyLayerBenchmark::resident_bytes);
   module.def("multiply_add_per_s", &multiply_add_per_s, py::arg("isa"), py::arg("num_threads"), py::arg("rounds"),
              py::arg("milliseconds") = 5.0);

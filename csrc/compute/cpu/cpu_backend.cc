@@ -28,16 +28,6 @@ const KernelSet& canonical_kernels(Isa isa) {
   return kScalarKernels;
 }
 
-// Null: this instruction set does not compute the class.
-const KernelSet* kernel_set(Isa isa, NumericsClass numerics) {
-  switch (numerics) {
-    case NumericsClass::kF32Canonical: return &canonical_kernels(isa);
-    case NumericsClass::kInt8Groups:
-    case NumericsClass::kBf16Dot: return nullptr;
-  }
-  return nullptr;
-}
-
 // Spinning is paid for by a core that nothing else needs: one more than the compute threads must be usable (the poller's).
 int64_t default_spin_ns(uint32_t num_threads) {
   cpu_set_t usable;
@@ -55,6 +45,15 @@ std::string supported_names() {
 }
 
 }  // namespace
+
+const KernelSet* kernel_set(Isa isa, NumericsClass numerics) {
+  switch (numerics) {
+    case NumericsClass::kF32Canonical: return &canonical_kernels(isa);
+    case NumericsClass::kInt8Groups:
+    case NumericsClass::kBf16Dot: return nullptr;
+  }
+  return nullptr;
+}
 
 const char* isa_name(Isa isa) {
   switch (isa) {

@@ -22,6 +22,9 @@ Isa best_isa();
 Result<Isa> parse_isa(const std::string& name);
 
 class ThreadPool;  // thread_pool.h
+struct KernelSet;  // kernel_set.h
+// Null: this instruction set does not compute the class.
+const KernelSet* kernel_set(Isa isa, NumericsClass numerics);
 
 class CpuBackend {
  public:

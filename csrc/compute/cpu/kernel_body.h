@@ -119,6 +119,16 @@ void down_tile(const DownTile& args) {
   });
 }
 
+// What gate_up_tile and down_tile do beyond this is what a layer costs beyond its matrix products.
+template <class V>
+void multiply_only(const PanelRun& panels, const void* const* rows, uint32_t num_rows) {
+  alignas(64) float tile[kTileFloats<V>];
+  in_passes<V>(num_rows, panels, kManyRowsPanels, [&](const PanelRun& run, uint32_t) {
+    multiply<V>(num_rows, run, reinterpret_cast<const float* const*>(rows), tile);
+    asm volatile("" : : "r"(tile) : "memory");  // the products count as used
+  });
+}
+
 template <class V>
 void canonicalize_nan(float* values, size_t count) {
   for (size_t n = 0; n < count; n += V::kLanes) V::store(values + n, V::canonical_nan(V::load(values + n)));
@@ -131,6 +141,7 @@ constexpr KernelSet make_kernel_set() {
                    .encode = nullptr,
                    .gate_up = gate_up_tile<V>,
                    .down = down_tile<V>,
+                   .multiply_only = multiply_only<V>,
                    .canonicalize_nan = canonicalize_nan<V>};
 }
 

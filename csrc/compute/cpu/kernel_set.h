@@ -54,6 +54,8 @@ struct KernelSet {
   void (*encode)(const float* from, uint32_t count, std::byte* to);
   void (*gate_up)(const GateUpTile&);
   void (*down)(const DownTile&);
+  // The products of up to kMaxCallRows rows with a run of panels, dropped: what benchmarks hold a layer against.
+  void (*multiply_only)(const PanelRun& panels, const void* const* rows, uint32_t num_rows);
   // Replaces every NaN by 0x7fc00000: which payload survives an fma is the compiler's choice, the class fixes the bits.
   // `count` is a multiple of panel_width.
   void (*canonicalize_nan)(float* values, size_t count);

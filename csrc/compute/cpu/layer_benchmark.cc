@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "compute/cpu/layer_benchmark.h"
 
-#include <random>
-
 #include "base/clock.h"
 #include "compute/cpu/random_matrix.h"
 
@@ -20,20 +18,12 @@ Result<std::unique_ptr<LayerBenchmark>> LayerBenchmark::create(const LayerBenchm
 }
 
 Status LayerBenchmark::fill() {
-  const FfnSpec& spec = options_.spec;
-  std::mt19937_64 random(options_.seed);
-  const RandomMatrix gate(spec.intermediate_size, spec.in_size, options_.formats.gate_up, random);
-  const RandomMatrix up(spec.intermediate_size, spec.in_size, options_.formats.gate_up, random);
-  const RandomMatrix down(spec.out_size, spec.intermediate_size, options_.formats.down, random);
-  ExpertWeights weights;
-  if (spec.gate != GateKind::kNone) weights.gate = gate.view();
-  weights.up = up.view();
-  weights.down = down.view();
+  const RandomExpert random(options_.spec, options_.formats, options_.seed);
   for (uint32_t l = 0; l < options_.num_layers; ++l) {
-    auto layer = backend_->create_layer(spec, options_.num_experts, options_.formats, options_.numerics);
+    auto layer = backend_->create_layer(options_.spec, options_.num_experts, options_.formats, options_.numerics);
     if (!layer.ok()) return std::move(layer).error();
     for (uint32_t expert = 0; expert < options_.num_experts; ++expert) {
-      DFLASH_TRY(layer.value()->load_expert(expert, weights, progress_));
+      DFLASH_TRY(layer.value()->load_expert(expert, random.weights(), progress_));
     }
     layers_.push_back(std::move(layer).value());
   }

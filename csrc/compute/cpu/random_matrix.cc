@@ -68,4 +68,21 @@ void RandomMatrix::put_block_scales(std::byte* block) const {
   }
 }
 
+RandomExpert::RandomExpert(const FfnSpec& spec, ResidentFormats formats, uint64_t seed)
+    : RandomExpert(spec, formats, std::mt19937_64(seed)) {}
+
+RandomExpert::RandomExpert(const FfnSpec& spec, ResidentFormats formats, std::mt19937_64&& random)
+    : has_gate_(spec.gate != GateKind::kNone),
+      gate_(spec.intermediate_size, spec.in_size, formats.gate_up, random),
+      up_(spec.intermediate_size, spec.in_size, formats.gate_up, random),
+      down_(spec.out_size, spec.intermediate_size, formats.down, random) {}
+
+ExpertWeights RandomExpert::weights() const {
+  ExpertWeights weights;
+  if (has_gate_) weights.gate = gate_.view();
+  weights.up = up_.view();
+  weights.down = down_.view();
+  return weights;
+}
+
 }  // namespace dflash::compute

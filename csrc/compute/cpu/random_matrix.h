@@ -24,4 +24,16 @@ class RandomMatrix {
   MatrixView view_;
 };
 
+// One expert's random weights in its resident formats, without biases.
+class RandomExpert {
+ public:
+  RandomExpert(const FfnSpec& spec, ResidentFormats formats, uint64_t seed);
+  ExpertWeights weights() const;
+
+ private:
+  RandomExpert(const FfnSpec& spec, ResidentFormats formats, std::mt19937_64&& random);
+  bool has_gate_;
+  RandomMatrix gate_, up_, down_;
+};
+
 }  // namespace dflash::compute
