@@ -1,5 +1,5 @@
-// The expert kernels, written once over a vector type V. Included by kernels_<set>.cc only; V is a type of its own per set, so no two
-// files instantiate the same symbol. No std:: code (it could be linked into portable callers).
+// The kernels of f32-canonical, written once over a vector type V. Included by kernels_<set>.cc only; V is a type of its own per set, so
+// no two files instantiate the same symbol. No std:: code (it could be linked into portable callers).
 //
 // Dims: M rows of one expert, N outputs in panels of 2 vectors, K inputs. Per output: K in blocks of 256, one fma chain per block
 // from +0 with ascending k, block sums added in ascending order. Few rows (few_rows.h) are bound by reading the weights, many rows
@@ -7,7 +7,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include "compute/activation.h"
+#include "compute/cpu/expert_tiles.h"
 #include "compute/cpu/many_rows.h"
 
 namespace dflash::compute {
@@ -50,99 +50,23 @@ inline constexpr FormatKernels kFormatKernels[kNumWeightFormats] = {
     quantized_kernels<V, NibbleFormat, WeightFormat::kIq4Xs>(),
 };
 
-// Panels of a run that one pass handles: many rows take the panels of one gate and up, so that the sums of all rows stay near.
-inline constexpr uint32_t kManyRowsPanels = 2;
+// The products of f32-canonical.
 template <class V>
-inline constexpr size_t kTileFloats = static_cast<size_t>(kPanelWidth<V>) *
-                                      (kFewRows * kMaxGroupPanels > kMaxCallRows * kManyRowsPanels ? kFewRows * kMaxGroupPanels
-                                                                                                  : kMaxCallRows * kManyRowsPanels);
+struct CanonicalProducts {
+  static constexpr size_t (*kEncodedBytes)(uint32_t) = nullptr;  // rows stay float32
+  static constexpr void (*kEncode)(const float*, uint32_t, std::byte*) = nullptr;
 
-template <class V>
-void multiply(uint32_t num_rows, const PanelRun& run, const float* const* rows, float* tile) {
-  const FormatKernels& kernels = kFormatKernels<V>[static_cast<uint8_t>(run.format)];
-  if (num_rows <= kFewRows) kernels.few(num_rows, run, rows, tile);
-  else run_many<V>(num_rows, run, kernels.expand, rows, tile);
-  if (run.bias == nullptr) return;
-  const size_t stride = static_cast<size_t>(run.num_panels) * kPanelWidth<V>;
-  for (uint32_t m = 0; m < num_rows; ++m) {
-    float* at = tile + m * stride;
-    for (size_t n = 0; n < stride; n += V::kLanes) V::store(at + n, V::add(V::load(at + n), V::load(run.bias + n)));
+  static void multiply(uint32_t num_rows, const PanelRun& run, const void* const* rows, float* tile) {
+    const FormatKernels& kernels = kFormatKernels<V>[static_cast<uint8_t>(run.format)];
+    const float* const* inputs = reinterpret_cast<const float* const*>(rows);
+    if (num_rows <= kFewRows) kernels.few(num_rows, run, inputs, tile);
+    else run_many<V>(num_rows, run, kernels.expand, inputs, tile);
   }
-}
-
-// Calls body(panels, first) with the run in passes; `first` counts panels from the run's first.
-template <class V, class Body>
-inline void in_passes(uint32_t num_rows, const PanelRun& run, uint32_t at_once, const Body& body) {
-  if (num_rows <= kFewRows) return body(run, 0u);
-  for (uint32_t first = 0; first < run.num_panels; first += at_once) {
-    PanelRun part = run;
-    part.first = run.first + first * run.panel_bytes;
-    part.num_panels = run.num_panels - first < at_once ? run.num_panels - first : at_once;
-    if (run.bias != nullptr) part.bias = run.bias + static_cast<size_t>(first) * kPanelWidth<V>;
-    body(part, first);
-  }
-}
+};
 
 template <class V>
-void gate_up_tile(const GateUpTile& args) {
-  alignas(64) float tile[kTileFloats<V>];
-  const uint32_t num_matrices = args.spec->gate == GateKind::kNone ? 1 : 2;
-  in_passes<V>(args.num_rows, args.panels, kManyRowsPanels, [&](const PanelRun& run, uint32_t first) {
-    multiply<V>(args.num_rows, run, reinterpret_cast<const float* const*>(args.rows), tile);
-    const size_t stride = static_cast<size_t>(run.num_panels) * kPanelWidth<V>;
-    for (uint32_t m = 0; m < args.num_rows; ++m) {
-      const float* sums = tile + m * stride;
-      float* out = args.intermediate[m] + static_cast<size_t>(first / num_matrices) * kPanelWidth<V>;
-      for (uint32_t p = 0; p < run.num_panels; p += num_matrices) {
-        const float* g = sums + static_cast<size_t>(p) * kPanelWidth<V>;
-        const float* u = g + static_cast<size_t>(num_matrices - 1) * kPanelWidth<V>;
-        for (int n = 0; n < kPanelWidth<V>; n += V::kLanes, out += V::kLanes) {
-          V::store(out, gate<V>(*args.spec, V::load(g + n), V::load(u + n)));
-        }
-      }
-    }
-  });
-}
-
-template <class V>
-void down_tile(const DownTile& args) {
-  alignas(64) float tile[kTileFloats<V>];
-  in_passes<V>(args.num_rows, args.panels, kManyRowsPanels, [&](const PanelRun& run, uint32_t first) {
-    multiply<V>(args.num_rows, run, reinterpret_cast<const float* const*>(args.rows), tile);
-    const size_t stride = static_cast<size_t>(run.num_panels) * kPanelWidth<V>;
-    for (uint32_t m = 0; m < args.num_rows; ++m) {
-      const typename V::F weight = V::set1(args.weights[m]);
-      const float* down = tile + m * stride;
-      float* sum = args.sums[m] + static_cast<size_t>(first) * kPanelWidth<V>;
-      for (size_t n = 0; n < stride; n += V::kLanes) V::store(sum + n, V::fma(weight, V::load(down + n), V::load(sum + n)));
-    }
-  });
-}
-
-// What gate_up_tile and down_tile do beyond this is what a layer costs beyond its matrix products.
-template <class V>
-void multiply_only(const PanelRun& panels, const void* const* rows, uint32_t num_rows) {
-  alignas(64) float tile[kTileFloats<V>];
-  in_passes<V>(num_rows, panels, kManyRowsPanels, [&](const PanelRun& run, uint32_t) {
-    multiply<V>(num_rows, run, reinterpret_cast<const float* const*>(rows), tile);
-    asm volatile("" : : "r"(tile) : "memory");  // the products count as used
-  });
-}
-
-template <class V>
-void canonicalize_nan(float* values, size_t count) {
-  for (size_t n = 0; n < count; n += V::kLanes) V::store(values + n, V::canonical_nan(V::load(values + n)));
-}
-
-template <class V>
-constexpr KernelSet make_kernel_set() {
-  return KernelSet{.panel_width = kPanelWidth<V>,
-                   .encoded_bytes = nullptr,
-                   .encode = nullptr,
-                   .gate_up = gate_up_tile<V>,
-                   .down = down_tile<V>,
-                   .multiply_only = multiply_only<V>,
-                   .canonicalize_nan = canonicalize_nan<V>};
+constexpr KernelSet make_canonical_set() {
+  return make_kernel_set<V, CanonicalProducts<V>>();
 }
 
 }  // namespace dflash::compute

@@ -7,7 +7,7 @@
 
 namespace dflash::compute {
 
-constinit const KernelSet kAvx2Kernels = make_kernel_set<Avx2Vector>();
+constinit const KernelSet kAvx2Kernels = make_canonical_set<Avx2Vector>();
 
 }  // namespace dflash::compute
 #endif

@@ -7,7 +7,7 @@
 
 namespace dflash::compute {
 
-constinit const KernelSet kAvx512Kernels = make_kernel_set<Avx512Vector>();
+constinit const KernelSet kAvx512Kernels = make_canonical_set<Avx512Vector>();
 
 }  // namespace dflash::compute
 #endif

@@ -7,7 +7,7 @@
 
 namespace dflash::compute {
 
-constinit const KernelSet kNeonKernels = make_kernel_set<NeonVector>();
+constinit const KernelSet kNeonKernels = make_canonical_set<NeonVector>();
 
 }  // namespace dflash::compute
 #endif

@@ -6,6 +6,6 @@
 
 namespace dflash::compute {
 
-constinit const KernelSet kScalarKernels = make_kernel_set<ScalarVector>();
+constinit const KernelSet kScalarKernels = make_canonical_set<ScalarVector>();
 
 }  // namespace dflash::compute
