@@ -28,6 +28,14 @@ const KernelSet& canonical_kernels(Isa isa) {
   return kScalarKernels;
 }
 
+const KernelSet* bf16_kernels(Isa isa) {
+#if defined(__x86_64__)
+  if (isa == Isa::kAvx512Bf16) return &kAvx512Bf16Kernels;
+#endif
+  static_cast<void>(isa);
+  return nullptr;
+}
+
 // Spinning is paid for by a core that nothing else needs: one more than the compute threads must be usable (the poller's).
 int64_t default_spin_ns(uint32_t num_threads) {
   cpu_set_t usable;
@@ -49,8 +57,8 @@ std::string supported_names() {
 const KernelSet* kernel_set(Isa isa, NumericsClass numerics) {
   switch (numerics) {
     case NumericsClass::kF32Canonical: return &canonical_kernels(isa);
-    case NumericsClass::kInt8Groups:
-    case NumericsClass::kBf16Dot: return nullptr;
+    case NumericsClass::kBf16Dot: return bf16_kernels(isa);
+    case NumericsClass::kInt8Groups: return nullptr;
   }
   return nullptr;
 }
@@ -140,7 +148,7 @@ Result<std::unique_ptr<ExpertLayer>> CpuBackend::create_layer(const FfnSpec& spe
   }
   if (state_->isa == Isa::kReference) return make_reference_layer(spec, num_local_experts, formats, numerics);
   const KernelSet& kernels = *kernel_set(state_->isa, numerics);
-  auto experts = PackedExperts::create(spec, num_local_experts, formats, kernels.panel_width);
+  auto experts = PackedExperts::create(spec, num_local_experts, formats, kernels);
   if (!experts.ok()) return std::move(experts).error();
   return std::unique_ptr<ExpertLayer>(std::make_unique<CpuLayer>(spec, std::move(experts).value(), kernels, *state_->pool));
 }

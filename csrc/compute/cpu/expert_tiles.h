@@ -96,6 +96,7 @@ void canonicalize_nan(float* values, size_t count) {
 template <class V, class P>
 constexpr KernelSet make_kernel_set() {
   return KernelSet{.panel_width = kPanelWidth<V>,
+                   .pack = nullptr,
                    .encoded_bytes = P::kEncodedBytes,
                    .encode = P::kEncode,
                    .gate_up = gate_up_tile<V, P>,

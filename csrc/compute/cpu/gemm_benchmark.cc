@@ -31,7 +31,7 @@ Result<std::unique_ptr<GemmBenchmark>> GemmBenchmark::create(const LayerBenchmar
     return Error{ErrorCode::kUnsupported, std::string("CPU kernel set '") + isa_name(options.isa) + "' has no matrix kernels of class " +
                                               numerics_name(options.numerics)};
   }
-  auto experts = PackedExperts::create(options.spec, options.num_experts, options.formats, kernels->panel_width);
+  auto experts = PackedExperts::create(options.spec, options.num_experts, options.formats, *kernels);
   if (!experts.ok()) return std::move(experts).error();
   auto pool = ThreadPool::create(options.num_threads, {}, kSpinNs);
   if (!pool.ok()) return std::move(pool).error();

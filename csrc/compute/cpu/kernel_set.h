@@ -11,6 +11,8 @@
 
 namespace dflash::compute {
 
+struct MatrixView;  // expert_layer.h
+
 inline constexpr uint32_t kChainLength = 256;      // inputs per fma chain: the K block of f32-canonical
 inline constexpr uint32_t kMaxGroupPanels = 16;    // panels one kernel call may span; bounds its tile on the stack
 inline constexpr uint32_t kFewRows = 4;            // up to here weights are widened in registers, row by row of weights
@@ -48,6 +50,8 @@ struct DownTile {
 // The kernels of one numerics class on one instruction set.
 struct KernelSet {
   uint32_t panel_width;    // outputs per panel
+  // How weights are laid into panels where not as pack_panel does (pack.h), in as many bytes; else null.
+  void (*pack)(const MatrixView& matrix, WeightFormat format, uint32_t panel, uint32_t width, std::byte* packed);
   // How rows reach the matrix kernels: `encode` turns `count` float32 values into encoded_bytes(count) bytes, 64-byte aligned. Both
   // null: rows stay float32.
   size_t (*encoded_bytes)(uint32_t count);
@@ -65,6 +69,7 @@ extern const KernelSet kScalarKernels;
 #if defined(__x86_64__)
 extern const KernelSet kAvx2Kernels;
 extern const KernelSet kAvx512Kernels;
+extern const KernelSet kAvx512Bf16Kernels;  // of bf16-dot
 #elif defined(__aarch64__)
 extern const KernelSet kNeonKernels;
 #endif

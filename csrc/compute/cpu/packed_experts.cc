@@ -31,9 +31,11 @@ void PackedExperts::set_sizes(const FfnSpec& spec, ResidentFormats formats, uint
   expert_bytes_ = (num_bytes + 63) / 64 * 64;  // each expert starts on a cache line
 }
 
-Result<PackedExperts> PackedExperts::create(const FfnSpec& spec, uint32_t num_local_experts, ResidentFormats formats, uint32_t panel_width) {
+Result<PackedExperts> PackedExperts::create(const FfnSpec& spec, uint32_t num_local_experts, ResidentFormats formats,
+                                            const KernelSet& kernels) {
   PackedExperts packed;
-  packed.set_sizes(spec, formats, panel_width);
+  packed.set_sizes(spec, formats, kernels.panel_width);
+  packed.pack_ = kernels.pack == nullptr ? pack_panel : kernels.pack;
   auto panels = PageBuffer::create(packed.expert_bytes_ * num_local_experts);
   if (!panels.ok()) return std::move(panels).error();
   packed.panels_ = std::move(panels).value();
@@ -54,7 +56,7 @@ Status PackedExperts::pack_matrix(const char* name, const MatrixView& matrix, We
     const uint32_t first = panel * panel_width_;
     // The check reads the rows that packing reads next: once from memory.
     DFLASH_TRY(check_values(name, matrix, format, first, std::min(panel_width_, matrix.outputs - first)));
-    pack_panel(matrix, format, panel, panel_width_, first_panel + panel * panel_step_bytes);
+    pack_(matrix, format, panel, panel_width_, first_panel + panel * panel_step_bytes);
     progress.fetch_add(1, std::memory_order_relaxed);
   }
   return ok();

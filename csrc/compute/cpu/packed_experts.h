@@ -14,7 +14,7 @@ namespace dflash::compute {
 class PackedExperts {
  public:
   // Errors: kOutOfMemory.
-  static Result<PackedExperts> create(const FfnSpec& spec, uint32_t num_local_experts, ResidentFormats formats, uint32_t panel_width);
+  static Result<PackedExperts> create(const FfnSpec& spec, uint32_t num_local_experts, ResidentFormats formats, const KernelSet& kernels);
   // Bytes that create() will hold for these experts, biases aside.
   static uint64_t predicted_bytes(const FfnSpec& spec, uint32_t num_local_experts, ResidentFormats formats, uint32_t panel_width);
 
@@ -50,6 +50,7 @@ class PackedExperts {
   std::vector<float> pack_gate_up_bias(const ExpertWeights& weights) const;
 
   ResidentFormats formats_;
+  decltype(KernelSet::pack) pack_ = nullptr;
   uint32_t panel_width_ = 0;
   uint32_t num_matrices_ = 0;
   uint32_t num_intermediate_panels_ = 0;

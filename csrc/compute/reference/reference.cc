@@ -1,4 +1,4 @@
-// f32-canonical in words: the loops that the kernels are tested against. Written for reading; one fma at a time.
+// The classes in words: the loops that the kernels are tested against. Written for reading; one fma at a time.
 // SPDX-License-Identifier: Apache-2.0
 #include "compute/reference/reference.h"
 
@@ -14,6 +14,7 @@
 #include "compute/dequantize.h"
 #include "compute/float_mode.h"
 #include "compute/layer_checks.h"
+#include "compute/reference/bf16_dot.h"
 
 namespace dflash::compute {
 namespace {
@@ -35,16 +36,26 @@ Result<Matrix> widen_matrix(const char* name, const MatrixView& view, WeightForm
   return matrix;
 }
 
-// One output: block sums of 256-long fma chains, added in ascending order, then the bias.
-float project(const Matrix& matrix, size_t output, const float* input, const std::vector<float>& bias) {
-  const float* weights = matrix.values.data() + output * matrix.inputs;
+// What a class does to the inputs of a matrix, and how it forms one output.
+struct Arithmetic {
+  void (*encode)(float* values, size_t count);
+  float (*dot)(const float* weights, const float* inputs, size_t num_inputs);
+};
+
+// f32-canonical: block sums of 256-long fma chains, added in ascending order.
+float canonical_dot(const float* weights, const float* inputs, size_t num_inputs) {
   float total = 0.0f;
-  for (size_t begin = 0; begin < matrix.inputs; begin += kChain) {
+  for (size_t begin = 0; begin < num_inputs; begin += kChain) {
     float chain = 0.0f;
-    for (size_t k = begin; k < std::min(begin + kChain, matrix.inputs); ++k) chain = std::fmaf(weights[k], input[k], chain);
+    for (size_t k = begin; k < std::min(begin + kChain, num_inputs); ++k) chain = std::fmaf(weights[k], inputs[k], chain);
     total = begin == 0 ? chain : total + chain;
   }
-  return bias.empty() ? total : total + bias[output];
+  return total;
+}
+
+Arithmetic arithmetic_of(NumericsClass numerics) {
+  if (numerics == NumericsClass::kBf16Dot) return {round_to_bf16, bf16_dot};
+  return {[](float*, size_t) {}, canonical_dot};
 }
 
 struct Expert {
@@ -55,8 +66,8 @@ struct Expert {
 
 class ReferenceLayer final : public ExpertLayer {
  public:
-  ReferenceLayer(const FfnSpec& spec, uint32_t num_local_experts, ResidentFormats formats)
-      : spec_(spec), formats_(formats), experts_(num_local_experts) {}
+  ReferenceLayer(const FfnSpec& spec, uint32_t num_local_experts, ResidentFormats formats, Arithmetic arithmetic)
+      : spec_(spec), formats_(formats), arithmetic_(arithmetic), experts_(num_local_experts) {}
 
   const FfnSpec& spec() const override { return spec_; }
   uint32_t num_local_experts() const override { return static_cast<uint32_t>(experts_.size()); }
@@ -107,6 +118,7 @@ class ReferenceLayer final : public ExpertLayer {
     size_t first_pair = 0;
     for (uint32_t r = 0; r < args.num_rows; ++r) {
       widen(args.row_dtype, args.rows + size_t{r} * spec_.in_size * dtype_bytes(args.row_dtype), row.data(), row.size());
+      arithmetic_.encode(row.data(), row.size());
       const std::vector<float> sum = routed_sum(args, first_pair, args.row_counts[r], row, progress);
       first_pair += args.row_counts[r];
       std::byte* reply = args.reply + size_t{r} * spec_.out_size * dtype_bytes(args.reply_dtype);
@@ -119,6 +131,11 @@ class ReferenceLayer final : public ExpertLayer {
   }
 
  private:
+  float project(const Matrix& matrix, size_t output, const float* input, const std::vector<float>& bias) const {
+    const float sum = arithmetic_.dot(matrix.values.data() + output * matrix.inputs, input, matrix.inputs);
+    return bias.empty() ? sum : sum + bias[output];
+  }
+
   // y = fma(w, d, y) over the row's pairs: experts ascending, duplicates in the order given.
   std::vector<float> routed_sum(const ForwardArgs& args, size_t first_pair, size_t num_pairs, const std::vector<float>& row,
                                 ProgressCounter& progress) const {
@@ -134,6 +151,7 @@ class ReferenceLayer final : public ExpertLayer {
         const float g = spec_.gate == GateKind::kNone ? 0.0f : project(expert.gate, i, row.data(), expert.gate_bias);
         hidden[i] = gate<ScalarVector>(spec_, g, project(expert.up, i, row.data(), expert.up_bias));
       }
+      arithmetic_.encode(hidden.data(), hidden.size());
       progress.fetch_add(1, std::memory_order_relaxed);
       for (size_t o = 0; o < sum.size(); ++o) {
         sum[o] = std::fmaf(args.weights[pair], project(expert.down, o, hidden.data(), expert.down_bias), sum[o]);
@@ -148,17 +166,20 @@ class ReferenceLayer final : public ExpertLayer {
 
   FfnSpec spec_;
   ResidentFormats formats_;
+  Arithmetic arithmetic_;
   std::vector<Expert> experts_;
 };
 
 }  // namespace
 
-bool reference_computes(NumericsClass numerics) { return numerics == NumericsClass::kF32Canonical; }
+bool reference_computes(NumericsClass numerics) {
+  return numerics == NumericsClass::kF32Canonical || numerics == NumericsClass::kBf16Dot;
+}
 
 std::unique_ptr<ExpertLayer> make_reference_layer(const FfnSpec& spec, uint32_t num_local_experts, ResidentFormats formats,
                                                   NumericsClass numerics) {
   check(reference_computes(numerics), "the reference computes the class");
-  return std::make_unique<ReferenceLayer>(spec, num_local_experts, formats);
+  return std::make_unique<ReferenceLayer>(spec, num_local_experts, formats, arithmetic_of(numerics));
 }
 
 }  // namespace dflash::compute
