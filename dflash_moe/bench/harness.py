@@ -47,6 +47,9 @@ class Reporter(Protocol):
     def advance(self, done: int, total: int, label: str) -> None:
         """`done` of `total` steps lie behind; `label` is what is measured now."""
 
+    def loading(self, holder: str, count: int, total: int) -> None:
+        """`holder` has loaded `count` of its `total` experts. Several threads report."""
+
 
 class Silent:
     """Reports nothing: benches called from Python."""
@@ -55,6 +58,9 @@ class Silent:
         """Nothing."""
 
     def advance(self, done: int, total: int, label: str) -> None:
+        """Nothing."""
+
+    def loading(self, holder: str, count: int, total: int) -> None:
         """Nothing."""
 
 

@@ -50,7 +50,7 @@ def open_hosts(
     """
     recorder.reporter.say(f"starting {len(topology.workers)} workers and loading {directory.name}")
     with ExitStack() as stack:
-        remote = _open(stack, directory, topology, overrides)
+        remote = _open(stack, directory, topology, overrides, recorder)
         if recorder.result is not None:
             recorder.result.params["processes"] = resident_memory(remote.runtime)
         local = None
@@ -58,7 +58,7 @@ def open_hosts(
             total_threads = sum(thread_plan(topology, resolve_settings(topology.ipc, **overrides)).workers.values())
             own = {key: value for key, value in overrides.items() if key not in NOT_LOCAL}
             try:
-                local = _open(stack, directory, local_topology(topology, total_threads), {**own, "mode": "batched"})
+                local = _open(stack, directory, local_topology(topology, total_threads), {**own, "mode": "batched"}, recorder)
             except ConfigError as error:
                 recorder.reporter.say(f"row {LOCAL} is left out: {error}")
                 if recorder.result is not None:
@@ -66,10 +66,12 @@ def open_hosts(
         yield remote, local
 
 
-def _open(stack: ExitStack, directory: Path, topology: Topology, overrides: Mapping[str, Any]) -> Host:
+def _open(stack: ExitStack, directory: Path, topology: Topology, overrides: Mapping[str, Any], recorder: Recorder) -> Host:
     from dflash_moe.integrations.transformers import load_model
 
-    runtime = stack.enter_context(ExpertRuntime.start(topology, model=directory, **overrides))
+    runtime = stack.enter_context(
+        ExpertRuntime.start(topology, model=directory, on_loading=recorder.reporter.loading, **overrides)
+    )
     return Host(runtime, load_model(directory, runtime))
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from dflash_moe.cli import options
+from dflash_moe.cli import loading, options
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 
 
 class Lines:
-    """One line per step."""
+    """One line per step, and one every two seconds while experts load."""
+
+    def __init__(self) -> None:
+        self._loading = loading.Lines()
 
     def say(self, line: str) -> None:
         """On stderr."""
@@ -30,13 +33,18 @@ class Lines:
         if done < total:
             options.say(f"[{done + 1}/{total}] {label}")
 
+    def loading(self, holder: str, count: int, total: int) -> None:
+        """All holders in one line."""
+        self._loading.report(holder, count, total)
+
 
 class Bar:
-    """A bar with the time that is left; lines appear above it."""
+    """A bar with the time that is left, beside one per holder while experts load; lines appear above them."""
 
     def __init__(self, progress: Progress, task: TaskID) -> None:
         self._progress = progress
         self._task = task
+        self._loading = loading.Bars(progress)
 
     def say(self, line: str) -> None:
         """Above the bar."""
@@ -45,6 +53,10 @@ class Bar:
     def advance(self, done: int, total: int, label: str) -> None:
         """Moves the bar and names what is measured now."""
         self._progress.update(self._task, completed=done, total=total, description=label, visible=True)
+
+    def loading(self, holder: str, count: int, total: int) -> None:
+        """A bar of its own per holder."""
+        self._loading.report(holder, count, total)
 
 
 @contextmanager

@@ -54,7 +54,7 @@ class Bars:
         with self._lock:
             if holder not in self._tasks:
                 self._tasks[holder] = self._progress.add_task(f"loading {holder}", total=total)
-            self._progress.update(self._tasks[holder], completed=count)
+            self._progress.update(self._tasks[holder], completed=count, visible=count < total)
 
 
 @contextmanager

@@ -194,6 +194,8 @@ def test_a_topology_that_does_not_fit_is_told_before_the_work(model, tmp_path):
 
         def advance(self, done, total, label): ...
 
+        def loading(self, holder, count, total): ...
+
     params = describe_topology(Topology.load(crowded), {}, Recorder(None, Said()))
     assert params["oversubscribed"] is True
     assert "901 threads" in said[0]
