@@ -58,7 +58,7 @@ $(STAMPS)/torch: $(STAMPS)/created
 $(STAMPS)/packages: pyproject.toml setup.py bench/demo_model/pyproject.toml $(STAMPS)/torch
 	@echo "==> installing Python packages and building the C++ core (log: $(STAMPS)/install.log)"
 	@$(BIN)/python -m pip freeze --quiet | { grep -i '^torch==' || true; } > $(STAMPS)/constraints.txt
-	@extras=bench,dev; $(BIN)/python -c 'import torch' >/dev/null 2>&1 && extras=host,$$extras; \
+	@extras=bench,dev; $(BIN)/python -c 'import torch' >/dev/null 2>&1 && extras=host,host-test,$$extras; \
 	 { $(PIP) install --upgrade 'setuptools>=68' wheel 'pybind11>=2.12' 'cmake>=3.22' ninja \
 	   && $(PIP) install --no-build-isolation -c $(STAMPS)/constraints.txt -e ".[$$extras]" -e ./bench/demo_model; } > $(STAMPS)/install.log 2>&1 \
 	 || { tail -n 40 $(STAMPS)/install.log >&2; echo "make: installing failed; the whole log is $(STAMPS)/install.log" >&2; exit 1; }
