@@ -270,4 +270,7 @@ class LayerBenchmark:
     def resident_bytes(self) -> int: ...
 
 def multiply_add_per_s(isa: str, num_threads: int, rounds: int, milliseconds: float = 5.0) -> list[float]: ...  # FLOP/s
+def bf16_multiply_add_per_s(  # FLOP/s with bf16 factors; only of sets with an instruction for them
+    isa: str, num_threads: int, rounds: int, milliseconds: float = 5.0
+) -> list[float]: ...
 def read_bytes_per_s(isa: str, num_threads: int, rounds: int, num_bytes: int) -> list[float]: ...  # num_bytes per thread

@@ -99,6 +99,15 @@ std::vector<double> multiply_add_per_s(const std::string& isa, uint32_t num_thre
   return unwrap(std::move(found));
 }
 
+std::vector<double> bf16_multiply_add_per_s(const std::string& isa, uint32_t num_threads, uint32_t rounds, double milliseconds) {
+  const compute::Isa set = unwrap(compute::parse_isa(isa));
+  Result<std::vector<double>> found = [&] {
+    py::gil_scoped_release unlocked;
+    return compute::bf16_multiply_add_per_s(set, num_threads, rounds, milliseconds);
+  }();
+  return unwrap(std::move(found));
+}
+
 std::vector<double> read_bytes_per_s(const std::string& isa, uint32_t num_threads, uint32_t rounds, size_t num_bytes) {
   const compute::Isa set = unwrap(compute::parse_isa(isa));
   Result<std::vector<double>> found = [&] {
@@ -121,6 +130,8 @@ void bind_layer_benchmark(py::module_& module) {
       .def("run_gemm", &PyLayerBenchmark::run_gemm, py::kw_only(), py::arg("rows_per_expert"), py::arg("rounds"))
       .def("resident_bytes", &PyLayerBenchmark::resident_bytes);
   module.def("multiply_add_per_s", &multiply_add_per_s, py::arg("isa"), py::arg("num_threads"), py::arg("rounds"),
+             py::arg("milliseconds") = 5.0);
+  module.def("bf16_multiply_add_per_s", &bf16_multiply_add_per_s, py::arg("isa"), py::arg("num_threads"), py::arg("rounds"),
              py::arg("milliseconds") = 5.0);
   module.def("read_bytes_per_s", &read_bytes_per_s, py::arg("isa"), py::arg("num_threads"), py::arg("rounds"), py::arg("num_bytes"));
 }

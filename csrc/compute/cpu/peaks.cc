@@ -22,6 +22,31 @@ Status check_rounds(uint32_t num_threads, uint32_t rounds) {
   return Error{ErrorCode::kInvalidArgument, "a peak is measured with 1..1024 threads and 1..10000 rounds"};
 }
 
+// A loop as PeakLoops::multiply_add; operations per second of all threads together, once per round.
+using OperationLoop = uint64_t (*)(uint64_t rounds, float* sink);
+Result<std::vector<double>> operations_per_s(OperationLoop loop, uint32_t num_threads, uint32_t rounds, double milliseconds) {
+  DFLASH_TRY(check_rounds(num_threads, rounds));
+  auto pool = make_pool(num_threads);
+  if (!pool.ok()) return std::move(pool).error();
+  std::vector<float> sinks(size_t{num_threads} * 16);
+  constexpr uint64_t kTrial = 2'000;
+  const int64_t began = now_ns();
+  loop(kTrial, sinks.data());
+  const double trial_ns = static_cast<double>(std::max<int64_t>(now_ns() - began, 1));
+  const auto passes = static_cast<uint64_t>(std::clamp(kTrial * milliseconds * 1e6 / trial_ns, 1.0, 1e9));
+  std::vector<double> found;
+  for (uint32_t round = 0; round < rounds; ++round) {
+    std::vector<uint64_t> operations(num_threads);
+    const int64_t start = now_ns();
+    pool.value()->run(num_threads, [&](uint64_t task) { operations[task] = loop(passes, &sinks[task * 16]); });
+    const double seconds = static_cast<double>(now_ns() - start) * 1e-9;
+    double total = 0;
+    for (const uint64_t count : operations) total += static_cast<double>(count);
+    found.push_back(total / seconds);
+  }
+  return found;
+}
+
 }  // namespace
 
 const PeakLoops& peak_loops(Isa isa) {
@@ -36,27 +61,14 @@ const PeakLoops& peak_loops(Isa isa) {
 }
 
 Result<std::vector<double>> multiply_add_per_s(Isa isa, uint32_t num_threads, uint32_t rounds, double milliseconds) {
-  DFLASH_TRY(check_rounds(num_threads, rounds));
-  auto pool = make_pool(num_threads);
-  if (!pool.ok()) return std::move(pool).error();
-  const PeakLoops& loops = peak_loops(isa);
-  std::vector<float> sinks(size_t{num_threads} * 16);
-  constexpr uint64_t kTrial = 2'000;
-  const int64_t began = now_ns();
-  loops.multiply_add(kTrial, sinks.data());
-  const double trial_ns = static_cast<double>(std::max<int64_t>(now_ns() - began, 1));
-  const auto passes = static_cast<uint64_t>(std::clamp(kTrial * milliseconds * 1e6 / trial_ns, 1.0, 1e9));
-  std::vector<double> found;
-  for (uint32_t round = 0; round < rounds; ++round) {
-    std::vector<uint64_t> operations(num_threads);
-    const int64_t start = now_ns();
-    pool.value()->run(num_threads, [&](uint64_t task) { operations[task] = loops.multiply_add(passes, &sinks[task * 16]); });
-    const double seconds = static_cast<double>(now_ns() - start) * 1e-9;
-    double total = 0;
-    for (const uint64_t count : operations) total += static_cast<double>(count);
-    found.push_back(total / seconds);
-  }
-  return found;
+  return operations_per_s(peak_loops(isa).multiply_add, num_threads, rounds, milliseconds);
+}
+
+Result<std::vector<double>> bf16_multiply_add_per_s(Isa isa, uint32_t num_threads, uint32_t rounds, double milliseconds) {
+#if defined(__x86_64__)
+  if (isa == Isa::kAvx512Bf16) return operations_per_s(bf16_multiply_add_avx512bf16, num_threads, rounds, milliseconds);
+#endif
+  return Error{ErrorCode::kUnsupported, std::string("CPU kernel set '") + isa_name(isa) + "' has no bf16 multiply-add to measure"};
 }
 
 Result<std::vector<double>> read_bytes_per_s(Isa isa, uint32_t num_threads, uint32_t rounds, size_t num_bytes) {

@@ -23,6 +23,8 @@ extern const PeakLoops kScalarPeaks;
 #if defined(__x86_64__)
 extern const PeakLoops kAvx2Peaks;
 extern const PeakLoops kAvx512Peaks;
+// As PeakLoops::multiply_add, of AVX512-BF16's pair-wise dot products: 4 operations per lane and instruction.
+uint64_t bf16_multiply_add_avx512bf16(uint64_t rounds, float* sink);
 #elif defined(__aarch64__)
 extern const PeakLoops kNeonPeaks;
 #endif
@@ -33,6 +35,8 @@ const PeakLoops& peak_loops(Isa isa);
 // Floating-point operations per second of `num_threads` threads together, once per round of about `milliseconds`.
 // Errors: kInvalidArgument, kSystem.
 Result<std::vector<double>> multiply_add_per_s(Isa isa, uint32_t num_threads, uint32_t rounds, double milliseconds);
+// Likewise with bf16 factors, where the set has an instruction for them. Errors: also kUnsupported.
+Result<std::vector<double>> bf16_multiply_add_per_s(Isa isa, uint32_t num_threads, uint32_t rounds, double milliseconds);
 // Bytes per second read by `num_threads` threads together from `num_bytes` of touched memory each. Errors: also kOutOfMemory.
 Result<std::vector<double>> read_bytes_per_s(Isa isa, uint32_t num_threads, uint32_t rounds, size_t num_bytes);
 
