@@ -16,6 +16,7 @@ from dflash_moe.errors import CheckpointError, UnsupportedError
 if TYPE_CHECKING:
     from dflash_moe.model.checkpoint import Checkpoint
 
+_SIGMOID = 2  # llama.cpp's number of this router function
 _EMBEDDING = "token_embd.weight"
 _OUTPUT = "output.weight"
 
@@ -59,6 +60,7 @@ _QWEN_NAMES = (
     (r"\.ffn_down_shexp\.", ".mlp.shared_expert.down_proj."),
     (r"\.ffn_down_exps\.weight", ".mlp.experts.down_proj"),
 )
+_MINIMAX_NAMES = (*_QWEN_NAMES, (r"\.exp_probs_b\.bias", ".mlp.e_score_correction_bias"))
 _GPT_OSS_NAMES = (
     *_DECODER_NAMES,
     (r"\.post_attention_norm\.", ".post_attention_layernorm."),
@@ -183,6 +185,20 @@ def _gpt_oss_fields(checkpoint: Checkpoint, name: str) -> dict[str, Any]:
     }
 
 
+def _minimax_fields(checkpoint: Checkpoint, name: str) -> dict[str, Any]:
+    metadata = checkpoint.config()
+    if (gating := metadata.get(f"{name}.expert_gating_func", _SIGMOID)) != _SIGMOID:
+        key = f"{name}.expert_gating_func"
+        raise UnsupportedError(
+            f"{checkpoint.path}: metadata {key}: found {gating}; transformers' minimax_m2 has {_SIGMOID}, sigmoid"
+        )
+    found = {"intermediate_size": _expert_width(checkpoint, "exps"), "num_local_experts": _num_experts(checkpoint, name)}
+    rotary_dim = metadata.get(f"{name}.rope.dimension_count")
+    if rotary_dim is not None and rotary_dim != metadata.get(f"{name}.attention.key_length"):
+        found["rotary_dim"] = rotary_dim
+    return found
+
+
 _GATE_AND_UP = [r"\.ffn_gate_exps\.weight", r"\.ffn_up_exps\.weight"]
 
 
@@ -228,6 +244,9 @@ _FAMILIES = {
     "qwen3moe": _Family(
         "qwen3_moe", {"architectures": ["Qwen3MoeForCausalLM"], "norm_topk_prob": True}, _qwen3_fields, _QWEN_NAMES,
         _qwen_converters,
+    ),
+    "minimax-m2": _Family(
+        "minimax_m2", {"architectures": ["MiniMaxM2ForCausalLM"]}, _minimax_fields, _MINIMAX_NAMES, _qwen_converters,
     ),
     "gpt-oss": _Family(
         "gpt_oss", {"architectures": ["GptOssForCausalLM"]}, _gpt_oss_fields, _GPT_OSS_NAMES, _gpt_oss_converters,

@@ -1,4 +1,4 @@
-"""Small GGUF files out of a transformers checkpoint of the Qwen MoE family, with the `gguf` package. For tests only.
+"""Small GGUF files out of a transformers checkpoint of the families that GGUF has, with the `gguf` package. For tests only.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -17,7 +17,7 @@ from dflash_moe.testing.weight_blocks import random_blocks
 
 # What the gguf package can quantise to; blocks of other formats are random (a test needs valid weights, not good ones).
 QUANTISABLE = {"f32": "F32", "f16": "F16", "bf16": "BF16", "q8_0": "Q8_0", "q4_0": "Q4_0", "gguf_mxfp4": "MXFP4"}
-_ARCHITECTURES = {"qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss"}
+_ARCHITECTURES = {"qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss", "minimax_m2": "minimax-m2"}
 _LEAVES = {
     "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
@@ -25,9 +25,17 @@ _LEAVES = {
     "mlp.shared_expert_gate": "ffn_gate_inp_shexp", "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
     "mlp.shared_expert.up_proj": "ffn_up_shexp", "mlp.shared_expert.down_proj": "ffn_down_shexp",
 }  # fmt: skip
-_GPT_OSS_LEAVES = {"post_attention_layernorm": "post_attention_norm", "mlp.router": "ffn_gate_inp"}
+# Where a family's names differ.
+_OWN_LEAVES = {
+    "gpt_oss": {"post_attention_layernorm": "post_attention_norm", "mlp.router": "ffn_gate_inp"},
+    "minimax_m2": {"block_sparse_moe.gate": "ffn_gate_inp"},
+}
 _PACKED = re.compile(r"model\.layers\.(\d+)\.(mlp\.experts\.(gate_up_proj|down_proj)(_bias)?|self_attn\.sinks)")
-_EXPERT = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(\d+)\.(gate|up|down)_proj\.weight")
+_EXPERT = re.compile(
+    r"model\.layers\.(\d+)\.(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)\.weight"
+)
+_MATRIX = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w2": "down", "w3": "up"}
+_ROUTER_BIAS = re.compile(r"model\.layers\.(\d+)\.block_sparse_moe\.e_score_correction_bias")
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
 
 
@@ -84,6 +92,9 @@ def _write_settings(writer: Any, architecture: str, config: dict[str, Any]) -> N
     writer.add_expert_count(config.get("num_experts") or config["num_local_experts"])
     writer.add_expert_used_count(config["num_experts_per_tok"])
     writer.add_expert_feed_forward_length(config.get("moe_intermediate_size") or config["intermediate_size"])
+    if architecture == "minimax-m2":
+        writer.add_rope_dimension_count(int(config["head_dim"] * rope.get("partial_rotary_factor", 1.0)))
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     if config.get("sliding_window"):
         writer.add_sliding_window(config["sliding_window"])
     if rope.get("rope_type") == "yarn":
@@ -120,14 +131,16 @@ def _gguf_tensors(checkpoint: Checkpoint) -> dict[str, np.ndarray[Any, Any]]:
     for name in checkpoint.tensors:
         value = checkpoint.values(name)
         if match := _EXPERT.fullmatch(name):
-            experts.setdefault(f"blk.{match[1]}.ffn_{match[3]}_exps.weight", {})[int(match[2])] = value
+            experts.setdefault(f"blk.{match[1]}.ffn_{_MATRIX[match[3]]}_exps.weight", {})[int(match[2])] = value
         elif match := _PACKED.fullmatch(name):
             found |= {f"blk.{match[1]}.{leaf}": part for leaf, part in _packed_parts(match[2], value).items()}
         elif name in outer:
             found[outer[name]] = value
+        elif match := _ROUTER_BIAS.fullmatch(name):
+            found[f"blk.{match[1]}.exp_probs_b.bias"] = value
         elif match := _LAYER.fullmatch(name):
             value = value[0] if match[2] == "mlp.shared_expert_gate" else value
-            leaves = _LEAVES | (_GPT_OSS_LEAVES if checkpoint.config()["model_type"] == "gpt_oss" else {})
+            leaves = _LEAVES | _OWN_LEAVES.get(checkpoint.config()["model_type"], {})
             found[f"blk.{match[1]}.{leaves[match[2]]}.{match[3]}"] = value
         else:
             raise ValueError(f"{name} has no place in a GGUF file")

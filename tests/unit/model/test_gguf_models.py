@@ -15,7 +15,7 @@ gguf = pytest.importorskip("gguf", reason="the gguf package is an extra of the t
 pytestmark = pytest.mark.transformers
 
 
-@pytest.fixture(scope="module", params=["qwen3_moe", "qwen2_moe", "gpt_oss"])
+@pytest.fixture(scope="module", params=["qwen3_moe", "qwen2_moe", "minimax_m2", "gpt_oss"])
 def source(request, tmp_path_factory):
     directory = tmp_path_factory.mktemp(request.param)
     options = MakeOptions(
@@ -54,6 +54,21 @@ def test_the_hosts_weights_are_those_of_the_file(source, tmp_path):
         "layer_types", "num_attention_heads", "num_key_value_heads", "sliding_window", "tie_word_embeddings", "rope_parameters",
     ):  # fmt: skip
         assert getattr(ours.config, field, None) == getattr(theirs.config, field, None), field
+
+
+def test_a_part_of_each_head_is_rotated_where_the_file_says_so(tmp_path):
+    import json
+
+    from dflash_moe.model.architecture import load_config
+
+    source = tmp_path / "hf"
+    make_checkpoint(MakeOptions("minimax_m2", num_layers=1, hidden_size=64, num_experts=2, top_k=1, dtype="f32"), source)
+    config = source / "config.json"
+    settings = json.loads(config.read_text())
+    settings["rope_parameters"]["partial_rotary_factor"] = 0.5
+    config.write_text(json.dumps(settings))
+    found = load_config(Checkpoint.open(write(source, tmp_path / "m.gguf", "f32")))
+    assert found.rope_parameters["partial_rotary_factor"] == 0.5
 
 
 def test_layers_keep_the_formats_they_are_stored_in(source, tmp_path):
