@@ -110,7 +110,8 @@ void block_tile(const void* const* from, const Block& block, float* tile, size_t
   const uint8_t* next = block.next;
   const uint32_t end = block.first_pair + block.num_pairs;
   for (size_t pair = block.first_pair; pair < end; ++pair, at += kWordBytes, next += block.ahead) {
-    __builtin_prefetch(next, 0, 2);
+    __builtin_prefetch(next, 0, 3);
+    if (block.ahead > 64) __builtin_prefetch(next + 64, 0, 3);
     load_pair(at, words);
     add_products(words, rows, pair, 0, sums);
   }
