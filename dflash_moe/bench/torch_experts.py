@@ -45,11 +45,26 @@ class _Routed:
 
 def torch_kernels(layers: TorchLayers, threads: int) -> list[Kernel]:
     """The kernels this torch can run on the CPU for the dtype of `layers`."""
+    return [Kernel(name, kernel, "torch", _bind(layers, threads, forward)) for name, kernel, forward in _forwards(layers)]
+
+
+def torch_outputs(layers: TorchLayers, batch: Batch) -> dict[str, Any]:
+    """What each of `torch_kernels` makes of a batch with the first layer, as float32 NumPy [T, H]: for checks before timing."""
+    import torch
+
+    routed = _route(batch, layers)
+    with torch.inference_mode():
+        return {
+            name: forward(layers.gate_up[0], layers.down[0], routed).float().numpy() for name, _, forward in _forwards(layers)
+        }
+
+
+def _forwards(layers: TorchLayers) -> list[tuple[str, str, Callable[..., Any]]]:
     name = {"torch.float32": "f32", "torch.float16": "f16", "torch.bfloat16": "bf16"}[str(layers.dtype)]
-    kernels = [Kernel(f"torch_linear_{name}", "loop of linear", "torch", _bind(layers, threads, _linear_loop))]
+    found: list[tuple[str, str, Callable[..., Any]]] = [(f"torch_linear_{name}", "loop of linear", _linear_loop)]
     if _has_grouped_mm(layers):
-        kernels.append(Kernel(f"torch_grouped_{name}", "grouped_mm", "torch", _bind(layers, threads, _grouped)))
-    return kernels
+        found.append((f"torch_grouped_{name}", "grouped_mm", _grouped))
+    return found
 
 
 def _bind(
