@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import os
 import sys
 import tempfile
@@ -205,9 +206,8 @@ class _KtLayers:
     @classmethod
     def load(cls, weights: _Weights, pool_threads: int) -> _KtLayers:
         """Packs (int8: quantises) every layer. MemoryError before the machine runs out."""
-        import kt_kernel
+        core = importlib.import_module("kt_kernel").kt_kernel_ext
 
-        core = kt_kernel.kt_kernel_ext
         if weights.layers * SHAPE.layer_bytes(NUMERICS[weights.fmt][0]) > memory_available():
             raise MemoryError("kt-kernel's layers in rotation need more memory than is available; pass --layers")
         pool = core.WorkerPoolConfig()
