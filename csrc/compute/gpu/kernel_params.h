@@ -1,0 +1,94 @@
+// The parameters of the kernels: plain structs, passed by value, the same for nvcc, hipcc and the simulator. Pointers are device
+// addresses. All lists of one batch lie in device memory, so that no launch depends on their contents.
+//
+// Routing: pairs are numbered as they arrive (row by row); a slot is a pair's place once they are grouped by expert ascending, within
+// an expert in order of arrival. A tile is up to `rows` neighbouring slots of one expert: what one block multiplies with a panel.
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstdint>
+
+#include "base/dtype.h"
+#include "compute/ffn_spec.h"
+
+namespace dflash::compute::gpu {
+
+inline constexpr uint32_t kPanelWidth = 32;    // outputs side by side: one per lane of a sub-group
+inline constexpr uint32_t kChain = 256;        // inputs per fma chain (f32-canonical)
+inline constexpr uint32_t kFewTileRows = 4;    // slots of a tile of the few-row kernels
+inline constexpr uint32_t kManyTileRows = 64;  // and of the many-row kernels
+inline constexpr uint32_t kMostFewPairs = 16;  // an expert with more pairs goes to the many-row kernels
+inline constexpr uint64_t kInRange = ~uint64_t{0};
+
+struct Tile {
+  uint32_t expert;
+  uint32_t first_slot;
+  uint32_t num_slots;
+};
+
+struct WidenParams {
+  const void* source;  // [count] in dtype; may be a peer's memory: each element is read once
+  float* rows;         // [count]
+  uint64_t count;
+  Dtype dtype;
+};
+
+struct RoutingParams {
+  const uint16_t* row_counts;  // [num_rows]
+  const uint16_t* expert_ids;  // [num_pairs], each < num_experts
+  uint32_t num_rows;
+  uint32_t num_pairs;
+  uint32_t num_experts;
+  uint32_t* row_begins;     // [num_rows + 1] a row's first pair
+  uint32_t* pair_rows;      // [num_pairs]
+  uint32_t* expert_counts;  // [num_experts]
+  uint32_t* slot_pairs;     // [num_pairs] slot -> pair
+  uint32_t* pair_slots;     // [num_pairs] pair -> slot
+  uint32_t* row_slots;      // [num_pairs] from row_begins[r] on: the row's slots ascending
+  uint32_t* num_tiles;      // [2] of the few-row and of the many-row kernels
+  Tile* few_tiles;
+  Tile* many_tiles;
+};
+
+// One expert's memory: gate panels, up panels, down panels, then the biases in float32, padded with zeros to whole panels.
+struct ProjectionParams {
+  FfnSpec spec;
+  const Tile* tiles;
+  const uint32_t* num_tiles;   // blocks whose y is not below it leave at once
+  const uint32_t* slot_pairs;
+  const uint32_t* pair_rows;   // gate and up read row pair_rows[slot_pairs[slot]]; null: row `slot`
+  const float* inputs;         // [rows or slots, num_inputs]
+  float* outputs;              // [slots, num_outputs]
+  uint32_t num_inputs;
+  uint32_t num_outputs;
+  const unsigned char* experts;  // [num_experts] x expert_bytes
+  uint64_t expert_bytes;
+  uint64_t first_panels;         // offsets inside an expert: gate (or up alone, or down)
+  uint64_t second_panels;        // up, where there is a gate
+  uint64_t first_bias;           // kNoBias: none
+  uint64_t second_bias;
+};
+inline constexpr uint64_t kNoBias = ~uint64_t{0};
+
+struct CombineParams {
+  const float* downs;           // [slots, out_size]
+  const uint32_t* row_begins;
+  const uint32_t* row_slots;
+  const uint32_t* slot_pairs;
+  const float* weights;         // [num_pairs] in order of arrival
+  void* reply;                  // [num_rows, out_size] in dtype
+  uint64_t* first_out_of_range; // smallest row * out_size + column that dtype cannot hold; kInRange: none
+  uint32_t num_rows;
+  uint32_t out_size;
+  Dtype dtype;
+};
+
+// By the kernels' stems, for tables.
+using PlainParams_widen_rows = WidenParams;
+using PlainParams_begin_routing = RoutingParams;
+using PlainParams_count_pairs = RoutingParams;
+using PlainParams_list_pairs = RoutingParams;
+using PlainParams_order_rows = RoutingParams;
+using PlainParams_combine = CombineParams;
+
+}  // namespace dflash::compute::gpu

@@ -1,0 +1,60 @@
+// Every kernel by number and name: "dflash_" + stem, and per weight format + "_" + the format's name ("dflash_gate_up_few_q4_k").
+// A vendor's module exports exactly these symbols (extern "C"); the simulator has a table of functions in the same order.
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "compute/weight_format.h"
+
+// X(stem) of kernels that do not depend on the weights' format.
+#define DFLASH_GPU_PLAIN_KERNELS(X) X(widen_rows) X(begin_routing) X(count_pairs) X(list_pairs) X(order_rows) X(combine)
+
+// X(stem) of kernels that exist per weight format.
+#define DFLASH_GPU_WEIGHT_KERNELS(X) X(gate_up_few) X(gate_up_many) X(down_few) X(down_many)
+
+// X(..., enumerator, name) in the order of WeightFormat.
+#define DFLASH_GPU_FORMATS(X, ...)             \
+  X(__VA_ARGS__, kF32, f32)                    \
+  X(__VA_ARGS__, kF16, f16)                    \
+  X(__VA_ARGS__, kBF16, bf16)                  \
+  X(__VA_ARGS__, kInt8G32, int8_g32)           \
+  X(__VA_ARGS__, kInt4G32, int4_g32)           \
+  X(__VA_ARGS__, kFp8E4m3B128, fp8_e4m3_b128)  \
+  X(__VA_ARGS__, kMxfp4, mxfp4)                \
+  X(__VA_ARGS__, kQ8_0, q8_0)                  \
+  X(__VA_ARGS__, kQ4_0, q4_0)                  \
+  X(__VA_ARGS__, kQ4K, q4_k)                   \
+  X(__VA_ARGS__, kQ5K, q5_k)                   \
+  X(__VA_ARGS__, kQ6K, q6_k)                   \
+  X(__VA_ARGS__, kGgufMxfp4, gguf_mxfp4)       \
+  X(__VA_ARGS__, kIq4Nl, iq4_nl)               \
+  X(__VA_ARGS__, kIq4Xs, iq4_xs)
+
+namespace dflash::compute::gpu {
+
+enum class KernelId : uint16_t {};  // 0 .. kNumKernels - 1
+
+enum class PlainKernel : uint16_t {
+#define DFLASH_GPU_ENUMERATOR(stem) k_##stem,
+  DFLASH_GPU_PLAIN_KERNELS(DFLASH_GPU_ENUMERATOR)
+};
+enum class WeightKernel : uint16_t { DFLASH_GPU_WEIGHT_KERNELS(DFLASH_GPU_ENUMERATOR) };
+#undef DFLASH_GPU_ENUMERATOR
+
+#define DFLASH_GPU_COUNT(stem) +1
+inline constexpr uint16_t kNumPlainKernels = 0 DFLASH_GPU_PLAIN_KERNELS(DFLASH_GPU_COUNT);
+inline constexpr uint16_t kNumWeightKernels = 0 DFLASH_GPU_WEIGHT_KERNELS(DFLASH_GPU_COUNT);
+#undef DFLASH_GPU_COUNT
+inline constexpr uint16_t kNumKernels = kNumPlainKernels + kNumWeightKernels * kNumWeightFormats;
+
+constexpr KernelId kernel_id(PlainKernel kernel) { return static_cast<KernelId>(kernel); }
+constexpr KernelId kernel_id(WeightKernel kernel, WeightFormat format) {
+  return static_cast<KernelId>(kNumPlainKernels + static_cast<uint16_t>(kernel) * kNumWeightFormats + static_cast<uint16_t>(format));
+}
+
+const char* kernel_name(KernelId kernel);          // the symbol in the module
+size_t kernel_params_bytes(KernelId kernel);       // of its one parameter
+
+}  // namespace dflash::compute::gpu
