@@ -186,10 +186,13 @@ TEST_CASE("bf16-dot: only sets with the instruction and the reference compute it
   }
 }
 
+// Element (o, i), o * 500 + i + 1, behind one more: sources are aligned to elements only.
 std::vector<uint16_t> numbered(uint32_t outputs, uint32_t inputs, int64_t output_stride, int64_t input_stride) {
-  std::vector<uint16_t> values(static_cast<size_t>((outputs - 1) * output_stride + (inputs - 1) * input_stride) + 1);
+  std::vector<uint16_t> values(static_cast<size_t>((outputs - 1) * output_stride + (inputs - 1) * input_stride) + 2);
   for (uint32_t o = 0; o < outputs; ++o) {
-    for (uint32_t i = 0; i < inputs; ++i) values[static_cast<size_t>(o * output_stride + i * input_stride)] = static_cast<uint16_t>(o * 500 + i + 1);
+    for (uint32_t i = 0; i < inputs; ++i) {
+      values[1 + static_cast<size_t>(o * output_stride + i * input_stride)] = static_cast<uint16_t>(o * 500 + i + 1);
+    }
   }
   return values;
 }
@@ -200,7 +203,8 @@ TEST_CASE("bf16-dot: a panel has every pair of inputs in its word, whatever the 
     for (auto [output_stride, input_stride] :
          {std::pair<int64_t, int64_t>{inputs, 1}, {2 * inputs + 2, 1}, {2 * inputs + 1, 1}, {1, kOutputs}, {3, 300}}) {
       const std::vector<uint16_t> values = numbered(kOutputs, inputs, output_stride, input_stride);
-      const MatrixView view{reinterpret_cast<const std::byte*>(values.data()), WeightFormat::kBF16, kOutputs, inputs, output_stride, input_stride};
+      const auto* first = reinterpret_cast<const std::byte*>(values.data() + 1);
+      const MatrixView view{first, WeightFormat::kBF16, kOutputs, inputs, output_stride, input_stride};
       for (uint32_t panel = 0; panel * kWidth < kOutputs; ++panel) {
         std::vector<uint16_t> packed(size_t{inputs} * kWidth, 7);
         REQUIRE(panel_bytes(WeightFormat::kBF16, inputs, kWidth) == 2 * packed.size());
