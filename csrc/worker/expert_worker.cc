@@ -54,7 +54,7 @@ void sleep_ns(int64_t nanoseconds) {
 
 struct ExpertWorker::State {
   WorkerOptions options;
-  std::unique_ptr<compute::CpuBackend> backend;
+  std::unique_ptr<compute::ExpertBackend> backend;
   std::map<std::pair<uint32_t, uint32_t>, Shard> shards;
   compute::ProgressCounter progress{0};
   Pulse pulse{progress.count()};
@@ -93,15 +93,18 @@ struct ExpertWorker::State {
 ExpertWorker::ExpertWorker() : state_(std::make_unique<State>()) {}
 ExpertWorker::~ExpertWorker() { state_->pulse.stop(); }
 
-Result<std::unique_ptr<ExpertWorker>> ExpertWorker::create(const WorkerOptions& options) {
+Result<std::unique_ptr<ExpertWorker>> ExpertWorker::create(const WorkerOptions& options, std::unique_ptr<compute::ExpertBackend> backend) {
   if (!(options.slowdown >= 1.0 && options.slowdown <= kMaxSlowdown)) {  // NaN too
     return Error{ErrorCode::kInvalidArgument, "slowdown is " + std::to_string(options.slowdown) + "; allowed are 1 to 1000000"};
   }
-  auto backend = compute::CpuBackend::create(options.isa, options.num_threads, options.cpus);
-  if (!backend.ok()) return std::move(backend).error();
+  if (backend == nullptr) {
+    auto cpu = compute::CpuBackend::create(options.isa, options.num_threads, options.cpus);
+    if (!cpu.ok()) return std::move(cpu).error();
+    backend = std::move(cpu).value();
+  }
   std::unique_ptr<ExpertWorker> worker(new ExpertWorker());
   worker->state_->options = options;
-  worker->state_->backend = std::move(backend).value();
+  worker->state_->backend = std::move(backend);
   return worker;
 }
 

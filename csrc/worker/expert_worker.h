@@ -39,7 +39,9 @@ struct WorkerStats {
 
 class ExpertWorker {
  public:
-  static Result<std::unique_ptr<ExpertWorker>> create(const WorkerOptions& options);
+  // Without a `backend`: the CPU's, with the instruction set, threads and cpus of `options`; otherwise those three are the backend's matter.
+  static Result<std::unique_ptr<ExpertWorker>> create(const WorkerOptions& options,
+                                                      std::unique_ptr<compute::ExpertBackend> backend = nullptr);
   ~ExpertWorker();
 
   // Loading; from one thread, before serve(). The fingerprint must be echoed by every request for this shard.

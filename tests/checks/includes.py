@@ -1,6 +1,7 @@
 """The layer contract of the C++ rooms: which room may include which, and what no room but `bindings` may use.
 
     base <- wire, transport, compute (strangers) <- store <- worker, client (strangers) <- bindings
+    compute <- plugin <- bindings
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -20,7 +21,8 @@ MAY_INCLUDE: dict[str, set[str]] = {
     "store": {"base", "compute"},
     "worker": {"base", "wire", "transport", "compute", "store"},
     "client": {"base", "wire", "transport"},
-    "bindings": {"base", "wire", "transport", "compute", "store", "worker", "client"},
+    "plugin": {"base", "compute"},
+    "bindings": {"base", "wire", "transport", "compute", "plugin", "store", "worker", "client"},
 }
 # "wire never sees a file descriptor": neither the owner type nor the system's headers for them.
 FORBIDDEN_IN_WIRE = {"base/owned_fd.h", "unistd.h", "fcntl.h", "poll.h", "sys/socket.h", "sys/mman.h", "sys/eventfd.h"}

@@ -6,8 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "compute/expert_layer.h"
-#include "compute/numerics.h"
+#include "compute/expert_backend.h"
 
 namespace dflash::compute {
 
@@ -26,18 +25,18 @@ struct KernelSet;  // kernel_set.h
 // Null: this instruction set does not compute the class.
 const KernelSet* kernel_set(Isa isa, NumericsClass numerics);
 
-class CpuBackend {
+class CpuBackend final : public ExpertBackend {
  public:
   // num_threads >= 1, the calling thread counted; pool threads are pinned to `cpus` when given (one each, after the caller's).
   static Result<std::unique_ptr<CpuBackend>> create(Isa isa, uint32_t num_threads, std::vector<int> cpus = {});
-  ~CpuBackend();
+  ~CpuBackend() override;
 
   Isa isa() const;
   uint32_t num_threads() const;
   // Experts keep `formats` when resident. Errors: kUnsupported where the class does not take the formats or this instruction set not the
   // class.
   Result<std::unique_ptr<ExpertLayer>> create_layer(const FfnSpec& spec, uint32_t num_local_experts, ResidentFormats formats,
-                                                    NumericsClass numerics = NumericsClass::kF32Canonical);
+                                                    NumericsClass numerics = NumericsClass::kF32Canonical) override;
   // The classes that `isa` computes, f32-canonical first.
   static std::vector<NumericsClass> numerics_classes(Isa isa);
 

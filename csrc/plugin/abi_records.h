@@ -1,0 +1,72 @@
+// Between the records of the C table and the types of the core, in both directions. What arrives is checked here: enumerations in range,
+// missing fields of a shorter record 0.
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstring>
+#include <string>
+
+#include "compute/expert_layer.h"
+#include "compute/numerics.h"
+#include "plugin/backend_abi.h"
+
+namespace dflash::plugin {
+
+// As much of a peer's record as both sides know. Null counts as empty.
+template <class Record>
+Record read_record(const Record* given) {
+  Record record{};
+  if (given != nullptr) std::memcpy(&record, given, std::min<size_t>(given->struct_size, sizeof record));
+  record.struct_size = sizeof record;
+  return record;
+}
+template <class Record>
+void write_record(Record* given, Record record) {
+  if (given == nullptr) return;
+  record.struct_size = given->struct_size;
+  std::memcpy(static_cast<void*>(given), &record, std::min<size_t>(given->struct_size, sizeof record));
+}
+// An empty record whose size says that this side knows all of it.
+template <class Record>
+Record new_record() {
+  Record record{};
+  record.struct_size = sizeof record;
+  return record;
+}
+
+template <size_t kBytes>
+void set_text(char (&field)[kBytes], const std::string& text) {
+  const size_t length = std::min(text.size(), kBytes - 1);
+  std::memcpy(field, text.data(), length);
+  field[length] = 0;
+}
+template <size_t kBytes>
+std::string text_of(const char (&field)[kBytes]) {
+  return std::string(field, ::strnlen(field, kBytes));
+}
+
+// Fills `error` and gives its number, as every function of the table returns it.
+int32_t report(const Error& failure, dflash_error* error);
+// The other way round; only for status != 0.
+Error error_of(int32_t status, const dflash_error& error);
+
+dflash_ffn_spec to_record(const compute::FfnSpec& spec);
+Result<compute::FfnSpec> spec_of(const dflash_ffn_spec& record);
+
+struct LayerOptions {
+  uint32_t num_local_experts = 0;
+  compute::ResidentFormats formats;
+  compute::NumericsClass numerics = compute::NumericsClass::kF32Canonical;
+};
+dflash_layer_options to_record(const LayerOptions& options);
+Result<LayerOptions> layer_options_of(const dflash_layer_options& record);
+
+dflash_expert to_record(uint32_t local_expert_id, const compute::ExpertWeights& weights);
+Result<compute::ExpertWeights> weights_of(const dflash_expert& record);
+
+dflash_batch to_record(const compute::ForwardArgs& args);
+Result<compute::ForwardArgs> batch_of(const dflash_batch& record);
+
+}  // namespace dflash::plugin

@@ -1,0 +1,58 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "plugin/cpu_table.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "compute/cpu/cpu_backend.h"
+#include "plugin/device_table.h"
+
+namespace dflash::plugin {
+namespace {
+
+constexpr uint32_t kMaxRows = 1u << 16;  // above wire::kMaxRows; memory for one batch stays below a gigabyte
+
+class CpuDevice final : public Device {
+ public:
+  explicit CpuDevice(std::unique_ptr<compute::CpuBackend> backend) : backend_(std::move(backend)) {}
+  compute::ExpertBackend& backend() override { return *backend_; }
+  bool takes(compute::WeightFormat) const override { return true; }
+  bool computes(compute::NumericsClass numerics) const override {
+    const auto classes = compute::CpuBackend::numerics_classes(backend_->isa());
+    return std::find(classes.begin(), classes.end(), numerics) != classes.end();
+  }
+  uint32_t max_rows() const override { return kMaxRows; }
+  uint64_t layer_bytes(const compute::FfnSpec& spec, uint32_t num_local_experts, compute::ResidentFormats formats) const override {
+    return compute::CpuBackend::predicted_bytes(backend_->isa(), spec, num_local_experts, formats);
+  }
+
+ private:
+  std::unique_ptr<compute::CpuBackend> backend_;
+};
+
+struct CpuDriver {
+  static constexpr const char* kName = "cpu";
+
+  static Result<std::vector<DeviceListing>> list() {
+    const auto page = static_cast<uint64_t>(::sysconf(_SC_PAGESIZE));
+    DeviceListing processor{"the processor", "cpu", compute::isa_name(compute::best_isa()), 0, 0, ""};
+    processor.memory_bytes = page * static_cast<uint64_t>(::sysconf(_SC_PHYS_PAGES));
+    processor.free_bytes = page * static_cast<uint64_t>(::sysconf(_SC_AVPHYS_PAGES));
+    return std::vector<DeviceListing>{processor};
+  }
+
+  static Result<std::unique_ptr<Device>> open(uint32_t device, const OpenOptions& options) {
+    if (device != 0) return Error{ErrorCode::kInvalidArgument, "device cpu:" + std::to_string(device) + " does not exist; there is cpu:0"};
+    auto backend = compute::CpuBackend::create(compute::best_isa(), options.num_threads);
+    if (!backend.ok()) return std::move(backend).error();
+    return std::unique_ptr<Device>(std::make_unique<CpuDevice>(std::move(backend).value()));
+  }
+};
+
+}  // namespace
+
+const dflash_backend_table* cpu_table() { return table_of<CpuDriver>(); }
+
+}  // namespace dflash::plugin

@@ -1,0 +1,101 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "plugin/loader.h"
+
+#include <dlfcn.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "plugin/abi_records.h"
+#include "plugin/cpu_table.h"
+
+namespace dflash::plugin {
+namespace {
+
+std::string build_hint(const std::string& name) {
+  return name == "sim" ? "build it with `make core`" : "build it with `make plugins`";
+}
+
+Error unsupported(const std::string& name, const std::string& reason) {
+  return Error{ErrorCode::kUnsupported, "backend '" + name + "': " + reason};
+}
+
+// Every function of version 1, which is all a caller here uses.
+bool is_complete(const dflash_backend_table& table) {
+  return table.probe != nullptr && table.device_info != nullptr && table.open != nullptr && table.close != nullptr &&
+         table.caps != nullptr && table.layer_bytes != nullptr && table.layer_define != nullptr && table.layer_drop != nullptr &&
+         table.layer_resident_bytes != nullptr && table.expert_load != nullptr && table.submit != nullptr && table.wait != nullptr &&
+         table.selftest != nullptr;
+}
+
+std::string last_loader_error() {
+  const char* text = ::dlerror();
+  return text == nullptr ? "unknown error" : text;
+}
+
+}  // namespace
+
+std::string own_directory() {
+  Dl_info found{};
+  if (::dladdr(reinterpret_cast<const void*>(&own_directory), &found) == 0 || found.dli_fname == nullptr) return ".";
+  const std::string file = found.dli_fname;
+  const size_t slash = file.rfind('/');
+  return slash == std::string::npos ? "." : file.substr(0, slash);
+}
+
+Status check_table(const dflash_backend_table* table, const std::string& name, const std::string& file) {
+  if (table == nullptr) return unsupported(name, file + " has no backend table; " + build_hint(name) + " again");
+  if (table->struct_size < sizeof(dflash_backend_table) || table->abi_version != DFLASH_BACKEND_ABI_VERSION) {
+    return unsupported(name, file + " was built for another core (table version " + std::to_string(table->abi_version) + " of " +
+                                 std::to_string(table->struct_size) + " bytes, this core needs version " +
+                                 std::to_string(DFLASH_BACKEND_ABI_VERSION) + " of at least " + std::to_string(sizeof *table) + "); " +
+                                 build_hint(name) + " again");
+  }
+  if (table->name == nullptr || name != table->name || table->version == nullptr || !is_complete(*table)) {
+    return unsupported(name, file + " has an incomplete table or one of backend '" + (table->name == nullptr ? "" : table->name) + "'; " +
+                                 build_hint(name) + " again");
+  }
+  // The same class name must mean the same bits: kernels of another release are not asked.
+  if (std::strcmp(table->version, DFLASH_VERSION) != 0) {
+    return unsupported(name, file + " is of version " + table->version + ", the core of " DFLASH_VERSION "; " + build_hint(name) + " again");
+  }
+  return ok();
+}
+
+Result<const dflash_backend_table*> load_backend(const std::string& name, const std::string& directory) {
+  if (std::find(std::begin(kBackendNames), std::end(kBackendNames), name) == std::end(kBackendNames)) {
+    return Error{ErrorCode::kInvalidArgument, "backend '" + name + "' is not known; known are cpu, cuda, hip, sim"};
+  }
+  if (name == "cpu") return cpu_table();
+  const std::string file = "libdflash_" + name + ".so";
+  const std::string path = directory + "/" + file;
+  if (::access(path.c_str(), R_OK) != 0) {
+    return unsupported(name, "plug-in " + file + " is not next to the core; " + build_hint(name));
+  }
+  void* library = ::dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
+  if (library == nullptr) return unsupported(name, "plug-in " + file + " cannot be opened: " + last_loader_error());
+  void* symbol = ::dlsym(library, DFLASH_BACKEND_SYMBOL);
+  const dflash_backend_table* table = nullptr;
+  if (symbol != nullptr) table = reinterpret_cast<dflash_backend_entry>(symbol)();
+  DFLASH_TRY(check_table(table, name, file));
+  return table;
+}
+
+Result<std::vector<DeviceListing>> list_devices(const dflash_backend_table& table) {
+  auto probe = new_record<dflash_probe>();
+  table.probe(&probe);
+  if (probe.num_devices == 0) return unsupported(table.name, text_of(probe.reason));
+  std::vector<DeviceListing> devices;
+  for (uint32_t device = 0; device < probe.num_devices; ++device) {
+    auto info = new_record<dflash_device_info>();
+    auto error = new_record<dflash_error>();
+    if (const int32_t status = table.device_info(device, &info, &error); status != 0) return error_of(status, error);
+    devices.push_back({text_of(info.name), text_of(info.vendor), text_of(info.arch), info.memory_bytes, info.free_bytes,
+                       info.is_usable != 0 ? "" : text_of(info.reason)});
+  }
+  return devices;
+}
+
+}  // namespace dflash::plugin

@@ -1,0 +1,158 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "plugin/self_test.h"
+
+#include <cstring>
+#include <random>
+#include <utility>
+#include <vector>
+
+#include "base/convert.h"
+#include "compute/cpu/random_matrix.h"
+#include "compute/reference/reference.h"
+
+namespace dflash::plugin {
+namespace {
+
+using compute::Activation;
+using compute::GateKind;
+using compute::NumericsClass;
+using compute::WeightFormat;
+
+constexpr uint32_t kExperts = 4;
+constexpr uint32_t kFewRows = 3, kManyRows = 21;  // both kinds of kernel; more rows per expert than a tile of eight has
+constexpr uint32_t kPairsPerRow = 2;
+
+struct SpecCase {
+  const char* name;
+  Activation activation;
+  GateKind gate;
+};
+constexpr SpecCase kSpecs[] = {{"silu", Activation::kSilu, GateKind::kGated},
+                               {"gelu_tanh", Activation::kGeluTanh, GateKind::kGated},
+                               {"relu_squared", Activation::kReluSquared, GateKind::kNone},
+                               {"clamped_swiglu", Activation::kSilu, GateKind::kClampedSwiglu}};
+
+struct Case {
+  NumericsClass numerics = NumericsClass::kF32Canonical;
+  WeightFormat format = WeightFormat::kF32;
+  const SpecCase* spec = nullptr;
+};
+
+// Every activation with float weights; the others, whose kernels share it, with one.
+std::vector<Case> cases_of(const Device& device) {
+  std::vector<Case> cases;
+  for (NumericsClass numerics : compute::kAllNumericsClasses) {
+    if (!device.computes(numerics) || !compute::reference_computes(numerics)) continue;
+    for (uint8_t value = 0; value < compute::kNumWeightFormats; ++value) {
+      const auto format = static_cast<WeightFormat>(value);
+      if (!device.takes(format) || !compute::numerics_take(numerics, format)) continue;
+      for (const SpecCase& spec : kSpecs) {
+        if (compute::is_float(format) || &spec == kSpecs) cases.push_back({numerics, format, &spec});
+      }
+    }
+  }
+  return cases;
+}
+
+// Widths above one block of 256; float weights in widths that no vector and no tile divides.
+compute::FfnSpec spec_for(const Case& chosen) {
+  const bool is_whole = !compute::is_float(chosen.format);
+  compute::FfnSpec spec;
+  spec.in_size = is_whole ? 512 : 300;
+  spec.intermediate_size = is_whole ? 256 : 67;
+  spec.out_size = is_whole ? 96 : 91;
+  spec.activation = chosen.spec->activation;
+  spec.gate = chosen.spec->gate;
+  if (spec.gate == GateKind::kClampedSwiglu) {
+    spec.alpha = 1.702f;
+    spec.up_offset = 1.0f;
+    spec.gate_max = spec.up_limit = 7.0f;
+  }
+  return spec;
+}
+
+// A batch of which every row has kPairsPerRow neighbouring experts, ascending.
+struct Batch {
+  std::vector<std::byte> rows, reply;
+  std::vector<uint16_t> counts, ids;
+  std::vector<float> weights;
+  compute::ForwardArgs args;
+
+  Batch(const compute::FfnSpec& spec, uint32_t num_rows, Dtype dtype, std::mt19937_64& random) {
+    const auto unit = [&random] { return static_cast<float>(static_cast<int32_t>(random() >> 40) - (1 << 23)) / (1 << 23); };
+    std::vector<float> values(size_t{num_rows} * spec.in_size);
+    for (float& value : values) value = unit();
+    rows.resize(values.size() * dtype_bytes(dtype));
+    convert(Dtype::kF32, reinterpret_cast<const std::byte*>(values.data()), dtype, rows.data(), values.size());
+    reply.resize(size_t{num_rows} * spec.out_size * dtype_bytes(dtype));
+    for (uint32_t row = 0; row < num_rows; ++row) {
+      counts.push_back(kPairsPerRow);
+      const auto first = static_cast<uint16_t>(random() % (kExperts - kPairsPerRow + 1));
+      for (uint16_t pair = 0; pair < kPairsPerRow; ++pair) {
+        ids.push_back(static_cast<uint16_t>(first + pair));
+        weights.push_back(unit());
+      }
+    }
+    args.rows = rows.data();
+    args.row_dtype = args.reply_dtype = dtype;
+    args.num_rows = num_rows;
+    args.row_counts = counts;
+    args.local_expert_ids = ids;
+    args.weights = weights;
+    args.reply = reply.data();
+  }
+};
+
+uint64_t count_differing(const std::vector<std::byte>& left, const std::vector<std::byte>& right, size_t element_bytes) {
+  uint64_t differing = 0;
+  for (size_t at = 0; at < left.size(); at += element_bytes) {
+    differing += std::memcmp(left.data() + at, right.data() + at, element_bytes) != 0;
+  }
+  return differing;
+}
+
+Status load_all(compute::ExpertLayer& layer, const std::vector<compute::RandomExpert>& experts) {
+  compute::ProgressCounter progress;
+  for (uint32_t id = 0; id < kExperts; ++id) DFLASH_TRY(layer.load_expert(id, experts[id].weights(), progress));
+  return ok();
+}
+
+}  // namespace
+
+Result<SelfTestResult> run_self_test(Device& device, uint32_t test_case) {
+  const std::vector<Case> cases = cases_of(device);
+  if (test_case >= cases.size()) {
+    return Error{ErrorCode::kInvalidArgument, "self-test " + std::to_string(test_case) + " does not exist; this device has " +
+                                                  std::to_string(cases.size())};
+  }
+  const Case& chosen = cases[test_case];
+  const compute::FfnSpec spec = spec_for(chosen);
+  SelfTestResult result;
+  result.num_cases = static_cast<uint32_t>(cases.size());
+  result.kernel = std::string(compute::numerics_name(chosen.numerics)) + " " + chosen.spec->name;
+  result.formats = compute::format_name(chosen.format);
+
+  std::vector<compute::RandomExpert> experts;
+  for (uint32_t id = 0; id < kExperts; ++id) experts.emplace_back(spec, chosen.format, uint64_t{test_case} * kExperts + id);
+  auto layer = device.backend().create_layer(spec, kExperts, chosen.format, chosen.numerics);
+  if (!layer.ok()) return std::move(layer).error();
+  const auto reference = compute::make_reference_layer(spec, kExperts, chosen.format, chosen.numerics);
+  DFLASH_TRY(load_all(*layer.value(), experts));
+  DFLASH_TRY(load_all(*reference, experts));
+
+  std::mt19937_64 random(test_case);
+  compute::ProgressCounter progress;
+  for (uint32_t num_rows : {kFewRows, kManyRows}) {
+    const auto dtype = static_cast<Dtype>((test_case + num_rows) % kNumDtypes);
+    Batch batch(spec, num_rows, dtype, random);
+    DFLASH_TRY(reference->forward(batch.args, progress));
+    const std::vector<std::byte> expected = std::exchange(batch.reply, std::vector<std::byte>(batch.reply.size()));
+    batch.args.reply = batch.reply.data();
+    DFLASH_TRY(layer.value()->forward(batch.args, progress));
+    result.elements += uint64_t{num_rows} * spec.out_size;
+    result.differing += count_differing(expected, batch.reply, dtype_bytes(dtype));
+  }
+  return result;
+}
+
+}  // namespace dflash::plugin

@@ -1,0 +1,23 @@
+// The self-test of a device: its layers against the reference, element by element, on seeded random data. One case per weight format,
+// activation and numerics class, so that a table can show what holds and what does not.
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <string>
+
+#include "plugin/device.h"
+
+namespace dflash::plugin {
+
+struct SelfTestResult {
+  uint32_t num_cases = 0;  // of this device
+  uint64_t elements = 0;   // compared
+  uint64_t differing = 0;  // whose bits differ
+  std::string kernel;      // "f32-canonical silu"
+  std::string formats;     // of the weights
+};
+
+// Errors: kInvalidArgument for a case beyond the last; those of the device.
+Result<SelfTestResult> run_self_test(Device& device, uint32_t test_case);
+
+}  // namespace dflash::plugin
