@@ -17,6 +17,7 @@ def parse_isa(name: str) -> str: ...  # ConfigError listing the supported ones
 def cpu_features() -> list[str]: ...
 def numerics_classes(isa: str) -> list[str]: ...  # that this kernel set computes, the default first
 def numerics_class() -> str: ...  # the default
+def check_numerics(numerics: str, weight_dtype: str) -> None: ...  # UnsupportedError naming the formats the class takes
 def wire_limits() -> dict[str, int]: ...  # every constant of wire/limits.h and transport/channel.h, by its snake_case name
 def error_codes() -> dict[str, tuple[int, type[BaseException]]]: ...
 

@@ -22,6 +22,7 @@ from dflash_moe.errors import ConfigError
 PREFIX = "DFLASH_MOE_"
 DTYPES = ("f32", "f16", "bf16")
 MODES = ("auto", "batched", "stream")
+NUMERICS = ("exact", "close")
 TRANSPORTS = ("auto", "shared", "stream", "fabric")
 ISAS = ("reference", "scalar", "neon", "avx2", "avx512", "avx512vnni", "avx512bf16")
 MAX_TOKENS = 4096  # largest slice: bounds the slots, not the calls
@@ -185,6 +186,11 @@ SETTINGS: tuple[Setting, ...] = (
         "as requests", "Wire dtype of replies", "DTYPE",
     ),
     Setting(
+        "numerics", "--numerics", f"{PREFIX}NUMERICS", "ipc.numerics", _choice(*NUMERICS), "exact, close", "exact", "exact",
+        "Whether the holders of one layer's experts must compute in one numerics class; close allows several and reports it",
+        "exact|close",
+    ),
+    Setting(
         "batch_capacity", "--batch-capacity", f"{_IPC}BATCH_CAPACITY", "ipc.batch_capacity", _whole(1, MAX_TOKENS),
         f"1..{MAX_TOKENS} tokens", 1024, "1024 tokens", "Most tokens of one slice in batched mode", "TOKENS",
     ),
@@ -254,6 +260,7 @@ class Settings:
     transport: str = "auto"
     dtype: str | None = None
     reply_dtype: str | None = None
+    numerics: str = "exact"
     batch_capacity: int = 1024
     stream_tokens: int = 4
     stream_tokens_max: int = 32

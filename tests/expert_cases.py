@@ -84,26 +84,36 @@ def make_batch(num_tokens: int, *, seed: int = 0) -> Batch:
 
 
 class Expected:
-    """The oracle of one checkpoint: all experts of a layer, asked shard by shard."""
+    """The oracle of one checkpoint: all experts of a layer, asked shard by shard; weights kept and computed with as it says."""
 
-    def __init__(self, directory: Path, placement: Placement, spec: ModelSpec) -> None:
-        from safetensors.numpy import load_file
-
-        tensors = load_file(str(directory / "model.safetensors"))
+    def __init__(
+        self,
+        directory: Path,
+        placement: Placement,
+        spec: ModelSpec,
+        *,
+        weight_dtype: str = "f32",
+        isa: str = "scalar",
+        numerics: str = "f32-canonical",
+    ) -> None:
+        checkpoint = Checkpoint.open(directory)
         self._placement = placement
+        self._width = spec.layers[0].ffn.out_size
         self._oracles = []
         for layer in spec.layers:
             oracle = _core.FfnOracle(
-                spec=layer.ffn.kernel_spec(), num_experts=NUM_EXPERTS, weight_dtype="f32", isa="scalar", num_threads=1
+                spec=layer.ffn.kernel_spec(), num_experts=layer.num_experts, weight_dtype=weight_dtype, isa=isa, numerics=numerics
             )
-            for expert in range(NUM_EXPERTS):
-                parts = {part: tensors[f"layers.{layer.index}.experts.{expert}.{part}"] for part in ("gate", "up", "down")}
-                oracle.load_expert(expert, **parts)
+            patterns = {"gate": layer.ffn.gate_tensor, "up": layer.ffn.up_tensor, "down": layer.ffn.down_tensor}
+            for expert in range(layer.num_experts):
+                oracle.load_expert(
+                    expert, **{part: checkpoint.values(pattern.tensor_name(expert)) for part, pattern in patterns.items()}
+                )
             self._oracles.append(oracle)
 
     def experts(self, layer: int, batch: Batch) -> np.ndarray:
-        """[num_tokens, WIDTH] float32 for an f32 wire."""
-        total = np.zeros((len(batch.hidden_states), WIDTH), np.float32)
+        """[num_tokens, out_size] float32 for an f32 wire."""
+        total = np.zeros((len(batch.hidden_states), self._width), np.float32)
         for shard in self._placement.layers[layer]:
             rows, counts, ids, weights = [], [], [], []
             for row, (row_ids, row_weights) in enumerate(zip(batch.topk_ids, batch.topk_weights, strict=True)):

@@ -165,6 +165,9 @@ void bind_codec(py::module_& module) {
     return names;
   }, py::arg("isa"));
   module.def("numerics_class", [] { return std::string(compute::numerics_name(compute::NumericsClass::kF32Canonical)); });
+  module.def("check_numerics", [](const std::string& numerics, const std::string& weight_dtype) {
+    unwrap(compute::check_numerics(unwrap(compute::parse_numerics(numerics)), unwrap(compute::parse_resident_formats(weight_dtype))));
+  }, py::arg("numerics"), py::arg("weight_dtype"));
   module.def("wire_limits", &wire_limits);
   module.def("checksum", [](const std::string& data) { return checksum(as_bytes(data)); }, py::arg("data"));
   module.def("encode_frame_header", &encode_header, py::arg("fields"));

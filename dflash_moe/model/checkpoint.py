@@ -24,6 +24,7 @@ from dflash_moe.model.safetensors_header import read_header
 from dflash_moe.model.scaled_tensors import join_scales
 from dflash_moe.model.stored_tensor import ScaleInfo, TensorInfo
 from dflash_moe.model.weight_formats import STORED_NAMES, is_requantised
+from dflash_moe.topology.spec import DEFAULT_NUMERICS
 
 if TYPE_CHECKING:
     from dflash_moe import _core
@@ -178,14 +179,19 @@ class Checkpoint:
         return digest.hexdigest()
 
 
-def shard_fingerprint(model_fingerprint: str, layer_name: str, experts: Sequence[int], weight_dtype: str = "") -> int:
+def shard_fingerprint(
+    model_fingerprint: str, layer_name: str, experts: Sequence[int], weight_dtype: str = "", numerics: str = DEFAULT_NUMERICS
+) -> int:
     """64 bits that name the weights of these experts (ascending ids) of this layer, as a holder computes with them.
 
-    `weight_dtype` is what it keeps: a part of the name where that is other numbers than the checkpoint's.
+    `weight_dtype` is what it keeps: a part of the name where that is other numbers than the checkpoint's. So is the numerics
+    class where inputs are rounded for it: a call never takes a reply of another class for its own.
     """
     text = f"{model_fingerprint} {layer_name} {','.join(map(str, experts))}"
     if is_requantised(weight_dtype):
         text += f" {weight_dtype}"
+    if numerics != DEFAULT_NUMERICS:
+        text += f" {numerics}"
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
 
 

@@ -13,7 +13,8 @@ from typing import Protocol
 from dflash_moe.config import format_bytes
 from dflash_moe.errors import TopologyError
 from dflash_moe.placement import policies
-from dflash_moe.topology import Topology, WorkerSpec
+from dflash_moe.topology import HOST, Topology, WorkerSpec
+from dflash_moe.topology.spec import DEFAULT_NUMERICS
 
 Assignment = Mapping[str, Sequence[int]]  # holder -> expert ids of one layer
 
@@ -33,12 +34,16 @@ class PlacedLayer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Experts of one layer that are computed and summed together. `holder` is a worker's name or HOST; `weights` as it says."""
+    """Experts of one layer that are computed and summed together. `holder` is a worker's name or HOST.
+
+    `weights` and `numerics` (the class it computes in) as that says.
+    """
 
     shard_id: int
     holder: str
     experts: tuple[int, ...]  # ascending
     weights: str = "auto"
+    numerics: str = DEFAULT_NUMERICS
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,15 +78,17 @@ def plan_placement(layers: Sequence[PlacedLayer], topology: Topology) -> Placeme
     assigned = policies.assign(layers, topology)
     weights = {worker.name: worker.weights for worker in topology.workers}
     sizes = tuple({kept: layer.resident_bytes(kept) for kept in {"auto", *weights.values()}} for layer in layers)
-    placement = Placement(tuple(_shards_of_layer(assignment, weights) for assignment in assigned), sizes)
+    numerics = {holder: topology.numerics_of(holder) for holder in (HOST, *weights)}
+    placement = Placement(tuple(_shards_of_layer(assignment, weights, numerics) for assignment in assigned), sizes)
     _check_memory(layers, placement, topology)
     return placement
 
 
-def _shards_of_layer(assignment: Assignment, weights: Mapping[str, str]) -> tuple[Shard, ...]:
+def _shards_of_layer(assignment: Assignment, weights: Mapping[str, str], numerics: Mapping[str, str]) -> tuple[Shard, ...]:
     lists = sorted((tuple(sorted(experts)), holder) for holder, experts in assignment.items() if experts)
     return tuple(
-        Shard(shard_id, holder, experts, weights.get(holder, "auto")) for shard_id, (experts, holder) in enumerate(lists)
+        Shard(shard_id, holder, experts, weights.get(holder, "auto"), numerics[holder])
+        for shard_id, (experts, holder) in enumerate(lists)
     )
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from dflash_moe import _core
-from dflash_moe.errors import ProtocolError
+from dflash_moe.errors import ProtocolError, UnsupportedError
 from dflash_moe.protocol.messages import Hello, HelloReply
 
 DTYPES = ("f32", "f16", "bf16")
@@ -21,7 +21,6 @@ class Identity:
     """The facts of one end."""
 
     worker: str
-    numerics_class: str
     model_fingerprint: str
     wire_limits: Mapping[str, int]
     dtypes: tuple[str, ...]
@@ -29,14 +28,12 @@ class Identity:
 
 def local_identity(worker: str, model_fingerprint: str) -> Identity:
     """This process's facts for a session with `worker`."""
-    return Identity(worker, _core.numerics_class(), model_fingerprint, _core.wire_limits(), DTYPES)
+    return Identity(worker, model_fingerprint, _core.wire_limits(), DTYPES)
 
 
 def identity_of(message: Hello | HelloReply) -> Identity:
     """The peer's facts as it stated them."""
-    return Identity(
-        message.worker, message.numerics_class, message.model_fingerprint, message.wire_limits, tuple(message.dtypes)
-    )
+    return Identity(message.worker, message.model_fingerprint, message.wire_limits, tuple(message.dtypes))
 
 
 def require_equal(host: Identity, worker: Identity, *, name: str) -> None:
@@ -44,7 +41,6 @@ def require_equal(host: Identity, worker: Identity, *, name: str) -> None:
     for field, hint in (
         ("worker", "check the name in the topology and on the command line"),
         ("model_fingerprint", "both ends must read the same checkpoint"),
-        ("numerics_class", "install the same dflash_moe on both ends"),
         ("dtypes", "install the same dflash_moe on both ends"),
     ):
         ours, theirs = getattr(host, field), getattr(worker, field)
@@ -54,3 +50,13 @@ def require_equal(host: Identity, worker: Identity, *, name: str) -> None:
         ours, theirs = host.wire_limits.get(limit), worker.wire_limits.get(limit)
         if ours != theirs:
             raise ProtocolError(f"worker {name}: wire_limits.{limit}: the host has {ours}, the worker has {theirs}")
+
+
+def require_numerics(numerics: str, isa: str, *, name: str) -> None:
+    """UnsupportedError naming worker, class, kernel set and its classes where kernel set `isa` does not compute `numerics`."""
+    offered = _core.numerics_classes(isa)
+    if numerics not in offered:
+        raise UnsupportedError(
+            f"worker {name}: its kernel set {isa} does not compute numerics class {numerics}; it offers {', '.join(offered)}: "
+            "give it other `activations`, or place it on a machine that computes this class"
+        )

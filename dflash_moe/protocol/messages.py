@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar
 from dflash_moe.errors import ProtocolError
 from dflash_moe.protocol.schema import Binary, Codec, Flag, Float, ListOf, Message, Table, Text, Tree, Uint, Wire
 
-PROTOCOL_VERSION = 1  # both ends must share one version in [min, max]
+PROTOCOL_VERSION = 2  # both ends must share one version in [min, max]
 PROTOCOL_MINOR = 0  # a higher minor may add fields; the lower side then ignores fields it does not know
 NONCE_BYTES = 32
 SESSION_ID_BYTES = 16
@@ -25,6 +25,7 @@ _U32 = Uint(0xFFFFFFFF)
 _U64 = Uint()
 _NAME = Text(128)
 _DTYPE = Text(8)
+_NUMERICS = Text(64)
 _WORDS = ListOf(Text(64), 64)
 
 
@@ -92,7 +93,7 @@ class Hello(Message):
     TYPE: ClassVar[int] = 16
     package_version: Annotated[str, Wire(1, Text(64))]
     worker: Annotated[str, Wire(2, _NAME)]
-    numerics_class: Annotated[str, Wire(3, Text(64))]
+    numerics_class: Annotated[str, Wire(3, _NUMERICS)]  # what this worker shall compute in
     model_fingerprint: Annotated[str, Wire(4, Text(128))]
     wire_limits: Annotated[dict[str, int], Wire(5, Table(_U64, 64))]
     dtypes: Annotated[tuple[str, ...], Wire(6, ListOf(_DTYPE, 16))]
@@ -101,6 +102,7 @@ class Hello(Message):
     spin_ns: Annotated[int, Wire(9, _U64)] = 0
     slowdown: Annotated[float, Wire(10, Float(1.0, 1e6))] = 1.0
     isa: Annotated[str, Wire(11, Text(32))] = ""  # empty: the worker's best
+    cpus: Annotated[tuple[int, ...], Wire(12, ListOf(_U16, 1024))] = ()  # of its compute threads in order; empty: not pinned
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +112,7 @@ class HelloReply(Message):
     TYPE: ClassVar[int] = 17
     package_version: Annotated[str, Wire(1, Text(64))]
     worker: Annotated[str, Wire(2, _NAME)]
-    numerics_class: Annotated[str, Wire(3, Text(64))]
+    numerics_class: Annotated[str, Wire(3, _NUMERICS)]  # the one asked for
     model_fingerprint: Annotated[str, Wire(4, Text(128))]
     wire_limits: Annotated[dict[str, int], Wire(5, Table(_U64, 64))]
     dtypes: Annotated[tuple[str, ...], Wire(6, ListOf(_DTYPE, 16))]
@@ -120,6 +122,7 @@ class HelloReply(Message):
     pid: Annotated[int, Wire(10, _U32)]
     memory_available: Annotated[int, Wire(11, _U64)]  # bytes a new process may still take on the worker's machine
     memory_limit: Annotated[int, Wire(12, _U64)] = 0  # bytes the worker's own topology grants; 0: no limit of its own
+    numerics_offered: Annotated[tuple[str, ...], Wire(13, _WORDS)] = ()  # all that its kernel set computes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,6 +137,7 @@ class LoadShard(Message):
     weight_dtype: Annotated[str, Wire(5, Text(32))]
     expert_ranges: Annotated[tuple[int, ...], Wire(6, ListOf(Uint(65535), 8192))]  # start, count, start, count ... ascending
     weights_fingerprint: Annotated[int, Wire(7, _U64)]
+    numerics: Annotated[str, Wire(8, _NUMERICS)]  # the class this shard is computed in
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

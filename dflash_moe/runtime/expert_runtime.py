@@ -19,6 +19,7 @@ from dflash_moe.config import Settings, resolve_settings
 from dflash_moe.errors import ConfigError, DflashError, WorkerError, WorkerLost
 from dflash_moe.model.spec import LayerSpec, ModelSpec, model_spec
 from dflash_moe.placement import Placement, plan_placement
+from dflash_moe.placement.numerics import check_classes, describe_numerics
 from dflash_moe.runtime import observe
 from dflash_moe.runtime.auto import WorkerForecast, cost_classes, log_explanation, mode_reason, worker_forecasts
 from dflash_moe.runtime.call_gate import MAX_PATIENCE, CallGate
@@ -99,6 +100,7 @@ class ExpertRuntime:
         settings = resolve_settings(topology.ipc, **overrides)
         spec = model if isinstance(model, ModelSpec) else model_spec(Path(model))
         placement = plan_placement(spec.layers, topology)
+        check_classes(spec.layers, placement, topology, settings.numerics)
         runtime = cls(spec, placement, settings, topology, overrides=overrides, channel_decorator=_channel_decorator)
         try:
             runtime._open(on_loading)
@@ -330,7 +332,7 @@ class ExpertRuntime:
 
         The same and the workers' own times under `totals`, per worker under `workers`, per layer under `layers`; under `auto`
         what every worker's cost model knows, chose and predicted since the mode was set (`WorkerForecast` as a dictionary);
-        besides, the mode in use and why. After `close()` the last ones.
+        under `numerics` what computes in which class; besides, the mode in use and why. After `close()` the last ones.
         """
         if self._client is None:
             return self._last_stats
@@ -346,6 +348,7 @@ class ExpertRuntime:
             "slice_tokens": self._slices.slice_tokens,
             "window": self._slices.window,
             "wire_dtypes": self.wire_dtypes,
+            "numerics": describe_numerics(self.spec.layers, self.placement, self.settings.numerics),
             "transports": {member.name: member.transport for member in self._fleet.members.values()},
         }
 

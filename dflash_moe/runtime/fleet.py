@@ -53,6 +53,7 @@ class Member:
     name: str
     address: Address
     transport: str
+    numerics: str  # the class of all its shards
     session: WorkerSession | None = None
     local: LocalWorker | None = None
     spec: WorkerSpec | None = None  # None: the experts kept at the host
@@ -74,6 +75,7 @@ class HeldShard:
     experts: tuple[int, ...]
     weight_dtype: str  # what its holder keeps
     weights_fingerprint: int
+    numerics: str
 
 
 def shards_by_holder(spec: ModelSpec, placement: Placement) -> dict[str, list[HeldShard]]:
@@ -83,8 +85,10 @@ def shards_by_holder(spec: ModelSpec, placement: Placement) -> dict[str, list[He
         for shard in shards:
             experts = tuple(shard.experts)
             weight_dtype = layer.weight_dtype if shard.weights == "auto" else layer.resident_dtype(shard.weights)
-            fingerprint = shard_fingerprint(spec.fingerprint, layer.name, experts, weight_dtype)
-            held.setdefault(shard.holder, []).append(HeldShard(layer, shard.shard_id, experts, weight_dtype, fingerprint))
+            fingerprint = shard_fingerprint(spec.fingerprint, layer.name, experts, weight_dtype, shard.numerics)
+            held.setdefault(shard.holder, []).append(
+                HeldShard(layer, shard.shard_id, experts, weight_dtype, fingerprint, shard.numerics)
+            )
     return held
 
 
@@ -123,13 +127,13 @@ class Fleet:
             address = worker.parsed_address
             transport = choose_transport(worker.name, address, self._settings.transport)
             if worker.name in held:
-                self.members[worker.name] = Member(worker.name, address, transport, spec=worker)
+                self.members[worker.name] = Member(worker.name, address, transport, held[worker.name][0].numerics, spec=worker)
             else:
                 log.info("worker %s holds no experts and is not started", worker.name)
         if host_name in held:
-            self.members[host_name] = Member(host_name, Address("loopback"), "loopback")
+            self.members[host_name] = Member(host_name, Address("loopback"), "loopback", held[host_name][0].numerics)
         for member in self.members.values():
-            log.info("worker %s: transport %s", member.name, member.transport)
+            log.info("worker %s: transport %s, numerics %s", member.name, member.transport, member.numerics)
 
     def start(self) -> None:
         """Starts or reaches every member and says hello. On an error the caller closes the fleet."""
@@ -156,8 +160,9 @@ class Fleet:
                 slowdown = _slowdown(member)
                 isa = _core.parse_isa(self._settings.cpu_isa or _core.best_isa())
                 member.local = LocalWorker(
-                    member.name, isa=isa, threads=self._num_threads(member), spin_ns=self._threads.spin_ns, slowdown=slowdown
-                )
+                    member.name, isa=isa, threads=self._num_threads(member), spin_ns=self._threads.spin_ns, slowdown=slowdown,
+                    numerics=member.numerics, cpus=self._threads.cpus.get(member.name, ()),
+                )  # fmt: skip
 
     def _greet(self, name: str) -> None:
         member = self.members[name]
@@ -165,11 +170,13 @@ class Fleet:
         session.connect(timeout_s=self._settings.start_timeout_s)
         session.greet(
             local_identity(name, self._spec.fingerprint),
+            numerics=member.numerics,
             threads=self._num_threads(member),
             spin_ns=self._threads.spin_ns if member.is_on_this_machine else 0,
             slowdown=_slowdown(member),
             isa=self._settings.cpu_isa or "",
             timeout_s=self._settings.start_timeout_s,
+            cpus=self._threads.cpus.get(name, ()),
         )
 
     def _num_threads(self, member: Member) -> int:
@@ -216,7 +223,7 @@ class Fleet:
             for held in shards:
                 member.local.load(
                     checkpoint, held.layer.ffn, layer=held.layer.index, shard=held.shard_id, experts=held.experts,
-                    weight_dtype=held.weight_dtype, weights_fingerprint=held.weights_fingerprint,
+                    weight_dtype=held.weight_dtype, weights_fingerprint=held.weights_fingerprint, numerics=held.numerics,
                     report=partial(_report_after, before, report),
                 )  # fmt: skip
                 before += len(held.experts)
@@ -230,6 +237,7 @@ class Fleet:
                 weight_dtype=held.weight_dtype,
                 expert_ranges=compress_experts(held.experts),
                 weights_fingerprint=held.weights_fingerprint,
+                numerics=held.numerics,
             )
             _session(member).load(message, timeout_s=self._settings.start_timeout_s, report=report)
 

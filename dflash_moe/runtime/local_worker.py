@@ -15,7 +15,9 @@ from dflash_moe.errors import DflashError, WorkerError
 from dflash_moe.model.checkpoint import Checkpoint
 from dflash_moe.model.expert_loading import load_experts
 from dflash_moe.model.ffn import FfnSpec
+from dflash_moe.protocol.identity import require_numerics
 from dflash_moe.runtime.data_path import SlotPlan
+from dflash_moe.telemetry.affinity import check_cpus, pin_to_first, running_on
 
 log = logging.getLogger(__name__)
 
@@ -25,9 +27,15 @@ STOP_S = 30.0  # the longest call under way ends first
 class LocalWorker:
     """Owns the weights and one serving thread, which computes without the GIL. `close()` ends it."""
 
-    def __init__(self, name: str, *, isa: str, threads: int, spin_ns: int, slowdown: float) -> None:
+    def __init__(
+        self, name: str, *, isa: str, threads: int, spin_ns: int, slowdown: float, numerics: str, cpus: tuple[int, ...] = ()
+    ) -> None:
+        """UnsupportedError where kernel set `isa` does not compute `numerics`, ConfigError where one of `cpus` is missing."""
+        require_numerics(numerics, isa, name=name)
+        check_cpus(cpus, name=name)
         self.name = name
-        self._worker = _core.Worker(name=name, isa=isa, num_threads=threads, spin_ns=spin_ns, slowdown=slowdown)
+        self._worker = _core.Worker(name=name, isa=isa, num_threads=threads, cpus=cpus, spin_ns=spin_ns, slowdown=slowdown)
+        self._cpus = cpus
         self._num_threads = threads
         self._thread: threading.Thread | None = None
         self._generation = 0  # of the path that is served
@@ -47,13 +55,15 @@ class LocalWorker:
         experts: tuple[int, ...],
         weight_dtype: str,
         weights_fingerprint: int,
+        numerics: str,
         report: Callable[[int], None] = lambda _count: None,
     ) -> None:
         """Loads one shard; `report` gets its experts loaded so far. CheckpointError, UnsupportedError."""
-        self._worker.define_shard(layer, shard, ffn.kernel_spec(), len(experts), weight_dtype, weights_fingerprint)
-        load_experts(
-            self._worker, checkpoint, ffn, experts, layer=layer, shard=shard, threads=self._num_threads, report=report
-        )
+        self._worker.define_shard(layer, shard, ffn.kernel_spec(), len(experts), weight_dtype, weights_fingerprint, numerics)
+        with running_on(self._cpus):  # memory is local to the node of the core that touches it first
+            load_experts(
+                self._worker, checkpoint, ffn, experts, layer=layer, shard=shard, threads=self._num_threads, report=report
+            )
         checkpoint.drop_pages()
 
     def attach(self, slots: SlotPlan, generation: int) -> _core.Channel:
@@ -77,6 +87,7 @@ class LocalWorker:
             log.warning("%s", error)
 
     def _serve(self, channel: _core.Channel, generation: int) -> None:
+        pin_to_first(self._cpus)
         try:
             self._worker.serve(channel, generation)
         except DflashError as error:

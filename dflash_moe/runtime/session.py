@@ -104,12 +104,26 @@ class WorkerSession:
         except WorkerTimeout:
             raise self._late("finish the handshake", timeout_s) from None
 
-    def greet(self, ours: Identity, *, threads: int, spin_ns: int, slowdown: float, isa: str, timeout_s: float) -> HelloReply:
-        """Exchanges hello; ProtocolError naming the field and both values where the ends do not fit."""
+    def greet(
+        self,
+        ours: Identity,
+        *,
+        numerics: str,
+        threads: int,
+        spin_ns: int,
+        slowdown: float,
+        isa: str,
+        timeout_s: float,
+        cpus: tuple[int, ...] = (),
+    ) -> HelloReply:
+        """Exchanges hello; ProtocolError naming the field and both values where the ends do not fit.
+
+        UnsupportedError where the worker does not compute in class `numerics`, ConfigError where it lacks one of `cpus`.
+        """
         message = Hello(
             package_version=__version__,
             worker=self.name,
-            numerics_class=ours.numerics_class,
+            numerics_class=numerics,
             model_fingerprint=ours.model_fingerprint,
             wire_limits=dict(ours.wire_limits),
             dtypes=ours.dtypes,
@@ -118,10 +132,15 @@ class WorkerSession:
             spin_ns=spin_ns,
             slowdown=slowdown,
             isa=isa,
+            cpus=cpus,
         )
         with self._lock:
             reply = self._ask(message, HelloReply, timeout_s=timeout_s, doing="answer hello")
         require_equal(ours, identity_of(reply), name=self.name)
+        if reply.numerics_class != numerics:
+            raise ProtocolError(
+                f"worker {self.name}: numerics_class: the host asked for {numerics}, the worker has {reply.numerics_class}"
+            )
         self.hello = reply
         return reply
 

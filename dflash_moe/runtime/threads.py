@@ -6,11 +6,14 @@ SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from dflash_moe.config import Settings
+from dflash_moe.errors import ConfigError
+from dflash_moe.runtime.pinning import plan_cpus
+from dflash_moe.telemetry.cores import machine_cores
 from dflash_moe.telemetry.machine import physical_cores, usable_cores
-from dflash_moe.topology import Topology
+from dflash_moe.topology import Topology, WorkerSpec
 
 MAX_DEFAULT_THREADS = 8
 SPIN_NS = 50_000  # longer than a call's own overhead (25 us), shorter than a scheduling quantum
@@ -24,19 +27,37 @@ class ThreadPlan:
     workers: Mapping[str, int]
     spin_ns: int
     is_oversubscribed: bool
+    cpus: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # of each pinned worker's threads, in order
 
 
 def thread_plan(topology: Topology, settings: Settings) -> ThreadPlan:
-    """The threads that a runtime of this topology uses on this machine; a flag or variable wins over the topology."""
-    return plan_threads(
+    """The threads that a runtime of this topology uses on this machine; a flag or variable wins over the topology.
+
+    Errors: ConfigError for a worker with more threads than `cpus`.
+    """
+    workers = [worker for worker in topology.local_workers() if worker.backend == "cpu"]
+    plan = plan_threads(
         host_threads=topology.host.threads,
-        worker_threads={
-            worker.name: settings.threads or worker.threads for worker in topology.local_workers() if worker.backend == "cpu"
-        },
+        worker_threads={worker.name: settings.threads or worker.threads or len(_named_cpus(worker)) for worker in workers},
         usable_cores=usable_cores(),
         physical_cores=physical_cores(),
         spin_us=settings.spin_us,
     )
+    for worker in workers:
+        named = _named_cpus(worker)
+        if named and plan.workers[worker.name] > len(named):
+            raise ConfigError(
+                f"{topology.source}:{worker.line or 1}: worker {worker.name} has {plan.workers[worker.name]} threads for "
+                f"{len(named)} cpus; name one CPU per thread, or write cpus: auto"
+            )
+    cores = machine_cores()
+    # Where a quota is what binds, a pinned thread could not leave a core that somebody else uses.
+    may_choose = not plan.is_oversubscribed and usable_cores() == len(cores)
+    return replace(plan, cpus=plan_cpus(topology, plan.workers, host_threads=plan.host, cores=cores, may_choose=may_choose))
+
+
+def _named_cpus(worker: WorkerSpec) -> tuple[int, ...]:
+    return worker.cpus if isinstance(worker.cpus, tuple) else ()
 
 
 def plan_threads(

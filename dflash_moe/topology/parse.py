@@ -15,6 +15,9 @@ from dflash_moe.config import MAX_BYTES, MAX_THREADS, SETTINGS, SIZE_FORMS, pars
 from dflash_moe.errors import ConfigError, TopologyError
 from dflash_moe.topology.addresses import parse_address
 from dflash_moe.topology.spec import (
+    ACTIVATIONS,
+    CPUS_WORDS,
+    DEFAULT_ACTIVATIONS,
     EVERY_LAYER,
     HOST,
     Emulate,
@@ -32,6 +35,7 @@ MAX_WORKERS = 256
 MAX_EXPERT_ID = 65_534  # local ids and counts are u16 on the wire
 MAX_LAYER = 4095
 MAX_DEVICE = 255
+MAX_CPU = 65_535
 MAX_DELAY_MS = 60_000.0
 MAX_MBIT_S = 10_000_000.0
 MAX_SLOWDOWN = 1000.0
@@ -42,10 +46,13 @@ WEIGHTS = ("auto", "int8", "int4")
 POLICIES = ("even", "memory", "explicit")
 
 ROOT_KEYS = ("version", "host", "ipc", "placement", "workers")
-HOST_KEYS = ("device", "threads", "experts")
+HOST_KEYS = ("device", "threads", "experts", "activations")
 HOST_EXPERTS_KEYS = ("memory",)
 PLACEMENT_KEYS = ("policy",)
-WORKER_KEYS = ("name", "backend", "threads", "memory", "device", "address", "experts", "emulate", "simulate", "weights")
+WORKER_KEYS = (
+    "name", "backend", "threads", "memory", "device", "address", "experts", "emulate", "simulate", "weights", "activations",
+    "cpus",
+)  # fmt: skip
 LEAST_MBIT_S = 0.01  # below, one row takes seconds and every call times out
 EMULATE_LIMITS = {
     "delay_ms": (0.0, MAX_DELAY_MS),
@@ -147,7 +154,8 @@ def _host(value: Value) -> HostSpec:
         experts = fields["experts"].fields(HOST_EXPERTS_KEYS)
         if "memory" in experts:
             budget = _budget(experts["memory"])
-    return HostSpec(device, threads, budget, value.line)
+    activations = fields["activations"].choice(tuple(ACTIVATIONS)) if "activations" in fields else None
+    return HostSpec(device, threads, budget, value.line, activations)
 
 
 def _budget(value: Value) -> MemoryBudget:
@@ -201,7 +209,25 @@ def _worker(value: Value, policy: str) -> WorkerSpec:
         _simulate(fields, backend, name, value),
         value.line,
         fields["weights"].choice(WEIGHTS) if "weights" in fields else "auto",
+        fields["activations"].choice(tuple(ACTIVATIONS)) if "activations" in fields else DEFAULT_ACTIVATIONS,
+        _cpus(fields["cpus"], name) if "cpus" in fields else "auto",
     )
+
+
+def _cpus(value: Value, name: str) -> str | tuple[int, ...]:
+    raw = value.scalar()
+    if isinstance(raw, str) and raw.strip().lower() in CPUS_WORDS:
+        return raw.strip().lower()
+    found: list[int] = []
+    for part in str(raw).split(","):
+        match = _RANGE.fullmatch(part.strip())
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+        if isinstance(raw, bool) or not first <= last <= MAX_CPU or last - first >= MAX_THREADS:
+            raise value.error(f"{value.path}: {str(raw)[:40]!r} names no CPUs; write auto, none, or for example '0-3,8'")
+        found.extend(range(first, last + 1))
+    if len(set(found)) < len(found):
+        raise value.error(f"{value.path}: {str(raw)[:40]!r} lists a CPU of worker {name} twice")
+    return tuple(found)
 
 
 def _name_problem(name: str) -> str:
@@ -293,6 +319,7 @@ def _split(value: Value) -> Iterable[tuple[Value, str]]:
 def _check_workers(workers: Sequence[WorkerSpec], policy: str, source: str) -> None:
     names: dict[str, int] = {}
     places: dict[str, WorkerSpec] = {}
+    cpus: dict[int, str] = {}
     for worker in workers:
         if worker.name in names:
             raise TopologyError(f"{source}:{worker.line}: worker name {worker.name!r} is also on line {names[worker.name]}")
@@ -300,7 +327,16 @@ def _check_workers(workers: Sequence[WorkerSpec], policy: str, source: str) -> N
         address = worker.parsed_address
         if not address.is_started_by_host and (other := places.setdefault(str(address), worker)) is not worker:
             raise TopologyError(f"{source}:{worker.line}: {other.name} and {worker.name} have the same address {address}")
+        if address.is_started_by_host and isinstance(worker.cpus, tuple):
+            _check_cpus(worker, cpus, source)
         needed = {"explicit": ("experts", worker.experts), "memory": ("memory", worker.memory)}.get(policy)
         if needed is not None and needed[1] is None:
             where = f"{source}:{worker.line}: worker {worker.name}"
             raise TopologyError(f"{where} has no {needed[0]}; placement.policy {policy} needs it for each worker")
+
+
+def _check_cpus(worker: WorkerSpec, taken: dict[int, str], source: str) -> None:
+    """Each CPU of this machine belongs to one worker; `taken` collects them."""
+    for cpu in worker.cpus if isinstance(worker.cpus, tuple) else ():
+        if (other := taken.setdefault(cpu, worker.name)) != worker.name:
+            raise TopologyError(f"{source}:{worker.line}: CPU {cpu} belongs to both {other} and {worker.name}; list it once")

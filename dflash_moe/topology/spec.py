@@ -15,6 +15,11 @@ from typing import Any
 from dflash_moe.errors import TopologyError
 from dflash_moe.topology.addresses import Address, parse_address
 
+# What a worker's inputs are rounded to before they meet the weights, and the numerics class that is (csrc/compute/numerics.h).
+ACTIVATIONS = {"f32": "f32-canonical", "bf16": "bf16-dot", "int8": "int8-groups"}
+DEFAULT_ACTIVATIONS = "f32"
+DEFAULT_NUMERICS = ACTIVATIONS[DEFAULT_ACTIVATIONS]
+CPUS_WORDS = ("auto", "none")
 HOST = "host"  # the holder of shards that stay in the host process; no worker may have this name
 EVERY_LAYER = "*"
 
@@ -33,12 +38,16 @@ class MemoryBudget:
 
 @dataclass(frozen=True, slots=True)
 class HostSpec:
-    """`threads` None: planned from the cores. A percentage of `experts_memory` is one of all routed experts' bytes."""
+    """`threads` None: planned from the cores. A percentage of `experts_memory` is one of all routed experts' bytes.
+
+    `activations` None: what the workers have, where they agree.
+    """
 
     device: str = "auto"
     threads: int | None = None
     experts_memory: MemoryBudget = field(default_factory=MemoryBudget)
     line: int = 0
+    activations: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +102,8 @@ class WorkerSpec:
     simulate: str | None = None
     line: int = 0
     weights: str = "auto"  # what the worker keeps of float weights: auto (as stored), int8 or int4
+    activations: str = DEFAULT_ACTIVATIONS  # a key of ACTIVATIONS
+    cpus: str | tuple[int, ...] = "auto"  # the cores its threads are pinned to: auto, none, or their numbers
 
     @property
     def parsed_address(self) -> Address:
@@ -157,6 +168,14 @@ class Topology:
                 return worker
         known = ", ".join(worker.name for worker in self.workers)
         raise TopologyError(f"{self.source}:1: no worker is named {name!r}; it has {known}")
+
+    def numerics_of(self, holder: str) -> str:
+        """The numerics class that a worker, or HOST, computes in."""
+        if holder != HOST:
+            return ACTIVATIONS[self.worker(holder).activations]
+        asked = {worker.activations for worker in self.workers}
+        common = asked.pop() if len(asked) == 1 else DEFAULT_ACTIVATIONS
+        return ACTIVATIONS[self.host.activations or common]
 
     def local_workers(self) -> tuple[WorkerSpec, ...]:
         """The workers that the host starts on its own machine."""

@@ -25,12 +25,14 @@ def load_shard(
     experts = expand_experts(message.expert_ranges)
     if not experts:
         raise ProtocolError(f"message LoadShard: field expert_ranges: {message.name} shard {message.shard} has no experts")
-    found = shard_fingerprint(model_fingerprint, message.name, experts, message.weight_dtype)
+    found = shard_fingerprint(model_fingerprint, message.name, experts, message.weight_dtype, message.numerics)
     if found != message.weights_fingerprint:
         raise CheckpointError(
             f"weights_fingerprint of {message.name} shard {message.shard}: the host has {message.weights_fingerprint:#018x}, "
             f"this worker {found:#018x}; both must read the same checkpoint"
         )
     layer, shard = message.layer, message.shard
-    worker.define_shard(layer, shard, ffn.kernel_spec(), len(experts), message.weight_dtype, message.weights_fingerprint)
+    worker.define_shard(
+        layer, shard, ffn.kernel_spec(), len(experts), message.weight_dtype, message.weights_fingerprint, message.numerics
+    )
     load_experts(worker, checkpoint, ffn, experts, layer=layer, shard=shard, threads=threads, report=report)

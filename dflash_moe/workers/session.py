@@ -18,7 +18,7 @@ from dflash_moe.errors import DflashError, ProtocolError
 from dflash_moe.model.checkpoint import Checkpoint
 from dflash_moe.protocol.failures import to_refusal
 from dflash_moe.protocol.framing import USER_TIMEOUT_MS, Connection, PeerGone
-from dflash_moe.protocol.identity import CAPABILITIES, identity_of, local_identity, require_equal
+from dflash_moe.protocol.identity import CAPABILITIES, identity_of, local_identity, require_equal, require_numerics
 from dflash_moe.protocol.messages import (
     Attach,
     Attached,
@@ -36,6 +36,7 @@ from dflash_moe.protocol.messages import (
     StatsRequest,
 )
 from dflash_moe.protocol.schema import Message
+from dflash_moe.telemetry.affinity import check_cpus, pin_to_first, running_on
 from dflash_moe.telemetry.machine import memory_available, usable_cores
 from dflash_moe.telemetry.memory import process_memory
 from dflash_moe.workers.loader import load_shard
@@ -82,6 +83,8 @@ class WorkerSession:
     _worker: _core.Worker | None = None
     _path: _DataPath | None = None
     _threads: int = 1
+    _cpus: tuple[int, ...] = ()
+    _numerics: str = ""
     _last_progress: float = 0.0
     _num_loaded: int = 0
     _is_over: bool = field(default=False)
@@ -148,18 +151,20 @@ class WorkerSession:
         require_equal(identity_of(message), ours, name=self.identity.name)
         threads = self.identity.threads or max(1, message.threads)
         isa = _core.parse_isa(self.identity.isa or message.isa or _core.best_isa())
+        require_numerics(message.numerics_class, isa, name=self.identity.name)
+        check_cpus(message.cpus, name=self.identity.name)
         spin_ns = message.spin_ns
         if self.identity.threads:  # started by hand: the host does not know this machine's cores
             spin_ns = SPIN_NS if usable_cores() > threads else 0
         self._worker = _core.Worker(
-            name=self.identity.name, isa=isa, num_threads=threads, spin_ns=spin_ns, slowdown=message.slowdown
+            name=self.identity.name, isa=isa, num_threads=threads, cpus=message.cpus, spin_ns=spin_ns, slowdown=message.slowdown
         )
-        self._threads = threads
+        self._threads, self._cpus, self._numerics = threads, message.cpus, message.numerics_class
         self._send(
             HelloReply(
                 package_version=__version__,
                 worker=ours.worker,
-                numerics_class=ours.numerics_class,
+                numerics_class=self._numerics,
                 model_fingerprint=ours.model_fingerprint,
                 wire_limits=dict(ours.wire_limits),
                 dtypes=ours.dtypes,
@@ -169,9 +174,12 @@ class WorkerSession:
                 pid=os.getpid(),
                 memory_available=memory_available(),
                 memory_limit=self.identity.memory_limit,
+                numerics_offered=tuple(_core.numerics_classes(isa)),
             )
         )
-        log.info("session opened by dflash_moe %s: isa %s, %d threads", message.package_version, isa, threads)
+        pinned = f" on CPUs {', '.join(map(str, self._cpus))}" if self._cpus else ""
+        log.info("session opened by dflash_moe %s: isa %s, numerics %s, %d threads%s",
+                 message.package_version, isa, self._numerics, threads, pinned)  # fmt: skip
 
     def _require_worker(self, message: Message) -> _core.Worker:
         if self._worker is None:
@@ -182,10 +190,15 @@ class WorkerSession:
         worker = self._require_worker(message)
         if self._path is not None:
             raise ProtocolError("message LoadShard: arrived after Attach")
-        load_shard(
-            worker, self.identity.checkpoint, self.identity.model_fingerprint, message, self._report_progress,
-            threads=self._threads,
-        )  # fmt: skip
+        if message.numerics != self._numerics:
+            raise ProtocolError(
+                f"message LoadShard: field numerics: {message.numerics!r} is not that of Hello, {self._numerics!r}"
+            )
+        with running_on(self._cpus):  # memory is local to the node of the core that touches it first
+            load_shard(
+                worker, self.identity.checkpoint, self.identity.model_fingerprint, message, self._report_progress,
+                threads=self._threads,
+            )  # fmt: skip
         self.identity.checkpoint.drop_pages()  # the packed copies are what the worker computes with
         self._send(ShardLoaded(layer=message.layer, shard=message.shard, resident_bytes=worker.resident_bytes()))
 
@@ -244,6 +257,7 @@ class WorkerSession:
             worker.start_pulse(descriptors.pop())  # the last of those that came
 
     def _serve(self, worker: _core.Worker, channel: _core.Channel, generation: int) -> None:
+        pin_to_first(self._cpus)
         try:
             worker.serve(channel, generation)
         except DflashError as error:

@@ -75,7 +75,7 @@ def test_another_checkpoint_at_the_worker_is_refused_with_both_fingerprints(spec
 
 @pytest.mark.usefixtures("started")
 @pytest.mark.parametrize(
-    ("field", "value"), [("numerics_class", "f32-other"), ("wire_limits", {"max_rows": 7}), ("dtypes", ("f32", "fp8"))]
+    ("field", "value"), [("wire_limits", {"max_rows": 7}), ("dtypes", ("f32", "fp8"))]
 )
 def test_a_mismatch_in_hello_names_the_field_and_both_values(
     spec: ModelSpec, monkeypatch: pytest.MonkeyPatch, field: str, value: Any
@@ -98,7 +98,7 @@ def test_another_protocol_version_is_refused_with_both_ranges(spec: ModelSpec, m
     monkeypatch.setattr(
         session, "authenticate_to_worker", lambda *args, **kwargs: original(*args, **kwargs, protocol_range=(7, 9))
     )
-    with pytest.raises(ProtocolError, match=r"protocol version: the host speaks 7\.\.9, this worker speaks 1\.\.1"):
+    with pytest.raises(ProtocolError, match=r"protocol version: the host speaks 7\.\.9, this worker speaks 2\.\.2"):
         start(spec)
 
 

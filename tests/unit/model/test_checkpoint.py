@@ -263,3 +263,8 @@ def test_a_shards_fingerprint_tells_requantised_weights_from_those_of_the_checkp
     prints = [shard_fingerprint("a", "l.1", (0, 1), weight_dtype) for weight_dtype in kept]
     assert prints[0] == prints[1] == prints[2]
     assert len(set(prints)) == 4
+
+
+def test_a_shards_fingerprint_tells_numerics_classes_apart():
+    prints = [shard_fingerprint("a", "l.1", (0, 1), "int8_g32", numerics) for numerics in ("f32-canonical", "int8-groups")]
+    assert prints[0] == shard_fingerprint("a", "l.1", (0, 1), "int8_g32") != prints[1]

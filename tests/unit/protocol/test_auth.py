@@ -17,7 +17,7 @@ from dflash_moe.errors import ProtocolError, WorkerTimeout
 from dflash_moe.protocol import auth
 from dflash_moe.protocol.failures import to_refusal
 from dflash_moe.protocol.framing import Connection, PeerGone
-from dflash_moe.protocol.messages import CODEC, Accepted, Challenge, Open, Proof, Role
+from dflash_moe.protocol.messages import CODEC, PROTOCOL_VERSION, Accepted, Challenge, Open, Proof, Role
 
 KEY = bytes(range(32))
 OTHER = bytes(32)
@@ -157,7 +157,7 @@ def test_a_worker_that_does_not_know_the_key_is_refused_by_the_host(pair: Pair) 
     def rogue() -> None:
         until = time.monotonic() + 5
         pair.worker.receive(deadline=until, waiting_for="open")
-        pair.worker.send(Challenge(protocol=1, protocol_minor=0, nonce=bytes(32)), deadline=until)
+        pair.worker.send(Challenge(protocol=PROTOCOL_VERSION, protocol_minor=0, nonce=bytes(32)), deadline=until)
         proof = pair.worker.receive(deadline=until, waiting_for="proof")
         pair.worker.send(Accepted(mac=proof.mac), deadline=until)  # reflects the host's own proof
 

@@ -11,9 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dflash_moe import _core
 from dflash_moe.errors import ConfigError, TopologyError
 from dflash_moe.topology import Topology
 from dflash_moe.topology.parse import MAX_FILE_BYTES, MAX_WORKERS
+from dflash_moe.topology.spec import ACTIVATIONS
 
 HEAD = "version: 1\n"
 ONE = "workers: [{name: w0}]\n"
@@ -129,6 +131,13 @@ WRONG = [
     (HEAD + "workers: [{name: a, device: 0}]\n", 2, "worker a has a device, but backend 'cpu'"),
     (HEAD + "workers: [{name: a, backend: cuda, device: -1}]\n", 2, "0..255"),
     (HEAD + "workers: [{name: a, weights: int2}]\n", 2, "allowed: auto, int8, int4"),
+    (HEAD + "workers: [{name: a, activations: int4}]\n", 2, "allowed: f32, bf16, int8"),
+    (HEAD + "host: {activations: f16}\n" + ONE, 2, "allowed: f32, bf16, int8"),
+    (HEAD + "workers: [{name: a, cpus: some}]\n", 2, "workers[0].cpus: 'some' names no CPUs; write auto, none, or"),
+    (HEAD + "workers: [{name: a, cpus: 3-1}]\n", 2, "'3-1' names no CPUs"),
+    (HEAD + "workers: [{name: a, cpus: true}]\n", 2, "'True' names no CPUs"),
+    (HEAD + "workers: [{name: a, cpus: '0-3,2'}]\n", 2, "lists a CPU of worker a twice"),
+    (HEAD + "workers:\n- {name: a, cpus: 0-1}\n- {name: b, cpus: 1}\n", 4, "CPU 1 belongs to both a and b; list it once"),
     (HEAD + "workers: [{name: a, backend: sim}]\n", 2, "no simulate"),
     (HEAD + "workers: [{name: a, simulate: cuda}]\n", 2, "simulate belongs to sim"),
     (HEAD + "workers: [{name: a, backend: sim, simulate: cpu}]\n", 2, "allowed: cuda, hip"),
@@ -264,3 +273,21 @@ def test_any_damage_to_a_topology_gives_a_topology_or_a_topology_error(data):
     at = data.draw(st.integers(0, len(FULL)))
     length = data.draw(st.integers(0, 6))
     assert_read_or_refused(FULL[:at] + data.draw(st.one_of(TOKENS, st.text(max_size=4))) + FULL[at + length :])
+
+
+def test_activations_name_a_numerics_class_and_the_host_follows_workers_that_agree():
+    def classes(*workers: str, host: str = "") -> list[str]:
+        lines = "".join(f"  - {{name: w{at}, activations: {asked}}}\n" for at, asked in enumerate(workers))
+        topology = Topology.parse(f"{HEAD}{host}workers:\n{lines}")
+        return [topology.numerics_of(holder) for holder in ("host", *(worker.name for worker in topology.workers))]
+
+    assert classes("int8", "int8") == ["int8-groups"] * 3
+    assert classes("bf16", "f32") == ["f32-canonical", "bf16-dot", "f32-canonical"]
+    assert classes("bf16", host="host: {activations: int8}\n") == ["int8-groups", "bf16-dot"]
+    assert Topology.local(1).numerics_of("w0") == Topology.local(1).numerics_of("host") == "f32-canonical"
+    assert sorted(ACTIVATIONS.values()) == sorted({*_core.numerics_classes("reference"), *ACTIVATIONS.values()})
+
+
+def test_cpus_are_a_word_or_a_list():
+    text = HEAD + "workers:\n- {name: a, cpus: '2-3,0'}\n- {name: b, cpus: 1}\n- {name: c, cpus: NONE}\n- {name: d}\n"
+    assert [worker.cpus for worker in Topology.parse(text).workers] == [(2, 3, 0), (1,), "none", "auto"]

@@ -14,8 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from dflash_moe import __version__
+from dflash_moe import __version__, _core
+from dflash_moe.errors import UnsupportedError
 from dflash_moe.model.checkpoint import Checkpoint
+from dflash_moe.protocol.failures import ERROR_CLASSES
 from dflash_moe.protocol.framing import Connection, PeerGone
 from dflash_moe.protocol.identity import local_identity
 from dflash_moe.protocol.messages import (
@@ -66,7 +68,7 @@ class Host:
     def hello(self, **changes: object) -> Message:
         ours = local_identity("w0", self.spec.fingerprint)
         fields = {
-            "package_version": __version__, "worker": "w0", "numerics_class": ours.numerics_class,
+            "package_version": __version__, "worker": "w0", "numerics_class": "f32-canonical",
             "model_fingerprint": ours.model_fingerprint, "wire_limits": dict(ours.wire_limits), "dtypes": ours.dtypes,
             "threads": 1,
         }  # fmt: skip
@@ -80,6 +82,7 @@ class Host:
             "layer": 0, "shard": 0, "name": layer.name, "ffn": layer.ffn.to_wire(), "weight_dtype": "f32",
             "expert_ranges": compress_experts((0, 1, 5)),
             "weights_fingerprint": shard_fingerprint(self.spec.fingerprint, layer.name, (0, 1, 5)),
+            "numerics": "f32-canonical",
         }  # fmt: skip
         return LoadShard(**{**fields, **changes})
 
@@ -129,12 +132,24 @@ def test_messages_out_of_order_are_refused_and_the_session_lives_on(host: Host) 
     refused(host.hello(), "arrived twice")
 
 
-@pytest.mark.parametrize(
-    ("field", "value"), [("worker", "w9"), ("model_fingerprint", "00"), ("numerics_class", "x"), ("dtypes", ("f32",))]
-)
+@pytest.mark.parametrize(("field", "value"), [("worker", "w9"), ("model_fingerprint", "00"), ("dtypes", ("f32",))])
 def test_a_hello_that_does_not_fit_names_field_and_both_values(host: Host, field: str, value: object) -> None:
     answer = host.hello(**{field: value})
     refused(answer, f"{field}: the host has {value}, the worker has")
+    assert isinstance(host.hello(), HelloReply)
+
+
+def test_a_class_that_the_kernel_set_does_not_compute_is_refused_with_those_it_does(host: Host) -> None:
+    answer = host.hello(isa="scalar", numerics_class="bf16-dot")
+    refused(answer, "worker w0: its kernel set scalar does not compute numerics class bf16-dot; it offers f32-canonical")
+    assert ERROR_CLASSES[answer.code] is UnsupportedError
+    reply = host.hello(isa="scalar")
+    assert isinstance(reply, HelloReply)
+    assert list(reply.numerics_offered) == _core.numerics_classes("scalar")
+
+
+def test_a_core_that_the_worker_may_not_use_is_named(host: Host) -> None:
+    refused(host.hello(cpus=(60_000,)), "CPU 60000 of its `cpus` is not one this process may use")
     assert isinstance(host.hello(), HelloReply)
 
 
@@ -153,6 +168,7 @@ def test_another_limit_is_named(host: Host) -> None:
         ({"expert_ranges": (5, 0)}, "expert_ranges"),
         ({"weights_fingerprint": 1}, "both must read the same checkpoint"),
         ({"weight_dtype": "f8"}, "f8"),
+        ({"numerics": "int8-groups"}, "field numerics: 'int8-groups' is not that of Hello, 'f32-canonical'"),
     ],
 )
 def test_a_bad_shard_is_refused_by_name(host: Host, changes: dict[str, object], text: str) -> None:

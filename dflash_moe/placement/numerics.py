@@ -1,0 +1,91 @@
+"""Numerics classes of a placement: which meet in one layer, and whether each takes the weights it gets (rules 2).
+
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from dflash_moe import _core
+from dflash_moe.errors import TopologyError, UnsupportedError
+from dflash_moe.topology import HOST, Topology
+from dflash_moe.topology.spec import ACTIVATIONS
+
+if TYPE_CHECKING:
+    from dflash_moe.model.spec import LayerSpec
+    from dflash_moe.placement.plan import Placement, Shard
+
+log = logging.getLogger(__name__)
+
+
+def holder_classes(placement: Placement) -> dict[str, str]:
+    """The class of each holder that has experts."""
+    return {shard.holder: shard.numerics for shards in placement.layers for shard in shards}
+
+
+def mixed_layers(placement: Placement) -> tuple[int, ...]:
+    """Positions of the layers whose experts are computed in more than one class."""
+    return tuple(at for at, shards in enumerate(placement.layers) if len({shard.numerics for shard in shards}) > 1)
+
+
+def describe_numerics(layers: Sequence[LayerSpec], placement: Placement, policy: str) -> dict[str, Any]:
+    """`policy` (the setting), `classes` by holder, and `mixed_layers`: indices of the layers that are computed in several."""
+    mixed = [layers[at].index for at in mixed_layers(placement)]
+    return {"policy": policy, "classes": holder_classes(placement), "mixed_layers": mixed}
+
+
+def check_classes(layers: Sequence[LayerSpec], placement: Placement, topology: Topology, policy: str) -> None:
+    """Call before any worker starts. `policy` is the setting `numerics`: exact or close.
+
+    Errors: TopologyError naming two holders of a layer and their classes, UnsupportedError for weights a class does not take.
+    """
+    mixed = mixed_layers(placement)
+    if mixed and policy == "exact":
+        layer, shards = layers[mixed[0]], placement.layers[mixed[0]]
+        other = next(shard for shard in shards if shard.numerics != shards[0].numerics)
+        place = _line(topology, max(shards[0], other, key=lambda shard: _line(topology, shard.holder)).holder)
+        raise TopologyError(
+            f"{topology.source}:{place}: layer {layer.index} ({layer.name}): {_named(shards[0])} computes in "
+            f"{shards[0].numerics} and {_named(other)} in {other.numerics}; give both the same `activations`, or allow it with "
+            "`numerics: close` (--numerics close): results then depend on which of them holds an expert"
+        )
+    if mixed:
+        classes = ", ".join(f"{holder} {numerics}" for holder, numerics in holder_classes(placement).items())
+        log.warning("numerics close: %d of %d layers are computed in several classes: %s", len(mixed), len(layers), classes)
+    for layer, shards in zip(layers, placement.layers, strict=True):
+        for shard in shards:
+            _check_format(layer, shard, topology)
+
+
+def _check_format(layer: LayerSpec, shard: Shard, topology: Topology) -> None:
+    kept = layer.resident_dtype(shard.weights)
+    try:
+        _core.check_numerics(shard.numerics, kept)
+    except UnsupportedError as error:
+        asked = next(name for name, numerics in ACTIVATIONS.items() if numerics == shard.numerics)
+        remedies = ["`activations: f32`"]
+        if shard.holder != HOST and asked == "int8" and _takes(shard.numerics, layer.resident_dtype("int8")):
+            remedies.insert(0, "`weights: int8`")
+        raise UnsupportedError(
+            f"{topology.source}:{_line(topology, shard.holder)}: {_named(shard)} has activations: {asked}, and layer "
+            f"{layer.index} ({layer.name}) has weights in {kept}: {error}; give it {' or '.join(remedies)}"
+        ) from None
+
+
+def _takes(numerics: str, weight_dtype: str) -> bool:
+    try:
+        _core.check_numerics(numerics, weight_dtype)
+    except UnsupportedError:
+        return False
+    return True
+
+
+def _named(shard: Shard) -> str:
+    return "the host" if shard.holder == HOST else f"worker {shard.holder}"
+
+
+def _line(topology: Topology, holder: str) -> int:
+    return (topology.host.line if holder == HOST else topology.worker(holder).line) or 1

@@ -1,0 +1,61 @@
+"""The logical CPUs of this machine as the kernel lists them: memory node, and place among those that share a physical core.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from dflash_moe.telemetry.cgroup import read_text
+
+_SYSTEM = Path("/sys/devices/system")
+
+
+@dataclass(frozen=True, slots=True)
+class Core:
+    """One logical CPU. `rank` counts the usable ones before it on the same physical core: 0 is the first to take."""
+
+    cpu: int
+    node: int
+    rank: int
+
+
+def parse_cpu_list(text: str) -> tuple[int, ...]:
+    """Ascending numbers of the kernel's "0-3,8"; what is no number or range counts for nothing."""
+    found: set[int] = set()
+    for part in text.split(","):
+        first, _, last = part.strip().partition("-")
+        if first.isdigit() and (last or first).isdigit():
+            found.update(range(int(first), int(last or first) + 1))
+    return tuple(sorted(found))
+
+
+def numa_nodes(system: Path = _SYSTEM) -> dict[int, tuple[int, ...]]:
+    """CPUs by memory node, nodes without CPUs left out; empty where the kernel tells nothing."""
+    nodes: dict[int, tuple[int, ...]] = {}
+    for path in system.glob("node/node[0-9]*"):
+        number = path.name.removeprefix("node")
+        cpus = parse_cpu_list(read_text(path / "cpulist"))
+        if number.isdigit() and cpus:
+            nodes[int(number)] = cpus
+    return dict(sorted(nodes.items()))
+
+
+def machine_cores(usable: Collection[int] | None = None, system: Path = _SYSTEM) -> tuple[Core, ...]:
+    """The CPUs of `usable` (default: of this process's affinity mask), those that stand for a physical core first.
+
+    Where the kernel does not tell, every CPU is a core of its own, on node 0.
+    """
+    cpus = sorted(os.sched_getaffinity(0) if usable is None else usable)
+    node_of = {cpu: node for node, members in numa_nodes(system).items() for cpu in members}
+    seen: dict[tuple[int, ...], int] = {}
+    cores = []
+    for cpu in cpus:
+        siblings = parse_cpu_list(read_text(system / "cpu" / f"cpu{cpu}" / "topology" / "thread_siblings_list")) or (cpu,)
+        cores.append(Core(cpu, node_of.get(cpu, 0), seen.get(siblings, 0)))
+        seen[siblings] = seen.get(siblings, 0) + 1
+    return tuple(sorted(cores, key=lambda core: (core.rank, core.node, core.cpu)))
