@@ -10,12 +10,18 @@
 
 #include "compute/ffn_spec.h"
 
+#if defined(__CUDACC__) || defined(__HIP__)
+#define DFLASH_DEVICE __device__  // the GPU kernels' vector type has device functions only
+#else
+#define DFLASH_DEVICE
+#endif
+
 namespace dflash::compute {
 
 // e^x within 1 ulp of the correctly rounded value. NaN stays NaN; overflow gives infinity, underflow goes through subnormals.
 // Reduction x = n ln2 + r, |r| <= ln2/2, with ln2 in two parts (Cody and Waite); polynomial of Cephes expf.
 template <class V>
-inline typename V::F exp(typename V::F x) {
+DFLASH_DEVICE inline typename V::F exp(typename V::F x) {
   using F = typename V::F;
   x = V::max(V::set1(-104.0f), V::min(V::set1(89.0f), x));  // e^-104 rounds to zero and e^89 to infinity
   const F magic = V::set1(12582912.0f);                     // 1.5 * 2^23: adding it rounds to an integer in the low bits
@@ -38,19 +44,19 @@ inline typename V::F exp(typename V::F x) {
 
 // x / (1 + e^(-slope x)) with slope folded by the caller into `scaled`.
 template <class V>
-inline typename V::F over_one_plus_exp_of_minus(typename V::F x, typename V::F scaled) {
+DFLASH_DEVICE inline typename V::F over_one_plus_exp_of_minus(typename V::F x, typename V::F scaled) {
   return V::div(x, V::add(V::set1(1.0f), exp<V>(V::sub(V::set1(0.0f), scaled))));
 }
 
 template <class V>
-inline typename V::F sigmoid(typename V::F x) {
+DFLASH_DEVICE inline typename V::F sigmoid(typename V::F x) {
   return over_one_plus_exp_of_minus<V>(V::set1(1.0f), x);
 }
 
 // 1 + erf(x). Left of -0.93 it is erfc(-x) = e^poly, so that nothing cancels: absolute error < 2^-29 left of -3. Minimax
 // coefficients: N. Juffa, "Efficient faithfully rounded implementation of error function erff()".
 template <class V>
-inline typename V::F one_plus_erf(typename V::F x) {
+DFLASH_DEVICE inline typename V::F one_plus_erf(typename V::F x) {
   using F = typename V::F;
   const F zero = V::set1(0.0f);
   const F t = V::max(x, V::sub(zero, x));
@@ -74,14 +80,14 @@ inline typename V::F one_plus_erf(typename V::F x) {
 
 // 0.5 x (1 + tanh z) = x / (1 + e^(-2z)), z = sqrt(2/pi) (x + 0.044715 x^3): no cancellation where tanh nears -1.
 template <class V>
-inline typename V::F gelu_tanh(typename V::F x) {
+DFLASH_DEVICE inline typename V::F gelu_tanh(typename V::F x) {
   const typename V::F cubic = V::mul(V::mul(x, x), x);
   const typename V::F z = V::mul(V::set1(0.79788456f), V::fma(V::set1(0.044715f), cubic, x));
   return over_one_plus_exp_of_minus<V>(x, V::add(z, z));
 }
 
 template <class V>
-inline typename V::F activate(Activation activation, typename V::F x) {
+DFLASH_DEVICE inline typename V::F activate(Activation activation, typename V::F x) {
   switch (activation) {
     case Activation::kSilu: return over_one_plus_exp_of_minus<V>(x, x);
     case Activation::kGelu:
@@ -101,7 +107,7 @@ inline typename V::F activate(Activation activation, typename V::F x) {
 
 // h from gate and up (biases already added). kNone ignores g.
 template <class V>
-inline typename V::F gate(const FfnSpec& spec, typename V::F g, typename V::F u) {
+DFLASH_DEVICE inline typename V::F gate(const FfnSpec& spec, typename V::F g, typename V::F u) {
   if (spec.gate == GateKind::kNone) return activate<V>(spec.activation, u);
   g = V::min(V::set1(spec.gate_max), g);
   u = V::max(V::set1(-spec.up_limit), V::min(V::set1(spec.up_limit), u));

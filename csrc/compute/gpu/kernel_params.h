@@ -57,10 +57,12 @@ struct ProjectionParams {
   const uint32_t* num_tiles;   // blocks whose y is not below it leave at once
   const uint32_t* slot_pairs;
   const uint32_t* pair_rows;   // gate and up read row pair_rows[slot_pairs[slot]]; null: row `slot`
-  const float* inputs;         // [rows or slots, num_inputs]
-  float* outputs;              // [slots, num_outputs]
+  const float* inputs;         // [rows or slots, input_stride]
+  float* outputs;              // [slots, output_stride]
   uint32_t num_inputs;
   uint32_t num_outputs;
+  uint32_t input_stride;       // floats, a multiple of 4
+  uint32_t output_stride;
   const unsigned char* experts;  // [num_experts] x expert_bytes
   uint64_t expert_bytes;
   uint64_t first_panels;         // offsets inside an expert: gate (or up alone, or down)

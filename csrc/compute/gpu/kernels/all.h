@@ -1,0 +1,24 @@
+// Every kernel of kernel_table.h, for the one translation unit per vendor and for the simulator's.
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include "compute/gpu/kernel_table.h"
+#include "compute/gpu/kernels/combine.h"
+#include "compute/gpu/kernels/project_few.h"
+#include "compute/gpu/kernels/project_many.h"
+#include "compute/gpu/kernels/route.h"
+#include "compute/gpu/kernels/widen_rows.h"
+
+namespace dflash::compute::gpu {
+
+#define DFLASH_GPU_PROJECTION(stem, body, is_gate_up, most_threads, enumerator, name)        \
+  GPU_KERNEL(dflash_##stem##_##name, ProjectionParams, most_threads) {                       \
+    body<WeightFormat::enumerator, is_gate_up>(params);                                      \
+  }
+DFLASH_GPU_FORMATS(DFLASH_GPU_PROJECTION, gate_up_few, project_few, true, kFewThreads)
+DFLASH_GPU_FORMATS(DFLASH_GPU_PROJECTION, down_few, project_few, false, kFewThreads)
+DFLASH_GPU_FORMATS(DFLASH_GPU_PROJECTION, gate_up_many, project_many, true, kManyThreads)
+DFLASH_GPU_FORMATS(DFLASH_GPU_PROJECTION, down_many, project_many, false, kManyThreads)
+#undef DFLASH_GPU_PROJECTION
+
+}  // namespace dflash::compute::gpu

@@ -1,0 +1,42 @@
+// What the few-row and the many-row kernels of gate, up and down share: the matrices of a tile's expert, the rows it reads and what becomes
+// of a finished sum.
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include "compute/gpu/kernel_params.h"
+#include "compute/gpu/kernels/decode.h"
+#include "compute/gpu/kernels/device_vector.h"
+
+namespace dflash::compute::gpu {
+
+GPU_FN const float* input_of(const ProjectionParams& params, uint32_t slot) {
+  const uint32_t row = params.pair_rows == nullptr ? slot : params.pair_rows[params.slot_pairs[slot]];
+  return params.inputs + uint64_t{row} * params.input_stride;
+}
+
+// A sum with the bias at `bias` (an offset inside the expert), where there is one.
+GPU_FN float with_bias(const ProjectionParams& params, uint32_t expert, uint64_t bias, uint32_t output, float sum) {
+  if (bias == kNoBias) return sum;
+  return add(sum, reinterpret_cast<const float*>(params.experts + expert * params.expert_bytes + bias)[output]);
+}
+
+template <bool kIsGateUp>
+GPU_FN void finish_output(const ProjectionParams& params, uint32_t expert, uint32_t slot, uint32_t output, float first, float second) {
+  if (output >= params.num_outputs) return;
+  float value = with_bias(params, expert, params.first_bias, output, first);
+  if constexpr (kIsGateUp) {
+    const bool has_gate = params.spec.gate != GateKind::kNone;
+    const float up = has_gate ? with_bias(params, expert, params.second_bias, output, second) : value;
+    value = gate<DeviceVector>(params.spec, has_gate ? value : 0.0f, up);
+  }
+  params.outputs[uint64_t{slot} * params.output_stride + output] = value;
+}
+
+template <WeightFormat kFormat>
+GPU_FN const unsigned char* panel_of(const ProjectionParams& params, uint32_t expert, uint64_t panels, uint32_t panel) {
+  return params.experts + expert * params.expert_bytes + panels + panel * panel_bytes(kFormat, params.num_inputs);
+}
+
+GPU_FN uint32_t smaller(uint32_t a, uint32_t b) { return a < b ? a : b; }
+
+}  // namespace dflash::compute::gpu

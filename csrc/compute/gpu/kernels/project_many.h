@@ -1,0 +1,119 @@
+// Gate, up and down for many rows of an expert, a grouped GEMM: a block computes 64 slots x 64 outputs, 8 x 4 per thread, out of tiles in
+// shared memory of 64 inputs each. Every output is one fma chain per 256 inputs; the chain sums are added in ascending order.
+// The 64 outputs are two panels: gate and up of the same 32, or two neighbours of a single matrix.
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include "compute/gpu/kernels/project.h"
+
+namespace dflash::compute::gpu {
+
+inline constexpr uint32_t kManyThreads = 128;
+inline constexpr uint32_t kManyOutputs = 64;
+inline constexpr uint32_t kManyInputs = 64;  // per step: two groups of weights for each of the 64 outputs, one per thread
+inline constexpr uint32_t kThreadRows = 8;
+inline constexpr uint32_t kThreadColumns = 4;
+
+struct ManyTiles {
+  SharedArray<float, kManyInputs * kManyTileRows> inputs;  // [input, slot]
+  SharedArray<float, kManyInputs * kManyOutputs> weights;  // [input, output]
+};
+
+// Thread t: output t % 64, group t / 64 of the step.
+template <WeightFormat kFormat>
+GPU_FN void fill_weights(const unsigned char* panel, uint32_t begin, uint32_t num_inputs, ManyTiles& tiles) {
+  const uint32_t column = thread_index() % kManyOutputs, half = thread_index() / kManyOutputs;
+  const uint32_t input = begin + half * kGroup;
+  if (input >= num_inputs) return;
+  float weights[kGroup] = {};
+  if (panel != nullptr) {
+    const Record record{panel + input / kChain * chain_bytes(kFormat) + column % kPanelWidth * kUnitBytes};
+    decode_group<kFormat>(record, input % kChain / kGroup, weights);
+  }
+  GPU_UNROLL
+  for (uint32_t i = 0; i < kGroup; ++i) tiles.weights.at((half * kGroup + i) * kManyOutputs + column) = weights[i];
+}
+
+// Thread t: slot t % 64, inputs of half t / 64 of the step.
+GPU_FN void fill_inputs(const float* row, uint32_t begin, uint32_t num_inputs, ManyTiles& tiles) {
+  const uint32_t slot = thread_index() % kManyTileRows, first = thread_index() / kManyTileRows * (kManyInputs / 2);
+  GPU_UNROLL
+  for (uint32_t i = 0; i < kManyInputs / 2; i += 4) {
+    if (begin + first + i >= num_inputs) return;
+    const Float4 inputs = load_16<Float4>(row + begin + first + i);  // rows are padded to 16 bytes
+    GPU_UNROLL
+    for (uint32_t j = 0; j < 4; ++j) tiles.inputs.at((first + i + j) * kManyTileRows + slot) = inputs.values[j];
+  }
+}
+
+// Where a thread's 8 x 4 outputs lie: slots row() + 0..7; columns of panel 0 and of panel 1, two each.
+GPU_FN uint32_t thread_row() { return thread_index() / 16 * kThreadRows; }
+GPU_FN uint32_t thread_column() { return thread_index() % 16 * 2; }
+
+GPU_FN void multiply_step(uint32_t num_inputs, ManyTiles& tiles, float (*sums)[kThreadColumns]) {
+  const uint32_t row = thread_row(), column = thread_column();
+  GPU_UNROLL_4
+  for (uint32_t k = 0; k < num_inputs; ++k) {
+    const Float4 low = load_16<Float4>(&tiles.inputs.at(k * kManyTileRows + row));
+    const Float4 high = load_16<Float4>(&tiles.inputs.at(k * kManyTileRows + row + 4));
+    float weights[kThreadColumns];
+    GPU_UNROLL
+    for (uint32_t c = 0; c < kThreadColumns; ++c) {
+      weights[c] = tiles.weights.at(k * kManyOutputs + c / 2 * kPanelWidth + column + c % 2);
+    }
+    GPU_UNROLL
+    for (uint32_t r = 0; r < kThreadRows; ++r) {
+      const float input = r < 4 ? low.values[r % 4] : high.values[r % 4];
+      GPU_UNROLL
+      for (uint32_t c = 0; c < kThreadColumns; ++c) sums[r][c] = fused(weights[c], input, sums[r][c]);
+    }
+  }
+}
+
+template <WeightFormat kFormat, bool kIsGateUp>
+GPU_FN void project_many(const ProjectionParams& params) {
+  GPU_SHARED(ManyTiles, tiles);
+  if (block_y() >= *params.num_tiles) return;  // the whole block
+  const Tile tile = params.tiles[block_y()];
+  const bool is_paired = kIsGateUp && params.spec.gate != GateKind::kNone;  // panels of two matrices, not two of one
+  const uint32_t which = thread_index() % kManyOutputs / kPanelWidth;       // whose weights this thread decodes
+  const uint32_t panel = is_paired ? block_x() : block_x() * 2 + which;
+  const unsigned char* weights = nullptr;  // an output that does not exist: zeros
+  if (panel < num_panels(params.num_outputs)) {
+    weights = panel_of<kFormat>(params, tile.expert, is_paired && which == 1 ? params.second_panels : params.first_panels, panel);
+  }
+  const float* row = input_of(params, tile.first_slot + smaller(thread_index() % kManyTileRows, tile.num_slots - 1));
+
+  float totals[kThreadRows][kThreadColumns] = {}, sums[kThreadRows][kThreadColumns] = {};
+  for (uint32_t begin = 0; begin < params.num_inputs; begin += kManyInputs) {
+    fill_weights<kFormat>(weights, begin, params.num_inputs, tiles);
+    fill_inputs(row, begin, params.num_inputs, tiles);
+    sync_block();
+    const uint32_t end = smaller(begin + kManyInputs, params.num_inputs);
+    multiply_step(end - begin, tiles, sums);
+    if (end % kChain == 0 || end == params.num_inputs) {
+      GPU_UNROLL
+      for (uint32_t i = 0; i < kThreadRows * kThreadColumns; ++i) {
+        float& sum = sums[i / kThreadColumns][i % kThreadColumns];
+        float& total = totals[i / kThreadColumns][i % kThreadColumns];
+        total = end <= kChain ? sum : add(total, sum);
+        sum = 0.0f;
+      }
+    }
+    sync_block();
+  }
+
+  GPU_UNROLL
+  for (uint32_t r = 0; r < kThreadRows; ++r) {
+    if (thread_row() + r >= tile.num_slots) break;
+    const uint32_t slot = tile.first_slot + thread_row() + r;
+    GPU_UNROLL
+    for (uint32_t c = 0; c < 2; ++c) {
+      const uint32_t output = (is_paired ? block_x() : block_x() * 2) * kPanelWidth + thread_column() + c;
+      finish_output<kIsGateUp>(params, tile.expert, slot, output, totals[r][c], totals[r][2 + c]);
+      if (!is_paired) finish_output<kIsGateUp>(params, tile.expert, slot, output + kPanelWidth, totals[r][2 + c], 0.0f);
+    }
+  }
+}
+
+}  // namespace dflash::compute::gpu

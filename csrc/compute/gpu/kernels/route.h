@@ -1,0 +1,124 @@
+// Routing lists out of a request's counts and ids: integers only, and every place is a count of what comes before it, so that the lists do
+// not depend on the order in which threads run. Four launches in a row: begin_routing, count_pairs, list_pairs, order_rows.
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include "compute/gpu/kernel_params.h"
+#include "compute/gpu/portable.h"
+
+namespace dflash::compute::gpu {
+
+inline constexpr uint32_t kRouteThreads = 256;
+inline constexpr uint32_t kRouteSubgroups = kRouteThreads / kSubgroupLanes;
+
+using SubgroupSums = SharedArray<uint32_t, kRouteSubgroups>;
+
+// The sum of `value` over the threads before this one; `total` gets the sum over all. `sums` is free again after the next barrier.
+GPU_FN uint32_t sum_before(uint32_t value, uint32_t& total, SubgroupSums& sums) {
+  const uint32_t lane = lane_index();
+  uint32_t sum = value;
+  for (uint32_t step = 1; step < kSubgroupLanes; step *= 2) {
+    const uint32_t other = shuffle(sum, (lane - step) % kSubgroupLanes);
+    if (lane >= step) sum += other;
+  }
+  if (lane == kSubgroupLanes - 1) sums.at(subgroup_index()) = sum;
+  sync_block();
+  uint32_t before = sum - value;
+  total = 0;
+  for (uint32_t i = 0; i < kRouteSubgroups; ++i) {
+    const uint32_t part = sums.at(i);
+    if (i < subgroup_index()) before += part;
+    total += part;
+  }
+  sync_block();
+  return before;
+}
+
+GPU_FN uint32_t tiles_of(uint32_t pairs, uint32_t tile_rows) { return (pairs + tile_rows - 1) / tile_rows; }
+GPU_FN uint32_t few_tiles_of(uint32_t pairs) { return pairs <= kMostFewPairs ? tiles_of(pairs, kFewTileRows) : 0; }
+GPU_FN uint32_t many_tiles_of(uint32_t pairs) { return pairs <= kMostFewPairs ? 0 : tiles_of(pairs, kManyTileRows); }
+
+// One block: where each row's pairs begin.
+GPU_KERNEL(dflash_begin_routing, RoutingParams, kRouteThreads) {
+  GPU_SHARED(SubgroupSums, sums);
+  uint32_t begin = 0;
+  for (uint32_t first = 0; first < params.num_rows; first += kRouteThreads) {
+    const uint32_t row = first + thread_index();
+    uint32_t total;
+    const uint32_t before = sum_before(row < params.num_rows ? params.row_counts[row] : 0, total, sums);
+    if (row < params.num_rows) params.row_begins[row] = begin + before;
+    begin += total;
+  }
+  if (thread_index() == 0) params.row_begins[params.num_rows] = begin;
+}
+
+// A block per expert: its pairs. All blocks together: the row of each pair.
+GPU_KERNEL(dflash_count_pairs, RoutingParams, kRouteThreads) {
+  GPU_SHARED(SubgroupSums, sums);
+  uint32_t count = 0, total;
+  for (uint32_t pair = thread_index(); pair < params.num_pairs; pair += kRouteThreads) {
+    count += params.expert_ids[pair] == block_x() ? 1u : 0u;
+  }
+  static_cast<void>(sum_before(count, total, sums));
+  if (thread_index() == 0) params.expert_counts[block_x()] = total;
+  for (uint32_t row = block_x() * kRouteThreads + thread_index(); row < params.num_rows; row += grid_x() * kRouteThreads) {
+    for (uint32_t pair = params.row_begins[row]; pair < params.row_begins[row + 1]; ++pair) params.pair_rows[pair] = row;
+  }
+}
+
+GPU_FN void write_tiles(Tile* tiles, uint32_t num_tiles, uint32_t tile_rows, uint32_t expert, uint32_t first_slot, uint32_t num_slots) {
+  for (uint32_t i = thread_index(); i < num_tiles; i += kRouteThreads) {
+    const uint32_t begin = i * tile_rows, rest = num_slots - begin;
+    tiles[i] = {expert, first_slot + begin, rest < tile_rows ? rest : tile_rows};
+  }
+}
+
+// A block per expert: its slots and tiles.
+GPU_KERNEL(dflash_list_pairs, RoutingParams, kRouteThreads) {
+  GPU_SHARED(SubgroupSums, sums);
+  const uint32_t expert = block_x(), own_count = params.expert_counts[expert];
+  uint32_t slots = 0, few = 0, many = 0;  // of the experts before this one
+  for (uint32_t other = thread_index(); other < expert; other += kRouteThreads) {
+    const uint32_t count = params.expert_counts[other];
+    slots += count;
+    few += few_tiles_of(count);
+    many += many_tiles_of(count);
+  }
+  uint32_t first_slot, first_few, first_many;
+  static_cast<void>(sum_before(slots, first_slot, sums));
+  static_cast<void>(sum_before(few, first_few, sums));
+  static_cast<void>(sum_before(many, first_many, sums));
+  const uint32_t num_few = few_tiles_of(own_count), num_many = many_tiles_of(own_count);
+  write_tiles(params.few_tiles + first_few, num_few, kFewTileRows, expert, first_slot, own_count);
+  write_tiles(params.many_tiles + first_many, num_many, kManyTileRows, expert, first_slot, own_count);
+  if (expert == params.num_experts - 1 && thread_index() == 0) {
+    params.num_tiles[0] = first_few + num_few;
+    params.num_tiles[1] = first_many + num_many;
+  }
+  if (own_count == 0) return;  // the whole block
+  uint32_t slot = first_slot;
+  for (uint32_t first = 0; first < params.num_pairs; first += kRouteThreads) {
+    const uint32_t pair = first + thread_index();
+    const bool is_own = pair < params.num_pairs && params.expert_ids[pair] == expert;
+    uint32_t total;
+    const uint32_t before = sum_before(is_own ? 1 : 0, total, sums);
+    if (is_own) {
+      params.slot_pairs[slot + before] = pair;
+      params.pair_slots[pair] = slot + before;
+    }
+    slot += total;
+  }
+}
+
+// A thread per pair: its place among its row's slots in ascending order, which is ascending expert, then order of arrival.
+GPU_KERNEL(dflash_order_rows, RoutingParams, kRouteThreads) {
+  const uint32_t pair = block_x() * kRouteThreads + thread_index();
+  if (pair >= params.num_pairs) return;
+  const uint32_t row = params.pair_rows[pair], slot = params.pair_slots[pair];
+  const uint32_t begin = params.row_begins[row], end = params.row_begins[row + 1];
+  uint32_t before = 0;
+  for (uint32_t other = begin; other < end; ++other) before += params.pair_slots[other] < slot ? 1u : 0u;
+  params.row_slots[begin + before] = slot;
+}
+
+}  // namespace dflash::compute::gpu

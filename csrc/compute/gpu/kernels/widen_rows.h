@@ -1,0 +1,25 @@
+// The rows of a request as float32, straight from the wire's layout.
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include "compute/gpu/kernel_params.h"
+#include "compute/gpu/kernels/convert_floats.h"
+
+namespace dflash::compute::gpu {
+
+inline constexpr uint32_t kElementThreads = 256;  // per block, one element each
+
+GPU_FN uint64_t flat_index() { return uint64_t{block_x()} * block_threads() + thread_index(); }
+
+GPU_KERNEL(dflash_widen_rows, WidenParams, kElementThreads) {
+  const uint64_t i = flat_index();
+  if (i >= params.count) return;
+  // volatile: the source may change under us, and must not be read a second time.
+  if (params.dtype == Dtype::kF32) {
+    params.rows[i] = float_of(static_cast<const volatile uint32_t*>(params.source)[i]);
+  } else {
+    params.rows[i] = widen_16(params.dtype, static_cast<const volatile uint16_t*>(params.source)[i]);
+  }
+}
+
+}  // namespace dflash::compute::gpu

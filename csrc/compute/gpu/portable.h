@@ -1,0 +1,182 @@
+// The thin layer under the kernels: the same names for nvcc, hipcc (clang -x hip) and the simulator (DFLASH_GPU_SIM). Sub-groups are 32
+// lanes everywhere, half a wave on wave64 hardware. Float arithmetic goes through fused, add, sub, mul, div: one IEEE operation each,
+// rounded to nearest. Build with -fmad=false (nvcc) or -ffp-contract=off (clang, g++), so that none are merged behind our back.
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#if defined(DFLASH_GPU_SIM)
+#include <cmath>
+
+#include "compute/gpu/sim/thread_view.h"
+#define GPU_FN inline
+#elif defined(__HIP__) || defined(__HIPCC__)
+#include <hip/hip_runtime.h>
+#define GPU_FN __device__ __forceinline__
+#elif defined(__CUDACC__)
+#include <cuda_runtime.h>
+#define GPU_FN __device__ __forceinline__
+#else
+#error "kernels are compiled by nvcc, by hipcc, or for the simulator with DFLASH_GPU_SIM"
+#endif
+
+// GPU_KERNEL(name, Params, most_threads)(params) { ... }: a kernel of at most that many threads per block, one parameter by value.
+// GPU_SHARED(Type, name): an object of a trivial type that the threads of a block share; contents undefined.
+#if defined(DFLASH_GPU_SIM)
+#define GPU_KERNEL(name, Params, most_threads) void name(const Params& params)
+#define GPU_SHARED(Type, name) \
+  Type& name = *static_cast<Type*>(::dflash::compute::gpu::sim::shared_object(sizeof(Type), {__FILE__, __LINE__}))
+#define GPU_UNROLL
+#define GPU_UNROLL_4
+#define GPU_SITE_FIRST const char *file = __builtin_FILE(), unsigned line = __builtin_LINE()
+#define GPU_SITE , GPU_SITE_FIRST
+#else
+#define GPU_KERNEL(name, Params, most_threads) \
+  extern "C" __global__ void __launch_bounds__(most_threads) name(const Params params)
+#define GPU_SHARED(Type, name) __shared__ Type name
+#define GPU_UNROLL _Pragma("unroll")
+#define GPU_UNROLL_4 _Pragma("unroll 4")
+#define GPU_SITE_FIRST
+#define GPU_SITE
+#endif
+
+namespace dflash::compute::gpu {
+
+inline constexpr uint32_t kSubgroupLanes = 32;
+
+// An array in shared memory; the simulator checks indices.
+template <class T, uint32_t kCount>
+struct SharedArray {
+  alignas(16) T elements[kCount];
+#if defined(DFLASH_GPU_SIM)
+  T& at(uint32_t index GPU_SITE) {
+    if (index >= kCount) sim::out_of_bounds(index, kCount, {file, line});
+    return elements[index];
+  }
+#else
+  GPU_FN T& at(uint32_t index) { return elements[index]; }
+#endif
+};
+
+#if defined(DFLASH_GPU_SIM)
+
+GPU_FN uint32_t thread_index() { return sim::thread_place().thread; }
+GPU_FN uint32_t block_threads() { return sim::thread_place().num_threads; }
+GPU_FN uint32_t block_x() { return sim::thread_place().block_x; }
+GPU_FN uint32_t block_y() { return sim::thread_place().block_y; }
+GPU_FN uint32_t grid_x() { return sim::thread_place().grid_x; }
+GPU_FN void sync_block(GPU_SITE_FIRST) { sim::block_barrier({file, line}); }
+GPU_FN void sync_subgroup(GPU_SITE_FIRST) { sim::subgroup_collective(sim::Collective::kBarrier, 0, 0, {file, line}); }
+GPU_FN uint32_t shuffle(uint32_t value, uint32_t lane GPU_SITE) {
+  return static_cast<uint32_t>(sim::subgroup_collective(sim::Collective::kShuffle, value, lane, {file, line}));
+}
+GPU_FN uint32_t ballot(bool is_set GPU_SITE) {
+  return static_cast<uint32_t>(sim::subgroup_collective(sim::Collective::kBallot, is_set, 0, {file, line}));
+}
+GPU_FN uint32_t count_bits(uint32_t bits) { return static_cast<uint32_t>(__builtin_popcount(bits)); }
+GPU_FN void atomic_min(uint64_t* at, uint64_t value) {
+  if (value < *at) *at = value;  // one thread runs at a time
+}
+GPU_FN uint32_t load_acquire_system(const uint32_t* at) {
+  sim::pause_thread();  // loops over this must let others go on
+  return __atomic_load_n(at, __ATOMIC_ACQUIRE);
+}
+GPU_FN void store_release_system(uint32_t* at, uint32_t value) { __atomic_store_n(at, value, __ATOMIC_RELEASE); }
+GPU_FN float fused(float a, float b, float c) { return std::fma(a, b, c); }
+GPU_FN float add(float a, float b) { return a + b; }
+GPU_FN float sub(float a, float b) { return a - b; }
+GPU_FN float mul(float a, float b) { return a * b; }
+GPU_FN float div(float a, float b) { return a / b; }
+GPU_FN uint32_t bits_of(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof(bits));
+  return bits;
+}
+GPU_FN float float_of(uint32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, sizeof(value));
+  return value;
+}
+
+#else
+
+GPU_FN uint32_t thread_index() { return threadIdx.x; }
+GPU_FN uint32_t block_threads() { return blockDim.x; }
+GPU_FN uint32_t block_x() { return blockIdx.x; }
+GPU_FN uint32_t block_y() { return blockIdx.y; }
+GPU_FN uint32_t grid_x() { return gridDim.x; }
+GPU_FN void sync_block() { __syncthreads(); }
+GPU_FN uint32_t count_bits(uint32_t bits) { return static_cast<uint32_t>(__popc(bits)); }
+GPU_FN void atomic_min(uint64_t* at, uint64_t value) {
+  atomicMin(reinterpret_cast<unsigned long long*>(at), static_cast<unsigned long long>(value));
+}
+GPU_FN float add(float a, float b) { return __fadd_rn(a, b); }
+GPU_FN float sub(float a, float b) { return __fsub_rn(a, b); }
+GPU_FN float mul(float a, float b) { return __fmul_rn(a, b); }
+GPU_FN uint32_t bits_of(float value) { return __float_as_uint(value); }
+GPU_FN float float_of(uint32_t bits) { return __uint_as_float(bits); }
+
+#if defined(__HIP__) || defined(__HIPCC__)
+// A wave executes in lock step: only the compiler must be kept from moving memory accesses across.
+GPU_FN void sync_subgroup() {
+  __builtin_amdgcn_fence(__ATOMIC_ACQ_REL, "wavefront");
+  __builtin_amdgcn_wave_barrier();
+}
+GPU_FN uint32_t shuffle(uint32_t value, uint32_t lane) {
+  return static_cast<uint32_t>(__shfl(static_cast<int>(value), static_cast<int>(lane), 32));
+}
+GPU_FN uint32_t ballot(bool is_set) {
+  const uint64_t wave = __ballot(is_set);
+  return static_cast<uint32_t>(__lane_id() >= 32 ? wave >> 32 : wave);  // this half of a wave64
+}
+GPU_FN uint32_t load_acquire_system(const uint32_t* at) { return __hip_atomic_load(at, __ATOMIC_ACQUIRE, __HIP_MEMORY_SCOPE_SYSTEM); }
+GPU_FN void store_release_system(uint32_t* at, uint32_t value) {
+  __hip_atomic_store(at, value, __ATOMIC_RELEASE, __HIP_MEMORY_SCOPE_SYSTEM);
+}
+GPU_FN float fused(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+GPU_FN float div(float a, float b) { return a / b; }  // correctly rounded unless the build asks otherwise
+#else
+GPU_FN void sync_subgroup() { __syncwarp(); }
+GPU_FN uint32_t shuffle(uint32_t value, uint32_t lane) { return __shfl_sync(0xffffffffu, value, static_cast<int>(lane)); }
+GPU_FN uint32_t ballot(bool is_set) { return __ballot_sync(0xffffffffu, is_set); }
+GPU_FN uint32_t load_acquire_system(const uint32_t* at) {
+  uint32_t value;
+  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(at) : "memory");
+  return value;
+}
+GPU_FN void store_release_system(uint32_t* at, uint32_t value) {
+  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(at), "r"(value) : "memory");
+}
+GPU_FN float fused(float a, float b, float c) { return __fmaf_rn(a, b, c); }
+GPU_FN float div(float a, float b) { return __fdiv_rn(a, b); }
+#endif
+#endif
+
+GPU_FN uint32_t lane_index() { return thread_index() % kSubgroupLanes; }
+GPU_FN uint32_t subgroup_index() { return thread_index() / kSubgroupLanes; }
+
+// 16 bytes at a 16-byte boundary, in one access.
+struct alignas(16) Unit {
+  uint32_t words[4];
+};
+struct alignas(16) Float4 {
+  float values[4];
+};
+template <class T>
+GPU_FN T load_16(const void* at) {
+#if defined(DFLASH_GPU_SIM)
+  T value;
+  std::memcpy(&value, __builtin_assume_aligned(at, 16), sizeof(value));
+  return value;
+#else
+  const uint4 words = *static_cast<const uint4*>(at);
+  T value;
+  __builtin_memcpy(&value, &words, sizeof(value));
+  return value;
+#endif
+}
+
+}  // namespace dflash::compute::gpu

@@ -1,0 +1,27 @@
+// The kernels compiled for the CPU, over the simulator's threads.
+// SPDX-License-Identifier: Apache-2.0
+#define DFLASH_GPU_SIM 1
+#include "compute/gpu/sim/sim_kernels.h"
+
+#include "compute/gpu/kernels/all.h"
+
+namespace dflash::compute::gpu::sim {
+namespace {
+
+template <class Params, void (*kBody)(const Params&)>
+void call(const void* params) {
+  kBody(*static_cast<const Params*>(params));
+}
+
+constexpr Kernel kKernels[kNumKernels] = {
+#define DFLASH_GPU_PLAIN_ENTRY(stem) &call<PlainParams_##stem, &dflash_##stem>,
+    DFLASH_GPU_PLAIN_KERNELS(DFLASH_GPU_PLAIN_ENTRY)
+#define DFLASH_GPU_FORMAT_ENTRY(stem, enumerator, name) &call<ProjectionParams, &dflash_##stem##_##name>,
+#define DFLASH_GPU_WEIGHT_ENTRY(stem) DFLASH_GPU_FORMATS(DFLASH_GPU_FORMAT_ENTRY, stem)
+    DFLASH_GPU_WEIGHT_KERNELS(DFLASH_GPU_WEIGHT_ENTRY)};
+
+}  // namespace
+
+Kernel find_kernel(KernelId kernel) { return kKernels[static_cast<uint16_t>(kernel)]; }
+
+}  // namespace dflash::compute::gpu::sim

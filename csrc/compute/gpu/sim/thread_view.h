@@ -1,0 +1,38 @@
+// What a simulated thread sees of its block: the functions that portable.h maps to when kernels are compiled for the CPU. They act on the
+// block that runs on the calling fibre. Sites are the source lines of the kernel, for the detectors' messages.
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace dflash::compute::gpu::sim {
+
+struct Site {
+  const char* file = "";
+  unsigned line = 0;
+};
+
+struct ThreadPlace {
+  uint32_t thread;
+  uint32_t num_threads;
+  uint32_t block_x;
+  uint32_t block_y;
+  uint32_t grid_x;
+  uint32_t wave_width;
+};
+ThreadPlace thread_place();
+
+enum class Collective : uint8_t { kBarrier, kShuffle, kBallot };
+
+void block_barrier(Site site);
+// All 32 lanes of the sub-group arrive; kShuffle: returns the value of lane `argument` (0..31), kBallot: bit i is lane i's value != 0.
+uint64_t subgroup_collective(Collective kind, uint64_t value, uint32_t argument, Site site);
+// The block's shared object of this declaration, the same for all its threads, at first filled with bytes 0xff (NaN).
+void* shared_object(size_t num_bytes, Site site);
+// Lets other threads of the block, and whoever waits for it, go on. For loops that wait for memory to change.
+void pause_thread();
+// Ends the block with an error.
+[[noreturn]] void out_of_bounds(uint64_t index, uint64_t size, Site site);
+
+}  // namespace dflash::compute::gpu::sim
