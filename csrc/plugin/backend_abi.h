@@ -44,8 +44,7 @@ typedef struct dflash_probe {
 typedef struct dflash_device_info {
   uint32_t struct_size;
   uint32_t is_usable;
-  uint64_t memory_bytes;
-  uint64_t free_bytes;
+  uint64_t memory_bytes;          /* in all; what is free is known once it is open */
   char name[DFLASH_TEXT_BYTES];
   char vendor[16];                /* whose kernels run: cpu, cuda, hip */
   char arch[32];                  /* sm_90, gfx906, x86_64 */
@@ -65,6 +64,8 @@ typedef struct dflash_caps {
   uint32_t numerics;
   uint32_t dtypes;
   uint32_t max_rows; /* of one batch */
+  uint32_t reserved;
+  uint64_t free_bytes; /* of the device's memory, now */
 } dflash_caps;
 
 /* compute::FfnSpec, its enumerations by value. */

@@ -14,6 +14,8 @@ namespace {
 
 constexpr uint32_t kMaxRows = 1u << 16;  // above wire::kMaxRows; memory for one batch stays below a gigabyte
 
+uint64_t page_bytes() { return static_cast<uint64_t>(::sysconf(_SC_PAGESIZE)); }
+
 class CpuDevice final : public Device {
  public:
   explicit CpuDevice(std::unique_ptr<compute::CpuBackend> backend) : backend_(std::move(backend)) {}
@@ -24,6 +26,7 @@ class CpuDevice final : public Device {
     return std::find(classes.begin(), classes.end(), numerics) != classes.end();
   }
   uint32_t max_rows() const override { return kMaxRows; }
+  Result<uint64_t> free_bytes() override { return page_bytes() * static_cast<uint64_t>(::sysconf(_SC_AVPHYS_PAGES)); }
   uint64_t layer_bytes(const compute::FfnSpec& spec, uint32_t num_local_experts, compute::ResidentFormats formats) const override {
     return compute::CpuBackend::predicted_bytes(backend_->isa(), spec, num_local_experts, formats);
   }
@@ -36,11 +39,8 @@ struct CpuDriver {
   static constexpr const char* kName = "cpu";
 
   static Result<std::vector<DeviceListing>> list() {
-    const auto page = static_cast<uint64_t>(::sysconf(_SC_PAGESIZE));
-    DeviceListing processor{"the processor", "cpu", compute::isa_name(compute::best_isa()), 0, 0, ""};
-    processor.memory_bytes = page * static_cast<uint64_t>(::sysconf(_SC_PHYS_PAGES));
-    processor.free_bytes = page * static_cast<uint64_t>(::sysconf(_SC_AVPHYS_PAGES));
-    return std::vector<DeviceListing>{processor};
+    return std::vector<DeviceListing>{{"the processor", "cpu", compute::isa_name(compute::best_isa()),
+                                       page_bytes() * static_cast<uint64_t>(::sysconf(_SC_PHYS_PAGES)), ""}};
   }
 
   static Result<std::unique_ptr<Device>> open(uint32_t device, const OpenOptions& options) {

@@ -13,7 +13,7 @@ namespace dflash::plugin {
 // One device as probing finds it. `reason` says why it cannot be used; empty: it can.
 struct DeviceListing {
   std::string name, vendor, arch;
-  uint64_t memory_bytes = 0, free_bytes = 0;
+  uint64_t memory_bytes = 0;
   std::string reason;
 };
 
@@ -29,6 +29,7 @@ class Device {
   virtual bool takes(compute::WeightFormat format) const = 0;
   virtual bool computes(compute::NumericsClass numerics) const = 0;
   virtual uint32_t max_rows() const = 0;  // of one batch
+  virtual Result<uint64_t> free_bytes() = 0;
   virtual uint64_t layer_bytes(const compute::FfnSpec& spec, uint32_t num_local_experts, compute::ResidentFormats formats) const = 0;
 };
 

@@ -86,6 +86,9 @@ int32_t answer_caps(dflash_device* device, dflash_caps* caps, dflash_error* erro
     }
     record.dtypes = (1u << kNumDtypes) - 1;
     record.max_rows = device->device->max_rows();
+    auto free_bytes = device->device->free_bytes();
+    if (!free_bytes.ok()) return std::move(free_bytes).error();
+    record.free_bytes = free_bytes.value();
     write_record(caps, record);
     return ok();
   });
@@ -241,7 +244,6 @@ int32_t internal::answer_info(const char* backend, const Result<std::vector<Devi
   auto record = new_record<dflash_device_info>();
   record.is_usable = found.reason.empty();
   record.memory_bytes = found.memory_bytes;
-  record.free_bytes = found.free_bytes;
   set_text(record.name, found.name);
   set_text(record.vendor, found.vendor);
   set_text(record.arch, found.arch);

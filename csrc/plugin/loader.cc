@@ -92,7 +92,7 @@ Result<std::vector<DeviceListing>> list_devices(const dflash_backend_table& tabl
     auto info = new_record<dflash_device_info>();
     auto error = new_record<dflash_error>();
     if (const int32_t status = table.device_info(device, &info, &error); status != 0) return error_of(status, error);
-    devices.push_back({text_of(info.name), text_of(info.vendor), text_of(info.arch), info.memory_bytes, info.free_bytes,
+    devices.push_back({text_of(info.name), text_of(info.vendor), text_of(info.arch), info.memory_bytes,
                        info.is_usable != 0 ? "" : text_of(info.reason)});
   }
   return devices;

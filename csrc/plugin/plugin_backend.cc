@@ -68,8 +68,8 @@ class PluginLayer final : public compute::ExpertLayer {
 
 struct PluginBackend::State {
   const dflash_backend_table& table;
-  uint32_t index;
   std::string label;
+  DeviceListing listing;
   dflash_device* device;
   dflash_caps caps;
 
@@ -101,8 +101,9 @@ Result<std::unique_ptr<PluginBackend>> PluginBackend::open(const dflash_backend_
   if (const int32_t status = table.open(device, &record, &opened, &error); status != 0) {
     return error_of(status, error).with("device " + label);
   }
+  const DeviceListing listing{text_of(info.name), text_of(info.vendor), text_of(info.arch), info.memory_bytes, ""};
   std::unique_ptr<PluginBackend> backend(new PluginBackend());
-  backend->state_ = std::make_unique<State>(State{table, device, label, opened, new_record<dflash_caps>()});
+  backend->state_ = std::make_unique<State>(State{table, label, listing, opened, new_record<dflash_caps>()});
   if (const int32_t status = table.caps(opened, &backend->state_->caps, &error); status != 0) {
     return backend->state_->failure(status, error);
   }
@@ -113,11 +114,13 @@ bool PluginBackend::computes(compute::NumericsClass numerics) const {
   return (state_->caps.numerics >> static_cast<uint32_t>(numerics) & 1u) != 0;
 }
 
-Result<DeviceListing> PluginBackend::listing() const {
+const DeviceListing& PluginBackend::listing() const { return state_->listing; }
+
+Result<uint64_t> PluginBackend::free_bytes() const {
   auto error = new_record<dflash_error>();
-  auto info = new_record<dflash_device_info>();
-  if (const int32_t status = state_->table.device_info(state_->index, &info, &error); status != 0) return state_->failure(status, error);
-  return DeviceListing{text_of(info.name), text_of(info.vendor), text_of(info.arch), info.memory_bytes, info.free_bytes, text_of(info.reason)};
+  auto caps = new_record<dflash_caps>();
+  if (const int32_t status = state_->table.caps(state_->device, &caps, &error); status != 0) return state_->failure(status, error);
+  return caps.free_bytes;
 }
 
 Result<uint64_t> PluginBackend::layer_bytes(const compute::FfnSpec& spec, uint32_t num_local_experts, compute::ResidentFormats formats,
@@ -137,15 +140,15 @@ Result<std::unique_ptr<compute::ExpertLayer>> PluginBackend::create_layer(const 
                                                                           compute::NumericsClass numerics) {
   auto needed = layer_bytes(spec, num_local_experts, formats, numerics);
   if (!needed.ok()) return std::move(needed).error();
-  auto now = listing();
-  if (!now.ok()) return std::move(now).error();
-  if (const uint64_t free_bytes = now.value().free_bytes; needed.value() > free_bytes) {
+  auto available = free_bytes();
+  if (!available.ok()) return std::move(available).error();
+  if (const uint64_t left = available.value(); needed.value() > left) {
     const uint64_t per_expert = needed.value() / num_local_experts;
     return Error{ErrorCode::kOutOfMemory,
                  "device " + state_->label + ": " + std::to_string(num_local_experts) + " experts of this layer need " +
-                     std::to_string(needed.value()) + " bytes, " + std::to_string(free_bytes) + " are free: " +
-                     std::to_string(needed.value() - free_bytes) + " short; at most " +
-                     std::to_string(per_expert == 0 ? 0 : free_bytes / per_expert) + " experts fit"};
+                     std::to_string(needed.value()) + " bytes, " + std::to_string(left) + " are free: " +
+                     std::to_string(needed.value() - left) + " short; at most " +
+                     std::to_string(per_expert == 0 ? 0 : left / per_expert) + " experts fit"};
   }
   const dflash_ffn_spec asked = to_record(spec);
   const dflash_layer_options options = to_record(LayerOptions{num_local_experts, formats, numerics});

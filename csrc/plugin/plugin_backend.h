@@ -25,8 +25,8 @@ class PluginBackend final : public compute::ExpertBackend {
   // Bytes that such a layer will hold on the device.
   Result<uint64_t> layer_bytes(const compute::FfnSpec& spec, uint32_t num_local_experts, compute::ResidentFormats formats,
                                compute::NumericsClass numerics) const;
-  // As it is now: `free_bytes` changes.
-  Result<DeviceListing> listing() const;
+  const DeviceListing& listing() const;
+  Result<uint64_t> free_bytes() const;  // of the device's memory, now
   const std::string& label() const;  // "cuda:0 (NVIDIA H200)"
   bool computes(compute::NumericsClass numerics) const;
   Result<SelfTestResult> self_test(uint32_t test_case);

@@ -66,8 +66,7 @@ TEST_CASE("the processor's backend needs no file, and its device is usable") {
   REQUIRE(devices.ok());
   REQUIRE(devices.value().size() == 1);
   CHECK(devices.value()[0].reason.empty());
-  CHECK(devices.value()[0].memory_bytes >= devices.value()[0].free_bytes);
-  CHECK(devices.value()[0].free_bytes > 0);
+  CHECK(devices.value()[0].memory_bytes > 0);
 }
 
 TEST_CASE("a table of another version, size, name or release is refused before anything in it is called") {

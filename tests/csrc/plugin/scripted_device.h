@@ -43,6 +43,7 @@ class ScriptedDevice final : public Device, public compute::ExpertBackend {
   bool takes(compute::WeightFormat format) const override { return compute::is_float(format); }
   bool computes(compute::NumericsClass numerics) const override { return numerics == compute::NumericsClass::kF32Canonical; }
   uint32_t max_rows() const override { return 64; }
+  Result<uint64_t> free_bytes() override { return device_ == kSmallMemory ? uint64_t{4500} : uint64_t{1} << 30; }
   uint64_t layer_bytes(const compute::FfnSpec&, uint32_t num_local_experts, compute::ResidentFormats) const override {
     return uint64_t{1000} * num_local_experts;
   }
@@ -59,9 +60,9 @@ class ScriptedDevice final : public Device, public compute::ExpertBackend {
 struct ScriptedDriver {
   static constexpr const char* kName = "scripted";
   static Result<std::vector<DeviceListing>> list() {
-    return std::vector<DeviceListing>{{"small card", "cuda", "sm_75", 8000, 4500, ""},
-                                      {"old card", "cuda", "sm_52", 8000, 8000, "compute capability 5.2 is below 7.5"},
-                                      {"wrong card", "cuda", "sm_75", 1u << 30, 1u << 30, ""}};
+    return std::vector<DeviceListing>{{"small card", "cuda", "sm_75", 8000, ""},
+                                      {"old card", "cuda", "sm_52", 8000, "compute capability 5.2 is below 7.5"},
+                                      {"wrong card", "cuda", "sm_75", 1u << 30, ""}};
   }
   static Result<std::unique_ptr<Device>> open(uint32_t device, const OpenOptions&) {
     return std::unique_ptr<Device>(std::make_unique<ScriptedDevice>(device));

@@ -1,0 +1,195 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "compute/gpu/cuda/cuda_driver.h"
+
+#include <string.h>
+
+#include <utility>
+
+#include "compute/gpu/module/driver_library.h"
+
+namespace dflash::compute::gpu {
+namespace {
+
+// Of cuda.h, which has kept them since its first versions.
+constexpr int kAttributeWarpSize = 10, kAttributeMultiprocessors = 16, kAttributeMajor = 75, kAttributeMinor = 76;
+constexpr int kNoDevice = 100;          // CUDA_ERROR_NO_DEVICE
+constexpr int kInsufficientDriver = 35;  // CUDA_ERROR_INSUFFICIENT_DRIVER
+constexpr unsigned kNonBlockingStream = 1;
+constexpr int kLeastDriver = 13000;     // images of the toolkit 13 need a driver of 13 (minor versions are compatible)
+constexpr int kLeastCapability = 75;    // the toolkit's floor
+
+using Pointer = unsigned long long;  // CUdeviceptr
+Pointer address(const void* memory) { return reinterpret_cast<Pointer>(memory); }
+
+class CudaDriver final : public DriverApi {
+ public:
+  explicit CudaDriver(const void* image) : image_(image) {}
+  Status open(const DriverLibrary& library);
+
+  Result<std::vector<DriverDevice>> list() override;
+  std::vector<const void*> images(const DeviceFacts&) const override { return {image_}; }  // the driver chooses inside
+
+  int use(uint32_t device) override {
+    if (context_ == nullptr) {
+      if (const int status = retain_(&context_, static_cast<int>(device)); status != 0) return status;
+    }
+    return set_current_(context_);
+  }
+  void drop(uint32_t device) override {
+    if (context_ != nullptr) release_context_(static_cast<int>(device));
+    context_ = nullptr;
+  }
+  int memory(size_t* free_bytes, size_t* all_bytes) override { return memory_(free_bytes, all_bytes); }
+  int allocate(void** memory, size_t num_bytes) override {
+    Pointer pointer = 0;
+    const int status = allocate_(&pointer, num_bytes);
+    *memory = reinterpret_cast<void*>(pointer);
+    return status;
+  }
+  int release(void* memory) override { return release_(address(memory)); }
+  int allocate_host(void** memory, size_t num_bytes) override { return allocate_host_(memory, num_bytes, 0); }
+  int release_host(void* memory) override { return release_host_(memory); }
+  int create_queue(void** queue) override { return create_stream_(queue, kNonBlockingStream); }
+  int destroy_queue(void* queue) override { return destroy_stream_(queue); }
+  int query(void* queue) override { return query_(queue); }
+  int copy_in(void* device, const void* host, size_t num_bytes, void* queue) override {
+    return copy_in_(address(device), host, num_bytes, queue);
+  }
+  int copy_out(void* host, const void* device, size_t num_bytes, void* queue) override {
+    return copy_out_(host, address(device), num_bytes, queue);
+  }
+  int fill(void* device, uint8_t value, size_t num_bytes, void* queue) override { return fill_(address(device), value, num_bytes, queue); }
+  int load_module(void** module, const void* image) override { return load_(module, image); }
+  int unload_module(void* module) override { return unload_(module); }
+  int find_function(void** function, void* module, const char* name) override { return function_(function, module, name); }
+  int launch(void* function, uint32_t grid_x, uint32_t grid_y, uint32_t threads, void* queue, void** arguments) override {
+    return launch_(function, grid_x, grid_y, 1, threads, 1, 1, 0, queue, arguments, nullptr);
+  }
+  std::string text(int status) override {
+    const char* found = nullptr;
+    if (text_(status, &found) != 0 || found == nullptr) return "CUDA error " + std::to_string(status);
+    return std::string(found) + " (CUDA error " + std::to_string(status) + ")";
+  }
+
+ private:
+  DriverDevice describe(int device);
+
+  const void* image_;
+  void* context_ = nullptr;
+  int (*init_)(unsigned) = nullptr;
+  int (*version_)(int*) = nullptr;
+  int (*count_)(int*) = nullptr;
+  int (*device_)(int*, int) = nullptr;
+  int (*name_)(char*, int, int) = nullptr;
+  int (*total_)(size_t*, int) = nullptr;
+  int (*attribute_)(int*, int, int) = nullptr;
+  int (*retain_)(void**, int) = nullptr;
+  int (*release_context_)(int) = nullptr;
+  int (*set_current_)(void*) = nullptr;
+  int (*memory_)(size_t*, size_t*) = nullptr;
+  int (*allocate_)(Pointer*, size_t) = nullptr;
+  int (*release_)(Pointer) = nullptr;
+  int (*allocate_host_)(void**, size_t, unsigned) = nullptr;
+  int (*release_host_)(void*) = nullptr;
+  int (*create_stream_)(void**, unsigned) = nullptr;
+  int (*destroy_stream_)(void*) = nullptr;
+  int (*query_)(void*) = nullptr;
+  int (*copy_in_)(Pointer, const void*, size_t, void*) = nullptr;
+  int (*copy_out_)(void*, Pointer, size_t, void*) = nullptr;
+  int (*fill_)(Pointer, unsigned char, size_t, void*) = nullptr;
+  int (*load_)(void**, const void*) = nullptr;
+  int (*unload_)(void*) = nullptr;
+  int (*function_)(void**, void*, const char*) = nullptr;
+  int (*launch_)(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*, void**, void**) = nullptr;
+  int (*text_)(int, const char**) = nullptr;
+};
+
+Status CudaDriver::open(const DriverLibrary& library) {
+  DFLASH_TRY(library.find("cuInit", init_));
+  DFLASH_TRY(library.find("cuDriverGetVersion", version_));
+  DFLASH_TRY(library.find("cuDeviceGetCount", count_));
+  DFLASH_TRY(library.find("cuDeviceGet", device_));
+  DFLASH_TRY(library.find("cuDeviceGetName", name_));
+  DFLASH_TRY(library.find("cuDeviceTotalMem_v2", total_));
+  DFLASH_TRY(library.find("cuDeviceGetAttribute", attribute_));
+  DFLASH_TRY(library.find("cuDevicePrimaryCtxRetain", retain_));
+  DFLASH_TRY(library.find("cuDevicePrimaryCtxRelease_v2", release_context_));
+  DFLASH_TRY(library.find("cuCtxSetCurrent", set_current_));
+  DFLASH_TRY(library.find("cuMemGetInfo_v2", memory_));
+  DFLASH_TRY(library.find("cuMemAlloc_v2", allocate_));
+  DFLASH_TRY(library.find("cuMemFree_v2", release_));
+  DFLASH_TRY(library.find("cuMemHostAlloc", allocate_host_));
+  DFLASH_TRY(library.find("cuMemFreeHost", release_host_));
+  DFLASH_TRY(library.find("cuStreamCreate", create_stream_));
+  DFLASH_TRY(library.find("cuStreamDestroy_v2", destroy_stream_));
+  DFLASH_TRY(library.find("cuStreamQuery", query_));
+  DFLASH_TRY(library.find("cuMemcpyHtoDAsync_v2", copy_in_));
+  DFLASH_TRY(library.find("cuMemcpyDtoHAsync_v2", copy_out_));
+  DFLASH_TRY(library.find("cuMemsetD8Async", fill_));
+  DFLASH_TRY(library.find("cuModuleLoadData", load_));
+  DFLASH_TRY(library.find("cuModuleUnload", unload_));
+  DFLASH_TRY(library.find("cuModuleGetFunction", function_));
+  DFLASH_TRY(library.find("cuLaunchKernel", launch_));
+  return library.find("cuGetErrorString", text_);
+}
+
+std::string version_text(int version) { return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10); }
+
+Result<std::vector<DriverDevice>> CudaDriver::list() {
+  int version = 0;
+  const int asked = version_(&version);
+  if (asked == 0 && version < kLeastDriver) {
+    return Error{ErrorCode::kUnsupported, "the driver is for CUDA " + version_text(version) + ", this build needs " +
+                                              version_text(kLeastDriver) + " or later; update the driver"};
+  }
+  const int started = init_(0);
+  if (started == kNoDevice) return std::vector<DriverDevice>{};
+  if (started == kInsufficientDriver) return Error{ErrorCode::kUnsupported, "the driver is older than its libcuda; update the driver"};
+  if (started != 0) return Error{ErrorCode::kUnsupported, "the driver does not start: " + text(started)};
+  int count = 0;
+  if (const int status = count_(&count); status != 0 && status != kNoDevice) {
+    return Error{ErrorCode::kUnsupported, "the driver does not list its devices: " + text(status)};
+  }
+  std::vector<DriverDevice> devices;
+  for (int index = 0; index < count; ++index) devices.push_back(describe(index));
+  return devices;
+}
+
+DriverDevice CudaDriver::describe(int index) {
+  DriverDevice found;
+  found.facts.backend = "cuda";
+  found.facts.index = static_cast<uint32_t>(index);
+  int device = 0, major = 0, minor = 0, units = 1, warp = 32;
+  char name[256] = "unnamed";
+  size_t total = 0;
+  int status = device_(&device, index);
+  if (status == 0) status = name_(name, sizeof name, device);
+  if (status == 0) status = total_(&total, device);
+  if (status == 0) status = attribute_(&major, kAttributeMajor, device);
+  if (status == 0) status = attribute_(&minor, kAttributeMinor, device);
+  if (status == 0) status = attribute_(&units, kAttributeMultiprocessors, device);
+  if (status == 0) status = attribute_(&warp, kAttributeWarpSize, device);
+  found.facts.name = std::string(name, ::strnlen(name, sizeof name));
+  found.facts.architecture = "sm_" + std::to_string(major) + std::to_string(minor);
+  found.facts.memory_bytes = total;
+  found.facts.num_units = static_cast<uint32_t>(units);
+  found.facts.wave_width = static_cast<uint32_t>(warp);
+  if (status != 0) {
+    found.reason = "the driver does not describe it: " + text(status);
+  } else if (major * 10 + minor < kLeastCapability) {
+    found.reason = "its architecture " + found.facts.architecture + " is below sm_75, the oldest that this build has kernels for";
+  }
+  return found;
+}
+
+}  // namespace
+
+Result<std::unique_ptr<DriverApi>> open_cuda_driver(const void* image, const std::string& library) {
+  auto opened = DriverLibrary::open({library});
+  if (!opened.ok()) return std::move(opened).error();
+  auto driver = std::make_unique<CudaDriver>(image);
+  DFLASH_TRY(driver->open(opened.value()));
+  return std::unique_ptr<DriverApi>(std::move(driver));
+}
+
+}  // namespace dflash::compute::gpu

@@ -1,0 +1,15 @@
+// CUDA's driver API, opened at run time: libcuda.so.1 comes with the card's driver, nothing of the toolkit is needed.
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "compute/gpu/module/driver_api.h"
+
+namespace dflash::compute::gpu {
+
+// `image` is the fatbin of the kernels. Errors: kUnsupported where the library is missing, older than this build, or refuses to start.
+Result<std::unique_ptr<DriverApi>> open_cuda_driver(const void* image, const std::string& library = "libcuda.so.1");
+
+}  // namespace dflash::compute::gpu

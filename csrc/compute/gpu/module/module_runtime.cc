@@ -1,0 +1,205 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "compute/gpu/module/module_runtime.h"
+
+#include <time.h>
+
+#include <thread>
+#include <utility>
+
+#include "base/clock.h"
+
+namespace dflash::compute::gpu {
+namespace {
+
+constexpr int64_t kGiveUpNs = 1'000'000'000;   // for a queue that does not end, when the runtime is destroyed
+constexpr int64_t kSpinNs = 30'000;            // queries before sleeping: a decode step is shorter
+constexpr int64_t kNapNs = 20'000;
+
+class ModuleRuntime final : public DeviceRuntime {
+ public:
+  ModuleRuntime(std::unique_ptr<DriverApi> driver, DeviceFacts facts) : driver_(std::move(driver)), facts_(std::move(facts)) {}
+  ~ModuleRuntime() override;
+  Status start();
+
+  const DeviceFacts& facts() const override { return facts_; }
+  Result<uint64_t> free_bytes() override;
+  Result<std::byte*> allocate(uint64_t num_bytes) override;
+  void release(std::byte* memory) override;
+  Result<std::byte*> allocate_staging(uint64_t num_bytes) override;
+  void release_staging(std::byte* memory) override;
+  Status copy_in(std::byte* device, const std::byte* host, uint64_t num_bytes) override;
+  Status copy_out(std::byte* host, const std::byte* device, uint64_t num_bytes) override;
+  Status fill(std::byte* device, uint8_t value, uint64_t num_bytes) override;
+  Status launch(const KernelLaunch& launch) override;
+  Result<bool> wait(std::chrono::nanoseconds at_most) override;
+
+ private:
+  Status enter();
+  Status done(int status, const char* what);
+  Error allocation_error(int status, uint64_t num_bytes, const char* where);
+  Status load_kernels();
+
+  std::unique_ptr<DriverApi> driver_;
+  DeviceFacts facts_;
+  bool is_in_use_ = false;       // use() succeeded: drop() is due
+  std::thread::id current_for_;  // the thread for which the device is current
+  std::string lost_;             // not empty: the device failed, and with which words
+  void* queue_ = nullptr;
+  void* module_ = nullptr;
+  void* functions_[kNumKernels] = {};
+};
+
+// After a failure or with work that does not end, the driver's functions may hang: everything is left to the end of the process.
+ModuleRuntime::~ModuleRuntime() {
+  if (!is_in_use_) return;
+  if (queue_ != nullptr) {
+    const auto ended = wait(std::chrono::nanoseconds(kGiveUpNs));
+    if (!ended.ok() || !ended.value()) return;
+    driver_->destroy_queue(queue_);
+  }
+  if (module_ != nullptr) driver_->unload_module(module_);
+  driver_->drop(facts_.index);
+}
+
+Status ModuleRuntime::done(int status, const char* what) {
+  if (status == 0) return ok();
+  lost_ = std::string(what) + " failed: " + driver_->text(status);
+  return Error{ErrorCode::kWorkerFailed, lost_};
+}
+
+// A device is current per thread; a lost one stays lost.
+Status ModuleRuntime::enter() {
+  if (!lost_.empty()) return Error{ErrorCode::kWorkerFailed, lost_};
+  if (current_for_ == std::this_thread::get_id()) return ok();
+  DFLASH_TRY(done(driver_->use(facts_.index), "making the device current"));
+  current_for_ = std::this_thread::get_id();
+  is_in_use_ = true;
+  return ok();
+}
+
+Status ModuleRuntime::start() {
+  DFLASH_TRY(enter());
+  DFLASH_TRY(load_kernels());
+  return done(driver_->create_queue(&queue_), "creating a queue");
+}
+
+Status ModuleRuntime::load_kernels() {
+  int status = 0;
+  const std::vector<const void*> images = driver_->images(facts_);
+  for (const void* image : images) {
+    status = driver_->load_module(&module_, image);
+    if (status == 0) break;
+  }
+  if (module_ == nullptr || status != 0) {
+    module_ = nullptr;
+    return Error{ErrorCode::kUnsupported, "no kernels of this build run on " + facts_.architecture +
+                                              (images.empty() ? std::string() : ": " + driver_->text(status))};
+  }
+  for (uint16_t kernel = 0; kernel < kNumKernels; ++kernel) {
+    const char* name = kernel_name(KernelId{kernel});
+    if (driver_->find_function(&functions_[kernel], module_, name) != 0) {
+      return Error{ErrorCode::kUnsupported, std::string("the plug-in's image has no kernel ") + name + "; build it again"};
+    }
+  }
+  return ok();
+}
+
+Result<uint64_t> ModuleRuntime::free_bytes() {
+  DFLASH_TRY(enter());
+  size_t free_bytes = 0, all_bytes = 0;
+  DFLASH_TRY(done(driver_->memory(&free_bytes, &all_bytes), "asking for free memory"));
+  return uint64_t{free_bytes};
+}
+
+Error ModuleRuntime::allocation_error(int status, uint64_t num_bytes, const char* where) {
+  if (status != kDriverOutOfMemory) return done(status, "allocating memory").error();
+  size_t free_bytes = 0, all_bytes = 0;
+  driver_->memory(&free_bytes, &all_bytes);
+  return Error{ErrorCode::kOutOfMemory, std::to_string(num_bytes) + " bytes of memory " + where + " could not be allocated; " +
+                                            std::to_string(free_bytes) + " of " + std::to_string(all_bytes) +
+                                            " bytes of the device are free"};
+}
+
+Result<std::byte*> ModuleRuntime::allocate(uint64_t num_bytes) {
+  DFLASH_TRY(enter());
+  void* memory = nullptr;
+  if (const int status = driver_->allocate(&memory, num_bytes); status != 0) return allocation_error(status, num_bytes, "on the device");
+  return static_cast<std::byte*>(memory);
+}
+
+void ModuleRuntime::release(std::byte* memory) {
+  if (memory != nullptr && enter().ok()) driver_->release(memory);
+}
+
+Result<std::byte*> ModuleRuntime::allocate_staging(uint64_t num_bytes) {
+  DFLASH_TRY(enter());
+  void* memory = nullptr;
+  if (const int status = driver_->allocate_host(&memory, num_bytes); status != 0) {
+    return allocation_error(status, num_bytes, "pinned at the host");
+  }
+  return static_cast<std::byte*>(memory);
+}
+
+void ModuleRuntime::release_staging(std::byte* memory) {
+  if (memory != nullptr && enter().ok()) driver_->release_host(memory);
+}
+
+Status ModuleRuntime::copy_in(std::byte* device, const std::byte* host, uint64_t num_bytes) {
+  if (num_bytes == 0) return ok();
+  DFLASH_TRY(enter());
+  return done(driver_->copy_in(device, host, num_bytes, queue_), "copying to the device");
+}
+
+Status ModuleRuntime::copy_out(std::byte* host, const std::byte* device, uint64_t num_bytes) {
+  if (num_bytes == 0) return ok();
+  DFLASH_TRY(enter());
+  return done(driver_->copy_out(host, device, num_bytes, queue_), "copying from the device");
+}
+
+Status ModuleRuntime::fill(std::byte* device, uint8_t value, uint64_t num_bytes) {
+  if (num_bytes == 0) return ok();
+  DFLASH_TRY(enter());
+  return done(driver_->fill(device, value, num_bytes, queue_), "filling memory of the device");
+}
+
+Status ModuleRuntime::launch(const KernelLaunch& launch) {
+  if (launch.grid_x == 0 || launch.grid_y == 0) return ok();
+  DFLASH_TRY(enter());
+  void* arguments[] = {const_cast<void*>(launch.params)};  // read only, whatever the driver's signature says
+  return done(driver_->launch(functions_[static_cast<uint16_t>(launch.kernel)], launch.grid_x, launch.grid_y, launch.threads, queue_,
+                              arguments),
+              kernel_name(launch.kernel));
+}
+
+Result<bool> ModuleRuntime::wait(std::chrono::nanoseconds at_most) {
+  DFLASH_TRY(enter());
+  const Deadline deadline = Deadline::after_ns(at_most.count());
+  const Deadline spinning = Deadline::after_ns(kSpinNs);
+  for (;;) {
+    const int status = driver_->query(queue_);
+    if (status == 0) return true;
+    if (status != kDriverNotReady) return std::move(done(status, "a kernel or copy")).error();
+    if (deadline.has_passed()) return false;
+    if (!spinning.has_passed()) continue;
+    const timespec nap{0, kNapNs};
+    ::nanosleep(&nap, nullptr);
+  }
+}
+
+}  // namespace
+
+Result<std::unique_ptr<DeviceRuntime>> make_module_runtime(std::unique_ptr<DriverApi> driver, uint32_t device) {
+  auto devices = driver->list();
+  if (!devices.ok()) return std::move(devices).error();
+  if (device >= devices.value().size()) {
+    return Error{ErrorCode::kInvalidArgument, "device " + std::to_string(device) + " does not exist; the driver lists " +
+                                                  std::to_string(devices.value().size())};
+  }
+  const DriverDevice& found = devices.value()[device];
+  if (!found.reason.empty()) return Error{ErrorCode::kUnsupported, found.reason};
+  auto runtime = std::make_unique<ModuleRuntime>(std::move(driver), found.facts);
+  DFLASH_TRY(runtime->start());
+  return std::unique_ptr<DeviceRuntime>(std::move(runtime));
+}
+
+}  // namespace dflash::compute::gpu
