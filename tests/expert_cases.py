@@ -102,8 +102,9 @@ class Expected:
         self._oracles = []
         for layer in spec.layers:
             oracle = _core.FfnOracle(
-                spec=layer.ffn.kernel_spec(), num_experts=layer.num_experts, weight_dtype=weight_dtype, isa=isa, numerics=numerics
-            )
+                spec=layer.ffn.kernel_spec(), num_experts=layer.num_experts, weight_dtype=weight_dtype, isa=isa,
+                numerics=numerics,
+            )  # fmt: skip
             patterns = {"gate": layer.ffn.gate_tensor, "up": layer.ffn.up_tensor, "down": layer.ffn.down_tensor}
             for expert in range(layer.num_experts):
                 oracle.load_expert(

@@ -57,7 +57,8 @@ def verify(
 def _show(report: VerifyReport) -> None:
     typer.echo(
         f"{report.class_name} in {report.dtype}, wire {report.request_dtype} out and {report.reply_dtype} back, "
-        f"numerics {report.numerics_class}; errors and differences over the output's standard deviation\n"
+        f"numerics {', '.join(sorted(set(report.numerics['classes'].values())))}; errors and differences over the output's "
+        "standard deviation\n"
     )
     table = options.table("layer", "tokens", "calls", "eager error", "remote error", "ratio", "rms difference", "max", "stream")
     for layer in report.layers:
@@ -75,7 +76,9 @@ def _show(report: VerifyReport) -> None:
         )
     options.show(table)
     for holder, formats in report.formats.items():
-        typer.echo(f"{holder} holds {', '.join(formats)}")
+        typer.echo(f"{holder} holds {', '.join(formats)} and computes in {report.numerics['classes'][holder]}")
+    if mixed := report.numerics["mixed_layers"]:
+        typer.echo(f"numerics close: {len(mixed)} layers are computed in several classes")
     requantised = [layer for layer in report.layers if layer.is_requantised]
     if requantised:
         worst = max(layer.requantisation_error for layer in requantised)
@@ -83,6 +86,14 @@ def _show(report: VerifyReport) -> None:
         typer.echo(
             f"weights were requantised in {len(requantised)} layers: that moves the output by {mean:.2e} (rms; worst layer "
             f"{worst:.2e}). Remote error is against float64 with the weights held; differences from eager are not judged"
+        )
+    rounded = [layer for layer in report.layers if layer.is_rounded]
+    if rounded:
+        most = max(rounded, key=lambda layer: layer.activation_error)
+        typer.echo(
+            f"inputs are rounded in {len(rounded)} layers: that moves the output by up to {most.activation_error:.2e} (rms, "
+            f"layer {most.index}; eager's own error there {most.eager_error:.2e}). Remote error is against float64 with inputs "
+            "so rounded; differences from eager are judged where the model itself rounds as much"
         )
     judged = "" if report.bounds.logits_max is not None else " (reported, not judged, in 16-bit dtypes)"
     typer.echo(f"logits: rms {report.logits_rms:.2e}, max {report.logits_max:.2e}{judged}")

@@ -11,7 +11,7 @@ import copy
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ import torch
 
 from dflash_moe.errors import DflashError
 from dflash_moe.integrations.host_weights import load_weights
+from dflash_moe.integrations.rounded_inputs import inputs_rounded, rounds_below, rounds_inputs
 from dflash_moe.integrations.transformers import TORCH_DTYPES, expert_calls, load_model
 from dflash_moe.model.architecture import find_model_class, load_config
 from dflash_moe.model.capture import ExpertsCall, capture_calls
@@ -28,6 +29,7 @@ from dflash_moe.model.spec import LayerSpec, model_spec
 from dflash_moe.model.weight_formats import is_requantised, split_formats
 from dflash_moe.placement import Shard
 from dflash_moe.runtime.expert_runtime import ExpertRuntime
+from dflash_moe.topology.spec import DEFAULT_NUMERICS
 
 if TYPE_CHECKING:
     from dflash_moe.runtime.fleet import LoadingReport
@@ -39,6 +41,8 @@ GREEDY_PROMPT = 24
 # Every shard's reply is rounded, then their sum: root of two with independent errors of equal size, and a little for chance.
 ROUNDING_FACTOR = 1.5
 MIN_ROUNDING = 2.0**-24  # half a unit of float32, for a class that computes in float32 whatever it is given
+# Of what rounding inputs moves: the share added by intermediate values so near a step's edge that float32 crosses it (0012).
+FLIPPED_STEPS = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +70,9 @@ class LayerParity:
     """One layer. Errors are rms against float64, differences from eager; all over the float64 output's standard deviation.
 
     Where a worker requantised, remote's error is against float64 with the weights it holds, and `requantisation_error` is what
-    those differ by; differences from eager then show it too and are not judged (docs/decisions/0009).
+    those differ by; differences from eager then show it too and are not judged (docs/decisions/0009). Likewise where a class
+    rounds inputs: remote's error is against float64 with inputs so rounded, which moves the output by `activation_error`, and
+    `class_error` is against float64 with exact inputs (0012).
     """
 
     index: int
@@ -82,6 +88,14 @@ class LayerParity:
     expected_calls: int | None
     is_requantised: bool = False
     requantisation_error: float = 0.0
+    numerics: tuple[str, ...] = (DEFAULT_NUMERICS,)  # the classes of its holders
+    activation_error: float = 0.0
+    class_error: float = 0.0
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether some holder's class rounds inputs."""
+        return any(rounds_inputs(numerics) for numerics in self.numerics)
 
 
 @dataclass(slots=True)
@@ -93,7 +107,7 @@ class VerifyReport:
     dtype: str
     request_dtype: str
     reply_dtype: str
-    numerics_class: str
+    numerics: dict[str, Any]  # as in `ExpertRuntime.stats`: policy, class by holder, layers of several classes
     seed: int
     bounds: Bounds
     layers: list[LayerParity] = field(default_factory=list)
@@ -140,7 +154,7 @@ def verify(
     with ExpertRuntime.start(topology, model=spec, on_loading=on_loading, **settings) as runtime, torch.inference_mode():
         request_dtype, reply_dtype = runtime.wire_dtypes
         report = VerifyReport(
-            str(path), type(eager).__name__, spec.dtype, request_dtype, reply_dtype, _numerics_class(), seed, bounds
+            str(path), type(eager).__name__, spec.dtype, request_dtype, reply_dtype, runtime.stats()["numerics"], seed, bounds
         )
         progress(f"comparing {len(spec.layers)} layers")
         calls: list[ExpertsCall] = []
@@ -188,12 +202,6 @@ def _load_eager(path: Path, dtype: str) -> Any:
     return model.eval()
 
 
-def _numerics_class() -> str:
-    from dflash_moe import _core
-
-    return _core.numerics_class()
-
-
 def _compare_layer(module: Any, layer: LayerSpec, call: ExpertsCall, runtime: ExpertRuntime) -> LayerParity:
     arguments = (layer.index, call.hidden_states, call.topk_ids, call.topk_weights)
     runtime.set_mode("batched")
@@ -206,13 +214,14 @@ def _compare_layer(module: Any, layer: LayerSpec, call: ExpertsCall, runtime: Ex
     deviation = float(truth.std())
     held = _as_held(module, layer, _shards(runtime, layer))
     held_truth = truth if held is None else _in_float64(held, call)
+    class_truth = _as_computed(module if held is None else held, call, _shards(runtime, layer), held_truth)
     difference = (remote.double() - call.output.double()) / deviation
     return LayerParity(
         index=layer.index,
         name=layer.name,
         tokens=call.hidden_states.shape[0],
         eager_error=_rms(call.output.double() - truth) / deviation,
-        remote_error=_rms(remote.double() - held_truth) / deviation,
+        remote_error=_rms(remote.double() - class_truth) / deviation,
         rounding_error=_rms(truth.to(remote.dtype).double() - truth) / deviation,
         difference_rms=_rms(difference),
         difference_max=float(difference.abs().max()),
@@ -221,7 +230,29 @@ def _compare_layer(module: Any, layer: LayerSpec, call: ExpertsCall, runtime: Ex
         expected_calls=_expected_calls(runtime, layer, call.topk_ids),
         is_requantised=held is not None,
         requantisation_error=_rms(held_truth - truth) / deviation,
+        numerics=tuple(sorted({shard.numerics for shard in _shards(runtime, layer)})),
+        activation_error=_rms(class_truth - held_truth) / deviation,
+        class_error=_rms(remote.double() - held_truth) / deviation,
     )
+
+
+def _as_computed(module: Any, call: ExpertsCall, shards: Sequence[Shard], exact: Any) -> Any:
+    """The output in float64 with inputs rounded as each holder's class does; `exact` where none does.
+
+    An output is the sum of its experts': the experts of one class are taken alone by giving all others the weight zero.
+    """
+    classes = {shard.numerics for shard in shards}
+    if not any(map(rounds_inputs, classes)):
+        return exact
+    total = torch.zeros_like(exact)
+    for numerics in sorted(classes):
+        experts = [expert for shard in shards if shard.numerics == numerics for expert in shard.experts]
+        is_theirs = torch.isin(call.topk_ids, torch.tensor(experts))
+        alone = replace(call, topk_weights=call.topk_weights.where(is_theirs, torch.zeros_like(call.topk_weights)))
+        with inputs_rounded(numerics):
+            part = _in_float64(module, alone)
+        total += part
+    return total
 
 
 def _as_held(module: Any, layer: LayerSpec, shards: Sequence[Shard]) -> Any:
@@ -319,17 +350,21 @@ def _judge(report: VerifyReport, layers: tuple[LayerSpec, ...]) -> None:
     for layer in report.layers:
         where = f"layer {layer.index} ({layer.name})"
         # Half of eager's error is out of reach where a class computes in float32 and rounds once: rounding is its measure.
-        limit = max(bounds.error_ratio * layer.eager_error, ROUNDING_FACTOR * layer.rounding_error, MIN_ROUNDING)
+        limit = max(bounds.error_ratio * layer.eager_error, ROUNDING_FACTOR * layer.rounding_error, MIN_ROUNDING,
+                    FLIPPED_STEPS * layer.activation_error)  # fmt: skip
         _check(report, f"{where}: error against float64", layer.remote_error, limit)
-        if not layer.is_requantised:
+        is_coarser = layer.is_requantised or any(rounds_below(numerics, report.dtype) for numerics in layer.numerics)
+        if not is_coarser and layer.is_rounded:  # as coarse as the model itself: then no further from the truth than it is
+            _check(report, f"{where}: error against float64 with exact inputs", layer.class_error, layer.eager_error)
+        if not is_coarser:
             _check(report, f"{where}: rms difference from eager", layer.difference_rms, bounds.difference_rms)
             _check(report, f"{where}: largest difference from eager", layer.difference_max, bounds.difference_max)
         if not layer.equal_in_stream:
             report.excesses.append(f"{where}: stream mode gave other bits than batched mode")
         if layer.calls == 0 or layer.expected_calls not in (None, layer.calls):
             report.excesses.append(f"{where}: made {layer.calls} calls to workers, expected {layer.expected_calls}")
-    if any(layer.is_requantised for layer in report.layers):
-        return  # the whole model differs from eager by the requantised weights, which is reported
+    if any(layer.is_requantised or layer.is_rounded for layer in report.layers):
+        return  # the whole model differs from eager by the requantised weights or rounded inputs, which is reported
     _check(report, "rms difference of the logits", report.logits_rms, bounds.logits_rms)
     _check(report, "largest difference of the logits", report.logits_max, bounds.logits_max)
     if report.greedy_flip_gap is not None and bounds.logits_max is not None:

@@ -129,7 +129,8 @@ def test_close_lets_two_classes_meet_and_reports_the_layers(spec, caplog):
 def test_experts_kept_at_the_host_compute_in_the_workers_class_unless_it_says_otherwise(spec):
     def classes(host: str, workers: str) -> dict[str, str]:
         topology = Topology.parse(
-            f"version: 1\nhost: {{experts: {{memory: 25%}}{host}}}\nworkers:\n  - {{name: w0, threads: 1, activations: {workers}}}\n"
+            f"version: 1\nhost: {{experts: {{memory: 25%}}{host}}}\n"
+            f"workers:\n  - {{name: w0, threads: 1, activations: {workers}}}\n"
         )
         with ExpertRuntime.start(topology, model=spec, numerics="close", cpu_isa="reference") as runtime:
             return runtime.stats()["numerics"]["classes"]

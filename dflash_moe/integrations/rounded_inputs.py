@@ -1,0 +1,63 @@
+"""What a numerics class makes of the inputs of a matrix product, in words of its own: the truth that class is measured against.
+
+Shares nothing with the kernels: an experts module runs in float64, and each product's inputs are rounded before it.
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+GROUP = 32  # inputs of a row that share a scale in int8-groups
+_PRODUCTS = {
+    torch.nn.functional.linear, torch.matmul, torch.mm, torch.bmm, torch.Tensor.matmul, torch.Tensor.mm, torch.Tensor.bmm,
+    torch.Tensor.__matmul__,
+}  # fmt: skip
+
+
+def to_bf16(inputs: Any) -> Any:
+    """Each input rounded once to bf16, from the float32 it arrives in."""
+    return inputs.float().bfloat16().double()
+
+
+def to_int8_groups(inputs: Any) -> Any:
+    """Each input as the nearest of 255 steps between plus and minus the largest of its group."""
+    width = inputs.shape[-1]
+    values = torch.nn.functional.pad(inputs.float(), (0, -width % GROUP)).unflatten(-1, (-1, GROUP))
+    scales = values.abs().amax(-1, keepdim=True) / 127
+    codes = (values / scales.where(scales > 0, torch.ones_like(scales))).round()
+    return (codes.double() * scales.double()).flatten(-2)[..., :width]
+
+
+_ROUNDINGS: dict[str, Callable[[Any], Any]] = {"bf16-dot": to_bf16, "int8-groups": to_int8_groups}
+
+
+def rounds_inputs(numerics: str) -> bool:
+    """False for the class that takes every input as it comes."""
+    return numerics in _ROUNDINGS
+
+
+def rounds_below(numerics: str, dtype: str) -> bool:
+    """Whether the class rounds inputs more coarsely than a model does that runs in `dtype`."""
+    return rounds_inputs(numerics) and not (numerics == "bf16-dot" and dtype == "bf16")
+
+
+def inputs_rounded(numerics: str) -> AbstractContextManager[Any]:
+    """Rounds the first factor of every matrix product inside the block as class `numerics` does."""
+    return _RoundedInputs(_ROUNDINGS[numerics]) if numerics in _ROUNDINGS else nullcontext()
+
+
+class _RoundedInputs(TorchFunctionMode):  # type: ignore[misc]
+    def __init__(self, rounding: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self._rounding = rounding
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _PRODUCTS:
+            args = (self._rounding(args[0]), *args[1:])
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,57 @@
+"""Rounding of inputs as the classes define it, and only of the inputs of matrix products.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from dflash_moe.integrations.rounded_inputs import inputs_rounded, rounds_below, to_bf16, to_int8_groups  # noqa: E402
+
+
+def test_bf16_keeps_eight_bits_of_each_input():
+    rows = torch.tensor([[1.0, 1.0 + 2**-8, 1.0 + 3 * 2**-8, 1.0 + 2**-9 + 2**-20]], dtype=torch.float64)
+    assert to_bf16(rows).tolist() == [[1.0, 1.0, 1.0 + 2**-6, 1.0]]  # ties to even
+
+
+@pytest.mark.parametrize("width", [1, 31, 32, 33, 100])
+def test_int8_steps_are_those_of_the_group_and_the_largest_is_exact(width):
+    rows = torch.randn(3, width, dtype=torch.float64, generator=torch.Generator().manual_seed(width)).float().double()
+    rounded = to_int8_groups(rows)
+    assert rounded.shape == rows.shape
+    for start in range(0, width, 32):
+        group, found = rows[:, start : start + 32], rounded[:, start : start + 32]
+        steps = group.abs().amax(1, keepdim=True) / 127
+        assert bool(((found - group).abs() <= steps * 0.500001).all())
+        assert torch.allclose(found / steps, (found / steps).round(), atol=1e-4)
+
+
+def test_a_group_of_zeros_stays_and_its_neighbours_scale_is_not_its_own():
+    rows = torch.zeros(1, 64, dtype=torch.float64)
+    rows[0, 40] = 127.0
+    rows[0, 41] = 0.4
+    assert to_int8_groups(rows)[0, [0, 40, 41]].tolist() == [0.0, 127.0, 0.0]
+
+
+@pytest.mark.parametrize("product", ["linear", "matmul", "operator"])
+def test_the_first_factor_of_every_product_is_rounded_and_nothing_else(product):
+    inputs = torch.tensor([[1.0 + 2**-9]], dtype=torch.float64)
+    weight = torch.tensor([[1.0 + 2**-30]], dtype=torch.float64)
+    with inputs_rounded("bf16-dot"):
+        made = {
+            "linear": lambda: torch.nn.functional.linear(inputs, weight),
+            "matmul": lambda: torch.matmul(inputs, weight),
+            "operator": lambda: inputs @ weight,
+        }[product]()
+        assert float(inputs + 0) == 1.0 + 2**-9
+    assert float(made) == float(weight)
+    assert float(torch.matmul(inputs, weight)) != float(weight)
+
+
+def test_only_the_model_itself_can_make_a_class_no_coarser():
+    found = {(numerics, dtype) for numerics in ("f32-canonical", "bf16-dot", "int8-groups") for dtype in ("f32", "f16", "bf16")
+             if rounds_below(numerics, dtype)}  # fmt: skip
+    assert found == {("bf16-dot", "f32"), ("bf16-dot", "f16"), *(("int8-groups", dtype) for dtype in ("f32", "f16", "bf16"))}
