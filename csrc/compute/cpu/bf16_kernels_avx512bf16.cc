@@ -30,18 +30,19 @@ constexpr size_t kWordBytes = size_t{4} * kWidth;  // of one pair of inputs of a
   words[1] = _mm512_load_si512(at + 64);
 }
 
-// An odd last input: 16 bits per output, the other half of each word zero.
+// An odd last input: 16 bits per output, the other half of each word zero. So must be the other half of the row's last word.
 [[gnu::always_inline]] inline void load_last(const uint8_t* at, __m512i (&words)[2]) {
   words[0] = _mm512_cvtepu16_epi32(_mm256_load_si256(reinterpret_cast<const __m256i*>(at)));
   words[1] = _mm512_cvtepu16_epi32(_mm256_load_si256(reinterpret_cast<const __m256i*>(at + 32)));
 }
 
-template <int M, int N>
+template <bool kIsLast = false, int M, int N>
 [[gnu::always_inline]] inline void add_products(const __m512i (&words)[2], const void* const (&rows)[M], size_t pair, int first,
                                                 __m512 (&sums)[M][N]) {
 #pragma GCC unroll 12
   for (int m = 0; m < M; ++m) {
-    const __m512i input = broadcast(rows[m], pair);
+    __m512i input = broadcast(rows[m], pair);
+    if constexpr (kIsLast) input = _mm512_and_si512(input, _mm512_set1_epi32(0xffff));
     sums[m][first] = dot(words[0], input, sums[m][first]);
     sums[m][first + 1] = dot(words[1], input, sums[m][first + 1]);
   }
@@ -83,7 +84,7 @@ struct PairKernel {
     if (k_end % 2 != 0) {
       for (int p = 0; p < NP; ++p) {
         load_last(first + static_cast<size_t>(p) * streams.panel_bytes, words);
-        add_products(words, rows, pair, 2 * p, sums);
+        add_products<true>(words, rows, pair, 2 * p, sums);
       }
     }
     store_sums<V>(sums, k_begin == 0, tile, tile_stride);
@@ -117,7 +118,7 @@ void block_tile(const void* const* from, const Block& block, float* tile, size_t
   }
   if (block.has_last) {
     load_last(at, words);
-    add_products(words, rows, end, 0, sums);
+    add_products<true>(words, rows, end, 0, sums);
   }
   store_sums<V>(sums, block.first_pair == 0, tile, tile_stride);
 }
@@ -149,9 +150,24 @@ void run_many_rows(uint32_t num_rows, const PanelRun& run, const void* const* ro
   }
 }
 
+// The nearest bf16's, ties to even, as `convert` rounds; VCVTNEPS2BF16 would flush subnormals before it rounds them up.
+inline __m256i round_to_bf16(__m512 values) {
+  const __m512i bits = _mm512_castps_si512(values);
+  const __m512i high = _mm512_srli_epi32(bits, 16);
+  const __m512i odd = _mm512_and_si512(high, _mm512_set1_epi32(1));
+  const __m512i rounded = _mm512_srli_epi32(_mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff))), 16);
+  const __mmask16 is_nan = _mm512_cmp_ps_mask(values, values, _CMP_UNORD_Q);
+  return _mm512_cvtepi32_epi16(_mm512_mask_or_epi32(rounded, is_nan, high, _mm512_set1_epi32(0x40)));
+}
+
 struct PairProducts {
   static constexpr size_t (*kEncodedBytes)(uint32_t) = bf16_row_bytes;
   static constexpr void (*kEncode)(const float*, uint32_t, std::byte*) = encode_bf16_row;
+  static constexpr bool kGateUpEncodes = true;
+
+  static void store(__m512 values, void* row, size_t column) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(static_cast<uint16_t*>(row) + column), round_to_bf16(values));
+  }
 
   static void multiply(uint32_t num_rows, const PanelRun& run, const void* const* rows, float* tile) {
     if (num_rows <= kFewRows) run_few<V, PairKernel>(num_rows, run, reinterpret_cast<const float* const*>(rows), tile);

@@ -26,9 +26,11 @@ constexpr uint32_t kFewRowsPanels = 4;   // panels a single row needs side by si
 
 size_t padded_stride(size_t count) { return ((count + 15) / 16 | 1) * 16; }
 
+size_t padded_bytes(size_t bytes) { return ((bytes + 63) / 64 | 1) * 64; }
+
 // Bytes from one encoded row of `count` values to the next: an odd number of cache lines.
 size_t encoded_stride(const KernelSet& kernels, uint32_t count) {
-  return kernels.encoded_bytes == nullptr ? 0 : ((kernels.encoded_bytes(count) + 63) / 64 | 1) * 64;
+  return kernels.encoded_bytes == nullptr ? 0 : padded_bytes(kernels.encoded_bytes(count));
 }
 
 // Rows [begin, begin + size) of tile `tile` when `count` rows are cut evenly into tiles of at most `max_rows`.
@@ -61,9 +63,11 @@ CpuLayer::CpuLayer(const FfnSpec& spec, PackedExperts experts, const KernelSet& 
       kernels_(kernels),
       pool_(pool),
       row_stride_(padded_stride(spec.in_size)),
-      intermediate_stride_(padded_stride(size_t{experts_.num_intermediate_panels()} * kernels.panel_width)),
       encoded_row_stride_(encoded_stride(kernels, spec.in_size)),
-      encoded_intermediate_stride_(encoded_stride(kernels, spec.intermediate_size)) {}
+      encoded_intermediate_stride_(kernels.gate_up_encodes ? 0 : encoded_stride(kernels, spec.intermediate_size)),
+      intermediate_value_bytes_(kernels.gate_up_encodes ? kernels.encoded_bytes(kernels.panel_width) / kernels.panel_width : sizeof(float)),
+      intermediate_stride_(
+          padded_bytes(size_t{experts_.num_intermediate_panels()} * kernels.panel_width * intermediate_value_bytes_)) {}
 
 Status CpuLayer::load_expert(uint32_t local_expert_id, const ExpertWeights& weights, ProgressCounter& progress) {
   return experts_.load(spec_, local_expert_id, weights, progress);
@@ -88,7 +92,7 @@ Status CpuLayer::forward(const ForwardArgs& args, ProgressCounter& progress) {
 }
 
 CpuLayer::Chunk CpuLayer::next_chunk(const ForwardArgs& args, uint32_t first_row, uint32_t first_pair) const {
-  const size_t max_pairs = kMaxIntermediateBytes / (4 * intermediate_stride_);
+  const size_t max_pairs = kMaxIntermediateBytes / intermediate_stride_;
   Chunk chunk{first_row, 0, first_pair, 0};
   for (uint32_t row = first_row; row < args.num_rows; ++row) {
     const uint32_t pairs = args.row_counts[row];
@@ -114,11 +118,11 @@ Status CpuLayer::forward_chunk(const ForwardArgs& args, const Chunk& chunk, Prog
 
 Status CpuLayer::place_scratch(const Chunk& chunk) {
   const size_t row_floats = chunk.num_rows * row_stride_;
-  const size_t intermediate_floats = chunk.num_pairs * intermediate_stride_;
   const size_t sum_floats = size_t{chunk.num_rows} * experts_.num_out_panels() * kernels_.panel_width;
-  const size_t float_bytes = (4 * (row_floats + intermediate_floats + sum_floats) + 63) / 64 * 64;
+  const size_t float_bytes = (4 * (row_floats + sum_floats) + 63) / 64 * 64;
   const size_t encoded_row_bytes = chunk.num_rows * encoded_row_stride_;
-  const size_t bytes = float_bytes + encoded_row_bytes + chunk.num_pairs * encoded_intermediate_stride_;
+  const size_t intermediate_bytes = chunk.num_pairs * intermediate_stride_;
+  const size_t bytes = float_bytes + encoded_row_bytes + intermediate_bytes + chunk.num_pairs * encoded_intermediate_stride_;
   if (bytes > scratch_.num_bytes()) {
     scratch_ = PageBuffer();  // the old block first: both need not exist at once
     auto grown = PageBuffer::create(bytes + bytes / 4);
@@ -126,24 +130,20 @@ Status CpuLayer::place_scratch(const Chunk& chunk) {
     scratch_ = std::move(grown).value();
   }
   rows_ = reinterpret_cast<float*>(scratch_.data());
-  intermediate_ = rows_ + row_floats;
-  sums_ = intermediate_ + intermediate_floats;
+  sums_ = rows_ + row_floats;
   encoded_rows_ = scratch_.data() + float_bytes;
-  encoded_intermediate_ = encoded_rows_ + encoded_row_bytes;
+  intermediate_ = encoded_rows_ + encoded_row_bytes;
+  encoded_intermediate_ = intermediate_ + intermediate_bytes;
   pair_rows_.resize(chunk.num_pairs);
   pair_intermediate_.resize(chunk.num_pairs);
   pair_inputs_.resize(chunk.num_pairs);
-  const bool is_encoded = kernels_.encode != nullptr;
   for (uint32_t pair = 0; pair < chunk.num_pairs; ++pair) {
     const size_t row = groups_.rows()[pair];
     pair_intermediate_[pair] = intermediate_ + pair * intermediate_stride_;
-    if (is_encoded) {
-      pair_rows_[pair] = encoded_rows_ + row * encoded_row_stride_;
-      pair_inputs_[pair] = encoded_intermediate_ + pair * encoded_intermediate_stride_;
-    } else {
-      pair_rows_[pair] = rows_ + row * row_stride_;
-      pair_inputs_[pair] = pair_intermediate_[pair];
-    }
+    if (encoded_row_stride_ == 0) pair_rows_[pair] = rows_ + row * row_stride_;
+    else pair_rows_[pair] = encoded_rows_ + row * encoded_row_stride_;
+    if (encoded_intermediate_stride_ == 0) pair_inputs_[pair] = pair_intermediate_[pair];
+    else pair_inputs_[pair] = encoded_intermediate_ + pair * encoded_intermediate_stride_;
   }
   return ok();
 }
@@ -163,11 +163,12 @@ void CpuLayer::widen_rows(const ForwardArgs& args, const Chunk& chunk) {
 }
 
 void CpuLayer::encode_intermediate(const Chunk& chunk, ProgressCounter& progress) {
-  if (kernels_.encode == nullptr) return;
+  if (encoded_intermediate_stride_ == 0) return;
   pool_.run((chunk.num_pairs + kWidenRows - 1) / kWidenRows, [&](uint64_t task) {
     const uint32_t first = static_cast<uint32_t>(task) * kWidenRows;
     for (uint32_t pair = first; pair < std::min(chunk.num_pairs, first + kWidenRows); ++pair) {
-      kernels_.encode(pair_intermediate_[pair], spec_.intermediate_size, encoded_intermediate_ + pair * encoded_intermediate_stride_);
+      const float* values = reinterpret_cast<const float*>(pair_intermediate_[pair]);
+      kernels_.encode(values, spec_.intermediate_size, encoded_intermediate_ + pair * encoded_intermediate_stride_);
     }
     progress.fetch_add(1, std::memory_order_relaxed);
   });
@@ -195,7 +196,7 @@ void CpuLayer::run_gate_up(ProgressCounter& progress) {
   pool_.run(num_tasks, [&](uint64_t task) {
     const ExpertGroup& group = groups_.groups()[task / tasks_per_expert];
     const uint32_t first_panel = static_cast<uint32_t>(task % tasks_per_expert) * per_task;
-    const size_t first_column = size_t{first_panel} * kernels_.panel_width;
+    const size_t first_byte = size_t{first_panel} * kernels_.panel_width * intermediate_value_bytes_;
     GateUpTile tile{};
     tile.panels = experts_.gate_up(group.local_expert_id, first_panel, std::min(per_task, num_panels - first_panel));
     const uint64_t next = task + pool_.num_threads();  // threads take turns, nearly
@@ -207,10 +208,8 @@ void CpuLayer::run_gate_up(ProgressCounter& progress) {
     const uint32_t num_tiles = (group.num_pairs + kMaxCallRows - 1) / kMaxCallRows;
     for (uint32_t t = 0; t < num_tiles; ++t) {
       const TileRows range = tile_rows(group.num_pairs, num_tiles, t);
-      float* outputs[kMaxCallRows];
-      for (uint32_t i = 0; i < range.size; ++i) {
-        outputs[i] = pair_intermediate_[group.first_pair + range.begin + i] + first_column;
-      }
+      void* outputs[kMaxCallRows];
+      for (uint32_t i = 0; i < range.size; ++i) outputs[i] = pair_intermediate_[group.first_pair + range.begin + i] + first_byte;
       tile.rows = pair_rows_.data() + group.first_pair + range.begin;
       tile.num_rows = range.size;
       tile.intermediate = outputs;

@@ -51,18 +51,19 @@ class CpuLayer final : public ExpertLayer {
   ExpertGroups groups_;
   // Scratch, grown and reused. Strides are odd multiples of a cache line so that rows do not share cache sets.
   PageBuffer scratch_;
-  size_t row_stride_;
-  size_t intermediate_stride_;
+  size_t row_stride_;                   // floats
   size_t encoded_row_stride_;           // bytes; 0: rows stay float32
-  size_t encoded_intermediate_stride_;  // likewise
+  size_t encoded_intermediate_stride_;  // likewise; 0 also where gate_up encodes
+  size_t intermediate_value_bytes_;     // of what gate_up writes
+  size_t intermediate_stride_;          // bytes
   float* rows_ = nullptr;          // [chunk rows, row_stride_] the batch widened once
-  float* intermediate_ = nullptr;  // [chunk pairs, intermediate_stride_] grouped
+  std::byte* intermediate_ = nullptr;  // [chunk pairs, intermediate_stride_] grouped
   float* sums_ = nullptr;          // per column task: [chunk rows, task columns]; task at first_column * chunk rows
   std::byte* encoded_rows_ = nullptr;          // [chunk rows, encoded_row_stride_]
   std::byte* encoded_intermediate_ = nullptr;  // [chunk pairs, encoded_intermediate_stride_] grouped
   std::vector<const void*> pair_rows_;         // [chunk pairs] grouped, what gate and up read
   std::vector<const void*> pair_inputs_;       // [chunk pairs] grouped, what down reads
-  std::vector<float*> pair_intermediate_;  // [chunk pairs] grouped, into intermediate_
+  std::vector<std::byte*> pair_intermediate_;  // [chunk pairs] grouped, into intermediate_
 };
 
 }  // namespace dflash::compute

@@ -1,7 +1,8 @@
 // What every numerics class does around its matrix products, on whole calls: passes over panels, biases, the activation, the routed sum.
 // Written once over a vector type V and the products P of a class:
 //   static void multiply(uint32_t num_rows, const PanelRun& run, const void* const* rows, float* tile);  // no bias
-//   static constexpr ... kEncodedBytes, kEncode;  // as KernelSet has them
+//   static constexpr ... kEncodedBytes, kEncode, kGateUpEncodes;  // as KernelSet has them
+//   static void store(typename V::F values, void* row, size_t column);  // a vector of intermediate values, encoded where kGateUpEncodes
 // Included by kernel files only, which give V; no std:: code (it could be linked into portable callers).
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
@@ -51,12 +52,12 @@ void gate_up_tile(const GateUpTile& args) {
     const size_t stride = static_cast<size_t>(run.num_panels) * kPanelWidth<V>;
     for (uint32_t m = 0; m < args.num_rows; ++m) {
       const float* sums = tile + m * stride;
-      float* out = args.intermediate[m] + static_cast<size_t>(first / num_matrices) * kPanelWidth<V>;
+      size_t column = static_cast<size_t>(first / num_matrices) * kPanelWidth<V>;
       for (uint32_t p = 0; p < run.num_panels; p += num_matrices) {
         const float* g = sums + static_cast<size_t>(p) * kPanelWidth<V>;
         const float* u = g + static_cast<size_t>(num_matrices - 1) * kPanelWidth<V>;
-        for (int n = 0; n < kPanelWidth<V>; n += V::kLanes, out += V::kLanes) {
-          V::store(out, gate<V>(*args.spec, V::load(g + n), V::load(u + n)));
+        for (int n = 0; n < kPanelWidth<V>; n += V::kLanes, column += V::kLanes) {
+          P::store(gate<V>(*args.spec, V::load(g + n), V::load(u + n)), args.intermediate[m], column);
         }
       }
     }
@@ -99,6 +100,7 @@ constexpr KernelSet make_kernel_set() {
                    .pack = nullptr,
                    .encoded_bytes = P::kEncodedBytes,
                    .encode = P::kEncode,
+                   .gate_up_encodes = P::kGateUpEncodes,
                    .gate_up = gate_up_tile<V, P>,
                    .down = down_tile<V, P>,
                    .multiply_only = multiply_only<V, P>,

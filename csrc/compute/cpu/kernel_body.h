@@ -55,6 +55,9 @@ template <class V>
 struct CanonicalProducts {
   static constexpr size_t (*kEncodedBytes)(uint32_t) = nullptr;  // rows stay float32
   static constexpr void (*kEncode)(const float*, uint32_t, std::byte*) = nullptr;
+  static constexpr bool kGateUpEncodes = false;
+
+  static void store(typename V::F values, void* row, size_t column) { V::store(static_cast<float*>(row) + column, values); }
 
   static void multiply(uint32_t num_rows, const PanelRun& run, const void* const* rows, float* tile) {
     const FormatKernels& kernels = kFormatKernels<V>[static_cast<uint8_t>(run.format)];

@@ -35,7 +35,7 @@ struct GateUpTile {
   const FfnSpec* spec;
   const void* const* rows;     // [num_rows] -> K inputs as the set encodes them
   uint32_t num_rows;
-  float* const* intermediate;  // [num_rows] -> [(num_panels / matrices) * panel_width], written
+  void* const* intermediate;   // [num_rows] -> [(num_panels / matrices) * panel_width] float32, or encoded (gate_up_encodes); written
 };
 
 // The same rows through the down panels: y[i] = fma(weights[i], down, y[i]), rows in order (one row may occur twice).
@@ -56,6 +56,8 @@ struct KernelSet {
   // null: rows stay float32.
   size_t (*encoded_bytes)(uint32_t count);
   void (*encode)(const float* from, uint32_t count, std::byte* to);
+  // Whether gate_up writes intermediate values as `encode` would, because it can panel by panel: encoded_bytes(panel_width) each.
+  bool gate_up_encodes;
   void (*gate_up)(const GateUpTile&);
   void (*down)(const DownTile&);
   // The products of up to kMaxCallRows rows with a run of panels, dropped: what benchmarks hold a layer against.
