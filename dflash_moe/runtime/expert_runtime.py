@@ -315,7 +315,7 @@ class ExpertRuntime:
         for member in self._fleet.members.values():
             started = member.session.started if member.session is not None else None
             if started is not None and f"worker {member.name}" in text and "process " not in text:
-                return WorkerLost(f"{text}; {started.describe_exit(seconds=0.3)}")
+                return WorkerLost(f"{text}; {started.describe_exit(seconds=0.3)}; start the runtime anew")
         return error
 
     def _note_worn_out(self) -> None:

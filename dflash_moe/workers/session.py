@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from dflash_moe import __version__, _core
-from dflash_moe.errors import DflashError, ProtocolError
+from dflash_moe.errors import DflashError, ProtocolError, WorkerLost
 from dflash_moe.model.checkpoint import Checkpoint
 from dflash_moe.protocol.failures import to_refusal
 from dflash_moe.protocol.framing import USER_TIMEOUT_MS, Connection, PeerGone
@@ -260,6 +260,8 @@ class WorkerSession:
         pin_to_first(self._cpus)
         try:
             worker.serve(channel, generation)
+        except WorkerLost as hung_up:  # how a host's close looks from here; whether it was one, the control connection says
+            log.info("data path of generation %d ended: %s", generation, hung_up)
         except DflashError as error:
             log.error("data path of generation %d ended: %s", generation, error)
 
