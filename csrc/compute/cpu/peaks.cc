@@ -47,6 +47,15 @@ Result<std::vector<double>> operations_per_s(OperationLoop loop, uint32_t num_th
   return found;
 }
 
+// Null: the set has no instruction for bf16 factors.
+OperationLoop bf16_loop(Isa isa) {
+#if defined(__x86_64__)
+  if (isa == Isa::kAvx512Bf16) return bf16_multiply_add_avx512bf16;
+#endif
+  static_cast<void>(isa);
+  return nullptr;
+}
+
 }  // namespace
 
 const PeakLoops& peak_loops(Isa isa) {
@@ -65,9 +74,7 @@ Result<std::vector<double>> multiply_add_per_s(Isa isa, uint32_t num_threads, ui
 }
 
 Result<std::vector<double>> bf16_multiply_add_per_s(Isa isa, uint32_t num_threads, uint32_t rounds, double milliseconds) {
-#if defined(__x86_64__)
-  if (isa == Isa::kAvx512Bf16) return operations_per_s(bf16_multiply_add_avx512bf16, num_threads, rounds, milliseconds);
-#endif
+  if (const OperationLoop loop = bf16_loop(isa)) return operations_per_s(loop, num_threads, rounds, milliseconds);
   return Error{ErrorCode::kUnsupported, std::string("CPU kernel set '") + isa_name(isa) + "' has no bf16 multiply-add to measure"};
 }
 

@@ -26,8 +26,6 @@ struct Lane {
   uint32_t sum;
 };
 
-bool is_nan(uint32_t bits) { return (bits & 0x7fffffffu) > 0x7f800000u; }
-
 uint32_t twin_bits(const Lane& lane) {
   const float a[2] = {bf16_to_f32(lane.a[0]), bf16_to_f32(lane.a[1])}, b[2] = {bf16_to_f32(lane.b[0]), bf16_to_f32(lane.b[1])};
   return std::bit_cast<uint32_t>(bf16_pair_dot(a, b, std::bit_cast<float>(lane.sum)));
@@ -47,6 +45,8 @@ TEST_CASE("the twin of VDPBF16PS takes the upper pair first and flushes what lie
 }
 
 #if defined(__x86_64__)
+
+bool is_nan(uint32_t bits) { return (bits & 0x7fffffffu) > 0x7f800000u; }
 
 // `bits` of every lane from the instruction.
 __attribute__((target("avx512f,avx512bf16"))) void dot_lanes(const Lane* lanes, uint32_t* bits) {
