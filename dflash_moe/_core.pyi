@@ -92,10 +92,36 @@ MatrixSource = tuple[MappedFile, int, str, int, int, int, int]
 # (file, byte offset, dtype, count, stride)
 VectorSource = tuple[MappedFile, int, str, int, int]
 
+# -- backends -------------------------------------------------------------------------------------------------------------
+def probe_backend(name: str) -> dict[str, Any]: ...  # built, reason, devices: [{name, vendor, arch, memory_bytes, reason}]
+
+class BackendDevice:
+    """An opened device of a backend. While a worker serves with it, only the worker may use it."""
+
+    label: str  # "cuda:0 (NVIDIA H200)"
+    arch: str
+    def __init__(  # ConfigError: no such device; UnsupportedError: the backend or device cannot be used, and why
+        self, *, backend: str, device: int = 0, simulate: str = "", num_threads: int = 1, seed: int = 1
+    ) -> None: ...
+    def numerics_classes(self) -> list[str]: ...
+    def free_bytes(self) -> int: ...  # of the device's memory, now
+    def layer_bytes(  # that such a layer will hold on the device
+        self, *, spec: Mapping[str, Any], num_experts: int, weight_dtype: str, numerics: str = "f32-canonical"
+    ) -> int: ...
+    def self_test(self, test_case: int) -> dict[str, Any]: ...  # num_cases, elements, differing, kernel, formats
+
 # -- worker ---------------------------------------------------------------------------------------------------------------
 class Worker:
     def __init__(
-        self, *, name: str, isa: str, num_threads: int, cpus: Sequence[int] = (), spin_ns: int = 0, slowdown: float = 1.0
+        self,
+        *,
+        name: str,
+        isa: str,
+        num_threads: int,
+        cpus: Sequence[int] = (),
+        spin_ns: int = 0,
+        slowdown: float = 1.0,
+        device: BackendDevice | None = None,  # computes there instead of with the kernels of `isa`
     ) -> None: ...
     def define_shard(
         self,

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "bindings/arguments.h"
+#include "bindings/backend_device.h"
 #include "bindings/module.h"
 #include "store/mapped_file.h"
 #include "worker/expert_worker.h"
@@ -92,7 +93,7 @@ struct DeleteInOwnProcess {
 using WorkerHolder = std::unique_ptr<ExpertWorker, DeleteInOwnProcess>;
 
 WorkerHolder make_worker(const std::string& name, const std::string& isa, uint32_t num_threads,
-                                          const std::vector<int>& cpus, int64_t spin_ns, double slowdown) {
+                                          const std::vector<int>& cpus, int64_t spin_ns, double slowdown, const BackendDevice* device) {
   worker::WorkerOptions options;
   options.name = name;
   options.isa = unwrap(compute::parse_isa(isa));
@@ -100,7 +101,9 @@ WorkerHolder make_worker(const std::string& name, const std::string& isa, uint32
   options.cpus = cpus;
   options.spin_ns = spin_ns;
   options.slowdown = slowdown;
-  return WorkerHolder(unwrap(ExpertWorker::create(options)).release());
+  std::unique_ptr<compute::ExpertBackend> backend;
+  if (device != nullptr) backend = std::make_unique<SharedBackend>(device->backend);
+  return WorkerHolder(unwrap(ExpertWorker::create(options, std::move(backend))).release());
 }
 
 void serve(ExpertWorker& self, ChannelBox& channel, uint64_t generation) {
@@ -129,7 +132,8 @@ void bind_store(py::module_& module) {
 void bind_worker(py::module_& module) {
   py::class_<ExpertWorker, WorkerHolder>(module, "Worker")
       .def(py::init(&make_worker), py::kw_only(), py::arg("name"), py::arg("isa"), py::arg("num_threads"),
-           py::arg("cpus") = std::vector<int>{}, py::arg("spin_ns") = 0, py::arg("slowdown") = 1.0)
+           py::arg("cpus") = std::vector<int>{}, py::arg("spin_ns") = 0, py::arg("slowdown") = 1.0,
+           py::arg("device") = nullptr)
       .def("define_shard", [](ExpertWorker& self, uint32_t layer, uint32_t shard, const py::dict& spec, uint32_t num_local_experts,
                               const std::string& weight_dtype, uint64_t weights_fingerprint, const std::string& numerics) {
         unwrap(self.define_shard(LayerShard{layer, shard}, parse_ffn_spec(spec), num_local_experts,

@@ -13,6 +13,7 @@ PYBIND11_MODULE(_core, module) {
   bind_transport(module);
   bind_benchmark(module);
   bind_store(module);
+  bind_plugin(module);
   bind_worker(module);
   bind_client(module);
   bind_dlpack(module);

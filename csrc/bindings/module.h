@@ -10,6 +10,7 @@ void bind_codec(pybind11::module_& module);
 void bind_transport(pybind11::module_& module);
 void bind_benchmark(pybind11::module_& module);
 void bind_store(pybind11::module_& module);
+void bind_plugin(pybind11::module_& module);
 void bind_worker(pybind11::module_& module);
 void bind_client(pybind11::module_& module);
 void bind_dlpack(pybind11::module_& module);

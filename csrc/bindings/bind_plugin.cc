@@ -1,0 +1,120 @@
+// Backends as Python sees them: what `doctor` lists, and an opened device for a worker or a self-test.
+// SPDX-License-Identifier: Apache-2.0
+#include "bindings/backend_device.h"
+
+#include <pybind11/stl.h>
+
+#include <string>
+#include <vector>
+
+#include "bindings/errors.h"
+#include "bindings/module.h"
+#include "plugin/loader.h"
+
+namespace py = pybind11;
+
+namespace dflash::bindings {
+namespace {
+
+py::dict listing_dict(const plugin::DeviceListing& listing) {
+  py::dict fields;
+  fields["name"] = listing.name;
+  fields["vendor"] = listing.vendor;
+  fields["arch"] = listing.arch;
+  fields["memory_bytes"] = listing.memory_bytes;
+  fields["reason"] = listing.reason;
+  return fields;
+}
+
+// {"built": bool, "reason": str, "devices": [...]}; never raises for what is missing.
+py::dict probe_backend(const std::string& name) {
+  py::dict found;
+  found["built"] = false;
+  found["devices"] = py::list();
+  found["reason"] = "";
+  Result<const dflash_backend_table*> table = plugin::load_backend(name);
+  if (!table.ok()) {
+    if (table.error().code == ErrorCode::kInvalidArgument) raise(table.error());
+    found["reason"] = table.error().message;
+    return found;
+  }
+  found["built"] = true;
+  Result<std::vector<plugin::DeviceListing>> devices = Error{ErrorCode::kClosed, ""};
+  {
+    py::gil_scoped_release unlocked;
+    devices = plugin::list_devices(*table.value());
+  }
+  if (!devices.ok()) {
+    found["reason"] = devices.error().message;
+    return found;
+  }
+  py::list listed;
+  for (const plugin::DeviceListing& listing : devices.value()) listed.append(listing_dict(listing));
+  found["devices"] = listed;
+  return found;
+}
+
+// The device of a simulating backend that stands for this vendor's cards.
+uint32_t simulated_device(const dflash_backend_table& table, const std::string& vendor) {
+  const std::vector<plugin::DeviceListing> devices = unwrap(plugin::list_devices(table));
+  for (uint32_t index = 0; index < devices.size(); ++index) {
+    if (devices[index].vendor == vendor) return index;
+  }
+  raise(Error{ErrorCode::kUnsupported, std::string("backend ") + table.name + " simulates no '" + vendor + "'; it simulates cuda and hip"});
+}
+
+BackendDevice open_device(const std::string& backend, uint32_t device, const std::string& simulate, uint32_t num_threads, uint64_t seed) {
+  const dflash_backend_table& table = *unwrap(plugin::load_backend(backend));
+  if (!simulate.empty()) device = simulated_device(table, simulate);
+  Result<std::unique_ptr<plugin::PluginBackend>> opened = Error{ErrorCode::kClosed, ""};
+  {
+    py::gil_scoped_release unlocked;
+    opened = plugin::PluginBackend::open(table, device, plugin::OpenOptions{num_threads, seed});
+  }
+  return BackendDevice{std::shared_ptr<plugin::PluginBackend>(unwrap(std::move(opened)))};
+}
+
+std::vector<std::string> numerics_classes(const BackendDevice& self) {
+  std::vector<std::string> names;
+  for (compute::NumericsClass numerics : compute::kAllNumericsClasses) {
+    if (self.backend->computes(numerics)) names.emplace_back(compute::numerics_name(numerics));
+  }
+  return names;
+}
+
+py::dict self_test(const BackendDevice& self, uint32_t test_case) {
+  Result<plugin::SelfTestResult> tested = Error{ErrorCode::kClosed, ""};
+  {
+    py::gil_scoped_release unlocked;
+    tested = self.backend->self_test(test_case);
+  }
+  const plugin::SelfTestResult result = unwrap(std::move(tested));
+  py::dict fields;
+  fields["num_cases"] = result.num_cases;
+  fields["elements"] = result.elements;
+  fields["differing"] = result.differing;
+  fields["kernel"] = result.kernel;
+  fields["formats"] = result.formats;
+  return fields;
+}
+
+}  // namespace
+
+void bind_plugin(py::module_& module) {
+  module.def("probe_backend", &probe_backend, py::arg("name"));
+  py::class_<BackendDevice>(module, "BackendDevice")
+      .def(py::init(&open_device), py::kw_only(), py::arg("backend"), py::arg("device") = 0, py::arg("simulate") = "",
+           py::arg("num_threads") = 1, py::arg("seed") = 1)
+      .def_property_readonly("label", [](const BackendDevice& self) { return self.backend->label(); })
+      .def_property_readonly("arch", [](const BackendDevice& self) { return self.backend->listing().arch; })
+      .def("numerics_classes", &numerics_classes)
+      .def("free_bytes", [](const BackendDevice& self) { return unwrap(self.backend->free_bytes()); })
+      .def("layer_bytes", [](const BackendDevice& self, const py::dict& spec, uint32_t num_experts, const std::string& weight_dtype,
+                             const std::string& numerics) {
+        return unwrap(self.backend->layer_bytes(parse_ffn_spec(spec), num_experts, unwrap(compute::parse_resident_formats(weight_dtype)),
+                                                unwrap(compute::parse_numerics(numerics))));
+      }, py::kw_only(), py::arg("spec"), py::arg("num_experts"), py::arg("weight_dtype"), py::arg("numerics") = "f32-canonical")
+      .def("self_test", &self_test, py::arg("test_case"));
+}
+
+}  // namespace dflash::bindings
