@@ -186,6 +186,18 @@ TEST_CASE("bf16-dot: only sets with the instruction and the reference compute it
   }
 }
 
+TEST_CASE("bf16-dot: a layer holds as many bytes as in f32-canonical, odd widths too") {
+  if (!is_available()) return;
+  for (const FfnSpec& spec : {spec_of(64, 48, 80), spec_of(33, 65, 31)}) {
+    const Experts experts(spec, 2, Dtype::kBF16, 51);
+    const auto backend = CpuBackend::create(Isa::kAvx512Bf16, 1).value();
+    const auto canonical = backend->create_layer(spec, 2, WeightFormat::kBF16).value();
+    REQUIRE(experts.load_into(*canonical).ok());
+    CHECK(load(Isa::kAvx512Bf16, 1, experts, 2).layer->resident_bytes() == canonical->resident_bytes());
+    CHECK(canonical->resident_bytes() == CpuBackend::predicted_bytes(Isa::kAvx512Bf16, spec, 2, WeightFormat::kBF16));
+  }
+}
+
 // Element (o, i), o * 500 + i + 1, behind one more: sources are aligned to elements only.
 std::vector<uint16_t> numbered(uint32_t outputs, uint32_t inputs, int64_t output_stride, int64_t input_stride) {
   std::vector<uint16_t> values(static_cast<size_t>((outputs - 1) * output_stride + (inputs - 1) * input_stride) + 2);
