@@ -16,8 +16,9 @@ from dflash_moe.cli.probe_sockets import probe_sockets, probe_timeouts, socket_l
 from dflash_moe.config import Settings, format_bytes, resolve_settings
 from dflash_moe.errors import ConfigError, DflashError
 from dflash_moe.runtime.threads import thread_plan
+from dflash_moe.telemetry.cores import numa_nodes
 from dflash_moe.telemetry.machine import cores_reason, physical_cores, usable_cores
-from dflash_moe.topology import Topology
+from dflash_moe.topology import HOST, MemoryBudget, Topology
 
 PLANNED_WORKERS = 2  # of the plan that is shown: the demo's
 LEAST_MEMORY_BYTES = 1 << 30
@@ -44,7 +45,8 @@ def doctor(
         found["self_tests"] = [dataclasses.asdict(test) | {"passed": test.is_passed} for test in tests]
         for test in tests:
             if not test.is_passed:
-                found["problems"].append(f"self-test {test.isa}, {test.weight_dtype} weights: {test.differing} elements differ")
+                what = f"self-test {test.isa}, {test.numerics}, {test.weight_dtype} weights"
+                found["problems"].append(f"{what}: {test.differing} elements differ")
     if as_json:
         typer.echo(json.dumps(found, indent=1))
     else:
@@ -65,12 +67,13 @@ def examine(topology: Topology | None = None) -> dict[str, Any]:
     settings = _settings(planned, problems)
     machine: dict[str, Any] = {"cpu": probes.cpu_model()} | probes.probe_versions() | probes.probe_memory()
     machine |= {"usable_cores": usable_cores(), "cores_reason": cores_reason(), "physical_cores": physical_cores()}
-    machine |= {"threads": _planned_threads(planned, planned_for, settings)}
+    machine |= {"threads": _planned_threads(planned, planned_for, settings), "numa_nodes": numa_nodes()}
     machine |= {"sockets": probe_sockets(settings), "timeouts": probe_timeouts(settings)}
     problems += socket_problems(machine["sockets"])
-    found: dict[str, Any] = {"backends": probes.probe_backends(), "transports": probes.probe_transports()}
-    found |= {"machine": machine, "problems": problems}
+    found: dict[str, Any] = {"backends": probes.probe_backends(settings.cpu_isa), "transports": probes.probe_transports()}
+    found |= {"machine": machine, "problems": problems, "numerics": _numerics(planned, settings)}
     problems += _problems(found)
+    problems += _numerics_problems(planned, found)
     return found
 
 
@@ -90,6 +93,7 @@ def _planned_threads(topology: Topology, planned_for: str, settings: Settings) -
         "planned_for": planned_for,
         "host": plan.host,
         "workers": dict(plan.workers),
+        "cpus": dict(plan.cpus),
         "total": total,
         "oversubscribed": plan.is_oversubscribed,
         "spin_us": plan.spin_ns // 1000,
@@ -97,6 +101,29 @@ def _planned_threads(topology: Topology, planned_for: str, settings: Settings) -
         + ("" if settings.spin_us is None or plan.is_oversubscribed else ", as ipc.spin_us asks"),
         "openmp_waits": "passively" if plan.is_oversubscribed else "as torch does by itself",
     }
+
+
+def _numerics(topology: Topology, settings: Settings) -> dict[str, Any]:
+    """The setting, and the class of each holder."""
+    holders = [worker.name for worker in topology.workers]
+    if topology.host.experts_memory != MemoryBudget():
+        holders.insert(0, HOST)
+    return {"policy": settings.numerics, "classes": {holder: topology.numerics_of(holder) for holder in holders}}
+
+
+def _numerics_problems(topology: Topology, found: dict[str, Any]) -> list[str]:
+    problems = []
+    policy, classes = found["numerics"]["policy"], found["numerics"]["classes"]
+    cpu = found["backends"]["cpu"]
+    local = {HOST, *(worker.name for worker in topology.local_workers() if worker.backend == "cpu")}
+    for holder, numerics in classes.items():
+        if holder in local and cpu["available"] and numerics not in cpu["numerics_classes"]:
+            problems.append(f"{holder} asks for numerics class {numerics}, which kernel set {cpu['isa']} does not compute")
+    if len(set(classes.values())) > 1:
+        named = ", ".join(f"{holder} {numerics}" for holder, numerics in classes.items())
+        allowed = "numerics: close allows it" if policy == "close" else "numerics: exact refuses it; write numerics: close"
+        problems.append(f"holders of one layer's experts compute in several numerics classes ({named}): {allowed}")
+    return problems
 
 
 def _problems(found: dict[str, Any]) -> list[str]:
@@ -133,12 +160,15 @@ def print_findings(found: dict[str, Any]) -> None:
     lines = [
         f"cpu        {machine['cpu']}",
         f"kernels    {cpu.get('isa', '-')} ({cpu.get('isa_reason') or cpu.get('reason')})",
+        f"numerics   {cpu.get('isa', '-')} computes {', '.join(cpu.get('numerics_classes', [])) or '-'}; workers ask for "
+        f"{', '.join(sorted(set(found['numerics']['classes'].values())))} ({found['numerics']['policy']})",
         f"features   {' '.join(cpu.get('features', [])) or '-'}",
         f"memory     {format_bytes(machine['memory_available_bytes'])} free of {format_bytes(machine['memory_bytes'])}, "
         f"lock limit {'unlimited' if lock is None else format_bytes(lock)}",
         f"cores      {machine['usable_cores']} usable ({machine['cores_reason']}), {machine['physical_cores']} physical",
+        f"nodes      {_nodes_text(machine['numa_nodes'])}",
         f"threads    {threads['planned_for']}: host {threads['host']}, "
-        + ", ".join(f"{name} {count}" for name, count in threads["workers"].items())
+        + ", ".join(_worker_threads(threads, name) for name in threads["workers"])
         + f"; spin {threads['spin_us']} us ({threads['spin_reason']}), OpenMP waits {threads['openmp_waits']}",
         *socket_lines(machine["sockets"], machine["timeouts"]),
         f"versions   kernel {machine['kernel']}, {machine['libc']}, python {machine['python']}, {packages}",
@@ -150,9 +180,20 @@ def print_findings(found: dict[str, Any]) -> None:
             shown.add_row(name, "yes" if finding["available"] else "no", finding.get("reason", ""))
         options.show(shown)
     if "self_tests" in found:
-        shown = options.table("self-test", "weights", "cases", "elements", "differing", "result")
+        shown = options.table("self-test", "numerics", "weights", "cases", "elements", "differing", "result")
         for test in found["self_tests"]:
             counts = (f"{test[key]:,}" for key in ("cases", "elements", "differing"))
-            shown.add_row(test["isa"], test["weight_dtype"], *counts, "ok" if test["passed"] else "FAILED")
+            shown.add_row(test["isa"], test["numerics"], test["weight_dtype"], *counts, "ok" if test["passed"] else "FAILED")
         options.show(shown)
     typer.echo("\n".join(f"note: {problem}" for problem in found["problems"]) or "no problems found")
+
+
+def _worker_threads(threads: dict[str, Any], name: str) -> str:
+    cpus = threads["cpus"].get(name, ())
+    pinned = f" on CPU{'s' if len(cpus) > 1 else ''} {' '.join(map(str, cpus))}" if cpus else ""
+    return f"{name} {threads['workers'][name]}{pinned}"
+
+
+def _nodes_text(nodes: dict[int, tuple[int, ...]]) -> str:
+    """The memory nodes and how many CPUs each has."""
+    return ", ".join(f"{node}: {len(cpus)} CPUs" for node, cpus in nodes.items()) or "the kernel tells of no memory nodes"

@@ -19,6 +19,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from dflash_moe.errors import ConfigError
+
 _FUTEX_CALL = {"x86_64": 202, "aarch64": 98}  # Linux system call numbers
 _FUTEX_WAKE = 1
 _SEAL_FUTURE_WRITE = 0x10  # linux/fcntl.h; Python names it from 3.13 on
@@ -49,32 +51,39 @@ def probe_transports() -> dict[str, Finding]:
     }
 
 
-def probe_backends() -> dict[str, Finding]:
-    """The compute backends by name: whether built into this package, whether they can run here, and why not."""
+def probe_backends(cpu_isa: str | None = None) -> dict[str, Finding]:
+    """The compute backends by name: whether built into this package, whether they can run here, and why not.
+
+    `cpu_isa` is the kernel set asked for; None: the best.
+    """
     return {
-        "cpu": probe_cpu(),
+        "cpu": probe_cpu(cpu_isa),
         "cuda": _missing_backend("cuda", "libcuda.so.1", "/dev/nvidiactl"),
         "hip": _missing_backend("hip", "libamdhip64.so", "/dev/kfd"),
         "sim": {"built": False, "available": False, "reason": "backend 'sim' is not built into this version"},
     }
 
 
-def probe_cpu() -> Finding:
-    """Kernel sets of this CPU and which one runs."""
+def probe_cpu(asked: str | None = None) -> Finding:
+    """Kernel sets of this CPU, which one runs, and the numerics classes it computes."""
     try:
         from dflash_moe import _core
 
-        isas, best = _core.supported_isas(), _core.best_isa()
+        isas = _core.supported_isas()
+        isa = _core.parse_isa(asked) if asked else _core.best_isa()
     except ImportError as error:
         return {"built": False, "available": False, "reason": f"the C++ core cannot be imported: {error}"}
+    except ConfigError as error:
+        return {"built": True, "available": False, "reason": str(error)}
+    why = "as DFLASH_MOE_CPU_ISA asks, of those" if asked else "the last of those"
     return {
         "built": True,
         "available": True,
-        "isa": best,
-        "isa_reason": f"the last of those that this build and this CPU support: {', '.join(isas)}",
+        "isa": isa,
+        "isa_reason": f"{why} that this build and this CPU support: {', '.join(isas)}",
         "supported_isas": isas,
         "features": _core.cpu_features(),
-        "numerics_class": _core.numerics_class(),
+        "numerics_classes": _core.numerics_classes(isa),
     }
 
 

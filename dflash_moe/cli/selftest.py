@@ -1,4 +1,6 @@
-"""The self-test of `doctor --selftest`: every kernel set of this CPU against the reference, bit for bit, on seeded random data.
+"""The self-test of `doctor --selftest`: every kernel set and numerics class of this CPU against the reference, bit for bit.
+
+The data are random and seeded.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -13,8 +15,12 @@ import numpy as np
 
 from dflash_moe import _core
 from dflash_moe.config import DTYPES
+from dflash_moe.errors import UnsupportedError
+from dflash_moe.topology.spec import DEFAULT_NUMERICS
 
+Case = tuple[str, str, str]
 REFERENCE = "reference"
+WEIGHTS = (*DTYPES, "int8_g32", "int4_g32")  # what is made from floats
 NUM_EXPERTS = 5
 NUM_ROWS = 37  # no multiple of any vector width or tile
 TOP_K = 3
@@ -33,13 +39,14 @@ SPECS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class SelfTest:
-    """One kernel set and weight dtype over every activation and wire dtype. Passed when no element differs."""
+    """One kernel set, class and weight format over every activation and wire dtype. Passed when no element differs."""
 
     isa: str
     weight_dtype: str
     cases: int
     elements: int
     differing: int
+    numerics: str = DEFAULT_NUMERICS
 
     @property
     def is_passed(self) -> bool:
@@ -48,23 +55,40 @@ class SelfTest:
 
 
 def run_self_tests(seed: int = 1) -> list[SelfTest]:
-    """Every supported kernel set but the reference itself, in the core's order; takes seconds."""
-    cases = list(itertools.product(DTYPES, SPECS, DTYPES))
-    expected = {case: _forward(REFERENCE, case, seed) for case in cases}
+    """Every supported kernel set but the reference itself, in the core's order, and its classes; takes seconds."""
+    expected: dict[tuple[Case, str], np.ndarray[Any, Any]] = {}
     tests = []
-    for isa, weight_dtype in itertools.product((isa for isa in _core.supported_isas() if isa != REFERENCE), DTYPES):
-        own = [case for case in cases if case[0] == weight_dtype]
-        differing = sum(int(np.count_nonzero(expected[case] != _forward(isa, case, seed))) for case in own)
-        tests.append(SelfTest(isa, weight_dtype, len(own), sum(expected[case].size for case in own), differing))
+    for isa in (isa for isa in _core.supported_isas() if isa != REFERENCE):
+        for numerics, weight_dtype in itertools.product(_core.numerics_classes(isa), WEIGHTS):
+            if not _takes(numerics, weight_dtype):
+                continue
+            cases = list(itertools.product([weight_dtype], SPECS, DTYPES))
+            for case in cases:
+                if (case, numerics) not in expected:
+                    expected[case, numerics] = _forward(REFERENCE, case, seed, numerics)
+            wanted = [expected[case, numerics] for case in cases]
+            found = [_forward(isa, case, seed, numerics) for case in cases]
+            differing = sum(int(np.count_nonzero(one != other)) for one, other in zip(wanted, found, strict=True))
+            tests.append(SelfTest(isa, weight_dtype, len(cases), sum(one.size for one in wanted), differing, numerics))
     return tests
 
 
-def _forward(isa: str, case: tuple[str, str, str], seed: int) -> np.ndarray[Any, Any]:
-    """Bit patterns of the reply [NUM_ROWS, out_size] of (weight dtype, spec, wire dtype); the same data for every `isa`."""
+def _takes(numerics: str, weight_dtype: str) -> bool:
+    try:
+        _core.check_numerics(numerics, weight_dtype)
+    except UnsupportedError:
+        return False
+    return True
+
+
+def _forward(isa: str, case: Case, seed: int, numerics: str) -> np.ndarray[Any, Any]:
+    """Bit patterns of the reply [NUM_ROWS, out_size] of (weight format, spec, wire dtype); the same data for every `isa`."""
     weight_dtype, spec_name, wire_dtype = case
     spec = SPECS[spec_name]
     random = np.random.default_rng(seed)
-    oracle = _core.FfnOracle(spec=SIZES | spec, num_experts=NUM_EXPERTS, weight_dtype=weight_dtype, isa=isa, num_threads=2)
+    oracle = _core.FfnOracle(
+        spec=SIZES | spec, num_experts=NUM_EXPERTS, weight_dtype=weight_dtype, isa=isa, num_threads=2, numerics=numerics
+    )
     for expert in range(NUM_EXPERTS):
         oracle.load_expert(expert, **_weights(random, spec))
     counts = random.integers(1, TOP_K + 1, NUM_ROWS, dtype=np.uint16)

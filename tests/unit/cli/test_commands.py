@@ -14,7 +14,7 @@ import sys
 import pytest
 import typer
 
-from dflash_moe import __version__
+from dflash_moe import __version__, _core
 from dflash_moe.cli import demo, doctor, main, options
 from dflash_moe.config import SETTINGS
 from dflash_moe.errors import ConfigError, UnsupportedError, WorkerLost
@@ -252,7 +252,7 @@ def test_doctor_reports_backends_transports_machine_and_problems(capsys):
     code, out, err = run(capsys, "doctor", "--json")
     found = json.loads(out)
     assert (code, err) == (0, [])
-    assert set(found) == {"backends", "transports", "machine", "problems"}
+    assert set(found) == {"backends", "transports", "machine", "problems", "numerics"}
     assert set(found["backends"]) == {"cpu", "cuda", "hip", "sim"}
     assert found["backends"]["cpu"]["available"]
     for name in ("cuda", "hip", "sim"):
@@ -265,6 +265,8 @@ def test_doctor_reports_backends_transports_machine_and_problems(capsys):
     assert threads["total"] == threads["host"] + sum(threads["workers"].values())
     assert threads["oversubscribed"] == (threads["total"] > found["machine"]["usable_cores"])
     assert found["machine"]["memory_available_bytes"] > 0
+    assert found["backends"]["cpu"]["numerics_classes"] == _core.numerics_classes(_core.best_isa())
+    assert found["numerics"] == {"policy": "exact", "classes": {"w0": "f32-canonical", "w1": "f32-canonical"}}
 
 
 def test_doctor_says_what_it_cannot_have(capsys, monkeypatch):
@@ -288,22 +290,48 @@ def test_a_failed_self_test_exits_with_1(capsys, monkeypatch):
 
 
 def test_self_tests_compare_every_kernel_set_and_see_a_difference(monkeypatch):
-    from dflash_moe import _core
     from dflash_moe.cli import selftest
 
     monkeypatch.setattr(_core, "supported_isas", lambda: ["reference", "scalar"])
     monkeypatch.setattr(selftest, "SPECS", {"silu": selftest.SPECS["silu"]})
-    assert [(test.isa, test.is_passed, test.cases) for test in selftest.run_self_tests()] == [("scalar", True, 3)] * 3
+    monkeypatch.setattr(selftest, "WEIGHTS", ("f32", "bf16"))
+    classes = _core.numerics_classes("scalar")
+    tests = selftest.run_self_tests()
+    assert {(test.isa, test.is_passed, test.cases) for test in tests} == {("scalar", True, 3)}
+    assert [(test.numerics, test.weight_dtype) for test in tests][:2] == [("f32-canonical", "f32"), ("f32-canonical", "bf16")]
+    assert {test.numerics for test in tests} == {
+        numerics for numerics in classes if any(selftest._takes(numerics, kept) for kept in selftest.WEIGHTS)
+    }
     forward = selftest._forward
 
-    def one_bit_off(isa: str, case: tuple[str, str, str], seed: int):
-        bits = forward(isa, case, seed).copy()
+    def one_bit_off(isa: str, case: tuple[str, str, str], seed: int, numerics: str):
+        bits = forward(isa, case, seed, numerics).copy()
         if isa != "reference":
             bits[3, 4] ^= 1
         return bits
 
     monkeypatch.setattr(selftest, "_forward", one_bit_off)
-    assert [test.differing for test in selftest.run_self_tests()] == [3] * 3
+    assert [test.differing for test in selftest.run_self_tests()] == [3] * len(tests)
+
+
+def test_doctor_names_the_classes_and_cores_of_a_topology(capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("DFLASH_MOE_CPU_ISA", "scalar")
+    cpu = min(os.sched_getaffinity(0))
+    path = tmp_path / "two.yaml"
+    path.write_text(
+        "version: 1\nhost: {experts: {memory: 10%}}\nworkers:\n"
+        f"  - {{name: w0, activations: bf16, cpus: {cpu}}}\n  - {{name: far, address: 'tcp://10.0.0.2:7171'}}\n"
+    )
+    code, out, _ = run(capsys, "doctor", "--topology", str(path))
+    assert code == 0
+    assert "kernels    scalar (as DFLASH_MOE_CPU_ISA asks" in out
+    assert "workers ask for bf16-dot, f32-canonical (exact)" in out
+    assert f"w0 1 on CPU {cpu}" in out
+    assert "note: w0 asks for numerics class bf16-dot, which kernel set scalar does not compute" in out
+    assert "(host f32-canonical, w0 bf16-dot, far f32-canonical): numerics: exact refuses it" in out
+    nodes = re.search(r"nodes +(.*)", out)
+    assert nodes is not None
+    assert re.fullmatch(r"(\d+: \d+ CPUs(, )?)+|the kernel tells of no memory nodes", nodes[1])
 
 
 @pytest.mark.parametrize("arguments", [["doctor"], ["key", "--help"], ["worker", "--help"], ["--help"]])
