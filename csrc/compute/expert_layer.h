@@ -15,6 +15,15 @@
 
 namespace dflash::compute {
 
+// A mapped file that can also be read. Pages wanted once are cheaper to copy than to fault in, and a file that has become shorter is an
+// error then instead of SIGBUS.
+class MappedBytes {
+ public:
+  virtual ~MappedBytes() = default;
+  // Copies [from, from + num_bytes) of the mapping to `to`. Any thread. Errors: kCheckpoint naming the file.
+  virtual Status copy(const std::byte* from, size_t num_bytes, std::byte* to) const = 0;
+};
+
 // A weight matrix as it lies in a mapped checkpoint. Not owned.
 // Float formats: element (output o, input i) is at data + (o*output_stride + i*input_stride) elements; strides make packed,
 // transposed and interleaved layouts the same thing. All other formats: the blocks of output o lie together, ascending inputs,
@@ -29,6 +38,7 @@ struct MatrixView {
   int64_t input_stride = 0;
   const std::byte* scales = nullptr;  // null: the format has none apart
   int64_t scales_stride = 0;
+  const MappedBytes* file = nullptr;  // what `data` lies in; null: memory
 };
 struct VectorView {
   const std::byte* data = nullptr;  // null: absent

@@ -14,24 +14,38 @@ namespace {
 
 bool is_finite_f16(const uint8_t* bytes) { return (internal::load_u16(bytes) & 0x7c00u) != 0x7c00u; }
 
-// True if the scales inside one block are finite.
-bool block_is_finite(WeightFormat format, const uint8_t* block) {
-  switch (format) {
+// The first input of a row of blocks for which `is_finite` is false, or `inputs`.
+template <class Check>
+uint32_t first_bad_of(const uint8_t* row, uint32_t inputs, const FormatFacts& facts, Check is_finite) {
+  for (uint32_t i = 0; i < inputs; i += facts.block, row += facts.block_bytes) {
+    if (!is_finite(row)) return i;
+  }
+  return inputs;
+}
+
+// The first input of a row whose block has a scale that could not be used, or matrix.inputs.
+uint32_t first_bad_block(const MatrixView& matrix, const uint8_t* row) {
+  const FormatFacts& facts = format_facts(matrix.format);
+  switch (matrix.format) {
     case WeightFormat::kQ4K:
-    case WeightFormat::kQ5K: return is_finite_f16(block) && is_finite_f16(block + 2);
-    case WeightFormat::kQ6K: return is_finite_f16(block + 208);
-    case WeightFormat::kGgufMxfp4: return block[0] != 255;
-    default: return is_finite_f16(block);
+    case WeightFormat::kQ5K:
+      return first_bad_of(row, matrix.inputs, facts, [](const uint8_t* block) { return is_finite_f16(block) && is_finite_f16(block + 2); });
+    case WeightFormat::kQ6K: return first_bad_of(row, matrix.inputs, facts, [](const uint8_t* block) { return is_finite_f16(block + 208); });
+    case WeightFormat::kGgufMxfp4: return first_bad_of(row, matrix.inputs, facts, [](const uint8_t* block) { return block[0] != 255; });
+    default: return first_bad_of(row, matrix.inputs, facts, is_finite_f16);
   }
 }
 
-// The first input of row `output` whose value could not be used, or matrix.inputs.
-uint32_t first_bad_block(const MatrixView& matrix, const uint8_t* row) {
-  const FormatFacts& facts = format_facts(matrix.format);
-  for (uint32_t i = 0; i < matrix.inputs; i += facts.block, row += facts.block_bytes) {
-    if (!block_is_finite(matrix.format, row)) return i;
+// True if one of `count` values has all the bits of `mask`: an exponent of NaN or infinity. Without an exit, so that it vectorises.
+template <class T>
+bool any_has(T mask, const uint8_t* values, uint32_t count) {
+  T found = 0;
+  for (uint32_t i = 0; i < count; ++i) {
+    T value;
+    std::memcpy(&value, values + sizeof(T) * i, sizeof(T));
+    found = static_cast<T>(found | static_cast<T>((value & mask) == mask));
   }
-  return matrix.inputs;
+  return found != 0;
 }
 
 uint32_t first_bad_fp8(const MatrixView& matrix, uint32_t output, const uint8_t* row) {
@@ -41,8 +55,8 @@ uint32_t first_bad_fp8(const MatrixView& matrix, uint32_t output, const uint8_t*
     std::memcpy(&scale, scales + size_t{begin} / kFp8BlockWidth * sizeof(float), sizeof(float));
     if (!std::isfinite(scale)) return begin;
     const uint32_t end = std::min(begin + kFp8BlockWidth, matrix.inputs);
-    const auto* found = std::find_if(row + begin, row + end, [](uint8_t code) { return (code & 0x7fu) == 0x7fu; });
-    if (found != row + end) return static_cast<uint32_t>(found - row);
+    if (!any_has<uint8_t>(0x7f, row + begin, end - begin)) continue;
+    return static_cast<uint32_t>(std::find_if(row + begin, row + end, [](uint8_t code) { return (code & 0x7fu) == 0x7fu; }) - row);
   }
   return matrix.inputs;
 }
@@ -55,7 +69,15 @@ uint32_t first_bad_mxfp4(const MatrixView& matrix, uint32_t output) {
   return matrix.inputs;
 }
 
+bool is_finite_row(const MatrixView& matrix, uint32_t output) {
+  const auto* values = reinterpret_cast<const uint8_t*>(matrix.data);
+  if (matrix.format == WeightFormat::kF32) return !any_has<uint32_t>(0x7f800000u, values + 4 * output * matrix.output_stride, matrix.inputs);
+  const uint16_t exponent = matrix.format == WeightFormat::kF16 ? 0x7c00u : 0x7f80u;
+  return !any_has<uint16_t>(exponent, values + 2 * output * matrix.output_stride, matrix.inputs);
+}
+
 uint32_t first_bad_float(const MatrixView& matrix, uint32_t output, std::vector<float>& row) {
+  if (matrix.input_stride == 1 && is_finite_row(matrix, output)) return matrix.inputs;
   row.resize(matrix.inputs);
   dequantize(matrix, output, 1, row.data());
   for (uint32_t i = 0; i < matrix.inputs; ++i) {

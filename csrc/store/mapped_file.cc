@@ -4,11 +4,10 @@
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
+#include <unistd.h>
 
 #include <cerrno>
 #include <cstring>
-
-#include "base/owned_fd.h"
 
 namespace dflash::store {
 namespace {
@@ -41,7 +40,7 @@ Result<std::unique_ptr<MappedFile>> MappedFile::open(const std::string& path) {
   const auto size_bytes = static_cast<uint64_t>(facts.st_size);
   void* base = ::mmap(nullptr, size_bytes, PROT_READ, MAP_SHARED, fd.get(), 0);
   if (base == MAP_FAILED) return checkpoint_error(path, std::string("cannot be mapped: ") + std::strerror(errno));
-  return std::unique_ptr<MappedFile>(new MappedFile(path, static_cast<std::byte*>(base), size_bytes));
+  return std::unique_ptr<MappedFile>(new MappedFile(path, std::move(fd), static_cast<std::byte*>(base), size_bytes));
 }
 
 MappedFile::~MappedFile() { ::munmap(base_, size_bytes_); }
@@ -61,7 +60,13 @@ Result<compute::MatrixView> MappedFile::matrix(uint64_t offset, Dtype dtype, uin
   if (!end_of_block(offset, outputs, output_stride, inputs, input_stride, dtype_bytes(dtype), size_bytes_)) {
     return out_of_file(offset);
   }
-  return compute::MatrixView{base_ + offset, compute::format_of(dtype), outputs, inputs, output_stride, input_stride};
+  return compute::MatrixView{.data = base_ + offset,
+                             .format = compute::format_of(dtype),
+                             .outputs = outputs,
+                             .inputs = inputs,
+                             .output_stride = output_stride,
+                             .input_stride = input_stride,
+                             .file = this};
 }
 
 Result<const std::byte*> MappedFile::rows(uint64_t offset, uint32_t num_rows, uint64_t row_bytes, int64_t stride_bytes) const {
@@ -75,7 +80,8 @@ Result<compute::MatrixView> MappedFile::blocks(uint64_t offset, compute::WeightF
                                                int64_t row_stride_bytes) const {
   auto data = rows(offset, outputs, compute::row_bytes(format, inputs), row_stride_bytes);
   if (!data.ok()) return std::move(data).error();
-  return compute::MatrixView{data.value(), format, outputs, inputs, row_stride_bytes, 0};
+  return compute::MatrixView{
+      .data = data.value(), .format = format, .outputs = outputs, .inputs = inputs, .output_stride = row_stride_bytes, .file = this};
 }
 
 Status MappedFile::add_scales(uint64_t offset, int64_t row_stride_bytes, compute::MatrixView& matrix) const {
@@ -93,6 +99,23 @@ Status MappedFile::add_scales(uint64_t offset, int64_t row_stride_bytes, compute
 Result<compute::VectorView> MappedFile::vector(uint64_t offset, Dtype dtype, uint32_t count, int64_t stride) const {
   if (!end_of_block(offset, 1, 0, count, stride, dtype_bytes(dtype), size_bytes_)) return out_of_file(offset);
   return compute::VectorView{base_ + offset, dtype, count, stride};
+}
+
+Status MappedFile::copy(const std::byte* from, size_t num_bytes, std::byte* to) const {
+  auto offset = static_cast<uint64_t>(from - base_);
+  while (num_bytes > 0) {
+    const ssize_t got = ::pread(fd_.get(), to, num_bytes, static_cast<off_t>(offset));
+    if (got < 0 && errno == EINTR) continue;
+    if (got < 0) return checkpoint_error(path_, std::string("cannot be read: ") + std::strerror(errno));
+    if (got == 0) {
+      return checkpoint_error(path_, "ends at byte " + std::to_string(offset) + ", but had " + std::to_string(size_bytes_) +
+                                         " bytes when it was opened; it must not change while a worker loads from it");
+    }
+    to += got;
+    offset += static_cast<uint64_t>(got);
+    num_bytes -= static_cast<size_t>(got);
+  }
+  return ok();
 }
 
 void MappedFile::drop_pages() const { ::madvise(base_, size_bytes_, MADV_DONTNEED); }

@@ -1,5 +1,6 @@
 // A checkpoint file mapped read-only: workers compute from, or pack out of, its pages without reading the whole file.
-// A file that shrinks while mapped can still raise SIGBUS in the reader; checkpoints are expected not to change under a worker.
+// Packing copies what it packs (compute::MappedBytes). Where pages of the mapping itself are touched - transposed matrices, scales apart,
+// biases - a file that shrinks while mapped raises SIGBUS; checkpoints are expected not to change under a worker.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -9,16 +10,17 @@
 #include <span>
 #include <string>
 
+#include "base/owned_fd.h"
 #include "base/result.h"
 #include "compute/expert_layer.h"
 
 namespace dflash::store {
 
-class MappedFile {
+class MappedFile final : public compute::MappedBytes {
  public:
   // Errors: kCheckpoint naming the file (missing, not a regular file, empty, cannot be mapped).
   static Result<std::unique_ptr<MappedFile>> open(const std::string& path);
-  ~MappedFile();
+  ~MappedFile() override;
   MappedFile(const MappedFile&) = delete;
   MappedFile& operator=(const MappedFile&) = delete;
 
@@ -37,16 +39,20 @@ class MappedFile {
   Status add_scales(uint64_t offset, int64_t row_stride_bytes, compute::MatrixView& matrix) const;
   Result<compute::VectorView> vector(uint64_t offset, Dtype dtype, uint32_t count, int64_t stride) const;
 
+  // By reading the file: no page of the mapping becomes resident. Errors: kCheckpoint where the file has become shorter.
+  Status copy(const std::byte* from, size_t num_bytes, std::byte* to) const override;
+
   // Gives the resident pages of this mapping back to the page cache; they are read again when touched.
   void drop_pages() const;
 
  private:
-  MappedFile(std::string path, std::byte* base, uint64_t size_bytes)
-      : path_(std::move(path)), base_(base), size_bytes_(size_bytes) {}
+  MappedFile(std::string path, OwnedFd fd, std::byte* base, uint64_t size_bytes)
+      : path_(std::move(path)), fd_(std::move(fd)), base_(base), size_bytes_(size_bytes) {}
   Error out_of_file(uint64_t offset) const;
   Result<const std::byte*> rows(uint64_t offset, uint32_t num_rows, uint64_t row_bytes, int64_t stride_bytes) const;
 
   std::string path_;
+  OwnedFd fd_;
   std::byte* base_;
   uint64_t size_bytes_;
 };

@@ -1,5 +1,5 @@
-// Quantised weights into panels (panel_layout.h): nibbles and bit fields are gathered eight at a time from 64-bit words, so that packing
-// keeps up with reading. Quantisation at load (int8_g32, int4_g32) works on float rows.
+// Quantised weights into panels (panel_layout.h): a record of an output is taken apart sixteen bytes at a time and stored four outputs at a
+// time (record_tiles.h), so that packing keeps up with reading. Quantisation at load (int8_g32, int4_g32) works on float rows.
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 #include <cstring>
@@ -7,6 +7,8 @@
 
 #include "compute/cpu/pack.h"
 #include "compute/cpu/panel_layout.h"
+#include "compute/cpu/quantize_groups.h"
+#include "compute/cpu/record_tiles.h"
 #include "compute/dequantize.h"
 
 namespace dflash::compute {
@@ -18,170 +20,104 @@ uint64_t load64(const uint8_t* bytes) {
   return value;
 }
 
-// The low nibbles of eight bytes as one word, first byte lowest.
-uint32_t gather_nibbles(uint64_t bytes) {
-  bytes &= 0x0f0f0f0f0f0f0f0full;
-  bytes = (bytes | bytes >> 4) & 0x00ff00ff00ff00ffull;
-  bytes = (bytes | bytes >> 8) & 0x0000ffff0000ffffull;
-  return static_cast<uint32_t>(bytes | bytes >> 16);
-}
-// The lowest bit pairs of eight bytes: those of bytes 2b and 2b + 1 as the low nibble of byte b.
-uint32_t gather_pairs(uint64_t bytes) {
-  bytes &= 0x0303030303030303ull;
-  bytes = (bytes | bytes >> 6) & 0x000f000f000f000full;
-  bytes = (bytes | bytes >> 8) & 0x00000f0f00000f0full;
-  return static_cast<uint32_t>(bytes | bytes >> 16);
-}
 // The lowest bits of eight bytes: each multiple of 2^(56 - 7i) moves bit 8i to bit 56 + i.
 uint32_t gather_bits(uint64_t bytes) {
   return static_cast<uint32_t>((bytes & 0x0101010101010101ull) * 0x0102040810204080ull >> 56);
 }
 
-// One output's lane of one record. The layout is a constant: stores of bytes could otherwise change it in the compiler's eyes.
-template <WeightFormat kFormat>
-class Lane {
- public:
-  static constexpr PanelLayout kLayout = panel_layout(kFormat);
-  Lane(std::byte* record, uint32_t width, uint32_t output) : record_(record), width_(width), output_(output) {}
+internal::U16x8 load_bytes(const uint8_t* bytes) { return internal::load_vector<internal::U16x8>(bytes); }
 
-  void put_header(uint32_t field, uint16_t value) const { put(size_t{field} * sizeof(value) * width_, value); }
-  template <class T>
-  void put_scale(uint32_t group, uint32_t field, T value) const {
-    put(group_at(group) + size_t{field} * sizeof(T) * width_, value);
-  }
-  void put_word(uint32_t group, uint32_t word, uint32_t value) const {
-    put(group_at(group) + (size_t{kLayout.scale_bytes} + size_t{word} * sizeof(value)) * width_, value);
-  }
-  void put_byte(uint32_t group, uint32_t input, uint8_t value) const { put(group_at(group) + (size_t{kLayout.scale_bytes} + input) * width_, value); }
-
- private:
-  size_t group_at(uint32_t group) const { return (kLayout.header_bytes + group * kLayout.group_bytes()) * width_; }
-  // `field_at` is where the field's array over the outputs begins.
-  template <class T>
-  void put(size_t field_at, T value) const {
-    std::memcpy(record_ + field_at + sizeof(T) * output_, &value, sizeof(T));
-  }
-
-  std::byte* record_;
-  uint32_t width_;
-  uint32_t output_;
-};
-
-// Blocks of 32 whose nibbles are low halves first (q4_0, iq4_nl, mxfp4 of GGUF).
-template <class L>
-void put_split_nibbles(L lane, uint32_t group, const uint8_t* nibbles) {
-  for (uint32_t half = 0; half < 2; ++half) {
-    const uint64_t bytes = load64(nibbles + 8 * half);
-    lane.put_word(group, half, gather_nibbles(bytes));
-    lane.put_word(group, 2 + half, gather_nibbles(bytes >> 4));
-  }
+// Four words out of the nibbles at `low_shift` of sixteen bytes and those at `high_shift` of sixteen others.
+void put_nibbles(const uint8_t* low, int low_shift, const uint8_t* high, int high_shift, uint32_t* words) {
+  internal::store_vector(words, internal::even_bytes(join_nibbles(load_bytes(low), low_shift), join_nibbles(load_bytes(high), high_shift)));
 }
 
-template <class L>
-void put_q8_0(L lane, const uint8_t* block) {
-  lane.put_scale(0, 0, internal::load_u16(block));
-  for (uint32_t word = 0; word < 8; ++word) {
-    uint32_t value;
-    std::memcpy(&value, block + 2 + 4 * word, sizeof(value));
-    lane.put_word(0, word, value);
-  }
+void put_q8_0(const uint8_t* block, RecordFields<WeightFormat::kQ8_0>& fields) {
+  fields.scales[0] = internal::load_u16(block);
+  std::memcpy(fields.words, block + 2, 32);
 }
 
-template <class L>
-void put_k_affine(L lane, bool has_fifth_bit, const uint8_t* block) {
-  lane.put_header(0, internal::load_u16(block));
-  lane.put_header(1, internal::load_u16(block + 2));
-  const uint8_t* nibbles = block + (has_fifth_bit ? 48 : 16);
+// The six-bit scales and minima of eight groups, alternating: as internal::k_scale, all groups in two words.
+void put_k_scales(const uint8_t* packed, uint8_t* scales) {
+  uint32_t low, middle, high;
+  std::memcpy(&low, packed, sizeof(low));
+  std::memcpy(&middle, packed + 4, sizeof(middle));
+  std::memcpy(&high, packed + 8, sizeof(high));
+  const uint32_t all[4] = {low & 0x3f3f3f3fu, (high & 0x0f0f0f0fu) | (low >> 6 & 0x03030303u) << 4, middle & 0x3f3f3f3fu,
+                           (high >> 4 & 0x0f0f0f0fu) | (middle >> 6 & 0x03030303u) << 4};
+  uint8_t bytes[16];  // eight scales, eight minima
+  std::memcpy(bytes, all, sizeof(bytes));
   for (uint32_t group = 0; group < 8; ++group) {
-    uint8_t scale, minimum;
-    internal::k_scale(block + 4, group, &scale, &minimum);
-    lane.put_scale(group, 0, scale);
-    lane.put_scale(group, 1, minimum);
-    uint32_t fifth = 0;
-    for (uint32_t word = 0; word < 4; ++word) {
-      lane.put_word(group, word, gather_nibbles(load64(nibbles + group / 2 * 32 + 8 * word) >> (group % 2 * 4)));
-      if (has_fifth_bit) fifth |= gather_bits(load64(block + 16 + 8 * word) >> group) << (8 * word);
-    }
-    if (has_fifth_bit) lane.put_word(group, 4, fifth);
+    scales[2 * group] = bytes[group];
+    scales[2 * group + 1] = bytes[8 + group];
   }
 }
 
-template <class L>
-void put_q6_k(L lane, const uint8_t* block) {
-  lane.put_header(0, internal::load_u16(block + 208));
-  for (uint32_t group = 0; group < 16; ++group) {
-    const uint32_t half = group / 8, j = group % 8 / 2, first = group % 2 * 16;  // as dequantize_q6_k, with i from `first`
-    const uint8_t* low = block + half * 64 + j % 2 * 32 + first;
-    const uint8_t* high = block + 128 + half * 32 + first;
-    lane.put_scale(group, 0, block[192 + group]);
-    uint32_t upper = 0;
-    for (uint32_t word = 0; word < 2; ++word) {
-      lane.put_word(group, word, gather_nibbles(load64(low + 8 * word) >> (j / 2 * 4)));
-      upper |= gather_pairs(load64(high + 8 * word) >> (2 * j)) << (4 * word);
+template <WeightFormat kFormat>
+void put_k_affine(const uint8_t* block, RecordFields<kFormat>& fields) {
+  constexpr bool kHasFifthBit = kFormat == WeightFormat::kQ5K;
+  fields.headers[0] = internal::load_u16(block);
+  fields.headers[1] = internal::load_u16(block + 2);
+  put_k_scales(block + 4, fields.scales);
+  const uint8_t* nibbles = block + (kHasFifthBit ? 48 : 16);
+  for (uint32_t group = 0; group < 8; ++group) {
+    const int shift = group % 2 == 0 ? 0 : 4;
+    const uint8_t* from = nibbles + group / 2 * 32;
+    put_nibbles(from, shift, from + 16, shift, fields.words + 4 * group);
+    if constexpr (kHasFifthBit) {
+      uint32_t fifth = 0;
+      for (uint32_t word = 0; word < 4; ++word) fifth |= gather_bits(load64(block + 16 + 8 * word) >> group) << (8 * word);
+      fields.further[group] = fifth;
     }
-    lane.put_word(group, 2, upper);
   }
 }
 
-template <class L>
-void put_iq4_xs(L lane, const uint8_t* block) {
-  lane.put_header(0, internal::load_u16(block));
+// Groups of 16: group 8 * half + 2 * j + part has the nibbles at 4 * (j / 2) of 16 of the bytes, and the bit pairs at 2 * j of 16 others.
+void put_q6_k(const uint8_t* block, RecordFields<WeightFormat::kQ6K>& fields) {
+  fields.headers[0] = internal::load_u16(block + 208);
+  std::memcpy(fields.scales, block + 192, 16);
+  for (uint32_t half = 0; half < 2; ++half) {
+    for (uint32_t part = 0; part < 2; ++part) {
+      const uint8_t* high = block + 128 + half * 32 + part * 16;
+      for (uint32_t j = 0; j < 2; ++j) {
+        const uint8_t* low = block + half * 64 + j * 32 + part * 16;
+        const uint32_t group = 8 * half + 2 * j + part;  // and the one four further on, in the upper nibbles
+        uint32_t words[4], pairs[4];
+        put_nibbles(low, 0, low, 4, words);
+        std::memcpy(fields.words + 2 * group, words, 8);
+        std::memcpy(fields.words + 2 * (group + 4), words + 2, 8);
+        const int shift = static_cast<int>(2 * j);
+        internal::store_vector(pairs, internal::even_bytes(join_pairs(load_bytes(high), shift), join_pairs(load_bytes(high), shift + 4)));
+        fields.further[group] = pairs[0] | pairs[1] << 4;
+        fields.further[group + 4] = pairs[2] | pairs[3] << 4;
+      }
+    }
+  }
+}
+
+void put_iq4_xs(const uint8_t* block, RecordFields<WeightFormat::kIq4Xs>& fields) {
+  fields.headers[0] = internal::load_u16(block);
   const uint32_t high = internal::load_u16(block + 2);
   for (uint32_t group = 0; group < 8; ++group) {
     const uint32_t scale = (uint32_t{block[4 + group / 2]} >> (group % 2 * 4) & 15u) | (high >> (2 * group) & 3u) << 4;
-    lane.put_scale(group, 0, static_cast<int8_t>(static_cast<int32_t>(scale) - 32));
-    put_split_nibbles(lane, group, block + 8 + 16 * group);
+    fields.scales[group] = static_cast<uint8_t>(scale - 32);
+    const uint8_t* nibbles = block + 8 + 16 * group;
+    put_nibbles(nibbles, 0, nibbles, 4, fields.words + 4 * group);
   }
 }
 
 template <WeightFormat kFormat>
-void put_block(Lane<kFormat> lane, const uint8_t* block) {
-  if constexpr (kFormat == WeightFormat::kQ8_0) put_q8_0(lane, block);
-  else if constexpr (kFormat == WeightFormat::kQ4K || kFormat == WeightFormat::kQ5K) put_k_affine(lane, kFormat == WeightFormat::kQ5K, block);
-  else if constexpr (kFormat == WeightFormat::kQ6K) put_q6_k(lane, block);
-  else if constexpr (kFormat == WeightFormat::kIq4Xs) put_iq4_xs(lane, block);
-  else if constexpr (kFormat == WeightFormat::kGgufMxfp4) {
-    lane.put_scale(0, 0, block[0]);
-    put_split_nibbles(lane, 0, block + 1);
-  } else {  // q4_0, iq4_nl
-    lane.put_scale(0, 0, internal::load_u16(block));
-    put_split_nibbles(lane, 0, block + 2);
+void put_block(const uint8_t* block, RecordFields<kFormat>& fields) {
+  if constexpr (kFormat == WeightFormat::kQ8_0) put_q8_0(block, fields);
+  else if constexpr (kFormat == WeightFormat::kQ4K || kFormat == WeightFormat::kQ5K) put_k_affine(block, fields);
+  else if constexpr (kFormat == WeightFormat::kQ6K) put_q6_k(block, fields);
+  else if constexpr (kFormat == WeightFormat::kIq4Xs) put_iq4_xs(block, fields);
+  else {  // q4_0, iq4_nl, mxfp4 of GGUF: low nibbles first
+    constexpr bool kIsMxfp4 = kFormat == WeightFormat::kGgufMxfp4;
+    fields.scales[0] = static_cast<ScaleOf<kFormat>>(kIsMxfp4 ? block[0] : internal::load_u16(block));
+    const uint8_t* nibbles = block + (kIsMxfp4 ? 1 : 2);
+    put_nibbles(nibbles, 0, nibbles, 4, fields.words);
   }
-}
-
-template <class L>
-void put_mxfp4(L lane, const uint8_t* pairs, std::byte exponent) {
-  lane.put_scale(0, 0, exponent);
-  for (uint32_t word = 0; word < 4; ++word) {  // pairs are already in the order of a word
-    uint32_t value;
-    std::memcpy(&value, pairs + 4 * word, sizeof(value));
-    lane.put_word(0, word, value);
-  }
-}
-
-template <class L>
-void put_fp8(L lane, const uint8_t* codes, uint32_t count, const std::byte* scale) {
-  float value;
-  std::memcpy(&value, scale, sizeof(value));
-  lane.put_scale(0, 0, value);
-  for (uint32_t i = 0; i < count; ++i) lane.put_byte(0, i, codes[i]);
-}
-
-template <class L>
-void put_quantized(L lane, bool is_int8, const float* values) {
-  int8_t integers[kGroupInputs];
-  lane.put_scale(0, 0, quantize_group(values, is_int8 ? 127.0f : 7.0f, integers));
-  if (is_int8) {
-    for (uint32_t word = 0; word < 8; ++word) {
-      uint32_t value;
-      std::memcpy(&value, integers + 4 * word, sizeof(value));
-      lane.put_word(0, word, value);
-    }
-    return;
-  }
-  uint8_t codes[kGroupInputs];
-  for (uint32_t i = 0; i < kGroupInputs; ++i) codes[i] = static_cast<uint8_t>(integers[i] + 8);
-  for (uint32_t word = 0; word < 4; ++word) lane.put_word(0, word, gather_nibbles(load64(codes + 8 * word)));
 }
 
 // What a panel takes of a matrix.
@@ -192,17 +128,60 @@ struct PanelSource {
   uint32_t width;
 };
 
-// Rows quantised on the way: a row is widened, then cut into groups, the last one filled up with zeros.
+// Rows quantised on the way: four are widened and quantised, the last group of each filled up with zeros, then stored.
 template <WeightFormat kFormat>
 void pack_from_floats(const PanelSource& source, std::byte* packed) {
   constexpr PanelLayout kLayout = panel_layout(kFormat);
-  const uint32_t num_records = (source.matrix.inputs + kLayout.record_inputs - 1) / kLayout.record_inputs;
-  std::vector<float> row(size_t{num_records} * kLayout.record_inputs, 0.0f);
-  for (uint32_t o = 0; o < source.num_outputs; ++o) {
-    dequantize(source.matrix, source.first_output + o, 1, row.data());
+  constexpr bool kIsInt8 = kFormat == WeightFormat::kInt8G32;
+  const uint32_t num_records = (source.matrix.inputs + kGroupInputs - 1) / kGroupInputs;
+  const size_t padded = size_t{num_records} * kGroupInputs;
+  std::vector<float> row(padded, 0.0f), scales(kQuad * num_records);
+  std::vector<int8_t> integers(kQuad * padded);
+  for (uint32_t first = 0; first < source.num_outputs; first += kQuad) {
+    const uint32_t count = std::min(kQuad, source.num_outputs - first);
+    for (uint32_t o = 0; o < count; ++o) {
+      dequantize(source.matrix, source.first_output + first + o, 1, row.data());
+      quantize_groups(row.data(), num_records, kIsInt8 ? 127.0f : 7.0f, integers.data() + o * padded, scales.data() + o * num_records);
+    }
     for (uint32_t record = 0; record < num_records; ++record) {
-      const Lane<kFormat> lane(packed + record * kLayout.record_bytes() * source.width, source.width, o);
-      put_quantized(lane, kFormat == WeightFormat::kInt8G32, row.data() + size_t{record} * kLayout.record_inputs);
+      RecordFields<kFormat> fields[kQuad] = {};
+      for (uint32_t o = 0; o < count; ++o) {
+        std::memcpy(fields[o].scales, &scales[o * num_records + record], sizeof(float));
+        const int8_t* from = integers.data() + o * padded + size_t{record} * kGroupInputs;
+        if constexpr (kIsInt8) {
+          std::memcpy(fields[o].words, from, kGroupInputs);
+        } else {
+          uint8_t codes[kGroupInputs];
+          for (uint32_t i = 0; i < kGroupInputs; ++i) codes[i] = static_cast<uint8_t>(from[i] + 8);
+          put_nibbles(codes, 0, codes + 16, 0, fields[o].words);
+        }
+      }
+      store_records(fields, source.width, first, packed + record * kLayout.record_bytes() * source.width);
+    }
+  }
+}
+
+constexpr uint8_t kNoCodes[kFp8BlockWidth] = {};  // of lanes past the last output
+
+// FP8: the codes of four outputs go straight from their rows.
+void pack_fp8(const PanelSource& source, std::byte* packed) {
+  constexpr PanelLayout kLayout = panel_layout(WeightFormat::kFp8E4m3B128);
+  const MatrixView& matrix = source.matrix;
+  for (uint32_t k = 0; k < matrix.inputs; k += kLayout.record_inputs, packed += kLayout.record_bytes() * source.width) {
+    for (uint32_t first = 0; first < source.num_outputs; first += kQuad) {
+      const uint8_t* rows[kQuad];
+      uint32_t scales[kQuad];
+      for (uint32_t o = 0; o < kQuad; ++o) {
+        rows[o] = kNoCodes;
+        scales[o] = 0;
+        if (first + o >= source.num_outputs) continue;
+        const uint32_t output = source.first_output + first + o;
+        rows[o] = reinterpret_cast<const uint8_t*>(matrix.data + output * matrix.output_stride) + k;
+        std::memcpy(&scales[o], matrix.scales + output / kFp8BlockWidth * matrix.scales_stride + size_t{k} / kFp8BlockWidth * 4, 4);
+      }
+      store_quad(packed + size_t{4} * first, std::min(kQuad, source.width - first), scales[0], scales[1], scales[2], scales[3]);
+      store_bytes(rows, std::min(kLayout.record_inputs, matrix.inputs - k), source.width, first,
+                  packed + size_t{kLayout.scale_bytes} * source.width);
     }
   }
 }
@@ -211,20 +190,23 @@ template <WeightFormat kFormat>
 void pack_records(const PanelSource& source, std::byte* packed) {
   constexpr PanelLayout kLayout = panel_layout(kFormat);
   const MatrixView& matrix = source.matrix;
+  const FormatFacts& facts = format_facts(kFormat);
   for (uint32_t k = 0; k < matrix.inputs; k += kLayout.record_inputs, packed += kLayout.record_bytes() * source.width) {
-    for (uint32_t o = 0; o < source.num_outputs; ++o) {
-      const uint32_t output = source.first_output + o;
-      const auto* row = reinterpret_cast<const uint8_t*>(matrix.data + output * matrix.output_stride);
-      const Lane<kFormat> lane(packed, source.width, o);
-      if constexpr (kFormat == WeightFormat::kMxfp4) {
-        put_mxfp4(lane, row + k / 2, matrix.scales[output * matrix.scales_stride + k / kGroupInputs]);
-      } else if constexpr (kFormat == WeightFormat::kFp8E4m3B128) {
-        const std::byte* scale = matrix.scales + output / kFp8BlockWidth * matrix.scales_stride + size_t{k} / kFp8BlockWidth * sizeof(float);
-        put_fp8(lane, row + k, std::min(kLayout.record_inputs, matrix.inputs - k), scale);
-      } else {
-        const FormatFacts& facts = format_facts(kFormat);
-        put_block<kFormat>(lane, row + size_t{k} / facts.block * facts.block_bytes);
+    for (uint32_t first = 0; first < source.num_outputs; first += kQuad) {
+      RecordFields<kFormat> fields[kQuad];
+      const uint32_t count = std::min(kQuad, source.num_outputs - first);
+      if (count < kQuad) std::memset(static_cast<void*>(fields), 0, sizeof(fields));
+      for (uint32_t o = 0; o < count; ++o) {
+        const uint32_t output = source.first_output + first + o;
+        const auto* row = reinterpret_cast<const uint8_t*>(matrix.data + output * matrix.output_stride);
+        if constexpr (kFormat == WeightFormat::kMxfp4) {  // pairs are already in the order of a word
+          fields[o].scales[0] = static_cast<uint8_t>(matrix.scales[output * matrix.scales_stride + k / kGroupInputs]);
+          std::memcpy(fields[o].words, row + k / 2, 16);
+        } else {
+          put_block<kFormat>(row + size_t{k} / facts.block * facts.block_bytes, fields[o]);
+        }
       }
+      store_records(fields, source.width, first, packed);
     }
   }
 }
@@ -236,7 +218,7 @@ constexpr PackFunction kPack[kNumWeightFormats] = {
     nullptr,
     pack_from_floats<WeightFormat::kInt8G32>,
     pack_from_floats<WeightFormat::kInt4G32>,
-    pack_records<WeightFormat::kFp8E4m3B128>,
+    pack_fp8,
     pack_records<WeightFormat::kMxfp4>,
     pack_records<WeightFormat::kQ8_0>,
     pack_records<WeightFormat::kQ4_0>,

@@ -13,7 +13,39 @@
 namespace dflash::compute {
 namespace {
 
+// Read at a time: stays in the second-level cache until it is packed, and is long enough for a system call.
+constexpr size_t kReadBytes = size_t{256} << 10;
+
 uint32_t divide_up(uint32_t value, uint32_t by) { return (value + by - 1) / by; }
+
+// Bytes from the beginning of one output's row to that of the next.
+size_t row_step_bytes(const MatrixView& matrix) {
+  return static_cast<size_t>(matrix.output_stride) * (is_float(matrix.format) ? dtype_bytes(dtype_of(matrix.format)) : 1);
+}
+
+// How many outputs one read of the file takes, whole panels; 0: the mapping is read instead, because rows lie in memory or far apart
+// (another matrix between them, or outputs side by side).
+uint32_t outputs_read_at_once(const MatrixView& matrix, uint32_t panel_width) {
+  const size_t step = row_step_bytes(matrix), row = row_bytes(matrix.format, matrix.inputs);
+  if (matrix.file == nullptr || step < row || step > 2 * row || (is_float(matrix.format) && matrix.input_stride != 1)) return 0;
+  const uint32_t scale_outputs = std::max(format_facts(matrix.format).scale_outputs, 1u);
+  if (scale_outputs % panel_width != 0 && panel_width % scale_outputs != 0) return 0;
+  const uint32_t unit = std::max(scale_outputs, panel_width);  // scales of a part begin where it begins
+  return std::max(static_cast<uint32_t>(kReadBytes / (step * unit)), 1u) * unit;
+}
+
+// Makes `part`, a copy of the whole matrix's view, that of `count` outputs from `first` on, read into `read`.
+Status read_outputs(uint32_t first, uint32_t count, MatrixView& part, std::vector<std::byte>& read) {
+  const size_t step = row_step_bytes(part);
+  const size_t num_bytes = (count - 1) * step + row_bytes(part.format, part.inputs);
+  if (read.size() < num_bytes) read.resize(num_bytes);
+  DFLASH_TRY(part.file->copy(part.data + first * step, num_bytes, read.data()));
+  part.data = read.data();
+  part.outputs = count;
+  const FormatFacts& facts = format_facts(part.format);
+  if (facts.scale_outputs != 0) part.scales += first / facts.scale_outputs * part.scales_stride;
+  return ok();
+}
 
 }  // namespace
 
@@ -49,15 +81,25 @@ uint64_t PackedExperts::predicted_bytes(const FfnSpec& spec, uint32_t num_local_
   return uint64_t{sizes.expert_bytes_} * num_local_experts;
 }
 
-Status PackedExperts::pack_matrix(const char* name, const MatrixView& matrix, WeightFormat format, std::byte* first_panel,
-                                  size_t panel_step_bytes, ProgressCounter& progress) const {
-  const uint32_t num_panels = divide_up(matrix.outputs, panel_width_);
-  for (uint32_t panel = 0; panel < num_panels; ++panel) {
-    const uint32_t first = panel * panel_width_;
-    // The check reads the rows that packing reads next: once from memory.
-    DFLASH_TRY(check_values(name, matrix, format, first, std::min(panel_width_, matrix.outputs - first)));
-    pack_(matrix, format, panel, panel_width_, first_panel + panel * panel_step_bytes);
-    progress.fetch_add(1, std::memory_order_relaxed);
+// `read` holds what was read of the file last: one buffer for all matrices of an expert.
+Status PackedExperts::pack_matrix(const char* name, const MatrixView& matrix, const PanelTarget& target, std::vector<std::byte>& read,
+                                  ProgressCounter& progress) const {
+  const uint32_t at_once = outputs_read_at_once(matrix, panel_width_);
+  for (uint32_t first = 0; first < matrix.outputs; first += at_once == 0 ? matrix.outputs : at_once) {
+    MatrixView part = matrix;
+    if (at_once != 0) DFLASH_TRY(read_outputs(first, std::min(at_once, matrix.outputs - first), part, read));
+    std::byte* packed = target.first + first / panel_width_ * target.step_bytes;
+    for (uint32_t begin = 0; begin < part.outputs; begin += panel_width_, packed += target.step_bytes) {
+      // The check reads the rows that packing reads next: once from memory.
+      const uint32_t count = std::min(panel_width_, part.outputs - begin);
+      Status checked = check_values(name, part, target.format, begin, count);
+      if (!checked.ok()) {  // again with the whole matrix, which knows the output's number
+        DFLASH_TRY(check_values(name, matrix, target.format, first + begin, count));
+        return checked;
+      }
+      pack_(part, target.format, begin / panel_width_, panel_width_, packed);
+      progress.fetch_add(1, std::memory_order_relaxed);
+    }
   }
   return ok();
 }
@@ -88,10 +130,11 @@ Status PackedExperts::load(const FfnSpec& spec, uint32_t local_expert_id, const 
   std::byte* gate_up = panels_.data() + local_expert_id * expert_bytes_;
   std::byte* up = gate_up + (num_matrices_ - 1) * gate_up_panel_bytes_;
   const size_t step = gate_up_panel_bytes_ * num_matrices_;
-  if (weights.gate.data != nullptr) DFLASH_TRY(pack_matrix("gate", weights.gate, formats_.gate_up, gate_up, step, progress));
-  DFLASH_TRY(pack_matrix("up", weights.up, formats_.gate_up, up, step, progress));
+  std::vector<std::byte> read;
+  if (weights.gate.data != nullptr) DFLASH_TRY(pack_matrix("gate", weights.gate, {formats_.gate_up, gate_up, step}, read, progress));
+  DFLASH_TRY(pack_matrix("up", weights.up, {formats_.gate_up, up, step}, read, progress));
   std::byte* down = gate_up + step * num_intermediate_panels_;
-  DFLASH_TRY(pack_matrix("down", weights.down, formats_.down, down, down_panel_bytes_, progress));
+  DFLASH_TRY(pack_matrix("down", weights.down, {formats_.down, down, down_panel_bytes_}, read, progress));
   Expert& expert = experts_[local_expert_id];
   expert.gate_up_bias = pack_gate_up_bias(weights);
   expert.down_bias = widen_vector(weights.down_bias, num_out_panels_ * panel_width_);

@@ -45,7 +45,14 @@ class PackedExperts {
   };
 
   void set_sizes(const FfnSpec& spec, ResidentFormats formats, uint32_t panel_width);
-  Status pack_matrix(const char* name, const MatrixView& matrix, WeightFormat format, std::byte* first_panel, size_t panel_step_bytes,
+  // Where the panels of a matrix go, and in which format.
+  struct PanelTarget {
+    WeightFormat format;
+    std::byte* first;
+    size_t step_bytes;
+  };
+
+  Status pack_matrix(const char* name, const MatrixView& matrix, const PanelTarget& target, std::vector<std::byte>& read,
                      ProgressCounter& progress) const;
   std::vector<float> pack_gate_up_bias(const ExpertWeights& weights) const;
 

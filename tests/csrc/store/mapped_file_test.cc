@@ -31,11 +31,28 @@ class TemporaryFile {
   }
   ~TemporaryFile() { ::unlink(path_.c_str()); }
   const char* path() const { return path_.c_str(); }
+  void shorten(off_t num_bytes) const { REQUIRE(::ftruncate(fd_.get(), num_bytes) == 0); }
 
  private:
   std::string path_ = std::filesystem::temp_directory_path() / "mapped_file_test_XXXXXX";
   OwnedFd fd_;
 };
+
+TEST_CASE("what is copied are the file's bytes, and a file that has become shorter is an error rather than SIGBUS") {
+  const TemporaryFile file(100);
+  const auto mapped = MappedFile::open(file.path()).value();
+  const auto matrix = mapped->matrix(10, Dtype::kF16, 4, 8, 8, 1);
+  REQUIRE(matrix.ok());
+  CHECK(matrix.value().file == mapped.get());
+  std::vector<std::byte> found(64);
+  REQUIRE(mapped->copy(matrix.value().data, found.size(), found.data()).ok());
+  for (size_t i = 0; i < found.size(); ++i) CHECK(found[i] == static_cast<std::byte>(10 + i));
+  file.shorten(50);
+  const Status copied = mapped->copy(matrix.value().data, found.size(), found.data());
+  REQUIRE_FALSE(copied.ok());
+  CHECK(copied.error().code == ErrorCode::kCheckpoint);
+  CHECK(copied.error().message.find("ends at byte 50, but had 100 bytes") != std::string::npos);
+}
 
 TEST_CASE("bytes are the file's, up to its very end and not one further") {
   const TemporaryFile file(100);
