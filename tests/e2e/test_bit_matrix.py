@@ -1,11 +1,12 @@
-"""Mode, slice, transport, threads, instruction set and shard holder never change a bit of `experts()` (rules 1, 2, 5).
+"""Mode, slice, transport, threads, instruction set and shard holder change no bit of `experts()` (rules 1, 2, 5).
 
-One tiny model; every runtime's outputs are compared with those of one reference runtime, byte for byte.
+Numerics classes differ, each has bits of its own. One tiny model; every runtime's outputs are compared with those of one reference runtime of its class, byte for byte.
 SPDX-License-Identifier: Apache-2.0
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 
 import numpy as np
@@ -18,6 +19,12 @@ NUM_EXPERTS, TOP_K, HIDDEN = 8, 3, 96
 TOKENS = (1, 7, 130)
 SLICES = (("stream", 1), ("stream", 4), ("stream", 32), ("batched", None))
 DTYPES = ("f32", "bf16", "f16")
+# class: what the topology says of a worker
+CLASSES = {"f32-canonical": "", "bf16-dot": ", activations: bf16", "int8-groups": ", activations: int8, weights: int8"}
+ISAS = [isa for isa in _core.supported_isas() if isa != "reference"]
+OFFERS = [(numerics, isa) for isa in ISAS for numerics in _core.numerics_classes(isa)]
+ROUNDING = [numerics for numerics in _core.numerics_classes(_core.best_isa()) if numerics != "f32-canonical"]
+FEW = (("stream", 4), ("batched", None))  # of the rounding classes, which differ from f32-canonical in kernels alone
 
 
 @pytest.fixture(scope="module")
@@ -27,10 +34,13 @@ def checkpoint(tmp_path_factory):
     )
 
 
-def topology(address: str, threads: int, lists: tuple[str, str] = ("0-4", "5-7")) -> Topology:
+def topology(
+    address: str, threads: int, lists: tuple[str, str] = ("0-4", "5-7"), numerics: str = "f32-canonical"
+) -> Topology:
     workers = "".join(
         f"  - {{name: w{i}, backend: cpu, threads: {threads}, experts: {{'*': '{ids}'}}"
         + (f", address: {address}" if address != "shared" else "")
+        + CLASSES[numerics]
         + "}\n"
         for i, ids in enumerate(lists)
     )
@@ -54,10 +64,21 @@ def outputs(spec, where: Topology, *, modes=SLICES, dtypes=DTYPES, **overrides) 
 
 
 @pytest.fixture(scope="module")
-def reference(checkpoint):
-    """Reference kernels, loopback, one thread, whole chunks."""
-    found = outputs(checkpoint, topology("loopback", 1), modes=(("batched", None),), cpu_isa="reference")
-    return {(dtype, layer, tokens): data for (_, _, dtype, layer, tokens), data in found.items()}
+def references(checkpoint):
+    """By class, when first asked for: reference kernels, loopback, one thread, whole chunks."""
+
+    @functools.cache
+    def reference(numerics: str) -> dict[tuple, bytes]:
+        where = topology("loopback", 1, numerics=numerics)
+        found = outputs(checkpoint, where, modes=(("batched", None),), cpu_isa="reference")
+        return {(dtype, layer, tokens): data for (_, _, dtype, layer, tokens), data in found.items()}
+
+    return reference
+
+
+@pytest.fixture(scope="module")
+def reference(references):
+    return references("f32-canonical")
 
 
 def assert_equal_to(reference, found):
@@ -94,18 +115,31 @@ def test_what_auto_chooses_over_a_slow_link_changes_no_bit(checkpoint, reference
     assert taken["w1"] == 2
 
 
-@pytest.mark.parametrize("isa", [isa for isa in _core.supported_isas() if isa != "reference"])
-def test_bits_do_not_depend_on_the_instruction_set(checkpoint, reference, isa):
-    assert_equal_to(reference, outputs(checkpoint, topology("shared", 1), cpu_isa=isa))
+@pytest.mark.parametrize(("numerics", "isa"), OFFERS)
+def test_bits_do_not_depend_on_the_instruction_set(checkpoint, references, numerics, isa):
+    modes = SLICES if numerics == "f32-canonical" else FEW
+    found = outputs(checkpoint, topology("shared", 1, numerics=numerics), modes=modes, cpu_isa=isa)
+    assert_equal_to(references(numerics), found)
 
 
-def test_bits_do_not_depend_on_which_worker_holds_a_shard(checkpoint, reference):
-    swapped = topology("shared", 1, lists=("5-7", "0-4"))
-    assert_equal_to(reference, outputs(checkpoint, swapped))
+@pytest.mark.parametrize("numerics", ROUNDING)
+@pytest.mark.parametrize(("address", "threads"), [("loopback", 2), ("unix", 1)])
+def test_bits_of_a_class_that_rounds_inputs_do_not_depend_on_transport_or_threads(
+    checkpoint, references, numerics, address, threads
+):
+    where = topology(address, threads, numerics=numerics)
+    assert_equal_to(references(numerics), outputs(checkpoint, where, modes=FEW, dtypes=("f32", "bf16")))
 
 
-def test_bits_do_not_depend_on_the_neighbours_of_a_row(checkpoint):
-    with ExpertRuntime.start(topology("shared", 1), model=checkpoint) as runtime:
+@pytest.mark.parametrize("numerics", ["f32-canonical", *ROUNDING])
+def test_bits_do_not_depend_on_which_worker_holds_a_shard(checkpoint, references, numerics):
+    swapped = topology("shared", 1, lists=("5-7", "0-4"), numerics=numerics)
+    assert_equal_to(references(numerics), outputs(checkpoint, swapped, modes=FEW))
+
+
+@pytest.mark.parametrize("numerics", ["f32-canonical", *ROUNDING])
+def test_bits_do_not_depend_on_the_neighbours_of_a_row(checkpoint, numerics):
+    with ExpertRuntime.start(topology("loopback", 1, numerics=numerics), model=checkpoint) as runtime:
         hidden, ids, weights = routed_batch(33, HIDDEN, NUM_EXPERTS, TOP_K, seed=5)
         together = np.asarray(runtime.experts(0, hidden, ids, weights))
         for row in (0, 16, 32):
