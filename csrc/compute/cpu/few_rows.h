@@ -192,7 +192,7 @@ inline void run_panels(const PanelRun& run, const Streams& streams, const float*
 
 // NP panels from panel p of a run on; after its last ones the streams go on in the run that is read next.
 template <int NP>
-inline Streams streams_from(const PanelRun& run, uint32_t p) {
+[[gnu::always_inline]] inline Streams streams_from(const PanelRun& run, uint32_t p) {
   const uint8_t* first = reinterpret_cast<const uint8_t*>(run.first) + p * run.panel_bytes;
   const bool is_last = p + NP >= run.num_panels && run.next != nullptr;
   const uint8_t* then = is_last ? reinterpret_cast<const uint8_t*>(run.next) : first + NP * run.panel_bytes;

@@ -1,6 +1,15 @@
 // The resident layout of quantised weights, in panels of `width` outputs. Inputs come in records (a GGUF super-block, an FP8 square, one
-// group); a record is a header and its groups, every field an array over the panel's outputs, so that one output is one lane:
-//
+// group); a record is a header and its groups, every field an array over the panel's outputs, so that one output is one lane.
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "compute/weight_format.h"
+
+namespace dflash::compute {
+
 //   format               header          group: scales          codes                            further bits
 //   int8_g32             -               f32                    8 words of 4 bytes
 //   int4_g32             -               f32                    4 words of 8 nibbles (code = q + 8)
@@ -18,16 +27,6 @@
 //
 // A word is a little-endian uint32 of one output, ascending inputs from its lowest bits. Bytes are those of the stored format, but for
 // six-bit scales that take a whole byte (q4_k and q5_k 3 % larger, iq4_xs 1.5 %) and FP8's scale per output (3 %).
-// SPDX-License-Identifier: Apache-2.0
-#pragma once
-
-#include <cstddef>
-#include <cstdint>
-
-#include "compute/weight_format.h"
-
-namespace dflash::compute {
-
 struct PanelLayout {
   uint32_t record_inputs;
   uint32_t group_inputs;
