@@ -27,9 +27,11 @@ struct Tile {
 };
 
 struct WidenParams {
-  const void* source;  // [count] in dtype; may be a peer's memory: each element is read once
-  float* rows;         // [count]
-  uint64_t count;
+  const void* source;  // [num_rows, row_size] in dtype; may be a peer's memory: each element is read once
+  float* rows;         // [num_rows, row_stride]
+  uint32_t num_rows;
+  uint32_t row_size;
+  uint32_t row_stride;
   Dtype dtype;
 };
 
@@ -53,6 +55,7 @@ struct RoutingParams {
 // One expert's memory: gate panels, up panels, down panels, then the biases in float32, padded with zeros to whole panels.
 struct ProjectionParams {
   FfnSpec spec;
+  bool is_gate_up;             // gate and up with the activation; or down
   const Tile* tiles;
   const uint32_t* num_tiles;   // blocks whose y is not below it leave at once
   const uint32_t* slot_pairs;

@@ -1,4 +1,4 @@
-// Every kernel by number and name: "dflash_" + stem, and per weight format + "_" + the format's name ("dflash_gate_up_few_q4_k").
+// Every kernel by number and name: "dflash_" + stem, and per weight format + "_" + the format's name ("dflash_project_few_q4_k").
 // A vendor's module exports exactly these symbols (extern "C"); the simulator has a table of functions in the same order.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
@@ -12,7 +12,7 @@
 #define DFLASH_GPU_PLAIN_KERNELS(X) X(widen_rows) X(begin_routing) X(count_pairs) X(list_pairs) X(order_rows) X(combine)
 
 // X(stem) of kernels that exist per weight format.
-#define DFLASH_GPU_WEIGHT_KERNELS(X) X(gate_up_few) X(gate_up_many) X(down_few) X(down_many)
+#define DFLASH_GPU_WEIGHT_KERNELS(X) X(project_few) X(project_many)
 
 // X(..., enumerator, name) in the order of WeightFormat.
 #define DFLASH_GPU_FORMATS(X, ...)             \

@@ -40,7 +40,7 @@ TEST_CASE("rows of every dtype widen to the bits of base/convert.h, special valu
       std::byte* in = runtime->allocate(source.size()).value();
       std::byte* out = runtime->allocate(count * 4).value();
       REQUIRE(runtime->copy_in(in, source.data(), source.size()).ok());
-      const WidenParams params{in, reinterpret_cast<float*>(out), count, dtype};
+      const WidenParams params{in, reinterpret_cast<float*>(out), 1, count, count, dtype};
       REQUIRE(runtime->launch(widen_launch(params, (count + 255) / 256)).ok());
       REQUIRE(runtime->copy_out(reinterpret_cast<std::byte*>(found.data()), out, count * 4).ok());
       REQUIRE(runtime->wait(kLong).value());
@@ -54,7 +54,7 @@ TEST_CASE("nothing happens before the wait, and a short wait says that work is l
   std::byte* memory = runtime->allocate(300000).value();
   std::vector<std::byte> host(300000, std::byte{1});
   REQUIRE(runtime->fill(memory, 0, 300000).ok());
-  const WidenParams params{memory, reinterpret_cast<float*>(memory), 256 * 200, Dtype::kF32};
+  const WidenParams params{memory, reinterpret_cast<float*>(memory), 200, 256, 256, Dtype::kF32};
   REQUIRE(runtime->launch(widen_launch(params, 200)).ok());
   REQUIRE(runtime->copy_out(host.data(), memory, 300000).ok());
   CHECK(host[0] == std::byte{1});
@@ -99,10 +99,10 @@ TEST_CASE("a launch with the wrong parameters is refused") {
 
 TEST_CASE("kernels have the names that modules export") {
   CHECK(std::string(kernel_name(kernel_id(PlainKernel::k_combine))) == "dflash_combine");
-  CHECK(std::string(kernel_name(kernel_id(WeightKernel::k_gate_up_few, WeightFormat::kF32))) == "dflash_gate_up_few_f32");
+  CHECK(std::string(kernel_name(kernel_id(WeightKernel::k_project_few, WeightFormat::kF32))) == "dflash_project_few_f32");
   for (uint8_t format = 0; format < kNumWeightFormats; ++format) {
     const auto weight_format = static_cast<WeightFormat>(format);
-    CHECK(kernel_name(kernel_id(WeightKernel::k_down_many, weight_format)) == std::string("dflash_down_many_") + format_name(weight_format));
+    CHECK(kernel_name(kernel_id(WeightKernel::k_project_many, weight_format)) == std::string("dflash_project_many_") + format_name(weight_format));
   }
 }
 

@@ -11,14 +11,12 @@
 
 namespace dflash::compute::gpu {
 
-#define DFLASH_GPU_PROJECTION(stem, body, is_gate_up, most_threads, enumerator, name)        \
-  GPU_KERNEL(dflash_##stem##_##name, ProjectionParams, most_threads) {                       \
-    body<WeightFormat::enumerator, is_gate_up>(params);                                      \
+#define DFLASH_GPU_PROJECTION(stem, most_threads, enumerator, name)      \
+  GPU_KERNEL(dflash_##stem##_##name, ProjectionParams, most_threads) { \
+    stem<WeightFormat::enumerator>(params);                            \
   }
-DFLASH_GPU_FORMATS(DFLASH_GPU_PROJECTION, gate_up_few, project_few, true, kFewThreads)
-DFLASH_GPU_FORMATS(DFLASH_GPU_PROJECTION, down_few, project_few, false, kFewThreads)
-DFLASH_GPU_FORMATS(DFLASH_GPU_PROJECTION, gate_up_many, project_many, true, kManyThreads)
-DFLASH_GPU_FORMATS(DFLASH_GPU_PROJECTION, down_many, project_many, false, kManyThreads)
+DFLASH_GPU_FORMATS(DFLASH_GPU_PROJECTION, project_few, kFewThreads)
+DFLASH_GPU_FORMATS(DFLASH_GPU_PROJECTION, project_many, kManyThreads)
 #undef DFLASH_GPU_PROJECTION
 
 }  // namespace dflash::compute::gpu

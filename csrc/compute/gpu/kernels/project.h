@@ -20,14 +20,15 @@ GPU_FN float with_bias(const ProjectionParams& params, uint32_t expert, uint64_t
   return add(sum, reinterpret_cast<const float*>(params.experts + expert * params.expert_bytes + bias)[output]);
 }
 
-template <bool kIsGateUp>
+// Whether the block computes a gate beside `up`, so that its panels are of two matrices.
+GPU_FN bool is_gated(const ProjectionParams& params) { return params.is_gate_up && params.spec.gate != GateKind::kNone; }
+
 GPU_FN void finish_output(const ProjectionParams& params, uint32_t expert, uint32_t slot, uint32_t output, float first, float second) {
   if (output >= params.num_outputs) return;
   float value = with_bias(params, expert, params.first_bias, output, first);
-  if constexpr (kIsGateUp) {
-    const bool has_gate = params.spec.gate != GateKind::kNone;
-    const float up = has_gate ? with_bias(params, expert, params.second_bias, output, second) : value;
-    value = gate<DeviceVector>(params.spec, has_gate ? value : 0.0f, up);
+  if (params.is_gate_up) {
+    const float up = is_gated(params) ? with_bias(params, expert, params.second_bias, output, second) : value;
+    value = gate<DeviceVector>(params.spec, value, up);
   }
   params.outputs[uint64_t{slot} * params.output_stride + output] = value;
 }

@@ -11,10 +11,13 @@ inline constexpr uint32_t kFewThreads = 256;  // at most; a multiple of 64
 inline constexpr uint32_t kFewSubgroups = kFewThreads / kSubgroupLanes;
 
 struct FewSums {
-  SharedArray<float, 2 * kFewSubgroups * kFewTileRows * kPanelWidth> sums;  // [matrix, sub-group, slot, output]
-  GPU_FN static uint32_t index(uint32_t matrix, uint32_t subgroup, uint32_t slot) {
-    return ((matrix * kFewSubgroups + subgroup) * kFewTileRows + slot) * kPanelWidth + lane_index();
+  SharedArray<float, 2 * kFewSubgroups * kFewTileRows * kPanelWidth> chains;  // [matrix, sub-group, slot, output]
+  SharedArray<float, 2 * kFewTileRows * kPanelWidth> totals;                  // [matrix, slot, output]
+
+  GPU_FN float& chain(uint32_t matrix, uint32_t subgroup, uint32_t slot) {
+    return chains.at(((matrix * kFewSubgroups + subgroup) * kFewTileRows + slot) * kPanelWidth + lane_index());
   }
+  GPU_FN float& total(uint32_t matrix, uint32_t slot) { return totals.at((matrix * kFewTileRows + slot) * kPanelWidth + lane_index()); }
 };
 
 // One chain of one output for kRows rows.
@@ -59,49 +62,45 @@ GPU_FN void store_chain(const unsigned char* panel, uint32_t chain, const float*
   if (tile.num_slots == 1) chain_sums<kFormat, 1>(record, chain_rows, count, sums);
   else chain_sums<kFormat, kFewTileRows>(record, chain_rows, count, sums);
   GPU_UNROLL
-  for (uint32_t r = 0; r < kFewTileRows; ++r) shared.sums.at(FewSums::index(matrix, subgroup_index(), r)) = sums[r];
+  for (uint32_t r = 0; r < kFewTileRows; ++r) shared.chain(matrix, subgroup_index(), r) = sums[r];
 }
 
-template <WeightFormat kFormat, bool kIsGateUp>
+// Adds the `present` chain sums of the round in ascending order. A sub-group owns every num_subgroups-th slot, here and at the end.
+GPU_FN void add_chains(uint32_t matrix, uint32_t present, bool is_first, const Tile& tile, FewSums& shared) {
+  for (uint32_t slot = subgroup_index(); slot < tile.num_slots; slot += block_threads() / kSubgroupLanes) {
+    float total = is_first ? shared.chain(matrix, 0, slot) : add(shared.total(matrix, slot), shared.chain(matrix, 0, slot));
+    for (uint32_t c = 1; c < present; ++c) total = add(total, shared.chain(matrix, c, slot));
+    shared.total(matrix, slot) = total;
+  }
+}
+
+template <WeightFormat kFormat>
 GPU_FN void project_few(const ProjectionParams& params) {
   GPU_SHARED(FewSums, shared);
   if (block_y() >= *params.num_tiles) return;  // the whole block
   const Tile tile = params.tiles[block_y()];
-  const bool has_second = kIsGateUp && params.spec.gate != GateKind::kNone;
-  const unsigned char* first_panel = panel_of<kFormat>(params, tile.expert, params.first_panels, block_x());
-  const unsigned char* second_panel = panel_of<kFormat>(params, tile.expert, params.second_panels, block_x());
+  const uint32_t num_matrices = is_gated(params) ? 2 : 1;
   const float* rows[kFewTileRows];  // slots that do not exist read the last one again
   GPU_UNROLL
   for (uint32_t r = 0; r < kFewTileRows; ++r) rows[r] = input_of(params, tile.first_slot + smaller(r, tile.num_slots - 1));
 
   const uint32_t num_subgroups = block_threads() / kSubgroupLanes, chains = num_chains(params.num_inputs);
-  float totals[2][kFewTileRows] = {};  // of slots subgroup_index(), + num_subgroups, ...
   for (uint32_t first = 0; first < chains; first += num_subgroups) {
     const uint32_t chain = first + subgroup_index();
-    if (chain < chains) {
-      store_chain<kFormat>(first_panel, chain, rows, tile, params.num_inputs, 0, shared);
-      if (has_second) store_chain<kFormat>(second_panel, chain, rows, tile, params.num_inputs, 1, shared);
+    for (uint32_t matrix = 0; matrix < num_matrices; ++matrix) {
+      const uint64_t panels = matrix == 0 ? params.first_panels : params.second_panels;
+      if (chain >= chains) break;
+      store_chain<kFormat>(panel_of<kFormat>(params, tile.expert, panels, block_x()), chain, rows, tile, params.num_inputs, matrix, shared);
     }
     sync_block();
-    const uint32_t present = smaller(num_subgroups, chains - first);
-    for (uint32_t matrix = 0; matrix < (has_second ? 2u : 1u); ++matrix) {
-      GPU_UNROLL
-      for (uint32_t i = 0; i < kFewTileRows; ++i) {
-        const uint32_t slot = subgroup_index() + i * num_subgroups;
-        if (slot >= tile.num_slots) break;
-        for (uint32_t c = 0; c < present; ++c) {
-          const float sum = shared.sums.at(FewSums::index(matrix, c, slot));
-          totals[matrix][i] = first + c == 0 ? sum : add(totals[matrix][i], sum);
-        }
-      }
+    for (uint32_t matrix = 0; matrix < num_matrices; ++matrix) {
+      add_chains(matrix, smaller(num_subgroups, chains - first), first == 0, tile, shared);
     }
     sync_block();
   }
-  GPU_UNROLL
-  for (uint32_t i = 0; i < kFewTileRows; ++i) {
-    const uint32_t slot = subgroup_index() + i * num_subgroups;
-    if (slot >= tile.num_slots) break;
-    finish_output<kIsGateUp>(params, tile.expert, tile.first_slot + slot, block_x() * kPanelWidth + lane_index(), totals[0][i], totals[1][i]);
+  for (uint32_t slot = subgroup_index(); slot < tile.num_slots; slot += num_subgroups) {
+    finish_output(params, tile.expert, tile.first_slot + slot, block_x() * kPanelWidth + lane_index(), shared.total(0, slot),
+                  num_matrices == 2 ? shared.total(1, slot) : 0.0f);
   }
 }
 

@@ -13,6 +13,8 @@ inline constexpr uint32_t kManyOutputs = 64;
 inline constexpr uint32_t kManyInputs = 64;  // per step: two groups of weights for each of the 64 outputs, one per thread
 inline constexpr uint32_t kThreadRows = 8;
 inline constexpr uint32_t kThreadColumns = 4;
+static_assert(kManyThreads == 2 * kManyOutputs && kManyOutputs == 2 * kPanelWidth && kManyInputs == 2 * kGroup);
+static_assert(kManyInputs >= kManyTileRows, "finish_tile() reuses the weights' tile");
 
 struct ManyTiles {
   SharedArray<float, kManyInputs * kManyTileRows> inputs;  // [input, slot]
@@ -70,23 +72,45 @@ GPU_FN void multiply_step(uint32_t num_inputs, ManyTiles& tiles, float (*sums)[k
   }
 }
 
-template <WeightFormat kFormat, bool kIsGateUp>
+// The weights that this thread decodes: of panel 0 or 1 of the block. Null: outputs that do not exist.
+template <WeightFormat kFormat>
+GPU_FN const unsigned char* own_panel(const ProjectionParams& params, const Tile& tile) {
+  const uint32_t which = thread_index() % kManyOutputs / kPanelWidth;
+  if (is_gated(params)) return panel_of<kFormat>(params, tile.expert, which == 0 ? params.first_panels : params.second_panels, block_x());
+  const uint32_t panel = block_x() * 2 + which;
+  return panel < num_panels(params.num_outputs) ? panel_of<kFormat>(params, tile.expert, params.first_panels, panel) : nullptr;
+}
+
+// Totals go through shared memory, so that the activation stands in the code once and neighbours write neighbours.
+GPU_FN void finish_tile(const ProjectionParams& params, const Tile& tile, const float (*totals)[kThreadColumns], ManyTiles& tiles) {
+  GPU_UNROLL
+  for (uint32_t r = 0; r < kThreadRows; ++r) {
+    GPU_UNROLL
+    for (uint32_t c = 0; c < kThreadColumns; ++c) {
+      tiles.weights.at((thread_row() + r) * kManyOutputs + c / 2 * kPanelWidth + thread_column() + c % 2) = totals[r][c];
+    }
+  }
+  sync_block();
+  const bool is_paired = is_gated(params);
+  const uint32_t width = is_paired ? kPanelWidth : kManyOutputs;
+  for (uint32_t i = thread_index(); i < tile.num_slots * width; i += kManyThreads) {
+    const uint32_t slot = i / width, column = i % width;
+    finish_output(params, tile.expert, tile.first_slot + slot, block_x() * width + column, tiles.weights.at(slot * kManyOutputs + column),
+                  is_paired ? tiles.weights.at(slot * kManyOutputs + kPanelWidth + column) : 0.0f);
+  }
+}
+
+template <WeightFormat kFormat>
 GPU_FN void project_many(const ProjectionParams& params) {
   GPU_SHARED(ManyTiles, tiles);
   if (block_y() >= *params.num_tiles) return;  // the whole block
   const Tile tile = params.tiles[block_y()];
-  const bool is_paired = kIsGateUp && params.spec.gate != GateKind::kNone;  // panels of two matrices, not two of one
-  const uint32_t which = thread_index() % kManyOutputs / kPanelWidth;       // whose weights this thread decodes
-  const uint32_t panel = is_paired ? block_x() : block_x() * 2 + which;
-  const unsigned char* weights = nullptr;  // an output that does not exist: zeros
-  if (panel < num_panels(params.num_outputs)) {
-    weights = panel_of<kFormat>(params, tile.expert, is_paired && which == 1 ? params.second_panels : params.first_panels, panel);
-  }
+  const unsigned char* panel = own_panel<kFormat>(params, tile);
   const float* row = input_of(params, tile.first_slot + smaller(thread_index() % kManyTileRows, tile.num_slots - 1));
 
   float totals[kThreadRows][kThreadColumns] = {}, sums[kThreadRows][kThreadColumns] = {};
   for (uint32_t begin = 0; begin < params.num_inputs; begin += kManyInputs) {
-    fill_weights<kFormat>(weights, begin, params.num_inputs, tiles);
+    fill_weights<kFormat>(panel, begin, params.num_inputs, tiles);
     fill_inputs(row, begin, params.num_inputs, tiles);
     sync_block();
     const uint32_t end = smaller(begin + kManyInputs, params.num_inputs);
@@ -102,18 +126,7 @@ GPU_FN void project_many(const ProjectionParams& params) {
     }
     sync_block();
   }
-
-  GPU_UNROLL
-  for (uint32_t r = 0; r < kThreadRows; ++r) {
-    if (thread_row() + r >= tile.num_slots) break;
-    const uint32_t slot = tile.first_slot + thread_row() + r;
-    GPU_UNROLL
-    for (uint32_t c = 0; c < 2; ++c) {
-      const uint32_t output = (is_paired ? block_x() : block_x() * 2) * kPanelWidth + thread_column() + c;
-      finish_output<kIsGateUp>(params, tile.expert, slot, output, totals[r][c], totals[r][2 + c]);
-      if (!is_paired) finish_output<kIsGateUp>(params, tile.expert, slot, output + kPanelWidth, totals[r][2 + c], 0.0f);
-    }
-  }
+  finish_tile(params, tile, totals, tiles);
 }
 
 }  // namespace dflash::compute::gpu

@@ -13,13 +13,11 @@ GPU_FN uint64_t flat_index() { return uint64_t{block_x()} * block_threads() + th
 
 GPU_KERNEL(dflash_widen_rows, WidenParams, kElementThreads) {
   const uint64_t i = flat_index();
-  if (i >= params.count) return;
+  if (i >= uint64_t{params.num_rows} * params.row_size) return;
+  float& wide = params.rows[i / params.row_size * params.row_stride + i % params.row_size];
   // volatile: the source may change under us, and must not be read a second time.
-  if (params.dtype == Dtype::kF32) {
-    params.rows[i] = float_of(static_cast<const volatile uint32_t*>(params.source)[i]);
-  } else {
-    params.rows[i] = widen_16(params.dtype, static_cast<const volatile uint16_t*>(params.source)[i]);
-  }
+  if (params.dtype == Dtype::kF32) wide = float_of(static_cast<const volatile uint32_t*>(params.source)[i]);
+  else wide = widen_16(params.dtype, static_cast<const volatile uint16_t*>(params.source)[i]);
 }
 
 }  // namespace dflash::compute::gpu

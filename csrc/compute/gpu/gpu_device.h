@@ -1,0 +1,64 @@
+// One device as its layers share it: the runtime behind a lock, the pinned staging buffer, scratch memory that grows and is reused.
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <memory>
+#include <mutex>
+
+#include "compute/gpu/device_runtime.h"
+#include "compute/progress.h"
+
+namespace dflash::compute::gpu {
+
+class GpuDevice {
+ public:
+  // `wait_limit` bounds every wait for the device: a kernel that takes longer counts as hung.
+  explicit GpuDevice(std::unique_ptr<DeviceRuntime> runtime, std::chrono::nanoseconds wait_limit = std::chrono::seconds(30));
+  ~GpuDevice();
+  GpuDevice(const GpuDevice&) = delete;
+  GpuDevice& operator=(const GpuDevice&) = delete;
+
+  const DeviceFacts& facts() const { return runtime_->facts(); }
+  std::string name() const;  // "cuda 0 (NVIDIA H200)", for messages
+
+  // Memory for a layer, zeroed. Errors: kOutOfMemory naming device, bytes asked for and free. Any thread.
+  Result<std::byte*> allocate(uint64_t num_bytes);
+  void release(std::byte* memory);
+  Result<uint64_t> free_bytes();
+  // Copies through the staging buffer and waits. Any thread.
+  Status store(std::byte* device, const std::byte* host, uint64_t num_bytes, ProgressCounter& progress);
+
+  // A turn on the device: others wait until it is destroyed.
+  class Turn {
+   public:
+    explicit Turn(GpuDevice& device) : device_(device), lock_(device.mutex_) {}
+    DeviceRuntime& runtime() { return *device_.runtime_; }
+    // Host memory that copies fastest, device memory for the turn; contents undefined. Each call may move what it gave before, so the
+    // queue must be empty.
+    Result<std::byte*> staging(uint64_t num_bytes) { return device_.grow_staging(num_bytes); }
+    Result<std::byte*> scratch(uint64_t num_bytes) { return device_.grow_scratch(num_bytes); }
+    // Until everything queued is done; bumps `progress` every few milliseconds. Errors: kTimeout after the limit, and the device's.
+    Status drain(ProgressCounter& progress) { return device_.drain(progress); }
+
+   private:
+    GpuDevice& device_;
+    std::unique_lock<std::mutex> lock_;
+  };
+
+ private:
+  Result<std::byte*> grow_staging(uint64_t num_bytes);
+  Result<std::byte*> grow_scratch(uint64_t num_bytes);
+  Status drain(ProgressCounter& progress);
+  Error named(Error error) const { return std::move(error).with(name()); }
+
+  std::unique_ptr<DeviceRuntime> runtime_;
+  const std::chrono::nanoseconds wait_limit_;
+  std::mutex mutex_;  // runtime_ and all below
+  std::byte* staging_ = nullptr;
+  uint64_t staging_bytes_ = 0;
+  std::byte* scratch_ = nullptr;
+  uint64_t scratch_bytes_ = 0;
+  bool is_hung_ = false;
+};
+
+}  // namespace dflash::compute::gpu

@@ -1,0 +1,268 @@
+// The forward of a GPU layer: rows and lists go to the device in one copy, routing and the two projections run there, the reply comes back.
+// All offsets of a chunk's scratch are known before anything is queued, and nothing on the host waits for a list made on the device.
+// SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+#include <cstring>
+#include <string>
+
+#include "compute/gpu/gpu_layer.h"
+#include "compute/gpu/record_layout.h"
+#include "compute/layer_checks.h"
+
+namespace dflash::compute::gpu {
+namespace {
+
+constexpr uint64_t kMaxScratchBytes = uint64_t{256} << 20;  // of intermediate values and down rows; one row may exceed it
+constexpr uint32_t kMaxChunkPairs = 65535;                  // tiles are counted in a grid's second direction
+constexpr uint32_t kElementThreads = 256;
+constexpr uint32_t kRouteThreads = 256;
+constexpr uint32_t kManyThreads = 128;
+constexpr uint32_t kMostFewSubgroups = 8;
+
+uint32_t divide_up(uint64_t value, uint64_t by) { return static_cast<uint32_t>((value + by - 1) / by); }
+uint32_t padded_to_4(uint32_t count) { return (count + 3) / 4 * 4; }
+
+template <class T>
+T* at(std::byte* device, uint64_t offset) {
+  return reinterpret_cast<T*>(device + offset);
+}
+
+template <class Params>
+Status launch(DeviceRuntime& runtime, KernelId kernel, uint32_t grid_x, uint32_t grid_y, uint32_t threads, const Params& params) {
+  return runtime.launch({kernel, grid_x, grid_y, threads, &params, sizeof(params)});
+}
+
+// As many sub-groups as there are chains, at most eight.
+uint32_t few_threads(uint32_t inputs) {
+  const uint32_t subgroups = std::min(num_chains(inputs), kMostFewSubgroups);
+  return (subgroups + 1) / 2 * 64;
+}
+
+}  // namespace
+
+// A run of rows whose values fit the scratch bound.
+struct GpuLayer::Chunk {
+  uint32_t first_row, num_rows, first_pair, num_pairs;
+};
+
+// Offsets of a chunk's lists and values in scratch memory. The first `input_bytes` are the host's, copied at once.
+struct GpuLayer::Scratch {
+  uint64_t num_bytes = 0;
+  uint64_t weights = 0, counts = 0, ids = 0, source = 0, input_bytes = 0;
+  uint64_t row_begins = 0, pair_rows = 0, expert_counts = 0, slot_pairs = 0, pair_slots = 0, row_slots = 0;
+  uint64_t num_tiles = 0, few_tiles = 0, many_tiles = 0;
+  uint32_t most_few_tiles = 0, most_many_tiles = 0;
+  uint64_t rows = 0, hidden = 0, downs = 0;
+  uint64_t reply = 0, out_of_range = 0, output_bytes = 0;  // out_of_range follows the reply: both come back at once
+  uint32_t row_stride = 0, hidden_stride = 0;
+
+  uint64_t place(uint64_t bytes) {
+    const uint64_t offset = num_bytes;
+    num_bytes = (offset + bytes + 255) / 256 * 256;
+    return offset;
+  }
+};
+
+Status GpuLayer::forward(const ForwardArgs& args, ProgressCounter& progress) {
+  DFLASH_TRY(check_batch(args, num_local_experts_));
+  for (uint16_t id : args.local_expert_ids) {
+    if (is_loaded_[id] == 0) {
+      return Error{ErrorCode::kInvalidArgument, "local expert " + std::to_string(id) + " was not loaded; load it before forward"};
+    }
+  }
+  uint32_t row = 0, pair = 0;
+  while (row < args.num_rows) {
+    const Chunk chunk = next_chunk(args, row, pair);
+    DFLASH_TRY(forward_chunk(args, chunk, progress));
+    row += chunk.num_rows;
+    pair += chunk.num_pairs;
+  }
+  return ok();
+}
+
+GpuLayer::Chunk GpuLayer::next_chunk(const ForwardArgs& args, uint32_t first_row, uint32_t first_pair) const {
+  const uint64_t pair_bytes = 4 * (uint64_t{spec_.intermediate_size} + spec_.out_size);
+  const uint64_t row_bytes = 4 * (uint64_t{spec_.in_size} + spec_.out_size);
+  Chunk chunk{first_row, 0, first_pair, 0};
+  for (uint32_t row = first_row; row < args.num_rows; ++row) {
+    const uint32_t pairs = args.row_counts[row];
+    const uint64_t bytes = (chunk.num_pairs + pairs) * pair_bytes + (chunk.num_rows + 1) * row_bytes;
+    if (chunk.num_rows != 0 && (chunk.num_pairs + pairs > kMaxChunkPairs || bytes > kMaxScratchBytes)) break;
+    ++chunk.num_rows;
+    chunk.num_pairs += pairs;
+  }
+  return chunk;
+}
+
+GpuLayer::Scratch GpuLayer::place_scratch(const Chunk& chunk, const ForwardArgs& args) const {
+  Scratch scratch;
+  const uint64_t rows = chunk.num_rows, pairs = chunk.num_pairs;
+  scratch.row_stride = padded_to_4(spec_.in_size);
+  scratch.hidden_stride = padded_to_4(spec_.intermediate_size);
+  scratch.most_few_tiles = static_cast<uint32_t>(std::min<uint64_t>(pairs, uint64_t{num_local_experts_} * (kMostFewPairs / kFewTileRows)));
+  scratch.most_many_tiles =
+      static_cast<uint32_t>(std::min<uint64_t>(pairs / (kMostFewPairs + 1), num_local_experts_ + pairs / kManyTileRows));
+  scratch.weights = scratch.place(pairs * sizeof(float));
+  scratch.counts = scratch.place(rows * sizeof(uint16_t));
+  scratch.ids = scratch.place(pairs * sizeof(uint16_t));
+  scratch.source = scratch.place(rows * spec_.in_size * dtype_bytes(args.row_dtype));
+  scratch.input_bytes = scratch.num_bytes;
+  scratch.row_begins = scratch.place((rows + 1) * sizeof(uint32_t));
+  scratch.pair_rows = scratch.place(pairs * sizeof(uint32_t));
+  scratch.expert_counts = scratch.place(num_local_experts_ * sizeof(uint32_t));
+  scratch.slot_pairs = scratch.place(pairs * sizeof(uint32_t));
+  scratch.pair_slots = scratch.place(pairs * sizeof(uint32_t));
+  scratch.row_slots = scratch.place(pairs * sizeof(uint32_t));
+  scratch.num_tiles = scratch.place(2 * sizeof(uint32_t));
+  scratch.few_tiles = scratch.place(scratch.most_few_tiles * sizeof(Tile));
+  scratch.many_tiles = scratch.place(scratch.most_many_tiles * sizeof(Tile));
+  scratch.rows = scratch.place(rows * scratch.row_stride * sizeof(float));
+  scratch.hidden = scratch.place(pairs * scratch.hidden_stride * sizeof(float));
+  scratch.downs = scratch.place(pairs * spec_.out_size * sizeof(float));
+  scratch.reply = scratch.place(rows * spec_.out_size * sizeof(float));  // wide enough for range_failure(), whatever the dtype
+  scratch.out_of_range = scratch.place(sizeof(uint64_t));
+  scratch.output_bytes = rows * spec_.out_size * dtype_bytes(args.reply_dtype);
+  return scratch;
+}
+
+Status GpuLayer::forward_chunk(const ForwardArgs& args, const Chunk& chunk, ProgressCounter& progress) {
+  GpuDevice::Turn turn(*device_);
+  const Scratch scratch = place_scratch(chunk, args);
+  const uint64_t flag = (std::max(scratch.input_bytes, scratch.output_bytes) + 7) / 8 * 8;  // in staging, behind the rest
+  auto device = turn.scratch(scratch.num_bytes);
+  if (!device.ok()) return std::move(device).error();
+  auto host = turn.staging(flag + sizeof(uint64_t));
+  if (!host.ok()) return std::move(host).error();
+  DeviceRuntime& runtime = turn.runtime();
+  DFLASH_TRY(queue_inputs(args, chunk, scratch, device.value(), host.value(), runtime));
+  if (chunk.num_pairs != 0) {
+    DFLASH_TRY(queue_routing(chunk, scratch, device.value(), runtime));
+    DFLASH_TRY(queue_projections(scratch, device.value(), runtime));
+  }
+  const CombineParams combine = combine_params(chunk, scratch, device.value(), args.reply_dtype);
+  const uint32_t blocks = divide_up(uint64_t{chunk.num_rows} * spec_.out_size, kElementThreads);
+  DFLASH_TRY(launch(runtime, kernel_id(PlainKernel::k_combine), blocks, 1, kElementThreads, combine));
+  DFLASH_TRY(runtime.copy_out(host.value(), device.value() + scratch.reply, scratch.output_bytes));
+  DFLASH_TRY(runtime.copy_out(host.value() + flag, device.value() + scratch.out_of_range, sizeof(uint64_t)));
+  DFLASH_TRY(turn.drain(progress));
+  std::memcpy(args.reply + chunk.first_row * uint64_t{spec_.out_size} * dtype_bytes(args.reply_dtype), host.value(), scratch.output_bytes);
+  uint64_t out_of_range;
+  std::memcpy(&out_of_range, host.value() + flag, sizeof(out_of_range));
+  if (out_of_range == kInRange) return ok();
+  return range_failure(args, chunk, scratch, device.value(), out_of_range, turn, progress);
+}
+
+Status GpuLayer::queue_inputs(const ForwardArgs& args, const Chunk& chunk, const Scratch& scratch, std::byte* device, std::byte* host,
+                              DeviceRuntime& runtime) const {
+  const uint64_t source_bytes = uint64_t{chunk.num_rows} * spec_.in_size * dtype_bytes(args.row_dtype);
+  const std::byte* source = args.rows + chunk.first_row * uint64_t{spec_.in_size} * dtype_bytes(args.row_dtype);
+  std::memcpy(host + scratch.counts, args.row_counts.data() + chunk.first_row, chunk.num_rows * sizeof(uint16_t));
+  if (chunk.num_pairs != 0) {  // an empty span may be null
+    std::memcpy(host + scratch.weights, args.weights.data() + chunk.first_pair, chunk.num_pairs * sizeof(float));
+    std::memcpy(host + scratch.ids, args.local_expert_ids.data() + chunk.first_pair, chunk.num_pairs * sizeof(uint16_t));
+  }
+  std::memcpy(host + scratch.source, source, source_bytes);
+  DFLASH_TRY(runtime.copy_in(device, host, scratch.source + source_bytes));
+  DFLASH_TRY(runtime.fill(device + scratch.out_of_range, 0xff, sizeof(uint64_t)));  // kInRange
+  if (chunk.num_pairs == 0) return runtime.fill(device + scratch.row_begins, 0, (chunk.num_rows + uint64_t{1}) * sizeof(uint32_t));
+  const WidenParams widen{device + scratch.source, at<float>(device, scratch.rows), chunk.num_rows, spec_.in_size, scratch.row_stride,
+                          args.row_dtype};
+  const uint32_t blocks = divide_up(uint64_t{chunk.num_rows} * spec_.in_size, kElementThreads);
+  return launch(runtime, kernel_id(PlainKernel::k_widen_rows), blocks, 1, kElementThreads, widen);
+}
+
+Status GpuLayer::queue_routing(const Chunk& chunk, const Scratch& scratch, std::byte* device, DeviceRuntime& runtime) const {
+  RoutingParams params{};
+  params.row_counts = at<uint16_t>(device, scratch.counts);
+  params.expert_ids = at<uint16_t>(device, scratch.ids);
+  params.num_rows = chunk.num_rows;
+  params.num_pairs = chunk.num_pairs;
+  params.num_experts = num_local_experts_;
+  params.row_begins = at<uint32_t>(device, scratch.row_begins);
+  params.pair_rows = at<uint32_t>(device, scratch.pair_rows);
+  params.expert_counts = at<uint32_t>(device, scratch.expert_counts);
+  params.slot_pairs = at<uint32_t>(device, scratch.slot_pairs);
+  params.pair_slots = at<uint32_t>(device, scratch.pair_slots);
+  params.row_slots = at<uint32_t>(device, scratch.row_slots);
+  params.num_tiles = at<uint32_t>(device, scratch.num_tiles);
+  params.few_tiles = at<Tile>(device, scratch.few_tiles);
+  params.many_tiles = at<Tile>(device, scratch.many_tiles);
+  DFLASH_TRY(launch(runtime, kernel_id(PlainKernel::k_begin_routing), 1, 1, kRouteThreads, params));
+  DFLASH_TRY(launch(runtime, kernel_id(PlainKernel::k_count_pairs), num_local_experts_, 1, kRouteThreads, params));
+  DFLASH_TRY(launch(runtime, kernel_id(PlainKernel::k_list_pairs), num_local_experts_, 1, kRouteThreads, params));
+  return launch(runtime, kernel_id(PlainKernel::k_order_rows), divide_up(chunk.num_pairs, kRouteThreads), 1, kRouteThreads, params);
+}
+
+Status GpuLayer::queue_projections(const Scratch& scratch, std::byte* device, DeviceRuntime& runtime) const {
+  const bool has_gate = spec_.gate != GateKind::kNone;
+  ProjectionParams first{};
+  first.spec = spec_;
+  first.is_gate_up = true;
+  first.slot_pairs = at<uint32_t>(device, scratch.slot_pairs);
+  first.pair_rows = at<uint32_t>(device, scratch.pair_rows);
+  first.inputs = at<float>(device, scratch.rows);
+  first.outputs = at<float>(device, scratch.hidden);
+  first.num_inputs = spec_.in_size;
+  first.num_outputs = spec_.intermediate_size;
+  first.input_stride = scratch.row_stride;
+  first.output_stride = scratch.hidden_stride;
+  first.experts = reinterpret_cast<const unsigned char*>(experts_);
+  first.expert_bytes = places_.num_bytes;
+  first.first_panels = has_gate ? places_.gate : places_.up;
+  first.second_panels = places_.up;
+  first.first_bias = has_gate ? places_.gate_bias : places_.up_bias;
+  first.second_bias = places_.up_bias;
+  DFLASH_TRY(queue_projection(first, formats_.gate_up, scratch, device, runtime));
+  ProjectionParams second = first;
+  second.is_gate_up = false;
+  second.pair_rows = nullptr;
+  second.inputs = at<float>(device, scratch.hidden);
+  second.outputs = at<float>(device, scratch.downs);
+  second.num_inputs = spec_.intermediate_size;
+  second.num_outputs = spec_.out_size;
+  second.input_stride = scratch.hidden_stride;
+  second.output_stride = spec_.out_size;
+  second.first_panels = places_.down;
+  second.first_bias = places_.down_bias;
+  return queue_projection(second, formats_.down, scratch, device, runtime);
+}
+
+// Both kernels: each computes the tiles that the device listed for it, of the most there can be.
+Status GpuLayer::queue_projection(const ProjectionParams& params, WeightFormat format, const Scratch& scratch, std::byte* device,
+                                  DeviceRuntime& runtime) const {
+  const uint32_t panels = num_panels(params.num_outputs);
+  const bool is_gated = params.is_gate_up && spec_.gate != GateKind::kNone;
+  ProjectionParams few = params, many = params;
+  few.tiles = at<Tile>(device, scratch.few_tiles);
+  few.num_tiles = at<uint32_t>(device, scratch.num_tiles);
+  many.tiles = at<Tile>(device, scratch.many_tiles);
+  many.num_tiles = few.num_tiles + 1;
+  DFLASH_TRY(launch(runtime, kernel_id(WeightKernel::k_project_few, format), panels, scratch.most_few_tiles, few_threads(params.num_inputs), few));
+  if (scratch.most_many_tiles == 0) return ok();
+  const uint32_t blocks = is_gated ? panels : divide_up(panels, 2);
+  return launch(runtime, kernel_id(WeightKernel::k_project_many, format), blocks, scratch.most_many_tiles, kManyThreads, many);
+}
+
+CombineParams GpuLayer::combine_params(const Chunk& chunk, const Scratch& scratch, std::byte* device, Dtype dtype) const {
+  return {at<float>(device, scratch.downs),  at<uint32_t>(device, scratch.row_begins), at<uint32_t>(device, scratch.row_slots),
+          at<uint32_t>(device, scratch.slot_pairs), at<float>(device, scratch.weights), device + scratch.reply,
+          at<uint64_t>(device, scratch.out_of_range), chunk.num_rows, spec_.out_size, dtype};
+}
+
+// The value itself was rounded away: the sums once more, in float32.
+Status GpuLayer::range_failure(const ForwardArgs& args, const Chunk& chunk, const Scratch& scratch, std::byte* device, uint64_t index,
+                               GpuDevice::Turn& turn, ProgressCounter& progress) const {
+  const uint32_t blocks = divide_up(uint64_t{chunk.num_rows} * spec_.out_size, kElementThreads);
+  const CombineParams params = combine_params(chunk, scratch, device, Dtype::kF32);
+  auto host = turn.staging(sizeof(float));
+  if (!host.ok()) return std::move(host).error();
+  DFLASH_TRY(launch(turn.runtime(), kernel_id(PlainKernel::k_combine), blocks, 1, kElementThreads, params));
+  DFLASH_TRY(turn.runtime().copy_out(host.value(), device + scratch.reply + index * sizeof(float), sizeof(float)));
+  DFLASH_TRY(turn.drain(progress));
+  float value;
+  std::memcpy(&value, host.value(), sizeof(value));
+  return range_error(chunk.first_row + static_cast<uint32_t>(index / spec_.out_size), static_cast<uint32_t>(index % spec_.out_size), value,
+                     args.reply_dtype);
+}
+
+}  // namespace dflash::compute::gpu

@@ -1,0 +1,14 @@
+// Weights of a mapped checkpoint into the panels of device memory (record_layout.h), on the host.
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include "compute/expert_layer.h"
+#include "compute/gpu/record_layout.h"
+
+namespace dflash::compute::gpu {
+
+// Outputs [panel * 32, panel * 32 + 32) of `matrix` in the resident format; `packed` [panel_bytes(resident, matrix.inputs)]. The view has
+// passed check_resident() and check_values(). Under CanonicalFloatMode: quantising rounds.
+void pack_panel(const MatrixView& matrix, WeightFormat resident, uint32_t panel, std::byte* packed);
+
+}  // namespace dflash::compute::gpu
