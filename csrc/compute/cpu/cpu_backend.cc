@@ -36,6 +36,18 @@ const KernelSet* bf16_kernels(Isa isa) {
   return nullptr;
 }
 
+const KernelSet& int8_kernels(Isa isa) {
+#if defined(__x86_64__)
+  if (isa == Isa::kAvx2) return kInt8Avx2Kernels;
+  if (isa == Isa::kAvx512) return kInt8Avx512Kernels;
+  if (isa == Isa::kAvx512Vnni || isa == Isa::kAvx512Bf16) return kInt8Avx512VnniKernels;
+#elif defined(__aarch64__)
+  if (isa == Isa::kNeon) return kInt8NeonKernels;
+#endif
+  static_cast<void>(isa);
+  return kInt8ScalarKernels;
+}
+
 // Spinning is paid for by a core that nothing else needs: one more than the compute threads must be usable (the poller's).
 int64_t default_spin_ns(uint32_t num_threads) {
   cpu_set_t usable;
@@ -58,7 +70,7 @@ const KernelSet* kernel_set(Isa isa, NumericsClass numerics) {
   switch (numerics) {
     case NumericsClass::kF32Canonical: return &canonical_kernels(isa);
     case NumericsClass::kBf16Dot: return bf16_kernels(isa);
-    case NumericsClass::kInt8Groups: return nullptr;
+    case NumericsClass::kInt8Groups: return &int8_kernels(isa);
   }
   return nullptr;
 }

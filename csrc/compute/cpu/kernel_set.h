@@ -68,12 +68,17 @@ struct KernelSet {
 };
 
 extern const KernelSet kScalarKernels;
+extern const KernelSet kInt8ScalarKernels;  // of int8-groups
 #if defined(__x86_64__)
 extern const KernelSet kAvx2Kernels;
 extern const KernelSet kAvx512Kernels;
 extern const KernelSet kAvx512Bf16Kernels;  // of bf16-dot
+extern const KernelSet kInt8Avx2Kernels;    // of int8-groups
+extern const KernelSet kInt8Avx512Kernels;
+extern const KernelSet kInt8Avx512VnniKernels;
 #elif defined(__aarch64__)
 extern const KernelSet kNeonKernels;
+extern const KernelSet kInt8NeonKernels;  // of int8-groups
 #endif
 
 }  // namespace dflash::compute

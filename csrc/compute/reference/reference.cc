@@ -15,6 +15,7 @@
 #include "compute/float_mode.h"
 #include "compute/layer_checks.h"
 #include "compute/reference/bf16_dot.h"
+#include "compute/reference/int8_groups.h"
 
 namespace dflash::compute {
 namespace {
@@ -23,23 +24,27 @@ constexpr size_t kChain = 256;  // inputs per fma chain
 
 struct Matrix {
   std::vector<float> values;  // [outputs, inputs]
+  IntegerWeights integers;    // instead, of int8-groups
   size_t inputs = 0;
+
+  uint64_t num_bytes() const { return 4 * (values.size() + integers.codes.size() + integers.scales.size() + integers.offsets.size()); }
 };
 
-Result<Matrix> widen_matrix(const char* name, const MatrixView& view, WeightFormat resident) {
+Result<Matrix> widen_matrix(const char* name, const MatrixView& view, WeightFormat resident, NumericsClass numerics) {
   DFLASH_TRY(check_resident(name, view, resident));
   DFLASH_TRY(check_values(name, view, resident, 0, view.outputs));
-  Matrix matrix{std::vector<float>(size_t{view.outputs} * view.inputs), view.inputs};
+  if (numerics == NumericsClass::kInt8Groups) return Matrix{{}, integer_weights(view, resident), view.inputs};
+  Matrix matrix{std::vector<float>(size_t{view.outputs} * view.inputs), {}, view.inputs};
   dequantize(view, 0, view.outputs, matrix.values.data());
   if (format_facts(resident).is_stored) return matrix;
   for (uint32_t o = 0; o < view.outputs; ++o) requantize_row(resident, &matrix.values[o * matrix.inputs], view.inputs);
   return matrix;
 }
 
-// What a class does to the inputs of a matrix, and how it forms one output.
-struct Arithmetic {
-  void (*encode)(float* values, size_t count);
-  float (*dot)(const float* weights, const float* inputs, size_t num_inputs);
+// A row as a class reads it.
+struct Row {
+  std::vector<float> values;
+  Int8Codes integers;  // instead, of int8-groups
 };
 
 // f32-canonical: block sums of 256-long fma chains, added in ascending order.
@@ -53,9 +58,17 @@ float canonical_dot(const float* weights, const float* inputs, size_t num_inputs
   return total;
 }
 
-Arithmetic arithmetic_of(NumericsClass numerics) {
-  if (numerics == NumericsClass::kBf16Dot) return {round_to_bf16, bf16_dot};
-  return {[](float*, size_t) {}, canonical_dot};
+Row encode(NumericsClass numerics, std::vector<float> values) {
+  if (numerics == NumericsClass::kInt8Groups) return {{}, int8_codes(values.data(), values.size())};
+  if (numerics == NumericsClass::kBf16Dot) round_to_bf16(values.data(), values.size());
+  return {std::move(values), {}};
+}
+
+float dot(NumericsClass numerics, const Matrix& matrix, size_t output, const Row& row) {
+  if (numerics == NumericsClass::kInt8Groups) return int8_dot(matrix.integers, output, row.integers);
+  const float* weights = matrix.values.data() + output * matrix.inputs;
+  return numerics == NumericsClass::kBf16Dot ? bf16_dot(weights, row.values.data(), matrix.inputs)
+                                             : canonical_dot(weights, row.values.data(), matrix.inputs);
 }
 
 struct Expert {
@@ -66,18 +79,18 @@ struct Expert {
 
 class ReferenceLayer final : public ExpertLayer {
  public:
-  ReferenceLayer(const FfnSpec& spec, uint32_t num_local_experts, ResidentFormats formats, Arithmetic arithmetic)
-      : spec_(spec), formats_(formats), arithmetic_(arithmetic), experts_(num_local_experts) {}
+  ReferenceLayer(const FfnSpec& spec, uint32_t num_local_experts, ResidentFormats formats, NumericsClass numerics)
+      : spec_(spec), formats_(formats), numerics_(numerics), experts_(num_local_experts) {}
 
   const FfnSpec& spec() const override { return spec_; }
   uint32_t num_local_experts() const override { return static_cast<uint32_t>(experts_.size()); }
   uint64_t resident_bytes() const override {
-    uint64_t num_floats = 0;
+    uint64_t num_bytes = 0;
     for (const Expert& e : experts_) {
-      num_floats += e.gate.values.size() + e.up.values.size() + e.down.values.size();
-      num_floats += e.gate_bias.size() + e.up_bias.size() + e.down_bias.size();
+      num_bytes += e.gate.num_bytes() + e.up.num_bytes() + e.down.num_bytes();
+      num_bytes += 4 * (e.gate_bias.size() + e.up_bias.size() + e.down_bias.size());
     }
-    return 4 * num_floats;
+    return num_bytes;
   }
 
   Status load_expert(uint32_t local_expert_id, const ExpertWeights& weights, ProgressCounter& progress) override {
@@ -94,7 +107,7 @@ class ReferenceLayer final : public ExpertLayer {
                                  Source{"up", weights.up, formats_.gate_up, expert.up},
                                  Source{"down", weights.down, formats_.down, expert.down}}) {
       if (source.view.data == nullptr) continue;
-      auto matrix = widen_matrix(source.name, source.view, source.resident);
+      auto matrix = widen_matrix(source.name, source.view, source.resident, numerics_);
       if (!matrix.ok()) return std::move(matrix).error();
       source.matrix = std::move(matrix).value();
       progress.fetch_add(1, std::memory_order_relaxed);
@@ -114,11 +127,11 @@ class ReferenceLayer final : public ExpertLayer {
       }
     }
     const CanonicalFloatMode mode;
-    std::vector<float> row(spec_.in_size);
     size_t first_pair = 0;
     for (uint32_t r = 0; r < args.num_rows; ++r) {
-      widen(args.row_dtype, args.rows + size_t{r} * spec_.in_size * dtype_bytes(args.row_dtype), row.data(), row.size());
-      arithmetic_.encode(row.data(), row.size());
+      std::vector<float> values(spec_.in_size);
+      widen(args.row_dtype, args.rows + size_t{r} * spec_.in_size * dtype_bytes(args.row_dtype), values.data(), values.size());
+      const Row row = encode(numerics_, std::move(values));
       const std::vector<float> sum = routed_sum(args, first_pair, args.row_counts[r], row, progress);
       first_pair += args.row_counts[r];
       std::byte* reply = args.reply + size_t{r} * spec_.out_size * dtype_bytes(args.reply_dtype);
@@ -131,13 +144,13 @@ class ReferenceLayer final : public ExpertLayer {
   }
 
  private:
-  float project(const Matrix& matrix, size_t output, const float* input, const std::vector<float>& bias) const {
-    const float sum = arithmetic_.dot(matrix.values.data() + output * matrix.inputs, input, matrix.inputs);
+  float project(const Matrix& matrix, size_t output, const Row& input, const std::vector<float>& bias) const {
+    const float sum = dot(numerics_, matrix, output, input);
     return bias.empty() ? sum : sum + bias[output];
   }
 
   // y = fma(w, d, y) over the row's pairs: experts ascending, duplicates in the order given.
-  std::vector<float> routed_sum(const ForwardArgs& args, size_t first_pair, size_t num_pairs, const std::vector<float>& row,
+  std::vector<float> routed_sum(const ForwardArgs& args, size_t first_pair, size_t num_pairs, const Row& row,
                                 ProgressCounter& progress) const {
     std::vector<size_t> pairs(num_pairs);
     for (size_t i = 0; i < num_pairs; ++i) pairs[i] = first_pair + i;
@@ -148,13 +161,13 @@ class ReferenceLayer final : public ExpertLayer {
       const Expert& expert = experts_[args.local_expert_ids[pair]];
       std::vector<float> hidden(spec_.intermediate_size);
       for (size_t i = 0; i < hidden.size(); ++i) {
-        const float g = spec_.gate == GateKind::kNone ? 0.0f : project(expert.gate, i, row.data(), expert.gate_bias);
-        hidden[i] = gate<ScalarVector>(spec_, g, project(expert.up, i, row.data(), expert.up_bias));
+        const float g = spec_.gate == GateKind::kNone ? 0.0f : project(expert.gate, i, row, expert.gate_bias);
+        hidden[i] = gate<ScalarVector>(spec_, g, project(expert.up, i, row, expert.up_bias));
       }
-      arithmetic_.encode(hidden.data(), hidden.size());
+      const Row inputs = encode(numerics_, std::move(hidden));
       progress.fetch_add(1, std::memory_order_relaxed);
       for (size_t o = 0; o < sum.size(); ++o) {
-        sum[o] = std::fmaf(args.weights[pair], project(expert.down, o, hidden.data(), expert.down_bias), sum[o]);
+        sum[o] = std::fmaf(args.weights[pair], project(expert.down, o, inputs, expert.down_bias), sum[o]);
       }
       progress.fetch_add(1, std::memory_order_relaxed);
     }
@@ -166,20 +179,17 @@ class ReferenceLayer final : public ExpertLayer {
 
   FfnSpec spec_;
   ResidentFormats formats_;
-  Arithmetic arithmetic_;
+  NumericsClass numerics_;
   std::vector<Expert> experts_;
 };
 
 }  // namespace
 
-bool reference_computes(NumericsClass numerics) {
-  return numerics == NumericsClass::kF32Canonical || numerics == NumericsClass::kBf16Dot;
-}
+bool reference_computes(NumericsClass) { return true; }
 
 std::unique_ptr<ExpertLayer> make_reference_layer(const FfnSpec& spec, uint32_t num_local_experts, ResidentFormats formats,
                                                   NumericsClass numerics) {
-  check(reference_computes(numerics), "the reference computes the class");
-  return std::make_unique<ReferenceLayer>(spec, num_local_experts, formats, arithmetic_of(numerics));
+  return std::make_unique<ReferenceLayer>(spec, num_local_experts, formats, numerics);
 }
 
 }  // namespace dflash::compute
