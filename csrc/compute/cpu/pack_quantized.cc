@@ -14,6 +14,11 @@
 namespace dflash::compute {
 namespace {
 
+uint16_t load16(const uint8_t* bytes) {
+  uint16_t value;
+  std::memcpy(&value, bytes, sizeof(value));
+  return value;
+}
 uint64_t load64(const uint8_t* bytes) {
   uint64_t value;
   std::memcpy(&value, bytes, sizeof(value));
@@ -33,7 +38,7 @@ void put_nibbles(const uint8_t* low, int low_shift, const uint8_t* high, int hig
 }
 
 void put_q8_0(const uint8_t* block, RecordFields<WeightFormat::kQ8_0>& fields) {
-  fields.scales[0] = internal::load_u16(block);
+  fields.scales[0] = load16(block);
   std::memcpy(fields.words, block + 2, 32);
 }
 
@@ -56,8 +61,8 @@ void put_k_scales(const uint8_t* packed, uint8_t* scales) {
 template <WeightFormat kFormat>
 void put_k_affine(const uint8_t* block, RecordFields<kFormat>& fields) {
   constexpr bool kHasFifthBit = kFormat == WeightFormat::kQ5K;
-  fields.headers[0] = internal::load_u16(block);
-  fields.headers[1] = internal::load_u16(block + 2);
+  fields.headers[0] = load16(block);
+  fields.headers[1] = load16(block + 2);
   put_k_scales(block + 4, fields.scales);
   const uint8_t* nibbles = block + (kHasFifthBit ? 48 : 16);
   for (uint32_t group = 0; group < 8; ++group) {
@@ -74,7 +79,7 @@ void put_k_affine(const uint8_t* block, RecordFields<kFormat>& fields) {
 
 // Groups of 16: group 8 * half + 2 * j + part has the nibbles at 4 * (j / 2) of 16 of the bytes, and the bit pairs at 2 * j of 16 others.
 void put_q6_k(const uint8_t* block, RecordFields<WeightFormat::kQ6K>& fields) {
-  fields.headers[0] = internal::load_u16(block + 208);
+  fields.headers[0] = load16(block + 208);
   std::memcpy(fields.scales, block + 192, 16);
   for (uint32_t half = 0; half < 2; ++half) {
     for (uint32_t part = 0; part < 2; ++part) {
@@ -96,8 +101,8 @@ void put_q6_k(const uint8_t* block, RecordFields<WeightFormat::kQ6K>& fields) {
 }
 
 void put_iq4_xs(const uint8_t* block, RecordFields<WeightFormat::kIq4Xs>& fields) {
-  fields.headers[0] = internal::load_u16(block);
-  const uint32_t high = internal::load_u16(block + 2);
+  fields.headers[0] = load16(block);
+  const uint32_t high = load16(block + 2);
   for (uint32_t group = 0; group < 8; ++group) {
     const uint32_t scale = (uint32_t{block[4 + group / 2]} >> (group % 2 * 4) & 15u) | (high >> (2 * group) & 3u) << 4;
     fields.scales[group] = static_cast<uint8_t>(scale - 32);
@@ -114,7 +119,7 @@ void put_block(const uint8_t* block, RecordFields<kFormat>& fields) {
   else if constexpr (kFormat == WeightFormat::kIq4Xs) put_iq4_xs(block, fields);
   else {  // q4_0, iq4_nl, mxfp4 of GGUF: low nibbles first
     constexpr bool kIsMxfp4 = kFormat == WeightFormat::kGgufMxfp4;
-    fields.scales[0] = static_cast<ScaleOf<kFormat>>(kIsMxfp4 ? block[0] : internal::load_u16(block));
+    fields.scales[0] = static_cast<ScaleOf<kFormat>>(kIsMxfp4 ? block[0] : load16(block));
     const uint8_t* nibbles = block + (kIsMxfp4 ? 1 : 2);
     put_nibbles(nibbles, 0, nibbles, 4, fields.words);
   }

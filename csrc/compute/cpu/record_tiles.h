@@ -70,6 +70,12 @@ void store_lanes(std::byte* to, const T* four, uint32_t lanes) {
 }
 template <class T>
 void store_quad(std::byte* to, uint32_t lanes, T a, T b, T c, T d) {
+  if (sizeof(T) < 4 && lanes == kQuad) {  // joined in a register: an array would be written in parts and read whole, which stalls
+    constexpr int kBits = 8 * sizeof(T) % 32;
+    const uint64_t four = uint64_t{a} | uint64_t{b} << kBits | uint64_t{c} << 2 * kBits | uint64_t{d} << 3 * kBits;
+    std::memcpy(to, &four, sizeof(T) * kQuad % 16);
+    return;
+  }
   const T four[kQuad] = {a, b, c, d};
   store_lanes(to, four, lanes);
 }
@@ -119,10 +125,27 @@ void store_records(const RecordFields<kFormat>* from, uint32_t width, uint32_t o
 
 // `count` bytes of each of four outputs, input by input, to the lanes from `output` on of a panel's codes [input][output].
 inline void store_bytes(const uint8_t* const* from, uint32_t count, uint32_t width, uint32_t output, std::byte* codes) {
+  using internal::U8x16;
   const uint32_t lanes = width - output < kQuad ? width - output : kQuad;
-  for (uint32_t i = 0; i < count; ++i) {
-    store_quad(codes + size_t{i} * width + output, lanes, from[0][i], from[1][i], from[2][i], from[3][i]);
+  std::byte* to = codes + output;
+  uint32_t i = 0;
+  for (; lanes == kQuad && i + 16 <= count; i += 16) {
+    U8x16 rows[kQuad], pairs[4];
+    for (uint32_t o = 0; o < kQuad; ++o) rows[o] = internal::load_vector<U8x16>(from[o] + i);
+    for (uint32_t p = 0; p < 2; ++p) {
+      const U8x16 a = rows[2 * p], b = rows[2 * p + 1];
+      pairs[p] = __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+      pairs[2 + p] = __builtin_shufflevector(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+    }
+    uint32_t steps[16];  // four outputs of one input each
+    for (uint32_t half = 0; half < 2; ++half) {
+      const auto a = reinterpret_cast<internal::U16x8>(pairs[2 * half]), b = reinterpret_cast<internal::U16x8>(pairs[2 * half + 1]);
+      internal::store_vector(steps + 8 * half, internal::low16(a, b));
+      internal::store_vector(steps + 8 * half + 4, internal::high16(a, b));
+    }
+    for (uint32_t step = 0; step < 16; ++step, to += width) std::memcpy(to, steps + step, kQuad);
   }
+  for (; i < count; ++i, to += width) store_quad(to, lanes, from[0][i], from[1][i], from[2][i], from[3][i]);
 }
 
 }  // namespace dflash::compute
