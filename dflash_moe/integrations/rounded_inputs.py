@@ -30,7 +30,7 @@ def to_int8_groups(inputs: Any) -> Any:
     width = inputs.shape[-1]
     values = torch.nn.functional.pad(inputs.float(), (0, -width % GROUP)).unflatten(-1, (-1, GROUP))
     scales = values.abs().amax(-1, keepdim=True) / 127
-    codes = (values / scales.where(scales > 0, torch.ones_like(scales))).round()
+    codes = (values / scales.where(scales > 0, torch.ones_like(scales))).round().clamp(-127, 127)
     return (codes.double() * scales.double()).flatten(-2)[..., :width]
 
 
