@@ -68,8 +68,8 @@ $(STAMPS)/packages: pyproject.toml setup.py bench/demo_model/pyproject.toml $(ST
 # it, installing again brings it back.
 core: $(STAMPS)/packages
 	@if [ ! -f build/core/build.ninja ]; then rm -f $(STAMPS)/packages; $(MAKE) --no-print-directory $(STAMPS)/packages; fi
-	@$(CMAKE) --build build/core --target _core -- --quiet | sed '/^-- /d'
-	@cp --update --remove-destination build/core/_core.*.so dflash_moe/
+	@$(CMAKE) --build build/core --target _core dflash_sim -- --quiet | sed '/^-- /d'
+	@cp --update --remove-destination build/core/_core.*.so build/core/libdflash_sim.so dflash_moe/
 
 # -- tests -------------------------------------------------------------------------------------------------------------------
 
@@ -124,7 +124,7 @@ wheel: core ## build the wheel, install it in an empty environment and import it
 # -- housekeeping --------------------------------------------------------------------------------------------------------------
 
 clean: ## remove what was built; keep .venv
-	@rm -rf build dist *.egg-info dflash_moe/_core*.so
+	@rm -rf build dist *.egg-info dflash_moe/_core*.so dflash_moe/libdflash_*.so
 
 distclean: clean ## remove .venv too
 	@rm -rf $(VENV)

@@ -1,4 +1,4 @@
-"""Builds the C++ core with CMake; everything else about the package is in pyproject.toml.
+"""Builds the C++ core and the simulator's plug-in with CMake; everything else about the package is in pyproject.toml.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -16,6 +16,7 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
+SIMULATOR = "dflash_sim"  # the backend `sim`; the core opens it at run time
 
 
 class CMakeBuild(build_ext):
@@ -40,10 +41,11 @@ class CMakeBuild(build_ext):
         if shutil.which("ccache"):
             configure.append("-DCMAKE_CXX_COMPILER_LAUNCHER=ccache")
         subprocess.run(configure, check=True, env=environment)
-        subprocess.run(["cmake", "--build", str(build_dir), "--target", "_core"], check=True, env=environment)
+        subprocess.run(["cmake", "--build", str(build_dir), "--target", "_core", SIMULATOR], check=True, env=environment)
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.unlink(missing_ok=True)  # a process that has the former one mapped keeps it
-        shutil.copy2(build_dir / target.name, target)
+        for built in (target, target.with_name(f"lib{SIMULATOR}.so")):
+            built.unlink(missing_ok=True)  # a process that has the former one mapped keeps it
+            shutil.copy2(build_dir / built.name, built)
 
 
 setup(ext_modules=[Extension("dflash_moe._core", sources=[])], cmdclass={"build_ext": CMakeBuild})

@@ -1,0 +1,90 @@
+# The plug-ins with kernels for real cards, each by its vendor's compiler: DFLASH_CUDA and DFLASH_HIP name them (.ci/gpu_compilers finds and
+# installs them). Host code is compiled as everywhere; a vendor's compiler only makes the image that is embedded.
+# SPDX-License-Identifier: Apache-2.0
+
+set(gpu_kernels ${CMAKE_CURRENT_SOURCE_DIR}/compute/gpu/kernels.cu)
+file(GLOB gpu_kernel_headers CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/compute/gpu/kernels/*.h)
+list(APPEND gpu_kernel_headers ${CMAKE_CURRENT_SOURCE_DIR}/compute/gpu/portable.h ${CMAKE_CURRENT_SOURCE_DIR}/compute/gpu/kernel_params.h
+     ${CMAKE_CURRENT_SOURCE_DIR}/compute/gpu/kernel_table.h ${CMAKE_CURRENT_SOURCE_DIR}/compute/activation.h
+     ${CMAKE_CURRENT_SOURCE_DIR}/compute/dequantize_tables.h)
+
+# plugin(NAME SOURCES...): libdflash_NAME.so, which exports one function.
+function(plugin name)
+  add_library(dflash_${name} MODULE EXCLUDE_FROM_ALL ${ARGN})
+  target_link_libraries(dflash_${name} PRIVATE dflash_plugin dflash_gpu)
+  target_link_options(dflash_${name} PRIVATE -Wl,-z,defs -Wl,--version-script=${CMAKE_CURRENT_SOURCE_DIR}/cmake/plugin.map)
+endfunction()
+
+plugin(sim ${CMAKE_CURRENT_SOURCE_DIR}/plugin/entry/sim.cc)
+target_link_libraries(dflash_sim PRIVATE dflash_gpu_sim)
+
+file(GLOB gpu_module_sources CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/compute/gpu/module/*.cc
+     ${CMAKE_CURRENT_SOURCE_DIR}/compute/gpu/cuda/*.cc ${CMAKE_CURRENT_SOURCE_DIR}/compute/gpu/hip/*.cc)
+add_library(dflash_gpu_module STATIC EXCLUDE_FROM_ALL ${gpu_module_sources})
+target_link_libraries(dflash_gpu_module PUBLIC dflash_gpu ${CMAKE_DL_LIBS})
+
+set(DFLASH_CUDA "" CACHE STRING "Path of nvcc; empty: no plug-in for NVIDIA's cards")
+set(DFLASH_CUDA_ARCHS "75;80;86;89;90;90a;100;120" CACHE STRING "Architectures; PTX of the last of them that is no variant comes along")
+set(DFLASH_HIP "" CACHE STRING "Path of a clang++ that compiles HIP; empty: no plug-in for AMD's cards")
+set(DFLASH_HIP_ARCHS "gfx906;gfx908;gfx90a;gfx1030;gfx1100;gfx942;gfx1201" CACHE STRING "Architectures")
+set(DFLASH_HIP_BITCODE "/usr/lib/x86_64-linux-gnu/amdgcn/bitcode" CACHE PATH "Folder of ROCm's device libraries")
+
+if(DFLASH_CUDA)
+  set(cuda_image ${CMAKE_CURRENT_BINARY_DIR}/kernels.fatbin)
+  set(cuda_targets "")
+  foreach(arch ${DFLASH_CUDA_ARCHS})
+    list(APPEND cuda_targets -gencode arch=compute_${arch},code=sm_${arch})
+    if(arch MATCHES "^[0-9]+$")
+      set(cuda_ptx ${arch})
+    endif()
+  endforeach()
+  list(APPEND cuda_targets -gencode arch=compute_${cuda_ptx},code=compute_${cuda_ptx})
+  add_custom_command(OUTPUT ${cuda_image}
+    COMMAND ${DFLASH_CUDA} -O3 -std=c++20 -fmad=false --compress-mode=size --threads 0 -I${CMAKE_CURRENT_SOURCE_DIR} ${cuda_targets} -fatbin
+            ${gpu_kernels} -o ${cuda_image}
+    DEPENDS ${gpu_kernels} ${gpu_kernel_headers} VERBATIM COMMENT "Compiling kernels for ${DFLASH_CUDA_ARCHS}")
+  plugin(cuda ${CMAKE_CURRENT_SOURCE_DIR}/plugin/entry/cuda.cc ${cuda_image})
+  target_link_libraries(dflash_cuda PRIVATE dflash_gpu_module)
+  target_compile_definitions(dflash_cuda PRIVATE DFLASH_CUDA_IMAGE="${cuda_image}")
+  set_source_files_properties(${CMAKE_CURRENT_SOURCE_DIR}/plugin/entry/cuda.cc PROPERTIES OBJECT_DEPENDS ${cuda_image})
+endif()
+
+if(DFLASH_HIP)
+  # The device libraries of a distribution name each architecture in a file of one constant, and may lack the newest: those are made here.
+  set(hip_bitcode ${CMAKE_CURRENT_BINARY_DIR}/hip_bitcode)
+  file(MAKE_DIRECTORY ${hip_bitcode})
+  file(GLOB bitcode_files ${DFLASH_HIP_BITCODE}/*.bc)
+  foreach(file ${bitcode_files})
+    get_filename_component(file_name ${file} NAME)
+    file(CREATE_LINK ${file} ${hip_bitcode}/${file_name} SYMBOLIC)
+  endforeach()
+  execute_process(COMMAND ${DFLASH_HIP} -print-resource-dir OUTPUT_VARIABLE hip_resources OUTPUT_STRIP_TRAILING_WHITESPACE)
+  set(hip_objects "")
+  set(hip_list "// One line per architecture, by csrc/cmake/gpu_plugins.cmake.\n")
+  foreach(arch ${DFLASH_HIP_ARCHS})
+    string(REGEX REPLACE "^gfx" "" number ${arch})
+    if(NOT EXISTS ${hip_bitcode}/oclc_isa_version_${number}.bc)
+      string(REGEX MATCH "^(.*)(.)(.)$" parts ${number})
+      math(EXPR version "${CMAKE_MATCH_1} * 1000 + 0x${CMAKE_MATCH_2} * 100 + 0x${CMAKE_MATCH_3}")
+      file(WRITE ${hip_bitcode}/isa_${number}.cl "__constant const unsigned __oclc_ISA_version = ${version};\n")
+      execute_process(COMMAND ${DFLASH_HIP} -x cl -cl-std=CL2.0 -target amdgcn-amd-amdhsa -nogpulib -emit-llvm -c ${hip_bitcode}/isa_${number}.cl
+                              -o ${hip_bitcode}/oclc_isa_version_${number}.bc RESULT_VARIABLE failed)
+      if(failed)
+        message(FATAL_ERROR "no device library for ${arch} could be made with ${DFLASH_HIP}")
+      endif()
+    endif()
+    set(object ${CMAKE_CURRENT_BINARY_DIR}/kernels_${arch}.hsaco)
+    add_custom_command(OUTPUT ${object}
+      COMMAND ${DFLASH_HIP} -x hip --cuda-device-only --no-gpu-bundle-output --offload-arch=${arch} -O3 -std=c++20 -ffp-contract=off
+              -fno-strict-aliasing -D__HIP_PLATFORM_AMD__ -nogpuinc -isystem ${hip_resources} -I${CMAKE_CURRENT_SOURCE_DIR}
+              --rocm-device-lib-path=${hip_bitcode} -c ${gpu_kernels} -o ${object}
+      DEPENDS ${gpu_kernels} ${gpu_kernel_headers} VERBATIM COMMENT "Compiling kernels for ${arch}")
+    list(APPEND hip_objects ${object})
+    string(APPEND hip_list "DFLASH_HIP_OBJECT(${arch}, \"${object}\")\n")
+  endforeach()
+  file(CONFIGURE OUTPUT ${CMAKE_CURRENT_BINARY_DIR}/hip_objects.inc CONTENT "${hip_list}" @ONLY)
+  plugin(hip ${CMAKE_CURRENT_SOURCE_DIR}/plugin/entry/hip.cc)
+  target_link_libraries(dflash_hip PRIVATE dflash_gpu_module)
+  target_compile_definitions(dflash_hip PRIVATE DFLASH_HIP_OBJECTS="${CMAKE_CURRENT_BINARY_DIR}/hip_objects.inc")
+  set_source_files_properties(${CMAKE_CURRENT_SOURCE_DIR}/plugin/entry/hip.cc PROPERTIES OBJECT_DEPENDS "${hip_objects}")
+endif()

@@ -1,0 +1,22 @@
+// libdflash_cuda.so: the kernels for NVIDIA's cards in one fatbin, and the driver API opened at run time.
+// SPDX-License-Identifier: Apache-2.0
+#include "compute/gpu/cuda/cuda_driver.h"
+#include "plugin/entry/embedded_image.h"
+#include "plugin/entry/module_plugin.h"
+
+DFLASH_EMBED(dflash_kernels_cuda, DFLASH_CUDA_IMAGE)
+
+namespace dflash::plugin {
+namespace {
+
+struct Cuda {
+  static constexpr const char* kName = "cuda";
+  static Result<std::unique_ptr<compute::gpu::DriverApi>> open() { return compute::gpu::open_cuda_driver(dflash_kernels_cuda); }
+};
+
+}  // namespace
+}  // namespace dflash::plugin
+
+DFLASH_PLUGIN_EXPORT const dflash_backend_table* dflash_backend() {
+  return dflash::plugin::table_of<dflash::plugin::ModuleDriver<dflash::plugin::Cuda>>();
+}

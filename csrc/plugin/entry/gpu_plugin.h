@@ -1,0 +1,40 @@
+// What the GPU plug-ins share: a device runtime and the GPU layer as a Device of the C table. Each plug-in is one shared object that exports
+// one function and holds its own copy of everything else.
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "compute/gpu/gpu_layer.h"
+#include "plugin/device.h"
+
+#define DFLASH_PLUGIN_EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace dflash::plugin {
+
+class GpuPluginDevice final : public Device, public compute::ExpertBackend {
+ public:
+  explicit GpuPluginDevice(std::unique_ptr<compute::gpu::DeviceRuntime> runtime)
+      : device_(std::make_shared<compute::gpu::GpuDevice>(std::move(runtime))) {}
+
+  compute::ExpertBackend& backend() override { return *this; }
+  bool takes(compute::WeightFormat) const override { return true; }
+  bool computes(compute::NumericsClass numerics) const override { return numerics == compute::NumericsClass::kF32Canonical; }
+  uint32_t max_rows() const override { return kMaxRows; }
+  Result<uint64_t> free_bytes() override { return device_->free_bytes(); }
+  uint64_t layer_bytes(const compute::FfnSpec& spec, uint32_t num_local_experts, compute::ResidentFormats formats) const override {
+    return compute::gpu::GpuLayer::predicted_bytes(spec, num_local_experts, formats);
+  }
+  Result<std::unique_ptr<compute::ExpertLayer>> create_layer(const compute::FfnSpec& spec, uint32_t num_local_experts,
+                                                             compute::ResidentFormats formats, compute::NumericsClass) override {
+    return compute::gpu::GpuLayer::create(device_, spec, num_local_experts, formats);
+  }
+
+ private:
+  static constexpr uint32_t kMaxRows = 1u << 16;  // the layer cuts batches to its scratch memory
+  std::shared_ptr<compute::gpu::GpuDevice> device_;
+};
+
+}  // namespace dflash::plugin

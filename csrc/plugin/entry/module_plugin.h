@@ -1,0 +1,37 @@
+// A Driver (device_table.h) over a vendor's driver library, for the plug-ins of real cards.
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include "compute/gpu/module/module_runtime.h"
+#include "plugin/device_table.h"
+#include "plugin/entry/gpu_plugin.h"
+
+namespace dflash::plugin {
+
+// Vendor: `static constexpr const char* kName` and `static Result<std::unique_ptr<compute::gpu::DriverApi>> open()`.
+template <class Vendor>
+struct ModuleDriver {
+  static constexpr const char* kName = Vendor::kName;
+
+  static Result<std::vector<DeviceListing>> list() {
+    auto driver = Vendor::open();
+    if (!driver.ok()) return std::move(driver).error();
+    auto devices = driver.value()->list();
+    if (!devices.ok()) return std::move(devices).error();
+    std::vector<DeviceListing> listed;
+    for (const compute::gpu::DriverDevice& found : devices.value()) {
+      listed.push_back({found.facts.name, kName, found.facts.architecture, found.facts.memory_bytes, found.reason});
+    }
+    return listed;
+  }
+
+  static Result<std::unique_ptr<Device>> open(uint32_t device, const OpenOptions&) {
+    auto driver = Vendor::open();
+    if (!driver.ok()) return std::move(driver).error();
+    auto runtime = compute::gpu::make_module_runtime(std::move(driver).value(), device);
+    if (!runtime.ok()) return std::move(runtime).error();
+    return std::unique_ptr<Device>(std::make_unique<GpuPluginDevice>(std::move(runtime).value()));
+  }
+};
+
+}  // namespace dflash::plugin

@@ -1,0 +1,37 @@
+// libdflash_sim.so: the GPU kernels on the processor. Device 0 stands for NVIDIA's cards, device 1 for AMD's with waves of 64.
+// SPDX-License-Identifier: Apache-2.0
+#include <unistd.h>
+
+#include "compute/gpu/sim/sim_runtime.h"
+#include "plugin/device_table.h"
+#include "plugin/entry/gpu_plugin.h"
+
+namespace dflash::plugin {
+namespace {
+
+using compute::gpu::SimulatedDevice;
+using compute::gpu::SimulatedVendor;
+
+// The simulated memory is the machine's: as much as a worker that computes there could take.
+uint64_t machine_bytes() { return static_cast<uint64_t>(::sysconf(_SC_PAGESIZE)) * static_cast<uint64_t>(::sysconf(_SC_PHYS_PAGES)); }
+
+struct SimDriver {
+  static constexpr const char* kName = "sim";
+
+  static Result<std::vector<DeviceListing>> list() {
+    return std::vector<DeviceListing>{{"simulated, waves of 32", "cuda", "sim-cuda", machine_bytes(), ""},
+                                      {"simulated, waves of 64", "hip", "sim-hip", machine_bytes(), ""}};
+  }
+
+  static Result<std::unique_ptr<Device>> open(uint32_t device, const OpenOptions& options) {
+    const SimulatedVendor vendor = device == 0 ? SimulatedVendor::kCuda : SimulatedVendor::kHip;
+    auto runtime = compute::gpu::make_simulated_runtime(SimulatedDevice{vendor, machine_bytes(), options.seed});
+    if (!runtime.ok()) return std::move(runtime).error();
+    return std::unique_ptr<Device>(std::make_unique<GpuPluginDevice>(std::move(runtime).value()));
+  }
+};
+
+}  // namespace
+}  // namespace dflash::plugin
+
+DFLASH_PLUGIN_EXPORT const dflash_backend_table* dflash_backend() { return dflash::plugin::table_of<dflash::plugin::SimDriver>(); }
