@@ -285,7 +285,7 @@ def test_activations_name_a_numerics_class_and_the_host_follows_workers_that_agr
     assert classes("bf16", "f32") == ["f32-canonical", "bf16-dot", "f32-canonical"]
     assert classes("bf16", host="host: {activations: int8}\n") == ["int8-groups", "bf16-dot"]
     assert Topology.local(1).numerics_of("w0") == Topology.local(1).numerics_of("host") == "f32-canonical"
-    assert sorted(ACTIVATIONS.values()) == sorted({*_core.numerics_classes("reference"), *ACTIVATIONS.values()})
+    assert set(ACTIVATIONS.values()) == set(_core.numerics_classes("reference"))
 
 
 def test_cpus_are_a_word_or_a_list():
