@@ -44,6 +44,7 @@ LAYERS, EXPERTS, HIDDEN, WIDTH = 2, 64, 2048, 768  # 1.2 GB in bf16
 BUFFER_BYTES = 1 << 20
 HUGE_PAGES = 14  # MADV_HUGEPAGE, as the worker asks for its own memory
 POPULATE_WRITE = 23  # MADV_POPULATE_WRITE
+WATCH_EVERY = 16  # experts: looking takes a tenth of a small one's loading
 MAX_BEYOND_BYTES = 256 << 20  # anonymous memory of a loader beyond the packed experts
 FORMATS = (("bf16", "bf16"), ("bf16", "int8_g32"), ("bf16", "int4_g32"), ("q8_0", "q8_0"), ("q4_k", "q4_k"))
 
@@ -157,9 +158,10 @@ def _loading(
         worker = _core.Worker(name="load", isa=_core.best_isa(), num_threads=threads)
         peak = 0
 
-        def watch(_count: int) -> None:
+        def watch(count: int) -> None:
             nonlocal peak
-            peak = max(peak, process_memory().anonymous_bytes - before)
+            if count % WATCH_EVERY == 0:
+                peak = max(peak, process_memory().anonymous_bytes - before)
 
         for layer in range(LAYERS):
             worker.define_shard(layer, 0, ffn(layer).kernel_spec(), experts, resident, 1)
