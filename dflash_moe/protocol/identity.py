@@ -52,11 +52,16 @@ def require_equal(host: Identity, worker: Identity, *, name: str) -> None:
             raise ProtocolError(f"worker {name}: wire_limits.{limit}: the host has {ours}, the worker has {theirs}")
 
 
-def require_numerics(numerics: str, isa: str, *, name: str) -> None:
-    """UnsupportedError naming worker, class, kernel set and its classes where kernel set `isa` does not compute `numerics`."""
-    offered = _core.numerics_classes(isa)
+def require_numerics(numerics: str, isa: str, *, name: str, device: _core.BackendDevice | None = None) -> tuple[str, ...]:
+    """All classes that `device`, or else kernel set `isa`, computes.
+
+    UnsupportedError naming worker, class, device or kernel set, and those classes where `numerics` is none of them.
+    """
+    offered = tuple(_core.numerics_classes(isa) if device is None else device.numerics_classes())
     if numerics not in offered:
+        kernels = f"kernel set {isa}" if device is None else f"device {device.label}"
         raise UnsupportedError(
-            f"worker {name}: its kernel set {isa} does not compute numerics class {numerics}; it offers {', '.join(offered)}: "
+            f"worker {name}: its {kernels} does not compute numerics class {numerics}; it offers {', '.join(offered)}: "
             "give it other `activations`, or place it on a machine that computes this class"
         )
+    return offered

@@ -103,6 +103,9 @@ class Hello(Message):
     slowdown: Annotated[float, Wire(10, Float(1.0, 1e6))] = 1.0
     isa: Annotated[str, Wire(11, Text(32))] = ""  # empty: the worker's best
     cpus: Annotated[tuple[int, ...], Wire(12, ListOf(_U16, 1024))] = ()  # of its compute threads in order; empty: not pinned
+    backend: Annotated[str, Wire(13, Text(16))] = "cpu"
+    device: Annotated[int, Wire(14, _U16)] = 0  # of the backend
+    simulate: Annotated[str, Wire(15, Text(16))] = ""  # backend sim: whose cards it stands for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,9 +123,10 @@ class HelloReply(Message):
     isa: Annotated[str, Wire(8, Text(32))]
     threads: Annotated[int, Wire(9, _U16)]
     pid: Annotated[int, Wire(10, _U32)]
-    memory_available: Annotated[int, Wire(11, _U64)]  # bytes a new process may still take on the worker's machine
+    memory_available: Annotated[int, Wire(11, _U64)]  # bytes a new process may still take there; of a card: free on it
     memory_limit: Annotated[int, Wire(12, _U64)] = 0  # bytes the worker's own topology grants; 0: no limit of its own
-    numerics_offered: Annotated[tuple[str, ...], Wire(13, _WORDS)] = ()  # all that its kernel set computes
+    numerics_offered: Annotated[tuple[str, ...], Wire(13, _WORDS)] = ()  # all that its kernel set or device computes
+    device: Annotated[str, Wire(14, Text(1024))] = ""  # the device it computes on; empty: the processor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

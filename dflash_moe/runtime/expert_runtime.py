@@ -112,7 +112,7 @@ class ExpertRuntime:
     def _open(self, on_loading: LoadingReport | None) -> None:
         self._fleet.add_members(self._topology, self._held, HOST)
         self._fleet.start()
-        self._fleet.check_memory(self.placement.bytes_by_holder())
+        self._fleet.check_memory(self.placement.bytes_by_holder(), self._held)
         self._fleet.load(self._held, on_loading)
         plans = self._plan_slots()
         client = self._live_client()

@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dflash_moe import _core
-from dflash_moe.errors import ConfigError, UnsupportedError
+from dflash_moe.errors import ConfigError
 from dflash_moe.model.checkpoint import Checkpoint, shard_fingerprint
+from dflash_moe.protocol.devices import DeviceChoice
 from dflash_moe.protocol.identity import local_identity
 from dflash_moe.protocol.keys import read_key_file
 from dflash_moe.protocol.messages import LoadShard, compress_experts
@@ -59,6 +60,11 @@ class Member:
     spec: WorkerSpec | None = None  # None: the experts kept at the host
     client_index: int = -1
     slots: SlotPlan | None = None
+
+    @property
+    def device(self) -> DeviceChoice:
+        """What it computes on."""
+        return DeviceChoice.of(self.spec)
 
     @property
     def is_on_this_machine(self) -> bool:
@@ -120,10 +126,6 @@ class Fleet:
     def add_members(self, topology: Topology, held: Mapping[str, Sequence[HeldShard]], host_name: str) -> None:
         """Decides address and transport of every holder. UnsupportedError, ConfigError before anything is started."""
         for worker in topology.workers:
-            if worker.backend != "cpu":
-                raise UnsupportedError(
-                    f"worker {worker.name}: backend {worker.backend} is not in this version; backends here: cpu"
-                )
             address = worker.parsed_address
             transport = choose_transport(worker.name, address, self._settings.transport)
             if worker.name in held:
@@ -161,7 +163,7 @@ class Fleet:
                 isa = _core.parse_isa(self._settings.cpu_isa or _core.best_isa())
                 member.local = LocalWorker(
                     member.name, isa=isa, threads=self._num_threads(member), spin_ns=self._threads.spin_ns, slowdown=slowdown,
-                    numerics=member.numerics, cpus=self._threads.cpus.get(member.name, ()),
+                    numerics=member.numerics, cpus=self._threads.cpus.get(member.name, ()), device=member.device,
                 )  # fmt: skip
 
     def _greet(self, name: str) -> None:
@@ -177,26 +179,28 @@ class Fleet:
             isa=self._settings.cpu_isa or "",
             timeout_s=self._settings.start_timeout_s,
             cpus=self._threads.cpus.get(name, ()),
+            device=member.device,
         )
 
     def _num_threads(self, member: Member) -> int:
         if member.spec is None:
             return self._threads.host
-        return self._threads.workers.get(member.name, 0)
+        return self._threads.workers.get(member.name, int(member.device.has_own_memory))
 
-    def check_memory(self, bytes_by_holder: Mapping[str, int]) -> None:
-        """ConfigError with the shortfall when the weights do not fit, before any is loaded."""
-        local = [member.name for member in self.members.values() if member.is_on_this_machine]
+    def check_memory(self, bytes_by_holder: Mapping[str, int], held: Mapping[str, Sequence[HeldShard]]) -> None:
+        """ConfigError with the shortfall, and how many experts fit, before any is loaded."""
+        local = [
+            member.name for member in self.members.values() if member.is_on_this_machine and not member.device.has_own_memory
+        ]
         needed, available = sum(bytes_by_holder.get(name, 0) for name in local), memory_available()
         if needed > available:
-            raise ConfigError(_shortfall_text(f"{', '.join(local)} on this machine", needed, available))
+            num_experts = sum(len(shard.experts) for name in local for shard in held[name])
+            raise ConfigError(_shortfall_text(f"{', '.join(local)} on this machine", needed, available, num_experts))
         for member in self.members.values():
-            hello = member.session.hello if member.session is not None else None
-            if hello is None:
-                continue
-            bounds = [hello.memory_available] + ([hello.memory_limit] if hello.memory_limit else [])
-            if bytes_by_holder.get(member.name, 0) > min(bounds):
-                raise ConfigError(_shortfall_text(f"worker {member.name}", bytes_by_holder[member.name], min(bounds)))
+            bounds = _memory_bounds(member)
+            if bounds and bytes_by_holder.get(member.name, 0) > min(bounds):
+                num_experts = sum(len(shard.experts) for shard in held[member.name])
+                raise ConfigError(_shortfall_text(_holder_text(member), bytes_by_holder[member.name], min(bounds), num_experts))
 
     def load(self, held: Mapping[str, Sequence[HeldShard]], on_loading: LoadingReport | None = None) -> None:
         """Loads all shards, the workers in parallel. Typed errors of the workers; WorkerLost, WorkerTimeout."""
@@ -324,9 +328,26 @@ def _slowdown(member: Member) -> float:
     return float(emulate.slowdown or 1.0) if emulate is not None else 1.0
 
 
-def _shortfall_text(who: str, needed: int, available: int) -> str:
+def _memory_bounds(member: Member) -> list[int]:
+    """Bytes that its weights may take, by everything that says so; none for experts in the host's own process."""
+    if member.local is not None:
+        return [member.local.memory_available] if member.local.has_own_memory else []
+    hello = member.session.hello if member.session is not None else None
+    if hello is None:
+        return []
+    return [hello.memory_available] + ([hello.memory_limit] if hello.memory_limit else [])
+
+
+def _holder_text(member: Member) -> str:
+    hello = member.session.hello if member.session is not None else None
+    return f"worker {member.name}" + (f" on device {hello.device}" if hello is not None and hello.device else "")
+
+
+def _shortfall_text(who: str, needed: int, available: int, num_experts: int) -> str:
     gib = 1 << 30
+    fitting = available * num_experts // needed
     return (
         f"memory: {who} need {needed / gib:.2f} GiB for the placed experts, {available / gib:.2f} GiB are available: "
-        f"{(needed - available) / gib:.2f} GiB short; place fewer experts there, add workers, or use a smaller dtype"
+        f"{(needed - available) / gib:.2f} GiB short, {fitting} of the {num_experts} experts fit; place fewer experts there, "
+        "add workers, or use a smaller dtype"
     )

@@ -15,6 +15,7 @@ from dflash_moe.errors import DflashError, WorkerError
 from dflash_moe.model.checkpoint import Checkpoint
 from dflash_moe.model.expert_loading import load_experts
 from dflash_moe.model.ffn import FfnSpec
+from dflash_moe.protocol.devices import DeviceChoice, open_device
 from dflash_moe.protocol.identity import require_numerics
 from dflash_moe.runtime.data_path import SlotPlan
 from dflash_moe.telemetry.affinity import check_cpus, pin_to_first, running_on
@@ -28,13 +29,23 @@ class LocalWorker:
     """Owns the weights and one serving thread, which computes without the GIL. `close()` ends it."""
 
     def __init__(
-        self, name: str, *, isa: str, threads: int, spin_ns: int, slowdown: float, numerics: str, cpus: tuple[int, ...] = ()
-    ) -> None:
-        """UnsupportedError where kernel set `isa` does not compute `numerics`, ConfigError where one of `cpus` is missing."""
-        require_numerics(numerics, isa, name=name)
+        self, name: str, *, isa: str, threads: int, spin_ns: int, slowdown: float, numerics: str, cpus: tuple[int, ...] = (),
+        device: DeviceChoice | None = None,
+    ) -> None:  # fmt: skip
+        """`device` None: the processor, by kernel set `isa`.
+
+        UnsupportedError where that does not compute `numerics` or cannot be used, ConfigError where the device or one of `cpus`
+        is missing.
+        """
+        opened = open_device(device or DeviceChoice(), threads=threads, name=name)
+        require_numerics(numerics, isa, name=name, device=opened)
         check_cpus(cpus, name=name)
         self.name = name
-        self._worker = _core.Worker(name=name, isa=isa, num_threads=threads, cpus=cpus, spin_ns=spin_ns, slowdown=slowdown)
+        self.has_own_memory = (device or DeviceChoice()).has_own_memory
+        self.memory_available = opened.free_bytes() if opened is not None and self.has_own_memory else 0  # of the card
+        self._worker = _core.Worker(
+            name=name, isa=isa, num_threads=threads, cpus=cpus, spin_ns=spin_ns, slowdown=slowdown, device=opened
+        )
         self._cpus = cpus
         self._num_threads = threads
         self._thread: threading.Thread | None = None

@@ -17,6 +17,7 @@ from typing import TypeVar
 from dflash_moe import __version__, _core
 from dflash_moe.errors import DflashError, ProtocolError, WorkerLost, WorkerTimeout
 from dflash_moe.protocol.auth import HANDSHAKE_S, PEER_CREDENTIAL_KEY, Peer, authenticate_to_worker
+from dflash_moe.protocol.devices import DeviceChoice
 from dflash_moe.protocol.failures import to_error
 from dflash_moe.protocol.framing import USER_TIMEOUT_MS, Connection, PeerGone, require_same_user
 from dflash_moe.protocol.identity import CAPABILITIES, Identity, identity_of, require_equal
@@ -115,11 +116,14 @@ class WorkerSession:
         isa: str,
         timeout_s: float,
         cpus: tuple[int, ...] = (),
+        device: DeviceChoice | None = None,
     ) -> HelloReply:
         """Exchanges hello; ProtocolError naming the field and both values where the ends do not fit.
 
-        UnsupportedError where the worker does not compute in class `numerics`, ConfigError where it lacks one of `cpus`.
+        UnsupportedError where the worker does not compute in class `numerics` or cannot use `device` (None: the processor),
+        ConfigError where it lacks the device or one of `cpus`.
         """
+        place = device or DeviceChoice()
         message = Hello(
             package_version=__version__,
             worker=self.name,
@@ -133,6 +137,9 @@ class WorkerSession:
             slowdown=slowdown,
             isa=isa,
             cpus=cpus,
+            backend=place.backend,
+            device=place.device,
+            simulate=place.simulate,
         )
         with self._lock:
             reply = self._ask(message, HelloReply, timeout_s=timeout_s, doing="answer hello")

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from dflash_moe.config import Settings
 from dflash_moe.errors import ConfigError
+from dflash_moe.protocol.devices import COMPUTED_BY_PROCESSOR, PROCESSOR
 from dflash_moe.runtime.pinning import plan_cpus
 from dflash_moe.telemetry.cores import machine_cores
 from dflash_moe.telemetry.machine import physical_cores, usable_cores
@@ -35,10 +36,10 @@ def thread_plan(topology: Topology, settings: Settings) -> ThreadPlan:
 
     Errors: ConfigError for a worker with more threads than `cpus`.
     """
-    workers = [worker for worker in topology.local_workers() if worker.backend == "cpu"]
+    workers = [worker for worker in topology.local_workers() if worker.backend in COMPUTED_BY_PROCESSOR]
     plan = plan_threads(
         host_threads=topology.host.threads,
-        worker_threads={worker.name: settings.threads or worker.threads or len(_named_cpus(worker)) for worker in workers},
+        worker_threads={worker.name: _asked_threads(worker, settings) for worker in workers},
         usable_cores=usable_cores(),
         physical_cores=physical_cores(),
         spin_us=settings.spin_us,
@@ -54,6 +55,12 @@ def thread_plan(topology: Topology, settings: Settings) -> ThreadPlan:
     # Where a quota is what binds, a pinned thread could not leave a core that somebody else uses.
     may_choose = not plan.is_oversubscribed and usable_cores() == len(cores)
     return replace(plan, cpus=plan_cpus(topology, plan.workers, host_threads=plan.host, cores=cores, may_choose=may_choose))
+
+
+def _asked_threads(worker: WorkerSpec, settings: Settings) -> int:
+    if worker.backend != PROCESSOR:
+        return 1  # a simulated device runs its threads one after the other
+    return settings.threads or worker.threads or len(_named_cpus(worker))
 
 
 def _named_cpus(worker: WorkerSpec) -> tuple[int, ...]:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from dflash_moe import __version__, _core
 from dflash_moe.errors import DflashError, ProtocolError, WorkerLost
 from dflash_moe.model.checkpoint import Checkpoint
+from dflash_moe.protocol.devices import DeviceChoice, open_device
 from dflash_moe.protocol.failures import to_refusal
 from dflash_moe.protocol.framing import USER_TIMEOUT_MS, Connection, PeerGone
 from dflash_moe.protocol.identity import CAPABILITIES, identity_of, local_identity, require_equal, require_numerics
@@ -151,14 +152,17 @@ class WorkerSession:
         require_equal(identity_of(message), ours, name=self.identity.name)
         threads = self.identity.threads or max(1, message.threads)
         isa = _core.parse_isa(self.identity.isa or message.isa or _core.best_isa())
-        require_numerics(message.numerics_class, isa, name=self.identity.name)
+        choice = DeviceChoice(message.backend, message.device, message.simulate)
+        device = open_device(choice, threads=threads, name=self.identity.name)
+        offered = require_numerics(message.numerics_class, isa, name=self.identity.name, device=device)
         check_cpus(message.cpus, name=self.identity.name)
         spin_ns = message.spin_ns
         if self.identity.threads:  # started by hand: the host does not know this machine's cores
             spin_ns = SPIN_NS if usable_cores() > threads else 0
         self._worker = _core.Worker(
-            name=self.identity.name, isa=isa, num_threads=threads, cpus=message.cpus, spin_ns=spin_ns, slowdown=message.slowdown
-        )
+            name=self.identity.name, isa=isa, num_threads=threads, cpus=message.cpus, spin_ns=spin_ns,
+            slowdown=message.slowdown, device=device,
+        )  # fmt: skip
         self._threads, self._cpus, self._numerics = threads, message.cpus, message.numerics_class
         self._send(
             HelloReply(
@@ -169,17 +173,19 @@ class WorkerSession:
                 wire_limits=dict(ours.wire_limits),
                 dtypes=ours.dtypes,
                 capabilities=CAPABILITIES,
-                isa=isa,
+                isa=isa if device is None else device.arch,
                 threads=threads,
                 pid=os.getpid(),
-                memory_available=memory_available(),
+                memory_available=device.free_bytes() if device is not None and choice.has_own_memory else memory_available(),
                 memory_limit=self.identity.memory_limit,
-                numerics_offered=tuple(_core.numerics_classes(isa)),
+                numerics_offered=offered,
+                device="" if device is None else device.label,
             )
         )
         pinned = f" on CPUs {', '.join(map(str, self._cpus))}" if self._cpus else ""
-        log.info("session opened by dflash_moe %s: isa %s, numerics %s, %d threads%s",
-                 message.package_version, isa, self._numerics, threads, pinned)  # fmt: skip
+        where = f"isa {isa}" if device is None else f"device {device.label}"
+        log.info("session opened by dflash_moe %s: %s, numerics %s, %d threads%s",
+                 message.package_version, where, self._numerics, threads, pinned)  # fmt: skip
 
     def _require_worker(self, message: Message) -> _core.Worker:
         if self._worker is None:

@@ -320,7 +320,7 @@ def test_a_small_arena_splits_slices_and_counts_it(spec: ModelSpec, monkeypatch:
 
 def test_a_backend_or_transport_of_a_later_version_is_unsupported(spec: ModelSpec) -> None:
     topology = Topology.parse("version: 1\nworkers:\n  - {name: gpu, backend: cuda}\n")
-    with pytest.raises(UnsupportedError, match="worker gpu: backend cuda"):
+    with pytest.raises(UnsupportedError, match="worker gpu: .*cuda"):
         ExpertRuntime.start(topology, model=spec)
     with pytest.raises(UnsupportedError, match="fabric"):
         ExpertRuntime.start(Topology.local(), model=spec, transport="fabric")

@@ -10,7 +10,7 @@
 namespace dflash::compute::gpu {
 namespace {
 
-constexpr int kNoDevice = 100;            // hipErrorNoDevice
+constexpr int kNoDevice = 100, kInvalidDevice = 101;  // hipErrorNoDevice, hipErrorInvalidDevice
 constexpr int kInsufficientDriver = 35;   // hipErrorInsufficientDriver
 constexpr unsigned kNonBlockingStream = 1;
 
@@ -107,7 +107,7 @@ Status HipDriver::open(const DriverLibrary& library) {
 
 Result<std::vector<DriverDevice>> HipDriver::list() {
   const int started = init_(0);
-  if (started == kNoDevice) return std::vector<DriverDevice>{};
+  if (started == kNoDevice || started == kInvalidDevice) return std::vector<DriverDevice>{};
   if (started == kInsufficientDriver) {
     return Error{ErrorCode::kUnsupported, "the kernel's amdgpu driver is older than the HIP runtime; update it"};
   }

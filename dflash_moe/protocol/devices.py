@@ -1,0 +1,52 @@
+"""The device that a worker computes on, opened before it says hello so that a reason against it reaches the host.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from dflash_moe import _core
+from dflash_moe.errors import DflashError
+
+if TYPE_CHECKING:
+    from dflash_moe.topology import WorkerSpec
+
+PROCESSOR = "cpu"
+COMPUTED_BY_PROCESSOR = (PROCESSOR, "sim")  # backends whose work and weights are the machine's, not a card's
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceChoice:
+    """What the topology says of a worker's device."""
+
+    backend: str = PROCESSOR
+    device: int = 0
+    simulate: str = ""
+
+    @staticmethod
+    def of(spec: WorkerSpec | None) -> DeviceChoice:
+        """That of a worker; None (the experts kept at the host): the processor."""
+        return DeviceChoice() if spec is None else DeviceChoice(spec.backend, spec.device or 0, spec.simulate or "")
+
+    @property
+    def has_own_memory(self) -> bool:
+        """True of a card, whose weights take nothing of the machine's memory."""
+        return self.backend not in COMPUTED_BY_PROCESSOR
+
+
+def open_device(choice: DeviceChoice, *, threads: int, name: str) -> _core.BackendDevice | None:
+    """The device, or None for the processor's own kernels.
+
+    Errors name worker and device: ConfigError for one that does not exist, UnsupportedError for one that cannot be used.
+    """
+    if choice.backend == PROCESSOR:
+        return None
+    try:
+        return _core.BackendDevice(
+            backend=choice.backend, device=choice.device, simulate=choice.simulate, num_threads=max(1, threads)
+        )
+    except DflashError as error:
+        raise type(error)(f"worker {name}: {error}") from None

@@ -1,0 +1,73 @@
+"""GPU workers through the whole path, on simulated cards: the kernels of both vendors, the plug-in, the worker and the host.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from dflash_moe import ConfigError, ExpertRuntime, Topology, UnsupportedError, _core
+from dflash_moe.testing.tiny import routed_batch, tiny_checkpoint
+from tests.expert_cases import Batch, Expected
+
+NUM_EXPERTS, TOP_K, HIDDEN = 9, 3, 96
+MIXED = """
+version: 1
+placement: {policy: explicit}
+workers:
+  - {name: helper, backend: cpu, threads: 1, experts: {'*': '0-2'}}
+  - {name: green, backend: sim, simulate: cuda, experts: {'*': '3-5'}}
+  - {name: red, backend: sim, simulate: hip, address: %s, experts: {'*': '6-8'}}
+"""
+
+
+@pytest.fixture(scope="module", params=["f32", "bf16"])
+def spec(request, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("cards")
+    return tiny_checkpoint(directory, hidden_size=HIDDEN, num_experts=NUM_EXPERTS, top_k=TOP_K, dtype=request.param)
+
+
+@pytest.mark.parametrize("address", ["unix", "loopback"])
+def test_a_processor_and_cards_of_both_vendors_give_the_reference_bits_in_one_layer(spec, address):
+    with ExpertRuntime.start(Topology.parse(MIXED % address), model=spec, dtype="f32") as runtime:
+        twin = Expected(spec.path, runtime.placement, spec, weight_dtype=spec.dtype, isa="reference")
+        for layer, tokens in ((0, 40), (1, 130)):
+            batch = Batch(*routed_batch(tokens, HIDDEN, NUM_EXPERTS, TOP_K, seed=tokens))
+            found = runtime.experts(layer, batch.hidden_states, batch.topk_ids, batch.topk_weights)
+            assert np.asarray(found).tobytes() == twin.experts(layer, batch).tobytes()
+        stats = runtime.stats()
+    assert {name for name, counts in stats["workers"].items() if counts["calls"]} == {"helper", "green", "red"}
+
+
+def test_int4_weights_on_a_card_give_the_bits_of_the_processor(spec):
+    text = "version: 1\nworkers: [{name: w0, weights: int4, %s}]"
+    batch = routed_batch(7, HIDDEN, NUM_EXPERTS, TOP_K)
+    results = []
+    for backend in ("backend: cpu, threads: 1", "backend: sim, simulate: cuda"):
+        with ExpertRuntime.start(Topology.parse(text % backend), model=spec) as runtime:
+            results.append(np.asarray(runtime.experts(0, *batch)).tobytes())
+    assert results[0] == results[1]
+
+
+def test_a_card_without_its_plug_in_or_driver_is_refused_with_worker_and_reason(spec):
+    if _core.probe_backend("cuda")["devices"]:
+        pytest.skip("this machine has a card")
+    topology = Topology.parse("version: 1\nworkers: [{name: green, backend: cuda, device: 3}]")
+    with pytest.raises(UnsupportedError, match=r"worker green: .*cuda"):
+        ExpertRuntime.start(topology, model=spec)
+
+
+def test_a_class_that_the_card_lacks_is_refused_naming_the_device(spec):
+    worker = "{name: green, backend: sim, simulate: cuda, weights: int8, activations: int8}"
+    topology = Topology.parse(f"version: 1\nworkers: [{worker}]")
+    with pytest.raises(UnsupportedError, match=r"worker green: its device sim:0 .* does not compute .* class int8-groups"):
+        ExpertRuntime.start(topology, model=spec)
+
+
+def test_too_little_memory_of_the_device_names_worker_device_shortfall_and_what_fits(spec, monkeypatch):
+    monkeypatch.setattr("dflash_moe.runtime.fleet._memory_bounds", lambda member: [1000] if member.name == "green" else [])
+    topology = Topology.parse("version: 1\nworkers: [{name: green, backend: sim, simulate: cuda}]")
+    with pytest.raises(ConfigError, match=r"worker green on device sim:0 \(.*\) need .* short, 0 of the 18 experts fit"):
+        ExpertRuntime.start(topology, model=spec)
