@@ -33,20 +33,21 @@ def register(app: typer.Typer) -> None:
 def doctor(
     topology: options.TopologyOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    selftest: Annotated[bool, typer.Option("--selftest", help="Also run every kernel set against the reference.")] = False,
+    selftest: Annotated[bool, typer.Option("--selftest", help="Also run all kernels against the reference.")] = False,
 ) -> None:
     """Show what this machine can do and why not: CPU, backends, transports, memory, threads."""
     found = examine(options.load_topology(topology) if topology is not None else None)
     tests: list[Any] = []
     if selftest:
+        from dflash_moe.cli.device_tests import run_device_tests
         from dflash_moe.cli.selftest import run_self_tests
 
-        tests = run_self_tests()
+        tests = run_self_tests() + run_device_tests(found["backends"])
         found["self_tests"] = [dataclasses.asdict(test) | {"passed": test.is_passed} for test in tests]
         for test in tests:
             if not test.is_passed:
                 what = f"self-test {test.isa}, {test.numerics}, {test.weight_dtype} weights"
-                found["problems"].append(f"{what}: {test.differing} elements differ")
+                found["problems"].append(f"{what}: {test.error or f'{test.differing} elements differ'}")
     if as_json:
         typer.echo(json.dumps(found, indent=1))
     else:

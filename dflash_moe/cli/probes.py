@@ -19,6 +19,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from dflash_moe.config import format_bytes
 from dflash_moe.errors import ConfigError
 
 _FUTEX_CALL = {"x86_64": 202, "aarch64": 98}  # Linux system call numbers
@@ -58,9 +59,9 @@ def probe_backends(cpu_isa: str | None = None) -> dict[str, Finding]:
     """
     return {
         "cpu": probe_cpu(cpu_isa),
-        "cuda": _missing_backend("cuda", "libcuda.so.1", "/dev/nvidiactl"),
-        "hip": _missing_backend("hip", "libamdhip64.so", "/dev/kfd"),
-        "sim": {"built": False, "available": False, "reason": "backend 'sim' is not built into this version"},
+        "cuda": _probe_plugin("cuda", "/dev/nvidiactl"),
+        "hip": _probe_plugin("hip", "/dev/kfd"),
+        "sim": _probe_plugin("sim"),
     }
 
 
@@ -133,15 +134,28 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _missing_backend(name: str, library: str, device: str) -> Finding:
+def _probe_plugin(name: str, node: str = "") -> Finding:
+    """Whether the plug-in is there, its `devices`, and why none of them can be used; `node`: what the kernel's driver makes."""
     try:
-        ctypes.CDLL(library)
-        has_library = True
-    except OSError:
-        has_library = False
-    seen = f"driver library {library} {'found' if has_library else 'not found'}, {device} "
-    seen += "present" if Path(device).exists() else "absent"
-    return {"built": False, "available": False, "reason": f"backend '{name}' is not built into this version; {seen}"}
+        from dflash_moe import _core
+
+        found = _core.probe_backend(name)
+    except ImportError as error:
+        return {"built": False, "available": False, "reason": f"the C++ core cannot be imported: {error}", "devices": []}
+    usable = [device for device in found["devices"] if not device["reason"]]
+    if found["devices"]:
+        reason = "; ".join(_device_text(f"{name}:{index}", device) for index, device in enumerate(found["devices"]))
+    else:
+        present = f"; {node} is {'present' if Path(node).exists() else 'absent'}" if node else ""
+        reason = found["reason"] + present
+    return {"built": found["built"], "available": bool(usable), "reason": reason, "devices": found["devices"]}
+
+
+def _device_text(label: str, device: Finding) -> str:
+    if device["reason"]:
+        return f"{label} {device['name']}: {device['reason']}"
+    arch = device["arch"] or "architecture known once opened"
+    return f"{label} {device['name']}, {arch}, {format_bytes(device['memory_bytes'])}"
 
 
 def _try_shared() -> None:

@@ -19,8 +19,8 @@ struct SimDriver {
   static constexpr const char* kName = "sim";
 
   static Result<std::vector<DeviceListing>> list() {
-    return std::vector<DeviceListing>{{"simulated, waves of 32", "cuda", "sim-cuda", machine_bytes(), ""},
-                                      {"simulated, waves of 64", "hip", "sim-hip", machine_bytes(), ""}};
+    return std::vector<DeviceListing>{{"simulated card, 32-wide waves", "cuda", "sim-cuda", machine_bytes(), ""},
+                                      {"simulated card, 64-wide waves", "hip", "sim-hip", machine_bytes(), ""}};
   }
 
   static Result<std::unique_ptr<Device>> open(uint32_t device, const OpenOptions& options) {

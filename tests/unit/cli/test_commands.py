@@ -17,7 +17,7 @@ import typer
 from dflash_moe import __version__, _core
 from dflash_moe.cli import demo, doctor, main, options
 from dflash_moe.config import SETTINGS
-from dflash_moe.errors import ConfigError, UnsupportedError, WorkerLost
+from dflash_moe.errors import ConfigError, DflashError, UnsupportedError, WorkerLost
 from dflash_moe.protocol.keys import write_key_file
 from dflash_moe.runtime import threads
 from dflash_moe.topology import Topology
@@ -255,9 +255,13 @@ def test_doctor_reports_backends_transports_machine_and_problems(capsys):
     assert set(found) == {"backends", "transports", "machine", "problems", "numerics"}
     assert set(found["backends"]) == {"cpu", "cuda", "hip", "sim"}
     assert found["backends"]["cpu"]["available"]
-    for name in ("cuda", "hip", "sim"):
-        assert found["backends"][name] == found["backends"][name] | {"built": False, "available": False}
-        assert "not built into this version" in found["backends"][name]["reason"]
+    for name in ("cuda", "hip", "sim"):  # plug-ins of cards are there after `make plugins`, cards on few machines
+        backend = found["backends"][name]
+        assert backend["available"] == any(not device["reason"] for device in backend["devices"])
+        assert backend["built"] or "is not next to the core; build it with `make plugins`" in backend["reason"]
+        assert backend["reason"]
+    assert [device["vendor"] for device in found["backends"]["sim"]["devices"]] == ["cuda", "hip"]
+    assert found["backends"]["sim"]["available"]
     assert {name: found["transports"][name]["available"] for name in found["transports"]} == {
         "loopback": True, "shared": True, "unix": True, "tcp": True, "fabric": False,
     }  # fmt: skip
@@ -280,13 +284,35 @@ def test_doctor_says_what_it_cannot_have(capsys, monkeypatch):
 
 
 def test_a_failed_self_test_exits_with_1(capsys, monkeypatch):
-    from dflash_moe.cli import selftest
+    from dflash_moe.cli import device_tests, selftest
 
     monkeypatch.setattr(selftest, "run_self_tests", lambda: [selftest.SelfTest("avx2", "f32", 1, 9, 2)])
+    monkeypatch.setattr(device_tests, "run_device_tests", lambda _: [])
     code, out, err = run(capsys, "doctor", "--selftest")
     assert code == 1
     assert "FAILED" in out
     assert err[-1].startswith("1 of 1 self-tests failed")
+
+
+def test_self_tests_run_on_every_device_that_a_plug_in_finds_and_a_failing_one_is_named(capsys, monkeypatch):
+    from dflash_moe.cli import device_tests
+
+    listed = {"name": "toy", "vendor": "cuda", "arch": "sm_00", "memory_bytes": 1, "reason": ""}
+    unusable = listed | {"reason": "too old"}
+    cpu = _core.BackendDevice
+
+    def open_device(*, backend: str, device: int) -> object:
+        if device == 2:
+            raise DflashError("device cuda:2 (toy): the card has fallen off the bus")
+        return cpu(backend="cpu")
+
+    monkeypatch.setattr(_core, "BackendDevice", open_device)
+    tests = device_tests.run_device_tests({"cpu": {}, "cuda": {"devices": [listed, unusable, listed]}})
+    assert {test.isa for test in tests} == {"cuda:0 sm_00", "cuda:2 sm_00"}
+    passed = [test for test in tests if test.is_passed]
+    assert {test.weight_dtype for test in passed} >= {"f32", "bf16", "int4_g32", "q6_k", "mxfp4"}
+    assert all(test.cases >= 1 and test.elements > 1000 for test in passed)
+    assert [test.error for test in tests if not test.is_passed] == ["device cuda:2 (toy): the card has fallen off the bus"]
 
 
 def test_self_tests_compare_every_kernel_set_and_see_a_difference(monkeypatch):
