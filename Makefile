@@ -25,7 +25,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := build
 .DELETE_ON_ERROR:
-.PHONY: build demo test check asan tsan fuzz neon verify-all bench wheel clean distclean help core system-build system-test system-fuzz
+.PHONY: build demo test check asan tsan fuzz neon verify-all bench wheel clean distclean help core plugins system-build system-test system-fuzz
 
 build: core ## environment and C++ core, editable, in .venv
 	@echo "ready: $(BIN)/dflash-moe"
@@ -70,6 +70,10 @@ core: $(STAMPS)/packages
 	@if [ ! -f build/core/build.ninja ]; then rm -f $(STAMPS)/packages; $(MAKE) --no-print-directory $(STAMPS)/packages; fi
 	@$(CMAKE) --build build/core --target _core dflash_sim -- --quiet | sed '/^-- /d'
 	@cp --update --remove-destination build/core/_core.*.so build/core/libdflash_sim.so dflash_moe/
+
+# Minutes, most of them in the vendors' compilers; neither card nor driver is needed. CUDA_ARCHS="90a", HIP_ARCHS="gfx906" build for some.
+plugins: core ## the plug-ins for NVIDIA's and AMD's cards, next to the core
+	@.ci/plugins $(abspath $(BIN)/python) $(abspath $(CMAKE))
 
 # -- tests -------------------------------------------------------------------------------------------------------------------
 

@@ -1,5 +1,5 @@
-# The plug-ins with kernels for real cards, each by its vendor's compiler: DFLASH_CUDA and DFLASH_HIP name them (.ci/gpu_compilers finds and
-# installs them). Host code is compiled as everywhere; a vendor's compiler only makes the image that is embedded.
+# The plug-ins with kernels for real cards, each by its vendor's compiler: DFLASH_CUDA and DFLASH_HIP name them (.ci/plugins finds and installs
+# them). Host code is compiled as everywhere; a vendor's compiler only makes the image that is embedded.
 # SPDX-License-Identifier: Apache-2.0
 
 set(gpu_kernels ${CMAKE_CURRENT_SOURCE_DIR}/compute/gpu/kernels.cu)
@@ -27,9 +27,16 @@ set(DFLASH_CUDA "" CACHE STRING "Path of nvcc; empty: no plug-in for NVIDIA's ca
 set(DFLASH_CUDA_ARCHS "75;80;86;89;90;90a;100;120" CACHE STRING "Architectures; PTX of the last of them that is no variant comes along")
 set(DFLASH_HIP "" CACHE STRING "Path of a clang++ that compiles HIP; empty: no plug-in for AMD's cards")
 set(DFLASH_HIP_ARCHS "gfx906;gfx908;gfx90a;gfx1030;gfx1100;gfx942;gfx1201" CACHE STRING "Architectures")
+set(DFLASH_HIP_INCLUDE "/usr/include" CACHE PATH "Folder of hip/hip_runtime.h")
 set(DFLASH_HIP_BITCODE "/usr/lib/x86_64-linux-gnu/amdgcn/bitcode" CACHE PATH "Folder of ROCm's device libraries")
 
 if(DFLASH_CUDA)
+  # Images of a toolkit run on every driver of its major version and later.
+  execute_process(COMMAND ${DFLASH_CUDA} --version OUTPUT_VARIABLE cuda_version)
+  if(NOT cuda_version MATCHES "release ([0-9]+)\\.")
+    message(FATAL_ERROR "${DFLASH_CUDA} --version names no release")
+  endif()
+  set(cuda_major ${CMAKE_MATCH_1})
   set(cuda_image ${CMAKE_CURRENT_BINARY_DIR}/kernels.fatbin)
   set(cuda_targets "")
   foreach(arch ${DFLASH_CUDA_ARCHS})
@@ -45,7 +52,7 @@ if(DFLASH_CUDA)
     DEPENDS ${gpu_kernels} ${gpu_kernel_headers} VERBATIM COMMENT "Compiling kernels for ${DFLASH_CUDA_ARCHS}")
   plugin(cuda ${CMAKE_CURRENT_SOURCE_DIR}/plugin/entry/cuda.cc ${cuda_image})
   target_link_libraries(dflash_cuda PRIVATE dflash_gpu_module)
-  target_compile_definitions(dflash_cuda PRIVATE DFLASH_CUDA_IMAGE="${cuda_image}")
+  target_compile_definitions(dflash_cuda PRIVATE DFLASH_CUDA_IMAGE="${cuda_image}" DFLASH_CUDA_MAJOR=${cuda_major})
   set_source_files_properties(${CMAKE_CURRENT_SOURCE_DIR}/plugin/entry/cuda.cc PROPERTIES OBJECT_DEPENDS ${cuda_image})
 endif()
 
@@ -76,7 +83,7 @@ if(DFLASH_HIP)
     set(object ${CMAKE_CURRENT_BINARY_DIR}/kernels_${arch}.hsaco)
     add_custom_command(OUTPUT ${object}
       COMMAND ${DFLASH_HIP} -x hip --cuda-device-only --no-gpu-bundle-output --offload-arch=${arch} -O3 -std=c++20 -ffp-contract=off
-              -fno-strict-aliasing -D__HIP_PLATFORM_AMD__ -nogpuinc -isystem ${hip_resources} -I${CMAKE_CURRENT_SOURCE_DIR}
+              -fno-strict-aliasing -D__HIP_PLATFORM_AMD__ -nogpuinc -isystem ${hip_resources} -isystem ${DFLASH_HIP_INCLUDE} -I${CMAKE_CURRENT_SOURCE_DIR}
               --rocm-device-lib-path=${hip_bitcode} -c ${gpu_kernels} -o ${object}
       DEPENDS ${gpu_kernels} ${gpu_kernel_headers} VERBATIM COMMENT "Compiling kernels for ${arch}")
     list(APPEND hip_objects ${object})

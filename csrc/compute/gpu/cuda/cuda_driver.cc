@@ -15,7 +15,6 @@ constexpr int kAttributeWarpSize = 10, kAttributeMultiprocessors = 16, kAttribut
 constexpr int kNoDevice = 100;          // CUDA_ERROR_NO_DEVICE
 constexpr int kInsufficientDriver = 35;  // CUDA_ERROR_INSUFFICIENT_DRIVER
 constexpr unsigned kNonBlockingStream = 1;
-constexpr int kLeastDriver = 13000;     // images of the toolkit 13 need a driver of 13 (minor versions are compatible)
 constexpr int kLeastCapability = 75;    // the toolkit's floor
 
 using Pointer = unsigned long long;  // CUdeviceptr
@@ -23,7 +22,7 @@ Pointer address(const void* memory) { return reinterpret_cast<Pointer>(memory); 
 
 class CudaDriver final : public DriverApi {
  public:
-  explicit CudaDriver(const void* image) : image_(image) {}
+  CudaDriver(const void* image, int toolkit_major) : image_(image), least_version_(1000 * toolkit_major) {}
   Status open(const DriverLibrary& library);
 
   Result<std::vector<DriverDevice>> list() override;
@@ -75,6 +74,7 @@ class CudaDriver final : public DriverApi {
   DriverDevice describe(int device);
 
   const void* image_;
+  const int least_version_;  // minor versions are compatible
   void* context_ = nullptr;
   int (*init_)(unsigned) = nullptr;
   int (*version_)(int*) = nullptr;
@@ -138,9 +138,9 @@ std::string version_text(int version) { return std::to_string(version / 1000) + 
 Result<std::vector<DriverDevice>> CudaDriver::list() {
   int version = 0;
   const int asked = version_(&version);
-  if (asked == 0 && version < kLeastDriver) {
+  if (asked == 0 && version < least_version_) {
     return Error{ErrorCode::kUnsupported, "the driver is for CUDA " + version_text(version) + ", this build needs " +
-                                              version_text(kLeastDriver) + " or later; update the driver"};
+                                              version_text(least_version_) + " or later; update the driver"};
   }
   const int started = init_(0);
   if (started == kNoDevice) return std::vector<DriverDevice>{};
@@ -184,10 +184,10 @@ DriverDevice CudaDriver::describe(int index) {
 
 }  // namespace
 
-Result<std::unique_ptr<DriverApi>> open_cuda_driver(const void* image, const std::string& library) {
+Result<std::unique_ptr<DriverApi>> open_cuda_driver(const void* image, int toolkit_major, const std::string& library) {
   auto opened = DriverLibrary::open({library});
   if (!opened.ok()) return std::move(opened).error();
-  auto driver = std::make_unique<CudaDriver>(image);
+  auto driver = std::make_unique<CudaDriver>(image, toolkit_major);
   DFLASH_TRY(driver->open(opened.value()));
   return std::unique_ptr<DriverApi>(std::move(driver));
 }

@@ -9,7 +9,8 @@
 
 namespace dflash::compute::gpu {
 
-// `image` is the fatbin of the kernels. Errors: kUnsupported where the library is missing, older than this build, or refuses to start.
-Result<std::unique_ptr<DriverApi>> open_cuda_driver(const void* image, const std::string& library = "libcuda.so.1");
+// `image` is the fatbin of the kernels, `toolkit_major` the version of the toolkit that made it. Errors: kUnsupported where the library is missing, older than this build, or refuses to start.
+Result<std::unique_ptr<DriverApi>> open_cuda_driver(const void* image, int toolkit_major,
+                                                    const std::string& library = "libcuda.so.1");
 
 }  // namespace dflash::compute::gpu
