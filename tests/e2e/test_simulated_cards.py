@@ -5,14 +5,25 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from dflash_moe import ConfigError, ExpertRuntime, Topology, UnsupportedError, _core
 from dflash_moe.testing.tiny import routed_batch, tiny_checkpoint
+from dflash_moe.topology import WorkerSpec
 from tests.expert_cases import Batch, Expected
 
 NUM_EXPERTS, TOP_K, HIDDEN = 9, 3, 96
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+CARD_TOPOLOGIES = (
+    "dual_radeon_pro_vii.yaml",
+    "radeon_pro_vii_and_tesla_p4.yaml",
+    "cuda_host_and_hip_worker.yaml",
+    "cuda_host_and_cpu_workers.yaml",
+)
 MIXED = """
 version: 1
 placement: {policy: explicit}
@@ -39,6 +50,27 @@ def test_a_processor_and_cards_of_both_vendors_give_the_reference_bits_in_one_la
             assert np.asarray(found).tobytes() == twin.experts(layer, batch).tobytes()
         stats = runtime.stats()
     assert {name for name, counts in stats["workers"].items() if counts["calls"]} == {"helper", "green", "red"}
+
+
+@pytest.mark.parametrize("name", CARD_TOPOLOGIES)
+def test_the_topologies_of_real_machines_run_with_simulated_cards(spec, name):
+    shipped = Topology.load(CONFIGS / name)
+    cards = [worker.backend for worker in shipped.workers if worker.backend != "cpu"]
+    assert cards, "a topology of this kind has cards"
+    workers = tuple(simulated(worker) for worker in shipped.workers)
+    with ExpertRuntime.start(replace(shipped, workers=workers), model=spec, dtype="f32") as runtime:
+        twin = Expected(spec.path, runtime.placement, spec, weight_dtype=spec.dtype, isa="reference")
+        batch = Batch(*routed_batch(40, HIDDEN, NUM_EXPERTS, TOP_K, seed=3))
+        found = runtime.experts(0, batch.hidden_states, batch.topk_ids, batch.topk_weights)
+        assert np.asarray(found).tobytes() == twin.experts(0, batch).tobytes()
+        counts = runtime.stats()["workers"]
+    assert all(counts[worker.name]["calls"] for worker in shipped.workers)
+
+
+def simulated(worker: WorkerSpec) -> WorkerSpec:
+    """The same worker on this machine, with a simulated card in the place of a real one."""
+    here = replace(worker, address=None, threads=1)
+    return here if worker.backend == "cpu" else replace(here, backend="sim", simulate=worker.backend, device=None)
 
 
 def test_int4_weights_on_a_card_give_the_bits_of_the_processor(spec):

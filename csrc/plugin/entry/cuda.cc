@@ -11,7 +11,7 @@ namespace {
 
 struct Cuda {
   static constexpr const char* kName = "cuda";
-  static Result<std::unique_ptr<compute::gpu::DriverApi>> open() { return compute::gpu::open_cuda_driver(dflash_kernels_cuda, DFLASH_CUDA_MAJOR); }
+  static Result<std::unique_ptr<compute::gpu::DriverApi>> open() { return compute::gpu::open_cuda_driver(dflash_kernels_cuda, DFLASH_CUDA_MAJOR, DFLASH_CUDA_LEAST_ARCH); }
 };
 
 }  // namespace

@@ -15,14 +15,14 @@ constexpr int kAttributeWarpSize = 10, kAttributeMultiprocessors = 16, kAttribut
 constexpr int kNoDevice = 100;          // CUDA_ERROR_NO_DEVICE
 constexpr int kInsufficientDriver = 35;  // CUDA_ERROR_INSUFFICIENT_DRIVER
 constexpr unsigned kNonBlockingStream = 1;
-constexpr int kLeastCapability = 75;    // the toolkit's floor
 
 using Pointer = unsigned long long;  // CUdeviceptr
 Pointer address(const void* memory) { return reinterpret_cast<Pointer>(memory); }
 
 class CudaDriver final : public DriverApi {
  public:
-  CudaDriver(const void* image, int toolkit_major) : image_(image), least_version_(1000 * toolkit_major) {}
+  CudaDriver(const void* image, int toolkit_major, int least_arch)
+      : image_(image), least_version_(1000 * toolkit_major), least_arch_(least_arch) {}
   Status open(const DriverLibrary& library);
 
   Result<std::vector<DriverDevice>> list() override;
@@ -75,6 +75,7 @@ class CudaDriver final : public DriverApi {
 
   const void* image_;
   const int least_version_;  // minor versions are compatible
+  const int least_arch_;
   void* context_ = nullptr;
   int (*init_)(unsigned) = nullptr;
   int (*version_)(int*) = nullptr;
@@ -176,18 +177,19 @@ DriverDevice CudaDriver::describe(int index) {
   found.facts.wave_width = static_cast<uint32_t>(warp);
   if (status != 0) {
     found.reason = "the driver does not describe it: " + text(status);
-  } else if (major * 10 + minor < kLeastCapability) {
-    found.reason = "its architecture " + found.facts.architecture + " is below sm_75, the oldest that this build has kernels for";
+  } else if (major * 10 + minor < least_arch_) {
+    found.reason = "its architecture " + found.facts.architecture + " is below sm_" + std::to_string(least_arch_) +
+                   ", the oldest that this build has kernels for";
   }
   return found;
 }
 
 }  // namespace
 
-Result<std::unique_ptr<DriverApi>> open_cuda_driver(const void* image, int toolkit_major, const std::string& library) {
+Result<std::unique_ptr<DriverApi>> open_cuda_driver(const void* image, int toolkit_major, int least_arch, const std::string& library) {
   auto opened = DriverLibrary::open({library});
   if (!opened.ok()) return std::move(opened).error();
-  auto driver = std::make_unique<CudaDriver>(image, toolkit_major);
+  auto driver = std::make_unique<CudaDriver>(image, toolkit_major, least_arch);
   DFLASH_TRY(driver->open(opened.value()));
   return std::unique_ptr<DriverApi>(std::move(driver));
 }
