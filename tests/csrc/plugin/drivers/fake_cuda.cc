@@ -1,0 +1,76 @@
+// A libcuda that a test loads in the driver's place: two devices whose memory is the machine's, kernels that only count, and faults on request
+// through FAKE_CUDA: "none" (no device), "old" (driver of CUDA 12), "silent" (does not start), "full" (no memory), "lost" (the card is gone at
+// the second query), "hung" (work that never ends), "foreign" (no image fits).
+// SPDX-License-Identifier: Apache-2.0
+#include <stdlib.h>
+#include <string.h>
+
+namespace {
+
+constexpr int kOutOfMemory = 2, kNoDevice = 100, kNoBinary = 209, kNotReady = 600, kIllegalAddress = 700, kUnknown = 999;
+int queries = 0;
+
+bool is(const char* fault) {
+  const char* asked = ::getenv("FAKE_CUDA");
+  return asked != nullptr && ::strcmp(asked, fault) == 0;
+}
+
+}  // namespace
+
+#define FAKE extern "C" __attribute__((visibility("default")))
+using Pointer = unsigned long long;
+
+FAKE int cuInit(unsigned) { return is("none") ? kNoDevice : is("silent") ? kUnknown : 0; }
+FAKE int cuDriverGetVersion(int* version) { return *version = is("old") ? 12040 : 13000, 0; }
+FAKE int cuDeviceGetCount(int* count) { return *count = 2, 0; }
+FAKE int cuDeviceGet(int* device, int index) { return *device = index, 0; }
+FAKE int cuDeviceGetName(char* name, int size, int device) {
+  ::strncpy(name, device == 0 ? "Fake card" : "Fake old card", static_cast<size_t>(size));
+  return 0;
+}
+FAKE int cuDeviceTotalMem_v2(size_t* bytes, int) { return *bytes = 1 << 20, 0; }
+FAKE int cuDeviceGetAttribute(int* value, int attribute, int device) {
+  *value = attribute == 75 ? (device == 0 ? 9 : 6) : attribute == 76 ? (device == 0 ? 0 : 1) : attribute == 10 ? 32 : 132;
+  return 0;
+}
+FAKE int cuDevicePrimaryCtxRetain(void** context, int) { return *context = &queries, 0; }
+FAKE int cuDevicePrimaryCtxRelease_v2(int) { return 0; }
+FAKE int cuCtxSetCurrent(void*) { return 0; }
+FAKE int cuMemGetInfo_v2(size_t* free_bytes, size_t* all) { return *free_bytes = 4096, *all = 1 << 20, 0; }
+FAKE int cuMemAlloc_v2(Pointer* memory, size_t bytes) {
+  if (is("full")) return kOutOfMemory;
+  *memory = reinterpret_cast<Pointer>(::malloc(bytes));
+  return 0;
+}
+FAKE int cuMemFree_v2(Pointer memory) { return ::free(reinterpret_cast<void*>(memory)), 0; }
+FAKE int cuMemHostAlloc(void** memory, size_t bytes, unsigned) { return *memory = ::malloc(bytes), 0; }
+FAKE int cuMemFreeHost(void* memory) { return ::free(memory), 0; }
+FAKE int cuStreamCreate(void** stream, unsigned) { return queries = 0, *stream = &queries, 0; }
+FAKE int cuStreamDestroy_v2(void*) { return 0; }
+FAKE int cuStreamQuery(void*) {
+  if (is("hung")) return kNotReady;
+  return ++queries == 1 ? kNotReady : is("lost") ? kIllegalAddress : 0;
+}
+FAKE int cuMemcpyHtoDAsync_v2(Pointer to, const void* from, size_t bytes, void*) {
+  return ::memcpy(reinterpret_cast<void*>(to), from, bytes), 0;
+}
+FAKE int cuMemcpyDtoHAsync_v2(void* to, Pointer from, size_t bytes, void*) {
+  return ::memcpy(to, reinterpret_cast<const void*>(from), bytes), 0;
+}
+FAKE int cuMemsetD8Async(Pointer to, unsigned char value, size_t bytes, void*) {
+  return ::memset(reinterpret_cast<void*>(to), value, bytes), 0;
+}
+FAKE int cuModuleLoadData(void** module, const void*) { return is("foreign") ? kNoBinary : (*module = &queries, 0); }
+FAKE int cuModuleUnload(void*) { return 0; }
+FAKE int cuModuleGetFunction(void** function, void*, const char* name) {
+  if (::strncmp(name, "dflash_", 7) != 0) return 500;  // CUDA_ERROR_NOT_FOUND
+  *function = &queries;
+  return 0;
+}
+FAKE int cuLaunchKernel(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*, void** arguments, void**) {
+  return arguments == nullptr || arguments[0] == nullptr ? 1 : 0;
+}
+FAKE int cuGetErrorString(int status, const char** text) {
+  *text = status == kIllegalAddress ? "an illegal memory access was encountered" : status == kNoBinary ? "no kernel image is available" : "unknown error";
+  return 0;
+}
