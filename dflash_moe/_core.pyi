@@ -122,6 +122,7 @@ class Worker:
         spin_ns: int = 0,
         slowdown: float = 1.0,
         device: BackendDevice | None = None,  # computes there instead of with the kernels of `isa`
+        weights_layout: str = "packed",  # or "mapped": computes from the files, which it keeps open
     ) -> None: ...
     def define_shard(
         self,
@@ -298,6 +299,9 @@ class LayerBenchmark:
 
 def multiply_add_per_s(isa: str, num_threads: int, rounds: int, milliseconds: float = 5.0) -> list[float]: ...  # FLOP/s
 def bf16_multiply_add_per_s(  # FLOP/s with bf16 factors; only of sets with an instruction for them
+    isa: str, num_threads: int, rounds: int, milliseconds: float = 5.0
+) -> list[float]: ...
+def integer_multiply_add_per_s(  # int8 products and int32 sums, 2 operations a product; x86-64's vector sets
     isa: str, num_threads: int, rounds: int, milliseconds: float = 5.0
 ) -> list[float]: ...
 def read_bytes_per_s(isa: str, num_threads: int, rounds: int, num_bytes: int) -> list[float]: ...  # num_bytes per thread

@@ -108,6 +108,15 @@ std::vector<double> bf16_multiply_add_per_s(const std::string& isa, uint32_t num
   return unwrap(std::move(found));
 }
 
+std::vector<double> integer_multiply_add_per_s(const std::string& isa, uint32_t num_threads, uint32_t rounds, double milliseconds) {
+  const compute::Isa set = unwrap(compute::parse_isa(isa));
+  Result<std::vector<double>> found = [&] {
+    py::gil_scoped_release unlocked;
+    return compute::integer_multiply_add_per_s(set, num_threads, rounds, milliseconds);
+  }();
+  return unwrap(std::move(found));
+}
+
 std::vector<double> read_bytes_per_s(const std::string& isa, uint32_t num_threads, uint32_t rounds, size_t num_bytes) {
   const compute::Isa set = unwrap(compute::parse_isa(isa));
   Result<std::vector<double>> found = [&] {
@@ -132,6 +141,8 @@ void bind_layer_benchmark(py::module_& module) {
   module.def("multiply_add_per_s", &multiply_add_per_s, py::arg("isa"), py::arg("num_threads"), py::arg("rounds"),
              py::arg("milliseconds") = 5.0);
   module.def("bf16_multiply_add_per_s", &bf16_multiply_add_per_s, py::arg("isa"), py::arg("num_threads"), py::arg("rounds"),
+             py::arg("milliseconds") = 5.0);
+  module.def("integer_multiply_add_per_s", &integer_multiply_add_per_s, py::arg("isa"), py::arg("num_threads"), py::arg("rounds"),
              py::arg("milliseconds") = 5.0);
   module.def("read_bytes_per_s", &read_bytes_per_s, py::arg("isa"), py::arg("num_threads"), py::arg("rounds"), py::arg("num_bytes"));
 }

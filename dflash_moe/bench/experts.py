@@ -2,7 +2,8 @@
 
 Per (format, tokens, routing, source of the weights, threads): multiply-adds and weight bytes per second beside the peaks of the
 same run, which are measured again in every round. Weights come from memory (several layers in rotation, far beyond the caches)
-or from the cache (one layer). Rows named `torch...` are the same work in torch on the same threads: a loop of linear layers,
+or from the cache (one layer). `kernel` is the numerics class, and the peak that of its arithmetic: float32, int8 products, bf16
+products. Rows named `torch...` are the same work in torch on the same threads: a loop of linear layers,
 and `grouped_mm` where this torch has it on the CPU.
 SPDX-License-Identifier: Apache-2.0
 """
@@ -19,10 +20,12 @@ from dflash_moe.bench.expert_batch import FLOATS, Batch, ExpertShape, Kernel, ma
 from dflash_moe.bench.harness import Recorder, run_rounds
 from dflash_moe.bench.results import BenchResult, timing_fields
 from dflash_moe.bench.torch_experts import TorchLayers, torch_kernels
-from dflash_moe.errors import ConfigError
+from dflash_moe.errors import ConfigError, UnsupportedError
 from dflash_moe.telemetry.machine import memory_available, usable_cores
 
 FORMATS = ("f32", "f16", "bf16", "int8_g32", "int4_g32", "q8_0", "q4_k", "q6_k", "mxfp4")  # measured unless others are named
+CANONICAL = "f32-canonical"
+NUMERICS = (CANONICAL, "int8-groups")  # measured unless others are named, with the formats they take
 ROUTINGS = ("uniform", "zipf")
 SOURCES = ("dram", "cache")
 ROTATION_BYTES = 512 << 20  # several times the largest last-level caches of one core's share
@@ -42,6 +45,7 @@ class ExpertsParams:
     cache_tokens: tuple[int, ...] = (1, 4, 512)
     threads: tuple[int, ...] = ()
     isa: str = ""
+    numerics: tuple[str, ...] = NUMERICS
     repeat: int = 5
     with_torch: bool = True
     seed: int = 0
@@ -57,6 +61,7 @@ class Peaks:
 
     isa: str
     threads: int
+    numerics: str = CANONICAL
     gflops: list[float] = field(default_factory=list)
     bytes_per_s: list[float] = field(default_factory=list)
     label: str = "peaks"
@@ -64,7 +69,7 @@ class Peaks:
 
     def measure(self, *, keep: bool) -> None:
         """Multiply-adds from registers and reads from memory, with as many threads as the kernels."""
-        flops = _core.multiply_add_per_s(self.isa, self.threads, 5)
+        flops = operation_peak(self.numerics, self.isa, self.threads)
         read = _core.read_bytes_per_s(self.isa, self.threads, 3, PEAK_READ_BYTES)
         if keep:
             self.gflops += [value / 1e9 for value in flops]
@@ -73,6 +78,15 @@ class Peaks:
     def row(self) -> dict[str, Any] | None:
         """None: peaks stand in the rows that they bound."""
         return None
+
+
+def operation_peak(numerics: str, isa: str, threads: int) -> list[float]:
+    """Operations per second of the class's own arithmetic; of float32 where the instruction set has no loop for that."""
+    loops = {"int8-groups": _core.integer_multiply_add_per_s, "bf16-dot": _core.bf16_multiply_add_per_s}
+    try:
+        return loops.get(numerics, _core.multiply_add_per_s)(isa, threads, 5)
+    except UnsupportedError:
+        return _core.multiply_add_per_s(isa, threads, 5)
 
 
 @dataclass(slots=True)
@@ -160,7 +174,8 @@ def run_experts(params: ExpertsParams, *, recorder: Recorder | None = None) -> B
         "experts",
         {
             "isa": isa, "formats": list(params.formats), "tokens": list(params.tokens), "threads": list(params.thread_counts()),
-            "repeat": params.repeat, "torch": params.with_torch, "rotation_bytes": ROTATION_BYTES, "seed": params.seed,
+            "repeat": params.repeat, "torch": params.with_torch, "numerics": list(params.numerics),
+            "rotation_bytes": ROTATION_BYTES, "seed": params.seed,
             "reply_dtype": "that of the rows: the weights' own, bf16 for quantised ones",
         },
     )  # fmt: skip
@@ -169,7 +184,8 @@ def run_experts(params: ExpertsParams, *, recorder: Recorder | None = None) -> B
             for threads in params.thread_counts():
                 for fmt in params.formats:
                     cases = _cases(params, shape.for_format(fmt), fmt, isa, threads)
-                    run_rounds(recorder, [cases[0].peaks, *cases], rounds=params.repeat)
+                    peaks = {id(case.peaks): case.peaks for case in cases}
+                    run_rounds(recorder, [*peaks.values(), *cases], rounds=params.repeat)
                     result.summary = ratios(result.rows)
     return result
 
@@ -178,9 +194,13 @@ def _check(params: ExpertsParams) -> None:
     for fmt in params.formats:
         if fmt not in _core.weight_formats():
             raise ConfigError(f"format {fmt!r} has no kernel to measure; formats here: {', '.join(_core.weight_formats())}")
-    needed = max(
-        _needed_bytes(shape.for_format(fmt), fmt, params.with_torch) for shape in params.shapes for fmt in params.formats
-    )
+    for fmt in params.formats:
+        if not _classes(params, fmt):
+            raise ConfigError(
+                f"none of the numerics classes {', '.join(params.numerics)} takes format {fmt!r} on this processor; "
+                f"classes here: {', '.join(_core.numerics_classes(params.isa or _core.best_isa()))}"
+            )
+    needed = max(_needed_bytes(shape.for_format(fmt), fmt, params) for shape in params.shapes for fmt in params.formats)
     if needed > memory_available():
         raise ConfigError(
             f"the layers in rotation need {needed / 2**30:.1f} GiB, {memory_available() / 2**30:.1f} are available; "
@@ -188,8 +208,23 @@ def _check(params: ExpertsParams) -> None:
         )
 
 
-def _needed_bytes(shape: ExpertShape, fmt: str, with_torch: bool) -> int:
-    return _num_layers(shape, fmt) * shape.layer_bytes(fmt) * (2 if with_torch and fmt in FLOATS else 1)
+def _needed_bytes(shape: ExpertShape, fmt: str, params: ExpertsParams) -> int:
+    copies = len(_classes(params, fmt)) + (params.with_torch and fmt in FLOATS)
+    return _num_layers(shape, fmt) * shape.layer_bytes(fmt) * copies
+
+
+def _classes(params: ExpertsParams, fmt: str) -> list[str]:
+    """The classes to measure a format with."""
+    here = _core.numerics_classes(params.isa or _core.best_isa())
+    return [numerics for numerics in params.numerics if numerics in here and _takes(numerics, fmt)]
+
+
+def _takes(numerics: str, fmt: str) -> bool:
+    try:
+        _core.check_numerics(numerics, fmt)
+    except UnsupportedError:
+        return False
+    return True
 
 
 def _num_layers(shape: ExpertShape, fmt: str) -> int:
@@ -199,29 +234,37 @@ def _num_layers(shape: ExpertShape, fmt: str) -> int:
 
 
 def _cases(params: ExpertsParams, shape: ExpertShape, fmt: str, isa: str, threads: int) -> list[ExpertsCase]:
-    peaks = Peaks(isa, threads)
+    peaks = {numerics: Peaks(isa, threads, numerics) for numerics in _classes(params, fmt)}
     wanted = [(tokens, "uniform", "dram") for tokens in params.tokens]
     wanted += [(tokens, "zipf", "dram") for tokens in params.zipf_tokens]
     wanted += [(tokens, "uniform", "cache") for tokens in params.cache_tokens]
     batches = {(tokens, routing): make_batch(shape, tokens, routing, params.seed) for tokens, routing, _ in wanted}
-    kernels = _own_kernels(shape, fmt, isa, threads)
+    kernels = [_own_kernel(shape, fmt, isa, threads, numerics) for numerics in peaks]
+    if params.with_torch and fmt in FLOATS and CANONICAL not in peaks:
+        peaks[CANONICAL] = Peaks(isa, threads)  # torch's roof
     if params.with_torch and fmt in FLOATS:
         kernels += torch_kernels(TorchLayers.create(shape, fmt, _num_layers(shape, fmt)), threads)
     return [
         ExpertsCase(
-            kernel.name, kernel.kernel, kernel.backend, fmt, shape, tokens, routing, source, batches[tokens, routing], peaks,
-            kernel.bind(batches[tokens, routing], source),
+            kernel.name, kernel.kernel, kernel.backend, fmt, shape, tokens, routing, source, batches[tokens, routing],
+            peaks[kernel.kernel if kernel.backend == "cpu" else CANONICAL], kernel.bind(batches[tokens, routing], source),
         )
         for tokens, routing, source in wanted
         for kernel in kernels
     ]  # fmt: skip
 
 
-def _own_kernels(shape: ExpertShape, fmt: str, isa: str, threads: int) -> list[Kernel]:
+def _own_kernel(shape: ExpertShape, fmt: str, isa: str, threads: int, numerics: str) -> Kernel:
     spec = {"in_size": shape.hidden_size, "intermediate_size": shape.moe_intermediate_size, "out_size": shape.hidden_size}
     layers = {
         source: _core.LayerBenchmark(
-            spec=spec, num_experts=shape.num_experts, num_layers=count, weight_dtype=fmt, isa=isa, num_threads=threads
+            spec=spec,
+            num_experts=shape.num_experts,
+            num_layers=count,
+            weight_dtype=fmt,
+            isa=isa,
+            num_threads=threads,
+            numerics=numerics,
         )
         for source, count in (("dram", _num_layers(shape, fmt)), ("cache", 1))
     }
@@ -231,7 +274,7 @@ def _own_kernels(shape: ExpertShape, fmt: str, isa: str, threads: int) -> list[K
         row_dtype = fmt if fmt in FLOATS else "bf16"
         return lambda count: [ns * 1e-9 for ns in layers[source].run(*arrays, row_dtype=row_dtype, rounds=count)]
 
-    return [Kernel(fmt, "f32-canonical", "cpu", bind)]
+    return Kernel(fmt if numerics == CANONICAL else f"{fmt}_{numerics}", numerics, "cpu", bind)
 
 
 def ratios(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -25,22 +25,26 @@ class Series:
     torch: str  # the row's name where torch computed it, else empty
     from_cache: bool
     routing: str
+    numerics: str  # empty: f32-canonical
 
     @property
     def label(self) -> str:
         """For the legend."""
         torch = self.torch.removesuffix(f"_{self.format}").replace("_", " ")
-        parts = [self.format, torch, "from cache" if self.from_cache else "", self.routing]
+        parts = [self.format, self.numerics, torch, "from cache" if self.from_cache else "", self.routing]
         return " ".join(part for part in parts if part)
 
     def style(self, at: int) -> dict[str, Any]:
-        """Hollow: torch or from cache; dotted: torch (dash-dotted: its grouped product); pale: any routing but uniform."""
+        """Hollow: torch or from cache; dotted: torch (dash-dotted: its grouped product); pale: any routing but uniform.
+
+        Thick: another numerics class than f32-canonical.
+        """
         color = CYCLE[at % (len(CYCLE) - 1)]
         return {
             "color": color,
             "marker": MARKERS[at % len(MARKERS)],
             "markersize": 6,
-            "linewidth": 1.0,
+            "linewidth": 2.0 if self.numerics else 1.0,
             "linestyle": ("-." if "grouped" in self.torch else ":") if self.torch else "--" if self.from_cache else "-",
             "markerfacecolor": "none" if self.torch or self.from_cache else color,
             "alpha": 1.0 if self.routing in ("", "uniform") else 0.45,
@@ -102,7 +106,8 @@ def _series(rows: Sequence[Mapping[str, Any]]) -> dict[Series, list[Mapping[str,
     found: dict[Series, list[Mapping[str, Any]]] = {}
     for row in sorted(rows, key=lambda row: int(row["tokens"])):
         torch = str(row["name"]) if _is_torch(row) else ""
-        key = Series(str(row["format"]), torch, row.get("weights_from") == "cache", str(row.get("routing", "")))
+        numerics = "" if torch or row.get("kernel", "f32-canonical") == "f32-canonical" else str(row["kernel"])
+        key = Series(str(row["format"]), torch, row.get("weights_from") == "cache", str(row.get("routing", "")), numerics)
         found.setdefault(key, []).append(row)
     return found
 

@@ -33,6 +33,13 @@ def experts(
             show_default=False,
         ),
     ] = "",
+    numerics: Annotated[
+        str,
+        typer.Option(
+            help="Comma-separated numerics classes, each with the formats it takes [default: f32-canonical, int8-groups].",
+            show_default=False,
+        ),
+    ] = "",
     tokens: Annotated[str, typer.Option(metavar="N[,N...]", help="Comma-separated batch sizes, in tokens.")] = "",
     threads: Annotated[
         str, typer.Option(metavar="N[,N...]", help="Numbers of threads [default: 1 and all usable cores].", show_default=False)
@@ -52,6 +59,8 @@ def experts(
     params = ExpertsParams(repeat=repeat, with_torch=with_torch and _has_torch())
     if formats:
         params = dataclasses.replace(params, formats=tuple(part.strip() for part in formats.split(",")))
+    if numerics:
+        params = dataclasses.replace(params, numerics=tuple(part.strip() for part in numerics.split(",")))
     if tokens:
         sizes = _numbers(tokens, "--tokens")
         params = dataclasses.replace(params, tokens=sizes, zipf_tokens=(), cache_tokens=())
@@ -68,7 +77,7 @@ def experts(
 def print_experts(rows: Sequence[Mapping[str, Any]]) -> None:
     """Every row with its share of both peaks."""
     columns = ("kernel", "format", "tokens", "rows/expert", "routing", "weights", "threads", "ms")
-    table = options.table(*columns, "GFLOP/s", "of peak", "GB/s", "of peak")
+    table = options.table(*columns, "G(FL)OP/s", "of peak", "GB/s", "of peak")
     order = ("threads", "hidden_size", "weights_from", "routing", "tokens", "format")
     for row in sorted(rows, key=lambda row: tuple(row[key] for key in order)):
         table.add_row(

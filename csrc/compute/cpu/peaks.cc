@@ -56,6 +56,17 @@ OperationLoop bf16_loop(Isa isa) {
   return nullptr;
 }
 
+// Null: the set has none.
+OperationLoop integer_loop(Isa isa) {
+#if defined(__x86_64__)
+  if (isa == Isa::kAvx2) return integer_multiply_add_avx2;
+  if (isa == Isa::kAvx512) return integer_multiply_add_avx512;
+  if (isa == Isa::kAvx512Vnni || isa == Isa::kAvx512Bf16) return integer_multiply_add_avx512vnni;
+#endif
+  static_cast<void>(isa);
+  return nullptr;
+}
+
 }  // namespace
 
 const PeakLoops& peak_loops(Isa isa) {
@@ -76,6 +87,11 @@ Result<std::vector<double>> multiply_add_per_s(Isa isa, uint32_t num_threads, ui
 Result<std::vector<double>> bf16_multiply_add_per_s(Isa isa, uint32_t num_threads, uint32_t rounds, double milliseconds) {
   if (const OperationLoop loop = bf16_loop(isa)) return operations_per_s(loop, num_threads, rounds, milliseconds);
   return Error{ErrorCode::kUnsupported, std::string("CPU kernel set '") + isa_name(isa) + "' has no bf16 multiply-add to measure"};
+}
+
+Result<std::vector<double>> integer_multiply_add_per_s(Isa isa, uint32_t num_threads, uint32_t rounds, double milliseconds) {
+  if (const OperationLoop loop = integer_loop(isa)) return operations_per_s(loop, num_threads, rounds, milliseconds);
+  return Error{ErrorCode::kUnsupported, std::string("CPU kernel set '") + isa_name(isa) + "' has no integer multiply-add to measure"};
 }
 
 Result<std::vector<double>> read_bytes_per_s(Isa isa, uint32_t num_threads, uint32_t rounds, size_t num_bytes) {

@@ -25,6 +25,10 @@ extern const PeakLoops kAvx2Peaks;
 extern const PeakLoops kAvx512Peaks;
 // As PeakLoops::multiply_add, of AVX512-BF16's pair-wise dot products: 4 operations per lane and instruction.
 uint64_t bf16_multiply_add_avx512bf16(uint64_t rounds, float* sink);
+// As PeakLoops::multiply_add, of int8 products summed in int32: 2 operations per product.
+uint64_t integer_multiply_add_avx2(uint64_t rounds, float* sink);
+uint64_t integer_multiply_add_avx512(uint64_t rounds, float* sink);
+uint64_t integer_multiply_add_avx512vnni(uint64_t rounds, float* sink);
 #elif defined(__aarch64__)
 extern const PeakLoops kNeonPeaks;
 #endif
@@ -37,6 +41,8 @@ const PeakLoops& peak_loops(Isa isa);
 Result<std::vector<double>> multiply_add_per_s(Isa isa, uint32_t num_threads, uint32_t rounds, double milliseconds);
 // Likewise with bf16 factors, where the set has an instruction for them. Errors: also kUnsupported.
 Result<std::vector<double>> bf16_multiply_add_per_s(Isa isa, uint32_t num_threads, uint32_t rounds, double milliseconds);
+// Likewise of int8 products summed in int32, exactly. Errors: also kUnsupported.
+Result<std::vector<double>> integer_multiply_add_per_s(Isa isa, uint32_t num_threads, uint32_t rounds, double milliseconds);
 // Bytes per second read by `num_threads` threads together from `num_bytes` of touched memory each. Errors: also kOutOfMemory.
 Result<std::vector<double>> read_bytes_per_s(Isa isa, uint32_t num_threads, uint32_t rounds, size_t num_bytes);
 

@@ -111,9 +111,9 @@ def test_every_quantised_format_is_measured_on_a_width_it_can_cut(fmt: str) -> N
             shapes=(dataclasses.replace(SHAPE, hidden_size=256),), formats=(fmt,), tokens=(8,), zipf_tokens=(), cache_tokens=()
         )
     )
-    (row,) = result.rows
+    row = result.rows[0]
     block = _core.weight_formats()[fmt]["block"]
-    assert (row["format"], row["backend"]) == (fmt, "cpu")
+    assert (row["format"], row["backend"], row["kernel"]) == (fmt, "cpu", "f32-canonical")
     assert row["moe_intermediate_size"] == max(32, block)
     assert row["bytes_per_s"] * row["median_s"] < 0.7 * 3 * 256 * row["moe_intermediate_size"] * 2 * 4  # far below bf16's
 
@@ -124,3 +124,21 @@ def test_peaks_of_every_instruction_set_are_positive(isa: str) -> None:
     assert min(_core.read_bytes_per_s(isa, 2, 2, 1 << 20)) > 1e8
     with pytest.raises(ConfigError, match="1..1024 threads"):
         _core.multiply_add_per_s(isa, 0, 3)
+
+
+def test_int8_groups_stand_beside_f32_canonical_with_a_peak_of_their_own_where_they_take_the_format() -> None:
+    result = run_experts(tiny(formats=("q8_0", "bf16"), tokens=(8,), zipf_tokens=(), cache_tokens=(), with_torch=False))
+    assert [(row["name"], row["kernel"]) for row in result.rows] == [
+        ("q8_0", "f32-canonical"), ("q8_0_int8-groups", "int8-groups"), ("bf16", "f32-canonical"),
+    ]  # fmt: skip
+    floats, integers = (row["peak_gflops_samples"] for row in result.rows[:2])
+    assert floats != integers  # measured apart
+    (alone,) = run_experts(
+        tiny(formats=("q8_0",), numerics=("int8-groups",), tokens=(8,), zipf_tokens=(), cache_tokens=())
+    ).rows
+    assert alone["kernel"] == "int8-groups"
+
+
+def test_a_class_that_does_not_take_the_format_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="none of the numerics classes int8-groups takes format 'bf16'"):
+        run_experts(tiny(numerics=("int8-groups",)))

@@ -1,0 +1,36 @@
+// The loop behind integer_multiply_add_per_s, over a step that adds the products of a vector of bytes to int32 lanes. Included by
+// peaks_<set>.cc files only; no std:: code here.
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstdint>
+
+namespace dflash::compute {
+
+// D: I, zero(), bytes(int8_t) in every byte, add_products(I sum, I a, I b), kBytes, kChains (enough to hide the latency of two units).
+template <class D>
+[[gnu::always_inline]] inline uint64_t integer_multiply_add_loop(uint64_t rounds, float* sink) {
+  constexpr int kSteps = 64;  // per chain and round
+  typename D::I chains[D::kChains];
+  typename D::I a = D::bytes(3), b = D::bytes(2);
+  asm volatile("" : "+v"(a), "+v"(b));  // unknown to the compiler, as are the chains: equal ones would be computed once
+#pragma GCC unroll 16
+  for (int i = 0; i < D::kChains; ++i) {
+    chains[i] = D::zero();
+    asm volatile("" : "+v"(chains[i]));
+  }
+  for (uint64_t round = 0; round < rounds; ++round) {
+    for (int step = 0; step < kSteps; ++step) {
+#pragma GCC unroll 16
+      for (int i = 0; i < D::kChains; ++i) chains[i] = D::add_products(chains[i], a, b);
+    }
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < D::kChains; ++i) asm volatile("" : : "v"(chains[i]));  // all count as used
+  int32_t lane;
+  __builtin_memcpy(&lane, &chains[0], sizeof(lane));
+  *sink = static_cast<float>(lane);
+  return rounds * kSteps * D::kChains * D::kBytes * 2;
+}
+
+}  // namespace dflash::compute
