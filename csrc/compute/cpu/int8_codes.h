@@ -73,22 +73,32 @@ struct IntegerCodes {
     else return {D::byte_table(kIq4Codes)};
   }
 
-  // Calls body(step, codes) for the steps of one group and half of the panel, in the order of the traits.
+  // Calls body(step, half, codes) for the steps of one group, the panel's halves in turn: as they lie in memory. Steps are in the order of
+  // the traits.
   template <class Body>
-  [[gnu::always_inline]] static inline void unfold(const Tables& tables, const uint8_t* record, uint32_t group, int half, const Body& body) {
-    const uint8_t* at = Scale::Address::codes(record, group) + static_cast<size_t>(half) * kVectorBytes;
+  [[gnu::always_inline]] static inline void unfold(const Tables& tables, const uint8_t* record, uint32_t group, const Body& body) {
+    const uint8_t* at = Scale::Address::codes(record, group);
     if constexpr (!kTraits.is_paired) {
 #pragma GCC unroll 8
-      for (uint32_t s = 0; s < 8; ++s) body(s, D::as_signed_codes(V::load_words(at + s * kWordBytes)));
+      for (uint32_t s = 0; s < 8; ++s) {
+        body(s, 0u, D::as_signed_codes(V::load_words(at + s * kWordBytes)));
+        body(s, 1u, D::as_signed_codes(V::load_words(at + s * kWordBytes + kVectorBytes)));
+      }
     } else {
-      I further{};
-      if constexpr (kFormat == WeightFormat::kQ5K) further = V::load_words(at + 4 * kWordBytes);
-      if constexpr (kFormat == WeightFormat::kQ6K) further = V::load_words(at + 2 * kWordBytes);
+      I further[2] = {};
+      constexpr size_t kFurther = kFormat == WeightFormat::kQ5K ? 4 : 2;  // words before them, where there are any
+      if constexpr (kFormat == WeightFormat::kQ5K || kFormat == WeightFormat::kQ6K) {
+        further[0] = V::load_words(at + kFurther * kWordBytes);
+        further[1] = V::load_words(at + kFurther * kWordBytes + kVectorBytes);
+      }
 #pragma GCC unroll 4
       for (uint32_t w = 0; w < kTraits.steps / 2; ++w) {
-        const I words = V::load_words(at + w * kWordBytes);
-        body(2 * w, code(tables, words, further, w, 0));
-        body(2 * w + 1, code(tables, V::shift_right(words, 4), further, w, 1));
+#pragma GCC unroll 2
+        for (uint32_t h = 0; h < 2; ++h) {
+          const I words = V::load_words(at + w * kWordBytes + h * kVectorBytes);
+          body(2 * w, h, code(tables, words, further[h], w, 0));
+          body(2 * w + 1, h, code(tables, V::shift_right(words, 4), further[h], w, 1));
+        }
       }
     }
   }

@@ -48,7 +48,7 @@ struct Int8Kernel {
   // A group's share of its record, header included: together the shares tile the stream.
   static constexpr size_t kGroupShare = kLayout.record_bytes() * kPanelWidth<V> * kLayout.group_inputs / kLayout.record_inputs;
   template <int M>
-  static constexpr int kPanels = M <= 2 && 4 * M <= V::kAccumulators ? 2 : 1;
+  static constexpr int kPanels = 1;  // one stream is read faster than two, and groups overlap well enough
 
   static const uint8_t* record_of(const uint8_t* panel, uint32_t k) {
     return panel + k / kLayout.record_inputs * kLayout.record_bytes() * kPanelWidth<V>;
@@ -72,36 +72,56 @@ struct Int8Kernel {
 #pragma GCC unroll 2
       for (int p = 0; p < NP; ++p) {
         const size_t panel = static_cast<size_t>(p) * streams.panel_bytes;
-        prefetch<kGroupShare>(at + ahead + panel);
-        add_products<M, NP>(tables, record_of(streams.first + panel, k), in_record, blocks, (k - k_begin) / kLayout.group_inputs, p, sums);
+        const Group group{record_of(streams.first + panel, k), in_record, (k - k_begin) / kLayout.group_inputs, at + ahead + panel};
+        add_products<M, NP>(tables, group, blocks, p, sums);
       }
     }
     store_sums<V>(sums, k_begin == 0, tile, tile_stride);
   }
 
+  struct Group {
+    const uint8_t* record;
+    uint32_t in_record;
+    uint32_t in_block;
+    const uint8_t* ahead;  // what to fetch meanwhile: a group's share
+  };
+
+  // The lines of a group's share are fetched evenly between its products: together they would crowd out the loads.
+  [[gnu::always_inline]] static inline void fetch_share(const uint8_t* ahead, uint32_t product) {
+    constexpr uint32_t kLines = (kGroupShare + 63) / 64, kProducts = 2 * Codes::kTraits.steps;
+    if constexpr (kGroupShare >= 256) {
+#pragma GCC unroll 4
+      for (uint32_t line = product * kLines / kProducts; line < (product + 1) * kLines / kProducts; ++line) {
+        __builtin_prefetch(ahead + size_t{64} * line);
+      }
+    } else if (product == 0) {
+      prefetch<kGroupShare>(ahead);
+    }
+  }
+
   // One group of panel p.
   template <int M, int NP>
-  [[gnu::always_inline]] static inline void add_products(const typename Codes::Tables& tables, const uint8_t* record, uint32_t in_record,
-                                                         const Int8Block* const (&blocks)[M], uint32_t group, int p,
-                                                         typename V::F (&sums)[M][2 * NP]) {
+  [[gnu::always_inline]] static inline void add_products(const typename Codes::Tables& tables, const Group& group,
+                                                         const Int8Block* const (&blocks)[M], int p, typename V::F (&sums)[M][2 * NP]) {
+    typename V::I dots[M][2];
+#pragma GCC unroll 4
+    for (int m = 0; m < M; ++m) dots[m][0] = dots[m][1] = V::set1i(Row::start(*blocks[m], group.in_block));
+    Codes::unfold(tables, group.record, group.in_record, [&](uint32_t s, uint32_t h, typename V::I codes) __attribute__((always_inline)) {
+      fetch_share(group.ahead, 2 * s + h);
+#pragma GCC unroll 4
+      for (int m = 0; m < M; ++m) {
+        dots[m][h] = D::template dot<Codes::kTraits.is_signed>(codes, V::set1i(Row::word(*blocks[m], group.in_block, s)), dots[m][h]);
+      }
+    });
 #pragma GCC unroll 2
     for (int h = 0; h < 2; ++h) {
-      typename V::I dots[M];
-#pragma GCC unroll 4
-      for (int m = 0; m < M; ++m) dots[m] = V::set1i(Row::start(*blocks[m], group));
-      Codes::unfold(tables, record, in_record, h, [&](uint32_t s, typename V::I codes) __attribute__((always_inline)) {
-#pragma GCC unroll 4
-        for (int m = 0; m < M; ++m) {
-          dots[m] = D::template dot<Codes::kTraits.is_signed>(codes, V::set1i(Row::word(*blocks[m], group, s)), dots[m]);
-        }
-      });
-      const typename V::F scale = Codes::scale(record, in_record, h);
+      const typename V::F scale = Codes::scale(group.record, group.in_record, h);
       typename V::F minus_offset{};
-      if constexpr (Codes::kTraits.is_affine) minus_offset = Codes::minus_offset(record, in_record, h);
+      if constexpr (Codes::kTraits.is_affine) minus_offset = Codes::minus_offset(group.record, group.in_record, h);
 #pragma GCC unroll 4
       for (int m = 0; m < M; ++m) {
         sums[m][2 * p + h] =
-            add_group<V, Codes::kTraits>(dots[m], scale, minus_offset, *blocks[m], Row::scale_index(group), sums[m][2 * p + h]);
+            add_group<V, Codes::kTraits>(dots[m][h], scale, minus_offset, *blocks[m], Row::scale_index(group.in_block), sums[m][2 * p + h]);
       }
     }
   }
@@ -124,12 +144,11 @@ void unfold_block(const uint8_t* panel, uint32_t k_begin, uint32_t num_groups, C
     const uint32_t k = k_begin + group * Codes::kLayout.group_inputs;
     const uint8_t* record = Kernel::record_of(panel, k);
     const uint32_t in_record = k % Codes::kLayout.record_inputs / Codes::kLayout.group_inputs;
+    Codes::unfold(tables, record, in_record, [&](uint32_t s, uint32_t h, typename V::I codes) __attribute__((always_inline)) {
+      __builtin_memcpy(block.codes + ((group * Codes::kTraits.steps + s) * 2 + h) * Codes::kVectorBytes, &codes, sizeof(codes));
+    });
 #pragma GCC unroll 2
     for (int h = 0; h < 2; ++h) {
-      Codes::unfold(tables, record, in_record, h, [&](uint32_t s, typename V::I codes) __attribute__((always_inline)) {
-        uint8_t* to = block.codes + ((group * Codes::kTraits.steps + s) * 2 + static_cast<uint32_t>(h)) * Codes::kVectorBytes;
-        __builtin_memcpy(to, &codes, sizeof(codes));
-      });
       V::store(block.scales + (2 * group + static_cast<uint32_t>(h)) * V::kLanes, Codes::scale(record, in_record, h));
       if constexpr (Codes::kTraits.is_affine) {
         V::store(block.minus_offsets + (2 * group + static_cast<uint32_t>(h)) * V::kLanes, Codes::minus_offset(record, in_record, h));
