@@ -14,7 +14,9 @@ namespace dflash::compute {
 // Values are internal: names travel.
 enum class NumericsClass : uint8_t {
   kF32Canonical = 0,  // float32 activations, one fma chain per output and 256 inputs
-  kInt8Groups = 1,    // int8 activations with a float32 scale per row and 32 inputs; exact integer sums within a group
+  // int8 activations: codes round(x / scale) with scale = amax / 127 per row and 32 inputs; exact integer sums within a group, one fma per
+  // group with the product of both scales, groups ascending in blocks of 256 inputs
+  kInt8Groups = 1,
   kBf16Dot = 2,       // bf16 activations and weights, the pair-wise dot product of AVX512-BF16
 };
 inline constexpr NumericsClass kAllNumericsClasses[] = {NumericsClass::kF32Canonical, NumericsClass::kInt8Groups, NumericsClass::kBf16Dot};
