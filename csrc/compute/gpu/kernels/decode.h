@@ -94,17 +94,18 @@ GPU_FN void decode_bytes(const Record& record, uint32_t group, float scale, floa
 // q4_k and q5_k: (d * scale) * code - (dmin * minimum). Unit 0: d, dmin, 12 bytes of six-bit scales and minima.
 template <bool kHasFifthBit>
 GPU_FN void decode_k_affine(const Record& record, uint32_t group, float* weights) {
-  const Unit head = record.unit(0);
+  const uint32_t scales = record.word(0, 0);
   uint32_t scale, minimum;
   if (group < 4) {
-    scale = byte_of(head, 4 + group) & 63u;
-    minimum = byte_of(head, 8 + group) & 63u;
+    scale = record.byte(0, 4 + group) & 63u;
+    minimum = record.byte(0, 8 + group) & 63u;
   } else {
-    scale = (byte_of(head, 8 + group) & 15u) | (byte_of(head, group) >> 6) << 4;
-    minimum = byte_of(head, 8 + group) >> 4 | (byte_of(head, 4 + group) >> 6) << 4;
+    const uint32_t low = record.byte(0, 8 + group);
+    scale = (low & 15u) | (record.byte(0, group) >> 6) << 4;
+    minimum = low >> 4 | (record.byte(0, 4 + group) >> 6) << 4;
   }
-  const float factor = mul(widen_f16(head.words[0] & 0xffffu), static_cast<float>(scale));
-  const float offset = mul(widen_f16(head.words[0] >> 16), static_cast<float>(minimum));
+  const float factor = mul(widen_f16(scales & 0xffffu), static_cast<float>(scale));
+  const float offset = mul(widen_f16(scales >> 16), static_cast<float>(minimum));
   const uint32_t nibbles = (kHasFifthBit ? 3 : 1) + group / 2 * 2, shift = group % 2 * 4;
   GPU_UNROLL
   for (uint32_t u = 0; u < 2; ++u) {

@@ -147,8 +147,12 @@ Error Block::divergence() const {
   return Error{ErrorCode::kWorkerFailed, place(threads_[0]) + ": divergent barrier: lanes ask for unlike operations at one line"};
 }
 
-void Block::fail(Thread& thread, const std::string& what, Site site) {
+void Block::note_failure(const Thread& thread, const std::string& what, Site site) {
   failure_ = place(thread) + ": " + what + " at " + text_of(site);
+}
+
+// The caller's frame is abandoned: nothing in it may own memory.
+void Block::leave_failed(Thread& thread) {
   thread.fibre.yield_last();
   __builtin_unreachable();  // advance() never resumes a block that failed
 }
@@ -195,7 +199,8 @@ void* shared_object(size_t num_bytes, Site site) {
   auto& thread = *static_cast<Block::Thread*>(running_thread());
   void* memory = thread.block->find_shared(num_bytes, site);
   if (memory == nullptr) {
-    thread.block->fail(thread, "more than " + std::to_string(kSharedBytes) + " bytes of shared memory", site);
+    thread.block->note_failure(thread, "more than " + std::to_string(kSharedBytes) + " bytes of shared memory", site);
+    thread.block->leave_failed(thread);
   }
   return memory;
 }
@@ -204,7 +209,8 @@ void pause_thread() { static_cast<Block::Thread*>(running_thread())->fibre.yield
 
 void out_of_bounds(uint64_t index, uint64_t size, Site site) {
   auto& thread = *static_cast<Block::Thread*>(running_thread());
-  thread.block->fail(thread, "index " + std::to_string(index) + " of " + std::to_string(size) + " elements of shared memory", site);
+  thread.block->note_failure(thread, "index " + std::to_string(index) + " of " + std::to_string(size) + " elements of shared memory", site);
+  thread.block->leave_failed(thread);
 }
 
 }  // namespace dflash::compute::gpu::sim

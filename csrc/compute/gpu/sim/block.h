@@ -68,7 +68,8 @@ class Block {
   Block(uint32_t wave_width, uint64_t seed) : wave_width_(wave_width), random_(seed) {}
   static void run_thread(void* thread);
   void* find_shared(size_t num_bytes, Site site);
-  [[noreturn]] void fail(Thread& thread, const std::string& what, Site site);
+  void note_failure(const Thread& thread, const std::string& what, Site site);
+  [[noreturn]] void leave_failed(Thread& thread);
   bool release_subgroup(uint32_t first);
   bool release_block();
   Error divergence() const;

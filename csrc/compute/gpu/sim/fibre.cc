@@ -13,7 +13,7 @@
 #endif
 #endif
 #ifdef DFLASH_SIM_ASAN
-#include <sanitizer/common_interface_defs.h>
+#include <sanitizer/asan_interface.h>
 #endif
 
 #if defined(__x86_64__)
@@ -103,6 +103,9 @@ void Fibre::prepare(std::byte* stack, size_t stack_bytes, Body body, void* argum
   stack_ = stack;
   stack_bytes_ = stack_bytes;
   own_fake_ = nullptr;
+#ifdef DFLASH_SIM_ASAN
+  __asan_unpoison_memory_region(stack, stack_bytes);  // frames that were abandoned
+#endif
 #if defined(DFLASH_SIM_UCONTEXT)
   getcontext(&own_);
   own_.uc_stack.ss_sp = stack;

@@ -39,8 +39,8 @@ class Fibre {
   std::byte* stack_ = nullptr;
   size_t stack_bytes_ = 0;
   void* own_fake_ = nullptr;  // AddressSanitizer's, while not running
-  const void* resumer_stack_ = nullptr;
-  size_t resumer_stack_bytes_ = 0;
+  [[maybe_unused]] const void* resumer_stack_ = nullptr;
+  [[maybe_unused]] size_t resumer_stack_bytes_ = 0;
 };
 
 }  // namespace dflash::compute::gpu::sim

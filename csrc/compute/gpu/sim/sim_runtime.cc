@@ -9,6 +9,7 @@
 #include <new>
 #include <numeric>
 #include <random>
+#include <set>
 #include <vector>
 
 #include "compute/float_mode.h"
@@ -49,6 +50,7 @@ class SimRuntime final : public DeviceRuntime {
   }
   ~SimRuntime() override {
     for (const auto& [memory, size] : allocations_) free_aligned(memory);
+    for (std::byte* memory : staging_) free_aligned(memory);
   }
 
   const DeviceFacts& facts() const override { return facts_; }
@@ -75,9 +77,12 @@ class SimRuntime final : public DeviceRuntime {
   Result<std::byte*> allocate_staging(uint64_t num_bytes) override {
     std::byte* memory = allocate_aligned(num_bytes);
     if (memory == nullptr) return Error{ErrorCode::kOutOfMemory, "no " + std::to_string(num_bytes) + " bytes for staging"};
+    staging_.insert(memory);
     return memory;
   }
-  void release_staging(std::byte* memory) override { free_aligned(memory); }
+  void release_staging(std::byte* memory) override {
+    if (staging_.erase(memory) != 0) free_aligned(memory);
+  }
 
   Status copy_in(std::byte* device, const std::byte* host, uint64_t num_bytes) override {
     DFLASH_TRY(check_range(device, num_bytes, "copy_in"));
@@ -182,6 +187,7 @@ class SimRuntime final : public DeviceRuntime {
   std::mt19937_64 random_;
   uint64_t used_bytes_ = 0;
   std::map<std::byte*, uint64_t> allocations_;
+  std::set<std::byte*> staging_;
   std::deque<Operation> queue_;
   std::vector<uint64_t> blocks_;  // of the launch in progress, those yet to finish
   bool is_launched_ = false;
