@@ -55,11 +55,24 @@ compute::VectorView vector_source(const py::object& source) {
                             py::cast<int64_t>(parts[4])));
 }
 
-void load_expert(ExpertWorker& self, uint32_t layer, uint32_t shard, uint32_t local_expert_id, const py::object& gate,
+// A worker that computes from the files keeps them open.
+void keep_files(const py::object& worker, std::initializer_list<py::object> sources) {
+  if (!py::cast<const ExpertWorker&>(worker).is_mapped()) return;
+  for (const py::object& source : sources) {
+    if (source.is_none()) continue;
+    const auto parts = py::cast<py::tuple>(source);
+    py::detail::keep_alive_impl(worker, parts[0]);
+    if (parts.size() == 10) py::detail::keep_alive_impl(worker, parts[7]);
+  }
+}
+
+void load_expert(const py::object& worker, uint32_t layer, uint32_t shard, uint32_t local_expert_id, const py::object& gate,
                  const py::object& up, const py::object& down, const py::object& gate_bias, const py::object& up_bias,
                  const py::object& down_bias) {
   const compute::ExpertWeights weights{matrix_source(gate),      matrix_source(up),      matrix_source(down),
                                        vector_source(gate_bias), vector_source(up_bias), vector_source(down_bias)};
+  keep_files(worker, {gate, up, down});
+  auto& self = py::cast<ExpertWorker&>(worker);
   Status status = ok();
   {
     py::gil_scoped_release unlocked;
@@ -93,7 +106,8 @@ struct DeleteInOwnProcess {
 using WorkerHolder = std::unique_ptr<ExpertWorker, DeleteInOwnProcess>;
 
 WorkerHolder make_worker(const std::string& name, const std::string& isa, uint32_t num_threads,
-                                          const std::vector<int>& cpus, int64_t spin_ns, double slowdown, const BackendDevice* device) {
+                                          const std::vector<int>& cpus, int64_t spin_ns, double slowdown, const BackendDevice* device,
+                         const std::string& weights_layout) {
   worker::WorkerOptions options;
   options.name = name;
   options.isa = unwrap(compute::parse_isa(isa));
@@ -101,6 +115,7 @@ WorkerHolder make_worker(const std::string& name, const std::string& isa, uint32
   options.cpus = cpus;
   options.spin_ns = spin_ns;
   options.slowdown = slowdown;
+  options.weights_layout = unwrap(compute::parse_weights_layout(weights_layout));
   std::unique_ptr<compute::ExpertBackend> backend;
   if (device != nullptr) backend = std::make_unique<SharedBackend>(device->backend);
   return WorkerHolder(unwrap(ExpertWorker::create(options, std::move(backend))).release());
@@ -133,7 +148,7 @@ void bind_worker(py::module_& module) {
   py::class_<ExpertWorker, WorkerHolder>(module, "Worker")
       .def(py::init(&make_worker), py::kw_only(), py::arg("name"), py::arg("isa"), py::arg("num_threads"),
            py::arg("cpus") = std::vector<int>{}, py::arg("spin_ns") = 0, py::arg("slowdown") = 1.0,
-           py::arg("device") = nullptr)
+           py::arg("device") = nullptr, py::arg("weights_layout") = "packed")
       .def("define_shard", [](ExpertWorker& self, uint32_t layer, uint32_t shard, const py::dict& spec, uint32_t num_local_experts,
                               const std::string& weight_dtype, uint64_t weights_fingerprint, const std::string& numerics) {
         unwrap(self.define_shard(LayerShard{layer, shard}, parse_ffn_spec(spec), num_local_experts,

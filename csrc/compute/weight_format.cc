@@ -46,6 +46,12 @@ uint64_t row_bytes(WeightFormat format, uint32_t inputs) {
   return uint64_t{inputs} / facts.block * facts.block_bytes;
 }
 
+Result<WeightsLayout> parse_weights_layout(const std::string& name) {
+  if (name == "packed") return WeightsLayout::kPacked;
+  if (name == "mapped") return WeightsLayout::kMapped;
+  return Error{ErrorCode::kInvalidArgument, "weights layout '" + name + "' is not known; allowed are packed and mapped"};
+}
+
 Result<ResidentFormats> parse_resident_formats(const std::string& text) {
   const size_t plus = text.find('+');
   auto first = parse_weight_format(text.substr(0, plus));

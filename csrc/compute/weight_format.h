@@ -53,6 +53,11 @@ constexpr Dtype dtype_of(WeightFormat format) { return static_cast<Dtype>(format
 // Bytes of one row of values; `inputs` is a multiple of the block.
 uint64_t row_bytes(WeightFormat format, uint32_t inputs);
 
+// Where a worker's experts lie: packed in memory of its own, or nowhere but in the mapped checkpoint, packed anew for every batch.
+enum class WeightsLayout : uint8_t { kPacked, kMapped };
+// Errors: kInvalidArgument naming the two.
+Result<WeightsLayout> parse_weights_layout(const std::string& name);
+
 // What a layer keeps: gate and up in one format, down in another (GGUF's mixtures differ there).
 struct ResidentFormats {
   WeightFormat gate_up = WeightFormat::kF32;

@@ -98,7 +98,7 @@ Result<std::unique_ptr<ExpertWorker>> ExpertWorker::create(const WorkerOptions& 
     return Error{ErrorCode::kInvalidArgument, "slowdown is " + std::to_string(options.slowdown) + "; allowed are 1 to 1000000"};
   }
   if (backend == nullptr) {
-    auto cpu = compute::CpuBackend::create(options.isa, options.num_threads, options.cpus);
+    auto cpu = compute::CpuBackend::create(options.isa, options.num_threads, options.cpus, options.weights_layout);
     if (!cpu.ok()) return std::move(cpu).error();
     backend = std::move(cpu).value();
   }
@@ -132,6 +132,8 @@ Status ExpertWorker::load_expert(LayerShard where, uint32_t local_expert_id, con
   if (loaded.ok()) return ok();
   return std::move(loaded).error().with(where_text(where) + ", local expert " + std::to_string(local_expert_id));
 }
+
+bool ExpertWorker::is_mapped() const { return state_->options.weights_layout == compute::WeightsLayout::kMapped; }
 
 uint64_t ExpertWorker::resident_bytes() const {
   uint64_t total = 0;

@@ -24,6 +24,7 @@ struct WorkerOptions {
   std::vector<int> cpus;       // empty: not pinned
   int64_t spin_ns = 0;         // adaptive spin before sleeping; 0 where cores are oversubscribed
   double slowdown = 1.0;       // emulation: computation takes this many times longer
+  compute::WeightsLayout weights_layout = compute::WeightsLayout::kPacked;  // mapped: the files outlive the worker
 };
 
 struct LayerShard {
@@ -63,6 +64,7 @@ class ExpertWorker {
   void stop(uint64_t generation);
 
   uint64_t progress() const;
+  bool is_mapped() const;  // computes from the files that experts were loaded from
   WorkerStats stats() const;
 
  private:

@@ -6,6 +6,8 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -15,6 +17,8 @@ from dflash_moe.errors import TopologyError
 from dflash_moe.placement import policies
 from dflash_moe.topology import HOST, Topology, WorkerSpec
 from dflash_moe.topology.spec import DEFAULT_NUMERICS
+
+log = logging.getLogger(__name__)
 
 Assignment = Mapping[str, Sequence[int]]  # holder -> expert ids of one layer
 
@@ -36,7 +40,8 @@ class PlacedLayer(Protocol):
 class Shard:
     """Experts of one layer that are computed and summed together. `holder` is a worker's name or HOST.
 
-    `weights` and `numerics` (the class it computes in) as that says.
+    `weights` and `numerics` (the class it computes in) as that says. `layout`: packed in the holder's memory, or mapped: it
+    computes from the checkpoint's pages and needs none.
     """
 
     shard_id: int
@@ -44,6 +49,7 @@ class Shard:
     experts: tuple[int, ...]  # ascending
     weights: str = "auto"
     numerics: str = DEFAULT_NUMERICS
+    layout: str = "packed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +63,12 @@ class Placement:
     expert_bytes: tuple[Mapping[str, int], ...]
 
     def bytes_by_holder(self) -> dict[str, int]:
-        """Weight bytes by holder, for the holders that have experts."""
+        """Weight bytes in memory by holder, for the holders that have experts."""
         found: dict[str, int] = {}
         for shards, sizes in zip(self.layers, self.expert_bytes, strict=True):
             for shard in shards:
-                found[shard.holder] = found.get(shard.holder, 0) + len(shard.experts) * sizes[shard.weights]
+                size = sizes[shard.weights] if shard.layout == "packed" else 0
+                found[shard.holder] = found.get(shard.holder, 0) + len(shard.experts) * size
         return found
 
     def shards_of(self, holder: str) -> tuple[tuple[int, Shard], ...]:
@@ -80,8 +87,38 @@ def plan_placement(layers: Sequence[PlacedLayer], topology: Topology) -> Placeme
     sizes = tuple({kept: layer.resident_bytes(kept) for kept in {"auto", *weights.values()}} for layer in layers)
     numerics = {holder: topology.numerics_of(holder) for holder in (HOST, *weights)}
     placement = Placement(tuple(_shards_of_layer(assignment, weights, numerics) for assignment in assigned), sizes)
+    placement = _with_layouts(placement, topology)
     _check_memory(layers, placement, topology)
     return placement
+
+
+def _with_layouts(placement: Placement, topology: Topology) -> Placement:
+    """Marks the shards of workers that compute from the mapped checkpoint: because they say so, or for lack of memory.
+
+    `weights_layout: auto` is packed where that fits `memory`. A worker that makes integers at load or computes on a card packs.
+    """
+    needed = placement.bytes_by_holder()
+    mapped = set()
+    for worker in topology.workers:
+        lacks_memory = worker.memory is not None and needed.get(worker.name, 0) > worker.memory
+        may_map = worker.weights_layout == "auto" and worker.weights == "auto" and worker.backend == "cpu"
+        if worker.weights_layout == "mapped" or (may_map and lacks_memory):
+            mapped.add(worker.name)
+            log.log(logging.WARNING if lacks_memory else logging.INFO, "%s", _mapped_text(worker, needed.get(worker.name, 0)))
+    if not mapped:
+        return placement
+    marked = tuple(
+        tuple(dataclasses.replace(shard, layout="mapped") if shard.holder in mapped else shard for shard in shards)
+        for shards in placement.layers
+    )
+    return Placement(marked, placement.expert_bytes)
+
+
+def _mapped_text(worker: WorkerSpec, needed: int) -> str:
+    why = "as weights_layout says"
+    if worker.weights_layout == "auto":
+        why = f"for its packed experts need {format_bytes(needed)} and it has memory: {format_bytes(worker.memory or 0)}"
+    return f"worker {worker.name} computes from the mapped checkpoint, {why}; every call packs anew what it needs"
 
 
 def _shards_of_layer(assignment: Assignment, weights: Mapping[str, str], numerics: Mapping[str, str]) -> tuple[Shard, ...]:

@@ -106,6 +106,7 @@ class Hello(Message):
     backend: Annotated[str, Wire(13, Text(16))] = "cpu"
     device: Annotated[int, Wire(14, _U16)] = 0  # of the backend
     simulate: Annotated[str, Wire(15, Text(16))] = ""  # backend sim: whose cards it stands for
+    weights_layout: Annotated[str, Wire(16, Text(16))] = "packed"  # or mapped: compute from the worker's own mapped checkpoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

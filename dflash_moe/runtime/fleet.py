@@ -55,6 +55,7 @@ class Member:
     address: Address
     transport: str
     numerics: str  # the class of all its shards
+    layout: str  # packed or mapped, likewise
     session: WorkerSession | None = None
     local: LocalWorker | None = None
     spec: WorkerSpec | None = None  # None: the experts kept at the host
@@ -82,6 +83,7 @@ class HeldShard:
     weight_dtype: str  # what its holder keeps
     weights_fingerprint: int
     numerics: str
+    layout: str
 
 
 def shards_by_holder(spec: ModelSpec, placement: Placement) -> dict[str, list[HeldShard]]:
@@ -93,7 +95,7 @@ def shards_by_holder(spec: ModelSpec, placement: Placement) -> dict[str, list[He
             weight_dtype = layer.weight_dtype if shard.weights == "auto" else layer.resident_dtype(shard.weights)
             fingerprint = shard_fingerprint(spec.fingerprint, layer.name, experts, weight_dtype, shard.numerics)
             held.setdefault(shard.holder, []).append(
-                HeldShard(layer, shard.shard_id, experts, weight_dtype, fingerprint, shard.numerics)
+                HeldShard(layer, shard.shard_id, experts, weight_dtype, fingerprint, shard.numerics, shard.layout)
             )
     return held
 
@@ -104,9 +106,7 @@ def _report_after(before: int, report: Callable[[int], None], count: int) -> Non
 
 def shapes_of(shards: Sequence[HeldShard]) -> list[ShardShape]:
     """What the slots of a holder must be wide enough for."""
-    return [
-        ShardShape(held.layer.ffn.in_size, held.layer.ffn.out_size, held.layer.top_k, len(held.experts)) for held in shards
-    ]
+    return [ShardShape(held.layer.ffn.in_size, held.layer.ffn.out_size, held.layer.top_k, len(held.experts)) for held in shards]
 
 
 class Fleet:
@@ -129,11 +129,12 @@ class Fleet:
             address = worker.parsed_address
             transport = choose_transport(worker.name, address, self._settings.transport)
             if worker.name in held:
-                self.members[worker.name] = Member(worker.name, address, transport, held[worker.name][0].numerics, spec=worker)
+                first = held[worker.name][0]
+                self.members[worker.name] = Member(worker.name, address, transport, first.numerics, first.layout, spec=worker)
             else:
                 log.info("worker %s holds no experts and is not started", worker.name)
         if host_name in held:
-            self.members[host_name] = Member(host_name, Address("loopback"), "loopback", held[host_name][0].numerics)
+            self.members[host_name] = Member(host_name, Address("loopback"), "loopback", held[host_name][0].numerics, "packed")
         for member in self.members.values():
             log.info("worker %s: transport %s, numerics %s", member.name, member.transport, member.numerics)
 
@@ -164,6 +165,7 @@ class Fleet:
                 member.local = LocalWorker(
                     member.name, isa=isa, threads=self._num_threads(member), spin_ns=self._threads.spin_ns, slowdown=slowdown,
                     numerics=member.numerics, cpus=self._threads.cpus.get(member.name, ()), device=member.device,
+                    weights_layout=member.layout,
                 )  # fmt: skip
 
     def _greet(self, name: str) -> None:
@@ -180,6 +182,7 @@ class Fleet:
             timeout_s=self._settings.start_timeout_s,
             cpus=self._threads.cpus.get(name, ()),
             device=member.device,
+            weights_layout=member.layout,
         )
 
     def _num_threads(self, member: Member) -> int:

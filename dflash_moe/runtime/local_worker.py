@@ -30,7 +30,7 @@ class LocalWorker:
 
     def __init__(
         self, name: str, *, isa: str, threads: int, spin_ns: int, slowdown: float, numerics: str, cpus: tuple[int, ...] = (),
-        device: DeviceChoice | None = None,
+        device: DeviceChoice | None = None, weights_layout: str = "packed",
     ) -> None:  # fmt: skip
         """`device` None: the processor, by kernel set `isa`.
 
@@ -44,8 +44,9 @@ class LocalWorker:
         self.has_own_memory = (device or DeviceChoice()).has_own_memory
         self.memory_available = opened.free_bytes() if opened is not None and self.has_own_memory else 0  # of the card
         self._worker = _core.Worker(
-            name=name, isa=isa, num_threads=threads, cpus=cpus, spin_ns=spin_ns, slowdown=slowdown, device=opened
-        )
+            name=name, isa=isa, num_threads=threads, cpus=cpus, spin_ns=spin_ns, slowdown=slowdown, device=opened,
+            weights_layout=weights_layout,
+        )  # fmt: skip
         self._cpus = cpus
         self._num_threads = threads
         self._thread: threading.Thread | None = None

@@ -117,6 +117,7 @@ class WorkerSession:
         timeout_s: float,
         cpus: tuple[int, ...] = (),
         device: DeviceChoice | None = None,
+        weights_layout: str = "packed",
     ) -> HelloReply:
         """Exchanges hello; ProtocolError naming the field and both values where the ends do not fit.
 
@@ -140,6 +141,7 @@ class WorkerSession:
             backend=place.backend,
             device=place.device,
             simulate=place.simulate,
+            weights_layout=weights_layout,
         )
         with self._lock:
             reply = self._ask(message, HelloReply, timeout_s=timeout_s, doing="answer hello")

@@ -43,6 +43,7 @@ MAX_SLOWDOWN = 1000.0
 BACKENDS = ("cpu", "cuda", "hip", "sim")
 GPU_BACKENDS = ("cuda", "hip")
 WEIGHTS = ("auto", "int8", "int4")
+WEIGHTS_LAYOUTS = ("auto", "packed", "mapped")
 POLICIES = ("even", "memory", "explicit")
 
 ROOT_KEYS = ("version", "host", "ipc", "placement", "workers")
@@ -50,7 +51,8 @@ HOST_KEYS = ("device", "threads", "experts", "activations")
 HOST_EXPERTS_KEYS = ("memory",)
 PLACEMENT_KEYS = ("policy",)
 WORKER_KEYS = (
-    "name", "backend", "threads", "memory", "device", "address", "experts", "emulate", "simulate", "weights", "activations",
+    "name", "backend", "threads", "memory", "device", "address", "experts", "emulate", "simulate", "weights", "weights_layout",
+    "activations",
     "cpus",
 )  # fmt: skip
 LEAST_MBIT_S = 0.01  # below, one row takes seconds and every call times out
@@ -211,7 +213,18 @@ def _worker(value: Value, policy: str) -> WorkerSpec:
         fields["weights"].choice(WEIGHTS) if "weights" in fields else "auto",
         fields["activations"].choice(tuple(ACTIVATIONS)) if "activations" in fields else DEFAULT_ACTIVATIONS,
         _cpus(fields["cpus"], name) if "cpus" in fields else "auto",
+        _weights_layout(fields, backend, name) if "weights_layout" in fields else "auto",
     )
+
+
+def _weights_layout(fields: dict[str, Value], backend: str, name: str) -> str:
+    value = fields["weights_layout"]
+    layout = value.choice(WEIGHTS_LAYOUTS)
+    if layout == "mapped" and backend != "cpu":
+        raise value.error(f"{value.path}: worker {name} has backend {backend}; only cpu computes from the mapped checkpoint")
+    if layout == "mapped" and "weights" in fields and fields["weights"].choice(WEIGHTS) != "auto":
+        raise value.error(f"{value.path}: worker {name} keeps weights made at load; mapped needs weights: auto")
+    return layout
 
 
 def _cpus(value: Value, name: str) -> str | tuple[int, ...]:

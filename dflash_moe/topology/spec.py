@@ -104,6 +104,7 @@ class WorkerSpec:
     weights: str = "auto"  # what the worker keeps of float weights: auto (as stored), int8 or int4
     activations: str = DEFAULT_ACTIVATIONS  # a key of ACTIVATIONS
     cpus: str | tuple[int, ...] = "auto"  # the cores its threads are pinned to: auto, none, or their numbers
+    weights_layout: str = "auto"  # packed, mapped (computed from the mapped checkpoint), or auto: packed where that fits memory
 
     @property
     def parsed_address(self) -> Address:

@@ -161,7 +161,7 @@ class WorkerSession:
             spin_ns = SPIN_NS if usable_cores() > threads else 0
         self._worker = _core.Worker(
             name=self.identity.name, isa=isa, num_threads=threads, cpus=message.cpus, spin_ns=spin_ns,
-            slowdown=message.slowdown, device=device,
+            slowdown=message.slowdown, device=device, weights_layout=message.weights_layout,
         )  # fmt: skip
         self._threads, self._cpus, self._numerics = threads, message.cpus, message.numerics_class
         self._send(

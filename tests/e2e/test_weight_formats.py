@@ -106,3 +106,21 @@ def test_a_file_that_is_no_checkpoint_ends_with_2_and_says_so(tmp_path, capsys):
         assert run(command) == 2
         last = capsys.readouterr().err.strip().splitlines()[-1]
         assert "m.gguf: number of tensors is 18446744073709551615" in last
+
+
+def test_a_worker_that_computes_from_the_mapped_file_gives_the_bits_of_one_that_packs(qwen, tmp_path):
+    import numpy as np
+
+    import dflash_moe as dm
+
+    model = gguf_file(qwen, tmp_path / "m.gguf", "q4_k", "q6_k")
+    rng = np.random.default_rng(0)
+    rows = rng.standard_normal((17, 256), dtype=np.float32)
+    ids = np.array([rng.permutation(8)[:2] for _ in range(17)])
+    outputs = []
+    for layout in ("packed", "mapped"):
+        worker = f"{{name: w0, threads: 2, weights_layout: {layout}}}"
+        with dm.ExpertRuntime.start(dm.Topology.parse(f"version: 1\nworkers: [{worker}]"), model=model) as runtime:
+            outputs.append(runtime.experts(1, rows, ids, np.full((17, 2), 0.5, np.float32)))
+            assert [shard.layout for shard in runtime.placement.layers[1]] == [layout]
+    assert np.array_equal(outputs[0].view(np.uint32), outputs[1].view(np.uint32))

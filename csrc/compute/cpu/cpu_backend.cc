@@ -119,6 +119,7 @@ Result<Isa> parse_isa(const std::string& name) {
 struct CpuBackend::State {
   Isa isa;
   std::unique_ptr<ThreadPool> pool;
+  WeightsLayout layout;
 };
 
 CpuBackend::CpuBackend() = default;
@@ -126,7 +127,7 @@ CpuBackend::~CpuBackend() = default;
 Isa CpuBackend::isa() const { return state_->isa; }
 uint32_t CpuBackend::num_threads() const { return state_->pool->num_threads(); }
 
-Result<std::unique_ptr<CpuBackend>> CpuBackend::create(Isa isa, uint32_t num_threads, std::vector<int> cpus) {
+Result<std::unique_ptr<CpuBackend>> CpuBackend::create(Isa isa, uint32_t num_threads, std::vector<int> cpus, WeightsLayout layout) {
   if (!isa_is_supported(isa)) {
     return Error{ErrorCode::kInvalidArgument,
                  std::string("CPU kernel set '") + isa_name(isa) + "' is not available; this processor has: " + supported_names()};
@@ -134,7 +135,7 @@ Result<std::unique_ptr<CpuBackend>> CpuBackend::create(Isa isa, uint32_t num_thr
   auto pool = ThreadPool::create(num_threads, cpus, default_spin_ns(num_threads));
   if (!pool.ok()) return std::move(pool).error();
   std::unique_ptr<CpuBackend> backend(new CpuBackend());
-  backend->state_ = std::make_unique<State>(State{isa, std::move(pool).value()});
+  backend->state_ = std::make_unique<State>(State{isa, std::move(pool).value(), layout});
   return backend;
 }
 
@@ -160,7 +161,7 @@ Result<std::unique_ptr<ExpertLayer>> CpuBackend::create_layer(const FfnSpec& spe
   }
   if (state_->isa == Isa::kReference) return make_reference_layer(spec, num_local_experts, formats, numerics);
   const KernelSet& kernels = *kernel_set(state_->isa, numerics);
-  auto experts = PackedExperts::create(spec, num_local_experts, formats, kernels);
+  auto experts = PackedExperts::create(spec, num_local_experts, formats, kernels, state_->layout);
   if (!experts.ok()) return std::move(experts).error();
   return std::unique_ptr<ExpertLayer>(std::make_unique<CpuLayer>(spec, std::move(experts).value(), kernels, *state_->pool));
 }

@@ -28,7 +28,9 @@ const KernelSet* kernel_set(Isa isa, NumericsClass numerics);
 class CpuBackend final : public ExpertBackend {
  public:
   // num_threads >= 1, the calling thread counted; pool threads are pinned to `cpus` when given (one each, after the caller's).
-  static Result<std::unique_ptr<CpuBackend>> create(Isa isa, uint32_t num_threads, std::vector<int> cpus = {});
+  // With layout `mapped`, files that matrices lie in outlive the layers; the reference takes no such thing and keeps its copies.
+  static Result<std::unique_ptr<CpuBackend>> create(Isa isa, uint32_t num_threads, std::vector<int> cpus = {},
+                                                    WeightsLayout layout = WeightsLayout::kPacked);
   ~CpuBackend() override;
 
   Isa isa() const;

@@ -6,6 +6,8 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <mutex>
+#include <optional>
 #include <string>
 #include <utility>
 
@@ -55,6 +57,24 @@ uint32_t panels_per_task(size_t panel_bytes, uint32_t num_panels, uint32_t num_o
   return size;
 }
 
+// The first error of a run's tasks; the rest of the run goes on without the panels it could not read.
+class FirstError {
+ public:
+  void keep(Error error) {
+    const std::lock_guard lock(mutex_);
+    if (!error_) error_ = std::move(error);
+  }
+  Status take() {
+    const std::lock_guard lock(mutex_);
+    if (error_) return std::move(*error_);
+    return ok();
+  }
+
+ private:
+  std::mutex mutex_;
+  std::optional<Error> error_;
+};
+
 }  // namespace
 
 CpuLayer::CpuLayer(const FfnSpec& spec, PackedExperts experts, const KernelSet& kernels, ThreadPool& pool)
@@ -67,7 +87,8 @@ CpuLayer::CpuLayer(const FfnSpec& spec, PackedExperts experts, const KernelSet& 
       encoded_intermediate_stride_(kernels.gate_up_encodes ? 0 : encoded_stride(kernels, spec.intermediate_size)),
       intermediate_value_bytes_(kernels.gate_up_encodes ? kernels.encoded_bytes(kernels.panel_width) / kernels.panel_width : sizeof(float)),
       intermediate_stride_(
-          padded_bytes(size_t{experts_.num_intermediate_panels()} * kernels.panel_width * intermediate_value_bytes_)) {}
+          padded_bytes(size_t{experts_.num_intermediate_panels()} * kernels.panel_width * intermediate_value_bytes_)),
+      panel_scratch_(pool.num_threads()) {}
 
 Status CpuLayer::load_expert(uint32_t local_expert_id, const ExpertWeights& weights, ProgressCounter& progress) {
   return experts_.load(spec_, local_expert_id, weights, progress);
@@ -110,9 +131,11 @@ Status CpuLayer::forward_chunk(const ForwardArgs& args, const Chunk& chunk, Prog
   DFLASH_TRY(place_scratch(chunk));
   widen_rows(args, chunk);
   progress.fetch_add(1, std::memory_order_relaxed);
-  run_gate_up(progress);
+  DFLASH_TRY(run_gate_up(progress));
   encode_intermediate(chunk, progress);
-  if (run_down(args, chunk, progress)) return ok();
+  auto in_range = run_down(args, chunk, progress);
+  if (!in_range.ok()) return std::move(in_range).error();
+  if (in_range.value()) return ok();
   return first_range_error(args, chunk);
 }
 
@@ -188,17 +211,21 @@ uint32_t CpuLayer::down_panels_per_task() const {
   return panels_per_task(experts_.down_panel_bytes(), experts_.num_out_panels(), 1, least, pool_.num_threads());
 }
 
-void CpuLayer::run_gate_up(ProgressCounter& progress) {
+Status CpuLayer::run_gate_up(ProgressCounter& progress) {
   const uint32_t num_panels = experts_.num_intermediate_panels();
   const uint32_t per_task = gate_up_panels_per_task();
   const uint32_t tasks_per_expert = (num_panels + per_task - 1) / per_task;
   const uint64_t num_tasks = groups_.groups().size() * tasks_per_expert;
-  pool_.run(num_tasks, [&](uint64_t task) {
+  FirstError failed;
+  pool_.run_on_threads(num_tasks, [&](uint64_t task, uint32_t thread) {
     const ExpertGroup& group = groups_.groups()[task / tasks_per_expert];
     const uint32_t first_panel = static_cast<uint32_t>(task % tasks_per_expert) * per_task;
     const size_t first_byte = size_t{first_panel} * kernels_.panel_width * intermediate_value_bytes_;
+    auto panels = experts_.read_gate_up(group.local_expert_id, first_panel, std::min(per_task, num_panels - first_panel),
+                                        panel_scratch_[thread]);
+    if (!panels.ok()) return failed.keep(std::move(panels).error());
     GateUpTile tile{};
-    tile.panels = experts_.gate_up(group.local_expert_id, first_panel, std::min(per_task, num_panels - first_panel));
+    tile.panels = panels.value();
     const uint64_t next = task + pool_.num_threads();  // threads take turns, nearly
     if (next < num_tasks) {
       const uint32_t next_expert = groups_.groups()[next / tasks_per_expert].local_expert_id;
@@ -217,13 +244,15 @@ void CpuLayer::run_gate_up(ProgressCounter& progress) {
       progress.fetch_add(1, std::memory_order_relaxed);
     }
   });
+  return failed.take();
 }
 
-bool CpuLayer::run_down(const ForwardArgs& args, const Chunk& chunk, ProgressCounter& progress) {
+Result<bool> CpuLayer::run_down(const ForwardArgs& args, const Chunk& chunk, ProgressCounter& progress) {
   const uint32_t num_panels = experts_.num_out_panels();
   const uint32_t per_task = down_panels_per_task();
-  std::atomic<bool> in_range{true};  // relaxed: read after run() returns, which synchronises
-  pool_.run((num_panels + per_task - 1) / per_task, [&](uint64_t task) {
+  std::atomic<bool> in_range{true};  // relaxed: read after the run, which synchronises
+  FirstError failed;
+  pool_.run_on_threads((num_panels + per_task - 1) / per_task, [&](uint64_t task, uint32_t thread) {
     const uint32_t first_panel = static_cast<uint32_t>(task) * per_task;
     const uint32_t task_panels = std::min(per_task, num_panels - first_panel);
     const size_t columns = size_t{task_panels} * kernels_.panel_width;
@@ -231,8 +260,10 @@ bool CpuLayer::run_down(const ForwardArgs& args, const Chunk& chunk, ProgressCou
     std::memset(sums, 0, sizeof(float) * columns * chunk.num_rows);
     for (size_t g = 0; g < groups_.groups().size(); ++g) {
       const ExpertGroup& group = groups_.groups()[g];
+      auto panels = experts_.read_down(group.local_expert_id, first_panel, task_panels, panel_scratch_[thread]);
+      if (!panels.ok()) return failed.keep(std::move(panels).error());
       DownTile tile{};
-      tile.panels = experts_.down(group.local_expert_id, first_panel, task_panels);
+      tile.panels = panels.value();
       if (g + 1 < groups_.groups().size()) {
         tile.panels.next = experts_.down(groups_.groups()[g + 1].local_expert_id, first_panel, task_panels).first;
       }
@@ -253,6 +284,7 @@ bool CpuLayer::run_down(const ForwardArgs& args, const Chunk& chunk, ProgressCou
     if (!finish_columns(args, chunk, first_panel, task_panels)) in_range.store(false, std::memory_order_relaxed);
     progress.fetch_add(1, std::memory_order_relaxed);
   });
+  DFLASH_TRY(failed.take());
   return in_range.load(std::memory_order_relaxed);
 }
 

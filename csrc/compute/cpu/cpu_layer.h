@@ -35,10 +35,10 @@ class CpuLayer final : public ExpertLayer {
   Status forward_chunk(const ForwardArgs& args, const Chunk& chunk, ProgressCounter& progress);
   Status place_scratch(const Chunk& chunk);
   void widen_rows(const ForwardArgs& args, const Chunk& chunk);
-  void run_gate_up(ProgressCounter& progress);
+  Status run_gate_up(ProgressCounter& progress);
   void encode_intermediate(const Chunk& chunk, ProgressCounter& progress);
-  // Returns true if every value fits the reply dtype.
-  bool run_down(const ForwardArgs& args, const Chunk& chunk, ProgressCounter& progress);
+  // True if every value fits the reply dtype.
+  Result<bool> run_down(const ForwardArgs& args, const Chunk& chunk, ProgressCounter& progress);
   bool finish_columns(const ForwardArgs& args, const Chunk& chunk, uint32_t first_panel, uint32_t num_panels);
   Error first_range_error(const ForwardArgs& args, const Chunk& chunk) const;
   uint32_t gate_up_panels_per_task() const;
@@ -61,6 +61,7 @@ class CpuLayer final : public ExpertLayer {
   float* sums_ = nullptr;          // per column task: [chunk rows, task columns]; task at first_column * chunk rows
   std::byte* encoded_rows_ = nullptr;          // [chunk rows, encoded_row_stride_]
   std::byte* encoded_intermediate_ = nullptr;  // [chunk pairs, encoded_intermediate_stride_] grouped
+  std::vector<PanelScratch> panel_scratch_;    // [pool threads]
   std::vector<const void*> pair_rows_;         // [chunk pairs] grouped, what gate and up read
   std::vector<const void*> pair_inputs_;       // [chunk pairs] grouped, what down reads
   std::vector<std::byte*> pair_intermediate_;  // [chunk pairs] grouped, into intermediate_

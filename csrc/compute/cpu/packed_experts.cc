@@ -64,14 +64,22 @@ void PackedExperts::set_sizes(const FfnSpec& spec, ResidentFormats formats, uint
 }
 
 Result<PackedExperts> PackedExperts::create(const FfnSpec& spec, uint32_t num_local_experts, ResidentFormats formats,
-                                            const KernelSet& kernels) {
+                                            const KernelSet& kernels, WeightsLayout layout) {
   PackedExperts packed;
+  for (WeightFormat format : {formats.gate_up, formats.down}) {
+    if (layout == WeightsLayout::kMapped && !format_facts(format).is_stored) {
+      return Error{ErrorCode::kUnsupported, std::string("weights_layout: mapped computes with what the checkpoint holds, and ") +
+                                                format_name(format) + " is only made at load; use weights_layout: packed or weights: auto"};
+    }
+  }
+  packed.layout_ = layout;
   packed.set_sizes(spec, formats, kernels.panel_width);
   packed.pack_ = kernels.pack == nullptr ? pack_panel : kernels.pack;
+  packed.experts_.resize(num_local_experts);
+  if (layout == WeightsLayout::kMapped) return packed;
   auto panels = PageBuffer::create(packed.expert_bytes_ * num_local_experts);
   if (!panels.ok()) return std::move(panels).error();
   packed.panels_ = std::move(panels).value();
-  packed.experts_.resize(num_local_experts);
   return packed;
 }
 
@@ -126,7 +134,25 @@ Status PackedExperts::load(const FfnSpec& spec, uint32_t local_expert_id, const 
   DFLASH_TRY(check_resident("up", weights.up, formats_.gate_up));
   DFLASH_TRY(check_resident("down", weights.down, formats_.down));
   const CanonicalFloatMode mode;  // quantising rounds
-  experts_[local_expert_id].is_loaded = false;
+  Expert& expert = experts_[local_expert_id];
+  expert.is_loaded = false;
+  if (is_mapped()) {
+    if (weights.gate.data != nullptr) DFLASH_TRY(check_mapped("gate", weights.gate, formats_.gate_up, progress));
+    DFLASH_TRY(check_mapped("up", weights.up, formats_.gate_up, progress));
+    DFLASH_TRY(check_mapped("down", weights.down, formats_.down, progress));
+    expert.gate = weights.gate;
+    expert.up = weights.up;
+    expert.down = weights.down;
+  } else {
+    DFLASH_TRY(pack_expert(local_expert_id, weights, progress));
+  }
+  expert.gate_up_bias = pack_gate_up_bias(weights);
+  expert.down_bias = widen_vector(weights.down_bias, num_out_panels_ * panel_width_);
+  expert.is_loaded = true;
+  return ok();
+}
+
+Status PackedExperts::pack_expert(uint32_t local_expert_id, const ExpertWeights& weights, ProgressCounter& progress) {
   std::byte* gate_up = panels_.data() + local_expert_id * expert_bytes_;
   std::byte* up = gate_up + (num_matrices_ - 1) * gate_up_panel_bytes_;
   const size_t step = gate_up_panel_bytes_ * num_matrices_;
@@ -134,18 +160,77 @@ Status PackedExperts::load(const FfnSpec& spec, uint32_t local_expert_id, const 
   if (weights.gate.data != nullptr) DFLASH_TRY(pack_matrix("gate", weights.gate, {formats_.gate_up, gate_up, step}, read, progress));
   DFLASH_TRY(pack_matrix("up", weights.up, {formats_.gate_up, up, step}, read, progress));
   std::byte* down = gate_up + step * num_intermediate_panels_;
-  DFLASH_TRY(pack_matrix("down", weights.down, {formats_.down, down, down_panel_bytes_}, read, progress));
-  Expert& expert = experts_[local_expert_id];
-  expert.gate_up_bias = pack_gate_up_bias(weights);
-  expert.down_bias = widen_vector(weights.down_bias, num_out_panels_ * panel_width_);
-  expert.is_loaded = true;
+  return pack_matrix("down", weights.down, {formats_.down, down, down_panel_bytes_}, read, progress);
+}
+
+// What pack_matrix checks, without packing.
+Status PackedExperts::check_mapped(const char* name, const MatrixView& matrix, WeightFormat format, ProgressCounter& progress) const {
+  for (uint32_t first = 0; first < matrix.outputs; first += panel_width_) {
+    DFLASH_TRY(check_values(name, matrix, format, first, std::min(panel_width_, matrix.outputs - first)));
+    progress.fetch_add(1, std::memory_order_relaxed);
+  }
   return ok();
+}
+
+Status PackedExperts::pack_panels(const MatrixView& matrix, uint32_t first_panel, uint32_t num_panels, const PanelTarget& target,
+                                  PanelScratch& scratch) const {
+  MatrixView part = matrix;
+  uint32_t panel = first_panel;
+  if (outputs_read_at_once(matrix, panel_width_) != 0) {
+    const uint32_t scale_outputs = std::max(format_facts(matrix.format).scale_outputs, 1u);
+    const uint32_t first = first_panel * panel_width_ / scale_outputs * scale_outputs;  // scales of a part begin where it begins
+    const uint32_t end = std::min((first_panel + num_panels) * panel_width_, matrix.outputs);
+    DFLASH_TRY(read_outputs(first, end - first, part, scratch.read));
+    panel = (first_panel * panel_width_ - first) / panel_width_;
+  }
+  for (uint32_t p = 0; p < num_panels; ++p) pack_(part, target.format, panel + p, panel_width_, target.first + p * target.step_bytes);
+  return ok();
+}
+
+namespace {
+
+Result<std::byte*> room_for(size_t num_bytes, PanelScratch& scratch) {
+  if (scratch.panels.num_bytes() < num_bytes) {
+    scratch.panels = PageBuffer();
+    auto grown = PageBuffer::create(num_bytes);
+    if (!grown.ok()) return std::move(grown).error();
+    scratch.panels = std::move(grown).value();
+  }
+  return scratch.panels.data();
+}
+
+}  // namespace
+
+Result<PanelRun> PackedExperts::read_gate_up(uint32_t local_expert_id, uint32_t first_panel, uint32_t num_panels,
+                                             PanelScratch& scratch) const {
+  PanelRun run = gate_up(local_expert_id, first_panel, num_panels);
+  if (!is_mapped()) return run;
+  const Expert& expert = experts_[local_expert_id];
+  const size_t step = gate_up_panel_bytes_ * num_matrices_;
+  auto room = room_for(step * num_panels, scratch);
+  if (!room.ok()) return std::move(room).error();
+  std::byte* up = room.value() + (num_matrices_ - 1) * gate_up_panel_bytes_;
+  if (num_matrices_ == 2) DFLASH_TRY(pack_panels(expert.gate, first_panel, num_panels, {formats_.gate_up, room.value(), step}, scratch));
+  DFLASH_TRY(pack_panels(expert.up, first_panel, num_panels, {formats_.gate_up, up, step}, scratch));
+  run.first = room.value();
+  return run;
+}
+
+Result<PanelRun> PackedExperts::read_down(uint32_t local_expert_id, uint32_t first_panel, uint32_t num_panels, PanelScratch& scratch) const {
+  PanelRun run = down(local_expert_id, first_panel, num_panels);
+  if (!is_mapped()) return run;
+  auto room = room_for(down_panel_bytes_ * num_panels, scratch);
+  if (!room.ok()) return std::move(room).error();
+  const PanelTarget target{formats_.down, room.value(), down_panel_bytes_};
+  DFLASH_TRY(pack_panels(experts_[local_expert_id].down, first_panel, num_panels, target, scratch));
+  run.first = room.value();
+  return run;
 }
 
 uint64_t PackedExperts::resident_bytes() const {
   uint64_t bytes = 0;
   for (const Expert& expert : experts_) {
-    if (expert.is_loaded) bytes += expert_bytes_ + 4 * (expert.gate_up_bias.size() + expert.down_bias.size());
+    if (expert.is_loaded) bytes += (is_mapped() ? 0 : expert_bytes_) + 4 * (expert.gate_up_bias.size() + expert.down_bias.size());
   }
   return bytes;
 }
@@ -153,7 +238,7 @@ uint64_t PackedExperts::resident_bytes() const {
 PanelRun PackedExperts::gate_up(uint32_t local_expert_id, uint32_t first_panel, uint32_t num_panels) const {
   const size_t first = size_t{first_panel} * num_matrices_;
   const std::vector<float>& bias = experts_[local_expert_id].gate_up_bias;
-  return {.first = panels_.data() + local_expert_id * expert_bytes_ + first * gate_up_panel_bytes_,
+  return {.first = is_mapped() ? nullptr : panels_.data() + local_expert_id * expert_bytes_ + first * gate_up_panel_bytes_,
           .format = formats_.gate_up,
           .panel_bytes = gate_up_panel_bytes_,
           .num_panels = num_panels * num_matrices_,
@@ -164,7 +249,8 @@ PanelRun PackedExperts::gate_up(uint32_t local_expert_id, uint32_t first_panel, 
 PanelRun PackedExperts::down(uint32_t local_expert_id, uint32_t first_panel, uint32_t num_panels) const {
   const size_t gate_up_bytes = gate_up_panel_bytes_ * num_matrices_ * num_intermediate_panels_;
   const std::vector<float>& bias = experts_[local_expert_id].down_bias;
-  return {.first = panels_.data() + local_expert_id * expert_bytes_ + gate_up_bytes + first_panel * down_panel_bytes_,
+  const size_t offset = gate_up_bytes + first_panel * down_panel_bytes_;
+  return {.first = is_mapped() ? nullptr : panels_.data() + local_expert_id * expert_bytes_ + offset,
           .format = formats_.down,
           .panel_bytes = down_panel_bytes_,
           .num_panels = num_panels,

@@ -1,5 +1,6 @@
 // The weights of one layer's experts as they stay in memory: per expert the gate and up panels alternating, then the down panels,
-// in the resident formats; biases in float32.
+// in the resident formats; biases in float32. Or, with layout `mapped`, only where they lie in the checkpoint: panels are then packed for
+// each task that wants them, the same bytes.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -11,10 +12,17 @@
 
 namespace dflash::compute {
 
+// Where one thread packs the panels of layout `mapped`; empty otherwise.
+struct PanelScratch {
+  PageBuffer panels;
+  std::vector<std::byte> read;
+};
+
 class PackedExperts {
  public:
-  // Errors: kOutOfMemory.
-  static Result<PackedExperts> create(const FfnSpec& spec, uint32_t num_local_experts, ResidentFormats formats, const KernelSet& kernels);
+  // Errors: kOutOfMemory; kUnsupported for layout `mapped` with a format that is only made at load.
+  static Result<PackedExperts> create(const FfnSpec& spec, uint32_t num_local_experts, ResidentFormats formats, const KernelSet& kernels,
+                                      WeightsLayout layout = WeightsLayout::kPacked);
   // Bytes that create() will hold for these experts, biases aside.
   static uint64_t predicted_bytes(const FfnSpec& spec, uint32_t num_local_experts, ResidentFormats formats, uint32_t panel_width);
 
@@ -33,7 +41,13 @@ class PackedExperts {
   size_t gate_up_panel_bytes() const { return gate_up_panel_bytes_; }
   size_t down_panel_bytes() const { return down_panel_bytes_; }
 
-  // Panels of intermediate columns [first_panel, first_panel + num_panels) * panel_width; with a gate twice as many panels.
+  bool is_mapped() const { return layout_ == WeightsLayout::kMapped; }
+  // The two below for either layout. `scratch` holds the panels of layout `mapped` until its next use. Errors there: kCheckpoint naming
+  // the file, kOutOfMemory.
+  Result<PanelRun> read_gate_up(uint32_t local_expert_id, uint32_t first_panel, uint32_t num_panels, PanelScratch& scratch) const;
+  Result<PanelRun> read_down(uint32_t local_expert_id, uint32_t first_panel, uint32_t num_panels, PanelScratch& scratch) const;
+
+  // Layout `packed` only. Panels of intermediate columns [first_panel, first_panel + num_panels) * panel_width; with a gate twice as many.
   PanelRun gate_up(uint32_t local_expert_id, uint32_t first_panel, uint32_t num_panels) const;
   PanelRun down(uint32_t local_expert_id, uint32_t first_panel, uint32_t num_panels) const;
 
@@ -42,6 +56,7 @@ class PackedExperts {
     bool is_loaded = false;
     std::vector<float> gate_up_bias;  // in panel order, padded with zeros; empty: none
     std::vector<float> down_bias;
+    MatrixView gate, up, down;  // layout `mapped`
   };
 
   void set_sizes(const FfnSpec& spec, ResidentFormats formats, uint32_t panel_width);
@@ -52,11 +67,15 @@ class PackedExperts {
     size_t step_bytes;
   };
 
+  Status check_mapped(const char* name, const MatrixView& matrix, WeightFormat format, ProgressCounter& progress) const;
+  Status pack_panels(const MatrixView& matrix, uint32_t first_panel, uint32_t num_panels, const PanelTarget& target, PanelScratch& scratch) const;
+  Status pack_expert(uint32_t local_expert_id, const ExpertWeights& weights, ProgressCounter& progress);
   Status pack_matrix(const char* name, const MatrixView& matrix, const PanelTarget& target, std::vector<std::byte>& read,
                      ProgressCounter& progress) const;
   std::vector<float> pack_gate_up_bias(const ExpertWeights& weights) const;
 
   ResidentFormats formats_;
+  WeightsLayout layout_ = WeightsLayout::kPacked;
   decltype(KernelSet::pack) pack_ = nullptr;
   uint32_t panel_width_ = 0;
   uint32_t num_matrices_ = 0;

@@ -64,7 +64,7 @@ Result<std::unique_ptr<ThreadPool>> ThreadPool::create(uint32_t num_threads, con
   std::unique_ptr<ThreadPool> pool(new ThreadPool(num_threads, spin_ns));
   for (uint32_t i = 1; i < num_threads; ++i) {
     try {
-      pool->threads_.emplace_back([raw = pool.get()] { raw->thread_main(); });
+      pool->threads_.emplace_back([raw = pool.get(), i] { raw->thread_main(i); });
     } catch (const std::system_error& failure) {
       return Error{ErrorCode::kSystem, "cannot start compute thread " + std::to_string(i) + ": " + failure.what()};
     }
@@ -87,12 +87,12 @@ bool ThreadPool::has_work() const {
   return (work & kTaskMask) < (work >> kTaskBits);
 }
 
-bool ThreadPool::take_and_run() {
+bool ThreadPool::take_and_run(uint32_t thread) {
   uint64_t work = work_.load();
   do {
     if ((work & kTaskMask) >= (work >> kTaskBits)) return false;
   } while (!work_.compare_exchange_weak(work, work + 1));
-  function_(context_, first_task_ + (work & kTaskMask));
+  function_(context_, first_task_ + (work & kTaskMask), thread);
   if (num_pending_.fetch_sub(1) == 1 && caller_sleeps_.load()) {
     const std::lock_guard lock(mutex_);
     all_done_.notify_one();
@@ -102,7 +102,7 @@ bool ThreadPool::take_and_run() {
 
 void ThreadPool::run_tasks(uint64_t num_tasks, TaskFunction function, void* context) {
   if (threads_.empty() || num_tasks <= 1) {
-    for (uint64_t task = 0; task < num_tasks; ++task) function(context, task);
+    for (uint64_t task = 0; task < num_tasks; ++task) function(context, task, 0);
     return;
   }
   function_ = function;
@@ -119,7 +119,7 @@ void ThreadPool::run_piece(uint64_t num_tasks) {
     const std::lock_guard lock(mutex_);
     work_arrived_.notify_all();
   }
-  while (take_and_run()) {
+  while (take_and_run(0)) {
   }
   wait_until_done();
 }
@@ -142,10 +142,10 @@ void ThreadPool::wait_for_work() {
   num_sleepers_.fetch_sub(1);
 }
 
-void ThreadPool::thread_main() {
+void ThreadPool::thread_main(uint32_t thread) {
   const CanonicalFloatMode mode;
   while (!is_stopping_.load()) {
-    if (!take_and_run()) wait_for_work();
+    if (!take_and_run(thread)) wait_for_work();
   }
 }
 

@@ -31,17 +31,23 @@ class ThreadPool {
   template <class Body>
   void run(uint64_t num_tasks, Body&& body) {
     using Type = std::remove_reference_t<Body>;
-    run_tasks(num_tasks, [](void* context, uint64_t task) { (*static_cast<Type*>(context))(task); }, &body);
+    run_tasks(num_tasks, [](void* context, uint64_t task, uint32_t) { (*static_cast<Type*>(context))(task); }, &body);
+  }
+  // The same with body(task, thread): which of the num_threads threads runs it, for scratch of its own.
+  template <class Body>
+  void run_on_threads(uint64_t num_tasks, Body&& body) {
+    using Type = std::remove_reference_t<Body>;
+    run_tasks(num_tasks, [](void* context, uint64_t task, uint32_t thread) { (*static_cast<Type*>(context))(task, thread); }, &body);
   }
 
  private:
-  using TaskFunction = void (*)(void* context, uint64_t task);
+  using TaskFunction = void (*)(void* context, uint64_t task, uint32_t thread);
 
   ThreadPool(uint32_t num_threads, int64_t spin_ns) : num_threads_(num_threads), spin_ns_(spin_ns) {}
   void run_tasks(uint64_t num_tasks, TaskFunction function, void* context);
   void run_piece(uint64_t num_tasks);
-  void thread_main();
-  bool take_and_run();
+  void thread_main(uint32_t thread);
+  bool take_and_run(uint32_t thread);
   bool has_work() const;
   void wait_for_work();
   void wait_until_done();

@@ -139,7 +139,7 @@ WRONG = [
     (explicit("{'*': 0-64}"), "t.yaml:4: worker w0: expert 64 does not exist in layer 0, which has experts 0-63"),
     (explicit("{'*': 0-63, '7': 0-63}"), "t.yaml:4: worker w0: layer 7 has no routed experts; layers that have: 0..1"),
     (
-        topology("workers:\n  - {name: w0, memory: 384MiB}"),
+        topology("workers:\n  - {name: w0, memory: 384MiB, weights_layout: packed}"),
         "t.yaml:3: worker w0 needs 512.0 MiB for 2 layers x 64 experts but has memory: 384.0 MiB; short by 128.0 MiB; "
         "it fits 48 experts a layer. Give it more memory, add a worker, or let the host keep some (host.experts.memory)",
     ),
@@ -169,7 +169,8 @@ def test_a_placement_that_cannot_be_says_why(where, message):
 def test_every_expert_is_in_one_shard_and_no_memory_is_exceeded(data):
     policy = data.draw(st.sampled_from(["even", "memory"]))
     memories = data.draw(st.lists(st.integers(1, 400), min_size=1, max_size=5))
-    workers = ", ".join(f"{{name: w{index}, memory: {size}}}" for index, size in enumerate(memories))
+    layout = data.draw(st.sampled_from(["auto", "packed"]))
+    workers = ", ".join(f"{{name: w{index}, memory: {size}, weights_layout: {layout}}}" for index, size in enumerate(memories))
     where = topology(
         f"host: {{experts: {{memory: {data.draw(st.integers(0, 100))}%}}}}\n"
         f"placement: {{policy: {policy}}}\nworkers: [{workers}]"
@@ -186,5 +187,30 @@ def test_every_expert_is_in_one_shard_and_no_memory_is_exceeded(data):
         assert [shard.experts[0] for shard in found] == sorted(shard.experts[0] for shard in found)
     needed = placement.bytes_by_holder()
     assert all(needed.get(f"w{index}", 0) <= size for index, size in enumerate(memories))
-    assert sum(needed.values()) == sum(layer.num_experts * layer.expert_bytes for layer in model)
+    shards = [(layer, shard) for layer, found in zip(model, placement.layers, strict=True) for shard in found]
+    packed = sum(len(shard.experts) * layer.expert_bytes for layer, shard in shards if shard.layout == "packed")
+    assert sum(needed.values()) == packed
+    assert layout == "auto" or all(shard.layout == "packed" for _, shard in shards)
     assert plan_placement(model, where) == placement
+
+
+def test_a_worker_without_the_memory_computes_from_the_mapped_checkpoint_unless_it_must_pack(caplog):
+    text = "workers: [{name: a, memory: 255MiB}, {name: b, memory: 256MiB}, {name: c, weights_layout: mapped, memory: 1MiB}]"
+    placement = plan_placement([Layer(0, 192, 4 << 20)], topology(text))
+    assert {shard.holder: shard.layout for shard in placement.layers[0]} == {"a": "mapped", "b": "packed", "c": "mapped"}
+    assert placement.bytes_by_holder() == {"a": 0, "b": 256 << 20, "c": 0}
+    assert "worker a computes from the mapped checkpoint, for its packed experts need 256.0 MiB" in caplog.text
+    with pytest.raises(TopologyError, match="worker a needs 256"):
+        plan_placement([Layer(0, 192, 4 << 20)], topology(text.replace("255MiB", "255MiB, weights_layout: packed")))
+
+
+@pytest.mark.parametrize(
+    ("worker", "message"),
+    [
+        ("{name: a, weights: int8, weights_layout: mapped}", "worker a keeps weights made at load; mapped needs weights: auto"),
+        ("{name: a, backend: sim, simulate: cuda, weights_layout: mapped}", "only cpu computes from the mapped checkpoint"),
+    ],
+)
+def test_a_layout_that_cannot_be_says_why(worker, message):
+    with pytest.raises(TopologyError, match=message):
+        topology(f"workers: [{worker}]")

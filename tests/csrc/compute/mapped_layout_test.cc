@@ -1,0 +1,120 @@
+// Layout `mapped`: panels packed for each task out of where the weights lie give the bits of panels packed once; nothing stays in memory; a
+// file that can no longer be read ends the call.
+// SPDX-License-Identifier: Apache-2.0
+#include <doctest/doctest.h>
+
+#include <atomic>
+#include <cstring>
+
+#include "compute/cpu/cpu_backend.h"
+#include "stored_experts.h"
+
+namespace dflash::compute {
+namespace {
+
+using toy::Batch;
+using toy::StoredExperts;
+
+// Reads memory as a file, until told to fail.
+class ReadableMemory final : public MappedBytes {
+ public:
+  Status copy(const std::byte* from, size_t num_bytes, std::byte* to) const override {
+    if (is_gone.load()) return Error{ErrorCode::kCheckpoint, "model.gguf has become shorter"};
+    std::memcpy(to, from, num_bytes);
+    num_copies.fetch_add(1);
+    return ok();
+  }
+  std::atomic<bool> is_gone{false};
+  mutable std::atomic<uint32_t> num_copies{0};
+};
+
+FfnSpec spec_of(uint32_t in, uint32_t intermediate, uint32_t out) {
+  FfnSpec spec;
+  spec.in_size = in;
+  spec.intermediate_size = intermediate;
+  spec.out_size = out;
+  return spec;
+}
+
+std::unique_ptr<ExpertLayer> loaded(CpuBackend& backend, const FfnSpec& spec, ResidentFormats formats, const StoredExperts& experts,
+                                    const MappedBytes* file, NumericsClass numerics = NumericsClass::kF32Canonical) {
+  auto layer = backend.create_layer(spec, 2, formats, numerics).value();
+  ProgressCounter progress{0};
+  for (uint32_t id = 0; id < 2; ++id) {
+    ExpertWeights weights = experts.weights(id);
+    weights.gate.file = weights.up.file = weights.down.file = file;
+    REQUIRE(layer->load_expert(id, weights, progress).ok());
+  }
+  return layer;
+}
+
+std::vector<std::byte> reply_of(ExpertLayer& layer, const Batch& batch) {
+  std::vector<std::byte> reply;
+  const Status status = batch.run(layer, reply);
+  REQUIRE_MESSAGE(status.ok(), (status.ok() ? "" : status.error().message));
+  return reply;
+}
+
+std::unique_ptr<CpuBackend> backend_of(Isa isa, uint32_t threads, WeightsLayout layout) {
+  return CpuBackend::create(isa, threads, {}, layout).value();
+}
+
+TEST_CASE("mapped experts give the bits of packed ones in every stored format, set and class, and hold no memory") {
+  const FfnSpec spec = spec_of(256, 512, 200);
+  const ReadableMemory file;
+  for (uint8_t value = 0; value < kNumWeightFormats; ++value) {
+    const auto format = static_cast<WeightFormat>(value);
+    if (!format_facts(format).is_stored) continue;
+    const StoredExperts experts(spec, 2, format, format, 40u + value);
+    for (Isa isa : kAllIsas) {
+      if (isa == Isa::kReference || !isa_is_supported(isa)) continue;
+      const auto packing = backend_of(isa, 1, WeightsLayout::kPacked), mapping = backend_of(isa, 2, WeightsLayout::kMapped);
+      for (NumericsClass numerics : CpuBackend::numerics_classes(isa)) {
+        if (!numerics_take(numerics, format)) continue;
+        CAPTURE(isa_name(isa));
+        CAPTURE(format_name(format));
+        CAPTURE(numerics_name(numerics));
+        const auto packed = loaded(*packing, spec, format, experts, &file, numerics);
+        const auto mapped = loaded(*mapping, spec, format, experts, &file, numerics);
+        CHECK(packed->resident_bytes() > 0);
+        CHECK(mapped->resident_bytes() == 0);
+        for (uint32_t rows : {1u, 40u}) {
+          const Batch batch = Batch::random(spec, 2, rows, 2, 41u + value + rows);
+          CHECK(reply_of(*mapped, batch) == reply_of(*packed, batch));
+        }
+      }
+    }
+  }
+  CHECK(file.num_copies.load() > 0);
+}
+
+TEST_CASE("a mapped file that can no longer be read ends the call, and the next one works when it can") {
+  const FfnSpec spec = spec_of(256, 256, 64);
+  const StoredExperts experts(spec, 2, WeightFormat::kQ4K, WeightFormat::kQ6K, 7);
+  ReadableMemory file;
+  const auto backend = backend_of(best_isa(), 2, WeightsLayout::kMapped);
+  const auto layer = loaded(*backend, spec, {WeightFormat::kQ4K, WeightFormat::kQ6K}, experts, &file);
+  const Batch batch = Batch::random(spec, 2, 5, 2, 8);
+  const std::vector<std::byte> expected = reply_of(*layer, batch);
+  file.is_gone = true;
+  std::vector<std::byte> reply;
+  const Status failed = batch.run(*layer, reply);
+  REQUIRE(!failed.ok());
+  CHECK(failed.error().code == ErrorCode::kCheckpoint);
+  CHECK(failed.error().message.find("model.gguf") != std::string::npos);
+  file.is_gone = false;
+  CHECK(reply_of(*layer, batch) == expected);
+}
+
+TEST_CASE("formats that are made at load cannot be mapped") {
+  const auto backend = backend_of(Isa::kScalar, 1, WeightsLayout::kMapped);
+  for (WeightFormat format : {WeightFormat::kInt8G32, WeightFormat::kInt4G32}) {
+    const auto refused = backend->create_layer(spec_of(64, 64, 64), 1, format);
+    REQUIRE(!refused.ok());
+    CHECK(refused.error().code == ErrorCode::kUnsupported);
+    CHECK(refused.error().message.find("weights_layout: packed") != std::string::npos);
+  }
+}
+
+}  // namespace
+}  // namespace dflash::compute
