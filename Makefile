@@ -25,7 +25,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := build
 .DELETE_ON_ERROR:
-.PHONY: build demo test check asan tsan fuzz neon verify-all bench wheel clean distclean help core plugins system-build system-test system-fuzz
+.PHONY: build demo test check asan tsan fuzz neon verify-all bench wheel clean distclean help core plugins gpu-check system-build system-test system-fuzz
 
 build: core ## environment and C++ core, editable, in .venv
 	@echo "ready: $(BIN)/dflash-moe"
@@ -74,6 +74,9 @@ core: $(STAMPS)/packages
 # Minutes, most of them in the vendors' compilers; neither card nor driver is needed. CUDA_ARCHS="90a", HIP_ARCHS="gfx906" build for some.
 plugins: core ## the plug-ins for NVIDIA's and AMD's cards, next to the core
 	@.ci/plugins $(abspath $(BIN)/python) $(abspath $(CMAKE))
+
+gpu-check: ## build for the NVIDIA card at hand, test and measure on it: under 9 minutes, no network, no .venv
+	@PYTHON=$(PYTHON) .ci/gpu_check $(OUT)
 
 # -- tests -------------------------------------------------------------------------------------------------------------------
 

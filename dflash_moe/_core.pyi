@@ -288,6 +288,7 @@ class LayerBenchmark:
         num_threads: int,
         seed: int = 1,
         numerics: str = "f32-canonical",
+        device: BackendDevice | None = None,  # computes there instead of with the kernels of `isa`
     ) -> None: ...
     def run(  # ns of each round; NumPy float32 rows and weights, uint16 counts and ids
         self, rows: object, row_counts: object, local_expert_ids: object, weights: object, *, row_dtype: str, rounds: int

@@ -10,6 +10,7 @@
 
 #include "base/convert.h"
 #include "bindings/arguments.h"
+#include "bindings/backend_device.h"
 #include "bindings/module.h"
 #include "compute/cpu/gemm_benchmark.h"
 #include "compute/cpu/layer_benchmark.h"
@@ -26,7 +27,8 @@ using IndexArray = py::array_t<uint16_t, py::array::c_style | py::array::forceca
 class PyLayerBenchmark {
  public:
   PyLayerBenchmark(const py::dict& spec, uint32_t num_experts, uint32_t num_layers, const std::string& weight_dtype,
-                   const std::string& isa, uint32_t num_threads, uint64_t seed, const std::string& numerics) {
+                   const std::string& isa, uint32_t num_threads, uint64_t seed, const std::string& numerics, const BackendDevice* device)
+      : is_on_device_(device != nullptr) {
     compute::LayerBenchmarkOptions& options = options_;
     options.spec = parse_ffn_spec(spec);
     options.num_experts = num_experts;
@@ -38,7 +40,9 @@ class PyLayerBenchmark {
     options.numerics = unwrap(compute::parse_numerics(numerics));
     Result<std::unique_ptr<compute::LayerBenchmark>> made = [&] {
       py::gil_scoped_release unlocked;
-      return compute::LayerBenchmark::create(options);
+      std::unique_ptr<compute::ExpertBackend> backend;
+      if (device != nullptr) backend = std::make_unique<SharedBackend>(device->backend);
+      return compute::LayerBenchmark::create(options, std::move(backend));
     }();
     benchmark_ = unwrap(std::move(made));
   }
@@ -70,6 +74,7 @@ class PyLayerBenchmark {
   }
 
   std::vector<int64_t> run_gemm(uint32_t rows_per_expert, uint32_t rounds) {
+    if (is_on_device_) raise(Error{ErrorCode::kUnsupported, "the matrix products alone are timed on the processor only"});
     py::gil_scoped_release unlocked;
     if (gemm_ == nullptr) {
       auto made = compute::GemmBenchmark::create(options_);
@@ -85,6 +90,7 @@ class PyLayerBenchmark {
   uint64_t resident_bytes() const { return benchmark_->resident_bytes(); }
 
  private:
+  const bool is_on_device_;
   compute::LayerBenchmarkOptions options_;
   std::unique_ptr<compute::GemmBenchmark> gemm_;  // made when first asked for
   std::unique_ptr<compute::LayerBenchmark> benchmark_;
@@ -131,9 +137,10 @@ std::vector<double> read_bytes_per_s(const std::string& isa, uint32_t num_thread
 void bind_layer_benchmark(py::module_& module) {
   py::class_<PyLayerBenchmark>(module, "LayerBenchmark")
       .def(py::init<const py::dict&, uint32_t, uint32_t, const std::string&, const std::string&, uint32_t, uint64_t,
-                    const std::string&>(), py::kw_only(),
+                    const std::string&, const BackendDevice*>(), py::kw_only(),
            py::arg("spec"), py::arg("num_experts"), py::arg("num_layers"), py::arg("weight_dtype"), py::arg("isa"),
-           py::arg("num_threads"), py::arg("seed") = 1, py::arg("numerics") = "f32-canonical")
+           py::arg("num_threads"), py::arg("seed") = 1, py::arg("numerics") = "f32-canonical",
+           py::arg("device") = nullptr)
       .def("run", &PyLayerBenchmark::run, py::arg("rows"), py::arg("row_counts"), py::arg("local_expert_ids"), py::arg("weights"),
            py::kw_only(), py::arg("row_dtype"), py::arg("rounds"))
       .def("run_gemm", &PyLayerBenchmark::run_gemm, py::kw_only(), py::arg("rows_per_expert"), py::arg("rounds"))

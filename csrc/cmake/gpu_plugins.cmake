@@ -91,7 +91,7 @@ if(DFLASH_HIP)
     set(object ${CMAKE_CURRENT_BINARY_DIR}/kernels_${arch}.hsaco)
     add_custom_command(OUTPUT ${object}
       COMMAND ${DFLASH_HIP} -x hip --cuda-device-only --no-gpu-bundle-output --offload-arch=${arch} -O3 -std=c++20 -ffp-contract=off
-              -fno-strict-aliasing -D__HIP_PLATFORM_AMD__ -nogpuinc -isystem ${hip_resources} -isystem ${DFLASH_HIP_INCLUDE} -I${CMAKE_CURRENT_SOURCE_DIR}
+              -fno-strict-aliasing -D__HIP_PLATFORM_AMD__ -nogpuinc -isystem ${hip_resources} -idirafter ${DFLASH_HIP_INCLUDE} -I${CMAKE_CURRENT_SOURCE_DIR}
               --rocm-device-lib-path=${hip_bitcode} -c ${gpu_kernels} -o ${object}
       DEPENDS ${gpu_kernels} ${gpu_kernel_headers} VERBATIM COMMENT "Compiling kernels for ${arch}")
     list(APPEND hip_objects ${object})

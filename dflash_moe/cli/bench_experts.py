@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from dflash_moe.cli import options
 from dflash_moe.cli.bench import JsonOption, PlotOption, measuring, store_plot
-from dflash_moe.errors import ConfigError, UnsupportedError
+from dflash_moe.errors import ConfigError
 
-BACKENDS = ("cpu",)
+BACKENDS = ("cpu", "cuda", "hip", "sim")
 
 
 def register(bench: typer.Typer) -> None:
@@ -54,8 +55,11 @@ def experts(
     from dflash_moe.bench.experts import ExpertsParams, run_experts
 
     if backend not in BACKENDS:
-        raise UnsupportedError(f"--backend {backend}: not in this version; allowed: {', '.join(BACKENDS)}")
+        raise ConfigError(f"--backend {backend!r} is not allowed; allowed: {', '.join(BACKENDS)}")
     options.prepare_outputs(json_out, plot)
+    if backend != "cpu":
+        _on_device(backend, formats, tokens, repeat, json_out)
+        return
     params = ExpertsParams(repeat=repeat, with_torch=with_torch and _has_torch())
     if formats:
         params = dataclasses.replace(params, formats=tuple(part.strip() for part in formats.split(",")))
@@ -72,6 +76,32 @@ def experts(
     with measuring(json_out, lambda result: print_experts(result.rows)) as recorder:
         run_experts(params, recorder=recorder)
     store_plot(recorder, plot)
+
+
+def _on_device(backend: str, formats: str, tokens: str, repeat: int, json_out: Path | None) -> None:
+    from dflash_moe.bench.device_experts import DeviceParams, run_device_experts
+
+    params = DeviceParams(backend, repeat=repeat)
+    if backend == "sim":
+        params = dataclasses.replace(params, tokens=(1, 8), num_layers=1)
+    if formats:
+        params = dataclasses.replace(params, formats=tuple(part.strip() for part in formats.split(",")))
+    if tokens:
+        params = dataclasses.replace(params, tokens=_numbers(tokens, "--tokens"))
+    with measuring(json_out, lambda result: print_device_experts(result.rows)) as recorder:
+        run_device_experts(params, recorder=recorder)
+
+
+def print_device_experts(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Every row, with its share of the ceilings where they were measured."""
+    table = options.table("device", "format", "tokens", "rows/expert", "ms", "GFLOP/s", "of product", "GB/s", "of copy")
+    for row in rows:
+        shares = [f"{row[key]:.0%}" if key in row else "-" for key in ("of_peak_gflops", "of_peak_bytes")]
+        table.add_row(
+            row["device"], row["format"], f"{row['tokens']:,}", f"{row['rows_per_expert']:.1f}", f"{row['median_s'] * 1e3:.3f}",
+            f"{row['gflops']:.1f}", shares[0], f"{row['bytes_per_s'] / 1e9:.2f}", shares[1],
+        )  # fmt: skip
+    options.show(table)
 
 
 def print_experts(rows: Sequence[Mapping[str, Any]]) -> None:

@@ -5,14 +5,17 @@
 #include "compute/cpu/random_matrix.h"
 
 namespace dflash::compute {
-Result<std::unique_ptr<LayerBenchmark>> LayerBenchmark::create(const LayerBenchmarkOptions& options) {
+Result<std::unique_ptr<LayerBenchmark>> LayerBenchmark::create(const LayerBenchmarkOptions& options, std::unique_ptr<ExpertBackend> backend) {
   if (options.num_layers < 1 || options.num_layers > 4096) {
     return Error{ErrorCode::kInvalidArgument, "a benchmark rotates over 1..4096 layers, not " + std::to_string(options.num_layers)};
   }
-  auto backend = CpuBackend::create(options.isa, options.num_threads);
-  if (!backend.ok()) return std::move(backend).error();
+  if (backend == nullptr) {
+    auto cpu = CpuBackend::create(options.isa, options.num_threads);
+    if (!cpu.ok()) return std::move(cpu).error();
+    backend = std::move(cpu).value();
+  }
   std::unique_ptr<LayerBenchmark> benchmark(new LayerBenchmark(options));
-  benchmark->backend_ = std::move(backend).value();
+  benchmark->backend_ = std::move(backend);
   DFLASH_TRY(benchmark->fill());
   return benchmark;
 }

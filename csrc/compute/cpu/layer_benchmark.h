@@ -23,8 +23,10 @@ struct LayerBenchmarkOptions {
 
 class LayerBenchmark {
  public:
-  // Fills every expert with random weights (all experts of a seed alike, in memory of their own). Errors: those of CpuBackend, kOutOfMemory.
-  static Result<std::unique_ptr<LayerBenchmark>> create(const LayerBenchmarkOptions& options);
+  // Fills every expert with random weights (all experts of a seed alike, in memory of their own). Errors: those of the backend, kOutOfMemory.
+  // Without a `backend`: the CPU's, with the instruction set and threads of `options`.
+  static Result<std::unique_ptr<LayerBenchmark>> create(const LayerBenchmarkOptions& options,
+                                                        std::unique_ptr<ExpertBackend> backend = nullptr);
 
   // `rounds` forwards of the batch, each on the next layer; ns of each. Errors: those of ExpertLayer::forward.
   Result<std::vector<int64_t>> run(const ForwardArgs& args, uint32_t rounds);
@@ -38,7 +40,7 @@ class LayerBenchmark {
   Status fill();
 
   LayerBenchmarkOptions options_;
-  std::unique_ptr<CpuBackend> backend_;
+  std::unique_ptr<ExpertBackend> backend_;
   std::vector<std::unique_ptr<ExpertLayer>> layers_;
   size_t next_layer_ = 0;
   ProgressCounter progress_{0};
