@@ -13,8 +13,8 @@ constexpr uint64_t kStoreBytes = uint64_t{4} << 20;        // of staging per cop
 
 }  // namespace
 
-GpuDevice::GpuDevice(std::unique_ptr<DeviceRuntime> runtime, std::chrono::nanoseconds wait_limit)
-    : runtime_(std::move(runtime)), wait_limit_(wait_limit) {}
+GpuDevice::GpuDevice(std::unique_ptr<DeviceRuntime> runtime, std::chrono::nanoseconds wait_limit, uint64_t batch_bytes)
+    : runtime_(std::move(runtime)), wait_limit_(wait_limit), batch_bytes_(batch_bytes) {}
 
 GpuDevice::~GpuDevice() {
   if (is_hung_) return;  // the runtime gives the device up, memory and all

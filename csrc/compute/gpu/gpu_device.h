@@ -12,14 +12,17 @@ namespace dflash::compute::gpu {
 
 class GpuDevice {
  public:
-  // `wait_limit` bounds every wait for the device: a kernel that takes longer counts as hung.
-  explicit GpuDevice(std::unique_ptr<DeviceRuntime> runtime, std::chrono::nanoseconds wait_limit = std::chrono::seconds(30));
+  // `wait_limit` bounds every wait for the device: a kernel that takes longer counts as hung. `batch_bytes` bounds the values that a
+  // batch keeps in scratch memory: larger ones are computed in pieces (a single row may exceed it).
+  explicit GpuDevice(std::unique_ptr<DeviceRuntime> runtime, std::chrono::nanoseconds wait_limit = std::chrono::seconds(30),
+                     uint64_t batch_bytes = uint64_t{256} << 20);
   ~GpuDevice();
   GpuDevice(const GpuDevice&) = delete;
   GpuDevice& operator=(const GpuDevice&) = delete;
 
   const DeviceFacts& facts() const { return runtime_->facts(); }
   std::string name() const;  // "cuda 0 (NVIDIA H200)", for messages
+  uint64_t batch_bytes() const { return batch_bytes_; }
 
   // Memory for a layer, zeroed. Errors: kOutOfMemory naming device, bytes asked for and free. Any thread.
   Result<std::byte*> allocate(uint64_t num_bytes);
@@ -53,6 +56,7 @@ class GpuDevice {
 
   std::unique_ptr<DeviceRuntime> runtime_;
   const std::chrono::nanoseconds wait_limit_;
+  const uint64_t batch_bytes_;
   std::mutex mutex_;  // runtime_ and all below
   std::byte* staging_ = nullptr;
   uint64_t staging_bytes_ = 0;

@@ -12,8 +12,7 @@
 namespace dflash::compute::gpu {
 namespace {
 
-constexpr uint64_t kMaxScratchBytes = uint64_t{256} << 20;  // of intermediate values and down rows; one row may exceed it
-constexpr uint32_t kMaxChunkPairs = 65535;                  // tiles are counted in a grid's second direction
+constexpr uint32_t kMaxChunkPairs = 65535;  // tiles are counted in a grid's second direction
 constexpr uint32_t kElementThreads = 256;
 constexpr uint32_t kRouteThreads = 256;
 constexpr uint32_t kManyThreads = 128;
@@ -87,7 +86,7 @@ GpuLayer::Chunk GpuLayer::next_chunk(const ForwardArgs& args, uint32_t first_row
   for (uint32_t row = first_row; row < args.num_rows; ++row) {
     const uint32_t pairs = args.row_counts[row];
     const uint64_t bytes = (chunk.num_pairs + pairs) * pair_bytes + (chunk.num_rows + 1) * row_bytes;
-    if (chunk.num_rows != 0 && (chunk.num_pairs + pairs > kMaxChunkPairs || bytes > kMaxScratchBytes)) break;
+    if (chunk.num_rows != 0 && (chunk.num_pairs + pairs > kMaxChunkPairs || bytes > device_->batch_bytes())) break;
     ++chunk.num_rows;
     chunk.num_pairs += pairs;
   }

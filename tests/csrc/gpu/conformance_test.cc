@@ -3,9 +3,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <doctest/doctest.h>
 
+#include <atomic>
 #include <bit>
 #include <cstring>
 #include <limits>
+#include <thread>
 
 #include "compute/gpu/gpu_layer.h"
 #include "compute/gpu/sim/sim_runtime.h"
@@ -230,6 +232,55 @@ TEST_CASE("a value beyond the reply dtype is the reference's error: the first in
   CHECK(found.error().message == expected.error().message);
   batch.reply_dtype = Dtype::kF32;
   CHECK(reply_of(*layer, batch) == reply_of(*reference, batch));  // and the layer goes on
+}
+
+TEST_CASE("a batch larger than the scratch bound is computed in pieces, to the same bits and the same error") {
+  const FfnSpec spec = spec_of(64, 48, 80);
+  const Experts experts(spec, 3, Dtype::kBF16, 63);
+  const auto reference = make_reference_layer(spec, 3);
+  const auto on = std::make_shared<GpuDevice>(make_simulated_runtime({}).value(), std::chrono::seconds(100), 16384);  // some 15 pairs
+  const auto layer = layer_on(on, spec, 3, Dtype::kBF16);
+  REQUIRE(experts.load_into(*reference).ok());
+  REQUIRE(experts.load_into(*layer).ok());
+  Batch batch = Batch::random(spec, 3, 70, 3, 64);
+  batch.row_counts[30] = static_cast<uint16_t>(batch.row_counts[30] + 40);  // one row beyond the bound alone
+  for (int i = 0; i < 40; ++i) batch.ids.push_back(1), batch.weights.push_back(0.25f);
+  CHECK(reply_of(*layer, batch) == reply_of(*reference, batch));
+  batch.reply_dtype = Dtype::kF16;
+  for (uint32_t i = 60 * 64; i < 70 * 64; ++i) batch.rows[i] *= 50000.0f;
+  std::vector<std::byte> reply;
+  const Status expected = batch.run(*reference, reply), found = batch.run(*layer, reply);
+  REQUIRE_FALSE(expected.ok());
+  REQUIRE_FALSE(found.ok());
+  CHECK(found.error().message == expected.error().message);
+}
+
+TEST_CASE("threads that load and compute on one device at once get the bits of one alone") {
+  const FfnSpec spec = spec_of(300, 96, 80);
+  const Experts experts(spec, 6, Dtype::kBF16, 65);
+  const auto reference = make_reference_layer(spec, 6);
+  REQUIRE(experts.load_into(*reference).ok());
+  const auto on = device();
+  const auto ready = layer_on(on, spec, 6, Dtype::kBF16), loading = layer_on(on, spec, 6, Dtype::kBF16);
+  REQUIRE(experts.load_into(*ready).ok());
+  const Batch batch = Batch::random(spec, 6, 20, 3, 66);
+  std::vector<std::byte> replies[3];
+  std::atomic<uint32_t> num_failed{0};
+  std::vector<std::thread> threads;
+  threads.emplace_back([&] {
+    for (auto& reply : replies) num_failed += batch.run(*ready, reply).ok() ? 0 : 1;
+  });
+  for (uint32_t t = 0; t < 2; ++t) {
+    threads.emplace_back([&, t] {
+      ProgressCounter progress{0};
+      for (uint32_t id = t; id < 6; id += 2) num_failed += loading->load_expert(id, experts.weights(id), progress).ok() ? 0 : 1;
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  CHECK(num_failed == 0);
+  const std::vector<std::byte> expected = reply_of(*reference, batch);
+  for (const auto& reply : replies) CHECK(reply == expected);
+  CHECK(reply_of(*loading, batch) == expected);
 }
 
 TEST_CASE("too little device memory names the shortfall and the largest number of experts that fits") {
