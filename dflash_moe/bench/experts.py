@@ -25,7 +25,7 @@ from dflash_moe.telemetry.machine import memory_available, usable_cores
 
 FORMATS = ("f32", "f16", "bf16", "int8_g32", "int4_g32", "q8_0", "q4_k", "q6_k", "mxfp4")  # measured unless others are named
 CANONICAL = "f32-canonical"
-NUMERICS = (CANONICAL, "int8-groups")  # measured unless others are named, with the formats they take
+NUMERICS = (CANONICAL, "int8-groups", "bf16-dot")  # measured unless others are named, with the formats they take
 ROUTINGS = ("uniform", "zipf")
 SOURCES = ("dram", "cache")
 ROTATION_BYTES = 512 << 20  # several times the largest last-level caches of one core's share
@@ -288,5 +288,5 @@ def ratios(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         if others:
             best = min(others, key=lambda other: other["median_s"])
             compared = {"against": best["name"], "ratio": best["median_s"] / row["median_s"]}
-            found.append({key: row[key] for key in same} | compared)
+            found.append({key: row[key] for key in same} | {"kernel": row["kernel"]} | compared)
     return found

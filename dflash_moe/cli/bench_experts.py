@@ -37,7 +37,7 @@ def experts(
     numerics: Annotated[
         str,
         typer.Option(
-            help="Comma-separated numerics classes, each with the formats it takes [default: f32-canonical, int8-groups].",
+            help="Comma-separated numerics classes, each for what it takes [default: f32-canonical, int8-groups, bf16-dot].",
             show_default=False,
         ),
     ] = "",

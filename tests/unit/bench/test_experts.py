@@ -12,7 +12,7 @@ import pytest
 
 from dflash_moe import _core
 from dflash_moe.bench.expert_batch import ExpertShape, make_batch
-from dflash_moe.bench.experts import ExpertsParams, ratios, run_experts
+from dflash_moe.bench.experts import NUMERICS, ExpertsParams, ratios, run_experts
 from dflash_moe.errors import ConfigError
 
 SHAPE = ExpertShape(hidden_size=64, moe_intermediate_size=32, num_experts=4, top_k=2)
@@ -33,7 +33,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 def tiny(**changes: object) -> ExpertsParams:
     defaults = {
         "shapes": (SHAPE,), "formats": ("bf16",), "threads": (1,), "repeat": 2,
-        "tokens": (1, 8), "zipf_tokens": (8,), "cache_tokens": (1,),
+        "numerics": ("f32-canonical",), "tokens": (1, 8), "zipf_tokens": (8,), "cache_tokens": (1,),
     }  # fmt: skip
     return ExpertsParams(**(defaults | changes))  # type: ignore[arg-type]
 
@@ -127,9 +127,12 @@ def test_peaks_of_every_instruction_set_are_positive(isa: str) -> None:
 
 
 def test_int8_groups_stand_beside_f32_canonical_with_a_peak_of_their_own_where_they_take_the_format() -> None:
-    result = run_experts(tiny(formats=("q8_0", "bf16"), tokens=(8,), zipf_tokens=(), cache_tokens=(), with_torch=False))
+    one = {"tokens": (8,), "zipf_tokens": (), "cache_tokens": ()}
+    result = run_experts(tiny(formats=("q8_0", "bf16"), numerics=NUMERICS, with_torch=False, **one))
+    has_bf16 = "bf16-dot" in _core.numerics_classes(_core.best_isa())
     assert [(row["name"], row["kernel"]) for row in result.rows] == [
         ("q8_0", "f32-canonical"), ("q8_0_int8-groups", "int8-groups"), ("bf16", "f32-canonical"),
+        *([("bf16_bf16-dot", "bf16-dot")] if has_bf16 else []),
     ]  # fmt: skip
     floats, integers = (row["peak_gflops_samples"] for row in result.rows[:2])
     assert floats != integers  # measured apart
