@@ -1,11 +1,12 @@
-// The forward of a GPU layer: rows and lists go to the device in one copy, routing and the two projections run there, the reply comes back.
-// All offsets of a chunk's scratch are known before anything is queued, and nothing on the host waits for a list made on the device.
+// The forward of a GPU layer: rows and lists go to the device in one copy, routing and the two projections run there, the reply comes back in
+// another. All offsets of a chunk's scratch are known before anything is queued, and nothing on the host waits for a list made on the device.
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 #include <cstring>
 #include <string>
 
 #include "compute/gpu/gpu_layer.h"
+#include "compute/gpu/host_routing.h"
 #include "compute/gpu/record_layout.h"
 #include "compute/layer_checks.h"
 
@@ -44,15 +45,17 @@ struct GpuLayer::Chunk {
   uint32_t first_row, num_rows, first_pair, num_pairs;
 };
 
-// Offsets of a chunk's lists and values in scratch memory. The first `input_bytes` are the host's, copied at once.
+// Offsets of a chunk's lists and values in scratch memory. The first `input_bytes` are the host's, copied at once: with the routing lists
+// where it makes them (host_routing.h).
 struct GpuLayer::Scratch {
   uint64_t num_bytes = 0;
+  bool is_listed_at_host = false;
   uint64_t weights = 0, counts = 0, ids = 0, source = 0, input_bytes = 0;
   uint64_t row_begins = 0, pair_rows = 0, expert_counts = 0, slot_pairs = 0, pair_slots = 0, row_slots = 0;
   uint64_t num_tiles = 0, few_tiles = 0, many_tiles = 0;
   uint32_t most_few_tiles = 0, most_many_tiles = 0;
   uint64_t rows = 0, hidden = 0, downs = 0;
-  uint64_t reply = 0, out_of_range = 0, output_bytes = 0;  // out_of_range follows the reply: both come back at once
+  uint64_t out_of_range = 0, reply = 0, output_bytes = 0;  // both come back at once, from out_of_range on
   uint32_t row_stride = 0, hidden_stride = 0;
 
   uint64_t place(uint64_t bytes) {
@@ -101,69 +104,92 @@ GpuLayer::Scratch GpuLayer::place_scratch(const Chunk& chunk, const ForwardArgs&
   scratch.most_few_tiles = static_cast<uint32_t>(std::min<uint64_t>(pairs, uint64_t{num_local_experts_} * (kMostFewPairs / kFewTileRows)));
   scratch.most_many_tiles =
       static_cast<uint32_t>(std::min<uint64_t>(pairs / (kMostFewPairs + 1), num_local_experts_ + pairs / kManyTileRows));
+  scratch.is_listed_at_host = pairs <= kMostHostPairs;
+  const auto place_lists = [&] {
+    scratch.row_begins = scratch.place((rows + 1) * sizeof(uint32_t));
+    scratch.pair_rows = scratch.place(pairs * sizeof(uint32_t));
+    scratch.slot_pairs = scratch.place(pairs * sizeof(uint32_t));
+    scratch.row_slots = scratch.place(pairs * sizeof(uint32_t));
+    scratch.num_tiles = scratch.place(2 * sizeof(uint32_t));
+    scratch.few_tiles = scratch.place(scratch.most_few_tiles * sizeof(Tile));
+    scratch.many_tiles = scratch.place(scratch.most_many_tiles * sizeof(Tile));
+  };
   scratch.weights = scratch.place(pairs * sizeof(float));
-  scratch.counts = scratch.place(rows * sizeof(uint16_t));
-  scratch.ids = scratch.place(pairs * sizeof(uint16_t));
+  if (scratch.is_listed_at_host) {
+    place_lists();
+  } else {
+    scratch.counts = scratch.place(rows * sizeof(uint16_t));
+    scratch.ids = scratch.place(pairs * sizeof(uint16_t));
+  }
   scratch.source = scratch.place(rows * spec_.in_size * dtype_bytes(args.row_dtype));
   scratch.input_bytes = scratch.num_bytes;
-  scratch.row_begins = scratch.place((rows + 1) * sizeof(uint32_t));
-  scratch.pair_rows = scratch.place(pairs * sizeof(uint32_t));
-  scratch.expert_counts = scratch.place(num_local_experts_ * sizeof(uint32_t));
-  scratch.slot_pairs = scratch.place(pairs * sizeof(uint32_t));
-  scratch.pair_slots = scratch.place(pairs * sizeof(uint32_t));
-  scratch.row_slots = scratch.place(pairs * sizeof(uint32_t));
-  scratch.num_tiles = scratch.place(2 * sizeof(uint32_t));
-  scratch.few_tiles = scratch.place(scratch.most_few_tiles * sizeof(Tile));
-  scratch.many_tiles = scratch.place(scratch.most_many_tiles * sizeof(Tile));
+  if (!scratch.is_listed_at_host) {
+    place_lists();
+    scratch.expert_counts = scratch.place(num_local_experts_ * sizeof(uint32_t));
+    scratch.pair_slots = scratch.place(pairs * sizeof(uint32_t));
+  }
   scratch.rows = scratch.place(rows * scratch.row_stride * sizeof(float));
   scratch.hidden = scratch.place(pairs * scratch.hidden_stride * sizeof(float));
   scratch.downs = scratch.place(pairs * spec_.out_size * sizeof(float));
-  scratch.reply = scratch.place(rows * spec_.out_size * sizeof(float));  // wide enough for range_failure(), whatever the dtype
   scratch.out_of_range = scratch.place(sizeof(uint64_t));
-  scratch.output_bytes = rows * spec_.out_size * dtype_bytes(args.reply_dtype);
+  scratch.reply = scratch.place(rows * spec_.out_size * sizeof(float));  // wide enough for range_failure(), whatever the dtype
+  scratch.output_bytes = scratch.reply - scratch.out_of_range + rows * spec_.out_size * dtype_bytes(args.reply_dtype);
   return scratch;
 }
 
 Status GpuLayer::forward_chunk(const ForwardArgs& args, const Chunk& chunk, ProgressCounter& progress) {
   GpuDevice::Turn turn(*device_);
-  const Scratch scratch = place_scratch(chunk, args);
-  const uint64_t flag = (std::max(scratch.input_bytes, scratch.output_bytes) + 7) / 8 * 8;  // in staging, behind the rest
+  Scratch scratch = place_scratch(chunk, args);
   auto device = turn.scratch(scratch.num_bytes);
   if (!device.ok()) return std::move(device).error();
-  auto host = turn.staging(flag + sizeof(uint64_t));
+  auto host = turn.staging(std::max(scratch.input_bytes, scratch.output_bytes));
   if (!host.ok()) return std::move(host).error();
   DeviceRuntime& runtime = turn.runtime();
+  if (scratch.is_listed_at_host) list_pairs(args, chunk, scratch, host.value());
   DFLASH_TRY(queue_inputs(args, chunk, scratch, device.value(), host.value(), runtime));
   if (chunk.num_pairs != 0) {
-    DFLASH_TRY(queue_routing(chunk, scratch, device.value(), runtime));
+    if (!scratch.is_listed_at_host) DFLASH_TRY(queue_routing(chunk, scratch, device.value(), runtime));
     DFLASH_TRY(queue_projections(scratch, device.value(), runtime));
   }
   const CombineParams combine = combine_params(chunk, scratch, device.value(), args.reply_dtype);
   const uint32_t blocks = divide_up(uint64_t{chunk.num_rows} * spec_.out_size, kElementThreads);
   DFLASH_TRY(launch(runtime, kernel_id(PlainKernel::k_combine), blocks, 1, kElementThreads, combine));
-  DFLASH_TRY(runtime.copy_out(host.value(), device.value() + scratch.reply, scratch.output_bytes));
-  DFLASH_TRY(runtime.copy_out(host.value() + flag, device.value() + scratch.out_of_range, sizeof(uint64_t)));
+  DFLASH_TRY(runtime.copy_out(host.value(), device.value() + scratch.out_of_range, scratch.output_bytes));
   DFLASH_TRY(turn.drain(progress));
-  std::memcpy(args.reply + chunk.first_row * uint64_t{spec_.out_size} * dtype_bytes(args.reply_dtype), host.value(), scratch.output_bytes);
+  const uint64_t reply_row = uint64_t{spec_.out_size} * dtype_bytes(args.reply_dtype);
+  std::memcpy(args.reply + chunk.first_row * reply_row, host.value() + (scratch.reply - scratch.out_of_range), chunk.num_rows * reply_row);
   uint64_t out_of_range;
-  std::memcpy(&out_of_range, host.value() + flag, sizeof(out_of_range));
+  std::memcpy(&out_of_range, host.value(), sizeof(out_of_range));
   if (out_of_range == kInRange) return ok();
   return range_failure(args, chunk, scratch, device.value(), out_of_range, turn, progress);
+}
+
+// The lists of a small batch into staging; the grids then have exactly as many tiles as there are.
+void GpuLayer::list_pairs(const ForwardArgs& args, const Chunk& chunk, Scratch& scratch, std::byte* host) const {
+  const RoutingLists lists{at<uint32_t>(host, scratch.row_begins), at<uint32_t>(host, scratch.pair_rows), at<uint32_t>(host, scratch.slot_pairs),
+                           at<uint32_t>(host, scratch.row_slots),  at<uint32_t>(host, scratch.num_tiles), at<Tile>(host, scratch.few_tiles),
+                           at<Tile>(host, scratch.many_tiles)};
+  list_at_host(args.row_counts.subspan(chunk.first_row, chunk.num_rows), args.local_expert_ids.subspan(chunk.first_pair, chunk.num_pairs),
+               num_local_experts_, lists);
+  scratch.most_few_tiles = lists.num_tiles[0];
+  scratch.most_many_tiles = lists.num_tiles[1];
 }
 
 Status GpuLayer::queue_inputs(const ForwardArgs& args, const Chunk& chunk, const Scratch& scratch, std::byte* device, std::byte* host,
                               DeviceRuntime& runtime) const {
   const uint64_t source_bytes = uint64_t{chunk.num_rows} * spec_.in_size * dtype_bytes(args.row_dtype);
   const std::byte* source = args.rows + chunk.first_row * uint64_t{spec_.in_size} * dtype_bytes(args.row_dtype);
-  std::memcpy(host + scratch.counts, args.row_counts.data() + chunk.first_row, chunk.num_rows * sizeof(uint16_t));
   if (chunk.num_pairs != 0) {  // an empty span may be null
     std::memcpy(host + scratch.weights, args.weights.data() + chunk.first_pair, chunk.num_pairs * sizeof(float));
+  }
+  if (!scratch.is_listed_at_host) {
+    std::memcpy(host + scratch.counts, args.row_counts.data() + chunk.first_row, chunk.num_rows * sizeof(uint16_t));
     std::memcpy(host + scratch.ids, args.local_expert_ids.data() + chunk.first_pair, chunk.num_pairs * sizeof(uint16_t));
   }
   std::memcpy(host + scratch.source, source, source_bytes);
   DFLASH_TRY(runtime.copy_in(device, host, scratch.source + source_bytes));
   DFLASH_TRY(runtime.fill(device + scratch.out_of_range, 0xff, sizeof(uint64_t)));  // kInRange
-  if (chunk.num_pairs == 0) return runtime.fill(device + scratch.row_begins, 0, (chunk.num_rows + uint64_t{1}) * sizeof(uint32_t));
+  if (chunk.num_pairs == 0) return ok();
   const WidenParams widen{device + scratch.source, at<float>(device, scratch.rows), chunk.num_rows, spec_.in_size, scratch.row_stride,
                           args.row_dtype};
   const uint32_t blocks = divide_up(uint64_t{chunk.num_rows} * spec_.in_size, kElementThreads);

@@ -1,4 +1,4 @@
-// One layer's experts on a GPU: weights resident in device memory as panels (record_layout.h), a forward of five kernels per chunk of rows.
+// One layer's experts on a GPU: weights resident in device memory as panels (record_layout.h), a forward of four kernels per small chunk of rows.
 // Numerics class f32-canonical: the bits of the CPU's kernels and of the reference.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
@@ -47,6 +47,7 @@ class GpuLayer final : public ExpertLayer {
   Chunk next_chunk(const ForwardArgs& args, uint32_t first_row, uint32_t first_pair) const;
   Scratch place_scratch(const Chunk& chunk, const ForwardArgs& args) const;
   Status forward_chunk(const ForwardArgs& args, const Chunk& chunk, ProgressCounter& progress);
+  void list_pairs(const ForwardArgs& args, const Chunk& chunk, Scratch& scratch, std::byte* host) const;
   Status queue_inputs(const ForwardArgs& args, const Chunk& chunk, const Scratch& scratch, std::byte* device, std::byte* host,
                       DeviceRuntime& runtime) const;
   Status queue_routing(const Chunk& chunk, const Scratch& scratch, std::byte* device, DeviceRuntime& runtime) const;

@@ -10,6 +10,7 @@
 #include <thread>
 
 #include "compute/gpu/gpu_layer.h"
+#include "compute/gpu/host_routing.h"
 #include "compute/gpu/sim/sim_runtime.h"
 #include "compute/reference/reference.h"
 #include "compute/stored_experts.h"
@@ -92,6 +93,22 @@ TEST_CASE("every number of rows gives the reference's bits: few-row tiles, many-
       for (size_t i = 0; i < several.ids.size(); i += 2) several.ids[i] = 2;  // one expert with many, others with few
       CHECK(reply_of(*layer, several) == reply_of(*reference, several));
     }
+  }
+}
+
+TEST_CASE("lists made on the device give the bits of lists made at the host") {
+  const FfnSpec spec = spec_of(64, 32, 40);
+  const Experts experts(spec, 5, Dtype::kBF16, 7);
+  const auto reference = make_reference_layer(spec, 5);
+  REQUIRE(experts.load_into(*reference).ok());
+  Batch small = Batch::random(spec, 5, 100, 4, 9);
+  Batch large = Batch::random(spec, 5, 400, 4, 9);
+  REQUIRE(small.ids.size() <= kMostHostPairs);
+  REQUIRE(large.ids.size() > kMostHostPairs);
+  for (SimulatedVendor vendor : kVendors) {
+    const auto layer = layer_on(device(vendor), spec, 5, Dtype::kBF16);
+    REQUIRE(experts.load_into(*layer).ok());
+    for (const Batch* batch : {&small, &large}) CHECK(reply_of(*layer, *batch) == reply_of(*reference, *batch));
   }
 }
 
