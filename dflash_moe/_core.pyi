@@ -297,6 +297,7 @@ class LayerBenchmark:
         self, *, rows_per_expert: int, rounds: int
     ) -> list[int]: ...
     def resident_bytes(self) -> int: ...
+    def device_ns(self) -> int: ...  # that the device computed in all rounds so far, copies aside; 0 on the processor
 
 def multiply_add_per_s(isa: str, num_threads: int, rounds: int, milliseconds: float = 5.0) -> list[float]: ...  # FLOP/s
 def bf16_multiply_add_per_s(  # FLOP/s with bf16 factors; only of sets with an instruction for them

@@ -88,6 +88,7 @@ class PyLayerBenchmark {
   }
 
   uint64_t resident_bytes() const { return benchmark_->resident_bytes(); }
+  int64_t device_ns() const { return benchmark_->device_ns(); }
 
  private:
   const bool is_on_device_;
@@ -144,7 +145,8 @@ void bind_layer_benchmark(py::module_& module) {
       .def("run", &PyLayerBenchmark::run, py::arg("rows"), py::arg("row_counts"), py::arg("local_expert_ids"), py::arg("weights"),
            py::kw_only(), py::arg("row_dtype"), py::arg("rounds"))
       .def("run_gemm", &PyLayerBenchmark::run_gemm, py::kw_only(), py::arg("rows_per_expert"), py::arg("rounds"))
-      .def("resident_bytes", &PyLayerBenchmark::resident_bytes);
+      .def("resident_bytes", &PyLayerBenchmark::resident_bytes)
+      .def("device_ns", &PyLayerBenchmark::device_ns);
   module.def("multiply_add_per_s", &multiply_add_per_s, py::arg("isa"), py::arg("num_threads"), py::arg("rounds"),
              py::arg("milliseconds") = 5.0);
   module.def("bf16_multiply_add_per_s", &bf16_multiply_add_per_s, py::arg("isa"), py::arg("num_threads"), py::arg("rounds"),

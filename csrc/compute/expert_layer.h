@@ -75,6 +75,8 @@ class ExpertLayer {
   // Computes the batch. One call at a time per layer. Errors: kRange "row R, column C: value ... exceeds f16" (first in row
   // order), kInvalidArgument on an expert that was not loaded.
   virtual Status forward(const ForwardArgs& args, ProgressCounter& progress) = 0;
+  // Time that a device of its own computed in all forwards so far, copies aside; 0 where the caller's threads compute.
+  virtual int64_t device_ns() const { return 0; }
 };
 
 }  // namespace dflash::compute

@@ -156,6 +156,9 @@ typedef struct dflash_backend_table {
 
   /* One comparison of this device's kernels with the reference on seeded random data. */
   int32_t (*selftest)(dflash_device* device, uint32_t test_case, dflash_selftest* result, dflash_error* error);
+
+  /* Nanoseconds that the device computed in all batches of this layer so far, copies aside; 0 where the caller's threads compute. */
+  int64_t (*layer_device_ns)(const dflash_layer* layer);
 } dflash_backend_table;
 
 /* What a plug-in exports under DFLASH_BACKEND_SYMBOL. The table lives as long as the process. */

@@ -277,6 +277,7 @@ dflash_backend_table internal::common_table() {
   table.layer_define = &answer_layer_define;
   table.layer_drop = [](dflash_layer* layer) { delete layer; };
   table.layer_resident_bytes = [](const dflash_layer* layer) -> uint64_t { return layer == nullptr ? 0 : layer->experts->resident_bytes(); };
+  table.layer_device_ns = [](const dflash_layer* layer) -> int64_t { return layer == nullptr ? 0 : layer->experts->device_ns(); };
   table.expert_load = &answer_expert_load;
   table.submit = &answer_submit;
   table.wait = &answer_wait;

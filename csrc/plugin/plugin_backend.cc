@@ -31,6 +31,8 @@ class PluginLayer final : public compute::ExpertLayer {
   uint32_t num_local_experts() const override { return num_local_experts_; }
   uint64_t resident_bytes() const override { return table_.layer_resident_bytes(layer_); }
 
+  int64_t device_ns() const override { return table_.layer_device_ns(layer_); }
+
   Status load_expert(uint32_t local_expert_id, const compute::ExpertWeights& weights, compute::ProgressCounter& progress) override {
     DFLASH_TRY(compute::check_expert(spec_, num_local_experts_, local_expert_id, weights));
     const dflash_expert expert = to_record(local_expert_id, weights);

@@ -46,6 +46,12 @@ Result<std::vector<int64_t>> LayerBenchmark::run(const ForwardArgs& args, uint32
   return found;
 }
 
+int64_t LayerBenchmark::device_ns() const {
+  int64_t total = 0;
+  for (const auto& layer : layers_) total += layer->device_ns();
+  return total;
+}
+
 uint64_t LayerBenchmark::resident_bytes() const {
   uint64_t total = 0;
   for (const auto& layer : layers_) total += layer->resident_bytes();

@@ -32,6 +32,7 @@ class LayerBenchmark {
   Result<std::vector<int64_t>> run(const ForwardArgs& args, uint32_t rounds);
 
   uint64_t resident_bytes() const;
+  int64_t device_ns() const;  // of all forwards so far (ExpertLayer)
   const FfnSpec& spec() const { return options_.spec; }
   uint32_t num_experts() const { return options_.num_experts; }
 

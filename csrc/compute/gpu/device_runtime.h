@@ -33,6 +33,9 @@ struct KernelLaunch {
   size_t params_bytes = 0;       // kernel_params_bytes(kernel)
 };
 
+// Two places in the queue: elapsed_ns() is the device's time from one to the other.
+enum class Mark : uint8_t { kBegin, kEnd };
+
 // Not thread-safe: one thread at a time. Operations are queued in order and may run any time until wait() says they are done; host
 // memory named by a copy stays valid and untouched until then. An error of the device (a fault of a kernel, a lost card) may be
 // reported by any later call, and by all of them from then on. Errors: kWorkerFailed with the vendor's text and the device;
@@ -55,6 +58,10 @@ class DeviceRuntime {
   virtual Status copy_out(std::byte* host, const std::byte* device, uint64_t num_bytes) = 0;
   virtual Status fill(std::byte* device, uint8_t value, uint64_t num_bytes) = 0;
   virtual Status launch(const KernelLaunch& launch) = 0;
+  // Queues a mark, in the place of the last one of its kind.
+  virtual Status mark(Mark mark) = 0;
+  // Between both marks, once wait() says that they have passed.
+  virtual Result<int64_t> elapsed_ns() = 0;
 
   // True once everything queued is done, false if that takes longer than `at_most`.
   virtual Result<bool> wait(std::chrono::nanoseconds at_most) = 0;

@@ -154,8 +154,12 @@ Status GpuLayer::forward_chunk(const ForwardArgs& args, const Chunk& chunk, Prog
   const CombineParams combine = combine_params(chunk, scratch, device.value(), args.reply_dtype);
   const uint32_t blocks = divide_up(uint64_t{chunk.num_rows} * spec_.out_size, kElementThreads);
   DFLASH_TRY(launch(runtime, kernel_id(PlainKernel::k_combine), blocks, 1, kElementThreads, combine));
+  DFLASH_TRY(runtime.mark(Mark::kEnd));
   DFLASH_TRY(runtime.copy_out(host.value(), device.value() + scratch.out_of_range, scratch.output_bytes));
   DFLASH_TRY(turn.drain(progress));
+  const auto computed_ns = runtime.elapsed_ns();
+  if (!computed_ns.ok()) return Error{computed_ns.error().code, computed_ns.error().message};
+  device_ns_ += computed_ns.value();
   const uint64_t reply_row = uint64_t{spec_.out_size} * dtype_bytes(args.reply_dtype);
   std::memcpy(args.reply + chunk.first_row * reply_row, host.value() + (scratch.reply - scratch.out_of_range), chunk.num_rows * reply_row);
   uint64_t out_of_range;
@@ -188,6 +192,7 @@ Status GpuLayer::queue_inputs(const ForwardArgs& args, const Chunk& chunk, const
   }
   std::memcpy(host + scratch.source, source, source_bytes);
   DFLASH_TRY(runtime.copy_in(device, host, scratch.source + source_bytes));
+  DFLASH_TRY(runtime.mark(Mark::kBegin));
   DFLASH_TRY(runtime.fill(device + scratch.out_of_range, 0xff, sizeof(uint64_t)));  // kInRange
   if (chunk.num_pairs == 0) return ok();
   const WidenParams widen{device + scratch.source, at<float>(device, scratch.rows), chunk.num_rows, spec_.in_size, scratch.row_stride,

@@ -35,6 +35,7 @@ class GpuLayer final : public ExpertLayer {
   Status load_expert(uint32_t local_expert_id, const ExpertWeights& weights, ProgressCounter& progress) override;
   // Errors beyond ExpertLayer's: kWorkerFailed and kTimeout naming the device, kOutOfMemory for scratch.
   Status forward(const ForwardArgs& args, ProgressCounter& progress) override;
+  int64_t device_ns() const override { return device_ns_; }
 
  private:
   struct Chunk;
@@ -65,6 +66,7 @@ class GpuLayer final : public ExpertLayer {
   const ExpertPlaces places_;
   std::byte* const experts_;  // device memory, [num_local_experts] x places_.num_bytes
   std::vector<uint8_t> is_loaded_;
+  int64_t device_ns_ = 0;
 };
 
 }  // namespace dflash::compute::gpu

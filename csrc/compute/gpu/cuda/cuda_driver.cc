@@ -58,6 +58,10 @@ class CudaDriver final : public DriverApi {
     return copy_out_(host, address(device), num_bytes, queue);
   }
   int fill(void* device, uint8_t value, size_t num_bytes, void* queue) override { return fill_(address(device), value, num_bytes, queue); }
+  int create_event(void** event) override { return create_event_(event, 0); }
+  int destroy_event(void* event) override { return destroy_event_(event); }
+  int record_event(void* event, void* queue) override { return record_(event, queue); }
+  int elapsed(float* milliseconds, void* begin, void* end) override { return elapsed_(milliseconds, begin, end); }
   int load_module(void** module, const void* image) override { return load_(module, image); }
   int unload_module(void* module) override { return unload_(module); }
   int find_function(void** function, void* module, const char* name) override { return function_(function, module, name); }
@@ -98,6 +102,10 @@ class CudaDriver final : public DriverApi {
   int (*copy_in_)(Pointer, const void*, size_t, void*) = nullptr;
   int (*copy_out_)(void*, Pointer, size_t, void*) = nullptr;
   int (*fill_)(Pointer, unsigned char, size_t, void*) = nullptr;
+  int (*create_event_)(void**, unsigned) = nullptr;
+  int (*destroy_event_)(void*) = nullptr;
+  int (*record_)(void*, void*) = nullptr;
+  int (*elapsed_)(float*, void*, void*) = nullptr;
   int (*load_)(void**, const void*) = nullptr;
   int (*unload_)(void*) = nullptr;
   int (*function_)(void**, void*, const char*) = nullptr;
@@ -127,6 +135,10 @@ Status CudaDriver::open(const DriverLibrary& library) {
   DFLASH_TRY(library.find("cuMemcpyHtoDAsync_v2", copy_in_));
   DFLASH_TRY(library.find("cuMemcpyDtoHAsync_v2", copy_out_));
   DFLASH_TRY(library.find("cuMemsetD8Async", fill_));
+  DFLASH_TRY(library.find("cuEventCreate", create_event_));
+  DFLASH_TRY(library.find("cuEventDestroy_v2", destroy_event_));
+  DFLASH_TRY(library.find("cuEventRecord", record_));
+  DFLASH_TRY(library.find("cuEventElapsedTime", elapsed_));
   DFLASH_TRY(library.find("cuModuleLoadData", load_));
   DFLASH_TRY(library.find("cuModuleUnload", unload_));
   DFLASH_TRY(library.find("cuModuleGetFunction", function_));

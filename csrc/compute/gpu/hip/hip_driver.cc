@@ -39,6 +39,10 @@ class HipDriver final : public DriverApi {
     return copy_out_(host, const_cast<void*>(device), num_bytes, queue);
   }
   int fill(void* device, uint8_t value, size_t num_bytes, void* queue) override { return fill_(device, value, num_bytes, queue); }
+  int create_event(void** event) override { return create_event_(event, 0); }
+  int destroy_event(void* event) override { return destroy_event_(event); }
+  int record_event(void* event, void* queue) override { return record_(event, queue); }
+  int elapsed(float* milliseconds, void* begin, void* end) override { return elapsed_(milliseconds, begin, end); }
   int load_module(void** module, const void* image) override { return load_(module, image); }
   int unload_module(void* module) override { return unload_(module); }
   int find_function(void** function, void* module, const char* name) override { return function_(function, module, name); }
@@ -73,6 +77,10 @@ class HipDriver final : public DriverApi {
   int (*copy_in_)(void*, void*, size_t, void*) = nullptr;
   int (*copy_out_)(void*, void*, size_t, void*) = nullptr;
   int (*fill_)(void*, unsigned char, size_t, void*) = nullptr;
+  int (*create_event_)(void**, unsigned) = nullptr;
+  int (*destroy_event_)(void*) = nullptr;
+  int (*record_)(void*, void*) = nullptr;
+  int (*elapsed_)(float*, void*, void*) = nullptr;
   int (*load_)(void**, const void*) = nullptr;
   int (*unload_)(void*) = nullptr;
   int (*function_)(void**, void*, const char*) = nullptr;
@@ -98,6 +106,10 @@ Status HipDriver::open(const DriverLibrary& library) {
   DFLASH_TRY(library.find("hipMemcpyHtoDAsync", copy_in_));
   DFLASH_TRY(library.find("hipMemcpyDtoHAsync", copy_out_));
   DFLASH_TRY(library.find("hipMemsetD8Async", fill_));
+  DFLASH_TRY(library.find("hipEventCreateWithFlags", create_event_));
+  DFLASH_TRY(library.find("hipEventDestroy", destroy_event_));
+  DFLASH_TRY(library.find("hipEventRecord", record_));
+  DFLASH_TRY(library.find("hipEventElapsedTime", elapsed_));
   DFLASH_TRY(library.find("hipModuleLoadData", load_));
   DFLASH_TRY(library.find("hipModuleUnload", unload_));
   DFLASH_TRY(library.find("hipModuleGetFunction", function_));

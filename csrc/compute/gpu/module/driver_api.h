@@ -43,6 +43,10 @@ class DriverApi {
   virtual int copy_in(void* device, const void* host, size_t num_bytes, void* queue) = 0;
   virtual int copy_out(void* host, const void* device, size_t num_bytes, void* queue) = 0;
   virtual int fill(void* device, uint8_t value, size_t num_bytes, void* queue) = 0;
+  virtual int create_event(void** event) = 0;
+  virtual int destroy_event(void* event) = 0;
+  virtual int record_event(void* event, void* queue) = 0;
+  virtual int elapsed(float* milliseconds, void* begin, void* end) = 0;
   virtual int load_module(void** module, const void* image) = 0;
   virtual int unload_module(void* module) = 0;
   virtual int find_function(void** function, void* module, const char* name) = 0;

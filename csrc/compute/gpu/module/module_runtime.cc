@@ -31,6 +31,8 @@ class ModuleRuntime final : public DeviceRuntime {
   Status copy_out(std::byte* host, const std::byte* device, uint64_t num_bytes) override;
   Status fill(std::byte* device, uint8_t value, uint64_t num_bytes) override;
   Status launch(const KernelLaunch& launch) override;
+  Status mark(Mark mark) override;
+  Result<int64_t> elapsed_ns() override;
   Result<bool> wait(std::chrono::nanoseconds at_most) override;
 
  private:
@@ -45,6 +47,7 @@ class ModuleRuntime final : public DeviceRuntime {
   std::thread::id current_for_;  // the thread for which the device is current
   std::string lost_;             // not empty: the device failed, and with which words
   void* queue_ = nullptr;
+  void* events_[2] = {};  // by Mark
   void* module_ = nullptr;
   void* functions_[kNumKernels] = {};
 };
@@ -56,6 +59,9 @@ ModuleRuntime::~ModuleRuntime() {
     const auto ended = wait(std::chrono::nanoseconds(kGiveUpNs));
     if (!ended.ok() || !ended.value()) return;
     driver_->destroy_queue(queue_);
+  }
+  for (void* event : events_) {
+    if (event != nullptr) driver_->destroy_event(event);
   }
   if (module_ != nullptr) driver_->unload_module(module_);
   driver_->drop(facts_.index);
@@ -80,6 +86,7 @@ Status ModuleRuntime::enter() {
 Status ModuleRuntime::start() {
   DFLASH_TRY(enter());
   DFLASH_TRY(load_kernels());
+  for (void*& event : events_) DFLASH_TRY(done(driver_->create_event(&event), "creating an event"));
   return done(driver_->create_queue(&queue_), "creating a queue");
 }
 
@@ -169,6 +176,19 @@ Status ModuleRuntime::launch(const KernelLaunch& launch) {
   return done(driver_->launch(functions_[static_cast<uint16_t>(launch.kernel)], launch.grid_x, launch.grid_y, launch.threads, queue_,
                               arguments),
               kernel_name(launch.kernel));
+}
+
+Status ModuleRuntime::mark(Mark mark) {
+  DFLASH_TRY(enter());
+  return done(driver_->record_event(events_[static_cast<uint8_t>(mark)], queue_), "recording an event");
+}
+
+Result<int64_t> ModuleRuntime::elapsed_ns() {
+  DFLASH_TRY(enter());
+  float milliseconds = 0.0f;
+  const int status = driver_->elapsed(&milliseconds, events_[0], events_[1]);
+  if (status != 0) return std::move(done(status, "reading the time between two events")).error();
+  return static_cast<int64_t>(double{milliseconds} * 1e6);
 }
 
 Result<bool> ModuleRuntime::wait(std::chrono::nanoseconds at_most) {

@@ -24,7 +24,7 @@ constexpr uint8_t kFreshByte = 0xcd;  // device memory is not zero at first
 constexpr uint32_t kMaxGridY = 65535;
 
 struct Operation {
-  enum class Kind : uint8_t { kCopy, kFill, kLaunch } kind;
+  enum class Kind : uint8_t { kCopy, kFill, kLaunch, kMark } kind;
   std::byte* destination = nullptr;
   const std::byte* source = nullptr;
   uint64_t num_bytes = 0;
@@ -107,6 +107,14 @@ class SimRuntime final : public DeviceRuntime {
     return queue(std::move(operation));
   }
 
+  Status mark(Mark mark) override {
+    return queue({.kind = Operation::Kind::kMark, .value = static_cast<uint8_t>(mark), .launch = {}, .params = {}});
+  }
+  // The simulator's own time, as meaningful as any other of its speed.
+  Result<int64_t> elapsed_ns() override {
+    return std::chrono::duration_cast<std::chrono::nanoseconds>(marks_[1] - marks_[0]).count();
+  }
+
   Result<bool> wait(std::chrono::nanoseconds at_most) override {
     DFLASH_TRY(healthy());
     const auto deadline = std::chrono::steady_clock::now() + at_most;
@@ -149,6 +157,7 @@ class SimRuntime final : public DeviceRuntime {
       case Operation::Kind::kCopy: std::memcpy(operation.destination, operation.source, operation.num_bytes); return true;
       case Operation::Kind::kFill: std::memset(operation.destination, operation.value, operation.num_bytes); return true;
       case Operation::Kind::kLaunch: return advance_launch(operation);
+      case Operation::Kind::kMark: marks_[operation.value] = std::chrono::steady_clock::now(); return true;
     }
     return true;
   }
@@ -189,6 +198,7 @@ class SimRuntime final : public DeviceRuntime {
   std::map<std::byte*, uint64_t> allocations_;
   std::set<std::byte*> staging_;
   std::deque<Operation> queue_;
+  std::chrono::steady_clock::time_point marks_[2];  // by Mark
   std::vector<uint64_t> blocks_;  // of the launch in progress, those yet to finish
   bool is_launched_ = false;
   bool is_started_ = false;

@@ -60,6 +60,10 @@ FAKE int cuMemcpyDtoHAsync_v2(void* to, Pointer from, size_t bytes, void*) {
 FAKE int cuMemsetD8Async(Pointer to, unsigned char value, size_t bytes, void*) {
   return ::memset(reinterpret_cast<void*>(to), value, bytes), 0;
 }
+FAKE int cuEventCreate(void** event, unsigned) { return *event = &queries, 0; }
+FAKE int cuEventDestroy_v2(void*) { return 0; }
+FAKE int cuEventRecord(void*, void*) { return 0; }
+FAKE int cuEventElapsedTime(float* milliseconds, void*, void*) { return *milliseconds = 1.0f, 0; }
 FAKE int cuModuleLoadData(void** module, const void*) { return is("foreign") ? kNoBinary : (*module = &queries, 0); }
 FAKE int cuModuleUnload(void*) { return 0; }
 FAKE int cuModuleGetFunction(void** function, void*, const char* name) {

@@ -30,6 +30,10 @@ FAKE int hipStreamQuery(void*) { return 0; }
 FAKE int hipMemcpyHtoDAsync(void* to, void* from, size_t bytes, void*) { return ::memcpy(to, from, bytes), 0; }
 FAKE int hipMemcpyDtoHAsync(void* to, void* from, size_t bytes, void*) { return ::memcpy(to, from, bytes), 0; }
 FAKE int hipMemsetD8Async(void* to, unsigned char value, size_t bytes, void*) { return ::memset(to, value, bytes), 0; }
+FAKE int hipEventCreateWithFlags(void** event, unsigned) { return *event = &anything, 0; }
+FAKE int hipEventDestroy(void*) { return 0; }
+FAKE int hipEventRecord(void*, void*) { return 0; }
+FAKE int hipEventElapsedTime(float* milliseconds, void*, void*) { return *milliseconds = 1.0f, 0; }
 FAKE int hipModuleLoadData(void** module, const void* image) {
   *module = &anything;
   return *static_cast<const char*>(image) == 6 ? 0 : 209;
