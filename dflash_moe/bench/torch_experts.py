@@ -22,15 +22,15 @@ class TorchLayers:
     dtype: Any
 
     @classmethod
-    def create(cls, shape: ExpertShape, fmt: str, num_layers: int) -> TorchLayers:
-        """Layers in rotation; the values matter to nobody."""
+    def create(cls, shape: ExpertShape, fmt: str, num_layers: int, place: str = "cpu") -> TorchLayers:
+        """Layers in rotation on torch's device `place`; the values matter to nobody."""
         import torch
 
         dtype = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}[fmt]
         hidden, inner, experts = shape.hidden_size, shape.moe_intermediate_size, shape.num_experts
         generator = torch.Generator().manual_seed(0)
-        gate_up = (torch.rand(experts, 2 * inner, hidden, generator=generator) * 2 - 1).div_(hidden).to(dtype)
-        down = (torch.rand(experts, hidden, inner, generator=generator) * 2 - 1).div_(inner).to(dtype)
+        gate_up = (torch.rand(experts, 2 * inner, hidden, generator=generator) * 2 - 1).div_(hidden).to(place, dtype)
+        down = (torch.rand(experts, hidden, inner, generator=generator) * 2 - 1).div_(inner).to(place, dtype)
         return cls([gate_up.clone() for _ in range(num_layers)], [down.clone() for _ in range(num_layers)], dtype)
 
 
@@ -44,7 +44,7 @@ class _Routed:
 
 
 def torch_kernels(layers: TorchLayers, threads: int) -> list[Kernel]:
-    """The kernels this torch can run on the CPU for the dtype of `layers`."""
+    """The kernels this torch can run for the dtype of `layers` where they lie; `threads` are the processor's."""
     return [Kernel(name, kernel, "torch", _bind(layers, threads, forward)) for name, kernel, forward in _forwards(layers)]
 
 
@@ -75,6 +75,7 @@ def _bind(
     def bind(batch: Batch, source: str) -> Callable[[int], list[float]]:
         routed = _route(batch, layers)
         count = len(layers.down) if source == "dram" else 1
+        clock = _device_seconds if routed.hidden_states.is_cuda else _seconds
         turn = 0
 
         def run(forwards: int) -> list[float]:
@@ -84,9 +85,7 @@ def _bind(
             with torch.inference_mode():
                 for _ in range(forwards):
                     turn = (turn + 1) % count
-                    began = time.perf_counter()
-                    forward(layers.gate_up[turn], layers.down[turn], routed)
-                    samples.append(time.perf_counter() - began)
+                    samples.append(clock(forward, layers.gate_up[turn], layers.down[turn], routed))
             return samples
 
         return run
@@ -94,21 +93,39 @@ def _bind(
     return bind
 
 
+def _seconds(forward: Callable[..., Any], *arguments: Any) -> float:
+    began = time.perf_counter()
+    forward(*arguments)
+    return time.perf_counter() - began
+
+
+def _device_seconds(forward: Callable[..., Any], *arguments: Any) -> float:
+    """What the card computes, by its own events."""
+    import torch
+
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    forward(*arguments)
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1e3
+
+
 def _route(batch: Batch, layers: TorchLayers) -> _Routed:
     """Sorting the pairs is not timed: ours sorts in its forward, so the comparison leans towards torch."""
     import numpy as np
     import torch
 
-    experts = layers.down[0].shape[0]
+    experts, place = layers.down[0].shape[0], layers.down[0].device
     order = np.argsort(batch.expert_ids, kind="stable")
     tokens = np.repeat(np.arange(len(batch.row_counts)), batch.row_counts)[order]
     counts = np.bincount(batch.expert_ids, minlength=experts)
     return _Routed(
-        hidden_states=torch.from_numpy(batch.rows).to(layers.dtype),
-        rows=torch.from_numpy(tokens),
-        weights=torch.from_numpy(batch.weights[order])[:, None].to(layers.dtype),
+        hidden_states=torch.from_numpy(batch.rows).to(place, layers.dtype),
+        rows=torch.from_numpy(tokens).to(place),
+        weights=torch.from_numpy(batch.weights[order])[:, None].to(place, layers.dtype),
         counts=counts.tolist(),
-        ends=torch.from_numpy(np.cumsum(counts).astype(np.int32)),
+        ends=torch.from_numpy(np.cumsum(counts).astype(np.int32)).to(place),
     )
 
 
@@ -146,10 +163,12 @@ def _has_grouped_mm(layers: TorchLayers) -> bool:
     if not hasattr(functional, "grouped_mm"):
         return False
     experts, inner = layers.down[0].shape[0], layers.down[0].shape[2]
-    ends = torch.ones(experts, dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    place = layers.down[0].device
+    ends = torch.ones(experts, dtype=torch.int32, device=place).cumsum(0, dtype=torch.int32)
     try:
         with torch.inference_mode():
-            functional.grouped_mm(torch.ones(experts, inner, dtype=layers.dtype), layers.down[0].transpose(1, 2), offs=ends)
-    except (RuntimeError, NotImplementedError, ValueError):  # not for this dtype or not on the CPU
+            rows = torch.ones(experts, inner, dtype=layers.dtype, device=place)
+            functional.grouped_mm(rows, layers.down[0].transpose(1, 2), offs=ends)
+    except (RuntimeError, NotImplementedError, ValueError):  # not for this dtype or not there
         return False
     return True

@@ -58,7 +58,7 @@ def experts(
         raise ConfigError(f"--backend {backend!r} is not allowed; allowed: {', '.join(BACKENDS)}")
     options.prepare_outputs(json_out, plot)
     if backend != "cpu":
-        _on_device(backend, formats, tokens, repeat, json_out)
+        _on_device(backend, formats, numerics, tokens, repeat, with_torch, json_out)
         return
     params = ExpertsParams(repeat=repeat, with_torch=with_torch and _has_torch())
     if formats:
@@ -78,27 +78,33 @@ def experts(
     store_plot(recorder, plot)
 
 
-def _on_device(backend: str, formats: str, tokens: str, repeat: int, json_out: Path | None) -> None:
+def _on_device(
+    backend: str, formats: str, numerics: str, tokens: str, repeat: int, with_torch: bool, json_out: Path | None
+) -> None:
     from dflash_moe.bench.device_experts import DeviceParams, run_device_experts
 
-    params = DeviceParams(backend, repeat=repeat)
+    params = DeviceParams(backend, repeat=repeat, with_torch=with_torch)
     if backend == "sim":
-        params = dataclasses.replace(params, tokens=(1, 8), num_layers=1)
+        params = dataclasses.replace(params, tokens=(1, 8), zipf_tokens=(), num_layers=1)
     if formats:
         params = dataclasses.replace(params, formats=tuple(part.strip() for part in formats.split(",")))
     if tokens:
-        params = dataclasses.replace(params, tokens=_numbers(tokens, "--tokens"))
+        params = dataclasses.replace(params, tokens=_numbers(tokens, "--tokens"), zipf_tokens=())
+    if numerics:
+        params = dataclasses.replace(params, numerics=tuple(part.strip() for part in numerics.split(",")))
     with measuring(json_out, lambda result: print_device_experts(result.rows)) as recorder:
         run_device_experts(params, recorder=recorder)
 
 
 def print_device_experts(rows: Sequence[Mapping[str, Any]]) -> None:
     """Every row, with its share of the ceilings where they were measured."""
-    table = options.table("device", "format", "tokens", "rows/expert", "ms", "GFLOP/s", "of product", "GB/s", "of copy")
+    columns = ("device", "kernel", "format", "tokens", "rows/expert", "routing", "ms", "ms on device")
+    table = options.table(*columns, "GFLOP/s", "of product", "GB/s", "of copy")
     for row in rows:
         shares = [f"{row[key]:.0%}" if key in row else "-" for key in ("of_peak_gflops", "of_peak_bytes")]
         table.add_row(
-            row["device"], row["format"], f"{row['tokens']:,}", f"{row['rows_per_expert']:.1f}", f"{row['median_s'] * 1e3:.3f}",
+            row["device"], row["kernel"], row["format"], f"{row['tokens']:,}", f"{row['rows_per_expert']:.1f}", row["routing"],
+            f"{row['median_s'] * 1e3:.3f}", f"{row['device_median_s'] * 1e3:.3f}",
             f"{row['gflops']:.1f}", shares[0], f"{row['bytes_per_s'] / 1e9:.2f}", shares[1],
         )  # fmt: skip
     options.show(table)
