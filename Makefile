@@ -76,7 +76,7 @@ plugins: core ## the plug-ins for NVIDIA's and AMD's cards, next to the core
 	@.ci/plugins $(abspath $(BIN)/python) $(abspath $(CMAKE))
 
 gpu-check: ## build for the NVIDIA card at hand, test and measure on it: under 9 minutes, no network, no .venv
-	@PYTHON=$(PYTHON) .ci/gpu_check $(OUT)
+	@PYTHON=$(PYTHON) BACKEND=$(BACKEND) .ci/gpu_check $(OUT)
 
 # -- tests -------------------------------------------------------------------------------------------------------------------
 
