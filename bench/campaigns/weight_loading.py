@@ -26,18 +26,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import gguf
-import numpy as np
-
 from dflash_moe import _core
 from dflash_moe.bench.harness import Recorder, run_rounds
 from dflash_moe.bench.results import timing_fields
 from dflash_moe.model.checkpoint import Checkpoint
 from dflash_moe.model.expert_loading import load_experts
-from dflash_moe.model.ffn import FfnSpec, TensorPattern
+from dflash_moe.model.ffn import FfnSpec
 from dflash_moe.telemetry.memory import process_memory
 from dflash_moe.testing.tiny import tiny_checkpoint, tiny_ffn
-from dflash_moe.testing.weight_blocks import random_blocks
+from dflash_moe.testing.tiny_gguf import tiny_gguf
 
 RESULT = Path(__file__).resolve().parents[1] / "results" / "weight_loading.json"
 LAYERS, EXPERTS, HIDDEN, WIDTH = 2, 64, 2048, 768  # 1.2 GB in bf16
@@ -130,24 +127,11 @@ def _write(folder: Path, stored: str, num_experts: int) -> tuple[Checkpoint, Cal
         tiny_checkpoint(folder, dtype="bf16", **sizes)
         return Checkpoint.open(folder), lambda layer: tiny_ffn(layer, HIDDEN, WIDTH)
     folder.mkdir()
-    path = folder / "model.gguf"
-    writer = gguf.GGUFWriter(str(path), "qwen3moe")
-    kind = gguf.GGMLQuantizationType[stored.upper()]
-    for layer in range(LAYERS):
-        for name, outputs, inputs in (("gate", WIDTH, HIDDEN), ("up", WIDTH, HIDDEN), ("down", HIDDEN, WIDTH)):
-            one = random_blocks(stored, outputs, inputs, seed=layer)
-            writer.add_tensor(f"blk.{layer}.ffn_{name}_exps.weight", np.stack([one] * num_experts), raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-    def ffn(layer: int) -> FfnSpec:
-        names = {name: TensorPattern(f"blk.{layer}.ffn_{name}_exps.weight", True) for name in ("gate", "up", "down")}
-        tensors = {f"{name}_tensor": pattern for name, pattern in names.items()}
-        return FfnSpec(in_size=HIDDEN, intermediate_size=WIDTH, out_size=HIDDEN, **tensors)
-
-    return Checkpoint.open(path), ffn
+    spec = tiny_gguf(
+        folder / "model.gguf", stored, hidden_size=HIDDEN, moe_intermediate_size=WIDTH, num_experts=num_experts, top_k=1,
+        num_layers=LAYERS,
+    )  # fmt: skip
+    return Checkpoint.open(spec.path), lambda layer: spec.layers[layer].ffn
 
 
 def _loading(
