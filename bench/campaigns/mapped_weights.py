@@ -65,7 +65,7 @@ def main() -> int:
 
 
 def _checkpoint(folder: Path, weight_format: str) -> ModelSpec:
-    sizes = {
+    sizes: dict[str, Any] = {
         "hidden_size": HIDDEN,
         "moe_intermediate_size": WIDTH,
         "num_experts": EXPERTS,
