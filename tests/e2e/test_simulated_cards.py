@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 
 from dflash_moe import ConfigError, ExpertRuntime, Topology, UnsupportedError, _core
+from dflash_moe.model.make import make_checkpoint
+from dflash_moe.testing.families import tiny_options
 from dflash_moe.testing.tiny import routed_batch, tiny_checkpoint
 from dflash_moe.topology import WorkerSpec
 from tests.expert_cases import Batch, Expected
@@ -65,6 +67,22 @@ def test_the_topologies_of_real_machines_run_with_simulated_cards(spec, name):
         assert np.asarray(found).tobytes() == twin.experts(0, batch).tobytes()
         counts = runtime.stats()["workers"]
     assert all(counts[worker.name]["calls"] for worker in shipped.workers)
+
+
+@pytest.mark.transformers
+@pytest.mark.parametrize("arch", ["qwen3_moe", "gpt_oss"])
+def test_a_model_on_a_processor_and_cards_of_both_vendors_has_parity_with_its_own_experts(arch, tmp_path):
+    from dflash_moe.integrations.verify import verify
+
+    make_checkpoint(tiny_options(arch), tmp_path)
+    topology = Topology.parse(
+        "version: 1\nworkers:\n  - {name: helper, backend: cpu, threads: 1}\n"
+        "  - {name: green, backend: sim, simulate: cuda}\n  - {name: red, backend: sim, simulate: hip}\n"
+    )
+    report = verify(tmp_path, topology, dtype="bf16")
+    assert report.excesses == []
+    assert report.remote_calls > 0
+    assert all(layer.calls == layer.expected_calls == 3 and layer.equal_in_stream for layer in report.layers)
 
 
 def simulated(worker: WorkerSpec) -> WorkerSpec:
