@@ -110,6 +110,23 @@ class BackendDevice:
     ) -> int: ...
     def self_test(self, test_case: int) -> dict[str, Any]: ...  # num_cases, elements, differing, kernel, formats
 
+class StagingBlock:
+    """Memory of the host that a device copies from and to fastest; goes back to the device's pool when it dies."""
+
+    address: int
+
+class HostDevice:
+    """The device that a host's own tensors live on. Any thread."""
+
+    name: str  # "cuda 0 (NVIDIA H200)"
+    dlpack_device: tuple[int, int]  # of its tensors; a simulated card's are the processor's, (1, 0)
+    stream: int  # of its queue, for `__dlpack__(stream=...)`; 0: none
+    def __init__(self, *, backend: str, device: int = 0) -> None: ...  # ConfigError: it does not exist; UnsupportedError, why
+    def staging(self, num_bytes: int) -> StagingBlock: ...
+    # Both take (device's address, host's address, bytes) and return when all is copied.
+    def copy_in(self, pieces: Sequence[tuple[int, int, int]]) -> None: ...
+    def copy_out(self, pieces: Sequence[tuple[int, int, int]]) -> None: ...
+
 # -- worker ---------------------------------------------------------------------------------------------------------------
 class Worker:
     def __init__(
@@ -218,13 +235,13 @@ class Client:
 
 # -- array views ------------------------------------------------------------------------------------------------------------
 class DlpackView:
-    """A borrowed CPU tensor from any `__dlpack__` object; UnsupportedError for another device, ConfigError for a bad dtype."""
+    """A borrowed tensor from any `__dlpack__` object; UnsupportedError for another device, ConfigError for a bad dtype."""
 
     address: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]  # elements
     dtype: str  # f32 f16 bf16 i32 i64
-    def __init__(self, capsule: object) -> None: ...
+    def __init__(self, capsule: object, device: tuple[int, int] = (1, 0)) -> None: ...  # DLPack's type and number of a device
 
 # -- oracle (tests, verify) -------------------------------------------------------------------------------------------------
 class FfnOracle:

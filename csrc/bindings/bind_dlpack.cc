@@ -1,10 +1,13 @@
-// A borrowed view of any CPU tensor that speaks DLPack (https://dmlc.github.io/dlpack), legacy and versioned capsules.
+// A borrowed view of any tensor that speaks DLPack (https://dmlc.github.io/dlpack), legacy and versioned capsules.
 // The structs restate the public ABI of DLPack 1.0; no header of theirs is needed.
 // SPDX-License-Identifier: Apache-2.0
 #include <pybind11/pybind11.h>
 
+#include <pybind11/stl.h>
+
 #include <cstring>
 #include <string>
+#include <utility>
 
 #include "bindings/errors.h"
 #include "bindings/module.h"
@@ -60,7 +63,8 @@ const char* type_name(DlDataType type) {
 class DlpackView {
  public:
   // Takes over the capsule's tensor: renames it to "used_..." as the protocol asks, and frees it when this view dies.
-  explicit DlpackView(const py::object& object) {
+  // `device`: the DLPack type and number that the tensor must be on.
+  DlpackView(const py::object& object, std::pair<int32_t, int32_t> device) : device_(device) {
     PyObject* capsule = object.ptr();
     if (PyCapsule_IsValid(capsule, "dltensor_versioned")) {
       versioned_ = static_cast<DlManagedTensorVersioned*>(PyCapsule_GetPointer(capsule, "dltensor_versioned"));
@@ -94,9 +98,14 @@ class DlpackView {
 
  private:
   void inspect(const DlTensor& tensor) {
-    if (tensor.device.device_type != kCpuDevice && tensor.device.device_type != kPinnedHostDevice) {
-      raise(Error{ErrorCode::kUnsupported, "the tensor is on DLPack device type " + std::to_string(tensor.device.device_type) +
-                                               "; this build takes tensors in host memory"});
+    const bool is_in_host_memory = tensor.device.device_type == kCpuDevice || tensor.device.device_type == kPinnedHostDevice;
+    const bool is_expected = device_.first == kCpuDevice
+                                 ? is_in_host_memory
+                                 : tensor.device.device_type == device_.first && tensor.device.device_id == device_.second;
+    if (!is_expected) {
+      raise(Error{ErrorCode::kUnsupported, "the tensor is on DLPack device type " + std::to_string(tensor.device.device_type) + ", number " +
+                                               std::to_string(tensor.device.device_id) + "; expected is type " + std::to_string(device_.first) +
+                                               ", number " + std::to_string(device_.second) + (device_.first == kCpuDevice ? " (host memory)" : "")});
     }
     const char* name = type_name(tensor.dtype);
     if (name == nullptr) {
@@ -121,6 +130,7 @@ class DlpackView {
   DlManagedTensor* legacy_ = nullptr;
   DlManagedTensorVersioned* versioned_ = nullptr;
   bool owned_ = false;
+  const std::pair<int32_t, int32_t> device_;
   uintptr_t address_ = 0;
   py::tuple shape_, strides_;
   std::string dtype_;
@@ -130,7 +140,7 @@ class DlpackView {
 
 void bind_dlpack(py::module_& module) {
   py::class_<DlpackView>(module, "DlpackView")
-      .def(py::init<const py::object&>(), py::arg("capsule"))
+      .def(py::init<const py::object&, std::pair<int32_t, int32_t>>(), py::arg("capsule"), py::arg("device") = std::pair<int32_t, int32_t>(kCpuDevice, 0))
       .def_property_readonly("address", &DlpackView::address)
       .def_property_readonly("shape", &DlpackView::shape)
       .def_property_readonly("strides", &DlpackView::strides)

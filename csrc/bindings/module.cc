@@ -14,6 +14,7 @@ PYBIND11_MODULE(_core, module) {
   bind_benchmark(module);
   bind_store(module);
   bind_plugin(module);
+  bind_host_device(module);
   bind_worker(module);
   bind_client(module);
   bind_dlpack(module);

@@ -11,6 +11,7 @@ void bind_transport(pybind11::module_& module);
 void bind_benchmark(pybind11::module_& module);
 void bind_store(pybind11::module_& module);
 void bind_plugin(pybind11::module_& module);
+void bind_host_device(pybind11::module_& module);
 void bind_worker(pybind11::module_& module);
 void bind_client(pybind11::module_& module);
 void bind_dlpack(pybind11::module_& module);

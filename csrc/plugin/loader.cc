@@ -35,6 +35,20 @@ std::string last_loader_error() {
   return text == nullptr ? "unknown error" : text;
 }
 
+std::string plugin_file(const std::string& name) { return "libdflash_" + name + ".so"; }
+
+// A function that the plug-in exports; null where it lacks that.
+Result<void*> find_symbol(const std::string& name, const std::string& directory, const char* symbol) {
+  const std::string file = plugin_file(name);
+  const std::string path = directory + "/" + file;
+  if (::access(path.c_str(), R_OK) != 0) {
+    return unsupported(name, "plug-in " + file + " is not next to the core; " + build_hint(name));
+  }
+  void* library = ::dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
+  if (library == nullptr) return unsupported(name, "plug-in " + file + " cannot be opened: " + last_loader_error());
+  return ::dlsym(library, symbol);
+}
+
 }  // namespace
 
 std::string own_directory() {
@@ -69,17 +83,31 @@ Result<const dflash_backend_table*> load_backend(const std::string& name, const 
     return Error{ErrorCode::kInvalidArgument, "backend '" + name + "' is not known; known are cpu, cuda, hip, sim"};
   }
   if (name == "cpu") return cpu_table();
-  const std::string file = "libdflash_" + name + ".so";
-  const std::string path = directory + "/" + file;
-  if (::access(path.c_str(), R_OK) != 0) {
-    return unsupported(name, "plug-in " + file + " is not next to the core; " + build_hint(name));
-  }
-  void* library = ::dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
-  if (library == nullptr) return unsupported(name, "plug-in " + file + " cannot be opened: " + last_loader_error());
-  void* symbol = ::dlsym(library, DFLASH_BACKEND_SYMBOL);
+  auto symbol = find_symbol(name, directory, DFLASH_BACKEND_SYMBOL);
+  if (!symbol.ok()) return std::move(symbol).error();
   const dflash_backend_table* table = nullptr;
-  if (symbol != nullptr) table = reinterpret_cast<dflash_backend_entry>(symbol)();
-  DFLASH_TRY(check_table(table, name, file));
+  if (symbol.value() != nullptr) table = reinterpret_cast<dflash_backend_entry>(symbol.value())();
+  DFLASH_TRY(check_table(table, name, plugin_file(name)));
+  return table;
+}
+
+Status check_host_table(const dflash_host_table* table, const std::string& name, const std::string& file) {
+  if (table == nullptr || table->struct_size < sizeof *table || table->abi_version != DFLASH_HOST_ABI_VERSION || table->name == nullptr ||
+      name != table->name || table->version == nullptr || std::strcmp(table->version, DFLASH_VERSION) != 0) {
+    return unsupported(name, file + " has no table for a host's device, or that of another core; " + build_hint(name) + " again");
+  }
+  return ok();
+}
+
+Result<const dflash_host_table*> load_host(const std::string& name, const std::string& directory) {
+  auto backend = load_backend(name, directory);  // its reasons are the more telling ones
+  if (!backend.ok()) return std::move(backend).error();
+  if (name == "cpu") return unsupported(name, "tensors of the processor need no device of the host");
+  auto symbol = find_symbol(name, directory, DFLASH_HOST_SYMBOL);
+  if (!symbol.ok()) return std::move(symbol).error();
+  const dflash_host_table* table = nullptr;
+  if (symbol.value() != nullptr) table = reinterpret_cast<dflash_host_entry>(symbol.value())();
+  DFLASH_TRY(check_host_table(table, name, plugin_file(name)));
   return table;
 }
 

@@ -8,6 +8,7 @@
 
 #include "plugin/backend_abi.h"
 #include "plugin/device.h"
+#include "plugin/host_abi.h"
 
 namespace dflash::plugin {
 
@@ -22,6 +23,10 @@ Result<const dflash_backend_table*> load_backend(const std::string& name, const 
 
 // What a table must fulfil before anything in it is called. Errors: kUnsupported.
 Status check_table(const dflash_backend_table* table, const std::string& name, const std::string& file);
+
+// The table of a plug-in for the host's device. Errors: as above; kUnsupported for `cpu`, which has none.
+Result<const dflash_host_table*> load_host(const std::string& name, const std::string& directory = own_directory());
+Status check_host_table(const dflash_host_table* table, const std::string& name, const std::string& file);
 
 // Every device of a backend, usable or not. Errors: kUnsupported with the backend's reason where it has none.
 Result<std::vector<DeviceListing>> list_devices(const dflash_backend_table& table);

@@ -42,14 +42,15 @@ def measure_once(model: Any, runtime: ExpertRuntime, input_ids: Any, new_tokens:
     before = counted(runtime)
     with torch.inference_mode():
         started = time.perf_counter()
-        logits = model(input_ids=input_ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[0, -1]
+        prompt = input_ids.to(model.device)
+        logits = model(input_ids=prompt, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[0, -1]
         prefill_s = time.perf_counter() - started
         after_prefill = counted(runtime)
         digest = _digest(cache, logits)
         token_ids, token_s = [int(torch.argmax(logits))], []
         for _ in range(new_tokens):
             started = time.perf_counter()
-            step_ids = torch.tensor([[token_ids[-1]]], dtype=torch.int64)
+            step_ids = torch.tensor([[token_ids[-1]]], dtype=torch.int64, device=model.device)
             logits = model(input_ids=step_ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[0, -1]
             token_ids.append(int(torch.argmax(logits)))
             token_s.append(time.perf_counter() - started)

@@ -41,7 +41,8 @@ def generate_tokens(
 
     generator = torch.Generator().manual_seed(seed)
     cache = DynamicCache(config=model.config)
-    step_ids = input_ids
+    device = getattr(model, "device", "cpu")
+    step_ids = input_ids.to(device)
     with torch.inference_mode():
         for _ in range(max_new_tokens):
             started = time.perf_counter()
@@ -50,7 +51,7 @@ def generate_tokens(
             yield TokenStep(token_id, time.perf_counter() - started)
             if token_id in stop_token_ids:
                 return
-            step_ids = torch.tensor([[token_id]], dtype=torch.int64)
+            step_ids = torch.tensor([[token_id]], dtype=torch.int64, device=device)
 
 
 def _sample(logits: torch.Tensor, temperature: float, generator: torch.Generator) -> int:
@@ -58,7 +59,7 @@ def _sample(logits: torch.Tensor, temperature: float, generator: torch.Generator
 
     if temperature == 0.0:
         return int(torch.argmax(logits))
-    probabilities = torch.softmax(logits.float() / temperature, dim=-1)
+    probabilities = torch.softmax(logits.float() / temperature, dim=-1).cpu()
     return int(torch.multinomial(probabilities, 1, generator=generator))
 
 

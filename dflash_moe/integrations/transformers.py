@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from dflash_moe.errors import CheckpointError, ConfigError
+from dflash_moe.errors import CheckpointError, ConfigError, UnsupportedError
 from dflash_moe.integrations.host_weights import load_weights
 from dflash_moe.model.architecture import find_experts, find_model_class, load_config
 from dflash_moe.model.checkpoint import Checkpoint
@@ -90,7 +90,7 @@ ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, experts_forward)
 def load_model(path: str | Path, runtime: ExpertRuntime, **options: Any) -> Any:
     """Loads the model of `path` without its routed experts, which `runtime` computes; both must have the same checkpoint.
 
-    `options` go to `from_pretrained`; dtype is the runtime's unless given. Returns a model in eval mode, on the CPU.
+    `options` go to `from_pretrained`; dtype is the runtime's unless given. Returns a model in eval mode, on the host's device.
     Errors: CheckpointError (tensors missing), ConfigError (another checkpoint), UnsupportedError naming class and field.
     """
     checkpoint = Checkpoint.open(path)
@@ -110,8 +110,20 @@ def load_model(path: str | Path, runtime: ExpertRuntime, **options: Any) -> Any:
         kind = model_class.__name__
         raise CheckpointError(f"checkpoint {checkpoint.path}: lacks {len(missing)} tensors of {kind}, first {missing[0]}")
     model.__class__ = model_class
+    model = _moved(model, runtime)
     _connect(find_experts(model), runtime)
     return model
+
+
+def _moved(model: Any, runtime: ExpertRuntime) -> Any:
+    """The model on the host's device; UnsupportedError where this torch cannot use that."""
+    device = runtime.tensor_device
+    if device == "cpu":
+        return model
+    try:
+        return model.to(device)
+    except (AssertionError, RuntimeError) as error:
+        raise UnsupportedError(f"load_model: torch {torch.__version__} cannot use host.device {device}: {error}") from None
 
 
 @contextmanager

@@ -302,8 +302,8 @@ def _logits(model: Any, input_ids: Any) -> Any:
     """[tokens, vocabulary] in float32; the last hidden states of a model without a head. Any noise it draws is the same."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        output = model(input_ids=input_ids, use_cache=False)
-    return (output.logits if hasattr(output, "logits") else output.last_hidden_state)[0].float()
+        output = model(input_ids=input_ids.to(model.device), use_cache=False)
+    return (output.logits if hasattr(output, "logits") else output.last_hidden_state)[0].float().cpu()
 
 
 def _greedy(model: Any, prompt: Any) -> list[int]:

@@ -12,7 +12,7 @@ from dflash_moe import _core
 from dflash_moe.errors import DflashError
 
 if TYPE_CHECKING:
-    from dflash_moe.topology import WorkerSpec
+    from dflash_moe.topology import HostSpec, WorkerSpec
 
 PROCESSOR = "cpu"
 COMPUTED_BY_PROCESSOR = (PROCESSOR, "sim")  # backends whose work and weights are the machine's, not a card's
@@ -28,8 +28,19 @@ class DeviceChoice:
 
     @staticmethod
     def of(spec: WorkerSpec | None) -> DeviceChoice:
-        """That of a worker; None (the experts kept at the host): the processor."""
+        """That of a worker; None: the processor."""
         return DeviceChoice() if spec is None else DeviceChoice(spec.backend, spec.device or 0, spec.simulate or "")
+
+    @staticmethod
+    def of_host(host: HostSpec) -> DeviceChoice:
+        """Where attention and router run, and with them the experts kept at the host."""
+        backend, _, number = host.device.partition(":")
+        return DeviceChoice(backend, int(number), host.simulate or "") if number else DeviceChoice()
+
+    @property
+    def is_processor(self) -> bool:
+        """True where tensors are the processor's and need no device."""
+        return self.backend == PROCESSOR
 
     @property
     def has_own_memory(self) -> bool:

@@ -18,12 +18,18 @@ WAIT_STEP_S = 3600.0  # a wait without a limit of its own is bounded by the call
 class ExpertCall:
     """A submitted call. Keep the inputs unchanged until it is done. Dropping it abandons the call."""
 
-    __slots__ = ("__weakref__", "_call", "_explain", "_layer", "_result")
+    __slots__ = ("__weakref__", "_call", "_deliver", "_explain", "_layer", "_result")
 
     def __init__(
-        self, layer: object, call: _core.Call | None, result: Any, explain: Callable[[WorkerError], WorkerError]
+        self,
+        layer: object,
+        call: _core.Call | None,
+        result: Any,
+        explain: Callable[[WorkerError], WorkerError],
+        deliver: Callable[[], None] | None = None,
     ) -> None:
-        """Made by `ExpertRuntime.submit`; `call` is None when there was nothing to compute."""
+        """By `ExpertRuntime.submit`; `call` None: there was nothing to compute. `deliver` brings a result to the device."""
+        self._deliver = deliver
         self._explain = explain
         self._layer = layer
         self._call = call
@@ -48,6 +54,9 @@ class ExpertCall:
             self._call.result()
         except WorkerError as error:
             raise self._explain(error) from None
+        if self._deliver is not None:
+            self._deliver()
+            self._deliver = None
         self._call = None  # a result that is kept must not keep the data paths of a closed runtime open
         return self._result
 

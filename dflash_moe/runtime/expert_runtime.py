@@ -20,10 +20,12 @@ from dflash_moe.errors import ConfigError, DflashError, WorkerError, WorkerLost
 from dflash_moe.model.spec import LayerSpec, ModelSpec, model_spec
 from dflash_moe.placement import Placement, plan_placement
 from dflash_moe.placement.numerics import check_classes, describe_numerics
+from dflash_moe.protocol.devices import DeviceChoice
 from dflash_moe.runtime import observe
 from dflash_moe.runtime.auto import WorkerForecast, cost_classes, log_explanation, mode_reason, worker_forecasts
 from dflash_moe.runtime.call_gate import MAX_PATIENCE, CallGate
 from dflash_moe.runtime.data_path import SPARE_SLOTS, SlicePlan, SlotPlan, plan_arena, plan_slices
+from dflash_moe.runtime.device_tensors import DeviceTensors
 from dflash_moe.runtime.expert_call import ExpertCall
 from dflash_moe.runtime.fleet import ChannelDecorator, Fleet, LoadingReport, Member, shapes_of, shards_by_holder
 from dflash_moe.runtime.observe import WorkerProcess
@@ -72,6 +74,7 @@ class ExpertRuntime:
         self._submit: Callable[..., _core.Call] = client.submit
         self._last_stats: dict[str, Any] = {}
         self._last_auto: tuple[WorkerForecast, ...] = ()  # when mode auto was last in force
+        self._tensors: DeviceTensors | None = None  # of a host that is no processor
         self._bind = TensorBinder().bind
         self._table: dict[object, tuple[int, int, int]] = {}
         for layer in spec.layers:
@@ -110,6 +113,11 @@ class ExpertRuntime:
         return runtime
 
     def _open(self, on_loading: LoadingReport | None) -> None:
+        host = DeviceChoice.of_host(self._topology.host)
+        if not host.is_processor:
+            self._tensors = DeviceTensors(host)
+            self._bind = self._tensors.bind
+            log.info("host.device: %s", self._tensors.device.name)
         self._fleet.add_members(self._topology, self._held, HOST)
         self._fleet.start()
         self._fleet.check_memory(self.placement.bytes_by_holder(), self._held)
@@ -174,6 +182,12 @@ class ExpertRuntime:
         """The layers with routed experts."""
         return tuple(self.spec.layers)
 
+    @property
+    def tensor_device(self) -> str:
+        """Where a model for this runtime lies, as torch says: cpu (also for a simulated card) or cuda:N (HIP too)."""
+        choice = DeviceChoice.of_host(self._topology.host)
+        return f"cuda:{choice.device}" if choice.has_own_memory else "cpu"
+
     def layer_index(self, layer: int | str) -> int:
         """The index of a layer given by index or module name; ConfigError for a dense or unknown one."""
         return self._entry(layer)[0]
@@ -192,13 +206,16 @@ class ExpertRuntime:
         """Returns the routed experts' weighted sum for every row: [num_tokens, out_size], kind and dtype of `hidden_states`.
 
         `hidden_states` [num_tokens, in_size] f32, f16 or bf16; `topk_ids` [num_tokens, top_k] int32 or int64, ids >= the number
-        of experts are ignored; `topk_weights` [num_tokens, top_k] floating point. torch, NumPy or DLPack, on the CPU. `out`, if
-        given, receives the result. Blocks without the GIL.
+        of experts are ignored; `topk_weights` [num_tokens, top_k] floating point. torch, NumPy or DLPack, on the CPU or
+        on `host.device`. `out`, if given, receives the result. Blocks without the GIL.
         """
         entry = self._table.get(layer) or self._entry(layer)
         result, arguments = self._bind(entry[1], entry[2], hidden_states, topk_ids, topk_weights, out)
         if not arguments[3]:
             return result
+        staged = None
+        if self._tensors is not None:
+            staged, arguments = self._tensors.stage(entry[1], entry[2], arguments)
         gate = self._gate
         gate.active.append(None)
         try:
@@ -209,6 +226,8 @@ class ExpertRuntime:
             raise self._explained(error) from None
         finally:
             gate.active.pop()
+        if staged is not None:
+            staged.deliver()
         return result
 
     def submit(self, layer: int | str, hidden_states: Any, topk_ids: Any, topk_weights: Any, out: Any = None) -> ExpertCall:
@@ -217,12 +236,17 @@ class ExpertRuntime:
         result, arguments = self._bind(entry[1], entry[2], hidden_states, topk_ids, topk_weights, out)
         if not arguments[3]:
             return ExpertCall(layer, None, result, self._explained)
+        staged = None
+        if self._tensors is not None:
+            staged, arguments = self._tensors.stage(entry[1], entry[2], arguments)
         gate = self._gate
         gate.active.append(None)
         try:
             if gate.is_shut:
                 self._pass_gate()
-            call = ExpertCall(layer, self._submit(entry[0], *arguments), result, self._explained)
+            call = ExpertCall(
+                layer, self._submit(entry[0], *arguments), result, self._explained, None if staged is None else staged.deliver
+            )
             gate.note_submitted(call)
         except WorkerError as error:
             raise self._explained(error) from None

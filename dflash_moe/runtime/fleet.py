@@ -61,11 +61,7 @@ class Member:
     spec: WorkerSpec | None = None  # None: the experts kept at the host
     client_index: int = -1
     slots: SlotPlan | None = None
-
-    @property
-    def device(self) -> DeviceChoice:
-        """What it computes on."""
-        return DeviceChoice.of(self.spec)
+    device: DeviceChoice = DeviceChoice()  # what it computes on
 
     @property
     def is_on_this_machine(self) -> bool:
@@ -131,10 +127,12 @@ class Fleet:
             if worker.name in held:
                 first = held[worker.name][0]
                 self.members[worker.name] = Member(worker.name, address, transport, first.numerics, first.layout, spec=worker)
+                self.members[worker.name].device = DeviceChoice.of(worker)
             else:
                 log.info("worker %s holds no experts and is not started", worker.name)
         if host_name in held:
             self.members[host_name] = Member(host_name, Address("loopback"), "loopback", held[host_name][0].numerics, "packed")
+            self.members[host_name].device = DeviceChoice.of_host(topology.host)
         for member in self.members.values():
             log.info("worker %s: transport %s, numerics %s", member.name, member.transport, member.numerics)
 

@@ -20,9 +20,9 @@ from dflash_moe.errors import ConfigError, UnsupportedError
 CallArguments = tuple[int, int, str, int, int, bool, int, str, int, int, object]
 
 _NUMPY_DTYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16", "int32": "i32", "int64": "i64"}
-_ITEM_BYTES = {"f32": 4, "f16": 2, "bf16": 2, "i32": 4, "i64": 8}
-_FLOATS = ("f32", "f16", "bf16")
-_INTS = ("i32", "i64")
+ITEM_BYTES = {"f32": 4, "f16": 2, "bf16": 2, "i32": 4, "i64": 8}
+FLOATS = ("f32", "f16", "bf16")
+INTS = ("i32", "i64")
 
 
 class TensorBinder:
@@ -60,11 +60,11 @@ class TensorBinder:
             raise ConfigError(_kinds_text(hidden, ids, weights))
         hidden_shape, ids_shape = hidden.shape, ids.shape
         dtype, ids_dtype, weights_dtype = dtypes.get(hidden.dtype, ""), dtypes.get(ids.dtype, ""), dtypes.get(weights.dtype, "")
-        _check(in_size, hidden_shape, ids_shape, weights.shape, dtype, ids_dtype, weights_dtype, hidden, ids, weights)
+        check_call(in_size, hidden_shape, ids_shape, weights.shape, dtype, ids_dtype, weights_dtype, hidden, ids, weights)
         if not (hidden.is_cpu and ids.is_cpu and weights.is_cpu):
             raise UnsupportedError(
                 f"device: hidden_states on {hidden.device}, topk_ids on {ids.device}, topk_weights on {weights.device}; "
-                "this version takes CPU tensors"
+                "CPU tensors are expected; for others name their device in host.device of the topology"
             )
         if not (hidden.layout is ids.layout is weights.layout is torch.strided):
             raise ConfigError(
@@ -76,7 +76,7 @@ class TensorBinder:
         if hidden.is_neg() or weights.is_neg() or ids.is_neg():  # lazily negated: their memory holds the opposite numbers
             hidden, ids, weights = hidden.resolve_neg(), ids.resolve_neg(), weights.resolve_neg()
         num_tokens = hidden_shape[0]
-        item_bytes = _ITEM_BYTES[dtype]
+        item_bytes = ITEM_BYTES[dtype]
         row_stride, element_stride = hidden.stride()
         if (element_stride != 1 and in_size != 1) or (row_stride < in_size and num_tokens > 1):
             hidden = hidden.contiguous()
@@ -90,7 +90,7 @@ class TensorBinder:
         elif not isinstance(out, tensor_type) or not out.is_cpu:
             raise ConfigError(f"out: found {type(out).__name__}, expected a CPU tensor like hidden_states")
         elif out.dtype != hidden.dtype or tuple(out.shape) != (num_tokens, out_size) or not out.is_contiguous():
-            raise ConfigError(_out_text(tuple(out.shape), out.dtype, (num_tokens, out_size), hidden.dtype))
+            raise ConfigError(out_text(tuple(out.shape), out.dtype, (num_tokens, out_size), hidden.dtype))
         elif out.is_neg() or (out.requires_grad and torch.is_grad_enabled()):
             raise ConfigError("out: found a lazily negated tensor or one that requires grad, expected plain memory to write to")
         return out, (
@@ -99,7 +99,7 @@ class TensorBinder:
         )  # fmt: skip
 
 
-def _check(
+def check_call(
     in_size: int,
     hidden_shape: Any,
     ids_shape: Any,
@@ -119,15 +119,15 @@ def _check(
         and ids_shape[0] == hidden_shape[0]
         and ids_shape[1] > 0
         and weights_shape == ids_shape
-        and dtype in _FLOATS
-        and ids_dtype in _INTS
-        and weights_dtype in _FLOATS
+        and dtype in FLOATS
+        and ids_dtype in INTS
+        and weights_dtype in FLOATS
     ):
         return
     for name, tensor, ours, allowed in (
-        ("hidden_states", hidden, dtype, _FLOATS),
-        ("topk_ids", ids, ids_dtype, _INTS),
-        ("topk_weights", weights, weights_dtype, _FLOATS),
+        ("hidden_states", hidden, dtype, FLOATS),
+        ("topk_ids", ids, ids_dtype, INTS),
+        ("topk_weights", weights, weights_dtype, FLOATS),
     ):
         if ours not in allowed:
             raise ConfigError(f"{name}: found dtype {getattr(tensor, 'dtype', ours)}, expected one of {', '.join(allowed)}")
@@ -145,7 +145,7 @@ def _kinds_text(hidden: Any, ids: Any, weights: Any) -> str:
     )
 
 
-def _out_text(found_shape: tuple[int, ...], found_dtype: Any, shape: tuple[int, ...], dtype: Any) -> str:
+def out_text(found_shape: tuple[int, ...], found_dtype: Any, shape: tuple[int, ...], dtype: Any) -> str:
     return (
         f"out: found shape {list(found_shape)} dtype {found_dtype}, expected a contiguous tensor of shape {list(shape)} "
         f"dtype {dtype}"
@@ -196,7 +196,7 @@ def _bind_others(in_size: int, out_size: int, hidden: Any, ids: Any, weights: An
     hidden_view, ids_view, weights_view = (
         _View("hidden_states", hidden), _View("topk_ids", ids), _View("topk_weights", weights)
     )  # fmt: skip
-    _check(
+    check_call(
         in_size, hidden_view.shape, ids_view.shape, weights_view.shape, hidden_view.dtype, ids_view.dtype, weights_view.dtype,
         hidden_view, ids_view, weights_view,
     )  # fmt: skip
@@ -208,7 +208,7 @@ def _bind_others(in_size: int, out_size: int, hidden: Any, ids: Any, weights: An
     ids_view, weights_view = _contiguous("topk_ids", ids, ids_view), _contiguous("topk_weights", weights, weights_view)
     result, out_view = _output(hidden, hidden_view.dtype, (num_tokens, out_size), out)
     arguments: CallArguments = (
-        hidden_view.address, row_stride * _ITEM_BYTES[hidden_view.dtype], hidden_view.dtype, num_tokens, ids_view.address,
+        hidden_view.address, row_stride * ITEM_BYTES[hidden_view.dtype], hidden_view.dtype, num_tokens, ids_view.address,
         ids_view.dtype == "i64", weights_view.address, weights_view.dtype, ids_view.shape[1], out_view.address,
         (hidden_view.owner, ids_view.owner, weights_view.owner, out_view.owner),
     )  # fmt: skip
@@ -219,7 +219,7 @@ def _output(hidden: Any, dtype: str, shape: tuple[int, int], out: Any) -> tuple[
     if out is not None:
         view = _View("out", out)
         if view.dtype != dtype or tuple(view.shape) != shape or not view.is_contiguous:
-            raise ConfigError(_out_text(tuple(view.shape), view.dtype, shape, dtype))
+            raise ConfigError(out_text(tuple(view.shape), view.dtype, shape, dtype))
         if isinstance(out, np.ndarray) and not out.flags.writeable:
             raise ConfigError("out: found a read-only array, expected a writable one")
         return out, view

@@ -47,7 +47,7 @@ WEIGHTS_LAYOUTS = ("auto", "packed", "mapped")
 POLICIES = ("even", "memory", "explicit")
 
 ROOT_KEYS = ("version", "host", "ipc", "placement", "workers")
-HOST_KEYS = ("device", "threads", "experts", "activations")
+HOST_KEYS = ("device", "simulate", "threads", "experts", "activations")
 HOST_EXPERTS_KEYS = ("memory",)
 PLACEMENT_KEYS = ("policy",)
 WORKER_KEYS = (
@@ -65,7 +65,7 @@ EMULATE_LIMITS = {
 
 NAME_FORM = "1..63 letters, digits, '_', '-', '.', the first a letter or digit"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}", re.ASCII)
-_DEVICE = re.compile(r"(?:auto|cpu|(?:cuda|hip):[0-9]{1,3})", re.ASCII)
+_DEVICE = re.compile(r"(?:auto|cpu|(?:cuda|hip|sim):[0-9]{1,3})", re.ASCII)
 _PERCENT = re.compile(r"([0-9]{1,3}(?:\.[0-9]{1,6})?)\s*%", re.ASCII)
 _RANGE = re.compile(r"([0-9]{1,6})(?:\s*-\s*([0-9]{1,6}))?", re.ASCII)
 
@@ -149,7 +149,11 @@ def _host(value: Value) -> HostSpec:
     if "device" in fields:
         device = str(fields["device"].scalar()).lower()
         if not _DEVICE.fullmatch(device):
-            raise fields["device"].error(f"host.device: {device!r} is not allowed; allowed: auto, cpu, cuda:N, hip:N")
+            raise fields["device"].error(f"host.device: {device!r} is not allowed; allowed: auto, cpu, cuda:N, hip:N, sim:N")
+    simulate = fields["simulate"].choice(GPU_BACKENDS) if "simulate" in fields else None
+    if device.startswith("sim") != (simulate is not None):
+        found = f"host: device {device!r} with simulate {simulate!r}"
+        raise value.error(f"{found}; sim:N needs simulate: cuda or hip, others have none")
     threads = fields["threads"].whole(1, MAX_THREADS) if "threads" in fields else None
     budget = MemoryBudget()
     if "experts" in fields:
@@ -157,7 +161,7 @@ def _host(value: Value) -> HostSpec:
         if "memory" in experts:
             budget = _budget(experts["memory"])
     activations = fields["activations"].choice(tuple(ACTIVATIONS)) if "activations" in fields else None
-    return HostSpec(device, threads, budget, value.line, activations)
+    return HostSpec(device, threads, budget, value.line, activations, simulate)
 
 
 def _budget(value: Value) -> MemoryBudget:

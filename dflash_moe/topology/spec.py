@@ -40,7 +40,7 @@ class MemoryBudget:
 class HostSpec:
     """`threads` None: planned from the cores. A percentage of `experts_memory` is one of all routed experts' bytes.
 
-    `activations` None: what the workers have, where they agree.
+    `device` auto is cpu; sim:N comes with `simulate`. `activations` None: what the workers have, where they agree.
     """
 
     device: str = "auto"
@@ -48,6 +48,7 @@ class HostSpec:
     experts_memory: MemoryBudget = field(default_factory=MemoryBudget)
     line: int = 0
     activations: str | None = None
+    simulate: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

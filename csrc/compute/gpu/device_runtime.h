@@ -65,6 +65,12 @@ class DeviceRuntime {
 
   // True once everything queued is done, false if that takes longer than `at_most`.
   virtual Result<bool> wait(std::chrono::nanoseconds at_most) = 0;
+
+  // Makes current again what was so for the calling thread before it used this device: its framework relies on that. The next operation takes
+  // the device again. For devices that a framework of the same process uses.
+  virtual void leave() {}
+  // The vendor's stream behind the queue; 0: none, because work is done by the thread that waits.
+  virtual uint64_t stream() const { return 0; }
 };
 
 }  // namespace dflash::compute::gpu

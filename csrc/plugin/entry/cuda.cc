@@ -11,6 +11,7 @@ namespace {
 
 struct Cuda {
   static constexpr const char* kName = "cuda";
+  static constexpr int32_t kDlpackType = DFLASH_DLPACK_CUDA;
   static Result<std::unique_ptr<compute::gpu::DriverApi>> open() { return compute::gpu::open_cuda_driver(dflash_kernels_cuda, DFLASH_CUDA_MAJOR, DFLASH_CUDA_LEAST_ARCH); }
 };
 
@@ -19,4 +20,7 @@ struct Cuda {
 
 DFLASH_PLUGIN_EXPORT const dflash_backend_table* dflash_backend() {
   return dflash::plugin::table_of<dflash::plugin::ModuleDriver<dflash::plugin::Cuda>>();
+}
+DFLASH_PLUGIN_EXPORT const dflash_host_table* dflash_host_device() {
+  return dflash::plugin::host_table_of<dflash::plugin::ModuleDriver<dflash::plugin::Cuda>>();
 }

@@ -14,6 +14,7 @@ namespace {
 
 struct Hip {
   static constexpr const char* kName = "hip";
+  static constexpr int32_t kDlpackType = DFLASH_DLPACK_ROCM;
   static Result<std::unique_ptr<compute::gpu::DriverApi>> open() {
     return compute::gpu::open_hip_driver({
 #define DFLASH_HIP_OBJECT(architecture, path) {#architecture, dflash_kernels_##architecture},
@@ -28,4 +29,7 @@ struct Hip {
 
 DFLASH_PLUGIN_EXPORT const dflash_backend_table* dflash_backend() {
   return dflash::plugin::table_of<dflash::plugin::ModuleDriver<dflash::plugin::Hip>>();
+}
+DFLASH_PLUGIN_EXPORT const dflash_host_table* dflash_host_device() {
+  return dflash::plugin::host_table_of<dflash::plugin::ModuleDriver<dflash::plugin::Hip>>();
 }

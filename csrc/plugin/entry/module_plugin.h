@@ -5,10 +5,11 @@
 #include "compute/gpu/module/module_runtime.h"
 #include "plugin/device_table.h"
 #include "plugin/entry/gpu_plugin.h"
+#include "plugin/entry/host_table.h"
 
 namespace dflash::plugin {
 
-// Vendor: `static constexpr const char* kName` and `static Result<std::unique_ptr<compute::gpu::DriverApi>> open()`.
+// Vendor: `static constexpr const char* kName`, `static constexpr int32_t kDlpackType` and `static Result<std::unique_ptr<compute::gpu::DriverApi>> open()`.
 template <class Vendor>
 struct ModuleDriver {
   static constexpr const char* kName = Vendor::kName;
@@ -25,12 +26,17 @@ struct ModuleDriver {
     return listed;
   }
 
-  static Result<std::unique_ptr<Device>> open(uint32_t device, const OpenOptions&) {
-    auto driver = Vendor::open();
-    if (!driver.ok()) return std::move(driver).error();
-    auto runtime = compute::gpu::make_module_runtime(std::move(driver).value(), device);
+  static Result<std::unique_ptr<Device>> open(uint32_t device, const OpenOptions& options) {
+    auto runtime = open_for_host(device, options);
     if (!runtime.ok()) return std::move(runtime).error();
     return std::unique_ptr<Device>(std::make_unique<GpuPluginDevice>(std::move(runtime).value()));
+  }
+
+  static constexpr int32_t kDlpackType = Vendor::kDlpackType;
+  static Result<std::unique_ptr<compute::gpu::DeviceRuntime>> open_for_host(uint32_t device, const OpenOptions&) {
+    auto driver = Vendor::open();
+    if (!driver.ok()) return std::move(driver).error();
+    return compute::gpu::make_module_runtime(std::move(driver).value(), device);
   }
 };
 

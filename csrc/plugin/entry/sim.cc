@@ -5,6 +5,7 @@
 #include "compute/gpu/sim/sim_runtime.h"
 #include "plugin/device_table.h"
 #include "plugin/entry/gpu_plugin.h"
+#include "plugin/entry/host_table.h"
 
 namespace dflash::plugin {
 namespace {
@@ -29,9 +30,19 @@ struct SimDriver {
     if (!runtime.ok()) return std::move(runtime).error();
     return std::unique_ptr<Device>(std::make_unique<GpuPluginDevice>(std::move(runtime).value()));
   }
+
+  // Tensors of the processor stand in for those of a card: the framework's memory is not this runtime's.
+  static constexpr int32_t kDlpackType = DFLASH_DLPACK_CPU;
+  static Result<std::unique_ptr<compute::gpu::DeviceRuntime>> open_for_host(uint32_t device, const OpenOptions& options) {
+    if (device > 1) return Error{ErrorCode::kInvalidArgument, "device sim:" + std::to_string(device) + " does not exist; there are sim:0 and sim:1"};
+    const SimulatedVendor vendor = device == 0 ? SimulatedVendor::kCuda : SimulatedVendor::kHip;
+    return compute::gpu::make_simulated_runtime(
+        SimulatedDevice{.vendor = vendor, .memory_bytes = machine_bytes(), .seed = options.seed, .has_foreign_memory = true});
+  }
 };
 
 }  // namespace
 }  // namespace dflash::plugin
 
 DFLASH_PLUGIN_EXPORT const dflash_backend_table* dflash_backend() { return dflash::plugin::table_of<dflash::plugin::SimDriver>(); }
+DFLASH_PLUGIN_EXPORT const dflash_host_table* dflash_host_device() { return dflash::plugin::host_table_of<dflash::plugin::SimDriver>(); }

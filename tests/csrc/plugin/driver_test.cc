@@ -8,6 +8,7 @@
 #include <filesystem>
 #include <fstream>
 #include <string>
+#include <thread>
 #include <utility>
 
 #include "base/clock.h"
@@ -226,4 +227,23 @@ TEST_CASE("the kernel driver's nodes give names, units and waves; processors are
   CHECK(architecture_name(90402) == "gfx942");
   CHECK(architecture_name(120001) == "gfx1201");
   CHECK(read_hip_nodes("/nonexistent").empty());
+}
+
+TEST_CASE("a thread finds current what was so before it used the device") {
+  auto driver = fake_cuda();
+  DriverApi& api = *driver;
+  auto made = make_module_runtime(std::move(driver), 0);
+  REQUIRE(made.ok());
+  std::thread other([&] {
+    int theirs = 0;
+    REQUIRE(api.restore(&theirs) == 0);  // as a framework that uses another device does
+    REQUIRE(made.value()->free_bytes().ok());
+    void* current = nullptr;
+    REQUIRE(api.current(&current) == 0);
+    CHECK(current != &theirs);
+    made.value()->leave();
+    REQUIRE(api.current(&current) == 0);
+    CHECK(current == &theirs);
+  });
+  other.join();
 }

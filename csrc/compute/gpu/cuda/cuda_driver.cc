@@ -38,6 +38,8 @@ class CudaDriver final : public DriverApi {
     if (context_ != nullptr) release_context_(static_cast<int>(device));
     context_ = nullptr;
   }
+  int current(void** saved) override { return get_current_(saved); }
+  int restore(void* saved) override { return set_current_(saved); }
   int memory(size_t* free_bytes, size_t* all_bytes) override { return memory_(free_bytes, all_bytes); }
   int allocate(void** memory, size_t num_bytes) override {
     Pointer pointer = 0;
@@ -91,6 +93,7 @@ class CudaDriver final : public DriverApi {
   int (*retain_)(void**, int) = nullptr;
   int (*release_context_)(int) = nullptr;
   int (*set_current_)(void*) = nullptr;
+  int (*get_current_)(void**) = nullptr;
   int (*memory_)(size_t*, size_t*) = nullptr;
   int (*allocate_)(Pointer*, size_t) = nullptr;
   int (*release_)(Pointer) = nullptr;
@@ -124,6 +127,7 @@ Status CudaDriver::open(const DriverLibrary& library) {
   DFLASH_TRY(library.find("cuDevicePrimaryCtxRetain", retain_));
   DFLASH_TRY(library.find("cuDevicePrimaryCtxRelease_v2", release_context_));
   DFLASH_TRY(library.find("cuCtxSetCurrent", set_current_));
+  DFLASH_TRY(library.find("cuCtxGetCurrent", get_current_));
   DFLASH_TRY(library.find("cuMemGetInfo_v2", memory_));
   DFLASH_TRY(library.find("cuMemAlloc_v2", allocate_));
   DFLASH_TRY(library.find("cuMemFree_v2", release_));

@@ -24,6 +24,13 @@ class HipDriver final : public DriverApi {
 
   int use(uint32_t device) override { return set_device_(static_cast<int>(device)); }
   void drop(uint32_t) override {}  // the runtime keeps its context for the process
+  int current(void** saved) override {
+    int device = 0;
+    const int status = get_device_(&device);
+    *saved = reinterpret_cast<void*>(static_cast<intptr_t>(device));
+    return status;
+  }
+  int restore(void* saved) override { return set_device_(static_cast<int>(reinterpret_cast<intptr_t>(saved))); }
   int memory(size_t* free_bytes, size_t* all_bytes) override { return memory_(free_bytes, all_bytes); }
   int allocate(void** memory, size_t num_bytes) override { return allocate_(memory, num_bytes); }
   int release(void* memory) override { return release_(memory); }
@@ -66,6 +73,7 @@ class HipDriver final : public DriverApi {
   int (*name_)(char*, int, int) = nullptr;
   int (*total_)(size_t*, int) = nullptr;
   int (*set_device_)(int) = nullptr;
+  int (*get_device_)(int*) = nullptr;
   int (*memory_)(size_t*, size_t*) = nullptr;
   int (*allocate_)(void**, size_t) = nullptr;
   int (*release_)(void*) = nullptr;
@@ -95,6 +103,7 @@ Status HipDriver::open(const DriverLibrary& library) {
   DFLASH_TRY(library.find("hipDeviceGetName", name_));
   DFLASH_TRY(library.find("hipDeviceTotalMem", total_));
   DFLASH_TRY(library.find("hipSetDevice", set_device_));
+  DFLASH_TRY(library.find("hipGetDevice", get_device_));
   DFLASH_TRY(library.find("hipMemGetInfo", memory_));
   DFLASH_TRY(library.find("hipMalloc", allocate_));
   DFLASH_TRY(library.find("hipFree", release_));

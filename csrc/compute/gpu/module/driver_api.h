@@ -32,6 +32,9 @@ class DriverApi {
   // Makes the device current for the calling thread, creating its context the first time; drop() gives that back.
   virtual int use(uint32_t device) = 0;
   virtual void drop(uint32_t device) = 0;
+  // What is current for the calling thread, and making that current again.
+  virtual int current(void** saved) = 0;
+  virtual int restore(void* saved) = 0;
   virtual int memory(size_t* free_bytes, size_t* all_bytes) = 0;
   virtual int allocate(void** memory, size_t num_bytes) = 0;
   virtual int release(void* memory) = 0;

@@ -34,6 +34,8 @@ class ModuleRuntime final : public DeviceRuntime {
   Status mark(Mark mark) override;
   Result<int64_t> elapsed_ns() override;
   Result<bool> wait(std::chrono::nanoseconds at_most) override;
+  void leave() override;
+  uint64_t stream() const override { return reinterpret_cast<uintptr_t>(queue_); }
 
  private:
   Status enter();
@@ -45,6 +47,8 @@ class ModuleRuntime final : public DeviceRuntime {
   DeviceFacts facts_;
   bool is_in_use_ = false;       // use() succeeded: drop() is due
   std::thread::id current_for_;  // the thread for which the device is current
+  void* before_ = nullptr;       // what was current for that thread
+  bool has_before_ = false;
   std::string lost_;             // not empty: the device failed, and with which words
   void* queue_ = nullptr;
   void* events_[2] = {};  // by Mark
@@ -77,10 +81,17 @@ Status ModuleRuntime::done(int status, const char* what) {
 Status ModuleRuntime::enter() {
   if (!lost_.empty()) return Error{ErrorCode::kWorkerFailed, lost_};
   if (current_for_ == std::this_thread::get_id()) return ok();
+  has_before_ = driver_->current(&before_) == 0;
   DFLASH_TRY(done(driver_->use(facts_.index), "making the device current"));
   current_for_ = std::this_thread::get_id();
   is_in_use_ = true;
   return ok();
+}
+
+void ModuleRuntime::leave() {
+  if (current_for_ != std::this_thread::get_id()) return;
+  current_for_ = std::thread::id();
+  if (has_before_) driver_->restore(before_);  // where that fails, the next use of the framework says so
 }
 
 Status ModuleRuntime::start() {

@@ -40,7 +40,7 @@ void free_aligned(std::byte* memory) { ::operator delete(memory, std::align_val_
 
 class SimRuntime final : public DeviceRuntime {
  public:
-  SimRuntime(const SimulatedDevice& device, std::unique_ptr<sim::Block> block) : block_(std::move(block)), random_(device.seed) {
+  SimRuntime(const SimulatedDevice& device, std::unique_ptr<sim::Block> block) : block_(std::move(block)), random_(device.seed), has_foreign_memory_(device.has_foreign_memory) {
     const bool is_cuda = device.vendor == SimulatedVendor::kCuda;
     facts_.backend = is_cuda ? "sim-cuda" : "sim-hip";
     facts_.name = is_cuda ? "simulated CUDA device" : "simulated HIP device";
@@ -143,6 +143,7 @@ class SimRuntime final : public DeviceRuntime {
   }
   // A copy must stay inside one allocation.
   Status check_range(const std::byte* device, uint64_t num_bytes, const char* what) {
+    if (has_foreign_memory_) return ok();
     const auto next = allocations_.upper_bound(const_cast<std::byte*>(device));
     if (next != allocations_.begin()) {
       const auto& [memory, size] = *std::prev(next);
@@ -194,6 +195,7 @@ class SimRuntime final : public DeviceRuntime {
   DeviceFacts facts_;
   std::unique_ptr<sim::Block> block_;
   std::mt19937_64 random_;
+  const bool has_foreign_memory_;
   uint64_t used_bytes_ = 0;
   std::map<std::byte*, uint64_t> allocations_;
   std::set<std::byte*> staging_;

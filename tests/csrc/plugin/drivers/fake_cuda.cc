@@ -9,6 +9,7 @@ namespace {
 
 constexpr int kOutOfMemory = 2, kNoDevice = 100, kNoBinary = 209, kNotReady = 600, kIllegalAddress = 700, kUnknown = 999;
 int queries = 0;
+thread_local void* current = nullptr;
 
 bool is(const char* fault) {
   const char* asked = ::getenv("FAKE_CUDA");
@@ -35,7 +36,8 @@ FAKE int cuDeviceGetAttribute(int* value, int attribute, int device) {
 }
 FAKE int cuDevicePrimaryCtxRetain(void** context, int) { return *context = &queries, 0; }
 FAKE int cuDevicePrimaryCtxRelease_v2(int) { return 0; }
-FAKE int cuCtxSetCurrent(void*) { return 0; }
+FAKE int cuCtxSetCurrent(void* context) { return current = context, 0; }
+FAKE int cuCtxGetCurrent(void** context) { return *context = current, 0; }
 FAKE int cuMemGetInfo_v2(size_t* free_bytes, size_t* all) { return *free_bytes = 4096, *all = 1 << 20, 0; }
 FAKE int cuMemAlloc_v2(Pointer* memory, size_t bytes) {
   if (is("full")) return kOutOfMemory;

@@ -19,6 +19,7 @@ FAKE int hipDeviceGet(int* device, int index) { return *device = index, 0; }
 FAKE int hipDeviceGetName(char* name, int size, int) { return ::strncpy(name, "Fake Radeon", static_cast<size_t>(size)), 0; }
 FAKE int hipDeviceTotalMem(size_t* bytes, int) { return *bytes = size_t{16} << 30, 0; }
 FAKE int hipSetDevice(int) { return 0; }
+FAKE int hipGetDevice(int* device) { return *device = 0, 0; }
 FAKE int hipMemGetInfo(size_t* free_bytes, size_t* all) { return *free_bytes = size_t{15} << 30, *all = size_t{16} << 30, 0; }
 FAKE int hipMalloc(void** memory, size_t bytes) { return *memory = ::malloc(bytes), 0; }
 FAKE int hipFree(void* memory) { return ::free(memory), 0; }

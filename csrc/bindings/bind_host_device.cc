@@ -1,0 +1,77 @@
+// The device that a host's own tensors live on, and pinned memory to stage them in.
+// SPDX-License-Identifier: Apache-2.0
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "bindings/errors.h"
+#include "bindings/host_device_box.h"
+#include "bindings/module.h"
+#include "plugin/loader.h"
+
+namespace py = pybind11;
+
+namespace dflash::bindings {
+namespace {
+
+using Piece = std::tuple<uintptr_t, uintptr_t, uint64_t>;  // device's address, host's address, bytes
+
+HostDeviceBox open_host_device(const std::string& backend, uint32_t device) {
+  const dflash_host_table& table = *unwrap(plugin::load_host(backend));
+  Result<std::shared_ptr<plugin::HostDevice>> opened = Error{ErrorCode::kClosed, ""};
+  {
+    py::gil_scoped_release unlocked;
+    opened = plugin::HostDevice::open(table, device);
+  }
+  return HostDeviceBox{unwrap(std::move(opened))};
+}
+
+std::vector<dflash_transfer> transfers_of(const std::vector<Piece>& pieces) {
+  std::vector<dflash_transfer> transfers;
+  for (const auto& [device, host, num_bytes] : pieces) {
+    transfers.push_back({reinterpret_cast<void*>(device), reinterpret_cast<void*>(host), num_bytes});
+  }
+  return transfers;
+}
+
+template <Status (plugin::HostDevice::*kCopy)(std::span<const dflash_transfer>)>
+void copy(const HostDeviceBox& self, const std::vector<Piece>& pieces) {
+  const std::vector<dflash_transfer> transfers = transfers_of(pieces);
+  Status copied = ok();
+  {
+    py::gil_scoped_release unlocked;
+    copied = ((*self.device).*kCopy)(transfers);
+  }
+  unwrap(std::move(copied));
+}
+
+}  // namespace
+
+void bind_host_device(py::module_& module) {
+  using Block = plugin::HostDevice::Block;
+  py::class_<Block>(module, "StagingBlock").def_property_readonly("address", [](const Block& block) {
+    return reinterpret_cast<uintptr_t>(block.memory());
+  });
+  py::class_<HostDeviceBox>(module, "HostDevice")
+      .def(py::init(&open_host_device), py::kw_only(), py::arg("backend"), py::arg("device") = 0)
+      .def_property_readonly("name", [](const HostDeviceBox& self) { return self.device->name(); })
+      .def_property_readonly("dlpack_device", [](const HostDeviceBox& self) {
+        return py::make_tuple(self.device->dlpack_type(), self.device->dlpack_id());
+      })
+      .def_property_readonly("stream", [](const HostDeviceBox& self) { return self.device->stream(); })
+      .def("staging", [](const HostDeviceBox& self, uint64_t num_bytes) {
+        Result<std::unique_ptr<Block>> block = Error{ErrorCode::kClosed, ""};
+        {
+          py::gil_scoped_release unlocked;
+          block = self.device->staging(num_bytes);
+        }
+        return unwrap(std::move(block));
+      }, py::arg("num_bytes"))
+      .def("copy_in", &copy<&plugin::HostDevice::copy_in>, py::arg("pieces"))
+      .def("copy_out", &copy<&plugin::HostDevice::copy_out>, py::arg("pieces"));
+}
+
+}  // namespace dflash::bindings

@@ -1,0 +1,48 @@
+// The device that a host's own tensors live on: copies between it and pinned memory, on a queue of its own. Any thread, one at a time; what was
+// current for the thread is current again after every call, because its framework uses the device too.
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <memory>
+#include <mutex>
+#include <span>
+#include <string>
+
+#include "compute/gpu/device_runtime.h"
+
+namespace dflash::compute::gpu {
+
+struct HostTransfer {
+  std::byte* device;
+  std::byte* host;
+  uint64_t num_bytes;
+};
+
+class GpuHost {
+ public:
+  explicit GpuHost(std::unique_ptr<DeviceRuntime> runtime) : runtime_(std::move(runtime)) {}
+  GpuHost(const GpuHost&) = delete;
+  GpuHost& operator=(const GpuHost&) = delete;
+
+  std::string name() const;  // "cuda 0 (NVIDIA H200)", for messages
+  const DeviceFacts& facts() const { return runtime_->facts(); }
+  uint64_t stream() const { return runtime_->stream(); }
+
+  // Errors: kOutOfMemory.
+  Result<std::byte*> allocate_pinned(uint64_t num_bytes);
+  void release_pinned(std::byte* memory);
+  // Errors: the device's, and kTimeout where it did not end within `at_most`; it then counts as hung, and every later call fails.
+  Status copy_in(std::span<const HostTransfer> pieces, std::chrono::nanoseconds at_most);
+  Status copy_out(std::span<const HostTransfer> pieces, std::chrono::nanoseconds at_most);
+
+ private:
+  class Turn;
+  Status drain(std::chrono::nanoseconds at_most);
+  Error named(Error error) const { return std::move(error).with(name()); }
+
+  std::unique_ptr<DeviceRuntime> runtime_;
+  std::mutex mutex_;  // runtime_ and below
+  bool is_hung_ = false;
+};
+
+}  // namespace dflash::compute::gpu
