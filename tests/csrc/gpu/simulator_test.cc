@@ -85,6 +85,35 @@ TEST_CASE("a missing barrier shows: some order of threads reads memory before it
   CHECK(num_stale < 108);
 }
 
+// Each sub-group's sum to all, twice in a row; without the last barrier the second round writes over sums that others have yet to read.
+template <bool kHasLastBarrier>
+void sum_twice(const void* params) {
+  using Array = SharedArray<uint32_t, 4>;
+  GPU_SHARED(Array, sums);
+  uint32_t found = 0;
+  for (uint32_t round = 1; round <= 2; ++round) {
+    const uint32_t of_first = shuffle(round * (subgroup_index() + 1), 0);
+    if (lane_index() == 0) sums.at(subgroup_index()) = of_first;
+    sync_block();
+    for (uint32_t i = 0; i < 4; ++i) found = 100 * found + sums.at(i);
+    if constexpr (kHasLastBarrier) sync_block();
+  }
+  output_of(params).values[thread_index()] = found;
+}
+
+TEST_CASE("a missing barrier before memory is written again shows: some sub-group runs ahead") {
+  uint32_t num_wrong = 0;
+  for (uint64_t seed = 1; seed <= 8; ++seed) {
+    std::vector<uint32_t> whole(128), lacking(128);
+    REQUIRE(run(&sum_twice<true>, {whole.data(), 0}, 128, seed).ok());
+    REQUIRE(run(&sum_twice<false>, {lacking.data(), 0}, 128, seed).ok());
+    for (uint32_t i = 0; i < 128; ++i) CHECK(whole[i] == whole[0]);
+    num_wrong += lacking != whole ? 1 : 0;
+  }
+  CHECK(num_wrong >= 1);
+  CHECK(num_wrong < 8);  // the other half of the seeds advances all threads together
+}
+
 TEST_CASE("two shared objects of one block do not overlap, and a new block starts without the old contents") {
   std::vector<uint32_t> values(64, 0);
   const sim::Kernel kernel = [](const void* p) {
@@ -194,17 +223,34 @@ TEST_CASE("a block goes on after another one failed") {
 }
 
 TEST_CASE("threads that wait for memory of the host go on once it changes, and let the host run meanwhile") {
-  auto block = Block::create(32, 1).value();
-  uint32_t word = 0;
-  const Output output{&word, 0};
-  block->start({[](const void* p) {
-                  while (load_acquire_system(output_of(p).values) != 5) {
-                  }
-                },
-                &output, "wait", 64, 0, 0, 1});
-  for (int i = 0; i < 10; ++i) CHECK_FALSE(block->advance().value());
-  store_release_system(&word, 5);
-  CHECK(block->advance().value());
+  for (uint64_t seed = 1; seed <= 4; ++seed) {  // both ways of running a block
+    auto block = Block::create(32, seed).value();
+    uint32_t word = 0;
+    const Output output{&word, 0};
+    block->start({[](const void* p) {
+                    while (load_acquire_system(output_of(p).values) != 5) {
+                    }
+                  },
+                  &output, "wait", 64, 0, 0, 1});
+    for (int i = 0; i < 10; ++i) CHECK_FALSE(block->advance().value());
+    store_release_system(&word, 5);
+    const bool is_done = block->advance().value() || block->advance().value();  // of two sub-groups, perhaps one at a time
+    CHECK(is_done);
+  }
+}
+
+TEST_CASE("a sub-group that polls for what another writes does not keep it from running") {
+  for (uint64_t seed = 1; seed <= 8; ++seed) {
+    uint32_t word = 0;
+    CHECK(run(
+              [](const void* p) {
+                if (subgroup_index() == 1) store_release_system(output_of(p).values, 1);
+                while (load_acquire_system(output_of(p).values) == 0) {
+                }
+              },
+              {&word, 0}, 64, seed)
+              .ok());
+  }
 }
 
 }  // namespace

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cstring>
 #include <memory>
+#include <numeric>
 
 namespace dflash::compute::gpu::sim {
 namespace {
@@ -57,6 +58,10 @@ void Block::start(const Launch& launch) {
     thread.fibre.prepare(stacks_ + (i + 1) * stack_step_ - kStackBytes, kStackBytes, &Block::run_thread, &thread);
     order_[i] = i;
   }
+  subgroups_.resize(launch.threads / kSubgroup);
+  std::iota(subgroups_.begin(), subgroups_.end(), 0);
+  std::shuffle(subgroups_.begin(), subgroups_.end(), random_);
+  runs_ahead_ = random_() % 2 == 0;
   shared_objects_.clear();
   shared_used_ = 0;
   num_left_ = 0;
@@ -72,9 +77,21 @@ void Block::run_thread(void* argument) {
 }
 
 Result<bool> Block::advance() {
-  std::shuffle(order_.begin(), order_.end(), random_);
+  auto has_run = runs_ahead_ ? run_first_subgroup() : run_all(order_);
+  if (!has_run.ok()) return has_run;
+  if (num_left_ == launch_.threads) return true;
+  if (has_run.value()) return false;
+  bool is_released = false;
+  for (uint32_t first = 0; first < launch_.threads; first += kSubgroup) is_released |= release_subgroup(first);
+  if (is_released || release_block()) return false;
+  return divergence();
+}
+
+// Those of `order` that can go on, each once, shuffled. Whether there were any.
+Result<bool> Block::run_all(std::span<uint32_t> order) {
+  std::shuffle(order.begin(), order.end(), random_);
   bool has_run = false;
-  for (uint32_t index : order_) {
+  for (uint32_t index : order) {
     Thread& thread = threads_[index];
     if (thread.state != State::kReady) continue;
     has_run = true;
@@ -83,12 +100,22 @@ Result<bool> Block::advance() {
     running = nullptr;
     if (!failure_.empty()) return Error{ErrorCode::kWorkerFailed, failure_};
   }
-  if (num_left_ == launch_.threads) return true;
-  if (has_run) return false;
-  bool is_released = false;
-  for (uint32_t first = 0; first < launch_.threads; first += kSubgroup) is_released |= release_subgroup(first);
-  if (is_released || release_block()) return false;
-  return divergence();
+  return has_run;
+}
+
+// The foremost sub-group that can go on, through its collectives too, while the others stand still. One that polls goes to the end.
+Result<bool> Block::run_first_subgroup() {
+  for (size_t i = 0; i < subgroups_.size(); ++i) {
+    const uint32_t first = subgroups_[i] * kSubgroup;
+    has_paused_ = false;
+    std::iota(order_.begin(), order_.begin() + kSubgroup, first);
+    auto has_run = run_all({order_.data(), kSubgroup});
+    if (!has_run.ok()) return has_run;
+    const auto own = subgroups_.begin() + static_cast<ptrdiff_t>(i);
+    if (has_paused_) std::rotate(own, own + 1, subgroups_.end());
+    if (has_run.value() || release_subgroup(first)) return true;
+  }
+  return false;
 }
 
 bool Block::release_subgroup(uint32_t first) {
@@ -205,7 +232,11 @@ void* shared_object(size_t num_bytes, Site site) {
   return memory;
 }
 
-void pause_thread() { static_cast<Block::Thread*>(running_thread())->fibre.yield(); }
+void pause_thread() {
+  auto& thread = *static_cast<Block::Thread*>(running_thread());
+  thread.block->has_paused_ = true;
+  thread.fibre.yield();
+}
 
 void out_of_bounds(uint64_t index, uint64_t size, Site site) {
   auto& thread = *static_cast<Block::Thread*>(running_thread());

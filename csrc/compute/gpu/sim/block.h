@@ -1,10 +1,12 @@
-// One block of simulated threads: a fibre each, run one at a time in an order that the seed shuffles at every turn, so that a missing
-// barrier shows. Finds divergent barriers: a thread that leaves, or waits somewhere else, while others wait for it.
+// One block of simulated threads: a fibre each, run one at a time so that a missing barrier shows. In half of the blocks all threads advance
+// together, in an order that the seed shuffles at every turn; in the others one sub-group runs as far ahead as it can. Finds divergent
+// barriers: a thread that leaves, or waits somewhere else, while others wait for it.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
 #include <memory>
 #include <random>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -67,6 +69,8 @@ class Block {
 
   Block(uint32_t wave_width, uint64_t seed) : wave_width_(wave_width), random_(seed) {}
   static void run_thread(void* thread);
+  Result<bool> run_all(std::span<uint32_t> order);
+  Result<bool> run_first_subgroup();
   void* find_shared(size_t num_bytes, Site site);
   void note_failure(const Thread& thread, const std::string& what, Site site);
   [[noreturn]] void leave_failed(Thread& thread);
@@ -83,6 +87,9 @@ class Block {
   Launch launch_{};
   std::vector<Thread> threads_;
   std::vector<uint32_t> order_;
+  std::vector<uint32_t> subgroups_;  // the foremost runs first
+  bool runs_ahead_ = false;
+  bool has_paused_ = false;          // a thread polled since this was last cleared
   std::vector<std::byte> shared_;
   std::vector<SharedObject> shared_objects_;
   size_t shared_used_ = 0;
