@@ -5,6 +5,7 @@
 
 #include <new>
 #include <optional>
+#include <set>
 #include <string>
 #include <utility>
 
@@ -31,6 +32,7 @@ struct QueuedBatch {
 
 struct dflash_device {
   std::unique_ptr<Device> device;
+  std::set<std::pair<dflash::compute::NumericsClass, dflash::compute::WeightFormat>> proven;
   uint64_t next_ticket = 0;   // to be given
   uint64_t next_batch = 0;    // to be computed
   QueuedBatch queue[kQueuedBatches];
@@ -123,6 +125,17 @@ int32_t answer_layer_bytes(dflash_device* device, const dflash_ffn_spec* spec, c
   });
 }
 
+// Once per class and format of an open device.
+Status prove_once(dflash_device& device, const LayerOptions& options) {
+  if (!device.device->must_prove()) return ok();
+  for (compute::WeightFormat format : {options.formats.gate_up, options.formats.down}) {
+    if (device.proven.contains({options.numerics, format})) continue;
+    DFLASH_TRY(prove_kernels(*device.device, options.numerics, format));
+    device.proven.insert({options.numerics, format});
+  }
+  return ok();
+}
+
 int32_t answer_layer_define(dflash_device* device, const dflash_ffn_spec* spec, const dflash_layer_options* options,
                             dflash_layer** defined, dflash_error* error) {
   return answered(error, [&]() -> Status {
@@ -132,6 +145,7 @@ int32_t answer_layer_define(dflash_device* device, const dflash_ffn_spec* spec, 
     auto layer = layer_options_of(read_record(options));
     if (!layer.ok()) return std::move(layer).error();
     DFLASH_TRY(check_layer(*device->device, layer.value()));
+    DFLASH_TRY(prove_once(*device, layer.value()));
     auto experts = device->device->backend().create_layer(asked.value(), layer.value().num_local_experts, layer.value().formats,
                                                           layer.value().numerics);
     if (!experts.ok()) return std::move(experts).error();

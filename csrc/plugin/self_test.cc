@@ -155,4 +155,20 @@ Result<SelfTestResult> run_self_test(Device& device, uint32_t test_case) {
   return result;
 }
 
+Status prove_kernels(Device& device, NumericsClass numerics, WeightFormat format) {
+  const std::vector<Case> cases = cases_of(device);
+  for (uint32_t i = 0; i < cases.size(); ++i) {
+    if (cases[i].numerics != numerics || cases[i].format != format) continue;
+    auto tested = run_self_test(device, i);
+    if (!tested.ok()) return std::move(tested).error();
+    const SelfTestResult& result = tested.value();
+    if (result.differing == 0) continue;
+    return Error{ErrorCode::kUnsupported, "its kernels compute wrong numbers: " + result.kernel + " with weights in " + result.formats +
+                                              " differs from the reference in " + std::to_string(result.differing) + " of " +
+                                              std::to_string(result.elements) +
+                                              " elements; `dflash-moe doctor --selftest` shows what holds on this device"};
+  }
+  return ok();
+}
+
 }  // namespace dflash::plugin

@@ -20,4 +20,7 @@ struct SelfTestResult {
 // Errors: kInvalidArgument for a case beyond the last; those of the device.
 Result<SelfTestResult> run_self_test(Device& device, uint32_t test_case);
 
+// Runs the cases of one class and format. Errors: kUnsupported where any element is wrong; those of the device.
+Status prove_kernels(Device& device, compute::NumericsClass numerics, compute::WeightFormat format);
+
 }  // namespace dflash::plugin

@@ -16,12 +16,13 @@ namespace dflash::plugin {
 
 class GpuPluginDevice final : public Device, public compute::ExpertBackend {
  public:
-  explicit GpuPluginDevice(std::unique_ptr<compute::gpu::DeviceRuntime> runtime)
-      : device_(std::make_shared<compute::gpu::GpuDevice>(std::move(runtime))) {}
+  GpuPluginDevice(std::unique_ptr<compute::gpu::DeviceRuntime> runtime, bool must_prove)
+      : must_prove_(must_prove), device_(std::make_shared<compute::gpu::GpuDevice>(std::move(runtime))) {}
 
   compute::ExpertBackend& backend() override { return *this; }
   bool takes(compute::WeightFormat) const override { return true; }
   bool computes(compute::NumericsClass numerics) const override { return numerics == compute::NumericsClass::kF32Canonical; }
+  bool must_prove() const override { return must_prove_; }
   uint32_t max_rows() const override { return kMaxRows; }
   Result<uint64_t> free_bytes() override { return device_->free_bytes(); }
   uint64_t layer_bytes(const compute::FfnSpec& spec, uint32_t num_local_experts, compute::ResidentFormats formats) const override {
@@ -34,6 +35,7 @@ class GpuPluginDevice final : public Device, public compute::ExpertBackend {
 
  private:
   static constexpr uint32_t kMaxRows = 1u << 16;  // the layer cuts batches to its scratch memory
+  const bool must_prove_;
   std::shared_ptr<compute::gpu::GpuDevice> device_;
 };
 

@@ -29,7 +29,7 @@ struct ModuleDriver {
   static Result<std::unique_ptr<Device>> open(uint32_t device, const OpenOptions& options) {
     auto runtime = open_for_host(device, options);
     if (!runtime.ok()) return std::move(runtime).error();
-    return std::unique_ptr<Device>(std::make_unique<GpuPluginDevice>(std::move(runtime).value()));
+    return std::unique_ptr<Device>(std::make_unique<GpuPluginDevice>(std::move(runtime).value(), true));
   }
 
   static constexpr int32_t kDlpackType = Vendor::kDlpackType;

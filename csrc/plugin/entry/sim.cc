@@ -28,7 +28,7 @@ struct SimDriver {
     const SimulatedVendor vendor = device == 0 ? SimulatedVendor::kCuda : SimulatedVendor::kHip;
     auto runtime = compute::gpu::make_simulated_runtime(SimulatedDevice{vendor, machine_bytes(), options.seed});
     if (!runtime.ok()) return std::move(runtime).error();
-    return std::unique_ptr<Device>(std::make_unique<GpuPluginDevice>(std::move(runtime).value()));
+    return std::unique_ptr<Device>(std::make_unique<GpuPluginDevice>(std::move(runtime).value(), false));
   }
 
   // Tensors of the processor stand in for those of a card: the framework's memory is not this runtime's.

@@ -11,7 +11,7 @@
 
 namespace dflash::plugin::toys {
 
-inline constexpr uint32_t kSmallMemory = 0, kTooOld = 1, kWrongBits = 2;
+inline constexpr uint32_t kSmallMemory = 0, kTooOld = 1, kWrongBits = 2, kUntriedWrong = 3, kUntriedRight = 4;
 
 // The reference, unless told otherwise: replies with every bit turned over, or a card that is lost in each call.
 class ScriptedLayer final : public compute::ExpertLayer {
@@ -26,6 +26,7 @@ class ScriptedLayer final : public compute::ExpertLayer {
   Status forward(const compute::ForwardArgs& args, compute::ProgressCounter& progress) override {
     if (device_ == kSmallMemory) return Error{ErrorCode::kWorkerFailed, "the card has fallen off the bus"};
     DFLASH_TRY(inner_->forward(args, progress));
+    if (device_ == kUntriedRight) return ok();
     const size_t bytes = size_t{args.num_rows} * spec().out_size * dtype_bytes(args.reply_dtype);
     for (size_t at = 0; at < bytes; ++at) args.reply[at] = ~args.reply[at];
     return ok();
@@ -42,6 +43,7 @@ class ScriptedDevice final : public Device, public compute::ExpertBackend {
   compute::ExpertBackend& backend() override { return *this; }
   bool takes(compute::WeightFormat format) const override { return compute::is_float(format); }
   bool computes(compute::NumericsClass numerics) const override { return numerics == compute::NumericsClass::kF32Canonical; }
+  bool must_prove() const override { return device_ == kUntriedWrong || device_ == kUntriedRight; }
   uint32_t max_rows() const override { return 64; }
   Result<uint64_t> free_bytes() override { return device_ == kSmallMemory ? uint64_t{4500} : uint64_t{1} << 30; }
   uint64_t layer_bytes(const compute::FfnSpec&, uint32_t num_local_experts, compute::ResidentFormats) const override {
@@ -62,7 +64,9 @@ struct ScriptedDriver {
   static Result<std::vector<DeviceListing>> list() {
     return std::vector<DeviceListing>{{"small card", "cuda", "sm_75", 8000, ""},
                                       {"old card", "cuda", "sm_52", 8000, "compute capability 5.2 is below 7.5"},
-                                      {"wrong card", "cuda", "sm_75", 1u << 30, ""}};
+                                      {"wrong card", "cuda", "sm_75", 1u << 30, ""},
+                                      {"untried card", "cuda", "sm_75", 1u << 30, ""},
+                                      {"untried card", "cuda", "sm_75", 1u << 30, ""}};
   }
   static Result<std::unique_ptr<Device>> open(uint32_t device, const OpenOptions&) {
     return std::unique_ptr<Device>(std::make_unique<ScriptedDevice>(device));

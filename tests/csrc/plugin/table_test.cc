@@ -243,6 +243,22 @@ TEST_CASE("a format or class that the device lacks is unsupported, a card that i
   CHECK(lost.error().message == "device scripted:0 (small card): the card has fallen off the bus");
 }
 
+TEST_CASE("a card that no test ever ran on computes the reference's numbers, or gets no layer") {
+  const auto define = [](uint32_t device, Dtype format) -> Status {
+    auto backend = PluginBackend::open(*table_of<toys::ScriptedDriver>(), device, OpenOptions{});
+    REQUIRE(backend.ok());
+    auto layer = backend.value()->create_layer(toy_spec(), 1, format, compute::NumericsClass::kF32Canonical);
+    return layer.ok() ? ok() : Status(std::move(layer).error());
+  };
+  CHECK(define(toys::kUntriedRight, Dtype::kBF16).ok());
+  CHECK(define(toys::kWrongBits, Dtype::kBF16).ok());  // one that need not prove anything
+  const Status refused = define(toys::kUntriedWrong, Dtype::kBF16);
+  REQUIRE_FALSE(refused.ok());
+  CHECK(refused.error().code == ErrorCode::kUnsupported);
+  CHECK(refused.error().message.find("scripted:3 (untried card): its kernels compute wrong numbers: f32-canonical silu with weights in bf16 differs "
+                                     "from the reference in ") != std::string::npos);
+}
+
 TEST_CASE("the self-test passes on the processor's kernels and counts what a wrong device computes") {
   auto backend = open_cpu();
   auto first = backend->self_test(0);
