@@ -110,10 +110,30 @@ def test_a_card_without_its_plug_in_or_driver_is_refused_with_worker_and_reason(
 
 
 def test_a_class_that_the_card_lacks_is_refused_naming_the_device(spec):
-    worker = "{name: green, backend: sim, simulate: cuda, weights: int8, activations: int8}"
+    worker = "{name: green, backend: sim, simulate: cuda, activations: bf16}"
     topology = Topology.parse(f"version: 1\nworkers: [{worker}]")
-    with pytest.raises(UnsupportedError, match=r"worker green: its device sim:0 .* does not compute .* class int8-groups"):
+    with pytest.raises(UnsupportedError, match=r"worker green"):
         ExpertRuntime.start(topology, model=spec)
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_int8_activations_give_the_same_bits_whoever_of_processor_and_cards_holds_an_expert(spec, weights):
+    entries = ("backend: cpu, threads: 1", "backend: sim, simulate: cuda", "backend: sim, simulate: hip")
+    batches = [Batch(*routed_batch(tokens, HIDDEN, NUM_EXPERTS, TOP_K, seed=tokens)) for tokens in (4, 90)]
+    replies = []
+    for turn in range(len(entries)):
+        workers = "".join(
+            f"  - {{name: w{at}, {entries[(at + turn) % 3]}, weights: {weights}, activations: int8, "
+            f"experts: {{'*': '{3 * at}-{3 * at + 2}'}}}}\n"
+            for at in range(3)
+        )
+        topology = Topology.parse(f"version: 1\nplacement: {{policy: explicit}}\nworkers:\n{workers}")
+        with ExpertRuntime.start(topology, model=spec, dtype="f32") as runtime:
+            found = [runtime.experts(0, batch.hidden_states, batch.topk_ids, batch.topk_weights) for batch in batches]
+            replies.append([np.asarray(reply).tobytes() for reply in found])
+            counts = runtime.stats()["workers"]
+        assert {name for name, count in counts.items() if count["calls"]} == {"w0", "w1", "w2"}
+    assert replies[0] == replies[1] == replies[2]
 
 
 def test_too_little_memory_of_the_device_names_worker_device_shortfall_and_what_fits(spec, monkeypatch):

@@ -18,6 +18,7 @@ constexpr uint32_t kElementThreads = 256;
 constexpr uint32_t kRouteThreads = 256;
 constexpr uint32_t kManyThreads = 128;
 constexpr uint32_t kMostFewSubgroups = 8;
+constexpr uint32_t kCodesPerThread = 4;
 
 uint32_t divide_up(uint64_t value, uint64_t by) { return static_cast<uint32_t>((value + by - 1) / by); }
 uint32_t padded_to_4(uint32_t count) { return (count + 3) / 4 * 4; }
@@ -38,6 +39,20 @@ uint32_t few_threads(uint32_t inputs) {
   return (subgroups + 1) / 2 * 64;
 }
 
+// The few-row and the many-row kernel of a class: equal bits, and the same grids.
+struct ProjectionKernels {
+  KernelId few, many;
+};
+ProjectionKernels projection_kernels(NumericsClass numerics, WeightFormat format) {
+  if (numerics == NumericsClass::kInt8Groups) return {kernel_id(IntegerKernel::k_int8_few, format), kernel_id(IntegerKernel::k_int8_many, format)};
+  return {kernel_id(WeightKernel::k_project_few, format), kernel_id(WeightKernel::k_project_many, format)};
+}
+
+Status launch_quantize(DeviceRuntime& runtime, const QuantizeParams& params) {
+  const uint64_t threads = uint64_t{params.num_rows} * num_chains(params.row_size) * (kChain / kCodesPerThread);
+  return launch(runtime, kernel_id(PlainKernel::k_quantize_rows), divide_up(threads, kElementThreads), 1, kElementThreads, params);
+}
+
 }  // namespace
 
 // A run of rows whose values fit the scratch bound.
@@ -55,6 +70,7 @@ struct GpuLayer::Scratch {
   uint64_t num_tiles = 0, few_tiles = 0, many_tiles = 0;
   uint32_t most_few_tiles = 0, most_many_tiles = 0;
   uint64_t rows = 0, hidden = 0, downs = 0;
+  uint64_t row_codes = 0, hidden_codes = 0;  // in place of the rows, and beside the intermediate ones, where a class computes with codes
   uint64_t out_of_range = 0, reply = 0, output_bytes = 0;  // both come back at once, from out_of_range on
   uint32_t row_stride = 0, hidden_stride = 0;
 
@@ -83,7 +99,8 @@ Status GpuLayer::forward(const ForwardArgs& args, ProgressCounter& progress) {
 }
 
 GpuLayer::Chunk GpuLayer::next_chunk(const ForwardArgs& args, uint32_t first_row, uint32_t first_pair) const {
-  const uint64_t pair_bytes = 4 * (uint64_t{spec_.intermediate_size} + spec_.out_size);
+  const uint64_t code_bytes = numerics_ == NumericsClass::kInt8Groups ? int8_row_bytes(spec_.intermediate_size) : 0;
+  const uint64_t pair_bytes = 4 * (uint64_t{spec_.intermediate_size} + spec_.out_size) + code_bytes;
   const uint64_t row_bytes = 4 * (uint64_t{spec_.in_size} + spec_.out_size);
   Chunk chunk{first_row, 0, first_pair, 0};
   for (uint32_t row = first_row; row < args.num_rows; ++row) {
@@ -128,7 +145,12 @@ GpuLayer::Scratch GpuLayer::place_scratch(const Chunk& chunk, const ForwardArgs&
     scratch.expert_counts = scratch.place(num_local_experts_ * sizeof(uint32_t));
     scratch.pair_slots = scratch.place(pairs * sizeof(uint32_t));
   }
-  scratch.rows = scratch.place(rows * scratch.row_stride * sizeof(float));
+  if (numerics_ == NumericsClass::kInt8Groups) {
+    scratch.row_codes = scratch.place(rows * int8_row_bytes(spec_.in_size));
+    scratch.hidden_codes = scratch.place(pairs * int8_row_bytes(spec_.intermediate_size));
+  } else {
+    scratch.rows = scratch.place(rows * scratch.row_stride * sizeof(float));
+  }
   scratch.hidden = scratch.place(pairs * scratch.hidden_stride * sizeof(float));
   scratch.downs = scratch.place(pairs * spec_.out_size * sizeof(float));
   scratch.out_of_range = scratch.place(sizeof(uint64_t));
@@ -149,7 +171,7 @@ Status GpuLayer::forward_chunk(const ForwardArgs& args, const Chunk& chunk, Prog
   DFLASH_TRY(queue_inputs(args, chunk, scratch, device.value(), host.value(), runtime));
   if (chunk.num_pairs != 0) {
     if (!scratch.is_listed_at_host) DFLASH_TRY(queue_routing(chunk, scratch, device.value(), runtime));
-    DFLASH_TRY(queue_projections(scratch, device.value(), runtime));
+    DFLASH_TRY(queue_projections(chunk, scratch, device.value(), runtime));
   }
   const CombineParams combine = combine_params(chunk, scratch, device.value(), args.reply_dtype);
   const uint32_t blocks = divide_up(uint64_t{chunk.num_rows} * spec_.out_size, kElementThreads);
@@ -195,6 +217,16 @@ Status GpuLayer::queue_inputs(const ForwardArgs& args, const Chunk& chunk, const
   DFLASH_TRY(runtime.mark(Mark::kBegin));
   DFLASH_TRY(runtime.fill(device + scratch.out_of_range, 0xff, sizeof(uint64_t)));  // kInRange
   if (chunk.num_pairs == 0) return ok();
+  return queue_rows(args, chunk, scratch, device, runtime);
+}
+
+// The request's rows as the class computes with them.
+Status GpuLayer::queue_rows(const ForwardArgs& args, const Chunk& chunk, const Scratch& scratch, std::byte* device,
+                            DeviceRuntime& runtime) const {
+  if (numerics_ == NumericsClass::kInt8Groups) {
+    return launch_quantize(runtime, {device + scratch.source, at<unsigned char>(device, scratch.row_codes), chunk.num_rows, spec_.in_size,
+                                     spec_.in_size, args.row_dtype});
+  }
   const WidenParams widen{device + scratch.source, at<float>(device, scratch.rows), chunk.num_rows, spec_.in_size, scratch.row_stride,
                           args.row_dtype};
   const uint32_t blocks = divide_up(uint64_t{chunk.num_rows} * spec_.in_size, kElementThreads);
@@ -223,7 +255,7 @@ Status GpuLayer::queue_routing(const Chunk& chunk, const Scratch& scratch, std::
   return launch(runtime, kernel_id(PlainKernel::k_order_rows), divide_up(chunk.num_pairs, kRouteThreads), 1, kRouteThreads, params);
 }
 
-Status GpuLayer::queue_projections(const Scratch& scratch, std::byte* device, DeviceRuntime& runtime) const {
+Status GpuLayer::queue_projections(const Chunk& chunk, const Scratch& scratch, std::byte* device, DeviceRuntime& runtime) const {
   const bool has_gate = spec_.gate != GateKind::kNone;
   ProjectionParams first{};
   first.spec = spec_;
@@ -231,6 +263,7 @@ Status GpuLayer::queue_projections(const Scratch& scratch, std::byte* device, De
   first.slot_pairs = at<uint32_t>(device, scratch.slot_pairs);
   first.pair_rows = at<uint32_t>(device, scratch.pair_rows);
   first.inputs = at<float>(device, scratch.rows);
+  first.codes = at<unsigned char>(device, scratch.row_codes);
   first.outputs = at<float>(device, scratch.hidden);
   first.num_inputs = spec_.in_size;
   first.num_outputs = spec_.intermediate_size;
@@ -247,6 +280,7 @@ Status GpuLayer::queue_projections(const Scratch& scratch, std::byte* device, De
   second.is_gate_up = false;
   second.pair_rows = nullptr;
   second.inputs = at<float>(device, scratch.hidden);
+  second.codes = at<unsigned char>(device, scratch.hidden_codes);
   second.outputs = at<float>(device, scratch.downs);
   second.num_inputs = spec_.intermediate_size;
   second.num_outputs = spec_.out_size;
@@ -254,6 +288,10 @@ Status GpuLayer::queue_projections(const Scratch& scratch, std::byte* device, De
   second.output_stride = spec_.out_size;
   second.first_panels = places_.down;
   second.first_bias = places_.down_bias;
+  if (numerics_ == NumericsClass::kInt8Groups) {
+    DFLASH_TRY(launch_quantize(runtime, {device + scratch.hidden, at<unsigned char>(device, scratch.hidden_codes), chunk.num_pairs,
+                                         spec_.intermediate_size, scratch.hidden_stride, Dtype::kF32}));
+  }
   return queue_projection(second, formats_.down, scratch, device, runtime);
 }
 
@@ -267,10 +305,11 @@ Status GpuLayer::queue_projection(const ProjectionParams& params, WeightFormat f
   few.num_tiles = at<uint32_t>(device, scratch.num_tiles);
   many.tiles = at<Tile>(device, scratch.many_tiles);
   many.num_tiles = few.num_tiles + 1;
-  DFLASH_TRY(launch(runtime, kernel_id(WeightKernel::k_project_few, format), panels, scratch.most_few_tiles, few_threads(params.num_inputs), few));
+  const ProjectionKernels kernels = projection_kernels(numerics_, format);
+  DFLASH_TRY(launch(runtime, kernels.few, panels, scratch.most_few_tiles, few_threads(params.num_inputs), few));
   if (scratch.most_many_tiles == 0) return ok();
   const uint32_t blocks = is_gated ? panels : divide_up(panels, 2);
-  return launch(runtime, kernel_id(WeightKernel::k_project_many, format), blocks, scratch.most_many_tiles, kManyThreads, many);
+  return launch(runtime, kernels.many, blocks, scratch.most_many_tiles, kManyThreads, many);
 }
 
 CombineParams GpuLayer::combine_params(const Chunk& chunk, const Scratch& scratch, std::byte* device, Dtype dtype) const {

@@ -44,8 +44,12 @@ uint64_t GpuLayer::predicted_bytes(const FfnSpec& spec, uint32_t num_local_exper
 }
 
 Result<std::unique_ptr<ExpertLayer>> GpuLayer::create(std::shared_ptr<GpuDevice> device, const FfnSpec& spec, uint32_t num_local_experts,
-                                                      ResidentFormats formats) {
+                                                      ResidentFormats formats, NumericsClass numerics) {
   DFLASH_TRY(spec.validate());
+  if (!computes(numerics)) {
+    return Error{ErrorCode::kUnsupported, device->name() + " does not compute numerics class " + numerics_name(numerics)};
+  }
+  DFLASH_TRY(check_numerics(numerics, formats));
   if (num_local_experts < 1 || num_local_experts > 65535) {
     return Error{ErrorCode::kUnsupported, "a layer has " + std::to_string(num_local_experts) + " local experts; supported: 1..65535"};
   }
@@ -60,15 +64,20 @@ Result<std::unique_ptr<ExpertLayer>> GpuLayer::create(std::shared_ptr<GpuDevice>
   }
   auto experts = device->allocate(wanted);
   if (!experts.ok()) return std::move(experts).error();
-  return std::unique_ptr<ExpertLayer>(new GpuLayer(std::move(device), spec, num_local_experts, formats, experts.value()));
+  return std::unique_ptr<ExpertLayer>(new GpuLayer(std::move(device), spec, num_local_experts, formats, numerics, experts.value()));
+}
+
+bool GpuLayer::computes(NumericsClass numerics) {
+  return numerics == NumericsClass::kF32Canonical || numerics == NumericsClass::kInt8Groups;
 }
 
 GpuLayer::GpuLayer(std::shared_ptr<GpuDevice> device, const FfnSpec& spec, uint32_t num_local_experts, ResidentFormats formats,
-                   std::byte* experts)
+                   NumericsClass numerics, std::byte* experts)
     : device_(std::move(device)),
       spec_(spec),
       num_local_experts_(num_local_experts),
       formats_(formats),
+      numerics_(numerics),
       places_(spec, formats),
       experts_(experts),
       is_loaded_(num_local_experts, 0) {}

@@ -1,5 +1,5 @@
-// One layer's experts on a GPU: weights resident in device memory as panels (record_layout.h), a forward of four kernels per small chunk of rows.
-// Numerics class f32-canonical: the bits of the CPU's kernels and of the reference.
+// One layer's experts on a GPU: weights resident in device memory as panels (record_layout.h), a forward of a few kernels per chunk of rows.
+// In classes f32-canonical and int8-groups the bits of the CPU's kernels and of the reference.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -9,6 +9,7 @@
 #include "compute/expert_layer.h"
 #include "compute/gpu/gpu_device.h"
 #include "compute/gpu/kernel_params.h"
+#include "compute/numerics.h"
 
 namespace dflash::compute::gpu {
 
@@ -25,7 +26,8 @@ class GpuLayer final : public ExpertLayer {
   // Takes the memory of all `num_local_experts` at once. Errors: kUnsupported; kOutOfMemory naming device, shortfall and the largest number
   // of experts that fits.
   static Result<std::unique_ptr<ExpertLayer>> create(std::shared_ptr<GpuDevice> device, const FfnSpec& spec, uint32_t num_local_experts,
-                                                     ResidentFormats formats);
+                                                     ResidentFormats formats, NumericsClass numerics = NumericsClass::kF32Canonical);
+  static bool computes(NumericsClass numerics);
   static uint64_t predicted_bytes(const FfnSpec& spec, uint32_t num_local_experts, ResidentFormats formats);
   ~GpuLayer() override;
 
@@ -41,7 +43,8 @@ class GpuLayer final : public ExpertLayer {
   struct Chunk;
   struct Scratch;
 
-  GpuLayer(std::shared_ptr<GpuDevice> device, const FfnSpec& spec, uint32_t num_local_experts, ResidentFormats formats, std::byte* experts);
+  GpuLayer(std::shared_ptr<GpuDevice> device, const FfnSpec& spec, uint32_t num_local_experts, ResidentFormats formats,
+           NumericsClass numerics, std::byte* experts);
 
   Status load_matrix(const char* name, const MatrixView& matrix, WeightFormat resident, std::byte* device, ProgressCounter& progress);
   Status load_bias(const VectorView& bias, std::byte* device, ProgressCounter& progress);
@@ -52,7 +55,8 @@ class GpuLayer final : public ExpertLayer {
   Status queue_inputs(const ForwardArgs& args, const Chunk& chunk, const Scratch& scratch, std::byte* device, std::byte* host,
                       DeviceRuntime& runtime) const;
   Status queue_routing(const Chunk& chunk, const Scratch& scratch, std::byte* device, DeviceRuntime& runtime) const;
-  Status queue_projections(const Scratch& scratch, std::byte* device, DeviceRuntime& runtime) const;
+  Status queue_rows(const ForwardArgs& args, const Chunk& chunk, const Scratch& scratch, std::byte* device, DeviceRuntime& runtime) const;
+  Status queue_projections(const Chunk& chunk, const Scratch& scratch, std::byte* device, DeviceRuntime& runtime) const;
   Status queue_projection(const ProjectionParams& params, WeightFormat format, const Scratch& scratch, std::byte* device,
                           DeviceRuntime& runtime) const;
   CombineParams combine_params(const Chunk& chunk, const Scratch& scratch, std::byte* device, Dtype dtype) const;
@@ -63,6 +67,7 @@ class GpuLayer final : public ExpertLayer {
   const FfnSpec spec_;
   const uint32_t num_local_experts_;
   const ResidentFormats formats_;
+  const NumericsClass numerics_;
   const ExpertPlaces places_;
   std::byte* const experts_;  // device memory, [num_local_experts] x places_.num_bytes
   std::vector<uint8_t> is_loaded_;

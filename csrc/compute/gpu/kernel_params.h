@@ -35,6 +35,16 @@ struct WidenParams {
   Dtype dtype;
 };
 
+// Rows or intermediate rows to records of class int8-groups (record_layout.h).
+struct QuantizeParams {
+  const void* source;      // [num_rows, source_stride] in dtype; may be a peer's memory: each element is read once
+  unsigned char* records;  // [num_rows, num_chains(row_size)]
+  uint32_t num_rows;
+  uint32_t row_size;
+  uint32_t source_stride;
+  Dtype dtype;
+};
+
 struct RoutingParams {
   const uint16_t* row_counts;  // [num_rows]
   const uint16_t* expert_ids;  // [num_pairs], each < num_experts
@@ -61,6 +71,7 @@ struct ProjectionParams {
   const uint32_t* slot_pairs;
   const uint32_t* pair_rows;   // gate and up read row pair_rows[slot_pairs[slot]]; null: row `slot`
   const float* inputs;         // [rows or slots, input_stride]
+  const unsigned char* codes;  // class int8-groups reads these instead: [rows or slots] x int8_row_bytes(num_inputs)
   float* outputs;              // [slots, output_stride]
   uint32_t num_inputs;
   uint32_t num_outputs;
@@ -90,6 +101,7 @@ struct CombineParams {
 
 // By the kernels' stems, for tables.
 using PlainParams_widen_rows = WidenParams;
+using PlainParams_quantize_rows = QuantizeParams;
 using PlainParams_begin_routing = RoutingParams;
 using PlainParams_count_pairs = RoutingParams;
 using PlainParams_list_pairs = RoutingParams;

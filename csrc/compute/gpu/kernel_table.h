@@ -9,7 +9,7 @@
 #include "compute/weight_format.h"
 
 // X(stem) of kernels that do not depend on the weights' format.
-#define DFLASH_GPU_PLAIN_KERNELS(X) X(widen_rows) X(begin_routing) X(count_pairs) X(list_pairs) X(order_rows) X(combine)
+#define DFLASH_GPU_PLAIN_KERNELS(X) X(widen_rows) X(quantize_rows) X(begin_routing) X(count_pairs) X(list_pairs) X(order_rows) X(combine)
 
 // X(stem) of kernels that exist per weight format.
 #define DFLASH_GPU_WEIGHT_KERNELS(X) X(project_few) X(project_many)
@@ -32,6 +32,23 @@
   X(__VA_ARGS__, kIq4Nl, iq4_nl)               \
   X(__VA_ARGS__, kIq4Xs, iq4_xs)
 
+// X(stem) of kernels of class int8-groups, which exist per format that the class takes.
+#define DFLASH_GPU_INTEGER_KERNELS(X) X(int8_few) X(int8_many)
+
+// X(..., enumerator, name) of those formats.
+#define DFLASH_GPU_INTEGER_FORMATS(X, ...) \
+  X(__VA_ARGS__, kInt8G32, int8_g32)       \
+  X(__VA_ARGS__, kInt4G32, int4_g32)       \
+  X(__VA_ARGS__, kMxfp4, mxfp4)            \
+  X(__VA_ARGS__, kQ8_0, q8_0)              \
+  X(__VA_ARGS__, kQ4_0, q4_0)              \
+  X(__VA_ARGS__, kQ4K, q4_k)               \
+  X(__VA_ARGS__, kQ5K, q5_k)               \
+  X(__VA_ARGS__, kQ6K, q6_k)               \
+  X(__VA_ARGS__, kGgufMxfp4, gguf_mxfp4)   \
+  X(__VA_ARGS__, kIq4Nl, iq4_nl)           \
+  X(__VA_ARGS__, kIq4Xs, iq4_xs)
+
 namespace dflash::compute::gpu {
 
 enum class KernelId : uint16_t {};  // 0 .. kNumKernels - 1
@@ -41,17 +58,32 @@ enum class PlainKernel : uint16_t {
   DFLASH_GPU_PLAIN_KERNELS(DFLASH_GPU_ENUMERATOR)
 };
 enum class WeightKernel : uint16_t { DFLASH_GPU_WEIGHT_KERNELS(DFLASH_GPU_ENUMERATOR) };
+enum class IntegerKernel : uint16_t { DFLASH_GPU_INTEGER_KERNELS(DFLASH_GPU_ENUMERATOR) };
 #undef DFLASH_GPU_ENUMERATOR
 
 #define DFLASH_GPU_COUNT(stem) +1
 inline constexpr uint16_t kNumPlainKernels = 0 DFLASH_GPU_PLAIN_KERNELS(DFLASH_GPU_COUNT);
 inline constexpr uint16_t kNumWeightKernels = 0 DFLASH_GPU_WEIGHT_KERNELS(DFLASH_GPU_COUNT);
+inline constexpr uint16_t kNumIntegerKernels = 0 DFLASH_GPU_INTEGER_KERNELS(DFLASH_GPU_COUNT);
 #undef DFLASH_GPU_COUNT
-inline constexpr uint16_t kNumKernels = kNumPlainKernels + kNumWeightKernels * kNumWeightFormats;
+inline constexpr WeightFormat kIntegerFormats[] = {
+#define DFLASH_GPU_ENUMERATOR(none, enumerator, name) WeightFormat::enumerator,
+    DFLASH_GPU_INTEGER_FORMATS(DFLASH_GPU_ENUMERATOR, )
+#undef DFLASH_GPU_ENUMERATOR
+};
+inline constexpr uint16_t kNumIntegerFormats = sizeof(kIntegerFormats) / sizeof(kIntegerFormats[0]);
+inline constexpr uint16_t kFirstIntegerKernel = kNumPlainKernels + kNumWeightKernels * kNumWeightFormats;
+inline constexpr uint16_t kNumKernels = kFirstIntegerKernel + kNumIntegerKernels * kNumIntegerFormats;
 
 constexpr KernelId kernel_id(PlainKernel kernel) { return static_cast<KernelId>(kernel); }
 constexpr KernelId kernel_id(WeightKernel kernel, WeightFormat format) {
   return static_cast<KernelId>(kNumPlainKernels + static_cast<uint16_t>(kernel) * kNumWeightFormats + static_cast<uint16_t>(format));
+}
+// `format` is one of kIntegerFormats.
+constexpr KernelId kernel_id(IntegerKernel kernel, WeightFormat format) {
+  uint16_t index = 0;
+  while (kIntegerFormats[index] != format) ++index;
+  return static_cast<KernelId>(kFirstIntegerKernel + static_cast<uint16_t>(kernel) * kNumIntegerFormats + index);
 }
 
 const char* kernel_name(KernelId kernel);          // the symbol in the module

@@ -36,6 +36,12 @@ void split_blocks(const uint8_t* blocks, uint32_t num_blocks, uint32_t head, uin
   }
 }
 
+// mxfp4's bytes of inputs 2i and 2i + 1 into bytes of inputs i and 16 + i.
+void split_pairs(const uint8_t* pairs, uint8_t* split) {
+  const auto code = [pairs](uint32_t input) { return pairs[input / 2] >> (input % 2 * 4) & 15; };
+  for (uint32_t i = 0; i < 16; ++i) split[i] = static_cast<uint8_t>(code(i) | code(16 + i) << 4);
+}
+
 // The record of a format that is kept as stored: inputs [begin, begin + count) of the row.
 void put_stored(WeightFormat format, const StoredRow& row, uint32_t begin, uint32_t count, uint8_t* record) {
   const FormatFacts& facts = format_facts(format);
@@ -51,7 +57,7 @@ void put_stored(WeightFormat format, const StoredRow& row, uint32_t begin, uint3
       std::memcpy(record + 128, blocks, 8);
       return;
     case WeightFormat::kMxfp4:
-      std::memcpy(record, row.values + begin / 2, (count + 1) / 2);
+      for (uint32_t group = 0; group < num_groups; ++group) split_pairs(row.values + begin / 2 + 16 * group, record + 16 * group);
       std::memcpy(record + kChain / 2, row.scales + begin / kGroupInputs, num_groups);
       return;
     case WeightFormat::kFp8E4m3B128:

@@ -155,6 +155,39 @@ GPU_FN float div(float a, float b) { return __fdiv_rn(a, b); }
 #endif
 #endif
 
+// sum + a[0] * b[0] + ... + a[3] * b[3] over signed bytes, in integers.
+GPU_FN int32_t dot4(uint32_t a, uint32_t b, int32_t sum) {
+#if defined(DFLASH_GPU_SIM) || defined(__gfx900__) || defined(__gfx1010__)
+  for (uint32_t shift = 0; shift < 32; shift += 8) {
+    sum += static_cast<int32_t>(static_cast<int8_t>(a >> shift & 0xffu)) * static_cast<int8_t>(b >> shift & 0xffu);
+  }
+  return sum;
+#elif defined(__GFX11__) || defined(__GFX12__)
+  return __builtin_amdgcn_sudot4(true, static_cast<int>(a), true, static_cast<int>(b), sum, false);
+#elif defined(__HIP__) || defined(__HIPCC__)
+  return __builtin_amdgcn_sdot4(static_cast<int>(a), static_cast<int>(b), sum, false);
+#else
+  return __dp4a(static_cast<int>(a), static_cast<int>(b), sum);
+#endif
+}
+
+// Byte i of the result is byte selectors[i] (each 0..7) of the eight in `low` and `high`.
+#if defined(DFLASH_GPU_SIM)
+GPU_FN uint32_t pick_bytes(uint32_t low, uint32_t high, uint32_t selectors) {
+  const uint64_t bytes = uint64_t{high} << 32 | low;
+  uint32_t picked = 0;
+  for (uint32_t shift = 0; shift < 32; shift += 8) picked |= static_cast<uint32_t>(bytes >> ((selectors >> shift & 7u) * 8) & 0xffu) << shift;
+  return picked;
+}
+#elif defined(__HIP__) || defined(__HIPCC__)
+GPU_FN uint32_t pick_bytes(uint32_t low, uint32_t high, uint32_t selectors) { return __builtin_amdgcn_perm(high, low, selectors); }
+#else
+GPU_FN uint32_t pick_bytes(uint32_t low, uint32_t high, uint32_t selectors) {
+  const uint32_t pairs = selectors | selectors >> 4;  // the instruction takes a nibble per byte
+  return __byte_perm(low, high, __byte_perm(pairs, 0, 0x4420));
+}
+#endif
+
 GPU_FN uint32_t lane_index() { return thread_index() % kSubgroupLanes; }
 GPU_FN uint32_t subgroup_index() { return thread_index() / kSubgroupLanes; }
 

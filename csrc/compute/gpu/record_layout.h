@@ -9,7 +9,9 @@
 //   mxfp4 gguf_mxfp4     8 x 16 bytes of nibbles, 8 exponents         q6_k           ggml's block, d beginning the last unit
 //   iq4_xs               8 x 16 bytes of nibbles, ggml's 8 bytes of scales
 //
-// Nibbles: byte i of a group of 32 inputs has input i low and input 16 + i high; mxfp4 as stored, inputs 2i and 2i + 1.
+// Nibbles: byte i of a group of 32 inputs has input i low and input 16 + i high.
+//
+// Rows of class int8-groups are records too: 256 codes, then per group of 32 inputs the scale, then scale * (sum of the group's codes).
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -53,5 +55,8 @@ DFLASH_GPU_BOTH constexpr uint32_t num_panels(uint32_t outputs) { return (output
 // From one chain of a panel to the next, and from one panel to the next.
 DFLASH_GPU_BOTH constexpr uint64_t chain_bytes(WeightFormat format) { return uint64_t{record_units(format)} * kUnitBytes * kPanelWidth; }
 DFLASH_GPU_BOTH constexpr uint64_t panel_bytes(WeightFormat format, uint32_t inputs) { return chain_bytes(format) * num_chains(inputs); }
+
+inline constexpr uint32_t kInt8RecordBytes = kChain + kChain / 32 * 2 * 4;
+DFLASH_GPU_BOTH constexpr uint64_t int8_row_bytes(uint32_t inputs) { return uint64_t{num_chains(inputs)} * kInt8RecordBytes; }
 
 }  // namespace dflash::compute::gpu

@@ -21,7 +21,7 @@ class GpuPluginDevice final : public Device, public compute::ExpertBackend {
 
   compute::ExpertBackend& backend() override { return *this; }
   bool takes(compute::WeightFormat) const override { return true; }
-  bool computes(compute::NumericsClass numerics) const override { return numerics == compute::NumericsClass::kF32Canonical; }
+  bool computes(compute::NumericsClass numerics) const override { return compute::gpu::GpuLayer::computes(numerics); }
   bool must_prove() const override { return must_prove_; }
   uint32_t max_rows() const override { return kMaxRows; }
   Result<uint64_t> free_bytes() override { return device_->free_bytes(); }
@@ -29,8 +29,8 @@ class GpuPluginDevice final : public Device, public compute::ExpertBackend {
     return compute::gpu::GpuLayer::predicted_bytes(spec, num_local_experts, formats);
   }
   Result<std::unique_ptr<compute::ExpertLayer>> create_layer(const compute::FfnSpec& spec, uint32_t num_local_experts,
-                                                             compute::ResidentFormats formats, compute::NumericsClass) override {
-    return compute::gpu::GpuLayer::create(device_, spec, num_local_experts, formats);
+                                                             compute::ResidentFormats formats, compute::NumericsClass numerics) override {
+    return compute::gpu::GpuLayer::create(device_, spec, num_local_experts, formats, numerics);
   }
 
  private:

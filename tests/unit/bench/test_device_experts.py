@@ -35,6 +35,13 @@ def test_every_format_and_batch_has_a_row_that_names_the_device(tmp_path):
     assert stored["params"]["layers"] == 2
 
 
+def test_int8_activations_are_measured_for_the_formats_that_take_them(tmp_path):
+    params = DeviceParams("sim", shape=SHAPE, formats=("q8_0", "int4_g32"), tokens=(2,), zipf_tokens=(), num_layers=2, repeat=1,
+                          numerics=("int8-groups",))  # fmt: skip
+    result = run_device_experts(params, recorder=Recorder(tmp_path / "out.json"))
+    assert [(row["format"], row["kernel"]) for row in result.rows] == [("q8_0", "int8-groups"), ("int4_g32", "int8-groups")]
+
+
 def test_a_class_that_the_device_does_not_compute_is_refused_naming_its_own():
     with pytest.raises(ConfigError, match=r"device sim:0 .* does not compute 'bf16-dot'; its classes: f32-canonical"):
         run_device_experts(DeviceParams("sim", shape=SHAPE, numerics=("bf16-dot",)))

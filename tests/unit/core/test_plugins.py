@@ -49,7 +49,7 @@ def test_simulated_cards_of_both_vendors_can_be_opened():
     for vendor, arch in (("cuda", "sim-cuda"), ("hip", "sim-hip")):
         device = _core.BackendDevice(backend="sim", simulate=vendor)
         assert device.arch == arch
-        assert device.numerics_classes() == ["f32-canonical"]
+        assert device.numerics_classes()[:2] == ["f32-canonical", "int8-groups"]
         bytes_of_one, bytes_of_two = (
             device.layer_bytes(spec=SPEC, num_experts=count, weight_dtype="bf16") for count in (1, 2)
         )
@@ -66,3 +66,4 @@ def test_every_kernel_of_a_simulated_card_gives_the_reference_bits_whatever_the_
     assert [case for case in cases if case["differing"]] == []
     assert all(case["elements"] > 1000 for case in cases)
     assert {case["formats"] for case in cases} == set(_core.weight_formats())
+    assert {case["kernel"].split()[0] for case in cases} == set(device.numerics_classes())

@@ -4,6 +4,9 @@
 
 #include "compute/gpu/kernel_table.h"
 #include "compute/gpu/kernels/combine.h"
+#include "compute/gpu/kernels/int8_few.h"
+#include "compute/gpu/kernels/int8_many.h"
+#include "compute/gpu/kernels/int8_rows.h"
 #include "compute/gpu/kernels/project_few.h"
 #include "compute/gpu/kernels/project_many.h"
 #include "compute/gpu/kernels/route.h"
@@ -17,6 +20,8 @@ namespace dflash::compute::gpu {
   }
 DFLASH_GPU_FORMATS(DFLASH_GPU_PROJECTION, project_few, kFewThreads)
 DFLASH_GPU_FORMATS(DFLASH_GPU_PROJECTION, project_many, kManyThreads)
+DFLASH_GPU_INTEGER_FORMATS(DFLASH_GPU_PROJECTION, int8_few, kFewThreads)
+DFLASH_GPU_INTEGER_FORMATS(DFLASH_GPU_PROJECTION, int8_many, kManyThreads)
 #undef DFLASH_GPU_PROJECTION
 
 }  // namespace dflash::compute::gpu

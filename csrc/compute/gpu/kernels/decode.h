@@ -91,9 +91,8 @@ GPU_FN void decode_bytes(const Record& record, uint32_t group, float scale, floa
   }
 }
 
-// q4_k and q5_k: (d * scale) * code - (dmin * minimum). Unit 0: d, dmin, 12 bytes of six-bit scales and minima.
-template <bool kHasFifthBit>
-GPU_FN void decode_k_affine(const Record& record, uint32_t group, float* weights) {
+// Of q4_k and q5_k: d * scale and dmin * minimum of a group. Unit 0: d, dmin, 12 bytes of six-bit scales and minima.
+GPU_FN void k_affine(const Record& record, uint32_t group, float& factor, float& offset) {
   const uint32_t scales = record.word(0, 0);
   uint32_t scale, minimum;
   if (group < 4) {
@@ -104,8 +103,15 @@ GPU_FN void decode_k_affine(const Record& record, uint32_t group, float* weights
     scale = (low & 15u) | (record.byte(0, group) >> 6) << 4;
     minimum = low >> 4 | (record.byte(0, 4 + group) >> 6) << 4;
   }
-  const float factor = mul(widen_f16(scales & 0xffffu), static_cast<float>(scale));
-  const float offset = mul(widen_f16(scales >> 16), static_cast<float>(minimum));
+  factor = mul(widen_f16(scales & 0xffffu), static_cast<float>(scale));
+  offset = mul(widen_f16(scales >> 16), static_cast<float>(minimum));
+}
+
+// q4_k and q5_k: (d * scale) * code - (dmin * minimum).
+template <bool kHasFifthBit>
+GPU_FN void decode_k_affine(const Record& record, uint32_t group, float* weights) {
+  float factor, offset;
+  k_affine(record, group, factor, offset);
   const uint32_t nibbles = (kHasFifthBit ? 3 : 1) + group / 2 * 2, shift = group % 2 * 4;
   GPU_UNROLL
   for (uint32_t u = 0; u < 2; ++u) {
@@ -134,17 +140,6 @@ GPU_FN void decode_q6_k(const Record& record, uint32_t group, float* weights) {
       const uint32_t code = (byte_of(low, i) >> (j / 2 * 4) & 15u) | (byte_of(high, i) >> (2 * j) & 3u) << 4;
       weights[u * 16 + i] = add(mul(factor, static_cast<float>(static_cast<int32_t>(code) - 32)), 0.0f);  // no negative zeros
     }
-  }
-}
-
-GPU_FN void decode_mxfp4(const Record& record, uint32_t group, float* weights) {
-  const Unit unit = record.unit(group);
-  const float scale = widen_e8m0(record.byte(8, group));
-  GPU_UNROLL
-  for (uint32_t i = 0; i < 16; ++i) {
-    const uint32_t pair = byte_of(unit, i);
-    weights[2 * i] = mul(widen_e2m1(pair & 15u), scale);
-    weights[2 * i + 1] = mul(widen_e2m1(pair >> 4), scale);
   }
 }
 
@@ -178,12 +173,10 @@ GPU_FN void decode_group(const Record& record, uint32_t group, float* weights) {
     decode_nibbles(record.unit(group), widen_f16(record.half(8, group)), weights, MinusEight{});
   } else if constexpr (kFormat == WeightFormat::kIq4Nl) {
     decode_nibbles(record.unit(group), widen_f16(record.half(8, group)), weights, Iq4Level{});
-  } else if constexpr (kFormat == WeightFormat::kGgufMxfp4) {
+  } else if constexpr (kFormat == WeightFormat::kGgufMxfp4 || kFormat == WeightFormat::kMxfp4) {
     decode_nibbles(record.unit(group), widen_e8m0(record.byte(8, group)), weights, E2m1{});
   } else if constexpr (kFormat == WeightFormat::kIq4Xs) {
     decode_nibbles(record.unit(group), iq4_xs_factor(record, group), weights, Iq4Level{});
-  } else if constexpr (kFormat == WeightFormat::kMxfp4) {
-    decode_mxfp4(record, group, weights);
   } else if constexpr (kFormat == WeightFormat::kQ4K || kFormat == WeightFormat::kQ5K) {
     decode_k_affine<kFormat == WeightFormat::kQ5K>(record, group, weights);
   } else {

@@ -9,9 +9,11 @@
 
 namespace dflash::compute::gpu {
 
+GPU_FN uint32_t row_of(const ProjectionParams& params, uint32_t slot) {
+  return params.pair_rows == nullptr ? slot : params.pair_rows[params.slot_pairs[slot]];
+}
 GPU_FN const float* input_of(const ProjectionParams& params, uint32_t slot) {
-  const uint32_t row = params.pair_rows == nullptr ? slot : params.pair_rows[params.slot_pairs[slot]];
-  return params.inputs + uint64_t{row} * params.input_stride;
+  return params.inputs + uint64_t{row_of(params, slot)} * params.input_stride;
 }
 
 // A sum with the bias at `bias` (an offset inside the expert), where there is one.

@@ -74,23 +74,16 @@ GPU_FN void add_chains(uint32_t matrix, uint32_t present, bool is_first, const T
   }
 }
 
-template <WeightFormat kFormat>
-GPU_FN void project_few(const ProjectionParams& params) {
-  GPU_SHARED(FewSums, shared);
-  if (block_y() >= *params.num_tiles) return;  // the whole block
-  const Tile tile = params.tiles[block_y()];
+// The tile's outputs: store(chain, matrix, panels) puts the sums of one chain into shared memory, panels being the matrix's offset.
+template <class StoreChain>
+GPU_FN void few_outputs(const ProjectionParams& params, const Tile& tile, FewSums& shared, const StoreChain& store) {
   const uint32_t num_matrices = is_gated(params) ? 2 : 1;
-  const float* rows[kFewTileRows];  // slots that do not exist read the last one again
-  GPU_UNROLL
-  for (uint32_t r = 0; r < kFewTileRows; ++r) rows[r] = input_of(params, tile.first_slot + smaller(r, tile.num_slots - 1));
-
   const uint32_t num_subgroups = block_threads() / kSubgroupLanes, chains = num_chains(params.num_inputs);
   for (uint32_t first = 0; first < chains; first += num_subgroups) {
     const uint32_t chain = first + subgroup_index();
     for (uint32_t matrix = 0; matrix < num_matrices; ++matrix) {
-      const uint64_t panels = matrix == 0 ? params.first_panels : params.second_panels;
       if (chain >= chains) break;
-      store_chain<kFormat>(panel_of<kFormat>(params, tile.expert, panels, block_x()), chain, rows, tile, params.num_inputs, matrix, shared);
+      store(chain, matrix, matrix == 0 ? params.first_panels : params.second_panels);
     }
     sync_block();
     for (uint32_t matrix = 0; matrix < num_matrices; ++matrix) {
@@ -102,6 +95,19 @@ GPU_FN void project_few(const ProjectionParams& params) {
     finish_output(params, tile.expert, tile.first_slot + slot, block_x() * kPanelWidth + lane_index(), shared.total(0, slot),
                   num_matrices == 2 ? shared.total(1, slot) : 0.0f);
   }
+}
+
+template <WeightFormat kFormat>
+GPU_FN void project_few(const ProjectionParams& params) {
+  GPU_SHARED(FewSums, shared);
+  if (block_y() >= *params.num_tiles) return;  // the whole block
+  const Tile tile = params.tiles[block_y()];
+  const float* rows[kFewTileRows];  // slots that do not exist read the last one again
+  GPU_UNROLL
+  for (uint32_t r = 0; r < kFewTileRows; ++r) rows[r] = input_of(params, tile.first_slot + smaller(r, tile.num_slots - 1));
+  few_outputs(params, tile, shared, [&](uint32_t chain, uint32_t matrix, uint64_t panels) {
+    store_chain<kFormat>(panel_of<kFormat>(params, tile.expert, panels, block_x()), chain, rows, tile, params.num_inputs, matrix, shared);
+  });
 }
 
 }  // namespace dflash::compute::gpu

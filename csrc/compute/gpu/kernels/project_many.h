@@ -14,7 +14,7 @@ inline constexpr uint32_t kManyInputs = 64;  // per step: two groups of weights 
 inline constexpr uint32_t kThreadRows = 8;
 inline constexpr uint32_t kThreadColumns = 4;
 static_assert(kManyThreads == 2 * kManyOutputs && kManyOutputs == 2 * kPanelWidth && kManyInputs == 2 * kGroup);
-static_assert(kManyInputs >= kManyTileRows, "finish_tile() reuses the weights' tile");
+static_assert(kManyInputs == kManyTileRows, "finish_tile() reuses the weights' tile");
 
 struct ManyTiles {
   SharedArray<float, kManyInputs * kManyTileRows> inputs;  // [input, slot]
@@ -81,7 +81,18 @@ GPU_FN const unsigned char* own_panel(const ProjectionParams& params, const Tile
   return panel < num_panels(params.num_outputs) ? panel_of<kFormat>(params, tile.expert, params.first_panels, panel) : nullptr;
 }
 
-// Totals go through shared memory, so that the activation stands in the code once and neighbours write neighbours.
+// What becomes of the block's sums [slot, 64 columns], which lie in shared memory: so the activation stands in the code once, and neighbours
+// write neighbours.
+GPU_FN void finish_sums(const ProjectionParams& params, const Tile& tile, SharedArray<float, kManyTileRows * kManyOutputs>& sums) {
+  const bool is_paired = is_gated(params);
+  const uint32_t width = is_paired ? kPanelWidth : kManyOutputs;
+  for (uint32_t i = thread_index(); i < tile.num_slots * width; i += kManyThreads) {
+    const uint32_t slot = i / width, column = i % width;
+    finish_output(params, tile.expert, tile.first_slot + slot, block_x() * width + column, sums.at(slot * kManyOutputs + column),
+                  is_paired ? sums.at(slot * kManyOutputs + kPanelWidth + column) : 0.0f);
+  }
+}
+
 GPU_FN void finish_tile(const ProjectionParams& params, const Tile& tile, const float (*totals)[kThreadColumns], ManyTiles& tiles) {
   GPU_UNROLL
   for (uint32_t r = 0; r < kThreadRows; ++r) {
@@ -91,13 +102,7 @@ GPU_FN void finish_tile(const ProjectionParams& params, const Tile& tile, const 
     }
   }
   sync_block();
-  const bool is_paired = is_gated(params);
-  const uint32_t width = is_paired ? kPanelWidth : kManyOutputs;
-  for (uint32_t i = thread_index(); i < tile.num_slots * width; i += kManyThreads) {
-    const uint32_t slot = i / width, column = i % width;
-    finish_output(params, tile.expert, tile.first_slot + slot, block_x() * width + column, tiles.weights.at(slot * kManyOutputs + column),
-                  is_paired ? tiles.weights.at(slot * kManyOutputs + kPanelWidth + column) : 0.0f);
-  }
+  finish_sums(params, tile, tiles.weights);
 }
 
 template <WeightFormat kFormat>
