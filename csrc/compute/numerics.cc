@@ -20,6 +20,9 @@ const char* numerics_name(NumericsClass numerics) {
     case NumericsClass::kF32Canonical: return "f32-canonical";
     case NumericsClass::kInt8Groups: return "int8-groups";
     case NumericsClass::kBf16Dot: return "bf16-dot";
+    case NumericsClass::kBf16Mma: return "bf16-mma";
+    case NumericsClass::kBf16Mfma: return "bf16-mfma";
+    case NumericsClass::kBf16Wmma: return "bf16-wmma";
   }
   return "unknown";
 }
@@ -39,6 +42,9 @@ bool numerics_take(NumericsClass numerics, WeightFormat format) {
     // Weights that are a small integer times a scale per at most 32 inputs, and an offset per 32 at most.
     case NumericsClass::kInt8Groups: return !is_float(format) && format != WeightFormat::kFp8E4m3B128;
     case NumericsClass::kBf16Dot: return format == WeightFormat::kBF16;
+    case NumericsClass::kBf16Mma:
+    case NumericsClass::kBf16Mfma:
+    case NumericsClass::kBf16Wmma: return true;
   }
   return false;
 }

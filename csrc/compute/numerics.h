@@ -18,10 +18,20 @@ enum class NumericsClass : uint8_t {
   // group with the product of both scales, groups ascending in blocks of 256 inputs
   kInt8Groups = 1,
   kBf16Dot = 2,       // bf16 activations and weights, the pair-wise dot product of AVX512-BF16
+  // bf16 activations and weights (of any format, rounded to bf16) on a card's matrix units, float32 sums of 256 inputs each: a class per
+  // instruction family, since how one adds its products is the vendor's (docs/decisions/0015)
+  kBf16Mma = 3,   // NVIDIA mma.sync
+  kBf16Mfma = 4,  // AMD MFMA
+  kBf16Wmma = 5,  // AMD WMMA
 };
-inline constexpr NumericsClass kAllNumericsClasses[] = {NumericsClass::kF32Canonical, NumericsClass::kInt8Groups, NumericsClass::kBf16Dot};
+inline constexpr NumericsClass kAllNumericsClasses[] = {NumericsClass::kF32Canonical, NumericsClass::kInt8Groups, NumericsClass::kBf16Dot,
+                                                        NumericsClass::kBf16Mma,      NumericsClass::kBf16Mfma,   NumericsClass::kBf16Wmma};
 
-const char* numerics_name(NumericsClass numerics);  // "f32-canonical" "int8-groups" "bf16-dot"
+const char* numerics_name(NumericsClass numerics);  // "f32-canonical" "int8-groups" "bf16-dot" "bf16-mma" "bf16-mfma" "bf16-wmma"
+// Whether the class is one of matrix units: its bits are a card's, the reference is within a derived bound of them, and no processor offers it.
+constexpr bool is_matrix_class(NumericsClass numerics) {
+  return numerics == NumericsClass::kBf16Mma || numerics == NumericsClass::kBf16Mfma || numerics == NumericsClass::kBf16Wmma;
+}
 // Errors: kUnsupported naming the classes there are.
 Result<NumericsClass> parse_numerics(const std::string& name);
 

@@ -19,9 +19,10 @@ constexpr uint32_t kRouteThreads = 256;
 constexpr uint32_t kManyThreads = 128;
 constexpr uint32_t kMostFewSubgroups = 8;
 constexpr uint32_t kCodesPerThread = 4;
+constexpr uint32_t kHalfFewThreads = 256;
 
 uint32_t divide_up(uint64_t value, uint64_t by) { return static_cast<uint32_t>((value + by - 1) / by); }
-uint32_t padded_to_4(uint32_t count) { return (count + 3) / 4 * 4; }
+uint32_t padded(uint32_t count, uint32_t to) { return (count + to - 1) / to * to; }
 
 template <class T>
 T* at(std::byte* device, uint64_t offset) {
@@ -39,13 +40,24 @@ uint32_t few_threads(uint32_t inputs) {
   return (subgroups + 1) / 2 * 64;
 }
 
-// The few-row and the many-row kernel of a class: equal bits, and the same grids.
+// How a class launches gate and up, and down: its few-row and its many-row kernel, which give equal bits.
 struct ProjectionKernels {
   KernelId few, many;
+  uint32_t few_blocks, few_threads;  // in a grid's first direction, and per block
 };
-ProjectionKernels projection_kernels(NumericsClass numerics, WeightFormat format) {
-  if (numerics == NumericsClass::kInt8Groups) return {kernel_id(IntegerKernel::k_int8_few, format), kernel_id(IntegerKernel::k_int8_many, format)};
-  return {kernel_id(WeightKernel::k_project_few, format), kernel_id(WeightKernel::k_project_many, format)};
+
+// A block of the bf16 few-row kernel has two panels, and a team per chain: as many threads as execute together.
+ProjectionKernels projection_kernels(NumericsClass numerics, WeightFormat format, const ProjectionParams& params, uint32_t many_blocks,
+                                     uint32_t wave_width) {
+  if (is_matrix_class(numerics)) {
+    const uint32_t threads = std::min(num_chains(params.num_inputs) * wave_width, kHalfFewThreads);
+    return {kernel_id(WeightKernel::k_bf16_few, format), kernel_id(WeightKernel::k_bf16_many, format), many_blocks, padded(threads, 64)};
+  }
+  const uint32_t panels = num_panels(params.num_outputs), threads = few_threads(params.num_inputs);
+  if (numerics == NumericsClass::kInt8Groups) {
+    return {kernel_id(IntegerKernel::k_int8_few, format), kernel_id(IntegerKernel::k_int8_many, format), panels, threads};
+  }
+  return {kernel_id(WeightKernel::k_project_few, format), kernel_id(WeightKernel::k_project_many, format), panels, threads};
 }
 
 Status launch_quantize(DeviceRuntime& runtime, const QuantizeParams& params) {
@@ -73,7 +85,7 @@ struct GpuLayer::Scratch {
   uint64_t row_codes = 0, hidden_codes = 0;  // in place of the rows, and beside the intermediate ones, where a class computes with codes
   uint64_t out_of_range = 0, reply = 0, output_bytes = 0;  // both come back at once, from out_of_range on
   uint32_t row_stride = 0, hidden_stride = 0;
-
+  uint32_t few_tile_rows = kFewTileRows;
   uint64_t place(uint64_t bytes) {
     const uint64_t offset = num_bytes;
     num_bytes = (offset + bytes + 255) / 256 * 256;
@@ -116,9 +128,13 @@ GpuLayer::Chunk GpuLayer::next_chunk(const ForwardArgs& args, uint32_t first_row
 GpuLayer::Scratch GpuLayer::place_scratch(const Chunk& chunk, const ForwardArgs& args) const {
   Scratch scratch;
   const uint64_t rows = chunk.num_rows, pairs = chunk.num_pairs;
-  scratch.row_stride = padded_to_4(spec_.in_size);
-  scratch.hidden_stride = padded_to_4(spec_.intermediate_size);
-  scratch.most_few_tiles = static_cast<uint32_t>(std::min<uint64_t>(pairs, uint64_t{num_local_experts_} * (kMostFewPairs / kFewTileRows)));
+  const bool has_halves = is_matrix_class(numerics_);
+  const uint64_t value_bytes = has_halves ? sizeof(uint16_t) : sizeof(float);
+  scratch.row_stride = padded(spec_.in_size, has_halves ? 8 : 4);  // 16 bytes
+  scratch.hidden_stride = padded(spec_.intermediate_size, has_halves ? 8 : 4);
+  scratch.few_tile_rows = has_halves ? kHalfFewTileRows : kFewTileRows;
+  scratch.most_few_tiles =
+      static_cast<uint32_t>(std::min<uint64_t>(pairs, uint64_t{num_local_experts_} * (kMostFewPairs / scratch.few_tile_rows)));
   scratch.most_many_tiles =
       static_cast<uint32_t>(std::min<uint64_t>(pairs / (kMostFewPairs + 1), num_local_experts_ + pairs / kManyTileRows));
   scratch.is_listed_at_host = pairs <= kMostHostPairs;
@@ -149,9 +165,9 @@ GpuLayer::Scratch GpuLayer::place_scratch(const Chunk& chunk, const ForwardArgs&
     scratch.row_codes = scratch.place(rows * int8_row_bytes(spec_.in_size));
     scratch.hidden_codes = scratch.place(pairs * int8_row_bytes(spec_.intermediate_size));
   } else {
-    scratch.rows = scratch.place(rows * scratch.row_stride * sizeof(float));
+    scratch.rows = scratch.place(rows * scratch.row_stride * value_bytes);
   }
-  scratch.hidden = scratch.place(pairs * scratch.hidden_stride * sizeof(float));
+  scratch.hidden = scratch.place(pairs * scratch.hidden_stride * value_bytes);
   scratch.downs = scratch.place(pairs * spec_.out_size * sizeof(float));
   scratch.out_of_range = scratch.place(sizeof(uint64_t));
   scratch.reply = scratch.place(rows * spec_.out_size * sizeof(float));  // wide enough for range_failure(), whatever the dtype
@@ -194,7 +210,7 @@ Status GpuLayer::forward_chunk(const ForwardArgs& args, const Chunk& chunk, Prog
 void GpuLayer::list_pairs(const ForwardArgs& args, const Chunk& chunk, Scratch& scratch, std::byte* host) const {
   const RoutingLists lists{at<uint32_t>(host, scratch.row_begins), at<uint32_t>(host, scratch.pair_rows), at<uint32_t>(host, scratch.slot_pairs),
                            at<uint32_t>(host, scratch.row_slots),  at<uint32_t>(host, scratch.num_tiles), at<Tile>(host, scratch.few_tiles),
-                           at<Tile>(host, scratch.many_tiles)};
+                           at<Tile>(host, scratch.many_tiles), scratch.few_tile_rows};
   list_at_host(args.row_counts.subspan(chunk.first_row, chunk.num_rows), args.local_expert_ids.subspan(chunk.first_pair, chunk.num_pairs),
                num_local_experts_, lists);
   scratch.most_few_tiles = lists.num_tiles[0];
@@ -227,6 +243,12 @@ Status GpuLayer::queue_rows(const ForwardArgs& args, const Chunk& chunk, const S
     return launch_quantize(runtime, {device + scratch.source, at<unsigned char>(device, scratch.row_codes), chunk.num_rows, spec_.in_size,
                                      spec_.in_size, args.row_dtype});
   }
+  if (is_matrix_class(numerics_)) {
+    const NarrowParams narrow{device + scratch.source, at<uint16_t>(device, scratch.rows), chunk.num_rows, spec_.in_size, scratch.row_stride,
+                              args.row_dtype};
+    const uint32_t blocks = divide_up(uint64_t{chunk.num_rows} * scratch.row_stride, kElementThreads);
+    return launch(runtime, kernel_id(PlainKernel::k_narrow_rows), blocks, 1, kElementThreads, narrow);
+  }
   const WidenParams widen{device + scratch.source, at<float>(device, scratch.rows), chunk.num_rows, spec_.in_size, scratch.row_stride,
                           args.row_dtype};
   const uint32_t blocks = divide_up(uint64_t{chunk.num_rows} * spec_.in_size, kElementThreads);
@@ -240,6 +262,7 @@ Status GpuLayer::queue_routing(const Chunk& chunk, const Scratch& scratch, std::
   params.num_rows = chunk.num_rows;
   params.num_pairs = chunk.num_pairs;
   params.num_experts = num_local_experts_;
+  params.few_tile_rows = scratch.few_tile_rows;
   params.row_begins = at<uint32_t>(device, scratch.row_begins);
   params.pair_rows = at<uint32_t>(device, scratch.pair_rows);
   params.expert_counts = at<uint32_t>(device, scratch.expert_counts);
@@ -264,7 +287,9 @@ Status GpuLayer::queue_projections(const Chunk& chunk, const Scratch& scratch, s
   first.pair_rows = at<uint32_t>(device, scratch.pair_rows);
   first.inputs = at<float>(device, scratch.rows);
   first.codes = at<unsigned char>(device, scratch.row_codes);
+  first.halves = at<uint16_t>(device, scratch.rows);
   first.outputs = at<float>(device, scratch.hidden);
+  first.half_outputs = at<uint16_t>(device, scratch.hidden);
   first.num_inputs = spec_.in_size;
   first.num_outputs = spec_.intermediate_size;
   first.input_stride = scratch.row_stride;
@@ -281,6 +306,7 @@ Status GpuLayer::queue_projections(const Chunk& chunk, const Scratch& scratch, s
   second.pair_rows = nullptr;
   second.inputs = at<float>(device, scratch.hidden);
   second.codes = at<unsigned char>(device, scratch.hidden_codes);
+  second.halves = at<uint16_t>(device, scratch.hidden);
   second.outputs = at<float>(device, scratch.downs);
   second.num_inputs = spec_.intermediate_size;
   second.num_outputs = spec_.out_size;
@@ -305,10 +331,10 @@ Status GpuLayer::queue_projection(const ProjectionParams& params, WeightFormat f
   few.num_tiles = at<uint32_t>(device, scratch.num_tiles);
   many.tiles = at<Tile>(device, scratch.many_tiles);
   many.num_tiles = few.num_tiles + 1;
-  const ProjectionKernels kernels = projection_kernels(numerics_, format);
-  DFLASH_TRY(launch(runtime, kernels.few, panels, scratch.most_few_tiles, few_threads(params.num_inputs), few));
-  if (scratch.most_many_tiles == 0) return ok();
   const uint32_t blocks = is_gated ? panels : divide_up(panels, 2);
+  const ProjectionKernels kernels = projection_kernels(numerics_, format, params, blocks, device_->facts().wave_width);
+  DFLASH_TRY(launch(runtime, kernels.few, kernels.few_blocks, scratch.most_few_tiles, kernels.few_threads, few));
+  if (scratch.most_many_tiles == 0) return ok();
   return launch(runtime, kernels.many, blocks, scratch.most_many_tiles, kManyThreads, many);
 }
 

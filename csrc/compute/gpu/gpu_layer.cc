@@ -3,6 +3,7 @@
 #include "compute/gpu/gpu_layer.h"
 
 #include <algorithm>
+#include <cstdlib>
 #include <string>
 
 #include "compute/float_mode.h"
@@ -21,7 +22,22 @@ uint64_t matrix_bytes(WeightFormat format, uint32_t outputs, uint32_t inputs) {
   return aligned(panel_bytes(format, inputs) * num_panels(outputs));
 }
 
+// The class of the device's matrix units, by architecture; f32-canonical: it has none that multiply bf16.
+NumericsClass matrix_class(const DeviceFacts& facts) {
+  const std::string& found = facts.architecture;
+  if (facts.backend == "sim-cuda") return NumericsClass::kBf16Mma;
+  if (facts.backend == "sim-hip") return NumericsClass::kBf16Mfma;
+  if (found.starts_with("sm_") && std::atoi(found.c_str() + 3) >= 80) return NumericsClass::kBf16Mma;
+  if (found == "gfx908" || found == "gfx90a" || found == "gfx942") return NumericsClass::kBf16Mfma;
+  if (found == "gfx1100" || found == "gfx1201") return NumericsClass::kBf16Wmma;
+  return NumericsClass::kF32Canonical;
+}
+
 }  // namespace
+
+bool device_computes(const DeviceFacts& facts, NumericsClass numerics) {
+  return numerics == NumericsClass::kF32Canonical || numerics == NumericsClass::kInt8Groups || numerics == matrix_class(facts);
+}
 
 ExpertPlaces::ExpertPlaces(const FfnSpec& spec, ResidentFormats formats) {
   const bool has_gate = spec.gate != GateKind::kNone;
@@ -46,10 +62,10 @@ uint64_t GpuLayer::predicted_bytes(const FfnSpec& spec, uint32_t num_local_exper
 Result<std::unique_ptr<ExpertLayer>> GpuLayer::create(std::shared_ptr<GpuDevice> device, const FfnSpec& spec, uint32_t num_local_experts,
                                                       ResidentFormats formats, NumericsClass numerics) {
   DFLASH_TRY(spec.validate());
-  if (!computes(numerics)) {
+  DFLASH_TRY(check_numerics(numerics, formats));
+  if (!device_computes(device->facts(), numerics)) {
     return Error{ErrorCode::kUnsupported, device->name() + " does not compute numerics class " + numerics_name(numerics)};
   }
-  DFLASH_TRY(check_numerics(numerics, formats));
   if (num_local_experts < 1 || num_local_experts > 65535) {
     return Error{ErrorCode::kUnsupported, "a layer has " + std::to_string(num_local_experts) + " local experts; supported: 1..65535"};
   }
@@ -65,10 +81,6 @@ Result<std::unique_ptr<ExpertLayer>> GpuLayer::create(std::shared_ptr<GpuDevice>
   auto experts = device->allocate(wanted);
   if (!experts.ok()) return std::move(experts).error();
   return std::unique_ptr<ExpertLayer>(new GpuLayer(std::move(device), spec, num_local_experts, formats, numerics, experts.value()));
-}
-
-bool GpuLayer::computes(NumericsClass numerics) {
-  return numerics == NumericsClass::kF32Canonical || numerics == NumericsClass::kInt8Groups;
 }
 
 GpuLayer::GpuLayer(std::shared_ptr<GpuDevice> device, const FfnSpec& spec, uint32_t num_local_experts, ResidentFormats formats,

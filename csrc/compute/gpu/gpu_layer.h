@@ -1,5 +1,5 @@
 // One layer's experts on a GPU: weights resident in device memory as panels (record_layout.h), a forward of a few kernels per chunk of rows.
-// In classes f32-canonical and int8-groups the bits of the CPU's kernels and of the reference.
+// In classes f32-canonical and int8-groups the bits of the CPU's kernels and of the reference; besides, the bf16 class of the card's matrix units.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -21,13 +21,15 @@ struct ExpertPlaces {
   uint64_t num_bytes = 0;
 };
 
+// Whether the kernels of a class run on a device.
+bool device_computes(const DeviceFacts& facts, NumericsClass numerics);
+
 class GpuLayer final : public ExpertLayer {
  public:
   // Takes the memory of all `num_local_experts` at once. Errors: kUnsupported; kOutOfMemory naming device, shortfall and the largest number
   // of experts that fits.
   static Result<std::unique_ptr<ExpertLayer>> create(std::shared_ptr<GpuDevice> device, const FfnSpec& spec, uint32_t num_local_experts,
                                                      ResidentFormats formats, NumericsClass numerics = NumericsClass::kF32Canonical);
-  static bool computes(NumericsClass numerics);
   static uint64_t predicted_bytes(const FfnSpec& spec, uint32_t num_local_experts, ResidentFormats formats);
   ~GpuLayer() override;
 

@@ -32,7 +32,7 @@ void list_at_host(std::span<const uint16_t> row_counts, std::span<const uint16_t
     const uint32_t count = next_slot[expert + size_t{1}], first = next_slot[expert];
     const bool is_few = count <= kMostFewPairs;
     uint32_t& num_tiles = lists.num_tiles[is_few ? 0 : 1];
-    num_tiles = add_tiles(is_few ? lists.few_tiles : lists.many_tiles, num_tiles, is_few ? kFewTileRows : kManyTileRows, expert, first, count);
+    num_tiles = add_tiles(is_few ? lists.few_tiles : lists.many_tiles, num_tiles, is_few ? lists.few_tile_rows : kManyTileRows, expert, first, count);
     next_slot[expert + size_t{1}] = first + count;
   }
   // A row's pairs get their slots here one after the other; sorted, they are its experts ascending.

@@ -21,6 +21,7 @@ struct RoutingLists {
   uint32_t* num_tiles;   // [2]
   Tile* few_tiles;
   Tile* many_tiles;
+  uint32_t few_tile_rows;
 };
 
 // Fills `lists`; ids are below num_experts.

@@ -16,6 +16,7 @@ namespace dflash::compute::gpu {
 inline constexpr uint32_t kPanelWidth = 32;    // outputs side by side: one per lane of a sub-group
 inline constexpr uint32_t kChain = 256;        // inputs per fma chain (f32-canonical)
 inline constexpr uint32_t kFewTileRows = 4;    // slots of a tile of the few-row kernels
+inline constexpr uint32_t kHalfFewTileRows = 16;  // the same in the bf16 classes: a tile of the matrix units
 inline constexpr uint32_t kManyTileRows = 64;  // and of the many-row kernels
 inline constexpr uint32_t kMostFewPairs = 16;  // an expert with more pairs goes to the many-row kernels
 inline constexpr uint64_t kInRange = ~uint64_t{0};
@@ -45,12 +46,23 @@ struct QuantizeParams {
   Dtype dtype;
 };
 
+// Rows to those of the classes that multiply bf16, padded with zeros.
+struct NarrowParams {
+  const void* source;  // [num_rows, row_size] in dtype, as above
+  uint16_t* rows;      // [num_rows, row_stride] bf16
+  uint32_t num_rows;
+  uint32_t row_size;
+  uint32_t row_stride;
+  Dtype dtype;
+};
+
 struct RoutingParams {
   const uint16_t* row_counts;  // [num_rows]
   const uint16_t* expert_ids;  // [num_pairs], each < num_experts
   uint32_t num_rows;
   uint32_t num_pairs;
   uint32_t num_experts;
+  uint32_t few_tile_rows;   // slots of a tile of the few-row kernels
   uint32_t* row_begins;     // [num_rows + 1] a row's first pair
   uint32_t* pair_rows;      // [num_pairs]
   uint32_t* expert_counts;  // [num_experts]
@@ -72,10 +84,12 @@ struct ProjectionParams {
   const uint32_t* pair_rows;   // gate and up read row pair_rows[slot_pairs[slot]]; null: row `slot`
   const float* inputs;         // [rows or slots, input_stride]
   const unsigned char* codes;  // class int8-groups reads these instead: [rows or slots] x int8_row_bytes(num_inputs)
+  const uint16_t* halves;      // the bf16 classes read these instead: bf16, padded with zeros to input_stride
   float* outputs;              // [slots, output_stride]
+  uint16_t* half_outputs;      // gate and up of the bf16 classes write these instead: what down reads as halves
   uint32_t num_inputs;
   uint32_t num_outputs;
-  uint32_t input_stride;       // floats, a multiple of 4
+  uint32_t input_stride;       // values, a multiple of 4; of 8 in the bf16 classes, whose intermediate rows are written up to it
   uint32_t output_stride;
   const unsigned char* experts;  // [num_experts] x expert_bytes
   uint64_t expert_bytes;
@@ -102,6 +116,7 @@ struct CombineParams {
 // By the kernels' stems, for tables.
 using PlainParams_widen_rows = WidenParams;
 using PlainParams_quantize_rows = QuantizeParams;
+using PlainParams_narrow_rows = NarrowParams;
 using PlainParams_begin_routing = RoutingParams;
 using PlainParams_count_pairs = RoutingParams;
 using PlainParams_list_pairs = RoutingParams;

@@ -188,6 +188,15 @@ GPU_FN uint32_t pick_bytes(uint32_t low, uint32_t high, uint32_t selectors) {
 }
 #endif
 
+// Ends the kernel with an error of the device: it was compiled for hardware that lacks what it needs.
+GPU_FN void stop_kernel() {
+#if defined(__CUDA_ARCH__)
+  __trap();
+#elif !defined(DFLASH_GPU_SIM)
+  __builtin_trap();
+#endif
+}
+
 GPU_FN uint32_t lane_index() { return thread_index() % kSubgroupLanes; }
 GPU_FN uint32_t subgroup_index() { return thread_index() / kSubgroupLanes; }
 

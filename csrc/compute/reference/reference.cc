@@ -36,8 +36,10 @@ Result<Matrix> widen_matrix(const char* name, const MatrixView& view, WeightForm
   if (numerics == NumericsClass::kInt8Groups) return Matrix{{}, integer_weights(view, resident), view.inputs};
   Matrix matrix{std::vector<float>(size_t{view.outputs} * view.inputs), {}, view.inputs};
   dequantize(view, 0, view.outputs, matrix.values.data());
-  if (format_facts(resident).is_stored) return matrix;
-  for (uint32_t o = 0; o < view.outputs; ++o) requantize_row(resident, &matrix.values[o * matrix.inputs], view.inputs);
+  if (!format_facts(resident).is_stored) {
+    for (uint32_t o = 0; o < view.outputs; ++o) requantize_row(resident, &matrix.values[o * matrix.inputs], view.inputs);
+  }
+  if (is_matrix_class(numerics)) round_to_bf16(matrix.values.data(), matrix.values.size());
   return matrix;
 }
 
@@ -47,7 +49,8 @@ struct Row {
   Int8Codes integers;  // instead, of int8-groups
 };
 
-// f32-canonical: block sums of 256-long fma chains, added in ascending order.
+// f32-canonical: block sums of 256-long fma chains, added in ascending order. The matrix-unit classes' too, as the simulator computes them: an
+// instruction adds 16 products in an order of its own, the sums over 256 inputs are added as here.
 float canonical_dot(const float* weights, const float* inputs, size_t num_inputs) {
   float total = 0.0f;
   for (size_t begin = 0; begin < num_inputs; begin += kChain) {
@@ -60,7 +63,7 @@ float canonical_dot(const float* weights, const float* inputs, size_t num_inputs
 
 Row encode(NumericsClass numerics, std::vector<float> values) {
   if (numerics == NumericsClass::kInt8Groups) return {{}, int8_codes(values.data(), values.size())};
-  if (numerics == NumericsClass::kBf16Dot) round_to_bf16(values.data(), values.size());
+  if (numerics == NumericsClass::kBf16Dot || is_matrix_class(numerics)) round_to_bf16(values.data(), values.size());
   return {std::move(values), {}};
 }
 

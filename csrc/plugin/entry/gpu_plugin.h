@@ -21,7 +21,7 @@ class GpuPluginDevice final : public Device, public compute::ExpertBackend {
 
   compute::ExpertBackend& backend() override { return *this; }
   bool takes(compute::WeightFormat) const override { return true; }
-  bool computes(compute::NumericsClass numerics) const override { return compute::gpu::GpuLayer::computes(numerics); }
+  bool computes(compute::NumericsClass numerics) const override { return compute::gpu::device_computes(device_->facts(), numerics); }
   bool must_prove() const override { return must_prove_; }
   uint32_t max_rows() const override { return kMaxRows; }
   Result<uint64_t> free_bytes() override { return device_->free_bytes(); }

@@ -3,6 +3,9 @@
 #pragma once
 
 #include "compute/gpu/kernel_table.h"
+#include "compute/gpu/kernels/bf16_few.h"
+#include "compute/gpu/kernels/bf16_many.h"
+#include "compute/gpu/kernels/bf16_rows.h"
 #include "compute/gpu/kernels/combine.h"
 #include "compute/gpu/kernels/int8_few.h"
 #include "compute/gpu/kernels/int8_many.h"
@@ -23,5 +26,12 @@ DFLASH_GPU_FORMATS(DFLASH_GPU_PROJECTION, project_many, kManyThreads)
 DFLASH_GPU_INTEGER_FORMATS(DFLASH_GPU_PROJECTION, int8_few, kFewThreads)
 DFLASH_GPU_INTEGER_FORMATS(DFLASH_GPU_PROJECTION, int8_many, kManyThreads)
 #undef DFLASH_GPU_PROJECTION
+#define DFLASH_GPU_TILE_PROJECTION(stem, most_threads, enumerator, name) \
+  GPU_KERNEL(dflash_##stem##_##name, ProjectionParams, most_threads) {   \
+    DFLASH_GPU_TILES(stem, WeightFormat::enumerator)(params);            \
+  }
+DFLASH_GPU_FORMATS(DFLASH_GPU_TILE_PROJECTION, bf16_few, kHalfFewThreads)
+DFLASH_GPU_FORMATS(DFLASH_GPU_TILE_PROJECTION, bf16_many, kHalfManyThreads)
+#undef DFLASH_GPU_TILE_PROJECTION
 
 }  // namespace dflash::compute::gpu

@@ -25,14 +25,17 @@ GPU_FN float with_bias(const ProjectionParams& params, uint32_t expert, uint64_t
 // Whether the block computes a gate beside `up`, so that its panels are of two matrices.
 GPU_FN bool is_gated(const ProjectionParams& params) { return params.is_gate_up && params.spec.gate != GateKind::kNone; }
 
+// What a finished sum, with that of `up` where there is a gate, becomes: an intermediate value, or an output.
+GPU_FN float output_value(const ProjectionParams& params, uint32_t expert, uint32_t output, float first, float second) {
+  const float value = with_bias(params, expert, params.first_bias, output, first);
+  if (!params.is_gate_up) return value;
+  const float up = is_gated(params) ? with_bias(params, expert, params.second_bias, output, second) : value;
+  return gate<DeviceVector>(params.spec, value, up);
+}
+
 GPU_FN void finish_output(const ProjectionParams& params, uint32_t expert, uint32_t slot, uint32_t output, float first, float second) {
   if (output >= params.num_outputs) return;
-  float value = with_bias(params, expert, params.first_bias, output, first);
-  if (params.is_gate_up) {
-    const float up = is_gated(params) ? with_bias(params, expert, params.second_bias, output, second) : value;
-    value = gate<DeviceVector>(params.spec, value, up);
-  }
-  params.outputs[uint64_t{slot} * params.output_stride + output] = value;
+  params.outputs[uint64_t{slot} * params.output_stride + output] = output_value(params, expert, output, first, second);
 }
 
 template <WeightFormat kFormat>

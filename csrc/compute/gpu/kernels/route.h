@@ -35,7 +35,7 @@ GPU_FN uint32_t sum_before(uint32_t value, uint32_t& total, SubgroupSums& sums) 
 }
 
 GPU_FN uint32_t tiles_of(uint32_t pairs, uint32_t tile_rows) { return (pairs + tile_rows - 1) / tile_rows; }
-GPU_FN uint32_t few_tiles_of(uint32_t pairs) { return pairs <= kMostFewPairs ? tiles_of(pairs, kFewTileRows) : 0; }
+GPU_FN uint32_t few_tiles_of(uint32_t pairs, uint32_t tile_rows) { return pairs <= kMostFewPairs ? tiles_of(pairs, tile_rows) : 0; }
 GPU_FN uint32_t many_tiles_of(uint32_t pairs) { return pairs <= kMostFewPairs ? 0 : tiles_of(pairs, kManyTileRows); }
 
 // One block: where each row's pairs begin.
@@ -81,15 +81,15 @@ GPU_KERNEL(dflash_list_pairs, RoutingParams, kRouteThreads) {
   for (uint32_t other = thread_index(); other < expert; other += kRouteThreads) {
     const uint32_t count = params.expert_counts[other];
     slots += count;
-    few += few_tiles_of(count);
+    few += few_tiles_of(count, params.few_tile_rows);
     many += many_tiles_of(count);
   }
   uint32_t first_slot, first_few, first_many;
   static_cast<void>(sum_before(slots, first_slot, sums));
   static_cast<void>(sum_before(few, first_few, sums));
   static_cast<void>(sum_before(many, first_many, sums));
-  const uint32_t num_few = few_tiles_of(own_count), num_many = many_tiles_of(own_count);
-  write_tiles(params.few_tiles + first_few, num_few, kFewTileRows, expert, first_slot, own_count);
+  const uint32_t num_few = few_tiles_of(own_count, params.few_tile_rows), num_many = many_tiles_of(own_count);
+  write_tiles(params.few_tiles + first_few, num_few, params.few_tile_rows, expert, first_slot, own_count);
   write_tiles(params.many_tiles + first_many, num_many, kManyTileRows, expert, first_slot, own_count);
   if (expert == params.num_experts - 1 && thread_index() == 0) {
     params.num_tiles[0] = first_few + num_few;

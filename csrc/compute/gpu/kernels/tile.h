@@ -2,11 +2,12 @@
 // rows of 32 bytes - 16 bf16 or 32 int8 - in shared memory as two octets: 16-byte units, of which the unit of row r in octet o lies at
 // units[first + o * octet_step + r]. One file per instruction family; intrinsics and lane layouts stay below this line.
 //
-//   kExists            whether this target has the instructions; a kernel without them is empty and no device offers its class
+//   kExists            whether this target has the instructions; no device without them offers the class, and its kernels only stop
 //   kLanes, kValues    threads of a team, and the sums of each: 256 / kLanes
 //   Operand load(units, first, octet_step)         all threads of the team; what was stored before the last barrier
 //   multiply_add(Sums&, rows, weights)             sums[r, w] += sum over 16 inputs of rows[r, k] * weights[w, k], products exact, float32
 //   row(i), column(i)                              where value i of the calling thread lies
+//   sync_team()                                    orders what the team's threads do with shared memory; all teams of a block take part equally often
 //
 // What an instruction does with row r of `rows` depends on that row and on `weights` alone. In which order and how precisely it adds its 16
 // products is the vendor's; the simulator adds them ascending, each by one fma, which makes its sums those of f32-canonical on such inputs.

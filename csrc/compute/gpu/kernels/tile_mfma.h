@@ -24,6 +24,8 @@ struct MfmaTile {
     float values[kValues] = {};
   };
 
+  GPU_FN static void sync_team() { sync_subgroup(); }  // of a wave, all of it
+
   template <class Units>
   GPU_FN static Operand load(Units& units, uint32_t first, uint32_t octet_step) {
     const uint32_t quarter = thread_index() % kLanes / 16;

@@ -21,6 +21,8 @@ struct MmaTile {
     float values[kValues] = {};  // four of outputs 0-7, four of outputs 8-15
   };
 
+  GPU_FN static void sync_team() { sync_subgroup(); }
+
   // Eight neighbouring units are read at once: 128 bytes, no bank twice.
   template <class Units>
   GPU_FN static Operand load(Units& units, uint32_t first, uint32_t octet_step) {

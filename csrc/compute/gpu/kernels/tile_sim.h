@@ -21,6 +21,12 @@ struct SimTile {
     float values[kValues] = {};
   };
 
+  // Sub-groups are what the simulator can hold together: a team of two of them waits for the whole block, so that all must come here.
+  static void sync_team(GPU_SITE_FIRST) {
+    if constexpr (kTeam == kSubgroupLanes) sim::subgroup_collective(sim::Collective::kBarrier, 0, 0, {file, line});
+    else sim::block_barrier({file, line});
+  }
+
   template <class Units>
   static Operand load(Units& units, uint32_t first, uint32_t octet_step) {
     static_cast<void>(units.at(first + octet_step + 15));  // the last one, for the check of the bounds

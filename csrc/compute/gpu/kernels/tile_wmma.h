@@ -28,6 +28,8 @@ struct WmmaTile {
     float values[kValues] = {};
   };
 
+  GPU_FN static void sync_team() { sync_subgroup(); }
+
   template <class Units>
   GPU_FN static Operand load(Units& units, uint32_t first, uint32_t octet_step) {
     const uint32_t lane = lane_index();
