@@ -2,6 +2,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "base/convert.h"
 
+#if defined(__aarch64__)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
+#endif
+
 #include <algorithm>
 #include <bit>
 #include <cstring>
@@ -109,6 +114,17 @@ bool has_avx512_bf16() {
   return false;
 #endif
 }
+
+#if defined(__aarch64__)
+// Words the kernel left in memory at start, no system call.
+bool has_neon_dotprod() { return (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) != 0; }
+bool has_neon_i8mm() { return (getauxval(AT_HWCAP2) & HWCAP2_I8MM) != 0; }
+bool has_neon_bf16() { return (getauxval(AT_HWCAP2) & HWCAP2_BF16) != 0; }
+#else
+bool has_neon_dotprod() { return false; }
+bool has_neon_i8mm() { return false; }
+bool has_neon_bf16() { return false; }
+#endif
 
 }  // namespace internal
 

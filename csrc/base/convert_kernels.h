@@ -39,6 +39,10 @@ bool has_avx2_f16c();
 bool has_avx512();
 bool has_avx512_vnni();
 bool has_avx512_bf16();
+// The extensions of AArch64 that the kernel sets neon_dotprod, neon_i8mm and neon_bf16 need.
+bool has_neon_dotprod();
+bool has_neon_i8mm();
+bool has_neon_bf16();
 constexpr bool has_neon() {  // part of the architecture
 #if defined(__aarch64__)
   return true;

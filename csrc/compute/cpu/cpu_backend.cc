@@ -22,7 +22,7 @@ const KernelSet& canonical_kernels(Isa isa) {
   if (isa == Isa::kAvx2) return kAvx2Kernels;
   if (isa == Isa::kAvx512 || isa == Isa::kAvx512Vnni || isa == Isa::kAvx512Bf16) return kAvx512Kernels;
 #elif defined(__aarch64__)
-  if (isa == Isa::kNeon) return kNeonKernels;
+  if (isa == Isa::kNeon || isa == Isa::kNeonDotprod || isa == Isa::kNeonI8mm) return kNeonKernels;
 #endif
   static_cast<void>(isa);
   return kScalarKernels;
@@ -43,6 +43,8 @@ const KernelSet& int8_kernels(Isa isa) {
   if (isa == Isa::kAvx512Vnni || isa == Isa::kAvx512Bf16) return kInt8Avx512VnniKernels;
 #elif defined(__aarch64__)
   if (isa == Isa::kNeon) return kInt8NeonKernels;
+  if (isa == Isa::kNeonDotprod) return kInt8NeonDotprodKernels;
+  if (isa == Isa::kNeonI8mm) return kInt8NeonI8mmKernels;
 #endif
   static_cast<void>(isa);
   return kInt8ScalarKernels;
@@ -87,6 +89,8 @@ const char* isa_name(Isa isa) {
     case Isa::kNeon: return "neon";
     case Isa::kAvx512Vnni: return "avx512vnni";
     case Isa::kAvx512Bf16: return "avx512bf16";
+    case Isa::kNeonDotprod: return "neon_dotprod";
+    case Isa::kNeonI8mm: return "neon_i8mm";
   }
   return "unknown";
 }
@@ -100,6 +104,8 @@ bool isa_is_supported(Isa isa) {
     case Isa::kNeon: return internal::has_neon();
     case Isa::kAvx512Vnni: return internal::has_avx512_vnni();
     case Isa::kAvx512Bf16: return internal::has_avx512_vnni() && internal::has_avx512_bf16();
+    case Isa::kNeonDotprod: return internal::has_neon_dotprod();
+    case Isa::kNeonI8mm: return internal::has_neon_dotprod() && internal::has_neon_i8mm();
   }
   return false;
 }

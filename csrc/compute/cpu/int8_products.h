@@ -10,16 +10,23 @@
 
 namespace dflash::compute {
 
+// D may multiply several rows with several outputs by one instruction, once `arrange` has put the codes of a block in its order.
+template <class D>
+concept MultipliesMatrices = requires(uint8_t* codes, uint32_t num_steps) { D::arrange(codes, num_steps); };
+
 // Codes (step s of group g, as four bytes a lane), what to start a group's integer sum from, and its factors, of one row.
 template <class D, CodeTraits kTraits>
 struct Int8Row {
   static constexpr uint32_t kGroups = 32 / (4 * kTraits.steps);  // per group of the row
   static constexpr int32_t kOffset = kTraits.is_signed ? D::kSignedOffset : kTraits.offset;
 
+  // The codes of four inputs, those of the next step behind them.
+  [[gnu::always_inline]] static inline const int8_t* codes(const Int8Block& block, uint32_t group, uint32_t step) {
+    return (kTraits.is_paired ? block.paired : block.ascending) + 4 * (group * kTraits.steps + step);
+  }
   [[gnu::always_inline]] static inline int32_t word(const Int8Block& block, uint32_t group, uint32_t step) {
     int32_t four;
-    const int8_t* codes = kTraits.is_paired ? block.paired : block.ascending;
-    __builtin_memcpy(&four, codes + 4 * (group * kTraits.steps + step), sizeof(four));
+    __builtin_memcpy(&four, codes(block, group, step), sizeof(four));
     return four;
   }
   [[gnu::always_inline]] static inline int32_t start(const Int8Block& block, uint32_t group) {
@@ -167,11 +174,34 @@ struct Int8Pass {
   size_t ahead;
 };
 
+// The integer sums of one group of M rows, from the codes of `unfold_block`.
+template <class V, class D, CodeTraits kTraits, int M>
+[[gnu::always_inline]] inline void multiply_group(const uint8_t* codes, const Int8Block* const (&blocks)[M], uint32_t group,
+                                                  typename V::I (&dots)[M][2]) {
+  using Row = Int8Row<D, kTraits>;
+  if constexpr (MultipliesMatrices<D>) {
+    D::template multiply_group<Row, kTraits.steps, M>(codes, blocks, group, dots);
+  } else {
+    constexpr size_t kVectorBytes = 4 * V::kLanes;
+#pragma GCC unroll 8
+    for (int m = 0; m < M; ++m) dots[m][0] = dots[m][1] = V::set1i(Row::start(*blocks[m], group));
+#pragma GCC unroll 8
+    for (uint32_t s = 0; s < kTraits.steps; ++s, codes += 2 * kVectorBytes) {
+      const typename V::I first = V::load_words(codes), second = V::load_words(codes + kVectorBytes);
+#pragma GCC unroll 8
+      for (int m = 0; m < M; ++m) {
+        const typename V::I input = V::set1i(Row::word(*blocks[m], group, s));
+        dots[m][0] = D::template dot<kTraits.is_signed>(first, input, dots[m][0]);
+        dots[m][1] = D::template dot<kTraits.is_signed>(second, input, dots[m][1]);
+      }
+    }
+  }
+}
+
 template <class V, class D, CodeTraits kTraits, int M>
 void int8_tile(const void* const* rows, const Int8Pass<V>& pass, float* tile, size_t tile_stride) {
   using Row = Int8Row<D, kTraits>;
   using F = typename V::F;
-  using I = typename V::I;
   constexpr size_t kVectorBytes = 4 * V::kLanes;
   F sums[M][2];
   const Int8Block* blocks[M];
@@ -184,19 +214,9 @@ void int8_tile(const void* const* rows, const Int8Pass<V>& pass, float* tile, si
   const uint8_t* next = pass.next;
   for (uint32_t group = 0; group < pass.num_groups; ++group, next += pass.ahead) {
     for (size_t line = 0; line < pass.ahead; line += 64) __builtin_prefetch(next + line, 0, 2);
-    I dots[M][2];
-#pragma GCC unroll 8
-    for (int m = 0; m < M; ++m) dots[m][0] = dots[m][1] = V::set1i(Row::start(*blocks[m], group));
-#pragma GCC unroll 8
-    for (uint32_t s = 0; s < kTraits.steps; ++s, codes += 2 * kVectorBytes) {
-      const I first = V::load_words(codes), second = V::load_words(codes + kVectorBytes);
-#pragma GCC unroll 8
-      for (int m = 0; m < M; ++m) {
-        const I input = V::set1i(Row::word(*blocks[m], group, s));
-        dots[m][0] = D::template dot<kTraits.is_signed>(first, input, dots[m][0]);
-        dots[m][1] = D::template dot<kTraits.is_signed>(second, input, dots[m][1]);
-      }
-    }
+    typename V::I dots[M][2];
+    multiply_group<V, D, kTraits>(codes, blocks, group, dots);
+    codes += kTraits.steps * 2 * kVectorBytes;
 #pragma GCC unroll 2
     for (uint32_t h = 0; h < 2; ++h) {
       const size_t at = (size_t{2} * group + h) * V::kLanes;
@@ -243,6 +263,7 @@ void int8_run_many(uint32_t num_rows, const PanelRun& run, const void* const* ro
       const uint32_t count = run.num_inputs - k < kChainLength ? run.num_inputs - k : kChainLength;
       const uint32_t num_groups = (count + kLayout.group_inputs - 1) / kLayout.group_inputs;
       unfold_block<V, D, kFormat>(panel, k, num_groups, block);
+      if constexpr (MultipliesMatrices<D>) D::arrange(block.codes, num_groups * Kernel::Codes::kTraits.steps);
       Int8Pass<V> pass{&block, k / kChainLength, num_groups, Kernel::record_of(panel, k) + num_groups * Kernel::kGroupShare,
                        Kernel::kGroupShare / num_tiles};  // the next block follows in memory
       for (uint32_t t = 0, row = 0; t < num_tiles; ++t, pass.next += num_groups * pass.ahead) {

@@ -79,6 +79,8 @@ extern const KernelSet kInt8Avx512VnniKernels;
 #elif defined(__aarch64__)
 extern const KernelSet kNeonKernels;
 extern const KernelSet kInt8NeonKernels;  // of int8-groups
+extern const KernelSet kInt8NeonDotprodKernels;
+extern const KernelSet kInt8NeonI8mmKernels;
 #endif
 
 }  // namespace dflash::compute

@@ -74,7 +74,7 @@ const PeakLoops& peak_loops(Isa isa) {
   if (isa == Isa::kAvx512 || isa == Isa::kAvx512Vnni || isa == Isa::kAvx512Bf16) return kAvx512Peaks;
   if (isa == Isa::kAvx2) return kAvx2Peaks;
 #elif defined(__aarch64__)
-  if (isa == Isa::kNeon) return kNeonPeaks;
+  if (isa == Isa::kNeon || isa == Isa::kNeonDotprod || isa == Isa::kNeonI8mm) return kNeonPeaks;
 #endif
   static_cast<void>(isa);
   return kScalarPeaks;
