@@ -30,6 +30,7 @@
 #define GPU_SHARED(Type, name) \
   Type& name = *static_cast<Type*>(::dflash::compute::gpu::sim::shared_object(sizeof(Type), {__FILE__, __LINE__}))
 #define GPU_UNROLL
+#define GPU_UNROLL_2
 #define GPU_UNROLL_4
 #define GPU_SITE_FIRST const char *file = __builtin_FILE(), unsigned line = __builtin_LINE()
 #define GPU_SITE , GPU_SITE_FIRST
@@ -38,6 +39,7 @@
   extern "C" __global__ void __launch_bounds__(most_threads) name(const Params params)
 #define GPU_SHARED(Type, name) __shared__ Type name
 #define GPU_UNROLL _Pragma("unroll")
+#define GPU_UNROLL_2 _Pragma("unroll 2")
 #define GPU_UNROLL_4 _Pragma("unroll 4")
 #define GPU_SITE_FIRST
 #define GPU_SITE

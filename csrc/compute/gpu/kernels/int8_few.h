@@ -31,21 +31,18 @@ template <WeightFormat kFormat, uint32_t kRows>
 GPU_FN void int8_chain_sums(const Record& record, const Int8Record* rows, uint32_t num_groups, float* sums) {
   GPU_UNROLL
   for (uint32_t r = 0; r < kRows; ++r) sums[r] = 0.0f;
-  if (num_groups == kChain / kGroup) {  // a whole chain, whose loads can go ahead
-    GPU_UNROLL_4
-    for (uint32_t index = 0; index < kChain / kGroup; ++index) {
-      Int8Group weights;
-      read_codes<kFormat>(record, index, weights);
-      GPU_UNROLL
-      for (uint32_t r = 0; r < kRows; ++r) sums[r] = group_step<kFormat>(weights, rows[r], index, sums[r]);
-    }
-    return;
-  }
-  for (uint32_t index = 0; index < num_groups; ++index) {
+  const auto step = [&](uint32_t index) {
     Int8Group weights;
     read_codes<kFormat>(record, index, weights);
     GPU_UNROLL
     for (uint32_t r = 0; r < kRows; ++r) sums[r] = group_step<kFormat>(weights, rows[r], index, sums[r]);
+  };
+  if constexpr (kRows == 1) {
+    GPU_UNROLL_4  // loads of groups go ahead of the products of those before
+    for (uint32_t index = 0; index < num_groups; ++index) step(index);
+  } else {
+    GPU_UNROLL_2  // as many as fit the registers of three blocks
+    for (uint32_t index = 0; index < num_groups; ++index) step(index);
   }
 }
 
@@ -54,15 +51,15 @@ GPU_FN void int8_few(const ProjectionParams& params) {
   GPU_SHARED(FewSums, shared);
   if (block_y() >= *params.num_tiles) return;  // the whole block
   const Tile tile = params.tiles[block_y()];
-  const unsigned char* rows[kFewTileRows];  // slots that do not exist read the last one again
+  uint32_t units[kFewTileRows];  // where rows begin; slots that do not exist read the last one again
   GPU_UNROLL
-  for (uint32_t r = 0; r < kFewTileRows; ++r) rows[r] = codes_of(params, row_of(params, tile.first_slot + smaller(r, tile.num_slots - 1)));
+  for (uint32_t r = 0; r < kFewTileRows; ++r) units[r] = row_unit(params, tile.first_slot + smaller(r, tile.num_slots - 1));
   few_outputs(params, tile, shared, [&](uint32_t chain, uint32_t matrix, uint64_t panels) {
     const unsigned char* panel = panel_of<kFormat>(params, tile.expert, panels, block_x());
     const Record record{panel + chain * chain_bytes(kFormat) + lane_index() * kUnitBytes};
     Int8Record chain_rows[kFewTileRows];
     GPU_UNROLL
-    for (uint32_t r = 0; r < kFewTileRows; ++r) chain_rows[r] = {rows[r] + chain * kInt8RecordBytes};
+    for (uint32_t r = 0; r < kFewTileRows; ++r) chain_rows[r] = {params.codes, units[r] + chain * kInt8RecordUnits};
     const uint32_t num_groups = (smaller(kChain, params.num_inputs - chain * kChain) + kGroup - 1) / kGroup;
     float sums[kFewTileRows] = {};
     if (tile.num_slots == 1) int8_chain_sums<kFormat, 1>(record, chain_rows, num_groups, sums);

@@ -1,11 +1,14 @@
 // Gate, up and down of class int8-groups for many rows of an expert, a grouped GEMM: a block computes 64 slots x 64 outputs (the panels of
 // project_many.h) out of codes and scales in shared memory, four groups of 32 inputs a step. A tile type (int8_tile.h) makes the exact dot
-// products; the float32 steps after them are the same everywhere.
+// products, on matrix units where there are any; the float32 steps after them are the same everywhere, and so are the bits.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
 #include "compute/gpu/kernels/int8_rows.h"
 #include "compute/gpu/kernels/int8_tile.h"
+#include "compute/gpu/kernels/int8_tile_mfma.h"
+#include "compute/gpu/kernels/int8_tile_mma.h"
+#include "compute/gpu/kernels/int8_tile_wmma.h"
 
 namespace dflash::compute::gpu {
 
@@ -57,9 +60,9 @@ GPU_FN void fill_weight_codes(const unsigned char* panel, uint32_t begin, uint32
 
 // Thread t: slot t % 64, every second group of the step.
 template <WeightFormat kFormat>
-GPU_FN void fill_row_codes(const unsigned char* row, uint32_t begin, uint32_t num_groups, Int8Tiles& tiles) {
+GPU_FN void fill_row_codes(const Int8Record& row, uint32_t begin, uint32_t num_groups, Int8Tiles& tiles) {
   const uint32_t slot = thread_index() % kManyTileRows;
-  const Int8Record record{row + begin / kChain * kInt8RecordBytes};
+  const Int8Record record{row.records, row.unit + begin / kChain * kInt8RecordUnits};
   GPU_UNROLL
   for (uint32_t i = 0; i < kStepGroups / 2; ++i) {
     const uint32_t group = thread_index() / kManyTileRows + 2 * i, index = begin % kChain / kGroup + group;
@@ -113,7 +116,7 @@ GPU_FN void group_offsets(uint32_t group, Int8Tiles& tiles, float (*sums)[Owned:
 template <WeightFormat kFormat, class Owned>
 GPU_FN void int8_many_with(const ProjectionParams& params, const Tile& tile, Int8Tiles& tiles) {
   const unsigned char* panel = own_panel<kFormat>(params, tile);
-  const unsigned char* row = codes_of(params, row_of(params, tile.first_slot + smaller(thread_index() % kManyTileRows, tile.num_slots - 1)));
+  const Int8Record row{params.codes, row_unit(params, tile.first_slot + smaller(thread_index() % kManyTileRows, tile.num_slots - 1))};
   float totals[Owned::kRows][Owned::kColumns] = {}, sums[Owned::kRows][Owned::kColumns] = {};
   for (uint32_t begin = 0; begin < params.num_inputs; begin += kStepInputs) {
     const uint32_t num_groups = smaller(kStepGroups, (params.num_inputs - begin + kGroup - 1) / kGroup);
@@ -151,7 +154,19 @@ template <WeightFormat kFormat>
 GPU_FN void int8_many(const ProjectionParams& params) {
   GPU_SHARED(Int8Tiles, tiles);
   if (block_y() >= *params.num_tiles) return;  // the whole block
-  int8_many_with<kFormat, Dot4Tile>(params, params.tiles[block_y()], tiles);
+  const Tile tile = params.tiles[block_y()];
+#if defined(DFLASH_GPU_SIM)  // the simulated vendors differ, so that both kinds of tile are tested
+  if (sim::thread_place().wave_width == 32) return int8_many_with<kFormat, Int8MmaTile>(params, tile, tiles);
+  int8_many_with<kFormat, Dot4Tile>(params, tile, tiles);
+#elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 750
+  int8_many_with<kFormat, Int8MmaTile>(params, tile, tiles);
+#elif defined(__gfx908__) || defined(__gfx90a__) || defined(__gfx942__)
+  int8_many_with<kFormat, Int8MfmaTile>(params, tile, tiles);
+#elif defined(__GFX11__) || defined(__GFX12__)
+  int8_many_with<kFormat, Int8WmmaTile>(params, tile, tiles);
+#else
+  int8_many_with<kFormat, Dot4Tile>(params, tile, tiles);
+#endif
 }
 
 }  // namespace dflash::compute::gpu

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "compute/gpu/kernel_params.h"
+#include "compute/gpu/kernels/project.h"
 #include "compute/gpu/kernels/widen_rows.h"
 #include "compute/gpu/record_layout.h"
 
@@ -16,15 +17,21 @@ inline constexpr float kIntegerShift = 12582912.0f;                      // 1.5 
 inline constexpr int32_t kIntegerShiftBits = 0x4b400000;
 static_assert(kElementThreads % kRecordThreads == 0);
 
-// A record of a row as kernels read it.
+inline constexpr uint32_t kInt8RecordUnits = kInt8RecordBytes / kUnitBytes;
+static_assert(kInt8RecordBytes % kUnitBytes == 0);
+
+// A record of a row as kernels read it. Units are counted in 32 bits, which saves the few-row kernels registers: 64 GiB of records.
 struct Int8Record {
-  const unsigned char* first;
-  GPU_FN const unsigned char* codes(uint32_t group) const { return first + 32 * group; }
-  GPU_FN float scale(uint32_t group) const { return reinterpret_cast<const float*>(first + kChain)[group]; }
-  GPU_FN float scaled_sum(uint32_t group) const { return reinterpret_cast<const float*>(first + kChain)[kChain / 32 + group]; }
+  const unsigned char* records;
+  uint32_t unit;
+  GPU_FN const unsigned char* at(uint32_t offset) const { return records + uint64_t{unit + offset} * kUnitBytes; }
+  GPU_FN const unsigned char* codes(uint32_t group) const { return at(2 * group); }
+  GPU_FN float scale(uint32_t group) const { return reinterpret_cast<const float*>(at(kChain / kUnitBytes))[group]; }
+  GPU_FN float scaled_sum(uint32_t group) const { return reinterpret_cast<const float*>(at(kChain / kUnitBytes + 2))[group]; }
 };
-GPU_FN const unsigned char* codes_of(const ProjectionParams& params, uint32_t row) {
-  return params.codes + row * int8_row_bytes(params.num_inputs);
+// The first unit of a row's records.
+GPU_FN uint32_t row_unit(const ProjectionParams& params, uint32_t slot) {
+  return row_of(params, slot) * num_chains(params.num_inputs) * kInt8RecordUnits;
 }
 
 GPU_FN float read_element(const QuantizeParams& params, uint64_t index) {
