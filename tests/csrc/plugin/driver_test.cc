@@ -205,6 +205,52 @@ TEST_CASE("HIP takes the code object of the device's architecture, or the one th
         "its architecture gfx1151 is none of those that this build has kernels for: gfx1030, gfx906");
 }
 
+TEST_CASE("HIP's failures are told to the caller and to nobody else") {
+  const char fits[] = {6, 0}, differs[] = {5, 0};
+  auto driver = open_hip_driver({{"gfx1030", differs}, {"gfx906", fits}}, {DFLASH_FAKE_HIP}, "/nonexistent");
+  REQUIRE(driver.ok());
+  REQUIRE(make_module_runtime(std::move(driver).value(), 0).ok());  // the first object did not load
+  auto library = DriverLibrary::open({DFLASH_FAKE_HIP});
+  REQUIRE(library.ok());
+  int (*last_error)() = nullptr;
+  REQUIRE(library.value().find("hipGetLastError", last_error).ok());
+  CHECK(last_error() == 0);
+}
+
+TEST_CASE("HIP's device is the node at its place on the bus, whatever is hidden or in another order") {
+  const std::string at = "domain 0\nlocation_id ";
+  const Nodes nodes({node_of(100306) + at + "49408\n", node_of(90006) + at + "49920\n"});  // c1:00.0, c3:00.0
+  auto driver = open_hip_driver({{"gfx906", kImage}}, {DFLASH_FAKE_HIP}, nodes.path());
+  REQUIRE(driver.ok());
+  auto devices = driver.value()->list();
+  REQUIRE(devices.ok());
+  REQUIRE(devices.value().size() == 1);
+  CHECK(devices.value()[0].facts.architecture == "gfx906");
+  CHECK(devices.value()[0].reason.empty());
+  CHECK(bus_place("0001:c3:1f.7") == uint64_t{0x1c3ff});
+  CHECK_FALSE(bus_place("c3:00").has_value());
+}
+
+TEST_CASE("HIP's device is of the architecture that its owner overrides it with") {
+  const Environment override_it("HSA_OVERRIDE_GFX_VERSION", "10.3.0");
+  const Nodes nodes({node_of(100302)});
+  auto driver = open_hip_driver({{"gfx1030", kImage}}, {DFLASH_FAKE_HIP}, nodes.path());
+  REQUIRE(driver.ok());
+  auto devices = driver.value()->list();
+  REQUIRE(devices.ok());
+  CHECK(devices.value()[0].facts.architecture == "gfx1030");
+  CHECK(devices.value()[0].reason.empty());
+}
+
+TEST_CASE("a runtime that the process has already is found by its name") {
+  const std::string path = DFLASH_FAKE_HIP;
+  REQUIRE(DriverLibrary::open({path}).ok());
+  const std::vector<std::string> found = loaded_libraries(path.substr(path.rfind('/') + 1));
+  REQUIRE(found.size() == 1);
+  CHECK(found[0] == path);
+  CHECK(loaded_libraries("libhip-that-is-not-there").empty());
+}
+
 TEST_CASE("HIP without a device is an empty list, whatever the runtime calls it") {
   const Environment fault("FAKE_HIP", "none");
   auto driver = open_hip_driver({}, {DFLASH_FAKE_HIP});
@@ -246,4 +292,38 @@ TEST_CASE("a thread finds current what was so before it used the device") {
     CHECK(current == &theirs);
   });
   other.join();
+}
+
+TEST_CASE("two cards of one thread, in turn: each is current for its own work") {
+  const Environment twins("FAKE_CUDA", "twins");
+  auto left = make_module_runtime(fake_cuda(), 0), right = make_module_runtime(fake_cuda(), 1);
+  REQUIRE(left.ok());
+  REQUIRE(right.ok());
+  for (DeviceRuntime* runtime : {left.value().get(), right.value().get(), left.value().get()}) {
+    CHECK(runtime->mark(Mark::kBegin).ok());
+    const auto ended = runtime->wait(std::chrono::seconds(5));
+    REQUIRE(ended.ok());
+    CHECK(ended.value());
+  }
+}
+
+TEST_CASE("a framework that changes the device between two operations does not lead the second astray") {
+  auto driver = fake_cuda();
+  DriverApi& api = *driver;
+  auto made = make_module_runtime(std::move(driver), 0);
+  REQUIRE(made.ok());
+  int theirs = 0;
+  REQUIRE(api.restore(&theirs) == 0);
+  CHECK(made.value()->mark(Mark::kBegin).ok());
+}
+
+TEST_CASE("a context that is given up is current for nobody") {
+  std::thread fresh([] {
+    auto runtime = fake_runtime();
+    runtime.reset();
+    void* current = nullptr;
+    REQUIRE(fake_cuda()->current(&current) == 0);
+    CHECK(current == nullptr);
+  });
+  fresh.join();
 }

@@ -3,20 +3,17 @@
 
 #include <string.h>
 
+#include <type_traits>
 #include <utility>
 
+#include "compute/gpu/cuda/cuda_functions.h"
 #include "compute/gpu/module/driver_library.h"
 
 namespace dflash::compute::gpu {
 namespace {
 
-// Of cuda.h, which has kept them since its first versions.
-constexpr int kAttributeWarpSize = 10, kAttributeMultiprocessors = 16, kAttributeMajor = 75, kAttributeMinor = 76;
-constexpr int kNoDevice = 100;          // CUDA_ERROR_NO_DEVICE
-constexpr int kInsufficientDriver = 35;  // CUDA_ERROR_INSUFFICIENT_DRIVER
-constexpr unsigned kNonBlockingStream = 1;
+using namespace cuda;
 
-using Pointer = unsigned long long;  // CUdeviceptr
 Pointer address(const void* memory) { return reinterpret_cast<Pointer>(memory); }
 
 class CudaDriver final : public DriverApi {
@@ -83,71 +80,16 @@ class CudaDriver final : public DriverApi {
   const int least_version_;  // minor versions are compatible
   const int least_arch_;
   void* context_ = nullptr;
-  int (*init_)(unsigned) = nullptr;
-  int (*version_)(int*) = nullptr;
-  int (*count_)(int*) = nullptr;
-  int (*device_)(int*, int) = nullptr;
-  int (*name_)(char*, int, int) = nullptr;
-  int (*total_)(size_t*, int) = nullptr;
-  int (*attribute_)(int*, int, int) = nullptr;
-  int (*retain_)(void**, int) = nullptr;
-  int (*release_context_)(int) = nullptr;
-  int (*set_current_)(void*) = nullptr;
-  int (*get_current_)(void**) = nullptr;
-  int (*memory_)(size_t*, size_t*) = nullptr;
-  int (*allocate_)(Pointer*, size_t) = nullptr;
-  int (*release_)(Pointer) = nullptr;
-  int (*allocate_host_)(void**, size_t, unsigned) = nullptr;
-  int (*release_host_)(void*) = nullptr;
-  int (*create_stream_)(void**, unsigned) = nullptr;
-  int (*destroy_stream_)(void*) = nullptr;
-  int (*query_)(void*) = nullptr;
-  int (*copy_in_)(Pointer, const void*, size_t, void*) = nullptr;
-  int (*copy_out_)(void*, Pointer, size_t, void*) = nullptr;
-  int (*fill_)(Pointer, unsigned char, size_t, void*) = nullptr;
-  int (*create_event_)(void**, unsigned) = nullptr;
-  int (*destroy_event_)(void*) = nullptr;
-  int (*record_)(void*, void*) = nullptr;
-  int (*elapsed_)(float*, void*, void*) = nullptr;
-  int (*load_)(void**, const void*) = nullptr;
-  int (*unload_)(void*) = nullptr;
-  int (*function_)(void**, void*, const char*) = nullptr;
-  int (*launch_)(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*, void**, void**) = nullptr;
-  int (*text_)(int, const char**) = nullptr;
+#define DFLASH_MEMBER(member, name, type) std::add_pointer_t<type> member = nullptr;
+  DFLASH_CUDA_FUNCTIONS(DFLASH_MEMBER)
+#undef DFLASH_MEMBER
 };
 
 Status CudaDriver::open(const DriverLibrary& library) {
-  DFLASH_TRY(library.find("cuInit", init_));
-  DFLASH_TRY(library.find("cuDriverGetVersion", version_));
-  DFLASH_TRY(library.find("cuDeviceGetCount", count_));
-  DFLASH_TRY(library.find("cuDeviceGet", device_));
-  DFLASH_TRY(library.find("cuDeviceGetName", name_));
-  DFLASH_TRY(library.find("cuDeviceTotalMem_v2", total_));
-  DFLASH_TRY(library.find("cuDeviceGetAttribute", attribute_));
-  DFLASH_TRY(library.find("cuDevicePrimaryCtxRetain", retain_));
-  DFLASH_TRY(library.find("cuDevicePrimaryCtxRelease_v2", release_context_));
-  DFLASH_TRY(library.find("cuCtxSetCurrent", set_current_));
-  DFLASH_TRY(library.find("cuCtxGetCurrent", get_current_));
-  DFLASH_TRY(library.find("cuMemGetInfo_v2", memory_));
-  DFLASH_TRY(library.find("cuMemAlloc_v2", allocate_));
-  DFLASH_TRY(library.find("cuMemFree_v2", release_));
-  DFLASH_TRY(library.find("cuMemHostAlloc", allocate_host_));
-  DFLASH_TRY(library.find("cuMemFreeHost", release_host_));
-  DFLASH_TRY(library.find("cuStreamCreate", create_stream_));
-  DFLASH_TRY(library.find("cuStreamDestroy_v2", destroy_stream_));
-  DFLASH_TRY(library.find("cuStreamQuery", query_));
-  DFLASH_TRY(library.find("cuMemcpyHtoDAsync_v2", copy_in_));
-  DFLASH_TRY(library.find("cuMemcpyDtoHAsync_v2", copy_out_));
-  DFLASH_TRY(library.find("cuMemsetD8Async", fill_));
-  DFLASH_TRY(library.find("cuEventCreate", create_event_));
-  DFLASH_TRY(library.find("cuEventDestroy_v2", destroy_event_));
-  DFLASH_TRY(library.find("cuEventRecord", record_));
-  DFLASH_TRY(library.find("cuEventElapsedTime", elapsed_));
-  DFLASH_TRY(library.find("cuModuleLoadData", load_));
-  DFLASH_TRY(library.find("cuModuleUnload", unload_));
-  DFLASH_TRY(library.find("cuModuleGetFunction", function_));
-  DFLASH_TRY(library.find("cuLaunchKernel", launch_));
-  return library.find("cuGetErrorString", text_);
+#define DFLASH_FIND(member, name, type) DFLASH_TRY(library.find(#name, member));
+  DFLASH_CUDA_FUNCTIONS(DFLASH_FIND)
+#undef DFLASH_FIND
+  return ok();
 }
 
 std::string version_text(int version) { return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10); }
@@ -161,7 +103,9 @@ Result<std::vector<DriverDevice>> CudaDriver::list() {
   }
   const int started = init_(0);
   if (started == kNoDevice) return std::vector<DriverDevice>{};
-  if (started == kInsufficientDriver) return Error{ErrorCode::kUnsupported, "the driver is older than its libcuda; update the driver"};
+  if (started == kDriverMismatch) {
+    return Error{ErrorCode::kUnsupported, "the driver in the kernel and libcuda are of different versions; restart after an update of the driver"};
+  }
   if (started != 0) return Error{ErrorCode::kUnsupported, "the driver does not start: " + text(started)};
   int count = 0;
   if (const int status = count_(&count); status != 0 && status != kNoDevice) {

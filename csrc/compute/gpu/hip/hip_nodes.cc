@@ -1,6 +1,8 @@
 // The GPUs in the kernel driver's topology: one folder per node, "properties" with a name and a number per line; processors have no
 // gfx_target_version.
 // SPDX-License-Identifier: Apache-2.0
+#include <stdio.h>
+
 #include <algorithm>
 #include <filesystem>
 #include <fstream>
@@ -33,6 +35,12 @@ std::string architecture_name(uint64_t target_version) {
   return name;
 }
 
+std::optional<uint64_t> bus_place(const std::string& bus_id) {
+  unsigned domain = 0, bus = 0, device = 0, function = 0;
+  if (::sscanf(bus_id.c_str(), "%x:%x:%x.%x", &domain, &bus, &device, &function) != 4) return std::nullopt;
+  return uint64_t{domain} << 16 | (bus & 0xff) << 8 | (device & 0x1f) << 3 | (function & 7);
+}
+
 std::vector<HipNode> read_hip_nodes(const std::string& topology) {
   std::vector<HipNode> nodes;
   for (size_t number = 0; number < kMostNodes; ++number) {  // numbered without gaps
@@ -46,6 +54,7 @@ std::vector<HipNode> read_hip_nodes(const std::string& topology) {
     };
     if (value("gfx_target_version") == 0) continue;
     HipNode node;
+    node.place = value("domain") << 16 | (value("location_id") & 0xffff);  // above: a partition's number
     node.architecture = architecture_name(value("gfx_target_version"));
     const uint64_t units = value("simd_count") / std::max<uint64_t>(1, value("simd_per_cu"));
     node.num_units = static_cast<uint32_t>(std::clamp<uint64_t>(units, 1, 4096));

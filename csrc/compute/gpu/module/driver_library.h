@@ -3,7 +3,9 @@
 #pragma once
 
 #include <dlfcn.h>
+#include <link.h>
 
+#include <algorithm>
 #include <memory>
 #include <string>
 #include <utility>
@@ -12,6 +14,24 @@
 #include "base/result.h"
 
 namespace dflash::compute::gpu {
+
+// The paths of the shared libraries in this process whose file names begin with `stem`, the latest first.
+inline std::vector<std::string> loaded_libraries(const std::string& stem) {
+  struct Search {
+    const std::string& stem;
+    std::vector<std::string> found;
+  } search{stem, {}};
+  ::dl_iterate_phdr(
+      [](dl_phdr_info* info, size_t, void* context) {
+        auto& wanted = *static_cast<Search*>(context);
+        const std::string path = info->dlpi_name;
+        if (path.compare(path.rfind('/') + 1, wanted.stem.size(), wanted.stem) == 0) wanted.found.push_back(path);
+        return 0;
+      },
+      &search);
+  std::reverse(search.found.begin(), search.found.end());
+  return search.found;
+}
 
 // Stays open for the life of the process: drivers start threads that outlive their users.
 class DriverLibrary {

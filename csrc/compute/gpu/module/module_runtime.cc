@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "compute/gpu/module/module_runtime.h"
 
+#include <sched.h>
 #include <time.h>
 
 #include <thread>
@@ -12,7 +13,8 @@ namespace dflash::compute::gpu {
 namespace {
 
 constexpr int64_t kGiveUpNs = 1'000'000'000;   // for a queue that does not end, when the runtime is destroyed
-constexpr int64_t kSpinNs = 30'000;            // queries before sleeping: a decode step is shorter
+constexpr int64_t kSpinNs = 30'000;            // queries without a pause, then with the processor offered to others,
+constexpr int64_t kYieldNs = 1'000'000;        // for a decode step is shorter than the 50 us that the kernel adds to each nap
 constexpr int64_t kNapNs = 20'000;
 
 class ModuleRuntime final : public DeviceRuntime {
@@ -46,7 +48,8 @@ class ModuleRuntime final : public DeviceRuntime {
   std::unique_ptr<DriverApi> driver_;
   DeviceFacts facts_;
   bool is_in_use_ = false;       // use() succeeded: drop() is due
-  std::thread::id current_for_;  // the thread for which the device is current
+  void* own_ = nullptr;          // what is current while the device is
+  std::thread::id current_for_;  // the thread that used the device last and has not left it
   void* before_ = nullptr;       // what was current for that thread
   bool has_before_ = false;
   std::string lost_;             // not empty: the device failed, and with which words
@@ -68,6 +71,7 @@ ModuleRuntime::~ModuleRuntime() {
     if (event != nullptr) driver_->destroy_event(event);
   }
   if (module_ != nullptr) driver_->unload_module(module_);
+  leave();  // a dropped context must not stay current
   driver_->drop(facts_.index);
 }
 
@@ -77,15 +81,21 @@ Status ModuleRuntime::done(int status, const char* what) {
   return Error{ErrorCode::kWorkerFailed, lost_};
 }
 
-// A device is current per thread; a lost one stays lost.
+// A device is current per thread, and another user of the thread (a framework, the runtime of a second card) may have changed it since; a
+// lost one stays lost.
 Status ModuleRuntime::enter() {
   if (!lost_.empty()) return Error{ErrorCode::kWorkerFailed, lost_};
-  if (current_for_ == std::this_thread::get_id()) return ok();
-  has_before_ = driver_->current(&before_) == 0;
+  void* found = nullptr;
+  const bool is_known = driver_->current(&found) == 0;
+  if (current_for_ != std::this_thread::get_id()) {
+    before_ = found;
+    has_before_ = is_known;
+    current_for_ = std::this_thread::get_id();
+  }
+  if (is_in_use_ && is_known && found == own_) return ok();
   DFLASH_TRY(done(driver_->use(facts_.index), "making the device current"));
-  current_for_ = std::this_thread::get_id();
   is_in_use_ = true;
-  return ok();
+  return done(driver_->current(&own_), "asking for the current device");
 }
 
 void ModuleRuntime::leave() {
@@ -205,13 +215,17 @@ Result<int64_t> ModuleRuntime::elapsed_ns() {
 Result<bool> ModuleRuntime::wait(std::chrono::nanoseconds at_most) {
   DFLASH_TRY(enter());
   const Deadline deadline = Deadline::after_ns(at_most.count());
-  const Deadline spinning = Deadline::after_ns(kSpinNs);
+  const Deadline spinning = Deadline::after_ns(kSpinNs), yielding = Deadline::after_ns(kYieldNs);
   for (;;) {
     const int status = driver_->query(queue_);
     if (status == 0) return true;
     if (status != kDriverNotReady) return std::move(done(status, "a kernel or copy")).error();
     if (deadline.has_passed()) return false;
     if (!spinning.has_passed()) continue;
+    if (!yielding.has_passed()) {
+      ::sched_yield();
+      continue;
+    }
     const timespec nap{0, kNapNs};
     ::nanosleep(&nap, nullptr);
   }

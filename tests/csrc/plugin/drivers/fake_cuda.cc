@@ -1,15 +1,19 @@
 // A libcuda that a test loads in the driver's place: two devices whose memory is the machine's, kernels that only count, and faults on request
 // through FAKE_CUDA: "none" (no device), "old" (driver of CUDA 12), "silent" (does not start), "full" (no memory), "lost" (the card is gone at
-// the second query), "hung" (work that never ends), "foreign" (no image fits).
+// the second query), "hung" (work that never ends), "foreign" (no image fits), "twins" (both devices are good). A context holds its streams and events, and
+// another one refuses them.
 // SPDX-License-Identifier: Apache-2.0
 #include <stdlib.h>
 #include <string.h>
 
 namespace {
 
-constexpr int kOutOfMemory = 2, kNoDevice = 100, kNoBinary = 209, kNotReady = 600, kIllegalAddress = 700, kUnknown = 999;
+constexpr int kOutOfMemory = 2, kNoDevice = 100, kNoContext = 201, kNoBinary = 209, kInvalidHandle = 400, kNotReady = 600, kIllegalAddress = 700,
+              kUnknown = 999;
 int queries = 0;
+int contexts[2] = {};
 thread_local void* current = nullptr;
+int in_its_context(void* made_in) { return current == nullptr ? kNoContext : current != made_in ? kInvalidHandle : 0; }
 
 bool is(const char* fault) {
   const char* asked = ::getenv("FAKE_CUDA");
@@ -31,15 +35,20 @@ FAKE int cuDeviceGetName(char* name, int size, int device) {
 }
 FAKE int cuDeviceTotalMem_v2(size_t* bytes, int) { return *bytes = 1 << 20, 0; }
 FAKE int cuDeviceGetAttribute(int* value, int attribute, int device) {
-  *value = attribute == 75 ? (device == 0 ? 9 : 6) : attribute == 76 ? (device == 0 ? 0 : 1) : attribute == 10 ? 32 : 132;
+  const bool is_new = device == 0 || is("twins");
+  *value = attribute == 75 ? (is_new ? 9 : 6) : attribute == 76 ? (is_new ? 0 : 1) : attribute == 10 ? 32 : 132;
   return 0;
 }
-FAKE int cuDevicePrimaryCtxRetain(void** context, int) { return *context = &queries, 0; }
+FAKE int cuDevicePrimaryCtxRetain(void** context, int device) { return *context = &contexts[device], 0; }
 FAKE int cuDevicePrimaryCtxRelease_v2(int) { return 0; }
 FAKE int cuCtxSetCurrent(void* context) { return current = context, 0; }
 FAKE int cuCtxGetCurrent(void** context) { return *context = current, 0; }
-FAKE int cuMemGetInfo_v2(size_t* free_bytes, size_t* all) { return *free_bytes = 4096, *all = 1 << 20, 0; }
+FAKE int cuMemGetInfo_v2(size_t* free_bytes, size_t* all) {
+  if (current == nullptr) return kNoContext;
+  return *free_bytes = 4096, *all = 1 << 20, 0;
+}
 FAKE int cuMemAlloc_v2(Pointer* memory, size_t bytes) {
+  if (current == nullptr) return kNoContext;
   if (is("full")) return kOutOfMemory;
   *memory = reinterpret_cast<Pointer>(::malloc(bytes));
   return 0;
@@ -47,9 +56,10 @@ FAKE int cuMemAlloc_v2(Pointer* memory, size_t bytes) {
 FAKE int cuMemFree_v2(Pointer memory) { return ::free(reinterpret_cast<void*>(memory)), 0; }
 FAKE int cuMemHostAlloc(void** memory, size_t bytes, unsigned) { return *memory = ::malloc(bytes), 0; }
 FAKE int cuMemFreeHost(void* memory) { return ::free(memory), 0; }
-FAKE int cuStreamCreate(void** stream, unsigned) { return queries = 0, *stream = &queries, 0; }
+FAKE int cuStreamCreate(void** stream, unsigned) { return queries = 0, *stream = current, 0; }
 FAKE int cuStreamDestroy_v2(void*) { return 0; }
-FAKE int cuStreamQuery(void*) {
+FAKE int cuStreamQuery(void* stream) {
+  if (const int status = in_its_context(stream); status != 0) return status;
   if (is("hung")) return kNotReady;
   return ++queries == 1 ? kNotReady : is("lost") ? kIllegalAddress : 0;
 }
@@ -62,9 +72,9 @@ FAKE int cuMemcpyDtoHAsync_v2(void* to, Pointer from, size_t bytes, void*) {
 FAKE int cuMemsetD8Async(Pointer to, unsigned char value, size_t bytes, void*) {
   return ::memset(reinterpret_cast<void*>(to), value, bytes), 0;
 }
-FAKE int cuEventCreate(void** event, unsigned) { return *event = &queries, 0; }
+FAKE int cuEventCreate(void** event, unsigned) { return *event = current, 0; }
 FAKE int cuEventDestroy_v2(void*) { return 0; }
-FAKE int cuEventRecord(void*, void*) { return 0; }
+FAKE int cuEventRecord(void* event, void*) { return in_its_context(event); }
 FAKE int cuEventElapsedTime(float* milliseconds, void*, void*) { return *milliseconds = 1.0f, 0; }
 FAKE int cuModuleLoadData(void** module, const void*) { return is("foreign") ? kNoBinary : (*module = &queries, 0); }
 FAKE int cuModuleUnload(void*) { return 0; }

@@ -1,4 +1,5 @@
-// A libamdhip64 that a test loads in the runtime's place: one device; only the code object whose first byte is 6 fits it. FAKE_HIP=none: no device.
+// A libamdhip64 that a test loads in the runtime's place: one device; only the code object whose first byte is 6 fits it. FAKE_HIP=none: no device. Its last
+// error is the framework's to find, as in ROCm 7: no later success takes it away.
 // SPDX-License-Identifier: Apache-2.0
 #include <stdlib.h>
 #include <string.h>
@@ -7,6 +8,7 @@
 
 namespace {
 int anything = 0;
+thread_local int last = 0;
 bool is(const char* fault) {
   const char* asked = ::getenv("FAKE_HIP");
   return asked != nullptr && ::strcmp(asked, fault) == 0;
@@ -37,8 +39,13 @@ FAKE int hipEventRecord(void*, void*) { return 0; }
 FAKE int hipEventElapsedTime(float* milliseconds, void*, void*) { return *milliseconds = 1.0f, 0; }
 FAKE int hipModuleLoadData(void** module, const void* image) {
   *module = &anything;
-  return *static_cast<const char*>(image) == 6 ? 0 : 209;
+  return *static_cast<const char*>(image) == 6 ? 0 : last = 209;
 }
+FAKE int hipGetLastError() {
+  const int found = last;
+  return last = 0, found;
+}
+FAKE int hipDeviceGetPCIBusId(char* text, int size, int) { return ::strncpy(text, "0000:c3:00.0", static_cast<size_t>(size)), 0; }
 FAKE int hipModuleUnload(void*) { return 0; }
 FAKE int hipModuleGetFunction(void** function, void*, const char*) { return *function = &anything, 0; }
 FAKE int hipModuleLaunchKernel(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*, void**, void**) { return 0; }
