@@ -23,6 +23,7 @@ const char* numerics_name(NumericsClass numerics) {
     case NumericsClass::kBf16Mma: return "bf16-mma";
     case NumericsClass::kBf16Mfma: return "bf16-mfma";
     case NumericsClass::kBf16Wmma: return "bf16-wmma";
+    case NumericsClass::kBf16Bfdot: return "bf16-bfdot";
   }
   return "unknown";
 }
@@ -41,7 +42,8 @@ bool numerics_take(NumericsClass numerics, WeightFormat format) {
     case NumericsClass::kF32Canonical: return true;
     // Weights that are a small integer times a scale per at most 32 inputs, and an offset per 32 at most.
     case NumericsClass::kInt8Groups: return !is_float(format) && format != WeightFormat::kFp8E4m3B128;
-    case NumericsClass::kBf16Dot: return format == WeightFormat::kBF16;
+    case NumericsClass::kBf16Dot:
+    case NumericsClass::kBf16Bfdot: return format == WeightFormat::kBF16;
     case NumericsClass::kBf16Mma:
     case NumericsClass::kBf16Mfma:
     case NumericsClass::kBf16Wmma: return true;

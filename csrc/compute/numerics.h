@@ -23,11 +23,13 @@ enum class NumericsClass : uint8_t {
   kBf16Mma = 3,   // NVIDIA mma.sync
   kBf16Mfma = 4,  // AMD MFMA
   kBf16Wmma = 5,  // AMD WMMA
+  kBf16Bfdot = 6,     // bf16 activations and weights, the pair-wise dot product of AArch64's BF16 extension
 };
 inline constexpr NumericsClass kAllNumericsClasses[] = {NumericsClass::kF32Canonical, NumericsClass::kInt8Groups, NumericsClass::kBf16Dot,
-                                                        NumericsClass::kBf16Mma,      NumericsClass::kBf16Mfma,   NumericsClass::kBf16Wmma};
+                                                        NumericsClass::kBf16Mma,      NumericsClass::kBf16Mfma,   NumericsClass::kBf16Wmma,
+                                                        NumericsClass::kBf16Bfdot};
 
-const char* numerics_name(NumericsClass numerics);  // "f32-canonical" "int8-groups" "bf16-dot" "bf16-mma" "bf16-mfma" "bf16-wmma"
+const char* numerics_name(NumericsClass numerics);  // "f32-canonical" "int8-groups" "bf16-dot" "bf16-mma" "bf16-mfma" "bf16-wmma" "bf16-bfdot"
 // Whether the class is one of matrix units: its bits are a card's, the reference is within a derived bound of them, and no processor offers it.
 constexpr bool is_matrix_class(NumericsClass numerics) {
   return numerics == NumericsClass::kBf16Mma || numerics == NumericsClass::kBf16Mfma || numerics == NumericsClass::kBf16Wmma;

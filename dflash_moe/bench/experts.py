@@ -25,7 +25,7 @@ from dflash_moe.telemetry.machine import memory_available, usable_cores
 
 FORMATS = ("f32", "f16", "bf16", "int8_g32", "int4_g32", "q8_0", "q4_k", "q6_k", "mxfp4")  # measured unless others are named
 CANONICAL = "f32-canonical"
-NUMERICS = (CANONICAL, "int8-groups", "bf16-dot")  # measured unless others are named, with the formats they take
+NUMERICS = (CANONICAL, "int8-groups", "bf16-dot", "bf16-bfdot")  # measured unless others are named, with the formats they take
 ROUTINGS = ("uniform", "zipf")
 SOURCES = ("dram", "cache")
 ROTATION_BYTES = 512 << 20  # several times the largest last-level caches of one core's share
@@ -82,7 +82,11 @@ class Peaks:
 
 def operation_peak(numerics: str, isa: str, threads: int) -> list[float]:
     """Operations per second of the class's own arithmetic; of float32 where the instruction set has no loop for that."""
-    loops = {"int8-groups": _core.integer_multiply_add_per_s, "bf16-dot": _core.bf16_multiply_add_per_s}
+    loops = {
+        "int8-groups": _core.integer_multiply_add_per_s,
+        "bf16-dot": _core.bf16_multiply_add_per_s,
+        "bf16-bfdot": _core.bf16_multiply_add_per_s,
+    }
     try:
         return loops.get(numerics, _core.multiply_add_per_s)(isa, threads, 5)
     except UnsupportedError:

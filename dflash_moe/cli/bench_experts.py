@@ -37,7 +37,7 @@ def experts(
     numerics: Annotated[
         str,
         typer.Option(
-            help="Comma-separated numerics classes, each for what it takes [default: f32-canonical, int8-groups, bf16-dot].",
+            help="Comma-separated numerics classes, each for what it takes [default: all of this processor].",
             show_default=False,
         ),
     ] = "",

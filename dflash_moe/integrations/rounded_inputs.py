@@ -34,7 +34,7 @@ def to_int8_groups(inputs: Any) -> Any:
     return (codes.double() * scales.double()).flatten(-2)[..., :width]
 
 
-_ROUNDINGS: dict[str, Callable[[Any], Any]] = {"bf16-dot": to_bf16, "int8-groups": to_int8_groups}
+_ROUNDINGS: dict[str, Callable[[Any], Any]] = {"bf16-dot": to_bf16, "bf16-bfdot": to_bf16, "int8-groups": to_int8_groups}
 
 
 def rounds_inputs(numerics: str) -> bool:
@@ -44,7 +44,7 @@ def rounds_inputs(numerics: str) -> bool:
 
 def rounds_below(numerics: str, dtype: str) -> bool:
     """Whether the class rounds inputs more coarsely than a model does that runs in `dtype`."""
-    return rounds_inputs(numerics) and not (numerics == "bf16-dot" and dtype == "bf16")
+    return rounds_inputs(numerics) and not (_ROUNDINGS[numerics] is to_bf16 and dtype == "bf16")
 
 
 def inputs_rounded(numerics: str) -> AbstractContextManager[Any]:

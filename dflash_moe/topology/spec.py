@@ -16,7 +16,12 @@ from dflash_moe.errors import TopologyError
 from dflash_moe.topology.addresses import Address, parse_address
 
 # What a worker's inputs are rounded to before they meet the weights, and the numerics class that is (csrc/compute/numerics.h).
-ACTIVATIONS = {"f32": "f32-canonical", "bf16": "bf16-dot", "int8": "int8-groups"}
+# The dot products of bf16's differ between kinds of processors, and so do their bits: `bf16` is the class of the kind this
+# process runs on, and a topology for workers of another kind names theirs.
+BF16_CLASS = "bf16-bfdot" if os.uname().machine in ("aarch64", "arm64") else "bf16-dot"
+ACTIVATIONS = {
+    "f32": "f32-canonical", "bf16": BF16_CLASS, "int8": "int8-groups", "bf16-dot": "bf16-dot", "bf16-bfdot": "bf16-bfdot",
+}  # fmt: skip
 DEFAULT_ACTIVATIONS = "f32"
 DEFAULT_NUMERICS = ACTIVATIONS[DEFAULT_ACTIVATIONS]
 CPUS_WORDS = ("auto", "none")

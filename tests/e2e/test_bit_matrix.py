@@ -15,13 +15,14 @@ import pytest
 
 from dflash_moe import ExpertRuntime, Topology, _core
 from dflash_moe.testing.tiny import routed_batch, tiny_checkpoint
+from dflash_moe.topology.spec import BF16_CLASS
 
 NUM_EXPERTS, TOP_K, HIDDEN = 8, 3, 96
 TOKENS = (1, 7, 130)
 SLICES = (("stream", 1), ("stream", 4), ("stream", 32), ("batched", None))
 DTYPES = ("f32", "bf16", "f16")
 # class: what the topology says of a worker
-CLASSES = {"f32-canonical": "", "bf16-dot": ", activations: bf16", "int8-groups": ", activations: int8, weights: int8"}
+CLASSES = {"f32-canonical": "", BF16_CLASS: ", activations: bf16", "int8-groups": ", activations: int8, weights: int8"}
 ISAS = [isa for isa in _core.supported_isas() if isa != "reference"]
 OFFERS = [(numerics, isa) for isa in ISAS for numerics in _core.numerics_classes(isa)]
 ROUNDING = [numerics for numerics in _core.numerics_classes(_core.best_isa()) if numerics != "f32-canonical"]

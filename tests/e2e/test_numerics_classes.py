@@ -11,13 +11,14 @@ import pytest
 from dflash_moe import ExpertRuntime, Topology, TopologyError, UnsupportedError, _core
 from dflash_moe.runtime import launcher
 from dflash_moe.testing.tiny import routed_batch, tiny_checkpoint
+from dflash_moe.topology.spec import BF16_CLASS
 from tests.expert_cases import Batch, Expected
 
 NUM_EXPERTS, TOP_K, HIDDEN = 8, 3, 96
 # class: (what the topology says of a worker, what that worker keeps of bf16 weights)
 CLASSES = {
     "f32-canonical": ("activations: f32", "bf16"),
-    "bf16-dot": ("activations: bf16", "bf16"),
+    BF16_CLASS: ("activations: bf16", "bf16"),
     "int8-groups": ("activations: int8, weights: int8", "int8_g32"),
 }
 OFFERED = [name for name in CLASSES if name in _core.numerics_classes(_core.best_isa())]
@@ -81,7 +82,7 @@ def test_two_classes_in_one_layer_are_refused_with_both_workers_and_the_way_out(
     assert text.startswith(
         "two.yaml:5: layer 0 (model.layers.0.mlp.experts): worker w0 computes in f32-canonical and worker w1 "
     )
-    assert "in bf16-dot; " in text
+    assert f"in {BF16_CLASS}; " in text
     assert "`numerics: close`" in text
 
 
@@ -104,23 +105,23 @@ def test_a_worker_whose_kernel_set_lacks_the_class_is_refused_before_it_loads(sp
     where = "" if address == "shared" else "address: loopback, "
     topology = Topology.parse(f"version: 1\nworkers:\n  - {{name: w0, threads: 1, {where}activations: bf16}}\n")
     with pytest.raises(
-        UnsupportedError, match="worker w0: its kernel set scalar does not compute numerics class bf16-dot; it "
+        UnsupportedError, match=f"worker w0: its kernel set scalar does not compute numerics class {BF16_CLASS}; it "
     ):
         ExpertRuntime.start(topology, model=spec, cpu_isa="scalar", on_loading=lambda *_: pytest.fail("it loads"))
 
 
 def test_close_lets_two_classes_meet_and_reports_the_layers(spec, caplog):
-    """On the reference set, which computes bf16-dot on every processor."""
+    """On the reference set, which computes every class on every processor."""
     mixed = two_workers("activations: f32", "activations: bf16", more="ipc: {numerics: close}\n")
     batch = Batch(*routed_batch(9, HIDDEN, NUM_EXPERTS, TOP_K, seed=3))
     with ExpertRuntime.start(mixed, model=spec, dtype="f32", cpu_isa="reference") as runtime:
         found = np.asarray(runtime.experts(0, batch.hidden_states, batch.topk_ids, batch.topk_weights))
         numerics = runtime.stats()["numerics"]
         placement = runtime.placement
-    assert numerics == {"policy": "close", "classes": {"w0": "f32-canonical", "w1": "bf16-dot"}, "mixed_layers": [0, 1]}
-    assert "2 of 2 layers are computed in several classes: w0 f32-canonical, w1 bf16-dot" in caplog.text
+    assert numerics == {"policy": "close", "classes": {"w0": "f32-canonical", "w1": BF16_CLASS}, "mixed_layers": [0, 1]}
+    assert f"2 of 2 layers are computed in several classes: w0 f32-canonical, w1 {BF16_CLASS}" in caplog.text
     expected = np.zeros_like(found)
-    for at, name in enumerate(("f32-canonical", "bf16-dot")):
+    for at, name in enumerate(("f32-canonical", BF16_CLASS)):
         alone = type(placement)(tuple((shards[at],) for shards in placement.layers), placement.expert_bytes)
         twin = Expected(spec.path, alone, spec, weight_dtype="bf16", isa="reference", numerics=name)
         expected += twin.experts(0, batch)
@@ -136,5 +137,21 @@ def test_experts_kept_at_the_host_compute_in_the_workers_class_unless_it_says_ot
         with ExpertRuntime.start(topology, model=spec, numerics="close", cpu_isa="reference") as runtime:
             return runtime.stats()["numerics"]["classes"]
 
-    assert classes("", "bf16") == {"host": "bf16-dot", "w0": "bf16-dot"}
-    assert classes(", activations: f32", "bf16") == {"host": "f32-canonical", "w0": "bf16-dot"}
+    assert classes("", "bf16") == {"host": BF16_CLASS, "w0": BF16_CLASS}
+    assert classes(", activations: f32", "bf16") == {"host": "f32-canonical", "w0": BF16_CLASS}
+
+
+def test_a_topology_names_the_class_of_another_kind_of_processor(spec):
+    """The two classes of bf16 dot products by their own names, on the reference set, which computes both."""
+    batch = Batch(*routed_batch(9, HIDDEN, NUM_EXPERTS, TOP_K, seed=4))
+    found = {}
+    for numerics in ("bf16-dot", "bf16-bfdot"):
+        asked = f"activations: {numerics}"
+        with ExpertRuntime.start(two_workers(asked, asked), model=spec, dtype="f32", cpu_isa="reference") as runtime:
+            assert runtime.stats()["numerics"]["classes"] == {"w0": numerics, "w1": numerics}
+            twin = Expected(spec.path, runtime.placement, spec, weight_dtype="bf16", isa="reference", numerics=numerics)
+            result = np.asarray(runtime.experts(0, batch.hidden_states, batch.topk_ids, batch.topk_weights))
+            assert result.tobytes() == twin.experts(0, batch).tobytes()
+        found[numerics] = result
+    difference = found["bf16-bfdot"] - found["bf16-dot"]
+    assert 0 < np.sqrt(np.mean(difference**2)) < 1e-3 * found["bf16-dot"].std()

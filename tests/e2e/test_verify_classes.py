@@ -12,11 +12,12 @@ import pytest
 from dflash_moe import Topology, _core
 from dflash_moe.model.make import make_checkpoint
 from dflash_moe.testing.families import tiny_options
+from dflash_moe.topology.spec import BF16_CLASS
 
 pytestmark = pytest.mark.transformers
 
-REPORTED_BOUNDS = {"bf16-dot": (1e-3, 6e-3), "int8-groups": (1e-3, 2e-2)}  # of what rounding inputs moves, on random weights
-ASKED = {"bf16-dot": "activations: bf16", "int8-groups": "activations: int8, weights: int8"}
+REPORTED_BOUNDS = {BF16_CLASS: (1e-3, 6e-3), "int8-groups": (1e-3, 2e-2)}  # of what rounding inputs moves, on random weights
+ASKED = {BF16_CLASS: "activations: bf16", "int8-groups": "activations: int8, weights: int8"}
 
 
 @pytest.fixture(scope="module")
@@ -53,13 +54,13 @@ def test_classes_that_meet_in_one_layer_are_judged_each_by_its_own_truth(mixtral
     assert report.excesses == []
     assert report.numerics["mixed_layers"] == [0, 1]
     for layer in report.layers:
-        assert layer.numerics == ("bf16-dot", "f32-canonical")
+        assert layer.numerics == (BF16_CLASS, "f32-canonical")
         assert layer.remote_error < 0.02 * layer.activation_error
 
 
 def test_another_rounding_than_the_classs_is_an_excess(mixtral, monkeypatch):
     from dflash_moe.integrations import rounded_inputs
 
-    monkeypatch.setitem(rounded_inputs._ROUNDINGS, "bf16-dot", rounded_inputs.to_int8_groups)
+    monkeypatch.setitem(rounded_inputs._ROUNDINGS, BF16_CLASS, rounded_inputs.to_int8_groups)
     report = verified(mixtral, "activations: bf16", "activations: bf16", "f32", cpu_isa="reference")
     assert any("error against float64" in excess for excess in report.excesses)

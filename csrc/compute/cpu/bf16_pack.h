@@ -1,4 +1,4 @@
-// The resident layout of numerics class bf16-dot: panels as in pack.h, but a 32-bit word holds two inputs of one output (ascending, the
+// The resident layout of numerics classes bf16-dot and bf16-bfdot: panels as in pack.h, but a 32-bit word holds two inputs of one output (ascending, the
 // lower in the low half), so that a vector of words feeds a pair-wise dot product. An odd last input stands alone, 16 bits per output:
 // sizes are those of pack.h.
 // SPDX-License-Identifier: Apache-2.0

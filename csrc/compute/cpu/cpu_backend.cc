@@ -22,17 +22,21 @@ const KernelSet& canonical_kernels(Isa isa) {
   if (isa == Isa::kAvx2) return kAvx2Kernels;
   if (isa == Isa::kAvx512 || isa == Isa::kAvx512Vnni || isa == Isa::kAvx512Bf16) return kAvx512Kernels;
 #elif defined(__aarch64__)
-  if (isa == Isa::kNeon || isa == Isa::kNeonDotprod || isa == Isa::kNeonI8mm) return kNeonKernels;
+  if (isa == Isa::kNeon || isa == Isa::kNeonDotprod || isa == Isa::kNeonI8mm || isa == Isa::kNeonBf16) return kNeonKernels;
 #endif
   static_cast<void>(isa);
   return kScalarKernels;
 }
 
-const KernelSet* bf16_kernels(Isa isa) {
+// Of the class of this kind of processor, bf16-dot or bf16-bfdot.
+const KernelSet* bf16_kernels(Isa isa, NumericsClass numerics) {
 #if defined(__x86_64__)
-  if (isa == Isa::kAvx512Bf16) return &kAvx512Bf16Kernels;
+  if (isa == Isa::kAvx512Bf16 && numerics == NumericsClass::kBf16Dot) return &kAvx512Bf16Kernels;
+#elif defined(__aarch64__)
+  if (isa == Isa::kNeonBf16 && numerics == NumericsClass::kBf16Bfdot) return &kNeonBf16Kernels;
 #endif
   static_cast<void>(isa);
+  static_cast<void>(numerics);
   return nullptr;
 }
 
@@ -44,7 +48,7 @@ const KernelSet& int8_kernels(Isa isa) {
 #elif defined(__aarch64__)
   if (isa == Isa::kNeon) return kInt8NeonKernels;
   if (isa == Isa::kNeonDotprod) return kInt8NeonDotprodKernels;
-  if (isa == Isa::kNeonI8mm) return kInt8NeonI8mmKernels;
+  if (isa == Isa::kNeonI8mm || isa == Isa::kNeonBf16) return kInt8NeonI8mmKernels;
 #endif
   static_cast<void>(isa);
   return kInt8ScalarKernels;
@@ -71,7 +75,8 @@ std::string supported_names() {
 const KernelSet* kernel_set(Isa isa, NumericsClass numerics) {
   switch (numerics) {
     case NumericsClass::kF32Canonical: return &canonical_kernels(isa);
-    case NumericsClass::kBf16Dot: return bf16_kernels(isa);
+    case NumericsClass::kBf16Dot:
+    case NumericsClass::kBf16Bfdot: return bf16_kernels(isa, numerics);
     case NumericsClass::kInt8Groups: return &int8_kernels(isa);
     case NumericsClass::kBf16Mma:
     case NumericsClass::kBf16Mfma:
@@ -91,6 +96,7 @@ const char* isa_name(Isa isa) {
     case Isa::kAvx512Bf16: return "avx512bf16";
     case Isa::kNeonDotprod: return "neon_dotprod";
     case Isa::kNeonI8mm: return "neon_i8mm";
+    case Isa::kNeonBf16: return "neon_bf16";
   }
   return "unknown";
 }
@@ -106,6 +112,8 @@ bool isa_is_supported(Isa isa) {
     case Isa::kAvx512Bf16: return internal::has_avx512_vnni() && internal::has_avx512_bf16();
     case Isa::kNeonDotprod: return internal::has_neon_dotprod();
     case Isa::kNeonI8mm: return internal::has_neon_dotprod() && internal::has_neon_i8mm();
+    // Both of Armv8.6: processors that have one have the other, and int8-groups takes the kernels of neon_i8mm.
+    case Isa::kNeonBf16: return internal::has_neon_dotprod() && internal::has_neon_i8mm() && internal::has_neon_bf16();
   }
   return false;
 }

@@ -12,12 +12,13 @@ namespace dflash::compute {
 
 // Instruction sets this build has kernels for. Values are internal.
 enum class Isa : uint8_t {
-  kReference = 0, kScalar = 1, kAvx2 = 2, kAvx512 = 3, kNeon = 4, kAvx512Vnni = 5, kAvx512Bf16 = 6, kNeonDotprod = 7, kNeonI8mm = 8
+  kReference = 0, kScalar = 1, kAvx2 = 2, kAvx512 = 3, kNeon = 4, kAvx512Vnni = 5, kAvx512Bf16 = 6, kNeonDotprod = 7, kNeonI8mm = 8,
+  kNeonBf16 = 9
 };
 // Every set of any build, best last among those of one processor.
-inline constexpr Isa kAllIsas[] = {Isa::kReference, Isa::kScalar, Isa::kNeon,       Isa::kNeonDotprod, Isa::kNeonI8mm,
-                                   Isa::kAvx2,      Isa::kAvx512, Isa::kAvx512Vnni, Isa::kAvx512Bf16};
-// "reference" "scalar" "neon" "neon_dotprod" "neon_i8mm" "avx2" "avx512" "avx512vnni" "avx512bf16"
+inline constexpr Isa kAllIsas[] = {Isa::kReference, Isa::kScalar, Isa::kNeon,   Isa::kNeonDotprod, Isa::kNeonI8mm,
+                                   Isa::kNeonBf16,  Isa::kAvx2,   Isa::kAvx512, Isa::kAvx512Vnni,  Isa::kAvx512Bf16};
+// "reference" "scalar" "neon" "neon_dotprod" "neon_i8mm" "neon_bf16" "avx2" "avx512" "avx512vnni" "avx512bf16"
 const char* isa_name(Isa isa);
 bool isa_is_supported(Isa isa);                // by this build and this processor
 Isa best_isa();

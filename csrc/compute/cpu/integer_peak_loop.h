@@ -5,19 +5,26 @@
 
 #include <cstdint>
 
+// The constraint of a vector register.
+#if defined(__aarch64__)
+#define DFLASH_VECTOR "w"
+#else
+#define DFLASH_VECTOR "v"
+#endif
+
 namespace dflash::compute {
 
-// D: I, zero(), bytes(int8_t) in every byte, add_products(I sum, I a, I b), kBytes, kChains (enough to hide the latency of two units).
+// D: I, zero(), bytes(int8_t) in every byte, add_products(I sum, I a, I b), kBytes (products per step), kChains (enough to hide the latency of two units).
 template <class D>
 [[gnu::always_inline]] inline uint64_t integer_multiply_add_loop(uint64_t rounds, float* sink) {
   constexpr int kSteps = 64;  // per chain and round
   typename D::I chains[D::kChains];
   typename D::I a = D::bytes(3), b = D::bytes(2);
-  asm volatile("" : "+v"(a), "+v"(b));  // unknown to the compiler, as are the chains: equal ones would be computed once
+  asm volatile("" : "+" DFLASH_VECTOR (a), "+" DFLASH_VECTOR (b));  // unknown to the compiler, as are the chains: equal ones would be computed once
 #pragma GCC unroll 16
   for (int i = 0; i < D::kChains; ++i) {
     chains[i] = D::zero();
-    asm volatile("" : "+v"(chains[i]));
+    asm volatile("" : "+" DFLASH_VECTOR (chains[i]));
   }
   for (uint64_t round = 0; round < rounds; ++round) {
     for (int step = 0; step < kSteps; ++step) {
@@ -26,7 +33,7 @@ template <class D>
     }
   }
 #pragma GCC unroll 16
-  for (int i = 0; i < D::kChains; ++i) asm volatile("" : : "v"(chains[i]));  // all count as used
+  for (int i = 0; i < D::kChains; ++i) asm volatile("" : : DFLASH_VECTOR (chains[i]));  // all count as used
   int32_t lane;
   __builtin_memcpy(&lane, &chains[0], sizeof(lane));
   *sink = static_cast<float>(lane);
@@ -34,3 +41,5 @@ template <class D>
 }
 
 }  // namespace dflash::compute
+
+#undef DFLASH_VECTOR

@@ -81,6 +81,7 @@ extern const KernelSet kNeonKernels;
 extern const KernelSet kInt8NeonKernels;  // of int8-groups
 extern const KernelSet kInt8NeonDotprodKernels;
 extern const KernelSet kInt8NeonI8mmKernels;
+extern const KernelSet kNeonBf16Kernels;  // of bf16-bfdot
 #endif
 
 }  // namespace dflash::compute

@@ -51,6 +51,8 @@ Result<std::vector<double>> operations_per_s(OperationLoop loop, uint32_t num_th
 OperationLoop bf16_loop(Isa isa) {
 #if defined(__x86_64__)
   if (isa == Isa::kAvx512Bf16) return bf16_multiply_add_avx512bf16;
+#elif defined(__aarch64__)
+  if (isa == Isa::kNeonBf16) return bf16_multiply_add_neon_bf16;
 #endif
   static_cast<void>(isa);
   return nullptr;
@@ -62,6 +64,9 @@ OperationLoop integer_loop(Isa isa) {
   if (isa == Isa::kAvx2) return integer_multiply_add_avx2;
   if (isa == Isa::kAvx512) return integer_multiply_add_avx512;
   if (isa == Isa::kAvx512Vnni || isa == Isa::kAvx512Bf16) return integer_multiply_add_avx512vnni;
+#elif defined(__aarch64__)
+  if (isa == Isa::kNeonDotprod) return integer_multiply_add_neon_dotprod;
+  if (isa == Isa::kNeonI8mm || isa == Isa::kNeonBf16) return integer_multiply_add_neon_i8mm;
 #endif
   static_cast<void>(isa);
   return nullptr;
@@ -74,7 +79,7 @@ const PeakLoops& peak_loops(Isa isa) {
   if (isa == Isa::kAvx512 || isa == Isa::kAvx512Vnni || isa == Isa::kAvx512Bf16) return kAvx512Peaks;
   if (isa == Isa::kAvx2) return kAvx2Peaks;
 #elif defined(__aarch64__)
-  if (isa == Isa::kNeon || isa == Isa::kNeonDotprod || isa == Isa::kNeonI8mm) return kNeonPeaks;
+  if (isa == Isa::kNeon || isa == Isa::kNeonDotprod || isa == Isa::kNeonI8mm || isa == Isa::kNeonBf16) return kNeonPeaks;
 #endif
   static_cast<void>(isa);
   return kScalarPeaks;

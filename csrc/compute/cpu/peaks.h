@@ -31,6 +31,10 @@ uint64_t integer_multiply_add_avx512(uint64_t rounds, float* sink);
 uint64_t integer_multiply_add_avx512vnni(uint64_t rounds, float* sink);
 #elif defined(__aarch64__)
 extern const PeakLoops kNeonPeaks;
+// As PeakLoops::multiply_add, of products of bf16's, and of int8 ones summed in int32: 2 operations per product.
+uint64_t bf16_multiply_add_neon_bf16(uint64_t rounds, float* sink);
+uint64_t integer_multiply_add_neon_dotprod(uint64_t rounds, float* sink);
+uint64_t integer_multiply_add_neon_i8mm(uint64_t rounds, float* sink);
 #endif
 
 // The loops of an instruction set; those of the reference are the scalar ones.

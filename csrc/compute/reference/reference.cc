@@ -14,6 +14,7 @@
 #include "compute/dequantize.h"
 #include "compute/float_mode.h"
 #include "compute/layer_checks.h"
+#include "compute/reference/bf16_bfdot.h"
 #include "compute/reference/bf16_dot.h"
 #include "compute/reference/int8_groups.h"
 
@@ -63,15 +64,16 @@ float canonical_dot(const float* weights, const float* inputs, size_t num_inputs
 
 Row encode(NumericsClass numerics, std::vector<float> values) {
   if (numerics == NumericsClass::kInt8Groups) return {{}, int8_codes(values.data(), values.size())};
-  if (numerics == NumericsClass::kBf16Dot || is_matrix_class(numerics)) round_to_bf16(values.data(), values.size());
+  if (numerics != NumericsClass::kF32Canonical) round_to_bf16(values.data(), values.size());
   return {std::move(values), {}};
 }
 
 float dot(NumericsClass numerics, const Matrix& matrix, size_t output, const Row& row) {
   if (numerics == NumericsClass::kInt8Groups) return int8_dot(matrix.integers, output, row.integers);
   const float* weights = matrix.values.data() + output * matrix.inputs;
-  return numerics == NumericsClass::kBf16Dot ? bf16_dot(weights, row.values.data(), matrix.inputs)
-                                             : canonical_dot(weights, row.values.data(), matrix.inputs);
+  if (numerics == NumericsClass::kBf16Dot) return bf16_dot(weights, row.values.data(), matrix.inputs);
+  if (numerics == NumericsClass::kBf16Bfdot) return bf16_bfdot(weights, row.values.data(), matrix.inputs);
+  return canonical_dot(weights, row.values.data(), matrix.inputs);
 }
 
 struct Expert {

@@ -1,4 +1,4 @@
-// bf16-dot: the scalar twin of VDPBF16PS has the processor's bits, and the kernels have the twin's over shapes, rows, threads and specials.
+// bf16-dot and bf16-bfdot, whichever this kind of processor has: kernels give the twin's bits over shapes, rows, threads and specials.
 // SPDX-License-Identifier: Apache-2.0
 #include <doctest/doctest.h>
 
@@ -9,7 +9,6 @@
 #include "compute/cpu/bf16_pack.h"
 #include "compute/cpu/cpu_backend.h"
 #include "compute/cpu/pack.h"
-#include "compute/reference/bf16_dot.h"
 #include "compute/reference/reference.h"
 #include "toy_experts.h"
 
@@ -19,9 +18,15 @@ namespace {
 using toy::Batch;
 using toy::Experts;
 
+#if defined(__aarch64__)
+constexpr NumericsClass kClass = NumericsClass::kBf16Bfdot;
+constexpr Isa kIsa = Isa::kNeonBf16;
+#else
 constexpr NumericsClass kClass = NumericsClass::kBf16Dot;
+constexpr Isa kIsa = Isa::kAvx512Bf16;
+#endif
 
-bool is_available() { return isa_is_supported(Isa::kAvx512Bf16); }
+bool is_available() { return isa_is_supported(kIsa); }
 
 struct Loaded {
   std::unique_ptr<CpuBackend> backend;
@@ -51,7 +56,7 @@ FfnSpec spec_of(uint32_t in, uint32_t intermediate, uint32_t out) {
   return spec;
 }
 
-TEST_CASE("bf16-dot: kernels give the twin's bits over shapes and dtypes of rows") {
+TEST_CASE("bf16 dot products: kernels give the twin's bits over shapes and dtypes of rows") {
   if (!is_available()) return;
   struct Shape { uint32_t in, intermediate, out; };
   const Shape shapes[] = {{1, 1, 1}, {7, 5, 3}, {64, 33, 65}, {255, 96, 130}, {256, 64, 64}, {257, 300, 71}, {600, 31, 515}, {513, 511, 40}};
@@ -63,15 +68,15 @@ TEST_CASE("bf16-dot: kernels give the twin's bits over shapes and dtypes of rows
       batch.row_dtype = row_dtype;
       batch.reply_dtype = static_cast<Dtype>(seed / 3 % 3);
       CAPTURE(shape.in);
-      CHECK(reply_of(*load(Isa::kAvx512Bf16, 1, experts, 5).layer, batch) == reply_of(*load(Isa::kReference, 1, experts, 5).layer, batch));
+      CHECK(reply_of(*load(kIsa, 1, experts, 5).layer, batch) == reply_of(*load(Isa::kReference, 1, experts, 5).layer, batch));
     }
   }
 }
 
-TEST_CASE("bf16-dot: every number of rows gives the twin's bits, on one expert and spread over several") {
+TEST_CASE("bf16 dot products: every number of rows gives the twin's bits, on one expert and spread over several") {
   if (!is_available()) return;
   const Experts experts(spec_of(300, 70, 100), 3, Dtype::kBF16, 5);
-  const Loaded twin = load(Isa::kReference, 1, experts, 3), loaded = load(Isa::kAvx512Bf16, 1, experts, 3);
+  const Loaded twin = load(Isa::kReference, 1, experts, 3), loaded = load(kIsa, 1, experts, 3);
   for (uint32_t rows : {1u, 2u, 3u, 4u, 5u, 6u, 7u, 8u, 9u, 10u, 11u, 12u, 13u, 23u, 37u, 70u, 97u, 200u}) {
     Batch one = Batch::random(experts.spec(), 1, rows, 1, rows);
     one.row_counts.assign(rows, 1);
@@ -83,7 +88,7 @@ TEST_CASE("bf16-dot: every number of rows gives the twin's bits, on one expert a
   }
 }
 
-TEST_CASE("bf16-dot: gates, biases and odd widths give the twin's bits") {
+TEST_CASE("bf16 dot products: gates, biases and odd widths give the twin's bits") {
   if (!is_available()) return;
   uint32_t seed = 100;
   for (GateKind gate : {GateKind::kNone, GateKind::kGated, GateKind::kClampedSwiglu}) {
@@ -96,17 +101,17 @@ TEST_CASE("bf16-dot: gates, biases and odd widths give the twin's bits") {
       if (gate == GateKind::kClampedSwiglu) spec.alpha = 1.702f, spec.up_offset = 1.0f, spec.up_limit = 0.75f;
       const Experts experts(spec, 2, Dtype::kBF16, seed);
       const Batch batch = Batch::random(spec, 2, 14, 3, seed);
-      CHECK(reply_of(*load(Isa::kAvx512Bf16, 1, experts, 2).layer, batch) == reply_of(*load(Isa::kReference, 1, experts, 2).layer, batch));
+      CHECK(reply_of(*load(kIsa, 1, experts, 2).layer, batch) == reply_of(*load(Isa::kReference, 1, experts, 2).layer, batch));
     }
   }
 }
 
-TEST_CASE("bf16-dot: one, two and three threads give the same bits") {
+TEST_CASE("bf16 dot products: one, two and three threads give the same bits") {
   if (!is_available()) return;
   const Experts experts(spec_of(512, 200, 384), 6, Dtype::kBF16, 9);
-  const Loaded one = load(Isa::kAvx512Bf16, 1, experts, 6);
+  const Loaded one = load(kIsa, 1, experts, 6);
   for (uint32_t threads : {2u, 3u}) {
-    const Loaded more = load(Isa::kAvx512Bf16, threads, experts, 6);
+    const Loaded more = load(kIsa, threads, experts, 6);
     for (uint32_t rows : {1u, 5u, 40u}) {
       const Batch batch = Batch::random(experts.spec(), 6, rows, 4, rows + threads);
       CHECK(reply_of(*more.layer, batch) == reply_of(*one.layer, batch));
@@ -114,8 +119,8 @@ TEST_CASE("bf16-dot: one, two and three threads give the same bits") {
   }
 }
 
-TEST_CASE("bf16-dot: a row's bits do not depend on the rows beside it") {
-  for (Isa isa : {Isa::kReference, Isa::kAvx512Bf16}) {
+TEST_CASE("bf16 dot products: a row's bits do not depend on the rows beside it") {
+  for (Isa isa : {Isa::kReference, kIsa}) {
     if (!isa_is_supported(isa)) continue;
     const Experts experts(spec_of(320, 90, 128), 2, Dtype::kBF16, 21);
     const Loaded loaded = load(isa, 1, experts, 2);
@@ -138,7 +143,7 @@ TEST_CASE("bf16-dot: a row's bits do not depend on the rows beside it") {
   }
 }
 
-TEST_CASE("bf16-dot: NaN, infinity and what rounds to infinity stay in their own row") {
+TEST_CASE("bf16 dot products: NaN, infinity and what rounds to infinity stay in their own row") {
   const Experts experts(spec_of(64, 48, 80), 3, Dtype::kBF16, 31);
   Batch clean = Batch::random(experts.spec(), 3, 20, 0, 32);
   clean.row_counts.assign(20, 2);
@@ -157,13 +162,13 @@ TEST_CASE("bf16-dot: NaN, infinity and what rounds to infinity stay in their own
     if (r == 3 || r == 7 || r == 11) CHECK(bits == 0x7fc00000u);
     else CHECK(std::memcmp(expected.data() + r * 320, untouched.data() + r * 320, 320) == 0);
   }
-  if (is_available()) CHECK(reply_of(*load(Isa::kAvx512Bf16, 1, experts, 3).layer, dirty) == expected);
+  if (is_available()) CHECK(reply_of(*load(kIsa, 1, experts, 3).layer, dirty) == expected);
 }
 
-TEST_CASE("bf16-dot: rows, weights and sums among the subnormals give the twin's bits") {
+TEST_CASE("bf16 dot products: rows, weights and sums among the subnormals give the twin's bits") {
   if (!is_available()) return;
   const Experts experts(spec_of(64, 48, 80), 2, Dtype::kBF16, 41);
-  const Loaded twin = load(Isa::kReference, 1, experts, 2), loaded = load(Isa::kAvx512Bf16, 2, experts, 2);
+  const Loaded twin = load(Isa::kReference, 1, experts, 2), loaded = load(kIsa, 2, experts, 2);
   for (float scale : {1e-36f, 1e-37f, 1e-38f, 1e-19f}) {  // 1e-19: intermediate values near 2^-126
     Batch batch = Batch::random(experts.spec(), 2, 9, 2, 42);
     for (float& value : batch.rows) value *= scale;
@@ -171,30 +176,32 @@ TEST_CASE("bf16-dot: rows, weights and sums among the subnormals give the twin's
   }
 }
 
-TEST_CASE("bf16-dot: only sets with the instruction and the reference compute it, and only with bf16 weights") {
-  for (Isa isa : kAllIsas) {
-    if (!isa_is_supported(isa)) continue;
-    CAPTURE(isa_name(isa));
-    const auto backend = CpuBackend::create(isa, 1).value();
-    const bool has_class = isa == Isa::kReference || isa == Isa::kAvx512Bf16;
-    const auto made = backend->create_layer(spec_of(8, 8, 8), 1, WeightFormat::kBF16, kClass);
-    CHECK(made.ok() == has_class);
-    if (!made.ok()) CHECK(made.error().code == ErrorCode::kUnsupported);
-    for (WeightFormat format : {WeightFormat::kF32, WeightFormat::kF16, WeightFormat::kQ8_0}) {
-      CHECK(!backend->create_layer(spec_of(32, 32, 32), 1, format, kClass).ok());
+TEST_CASE("bf16 dot products: only sets with the instruction and the reference compute a class, and only with bf16 weights") {
+  for (const auto& [numerics, owner] : {std::pair{NumericsClass::kBf16Dot, Isa::kAvx512Bf16}, {NumericsClass::kBf16Bfdot, Isa::kNeonBf16}}) {
+    CAPTURE(numerics_name(numerics));
+    for (Isa isa : kAllIsas) {
+      if (!isa_is_supported(isa)) continue;
+      CAPTURE(isa_name(isa));
+      const auto backend = CpuBackend::create(isa, 1).value();
+      const auto made = backend->create_layer(spec_of(8, 8, 8), 1, WeightFormat::kBF16, numerics);
+      CHECK(made.ok() == (isa == Isa::kReference || isa == owner));
+      if (!made.ok()) CHECK(made.error().code == ErrorCode::kUnsupported);
+      for (WeightFormat format : {WeightFormat::kF32, WeightFormat::kF16, WeightFormat::kQ8_0}) {
+        CHECK(!backend->create_layer(spec_of(32, 32, 32), 1, format, numerics).ok());
+      }
     }
   }
 }
 
-TEST_CASE("bf16-dot: a layer holds as many bytes as in f32-canonical, odd widths too") {
+TEST_CASE("bf16 dot products: a layer holds as many bytes as in f32-canonical, odd widths too") {
   if (!is_available()) return;
   for (const FfnSpec& spec : {spec_of(64, 48, 80), spec_of(33, 65, 31)}) {
     const Experts experts(spec, 2, Dtype::kBF16, 51);
-    const auto backend = CpuBackend::create(Isa::kAvx512Bf16, 1).value();
+    const auto backend = CpuBackend::create(kIsa, 1).value();
     const auto canonical = backend->create_layer(spec, 2, WeightFormat::kBF16).value();
     REQUIRE(experts.load_into(*canonical).ok());
-    CHECK(load(Isa::kAvx512Bf16, 1, experts, 2).layer->resident_bytes() == canonical->resident_bytes());
-    CHECK(canonical->resident_bytes() == CpuBackend::predicted_bytes(Isa::kAvx512Bf16, spec, 2, WeightFormat::kBF16));
+    CHECK(load(kIsa, 1, experts, 2).layer->resident_bytes() == canonical->resident_bytes());
+    CHECK(canonical->resident_bytes() == CpuBackend::predicted_bytes(kIsa, spec, 2, WeightFormat::kBF16));
   }
 }
 
@@ -209,7 +216,7 @@ std::vector<uint16_t> numbered(uint32_t outputs, uint32_t inputs, int64_t output
   return values;
 }
 
-TEST_CASE("bf16-dot: a panel has every pair of inputs in its word, whatever the layout of the source") {
+TEST_CASE("bf16 dot products: a panel has every pair of inputs in its word, whatever the layout of the source") {
   constexpr uint32_t kOutputs = 80, kWidth = 32;
   for (uint32_t inputs : {1u, 2u, 103u, 104u}) {
     for (auto [output_stride, input_stride] :

@@ -21,6 +21,7 @@ from dflash_moe.errors import ConfigError, DflashError, UnsupportedError, Worker
 from dflash_moe.protocol.keys import write_key_file
 from dflash_moe.runtime import threads
 from dflash_moe.topology import Topology
+from dflash_moe.topology.spec import BF16_CLASS
 
 
 @pytest.fixture(autouse=True)
@@ -351,10 +352,10 @@ def test_doctor_names_the_classes_and_cores_of_a_topology(capsys, tmp_path, monk
     code, out, _ = run(capsys, "doctor", "--topology", str(path))
     assert code == 0
     assert "kernels    scalar (as DFLASH_MOE_CPU_ISA asks" in out
-    assert "workers ask for bf16-dot, f32-canonical (exact)" in out
+    assert f"workers ask for {BF16_CLASS}, f32-canonical (exact)" in out
     assert f"w0 1 on CPU {cpu}" in out
-    assert "note: w0 asks for numerics class bf16-dot, which kernel set scalar does not compute" in out
-    assert "(host f32-canonical, w0 bf16-dot, far f32-canonical): numerics: exact refuses it" in out
+    assert f"note: w0 asks for numerics class {BF16_CLASS}, which kernel set scalar does not compute" in out
+    assert f"(host f32-canonical, w0 {BF16_CLASS}, far f32-canonical): numerics: exact refuses it" in out
     nodes = re.search(r"nodes +(.*)", out)
     assert nodes is not None
     assert re.fullmatch(r"(\d+: \d+ CPUs(, )?)+|the kernel tells of no memory nodes", nodes[1])

@@ -1,4 +1,4 @@
-"""Numerics class bf16-dot through the bindings: who offers it, what it rounds, and that kernels have the reference's bits.
+"""This processor's class of bf16 dot products: who offers it, what it rounds, and that kernels have the reference's bits.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -12,10 +12,11 @@ import pytest
 
 from dflash_moe import _core
 from dflash_moe.errors import UnsupportedError
+from dflash_moe.topology.spec import BF16_CLASS
 
-CLASS = "bf16-dot"
-ISA = "avx512bf16"
-needs_instruction = pytest.mark.skipif(ISA not in _core.supported_isas(), reason="this processor lacks AVX512-BF16")
+CLASS = BF16_CLASS
+ISA = {"bf16-dot": "avx512bf16", "bf16-bfdot": "neon_bf16"}[CLASS]
+needs_instruction = pytest.mark.skipif(ISA not in _core.supported_isas(), reason=f"this processor lacks {ISA}")
 
 
 def oracle(isa: str, spec: dict[str, Any], weight_dtype: str = "bf16", num_threads: int = 1) -> _core.FfnOracle:

@@ -15,7 +15,7 @@ from dflash_moe import _core
 from dflash_moe.errors import ConfigError, TopologyError
 from dflash_moe.topology import Topology
 from dflash_moe.topology.parse import MAX_FILE_BYTES, MAX_WORKERS
-from dflash_moe.topology.spec import ACTIVATIONS
+from dflash_moe.topology.spec import ACTIVATIONS, BF16_CLASS
 
 HEAD = "version: 1\n"
 ONE = "workers: [{name: w0}]\n"
@@ -282,8 +282,9 @@ def test_activations_name_a_numerics_class_and_the_host_follows_workers_that_agr
         return [topology.numerics_of(holder) for holder in ("host", *(worker.name for worker in topology.workers))]
 
     assert classes("int8", "int8") == ["int8-groups"] * 3
-    assert classes("bf16", "f32") == ["f32-canonical", "bf16-dot", "f32-canonical"]
-    assert classes("bf16", host="host: {activations: int8}\n") == ["int8-groups", "bf16-dot"]
+    assert classes("bf16", "f32") == ["f32-canonical", BF16_CLASS, "f32-canonical"]
+    assert classes("bf16", host="host: {activations: int8}\n") == ["int8-groups", BF16_CLASS]
+    assert classes("bf16-bfdot", "bf16-dot") == ["f32-canonical", "bf16-bfdot", "bf16-dot"]
     assert Topology.local(1).numerics_of("w0") == Topology.local(1).numerics_of("host") == "f32-canonical"
     assert set(ACTIVATIONS.values()) == set(_core.numerics_classes("reference"))
 
