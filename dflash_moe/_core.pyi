@@ -40,9 +40,11 @@ class Segment:
     """A sealed memfd. `side` is "host" or "worker": who writes it."""
 
     @staticmethod
-    def create(side: str, geometry: Geometry, generation: int) -> Segment: ...
+    def create(side: str, geometry: Geometry, generation: int, is_open: bool = False) -> Segment: ...  # open: see segment.h
     @staticmethod
-    def attach(fd: int, writer: str, geometry: Geometry, generation: int) -> Segment: ...  # takes ownership of fd
+    def attach(  # takes ownership of fd
+        fd: int, writer: str, geometry: Geometry, generation: int, is_open: bool = False
+    ) -> Segment: ...
     def fileno(self) -> int: ...  # stays owned by the segment
 
 class Channel:
@@ -126,6 +128,53 @@ class HostDevice:
     # Both take (device's address, host's address, bytes) and return when all is copied.
     def copy_in(self, pieces: Sequence[tuple[int, int, int]]) -> None: ...
     def copy_out(self, pieces: Sequence[tuple[int, int, int]]) -> None: ...
+
+class StepLease:
+    """The data paths of a client, handed over to a device step."""
+
+class StepReport:
+    """How a device step went. `code`: of `error_codes()`, 0 without failure; where, which token or detail; a worker's words."""
+
+    code: int
+    layer: int
+    detail: int
+    worker: str
+    text: str
+
+class DeviceStep:
+    """Exchanges on the host's device, without the host in between. One thread, but for `abort`."""
+
+    def __init__(
+        self, device: HostDevice, lease: StepLease, *, budget_s: float, stream: int | None = None, nap_ns: int = 0
+    ) -> None: ...  # UnsupportedError: the device cannot use the data paths' memory
+    @staticmethod
+    def define_layer(
+        device: HostDevice,
+        *,
+        layer: int,
+        in_size: int,
+        out_size: int,
+        num_experts: int,
+        shards: Sequence[tuple[int, int, int, Sequence[int]]],  # as of Client.define_layer, ascending ids
+    ) -> None: ...
+    def add(  # as of Client.run, the device's addresses
+        self,
+        layer: int,
+        hidden_states: int,
+        row_stride_bytes: int,
+        dtype: str,
+        num_tokens: int,
+        topk_ids: int,
+        ids_are_64bit: bool,
+        topk_weights: int,
+        weights_dtype: str,
+        top_k: int,
+        output: int,
+    ) -> None: ...
+    def wait(self, timeout_s: float) -> bool: ...
+    def abort(self) -> None: ...
+    def give_up(self) -> None: ...
+    def end(self) -> StepReport: ...
 
 # -- worker ---------------------------------------------------------------------------------------------------------------
 class Worker:
@@ -226,6 +275,9 @@ class Client:
         keep: object,  # kept alive until the call is done or abandoned
     ) -> Call: ...
     def run(self, *args: Any) -> None: ...  # submit's arguments; waits, raises the call's error: one crossing for the hot path
+    def begin_step(self, num_calls: int) -> StepLease: ...  # ConfigError, WorkerLost; UnsupportedError: not in shared memory
+    def judge_step(self) -> None: ...  # WorkerLost; to be called every few milliseconds of a step
+    def end_step(self, report: StepReport | None) -> None: ...  # None: it is not known how far the step came
     def mark_lost(self, worker: int, reason: str) -> None: ...
     def counters(self) -> dict[tuple[int, int], dict[str, int]]: ...  # (worker, layer) -> Counters
     def workers(self) -> list[dict[str, Any]]: ...

@@ -13,6 +13,7 @@
 #include "bindings/arguments.h"
 #include "bindings/client_reports.h"
 #include "bindings/module.h"
+#include "bindings/step_lease.h"
 #include "client/expert_client.h"
 
 namespace py = pybind11;
@@ -241,6 +242,19 @@ void bind_client(py::module_& module) {
       .def("mark_lost", [](ClientBox& box, uint32_t worker, const std::string& reason) {
         without_gil(box, [&](ExpertClient& client) { client.mark_lost(worker, reason); });
       }, py::arg("worker"), py::arg("reason"))
+      .def("begin_step", [](ClientBox& box, uint32_t num_calls) {
+        StepLease lease;
+        lease.num_calls = num_calls;
+        lease.lanes = unwrap(without_gil(box, [&](ExpertClient& client) { return client.begin_step(num_calls, &lease.first_call); }));
+        return lease;
+      }, py::arg("num_calls"))
+      .def("judge_step", [](ClientBox& box) { unwrap(without_gil(box, [](ExpertClient& client) { return client.judge_step(); })); })
+      .def("end_step", [](ClientBox& box, const StepReport* report) {
+        without_gil(box, [report](ExpertClient& client) {
+          if (report == nullptr) return client.end_step({}, {}, true);
+          client.end_step(report->heads, report->messages, report->code != 0);
+        });
+      }, py::arg("report").none(true))
       .def("counters", [](ClientBox& box) {
         return counters_dict(without_gil(box, [](ExpertClient& client) { return client.counters(); }));
       })

@@ -78,13 +78,13 @@ void bind_segments(py::module_& module) {
       .def_readonly("request_bytes", &SlotGeometry::request_bytes)
       .def_readonly("reply_bytes", &SlotGeometry::reply_bytes);
   py::class_<SegmentBox>(module, "Segment")
-      .def_static("create", [](const std::string& side, const SlotGeometry& geometry, uint64_t generation) {
-        return boxed(unwrap(Segment::create(parse_side(side), geometry, generation)));
-      }, py::arg("side"), py::arg("geometry"), py::arg("generation"))
-      .def_static("attach", [](int fd, const std::string& writer, const SlotGeometry& geometry, uint64_t generation) {
+      .def_static("create", [](const std::string& side, const SlotGeometry& geometry, uint64_t generation, bool is_open) {
+        return boxed(unwrap(Segment::create(parse_side(side), geometry, generation, is_open)));
+      }, py::arg("side"), py::arg("geometry"), py::arg("generation"), py::arg("is_open") = false)
+      .def_static("attach", [](int fd, const std::string& writer, const SlotGeometry& geometry, uint64_t generation, bool is_open) {
         OwnedFd owned(fd);
-        return boxed(unwrap(Segment::attach(std::move(owned), parse_side(writer), geometry, generation)));
-      }, py::arg("fd"), py::arg("writer"), py::arg("geometry"), py::arg("generation"))
+        return boxed(unwrap(Segment::attach(std::move(owned), parse_side(writer), geometry, generation, is_open)));
+      }, py::arg("fd"), py::arg("writer"), py::arg("geometry"), py::arg("generation"), py::arg("is_open") = false)
       .def("fileno", [](const SegmentBox& box) {
         if (!box.segment) raise(Error{ErrorCode::kClosed, "this segment was already handed over"});
         return box.segment->fd();

@@ -16,6 +16,7 @@ PYBIND11_MODULE(_core, module) {
   bind_plugin(module);
   bind_host_device(module);
   bind_worker(module);
+  bind_device_step(module);
   bind_client(module);
   bind_dlpack(module);
   bind_oracle(module);

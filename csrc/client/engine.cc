@@ -69,6 +69,10 @@ Status Engine::refuse_lost_workers(const Call& call) const {
     if (worker.is_lost && !call.work->shard_rows[s].tokens.empty()) {
       return Error{ErrorCode::kWorkerLost, "worker " + worker.link.name + " was lost: " + worker.reason + " (layer " + plan.name + ")"};
     }
+    if ((worker.is_leased || worker.is_retired) && !call.work->shard_rows[s].tokens.empty()) {
+      return Error{ErrorCode::kInvalidArgument, "worker " + worker.link.name + (worker.is_leased ? " is used by a device step; end it first"
+                                                                                                  : " had a failed step; replace its channel")};
+    }
   }
   return ok();
 }

@@ -1,5 +1,6 @@
 // The progress engine: sends the parts of calls as credits allow, takes replies, judges workers, ends calls. Not thread-safe: whoever
-// has the turn (turn.h) uses it. Sources: engine.cc (calls and sending), receive.cc (replies), verdict.cc (losses and deadlines).
+// has the turn (turn.h) uses it. Sources: engine.cc (calls and sending), receive.cc (replies), verdict.cc (losses and deadlines), step.cc
+// (device steps).
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -40,6 +41,11 @@ class Engine {
   Status start(const CallPtr& call);
   // Sleeps at most until `tick`, one kTickNs, or the first event; then handles everything that arrived and sends what fits.
   void drive(Deadline tick, int wake_fd);
+  // Device steps, as ExpertClient says (step.cc).
+  Result<std::vector<StepLane>> begin_step(uint32_t num_calls, uint64_t* first_call);
+  Status judge_step(int64_t now);
+  void end_step(std::span<const std::pair<uint32_t, uint32_t>> heads_and_tails, std::span<const StepMessage> answered, bool has_failed);
+
   // Ends an unfinished call; its slots in flight are quarantined.
   void fail(Call& call, Error error);
   // Gives a worker up and fails every call that needs it, after taking the replies that already arrived.

@@ -163,6 +163,22 @@ void ExpertClient::abandon(const CallPtr& call) {
   state_->engine.fail(*call, Error{ErrorCode::kClosed, "the call was abandoned"});
 }
 
+Result<std::vector<StepLane>> ExpertClient::begin_step(uint32_t num_calls, uint64_t* first_call) {
+  const Turn turn(state_->turns);
+  return state_->engine.begin_step(num_calls, first_call);
+}
+
+Status ExpertClient::judge_step() {
+  const Turn turn(state_->turns);
+  return state_->engine.judge_step(now_ns());
+}
+
+void ExpertClient::end_step(std::span<const std::pair<uint32_t, uint32_t>> heads_and_tails, std::span<const StepMessage> answered,
+                            bool has_failed) {
+  const Turn turn(state_->turns);
+  state_->engine.end_step(heads_and_tails, answered, has_failed);
+}
+
 void ExpertClient::mark_lost(uint32_t worker, const std::string& reason) {
   const Turn turn(state_->turns);
   if (WorkerEnd* end = state_->engine.worker(worker)) state_->engine.lose_after_drain(*end, reason);

@@ -7,6 +7,7 @@
 
 #include <map>
 #include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -108,6 +109,21 @@ struct SliceTrace {
   int64_t worker_received_ns, worker_started_ns, worker_finished_ns;
 };
 
+// A worker's data path while a device of the host uses it instead of this client.
+struct StepLane {
+  uint32_t worker = 0;
+  std::string name;
+  uint64_t generation = 0;
+  transport::SlotGeometry geometry;
+  Dtype request_dtype = Dtype::kF32, reply_dtype = Dtype::kF32;
+  transport::RingView ring;
+};
+struct StepMessage {  // that was answered
+  uint32_t worker = 0, layer = 0;
+  uint32_t num_rows = 0, num_pairs = 0;
+  uint64_t request_bytes = 0, reply_bytes = 0;
+};
+
 class ExpertClient {
  public:
   explicit ExpertClient(const ClientOptions& options);
@@ -130,6 +146,14 @@ class ExpertClient {
   Status outcome(const CallPtr& call);
   // Once it returned, the client touches neither the batch nor `output`. Nothing happens to a call that is done.
   void abandon(const CallPtr& call);
+
+  // Hands every worker's data path over for a device step of up to `num_calls` calls, whose ids begin at `first_call`. Errors, nothing is then
+  // handed over: kUnsupported naming a worker whose transport is no ring; kWorkerLost; kInvalidArgument where replies are owed or a step is open.
+  Result<std::vector<StepLane>> begin_step(uint32_t num_calls, uint64_t* first_call);
+  // Reads pulses; the loss of the first worker that was lost since, if any. To be called every few milliseconds of a step.
+  Status judge_step();
+  // The step is over: heads and tails by lane, in the order of begin_step. `has_failed`: every path of it must be replaced before it is used again.
+  void end_step(std::span<const std::pair<uint32_t, uint32_t>> heads_and_tails, std::span<const StepMessage> answered, bool has_failed);
 
   // Declares a worker lost from outside (control connection hung up, process reaped). Any thread.
   void mark_lost(uint32_t worker, const std::string& reason);

@@ -35,14 +35,14 @@ void Engine::lose(WorkerEnd& worker, ErrorCode code, const std::string& reason) 
 }
 
 void Engine::lose_after_drain(WorkerEnd& worker, const std::string& reason) {
-  drain(worker);
+  if (!worker.is_leased) drain(worker);
   lose(worker, ErrorCode::kWorkerLost, reason);
 }
 
 void Engine::judge_all(int64_t now) {
   last_judged_ns_ = now;
   for (const auto& worker : workers_) {
-    if (worker->is_lost) continue;
+    if (worker->is_lost || worker->is_leased) continue;  // judge_step() is about those
     if (const auto failure = worker->read_pulses(now)) {
       lose_after_drain(*worker, *failure);
     } else if (worker->is_stalled(now, options_.stall_timeout_ns)) {

@@ -36,6 +36,7 @@ void WorkerEnd::replace_channel(std::unique_ptr<transport::Channel> channel, uin
   slots.assign(link.channel->geometry().num_slots, Slot{});
   num_in_flight_ = 0;
   num_quarantined_ = 0;
+  is_retired = false;
 }
 
 void WorkerEnd::close(std::string why) {
@@ -107,7 +108,7 @@ std::optional<std::string> WorkerEnd::read_pulses(int64_t now) {
 }
 
 bool WorkerEnd::is_stalled(int64_t now, int64_t stall_ns) const {
-  return link.pulse.is_open() && owes() && now - last_change_ns_ > stall_ns;
+  return link.pulse.is_open() && (owes() || is_leased) && now - last_change_ns_ > stall_ns;
 }
 
 // Reads once; true when there may be more.

@@ -57,6 +57,12 @@ class WorkerEnd {
   bool owes() const { return num_in_flight_ > 0; }
   bool is_listening() const { return link.channel != nullptr && (num_in_flight_ > 0 || num_quarantined_ > 0); }
 
+  // A device step begins or ends here.
+  void lease(int64_t now) {
+    is_leased = true;
+    last_change_ns_ = now;
+  }
+
   // Reads every pulse that waits, without blocking. Returns why the worker must be given up, if so: hang-up or garbage.
   std::optional<std::string> read_pulses(int64_t now);
   // The progress counter did not move for `stall_ns` while replies are owed. Never for a worker without pulse (in this process).
@@ -70,6 +76,8 @@ class WorkerEnd {
   WorkerModel model;
   uint32_t num_shard_calls = 0;           // shards of calls under way here
   int64_t crowded_ns = 0;                 // when last a call came while another was under way
+  bool is_leased = false;                 // to a device step, which owes for it
+  bool is_retired = false;                // a step failed on its data path: nothing more travels there
   bool is_lost = false;
   std::string reason;
   uint64_t stale_replies = 0;

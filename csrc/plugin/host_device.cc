@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "plugin/host_device.h"
 
+#include <algorithm>
 #include <bit>
 #include <utility>
 
@@ -39,6 +40,7 @@ HostDevice::~HostDevice() {
   for (const auto& [num_bytes, blocks] : pool_) {
     for (std::byte* memory : blocks) table_.release_pinned(host_, memory);
   }
+  keep_mapped({});
   table_.close(host_);
 }
 
@@ -67,20 +69,81 @@ void HostDevice::give_back(std::byte* memory, uint64_t num_bytes) {
   pooled_bytes_ += num_bytes;
 }
 
+Status HostDevice::done(int32_t status, const dflash_error& error) const {
+  if (status != 0) return error_of(status, error).with("host.device");
+  return ok();
+}
+
 Status HostDevice::copy_in(std::span<const dflash_transfer> pieces) {
   const std::lock_guard<std::mutex> lock(mutex_);
   auto error = new_record<dflash_error>();
-  const int32_t status = table_.copy_in(host_, pieces.data(), static_cast<uint32_t>(pieces.size()), kCopyTimeoutNs, &error);
-  if (status != 0) return error_of(status, error).with("host.device");
-  return ok();
+  return done(table_.copy_in(host_, pieces.data(), static_cast<uint32_t>(pieces.size()), kCopyTimeoutNs, &error), error);
 }
 
 Status HostDevice::copy_out(std::span<const dflash_transfer> pieces) {
   const std::lock_guard<std::mutex> lock(mutex_);
   auto error = new_record<dflash_error>();
-  const int32_t status = table_.copy_out(host_, pieces.data(), static_cast<uint32_t>(pieces.size()), kCopyTimeoutNs, &error);
-  if (status != 0) return error_of(status, error).with("host.device");
-  return ok();
+  return done(table_.copy_out(host_, pieces.data(), static_cast<uint32_t>(pieces.size()), kCopyTimeoutNs, &error), error);
+}
+
+Result<std::byte*> HostDevice::map_memory(std::byte* base, uint64_t num_bytes, bool is_read_only, std::shared_ptr<void> memory) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (const auto found = mapped_.find(base); found != mapped_.end()) return found->second.device;
+  void* device = nullptr;
+  auto error = new_record<dflash_error>();
+  const int32_t status = table_.map_memory(host_, base, num_bytes, is_read_only ? 1 : 0, &device, &error);
+  DFLASH_TRY(done(status, error));
+  mapped_[base] = {static_cast<std::byte*>(device), std::move(memory)};
+  return static_cast<std::byte*>(device);
+}
+
+void HostDevice::keep_mapped(std::span<std::byte* const> bases) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  for (auto at = mapped_.begin(); at != mapped_.end();) {
+    if (std::find(bases.begin(), bases.end(), at->first) != bases.end()) {
+      ++at;
+      continue;
+    }
+    table_.unmap_memory(host_, at->first);
+    at = mapped_.erase(at);
+  }
+}
+
+Status HostDevice::step_layer(const dflash_step_layer& layer) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  auto error = new_record<dflash_error>();
+  return done(table_.step_layer(host_, &layer, &error), error);
+}
+
+Status HostDevice::step_begin(const dflash_step& step) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  auto error = new_record<dflash_error>();
+  return done(table_.step_begin(host_, &step, &error), error);
+}
+
+Status HostDevice::step_add(const dflash_step_call& call) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  auto error = new_record<dflash_error>();
+  return done(table_.step_add(host_, &call, &error), error);
+}
+
+Result<bool> HostDevice::step_wait(int64_t timeout_ns) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  auto error = new_record<dflash_error>();
+  uint32_t is_done = 0;
+  DFLASH_TRY(done(table_.step_wait(host_, timeout_ns, &is_done, &error), error));
+  return is_done != 0;
+}
+
+Status HostDevice::step_end(dflash_step_outcome& outcome) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  auto error = new_record<dflash_error>();
+  return done(table_.step_end(host_, &outcome, &error), error);
+}
+
+void HostDevice::step_give_up() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  table_.step_give_up(host_);
 }
 
 }  // namespace dflash::plugin

@@ -52,7 +52,24 @@ class HostDevice : public std::enable_shared_from_this<HostDevice> {
   Status copy_in(std::span<const dflash_transfer> pieces);
   Status copy_out(std::span<const dflash_transfer> pieces);
 
+  // Device steps (host_abi.h). `memory` keeps what is mapped alive; the same base is mapped once.
+  Result<std::byte*> map_memory(std::byte* base, uint64_t num_bytes, bool is_read_only, std::shared_ptr<void> memory);
+  // Unmaps everything whose base is not among `bases`.
+  void keep_mapped(std::span<std::byte* const> bases);
+  Status step_layer(const dflash_step_layer& layer);
+  Status step_begin(const dflash_step& step);
+  Status step_add(const dflash_step_call& call);
+  Result<bool> step_wait(int64_t timeout_ns);
+  void step_abort() { table_.step_abort(host_); }  // no lock: another thread may wait
+  Status step_end(dflash_step_outcome& outcome);
+  void step_give_up();
+
  private:
+  struct Mapped {
+    std::byte* device;
+    std::shared_ptr<void> memory;
+  };
+  Status done(int32_t status, const dflash_error& error) const;
   HostDevice(const dflash_host_table& table, dflash_host* host) : table_(table), host_(host) {}
   void give_back(std::byte* memory, uint64_t num_bytes);
 
@@ -64,6 +81,7 @@ class HostDevice : public std::enable_shared_from_this<HostDevice> {
   std::mutex mutex_;  // the pool and every use of host_
   std::map<uint64_t, std::vector<std::byte*>> pool_;  // by size
   uint64_t pooled_bytes_ = 0;
+  std::map<std::byte*, Mapped> mapped_;
 };
 
 }  // namespace dflash::plugin

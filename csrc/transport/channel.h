@@ -45,6 +45,20 @@ struct WakeSource {
 };
 enum class SleepKind : uint8_t { kFutex, kPoll };
 
+// The memory under a ring (transport/ring/layout.h), for a device that publishes and takes messages by itself. Heads are in units of the
+// head word: twice the number of messages.
+struct RingView {
+  std::byte* own = nullptr;
+  std::byte* peer = nullptr;
+  bool is_peer_writable = false;   // how it is mapped, whoever writes it
+  uint64_t own_bytes = 0, peer_bytes = 0;
+  uint64_t own_slots = 0, own_stride = 0;    // offset of slot 0, and from slot to slot
+  uint64_t peer_slots = 0, peer_stride = 0;
+  uint32_t entry_mask = 0;
+  uint32_t head = 0, tail = 0;     // published, consumed
+  std::shared_ptr<void> memory;    // keeps both mapped
+};
+
 // Not thread-safe: one thread at a time (the client's progress lock, the worker's serve thread).
 class Channel {
  public:
@@ -69,6 +83,10 @@ class Channel {
   virtual void disarm() = 0;
   // Earliest time at which poll() can return something without outside help (emulated delays); max() when none.
   virtual int64_t next_event_ns() const { return std::numeric_limits<int64_t>::max(); }
+
+  // Its ring, where there is one. Whoever uses that must say how far before this channel is used again.
+  virtual std::optional<RingView> ring() const { return std::nullopt; }
+  virtual void set_ring(uint32_t /*head*/, uint32_t /*tail*/) {}
 };
 
 // Spins on poll() of every channel for up to `spin_ns`, then sleeps until one of them may have something, the deadline

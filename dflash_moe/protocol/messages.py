@@ -177,6 +177,7 @@ class Attach(Message):
     num_descriptors: Annotated[int, Wire(6, Uint(4))]
     has_pulse: Annotated[bool, Wire(7, Flag())]  # a pulse connection comes with this data path (the session's first)
     socket_buffer_bytes: Annotated[int, Wire(8, Uint(1 << 30))] = 0  # of the data connection, each way; 0: the system's own
+    is_open: Annotated[bool, Wire(9, Flag())] = False  # shared: segments that devices may register
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

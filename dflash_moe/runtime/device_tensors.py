@@ -60,6 +60,7 @@ class DeviceTensors:
     def __init__(self, choice: DeviceChoice) -> None:
         self.device = open_host_device(choice)
         self._binder = TensorBinder()
+        self.stream = self.device.stream  # that tensors are taken over for: the device's own, or a step's
         self._is_simulated = choice.backend == "sim"
 
     def bind(
@@ -136,7 +137,7 @@ class DeviceTensors:
                 f"{name}: found on DLPack device {found}, the host's device {self.device.name} is {self.device.dlpack_device}; "
                 "all tensors of a call must be there"
             )
-        return _core.DlpackView(tensor.__dlpack__(stream=self.device.stream), self.device.dlpack_device)
+        return _core.DlpackView(tensor.__dlpack__(stream=self.stream), self.device.dlpack_device)
 
 
 def _dlpack_type(tensor: Any) -> int:

@@ -25,6 +25,7 @@ from dflash_moe.runtime import observe
 from dflash_moe.runtime.auto import WorkerForecast, cost_classes, log_explanation, mode_reason, worker_forecasts
 from dflash_moe.runtime.call_gate import MAX_PATIENCE, CallGate
 from dflash_moe.runtime.data_path import SPARE_SLOTS, SlicePlan, SlotPlan, plan_arena, plan_slices
+from dflash_moe.runtime.device_step import NAP_NS, DeviceStep, DeviceSteps
 from dflash_moe.runtime.device_tensors import DeviceTensors
 from dflash_moe.runtime.expert_call import ExpertCall
 from dflash_moe.runtime.fleet import ChannelDecorator, Fleet, LoadingReport, Member, shapes_of, shards_by_holder
@@ -75,6 +76,7 @@ class ExpertRuntime:
         self._last_stats: dict[str, Any] = {}
         self._last_auto: tuple[WorkerForecast, ...] = ()  # when mode auto was last in force
         self._tensors: DeviceTensors | None = None  # of a host that is no processor
+        self._steps: DeviceSteps | None = None  # likewise
         self._bind = TensorBinder().bind
         self._table: dict[object, tuple[int, int, int]] = {}
         for layer in spec.layers:
@@ -150,6 +152,17 @@ class ExpertRuntime:
                 cost_class=classes[layer.index],
             )
         client.set_profile(bool(self.settings.profile))
+        if self._tensors is not None:
+            self._steps = DeviceSteps(
+                client, self._tensors, self._gate, self._fleet,
+                layers=self._shards_by_layer(),
+                nap_ns=0 if self._threads.spin_ns else NAP_NS,
+                timeout_s=lambda: self.settings.call_timeout_s,
+                renew=self._renew_worn_out,
+                quiesce=self._quiesce,
+                retire=self._retire_paths,
+                are_worn_out=self._worn_out,
+            )  # fmt: skip
         self._is_open = True
 
     def _shards_by_layer(self) -> list[tuple[LayerSpec, list[tuple[int, int, int, tuple[int, ...]]]]]:
@@ -210,6 +223,8 @@ class ExpertRuntime:
         on `host.device`. `out`, if given, receives the result. Blocks without the GIL.
         """
         entry = self._table.get(layer) or self._entry(layer)
+        if self._steps is not None and (step := self._steps.of_this_thread()) is not None:
+            return step.experts(entry[0], hidden_states, topk_ids, topk_weights, out)
         result, arguments = self._bind(entry[1], entry[2], hidden_states, topk_ids, topk_weights, out)
         if not arguments[3]:
             return result
@@ -253,6 +268,24 @@ class ExpertRuntime:
         finally:
             gate.active.pop()
         return call
+
+    def device_step(self, *, stream: int | None = None) -> DeviceStep:
+        """A `with` block whose expert calls the host's device exchanges by itself; `experts` of this thread, within it, too.
+
+        For decode steps: at most 64 tokens a call, every holder in shared memory or this process. Results count once the block
+        was left without an error; after one, repeat the step with plain `experts`. Other threads' calls wait. `stream`: that of
+        the caller's framework; torch's current one is found. Errors: ConfigError, UnsupportedError with the reason, WorkerLost.
+        """
+        if self._steps is None:
+            raise ConfigError(
+                CLOSED if self._client is None else "device_step: host.device is cpu; steps run on a GPU host's device"
+            )
+        return self._steps.open(stream)
+
+    def _retire_paths(self) -> None:
+        """After a failed step every path that still works gets fresh segments before its next call."""
+        lost = {report["name"] for report in self._live_client().workers() if report["state"] == "lost"}
+        self._worn_out.update(name for name in self._fleet.members if name not in lost)
 
     def set_mode(
         self,
@@ -405,7 +438,8 @@ class ExpertRuntime:
                 log_explanation(self._last_auto)
         self._run = self._submit = _refuse_closed
         self._finalizer()
-        self._client = None  # its channels close with it
+        self._client = self._steps = self._tensors = None  # its channels close with it, and what a device used of them
+        self._bind = TensorBinder().bind
 
     def __enter__(self) -> ExpertRuntime:
         self._live_client()

@@ -118,6 +118,7 @@ class Fleet:
         self._generations = itertools.count(secrets.randbits(48) + 1)  # never that of another session's path
         self._owner_pid = os.getpid()
         self._is_closed = False
+        self.may_open_replies = False  # where a device of the host takes no read-only memory (rules 12)
 
     def add_members(self, topology: Topology, held: Mapping[str, Sequence[HeldShard]], host_name: str) -> None:
         """Decides address and transport of every holder. UnsupportedError, ConfigError before anything is started."""
@@ -254,7 +255,9 @@ class Fleet:
             channel = member.local.attach(slots, generation)
         else:
             timeout_s = max(self._settings.call_timeout_s, LEAST_ATTACH_S)
-            channel, pulse_fd = _session(member).attach(slots, member.transport, generation, timeout_s=timeout_s)
+            session = _session(member)
+            is_open = self.may_open_replies and session.started is not None and member.transport == "shared"
+            channel, pulse_fd = session.attach(slots, member.transport, generation, timeout_s=timeout_s, is_open=is_open)
         emulate = member.spec.emulate if member.spec is not None else None
         if emulate is not None and (emulate.delay_ms or emulate.jitter_ms or emulate.mbit_s):
             channel = _core.make_emulated(

@@ -177,8 +177,13 @@ class WorkerSession:
                 self.resident_bytes = loaded.resident_bytes
                 return
 
-    def attach(self, slots: SlotPlan, transport: str, generation: int, *, timeout_s: float) -> tuple[_core.Channel, int]:
-        """Builds a data path; returns the host's channel and the pulse descriptor (-1 but for the first time), the caller's."""
+    def attach(
+        self, slots: SlotPlan, transport: str, generation: int, *, timeout_s: float, is_open: bool = False
+    ) -> tuple[_core.Channel, int]:
+        """Builds a data path; returns the host's channel and the pulse descriptor (-1 but for the first time), the caller's.
+
+        `is_open`: replies in shared memory that a device of this process may register; for a worker that this host started.
+        """
         with self._lock, contextlib.ExitStack() as cleanup:
             geometry = _core.Geometry(slots.num_slots, slots.request_bytes, slots.reply_bytes)
             is_first = not self._has_pulse
@@ -186,7 +191,9 @@ class WorkerSession:
             if transport == "tcp":
                 channel, pulse = self._attach_tcp(geometry, generation, is_first, timeout_s, doing)
             else:
-                channel, pulse = self._attach_local(geometry, transport, generation, is_first, timeout_s, doing, cleanup)
+                channel, pulse = self._attach_local(
+                    geometry, transport, generation, is_first, timeout_s, doing, cleanup, is_open
+                )
             self._has_pulse = True
             return channel, pulse
 
@@ -199,6 +206,7 @@ class WorkerSession:
         timeout_s: float,
         doing: str,
         cleanup: contextlib.ExitStack,
+        is_open: bool,
     ) -> tuple[_core.Channel, int]:
         passed: list[int] = []
         own: _core.Segment | None = None
@@ -220,12 +228,12 @@ class WorkerSession:
             cleanup.callback(pulse.close)
             passed.append(their_pulse.fileno())
         attached = self._ask(
-            self._attach_message(geometry, transport, generation, len(passed), is_first),
+            self._attach_message(geometry, transport, generation, len(passed), is_first, is_open),
             Attached, timeout_s=timeout_s, doing=doing, descriptors=passed,
         )  # fmt: skip
         received = self._connected().take_descriptors(attached.num_descriptors)
         if own is not None and len(received) == 1:
-            peer = _core.Segment.attach(received[0], "worker", geometry, generation)
+            peer = _core.Segment.attach(received[0], "worker", geometry, generation, is_open)
             channel = _core.make_shared_channel("host", geometry, own, peer, passed[1])
         elif data is not None and not received:
             channel = _core.make_stream_channel("host", geometry, data.detach(), **self._buffers)
@@ -259,7 +267,13 @@ class WorkerSession:
         return _core.make_stream_channel("host", geometry, data, user_timeout_ms=USER_TIMEOUT_MS, **self._buffers), pulse
 
     def _attach_message(
-        self, geometry: _core.Geometry, transport: str, generation: int, num_descriptors: int, has_pulse: bool
+        self,
+        geometry: _core.Geometry,
+        transport: str,
+        generation: int,
+        num_descriptors: int,
+        has_pulse: bool,
+        is_open: bool = False,
     ) -> Attach:
         return Attach(
             generation=generation,
@@ -270,6 +284,7 @@ class WorkerSession:
             num_descriptors=num_descriptors,
             has_pulse=has_pulse,
             socket_buffer_bytes=self._buffers["send_buffer_bytes"],
+            is_open=is_open,
         )
 
     def _dial_role(self, address: Address, role: Role, generation: int) -> int:

@@ -243,8 +243,10 @@ class WorkerSession:
             raise ProtocolError(f"message Attach: field num_descriptors: {len(descriptors)} do not fit {message.transport}")
         generation = message.generation
         if message.transport == "shared":
+            if message.is_open and self.identity.threads is not None:
+                raise ProtocolError("message Attach: field is_open: only the host that started a worker may ask for that")
             peer = _core.Segment.attach(descriptors.pop(0), "host", geometry, generation)
-            own = _core.Segment.create("worker", geometry, generation)
+            own = _core.Segment.create("worker", geometry, generation, message.is_open)
             passed.append(os.dup(own.fileno()))  # the segment itself is consumed by the channel
             return _core.make_shared_channel("worker", geometry, own, peer, descriptors[0])  # duplicates the bell
         buffers = {"send_buffer_bytes": message.socket_buffer_bytes, "receive_buffer_bytes": message.socket_buffer_bytes}

@@ -66,6 +66,14 @@ class DeviceRuntime {
   // True once everything queued is done, false if that takes longer than `at_most`.
   virtual Result<bool> wait(std::chrono::nanoseconds at_most) = 0;
 
+  // Lets kernels use the host's memory [memory, memory + num_bytes), whole pages that stay mapped until unmap_host(); returns the device's
+  // address of it. `is_read_only`: a mapping that this process cannot write. Errors: kUnsupported with the driver's words.
+  virtual Result<std::byte*> map_host(std::byte* memory, uint64_t num_bytes, bool is_read_only) = 0;
+  virtual void unmap_host(std::byte* memory) = 0;
+  // Queues what follows on a stream of the caller's framework, until return_queue().
+  virtual void borrow_queue(uint64_t stream) = 0;
+  virtual void return_queue() = 0;
+
   // Makes current again what was so for the calling thread before it used this device: its framework relies on that. The next operation takes
   // the device again. For devices that a framework of the same process uses.
   virtual void leave() {}

@@ -5,19 +5,6 @@
 
 namespace dflash::compute::gpu {
 
-// The device for a scope, and the thread's own afterwards.
-class GpuHost::Turn {
- public:
-  explicit Turn(GpuHost& host) : host_(host), lock_(host.mutex_) {}
-  ~Turn() { host_.runtime_->leave(); }
-  Turn(const Turn&) = delete;
-  Turn& operator=(const Turn&) = delete;
-
- private:
-  GpuHost& host_;
-  std::lock_guard<std::mutex> lock_;
-};
-
 std::string GpuHost::name() const {
   const DeviceFacts& found = facts();
   return found.backend + " " + std::to_string(found.index) + " (" + found.name + ")";

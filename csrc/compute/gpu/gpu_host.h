@@ -36,7 +36,21 @@ class GpuHost {
   Status copy_out(std::span<const HostTransfer> pieces, std::chrono::nanoseconds at_most);
 
  private:
-  class Turn;
+  friend class GpuSteps;
+
+  // The device for a scope, and the thread's own afterwards.
+  class Turn {
+   public:
+    explicit Turn(GpuHost& host) : host_(host), lock_(host.mutex_) {}
+    ~Turn() { host_.runtime_->leave(); }
+    Turn(const Turn&) = delete;
+    Turn& operator=(const Turn&) = delete;
+
+   private:
+    GpuHost& host_;
+    std::lock_guard<std::mutex> lock_;
+  };
+
   Status drain(std::chrono::nanoseconds at_most);
   Error named(Error error) const { return std::move(error).with(name()); }
 

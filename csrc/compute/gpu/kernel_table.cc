@@ -2,6 +2,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "compute/gpu/kernel_table.h"
 
+#include "compute/gpu/host_params.h"
 #include "compute/gpu/kernel_params.h"
 
 namespace dflash::compute::gpu {

@@ -87,6 +87,11 @@ GPU_FN uint32_t load_acquire_system(const uint32_t* at) {
   return __atomic_load_n(at, __ATOMIC_ACQUIRE);
 }
 GPU_FN void store_release_system(uint32_t* at, uint32_t value) { __atomic_store_n(at, value, __ATOMIC_RELEASE); }
+GPU_FN void fence_system() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+GPU_FN void atomic_set_once(uint64_t* at, uint64_t value) {
+  if (*at == 0) *at = value;  // one thread runs at a time
+}
+GPU_FN uint64_t device_ns() { return sim::clock_ns(); }
 GPU_FN float fused(float a, float b, float c) { return std::fma(a, b, c); }
 GPU_FN float add(float a, float b) { return a + b; }
 GPU_FN float sub(float a, float b) { return a - b; }
@@ -115,6 +120,11 @@ GPU_FN uint32_t count_bits(uint32_t bits) { return static_cast<uint32_t>(__popc(
 GPU_FN void atomic_min(uint64_t* at, uint64_t value) {
   atomicMin(reinterpret_cast<unsigned long long*>(at), static_cast<unsigned long long>(value));
 }
+GPU_FN void fence_system() { __threadfence_system(); }
+// The first value that is not 0 stays.
+GPU_FN void atomic_set_once(uint64_t* at, uint64_t value) {
+  atomicCAS(reinterpret_cast<unsigned long long*>(at), 0ull, static_cast<unsigned long long>(value));
+}
 GPU_FN float add(float a, float b) { return __fadd_rn(a, b); }
 GPU_FN float sub(float a, float b) { return __fsub_rn(a, b); }
 GPU_FN float mul(float a, float b) { return __fmul_rn(a, b); }
@@ -138,6 +148,7 @@ GPU_FN uint32_t load_acquire_system(const uint32_t* at) { return __hip_atomic_lo
 GPU_FN void store_release_system(uint32_t* at, uint32_t value) {
   __hip_atomic_store(at, value, __ATOMIC_RELEASE, __HIP_MEMORY_SCOPE_SYSTEM);
 }
+GPU_FN uint64_t device_ns() { return static_cast<uint64_t>(wall_clock64()) * 10; }  // 100 MHz, or slower on older cards: a bound, no measure
 GPU_FN float fused(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 GPU_FN float div(float a, float b) { return a / b; }  // correctly rounded unless the build asks otherwise
 #else
@@ -151,6 +162,11 @@ GPU_FN uint32_t load_acquire_system(const uint32_t* at) {
 }
 GPU_FN void store_release_system(uint32_t* at, uint32_t value) {
   asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(at), "r"(value) : "memory");
+}
+GPU_FN uint64_t device_ns() {
+  uint64_t value;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(value));
+  return value;
 }
 GPU_FN float fused(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 GPU_FN float div(float a, float b) { return __fdiv_rn(a, b); }

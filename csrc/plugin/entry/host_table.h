@@ -12,7 +12,7 @@
 #include <utility>
 #include <vector>
 
-#include "compute/gpu/gpu_host.h"
+#include "compute/gpu/gpu_step.h"
 #include "plugin/abi_records.h"
 #include "plugin/device.h"
 #include "plugin/device_table.h"
@@ -21,6 +21,7 @@
 struct dflash_host {
   dflash_host(std::unique_ptr<dflash::compute::gpu::DeviceRuntime> runtime, int32_t type) : device(std::move(runtime)), dlpack_type(type) {}
   dflash::compute::gpu::GpuHost device;
+  dflash::compute::gpu::GpuSteps steps{device};
   const int32_t dlpack_type;
 };
 
@@ -76,6 +77,109 @@ int32_t copy(dflash_host* host, const dflash_transfer* pieces, uint32_t num_piec
   });
 }
 
+inline int32_t map_memory(dflash_host* host, void* memory, uint64_t num_bytes, uint32_t is_read_only, void** device, dflash_error* error) {
+  return answered(error, [&]() -> Status {
+    if (host == nullptr || memory == nullptr || device == nullptr) return missing("host, memory or device");
+    auto mapped = host->steps.map_memory(static_cast<std::byte*>(memory), num_bytes, is_read_only != 0);
+    if (!mapped.ok()) return std::move(mapped).error();
+    *device = mapped.value();
+    return ok();
+  });
+}
+
+// Enumerations as they come through the table.
+inline Result<Dtype> dtype_of(uint32_t value) {
+  if (value < kNumDtypes) return static_cast<Dtype>(value);
+  return Error{ErrorCode::kInvalidArgument, "host table: dtype " + std::to_string(value) + " is unknown"};
+}
+
+static_assert(sizeof(dflash_step_shard) == sizeof(compute::gpu::StepShard) && sizeof(dflash_step_lane) == sizeof(compute::gpu::StepLane));
+
+inline int32_t step_layer(dflash_host* host, const dflash_step_layer* given, dflash_error* error) {
+  return answered(error, [&]() -> Status {
+    const dflash_step_layer layer = read_record(given);
+    if (host == nullptr || layer.shards == nullptr || layer.experts == nullptr) return missing("host, shards or experts");
+    std::vector<compute::gpu::StepShard> shards;
+    for (uint32_t i = 0; i < layer.num_shards; ++i) {
+      const dflash_step_shard& shard = layer.shards[i];
+      shards.push_back({shard.weights_fingerprint, shard.shard, shard.lane, shard.slot, 0});
+    }
+    return host->steps.define_layer({layer.layer, layer.in_size, layer.out_size, shards, {layer.experts, layer.num_experts}});
+  });
+}
+
+inline int32_t step_begin(dflash_host* host, const dflash_step* given, dflash_error* error) {
+  return answered(error, [&]() -> Status {
+    const dflash_step step = read_record(given);
+    if (host == nullptr || step.lanes == nullptr) return missing("host or lanes");
+    std::vector<compute::gpu::StepLane> lanes;
+    for (uint32_t i = 0; i < step.num_lanes; ++i) {
+      const dflash_step_lane& lane = step.lanes[i];
+      lanes.push_back({static_cast<unsigned char*>(lane.requests), static_cast<const unsigned char*>(lane.replies), lane.generation,
+                       lane.request_slots, lane.request_stride, lane.reply_slots, lane.reply_stride, lane.entry_mask, lane.head, lane.tail, 0});
+    }
+    auto request = dtype_of(step.request_dtype), reply = dtype_of(step.reply_dtype);
+    if (!request.ok()) return std::move(request).error();
+    if (!reply.ok()) return std::move(reply).error();
+    compute::gpu::StepPlan plan{lanes, step.request_bytes, step.reply_bytes, step.first_call, request.value(), reply.value(),
+                                std::chrono::nanoseconds(step.budget_ns), std::nullopt};
+    if (step.has_stream != 0) plan.stream = step.stream;
+    return host->steps.begin(plan);
+  });
+}
+
+inline int32_t step_add(dflash_host* host, const dflash_step_call* given, dflash_error* error) {
+  return answered(error, [&]() -> Status {
+    const dflash_step_call call = read_record(given);
+    if (host == nullptr || call.hidden_states == nullptr || call.output == nullptr) return missing("host or a tensor");
+    auto dtype = dtype_of(call.dtype), weights = dtype_of(call.weights_dtype);
+    if (!dtype.ok()) return std::move(dtype).error();
+    if (!weights.ok()) return std::move(weights).error();
+    return host->steps.add({call.layer, call.hidden_states, call.row_stride_bytes, dtype.value(), call.num_tokens, call.top_k, call.topk_ids,
+                            call.ids_are_64bit != 0, call.topk_weights, weights.value(), call.output});
+  });
+}
+
+inline int32_t step_wait(dflash_host* host, int64_t timeout_ns, uint32_t* is_done, dflash_error* error) {
+  return answered(error, [&]() -> Status {
+    if (host == nullptr || is_done == nullptr) return missing("host or is_done");
+    auto waited = host->steps.wait(std::chrono::nanoseconds(timeout_ns));
+    if (!waited.ok()) return std::move(waited).error();
+    *is_done = waited.value() ? 1 : 0;
+    return ok();
+  });
+}
+
+inline void fill_messages(const compute::gpu::StepOutcome& ended, dflash_step_outcome& outcome) {
+  outcome.num_messages = 0;
+  for (const compute::gpu::StepRecord& record : ended.records) {
+    if (record.message.num_rows == 0 || outcome.num_messages == outcome.max_messages) continue;
+    outcome.messages[outcome.num_messages++] = {record.call_index, record.layer, record.lane, record.message.num_rows, record.message.num_pairs, 0,
+                                                record.message.request_bytes, record.message.reply_bytes};
+  }
+}
+
+inline int32_t step_end(dflash_host* host, dflash_step_outcome* given, dflash_error* error) {
+  return answered(error, [&]() -> Status {
+    dflash_step_outcome outcome = read_record(given);
+    if (host == nullptr || outcome.lanes == nullptr || (outcome.messages == nullptr && outcome.max_messages > 0)) return missing("host or lanes");
+    auto ended = host->steps.end();
+    if (!ended.ok()) return std::move(ended).error();
+    for (size_t i = 0; i < ended.value().lanes.size(); ++i) {
+      outcome.lanes[i].head = ended.value().lanes[i].head;
+      outcome.lanes[i].tail = ended.value().lanes[i].tail;
+    }
+    fill_messages(ended.value(), outcome);
+    outcome.code = static_cast<int32_t>(ended.value().error >> 56);
+    outcome.detail = static_cast<uint32_t>(ended.value().error & 0xffffffu);
+    outcome.layer = ended.value().layer;
+    outcome.lane = ended.value().lane;
+    outcome.slot = ended.value().slot;
+    write_record(given, outcome);
+    return ok();
+  });
+}
+
 }  // namespace host_internal
 
 template <class Driver>
@@ -104,6 +208,21 @@ const dflash_host_table* host_table_of() {
     };
     filled.copy_in = &host_internal::copy<true>;
     filled.copy_out = &host_internal::copy<false>;
+    filled.map_memory = &host_internal::map_memory;
+    filled.unmap_memory = [](dflash_host* host, void* memory) {
+      if (host != nullptr) host->steps.unmap_memory(static_cast<std::byte*>(memory));
+    };
+    filled.step_layer = &host_internal::step_layer;
+    filled.step_begin = &host_internal::step_begin;
+    filled.step_add = &host_internal::step_add;
+    filled.step_wait = &host_internal::step_wait;
+    filled.step_abort = [](dflash_host* host) {
+      if (host != nullptr) host->steps.abort();
+    };
+    filled.step_end = &host_internal::step_end;
+    filled.step_give_up = [](dflash_host* host) {
+      if (host != nullptr) host->steps.give_up();
+    };
     return filled;
   }();
   return &table;

@@ -55,9 +55,9 @@ Result<ChannelPair> make_loopback(const SlotGeometry& geometry) {
   if (!worker_bell.ok()) return std::move(worker_bell).error();
 
   auto memory = std::make_shared<BothMappings>(BothMappings{std::move(host).value(), std::move(worker).value()});
-  RingEnds host_ends{Side::kHost, geometry, "loopback", memory->host.base(), memory->worker.base(), memory,
+  RingEnds host_ends{Side::kHost, geometry, "loopback", memory->host.base(), memory->worker.base(), true, memory,
                      std::move(host_bell.value().sleeper), std::move(worker_bell.value().ringer)};
-  RingEnds worker_ends{Side::kWorker, geometry, "loopback", memory->worker.base(), memory->host.base(), memory,
+  RingEnds worker_ends{Side::kWorker, geometry, "loopback", memory->worker.base(), memory->host.base(), true, memory,
                        std::move(worker_bell.value().sleeper), std::move(host_bell.value().ringer)};
   return ChannelPair{make_ring_channel(std::move(host_ends)), make_ring_channel(std::move(worker_ends))};
 }

@@ -53,6 +53,15 @@ class RingChannel final : public Channel {
     return {ends_.own + out_.slots_offset + slot * out_.slot_stride, out_.slot_bytes};
   }
 
+  std::optional<RingView> ring() const override {
+    return RingView{ends_.own, const_cast<std::byte*>(ends_.peer), ends_.is_peer_writable, out_.total_bytes, in_.total_bytes, out_.slots_offset, out_.slot_stride,
+                    in_.slots_offset, in_.slot_stride, out_.entry_mask, head_, tail_, ends_.memory};
+  }
+  void set_ring(uint32_t head, uint32_t tail) override {
+    head_ = head;
+    tail_ = tail;
+  }
+
   Status publish(uint32_t slot, size_t bytes) override {
     if (slot >= ends_.geometry.num_slots || bytes > out_.slot_bytes) return refuse_publish(slot, bytes);
     if ((load_shared<uint32_t>(ends_.peer, kHeadOffset, std::memory_order_relaxed) & kClosedBit) != 0) return peer_closed();

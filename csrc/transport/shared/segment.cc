@@ -19,18 +19,20 @@ namespace {
 
 // With these nobody can change the size (SIGBUS) or map the memory writable from now on.
 constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_FUTURE_WRITE | F_SEAL_SEAL;
+int seals_of(bool is_open) { return is_open ? kSeals & ~F_SEAL_FUTURE_WRITE : kSeals; }
 
 Error system_error(const std::string& what, int error_number) {
   const ErrorCode code = error_number == ENOMEM || error_number == ENOSPC ? ErrorCode::kOutOfMemory : ErrorCode::kSystem;
   return {code, "shared segment: " + what + ": " + std::strerror(error_number)};
 }
 
-Status check_seals_and_size(int fd, uint64_t total_bytes) {
+Status check_seals_and_size(int fd, uint64_t total_bytes, int wanted) {
   const int seals = ::fcntl(fd, F_GET_SEALS);
   if (seals < 0) return Error{ErrorCode::kProtocol, "shared segment: the descriptor is no memfd, so it cannot be sealed"};
-  if ((seals & kSeals) != kSeals) {
-    return Error{ErrorCode::kProtocol, "shared segment: seals are " + std::to_string(seals) +
-                                           "; required: shrink, grow, future-write and seal (" + std::to_string(kSeals) + ")"};
+  if ((seals & wanted) != wanted) {
+    return Error{ErrorCode::kProtocol, "shared segment: seals are " + std::to_string(seals) + "; required: shrink, grow, " +
+                                           ((wanted & F_SEAL_FUTURE_WRITE) != 0 ? "future-write and seal (" : "and seal (") +
+                                           std::to_string(wanted) + ")"};
   }
   struct stat status {};
   if (::fstat(fd, &status) != 0) return system_error("fstat", errno);
@@ -49,7 +51,7 @@ Side other(Side side) { return side == Side::kHost ? Side::kWorker : Side::kHost
 
 }  // namespace
 
-Result<Segment> Segment::create(Side side, const SlotGeometry& geometry, uint64_t generation) {
+Result<Segment> Segment::create(Side side, const SlotGeometry& geometry, uint64_t generation, bool is_open) {
   auto layout = SegmentLayout::of(side, geometry);
   if (!layout.ok()) return std::move(layout).error();
   const uint64_t total_bytes = layout.value().total_bytes;
@@ -64,22 +66,24 @@ Result<Segment> Segment::create(Side side, const SlotGeometry& geometry, uint64_
   segment.base_ = static_cast<std::byte*>(base);
   segment.mapped_bytes_ = total_bytes;
   write_segment_header(segment.base_, side, geometry, generation);
-  if (::fcntl(segment.fd_.get(), F_ADD_SEALS, kSeals) != 0) return system_error("sealing (needs Linux 5.1)", errno);
+  if (::fcntl(segment.fd_.get(), F_ADD_SEALS, seals_of(is_open)) != 0) return system_error("sealing (needs Linux 5.1)", errno);
+  segment.is_writable_ = true;
   return segment;
 }
 
-Result<Segment> Segment::attach(OwnedFd fd, Side writer, const SlotGeometry& geometry, uint64_t generation) {
+Result<Segment> Segment::attach(OwnedFd fd, Side writer, const SlotGeometry& geometry, uint64_t generation, bool is_open) {
   auto layout = SegmentLayout::of(writer, geometry);
   if (!layout.ok()) return std::move(layout).error();
   const uint64_t total_bytes = layout.value().total_bytes;
   // Before mmap: afterwards the peer could still shrink an unsealed file under the mapping.
-  DFLASH_TRY(check_seals_and_size(fd.get(), total_bytes));
-  void* const base = ::mmap(nullptr, total_bytes, PROT_READ, MAP_SHARED | MAP_POPULATE, fd.get(), 0);
+  DFLASH_TRY(check_seals_and_size(fd.get(), total_bytes, seals_of(is_open)));
+  void* const base = ::mmap(nullptr, total_bytes, is_open ? PROT_READ | PROT_WRITE : PROT_READ, MAP_SHARED | MAP_POPULATE, fd.get(), 0);
   if (base == MAP_FAILED) return system_error("mapping the peer's " + std::to_string(total_bytes) + " bytes", errno);
   Segment segment;
   segment.fd_ = std::move(fd);
   segment.base_ = static_cast<std::byte*>(base);
   segment.mapped_bytes_ = total_bytes;
+  segment.is_writable_ = is_open;
   DFLASH_TRY(check_segment_header(segment.base_, writer, geometry, generation));
   return segment;
 }
@@ -87,12 +91,14 @@ Result<Segment> Segment::attach(OwnedFd fd, Side writer, const SlotGeometry& geo
 Segment::Segment(Segment&& moved) noexcept
     : fd_(std::move(moved.fd_)),
       base_(std::exchange(moved.base_, nullptr)),
-      mapped_bytes_(std::exchange(moved.mapped_bytes_, 0)) {}
+      mapped_bytes_(std::exchange(moved.mapped_bytes_, 0)),
+      is_writable_(moved.is_writable_) {}
 
 Segment& Segment::operator=(Segment&& moved) noexcept {
   std::swap(fd_, moved.fd_);
   std::swap(base_, moved.base_);
   std::swap(mapped_bytes_, moved.mapped_bytes_);
+  std::swap(is_writable_, moved.is_writable_);
   return *this;
 }
 
@@ -119,7 +125,7 @@ Result<std::unique_ptr<Channel>> make_shared_channel(Side side, const SlotGeomet
     if (flags < 0 || ::fcntl(host_bell.get(), F_SETFL, flags | O_NONBLOCK) != 0) return system_error("the host's bell", errno);
   }
   auto memory = std::make_shared<BothSegments>(BothSegments{std::move(own), std::move(peer)});
-  RingEnds ends{side, geometry, "shared", memory->own.base(), memory->peer.base(), memory, OwnedFd(), OwnedFd()};
+  RingEnds ends{side, geometry, "shared", memory->own.base(), memory->peer.base(), memory->peer.is_writable(), memory, OwnedFd(), OwnedFd()};
   (side == Side::kHost ? ends.own_bell : ends.peer_bell) = std::move(host_bell);
   return make_ring_channel(std::move(ends));
 }

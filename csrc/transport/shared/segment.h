@@ -15,9 +15,12 @@ namespace dflash::transport {
 class Segment {
  public:
   // Creates, pre-faults (posix_fallocate, so that lack of memory is an error here and not a signal later), maps and seals.
-  static Result<Segment> create(Side side, const SlotGeometry& geometry, uint64_t generation);
-  // Maps a peer's segment read-only after checking seals, size, magic, version, generation and geometry against the agreed ones.
-  static Result<Segment> attach(OwnedFd fd, Side writer, const SlotGeometry& geometry, uint64_t generation);
+  // `is_open`: without the seal against future writable mappings, for a peer whose device takes no read-only memory (rules 12): only between a
+  // host and a worker that it started.
+  static Result<Segment> create(Side side, const SlotGeometry& geometry, uint64_t generation, bool is_open = false);
+  // Maps a peer's segment read-only (open: writable, as devices want it) after checking seals, size, magic, version, generation and geometry
+  // against the agreed ones.
+  static Result<Segment> attach(OwnedFd fd, Side writer, const SlotGeometry& geometry, uint64_t generation, bool is_open = false);
 
   Segment(Segment&&) noexcept;
   Segment& operator=(Segment&&) noexcept;
@@ -26,12 +29,14 @@ class Segment {
   int fd() const { return fd_.get(); }
   std::byte* base() const { return base_; }
   size_t mapped_bytes() const { return mapped_bytes_; }
+  bool is_writable() const { return is_writable_; }
 
  private:
   Segment() = default;
   OwnedFd fd_;
   std::byte* base_ = nullptr;
   size_t mapped_bytes_ = 0;
+  bool is_writable_ = false;
 };
 
 // `own` is written by `side`, `peer` by the other. `host_bell` is an eventfd the worker rings when the host sleeps in poll()

@@ -54,6 +54,8 @@ static_assert(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR == cuda::kAttributeMa
 static_assert(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR == cuda::kAttributeMinor);
 static_assert(CUDA_ERROR_NO_DEVICE == cuda::kNoDevice && CUDA_ERROR_SYSTEM_DRIVER_MISMATCH == cuda::kDriverMismatch);
 static_assert(CU_STREAM_NON_BLOCKING == cuda::kNonBlockingStream && std::is_same_v<CUdeviceptr, cuda::Pointer>);
+static_assert(CU_MEMHOSTREGISTER_PORTABLE == cuda::kRegisterPortable && CU_MEMHOSTREGISTER_DEVICEMAP == cuda::kRegisterDeviceMap);
+static_assert(CU_MEMHOSTREGISTER_READ_ONLY == cuda::kRegisterReadOnly);
 static_assert(CUDA_ERROR_OUT_OF_MEMORY == dflash::compute::gpu::kDriverOutOfMemory);
 static_assert(CUDA_ERROR_NOT_READY == dflash::compute::gpu::kDriverNotReady && CUDA_SUCCESS == 0);
 #endif
@@ -62,6 +64,7 @@ DFLASH_HIP_FUNCTIONS(DFLASH_SAME)
 namespace hip = dflash::compute::gpu::hip;
 static_assert(hipErrorNoDevice == hip::kNoDevice && hipErrorInvalidDevice == hip::kInvalidDevice);
 static_assert(hipErrorInsufficientDriver == hip::kInsufficientDriver && hipStreamNonBlocking == hip::kNonBlockingStream);
+static_assert(hipHostRegisterPortable == hip::kRegisterPortable && hipHostRegisterMapped == hip::kRegisterMapped);
 static_assert(hipErrorOutOfMemory == dflash::compute::gpu::kDriverOutOfMemory);
 static_assert(hipErrorNotReady == dflash::compute::gpu::kDriverNotReady && hipSuccess == 0);
 #endif

@@ -47,6 +47,16 @@ class CudaDriver final : public DriverApi {
   int release(void* memory) override { return release_(address(memory)); }
   int allocate_host(void** memory, size_t num_bytes) override { return allocate_host_(memory, num_bytes, 0); }
   int release_host(void* memory) override { return release_host_(memory); }
+  int map_host(void* memory, size_t num_bytes, bool is_read_only) override {
+    return register_(memory, num_bytes, kRegisterPortable | kRegisterDeviceMap | (is_read_only ? kRegisterReadOnly : 0u));
+  }
+  int unmap_host(void* memory) override { return unregister_(memory); }
+  int device_address(void** device, void* memory) override {
+    Pointer pointer = 0;
+    const int status = device_pointer_(&pointer, memory, 0);
+    *device = reinterpret_cast<void*>(pointer);
+    return status;
+  }
   int create_queue(void** queue) override { return create_stream_(queue, kNonBlockingStream); }
   int destroy_queue(void* queue) override { return destroy_stream_(queue); }
   int query(void* queue) override { return query_(queue); }

@@ -23,6 +23,9 @@
   X(release_, cuMemFree_v2, int(unsigned long long)) \
   X(allocate_host_, cuMemHostAlloc, int(void**, size_t, unsigned)) \
   X(release_host_, cuMemFreeHost, int(void*)) \
+  X(register_, cuMemHostRegister_v2, int(void*, size_t, unsigned)) \
+  X(unregister_, cuMemHostUnregister, int(void*)) \
+  X(device_pointer_, cuMemHostGetDevicePointer_v2, int(unsigned long long*, void*, unsigned)) \
   X(create_stream_, cuStreamCreate, int(void**, unsigned)) \
   X(destroy_stream_, cuStreamDestroy_v2, int(void*)) \
   X(query_, cuStreamQuery, int(void*)) \
@@ -45,5 +48,6 @@ using Pointer = unsigned long long;  // CUdeviceptr
 inline constexpr int kAttributeWarpSize = 10, kAttributeMultiprocessors = 16, kAttributeMajor = 75, kAttributeMinor = 76;
 inline constexpr int kNoDevice = 100, kDriverMismatch = 803;  // CUDA_ERROR_NO_DEVICE, CUDA_ERROR_SYSTEM_DRIVER_MISMATCH
 inline constexpr unsigned kNonBlockingStream = 1;             // CU_STREAM_NON_BLOCKING
+inline constexpr unsigned kRegisterPortable = 1, kRegisterDeviceMap = 2, kRegisterReadOnly = 8;  // CU_MEMHOSTREGISTER_*
 
 }  // namespace dflash::compute::gpu::cuda

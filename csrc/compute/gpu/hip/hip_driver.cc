@@ -47,6 +47,11 @@ class HipDriver final : public DriverApi {
   int release(void* memory) override { return told(release_(memory)); }
   int allocate_host(void** memory, size_t num_bytes) override { return told(allocate_host_(memory, num_bytes, 0)); }
   int release_host(void* memory) override { return told(release_host_(memory)); }
+  int map_host(void* memory, size_t num_bytes, bool is_read_only) override {
+    return told(register_(memory, num_bytes, kRegisterPortable | kRegisterMapped | (is_read_only ? kRegisterReadOnly : 0u)));
+  }
+  int unmap_host(void* memory) override { return told(unregister_(memory)); }
+  int device_address(void** device, void* memory) override { return told(device_pointer_(device, memory, 0)); }
   int create_queue(void** queue) override { return told(create_stream_(queue, kNonBlockingStream)); }
   int destroy_queue(void* queue) override { return told(destroy_stream_(queue)); }
   int query(void* queue) override { return told(query_(queue)); }

@@ -19,6 +19,9 @@
   X(release_, hipFree, int(void*)) \
   X(allocate_host_, hipHostMalloc, int(void**, size_t, unsigned)) \
   X(release_host_, hipHostFree, int(void*)) \
+  X(register_, hipHostRegister, int(void*, size_t, unsigned)) \
+  X(unregister_, hipHostUnregister, int(void*)) \
+  X(device_pointer_, hipHostGetDevicePointer, int(void**, void*, unsigned)) \
   X(create_stream_, hipStreamCreateWithFlags, int(void**, unsigned)) \
   X(destroy_stream_, hipStreamDestroy, int(void*)) \
   X(query_, hipStreamQuery, int(void*)) \
@@ -42,5 +45,7 @@ namespace dflash::compute::gpu::hip {
 inline constexpr int kNoDevice = 100, kInvalidDevice = 101;  // hipErrorNoDevice, hipErrorInvalidDevice
 inline constexpr int kInsufficientDriver = 35;               // hipErrorInsufficientDriver
 inline constexpr unsigned kNonBlockingStream = 1;            // hipStreamNonBlocking
+inline constexpr unsigned kRegisterPortable = 1, kRegisterMapped = 2;  // hipHostRegisterPortable, hipHostRegisterMapped
+inline constexpr unsigned kRegisterReadOnly = 8;             // hipHostRegisterReadOnly; runtimes before it refuse
 
 }  // namespace dflash::compute::gpu::hip

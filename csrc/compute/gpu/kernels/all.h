@@ -3,13 +3,16 @@
 #pragma once
 
 #include "compute/gpu/kernel_table.h"
+#include "compute/gpu/kernels/await_replies.h"
 #include "compute/gpu/kernels/bf16_few.h"
 #include "compute/gpu/kernels/bf16_many.h"
 #include "compute/gpu/kernels/bf16_rows.h"
 #include "compute/gpu/kernels/combine.h"
+#include "compute/gpu/kernels/combine_replies.h"
 #include "compute/gpu/kernels/int8_few.h"
 #include "compute/gpu/kernels/int8_many.h"
 #include "compute/gpu/kernels/int8_rows.h"
+#include "compute/gpu/kernels/pack_requests.h"
 #include "compute/gpu/kernels/project_few.h"
 #include "compute/gpu/kernels/project_many.h"
 #include "compute/gpu/kernels/route.h"

@@ -40,6 +40,10 @@ class DriverApi {
   virtual int release(void* memory) = 0;
   virtual int allocate_host(void** memory, size_t num_bytes) = 0;
   virtual int release_host(void* memory) = 0;
+  // Host memory for kernels; and where they find it.
+  virtual int map_host(void* memory, size_t num_bytes, bool is_read_only) = 0;
+  virtual int unmap_host(void* memory) = 0;
+  virtual int device_address(void** device, void* memory) = 0;
   virtual int create_queue(void** queue) = 0;
   virtual int destroy_queue(void* queue) = 0;
   virtual int query(void* queue) = 0;

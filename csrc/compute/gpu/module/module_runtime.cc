@@ -36,8 +36,12 @@ class ModuleRuntime final : public DeviceRuntime {
   Status mark(Mark mark) override;
   Result<int64_t> elapsed_ns() override;
   Result<bool> wait(std::chrono::nanoseconds at_most) override;
+  Result<std::byte*> map_host(std::byte* memory, uint64_t num_bytes, bool is_read_only) override;
+  void unmap_host(std::byte* memory) override;
+  void borrow_queue(uint64_t stream) override { queue_ = reinterpret_cast<void*>(stream); }
+  void return_queue() override { queue_ = own_queue_; }
   void leave() override;
-  uint64_t stream() const override { return reinterpret_cast<uintptr_t>(queue_); }
+  uint64_t stream() const override { return reinterpret_cast<uintptr_t>(own_queue_); }
 
  private:
   Status enter();
@@ -53,7 +57,8 @@ class ModuleRuntime final : public DeviceRuntime {
   void* before_ = nullptr;       // what was current for that thread
   bool has_before_ = false;
   std::string lost_;             // not empty: the device failed, and with which words
-  void* queue_ = nullptr;
+  void* own_queue_ = nullptr;
+  void* queue_ = nullptr;  // what is used: the own one, or one that is borrowed
   void* events_[2] = {};  // by Mark
   void* module_ = nullptr;
   void* functions_[kNumKernels] = {};
@@ -62,6 +67,7 @@ class ModuleRuntime final : public DeviceRuntime {
 // After a failure or with work that does not end, the driver's functions may hang: everything is left to the end of the process.
 ModuleRuntime::~ModuleRuntime() {
   if (!is_in_use_) return;
+  return_queue();
   if (queue_ != nullptr) {
     const auto ended = wait(std::chrono::nanoseconds(kGiveUpNs));
     if (!ended.ok() || !ended.value()) return;
@@ -108,7 +114,9 @@ Status ModuleRuntime::start() {
   DFLASH_TRY(enter());
   DFLASH_TRY(load_kernels());
   for (void*& event : events_) DFLASH_TRY(done(driver_->create_event(&event), "creating an event"));
-  return done(driver_->create_queue(&queue_), "creating a queue");
+  DFLASH_TRY(done(driver_->create_queue(&own_queue_), "creating a queue"));
+  return_queue();
+  return ok();
 }
 
 Status ModuleRuntime::load_kernels() {
@@ -170,6 +178,24 @@ Result<std::byte*> ModuleRuntime::allocate_staging(uint64_t num_bytes) {
 
 void ModuleRuntime::release_staging(std::byte* memory) {
   if (memory != nullptr && enter().ok()) driver_->release_host(memory);
+}
+
+// A refusal is about this memory and not about the device, which goes on.
+Result<std::byte*> ModuleRuntime::map_host(std::byte* memory, uint64_t num_bytes, bool is_read_only) {
+  DFLASH_TRY(enter());
+  int status = driver_->map_host(memory, num_bytes, is_read_only);
+  void* device = nullptr;
+  if (status == 0) {
+    status = driver_->device_address(&device, memory);
+    if (status == 0) return static_cast<std::byte*>(device);
+    driver_->unmap_host(memory);
+  }
+  return Error{ErrorCode::kUnsupported, "registering " + std::to_string(num_bytes) + " bytes of the host's memory" +
+                                            (is_read_only ? " to be read" : "") + " failed: " + driver_->text(status)};
+}
+
+void ModuleRuntime::unmap_host(std::byte* memory) {
+  if (enter().ok()) driver_->unmap_host(memory);
 }
 
 Status ModuleRuntime::copy_in(std::byte* device, const std::byte* host, uint64_t num_bytes) {

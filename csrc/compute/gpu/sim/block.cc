@@ -10,6 +10,8 @@
 #include <memory>
 #include <numeric>
 
+#include "base/clock.h"
+
 namespace dflash::compute::gpu::sim {
 namespace {
 
@@ -237,6 +239,7 @@ void pause_thread() {
   thread.block->has_paused_ = true;
   thread.fibre.yield();
 }
+uint64_t clock_ns() { return static_cast<uint64_t>(now_ns()); }
 
 void out_of_bounds(uint64_t index, uint64_t size, Site site) {
   auto& thread = *static_cast<Block::Thread*>(running_thread());

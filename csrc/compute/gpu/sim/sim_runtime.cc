@@ -115,6 +115,12 @@ class SimRuntime final : public DeviceRuntime {
     return std::chrono::duration_cast<std::chrono::nanoseconds>(marks_[1] - marks_[0]).count();
   }
 
+  // Simulated threads use the machine's memory as it is.
+  Result<std::byte*> map_host(std::byte* memory, uint64_t, bool) override { return memory; }
+  void unmap_host(std::byte*) override {}
+  void borrow_queue(uint64_t) override {}
+  void return_queue() override {}
+
   Result<bool> wait(std::chrono::nanoseconds at_most) override {
     DFLASH_TRY(healthy());
     const auto deadline = std::chrono::steady_clock::now() + at_most;

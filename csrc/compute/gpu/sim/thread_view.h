@@ -32,6 +32,8 @@ uint64_t subgroup_collective(Collective kind, uint64_t value, uint32_t argument,
 void* shared_object(size_t num_bytes, Site site);
 // Lets other threads of the block, and whoever waits for it, go on. For loops that wait for memory to change.
 void pause_thread();
+// Nanoseconds of the machine's monotonic clock.
+uint64_t clock_ns();
 // Ends the block with an error.
 [[noreturn]] void out_of_bounds(uint64_t index, uint64_t size, Site site);
 

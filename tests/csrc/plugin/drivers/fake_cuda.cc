@@ -1,6 +1,7 @@
 // A libcuda that a test loads in the driver's place: two devices whose memory is the machine's, kernels that only count, and faults on request
 // through FAKE_CUDA: "none" (no device), "old" (driver of CUDA 12), "silent" (does not start), "full" (no memory), "lost" (the card is gone at
-// the second query), "hung" (work that never ends), "foreign" (no image fits), "twins" (both devices are good). A context holds its streams and events, and
+// the second query), "hung" (work that never ends), "foreign" (no image fits), "unreadable" (no read-only registration),
+// "sealed" (no registration at all), "twins" (both devices are good). A context holds its streams and events, and
 // another one refuses them.
 // SPDX-License-Identifier: Apache-2.0
 #include <stdlib.h>
@@ -9,7 +10,7 @@
 namespace {
 
 constexpr int kOutOfMemory = 2, kNoDevice = 100, kNoContext = 201, kNoBinary = 209, kInvalidHandle = 400, kNotReady = 600, kIllegalAddress = 700,
-              kUnknown = 999;
+              kNotSupported = 801, kUnknown = 999;
 int queries = 0;
 int contexts[2] = {};
 thread_local void* current = nullptr;

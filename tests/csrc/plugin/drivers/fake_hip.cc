@@ -27,6 +27,9 @@ FAKE int hipMalloc(void** memory, size_t bytes) { return *memory = ::malloc(byte
 FAKE int hipFree(void* memory) { return ::free(memory), 0; }
 FAKE int hipHostMalloc(void** memory, size_t bytes, unsigned) { return *memory = ::malloc(bytes), 0; }
 FAKE int hipHostFree(void* memory) { return ::free(memory), 0; }
+FAKE int hipHostRegister(void*, size_t, unsigned flags) { return (flags & 8) != 0 ? 801 : 0; }
+FAKE int hipHostUnregister(void*) { return 0; }
+FAKE int hipHostGetDevicePointer(void** device, void* memory, unsigned) { return *device = memory, 0; }
 FAKE int hipStreamCreateWithFlags(void** stream, unsigned) { return *stream = &anything, 0; }
 FAKE int hipStreamDestroy(void*) { return 0; }
 FAKE int hipStreamQuery(void*) { return 0; }

@@ -1,0 +1,30 @@
+// Wakes workers for a device that publishes to their rings: a device's store wakes nobody who sleeps on a futex. A thread of its own looks at
+// the heads from start to end; it costs a core meanwhile.
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <atomic>
+#include <thread>
+#include <vector>
+
+#include "transport/channel.h"
+
+namespace dflash::transport {
+
+class RingBell {
+ public:
+  // `nap_ns` between two looks; 0: none, which wants a core that nobody else needs.
+  RingBell(std::vector<RingView> rings, int64_t nap_ns);
+  ~RingBell();
+  RingBell(const RingBell&) = delete;
+  RingBell& operator=(const RingBell&) = delete;
+
+ private:
+  void watch(int64_t nap_ns);
+
+  std::vector<RingView> rings_;
+  std::atomic<bool> is_over_ = false;
+  std::thread thread_;
+};
+
+}  // namespace dflash::transport
