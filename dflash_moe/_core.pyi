@@ -124,6 +124,7 @@ class HostDevice:
     dlpack_device: tuple[int, int]  # of its tensors; a simulated card's are the processor's, (1, 0)
     stream: int  # of its queue, for `__dlpack__(stream=...)`; 0: none
     def __init__(self, *, backend: str, device: int = 0) -> None: ...  # ConfigError: it does not exist; UnsupportedError, why
+    def refuses_replies(self, *, is_open: bool) -> str: ...  # why it cannot use such memory; not in a step
     def staging(self, num_bytes: int) -> StagingBlock: ...
     # Both take (device's address, host's address, bytes) and return when all is copied.
     def copy_in(self, pieces: Sequence[tuple[int, int, int]]) -> None: ...

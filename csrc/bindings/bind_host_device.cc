@@ -2,6 +2,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
+#include <unistd.h>
 
 #include <string>
 #include <tuple>
@@ -11,6 +12,7 @@
 #include "bindings/host_device_box.h"
 #include "bindings/module.h"
 #include "plugin/loader.h"
+#include "transport/shared/segment.h"
 
 namespace py = pybind11;
 
@@ -48,6 +50,18 @@ void copy(const HostDeviceBox& self, const std::vector<Piece>& pieces) {
   unwrap(std::move(copied));
 }
 
+// Why the device cannot use memory like a worker's replies, mapped as a host maps them; empty: it can.
+std::string refuses_replies(const HostDeviceBox& self, bool is_open) {
+  const transport::SlotGeometry geometry{1, 4096, 4096};
+  const transport::Segment theirs = unwrap(transport::Segment::create(transport::Side::kWorker, geometry, 1, is_open));
+  OwnedFd copy(::dup(theirs.fd()));
+  const auto ours = std::make_shared<transport::Segment>(
+      unwrap(transport::Segment::attach(std::move(copy), transport::Side::kWorker, geometry, 1, is_open)));
+  const auto mapped = self.device->map_memory(ours->base(), ours->mapped_bytes(), !is_open, ours);
+  self.device->keep_mapped({});
+  return mapped.ok() ? std::string() : mapped.error().message;
+}
+
 }  // namespace
 
 void bind_host_device(py::module_& module) {
@@ -62,6 +76,7 @@ void bind_host_device(py::module_& module) {
         return py::make_tuple(self.device->dlpack_type(), self.device->dlpack_id());
       })
       .def_property_readonly("stream", [](const HostDeviceBox& self) { return self.device->stream(); })
+      .def("refuses_replies", &refuses_replies, py::kw_only(), py::arg("is_open"))
       .def("staging", [](const HostDeviceBox& self, uint64_t num_bytes) {
         Result<std::unique_ptr<Block>> block = Error{ErrorCode::kClosed, ""};
         {

@@ -73,6 +73,7 @@ def examine(topology: Topology | None = None) -> dict[str, Any]:
     problems += socket_problems(machine["sockets"])
     found: dict[str, Any] = {"backends": probes.probe_backends(settings.cpu_isa), "transports": probes.probe_transports()}
     found |= {"machine": machine, "problems": problems, "numerics": _numerics(planned, settings)}
+    found["host_device"] = probes.probe_host_device(planned.host)
     problems += _problems(found)
     problems += _numerics_problems(planned, found)
     return found
@@ -127,9 +128,24 @@ def _numerics_problems(topology: Topology, found: dict[str, Any]) -> list[str]:
     return problems
 
 
+# What device steps do by how a device takes memory like the workers' replies.
+REGISTRATIONS = {
+    "not needed": "tensors of the CPU, no device steps",
+    "read-only": "device steps register the workers' replies read-only",
+    "writable": "device steps ask started workers for memory that may be mapped writable",
+    "none": "no device steps: the device takes no memory of the workers",
+    "unknown": "it cannot be used",
+}
+
+
 def _problems(found: dict[str, Any]) -> list[str]:
     """What a user should do something about; a backend that is not built is no problem of the machine."""
     problems = []
+    host = found["host_device"]
+    if not host["available"]:
+        problems.append(host["reason"])
+    elif host["registration"] == "none":
+        problems.append(f"host.device {host['device']} has no device steps, only staged calls: {host['reason']}")
     machine = found["machine"]
     if not found["backends"]["cpu"]["available"]:
         problems.append(found["backends"]["cpu"]["reason"])
@@ -171,6 +187,7 @@ def print_findings(found: dict[str, Any]) -> None:
         f"threads    {threads['planned_for']}: host {threads['host']}, "
         + ", ".join(_worker_threads(threads, name) for name in threads["workers"])
         + f"; spin {threads['spin_us']} us ({threads['spin_reason']}), OpenMP waits {threads['openmp_waits']}",
+        f"host       {found['host_device']['device']}: {REGISTRATIONS[found['host_device']['registration']]}",
         *socket_lines(machine["sockets"], machine["timeouts"]),
         f"versions   kernel {machine['kernel']}, {machine['libc']}, python {machine['python']}, {packages}",
     ]

@@ -17,10 +17,13 @@ import socket
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dflash_moe.config import format_bytes
-from dflash_moe.errors import ConfigError
+from dflash_moe.errors import ConfigError, DflashError
+
+if TYPE_CHECKING:
+    from dflash_moe.topology import HostSpec
 
 _FUTEX_CALL = {"x86_64": 202, "aarch64": 98}  # Linux system call numbers
 _FUTEX_WAKE = 1
@@ -86,6 +89,24 @@ def probe_cpu(asked: str | None = None) -> Finding:
         "features": _core.cpu_features(),
         "numerics_classes": _core.numerics_classes(isa),
     }
+
+
+def probe_host_device(host: HostSpec) -> Finding:
+    """The device of `host.device`: whether it can be used, and how device steps would use the workers' replies there."""
+    from dflash_moe.protocol.devices import DeviceChoice
+    from dflash_moe.runtime.device_tensors import open_host_device
+
+    choice = DeviceChoice.of_host(host)
+    if choice.is_processor:
+        return {"device": "cpu", "available": True, "reason": "", "registration": "not needed"}
+    try:
+        device = open_host_device(choice)
+        sealed = device.refuses_replies(is_open=False)
+        opened = device.refuses_replies(is_open=True) if sealed else ""
+    except DflashError as error:
+        return {"device": host.device, "available": False, "reason": str(error), "registration": "unknown"}
+    registration = "read-only" if not sealed else "writable" if not opened else "none"
+    return {"device": device.name, "available": True, "reason": opened or sealed, "registration": registration}
 
 
 def probe_memory() -> Finding:

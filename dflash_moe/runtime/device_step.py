@@ -10,7 +10,8 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -91,7 +92,6 @@ class DeviceStep:
             if self._reason is None:
                 self._look()
             elif time.monotonic() > self._aborted_at + GIVE_UP_S:
-                self._step.give_up()
                 text = f"{self._tensors.device.name} did not end a device step; restart the process"
                 raise WorkerError(text) from self._reason
 
@@ -118,6 +118,9 @@ class DeviceStep:
         try:
             self._settle()
             report = self._step.end()
+        except BaseException:
+            self._drop()
+            raise
         finally:
             self._client.end_step(report)
             self._tensors.stream = self._formerly
@@ -125,6 +128,17 @@ class DeviceStep:
             self._on_exit(report is None or report.code != NOWHERE)
         if report.code != NOWHERE and (kind is None or issubclass(kind, Exception)):
             raise self._failure(report) from error
+
+    def _drop(self) -> None:
+        """After an error of the device or Ctrl-C: its kernels end, or it counts as hung."""
+        self._step.abort()
+        until = time.monotonic() + GIVE_UP_S
+        with suppress(DflashError):
+            while not self._step.wait(LOOK_S) and time.monotonic() < until:
+                continue
+            self._step.end()
+            return
+        self._step.give_up()
 
     def _failure(self, report: _core.StepReport) -> DflashError:
         layer, token = f"layer {self._sizes[report.layer][0]}", f"token {report.detail}"
@@ -167,7 +181,7 @@ class DeviceSteps:
     ) -> None:
         """`layers` with their shards, as `Client.define_layer` takes them.
 
-        `renew` replaces the data paths that `retire` and failed calls left in `are_worn_out`; `quiesce` shuts the gate.
+        `renew` replaces the data paths that `retire` and failed calls made unfit; `quiesce` shuts the gate.
         """
         self._client = client
         self._tensors = tensors
@@ -186,8 +200,13 @@ class DeviceSteps:
         step = self._step
         return step if step is not None and step.thread == threading.get_ident() else None
 
-    def open(self, stream: int | None) -> DeviceStep:
+    @contextmanager
+    def open(self, stream: int | None) -> Iterator[DeviceStep]:
         """A step on `stream`, else on that of torch. Errors as `ExpertRuntime.device_step`; the runtime is then as before."""
+        with self._begin(stream) as step:
+            yield step
+
+    def _begin(self, stream: int | None) -> DeviceStep:
         self._gate.lock.acquire()
         try:
             if self._step is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
@@ -158,7 +158,7 @@ class ExpertRuntime:
                 layers=self._shards_by_layer(),
                 nap_ns=0 if self._threads.spin_ns else NAP_NS,
                 timeout_s=lambda: self.settings.call_timeout_s,
-                renew=self._renew_worn_out,
+                renew=self._renew_unfit,
                 quiesce=self._quiesce,
                 retire=self._retire_paths,
                 are_worn_out=self._worn_out,
@@ -269,7 +269,7 @@ class ExpertRuntime:
             gate.active.pop()
         return call
 
-    def device_step(self, *, stream: int | None = None) -> DeviceStep:
+    def device_step(self, *, stream: int | None = None) -> AbstractContextManager[DeviceStep]:
         """A `with` block whose expert calls the host's device exchanges by itself; `experts` of this thread, within it, too.
 
         For decode steps: at most 64 tokens a call, every holder in shared memory or this process. Results count once the block
@@ -281,6 +281,12 @@ class ExpertRuntime:
                 CLOSED if self._client is None else "device_step: host.device is cpu; steps run on a GPU host's device"
             )
         return self._steps.open(stream)
+
+    def _renew_unfit(self) -> None:
+        """Also paths with a slot whose reply never came: a device step uses all of them."""
+        owing = (one for one in self._live_client().workers() if one["quarantined_slots"] and one["state"] != "lost")
+        self._worn_out.update(one["name"] for one in owing)
+        self._renew_worn_out()
 
     def _retire_paths(self) -> None:
         """After a failed step every path that still works gets fresh segments before its next call."""

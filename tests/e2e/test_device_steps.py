@@ -87,14 +87,15 @@ def test_steps_need_a_device_shared_memory_and_few_tokens(spec):
     with ExpertRuntime.start(topology("cpu"), model=spec) as runtime, pytest.raises(ConfigError, match=r"host\.device is cpu"):
         runtime.device_step()
     with ExpertRuntime.start(topology(near=", address: unix"), model=spec) as runtime:
-        with pytest.raises(UnsupportedError, match="worker near is reached by unix; device steps need shared memory"):
-            runtime.device_step()
+        refused = pytest.raises(UnsupportedError, match="worker near is reached by unix; device steps need shared memory")
+        with refused, runtime.device_step():
+            pass
         assert runtime.experts(0, *batch(3)).shape == (3, HIDDEN)
     with ExpertRuntime.start(topology(), model=spec) as runtime:
         with pytest.raises(ConfigError, match=r"tokens 65; allowed are 1\.\.64"), runtime.device_step() as step:
             step.experts(0, *batch(65))
-        with runtime.device_step(), pytest.raises(ConfigError, match="a step is open already"):
-            runtime.device_step()
+        with runtime.device_step(), pytest.raises(ConfigError, match="a step is open already"), runtime.device_step():
+            pass
         assert runtime.experts(0, *batch(65)).shape == (65, HIDDEN)
 
 
@@ -149,6 +150,27 @@ def test_a_stopped_worker_costs_the_deadline_and_its_late_reply_is_never_taken(s
             assert [bits(step.experts(layer, *batch(4))) for layer in range(LAYERS)] == expected
 
 
+def test_a_step_after_a_plain_call_that_timed_out_gets_paths_without_its_late_reply(spec):
+    with ExpertRuntime.start(topology(), model=spec, call_timeout_s=0.5) as runtime:
+        expected = bits(runtime.experts(0, *batch(4)))
+        pid = stop(runtime, "near", signal.SIGSTOP)
+        with pytest.raises(WorkerTimeout):
+            runtime.experts(0, *batch(4))
+        os.kill(pid, signal.SIGCONT)
+        with runtime.device_step() as step:
+            assert bits(step.experts(0, *batch(4))) == expected
+
+
+def test_ctrl_c_in_a_step_ends_it_and_the_next_works(spec):
+    with ExpertRuntime.start(topology(), model=spec) as runtime:
+        expected = bits(runtime.experts(0, *batch(4)))
+        with pytest.raises(KeyboardInterrupt), runtime.device_step() as step:  # noqa: PT012
+            step.experts(0, *batch(4))
+            raise KeyboardInterrupt
+        with runtime.device_step() as step:
+            assert bits(step.experts(0, *batch(4))) == expected
+
+
 def test_numbers_that_do_not_fit_fail_the_step_by_layer_and_token(spec):
     with ExpertRuntime.start(topology(), model=spec, dtype="f16") as runtime:
         hidden, ids, weights = batch(4)
@@ -164,7 +186,7 @@ def test_numbers_that_do_not_fit_fail_the_step_by_layer_and_token(spec):
 
 def test_an_error_in_the_block_leaves_the_runtime_usable(spec):
     with ExpertRuntime.start(topology(), model=spec) as runtime:
-        with pytest.raises(ZeroDivisionError), runtime.device_step() as step:
+        with pytest.raises(ZeroDivisionError), runtime.device_step() as step:  # noqa: PT012
             step.experts(0, *batch(4))
             1 / 0  # noqa: B018
         with runtime.device_step() as step:
@@ -194,6 +216,6 @@ def test_where_the_device_takes_no_read_only_memory_started_workers_give_open_se
         assert attempts == [3], "asked once for other segments"
         assert bits(runtime.experts(0, *batch(4))) == expected
         attempts[0] = 0
-        with pytest.raises(UnsupportedError, match="registering"):
-            runtime.device_step()
+        with pytest.raises(UnsupportedError, match="registering"), runtime.device_step():
+            pass
         assert bits(runtime.experts(0, *batch(4))) == expected, "plain calls go on where steps cannot"

@@ -128,3 +128,37 @@ def test_a_simulated_device_copies_between_foreign_and_pinned_memory():
     address = block.address
     del block
     assert device.staging(3000).address == address, "blocks are used again"
+
+
+@pytest.mark.parametrize(
+    ("sealed", "opened", "registration"),
+    [("", "", "read-only"), ("sealed: no", "", "writable"), ("sealed: no", "open: neither", "none")],
+)
+def test_doctor_says_how_device_steps_would_use_the_workers_memory(monkeypatch, sealed, opened, registration):
+    from dflash_moe.cli.doctor import REGISTRATIONS, examine, print_findings
+
+    real = open_host_device(DeviceChoice("sim", 0, "cuda"))
+    assert real.refuses_replies(is_open=False) == real.refuses_replies(is_open=True) == ""
+
+    class Choosy:
+        name = "cuda 0 (choosy)"
+
+        def refuses_replies(self, *, is_open):
+            return opened if is_open else sealed
+
+    monkeypatch.setattr("dflash_moe.runtime.device_tensors.open_host_device", lambda choice: Choosy())
+    found = examine(Topology.parse(TOPOLOGY % (SIMULATED % "cuda")))
+    assert found["host_device"]["registration"] == registration
+    assert any("only staged calls: open: neither" in problem for problem in found["problems"]) == (registration == "none")
+    print_findings(found)
+    assert REGISTRATIONS[registration]
+
+
+def test_doctor_reports_a_device_that_does_not_exist(capsys):
+    from dflash_moe.cli.doctor import examine, print_findings
+
+    found = examine(Topology.parse(TOPOLOGY % (SIMULATED.replace("sim:0", "sim:3") % "cuda")))
+    assert not found["host_device"]["available"]
+    assert any("sim:3 does not exist" in problem for problem in found["problems"])
+    print_findings(found)
+    assert "host       sim:3: it cannot be used" in capsys.readouterr().out

@@ -327,3 +327,45 @@ TEST_CASE("a context that is given up is current for nobody") {
   });
   fresh.join();
 }
+
+TEST_CASE("registering the host's memory: each refusal is typed with the driver's words, and the device goes on") {
+  std::byte memory[64];
+  struct Case {
+    const char* fault;
+    bool is_read_only, is_taken;
+  };
+  for (const Case& one : {Case{"", true, true}, Case{"unreadable", true, false}, Case{"unreadable", false, true}, Case{"sealed", false, false}}) {
+    CAPTURE(one.fault);
+    const Environment fault("FAKE_CUDA", one.fault);
+    auto runtime = fake_runtime();
+    auto mapped = runtime->map_host(memory, sizeof memory, one.is_read_only);
+    CHECK(mapped.ok() == one.is_taken);
+    if (mapped.ok()) {
+      CHECK(mapped.value() == memory);
+      runtime->unmap_host(memory);
+    } else {
+      CHECK(mapped.error().code == ErrorCode::kUnsupported);
+      CHECK(mapped.error().message == std::string("registering 64 bytes of the host's memory") + (one.is_read_only ? " to be read" : "") +
+                                          " failed: unknown error (CUDA error 801)");
+    }
+    CHECK(runtime->free_bytes().ok());
+  }
+  const char fits[] = {6, 0};
+  auto hip = open_hip_driver({{"gfx906", fits}}, {DFLASH_FAKE_HIP}, "/nonexistent");
+  REQUIRE(hip.ok());
+  auto runtime = make_module_runtime(std::move(hip).value(), 0);
+  REQUIRE(runtime.ok());
+  CHECK_FALSE(runtime.value()->map_host(memory, sizeof memory, true).ok());
+  CHECK(runtime.value()->map_host(memory, sizeof memory, false).ok());
+}
+
+TEST_CASE("work is queued on a borrowed stream until it is returned") {
+  auto runtime = fake_runtime();
+  const uint64_t own = runtime->stream();
+  CHECK(own != 0);
+  runtime->borrow_queue(0);  // a framework's default stream
+  CHECK(runtime->wait(std::chrono::seconds(5)).value());
+  CHECK(runtime->stream() == own);
+  runtime->return_queue();
+  CHECK(runtime->wait(std::chrono::seconds(5)).value());
+}

@@ -44,6 +44,16 @@ TEST_CASE("the peer can neither resize the segment nor map it writable") {
   CHECK((::fcntl(own.fd(), F_GETFD) & FD_CLOEXEC) != 0);
 }
 
+TEST_CASE("an open segment can be mapped writable and still not resized; what is sealed less than agreed is refused") {
+  const Segment own = take(Segment::create(Side::kWorker, kSmall, kGeneration, true));
+  CHECK(::ftruncate(own.fd(), 0) != 0);
+  const Segment view = take(Segment::attach(OwnedFd(::dup(own.fd())), Side::kWorker, kSmall, kGeneration, true));
+  CHECK(view.is_writable());
+  CHECK(::mprotect(view.base(), view.mapped_bytes(), PROT_READ | PROT_WRITE) == 0);
+  CHECK(attach_error(::dup(own.fd()), Side::kWorker, kSmall, kGeneration).message.find("required: shrink, grow, future-write") != std::string::npos);
+  CHECK_FALSE(attach(take(Segment::create(Side::kHost, kSmall, kGeneration)), Side::kHost, kSmall).is_writable());
+}
+
 TEST_CASE("attach refuses every value that was not agreed, by name") {
   const Segment own = take(Segment::create(Side::kHost, kSmall, kGeneration));
   const auto refused = [&](Side writer, const SlotGeometry& geometry, uint64_t generation) {

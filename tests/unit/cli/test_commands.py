@@ -253,7 +253,7 @@ def test_doctor_reports_backends_transports_machine_and_problems(capsys):
     code, out, err = run(capsys, "doctor", "--json")
     found = json.loads(out)
     assert (code, err) == (0, [])
-    assert set(found) == {"backends", "transports", "machine", "problems", "numerics"}
+    assert set(found) == {"backends", "transports", "machine", "problems", "numerics", "host_device"}
     assert set(found["backends"]) == {"cpu", "cuda", "hip", "sim"}
     assert found["backends"]["cpu"]["available"]
     for name in ("cuda", "hip", "sim"):  # plug-ins of cards are there after `make plugins`, cards on few machines

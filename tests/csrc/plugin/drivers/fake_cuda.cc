@@ -57,9 +57,13 @@ FAKE int cuMemAlloc_v2(Pointer* memory, size_t bytes) {
 FAKE int cuMemFree_v2(Pointer memory) { return ::free(reinterpret_cast<void*>(memory)), 0; }
 FAKE int cuMemHostAlloc(void** memory, size_t bytes, unsigned) { return *memory = ::malloc(bytes), 0; }
 FAKE int cuMemFreeHost(void* memory) { return ::free(memory), 0; }
+FAKE int cuMemHostRegister_v2(void*, size_t, unsigned flags) { return is("sealed") || (is("unreadable") && (flags & 8) != 0) ? kNotSupported : 0; }
+FAKE int cuMemHostUnregister(void*) { return 0; }
+FAKE int cuMemHostGetDevicePointer_v2(Pointer* device, void* memory, unsigned) { return *device = reinterpret_cast<Pointer>(memory), 0; }
 FAKE int cuStreamCreate(void** stream, unsigned) { return queries = 0, *stream = current, 0; }
 FAKE int cuStreamDestroy_v2(void*) { return 0; }
 FAKE int cuStreamQuery(void* stream) {
+  if (stream == nullptr) return 0;  // every context has a default stream
   if (const int status = in_its_context(stream); status != 0) return status;
   if (is("hung")) return kNotReady;
   return ++queries == 1 ? kNotReady : is("lost") ? kIllegalAddress : 0;
