@@ -39,6 +39,15 @@ if(DFLASH_CUDA)
   endif()
   set(cuda_major ${CMAKE_MATCH_1})
   set(cuda_image ${CMAKE_CURRENT_BINARY_DIR}/kernels.fatbin)
+  # Images in the new format load from driver 550 on: too late for what a toolkit 12 promises.
+  set(cuda_compression "")
+  if(cuda_major GREATER_EQUAL 13)
+    set(cuda_compression --compress-mode=size)
+  endif()
+  # A card of 9.0 runs the image of 90a too, and which of both a driver takes is nowhere promised.
+  if("90a" IN_LIST DFLASH_CUDA_ARCHS)
+    list(REMOVE_ITEM DFLASH_CUDA_ARCHS 90)
+  endif()
   set(cuda_targets "")
   set(cuda_least 1000)
   foreach(arch ${DFLASH_CUDA_ARCHS})
@@ -55,7 +64,7 @@ if(DFLASH_CUDA)
     list(APPEND cuda_targets -gencode arch=compute_${cuda_ptx},code=compute_${cuda_ptx})
   endif()
   add_custom_command(OUTPUT ${cuda_image}
-    COMMAND ${DFLASH_CUDA} -O3 -std=c++20 -fmad=false --compress-mode=size --threads 0 -I${CMAKE_CURRENT_SOURCE_DIR} ${cuda_targets} -fatbin
+    COMMAND ${DFLASH_CUDA} -O3 -std=c++20 -fmad=false ${cuda_compression} --threads 0 -I${CMAKE_CURRENT_SOURCE_DIR} ${cuda_targets} -fatbin
             ${gpu_kernels} -o ${cuda_image}
     DEPENDS ${gpu_kernels} ${gpu_kernel_headers} VERBATIM COMMENT "Compiling kernels for ${DFLASH_CUDA_ARCHS}")
   plugin(cuda ${CMAKE_CURRENT_SOURCE_DIR}/plugin/entry/cuda.cc ${cuda_image})
@@ -76,6 +85,7 @@ if(DFLASH_HIP)
   endforeach()
   execute_process(COMMAND ${DFLASH_HIP} -print-resource-dir OUTPUT_VARIABLE hip_resources OUTPUT_STRIP_TRAILING_WHITESPACE)
   set(hip_objects "")
+  # Code objects of version 4 load from ROCm 4.1 to 7; clang's own choice is what is newest.
   set(hip_list "// One line per architecture, by csrc/cmake/gpu_plugins.cmake.\n")
   foreach(arch ${DFLASH_HIP_ARCHS})
     string(REGEX REPLACE "^gfx" "" number ${arch})
@@ -92,8 +102,8 @@ if(DFLASH_HIP)
     set(object ${CMAKE_CURRENT_BINARY_DIR}/kernels_${arch}.hsaco)
     add_custom_command(OUTPUT ${object}
       COMMAND ${DFLASH_HIP} -x hip --cuda-device-only --no-gpu-bundle-output --offload-arch=${arch} -O3 -std=c++20 -ffp-contract=off
-              -fno-strict-aliasing -D__HIP_PLATFORM_AMD__ -nogpuinc -isystem ${hip_resources} -idirafter ${DFLASH_HIP_INCLUDE} -I${CMAKE_CURRENT_SOURCE_DIR}
-              --rocm-device-lib-path=${hip_bitcode} -c ${gpu_kernels} -o ${object}
+              -fno-strict-aliasing -mcode-object-version=4 -D__HIP_PLATFORM_AMD__ -nogpuinc -isystem ${hip_resources}
+              -idirafter ${DFLASH_HIP_INCLUDE} -I${CMAKE_CURRENT_SOURCE_DIR} --rocm-device-lib-path=${hip_bitcode} -c ${gpu_kernels} -o ${object}
       DEPENDS ${gpu_kernels} ${gpu_kernel_headers} VERBATIM COMMENT "Compiling kernels for ${arch}")
     list(APPEND hip_objects ${object})
     string(APPEND hip_list "DFLASH_HIP_OBJECT(${arch}, \"${object}\")\n")

@@ -6,6 +6,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 #include "base/dtype.h"
@@ -112,6 +113,16 @@ struct CombineParams {
   uint32_t out_size;
   Dtype dtype;
 };
+
+// The layouts of every compiler that sees this: the host's writes the parameters that the vendor's reads.
+static_assert(sizeof(FfnSpec) == 32 && offsetof(FfnSpec, gate) == 13 && offsetof(FfnSpec, up_limit) == 28);
+static_assert(sizeof(Tile) == 12 && sizeof(WidenParams) == 32 && offsetof(WidenParams, dtype) == 28);
+static_assert(sizeof(QuantizeParams) == 32 && offsetof(QuantizeParams, dtype) == 28);
+static_assert(sizeof(NarrowParams) == 32 && offsetof(NarrowParams, dtype) == 28);
+static_assert(sizeof(RoutingParams) == 104 && offsetof(RoutingParams, many_tiles) == 96);
+static_assert(offsetof(ProjectionParams, is_gate_up) == 32 && offsetof(ProjectionParams, tiles) == 40);
+static_assert(sizeof(ProjectionParams) == 176 && offsetof(ProjectionParams, second_bias) == 168 && offsetof(ProjectionParams, num_inputs) == 112);
+static_assert(sizeof(CombineParams) == 72 && offsetof(CombineParams, dtype) == 64);
 
 // By the kernels' stems, for tables.
 using PlainParams_widen_rows = WidenParams;
