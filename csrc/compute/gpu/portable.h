@@ -156,12 +156,22 @@ GPU_FN void sync_subgroup() { __syncwarp(); }
 GPU_FN uint32_t shuffle(uint32_t value, uint32_t lane) { return __shfl_sync(0xffffffffu, value, static_cast<int>(lane)); }
 GPU_FN uint32_t ballot(bool is_set) { return __ballot_sync(0xffffffffu, is_set); }
 GPU_FN uint32_t load_acquire_system(const uint32_t* at) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 700  // without a memory model in the instructions
+  const uint32_t value = *static_cast<const volatile uint32_t*>(at);
+  __threadfence_system();
+#else
   uint32_t value;
   asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(at) : "memory");
+#endif
   return value;
 }
 GPU_FN void store_release_system(uint32_t* at, uint32_t value) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 700
+  __threadfence_system();
+  *static_cast<volatile uint32_t*>(at) = value;
+#else
   asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(at), "r"(value) : "memory");
+#endif
 }
 GPU_FN uint64_t device_ns() {
   uint64_t value;
@@ -175,7 +185,7 @@ GPU_FN float div(float a, float b) { return __fdiv_rn(a, b); }
 
 // sum + a[0] * b[0] + ... + a[3] * b[3] over signed bytes, in integers.
 GPU_FN int32_t dot4(uint32_t a, uint32_t b, int32_t sum) {
-#if defined(DFLASH_GPU_SIM) || defined(__gfx900__) || defined(__gfx1010__)
+#if defined(DFLASH_GPU_SIM) || defined(__gfx900__) || defined(__gfx1010__) || (defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 610)
   for (uint32_t shift = 0; shift < 32; shift += 8) {
     sum += static_cast<int32_t>(static_cast<int8_t>(a >> shift & 0xffu)) * static_cast<int8_t>(b >> shift & 0xffu);
   }
@@ -238,5 +248,23 @@ GPU_FN T load_16(const void* at) {
   return value;
 #endif
 }
+
+// The same of device memory, and a word of it. Where compilers for AMD's cards cannot tell that from the pointer (a null among its values is
+// enough) they take an instruction for both memories, and every wait for shared memory is one for these loads too.
+#if !defined(DFLASH_GPU_SIM) && (defined(__HIP__) || defined(__HIPCC__))
+template <class T>
+GPU_FN T load_device_16(const void* at) {
+  using Words = uint32_t __attribute__((ext_vector_type(4)));
+  const Words words = *(const __attribute__((address_space(1))) Words*)at;
+  return __builtin_bit_cast(T, words);
+}
+GPU_FN uint32_t load_device_word(const void* at) { return *(const __attribute__((address_space(1))) uint32_t*)at; }
+#else
+template <class T>
+GPU_FN T load_device_16(const void* at) {
+  return load_16<T>(at);
+}
+GPU_FN uint32_t load_device_word(const void* at) { return *static_cast<const uint32_t*>(at); }
+#endif
 
 }  // namespace dflash::compute::gpu

@@ -45,7 +45,7 @@ GPU_FN const uint16_t* halves_of(const ProjectionParams& params, const Tile& til
 // Eight inputs of a row from `input` on, a multiple of 8; zeros beyond its end.
 GPU_FN Unit row_unit(const ProjectionParams& params, const uint16_t* row, uint32_t input) {
   if (row == nullptr || input >= params.input_stride) return {};
-  return load_16<Unit>(row + input);
+  return load_device_16<Unit>(row + input);
 }
 
 // The panel of column block `which` (0 or 1) of this block: gate's and up's of the same 32 outputs, or two neighbours of a single matrix. Null:

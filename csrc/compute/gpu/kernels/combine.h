@@ -10,7 +10,7 @@ namespace dflash::compute::gpu {
 GPU_KERNEL(dflash_combine, CombineParams, kElementThreads) {
   const uint64_t i = flat_index();
   if (i >= uint64_t{params.num_rows} * params.out_size) return;
-  const uint64_t row = i / params.out_size, column = i % params.out_size;
+  const uint32_t row = static_cast<uint32_t>(i) / params.out_size, column = static_cast<uint32_t>(i) % params.out_size;
   float sum = 0.0f;
   for (uint32_t at = params.row_begins[row]; at < params.row_begins[row + 1]; ++at) {
     const uint32_t slot = params.row_slots[at];

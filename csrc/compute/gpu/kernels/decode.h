@@ -13,9 +13,9 @@ inline constexpr uint32_t kGroup = 32;
 // One lane's record: unit u lies u * 512 bytes on.
 struct Record {
   const unsigned char* first;
-  GPU_FN Unit unit(uint32_t index) const { return load_16<Unit>(first + uint64_t{index} * (kUnitBytes * kPanelWidth)); }
+  GPU_FN Unit unit(uint32_t index) const { return load_device_16<Unit>(first + uint64_t{index} * (kUnitBytes * kPanelWidth)); }
   GPU_FN uint32_t word(uint32_t unit_index, uint32_t index) const {
-    return *reinterpret_cast<const uint32_t*>(first + uint64_t{unit_index} * (kUnitBytes * kPanelWidth) + 4 * index);
+    return load_device_word(first + uint64_t{unit_index} * (kUnitBytes * kPanelWidth) + 4 * index);
   }
   GPU_FN uint32_t half(uint32_t unit_index, uint32_t index) const { return word(unit_index, index / 2) >> (index % 2 * 16) & 0xffffu; }
   GPU_FN uint32_t byte(uint32_t unit_index, uint32_t index) const { return word(unit_index, index / 4) >> (index % 4 * 8) & 0xffu; }

@@ -41,7 +41,7 @@ GPU_FN void chain_sums(Record record, const float* const* rows, uint32_t count, 
     for (uint32_t i = 0; i < kGroup; i += 4) {
       GPU_UNROLL
       for (uint32_t r = 0; r < kRows; ++r) {
-        const Float4 inputs = load_16<Float4>(rows[r] + begin + i);
+        const Float4 inputs = load_device_16<Float4>(rows[r] + begin + i);
         GPU_UNROLL
         for (uint32_t j = 0; j < 4; ++j) sums[r] = fused(weights[i + j], inputs.values[j], sums[r]);
       }

@@ -42,7 +42,7 @@ GPU_FN void fill_inputs(const float* row, uint32_t begin, uint32_t num_inputs, M
   GPU_UNROLL
   for (uint32_t i = 0; i < kManyInputs / 2; i += 4) {
     if (begin + first + i >= num_inputs) return;
-    const Float4 inputs = load_16<Float4>(row + begin + first + i);  // rows are padded to 16 bytes
+    const Float4 inputs = load_device_16<Float4>(row + begin + first + i);  // rows are padded to 16 bytes
     GPU_UNROLL
     for (uint32_t j = 0; j < 4; ++j) tiles.inputs.at((first + i + j) * kManyTileRows + slot) = inputs.values[j];
   }
