@@ -73,7 +73,7 @@ class DeviceStep:
             client.end_step(None)
             raise
         if stream is not None:
-            tensors.stream = stream
+            tensors.take_over_for(stream)
 
     def experts(self, layer: int, hidden_states: Any, topk_ids: Any, topk_weights: Any, out: Any = None) -> Any:
         """Like `ExpertRuntime.experts`, of at most 64 tokens; queued on the device, where later work finds the result."""

@@ -15,7 +15,7 @@ from dflash_moe.protocol.devices import DeviceChoice
 from dflash_moe.runtime.tensors import ITEM_BYTES, CallArguments, TensorBinder, check_call, out_text
 
 SIMULATED = {"cuda": 0, "hip": 1}  # the simulator's device by vendor
-DLPACK_CPU = 1
+DLPACK_CPU, DLPACK_CUDA = 1, 2
 ALIGNMENT = 64  # of each array in a staging block
 
 
@@ -62,6 +62,10 @@ class DeviceTensors:
         self._binder = TensorBinder()
         self.stream = self.device.stream  # that tensors are taken over for: the device's own, or a step's
         self._is_simulated = choice.backend == "sim"
+
+    def take_over_for(self, stream: int) -> None:
+        """Tensors are from now on made safe for work on this stream; CUDA's default one, 0 to drivers, is 1 in DLPack."""
+        self.stream = 1 if stream == 0 and self.device.dlpack_device[0] == DLPACK_CUDA else stream
 
     def bind(
         self, in_size: int, out_size: int, hidden_states: Any, topk_ids: Any, topk_weights: Any, out: Any

@@ -109,6 +109,35 @@ def test_a_tensor_on_another_device_is_refused_by_name_before_its_memory_is_touc
         tensors.bind(HIDDEN, HIDDEN, Elsewhere(2, 1), Elsewhere(2, 1), Elsewhere(2, 1), None)
 
 
+class OnCard:
+    """A tensor on card 0, which notes for which stream it is taken over."""
+
+    def __init__(self, kind):
+        self.kind, self.streams = kind, []
+
+    def __dlpack_device__(self):
+        return (self.kind, 0)
+
+    def __dlpack__(self, stream=None):
+        self.streams.append(stream)
+        return torch.zeros(1, HIDDEN).__dlpack__()
+
+
+@pytest.mark.parametrize(("kind", "expected"), [(2, 1), (10, 0)])
+def test_tensors_are_taken_over_for_the_stream_of_a_step_as_dlpack_numbers_it(kind, expected):
+    class Card:
+        name, dlpack_device, stream = "card 0", (kind, 0), 0xABC0
+
+    tensors = DeviceTensors(DeviceChoice("sim", 0, "cuda"))
+    tensors.device = Card()
+    tensor = OnCard(kind)
+    for stream in (tensors.device.stream, 0, 0xDEF0):
+        tensors.take_over_for(stream)
+        with pytest.raises(UnsupportedError, match=f"expected is type {kind}, number 0"):  # its capsule is the processor's
+            tensors._view("hidden_states", tensor)
+    assert tensor.streams == [0xABC0, expected, 0xDEF0]
+
+
 def test_views_of_a_devices_tensors_are_taken_for_that_device_only():
     capsule = torch.zeros(2, 3).__dlpack__
     assert _core.DlpackView(capsule()).shape == (2, 3)

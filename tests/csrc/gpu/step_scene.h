@@ -70,6 +70,7 @@ class RuleWorker {
     channel_.reset();
   }
   std::vector<Bytes> requests;  // once stopped
+  std::atomic<uint32_t> num_requests{0};
 
  private:
   void serve() {
@@ -79,6 +80,7 @@ class RuleWorker {
       if (entry.error) return;
       if (!entry.arrival) continue;
       requests.emplace_back(entry.arrival->bytes.begin(), entry.arrival->bytes.end());
+      ++num_requests;
       const Bytes answer = rule_(requests.back());
       if (answer.empty()) continue;
       std::copy(answer.begin(), answer.end(), channel_->outgoing(entry.arrival->slot).begin());
