@@ -155,8 +155,11 @@ GPU_FN void int8_many(const ProjectionParams& params) {
   GPU_SHARED(Int8Tiles, tiles);
   if (block_y() >= *params.num_tiles) return;  // the whole block
   const Tile tile = params.tiles[block_y()];
-#if defined(DFLASH_GPU_SIM)  // the simulated vendors differ, so that both kinds of tile are tested
-  if (sim::thread_place().wave_width == 32) return int8_many_with<kFormat, Int8MmaTile>(params, tile, tiles);
+#if defined(DFLASH_GPU_SIM)  // every kind of tile is tested
+  const bool has_waves_of_32 = sim::thread_place().wave_width == 32;
+  if (has_waves_of_32 && params.is_gate_up) return int8_many_with<kFormat, Int8MmaTile>(params, tile, tiles);
+  if (has_waves_of_32) return int8_many_with<kFormat, Int8WmmaTile>(params, tile, tiles);
+  if (params.is_gate_up) return int8_many_with<kFormat, Int8MfmaTile>(params, tile, tiles);
   int8_many_with<kFormat, Dot4Tile>(params, tile, tiles);
 #elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 750
   int8_many_with<kFormat, Int8MmaTile>(params, tile, tiles);

@@ -16,6 +16,15 @@ inline constexpr uint32_t kTileCodes = kManyTileRows * kGroupWords;  // words of
 // without meeting in a bank.
 GPU_FN uint32_t code_place(uint32_t index, uint32_t word) { return index * kGroupWords + (word ^ (index & 4u)); }
 
+struct alignas(8) WordPair {
+  uint32_t words[2];
+};
+
+#if defined(DFLASH_GPU_SIM)
+// For instructions in words: every thread's registers where the threads of its wave see them.
+using WaveRegisters = SharedArray<uint32_t, kManyThreads * 8>;
+#endif
+
 // A sub-group owns 32 x 32 sums, a thread every fourth row and every eighth column of them.
 struct Dot4Tile {
   static constexpr uint32_t kRows = 8, kColumns = 4;

@@ -10,21 +10,19 @@
 namespace dflash::compute::gpu {
 
 #if defined(DFLASH_GPU_SIM)
-using MmaExchange = SharedArray<uint32_t, kManyThreads * 6>;
-
-// What the instruction says: every lane's words where all lanes see them, then the four sums of this one.
+// What the instruction says of the four sums of this lane.
 template <uint32_t kSteps>
 GPU_FN void integer_mma(const uint32_t* rows, const uint32_t* weights, int32_t* sums) {
-  GPU_SHARED(MmaExchange, exchange);
-  for (uint32_t i = 0; i < 2 * kSteps; ++i) exchange.at(thread_index() * 6 + i) = rows[i];
-  for (uint32_t i = 0; i < kSteps; ++i) exchange.at(thread_index() * 6 + 4 + i) = weights[i];
+  GPU_SHARED(WaveRegisters, registers);
+  for (uint32_t i = 0; i < 2 * kSteps; ++i) registers.at(thread_index() * 8 + i) = rows[i];
+  for (uint32_t i = 0; i < kSteps; ++i) registers.at(thread_index() * 8 + 4 + i) = weights[i];
   sync_subgroup();
   const uint32_t first_lane = subgroup_index() * kSubgroupLanes;
   for (uint32_t i = 0; i < 4; ++i) {
     const uint32_t row_lanes = first_lane + lane_index() / 4 * 4, output_lanes = first_lane + (lane_index() % 4 * 2 + i % 2) * 4;
     for (uint32_t step = 0; step < kSteps; ++step) {
       for (uint32_t q = 0; q < 4; ++q) {
-        sums[i] = dot4(exchange.at((row_lanes + q) * 6 + step * 2 + i / 2), exchange.at((output_lanes + q) * 6 + 4 + step), sums[i]);
+        sums[i] = dot4(registers.at((row_lanes + q) * 8 + step * 2 + i / 2), registers.at((output_lanes + q) * 8 + 4 + step), sums[i]);
       }
     }
   }
@@ -98,11 +96,6 @@ struct Int8MmaTile {
       }
     }
   }
-
- private:
-  struct alignas(8) WordPair {
-    uint32_t words[2];
-  };
 };
 #endif
 

@@ -9,42 +9,72 @@
 
 namespace dflash::compute::gpu {
 
-#if defined(__GFX11__) || defined(__GFX12__)
+#if defined(__GFX12__)
+inline constexpr uint32_t kWmmaWords = 2;
+#else
+inline constexpr uint32_t kWmmaWords = 4;
+#endif
+
+#if defined(DFLASH_GPU_SIM)
+// What RDNA 3's v_wmma_i32_16x16x16_iu8 says of the eight sums of this lane.
+GPU_FN void integer_wmma(const uint32_t* rows, const uint32_t* weights, int32_t* sums) {
+  GPU_SHARED(WaveRegisters, registers);
+  for (uint32_t i = 0; i < 4; ++i) {
+    registers.at(thread_index() * 8 + i) = rows[i];
+    registers.at(thread_index() * 8 + 4 + i) = weights[i];
+  }
+  sync_subgroup();
+  const uint32_t wave = subgroup_index() * kSubgroupLanes;
+  for (uint32_t i = 0; i < 8; ++i) {
+    const uint32_t row_lane = wave + 2 * i + lane_index() / 16, output_lane = wave + lane_index() % 16;
+    for (uint32_t w = 0; w < 4; ++w) sums[i] = dot4(registers.at(row_lane * 8 + w), registers.at(output_lane * 8 + 4 + w), sums[i]);
+  }
+  sync_subgroup();
+}
+#elif defined(__GFX11__) || defined(__GFX12__)
+GPU_FN void integer_wmma(const uint32_t* rows, const uint32_t* weights, int32_t* sums) {
+  using Words = int32_t __attribute__((ext_vector_type(kWmmaWords)));
+  using Integers8 = int32_t __attribute__((ext_vector_type(8)));
+  Words inputs, factors;
+  Integers8 at;
+  GPU_UNROLL
+  for (uint32_t i = 0; i < kWmmaWords; ++i) {
+    inputs[i] = static_cast<int32_t>(rows[i]);
+    factors[i] = static_cast<int32_t>(weights[i]);
+  }
+  GPU_UNROLL
+  for (uint32_t i = 0; i < 8; ++i) at[i] = sums[i];
+#if defined(__GFX11__)
+  at = __builtin_amdgcn_wmma_i32_16x16x16_iu8_w32(true, inputs, true, factors, at, false);
+#else
+  at = __builtin_amdgcn_wmma_i32_16x16x16_iu8_w32_gfx12(true, inputs, true, factors, at, false);
+#endif
+  GPU_UNROLL
+  for (uint32_t i = 0; i < 8; ++i) sums[i] = at[i];
+}
+#endif
+
+#if defined(DFLASH_GPU_SIM) || defined(__GFX11__) || defined(__GFX12__)
 struct Int8WmmaTile {
   static constexpr uint32_t kRows = 16, kColumns = 2;
-#if defined(__GFX11__)
-  static constexpr uint32_t kWords = 4;
-#else
-  static constexpr uint32_t kWords = 2;
-#endif
-  using Words = int32_t __attribute__((ext_vector_type(kWords)));
-  using Integers8 = int32_t __attribute__((ext_vector_type(8)));
 
   GPU_FN static uint32_t row(uint32_t i) {
-#if defined(__GFX11__)
-    const uint32_t in_tile = i % 8 * 2 + lane_index() / 16;
-#else
-    const uint32_t in_tile = lane_index() / 16 * 8 + i % 8;
-#endif
+    const uint32_t half = lane_index() / 16, in_tile = kWmmaWords == 4 ? i % 8 * 2 + half : half * 8 + i % 8;
     return subgroup_index() / 2 * 32 + i / 8 * 16 + in_tile;
   }
   GPU_FN static uint32_t column(uint32_t j) { return subgroup_index() % 2 * 32 + j * 16 + lane_index() % 16; }
 
-  // This thread's words of row or output `index`, 16 inputs from word `first` on.
-  GPU_FN static Words load(const uint32_t* codes, uint32_t index, uint32_t first) {
-#if defined(__GFX11__)
-    return *reinterpret_cast<const Words*>(codes + code_place(index, first));
-#else
-    return *reinterpret_cast<const Words*>(codes + code_place(index, first + lane_index() / 16 * 2));
-#endif
-  }
-
-  GPU_FN static Integers8 multiply_add(Words rows, Words weights, Integers8 sums) {
-#if defined(__GFX11__)
-    return __builtin_amdgcn_wmma_i32_16x16x16_iu8_w32(true, rows, true, weights, sums, false);
-#else
-    return __builtin_amdgcn_wmma_i32_16x16x16_iu8_w32_gfx12(true, rows, true, weights, sums, false);
-#endif
+  // This thread's words of row or output `index`, of the 16 inputs from word `first` on.
+  GPU_FN static void load(const uint32_t* codes, uint32_t index, uint32_t first, uint32_t* words) {
+    if constexpr (kWmmaWords == 4) {
+      const Unit unit = load_16<Unit>(codes + code_place(index, first));
+      GPU_UNROLL
+      for (uint32_t i = 0; i < 4; ++i) words[i] = unit.words[i];
+    } else {
+      const WordPair pair = *reinterpret_cast<const WordPair*>(codes + code_place(index, first + lane_index() / 16 * 2));
+      words[0] = pair.words[0];
+      words[1] = pair.words[1];
+    }
   }
 
   template <uint32_t kFirstWord, uint32_t kNumWords>
@@ -53,12 +83,15 @@ struct Int8WmmaTile {
     for (uint32_t m = 0; m < 2; ++m) {
       GPU_UNROLL
       for (uint32_t n = 0; n < 2; ++n) {
-        Integers8 sums;
+        int32_t sums[8];
         GPU_UNROLL
         for (uint32_t i = 0; i < 8; ++i) sums[i] = dots[8 * m + i][n];
         GPU_UNROLL
         for (uint32_t first = kFirstWord; first < kFirstWord + kNumWords; first += 4) {
-          sums = multiply_add(load(rows, subgroup_index() / 2 * 32 + m * 16 + lane_index() % 16, first), load(weights, column(n), first), sums);
+          uint32_t inputs[kWmmaWords], factors[kWmmaWords];
+          load(rows, subgroup_index() / 2 * 32 + m * 16 + lane_index() % 16, first, inputs);
+          load(weights, column(n), first, factors);
+          integer_wmma(inputs, factors, sums);
         }
         GPU_UNROLL
         for (uint32_t i = 0; i < 8; ++i) dots[8 * m + i][n] = sums[i];
