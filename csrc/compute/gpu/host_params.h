@@ -3,6 +3,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 #include "base/dtype.h"
@@ -88,6 +89,10 @@ struct StepParams {
   bool ids_are_64bit;
   Dtype dtype, weights_dtype, request_dtype, reply_dtype;
 };
+// The layouts of every compiler that sees this, as in kernel_params.h.
+static_assert(sizeof(StepLane) == 72 && sizeof(StepShard) == 24 && sizeof(StepMessage) == 16 && sizeof(StepState) == 32);
+static_assert(sizeof(StepParams) == 168 && offsetof(StepParams, num_tokens) == 128 && offsetof(StepParams, reply_dtype) == 164);
+
 using PlainParams_pack_requests = StepParams;
 using PlainParams_await_replies = StepParams;
 using PlainParams_combine_replies = StepParams;

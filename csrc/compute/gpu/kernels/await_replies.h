@@ -8,15 +8,15 @@
 
 namespace dflash::compute::gpu {
 
-// By thread 0: 0 once a message is there, else the StepCode why none will come.
+// By thread 0: 0 once a message is there, else the StepCode why none will come. The host's word is across the bus, as the reply is: asked seldom.
 GPU_FN uint32_t await_head(const StepParams& params, const StepLane& lane) {
   const uint32_t* head = reinterpret_cast<const uint32_t*>(lane.replies + kRingHeadOffset);
-  for (;;) {
+  for (uint32_t turn = 0;; ++turn) {
     const uint32_t ahead = load_acquire_system(head) - lane.tail;
     if (ahead >= kRingOneMessage) return 0;
     if (ahead != 0) return static_cast<uint32_t>(StepCode::kWorkerLost);  // closed
     if (load_volatile(&params.state->error) != 0) return static_cast<uint32_t>(StepCode::kClosed);
-    if (load_acquire_system(params.abort) != 0) return static_cast<uint32_t>(StepCode::kClosed);
+    if (turn % 16 == 0 && load_acquire_system(params.abort) != 0) return static_cast<uint32_t>(StepCode::kClosed);
     if (device_ns() - params.state->started_ns > params.state->budget_ns) return static_cast<uint32_t>(StepCode::kTimeout);
   }
 }
