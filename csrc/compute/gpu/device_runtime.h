@@ -22,6 +22,7 @@ struct DeviceFacts {
   uint32_t wave_width = 32;   // lanes that execute together: 32 or 64
   uint32_t num_units = 1;     // multiprocessors or compute units
   uint64_t memory_bytes = 0;  // in all
+  bool has_warpgroups = false;  // the device and the loaded image multiply by warpgroups (sm_90a)
 };
 
 struct KernelLaunch {

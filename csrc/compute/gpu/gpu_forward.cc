@@ -16,7 +16,7 @@ namespace {
 constexpr uint32_t kMaxChunkPairs = 65535;  // tiles are counted in a grid's second direction
 constexpr uint32_t kElementThreads = 256;
 constexpr uint32_t kRouteThreads = 256;
-constexpr uint32_t kManyThreads = 128;
+constexpr uint32_t kManyThreads = 128, kWgmmaThreads = 256;
 constexpr uint32_t kMostFewSubgroups = 8;
 constexpr uint32_t kCodesPerThread = 4;
 constexpr uint32_t kHalfFewThreads = 256;
@@ -44,20 +44,29 @@ uint32_t few_threads(uint32_t inputs) {
 struct ProjectionKernels {
   KernelId few, many;
   uint32_t few_blocks, few_threads;  // in a grid's first direction, and per block
+  uint32_t many_blocks, many_threads;
 };
 
 // A block of the bf16 few-row kernel has two panels, and a team per chain: as many threads as execute together.
 ProjectionKernels projection_kernels(NumericsClass numerics, WeightFormat format, const ProjectionParams& params, uint32_t many_blocks,
-                                     uint32_t wave_width) {
+                                     const DeviceFacts& facts) {
   if (is_matrix_class(numerics)) {
-    const uint32_t threads = std::min(num_chains(params.num_inputs) * wave_width, kHalfFewThreads);
-    return {kernel_id(WeightKernel::k_bf16_few, format), kernel_id(WeightKernel::k_bf16_many, format), many_blocks, padded(threads, 64)};
+    const uint32_t threads = std::min(num_chains(params.num_inputs) * facts.wave_width, kHalfFewThreads);
+    ProjectionKernels kernels{kernel_id(WeightKernel::k_bf16_few, format), kernel_id(WeightKernel::k_bf16_many, format), many_blocks,
+                              padded(threads, 64), many_blocks, kManyThreads};
+    if (!facts.has_warpgroups) return kernels;
+    kernels.many = kernel_id(WeightKernel::k_bf16_wgmma, format);
+    kernels.many_blocks = divide_up(many_blocks, 2);
+    kernels.many_threads = kWgmmaThreads;
+    return kernels;
   }
   const uint32_t panels = num_panels(params.num_outputs), threads = few_threads(params.num_inputs);
   if (numerics == NumericsClass::kInt8Groups) {
-    return {kernel_id(IntegerKernel::k_int8_few, format), kernel_id(IntegerKernel::k_int8_many, format), panels, threads};
+    return {kernel_id(IntegerKernel::k_int8_few, format), kernel_id(IntegerKernel::k_int8_many, format), panels, threads, many_blocks,
+            kManyThreads};
   }
-  return {kernel_id(WeightKernel::k_project_few, format), kernel_id(WeightKernel::k_project_many, format), panels, threads};
+  return {kernel_id(WeightKernel::k_project_few, format), kernel_id(WeightKernel::k_project_many, format), panels, threads, many_blocks,
+          kManyThreads};
 }
 
 Status launch_quantize(DeviceRuntime& runtime, const QuantizeParams& params) {
@@ -332,10 +341,10 @@ Status GpuLayer::queue_projection(const ProjectionParams& params, WeightFormat f
   many.tiles = at<Tile>(device, scratch.many_tiles);
   many.num_tiles = few.num_tiles + 1;
   const uint32_t blocks = is_gated ? panels : divide_up(panels, 2);
-  const ProjectionKernels kernels = projection_kernels(numerics_, format, params, blocks, device_->facts().wave_width);
+  const ProjectionKernels kernels = projection_kernels(numerics_, format, params, blocks, device_->facts());
   DFLASH_TRY(launch(runtime, kernels.few, kernels.few_blocks, scratch.most_few_tiles, kernels.few_threads, few));
   if (scratch.most_many_tiles == 0) return ok();
-  return launch(runtime, kernels.many, blocks, scratch.most_many_tiles, kManyThreads, many);
+  return launch(runtime, kernels.many, kernels.many_blocks, scratch.most_many_tiles, kernels.many_threads, many);
 }
 
 CombineParams GpuLayer::combine_params(const Chunk& chunk, const Scratch& scratch, std::byte* device, Dtype dtype) const {

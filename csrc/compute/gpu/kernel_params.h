@@ -20,6 +20,7 @@ inline constexpr uint32_t kFewTileRows = 4;    // slots of a tile of the few-row
 inline constexpr uint32_t kHalfFewTileRows = 16;  // the same in the bf16 classes: a tile of the matrix units
 inline constexpr uint32_t kManyTileRows = 64;  // and of the many-row kernels
 inline constexpr uint32_t kMostFewPairs = 16;  // an expert with more pairs goes to the many-row kernels
+inline constexpr uint32_t kWgmmaSharedBytes = 129 * 1024;  // of a block of bf16_wgmma: four stages of 32 KiB, and what aligning takes
 inline constexpr uint64_t kInRange = ~uint64_t{0};
 
 struct Tile {

@@ -25,6 +25,12 @@ constexpr Entry kEntries[kNumKernels] = {
 }  // namespace
 
 const char* kernel_name(KernelId kernel) { return kEntries[static_cast<uint16_t>(kernel)].name; }
+
+uint32_t kernel_dynamic_bytes(KernelId kernel) {
+  const KernelId first = kernel_id(WeightKernel::k_bf16_wgmma, WeightFormat{0});
+  return kernel >= first && static_cast<uint16_t>(kernel) < static_cast<uint16_t>(first) + kNumWeightFormats ? kWgmmaSharedBytes : 0;
+}
+
 size_t kernel_params_bytes(KernelId kernel) { return kEntries[static_cast<uint16_t>(kernel)].params_bytes; }
 
 }  // namespace dflash::compute::gpu

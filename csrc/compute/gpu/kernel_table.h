@@ -14,7 +14,7 @@
   X(pack_requests) X(await_replies) X(combine_replies)
 
 // X(stem) of kernels that exist per weight format.
-#define DFLASH_GPU_WEIGHT_KERNELS(X) X(project_few) X(project_many) X(bf16_few) X(bf16_many)
+#define DFLASH_GPU_WEIGHT_KERNELS(X) X(project_few) X(project_many) X(bf16_few) X(bf16_many) X(bf16_wgmma)
 
 // X(..., enumerator, name) in the order of WeightFormat.
 #define DFLASH_GPU_FORMATS(X, ...)             \
@@ -90,5 +90,6 @@ constexpr KernelId kernel_id(IntegerKernel kernel, WeightFormat format) {
 
 const char* kernel_name(KernelId kernel);          // the symbol in the module
 size_t kernel_params_bytes(KernelId kernel);       // of its one parameter
+uint32_t kernel_dynamic_bytes(KernelId kernel);    // shared memory beyond what its code declares, part of every launch
 
 }  // namespace dflash::compute::gpu

@@ -25,10 +25,12 @@
 
 // GPU_KERNEL(name, Params, most_threads)(params) { ... }: a kernel of at most that many threads per block, one parameter by value.
 // GPU_SHARED(Type, name): an object of a trivial type that the threads of a block share; contents undefined.
+// GPU_DYNAMIC_SHARED(name): a pointer to the shared memory that the launch asked for (kernel_dynamic_bytes()), aligned to 16 bytes.
 #if defined(DFLASH_GPU_SIM)
 #define GPU_KERNEL(name, Params, most_threads) void name(const Params& params)
 #define GPU_SHARED(Type, name) \
   Type& name = *static_cast<Type*>(::dflash::compute::gpu::sim::shared_object(sizeof(Type), {__FILE__, __LINE__}))
+#define GPU_DYNAMIC_SHARED(name) void* const name = ::dflash::compute::gpu::sim::dynamic_shared({__FILE__, __LINE__})
 #define GPU_UNROLL
 #define GPU_UNROLL_2
 #define GPU_UNROLL_4
@@ -38,6 +40,9 @@
 #define GPU_KERNEL(name, Params, most_threads) \
   extern "C" __global__ void __launch_bounds__(most_threads) name(const Params params)
 #define GPU_SHARED(Type, name) __shared__ Type name
+#define GPU_DYNAMIC_SHARED(name)              \
+  extern __shared__ uint4 dflash_dynamic_[]; \
+  void* const name = dflash_dynamic_
 #define GPU_UNROLL _Pragma("unroll")
 #define GPU_UNROLL_2 _Pragma("unroll 2")
 #define GPU_UNROLL_4 _Pragma("unroll 4")

@@ -12,7 +12,9 @@ namespace {
 struct Cuda {
   static constexpr const char* kName = "cuda";
   static constexpr int32_t kDlpackType = DFLASH_DLPACK_CUDA;
-  static Result<std::unique_ptr<compute::gpu::DriverApi>> open() { return compute::gpu::open_cuda_driver(dflash_kernels_cuda, DFLASH_CUDA_MAJOR, DFLASH_CUDA_LEAST_ARCH); }
+  static Result<std::unique_ptr<compute::gpu::DriverApi>> open() {
+    return compute::gpu::open_cuda_driver({dflash_kernels_cuda, DFLASH_CUDA_MAJOR, DFLASH_CUDA_LEAST_ARCH, DFLASH_CUDA_HAS_SM90A});
+  }
 };
 
 }  // namespace

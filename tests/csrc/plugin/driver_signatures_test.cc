@@ -52,6 +52,7 @@ static_assert(CU_DEVICE_ATTRIBUTE_WARP_SIZE == cuda::kAttributeWarpSize);
 static_assert(CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT == cuda::kAttributeMultiprocessors);
 static_assert(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR == cuda::kAttributeMajor);
 static_assert(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR == cuda::kAttributeMinor);
+static_assert(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES == cuda::kFunctionDynamicBytes);
 static_assert(CUDA_ERROR_NO_DEVICE == cuda::kNoDevice && CUDA_ERROR_SYSTEM_DRIVER_MISMATCH == cuda::kDriverMismatch);
 static_assert(CU_STREAM_NON_BLOCKING == cuda::kNonBlockingStream && std::is_same_v<CUdeviceptr, cuda::Pointer>);
 static_assert(CU_MEMHOSTREGISTER_PORTABLE == cuda::kRegisterPortable && CU_MEMHOSTREGISTER_DEVICEMAP == cuda::kRegisterDeviceMap);

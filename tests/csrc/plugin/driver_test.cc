@@ -14,12 +14,14 @@
 #include "base/clock.h"
 #include "compute/gpu/cuda/cuda_driver.h"
 #include "compute/gpu/hip/hip_driver.h"
+#include "compute/gpu/kernel_params.h"
 #include "compute/gpu/module/module_runtime.h"
 
 namespace {
 
 using namespace dflash;
 using namespace dflash::compute::gpu;
+using dflash::compute::WeightFormat;
 
 // An environment variable for as long as this lives.
 class Environment {
@@ -36,7 +38,7 @@ class Environment {
 const char kImage[1] = {};
 
 std::unique_ptr<DriverApi> fake_cuda() {
-  auto driver = open_cuda_driver(kImage, 13, 75, DFLASH_FAKE_CUDA);
+  auto driver = open_cuda_driver({kImage, 13, 75, true}, DFLASH_FAKE_CUDA);
   REQUIRE(driver.ok());
   return std::move(driver).value();
 }
@@ -81,7 +83,7 @@ class Nodes {
 }  // namespace
 
 TEST_CASE("without a driver the reason names the libraries that were tried") {
-  auto cuda = open_cuda_driver(kImage, 13, 75, "libcuda-that-is-not-there.so.1");
+  auto cuda = open_cuda_driver({kImage, 13, 75, true}, "libcuda-that-is-not-there.so.1");
   REQUIRE_FALSE(cuda.ok());
   CHECK(cuda.error().code == ErrorCode::kUnsupported);
   CHECK(cuda.error().message.find("libcuda-that-is-not-there.so.1") != std::string::npos);
@@ -91,7 +93,7 @@ TEST_CASE("without a driver the reason names the libraries that were tried") {
 }
 
 TEST_CASE("a library that is no driver lacks functions, and the first is named") {
-  auto driver = open_cuda_driver(kImage, 13, 75, "libm.so.6");
+  auto driver = open_cuda_driver({kImage, 13, 75, true}, "libm.so.6");
   REQUIRE_FALSE(driver.ok());
   CHECK(driver.error().message.find("libm.so.6 has no function cuInit") == 0);
 }
@@ -107,6 +109,28 @@ TEST_CASE("devices are listed with architecture and memory, one below the build'
   CHECK(devices.value()[1].reason.find("sm_61 is below sm_75") != std::string::npos);
   CHECK(refusal(make_module_runtime(fake_cuda(), 1)).find("sm_61") != std::string::npos);
   CHECK(refusal(make_module_runtime(fake_cuda(), 2), ErrorCode::kInvalidArgument) == "device 2 does not exist; the driver lists 2");
+}
+
+TEST_CASE("only cards of compute capability 9.0 multiply by warpgroups, and only with an image of sm_90a") {
+  const auto has_warpgroups = [](bool has_sm90a, uint32_t index) {
+    auto driver = open_cuda_driver({kImage, 13, 60, has_sm90a}, DFLASH_FAKE_CUDA);
+    REQUIRE(driver.ok());
+    return driver.value()->list().value()[index].facts.has_warpgroups;
+  };
+  CHECK(has_warpgroups(true, 0));
+  CHECK_FALSE(has_warpgroups(false, 0));
+  CHECK_FALSE(has_warpgroups(true, 1));  // sm_61
+}
+
+TEST_CASE("a kernel that needs more shared memory than 48 KiB is allowed it before its launch") {
+  const auto runtime = fake_runtime();
+  const ProjectionParams params{};
+  const KernelLaunch launch{.kernel = kernel_id(WeightKernel::k_bf16_wgmma, WeightFormat::kBF16), .threads = 256, .params = &params,
+                            .params_bytes = sizeof(params)};
+  REQUIRE(kernel_dynamic_bytes(launch.kernel) > 48 * 1024);
+  CHECK(runtime->launch(launch).ok());
+  CHECK(kernel_dynamic_bytes(kernel_id(WeightKernel::k_bf16_many, WeightFormat::kIq4Xs)) == 0);
+  CHECK(kernel_dynamic_bytes(kernel_id(WeightKernel::k_bf16_wgmma, WeightFormat::kIq4Xs)) == kWgmmaSharedBytes);
 }
 
 TEST_CASE("no device, a driver older than the build, and one that does not start are told apart") {

@@ -18,12 +18,11 @@ Pointer address(const void* memory) { return reinterpret_cast<Pointer>(memory); 
 
 class CudaDriver final : public DriverApi {
  public:
-  CudaDriver(const void* image, int toolkit_major, int least_arch)
-      : image_(image), least_version_(1000 * toolkit_major), least_arch_(least_arch) {}
+  explicit CudaDriver(const CudaImage& image) : image_(image) {}
   Status open(const DriverLibrary& library);
 
   Result<std::vector<DriverDevice>> list() override;
-  std::vector<const void*> images(const DeviceFacts&) const override { return {image_}; }  // the driver chooses inside
+  std::vector<const void*> images(const DeviceFacts&) const override { return {image_.fatbin}; }  // the driver chooses inside
 
   int use(uint32_t device) override {
     if (context_ == nullptr) {
@@ -74,8 +73,12 @@ class CudaDriver final : public DriverApi {
   int load_module(void** module, const void* image) override { return load_(module, image); }
   int unload_module(void* module) override { return unload_(module); }
   int find_function(void** function, void* module, const char* name) override { return function_(function, module, name); }
-  int launch(void* function, uint32_t grid_x, uint32_t grid_y, uint32_t threads, void* queue, void** arguments) override {
-    return launch_(function, grid_x, grid_y, 1, threads, 1, 1, 0, queue, arguments, nullptr);
+  int allow_dynamic(void* function, uint32_t num_bytes) override {
+    return set_attribute_(function, kFunctionDynamicBytes, static_cast<int>(num_bytes));
+  }
+  int launch(void* function, uint32_t grid_x, uint32_t grid_y, uint32_t threads, uint32_t dynamic_bytes, void* queue,
+             void** arguments) override {
+    return launch_(function, grid_x, grid_y, 1, threads, 1, 1, dynamic_bytes, queue, arguments, nullptr);
   }
   std::string text(int status) override {
     const char* found = nullptr;
@@ -86,9 +89,7 @@ class CudaDriver final : public DriverApi {
  private:
   DriverDevice describe(int device);
 
-  const void* image_;
-  const int least_version_;  // minor versions are compatible
-  const int least_arch_;
+  const CudaImage image_;
   void* context_ = nullptr;
 #define DFLASH_MEMBER(member, name, type) std::add_pointer_t<type> member = nullptr;
   DFLASH_CUDA_FUNCTIONS(DFLASH_MEMBER)
@@ -107,9 +108,10 @@ std::string version_text(int version) { return std::to_string(version / 1000) + 
 Result<std::vector<DriverDevice>> CudaDriver::list() {
   int version = 0;
   const int asked = version_(&version);
-  if (asked == 0 && version < least_version_) {
+  const int least_version = 1000 * image_.toolkit_major;  // minor versions are compatible
+  if (asked == 0 && version < least_version) {
     return Error{ErrorCode::kUnsupported, "the driver is for CUDA " + version_text(version) + ", this build needs " +
-                                              version_text(least_version_) + " or later; update the driver"};
+                                              version_text(least_version) + " or later; update the driver"};
   }
   const int started = init_(0);
   if (started == kNoDevice) return std::vector<DriverDevice>{};
@@ -142,13 +144,14 @@ DriverDevice CudaDriver::describe(int index) {
   if (status == 0) status = attribute_(&warp, kAttributeWarpSize, device);
   found.facts.name = std::string(name, ::strnlen(name, sizeof name));
   found.facts.architecture = "sm_" + std::to_string(major) + std::to_string(minor);
+  found.facts.has_warpgroups = image_.has_sm90a && major == 9 && minor == 0;
   found.facts.memory_bytes = total;
   found.facts.num_units = static_cast<uint32_t>(units);
   found.facts.wave_width = static_cast<uint32_t>(warp);
   if (status != 0) {
     found.reason = "the driver does not describe it: " + text(status);
-  } else if (major * 10 + minor < least_arch_) {
-    found.reason = "its architecture " + found.facts.architecture + " is below sm_" + std::to_string(least_arch_) +
+  } else if (major * 10 + minor < image_.least_arch) {
+    found.reason = "its architecture " + found.facts.architecture + " is below sm_" + std::to_string(image_.least_arch) +
                    ", the oldest that this build has kernels for";
   }
   return found;
@@ -156,10 +159,10 @@ DriverDevice CudaDriver::describe(int index) {
 
 }  // namespace
 
-Result<std::unique_ptr<DriverApi>> open_cuda_driver(const void* image, int toolkit_major, int least_arch, const std::string& library) {
+Result<std::unique_ptr<DriverApi>> open_cuda_driver(const CudaImage& image, const std::string& library) {
   auto opened = DriverLibrary::open({library});
   if (!opened.ok()) return std::move(opened).error();
-  auto driver = std::make_unique<CudaDriver>(image, toolkit_major, least_arch);
+  auto driver = std::make_unique<CudaDriver>(image);
   DFLASH_TRY(driver->open(opened.value()));
   return std::unique_ptr<DriverApi>(std::move(driver));
 }

@@ -9,9 +9,15 @@
 
 namespace dflash::compute::gpu {
 
-// `image` is the fatbin of the kernels, `toolkit_major` the version of the toolkit that made it, `least_arch`
-// the smallest architecture in it (75 is sm_75). Errors: kUnsupported where the library is missing, older than this build, or refuses to start.
-Result<std::unique_ptr<DriverApi>> open_cuda_driver(const void* image, int toolkit_major, int least_arch,
-                                                    const std::string& library = "libcuda.so.1");
+// The kernels of a build.
+struct CudaImage {
+  const void* fatbin;
+  int toolkit_major;  // the version of the toolkit that made it
+  int least_arch;     // the smallest architecture in it (75 is sm_75)
+  bool has_sm90a;     // what cards of compute capability 9.0 run is sm_90a, whose kernels multiply by warpgroups
+};
+
+// Errors: kUnsupported where the library is missing, older than this build, or refuses to start.
+Result<std::unique_ptr<DriverApi>> open_cuda_driver(const CudaImage& image, const std::string& library = "libcuda.so.1");
 
 }  // namespace dflash::compute::gpu

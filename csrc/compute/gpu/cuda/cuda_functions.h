@@ -39,6 +39,7 @@
   X(load_, cuModuleLoadData, int(void**, const void*)) \
   X(unload_, cuModuleUnload, int(void*)) \
   X(function_, cuModuleGetFunction, int(void**, void*, const char*)) \
+  X(set_attribute_, cuFuncSetAttribute, int(void*, int, int)) \
   X(launch_, cuLaunchKernel, int(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*, void**, void**)) \
   X(text_, cuGetErrorString, int(int, const char**))
 
@@ -46,6 +47,7 @@ namespace dflash::compute::gpu::cuda {
 
 using Pointer = unsigned long long;  // CUdeviceptr
 inline constexpr int kAttributeWarpSize = 10, kAttributeMultiprocessors = 16, kAttributeMajor = 75, kAttributeMinor = 76;
+inline constexpr int kFunctionDynamicBytes = 8;  // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 inline constexpr int kNoDevice = 100, kDriverMismatch = 803;  // CUDA_ERROR_NO_DEVICE, CUDA_ERROR_SYSTEM_DRIVER_MISMATCH
 inline constexpr unsigned kNonBlockingStream = 1;             // CU_STREAM_NON_BLOCKING
 inline constexpr unsigned kRegisterPortable = 1, kRegisterDeviceMap = 2, kRegisterReadOnly = 8;  // CU_MEMHOSTREGISTER_*

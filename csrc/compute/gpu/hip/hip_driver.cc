@@ -69,8 +69,10 @@ class HipDriver final : public DriverApi {
   int load_module(void** module, const void* image) override { return told(load_(module, image)); }
   int unload_module(void* module) override { return told(unload_(module)); }
   int find_function(void** function, void* module, const char* name) override { return told(function_(function, module, name)); }
-  int launch(void* function, uint32_t grid_x, uint32_t grid_y, uint32_t threads, void* queue, void** arguments) override {
-    return told(launch_(function, grid_x, grid_y, 1, threads, 1, 1, 0, queue, arguments, nullptr));
+  int allow_dynamic(void*, uint32_t) override { return 0; }  // every function may ask for all that a block can have
+  int launch(void* function, uint32_t grid_x, uint32_t grid_y, uint32_t threads, uint32_t dynamic_bytes, void* queue,
+             void** arguments) override {
+    return told(launch_(function, grid_x, grid_y, 1, threads, 1, 1, dynamic_bytes, queue, arguments, nullptr));
   }
   std::string text(int status) override {
     const char* found = text_(status);

@@ -7,6 +7,7 @@
 #include "compute/gpu/kernels/bf16_few.h"
 #include "compute/gpu/kernels/bf16_many.h"
 #include "compute/gpu/kernels/bf16_rows.h"
+#include "compute/gpu/kernels/bf16_wgmma.h"
 #include "compute/gpu/kernels/combine.h"
 #include "compute/gpu/kernels/combine_replies.h"
 #include "compute/gpu/kernels/int8_few.h"
@@ -28,6 +29,7 @@ DFLASH_GPU_FORMATS(DFLASH_GPU_PROJECTION, project_few, kFewThreads)
 DFLASH_GPU_FORMATS(DFLASH_GPU_PROJECTION, project_many, kManyThreads)
 DFLASH_GPU_INTEGER_FORMATS(DFLASH_GPU_PROJECTION, int8_few, kFewThreads)
 DFLASH_GPU_INTEGER_FORMATS(DFLASH_GPU_PROJECTION, int8_many, kManyThreads)
+DFLASH_GPU_FORMATS(DFLASH_GPU_PROJECTION, bf16_wgmma, kWgmmaThreads)
 #undef DFLASH_GPU_PROJECTION
 #define DFLASH_GPU_TILE_PROJECTION(stem, most_threads, enumerator, name) \
   GPU_KERNEL(dflash_##stem##_##name, ProjectionParams, most_threads) {   \

@@ -57,7 +57,10 @@ class DriverApi {
   virtual int load_module(void** module, const void* image) = 0;
   virtual int unload_module(void* module) = 0;
   virtual int find_function(void** function, void* module, const char* name) = 0;
-  virtual int launch(void* function, uint32_t grid_x, uint32_t grid_y, uint32_t threads, void* queue, void** arguments) = 0;
+  // Lets launches of the function ask for that much dynamic shared memory; needed above 48 KiB.
+  virtual int allow_dynamic(void* function, uint32_t num_bytes) = 0;
+  virtual int launch(void* function, uint32_t grid_x, uint32_t grid_y, uint32_t threads, uint32_t dynamic_bytes, void* queue,
+                     void** arguments) = 0;
   virtual std::string text(int status) = 0;
 };
 

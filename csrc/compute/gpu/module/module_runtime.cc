@@ -220,8 +220,10 @@ Status ModuleRuntime::launch(const KernelLaunch& launch) {
   if (launch.grid_x == 0 || launch.grid_y == 0) return ok();
   DFLASH_TRY(enter());
   void* arguments[] = {const_cast<void*>(launch.params)};  // read only, whatever the driver's signature says
-  return done(driver_->launch(functions_[static_cast<uint16_t>(launch.kernel)], launch.grid_x, launch.grid_y, launch.threads, queue_,
-                              arguments),
+  void* function = functions_[static_cast<uint16_t>(launch.kernel)];
+  const uint32_t dynamic_bytes = kernel_dynamic_bytes(launch.kernel);
+  if (dynamic_bytes != 0) DFLASH_TRY(done(driver_->allow_dynamic(function, dynamic_bytes), "asking for shared memory"));
+  return done(driver_->launch(function, launch.grid_x, launch.grid_y, launch.threads, dynamic_bytes, queue_, arguments),
               kernel_name(launch.kernel));
 }
 

@@ -16,6 +16,8 @@ namespace dflash::compute::gpu::sim {
 namespace {
 
 constexpr size_t kStackBytes = 128 * 1024;  // kernels need a few KiB; sanitizers several times that
+constexpr size_t kSharedAlignment = 1024;   // the largest pattern of an instruction that reads shared memory (128-byte swizzle)
+constexpr size_t kDynamicOffset = 16;       // of dynamic shared memory: kernels must align it themselves
 
 // The thread that runs on this OS thread, the simulated special registers: set around every resume().
 thread_local void* running = nullptr;
@@ -40,7 +42,7 @@ Result<std::unique_ptr<Block>> Block::create(uint32_t wave_width, uint64_t seed)
   if (memory == MAP_FAILED) return Error{ErrorCode::kOutOfMemory, "no address space for the stacks of a simulated block"};
   block->stacks_ = static_cast<std::byte*>(memory);
   for (uint32_t i = 0; i < kMaxThreads; ++i) mprotect(block->stacks_ + i * block->stack_step_, page, PROT_NONE);
-  block->shared_.resize(kSharedBytes + 256);
+  block->shared_.resize(kMostSharedBytes + kSharedAlignment);
   return block;
 }
 
@@ -57,6 +59,7 @@ void Block::start(const Launch& launch) {
     thread.block = this;
     thread.index = i;
     thread.state = State::kReady;
+    thread.async.clear();
     thread.fibre.prepare(stacks_ + (i + 1) * stack_step_ - kStackBytes, kStackBytes, &Block::run_thread, &thread);
     order_[i] = i;
   }
@@ -66,6 +69,11 @@ void Block::start(const Launch& launch) {
   runs_ahead_ = random_() % 2 == 0;
   shared_objects_.clear();
   shared_used_ = 0;
+  if (launch.dynamic_bytes != 0) {
+    shared_used_ = kDynamicOffset + (launch.dynamic_bytes + 15) / 16 * 16;
+    std::memset(reinterpret_cast<void*>(shared_base() + kDynamicOffset), 0xff, launch.dynamic_bytes);
+  }
+  async_.start();
   num_left_ = 0;
   failure_.clear();
 }
@@ -186,14 +194,18 @@ void Block::leave_failed(Thread& thread) {
   __builtin_unreachable();  // advance() never resumes a block that failed
 }
 
+uintptr_t Block::shared_base() const {
+  return (reinterpret_cast<uintptr_t>(shared_.data()) + kSharedAlignment - 1) / kSharedAlignment * kSharedAlignment;
+}
+
 void* Block::find_shared(size_t num_bytes, Site site) {
-  const auto base = (reinterpret_cast<uintptr_t>(shared_.data()) + 255) / 256 * 256;
+  const uintptr_t base = shared_base();
   for (const SharedObject& object : shared_objects_) {
     if (same(object.site, site)) return reinterpret_cast<void*>(base + object.offset);
   }
   const size_t offset = shared_used_;
   shared_used_ = (offset + num_bytes + 15) / 16 * 16;
-  if (shared_used_ > kSharedBytes) return nullptr;
+  if (shared_used_ > (launch_.dynamic_bytes == 0 ? kSharedBytes : kMostSharedBytes)) return nullptr;
   shared_objects_.push_back({site, offset, num_bytes});
   auto* memory = reinterpret_cast<void*>(base + offset);
   std::memset(memory, 0xff, num_bytes);
@@ -246,5 +258,33 @@ void out_of_bounds(uint64_t index, uint64_t size, Site site) {
   thread.block->note_failure(thread, "index " + std::to_string(index) + " of " + std::to_string(size) + " elements of shared memory", site);
   thread.block->leave_failed(thread);
 }
+
+void fail_thread(const char* what, uint64_t value, Site site) {
+  auto& thread = *static_cast<Block::Thread*>(running_thread());
+  thread.block->note_failure(thread, std::string(what) + " " + std::to_string(value), site);
+  thread.block->leave_failed(thread);
+}
+
+void* dynamic_shared(Site site) {
+  const Block& block = *static_cast<Block::Thread*>(running_thread())->block;
+  if (block.launch_.dynamic_bytes == 0) fail_thread("dynamic shared memory that the launch did not ask for, bytes", 0, site);
+  return reinterpret_cast<void*>(block.shared_base() + kDynamicOffset);
+}
+
+uint32_t shared_address(const void* at, Site site) {
+  const Block& block = *static_cast<Block::Thread*>(running_thread())->block;
+  const uintptr_t offset = reinterpret_cast<uintptr_t>(at) - block.shared_base();
+  if (offset >= block.shared_used_) fail_thread("an address outside of shared memory by", offset - block.shared_used_, site);
+  return static_cast<uint32_t>(offset);
+}
+
+void* shared_at(uint32_t address, size_t num_bytes, Site site) {
+  const Block& block = *static_cast<Block::Thread*>(running_thread())->block;
+  if (address + num_bytes > block.shared_used_) fail_thread("shared memory ends before address", address + num_bytes, site);
+  return reinterpret_cast<void*>(block.shared_base() + address);
+}
+
+AsyncWork& own_async_work() { return static_cast<Block::Thread*>(running_thread())->async; }
+AsyncShared& block_async_work() { return static_cast<Block::Thread*>(running_thread())->block->async_; }
 
 }  // namespace dflash::compute::gpu::sim

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "base/result.h"
+#include "compute/gpu/sim/async_work.h"
 #include "compute/gpu/sim/fibre.h"
 #include "compute/gpu/sim/thread_view.h"
 
@@ -20,7 +21,8 @@ using Kernel = void (*)(const void* params);
 
 inline constexpr uint32_t kSubgroup = 32;
 inline constexpr uint32_t kMaxThreads = 1024;
-inline constexpr size_t kSharedBytes = 48 * 1024;  // what every vendor gives a block without asking
+inline constexpr size_t kSharedBytes = 48 * 1024;       // what every vendor gives a block without asking
+inline constexpr size_t kMostSharedBytes = 227 * 1024;  // with what the launch asks for, as sm_90
 
 class Block {
  public:
@@ -36,6 +38,7 @@ class Block {
     const char* name;
     uint32_t threads;  // a multiple of 64, <= kMaxThreads
     uint32_t block_x, block_y, grid_x;
+    uint32_t dynamic_bytes = 0;
   };
   // Readies the block; `launch.params` stays until it is done.
   void start(const Launch& launch);
@@ -53,6 +56,7 @@ class Block {
     Collective kind{};
     uint64_t value = 0;  // given to a collective, then its result
     uint32_t argument = 0;
+    AsyncWork async;
   };
   struct SharedObject {
     Site site;
@@ -66,11 +70,18 @@ class Block {
   friend void* shared_object(size_t num_bytes, Site site);
   friend void pause_thread();
   friend void out_of_bounds(uint64_t index, uint64_t size, Site site);
+  friend void fail_thread(const char* what, uint64_t value, Site site);
+  friend void* dynamic_shared(Site site);
+  friend uint32_t shared_address(const void* at, Site site);
+  friend void* shared_at(uint32_t address, size_t num_bytes, Site site);
+  friend AsyncWork& own_async_work();
+  friend AsyncShared& block_async_work();
 
   Block(uint32_t wave_width, uint64_t seed) : wave_width_(wave_width), random_(seed) {}
   static void run_thread(void* thread);
   Result<bool> run_all(std::span<uint32_t> order);
   Result<bool> run_first_subgroup();
+  uintptr_t shared_base() const;
   void* find_shared(size_t num_bytes, Site site);
   void note_failure(const Thread& thread, const std::string& what, Site site);
   [[noreturn]] void leave_failed(Thread& thread);
@@ -93,6 +104,7 @@ class Block {
   std::vector<std::byte> shared_;
   std::vector<SharedObject> shared_objects_;
   size_t shared_used_ = 0;
+  AsyncShared async_;
   uint32_t num_left_ = 0;
   std::string failure_;  // empty: none
 };

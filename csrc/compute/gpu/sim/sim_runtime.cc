@@ -47,6 +47,7 @@ class SimRuntime final : public DeviceRuntime {
     facts_.architecture = "simulated";
     facts_.wave_width = is_cuda ? 32 : 64;
     facts_.memory_bytes = device.memory_bytes;
+    facts_.has_warpgroups = device.has_warpgroups;
   }
   ~SimRuntime() override {
     for (const auto& [memory, size] : allocations_) free_aligned(memory);
@@ -186,7 +187,8 @@ class SimRuntime final : public DeviceRuntime {
     if (!is_started_) {
       const uint64_t index = blocks_.back();
       block_->start({sim::find_kernel(launch.kernel), operation.params.data(), kernel_name(launch.kernel), launch.threads,
-                     static_cast<uint32_t>(index % launch.grid_x), static_cast<uint32_t>(index / launch.grid_x), launch.grid_x});
+                     static_cast<uint32_t>(index % launch.grid_x), static_cast<uint32_t>(index / launch.grid_x), launch.grid_x,
+                     kernel_dynamic_bytes(launch.kernel)});
       is_started_ = true;
     }
     auto has_left = block_->advance();

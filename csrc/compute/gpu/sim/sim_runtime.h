@@ -15,6 +15,7 @@ struct SimulatedDevice {
   SimulatedVendor vendor = SimulatedVendor::kCuda;
   uint64_t memory_bytes = uint64_t{1} << 30;
   uint64_t seed = 1;  // of the order of blocks and threads
+  bool has_warpgroups = false;      // products by warpgroups, as sm_90a
   bool has_foreign_memory = false;  // a framework allocates too: copies are not held against this runtime's own allocations
 };
 

@@ -36,5 +36,12 @@ void pause_thread();
 uint64_t clock_ns();
 // Ends the block with an error.
 [[noreturn]] void out_of_bounds(uint64_t index, uint64_t size, Site site);
+[[noreturn]] void fail_thread(const char* what, uint64_t value, Site site);
+
+// The block's shared memory of the size that the launch asked for; 16-byte aligned and no better, at first filled with bytes 0xff.
+void* dynamic_shared(Site site);
+// The address of an object in shared memory as instructions name it, from 0 on, and the memory at such an address.
+uint32_t shared_address(const void* at, Site site);
+void* shared_at(uint32_t address, size_t num_bytes, Site site);
 
 }  // namespace dflash::compute::gpu::sim

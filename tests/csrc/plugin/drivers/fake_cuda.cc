@@ -9,9 +9,10 @@
 
 namespace {
 
-constexpr int kOutOfMemory = 2, kNoDevice = 100, kNoContext = 201, kNoBinary = 209, kInvalidHandle = 400, kNotReady = 600, kIllegalAddress = 700,
-              kNotSupported = 801, kUnknown = 999;
+constexpr int kInvalidValue = 1, kOutOfMemory = 2, kNoDevice = 100, kNoContext = 201, kNoBinary = 209, kInvalidHandle = 400, kNotReady = 600;
+constexpr int kIllegalAddress = 700, kNotSupported = 801, kUnknown = 999;
 int queries = 0;
+unsigned dynamic_bytes = 0;  // allowed
 int contexts[2] = {};
 thread_local void* current = nullptr;
 int in_its_context(void* made_in) { return current == nullptr ? kNoContext : current != made_in ? kInvalidHandle : 0; }
@@ -88,7 +89,13 @@ FAKE int cuModuleGetFunction(void** function, void*, const char* name) {
   *function = &queries;
   return 0;
 }
-FAKE int cuLaunchKernel(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*, void** arguments, void**) {
+FAKE int cuFuncSetAttribute(void*, int attribute, int value) {
+  if (attribute != 8) return kInvalidValue;
+  return dynamic_bytes = static_cast<unsigned>(value), 0;
+}
+// As a card: more dynamic shared memory than 48 KiB only after it was allowed.
+FAKE int cuLaunchKernel(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned dynamic, void*, void** arguments, void**) {
+  if (dynamic > 48 * 1024 && dynamic > dynamic_bytes) return kInvalidValue;
   return arguments == nullptr || arguments[0] == nullptr ? 1 : 0;
 }
 FAKE int cuGetErrorString(int status, const char** text) {
