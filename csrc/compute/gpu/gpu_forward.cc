@@ -164,7 +164,9 @@ GpuLayer::Scratch GpuLayer::place_scratch(const Chunk& chunk, const ForwardArgs&
     scratch.ids = scratch.place(pairs * sizeof(uint16_t));
   }
   scratch.source = scratch.place(rows * spec_.in_size * dtype_bytes(args.row_dtype));
+  scratch.out_of_range = scratch.place(sizeof(uint64_t));  // the last of the inputs and the first of the outputs: no operation of its own
   scratch.input_bytes = scratch.num_bytes;
+  scratch.reply = scratch.place(rows * spec_.out_size * sizeof(float));  // wide enough for range_failure(), whatever the dtype
   if (!scratch.is_listed_at_host) {
     place_lists();
     scratch.expert_counts = scratch.place(num_local_experts_ * sizeof(uint32_t));
@@ -178,8 +180,6 @@ GpuLayer::Scratch GpuLayer::place_scratch(const Chunk& chunk, const ForwardArgs&
   }
   scratch.hidden = scratch.place(pairs * scratch.hidden_stride * value_bytes);
   scratch.downs = scratch.place(pairs * spec_.out_size * sizeof(float));
-  scratch.out_of_range = scratch.place(sizeof(uint64_t));
-  scratch.reply = scratch.place(rows * spec_.out_size * sizeof(float));  // wide enough for range_failure(), whatever the dtype
   scratch.output_bytes = scratch.reply - scratch.out_of_range + rows * spec_.out_size * dtype_bytes(args.reply_dtype);
   return scratch;
 }
@@ -228,7 +228,7 @@ void GpuLayer::list_pairs(const ForwardArgs& args, const Chunk& chunk, Scratch& 
 
 Status GpuLayer::queue_inputs(const ForwardArgs& args, const Chunk& chunk, const Scratch& scratch, std::byte* device, std::byte* host,
                               DeviceRuntime& runtime) const {
-  const uint64_t source_bytes = uint64_t{chunk.num_rows} * spec_.in_size * dtype_bytes(args.row_dtype);
+  const uint64_t source_bytes = uint64_t{chunk.num_rows} * spec_.in_size * dtype_bytes(args.row_dtype), none = kInRange;
   const std::byte* source = args.rows + chunk.first_row * uint64_t{spec_.in_size} * dtype_bytes(args.row_dtype);
   if (chunk.num_pairs != 0) {  // an empty span may be null
     std::memcpy(host + scratch.weights, args.weights.data() + chunk.first_pair, chunk.num_pairs * sizeof(float));
@@ -238,9 +238,9 @@ Status GpuLayer::queue_inputs(const ForwardArgs& args, const Chunk& chunk, const
     std::memcpy(host + scratch.ids, args.local_expert_ids.data() + chunk.first_pair, chunk.num_pairs * sizeof(uint16_t));
   }
   std::memcpy(host + scratch.source, source, source_bytes);
-  DFLASH_TRY(runtime.copy_in(device, host, scratch.source + source_bytes));
+  std::memcpy(host + scratch.out_of_range, &none, sizeof none);
+  DFLASH_TRY(runtime.copy_in(device, host, scratch.out_of_range + sizeof none));
   DFLASH_TRY(runtime.mark(Mark::kBegin));
-  DFLASH_TRY(runtime.fill(device + scratch.out_of_range, 0xff, sizeof(uint64_t)));  // kInRange
   if (chunk.num_pairs == 0) return ok();
   return queue_rows(args, chunk, scratch, device, runtime);
 }
