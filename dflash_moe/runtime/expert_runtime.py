@@ -359,8 +359,11 @@ class ExpertRuntime:
         self._quiesce()
         for name in sorted(self._worn_out):
             member = self._fleet.members[name]
-            if member.slots is not None:
-                self._renew(member, member.slots)
+            try:
+                if member.slots is not None:
+                    self._renew(member, member.slots)
+            except WorkerLost as error:  # the calls that need it say so; the others go on
+                self._live_client().mark_lost(member.client_index, str(error))
             self._worn_out.discard(name)
         self._gate.is_shut = False
 
