@@ -6,11 +6,11 @@ SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from dflash_moe import _core
-from dflash_moe.errors import TopologyError, UnsupportedError
+from dflash_moe.errors import ConfigError, TopologyError, UnsupportedError
 from dflash_moe.topology import HOST, Topology
 from dflash_moe.topology.spec import ACTIVATIONS
 
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from dflash_moe.placement.plan import Placement, Shard
 
 log = logging.getLogger(__name__)
+
+# Of matrix units, which add a step's products as their generation of cards does: a set of bits per architecture (decision 18).
+PER_ARCHITECTURE = ("bf16-mma", "bf16-mfma", "bf16-wmma")
 
 
 def holder_classes(placement: Placement) -> dict[str, str]:
@@ -58,6 +61,26 @@ def check_classes(layers: Sequence[LayerSpec], placement: Placement, topology: T
     for layer, shards in zip(layers, placement.layers, strict=True):
         for shard in shards:
             _check_format(layer, shard, topology)
+
+
+def check_architectures(holders: Mapping[str, tuple[str, str]], policy: str) -> None:
+    """Call once every holder has said what it computes on. `holders`: name to (class, architecture).
+
+    Errors: ConfigError naming two holders whose class has other bits on each of their architectures, unless `policy` is close.
+    """
+    first: dict[str, tuple[str, str]] = {}
+    for name, (numerics, architecture) in holders.items():
+        if numerics not in PER_ARCHITECTURE:
+            continue
+        other, known = first.setdefault(numerics, (name, architecture))
+        if known == architecture:
+            continue
+        found = f"{numerics} on {known} (worker {other}) and on {architecture} (worker {name}) has not the same bits"
+        if policy == "exact":
+            raise ConfigError(
+                f"{found}; give both `activations: f32` or int8, or allow it with `numerics: close` (--numerics close)"
+            )
+        log.warning("numerics close: %s", found)
 
 
 def _check_format(layer: LayerSpec, shard: Shard, topology: Topology) -> None:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from dflash_moe import _core
 from dflash_moe.errors import ConfigError
 from dflash_moe.model.checkpoint import Checkpoint, shard_fingerprint
+from dflash_moe.placement.numerics import check_architectures
 from dflash_moe.protocol.devices import DeviceChoice
 from dflash_moe.protocol.identity import local_identity
 from dflash_moe.protocol.keys import read_key_file
@@ -166,6 +167,8 @@ class Fleet:
                     numerics=member.numerics, cpus=self._threads.cpus.get(member.name, ()), device=member.device,
                     weights_layout=member.layout,
                 )  # fmt: skip
+        computed = {member.name: (member.numerics, _isa(member)) for member in self.members.values()}
+        check_architectures(computed, self._settings.numerics)
 
     def _greet(self, name: str) -> None:
         member = self.members[name]
@@ -319,6 +322,14 @@ class Fleet:
 def _first_cause(failed: Sequence[Future[None]]) -> BaseException:
     errors = [error for future in failed if (error := future.exception()) is not None]
     return errors[0]
+
+
+def _isa(member: Member) -> str:
+    """What it computes with, once it was greeted: a kernel set, or the architecture of a card."""
+    if member.local is not None:
+        return member.local.isa
+    greeted = _session(member).hello
+    return greeted.isa if greeted is not None else ""
 
 
 def _session(member: Member) -> WorkerSession:

@@ -41,6 +41,7 @@ class LocalWorker:
         require_numerics(numerics, isa, name=name, device=opened)
         check_cpus(cpus, name=name)
         self.name = name
+        self.isa = isa if opened is None else opened.arch  # or the architecture of its card
         self.has_own_memory = (device or DeviceChoice()).has_own_memory
         self.memory_available = opened.free_bytes() if opened is not None and self.has_own_memory else 0  # of the card
         self._worker = _core.Worker(

@@ -348,9 +348,7 @@ class WorkerSession:
             raise ProtocolError(f"worker {self.name}: not connected")
         return self._connection
 
-    def _ask(
-        self, message: Message, answer: type[M], *, timeout_s: float, doing: str, descriptors: Sequence[int] = ()
-    ) -> M:
+    def _ask(self, message: Message, answer: type[M], *, timeout_s: float, doing: str, descriptors: Sequence[int] = ()) -> M:
         deadline = time.monotonic() + timeout_s
         self._discard_stale(deadline, timeout_s, doing)
         self._send(message, timeout_s, doing, descriptors)
