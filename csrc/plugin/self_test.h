@@ -12,7 +12,7 @@ namespace dflash::plugin {
 struct SelfTestResult {
   uint32_t num_cases = 0;  // of this device
   uint64_t elements = 0;   // compared
-  uint64_t differing = 0;  // whose bits differ
+  uint64_t differing = 0;  // whose bits differ; in a matrix-unit class, that are outside of its derived bounds
   std::string kernel;      // "f32-canonical silu"
   std::string formats;     // of the weights
 };

@@ -34,7 +34,10 @@ def to_int8_groups(inputs: Any) -> Any:
     return (codes.double() * scales.double()).flatten(-2)[..., :width]
 
 
-_ROUNDINGS: dict[str, Callable[[Any], Any]] = {"bf16-dot": to_bf16, "bf16-bfdot": to_bf16, "int8-groups": to_int8_groups}
+_MATRIX_CLASSES = ("bf16-mma", "bf16-mfma", "bf16-wmma")  # of cards: weights of any format are rounded too
+_ROUNDINGS: dict[str, Callable[[Any], Any]] = {
+    "bf16-dot": to_bf16, "bf16-bfdot": to_bf16, "int8-groups": to_int8_groups, **dict.fromkeys(_MATRIX_CLASSES, to_bf16),
+}  # fmt: skip
 
 
 def rounds_inputs(numerics: str) -> bool:
@@ -48,16 +51,21 @@ def rounds_below(numerics: str, dtype: str) -> bool:
 
 
 def inputs_rounded(numerics: str) -> AbstractContextManager[Any]:
-    """Rounds the first factor of every matrix product inside the block as class `numerics` does."""
-    return _RoundedInputs(_ROUNDINGS[numerics]) if numerics in _ROUNDINGS else nullcontext()
+    """Rounds the first factor of every matrix product inside the block as class `numerics` does, and weights where it does."""
+    if numerics not in _ROUNDINGS:
+        return nullcontext()
+    return _RoundedInputs(_ROUNDINGS[numerics], to_bf16 if numerics in _MATRIX_CLASSES else None)
 
 
 class _RoundedInputs(TorchFunctionMode):  # type: ignore[misc]
-    def __init__(self, rounding: Callable[[Any], Any]) -> None:
+    def __init__(self, rounding: Callable[[Any], Any], of_weights: Callable[[Any], Any] | None) -> None:
         super().__init__()
         self._rounding = rounding
+        self._of_weights = of_weights
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _PRODUCTS:
             args = (self._rounding(args[0]), *args[1:])
+            if self._of_weights is not None and len(args) > 1:
+                args = (args[0], self._of_weights(args[1]), *args[2:])
         return func(*args, **(kwargs or {}))

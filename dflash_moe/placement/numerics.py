@@ -52,8 +52,8 @@ def check_classes(layers: Sequence[LayerSpec], placement: Placement, topology: T
         place = _line(topology, max(shards[0], other, key=lambda shard: _line(topology, shard.holder)).holder)
         raise TopologyError(
             f"{topology.source}:{place}: layer {layer.index} ({layer.name}): {_named(shards[0])} computes in "
-            f"{shards[0].numerics} and {_named(other)} in {other.numerics}; give both the same `activations`, or allow it with "
-            "`numerics: close` (--numerics close): results then depend on which of them holds an expert"
+            f"{shards[0].numerics} and {_named(other)} in {other.numerics}; give both `activations` of one class, or allow it "
+            "with `numerics: close` (--numerics close): results then depend on which of them holds an expert"
         )
     if mixed:
         classes = ", ".join(f"{holder} {numerics}" for holder, numerics in holder_classes(placement).items())
@@ -88,7 +88,7 @@ def _check_format(layer: LayerSpec, shard: Shard, topology: Topology) -> None:
     try:
         _core.check_numerics(shard.numerics, kept)
     except UnsupportedError as error:
-        asked = next(name for name, numerics in ACTIVATIONS.items() if numerics == shard.numerics)
+        asked = next((name for name, numerics in ACTIVATIONS.items() if numerics == shard.numerics), "bf16")  # of a card
         remedies = ["`activations: f32`"]
         if shard.holder != HOST and asked == "int8" and _takes(shard.numerics, layer.resident_dtype("int8")):
             remedies.insert(0, "`weights: int8`")

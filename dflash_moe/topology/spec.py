@@ -21,7 +21,11 @@ from dflash_moe.topology.addresses import Address, parse_address
 BF16_CLASS = "bf16-bfdot" if os.uname().machine in ("aarch64", "arm64") else "bf16-dot"
 ACTIVATIONS = {
     "f32": "f32-canonical", "bf16": BF16_CLASS, "int8": "int8-groups", "bf16-dot": "bf16-dot", "bf16-bfdot": "bf16-bfdot",
+    "bf16-wmma": "bf16-wmma",
 }  # fmt: skip
+# On a card bf16 is the class of its matrix units. AMD's are of two kinds: bf16 is MFMA (Instinct), bf16-wmma is WMMA (Radeon RX
+# 7000 and 9000).
+MATRIX_CLASSES = {"cuda": "bf16-mma", "hip": "bf16-mfma"}
 DEFAULT_ACTIVATIONS = "f32"
 DEFAULT_NUMERICS = ACTIVATIONS[DEFAULT_ACTIVATIONS]
 CPUS_WORDS = ("auto", "none")
@@ -179,7 +183,11 @@ class Topology:
     def numerics_of(self, holder: str) -> str:
         """The numerics class that a worker, or HOST, computes in."""
         if holder != HOST:
-            return ACTIVATIONS[self.worker(holder).activations]
+            worker = self.worker(holder)
+            vendor = worker.simulate if worker.backend == "sim" else worker.backend
+            if worker.activations == "bf16" and vendor is not None and vendor in MATRIX_CLASSES:
+                return MATRIX_CLASSES[vendor]
+            return ACTIVATIONS[worker.activations]
         asked = {worker.activations for worker in self.workers}
         common = asked.pop() if len(asked) == 1 else DEFAULT_ACTIVATIONS
         return ACTIVATIONS[self.host.activations or common]

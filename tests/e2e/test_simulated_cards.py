@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dflash_moe import ConfigError, ExpertRuntime, Topology, UnsupportedError, _core
+from dflash_moe import ConfigError, ExpertRuntime, Topology, TopologyError, UnsupportedError, _core
 from dflash_moe.model.make import make_checkpoint
 from dflash_moe.testing.families import tiny_options
 from dflash_moe.testing.tiny import routed_batch, tiny_checkpoint
@@ -112,10 +112,39 @@ def test_a_card_without_its_plug_in_or_driver_is_refused_with_worker_and_reason(
 
 
 def test_a_class_that_the_card_lacks_is_refused_naming_the_device(spec):
-    worker = "{name: green, backend: sim, simulate: cuda, activations: bf16}"
+    worker = "{name: green, backend: sim, simulate: cuda, activations: bf16-wmma}"
     topology = Topology.parse(f"version: 1\nworkers: [{worker}]")
-    with pytest.raises(UnsupportedError, match=r"worker green"):
+    with pytest.raises(UnsupportedError, match=r"worker green: its device .* does not compute numerics class bf16-wmma; it "):
         ExpertRuntime.start(topology, model=spec)
+
+
+@pytest.mark.parametrize(("vendor", "numerics"), [("cuda", "bf16-mma"), ("hip", "bf16-mfma")])
+def test_matrix_units_give_the_same_bits_whichever_card_holds_an_expert(spec, vendor, numerics):
+    batch = routed_batch(40, HIDDEN, NUM_EXPERTS, TOP_K)
+    replies = []
+    for halves in (("0-4", "5-8"), ("5-8", "0-4")):
+        workers = "".join(
+            f"  - {{name: w{at}, backend: sim, simulate: {vendor}, activations: bf16, experts: {{'*': '{half}'}}}}\n"
+            for at, half in enumerate(halves)
+        )
+        topology = Topology.parse(f"version: 1\nplacement: {{policy: explicit}}\nworkers:\n{workers}")
+        with ExpertRuntime.start(topology, model=spec, dtype="f32") as runtime:
+            replies.append(np.asarray(runtime.experts(0, *batch)))
+            stats = runtime.stats()
+        assert stats["numerics"]["classes"] == {"w0": numerics, "w1": numerics}
+        assert all(count["calls"] for count in stats["workers"].values())
+    assert replies[0].tobytes() == replies[1].tobytes()
+    with ExpertRuntime.start(Topology.parse("version: 1\nworkers: [{name: w0}]"), model=spec, dtype="f32") as runtime:
+        canonical = np.asarray(runtime.experts(0, *batch))
+    moved = np.abs(replies[0] - canonical).max() / np.abs(canonical).max()
+    assert 1e-5 < moved < 3e-2  # rows and weights rounded to bf16, no more
+
+
+def test_matrix_units_of_two_vendors_do_not_meet_in_a_layer_unless_allowed(spec):
+    entry = "{{name: {0}, backend: sim, simulate: {0}, activations: bf16}}"
+    workers = ", ".join(entry.format(vendor) for vendor in ("cuda", "hip"))
+    with pytest.raises(TopologyError, match=r"cuda computes in bf16-mma and worker hip in bf16-mfma"):
+        ExpertRuntime.start(Topology.parse(f"version: 1\nworkers: [{workers}]"), model=spec)
 
 
 @pytest.mark.parametrize("weights", ["int8", "int4"])

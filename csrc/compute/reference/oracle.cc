@@ -46,6 +46,8 @@ double activate_float64(Activation activation, double x) {
   return x;
 }
 
+}  // namespace
+
 double gate_float64(const FfnSpec& spec, double g, double u) {
   if (spec.gate == GateKind::kNone) return activate_float64(spec.activation, u);
   g = std::min(static_cast<double>(spec.gate_max), g);
@@ -53,8 +55,6 @@ double gate_float64(const FfnSpec& spec, double g, double u) {
   if (spec.gate == GateKind::kGated) return activate_float64(spec.activation, g) * u;
   return (u + static_cast<double>(spec.up_offset)) * (g * sigmoid_float64(static_cast<double>(spec.alpha) * g));
 }
-
-}  // namespace
 
 std::vector<double> forward_float64(const FfnSpec& spec, std::span<const ExpertWeights> experts, const ForwardArgs& args) {
   std::vector<double> sums(size_t{args.num_rows} * spec.out_size, 0.0);

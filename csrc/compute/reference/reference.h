@@ -15,6 +15,9 @@ std::unique_ptr<ExpertLayer> make_reference_layer(const FfnSpec& spec, uint32_t 
                                                   ResidentFormats formats = WeightFormat::kF32,
                                                   NumericsClass numerics = NumericsClass::kF32Canonical);
 
+// The intermediate value of a gate (g; unused without one) and an up in float64.
+double gate_float64(const FfnSpec& spec, double g, double u);
+
 // The same function in float64 from inputs to the routing-weighted sum [num_rows, out_size]; no rounding on the way.
 std::vector<double> forward_float64(const FfnSpec& spec, std::span<const ExpertWeights> experts, const ForwardArgs& args);
 

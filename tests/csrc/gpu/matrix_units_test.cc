@@ -3,12 +3,14 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <doctest/doctest.h>
 
+#include <algorithm>
 #include <cstring>
 #include <limits>
 
 #include "compute/gpu/gpu_layer.h"
 #include "compute/gpu/host_routing.h"
 #include "compute/gpu/sim/sim_runtime.h"
+#include "compute/reference/matrix_bounds.h"
 #include "compute/reference/reference.h"
 #include "compute/stored_experts.h"
 
@@ -199,6 +201,63 @@ TEST_CASE("matrix units: NaN and infinity stay in their own row") {
     REQUIRE(experts.load_into(*reference).ok());
     REQUIRE(experts.load_into(*layer).ok());
     CHECK(reply_of(*layer, dirty) == reply_of(*reference, dirty));
+  }
+}
+
+// How many values of a float32 reply are outside of the class's bounds.
+size_t count_outside(const OutputBounds& bounds, const std::vector<std::byte>& reply) {
+  size_t outside = 0;
+  for (size_t i = 0; i < bounds.low.size(); ++i) {
+    float value;
+    std::memcpy(&value, reply.data() + 4 * i, 4);
+    if (!(static_cast<float>(bounds.low[i]) <= value && value <= static_cast<float>(bounds.high[i]))) ++outside;
+  }
+  return outside;
+}
+
+OutputBounds bounds_of(const FfnSpec& spec, const std::vector<ExpertWeights>& weights, ResidentFormats formats, const Batch& batch) {
+  std::vector<std::byte> unused;
+  const std::vector<std::byte> rows = toy::encode(batch.row_dtype, batch.rows);
+  return matrix_class_bounds(spec, weights, formats, batch.args(rows, unused));
+}
+
+TEST_CASE("matrix units: replies lie within the derived bounds in every format, and those of other rows do not") {
+  uint32_t seed = 700;
+  for (uint8_t value = 0; value < kNumWeightFormats; ++value) {
+    const auto format = static_cast<WeightFormat>(value);
+    const WeightFormat source = format_facts(format).is_stored ? format : WeightFormat::kBF16;
+    const FfnSpec spec = spec_of(512, 256, 60);
+    const StoredExperts experts(spec, 2, source, source, ++seed);
+    const Batch batch = Batch::random(spec, 2, 20, 2, seed);
+    const OutputBounds bounds = bounds_of(spec, {experts.weights(0), experts.weights(1)}, format, batch);
+    const auto layer = layer_on(kCards[seed % 2], spec, 2, format);
+    REQUIRE(experts.load_into(*layer).ok());
+    CAPTURE(format_name(format));
+    std::vector<std::byte> shifted = reply_of(*layer, batch);
+    CHECK(count_outside(bounds, shifted) == 0);
+    std::rotate(shifted.begin(), shifted.begin() + 4 * spec.out_size, shifted.end());  // each row has the next one's
+    CHECK(count_outside(bounds, shifted) > bounds.low.size() / 2);
+  }
+}
+
+TEST_CASE("matrix units: replies lie within the derived bounds for every activation and gate, with biases") {
+  uint32_t seed = 800;
+  for (int activation = 0; activation <= 7; ++activation) {
+    for (int gate = 0; gate <= 2; ++gate) {
+      FfnSpec spec = spec_of(300, 70, 50);
+      spec.activation = static_cast<Activation>(activation);
+      spec.gate = static_cast<GateKind>(gate);
+      spec.has_gate_up_bias = spec.has_down_bias = ++seed % 2 == 0;
+      if (spec.gate == GateKind::kClampedSwiglu) spec.alpha = 1.702f, spec.up_offset = 1.0f, spec.gate_max = spec.up_limit = 0.5f;
+      const Experts experts(spec, 2, Dtype::kF32, seed);
+      const auto layer = layer_on(kCards[seed % 2], spec, 2, Dtype::kF32);
+      REQUIRE(experts.load_into(*layer).ok());
+      Batch batch = Batch::random(spec, 2, 6, 2, seed);
+      for (float& value : batch.rows) value *= 4.0f;  // into the tails of the activations
+      CAPTURE(activation);
+      CAPTURE(gate);
+      CHECK(count_outside(bounds_of(spec, experts.all_weights(), Dtype::kF32, batch), reply_of(*layer, batch)) == 0);
+    }
   }
 }
 

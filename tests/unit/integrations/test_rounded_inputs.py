@@ -51,6 +51,14 @@ def test_the_first_factor_of_every_product_is_rounded_and_nothing_else(product):
     assert float(torch.matmul(inputs, weight)) != float(weight)
 
 
+def test_classes_of_matrix_units_round_the_weights_too():
+    inputs = torch.tensor([[1.0]], dtype=torch.float64)
+    weight = torch.tensor([[1.0 + 2**-9]], dtype=torch.float64)
+    for numerics in ("bf16-mma", "bf16-mfma", "bf16-wmma"):
+        with inputs_rounded(numerics):
+            assert float(torch.nn.functional.linear(inputs, weight)) == 1.0
+
+
 def test_only_the_model_itself_can_make_a_class_no_coarser():
     found = {(numerics, dtype) for numerics in ("f32-canonical", "bf16-dot", "bf16-bfdot", "int8-groups")
              for dtype in ("f32", "f16", "bf16") if rounds_below(numerics, dtype)}  # fmt: skip

@@ -286,7 +286,17 @@ def test_activations_name_a_numerics_class_and_the_host_follows_workers_that_agr
     assert classes("bf16", host="host: {activations: int8}\n") == ["int8-groups", BF16_CLASS]
     assert classes("bf16-bfdot", "bf16-dot") == ["f32-canonical", "bf16-bfdot", "bf16-dot"]
     assert Topology.local(1).numerics_of("w0") == Topology.local(1).numerics_of("host") == "f32-canonical"
-    assert set(ACTIVATIONS.values()) == set(_core.numerics_classes("reference"))
+    assert set(ACTIVATIONS.values()) - {"bf16-wmma"} == set(_core.numerics_classes("reference"))
+
+
+def test_bf16_names_the_class_of_a_cards_matrix_units():
+    cards = ("backend: cuda", "backend: hip", "backend: sim, simulate: hip", "backend: cpu")
+    entries = (*(f"{card}, activations: bf16" for card in cards), "backend: hip, activations: bf16-wmma")
+    lines = "".join(f"  - {{name: w{at}, {entry}}}\n" for at, entry in enumerate(entries))
+    topology = Topology.parse(f"{HEAD}workers:\n{lines}")
+    assert [topology.numerics_of(worker.name) for worker in topology.workers] == [
+        "bf16-mma", "bf16-mfma", "bf16-mfma", ACTIVATIONS["bf16"], "bf16-wmma"
+    ]  # fmt: skip
 
 
 def test_cpus_are_a_word_or_a_list():
