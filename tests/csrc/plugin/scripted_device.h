@@ -11,9 +11,9 @@
 
 namespace dflash::plugin::toys {
 
-inline constexpr uint32_t kSmallMemory = 0, kTooOld = 1, kWrongBits = 2, kUntriedWrong = 3, kUntriedRight = 4;
+inline constexpr uint32_t kSmallMemory = 0, kTooOld = 1, kWrongBits = 2, kUntriedWrong = 3, kUntriedRight = 4, kUntriedUneven = 5;
 
-// The reference, unless told otherwise: replies with every bit turned over, or a card that is lost in each call.
+// The reference, unless told otherwise: replies with every bit turned over, or the lowest one of large batches, or a card that is lost in each call.
 class ScriptedLayer final : public compute::ExpertLayer {
  public:
   ScriptedLayer(std::unique_ptr<compute::ExpertLayer> inner, uint32_t device) : inner_(std::move(inner)), device_(device) {}
@@ -27,6 +27,10 @@ class ScriptedLayer final : public compute::ExpertLayer {
     if (device_ == kSmallMemory) return Error{ErrorCode::kWorkerFailed, "the card has fallen off the bus"};
     DFLASH_TRY(inner_->forward(args, progress));
     if (device_ == kUntriedRight) return ok();
+    if (device_ == kUntriedUneven) {
+      if (args.num_rows > 16) args.reply[0] ^= std::byte{1};
+      return ok();
+    }
     const size_t bytes = size_t{args.num_rows} * spec().out_size * dtype_bytes(args.reply_dtype);
     for (size_t at = 0; at < bytes; ++at) args.reply[at] = ~args.reply[at];
     return ok();
@@ -42,8 +46,10 @@ class ScriptedDevice final : public Device, public compute::ExpertBackend {
   explicit ScriptedDevice(uint32_t device) : device_(device) {}
   compute::ExpertBackend& backend() override { return *this; }
   bool takes(compute::WeightFormat format) const override { return compute::is_float(format); }
-  bool computes(compute::NumericsClass numerics) const override { return numerics == compute::NumericsClass::kF32Canonical; }
-  bool must_prove() const override { return device_ == kUntriedWrong || device_ == kUntriedRight; }
+  bool computes(compute::NumericsClass numerics) const override {
+    return numerics == compute::NumericsClass::kF32Canonical || numerics == compute::NumericsClass::kBf16Mma;
+  }
+  bool must_prove() const override { return device_ >= kUntriedWrong; }
   uint32_t max_rows() const override { return 64; }
   Result<uint64_t> free_bytes() override { return device_ == kSmallMemory ? uint64_t{4500} : uint64_t{1} << 30; }
   uint64_t layer_bytes(const compute::FfnSpec&, uint32_t num_local_experts, compute::ResidentFormats) const override {
@@ -66,7 +72,8 @@ struct ScriptedDriver {
                                       {"old card", "cuda", "sm_52", 8000, "compute capability 5.2 is below 7.5"},
                                       {"wrong card", "cuda", "sm_75", 1u << 30, ""},
                                       {"untried card", "cuda", "sm_75", 1u << 30, ""},
-                                      {"untried card", "cuda", "sm_75", 1u << 30, ""}};
+                                      {"untried card", "cuda", "sm_75", 1u << 30, ""},
+                                      {"untried card", "cuda", "sm_90", 1u << 30, ""}};
   }
   static Result<std::unique_ptr<Device>> open(uint32_t device, const OpenOptions&) {
     return std::unique_ptr<Device>(std::make_unique<ScriptedDevice>(device));

@@ -244,10 +244,10 @@ TEST_CASE("a format or class that the device lacks is unsupported, a card that i
 }
 
 TEST_CASE("a card that no test ever ran on computes the reference's numbers, or gets no layer") {
-  const auto define = [](uint32_t device, Dtype format) -> Status {
+  const auto define = [](uint32_t device, Dtype format, compute::NumericsClass numerics = compute::NumericsClass::kF32Canonical) -> Status {
     auto backend = PluginBackend::open(*table_of<toys::ScriptedDriver>(), device, OpenOptions{});
     REQUIRE(backend.ok());
-    auto layer = backend.value()->create_layer(toy_spec(), 1, format, compute::NumericsClass::kF32Canonical);
+    auto layer = backend.value()->create_layer(toy_spec(), 1, format, numerics);
     return layer.ok() ? ok() : Status(std::move(layer).error());
   };
   CHECK(define(toys::kUntriedRight, Dtype::kBF16).ok());
@@ -257,6 +257,12 @@ TEST_CASE("a card that no test ever ran on computes the reference's numbers, or 
   CHECK(refused.error().code == ErrorCode::kUnsupported);
   CHECK(refused.error().message.find("scripted:3 (untried card): its kernels compute wrong numbers: f32-canonical silu with weights in bf16 differs "
                                      "from the reference in ") != std::string::npos);
+
+  // In a class of matrix units bits are the card's own, but a row's must not depend on how many come with it.
+  CHECK(define(toys::kUntriedRight, Dtype::kBF16, compute::NumericsClass::kBf16Mma).ok());
+  const Status uneven = define(toys::kUntriedUneven, Dtype::kF16, compute::NumericsClass::kBf16Mma);
+  REQUIRE_FALSE(uneven.ok());
+  CHECK(uneven.error().message.find("bf16-mma silu with weights in f16 differs from the reference in 1 of ") != std::string::npos);
 }
 
 TEST_CASE("the self-test passes on the processor's kernels and counts what a wrong device computes") {
