@@ -28,11 +28,12 @@ std::vector<double> absolute_product(const MatrixView& matrix, const std::vector
   return output;
 }
 
-// How far one expert's outputs can lie from the exact ones. A bf16 is within r = 2^-9 of its value, and a product of n inputs within n u of
-// the sum of magnitudes (Higham, section 3.1; one more u per block); `step` is u, 2^-24 where sums are rounded to nearest and 2^-23 to odd.
+// How far one expert's outputs can lie from the exact ones. A bf16 (8 significant bits) is within r = 2^-8 of its value, and a product of n
+// inputs within n u of the sum of magnitudes (Higham, section 3.1; one more u per block); `step` is u, 2^-24 where sums are rounded to nearest
+// and 2^-23 to odd.
 // With |silu'| <= 1.1 and |silu(x)| <= |x|, h = silu(g) * u moves by at most 1.1 dg (|u| + du) + |g| du.
 std::vector<double> error_bound(const ExpertWeights& weights, const std::vector<double>& row, double step) {
-  constexpr double kRounding = 0x1p-9;
+  constexpr double kRounding = 0x1p-8;
   const auto of_sum = [step](size_t count) { return kRounding + static_cast<double>(count + count / 256 + 2) * step * (1 + kRounding); };
   const std::vector<double> g = absolute_product(weights.gate, row), u = absolute_product(weights.up, row);
   std::vector<double> magnitude(g.size()), error(g.size());
@@ -76,7 +77,7 @@ void check_class(NumericsClass numerics, Isa isa, double step) {
       error_power += error * error;
     }
   }
-  // Three roundings of at most 2^-9 (row into g and u, h) add up as random ones do: sqrt(3) * 2^-9 / sqrt(3) of the deviation.
+  // Three roundings of at most 2^-8 (row into g and u, h) add up as random ones do: at most sqrt(3) * 2^-8 / sqrt(3) of the deviation.
   const double relative = std::sqrt(error_power / power);
   CHECK(relative <= 0x1p-8);
   CHECK(relative >= 0x1p-12);  // rows and intermediate rows really are rounded to bf16
