@@ -95,7 +95,7 @@ if(DFLASH_HIP)
       string(REGEX MATCH "^(.*)(.)(.)$" parts ${number})
       math(EXPR version "${CMAKE_MATCH_1} * 1000 + 0x${CMAKE_MATCH_2} * 100 + 0x${CMAKE_MATCH_3}")
       file(WRITE ${hip_bitcode}/isa_${number}.cl "__constant const unsigned __oclc_ISA_version = ${version};\n")
-      execute_process(COMMAND ${DFLASH_HIP} -x cl -cl-std=CL2.0 -target amdgcn-amd-amdhsa -nogpulib -mcode-object-version=none -emit-llvm -c ${hip_bitcode}/isa_${number}.cl
+      execute_process(COMMAND ${DFLASH_HIP} -x cl -cl-std=CL2.0 -target amdgcn-amd-amdhsa -nogpulib -mcode-object-version=4 -emit-llvm -c ${hip_bitcode}/isa_${number}.cl
                               -o ${hip_bitcode}/oclc_isa_version_${number}.bc RESULT_VARIABLE failed)
       if(failed)
         message(FATAL_ERROR "no device library for ${arch} could be made with ${DFLASH_HIP}")
