@@ -17,6 +17,8 @@ namespace {
 
 using toy::Batch;
 using toy::Experts;
+using toy::reply_of;
+using toy::spec_of;
 
 #if defined(__aarch64__)
 constexpr NumericsClass kClass = NumericsClass::kBf16Bfdot;
@@ -39,21 +41,6 @@ Loaded load(Isa isa, uint32_t threads, const Experts& experts, uint32_t count) {
   loaded.layer = loaded.backend->create_layer(experts.spec(), count, WeightFormat::kBF16, kClass).value();
   REQUIRE(experts.load_into(*loaded.layer).ok());
   return loaded;
-}
-
-std::vector<std::byte> reply_of(ExpertLayer& layer, const Batch& batch) {
-  std::vector<std::byte> reply;
-  const Status status = batch.run(layer, reply);
-  REQUIRE_MESSAGE(status.ok(), (status.ok() ? "" : status.error().message));
-  return reply;
-}
-
-FfnSpec spec_of(uint32_t in, uint32_t intermediate, uint32_t out) {
-  FfnSpec spec;
-  spec.in_size = in;
-  spec.intermediate_size = intermediate;
-  spec.out_size = out;
-  return spec;
 }
 
 TEST_CASE("bf16 dot products: kernels give the twin's bits over shapes and dtypes of rows") {

@@ -18,6 +18,8 @@ namespace {
 
 using toy::Batch;
 using toy::Experts;
+using toy::reply_of;
+using toy::spec_of;
 
 // The control word of this processor, and one that flushes subnormals to zero and rounds down.
 #if defined(__x86_64__)
@@ -53,21 +55,6 @@ Loaded load(Isa isa, uint32_t threads, const Experts& experts, uint32_t count, D
   loaded.layer = loaded.backend->create_layer(experts.spec(), count, resident).value();
   REQUIRE(experts.load_into(*loaded.layer).ok());
   return loaded;
-}
-
-std::vector<std::byte> reply_of(ExpertLayer& layer, const Batch& batch) {
-  std::vector<std::byte> reply;
-  const Status status = batch.run(layer, reply);
-  REQUIRE_MESSAGE(status.ok(), (status.ok() ? "" : status.error().message));
-  return reply;
-}
-
-FfnSpec spec_of(uint32_t in, uint32_t intermediate, uint32_t out) {
-  FfnSpec spec;
-  spec.in_size = in;
-  spec.intermediate_size = intermediate;
-  spec.out_size = out;
-  return spec;
 }
 
 TEST_CASE("every instruction set gives the reference's bits over shapes and dtypes") {

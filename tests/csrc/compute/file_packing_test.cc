@@ -46,12 +46,6 @@ ExpertWeights in_file(ExpertWeights weights, const MappedBytes& file) {
   return weights;
 }
 
-std::vector<std::byte> reply_of(ExpertLayer& layer, const toy::Batch& batch) {
-  std::vector<std::byte> reply;
-  REQUIRE(batch.run(layer, reply).ok());
-  return reply;
-}
-
 TEST_CASE("experts read from a file in parts compute what experts in memory do, in every format") {
   const auto backend = CpuBackend::create(best_isa(), 1).value();
   const toy::Batch batch = toy::Batch::random(spec(), 1, 3, 3, 5);

@@ -16,6 +16,9 @@ namespace {
 
 using toy::Batch;
 using toy::StoredExperts;
+using toy::reply_of;
+using toy::source_of;
+using toy::spec_of;
 
 std::vector<Isa> kernel_sets() {
   std::vector<Isa> sets;
@@ -29,24 +32,6 @@ std::vector<WeightFormat> quantized_formats() {
   std::vector<WeightFormat> formats;
   for (uint8_t value = kNumDtypes; value < kNumWeightFormats; ++value) formats.push_back(static_cast<WeightFormat>(value));
   return formats;
-}
-
-// What a checkpoint holds for a resident format.
-WeightFormat source_of(WeightFormat format) { return format_facts(format).is_stored ? format : WeightFormat::kBF16; }
-
-FfnSpec spec_of(uint32_t in, uint32_t intermediate, uint32_t out) {
-  FfnSpec spec;
-  spec.in_size = in;
-  spec.intermediate_size = intermediate;
-  spec.out_size = out;
-  return spec;
-}
-
-std::vector<std::byte> reply_of(ExpertLayer& layer, const Batch& batch) {
-  std::vector<std::byte> reply;
-  const Status status = batch.run(layer, reply);
-  REQUIRE_MESSAGE(status.ok(), (status.ok() ? "" : status.error().message));
-  return reply;
 }
 
 // All kernel sets against the reference, for `rows` rows of two experts.

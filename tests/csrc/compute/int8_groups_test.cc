@@ -15,6 +15,8 @@ namespace {
 
 using toy::Batch;
 using toy::StoredExperts;
+using toy::reply_of;
+using toy::spec_of;
 
 constexpr NumericsClass kClass = NumericsClass::kInt8Groups;
 
@@ -40,21 +42,6 @@ Loaded load(Isa isa, uint32_t threads, const FfnSpec& spec, const StoredExperts&
   const Status status = experts.load_into(*loaded.layer);
   REQUIRE_MESSAGE(status.ok(), (status.ok() ? "" : status.error().message));
   return loaded;
-}
-
-std::vector<std::byte> reply_of(ExpertLayer& layer, const Batch& batch) {
-  std::vector<std::byte> reply;
-  const Status status = batch.run(layer, reply);
-  REQUIRE_MESSAGE(status.ok(), (status.ok() ? "" : status.error().message));
-  return reply;
-}
-
-FfnSpec spec_of(uint32_t in, uint32_t intermediate, uint32_t out) {
-  FfnSpec spec;
-  spec.in_size = in;
-  spec.intermediate_size = intermediate;
-  spec.out_size = out;
-  return spec;
 }
 
 std::vector<Isa> kernel_isas() {

@@ -14,6 +14,8 @@ namespace {
 
 using toy::Batch;
 using toy::StoredExperts;
+using toy::reply_of;
+using toy::spec_of;
 
 // Reads memory as a file, until told to fail.
 class ReadableMemory final : public MappedBytes {
@@ -28,14 +30,6 @@ class ReadableMemory final : public MappedBytes {
   mutable std::atomic<uint32_t> num_copies{0};
 };
 
-FfnSpec spec_of(uint32_t in, uint32_t intermediate, uint32_t out) {
-  FfnSpec spec;
-  spec.in_size = in;
-  spec.intermediate_size = intermediate;
-  spec.out_size = out;
-  return spec;
-}
-
 std::unique_ptr<ExpertLayer> loaded(CpuBackend& backend, const FfnSpec& spec, ResidentFormats formats, const StoredExperts& experts,
                                     const MappedBytes* file, NumericsClass numerics = NumericsClass::kF32Canonical) {
   auto layer = backend.create_layer(spec, 2, formats, numerics).value();
@@ -46,13 +40,6 @@ std::unique_ptr<ExpertLayer> loaded(CpuBackend& backend, const FfnSpec& spec, Re
     REQUIRE(layer->load_expert(id, weights, progress).ok());
   }
   return layer;
-}
-
-std::vector<std::byte> reply_of(ExpertLayer& layer, const Batch& batch) {
-  std::vector<std::byte> reply;
-  const Status status = batch.run(layer, reply);
-  REQUIRE_MESSAGE(status.ok(), (status.ok() ? "" : status.error().message));
-  return reply;
 }
 
 std::unique_ptr<CpuBackend> backend_of(Isa isa, uint32_t threads, WeightsLayout layout) {

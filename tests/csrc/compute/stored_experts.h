@@ -119,4 +119,7 @@ class StoredExperts {
   std::vector<Expert> experts_;
 };
 
+// What a checkpoint holds for a resident format.
+inline WeightFormat source_of(WeightFormat format) { return format_facts(format).is_stored ? format : WeightFormat::kBF16; }
+
 }  // namespace dflash::compute::toy

@@ -2,6 +2,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <doctest/doctest.h>
+
 #include <cmath>
 #include <cstring>
 #include <memory>
@@ -118,5 +120,20 @@ struct Batch {
     return {encoded.data(), row_dtype, num_rows(), row_counts, ids, weights, reply.data(), reply_dtype};
   }
 };
+
+inline FfnSpec spec_of(uint32_t in, uint32_t intermediate, uint32_t out) {
+  FfnSpec spec;
+  spec.in_size = in;
+  spec.intermediate_size = intermediate;
+  spec.out_size = out;
+  return spec;
+}
+
+inline std::vector<std::byte> reply_of(ExpertLayer& layer, const Batch& batch) {
+  std::vector<std::byte> reply;
+  const Status status = batch.run(layer, reply);
+  REQUIRE_MESSAGE(status.ok(), (status.ok() ? "" : status.error().message));
+  return reply;
+}
 
 }  // namespace dflash::compute::toy

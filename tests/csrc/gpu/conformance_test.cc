@@ -21,6 +21,9 @@ namespace {
 using toy::Batch;
 using toy::Experts;
 using toy::StoredExperts;
+using toy::reply_of;
+using toy::source_of;
+using toy::spec_of;
 
 constexpr SimulatedVendor kVendors[] = {SimulatedVendor::kCuda, SimulatedVendor::kHip};
 
@@ -32,21 +35,6 @@ std::unique_ptr<ExpertLayer> layer_on(std::shared_ptr<GpuDevice> on, const FfnSp
   auto layer = GpuLayer::create(std::move(on), spec, num_experts, formats);
   REQUIRE_MESSAGE(layer.ok(), (layer.ok() ? "" : layer.error().message));
   return std::move(layer).value();
-}
-
-FfnSpec spec_of(uint32_t in, uint32_t intermediate, uint32_t out) {
-  FfnSpec spec;
-  spec.in_size = in;
-  spec.intermediate_size = intermediate;
-  spec.out_size = out;
-  return spec;
-}
-
-std::vector<std::byte> reply_of(ExpertLayer& layer, const Batch& batch) {
-  std::vector<std::byte> reply;
-  const Status status = batch.run(layer, reply);
-  REQUIRE_MESSAGE(status.ok(), (status.ok() ? "" : status.error().message));
-  return reply;
 }
 
 TEST_CASE("both vendors give the reference's bits over shapes and dtypes") {
@@ -152,8 +140,6 @@ void check_format(const FfnSpec& spec, ResidentFormats formats, WeightFormat sto
     CHECK(reply_of(*layer, batch) == reply_of(*reference, batch));
   }
 }
-
-WeightFormat source_of(WeightFormat format) { return format_facts(format).is_stored ? format : WeightFormat::kBF16; }
 
 TEST_CASE("every weight format gives the reference's bits") {
   uint32_t seed = 300;

@@ -23,6 +23,9 @@ namespace {
 using toy::Batch;
 using toy::Experts;
 using toy::StoredExperts;
+using toy::reply_of;
+using toy::source_of;
+using toy::spec_of;
 
 constexpr NumericsClass kClass = NumericsClass::kInt8Groups;
 constexpr SimulatedVendor kVendors[] = {SimulatedVendor::kCuda, SimulatedVendor::kHip};
@@ -41,21 +44,6 @@ std::unique_ptr<ExpertLayer> twin(const FfnSpec& spec, uint32_t num_experts, Res
   return make_reference_layer(spec, num_experts, formats, kClass);
 }
 
-FfnSpec spec_of(uint32_t in, uint32_t intermediate, uint32_t out) {
-  FfnSpec spec;
-  spec.in_size = in;
-  spec.intermediate_size = intermediate;
-  spec.out_size = out;
-  return spec;
-}
-
-std::vector<std::byte> reply_of(ExpertLayer& layer, const Batch& batch) {
-  std::vector<std::byte> reply;
-  const Status status = batch.run(layer, reply);
-  REQUIRE_MESSAGE(status.ok(), (status.ok() ? "" : status.error().message));
-  return reply;
-}
-
 // Rows that all go to expert 1: of so many of one expert as the kernels see.
 Batch of_one_expert(const FfnSpec& spec, uint32_t rows, uint32_t seed) {
   Batch batch = Batch::random(spec, 2, rows, 1, seed);
@@ -64,8 +52,6 @@ Batch of_one_expert(const FfnSpec& spec, uint32_t rows, uint32_t seed) {
   batch.weights.assign(rows, 0.75f);
   return batch;
 }
-
-WeightFormat source_of(WeightFormat format) { return format_facts(format).is_stored ? format : WeightFormat::kBF16; }
 
 // Both vendors against the twin: a row alone, tiles of few rows, tiles of many.
 void check_format(const FfnSpec& spec, ResidentFormats formats, uint32_t seed) {

@@ -20,6 +20,8 @@ namespace {
 using toy::Batch;
 using toy::Experts;
 using toy::StoredExperts;
+using toy::reply_of;
+using toy::spec_of;
 
 struct Card {
   SimulatedVendor vendor;
@@ -32,21 +34,6 @@ std::unique_ptr<ExpertLayer> layer_on(const Card& card, const FfnSpec& spec, uin
   auto layer = GpuLayer::create(std::move(device), spec, num_experts, formats, card.numerics);
   REQUIRE_MESSAGE(layer.ok(), (layer.ok() ? "" : layer.error().message));
   return std::move(layer).value();
-}
-
-FfnSpec spec_of(uint32_t in, uint32_t intermediate, uint32_t out) {
-  FfnSpec spec;
-  spec.in_size = in;
-  spec.intermediate_size = intermediate;
-  spec.out_size = out;
-  return spec;
-}
-
-std::vector<std::byte> reply_of(ExpertLayer& layer, const Batch& batch) {
-  std::vector<std::byte> reply;
-  const Status status = batch.run(layer, reply);
-  REQUIRE_MESSAGE(status.ok(), (status.ok() ? "" : status.error().message));
-  return reply;
 }
 
 // A batch whose rows all go to expert `id` alone.

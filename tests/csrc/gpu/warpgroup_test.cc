@@ -24,6 +24,7 @@ namespace {
 using toy::Batch;
 using toy::Experts;
 using toy::StoredExperts;
+using toy::reply_of;
 
 constexpr uint32_t kInputs = 64;
 
@@ -177,13 +178,6 @@ std::unique_ptr<ExpertLayer> layer_with(const FfnSpec& spec, uint32_t num_expert
   auto layer = GpuLayer::create(std::move(device), spec, num_experts, formats, NumericsClass::kBf16Mma);
   REQUIRE_MESSAGE(layer.ok(), (layer.ok() ? "" : layer.error().message));
   return std::move(layer).value();
-}
-
-std::vector<std::byte> reply_of(ExpertLayer& layer, const Batch& batch) {
-  std::vector<std::byte> reply;
-  const Status status = batch.run(layer, reply);
-  REQUIRE_MESSAGE(status.ok(), (status.ok() ? "" : status.error().message));
-  return reply;
 }
 
 // A batch of which expert `id` gets every row, and the next expert every second one.
