@@ -6,6 +6,7 @@
 #include <cstring>
 #include <memory>
 #include <span>
+#include <utility>
 
 #include "transport/ring/layout.h"
 #include "transport/ring/mapping.h"
@@ -46,7 +47,14 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t num_bytes) {
   const auto peer = SegmentLayout::of(Side::kWorker, kGeometry).value();
   auto memory = std::make_shared<Memory>(
       Memory{Mapping::create(own.total_bytes).value(), Mapping::create(peer.total_bytes).value()});
-  const auto host = make_ring_channel({Side::kHost, kGeometry, "shared", memory->own.base(), memory->peer.base(), memory, {}, {}});
+  RingEnds ends;
+  ends.side = Side::kHost;
+  ends.geometry = kGeometry;
+  ends.kind = "shared";
+  ends.own = memory->own.base();
+  ends.peer = memory->peer.base();
+  ends.memory = memory;
+  const auto host = make_ring_channel(std::move(ends));
   // Head, sleeping word and the words of the four entries; nothing else of the peer's is read.
   const uint64_t words[] = {kHeadOffset, kSleepingOffset, kEntriesOffset, kEntriesOffset + 8, kEntriesOffset + 12};
   for (; num_bytes >= 5; data += 5, num_bytes -= 5) {
