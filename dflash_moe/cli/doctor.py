@@ -15,6 +15,7 @@ from dflash_moe.cli import options, probes
 from dflash_moe.cli.probe_sockets import probe_sockets, probe_timeouts, socket_lines, socket_problems
 from dflash_moe.config import Settings, format_bytes, resolve_settings
 from dflash_moe.errors import ConfigError, DflashError
+from dflash_moe.placement.numerics import are_mixed
 from dflash_moe.runtime.threads import thread_plan
 from dflash_moe.telemetry.cores import numa_nodes
 from dflash_moe.telemetry.machine import cores_reason, physical_cores, usable_cores
@@ -121,7 +122,7 @@ def _numerics_problems(topology: Topology, found: dict[str, Any]) -> list[str]:
     for holder, numerics in classes.items():
         if holder in local and cpu["available"] and numerics not in cpu["numerics_classes"]:
             problems.append(f"{holder} asks for numerics class {numerics}, which kernel set {cpu['isa']} does not compute")
-    if len(set(classes.values())) > 1:
+    if are_mixed(classes.values()):
         named = ", ".join(f"{holder} {numerics}" for holder, numerics in classes.items())
         allowed = "numerics: close allows it" if policy == "close" else "numerics: exact refuses it; write numerics: close"
         problems.append(f"holders of one layer's experts compute in several numerics classes ({named}): {allowed}")

@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
 from dflash_moe import _core
 from dflash_moe.errors import ConfigError, TopologyError, UnsupportedError
 from dflash_moe.topology import HOST, Topology
-from dflash_moe.topology.spec import ACTIVATIONS
+from dflash_moe.topology.spec import ACTIVATIONS, possible_classes
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from dflash_moe.model.spec import LayerSpec
     from dflash_moe.placement.plan import Placement, Shard
 
@@ -30,8 +34,19 @@ def holder_classes(placement: Placement) -> dict[str, str]:
 
 
 def mixed_layers(placement: Placement) -> tuple[int, ...]:
-    """Positions of the layers whose experts are computed in more than one class."""
-    return tuple(at for at, shards in enumerate(placement.layers) if len({shard.numerics for shard in shards}) > 1)
+    """Positions of the layers whose experts are computed in more than one class, whatever cards will say of theirs."""
+    return tuple(at for at, shards in enumerate(placement.layers) if are_mixed(shard.numerics for shard in shards))
+
+
+def are_mixed(classes: Iterable[str]) -> bool:
+    """Whether holders of these classes cannot compute in one."""
+    return not set.intersection(*(set(possible_classes(numerics)) for numerics in classes))
+
+
+def settle_classes(placement: Placement, classes: Mapping[str, str]) -> Placement:
+    """The placement with the class of each holder as that said once its card was open. `classes`: by name."""
+    settled = (tuple(replace(shard, numerics=classes[shard.holder]) for shard in shards) for shards in placement.layers)
+    return replace(placement, layers=tuple(settled))
 
 
 def describe_numerics(layers: Sequence[LayerSpec], placement: Placement, policy: str) -> dict[str, Any]:
@@ -41,19 +56,19 @@ def describe_numerics(layers: Sequence[LayerSpec], placement: Placement, policy:
 
 
 def check_classes(layers: Sequence[LayerSpec], placement: Placement, topology: Topology, policy: str) -> None:
-    """Call before any worker starts. `policy` is the setting `numerics`: exact or close.
+    """Call before any worker starts, and again once cards have settled their classes. `policy`: `numerics`, exact or close.
 
     Errors: TopologyError naming two holders of a layer and their classes, UnsupportedError for weights a class does not take.
     """
     mixed = mixed_layers(placement)
     if mixed and policy == "exact":
-        layer, shards = layers[mixed[0]], placement.layers[mixed[0]]
-        other = next(shard for shard in shards if shard.numerics != shards[0].numerics)
-        place = _line(topology, max(shards[0], other, key=lambda shard: _line(topology, shard.holder)).holder)
+        layer = layers[mixed[0]]
+        one, other = _strangers(placement.layers[mixed[0]])
+        place = max(_line(topology, one.holder), _line(topology, other.holder))
         raise TopologyError(
-            f"{topology.source}:{place}: layer {layer.index} ({layer.name}): {_named(shards[0])} computes in "
-            f"{shards[0].numerics} and {_named(other)} in {other.numerics}; give both `activations` of one class, or allow it "
-            "with `numerics: close` (--numerics close): results then depend on which of them holds an expert"
+            f"{topology.source}:{place}: layer {layer.index} ({layer.name}): {_named(one)} computes in "
+            f"{_class_text(one)} and {_named(other)} in {_class_text(other)}; give both `activations` of one class, or allow "
+            "it with `numerics: close` (--numerics close): results then depend on which of them holds an expert"
         )
     if mixed:
         classes = ", ".join(f"{holder} {numerics}" for holder, numerics in holder_classes(placement).items())
@@ -86,7 +101,8 @@ def check_architectures(holders: Mapping[str, tuple[str, str]], policy: str) -> 
 def _check_format(layer: LayerSpec, shard: Shard, topology: Topology) -> None:
     kept = layer.resident_dtype(shard.weights)
     try:
-        _core.check_numerics(shard.numerics, kept)
+        for numerics in possible_classes(shard.numerics):
+            _core.check_numerics(numerics, kept)
     except UnsupportedError as error:
         asked = next((name for name, numerics in ACTIVATIONS.items() if numerics == shard.numerics), "bf16")  # of a card
         remedies = ["`activations: f32`"]
@@ -104,6 +120,16 @@ def _takes(numerics: str, weight_dtype: str) -> bool:
     except UnsupportedError:
         return False
     return True
+
+
+def _strangers(shards: Sequence[Shard]) -> tuple[Shard, Shard]:
+    """The first two shards of a mixed layer that cannot be of one class."""
+    return next(pair for pair in combinations(shards, 2) if are_mixed(shard.numerics for shard in pair))
+
+
+def _class_text(shard: Shard) -> str:
+    possible = possible_classes(shard.numerics)
+    return shard.numerics if possible == (shard.numerics,) else f"its card's {' or '.join(possible)}"
 
 
 def _named(shard: Shard) -> str:

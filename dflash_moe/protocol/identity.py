@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from dflash_moe import _core
 from dflash_moe.errors import ProtocolError, UnsupportedError
 from dflash_moe.protocol.messages import Hello, HelloReply
+from dflash_moe.topology.spec import BF16_OF_CARD
 
 DTYPES = ("f32", "f16", "bf16")
 CAPABILITIES = ("shared", "unix", "tcp")  # data paths this version can attach
@@ -52,16 +53,22 @@ def require_equal(host: Identity, worker: Identity, *, name: str) -> None:
             raise ProtocolError(f"worker {name}: wire_limits.{limit}: the host has {ours}, the worker has {theirs}")
 
 
-def require_numerics(numerics: str, isa: str, *, name: str, device: _core.BackendDevice | None = None) -> tuple[str, ...]:
-    """All classes that `device`, or else kernel set `isa`, computes.
+def choose_numerics(
+    asked: str, isa: str, *, name: str, device: _core.BackendDevice | None = None
+) -> tuple[str, tuple[str, ...]]:
+    """The class that `asked` is on `device`, or else with kernel set `isa`, and all classes that computes.
 
-    UnsupportedError naming worker, class, device or kernel set, and those classes where `numerics` is none of them.
+    BF16_OF_CARD is what it has of the bf16 classes; any other name is that class. UnsupportedError naming worker, class, device
+    or kernel set, and its classes where `asked` is none of them.
     """
     offered = tuple(_core.numerics_classes(isa) if device is None else device.numerics_classes())
-    if numerics not in offered:
+    chosen = asked
+    if asked == BF16_OF_CARD:
+        chosen = next((numerics for numerics in offered if numerics.startswith("bf16-")), asked)
+    if chosen not in offered:
         kernels = f"kernel set {isa}" if device is None else f"device {device.label}"
         raise UnsupportedError(
-            f"worker {name}: its {kernels} does not compute numerics class {numerics}; it offers {', '.join(offered)}: "
+            f"worker {name}: its {kernels} does not compute numerics class {asked}; it offers {', '.join(offered)}: "
             "give it other `activations`, or place it on a machine that computes this class"
         )
-    return offered
+    return chosen, offered

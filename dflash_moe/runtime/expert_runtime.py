@@ -19,7 +19,7 @@ from dflash_moe.config import Settings, resolve_settings
 from dflash_moe.errors import ConfigError, DflashError, WorkerError, WorkerLost
 from dflash_moe.model.spec import LayerSpec, ModelSpec, model_spec
 from dflash_moe.placement import Placement, plan_placement
-from dflash_moe.placement.numerics import check_classes, describe_numerics
+from dflash_moe.placement.numerics import check_classes, describe_numerics, settle_classes
 from dflash_moe.protocol.devices import DeviceChoice
 from dflash_moe.runtime import observe
 from dflash_moe.runtime.auto import WorkerForecast, cost_classes, log_explanation, mode_reason, worker_forecasts
@@ -122,6 +122,7 @@ class ExpertRuntime:
             log.info("host.device: %s", self._tensors.device.name)
         self._fleet.add_members(self._topology, self._held, HOST)
         self._fleet.start()
+        self._settle_classes()
         self._fleet.check_memory(self.placement.bytes_by_holder(), self._held)
         self._fleet.load(self._held, on_loading)
         plans = self._plan_slots()
@@ -164,6 +165,13 @@ class ExpertRuntime:
                 are_worn_out=self._worn_out,
             )  # fmt: skip
         self._is_open = True
+
+    def _settle_classes(self) -> None:
+        """Cards have said what bf16 is with them: now it is known which classes meet in a layer."""
+        placement = settle_classes(self.placement, {member.name: member.numerics for member in self._fleet.members.values()})
+        if placement != self.placement:
+            check_classes(self.spec.layers, placement, self._topology, self.settings.numerics)
+            self.placement, self._held = placement, shards_by_holder(self.spec, placement)
 
     def _shards_by_layer(self) -> list[tuple[LayerSpec, list[tuple[int, int, int, tuple[int, ...]]]]]:
         places: dict[int, list[tuple[int, int, int, tuple[int, ...]]]] = {}

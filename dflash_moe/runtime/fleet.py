@@ -55,7 +55,7 @@ class Member:
     name: str
     address: Address
     transport: str
-    numerics: str  # the class of all its shards
+    numerics: str  # the class of all its shards; once it was greeted, that of its card
     layout: str  # packed or mapped, likewise
     session: WorkerSession | None = None
     local: LocalWorker | None = None
@@ -167,6 +167,7 @@ class Fleet:
                     numerics=member.numerics, cpus=self._threads.cpus.get(member.name, ()), device=member.device,
                     weights_layout=member.layout,
                 )  # fmt: skip
+                member.numerics = member.local.numerics
         computed = {member.name: (member.numerics, _isa(member)) for member in self.members.values()}
         check_architectures(computed, self._settings.numerics)
 
@@ -174,7 +175,7 @@ class Fleet:
         member = self.members[name]
         session = _session(member)
         session.connect(timeout_s=self._settings.start_timeout_s)
-        session.greet(
+        reply = session.greet(
             local_identity(name, self._spec.fingerprint),
             numerics=member.numerics,
             threads=self._num_threads(member),
@@ -186,6 +187,7 @@ class Fleet:
             device=member.device,
             weights_layout=member.layout,
         )
+        member.numerics = reply.numerics_class
 
     def _num_threads(self, member: Member) -> int:
         if member.spec is None:

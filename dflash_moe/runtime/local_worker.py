@@ -16,7 +16,7 @@ from dflash_moe.model.checkpoint import Checkpoint
 from dflash_moe.model.expert_loading import load_experts
 from dflash_moe.model.ffn import FfnSpec
 from dflash_moe.protocol.devices import DeviceChoice, open_device
-from dflash_moe.protocol.identity import require_numerics
+from dflash_moe.protocol.identity import choose_numerics
 from dflash_moe.runtime.data_path import SlotPlan
 from dflash_moe.telemetry.affinity import check_cpus, pin_to_first, running_on
 
@@ -38,7 +38,7 @@ class LocalWorker:
         is missing.
         """
         opened = open_device(device or DeviceChoice(), threads=threads, name=name)
-        require_numerics(numerics, isa, name=name, device=opened)
+        self.numerics, _ = choose_numerics(numerics, isa, name=name, device=opened)
         check_cpus(cpus, name=name)
         self.name = name
         self.isa = isa if opened is None else opened.arch  # or the architecture of its card

@@ -41,6 +41,7 @@ from dflash_moe.protocol.schema import Message
 from dflash_moe.runtime.data_path import SlotPlan
 from dflash_moe.runtime.launcher import StartedWorker
 from dflash_moe.topology.addresses import Address
+from dflash_moe.topology.spec import possible_classes
 
 CONNECT_S = 5.0
 EXIT_STATUS_S = 1.0  # a worker that hung up is reaped within this; longer would delay the error
@@ -146,7 +147,7 @@ class WorkerSession:
         with self._lock:
             reply = self._ask(message, HelloReply, timeout_s=timeout_s, doing="answer hello")
         require_equal(ours, identity_of(reply), name=self.name)
-        if reply.numerics_class != numerics:
+        if reply.numerics_class not in possible_classes(numerics):
             raise ProtocolError(
                 f"worker {self.name}: numerics_class: the host asked for {numerics}, the worker has {reply.numerics_class}"
             )

@@ -21,11 +21,13 @@ from dflash_moe.topology.addresses import Address, parse_address
 BF16_CLASS = "bf16-bfdot" if os.uname().machine in ("aarch64", "arm64") else "bf16-dot"
 ACTIVATIONS = {
     "f32": "f32-canonical", "bf16": BF16_CLASS, "int8": "int8-groups", "bf16-dot": "bf16-dot", "bf16-bfdot": "bf16-bfdot",
-    "bf16-wmma": "bf16-wmma",
+    "bf16-mma": "bf16-mma", "bf16-mfma": "bf16-mfma", "bf16-wmma": "bf16-wmma",
 }  # fmt: skip
-# On a card bf16 is the class of its matrix units. AMD's are of two kinds: bf16 is MFMA (Instinct), bf16-wmma is WMMA (Radeon RX
-# 7000 and 9000).
-MATRIX_CLASSES = {"cuda": "bf16-mma", "hip": "bf16-mfma"}
+# On a card bf16 is the class of its matrix units. AMD's are of two kinds, MFMA (Instinct) and WMMA (Radeon RX 7000 and 9000):
+# which one it is, only the opened card says, in the answer to hello. Until then its class is BF16_OF_CARD.
+BF16_OF_CARD = "bf16"
+MATRIX_CLASSES = {"cuda": "bf16-mma", "hip": BF16_OF_CARD}
+UNDECIDED = {BF16_OF_CARD: ("bf16-mfma", "bf16-wmma")}
 DEFAULT_ACTIVATIONS = "f32"
 DEFAULT_NUMERICS = ACTIVATIONS[DEFAULT_ACTIVATIONS]
 CPUS_WORDS = ("auto", "none")
@@ -181,17 +183,25 @@ class Topology:
         raise TopologyError(f"{self.source}:1: no worker is named {name!r}; it has {known}")
 
     def numerics_of(self, holder: str) -> str:
-        """The numerics class that a worker, or HOST, computes in."""
+        """The numerics class that a worker, or HOST, computes in; a key of UNDECIDED where its card will say which."""
         if holder != HOST:
             worker = self.worker(holder)
-            vendor = worker.simulate if worker.backend == "sim" else worker.backend
-            if worker.activations == "bf16" and vendor is not None and vendor in MATRIX_CLASSES:
-                return MATRIX_CLASSES[vendor]
-            return ACTIVATIONS[worker.activations]
+            return _class_on(worker.activations, worker.backend, worker.simulate)
         asked = {worker.activations for worker in self.workers}
         common = asked.pop() if len(asked) == 1 else DEFAULT_ACTIVATIONS
-        return ACTIVATIONS[self.host.activations or common]
+        backend = self.host.device.partition(":")[0]
+        return _class_on(self.host.activations or common, backend, self.host.simulate)
 
     def local_workers(self) -> tuple[WorkerSpec, ...]:
         """The workers that the host starts on its own machine."""
         return tuple(worker for worker in self.workers if worker.is_started_by_host)
+
+
+def possible_classes(numerics: str) -> tuple[str, ...]:
+    """The class itself, or those that one which its card decides may turn out to be."""
+    return UNDECIDED.get(numerics, (numerics,))
+
+
+def _class_on(activations: str, backend: str, simulate: str | None) -> str:
+    vendor = simulate if backend == "sim" else backend
+    return MATRIX_CLASSES.get(vendor or "", BF16_CLASS) if activations == "bf16" else ACTIVATIONS[activations]

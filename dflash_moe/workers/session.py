@@ -19,7 +19,7 @@ from dflash_moe.model.checkpoint import Checkpoint
 from dflash_moe.protocol.devices import DeviceChoice, open_device
 from dflash_moe.protocol.failures import to_refusal
 from dflash_moe.protocol.framing import USER_TIMEOUT_MS, Connection, PeerGone
-from dflash_moe.protocol.identity import CAPABILITIES, identity_of, local_identity, require_equal, require_numerics
+from dflash_moe.protocol.identity import CAPABILITIES, choose_numerics, identity_of, local_identity, require_equal
 from dflash_moe.protocol.messages import (
     Attach,
     Attached,
@@ -154,7 +154,7 @@ class WorkerSession:
         isa = _core.parse_isa(self.identity.isa or message.isa or _core.best_isa())
         choice = DeviceChoice(message.backend, message.device, message.simulate)
         device = open_device(choice, threads=threads, name=self.identity.name)
-        offered = require_numerics(message.numerics_class, isa, name=self.identity.name, device=device)
+        self._numerics, offered = choose_numerics(message.numerics_class, isa, name=self.identity.name, device=device)
         check_cpus(message.cpus, name=self.identity.name)
         spin_ns = message.spin_ns
         if self.identity.threads:  # started by hand: the host does not know this machine's cores
@@ -163,7 +163,7 @@ class WorkerSession:
             name=self.identity.name, isa=isa, num_threads=threads, cpus=message.cpus, spin_ns=spin_ns,
             slowdown=message.slowdown, device=device, weights_layout=message.weights_layout,
         )  # fmt: skip
-        self._threads, self._cpus, self._numerics = threads, message.cpus, message.numerics_class
+        self._threads, self._cpus = threads, message.cpus
         self._send(
             HelloReply(
                 package_version=__version__,

@@ -140,10 +140,20 @@ def test_matrix_units_give_the_same_bits_whichever_card_holds_an_expert(spec, ve
     assert 1e-5 < moved < 3e-2  # rows and weights rounded to bf16, no more
 
 
+def test_bf16_of_experts_at_the_host_is_the_class_of_its_card(spec):
+    topology = Topology.parse(
+        "version: 1\nhost: {device: 'sim:0', simulate: hip, experts: {memory: 40%}}\n"
+        "workers: [{name: far, backend: sim, simulate: hip, activations: bf16}]\n"
+    )
+    with ExpertRuntime.start(topology, model=spec) as runtime:
+        assert runtime.stats()["numerics"]["classes"] == {"host": "bf16-mfma", "far": "bf16-mfma"}
+        assert np.isfinite(np.asarray(runtime.experts(0, *routed_batch(8, HIDDEN, NUM_EXPERTS, TOP_K)))).all()
+
+
 def test_matrix_units_of_two_vendors_do_not_meet_in_a_layer_unless_allowed(spec):
     entry = "{{name: {0}, backend: sim, simulate: {0}, activations: bf16}}"
     workers = ", ".join(entry.format(vendor) for vendor in ("cuda", "hip"))
-    with pytest.raises(TopologyError, match=r"cuda computes in bf16-mma and worker hip in bf16-mfma"):
+    with pytest.raises(TopologyError, match=r"cuda computes in bf16-mma and worker hip in its card's bf16-mfma or"):
         ExpertRuntime.start(Topology.parse(f"version: 1\nworkers: [{workers}]"), model=spec)
 
 

@@ -5,10 +5,18 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
-from dflash_moe.errors import ConfigError
-from dflash_moe.placement.numerics import check_architectures
+from dflash_moe.errors import ConfigError, TopologyError, UnsupportedError
+from dflash_moe.placement import Placement
+from dflash_moe.placement.numerics import are_mixed, check_architectures, check_classes, settle_classes
+from dflash_moe.placement.plan import Shard
+from dflash_moe.protocol.identity import choose_numerics
+from dflash_moe.topology import Topology
+from dflash_moe.topology.spec import BF16_OF_CARD
 
 CARDS = {"near": ("bf16-mma", "sm_80"), "far": ("bf16-mma", "sm_90"), "helper": ("f32-canonical", "avx512")}
 
@@ -31,3 +39,52 @@ def test_classes_with_one_set_of_bits_run_on_any_architectures(numerics):
 
 def test_two_cards_of_one_architecture_share_a_layer():
     check_architectures({"near": ("bf16-mma", "sm_90"), "far": ("bf16-mma", "sm_90")}, "exact")
+
+
+def card(*classes: str) -> Any:
+    return SimpleNamespace(label="hip:0 (a card)", numerics_classes=lambda: list(classes))
+
+
+@pytest.mark.parametrize("numerics", ["bf16-mma", "bf16-mfma", "bf16-wmma"])
+def test_bf16_is_the_bf16_class_of_the_card_at_hand(numerics):
+    offered = ("f32-canonical", "int8-groups", numerics)
+    assert choose_numerics(BF16_OF_CARD, "scalar", name="red", device=card(*offered)) == (numerics, offered)
+    assert choose_numerics(numerics, "scalar", name="red", device=card(*offered)) == (numerics, offered)
+
+
+@pytest.mark.parametrize(("asked", "other"), [("bf16-mfma", ["bf16-wmma"]), (BF16_OF_CARD, [])])
+def test_a_card_without_the_class_is_refused_with_those_it_has(asked, other):
+    offered = ", ".join(["f32-canonical", *other])
+    expected = rf"worker red: its device hip:0 \(a card\) does not compute numerics class {asked}; it offers {offered}: "
+    with pytest.raises(UnsupportedError, match=expected):
+        choose_numerics(asked, "scalar", name="red", device=card("f32-canonical", *other))
+
+
+LAYER: Any = SimpleNamespace(index=3, name="layers.3", resident_dtype=lambda _weights: "bf16")
+
+
+def two_cards(asked: str = "bf16") -> tuple[Topology, Placement]:
+    workers = f"[{{name: old, backend: hip, activations: bf16}}, {{name: new, backend: hip, device: 1, activations: {asked}}}]"
+    topology = Topology.parse(f"version: 1\nworkers: {workers}", "t.yaml")
+    shards = tuple(Shard(at, name, (at,), numerics=topology.numerics_of(name)) for at, name in enumerate(("old", "new")))
+    return topology, Placement((shards,), ({"auto": 1},))
+
+
+def test_classes_that_cards_decide_are_compared_once_they_have_said_them():
+    topology, placement = two_cards()
+    check_classes([LAYER], placement, topology, "exact")
+    settled = settle_classes(placement, {"old": "bf16-wmma", "new": "bf16-wmma"})
+    assert [shard.numerics for shard in settled.layers[0]] == ["bf16-wmma", "bf16-wmma"]
+    check_classes([LAYER], settled, topology, "exact")
+    unlike = settle_classes(placement, {"old": "bf16-mfma", "new": "bf16-wmma"})
+    with pytest.raises(TopologyError, match=r"t.yaml:2: layer 3 .*worker old computes in bf16-mfma and worker new in bf16-wm"):
+        check_classes([LAYER], unlike, topology, "exact")
+
+
+def test_what_no_card_can_say_is_refused_before_one_is_asked():
+    check_classes([LAYER], two_cards("bf16-wmma")[1], two_cards("bf16-wmma")[0], "exact")
+    topology, placement = two_cards("f32")
+    expected = r"worker old computes in its card's bf16-mfma or bf16-wmma and worker new in f32-canonical"
+    with pytest.raises(TopologyError, match=expected):
+        check_classes([LAYER], placement, topology, "exact")
+    assert are_mixed([BF16_OF_CARD, "bf16-mfma", "bf16-wmma"])

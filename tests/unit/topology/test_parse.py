@@ -15,10 +15,11 @@ from dflash_moe import _core
 from dflash_moe.errors import ConfigError, TopologyError
 from dflash_moe.topology import Topology
 from dflash_moe.topology.parse import MAX_FILE_BYTES, MAX_WORKERS
-from dflash_moe.topology.spec import ACTIVATIONS, BF16_CLASS
+from dflash_moe.topology.spec import ACTIVATIONS, BF16_CLASS, BF16_OF_CARD, possible_classes
 
 HEAD = "version: 1\n"
 ONE = "workers: [{name: w0}]\n"
+MATRIX = ("bf16-mma", "bf16-mfma", "bf16-wmma")
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 
 FULL = """\
@@ -286,17 +287,31 @@ def test_activations_name_a_numerics_class_and_the_host_follows_workers_that_agr
     assert classes("bf16", host="host: {activations: int8}\n") == ["int8-groups", BF16_CLASS]
     assert classes("bf16-bfdot", "bf16-dot") == ["f32-canonical", "bf16-bfdot", "bf16-dot"]
     assert Topology.local(1).numerics_of("w0") == Topology.local(1).numerics_of("host") == "f32-canonical"
-    assert set(ACTIVATIONS.values()) - {"bf16-wmma"} == set(_core.numerics_classes("reference"))
+    assert set(ACTIVATIONS.values()) - set(MATRIX) == set(_core.numerics_classes("reference"))
 
 
-def test_bf16_names_the_class_of_a_cards_matrix_units():
-    cards = ("backend: cuda", "backend: hip", "backend: sim, simulate: hip", "backend: cpu")
-    entries = (*(f"{card}, activations: bf16" for card in cards), "backend: hip, activations: bf16-wmma")
-    lines = "".join(f"  - {{name: w{at}, {entry}}}\n" for at, entry in enumerate(entries))
+def test_bf16_is_the_class_of_a_cards_matrix_units_and_names_of_classes_stay():
+    asked = {
+        "backend: cuda, activations: bf16": "bf16-mma",
+        "backend: hip, activations: bf16": BF16_OF_CARD,
+        "backend: sim, simulate: hip, activations: bf16": BF16_OF_CARD,
+        "backend: cpu, activations: bf16": BF16_CLASS,
+        **{f"backend: hip, activations: {name}": name for name in MATRIX},
+    }
+    lines = "".join(f"  - {{name: w{at}, {entry}}}\n" for at, entry in enumerate(asked))
     topology = Topology.parse(f"{HEAD}workers:\n{lines}")
-    assert [topology.numerics_of(worker.name) for worker in topology.workers] == [
-        "bf16-mma", "bf16-mfma", "bf16-mfma", ACTIVATIONS["bf16"], "bf16-wmma"
-    ]  # fmt: skip
+    assert [topology.numerics_of(worker.name) for worker in topology.workers] == list(asked.values())
+    assert possible_classes(BF16_OF_CARD) == ("bf16-mfma", "bf16-wmma")
+    assert [possible_classes(name) for name in MATRIX] == [(name,) for name in MATRIX]
+
+
+@pytest.mark.parametrize(
+    ("device", "numerics"),
+    [("cuda:0", "bf16-mma"), ("hip:1", BF16_OF_CARD), ("sim:0, simulate: cuda", "bf16-mma"), ("cpu", BF16_CLASS)],
+)
+def test_bf16_of_the_host_is_the_class_of_its_own_device(device, numerics):
+    topology = Topology.parse(f"{HEAD}host: {{device: {device}, activations: bf16}}\n{ONE}")
+    assert topology.numerics_of("host") == numerics
 
 
 def test_cpus_are_a_word_or_a_list():
