@@ -7,9 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from dflash_moe import _core
 from dflash_moe.errors import ConfigError
+
+if TYPE_CHECKING:
+    from dflash_moe.config import Settings
 
 DEFAULT_ARENA_BYTES = 256 << 20  # all workers together; `ipc.shared_bytes` raises it
 BATCHED_WINDOW = 2  # one slice computing while the next travels
@@ -77,6 +81,16 @@ def plan_slices(mode: str, *, batch_capacity: int, stream_tokens: int, stream_to
     if not 1 <= stream_tokens <= stream_tokens_max:
         raise ConfigError(f"stream_tokens {stream_tokens} is outside 1..{stream_tokens_max} (stream_tokens_max)")
     return SlicePlan("stream", stream_tokens, STREAM_WINDOW, stream_tokens_max)
+
+
+def slices_of(settings: Settings) -> SlicePlan:
+    """What the settings make of calls. Errors as `plan_slices`."""
+    return plan_slices(
+        settings.mode,
+        batch_capacity=settings.batch_capacity,
+        stream_tokens=settings.stream_tokens,
+        stream_tokens_max=settings.stream_tokens_max,
+    )
 
 
 def plan_slots(shards: Sequence[ShardShape], rows: int, num_slots: int, request_dtype: str, reply_dtype: str) -> SlotPlan:

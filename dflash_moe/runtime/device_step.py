@@ -10,7 +10,7 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -20,9 +20,9 @@ from dflash_moe.errors import ConfigError, DflashError, ProtocolError, Unsupport
 from dflash_moe.runtime.device_tensors import DeviceTensors
 
 if TYPE_CHECKING:
-    from dflash_moe.model.spec import LayerSpec
     from dflash_moe.runtime.call_gate import CallGate
-    from dflash_moe.runtime.fleet import Fleet
+    from dflash_moe.runtime.fleet import Fleet, LayerShards
+    from dflash_moe.runtime.path_renewal import PathRenewal
 
 log = logging.getLogger(__name__)
 
@@ -170,19 +170,13 @@ class DeviceSteps:
         tensors: DeviceTensors,
         gate: CallGate,
         fleet: Fleet,
+        paths: PathRenewal,
         *,
-        layers: Sequence[tuple[LayerSpec, list[tuple[int, int, int, tuple[int, ...]]]]],
+        layers: Sequence[LayerShards],
         nap_ns: int,
         timeout_s: Callable[[], float],
-        renew: Callable[[], None],
-        quiesce: Callable[[], None],
-        retire: Callable[[], None],
-        are_worn_out: Collection[str],
     ) -> None:
-        """`layers` with their shards, as `Client.define_layer` takes them.
-
-        `renew` replaces the data paths that `retire` and failed calls made unfit; `quiesce` shuts the gate.
-        """
+        """`layers` with their shards, as `Client.define_layer` takes them."""
         self._client = client
         self._tensors = tensors
         self._gate = gate
@@ -190,8 +184,7 @@ class DeviceSteps:
         self._layers = layers
         self._nap_ns = nap_ns
         self._timeout_s = timeout_s
-        self._renew, self._quiesce, self._retire = renew, quiesce, retire
-        self._are_worn_out = are_worn_out
+        self._paths = paths
         self._are_layers_defined = False
         self._step: DeviceStep | None = None
 
@@ -212,13 +205,13 @@ class DeviceSteps:
             if self._step is not None:
                 raise ConfigError("device_step: a step is open already; leave it first")
             self._define_layers()
-            self._renew()
-            self._quiesce()
+            self._paths.renew_unfit()
+            self._paths.quiesce()
             self._step = self._opened(_torch_stream(self._tensors) if stream is None else stream)
             return self._step
         except BaseException:
             if self._step is None:
-                self._gate.is_shut = bool(self._are_worn_out)
+                self._gate.is_shut = bool(self._paths.worn_out)
             self._gate.lock.release()
             raise
 
@@ -227,18 +220,18 @@ class DeviceSteps:
         try:
             return self._make(lease, stream)
         except DflashError as error:
-            self._retire()
+            self._paths.retire_all()
             if not isinstance(error, UnsupportedError) or self._fleet.may_open_replies:
                 raise
             reason = str(error)
         log.warning("device steps: %s; asking the workers for segments without the seal against writing", reason)
         self._fleet.may_open_replies = True
-        self._renew()
-        self._quiesce()
+        self._paths.renew_unfit()
+        self._paths.quiesce()
         try:
             return self._make(self._client.begin_step(MAX_CALLS), stream)
         except DflashError:
-            self._retire()
+            self._paths.retire_all()
             raise
 
     def _make(self, lease: _core.StepLease, stream: int | None) -> DeviceStep:
@@ -251,8 +244,8 @@ class DeviceSteps:
     def _leave(self, has_failed: bool) -> None:
         self._step = None
         if has_failed:
-            self._retire()
-        self._gate.is_shut = bool(self._are_worn_out)
+            self._paths.retire_all()
+        self._gate.is_shut = bool(self._paths.worn_out)
         self._gate.lock.release()
 
     def _define_layers(self) -> None:

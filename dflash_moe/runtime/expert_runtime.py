@@ -16,7 +16,7 @@ from typing import Any
 
 from dflash_moe import _core
 from dflash_moe.config import Settings, resolve_settings
-from dflash_moe.errors import ConfigError, DflashError, WorkerError, WorkerLost
+from dflash_moe.errors import ConfigError, DflashError, WorkerError
 from dflash_moe.model.spec import LayerSpec, ModelSpec, model_spec
 from dflash_moe.placement import Placement, plan_placement
 from dflash_moe.placement.numerics import check_classes, describe_numerics, settle_classes
@@ -24,19 +24,20 @@ from dflash_moe.protocol.devices import DeviceChoice
 from dflash_moe.runtime import observe
 from dflash_moe.runtime.auto import WorkerForecast, cost_classes, log_explanation, mode_reason, worker_forecasts
 from dflash_moe.runtime.call_gate import MAX_PATIENCE, CallGate
-from dflash_moe.runtime.data_path import SPARE_SLOTS, SlicePlan, SlotPlan, plan_arena, plan_slices
+from dflash_moe.runtime.data_path import SPARE_SLOTS, SlotPlan, plan_arena, slices_of
 from dflash_moe.runtime.device_step import NAP_NS, DeviceStep, DeviceSteps
 from dflash_moe.runtime.device_tensors import DeviceTensors
 from dflash_moe.runtime.expert_call import ExpertCall
 from dflash_moe.runtime.fleet import ChannelDecorator, Fleet, LoadingReport, Member, shapes_of, shards_by_holder
+from dflash_moe.runtime.layer_table import LayerTable
 from dflash_moe.runtime.observe import WorkerProcess
+from dflash_moe.runtime.path_renewal import PathRenewal
 from dflash_moe.runtime.tensors import TensorBinder
 from dflash_moe.runtime.threads import thread_plan
 from dflash_moe.topology import HOST, Topology
 
 log = logging.getLogger(__name__)
 
-MIN_USABLE_SLOTS = 2  # fewer, and the data path is renewed: the rest is quarantined after time-outs
 CLOSED = "this ExpertRuntime is closed; start another"
 
 
@@ -66,7 +67,7 @@ class ExpertRuntime:
         self._threads = thread_plan(topology, settings)
         self._fleet = Fleet(spec, settings, self._threads, channel_decorator)
         self._finalizer = weakref.finalize(self, self._fleet.close)
-        self._slices = _slices(settings)
+        self._slices = slices_of(settings)
         client = _core.Client(
             spin_ns=self._threads.spin_ns, call_timeout_s=settings.call_timeout_s, stall_timeout_s=settings.stall_timeout_s
         )
@@ -78,11 +79,9 @@ class ExpertRuntime:
         self._tensors: DeviceTensors | None = None  # of a host that is no processor
         self._steps: DeviceSteps | None = None  # likewise
         self._bind = TensorBinder().bind
-        self._table: dict[object, tuple[int, int, int]] = {}
-        for layer in spec.layers:
-            self._table[layer.index] = self._table[layer.name] = (layer.index, layer.ffn.in_size, layer.ffn.out_size)
+        self._table = LayerTable(spec.layers)
         self._gate = CallGate()
-        self._worn_out: set[str] = set()  # workers whose data path must be renewed before the next call
+        self._paths = PathRenewal(client, self._fleet, self._gate, patience_s=MAX_PATIENCE * settings.call_timeout_s + 1.0)
         self._is_open = False
 
     @classmethod
@@ -142,7 +141,8 @@ class ExpertRuntime:
                 is_measured=self._slices.is_measured,
             )
         classes = cost_classes(self.spec.layers)
-        for layer, shards in self._shards_by_layer():
+        layers = self._fleet.shards_by_layer(self._held)
+        for layer, shards in layers:
             client.define_layer(
                 layer=layer.index,
                 name=layer.name,
@@ -155,14 +155,10 @@ class ExpertRuntime:
         client.set_profile(bool(self.settings.profile))
         if self._tensors is not None:
             self._steps = DeviceSteps(
-                client, self._tensors, self._gate, self._fleet,
-                layers=self._shards_by_layer(),
+                client, self._tensors, self._gate, self._fleet, self._paths,
+                layers=layers,
                 nap_ns=0 if self._threads.spin_ns else NAP_NS,
                 timeout_s=lambda: self.settings.call_timeout_s,
-                renew=self._renew_unfit,
-                quiesce=self._quiesce,
-                retire=self._retire_paths,
-                are_worn_out=self._worn_out,
             )  # fmt: skip
         self._is_open = True
 
@@ -172,15 +168,6 @@ class ExpertRuntime:
         if placement != self.placement:
             check_classes(self.spec.layers, placement, self._topology, self.settings.numerics)
             self.placement, self._held = placement, shards_by_holder(self.spec, placement)
-
-    def _shards_by_layer(self) -> list[tuple[LayerSpec, list[tuple[int, int, int, tuple[int, ...]]]]]:
-        places: dict[int, list[tuple[int, int, int, tuple[int, ...]]]] = {}
-        for name, shards in self._held.items():
-            index = self._fleet.members[name].client_index
-            for held in shards:
-                place = (held.shard_id, index, held.weights_fingerprint, held.experts)
-                places.setdefault(held.layer.index, []).append(place)
-        return [(layer, sorted(places[layer.index])) for layer in self.spec.layers]
 
     def _plan_slots(self) -> dict[str, SlotPlan]:
         shapes = {name: shapes_of(shards) for name, shards in self._held.items()}
@@ -211,17 +198,7 @@ class ExpertRuntime:
 
     def layer_index(self, layer: int | str) -> int:
         """The index of a layer given by index or module name; ConfigError for a dense or unknown one."""
-        return self._entry(layer)[0]
-
-    def _entry(self, layer: object) -> tuple[int, int, int]:
-        entry = self._table.get(layer)
-        if entry is None:
-            known = [item.index for item in self.spec.layers]
-            raise ConfigError(
-                f"layer {layer!r} has no routed experts; layers with experts: {known[0]}..{known[-1]} ({len(known)} of them), "
-                f"named like {self.spec.layers[0].name!r}"
-            )
-        return entry
+        return self._table[layer][0]
 
     def experts(self, layer: int | str, hidden_states: Any, topk_ids: Any, topk_weights: Any, out: Any = None) -> Any:
         """Returns the routed experts' weighted sum for every row: [num_tokens, out_size], kind and dtype of `hidden_states`.
@@ -230,7 +207,7 @@ class ExpertRuntime:
         of experts are ignored; `topk_weights` [num_tokens, top_k] floating point. torch, NumPy or DLPack, on the CPU or
         on `host.device`. `out`, if given, receives the result. Blocks without the GIL.
         """
-        entry = self._table.get(layer) or self._entry(layer)
+        entry = self._table[layer]
         if self._steps is not None and (step := self._steps.of_this_thread()) is not None:
             return step.experts(entry[0], hidden_states, topk_ids, topk_weights, out)
         result, arguments = self._bind(entry[1], entry[2], hidden_states, topk_ids, topk_weights, out)
@@ -243,7 +220,7 @@ class ExpertRuntime:
         gate.active.append(None)
         try:
             if gate.is_shut:
-                self._pass_gate()
+                self._paths.pass_gate()
             self._run(entry[0], *arguments)
         except WorkerError as error:
             raise self._explained(error) from None
@@ -255,7 +232,7 @@ class ExpertRuntime:
 
     def submit(self, layer: int | str, hidden_states: Any, topk_ids: Any, topk_weights: Any, out: Any = None) -> ExpertCall:
         """Like `experts`, but returns at once. The inputs are kept, and must not be changed until the call is done."""
-        entry = self._table.get(layer) or self._entry(layer)
+        entry = self._table[layer]
         result, arguments = self._bind(entry[1], entry[2], hidden_states, topk_ids, topk_weights, out)
         if not arguments[3]:
             return ExpertCall(layer, None, result, self._explained)
@@ -266,7 +243,7 @@ class ExpertRuntime:
         gate.active.append(None)
         try:
             if gate.is_shut:
-                self._pass_gate()
+                self._paths.pass_gate()
             call = ExpertCall(
                 layer, self._submit(entry[0], *arguments), result, self._explained, None if staged is None else staged.deliver
             )
@@ -290,17 +267,6 @@ class ExpertRuntime:
             )
         return self._steps.open(stream)
 
-    def _renew_unfit(self) -> None:
-        """Also paths with a slot whose reply never came: a device step uses all of them."""
-        owing = (one for one in self._live_client().workers() if one["quarantined_slots"] and one["state"] != "lost")
-        self._worn_out.update(one["name"] for one in owing)
-        self._renew_worn_out()
-
-    def _retire_paths(self) -> None:
-        """After a failed step every path that still works gets fresh segments before its next call."""
-        lost = {report["name"] for report in self._live_client().workers() if report["state"] == "lost"}
-        self._worn_out.update(name for name in self._fleet.members if name not in lost)
-
     def set_mode(
         self,
         mode: str | None = None,
@@ -320,18 +286,18 @@ class ExpertRuntime:
         }  # fmt: skip
         overrides = {**self._overrides, **{key: value for key, value in wanted.items() if value is not None}}
         settings = resolve_settings(self._topology.ipc, **overrides)
-        slices = _slices(settings)
+        slices = slices_of(settings)
         with self._gate.lock:
             former = self._overrides, self.settings, self._slices
             try:
-                self._quiesce()
+                self._paths.quiesce()
                 self._overrides, self.settings, self._slices = overrides, settings, slices
                 self._apply_policy()
             except BaseException:  # nothing may claim what is not in force
                 self._overrides, self.settings, self._slices = former
                 raise
             finally:
-                self._gate.is_shut = bool(self._worn_out)
+                self._gate.is_shut = bool(self._paths.worn_out)
 
     def _apply_policy(self) -> None:
         self._note_auto()
@@ -341,7 +307,7 @@ class ExpertRuntime:
         if not all(member.slots is not None and member.slots.holds(plans[member.name]) for member in members):
             observe.refuse_lost(self._live_client())  # it would not answer, and nobody shall wait for that
             for member in members:  # all of them, so that the arena's limit holds
-                self._renew(member, plans[member.name])
+                self._paths.renew(member, plans[member.name])
         client = self._live_client()
         for member in members:
             client.set_policy(member.client_index, self._slices.slice_tokens, self._window(member), self._slices.is_measured)
@@ -352,54 +318,12 @@ class ExpertRuntime:
         if any(chunk.is_auto for forecast in forecasts for chunk in forecast.chunks):
             self._last_auto = forecasts
 
-    def _renew(self, member: Member, slots: SlotPlan) -> None:
-        channel, generation, _ = self._fleet.attach(member, slots)
-        self._live_client().replace_channel(member.client_index, channel, generation)
-        log.info("worker %s: data path renewed, generation %d", member.name, generation)
-
-    def _pass_gate(self) -> None:
-        """Slow path of a call: waits while another thread renews data paths, or renews them itself."""
-        with self._gate.stepping_back():
-            if self._worn_out:
-                self._renew_worn_out()
-
-    def _renew_worn_out(self) -> None:
-        self._quiesce()
-        for name in sorted(self._worn_out):
-            member = self._fleet.members[name]
-            try:
-                if member.slots is not None:
-                    self._renew(member, member.slots)
-            except WorkerLost as error:  # the calls that need it say so; the others go on
-                self._live_client().mark_lost(member.client_index, str(error))
-            self._worn_out.discard(name)
-        self._gate.is_shut = False
-
-    def _quiesce(self) -> None:
-        self._gate.quiesce(seconds=MAX_PATIENCE * self.settings.call_timeout_s + 1.0)
-
     def _explained(self, error: WorkerError) -> WorkerError:
-        """The same error with what else is known: how a lost worker's process ended and what it logged."""
-        self._note_worn_out()
+        """The same error with what else is known; a closed runtime takes no more results."""
+        self._paths.note_worn_out()
         if not self._finalizer.alive:
             return type(error)(f"the runtime was closed before this call was done; take results before close() ({error})")
-        if not isinstance(error, WorkerLost):
-            return error
-        text = str(error)
-        for member in self._fleet.members.values():
-            started = member.session.started if member.session is not None else None
-            if started is not None and f"worker {member.name}" in text and "process " not in text:
-                return WorkerLost(f"{text}; {started.describe_exit(seconds=0.3)}; start the runtime anew")
-        return error
-
-    def _note_worn_out(self) -> None:
-        for report in self._client.workers() if self._client is not None else ():
-            member = self._fleet.members.get(report["name"])
-            if member is None or member.slots is None or report["state"] == "lost":
-                continue
-            if member.slots.num_slots - int(report["quarantined_slots"]) < MIN_USABLE_SLOTS:
-                self._worn_out.add(member.name)
-                self._gate.is_shut = True
+        return observe.explain_loss(error, self._fleet)
 
     def stats(self) -> dict[str, Any]:
         """Counters since start: `calls`, `rows`, `pairs`, `request_bytes`, `reply_bytes`, `floor_bytes`, `splits`, `waits` (s).
@@ -455,6 +379,7 @@ class ExpertRuntime:
                 log_explanation(self._last_auto)
         self._run = self._submit = _refuse_closed
         self._finalizer()
+        self._paths.drop_client()
         self._client = self._steps = self._tensors = None  # its channels close with it, and what a device used of them
         self._bind = TensorBinder().bind
 
@@ -468,12 +393,3 @@ class ExpertRuntime:
 
 def _refuse_closed(*_: Any) -> Any:
     raise ConfigError(CLOSED)
-
-
-def _slices(settings: Settings) -> SlicePlan:
-    return plan_slices(
-        settings.mode,
-        batch_capacity=settings.batch_capacity,
-        stream_tokens=settings.stream_tokens,
-        stream_tokens_max=settings.stream_tokens_max,
-    )

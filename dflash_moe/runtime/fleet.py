@@ -97,6 +97,9 @@ def shards_by_holder(spec: ModelSpec, placement: Placement) -> dict[str, list[He
     return held
 
 
+LayerShards = tuple["LayerSpec", list[tuple[int, int, int, tuple[int, ...]]]]
+
+
 def _report_after(before: int, report: Callable[[int], None], count: int) -> None:
     report(before + count)
 
@@ -272,6 +275,15 @@ class Fleet:
             channel = self._decorate(member.name, channel)
         member.slots = slots
         return channel, generation, pulse_fd
+
+    def shards_by_layer(self, held: Mapping[str, Sequence[HeldShard]]) -> list[LayerShards]:
+        """Every layer with (shard, its holder at the client, weights fingerprint, experts), as `define_layer` takes them."""
+        places: dict[int, list[tuple[int, int, int, tuple[int, ...]]]] = {}
+        for name, shards in held.items():
+            index = self.members[name].client_index
+            for one in shards:
+                places.setdefault(one.layer.index, []).append((one.shard_id, index, one.weights_fingerprint, one.experts))
+        return [(layer, sorted(places[layer.index])) for layer in self._spec.layers]
 
     def close(self) -> None:
         """Goodbye to all, at most a second for all together, then SIGKILL. Never raises because a worker is already gone."""

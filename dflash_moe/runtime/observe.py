@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dflash_moe import _core
-from dflash_moe.errors import WorkerLost
+from dflash_moe.errors import WorkerError, WorkerLost
 from dflash_moe.runtime.fleet import Fleet, HeldShard, Member
 from dflash_moe.telemetry.counters import add_counters, zero_counters
 from dflash_moe.telemetry.memory import process_memory
@@ -37,6 +37,18 @@ def refuse_lost(client: _core.Client) -> None:
     for report in client.workers():
         if report["state"] == "lost":
             raise WorkerLost(f"worker {report['name']} was lost: {report['reason']}; start the runtime anew")
+
+
+def explain_loss(error: WorkerError, fleet: Fleet) -> WorkerError:
+    """The same error; a WorkerLost with how the worker's process ended and what it logged."""
+    if not isinstance(error, WorkerLost):
+        return error
+    text = str(error)
+    for member in fleet.members.values():
+        started = member.session.started if member.session is not None else None
+        if started is not None and f"worker {member.name}" in text and "process " not in text:
+            return WorkerLost(f"{text}; {started.describe_exit(seconds=0.3)}; start the runtime anew")
+    return error
 
 
 def count_calls(client: _core.Client, fleet: Fleet, layers: Sequence[int]) -> dict[str, Any]:

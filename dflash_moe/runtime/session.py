@@ -19,7 +19,7 @@ from dflash_moe.errors import DflashError, ProtocolError, WorkerLost, WorkerTime
 from dflash_moe.protocol.auth import HANDSHAKE_S, PEER_CREDENTIAL_KEY, Peer, authenticate_to_worker
 from dflash_moe.protocol.devices import DeviceChoice
 from dflash_moe.protocol.failures import to_error
-from dflash_moe.protocol.framing import USER_TIMEOUT_MS, Connection, PeerGone, require_same_user
+from dflash_moe.protocol.framing import USER_TIMEOUT_MS, Connection, PeerGone
 from dflash_moe.protocol.identity import CAPABILITIES, Identity, identity_of, require_equal
 from dflash_moe.protocol.messages import (
     SESSION_ID_BYTES,
@@ -39,11 +39,11 @@ from dflash_moe.protocol.messages import (
 )
 from dflash_moe.protocol.schema import Message
 from dflash_moe.runtime.data_path import SlotPlan
+from dflash_moe.runtime.dialing import dial, dial_role
 from dflash_moe.runtime.launcher import StartedWorker
 from dflash_moe.topology.addresses import Address
 from dflash_moe.topology.spec import possible_classes
 
-CONNECT_S = 5.0
 EXIT_STATUS_S = 1.0  # a worker that hung up is reaped within this; longer would delay the error
 M = TypeVar("M", bound=Message)
 
@@ -88,7 +88,7 @@ class WorkerSession:
         if self.started is not None:
             sock, key = self.started.control, self.started.key
         else:
-            sock, key = _dial(self.name, self.address), self._key or PEER_CREDENTIAL_KEY
+            sock, key = dial(self.name, self.address), self._key or PEER_CREDENTIAL_KEY
             deadline = min(deadline, time.monotonic() + HANDSHAKE_S)
         self._connection = Connection(sock)
         try:
@@ -251,11 +251,11 @@ class WorkerSession:
         listening = self._ask(message, Listening, timeout_s=timeout_s, doing=doing)
         host = self.address.host or "127.0.0.1"
         address = Address("tcp", host=host, port=self.address.port or listening.port)
-        data = self._dial_role(address, Role.DATA, generation)
+        data = self._open(address, Role.DATA, generation)
         pulse = -1
         try:
             if is_first:
-                pulse = self._dial_role(address, Role.PULSE, 0)
+                pulse = self._open(address, Role.PULSE, 0)
             self._unanswered += 1
             answer = self._receive(time.monotonic() + timeout_s, timeout_s, doing)
             self._unanswered -= 1
@@ -266,6 +266,14 @@ class WorkerSession:
                 os.close(pulse)
             raise
         return _core.make_stream_channel("host", geometry, data, user_timeout_ms=USER_TIMEOUT_MS, **self._buffers), pulse
+
+    def _open(self, address: Address, role: Role, generation: int) -> int:
+        if self._peer is None:
+            raise ProtocolError(f"worker {self.name}: no session yet")
+        try:
+            return dial_role(self.name, address, role, self._peer, generation)
+        except PeerGone:
+            raise self.loss(f"hung up its {role.name.lower()} connection in the handshake") from None
 
     def _attach_message(
         self,
@@ -287,26 +295,6 @@ class WorkerSession:
             socket_buffer_bytes=self._buffers["send_buffer_bytes"],
             is_open=is_open,
         )
-
-    def _dial_role(self, address: Address, role: Role, generation: int) -> int:
-        if self._peer is None:
-            raise ProtocolError(f"worker {self.name}: no session yet")
-        connection = Connection(_dial(self.name, address))
-        try:
-            authenticate_to_worker(
-                connection,
-                worker=self.name,
-                role=role,
-                key=self._peer.session_key,
-                session_id=self._peer.session_id,
-                generation=generation,
-                deadline=time.monotonic() + HANDSHAKE_S,
-            )
-            return connection.detach()
-        except PeerGone:
-            raise self.loss(f"hung up its {role.name.lower()} connection in the handshake") from None
-        finally:
-            connection.close()
 
     def ask_stats(self, *, timeout_s: float) -> dict[str, int]:
         """The worker's own counters and memory."""
@@ -399,21 +387,3 @@ class WorkerSession:
         if not isinstance(answer, wanted):
             raise ProtocolError(f"worker {self.name}: expected {wanted.__name__}, found {type(answer).__name__}")
         return answer
-
-
-def _dial(name: str, address: Address) -> socket.socket:
-    try:
-        if address.path:
-            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            sock.settimeout(CONNECT_S)
-            sock.connect(address.path)
-            require_same_user(sock)
-            return sock
-        return socket.create_connection((address.host, address.port), timeout=CONNECT_S)
-    except TimeoutError:
-        raise WorkerTimeout(f"worker {name} at {address} did not accept a connection within {CONNECT_S:g} s") from None
-    except OSError as error:
-        raise WorkerLost(
-            f"worker {name} at {address} cannot be reached: {error.strerror or error}; "
-            f"start it there with `dflash-moe worker --name {name} ...`"
-        ) from None

@@ -290,9 +290,9 @@ def test_a_mode_that_cannot_be_had_leaves_the_former_one_in_force_and_the_gate_o
         raise ConfigError("no room")
 
     runtime.set_mode("batched", dtype="f32", reply_dtype="f32")
-    for step in ("_plan_slots", "_quiesce"):
+    for owner, step in ((runtime, "_plan_slots"), (runtime._paths, "quiesce")):
         with monkeypatch.context() as patch:
-            patch.setattr(runtime, step, refuse)
+            patch.setattr(owner, step, refuse)
             with pytest.raises(ConfigError, match="no room"):
                 runtime.set_mode("stream", dtype="bf16")
         assert (runtime.settings.mode, runtime.settings.dtype, runtime.stats()["mode"]) == ("batched", "f32", "batched")
