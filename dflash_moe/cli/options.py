@@ -21,8 +21,8 @@ import typer
 from dflash_moe.config import SETTINGS, Setting, resolve_settings
 from dflash_moe.errors import ConfigError
 from dflash_moe.model.gguf_header import is_gguf
-from dflash_moe.protocol.keys import read_key_file
 from dflash_moe.runtime.threads import ThreadPlan, thread_plan
+from dflash_moe.runtime.transports import check_paths
 from dflash_moe.topology import Topology
 
 ModelOption = Annotated[
@@ -123,11 +123,10 @@ def prepare_outputs(*paths: Path | None) -> None:
 def prepare_host(topology: Topology, overrides: Mapping[str, Any] | None = None) -> ThreadPlan:
     """Call before torch is imported: where threads outnumber cores, OpenMP must wait passively (rules.md 8).
 
-    Variables that the user has set stay. Errors: ConfigError of the settings and of the key file, before seconds of imports.
+    Variables that the user has set stay. Errors: ConfigError of the settings and as `check_paths`, before seconds of imports.
     """
     settings = resolve_settings(topology.ipc, **(overrides or {}))
-    if settings.key_file is not None:
-        read_key_file(settings.key_file)
+    check_paths(topology, settings)
     plan = thread_plan(topology, settings)
     if plan.is_oversubscribed:
         for name, value in PASSIVE_OPENMP.items():

@@ -144,7 +144,8 @@ class DeviceStep:
         layer, token = f"layer {self._sizes[report.layer][0]}", f"token {report.detail}"
         where = f"worker {report.worker}, {layer}" if report.worker else layer
         if self._reason is not None and report.code in (CLOSED, 6):
-            return type(self._reason)(f"{where}: {self._reason}")
+            names_it = report.worker and str(self._reason).startswith(f"worker {report.worker} ")
+            return type(self._reason)(f"{layer if names_it else where}: {self._reason}")
         if report.code == 1:
             return ConfigError(f"{layer}, {token}: topk_ids must not be negative")
         if report.code == 3:

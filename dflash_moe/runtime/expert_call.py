@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator
 from typing import Any
 
 from dflash_moe import _core
-from dflash_moe.errors import WorkerError, WorkerTimeout
+from dflash_moe.errors import DflashError, WorkerError, WorkerTimeout
 
 WAIT_STEP_S = 3600.0  # a wait without a limit of its own is bounded by the call's deadline, not by this
 
@@ -25,7 +25,7 @@ class ExpertCall:
         layer: object,
         call: _core.Call | None,
         result: Any,
-        explain: Callable[[WorkerError], WorkerError],
+        explain: Callable[[WorkerError], DflashError],
         deliver: Callable[[], None] | None = None,
     ) -> None:
         """By `ExpertRuntime.submit`; `call` None: there was nothing to compute. `deliver` brings a result to the device."""
@@ -43,7 +43,7 @@ class ExpertCall:
         """Waits and returns the experts' output.
 
         WorkerTimeout when `timeout` seconds pass first (the call goes on), or the call's own error: WorkerLost, WorkerTimeout,
-        WorkerError, ProtocolError.
+        WorkerError, ProtocolError; DflashError where the runtime was closed before.
         """
         if self._call is None:
             return self._result

@@ -34,6 +34,7 @@ from dflash_moe.runtime.observe import WorkerProcess
 from dflash_moe.runtime.path_renewal import PathRenewal
 from dflash_moe.runtime.tensors import TensorBinder
 from dflash_moe.runtime.threads import thread_plan
+from dflash_moe.runtime.transports import check_paths
 from dflash_moe.topology import HOST, Topology
 
 log = logging.getLogger(__name__)
@@ -102,25 +103,26 @@ class ExpertRuntime:
         behind by any of them.
         """
         settings = resolve_settings(topology.ipc, **overrides)
+        key = check_paths(topology, settings)
         spec = model if isinstance(model, ModelSpec) else model_spec(Path(model))
         placement = plan_placement(spec.layers, topology)
         check_classes(spec.layers, placement, topology, settings.numerics)
         runtime = cls(spec, placement, settings, topology, overrides=overrides, channel_decorator=_channel_decorator)
         try:
-            runtime._open(on_loading)
+            runtime._open(on_loading, key)
         except BaseException:
             runtime.close()
             raise
         return runtime
 
-    def _open(self, on_loading: LoadingReport | None) -> None:
+    def _open(self, on_loading: LoadingReport | None, key: bytes | None) -> None:
         host = DeviceChoice.of_host(self._topology.host)
         if not host.is_processor:
             self._tensors = DeviceTensors(host)
             self._bind = self._tensors.bind
             log.info("host.device: %s", self._tensors.device.name)
         self._fleet.add_members(self._topology, self._held, HOST)
-        self._fleet.start()
+        self._fleet.start(key)
         self._settle_classes()
         self._fleet.check_memory(self.placement.bytes_by_holder(), self._held)
         self._fleet.load(self._held, on_loading)
@@ -318,11 +320,11 @@ class ExpertRuntime:
         if any(chunk.is_auto for forecast in forecasts for chunk in forecast.chunks):
             self._last_auto = forecasts
 
-    def _explained(self, error: WorkerError) -> WorkerError:
+    def _explained(self, error: WorkerError) -> DflashError:
         """The same error with what else is known; a closed runtime takes no more results."""
         self._paths.note_worn_out()
         if not self._finalizer.alive:
-            return type(error)(f"the runtime was closed before this call was done; take results before close() ({error})")
+            return DflashError(f"the runtime was closed before this call was done; take results before close() ({error})")
         return observe.explain_loss(error, self._fleet)
 
     def stats(self) -> dict[str, Any]:

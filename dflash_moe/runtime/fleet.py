@@ -23,7 +23,6 @@ from dflash_moe.model.checkpoint import Checkpoint, shard_fingerprint
 from dflash_moe.placement.numerics import check_architectures
 from dflash_moe.protocol.devices import DeviceChoice
 from dflash_moe.protocol.identity import local_identity
-from dflash_moe.protocol.keys import read_key_file
 from dflash_moe.protocol.messages import LoadShard, compress_experts
 from dflash_moe.runtime.data_path import ShardShape, SlotPlan
 from dflash_moe.runtime.launcher import Launcher
@@ -141,15 +140,12 @@ class Fleet:
         for member in self.members.values():
             log.info("worker %s: transport %s, numerics %s", member.name, member.transport, member.numerics)
 
-    def start(self) -> None:
-        """Starts or reaches every member and says hello. On an error the caller closes the fleet."""
-        key = read_key_file(Path(self._settings.key_file)) if self._settings.key_file else None
+    def start(self, key: bytes | None) -> None:
+        """Starts or reaches every member and says hello; `key` is `check_paths`'. On an error the caller closes the fleet."""
         remote = [member for member in self.members.values() if member.transport != "loopback"]
         if any(member.address.is_started_by_host for member in remote):
             self._launcher = Launcher()
         for member in remote:
-            if member.address.host and key is None:
-                raise ConfigError(f"worker {member.name} at {member.address}: TCP needs the shared key; give --key-file FILE")
             started = None
             if self._launcher is not None and member.address.is_started_by_host:
                 started = self._launcher.start_worker(member.name, Path(self._spec.path))

@@ -89,10 +89,10 @@ def run_hand_started_worker(
     `on_ready` gets the address with its real port once hosts may call. Errors: ConfigError, CheckpointError before that.
     """
     set_up_worker_logging()
-    identity = _identify(name, model, threads=threads or usable_cores(), memory_limit=memory_limit, isa=isa)
-    listener = open_listener(address, worker=name, key=key)
+    listener = open_listener(address, worker=name, key=key)  # first: what is wrong with it is known at once
     previous = [(number, signal.signal(number, _raise_interrupt)) for number in (signal.SIGINT, signal.SIGTERM)]
     try:
+        identity = _identify(name, model, threads=threads or usable_cores(), memory_limit=memory_limit, isa=isa)
         on_ready(Address(address.kind, host=address.host, port=listener.port, path=address.path))
         while (caller := listener.next_caller()) is not None:
             log.info("worker %s ends a session: %s", name, _serve_caller(caller, identity, listener))

@@ -165,12 +165,14 @@ def test_a_worker_killed_in_a_step_ends_it_as_lost_and_a_new_runtime_goes_on(spe
         hidden, ids, weights = batch(4)
         alone = bits(runtime.experts(0, hidden, torch.full_like(ids, NUM_EXPERTS - 1), weights))
         began = time.monotonic()
-        with pytest.raises(WorkerLost, match=r"worker near"), runtime.device_step() as step:  # noqa: PT012
+        with pytest.raises(WorkerLost, match=r"worker near") as caught, runtime.device_step() as step:  # noqa: PT012
             step.experts(0, *batch(4))
             stop(runtime, "near", signal.SIGKILL)
             for layer in range(LAYERS):
                 step.experts(layer, *batch(4))
         assert time.monotonic() - began < PROMPT_S
+        assert str(caught.value).count("worker near") == 1, caught.value
+        assert "layer " in str(caught.value)
         with pytest.raises(WorkerLost, match="near"):
             runtime.experts(0, *batch(4))
         last = torch.full_like(ids, NUM_EXPERTS - 1)
