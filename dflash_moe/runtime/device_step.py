@@ -188,6 +188,7 @@ class DeviceSteps:
         self._paths = paths
         self._are_layers_defined = False
         self._step: DeviceStep | None = None
+        _warn_of_shared_card(tensors, fleet)
 
     def of_this_thread(self) -> DeviceStep | None:
         """The open step, if this thread entered it."""
@@ -258,6 +259,17 @@ class DeviceSteps:
                 num_experts=layer.num_experts, shards=shards,
             )  # fmt: skip
         self._are_layers_defined = True
+
+
+def _warn_of_shared_card(tensors: DeviceTensors, fleet: Fleet) -> None:
+    """Processes take turns on a card, about 2 ms each, and a step's waiting kernel uses up its turn (decision 17)."""
+    for member in fleet.members.values():
+        if member.local is None and member.is_on_this_machine and member.device == tensors.choice:
+            log.warning(
+                "worker %s computes on %s, the host's own card, in another process: in a device step every kernel of it waits "
+                "until the step's waiting kernel loses its turn; give the worker `address: loopback`, or use no device_step()",
+                member.name, tensors.device.name,
+            )  # fmt: skip
 
 
 def _torch_stream(tensors: DeviceTensors) -> int | None:

@@ -58,6 +58,7 @@ class DeviceTensors:
     """Binds and stages the tensors of calls. Any thread."""
 
     def __init__(self, choice: DeviceChoice) -> None:
+        self.choice = choice
         self.device = open_host_device(choice)
         self._binder = TensorBinder()
         self.stream = self.device.stream  # that tensors are taken over for: the device's own, or a step's

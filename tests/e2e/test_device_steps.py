@@ -5,6 +5,7 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import threading
@@ -129,6 +130,19 @@ def test_steps_need_a_device_shared_memory_and_few_tokens(spec):
         with runtime.device_step(), pytest.raises(ConfigError, match="a step is open already"), runtime.device_step():
             pass
         assert runtime.experts(0, *batch(65)).shape == (65, HIDDEN)
+
+
+@pytest.mark.parametrize(("worker", "is_warned"), [
+    ("backend: sim, simulate: cuda", True), ("backend: sim, simulate: cuda, address: loopback", False),
+    ("backend: sim, simulate: hip", False), ("backend: cpu, threads: 1", False),
+])  # fmt: skip
+def test_a_worker_process_on_the_hosts_own_card_is_warned_of_with_the_remedy(spec, caplog, worker, is_warned):
+    asked = f"version: 1\nhost: {{device: 'sim:0', simulate: cuda}}\nworkers: [{{name: near, {worker}}}]\n"
+    with caplog.at_level(logging.WARNING), ExpertRuntime.start(Topology.parse(asked), model=spec):
+        pass
+    found = [text for text in caplog.messages if "the host's own card, in another process" in text]
+    assert len(found) == is_warned
+    assert all(text.startswith("worker near computes on sim-cuda 0") and "`address: loopback`" in text for text in found)
 
 
 def test_calls_of_other_threads_wait_until_the_step_is_over(spec):
