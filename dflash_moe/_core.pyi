@@ -130,6 +130,20 @@ class HostDevice:
     def copy_in(self, pieces: Sequence[tuple[int, int, int]]) -> None: ...
     def copy_out(self, pieces: Sequence[tuple[int, int, int]]) -> None: ...
 
+class BellMemory:
+    """Two words for a ping-pong of a device and a processor, both ends of it: `bench doorbell`."""
+
+    @staticmethod
+    def of_segments(*, is_open: bool, slot_bytes: int) -> BellMemory: ...  # the heads of two; open: see segment.h
+    @staticmethod
+    def pinned(device: HostDevice) -> BellMemory: ...
+    def map(self, device: HostDevice) -> int: ...  # bytes, 0 for pinned memory; UnsupportedError with the driver's words
+    def unmap(self, device: HostDevice) -> None: ...
+    # When each round was seen, in ns of the monotonic clock; fewer than `rounds` where the time was over.
+    def answer(self, *, first: int, rounds: int, timeout_s: float) -> list[int]: ...
+    # `kind`: kernel, stream or call. (rounds answered, when calls of the host were made). UnsupportedError, WorkerTimeout.
+    def ring(self, device: HostDevice, *, kind: str, first: int, rounds: int, budget_s: float) -> tuple[int, list[int]]: ...
+
 class StepLease:
     """The data paths of a client, handed over to a device step."""
 

@@ -17,6 +17,7 @@ PYBIND11_MODULE(_core, module) {
   bind_host_device(module);
   bind_worker(module);
   bind_device_step(module);
+  bind_bells(module);
   bind_client(module);
   bind_dlpack(module);
   bind_oracle(module);

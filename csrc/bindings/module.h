@@ -13,6 +13,7 @@ void bind_store(pybind11::module_& module);
 void bind_plugin(pybind11::module_& module);
 void bind_host_device(pybind11::module_& module);
 void bind_device_step(pybind11::module_& module);
+void bind_bells(pybind11::module_& module);
 void bind_worker(pybind11::module_& module);
 void bind_client(pybind11::module_& module);
 void bind_dlpack(pybind11::module_& module);

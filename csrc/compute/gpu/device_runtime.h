@@ -74,6 +74,11 @@ class DeviceRuntime {
   // Queues what follows on a stream of the caller's framework, until return_queue().
   virtual void borrow_queue(uint64_t stream) = 0;
   virtual void return_queue() = 0;
+  // Queues a store to a word that kernels may use; a wait until a word has reached `value` (counting on from 2^32 - 1 to 0), which nothing
+  // ends but that; and a call by a thread of the vendor's, which must not use the device. Errors: kUnsupported with the driver's words.
+  virtual Status write_word(uint32_t* word, uint32_t value) = 0;
+  virtual Status await_word(const uint32_t* word, uint32_t value) = 0;
+  virtual Status call_host(void (*function)(void*), void* argument) = 0;
 
   // Makes current again what was so for the calling thread before it used this device: its framework relies on that. The next operation takes
   // the device again. For devices that a framework of the same process uses.

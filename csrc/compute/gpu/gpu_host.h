@@ -36,6 +36,7 @@ class GpuHost {
   Status copy_out(std::span<const HostTransfer> pieces, std::chrono::nanoseconds at_most);
 
  private:
+  friend class GpuBells;
   friend class GpuSteps;
 
   // The device for a scope, and the thread's own afterwards.

@@ -6,12 +6,14 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <algorithm>
 #include <memory>
 #include <new>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "compute/gpu/gpu_bells.h"
 #include "compute/gpu/gpu_step.h"
 #include "plugin/abi_records.h"
 #include "plugin/device.h"
@@ -22,6 +24,7 @@ struct dflash_host {
   dflash_host(std::unique_ptr<dflash::compute::gpu::DeviceRuntime> runtime, int32_t type) : device(std::move(runtime)), dlpack_type(type) {}
   dflash::compute::gpu::GpuHost device;
   dflash::compute::gpu::GpuSteps steps{device};
+  dflash::compute::gpu::GpuBells bells{device};
   const int32_t dlpack_type;
 };
 
@@ -180,6 +183,23 @@ inline int32_t step_end(dflash_host* host, dflash_step_outcome* given, dflash_er
   });
 }
 
+inline int32_t ring_bells(dflash_host* host, dflash_bells* given, dflash_error* error) {
+  return answered(error, [&]() -> Status {
+    dflash_bells bells = read_record(given);
+    const bool has_words = bells.ring != nullptr && bells.answer != nullptr && bells.release != nullptr;
+    if (host == nullptr || (bells.kind == DFLASH_BELL_CALL ? bells.calls_ns == nullptr : !has_words)) return missing("host, a word or times");
+    if (bells.kind > DFLASH_BELL_CALL) return Error{ErrorCode::kInvalidArgument, "host table: a bell of kind " + std::to_string(bells.kind) + " is unknown"};
+    auto rung = host->bells.ring({static_cast<uint32_t*>(bells.ring), static_cast<const uint32_t*>(bells.answer), bells.release, bells.first,
+                                  bells.num_rounds, std::chrono::nanoseconds(bells.budget_ns)},
+                                 static_cast<compute::gpu::BellKind>(bells.kind));
+    if (!rung.ok()) return std::move(rung).error();
+    bells.num_done = rung.value().num_done;
+    std::copy(rung.value().calls_ns.begin(), rung.value().calls_ns.end(), bells.calls_ns);
+    write_record(given, bells);
+    return ok();
+  });
+}
+
 }  // namespace host_internal
 
 template <class Driver>
@@ -223,6 +243,7 @@ const dflash_host_table* host_table_of() {
     filled.step_give_up = [](dflash_host* host) {
       if (host != nullptr) host->steps.give_up();
     };
+    filled.ring_bells = &host_internal::ring_bells;
     return filled;
   }();
   return &table;

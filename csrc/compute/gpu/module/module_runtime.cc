@@ -40,12 +40,16 @@ class ModuleRuntime final : public DeviceRuntime {
   void unmap_host(std::byte* memory) override;
   void borrow_queue(uint64_t stream) override { queue_ = reinterpret_cast<void*>(stream); }
   void return_queue() override { queue_ = own_queue_; }
+  Status write_word(uint32_t* word, uint32_t value) override;
+  Status await_word(const uint32_t* word, uint32_t value) override;
+  Status call_host(void (*function)(void*), void* argument) override;
   void leave() override;
   uint64_t stream() const override { return reinterpret_cast<uintptr_t>(own_queue_); }
 
  private:
   Status enter();
   Status done(int status, const char* what);
+  Status accepted(int status, const char* what);
   Error allocation_error(int status, uint64_t num_bytes, const char* where);
   Status load_kernels();
 
@@ -85,6 +89,28 @@ Status ModuleRuntime::done(int status, const char* what) {
   if (status == 0) return ok();
   lost_ = std::string(what) + " failed: " + driver_->text(status);
   return Error{ErrorCode::kWorkerFailed, lost_};
+}
+
+// What a driver may refuse without harm to the device.
+Status ModuleRuntime::accepted(int status, const char* what) {
+  if (status == 0) return ok();
+  return Error{ErrorCode::kUnsupported,
+               status == kDriverLacks ? facts_.backend + " is not used for " + what : std::string(what) + " failed: " + driver_->text(status)};
+}
+
+Status ModuleRuntime::write_word(uint32_t* word, uint32_t value) {
+  DFLASH_TRY(enter());
+  return accepted(driver_->write_word(word, value, queue_), "stores of a stream");
+}
+
+Status ModuleRuntime::await_word(const uint32_t* word, uint32_t value) {
+  DFLASH_TRY(enter());
+  return accepted(driver_->await_word(word, value, queue_), "waits of a stream");
+}
+
+Status ModuleRuntime::call_host(void (*function)(void*), void* argument) {
+  DFLASH_TRY(enter());
+  return accepted(driver_->call_host(function, argument, queue_), "calls of the host by a stream");
 }
 
 // A device is current per thread, and another user of the thread (a framework, the runtime of a second card) may have changed it since; a

@@ -2,7 +2,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "compute/gpu/sim/sim_runtime.h"
 
+#include <sched.h>
+
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <deque>
 #include <map>
@@ -24,13 +27,17 @@ constexpr uint8_t kFreshByte = 0xcd;  // device memory is not zero at first
 constexpr uint32_t kMaxGridY = 65535;
 
 struct Operation {
-  enum class Kind : uint8_t { kCopy, kFill, kLaunch, kMark } kind;
+  enum class Kind : uint8_t { kCopy, kFill, kLaunch, kMark, kWrite, kAwait, kCall } kind;
   std::byte* destination = nullptr;
   const std::byte* source = nullptr;
   uint64_t num_bytes = 0;
   uint8_t value = 0;
   KernelLaunch launch;
   std::vector<std::byte> params;
+  uint32_t* word = nullptr;  // of kWrite and kAwait
+  uint32_t word_value = 0;
+  void (*function)(void*) = nullptr;
+  void* argument = nullptr;
 };
 
 std::byte* allocate_aligned(uint64_t num_bytes) {
@@ -122,6 +129,16 @@ class SimRuntime final : public DeviceRuntime {
   void borrow_queue(uint64_t) override {}
   void return_queue() override {}
 
+  Status write_word(uint32_t* word, uint32_t value) override {
+    return queue({.kind = Operation::Kind::kWrite, .launch = {}, .params = {}, .word = word, .word_value = value});
+  }
+  Status await_word(const uint32_t* word, uint32_t value) override {
+    return queue({.kind = Operation::Kind::kAwait, .launch = {}, .params = {}, .word = const_cast<uint32_t*>(word), .word_value = value});
+  }
+  Status call_host(void (*function)(void*), void* argument) override {
+    return queue({.kind = Operation::Kind::kCall, .launch = {}, .params = {}, .function = function, .argument = argument});
+  }
+
   Result<bool> wait(std::chrono::nanoseconds at_most) override {
     DFLASH_TRY(healthy());
     const auto deadline = std::chrono::steady_clock::now() + at_most;
@@ -166,6 +183,14 @@ class SimRuntime final : public DeviceRuntime {
       case Operation::Kind::kFill: std::memset(operation.destination, operation.value, operation.num_bytes); return true;
       case Operation::Kind::kLaunch: return advance_launch(operation);
       case Operation::Kind::kMark: marks_[operation.value] = std::chrono::steady_clock::now(); return true;
+      case Operation::Kind::kWrite: std::atomic_ref<uint32_t>(*operation.word).store(operation.word_value, std::memory_order_release); return true;
+      case Operation::Kind::kAwait: {
+        const uint32_t found = std::atomic_ref<uint32_t>(*operation.word).load(std::memory_order_acquire);
+        if (static_cast<int32_t>(found - operation.word_value) >= 0) return true;
+        ::sched_yield();
+        return false;
+      }
+      case Operation::Kind::kCall: operation.function(operation.argument); return true;
     }
     return true;
   }

@@ -1,0 +1,134 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "compute/gpu/gpu_bells.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <utility>
+
+#include "base/clock.h"
+#include "compute/gpu/host_params.h"
+
+namespace dflash::compute::gpu {
+namespace {
+
+constexpr uint64_t kWordBytes = 256;    // one word, as memory is allocated
+constexpr uint32_t kBatchRounds = 256;  // queued at once: a driver takes about a thousand operations before it waits without a bound
+constexpr std::chrono::seconds kGrace{5};  // for a kernel beyond its budget, and for what was released
+
+}  // namespace
+
+// What the queue calls, in the thread of the vendor's.
+struct GpuBells::Calls {
+  std::vector<int64_t> times_ns;
+  std::atomic<uint32_t> count{0};
+  static void note(void* self) {
+    auto* calls = static_cast<Calls*>(self);
+    const uint32_t index = calls->count.load(std::memory_order_relaxed);
+    if (index < calls->times_ns.size()) calls->times_ns[index] = now_ns();
+    calls->count.store(index + 1, std::memory_order_release);
+  }
+};
+
+GpuBells::GpuBells(GpuHost& host) : host_(host) {}
+
+GpuBells::~GpuBells() {
+  const GpuHost::Turn turn(host_);
+  if (!host_.drain(kGrace).ok()) {
+    calls_.release();  // what the device may still use stays
+    return;
+  }
+  host_.runtime_->release(memory_);
+  if (mirror_ != nullptr) host_.runtime_->release_staging(mirror_);
+}
+
+Status GpuBells::reserve() {
+  if (memory_ == nullptr) {
+    auto memory = host_.runtime_->allocate(kWordBytes);
+    if (!memory.ok()) return host_.named(std::move(memory).error());
+    memory_ = memory.value();
+  }
+  if (mirror_ == nullptr) {
+    auto mirror = host_.runtime_->allocate_staging(kWordBytes);
+    if (!mirror.ok()) return host_.named(std::move(mirror).error());
+    mirror_ = mirror.value();
+  }
+  return ok();
+}
+
+Error GpuBells::hung() {
+  host_.is_hung_ = true;
+  return Error{ErrorCode::kTimeout, "waits for an answer did not end in spite of their limit; the device counts as hung"};
+}
+
+Result<BellOutcome> GpuBells::ring(const BellPlan& plan, BellKind kind) {
+  const GpuHost::Turn turn(host_);
+  DFLASH_TRY(host_.drain(kGrace));
+  DFLASH_TRY(reserve());
+  auto rung = kind == BellKind::kKernel ? ring_by_kernel(plan) : kind == BellKind::kStream ? ring_by_stream(plan) : ring_by_calls(plan);
+  if (!rung.ok()) return host_.named(std::move(rung).error());
+  return rung;
+}
+
+Result<BellOutcome> GpuBells::ring_by_kernel(const BellPlan& plan) {
+  const BellParams params{plan.ring, plan.answer, reinterpret_cast<uint32_t*>(memory_), static_cast<uint64_t>(plan.budget.count()), plan.first,
+                          plan.num_rounds};
+  DFLASH_TRY(host_.runtime_->launch({.kernel = kernel_id(PlainKernel::k_ring_bells), .threads = kBellThreads, .params = &params,
+                                     .params_bytes = sizeof params}));
+  DFLASH_TRY(host_.runtime_->copy_out(mirror_, memory_, sizeof(uint32_t)));
+  const auto is_done = host_.runtime_->wait(plan.budget + kGrace);
+  if (!is_done.ok()) return Error{is_done.error().code, is_done.error().message};
+  if (!is_done.value()) return hung();
+  BellOutcome outcome;
+  std::memcpy(&outcome.num_done, mirror_, sizeof outcome.num_done);
+  return outcome;
+}
+
+Result<BellOutcome> GpuBells::ring_by_stream(const BellPlan& plan) {
+  const Deadline deadline = Deadline::after_ns(plan.budget.count());
+  BellOutcome outcome;
+  while (outcome.num_done < plan.num_rounds) {
+    const uint32_t batch = std::min(kBatchRounds, plan.num_rounds - outcome.num_done);
+    Status queued = ok();
+    for (uint32_t i = 0; i < batch && queued.ok(); ++i) {
+      const uint32_t value = plan.first + outcome.num_done + i;
+      queued = host_.runtime_->write_word(plan.ring, value);
+      if (queued.ok()) queued = host_.runtime_->await_word(plan.answer, value);
+    }
+    auto is_done = queued.ok() ? host_.runtime_->wait(std::chrono::nanoseconds(deadline.left_ns())) : Result<bool>(false);
+    if (is_done.ok() && is_done.value()) {
+      outcome.num_done += batch;
+      continue;
+    }
+    std::atomic_ref<uint32_t>(*plan.release).store(plan.first + plan.num_rounds, std::memory_order_release);
+    is_done = host_.runtime_->wait(kGrace);
+    if (!queued.ok()) return std::move(queued).error();
+    if (!is_done.ok()) return std::move(is_done).error();
+    if (!is_done.value()) return hung();
+    break;
+  }
+  return outcome;
+}
+
+Result<BellOutcome> GpuBells::ring_by_calls(const BellPlan& plan) {
+  const Deadline deadline = Deadline::after_ns(plan.budget.count());
+  calls_ = std::make_unique<Calls>();
+  calls_->times_ns.resize(plan.num_rounds);
+  for (uint32_t queued = 0; queued < plan.num_rounds;) {
+    const uint32_t batch = std::min(kBatchRounds, plan.num_rounds - queued);
+    for (uint32_t i = 0; i < batch; ++i) {
+      DFLASH_TRY(host_.runtime_->fill(memory_, 0, sizeof(uint32_t)));  // work of the device that the call follows
+      DFLASH_TRY(host_.runtime_->call_host(&Calls::note, calls_.get()));
+    }
+    auto is_done = host_.runtime_->wait(std::chrono::nanoseconds(deadline.left_ns()) + kGrace);
+    if (!is_done.ok()) return std::move(is_done).error();
+    if (!is_done.value()) return hung();
+    queued += batch;
+  }
+  BellOutcome outcome;
+  outcome.num_done = std::min(calls_->count.load(std::memory_order_acquire), plan.num_rounds);
+  outcome.calls_ns.assign(calls_->times_ns.begin(), calls_->times_ns.begin() + outcome.num_done);
+  return outcome;
+}
+
+}  // namespace dflash::compute::gpu

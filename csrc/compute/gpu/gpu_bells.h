@@ -1,0 +1,56 @@
+// What a doorbell costs on a host's device, by each way a device has to ring a processor and to wait for it: `bench doorbell`. Device steps use
+// the first way only.
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "compute/gpu/gpu_host.h"
+
+namespace dflash::compute::gpu {
+
+enum class BellKind : uint8_t {
+  kKernel = 0,  // a kernel stores and polls
+  kStream = 1,  // the queue itself stores and waits
+  kCall = 2,    // the queue calls the host; the words are not used
+};
+
+struct BellPlan {
+  uint32_t* ring = nullptr;          // addresses as map_memory gave them; the answer is of the same number as the ring
+  const uint32_t* answer = nullptr;
+  uint32_t* release = nullptr;       // kStream: the answer's word as the host may write it, to end a wait whose answer never comes
+  uint32_t first = 1, num_rounds = 1;
+  std::chrono::nanoseconds budget{};  // of all rounds
+};
+
+struct BellOutcome {
+  uint32_t num_done = 0;          // rounds that were answered in time; kStream: whole batches of them
+  std::vector<int64_t> calls_ns;  // kCall: when each was made, by the steady clock
+};
+
+class GpuBells {
+ public:
+  explicit GpuBells(GpuHost& host);
+  ~GpuBells();
+  GpuBells(const GpuBells&) = delete;
+  GpuBells& operator=(const GpuBells&) = delete;
+
+  // Errors: kUnsupported where the driver has no such way; the device's. Where it does not end in spite of the budget, it counts as hung.
+  Result<BellOutcome> ring(const BellPlan& plan, BellKind kind);
+
+ private:
+  struct Calls;
+  Status reserve();
+  Result<BellOutcome> ring_by_kernel(const BellPlan& plan);
+  Result<BellOutcome> ring_by_stream(const BellPlan& plan);
+  Result<BellOutcome> ring_by_calls(const BellPlan& plan);
+  Error hung();
+
+  GpuHost& host_;
+  std::byte* memory_ = nullptr;  // device: a word
+  std::byte* mirror_ = nullptr;  // pinned
+  std::unique_ptr<Calls> calls_;
+};
+
+}  // namespace dflash::compute::gpu

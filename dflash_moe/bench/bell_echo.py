@@ -1,0 +1,95 @@
+"""Who answers a card in `bench doorbell`: a thread of this process, or a process of its own.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import struct
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from dflash_moe import _core
+
+GRACE_S = 2.0  # an echo outlives its card's patience, so that the card's own report stands
+JOIN_S = 60.0
+
+
+class EchoThread:
+    """Answers `rounds` numbers from the one that `begin` names."""
+
+    def __init__(self, memory: _core.BellMemory, *, rounds: int, timeout_s: float) -> None:
+        self._memory, self._rounds, self._timeout_s = memory, rounds, timeout_s
+        self._seen: list[int] = []
+        self._thread: threading.Thread | None = None
+
+    def begin(self, first: int) -> None:
+        """Returns at once."""
+        self._thread = threading.Thread(target=self._answer, args=(first,), name="bell-echo", daemon=True)
+        self._thread.start()
+
+    def _answer(self, first: int) -> None:
+        self._seen = self._memory.answer(first=first, rounds=self._rounds, timeout_s=self._timeout_s + GRACE_S)
+
+    def seen(self) -> list[int]:
+        """When each number was seen, in ns, once all were answered or the time is over."""
+        if self._thread is not None:
+            self._thread.join(JOIN_S)
+        return self._seen
+
+
+class EchoProcess:
+    """The same in a forked child, which asks for nothing until `begin`."""
+
+    def __init__(self, pid: int, orders: int, answers: int) -> None:
+        """Use `forked`."""
+        self.pid = pid
+        self._orders, self._answers = orders, answers
+
+    @classmethod
+    @contextmanager
+    def forked(cls, memory: _core.BellMemory, *, rounds: int, timeout_s: float) -> Iterator[EchoProcess]:
+        """For segments only, before a driver is opened in this process. Leaving kills the child."""
+        (read_order, write_order), (read_answer, write_answer) = os.pipe(), os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            status = 1
+            try:
+                os.close(write_order)
+                os.close(read_answer)
+                _serve(memory, read_order, write_answer, rounds, timeout_s)
+                status = 0
+            finally:
+                os._exit(status)
+        os.close(read_order)
+        os.close(write_answer)
+        try:
+            yield cls(pid, write_order, read_answer)
+        finally:
+            os.close(write_order)
+            os.close(read_answer)
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+    def begin(self, first: int) -> None:
+        """Returns at once; the child may take a moment."""
+        os.write(self._orders, struct.pack("<I", first))
+
+    def seen(self) -> list[int]:
+        """As EchoThread."""
+        with os.fdopen(os.dup(self._answers), "rb") as answers:
+            found = answers.read()
+        return list(struct.unpack(f"<{len(found) // 8}q", found))
+
+
+def _serve(memory: _core.BellMemory, orders: int, answers: int, rounds: int, timeout_s: float) -> None:
+    """The child: one ping-pong, then the times through the pipe, which ends with the process."""
+    order = os.read(orders, 4)
+    if len(order) < 4:  # the parent has left
+        return
+    seen = memory.answer(first=struct.unpack("<I", order)[0], rounds=rounds, timeout_s=timeout_s + GRACE_S)
+    with suppress(BrokenPipeError), os.fdopen(answers, "wb") as out:
+        out.write(struct.pack(f"<{len(seen)}q", *seen))

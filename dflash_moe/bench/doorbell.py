@@ -1,0 +1,167 @@
+"""`bench doorbell`: which memory of the host a card takes, and what it costs to ring a processor from there and to be answered.
+
+First registration, as device steps do it: the sealed segments of the shared transport (the worker's mapped read-only), the same
+without the seal against writing, and pinned memory. Then a ping-pong over each: the card stores a number, a processor's thread
+or another process answers with it, the card waits for that. Nothing else travels: this is the floor under `bench step`.
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from dflash_moe import _core
+from dflash_moe.bench.bell_echo import EchoProcess, EchoThread
+from dflash_moe.bench.harness import Recorder
+from dflash_moe.bench.results import BenchResult, percentile, timing_fields
+from dflash_moe.errors import DflashError
+from dflash_moe.protocol.devices import DeviceChoice
+from dflash_moe.runtime.device_tensors import open_host_device
+
+SLOT_BYTES = 4 << 20  # of a slot, one a segment: registering takes time by the page
+SEALED, OPEN, PINNED = "sealed segments", "segments without the write seal", "pinned memory"
+# The ways to ring: those of device steps first. None but the first can give up by itself.
+KINDS = {"kernel": "a kernel stores and polls", "stream": "the stream stores and waits", "call": "the stream calls the host"}
+THREAD, PROCESS, DRIVER = "thread", "process", "driver's thread"
+# Each ping-pong: (kind, memory, who answers).
+PAIRS = (
+    ("kernel", SEALED, THREAD), ("kernel", SEALED, PROCESS), ("kernel", OPEN, THREAD), ("kernel", OPEN, PROCESS),
+    ("kernel", PINNED, THREAD), ("stream", SEALED, THREAD), ("stream", SEALED, PROCESS), ("stream", PINNED, THREAD),
+    ("call", PINNED, DRIVER),
+)  # fmt: skip
+MARK_US = 5.0  # a kernel's wait, at p50, on a card
+
+
+@dataclass(frozen=True, slots=True)
+class DoorbellParams:
+    """`rounds` 0: 10,000 on a card, few on a simulated one."""
+
+    backend: str
+    device: int = 0
+    rounds: int = 0
+    budget_s: float = 5.0  # of one ping-pong; what does not end is a row that says so
+
+    def resolved(self) -> DoorbellParams:
+        """With the backend's rounds."""
+        return dataclasses.replace(self, rounds=self.rounds or (50 if self.backend == "sim" else 10_000))
+
+    def choice(self) -> DeviceChoice:
+        """The device as a topology names it."""
+        return DeviceChoice(self.backend, self.device, "cuda" if self.backend == "sim" else "")
+
+
+@dataclass(slots=True)
+class Words:
+    """The two words of all ping-pongs over one kind of memory, which begin where the one before left them."""
+
+    name: str
+    memory: _core.BellMemory
+    next_number: int = 1
+
+    def take_numbers(self, rounds: int) -> int:
+        """The first number of a ping-pong; one is left out, by which waits of a stream are ended."""
+        first, self.next_number = self.next_number, self.next_number + rounds + 1
+        return first
+
+    @contextmanager
+    def mapped(self, device: _core.HostDevice) -> Iterator[int]:
+        """For the device, as long as the block; its bytes."""
+        try:
+            yield self.memory.map(device)
+        finally:
+            self.memory.unmap(device)
+
+
+def run_doorbell(params: DoorbellParams, *, recorder: Recorder | None = None) -> BenchResult:
+    """A row per registration and per ping-pong, with `passed` and the driver's words where not; saved after every row.
+
+    Errors: those of opening the device.
+    """
+    recorder, params = recorder or Recorder(), params.resolved()
+    result = recorder.begin("doorbell", dataclasses.asdict(params), interleaved=False)
+    with recorder.recording(), ExitStack() as stack:
+        words = {
+            name: Words(name, _core.BellMemory.of_segments(is_open=name == OPEN, slot_bytes=SLOT_BYTES))
+            for name in (SEALED, OPEN)
+        }
+        processes = {
+            pair: stack.enter_context(
+                EchoProcess.forked(words[pair[1]].memory, rounds=params.rounds, timeout_s=params.budget_s)
+            )
+            for pair in PAIRS
+            if pair[2] == PROCESS
+        }  # before the driver starts: a child must have neither its threads nor its mappings
+        device = open_host_device(params.choice())
+        result.params["device_name"] = device.name
+        words[PINNED] = Words(PINNED, _core.BellMemory.pinned(device))
+        for one in words.values():
+            result.rows.append(_registration(one, device))
+            recorder.save()
+        for number, pair in enumerate(PAIRS):
+            recorder.reporter.advance(number, len(PAIRS), f"{KINDS[pair[0]]}, {pair[1]}, {pair[2]}")
+            result.rows.append(_ping_pong(pair, words[pair[1]], processes.get(pair), device, params))
+            recorder.save()
+        recorder.reporter.advance(len(PAIRS), len(PAIRS), "done")
+    return result
+
+
+def _registration(words: Words, device: _core.HostDevice) -> dict[str, Any]:
+    row: dict[str, Any] = {"name": f"register {words.name}", "memory": words.name}
+    began = time.perf_counter()
+    try:
+        with words.mapped(device) as num_bytes:
+            took = time.perf_counter() - began
+    except DflashError as error:
+        return row | {"passed": False, "error": str(error)}
+    return row | {"passed": True, "bytes": num_bytes, **timing_fields([took])}
+
+
+def _ping_pong(
+    pair: tuple[str, str, str], words: Words, process: EchoProcess | None, device: _core.HostDevice, params: DoorbellParams
+) -> dict[str, Any]:
+    kind, memory, echo = pair
+    row: dict[str, Any] = {"name": f"{KINDS[kind]}, {echo}, {memory}", "kind": kind, "memory": memory, "echo": echo}
+    row |= {"rounds": params.rounds, "mark_us": MARK_US if kind == "kernel" and params.backend != "sim" else None}
+    try:
+        with words.mapped(device):
+            num_done, seen = _rounds(kind, words, process, device, params)
+    except DflashError as error:
+        return row | {"passed": False, "error": str(error)}
+    row |= {"passed": num_done == params.rounds, "answered": num_done, "seen": len(seen)}
+    if not row["passed"]:
+        row["error"] = _failure(num_done, len(seen), params)
+    trips = [(after - before) / 1e9 for before, after in zip(seen, seen[1:], strict=False)]
+    if trips:
+        row |= {"p50_us": 1e6 * statistics.median(trips), "p99_us": 1e6 * percentile(trips, 0.99), "min_us": 1e6 * min(trips)}
+        row |= timing_fields(trips, per_round=len(trips))
+    return row
+
+
+def _rounds(
+    kind: str, words: Words, process: EchoProcess | None, device: _core.HostDevice, params: DoorbellParams
+) -> tuple[int, list[int]]:
+    """(rounds that the card saw answered, when the processor saw each of them, in ns)."""
+    first = words.take_numbers(params.rounds)
+    echo: EchoThread | EchoProcess | None = process
+    if kind != "call":
+        echo = process or EchoThread(words.memory, rounds=params.rounds, timeout_s=params.budget_s)
+        echo.begin(first)
+    try:
+        num_done, calls = words.memory.ring(device, kind=kind, first=first, rounds=params.rounds, budget_s=params.budget_s)
+    finally:
+        seen = echo.seen() if echo is not None else []
+    return num_done, seen if echo is not None else calls
+
+
+def _failure(num_done: int, num_seen: int, params: DoorbellParams) -> str:
+    if not num_seen:
+        return f"no store of the card was seen by the processor within {params.budget_s:g} s"
+    if not num_done:
+        return f"the processor saw {num_seen} stores of the card, which saw no answer within {params.budget_s:g} s"
+    return f"{num_done} of {params.rounds} rounds were answered within {params.budget_s:g} s ({num_seen} seen by the processor)"
