@@ -248,11 +248,11 @@ def _torch_drives(params: DeviceParams) -> bool:
 def _torch_cases(
     params: DeviceParams, shape: ExpertShape, fmt: str, batches: dict[tuple[int, str], Batch], ceilings: Ceilings
 ) -> list[Case]:
-    """Grouped products with activation and combine on rows that lie on the card; sorting them by expert is not timed."""
+    """Grouped products and a loop over the experts, with activation and combine; sorting the rows is not timed."""
     if not params.with_torch or fmt not in FLOATS or not _torch_drives(params):
         return []
     layers = TorchLayers.create(shape, fmt, params.num_layers, params.place())
-    kernels = [kernel for kernel in torch_kernels(layers, 1) if kernel.kernel == "grouped_mm"]
+    kernels = torch_kernels(layers, 1)
 
     def bind(forward: Callable[[int], list[float]]) -> Callable[[int], tuple[list[float], float]]:
         def timed(rounds: int) -> tuple[list[float], float]:

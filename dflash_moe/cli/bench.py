@@ -44,7 +44,7 @@ MAX_PROMPT_TOKENS = 1 << 20  # above any context window of today's models: more 
 
 def register(app: typer.Typer) -> None:
     """Adds the group `bench`."""
-    from dflash_moe.cli import bench_experts  # it takes options from here
+    from dflash_moe.cli import bench_device, bench_experts  # they take options from here
 
     bench = typer.Typer(help="Measure this machine, compare results, draw them.", no_args_is_help=True)
     bench.command(name="ipc")(ipc)
@@ -52,6 +52,7 @@ def register(app: typer.Typer) -> None:
     bench.command(name="decode")(decode)
     bench_files.register(bench)
     bench_experts.register(bench)
+    bench_device.register(bench)
     app.add_typer(bench, name="bench")
 
 
