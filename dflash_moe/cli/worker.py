@@ -62,6 +62,7 @@ def worker(
         memory_limit=spec.memory or 0,
         isa=settings.cpu_isa or "",
         is_once=once,
+        buffer_bytes=settings.socket_buffer_bytes or 0,
         on_ready=lambda address: _announce(name, address),
     )
     raise typer.Exit(code)

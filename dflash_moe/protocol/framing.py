@@ -35,6 +35,16 @@ def require_same_user(sock: socket.socket) -> None:
         raise ProtocolError(f"uid: the peer runs as {uid}, this process as {os.geteuid()}")
 
 
+def size_buffers(sock: socket.socket, num_bytes: int) -> None:
+    """Sets send and receive buffers of `sock`; 0 keeps the system's own.
+
+    TCP agrees on its windows while connecting: call before `connect`, and on a listener, whose sizes what it accepts has.
+    """
+    if num_bytes:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, num_bytes)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, num_bytes)
+
+
 def _tune_tcp(sock: socket.socket) -> None:
     """A peer that vanished without a word (power, network) is noticed within about 10 s."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -10,15 +10,18 @@ import time
 
 from dflash_moe.errors import WorkerLost, WorkerTimeout
 from dflash_moe.protocol.auth import HANDSHAKE_S, Peer, authenticate_to_worker
-from dflash_moe.protocol.framing import Connection, require_same_user
+from dflash_moe.protocol.framing import Connection, require_same_user, size_buffers
 from dflash_moe.protocol.messages import Role
 from dflash_moe.topology.addresses import Address
 
 CONNECT_S = 5.0
 
 
-def dial(worker: str, address: Address) -> socket.socket:
-    """A connection to the listener at `address`. WorkerLost, WorkerTimeout, ProtocolError (a Unix socket of another user)."""
+def dial(worker: str, address: Address, buffer_bytes: int = 0) -> socket.socket:
+    """A connection to the listener at `address`; `buffer_bytes` as `size_buffers`, over TCP.
+
+    Errors: WorkerLost, WorkerTimeout, ProtocolError (a Unix socket of another user).
+    """
     try:
         if address.path:
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -26,7 +29,7 @@ def dial(worker: str, address: Address) -> socket.socket:
             sock.connect(address.path)
             require_same_user(sock)
             return sock
-        return socket.create_connection((address.host, address.port), timeout=CONNECT_S)
+        return _connect(address, buffer_bytes)
     except TimeoutError:
         raise WorkerTimeout(f"worker {worker} at {address} did not accept a connection within {CONNECT_S:g} s") from None
     except OSError as error:
@@ -36,9 +39,25 @@ def dial(worker: str, address: Address) -> socket.socket:
         ) from None
 
 
-def dial_role(worker: str, address: Address, role: Role, peer: Peer, generation: int) -> int:
+def _connect(address: Address, buffer_bytes: int) -> socket.socket:
+    """As socket.create_connection, with buffers sized before the handshake. OSError of the last address tried."""
+    failed: OSError | None = None
+    for family, kind, protocol, _, target in socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM):
+        sock = socket.socket(family, kind, protocol)
+        try:
+            size_buffers(sock, buffer_bytes)
+            sock.settimeout(CONNECT_S)
+            sock.connect(target)
+            return sock
+        except OSError as error:
+            sock.close()
+            failed = error
+    raise failed or OSError(f"{address.host} has no address")
+
+
+def dial_role(worker: str, address: Address, role: Role, peer: Peer, generation: int, buffer_bytes: int = 0) -> int:
     """An authenticated data or pulse connection of `peer`'s session; the descriptor is the caller's. PeerGone, as `dial`."""
-    connection = Connection(dial(worker, address))
+    connection = Connection(dial(worker, address, buffer_bytes))
     try:
         authenticate_to_worker(
             connection,

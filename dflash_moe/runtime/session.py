@@ -271,7 +271,8 @@ class WorkerSession:
         if self._peer is None:
             raise ProtocolError(f"worker {self.name}: no session yet")
         try:
-            return dial_role(self.name, address, role, self._peer, generation)
+            buffer_bytes = self._buffers["send_buffer_bytes"] if role is Role.DATA else 0
+            return dial_role(self.name, address, role, self._peer, generation, buffer_bytes)
         except PeerGone:
             raise self.loss(f"hung up its {role.name.lower()} connection in the handshake") from None
 

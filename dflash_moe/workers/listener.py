@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from dflash_moe.errors import ConfigError, DflashError, ProtocolError
 from dflash_moe.protocol.auth import HANDSHAKE_S, PEER_CREDENTIAL_KEY, Peer, authenticate_host
 from dflash_moe.protocol.failures import busy_refusal, to_refusal
-from dflash_moe.protocol.framing import Connection, require_same_user
+from dflash_moe.protocol.framing import Connection, require_same_user, size_buffers
 from dflash_moe.protocol.messages import Open, Role
 from dflash_moe.topology.addresses import Address
 from dflash_moe.workers.mailbox import Mailbox
@@ -40,12 +40,13 @@ _TCP_REMEDIES = {
 LOCK_S = 5.0  # another worker holds the directory lock only while it binds
 
 
-def open_tcp_listener(host: str, port: int) -> socket.socket:
-    """Binds and listens; ConfigError when the address cannot be had."""
+def open_tcp_listener(host: str, port: int, buffer_bytes: int = 0) -> socket.socket:
+    """Binds and listens; ConfigError when the address cannot be had. `buffer_bytes` as `size_buffers`."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        size_buffers(sock, buffer_bytes)
         sock.bind((host, port))
         sock.listen(BACKLOG)
     except OSError as error:
@@ -241,10 +242,10 @@ class Listener:
             connection.close()
 
 
-def open_listener(address: Address, *, worker: str, key: bytes | None) -> Listener:
+def open_listener(address: Address, *, worker: str, key: bytes | None, buffer_bytes: int = 0) -> Listener:
     """The listener of a worker started by hand; ConfigError when TCP has no key, or the address cannot be had.
 
-    Unix sockets do without: the kernel vouches for the peer's uid.
+    Unix sockets do without: the kernel vouches for the peer's uid. `buffer_bytes` as `open_tcp_listener`.
     """
     if address.path:
         sock = open_unix_listener(address.path)
@@ -255,4 +256,4 @@ def open_listener(address: Address, *, worker: str, key: bytes | None) -> Listen
             f"{address}: {reach} can reach it, so a shared key is needed; make one with `dflash-moe key make FILE` "
             "and give --key-file FILE on both ends"
         )
-    return Listener(open_tcp_listener(address.host, address.port), worker=worker, key=key)
+    return Listener(open_tcp_listener(address.host, address.port, buffer_bytes), worker=worker, key=key)

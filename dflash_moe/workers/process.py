@@ -57,9 +57,9 @@ def run_started_worker(*, name: str, model: Path, control_fd: int, key_fd: int, 
     mailbox = Mailbox(peer.session_id, peer.session_key)
     private: list[Listener] = []
 
-    def listen() -> int:
+    def listen(buffer_bytes: int) -> int:
         if not private:
-            private.append(Listener(open_tcp_listener("127.0.0.1", 0), worker=name, key=None))
+            private.append(Listener(open_tcp_listener("127.0.0.1", 0, buffer_bytes), worker=name, key=None))
             private[0].use_mailbox(mailbox)
         return private[0].port
 
@@ -82,14 +82,17 @@ def run_hand_started_worker(
     memory_limit: int = 0,
     isa: str = "",
     is_once: bool = False,
+    buffer_bytes: int = 0,
     on_ready: Callable[[Address], Any] = lambda _: None,
 ) -> int:
     """Listens and serves one host after the other until SIGINT or SIGTERM; with `is_once` until the first one left.
 
-    `on_ready` gets the address with its real port once hosts may call. Errors: ConfigError, CheckpointError before that.
+    `buffer_bytes`: of TCP connections, 0 for the system's own. `on_ready` gets the address with its real port
+    once hosts may call. Errors: ConfigError, CheckpointError before that.
     """
     set_up_worker_logging()
-    listener = open_listener(address, worker=name, key=key)  # first: what is wrong with it is known at once
+    # First: what is wrong with it is known at once.
+    listener = open_listener(address, worker=name, key=key, buffer_bytes=buffer_bytes)
     previous = [(number, signal.signal(number, _raise_interrupt)) for number in (signal.SIGINT, signal.SIGTERM)]
     try:
         identity = _identify(name, model, threads=threads or usable_cores(), memory_limit=memory_limit, isa=isa)
@@ -112,7 +115,7 @@ def run_hand_started_worker(
 def _serve_caller(caller: Caller, identity: WorkerIdentity, listener: Listener) -> str:
     mailbox = Mailbox(caller.peer.session_id, caller.peer.session_key)
     listener.use_mailbox(mailbox)
-    session = WorkerSession(caller.connection, identity, mailbox, lambda: listener.port)
+    session = WorkerSession(caller.connection, identity, mailbox, lambda _: listener.port)
     try:
         return session.run()
     finally:

@@ -74,13 +74,14 @@ class _DataPath:
 class WorkerSession:
     """Runs on the caller's thread until the host says goodbye or hangs up. Owns `connection`, the weights and the data path.
 
-    `listen` returns the port where this session's data and pulse connections are awaited, opening a listener if need be.
+    `listen` returns the port where this session's data and pulse connections are awaited, opening a listener with buffers of so
+    many bytes (0: the system's own) if need be.
     """
 
     connection: Connection
     identity: WorkerIdentity
     mailbox: Mailbox
-    listen: Callable[[], int]
+    listen: Callable[[int], int]
     _worker: _core.Worker | None = None
     _path: _DataPath | None = None
     _threads: int = 1
@@ -252,7 +253,7 @@ class WorkerSession:
         buffers = {"send_buffer_bytes": message.socket_buffer_bytes, "receive_buffer_bytes": message.socket_buffer_bytes}
         if message.transport == "unix":
             return _core.make_stream_channel("worker", geometry, descriptors.pop(0), **buffers)
-        self._send(Listening(port=self.listen()))
+        self._send(Listening(port=self.listen(message.socket_buffer_bytes)))
         descriptor = self.mailbox.collect(Role.DATA, generation, seconds=ATTACH_S)
         return _core.make_stream_channel("worker", geometry, descriptor, user_timeout_ms=USER_TIMEOUT_MS, **buffers)
 

@@ -28,6 +28,7 @@ from dflash_moe.protocol.messages import (
     Drained,
     Hello,
     HelloReply,
+    Listening,
     LoadShard,
     Progress,
     Refusal,
@@ -50,10 +51,15 @@ class Host:
         self.connection = Connection(ours)
         self.spec = tiny_spec(directory)
         identity = WorkerIdentity("w0", Checkpoint.open(directory), self.spec.fingerprint)
-        self.session = WorkerSession(Connection(theirs), identity, Mailbox(bytes(16), bytes(32)), lambda: 0)
+        self.session = WorkerSession(Connection(theirs), identity, Mailbox(bytes(16), bytes(32)), self._listen)
+        self.listened_with: list[int] = []
         self.reason = ""
         self.thread = threading.Thread(target=self._run)
         self.thread.start()
+
+    def _listen(self, buffer_bytes: int) -> int:
+        self.listened_with.append(buffer_bytes)
+        return 0
 
     def _run(self) -> None:
         self.reason = self.session.run()
@@ -206,6 +212,17 @@ def test_a_bad_attach_is_refused_and_leaves_no_descriptor(host: Host, changes: d
         answer = host.ask(attach(), (theirs.fileno(),))
         assert isinstance(answer, Attached)
     refused(host.ask(host.shard(shard=1)), "arrived after Attach")
+
+
+def test_a_tcp_attach_listens_with_the_buffers_it_asks_for(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dflash_moe.workers.session.ATTACH_S", 0.01)
+    host.hello()
+    host.ask(host.shard())
+    answer = host.ask(attach(transport="tcp", num_descriptors=0, socket_buffer_bytes=64 << 10))
+    assert isinstance(answer, Listening)
+    assert host.listened_with == [64 << 10]
+    late = host.connection.receive(deadline=time.monotonic() + 5, waiting_for="an answer")
+    refused(late, "no data connection of generation 3 arrived")
 
 
 def test_a_frame_that_is_no_message_ends_the_session_with_a_typed_answer(host: Host) -> None:
