@@ -213,30 +213,16 @@ class Stats(Message):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Drain(Message):
-    """Host to worker: stop serving the data path; answered by Drained."""
-
-    TYPE: ClassVar[int] = 26
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Drained(Message):
-    """Worker to host: nothing is served any more."""
-
-    TYPE: ClassVar[int] = 27
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Bye(Message):
-    """Host to worker: the session ends as wished; the worker drops its shards."""
+    """Host to worker: the session ends as wished; the worker stops serving and drops its shards."""
 
-    TYPE: ClassVar[int] = 28
+    TYPE: ClassVar[int] = 28  # 26 and 27 were messages that no host ever sent
     reason: Annotated[str, Wire(1, Text(256))] = ""
 
 
 MESSAGES: tuple[type[Message], ...] = (
     Open, Challenge, Proof, Accepted, Refusal, Hello, HelloReply, LoadShard, Progress, ShardLoaded, Attach, Listening,
-    Attached, StatsRequest, Stats, Drain, Drained, Bye,
+    Attached, StatsRequest, Stats, Bye,
 )  # fmt: skip
 CODEC = Codec(MESSAGES)
 

@@ -24,8 +24,6 @@ from dflash_moe.protocol.messages import (
     Attach,
     Attached,
     Bye,
-    Drain,
-    Drained,
     Hello,
     HelloReply,
     Listening,
@@ -124,9 +122,6 @@ class WorkerSession:
                 self._attach(message)
             elif isinstance(message, StatsRequest):
                 self._send(Stats(counters=self._counters()))
-            elif isinstance(message, Drain):
-                self._stop_serving()
-                self._send(Drained())
             elif isinstance(message, Bye):
                 self._is_over = True
             else:

@@ -24,8 +24,6 @@ from dflash_moe.protocol.messages import (
     Attach,
     Attached,
     Bye,
-    Drain,
-    Drained,
     Hello,
     HelloReply,
     Listening,
@@ -118,7 +116,6 @@ def test_a_whole_session_ends_with_goodbye(host: Host) -> None:
     stats = host.ask(StatsRequest())
     assert isinstance(stats, Stats)
     assert stats.counters["calls"] == 0
-    assert isinstance(host.ask(Drain()), Drained)
     host.connection.send(Bye(), deadline=time.monotonic() + 5)
     host.thread.join(10)
     assert host.reason == "the host said goodbye"
@@ -133,7 +130,7 @@ def test_a_hang_up_ends_the_session(host: Host) -> None:
 
 def test_messages_out_of_order_are_refused_and_the_session_lives_on(host: Host) -> None:
     refused(host.ask(host.shard()), "LoadShard: arrived before Hello")
-    refused(host.ask(Drained()), "Drained is not one a host sends")
+    refused(host.ask(Attached(generation=3, num_descriptors=0)), "Attached is not one a host sends")
     assert isinstance(host.hello(), HelloReply)
     refused(host.hello(), "arrived twice")
 
@@ -212,6 +209,26 @@ def test_a_bad_attach_is_refused_and_leaves_no_descriptor(host: Host, changes: d
         answer = host.ask(attach(), (theirs.fileno(),))
         assert isinstance(answer, Attached)
     refused(host.ask(host.shard(shard=1)), "arrived after Attach")
+
+
+def hung_up(sock: socket.socket) -> bool:
+    sock.settimeout(5)
+    return sock.recv(1) == b""
+
+
+@pytest.mark.parametrize("ending", [Bye(), attach(generation=4)], ids=["goodbye", "attach"])
+def test_a_goodbye_and_the_next_attach_end_a_data_path_that_is_served(host: Host, ending: Message) -> None:
+    host.hello()
+    host.ask(host.shard())
+    ours, theirs = socket.socketpair()
+    with ours:
+        with theirs:
+            assert isinstance(host.ask(attach(), (theirs.fileno(),)), Attached)
+        their_end, next_end = socket.socketpair()
+        with their_end, next_end:
+            passed = (next_end.fileno(),) if isinstance(ending, Attach) else ()
+            host.connection.send(ending, deadline=time.monotonic() + 5, descriptors=passed)
+            assert hung_up(ours)
 
 
 def test_a_tcp_attach_listens_with_the_buffers_it_asks_for(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
