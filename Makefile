@@ -85,7 +85,7 @@ test: core system-test ## C++ tests, then Python tests (without those marked slo
 	@echo "==> C++ tests"
 	@$(CONFIGURE) -B build/tests -DCMAKE_BUILD_TYPE=Release -DDFLASH_TESTS=ON > /dev/null
 	@$(CMAKE) --build build/tests -j $(JOBS) -- --quiet | sed '/^-- /d'
-	@$(BIN)/ctest --test-dir build/tests --output-on-failure --no-tests=error | grep -v '^ *Start'
+	@$(BIN)/ctest --test-dir build/tests -j $(JOBS) --output-on-failure --no-tests=error | grep -v '^ *Start'
 	@echo "==> Python tests"
 	@$(BIN)/python -m pytest tests -m "not slow"
 

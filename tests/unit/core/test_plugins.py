@@ -58,8 +58,10 @@ def test_simulated_cards_of_both_vendors_can_be_opened():
         _core.BackendDevice(backend="sim", device=2)
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-@pytest.mark.parametrize("vendor", ["cuda", "hip"])
+@pytest.mark.parametrize(
+    ("vendor", "seed"),
+    [("cuda", 1), ("hip", 2), pytest.param("cuda", 2, marks=pytest.mark.slow), pytest.param("hip", 1, marks=pytest.mark.slow)],
+)
 def test_every_kernel_of_a_simulated_card_gives_the_reference_bits_whatever_the_order_of_its_threads(vendor, seed):
     device = _core.BackendDevice(backend="sim", simulate=vendor, seed=seed)
     cases = [device.self_test(number) for number in range(device.self_test(0)["num_cases"])]
