@@ -12,7 +12,7 @@ import typer
 
 from dflash_moe.cli import options
 from dflash_moe.cli.bench import JsonOption, measuring
-from dflash_moe.errors import ConfigError
+from dflash_moe.errors import ConfigError, DflashError
 
 BACKENDS = ("cuda", "hip", "sim")
 KINDS = {"kernel": "a kernel", "stream": "the stream", "call": "the stream, by calls of the host"}
@@ -83,7 +83,9 @@ def step(
         )
     options.prepare_outputs(json_out)
     with measuring(json_out, lambda result: print_steps(result.rows)) as recorder:
-        run_device_steps(StepParams(backend, device, tokens=tuple(map(int, parts)), repeat=repeat), recorder=recorder)
+        result = run_device_steps(StepParams(backend, device, tokens=tuple(map(int, parts)), repeat=repeat), recorder=recorder)
+    if any(row.get("same_bits") is False for row in result.rows):
+        raise DflashError("a device step gave other bits than staged calls; see column bits")
 
 
 def _check_backend(backend: str) -> None:
