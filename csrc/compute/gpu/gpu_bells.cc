@@ -73,6 +73,7 @@ Result<BellOutcome> GpuBells::ring(const BellPlan& plan, BellKind kind) {
 Result<BellOutcome> GpuBells::ring_by_kernel(const BellPlan& plan) {
   const BellParams params{plan.ring, plan.answer, reinterpret_cast<uint32_t*>(memory_), static_cast<uint64_t>(plan.budget.count()), plan.first,
                           plan.num_rounds};
+  DFLASH_TRY(host_.runtime_->fill(memory_, 0, sizeof(uint32_t)));
   DFLASH_TRY(host_.runtime_->launch({.kernel = kernel_id(PlainKernel::k_ring_bells), .threads = kBellThreads, .params = &params,
                                      .params_bytes = sizeof params}));
   DFLASH_TRY(host_.runtime_->copy_out(mirror_, memory_, sizeof(uint32_t)));
