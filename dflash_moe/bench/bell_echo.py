@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 
 from dflash_moe import _core
 
-GRACE_S = 2.0  # an echo outlives its card's patience, so that the card's own report stands
+GRACE_S = 1.0  # an echo outlives its card's patience, so that the card's own report stands
 JOIN_S = 60.0
 
 

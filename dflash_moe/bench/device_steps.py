@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from dflash_moe.bench.expert_batch import ExpertShape
 from dflash_moe.bench.harness import Recorder, run_rounds
 from dflash_moe.bench.results import BenchResult
-from dflash_moe.bench.step_cases import PATHS, QUEUED, StepCase, StepScene, same_results
+from dflash_moe.bench.step_cases import PATHS, QUEUED, STAGED, StepCase, StepScene, same_results
 from dflash_moe.errors import ConfigError, DflashError, UnsupportedError
 from dflash_moe.runtime.expert_runtime import ExpertRuntime
 from dflash_moe.testing.tiny import tiny_checkpoint
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 # Rows and routing of Qwen3-30B-A3B; fewer and narrower experts (not 128 x 768), so that 48 layers fit and compute little.
 CARD_SHAPE = ExpertShape(hidden_size=2048, moe_intermediate_size=32, num_experts=16, top_k=8)
 SIM_SHAPE = ExpertShape(hidden_size=64, moe_intermediate_size=32, num_experts=16, top_k=8)
-CALL_TIMEOUT_S = 10.0  # a step that hangs costs this, and is a row that says so
+CALL_TIMEOUT_S = 5.0  # a step that hangs costs this, and is a row that says so
 REDUCED = "hidden size and top-k of Qwen3-30B-A3B; experts fewer and narrower than its 128 of 768"
 
 # Where the experts are -> (what stands in the topology, most microseconds that a layer may take beyond compute).
@@ -129,17 +129,20 @@ def _measure_worker(params: StepParams, spec: ModelSpec, worker: str, recorder: 
         cases: list[StepCase] = []
         for tokens in params.tokens:
             scene = StepScene.create(runtime, tokens, seed=params.seed)
-            facts = {"worker": worker, "same_bits": _same_bits(scene), "mark_us": mark_us} | _device_facts(params, scene)
-            cases += [StepCase(scene, path, facts, params.sample_s) for path in PATHS if path != QUEUED or scene.has_events]
+            same_bits, trouble = _same_bits(scene)
+            facts = {"worker": worker, "same_bits": same_bits, "mark_us": mark_us} | _device_facts(params, scene)
+            for path in PATHS:
+                if path != QUEUED or scene.has_events:
+                    cases.append(StepCase(scene, path, facts, params.sample_s, error="" if path == STAGED else trouble))
         run_rounds(recorder, cases, rounds=params.repeat)
 
 
-def _same_bits(scene: StepScene) -> bool | None:
-    """Whether a step gives the bits of staged calls; it also brings all kernels to the card. None: the cases say why not."""
+def _same_bits(scene: StepScene) -> tuple[bool | None, str]:
+    """(whether a step gives the bits of staged calls, why there is no step); this also brings all kernels to the card."""
     try:
-        return same_results(scene)
-    except (DflashError, RuntimeError):
-        return None
+        return same_results(scene), ""
+    except (DflashError, RuntimeError) as error:  # torch's of a card are RuntimeErrors
+        return None, str(error)
 
 
 def _device_facts(params: StepParams, scene: StepScene) -> dict[str, Any]:

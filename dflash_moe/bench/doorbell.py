@@ -45,7 +45,7 @@ class DoorbellParams:
     backend: str
     device: int = 0
     rounds: int = 0
-    budget_s: float = 5.0  # of one ping-pong; what does not end is a row that says so
+    budget_s: float = 3.0  # of one ping-pong, which takes a tenth; what does not end is a row that says so
 
     def resolved(self) -> DoorbellParams:
         """With the backend's rounds."""

@@ -92,7 +92,7 @@ class StepSample:
 
 @dataclass(slots=True)
 class StepCase:
-    """One path: a `harness.Case`. A failure ends it and is its row's `error`."""
+    """One path: a `harness.Case`. A failure, also one known before, ends it and is its row's `error`."""
 
     scene: StepScene
     path: str

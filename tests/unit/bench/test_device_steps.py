@@ -6,14 +6,18 @@ SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
 import json
+import time
+from types import SimpleNamespace
 
 import pytest
 
 from dflash_moe.bench.device_steps import WORKERS, StepParams, run_device_steps, topology_of
 from dflash_moe.bench.expert_batch import ExpertShape
 from dflash_moe.bench.harness import Recorder
-from dflash_moe.bench.step_cases import STAGED, STEP
+from dflash_moe.bench.step_cases import HOLD_CYCLES, QUEUED, STAGED, STEP, StepCase, StepScene
 from dflash_moe.errors import ConfigError, DflashError, UnsupportedError
+from dflash_moe.runtime.expert_runtime import ExpertRuntime
+from dflash_moe.testing.tiny import tiny_checkpoint
 
 SHAPE = ExpertShape(hidden_size=64, moe_intermediate_size=16, num_experts=4, top_k=2)
 QUICK = StepParams("sim", shape=SHAPE, num_layers=2, tokens=(1,), repeat=1, sample_s=1e-6)
@@ -81,3 +85,64 @@ def test_an_unknown_worker_and_a_card_that_torch_does_not_drive_are_refused():
 
 def params() -> dict[str, object]:
     return {name: getattr(QUICK, name) for name in ("backend", "shape", "num_layers", "tokens", "repeat", "sample_s")}
+
+
+class Clock:
+    """Stands in the place of torch.cuda: events take the processor's time, `is_slow` ones passed before the host had queued."""
+
+    def __init__(self, *, is_slow: bool) -> None:
+        self.is_slow = is_slow
+        self.slept = 0
+
+    def Event(self, *, enable_timing: bool) -> Clock.Moment:
+        assert enable_timing
+        return Clock.Moment(self)
+
+    def _sleep(self, cycles: int) -> None:
+        self.slept += cycles
+
+    def synchronize(self) -> None:
+        pass
+
+    class Moment:
+        def __init__(self, clock: Clock) -> None:
+            self.clock, self.at = clock, 0.0
+
+        def record(self) -> None:
+            self.at = time.perf_counter()
+
+        def query(self) -> bool:
+            return self.clock.is_slow
+
+        def synchronize(self) -> None:
+            assert self.at
+
+        def elapsed_time(self, end: Clock.Moment) -> float:
+            return 1e3 * (end.at - self.at)
+
+
+class OnCard(StepScene):
+    """A simulated card that can be kept busy and takes the time."""
+
+    has_events = True
+
+
+@pytest.mark.parametrize("is_slow", [False, True])
+def test_of_steps_that_are_queued_before_only_those_count_that_the_host_queued_in_time(tmp_path, is_slow):
+    spec = tiny_checkpoint(tmp_path, num_layers=2)
+    clock = Clock(is_slow=is_slow)
+    with ExpertRuntime.start(topology_of(QUICK, "cpu process"), model=spec) as runtime:
+        made = StepScene.create(runtime, 1, seed=0)
+        scene = OnCard(runtime, 1, made.tensors, SimpleNamespace(cuda=clock))
+        case = StepCase(scene, QUEUED, {"worker": "w"}, sample_s=1e-6)
+        case.measure(keep=True)
+    row = case.row()
+    assert row is not None
+    assert clock.slept == 2 * HOLD_CYCLES, "the step that finds how many, and the one that is kept"
+    if is_slow:
+        assert row["error"] == "the host did not queue a step's calls while the card was kept busy"
+        assert "samples_s" not in row
+    else:
+        assert row["layer_us"] > 0
+        assert row["queue_us"] > 0
+        assert "error" not in row
