@@ -56,8 +56,9 @@ class Silent:
 
 def test_a_card_that_nobody_answers_gives_up_within_its_budget_and_the_next_ways_are_tried(monkeypatch):
     monkeypatch.setattr("dflash_moe.bench.doorbell.EchoThread", Silent)
+    monkeypatch.setattr("dflash_moe.bench.doorbell.PAIRS", pairs := [pair for pair in PAIRS if pair[2] != "process"])
     rows = by_name(run_doorbell(DoorbellParams("sim", rounds=ROUNDS, budget_s=0.05)).rows)
-    for pair in PAIRS:
+    for pair in pairs:
         assert rows[pair]["passed"] == (pair[2] != "thread"), rows[pair]
         if pair[2] == "thread":
             assert rows[pair]["error"] == "no store of the card was seen by the processor within 0.05 s"
