@@ -1,4 +1,4 @@
-"""The commands a user types, as processes: demo, generate, bench prefill, bad input, Ctrl-C.
+"""The commands a user types, as processes: demo, generate, bench prefill, bad input.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -119,30 +118,3 @@ def test_bad_input_gets_one_sentence_and_exit_code_2(arguments, said):
     assert said in done.stderr.strip().splitlines()[-1]
     assert "Traceback" not in done.stderr
     assert done.stdout == ""
-
-
-def test_ctrl_c_ends_in_130_without_traceback_or_processes(two_workers):
-    command = [
-        sys.executable,
-        "-m",
-        "dflash_moe",
-        "generate",
-        "--model",
-        MODEL,
-        "--topology",
-        two_workers,
-        "--prompt",
-        "a",
-        "--max-new-tokens",
-        "100000",
-    ]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    ) as running:
-        assert running.stdout is not None
-        assert running.stdout.read(1)  # the first character: model loaded, workers serving
-        running.send_signal(signal.SIGINT)
-        _, errors = running.communicate(timeout=30)
-    assert running.returncode == 130, errors
-    assert "Traceback" not in errors
-    assert "interrupted" in errors
