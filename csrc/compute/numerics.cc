@@ -24,6 +24,7 @@ const char* numerics_name(NumericsClass numerics) {
     case NumericsClass::kBf16Mfma: return "bf16-mfma";
     case NumericsClass::kBf16Wmma: return "bf16-wmma";
     case NumericsClass::kBf16Bfdot: return "bf16-bfdot";
+    case NumericsClass::kF16Dot2: return "f16-dot2";
   }
   return "unknown";
 }
@@ -46,7 +47,8 @@ bool numerics_take(NumericsClass numerics, WeightFormat format) {
     case NumericsClass::kBf16Bfdot: return format == WeightFormat::kBF16;
     case NumericsClass::kBf16Mma:
     case NumericsClass::kBf16Mfma:
-    case NumericsClass::kBf16Wmma: return true;
+    case NumericsClass::kBf16Wmma:
+    case NumericsClass::kF16Dot2: return true;
   }
   return false;
 }

@@ -24,16 +24,22 @@ enum class NumericsClass : uint8_t {
   kBf16Mfma = 4,  // AMD MFMA
   kBf16Wmma = 5,  // AMD WMMA
   kBf16Bfdot = 6,     // bf16 activations and weights, the pair-wise dot product of AArch64's BF16 extension
+  // f16 activations and weights with a scale per row, or output, and 32 inputs; dot products of pairs on AMD's cards, which add them as they
+  // will; one fma per group as in int8-groups (docs/decisions/0019)
+  kF16Dot2 = 7,
 };
 inline constexpr NumericsClass kAllNumericsClasses[] = {NumericsClass::kF32Canonical, NumericsClass::kInt8Groups, NumericsClass::kBf16Dot,
                                                         NumericsClass::kBf16Mma,      NumericsClass::kBf16Mfma,   NumericsClass::kBf16Wmma,
-                                                        NumericsClass::kBf16Bfdot};
+                                                        NumericsClass::kBf16Bfdot,    NumericsClass::kF16Dot2};
 
-const char* numerics_name(NumericsClass numerics);  // "f32-canonical" "int8-groups" "bf16-dot" "bf16-mma" "bf16-mfma" "bf16-wmma" "bf16-bfdot"
-// Whether the class is one of matrix units: its bits are a card's, the reference is within a derived bound of them, and no processor offers it.
+// "f32-canonical" "int8-groups" "bf16-dot" "bf16-mma" "bf16-mfma" "bf16-wmma" "bf16-bfdot" "f16-dot2"
+const char* numerics_name(NumericsClass numerics);
+// Whether the class is one of matrix units, whose kernels multiply rows of bf16.
 constexpr bool is_matrix_class(NumericsClass numerics) {
   return numerics == NumericsClass::kBf16Mma || numerics == NumericsClass::kBf16Mfma || numerics == NumericsClass::kBf16Wmma;
 }
+// Whether the class's bits are a card's: the reference is within a derived bound of them, and no processor offers it.
+constexpr bool is_bounded_class(NumericsClass numerics) { return is_matrix_class(numerics) || numerics == NumericsClass::kF16Dot2; }
 // Errors: kUnsupported naming the classes there are.
 Result<NumericsClass> parse_numerics(const std::string& name);
 

@@ -19,7 +19,7 @@ static_assert(static_cast<int>(WeightFormat::kInt8G32) == 3 && static_cast<int>(
 static_assert(static_cast<int>(NumericsClass::kF32Canonical) == 0 && static_cast<int>(NumericsClass::kInt8Groups) == 1 &&
               static_cast<int>(NumericsClass::kBf16Dot) == 2 && static_cast<int>(NumericsClass::kBf16Mma) == 3 &&
               static_cast<int>(NumericsClass::kBf16Mfma) == 4 && static_cast<int>(NumericsClass::kBf16Wmma) == 5 &&
-              static_cast<int>(NumericsClass::kBf16Bfdot) == 6);
+              static_cast<int>(NumericsClass::kBf16Bfdot) == 6 && static_cast<int>(NumericsClass::kF16Dot2) == 7);
 constexpr uint32_t kNumNumerics = sizeof compute::kAllNumericsClasses / sizeof compute::kAllNumericsClasses[0];
 
 // `value` as an enumerator below `count`.

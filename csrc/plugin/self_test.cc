@@ -10,7 +10,7 @@
 #include "base/convert.h"
 #include "compute/cpu/random_matrix.h"
 #include "compute/gpu/host_routing.h"
-#include "compute/reference/matrix_bounds.h"
+#include "compute/reference/class_bounds.h"
 #include "compute/reference/reference.h"
 
 namespace dflash::plugin {
@@ -125,7 +125,7 @@ uint64_t count_differing(const std::vector<std::byte>& left, const std::vector<s
   return differing;
 }
 
-// A reply's elements outside of a matrix-unit class's bounds, which are rounded as the reply is.
+// A reply's elements outside of a class's bounds, which are rounded as the reply is.
 uint64_t count_outside(const compute::OutputBounds& bounds, const std::vector<std::byte>& reply, Dtype dtype) {
   const auto rounded = [dtype](double bound) {
     const auto wide = static_cast<float>(bound);
@@ -169,12 +169,12 @@ Result<uint64_t> count_wrong(const Case& chosen, compute::ExpertLayer& layer, co
   DFLASH_TRY(layer.forward(batch.args, progress));
   const Dtype dtype = batch.args.reply_dtype;
   const std::vector<std::byte> found = batch.reply;
-  if (compute::is_matrix_class(chosen.numerics)) {
+  if (compute::is_bounded_class(chosen.numerics)) {
     std::vector<compute::ExpertWeights> weights;
     for (const compute::RandomExpert& expert : experts) weights.push_back(expert.weights());
     auto unlike = count_unlike_alone(layer, batch, found);
     if (!unlike.ok() || unlike.value() != 0) return unlike;
-    return count_outside(compute::matrix_class_bounds(layer.spec(), weights, chosen.format, batch.args), found, dtype);
+    return count_outside(compute::class_bounds(chosen.numerics, layer.spec(), weights, chosen.format, batch.args), found, dtype);
   }
   DFLASH_TRY(reference.forward(batch.args, progress));
   return count_differing(batch.reply, found, dtype_bytes(dtype));

@@ -6,14 +6,14 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-GROUP = 32  # inputs of a row that share a scale in int8-groups
+GROUP = 32  # inputs of a row that share a scale in int8-groups and f16-dot2
 _PRODUCTS = {
     torch.nn.functional.linear, torch.matmul, torch.mm, torch.bmm, torch.Tensor.matmul, torch.Tensor.mm, torch.Tensor.bmm,
     torch.Tensor.__matmul__,
@@ -34,10 +34,30 @@ def to_int8_groups(inputs: Any) -> Any:
     return (codes.double() * scales.double()).flatten(-2)[..., :width]
 
 
+def to_f16_groups(inputs: Any) -> Any:
+    """Each input rounded to f16 once a power of two per group has brought the group's largest into [2^14, 2^15)."""
+    width = inputs.shape[-1]
+    values = torch.nn.functional.pad(inputs.float(), (0, -width % GROUP)).unflatten(-1, (-1, GROUP))
+    exponents = torch.frexp(values.abs().amax(-1, keepdim=True)).exponent  # the largest is below 2^exponent
+    scales = torch.exp2((exponents - 15).clamp(min=-126).double()).float()
+    codes = (values / scales).half()
+    return (codes.double() * scales.double()).flatten(-2)[..., :width]
+
+
+def to_eleven_bits(weights: Any) -> Any:
+    """Each weight with the bits of an f16, of any size: what a power of two per group makes of float32 weights in f16-dot2."""
+    fractions, exponents = torch.frexp(weights.float().double())
+    return torch.ldexp((fractions * 2**11).round() / 2**11, exponents)
+
+
 _MATRIX_CLASSES = ("bf16-mma", "bf16-mfma", "bf16-wmma")  # of cards: weights of any format are rounded too
 _ROUNDINGS: dict[str, Callable[[Any], Any]] = {
-    "bf16-dot": to_bf16, "bf16-bfdot": to_bf16, "int8-groups": to_int8_groups, **dict.fromkeys(_MATRIX_CLASSES, to_bf16),
+    "bf16-dot": to_bf16, "bf16-bfdot": to_bf16, "int8-groups": to_int8_groups, "f16-dot2": to_f16_groups,
+    **dict.fromkeys(_MATRIX_CLASSES, to_bf16),
 }  # fmt: skip
+
+# Models whose own inputs have no more bits than that rounding leaves.
+_NO_FINER: dict[Callable[[Any], Any], tuple[str, ...]] = {to_bf16: ("bf16",), to_f16_groups: ("f16", "bf16")}
 
 
 def rounds_inputs(numerics: str) -> bool:
@@ -47,14 +67,20 @@ def rounds_inputs(numerics: str) -> bool:
 
 def rounds_below(numerics: str, dtype: str) -> bool:
     """Whether the class rounds inputs more coarsely than a model does that runs in `dtype`."""
-    return rounds_inputs(numerics) and not (_ROUNDINGS[numerics] is to_bf16 and dtype == "bf16")
+    return rounds_inputs(numerics) and dtype not in _NO_FINER.get(_ROUNDINGS[numerics], ())
 
 
-def inputs_rounded(numerics: str) -> AbstractContextManager[Any]:
-    """Rounds the first factor of every matrix product inside the block as class `numerics` does, and weights where it does."""
+def inputs_rounded(numerics: str, weight_formats: Sequence[str] = ()) -> AbstractContextManager[Any]:
+    """Rounds the first factor of every matrix product inside the block as class `numerics` does, and weights where it does.
+
+    `weight_formats`: those of gate and up, and of down. f16-dot2 rounds weights of f32 alone; all others f16 holds.
+    """
     if numerics not in _ROUNDINGS:
         return nullcontext()
-    return _RoundedInputs(_ROUNDINGS[numerics], to_bf16 if numerics in _MATRIX_CLASSES else None)
+    of_weights: Callable[[Any], Any] | None = to_bf16 if numerics in _MATRIX_CLASSES else None
+    if numerics == "f16-dot2" and set(weight_formats) == {"f32"}:
+        of_weights = to_eleven_bits
+    return _RoundedInputs(_ROUNDINGS[numerics], of_weights)
 
 
 class _RoundedInputs(TorchFunctionMode):  # type: ignore[misc]

@@ -214,7 +214,7 @@ def _compare_layer(module: Any, layer: LayerSpec, call: ExpertsCall, runtime: Ex
     deviation = float(truth.std())
     held = _as_held(module, layer, _shards(runtime, layer))
     held_truth = truth if held is None else _in_float64(held, call)
-    class_truth = _as_computed(module if held is None else held, call, _shards(runtime, layer), held_truth)
+    class_truth = _as_computed(module if held is None else held, call, layer, _shards(runtime, layer), held_truth)
     difference = (remote.double() - call.output.double()) / deviation
     return LayerParity(
         index=layer.index,
@@ -236,20 +236,20 @@ def _compare_layer(module: Any, layer: LayerSpec, call: ExpertsCall, runtime: Ex
     )
 
 
-def _as_computed(module: Any, call: ExpertsCall, shards: Sequence[Shard], exact: Any) -> Any:
+def _as_computed(module: Any, call: ExpertsCall, layer: LayerSpec, shards: Sequence[Shard], exact: Any) -> Any:
     """The output in float64 with inputs rounded as each holder's class does; `exact` where none does.
 
     An output is the sum of its experts': the experts of one class are taken alone by giving all others the weight zero.
     """
-    classes = {shard.numerics for shard in shards}
-    if not any(map(rounds_inputs, classes)):
+    kept = {shard: (shard.numerics, layer.resident_dtype(shard.weights)) for shard in shards}
+    if not any(rounds_inputs(shard.numerics) for shard in shards):
         return exact
     total = torch.zeros_like(exact)
-    for numerics in sorted(classes):
-        experts = [expert for shard in shards if shard.numerics == numerics for expert in shard.experts]
+    for numerics, weight_dtype in sorted(set(kept.values())):
+        experts = [expert for shard in shards if kept[shard] == (numerics, weight_dtype) for expert in shard.experts]
         is_theirs = torch.isin(call.topk_ids, torch.tensor(experts))
         alone = replace(call, topk_weights=call.topk_weights.where(is_theirs, torch.zeros_like(call.topk_weights)))
-        with inputs_rounded(numerics):
+        with inputs_rounded(numerics, split_formats(weight_dtype)):
             part = _in_float64(module, alone)
         total += part
     return total

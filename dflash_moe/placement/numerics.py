@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Of matrix units, which add a step's products as their generation of cards does: a set of bits per architecture (decision 18).
-PER_ARCHITECTURE = ("bf16-mma", "bf16-mfma", "bf16-wmma")
+# Of instructions that add products as their generation of cards does: a set of bits per architecture (decisions 18 and 19).
+PER_ARCHITECTURE = ("bf16-mma", "bf16-mfma", "bf16-wmma", "f16-dot2")
 
 
 def holder_classes(placement: Placement) -> dict[str, str]:

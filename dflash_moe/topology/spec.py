@@ -22,6 +22,7 @@ BF16_CLASS = "bf16-bfdot" if os.uname().machine in ("aarch64", "arm64") else "bf
 ACTIVATIONS = {
     "f32": "f32-canonical", "bf16": BF16_CLASS, "int8": "int8-groups", "bf16-dot": "bf16-dot", "bf16-bfdot": "bf16-bfdot",
     "bf16-mma": "bf16-mma", "bf16-mfma": "bf16-mfma", "bf16-wmma": "bf16-wmma",
+    "f16": "f16-dot2", "f16-dot2": "f16-dot2",
 }  # fmt: skip
 # On a card bf16 is the class of its matrix units. AMD's are of two kinds, MFMA (Instinct) and WMMA (Radeon RX 7000 and 9000):
 # which one it is, only the opened card says, in the answer to hello. Until then its class is BF16_OF_CARD.

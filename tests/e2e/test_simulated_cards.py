@@ -150,6 +150,35 @@ def test_bf16_of_experts_at_the_host_is_the_class_of_its_card(spec):
         assert np.isfinite(np.asarray(runtime.experts(0, *routed_batch(8, HIDDEN, NUM_EXPERTS, TOP_K)))).all()
 
 
+def test_pairs_of_f16_give_the_same_bits_whichever_card_holds_an_expert_and_are_nearer_than_bf16(spec):
+    batch = routed_batch(40, HIDDEN, NUM_EXPERTS, TOP_K)
+    replies = {"f16": [], "bf16": []}
+    for activations, halves in (("f16", ("0-4", "5-8")), ("f16", ("5-8", "0-4")), ("bf16", ("0-4", "5-8"))):
+        workers = "".join(
+            f"  - {{name: w{at}, backend: sim, simulate: hip, activations: {activations}, experts: {{'*': '{half}'}}}}\n"
+            for at, half in enumerate(halves)
+        )
+        topology = Topology.parse(f"version: 1\nplacement: {{policy: explicit}}\nworkers:\n{workers}")
+        with ExpertRuntime.start(topology, model=spec, dtype="f32") as runtime:
+            replies[activations].append(np.asarray(runtime.experts(0, *batch)))
+            stats = runtime.stats()
+        assert set(stats["numerics"]["classes"].values()) == {{"f16": "f16-dot2", "bf16": "bf16-mfma"}[activations]}
+        assert all(count["calls"] for count in stats["workers"].values())
+    assert replies["f16"][0].tobytes() == replies["f16"][1].tobytes()
+    with ExpertRuntime.start(Topology.parse("version: 1\nworkers: [{name: w0}]"), model=spec, dtype="f32") as runtime:
+        canonical = np.asarray(runtime.experts(0, *batch))
+    moved = {name: np.abs(found[0] - canonical).max() / np.abs(canonical).max() for name, found in replies.items()}
+    assert 0 < moved["f16"] < moved["bf16"] / 4  # 11 bits instead of 8
+    assert moved["f16"] < 4e-3
+
+
+def test_pairs_of_f16_are_refused_by_name_where_a_card_or_a_processor_lacks_them(spec):
+    for entry, named in (("backend: sim, simulate: cuda", "bf16-mma"), ("backend: cpu", "int8-groups")):
+        topology = Topology.parse(f"version: 1\nworkers: [{{name: green, {entry}, activations: f16}}]")
+        with pytest.raises(UnsupportedError, match=rf"worker green: .*does not compute numerics class f16-dot2; .*{named}"):
+            ExpertRuntime.start(topology, model=spec)
+
+
 def test_matrix_units_of_two_vendors_do_not_meet_in_a_layer_unless_allowed(spec):
     entry = "{{name: {0}, backend: sim, simulate: {0}, activations: bf16}}"
     workers = ", ".join(entry.format(vendor) for vendor in ("cuda", "hip"))

@@ -80,7 +80,8 @@ const KernelSet* kernel_set(Isa isa, NumericsClass numerics) {
     case NumericsClass::kInt8Groups: return &int8_kernels(isa);
     case NumericsClass::kBf16Mma:
     case NumericsClass::kBf16Mfma:
-    case NumericsClass::kBf16Wmma: return nullptr;  // of cards
+    case NumericsClass::kBf16Wmma:
+    case NumericsClass::kF16Dot2: return nullptr;  // of cards
   }
   return nullptr;
 }
@@ -159,7 +160,7 @@ Result<std::unique_ptr<CpuBackend>> CpuBackend::create(Isa isa, uint32_t num_thr
 std::vector<NumericsClass> CpuBackend::numerics_classes(Isa isa) {
   std::vector<NumericsClass> found;
   for (NumericsClass numerics : kAllNumericsClasses) {
-    if (is_matrix_class(numerics)) continue;  // of cards; the reference is only near them
+    if (is_bounded_class(numerics)) continue;  // of cards; the reference is only near them
     if (isa == Isa::kReference ? reference_computes(numerics) : kernel_set(isa, numerics) != nullptr) found.push_back(numerics);
   }
   return found;

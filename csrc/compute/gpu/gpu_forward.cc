@@ -61,6 +61,9 @@ ProjectionKernels projection_kernels(NumericsClass numerics, WeightFormat format
     return kernels;
   }
   const uint32_t panels = num_panels(params.num_outputs), threads = few_threads(params.num_inputs);
+  if (numerics == NumericsClass::kF16Dot2) {
+    return {kernel_id(WeightKernel::k_dot2_few, format), kernel_id(WeightKernel::k_dot2_many, format), panels, threads, many_blocks, kManyThreads};
+  }
   if (numerics == NumericsClass::kInt8Groups) {
     return {kernel_id(IntegerKernel::k_int8_few, format), kernel_id(IntegerKernel::k_int8_many, format), panels, threads, many_blocks,
             kManyThreads};
@@ -69,9 +72,16 @@ ProjectionKernels projection_kernels(NumericsClass numerics, WeightFormat format
           kManyThreads};
 }
 
-Status launch_quantize(DeviceRuntime& runtime, const QuantizeParams& params) {
+// Of a row as the class reads it, where it computes with records of codes; else 0.
+uint64_t code_row_bytes(NumericsClass numerics, uint32_t inputs) {
+  if (numerics == NumericsClass::kInt8Groups) return int8_row_bytes(inputs);
+  return numerics == NumericsClass::kF16Dot2 ? half_row_bytes(inputs) : 0;
+}
+
+Status launch_codes(DeviceRuntime& runtime, NumericsClass numerics, const QuantizeParams& params) {
+  const PlainKernel kernel = numerics == NumericsClass::kInt8Groups ? PlainKernel::k_quantize_rows : PlainKernel::k_halve_rows;
   const uint64_t threads = uint64_t{params.num_rows} * num_chains(params.row_size) * (kChain / kCodesPerThread);
-  return launch(runtime, kernel_id(PlainKernel::k_quantize_rows), divide_up(threads, kElementThreads), 1, kElementThreads, params);
+  return launch(runtime, kernel_id(kernel), divide_up(threads, kElementThreads), 1, kElementThreads, params);
 }
 
 }  // namespace
@@ -120,8 +130,7 @@ Status GpuLayer::forward(const ForwardArgs& args, ProgressCounter& progress) {
 }
 
 GpuLayer::Chunk GpuLayer::next_chunk(const ForwardArgs& args, uint32_t first_row, uint32_t first_pair) const {
-  const uint64_t code_bytes = numerics_ == NumericsClass::kInt8Groups ? int8_row_bytes(spec_.intermediate_size) : 0;
-  const uint64_t pair_bytes = 4 * (uint64_t{spec_.intermediate_size} + spec_.out_size) + code_bytes;
+  const uint64_t pair_bytes = 4 * (uint64_t{spec_.intermediate_size} + spec_.out_size) + code_row_bytes(numerics_, spec_.intermediate_size);
   const uint64_t row_bytes = 4 * (uint64_t{spec_.in_size} + spec_.out_size);
   Chunk chunk{first_row, 0, first_pair, 0};
   for (uint32_t row = first_row; row < args.num_rows; ++row) {
@@ -172,9 +181,9 @@ GpuLayer::Scratch GpuLayer::place_scratch(const Chunk& chunk, const ForwardArgs&
     scratch.expert_counts = scratch.place(num_local_experts_ * sizeof(uint32_t));
     scratch.pair_slots = scratch.place(pairs * sizeof(uint32_t));
   }
-  if (numerics_ == NumericsClass::kInt8Groups) {
-    scratch.row_codes = scratch.place(rows * int8_row_bytes(spec_.in_size));
-    scratch.hidden_codes = scratch.place(pairs * int8_row_bytes(spec_.intermediate_size));
+  if (code_row_bytes(numerics_, 1) != 0) {
+    scratch.row_codes = scratch.place(rows * code_row_bytes(numerics_, spec_.in_size));
+    scratch.hidden_codes = scratch.place(pairs * code_row_bytes(numerics_, spec_.intermediate_size));
   } else {
     scratch.rows = scratch.place(rows * scratch.row_stride * value_bytes);
   }
@@ -248,9 +257,9 @@ Status GpuLayer::queue_inputs(const ForwardArgs& args, const Chunk& chunk, const
 // The request's rows as the class computes with them.
 Status GpuLayer::queue_rows(const ForwardArgs& args, const Chunk& chunk, const Scratch& scratch, std::byte* device,
                             DeviceRuntime& runtime) const {
-  if (numerics_ == NumericsClass::kInt8Groups) {
-    return launch_quantize(runtime, {device + scratch.source, at<unsigned char>(device, scratch.row_codes), chunk.num_rows, spec_.in_size,
-                                     spec_.in_size, args.row_dtype});
+  if (code_row_bytes(numerics_, 1) != 0) {
+    return launch_codes(runtime, numerics_, {device + scratch.source, at<unsigned char>(device, scratch.row_codes), chunk.num_rows,
+                                             spec_.in_size, spec_.in_size, args.row_dtype});
   }
   if (is_matrix_class(numerics_)) {
     const NarrowParams narrow{device + scratch.source, at<uint16_t>(device, scratch.rows), chunk.num_rows, spec_.in_size, scratch.row_stride,
@@ -323,9 +332,9 @@ Status GpuLayer::queue_projections(const Chunk& chunk, const Scratch& scratch, s
   second.output_stride = spec_.out_size;
   second.first_panels = places_.down;
   second.first_bias = places_.down_bias;
-  if (numerics_ == NumericsClass::kInt8Groups) {
-    DFLASH_TRY(launch_quantize(runtime, {device + scratch.hidden, at<unsigned char>(device, scratch.hidden_codes), chunk.num_pairs,
-                                         spec_.intermediate_size, scratch.hidden_stride, Dtype::kF32}));
+  if (code_row_bytes(numerics_, 1) != 0) {
+    DFLASH_TRY(launch_codes(runtime, numerics_, {device + scratch.hidden, at<unsigned char>(device, scratch.hidden_codes), chunk.num_pairs,
+                                                 spec_.intermediate_size, scratch.hidden_stride, Dtype::kF32}));
   }
   return queue_projection(second, formats_.down, scratch, device, runtime);
 }

@@ -33,10 +33,28 @@ NumericsClass matrix_class(const DeviceFacts& facts) {
   return NumericsClass::kF32Canonical;
 }
 
+// Whether the device adds products of pairs of f16 to float32 sums (v_dot2_f32_f16), of the targets that kernels/half_pairs.h knows.
+bool has_dot2(const DeviceFacts& facts) {
+  if (facts.backend == "sim-hip") return true;
+  for (const char* known : {"gfx906", "gfx908", "gfx90a", "gfx942", "gfx1030", "gfx1100", "gfx1201"}) {
+    if (facts.architecture == known) return true;
+  }
+  return false;
+}
+
+std::string classes_of(const DeviceFacts& facts) {
+  std::string names;
+  for (NumericsClass numerics : kAllNumericsClasses) {
+    if (device_computes(facts, numerics)) names += std::string(names.empty() ? "" : ", ") + numerics_name(numerics);
+  }
+  return names;
+}
+
 }  // namespace
 
 bool device_computes(const DeviceFacts& facts, NumericsClass numerics) {
-  return numerics == NumericsClass::kF32Canonical || numerics == NumericsClass::kInt8Groups || numerics == matrix_class(facts);
+  if (numerics == NumericsClass::kF32Canonical || numerics == NumericsClass::kInt8Groups) return true;
+  return numerics == NumericsClass::kF16Dot2 ? has_dot2(facts) : numerics == matrix_class(facts);
 }
 
 ExpertPlaces::ExpertPlaces(const FfnSpec& spec, ResidentFormats formats) {
@@ -64,7 +82,8 @@ Result<std::unique_ptr<ExpertLayer>> GpuLayer::create(std::shared_ptr<GpuDevice>
   DFLASH_TRY(spec.validate());
   DFLASH_TRY(check_numerics(numerics, formats));
   if (!device_computes(device->facts(), numerics)) {
-    return Error{ErrorCode::kUnsupported, device->name() + " does not compute numerics class " + numerics_name(numerics)};
+    return Error{ErrorCode::kUnsupported, device->name() + " does not compute numerics class " + numerics_name(numerics) +
+                                              "; it computes " + classes_of(device->facts())};
   }
   if (num_local_experts < 1 || num_local_experts > 65535) {
     return Error{ErrorCode::kUnsupported, "a layer has " + std::to_string(num_local_experts) + " local experts; supported: 1..65535"};

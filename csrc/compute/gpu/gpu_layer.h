@@ -1,5 +1,5 @@
 // One layer's experts on a GPU: weights resident in device memory as panels (record_layout.h), a forward of a few kernels per chunk of rows.
-// In classes f32-canonical and int8-groups the bits of the CPU's kernels and of the reference; besides, the bf16 class of the card's matrix units.
+// In classes f32-canonical and int8-groups the bits of the CPU's kernels and of the reference; besides, the classes whose bits are the card's own.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 

@@ -38,7 +38,7 @@ struct WidenParams {
   Dtype dtype;
 };
 
-// Rows or intermediate rows to records of class int8-groups (record_layout.h).
+// Rows or intermediate rows to records of classes int8-groups and f16-dot2 (record_layout.h).
 struct QuantizeParams {
   const void* source;      // [num_rows, source_stride] in dtype; may be a peer's memory: each element is read once
   unsigned char* records;  // [num_rows, num_chains(row_size)]
@@ -85,7 +85,7 @@ struct ProjectionParams {
   const uint32_t* slot_pairs;
   const uint32_t* pair_rows;   // gate and up read row pair_rows[slot_pairs[slot]]; null: row `slot`
   const float* inputs;         // [rows or slots, input_stride]
-  const unsigned char* codes;  // class int8-groups reads these instead: [rows or slots] x int8_row_bytes(num_inputs)
+  const unsigned char* codes;  // classes int8-groups and f16-dot2 read these instead: records, [rows or slots] x num_chains(num_inputs)
   const uint16_t* halves;      // the bf16 classes read these instead: bf16, padded with zeros to input_stride
   float* outputs;              // [slots, output_stride]
   uint16_t* half_outputs;      // gate and up of the bf16 classes write these instead: what down reads as halves
@@ -128,6 +128,7 @@ static_assert(sizeof(CombineParams) == 72 && offsetof(CombineParams, dtype) == 6
 // By the kernels' stems, for tables.
 using PlainParams_widen_rows = WidenParams;
 using PlainParams_quantize_rows = QuantizeParams;
+using PlainParams_halve_rows = QuantizeParams;
 using PlainParams_narrow_rows = NarrowParams;
 using PlainParams_begin_routing = RoutingParams;
 using PlainParams_count_pairs = RoutingParams;

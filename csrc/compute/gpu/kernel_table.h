@@ -10,11 +10,11 @@
 
 // X(stem) of kernels that do not depend on the weights' format.
 #define DFLASH_GPU_PLAIN_KERNELS(X) \
-  X(widen_rows) X(narrow_rows) X(quantize_rows) X(begin_routing) X(count_pairs) X(list_pairs) X(order_rows) X(combine) \
+  X(widen_rows) X(narrow_rows) X(quantize_rows) X(halve_rows) X(begin_routing) X(count_pairs) X(list_pairs) X(order_rows) X(combine) \
   X(pack_requests) X(await_replies) X(combine_replies) X(ring_bells)
 
 // X(stem) of kernels that exist per weight format.
-#define DFLASH_GPU_WEIGHT_KERNELS(X) X(project_few) X(project_many) X(bf16_few) X(bf16_many) X(bf16_wgmma)
+#define DFLASH_GPU_WEIGHT_KERNELS(X) X(project_few) X(project_many) X(bf16_few) X(bf16_many) X(bf16_wgmma) X(dot2_few) X(dot2_many)
 
 // X(..., enumerator, name) in the order of WeightFormat.
 #define DFLASH_GPU_FORMATS(X, ...)             \

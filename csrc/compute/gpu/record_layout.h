@@ -11,7 +11,8 @@
 //
 // Nibbles: byte i of a group of 32 inputs has input i low and input 16 + i high.
 //
-// Rows of class int8-groups are records too: 256 codes, then per group of 32 inputs the scale, then scale * (sum of the group's codes).
+// Rows of classes int8-groups and f16-dot2 are records too: 256 codes, bytes or f16, then per group of 32 inputs the scale, then scale * (sum of
+// the group's codes).
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -58,5 +59,7 @@ DFLASH_GPU_BOTH constexpr uint64_t panel_bytes(WeightFormat format, uint32_t inp
 
 inline constexpr uint32_t kInt8RecordBytes = kChain + kChain / 32 * 2 * 4;
 DFLASH_GPU_BOTH constexpr uint64_t int8_row_bytes(uint32_t inputs) { return uint64_t{num_chains(inputs)} * kInt8RecordBytes; }
+inline constexpr uint32_t kHalfRecordBytes = 2 * kChain + kChain / 32 * 2 * 4;
+DFLASH_GPU_BOTH constexpr uint64_t half_row_bytes(uint32_t inputs) { return uint64_t{num_chains(inputs)} * kHalfRecordBytes; }
 
 }  // namespace dflash::compute::gpu

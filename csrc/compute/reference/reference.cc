@@ -16,6 +16,7 @@
 #include "compute/layer_checks.h"
 #include "compute/reference/bf16_bfdot.h"
 #include "compute/reference/bf16_dot.h"
+#include "compute/reference/f16_dot2.h"
 #include "compute/reference/int8_groups.h"
 
 namespace dflash::compute {
@@ -26,16 +27,21 @@ constexpr size_t kChain = 256;  // inputs per fma chain
 struct Matrix {
   std::vector<float> values;  // [outputs, inputs]
   IntegerWeights integers;    // instead, of int8-groups
+  HalfWeights halves;         // instead, of f16-dot2
   size_t inputs = 0;
 
-  uint64_t num_bytes() const { return 4 * (values.size() + integers.codes.size() + integers.scales.size() + integers.offsets.size()); }
+  uint64_t num_bytes() const {
+    return 4 * (values.size() + integers.codes.size() + integers.scales.size() + integers.offsets.size() + halves.codes.size() +
+                halves.scales.size() + halves.offsets.size());
+  }
 };
 
 Result<Matrix> widen_matrix(const char* name, const MatrixView& view, WeightFormat resident, NumericsClass numerics) {
   DFLASH_TRY(check_resident(name, view, resident));
   DFLASH_TRY(check_values(name, view, resident, 0, view.outputs));
-  if (numerics == NumericsClass::kInt8Groups) return Matrix{{}, integer_weights(view, resident), view.inputs};
-  Matrix matrix{std::vector<float>(size_t{view.outputs} * view.inputs), {}, view.inputs};
+  if (numerics == NumericsClass::kInt8Groups) return Matrix{{}, integer_weights(view, resident), {}, view.inputs};
+  if (numerics == NumericsClass::kF16Dot2) return Matrix{{}, {}, half_weights(view, resident), view.inputs};
+  Matrix matrix{std::vector<float>(size_t{view.outputs} * view.inputs), {}, {}, view.inputs};
   dequantize(view, 0, view.outputs, matrix.values.data());
   if (!format_facts(resident).is_stored) {
     for (uint32_t o = 0; o < view.outputs; ++o) requantize_row(resident, &matrix.values[o * matrix.inputs], view.inputs);
@@ -48,6 +54,7 @@ Result<Matrix> widen_matrix(const char* name, const MatrixView& view, WeightForm
 struct Row {
   std::vector<float> values;
   Int8Codes integers;  // instead, of int8-groups
+  HalfCodes halves;    // instead, of f16-dot2
 };
 
 // f32-canonical: block sums of 256-long fma chains, added in ascending order. The matrix-unit classes' too, as the simulator computes them: an
@@ -63,13 +70,15 @@ float canonical_dot(const float* weights, const float* inputs, size_t num_inputs
 }
 
 Row encode(NumericsClass numerics, std::vector<float> values) {
-  if (numerics == NumericsClass::kInt8Groups) return {{}, int8_codes(values.data(), values.size())};
+  if (numerics == NumericsClass::kInt8Groups) return {{}, int8_codes(values.data(), values.size()), {}};
+  if (numerics == NumericsClass::kF16Dot2) return {{}, {}, half_codes(values.data(), values.size())};
   if (numerics != NumericsClass::kF32Canonical) round_to_bf16(values.data(), values.size());
-  return {std::move(values), {}};
+  return {std::move(values), {}, {}};
 }
 
 float dot(NumericsClass numerics, const Matrix& matrix, size_t output, const Row& row) {
   if (numerics == NumericsClass::kInt8Groups) return int8_dot(matrix.integers, output, row.integers);
+  if (numerics == NumericsClass::kF16Dot2) return f16_dot2(matrix.halves, output, row.halves);
   const float* weights = matrix.values.data() + output * matrix.inputs;
   if (numerics == NumericsClass::kBf16Dot) return bf16_dot(weights, row.values.data(), matrix.inputs);
   if (numerics == NumericsClass::kBf16Bfdot) return bf16_bfdot(weights, row.values.data(), matrix.inputs);

@@ -10,9 +10,9 @@
 #include "compute/gpu/gpu_layer.h"
 #include "compute/gpu/host_routing.h"
 #include "compute/gpu/sim/sim_runtime.h"
-#include "compute/reference/matrix_bounds.h"
 #include "compute/reference/reference.h"
 #include "compute/stored_experts.h"
+#include "gpu/bounded_replies.h"
 
 namespace dflash::compute::gpu {
 namespace {
@@ -20,6 +20,8 @@ namespace {
 using toy::Batch;
 using toy::Experts;
 using toy::StoredExperts;
+using toy::bounds_of;
+using toy::count_outside;
 using toy::reply_of;
 using toy::spec_of;
 
@@ -191,23 +193,6 @@ TEST_CASE("matrix units: NaN and infinity stay in their own row") {
   }
 }
 
-// How many values of a float32 reply are outside of the class's bounds.
-size_t count_outside(const OutputBounds& bounds, const std::vector<std::byte>& reply) {
-  size_t outside = 0;
-  for (size_t i = 0; i < bounds.low.size(); ++i) {
-    float value;
-    std::memcpy(&value, reply.data() + 4 * i, 4);
-    if (!(static_cast<float>(bounds.low[i]) <= value && value <= static_cast<float>(bounds.high[i]))) ++outside;
-  }
-  return outside;
-}
-
-OutputBounds bounds_of(const FfnSpec& spec, const std::vector<ExpertWeights>& weights, ResidentFormats formats, const Batch& batch) {
-  std::vector<std::byte> unused;
-  const std::vector<std::byte> rows = toy::encode(batch.row_dtype, batch.rows);
-  return matrix_class_bounds(spec, weights, formats, batch.args(rows, unused));
-}
-
 TEST_CASE("matrix units: replies lie within the derived bounds in every format, and those of other rows do not") {
   uint32_t seed = 700;
   for (uint8_t value = 0; value < kNumWeightFormats; ++value) {
@@ -216,7 +201,7 @@ TEST_CASE("matrix units: replies lie within the derived bounds in every format, 
     const FfnSpec spec = spec_of(512, 256, 60);
     const StoredExperts experts(spec, 2, source, source, ++seed);
     const Batch batch = Batch::random(spec, 2, 20, 2, seed);
-    const OutputBounds bounds = bounds_of(spec, {experts.weights(0), experts.weights(1)}, format, batch);
+    const OutputBounds bounds = bounds_of(kCards[seed % 2].numerics, spec, {experts.weights(0), experts.weights(1)}, format, batch);
     const auto layer = layer_on(kCards[seed % 2], spec, 2, format);
     REQUIRE(experts.load_into(*layer).ok());
     CAPTURE(format_name(format));
@@ -243,7 +228,7 @@ TEST_CASE("matrix units: replies lie within the derived bounds for every activat
       for (float& value : batch.rows) value *= 4.0f;  // into the tails of the activations
       CAPTURE(activation);
       CAPTURE(gate);
-      CHECK(count_outside(bounds_of(spec, experts.all_weights(), Dtype::kF32, batch), reply_of(*layer, batch)) == 0);
+      CHECK(count_outside(bounds_of(kCards[0].numerics, spec, experts.all_weights(), Dtype::kF32, batch), reply_of(*layer, batch)) == 0);
     }
   }
 }

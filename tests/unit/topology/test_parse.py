@@ -133,7 +133,7 @@ WRONG = [
     (HEAD + "workers: [{name: a, backend: cuda, device: -1}]\n", 2, "0..255"),
     (HEAD + "workers: [{name: a, weights: int2}]\n", 2, "allowed: auto, int8, int4"),
     (HEAD + "workers: [{name: a, activations: int4}]\n", 2, "allowed: f32, bf16, int8"),
-    (HEAD + "host: {activations: f16}\n" + ONE, 2, "allowed: f32, bf16, int8"),
+    (HEAD + "host: {activations: f64}\n" + ONE, 2, "allowed: f32, bf16, int8"),
     (HEAD + "workers: [{name: a, cpus: some}]\n", 2, "workers[0].cpus: 'some' names no CPUs; write auto, none, or"),
     (HEAD + "workers: [{name: a, cpus: 3-1}]\n", 2, "'3-1' names no CPUs"),
     (HEAD + "workers: [{name: a, cpus: true}]\n", 2, "'True' names no CPUs"),
@@ -287,7 +287,7 @@ def test_activations_name_a_numerics_class_and_the_host_follows_workers_that_agr
     assert classes("bf16", host="host: {activations: int8}\n") == ["int8-groups", BF16_CLASS]
     assert classes("bf16-bfdot", "bf16-dot") == ["f32-canonical", "bf16-bfdot", "bf16-dot"]
     assert Topology.local(1).numerics_of("w0") == Topology.local(1).numerics_of("host") == "f32-canonical"
-    assert set(ACTIVATIONS.values()) - set(MATRIX) == set(_core.numerics_classes("reference"))
+    assert set(ACTIVATIONS.values()) - {*MATRIX, "f16-dot2"} == set(_core.numerics_classes("reference"))
 
 
 def test_bf16_is_the_class_of_a_cards_matrix_units_and_names_of_classes_stay():
@@ -297,6 +297,7 @@ def test_bf16_is_the_class_of_a_cards_matrix_units_and_names_of_classes_stay():
         "backend: sim, simulate: hip, activations: bf16": BF16_OF_CARD,
         "backend: cpu, activations: bf16": BF16_CLASS,
         **{f"backend: hip, activations: {name}": name for name in MATRIX},
+        "backend: hip, activations: f16": "f16-dot2",
     }
     lines = "".join(f"  - {{name: w{at}, {entry}}}\n" for at, entry in enumerate(asked))
     topology = Topology.parse(f"{HEAD}workers:\n{lines}")

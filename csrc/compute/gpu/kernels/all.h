@@ -10,6 +10,9 @@
 #include "compute/gpu/kernels/bf16_wgmma.h"
 #include "compute/gpu/kernels/combine.h"
 #include "compute/gpu/kernels/combine_replies.h"
+#include "compute/gpu/kernels/dot2_few.h"
+#include "compute/gpu/kernels/dot2_many.h"
+#include "compute/gpu/kernels/dot2_rows.h"
 #include "compute/gpu/kernels/int8_few.h"
 #include "compute/gpu/kernels/int8_many.h"
 #include "compute/gpu/kernels/int8_rows.h"
@@ -31,6 +34,8 @@ DFLASH_GPU_FORMATS(DFLASH_GPU_PROJECTION, project_many, kManyThreads)
 DFLASH_GPU_INTEGER_FORMATS(DFLASH_GPU_PROJECTION, int8_few, kFewThreads)
 DFLASH_GPU_INTEGER_FORMATS(DFLASH_GPU_PROJECTION, int8_many, kManyThreads)
 DFLASH_GPU_FORMATS(DFLASH_GPU_PROJECTION, bf16_wgmma, kWgmmaThreads)
+DFLASH_GPU_FORMATS(DFLASH_GPU_PROJECTION, dot2_few, kFewThreads)
+DFLASH_GPU_FORMATS(DFLASH_GPU_PROJECTION, dot2_many, kManyThreads)
 #undef DFLASH_GPU_PROJECTION
 #define DFLASH_GPU_TILE_PROJECTION(stem, most_threads, enumerator, name) \
   GPU_KERNEL(dflash_##stem##_##name, ProjectionParams, most_threads) {   \

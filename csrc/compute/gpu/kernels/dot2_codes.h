@@ -1,0 +1,91 @@
+// Groups of 32 weights out of a record as class f16-dot2 wants them: pairs of f16 in ascending order, the factor of the group (of each half in
+// q6_k) and its offset where the format has one. Integers and fp8 are exact in f16; floats get a power of two per group, which brings the
+// largest into [2^14, 2^15), so that nothing overflows and what f16 cannot hold is below 2^-28 of the largest.
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include "compute/gpu/kernels/half_pairs.h"
+#include "compute/gpu/kernels/int8_codes.h"
+
+namespace dflash::compute::gpu {
+
+inline constexpr uint32_t kGroupPairs = kGroup / 2;
+
+struct HalfGroup {
+  uint32_t words[kGroupPairs];
+  float scales[2];
+  float offset;  // as Int8Group's
+};
+
+// A power of two and its inverse for values of at most this magnitude (bits of a float without sign). NaN and infinity: a NaN scale.
+struct HalfScale {
+  float scale, inverse;
+};
+GPU_FN HalfScale half_scale(uint32_t magnitude) {
+  const uint32_t found = magnitude >> 23, exponent = found < 15 ? 15 : found;  // below 2^-112 the inverse would leave float32
+  if (exponent == 255) return {float_of(0x7fc00000u), 0.0f};
+  return {float_of((exponent - 14) << 23), float_of((268 - exponent) << 23)};
+}
+
+GPU_FN uint32_t magnitude_of(float value) { return bits_of(value) & 0x7fffffffu; }
+
+template <WeightFormat kFormat>
+GPU_FN void read_scaled_group(const Record& record, uint32_t index, HalfGroup& group) {
+  float weights[kGroup];
+  if constexpr (kFormat == WeightFormat::kF16) {
+    GPU_UNROLL
+    for (uint32_t u = 0; u < 4; ++u) {
+      const Unit unit = record.unit(index * 4 + u);
+      GPU_UNROLL
+      for (uint32_t w = 0; w < 4; ++w) {
+        weights[8 * u + 2 * w] = low_half(unit.words[w]);
+        weights[8 * u + 2 * w + 1] = high_half(unit.words[w]);
+      }
+    }
+  } else {
+    decode_group<kFormat>(record, index, weights);
+  }
+  uint32_t largest = 0;  // as integers magnitudes keep their order, with infinity and NaN above all
+  GPU_UNROLL
+  for (uint32_t i = 0; i < kGroup; ++i) largest = magnitude_of(weights[i]) > largest ? magnitude_of(weights[i]) : largest;
+  const HalfScale by = half_scale(largest);
+  GPU_UNROLL
+  for (uint32_t i = 0; i < kGroupPairs; ++i) group.words[i] = half_pair(mul(weights[2 * i], by.inverse), mul(weights[2 * i + 1], by.inverse));
+  group.scales[0] = by.scale;
+}
+
+// Codes that f16 holds as they are.
+GPU_FN void read_e4m3_group(const Record& record, uint32_t index, HalfGroup& group) {
+  GPU_UNROLL
+  for (uint32_t u = 0; u < 2; ++u) {
+    const Unit unit = record.unit(index * 2 + u);
+    GPU_UNROLL
+    for (uint32_t i = 0; i < 8; ++i) {
+      group.words[8 * u + i] = half_pair(widen_e4m3(byte_of(unit, 2 * i)), widen_e4m3(byte_of(unit, 2 * i + 1)));
+    }
+  }
+  group.scales[0] = float_of(record.word(16, index / 4));
+}
+
+// Weights of inputs [32 * index, 32 * index + 32) of the record.
+template <WeightFormat kFormat>
+GPU_FN void read_halves(const Record& record, uint32_t index, HalfGroup& group) {
+  if constexpr (is_float(kFormat)) {
+    read_scaled_group<kFormat>(record, index, group);
+  } else if constexpr (kFormat == WeightFormat::kFp8E4m3B128) {
+    read_e4m3_group(record, index, group);
+  } else {
+    Int8Group integers;
+    read_codes<kFormat>(record, index, integers);
+    GPU_UNROLL
+    for (uint32_t w = 0; w < kGroupWords; ++w) {
+      group.words[2 * w] = low_bytes_as_pair(integers.words[w]);
+      group.words[2 * w + 1] = high_bytes_as_pair(integers.words[w]);
+    }
+    GPU_UNROLL
+    for (uint32_t p = 0; p < group_parts(kFormat); ++p) group.scales[p] = integers.scales[p];
+    if constexpr (has_offset(kFormat)) group.offset = integers.offset;
+  }
+}
+
+}  // namespace dflash::compute::gpu

@@ -1,0 +1,94 @@
+// Gate, up and down of class f16-dot2 for many rows of an expert (codes_many.h), two groups of 32 inputs a step: 16 dot2 and two float32 steps
+// per 32 multiply-adds. A thread's 8 x 4 sums read 12 units of shared memory per 128 dot2; three blocks share a compute unit's 64 KiB.
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include "compute/gpu/kernels/codes_many.h"
+#include "compute/gpu/kernels/dot2_rows.h"
+
+namespace dflash::compute::gpu {
+
+// Unit u of row or output i of a group lies beside those of i - 1 and i + 1: neighbours store and read neighbours, no bank twice.
+struct HalfTiles {
+  static constexpr uint32_t kSteps = 2, kUnits = kGroupPairs / 4;
+  union {
+    SharedArray<Unit, 2 * kSteps * kUnits * kManyOutputs> units;  // [rows or weights, group, unit, row or output]
+    SharedArray<float, kManyTileRows * kManyOutputs> sums;        // at the end
+  };
+  GroupFactors<kSteps> factors;
+
+  GPU_FN Unit& row(uint32_t group, uint32_t unit, uint32_t slot) { return units.at((group * kUnits + unit) * kManyOutputs + slot); }
+  GPU_FN Unit& weight(uint32_t group, uint32_t unit, uint32_t column) { return row(kSteps + group, unit, column); }
+};
+static_assert(kManyTileRows == kManyOutputs);
+
+// A sub-group owns 32 x 32 sums, a thread every fourth row and every eighth column of them.
+struct Dot2Tile {
+  static constexpr uint32_t kRows = 8, kColumns = 4;
+  GPU_FN static uint32_t row(uint32_t i) { return subgroup_index() / 2 * 32 + i * 4 + lane_index() / 8; }
+  GPU_FN static uint32_t column(uint32_t j) { return subgroup_index() % 2 * 32 + j * 8 + lane_index() % 8; }
+};
+
+struct Dot2Many {
+  using Tiles = HalfTiles;
+  using Group = HalfGroup;
+  using Record = HalfRecord;
+  static constexpr uint32_t kStepGroups = HalfTiles::kSteps;
+
+  template <WeightFormat kFormat>
+  GPU_FN static void read(const gpu::Record& record, uint32_t index, HalfGroup& group) {
+    read_halves<kFormat>(record, index, group);
+  }
+
+  GPU_FN static void put_weights(HalfTiles& tiles, uint32_t group, uint32_t column, const uint32_t* words) {
+    GPU_UNROLL
+    for (uint32_t u = 0; u < HalfTiles::kUnits; ++u) {
+      GPU_UNROLL
+      for (uint32_t w = 0; w < 4; ++w) tiles.weight(group, u, column).words[w] = words[4 * u + w];
+    }
+  }
+
+  GPU_FN static void put_row(HalfTiles& tiles, uint32_t group, uint32_t slot, const HalfRecord& record, uint32_t index) {
+    GPU_UNROLL
+    for (uint32_t u = 0; u < HalfTiles::kUnits; ++u) tiles.row(group, u, slot) = load_16<Unit>(record.codes(index) + u * kUnitBytes);
+  }
+
+  template <WeightFormat kFormat, class Owned, uint32_t kPart>
+  GPU_FN static void dots(HalfTiles& tiles, uint32_t group, float (*found)[Owned::kColumns]) {
+    constexpr uint32_t kUnits = HalfTiles::kUnits / group_parts(kFormat);
+    GPU_UNROLL
+    for (uint32_t i = 0; i < Owned::kRows; ++i) {
+      GPU_UNROLL
+      for (uint32_t j = 0; j < Owned::kColumns; ++j) found[i][j] = 0.0f;
+    }
+    GPU_UNROLL
+    for (uint32_t u = kPart * kUnits; u < (kPart + 1) * kUnits; ++u) {
+      Unit columns[Owned::kColumns];
+      GPU_UNROLL
+      for (uint32_t j = 0; j < Owned::kColumns; ++j) columns[j] = load_16<Unit>(&tiles.weight(group, u, Owned::column(j)));
+      GPU_UNROLL
+      for (uint32_t i = 0; i < Owned::kRows; ++i) {
+        const Unit codes = load_16<Unit>(&tiles.row(group, u, Owned::row(i)));
+        GPU_UNROLL
+        for (uint32_t j = 0; j < Owned::kColumns; ++j) {
+          GPU_UNROLL
+          for (uint32_t w = 0; w < 4; ++w) found[i][j] = dot2(codes.words[w], columns[j].words[w], found[i][j]);
+        }
+      }
+    }
+  }
+};
+
+template <WeightFormat kFormat>
+GPU_FN void dot2_many(const ProjectionParams& params) {
+  if constexpr (kHasDot2) {
+    GPU_SHARED(HalfTiles, tiles);
+    if (block_y() >= *params.num_tiles) return;  // the whole block
+    const Tile tile = params.tiles[block_y()];
+    codes_many<Dot2Many, kFormat, Dot2Tile>(params, tile, tiles);
+  } else {
+    stop_kernel();
+  }
+}
+
+}  // namespace dflash::compute::gpu
