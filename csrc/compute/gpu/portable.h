@@ -24,27 +24,34 @@
 #endif
 
 // GPU_KERNEL(name, Params, most_threads)(params) { ... }: a kernel of at most that many threads per block, one parameter by value.
+// GPU_PAIRED_KERNEL: one of which two blocks of 256 threads fit a multiprocessor of NVIDIA's, 128 registers a thread: left alone, the compiler
+// takes more, or spills to take fewer.
 // GPU_SHARED(Type, name): an object of a trivial type that the threads of a block share; contents undefined.
 // GPU_DYNAMIC_SHARED(name): a pointer to the shared memory that the launch asked for (kernel_dynamic_bytes()), aligned to 16 bytes.
 #if defined(DFLASH_GPU_SIM)
 #define GPU_KERNEL(name, Params, most_threads) void name(const Params& params)
+#define GPU_PAIRED_KERNEL GPU_KERNEL
 #define GPU_SHARED(Type, name) \
   Type& name = *static_cast<Type*>(::dflash::compute::gpu::sim::shared_object(sizeof(Type), {__FILE__, __LINE__}))
 #define GPU_DYNAMIC_SHARED(name) void* const name = ::dflash::compute::gpu::sim::dynamic_shared({__FILE__, __LINE__})
 #define GPU_UNROLL
-#define GPU_UNROLL_2
 #define GPU_UNROLL_4
 #define GPU_SITE_FIRST const char *file = __builtin_FILE(), unsigned line = __builtin_LINE()
 #define GPU_SITE , GPU_SITE_FIRST
 #else
 #define GPU_KERNEL(name, Params, most_threads) \
   extern "C" __global__ void __launch_bounds__(most_threads) name(const Params params)
+#if defined(__HIP__) || defined(__HIPCC__)
+#define GPU_PAIRED_KERNEL GPU_KERNEL
+#else
+#define GPU_PAIRED_KERNEL(name, Params, most_threads) \
+  extern "C" __global__ void __launch_bounds__(most_threads, 2) name(const Params params)
+#endif
 #define GPU_SHARED(Type, name) __shared__ Type name
 #define GPU_DYNAMIC_SHARED(name)              \
   extern __shared__ uint4 dflash_dynamic_[]; \
   void* const name = dflash_dynamic_
 #define GPU_UNROLL _Pragma("unroll")
-#define GPU_UNROLL_2 _Pragma("unroll 2")
 #define GPU_UNROLL_4 _Pragma("unroll 4")
 #define GPU_SITE_FIRST
 #define GPU_SITE
@@ -84,6 +91,7 @@ GPU_FN uint32_t ballot(bool is_set GPU_SITE) {
   return static_cast<uint32_t>(sim::subgroup_collective(sim::Collective::kBallot, is_set, 0, {file, line}));
 }
 GPU_FN uint32_t count_bits(uint32_t bits) { return static_cast<uint32_t>(__builtin_popcount(bits)); }
+GPU_FN uint32_t lowest_bit(uint32_t bits) { return static_cast<uint32_t>(__builtin_ctz(bits)); }  // of one at least
 GPU_FN void atomic_min(uint64_t* at, uint64_t value) {
   if (value < *at) *at = value;  // one thread runs at a time
 }
@@ -122,6 +130,7 @@ GPU_FN uint32_t block_y() { return blockIdx.y; }
 GPU_FN uint32_t grid_x() { return gridDim.x; }
 GPU_FN void sync_block() { __syncthreads(); }
 GPU_FN uint32_t count_bits(uint32_t bits) { return static_cast<uint32_t>(__popc(bits)); }
+GPU_FN uint32_t lowest_bit(uint32_t bits) { return static_cast<uint32_t>(__ffs(static_cast<int>(bits)) - 1); }  // of one at least
 GPU_FN void atomic_min(uint64_t* at, uint64_t value) {
   atomicMin(reinterpret_cast<unsigned long long*>(at), static_cast<unsigned long long>(value));
 }

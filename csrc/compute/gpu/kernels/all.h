@@ -25,24 +25,24 @@
 
 namespace dflash::compute::gpu {
 
-#define DFLASH_GPU_PROJECTION(stem, most_threads, enumerator, name)      \
-  GPU_KERNEL(dflash_##stem##_##name, ProjectionParams, most_threads) { \
-    stem<WeightFormat::enumerator>(params);                            \
+#define DFLASH_GPU_PROJECTION(kernel, stem, most_threads, enumerator, name) \
+  kernel(dflash_##stem##_##name, ProjectionParams, most_threads) {          \
+    stem<WeightFormat::enumerator>(params);                                 \
   }
-DFLASH_GPU_FORMATS(DFLASH_GPU_PROJECTION, project_few, kFewThreads)
-DFLASH_GPU_FORMATS(DFLASH_GPU_PROJECTION, project_many, kManyThreads)
-DFLASH_GPU_INTEGER_FORMATS(DFLASH_GPU_PROJECTION, int8_few, kFewThreads)
-DFLASH_GPU_INTEGER_FORMATS(DFLASH_GPU_PROJECTION, int8_many, kManyThreads)
-DFLASH_GPU_FORMATS(DFLASH_GPU_PROJECTION, bf16_wgmma, kWgmmaThreads)
-DFLASH_GPU_FORMATS(DFLASH_GPU_PROJECTION, dot2_few, kFewThreads)
-DFLASH_GPU_FORMATS(DFLASH_GPU_PROJECTION, dot2_many, kManyThreads)
+DFLASH_GPU_FORMATS(DFLASH_GPU_PROJECTION, GPU_PAIRED_KERNEL, project_few, kFewThreads)
+DFLASH_GPU_FORMATS(DFLASH_GPU_PROJECTION, GPU_KERNEL, project_many, kManyThreads)
+DFLASH_GPU_INTEGER_FORMATS(DFLASH_GPU_PROJECTION, GPU_PAIRED_KERNEL, int8_few, kFewThreads)
+DFLASH_GPU_INTEGER_FORMATS(DFLASH_GPU_PROJECTION, GPU_KERNEL, int8_many, kManyThreads)
+DFLASH_GPU_FORMATS(DFLASH_GPU_PROJECTION, GPU_KERNEL, bf16_wgmma, kWgmmaThreads)
+DFLASH_GPU_FORMATS(DFLASH_GPU_PROJECTION, GPU_PAIRED_KERNEL, dot2_few, kFewThreads)
+DFLASH_GPU_FORMATS(DFLASH_GPU_PROJECTION, GPU_KERNEL, dot2_many, kManyThreads)
 #undef DFLASH_GPU_PROJECTION
-#define DFLASH_GPU_TILE_PROJECTION(stem, most_threads, enumerator, name) \
-  GPU_KERNEL(dflash_##stem##_##name, ProjectionParams, most_threads) {   \
-    DFLASH_GPU_TILES(stem, WeightFormat::enumerator)(params);            \
+#define DFLASH_GPU_TILE_PROJECTION(kernel, stem, most_threads, enumerator, name) \
+  kernel(dflash_##stem##_##name, ProjectionParams, most_threads) {               \
+    DFLASH_GPU_TILES(stem, WeightFormat::enumerator)(params);                    \
   }
-DFLASH_GPU_FORMATS(DFLASH_GPU_TILE_PROJECTION, bf16_few, kHalfFewThreads)
-DFLASH_GPU_FORMATS(DFLASH_GPU_TILE_PROJECTION, bf16_many, kHalfManyThreads)
+DFLASH_GPU_FORMATS(DFLASH_GPU_TILE_PROJECTION, GPU_PAIRED_KERNEL, bf16_few, kHalfFewThreads)
+DFLASH_GPU_FORMATS(DFLASH_GPU_TILE_PROJECTION, GPU_KERNEL, bf16_many, kHalfManyThreads)
 #undef DFLASH_GPU_TILE_PROJECTION
 
 }  // namespace dflash::compute::gpu

@@ -9,6 +9,34 @@
 namespace dflash::compute::gpu {
 
 inline constexpr uint32_t kHalfFewThreads = 256;  // at most; a multiple of 64
+// For groups on their way, per panel, of the 128 registers that two blocks of a multiprocessor leave a thread: 96 bytes of four-bit codes or 128
+// of others, with 512 threads 48 and 64 KB, of the 33 KB that 4.3 TB/s and 132 multiprocessors need in a microsecond. NVIDIA's compiler takes
+// more registers for itself from sm_100 on.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+inline constexpr uint32_t kHalfFewRegistersAhead = 14;
+#else
+inline constexpr uint32_t kHalfFewRegistersAhead = 22;
+#endif
+inline constexpr uint32_t kHalfFewStepsAhead = 3;  // at most
+
+// Of the block: what threads would otherwise keep in registers while they multiply.
+struct FewPlaces {
+  SharedArray<float, 2 * kTileSide * kPanelWidth> totals;  // [panel, slot, output]
+  SharedArray<Tile, 1> tile;
+  SharedArray<uint32_t, kTileSide> rows;  // where slots' rows begin, in units; kNoUnit: the tile has no such slot
+};
+inline constexpr uint32_t kNoUnit = ~0u;
+
+// All threads; for what follows.
+GPU_FN void share_places(const ProjectionParams& params, FewPlaces& places) {
+  if (thread_index() < kTileSide) {
+    const Tile tile = params.tiles[block_y()];
+    if (thread_index() == 0) places.tile.at(0) = tile;
+    const uint32_t units = params.input_stride / kUnitHalves;
+    places.rows.at(thread_index()) = thread_index() < tile.num_slots ? row_of(params, tile.first_slot + thread_index()) * units : kNoUnit;
+  }
+  sync_block();
+}
 
 // What a team has in shared memory, in units; `kLanes` inputs at a time.
 template <class TileOps>
@@ -36,54 +64,88 @@ union FewHalves {
   SharedArray<float, Layout::kMostTeams * Layout::kTeam * 4> sums;
 };
 
-// One step of a thread: a group of 32 weights of one output of each panel, and two units of one row.
-struct FewStaged {
-  Unit weights[2][kGroupUnits];
-  Unit rows[2];
+// What a thread keeps of a group on its way: the group as it is stored. f32, which would take twice the registers, waits and is narrowed.
+template <WeightFormat kFormat>
+inline constexpr WeightFormat kFormatAhead = kFormat == WeightFormat::kF32 ? WeightFormat::kBF16 : kFormat;
+template <WeightFormat kFormat>
+GPU_FN StoredGroup<kFormatAhead<kFormat>> group_ahead(const Record& record, uint32_t group) {
+  if constexpr (kFormat == WeightFormat::kF32) {
+    StoredGroup<WeightFormat::kBF16> stored{};
+    narrow_group<kFormat>(record, group, stored.units);
+    return stored;
+  } else {
+    return load_group<kFormat>(record, group);
+  }
+}
+
+// One step's weights of a thread: a group of one output of each panel. And its inputs: two units of one row.
+template <WeightFormat kFormat>
+struct FewWeights {
+  StoredGroup<kFormatAhead<kFormat>> groups[2];
+};
+struct FewInputs {
+  Unit units[2];
 };
 
-// Where a thread reads: its output's records of both panels at the team's chain, and its row.
+// Where a thread reads the team's chain: its output's records of both panels, null where outputs do not exist, and one slot's row.
 template <class TileOps, WeightFormat kFormat>
 struct FewSource {
-  const unsigned char* panels[2];
-  const uint16_t* row;
-  uint32_t chain;
+  const unsigned char* records[2];
+  uint32_t first;  // of the chain's inputs
   static constexpr uint32_t kLanes = TileOps::kLanes;
   static constexpr uint32_t kRowThreads = kLanes / kTileSide;  // that share a row
 
-  GPU_FN FewStaged fetch(const ProjectionParams& params, uint32_t begin) const {
-    FewStaged staged{};
-    const uint32_t lane = thread_index() % kLanes, first = chain * kChain + begin;
-    const uint32_t group = begin / kGroup + lane / kPanelWidth;
+  GPU_FN static FewSource of(const ProjectionParams& params, uint32_t expert, uint32_t chain) {
+    FewSource source{{paired_panel<kFormat>(params, expert, 0), paired_panel<kFormat>(params, expert, 1)}, chain * kChain};
     GPU_UNROLL
     for (uint32_t p = 0; p < 2; ++p) {
-      if (panels[p] == nullptr) continue;
-      const Record record{panels[p] + chain * chain_bytes(kFormat) + lane % kPanelWidth * kUnitBytes};
-      narrow_group<kFormat>(record, group, staged.weights[p]);
+      if (source.records[p] != nullptr) source.records[p] += chain * chain_bytes(kFormat) + lane_index() * kUnitBytes;
     }
+    return source;
+  }
+
+  GPU_FN static uint32_t group(uint32_t begin) { return begin / kGroup + thread_index() % kLanes / kPanelWidth; }
+
+  GPU_FN FewWeights<kFormat> weights(uint32_t begin) const {
+    FewWeights<kFormat> loaded{};
+    GPU_UNROLL
+    for (uint32_t p = 0; p < 2; ++p) {
+      if (records[p] != nullptr) loaded.groups[p] = group_ahead<kFormat>(Record{records[p]}, group(begin));
+    }
+    return loaded;
+  }
+
+  GPU_FN FewInputs inputs(const ProjectionParams& params, uint32_t begin, FewPlaces& places) const {
+    FewInputs loaded{};
+    const uint32_t row = places.rows.at(thread_index() % kLanes / kRowThreads);
     GPU_UNROLL
     for (uint32_t j = 0; j < 2; ++j) {
-      staged.rows[j] = row_unit(params, row, first + (lane % kRowThreads + j * kRowThreads) * kUnitHalves);
+      const uint32_t input = first + begin + (thread_index() % kLanes % kRowThreads + j * kRowThreads) * kUnitHalves;
+      if (row == kNoUnit || input >= params.input_stride) continue;  // zeros
+      loaded.units[j] = load_device_16<Unit>(params.halves + uint64_t{row} * kUnitHalves + input);
     }
-    return staged;
+    return loaded;
   }
 };
 
-template <class TileOps>
-GPU_FN void store_few(const FewStaged& staged, uint32_t team, FewHalves<TileOps>& shared) {
+// Weights [panel] and inputs of the step that begins at `begin`, as bf16 to where the team multiplies them.
+template <class TileOps, WeightFormat kFormat>
+GPU_FN void store_few(const FewWeights<kFormat>& weights, const FewInputs& inputs, uint32_t begin, uint32_t team, FewHalves<TileOps>& shared) {
   using Layout = FewLayout<TileOps>;
-  constexpr uint32_t kRowThreads = TileOps::kLanes / kTileSide;
+  using Source = FewSource<TileOps, kFormat>;
   const uint32_t lane = thread_index() % TileOps::kLanes;
   GPU_UNROLL
   for (uint32_t p = 0; p < 2; ++p) {
+    Unit units[kGroupUnits];
+    narrow_stored<kFormatAhead<kFormat>>(weights.groups[p], Source::group(begin), units);
     GPU_UNROLL
     for (uint32_t u = 0; u < kGroupUnits; ++u) {
-      shared.units.at(Layout::weight(team, p, lane / kPanelWidth * kGroupUnits + u) + lane % kPanelWidth) = staged.weights[p][u];
+      shared.units.at(Layout::weight(team, p, lane / kPanelWidth * kGroupUnits + u) + lane % kPanelWidth) = units[u];
     }
   }
   GPU_UNROLL
   for (uint32_t j = 0; j < 2; ++j) {
-    shared.units.at(Layout::row(team, lane % kRowThreads + j * kRowThreads) + lane / kRowThreads) = staged.rows[j];
+    shared.units.at(Layout::row(team, lane % Source::kRowThreads + j * Source::kRowThreads) + lane / Source::kRowThreads) = inputs.units[j];
   }
 }
 
@@ -106,17 +168,31 @@ GPU_FN void multiply_few(uint32_t team, FewHalves<TileOps>& shared, typename Til
 
 // The sums of the team's chain into shared memory. All teams take as many steps, since a team of the simulator may wait for all others.
 template <class TileOps, WeightFormat kFormat>
-GPU_FN void few_chain(const ProjectionParams& params, const FewSource<TileOps, kFormat>& source, FewHalves<TileOps>& shared) {
+GPU_FN void few_chain(const ProjectionParams& params, uint32_t chain, FewPlaces& places, FewHalves<TileOps>& shared) {
   using Layout = FewLayout<TileOps>;
-  const uint32_t team = thread_index() / TileOps::kLanes, first = source.chain * kChain;
+  constexpr uint32_t kLanes = TileOps::kLanes;
+  constexpr uint32_t kAhead = groups_ahead(kFormatAhead<kFormat>, kHalfFewRegistersAhead, kHalfFewStepsAhead);
+  const uint32_t team = thread_index() / kLanes, first = chain * kChain;
   const uint32_t count = first < params.num_inputs ? smaller(kChain, params.num_inputs - first) : 0;
+  const auto source = FewSource<TileOps, kFormat>::of(params, places.tile.at(0).expert, chain);
   typename TileOps::Sums sums[2][Layout::kColumns];
-  FewStaged staged;
-  for (uint32_t begin = 0; begin <= kChain; begin += TileOps::kLanes) {
-    if (begin < count) staged = source.fetch(params, begin);
-    if (begin != 0 && begin - TileOps::kLanes < count) multiply_few<TileOps>(team, shared, sums);
+  FewWeights<kFormat> ahead[kAhead] = {};
+  FewInputs inputs{};
+  GPU_UNROLL
+  for (uint32_t i = 0; i < kAhead; ++i) {
+    if (i * kLanes < count) ahead[i] = source.weights(i * kLanes);
+  }
+  if (count != 0) inputs = source.inputs(params, 0, places);
+  for (uint32_t begin = 0; begin <= kChain; begin += kLanes) {
+    if (begin != 0 && begin - kLanes < count) multiply_few<TileOps>(team, shared, sums);
     TileOps::sync_team();
-    if (begin < count) store_few<TileOps>(staged, team, shared);
+    if (begin < count) {
+      store_few<TileOps, kFormat>(ahead[0], inputs, begin, team, shared);
+      GPU_UNROLL
+      for (uint32_t i = 1; i < kAhead; ++i) ahead[i - 1] = ahead[i];
+      if (begin + kAhead * kLanes < count) ahead[kAhead - 1] = source.weights(begin + kAhead * kLanes);
+      if (begin + kLanes < count) inputs = source.inputs(params, begin + kLanes, places);
+    }
     TileOps::sync_team();
   }
   if (count == 0) return;
@@ -132,42 +208,42 @@ GPU_FN void few_chain(const ProjectionParams& params, const FewSource<TileOps, k
   }
 }
 
+// Adds the chain sums of `present` teams in ascending order. A thread owns every block_threads()-th place, here and at the end.
+template <class TileOps>
+GPU_FN void add_few(uint32_t present, bool is_first, FewHalves<TileOps>& shared, FewPlaces& places) {
+  using Layout = FewLayout<TileOps>;
+  for (uint32_t at = thread_index(); at < places.tile.at(0).num_slots * kPanelWidth; at += block_threads()) {
+    GPU_UNROLL
+    for (uint32_t p = 0; p < 2; ++p) {
+      float& kept = places.totals.at(p * kTileSide * kPanelWidth + at);
+      float total = is_first ? 0.0f : kept;
+      for (uint32_t team = 0; team < present; ++team) {
+        const float sum = shared.sums.at(Layout::sum(team, p, at / kPanelWidth, at % kPanelWidth));
+        total = is_first && team == 0 ? sum : add(total, sum);
+      }
+      kept = total;
+    }
+  }
+}
+
 template <class TileOps, WeightFormat kFormat>
 GPU_FN void bf16_few(const ProjectionParams& params) {
   if constexpr (TileOps::kExists) {
-    using Layout = FewLayout<TileOps>;
-    using Source = FewSource<TileOps, kFormat>;
-    constexpr uint32_t kMostOwned = kTileSide * kPanelWidth / 64;  // columns of slots that a thread adds up: all of them by 64 threads
     GPU_SHARED(FewHalves<TileOps>, shared);
+    GPU_SHARED(FewPlaces, places);
     if (block_y() >= *params.num_tiles) return;  // the whole block
-    const Tile tile = params.tiles[block_y()];
+    share_places(params, places);
     const uint32_t num_teams = block_threads() / TileOps::kLanes, chains = num_chains(params.num_inputs);
-    Source source{{paired_panel<kFormat>(params, tile.expert, 0), paired_panel<kFormat>(params, tile.expert, 1)},
-                  halves_of(params, tile, thread_index() % TileOps::kLanes / Source::kRowThreads),
-                  thread_index() / TileOps::kLanes};
-    float totals[kMostOwned][2] = {};
-    for (uint32_t first = 0; first < chains; first += num_teams, source.chain += num_teams) {
-      few_chain<TileOps, kFormat>(params, source, shared);
+    for (uint32_t first = 0; first < chains; first += num_teams) {
+      few_chain<TileOps, kFormat>(params, first + thread_index() / TileOps::kLanes, places, shared);
       sync_block();
-      GPU_UNROLL
-      for (uint32_t i = 0; i < kMostOwned; ++i) {
-        const uint32_t at = thread_index() + i * block_threads();
-        if (at >= tile.num_slots * kPanelWidth) break;
-        for (uint32_t team = 0; team < smaller(num_teams, chains - first); ++team) {
-          GPU_UNROLL
-          for (uint32_t p = 0; p < 2; ++p) {
-            const float sum = shared.sums.at(Layout::sum(team, p, at / kPanelWidth, at % kPanelWidth));
-            totals[i][p] = first + team == 0 ? sum : add(totals[i][p], sum);
-          }
-        }
-      }
+      add_few<TileOps>(smaller(num_teams, chains - first), first == 0, shared, places);
       sync_block();
     }
-    GPU_UNROLL
-    for (uint32_t i = 0; i < kMostOwned; ++i) {
-      const uint32_t at = thread_index() + i * block_threads();
-      if (at >= tile.num_slots * kPanelWidth) break;
-      finish_column(params, tile.expert, tile.first_slot + at / kPanelWidth, at % kPanelWidth, totals[i][0], totals[i][1]);
+    const Tile tile = places.tile.at(0);
+    for (uint32_t at = thread_index(); at < tile.num_slots * kPanelWidth; at += block_threads()) {
+      finish_column(params, tile.expert, tile.first_slot + at / kPanelWidth, at % kPanelWidth, places.totals.at(at),
+                    places.totals.at(kTileSide * kPanelWidth + at));
     }
   } else {
     stop_kernel();

@@ -21,18 +21,28 @@ GPU_FN uint32_t narrow_pair(float low, float high) {
 #endif
 }
 
+// A stored group as bf16.
+template <WeightFormat kFormat>
+GPU_FN void narrow_stored(const StoredGroup<kFormat>& stored, uint32_t group, Unit* units) {
+  if constexpr (kFormat == WeightFormat::kBF16) {
+    GPU_UNROLL
+    for (uint32_t u = 0; u < kGroupUnits; ++u) units[u] = stored.units[u];
+  } else {
+    const GroupScale scale = group_scale<kFormat>(stored, group);
+    GPU_UNROLL
+    for (uint32_t u = 0; u < kGroupUnits; ++u) {
+      float weights[kOctet];
+      decode_octet<kFormat>(stored, scale, group, u, weights);
+      GPU_UNROLL
+      for (uint32_t i = 0; i < kOctet / 2; ++i) units[u].words[i] = narrow_pair(weights[2 * i], weights[2 * i + 1]);
+    }
+  }
+}
+
 // Group `group` of a record as bf16.
 template <WeightFormat kFormat>
 GPU_FN void narrow_group(const Record& record, uint32_t group, Unit* units) {
-  if constexpr (kFormat == WeightFormat::kBF16) {
-    GPU_UNROLL
-    for (uint32_t u = 0; u < kGroupUnits; ++u) units[u] = record.unit(group * kGroupUnits + u);
-  } else {
-    float weights[kGroup];
-    decode_group<kFormat>(record, group, weights);
-    GPU_UNROLL
-    for (uint32_t i = 0; i < kGroup / 2; ++i) units[i / 4].words[i % 4] = narrow_pair(weights[2 * i], weights[2 * i + 1]);
-  }
+  narrow_stored<kFormat>(load_group<kFormat>(record, group), group, units);
 }
 
 // The row of a slot, null where the tile has no such slot.

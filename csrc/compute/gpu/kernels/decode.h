@@ -1,28 +1,15 @@
-// Groups of 32 weights out of a record (record_layout.h) as float32, by the formulas of compute/dequantize.h: each product and each
-// difference one operation, in the same order.
+// Groups of 32 weights (stored_group.h) as float32, eight at a time, by the formulas of compute/dequantize.h: each product and each
+// difference one operation, in the same order. Codes become floats by exact conversions and differences of small integers.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
 #include "compute/gpu/kernels/convert_floats.h"
-#include "compute/gpu/record_layout.h"
+#include "compute/gpu/kernels/stored_group.h"
 
 namespace dflash::compute::gpu {
 
-inline constexpr uint32_t kGroup = 32;
-
-// One lane's record: unit u lies u * 512 bytes on.
-struct Record {
-  const unsigned char* first;
-  GPU_FN Unit unit(uint32_t index) const { return load_device_16<Unit>(first + uint64_t{index} * (kUnitBytes * kPanelWidth)); }
-  GPU_FN uint32_t word(uint32_t unit_index, uint32_t index) const {
-    return load_device_word(first + uint64_t{unit_index} * (kUnitBytes * kPanelWidth) + 4 * index);
-  }
-  GPU_FN uint32_t half(uint32_t unit_index, uint32_t index) const { return word(unit_index, index / 2) >> (index % 2 * 16) & 0xffffu; }
-  GPU_FN uint32_t byte(uint32_t unit_index, uint32_t index) const { return word(unit_index, index / 4) >> (index % 4 * 8) & 0xffu; }
-};
-
-GPU_FN uint32_t byte_of(const Unit& unit, uint32_t index) { return unit.words[index / 4] >> (index % 4 * 8) & 0xffu; }
-GPU_FN int32_t signed_byte(uint32_t byte) { return static_cast<int32_t>(byte ^ 0x80u) - 128; }
+inline constexpr uint32_t kOctet = 8;  // weights that are decoded at a time
+inline constexpr uint32_t kGroupOctets = kGroup / kOctet;
 
 GPU_FN float widen_e8m0(uint32_t exponent) {  // 2^(exponent - 127)
   if (exponent == 255) return float_of(0x7fc00000u);
@@ -33,156 +20,120 @@ GPU_FN float widen_e4m3(uint32_t code) {
   if (magnitude == 0x7f) return float_of(0x7fc00000u);
   return float_of(sign | bits_of(mul(float_of(magnitude << 20), 0x1p120f)));  // exact, and normalises subnormals
 }
-GPU_FN float widen_e2m1(uint32_t code) {
-  const float size = mul(static_cast<float>(0xc8643210u >> ((code & 7u) * 4) & 15u), 0.5f);
-  return float_of(bits_of(size) | (code & 8u) << 28);
-}
-GPU_FN float iq4_level(uint32_t code) {  // kIq4Levels, a byte each
-  const uint64_t levels = (code & 8u) == 0 ? 0xf6eaddcfbfad9881ull : 0x7159453526190d01ull;
-  return static_cast<float>(signed_byte(static_cast<uint32_t>(levels >> ((code & 7u) * 8)) & 0xffu));
-}
+GPU_FN int32_t signed_byte(uint32_t byte) { return static_cast<int32_t>(byte ^ 0x80u) - 128; }
 
-// 32 nibbles, byte i holding code i and 16 + i; value(code) * scale.
-template <class Value>
-GPU_FN void decode_nibbles(const Unit& unit, float scale, float* weights, Value value) {
-  GPU_UNROLL
-  for (uint32_t i = 0; i < 16; ++i) {
-    const uint32_t pair = byte_of(unit, i);
-    weights[i] = mul(value(pair & 15u), scale);
-    weights[16 + i] = mul(value(pair >> 4), scale);
+// Sixteen signed bytes, looked up four codes at a time.
+struct LevelTable {
+  uint32_t levels[4];
+  GPU_FN uint32_t operator()(uint32_t codes) const {
+    const uint32_t selectors = codes & 0x07070707u, is_upper = (codes >> 3 & 0x01010101u) * 0xffu;
+    const uint32_t lower = pick_bytes(levels[0], levels[1], selectors), upper = pick_bytes(levels[2], levels[3], selectors);
+    return (lower & ~is_upper) | (upper & is_upper);
   }
-}
+};
+GPU_FN LevelTable iq4_levels() { return {{0xbfad9881u, 0xf6eaddcfu, 0x26190d01u, 0x71594535u}}; }  // kIq4Levels
 
-struct MinusEight {
-  GPU_FN float operator()(uint32_t code) const { return static_cast<float>(static_cast<int32_t>(code) - 8); }
-};
-struct E2m1 {
-  GPU_FN float operator()(uint32_t code) const { return widen_e2m1(code); }
-};
-struct Iq4Level {
-  GPU_FN float operator()(uint32_t code) const { return iq4_level(code); }
+// What multiplies a group's codes: of each half in q6_k, the same for both elsewhere. q4_k and q5_k subtract `offset`, dmin * minimum.
+struct GroupScale {
+  float factors[2];
+  float offset;
 };
 
-template <WeightFormat kFormat>
-GPU_FN void decode_halves(const Record& record, uint32_t group, float* weights) {
-  GPU_UNROLL
-  for (uint32_t u = 0; u < 4; ++u) {
-    const Unit unit = record.unit(group * 4 + u);
-    GPU_UNROLL
-    for (uint32_t i = 0; i < 4; ++i) {
-      const uint32_t low = unit.words[i] & 0xffffu, high = unit.words[i] >> 16;
-      weights[u * 8 + 2 * i] = kFormat == WeightFormat::kF16 ? widen_f16(low) : widen_bf16(low);
-      weights[u * 8 + 2 * i + 1] = kFormat == WeightFormat::kF16 ? widen_f16(high) : widen_bf16(high);
-    }
-  }
+// d * scale and dmin * minimum of q4_k and q5_k out of d, dmin and 12 bytes of six-bit scales and minima.
+GPU_FN GroupScale k_affine(const Unit& head, uint32_t group) {
+  const uint32_t a = byte_of(head.words[1], group), b = byte_of(head.words[2], group), c = byte_of(head.words[3], group);
+  const uint32_t scale = group < 4 ? a & 63u : (c & 15u) | (a >> 6) << 4;
+  const uint32_t minimum = group < 4 ? b & 63u : c >> 4 | (b >> 6) << 4;
+  const float factor = mul(widen_f16(half_of(head.words[0], 0)), static_cast<float>(scale));
+  return {{factor, factor}, mul(widen_f16(half_of(head.words[0], 1)), static_cast<float>(minimum))};
 }
 
 template <WeightFormat kFormat>
-GPU_FN void decode_bytes(const Record& record, uint32_t group, float scale, float* weights) {
-  GPU_UNROLL
-  for (uint32_t u = 0; u < 2; ++u) {
-    const Unit unit = record.unit(group * 2 + u);
-    GPU_UNROLL
-    for (uint32_t i = 0; i < 16; ++i) {
-      const uint32_t code = byte_of(unit, i);
-      const float value = kFormat == WeightFormat::kFp8E4m3B128 ? widen_e4m3(code) : static_cast<float>(signed_byte(code));
-      weights[u * 16 + i] = mul(value, scale);
-    }
-  }
-}
-
-// Of q4_k and q5_k: d * scale and dmin * minimum of a group. Unit 0: d, dmin, 12 bytes of six-bit scales and minima.
-GPU_FN void k_affine(const Record& record, uint32_t group, float& factor, float& offset) {
-  const uint32_t scales = record.word(0, 0);
-  uint32_t scale, minimum;
-  if (group < 4) {
-    scale = record.byte(0, 4 + group) & 63u;
-    minimum = record.byte(0, 8 + group) & 63u;
+GPU_FN GroupScale group_scale(const StoredGroup<kFormat>& stored, uint32_t group) {
+  if constexpr (is_k_affine(kFormat)) {
+    return k_affine(stored.units[2], group);
+  } else if constexpr (kFormat == WeightFormat::kQ6K) {
+    const float d = widen_f16(half_of(stored.scales[1], 0));
+    const uint32_t first = group % 2 * 2;
+    return {{mul(d, static_cast<float>(signed_byte(byte_of(stored.scales[0], first)))),
+             mul(d, static_cast<float>(signed_byte(byte_of(stored.scales[0], first + 1))))}, 0.0f};
   } else {
-    const uint32_t low = record.byte(0, 8 + group);
-    scale = (low & 15u) | (record.byte(0, group) >> 6) << 4;
-    minimum = low >> 4 | (record.byte(0, 4 + group) >> 6) << 4;
+    float factor = 1.0f;
+    if constexpr (kFormat == WeightFormat::kMxfp4 || kFormat == WeightFormat::kGgufMxfp4) {
+      factor = mul(widen_e8m0(byte_of(stored.scales[0], group)), 0.5f);  // exact; the codes are doubled
+    } else if constexpr (kFormat == WeightFormat::kIq4Xs) {
+      const uint32_t low = byte_of(stored.scales[1], group / 2) >> (group % 2 * 4) & 15u;
+      const uint32_t scale = low | (half_of(stored.scales[0], 1) >> (2 * group) & 3u) << 4;
+      factor = mul(widen_f16(half_of(stored.scales[0], 0)), static_cast<float>(static_cast<int32_t>(scale) - 32));
+    } else if constexpr (kFormat == WeightFormat::kQ8_0 || kFormat == WeightFormat::kQ4_0 || kFormat == WeightFormat::kIq4Nl) {
+      factor = widen_f16(half_of(stored.scales[0], group));
+    } else if constexpr (group_scale_words(kFormat) != 0) {
+      factor = float_of(stored.scales[0]);
+    }
+    return {{factor, factor}, 0.0f};
   }
-  factor = mul(widen_f16(scales & 0xffffu), static_cast<float>(scale));
-  offset = mul(widen_f16(scales >> 16), static_cast<float>(minimum));
 }
 
-// q4_k and q5_k: (d * scale) * code - (dmin * minimum).
-template <bool kHasFifthBit>
-GPU_FN void decode_k_affine(const Record& record, uint32_t group, float* weights) {
-  float factor, offset;
-  k_affine(record, group, factor, offset);
-  const uint32_t nibbles = (kHasFifthBit ? 3 : 1) + group / 2 * 2, shift = group % 2 * 4;
+// Four weights out of four codes.
+template <WeightFormat kFormat>
+GPU_FN void decode_codes(uint32_t codes, float factor, float offset, float* weights) {
+  uint32_t looked_up = codes;
+  if constexpr (kFormat == WeightFormat::kIq4Nl || kFormat == WeightFormat::kIq4Xs) looked_up = iq4_levels()(codes);
+  if constexpr (kFormat == WeightFormat::kMxfp4 || kFormat == WeightFormat::kGgufMxfp4) {
+    looked_up = pick_bytes(0x03020100u, 0x0c080604u, codes & 0x07070707u);  // twice the magnitude
+  }
   GPU_UNROLL
-  for (uint32_t u = 0; u < 2; ++u) {
-    const Unit unit = record.unit(nibbles + u);
-    Unit fifth{};
-    if constexpr (kHasFifthBit) fifth = record.unit(1 + u);
-    GPU_UNROLL
-    for (uint32_t i = 0; i < 16; ++i) {
-      uint32_t code = byte_of(unit, i) >> shift & 15u;
-      if constexpr (kHasFifthBit) code |= (byte_of(fifth, i) >> group & 1u) << 4;
-      weights[u * 16 + i] = sub(mul(factor, static_cast<float>(code)), offset);
+  for (uint32_t i = 0; i < 4; ++i) {
+    const uint32_t byte = byte_of(looked_up, i);
+    const float size = static_cast<float>(byte);
+    if constexpr (is_k_affine(kFormat)) {
+      weights[i] = sub(mul(factor, size), offset);
+    } else if constexpr (kFormat == WeightFormat::kQ6K) {
+      weights[i] = add(mul(factor, sub(size, 32.0f)), 0.0f);  // no negative zeros
+    } else if constexpr (kFormat == WeightFormat::kInt4G32 || kFormat == WeightFormat::kQ4_0) {
+      weights[i] = mul(sub(size, 8.0f), factor);
+    } else if constexpr (kFormat == WeightFormat::kMxfp4 || kFormat == WeightFormat::kGgufMxfp4) {
+      weights[i] = mul(float_of(bits_of(size) | (codes >> (8 * i) & 8u) << 28), factor);
+    } else if constexpr (kFormat == WeightFormat::kFp8E4m3B128) {
+      weights[i] = mul(widen_e4m3(byte), factor);
+    } else {
+      weights[i] = mul(static_cast<float>(signed_byte(byte)), factor);
     }
   }
 }
 
-// q6_k: (d * scale) * (code - 32) + 0. Group g is bit pair j = g % 4 of half g / 4.
-GPU_FN void decode_q6_k(const Record& record, uint32_t group, float* weights) {
-  const uint32_t half = group / 4, j = group % 4;
-  const float d = widen_f16(record.half(13, 0));
-  GPU_UNROLL
-  for (uint32_t u = 0; u < 2; ++u) {
-    const Unit low = record.unit(half * 4 + j % 2 * 2 + u), high = record.unit(8 + half * 2 + u);
-    const float factor = mul(d, static_cast<float>(signed_byte(record.byte(12, group * 2 + u))));
+// Weights of inputs [8 * octet, 8 * octet + 8) of the group.
+template <WeightFormat kFormat>
+GPU_FN void decode_octet(const StoredGroup<kFormat>& stored, const GroupScale& scale, uint32_t group, uint32_t octet, float* weights) {
+  if constexpr (kFormat == WeightFormat::kF32) {
     GPU_UNROLL
-    for (uint32_t i = 0; i < 16; ++i) {
-      const uint32_t code = (byte_of(low, i) >> (j / 2 * 4) & 15u) | (byte_of(high, i) >> (2 * j) & 3u) << 4;
-      weights[u * 16 + i] = add(mul(factor, static_cast<float>(static_cast<int32_t>(code) - 32)), 0.0f);  // no negative zeros
+    for (uint32_t i = 0; i < kOctet; ++i) weights[i] = float_of(stored.units[2 * octet + i / 4].words[i % 4]);
+  } else if constexpr (kFormat == WeightFormat::kF16 || kFormat == WeightFormat::kBF16) {
+    GPU_UNROLL
+    for (uint32_t i = 0; i < kOctet; ++i) {
+      const uint32_t half = half_of(stored.units[octet].words[i / 2], i);
+      weights[i] = kFormat == WeightFormat::kF16 ? widen_f16(half) : widen_bf16(half);
+    }
+  } else {
+    GPU_UNROLL
+    for (uint32_t w = 0; w < 2; ++w) {
+      const uint32_t codes = code_word<kFormat>(stored, group, 2 * octet + w);
+      decode_codes<kFormat>(codes, scale.factors[octet / 2], scale.offset, weights + 4 * w);
     }
   }
 }
 
-GPU_FN float iq4_xs_factor(const Record& record, uint32_t group) {
-  const uint32_t low = record.byte(8, 4 + group / 2) >> (group % 2 * 4) & 15u;
-  const uint32_t scale = low | (record.half(8, 1) >> (2 * group) & 3u) << 4;
-  return mul(widen_f16(record.half(8, 0)), static_cast<float>(static_cast<int32_t>(scale) - 32));
+template <WeightFormat kFormat>
+GPU_FN void decode_stored(const StoredGroup<kFormat>& stored, uint32_t group, float* weights) {
+  const GroupScale scale = group_scale<kFormat>(stored, group);
+  GPU_UNROLL
+  for (uint32_t octet = 0; octet < kGroupOctets; ++octet) decode_octet<kFormat>(stored, scale, group, octet, weights + octet * kOctet);
 }
 
 // Weights of inputs [32 * group, 32 * group + 32) of the record.
 template <WeightFormat kFormat>
 GPU_FN void decode_group(const Record& record, uint32_t group, float* weights) {
-  if constexpr (kFormat == WeightFormat::kF32) {
-    GPU_UNROLL
-    for (uint32_t u = 0; u < 8; ++u) {
-      const Unit unit = record.unit(group * 8 + u);
-      GPU_UNROLL
-      for (uint32_t i = 0; i < 4; ++i) weights[u * 4 + i] = float_of(unit.words[i]);
-    }
-  } else if constexpr (kFormat == WeightFormat::kF16 || kFormat == WeightFormat::kBF16) {
-    decode_halves<kFormat>(record, group, weights);
-  } else if constexpr (kFormat == WeightFormat::kInt8G32) {
-    decode_bytes<kFormat>(record, group, float_of(record.word(16 + group / 4, group % 4)), weights);
-  } else if constexpr (kFormat == WeightFormat::kFp8E4m3B128) {
-    decode_bytes<kFormat>(record, group, float_of(record.word(16, group / 4)), weights);
-  } else if constexpr (kFormat == WeightFormat::kQ8_0) {
-    decode_bytes<kFormat>(record, group, widen_f16(record.half(16, group)), weights);
-  } else if constexpr (kFormat == WeightFormat::kInt4G32) {
-    decode_nibbles(record.unit(group), float_of(record.word(8 + group / 4, group % 4)), weights, MinusEight{});
-  } else if constexpr (kFormat == WeightFormat::kQ4_0) {
-    decode_nibbles(record.unit(group), widen_f16(record.half(8, group)), weights, MinusEight{});
-  } else if constexpr (kFormat == WeightFormat::kIq4Nl) {
-    decode_nibbles(record.unit(group), widen_f16(record.half(8, group)), weights, Iq4Level{});
-  } else if constexpr (kFormat == WeightFormat::kGgufMxfp4 || kFormat == WeightFormat::kMxfp4) {
-    decode_nibbles(record.unit(group), widen_e8m0(record.byte(8, group)), weights, E2m1{});
-  } else if constexpr (kFormat == WeightFormat::kIq4Xs) {
-    decode_nibbles(record.unit(group), iq4_xs_factor(record, group), weights, Iq4Level{});
-  } else if constexpr (kFormat == WeightFormat::kQ4K || kFormat == WeightFormat::kQ5K) {
-    decode_k_affine<kFormat == WeightFormat::kQ5K>(record, group, weights);
-  } else {
-    static_assert(kFormat == WeightFormat::kQ6K);
-    decode_q6_k(record, group, weights);
-  }
+  decode_stored<kFormat>(load_group<kFormat>(record, group), group, weights);
 }
 
 }  // namespace dflash::compute::gpu

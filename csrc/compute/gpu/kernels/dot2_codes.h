@@ -30,53 +30,51 @@ GPU_FN HalfScale half_scale(uint32_t magnitude) {
 GPU_FN uint32_t magnitude_of(float value) { return bits_of(value) & 0x7fffffffu; }
 
 template <WeightFormat kFormat>
-GPU_FN void read_scaled_group(const Record& record, uint32_t index, HalfGroup& group) {
+GPU_FN HalfGroup scaled_group(const StoredGroup<kFormat>& stored, uint32_t index) {
   float weights[kGroup];
   if constexpr (kFormat == WeightFormat::kF16) {
     GPU_UNROLL
-    for (uint32_t u = 0; u < 4; ++u) {
-      const Unit unit = record.unit(index * 4 + u);
-      GPU_UNROLL
-      for (uint32_t w = 0; w < 4; ++w) {
-        weights[8 * u + 2 * w] = low_half(unit.words[w]);
-        weights[8 * u + 2 * w + 1] = high_half(unit.words[w]);
-      }
+    for (uint32_t i = 0; i < kGroup; i += 2) {
+      const uint32_t pair = stored.units[i / 8].words[i % 8 / 2];
+      weights[i] = low_half(pair);
+      weights[i + 1] = high_half(pair);
     }
   } else {
-    decode_group<kFormat>(record, index, weights);
+    decode_stored<kFormat>(stored, index, weights);
   }
   uint32_t largest = 0;  // as integers magnitudes keep their order, with infinity and NaN above all
   GPU_UNROLL
   for (uint32_t i = 0; i < kGroup; ++i) largest = magnitude_of(weights[i]) > largest ? magnitude_of(weights[i]) : largest;
   const HalfScale by = half_scale(largest);
+  HalfGroup group{};
   GPU_UNROLL
   for (uint32_t i = 0; i < kGroupPairs; ++i) group.words[i] = half_pair(mul(weights[2 * i], by.inverse), mul(weights[2 * i + 1], by.inverse));
   group.scales[0] = by.scale;
+  return group;
 }
 
 // Codes that f16 holds as they are.
-GPU_FN void read_e4m3_group(const Record& record, uint32_t index, HalfGroup& group) {
+GPU_FN HalfGroup e4m3_group(const StoredGroup<WeightFormat::kFp8E4m3B128>& stored) {
+  HalfGroup group{};
   GPU_UNROLL
-  for (uint32_t u = 0; u < 2; ++u) {
-    const Unit unit = record.unit(index * 2 + u);
-    GPU_UNROLL
-    for (uint32_t i = 0; i < 8; ++i) {
-      group.words[8 * u + i] = half_pair(widen_e4m3(byte_of(unit, 2 * i)), widen_e4m3(byte_of(unit, 2 * i + 1)));
-    }
+  for (uint32_t i = 0; i < kGroupPairs; ++i) {
+    const uint32_t codes = stored.units[i / 8].words[i % 8 / 2] >> (i % 2 * 16);
+    group.words[i] = half_pair(widen_e4m3(codes & 0xffu), widen_e4m3(codes >> 8 & 0xffu));
   }
-  group.scales[0] = float_of(record.word(16, index / 4));
+  group.scales[0] = float_of(stored.scales[0]);
+  return group;
 }
 
-// Weights of inputs [32 * index, 32 * index + 32) of the record.
+// Group `index` of a record, which `stored` holds.
 template <WeightFormat kFormat>
-GPU_FN void read_halves(const Record& record, uint32_t index, HalfGroup& group) {
+GPU_FN HalfGroup half_group(const StoredGroup<kFormat>& stored, uint32_t index) {
   if constexpr (is_float(kFormat)) {
-    read_scaled_group<kFormat>(record, index, group);
+    return scaled_group<kFormat>(stored, index);
   } else if constexpr (kFormat == WeightFormat::kFp8E4m3B128) {
-    read_e4m3_group(record, index, group);
+    return e4m3_group(stored);
   } else {
-    Int8Group integers;
-    read_codes<kFormat>(record, index, integers);
+    const Int8Group integers = codes_of<kFormat>(stored, index);
+    HalfGroup group{};
     GPU_UNROLL
     for (uint32_t w = 0; w < kGroupWords; ++w) {
       group.words[2 * w] = low_bytes_as_pair(integers.words[w]);
@@ -85,7 +83,14 @@ GPU_FN void read_halves(const Record& record, uint32_t index, HalfGroup& group) 
     GPU_UNROLL
     for (uint32_t p = 0; p < group_parts(kFormat); ++p) group.scales[p] = integers.scales[p];
     if constexpr (has_offset(kFormat)) group.offset = integers.offset;
+    return group;
   }
+}
+
+// Weights of inputs [32 * index, 32 * index + 32) of the record.
+template <WeightFormat kFormat>
+GPU_FN void read_halves(const Record& record, uint32_t index, HalfGroup& group) {
+  group = half_group<kFormat>(load_group<kFormat>(record, index), index);
 }
 
 }  // namespace dflash::compute::gpu

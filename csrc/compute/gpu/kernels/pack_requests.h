@@ -166,7 +166,7 @@ GPU_FN void pack_shard(const StepParams& params, uint32_t place, SubgroupSums& s
 }
 
 // A block per worker.
-GPU_KERNEL(dflash_pack_requests, StepParams, kStepThreads) {
+GPU_PAIRED_KERNEL(dflash_pack_requests, StepParams, kStepThreads) {
   GPU_SHARED(SubgroupSums, sums);
   GPU_SHARED(StepScratch, scratch);
   fill_crc_table(scratch.sum);

@@ -43,6 +43,6 @@ GPU_FN const unsigned char* panel_of(const ProjectionParams& params, uint32_t ex
   return params.experts + expert * params.expert_bytes + panels + panel * panel_bytes(kFormat, params.num_inputs);
 }
 
-GPU_FN uint32_t smaller(uint32_t a, uint32_t b) { return a < b ? a : b; }
+GPU_FN constexpr uint32_t smaller(uint32_t a, uint32_t b) { return a < b ? a : b; }
 
 }  // namespace dflash::compute::gpu

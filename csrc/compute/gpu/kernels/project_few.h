@@ -13,6 +13,8 @@ inline constexpr uint32_t kFewSubgroups = kFewThreads / kSubgroupLanes;
 struct FewSums {
   SharedArray<float, 2 * kFewSubgroups * kFewTileRows * kPanelWidth> chains;  // [matrix, sub-group, slot, output]
   SharedArray<float, 2 * kFewTileRows * kPanelWidth> totals;                  // [matrix, slot, output]
+  SharedArray<Tile, 1> tile;                                                  // these two so that no register keeps them meanwhile
+  SharedArray<uint32_t, kFewTileRows> rows;                                   // slots that do not exist read the last one again
 
   GPU_FN float& chain(uint32_t matrix, uint32_t subgroup, uint32_t slot) {
     return chains.at(((matrix * kFewSubgroups + subgroup) * kFewTileRows + slot) * kPanelWidth + lane_index());
@@ -20,54 +22,93 @@ struct FewSums {
   GPU_FN float& total(uint32_t matrix, uint32_t slot) { return totals.at((matrix * kFewTileRows + slot) * kPanelWidth + lane_index()); }
 };
 
+// The block's tile and the rows it reads, for what follows.
+GPU_FN void share_tile(const ProjectionParams& params, FewSums& shared) {
+  if (thread_index() < kFewTileRows) {
+    const Tile tile = params.tiles[block_y()];
+    if (thread_index() == 0) shared.tile.at(0) = tile;
+    shared.rows.at(thread_index()) = row_of(params, tile.first_slot + smaller(thread_index(), tile.num_slots - 1));
+  }
+  sync_block();
+}
+
+// Eight inputs more of kRows chains; of an octet that ends the row, as many as there are: an input that does not exist must not enter a chain,
+// since -0 + 0 * 0 is +0. Rows are padded to 16 bytes.
+template <uint32_t kRows, bool kIsWhole>
+GPU_FN void octet_sums(const float* weights, const float* const* rows, uint32_t begin, uint32_t count, float* sums) {
+  GPU_UNROLL
+  for (uint32_t i = 0; i < kOctet; i += 4) {
+    if (!kIsWhole && begin + i >= count) return;
+    GPU_UNROLL
+    for (uint32_t r = 0; r < kRows; ++r) {
+      const Float4 inputs = load_device_16<Float4>(rows[r] + begin + i);
+      GPU_UNROLL
+      for (uint32_t j = 0; j < 4; ++j) {
+        const float sum = fused(weights[i + j], inputs.values[j], sums[r]);
+        sums[r] = kIsWhole || begin + i + j < count ? sum : sums[r];
+      }
+    }
+  }
+}
+
+// Groups that a thread has on their way, out of the 128 registers that two blocks of a multiprocessor leave it. Of 4.3 TB/s and 132
+// multiprocessors each needs 33 KB on their way in a microsecond: 64 bytes a thread. One row takes few registers, and has few blocks to a
+// multiprocessor; with four rows, and where weights have four bits, decoding and multiplying bound the rate before memory does.
+DFLASH_GPU_BOTH constexpr uint32_t few_ahead(WeightFormat format, uint32_t num_rows) {
+  return num_rows == 1 ? groups_ahead(format, 40, 3) : groups_ahead(format, 32, 3);
+}
+
 // One chain of one output for kRows rows.
 template <WeightFormat kFormat, uint32_t kRows>
-GPU_FN void chain_sums(Record record, const float* const* rows, uint32_t count, float* sums) {
+GPU_FN void chain_sums(const Record& record, const float* const* rows, uint32_t count, float* sums) {
+  constexpr uint32_t kAhead = few_ahead(kFormat, kRows);
+  const uint32_t num_groups = (count + kGroup - 1) / kGroup;
   GPU_UNROLL
   for (uint32_t r = 0; r < kRows; ++r) sums[r] = 0.0f;
-  for (uint32_t begin = 0; begin < count; begin += kGroup) {
-    float weights[kGroup];
-    decode_group<kFormat>(record, begin / kGroup, weights);
-    if (count - begin < kGroup) {  // an input that does not exist must not enter the chain: -0 + 0 * 0 is +0
-      for (uint32_t r = 0; r < kRows; ++r) {
-        GPU_UNROLL
-        for (uint32_t i = 0; i < kGroup; ++i) {
-          if (i < count - begin) sums[r] = fused(weights[i], rows[r][begin + i], sums[r]);
-        }
-      }
-      continue;
-    }
+  StoredGroup<kFormat> ahead[kAhead] = {};
+  GPU_UNROLL
+  for (uint32_t i = 0; i < kAhead; ++i) {
+    if (i < num_groups) ahead[i] = load_group<kFormat>(record, i);
+  }
+  for (uint32_t first = 0; first < num_groups; first += kAhead) {
     GPU_UNROLL
-    for (uint32_t i = 0; i < kGroup; i += 4) {
+    for (uint32_t i = 0; i < kAhead; ++i) {
+      const uint32_t group = first + i;
+      if (group >= num_groups) break;
+      const GroupScale scale = group_scale<kFormat>(ahead[i], group);
+      const bool is_whole = (group + 1) * kGroup <= count;
       GPU_UNROLL
-      for (uint32_t r = 0; r < kRows; ++r) {
-        const Float4 inputs = load_device_16<Float4>(rows[r] + begin + i);
-        GPU_UNROLL
-        for (uint32_t j = 0; j < 4; ++j) sums[r] = fused(weights[i + j], inputs.values[j], sums[r]);
+      for (uint32_t octet = 0; octet < kGroupOctets; ++octet) {  // a branch in each keeps the compiler from loading all rows at once, and spilling
+        float weights[kOctet];
+        decode_octet<kFormat>(ahead[i], scale, group, octet, weights);
+        const uint32_t begin = group * kGroup + octet * kOctet;
+        if (is_whole) octet_sums<kRows, true>(weights, rows, begin, count, sums);
+        else octet_sums<kRows, false>(weights, rows, begin, count, sums);
       }
+      if (group + kAhead < num_groups) ahead[i] = load_group<kFormat>(record, group + kAhead);
     }
   }
 }
 
 // The chain's sums of one matrix into shared memory, for the tile's rows.
 template <WeightFormat kFormat>
-GPU_FN void store_chain(const unsigned char* panel, uint32_t chain, const float* const* rows, const Tile& tile, uint32_t num_inputs,
-                        uint32_t matrix, FewSums& shared) {
+GPU_FN void store_chain(const ProjectionParams& params, uint32_t chain, uint32_t matrix, uint64_t panels, FewSums& shared) {
+  const unsigned char* panel = panel_of<kFormat>(params, shared.tile.at(0).expert, panels, block_x());
   const Record record{panel + chain * chain_bytes(kFormat) + lane_index() * kUnitBytes};
-  const float* chain_rows[kFewTileRows];
+  const float* rows[kFewTileRows];
   GPU_UNROLL
-  for (uint32_t r = 0; r < kFewTileRows; ++r) chain_rows[r] = rows[r] + chain * kChain;
-  const uint32_t count = smaller(kChain, num_inputs - chain * kChain);
+  for (uint32_t r = 0; r < kFewTileRows; ++r) rows[r] = params.inputs + uint64_t{shared.rows.at(r)} * params.input_stride + chain * kChain;
+  const uint32_t count = smaller(kChain, params.num_inputs - chain * kChain);
   float sums[kFewTileRows] = {};
-  if (tile.num_slots == 1) chain_sums<kFormat, 1>(record, chain_rows, count, sums);
-  else chain_sums<kFormat, kFewTileRows>(record, chain_rows, count, sums);
+  if (shared.tile.at(0).num_slots == 1) chain_sums<kFormat, 1>(record, rows, count, sums);
+  else chain_sums<kFormat, kFewTileRows>(record, rows, count, sums);
   GPU_UNROLL
   for (uint32_t r = 0; r < kFewTileRows; ++r) shared.chain(matrix, subgroup_index(), r) = sums[r];
 }
 
 // Adds the `present` chain sums of the round in ascending order. A sub-group owns every num_subgroups-th slot, here and at the end.
-GPU_FN void add_chains(uint32_t matrix, uint32_t present, bool is_first, const Tile& tile, FewSums& shared) {
-  for (uint32_t slot = subgroup_index(); slot < tile.num_slots; slot += block_threads() / kSubgroupLanes) {
+GPU_FN void add_chains(uint32_t matrix, uint32_t present, bool is_first, uint32_t num_slots, FewSums& shared) {
+  for (uint32_t slot = subgroup_index(); slot < num_slots; slot += block_threads() / kSubgroupLanes) {
     float total = is_first ? shared.chain(matrix, 0, slot) : add(shared.total(matrix, slot), shared.chain(matrix, 0, slot));
     for (uint32_t c = 1; c < present; ++c) total = add(total, shared.chain(matrix, c, slot));
     shared.total(matrix, slot) = total;
@@ -76,7 +117,8 @@ GPU_FN void add_chains(uint32_t matrix, uint32_t present, bool is_first, const T
 
 // The tile's outputs: store(chain, matrix, panels) puts the sums of one chain into shared memory, panels being the matrix's offset.
 template <class StoreChain>
-GPU_FN void few_outputs(const ProjectionParams& params, const Tile& tile, FewSums& shared, const StoreChain& store) {
+GPU_FN void few_outputs(const ProjectionParams& params, FewSums& shared, const StoreChain& store) {
+  share_tile(params, shared);
   const uint32_t num_matrices = is_gated(params) ? 2 : 1;
   const uint32_t num_subgroups = block_threads() / kSubgroupLanes, chains = num_chains(params.num_inputs);
   for (uint32_t first = 0; first < chains; first += num_subgroups) {
@@ -86,11 +128,13 @@ GPU_FN void few_outputs(const ProjectionParams& params, const Tile& tile, FewSum
       store(chain, matrix, matrix == 0 ? params.first_panels : params.second_panels);
     }
     sync_block();
+    const uint32_t num_slots = shared.tile.at(0).num_slots;
     for (uint32_t matrix = 0; matrix < num_matrices; ++matrix) {
-      add_chains(matrix, smaller(num_subgroups, chains - first), first == 0, tile, shared);
+      add_chains(matrix, smaller(num_subgroups, chains - first), first == 0, num_slots, shared);
     }
     sync_block();
   }
+  const Tile tile = shared.tile.at(0);
   for (uint32_t slot = subgroup_index(); slot < tile.num_slots; slot += num_subgroups) {
     finish_output(params, tile.expert, tile.first_slot + slot, block_x() * kPanelWidth + lane_index(), shared.total(0, slot),
                   num_matrices == 2 ? shared.total(1, slot) : 0.0f);
@@ -101,12 +145,8 @@ template <WeightFormat kFormat>
 GPU_FN void project_few(const ProjectionParams& params) {
   GPU_SHARED(FewSums, shared);
   if (block_y() >= *params.num_tiles) return;  // the whole block
-  const Tile tile = params.tiles[block_y()];
-  const float* rows[kFewTileRows];  // slots that do not exist read the last one again
-  GPU_UNROLL
-  for (uint32_t r = 0; r < kFewTileRows; ++r) rows[r] = input_of(params, tile.first_slot + smaller(r, tile.num_slots - 1));
-  few_outputs(params, tile, shared, [&](uint32_t chain, uint32_t matrix, uint64_t panels) {
-    store_chain<kFormat>(panel_of<kFormat>(params, tile.expert, panels, block_x()), chain, rows, tile, params.num_inputs, matrix, shared);
+  few_outputs(params, shared, [&](uint32_t chain, uint32_t matrix, uint64_t panels) {
+    store_chain<kFormat>(params, chain, matrix, panels, shared);
   });
 }
 
