@@ -100,6 +100,23 @@ TEST_CASE("lists made on the device give the bits of lists made at the host") {
   }
 }
 
+TEST_CASE("lists of more pairs than a block reads in a turn, evenly spread or nearly all of one expert, give the reference's bits") {
+  const FfnSpec spec = spec_of(8, 8, 8);
+  const Experts experts(spec, 5, Dtype::kF32, 7);
+  const auto reference = make_reference_layer(spec, 5);
+  REQUIRE(experts.load_into(*reference).ok());
+  Batch even = Batch::random(spec, 5, 2100, 8, 9);
+  REQUIRE(even.ids.size() > 8192);       // kTurnPairs of kernels/route.h
+  REQUIRE(even.ids.size() % 1024 > 32);  // the last turn ends inside a sub-group's pairs
+  Batch skewed = even;
+  for (size_t i = 0; i < skewed.ids.size(); ++i) skewed.ids[i] = i % 1500 == 7 ? 4 : 2;  // 0, 1 and 3 have none
+  for (SimulatedVendor vendor : kVendors) {
+    const auto layer = layer_on(device(vendor), spec, 5, Dtype::kF32);
+    REQUIRE(experts.load_into(*layer).ok());
+    for (const Batch* batch : {&even, &skewed}) CHECK(reply_of(*layer, *batch) == reply_of(*reference, *batch));
+  }
+}
+
 TEST_CASE("every activation, gate and bias gives the reference's bits, in the few-row and in the many-row kernels") {
   uint32_t seed = 100;
   for (int activation = 0; activation <= 7; ++activation) {

@@ -11,6 +11,9 @@ namespace dflash::compute::gpu {
 inline constexpr uint32_t kRouteThreads = 256;
 inline constexpr uint32_t kRouteSubgroups = kRouteThreads / kSubgroupLanes;
 
+inline constexpr uint32_t kSubgroupPairs = kSubgroupLanes * kSubgroupLanes;    // of a turn of list_pairs: 32 per thread
+inline constexpr uint32_t kTurnPairs = kRouteSubgroups * kSubgroupPairs;
+
 using SubgroupSums = SharedArray<uint32_t, kRouteSubgroups>;
 
 // The sum of `value` over the threads before this one; `total` gets the sum over all. `sums` is free again after the next barrier.
@@ -73,6 +76,27 @@ GPU_FN void write_tiles(Tile* tiles, uint32_t num_tiles, uint32_t tile_rows, uin
   }
 }
 
+// Of the sub-group's pairs from `begin` on, those of `expert`: bit b of lane l is pair begin + 32 * l + b. Neighbours are read together, and
+// eight loads are on their way at once.
+GPU_FN uint32_t own_pairs(const RoutingParams& params, uint32_t begin, uint32_t expert) {
+  constexpr uint32_t kLoads = 8;
+  uint32_t own = 0;
+  for (uint32_t first = 0; first < kSubgroupLanes && begin + first * kSubgroupLanes < params.num_pairs; first += kLoads) {
+    bool is_own[kLoads];
+    GPU_UNROLL
+    for (uint32_t i = 0; i < kLoads; ++i) {
+      const uint32_t pair = begin + (first + i) * kSubgroupLanes + lane_index();
+      is_own[i] = pair < params.num_pairs && params.expert_ids[pair] == expert;
+    }
+    GPU_UNROLL
+    for (uint32_t i = 0; i < kLoads; ++i) {
+      const uint32_t bits = ballot(is_own[i]);
+      if (first + i == lane_index()) own = bits;
+    }
+  }
+  return own;
+}
+
 // A block per expert: its slots and tiles.
 GPU_KERNEL(dflash_list_pairs, RoutingParams, kRouteThreads) {
   GPU_SHARED(SubgroupSums, sums);
@@ -97,14 +121,14 @@ GPU_KERNEL(dflash_list_pairs, RoutingParams, kRouteThreads) {
   }
   if (own_count == 0) return;  // the whole block
   uint32_t slot = first_slot;
-  for (uint32_t first = 0; first < params.num_pairs; first += kRouteThreads) {
-    const uint32_t pair = first + thread_index();
-    const bool is_own = pair < params.num_pairs && params.expert_ids[pair] == expert;
-    uint32_t total;
-    const uint32_t before = sum_before(is_own ? 1 : 0, total, sums);
-    if (is_own) {
-      params.slot_pairs[slot + before] = pair;
-      params.pair_slots[pair] = slot + before;
+  for (uint32_t first = 0; first < params.num_pairs; first += kTurnPairs) {
+    const uint32_t begin = first + thread_index() * kSubgroupLanes;
+    uint32_t own = own_pairs(params, first + subgroup_index() * kSubgroupPairs, expert), total;
+    uint32_t next = slot + sum_before(count_bits(own), total, sums);
+    for (; own != 0; own &= own - 1) {
+      const uint32_t pair = begin + lowest_bit(own);
+      params.slot_pairs[next] = pair;
+      params.pair_slots[pair] = next++;
     }
     slot += total;
   }
