@@ -25,7 +25,7 @@ add_library(dflash_gpu_module STATIC EXCLUDE_FROM_ALL ${gpu_module_sources})
 target_link_libraries(dflash_gpu_module PUBLIC dflash_gpu ${CMAKE_DL_LIBS})
 
 set(DFLASH_CUDA "" CACHE STRING "Path of nvcc; empty: no plug-in for NVIDIA's cards")
-set(DFLASH_CUDA_ARCHS "75;80;86;89;90a;100;120" CACHE STRING "Architectures; PTX of the last of them that is no variant comes along")
+set(DFLASH_CUDA_ARCHS "75;80;86;89;90a;100;120" CACHE STRING "Architectures; PTX of the first of them from 80 on comes along")
 set(DFLASH_HIP "" CACHE STRING "Path of a clang++ that compiles HIP; empty: no plug-in for AMD's cards")
 set(DFLASH_HIP_ARCHS "gfx906;gfx908;gfx90a;gfx1030;gfx1100;gfx942;gfx1201" CACHE STRING "Architectures")
 set(DFLASH_HIP_INCLUDE "/usr/include" CACHE PATH "Folder of hip/hip_runtime.h")
@@ -58,8 +58,11 @@ if(DFLASH_CUDA)
     if(number LESS cuda_least)
       set(cuda_least ${number})
     endif()
-    if(arch STREQUAL number)
-      set(cuda_ptx ${arch})
+    # PTX is for the cards that no image covers, such as Thor's 11.0: the older it is the more of them take it, and from 80 on it has every
+    # instruction but those of a variant.
+    if(arch STREQUAL number AND
+       (NOT cuda_ptx OR (cuda_ptx LESS 80 AND number GREATER cuda_ptx) OR (number GREATER_EQUAL 80 AND number LESS cuda_ptx)))
+      set(cuda_ptx ${number})
     endif()
   endforeach()
   if(cuda_ptx)
