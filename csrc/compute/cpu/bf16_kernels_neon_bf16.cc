@@ -8,15 +8,13 @@
 #define NeonVector NeonBf16Vector
 #include "compute/cpu/vector_neon.h"
 
-#include "compute/cpu/bf16_pack.h"
-#include "compute/cpu/expert_tiles.h"
+#include "compute/cpu/bf16_pairs.h"
 
 namespace dflash::compute {
 namespace {
 
 using V = NeonBf16Vector;
 constexpr int kWidth = kPanelWidth<V>;
-constexpr size_t kWordBytes = size_t{4} * kWidth;  // of one pair of inputs of a whole panel
 
 [[gnu::always_inline]] inline bfloat16x8_t as_bf16(uint32x4_t words) { return vreinterpretq_bf16_u32(words); }
 
@@ -46,16 +44,6 @@ constexpr size_t kWordBytes = size_t{4} * kWidth;  // of one pair of inputs of a
 }
 
 template <int M, int N>
-[[gnu::always_inline]] inline void start(const void* const* from, const void* (&rows)[M], float32x4_t (&sums)[M][N]) {
-#pragma GCC unroll 12
-  for (int m = 0; m < M; ++m) {
-    rows[m] = from[m];
-#pragma GCC unroll 8
-    for (int n = 0; n < N; ++n) sums[m][n] = vdupq_n_f32(0.0f);
-  }
-}
-
-template <int M, int N>
 [[gnu::always_inline]] inline void add_dots(const uint32x4_t (&words)[2], const uint32_t (&inputs)[M], int first, float32x4_t (&sums)[M][N]) {
 #pragma GCC unroll 4
   for (int m = 0; m < M; ++m) {
@@ -65,8 +53,7 @@ template <int M, int N>
   }
 }
 
-// Up to kFewRows rows, as few_rows.h has them; what it calls rows are encoded ones.
-struct DotKernel {
+struct FewRowsKernel {
   template <int M>
   static constexpr int kPanels = panels_at_once<V>(M);
 
@@ -74,25 +61,25 @@ struct DotKernel {
   static void chain(const float* const* encoded, const Streams& streams, uint32_t k_begin, uint32_t k_end, float* tile, size_t tile_stride) {
     float32x4_t sums[M][2 * NP];
     const void* rows[M];
-    start(reinterpret_cast<const void* const*>(encoded), rows, sums);
+    start_sums<V>(reinterpret_cast<const void* const*>(encoded), rows, sums);
     const uint8_t* first = streams.first + size_t{2} * kWidth * k_begin;
     const size_t ahead = distance_ahead<kFloatAhead<NP>>(first, streams);
     uint32x4_t words[2];
     uint32_t inputs[M];
     size_t pair = k_begin / 2;
-    for (; pair < k_end / 2; ++pair, first += kWordBytes) {
+    for (; pair < k_end / 2; ++pair, first += kPairBytes<V>) {
 #pragma GCC unroll 4
       for (int m = 0; m < M; ++m) inputs[m] = static_cast<const uint32_t*>(rows[m])[pair];
 #pragma GCC unroll 4
       for (int p = 0; p < NP; ++p) {
         const uint8_t* at = first + static_cast<size_t>(p) * streams.panel_bytes;
-        prefetch<kWordBytes>(at + ahead);
+        prefetch<kPairBytes<V>>(at + ahead);
         load_pair(at, words);
         add_dots(words, inputs, 2 * p, sums);
       }
     }
     // One or two more pairs fill up the last four inputs; a pair of zeros adds +0.
-    for (size_t end = (size_t{k_end} + 3) / 4 * 2; pair < end; ++pair, first += kWordBytes) {
+    for (size_t end = (size_t{k_end} + 3) / 4 * 2; pair < end; ++pair, first += kPairBytes<V>) {
       const uint32_t left = k_end > 2 * pair ? k_end - static_cast<uint32_t>(2 * pair) : 0;
       for (int m = 0; m < M; ++m) inputs[m] = input_pair_of(rows[m], pair, left);
       for (int p = 0; p < NP; ++p) {
@@ -102,15 +89,6 @@ struct DotKernel {
     }
     store_sums<V>(sums, k_begin == 0, tile, tile_stride);
   }
-};
-
-// One K block of one panel: `weights` and the rows' pairs from `first_pair` on. `ahead` bytes are fetched per four inputs from `next` on.
-struct Block {
-  const uint8_t* weights;
-  uint32_t first_pair;
-  uint32_t num_inputs;
-  const uint8_t* next;
-  size_t ahead;
 };
 
 // Rows in pairs, two pairs of inputs at once: products[r][q] belongs to rows 2r, 2r + 1 and outputs 2q, 2q + 1, row by row.
@@ -126,85 +104,6 @@ template <int P>
   }
 }
 
-// The row behind the last one of an odd number is that row again: its sums are not stored.
-template <int M>
-void block_tile(const void* const* from, const Block& block, float* tile, size_t tile_stride) {
-  constexpr int kPairs = (M + 1) / 2;
-  float32x4_t products[kPairs][4];
-  float32x4_t sums[M][2];
-  const void* rows[M];
-  start(from, rows, sums);
-#pragma GCC unroll 6
-  for (int r = 0; r < kPairs; ++r) products[r][0] = products[r][1] = products[r][2] = products[r][3] = vdupq_n_f32(0.0f);
-  uint32x4_t first[2], second[2];
-  uint64x2_t inputs[kPairs];
-  const uint8_t* at = block.weights;
-  const uint8_t* next = block.next;
-  size_t pair = block.first_pair;
-  for (const size_t end = pair + block.num_inputs / 4 * 2; pair < end; pair += 2, at += 2 * kWordBytes, next += block.ahead) {
-    __builtin_prefetch(next, 0, 3);
-    load_pair(at, first);
-    load_pair(at + kWordBytes, second);
-#pragma GCC unroll 6
-    for (int r = 0; r < kPairs; ++r) {
-      const auto four = [&](int m) __attribute__((always_inline)) {
-        return vreinterpret_u64_u8(vld1_u8(reinterpret_cast<const uint8_t*>(static_cast<const uint32_t*>(rows[m < M ? m : M - 1]) + pair)));
-      };
-      inputs[r] = vcombine_u64(four(2 * r), four(2 * r + 1));
-    }
-    add_products(first, second, inputs, products);
-  }
-  if (const uint32_t left = block.num_inputs % 4; left != 0) {
-    load_pair_of(at, left, first);
-    load_pair_of(at + kWordBytes, left > 2 ? left - 2 : 0, second);
-    for (int r = 0; r < kPairs; ++r) {
-      const auto four = [&](int m) {
-        const void* row = rows[m < M ? m : M - 1];
-        return vcreate_u64(input_pair_of(row, pair, left) | uint64_t{input_pair_of(row, pair + 1, left > 2 ? left - 2 : 0)} << 32);
-      };
-      inputs[r] = vcombine_u64(four(2 * r), four(2 * r + 1));
-    }
-    add_products(first, second, inputs, products);
-  }
-#pragma GCC unroll 12
-  for (int m = 0; m < M; ++m) {
-#pragma GCC unroll 2
-    for (int h = 0; h < 2; ++h) {
-      const float64x2_t low = vreinterpretq_f64_f32(products[m / 2][2 * h]), high = vreinterpretq_f64_f32(products[m / 2][2 * h + 1]);
-      sums[m][h] = vreinterpretq_f32_f64(m % 2 == 0 ? vzip1q_f64(low, high) : vzip2q_f64(low, high));
-    }
-  }
-  store_sums<V>(sums, block.first_pair == 0, tile, tile_stride);
-}
-
-void block_tile_of(uint32_t num_rows, const void* const* rows, const Block& block, float* tile, size_t tile_stride) {
-  constexpr void (*kTiles[])(const void* const*, const Block&, float*, size_t) = {
-      block_tile<1>, block_tile<2>, block_tile<3>, block_tile<4>,  block_tile<5>,  block_tile<6>,
-      block_tile<7>, block_tile<8>, block_tile<9>, block_tile<10>, block_tile<11>, block_tile<12>};
-  kTiles[num_rows - 1](rows, block, tile, tile_stride);
-}
-
-// `num_rows` rows, at most kMaxCallRows: all of them pass over one block of a panel, which stays in the first-level cache. Tiles have an
-// even number of rows but for the last.
-void run_many_rows(uint32_t num_rows, const PanelRun& run, const void* const* rows, float* tile) {
-  const size_t stride = static_cast<size_t>(run.num_panels) * kWidth;
-  const uint32_t num_tiles = (num_rows + V::kMaxTileRows - 1) / V::kMaxTileRows;
-  const uint32_t tile_rows = (num_rows + 2 * num_tiles - 1) / (2 * num_tiles) * 2;
-  for (uint32_t p = 0; p < run.num_panels; ++p) {
-    const uint8_t* panel = reinterpret_cast<const uint8_t*>(run.first) + p * run.panel_bytes;
-    for (uint32_t k = 0; k < run.num_inputs; k += kChainLength) {
-      const uint32_t count = run.num_inputs - k < kChainLength ? run.num_inputs - k : kChainLength;
-      Block block{panel + size_t{2} * kWidth * k, k / 2, count, nullptr, 0};
-      block.next = block.weights + size_t{2} * kWidth * count;  // the next block follows in memory; each tile fetches its share
-      block.ahead = (2 * kWordBytes + num_tiles - 1) / num_tiles;
-      for (uint32_t row = 0; row < num_rows; row += tile_rows, block.next += count / 4 * block.ahead) {
-        const uint32_t size = num_rows - row < tile_rows ? num_rows - row : tile_rows;
-        block_tile_of(size, rows + row, block, tile + row * stride + p * kWidth, stride);
-      }
-    }
-  }
-}
-
 // The nearest bf16's, ties to even, as `convert` rounds.
 inline uint16x4_t round_to_bf16(float32x4_t values) {
   const uint32x4_t bits = vreinterpretq_u32_f32(values);
@@ -215,30 +114,70 @@ inline uint16x4_t round_to_bf16(float32x4_t values) {
   return vmovn_u32(vbslq_u32(is_number, rounded, vorrq_u32(high, vdupq_n_u32(0x40))));
 }
 
-struct PairProducts {
-  static constexpr size_t (*kEncodedBytes)(uint32_t) = bf16_row_bytes;
-  static constexpr void (*kEncode)(const float*, uint32_t, std::byte*) = encode_bf16_row;
-  static constexpr bool kGateUpEncodes = true;
+struct MatrixProducts {
+  static constexpr uint32_t kInputs = 4, kRows = 2;
+  using FewRows = FewRowsKernel;
 
-  static void store(float32x4_t values, void* row, size_t column) {
-    const uint16x4_t rounded = round_to_bf16(values);
-    __builtin_memcpy(static_cast<uint16_t*>(row) + column, &rounded, sizeof(rounded));
+  // The row behind the last one of an odd number is that row again: its sums are not stored.
+  template <int M>
+  static void block_tile(const void* const* from, const PairBlock& block, float* tile, size_t tile_stride) {
+    constexpr int kPairs = (M + 1) / 2;
+    float32x4_t products[kPairs][4];
+    float32x4_t sums[M][2];
+    const void* rows[M];
+    start_sums<V>(from, rows, sums);
+#pragma GCC unroll 6
+    for (int r = 0; r < kPairs; ++r) products[r][0] = products[r][1] = products[r][2] = products[r][3] = vdupq_n_f32(0.0f);
+    uint32x4_t first[2], second[2];
+    uint64x2_t inputs[kPairs];
+    const uint8_t* at = block.weights;
+    const uint8_t* next = block.next;
+    size_t pair = block.first_pair;
+    for (const size_t end = pair + block.num_inputs / 4 * 2; pair < end; pair += 2, at += 2 * kPairBytes<V>, next += block.ahead) {
+      __builtin_prefetch(next, 0, 3);
+      load_pair(at, first);
+      load_pair(at + kPairBytes<V>, second);
+#pragma GCC unroll 6
+      for (int r = 0; r < kPairs; ++r) {
+        const auto four = [&](int m) __attribute__((always_inline)) {
+          return vreinterpret_u64_u8(vld1_u8(reinterpret_cast<const uint8_t*>(static_cast<const uint32_t*>(rows[m < M ? m : M - 1]) + pair)));
+        };
+        inputs[r] = vcombine_u64(four(2 * r), four(2 * r + 1));
+      }
+      add_products(first, second, inputs, products);
+    }
+    if (const uint32_t left = block.num_inputs % 4; left != 0) {
+      load_pair_of(at, left, first);
+      load_pair_of(at + kPairBytes<V>, left > 2 ? left - 2 : 0, second);
+      for (int r = 0; r < kPairs; ++r) {
+        const auto four = [&](int m) {
+          const void* row = rows[m < M ? m : M - 1];
+          return vcreate_u64(input_pair_of(row, pair, left) | uint64_t{input_pair_of(row, pair + 1, left > 2 ? left - 2 : 0)} << 32);
+        };
+        inputs[r] = vcombine_u64(four(2 * r), four(2 * r + 1));
+      }
+      add_products(first, second, inputs, products);
+    }
+#pragma GCC unroll 12
+    for (int m = 0; m < M; ++m) {
+#pragma GCC unroll 2
+      for (int h = 0; h < 2; ++h) {
+        const float64x2_t low = vreinterpretq_f64_f32(products[m / 2][2 * h]), high = vreinterpretq_f64_f32(products[m / 2][2 * h + 1]);
+        sums[m][h] = vreinterpretq_f32_f64(m % 2 == 0 ? vzip1q_f64(low, high) : vzip2q_f64(low, high));
+      }
+    }
+    store_sums<V>(sums, block.first_pair == 0, tile, tile_stride);
   }
 
-  static void multiply(uint32_t num_rows, const PanelRun& run, const void* const* rows, float* tile) {
-    if (num_rows <= kFewRows) run_few<V, DotKernel>(num_rows, run, reinterpret_cast<const float* const*>(rows), tile);
-    else run_many_rows(num_rows, run, rows, tile);
+  static void store(float32x4_t values, uint16_t* to) {
+    const uint16x4_t rounded = round_to_bf16(values);
+    __builtin_memcpy(to, &rounded, sizeof(rounded));
   }
 };
 
-constexpr KernelSet with_pair_packing(KernelSet set) {
-  set.pack = pack_bf16_pairs;
-  return set;
-}
-
 }  // namespace
 
-constinit const KernelSet kNeonBf16Kernels = with_pair_packing(make_kernel_set<V, PairProducts>());
+constinit const KernelSet kNeonBf16Kernels = make_pair_kernels<V, MatrixProducts>();
 
 }  // namespace dflash::compute
 #endif
