@@ -210,6 +210,21 @@ TEST_CASE("values that the wire cannot hold and negative ids fail the step with 
   CHECK((negative.error & 0xffffffu) == 1);
 }
 
+TEST_CASE("a value that the wire cannot hold keeps its row from every worker, whichever thread of the device meets it") {
+  for (uint32_t column = 0; column < kIn; column += kIn / 8) {
+    StepScene scene({Dtype::kF32, Dtype::kF16, Dtype::kF16});
+    StepDevice device;
+    device.begin(scene);
+    CallTensors call(3, 3, Dtype::kF32, 1);
+    call.ids[6] = 0;  // token 2 has an expert of each shard
+    call.ids[7] = 1;
+    reinterpret_cast<float*>(call.hidden.data())[2 * kIn + column] = 1e6f;
+    REQUIRE(device.steps.add(call.step_call()).ok());
+    CHECK(code_of(device.finish(scene)) == static_cast<uint32_t>(ErrorCode::kRange));
+    for (const auto& requests : scene.stop()) CHECK(requests.empty());
+  }
+}
+
 TEST_CASE("what does not fit a step is refused before it is queued") {
   StepScene scene({});
   StepDevice device;
