@@ -59,8 +59,7 @@ GPU_FN uint32_t take_reply(const StepParams& params, uint32_t place, uint32_t nu
   if (block_checksum(copy, kFrameBytes - 4, scratch.sum) != header[15]) return protocol | static_cast<uint32_t>(StepDetail::kHeader);
   if (thread_index() == 0) scratch.answer.at(0) = answers(params, place, header, num_bytes) ? 1u : 0u;
   sync_block();
-  const bool is_answer = scratch.answer.at(0) != 0;
-  sync_block();
+  const bool is_answer = scratch.answer.at(0) != 0;  // written again behind the barriers of block_checksum()
   if (!is_answer) return protocol | static_cast<uint32_t>(StepDetail::kAnswer);
   const uint32_t sum = block_checksum(copy + kFrameBytes, num_bytes - kFrameBytes, scratch.sum);
   if (thread_index() == 0) {
@@ -68,8 +67,7 @@ GPU_FN uint32_t take_reply(const StepParams& params, uint32_t place, uint32_t nu
     scratch.answer.at(0) = sum == header[13] && again[13] == header[13] && again[2] == header[2] && again[3] == header[3] ? 1u : 0u;
   }
   sync_block();
-  const bool is_whole = scratch.answer.at(0) != 0;
-  sync_block();
+  const bool is_whole = scratch.answer.at(0) != 0;  // written again behind the barrier that ends the turn
   if (!is_whole) return protocol | static_cast<uint32_t>(StepDetail::kChecksum);
   return (header[1] >> 8 & 0xffu) == kErrorKind ? static_cast<uint32_t>(StepCode::kWorkerFailed) << 8 : 0u;
 }
@@ -103,7 +101,6 @@ GPU_KERNEL(dflash_await_replies, StepParams, kStepThreads) {
     }
     sync_block();
     const uint32_t refused = scratch.answer.at(1), place = scratch.answer.at(2), num_bytes = scratch.answer.at(3);
-    sync_block();
     const uint32_t failure = refused != 0 ? refused : take_reply(params, place, num_bytes, scratch);
     if (failure != 0) {
       if (thread_index() == 0) fail_step(*params.state, failure >> 8, place, params.call_index, failure & 0xffu);
