@@ -5,15 +5,11 @@
 
 #include <atomic>
 #include <bit>
-#include <cstring>
 #include <limits>
 #include <thread>
 
-#include "compute/gpu/gpu_layer.h"
 #include "compute/gpu/host_routing.h"
-#include "compute/gpu/sim/sim_runtime.h"
-#include "compute/reference/reference.h"
-#include "compute/stored_experts.h"
+#include "gpu/card_scene.h"
 
 namespace dflash::compute::gpu {
 namespace {
@@ -25,16 +21,8 @@ using toy::reply_of;
 using toy::source_of;
 using toy::spec_of;
 
-constexpr SimulatedVendor kVendors[] = {SimulatedVendor::kCuda, SimulatedVendor::kHip};
-
-std::shared_ptr<GpuDevice> device(SimulatedVendor vendor = SimulatedVendor::kCuda, uint64_t seed = 1, uint64_t memory = uint64_t{1} << 28) {
-  return std::make_shared<GpuDevice>(make_simulated_runtime({vendor, memory, seed}).value(), std::chrono::seconds(100));
-}
-
-std::unique_ptr<ExpertLayer> layer_on(std::shared_ptr<GpuDevice> on, const FfnSpec& spec, uint32_t num_experts, ResidentFormats formats) {
-  auto layer = GpuLayer::create(std::move(on), spec, num_experts, formats);
-  REQUIRE_MESSAGE(layer.ok(), (layer.ok() ? "" : layer.error().message));
-  return std::move(layer).value();
+std::shared_ptr<GpuDevice> device(SimulatedVendor vendor = SimulatedVendor::kCuda, uint64_t seed = 1, uint64_t memory = kCardBytes) {
+  return device_of({vendor, memory, seed});
 }
 
 TEST_CASE("both vendors give the reference's bits over shapes and dtypes") {

@@ -7,12 +7,8 @@
 #include <cstring>
 #include <limits>
 
-#include "compute/gpu/gpu_layer.h"
 #include "compute/gpu/host_routing.h"
-#include "compute/gpu/sim/sim_runtime.h"
-#include "compute/reference/reference.h"
-#include "compute/stored_experts.h"
-#include "gpu/bounded_replies.h"
+#include "gpu/card_scene.h"
 
 namespace dflash::compute::gpu {
 namespace {
@@ -20,32 +16,12 @@ namespace {
 using toy::Batch;
 using toy::Experts;
 using toy::StoredExperts;
-using toy::bounds_of;
 using toy::count_outside;
 using toy::reply_of;
+using toy::source_of;
 using toy::spec_of;
 
-struct Card {
-  SimulatedVendor vendor;
-  NumericsClass numerics;
-};
 constexpr Card kCards[] = {{SimulatedVendor::kCuda, NumericsClass::kBf16Mma}, {SimulatedVendor::kHip, NumericsClass::kBf16Mfma}};
-
-std::unique_ptr<ExpertLayer> layer_on(const Card& card, const FfnSpec& spec, uint32_t num_experts, ResidentFormats formats, uint64_t seed = 1) {
-  auto device = std::make_shared<GpuDevice>(make_simulated_runtime({card.vendor, uint64_t{1} << 28, seed}).value(), std::chrono::seconds(100));
-  auto layer = GpuLayer::create(std::move(device), spec, num_experts, formats, card.numerics);
-  REQUIRE_MESSAGE(layer.ok(), (layer.ok() ? "" : layer.error().message));
-  return std::move(layer).value();
-}
-
-// A batch whose rows all go to expert `id` alone.
-Batch to_one_expert(const FfnSpec& spec, uint32_t rows, uint16_t id, uint32_t seed) {
-  Batch batch = Batch::random(spec, 1, rows, 1, seed);
-  batch.row_counts.assign(rows, 1);
-  batch.ids.assign(rows, id);
-  batch.weights.assign(rows, 0.75f);
-  return batch;
-}
 
 TEST_CASE("matrix units: shapes that end inside a tile, a step, a chain or a panel give the reference's bits") {
   struct Shape { uint32_t in, intermediate, out; };
@@ -56,17 +32,14 @@ TEST_CASE("matrix units: shapes that end inside a tile, a step, a chain or a pan
       const auto dtype = static_cast<Dtype>(++seed % 3);
       const FfnSpec spec = spec_of(shape.in, shape.intermediate, shape.out);
       const Experts experts(spec, 3, dtype, seed);
-      const auto reference = make_reference_layer(spec, 3, dtype, card.numerics);
-      const auto layer = layer_on(card, spec, 3, dtype, seed);
-      REQUIRE(experts.load_into(*reference).ok());
-      REQUIRE(experts.load_into(*layer).ok());
+      const Twins twins = twins_of(card, spec, 3, dtype, experts, seed);
       Batch batch = Batch::random(spec, 3, 24, 3, seed);
       for (size_t i = 0; i < batch.ids.size(); i += 2) batch.ids[i] = 2;  // one expert with many rows, others with few
       batch.row_dtype = static_cast<Dtype>(seed / 2 % 3);
       batch.reply_dtype = static_cast<Dtype>(seed / 3 % 3);
       CAPTURE(shape.in);
       CAPTURE(numerics_name(card.numerics));
-      CHECK(reply_of(*layer, batch) == reply_of(*reference, batch));
+      check_same(twins, batch);
     }
   }
 }
@@ -75,21 +48,15 @@ TEST_CASE("matrix units: every weight format gives the reference's bits, stored 
   uint32_t seed = 300;
   for (uint8_t value = 0; value < kNumWeightFormats; ++value) {
     const auto format = static_cast<WeightFormat>(value);
-    const WeightFormat source = format_facts(format).is_stored ? format : WeightFormat::kBF16;
-    const uint32_t block = format_facts(format).block;
-    const FfnSpec spec = block == 256 ? spec_of(768, 256, 33) : block == 32 ? spec_of(288, 96, 33) : spec_of(301, 77, 33);
+    const FfnSpec spec = uneven_spec_of(format);
     for (const Card& card : kCards) {
-      const StoredExperts experts(spec, 2, source, source, ++seed);
-      const auto reference = make_reference_layer(spec, 2, format, card.numerics);
-      const auto layer = layer_on(card, spec, 2, format, seed);
-      REQUIRE(experts.load_into(*reference).ok());
-      REQUIRE(experts.load_into(*layer).ok());
+      const StoredExperts experts(spec, 2, source_of(format), source_of(format), ++seed);
+      const Twins twins = twins_of(card, spec, 2, format, experts, seed);
       for (uint32_t rows : {3u, 33u}) {
         CAPTURE(format_name(format));
         CAPTURE(numerics_name(card.numerics));
         CAPTURE(rows);
-        const Batch batch = Batch::random(spec, 2, rows, 3, seed + rows);
-        CHECK(reply_of(*layer, batch) == reply_of(*reference, batch));
+        check_same(twins, Batch::random(spec, 2, rows, 3, seed + rows));
       }
     }
   }
@@ -99,18 +66,14 @@ TEST_CASE("matrix units: every number of rows gives the reference's bits, and li
   const FfnSpec spec = spec_of(300, 70, 40);
   const Experts experts(spec, 3, Dtype::kBF16, 5);
   for (const Card& card : kCards) {
-    const auto reference = make_reference_layer(spec, 3, Dtype::kBF16, card.numerics);
-    const auto layer = layer_on(card, spec, 3, Dtype::kBF16);
-    REQUIRE(experts.load_into(*reference).ok());
-    REQUIRE(experts.load_into(*layer).ok());
+    const Twins twins = twins_of(card, spec, 3, Dtype::kBF16, experts);
     for (uint32_t rows : {1u, 2u, 15u, 16u, 17u, 63u, 64u, 65u, 200u}) {
       CAPTURE(rows);
-      const Batch one = to_one_expert(spec, rows, 1, rows);
-      CHECK(reply_of(*layer, one) == reply_of(*reference, one));
+      check_same(twins, to_one_expert(spec, rows, 1, rows));
     }
     const Batch listed_there = Batch::random(spec, 3, 400, 4, 9);
     REQUIRE(listed_there.ids.size() > kMostHostPairs);
-    CHECK(reply_of(*layer, listed_there) == reply_of(*reference, listed_there));
+    check_same(twins, listed_there);
   }
 }
 
@@ -126,14 +89,8 @@ TEST_CASE("matrix units: every gate and bias gives the reference's bits, in both
       if (spec.gate == GateKind::kClampedSwiglu) spec.alpha = 1.702f, spec.up_offset = 1.0f;
       const Card& card = kCards[seed % 2];
       const Experts experts(spec, 2, Dtype::kF16, seed);
-      const auto reference = make_reference_layer(spec, 2, Dtype::kF16, card.numerics);
-      const auto layer = layer_on(card, spec, 2, Dtype::kF16);
-      REQUIRE(experts.load_into(*reference).ok());
-      REQUIRE(experts.load_into(*layer).ok());
-      for (uint32_t rows : {5u, 40u}) {
-        const Batch batch = Batch::random(spec, 2, rows, 3, seed);
-        CHECK(reply_of(*layer, batch) == reply_of(*reference, batch));
-      }
+      const Twins twins = twins_of(card, spec, 2, Dtype::kF16, experts);
+      for (uint32_t rows : {5u, 40u}) check_same(twins, Batch::random(spec, 2, rows, 3, seed));
     }
   }
 }
@@ -185,52 +142,19 @@ TEST_CASE("matrix units: NaN and infinity stay in their own row") {
   dirty.rows[7 * 64 + 1] = std::numeric_limits<float>::infinity();
   dirty.rows[9 * 64 + 2] = 3.4e38f;  // infinity as bf16
   for (const Card& card : kCards) {
-    const auto reference = make_reference_layer(spec, 3, Dtype::kBF16, card.numerics);
-    const auto layer = layer_on(card, spec, 3, Dtype::kBF16);
-    REQUIRE(experts.load_into(*reference).ok());
-    REQUIRE(experts.load_into(*layer).ok());
-    CHECK(reply_of(*layer, dirty) == reply_of(*reference, dirty));
+    const Twins twins = twins_of(card, spec, 3, Dtype::kBF16, experts);
+    check_same(twins, dirty);
   }
 }
 
 TEST_CASE("matrix units: replies lie within the derived bounds in every format, and those of other rows do not") {
-  uint32_t seed = 700;
-  for (uint8_t value = 0; value < kNumWeightFormats; ++value) {
-    const auto format = static_cast<WeightFormat>(value);
-    const WeightFormat source = format_facts(format).is_stored ? format : WeightFormat::kBF16;
-    const FfnSpec spec = spec_of(512, 256, 60);
-    const StoredExperts experts(spec, 2, source, source, ++seed);
-    const Batch batch = Batch::random(spec, 2, 20, 2, seed);
-    const OutputBounds bounds = bounds_of(kCards[seed % 2].numerics, spec, {experts.weights(0), experts.weights(1)}, format, batch);
-    const auto layer = layer_on(kCards[seed % 2], spec, 2, format);
-    REQUIRE(experts.load_into(*layer).ok());
-    CAPTURE(format_name(format));
-    std::vector<std::byte> shifted = reply_of(*layer, batch);
-    CHECK(count_outside(bounds, shifted) == 0);
-    std::rotate(shifted.begin(), shifted.begin() + 4 * spec.out_size, shifted.end());  // each row has the next one's
-    CHECK(count_outside(bounds, shifted) > bounds.low.size() / 2);
-  }
+  check_bounds({kCards[0], kCards[1]}, 700);
 }
 
 TEST_CASE("matrix units: replies lie within the derived bounds for every activation and gate, with biases") {
-  uint32_t seed = 800;
-  for (int activation = 0; activation <= 7; ++activation) {
-    for (int gate = 0; gate <= 2; ++gate) {
-      FfnSpec spec = spec_of(300, 70, 50);
-      spec.activation = static_cast<Activation>(activation);
-      spec.gate = static_cast<GateKind>(gate);
-      spec.has_gate_up_bias = spec.has_down_bias = ++seed % 2 == 0;
-      if (spec.gate == GateKind::kClampedSwiglu) spec.alpha = 1.702f, spec.up_offset = 1.0f, spec.gate_max = spec.up_limit = 0.5f;
-      const Experts experts(spec, 2, Dtype::kF32, seed);
-      const auto layer = layer_on(kCards[seed % 2], spec, 2, Dtype::kF32);
-      REQUIRE(experts.load_into(*layer).ok());
-      Batch batch = Batch::random(spec, 2, 6, 2, seed);
-      for (float& value : batch.rows) value *= 4.0f;  // into the tails of the activations
-      CAPTURE(activation);
-      CAPTURE(gate);
-      CHECK(count_outside(bounds_of(kCards[0].numerics, spec, experts.all_weights(), Dtype::kF32, batch), reply_of(*layer, batch)) == 0);
-    }
-  }
+  for_every_activation({kCards[0], kCards[1]}, 800, [](const Twins& twins, const OutputBounds& bounds, const Batch& batch) {
+    CHECK(count_outside(bounds, reply_of(*twins.card, batch)) == 0);
+  });
 }
 
 TEST_CASE("matrix units: a device offers the class of its own instructions and refuses the others") {
@@ -247,8 +171,7 @@ TEST_CASE("matrix units: a device offers the class of its own instructions and r
   CHECK_FALSE(offers("cuda", "sm_90", NumericsClass::kBf16Mfma));
   for (const char* architecture : {"gfx906", "gfx1030", "gfx90a"}) CHECK_FALSE(offers("hip", architecture, NumericsClass::kBf16Wmma));
   CHECK_FALSE(offers("hip", "gfx906", NumericsClass::kBf16Mfma));
-  auto device = std::make_shared<GpuDevice>(make_simulated_runtime({}).value());
-  const auto refused = GpuLayer::create(device, spec_of(32, 32, 32), 1, WeightFormat::kBF16, NumericsClass::kBf16Wmma);
+  const auto refused = GpuLayer::create(device_of({}), spec_of(32, 32, 32), 1, WeightFormat::kBF16, NumericsClass::kBf16Wmma);
   REQUIRE_FALSE(refused.ok());
   CHECK(refused.error().code == ErrorCode::kUnsupported);
   CHECK(refused.error().message.find("does not compute numerics class bf16-wmma") != std::string::npos);

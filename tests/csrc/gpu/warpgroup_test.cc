@@ -9,14 +9,11 @@
 #include <string>
 #include <vector>
 
-#include "compute/gpu/gpu_layer.h"
 #include "compute/gpu/kernels/async_copy.h"
 #include "compute/gpu/kernels/convert_floats.h"
 #include "compute/gpu/kernels/warpgroup.h"
 #include "compute/gpu/sim/block.h"
-#include "compute/gpu/sim/sim_runtime.h"
-#include "compute/reference/reference.h"
-#include "compute/stored_experts.h"
+#include "gpu/card_scene.h"
 
 namespace dflash::compute::gpu {
 namespace {
@@ -174,10 +171,7 @@ TEST_CASE("warpgroups: missing fences, unlike descriptors and strides that break
 std::unique_ptr<ExpertLayer> layer_with(const FfnSpec& spec, uint32_t num_experts, ResidentFormats formats, bool has_warpgroups, uint64_t seed) {
   SimulatedDevice card{.memory_bytes = uint64_t{1} << 28, .seed = seed};
   card.has_warpgroups = has_warpgroups;
-  auto device = std::make_shared<GpuDevice>(make_simulated_runtime(card).value(), std::chrono::seconds(100));
-  auto layer = GpuLayer::create(std::move(device), spec, num_experts, formats, NumericsClass::kBf16Mma);
-  REQUIRE_MESSAGE(layer.ok(), (layer.ok() ? "" : layer.error().message));
-  return std::move(layer).value();
+  return layer_on(device_of(card), spec, num_experts, formats, NumericsClass::kBf16Mma);
 }
 
 // A batch of which expert `id` gets every row, and the next expert every second one.
