@@ -2,9 +2,10 @@
 // out of codes and scales in shared memory, a few groups of 32 inputs a step. What differs is given as `Codes` (int8_many.h, dot2_many.h):
 //
 //   Tiles                        what a block shares: `factors`, a GroupFactors, codes, and `sums` in their place at the end
-//   kStepGroups, Group, Record   groups of a step, a group of weights, and a row's records
-//   read<kFormat>(record, index, group)               one group of weights
-//   put_weights(tiles, group, column, words), put_row(tiles, group, slot, record, index)   codes into shared memory
+//   kStepGroups, Record          groups of a step, and a row's records
+//   Ahead<kFormat>               how a step's codes come into shared memory: FilledAtOnce, or one that has fetched before
+//   Group, read<kFormat>(record, index, group), put_weights(tiles, group, column, words), put_row(tiles, group, slot, record, index)
+//                                for FilledAtOnce: a group of weights, its reading, and codes into shared memory
 //   dots<kFormat, Owned, kPart>(tiles, group, dots)   dot products of a group, or of half kPart where scales are per 16 inputs
 //
 // An `Owned` has kRows x kColumns sums per thread, of row(i) and column(j). The float32 steps after the dot products are the same everywhere.
@@ -57,6 +58,17 @@ GPU_FN void fill_row_codes(const typename Codes::Record& row, uint32_t begin, ui
   }
 }
 
+// Reads what is missing when it is stored: whatever a step waits for, other blocks have to fill.
+template <class Codes, WeightFormat kFormat>
+struct FilledAtOnce {
+  GPU_FN void fetch(const unsigned char*, const typename Codes::Record&, uint32_t, uint32_t) {}
+  GPU_FN void store(const unsigned char* panel, const typename Codes::Record& row, uint32_t begin, uint32_t num_groups,
+                    typename Codes::Tiles& tiles) const {
+    fill_weight_codes<Codes, kFormat>(panel, begin, num_groups, tiles);
+    fill_row_codes<Codes, kFormat>(row, begin, num_groups, tiles);
+  }
+};
+
 // One group, or its half `kPart` where scales are per 16 inputs, onto the chains.
 template <class Codes, WeightFormat kFormat, class Owned, uint32_t kPart>
 GPU_FN void group_part(uint32_t group, typename Codes::Tiles& tiles, float (*sums)[Owned::kColumns]) {
@@ -107,11 +119,13 @@ GPU_FN void codes_many(const ProjectionParams& params, const Tile& tile, typenam
   const uint32_t slot = tile.first_slot + smaller(thread_index() % kManyTileRows, tile.num_slots - 1);
   const typename Codes::Record row{params.codes, Codes::Record::first_unit(params, slot)};
   float totals[Owned::kRows][Owned::kColumns] = {}, sums[Owned::kRows][Owned::kColumns] = {};
+  typename Codes::template Ahead<kFormat> ahead;
+  ahead.fetch(panel, row, 0, params.num_inputs);
   for (uint32_t begin = 0; begin < params.num_inputs; begin += kStepInputs) {
     const uint32_t num_groups = smaller(Codes::kStepGroups, (params.num_inputs - begin + kGroup - 1) / kGroup);
-    fill_weight_codes<Codes, kFormat>(panel, begin, num_groups, tiles);
-    fill_row_codes<Codes, kFormat>(row, begin, num_groups, tiles);
+    ahead.store(panel, row, begin, num_groups, tiles);
     sync_block();
+    ahead.fetch(panel, row, begin + kStepInputs, params.num_inputs);
     for (uint32_t group = 0; group < num_groups; ++group) {
       group_part<Codes, kFormat, Owned, 0>(group, tiles, sums);
       if constexpr (group_parts(kFormat) == 2) group_part<Codes, kFormat, Owned, 1>(group, tiles, sums);

@@ -87,10 +87,4 @@ GPU_FN HalfGroup half_group(const StoredGroup<kFormat>& stored, uint32_t index) 
   }
 }
 
-// Weights of inputs [32 * index, 32 * index + 32) of the record.
-template <WeightFormat kFormat>
-GPU_FN void read_halves(const Record& record, uint32_t index, HalfGroup& group) {
-  group = half_group<kFormat>(load_group<kFormat>(record, index), index);
-}
-
 }  // namespace dflash::compute::gpu

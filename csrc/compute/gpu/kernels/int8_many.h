@@ -30,6 +30,8 @@ struct Int8Many {
   using Group = Int8Group;
   using Record = Int8Record;
   static constexpr uint32_t kStepGroups = kInt8StepGroups;
+  template <WeightFormat kFormat>
+  using Ahead = FilledAtOnce<Int8Many, kFormat>;
 
   template <WeightFormat kFormat>
   GPU_FN static void read(const gpu::Record& record, uint32_t index, Int8Group& group) {
