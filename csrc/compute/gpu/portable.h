@@ -97,9 +97,14 @@ GPU_FN void atomic_min(uint64_t* at, uint64_t value) {
 }
 GPU_FN uint32_t load_acquire_system(const uint32_t* at) {
   sim::pause_thread();  // loops over this must let others go on
-  return __atomic_load_n(at, __ATOMIC_ACQUIRE);
+  const uint32_t value = __atomic_load_n(at, __ATOMIC_ACQUIRE);
+  sim::note_acquire(at);
+  return value;
 }
-GPU_FN void store_release_system(uint32_t* at, uint32_t value) { __atomic_store_n(at, value, __ATOMIC_RELEASE); }
+GPU_FN void store_release_system(uint32_t* at, uint32_t value) {
+  sim::note_release(at);
+  __atomic_store_n(at, value, __ATOMIC_RELEASE);
+}
 GPU_FN void fence_system() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 GPU_FN void atomic_set_once(uint64_t* at, uint64_t value) {
   if (*at == 0) *at = value;  // one thread runs at a time

@@ -67,7 +67,7 @@ GPU_FN uint32_t take_reply(const StepParams& params, uint32_t place, uint32_t nu
     scratch.answer.at(0) = sum == header[13] && again[13] == header[13] && again[2] == header[2] && again[3] == header[3] ? 1u : 0u;
   }
   sync_block();
-  const bool is_whole = scratch.answer.at(0) != 0;  // written again behind the barrier that ends the turn
+  const bool is_whole = scratch.answer.at(0) != 0;  // written again behind the next turn's first barrier
   if (!is_whole) return protocol | static_cast<uint32_t>(StepDetail::kChecksum);
   return (header[1] >> 8 & 0xffu) == kErrorKind ? static_cast<uint32_t>(StepCode::kWorkerFailed) << 8 : 0u;
 }
@@ -107,7 +107,6 @@ GPU_KERNEL(dflash_await_replies, StepParams, kStepThreads) {
       return;  // the whole block
     }
     if (thread_index() == 0) lane.tail += kRingOneMessage;
-    sync_block();
   }
 }
 

@@ -91,9 +91,7 @@ GPU_FN uint32_t block_checksum(const unsigned char* bytes, uint32_t num_bytes, C
     scratch.result.at(0) = ~feed_half(feed_half(summary, num_bytes, scratch), 0, scratch);
   }
   sync_block();
-  const uint32_t result = scratch.result.at(0);
-  sync_block();
-  return result;
+  return scratch.result.at(0);  // written again behind the next call's first barrier, as the sums are behind the one above
 }
 
 }  // namespace dflash::compute::gpu

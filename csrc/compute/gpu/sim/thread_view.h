@@ -6,6 +6,10 @@
 #include <cstddef>
 #include <cstdint>
 
+#ifdef DFLASH_SIM_TSAN
+#include <sanitizer/tsan_interface.h>
+#endif
+
 namespace dflash::compute::gpu::sim {
 
 struct Site {
@@ -32,6 +36,14 @@ uint64_t subgroup_collective(Collective kind, uint64_t value, uint32_t argument,
 void* shared_object(size_t num_bytes, Site site);
 // Lets other threads of the block, and whoever waits for it, go on. For loops that wait for memory to change.
 void pause_thread();
+// Tell ThreadSanitizer, to which kernels are invisible, what a load or store of the whole system orders: behind the load, before the store.
+#ifdef DFLASH_SIM_TSAN
+inline void note_acquire(const void* at) { __tsan_acquire(const_cast<void*>(at)); }
+inline void note_release(void* at) { __tsan_release(at); }
+#else
+inline void note_acquire(const void*) {}
+inline void note_release(void*) {}
+#endif
 // Nanoseconds of the machine's monotonic clock.
 uint64_t clock_ns();
 // Ends the block with an error.
