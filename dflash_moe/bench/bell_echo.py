@@ -6,16 +6,18 @@ SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
 import os
+import select
 import signal
 import struct
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from dflash_moe import _core
 
 GRACE_S = 1.0  # an echo outlives its card's patience, so that the card's own report stands
-JOIN_S = 60.0
+JOIN_S = 60.0  # far beyond an echo's own limit: for one that is stuck
 
 
 class EchoThread:
@@ -79,10 +81,14 @@ class EchoProcess:
         os.write(self._orders, struct.pack("<I", first))
 
     def seen(self) -> list[int]:
-        """As EchoThread."""
-        with os.fdopen(os.dup(self._answers), "rb") as answers:
-            found = answers.read()
-        return list(struct.unpack(f"<{len(found) // 8}q", found))
+        """As EchoThread; what has come by then of a child that is stuck."""
+        found, deadline = b"", time.monotonic() + JOIN_S
+        while select.select([self._answers], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            part = os.read(self._answers, 1 << 16)
+            if not part:
+                break
+            found += part
+        return list(struct.unpack_from(f"<{len(found) // 8}q", found))
 
 
 def _serve(memory: _core.BellMemory, orders: int, answers: int, rounds: int, timeout_s: float) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from typing import Any
 
 import pytest
@@ -99,3 +100,13 @@ def test_an_echo_process_ends_with_its_block_although_nobody_rang():
         os.kill(pid, 0)
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+
+
+def test_an_echo_process_that_is_stuck_costs_no_more_than_the_limit(monkeypatch):
+    monkeypatch.setattr("dflash_moe.bench.bell_echo.JOIN_S", 0.05)
+    memory = _core.BellMemory.of_segments(is_open=False, slot_bytes=4096)
+    with EchoProcess.forked(memory, rounds=ROUNDS, timeout_s=60.0) as echo:
+        echo.begin(1)  # nobody rings, so it would answer a minute later
+        began = time.monotonic()
+        assert echo.seen() == []
+        assert time.monotonic() - began < 30.0
