@@ -1,9 +1,11 @@
-# One command per habit, the same at the desk and in CI; `make help` lists them. From nothing, `make` creates .venv, installs
-# torch (pinned, unless one can be imported already) and builds the C++ core; a second run only compiles what changed.
+# One command per habit, the same at the desk and in CI; `make help` lists them. From nothing,
+# `make` creates .venv, installs torch (pinned, unless one can be imported already) and builds the
+# C++ core; a second run only compiles what changed.
 # SPDX-License-Identifier: Apache-2.0
 
 PYTHON ?= python3
-# What `make` installs when no torch can be imported; `make TORCH=` builds an environment without (workers need none).
+# What `make` installs when no torch can be imported; `make TORCH=` builds an environment without
+# (workers need none).
 TORCH ?= torch==2.13.0
 # Seconds per fuzz target.
 T ?= 60
@@ -20,7 +22,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 CCACHE := $(if $(shell command -v ccache 2>/dev/null),-DCMAKE_CXX_COMPILER_LAUNCHER=ccache)
 CONFIGURE = $(CMAKE) -S csrc -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) -DDFLASH_BINDINGS=OFF $(CCACHE) --log-level=WARNING
 export PATH := $(abspath $(BIN)):$(PATH)
-# Workers and tests are many small processes: passive waiting keeps OpenMP of torch from starving them (docs/architecture.md).
+# Workers and tests are many small processes: passive waiting keeps OpenMP of torch from starving
+# them (docs/architecture.md).
 export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := build
@@ -33,12 +36,13 @@ build: core ## environment and C++ core, editable, in .venv
 demo: core ## two CPU workers over shared memory: text, the table of the modes, equal bits
 	@$(BIN)/dflash-moe demo
 
-# -- environment -----------------------------------------------------------------------------------------------------------
+# -- environment -----------------------------------------------------------------------------------
 
 system-build system-test system-fuzz: system-%:
 	@.ci/system_packages $* $(PYTHON)
 
-# An importable torch of $(PYTHON) is taken as it is: the environment then sees the packages of that interpreter.
+# An importable torch of $(PYTHON) is taken as it is: the environment then sees the packages of that
+# interpreter.
 $(STAMPS)/created: | system-build
 	@echo "==> creating $(VENV) with $$($(PYTHON) --version)"
 	@if $(PYTHON) -c 'import torch' >/dev/null 2>&1; then $(PYTHON) -m venv --system-site-packages $(VENV); \
@@ -64,21 +68,22 @@ $(STAMPS)/packages: pyproject.toml setup.py bench/demo_model/pyproject.toml $(ST
 	 || { tail -n 40 $(STAMPS)/install.log >&2; echo "make: installing failed; the whole log is $(STAMPS)/install.log" >&2; exit 1; }
 	@touch $@
 
-# CMake's own incremental build: half a second when nothing changed. build/core is configured by setup.py; if somebody removed
-# it, installing again brings it back.
+# CMake's own incremental build: half a second when nothing changed. build/core is configured by
+# setup.py; if somebody removed it, installing again brings it back.
 core: $(STAMPS)/packages
 	@if [ ! -f build/core/build.ninja ]; then rm -f $(STAMPS)/packages; $(MAKE) --no-print-directory $(STAMPS)/packages; fi
 	@$(CMAKE) --build build/core --target _core dflash_sim -- --quiet | sed '/^-- /d'
 	@cp --update --remove-destination build/core/_core.*.so build/core/libdflash_sim.so dflash_moe/
 
-# Minutes, most of them in the vendors' compilers; neither card nor driver is needed. CUDA_ARCHS="90a", HIP_ARCHS="gfx906" build for some.
+# Minutes, most of them in the vendors' compilers; neither card nor driver is needed.
+# CUDA_ARCHS="90a", HIP_ARCHS="gfx906" build for some.
 plugins: core ## the plug-ins for NVIDIA's and AMD's cards, next to the core
 	@.ci/plugins $(abspath $(BIN)/python) $(abspath $(CMAKE))
 
 gpu-check: ## build for the NVIDIA card at hand, test and measure on it: under 9 minutes, no network, no .venv
 	@PYTHON=$(PYTHON) BACKEND=$(BACKEND) .ci/gpu_check $(OUT)
 
-# -- tests -------------------------------------------------------------------------------------------------------------------
+# -- tests -----------------------------------------------------------------------------------------
 
 # 8 minutes on two cores at most. C++ first: pytest's summary ends the output.
 test: core system-test ## C++ tests, then Python tests (without those marked slow)
@@ -89,9 +94,11 @@ test: core system-test ## C++ tests, then Python tests (without those marked slo
 	@echo "==> Python tests"
 	@$(BIN)/python -m pytest tests -m "not slow"
 
-check: core ## lint, types, layers, forbidden constructs, documents against code, stubs
+check: core ## lint, layout, types, layers, forbidden constructs, documents against code, stubs
 	@failed=; \
 	$(BIN)/ruff check --output-format concise dflash_moe tests bench setup.py || failed="$$failed ruff"; \
+	$(BIN)/ruff format --check --quiet dflash_moe tests bench setup.py || failed="$$failed ruff-format"; \
+	git ls-files 'csrc/*.h' 'csrc/*.cc' 'csrc/*.cu' 'tests/*.h' 'tests/*.cc' | xargs $(BIN)/clang-format --dry-run -Werror || failed="$$failed clang-format"; \
 	$(BIN)/mypy || failed="$$failed mypy"; \
 	$(BIN)/python -m tests.checks || failed="$$failed contracts"; \
 	if [ -n "$$failed" ]; then echo "make check failed:$$failed" >&2; exit 1; fi
@@ -128,7 +135,7 @@ bench: core ## one bench case (CASE=ipc), JSON under build/bench/
 wheel: core ## build the wheel, install it in an empty environment and import it there
 	@.ci/wheel $(BIN)/python
 
-# -- housekeeping --------------------------------------------------------------------------------------------------------------
+# -- housekeeping ----------------------------------------------------------------------------------
 
 clean: ## remove what was built; keep .venv
 	@rm -rf build dist *.egg-info dflash_moe/_core*.so dflash_moe/libdflash_*.so

@@ -1,4 +1,5 @@
-"""Builds the C++ core and the simulator's plug-in with CMake; everything else about the package is in pyproject.toml.
+"""Builds the C++ core and the simulator's plug-in with CMake; everything else about the package is
+in pyproject.toml.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -23,17 +24,21 @@ class CMakeBuild(build_ext):
     """Configures csrc/ once and builds the target `_core` into the place setuptools asks for."""
 
     def build_extension(self, ext: Extension) -> None:
-        """Runs CMake and Ninja; a failure ends the build with the compiler's own output above it."""
+        """Runs CMake and Ninja; a failure ends the build with the compiler's own output above
+        it.
+        """
         target = Path(self.get_ext_fullpath(ext.name)).resolve()
         build_dir = Path(os.environ.get("DFLASH_BUILD_DIR", ROOT / "build" / "core")).resolve()
         build_dir.mkdir(parents=True, exist_ok=True)
-        # cmake and ninja come with the build requirements and lie beside this interpreter, which need not be on PATH.
+        # cmake and ninja come with the build requirements and lie beside this interpreter, which
+        # need not be on PATH.
         environment = dict(os.environ, PATH=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
         configure = [
             "cmake", "-S", str(ROOT / "csrc"), "-B", str(build_dir), "-G", "Ninja",
             f"-DCMAKE_MAKE_PROGRAM={shutil.which('ninja', path=environment['PATH']) or 'ninja'}",
             "-DCMAKE_BUILD_TYPE=Release",
-            f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={build_dir}",  # not the target: setuptools may ask for a temporary place
+            # not the target: setuptools may ask for a temporary place
+            f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={build_dir}",
             f"-DPython_EXECUTABLE={sys.executable}",
             f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
             f"-DDFLASH_VERSION={self.distribution.get_version()}",

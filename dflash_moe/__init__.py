@@ -1,4 +1,5 @@
-"""Distributed mixture-of-experts offload: attention on the host, routed experts in other processes, bit-exact.
+"""Distributed mixture-of-experts offload: attention on the host, routed experts in other processes,
+bit-exact.
 
 The public names load on first use, so that a worker process imports neither torch nor transformers.
 SPDX-License-Identifier: Apache-2.0

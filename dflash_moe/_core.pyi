@@ -1,4 +1,5 @@
-"""The C++ core: transports, worker loop, client, CPU kernels. Every call that can block releases the GIL.
+"""The C++ core: transports, worker loop, client, CPU kernels. Every call that can block releases
+the GIL.
 
 Errors arrive as the classes of `dflash_moe.errors` (table in csrc/bindings/errors.cc).
 """
@@ -10,26 +11,33 @@ from typing import Any
 
 __version__: str
 
-# -- machine -----------------------------------------------------------------------------------------------------------
-def supported_isas() -> list[str]: ...  # best last, e.g. ["reference", "scalar", "avx2", "avx512", "avx512vnni", "avx512bf16"]
+# -- machine ---------------------------------------------------------------------------------------
+# best last, e.g. ["reference", "scalar", "avx2", "avx512", "avx512vnni", "avx512bf16"]
+def supported_isas() -> list[str]: ...
 def best_isa() -> str: ...
 def parse_isa(name: str) -> str: ...  # ConfigError listing the supported ones
 def cpu_features() -> list[str]: ...
 def numerics_classes(isa: str) -> list[str]: ...  # that this kernel set computes, the default first
 def numerics_class() -> str: ...  # the default
-def check_numerics(numerics: str, weight_dtype: str) -> None: ...  # UnsupportedError naming the formats the class takes
-def wire_limits() -> dict[str, int]: ...  # every constant of wire/limits.h and transport/channel.h, by its snake_case name
+
+# UnsupportedError naming the formats the class takes
+def check_numerics(numerics: str, weight_dtype: str) -> None: ...
+
+# every constant of wire/limits.h and transport/channel.h, by its snake_case name
+def wire_limits() -> dict[str, int]: ...
 def error_codes() -> dict[str, tuple[int, type[BaseException]]]: ...
 
-# -- codec (tests, tools) -----------------------------------------------------------------------------------------------
+# -- codec (tests, tools) --------------------------------------------------------------------------
 def checksum(data: bytes) -> int: ...
-def encode_frame_header(fields: Mapping[str, int]) -> bytes: ...  # field names of wire/frame.h, payload_checksum included
+
+# field names of wire/frame.h, payload_checksum included
+def encode_frame_header(fields: Mapping[str, int]) -> bytes: ...
 def decode_frame_header(data: bytes) -> dict[str, int]: ...  # ProtocolError
 def request_layout(num_rows: int, num_pairs: int, row_width: int, dtype: str) -> dict[str, int]: ...
 def reply_layout(num_rows: int, row_width: int, dtype: str) -> dict[str, int]: ...
 def floor_bytes(num_rows: int, num_pairs: int, in_width: int, request_dtype: str, out_width: int, reply_dtype: str) -> int: ...
 
-# -- transports ---------------------------------------------------------------------------------------------------------
+# -- transports ------------------------------------------------------------------------------------
 class Geometry:
     num_slots: int
     request_bytes: int
@@ -40,7 +48,8 @@ class Segment:
     """A sealed memfd. `side` is "host" or "worker": who writes it."""
 
     @staticmethod
-    def create(side: str, geometry: Geometry, generation: int, is_open: bool = False) -> Segment: ...  # open: see segment.h
+    # open: see segment.h
+    def create(side: str, geometry: Geometry, generation: int, is_open: bool = False) -> Segment: ...
     @staticmethod
     def attach(  # takes ownership of fd
         fd: int, writer: str, geometry: Geometry, generation: int, is_open: bool = False
@@ -48,7 +57,9 @@ class Segment:
     def fileno(self) -> int: ...  # stays owned by the segment
 
 class Channel:
-    """Opaque; consumed by `Client.add_worker`, `Client.replace_channel`, `Worker.serve` or another decorator."""
+    """Opaque; consumed by `Client.add_worker`, `Client.replace_channel`, `Worker.serve` or another
+    decorator.
+    """
 
     kind: str
 
@@ -70,7 +81,6 @@ def make_faulty(
     channel: Channel, *, kind: str, point: str, nth: int, delay_ms: float = 0, seed: int = 1
 ) -> Channel: ...  # kind: fail delay truncate corrupt drop; point: publish poll
 def new_eventfd() -> int: ...
-
 def ipc_round_trip(  # benches: echo thread/process on the worker end is `ipc_echo`
     channel: Channel, payload_bytes: int, rounds: int, warmup: int, spin_ns: int, timeout_s: float, cpu: int = -1
 ) -> list[int]: ...  # ns of each round trip: copy in, publish, wait, copy out
@@ -82,38 +92,43 @@ def ipc_floor(  # raw ping-pong, kind: spin futex unix tcp
 ) -> list[int]: ...
 def memcpy_bytes_per_s(payload_bytes: int, rounds: int, cpu: int = -1) -> list[float]: ...
 
-# -- weights --------------------------------------------------------------------------------------------------------------
+# -- weights ---------------------------------------------------------------------------------------
 class MappedFile:
     def __init__(self, path: str) -> None: ...  # CheckpointError
     size: int
     def read(self, offset: int, num_bytes: int) -> bytes: ...
-    def drop_pages(self) -> None: ...  # madvise(MADV_DONTNEED): resident file pages leave this process
+    # madvise(MADV_DONTNEED): resident file pages leave this process
+    def drop_pages(self) -> None: ...
 
-# (file, byte offset of element (0,0), dtype, outputs, inputs, output_stride, input_stride) strides in elements
+# (file, byte offset of element (0,0), dtype, outputs, inputs, output_stride, input_stride) strides
+# in elements
 MatrixSource = tuple[MappedFile, int, str, int, int, int, int]
 # (file, byte offset, dtype, count, stride)
 VectorSource = tuple[MappedFile, int, str, int, int]
 
-# -- backends -------------------------------------------------------------------------------------------------------------
-def probe_backend(name: str) -> dict[str, Any]: ...  # built, reason, devices: [{name, vendor, arch, memory_bytes, reason}]
+# -- backends --------------------------------------------------------------------------------------
+# built, reason, devices: [{name, vendor, arch, memory_bytes, reason}]
+def probe_backend(name: str) -> dict[str, Any]: ...
 
 class BackendDevice:
     """An opened device of a backend. While a worker serves with it, only the worker may use it."""
 
     label: str  # "cuda:0 (NVIDIA H200)"
     arch: str
-    def __init__(  # ConfigError: no such device; UnsupportedError: the backend or device cannot be used, and why
-        self, *, backend: str, device: int = 0, simulate: str = "", num_threads: int = 1, seed: int = 1
-    ) -> None: ...
+    # ConfigError: no such device; UnsupportedError: the backend or device cannot be used, and why
+    def __init__(self, *, backend: str, device: int = 0, simulate: str = "", num_threads: int = 1, seed: int = 1) -> None: ...
     def numerics_classes(self) -> list[str]: ...
     def free_bytes(self) -> int: ...  # of the device's memory, now
     def layer_bytes(  # that such a layer will hold on the device
         self, *, spec: Mapping[str, Any], num_experts: int, weight_dtype: str, numerics: str = "f32-canonical"
     ) -> int: ...
-    def self_test(self, test_case: int) -> dict[str, Any]: ...  # num_cases, elements, differing, kernel, formats
+    # num_cases, elements, differing, kernel, formats
+    def self_test(self, test_case: int) -> dict[str, Any]: ...
 
 class StagingBlock:
-    """Memory of the host that a device copies from and to fastest; goes back to the device's pool when it dies."""
+    """Memory of the host that a device copies from and to fastest; goes back to the device's pool
+    when it dies.
+    """
 
     address: int
 
@@ -123,8 +138,10 @@ class HostDevice:
     name: str  # "cuda 0 (NVIDIA H200)"
     dlpack_device: tuple[int, int]  # of its tensors; a simulated card's are the processor's, (1, 0)
     stream: int  # of its queue, for `__dlpack__(stream=...)`; 0: none
-    def __init__(self, *, backend: str, device: int = 0) -> None: ...  # ConfigError: it does not exist; UnsupportedError, why
-    def refuses_replies(self, *, is_open: bool) -> str: ...  # why it cannot use such memory; not in a step
+    # ConfigError: it does not exist; UnsupportedError, why
+    def __init__(self, *, backend: str, device: int = 0) -> None: ...
+    # why it cannot use such memory; not in a step
+    def refuses_replies(self, *, is_open: bool) -> str: ...
     def staging(self, num_bytes: int) -> StagingBlock: ...
     # Both take (device's address, host's address, bytes) and return when all is copied.
     def copy_in(self, pieces: Sequence[tuple[int, int, int]]) -> None: ...
@@ -134,21 +151,27 @@ class BellMemory:
     """Two words for a ping-pong of a device and a processor, both ends of it: `bench doorbell`."""
 
     @staticmethod
-    def of_segments(*, is_open: bool, slot_bytes: int) -> BellMemory: ...  # the heads of two; open: see segment.h
+    # the heads of two; open: see segment.h
+    def of_segments(*, is_open: bool, slot_bytes: int) -> BellMemory: ...
     @staticmethod
     def pinned(device: HostDevice) -> BellMemory: ...
-    def map(self, device: HostDevice) -> int: ...  # bytes, 0 for pinned memory; UnsupportedError with the driver's words
+    # bytes, 0 for pinned memory; UnsupportedError with the driver's words
+    def map(self, device: HostDevice) -> int: ...
     def unmap(self, device: HostDevice) -> None: ...
-    # When each round was seen, in ns of the monotonic clock; fewer than `rounds` where the time was over.
+    # When each round was seen, in ns of the monotonic clock; fewer than `rounds` where the time was
+    # over.
     def answer(self, *, first: int, rounds: int, timeout_s: float) -> list[int]: ...
-    # `kind`: kernel, stream or call. (rounds answered, when calls of the host were made). UnsupportedError, WorkerTimeout.
+    # `kind`: kernel, stream or call. (rounds answered, when calls of the host were made).
+    # UnsupportedError, WorkerTimeout.
     def ring(self, device: HostDevice, *, kind: str, first: int, rounds: int, budget_s: float) -> tuple[int, list[int]]: ...
 
 class StepLease:
     """The data paths of a client, handed over to a device step."""
 
 class StepReport:
-    """How a device step went. `code`: of `error_codes()`, 0 without failure; where, which token or detail; a worker's words."""
+    """How a device step went. `code`: of `error_codes()`, 0 without failure; where, which token or
+    detail; a worker's words.
+    """
 
     code: int
     layer: int
@@ -170,7 +193,8 @@ class DeviceStep:
         in_size: int,
         out_size: int,
         num_experts: int,
-        shards: Sequence[tuple[int, int, int, Sequence[int]]],  # as of Client.define_layer, ascending ids
+        # as of Client.define_layer, ascending ids
+        shards: Sequence[tuple[int, int, int, Sequence[int]]],
     ) -> None: ...
     def add(  # as of Client.run, the device's addresses
         self,
@@ -191,7 +215,7 @@ class DeviceStep:
     def give_up(self) -> None: ...
     def end(self) -> StepReport: ...
 
-# -- worker ---------------------------------------------------------------------------------------------------------------
+# -- worker ----------------------------------------------------------------------------------------
 class Worker:
     def __init__(
         self,
@@ -214,7 +238,9 @@ class Worker:
         weight_dtype: str,
         weights_fingerprint: int,
         numerics: str = "f32-canonical",
-    ) -> None: ...  # spec: keys of FfnSpec, enums by lower-case name ("silu", "gated", "clamped_swiglu"), missing = default
+        # spec: keys of FfnSpec, enums by lower-case name ("silu", "gated", "clamped_swiglu"),
+        # missing = default
+    ) -> None: ...
     def load_expert(
         self,
         layer: int,
@@ -236,10 +262,11 @@ class Worker:
     def stats(self) -> dict[str, int]: ...
     def resident_bytes(self) -> int: ...
 
-# -- client ---------------------------------------------------------------------------------------------------------------
+# -- client ----------------------------------------------------------------------------------------
 class Call:
     def is_done(self) -> bool: ...
-    def wait(self, timeout_s: float) -> bool: ...  # False when the timeout passed first; checks signals every 20 ms
+    # False when the timeout passed first; checks signals every 20 ms
+    def wait(self, timeout_s: float) -> bool: ...
     def result(self) -> None: ...  # raises the call's error; only when done
     def abandon(self) -> None: ...
 
@@ -271,7 +298,8 @@ class Client:
         in_size: int,
         out_size: int,
         num_experts: int,
-        shards: Sequence[tuple[int, int, int, Sequence[int]]],  # (shard, worker, fingerprint, experts ascending)
+        # (shard, worker, fingerprint, experts ascending)
+        shards: Sequence[tuple[int, int, int, Sequence[int]]],
         cost_class: int = 0,  # layers of equal class share a cost curve
     ) -> None: ...
     def submit(
@@ -289,30 +317,39 @@ class Client:
         output: int,
         keep: object,  # kept alive until the call is done or abandoned
     ) -> Call: ...
-    def run(self, *args: Any) -> None: ...  # submit's arguments; waits, raises the call's error: one crossing for the hot path
-    def begin_step(self, num_calls: int) -> StepLease: ...  # ConfigError, WorkerLost; UnsupportedError: not in shared memory
+    # submit's arguments; waits, raises the call's error: one crossing for the hot path
+    def run(self, *args: Any) -> None: ...
+    # ConfigError, WorkerLost; UnsupportedError: not in shared memory
+    def begin_step(self, num_calls: int) -> StepLease: ...
     def judge_step(self) -> None: ...  # WorkerLost; to be called every few milliseconds of a step
-    def end_step(self, report: StepReport | None) -> None: ...  # None: it is not known how far the step came
+    # None: it is not known how far the step came
+    def end_step(self, report: StepReport | None) -> None: ...
     def mark_lost(self, worker: int, reason: str) -> None: ...
     def counters(self) -> dict[tuple[int, int], dict[str, int]]: ...  # (worker, layer) -> Counters
     def workers(self) -> list[dict[str, Any]]: ...
-    def forecasts(self) -> list[dict[str, Any]]: ...  # per worker: cost curves; chunks chosen, predicted and measured
+    # per worker: cost curves; chunks chosen, predicted and measured
+    def forecasts(self) -> list[dict[str, Any]]: ...
     def set_profile(self, on: bool) -> None: ...
     def take_traces(self) -> list[dict[str, int]]: ...
 
-# -- array views ------------------------------------------------------------------------------------------------------------
+# -- array views -----------------------------------------------------------------------------------
 class DlpackView:
-    """A borrowed tensor from any `__dlpack__` object; UnsupportedError for another device, ConfigError for a bad dtype."""
+    """A borrowed tensor from any `__dlpack__` object; UnsupportedError for another device,
+    ConfigError for a bad dtype.
+    """
 
     address: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]  # elements
     dtype: str  # f32 f16 bf16 i32 i64
-    def __init__(self, capsule: object, device: tuple[int, int] = (1, 0)) -> None: ...  # DLPack's type and number of a device
+    # DLPack's type and number of a device
+    def __init__(self, capsule: object, device: tuple[int, int] = (1, 0)) -> None: ...
 
-# -- oracle (tests, verify) -------------------------------------------------------------------------------------------------
+# -- oracle (tests, verify) ------------------------------------------------------------------------
 class FfnOracle:
-    """Experts loaded like a worker's, computed in-process by one kernel set ("reference" ... "avx512")."""
+    """Experts loaded like a worker's, computed in-process by one kernel set ("reference" ...
+    "avx512").
+    """
 
     def __init__(
         self,
@@ -324,7 +361,9 @@ class FfnOracle:
         num_threads: int = 1,
         numerics: str = "f32-canonical",
     ) -> None: ...
-    def load_expert(  # 2-D / 1-D float32 arrays, rounded to weight_dtype; or (format, bytes, outputs, inputs, scales or b"")
+    # 2-D / 1-D float32 arrays, rounded to weight_dtype; or (format, bytes, outputs, inputs, scales
+    # or b"")
+    def load_expert(
         self,
         expert_id: int,
         *,
@@ -347,17 +386,20 @@ class FfnOracle:
     ) -> object: ...
     def forward_float64(self, rows: object, row_counts: object, local_expert_ids: object, weights: object) -> object: ...
 
-# -- weight formats ---------------------------------------------------------------------------------------------------------
-def weight_formats() -> dict[str, dict[str, int]]: ...  # FormatFacts of csrc/compute/weight_format.h by format name
+# -- weight formats --------------------------------------------------------------------------------
+# FormatFacts of csrc/compute/weight_format.h by format name
+def weight_formats() -> dict[str, dict[str, int]]: ...
 def dequantize(  # float32 NumPy [outputs, inputs]; contiguous buffers
     weight_format: str, data: object, outputs: int, inputs: int, scales: object = b""
 ) -> object: ...
 def packed_bytes(  # what a CPU worker holds for these experts, biases aside
     *, spec: Mapping[str, Any], num_experts: int, weight_dtype: str, isa: str
 ) -> int: ...
-def requantize(weight_format: str, values: object) -> object: ...  # the values an int8_g32 or int4_g32 worker computes with
 
-# -- bench experts ----------------------------------------------------------------------------------------------------------
+# the values an int8_g32 or int4_g32 worker computes with
+def requantize(weight_format: str, values: object) -> object: ...
+
+# -- bench experts ---------------------------------------------------------------------------------
 class LayerBenchmark:
     """`num_layers` layers of one shape with random weights; `run` takes them in turn."""
 
@@ -377,17 +419,20 @@ class LayerBenchmark:
     def run(  # ns of each round; NumPy float32 rows and weights, uint16 counts and ids
         self, rows: object, row_counts: object, local_expert_ids: object, weights: object, *, row_dtype: str, rounds: int
     ) -> list[int]: ...
-    def run_gemm(  # ns of each round: the matrix products alone, the same number of rows through every expert
-        self, *, rows_per_expert: int, rounds: int
-    ) -> list[int]: ...
+    # ns of each round: the matrix products alone, the same number of rows through every expert
+    def run_gemm(self, *, rows_per_expert: int, rounds: int) -> list[int]: ...
     def resident_bytes(self) -> int: ...
-    def device_ns(self) -> int: ...  # that the device computed in all rounds so far, copies aside; 0 on the processor
+    # that the device computed in all rounds so far, copies aside; 0 on the processor
+    def device_ns(self) -> int: ...
 
-def multiply_add_per_s(isa: str, num_threads: int, rounds: int, milliseconds: float = 5.0) -> list[float]: ...  # FLOP/s
+# FLOP/s
+def multiply_add_per_s(isa: str, num_threads: int, rounds: int, milliseconds: float = 5.0) -> list[float]: ...
 def bf16_multiply_add_per_s(  # FLOP/s with bf16 factors; only of sets with an instruction for them
     isa: str, num_threads: int, rounds: int, milliseconds: float = 5.0
 ) -> list[float]: ...
-def integer_multiply_add_per_s(  # int8 products and int32 sums, 2 operations a product; x86-64's vector sets
-    isa: str, num_threads: int, rounds: int, milliseconds: float = 5.0
-) -> list[float]: ...
-def read_bytes_per_s(isa: str, num_threads: int, rounds: int, num_bytes: int) -> list[float]: ...  # num_bytes per thread
+
+# int8 products and int32 sums, 2 operations a product; x86-64's vector sets
+def integer_multiply_add_per_s(isa: str, num_threads: int, rounds: int, milliseconds: float = 5.0) -> list[float]: ...
+
+# num_bytes per thread
+def read_bytes_per_s(isa: str, num_threads: int, rounds: int, num_bytes: int) -> list[float]: ...

@@ -1,7 +1,9 @@
-"""The settings: one table from which flags, environment variables, YAML keys, their checks and the documents follow.
+"""The settings: one table from which flags, environment variables, YAML keys, their checks and the
+documents follow.
 
-Precedence: Python argument or flag > environment > topology YAML (`ipc:`) > default. A value that is not allowed is a
-`ConfigError` that names where it came from, the value and what is allowed; nothing falls back silently.
+Precedence: Python argument or flag > environment > topology YAML (`ipc:`) > default. A value that
+is not allowed is a `ConfigError` that names where it came from, the value and what is allowed;
+nothing falls back silently.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -30,7 +32,8 @@ MAX_THREADS = 1024
 MAX_BYTES = 1 << 50  # 1 PiB: more is a typing error
 MAX_TIMEOUT_S = 86_400.0
 MAX_SPIN_US = 1_000_000
-SOCKET_BUFFER_BYTES = (4 << 10, 1 << 30)  # below, every message takes many turns; above, it is a typing error
+# below, every message takes many turns; above, it is a typing error
+SOCKET_BUFFER_BYTES = (4 << 10, 1 << 30)
 
 _UNITS = {"": 1, "b": 1, "byte": 1, "bytes": 1}
 _UNITS |= {f"{prefix}b": 1000**power for power, prefix in enumerate("kmgt", 1)}
@@ -42,7 +45,9 @@ Parser = Callable[[Any], Any]  # raises ValueError on a value that is not allowe
 
 
 def parse_bytes(value: object) -> int:
-    """Bytes from an integer or from text such as "8GiB", "1.5 GB", "512 MiB". ValueError for anything else."""
+    """Bytes from an integer or from text such as "8GiB", "1.5 GB", "512 MiB". ValueError for
+    anything else.
+    """
     if isinstance(value, int) and not isinstance(value, bool):
         num_bytes = value
     elif isinstance(value, str) and (match := _SIZE.fullmatch(value.strip().lower())) and match[2] in _UNITS:
@@ -66,7 +71,7 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """"; did you mean 'x'?" or the empty string."""
+    """ "; did you mean 'x'?" or the empty string."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
     return f"; did you mean {close[0]!r}?" if close else ""
 
@@ -136,7 +141,9 @@ def _spin(value: object) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One row of the table. `flag`, `environment` and `yaml` are None where the setting cannot be given that way."""
+    """One row of the table. `flag`, `environment` and `yaml` are None where the setting cannot be
+    given that way.
+    """
 
     name: str
     flag: str | None
@@ -155,7 +162,9 @@ class Setting:
         return self.yaml.removeprefix("ipc.") if self.yaml and self.yaml.startswith("ipc.") else None
 
     def check(self, value: object, origin: str) -> Any:
-        """The parsed value. ConfigError names `origin` (flag, variable, key or argument), the value and what is allowed."""
+        """The parsed value. ConfigError names `origin` (flag, variable, key or argument), the value
+        and what is allowed.
+        """
         try:
             return self.parse(value)
         except ValueError:
@@ -254,7 +263,9 @@ SETTINGS_BY_NAME: Mapping[str, Setting] = {setting.name: setting for setting in 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The resolved settings of one runtime. None: derived later (from the model, the machine or the geometry)."""
+    """The resolved settings of one runtime. None: derived later (from the model, the machine or the
+    geometry).
+    """
 
     mode: str = "auto"
     transport: str = "auto"
@@ -280,9 +291,11 @@ class Settings:
 def resolve_settings(
     topology_ipc: Mapping[str, Any] | None = None, *, environ: Mapping[str, str] = os.environ, **overrides: Any
 ) -> Settings:
-    """Settings by precedence: `overrides` (None: not given) > `environ` > `topology_ipc` (keys below `ipc:`) > defaults.
+    """Settings by precedence: `overrides` (None: not given) > `environ` > `topology_ipc` (keys
+    below `ipc:`) > defaults.
 
-    Errors: ConfigError for a value that is not allowed, an unknown argument or key, an unknown DFLASH_MOE_ variable.
+    Errors: ConfigError for a value that is not allowed, an unknown argument or key, an unknown
+    DFLASH_MOE_ variable.
     """
     ipc = dict(topology_ipc or {})
     check_environment(environ)
@@ -304,11 +317,14 @@ def resolve_settings(
 
 
 def check_environment(environ: Mapping[str, str]) -> None:
-    """ConfigError for a DFLASH_MOE_ variable that is no setting: a misspelt one would otherwise do nothing, silently."""
+    """ConfigError for a DFLASH_MOE_ variable that is no setting: a misspelt one would otherwise do
+    nothing, silently.
+    """
     known = [setting.environment for setting in SETTINGS if setting.environment]
     for variable in environ:
         if variable.startswith(PREFIX) and variable not in known:
-            suffixes = {name.removeprefix(PREFIX): name for name in known}  # the common prefix would make all of them close
+            # the common prefix would make all of them close
+            suffixes = {name.removeprefix(PREFIX): name for name in known}
             close = difflib.get_close_matches(variable.removeprefix(PREFIX), suffixes, n=1)
             hint = f"; did you mean {suffixes[close[0]]!r}?" if close else "; unset it"
             raise ConfigError(f"environment variable {variable} is not a setting{hint}")
@@ -328,7 +344,9 @@ def _find(
 
 
 def _bounded(values: dict[str, Any], origins: Mapping[str, str]) -> Settings:
-    """Applies the one bound between two settings; the default of the smaller follows a lowered bound."""
+    """Applies the one bound between two settings; the default of the smaller follows a lowered
+    bound.
+    """
     stated = Settings(**values)
     if stated.stream_tokens <= stated.stream_tokens_max:
         return stated

@@ -1,4 +1,5 @@
-"""Every error the product raises on purpose. Messages say what was asked, what was found and what to do.
+"""Every error the product raises on purpose. Messages say what was asked, what was found and what
+to do.
 
 Depends on nothing. The C++ core raises these same classes (csrc/bindings/errors.cc).
 SPDX-License-Identifier: Apache-2.0
@@ -14,7 +15,9 @@ class DflashError(Exception):
 
 
 class ConfigError(DflashError, ValueError):
-    """An argument, flag, environment variable or setting that is not allowed; names it, its value and the allowed ones."""
+    """An argument, flag, environment variable or setting that is not allowed; names it, its value
+    and the allowed ones.
+    """
 
     exit_code = 2
 
@@ -24,19 +27,25 @@ class TopologyError(ConfigError):
 
 
 class CheckpointError(DflashError):
-    """A checkpoint that is missing, truncated, inconsistent, or not the one the peer has; names file and tensor."""
+    """A checkpoint that is missing, truncated, inconsistent, or not the one the peer has; names
+    file and tensor.
+    """
 
     exit_code = 2
 
 
 class UnsupportedError(DflashError):
-    """Something this build, machine or version cannot do; names the class and field, or the format."""
+    """Something this build, machine or version cannot do; names the class and field, or the
+    format.
+    """
 
     exit_code = 2
 
 
 class ProtocolError(DflashError):
-    """A peer that broke the protocol, speaks another version, or failed to authenticate; names the field and both values."""
+    """A peer that broke the protocol, speaks another version, or failed to authenticate; names the
+    field and both values.
+    """
 
     exit_code = 2
 
@@ -48,7 +57,9 @@ class WorkerError(DflashError):
 
 
 class WorkerLost(WorkerError):  # noqa: N818 - the name is public
-    """A worker hung up, died, froze or could not be started; names worker and layer and quotes its log."""
+    """A worker hung up, died, froze or could not be started; names worker and layer and quotes its
+    log.
+    """
 
 
 class WorkerTimeout(WorkerError):  # noqa: N818 - the name is public

@@ -1,4 +1,5 @@
-"""What every Python test gets: the leak check, the named marks, skips that are counted aloud, a run that skipped all fails.
+"""What every Python test gets: the leak check, the named marks, skips that are counted aloud, a run
+that skipped all fails.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -15,14 +16,16 @@ import pytest
 from tests import leaks
 from tests.markers import MARKS
 
-# On two shared cores a pause of the machine is no property of an input: no deadline per example, no health check of speed.
+# On two shared cores a pause of the machine is no property of an input: no deadline per example, no
+# health check of speed.
 hypothesis.settings.register_profile(
     "shared_cores", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow], print_blob=True
 )
 hypothesis.settings.load_profile("shared_cores")
 
 
-# A shell that starts the run in the background lets it and its programs ignore Ctrl-C: the tests of that would wait in vain.
+# A shell that starts the run in the background lets it and its programs ignore Ctrl-C: the tests of
+# that would wait in vain.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -53,7 +56,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def _nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fails a test that leaves a process, a segment, a socket or a name behind.
 
-    Fixtures of wider scope exist before the snapshot, so a runtime shared by a module is no leak of its first test.
+    Fixtures of wider scope exist before the snapshot, so a runtime shared by a module is no leak of
+    its first test.
     """
     before = leaks.take()
     yield

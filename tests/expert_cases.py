@@ -1,6 +1,8 @@
-"""A tiny checkpoint without any model code, calls for it, and what `experts()` must return for them, bit for bit.
+"""A tiny checkpoint without any model code, calls for it, and what `experts()` must return for
+them, bit for bit.
 
-The expected bits come from `_core.FfnOracle`, one per shard, added in ascending shard id: rules 1 and 2 in ten lines.
+The expected bits come from `_core.FfnOracle`, one per shard, added in ascending shard id: rules 1
+and 2 in ten lines.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -24,7 +26,9 @@ NUM_LAYERS, NUM_EXPERTS, TOP_K, WIDTH, INNER = 2, 8, 3, 96, 64
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One call: hidden_states [num_tokens, WIDTH], topk_ids and topk_weights [num_tokens, TOP_K]."""
+    """One call: hidden_states [num_tokens, WIDTH], topk_ids and topk_weights [num_tokens,
+    TOP_K].
+    """
 
     hidden_states: np.ndarray
     topk_ids: np.ndarray
@@ -84,7 +88,9 @@ def make_batch(num_tokens: int, *, seed: int = 0) -> Batch:
 
 
 class Expected:
-    """The oracle of one checkpoint: all experts of a layer, asked shard by shard; weights kept and computed with as it says."""
+    """The oracle of one checkpoint: all experts of a layer, asked shard by shard; weights kept and
+    computed with as it says.
+    """
 
     def __init__(
         self,

@@ -1,7 +1,8 @@
-"""What a test may leave behind: nothing. Snapshots of child processes, descriptors and names, and their differences.
+"""What a test may leave behind: nothing. Snapshots of child processes, descriptors and names, and
+their differences.
 
-Reads /proc only, so that a leak is seen whoever caused it: a worker that outlived its session, a segment or a socket whose
-owner forgot it, a name in /dev/shm.
+Reads /proc only, so that a leak is seen whoever caused it: a worker that outlived its session, a
+segment or a socket whose owner forgot it, a name in /dev/shm.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -13,7 +14,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-# How long a process that was told to end may take to be reaped; generous, because two cores run everything.
+# How long a process that was told to end may take to be reaped; generous, because two cores run
+# everything.
 GRACE_S = 3.0
 # Python's own long-lived children, started once per process by multiprocessing.
 _TOLERATED_COMMANDS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
@@ -22,7 +24,9 @@ _COUNTED_KINDS = {"memfd": "/memfd:", "socket": "socket:[", "eventfd": "anon_ino
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """`processes`: pid -> command line of every descendant; `descriptors`: kind -> open count; `names`: entries of /dev/shm."""
+    """`processes`: pid -> command line of every descendant; `descriptors`: kind -> open count;
+    `names`: entries of /dev/shm.
+    """
 
     processes: dict[int, str]
     descriptors: dict[str, int]
@@ -35,11 +39,14 @@ def take() -> Snapshot:
 
 
 def leaks_since(before: Snapshot, grace_s: float | None = None) -> list[str]:
-    """One line per thing that is there now and was not `before`, after at most `grace_s` (GRACE_S) of waiting for it to go."""
+    """One line per thing that is there now and was not `before`, after at most `grace_s` (GRACE_S)
+    of waiting for it to go.
+    """
     deadline = time.monotonic() + (GRACE_S if grace_s is None else grace_s)
     found = _differences(before, take())
     if found:
-        gc.collect()  # objects in reference cycles close their descriptors only now; that is not a leak
+        # objects in reference cycles close their descriptors only now; that is not a leak
+        gc.collect()
         found = _differences(before, take())
     while found and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -102,6 +109,7 @@ def _descriptors() -> dict[str, int]:
 
 def _shared_names() -> list[str]:
     folder = Path("/dev/shm")
-    # Semaphores and blocks of multiprocessing and torch, which their own trackers remove when the process ends.
+    # Semaphores and blocks of multiprocessing and torch, which their own trackers remove when the
+    # process ends.
     foreign = ("sem.mp-", "psm_", "torch_")
     return [entry.name for entry in folder.iterdir() if not entry.name.startswith(foreign)] if folder.is_dir() else []

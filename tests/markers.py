@@ -1,7 +1,8 @@
-"""Named marks: what a test needs beyond two cores and no GPU, and how to find out whether this machine has it.
+"""Named marks: what a test needs beyond two cores and no GPU, and how to find out whether this
+machine has it.
 
-A test that names hardware which is absent is skipped with the probe's reason. `--require MARK` turns that skip into a
-failure, for runs whose purpose is that hardware.
+A test that names hardware which is absent is skipped with the probe's reason. `--require MARK`
+turns that skip into a failure, for runs whose purpose is that hardware.
 SPDX-License-Identifier: Apache-2.0
 """
 

@@ -1,10 +1,13 @@
-"""Checks `workers[].emulate` against a real link: two network namespaces joined by a delay line, rates shaped by the kernel.
+"""Checks `workers[].emulate` against a real link: two network namespaces joined by a delay line,
+rates shaped by the kernel.
 
-    python bench/campaigns/emulated_link.py [--mbit-s 200] [--delay-ms 2] [--rounds 5] [--out bench/results/emulated_link.json]
+    python bench/campaigns/emulated_link.py [--mbit-s 200] [--delay-ms 2] [--rounds 5] \
+        [--out bench/results/emulated_link.json]
 
-A worker runs in one namespace, the host in the other; between them lie two TUN devices whose packets a process of this script
-carries across after the delay, and whose rate the kernel shapes (tc tbf). The same calls go to a second worker beside the host,
-over loopback TCP and `emulate:` of the same numbers. Needs root, /dev/net/tun, and ip and tc (iproute2).
+A worker runs in one namespace, the host in the other; between them lie two TUN devices whose
+packets a process of this script carries across after the delay, and whose rate the kernel shapes
+(tc tbf). The same calls go to a second worker beside the host, over loopback TCP and `emulate:` of
+the same numbers. Needs root, /dev/net/tun, and ip and tc (iproute2).
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -36,7 +39,8 @@ from dflash_moe.topology import Topology
 
 ROOT = Path(__file__).resolve().parents[2]
 HOST, WORKER, PORT = "10.77.0.1", "10.77.0.2", 7171
-ENDS = {"dflash-host": HOST, "dflash-worker": WORKER}  # namespaces, and TUN devices of the same name
+# namespaces, and TUN devices of the same name
+ENDS = {"dflash-host": HOST, "dflash-worker": WORKER}
 MTU = 9000  # fewer packets for the delay line to carry
 TUNSETIFF, IFF_TUN_NO_PI = 0x400454CA, 0x1001
 SHAPE = {"hidden_size": 1024, "moe_intermediate_size": 384, "num_experts": 32, "top_k": 8, "num_layers": 4, "dtype": "bf16"}
@@ -89,7 +93,9 @@ def measure(arguments: argparse.Namespace) -> int:
 
 @contextmanager
 def shaped_link(mbit_s: float, delay_ms: float) -> Iterator[None]:
-    """Both namespaces with their devices, and the process that carries packets between them; all gone at the end."""
+    """Both namespaces with their devices, and the process that carries packets between them; all
+    gone at the end.
+    """
     devices = []
     try:
         for name, address in ENDS.items():
@@ -101,7 +107,8 @@ def shaped_link(mbit_s: float, delay_ms: float) -> Iterator[None]:
             _run("ip", "-n", name, "link", "set", "lo", "up")
             _run("ip", "-n", name, "addr", "add", f"{address}/24", "dev", name)
             _run("ip", "-n", name, "link", "set", name, "mtu", str(MTU), "up")
-            # The burst is what leaves at once: one packet. The queue holds more than TCP keeps under way.
+            # The burst is what leaves at once: one packet. The queue holds more than TCP keeps
+            # under way.
             rate = ["rate", f"{mbit_s}mbit", "burst", "10k", "limit", "64mb"]
             _run("tc", "-n", name, "qdisc", "add", "dev", name, "root", "tbf", *rate)
         ends = (devices[0], devices[1], delay_ms / 1e3)
@@ -119,7 +126,8 @@ def shaped_link(mbit_s: float, delay_ms: float) -> Iterator[None]:
 
 def carry(one: int, other: int, delay_s: float) -> None:
     """Takes every packet to the other side `delay_s` after it came. Ends when it is killed."""
-    waiting: collections.deque[tuple[float, int, bytes]] = collections.deque()  # (when, to, packet), in order
+    # (when, to, packet), in order
+    waiting: collections.deque[tuple[float, int, bytes]] = collections.deque()
     across = {one: other, other: one}
     while True:
         now = time.monotonic()

@@ -1,11 +1,13 @@
-"""The expert layer against what else computes one on a CPU: torch, and kt-kernel where it is installed. Interleaved rounds.
+"""The expert layer against what else computes one on a CPU: torch, and kt-kernel where it is
+installed. Interleaved rounds.
 
     python bench/campaigns/experts_against_peers.py [--rounds 5] [--threads 1,2] [--out FILE]
 
-The cases of `bench experts` (hidden 1024, 32 experts of width 384, top-8, weights from memory) in bf16 and in int8. Peers are
-imported, never shipped: `pip install --no-deps kt-kernel==0.7.2` into a virtual environment of its own that sees torch and this
-package; what is absent is said and left out. Every kernel's result is first held against a float32 reference; the relative
-errors are in `params`. Needs 8 GB of memory; about ten minutes.
+The cases of `bench experts` (hidden 1024, 32 experts of width 384, top-8, weights from memory) in
+bf16 and in int8. Peers are imported, never shipped: `pip install --no-deps kt-kernel==0.7.2` into a
+virtual environment of its own that sees torch and this package; what is absent is said and left
+out. Every kernel's result is first held against a float32 reference; the relative errors are in
+`params`. Needs 8 GB of memory; about ten minutes.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -40,7 +42,8 @@ SHAPE = ExpertShape()
 TOKENS = (1, 4, 16, 64, 512, 2048)
 CHECK_TOKENS = 16
 ROTATION_BYTES = 512 << 20  # of one token's experts over all layers, as in bench experts
-KT_IDLE_S = 0.1  # kt-kernel's threads spin for 50 ms after a task; nobody else may be measured meanwhile
+# kt-kernel's threads spin for 50 ms after a task; nobody else may be measured meanwhile
+KT_IDLE_S = 0.1
 # Relative errors (norms) above these are no rounding of the format: the kernel did something else.
 TOLERANCE = {"bf16": 0.02, "int8": 0.05}
 NUMERICS = {"bf16": ("bf16", ("f32-canonical", "bf16-dot")), "int8": ("int8_g32", ("f32-canonical", "int8-groups"))}
@@ -91,7 +94,9 @@ def _num_layers(fmt: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Weights:
-    """One layer's experts in bf16 [E, ...]; peers quantise them themselves. `layers` copies rotate in memory of their own."""
+    """One layer's experts in bf16 [E, ...]; peers quantise them themselves. `layers` copies rotate
+    in memory of their own.
+    """
 
     fmt: str
     layers: int
@@ -135,7 +140,8 @@ def _kernels(weights: _Weights, threads: int) -> tuple[list[Kernel], dict[str, f
         kernels += torch_kernels(torch_layers, threads)
         outputs |= torch_outputs(torch_layers, batch)
     if _kt_version() is not None:
-        for pool in range(1, threads + 1):  # its callers spin beside its threads: fewer threads can be faster on few cores
+        # its callers spin beside its threads: fewer threads can be faster on few cores
+        for pool in range(1, threads + 1):
             layers = _KtLayers.load(weights, pool)
             kernels.append(Kernel(f"kt_{weights.fmt}_{pool}", f"kt-kernel, {pool} threads", "kt-kernel", layers.bind))
             outputs[kernels[-1].name] = layers.output(batch)
@@ -197,7 +203,9 @@ def _own_output(weights: _Weights, fmt: str, numerics: str, threads: int, batch:
 
 @dataclass(frozen=True, slots=True)
 class _KtLayers:
-    """kt-kernel's layers over one of its pools, driven as its own wrapper drives them: submit a task, wait for it."""
+    """kt-kernel's layers over one of its pools, driven as its own wrapper drives them: submit a
+    task, wait for it.
+    """
 
     infer: Any
     layers: list[Any]

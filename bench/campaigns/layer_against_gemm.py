@@ -1,10 +1,13 @@
-"""What a whole expert layer reaches of its bare matrix products, and what a second thread brings. Interleaved rounds.
+"""What a whole expert layer reaches of its bare matrix products, and what a second thread brings.
+Interleaved rounds.
 
-    python bench/campaigns/layer_against_gemm.py [--rounds 7] [--tokens 2048] [--out bench/results/layer_against_gemm.json]
+    python bench/campaigns/layer_against_gemm.py [--rounds 7] [--tokens 2048] \
+        [--out bench/results/layer_against_gemm.json]
 
-Per format and number of threads: `layer` (the forward of a routed batch: widening, grouping, products, activation, routed sum,
-reply) and `gemm` (the products alone, every expert with the mean number of rows, all from the same few cached rows). Hidden
-size 1024, 32 experts of width 384 (512 for q4_k and q6_k), top-8. About one minute.
+Per format and number of threads: `layer` (the forward of a routed batch: widening, grouping,
+products, activation, routed sum, reply) and `gemm` (the products alone, every expert with the mean
+number of rows, all from the same few cached rows). Hidden size 1024, 32 experts of width 384 (512
+for q4_k and q6_k), top-8. About one minute.
 SPDX-License-Identifier: Apache-2.0
 """
 

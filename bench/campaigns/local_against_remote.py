@@ -1,9 +1,11 @@
-"""Two workers of one thread each over shared memory, against all experts in the host process with two threads.
+"""Two workers of one thread each over shared memory, against all experts in the host process with
+two threads.
 
     python bench/campaigns/local_against_remote.py [--rounds 9] [--out bench/results]
 
-Prefill of 2,048 tokens and decode, each interleaved by round; prints the speed of remote as a share of local's, the median over
-rounds. Files: local_against_remote_prefill.json and ..._decode.json, with plots.
+Prefill of 2,048 tokens and decode, each interleaved by round; prints the speed of remote as a share
+of local's, the median over rounds. Files: local_against_remote_prefill.json and ..._decode.json,
+with plots.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -53,7 +55,9 @@ def main() -> int:
 
 
 def speed_shares(found: Mapping[str, Any]) -> dict[str, float]:
-    """Per remote mode the median over rounds of local's time / remote's (medians of a round's samples)."""
+    """Per remote mode the median over rounds of local's time / remote's (medians of a round's
+    samples).
+    """
     rounds = {row["name"]: _rounds(row) for row in found["rows"]}
     return {
         mode: statistics.median(local / remote for local, remote in zip(rounds["local"], own, strict=True))

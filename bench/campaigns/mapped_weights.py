@@ -1,10 +1,12 @@
-"""What `weights_layout: mapped` costs: the same worker with weights packed and computed from the mapped file, interleaved.
+"""What `weights_layout: mapped` costs: the same worker with weights packed and computed from the
+mapped file, interleaved.
 
     python bench/campaigns/mapped_weights.py [--rounds 7] [--out bench/results/mapped_weights.json]
 
-Per stored format two runtimes of one loopback worker each, over the same file in the page cache: the time of `experts()` for 1,
-16, 64, 512 and 2,048 tokens, of starting each (loading included), and the anonymous memory that each adds. Results are compared
-bit for bit before anything is timed. Needs the gguf package, 4 GB of disk and memory; about five minutes.
+Per stored format two runtimes of one loopback worker each, over the same file in the page cache:
+the time of `experts()` for 1, 16, 64, 512 and 2,048 tokens, of starting each (loading included),
+and the anonymous memory that each adds. Results are compared bit for bit before anything is timed.
+Needs the gguf package, 4 GB of disk and memory; about five minutes.
 SPDX-License-Identifier: Apache-2.0
 """
 

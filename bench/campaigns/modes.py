@@ -1,10 +1,13 @@
-"""The table of the modes in the recorded settings: two equal workers, one four times slower, one behind 200 Mbit/s and 2 ms.
+"""The table of the modes in the recorded settings: two equal workers, one four times slower, one
+behind 200 Mbit/s and 2 ms.
 
-    python bench/campaigns/modes.py [--rounds 7] [--settings equal,weak_worker,slow_link] [--out bench/results]
+    python bench/campaigns/modes.py [--rounds 7] [--settings equal,weak_worker,slow_link] \
+        [--out bench/results]
 
-Runs `dflash-moe bench prefill` once per setting, as a user would, and prints how `auto` did against the better fixed mode, with
-its prediction. Files: modes_<setting>.json, .png and _timeline.png. Mode stream has fewer rounds of the long prompt (the JSON
-says how many). Exit code of the first command that failed.
+Runs `dflash-moe bench prefill` once per setting, as a user would, and prints how `auto` did against
+the better fixed mode, with its prediction. Files: modes_<setting>.json, .png and _timeline.png.
+Mode stream has fewer rounds of the long prompt (the JSON says how many). Exit code of the first
+command that failed.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -20,9 +23,11 @@ from dflash_moe.bench.results import read_result
 
 ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = ("equal", "weak_worker", "slow_link")
-# Milliseconds a prompt token takes (stream, batched) on two cores of 2.5 GHz with AVX-512: for the estimate only.
+# Milliseconds a prompt token takes (stream, batched) on two cores of 2.5 GHz with AVX-512: for the
+# estimate only.
 MS_PER_TOKEN = {"equal": (3.4, 1.5), "weak_worker": (9.0, 4.5), "slow_link": (5.5, 3.0)}
-START_S = 40  # a setting's start: imports, spec, loading 0.9 GB twice where there is a row `local`, drawing
+# a setting's start: imports, spec, loading 0.9 GB twice where there is a row `local`, drawing
+START_S = 40
 
 
 def main() -> int:

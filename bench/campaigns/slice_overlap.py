@@ -1,8 +1,11 @@
-"""What slices hide behind a link of 200 Mbit/s: whole calls against what `auto` makes of them, and the share of the ideal gain.
+"""What slices hide behind a link of 200 Mbit/s: whole calls against what `auto` makes of them, and
+the share of the ideal gain.
 
-    python bench/campaigns/slice_overlap.py [--rounds 9] [--tokens 1024] [--out bench/results/slice_overlap.json]
+    python bench/campaigns/slice_overlap.py [--rounds 9] [--tokens 1024] \
+        [--out bench/results/slice_overlap.json]
 
-Ideal: the longest of a whole call's stages (send, compute, receive) alone, from its recorded timeline.
+Ideal: the longest of a whole call's stages (send, compute, receive) alone, from its recorded
+timeline.
 SPDX-License-Identifier: Apache-2.0
 """
 

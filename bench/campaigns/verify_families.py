@@ -1,4 +1,5 @@
-"""Parity of every required family, f32 and bf16, over two worker processes and shared memory; one JSON.
+"""Parity of every required family, f32 and bf16, over two worker processes and shared memory; one
+JSON.
 
     python bench/campaigns/verify_families.py bench/results/verify_families.json
 

@@ -1,11 +1,13 @@
-"""What each weight format moves in the experts' output: the shipped model's weights rounded to it, on its own hidden states.
+"""What each weight format moves in the experts' output: the shipped model's weights rounded to it,
+on its own hidden states.
 
     python bench/campaigns/weight_errors.py [--out bench/results/weight_errors.json]
 
-Per format and layer: rms difference of the experts' output in float64 from that with the weights as they are, over its
-standard deviation. For formats with a quantiser in Python, which llama.cpp's K-quants lack. Formats that numerics class
-int8-groups takes have a second row, `<format>_int8-groups`: there the inputs of every product are rounded as well, to int8 per
-row and 32 inputs. Needs the gguf package; two minutes.
+Per format and layer: rms difference of the experts' output in float64 from that with the weights as
+they are, over its standard deviation. For formats with a quantiser in Python, which llama.cpp's
+K-quants lack. Formats that numerics class int8-groups takes have a second row,
+`<format>_int8-groups`: there the inputs of every product are rounded as well, to int8 per row and
+32 inputs. Needs the gguf package; two minutes.
 SPDX-License-Identifier: Apache-2.0
 """
 

@@ -1,12 +1,16 @@
-"""How fast a worker loads experts, packing included, against what reading the same file costs. Interleaved rounds.
+"""How fast a worker loads experts, packing included, against what reading the same file costs.
+Interleaved rounds.
 
-    python bench/campaigns/weight_loading.py [--rounds 7] [--threads 2] [--out bench/results/weight_loading.json]
+    python bench/campaigns/weight_loading.py [--rounds 7] [--threads 2] \
+        [--out bench/results/weight_loading.json]
 
-Rows per format: `load` (define, read, check, pack or quantise), `into memory` (the file copied from the page cache into fresh
-memory of the process by as many threads, nothing computed: the floor of any loader that keeps what it reads) and `page cache`
-(read through one small buffer, nothing kept). `summary` has each load's share of the two. Bytes are those of the file. Before
-each sample as much memory is touched and freed: a virtual machine's host takes free memory back within seconds, and giving it
-again costs more than anything measured here. Needs the gguf package and 3 GB of disk and memory; about two minutes.
+Rows per format: `load` (define, read, check, pack or quantise), `into memory` (the file copied from
+the page cache into fresh memory of the process by as many threads, nothing computed: the floor of
+any loader that keeps what it reads) and `page cache` (read through one small buffer, nothing kept).
+`summary` has each load's share of the two. Bytes are those of the file. Before each sample as much
+memory is touched and freed: a virtual machine's host takes free memory back within seconds, and
+giving it again costs more than anything measured here. Needs the gguf package and 3 GB of disk and
+memory; about two minutes.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -74,7 +78,9 @@ def main() -> int:
 
 @dataclass(slots=True)
 class _Case:
-    """One way of going through one file; `run` returns bytes of anonymous memory beyond what it keeps."""
+    """One way of going through one file; `run` returns bytes of anonymous memory beyond what it
+    keeps.
+    """
 
     label: str
     fields: dict[str, Any]
@@ -197,7 +203,9 @@ def _touch(num_bytes: int) -> None:
 
 
 def _shares(cases: list[_Case]) -> list[dict[str, Any]]:
-    """Each load against the copy and the reading of the same file, medians of interleaved samples."""
+    """Each load against the copy and the reading of the same file, medians of interleaved
+    samples.
+    """
     speeds = {case.label: case.num_bytes / statistics.median(case.samples_s) for case in cases}
     return [
         {

@@ -1,9 +1,11 @@
-"""Bits per byte of the shipped model on held-out text, by wire dtype, with its experts on two workers over shared memory.
+"""Bits per byte of the shipped model on held-out text, by wire dtype, with its experts on two
+workers over shared memory.
 
     python bench/demo_model/bits_per_byte.py [--out bench/results/bits_per_byte.json]
 
-Beside the remote rows stands the model's own eager implementation. The text is what training held out: the corpus must have the
-committed hash, so this runs under the Python release that corpus.py names.
+Beside the remote rows stands the model's own eager implementation. The text is what training held
+out: the corpus must have the committed hash, so this runs under the Python release that corpus.py
+names.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -97,7 +99,8 @@ def _measure_remote(
     bits = window_bits(model, text)
     after = runtime.stats()["totals"]
     counts = {key: int(after[key]) - int(before[key]) for key in COUNTED}
-    expected = NUM_WINDOWS * len(runtime.layers) * NUM_WORKERS  # every window has tokens for either worker in every layer
+    # every window has tokens for either worker in every layer
+    expected = NUM_WINDOWS * len(runtime.layers) * NUM_WORKERS
     if counts["calls"] != expected:
         raise DflashError(f"{host_dtype} over {wire_dtype}: {counts['calls']} remote calls, expected {expected}")
     _keep(result, "remote", host_dtype, wire_dtype, text, bits, **counts)

@@ -1,7 +1,9 @@
-"""The demo model's corpus: documentation present with any Python - pydoc's topics and the standard library's docstrings.
+"""The demo model's corpus: documentation present with any Python - pydoc's topics and the standard
+library's docstrings.
 
-Read with `ast`, nothing is imported. Free to use: Python and its documentation are under the PSF License, version 2.
-Deterministic for a given Python release; the hash of the release that trained the model is committed below.
+Read with `ast`, nothing is imported. Free to use: Python and its documentation are under the PSF
+License, version 2. Deterministic for a given Python release; the hash of the release that trained
+the model is committed below.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -44,7 +46,9 @@ def checked_corpus() -> Corpus:
 
 
 def load_corpus() -> Corpus:
-    """All documents of this Python, split by their hashes: 2 million characters of English and Python."""
+    """All documents of this Python, split by their hashes: 2 million characters of English and
+    Python.
+    """
     documents = sorted(set(_topics()) | set(_docstrings()))
     digest = hashlib.sha256()
     train: list[str] = []
@@ -78,7 +82,9 @@ def _docstrings() -> list[str]:
 
 
 def _documents_of(tree: ast.Module) -> list[str]:
-    """One document per module docstring and per documented function or class, signature line first."""
+    """One document per module docstring and per documented function or class, signature line
+    first.
+    """
     found: list[str] = []
     module_text = ast.get_docstring(tree)
     if module_text and len(module_text) >= MIN_DOCSTRING_CHARS:

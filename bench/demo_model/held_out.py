@@ -1,7 +1,8 @@
-"""The text that the demo model never saw, and how many bits a model needs for it. Used while training and afterwards.
+"""The text that the demo model never saw, and how many bits a model needs for it. Used while
+training and afterwards.
 
-The first 64 windows of 256 tokens of the held-out documents, each document after an end-of-text token. That token costs bits
-but adds no bytes; the very first token of the text is not predicted.
+The first 64 windows of 256 tokens of the held-out documents, each document after an end-of-text
+token. That token costs bits but adds no bytes; the very first token of the text is not predicted.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -21,7 +22,9 @@ END_OF_TEXT_ID = 0
 
 @dataclass(frozen=True, slots=True)
 class HeldOutText:
-    """Token ids [num_tokens] int64 and the UTF-8 text they stand for, without end-of-text tokens."""
+    """Token ids [num_tokens] int64 and the UTF-8 text they stand for, without end-of-text
+    tokens.
+    """
 
     token_ids: torch.Tensor
     num_bytes: int
@@ -45,7 +48,9 @@ def held_out_text(tokenizer: Any, documents: tuple[str, ...]) -> HeldOutText:
 
 @torch.inference_mode()
 def window_bits(model: Any, text: HeldOutText) -> list[float]:
-    """Bits of each window's tokens given those before them in the window; logits are widened to float32 first."""
+    """Bits of each window's tokens given those before them in the window; logits are widened to
+    float32 first.
+    """
     found = []
     for start in range(0, len(text.token_ids) - 1, SEQUENCE_TOKENS):
         window = text.token_ids[start : start + SEQUENCE_TOKENS + 1][None]

@@ -1,11 +1,13 @@
-"""Trains the model that `dflash-moe demo` completes a sentence with: a Qwen3-MoE of at most 8 MB in bf16.
+"""Trains the model that `dflash-moe demo` completes a sentence with: a Qwen3-MoE of at most 8 MB in
+bf16.
 
     python bench/demo_model/train.py --out DIR
 
-Writes a checkpoint (safetensors, one tensor per expert), a byte-level BPE tokenizer and training.json (corpus hash, losses).
-The defaults make the shipped file: 1,500 steps (40 minutes on two cores) of a schedule planned for 3,600, stopped there because
-held-out bits per byte no longer fell. Seeds are fixed and the corpus's hash is checked first; the same torch on the same kind
-of CPU with the same --threads gives the same model, others round differently.
+Writes a checkpoint (safetensors, one tensor per expert), a byte-level BPE tokenizer and
+training.json (corpus hash, losses). The defaults make the shipped file: 1,500 steps (40 minutes on
+two cores) of a schedule planned for 3,600, stopped there because held-out bits per byte no longer
+fell. Seeds are fixed and the corpus's hash is checked first; the same torch on the same kind of CPU
+with the same --threads gives the same model, others round differently.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -37,7 +39,9 @@ SEED = 20
 def dense_experts(
     module: torch.nn.Module, hidden: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
 ) -> torch.Tensor:
-    """Every expert on every token, weighted by the routing: at this size batched products beat gathering on a CPU."""
+    """Every expert on every token, weighted by the routing: at this size batched products beat
+    gathering on a CPU.
+    """
     gate_up = torch.einsum("th,eih->eti", hidden, module.gate_up_proj)
     gate, up = gate_up.chunk(2, dim=-1)
     down = torch.bmm(module.act_fn(gate) * up, module.down_proj.transpose(1, 2))  # [E, T, H]

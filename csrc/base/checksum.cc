@@ -1,4 +1,5 @@
-// The checksum of checksum.h: lanes and tail, the table fallback, and the choice between table and crc32 instruction.
+// The checksum of checksum.h: lanes and tail, the table fallback, and the choice between table and
+// crc32 instruction.
 // SPDX-License-Identifier: Apache-2.0
 #include "base/checksum.h"
 
@@ -33,18 +34,23 @@ constexpr Tables make_tables() {
     tables[0][byte] = crc;
   }
   for (uint32_t byte = 0; byte < 256; ++byte) {
-    for (size_t k = 1; k < 8; ++k) tables[k][byte] = (tables[k - 1][byte] >> 8) ^ tables[0][tables[k - 1][byte] & 0xffu];
+    for (size_t k = 1; k < 8; ++k)
+      tables[k][byte] = (tables[k - 1][byte] >> 8) ^ tables[0][tables[k - 1][byte] & 0xffu];
   }
   return tables;
 }
 constexpr Tables kTables = make_tables();
 
-uint32_t byte_at(const std::byte* bytes, size_t index) { return std::to_integer<uint32_t>(bytes[index]); }
+uint32_t byte_at(const std::byte* bytes, size_t index) {
+  return std::to_integer<uint32_t>(bytes[index]);
+}
 
 uint32_t feed_word(uint32_t crc, const std::byte* bytes) {
-  return kTables[7][(crc ^ byte_at(bytes, 0)) & 0xffu] ^ kTables[6][((crc >> 8) ^ byte_at(bytes, 1)) & 0xffu] ^
-         kTables[5][((crc >> 16) ^ byte_at(bytes, 2)) & 0xffu] ^ kTables[4][((crc >> 24) ^ byte_at(bytes, 3)) & 0xffu] ^
-         kTables[3][byte_at(bytes, 4)] ^ kTables[2][byte_at(bytes, 5)] ^ kTables[1][byte_at(bytes, 6)] ^
+  return kTables[7][(crc ^ byte_at(bytes, 0)) & 0xffu] ^
+         kTables[6][((crc >> 8) ^ byte_at(bytes, 1)) & 0xffu] ^
+         kTables[5][((crc >> 16) ^ byte_at(bytes, 2)) & 0xffu] ^
+         kTables[4][((crc >> 24) ^ byte_at(bytes, 3)) & 0xffu] ^ kTables[3][byte_at(bytes, 4)] ^
+         kTables[2][byte_at(bytes, 5)] ^ kTables[1][byte_at(bytes, 6)] ^
          kTables[0][byte_at(bytes, 7)];
 }
 
@@ -58,7 +64,8 @@ void feed_lanes_table(uint32_t lanes[4], const std::byte* bytes, size_t num_bloc
 
 uint32_t crc32c_table(uint32_t crc, const std::byte* bytes, size_t num_bytes) {
   for (; num_bytes >= 8; num_bytes -= 8, bytes += 8) crc = feed_word(crc, bytes);
-  for (; num_bytes > 0; --num_bytes, ++bytes) crc = (crc >> 8) ^ kTables[0][(crc ^ byte_at(bytes, 0)) & 0xffu];
+  for (; num_bytes > 0; --num_bytes, ++bytes)
+    crc = (crc >> 8) ^ kTables[0][(crc ^ byte_at(bytes, 0)) & 0xffu];
   return crc;
 }
 
@@ -94,10 +101,12 @@ void store_little_endian(uint64_t value, size_t num_bytes, std::byte* out) {
 
 void Checksum::update(std::span<const std::byte> bytes) {
   if (bytes.empty()) return;
-  check(total_bytes_ % internal::kBlockBytes == 0, "a checksum piece follows one that is no multiple of 32 bytes");
+  check(total_bytes_ % internal::kBlockBytes == 0,
+        "a checksum piece follows one that is no multiple of 32 bytes");
   const size_t num_blocks = bytes.size() / internal::kBlockBytes;
   internal::feed_lanes(lanes_, bytes.data(), num_blocks);
-  // At most three whole words and seven bytes are left; the lane of a word is its index in the block.
+  // At most three whole words and seven bytes are left; the lane of a word is its index in the
+  // block.
   std::span<const std::byte> rest = bytes.subspan(num_blocks * internal::kBlockBytes);
   for (size_t lane = 0; !rest.empty(); ++lane) {
     const size_t piece = rest.size() < 8 ? rest.size() : 8;
@@ -110,7 +119,8 @@ void Checksum::update(std::span<const std::byte> bytes) {
 uint32_t Checksum::finish() const {
   std::byte summary[24];
   for (size_t lane = 0; lane < 4; ++lane) {
-    internal::store_little_endian(lanes_[lane] * internal::kLaneFactors[lane], 4, summary + 4 * lane);
+    internal::store_little_endian(lanes_[lane] * internal::kLaneFactors[lane], 4,
+                                  summary + 4 * lane);
   }
   internal::store_little_endian(total_bytes_, 8, summary + 16);
   return ~internal::crc32c(~0u, summary, sizeof summary);
@@ -123,11 +133,13 @@ uint32_t checksum(std::span<const std::byte> bytes) {
 }
 
 void copy_and_checksum(std::span<const std::byte> source, std::byte* destination, Checksum& sum) {
-  constexpr size_t kCopyBytes = 16 << 10;  // a block and its copy stay in any first-level cache of 32 KiB and more
+  // a block and its copy stay in any first-level cache of 32 KiB and more
+  constexpr size_t kCopyBytes = 16 << 10;
   while (!source.empty()) {
     const size_t piece = source.size() < kCopyBytes ? source.size() : kCopyBytes;
     std::memcpy(destination, source.data(), piece);
-    // The copy is what will be used, so the copy is what is summed: a peer may rewrite the source meanwhile.
+    // The copy is what will be used, so the copy is what is summed: a peer may rewrite the source
+    // meanwhile.
     sum.update({destination, piece});
     destination += piece;
     source = source.subspan(piece);

@@ -1,4 +1,5 @@
-// The instruction-set seam of checksum.cc: both loops give the same bits. Private to base and its tests.
+// The instruction-set seam of checksum.cc: both loops give the same bits. Private to base and its
+// tests.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 

@@ -1,5 +1,6 @@
 // The checksum's loops on the crc32 instruction (latency 3, one per cycle: four lanes hide it).
-// Compiled with SSE4.2, hence no std:: code here: an inline function instantiated in this file could be the copy the linker keeps.
+// Compiled with SSE4.2, hence no std:: code here: an inline function instantiated in this file
+// could be the copy the linker keeps.
 // SPDX-License-Identifier: Apache-2.0
 #include "base/checksum_kernels.h"
 
@@ -35,7 +36,8 @@ uint32_t crc32c_instruction(uint32_t crc, const std::byte* bytes, size_t num_byt
   uint64_t wide = crc;
   for (; num_bytes >= 8; num_bytes -= 8, bytes += 8) wide = _mm_crc32_u64(wide, load_word(bytes));
   uint32_t narrow = static_cast<uint32_t>(wide);
-  for (; num_bytes > 0; --num_bytes, ++bytes) narrow = _mm_crc32_u8(narrow, static_cast<unsigned char>(*bytes));
+  for (; num_bytes > 0; --num_bytes, ++bytes)
+    narrow = _mm_crc32_u8(narrow, static_cast<unsigned char>(*bytes));
   return narrow;
 }
 

@@ -16,7 +16,8 @@ inline int64_t now_ns() {
   return static_cast<int64_t>(t.tv_sec) * 1'000'000'000 + t.tv_nsec;
 }
 
-// CPU time this thread has used, in nanoseconds; stands still while it sleeps or others have its core.
+// CPU time this thread has used, in nanoseconds; stands still while it sleeps or others have its
+// core.
 inline int64_t thread_cpu_ns() {
   timespec t{};
   clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);

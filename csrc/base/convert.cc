@@ -49,11 +49,13 @@ float add_canonical(float a, float b) {
 
 template <float (*kWiden)(uint16_t)>
 void widen_add_loop(const std::byte* source, float* accumulator, size_t count) {
-  for (size_t i = 0; i < count; ++i) accumulator[i] = add_canonical(accumulator[i], kWiden(load<uint16_t>(source, i)));
+  for (size_t i = 0; i < count; ++i)
+    accumulator[i] = add_canonical(accumulator[i], kWiden(load<uint16_t>(source, i)));
 }
 
 void add_f32(const std::byte* source, float* accumulator, size_t count) {
-  for (size_t i = 0; i < count; ++i) accumulator[i] = add_canonical(accumulator[i], load<float>(source, i));
+  for (size_t i = 0; i < count; ++i)
+    accumulator[i] = add_canonical(accumulator[i], load<float>(source, i));
 }
 
 const ConvertKernels& kernels_for(size_t count) {
@@ -73,18 +75,24 @@ const ConvertKernels& kernels_for(size_t count) {
 }  // namespace
 
 const ConvertKernels kConvertScalar = {
-    narrow<f32_to_f16, kF16Overflow>, narrow<f32_to_bf16, kBF16Overflow>, widen_loop<f16_to_f32>,  widen_loop<bf16_to_f32>,
-    add_f32,                          widen_add_loop<f16_to_f32>,         widen_add_loop<bf16_to_f32>,
+    narrow<f32_to_f16, kF16Overflow>,
+    narrow<f32_to_bf16, kBF16Overflow>,
+    widen_loop<f16_to_f32>,
+    widen_loop<bf16_to_f32>,
+    add_f32,
+    widen_add_loop<f16_to_f32>,
+    widen_add_loop<bf16_to_f32>,
 };
 
-// Asked for every row, so it must not execute cpuid: that leaves a virtual machine and costs microseconds. The builtins read what
-// libgcc found at load.
+// Asked for every row, so it must not execute cpuid: that leaves a virtual machine and costs
+// microseconds. The builtins read what libgcc found at load.
 bool has_avx2_f16c() {
 #if defined(__x86_64__) && defined(__clang__)
   // clang 14 does not know the name "f16c"; every processor with AVX2 and FMA has it.
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
 #elif defined(__x86_64__)
-  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+         __builtin_cpu_supports("f16c");
 #else
   return false;
 #endif
@@ -136,7 +144,8 @@ bool narrow(Dtype to, const std::byte* source, std::byte* destination, size_t co
 }
 
 // Between the 16-bit types, through float32 in blocks that stay in the first-level cache.
-bool convert_through_f32(Dtype from, const std::byte* source, Dtype to, std::byte* destination, size_t count) {
+bool convert_through_f32(Dtype from, const std::byte* source, Dtype to, std::byte* destination,
+                         size_t count) {
   constexpr size_t kBlock = 512;
   float wide[kBlock];
   bool in_range = true;

@@ -1,5 +1,6 @@
 // The conversion loops with AVX2 and F16C. Tails run the scalar table, which gives the same bits.
-// Nothing from std:: is instantiated here: an inline copy compiled with wide instructions could be linked into portable code.
+// Nothing from std:: is instantiated here: an inline copy compiled with wide instructions could be
+// linked into portable code.
 // SPDX-License-Identifier: Apache-2.0
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -9,15 +10,20 @@
 namespace dflash::internal {
 namespace {
 
-inline __m256 load_f32(const std::byte* at) { return _mm256_loadu_ps(reinterpret_cast<const float*>(at)); }
-inline __m128i load_u16(const std::byte* at) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(at)); }
+inline __m256 load_f32(const std::byte* at) {
+  return _mm256_loadu_ps(reinterpret_cast<const float*>(at));
+}
+inline __m128i load_u16(const std::byte* at) {
+  return _mm_loadu_si128(reinterpret_cast<const __m128i*>(at));
+}
 
 // All ones where a finite value rounds to infinity.
 template <uint32_t kOverflow>
 inline __m256i overflows(__m256i bits) {
   const __m256i magnitude = _mm256_and_si256(bits, _mm256_set1_epi32(0x7fffffff));
-  return _mm256_and_si256(_mm256_cmpgt_epi32(magnitude, _mm256_set1_epi32(static_cast<int>(kOverflow - 1))),
-                          _mm256_cmpgt_epi32(_mm256_set1_epi32(static_cast<int>(kInfinity)), magnitude));
+  return _mm256_and_si256(
+      _mm256_cmpgt_epi32(magnitude, _mm256_set1_epi32(static_cast<int>(kOverflow - 1))),
+      _mm256_cmpgt_epi32(_mm256_set1_epi32(static_cast<int>(kInfinity)), magnitude));
 }
 
 bool narrow_f16(const std::byte* source, std::byte* destination, size_t count) {
@@ -29,15 +35,18 @@ bool narrow_f16(const std::byte* source, std::byte* destination, size_t count) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(destination + 2 * i),
                      _mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
   }
-  const bool tail_in_range = kConvertScalar.narrow_f16(source + 4 * i, destination + 2 * i, count - i);
+  const bool tail_in_range =
+      kConvertScalar.narrow_f16(source + 4 * i, destination + 2 * i, count - i);
   return _mm256_testz_si256(bad, bad) != 0 && tail_in_range;
 }
 
 inline __m256i round_bf16(__m256i bits) {
   const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
-  const __m256i rounded = _mm256_srli_epi32(_mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff))), 16);
+  const __m256i rounded = _mm256_srli_epi32(
+      _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff))), 16);
   const __m256i magnitude = _mm256_and_si256(bits, _mm256_set1_epi32(0x7fffffff));
-  const __m256i is_nan = _mm256_cmpgt_epi32(magnitude, _mm256_set1_epi32(static_cast<int>(kInfinity)));
+  const __m256i is_nan =
+      _mm256_cmpgt_epi32(magnitude, _mm256_set1_epi32(static_cast<int>(kInfinity)));
   const __m256i quiet = _mm256_or_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(0x40));
   return _mm256_blendv_epi8(rounded, quiet, is_nan);
 }
@@ -48,11 +57,15 @@ bool narrow_bf16(const std::byte* source, std::byte* destination, size_t count) 
   for (; i + 16 <= count; i += 16) {
     const __m256i low = _mm256_castps_si256(load_f32(source + 4 * i));
     const __m256i high = _mm256_castps_si256(load_f32(source + 4 * i + 32));
-    bad = _mm256_or_si256(bad, _mm256_or_si256(overflows<kBF16Overflow>(low), overflows<kBF16Overflow>(high)));
-    const __m256i packed = _mm256_packus_epi32(round_bf16(low), round_bf16(high));  // lanes interleave: 0 2 1 3
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(destination + 2 * i), _mm256_permute4x64_epi64(packed, 0xd8));
+    bad = _mm256_or_si256(
+        bad, _mm256_or_si256(overflows<kBF16Overflow>(low), overflows<kBF16Overflow>(high)));
+    // lanes interleave: 0 2 1 3
+    const __m256i packed = _mm256_packus_epi32(round_bf16(low), round_bf16(high));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(destination + 2 * i),
+                        _mm256_permute4x64_epi64(packed, 0xd8));
   }
-  const bool tail_in_range = kConvertScalar.narrow_bf16(source + 4 * i, destination + 2 * i, count - i);
+  const bool tail_in_range =
+      kConvertScalar.narrow_bf16(source + 4 * i, destination + 2 * i, count - i);
   return _mm256_testz_si256(bad, bad) != 0 && tail_in_range;
 }
 
@@ -75,7 +88,8 @@ void widen_bf16(const std::byte* source, float* destination, size_t count) {
 inline void add_at(float* accumulator, __m256 value) {
   const __m256 sum = _mm256_add_ps(_mm256_loadu_ps(accumulator), value);
   const __m256 canonical = _mm256_castsi256_ps(_mm256_set1_epi32(static_cast<int>(kCanonicalNan)));
-  _mm256_storeu_ps(accumulator, _mm256_blendv_ps(sum, canonical, _mm256_cmp_ps(sum, sum, _CMP_UNORD_Q)));
+  _mm256_storeu_ps(accumulator,
+                   _mm256_blendv_ps(sum, canonical, _mm256_cmp_ps(sum, sum, _CMP_UNORD_Q)));
 }
 
 void widen_add_f32(const std::byte* source, float* accumulator, size_t count) {

@@ -1,9 +1,11 @@
 // The conversion loops with AVX-512 (F, BW, VL, DQ); masked loads and stores take the tails.
-// Nothing from std:: is instantiated here: an inline copy compiled with wide instructions could be linked into portable code.
+// Nothing from std:: is instantiated here: an inline copy compiled with wide instructions could be
+// linked into portable code.
 // SPDX-License-Identifier: Apache-2.0
 #if defined(__x86_64__)
 #if !defined(__clang__)
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // GCC 12's own headers start from an undefined vector
+#pragma GCC diagnostic ignored \
+    "-Wmaybe-uninitialized"  // GCC 12's own headers start from an undefined vector
 #endif
 #include <immintrin.h>
 
@@ -12,7 +14,9 @@
 namespace dflash::internal {
 namespace {
 
-inline __mmask16 first_lanes(size_t left) { return static_cast<__mmask16>(left >= 16 ? 0xffffu : (1u << left) - 1u); }
+inline __mmask16 first_lanes(size_t left) {
+  return static_cast<__mmask16>(left >= 16 ? 0xffffu : (1u << left) - 1u);
+}
 
 template <uint32_t kOverflow>
 inline __mmask16 overflows(__m512i bits) {
@@ -28,10 +32,13 @@ inline __m256i round_f16(__m512i bits) {
 inline __m256i round_bf16(__m512i bits) {
   const __m512i high = _mm512_srli_epi32(bits, 16);
   const __m512i odd = _mm512_and_si512(high, _mm512_set1_epi32(1));
-  const __m512i rounded = _mm512_srli_epi32(_mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff))), 16);
+  const __m512i rounded = _mm512_srli_epi32(
+      _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff))), 16);
   const __m512i magnitude = _mm512_and_si512(bits, _mm512_set1_epi32(0x7fffffff));
-  const __mmask16 is_nan = _mm512_cmpgt_epu32_mask(magnitude, _mm512_set1_epi32(static_cast<int>(kInfinity)));
-  return _mm512_cvtepi32_epi16(_mm512_mask_or_epi32(rounded, is_nan, high, _mm512_set1_epi32(0x40)));
+  const __mmask16 is_nan =
+      _mm512_cmpgt_epu32_mask(magnitude, _mm512_set1_epi32(static_cast<int>(kInfinity)));
+  return _mm512_cvtepi32_epi16(
+      _mm512_mask_or_epi32(rounded, is_nan, high, _mm512_set1_epi32(0x40)));
 }
 
 template <uint32_t kOverflow, __m256i (*kRound)(__m512i)>
@@ -70,7 +77,8 @@ void widen_add(const std::byte* source, float* accumulator, size_t count) {
   const __m512 canonical = _mm512_castsi512_ps(_mm512_set1_epi32(static_cast<int>(kCanonicalNan)));
   for (size_t i = 0; i < count; i += 16) {
     const __mmask16 lanes = first_lanes(count - i);
-    const __m512 sum = _mm512_add_ps(_mm512_maskz_loadu_ps(lanes, accumulator + i), kLoad(lanes, source, i));
+    const __m512 sum =
+        _mm512_add_ps(_mm512_maskz_loadu_ps(lanes, accumulator + i), kLoad(lanes, source, i));
     const __mmask16 is_nan = _mm512_cmp_ps_mask(sum, sum, _CMP_UNORD_Q);
     _mm512_mask_storeu_ps(accumulator + i, lanes, _mm512_mask_mov_ps(sum, is_nan, canonical));
   }
@@ -78,8 +86,12 @@ void widen_add(const std::byte* source, float* accumulator, size_t count) {
 
 }  // namespace
 
-const ConvertKernels kConvertAvx512 = {narrow<kF16Overflow, round_f16>, narrow<kBF16Overflow, round_bf16>, widen<load_f16>,
-                                       widen<load_bf16>,                widen_add<load_f32>,               widen_add<load_f16>,
+const ConvertKernels kConvertAvx512 = {narrow<kF16Overflow, round_f16>,
+                                       narrow<kBF16Overflow, round_bf16>,
+                                       widen<load_f16>,
+                                       widen<load_bf16>,
+                                       widen_add<load_f32>,
+                                       widen_add<load_f16>,
                                        widen_add<load_bf16>};
 
 }  // namespace dflash::internal

@@ -1,5 +1,5 @@
-// The instruction-set seam of convert.cc: one table of loops per set, all giving the same bits. Private to base and its tests.
-// Pointers are bytes because rows in a frame have no alignment.
+// The instruction-set seam of convert.cc: one table of loops per set, all giving the same bits.
+// Private to base and its tests. Pointers are bytes because rows in a frame have no alignment.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -8,8 +8,8 @@
 
 namespace dflash::internal {
 
-// narrow_*: false if a finite value became infinite. widen_add_*: a NaN sum is stored as 0x7fc00000, because which operand's
-// payload survives an addition is the compiler's choice.
+// narrow_*: false if a finite value became infinite. widen_add_*: a NaN sum is stored as
+// 0x7fc00000, because which operand's payload survives an addition is the compiler's choice.
 struct ConvertKernels {
   bool (*narrow_f16)(const std::byte* source, std::byte* destination, size_t count);
   bool (*narrow_bf16)(const std::byte* source, std::byte* destination, size_t count);
@@ -20,9 +20,11 @@ struct ConvertKernels {
   void (*widen_add_bf16)(const std::byte* source, float* accumulator, size_t count);
 };
 
-// The magnitudes (sign bit cleared) of finite float32 values that round to infinity: [limit, kInfinity).
+// The magnitudes (sign bit cleared) of finite float32 values that round to infinity: [limit,
+// kInfinity).
 inline constexpr uint32_t kInfinity = 0x7f800000u;
-inline constexpr uint32_t kF16Overflow = 0x477ff000u;   // 65520: the tie above 65504 goes to the even infinity
+// 65520: the tie above 65504 goes to the even infinity
+inline constexpr uint32_t kF16Overflow = 0x477ff000u;
 inline constexpr uint32_t kBF16Overflow = 0x7f7f8000u;  // half a step above the largest bf16
 inline constexpr uint32_t kCanonicalNan = 0x7fc00000u;
 

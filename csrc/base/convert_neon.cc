@@ -1,5 +1,6 @@
-// The conversion loops with NEON, part of every AArch64. Tails run the scalar table, which gives the same bits.
-// Widening f16 and narrowing to it do not look at flush-to-zero, and keep NaN payloads as dtype.cc does.
+// The conversion loops with NEON, part of every AArch64. Tails run the scalar table, which gives
+// the same bits. Widening f16 and narrowing to it do not look at flush-to-zero, and keep NaN
+// payloads as dtype.cc does.
 // SPDX-License-Identifier: Apache-2.0
 #if defined(__aarch64__)
 #include <arm_neon.h>
@@ -10,16 +11,21 @@ namespace dflash::internal {
 namespace {
 
 // Rows in a frame have no alignment, which byte loads do not ask for.
-inline uint8x16_t load_bytes(const std::byte* at) { return vld1q_u8(reinterpret_cast<const uint8_t*>(at)); }
+inline uint8x16_t load_bytes(const std::byte* at) {
+  return vld1q_u8(reinterpret_cast<const uint8_t*>(at));
+}
 inline float32x4_t load_f32(const std::byte* at) { return vreinterpretq_f32_u8(load_bytes(at)); }
 inline uint16x8_t load_u16(const std::byte* at) { return vreinterpretq_u16_u8(load_bytes(at)); }
-inline void store_u16(std::byte* at, uint16x8_t value) { vst1q_u8(reinterpret_cast<uint8_t*>(at), vreinterpretq_u8_u16(value)); }
+inline void store_u16(std::byte* at, uint16x8_t value) {
+  vst1q_u8(reinterpret_cast<uint8_t*>(at), vreinterpretq_u8_u16(value));
+}
 
 // All ones where a finite value rounds to infinity: its magnitude is in [kOverflow, kInfinity).
 template <uint32_t kOverflow>
 inline uint32x4_t overflows(float32x4_t value) {
   const uint32x4_t magnitude = vandq_u32(vreinterpretq_u32_f32(value), vdupq_n_u32(0x7fffffffu));
-  return vcltq_u32(vsubq_u32(magnitude, vdupq_n_u32(kOverflow)), vdupq_n_u32(kInfinity - kOverflow));
+  return vcltq_u32(vsubq_u32(magnitude, vdupq_n_u32(kOverflow)),
+                   vdupq_n_u32(kInfinity - kOverflow));
 }
 
 inline uint16x4_t round_f16(float32x4_t value) { return vreinterpret_u16_f16(vcvt_f16_f32(value)); }
@@ -55,12 +61,20 @@ bool narrow_bf16(const std::byte* source, std::byte* destination, size_t count) 
 }
 
 struct F16 {
-  static float32x4_t low(uint16x8_t halves) { return vcvt_f32_f16(vget_low_f16(vreinterpretq_f16_u16(halves))); }
-  static float32x4_t high(uint16x8_t halves) { return vcvt_high_f32_f16(vreinterpretq_f16_u16(halves)); }
+  static float32x4_t low(uint16x8_t halves) {
+    return vcvt_f32_f16(vget_low_f16(vreinterpretq_f16_u16(halves)));
+  }
+  static float32x4_t high(uint16x8_t halves) {
+    return vcvt_high_f32_f16(vreinterpretq_f16_u16(halves));
+  }
 };
 struct BF16 {
-  static float32x4_t low(uint16x8_t halves) { return vreinterpretq_f32_u32(vshll_n_u16(vget_low_u16(halves), 16)); }
-  static float32x4_t high(uint16x8_t halves) { return vreinterpretq_f32_u32(vshll_high_n_u16(halves, 16)); }
+  static float32x4_t low(uint16x8_t halves) {
+    return vreinterpretq_f32_u32(vshll_n_u16(vget_low_u16(halves), 16));
+  }
+  static float32x4_t high(uint16x8_t halves) {
+    return vreinterpretq_f32_u32(vshll_high_n_u16(halves, 16));
+  }
 };
 
 // Widens whole steps of eight; returns how many elements that were.
@@ -86,7 +100,8 @@ void widen_bf16(const std::byte* source, float* destination, size_t count) {
 
 inline void add_at(float* accumulator, float32x4_t value) {
   const float32x4_t sum = vaddq_f32(vld1q_f32(accumulator), value);
-  vst1q_f32(accumulator, vbslq_f32(vceqq_f32(sum, sum), sum, vreinterpretq_f32_u32(vdupq_n_u32(kCanonicalNan))));
+  vst1q_f32(accumulator,
+            vbslq_f32(vceqq_f32(sum, sum), sum, vreinterpretq_f32_u32(vdupq_n_u32(kCanonicalNan))));
 }
 
 template <class Source>

@@ -1,4 +1,5 @@
-// The element types that travel and that weights are stored in, and their scalar conversions (IEEE, round to nearest even).
+// The element types that travel and that weights are stored in, and their scalar conversions (IEEE,
+// round to nearest even).
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 

@@ -1,5 +1,6 @@
-// Result<T>: a value or a typed error, used by every function that can fail for a reason outside the program.
-// Depends on nothing. Programming errors use check(), which is never reachable from remote bytes or user input.
+// Result<T>: a value or a typed error, used by every function that can fail for a reason outside
+// the program. Depends on nothing. Programming errors use check(), which is never reachable from
+// remote bytes or user input.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -13,7 +14,8 @@
 
 namespace dflash {
 
-// Each code maps to one Python exception (bindings/errors.cc holds the table, docs/errors.md one line each).
+// Each code maps to one Python exception (bindings/errors.cc holds the table, docs/errors.md one
+// line each).
 enum class ErrorCode : uint16_t {
   kInvalidArgument = 1,  // the caller's arguments: ConfigError
   kUnsupported = 2,      // a shape, format or feature nothing here implements: UnsupportedError
@@ -39,14 +41,16 @@ struct [[nodiscard]] Error {
   }
 };
 
-// Reports a broken internal invariant and aborts. Builtins instead of std::source_location, which clang 14 cannot take from the
-// C++ library of GCC 12.
+// Reports a broken internal invariant and aborts. Builtins instead of std::source_location, which
+// clang 14 cannot take from the C++ library of GCC 12.
 [[noreturn]] inline void fail_check(const char* what, const char* file, unsigned line) {
   std::fprintf(stderr, "dflash_moe internal error: %s (%s:%u)\n", what, file, line);
   std::abort();
 }
-inline void check(bool holds, const char* what, const char* file = __builtin_FILE(), unsigned line = __builtin_LINE()) {
-  if (!holds) [[unlikely]] fail_check(what, file, line);
+inline void check(bool holds, const char* what, const char* file = __builtin_FILE(),
+                  unsigned line = __builtin_LINE()) {
+  if (!holds) [[unlikely]]
+    fail_check(what, file, line);
 }
 
 struct Unit {};
@@ -54,17 +58,36 @@ struct Unit {};
 template <class T = Unit>
 class [[nodiscard]] Result {
  public:
-  Result(T value) : state_(std::in_place_index<0>, std::move(value)) {}  // NOLINT: implicit by design
+  Result(T value)
+      : state_(std::in_place_index<0>, std::move(value)) {}  // NOLINT: implicit by design
   Result(Error error) : state_(std::in_place_index<1>, std::move(error)) {}  // NOLINT
 
   bool ok() const { return state_.index() == 0; }
   explicit operator bool() const { return ok(); }
-  T& value() & { check(ok(), "value() of an error"); return std::get<0>(state_); }
-  const T& value() const& { check(ok(), "value() of an error"); return std::get<0>(state_); }
-  T&& value() && { check(ok(), "value() of an error"); return std::get<0>(std::move(state_)); }
-  Error& error() & { check(!ok(), "error() of a value"); return std::get<1>(state_); }
-  const Error& error() const& { check(!ok(), "error() of a value"); return std::get<1>(state_); }
-  Error&& error() && { check(!ok(), "error() of a value"); return std::get<1>(std::move(state_)); }
+  T& value() & {
+    check(ok(), "value() of an error");
+    return std::get<0>(state_);
+  }
+  const T& value() const& {
+    check(ok(), "value() of an error");
+    return std::get<0>(state_);
+  }
+  T&& value() && {
+    check(ok(), "value() of an error");
+    return std::get<0>(std::move(state_));
+  }
+  Error& error() & {
+    check(!ok(), "error() of a value");
+    return std::get<1>(state_);
+  }
+  const Error& error() const& {
+    check(!ok(), "error() of a value");
+    return std::get<1>(state_);
+  }
+  Error&& error() && {
+    check(!ok(), "error() of a value");
+    return std::get<1>(std::move(state_));
+  }
 
  private:
   std::variant<T, Error> state_;
@@ -74,11 +97,11 @@ using Status = Result<Unit>;
 inline Status ok() { return Unit{}; }
 
 // Returns the error of `expr` from the enclosing function; otherwise yields nothing.
-#define DFLASH_TRY(expr)                                        \
-  do {                                                          \
-    if (auto dflash_status_ = (expr); !dflash_status_.ok()) {   \
-      return std::move(dflash_status_).error();                 \
-    }                                                           \
+#define DFLASH_TRY(expr)                                      \
+  do {                                                        \
+    if (auto dflash_status_ = (expr); !dflash_status_.ok()) { \
+      return std::move(dflash_status_).error();               \
+    }                                                         \
   } while (0)
 
 }  // namespace dflash

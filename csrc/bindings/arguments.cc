@@ -14,17 +14,24 @@ struct ActivationName {
   Activation value;
 };
 constexpr ActivationName kActivations[] = {
-    {"silu", Activation::kSilu},       {"gelu", Activation::kGelu},
-    {"gelu_tanh", Activation::kGeluTanh}, {"relu", Activation::kRelu},
-    {"relu_squared", Activation::kReluSquared}, {"identity", Activation::kIdentity},
-    {"sigmoid", Activation::kSigmoid}, {"quick_gelu", Activation::kQuickGelu},
+    {"silu",         Activation::kSilu       },
+    {"gelu",         Activation::kGelu       },
+    {"gelu_tanh",    Activation::kGeluTanh   },
+    {"relu",         Activation::kRelu       },
+    {"relu_squared", Activation::kReluSquared},
+    {"identity",     Activation::kIdentity   },
+    {"sigmoid",      Activation::kSigmoid    },
+    {"quick_gelu",   Activation::kQuickGelu  },
 };
 struct GateName {
   const char* name;
   GateKind value;
 };
 constexpr GateName kGates[] = {
-    {"none", GateKind::kNone}, {"gated", GateKind::kGated}, {"clamped_swiglu", GateKind::kClampedSwiglu}};
+    {"none",           GateKind::kNone         },
+    {"gated",          GateKind::kGated        },
+    {"clamped_swiglu", GateKind::kClampedSwiglu}
+};
 
 template <class Row, size_t N>
 auto parse_name(const Row (&rows)[N], const std::string& name, const char* what) {
@@ -33,7 +40,8 @@ auto parse_name(const Row (&rows)[N], const std::string& name, const char* what)
     if (name == row.name) return row.value;
     allowed += (allowed.empty() ? "" : ", ") + std::string(row.name);
   }
-  raise(Error{ErrorCode::kUnsupported, std::string(what) + " '" + name + "' is not known here; known are " + allowed});
+  raise(Error{ErrorCode::kUnsupported,
+              std::string(what) + " '" + name + "' is not known here; known are " + allowed});
 }
 
 }  // namespace
@@ -42,31 +50,45 @@ Dtype parse_dtype(const std::string& name) {
   for (uint8_t value = 0; value < kNumDtypes; ++value) {
     if (name == dtype_name(static_cast<Dtype>(value))) return static_cast<Dtype>(value);
   }
-  raise(Error{ErrorCode::kInvalidArgument, "dtype '" + name + "' is not allowed; choose from f32, f16, bf16"});
+  raise(Error{ErrorCode::kInvalidArgument,
+              "dtype '" + name + "' is not allowed; choose from f32, f16, bf16"});
 }
 
 transport::Side parse_side(const std::string& name) {
   if (name == "host") return transport::Side::kHost;
   if (name == "worker") return transport::Side::kWorker;
-  raise(Error{ErrorCode::kInvalidArgument, "side '" + name + "' is not allowed; choose from host, worker"});
+  raise(Error{ErrorCode::kInvalidArgument,
+              "side '" + name + "' is not allowed; choose from host, worker"});
 }
 
 compute::FfnSpec parse_ffn_spec(const py::dict& fields) {
   compute::FfnSpec spec;
   for (const auto& [key, value] : fields) {
     const std::string name = py::cast<std::string>(key);
-    if (name == "in_size") spec.in_size = py::cast<uint32_t>(value);
-    else if (name == "intermediate_size") spec.intermediate_size = py::cast<uint32_t>(value);
-    else if (name == "out_size") spec.out_size = py::cast<uint32_t>(value);
-    else if (name == "activation") spec.activation = parse_name(kActivations, py::cast<std::string>(value), "activation");
-    else if (name == "gate") spec.gate = parse_name(kGates, py::cast<std::string>(value), "gate");
-    else if (name == "has_gate_up_bias") spec.has_gate_up_bias = py::cast<bool>(value);
-    else if (name == "has_down_bias") spec.has_down_bias = py::cast<bool>(value);
-    else if (name == "alpha") spec.alpha = py::cast<float>(value);
-    else if (name == "up_offset") spec.up_offset = py::cast<float>(value);
-    else if (name == "gate_max") spec.gate_max = py::cast<float>(value);
-    else if (name == "up_limit") spec.up_limit = py::cast<float>(value);
-    else raise(Error{ErrorCode::kInvalidArgument, "FfnSpec has no field '" + name + "'"});
+    if (name == "in_size")
+      spec.in_size = py::cast<uint32_t>(value);
+    else if (name == "intermediate_size")
+      spec.intermediate_size = py::cast<uint32_t>(value);
+    else if (name == "out_size")
+      spec.out_size = py::cast<uint32_t>(value);
+    else if (name == "activation")
+      spec.activation = parse_name(kActivations, py::cast<std::string>(value), "activation");
+    else if (name == "gate")
+      spec.gate = parse_name(kGates, py::cast<std::string>(value), "gate");
+    else if (name == "has_gate_up_bias")
+      spec.has_gate_up_bias = py::cast<bool>(value);
+    else if (name == "has_down_bias")
+      spec.has_down_bias = py::cast<bool>(value);
+    else if (name == "alpha")
+      spec.alpha = py::cast<float>(value);
+    else if (name == "up_offset")
+      spec.up_offset = py::cast<float>(value);
+    else if (name == "gate_max")
+      spec.gate_max = py::cast<float>(value);
+    else if (name == "up_limit")
+      spec.up_limit = py::cast<float>(value);
+    else
+      raise(Error{ErrorCode::kInvalidArgument, "FfnSpec has no field '" + name + "'"});
   }
   unwrap(spec.validate());
   return spec;

@@ -18,24 +18,26 @@ namespace dflash::bindings {
 Dtype parse_dtype(const std::string& name);
 // "host" "worker"; ConfigError otherwise.
 transport::Side parse_side(const std::string& name);
-// A mapping with the fields of FfnSpec; missing ones keep their default, unknown ones are a ConfigError.
+// A mapping with the fields of FfnSpec; missing ones keep their default, unknown ones are a
+// ConfigError.
 compute::FfnSpec parse_ffn_spec(const pybind11::dict& fields);
 
-// Contiguous bytes of a matrix in a stored format and, where they lie apart, of its scales: rows one after another. The buffers keep
-// the memory alive. ConfigError where sizes do not fit.
+// Contiguous bytes of a matrix in a stored format and, where they lie apart, of its scales: rows
+// one after another. The buffers keep the memory alive. ConfigError where sizes do not fit.
 struct ByteMatrix {
   pybind11::buffer_info data, scales;
   compute::MatrixView view;
 };
-ByteMatrix byte_matrix(const std::string& format_name, const pybind11::buffer& data, uint32_t outputs, uint32_t inputs,
-                       const pybind11::buffer& scales);
+ByteMatrix byte_matrix(const std::string& format_name, const pybind11::buffer& data,
+                       uint32_t outputs, uint32_t inputs, const pybind11::buffer& scales);
 
 // A channel as Python holds it: owned until a client, worker or decorator takes it.
 struct ChannelBox {
   std::unique_ptr<transport::Channel> channel;
 
   std::unique_ptr<transport::Channel> take() {
-    if (channel == nullptr) raise(Error{ErrorCode::kClosed, "this channel was already handed over; make a new one"});
+    if (channel == nullptr)
+      raise(Error{ErrorCode::kClosed, "this channel was already handed over; make a new one"});
     return std::move(channel);
   }
 };

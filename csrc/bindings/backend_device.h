@@ -18,9 +18,11 @@ struct BackendDevice {
 // The worker's share.
 class SharedBackend final : public compute::ExpertBackend {
  public:
-  explicit SharedBackend(std::shared_ptr<plugin::PluginBackend> shared) : shared_(std::move(shared)) {}
-  Result<std::unique_ptr<compute::ExpertLayer>> create_layer(const compute::FfnSpec& spec, uint32_t num_local_experts,
-                                                             compute::ResidentFormats formats, compute::NumericsClass numerics) override {
+  explicit SharedBackend(std::shared_ptr<plugin::PluginBackend> shared)
+      : shared_(std::move(shared)) {}
+  Result<std::unique_ptr<compute::ExpertLayer>> create_layer(
+      const compute::FfnSpec& spec, uint32_t num_local_experts, compute::ResidentFormats formats,
+      compute::NumericsClass numerics) override {
     return shared_->create_layer(spec, num_local_experts, formats, numerics);
   }
 

@@ -1,5 +1,6 @@
-// The memory of a ping-pong between a device and a processor, and both its ends: `bench doorbell`. The words are the heads of two segments as the
-// shared transport makes and maps them, or lie in pinned memory.
+// The memory of a ping-pong between a device and a processor, and both its ends: `bench doorbell`.
+// The words are the heads of two segments as the shared transport makes and maps them, or lie in
+// pinned memory.
 // SPDX-License-Identifier: Apache-2.0
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -39,15 +40,19 @@ uint32_t parse_kind(const std::string& kind) {
 
 class BellMemory {
  public:
-  // Both sides' segments in one process; a child made by fork has them too, and can be the processor's end.
+  // Both sides' segments in one process; a child made by fork has them too, and can be the
+  // processor's end.
   static std::unique_ptr<BellMemory> of_segments(bool is_open, uint64_t slot_bytes) {
     auto memory = std::make_unique<BellMemory>();
     const transport::SlotGeometry geometry{1, slot_bytes, slot_bytes};
     memory->host_.emplace(unwrap(Segment::create(Side::kHost, geometry, 1)));
     memory->worker_.emplace(unwrap(Segment::create(Side::kWorker, geometry, 1, is_open)));
     OwnedFd copy(::dup(memory->worker_->fd()));
-    if (!copy.is_open()) raise(Error{ErrorCode::kSystem, std::string("cannot duplicate a descriptor: ") + std::strerror(errno)});
-    memory->attached_ = std::make_shared<Segment>(unwrap(Segment::attach(std::move(copy), Side::kWorker, geometry, 1, is_open)));
+    if (!copy.is_open())
+      raise(Error{ErrorCode::kSystem,
+                  std::string("cannot duplicate a descriptor: ") + std::strerror(errno)});
+    memory->attached_ = std::make_shared<Segment>(
+        unwrap(Segment::attach(std::move(copy), Side::kWorker, geometry, 1, is_open)));
     memory->ring_ = word(memory->host_->base(), transport::kHeadOffset);
     memory->answer_ = word(memory->worker_->base(), transport::kHeadOffset);
     return memory;
@@ -66,9 +71,13 @@ class BellMemory {
   uint64_t map(const HostDeviceBox& box) {
     if (!attached_) return 0;
     py::gil_scoped_release unlocked;
-    device_ring_ = word(mapped(box.device->map_memory(host_->base(), host_->mapped_bytes(), false, nullptr), "requests"), transport::kHeadOffset);
-    std::byte* replies =
-        mapped(box.device->map_memory(attached_->base(), attached_->mapped_bytes(), !attached_->is_writable(), attached_), "replies");
+    device_ring_ =
+        word(mapped(box.device->map_memory(host_->base(), host_->mapped_bytes(), false, nullptr),
+                    "requests"),
+             transport::kHeadOffset);
+    std::byte* replies = mapped(box.device->map_memory(attached_->base(), attached_->mapped_bytes(),
+                                                       !attached_->is_writable(), attached_),
+                                "replies");
     device_answer_ = word(replies, transport::kHeadOffset);
     return host_->mapped_bytes() + attached_->mapped_bytes();
   }
@@ -85,8 +94,8 @@ class BellMemory {
   }
 
   // (rounds that were answered, when the host was called)
-  std::pair<uint32_t, std::vector<int64_t>> ring(const HostDeviceBox& box, const std::string& kind, uint32_t first, uint32_t rounds,
-                                                 double budget_s) {
+  std::pair<uint32_t, std::vector<int64_t>> ring(const HostDeviceBox& box, const std::string& kind,
+                                                 uint32_t first, uint32_t rounds, double budget_s) {
     auto bells = plugin::new_record<dflash_bells>();
     std::vector<int64_t> calls(rounds);
     bells.kind = parse_kind(kind);
@@ -107,7 +116,9 @@ class BellMemory {
   }
 
  private:
-  static uint32_t* word(std::byte* base, uint64_t offset) { return reinterpret_cast<uint32_t*>(base + offset); }
+  static uint32_t* word(std::byte* base, uint64_t offset) {
+    return reinterpret_cast<uint32_t*>(base + offset);
+  }
   static std::byte* mapped(Result<std::byte*> result, const char* what) {
     if (result.ok()) return result.value();
     py::gil_scoped_acquire locked;
@@ -125,13 +136,15 @@ class BellMemory {
 
 void bind_bells(py::module_& module) {
   py::class_<BellMemory>(module, "BellMemory")
-      .def_static("of_segments", &BellMemory::of_segments, py::kw_only(), py::arg("is_open"), py::arg("slot_bytes"))
+      .def_static("of_segments", &BellMemory::of_segments, py::kw_only(), py::arg("is_open"),
+                  py::arg("slot_bytes"))
       .def_static("pinned", &BellMemory::pinned, py::arg("device"))
       .def("map", &BellMemory::map, py::arg("device"))
       .def("unmap", &BellMemory::unmap, py::arg("device"))
-      .def("answer", &BellMemory::answer, py::kw_only(), py::arg("first"), py::arg("rounds"), py::arg("timeout_s"))
-      .def("ring", &BellMemory::ring, py::arg("device"), py::kw_only(), py::arg("kind"), py::arg("first"), py::arg("rounds"),
-           py::arg("budget_s"));
+      .def("answer", &BellMemory::answer, py::kw_only(), py::arg("first"), py::arg("rounds"),
+           py::arg("timeout_s"))
+      .def("ring", &BellMemory::ring, py::arg("device"), py::kw_only(), py::arg("kind"),
+           py::arg("first"), py::arg("rounds"), py::arg("budget_s"));
 }
 
 }  // namespace dflash::bindings

@@ -18,10 +18,11 @@ namespace {
 
 int64_t nanoseconds(double seconds) { return static_cast<int64_t>(seconds * 1e9); }
 
-std::vector<int64_t> ipc_round_trip(ChannelBox& box, size_t payload_bytes, uint32_t rounds, uint32_t warmup, int64_t spin_ns,
-                                    double timeout_s, int cpu) {
+std::vector<int64_t> ipc_round_trip(ChannelBox& box, size_t payload_bytes, uint32_t rounds,
+                                    uint32_t warmup, int64_t spin_ns, double timeout_s, int cpu) {
   const auto channel = box.take();
-  const transport::RoundTripOptions options{payload_bytes, rounds, warmup, spin_ns, nanoseconds(timeout_s), cpu};
+  const transport::RoundTripOptions options{payload_bytes,          rounds, warmup, spin_ns,
+                                            nanoseconds(timeout_s), cpu};
   Result<std::vector<int64_t>> samples = [&] {
     py::gil_scoped_release unlocked;
     return transport::round_trip(*channel, options);
@@ -38,9 +39,13 @@ uint64_t ipc_echo(ChannelBox& box, int64_t spin_ns, double idle_timeout_s, int c
   return unwrap(std::move(rounds));
 }
 
-std::vector<int64_t> ipc_floor(const std::string& kind, size_t payload_bytes, uint32_t rounds, uint32_t warmup,
-                               std::pair<int, int> cpus) {
-  const transport::FloorOptions options{unwrap(transport::parse_floor_kind(kind)), payload_bytes, rounds, warmup, cpus.first,
+std::vector<int64_t> ipc_floor(const std::string& kind, size_t payload_bytes, uint32_t rounds,
+                               uint32_t warmup, std::pair<int, int> cpus) {
+  const transport::FloorOptions options{unwrap(transport::parse_floor_kind(kind)),
+                                        payload_bytes,
+                                        rounds,
+                                        warmup,
+                                        cpus.first,
                                         cpus.second};
   Result<std::vector<int64_t>> samples = [&] {
     py::gil_scoped_release unlocked;
@@ -60,11 +65,15 @@ std::vector<double> memcpy_bytes_per_s(size_t payload_bytes, uint32_t rounds, in
 }  // namespace
 
 void bind_benchmark(py::module_& module) {
-  module.def("ipc_round_trip", &ipc_round_trip, py::arg("channel"), py::arg("payload_bytes"), py::arg("rounds"), py::arg("warmup"),
-             py::arg("spin_ns"), py::arg("timeout_s"), py::arg("cpu") = -1);
-  module.def("ipc_echo", &ipc_echo, py::arg("channel"), py::arg("spin_ns"), py::arg("idle_timeout_s"), py::arg("cpu") = -1);
-  module.def("ipc_floor", &ipc_floor, py::arg("kind"), py::arg("payload_bytes"), py::arg("rounds"), py::arg("warmup"), py::arg("cpus"));
-  module.def("memcpy_bytes_per_s", &memcpy_bytes_per_s, py::arg("payload_bytes"), py::arg("rounds"), py::arg("cpu") = -1);
+  module.def("ipc_round_trip", &ipc_round_trip, py::arg("channel"), py::arg("payload_bytes"),
+             py::arg("rounds"), py::arg("warmup"), py::arg("spin_ns"), py::arg("timeout_s"),
+             py::arg("cpu") = -1);
+  module.def("ipc_echo", &ipc_echo, py::arg("channel"), py::arg("spin_ns"),
+             py::arg("idle_timeout_s"), py::arg("cpu") = -1);
+  module.def("ipc_floor", &ipc_floor, py::arg("kind"), py::arg("payload_bytes"), py::arg("rounds"),
+             py::arg("warmup"), py::arg("cpus"));
+  module.def("memcpy_bytes_per_s", &memcpy_bytes_per_s, py::arg("payload_bytes"), py::arg("rounds"),
+             py::arg("cpu") = -1);
 }
 
 }  // namespace dflash::bindings

@@ -32,21 +32,36 @@ py::bytes encode_header(const py::dict& fields) {
   for (const auto& [key, value] : fields) {
     const std::string name = py::cast<std::string>(key);
     const auto number = py::cast<uint64_t>(value);
-    if (name == "kind") header.kind = static_cast<wire::FrameKind>(number);
-    else if (name == "request_dtype") header.request_dtype = static_cast<Dtype>(number);
-    else if (name == "reply_dtype") header.reply_dtype = static_cast<Dtype>(number);
-    else if (name == "generation") header.generation = number;
-    else if (name == "call_id") header.call_id = number;
-    else if (name == "weights_fingerprint") header.weights_fingerprint = number;
-    else if (name == "layer") header.layer = static_cast<uint32_t>(number);
-    else if (name == "shard") header.shard = static_cast<uint32_t>(number);
-    else if (name == "num_rows") header.num_rows = static_cast<uint32_t>(number);
-    else if (name == "num_pairs") header.num_pairs = static_cast<uint32_t>(number);
-    else if (name == "payload_bytes") header.payload_bytes = static_cast<uint32_t>(number);
-    else if (name == "payload_checksum") header.payload_checksum = static_cast<uint32_t>(number);
-    else if (name == "slice") header.slice = static_cast<uint16_t>(number);
-    else if (name == "attempt") header.attempt = static_cast<uint16_t>(number);
-    else raise(Error{ErrorCode::kInvalidArgument, "the frame header has no field '" + name + "'"});
+    if (name == "kind")
+      header.kind = static_cast<wire::FrameKind>(number);
+    else if (name == "request_dtype")
+      header.request_dtype = static_cast<Dtype>(number);
+    else if (name == "reply_dtype")
+      header.reply_dtype = static_cast<Dtype>(number);
+    else if (name == "generation")
+      header.generation = number;
+    else if (name == "call_id")
+      header.call_id = number;
+    else if (name == "weights_fingerprint")
+      header.weights_fingerprint = number;
+    else if (name == "layer")
+      header.layer = static_cast<uint32_t>(number);
+    else if (name == "shard")
+      header.shard = static_cast<uint32_t>(number);
+    else if (name == "num_rows")
+      header.num_rows = static_cast<uint32_t>(number);
+    else if (name == "num_pairs")
+      header.num_pairs = static_cast<uint32_t>(number);
+    else if (name == "payload_bytes")
+      header.payload_bytes = static_cast<uint32_t>(number);
+    else if (name == "payload_checksum")
+      header.payload_checksum = static_cast<uint32_t>(number);
+    else if (name == "slice")
+      header.slice = static_cast<uint16_t>(number);
+    else if (name == "attempt")
+      header.attempt = static_cast<uint16_t>(number);
+    else
+      raise(Error{ErrorCode::kInvalidArgument, "the frame header has no field '" + name + "'"});
   }
   std::byte out[wire::kFrameHeaderBytes];
   wire::encode_frame_header(header, std::span<std::byte, wire::kFrameHeaderBytes>(out));
@@ -55,7 +70,8 @@ py::bytes encode_header(const py::dict& fields) {
 
 py::dict decode_header(const std::string& data) {
   if (data.size() != wire::kFrameHeaderBytes) {
-    raise(Error{ErrorCode::kProtocol, "a frame header has 64 bytes, found " + std::to_string(data.size())});
+    raise(Error{ErrorCode::kProtocol,
+                "a frame header has 64 bytes, found " + std::to_string(data.size())});
   }
   const wire::FrameHeader header =
       unwrap(wire::decode_frame_header(as_bytes(data).first<wire::kFrameHeaderBytes>()));
@@ -94,8 +110,10 @@ py::dict wire_limits() {
   return limits;
 }
 
-py::dict request_layout(uint32_t num_rows, uint32_t num_pairs, uint32_t row_width, const std::string& dtype) {
-  const auto layout = unwrap(wire::RequestLayout::of(num_rows, num_pairs, row_width, parse_dtype(dtype)));
+py::dict request_layout(uint32_t num_rows, uint32_t num_pairs, uint32_t row_width,
+                        const std::string& dtype) {
+  const auto layout =
+      unwrap(wire::RequestLayout::of(num_rows, num_pairs, row_width, parse_dtype(dtype)));
   py::dict offsets;
   offsets["weights_offset"] = layout.weights_offset;
   offsets["row_counts_offset"] = layout.row_counts_offset;
@@ -154,31 +172,53 @@ std::vector<std::string> cpu_features() {
 void bind_codec(py::module_& module) {
   module.def("supported_isas", &supported_isas);
   module.def("best_isa", [] { return std::string(compute::isa_name(compute::best_isa())); });
-  module.def("parse_isa", [](const std::string& name) { return std::string(compute::isa_name(unwrap(compute::parse_isa(name)))); },
-             py::arg("name"));
+  module.def(
+      "parse_isa",
+      [](const std::string& name) {
+        return std::string(compute::isa_name(unwrap(compute::parse_isa(name))));
+      },
+      py::arg("name"));
   module.def("cpu_features", &cpu_features);
-  module.def("numerics_classes", [](const std::string& isa) {
-    std::vector<std::string> names;
-    for (const auto numerics : compute::CpuBackend::numerics_classes(unwrap(compute::parse_isa(isa)))) {
-      names.emplace_back(compute::numerics_name(numerics));
-    }
-    return names;
-  }, py::arg("isa"));
-  module.def("numerics_class", [] { return std::string(compute::numerics_name(compute::NumericsClass::kF32Canonical)); });
-  module.def("check_numerics", [](const std::string& numerics, const std::string& weight_dtype) {
-    unwrap(compute::check_numerics(unwrap(compute::parse_numerics(numerics)), unwrap(compute::parse_resident_formats(weight_dtype))));
-  }, py::arg("numerics"), py::arg("weight_dtype"));
+  module.def(
+      "numerics_classes",
+      [](const std::string& isa) {
+        std::vector<std::string> names;
+        for (const auto numerics :
+             compute::CpuBackend::numerics_classes(unwrap(compute::parse_isa(isa)))) {
+          names.emplace_back(compute::numerics_name(numerics));
+        }
+        return names;
+      },
+      py::arg("isa"));
+  module.def("numerics_class", [] {
+    return std::string(compute::numerics_name(compute::NumericsClass::kF32Canonical));
+  });
+  module.def(
+      "check_numerics",
+      [](const std::string& numerics, const std::string& weight_dtype) {
+        unwrap(compute::check_numerics(unwrap(compute::parse_numerics(numerics)),
+                                       unwrap(compute::parse_resident_formats(weight_dtype))));
+      },
+      py::arg("numerics"), py::arg("weight_dtype"));
   module.def("wire_limits", &wire_limits);
-  module.def("checksum", [](const std::string& data) { return checksum(as_bytes(data)); }, py::arg("data"));
+  module.def(
+      "checksum", [](const std::string& data) { return checksum(as_bytes(data)); },
+      py::arg("data"));
   module.def("encode_frame_header", &encode_header, py::arg("fields"));
   module.def("decode_frame_header", &decode_header, py::arg("data"));
-  module.def("request_layout", &request_layout, py::arg("num_rows"), py::arg("num_pairs"), py::arg("row_width"), py::arg("dtype"));
-  module.def("reply_layout", &reply_layout, py::arg("num_rows"), py::arg("row_width"), py::arg("dtype"));
-  module.def("floor_bytes", [](uint64_t num_rows, uint64_t num_pairs, uint64_t in_width, const std::string& request_dtype,
-                               uint64_t out_width, const std::string& reply_dtype) {
-    return wire::floor_bytes(num_rows, num_pairs, in_width, parse_dtype(request_dtype), out_width, parse_dtype(reply_dtype));
-  }, py::arg("num_rows"), py::arg("num_pairs"), py::arg("in_width"), py::arg("request_dtype"), py::arg("out_width"),
-             py::arg("reply_dtype"));
+  module.def("request_layout", &request_layout, py::arg("num_rows"), py::arg("num_pairs"),
+             py::arg("row_width"), py::arg("dtype"));
+  module.def("reply_layout", &reply_layout, py::arg("num_rows"), py::arg("row_width"),
+             py::arg("dtype"));
+  module.def(
+      "floor_bytes",
+      [](uint64_t num_rows, uint64_t num_pairs, uint64_t in_width, const std::string& request_dtype,
+         uint64_t out_width, const std::string& reply_dtype) {
+        return wire::floor_bytes(num_rows, num_pairs, in_width, parse_dtype(request_dtype),
+                                 out_width, parse_dtype(reply_dtype));
+      },
+      py::arg("num_rows"), py::arg("num_pairs"), py::arg("in_width"), py::arg("request_dtype"),
+      py::arg("out_width"), py::arg("reply_dtype"));
 }
 
 }  // namespace dflash::bindings

@@ -1,4 +1,5 @@
-// A device step as Python holds it: the bridge between the client's data paths and the host's device, which know nothing of each other.
+// A device step as Python holds it: the bridge between the client's data paths and the host's
+// device, which know nothing of each other.
 // SPDX-License-Identifier: Apache-2.0
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -27,21 +28,27 @@ namespace {
 
 constexpr size_t kMostMessages = 4096;  // of a step; the device refuses more
 
-// What a worker answered instead of rows, from a private copy of its slot; nothing where that is no such answer.
+// What a worker answered instead of rows, from a private copy of its slot; nothing where that is no
+// such answer.
 std::string refusal_text(const client::StepLane& lane, uint32_t slot) {
   std::byte copy[wire::kFrameHeaderBytes + wire::kMaxErrorPayloadBytes];
   if (slot >= lane.geometry.num_slots || lane.geometry.reply_bytes < sizeof copy) return {};
-  std::copy_n(lane.ring.peer + lane.ring.peer_slots + slot * lane.ring.peer_stride, sizeof copy, copy);
-  const auto header = wire::decode_frame_header(std::span<const std::byte, wire::kFrameHeaderBytes>(copy, wire::kFrameHeaderBytes));
+  std::copy_n(lane.ring.peer + lane.ring.peer_slots + slot * lane.ring.peer_stride, sizeof copy,
+              copy);
+  const auto header = wire::decode_frame_header(
+      std::span<const std::byte, wire::kFrameHeaderBytes>(copy, wire::kFrameHeaderBytes));
   if (!header.ok() || header.value().kind != wire::FrameKind::kError) return {};
-  const std::span<const std::byte> payload(copy + wire::kFrameHeaderBytes, header.value().payload_bytes);
+  const std::span<const std::byte> payload(copy + wire::kFrameHeaderBytes,
+                                           header.value().payload_bytes);
   const auto decoded = wire::decode_error(payload);
-  return decoded.ok() && checksum(payload) == header.value().payload_checksum ? decoded.value().text : std::string();
+  return decoded.ok() && checksum(payload) == header.value().payload_checksum ? decoded.value().text
+                                                                              : std::string();
 }
 
 class DeviceStep {
  public:
-  DeviceStep(const HostDeviceBox& box, StepLease& lease, double budget_s, std::optional<uint64_t> stream, int64_t nap_ns)
+  DeviceStep(const HostDeviceBox& box, StepLease& lease, double budget_s,
+             std::optional<uint64_t> stream, int64_t nap_ns)
       : device_(box.device), lanes_(std::move(lease.lanes)) {
     Status begun = [&]() -> Status {
       py::gil_scoped_release unlocked;
@@ -55,8 +62,9 @@ class DeviceStep {
   DeviceStep(const DeviceStep&) = delete;
   DeviceStep& operator=(const DeviceStep&) = delete;
 
-  void add(uint32_t layer, uintptr_t hidden_states, int64_t row_stride_bytes, const std::string& dtype, uint32_t num_tokens,
-           uintptr_t topk_ids, bool ids_are_64bit, uintptr_t topk_weights, const std::string& weights_dtype, uint32_t top_k,
+  void add(uint32_t layer, uintptr_t hidden_states, int64_t row_stride_bytes,
+           const std::string& dtype, uint32_t num_tokens, uintptr_t topk_ids, bool ids_are_64bit,
+           uintptr_t topk_weights, const std::string& weights_dtype, uint32_t top_k,
            uintptr_t output) {
     auto call = plugin::new_record<dflash_step_call>();
     call.layer = layer;
@@ -99,7 +107,8 @@ class DeviceStep {
  private:
   Status begin(uint64_t first_call, int64_t budget_ns, std::optional<uint64_t> stream) {
     std::vector<std::byte*> bases;
-    for (const client::StepLane& lane : lanes_) bases.insert(bases.end(), {lane.ring.own, lane.ring.peer});
+    for (const client::StepLane& lane : lanes_)
+      bases.insert(bases.end(), {lane.ring.own, lane.ring.peer});
     device_->keep_mapped(bases);
     std::vector<dflash_step_lane> mapped;
     auto step = plugin::new_record<dflash_step>();
@@ -108,10 +117,12 @@ class DeviceStep {
       const transport::RingView& ring = lane.ring;
       auto own = device_->map_memory(ring.own, ring.own_bytes, false, ring.memory);
       if (!own.ok()) return std::move(own).error().with("worker " + lane.name + ", requests");
-      auto peer = device_->map_memory(ring.peer, ring.peer_bytes, !ring.is_peer_writable, ring.memory);
+      auto peer =
+          device_->map_memory(ring.peer, ring.peer_bytes, !ring.is_peer_writable, ring.memory);
       if (!peer.ok()) return std::move(peer).error().with("worker " + lane.name + ", replies");
-      mapped.push_back({own.value(), peer.value(), lane.generation, ring.own_slots, ring.own_stride, ring.peer_slots, ring.peer_stride,
-                        ring.entry_mask, ring.head, ring.tail, 0});
+      mapped.push_back({own.value(), peer.value(), lane.generation, ring.own_slots, ring.own_stride,
+                        ring.peer_slots, ring.peer_stride, ring.entry_mask, ring.head, ring.tail,
+                        0});
       step.request_bytes = std::min(step.request_bytes, lane.geometry.request_bytes);
       step.reply_bytes = std::min(step.reply_bytes, lane.geometry.reply_bytes);
       step.request_dtype = static_cast<uint32_t>(lane.request_dtype);
@@ -141,11 +152,13 @@ class DeviceStep {
     for (const dflash_step_lane& lane : lanes) report.heads.emplace_back(lane.head, lane.tail);
     for (uint32_t i = 0; i < outcome.num_messages; ++i) {
       const dflash_step_message& one = messages[i];
-      report.messages.push_back({lanes_[one.lane].worker, one.layer, one.num_rows, one.num_pairs, one.request_bytes, one.reply_bytes});
+      report.messages.push_back({lanes_[one.lane].worker, one.layer, one.num_rows, one.num_pairs,
+                                 one.request_bytes, one.reply_bytes});
     }
     if (outcome.code == 0 || outcome.lane >= lanes_.size()) return report;
     report.worker = lanes_[outcome.lane].name;
-    if (outcome.code == static_cast<int32_t>(ErrorCode::kWorkerFailed)) report.text = refusal_text(lanes_[outcome.lane], outcome.slot);
+    if (outcome.code == static_cast<int32_t>(ErrorCode::kWorkerFailed))
+      report.text = refusal_text(lanes_[outcome.lane], outcome.slot);
     return report;
   }
 
@@ -154,15 +167,19 @@ class DeviceStep {
   std::unique_ptr<transport::RingBell> bell_;
 };
 
-using ShardTuple = std::tuple<uint32_t, uint32_t, uint64_t, std::vector<uint32_t>>;  // as Client.define_layer takes it
+// as Client.define_layer takes it
+using ShardTuple = std::tuple<uint32_t, uint32_t, uint64_t, std::vector<uint32_t>>;
 
-void define_step_layer(const HostDeviceBox& box, uint32_t layer, uint32_t in_size, uint32_t out_size, uint32_t num_experts,
+void define_step_layer(const HostDeviceBox& box, uint32_t layer, uint32_t in_size,
+                       uint32_t out_size, uint32_t num_experts,
                        const std::vector<ShardTuple>& shards) {
   std::vector<dflash_step_shard> places;
   std::vector<uint32_t> experts(num_experts, ~0u);
   for (const auto& [shard, worker, fingerprint, ids] : shards) {
     const uint32_t lane = worker, place = static_cast<uint32_t>(places.size());
-    const auto slot = std::count_if(places.begin(), places.end(), [lane](const dflash_step_shard& one) { return one.lane == lane; });
+    const auto slot =
+        std::count_if(places.begin(), places.end(),
+                      [lane](const dflash_step_shard& one) { return one.lane == lane; });
     places.push_back({fingerprint, shard, lane, static_cast<uint32_t>(slot), 0});
     for (uint32_t local = 0; local < ids.size(); ++local) {
       if (ids[local] < num_experts) experts[ids[local]] = place << 16 | local;
@@ -190,13 +207,16 @@ void bind_device_step(py::module_& module) {
       .def_readonly("worker", &StepReport::worker)
       .def_readonly("text", &StepReport::text);
   py::class_<DeviceStep>(module, "DeviceStep")
-      .def(py::init<const HostDeviceBox&, StepLease&, double, std::optional<uint64_t>, int64_t>(), py::arg("device"), py::arg("lease"),
-           py::kw_only(), py::arg("budget_s"), py::arg("stream") = std::nullopt, py::arg("nap_ns") = 0)
-      .def_static("define_layer", &define_step_layer, py::arg("device"), py::kw_only(), py::arg("layer"), py::arg("in_size"),
-                  py::arg("out_size"), py::arg("num_experts"), py::arg("shards"))
-      .def("add", &DeviceStep::add, py::arg("layer"), py::arg("hidden_states"), py::arg("row_stride_bytes"), py::arg("dtype"),
-           py::arg("num_tokens"), py::arg("topk_ids"), py::arg("ids_are_64bit"), py::arg("topk_weights"), py::arg("weights_dtype"),
-           py::arg("top_k"), py::arg("output"))
+      .def(py::init<const HostDeviceBox&, StepLease&, double, std::optional<uint64_t>, int64_t>(),
+           py::arg("device"), py::arg("lease"), py::kw_only(), py::arg("budget_s"),
+           py::arg("stream") = std::nullopt, py::arg("nap_ns") = 0)
+      .def_static("define_layer", &define_step_layer, py::arg("device"), py::kw_only(),
+                  py::arg("layer"), py::arg("in_size"), py::arg("out_size"), py::arg("num_experts"),
+                  py::arg("shards"))
+      .def("add", &DeviceStep::add, py::arg("layer"), py::arg("hidden_states"),
+           py::arg("row_stride_bytes"), py::arg("dtype"), py::arg("num_tokens"),
+           py::arg("topk_ids"), py::arg("ids_are_64bit"), py::arg("topk_weights"),
+           py::arg("weights_dtype"), py::arg("top_k"), py::arg("output"))
       .def("wait", &DeviceStep::wait, py::arg("timeout_s"))
       .def("abort", &DeviceStep::abort)
       .def("give_up", &DeviceStep::give_up)

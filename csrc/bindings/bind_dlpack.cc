@@ -1,5 +1,6 @@
-// A borrowed view of any tensor that speaks DLPack (https://dmlc.github.io/dlpack), legacy and versioned capsules.
-// The structs restate the public ABI of DLPack 1.0; no header of theirs is needed.
+// A borrowed view of any tensor that speaks DLPack (https://dmlc.github.io/dlpack), legacy and
+// versioned capsules. The structs restate the public ABI of DLPack 1.0; no header of theirs is
+// needed.
 // SPDX-License-Identifier: Apache-2.0
 #include <pybind11/pybind11.h>
 
@@ -62,12 +63,13 @@ const char* type_name(DlDataType type) {
 
 class DlpackView {
  public:
-  // Takes over the capsule's tensor: renames it to "used_..." as the protocol asks, and frees it when this view dies.
-  // `device`: the DLPack type and number that the tensor must be on.
+  // Takes over the capsule's tensor: renames it to "used_..." as the protocol asks, and frees it
+  // when this view dies. `device`: the DLPack type and number that the tensor must be on.
   DlpackView(const py::object& object, std::pair<int32_t, int32_t> device) : device_(device) {
     PyObject* capsule = object.ptr();
     if (PyCapsule_IsValid(capsule, "dltensor_versioned")) {
-      versioned_ = static_cast<DlManagedTensorVersioned*>(PyCapsule_GetPointer(capsule, "dltensor_versioned"));
+      versioned_ = static_cast<DlManagedTensorVersioned*>(
+          PyCapsule_GetPointer(capsule, "dltensor_versioned"));
       if (versioned_->major != 1) {
         versioned_ = nullptr;
         raise(Error{ErrorCode::kUnsupported, "DLPack major version is not 1"});
@@ -79,7 +81,8 @@ class DlpackView {
       inspect(legacy_->tensor);
       PyCapsule_SetName(capsule, "used_dltensor");
     } else {
-      raise(Error{ErrorCode::kInvalidArgument, "expected an unused DLPack capsule, as __dlpack__() returns it"});
+      raise(Error{ErrorCode::kInvalidArgument,
+                  "expected an unused DLPack capsule, as __dlpack__() returns it"});
     }
     owned_ = true;
   }
@@ -98,20 +101,26 @@ class DlpackView {
 
  private:
   void inspect(const DlTensor& tensor) {
-    const bool is_in_host_memory = tensor.device.device_type == kCpuDevice || tensor.device.device_type == kPinnedHostDevice;
+    const bool is_in_host_memory =
+        tensor.device.device_type == kCpuDevice || tensor.device.device_type == kPinnedHostDevice;
     const bool is_expected = device_.first == kCpuDevice
                                  ? is_in_host_memory
-                                 : tensor.device.device_type == device_.first && tensor.device.device_id == device_.second;
+                                 : tensor.device.device_type == device_.first &&
+                                       tensor.device.device_id == device_.second;
     if (!is_expected) {
-      raise(Error{ErrorCode::kUnsupported, "the tensor is on DLPack device type " + std::to_string(tensor.device.device_type) + ", number " +
-                                               std::to_string(tensor.device.device_id) + "; expected is type " + std::to_string(device_.first) +
-                                               ", number " + std::to_string(device_.second) + (device_.first == kCpuDevice ? " (host memory)" : "")});
+      raise(Error{ErrorCode::kUnsupported,
+                  "the tensor is on DLPack device type " +
+                      std::to_string(tensor.device.device_type) + ", number " +
+                      std::to_string(tensor.device.device_id) + "; expected is type " +
+                      std::to_string(device_.first) + ", number " + std::to_string(device_.second) +
+                      (device_.first == kCpuDevice ? " (host memory)" : "")});
     }
     const char* name = type_name(tensor.dtype);
     if (name == nullptr) {
-      raise(Error{ErrorCode::kInvalidArgument,
-                  "the tensor's element type (DLPack code " + std::to_string(tensor.dtype.code) + ", " +
-                      std::to_string(tensor.dtype.bits) + " bits) is none of f32, f16, bf16, i32, i64"});
+      raise(Error{ErrorCode::kInvalidArgument, "the tensor's element type (DLPack code " +
+                                                   std::to_string(tensor.dtype.code) + ", " +
+                                                   std::to_string(tensor.dtype.bits) +
+                                                   " bits) is none of f32, f16, bf16, i32, i64"});
     }
     dtype_ = name;
     address_ = reinterpret_cast<uintptr_t>(tensor.data) + tensor.byte_offset;
@@ -140,7 +149,8 @@ class DlpackView {
 
 void bind_dlpack(py::module_& module) {
   py::class_<DlpackView>(module, "DlpackView")
-      .def(py::init<const py::object&, std::pair<int32_t, int32_t>>(), py::arg("capsule"), py::arg("device") = std::pair<int32_t, int32_t>(kCpuDevice, 0))
+      .def(py::init<const py::object&, std::pair<int32_t, int32_t>>(), py::arg("capsule"),
+           py::arg("device") = std::pair<int32_t, int32_t>(kCpuDevice, 0))
       .def_property_readonly("address", &DlpackView::address)
       .def_property_readonly("shape", &DlpackView::shape)
       .def_property_readonly("strides", &DlpackView::strides)

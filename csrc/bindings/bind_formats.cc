@@ -22,7 +22,8 @@ using FloatArray = py::array_t<float, py::array::c_style | py::array::forcecast>
 py::dict weight_formats() {
   py::dict formats;
   for (uint8_t value = 0; value < compute::kNumWeightFormats; ++value) {
-    const compute::FormatFacts& facts = compute::format_facts(static_cast<compute::WeightFormat>(value));
+    const compute::FormatFacts& facts =
+        compute::format_facts(static_cast<compute::WeightFormat>(value));
     py::dict fields;
     fields["block"] = facts.block;
     fields["block_bytes"] = facts.block_bytes;
@@ -35,8 +36,8 @@ py::dict weight_formats() {
   return formats;
 }
 
-py::array_t<float> dequantize(const std::string& format_name, const py::buffer& data, uint32_t outputs, uint32_t inputs,
-                              const py::buffer& scales) {
+py::array_t<float> dequantize(const std::string& format_name, const py::buffer& data,
+                              uint32_t outputs, uint32_t inputs, const py::buffer& scales) {
   const ByteMatrix source = byte_matrix(format_name, data, outputs, inputs, scales);
   py::array_t<float> values({static_cast<py::ssize_t>(outputs), static_cast<py::ssize_t>(inputs)});
   float* target = values.mutable_data();
@@ -51,50 +52,83 @@ py::array_t<float> dequantize(const std::string& format_name, const py::buffer& 
 py::array_t<float> requantize(const std::string& format_name, const FloatArray& values) {
   const compute::WeightFormat format = unwrap(compute::parse_weight_format(format_name));
   if (compute::format_facts(format).is_stored) {
-    raise(Error{ErrorCode::kInvalidArgument, "weights are quantised at load to int8_g32 or int4_g32, not to " + format_name});
+    raise(Error{ErrorCode::kInvalidArgument,
+                "weights are quantised at load to int8_g32 or int4_g32, not to " + format_name});
   }
-  if (values.ndim() != 2) raise(Error{ErrorCode::kInvalidArgument, "a weight matrix must have two dimensions"});
-  const auto outputs = static_cast<uint32_t>(values.shape(0)), inputs = static_cast<uint32_t>(values.shape(1));
-  const compute::MatrixView view{reinterpret_cast<const std::byte*>(values.data()), compute::WeightFormat::kF32, outputs, inputs, inputs, 1};
+  if (values.ndim() != 2)
+    raise(Error{ErrorCode::kInvalidArgument, "a weight matrix must have two dimensions"});
+  const auto outputs = static_cast<uint32_t>(values.shape(0)),
+             inputs = static_cast<uint32_t>(values.shape(1));
+  const compute::MatrixView view{reinterpret_cast<const std::byte*>(values.data()),
+                                 compute::WeightFormat::kF32,
+                                 outputs,
+                                 inputs,
+                                 inputs,
+                                 1};
   unwrap(compute::check_values("weights", view, format, 0, outputs));
   py::array_t<float> held({values.shape(0), values.shape(1)});
   const compute::CanonicalFloatMode mode;
   std::copy_n(values.data(), values.size(), held.mutable_data());
-  for (uint32_t o = 0; o < outputs; ++o) compute::requantize_row(format, held.mutable_data() + size_t{o} * inputs, inputs);
+  for (uint32_t o = 0; o < outputs; ++o)
+    compute::requantize_row(format, held.mutable_data() + size_t{o} * inputs, inputs);
   return held;
 }
 
-uint64_t packed_bytes(const py::dict& spec, uint32_t num_experts, const std::string& weight_dtype, const std::string& isa) {
-  return compute::CpuBackend::predicted_bytes(unwrap(compute::parse_isa(isa)), parse_ffn_spec(spec), num_experts,
-                                              unwrap(compute::parse_resident_formats(weight_dtype)));
+uint64_t packed_bytes(const py::dict& spec, uint32_t num_experts, const std::string& weight_dtype,
+                      const std::string& isa) {
+  return compute::CpuBackend::predicted_bytes(
+      unwrap(compute::parse_isa(isa)), parse_ffn_spec(spec), num_experts,
+      unwrap(compute::parse_resident_formats(weight_dtype)));
 }
 
 }  // namespace
 
-ByteMatrix byte_matrix(const std::string& format_name, const py::buffer& data, uint32_t outputs, uint32_t inputs, const py::buffer& scales) {
+ByteMatrix byte_matrix(const std::string& format_name, const py::buffer& data, uint32_t outputs,
+                       uint32_t inputs, const py::buffer& scales) {
   ByteMatrix source{data.request(), scales.request(), {}};
   const compute::WeightFormat format = unwrap(compute::parse_weight_format(format_name));
   const compute::FormatFacts& facts = compute::format_facts(format);
   const uint64_t row_bytes = compute::row_bytes(format, inputs);
-  const uint64_t scale_row = facts.scale_bytes == 0 ? 0 : uint64_t{(inputs + facts.scale_inputs - 1) / facts.scale_inputs} * facts.scale_bytes;
-  const uint64_t scale_rows = facts.scale_bytes == 0 ? 0 : (outputs + facts.scale_outputs - 1) / facts.scale_outputs;
-  const auto num_bytes = [](const py::buffer_info& info) { return static_cast<uint64_t>(info.size * info.itemsize); };
-  if (PyBuffer_IsContiguous(source.data.view(), 'C') == 0 || PyBuffer_IsContiguous(source.scales.view(), 'C') == 0) {
-    raise(Error{ErrorCode::kInvalidArgument, "a matrix in " + format_name + " must be contiguous; pass a contiguous copy"});
-  }
-  if (!facts.is_stored) raise(Error{ErrorCode::kInvalidArgument, format_name + " is made at load and has no stored bytes; use requantize"});
-  if (outputs == 0 || inputs == 0 || inputs % facts.block != 0) {
-    raise(Error{ErrorCode::kInvalidArgument, format_name + " needs at least one output and a multiple of " + std::to_string(facts.block) +
-                                                 " inputs, got [" + std::to_string(outputs) + ", " + std::to_string(inputs) + "]"});
-  }
-  if (num_bytes(source.data) != outputs * row_bytes || num_bytes(source.scales) != scale_rows * scale_row) {
+  const uint64_t scale_row =
+      facts.scale_bytes == 0
+          ? 0
+          : uint64_t{(inputs + facts.scale_inputs - 1) / facts.scale_inputs} * facts.scale_bytes;
+  const uint64_t scale_rows =
+      facts.scale_bytes == 0 ? 0 : (outputs + facts.scale_outputs - 1) / facts.scale_outputs;
+  const auto num_bytes = [](const py::buffer_info& info) {
+    return static_cast<uint64_t>(info.size * info.itemsize);
+  };
+  if (PyBuffer_IsContiguous(source.data.view(), 'C') == 0 ||
+      PyBuffer_IsContiguous(source.scales.view(), 'C') == 0) {
     raise(Error{ErrorCode::kInvalidArgument,
-                "[" + std::to_string(outputs) + ", " + std::to_string(inputs) + "] in " + format_name + " takes " +
-                    std::to_string(outputs * row_bytes) + " bytes and " + std::to_string(scale_rows * scale_row) + " of scales, got " +
-                    std::to_string(num_bytes(source.data)) + " and " + std::to_string(num_bytes(source.scales))});
+                "a matrix in " + format_name + " must be contiguous; pass a contiguous copy"});
   }
-  const auto stride = compute::is_float(format) ? static_cast<int64_t>(inputs) : static_cast<int64_t>(row_bytes);
-  source.view = {static_cast<const std::byte*>(source.data.ptr), format, outputs, inputs, stride, compute::is_float(format) ? 1 : 0};
+  if (!facts.is_stored)
+    raise(Error{ErrorCode::kInvalidArgument,
+                format_name + " is made at load and has no stored bytes; use requantize"});
+  if (outputs == 0 || inputs == 0 || inputs % facts.block != 0) {
+    raise(Error{ErrorCode::kInvalidArgument,
+                format_name + " needs at least one output and a multiple of " +
+                    std::to_string(facts.block) + " inputs, got [" + std::to_string(outputs) +
+                    ", " + std::to_string(inputs) + "]"});
+  }
+  if (num_bytes(source.data) != outputs * row_bytes ||
+      num_bytes(source.scales) != scale_rows * scale_row) {
+    raise(Error{ErrorCode::kInvalidArgument,
+                "[" + std::to_string(outputs) + ", " + std::to_string(inputs) + "] in " +
+                    format_name + " takes " + std::to_string(outputs * row_bytes) + " bytes and " +
+                    std::to_string(scale_rows * scale_row) + " of scales, got " +
+                    std::to_string(num_bytes(source.data)) + " and " +
+                    std::to_string(num_bytes(source.scales))});
+  }
+  const auto stride =
+      compute::is_float(format) ? static_cast<int64_t>(inputs) : static_cast<int64_t>(row_bytes);
+  source.view = {static_cast<const std::byte*>(source.data.ptr),
+                 format,
+                 outputs,
+                 inputs,
+                 stride,
+                 compute::is_float(format) ? 1 : 0};
   if (scale_row != 0) {
     source.view.scales = static_cast<const std::byte*>(source.scales.ptr);
     source.view.scales_stride = static_cast<int64_t>(scale_row);
@@ -104,9 +138,10 @@ ByteMatrix byte_matrix(const std::string& format_name, const py::buffer& data, u
 
 void bind_formats(py::module_& module) {
   module.def("weight_formats", &weight_formats);
-  module.def("dequantize", &dequantize, py::arg("weight_format"), py::arg("data"), py::arg("outputs"), py::arg("inputs"),
-             py::arg("scales") = py::bytes());
-  module.def("packed_bytes", &packed_bytes, py::kw_only(), py::arg("spec"), py::arg("num_experts"), py::arg("weight_dtype"), py::arg("isa"));
+  module.def("dequantize", &dequantize, py::arg("weight_format"), py::arg("data"),
+             py::arg("outputs"), py::arg("inputs"), py::arg("scales") = py::bytes());
+  module.def("packed_bytes", &packed_bytes, py::kw_only(), py::arg("spec"), py::arg("num_experts"),
+             py::arg("weight_dtype"), py::arg("isa"));
   module.def("requantize", &requantize, py::arg("weight_format"), py::arg("values"));
 }
 

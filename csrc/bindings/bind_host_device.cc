@@ -19,7 +19,8 @@ namespace py = pybind11;
 namespace dflash::bindings {
 namespace {
 
-using Piece = std::tuple<uintptr_t, uintptr_t, uint64_t>;  // device's address, host's address, bytes
+// device's address, host's address, bytes
+using Piece = std::tuple<uintptr_t, uintptr_t, uint64_t>;
 
 HostDeviceBox open_host_device(const std::string& backend, uint32_t device) {
   const dflash_host_table& table = *unwrap(plugin::load_host(backend));
@@ -34,7 +35,8 @@ HostDeviceBox open_host_device(const std::string& backend, uint32_t device) {
 std::vector<dflash_transfer> transfers_of(const std::vector<Piece>& pieces) {
   std::vector<dflash_transfer> transfers;
   for (const auto& [device, host, num_bytes] : pieces) {
-    transfers.push_back({reinterpret_cast<void*>(device), reinterpret_cast<void*>(host), num_bytes});
+    transfers.push_back(
+        {reinterpret_cast<void*>(device), reinterpret_cast<void*>(host), num_bytes});
   }
   return transfers;
 }
@@ -50,13 +52,15 @@ void copy(const HostDeviceBox& self, const std::vector<Piece>& pieces) {
   unwrap(std::move(copied));
 }
 
-// Why the device cannot use memory like a worker's replies, mapped as a host maps them; empty: it can.
+// Why the device cannot use memory like a worker's replies, mapped as a host maps them; empty: it
+// can.
 std::string refuses_replies(const HostDeviceBox& self, bool is_open) {
   const transport::SlotGeometry geometry{1, 4096, 4096};
-  const transport::Segment theirs = unwrap(transport::Segment::create(transport::Side::kWorker, geometry, 1, is_open));
+  const transport::Segment theirs =
+      unwrap(transport::Segment::create(transport::Side::kWorker, geometry, 1, is_open));
   OwnedFd copy(::dup(theirs.fd()));
-  const auto ours = std::make_shared<transport::Segment>(
-      unwrap(transport::Segment::attach(std::move(copy), transport::Side::kWorker, geometry, 1, is_open)));
+  const auto ours = std::make_shared<transport::Segment>(unwrap(
+      transport::Segment::attach(std::move(copy), transport::Side::kWorker, geometry, 1, is_open)));
   const auto mapped = self.device->map_memory(ours->base(), ours->mapped_bytes(), !is_open, ours);
   self.device->keep_mapped({});
   return mapped.ok() ? std::string() : mapped.error().message;
@@ -66,25 +70,32 @@ std::string refuses_replies(const HostDeviceBox& self, bool is_open) {
 
 void bind_host_device(py::module_& module) {
   using Block = plugin::HostDevice::Block;
-  py::class_<Block>(module, "StagingBlock").def_property_readonly("address", [](const Block& block) {
-    return reinterpret_cast<uintptr_t>(block.memory());
-  });
+  py::class_<Block>(module, "StagingBlock")
+      .def_property_readonly("address", [](const Block& block) {
+        return reinterpret_cast<uintptr_t>(block.memory());
+      });
   py::class_<HostDeviceBox>(module, "HostDevice")
       .def(py::init(&open_host_device), py::kw_only(), py::arg("backend"), py::arg("device") = 0)
       .def_property_readonly("name", [](const HostDeviceBox& self) { return self.device->name(); })
-      .def_property_readonly("dlpack_device", [](const HostDeviceBox& self) {
-        return py::make_tuple(self.device->dlpack_type(), self.device->dlpack_id());
-      })
-      .def_property_readonly("stream", [](const HostDeviceBox& self) { return self.device->stream(); })
+      .def_property_readonly("dlpack_device",
+                             [](const HostDeviceBox& self) {
+                               return py::make_tuple(self.device->dlpack_type(),
+                                                     self.device->dlpack_id());
+                             })
+      .def_property_readonly("stream",
+                             [](const HostDeviceBox& self) { return self.device->stream(); })
       .def("refuses_replies", &refuses_replies, py::kw_only(), py::arg("is_open"))
-      .def("staging", [](const HostDeviceBox& self, uint64_t num_bytes) {
-        Result<std::unique_ptr<Block>> block = Error{ErrorCode::kClosed, ""};
-        {
-          py::gil_scoped_release unlocked;
-          block = self.device->staging(num_bytes);
-        }
-        return unwrap(std::move(block));
-      }, py::arg("num_bytes"))
+      .def(
+          "staging",
+          [](const HostDeviceBox& self, uint64_t num_bytes) {
+            Result<std::unique_ptr<Block>> block = Error{ErrorCode::kClosed, ""};
+            {
+              py::gil_scoped_release unlocked;
+              block = self.device->staging(num_bytes);
+            }
+            return unwrap(std::move(block));
+          },
+          py::arg("num_bytes"))
       .def("copy_in", &copy<&plugin::HostDevice::copy_in>, py::arg("pieces"))
       .def("copy_out", &copy<&plugin::HostDevice::copy_out>, py::arg("pieces"));
 }

@@ -26,8 +26,9 @@ using IndexArray = py::array_t<uint16_t, py::array::c_style | py::array::forceca
 
 class PyLayerBenchmark {
  public:
-  PyLayerBenchmark(const py::dict& spec, uint32_t num_experts, uint32_t num_layers, const std::string& weight_dtype,
-                   const std::string& isa, uint32_t num_threads, uint64_t seed, const std::string& numerics, const BackendDevice* device)
+  PyLayerBenchmark(const py::dict& spec, uint32_t num_experts, uint32_t num_layers,
+                   const std::string& weight_dtype, const std::string& isa, uint32_t num_threads,
+                   uint64_t seed, const std::string& numerics, const BackendDevice* device)
       : is_on_device_(device != nullptr) {
     compute::LayerBenchmarkOptions& options = options_;
     options.spec = parse_ffn_spec(spec);
@@ -47,16 +48,19 @@ class PyLayerBenchmark {
     benchmark_ = unwrap(std::move(made));
   }
 
-  std::vector<int64_t> run(const FloatArray& rows, const IndexArray& counts, const IndexArray& ids, const FloatArray& weights,
-                           const std::string& row_dtype, uint32_t rounds) {
+  std::vector<int64_t> run(const FloatArray& rows, const IndexArray& counts, const IndexArray& ids,
+                           const FloatArray& weights, const std::string& row_dtype,
+                           uint32_t rounds) {
     const compute::FfnSpec& spec = benchmark_->spec();
     const Dtype dtype = parse_dtype(row_dtype);
     if (rows.ndim() != 2 || rows.shape(1) != static_cast<py::ssize_t>(spec.in_size)) {
-      raise(Error{ErrorCode::kInvalidArgument, "rows must be [num_rows, " + std::to_string(spec.in_size) + "]"});
+      raise(Error{ErrorCode::kInvalidArgument,
+                  "rows must be [num_rows, " + std::to_string(spec.in_size) + "]"});
     }
     const auto num_rows = static_cast<size_t>(rows.shape(0));
     std::vector<std::byte> wire_rows(static_cast<size_t>(rows.size()) * dtype_bytes(dtype));
-    convert(Dtype::kF32, reinterpret_cast<const std::byte*>(rows.data()), dtype, wire_rows.data(), static_cast<size_t>(rows.size()));
+    convert(Dtype::kF32, reinterpret_cast<const std::byte*>(rows.data()), dtype, wire_rows.data(),
+            static_cast<size_t>(rows.size()));
     std::vector<std::byte> reply(num_rows * spec.out_size * dtype_bytes(dtype));
     compute::ForwardArgs args;
     args.rows = wire_rows.data();
@@ -74,7 +78,9 @@ class PyLayerBenchmark {
   }
 
   std::vector<int64_t> run_gemm(uint32_t rows_per_expert, uint32_t rounds) {
-    if (is_on_device_) raise(Error{ErrorCode::kUnsupported, "the matrix products alone are timed on the processor only"});
+    if (is_on_device_)
+      raise(Error{ErrorCode::kUnsupported,
+                  "the matrix products alone are timed on the processor only"});
     py::gil_scoped_release unlocked;
     if (gemm_ == nullptr) {
       auto made = compute::GemmBenchmark::create(options_);
@@ -97,7 +103,8 @@ class PyLayerBenchmark {
   std::unique_ptr<compute::LayerBenchmark> benchmark_;
 };
 
-std::vector<double> multiply_add_per_s(const std::string& isa, uint32_t num_threads, uint32_t rounds, double milliseconds) {
+std::vector<double> multiply_add_per_s(const std::string& isa, uint32_t num_threads,
+                                       uint32_t rounds, double milliseconds) {
   const compute::Isa set = unwrap(compute::parse_isa(isa));
   Result<std::vector<double>> found = [&] {
     py::gil_scoped_release unlocked;
@@ -106,7 +113,8 @@ std::vector<double> multiply_add_per_s(const std::string& isa, uint32_t num_thre
   return unwrap(std::move(found));
 }
 
-std::vector<double> bf16_multiply_add_per_s(const std::string& isa, uint32_t num_threads, uint32_t rounds, double milliseconds) {
+std::vector<double> bf16_multiply_add_per_s(const std::string& isa, uint32_t num_threads,
+                                            uint32_t rounds, double milliseconds) {
   const compute::Isa set = unwrap(compute::parse_isa(isa));
   Result<std::vector<double>> found = [&] {
     py::gil_scoped_release unlocked;
@@ -115,7 +123,8 @@ std::vector<double> bf16_multiply_add_per_s(const std::string& isa, uint32_t num
   return unwrap(std::move(found));
 }
 
-std::vector<double> integer_multiply_add_per_s(const std::string& isa, uint32_t num_threads, uint32_t rounds, double milliseconds) {
+std::vector<double> integer_multiply_add_per_s(const std::string& isa, uint32_t num_threads,
+                                               uint32_t rounds, double milliseconds) {
   const compute::Isa set = unwrap(compute::parse_isa(isa));
   Result<std::vector<double>> found = [&] {
     py::gil_scoped_release unlocked;
@@ -124,7 +133,8 @@ std::vector<double> integer_multiply_add_per_s(const std::string& isa, uint32_t 
   return unwrap(std::move(found));
 }
 
-std::vector<double> read_bytes_per_s(const std::string& isa, uint32_t num_threads, uint32_t rounds, size_t num_bytes) {
+std::vector<double> read_bytes_per_s(const std::string& isa, uint32_t num_threads, uint32_t rounds,
+                                     size_t num_bytes) {
   const compute::Isa set = unwrap(compute::parse_isa(isa));
   Result<std::vector<double>> found = [&] {
     py::gil_scoped_release unlocked;
@@ -137,23 +147,26 @@ std::vector<double> read_bytes_per_s(const std::string& isa, uint32_t num_thread
 
 void bind_layer_benchmark(py::module_& module) {
   py::class_<PyLayerBenchmark>(module, "LayerBenchmark")
-      .def(py::init<const py::dict&, uint32_t, uint32_t, const std::string&, const std::string&, uint32_t, uint64_t,
-                    const std::string&, const BackendDevice*>(), py::kw_only(),
-           py::arg("spec"), py::arg("num_experts"), py::arg("num_layers"), py::arg("weight_dtype"), py::arg("isa"),
-           py::arg("num_threads"), py::arg("seed") = 1, py::arg("numerics") = "f32-canonical",
-           py::arg("device") = nullptr)
-      .def("run", &PyLayerBenchmark::run, py::arg("rows"), py::arg("row_counts"), py::arg("local_expert_ids"), py::arg("weights"),
-           py::kw_only(), py::arg("row_dtype"), py::arg("rounds"))
-      .def("run_gemm", &PyLayerBenchmark::run_gemm, py::kw_only(), py::arg("rows_per_expert"), py::arg("rounds"))
+      .def(py::init<const py::dict&, uint32_t, uint32_t, const std::string&, const std::string&,
+                    uint32_t, uint64_t, const std::string&, const BackendDevice*>(),
+           py::kw_only(), py::arg("spec"), py::arg("num_experts"), py::arg("num_layers"),
+           py::arg("weight_dtype"), py::arg("isa"), py::arg("num_threads"), py::arg("seed") = 1,
+           py::arg("numerics") = "f32-canonical", py::arg("device") = nullptr)
+      .def("run", &PyLayerBenchmark::run, py::arg("rows"), py::arg("row_counts"),
+           py::arg("local_expert_ids"), py::arg("weights"), py::kw_only(), py::arg("row_dtype"),
+           py::arg("rounds"))
+      .def("run_gemm", &PyLayerBenchmark::run_gemm, py::kw_only(), py::arg("rows_per_expert"),
+           py::arg("rounds"))
       .def("resident_bytes", &PyLayerBenchmark::resident_bytes)
       .def("device_ns", &PyLayerBenchmark::device_ns);
-  module.def("multiply_add_per_s", &multiply_add_per_s, py::arg("isa"), py::arg("num_threads"), py::arg("rounds"),
-             py::arg("milliseconds") = 5.0);
-  module.def("bf16_multiply_add_per_s", &bf16_multiply_add_per_s, py::arg("isa"), py::arg("num_threads"), py::arg("rounds"),
-             py::arg("milliseconds") = 5.0);
-  module.def("integer_multiply_add_per_s", &integer_multiply_add_per_s, py::arg("isa"), py::arg("num_threads"), py::arg("rounds"),
-             py::arg("milliseconds") = 5.0);
-  module.def("read_bytes_per_s", &read_bytes_per_s, py::arg("isa"), py::arg("num_threads"), py::arg("rounds"), py::arg("num_bytes"));
+  module.def("multiply_add_per_s", &multiply_add_per_s, py::arg("isa"), py::arg("num_threads"),
+             py::arg("rounds"), py::arg("milliseconds") = 5.0);
+  module.def("bf16_multiply_add_per_s", &bf16_multiply_add_per_s, py::arg("isa"),
+             py::arg("num_threads"), py::arg("rounds"), py::arg("milliseconds") = 5.0);
+  module.def("integer_multiply_add_per_s", &integer_multiply_add_per_s, py::arg("isa"),
+             py::arg("num_threads"), py::arg("rounds"), py::arg("milliseconds") = 5.0);
+  module.def("read_bytes_per_s", &read_bytes_per_s, py::arg("isa"), py::arg("num_threads"),
+             py::arg("rounds"), py::arg("num_bytes"));
 }
 
 }  // namespace dflash::bindings

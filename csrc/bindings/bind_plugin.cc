@@ -1,4 +1,5 @@
-// Backends as Python sees them: what `doctor` lists, and an opened device for a worker or a self-test.
+// Backends as Python sees them: what `doctor` lists, and an opened device for a worker or a
+// self-test.
 // SPDX-License-Identifier: Apache-2.0
 #include "bindings/backend_device.h"
 
@@ -60,10 +61,12 @@ uint32_t simulated_device(const dflash_backend_table& table, const std::string& 
   for (uint32_t index = 0; index < devices.size(); ++index) {
     if (devices[index].vendor == vendor) return index;
   }
-  raise(Error{ErrorCode::kUnsupported, std::string("backend ") + table.name + " simulates no '" + vendor + "'; it simulates cuda and hip"});
+  raise(Error{ErrorCode::kUnsupported, std::string("backend ") + table.name + " simulates no '" +
+                                           vendor + "'; it simulates cuda and hip"});
 }
 
-BackendDevice open_device(const std::string& backend, uint32_t device, const std::string& simulate, uint32_t num_threads, uint64_t seed) {
+BackendDevice open_device(const std::string& backend, uint32_t device, const std::string& simulate,
+                          uint32_t num_threads, uint64_t seed) {
   const dflash_backend_table& table = *unwrap(plugin::load_backend(backend));
   if (!simulate.empty()) device = simulated_device(table, simulate);
   Result<std::unique_ptr<plugin::PluginBackend>> opened = Error{ErrorCode::kClosed, ""};
@@ -103,17 +106,26 @@ py::dict self_test(const BackendDevice& self, uint32_t test_case) {
 void bind_plugin(py::module_& module) {
   module.def("probe_backend", &probe_backend, py::arg("name"));
   py::class_<BackendDevice>(module, "BackendDevice")
-      .def(py::init(&open_device), py::kw_only(), py::arg("backend"), py::arg("device") = 0, py::arg("simulate") = "",
-           py::arg("num_threads") = 1, py::arg("seed") = 1)
-      .def_property_readonly("label", [](const BackendDevice& self) { return self.backend->label(); })
-      .def_property_readonly("arch", [](const BackendDevice& self) { return self.backend->listing().arch; })
+      .def(py::init(&open_device), py::kw_only(), py::arg("backend"), py::arg("device") = 0,
+           py::arg("simulate") = "", py::arg("num_threads") = 1, py::arg("seed") = 1)
+      .def_property_readonly("label",
+                             [](const BackendDevice& self) { return self.backend->label(); })
+      .def_property_readonly("arch",
+                             [](const BackendDevice& self) { return self.backend->listing().arch; })
       .def("numerics_classes", &numerics_classes)
-      .def("free_bytes", [](const BackendDevice& self) { return unwrap(self.backend->free_bytes()); })
-      .def("layer_bytes", [](const BackendDevice& self, const py::dict& spec, uint32_t num_experts, const std::string& weight_dtype,
-                             const std::string& numerics) {
-        return unwrap(self.backend->layer_bytes(parse_ffn_spec(spec), num_experts, unwrap(compute::parse_resident_formats(weight_dtype)),
-                                                unwrap(compute::parse_numerics(numerics))));
-      }, py::kw_only(), py::arg("spec"), py::arg("num_experts"), py::arg("weight_dtype"), py::arg("numerics") = "f32-canonical")
+      .def("free_bytes",
+           [](const BackendDevice& self) { return unwrap(self.backend->free_bytes()); })
+      .def(
+          "layer_bytes",
+          [](const BackendDevice& self, const py::dict& spec, uint32_t num_experts,
+             const std::string& weight_dtype, const std::string& numerics) {
+            return unwrap(
+                self.backend->layer_bytes(parse_ffn_spec(spec), num_experts,
+                                          unwrap(compute::parse_resident_formats(weight_dtype)),
+                                          unwrap(compute::parse_numerics(numerics))));
+          },
+          py::kw_only(), py::arg("spec"), py::arg("num_experts"), py::arg("weight_dtype"),
+          py::arg("numerics") = "f32-canonical")
       .def("self_test", &self_test, py::arg("test_case"));
 }
 

@@ -1,7 +1,8 @@
-// Segments and channels. A Channel is opaque to Python: it is made here and handed to a client, a worker or a decorator.
+// Segments and channels. A Channel is opaque to Python: it is made here and handed to a client, a
+// worker or a decorator.
 // SPDX-License-Identifier: Apache-2.0
-#include <pybind11/pybind11.h>
 #include <fcntl.h>
+#include <pybind11/pybind11.h>
 #include <sys/eventfd.h>
 
 #include <cerrno>
@@ -48,7 +49,9 @@ std::unique_ptr<SegmentBox> boxed(Segment segment) {
 OwnedFd duplicate(int fd) {
   if (fd < 0) return OwnedFd();
   OwnedFd copy(::fcntl(fd, F_DUPFD_CLOEXEC, 0));
-  if (!copy.is_open()) raise(Error{ErrorCode::kSystem, std::string("cannot duplicate a descriptor: ") + std::strerror(errno)});
+  if (!copy.is_open())
+    raise(Error{ErrorCode::kSystem,
+                std::string("cannot duplicate a descriptor: ") + std::strerror(errno)});
   return copy;
 }
 
@@ -59,7 +62,8 @@ transport::FaultKind parse_fault(const std::string& kind) {
   if (kind == "truncate") return FaultKind::kTruncate;
   if (kind == "corrupt") return FaultKind::kCorrupt;
   if (kind == "drop") return FaultKind::kDrop;
-  raise(Error{ErrorCode::kInvalidArgument, "fault kind '" + kind + "' is none of fail, delay, truncate, corrupt, drop"});
+  raise(Error{ErrorCode::kInvalidArgument,
+              "fault kind '" + kind + "' is none of fail, delay, truncate, corrupt, drop"});
 }
 
 transport::FaultPoint parse_point(const std::string& point) {
@@ -78,13 +82,23 @@ void bind_segments(py::module_& module) {
       .def_readonly("request_bytes", &SlotGeometry::request_bytes)
       .def_readonly("reply_bytes", &SlotGeometry::reply_bytes);
   py::class_<SegmentBox>(module, "Segment")
-      .def_static("create", [](const std::string& side, const SlotGeometry& geometry, uint64_t generation, bool is_open) {
-        return boxed(unwrap(Segment::create(parse_side(side), geometry, generation, is_open)));
-      }, py::arg("side"), py::arg("geometry"), py::arg("generation"), py::arg("is_open") = false)
-      .def_static("attach", [](int fd, const std::string& writer, const SlotGeometry& geometry, uint64_t generation, bool is_open) {
-        OwnedFd owned(fd);
-        return boxed(unwrap(Segment::attach(std::move(owned), parse_side(writer), geometry, generation, is_open)));
-      }, py::arg("fd"), py::arg("writer"), py::arg("geometry"), py::arg("generation"), py::arg("is_open") = false)
+      .def_static(
+          "create",
+          [](const std::string& side, const SlotGeometry& geometry, uint64_t generation,
+             bool is_open) {
+            return boxed(unwrap(Segment::create(parse_side(side), geometry, generation, is_open)));
+          },
+          py::arg("side"), py::arg("geometry"), py::arg("generation"), py::arg("is_open") = false)
+      .def_static(
+          "attach",
+          [](int fd, const std::string& writer, const SlotGeometry& geometry, uint64_t generation,
+             bool is_open) {
+            OwnedFd owned(fd);
+            return boxed(unwrap(Segment::attach(std::move(owned), parse_side(writer), geometry,
+                                                generation, is_open)));
+          },
+          py::arg("fd"), py::arg("writer"), py::arg("geometry"), py::arg("generation"),
+          py::arg("is_open") = false)
       .def("fileno", [](const SegmentBox& box) {
         if (!box.segment) raise(Error{ErrorCode::kClosed, "this segment was already handed over"});
         return box.segment->fd();
@@ -92,34 +106,56 @@ void bind_segments(py::module_& module) {
 }
 
 void bind_channels(py::module_& module) {
-  py::class_<ChannelBox>(module, "Channel").def_property_readonly("kind", [](const ChannelBox& box) {
-    return std::string(box.channel == nullptr ? "handed over" : box.channel->kind());
-  });
-  module.def("make_shared_channel", [](const std::string& side, const SlotGeometry& geometry, SegmentBox& own, SegmentBox& peer,
-                                       int host_bell_fd) {
-    return boxed(unwrap(transport::make_shared_channel(parse_side(side), geometry, own.take(), peer.take(), duplicate(host_bell_fd))));
-  }, py::arg("side"), py::arg("geometry"), py::arg("own"), py::arg("peer"), py::arg("host_bell_fd"));
-  module.def("make_stream_channel", [](const std::string& side, const SlotGeometry& geometry, int fd, int send_buffer_bytes,
-                                       int receive_buffer_bytes, int user_timeout_ms) {
-    OwnedFd socket(fd);
-    const transport::StreamOptions options{send_buffer_bytes, receive_buffer_bytes, user_timeout_ms};
-    return boxed(unwrap(transport::make_stream_channel(parse_side(side), geometry, std::move(socket), options)));
-  }, py::arg("side"), py::arg("geometry"), py::arg("fd"), py::kw_only(), py::arg("send_buffer_bytes") = 0,
-             py::arg("receive_buffer_bytes") = 0, py::arg("user_timeout_ms") = 0);
-  module.def("make_loopback", [](const SlotGeometry& geometry) {
-    auto pair = unwrap(transport::make_loopback(geometry));
-    return py::make_tuple(boxed(std::move(pair.host)), boxed(std::move(pair.worker)));
-  }, py::arg("geometry"));
-  module.def("make_emulated", [](ChannelBox& box, double delay_ms, double jitter_ms, double mbit_s, uint64_t seed) {
-    return boxed(transport::make_emulated(box.take(), transport::Emulation{delay_ms, jitter_ms, mbit_s, seed}));
-  }, py::arg("channel"), py::kw_only(), py::arg("delay_ms") = 0.0, py::arg("jitter_ms") = 0.0, py::arg("mbit_s") = 0.0,
-             py::arg("seed") = 1);
-  module.def("make_faulty", [](ChannelBox& box, const std::string& kind, const std::string& point, uint64_t nth, double delay_ms,
-                               uint64_t seed) {
-    const transport::Fault fault{parse_fault(kind), parse_point(point), nth, delay_ms, seed};
-    return boxed(transport::make_faulty(box.take(), fault));
-  }, py::arg("channel"), py::kw_only(), py::arg("kind"), py::arg("point"), py::arg("nth"), py::arg("delay_ms") = 0.0,
-             py::arg("seed") = 1);
+  py::class_<ChannelBox>(module, "Channel")
+      .def_property_readonly("kind", [](const ChannelBox& box) {
+        return std::string(box.channel == nullptr ? "handed over" : box.channel->kind());
+      });
+  module.def(
+      "make_shared_channel",
+      [](const std::string& side, const SlotGeometry& geometry, SegmentBox& own, SegmentBox& peer,
+         int host_bell_fd) {
+        return boxed(unwrap(transport::make_shared_channel(parse_side(side), geometry, own.take(),
+                                                           peer.take(), duplicate(host_bell_fd))));
+      },
+      py::arg("side"), py::arg("geometry"), py::arg("own"), py::arg("peer"),
+      py::arg("host_bell_fd"));
+  module.def(
+      "make_stream_channel",
+      [](const std::string& side, const SlotGeometry& geometry, int fd, int send_buffer_bytes,
+         int receive_buffer_bytes, int user_timeout_ms) {
+        OwnedFd socket(fd);
+        const transport::StreamOptions options{send_buffer_bytes, receive_buffer_bytes,
+                                               user_timeout_ms};
+        return boxed(unwrap(transport::make_stream_channel(parse_side(side), geometry,
+                                                           std::move(socket), options)));
+      },
+      py::arg("side"), py::arg("geometry"), py::arg("fd"), py::kw_only(),
+      py::arg("send_buffer_bytes") = 0, py::arg("receive_buffer_bytes") = 0,
+      py::arg("user_timeout_ms") = 0);
+  module.def(
+      "make_loopback",
+      [](const SlotGeometry& geometry) {
+        auto pair = unwrap(transport::make_loopback(geometry));
+        return py::make_tuple(boxed(std::move(pair.host)), boxed(std::move(pair.worker)));
+      },
+      py::arg("geometry"));
+  module.def(
+      "make_emulated",
+      [](ChannelBox& box, double delay_ms, double jitter_ms, double mbit_s, uint64_t seed) {
+        return boxed(transport::make_emulated(
+            box.take(), transport::Emulation{delay_ms, jitter_ms, mbit_s, seed}));
+      },
+      py::arg("channel"), py::kw_only(), py::arg("delay_ms") = 0.0, py::arg("jitter_ms") = 0.0,
+      py::arg("mbit_s") = 0.0, py::arg("seed") = 1);
+  module.def(
+      "make_faulty",
+      [](ChannelBox& box, const std::string& kind, const std::string& point, uint64_t nth,
+         double delay_ms, uint64_t seed) {
+        const transport::Fault fault{parse_fault(kind), parse_point(point), nth, delay_ms, seed};
+        return boxed(transport::make_faulty(box.take(), fault));
+      },
+      py::arg("channel"), py::kw_only(), py::arg("kind"), py::arg("point"), py::arg("nth"),
+      py::arg("delay_ms") = 0.0, py::arg("seed") = 1);
 }
 
 }  // namespace

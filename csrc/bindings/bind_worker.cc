@@ -23,24 +23,29 @@ using store::MappedFile;
 using worker::ExpertWorker;
 using worker::LayerShard;
 
-// (file, byte offset, format, outputs, inputs, output_stride, input_stride); None: absent. Float formats: strides in elements. Others:
-// output_stride in bytes and input_stride 0, then (file, byte offset, row stride in bytes) of the scales where they lie apart.
+// (file, byte offset, format, outputs, inputs, output_stride, input_stride); None: absent. Float
+// formats: strides in elements. Others: output_stride in bytes and input_stride 0, then (file, byte
+// offset, row stride in bytes) of the scales where they lie apart.
 compute::MatrixView matrix_source(const py::object& source) {
   if (source.is_none()) return {};
   const auto parts = py::cast<py::tuple>(source);
-  if (parts.size() != 7 && parts.size() != 10) raise(Error{ErrorCode::kInvalidArgument, "a matrix source has 7 or 10 parts"});
+  if (parts.size() != 7 && parts.size() != 10)
+    raise(Error{ErrorCode::kInvalidArgument, "a matrix source has 7 or 10 parts"});
   const auto& file = py::cast<const MappedFile&>(parts[0]);
-  const compute::WeightFormat format = unwrap(compute::parse_weight_format(py::cast<std::string>(parts[2])));
+  const compute::WeightFormat format =
+      unwrap(compute::parse_weight_format(py::cast<std::string>(parts[2])));
   const auto offset = py::cast<uint64_t>(parts[1]);
   const auto outputs = py::cast<uint32_t>(parts[3]), inputs = py::cast<uint32_t>(parts[4]);
   const auto output_stride = py::cast<int64_t>(parts[5]);
   if (compute::is_float(format)) {
-    return unwrap(file.matrix(offset, compute::dtype_of(format), outputs, inputs, output_stride, py::cast<int64_t>(parts[6])));
+    return unwrap(file.matrix(offset, compute::dtype_of(format), outputs, inputs, output_stride,
+                              py::cast<int64_t>(parts[6])));
   }
   compute::MatrixView matrix = unwrap(file.blocks(offset, format, outputs, inputs, output_stride));
   if (parts.size() == 10) {
     const auto& scales_file = py::cast<const MappedFile&>(parts[7]);
-    unwrap(scales_file.add_scales(py::cast<uint64_t>(parts[8]), py::cast<int64_t>(parts[9]), matrix));
+    unwrap(
+        scales_file.add_scales(py::cast<uint64_t>(parts[8]), py::cast<int64_t>(parts[9]), matrix));
   }
   return matrix;
 }
@@ -51,8 +56,9 @@ compute::VectorView vector_source(const py::object& source) {
   const auto parts = py::cast<py::tuple>(source);
   if (parts.size() != 5) raise(Error{ErrorCode::kInvalidArgument, "a vector source has 5 parts"});
   const auto& file = py::cast<const MappedFile&>(parts[0]);
-  return unwrap(file.vector(py::cast<uint64_t>(parts[1]), parse_dtype(py::cast<std::string>(parts[2])), py::cast<uint32_t>(parts[3]),
-                            py::cast<int64_t>(parts[4])));
+  return unwrap(file.vector(py::cast<uint64_t>(parts[1]),
+                            parse_dtype(py::cast<std::string>(parts[2])),
+                            py::cast<uint32_t>(parts[3]), py::cast<int64_t>(parts[4])));
 }
 
 // A worker that computes from the files keeps them open.
@@ -66,11 +72,13 @@ void keep_files(const py::object& worker, std::initializer_list<py::object> sour
   }
 }
 
-void load_expert(const py::object& worker, uint32_t layer, uint32_t shard, uint32_t local_expert_id, const py::object& gate,
-                 const py::object& up, const py::object& down, const py::object& gate_bias, const py::object& up_bias,
+void load_expert(const py::object& worker, uint32_t layer, uint32_t shard, uint32_t local_expert_id,
+                 const py::object& gate, const py::object& up, const py::object& down,
+                 const py::object& gate_bias, const py::object& up_bias,
                  const py::object& down_bias) {
-  const compute::ExpertWeights weights{matrix_source(gate),      matrix_source(up),      matrix_source(down),
-                                       vector_source(gate_bias), vector_source(up_bias), vector_source(down_bias)};
+  const compute::ExpertWeights weights{matrix_source(gate),    matrix_source(up),
+                                       matrix_source(down),    vector_source(gate_bias),
+                                       vector_source(up_bias), vector_source(down_bias)};
   keep_files(worker, {gate, up, down});
   auto& self = py::cast<ExpertWorker&>(worker);
   Status status = ok();
@@ -96,7 +104,8 @@ py::dict stats_dict(const ExpertWorker& self) {
   return fields;
 }
 
-// A forked child holds a copy of the object but not of its threads: joining them there would never end.
+// A forked child holds a copy of the object but not of its threads: joining them there would never
+// end.
 struct DeleteInOwnProcess {
   pid_t owner = ::getpid();
   void operator()(ExpertWorker* worker) const {
@@ -106,8 +115,8 @@ struct DeleteInOwnProcess {
 using WorkerHolder = std::unique_ptr<ExpertWorker, DeleteInOwnProcess>;
 
 WorkerHolder make_worker(const std::string& name, const std::string& isa, uint32_t num_threads,
-                                          const std::vector<int>& cpus, int64_t spin_ns, double slowdown, const BackendDevice* device,
-                         const std::string& weights_layout) {
+                         const std::vector<int>& cpus, int64_t spin_ns, double slowdown,
+                         const BackendDevice* device, const std::string& weights_layout) {
   worker::WorkerOptions options;
   options.name = name;
   options.isa = unwrap(compute::parse_isa(isa));
@@ -135,31 +144,45 @@ void serve(ExpertWorker& self, ChannelBox& channel, uint64_t generation) {
 
 void bind_store(py::module_& module) {
   py::class_<MappedFile>(module, "MappedFile")
-      .def(py::init([](const std::string& path) { return unwrap(MappedFile::open(path)); }), py::arg("path"))
+      .def(py::init([](const std::string& path) { return unwrap(MappedFile::open(path)); }),
+           py::arg("path"))
       .def_property_readonly("size", &MappedFile::size_bytes)
-      .def("read", [](const MappedFile& self, uint64_t offset, uint64_t num_bytes) {
-        const auto view = unwrap(self.bytes(offset, num_bytes));
-        return py::bytes(reinterpret_cast<const char*>(view.data()), view.size());
-      }, py::arg("offset"), py::arg("num_bytes"))
+      .def(
+          "read",
+          [](const MappedFile& self, uint64_t offset, uint64_t num_bytes) {
+            const auto view = unwrap(self.bytes(offset, num_bytes));
+            return py::bytes(reinterpret_cast<const char*>(view.data()), view.size());
+          },
+          py::arg("offset"), py::arg("num_bytes"))
       .def("drop_pages", &MappedFile::drop_pages);
 }
 
 void bind_worker(py::module_& module) {
   py::class_<ExpertWorker, WorkerHolder>(module, "Worker")
-      .def(py::init(&make_worker), py::kw_only(), py::arg("name"), py::arg("isa"), py::arg("num_threads"),
-           py::arg("cpus") = std::vector<int>{}, py::arg("spin_ns") = 0, py::arg("slowdown") = 1.0,
-           py::arg("device") = nullptr, py::arg("weights_layout") = "packed")
-      .def("define_shard", [](ExpertWorker& self, uint32_t layer, uint32_t shard, const py::dict& spec, uint32_t num_local_experts,
-                              const std::string& weight_dtype, uint64_t weights_fingerprint, const std::string& numerics) {
-        unwrap(self.define_shard(LayerShard{layer, shard}, parse_ffn_spec(spec), num_local_experts,
-                                 unwrap(compute::parse_resident_formats(weight_dtype)), weights_fingerprint,
-                                 unwrap(compute::parse_numerics(numerics))));
-      }, py::arg("layer"), py::arg("shard"), py::arg("spec"), py::arg("num_local_experts"), py::arg("weight_dtype"),
-           py::arg("weights_fingerprint"), py::arg("numerics") = "f32-canonical")
-      .def("load_expert", &load_expert, py::arg("layer"), py::arg("shard"), py::arg("local_expert_id"), py::kw_only(), py::arg("gate"),
-           py::arg("up"), py::arg("down"), py::arg("gate_bias") = py::none(), py::arg("up_bias") = py::none(),
+      .def(py::init(&make_worker), py::kw_only(), py::arg("name"), py::arg("isa"),
+           py::arg("num_threads"), py::arg("cpus") = std::vector<int>{}, py::arg("spin_ns") = 0,
+           py::arg("slowdown") = 1.0, py::arg("device") = nullptr,
+           py::arg("weights_layout") = "packed")
+      .def(
+          "define_shard",
+          [](ExpertWorker& self, uint32_t layer, uint32_t shard, const py::dict& spec,
+             uint32_t num_local_experts, const std::string& weight_dtype,
+             uint64_t weights_fingerprint, const std::string& numerics) {
+            unwrap(
+                self.define_shard(LayerShard{layer, shard}, parse_ffn_spec(spec), num_local_experts,
+                                  unwrap(compute::parse_resident_formats(weight_dtype)),
+                                  weights_fingerprint, unwrap(compute::parse_numerics(numerics))));
+          },
+          py::arg("layer"), py::arg("shard"), py::arg("spec"), py::arg("num_local_experts"),
+          py::arg("weight_dtype"), py::arg("weights_fingerprint"),
+          py::arg("numerics") = "f32-canonical")
+      .def("load_expert", &load_expert, py::arg("layer"), py::arg("shard"),
+           py::arg("local_expert_id"), py::kw_only(), py::arg("gate"), py::arg("up"),
+           py::arg("down"), py::arg("gate_bias") = py::none(), py::arg("up_bias") = py::none(),
            py::arg("down_bias") = py::none())
-      .def("start_pulse", [](ExpertWorker& self, int fd) { unwrap(self.start_pulse(OwnedFd(fd))); }, py::arg("fd"))
+      .def(
+          "start_pulse", [](ExpertWorker& self, int fd) { unwrap(self.start_pulse(OwnedFd(fd))); },
+          py::arg("fd"))
       .def("stop_pulse", &ExpertWorker::stop_pulse, py::call_guard<py::gil_scoped_release>())
       .def("serve", &serve, py::arg("channel"), py::arg("generation"))
       .def("stop", &ExpertWorker::stop, py::arg("generation"))

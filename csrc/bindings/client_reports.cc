@@ -11,7 +11,8 @@ namespace py = pybind11;
 namespace dflash::bindings {
 namespace {
 
-py::dict coefficients_dict(const client::CostCoefficients& found, double residual, const char* unit) {
+py::dict coefficients_dict(const client::CostCoefficients& found, double residual,
+                           const char* unit) {
   py::dict fields;
   fields["fixed_ns"] = found.fixed;
   fields[(std::string("ns_per_") + unit).c_str()] = found.per_unit;
@@ -22,11 +23,11 @@ py::dict coefficients_dict(const client::CostCoefficients& found, double residua
 
 const char* reason_name(client::ChoiceReason reason) {
   switch (reason) {
-    case client::ChoiceReason::kFixed: return "fixed";
+    case client::ChoiceReason::kFixed:      return "fixed";
     case client::ChoiceReason::kUnmeasured: break;
-    case client::ChoiceReason::kSmall: return "small";
-    case client::ChoiceReason::kWhole: return "whole";
-    case client::ChoiceReason::kSliced: return "sliced";
+    case client::ChoiceReason::kSmall:      return "small";
+    case client::ChoiceReason::kWhole:      return "whole";
+    case client::ChoiceReason::kSliced:     return "sliced";
   }
   return "unmeasured";
 }
@@ -50,8 +51,10 @@ py::dict chunk_dict(const client::ChunkRecord& chunk) {
   }
   fields["considered"] = considered;
   const uint32_t kept = std::min(chunk.num_measured, client::ChunkRecord::kKept);
-  fields["predicted_ns"] = std::vector<double>(chunk.predicted_ns.begin(), chunk.predicted_ns.begin() + kept);
-  fields["measured_ns"] = std::vector<double>(chunk.measured_ns.begin(), chunk.measured_ns.begin() + kept);
+  fields["predicted_ns"] =
+      std::vector<double>(chunk.predicted_ns.begin(), chunk.predicted_ns.begin() + kept);
+  fields["measured_ns"] =
+      std::vector<double>(chunk.measured_ns.begin(), chunk.measured_ns.begin() + kept);
   return fields;
 }
 
@@ -96,7 +99,8 @@ py::list forecast_dicts(const std::vector<client::WorkerForecast>& list) {
   for (const client::WorkerForecast& worker : list) {
     py::dict fields, compute;
     for (const auto& [cost_class, found] : worker.compute) {
-      compute[py::int_(cost_class)] = coefficients_dict(found, worker.compute_residual.at(cost_class), "pair");
+      compute[py::int_(cost_class)] =
+          coefficients_dict(found, worker.compute_residual.at(cost_class), "pair");
     }
     py::list chunks;
     for (const client::ChunkRecord& chunk : worker.chunks) chunks.append(chunk_dict(chunk));

@@ -1,4 +1,5 @@
-// What the client reports, as Python dictionaries whose keys are the field names (dflash_moe/_core.pyi).
+// What the client reports, as Python dictionaries whose keys are the field names
+// (dflash_moe/_core.pyi).
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 

@@ -13,20 +13,22 @@ struct Row {
 };
 
 constexpr Row kTable[] = {
-    {ErrorCode::kInvalidArgument, "invalid_argument", "ConfigError"},
-    {ErrorCode::kUnsupported, "unsupported", "UnsupportedError"},
-    {ErrorCode::kProtocol, "protocol", "ProtocolError"},
-    {ErrorCode::kCheckpoint, "checkpoint", "CheckpointError"},
-    {ErrorCode::kWorkerLost, "worker_lost", "WorkerLost"},
-    {ErrorCode::kTimeout, "timeout", "WorkerTimeout"},
-    {ErrorCode::kRange, "range", "WorkerError"},
-    {ErrorCode::kWorkerFailed, "worker_failed", "WorkerError"},
-    {ErrorCode::kSystem, "system", "DflashError"},
-    {ErrorCode::kOutOfMemory, "out_of_memory", "DflashError"},
-    {ErrorCode::kClosed, "closed", "DflashError"},
+    {ErrorCode::kInvalidArgument, "invalid_argument", "ConfigError"     },
+    {ErrorCode::kUnsupported,     "unsupported",      "UnsupportedError"},
+    {ErrorCode::kProtocol,        "protocol",         "ProtocolError"   },
+    {ErrorCode::kCheckpoint,      "checkpoint",       "CheckpointError" },
+    {ErrorCode::kWorkerLost,      "worker_lost",      "WorkerLost"      },
+    {ErrorCode::kTimeout,         "timeout",          "WorkerTimeout"   },
+    {ErrorCode::kRange,           "range",            "WorkerError"     },
+    {ErrorCode::kWorkerFailed,    "worker_failed",    "WorkerError"     },
+    {ErrorCode::kSystem,          "system",           "DflashError"     },
+    {ErrorCode::kOutOfMemory,     "out_of_memory",    "DflashError"     },
+    {ErrorCode::kClosed,          "closed",           "DflashError"     },
 };
 
-py::object python_class(const char* name) { return py::module_::import("dflash_moe.errors").attr(name); }
+py::object python_class(const char* name) {
+  return py::module_::import("dflash_moe.errors").attr(name);
+}
 
 }  // namespace
 

@@ -1,4 +1,5 @@
-// The only place where errors become exceptions: one table from ErrorCode to the classes of dflash_moe.errors.
+// The only place where errors become exceptions: one table from ErrorCode to the classes of
+// dflash_moe.errors.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 

@@ -1,4 +1,5 @@
-// The data paths of a client in the hands of a device step, and how that ended: what Client and DeviceStep exchange.
+// The data paths of a client in the hands of a device step, and how that ended: what Client and
+// DeviceStep exchange.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 

@@ -1,4 +1,5 @@
-// Private byte buffers for replies, reused so that a steady load allocates nothing. Used by one thread at a time.
+// Private byte buffers for replies, reused so that a steady load allocates nothing. Used by one
+// thread at a time.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -16,13 +17,17 @@ struct Buffer {
 
 class BufferPool {
  public:
-  // A buffer of at least `num_bytes`, contents unspecified: the smallest kept one that fits, else a new one.
+  // A buffer of at least `num_bytes`, contents unspecified: the smallest kept one that fits, else a
+  // new one.
   Buffer take(size_t num_bytes) {
     size_t best = kept_.size();
     for (size_t i = 0; i < kept_.size(); ++i) {
-      if (kept_[i].capacity >= num_bytes && (best == kept_.size() || kept_[i].capacity < kept_[best].capacity)) best = i;
+      if (kept_[i].capacity >= num_bytes &&
+          (best == kept_.size() || kept_[i].capacity < kept_[best].capacity))
+        best = i;
     }
-    if (best == kept_.size()) return {std::make_unique_for_overwrite<std::byte[]>(num_bytes), num_bytes};
+    if (best == kept_.size())
+      return {std::make_unique_for_overwrite<std::byte[]>(num_bytes), num_bytes};
     Buffer taken = std::move(kept_[best]);
     kept_bytes_ -= taken.capacity;
     kept_[best] = std::move(kept_.back());
@@ -31,13 +36,16 @@ class BufferPool {
   }
 
   void give_back(Buffer buffer) {
-    if (buffer.bytes == nullptr || kept_.size() >= kMaxKept || kept_bytes_ + buffer.capacity > kMaxKeptBytes) return;
+    if (buffer.bytes == nullptr || kept_.size() >= kMaxKept ||
+        kept_bytes_ + buffer.capacity > kMaxKeptBytes)
+      return;
     kept_bytes_ += buffer.capacity;
     kept_.push_back(std::move(buffer));
   }
 
  private:
-  static constexpr size_t kMaxKept = 64;                    // more than the replies one call has under way in practice
+  // more than the replies one call has under way in practice
+  static constexpr size_t kMaxKept = 64;
   static constexpr size_t kMaxKeptBytes = size_t{64} << 20;  // idle memory a client may hold
   std::vector<Buffer> kept_;
   size_t kept_bytes_ = 0;

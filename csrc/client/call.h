@@ -1,5 +1,5 @@
-// A submitted call and the parts it is cut into. Whoever has the turn (turn.h) owns all of it; only `is_done`, and `error` after it,
-// are read by any thread.
+// A submitted call and the parts it is cut into. Whoever has the turn (turn.h) owns all of it; only
+// `is_done`, and `error` after it, are read by any thread.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -20,7 +20,7 @@ namespace dflash::client {
 
 // What submit() and completion need of a layer.
 struct Layer {
-  LayerPlan plan;      // shards in ascending id
+  LayerPlan plan;  // shards in ascending id
   ExpertTable experts;
 };
 
@@ -31,16 +31,17 @@ struct Part {
   Call* call = nullptr;
   uint32_t shard_index = 0;  // position in the layer's plan
   uint32_t worker = 0;
-  uint16_t slice = 0;        // index of the part within (call, shard), so that no two requests share an identity
+  // index of the part within (call, shard), so that no two requests share an identity
+  uint16_t slice = 0;
   PartState state = PartState::kWaiting;
   Dtype request_dtype = Dtype::kF32, reply_dtype = Dtype::kF32;
   uint32_t row_begin = 0, row_end = 0;
   uint32_t pair_begin = 0, pair_end = 0;
-  uint32_t num_experts = 0;  // distinct ones asked for
-  int64_t forecast_ns = 0;   // its share of the predicted time of its chunk
-  bool found_idle = false;   // its worker owed nothing when it was sent
+  uint32_t num_experts = 0;    // distinct ones asked for
+  int64_t forecast_ns = 0;     // its share of the predicted time of its chunk
+  bool found_idle = false;     // its worker owed nothing when it was sent
   uint64_t request_bytes = 0;  // of the message, once sent
-  Buffer reply_rows;         // [row_end - row_begin, out_size] in reply_dtype, once arrived
+  Buffer reply_rows;           // [row_end - row_begin, out_size] in reply_dtype, once arrived
   SliceTrace trace{};
 
   uint32_t num_rows() const { return row_end - row_begin; }
@@ -51,7 +52,7 @@ struct Part {
 struct ShardForecast {
   int64_t ns = 0;
   uint32_t parts_left = 0;
-  bool is_alone = false;     // no other call had anything at the worker when this one came
+  bool is_alone = false;  // no other call had anything at the worker when this one came
 };
 
 // The bulk of a call: given back when it is done, so that the next call finds its memory allocated.
@@ -68,7 +69,7 @@ class Call {
   uint64_t id = 0;
   const Layer* layer = nullptr;
   int64_t submitted_ns = 0, deadline_ns = 0;
-  std::unique_ptr<CallWork> work;   // null once done
+  std::unique_ptr<CallWork> work;  // null once done
   std::optional<Error> error;
   std::atomic<bool> is_done = false;  // released after the output and `error` were written
 };

@@ -14,12 +14,15 @@ void Combiner::point_at_first_rows(const CallWork& work) {
   }
 }
 
-// The reply row of `token`, or null when the shard has none. Tokens must be asked in ascending order.
+// The reply row of `token`, or null when the shard has none. Tokens must be asked in ascending
+// order.
 const std::byte* Combiner::take(Cursor& cursor, uint32_t token, size_t out_size) const {
-  if (cursor.row == cursor.rows->tokens.size() || cursor.rows->tokens[cursor.row] != token) return nullptr;
+  if (cursor.row == cursor.rows->tokens.size() || cursor.rows->tokens[cursor.row] != token)
+    return nullptr;
   if (cursor.row == cursor.part->row_end) ++cursor.part;  // parts of a shard lie side by side
   const size_t row = cursor.row++ - cursor.part->row_begin;
-  return cursor.part->reply_rows.bytes.get() + row * out_size * dtype_bytes(cursor.part->reply_dtype);
+  return cursor.part->reply_rows.bytes.get() +
+         row * out_size * dtype_bytes(cursor.part->reply_dtype);
 }
 
 Status Combiner::combine(const Call& call) {
@@ -34,10 +37,12 @@ Status Combiner::combine(const Call& call) {
       if (row != nullptr) widen_add(cursor.part->reply_dtype, row, sums_.data(), out_size);
     }
     std::byte* out = batch.output + token * out_size * dtype_bytes(batch.dtype);
-    if (!convert(Dtype::kF32, reinterpret_cast<const std::byte*>(sums_.data()), batch.dtype, out, out_size)) {
-      return Error{ErrorCode::kRange, "layer " + call.layer->plan.name + ", token " + std::to_string(token) +
-                                          ": the sum of its experts does not fit " + dtype_name(batch.dtype) +
-                                          "; run the model in bf16 or f32"};
+    if (!convert(Dtype::kF32, reinterpret_cast<const std::byte*>(sums_.data()), batch.dtype, out,
+                 out_size)) {
+      return Error{ErrorCode::kRange,
+                   "layer " + call.layer->plan.name + ", token " + std::to_string(token) +
+                       ": the sum of its experts does not fit " + dtype_name(batch.dtype) +
+                       "; run the model in bf16 or f32"};
     }
   }
   return ok();

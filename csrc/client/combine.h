@@ -1,4 +1,5 @@
-// The last step of a call: replies of all shards added per token in ascending shard id, in float32 from +0, rounded once.
+// The last step of a call: replies of all shards added per token in ascending shard id, in float32
+// from +0, rounded once.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -12,8 +13,9 @@ namespace dflash::client {
 // Keeps its scratch memory between calls.
 class Combiner {
  public:
-  // Writes the batch's output [num_tokens, out_size]; a token without an expert gets +0. All parts must have arrived.
-  // Errors: kRange naming layer and token when a sum does not fit the output dtype.
+  // Writes the batch's output [num_tokens, out_size]; a token without an expert gets +0. All parts
+  // must have arrived. Errors: kRange naming layer and token when a sum does not fit the output
+  // dtype.
   Status combine(const Call& call);
 
  private:

@@ -10,25 +10,28 @@
 namespace dflash::client {
 namespace {
 
-constexpr double kMaxResidual = 0.20;       // drift above which the curve is fitted anew
+constexpr double kMaxResidual = 0.20;        // drift above which the curve is fitted anew
 constexpr double kResidualMemory = 1.0 / 8;  // weight of the newest deviation in the mean
-constexpr uint64_t kLeastNewSamples = 4;    // between two fits: one disturbed sample is no drift
-// Between two fits for drift: a fit passes over all samples up to 42 times, too much for every call of a decode step.
+constexpr uint64_t kLeastNewSamples = 4;     // between two fits: one disturbed sample is no drift
+// Between two fits for drift: a fit passes over all samples up to 42 times, too much for every call
+// of a decode step.
 constexpr int64_t kLeastRefitNs = 20'000'000;
-constexpr double kHalfWeightAgeNs = 30e9;   // a sample this old weighs half
-constexpr double kLeastDeviation = 0.03;    // deviations below are timer noise; bounds the reweighting
-constexpr int kReweightings = 6;            // enough for the weights to settle within a percent
-constexpr size_t kMaxPoints = 320;          // all octaves full
+constexpr double kHalfWeightAgeNs = 30e9;  // a sample this old weighs half
+// deviations below are timer noise; bounds the reweighting
+constexpr double kLeastDeviation = 0.03;
+constexpr int kReweightings = 6;    // enough for the weights to settle within a percent
+constexpr size_t kMaxPoints = 320;  // all octaves full
 
 struct Point {
-  double features[3];  // 1, units, experts; each divided by ns, so that the target is 1 and deviations are relative
+  // 1, units, experts; each divided by ns, so that the target is 1 and deviations are relative
+  double features[3];
   double weight;
 };
 
 using Vector = std::array<double, 3>;
 
-// Least squares over the features of `mask` by Gaussian elimination; nothing when they are not independent in these points or a
-// coefficient comes out negative.
+// Least squares over the features of `mask` by Gaussian elimination; nothing when they are not
+// independent in these points or a coefficient comes out negative.
 std::optional<Vector> solve(std::span<const Point> points, unsigned mask) {
   int used[3];
   int n = 0;
@@ -52,7 +55,8 @@ std::optional<Vector> solve(std::span<const Point> points, unsigned mask) {
     for (int j = 0; j < n; ++j) m[i][j] *= scale[i] * scale[j];
     m[i][3] *= scale[i];
   }
-  constexpr double kLeastPivot = 1e-4;  // of a unit diagonal: features that differ by less than a percent are one feature
+  // of a unit diagonal: features that differ by less than a percent are one feature
+  constexpr double kLeastPivot = 1e-4;
   for (int i = 0; i < n; ++i) {
     if (!(m[i][i] > kLeastPivot)) return std::nullopt;
     for (int k = i + 1; k < n; ++k) {
@@ -74,7 +78,8 @@ std::optional<Vector> solve(std::span<const Point> points, unsigned mask) {
 }
 
 double deviation(const Point& point, const Vector& c) {
-  return std::abs(point.features[0] * c[0] + point.features[1] * c[1] + point.features[2] * c[2] - 1.0);
+  return std::abs(point.features[0] * c[0] + point.features[1] * c[1] + point.features[2] * c[2] -
+                  1.0);
 }
 
 struct Fit {
@@ -83,7 +88,8 @@ struct Fit {
 };
 
 // L1 fit over the features of `mask`.
-std::optional<Fit> fit_features(std::span<Point> points, std::span<const double> age_weights, unsigned mask) {
+std::optional<Fit> fit_features(std::span<Point> points, std::span<const double> age_weights,
+                                unsigned mask) {
   for (size_t i = 0; i < points.size(); ++i) points[i].weight = age_weights[i];
   std::optional<Vector> found;
   for (int round = 0; round < kReweightings; ++round) {
@@ -101,14 +107,16 @@ std::optional<Fit> fit_features(std::span<Point> points, std::span<const double>
 }  // namespace
 
 void CostCurve::observe(const CostSample& sample) {
-  const bool is_sane = std::isfinite(sample.units) && std::isfinite(sample.experts) && std::isfinite(sample.ns) && sample.units >= 1 &&
-                       sample.experts >= 0 && sample.ns > 0 && sample.units < 0x1p39;
+  const bool is_sane = std::isfinite(sample.units) && std::isfinite(sample.experts) &&
+                       std::isfinite(sample.ns) && sample.units >= 1 && sample.experts >= 0 &&
+                       sample.ns > 0 && sample.units < 0x1p39;
   if (!is_sane) return;
   if (num_samples_ > 0) {
     const double now_off = std::abs(predict(sample.units, sample.experts) - sample.ns) / sample.ns;
     residual_ += (std::min(now_off, 1.0) - residual_) * kResidualMemory;
   }
-  Octave& octave = octaves_[static_cast<size_t>(std::bit_width(static_cast<uint64_t>(sample.units)))];
+  Octave& octave =
+      octaves_[static_cast<size_t>(std::bit_width(static_cast<uint64_t>(sample.units)))];
   octave.samples[octave.num_taken++ % kSamplesPerOctave] = sample;
   smallest_units_ = num_samples_ == 0 ? sample.units : std::min(smallest_units_, sample.units);
   ++num_samples_;
@@ -118,7 +126,8 @@ void CostCurve::observe(const CostSample& sample) {
 // At the 1st, 2nd, 4th, 8th ... sample of an octave, and on drift.
 bool CostCurve::must_refit(const Octave& octave, int64_t now) const {
   if (std::has_single_bit(octave.num_taken)) return true;
-  return residual_ > kMaxResidual && num_samples_ - num_at_last_fit_ >= kLeastNewSamples && now - last_fit_ns_ >= kLeastRefitNs;
+  return residual_ > kMaxResidual && num_samples_ - num_at_last_fit_ >= kLeastNewSamples &&
+         now - last_fit_ns_ >= kLeastRefitNs;
 }
 
 void CostCurve::refit(int64_t now) {
@@ -131,16 +140,22 @@ void CostCurve::refit(int64_t now) {
     const uint32_t kept = std::min(octave.num_taken, kSamplesPerOctave);
     for (uint32_t i = 0; i < kept; ++i) {
       const CostSample& s = octave.samples[i];
-      points[count] = {{1 / s.ns, s.units / s.ns, s.experts / s.ns}, 1.0};
+      points[count] = {
+          {1 / s.ns, s.units / s.ns, s.experts / s.ns},
+          1.0
+      };
       // An octave counts once, however many samples it has.
-      age_weights[count] = 1.0 / kept / (1.0 + std::max(0.0, static_cast<double>(now - s.at_ns)) / kHalfWeightAgeNs);
+      age_weights[count] =
+          1.0 / kept / (1.0 + std::max(0.0, static_cast<double>(now - s.at_ns)) / kHalfWeightAgeNs);
       ++count;
     }
   }
-  // What explains the samples as well with fewer coefficients is preferred, and in a tie what makes slices look cheap: a slice that was
-  // tried corrects the curve, one that was never tried does not.
+  // What explains the samples as well with fewer coefficients is preferred, and in a tie what makes
+  // slices look cheap: a slice that was tried corrects the curve, one that was never tried does
+  // not.
   constexpr unsigned kMasks[] = {0b010, 0b110, 0b011, 0b111, 0b100, 0b001, 0b101};
-  constexpr double kBetter = 0.97, kLeastGain = 0.002;  // of the loss; per octave, which timers cannot tell apart
+  // of the loss; per octave, which timers cannot tell apart
+  constexpr double kBetter = 0.97, kLeastGain = 0.002;
   std::optional<Fit> best;
   for (const unsigned mask : kMasks) {
     const auto fit = fit_features({points.data(), count}, {age_weights.data(), count}, mask);
@@ -148,7 +163,8 @@ void CostCurve::refit(int64_t now) {
   }
   if (!best) return;
   coefficients_ = {best->coefficients[0], best->coefficients[1], best->coefficients[2]};
-  if (residual_ > kMaxResidual) residual_ = kMaxResidual / 2;  // the new fit deserves samples of its own before it is judged
+  // the new fit deserves samples of its own before it is judged
+  if (residual_ > kMaxResidual) residual_ = kMaxResidual / 2;
 }
 
 }  // namespace dflash::client

@@ -1,8 +1,10 @@
-// A cost learned from measurements: ns = fixed + per_unit * units + per_expert * experts, no coefficient below zero. One curve for a
-// worker's compute (units = pairs), one each for the two directions of its link (units = bytes, no experts).
+// A cost learned from measurements: ns = fixed + per_unit * units + per_expert * experts, no
+// coefficient below zero. One curve for a worker's compute (units = pairs), one each for the two
+// directions of its link (units = bytes, no experts).
 //
-// Samples are kept by octave of their size, so that thousands of decode steps do not push the few prefill slices out. The fit minimises
-// the sum of relative deviations, so that neither large samples nor a disturbed one rule it.
+// Samples are kept by octave of their size, so that thousands of decode steps do not push the few
+// prefill slices out. The fit minimises the sum of relative deviations, so that neither large
+// samples nor a disturbed one rule it.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -24,17 +26,21 @@ struct CostCoefficients {
 
 class CostCurve {
  public:
-  // Takes a sample; refits ever more seldom as an octave fills, and when predictions have drifted by more than 20 %. Samples that are not
-  // finite or not positive are ignored: they come from a peer's clock.
+  // Takes a sample; refits ever more seldom as an octave fills, and when predictions have drifted
+  // by more than 20 %. Samples that are not finite or not positive are ignored: they come from a
+  // peer's clock.
   void observe(const CostSample& sample);
 
   bool is_known() const { return num_samples_ > 0; }
   double predict(double units, double experts) const {
-    return coefficients_.fixed + coefficients_.per_unit * units + coefficients_.per_expert * experts;
+    return coefficients_.fixed + coefficients_.per_unit * units +
+           coefficients_.per_expert * experts;
   }
   const CostCoefficients& coefficients() const { return coefficients_; }
-  double smallest_units() const { return smallest_units_; }  // seen so far; 0 before the first sample
-  double residual() const { return residual_; }              // mean relative deviation of recent predictions, before each was learned from
+  // seen so far; 0 before the first sample
+  double smallest_units() const { return smallest_units_; }
+  // mean relative deviation of recent predictions, before each was learned from
+  double residual() const { return residual_; }
   uint64_t num_samples() const { return num_samples_; }
 
  private:

@@ -12,7 +12,10 @@ namespace {
 class Cutter {
  public:
   Cutter(Call& call, uint32_t shard_index, uint32_t worker, const CutLimits& limits)
-      : call_(call), plan_(call.layer->plan), rows_(call.work->shard_rows[shard_index]), limits_(limits) {
+      : call_(call),
+        plan_(call.layer->plan),
+        rows_(call.work->shard_rows[shard_index]),
+        limits_(limits) {
     next_.call = &call;
     next_.shard_index = shard_index;
     next_.worker = worker;
@@ -20,7 +23,8 @@ class Cutter {
     next_.reply_dtype = limits.reply_dtype;
   }
 
-  // Appends the parts of the rows from where the last range ended up to those of tokens below `token_end`.
+  // Appends the parts of the rows from where the last range ended up to those of tokens below
+  // `token_end`.
   Status cut_range(uint32_t token_end) {
     uint32_t row_end = next_.row_end;
     while (row_end < rows_.tokens.size() && rows_.tokens[row_end] < token_end) ++row_end;
@@ -40,18 +44,23 @@ class Cutter {
     for (uint32_t num_rows = row_end - next_.row_begin;; num_rows = (num_rows + 1) / 2) {
       next_.row_end = next_.row_begin + num_rows;
       next_.pair_end = next_.pair_begin;
-      for (uint32_t row = next_.row_begin; row < next_.row_end; ++row) next_.pair_end += rows_.row_counts[row];
+      for (uint32_t row = next_.row_begin; row < next_.row_end; ++row)
+        next_.pair_end += rows_.row_counts[row];
       if (fits()) break;
       if (num_rows == 1) {
-        return Error{ErrorCode::kInvalidArgument, "layer " + plan_.name + ": a row with " + std::to_string(next_.num_pairs()) +
-                                                      " experts does not fit a slot of " + std::to_string(limits_.slot.request_bytes) +
-                                                      " + " + std::to_string(limits_.slot.reply_bytes) +
-                                                      " bytes; raise ipc.shared_bytes"};
+        return Error{ErrorCode::kInvalidArgument,
+                     "layer " + plan_.name + ": a row with " + std::to_string(next_.num_pairs()) +
+                         " experts does not fit a slot of " +
+                         std::to_string(limits_.slot.request_bytes) + " + " +
+                         std::to_string(limits_.slot.reply_bytes) +
+                         " bytes; raise ipc.shared_bytes"};
       }
     }
     if (num_parts_ > std::numeric_limits<uint16_t>::max()) {
-      return Error{ErrorCode::kInvalidArgument, "layer " + plan_.name + ": " + std::to_string(call_.work->batch.num_tokens) +
-                                                    " tokens make more than 65536 slices; submit fewer tokens or raise the slice"};
+      return Error{
+          ErrorCode::kInvalidArgument,
+          "layer " + plan_.name + ": " + std::to_string(call_.work->batch.num_tokens) +
+              " tokens make more than 65536 slices; submit fewer tokens or raise the slice"};
     }
     next_.slice = static_cast<uint16_t>(num_parts_++);
     Part& part = call_.work->parts.emplace_back();
@@ -68,9 +77,11 @@ class Cutter {
     return ok();
   }
   bool fits() const {
-    const uint64_t request = request_message_bytes(plan_, next_.num_rows(), next_.num_pairs(), next_.request_dtype);
+    const uint64_t request =
+        request_message_bytes(plan_, next_.num_rows(), next_.num_pairs(), next_.request_dtype);
     const uint64_t reply = reply_message_bytes(plan_, next_.num_rows(), next_.reply_dtype);
-    return request != 0 && reply != 0 && request <= limits_.slot.request_bytes && reply <= limits_.slot.reply_bytes;
+    return request != 0 && reply != 0 && request <= limits_.slot.request_bytes &&
+           reply <= limits_.slot.reply_bytes;
   }
 
   Call& call_;
@@ -84,11 +95,13 @@ class Cutter {
 
 }  // namespace
 
-Result<uint64_t> cut_shard(Call& call, uint32_t shard_index, uint32_t worker, const CutLimits& limits) {
+Result<uint64_t> cut_shard(Call& call, uint32_t shard_index, uint32_t worker,
+                           const CutLimits& limits) {
   const uint32_t num_tokens = call.work->batch.num_tokens;
   const uint32_t num_ranges = num_slices(num_tokens, limits.slice_tokens);
   Cutter cutter(call, shard_index, worker, limits);
-  for (uint32_t i = 0; i < num_ranges; ++i) DFLASH_TRY(cutter.cut_range(slice_end(num_tokens, num_ranges, i)));
+  for (uint32_t i = 0; i < num_ranges; ++i)
+    DFLASH_TRY(cutter.cut_range(slice_end(num_tokens, num_ranges, i)));
   return cutter.num_splits();
 }
 

@@ -11,7 +11,8 @@
 namespace dflash::client {
 namespace {
 
-// Checksums what was just written while it is still in the first cache: half of the smallest usual L1.
+// Checksums what was just written while it is still in the first cache: half of the smallest usual
+// L1.
 constexpr size_t kBlockBytes = 16 << 10;
 
 // Feeds a growing payload to the checksum in multiples of 32 bytes.
@@ -36,11 +37,15 @@ class RunningChecksum {
   Checksum sum_;
 };
 
-void write_index(const Part& part, const ShardRows& rows, const wire::RequestLayout& layout, std::byte* payload) {
+void write_index(const Part& part, const ShardRows& rows, const wire::RequestLayout& layout,
+                 std::byte* payload) {
   const size_t pairs = part.num_pairs(), num_rows = part.num_rows();
-  std::memcpy(payload + layout.weights_offset, rows.weights.data() + part.pair_begin, pairs * sizeof(float));
-  std::memcpy(payload + layout.row_counts_offset, rows.row_counts.data() + part.row_begin, num_rows * sizeof(uint16_t));
-  std::memcpy(payload + layout.local_ids_offset, rows.local_expert_ids.data() + part.pair_begin, pairs * sizeof(uint16_t));
+  std::memcpy(payload + layout.weights_offset, rows.weights.data() + part.pair_begin,
+              pairs * sizeof(float));
+  std::memcpy(payload + layout.row_counts_offset, rows.row_counts.data() + part.row_begin,
+              num_rows * sizeof(uint16_t));
+  std::memcpy(payload + layout.local_ids_offset, rows.local_expert_ids.data() + part.pair_begin,
+              pairs * sizeof(uint16_t));
   const size_t index_end = layout.local_ids_offset + pairs * sizeof(uint16_t);
   std::memset(payload + index_end, 0, layout.rows_offset - index_end);
 }
@@ -64,9 +69,11 @@ wire::FrameHeader header_of(const Part& part, uint64_t generation) {
 
 }  // namespace
 
-static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "index arrays are copied to the wire as they lie in memory");
+static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__,
+              "index arrays are copied to the wire as they lie in memory");
 
-uint64_t request_message_bytes(const LayerPlan& plan, uint32_t num_rows, uint32_t num_pairs, Dtype dtype) {
+uint64_t request_message_bytes(const LayerPlan& plan, uint32_t num_rows, uint32_t num_pairs,
+                               Dtype dtype) {
   const auto layout = wire::RequestLayout::of(num_rows, num_pairs, plan.in_size, dtype);
   return layout.ok() ? wire::kFrameHeaderBytes + layout.value().payload_bytes : 0;
 }
@@ -80,10 +87,12 @@ Result<size_t> encode_request(const Part& part, uint64_t generation, std::span<s
   const LayerPlan& plan = part.call->layer->plan;
   const TokenBatch& batch = part.call->work->batch;
   const ShardRows& rows = part.call->work->shard_rows[part.shard_index];
-  auto layout = wire::RequestLayout::of(part.num_rows(), part.num_pairs(), plan.in_size, part.request_dtype);
+  auto layout =
+      wire::RequestLayout::of(part.num_rows(), part.num_pairs(), plan.in_size, part.request_dtype);
   if (!layout.ok()) return std::move(layout).error();
   const size_t message_bytes = wire::kFrameHeaderBytes + layout.value().payload_bytes;
-  if (message_bytes > slot.size()) return Error{ErrorCode::kInvalidArgument, "a request is larger than its slot"};
+  if (message_bytes > slot.size())
+    return Error{ErrorCode::kInvalidArgument, "a request is larger than its slot"};
 
   std::byte* payload = slot.data() + wire::kFrameHeaderBytes;
   write_index(part, rows, layout.value(), payload);
@@ -92,11 +101,14 @@ Result<size_t> encode_request(const Part& part, uint64_t generation, std::span<s
   size_t at = layout.value().rows_offset;
   for (uint32_t row = part.row_begin; row < part.row_end; ++row, at += row_bytes) {
     const uint32_t token = rows.tokens[row];
-    const std::byte* source = batch.hidden_states + static_cast<int64_t>(token) * batch.row_stride_bytes;
+    const std::byte* source =
+        batch.hidden_states + static_cast<int64_t>(token) * batch.row_stride_bytes;
     if (!convert(batch.dtype, source, part.request_dtype, payload + at, plan.in_size)) {
       return Error{ErrorCode::kRange, "layer " + plan.name + ", token " + std::to_string(token) +
-                                          ": a finite hidden state does not fit the wire dtype " + dtype_name(part.request_dtype) +
-                                          "; set ipc.dtype (DFLASH_MOE_EXPERT_COMPUTE_IPC_DTYPE) to one with a wider range: f32 always fits"};
+                                          ": a finite hidden state does not fit the wire dtype " +
+                                          dtype_name(part.request_dtype) +
+                                          "; set ipc.dtype (DFLASH_MOE_EXPERT_COMPUTE_IPC_DTYPE) "
+                                          "to one with a wider range: f32 always fits"};
     }
     sum.written_to(at + row_bytes);
   }

@@ -19,12 +19,16 @@ Error plan_error(const LayerPlan& plan, const std::string& what) {
 
 Status check_plan(const LayerPlan& plan, size_t num_workers) {
   const auto is_width = [](uint32_t width) { return width >= 1 && width <= wire::kMaxRowWidth; };
-  if (plan.layer >= wire::kMaxLayers) return plan_error(plan, "its index " + std::to_string(plan.layer) + " is above 4095");
-  if (!is_width(plan.in_size) || !is_width(plan.out_size)) return plan_error(plan, "row widths must be 1..65536");
+  if (plan.layer >= wire::kMaxLayers)
+    return plan_error(plan, "its index " + std::to_string(plan.layer) + " is above 4095");
+  if (!is_width(plan.in_size) || !is_width(plan.out_size))
+    return plan_error(plan, "row widths must be 1..65536");
   for (size_t s = 0; s < plan.shards.size(); ++s) {
     const std::string shard = "shard " + std::to_string(plan.shards[s].shard);
-    if (plan.shards[s].worker >= num_workers) return plan_error(plan, shard + " is placed on a worker that was not added");
-    if (s > 0 && plan.shards[s].shard == plan.shards[s - 1].shard) return plan_error(plan, shard + " is listed twice");
+    if (plan.shards[s].worker >= num_workers)
+      return plan_error(plan, shard + " is placed on a worker that was not added");
+    if (s > 0 && plan.shards[s].shard == plan.shards[s - 1].shard)
+      return plan_error(plan, shard + " is listed twice");
   }
   return ok();
 }
@@ -38,9 +42,11 @@ uint32_t Engine::add_worker(WorkerLink link) {
 }
 
 Status Engine::define_layer(const LayerPlan& plan) {
-  if (layers_.contains(plan.layer)) return plan_error(plan, "index " + std::to_string(plan.layer) + " is already defined");
+  if (layers_.contains(plan.layer))
+    return plan_error(plan, "index " + std::to_string(plan.layer) + " is already defined");
   LayerPlan sorted = plan;
-  std::sort(sorted.shards.begin(), sorted.shards.end(), [](const auto& a, const auto& b) { return a.shard < b.shard; });
+  std::sort(sorted.shards.begin(), sorted.shards.end(),
+            [](const auto& a, const auto& b) { return a.shard < b.shard; });
   DFLASH_TRY(check_plan(sorted, workers_.size()));
   std::vector<std::vector<uint32_t>> experts;
   for (const ShardPlace& shard : sorted.shards) experts.push_back(shard.experts);
@@ -67,11 +73,14 @@ Status Engine::refuse_lost_workers(const Call& call) const {
   for (size_t s = 0; s < plan.shards.size(); ++s) {
     const WorkerEnd& worker = *workers_[plan.shards[s].worker];
     if (worker.is_lost && !call.work->shard_rows[s].tokens.empty()) {
-      return Error{ErrorCode::kWorkerLost, "worker " + worker.link.name + " was lost: " + worker.reason + " (layer " + plan.name + ")"};
+      return Error{ErrorCode::kWorkerLost, "worker " + worker.link.name + " was lost: " +
+                                               worker.reason + " (layer " + plan.name + ")"};
     }
     if ((worker.is_leased || worker.is_retired) && !call.work->shard_rows[s].tokens.empty()) {
-      return Error{ErrorCode::kInvalidArgument, "worker " + worker.link.name + (worker.is_leased ? " is used by a device step; end it first"
-                                                                                                  : " had a failed step; replace its channel")};
+      return Error{ErrorCode::kInvalidArgument,
+                   "worker " + worker.link.name +
+                       (worker.is_leased ? " is used by a device step; end it first"
+                                         : " had a failed step; replace its channel")};
     }
   }
   return ok();
@@ -82,8 +91,9 @@ Status Engine::start(const CallPtr& call) {
   if (now - last_judged_ns_ > kTickNs) judge_all(now);
   DFLASH_TRY(refuse_lost_workers(*call));
   if (calls_.size() >= options_.max_calls) {
-    return Error{ErrorCode::kInvalidArgument, std::to_string(calls_.size()) + " calls are already submitted, the bound is " +
-                                                  std::to_string(options_.max_calls) + "; take results before submitting more"};
+    return Error{ErrorCode::kInvalidArgument,
+                 std::to_string(calls_.size()) + " calls are already submitted, the bound is " +
+                     std::to_string(options_.max_calls) + "; take results before submitting more"};
   }
   call->id = next_call_id_++;
   call->submitted_ns = now;
@@ -114,7 +124,9 @@ void Engine::enqueue_parts(Call& call) {
     longest_ns = std::max(longest_ns, worker.waiting_forecast_ns());
   }
   const int64_t most_ns = kMaxPatience * options_.call_timeout_ns;
-  call.deadline_ns = call.submitted_ns + std::max(options_.call_timeout_ns, kPatience * std::min(longest_ns, most_ns / kPatience));
+  call.deadline_ns =
+      call.submitted_ns +
+      std::max(options_.call_timeout_ns, kPatience * std::min(longest_ns, most_ns / kPatience));
 }
 
 Status Engine::cut(Call& call) {
@@ -130,7 +142,8 @@ Status Engine::cut(Call& call) {
   return ok();
 }
 
-// Asks the worker's model for the number of slices; with a fixed policy only for the time they should take.
+// Asks the worker's model for the number of slices; with a fixed policy only for the time they
+// should take.
 Result<uint64_t> Engine::cut_shard_by_model(Call& call, uint32_t shard_index, WorkerEnd& worker) {
   const LayerPlan& plan = call.layer->plan;
   const ShardRows& rows = call.work->shard_rows[shard_index];
@@ -142,14 +155,20 @@ Result<uint64_t> Engine::cut_shard_by_model(Call& call, uint32_t shard_index, Wo
   chunk.rows = static_cast<double>(rows.tokens.size());
   chunk.pairs = static_cast<double>(rows.local_expert_ids.size());
   chunk.experts = count_experts(rows.local_expert_ids, num_local_experts);
-  chunk.request_bytes = chunk.rows * static_cast<double>(plan.in_size * dtype_bytes(worker.link.request_dtype));
-  chunk.reply_bytes = chunk.rows * static_cast<double>(plan.out_size * dtype_bytes(worker.link.reply_dtype));
-  const SliceChoice choice = worker.model.choose(plan.cost_class, chunk, policy.window, !policy.is_measured);
+  chunk.request_bytes =
+      chunk.rows * static_cast<double>(plan.in_size * dtype_bytes(worker.link.request_dtype));
+  chunk.reply_bytes =
+      chunk.rows * static_cast<double>(plan.out_size * dtype_bytes(worker.link.reply_dtype));
+  const SliceChoice choice =
+      worker.model.choose(plan.cost_class, chunk, policy.window, !policy.is_measured);
   worker.window = policy.is_measured ? choice.taken.window : policy.window;
 
-  const uint32_t slice_tokens = policy.is_measured ? (chunk.num_tokens + choice.taken.num_slices - 1) / choice.taken.num_slices
-                                                   : policy.slice_tokens;
-  const CutLimits limits{slice_tokens, worker.link.channel->geometry(), worker.link.request_dtype, worker.link.reply_dtype};
+  const uint32_t slice_tokens =
+      policy.is_measured
+          ? (chunk.num_tokens + choice.taken.num_slices - 1) / choice.taken.num_slices
+          : policy.slice_tokens;
+  const CutLimits limits{slice_tokens, worker.link.channel->geometry(), worker.link.request_dtype,
+                         worker.link.reply_dtype};
   const size_t first = call.work->parts.size();
   auto num_splits = cut_shard(call, shard_index, plan.shards[shard_index].worker, limits);
   const auto num_parts = static_cast<uint32_t>(call.work->parts.size() - first);
@@ -157,14 +176,18 @@ Result<uint64_t> Engine::cut_shard_by_model(Call& call, uint32_t shard_index, Wo
   for (size_t i = first; i < call.work->parts.size(); ++i) {
     Part& part = call.work->parts[i];
     part.forecast_ns = static_cast<int64_t>(choice.taken.ns / num_parts);
-    part.num_experts = num_parts == 1 ? static_cast<uint32_t>(chunk.experts)
-                                      : count_experts(std::span(rows.local_expert_ids).subspan(part.pair_begin, part.num_pairs()),
-                                                      num_local_experts);
+    part.num_experts =
+        num_parts == 1
+            ? static_cast<uint32_t>(chunk.experts)
+            : count_experts(
+                  std::span(rows.local_expert_ids).subspan(part.pair_begin, part.num_pairs()),
+                  num_local_experts);
   }
   return num_splits;
 }
 
-uint32_t Engine::count_experts(std::span<const uint16_t> local_expert_ids, size_t num_local_experts) {
+uint32_t Engine::count_experts(std::span<const uint16_t> local_expert_ids,
+                               size_t num_local_experts) {
   if (expert_seen_.size() < num_local_experts) expert_seen_.resize(num_local_experts, 0);
   ++num_counts_;
   uint32_t count = 0;
@@ -175,8 +198,9 @@ uint32_t Engine::count_experts(std::span<const uint16_t> local_expert_ids, size_
   return count;
 }
 
-// One part a worker and round, so that every worker starts before any gets its second; in each round the worker with the longest
-// predicted work first, because the others' encoding would delay it.
+// One part a worker and round, so that every worker starts before any gets its second; in each
+// round the worker with the longest predicted work first, because the others' encoding would delay
+// it.
 void Engine::pump() {
   for (bool has_sent = true; has_sent;) {
     has_sent = false;
@@ -203,7 +227,8 @@ bool Engine::send_next(WorkerEnd& worker) {
 void Engine::send(WorkerEnd& worker, Part& part, uint32_t slot) {
   part.found_idle = !worker.is_listening();
   part.trace.encode_start_ns = now_ns();
-  auto message_bytes = encode_request(part, worker.link.generation, worker.link.channel->outgoing(slot));
+  auto message_bytes =
+      encode_request(part, worker.link.generation, worker.link.channel->outgoing(slot));
   if (!message_bytes.ok()) return fail(*part.call, std::move(message_bytes).error());
   const LayerPlan& plan = part.call->layer->plan;
   part.state = PartState::kInFlight;
@@ -217,8 +242,8 @@ void Engine::send(WorkerEnd& worker, Part& part, uint32_t slot) {
   counters.rows += part.num_rows();
   counters.pairs += part.num_pairs();
   counters.request_bytes += message_bytes.value();
-  counters.floor_bytes += wire::floor_bytes(part.num_rows(), part.num_pairs(), plan.in_size, part.request_dtype, plan.out_size,
-                                            part.reply_dtype);
+  counters.floor_bytes += wire::floor_bytes(part.num_rows(), part.num_pairs(), plan.in_size,
+                                            part.request_dtype, plan.out_size, part.reply_dtype);
 }
 
 void Engine::drive(Deadline tick, int wake_fd) {
@@ -226,7 +251,8 @@ void Engine::drive(Deadline tick, int wake_fd) {
   Deadline until = tick.earlier(Deadline::at_ns(began + kTickNs));
   for (const CallPtr& call : calls_) until = until.earlier(Deadline::at_ns(call->deadline_ns));
   for (size_t i = 0; i < workers_.size(); ++i) {
-    wait_entries_[i].channel = workers_[i]->is_listening() ? workers_[i]->link.channel.get() : nullptr;
+    wait_entries_[i].channel =
+        workers_[i]->is_listening() ? workers_[i]->link.channel.get() : nullptr;
     wait_entries_[i].arrival.reset();
     wait_entries_[i].error.reset();
   }
@@ -261,11 +287,13 @@ void Engine::finish(Call& call) {
 void Engine::end(Call& call) {
   std::unique_ptr<CallWork> work = std::move(call.work);
   for (size_t s = 0; s < work->forecasts.size(); ++s) {
-    if (work->forecasts[s].parts_left > 0) --workers_[call.layer->plan.shards[s].worker]->num_shard_calls;
+    if (work->forecasts[s].parts_left > 0)
+      --workers_[call.layer->plan.shards[s].worker]->num_shard_calls;
   }
   for (Part& part : work->parts) reply_buffers_.give_back(std::move(part.reply_rows));
   work->parts.clear();
-  if (spare_works_.size() < kMaxSpareWorks && work->batch.num_tokens <= kMaxSpareListTokens) spare_works_.push_back(std::move(work));
+  if (spare_works_.size() < kMaxSpareWorks && work->batch.num_tokens <= kMaxSpareListTokens)
+    spare_works_.push_back(std::move(work));
   ++num_ended_;
   call.is_done.store(true, std::memory_order_release);
   std::erase_if(calls_, [&call](const CallPtr& one) { return one.get() == &call; });

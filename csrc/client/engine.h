@@ -1,6 +1,6 @@
-// The progress engine: sends the parts of calls as credits allow, takes replies, judges workers, ends calls. Not thread-safe: whoever
-// has the turn (turn.h) uses it. Sources: engine.cc (calls and sending), receive.cc (replies), verdict.cc (losses and deadlines), step.cc
-// (device steps).
+// The progress engine: sends the parts of calls as credits allow, takes replies, judges workers,
+// ends calls. Not thread-safe: whoever has the turn (turn.h) uses it. Sources: engine.cc (calls and
+// sending), receive.cc (replies), verdict.cc (losses and deadlines), step.cc (device steps).
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -19,10 +19,12 @@
 
 namespace dflash::client {
 
-// One sleep at most; bounds how late a hang-up, a stall or a deadline is seen (a hang-up must be acted on within 100 ms).
+// One sleep at most; bounds how late a hang-up, a stall or a deadline is seen (a hang-up must be
+// acted on within 100 ms).
 inline constexpr int64_t kTickNs = 20'000'000;
 inline constexpr size_t kMaxTraces = 65536;
-// A call may take four times what is predicted, at most this many call timeouts: predictions rest on what workers say.
+// A call may take four times what is predicted, at most this many call timeouts: predictions rest
+// on what workers say.
 inline constexpr int64_t kPatience = 4, kMaxPatience = 20;
 
 class Engine {
@@ -30,25 +32,31 @@ class Engine {
   explicit Engine(const ClientOptions& options) : options_(options) {}
 
   uint32_t add_worker(WorkerLink link);
-  WorkerEnd* worker(uint32_t index) { return index < workers_.size() ? workers_[index].get() : nullptr; }
+  WorkerEnd* worker(uint32_t index) {
+    return index < workers_.size() ? workers_[index].get() : nullptr;
+  }
   uint32_t num_workers() const { return static_cast<uint32_t>(workers_.size()); }
   Status define_layer(const LayerPlan& plan);
   const Layer* layer(uint32_t index) const;
 
   // Memory for a new call, its lists empty.
   std::unique_ptr<CallWork> take_work();
-  // Takes a routed call, sends what fits. Errors (the call was not taken): kInvalidArgument, kWorkerLost.
+  // Takes a routed call, sends what fits. Errors (the call was not taken): kInvalidArgument,
+  // kWorkerLost.
   Status start(const CallPtr& call);
-  // Sleeps at most until `tick`, one kTickNs, or the first event; then handles everything that arrived and sends what fits.
+  // Sleeps at most until `tick`, one kTickNs, or the first event; then handles everything that
+  // arrived and sends what fits.
   void drive(Deadline tick, int wake_fd);
   // Device steps, as ExpertClient says (step.cc).
   Result<std::vector<StepLane>> begin_step(uint32_t num_calls, uint64_t* first_call);
   Status judge_step(int64_t now);
-  void end_step(std::span<const std::pair<uint32_t, uint32_t>> heads_and_tails, std::span<const StepMessage> answered, bool has_failed);
+  void end_step(std::span<const std::pair<uint32_t, uint32_t>> heads_and_tails,
+                std::span<const StepMessage> answered, bool has_failed);
 
   // Ends an unfinished call; its slots in flight are quarantined.
   void fail(Call& call, Error error);
-  // Gives a worker up and fails every call that needs it, after taking the replies that already arrived.
+  // Gives a worker up and fails every call that needs it, after taking the replies that already
+  // arrived.
   void lose_after_drain(WorkerEnd& worker, const std::string& reason);
   // Calls ended so far; a driver compares it to know whether sleepers must look at theirs.
   uint64_t num_ended() const { return num_ended_; }
@@ -74,8 +82,10 @@ class Engine {
   void receive(WorkerEnd& worker, transport::Arrival arrival);
   void drain(WorkerEnd& worker);
   void receive_late(WorkerEnd& worker, uint32_t slot, const wire::FrameHeader& header);
-  void receive_error(WorkerEnd& worker, uint32_t slot, const wire::FrameHeader& header, std::span<const std::byte> bytes);
-  void receive_rows(WorkerEnd& worker, uint32_t slot, const wire::FrameHeader& header, std::span<const std::byte> bytes);
+  void receive_error(WorkerEnd& worker, uint32_t slot, const wire::FrameHeader& header,
+                     std::span<const std::byte> bytes);
+  void receive_rows(WorkerEnd& worker, uint32_t slot, const wire::FrameHeader& header,
+                    std::span<const std::byte> bytes);
 
   void lose(WorkerEnd& worker, ErrorCode code, const std::string& reason);
   void judge_all(int64_t now);
@@ -88,12 +98,13 @@ class Engine {
   uint64_t next_call_id_ = 1;
   uint64_t num_ended_ = 0;
   int64_t last_judged_ns_ = 0;
-  std::vector<transport::WaitEntry> wait_entries_;     // [num_workers], reused
+  std::vector<transport::WaitEntry> wait_entries_;      // [num_workers], reused
   std::vector<std::unique_ptr<CallWork>> spare_works_;  // of ended calls
   BufferPool reply_buffers_;
   Combiner combiner_;
-  std::vector<uint32_t> sending_order_;                // reused by pump
-  std::vector<uint64_t> expert_seen_;                  // reused by count_experts: the count in which an expert was last seen
+  std::vector<uint32_t> sending_order_;  // reused by pump
+  // reused by count_experts: the count in which an expert was last seen
+  std::vector<uint64_t> expert_seen_;
   uint64_t num_counts_ = 0;
   bool is_profiling_ = false;
   std::vector<SliceTrace> traces_;

@@ -14,38 +14,44 @@ void ShardRows::clear() {
   weights.clear();
 }
 
-Result<ExpertTable> ExpertTable::build(uint32_t num_experts, const std::vector<std::vector<uint32_t>>& shards) {
+Result<ExpertTable> ExpertTable::build(uint32_t num_experts,
+                                       const std::vector<std::vector<uint32_t>>& shards) {
   constexpr uint32_t kNowhere = ~0u;
   ExpertTable table;
   table.num_shards_ = shards.size();
   table.entries_.assign(num_experts, Entry{kNowhere, 0});
   for (uint32_t s = 0; s < shards.size(); ++s) {
     if (shards[s].empty() || shards[s].size() > wire::kMaxExpertsPerShard) {
-      return Error{ErrorCode::kInvalidArgument, "a shard holds " + std::to_string(shards[s].size()) + " experts, allowed are 1.." +
-                                                    std::to_string(wire::kMaxExpertsPerShard)};
+      return Error{ErrorCode::kInvalidArgument,
+                   "a shard holds " + std::to_string(shards[s].size()) +
+                       " experts, allowed are 1.." + std::to_string(wire::kMaxExpertsPerShard)};
     }
     for (size_t i = 0; i < shards[s].size(); ++i) {
       const uint32_t expert = shards[s][i];
       if (expert >= num_experts || (i > 0 && expert <= shards[s][i - 1])) {
-        return Error{ErrorCode::kInvalidArgument, "expert " + std::to_string(expert) + " is out of range or out of order in its shard"};
+        return Error{
+            ErrorCode::kInvalidArgument,
+            "expert " + std::to_string(expert) + " is out of range or out of order in its shard"};
       }
       if (table.entries_[expert].shard != kNowhere) {
-        return Error{ErrorCode::kInvalidArgument, "expert " + std::to_string(expert) + " is in two shards"};
+        return Error{ErrorCode::kInvalidArgument,
+                     "expert " + std::to_string(expert) + " is in two shards"};
       }
       table.entries_[expert] = Entry{s, static_cast<uint16_t>(i)};
     }
   }
   for (uint32_t expert = 0; expert < num_experts; ++expert) {
     if (table.entries_[expert].shard == kNowhere) {
-      return Error{ErrorCode::kInvalidArgument, "expert " + std::to_string(expert) + " is in no shard"};
+      return Error{ErrorCode::kInvalidArgument,
+                   "expert " + std::to_string(expert) + " is in no shard"};
     }
   }
   return table;
 }
 
 template <class Id>
-Status ExpertTable::exchange(std::span<const Id> topk_ids, std::span<const float> topk_weights, uint32_t top_k,
-                             std::span<ShardRows> rows) const {
+Status ExpertTable::exchange(std::span<const Id> topk_ids, std::span<const float> topk_weights,
+                             uint32_t top_k, std::span<ShardRows> rows) const {
   for (ShardRows& one : rows) one.clear();
   struct Pair {
     Entry entry;
@@ -58,8 +64,9 @@ Status ExpertTable::exchange(std::span<const Id> topk_ids, std::span<const float
     for (size_t k = 0; k < top_k; ++k) {
       const Id id = topk_ids[t * top_k + k];
       if (id < 0) {
-        return Error{ErrorCode::kInvalidArgument, "topk_ids[" + std::to_string(t) + ", " + std::to_string(k) + "] is " +
-                                                      std::to_string(id) + "; ids must not be negative"};
+        return Error{ErrorCode::kInvalidArgument,
+                     "topk_ids[" + std::to_string(t) + ", " + std::to_string(k) + "] is " +
+                         std::to_string(id) + "; ids must not be negative"};
       }
       if (static_cast<uint64_t>(id) >= entries_.size()) continue;
       const Pair pair{entries_[static_cast<size_t>(id)], topk_weights[t * top_k + k]};
@@ -67,7 +74,8 @@ Status ExpertTable::exchange(std::span<const Id> topk_ids, std::span<const float
       for (; at > 0; --at) {
         const Entry& before = pairs[at - 1].entry;
         if (before.shard < pair.entry.shard ||
-            (before.shard == pair.entry.shard && before.local_expert_id <= pair.entry.local_expert_id)) {
+            (before.shard == pair.entry.shard &&
+             before.local_expert_id <= pair.entry.local_expert_id)) {
           break;
         }
         pairs[at] = pairs[at - 1];
@@ -88,7 +96,9 @@ Status ExpertTable::exchange(std::span<const Id> topk_ids, std::span<const float
   return ok();
 }
 
-template Status ExpertTable::exchange<int32_t>(std::span<const int32_t>, std::span<const float>, uint32_t, std::span<ShardRows>) const;
-template Status ExpertTable::exchange<int64_t>(std::span<const int64_t>, std::span<const float>, uint32_t, std::span<ShardRows>) const;
+template Status ExpertTable::exchange<int32_t>(std::span<const int32_t>, std::span<const float>,
+                                               uint32_t, std::span<ShardRows>) const;
+template Status ExpertTable::exchange<int64_t>(std::span<const int64_t>, std::span<const float>,
+                                               uint32_t, std::span<ShardRows>) const;
 
 }  // namespace dflash::client

@@ -1,4 +1,5 @@
-// Pure index arithmetic: from a layer's routing to one ragged list per shard. Knows no worker, slot or byte.
+// Pure index arithmetic: from a layer's routing to one ragged list per shard. Knows no worker, slot
+// or byte.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -11,8 +12,8 @@
 
 namespace dflash::client {
 
-// The rows of one shard in ascending token order: row r is token tokens[r] with row_counts[r] pairs. Within a row experts ascend by
-// local id, duplicates in top-k order.
+// The rows of one shard in ascending token order: row r is token tokens[r] with row_counts[r]
+// pairs. Within a row experts ascend by local id, duplicates in top-k order.
 struct ShardRows {
   std::vector<uint32_t> tokens;            // [num_rows]
   std::vector<uint16_t> row_counts;        // [num_rows]
@@ -25,15 +26,18 @@ struct ShardRows {
 // Which shard holds an expert, and under which local id. Built once per layer.
 class ExpertTable {
  public:
-  // `shards[s]` lists shard s's experts in ascending global id. Errors: kInvalidArgument when an expert of [0, num_experts) is in no
-  // shard or in two, or an id is out of range; the message names the expert.
-  static Result<ExpertTable> build(uint32_t num_experts, const std::vector<std::vector<uint32_t>>& shards);
+  // `shards[s]` lists shard s's experts in ascending global id. Errors: kInvalidArgument when an
+  // expert of [0, num_experts) is in no shard or in two, or an id is out of range; the message
+  // names the expert.
+  static Result<ExpertTable> build(uint32_t num_experts,
+                                   const std::vector<std::vector<uint32_t>>& shards);
 
   uint32_t num_experts() const { return static_cast<uint32_t>(entries_.size()); }
   size_t num_shards() const { return num_shards_; }
 
-  // Fills `rows[s]` for every shard. Ids >= num_experts are sentinels and dropped; zero weights and duplicates are kept.
-  // topk_ids and topk_weights are [num_tokens, top_k]. Errors: kInvalidArgument on a negative id, naming token and position.
+  // Fills `rows[s]` for every shard. Ids >= num_experts are sentinels and dropped; zero weights and
+  // duplicates are kept. topk_ids and topk_weights are [num_tokens, top_k]. Errors:
+  // kInvalidArgument on a negative id, naming token and position.
   template <class Id>
   Status exchange(std::span<const Id> topk_ids, std::span<const float> topk_weights, uint32_t top_k,
                   std::span<ShardRows> rows) const;
@@ -47,7 +51,8 @@ class ExpertTable {
   size_t num_shards_ = 0;
 };
 
-// A call of `num_tokens` is cut into ceil(num_tokens / slice_tokens) ranges whose lengths differ by at most one, longer ones first.
+// A call of `num_tokens` is cut into ceil(num_tokens / slice_tokens) ranges whose lengths differ by
+// at most one, longer ones first.
 constexpr uint32_t num_slices(uint32_t num_tokens, uint32_t slice_tokens) {
   return num_tokens / slice_tokens + (num_tokens % slice_tokens != 0 ? 1 : 0);
 }

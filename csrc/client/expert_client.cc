@@ -13,14 +13,18 @@
 namespace dflash::client {
 namespace {
 
-Error argument_error(std::string message) { return Error{ErrorCode::kInvalidArgument, std::move(message)}; }
+Error argument_error(std::string message) {
+  return Error{ErrorCode::kInvalidArgument, std::move(message)};
+}
 
 Status validate(const TokenBatch& batch, const LayerPlan& plan) {
   if (batch.num_tokens == 0) return ok();
   if (batch.top_k == 0 || batch.top_k > wire::kMaxPairsPerRow) {
-    return argument_error("top_k is " + std::to_string(batch.top_k) + ", allowed are 1.." + std::to_string(wire::kMaxPairsPerRow));
+    return argument_error("top_k is " + std::to_string(batch.top_k) + ", allowed are 1.." +
+                          std::to_string(wire::kMaxPairsPerRow));
   }
-  if (batch.hidden_states == nullptr || batch.topk_ids == nullptr || batch.topk_weights == nullptr || batch.output == nullptr) {
+  if (batch.hidden_states == nullptr || batch.topk_ids == nullptr ||
+      batch.topk_weights == nullptr || batch.output == nullptr) {
     return argument_error("layer " + plan.name + ": a tensor has no memory");
   }
   return ok();
@@ -29,16 +33,19 @@ Status validate(const TokenBatch& batch, const LayerPlan& plan) {
 // topk arrays as the exchange reads them; a copy only where dtype or alignment ask for one.
 template <class T>
 std::span<const T> aligned(const void* from, size_t count, std::vector<T>& copy) {
-  if (reinterpret_cast<uintptr_t>(from) % alignof(T) == 0) return {static_cast<const T*>(from), count};
+  if (reinterpret_cast<uintptr_t>(from) % alignof(T) == 0)
+    return {static_cast<const T*>(from), count};
   copy.resize(count);
   std::memcpy(copy.data(), from, count * sizeof(T));
   return copy;
 }
 
 template <class Id>
-Status route_ids(const TokenBatch& batch, std::span<const float> weights, const ExpertTable& experts, std::span<ShardRows> rows) {
+Status route_ids(const TokenBatch& batch, std::span<const float> weights,
+                 const ExpertTable& experts, std::span<ShardRows> rows) {
   std::vector<Id> copy;
-  return experts.exchange<Id>(aligned(batch.topk_ids, weights.size(), copy), weights, batch.top_k, rows);
+  return experts.exchange<Id>(aligned(batch.topk_ids, weights.size(), copy), weights, batch.top_k,
+                              rows);
 }
 
 Status route(const TokenBatch& batch, const ExpertTable& experts, std::span<ShardRows> rows) {
@@ -52,13 +59,16 @@ Status route(const TokenBatch& batch, const ExpertTable& experts, std::span<Shar
     widen(batch.weights_dtype, batch.topk_weights, copy.data(), num_pairs);
     weights = copy;
   }
-  return batch.ids_are_64bit ? route_ids<int64_t>(batch, weights, experts, rows) : route_ids<int32_t>(batch, weights, experts, rows);
+  return batch.ids_are_64bit ? route_ids<int64_t>(batch, weights, experts, rows)
+                             : route_ids<int32_t>(batch, weights, experts, rows);
 }
 
 Status check_policy(SlicePolicy policy) {
-  if (policy.slice_tokens >= 1 && policy.slice_tokens <= wire::kMaxRows && policy.window >= 1) return ok();
-  return argument_error("slice_tokens is " + std::to_string(policy.slice_tokens) + " and window " + std::to_string(policy.window) +
-                        "; allowed are 1.." + std::to_string(wire::kMaxRows) + " and 1 or more");
+  if (policy.slice_tokens >= 1 && policy.slice_tokens <= wire::kMaxRows && policy.window >= 1)
+    return ok();
+  return argument_error("slice_tokens is " + std::to_string(policy.slice_tokens) + " and window " +
+                        std::to_string(policy.window) + "; allowed are 1.." +
+                        std::to_string(wire::kMaxRows) + " and 1 or more");
 }
 
 }  // namespace
@@ -70,7 +80,8 @@ struct ExpertClient::State {
   Engine engine;  // whoever has the turn
 };
 
-ExpertClient::ExpertClient(const ClientOptions& options) : state_(std::make_unique<State>(options)) {}
+ExpertClient::ExpertClient(const ClientOptions& options)
+    : state_(std::make_unique<State>(options)) {}
 ExpertClient::~ExpertClient() = default;
 
 Result<uint32_t> ExpertClient::add_worker(WorkerLink link) {
@@ -80,12 +91,16 @@ Result<uint32_t> ExpertClient::add_worker(WorkerLink link) {
   return state_->engine.add_worker(std::move(link));
 }
 
-Status ExpertClient::replace_channel(uint32_t worker, std::unique_ptr<transport::Channel> channel, uint64_t generation) {
+Status ExpertClient::replace_channel(uint32_t worker, std::unique_ptr<transport::Channel> channel,
+                                     uint64_t generation) {
   const Turn turn(state_->turns);
   WorkerEnd* end = state_->engine.worker(worker);
-  if (end == nullptr || channel == nullptr) return argument_error("there is no worker " + std::to_string(worker));
-  if (end->is_lost) return Error{ErrorCode::kWorkerLost, "worker " + end->link.name + " is lost: " + end->reason};
-  if (end->owes() || !end->waiting.empty()) return argument_error("worker " + end->link.name + " still owes replies; drain first");
+  if (end == nullptr || channel == nullptr)
+    return argument_error("there is no worker " + std::to_string(worker));
+  if (end->is_lost)
+    return Error{ErrorCode::kWorkerLost, "worker " + end->link.name + " is lost: " + end->reason};
+  if (end->owes() || !end->waiting.empty())
+    return argument_error("worker " + end->link.name + " still owes replies; drain first");
   end->replace_channel(std::move(channel), generation);
   return ok();
 }
@@ -118,7 +133,8 @@ Result<CallPtr> ExpertClient::submit(const TokenBatch& batch, uint32_t layer) {
   const Turn turn(state_->turns);
   Engine& engine = state_->engine;
   const Layer* found = engine.layer(layer);
-  if (found == nullptr) return argument_error("layer " + std::to_string(layer) + " is not in the layer table");
+  if (found == nullptr)
+    return argument_error("layer " + std::to_string(layer) + " is not in the layer table");
   DFLASH_TRY(validate(batch, found->plan));
   auto call = std::make_shared<Call>();
   call->layer = found;
@@ -134,20 +150,25 @@ Result<CallPtr> ExpertClient::submit(const TokenBatch& batch, uint32_t layer) {
 bool ExpertClient::wait(const CallPtr& call, Deadline tick) {
   TurnTable& turns = state_->turns;
   Engine& engine = state_->engine;
-  const auto is_over = [&] { return call->is_done.load(std::memory_order_acquire) || tick.has_passed(); };
+  const auto is_over = [&] {
+    return call->is_done.load(std::memory_order_acquire) || tick.has_passed();
+  };
   while (!is_over()) {
     if (!turns.acquire_to_drive(tick)) continue;
     const uint64_t num_ended = engine.num_ended();
     // The turn goes back whenever any call ended, because its waiter sleeps until then.
-    while (!is_over() && engine.num_ended() == num_ended && !turns.is_wanted()) engine.drive(tick, turns.wake_fd());
+    while (!is_over() && engine.num_ended() == num_ended && !turns.is_wanted())
+      engine.drive(tick, turns.wake_fd());
     turns.release();
   }
   return call->is_done.load(std::memory_order_acquire);
 }
 
 bool ExpertClient::is_done(const CallPtr& call) {
-  if (call->is_done.load(std::memory_order_acquire) || !state_->turns.try_acquire()) return call->is_done.load(std::memory_order_acquire);
-  state_->engine.drive(Deadline::at_ns(0), -1);  // a caller that only asks, and never waits, must see its call end
+  if (call->is_done.load(std::memory_order_acquire) || !state_->turns.try_acquire())
+    return call->is_done.load(std::memory_order_acquire);
+  // a caller that only asks, and never waits, must see its call end
+  state_->engine.drive(Deadline::at_ns(0), -1);
   state_->turns.release();
   return call->is_done.load(std::memory_order_acquire);
 }
@@ -173,8 +194,8 @@ Status ExpertClient::judge_step() {
   return state_->engine.judge_step(now_ns());
 }
 
-void ExpertClient::end_step(std::span<const std::pair<uint32_t, uint32_t>> heads_and_tails, std::span<const StepMessage> answered,
-                            bool has_failed) {
+void ExpertClient::end_step(std::span<const std::pair<uint32_t, uint32_t>> heads_and_tails,
+                            std::span<const StepMessage> answered, bool has_failed) {
   const Turn turn(state_->turns);
   state_->engine.end_step(heads_and_tails, answered, has_failed);
 }
@@ -188,7 +209,11 @@ std::vector<std::pair<std::pair<uint32_t, uint32_t>, Counters>> ExpertClient::co
   const Turn turn(state_->turns);
   std::vector<std::pair<std::pair<uint32_t, uint32_t>, Counters>> all;
   for (uint32_t worker = 0; worker < state_->engine.num_workers(); ++worker) {
-    for (const auto& [layer, counters] : state_->engine.worker(worker)->counters) all.push_back({{worker, layer}, counters});
+    for (const auto& [layer, counters] : state_->engine.worker(worker)->counters)
+      all.push_back({
+          {worker, layer},
+          counters
+      });
   }
   return all;
 }
@@ -198,8 +223,8 @@ std::vector<WorkerReport> ExpertClient::workers() const {
   std::vector<WorkerReport> reports;
   for (uint32_t worker = 0; worker < state_->engine.num_workers(); ++worker) {
     const WorkerEnd& end = *state_->engine.worker(worker);
-    reports.push_back({end.link.name, end.is_lost ? WorkerState::kLost : WorkerState::kReady, end.reason, end.num_quarantined(),
-                       end.stale_replies, end.link.generation});
+    reports.push_back({end.link.name, end.is_lost ? WorkerState::kLost : WorkerState::kReady,
+                       end.reason, end.num_quarantined(), end.stale_replies, end.link.generation});
   }
   return reports;
 }

@@ -8,16 +8,19 @@ namespace dflash::client {
 namespace {
 
 constexpr uint32_t kFactors[SliceChoice::kCandidates] = {1, 2, 4, 8, 16};
-constexpr double kWindowGain = 0.98;  // a wider window must promise this much: it costs memory and fairness between calls
+// a wider window must promise this much: it costs memory and fairness between calls
+constexpr double kWindowGain = 0.98;
 
 struct StageTimes {
-  double send, compute, receive;            // latency of one slice in each stage
+  double send, compute, receive;           // latency of one slice in each stage
   double send_occupied, receive_occupied;  // how long it keeps its direction of the link busy
 };
 
 StageTimes stages(const Curves& curves, const Chunk& chunk, uint32_t num_slices) {
   const double share = 1.0 / num_slices;
-  const double experts = num_slices == 1 ? chunk.experts : expected_experts(chunk.experts, chunk.rows * share, chunk.pairs * share);
+  const double experts =
+      num_slices == 1 ? chunk.experts
+                      : expected_experts(chunk.experts, chunk.rows * share, chunk.pairs * share);
   StageTimes t;
   t.send = curves.send.predict(chunk.request_bytes * share, 0);
   t.compute = curves.compute.predict(chunk.pairs * share, experts);
@@ -41,7 +44,8 @@ double expected_experts(double experts, double rows, double pairs) {
   return experts * (1.0 - std::pow(1.0 - share, rows));
 }
 
-SliceForecast forecast(const Curves& curves, const Chunk& chunk, uint32_t num_slices, uint32_t max_window) {
+SliceForecast forecast(const Curves& curves, const Chunk& chunk, uint32_t num_slices,
+                       uint32_t max_window) {
   const StageTimes t = stages(curves, chunk, num_slices);
   SliceForecast best{num_slices, std::min(2u, max_window), 0};
   best.ns = pipeline_ns(t, num_slices, best.window);
@@ -52,10 +56,12 @@ SliceForecast forecast(const Curves& curves, const Chunk& chunk, uint32_t num_sl
   return best;
 }
 
-SliceChoice choose_slices(const Curves& curves, const Chunk& chunk, uint32_t max_window, uint32_t current) {
+SliceChoice choose_slices(const Curves& curves, const Chunk& chunk, uint32_t max_window,
+                          uint32_t current) {
   SliceChoice choice;
   choice.taken = forecast(curves, chunk, chunk.least_slices, max_window);
-  if (!curves.compute.is_known() || !curves.send.is_known() || !curves.receive.is_known()) return choice;
+  if (!curves.compute.is_known() || !curves.send.is_known() || !curves.receive.is_known())
+    return choice;
   const StageTimes whole = stages(curves, chunk, 1);
   choice.send_ns = whole.send;
   choice.compute_ns = whole.compute;
@@ -68,7 +74,8 @@ SliceChoice choose_slices(const Curves& curves, const Chunk& chunk, uint32_t max
   for (const uint32_t factor : kFactors) {
     const uint32_t num_slices = chunk.least_slices * factor;
     if (factor > 1 && chunk.num_tokens / num_slices < kLeastSliceTokens) break;
-    // Half of the smallest slice ever seen is as far as a curve is believed; the next choice then knows more.
+    // Half of the smallest slice ever seen is as far as a curve is believed; the next choice then
+    // knows more.
     if (factor > 1 && chunk.pairs / num_slices < curves.compute.smallest_units() / 2) break;
     const SliceForecast one = forecast(curves, chunk, num_slices, max_window);
     choice.considered[static_cast<size_t>(choice.num_considered++)] = one;

@@ -1,8 +1,9 @@
-// Mode `auto`: how many slices a chunk is cut into at one worker, and how many travel at once, from what was measured there. Pure
-// functions of the curves; a choice changes speed, never a bit.
+// Mode `auto`: how many slices a chunk is cut into at one worker, and how many travel at once, from
+// what was measured there. Pure functions of the curves; a choice changes speed, never a bit.
 //
-// What slices buy is that sending, computing and receiving overlap; what they cost is that every slice reads the experts' weights
-// again. With n slices of cost s, c, r and w of them under way, the slowest stage or the credit loop sets the pace:
+// What slices buy is that sending, computing and receiving overlap; what they cost is that every
+// slice reads the experts' weights again. With n slices of cost s, c, r and w of them under way,
+// the slowest stage or the credit loop sets the pace:
 //     T(n, w) = s + c + r + (n - 1) * max(occupied(s), c, occupied(r), (s + c + r) / w)
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
@@ -53,16 +54,22 @@ struct SliceChoice {
 };
 
 inline constexpr uint32_t kLeastSliceTokens = 64;
-inline constexpr double kHysteresis = 0.95;  // what a change must be predicted to take at most, of the time without it
-inline constexpr double kLeastGainNs = 500'000;  // and what it must save: less is lost again in wake-ups of a busy machine
+// what a change must be predicted to take at most, of the time without it
+inline constexpr double kHysteresis = 0.95;
+// and what it must save: less is lost again in wake-ups of a busy machine
+inline constexpr double kLeastGainNs = 500'000;
 
-// Distinct experts among `rows` rows with `pairs` pairs spread over `experts` experts: E * (1 - (1 - k/E)^m).
+// Distinct experts among `rows` rows with `pairs` pairs spread over `experts` experts: E * (1 - (1
+// - k/E)^m).
 double expected_experts(double experts, double rows, double pairs);
 
-// Time of the chunk in `num_slices` slices, with the smallest window up to `max_window` that comes within 2 % of the best.
-SliceForecast forecast(const Curves& curves, const Chunk& chunk, uint32_t num_slices, uint32_t max_window);
+// Time of the chunk in `num_slices` slices, with the smallest window up to `max_window` that comes
+// within 2 % of the best.
+SliceForecast forecast(const Curves& curves, const Chunk& chunk, uint32_t num_slices,
+                       uint32_t max_window);
 
 // `current` is the number of slices taken for such a chunk last time; 0: none.
-SliceChoice choose_slices(const Curves& curves, const Chunk& chunk, uint32_t max_window, uint32_t current);
+SliceChoice choose_slices(const Curves& curves, const Chunk& chunk, uint32_t max_window,
+                          uint32_t current);
 
 }  // namespace dflash::client

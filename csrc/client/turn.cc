@@ -40,7 +40,8 @@ bool TurnTable::acquire_to_drive(Deadline until) {
   if (is_taken_ || is_wanted()) {
     is_shared_.store(true, std::memory_order_relaxed);
     ++num_sleeping_;
-    released_.wait_until(lock, std::chrono::steady_clock::time_point(std::chrono::nanoseconds(until.when_ns())));
+    released_.wait_until(
+        lock, std::chrono::steady_clock::time_point(std::chrono::nanoseconds(until.when_ns())));
     --num_sleeping_;
     return false;
   }

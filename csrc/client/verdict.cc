@@ -23,13 +23,15 @@ void Engine::lose(WorkerEnd& worker, ErrorCode code, const std::string& reason) 
   if (worker.is_lost) return;
   std::vector<CallPtr> ended;
   for (const CallPtr& call : calls_) {
-    const bool needs_it = std::any_of(call->work->parts.begin(), call->work->parts.end(), [&](const Part& part) {
-      return workers_[part.worker].get() == &worker && part.state != PartState::kArrived;
-    });
+    const bool needs_it =
+        std::any_of(call->work->parts.begin(), call->work->parts.end(), [&](const Part& part) {
+          return workers_[part.worker].get() == &worker && part.state != PartState::kArrived;
+        });
     if (needs_it) ended.push_back(call);
   }
   for (const CallPtr& call : ended) {
-    fail(*call, Error{code, "worker " + worker.link.name + " was lost: " + reason + " (layer " + call->layer->plan.name + ")"});
+    fail(*call, Error{code, "worker " + worker.link.name + " was lost: " + reason + " (layer " +
+                                call->layer->plan.name + ")"});
   }
   worker.close(reason);
 }
@@ -48,7 +50,8 @@ void Engine::judge_all(int64_t now) {
     } else if (worker->is_stalled(now, options_.stall_timeout_ns)) {
       const uint32_t num_owed = worker->num_in_flight();
       drain(*worker);
-      if (worker->num_in_flight() == num_owed) lose(*worker, ErrorCode::kWorkerLost, worker->stall_text(now));
+      if (worker->num_in_flight() == num_owed)
+        lose(*worker, ErrorCode::kWorkerLost, worker->stall_text(now));
     }
   }
 }
@@ -60,10 +63,14 @@ void Engine::end_late_calls(int64_t now) {
   }
   for (const CallPtr& call : late) {
     const auto& parts = call->work->parts;
-    const auto owed = std::find_if(parts.begin(), parts.end(), [](const Part& part) { return part.state != PartState::kArrived; });
-    fail(*call, Error{ErrorCode::kTimeout, "worker " + workers_[owed->worker]->link.name + " did not answer layer " +
-                                               call->layer->plan.name + " within " + seconds_text(call->deadline_ns - call->submitted_ns) +
-                                               "; raise ipc.call_timeout_s if it is only slow"});
+    const auto owed = std::find_if(parts.begin(), parts.end(), [](const Part& part) {
+      return part.state != PartState::kArrived;
+    });
+    fail(*call, Error{ErrorCode::kTimeout,
+                      "worker " + workers_[owed->worker]->link.name + " did not answer layer " +
+                          call->layer->plan.name + " within " +
+                          seconds_text(call->deadline_ns - call->submitted_ns) +
+                          "; raise ipc.call_timeout_s if it is only slow"});
   }
 }
 

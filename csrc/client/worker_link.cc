@@ -12,7 +12,8 @@ namespace {
 
 // One pulse: magic u32 "PULS", version u32, counter u64, little-endian (docs/protocol.md).
 constexpr size_t kPulseBytes = 16;
-constexpr uint64_t kPulseHead = (uint64_t{1} << 32) | 0x534c5550u;  // version 1 above the magic "PULS"
+// version 1 above the magic "PULS"
+constexpr uint64_t kPulseHead = (uint64_t{1} << 32) | 0x534c5550u;
 
 uint64_t little_endian_u64(const std::byte* bytes) {
   uint64_t value = 0;
@@ -28,7 +29,9 @@ std::string seconds_text(int64_t nanoseconds) {
   return text;
 }
 
-WorkerEnd::WorkerEnd(WorkerLink taken) : link(std::move(taken)), window(link.policy.window) { slots.resize(link.channel->geometry().num_slots); }
+WorkerEnd::WorkerEnd(WorkerLink taken) : link(std::move(taken)), window(link.policy.window) {
+  slots.resize(link.channel->geometry().num_slots);
+}
 
 void WorkerEnd::replace_channel(std::unique_ptr<transport::Channel> channel, uint64_t generation) {
   link.channel = std::move(channel);
@@ -94,7 +97,8 @@ void WorkerEnd::release(uint32_t slot) {
 void WorkerEnd::quarantine(uint32_t slot) {
   const Part& part = *slots[slot].part;
   const LayerPlan& plan = part.call->layer->plan;
-  slots[slot].quarantine = Quarantine{part.call->id, plan.layer, plan.shards[part.shard_index].shard, part.slice};
+  slots[slot].quarantine =
+      Quarantine{part.call->id, plan.layer, plan.shards[part.shard_index].shard, part.slice};
   slots[slot].part = nullptr;
   --num_in_flight_;
   ++num_quarantined_;
@@ -117,7 +121,8 @@ bool WorkerEnd::read_once(int64_t now, std::optional<std::string>& failure) {
   const ssize_t received = ::recv(link.pulse.get(), buffer, sizeof buffer, MSG_DONTWAIT);
   if (received < 0) {
     if (errno == EINTR) return true;
-    if (errno != EAGAIN && errno != EWOULDBLOCK) failure = std::string("its pulse connection failed: ") + std::strerror(errno);
+    if (errno != EAGAIN && errno != EWOULDBLOCK)
+      failure = std::string("its pulse connection failed: ") + std::strerror(errno);
     return false;
   }
   if (received == 0) {

@@ -1,4 +1,5 @@
-// One worker as the client sees it: its channel, credits, what it owes, and whether it is still alive. Guarded by the client's lock.
+// One worker as the client sees it: its channel, credits, what it owes, and whether it is still
+// alive. Guarded by the client's lock.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -14,8 +15,8 @@
 
 namespace dflash::client {
 
-// A slot whose call ended before its reply came. The worker may still write there, so the credit stays away until the very reply
-// that was asked for arrives, or the channel is replaced.
+// A slot whose call ended before its reply came. The worker may still write there, so the credit
+// stays away until the very reply that was asked for arrives, or the channel is replaced.
 struct Quarantine {
   uint64_t call_id = 0;
   uint32_t layer = 0, shard = 0;
@@ -23,7 +24,7 @@ struct Quarantine {
 };
 
 struct Slot {
-  Part* part = nullptr;                  // in flight
+  Part* part = nullptr;  // in flight
   std::optional<Quarantine> quarantine;
   bool is_free() const { return part == nullptr && !quarantine; }
 };
@@ -55,7 +56,9 @@ class WorkerEnd {
   uint32_t num_in_flight() const { return num_in_flight_; }
   uint32_t num_quarantined() const { return num_quarantined_; }
   bool owes() const { return num_in_flight_ > 0; }
-  bool is_listening() const { return link.channel != nullptr && (num_in_flight_ > 0 || num_quarantined_ > 0); }
+  bool is_listening() const {
+    return link.channel != nullptr && (num_in_flight_ > 0 || num_quarantined_ > 0);
+  }
 
   // A device step begins or ends here.
   void lease(int64_t now) {
@@ -63,21 +66,27 @@ class WorkerEnd {
     last_change_ns_ = now;
   }
 
-  // Reads every pulse that waits, without blocking. Returns why the worker must be given up, if so: hang-up or garbage.
+  // Reads every pulse that waits, without blocking. Returns why the worker must be given up, if so:
+  // hang-up or garbage.
   std::optional<std::string> read_pulses(int64_t now);
-  // The progress counter did not move for `stall_ns` while replies are owed. Never for a worker without pulse (in this process).
+  // The progress counter did not move for `stall_ns` while replies are owed. Never for a worker
+  // without pulse (in this process).
   bool is_stalled(int64_t now, int64_t stall_ns) const;
-  std::string stall_text(int64_t now) const { return "no progress for " + seconds_text(now - last_change_ns_); }
+  std::string stall_text(int64_t now) const {
+    return "no progress for " + seconds_text(now - last_change_ns_);
+  }
 
   WorkerLink link;
   std::vector<Slot> slots;
-  std::deque<Part*> waiting;              // enqueue, dequeue, drop_waiting
-  uint32_t window = 0;                    // slices in flight: the policy's, or what the model chose for the newest chunk
+  std::deque<Part*> waiting;  // enqueue, dequeue, drop_waiting
+  // slices in flight: the policy's, or what the model chose for the newest chunk
+  uint32_t window = 0;
   WorkerModel model;
-  uint32_t num_shard_calls = 0;           // shards of calls under way here
-  int64_t crowded_ns = 0;                 // when last a call came while another was under way
-  bool is_leased = false;                 // to a device step, which owes for it
-  bool is_retired = false;                // a step failed on its data path: nothing more travels there
+  uint32_t num_shard_calls = 0;  // shards of calls under way here
+  int64_t crowded_ns = 0;        // when last a call came while another was under way
+  bool is_leased = false;        // to a device step, which owes for it
+  // a step failed on its data path: nothing more travels there
+  bool is_retired = false;
   bool is_lost = false;
   std::string reason;
   uint64_t stale_replies = 0;
@@ -91,7 +100,7 @@ class WorkerEnd {
   uint32_t num_in_flight_ = 0;
   uint32_t num_quarantined_ = 0;
   uint64_t last_counter_ = 0;
-  int64_t last_change_ns_ = 0;  // of the counter, or when work was queued at an idle worker
+  int64_t last_change_ns_ = 0;         // of the counter, or when work was queued at an idle worker
   std::vector<std::byte> pulse_rest_;  // an incomplete pulse
 };
 

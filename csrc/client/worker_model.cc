@@ -7,7 +7,8 @@
 namespace dflash::client {
 namespace {
 
-constexpr int64_t kEpochNs = 10'000'000'000;  // clocks drift by less than 1 ms in two of them (50 ppm)
+// clocks drift by less than 1 ms in two of them (50 ppm)
+constexpr int64_t kEpochNs = 10'000'000'000;
 
 // Differences of clock readings that a peer may have made up: defined for all values.
 int64_t difference(int64_t later, int64_t earlier) {
@@ -16,7 +17,8 @@ int64_t difference(int64_t later, int64_t earlier) {
 
 }  // namespace
 
-SliceChoice WorkerModel::choose(uint32_t cost_class, const Chunk& chunk, uint32_t window, bool is_fixed) {
+SliceChoice WorkerModel::choose(uint32_t cost_class, const Chunk& chunk, uint32_t window,
+                                bool is_fixed) {
   ChunkRecord& record = record_of(cost_class, chunk.num_tokens);
   const Curves curves{send_, compute_[cost_class], receive_};
   SliceChoice choice;
@@ -39,26 +41,32 @@ void WorkerModel::observe(uint32_t cost_class, const PartSize& size, const Reply
   const bool is_plausible = compute > 0 && at_worker >= compute && at_worker <= elapsed;
   if (!is_plausible) return;
   const int64_t now = times.arrived_ns;
-  compute_[cost_class].observe({static_cast<double>(size.pairs), static_cast<double>(size.experts), static_cast<double>(compute), now});
+  compute_[cost_class].observe({static_cast<double>(size.pairs), static_cast<double>(size.experts),
+                                static_cast<double>(compute), now});
   observe_clock(times);
   const int64_t link = elapsed - at_worker;
-  const int64_t on_way = std::clamp<int64_t>(difference(times.worker_received_ns, times.published_ns) - clock_offset_ns(), 0, link);
+  const int64_t on_way = std::clamp<int64_t>(
+      difference(times.worker_received_ns, times.published_ns) - clock_offset_ns(), 0, link);
   if (times.found_idle) {
     // Encoding here and checking there come with every byte sent.
     const int64_t checking = difference(times.worker_started_ns, times.worker_received_ns);
-    const double send = static_cast<double>(on_way + checking + difference(times.published_ns, times.encode_start_ns));
+    const double send = static_cast<double>(on_way + checking +
+                                            difference(times.published_ns, times.encode_start_ns));
     send_.observe({static_cast<double>(size.request_bytes), 0, std::max(send, 1.0), now});
   }
   // The way back was free when the reply before this one had arrived before this one was ready.
   const int64_t finished_here = difference(times.worker_finished_ns, clock_offset_ns());
   if (finished_here >= last_arrived_ns_) {
-    const double receive = static_cast<double>(std::max<int64_t>(difference(times.arrived_ns, finished_here), 1));
-    receive_.observe({static_cast<double>(size.reply_bytes), 0, std::min(receive, static_cast<double>(std::max<int64_t>(link, 1))), now});
+    const double receive =
+        static_cast<double>(std::max<int64_t>(difference(times.arrived_ns, finished_here), 1));
+    receive_.observe({static_cast<double>(size.reply_bytes), 0,
+                      std::min(receive, static_cast<double>(std::max<int64_t>(link, 1))), now});
   }
   last_arrived_ns_ = now;
 }
 
-void WorkerModel::record(uint32_t cost_class, uint32_t num_tokens, double predicted_ns, double measured_ns) {
+void WorkerModel::record(uint32_t cost_class, uint32_t num_tokens, double predicted_ns,
+                         double measured_ns) {
   ChunkRecord& record = record_of(cost_class, num_tokens);
   const uint32_t at = record.num_measured++ % ChunkRecord::kKept;
   record.predicted_ns[at] = predicted_ns;
@@ -93,7 +101,8 @@ void WorkerModel::observe_clock(const ReplyTimes& times) {
   }
   const int64_t out = difference(times.worker_received_ns, times.published_ns);
   const int64_t back = difference(times.arrived_ns, times.worker_finished_ns);
-  const int64_t link = difference(times.arrived_ns, times.published_ns) - difference(times.worker_finished_ns, times.worker_received_ns);
+  const int64_t link = difference(times.arrived_ns, times.published_ns) -
+                       difference(times.worker_finished_ns, times.worker_received_ns);
   if (link > best_now_.link_ns) return;
   best_now_ = {link, difference(out, back) / 2};
 }

@@ -1,5 +1,6 @@
-// What the client has learned about one worker: curves of its link and of its compute, and for every size of chunk what was chosen,
-// predicted and measured. Fed from the timestamps of replies; nothing a worker can claim makes a prediction exceed what the host saw.
+// What the client has learned about one worker: curves of its link and of its compute, and for
+// every size of chunk what was chosen, predicted and measured. Fed from the timestamps of replies;
+// nothing a worker can claim makes a prediction exceed what the host saw.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -17,7 +18,8 @@ namespace dflash::client {
 struct ReplyTimes {
   int64_t encode_start_ns = 0, published_ns = 0, arrived_ns = 0;
   int64_t worker_received_ns = 0, worker_started_ns = 0, worker_finished_ns = 0;
-  bool found_idle = false;  // the worker owed nothing when this was published: its way there was free
+  // the worker owed nothing when this was published: its way there was free
+  bool found_idle = false;
 };
 
 struct PartSize {
@@ -33,13 +35,15 @@ struct ChunkRecord {
   SliceChoice choice;       // the last one
   uint64_t num_chunks = 0;
   uint32_t num_measured = 0;
-  // The last kKept chunks that had the worker to themselves: predicted and measured from submit to the last reply, ns.
+  // The last kKept chunks that had the worker to themselves: predicted and measured from submit to
+  // the last reply, ns.
   std::array<double, kKept> predicted_ns{}, measured_ns{};
 };
 
 class WorkerModel {
  public:
-  // Slices for a chunk of a layer of class `cost_class`; with `is_fixed` the caller's number and window are taken, and only predicted.
+  // Slices for a chunk of a layer of class `cost_class`; with `is_fixed` the caller's number and
+  // window are taken, and only predicted.
   SliceChoice choose(uint32_t cost_class, const Chunk& chunk, uint32_t window, bool is_fixed);
   void observe(uint32_t cost_class, const PartSize& size, const ReplyTimes& times);
   // A chunk that had the worker to itself took `measured_ns`.
@@ -52,7 +56,8 @@ class WorkerModel {
   const CostCurve& receive() const { return receive_; }
   const std::map<uint32_t, CostCurve>& compute() const { return compute_; }
   std::vector<ChunkRecord> records() const;
-  // Worker's clock minus the host's, from the round trip with the least time on the link (as NTP does); 0 on one machine, roughly.
+  // Worker's clock minus the host's, from the round trip with the least time on the link (as NTP
+  // does); 0 on one machine, roughly.
   int64_t clock_offset_ns() const;
 
  private:
@@ -65,9 +70,10 @@ class WorkerModel {
   void observe_clock(const ReplyTimes& times);
 
   CostCurve send_, receive_;
-  std::map<uint32_t, CostCurve> compute_;                          // by class of layers
-  std::map<uint32_t, std::array<ChunkRecord, 33>> records_;        // by class, then octave of tokens
-  Offset best_now_, best_before_;                                  // of this and the previous epoch
+  std::map<uint32_t, CostCurve> compute_;  // by class of layers
+  // by class, then octave of tokens
+  std::map<uint32_t, std::array<ChunkRecord, 33>> records_;
+  Offset best_now_, best_before_;  // of this and the previous epoch
   int64_t epoch_began_ns_ = 0;
   int64_t last_arrived_ns_ = 0;
 };

@@ -1,5 +1,6 @@
-# Cross builds for 64-bit ARM on Debian-like machines: the cross compiler of the distribution, test programs under QEMU's user mode.
-# Use: cmake -DCMAKE_TOOLCHAIN_FILE=cmake/aarch64-linux-gnu.cmake (as .ci/neon does).
+# Cross builds for 64-bit ARM on Debian-like machines: the cross compiler of the distribution, test
+# programs under QEMU's user mode. Use: cmake -DCMAKE_TOOLCHAIN_FILE=cmake/aarch64-linux-gnu.cmake
+# (as .ci/neon does).
 # SPDX-License-Identifier: Apache-2.0
 set(CMAKE_SYSTEM_NAME Linux)
 set(CMAKE_SYSTEM_PROCESSOR aarch64)

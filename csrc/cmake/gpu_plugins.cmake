@@ -1,5 +1,6 @@
-# The plug-ins with kernels for real cards, each by its vendor's compiler: DFLASH_CUDA and DFLASH_HIP name them (.ci/plugins finds and installs
-# them). Host code is compiled as everywhere; a vendor's compiler only makes the image that is embedded.
+# The plug-ins with kernels for real cards, each by its vendor's compiler: DFLASH_CUDA and
+# DFLASH_HIP name them (.ci/plugins finds and installs them). Host code is compiled as everywhere; a
+# vendor's compiler only makes the image that is embedded.
 # SPDX-License-Identifier: Apache-2.0
 
 set(gpu_kernels ${CMAKE_CURRENT_SOURCE_DIR}/compute/gpu/kernels.cu)
@@ -58,8 +59,8 @@ if(DFLASH_CUDA)
     if(number LESS cuda_least)
       set(cuda_least ${number})
     endif()
-    # PTX is for the cards that no image covers, such as Thor's 11.0: the older it is the more of them take it, and from 80 on it has every
-    # instruction but those of a variant.
+    # PTX is for the cards that no image covers, such as Thor's 11.0: the older it is the more of
+    # them take it, and from 80 on it has every instruction but those of a variant.
     if(arch STREQUAL number AND
        (NOT cuda_ptx OR (cuda_ptx LESS 80 AND number GREATER cuda_ptx) OR (number GREATER_EQUAL 80 AND number LESS cuda_ptx)))
       set(cuda_ptx ${number})
@@ -80,7 +81,8 @@ if(DFLASH_CUDA)
 endif()
 
 if(DFLASH_HIP)
-  # The device libraries of a distribution name each architecture in a file of one constant, and may lack the newest: those are made here.
+  # The device libraries of a distribution name each architecture in a file of one constant, and may
+  # lack the newest: those are made here.
   set(hip_bitcode ${CMAKE_CURRENT_BINARY_DIR}/hip_bitcode)
   file(MAKE_DIRECTORY ${hip_bitcode})
   file(GLOB bitcode_files ${DFLASH_HIP_BITCODE}/*.bc)

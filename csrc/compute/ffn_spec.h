@@ -1,7 +1,9 @@
-// What one expert computes. Filled by the host from the model, sent to workers as closed-schema data (docs/protocol.md), and
-// used alike by the reference, the CPU kernels and every later backend.
+// What one expert computes. Filled by the host from the model, sent to workers as closed-schema
+// data (docs/protocol.md), and used alike by the reference, the CPU kernels and every later
+// backend.
 //
-//   g = W_gate x + b_gate;  u = W_up x + b_up;  h = gate(g, u);  d = W_down h + b_down;  y += routing_weight * d
+//   g = W_gate x + b_gate;  u = W_up x + b_up;  h = gate(g, u);  d = W_down h + b_down;  y +=
+//   routing_weight * d
 //
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
@@ -12,34 +14,37 @@
 
 namespace dflash::compute {
 
-// Values are on the wire: append only. Formulas are normative (docs/architecture.md) and live in activation.h.
+// Values are on the wire: append only. Formulas are normative (docs/architecture.md) and live in
+// activation.h.
 enum class Activation : uint8_t {
-  kSilu = 0,         // a(x) = x / (1 + exp(-x))
-  kGelu = 1,         // exact, with erf
-  kGeluTanh = 2,     // tanh approximation
+  kSilu = 0,      // a(x) = x / (1 + exp(-x))
+  kGelu = 1,      // exact, with erf
+  kGeluTanh = 2,  // tanh approximation
   kRelu = 3,
   kReluSquared = 4,
   kIdentity = 5,
   kSigmoid = 6,
-  kQuickGelu = 7,    // x * sigmoid(1.702 x)
+  kQuickGelu = 7,  // x * sigmoid(1.702 x)
 };
 
 enum class GateKind : uint8_t {
-  kNone = 0,         // h = a(u): no gate matrix
-  kGated = 1,        // h = a(clamp(g)) * clamp(u), clamps below; limits of infinity do nothing
-  kClampedSwiglu = 2 // gpt-oss: g = min(g, limit), u = clamp(u, -limit, limit), h = (u + up_offset) * (g * sigmoid(alpha * g))
+  kNone = 0,   // h = a(u): no gate matrix
+  kGated = 1,  // h = a(clamp(g)) * clamp(u), clamps below; limits of infinity do nothing
+  // gpt-oss: g = min(g, limit), u = clamp(u, -limit, limit), h = (u + up_offset) * (g *
+  // sigmoid(alpha * g))
+  kClampedSwiglu = 2
 };
 
 struct FfnSpec {
-  uint32_t in_size = 0;            // width of a request row
+  uint32_t in_size = 0;  // width of a request row
   uint32_t intermediate_size = 0;
-  uint32_t out_size = 0;           // width of a reply row
+  uint32_t out_size = 0;  // width of a reply row
   Activation activation = Activation::kSilu;
   GateKind gate = GateKind::kGated;
   bool has_gate_up_bias = false;
   bool has_down_bias = false;
-  float alpha = 1.0f;              // kClampedSwiglu: sigmoid's slope
-  float up_offset = 0.0f;          // kClampedSwiglu: added to u (1 in gpt-oss)
+  float alpha = 1.0f;                 // kClampedSwiglu: sigmoid's slope
+  float up_offset = 0.0f;             // kClampedSwiglu: added to u (1 in gpt-oss)
   float gate_max = __builtin_inff();  // g = min(g, gate_max) before the activation
   float up_limit = __builtin_inff();  // u = clamp(u, -up_limit, up_limit)
 

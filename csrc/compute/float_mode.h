@@ -1,6 +1,8 @@
-// The floating-point control word of f32-canonical: round to nearest, no flush to zero, no denormals-are-zero. Callers may come
-// from a process that set something else (torch.set_flush_denormal), so every computing thread holds one of these.
-// On AArch64 also: NaN payloads propagate (DN off) and f16 is IEEE's (AHP off), as the conversions between dtypes expect.
+// The floating-point control word of f32-canonical: round to nearest, no flush to zero, no
+// denormals-are-zero. Callers may come from a process that set something else
+// (torch.set_flush_denormal), so every computing thread holds one of these. On AArch64 also: NaN
+// payloads propagate (DN off) and f16 is IEEE's (AHP off), as the conversions between dtypes
+// expect.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -17,10 +19,12 @@ namespace dflash::compute {
 class CanonicalFloatMode {
  public:
 #if defined(__x86_64__)
-  CanonicalFloatMode() : saved_(_mm_getcsr()) { _mm_setcsr(0x1f80); }  // all exceptions masked, everything else zero
+  // all exceptions masked, everything else zero
+  CanonicalFloatMode() : saved_(_mm_getcsr()) { _mm_setcsr(0x1f80); }
   ~CanonicalFloatMode() { _mm_setcsr(saved_); }
 #elif defined(__aarch64__)
-  CanonicalFloatMode() : saved_(control()) {  // a write costs tens of cycles: only where something would change
+  // a write costs tens of cycles: only where something would change
+  CanonicalFloatMode() : saved_(control()) {
     if (saved_ != kCanonical) set_control(kCanonical);
   }
   ~CanonicalFloatMode() {
@@ -40,7 +44,8 @@ class CanonicalFloatMode {
 #if defined(__x86_64__)
   unsigned saved_;
 #elif defined(__aarch64__)
-  static constexpr uint64_t kCanonical = 0;  // round to nearest; FZ, FZ16, DN, AHP and all traps off
+  // round to nearest; FZ, FZ16, DN, AHP and all traps off
+  static constexpr uint64_t kCanonical = 0;
   static uint64_t control() {
     uint64_t value;
     asm volatile("mrs %0, fpcr" : "=r"(value)::"memory");

@@ -1,5 +1,6 @@
-// The progress counter of a worker: bumped at least every 20 ms of work, so that who watches it can tell busy from stuck. The thread
-// that owns the data path may hang a task on it, to keep bytes moving in both directions while it computes.
+// The progress counter of a worker: bumped at least every 20 ms of work, so that who watches it can
+// tell busy from stuck. The thread that owns the data path may hang a task on it, to keep bytes
+// moving in both directions while it computes.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -18,10 +19,13 @@ class ProgressCounter {
     count_.fetch_add(steps, order);
     if (owner_.load(std::memory_order_relaxed) == std::this_thread::get_id()) run_(context_);
   }
-  uint64_t load(std::memory_order order = std::memory_order_relaxed) const { return count_.load(order); }
+  uint64_t load(std::memory_order order = std::memory_order_relaxed) const {
+    return count_.load(order);
+  }
   const std::atomic<uint64_t>& count() const { return count_; }
 
-  // While it lives, `body` (called without arguments, must not block) runs at every bump by the thread that made it. One at a time.
+  // While it lives, `body` (called without arguments, must not block) runs at every bump by the
+  // thread that made it. One at a time.
   template <class Body>
   class Task {
    public:
@@ -40,9 +44,10 @@ class ProgressCounter {
 
  private:
   std::atomic<uint64_t> count_;
-  std::atomic<std::thread::id> owner_{};  // relaxed: only the owner reads what the owner wrote beside it
-  void (*run_)(void*) = nullptr;          // owner's thread only
-  void* context_ = nullptr;               // owner's thread only
+  // relaxed: only the owner reads what the owner wrote beside it
+  std::atomic<std::thread::id> owner_{};
+  void (*run_)(void*) = nullptr;  // owner's thread only
+  void* context_ = nullptr;       // owner's thread only
 };
 
 }  // namespace dflash::compute

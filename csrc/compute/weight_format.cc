@@ -7,21 +7,21 @@ namespace dflash::compute {
 namespace {
 
 constexpr FormatFacts kFacts[kNumWeightFormats] = {
-    {"f32", 1, 4, 0, 0, 0, true},
-    {"f16", 1, 2, 0, 0, 0, true},
-    {"bf16", 1, 2, 0, 0, 0, true},
-    {"int8_g32", 32, 32, 1, 32, 4, false},
-    {"int4_g32", 32, 16, 1, 32, 4, false},
-    {"fp8_e4m3_b128", 1, 1, 128, 128, 4, true},
-    {"mxfp4", 32, 16, 1, 32, 1, true},
-    {"q8_0", 32, 34, 0, 0, 0, true},
-    {"q4_0", 32, 18, 0, 0, 0, true},
-    {"q4_k", 256, 144, 0, 0, 0, true},
-    {"q5_k", 256, 176, 0, 0, 0, true},
-    {"q6_k", 256, 210, 0, 0, 0, true},
-    {"gguf_mxfp4", 32, 17, 0, 0, 0, true},
-    {"iq4_nl", 32, 18, 0, 0, 0, true},
-    {"iq4_xs", 256, 136, 0, 0, 0, true},
+    {"f32",           1,   4,   0,   0,   0, true },
+    {"f16",           1,   2,   0,   0,   0, true },
+    {"bf16",          1,   2,   0,   0,   0, true },
+    {"int8_g32",      32,  32,  1,   32,  4, false},
+    {"int4_g32",      32,  16,  1,   32,  4, false},
+    {"fp8_e4m3_b128", 1,   1,   128, 128, 4, true },
+    {"mxfp4",         32,  16,  1,   32,  1, true },
+    {"q8_0",          32,  34,  0,   0,   0, true },
+    {"q4_0",          32,  18,  0,   0,   0, true },
+    {"q4_k",          256, 144, 0,   0,   0, true },
+    {"q5_k",          256, 176, 0,   0,   0, true },
+    {"q6_k",          256, 210, 0,   0,   0, true },
+    {"gguf_mxfp4",    32,  17,  0,   0,   0, true },
+    {"iq4_nl",        32,  18,  0,   0,   0, true },
+    {"iq4_xs",        256, 136, 0,   0,   0, true },
 };
 
 }  // namespace
@@ -38,7 +38,8 @@ Result<WeightFormat> parse_weight_format(const std::string& name) {
     if (name == kFacts[value].name) return static_cast<WeightFormat>(value);
     names += std::string(names.empty() ? "" : ", ") + kFacts[value].name;
   }
-  return Error{ErrorCode::kUnsupported, "weight format '" + name + "' is not known here; known are " + names};
+  return Error{ErrorCode::kUnsupported,
+               "weight format '" + name + "' is not known here; known are " + names};
 }
 
 uint64_t row_bytes(WeightFormat format, uint32_t inputs) {
@@ -49,7 +50,8 @@ uint64_t row_bytes(WeightFormat format, uint32_t inputs) {
 Result<WeightsLayout> parse_weights_layout(const std::string& name) {
   if (name == "packed") return WeightsLayout::kPacked;
   if (name == "mapped") return WeightsLayout::kMapped;
-  return Error{ErrorCode::kInvalidArgument, "weights layout '" + name + "' is not known; allowed are packed and mapped"};
+  return Error{ErrorCode::kInvalidArgument,
+               "weights layout '" + name + "' is not known; allowed are packed and mapped"};
 }
 
 Result<ResidentFormats> parse_resident_formats(const std::string& text) {

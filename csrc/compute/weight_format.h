@@ -1,5 +1,6 @@
-// The formats in which weights are stored in checkpoints and kept in memory. Every format has one written formula that turns its bits
-// into float32 (dequantize.h); f32-canonical computes with exactly those values.
+// The formats in which weights are stored in checkpoints and kept in memory. Every format has one
+// written formula that turns its bits into float32 (dequantize.h); f32-canonical computes with
+// exactly those values.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -20,8 +21,9 @@ enum class WeightFormat : uint8_t {
   kInt8G32 = 3,      // made at load from f32, f16, bf16: a float32 scale per output and 32 inputs
   kInt4G32 = 4,      // likewise, integers in [-7, 7]
   kFp8E4m3B128 = 5,  // e4m3 (finite only), a float32 scale per square of 128 x 128 lying apart
-  kMxfp4 = 6,        // safetensors: e2m1 pairs (low nibble first), a 2^(b - 127) scale per 32 inputs lying apart
-  kQ8_0 = 7,         // from here on the block types of GGUF
+  // safetensors: e2m1 pairs (low nibble first), a 2^(b - 127) scale per 32 inputs lying apart
+  kMxfp4 = 6,
+  kQ8_0 = 7,  // from here on the block types of GGUF
   kQ4_0 = 8,
   kQ4K = 9,
   kQ5K = 10,
@@ -40,7 +42,7 @@ struct FormatFacts {
   uint32_t block_bytes;  // of values (and of scales inside the block)
   // Scales lying apart: one of scale_bytes per scale_outputs x scale_inputs values. All 0: none.
   uint32_t scale_outputs, scale_inputs, scale_bytes;
-  bool is_stored;        // false: only ever made at load
+  bool is_stored;  // false: only ever made at load
 };
 const FormatFacts& format_facts(WeightFormat format);
 inline const char* format_name(WeightFormat format) { return format_facts(format).name; }
@@ -49,11 +51,13 @@ Result<WeightFormat> parse_weight_format(const std::string& name);
 
 constexpr bool is_float(WeightFormat format) { return static_cast<uint8_t>(format) < kNumDtypes; }
 constexpr WeightFormat format_of(Dtype dtype) { return static_cast<WeightFormat>(dtype); }
-constexpr Dtype dtype_of(WeightFormat format) { return static_cast<Dtype>(format); }  // of a float format
+// of a float format
+constexpr Dtype dtype_of(WeightFormat format) { return static_cast<Dtype>(format); }
 // Bytes of one row of values; `inputs` is a multiple of the block.
 uint64_t row_bytes(WeightFormat format, uint32_t inputs);
 
-// Where a worker's experts lie: packed in memory of its own, or nowhere but in the mapped checkpoint, packed anew for every batch.
+// Where a worker's experts lie: packed in memory of its own, or nowhere but in the mapped
+// checkpoint, packed anew for every batch.
 enum class WeightsLayout : uint8_t { kPacked, kMapped };
 // Errors: kInvalidArgument naming the two.
 Result<WeightsLayout> parse_weights_layout(const std::string& name);
@@ -65,7 +69,8 @@ struct ResidentFormats {
 
   ResidentFormats() = default;
   ResidentFormats(WeightFormat both) : gate_up(both), down(both) {}
-  ResidentFormats(WeightFormat gate_up_format, WeightFormat down_format) : gate_up(gate_up_format), down(down_format) {}
+  ResidentFormats(WeightFormat gate_up_format, WeightFormat down_format)
+      : gate_up(gate_up_format), down(down_format) {}
   ResidentFormats(Dtype both) : ResidentFormats(format_of(both)) {}
   bool operator==(const ResidentFormats&) const = default;
 };

@@ -12,36 +12,54 @@ using compute::VectorView;
 using compute::WeightFormat;
 
 // The table's numbers are those of the core's enumerations; a value that moved must not compile.
-static_assert(static_cast<int>(ErrorCode::kInvalidArgument) == 1 && static_cast<int>(ErrorCode::kClosed) == 11);
-static_assert(static_cast<int>(Dtype::kF32) == 0 && static_cast<int>(Dtype::kF16) == 1 && static_cast<int>(Dtype::kBF16) == 2);
-static_assert(static_cast<int>(WeightFormat::kInt8G32) == 3 && static_cast<int>(WeightFormat::kQ8_0) == 7 &&
+static_assert(static_cast<int>(ErrorCode::kInvalidArgument) == 1 &&
+              static_cast<int>(ErrorCode::kClosed) == 11);
+static_assert(static_cast<int>(Dtype::kF32) == 0 && static_cast<int>(Dtype::kF16) == 1 &&
+              static_cast<int>(Dtype::kBF16) == 2);
+static_assert(static_cast<int>(WeightFormat::kInt8G32) == 3 &&
+              static_cast<int>(WeightFormat::kQ8_0) == 7 &&
               static_cast<int>(WeightFormat::kIq4Xs) == 14);
-static_assert(static_cast<int>(NumericsClass::kF32Canonical) == 0 && static_cast<int>(NumericsClass::kInt8Groups) == 1 &&
-              static_cast<int>(NumericsClass::kBf16Dot) == 2 && static_cast<int>(NumericsClass::kBf16Mma) == 3 &&
-              static_cast<int>(NumericsClass::kBf16Mfma) == 4 && static_cast<int>(NumericsClass::kBf16Wmma) == 5 &&
-              static_cast<int>(NumericsClass::kBf16Bfdot) == 6 && static_cast<int>(NumericsClass::kF16Dot2) == 7);
-constexpr uint32_t kNumNumerics = sizeof compute::kAllNumericsClasses / sizeof compute::kAllNumericsClasses[0];
+static_assert(static_cast<int>(NumericsClass::kF32Canonical) == 0 &&
+              static_cast<int>(NumericsClass::kInt8Groups) == 1 &&
+              static_cast<int>(NumericsClass::kBf16Dot) == 2 &&
+              static_cast<int>(NumericsClass::kBf16Mma) == 3 &&
+              static_cast<int>(NumericsClass::kBf16Mfma) == 4 &&
+              static_cast<int>(NumericsClass::kBf16Wmma) == 5 &&
+              static_cast<int>(NumericsClass::kBf16Bfdot) == 6 &&
+              static_cast<int>(NumericsClass::kF16Dot2) == 7);
+constexpr uint32_t kNumNumerics =
+    sizeof compute::kAllNumericsClasses / sizeof compute::kAllNumericsClasses[0];
 
 // `value` as an enumerator below `count`.
 template <class Enumeration>
 Result<Enumeration> enumerator(const char* field, uint32_t value, uint32_t count) {
   if (value < count) return static_cast<Enumeration>(value);
-  return Error{ErrorCode::kUnsupported, std::string("backend table: ") + field + " " + std::to_string(value) +
-                                            " is not known to this build, which knows 0.." + std::to_string(count - 1)};
+  return Error{ErrorCode::kUnsupported,
+               std::string("backend table: ") + field + " " + std::to_string(value) +
+                   " is not known to this build, which knows 0.." + std::to_string(count - 1)};
 }
 
 dflash_matrix to_record(const MatrixView& view) {
-  return {view.data,          view.scales, view.output_stride, view.input_stride, view.scales_stride, static_cast<uint32_t>(view.format),
-          view.outputs,       view.inputs, 0};
+  return {view.data,         view.scales,        view.output_stride,
+          view.input_stride, view.scales_stride, static_cast<uint32_t>(view.format),
+          view.outputs,      view.inputs,        0};
 }
-dflash_vector to_record(const VectorView& view) { return {view.data, view.stride, static_cast<uint32_t>(view.dtype), view.count}; }
+dflash_vector to_record(const VectorView& view) {
+  return {view.data, view.stride, static_cast<uint32_t>(view.dtype), view.count};
+}
 
 Status fill(MatrixView& view, const dflash_matrix& record) {
   if (record.data == nullptr) return ok();
   auto format = enumerator<WeightFormat>("format", record.format, compute::kNumWeightFormats);
   if (!format.ok()) return std::move(format).error();
-  view = {static_cast<const std::byte*>(record.data), format.value(), record.outputs, record.inputs, record.output_stride,
-          record.input_stride, static_cast<const std::byte*>(record.scales), record.scales_stride};
+  view = {static_cast<const std::byte*>(record.data),
+          format.value(),
+          record.outputs,
+          record.inputs,
+          record.output_stride,
+          record.input_stride,
+          static_cast<const std::byte*>(record.scales),
+          record.scales_stride};
   return ok();
 }
 
@@ -64,10 +82,13 @@ int32_t report(const Error& failure, dflash_error* error) {
 }
 
 Error error_of(int32_t status, const dflash_error& error) {
-  const bool is_known = status >= static_cast<int32_t>(ErrorCode::kInvalidArgument) && status <= static_cast<int32_t>(ErrorCode::kClosed);
+  const bool is_known = status >= static_cast<int32_t>(ErrorCode::kInvalidArgument) &&
+                        status <= static_cast<int32_t>(ErrorCode::kClosed);
   const std::string text = text_of(error.text);
   return Error{is_known ? static_cast<ErrorCode>(status) : ErrorCode::kWorkerFailed,
-               text.empty() ? "the backend failed with status " + std::to_string(status) + " and no text" : text};
+               text.empty()
+                   ? "the backend failed with status " + std::to_string(status) + " and no text"
+                   : text};
 }
 
 dflash_ffn_spec to_record(const compute::FfnSpec& spec) {
@@ -87,9 +108,11 @@ dflash_ffn_spec to_record(const compute::FfnSpec& spec) {
 }
 
 Result<compute::FfnSpec> spec_of(const dflash_ffn_spec& record) {
-  auto activation = enumerator<Activation>("activation", record.activation, static_cast<uint32_t>(Activation::kQuickGelu) + 1);
+  auto activation = enumerator<Activation>("activation", record.activation,
+                                           static_cast<uint32_t>(Activation::kQuickGelu) + 1);
   if (!activation.ok()) return std::move(activation).error();
-  auto gate = enumerator<GateKind>("gate", record.gate, static_cast<uint32_t>(GateKind::kClampedSwiglu) + 1);
+  auto gate = enumerator<GateKind>("gate", record.gate,
+                                   static_cast<uint32_t>(GateKind::kClampedSwiglu) + 1);
   if (!gate.ok()) return std::move(gate).error();
   compute::FfnSpec spec;
   spec.in_size = record.in_size;
@@ -117,13 +140,18 @@ dflash_layer_options to_record(const LayerOptions& options) {
 }
 
 Result<LayerOptions> layer_options_of(const dflash_layer_options& record) {
-  auto gate_up = enumerator<WeightFormat>("gate_up_format", record.gate_up_format, compute::kNumWeightFormats);
+  auto gate_up =
+      enumerator<WeightFormat>("gate_up_format", record.gate_up_format, compute::kNumWeightFormats);
   if (!gate_up.ok()) return std::move(gate_up).error();
-  auto down = enumerator<WeightFormat>("down_format", record.down_format, compute::kNumWeightFormats);
+  auto down =
+      enumerator<WeightFormat>("down_format", record.down_format, compute::kNumWeightFormats);
   if (!down.ok()) return std::move(down).error();
   auto numerics = enumerator<NumericsClass>("numerics", record.numerics, kNumNumerics);
   if (!numerics.ok()) return std::move(numerics).error();
-  return LayerOptions{record.num_local_experts, {gate_up.value(), down.value()}, numerics.value()};
+  return LayerOptions{
+      record.num_local_experts, {gate_up.value(), down.value()},
+       numerics.value()
+  };
 }
 
 dflash_expert to_record(uint32_t local_expert_id, const compute::ExpertWeights& weights) {

@@ -1,5 +1,5 @@
-// Between the records of the C table and the types of the core, in both directions. What arrives is checked here: enumerations in range,
-// missing fields of a shorter record 0.
+// Between the records of the C table and the types of the core, in both directions. What arrives is
+// checked here: enumerations in range, missing fields of a shorter record 0.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -18,7 +18,8 @@ namespace dflash::plugin {
 template <class Record>
 Record read_record(const Record* given) {
   Record record{};
-  if (given != nullptr) std::memcpy(&record, given, std::min<size_t>(given->struct_size, sizeof record));
+  if (given != nullptr)
+    std::memcpy(&record, given, std::min<size_t>(given->struct_size, sizeof record));
   record.struct_size = sizeof record;
   return record;
 }
@@ -26,7 +27,8 @@ template <class Record>
 void write_record(Record* given, Record record) {
   if (given == nullptr) return;
   record.struct_size = given->struct_size;
-  std::memcpy(static_cast<void*>(given), &record, std::min<size_t>(given->struct_size, sizeof record));
+  std::memcpy(static_cast<void*>(given), &record,
+              std::min<size_t>(given->struct_size, sizeof record));
 }
 // An empty record whose size says that this side knows all of it.
 template <class Record>

@@ -12,7 +12,8 @@
 namespace dflash::plugin {
 namespace {
 
-constexpr uint32_t kMaxRows = 1u << 16;  // above wire::kMaxRows; memory for one batch stays below a gigabyte
+// above wire::kMaxRows; memory for one batch stays below a gigabyte
+constexpr uint32_t kMaxRows = 1u << 16;
 
 uint64_t page_bytes() { return static_cast<uint64_t>(::sysconf(_SC_PAGESIZE)); }
 
@@ -26,8 +27,11 @@ class CpuDevice final : public Device {
     return std::find(classes.begin(), classes.end(), numerics) != classes.end();
   }
   uint32_t max_rows() const override { return kMaxRows; }
-  Result<uint64_t> free_bytes() override { return page_bytes() * static_cast<uint64_t>(::sysconf(_SC_AVPHYS_PAGES)); }
-  uint64_t layer_bytes(const compute::FfnSpec& spec, uint32_t num_local_experts, compute::ResidentFormats formats) const override {
+  Result<uint64_t> free_bytes() override {
+    return page_bytes() * static_cast<uint64_t>(::sysconf(_SC_AVPHYS_PAGES));
+  }
+  uint64_t layer_bytes(const compute::FfnSpec& spec, uint32_t num_local_experts,
+                       compute::ResidentFormats formats) const override {
     return compute::CpuBackend::predicted_bytes(backend_->isa(), spec, num_local_experts, formats);
   }
 
@@ -39,12 +43,16 @@ struct CpuDriver {
   static constexpr const char* kName = "cpu";
 
   static Result<std::vector<DeviceListing>> list() {
-    return std::vector<DeviceListing>{{"the processor", "cpu", compute::isa_name(compute::best_isa()),
-                                       page_bytes() * static_cast<uint64_t>(::sysconf(_SC_PHYS_PAGES)), ""}};
+    return std::vector<DeviceListing>{
+        {"the processor", "cpu", compute::isa_name(compute::best_isa()),
+         page_bytes() * static_cast<uint64_t>(::sysconf(_SC_PHYS_PAGES)), ""}
+    };
   }
 
   static Result<std::unique_ptr<Device>> open(uint32_t device, const OpenOptions& options) {
-    if (device != 0) return Error{ErrorCode::kInvalidArgument, "device cpu:" + std::to_string(device) + " does not exist; there is cpu:0"};
+    if (device != 0)
+      return Error{ErrorCode::kInvalidArgument,
+                   "device cpu:" + std::to_string(device) + " does not exist; there is cpu:0"};
     auto backend = compute::CpuBackend::create(compute::best_isa(), options.num_threads);
     if (!backend.ok()) return std::move(backend).error();
     return std::unique_ptr<Device>(std::make_unique<CpuDevice>(std::move(backend).value()));

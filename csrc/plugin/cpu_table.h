@@ -1,5 +1,5 @@
-// The processor's own kernels behind the C table, as every other backend: what holds for one is tested on all. (A worker with backend `cpu`
-// uses CpuBackend directly.)
+// The processor's own kernels behind the C table, as every other backend: what holds for one is
+// tested on all. (A worker with backend `cpu` uses CpuBackend directly.)
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 

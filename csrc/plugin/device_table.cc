@@ -1,5 +1,6 @@
-// The functions behind the C table. The queue of a device is a ring of batches that wait() computes in order on the caller's thread:
-// no thread of its own, so that the caller's progress hook runs inside the computation.
+// The functions behind the C table. The queue of a device is a ring of batches that wait() computes
+// in order on the caller's thread: no thread of its own, so that the caller's progress hook runs
+// inside the computation.
 // SPDX-License-Identifier: Apache-2.0
 #include "plugin/device_table.h"
 
@@ -18,7 +19,8 @@ using dflash::plugin::DeviceListing;
 
 namespace {
 
-constexpr uint64_t kQueuedBatches = 64;  // above the slots of any channel, which bound what a worker has under way
+// above the slots of any channel, which bound what a worker has under way
+constexpr uint64_t kQueuedBatches = 64;
 
 struct QueuedBatch {
   enum class State : uint8_t { kFree, kQueued, kDone };
@@ -33,8 +35,8 @@ struct QueuedBatch {
 struct dflash_device {
   std::unique_ptr<Device> device;
   std::set<std::pair<dflash::compute::NumericsClass, dflash::compute::WeightFormat>> proven;
-  uint64_t next_ticket = 0;   // to be given
-  uint64_t next_batch = 0;    // to be computed
+  uint64_t next_ticket = 0;  // to be given
+  uint64_t next_batch = 0;   // to be computed
   QueuedBatch queue[kQueuedBatches];
 };
 
@@ -54,7 +56,8 @@ class ProgressRelay {
 
   void operator()() {
     const uint64_t now = counter.load();
-    if (progress_ != nullptr && progress_->advance != nullptr) progress_->advance(progress_->context, now - told_);
+    if (progress_ != nullptr && progress_->advance != nullptr)
+      progress_->advance(progress_->context, now - told_);
     told_ = now;
   }
 
@@ -63,28 +66,34 @@ class ProgressRelay {
   uint64_t told_ = 0;
 };
 
-// Runs `body` (Status()); whatever it cannot allocate becomes an error, since nothing may be thrown through the table.
+// Runs `body` (Status()); whatever it cannot allocate becomes an error, since nothing may be thrown
+// through the table.
 template <class Body>
 int32_t answered(dflash_error* error, Body&& body) {
   try {
     const Status done = body();
     return done.ok() ? 0 : report(done.error(), error);
   } catch (const std::bad_alloc&) {
-    return report(Error{ErrorCode::kOutOfMemory, "the backend could not allocate memory of the host"}, error);
+    return report(
+        Error{ErrorCode::kOutOfMemory, "the backend could not allocate memory of the host"}, error);
   }
 }
 
-Error missing(const char* what) { return Error{ErrorCode::kInvalidArgument, std::string("backend table: ") + what + " is null"}; }
+Error missing(const char* what) {
+  return Error{ErrorCode::kInvalidArgument, std::string("backend table: ") + what + " is null"};
+}
 
 int32_t answer_caps(dflash_device* device, dflash_caps* caps, dflash_error* error) {
   return answered(error, [&]() -> Status {
     if (device == nullptr) return missing("device");
     auto record = new_record<dflash_caps>();
     for (uint8_t format = 0; format < compute::kNumWeightFormats; ++format) {
-      if (device->device->takes(static_cast<compute::WeightFormat>(format))) record.formats |= 1u << format;
+      if (device->device->takes(static_cast<compute::WeightFormat>(format)))
+        record.formats |= 1u << format;
     }
     for (compute::NumericsClass numerics : compute::kAllNumericsClasses) {
-      if (device->device->computes(numerics)) record.numerics |= 1u << static_cast<uint32_t>(numerics);
+      if (device->device->computes(numerics))
+        record.numerics |= 1u << static_cast<uint32_t>(numerics);
     }
     record.dtypes = (1u << kNumDtypes) - 1;
     record.max_rows = device->device->max_rows();
@@ -99,19 +108,23 @@ int32_t answer_caps(dflash_device* device, dflash_caps* caps, dflash_error* erro
 Status check_layer(const Device& device, const LayerOptions& options) {
   for (compute::WeightFormat format : {options.formats.gate_up, options.formats.down}) {
     if (device.takes(format)) continue;
-    return Error{ErrorCode::kUnsupported, std::string("weights in ") + compute::format_name(format) + " have no kernel on this device"};
+    return Error{ErrorCode::kUnsupported, std::string("weights in ") +
+                                              compute::format_name(format) +
+                                              " have no kernel on this device"};
   }
   if (!device.computes(options.numerics)) {
-    return Error{ErrorCode::kUnsupported, std::string("numerics class ") + compute::numerics_name(options.numerics) +
+    return Error{ErrorCode::kUnsupported, std::string("numerics class ") +
+                                              compute::numerics_name(options.numerics) +
                                               " is not computed by this device"};
   }
   DFLASH_TRY(compute::check_numerics(options.numerics, options.formats));
   if (options.num_local_experts >= 1 && options.num_local_experts <= 65535) return ok();
-  return Error{ErrorCode::kUnsupported,
-               "a layer has " + std::to_string(options.num_local_experts) + " local experts; supported: 1..65535"};
+  return Error{ErrorCode::kUnsupported, "a layer has " + std::to_string(options.num_local_experts) +
+                                            " local experts; supported: 1..65535"};
 }
 
-int32_t answer_layer_bytes(dflash_device* device, const dflash_ffn_spec* spec, const dflash_layer_options* options, uint64_t* bytes,
+int32_t answer_layer_bytes(dflash_device* device, const dflash_ffn_spec* spec,
+                           const dflash_layer_options* options, uint64_t* bytes,
                            dflash_error* error) {
   return answered(error, [&]() -> Status {
     if (device == nullptr || bytes == nullptr) return missing("device or bytes");
@@ -120,7 +133,8 @@ int32_t answer_layer_bytes(dflash_device* device, const dflash_ffn_spec* spec, c
     auto layer = layer_options_of(read_record(options));
     if (!layer.ok()) return std::move(layer).error();
     DFLASH_TRY(check_layer(*device->device, layer.value()));
-    *bytes = device->device->layer_bytes(asked.value(), layer.value().num_local_experts, layer.value().formats);
+    *bytes = device->device->layer_bytes(asked.value(), layer.value().num_local_experts,
+                                         layer.value().formats);
     return ok();
   });
 }
@@ -136,8 +150,9 @@ Status prove_once(dflash_device& device, const LayerOptions& options) {
   return ok();
 }
 
-int32_t answer_layer_define(dflash_device* device, const dflash_ffn_spec* spec, const dflash_layer_options* options,
-                            dflash_layer** defined, dflash_error* error) {
+int32_t answer_layer_define(dflash_device* device, const dflash_ffn_spec* spec,
+                            const dflash_layer_options* options, dflash_layer** defined,
+                            dflash_error* error) {
   return answered(error, [&]() -> Status {
     if (device == nullptr || defined == nullptr) return missing("device or layer");
     auto asked = spec_of(read_record(spec));
@@ -146,15 +161,17 @@ int32_t answer_layer_define(dflash_device* device, const dflash_ffn_spec* spec, 
     if (!layer.ok()) return std::move(layer).error();
     DFLASH_TRY(check_layer(*device->device, layer.value()));
     DFLASH_TRY(prove_once(*device, layer.value()));
-    auto experts = device->device->backend().create_layer(asked.value(), layer.value().num_local_experts, layer.value().formats,
-                                                          layer.value().numerics);
+    auto experts =
+        device->device->backend().create_layer(asked.value(), layer.value().num_local_experts,
+                                               layer.value().formats, layer.value().numerics);
     if (!experts.ok()) return std::move(experts).error();
     *defined = new dflash_layer{device, std::move(experts).value()};
     return ok();
   });
 }
 
-int32_t answer_expert_load(dflash_layer* layer, const dflash_expert* expert, const dflash_progress* progress, dflash_error* error) {
+int32_t answer_expert_load(dflash_layer* layer, const dflash_expert* expert,
+                           const dflash_progress* progress, dflash_error* error) {
   return answered(error, [&]() -> Status {
     if (layer == nullptr) return missing("layer");
     const dflash_expert record = read_record(expert);
@@ -166,16 +183,19 @@ int32_t answer_expert_load(dflash_layer* layer, const dflash_expert* expert, con
   });
 }
 
-int32_t answer_submit(dflash_layer* layer, const dflash_batch* batch, uint64_t* ticket, dflash_error* error) {
+int32_t answer_submit(dflash_layer* layer, const dflash_batch* batch, uint64_t* ticket,
+                      dflash_error* error) {
   return answered(error, [&]() -> Status {
-    if (layer == nullptr || batch == nullptr || ticket == nullptr) return missing("layer, batch or ticket");
+    if (layer == nullptr || batch == nullptr || ticket == nullptr)
+      return missing("layer, batch or ticket");
     auto args = batch_of(read_record(batch));
     if (!args.ok()) return std::move(args).error();
     DFLASH_TRY(compute::check_batch(args.value(), layer->experts->num_local_experts()));
     dflash_device& device = *layer->owner;
     QueuedBatch& queued = device.queue[device.next_ticket % kQueuedBatches];
     if (queued.state != QueuedBatch::State::kFree) {
-      return Error{ErrorCode::kInvalidArgument, std::to_string(kQueuedBatches) + " batches are under way; wait for the oldest"};
+      return Error{ErrorCode::kInvalidArgument,
+                   std::to_string(kQueuedBatches) + " batches are under way; wait for the oldest"};
     }
     queued.state = QueuedBatch::State::kQueued;
     queued.layer = layer->experts.get();
@@ -197,13 +217,16 @@ void compute_until(dflash_device& device, uint64_t ticket, const dflash_progress
   }
 }
 
-int32_t answer_wait(dflash_device* device, uint64_t ticket, int64_t timeout_ns, const dflash_progress* progress, dflash_error* error) {
+int32_t answer_wait(dflash_device* device, uint64_t ticket, int64_t timeout_ns,
+                    const dflash_progress* progress, dflash_error* error) {
   return answered(error, [&]() -> Status {
     if (device == nullptr) return missing("device");
     QueuedBatch& batch = device->queue[ticket % kQueuedBatches];
-    const bool is_known = ticket < device->next_ticket && device->next_ticket - ticket <= kQueuedBatches;
+    const bool is_known =
+        ticket < device->next_ticket && device->next_ticket - ticket <= kQueuedBatches;
     if (!is_known || batch.state == QueuedBatch::State::kFree) {
-      return Error{ErrorCode::kInvalidArgument, "ticket " + std::to_string(ticket) + " is not under way"};
+      return Error{ErrorCode::kInvalidArgument,
+                   "ticket " + std::to_string(ticket) + " is not under way"};
     }
     if (timeout_ns <= 0 && batch.state == QueuedBatch::State::kQueued) {
       return Error{ErrorCode::kTimeout, "no time was left for the batch; it is still queued"};
@@ -215,7 +238,8 @@ int32_t answer_wait(dflash_device* device, uint64_t ticket, int64_t timeout_ns, 
   });
 }
 
-int32_t answer_selftest(dflash_device* device, uint32_t test_case, dflash_selftest* result, dflash_error* error) {
+int32_t answer_selftest(dflash_device* device, uint32_t test_case, dflash_selftest* result,
+                        dflash_error* error) {
   return answered(error, [&]() -> Status {
     if (device == nullptr) return missing("device");
     auto tested = run_self_test(*device->device, test_case);
@@ -244,15 +268,17 @@ void internal::answer_probe(const Result<std::vector<DeviceListing>>& listed, df
   write_record(found, record);
 }
 
-int32_t internal::answer_info(const char* backend, const Result<std::vector<DeviceListing>>& listed, uint32_t device,
-                              dflash_device_info* info, dflash_error* error) {
+int32_t internal::answer_info(const char* backend, const Result<std::vector<DeviceListing>>& listed,
+                              uint32_t device, dflash_device_info* info, dflash_error* error) {
   if (!listed.ok()) return report(listed.error(), error);
   const size_t count = listed.value().size();
   if (device >= count) {
-    return report(Error{ErrorCode::kInvalidArgument, std::string("device ") + backend + ":" + std::to_string(device) +
-                                                         " does not exist; this machine has " + std::to_string(count) +
-                                                         (count == 1 ? " such device, number 0" : " such devices, numbered from 0")},
-                  error);
+    return report(
+        Error{ErrorCode::kInvalidArgument,
+              std::string("device ") + backend + ":" + std::to_string(device) +
+                  " does not exist; this machine has " + std::to_string(count) +
+                  (count == 1 ? " such device, number 0" : " such devices, numbered from 0")},
+        error);
   }
   const DeviceListing& found = listed.value()[device];
   auto record = new_record<dflash_device_info>();
@@ -266,12 +292,13 @@ int32_t internal::answer_info(const char* backend, const Result<std::vector<Devi
   return 0;
 }
 
-int32_t internal::answer_open(OpenDevice open, uint32_t device, const dflash_open_options* options, dflash_device** opened,
-                              dflash_error* error) {
+int32_t internal::answer_open(OpenDevice open, uint32_t device, const dflash_open_options* options,
+                              dflash_device** opened, dflash_error* error) {
   return answered(error, [&]() -> Status {
     if (opened == nullptr) return missing("device");
     const dflash_open_options asked = read_record(options);
-    auto made = open(device, OpenOptions{asked.num_threads == 0 ? 1 : asked.num_threads, asked.seed});
+    auto made =
+        open(device, OpenOptions{asked.num_threads == 0 ? 1 : asked.num_threads, asked.seed});
     if (!made.ok()) return std::move(made).error();
     auto box = std::make_unique<dflash_device>();
     box->device = std::move(made).value();
@@ -290,8 +317,12 @@ dflash_backend_table internal::common_table() {
   table.layer_bytes = &answer_layer_bytes;
   table.layer_define = &answer_layer_define;
   table.layer_drop = [](dflash_layer* layer) { delete layer; };
-  table.layer_resident_bytes = [](const dflash_layer* layer) -> uint64_t { return layer == nullptr ? 0 : layer->experts->resident_bytes(); };
-  table.layer_device_ns = [](const dflash_layer* layer) -> int64_t { return layer == nullptr ? 0 : layer->experts->device_ns(); };
+  table.layer_resident_bytes = [](const dflash_layer* layer) -> uint64_t {
+    return layer == nullptr ? 0 : layer->experts->resident_bytes();
+  };
+  table.layer_device_ns = [](const dflash_layer* layer) -> int64_t {
+    return layer == nullptr ? 0 : layer->experts->device_ns();
+  };
   table.expert_load = &answer_expert_load;
   table.submit = &answer_submit;
   table.wait = &answer_wait;

@@ -1,8 +1,10 @@
-/* The second C table of a plug-in: the device that a host's own tensors live on. A host moves rows between that device and memory that the data
- * paths read and write; what computes experts there is a backend (backend_abi.h) of its own.
+/* The second C table of a plug-in: the device that a host's own tensors live on. A host moves rows
+ * between that device and memory that the data paths read and write; what computes experts there is
+ * a backend (backend_abi.h) of its own.
  *
- * The rules of backend_abi.h hold: append-only, struct_size first, 0 or the number of an ErrorCode, nothing thrown. dflash_transfer lies in
- * arrays and never changes. A host's device is used by one thread at a time, any thread; what was current for it is current again afterwards.
+ * The rules of backend_abi.h hold: append-only, struct_size first, 0 or the number of an ErrorCode,
+ * nothing thrown. dflash_transfer lies in arrays and never changes. A host's device is used by one
+ * thread at a time, any thread; what was current for it is current again afterwards.
  * SPDX-License-Identifier: Apache-2.0 */
 #ifndef DFLASH_PLUGIN_HOST_ABI_H
 #define DFLASH_PLUGIN_HOST_ABI_H
@@ -25,11 +27,13 @@ typedef struct dflash_host dflash_host; /* one device of a host, with a queue of
 
 typedef struct dflash_host_info {
   uint32_t struct_size;
-  int32_t dlpack_type;            /* of tensors on this device; a simulated device's stand in on the processor */
+  int32_t
+      dlpack_type; /* of tensors on this device; a simulated device's stand in on the processor */
   int32_t dlpack_id;
   uint32_t reserved;
-  uint64_t stream;                /* of its queue, as producers of DLPack tensors take it; 0: none, work is done by the thread that waits */
-  char name[DFLASH_TEXT_BYTES];   /* "cuda 0 (NVIDIA H200)" */
+  uint64_t stream; /* of its queue, as producers of DLPack tensors take it; 0: none, work is done by
+                      the thread that waits */
+  char name[DFLASH_TEXT_BYTES]; /* "cuda 0 (NVIDIA H200)" */
 } dflash_host_info;
 
 /* One piece of a copy: a device's address, and memory of the host. */
@@ -39,8 +43,9 @@ typedef struct dflash_transfer {
   uint64_t num_bytes;
 } dflash_transfer;
 
-/* A device step: every exchange of a model's decode step without the host in between. The layouts that a device reads and writes are those of
- * docs/protocol.md and csrc/transport/ring/layout.h. dflash_step_shard, _lane and _message lie in arrays and never change. */
+/* A device step: every exchange of a model's decode step without the host in between. The layouts
+ * that a device reads and writes are those of docs/protocol.md and csrc/transport/ring/layout.h.
+ * dflash_step_shard, _lane and _message lie in arrays and never change. */
 typedef struct dflash_step_shard {
   uint64_t weights_fingerprint;
   uint32_t shard; /* id; ascending in a layer */
@@ -57,7 +62,7 @@ typedef struct dflash_step_layer {
 } dflash_step_layer;
 
 typedef struct dflash_step_lane {
-  void* requests;      /* device's addresses of both segments, from map_memory */
+  void* requests; /* device's addresses of both segments, from map_memory */
   const void* replies;
   uint64_t generation;
   uint64_t request_slots, request_stride, reply_slots, reply_stride;
@@ -73,7 +78,7 @@ typedef struct dflash_step {
   uint64_t first_call;
   uint32_t request_dtype, reply_dtype;
   int64_t budget_ns;
-  uint64_t stream;      /* of the caller's framework, if has_stream; else the device's own queue */
+  uint64_t stream; /* of the caller's framework, if has_stream; else the device's own queue */
   uint32_t has_stream;
   uint32_t reserved;
 } dflash_step;
@@ -99,10 +104,11 @@ typedef struct dflash_step_message {
 } dflash_step_message;
 typedef struct dflash_step_outcome {
   uint32_t struct_size;
-  int32_t code;             /* ErrorCode of the first failure; 0: none. lanes and messages are filled in any case */
+  int32_t
+      code; /* ErrorCode of the first failure; 0: none. lanes and messages are filled in any case */
   uint32_t layer, lane, slot; /* where; lane ~0: at no worker */
-  uint32_t detail;          /* token of kRange and kInvalidArgument; what did not fit of kProtocol */
-  dflash_step_lane* lanes;  /* [num_lanes of the step], the caller's memory */
+  uint32_t detail;         /* token of kRange and kInvalidArgument; what did not fit of kProtocol */
+  dflash_step_lane* lanes; /* [num_lanes of the step], the caller's memory */
   dflash_step_message* messages; /* [max_messages], the caller's; those that travelled */
   uint32_t max_messages, num_messages;
 } dflash_step_outcome;
@@ -114,13 +120,15 @@ typedef struct dflash_step_outcome {
 typedef struct dflash_bells {
   uint32_t struct_size;
   uint32_t kind;
-  void* ring;         /* device's addresses of two words, from map_memory: the device writes the round's number, the answer is the same */
+  void* ring; /* device's addresses of two words, from map_memory: the device writes the round's
+                 number, the answer is the same */
   const void* answer;
-  uint32_t* release;  /* the answer's word as the host may write it, to end waits of the queue */
+  uint32_t* release; /* the answer's word as the host may write it, to end waits of the queue */
   uint32_t first, num_rounds;
-  int64_t budget_ns;  /* of all rounds */
-  int64_t* calls_ns;  /* [num_rounds], the caller's memory: of DFLASH_BELL_CALL, when each call was made by the steady clock */
-  uint32_t num_done;  /* filled in: rounds answered in time; of DFLASH_BELL_STREAM whole batches */
+  int64_t budget_ns; /* of all rounds */
+  int64_t* calls_ns; /* [num_rounds], the caller's memory: of DFLASH_BELL_CALL, when each call was
+                        made by the steady clock */
+  uint32_t num_done; /* filled in: rounds answered in time; of DFLASH_BELL_STREAM whole batches */
   uint32_t reserved;
 } dflash_bells;
 
@@ -130,26 +138,35 @@ typedef struct dflash_host_table {
   const char* name;    /* cuda, hip, sim */
   const char* version; /* of the package it was built with */
 
-  int32_t (*open)(uint32_t device, const dflash_open_options* options, dflash_host** opened, dflash_error* error);
+  int32_t (*open)(uint32_t device, const dflash_open_options* options, dflash_host** opened,
+                  dflash_error* error);
   void (*close)(dflash_host* host);
   int32_t (*info)(dflash_host* host, dflash_host_info* info, dflash_error* error);
 
   /* Memory of the host that the device copies from and to fastest. */
-  int32_t (*allocate_pinned)(dflash_host* host, uint64_t num_bytes, void** memory, dflash_error* error);
+  int32_t (*allocate_pinned)(dflash_host* host, uint64_t num_bytes, void** memory,
+                             dflash_error* error);
   void (*release_pinned)(dflash_host* host, void* memory);
-  /* Copies all pieces and returns when they are there. Past `timeout_ns` the device counts as hung, and every later call fails. */
-  int32_t (*copy_in)(dflash_host* host, const dflash_transfer* pieces, uint32_t num_pieces, int64_t timeout_ns, dflash_error* error);
-  int32_t (*copy_out)(dflash_host* host, const dflash_transfer* pieces, uint32_t num_pieces, int64_t timeout_ns, dflash_error* error);
+  /* Copies all pieces and returns when they are there. Past `timeout_ns` the device counts as hung,
+   * and every later call fails. */
+  int32_t (*copy_in)(dflash_host* host, const dflash_transfer* pieces, uint32_t num_pieces,
+                     int64_t timeout_ns, dflash_error* error);
+  int32_t (*copy_out)(dflash_host* host, const dflash_transfer* pieces, uint32_t num_pieces,
+                      int64_t timeout_ns, dflash_error* error);
 
-  /* Lets the device's kernels use whole pages of the host's memory until they are unmapped; kUnsupported where the driver refuses. */
-  int32_t (*map_memory)(dflash_host* host, void* memory, uint64_t num_bytes, uint32_t is_read_only, void** device, dflash_error* error);
+  /* Lets the device's kernels use whole pages of the host's memory until they are unmapped;
+   * kUnsupported where the driver refuses. */
+  int32_t (*map_memory)(dflash_host* host, void* memory, uint64_t num_bytes, uint32_t is_read_only,
+                        void** device, dflash_error* error);
   void (*unmap_memory)(dflash_host* host, void* memory);
   int32_t (*step_layer)(dflash_host* host, const dflash_step_layer* layer, dflash_error* error);
   int32_t (*step_begin)(dflash_host* host, const dflash_step* step, dflash_error* error);
   /* Queues a call and returns. */
   int32_t (*step_add)(dflash_host* host, const dflash_step_call* call, dflash_error* error);
-  /* Until everything queued is done, at most `timeout_ns`. A device without processors of its own computes here. */
-  int32_t (*step_wait)(dflash_host* host, int64_t timeout_ns, uint32_t* is_done, dflash_error* error);
+  /* Until everything queued is done, at most `timeout_ns`. A device without processors of its own
+   * computes here. */
+  int32_t (*step_wait)(dflash_host* host, int64_t timeout_ns, uint32_t* is_done,
+                       dflash_error* error);
   /* Waits of the step end soon. Any thread, at any time. */
   void (*step_abort)(dflash_host* host);
   /* Once all is done. */
@@ -157,7 +174,8 @@ typedef struct dflash_host_table {
   /* For a step whose work does not end in spite of abort: the device counts as hung. */
   void (*step_give_up)(dflash_host* host);
 
-  /* Returns once all rounds are done, or the budget is over. kUnsupported where the driver has no such way. */
+  /* Returns once all rounds are done, or the budget is over. kUnsupported where the driver has no
+   * such way. */
   int32_t (*ring_bells)(dflash_host* host, dflash_bells* bells, dflash_error* error);
 } dflash_host_table;
 

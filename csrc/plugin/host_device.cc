@@ -10,13 +10,16 @@
 namespace dflash::plugin {
 namespace {
 
-constexpr int64_t kCopyTimeoutNs = 30'000'000'000;         // 64 MiB take a millisecond: only a lost or hung device is that late
+// 64 MiB take a millisecond: only a lost or hung device is that late
+constexpr int64_t kCopyTimeoutNs = 30'000'000'000;
 constexpr uint64_t kLeastBlockBytes = 64 << 10;
-constexpr uint64_t kMostPooledBytes = uint64_t{256} << 20;  // pinned memory that nobody uses, at most
+// pinned memory that nobody uses, at most
+constexpr uint64_t kMostPooledBytes = uint64_t{256} << 20;
 
 }  // namespace
 
-Result<std::shared_ptr<HostDevice>> HostDevice::open(const dflash_host_table& table, uint32_t device) {
+Result<std::shared_ptr<HostDevice>> HostDevice::open(const dflash_host_table& table,
+                                                     uint32_t device) {
   const std::string asked = std::string(table.name) + ":" + std::to_string(device);
   auto options = new_record<dflash_open_options>();
   options.num_threads = 1;
@@ -28,7 +31,8 @@ Result<std::shared_ptr<HostDevice>> HostDevice::open(const dflash_host_table& ta
   }
   std::shared_ptr<HostDevice> host(new HostDevice(table, opened));
   auto info = new_record<dflash_host_info>();
-  if (const int32_t status = table.info(opened, &info, &error); status != 0) return error_of(status, error).with("host.device " + asked);
+  if (const int32_t status = table.info(opened, &info, &error); status != 0)
+    return error_of(status, error).with("host.device " + asked);
   host->name_ = text_of(info.name);
   host->dlpack_type_ = info.dlpack_type;
   host->dlpack_id_ = info.dlpack_id;
@@ -77,21 +81,27 @@ Status HostDevice::done(int32_t status, const dflash_error& error) const {
 Status HostDevice::copy_in(std::span<const dflash_transfer> pieces) {
   const std::lock_guard<std::mutex> lock(mutex_);
   auto error = new_record<dflash_error>();
-  return done(table_.copy_in(host_, pieces.data(), static_cast<uint32_t>(pieces.size()), kCopyTimeoutNs, &error), error);
+  return done(table_.copy_in(host_, pieces.data(), static_cast<uint32_t>(pieces.size()),
+                             kCopyTimeoutNs, &error),
+              error);
 }
 
 Status HostDevice::copy_out(std::span<const dflash_transfer> pieces) {
   const std::lock_guard<std::mutex> lock(mutex_);
   auto error = new_record<dflash_error>();
-  return done(table_.copy_out(host_, pieces.data(), static_cast<uint32_t>(pieces.size()), kCopyTimeoutNs, &error), error);
+  return done(table_.copy_out(host_, pieces.data(), static_cast<uint32_t>(pieces.size()),
+                              kCopyTimeoutNs, &error),
+              error);
 }
 
-Result<std::byte*> HostDevice::map_memory(std::byte* base, uint64_t num_bytes, bool is_read_only, std::shared_ptr<void> memory) {
+Result<std::byte*> HostDevice::map_memory(std::byte* base, uint64_t num_bytes, bool is_read_only,
+                                          std::shared_ptr<void> memory) {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (const auto found = mapped_.find(base); found != mapped_.end()) return found->second.device;
   void* device = nullptr;
   auto error = new_record<dflash_error>();
-  const int32_t status = table_.map_memory(host_, base, num_bytes, is_read_only ? 1 : 0, &device, &error);
+  const int32_t status =
+      table_.map_memory(host_, base, num_bytes, is_read_only ? 1 : 0, &device, &error);
   DFLASH_TRY(done(status, error));
   mapped_[base] = {static_cast<std::byte*>(device), std::move(memory)};
   return static_cast<std::byte*>(device);

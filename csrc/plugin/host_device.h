@@ -1,5 +1,5 @@
-// The device that a host's own tensors live on: the core's side of the C table in host_abi.h. Any thread; copies take their turn. Every error
-// names the device.
+// The device that a host's own tensors live on: the core's side of the C table in host_abi.h. Any
+// thread; copies take their turn. Every error names the device.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -18,8 +18,8 @@ namespace dflash::plugin {
 
 class HostDevice : public std::enable_shared_from_this<HostDevice> {
  public:
-  // `table` was checked (loader.h). Errors: kInvalidArgument for a device that does not exist; kUnsupported with the reason where it cannot be
-  // used; those of the plug-in.
+  // `table` was checked (loader.h). Errors: kInvalidArgument for a device that does not exist;
+  // kUnsupported with the reason where it cannot be used; those of the plug-in.
   static Result<std::shared_ptr<HostDevice>> open(const dflash_host_table& table, uint32_t device);
   ~HostDevice();
   HostDevice(const HostDevice&) = delete;
@@ -48,12 +48,14 @@ class HostDevice : public std::enable_shared_from_this<HostDevice> {
   // At least `num_bytes`, contents undefined. Errors: kOutOfMemory.
   Result<std::unique_ptr<Block>> staging(uint64_t num_bytes);
 
-  // Copies all pieces and returns when they are there. Errors: kTimeout and kWorkerFailed with the driver's words.
+  // Copies all pieces and returns when they are there. Errors: kTimeout and kWorkerFailed with the
+  // driver's words.
   Status copy_in(std::span<const dflash_transfer> pieces);
   Status copy_out(std::span<const dflash_transfer> pieces);
 
   // Device steps (host_abi.h). `memory` keeps what is mapped alive; the same base is mapped once.
-  Result<std::byte*> map_memory(std::byte* base, uint64_t num_bytes, bool is_read_only, std::shared_ptr<void> memory);
+  Result<std::byte*> map_memory(std::byte* base, uint64_t num_bytes, bool is_read_only,
+                                std::shared_ptr<void> memory);
   // Unmaps everything whose base is not among `bases`.
   void keep_mapped(std::span<std::byte* const> bases);
   Status step_layer(const dflash_step_layer& layer);
@@ -81,7 +83,7 @@ class HostDevice : public std::enable_shared_from_this<HostDevice> {
   std::string name_;
   int32_t dlpack_type_ = 0, dlpack_id_ = 0;
   uint64_t stream_ = 0;
-  std::mutex mutex_;  // the pool and every use of host_
+  std::mutex mutex_;                                  // the pool and every use of host_
   std::map<uint64_t, std::vector<std::byte*>> pool_;  // by size
   uint64_t pooled_bytes_ = 0;
   std::map<std::byte*, Mapped> mapped_;

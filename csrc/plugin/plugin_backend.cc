@@ -9,20 +9,27 @@
 namespace dflash::plugin {
 namespace {
 
-// The host judges a worker by its progress and ends calls by its own deadlines; this one only keeps a call into a plug-in finite.
+// The host judges a worker by its progress and ends calls by its own deadlines; this one only keeps
+// a call into a plug-in finite.
 constexpr int64_t kBatchTimeoutNs = 600'000'000'000;
 
 dflash_progress relay_to(compute::ProgressCounter& progress) {
   return {&progress, [](void* context, uint64_t steps) {
-            static_cast<compute::ProgressCounter*>(context)->fetch_add(steps, std::memory_order_relaxed);
+            static_cast<compute::ProgressCounter*>(context)->fetch_add(steps,
+                                                                       std::memory_order_relaxed);
           }};
 }
 
 class PluginLayer final : public compute::ExpertLayer {
  public:
-  PluginLayer(const dflash_backend_table& table, dflash_device* device, std::string label, dflash_layer* layer, const compute::FfnSpec& spec,
-              uint32_t num_local_experts)
-      : table_(table), device_(device), label_(std::move(label)), layer_(layer), spec_(spec), num_local_experts_(num_local_experts) {}
+  PluginLayer(const dflash_backend_table& table, dflash_device* device, std::string label,
+              dflash_layer* layer, const compute::FfnSpec& spec, uint32_t num_local_experts)
+      : table_(table),
+        device_(device),
+        label_(std::move(label)),
+        layer_(layer),
+        spec_(spec),
+        num_local_experts_(num_local_experts) {}
   ~PluginLayer() override { table_.layer_drop(layer_); }
   PluginLayer(const PluginLayer&) = delete;
   PluginLayer& operator=(const PluginLayer&) = delete;
@@ -33,7 +40,8 @@ class PluginLayer final : public compute::ExpertLayer {
 
   int64_t device_ns() const override { return table_.layer_device_ns(layer_); }
 
-  Status load_expert(uint32_t local_expert_id, const compute::ExpertWeights& weights, compute::ProgressCounter& progress) override {
+  Status load_expert(uint32_t local_expert_id, const compute::ExpertWeights& weights,
+                     compute::ProgressCounter& progress) override {
     DFLASH_TRY(compute::check_expert(spec_, num_local_experts_, local_expert_id, weights));
     const dflash_expert expert = to_record(local_expert_id, weights);
     const dflash_progress relay = relay_to(progress);
@@ -55,7 +63,8 @@ class PluginLayer final : public compute::ExpertLayer {
   Status done(int32_t status, const dflash_error& error) const {
     if (status == 0) return ok();
     Error failure = error_of(status, error);
-    return failure.code == ErrorCode::kRange ? std::move(failure) : std::move(failure).with("device " + label_);
+    return failure.code == ErrorCode::kRange ? std::move(failure)
+                                             : std::move(failure).with("device " + label_);
   }
 
   const dflash_backend_table& table_;
@@ -75,7 +84,9 @@ struct PluginBackend::State {
   dflash_device* device;
   dflash_caps caps;
 
-  Error failure(int32_t status, const dflash_error& error) const { return error_of(status, error).with("device " + label); }
+  Error failure(int32_t status, const dflash_error& error) const {
+    return error_of(status, error).with("device " + label);
+  }
 };
 
 PluginBackend::PluginBackend() = default;
@@ -84,17 +95,24 @@ PluginBackend::~PluginBackend() {
 }
 const std::string& PluginBackend::label() const { return state_->label; }
 
-Result<std::unique_ptr<PluginBackend>> PluginBackend::open(const dflash_backend_table& table, uint32_t device, const OpenOptions& options) {
+Result<std::unique_ptr<PluginBackend>> PluginBackend::open(const dflash_backend_table& table,
+                                                           uint32_t device,
+                                                           const OpenOptions& options) {
   auto probe = new_record<dflash_probe>();
   table.probe(&probe);
   if (probe.num_devices == 0) {
-    return Error{ErrorCode::kUnsupported, std::string("device ") + table.name + ":" + std::to_string(device) + ": " + text_of(probe.reason)};
+    return Error{ErrorCode::kUnsupported, std::string("device ") + table.name + ":" +
+                                              std::to_string(device) + ": " +
+                                              text_of(probe.reason)};
   }
   auto error = new_record<dflash_error>();
   auto info = new_record<dflash_device_info>();
-  if (const int32_t status = table.device_info(device, &info, &error); status != 0) return error_of(status, error);
-  const std::string label = std::string(table.name) + ":" + std::to_string(device) + " (" + text_of(info.name) + ")";
-  if (info.is_usable == 0) return Error{ErrorCode::kUnsupported, "device " + label + ": " + text_of(info.reason)};
+  if (const int32_t status = table.device_info(device, &info, &error); status != 0)
+    return error_of(status, error);
+  const std::string label =
+      std::string(table.name) + ":" + std::to_string(device) + " (" + text_of(info.name) + ")";
+  if (info.is_usable == 0)
+    return Error{ErrorCode::kUnsupported, "device " + label + ": " + text_of(info.reason)};
 
   auto record = new_record<dflash_open_options>();
   record.num_threads = options.num_threads;
@@ -103,9 +121,11 @@ Result<std::unique_ptr<PluginBackend>> PluginBackend::open(const dflash_backend_
   if (const int32_t status = table.open(device, &record, &opened, &error); status != 0) {
     return error_of(status, error).with("device " + label);
   }
-  const DeviceListing listing{text_of(info.name), text_of(info.vendor), text_of(info.arch), info.memory_bytes, ""};
+  const DeviceListing listing{text_of(info.name), text_of(info.vendor), text_of(info.arch),
+                              info.memory_bytes, ""};
   std::unique_ptr<PluginBackend> backend(new PluginBackend());
-  backend->state_ = std::make_unique<State>(State{table, label, listing, opened, new_record<dflash_caps>()});
+  backend->state_ =
+      std::make_unique<State>(State{table, label, listing, opened, new_record<dflash_caps>()});
   if (const int32_t status = table.caps(opened, &backend->state_->caps, &error); status != 0) {
     return backend->state_->failure(status, error);
   }
@@ -121,25 +141,31 @@ const DeviceListing& PluginBackend::listing() const { return state_->listing; }
 Result<uint64_t> PluginBackend::free_bytes() const {
   auto error = new_record<dflash_error>();
   auto caps = new_record<dflash_caps>();
-  if (const int32_t status = state_->table.caps(state_->device, &caps, &error); status != 0) return state_->failure(status, error);
+  if (const int32_t status = state_->table.caps(state_->device, &caps, &error); status != 0)
+    return state_->failure(status, error);
   return caps.free_bytes;
 }
 
-Result<uint64_t> PluginBackend::layer_bytes(const compute::FfnSpec& spec, uint32_t num_local_experts, compute::ResidentFormats formats,
+Result<uint64_t> PluginBackend::layer_bytes(const compute::FfnSpec& spec,
+                                            uint32_t num_local_experts,
+                                            compute::ResidentFormats formats,
                                             compute::NumericsClass numerics) const {
   const dflash_ffn_spec asked = to_record(spec);
-  const dflash_layer_options options = to_record(LayerOptions{num_local_experts, formats, numerics});
+  const dflash_layer_options options =
+      to_record(LayerOptions{num_local_experts, formats, numerics});
   auto error = new_record<dflash_error>();
   uint64_t bytes = 0;
-  if (const int32_t status = state_->table.layer_bytes(state_->device, &asked, &options, &bytes, &error); status != 0) {
+  if (const int32_t status =
+          state_->table.layer_bytes(state_->device, &asked, &options, &bytes, &error);
+      status != 0) {
     return state_->failure(status, error);
   }
   return bytes;
 }
 
-Result<std::unique_ptr<compute::ExpertLayer>> PluginBackend::create_layer(const compute::FfnSpec& spec, uint32_t num_local_experts,
-                                                                          compute::ResidentFormats formats,
-                                                                          compute::NumericsClass numerics) {
+Result<std::unique_ptr<compute::ExpertLayer>> PluginBackend::create_layer(
+    const compute::FfnSpec& spec, uint32_t num_local_experts, compute::ResidentFormats formats,
+    compute::NumericsClass numerics) {
   auto needed = layer_bytes(spec, num_local_experts, formats, numerics);
   if (!needed.ok()) return std::move(needed).error();
   auto available = free_bytes();
@@ -147,29 +173,35 @@ Result<std::unique_ptr<compute::ExpertLayer>> PluginBackend::create_layer(const 
   if (const uint64_t left = available.value(); needed.value() > left) {
     const uint64_t per_expert = needed.value() / num_local_experts;
     return Error{ErrorCode::kOutOfMemory,
-                 "device " + state_->label + ": " + std::to_string(num_local_experts) + " experts of this layer need " +
-                     std::to_string(needed.value()) + " bytes, " + std::to_string(left) + " are free: " +
-                     std::to_string(needed.value() - left) + " short; at most " +
-                     std::to_string(per_expert == 0 ? 0 : left / per_expert) + " experts fit"};
+                 "device " + state_->label + ": " + std::to_string(num_local_experts) +
+                     " experts of this layer need " + std::to_string(needed.value()) + " bytes, " +
+                     std::to_string(left) + " are free: " + std::to_string(needed.value() - left) +
+                     " short; at most " + std::to_string(per_expert == 0 ? 0 : left / per_expert) +
+                     " experts fit"};
   }
   const dflash_ffn_spec asked = to_record(spec);
-  const dflash_layer_options options = to_record(LayerOptions{num_local_experts, formats, numerics});
+  const dflash_layer_options options =
+      to_record(LayerOptions{num_local_experts, formats, numerics});
   auto error = new_record<dflash_error>();
   dflash_layer* layer = nullptr;
-  if (const int32_t status = state_->table.layer_define(state_->device, &asked, &options, &layer, &error); status != 0) {
+  if (const int32_t status =
+          state_->table.layer_define(state_->device, &asked, &options, &layer, &error);
+      status != 0) {
     return state_->failure(status, error);
   }
-  return std::unique_ptr<compute::ExpertLayer>(
-      std::make_unique<PluginLayer>(state_->table, state_->device, state_->label, layer, spec, num_local_experts));
+  return std::unique_ptr<compute::ExpertLayer>(std::make_unique<PluginLayer>(
+      state_->table, state_->device, state_->label, layer, spec, num_local_experts));
 }
 
 Result<SelfTestResult> PluginBackend::self_test(uint32_t test_case) {
   auto error = new_record<dflash_error>();
   auto record = new_record<dflash_selftest>();
-  if (const int32_t status = state_->table.selftest(state_->device, test_case, &record, &error); status != 0) {
+  if (const int32_t status = state_->table.selftest(state_->device, test_case, &record, &error);
+      status != 0) {
     return state_->failure(status, error);
   }
-  return SelfTestResult{record.num_cases, record.elements, record.differing, text_of(record.kernel), text_of(record.formats)};
+  return SelfTestResult{record.num_cases, record.elements, record.differing, text_of(record.kernel),
+                        text_of(record.formats)};
 }
 
 }  // namespace dflash::plugin

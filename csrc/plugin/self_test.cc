@@ -22,11 +22,12 @@ using compute::NumericsClass;
 using compute::WeightFormat;
 
 constexpr uint32_t kExperts = 4;
-// Both kinds of kernel: on the CPU more rows per expert than a tile of eight has, on cards more than 16 for the experts in the middle, which
-// two of three rows choose.
+// Both kinds of kernel: on the CPU more rows per expert than a tile of eight has, on cards more
+// than 16 for the experts in the middle, which two of three rows choose.
 constexpr uint32_t kFewRows = 3, kManyRows = 36;
 constexpr uint32_t kPairsPerRow = 2;
-constexpr uint32_t kListedRows = 300;  // above what a GPU's layer lists at the host (host_routing.h): the lists are made on the device
+// above what a GPU's layer lists at the host (host_routing.h): the lists are made on the device
+constexpr uint32_t kListedRows = 300;
 static_assert(kListedRows * kPairsPerRow > compute::gpu::kMostHostPairs);
 
 struct SpecCase {
@@ -34,12 +35,15 @@ struct SpecCase {
   Activation activation;
   GateKind gate;
 };
-constexpr SpecCase kSpecs[] = {{"silu", Activation::kSilu, GateKind::kGated},
-                               {"gelu_tanh", Activation::kGeluTanh, GateKind::kGated},
-                               {"relu_squared", Activation::kReluSquared, GateKind::kNone},
-                               {"clamped_swiglu", Activation::kSilu, GateKind::kClampedSwiglu}};
+constexpr SpecCase kSpecs[] = {
+    {"silu",           Activation::kSilu,        GateKind::kGated        },
+    {"gelu_tanh",      Activation::kGeluTanh,    GateKind::kGated        },
+    {"relu_squared",   Activation::kReluSquared, GateKind::kNone         },
+    {"clamped_swiglu", Activation::kSilu,        GateKind::kClampedSwiglu}
+};
 
-constexpr SpecCase kListing = {"lists of many rows", Activation::kSilu, GateKind::kGated};  // the same for every class and format
+// the same for every class and format
+constexpr SpecCase kListing = {"lists of many rows", Activation::kSilu, GateKind::kGated};
 
 struct Case {
   NumericsClass numerics = NumericsClass::kF32Canonical;
@@ -56,7 +60,8 @@ std::vector<Case> cases_of(const Device& device) {
       const auto format = static_cast<WeightFormat>(value);
       if (!device.takes(format) || !compute::numerics_take(numerics, format)) continue;
       for (const SpecCase& spec : kSpecs) {
-        if (compute::is_float(format) || &spec == kSpecs) cases.push_back({numerics, format, &spec});
+        if (compute::is_float(format) || &spec == kSpecs)
+          cases.push_back({numerics, format, &spec});
       }
     }
   }
@@ -93,11 +98,14 @@ struct Batch {
   compute::ForwardArgs args;
 
   Batch(const compute::FfnSpec& spec, uint32_t num_rows, Dtype dtype, std::mt19937_64& random) {
-    const auto unit = [&random] { return static_cast<float>(static_cast<int32_t>(random() >> 40) - (1 << 23)) / (1 << 23); };
+    const auto unit = [&random] {
+      return static_cast<float>(static_cast<int32_t>(random() >> 40) - (1 << 23)) / (1 << 23);
+    };
     std::vector<float> values(size_t{num_rows} * spec.in_size);
     for (float& value : values) value = unit();
     rows.resize(values.size() * dtype_bytes(dtype));
-    convert(Dtype::kF32, reinterpret_cast<const std::byte*>(values.data()), dtype, rows.data(), values.size());
+    convert(Dtype::kF32, reinterpret_cast<const std::byte*>(values.data()), dtype, rows.data(),
+            values.size());
     reply.resize(size_t{num_rows} * spec.out_size * dtype_bytes(dtype));
     for (uint32_t row = 0; row < num_rows; ++row) {
       counts.push_back(kPairsPerRow);
@@ -117,7 +125,8 @@ struct Batch {
   }
 };
 
-uint64_t count_differing(const std::vector<std::byte>& left, const std::vector<std::byte>& right, size_t element_bytes) {
+uint64_t count_differing(const std::vector<std::byte>& left, const std::vector<std::byte>& right,
+                         size_t element_bytes) {
   uint64_t differing = 0;
   for (size_t at = 0; at < left.size(); at += element_bytes) {
     differing += std::memcmp(left.data() + at, right.data() + at, element_bytes) != 0;
@@ -126,7 +135,8 @@ uint64_t count_differing(const std::vector<std::byte>& left, const std::vector<s
 }
 
 // A reply's elements outside of a class's bounds, which are rounded as the reply is.
-uint64_t count_outside(const compute::OutputBounds& bounds, const std::vector<std::byte>& reply, Dtype dtype) {
+uint64_t count_outside(const compute::OutputBounds& bounds, const std::vector<std::byte>& reply,
+                       Dtype dtype) {
   const auto rounded = [dtype](double bound) {
     const auto wide = static_cast<float>(bound);
     std::byte narrow[sizeof(float)];
@@ -139,15 +149,18 @@ uint64_t count_outside(const compute::OutputBounds& bounds, const std::vector<st
   widen(dtype, reply.data(), found.data(), found.size());
   uint64_t outside = 0;
   for (size_t at = 0; at < found.size(); ++at) {
-    const bool is_inside = rounded(bounds.low[at]) <= found[at] && found[at] <= rounded(bounds.high[at]);  // NaN is not
+    // NaN is not
+    const bool is_inside =
+        rounded(bounds.low[at]) <= found[at] && found[at] <= rounded(bounds.high[at]);
     outside += is_inside ? 0 : 1;
   }
   return outside;
 }
 
-// How many elements of the first rows' reply change when these rows come alone, computed by another kernel than among many: what a class promises
-// cannot be read off bounds.
-Result<uint64_t> count_unlike_alone(compute::ExpertLayer& layer, const Batch& batch, const std::vector<std::byte>& found) {
+// How many elements of the first rows' reply change when these rows come alone, computed by another
+// kernel than among many: what a class promises cannot be read off bounds.
+Result<uint64_t> count_unlike_alone(compute::ExpertLayer& layer, const Batch& batch,
+                                    const std::vector<std::byte>& found) {
   compute::ForwardArgs args = batch.args;
   args.num_rows = std::min(args.num_rows, kFewRows);
   args.row_counts = args.row_counts.first(args.num_rows);
@@ -161,9 +174,10 @@ Result<uint64_t> count_unlike_alone(compute::ExpertLayer& layer, const Batch& ba
   return count_differing(alone, found, element_bytes);
 }
 
-// How many elements of the device's reply are wrong: not the reference's bits, or where a class's bits are a card's own, outside of its bounds
-// or dependent on the number of rows.
-Result<uint64_t> count_wrong(const Case& chosen, compute::ExpertLayer& layer, compute::ExpertLayer& reference,
+// How many elements of the device's reply are wrong: not the reference's bits, or where a class's
+// bits are a card's own, outside of its bounds or dependent on the number of rows.
+Result<uint64_t> count_wrong(const Case& chosen, compute::ExpertLayer& layer,
+                             compute::ExpertLayer& reference,
                              const std::vector<compute::RandomExpert>& experts, Batch& batch) {
   compute::ProgressCounter progress;
   DFLASH_TRY(layer.forward(batch.args, progress));
@@ -174,7 +188,9 @@ Result<uint64_t> count_wrong(const Case& chosen, compute::ExpertLayer& layer, co
     for (const compute::RandomExpert& expert : experts) weights.push_back(expert.weights());
     auto unlike = count_unlike_alone(layer, batch, found);
     if (!unlike.ok() || unlike.value() != 0) return unlike;
-    return count_outside(compute::class_bounds(chosen.numerics, layer.spec(), weights, chosen.format, batch.args), found, dtype);
+    return count_outside(
+        compute::class_bounds(chosen.numerics, layer.spec(), weights, chosen.format, batch.args),
+        found, dtype);
   }
   DFLASH_TRY(reference.forward(batch.args, progress));
   return count_differing(batch.reply, found, dtype_bytes(dtype));
@@ -182,7 +198,8 @@ Result<uint64_t> count_wrong(const Case& chosen, compute::ExpertLayer& layer, co
 
 Status load_all(compute::ExpertLayer& layer, const std::vector<compute::RandomExpert>& experts) {
   compute::ProgressCounter progress;
-  for (uint32_t id = 0; id < kExperts; ++id) DFLASH_TRY(layer.load_expert(id, experts[id].weights(), progress));
+  for (uint32_t id = 0; id < kExperts; ++id)
+    DFLASH_TRY(layer.load_expert(id, experts[id].weights(), progress));
   return ok();
 }
 
@@ -191,7 +208,8 @@ Status load_all(compute::ExpertLayer& layer, const std::vector<compute::RandomEx
 Result<SelfTestResult> run_self_test(Device& device, uint32_t test_case) {
   const std::vector<Case> cases = cases_of(device);
   if (test_case >= cases.size()) {
-    return Error{ErrorCode::kInvalidArgument, "self-test " + std::to_string(test_case) + " does not exist; this device has " +
+    return Error{ErrorCode::kInvalidArgument, "self-test " + std::to_string(test_case) +
+                                                  " does not exist; this device has " +
                                                   std::to_string(cases.size())};
   }
   const Case& chosen = cases[test_case];
@@ -202,15 +220,18 @@ Result<SelfTestResult> run_self_test(Device& device, uint32_t test_case) {
   result.formats = compute::format_name(chosen.format);
 
   std::vector<compute::RandomExpert> experts;
-  for (uint32_t id = 0; id < kExperts; ++id) experts.emplace_back(spec, chosen.format, uint64_t{test_case} * kExperts + id);
+  for (uint32_t id = 0; id < kExperts; ++id)
+    experts.emplace_back(spec, chosen.format, uint64_t{test_case} * kExperts + id);
   auto layer = device.backend().create_layer(spec, kExperts, chosen.format, chosen.numerics);
   if (!layer.ok()) return std::move(layer).error();
-  const auto reference = compute::make_reference_layer(spec, kExperts, chosen.format, chosen.numerics);
+  const auto reference =
+      compute::make_reference_layer(spec, kExperts, chosen.format, chosen.numerics);
   DFLASH_TRY(load_all(*layer.value(), experts));
   DFLASH_TRY(load_all(*reference, experts));
 
   std::mt19937_64 random(test_case);
-  const auto batches = is_listing(chosen) ? std::vector<uint32_t>{kListedRows} : std::vector<uint32_t>{kFewRows, kManyRows};
+  const auto batches = is_listing(chosen) ? std::vector<uint32_t>{kListedRows}
+                                          : std::vector<uint32_t>{kFewRows, kManyRows};
   for (uint32_t num_rows : batches) {
     Batch batch(spec, num_rows, static_cast<Dtype>((test_case + num_rows) % kNumDtypes), random);
     auto wrong = count_wrong(chosen, *layer.value(), *reference, experts, batch);
@@ -224,15 +245,17 @@ Result<SelfTestResult> run_self_test(Device& device, uint32_t test_case) {
 Status prove_kernels(Device& device, NumericsClass numerics, WeightFormat format) {
   const std::vector<Case> cases = cases_of(device);
   for (uint32_t i = 0; i < cases.size(); ++i) {
-    if (!is_listing(cases[i]) && (cases[i].numerics != numerics || cases[i].format != format)) continue;
+    if (!is_listing(cases[i]) && (cases[i].numerics != numerics || cases[i].format != format))
+      continue;
     auto tested = run_self_test(device, i);
     if (!tested.ok()) return std::move(tested).error();
     const SelfTestResult& result = tested.value();
     if (result.differing == 0) continue;
-    return Error{ErrorCode::kUnsupported, "its kernels compute wrong numbers: " + result.kernel + " with weights in " + result.formats +
-                                              " differs from the reference in " + std::to_string(result.differing) + " of " +
-                                              std::to_string(result.elements) +
-                                              " elements; `dflash-moe doctor --selftest` shows what holds on this device"};
+    return Error{ErrorCode::kUnsupported,
+                 "its kernels compute wrong numbers: " + result.kernel + " with weights in " +
+                     result.formats + " differs from the reference in " +
+                     std::to_string(result.differing) + " of " + std::to_string(result.elements) +
+                     " elements; `dflash-moe doctor --selftest` shows what holds on this device"};
   }
   return ok();
 }

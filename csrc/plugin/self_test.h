@@ -1,5 +1,6 @@
-// The self-test of a device: its layers against the reference, element by element, on seeded random data. One case per weight format,
-// activation and numerics class, so that a table can show what holds and what does not.
+// The self-test of a device: its layers against the reference, element by element, on seeded random
+// data. One case per weight format, activation and numerics class, so that a table can show what
+// holds and what does not.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -12,15 +13,17 @@ namespace dflash::plugin {
 struct SelfTestResult {
   uint32_t num_cases = 0;  // of this device
   uint64_t elements = 0;   // compared
-  uint64_t differing = 0;  // whose bits differ; in a matrix-unit class, that are outside of its derived bounds
-  std::string kernel;      // "f32-canonical silu"
-  std::string formats;     // of the weights
+  // whose bits differ; in a matrix-unit class, that are outside of its derived bounds
+  uint64_t differing = 0;
+  std::string kernel;   // "f32-canonical silu"
+  std::string formats;  // of the weights
 };
 
 // Errors: kInvalidArgument for a case beyond the last; those of the device.
 Result<SelfTestResult> run_self_test(Device& device, uint32_t test_case);
 
-// Runs the cases of one class and format. Errors: kUnsupported where any element is wrong; those of the device.
+// Runs the cases of one class and format. Errors: kUnsupported where any element is wrong; those of
+// the device.
 Status prove_kernels(Device& device, compute::NumericsClass numerics, compute::WeightFormat format);
 
 }  // namespace dflash::plugin

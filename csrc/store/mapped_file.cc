@@ -16,10 +16,10 @@ Error checkpoint_error(const std::string& path, const std::string& what) {
   return Error{ErrorCode::kCheckpoint, path + ": " + what};
 }
 
-// One past the last byte of a strided block, or nothing when it does not fit 63 bits. 128-bit arithmetic cannot overflow here:
-// counts are 32-bit, strides 63-bit, offsets 64-bit.
-bool end_of_block(uint64_t offset, uint32_t outer, int64_t outer_stride, uint32_t inner, int64_t inner_stride, size_t element_bytes,
-                  uint64_t file_bytes) {
+// One past the last byte of a strided block, or nothing when it does not fit 63 bits. 128-bit
+// arithmetic cannot overflow here: counts are 32-bit, strides 63-bit, offsets 64-bit.
+bool end_of_block(uint64_t offset, uint32_t outer, int64_t outer_stride, uint32_t inner,
+                  int64_t inner_stride, size_t element_bytes, uint64_t file_bytes) {
   if (outer == 0 || inner == 0 || outer_stride < 0 || inner_stride < 0) return false;
   const unsigned __int128 last =
       static_cast<unsigned __int128>(outer - 1) * static_cast<uint64_t>(outer_stride) +
@@ -32,22 +32,28 @@ bool end_of_block(uint64_t offset, uint32_t outer, int64_t outer_stride, uint32_
 
 Result<std::unique_ptr<MappedFile>> MappedFile::open(const std::string& path) {
   OwnedFd fd(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
-  if (!fd.is_open()) return checkpoint_error(path, std::string("cannot be opened: ") + std::strerror(errno));
-  struct stat facts {};
-  if (::fstat(fd.get(), &facts) != 0) return checkpoint_error(path, std::string("cannot be examined: ") + std::strerror(errno));
+  if (!fd.is_open())
+    return checkpoint_error(path, std::string("cannot be opened: ") + std::strerror(errno));
+  struct stat facts{};
+  if (::fstat(fd.get(), &facts) != 0)
+    return checkpoint_error(path, std::string("cannot be examined: ") + std::strerror(errno));
   if (!S_ISREG(facts.st_mode)) return checkpoint_error(path, "is not a regular file");
   if (facts.st_size <= 0) return checkpoint_error(path, "is empty");
   const auto size_bytes = static_cast<uint64_t>(facts.st_size);
   void* base = ::mmap(nullptr, size_bytes, PROT_READ, MAP_SHARED, fd.get(), 0);
-  if (base == MAP_FAILED) return checkpoint_error(path, std::string("cannot be mapped: ") + std::strerror(errno));
-  return std::unique_ptr<MappedFile>(new MappedFile(path, std::move(fd), static_cast<std::byte*>(base), size_bytes));
+  if (base == MAP_FAILED)
+    return checkpoint_error(path, std::string("cannot be mapped: ") + std::strerror(errno));
+  return std::unique_ptr<MappedFile>(
+      new MappedFile(path, std::move(fd), static_cast<std::byte*>(base), size_bytes));
 }
 
 MappedFile::~MappedFile() { ::munmap(base_, size_bytes_); }
 
 Error MappedFile::out_of_file(uint64_t offset) const {
-  return checkpoint_error(path_, "a tensor at byte " + std::to_string(offset) + " reaches beyond the end of the file (" +
-                                     std::to_string(size_bytes_) + " bytes); the file is truncated or its header is wrong");
+  return checkpoint_error(path_, "a tensor at byte " + std::to_string(offset) +
+                                     " reaches beyond the end of the file (" +
+                                     std::to_string(size_bytes_) +
+                                     " bytes); the file is truncated or its header is wrong");
 }
 
 Result<std::span<const std::byte>> MappedFile::bytes(uint64_t offset, uint64_t num_bytes) const {
@@ -55,9 +61,11 @@ Result<std::span<const std::byte>> MappedFile::bytes(uint64_t offset, uint64_t n
   return std::span<const std::byte>(base_ + offset, num_bytes);
 }
 
-Result<compute::MatrixView> MappedFile::matrix(uint64_t offset, Dtype dtype, uint32_t outputs, uint32_t inputs,
-                                               int64_t output_stride, int64_t input_stride) const {
-  if (!end_of_block(offset, outputs, output_stride, inputs, input_stride, dtype_bytes(dtype), size_bytes_)) {
+Result<compute::MatrixView> MappedFile::matrix(uint64_t offset, Dtype dtype, uint32_t outputs,
+                                               uint32_t inputs, int64_t output_stride,
+                                               int64_t input_stride) const {
+  if (!end_of_block(offset, outputs, output_stride, inputs, input_stride, dtype_bytes(dtype),
+                    size_bytes_)) {
     return out_of_file(offset);
   }
   return compute::MatrixView{.data = base_ + offset,
@@ -69,26 +77,37 @@ Result<compute::MatrixView> MappedFile::matrix(uint64_t offset, Dtype dtype, uin
                              .file = this};
 }
 
-Result<const std::byte*> MappedFile::rows(uint64_t offset, uint32_t num_rows, uint64_t row_bytes, int64_t stride_bytes) const {
-  const unsigned __int128 end = static_cast<unsigned __int128>(offset) + row_bytes +
-                                static_cast<unsigned __int128>(num_rows - 1) * static_cast<uint64_t>(stride_bytes);
-  if (num_rows == 0 || row_bytes == 0 || stride_bytes < 0 || end > size_bytes_) return out_of_file(offset);
+Result<const std::byte*> MappedFile::rows(uint64_t offset, uint32_t num_rows, uint64_t row_bytes,
+                                          int64_t stride_bytes) const {
+  const unsigned __int128 end =
+      static_cast<unsigned __int128>(offset) + row_bytes +
+      static_cast<unsigned __int128>(num_rows - 1) * static_cast<uint64_t>(stride_bytes);
+  if (num_rows == 0 || row_bytes == 0 || stride_bytes < 0 || end > size_bytes_)
+    return out_of_file(offset);
   return static_cast<const std::byte*>(base_ + offset);
 }
 
-Result<compute::MatrixView> MappedFile::blocks(uint64_t offset, compute::WeightFormat format, uint32_t outputs, uint32_t inputs,
+Result<compute::MatrixView> MappedFile::blocks(uint64_t offset, compute::WeightFormat format,
+                                               uint32_t outputs, uint32_t inputs,
                                                int64_t row_stride_bytes) const {
   auto data = rows(offset, outputs, compute::row_bytes(format, inputs), row_stride_bytes);
   if (!data.ok()) return std::move(data).error();
-  return compute::MatrixView{
-      .data = data.value(), .format = format, .outputs = outputs, .inputs = inputs, .output_stride = row_stride_bytes, .file = this};
+  return compute::MatrixView{.data = data.value(),
+                             .format = format,
+                             .outputs = outputs,
+                             .inputs = inputs,
+                             .output_stride = row_stride_bytes,
+                             .file = this};
 }
 
-Status MappedFile::add_scales(uint64_t offset, int64_t row_stride_bytes, compute::MatrixView& matrix) const {
+Status MappedFile::add_scales(uint64_t offset, int64_t row_stride_bytes,
+                              compute::MatrixView& matrix) const {
   const compute::FormatFacts& facts = compute::format_facts(matrix.format);
-  if (facts.scale_bytes == 0) return checkpoint_error(path_, std::string("scales apart of a matrix in ") + facts.name);
+  if (facts.scale_bytes == 0)
+    return checkpoint_error(path_, std::string("scales apart of a matrix in ") + facts.name);
   const uint32_t num_rows = (matrix.outputs + facts.scale_outputs - 1) / facts.scale_outputs;
-  const uint64_t row_bytes = uint64_t{(matrix.inputs + facts.scale_inputs - 1) / facts.scale_inputs} * facts.scale_bytes;
+  const uint64_t row_bytes =
+      uint64_t{(matrix.inputs + facts.scale_inputs - 1) / facts.scale_inputs} * facts.scale_bytes;
   auto data = rows(offset, num_rows, row_bytes, row_stride_bytes);
   if (!data.ok()) return std::move(data).error();
   matrix.scales = data.value();
@@ -96,8 +115,10 @@ Status MappedFile::add_scales(uint64_t offset, int64_t row_stride_bytes, compute
   return ok();
 }
 
-Result<compute::VectorView> MappedFile::vector(uint64_t offset, Dtype dtype, uint32_t count, int64_t stride) const {
-  if (!end_of_block(offset, 1, 0, count, stride, dtype_bytes(dtype), size_bytes_)) return out_of_file(offset);
+Result<compute::VectorView> MappedFile::vector(uint64_t offset, Dtype dtype, uint32_t count,
+                                               int64_t stride) const {
+  if (!end_of_block(offset, 1, 0, count, stride, dtype_bytes(dtype), size_bytes_))
+    return out_of_file(offset);
   return compute::VectorView{base_ + offset, dtype, count, stride};
 }
 
@@ -106,10 +127,13 @@ Status MappedFile::copy(const std::byte* from, size_t num_bytes, std::byte* to) 
   while (num_bytes > 0) {
     const ssize_t got = ::pread(fd_.get(), to, num_bytes, static_cast<off_t>(offset));
     if (got < 0 && errno == EINTR) continue;
-    if (got < 0) return checkpoint_error(path_, std::string("cannot be read: ") + std::strerror(errno));
+    if (got < 0)
+      return checkpoint_error(path_, std::string("cannot be read: ") + std::strerror(errno));
     if (got == 0) {
-      return checkpoint_error(path_, "ends at byte " + std::to_string(offset) + ", but had " + std::to_string(size_bytes_) +
-                                         " bytes when it was opened; it must not change while a worker loads from it");
+      return checkpoint_error(
+          path_, "ends at byte " + std::to_string(offset) + ", but had " +
+                     std::to_string(size_bytes_) +
+                     " bytes when it was opened; it must not change while a worker loads from it");
     }
     to += got;
     offset += static_cast<uint64_t>(got);

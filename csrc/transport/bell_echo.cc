@@ -10,7 +10,8 @@
 namespace dflash::transport {
 namespace {
 
-constexpr uint32_t kPollsPerLook = 1024;  // between two looks at the clock; the core is offered to others then, for machines that have few
+// between two looks at the clock; the core is offered to others then, for machines that have few
+constexpr uint32_t kPollsPerLook = 1024;
 
 }  // namespace
 

@@ -17,19 +17,27 @@ constexpr int64_t kMemcpySampleNs = 20'000;  // far above the clock's resolution
 class RoundTrip {
  public:
   RoundTrip(Channel& channel, const RoundTripOptions& options)
-      : channel_(channel), options_(options), sent_(options.payload_bytes), got_(options.payload_bytes) {
+      : channel_(channel),
+        options_(options),
+        sent_(options.payload_bytes),
+        got_(options.payload_bytes) {
     for (size_t i = 0; i < sent_.size(); ++i) sent_[i] = static_cast<std::byte>(i * 7 + (i >> 8));
     entry_.channel = &channel;
   }
 
-  size_t num_pieces() const { return std::max<size_t>(1, (sent_.size() + kPieceBytes - 1) / kPieceBytes); }
-  size_t piece_bytes(size_t piece) const { return std::min(kPieceBytes, sent_.size() - piece * kPieceBytes); }
+  size_t num_pieces() const {
+    return std::max<size_t>(1, (sent_.size() + kPieceBytes - 1) / kPieceBytes);
+  }
+  size_t piece_bytes(size_t piece) const {
+    return std::min(kPieceBytes, sent_.size() - piece * kPieceBytes);
+  }
 
   Status run() {
     const uint32_t num_slots = channel_.geometry().num_slots;
     size_t sent = 0;
     for (size_t received = 0; received < num_pieces(); ++received) {
-      for (; sent < num_pieces() && sent - received < num_slots; ++sent) DFLASH_TRY(send(sent, num_slots));
+      for (; sent < num_pieces() && sent - received < num_slots; ++sent)
+        DFLASH_TRY(send(sent, num_slots));
       DFLASH_TRY(receive(received, num_slots));
     }
     return ok();
@@ -51,13 +59,15 @@ class RoundTrip {
     wait_any({&entry_, 1}, Deadline::after_ns(options_.timeout_ns), options_.spin_ns);
     if (entry_.error) return *entry_.error;
     if (!entry_.arrival) {
-      return Error{ErrorCode::kTimeout, std::string(channel_.kind()) + " round trip: no echo within " +
-                                            std::to_string(options_.timeout_ns / 1'000'000) + " ms"};
+      return Error{ErrorCode::kTimeout,
+                   std::string(channel_.kind()) + " round trip: no echo within " +
+                       std::to_string(options_.timeout_ns / 1'000'000) + " ms"};
     }
     const std::span<const std::byte> bytes = entry_.arrival->bytes;
     if (entry_.arrival->slot != piece % num_slots || bytes.size() != piece_bytes(piece)) {
-      return Error{ErrorCode::kProtocol, "round trip: the echo of piece " + std::to_string(piece) + " has " +
-                                             std::to_string(bytes.size()) + " bytes in slot " +
+      return Error{ErrorCode::kProtocol, "round trip: the echo of piece " + std::to_string(piece) +
+                                             " has " + std::to_string(bytes.size()) +
+                                             " bytes in slot " +
                                              std::to_string(entry_.arrival->slot)};
     }
     std::memcpy(got_.data() + piece * kPieceBytes, bytes.data(), bytes.size());
@@ -74,10 +84,12 @@ class RoundTrip {
 
 Result<std::vector<int64_t>> round_trip(Channel& host, const RoundTripOptions& options) {
   const SlotGeometry& geometry = host.geometry();
-  if (std::min(options.payload_bytes, kPieceBytes) > std::min(geometry.request_bytes, geometry.reply_bytes)) {
-    return Error{ErrorCode::kInvalidArgument, "round trip: " + std::to_string(options.payload_bytes) +
-                                                  " bytes do not fit slots of " + std::to_string(geometry.request_bytes) +
-                                                  " and " + std::to_string(geometry.reply_bytes)};
+  if (std::min(options.payload_bytes, kPieceBytes) >
+      std::min(geometry.request_bytes, geometry.reply_bytes)) {
+    return Error{ErrorCode::kInvalidArgument,
+                 "round trip: " + std::to_string(options.payload_bytes) +
+                     " bytes do not fit slots of " + std::to_string(geometry.request_bytes) +
+                     " and " + std::to_string(geometry.reply_bytes)};
   }
   Pinned pinned;
   DFLASH_TRY(pinned.to(options.cpu));
@@ -90,7 +102,8 @@ Result<std::vector<int64_t>> round_trip(Channel& host, const RoundTripOptions& o
     if (round >= options.warmup) samples.push_back(now_ns() - start_ns);
   }
   if (options.rounds > 0 && !trip.is_intact()) {
-    return Error{ErrorCode::kProtocol, std::string(host.kind()) + " round trip: the echo differs from what was sent"};
+    return Error{ErrorCode::kProtocol,
+                 std::string(host.kind()) + " round trip: the echo differs from what was sent"};
   }
   return samples;
 }
@@ -107,7 +120,8 @@ Result<uint64_t> echo(Channel& worker, int64_t spin_ns, int64_t idle_timeout_ns,
     if (!entry.arrival) return num_answered;  // the peer closed, or has nothing more to say
     const Arrival arrival = *entry.arrival;
     if (arrival.bytes.size() > worker.geometry().reply_bytes) {
-      return Error{ErrorCode::kInvalidArgument, "echo: a request of " + std::to_string(arrival.bytes.size()) +
+      return Error{ErrorCode::kInvalidArgument, "echo: a request of " +
+                                                    std::to_string(arrival.bytes.size()) +
                                                     " bytes does not fit a reply slot"};
     }
     if (!arrival.bytes.empty()) {
@@ -138,7 +152,8 @@ Result<std::vector<double>> memcpy_bytes_per_s(size_t payload_bytes, uint32_t ro
     const int64_t start_ns = now_ns();
     for (int64_t i = 0; i < copies; ++i) copy();
     const int64_t elapsed_ns = std::max<int64_t>(1, now_ns() - start_ns);
-    samples.push_back(static_cast<double>(payload_bytes) * static_cast<double>(copies) * 1e9 / static_cast<double>(elapsed_ns));
+    samples.push_back(static_cast<double>(payload_bytes) * static_cast<double>(copies) * 1e9 /
+                      static_cast<double>(elapsed_ns));
   }
   return samples;
 }

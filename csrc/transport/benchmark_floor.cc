@@ -1,4 +1,5 @@
-// Floors: the least a round trip of each nature costs on this machine, without slots, checks or framing.
+// Floors: the least a round trip of each nature costs on this machine, without slots, checks or
+// framing.
 // SPDX-License-Identifier: Apache-2.0
 #include <arpa/inet.h>
 #include <linux/futex.h>
@@ -60,11 +61,13 @@ class SharedPipe final : public Pipe {
 
   Result<std::span<const std::byte>> receive(std::span<std::byte>) override {
     const uint32_t seen = received_++;
-    for (int64_t turn = 1, start_ns = 0; in_.count.load(std::memory_order_acquire) == seen; ++turn) {
+    for (int64_t turn = 1, start_ns = 0; in_.count.load(std::memory_order_acquire) == seen;
+         ++turn) {
       if (sleeps_) {
         const timespec second{1, 0};
         ::syscall(SYS_futex, &in_.count, FUTEX_WAIT, seen, &second, nullptr, 0);
-        if (turn > 100'000) return no_answer();  // ten seconds of time-outs, or as many empty wake-ups
+        // ten seconds of time-outs, or as many empty wake-ups
+        if (turn > 100'000) return no_answer();
       } else if (turn % 65536 == 0) {
         if (start_ns == 0) start_ns = now_ns();
         if (now_ns() - start_ns > kTimeoutNs) return no_answer();
@@ -96,7 +99,8 @@ class SocketPipe final : public Pipe {
 
   Result<std::span<const std::byte>> receive(std::span<std::byte> private_memory) override {
     for (size_t received = 0; received < private_memory.size();) {
-      const ssize_t got = ::recv(socket_, private_memory.data() + received, private_memory.size() - received, 0);
+      const ssize_t got =
+          ::recv(socket_, private_memory.data() + received, private_memory.size() - received, 0);
       if (got < 0) return errno == EAGAIN ? no_answer() : system_error("recv");
       if (got == 0) return Error{ErrorCode::kWorkerLost, "floor: the other end closed"};
       received += static_cast<size_t>(got);
@@ -123,7 +127,8 @@ struct SocketPair {
 
 Result<SocketPair> unix_pair() {
   int ends[2];
-  if (::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) != 0) return system_error("socketpair");
+  if (::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) != 0)
+    return system_error("socketpair");
   return SocketPair{OwnedFd(ends[0]), OwnedFd(ends[1])};
 }
 
@@ -139,11 +144,13 @@ Result<SocketPair> tcp_pair() {
     return system_error("listening on loopback");
   }
   SocketPair pair{OwnedFd(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)), OwnedFd()};
-  if (::connect(pair.host.get(), generic, length) != 0) return system_error("connecting on loopback");
+  if (::connect(pair.host.get(), generic, length) != 0)
+    return system_error("connecting on loopback");
   pair.worker = OwnedFd(::accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC));
   for (const int socket : {pair.host.get(), pair.worker.get()}) {
     const int on = 1;
-    if (::setsockopt(socket, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on) != 0) return system_error("TCP_NODELAY");
+    if (::setsockopt(socket, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on) != 0)
+      return system_error("TCP_NODELAY");
   }
   return pair;
 }
@@ -178,7 +185,8 @@ Result<std::vector<int64_t>> measure(Pipe& host, const FloorOptions& options) {
 Result<std::vector<int64_t>> ping_pong(Pipe& host, Pipe& worker, const FloorOptions& options) {
   Status answered = ok();
   std::thread thread([&] {
-    answered = answer(worker, uint64_t{options.warmup} + options.rounds, options.payload_bytes, options.worker_cpu);
+    answered = answer(worker, uint64_t{options.warmup} + options.rounds, options.payload_bytes,
+                      options.worker_cpu);
   });
   auto samples = measure(host, options);
   thread.join();  // ends by its own deadline even when measuring failed
@@ -207,11 +215,13 @@ Result<FloorKind> parse_floor_kind(std::string_view name) {
   if (name == "futex") return FloorKind::kFutex;
   if (name == "unix") return FloorKind::kUnix;
   if (name == "tcp") return FloorKind::kTcp;
-  return Error{ErrorCode::kInvalidArgument, "floor kind '" + std::string(name) + "' is none of spin, futex, unix, tcp"};
+  return Error{ErrorCode::kInvalidArgument,
+               "floor kind '" + std::string(name) + "' is none of spin, futex, unix, tcp"};
 }
 
 Result<std::vector<int64_t>> floor_round_trip(const FloorOptions& options) {
-  if (options.kind == FloorKind::kSpin || options.kind == FloorKind::kFutex) return shared_ping_pong(options);
+  if (options.kind == FloorKind::kSpin || options.kind == FloorKind::kFutex)
+    return shared_ping_pong(options);
   auto sockets = options.kind == FloorKind::kUnix ? unix_pair() : tcp_pair();
   if (!sockets.ok()) return std::move(sockets).error();
   DFLASH_TRY(set_timeouts(sockets.value().host.get()));

@@ -27,9 +27,11 @@ class Pinned {
     cpu_set_t wanted;
     CPU_ZERO(&wanted);
     if (cpu < CPU_SETSIZE) CPU_SET(static_cast<size_t>(cpu), &wanted);
-    if (::sched_getaffinity(0, sizeof before_, &before_) != 0 || ::sched_setaffinity(0, sizeof wanted, &wanted) != 0) {
-      return Error{ErrorCode::kInvalidArgument, "cannot pin a thread to processor " + std::to_string(cpu) + ": " +
-                                                    std::strerror(errno) + "; choose one this process may use"};
+    if (::sched_getaffinity(0, sizeof before_, &before_) != 0 ||
+        ::sched_setaffinity(0, sizeof wanted, &wanted) != 0) {
+      return Error{ErrorCode::kInvalidArgument,
+                   "cannot pin a thread to processor " + std::to_string(cpu) + ": " +
+                       std::strerror(errno) + "; choose one this process may use"};
     }
     is_pinned_ = true;
     return ok();

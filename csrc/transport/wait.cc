@@ -13,9 +13,12 @@
 namespace dflash::transport {
 namespace {
 
-constexpr int kPollsPerClockRead = 16;           // reading the clock costs as much as several polls of a ring
-constexpr int64_t kWakeCheckNs = 20'000;         // how often a spinning waiter looks at wake_fd, a system call
-constexpr int64_t kMixedSleepNs = 1'000'000;     // longest sleep where a futex and descriptors are awaited together
+// reading the clock costs as much as several polls of a ring
+constexpr int kPollsPerClockRead = 16;
+// how often a spinning waiter looks at wake_fd, a system call
+constexpr int64_t kWakeCheckNs = 20'000;
+// longest sleep where a futex and descriptors are awaited together
+constexpr int64_t kMixedSleepNs = 1'000'000;
 
 void pause() {
 #if defined(__x86_64__) || defined(__i386__)
@@ -29,7 +32,9 @@ timespec timespec_of(int64_t ns) {
   return {static_cast<time_t>(ns / 1'000'000'000), static_cast<long>(ns % 1'000'000'000)};
 }
 
-bool is_filled(const WaitEntry& entry) { return entry.arrival.has_value() || entry.error.has_value(); }
+bool is_filled(const WaitEntry& entry) {
+  return entry.arrival.has_value() || entry.error.has_value();
+}
 
 // True if anything arrived or failed.
 bool poll_all(std::span<WaitEntry> entries) {
@@ -64,8 +69,10 @@ int64_t next_event_ns(std::span<const WaitEntry> entries) {
 }
 
 void sleep_on_futex(const WakeSource& source, Deadline deadline) {
-  const timespec until = timespec_of(deadline.when_ns());  // FUTEX_WAIT_BITSET takes absolute CLOCK_MONOTONIC
-  ::syscall(SYS_futex, source.futex_word, FUTEX_WAIT_BITSET, source.expected, &until, nullptr, FUTEX_BITSET_MATCH_ANY);
+  // FUTEX_WAIT_BITSET takes absolute CLOCK_MONOTONIC
+  const timespec until = timespec_of(deadline.when_ns());
+  ::syscall(SYS_futex, source.futex_word, FUTEX_WAIT_BITSET, source.expected, &until, nullptr,
+            FUTEX_BITSET_MATCH_ANY);
 }
 
 // True if `wake_fd` (the last of `fds` when there is one) became ready.
@@ -77,11 +84,13 @@ bool sleep_on_fds(std::vector<pollfd>& fds, Deadline deadline, bool has_wake_fd)
 
 enum class Woken : uint8_t { kLookAgain, kArrived, kWakeFd };
 
-// Arms every channel, polls once more where that is needed, sleeps, disarms. The caller has just polled without result.
+// Arms every channel, polls once more where that is needed, sleeps, disarms. The caller has just
+// polled without result.
 class Sleeper {
  public:
   Sleeper(std::span<WaitEntry> entries, int wake_fd) : entries_(entries), wake_fd_(wake_fd) {
-    const auto channels = std::count_if(entries.begin(), entries.end(), [](const WaitEntry& e) { return e.channel != nullptr; });
+    const auto channels = std::count_if(entries.begin(), entries.end(),
+                                        [](const WaitEntry& e) { return e.channel != nullptr; });
     kind_ = channels == 1 && wake_fd < 0 ? SleepKind::kFutex : SleepKind::kPoll;
     fds_.reserve(static_cast<size_t>(channels) + 1);
   }
@@ -122,7 +131,8 @@ class Sleeper {
         futex_ = source;
       }
     }
-    // Two futexes, or one beside a wake_fd: no single call sleeps on both, so descriptors carry the sleep in short pieces.
+    // Two futexes, or one beside a wake_fd: no single call sleeps on both, so descriptors carry the
+    // sleep in short pieces.
     if (wake_fd_ >= 0) fds_.push_back({wake_fd_, POLLIN, 0});
   }
 

@@ -15,8 +15,8 @@ namespace {
 constexpr size_t kChecksumOffset = 60;
 
 Error refuse(const char* field, uint64_t found, const std::string& allowed) {
-  return {ErrorCode::kProtocol,
-          std::string("frame header: ") + field + " is " + std::to_string(found) + "; allowed: " + allowed};
+  return {ErrorCode::kProtocol, std::string("frame header: ") + field + " is " +
+                                    std::to_string(found) + "; allowed: " + allowed};
 }
 
 Status require_range(const char* field, uint64_t found, uint64_t low, uint64_t high) {
@@ -26,24 +26,29 @@ Status require_range(const char* field, uint64_t found, uint64_t low, uint64_t h
 
 Status check_preamble(std::span<const std::byte, kFrameHeaderBytes> bytes) {
   const uint32_t magic = load_le<uint32_t>(bytes, 0);
-  if (magic != kFrameMagic) return refuse("magic", magic, std::to_string(kFrameMagic) + " (\"DFMX\")");
+  if (magic != kFrameMagic)
+    return refuse("magic", magic, std::to_string(kFrameMagic) + " (\"DFMX\")");
   const uint8_t version = load_le<uint8_t>(bytes, 4);
   if (version != kFrameVersion) return refuse("version", version, std::to_string(kFrameVersion));
   const uint32_t found = load_le<uint32_t>(bytes, kChecksumOffset);
   const uint32_t computed = checksum(bytes.first<kChecksumOffset>());
-  if (found != computed) return refuse("header_checksum", found, std::to_string(computed) + " for these 60 bytes");
+  if (found != computed)
+    return refuse("header_checksum", found, std::to_string(computed) + " for these 60 bytes");
   return ok();
 }
 
-// A request carries its index part and a row, a reply its timing; the exact length is the layouts' business.
+// A request carries its index part and a row, a reply its timing; the exact length is the layouts'
+// business.
 Status check_counts(const FrameHeader& header) {
   if (header.kind == FrameKind::kError) {
     DFLASH_TRY(require_range("num_rows", header.num_rows, 0, 0));
     DFLASH_TRY(require_range("num_pairs", header.num_pairs, 0, 0));
-    return require_range("payload_bytes", header.payload_bytes, kErrorPrefixBytes, kErrorPrefixBytes + kMaxErrorTextBytes);
+    return require_range("payload_bytes", header.payload_bytes, kErrorPrefixBytes,
+                         kErrorPrefixBytes + kMaxErrorTextBytes);
   }
   DFLASH_TRY(require_range("num_rows", header.num_rows, 1, kMaxRows));
-  const uint64_t most_pairs = std::min<uint64_t>(kMaxPairs, uint64_t{header.num_rows} * kMaxPairsPerRow);
+  const uint64_t most_pairs =
+      std::min<uint64_t>(kMaxPairs, uint64_t{header.num_rows} * kMaxPairsPerRow);
   DFLASH_TRY(require_range("num_pairs", header.num_pairs, header.num_rows, most_pairs));
   return require_range("payload_bytes", header.payload_bytes, 0, kMaxPayloadBytes);
 }
@@ -73,7 +78,8 @@ void encode_frame_header(const FrameHeader& header, std::span<std::byte, kFrameH
 Result<FrameHeader> decode_frame_header(std::span<const std::byte, kFrameHeaderBytes> bytes) {
   DFLASH_TRY(check_preamble(bytes));
   const uint8_t kind = load_le<uint8_t>(bytes, 5);
-  DFLASH_TRY(require_range("kind", kind, static_cast<uint8_t>(FrameKind::kRequest), static_cast<uint8_t>(FrameKind::kError)));
+  DFLASH_TRY(require_range("kind", kind, static_cast<uint8_t>(FrameKind::kRequest),
+                           static_cast<uint8_t>(FrameKind::kError)));
   const uint8_t request_dtype = load_le<uint8_t>(bytes, 6);
   DFLASH_TRY(require_range("request_dtype", request_dtype, 0, kNumDtypes - 1));
   const uint8_t reply_dtype = load_le<uint8_t>(bytes, 7);

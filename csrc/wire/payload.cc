@@ -15,35 +15,42 @@ constexpr uint64_t kRowAlignment = 64;
 
 Status require_range(const char* what, uint64_t found, uint64_t low, uint64_t high) {
   if (found >= low && found <= high) return ok();
-  return Error{ErrorCode::kInvalidArgument, std::string("payload layout: ") + what + " is " + std::to_string(found) +
-                                                "; allowed: " + std::to_string(low) + ".." + std::to_string(high)};
+  return Error{ErrorCode::kInvalidArgument,
+               std::string("payload layout: ") + what + " is " + std::to_string(found) +
+                   "; allowed: " + std::to_string(low) + ".." + std::to_string(high)};
 }
 
-Result<uint64_t> payload_bytes_of(Wide rows_offset, uint32_t num_rows, uint32_t row_width, Dtype dtype) {
+Result<uint64_t> payload_bytes_of(Wide rows_offset, uint32_t num_rows, uint32_t row_width,
+                                  Dtype dtype) {
   const Wide total = rows_offset + Wide{num_rows} * row_width * dtype_bytes(dtype);
   if (total > kMaxPayloadBytes) {
-    // Beyond 64 bits the exact figure helps nobody; the limits on the factors keep it below in practice.
-    return Error{ErrorCode::kInvalidArgument, "payload layout: " + std::to_string(num_rows) + " rows of " +
-                                                  std::to_string(row_width) + " " + dtype_name(dtype) + " need " +
-                                                  std::to_string(static_cast<uint64_t>(total)) + " bytes; allowed: at most " +
-                                                  std::to_string(kMaxPayloadBytes) + "; send fewer rows in one message"};
+    // Beyond 64 bits the exact figure helps nobody; the limits on the factors keep it below in
+    // practice.
+    return Error{ErrorCode::kInvalidArgument,
+                 "payload layout: " + std::to_string(num_rows) + " rows of " +
+                     std::to_string(row_width) + " " + dtype_name(dtype) + " need " +
+                     std::to_string(static_cast<uint64_t>(total)) + " bytes; allowed: at most " +
+                     std::to_string(kMaxPayloadBytes) + "; send fewer rows in one message"};
   }
   return static_cast<uint64_t>(total);
 }
 
 bool is_error_code(uint16_t code) {
-  return code >= static_cast<uint16_t>(ErrorCode::kInvalidArgument) && code <= static_cast<uint16_t>(ErrorCode::kClosed);
+  return code >= static_cast<uint16_t>(ErrorCode::kInvalidArgument) &&
+         code <= static_cast<uint16_t>(ErrorCode::kClosed);
 }
 
 }  // namespace
 
-Result<RequestLayout> RequestLayout::of(uint32_t num_rows, uint32_t num_pairs, uint32_t row_width, Dtype dtype) {
+Result<RequestLayout> RequestLayout::of(uint32_t num_rows, uint32_t num_pairs, uint32_t row_width,
+                                        Dtype dtype) {
   DFLASH_TRY(require_range("num_rows", num_rows, 1, kMaxRows));
   DFLASH_TRY(require_range("num_pairs", num_pairs, num_rows, kMaxPairs));
   DFLASH_TRY(require_range("row_width", row_width, 1, kMaxRowWidth));
   const Wide row_counts = Wide{num_pairs} * sizeof(float);
   const Wide local_ids = row_counts + Wide{num_rows} * sizeof(uint16_t);
-  const Wide rows = (local_ids + Wide{num_pairs} * sizeof(uint16_t) + kRowAlignment - 1) / kRowAlignment * kRowAlignment;
+  const Wide rows = (local_ids + Wide{num_pairs} * sizeof(uint16_t) + kRowAlignment - 1) /
+                    kRowAlignment * kRowAlignment;
   auto total = payload_bytes_of(rows, num_rows, row_width, dtype);
   if (!total.ok()) return std::move(total).error();
   RequestLayout layout;
@@ -83,23 +90,28 @@ size_t encode_error(const Error& error, std::span<std::byte, kMaxErrorPayloadByt
   store_le<uint16_t>(static_cast<uint16_t>(error.code), out, 0);
   store_le<uint16_t>(0, out, 2);
   const size_t text_bytes = std::min<size_t>(error.message.size(), kMaxErrorTextBytes);
-  std::transform(error.message.begin(), error.message.begin() + static_cast<std::ptrdiff_t>(text_bytes),
+  std::transform(error.message.begin(),
+                 error.message.begin() + static_cast<std::ptrdiff_t>(text_bytes),
                  out.begin() + kErrorPrefixBytes, [](char c) { return static_cast<std::byte>(c); });
   return kErrorPrefixBytes + text_bytes;
 }
 
 Result<RemoteError> decode_error(std::span<const std::byte> payload) {
   if (payload.size() < kErrorPrefixBytes || payload.size() > kMaxErrorPayloadBytes) {
-    return Error{ErrorCode::kProtocol, "error payload: length is " + std::to_string(payload.size()) + "; allowed: " +
-                                           std::to_string(kErrorPrefixBytes) + ".." + std::to_string(kMaxErrorPayloadBytes)};
+    return Error{ErrorCode::kProtocol, "error payload: length is " +
+                                           std::to_string(payload.size()) +
+                                           "; allowed: " + std::to_string(kErrorPrefixBytes) +
+                                           ".." + std::to_string(kMaxErrorPayloadBytes)};
   }
   const uint16_t code = load_le<uint16_t>(payload, 0);
   if (!is_error_code(code)) {
-    return Error{ErrorCode::kProtocol, "error payload: code is " + std::to_string(code) + "; allowed: 1.." +
-                                           std::to_string(static_cast<uint16_t>(ErrorCode::kClosed))};
+    return Error{ErrorCode::kProtocol,
+                 "error payload: code is " + std::to_string(code) + "; allowed: 1.." +
+                     std::to_string(static_cast<uint16_t>(ErrorCode::kClosed))};
   }
   if (const uint16_t zero = load_le<uint16_t>(payload, 2); zero != 0) {
-    return Error{ErrorCode::kProtocol, "error payload: reserved field is " + std::to_string(zero) + "; allowed: 0"};
+    return Error{ErrorCode::kProtocol,
+                 "error payload: reserved field is " + std::to_string(zero) + "; allowed: 0"};
   }
   // The text ends up in terminals and logs: nothing outside printable ASCII gets through.
   RemoteError error{static_cast<ErrorCode>(code), {}};
@@ -110,11 +122,11 @@ Result<RemoteError> decode_error(std::span<const std::byte> payload) {
   return error;
 }
 
-uint64_t floor_bytes(uint64_t num_rows, uint64_t num_pairs, uint64_t in_width, Dtype request_dtype, uint64_t out_width,
-                     Dtype reply_dtype) {
+uint64_t floor_bytes(uint64_t num_rows, uint64_t num_pairs, uint64_t in_width, Dtype request_dtype,
+                     uint64_t out_width, Dtype reply_dtype) {
   constexpr uint64_t kPairBytes = sizeof(float) + sizeof(uint16_t);  // weight and local id
-  return num_rows * (in_width * dtype_bytes(request_dtype) + out_width * dtype_bytes(reply_dtype)) + num_pairs * kPairBytes +
-         num_rows * sizeof(uint16_t);
+  return num_rows * (in_width * dtype_bytes(request_dtype) + out_width * dtype_bytes(reply_dtype)) +
+         num_pairs * kPairBytes + num_rows * sizeof(uint16_t);
 }
 
 }  // namespace dflash::wire

@@ -13,30 +13,35 @@
 namespace dflash::wire {
 namespace {
 
-// Fills `out` from `count` little-endian elements at `offset`. The caller checked that they lie inside `payload`.
+// Fills `out` from `count` little-endian elements at `offset`. The caller checked that they lie
+// inside `payload`.
 template <class T>
-void copy_le(std::span<const std::byte> payload, uint64_t offset, uint32_t count, std::vector<T>& out) {
+void copy_le(std::span<const std::byte> payload, uint64_t offset, uint32_t count,
+             std::vector<T>& out) {
   out.resize(count);
   const auto source = payload.subspan(offset, count * sizeof(T));
   if constexpr (std::endian::native == std::endian::little) {
     std::memcpy(out.data(), source.data(), source.size());
   } else {
     using Bits = std::conditional_t<sizeof(T) == 4, uint32_t, uint16_t>;
-    for (uint32_t i = 0; i < count; ++i) out[i] = std::bit_cast<T>(load_le<Bits>(source, i * sizeof(T)));
+    for (uint32_t i = 0; i < count; ++i)
+      out[i] = std::bit_cast<T>(load_le<Bits>(source, i * sizeof(T)));
   }
 }
 
 Error refuse(const std::string& what, uint64_t found, const std::string& allowed) {
-  return {ErrorCode::kProtocol, "request index: " + what + " is " + std::to_string(found) + "; allowed: " + allowed};
+  return {ErrorCode::kProtocol,
+          "request index: " + what + " is " + std::to_string(found) + "; allowed: " + allowed};
 }
 
 }  // namespace
 
-Status RaggedIndex::assign(const RequestLayout& layout, uint32_t num_rows, uint32_t num_pairs, uint32_t num_local_experts,
-                           std::span<const std::byte> payload) {
+Status RaggedIndex::assign(const RequestLayout& layout, uint32_t num_rows, uint32_t num_pairs,
+                           uint32_t num_local_experts, std::span<const std::byte> payload) {
   clear();
   if (payload.size() != layout.payload_bytes) {
-    return refuse("payload length", payload.size(), std::to_string(layout.payload_bytes) + " for its counts");
+    return refuse("payload length", payload.size(),
+                  std::to_string(layout.payload_bytes) + " for its counts");
   }
   copy_le(payload, layout.weights_offset, num_pairs, weights_);
   copy_le(payload, layout.row_counts_offset, num_rows, row_counts_);
@@ -51,7 +56,8 @@ Status RaggedIndex::validate(uint32_t num_pairs, uint32_t num_local_experts) con
   for (uint32_t row = 0; row < row_counts_.size(); ++row) {
     const uint32_t count = row_counts_[row];
     if (count < 1 || count > kMaxPairsPerRow) {
-      return refuse("row_counts[" + std::to_string(row) + "]", count, "1.." + std::to_string(kMaxPairsPerRow));
+      return refuse("row_counts[" + std::to_string(row) + "]", count,
+                    "1.." + std::to_string(kMaxPairsPerRow));
     }
     if (count > num_pairs - pair) {
       return refuse("sum of row_counts up to row " + std::to_string(row), uint64_t{pair} + count,
@@ -61,17 +67,20 @@ Status RaggedIndex::validate(uint32_t num_pairs, uint32_t num_local_experts) con
     for (const uint32_t end = pair + count; pair < end; ++pair) {
       const uint32_t id = local_expert_ids_[pair];
       if (id >= num_local_experts) {
-        return refuse("local_expert_ids[" + std::to_string(pair) + "] of row " + std::to_string(row), id,
-                      "below num_local_experts = " + std::to_string(num_local_experts));
+        return refuse(
+            "local_expert_ids[" + std::to_string(pair) + "] of row " + std::to_string(row), id,
+            "below num_local_experts = " + std::to_string(num_local_experts));
       }
       if (id < least) {
-        return refuse("local_expert_ids[" + std::to_string(pair) + "] of row " + std::to_string(row), id,
-                      "ascending within a row, at least " + std::to_string(least));
+        return refuse(
+            "local_expert_ids[" + std::to_string(pair) + "] of row " + std::to_string(row), id,
+            "ascending within a row, at least " + std::to_string(least));
       }
       least = id;
     }
   }
-  if (pair != num_pairs) return refuse("sum of row_counts", pair, "num_pairs = " + std::to_string(num_pairs));
+  if (pair != num_pairs)
+    return refuse("sum of row_counts", pair, "num_pairs = " + std::to_string(num_pairs));
   return ok();
 }
 

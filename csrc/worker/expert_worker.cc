@@ -19,11 +19,15 @@
 namespace dflash::worker {
 namespace {
 
-constexpr int64_t kTickNs = 40'000'000;            // bound of one sleep, so that stop() is obeyed within 50 ms
-constexpr double kMaxSlowdown = 1e6;               // keeps the emulated time of any call within 63 bits of nanoseconds
-// Between two looks at the channel while computing: what arrives in one fits the socket's buffer (200 KB) up to 3 Gbit/s.
+// bound of one sleep, so that stop() is obeyed within 50 ms
+constexpr int64_t kTickNs = 40'000'000;
+// keeps the emulated time of any call within 63 bits of nanoseconds
+constexpr double kMaxSlowdown = 1e6;
+// Between two looks at the channel while computing: what arrives in one fits the socket's buffer
+// (200 KB) up to 3 Gbit/s.
 constexpr int64_t kMovePeriodNs = 500'000;
-constexpr int64_t kSlowdownStepNs = 1'000'000;     // of an emulated slow worker: its links keep moving, its progress counter too
+// of an emulated slow worker: its links keep moving, its progress counter too
+constexpr int64_t kSlowdownStepNs = 1'000'000;
 
 // The shards of one layer table entry, and what a request for it must say.
 struct Shard {
@@ -43,7 +47,9 @@ std::string where_text(LayerShard where) {
   return "layer " + std::to_string(where.layer) + ", shard " + std::to_string(where.shard);
 }
 
-Error protocol_error(std::string message) { return Error{ErrorCode::kProtocol, std::move(message)}; }
+Error protocol_error(std::string message) {
+  return Error{ErrorCode::kProtocol, std::move(message)};
+}
 
 void sleep_ns(int64_t nanoseconds) {
   const timespec span{nanoseconds / 1'000'000'000, nanoseconds % 1'000'000'000};
@@ -61,10 +67,12 @@ struct ExpertWorker::State {
   std::atomic<uint64_t> stopped_generation{0};  // no session has generation 0
   uint64_t generation = 0;                      // serve thread only: of the session that is served
 
-  bool is_stopped() const { return stopped_generation.load(std::memory_order_relaxed) == generation; }
-  wire::RaggedIndex index;    // serve thread only
-  std::deque<Queued> queued;  // serve thread only; at most one a slot
-  int64_t next_move_ns = 0;   // serve thread only
+  bool is_stopped() const {
+    return stopped_generation.load(std::memory_order_relaxed) == generation;
+  }
+  wire::RaggedIndex index;      // serve thread only
+  std::deque<Queued> queued;    // serve thread only; at most one a slot
+  int64_t next_move_ns = 0;     // serve thread only
   std::optional<Error> broken;  // serve thread only: how the channel broke during a computation
 
   std::atomic<uint64_t> calls{0}, rows{0}, pairs{0}, request_bytes{0}, reply_bytes{0}, errors{0};
@@ -86,19 +94,23 @@ struct ExpertWorker::State {
   Status answer(transport::Channel& channel, const Queued& queued_request);
   Status check(Request& request);
   Status compute(const Request& request, int64_t received_ns);
-  Status publish_error(transport::Channel& channel, uint32_t slot, const wire::FrameHeader& header, const Error& error);
+  Status publish_error(transport::Channel& channel, uint32_t slot, const wire::FrameHeader& header,
+                       const Error& error);
   void emulate_slowness(int64_t computed_ns);
 };
 
 ExpertWorker::ExpertWorker() : state_(std::make_unique<State>()) {}
 ExpertWorker::~ExpertWorker() { state_->pulse.stop(); }
 
-Result<std::unique_ptr<ExpertWorker>> ExpertWorker::create(const WorkerOptions& options, std::unique_ptr<compute::ExpertBackend> backend) {
+Result<std::unique_ptr<ExpertWorker>> ExpertWorker::create(
+    const WorkerOptions& options, std::unique_ptr<compute::ExpertBackend> backend) {
   if (!(options.slowdown >= 1.0 && options.slowdown <= kMaxSlowdown)) {  // NaN too
-    return Error{ErrorCode::kInvalidArgument, "slowdown is " + std::to_string(options.slowdown) + "; allowed are 1 to 1000000"};
+    return Error{ErrorCode::kInvalidArgument,
+                 "slowdown is " + std::to_string(options.slowdown) + "; allowed are 1 to 1000000"};
   }
   if (backend == nullptr) {
-    auto cpu = compute::CpuBackend::create(options.isa, options.num_threads, options.cpus, options.weights_layout);
+    auto cpu = compute::CpuBackend::create(options.isa, options.num_threads, options.cpus,
+                                           options.weights_layout);
     if (!cpu.ok()) return std::move(cpu).error();
     backend = std::move(cpu).value();
   }
@@ -108,32 +120,40 @@ Result<std::unique_ptr<ExpertWorker>> ExpertWorker::create(const WorkerOptions& 
   return worker;
 }
 
-Status ExpertWorker::define_shard(LayerShard where, const compute::FfnSpec& spec, uint32_t num_local_experts, compute::ResidentFormats formats,
+Status ExpertWorker::define_shard(LayerShard where, const compute::FfnSpec& spec,
+                                  uint32_t num_local_experts, compute::ResidentFormats formats,
                                   uint64_t weights_fingerprint, compute::NumericsClass numerics) {
   const auto key = std::pair(where.layer, where.shard);
   if (state_->shards.contains(key)) {
     return Error{ErrorCode::kInvalidArgument, where_text(where) + " is already defined"};
   }
   if (num_local_experts == 0 || num_local_experts > wire::kMaxExpertsPerShard) {
-    return Error{ErrorCode::kInvalidArgument, where_text(where) + ": " + std::to_string(num_local_experts) +
-                                                  " experts, allowed are 1.." + std::to_string(wire::kMaxExpertsPerShard)};
+    return Error{ErrorCode::kInvalidArgument,
+                 where_text(where) + ": " + std::to_string(num_local_experts) +
+                     " experts, allowed are 1.." + std::to_string(wire::kMaxExpertsPerShard)};
   }
   auto experts = state_->backend->create_layer(spec, num_local_experts, formats, numerics);
   if (!experts.ok()) return std::move(experts).error().with(where_text(where));
-  state_->shards.emplace(key, Shard{spec, num_local_experts, weights_fingerprint, std::move(experts).value()});
+  state_->shards.emplace(
+      key, Shard{spec, num_local_experts, weights_fingerprint, std::move(experts).value()});
   return ok();
 }
 
-Status ExpertWorker::load_expert(LayerShard where, uint32_t local_expert_id, const compute::ExpertWeights& weights) {
+Status ExpertWorker::load_expert(LayerShard where, uint32_t local_expert_id,
+                                 const compute::ExpertWeights& weights) {
   const auto found = state_->shards.find({where.layer, where.shard});
-  if (found == state_->shards.end()) return Error{ErrorCode::kInvalidArgument, where_text(where) + " is not defined"};
+  if (found == state_->shards.end())
+    return Error{ErrorCode::kInvalidArgument, where_text(where) + " is not defined"};
   Status loaded = found->second.experts->load_expert(local_expert_id, weights, state_->progress);
   state_->progress.fetch_add(1, std::memory_order_relaxed);
   if (loaded.ok()) return ok();
-  return std::move(loaded).error().with(where_text(where) + ", local expert " + std::to_string(local_expert_id));
+  return std::move(loaded).error().with(where_text(where) + ", local expert " +
+                                        std::to_string(local_expert_id));
 }
 
-bool ExpertWorker::is_mapped() const { return state_->options.weights_layout == compute::WeightsLayout::kMapped; }
+bool ExpertWorker::is_mapped() const {
+  return state_->options.weights_layout == compute::WeightsLayout::kMapped;
+}
 
 uint64_t ExpertWorker::resident_bytes() const {
   uint64_t total = 0;
@@ -143,15 +163,18 @@ uint64_t ExpertWorker::resident_bytes() const {
 
 Status ExpertWorker::start_pulse(OwnedFd socket) { return state_->pulse.start(std::move(socket)); }
 void ExpertWorker::stop_pulse() { state_->pulse.stop(); }
-void ExpertWorker::stop(uint64_t generation) { state_->stopped_generation.store(generation, std::memory_order_relaxed); }
+void ExpertWorker::stop(uint64_t generation) {
+  state_->stopped_generation.store(generation, std::memory_order_relaxed);
+}
 uint64_t ExpertWorker::progress() const { return state_->progress.load(std::memory_order_relaxed); }
 
 WorkerStats ExpertWorker::stats() const {
   const State& s = *state_;
   constexpr auto relaxed = std::memory_order_relaxed;
-  return WorkerStats{s.calls.load(relaxed),       s.rows.load(relaxed),   s.pairs.load(relaxed),
-                     s.request_bytes.load(relaxed), s.reply_bytes.load(relaxed), s.errors.load(relaxed),
-                     s.compute_ns.load(relaxed),  s.queue_ns.load(relaxed), s.busy_since_ns.load(relaxed)};
+  return WorkerStats{
+      s.calls.load(relaxed),         s.rows.load(relaxed),        s.pairs.load(relaxed),
+      s.request_bytes.load(relaxed), s.reply_bytes.load(relaxed), s.errors.load(relaxed),
+      s.compute_ns.load(relaxed),    s.queue_ns.load(relaxed),    s.busy_since_ns.load(relaxed)};
 }
 
 Status ExpertWorker::serve(std::unique_ptr<transport::Channel> channel, uint64_t generation) {
@@ -160,7 +183,8 @@ Status ExpertWorker::serve(std::unique_ptr<transport::Channel> channel, uint64_t
   state_->broken.reset();
   while (!state_->is_stopped()) {
     DFLASH_TRY(state_->take_in(*channel));
-    // Also while idle: a host whose request is still on a slow link must not mistake this worker for a frozen one.
+    // Also while idle: a host whose request is still on a slow link must not mistake this worker
+    // for a frozen one.
     state_->progress.fetch_add(1, std::memory_order_relaxed);
     if (state_->queued.empty()) continue;
     const Queued next = state_->queued.front();
@@ -190,14 +214,17 @@ Status ExpertWorker::State::take_in(transport::Channel& channel) {
   }
 }
 
-Status ExpertWorker::State::queue_up(transport::Channel& channel, const transport::Arrival& arrival) {
-  if (queued.size() == channel.geometry().num_slots) return protocol_error("more requests than slots are under way");
+Status ExpertWorker::State::queue_up(transport::Channel& channel,
+                                     const transport::Arrival& arrival) {
+  if (queued.size() == channel.geometry().num_slots)
+    return protocol_error("more requests than slots are under way");
   queued.push_back({arrival, now_ns()});
   return ok();
 }
 
-// Called at every step of a computation: takes in what arrived and sends on what waits, so that a link carries the next request and the
-// former reply meanwhile. Whatever breaks is told after the computation.
+// Called at every step of a computation: takes in what arrived and sends on what waits, so that a
+// link carries the next request and the former reply meanwhile. Whatever breaks is told after the
+// computation.
 void ExpertWorker::State::move_bytes(transport::Channel& channel) {
   const int64_t now = now_ns();
   if (now < next_move_ns || broken) return;
@@ -216,25 +243,28 @@ void ExpertWorker::State::move_bytes(transport::Channel& channel) {
   }
 }
 
-// Errors end the session: bytes that are no frame, or a channel that broke. A request that is a frame but cannot be served is
-// answered with an error frame.
+// Errors end the session: bytes that are no frame, or a channel that broke. A request that is a
+// frame but cannot be served is answered with an error frame.
 Status ExpertWorker::State::answer(transport::Channel& channel, const Queued& queued_request) {
   const transport::Arrival& arrival = queued_request.arrival;
-  if (arrival.bytes.size() < wire::kFrameHeaderBytes) return protocol_error("a message shorter than a frame header");
-  std::byte copied[wire::kFrameHeaderBytes];  // the host can still write the slot: decode a private copy
+  if (arrival.bytes.size() < wire::kFrameHeaderBytes)
+    return protocol_error("a message shorter than a frame header");
+  // the host can still write the slot: decode a private copy
+  std::byte copied[wire::kFrameHeaderBytes];
   std::memcpy(copied, arrival.bytes.data(), sizeof copied);
   auto decoded = wire::decode_frame_header(copied);
   if (!decoded.ok()) return std::move(decoded).error();
   Request request;
   request.header = decoded.value();
-  if (request.header.kind != wire::FrameKind::kRequest) return protocol_error("a host may send requests only");
+  if (request.header.kind != wire::FrameKind::kRequest)
+    return protocol_error("a host may send requests only");
   if (request.header.generation != generation) {
-    return protocol_error("generation " + std::to_string(request.header.generation) + ", this data path is " +
-                          std::to_string(generation));
+    return protocol_error("generation " + std::to_string(request.header.generation) +
+                          ", this data path is " + std::to_string(generation));
   }
   if (arrival.bytes.size() != wire::kFrameHeaderBytes + uint64_t{request.header.payload_bytes}) {
-    return protocol_error("payload_bytes " + std::to_string(request.header.payload_bytes) + " in a message of " +
-                          std::to_string(arrival.bytes.size()) + " bytes");
+    return protocol_error("payload_bytes " + std::to_string(request.header.payload_bytes) +
+                          " in a message of " + std::to_string(arrival.bytes.size()) + " bytes");
   }
   request.payload = arrival.bytes.subspan(wire::kFrameHeaderBytes);
   request.reply_slot = channel.outgoing(arrival.slot);
@@ -252,37 +282,47 @@ Status ExpertWorker::State::answer(transport::Channel& channel, const Queued& qu
   rows.fetch_add(request.header.num_rows, std::memory_order_relaxed);
   pairs.fetch_add(request.header.num_pairs, std::memory_order_relaxed);
   request_bytes.fetch_add(arrival.bytes.size(), std::memory_order_relaxed);
-  reply_bytes.fetch_add(wire::kFrameHeaderBytes + request.reply_payload_bytes, std::memory_order_relaxed);
+  reply_bytes.fetch_add(wire::kFrameHeaderBytes + request.reply_payload_bytes,
+                        std::memory_order_relaxed);
   return channel.publish(arrival.slot, wire::kFrameHeaderBytes + request.reply_payload_bytes);
 }
 
-// Everything that must hold before a byte of the payload is used; fills the rest of `request` and the private index.
+// Everything that must hold before a byte of the payload is used; fills the rest of `request` and
+// the private index.
 Status ExpertWorker::State::check(Request& request) {
   const wire::FrameHeader& header = request.header;
   const LayerShard where{header.layer, header.shard};
   const auto found = shards.find({header.layer, header.shard});
-  if (found == shards.end()) return protocol_error(where_text(where) + " is not held by worker " + options.name);
+  if (found == shards.end())
+    return protocol_error(where_text(where) + " is not held by worker " + options.name);
   request.shard = &found->second;
   if (header.weights_fingerprint != request.shard->weights_fingerprint) {
-    return protocol_error(where_text(where) + ": weights_fingerprint " + std::to_string(header.weights_fingerprint) +
-                          " was asked, the worker loaded " + std::to_string(request.shard->weights_fingerprint));
+    return protocol_error(
+        where_text(where) + ": weights_fingerprint " + std::to_string(header.weights_fingerprint) +
+        " was asked, the worker loaded " + std::to_string(request.shard->weights_fingerprint));
   }
-  auto layout = wire::RequestLayout::of(header.num_rows, header.num_pairs, request.shard->spec.in_size, header.request_dtype);
+  auto layout = wire::RequestLayout::of(header.num_rows, header.num_pairs,
+                                        request.shard->spec.in_size, header.request_dtype);
   if (!layout.ok()) return std::move(layout).error();
   request.layout = layout.value();
   if (request.layout.payload_bytes != header.payload_bytes) {
-    return protocol_error(where_text(where) + ": payload_bytes " + std::to_string(header.payload_bytes) + ", its rows and pairs need " +
+    return protocol_error(where_text(where) + ": payload_bytes " +
+                          std::to_string(header.payload_bytes) + ", its rows and pairs need " +
                           std::to_string(request.layout.payload_bytes));
   }
-  auto reply = wire::ReplyLayout::of(header.num_rows, request.shard->spec.out_size, header.reply_dtype);
+  auto reply =
+      wire::ReplyLayout::of(header.num_rows, request.shard->spec.out_size, header.reply_dtype);
   if (!reply.ok()) return std::move(reply).error();
   request.reply_payload_bytes = reply.value().payload_bytes;
   if (wire::kFrameHeaderBytes + request.reply_payload_bytes > request.reply_slot.size()) {
-    return protocol_error("a reply of " + std::to_string(request.reply_payload_bytes) + " bytes does not fit the agreed slot of " +
+    return protocol_error("a reply of " + std::to_string(request.reply_payload_bytes) +
+                          " bytes does not fit the agreed slot of " +
                           std::to_string(request.reply_slot.size()));
   }
-  if (checksum(request.payload) != header.payload_checksum) return protocol_error("payload_checksum does not match the payload");
-  return index.assign(request.layout, header.num_rows, header.num_pairs, request.shard->num_local_experts, request.payload);
+  if (checksum(request.payload) != header.payload_checksum)
+    return protocol_error("payload_checksum does not match the payload");
+  return index.assign(request.layout, header.num_rows, header.num_pairs,
+                      request.shard->num_local_experts, request.payload);
 }
 
 // From the request slot straight into the reply slot.
@@ -307,8 +347,9 @@ Status ExpertWorker::State::compute(const Request& request, int64_t received_ns)
   compute_ns.fetch_add(finished_ns - started_ns, std::memory_order_relaxed);
   queue_ns.fetch_add(started_ns - received_ns, std::memory_order_relaxed);
 
-  wire::encode_reply_timing({received_ns, started_ns, finished_ns},
-                            std::span<std::byte, wire::kReplyTimingBytes>(payload, wire::kReplyTimingBytes));
+  wire::encode_reply_timing(
+      {received_ns, started_ns, finished_ns},
+      std::span<std::byte, wire::kReplyTimingBytes>(payload, wire::kReplyTimingBytes));
   wire::FrameHeader header = asked;
   header.kind = wire::FrameKind::kReply;
   header.payload_bytes = static_cast<uint32_t>(request.reply_payload_bytes);
@@ -317,13 +358,14 @@ Status ExpertWorker::State::compute(const Request& request, int64_t received_ns)
   return ok();
 }
 
-Status ExpertWorker::State::publish_error(transport::Channel& channel, uint32_t slot, const wire::FrameHeader& asked,
-                                          const Error& error) {
+Status ExpertWorker::State::publish_error(transport::Channel& channel, uint32_t slot,
+                                          const wire::FrameHeader& asked, const Error& error) {
   errors.fetch_add(1, std::memory_order_relaxed);
   std::byte text[wire::kMaxErrorPayloadBytes];
   const size_t text_bytes = wire::encode_error(error, text);
   const auto slot_bytes = channel.outgoing(slot);
-  if (slot_bytes.size() < wire::kFrameHeaderBytes + text_bytes) return protocol_error("the reply slot is too small for an error");
+  if (slot_bytes.size() < wire::kFrameHeaderBytes + text_bytes)
+    return protocol_error("the reply slot is too small for an error");
   std::memcpy(slot_bytes.data() + wire::kFrameHeaderBytes, text, text_bytes);
   wire::FrameHeader header = asked;
   header.kind = wire::FrameKind::kError;
@@ -335,9 +377,11 @@ Status ExpertWorker::State::publish_error(transport::Channel& channel, uint32_t 
   return channel.publish(slot, wire::kFrameHeaderBytes + text_bytes);
 }
 
-// By CPU time of this thread, which takes part in all of a computation: a neighbour that has the core must not count several times.
+// By CPU time of this thread, which takes part in all of a computation: a neighbour that has the
+// core must not count several times.
 void ExpertWorker::State::emulate_slowness(int64_t computed_ns) {
-  const Deadline until = Deadline::after_ns(static_cast<int64_t>(static_cast<double>(computed_ns) * (options.slowdown - 1.0)));
+  const Deadline until = Deadline::after_ns(
+      static_cast<int64_t>(static_cast<double>(computed_ns) * (options.slowdown - 1.0)));
   while (!until.has_passed() && !is_stopped()) {
     sleep_ns(until.left_ns() < kSlowdownStepNs ? until.left_ns() : kSlowdownStepNs);
     progress.fetch_add(1, std::memory_order_relaxed);

@@ -12,7 +12,8 @@ namespace {
 
 template <class Word>
 void store_little_endian(Word value, std::byte* out) {
-  for (size_t i = 0; i < sizeof(Word); ++i) out[i] = static_cast<std::byte>((value >> (8 * i)) & 0xff);
+  for (size_t i = 0; i < sizeof(Word); ++i)
+    out[i] = static_cast<std::byte>((value >> (8 * i)) & 0xff);
 }
 
 }  // namespace
@@ -25,7 +26,8 @@ void encode_pulse(uint64_t counter, std::span<std::byte, kPulseBytes> out) {
 
 Status Pulse::start(OwnedFd socket) {
   stop();
-  if (!socket.is_open()) return Error{ErrorCode::kInvalidArgument, "a pulse needs a connected socket"};
+  if (!socket.is_open())
+    return Error{ErrorCode::kInvalidArgument, "a pulse needs a connected socket"};
   socket_ = std::move(socket);
   stopping_ = false;
   try {
@@ -51,15 +53,18 @@ void Pulse::run() {
   size_t num_sent = kPulseBytes;  // bytes of `message` already sent
   std::unique_lock lock(mutex_);
   while (!stopping_) {
-    // A TCP socket that fills up (a host that reads nothing for hours) takes part of a pulse: the rest goes first, or every later
-    // pulse would be garbage to the host.
+    // A TCP socket that fills up (a host that reads nothing for hours) takes part of a pulse: the
+    // rest goes first, or every later pulse would be garbage to the host.
     if (num_sent == kPulseBytes) {
       encode_pulse(counter_.load(std::memory_order_relaxed), message);
       num_sent = 0;
     }
-    const ssize_t sent = ::send(socket_.get(), message + num_sent, kPulseBytes - num_sent, MSG_DONTWAIT | MSG_NOSIGNAL);
-    if (sent < 0 && errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR) return;  // the host is gone
-    if (sent < 0 && num_sent == 0) num_sent = kPulseBytes;                              // a full socket: drop this pulse
+    const ssize_t sent = ::send(socket_.get(), message + num_sent, kPulseBytes - num_sent,
+                                MSG_DONTWAIT | MSG_NOSIGNAL);
+    // the host is gone
+    if (sent < 0 && errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR) return;
+    // a full socket: drop this pulse
+    if (sent < 0 && num_sent == 0) num_sent = kPulseBytes;
     if (sent > 0) num_sent += static_cast<size_t>(sent);
     wake_.wait_for(lock, std::chrono::milliseconds(kPulsePeriodMs));
   }

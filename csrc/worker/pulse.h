@@ -1,5 +1,5 @@
-// The worker's heartbeat: a C++ thread that reports the progress counter, so that a stuck work loop is seen as frozen and a busy
-// Python interpreter is not. Knows nothing of sessions or channels.
+// The worker's heartbeat: a C++ thread that reports the progress counter, so that a stuck work loop
+// is seen as frozen and a busy Python interpreter is not. Knows nothing of sessions or channels.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -19,7 +19,8 @@ namespace dflash::worker {
 inline constexpr uint32_t kPulseMagic = 0x534c5550;  // "PULS"
 inline constexpr uint32_t kPulseVersion = 1;
 inline constexpr size_t kPulseBytes = 16;
-inline constexpr int kPulsePeriodMs = 100;  // a tenth of the shortest stall limit anyone sensibly sets
+// a tenth of the shortest stall limit anyone sensibly sets
+inline constexpr int kPulsePeriodMs = 100;
 
 void encode_pulse(uint64_t counter, std::span<std::byte, kPulseBytes> out);
 

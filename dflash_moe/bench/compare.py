@@ -1,8 +1,9 @@
 """Faster, slower, or cannot tell: two result files, or two rows of one, from their samples.
 
-A verdict needs three things: enough rounds, a bootstrap interval of the ratio of medians that lies wholly on one side of 1, and
-an effect of at least `min_effect`. Whole rounds are drawn, since samples of one round share its disturbances; where two rows
-were measured in the same rounds, the ratio is taken round by round.
+A verdict needs three things: enough rounds, a bootstrap interval of the ratio of medians that lies
+wholly on one side of 1, and an effect of at least `min_effect`. Whole rounds are drawn, since
+samples of one round share its disturbances; where two rows were measured in the same rounds, the
+ratio is taken round by round.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -40,7 +41,9 @@ FREE_PARAMS = {
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """`ratio` = time of `against` / time of `name` (below 1: `against` is faster), with its 95 % interval."""
+    """`ratio` = time of `against` / time of `name` (below 1: `against` is faster), with its 95 %
+    interval.
+    """
 
     name: str
     against: str
@@ -68,7 +71,8 @@ class Comparison:
 def compare_files(
     a: Mapping[str, Any], b: Mapping[str, Any], *, names: tuple[str, str], min_effect: float, ignored: Iterable[str] = ()
 ) -> Comparison:
-    """Row by row, those that both files have. ConfigError for another case, other parameters, or no common row.
+    """Row by row, those that both files have. ConfigError for another case, other parameters, or no
+    common row.
 
     `ignored`: parameters, and fields of rows, that may differ.
     """
@@ -96,7 +100,9 @@ def compare_files(
 
 
 def compare_rows(found: Mapping[str, Any], file: str, first: str, second: str, *, min_effect: float) -> Comparison:
-    """Every row called `second` against the row called `first` of the same dtype, prompt, payload ... ConfigError: none."""
+    """Every row called `second` against the row called `first` of the same dtype, prompt, payload
+    ... ConfigError: none.
+    """
     rows = _by_identity(found["rows"], file, IDENTITY)
     names = list(dict.fromkeys(row["name"] for row in rows.values()))
     for wanted in (first, second):
@@ -104,7 +110,8 @@ def compare_rows(found: Mapping[str, Any], file: str, first: str, second: str, *
             raise ConfigError(f"{file} has no row {wanted!r}; it has {_listed(names)}")
     pairs = _pairs(rows.values(), first, second, SIZES)
     if not pairs:
-        pairs = _pairs(rows.values(), first, second, tuple(key for key in SIZES if key != "format"))  # formats as such
+        # formats as such
+        pairs = _pairs(rows.values(), first, second, tuple(key for key in SIZES if key != "format"))
     verdicts = []
     for row, other in pairs:
         draw = _paired(row, other) if found.get("interleaved") else _unpaired(row, other)
@@ -155,7 +162,9 @@ def _rounds_of(row: Mapping[str, Any]) -> np.ndarray:
 
 
 def _unpaired(a: Mapping[str, Any], b: Mapping[str, Any]) -> _Draws | int:
-    """Medians of rounds drawn from each side by itself; the number of rounds where they are too few."""
+    """Medians of rounds drawn from each side by itself; the number of rounds where they are too
+    few.
+    """
     rounds_a, rounds_b = _rounds_of(a), _rounds_of(b)
     rounds = min(len(rounds_a), len(rounds_b))
     if rounds < MIN_ROUNDS:
@@ -178,7 +187,8 @@ def _paired(a: Mapping[str, Any], b: Mapping[str, Any]) -> _Draws | int:
 def _drawn_medians(rounds: np.ndarray, generator: np.random.Generator) -> np.ndarray:
     """The median of every draw of as many rounds, with replacement."""
     if rounds.shape[1] == 1 and len(rounds) >= MANY_ROUNDS:
-        # The median's rank in the sample follows Beta((n + 1) / 2, (n + 1) / 2): no need to draw n samples 2,000 times.
+        # The median's rank in the sample follows Beta((n + 1) / 2, (n + 1) / 2): no need to draw n
+        # samples 2,000 times.
         half = (len(rounds) + 1) / 2
         ranks = (generator.beta(half, half, size=DRAWS) * len(rounds)).astype(np.int64)
         medians_of_draws: np.ndarray = np.sort(rounds[:, 0])[ranks.clip(0, len(rounds) - 1)]

@@ -1,6 +1,8 @@
-"""`bench decode`: what one more token costs. Every token's latency per (mode, dtype), calls and bytes per token, and all local.
+"""`bench decode`: what one more token costs. Every token's latency per (mode, dtype), calls and
+bytes per token, and all local.
 
-Rounds interleave the cases; each starts from the same short prompt, so that every round decodes the same tokens.
+Rounds interleave the cases; each starts from the same short prompt, so that every round decodes the
+same tokens.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -21,7 +23,9 @@ from dflash_moe.topology import Topology
 
 @dataclass(frozen=True, slots=True)
 class DecodeParams:
-    """`new_tokens` are decoded and timed in each of `repeat` rounds, after a prompt of `prompt_tokens` random ids."""
+    """`new_tokens` are decoded and timed in each of `repeat` rounds, after a prompt of
+    `prompt_tokens` random ids.
+    """
 
     model: Path
     prompt_tokens: int = 32

@@ -1,9 +1,11 @@
-"""`bench experts --backend cuda | hip | sim`: one MoE layer on a card, from host rows to host replies.
+"""`bench experts --backend cuda | hip | sim`: one MoE layer on a card, from host rows to host
+replies.
 
-Weights rotate over several layers, so that the card's caches do not help. Each row has the time that the caller waits and the
-time that the device computes (copies aside); rates and shares are of the latter. Ceilings (a copy inside the card's memory, a
-large matrix product) and torch's grouped products are measured in the same rounds where torch drives the card. One format at a
-time is on the card.
+Weights rotate over several layers, so that the card's caches do not help. Each row has the time
+that the caller waits and the time that the device computes (copies aside); rates and shares are of
+the latter. Ceilings (a copy inside the card's memory, a large matrix product) and torch's grouped
+products are measured in the same rounds where torch drives the card. One format at a time is on the
+card.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -23,8 +25,10 @@ from dflash_moe.bench.torch_experts import TorchLayers, torch_kernels
 from dflash_moe.errors import ConfigError, UnsupportedError
 
 DEVICE_BACKENDS = ("cuda", "hip", "sim")
-CARD_SHAPE = ExpertShape(hidden_size=2048, moe_intermediate_size=768, num_experts=128, top_k=8)  # Qwen3-30B-A3B
-SIM_SHAPE = ExpertShape(hidden_size=256, moe_intermediate_size=256, num_experts=8, top_k=2)  # of a simulated one
+# Qwen3-30B-A3B
+CARD_SHAPE = ExpertShape(hidden_size=2048, moe_intermediate_size=768, num_experts=128, top_k=8)
+# of a simulated one
+SIM_SHAPE = ExpertShape(hidden_size=256, moe_intermediate_size=256, num_experts=8, top_k=2)
 SAMPLE_S = 0.1
 MAX_FORWARDS = 100
 COPY_BYTES = 2 << 30
@@ -33,7 +37,9 @@ PRODUCT_WIDTH = 8192
 
 @dataclass(frozen=True, slots=True)
 class DeviceParams:
-    """What is measured. `shape` None: that of the backend; `numerics` empty: every class of the device that takes a format."""
+    """What is measured. `shape` None: that of the backend; `numerics` empty: every class of the
+    device that takes a format.
+    """
 
     backend: str
     device: int = 0
@@ -62,7 +68,9 @@ class DeviceParams:
 
 @dataclass(slots=True)
 class Ceilings:
-    """What torch reaches on the same card: bytes per second read and written by a copy, bf16 operations per second."""
+    """What torch reaches on the same card: bytes per second read and written by a copy, bf16
+    operations per second.
+    """
 
     copy: Callable[[], float] | None
     product: Callable[[], float] | None
@@ -88,7 +96,8 @@ class Ceilings:
 class DeviceCase:
     """One batch on the layers of one format.
 
-    `forward(n)`: (the caller's seconds of each of n forwards, the device's of all; 0 where the caller's are the device's).
+    `forward(n)`: (the caller's seconds of each of n forwards, the device's of all; 0 where the
+    caller's are the device's).
     """
 
     facts: dict[str, Any]  # backend, device, isa, kernel
@@ -100,7 +109,8 @@ class DeviceCase:
     ceilings: Ceilings
     forward: Callable[[int], tuple[list[float], float]]
     samples_s: list[float] = field(default_factory=list)
-    device_samples_s: list[float] = field(default_factory=list)  # one per round: the mean of its forwards
+    # one per round: the mean of its forwards
+    device_samples_s: list[float] = field(default_factory=list)
     rounds: int | None = None
     forwards: int = 0
 
@@ -142,10 +152,11 @@ class DeviceCase:
 
 
 def run_device_experts(params: DeviceParams, *, recorder: Recorder | None = None) -> BenchResult:
-    """Measures every format, class and batch; saves after every round, so that an interrupted run keeps what it has.
+    """Measures every format, class and batch; saves after every round, so that an interrupted run
+    keeps what it has.
 
-    Errors: ConfigError for an unknown format, a class that the device does not compute or too little memory there; those of
-    opening the device.
+    Errors: ConfigError for an unknown format, a class that the device does not compute or too
+    little memory there; those of opening the device.
     """
     recorder = recorder or Recorder()
     for fmt in params.formats:
@@ -248,7 +259,9 @@ def _torch_drives(params: DeviceParams) -> bool:
 def _torch_cases(
     params: DeviceParams, shape: ExpertShape, fmt: str, batches: dict[tuple[int, str], Batch], ceilings: Ceilings
 ) -> list[Case]:
-    """Grouped products and a loop over the experts, with activation and combine; sorting the rows is not timed."""
+    """Grouped products and a loop over the experts, with activation and combine; sorting the rows
+    is not timed.
+    """
     if not params.with_torch or fmt not in FLOATS or not _torch_drives(params):
         return []
     layers = TorchLayers.create(shape, fmt, params.num_layers, params.place())

@@ -1,8 +1,10 @@
-"""`bench step`: what the exchange adds to each layer of a decode step on a card, beside calls staged through the host.
+"""`bench step`: what the exchange adds to each layer of a decode step on a card, beside calls
+staged through the host.
 
-Synthetic steps: every layer's expert call, one after the other, with nothing between them. What the worker itself computes, by
-its own counter, is taken off; the rest, divided by the layers, is the exchange. The experts lie in a CPU worker's process, in a
-worker on the same card in this process, and in one on the same card in another process.
+Synthetic steps: every layer's expert call, one after the other, with nothing between them. What the
+worker itself computes, by its own counter, is taken off; the rest, divided by the layers, is the
+exchange. The experts lie in a CPU worker's process, in a worker on the same card in this process,
+and in one on the same card in another process.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -26,13 +28,15 @@ from dflash_moe.topology import Topology
 if TYPE_CHECKING:
     from dflash_moe.model.spec import ModelSpec
 
-# Rows and routing of Qwen3-30B-A3B; fewer and narrower experts (not 128 x 768), so that 48 layers fit and compute little.
+# Rows and routing of Qwen3-30B-A3B; fewer and narrower experts (not 128 x 768), so that 48 layers
+# fit and compute little.
 CARD_SHAPE = ExpertShape(hidden_size=2048, moe_intermediate_size=32, num_experts=16, top_k=8)
 SIM_SHAPE = ExpertShape(hidden_size=64, moe_intermediate_size=32, num_experts=16, top_k=8)
 CALL_TIMEOUT_S = 5.0  # a step that hangs costs this, and is a row that says so
 REDUCED = "hidden size and top-k of Qwen3-30B-A3B; experts fewer and narrower than its 128 of 768"
 
-# Where the experts are -> (what stands in the topology, most microseconds that a layer may take beyond compute).
+# Where the experts are -> (what stands in the topology, most microseconds that a layer may take
+# beyond compute).
 WORKERS = {
     "cpu process": ("{name: w0, backend: cpu%s}", 8.0),
     "card, this process": ("{name: w0, backend: %s, address: loopback}", 15.0),
@@ -66,9 +70,11 @@ class StepParams:
 
 
 def run_device_steps(params: StepParams, *, recorder: Recorder | None = None) -> BenchResult:
-    """A row per worker, number of tokens and path; one that fails says why in `error`, and the others go on.
+    """A row per worker, number of tokens and path; one that fails says why in `error`, and the
+    others go on.
 
-    The file is saved after every round. Errors: ConfigError, UnsupportedError where torch does not drive the card.
+    The file is saved after every round. Errors: ConfigError, UnsupportedError where torch does not
+    drive the card.
     """
     recorder, params = recorder or Recorder(), params.resolved()
     for worker in params.workers:
@@ -138,7 +144,9 @@ def _measure_worker(params: StepParams, spec: ModelSpec, worker: str, recorder: 
 
 
 def _same_bits(scene: StepScene) -> tuple[bool | None, str]:
-    """(whether a step gives the bits of staged calls, why there is no step); this also brings all kernels to the card."""
+    """(whether a step gives the bits of staged calls, why there is no step); this also brings all
+    kernels to the card.
+    """
     try:
         return same_results(scene), ""
     except (DflashError, RuntimeError) as error:  # torch's of a card are RuntimeErrors

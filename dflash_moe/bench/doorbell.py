@@ -1,8 +1,10 @@
-"""`bench doorbell`: which memory of the host a card takes, and what it costs to ring a processor from there and to be answered.
+"""`bench doorbell`: which memory of the host a card takes, and what it costs to ring a processor
+from there and to be answered.
 
-First registration, as device steps do it: the sealed segments of the shared transport (the worker's mapped read-only), the same
-without the seal against writing, and pinned memory. Then a ping-pong over each: the card stores a number, a processor's thread
-or another process answers with it, the card waits for that. Nothing else travels: this is the floor under `bench step`.
+First registration, as device steps do it: the sealed segments of the shared transport (the worker's
+mapped read-only), the same without the seal against writing, and pinned memory. Then a ping-pong
+over each: the card stores a number, a processor's thread or another process answers with it, the
+card waits for that. Nothing else travels: this is the floor under `bench step`.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -45,7 +47,8 @@ class DoorbellParams:
     backend: str
     device: int = 0
     rounds: int = 0
-    budget_s: float = 3.0  # of one ping-pong, which takes a tenth; what does not end is a row that says so
+    # of one ping-pong, which takes a tenth; what does not end is a row that says so
+    budget_s: float = 3.0
 
     def resolved(self) -> DoorbellParams:
         """With the backend's rounds."""
@@ -58,14 +61,18 @@ class DoorbellParams:
 
 @dataclass(slots=True)
 class Words:
-    """The two words of all ping-pongs over one kind of memory, which begin where the one before left them."""
+    """The two words of all ping-pongs over one kind of memory, which begin where the one before
+    left them.
+    """
 
     name: str
     memory: _core.BellMemory
     next_number: int = 1
 
     def take_numbers(self, rounds: int) -> int:
-        """The first number of a ping-pong; one is left out, by which waits of a stream are ended."""
+        """The first number of a ping-pong; one is left out, by which waits of a stream are
+        ended.
+        """
         first, self.next_number = self.next_number, self.next_number + rounds + 1
         return first
 
@@ -79,7 +86,8 @@ class Words:
 
 
 def run_doorbell(params: DoorbellParams, *, recorder: Recorder | None = None) -> BenchResult:
-    """A row per registration and per ping-pong, with `passed` and the driver's words where not; saved after every row.
+    """A row per registration and per ping-pong, with `passed` and the driver's words where not;
+    saved after every row.
 
     Errors: those of opening the device.
     """

@@ -62,11 +62,14 @@ class Batch:
 
 
 def make_batch(shape: ExpertShape, tokens: int, routing: str, seed: int) -> Batch:
-    """Random rows, each with `top_k` different experts: drawn evenly, or with probability falling as 1 / rank (Zipf)."""
+    """Random rows, each with `top_k` different experts: drawn evenly, or with probability falling
+    as 1 / rank (Zipf).
+    """
     rng = np.random.default_rng(seed)
     ranks = np.arange(1, shape.num_experts + 1, dtype=np.float64)
     likelihood = np.zeros(shape.num_experts) if routing == "uniform" else -np.log(ranks)
-    scores = likelihood + rng.gumbel(size=(tokens, shape.num_experts))  # the k largest are a draw without replacement
+    # the k largest are a draw without replacement
+    scores = likelihood + rng.gumbel(size=(tokens, shape.num_experts))
     ids = np.sort(np.argsort(-scores, axis=1)[:, : shape.top_k], axis=1).astype(np.uint16)
     weights = rng.random((tokens, shape.top_k), dtype=np.float32)
     return Batch(

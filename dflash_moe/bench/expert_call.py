@@ -1,7 +1,9 @@
-"""What one expert call adds: from the Python call to its return, minus the worker's own computation. Part of `bench ipc`.
+"""What one expert call adds: from the Python call to its return, minus the worker's own
+computation. Part of `bench ipc`.
 
-A tiny layer (hidden 2048, so that a row has its usual size) keeps the computation small; one worker and this process are pinned
-to cores of their own. Every sample subtracts the computation the worker reported for that very call.
+A tiny layer (hidden 2048, so that a row has its usual size) keeps the computation small; one worker
+and this process are pinned to cores of their own. Every sample subtracts the computation the worker
+reported for that very call.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -48,7 +50,8 @@ def _measure(transport: str, spec: ModelSpec, pinned: tuple[int, int], calls: in
             runtime.experts(0, *tensors)
         runtime.take_traces()
         walls = []
-        for _ in range(calls):  # back to back, as in a decode step; anything between would let the worker fall asleep
+        # back to back, as in a decode step; anything between would let the worker fall asleep
+        for _ in range(calls):
             started = time.perf_counter_ns()
             runtime.experts(0, *tensors)
             walls.append(time.perf_counter_ns() - started)
@@ -70,7 +73,9 @@ def _measure(transport: str, spec: ModelSpec, pinned: tuple[int, int], calls: in
 
 
 def _batch() -> tuple[Any, Any, Any]:
-    """One token, as torch tensors where torch is installed (what a host has), else as NumPy arrays."""
+    """One token, as torch tensors where torch is installed (what a host has), else as NumPy
+    arrays.
+    """
     arrays = routed_batch(1, HIDDEN_SIZE, NUM_EXPERTS, TOP_K)
     try:
         import torch
@@ -81,7 +86,9 @@ def _batch() -> tuple[Any, Any, Any]:
 
 @contextmanager
 def _pinned(runtime: ExpertRuntime, cpus: tuple[int, int]) -> Iterator[None]:
-    """This thread on the first core, every thread of worker processes on the second; this thread is freed again at the end."""
+    """This thread on the first core, every thread of worker processes on the second; this thread is
+    freed again at the end.
+    """
     allowed = os.sched_getaffinity(0)
     if cpus[0] == cpus[1]:
         yield

@@ -1,10 +1,12 @@
-"""`bench experts`: the expert kernels against the limits of the machine, one layer at a time, no transport around them.
+"""`bench experts`: the expert kernels against the limits of the machine, one layer at a time, no
+transport around them.
 
-Per (format, tokens, routing, source of the weights, threads): multiply-adds and weight bytes per second beside the peaks of the
-same run, which are measured again in every round. Weights come from memory (several layers in rotation, far beyond the caches)
-or from the cache (one layer). `kernel` is the numerics class, and the peak that of its arithmetic: float32, int8 products, bf16
-products. Rows named `torch...` are the same work in torch on the same threads: a loop of linear layers,
-and `grouped_mm` where this torch has it on the CPU.
+Per (format, tokens, routing, source of the weights, threads): multiply-adds and weight bytes per
+second beside the peaks of the same run, which are measured again in every round. Weights come from
+memory (several layers in rotation, far beyond the caches) or from the cache (one layer). `kernel`
+is the numerics class, and the peak that of its arithmetic: float32, int8 products, bf16 products.
+Rows named `torch...` are the same work in torch on the same threads: a loop of linear layers, and
+`grouped_mm` where this torch has it on the CPU.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -23,9 +25,11 @@ from dflash_moe.bench.torch_experts import TorchLayers, torch_kernels
 from dflash_moe.errors import ConfigError, UnsupportedError
 from dflash_moe.telemetry.machine import memory_available, usable_cores
 
-FORMATS = ("f32", "f16", "bf16", "int8_g32", "int4_g32", "q8_0", "q4_k", "q6_k", "mxfp4")  # measured unless others are named
+# measured unless others are named
+FORMATS = ("f32", "f16", "bf16", "int8_g32", "int4_g32", "q8_0", "q4_k", "q6_k", "mxfp4")
 CANONICAL = "f32-canonical"
-NUMERICS = (CANONICAL, "int8-groups", "bf16-dot", "bf16-bfdot")  # measured unless others are named, with the formats they take
+# measured unless others are named, with the formats they take
+NUMERICS = (CANONICAL, "int8-groups", "bf16-dot", "bf16-bfdot")
 ROUTINGS = ("uniform", "zipf")
 SOURCES = ("dram", "cache")
 ROTATION_BYTES = 512 << 20  # several times the largest last-level caches of one core's share
@@ -68,7 +72,9 @@ class Peaks:
     rounds: int | None = None
 
     def measure(self, *, keep: bool) -> None:
-        """Multiply-adds from registers and reads from memory, with as many threads as the kernels."""
+        """Multiply-adds from registers and reads from memory, with as many threads as the
+        kernels.
+        """
         flops = operation_peak(self.numerics, self.isa, self.threads)
         read = _core.read_bytes_per_s(self.isa, self.threads, 3, PEAK_READ_BYTES)
         if keep:
@@ -81,7 +87,9 @@ class Peaks:
 
 
 def operation_peak(numerics: str, isa: str, threads: int) -> list[float]:
-    """Operations per second of the class's own arithmetic; of float32 where the instruction set has no loop for that."""
+    """Operations per second of the class's own arithmetic; of float32 where the instruction set has
+    no loop for that.
+    """
     loops = {
         "int8-groups": _core.integer_multiply_add_per_s,
         "bf16-dot": _core.bf16_multiply_add_per_s,
@@ -164,10 +172,11 @@ class ExpertsCase:
 
 
 def run_experts(params: ExpertsParams, *, recorder: Recorder | None = None) -> BenchResult:
-    """Measures every case; per shape, number of threads and format, all cases, torch and the peaks are interleaved.
+    """Measures every case; per shape, number of threads and format, all cases, torch and the peaks
+    are interleaved.
 
-    Saves after every round. One format at a time is in memory. An intermediate size that a format cannot cut into blocks is
-    rounded up for it; the rows say so.
+    Saves after every round. One format at a time is in memory. An intermediate size that a format
+    cannot cut into blocks is rounded up for it; the rows say so.
 
     Errors: ConfigError for an unknown format or too little memory for the layers in rotation.
     """

@@ -1,4 +1,5 @@
-"""One prefill and the greedy decode after it through a model whose experts are remote: times, counts and a digest of the bits.
+"""One prefill and the greedy decode after it through a model whose experts are remote: times,
+counts and a digest of the bits.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -14,7 +15,9 @@ from dflash_moe.errors import ConfigError
 from dflash_moe.runtime.expert_runtime import ExpertRuntime
 
 COUNTED = ("calls", "request_bytes", "reply_bytes", "floor_bytes")
-SETTLE_TOKENS = 64  # an unmeasured prefill after a switch of mode: a new data path is touched, sleeping threads have run
+# an unmeasured prefill after a switch of mode: a new data path is touched, sleeping threads have
+# run
+SETTLE_TOKENS = 64
 
 
 @dataclass(slots=True)
@@ -26,7 +29,9 @@ class Sample:
     token_s: list[float]  # of every decoded token
     prefill: dict[str, int]
     decode: dict[str, int]
-    digest: str  # of the KV cache and the last logits after the prefill: equal digests = equal bits in every layer
+    # of the KV cache and the last logits after the prefill: equal digests = equal bits in every
+    # layer
+    digest: str
     token_ids: list[int]
 
 
@@ -69,7 +74,9 @@ def measure_once(model: Any, runtime: ExpertRuntime, input_ids: Any, new_tokens:
 
 
 def settle(model: Any, runtime: ExpertRuntime, input_ids: Any) -> None:
-    """An unmeasured prefill of the first tokens and one decoded token, after a switch of mode or dtype."""
+    """An unmeasured prefill of the first tokens and one decoded token, after a switch of mode or
+    dtype.
+    """
     measure_once(model, runtime, input_ids[:, :SETTLE_TOKENS], 1)
 
 
@@ -80,7 +87,9 @@ def counted(runtime: ExpertRuntime) -> dict[str, int]:
 
 
 def random_prompt(model: Any, num_tokens: int, seed: int) -> Any:
-    """Token ids [1, num_tokens], int64; a shorter prompt of the same seed is a prefix of a longer one."""
+    """Token ids [1, num_tokens], int64; a shorter prompt of the same seed is a prefix of a longer
+    one.
+    """
     import torch
 
     generator = torch.Generator().manual_seed(seed)

@@ -1,7 +1,9 @@
-"""One harness for every case: warm-up, rounds that interleave the cases, all samples kept, the file saved after every round.
+"""One harness for every case: warm-up, rounds that interleave the cases, all samples kept, the file
+saved after every round.
 
-A case measures itself once per round; `run_rounds` does the rest. Whatever ends a bench early (Ctrl-C, SIGTERM, a lost worker)
-leaves what was measured in the result and its file, marked incomplete, and the exception goes on.
+A case measures itself once per round; `run_rounds` does the rest. Whatever ends a bench early
+(Ctrl-C, SIGTERM, a lost worker) leaves what was measured in the result and its file, marked
+incomplete, and the exception goes on.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -73,7 +75,9 @@ class Recorder:
     result: BenchResult | None = None
 
     def begin(self, case: str, params: dict[str, Any], *, interleaved: bool = True) -> BenchResult:
-        """Makes the result that `save` writes. `interleaved`: the same round of two rows was measured in one go."""
+        """Makes the result that `save` writes. `interleaved`: the same round of two rows was
+        measured in one go.
+        """
         self.result = BenchResult(case, params, interleaved=interleaved)
         return self.result
 
@@ -84,7 +88,9 @@ class Recorder:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Marks the result complete when the body ends by itself; else saves it incomplete, says where, re-raises."""
+        """Marks the result complete when the body ends by itself; else saves it incomplete, says
+        where, re-raises.
+        """
         with _terminating_as_exit():
             try:
                 yield
@@ -107,7 +113,8 @@ class Recorder:
         if self.path is not None:
             try:
                 self.save()
-            except OSError as failed:  # a full disk may be what ended the bench: the error that goes on is the first one
+            # a full disk may be what ended the bench: the error that goes on is the first one
+            except OSError as failed:
                 self.reporter.say(f"{self.path}: cannot be written ({failed.strerror}); it keeps what was saved before")
                 return
             where = f"{self.path} keeps"
@@ -118,9 +125,11 @@ class Recorder:
 
 
 def run_rounds(recorder: Recorder, cases: Sequence[Case], *, rounds: int, warmup: int = 1) -> None:
-    """Measures every case once per round, `warmup` rounds first that are not kept, and saves after every round.
+    """Measures every case once per round, `warmup` rounds first that are not kept, and saves after
+    every round.
 
-    The order rotates by round, so that no case always follows the same neighbour. Rows are added to those the result has.
+    The order rotates by round, so that no case always follows the same neighbour. Rows are added to
+    those the result has.
     """
     result = recorder.result
     if result is None:
@@ -156,7 +165,9 @@ def _cause(error: BaseException) -> str:
 
 @contextmanager
 def _terminating_as_exit() -> Iterator[None]:
-    """SIGTERM raises SystemExit(143) in the main thread, so that `with` blocks close workers; restored at the end."""
+    """SIGTERM raises SystemExit(143) in the main thread, so that `with` blocks close workers;
+    restored at the end.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,8 +1,8 @@
-"""`bench ipc`: what a transport costs. Round trips per (transport, payload) beside the raw floor of the same kind,
-and the time an expert call adds over the worker's own computation.
+"""`bench ipc`: what a transport costs. Round trips per (transport, payload) beside the raw floor of
+the same kind, and the time an expert call adds over the worker's own computation.
 
-Both ends are processes pinned to cores of their own where there are two. Rounds of the transport and of its floor alternate, so
-that a disturbance hits both.
+Both ends are processes pinned to cores of their own where there are two. Rounds of the transport
+and of its floor alternate, so that a disturbance hits both.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -21,7 +21,8 @@ from dflash_moe.bench.harness import Recorder
 from dflash_moe.bench.results import BenchResult, percentile
 from dflash_moe.errors import ConfigError
 
-# Payload each way. 8 KiB is one row of hidden size 2048 in f32; 1 MiB and up is where copies are all that counts.
+# Payload each way. 8 KiB is one row of hidden size 2048 in f32; 1 MiB and up is where copies are
+# all that counts.
 PAYLOADS_QUICK = (64, 4096, 8192, 65536, 1 << 20, 4 << 20)
 PAYLOADS_FULL = (64, 512, 4096, 8192, 16384, 65536, 262144, 1 << 20, 4 << 20, 16 << 20)
 KINDS = ("shared", "futex", "unix", "tcp", "loopback")
@@ -33,7 +34,9 @@ TIMEOUT_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class IpcParams:
-    """`batches` alternations of transport and floor, each of a number of rounds that moves about `bytes_per_batch`."""
+    """`batches` alternations of transport and floor, each of a number of rounds that moves about
+    `bytes_per_batch`.
+    """
 
     payloads: tuple[int, ...] = PAYLOADS_QUICK
     kinds: tuple[str, ...] = KINDS
@@ -44,13 +47,16 @@ class IpcParams:
 
 
 def run_ipc(params: IpcParams, *, recorder: Recorder | None = None) -> BenchResult:
-    """Rows named as in `KINDS`; see the module text. Needs no model. The file is saved after every row."""
+    """Rows named as in `KINDS`; see the module text. Needs no model. The file is saved after every
+    row.
+    """
     recorder = recorder or Recorder()
     cpus = sorted(os.sched_getaffinity(0))
     pinned = (cpus[0], cpus[1]) if len(cpus) > 1 else (cpus[0], cpus[0])
     two_cores = len(cpus) > 1
     described = {"payloads": list(params.payloads), "batches": params.batches, "pinned": list(pinned), "two_cores": two_cores}
-    result = recorder.begin("ipc", described, interleaved=False)  # a row alternates with its own floor, not with other rows
+    # a row alternates with its own floor, not with other rows
+    result = recorder.begin("ipc", described, interleaved=False)
     kinds = [kind for kind in params.kinds if two_cores or kind not in ("shared", "loopback")]
     for kind in set(params.kinds) - set(kinds):
         recorder.reporter.say(f"{kind}: skipped, spinning needs two cores")
@@ -97,7 +103,9 @@ def _measure(kind: str, payload_bytes: int, params: IpcParams, pinned: tuple[int
 
 
 def _round_trips(kind: str, payload_bytes: int, rounds: int, warmup: int, pinned: tuple[int, int]) -> list[int]:
-    """Starts an echo process on the worker's end, measures from the host's end, and reaps the echo in every case."""
+    """Starts an echo process on the worker's end, measures from the host's end, and reaps the echo
+    in every case.
+    """
     slot_bytes = -(-payload_bytes // 64) * 64
     geometry = _core.Geometry(2, slot_bytes, slot_bytes)
     if kind == "loopback":
@@ -138,7 +146,9 @@ def _loopback_round_trips(
 
 
 def _channel_ends(kind: str, geometry: _core.Geometry) -> tuple[Callable[[], _core.Channel], Callable[[], _core.Channel]]:
-    """Makes both ends' ingredients before the fork; each process builds its own channel from them."""
+    """Makes both ends' ingredients before the fork; each process builds its own channel from
+    them.
+    """
     if kind in ("shared", "futex"):
         request = _core.Segment.create("host", geometry, 1)
         reply = _core.Segment.create("worker", geometry, 1)

@@ -1,7 +1,9 @@
-"""Emulated link against a real one: the same calls over TCP to a worker behind a shaped network and to one behind `emulate:`.
+"""Emulated link against a real one: the same calls over TCP to a worker behind a shaped network and
+to one behind `emulate:`.
 
-Case `emulated_link`; bench/campaigns/emulated_link.py makes the network and calls this inside it. Rows per (link, tokens,
-slices); the summary has the ratio of medians, real over emulated. No model but experts, no torch.
+Case `emulated_link`; bench/campaigns/emulated_link.py makes the network and calls this inside it.
+Rows per (link, tokens, slices); the summary has the ratio of medians, real over emulated. No model
+but experts, no torch.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -81,7 +83,9 @@ class LinkCase:
 def run_link_check(
     params: LinkParams, spec: ModelSpec, real: Topology, key_file: Path, *, recorder: Recorder | None = None
 ) -> BenchResult:
-    """`real` has one worker, already running behind the shaped network; its emulated twin is started here, over TCP too."""
+    """`real` has one worker, already running behind the shaped network; its emulated twin is
+    started here, over TCP too.
+    """
     recorder = recorder or Recorder()
     emulated = Topology.parse(
         "version: 1\nhost: {threads: 1}\nworkers:\n  - {name: twin, backend: cpu, threads: 1, address: tcp, "
@@ -111,7 +115,9 @@ def run_link_check(
 
 
 def link_ratios(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Median time over the real link divided by that over the emulated one, per (tokens, slices)."""
+    """Median time over the real link divided by that over the emulated one, per (tokens,
+    slices).
+    """
     found: dict[tuple[int, int], dict[str, float]] = {}
     for row in rows:
         found.setdefault((row["tokens"], row["num_slices"]), {})[row["link"]] = statistics.median(row["samples_s"])

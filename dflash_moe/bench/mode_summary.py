@@ -1,4 +1,5 @@
-"""What `auto` is judged by: its time against the better fixed mode, round by round, and its prediction against the measurement.
+"""What `auto` is judged by: its time against the better fixed mode, round by round, and its
+prediction against the measurement.
 
 Pure functions of result rows, so that a recorded file can be judged again.
 SPDX-License-Identifier: Apache-2.0
@@ -16,8 +17,9 @@ FIXED = ("stream", "batched")
 def summarise(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """One entry per (prompt_tokens, dtype) that has a row `auto` and a fixed one.
 
-    `ratios_to_better_fixed` are speeds: the better fixed mode's time / auto's time of the same round (1 = as quick, above 1 =
-    quicker). The better fixed mode is the one with the lower median over the rounds that all modes have.
+    `ratios_to_better_fixed` are speeds: the better fixed mode's time / auto's time of the same
+    round (1 = as quick, above 1 = quicker). The better fixed mode is the one with the lower median
+    over the rounds that all modes have.
     """
     found = []
     keys = dict.fromkeys((row["prompt_tokens"], row["dtype"]) for row in rows)
@@ -47,7 +49,9 @@ def summarise(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def median_predictions(row: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Per worker what the last round took; predicted_s, measured_s and deviation are medians over the rounds' own medians."""
+    """Per worker what the last round took; predicted_s, measured_s and deviation are medians over
+    the rounds' own medians.
+    """
     rounds = row.get("predictions") or [largest_predictions(row.get("auto") or {})]
     found = {}
     for name, last in rounds[-1].items():
@@ -60,7 +64,9 @@ def median_predictions(row: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def largest_predictions(auto: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Per worker, of its largest chunks: slices and window taken, predicted and measured seconds."""
+    """Per worker, of its largest chunks: slices and window taken, predicted and measured
+    seconds.
+    """
     found = {}
     for name, forecast in auto.items():
         chunks = forecast.get("chunks") or ()

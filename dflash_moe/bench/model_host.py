@@ -1,6 +1,8 @@
-"""What `bench prefill` and `bench decode` measure on: the model over its workers, and with all experts in this process.
+"""What `bench prefill` and `bench decode` measure on: the model over its workers, and with all
+experts in this process.
 
-Also what a reader must know of the topology: threads against cores, emulated links, resident memory.
+Also what a reader must know of the topology: threads against cores, emulated links, resident
+memory.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -23,7 +25,8 @@ from dflash_moe.telemetry.memory import process_memory
 from dflash_moe.topology import Topology
 
 LOCAL = "local"
-# Settings that say how workers are reached or sliced: all experts in this process need none of them.
+# Settings that say how workers are reached or sliced: all experts in this process need none of
+# them.
 NOT_LOCAL = ("mode", "transport", "threads", "key_file")
 
 
@@ -44,9 +47,11 @@ def open_hosts(
     *,
     with_local: bool,
 ) -> Iterator[tuple[Host, Host | None]]:
-    """(over the workers, all local or None), both alive at once, so that their rounds can alternate.
+    """(over the workers, all local or None), both alive at once, so that their rounds can
+    alternate.
 
-    Where this machine has no memory for the second, says so and leaves it out. Errors: those of `ExpertRuntime.start`.
+    Where this machine has no memory for the second, says so and leaves it out. Errors: those of
+    `ExpertRuntime.start`.
     """
     recorder.reporter.say(f"starting {len(topology.workers)} workers and loading {directory.name}")
     with ExitStack() as stack:
@@ -76,7 +81,9 @@ def _open(stack: ExitStack, directory: Path, topology: Topology, overrides: Mapp
 
 
 def local_topology(topology: Topology, total_threads: int) -> Topology:
-    """All experts in the host process, behind the loopback transport, with the workers' threads taken together."""
+    """All experts in the host process, behind the loopback transport, with the workers' threads
+    taken together.
+    """
     template = topology.workers[0]
     only = dataclasses.replace(
         template, name=LOCAL, address="loopback", threads=total_threads, memory=None, experts=None, emulate=None
@@ -86,7 +93,9 @@ def local_topology(topology: Topology, total_threads: int) -> Topology:
 
 
 def describe_topology(topology: Topology, overrides: Mapping[str, Any], recorder: Recorder) -> dict[str, Any]:
-    """The parameters every result over workers carries. Warns where the topology asks for more threads than there are cores."""
+    """The parameters every result over workers carries. Warns where the topology asks for more
+    threads than there are cores.
+    """
     settings = resolve_settings(topology.ipc, **overrides)
     threads = thread_plan(topology, settings)
     of_workers, cores = sum(threads.workers.values()), usable_cores()
@@ -118,7 +127,9 @@ def describe_topology(topology: Topology, overrides: Mapping[str, Any], recorder
 
 
 def resident_memory(runtime: ExpertRuntime) -> list[dict[str, Any]]:
-    """Anonymous and file-backed resident bytes of this process ("host") and of every worker, and the experts they hold."""
+    """Anonymous and file-backed resident bytes of this process ("host") and of every worker, and
+    the experts they hold.
+    """
     own = process_memory()
     rows: list[dict[str, Any]] = [
         {

@@ -1,7 +1,9 @@
-"""How much of a link's time slices hide: one worker behind a slow link, whole calls against what `auto` makes of them.
+"""How much of a link's time slices hide: one worker behind a slow link, whole calls against what
+`auto` makes of them.
 
-Stages of a whole call (send, compute, receive) follow each other; ideal slices would take as long as the longest stage alone.
-The share of that gain which `auto` reaches is the result. Case `overlap`; no model but experts, no torch.
+Stages of a whole call (send, compute, receive) follow each other; ideal slices would take as long
+as the longest stage alone. The share of that gain which `auto` reaches is the result. Case
+`overlap`; no model but experts, no torch.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -32,7 +34,9 @@ LEARNING_CALLS = 12  # unmeasured calls in mode auto: the model of a worker is f
 
 @dataclass(frozen=True, slots=True)
 class OverlapParams:
-    """Calls of `num_tokens` tokens over one worker; defaults have the shape of the campaigns' model."""
+    """Calls of `num_tokens` tokens over one worker; defaults have the shape of the campaigns'
+    model.
+    """
 
     num_tokens: int = 1024
     hidden_size: int = 1024
@@ -48,7 +52,9 @@ class OverlapParams:
 
 @dataclass(slots=True)
 class OverlapCase:
-    """Calls in one mode: a `harness.Case`. `stages`: of every kept call, from its recorded slices."""
+    """Calls in one mode: a `harness.Case`. `stages`: of every kept call, from its recorded
+    slices.
+    """
 
     runtime: ExpertRuntime
     name: str
@@ -71,7 +77,8 @@ class OverlapCase:
         self.runtime.set_mode("auto" if self.name == AUTO else "batched")
         layers = [layer.index for layer in self.runtime.layers]
         for call in range(1 if keep else LEARNING_CALLS):
-            self.runtime.experts(layers[call % len(layers)], *self.batch)  # settles after the switch; not measured
+            # settles after the switch; not measured
+            self.runtime.experts(layers[call % len(layers)], *self.batch)
         self.runtime.take_traces()
         before = counted(self.runtime)
         for call in range(self.calls_per_round):
@@ -89,7 +96,9 @@ class OverlapCase:
             self.auto = self.runtime.stats().get("auto")
 
     def row(self) -> dict[str, Any] | None:
-        """Counts are per call; stages are medians over calls, each summed over the call's slices."""
+        """Counts are per call; stages are medians over calls, each summed over the call's
+        slices.
+        """
         if not self.samples_s:
             return None
         stages = {key: statistics.median(one[key] for one in self.stages) for key in self.stages[0]}
@@ -135,7 +144,8 @@ def run_overlap(params: OverlapParams, *, recorder: Recorder | None = None) -> B
 
 
 def overlap_share(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """`share_of_ideal_gain` = (whole - auto) / (whole - ideal) of medians; ideal = the longest of a whole call's stages.
+    """`share_of_ideal_gain` = (whole - auto) / (whole - ideal) of medians; ideal = the longest of a
+    whole call's stages.
 
     None where a single stage is all there is, so that slices have nothing to hide.
     """

@@ -1,6 +1,8 @@
-"""Pictures of bench results, drawn from result JSON only (never from a live run). Needs the `bench` extra (matplotlib).
+"""Pictures of bench results, drawn from result JSON only (never from a live run). Needs the `bench`
+extra (matplotlib).
 
-One painter per case, in plot_*.py; here what comes before it: the same case everywhere, the fields it needs, a format to write.
+One painter per case, in plot_*.py; here what comes before it: the same case everywhere, the fields
+it needs, a format to write.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -27,7 +29,8 @@ PAINTERS: dict[str, Callable[[Sequence[Named], Any], Any]] = {
 def draw(results: Sequence[Named], out: Path) -> None:
     """Draws results of one case, each named by its file, into `out` (PNG or SVG).
 
-    Errors: `ConfigError` for a case without a picture, different cases, or rows that lack what the picture shows.
+    Errors: `ConfigError` for a case without a picture, different cases, or rows that lack what the
+    picture shows.
     """
     check_output(out)
     cases = {str(found["case"]): name for name, found in results}
@@ -73,7 +76,9 @@ def timeline_path(plot: Path) -> Path:
 
 
 def check_output(out: Path) -> None:
-    """ConfigError for a format that is not drawn; UnsupportedError without matplotlib. Before any work."""
+    """ConfigError for a format that is not drawn; UnsupportedError without matplotlib. Before any
+    work.
+    """
     if out.suffix.lower() not in FORMATS:
         raise ConfigError(f"{out}: pictures are written as {' or '.join(FORMATS)}; choose such a name")
     try:
@@ -97,7 +102,9 @@ def _save(painter: Callable[[Any, Any], Any], drawn: Any, out: Path) -> None:
 
 
 def _literal(value: Any) -> Any:
-    """The same with every text's dollars escaped: between two of them the canvas would read formulas."""
+    """The same with every text's dollars escaped: between two of them the canvas would read
+    formulas.
+    """
     if isinstance(value, str):
         return value.replace("$", r"\$")
     if isinstance(value, Mapping):
@@ -122,7 +129,8 @@ TEXTS = {"name", "mode", "dtype", "worker", "transport", "format"}
 LISTS = {"samples_s"}
 # Drawn on logarithmic axes, or divided by.
 POSITIVE = {"gflops", "bytes_per_s", "peak_gflops", "peak_bytes_per_s", "tokens", "payload_bytes", "memcpy_bytes_per_s"}
-LARGEST = 1e18  # bytes, nanoseconds, operations: whatever is more is damage, and axes cannot show it
+# bytes, nanoseconds, operations: whatever is more is damage, and axes cannot show it
+LARGEST = 1e18
 
 
 def _check_numbers(row: Mapping[str, Any], fields: Sequence[str], name: str) -> None:

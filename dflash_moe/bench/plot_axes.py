@@ -1,4 +1,5 @@
-"""What all pictures share: colours, titles, dots and numbers on bars. Needs matplotlib; imported by the painters only.
+"""What all pictures share: colours, titles, dots and numbers on bars. Needs matplotlib; imported by
+the painters only.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -76,7 +77,9 @@ def bars(
     *,
     tops: Sequence[float] | None = None,
 ) -> None:
-    """A bar per value; its text stands above the bar, or above `tops` where something else is drawn on the bar."""
+    """A bar per value; its text stands above the bar, or above `tops` where something else is drawn
+    on the bar.
+    """
     places = range(len(values))
     axis.bar(places, values, color=colors, width=0.72, alpha=0.85)
     for place, value, text in zip(places, tops or values, texts, strict=True):

@@ -1,7 +1,9 @@
-"""Picture of `experts`: a roofline per backend and number of threads, and beside it the share of its roof a case reaches.
+"""Picture of `experts`: a roofline per backend and number of threads, and beside it the share of
+its roof a case reaches.
 
-A row's place: operations per byte of the distinct experts it touched, against operations per second. Its roof is the lower of
-the peaks measured in the same run: left of the ridge bytes bound, right of it operations.
+A row's place: operations per byte of the distinct experts it touched, against operations per
+second. Its roof is the lower of the peaks measured in the same run: left of the ridge bytes bound,
+right of it operations.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -14,12 +16,16 @@ from typing import Any
 from dflash_moe.bench.plot_axes import BLACK, CYCLE, GREY, MARKERS, Named, heading
 
 FIELDS = ("format", "tokens", "gflops", "bytes_per_s", "peak_gflops", "peak_bytes_per_s")
-SAME_PEAK = 1.5  # the same peak varies by less than this factor between rows of a run; integer peaks are further from float's
+# the same peak varies by less than this factor between rows of a run; integer peaks are further
+# from float's
+SAME_PEAK = 1.5
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """Rows drawn as one line, by tokens; colour and mark tell the format, the line what else differs."""
+    """Rows drawn as one line, by tokens; colour and mark tell the format, the line what else
+    differs.
+    """
 
     format: str
     torch: str  # the row's name where torch computed it, else empty
@@ -35,7 +41,8 @@ class Series:
         return " ".join(part for part in parts if part)
 
     def style(self, at: int) -> dict[str, Any]:
-        """Hollow: torch or from cache; dotted: torch (dash-dotted: its grouped product); pale: any routing but uniform.
+        """Hollow: torch or from cache; dotted: torch (dash-dotted: its grouped product); pale: any
+        routing but uniform.
 
         Thick: another numerics class than f32-canonical.
         """
@@ -63,7 +70,8 @@ def draw_experts(results: Sequence[Named], plt: Any) -> Any:
         for one, own in series.items():
             style = one.style(formats.index(one.format))
             roofline.plot([_intensity(row) for row in own], [row["gflops"] for row in own], **style)
-            shown = [] if one.from_cache else own  # DRAM's bandwidth is no roof of a cache: its line is in the legend only
+            # DRAM's bandwidth is no roof of a cache: its line is in the legend only
+            shown = [] if one.from_cache else own
             share.plot([row["tokens"] for row in shown], [_share_of_roof(row) for row in shown], label=one.label, **style)
         _dress(roofline, share, rows, ", ".join(part for part in key if part))
     return figure
@@ -84,7 +92,9 @@ def _dress(roofline: Any, share: Any, rows: Sequence[Mapping[str, Any]], title: 
 
 
 def _panels(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[str, ...], list[Mapping[str, Any]]]:
-    """By backend, threads and shape of the experts; torch's rows stand beside those of the first backend."""
+    """By backend, threads and shape of the experts; torch's rows stand beside those of the first
+    backend.
+    """
     own = [str(row.get("backend", "")) for row in rows if not _is_torch(row)]
     panels: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
     for row in rows:

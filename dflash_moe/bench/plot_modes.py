@@ -1,4 +1,5 @@
-"""Pictures of `prefill` and `decode`: a bar per mode, every sample a dot, calls, and bytes against the floor.
+"""Pictures of `prefill` and `decode`: a bar per mode, every sample a dot, calls, and bytes against
+the floor.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -36,7 +37,9 @@ BAR_INCHES = 0.75  # a bar narrower than this has labels that touch
 
 
 def draw_prefill(results: Sequence[Named], plt: Any) -> Any:
-    """A line of three panels per file and prompt length: seconds, calls, MiB both ways against the floor."""
+    """A line of three panels per file and prompt length: seconds, calls, MiB both ways against the
+    floor.
+    """
     lines = []
     for name, found in results:
         default = found["params"].get("prompt_tokens", 0)  # of files whose rows did not carry it
@@ -68,7 +71,9 @@ def draw_prefill(results: Sequence[Named], plt: Any) -> Any:
 
 
 def draw_decode(results: Sequence[Named], plt: Any) -> Any:
-    """A line of three panels per file: latency of a token, calls per token, KiB per token against the floor."""
+    """A line of three panels per file: latency of a token, calls per token, KiB per token against
+    the floor.
+    """
     lines = [(name, found, 0, found["rows"]) for name, found in results]
     figure, axes = _grid(plt, lines, "Decode: one token in every mode")
     for (times, calls, moved), (_, _, _, rows) in zip(axes, lines, strict=True):

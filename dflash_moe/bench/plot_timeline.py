@@ -1,4 +1,5 @@
-"""Picture of a timeline: one layer's slices, a lane for the host and one per worker and stage, from `bench prefill --timeline`.
+"""Picture of a timeline: one layer's slices, a lane for the host and one per worker and stage, from
+`bench prefill --timeline`.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -54,7 +55,8 @@ def _draw(axis: Any, timeline: Mapping[str, Any]) -> None:
     for one in slices:
         for label, start, end, color in HOST_STAGES:
             _bar(axis, 0.0, one[start] * scale, one[end] * scale, color, label, outline)
-    for call in dict.fromkeys(one["call"] for one in slices):  # a call is combined when its last reply is there
+    # a call is combined when its last reply is there
+    for call in dict.fromkeys(one["call"] for one in slices):
         own = [one for one in slices if one["call"] == call]
         last, combined = max(one["arrived_ns"] for one in own), min(one["combined_ns"] for one in own)
         _bar(axis, 0.0, last * scale, combined * scale, COMBINE[1], COMBINE[0], outline)

@@ -1,7 +1,9 @@
-"""`bench prefill`: the table of the modes. Long prompts and a short decode per (mode, dtype), both directions counted.
+"""`bench prefill`: the table of the modes. Long prompts and a short decode per (mode, dtype), both
+directions counted.
 
-Rounds interleave the modes, so that a noisy machine disturbs all of them alike. The row `local` computes every expert in the
-host process (loopback transport, same kernels) with as many threads as all workers together.
+Rounds interleave the modes, so that a noisy machine disturbs all of them alike. The row `local`
+computes every expert in the host process (loopback transport, same kernels) with as many threads as
+all workers together.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -22,7 +24,8 @@ from dflash_moe.bench.timeline import capture_timeline
 from dflash_moe.runtime.expert_runtime import ExpertRuntime
 from dflash_moe.topology import Topology
 
-LONG_PROMPT = 1024  # tokens; from here on slices of four rows take seconds, behind a slow worker a minute
+# tokens; from here on slices of four rows take seconds, behind a slow worker a minute
+LONG_PROMPT = 1024
 __all__ = ["LOCAL", "PrefillParams", "Sample", "Series", "measure_round", "resident_memory", "run_prefill"]
 
 
@@ -30,8 +33,8 @@ __all__ = ["LOCAL", "PrefillParams", "Sample", "Series", "measure_round", "resid
 class PrefillParams:
     """What is measured, over every length in `prompt_tokens` (random ids drawn with `seed`).
 
-    `stream_repeat`: rounds of mode stream over prompts longer than LONG_PROMPT, if they are to be fewer. `with_timeline`: one
-    more prefill per mode, of the longest prompt, recorded.
+    `stream_repeat`: rounds of mode stream over prompts longer than LONG_PROMPT, if they are to be
+    fewer. `with_timeline`: one more prefill per mode, of the longest prompt, recorded.
     """
 
     model: Path
@@ -54,11 +57,15 @@ class Series:
     dtype: str
     samples: list[Sample] = field(default_factory=list)
     reason: str = ""  # why the runtime took what it took, in its words
-    auto: Mapping[str, Any] | None = None  # per worker: model, choice, prediction (mode auto), of the last round
-    predictions: list[dict[str, dict[str, Any]]] = field(default_factory=list)  # of every kept round, per worker
+    # per worker: model, choice, prediction (mode auto), of the last round
+    auto: Mapping[str, Any] | None = None
+    # of every kept round, per worker
+    predictions: list[dict[str, dict[str, Any]]] = field(default_factory=list)
 
     def row(self) -> dict[str, Any]:
-        """The result row; counts are of the last prefill (only those of `auto` may vary between rounds)."""
+        """The result row; counts are of the last prefill (only those of `auto` may vary between
+        rounds).
+        """
         last = self.samples[-1]
         moved = last.prefill["request_bytes"] + last.prefill["reply_bytes"]
         row: dict[str, Any] = {"name": self.mode, "mode": self.mode, "dtype": self.dtype, "prompt_tokens": last.prompt_tokens}
@@ -82,7 +89,9 @@ class Series:
 def measure_round(
     model: Any, runtime: ExpertRuntime, input_ids: Any, series: Sequence[Series], new_tokens: int, *, keep: bool = True
 ) -> None:
-    """One sample of every series, in order, over one runtime; `keep=False` measures and forgets (warm-up)."""
+    """One sample of every series, in order, over one runtime; `keep=False` measures and forgets
+    (warm-up).
+    """
     for one in series:
         runtime.set_mode(one.mode, dtype=one.dtype, reply_dtype=one.dtype)
         _measure(model, runtime, input_ids, one, new_tokens, keep=keep)
@@ -140,8 +149,8 @@ def run_prefill(
 ) -> BenchResult:
     """Measures every (prompt, dtype, mode); rows in that order, the `local` row after its modes.
 
-    `overrides` are settings (flags) given to the runtime. Errors: those of `ExpertRuntime.start` and of the calls; the recorder
-    keeps what was measured before one.
+    `overrides` are settings (flags) given to the runtime. Errors: those of `ExpertRuntime.start`
+    and of the calls; the recorder keeps what was measured before one.
     """
     recorder, overrides = recorder or Recorder(), dict(overrides or {})
     result = recorder.begin("prefill", _describe(params))

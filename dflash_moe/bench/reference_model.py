@@ -1,4 +1,5 @@
-"""The model of recorded campaigns: random weights in the shape of the prefill table, made once into a cache directory.
+"""The model of recorded campaigns: random weights in the shape of the prefill table, made once into
+a cache directory.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -17,7 +18,9 @@ NAME = f"qwen3_moe-{LAYERS}x{HIDDEN_SIZE}-{NUM_EXPERTS}x{MOE_INTERMEDIATE_SIZE}-
 
 
 def reference_model(cache: Path | None = None, *, say: Callable[[str], None] = lambda _line: None) -> Path:
-    """The checkpoint's directory, 0.9 GB of experts; made when it is not there. `cache`: default ~/.cache/dflash_moe."""
+    """The checkpoint's directory, 0.9 GB of experts; made when it is not there. `cache`: default
+    ~/.cache/dflash_moe.
+    """
     folder = cache or default_cache()
     directory = folder / NAME
     if directory.is_dir():

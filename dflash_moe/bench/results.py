@@ -1,7 +1,9 @@
-"""The result file of every bench case: samples, machine and commit, so that a number can be traced and compared.
+"""The result file of every bench case: samples, machine and commit, so that a number can be traced
+and compared.
 
-Schema 1: {"schema", "case", "commit", "dirty", "machine", "params", "rows": [...]} and, where a case has them, "summary" and
-"timelines". Plots and comparisons read these files only, never a live run. Depends on nothing but the standard library.
+Schema 1: {"schema", "case", "commit", "dirty", "machine", "params", "rows": [...]} and, where a
+case has them, "summary" and "timelines". Plots and comparisons read these files only, never a live
+run. Depends on nothing but the standard library.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -33,7 +35,9 @@ def percentile(samples: Sequence[float], fraction: float) -> float:
 
 
 def timing_fields(samples_s: Sequence[float], *, per_round: int = 1) -> dict[str, Any]:
-    """`samples_s` (all of them, in order), `samples_per_round`, `median_s` and `p95_s`, as every row carries them."""
+    """`samples_s` (all of them, in order), `samples_per_round`, `median_s` and `p95_s`, as every
+    row carries them.
+    """
     return {
         "samples_s": list(samples_s),
         "samples_per_round": per_round,
@@ -46,7 +50,8 @@ def timing_fields(samples_s: Sequence[float], *, per_round: int = 1) -> dict[str
 class BenchResult:
     """One bench run. Rows grow as they are measured, so an interrupted run keeps what it has.
 
-    `interleaved`: sample i of two rows was taken in the same round, so ratios may be taken round by round.
+    `interleaved`: sample i of two rows was taken in the same round, so ratios may be taken round by
+    round.
     """
 
     case: str
@@ -58,7 +63,8 @@ class BenchResult:
     summary: list[dict[str, Any]] = field(default_factory=list)
     timelines: list[dict[str, Any]] = field(default_factory=list)
     ended_by: str | None = None  # what ended an incomplete run
-    provenance: dict[str, Any] = field(default_factory=lambda: provenance())  # of the start: an edit meanwhile changes no code
+    # of the start: an edit meanwhile changes no code
+    provenance: dict[str, Any] = field(default_factory=lambda: provenance())
 
     def as_json(self) -> dict[str, Any]:
         found: dict[str, Any] = {
@@ -75,7 +81,9 @@ class BenchResult:
         return found | {key: value for key, value in optional.items() if value}
 
     def write(self, path: Path) -> None:
-        """Writes the JSON atomically (a reader never sees half a file). OSError naming `path`: what was there stays."""
+        """Writes the JSON atomically (a reader never sees half a file). OSError naming `path`: what
+        was there stays.
+        """
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(path.name + ".partial")
         try:
@@ -88,7 +96,9 @@ class BenchResult:
 
 
 def read_result(path: Path, *, case: str | None = None) -> dict[str, Any]:
-    """Reads a result file. Errors: `ConfigError` for another schema, another case, or something that is no result at all."""
+    """Reads a result file. Errors: `ConfigError` for another schema, another case, or something
+    that is no result at all.
+    """
     try:
         loaded = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -124,7 +134,9 @@ def provenance() -> dict[str, Any]:
 
 
 def source_commit() -> tuple[str, bool]:
-    """(commit, dirty) of the source tree this package runs from; ("unknown", True) for an installed wheel."""
+    """(commit, dirty) of the source tree this package runs from; ("unknown", True) for an installed
+    wheel.
+    """
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return "unknown", True

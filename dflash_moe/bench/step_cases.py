@@ -1,7 +1,8 @@
-"""The steps of `bench step`: the same calls staged through the host, as a device step, and as one queued before it began.
+"""The steps of `bench step`: the same calls staged through the host, as a device step, and as one
+queued before it began.
 
-The last is what a captured graph would give: the host's time to queue is hidden behind other work of the card, and the card's
-own events take the time. Part of device_steps.py, split off for size.
+The last is what a captured graph would give: the host's time to queue is hidden behind other work
+of the card, and the card's own events take the time. Part of device_steps.py, split off for size.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -22,7 +23,8 @@ from dflash_moe.testing.tiny import routed_batch
 STAGED, STEP, QUEUED = "staged calls", "device step", "device step, queued before"
 PATHS = (STAGED, STEP, QUEUED)
 MAX_STEPS = 50  # of one case in one round
-HOLD_CYCLES = 20_000_000  # of the card: some 10 ms, in which the host queues 48 calls several times over
+# of the card: some 10 ms, in which the host queues 48 calls several times over
+HOLD_CYCLES = 20_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +38,9 @@ class StepScene:
 
     @classmethod
     def create(cls, runtime: ExpertRuntime, tokens: int, *, seed: int) -> StepScene:
-        """Random rows and routing; all layers get the same, because results of results of random experts vanish."""
+        """Random rows and routing; all layers get the same, because results of results of random
+        experts vanish.
+        """
         layer = runtime.layers[0]
         arrays = routed_batch(tokens, layer.ffn.in_size, layer.num_experts, layer.top_k, seed=seed)
         if runtime.spec.dtype == "f32":
@@ -81,7 +85,9 @@ def _bits(scene: StepScene, result: Any) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class StepSample:
-    """Seconds of one step: all of it, the worker's compute, the host's queueing, and entering the block."""
+    """Seconds of one step: all of it, the worker's compute, the host's queueing, and entering the
+    block.
+    """
 
     whole_s: float
     compute_s: float
@@ -92,7 +98,9 @@ class StepSample:
 
 @dataclass(slots=True)
 class StepCase:
-    """One path: a `harness.Case`. A failure, also one known before, ends it and is its row's `error`."""
+    """One path: a `harness.Case`. A failure, also one known before, ends it and is its row's
+    `error`.
+    """
 
     scene: StepScene
     path: str

@@ -1,7 +1,9 @@
-"""The timeline of one layer: when each slice was encoded, travelled, waited, was computed, came back and was combined.
+"""The timeline of one layer: when each slice was encoded, travelled, waited, was computed, came
+back and was combined.
 
-Times are nanoseconds after the first encode, on the host's clock. Processes of one machine share CLOCK_MONOTONIC; the clock
-of a worker elsewhere is aligned at the slice with the least time on the link, taken to be equal out and back (as NTP does).
+Times are nanoseconds after the first encode, on the host's clock. Processes of one machine share
+CLOCK_MONOTONIC; the clock of a worker elsewhere is aligned at the slice with the least time on the
+link, taken to be equal out and back (as NTP does).
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -15,13 +17,16 @@ from dflash_moe.errors import ConfigError
 from dflash_moe.runtime.expert_runtime import ExpertRuntime
 from dflash_moe.topology import Topology
 
-MAX_SLICES = 1024  # kept of one layer: more cannot be told apart in a picture, and the file stays small
+# kept of one layer: more cannot be told apart in a picture, and the file stays small
+MAX_SLICES = 1024
 HOST_TIMES = ("encode_start_ns", "published_ns", "arrived_ns", "combined_ns")
 WORKER_TIMES = ("worker_received_ns", "worker_started_ns", "worker_finished_ns")
 
 
 def capture_timeline(model: Any, runtime: ExpertRuntime, input_ids: Any, topology: Topology) -> dict[str, Any]:
-    """Prefills `input_ids` once over a runtime started with `profile`: the middle layer's slices. ConfigError: no traces."""
+    """Prefills `input_ids` once over a runtime started with `profile`: the middle layer's slices.
+    ConfigError: no traces.
+    """
     runtime.take_traces()  # what was recorded before
     sample = measure_once(model, runtime, input_ids, 0)
     traces = runtime.take_traces()
@@ -36,7 +41,9 @@ def capture_timeline(model: Any, runtime: ExpertRuntime, input_ids: Any, topolog
 
 
 def layer_timeline(traces: Sequence[Mapping[str, int]], names: Sequence[str], foreign: Iterable[str]) -> dict[str, Any]:
-    """`slices` in order of encoding; `clock_offsets_ns`: worker's clock minus the host's, 0 but for the `foreign` ones."""
+    """`slices` in order of encoding; `clock_offsets_ns`: worker's clock minus the host's, 0 but for
+    the `foreign` ones.
+    """
     offsets = dict.fromkeys(names, 0)
     for name in foreign:
         own = [trace for trace in traces if names[trace["worker"]] == name]
@@ -64,7 +71,9 @@ def layer_timeline(traces: Sequence[Mapping[str, int]], names: Sequence[str], fo
 
 
 def clock_offset(traces: Iterable[Mapping[str, int]]) -> int:
-    """Worker's clock minus the host's, from the round trip that spent least on the link; off by at most half of that."""
+    """Worker's clock minus the host's, from the round trip that spent least on the link; off by at
+    most half of that.
+    """
 
     def link_ns(trace: Mapping[str, int]) -> int:
         return (trace["arrived_ns"] - trace["published_ns"]) - (trace["worker_finished_ns"] - trace["worker_received_ns"])
@@ -76,7 +85,9 @@ def clock_offset(traces: Iterable[Mapping[str, int]]) -> int:
 
 
 def stage_times(slices: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Seconds a worker's slices spent being sent, computed and received; `wall_s`: first encode to last arrival."""
+    """Seconds a worker's slices spent being sent, computed and received; `wall_s`: first encode to
+    last arrival.
+    """
     return {
         "send_s": sum(one["worker_received_ns"] - one["encode_start_ns"] for one in slices) / 1e9,
         "compute_s": sum(one["worker_finished_ns"] - one["worker_started_ns"] for one in slices) / 1e9,

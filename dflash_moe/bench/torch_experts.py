@@ -1,4 +1,5 @@
-"""The same expert layer in torch, for comparison: a loop of linear layers over the experts, and grouped matrix products.
+"""The same expert layer in torch, for comparison: a loop of linear layers over the experts, and
+grouped matrix products.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -15,7 +16,9 @@ from dflash_moe.bench.expert_batch import Batch, ExpertShape, Kernel
 
 @dataclass(frozen=True, slots=True)
 class TorchLayers:
-    """`gate_up` [E, 2I, H] and `down` [E, H, I] of every layer, random, each in memory of its own."""
+    """`gate_up` [E, 2I, H] and `down` [E, H, I] of every layer, random, each in memory of its
+    own.
+    """
 
     gate_up: list[Any]
     down: list[Any]
@@ -44,12 +47,16 @@ class _Routed:
 
 
 def torch_kernels(layers: TorchLayers, threads: int) -> list[Kernel]:
-    """The kernels this torch can run for the dtype of `layers` where they lie; `threads` are the processor's."""
+    """The kernels this torch can run for the dtype of `layers` where they lie; `threads` are the
+    processor's.
+    """
     return [Kernel(name, kernel, "torch", _bind(layers, threads, forward)) for name, kernel, forward in _forwards(layers)]
 
 
 def torch_outputs(layers: TorchLayers, batch: Batch) -> dict[str, Any]:
-    """What each of `torch_kernels` makes of a batch with the first layer, as float32 NumPy [T, H]: for checks before timing."""
+    """What each of `torch_kernels` makes of a batch with the first layer, as float32 NumPy [T, H]:
+    for checks before timing.
+    """
     import torch
 
     routed = _route(batch, layers)
@@ -112,7 +119,9 @@ def _device_seconds(forward: Callable[..., Any], *arguments: Any) -> float:
 
 
 def _route(batch: Batch, layers: TorchLayers) -> _Routed:
-    """Sorting the pairs is not timed: ours sorts in its forward, so the comparison leans towards torch."""
+    """Sorting the pairs is not timed: ours sorts in its forward, so the comparison leans towards
+    torch.
+    """
     import numpy as np
     import torch
 

@@ -1,4 +1,5 @@
-"""`dflash-moe bench ...`: thin commands over dflash_moe.bench; tables on stdout, progress on stderr, everything in the JSON.
+"""`dflash-moe bench ...`: thin commands over dflash_moe.bench; tables on stdout, progress on
+stderr, everything in the JSON.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -88,7 +89,9 @@ def ipc(
     json_out: JsonOption = None,
     plot: PlotOption = None,
 ) -> None:
-    """Round trips of every transport beside their raw floors, and what an expert call adds (5 minutes at most)."""
+    """Round trips of every transport beside their raw floors, and what an expert call adds (5
+    minutes at most).
+    """
     from dflash_moe.bench.ipc import PAYLOADS_FULL, IpcParams, run_ipc
 
     _prepare(json_out, plot)
@@ -126,7 +129,9 @@ def prefill(
     plot: PlotOption = None,
     **overrides: Any,
 ) -> None:
-    """Prefill and decode in every mode and wire dtype: time, calls, bytes both ways against the floor."""
+    """Prefill and decode in every mode and wire dtype: time, calls, bytes both ways against the
+    floor.
+    """
     from dflash_moe.bench.prefill import PrefillParams, run_prefill
 
     _prepare(None, plot)
@@ -167,7 +172,9 @@ def decode(
     plot: PlotOption = None,
     **overrides: Any,
 ) -> None:
-    """Latency of every decoded token in every mode and wire dtype; calls and bytes per token against the floor."""
+    """Latency of every decoded token in every mode and wire dtype; calls and bytes per token
+    against the floor.
+    """
     from dflash_moe.bench.decode import DecodeParams, run_decode
 
     _prepare(None, plot)

@@ -1,4 +1,5 @@
-"""`dflash-moe bench doorbell` and `bench step`: options and tables; doorbell.py and device_steps.py in bench/ measure.
+"""`dflash-moe bench doorbell` and `bench step`: options and tables; doorbell.py and device_steps.py
+in bench/ measure.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -36,7 +37,9 @@ def doorbell(
     ] = 0,
     json_out: JsonOption = None,
 ) -> None:
-    """Which memory a card takes from the host, and what ringing a processor from it costs, by every way it has (1 minute)."""
+    """Which memory a card takes from the host, and what ringing a processor from it costs, by every
+    way it has (1 minute).
+    """
     from dflash_moe.bench.doorbell import DoorbellParams, run_doorbell
 
     _check_backend(backend)
@@ -46,7 +49,9 @@ def doorbell(
 
 
 def print_doorbell(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Registrations in milliseconds, then ping-pongs in microseconds; what failed below, with the driver's words."""
+    """Registrations in milliseconds, then ping-pongs in microseconds; what failed below, with the
+    driver's words.
+    """
     memory = options.table("memory", "registers", "MiB", "ms")
     trips = options.table("who rings and waits", "who answers", "memory", "rounds", "p50", "p99", "least", "mark", "works")
     for row in rows:
@@ -72,7 +77,9 @@ def step(
     repeat: Annotated[int, typer.Option(min=1, help="Measured rounds; the paths are interleaved in each.")] = 5,
     json_out: JsonOption = None,
 ) -> None:
-    """What a decode step's exchange adds to each layer on a card, with CPU and GPU workers, beside staged calls (1 minute)."""
+    """What a decode step's exchange adds to each layer on a card, with CPU and GPU workers, beside
+    staged calls (1 minute).
+    """
     from dflash_moe.bench.device_steps import StepParams, run_device_steps
 
     _check_backend(backend)

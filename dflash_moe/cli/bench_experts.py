@@ -50,7 +50,9 @@ def experts(
     json_out: JsonOption = None,
     plot: PlotOption = None,
 ) -> None:
-    """Expert kernels against the peaks of this machine: multiply-adds and weight bytes a second (15 minutes at most)."""
+    """Expert kernels against the peaks of this machine: multiply-adds and weight bytes a second (15
+    minutes at most).
+    """
     from dflash_moe.bench.expert_batch import ExpertShape
     from dflash_moe.bench.experts import ExpertsParams, run_experts
 

@@ -41,7 +41,9 @@ def compare(
     fail_if_slower: Annotated[bool, typer.Option("--fail-if-slower", help="Exit with 1 when anything is slower.")] = False,
     json_out: Annotated[Path | None, typer.Option("--json", help="Write the verdicts here.", show_default=False)] = None,
 ) -> None:
-    """Faster, slower or cannot tell: B against A, or row Y against row X, with bootstrap intervals from all samples."""
+    """Faster, slower or cannot tell: B against A, or row Y against row X, with bootstrap intervals
+    from all samples.
+    """
     from dflash_moe.bench.compare import compare_files, compare_rows
     from dflash_moe.bench.results import read_result
 

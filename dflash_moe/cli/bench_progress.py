@@ -39,7 +39,9 @@ class Lines:
 
 
 class Bar:
-    """A bar with the time that is left, beside one per holder while experts load; lines appear above them."""
+    """A bar with the time that is left, beside one per holder while experts load; lines appear
+    above them.
+    """
 
     def __init__(self, progress: Progress, task: TaskID) -> None:
         self._progress = progress

@@ -1,4 +1,5 @@
-"""`dflash-moe demo`: two CPU workers, a completed sentence, the prefill table, and the proof that no mode changes a bit.
+"""`dflash-moe demo`: two CPU workers, a completed sentence, the prefill table, and the proof that
+no mode changes a bit.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -34,7 +35,9 @@ def register(app: typer.Typer) -> None:
 
 
 def demo() -> None:
-    """Start two workers, complete a sentence, show the modes, and check that every mode gave the same bits."""
+    """Start two workers, complete a sentence, show the modes, and check that every mode gave the
+    same bits.
+    """
     assets = find_assets()
     topology = Topology.local(num_workers=2)
     options.prepare_host(topology)
@@ -54,7 +57,9 @@ def demo() -> None:
 
 
 def find_assets() -> Path:
-    """The folder with `model/` and `prompt.txt`. ConfigError says what to install: a worker's package goes without."""
+    """The folder with `model/` and `prompt.txt`. ConfigError says what to install: a worker's
+    package goes without.
+    """
     try:
         return Path(str(resources.files(ASSETS)))
     except ModuleNotFoundError:

@@ -1,6 +1,8 @@
-"""The self-test of `doctor --selftest` for cards: every kernel of every device that a plug-in finds, against the reference.
+"""The self-test of `doctor --selftest` for cards: every kernel of every device that a plug-in
+finds, against the reference.
 
-It is how the owner of a card that nobody here has can prove or disprove that it works; simulated cards count as devices.
+It is how the owner of a card that nobody here has can prove or disprove that it works; simulated
+cards count as devices.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -15,7 +17,9 @@ from dflash_moe.errors import DflashError
 
 
 def run_device_tests(backends: Mapping[str, Mapping[str, Any]]) -> list[SelfTest]:
-    """One result per device, numerics class and weight format; `backends` as `probes.probe_backends` gives them."""
+    """One result per device, numerics class and weight format; `backends` as
+    `probes.probe_backends` gives them.
+    """
     tests: list[SelfTest] = []
     for name, finding in backends.items():
         for index, listed in enumerate(finding.get("devices", ())):

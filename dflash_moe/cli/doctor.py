@@ -59,7 +59,8 @@ def doctor(
 
 
 def examine(topology: Topology | None = None) -> dict[str, Any]:
-    """The report, without self-tests: `backends`, `transports`, `machine`, `problems` (sentences, empty when all is well).
+    """The report, without self-tests: `backends`, `transports`, `machine`, `problems` (sentences,
+    empty when all is well).
 
     Threads, sockets and timeouts are those of `topology`, or of two local workers.
     """
@@ -140,7 +141,9 @@ REGISTRATIONS = {
 
 
 def _problems(found: dict[str, Any]) -> list[str]:
-    """What a user should do something about; a backend that is not built is no problem of the machine."""
+    """What a user should do something about; a backend that is not built is no problem of the
+    machine.
+    """
     problems = []
     host = found["host_device"]
     if not host["available"]:

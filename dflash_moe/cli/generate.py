@@ -1,4 +1,5 @@
-"""`dflash-moe generate`: text out, streaming, with the routed experts computed by the topology's workers.
+"""`dflash-moe generate`: text out, streaming, with the routed experts computed by the topology's
+workers.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -90,7 +91,9 @@ def _emit(text: str) -> None:
 
 
 def _report(runtime: ExpertRuntime, prompt_tokens: int, steps: list[TokenStep], tokenizer: Any) -> dict[str, Any]:
-    """Times in seconds: `ttft_s` is the prefill's forward pass, `tpot_s` the median of the later ones."""
+    """Times in seconds: `ttft_s` is the prefill's forward pass, `tpot_s` the median of the later
+    ones.
+    """
     totals = runtime.stats()["totals"]
     token_ids = [step.token_id for step in steps]
     later = [step.forward_s for step in steps[1:]]

@@ -25,7 +25,9 @@ FileArgument = Annotated[Path, typer.Argument(metavar="FILE", help="Where to wri
 
 
 def make(file: FileArgument) -> None:
-    """Write a new random key (32 bytes in hexadecimal, mode 0600); copy it to the other machine over a channel you trust."""
+    """Write a new random key (32 bytes in hexadecimal, mode 0600); copy it to the other machine
+    over a channel you trust.
+    """
     write_key_file(file)
     typer.echo(f"wrote a new key to {file} (mode 0600)")
 

@@ -1,4 +1,5 @@
-"""How far the loading of experts is, on stderr: a bar per holder on a terminal, a line every two seconds otherwise.
+"""How far the loading of experts is, on stderr: a bar per holder on a terminal, a line every two
+seconds otherwise.
 
 SPDX-License-Identifier: Apache-2.0
 """

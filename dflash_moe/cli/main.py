@@ -1,7 +1,8 @@
 """`dflash-moe`: puts the commands together, turns errors into one sentence and an exit code.
 
-Exit codes: 0, 2 for bad input or configuration, 1 for a failed check, 3 for a lost worker, 130 on Ctrl-C. The last stderr line
-of a failure is one sentence; what an error quotes (a worker's log) comes before it. A traceback appears only with --debug.
+Exit codes: 0, 2 for bad input or configuration, 1 for a failed check, 3 for a lost worker, 130 on
+Ctrl-C. The last stderr line of a failure is one sentence; what an error quotes (a worker's log)
+comes before it. A traceback appears only with --debug.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -21,7 +22,8 @@ from dflash_moe import __version__
 from dflash_moe.errors import DflashError
 
 PROGRAM = "dflash-moe"
-# In the order of --help. A module that is not there (yet) is left out; one that is there and broken raises.
+# In the order of --help. A module that is not there (yet) is left out; one that is there and broken
+# raises.
 COMMANDS = ("demo", "doctor", "model", "worker", "key", "generate", "verify", "serve", "plan", "bench")
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
@@ -31,7 +33,9 @@ HOST_EXTRA = "dflash-moe[host]"
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line and returns the exit code; `arguments` without the program's name (None: sys.argv)."""
+    """Runs the command line and returns the exit code; `arguments` without the program's name
+    (None: sys.argv).
+    """
     given, is_debug = _normalised(sys.argv[1:] if arguments is None else arguments)
     try:
         code = build_app()(given, prog_name=PROGRAM, standalone_mode=False)
@@ -45,7 +49,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except typer.Exit as stop:
         return int(stop.exit_code)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the reader of stdout left; the flush at exit must not complain again
+        # the reader of stdout left; the flush at exit must not complain again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 1
     except Exception as error:  # noqa: BLE001 - the one place where errors become text
         return report(error, is_debug=is_debug)
@@ -108,7 +113,9 @@ def _global_options(
         bool, typer.Option("--version", callback=lambda asked: _print_version(asked), is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Distributed mixture-of-experts offload: attention on the host, routed experts in other processes, bit-exact."""
+    """Distributed mixture-of-experts offload: attention on the host, routed experts in other
+    processes, bit-exact.
+    """
 
 
 def _print_version(is_asked: bool) -> None:
@@ -132,7 +139,9 @@ def _normalised(arguments: Sequence[str]) -> tuple[list[str], bool]:
 
 
 def _say_last(text: str) -> None:
-    """Details first, the sentence last: the first line of `text` becomes the last line of stderr."""
+    """Details first, the sentence last: the first line of `text` becomes the last line of
+    stderr.
+    """
     sentence, *details = [line.rstrip() for line in text.splitlines() if line.strip()] or ["failed without a message"]
     sys.stdout.flush()
     is_terminal = sys.stderr.isatty()

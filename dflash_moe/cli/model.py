@@ -59,7 +59,9 @@ def inspect(
     directory: Annotated[str, typer.Argument(metavar="DIR", help="Checkpoint directory or GGUF file.", show_default=False)],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Show layers, experts, bytes per expert, what fits where, and whether the model is supported."""
+    """Show layers, experts, bytes per expert, what fits where, and whether the model is
+    supported.
+    """
     from dflash_moe.model.inspect import inspect_model
 
     found = inspect_model(options.model_directory(directory))

@@ -1,4 +1,5 @@
-"""Options and output that commands share: flags generated from the settings table, model and topology, tables and progress.
+"""Options and output that commands share: flags generated from the settings table, model and
+topology, tables and progress.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -52,7 +53,8 @@ PASSIVE_OPENMP = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", "KMP_BLOC
 
 
 def with_settings(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Gives a command that takes `**overrides` one flag per setting; `overrides` has the flags that were given, checked.
+    """Gives a command that takes `**overrides` one flag per setting; `overrides` has the flags that
+    were given, checked.
 
     Also checks environment and topology, and prepares OpenMP, before the command imports torch.
     """
@@ -87,7 +89,9 @@ def with_settings(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def setting_option(setting: Setting) -> Any:
-    """The annotation of a command's parameter for one setting: help with allowed values, default and variable."""
+    """The annotation of a command's parameter for one setting: help with allowed values, default
+    and variable.
+    """
     variable = f"; environment {setting.environment}" if setting.environment else ""
     text = f"{setting.help}. Allowed: {setting.allowed} [default: {setting.default_text}{variable}]."
     return Annotated[str | None, typer.Option(setting.flag or "", metavar=setting.metavar, help=text, show_default=False)]
@@ -108,7 +112,9 @@ def load_topology(path: Path | None) -> Topology:
 
 
 def prepare_outputs(*paths: Path | None) -> None:
-    """Makes the folders of output files and sees that they can be written, before the work. ConfigError names the path."""
+    """Makes the folders of output files and sees that they can be written, before the work.
+    ConfigError names the path.
+    """
     for path in paths:
         if path is None:
             continue
@@ -121,9 +127,11 @@ def prepare_outputs(*paths: Path | None) -> None:
 
 
 def prepare_host(topology: Topology, overrides: Mapping[str, Any] | None = None) -> ThreadPlan:
-    """Call before torch is imported: where threads outnumber cores, OpenMP must wait passively (rules.md 8).
+    """Call before torch is imported: where threads outnumber cores, OpenMP must wait passively
+    (rules.md 8).
 
-    Variables that the user has set stay. Errors: ConfigError of the settings and as `check_paths`, before seconds of imports.
+    Variables that the user has set stay. Errors: ConfigError of the settings and as `check_paths`,
+    before seconds of imports.
     """
     settings = resolve_settings(topology.ipc, **(overrides or {}))
     check_paths(topology, settings)
@@ -135,7 +143,9 @@ def prepare_host(topology: Topology, overrides: Mapping[str, Any] | None = None)
 
 
 def model_directory(value: str) -> Path:
-    """The checkpoint directory or GGUF file. ConfigError for a hub id says how to download it, else what was found."""
+    """The checkpoint directory or GGUF file. ConfigError for a hub id says how to download it, else
+    what was found.
+    """
     path = Path(value).expanduser()
     if path.is_dir():
         return path

@@ -1,4 +1,5 @@
-"""What `doctor` tells of stream sockets and waiting: buffers asked for and granted, the system's bounds, every timeout.
+"""What `doctor` tells of stream sockets and waiting: buffers asked for and granted, the system's
+bounds, every timeout.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -17,10 +18,12 @@ TIMEOUTS = ("call_timeout_s", "start_timeout_s", "stall_timeout_s")
 
 
 def probe_sockets(settings: Settings, sysctl: Path = _SYSCTL) -> dict[str, Any]:
-    """`asked_bytes` (None: the system's own), what each family grants of it, and the system's bounds, in bytes.
+    """`asked_bytes` (None: the system's own), what each family grants of it, and the system's
+    bounds, in bytes.
 
-    `max_bytes` are net.core.wmem_max and rmem_max, which bound what may be asked for; `tcp_bytes` are least, default and
-    largest of the sizes that TCP tunes itself between where nothing is asked.
+    `max_bytes` are net.core.wmem_max and rmem_max, which bound what may be asked for; `tcp_bytes`
+    are least, default and largest of the sizes that TCP tunes itself between where nothing is
+    asked.
     """
     asked = settings.socket_buffer_bytes
     return {

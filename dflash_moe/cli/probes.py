@@ -1,4 +1,5 @@
-"""What `doctor` finds out by trying: sealed memory, futex, eventfd, sockets, libfabric, GPU libraries, versions. No torch.
+"""What `doctor` finds out by trying: sealed memory, futex, eventfd, sockets, libfabric, GPU
+libraries, versions. No torch.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -56,7 +57,8 @@ def probe_transports() -> dict[str, Finding]:
 
 
 def probe_backends(cpu_isa: str | None = None) -> dict[str, Finding]:
-    """The compute backends by name: whether built into this package, whether they can run here, and why not.
+    """The compute backends by name: whether built into this package, whether they can run here, and
+    why not.
 
     `cpu_isa` is the kernel set asked for; None: the best.
     """
@@ -92,7 +94,9 @@ def probe_cpu(asked: str | None = None) -> Finding:
 
 
 def probe_host_device(host: HostSpec) -> Finding:
-    """The device of `host.device`: whether it can be used, and how device steps would use the workers' replies there."""
+    """The device of `host.device`: whether it can be used, and how device steps would use the
+    workers' replies there.
+    """
     from dflash_moe.protocol.devices import DeviceChoice
     from dflash_moe.runtime.device_tensors import open_host_device
 
@@ -110,7 +114,9 @@ def probe_host_device(host: HostSpec) -> Finding:
 
 
 def probe_memory() -> Finding:
-    """Bytes: machine, free for new processes, lock limit (None: unlimited), /dev/shm (unused by the transports)."""
+    """Bytes: machine, free for new processes, lock limit (None: unlimited), /dev/shm (unused by the
+    transports).
+    """
     from dflash_moe.telemetry.machine import memory_available
 
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
@@ -129,7 +135,9 @@ def probe_memory() -> Finding:
 
 
 def probe_versions() -> Finding:
-    """Versions of kernel, C library, Python and the packages; None for one that is not installed."""
+    """Versions of kernel, C library, Python and the packages; None for one that is not
+    installed.
+    """
     return {
         "kernel": platform.release(),
         "libc": " ".join(platform.libc_ver()).strip(),
@@ -156,7 +164,9 @@ def _version(name: str) -> str | None:
 
 
 def _probe_plugin(name: str, node: str = "") -> Finding:
-    """Whether the plug-in is there, its `devices`, and why none of them can be used; `node`: what the kernel's driver makes."""
+    """Whether the plug-in is there, its `devices`, and why none of them can be used; `node`: what
+    the kernel's driver makes.
+    """
     try:
         from dflash_moe import _core
 
@@ -180,7 +190,9 @@ def _device_text(label: str, device: Finding) -> str:
 
 
 def _try_shared() -> None:
-    """A sealed memfd, mapped, with a futex in it, and an eventfd: what the shared transport is made of."""
+    """A sealed memfd, mapped, with a futex in it, and an eventfd: what the shared transport is made
+    of.
+    """
     descriptor = os.memfd_create("dflash_moe-probe", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(descriptor, mmap.PAGESIZE)

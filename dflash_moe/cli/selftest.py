@@ -1,4 +1,5 @@
-"""The self-test of `doctor --selftest`: every kernel set and numerics class of this CPU against the reference, bit for bit.
+"""The self-test of `doctor --selftest`: every kernel set and numerics class of this CPU against the
+reference, bit for bit.
 
 The data are random and seeded.
 
@@ -39,7 +40,9 @@ SPECS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class SelfTest:
-    """One kernel set or device, class and weight format over activations and wire dtypes. Passed when no element differs."""
+    """One kernel set or device, class and weight format over activations and wire dtypes. Passed
+    when no element differs.
+    """
 
     isa: str  # or the device
     weight_dtype: str
@@ -56,7 +59,9 @@ class SelfTest:
 
 
 def run_self_tests(seed: int = 1) -> list[SelfTest]:
-    """Every supported kernel set but the reference itself, in the core's order, and its classes; takes seconds."""
+    """Every supported kernel set but the reference itself, in the core's order, and its classes;
+    takes seconds.
+    """
     expected: dict[tuple[Case, str], np.ndarray[Any, Any]] = {}
     tests = []
     for isa in (isa for isa in _core.supported_isas() if isa != REFERENCE):
@@ -83,7 +88,9 @@ def _takes(numerics: str, weight_dtype: str) -> bool:
 
 
 def _forward(isa: str, case: Case, seed: int, numerics: str) -> np.ndarray[Any, Any]:
-    """Bit patterns of the reply [NUM_ROWS, out_size] of (weight format, spec, wire dtype); the same data for every `isa`."""
+    """Bit patterns of the reply [NUM_ROWS, out_size] of (weight format, spec, wire dtype); the same
+    data for every `isa`.
+    """
     weight_dtype, spec_name, wire_dtype = case
     spec = SPECS[spec_name]
     random = np.random.default_rng(seed)

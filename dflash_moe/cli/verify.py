@@ -1,4 +1,5 @@
-"""`dflash-moe verify`: parity of the workers' experts with the model's own, layer by layer and as a whole.
+"""`dflash-moe verify`: parity of the workers' experts with the model's own, layer by layer and as a
+whole.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -32,7 +33,8 @@ def verify(
     json_out: Annotated[Path | None, typer.Option("--json", help="Write the report here.", show_default=False)] = None,
     **overrides: Any,
 ) -> None:
-    """Compare with the model's own eager experts. --dtype is what model and wire run in (default: the checkpoint's).
+    """Compare with the model's own eager experts. --dtype is what model and wire run in (default:
+    the checkpoint's).
 
     Exit code 1 when a bound is exceeded, 2 when the model is not supported.
     """

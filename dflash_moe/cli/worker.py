@@ -1,4 +1,5 @@
-"""`dflash-moe worker`: one worker by hand, on this or another machine. Hosts start their own workers through hidden options.
+"""`dflash-moe worker`: one worker by hand, on this or another machine. Hosts start their own
+workers through hidden options.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -38,7 +39,9 @@ def worker(
     key_fd: Annotated[int, typer.Option("--key-fd", hidden=True)] = -1,
     parent_pid: Annotated[int, typer.Option("--parent-pid", hidden=True)] = 0,
 ) -> None:
-    """Run one worker by hand. It serves one host at a time and waits for the next one; Ctrl-C ends it."""
+    """Run one worker by hand. It serves one host at a time and waits for the next one; Ctrl-C ends
+    it.
+    """
     from dflash_moe.workers.process import run_hand_started_worker, run_started_worker
 
     if control_fd >= 0:

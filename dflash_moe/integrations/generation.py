@@ -1,6 +1,8 @@
-"""One-sequence generation over a host model: prefill once, then one token a step. Used by `generate`, `demo` and the benches.
+"""One-sequence generation over a host model: prefill once, then one token a step. Used by
+`generate`, `demo` and the benches.
 
-The engine (a later room) schedules many requests; this is deliberately the plain loop whose tokens it must reproduce.
+The engine (a later room) schedules many requests; this is deliberately the plain loop whose tokens
+it must reproduce.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -17,7 +19,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TokenStep:
-    """A sampled token and the time of the forward pass that produced it (the first one is the prefill)."""
+    """A sampled token and the time of the forward pass that produced it (the first one is the
+    prefill).
+    """
 
     token_id: int
     forward_s: float
@@ -32,9 +36,11 @@ def generate_tokens(
     temperature: float = 0.0,
     seed: int = 0,
 ) -> Iterator[TokenStep]:
-    """Yields up to `max_new_tokens` tokens after `input_ids` [1, num_tokens] int64; stops after a token of `stop_token_ids`.
+    """Yields up to `max_new_tokens` tokens after `input_ids` [1, num_tokens] int64; stops after a
+    token of `stop_token_ids`.
 
-    Temperature 0 takes the most likely token (lowest id on ties). Sampling uses a generator of its own, seeded with `seed`.
+    Temperature 0 takes the most likely token (lowest id on ties). Sampling uses a generator of its
+    own, seeded with `seed`.
     """
     import torch
     from transformers import DynamicCache
@@ -64,7 +70,9 @@ def _sample(logits: torch.Tensor, temperature: float, generator: torch.Generator
 
 
 class TextStream:
-    """Turns token ids into text as they come, holding back bytes that do not yet form a character."""
+    """Turns token ids into text as they come, holding back bytes that do not yet form a
+    character.
+    """
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer

@@ -1,6 +1,8 @@
-"""Weights into a transformers model: by its own loader where they are floats, else dequantised by us on the way.
+"""Weights into a transformers model: by its own loader where they are floats, else dequantised by
+us on the way.
 
-transformers reads GGUF, FP8 and MXFP4 only with further packages, and widens all experts; the host must never hold them.
+transformers reads GGUF, FP8 and MXFP4 only with further packages, and widens all experts; the host
+must never hold them.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -21,9 +23,11 @@ from dflash_moe.model.tensor_names import Conversion
 def load_weights(
     model_class: Any, checkpoint: Checkpoint, *, has_experts: bool, dtype: Any, **options: Any
 ) -> tuple[Any, list[str]]:
-    """(model, parameters the checkpoint lacks). `has_experts` False: routed experts' tensors are not even read.
+    """(model, parameters the checkpoint lacks). `has_experts` False: routed experts' tensors are
+    not even read.
 
-    `options` go to `from_pretrained`. Errors: those of `load_architecture`, UnsupportedError for a format without a rule.
+    `options` go to `from_pretrained`. Errors: those of `load_architecture`, UnsupportedError for a
+    format without a rule.
     """
     if is_plain(checkpoint):
         where: dict[str, Any] = {"pretrained_model_name_or_path": checkpoint.path, "local_files_only": True}
@@ -42,7 +46,9 @@ def is_plain(checkpoint: Checkpoint) -> bool:
 
 
 def dequantised_state(model: Any, checkpoint: Checkpoint, *, dtype: Any, has_experts: bool) -> dict[str, Any]:
-    """Parameters and buffers by the names of `model` (on the meta device) in `dtype`; vectors in float32, the loader rounds."""
+    """Parameters and buffers by the names of `model` (on the meta device) in `dtype`; vectors in
+    float32, the loader rounds.
+    """
     prefixes = tuple(f"{name}." for name in find_experts(model))
     wanted = model.state_dict()
     state: dict[str, Any] = {}
@@ -74,7 +80,9 @@ def _made(target: str, recipe: Any, model: Any, checkpoint: Checkpoint) -> dict[
 
 
 def _widened(checkpoint: Checkpoint, name: str) -> Any:
-    """A tensor as float32 [shape]. A format of GGUF without a rule of ours is left to the gguf package, where that is there."""
+    """A tensor as float32 [shape]. A format of GGUF without a rule of ours is left to the gguf
+    package, where that is there.
+    """
     try:
         return torch.from_numpy(checkpoint.values(name))
     except UnsupportedError as error:

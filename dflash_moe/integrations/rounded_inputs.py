@@ -1,6 +1,8 @@
-"""What a numerics class makes of the inputs of a matrix product, in words of its own: the truth that class is measured against.
+"""What a numerics class makes of the inputs of a matrix product, in words of its own: the truth
+that class is measured against.
 
-Shares nothing with the kernels: an experts module runs in float64, and each product's inputs are rounded before it.
+Shares nothing with the kernels: an experts module runs in float64, and each product's inputs are
+rounded before it.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -35,22 +37,28 @@ def to_int8_groups(inputs: Any) -> Any:
 
 
 def to_f16_groups(inputs: Any) -> Any:
-    """Each input rounded to f16 once a power of two per group has brought the group's largest into [2^14, 2^15)."""
+    """Each input rounded to f16 once a power of two per group has brought the group's largest into
+    [2^14, 2^15).
+    """
     width = inputs.shape[-1]
     values = torch.nn.functional.pad(inputs.float(), (0, -width % GROUP)).unflatten(-1, (-1, GROUP))
-    exponents = torch.frexp(values.abs().amax(-1, keepdim=True)).exponent  # the largest is below 2^exponent
+    # the largest is below 2^exponent
+    exponents = torch.frexp(values.abs().amax(-1, keepdim=True)).exponent
     scales = torch.exp2((exponents - 15).clamp(min=-126).double()).float()
     codes = (values / scales).half()
     return (codes.double() * scales.double()).flatten(-2)[..., :width]
 
 
 def to_eleven_bits(weights: Any) -> Any:
-    """Each weight with the bits of an f16, of any size: what a power of two per group makes of float32 weights in f16-dot2."""
+    """Each weight with the bits of an f16, of any size: what a power of two per group makes of
+    float32 weights in f16-dot2.
+    """
     fractions, exponents = torch.frexp(weights.float().double())
     return torch.ldexp((fractions * 2**11).round() / 2**11, exponents)
 
 
-_MATRIX_CLASSES = ("bf16-mma", "bf16-mfma", "bf16-wmma")  # of cards: weights of any format are rounded too
+# of cards: weights of any format are rounded too
+_MATRIX_CLASSES = ("bf16-mma", "bf16-mfma", "bf16-wmma")
 _ROUNDINGS: dict[str, Callable[[Any], Any]] = {
     "bf16-dot": to_bf16, "bf16-bfdot": to_bf16, "int8-groups": to_int8_groups, "f16-dot2": to_f16_groups,
     **dict.fromkeys(_MATRIX_CLASSES, to_bf16),
@@ -71,9 +79,11 @@ def rounds_below(numerics: str, dtype: str) -> bool:
 
 
 def inputs_rounded(numerics: str, weight_formats: Sequence[str] = ()) -> AbstractContextManager[Any]:
-    """Rounds the first factor of every matrix product inside the block as class `numerics` does, and weights where it does.
+    """Rounds the first factor of every matrix product inside the block as class `numerics` does,
+    and weights where it does.
 
-    `weight_formats`: those of gate and up, and of down. f16-dot2 rounds weights of f32 alone; all others f16 holds.
+    `weight_formats`: those of gate and up, and of down. f16-dot2 rounds weights of f32 alone; all
+    others f16 holds.
     """
     if numerics not in _ROUNDINGS:
         return nullcontext()

@@ -1,4 +1,5 @@
-"""The tokenizer of a checkpoint: of a directory as transformers reads it, of a GGUF file out of its metadata.
+"""The tokenizer of a checkpoint: of a directory as transformers reads it, of a GGUF file out of its
+metadata.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -13,7 +14,9 @@ from dflash_moe.model.checkpoint_files import find_gguf
 
 
 def load_tokenizer(path: Path) -> Any:
-    """Never looks anything up on a network. UnsupportedError for a GGUF file whose tokenizer transformers cannot build."""
+    """Never looks anything up on a network. UnsupportedError for a GGUF file whose tokenizer
+    transformers cannot build.
+    """
     from transformers import AutoTokenizer
 
     parts = find_gguf(path)

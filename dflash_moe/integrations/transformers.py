@@ -1,6 +1,8 @@
-"""Routed experts of a transformers model through a runtime: `load_model` leaves them out of this process, `offload` swaps them.
+"""Routed experts of a transformers model through a runtime: `load_model` leaves them out of this
+process, `offload` swaps them.
 
-Both use transformers' experts interface: our function is registered there and finds its layer on the module it is called for.
+Both use transformers' experts interface: our function is registered there and finds its layer on
+the module it is called for.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -29,7 +31,8 @@ if TYPE_CHECKING:
 IMPLEMENTATION = "dflash_moe"  # our name on the experts interface
 TORCH_DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 
-_IGNORED_KEYS = "_keys_to_ignore_on_load_unexpected"  # the loader drops these before it reads their tensors
+# the loader drops these before it reads their tensors
+_IGNORED_KEYS = "_keys_to_ignore_on_load_unexpected"
 _TIED_KEYS = "all_tied_weights_keys"  # tied parameter -> the one it is tied to, for the loader
 _ROUTE = "dflash_moe_route"  # the attribute of an experts module that holds its route
 
@@ -50,12 +53,15 @@ class ExpertRoute:
         return self  # a copied model calls the same workers
 
     def call(self, hidden_states: Any, topk_ids: Any, topk_weights: Any) -> Any:
-        """[num_tokens, out_size] in the dtype of `hidden_states`; errors of `ExpertRuntime.experts`."""
+        """[num_tokens, out_size] in the dtype of `hidden_states`; errors of
+        `ExpertRuntime.experts`.
+        """
         self.calls += 1
         return self.experts(self.layer, hidden_states, topk_ids, topk_weights)
 
 
-# Compiled graphs can carry numbers, not objects: the custom op finds its route by id(). Entries vanish with their route.
+# Compiled graphs can carry numbers, not objects: the custom op finds its route by id(). Entries
+# vanish with their route.
 _routes: weakref.WeakValueDictionary[int, ExpertRoute] = weakref.WeakValueDictionary()
 
 
@@ -73,7 +79,9 @@ _experts_op.register_fake(_like_result)
 
 
 def experts_forward(module: Any, hidden_states: Any, topk_ids: Any, topk_weights: Any) -> Any:
-    """Our entry on the experts interface. The op is for compilers only: a direct call costs a third of its dispatch."""
+    """Our entry on the experts interface. The op is for compilers only: a direct call costs a third
+    of its dispatch.
+    """
     route = module.__dict__.get(_ROUTE)
     if route is None:
         raise ConfigError(
@@ -88,10 +96,12 @@ ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, experts_forward)
 
 
 def load_model(path: str | Path, runtime: ExpertRuntime, **options: Any) -> Any:
-    """Loads the model of `path` without its routed experts, which `runtime` computes; both must have the same checkpoint.
+    """Loads the model of `path` without its routed experts, which `runtime` computes; both must
+    have the same checkpoint.
 
-    `options` go to `from_pretrained`; dtype is the runtime's unless given. Returns a model in eval mode, on the host's device.
-    Errors: CheckpointError (tensors missing), ConfigError (another checkpoint), UnsupportedError naming class and field.
+    `options` go to `from_pretrained`; dtype is the runtime's unless given. Returns a model in eval
+    mode, on the host's device. Errors: CheckpointError (tensors missing), ConfigError (another
+    checkpoint), UnsupportedError naming class and field.
     """
     checkpoint = Checkpoint.open(path)
     fingerprint = checkpoint.fingerprint()
@@ -128,9 +138,11 @@ def _moved(model: Any, runtime: ExpertRuntime) -> Any:
 
 @contextmanager
 def offload(model: Any, runtime: ExpertRuntime) -> Iterator[Any]:
-    """Within the block, `model`'s routed experts are computed by `runtime`; afterwards all is as before, even after an error.
+    """Within the block, `model`'s routed experts are computed by `runtime`; afterwards all is as
+    before, even after an error.
 
-    The model keeps its own weights; those of the runtime's checkpoint must be the same. ConfigError when layers do not fit.
+    The model keeps its own weights; those of the runtime's checkpoint must be the same. ConfigError
+    when layers do not fit.
     """
     kind = type(model.config).__name__
     if kind != runtime.spec.config_name:
@@ -186,10 +198,13 @@ def _tensors(model: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _without_experts(model_class: Any) -> Any:
-    """A subclass whose instances lose their experts' parameters when built, so that the loader never reads them."""
+    """A subclass whose instances lose their experts' parameters when built, so that the loader
+    never reads them.
+    """
 
     class WithoutExperts(model_class):  # type: ignore[misc]
-        # transformers greps the class's source file for the interface's decorator; this class has none.
+        # transformers greps the class's source file for the interface's decorator; this class has
+        # none.
         _can_set_experts_implementation_cached_value = True
 
         def __init__(self, config: Any, *arguments: Any, **options: Any) -> None:
@@ -197,7 +212,8 @@ def _without_experts(model_class: Any) -> Any:
             ignored = set(getattr(self, _IGNORED_KEYS) or ())
             for name, module in find_experts(self).items():
                 module._parameters.clear()
-                module._is_hf_initialized = True  # there is nothing left that initialisation could fill
+                # there is nothing left that initialisation could fill
+                module._is_hf_initialized = True
                 ignored.add(re.escape(name.removeprefix(f"{self.base_model_prefix}.") + "."))
             setattr(self, _IGNORED_KEYS, ignored)
             prefixes = tuple(f"{name}." for name in find_experts(self))

@@ -1,7 +1,9 @@
-"""Parity of remote experts with the model's own eager experts, by the bounds of docs/architecture.md (numerics).
+"""Parity of remote experts with the model's own eager experts, by the bounds of
+docs/architecture.md (numerics).
 
-Every layer gets the eager model's own hidden states and routing, so that a router flip cannot spread; a float64 run of the same
-experts module is the truth both are measured against. Whole-model logits and greedy tokens are compared through `load_model`.
+Every layer gets the eager model's own hidden states and routing, so that a router flip cannot
+spread; a float64 run of the same experts module is the truth both are measured against. Whole-model
+logits and greedy tokens are compared through `load_model`.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -35,19 +37,25 @@ if TYPE_CHECKING:
     from dflash_moe.runtime.fleet import LoadingReport
     from dflash_moe.topology import Topology
 
-NUM_TOKENS = 96  # of the prefill that is compared; past any window of a few tokens, quick on one core
+# of the prefill that is compared; past any window of a few tokens, quick on one core
+NUM_TOKENS = 96
 NUM_GREEDY = 16  # tokens generated after the first GREEDY_PROMPT of them
 GREEDY_PROMPT = 24
-# Every shard's reply is rounded, then their sum: root of two with independent errors of equal size, and a little for chance.
+# Every shard's reply is rounded, then their sum: root of two with independent errors of equal size,
+# and a little for chance.
 ROUNDING_FACTOR = 1.5
-MIN_ROUNDING = 2.0**-24  # half a unit of float32, for a class that computes in float32 whatever it is given
-# Of what rounding inputs moves: the share added by intermediate values so near a step's edge that float32 crosses it (0012).
+# half a unit of float32, for a class that computes in float32 whatever it is given
+MIN_ROUNDING = 2.0**-24
+# Of what rounding inputs moves: the share added by intermediate values so near a step's edge that
+# float32 crosses it (0012).
 FLIPPED_STEPS = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What may differ. Ratios and fractions of the output's standard deviation; None: reported, not judged."""
+    """What may differ. Ratios and fractions of the output's standard deviation; None: reported, not
+    judged.
+    """
 
     error_ratio: float  # rms error against float64, over eager's own
     difference_rms: float | None  # from eager
@@ -67,11 +75,13 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True)
 class LayerParity:
-    """One layer. Errors are rms against float64, differences from eager; all over the float64 output's standard deviation.
+    """One layer. Errors are rms against float64, differences from eager; all over the float64
+    output's standard deviation.
 
-    Where a worker requantised, remote's error is against float64 with the weights it holds, and `requantisation_error` is what
-    those differ by; differences from eager then show it too and are not judged (docs/decisions/0009). Likewise where a class
-    rounds inputs: remote's error is against float64 with inputs so rounded, which moves the output by `activation_error`, and
+    Where a worker requantised, remote's error is against float64 with the weights it holds, and
+    `requantisation_error` is what those differ by; differences from eager then show it too and are
+    not judged (docs/decisions/0009). Likewise where a class rounds inputs: remote's error is
+    against float64 with inputs so rounded, which moves the output by `activation_error`, and
     `class_error` is against float64 with exact inputs (0012).
     """
 
@@ -100,14 +110,17 @@ class LayerParity:
 
 @dataclass(slots=True)
 class VerifyReport:
-    """Everything measured; `excesses` says what is beyond its bound, one sentence each: empty means parity."""
+    """Everything measured; `excesses` says what is beyond its bound, one sentence each: empty means
+    parity.
+    """
 
     directory: str
     class_name: str
     dtype: str
     request_dtype: str
     reply_dtype: str
-    numerics: dict[str, Any]  # as in `ExpertRuntime.stats`: policy, class by holder, layers of several classes
+    # as in `ExpertRuntime.stats`: policy, class by holder, layers of several classes
+    numerics: dict[str, Any]
     seed: int
     bounds: Bounds
     layers: list[LayerParity] = field(default_factory=list)
@@ -115,9 +128,11 @@ class VerifyReport:
     logits_max: float = math.nan
     greedy_tokens: int = 0
     greedy_compared: int = 0  # until the first difference
-    greedy_flip_gap: float | None = None  # eager's top-2 gap over the standard deviation where tokens first differ
+    # eager's top-2 gap over the standard deviation where tokens first differ
+    greedy_flip_gap: float | None = None
     remote_calls: int = 0
-    formats: dict[str, list[str]] = field(default_factory=dict)  # what each holder keeps of the weights, most bytes first
+    # what each holder keeps of the weights, most bytes first
+    formats: dict[str, list[str]] = field(default_factory=dict)
     excesses: list[str] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
@@ -136,10 +151,12 @@ def verify(
     on_loading: LoadingReport | None = None,
     overrides: dict[str, Any] | None = None,
 ) -> VerifyReport:
-    """Compares on seeded random token ids; the model runs in `dtype` (default: the checkpoint's), and so does the wire.
+    """Compares on seeded random token ids; the model runs in `dtype` (default: the checkpoint's),
+    and so does the wire.
 
-    Returns a report also when bounds are exceeded. Errors: UnsupportedError naming class and field before any worker starts,
-    DflashError when the model's experts did not reach the workers, and those of `ExpertRuntime.start`.
+    Returns a report also when bounds are exceeded. Errors: UnsupportedError naming class and field
+    before any worker starts, DflashError when the model's experts did not reach the workers, and
+    those of `ExpertRuntime.start`.
     """
     progress("deriving layers from the model")
     spec = model_spec(path, dtype)
@@ -161,7 +178,8 @@ def verify(
         with capture_calls(eager, calls.append):
             eager_logits = _logits(eager, input_ids)
         layers = {layer.name: layer for layer in spec.layers}
-        # Workers keep the weights as stored; where the eager model had to round its own, the truth must not.
+        # Workers keep the weights as stored; where the eager model had to round its own, the truth
+        # must not.
         is_exact = all(_holds(spec.dtype, layer.weight_dtype) for layer in spec.layers)
         stored = eager if is_exact else _load_eager(path, "f32")
         report.formats = held_formats(runtime)
@@ -237,9 +255,11 @@ def _compare_layer(module: Any, layer: LayerSpec, call: ExpertsCall, runtime: Ex
 
 
 def _as_computed(module: Any, call: ExpertsCall, layer: LayerSpec, shards: Sequence[Shard], exact: Any) -> Any:
-    """The output in float64 with inputs rounded as each holder's class does; `exact` where none does.
+    """The output in float64 with inputs rounded as each holder's class does; `exact` where none
+    does.
 
-    An output is the sum of its experts': the experts of one class are taken alone by giving all others the weight zero.
+    An output is the sum of its experts': the experts of one class are taken alone by giving all
+    others the weight zero.
     """
     kept = {shard: (shard.numerics, layer.resident_dtype(shard.weights)) for shard in shards}
     if not any(rounds_inputs(shard.numerics) for shard in shards):
@@ -256,9 +276,11 @@ def _as_computed(module: Any, call: ExpertsCall, layer: LayerSpec, shards: Seque
 
 
 def _as_held(module: Any, layer: LayerSpec, shards: Sequence[Shard]) -> Any:
-    """A copy of the experts module with the weights that the holders compute with; None where those are the checkpoint's.
+    """A copy of the experts module with the weights that the holders compute with; None where those
+    are the checkpoint's.
 
-    Quantised by NumPy code of its own (`model/dequantize.py`), so that a worker's quantiser is measured against another.
+    Quantised by NumPy code of its own (`model/dequantize.py`), so that a worker's quantiser is
+    measured against another.
     """
     changed = {shard: layer.resident_dtype(shard.weights) for shard in shards}
     changed = {shard: kept for shard, kept in changed.items() if is_requantised(kept)}
@@ -276,7 +298,9 @@ def _as_held(module: Any, layer: LayerSpec, shards: Sequence[Shard]) -> Any:
 
 
 def _in_float64(module: Any, call: ExpertsCall) -> Any:
-    """What the experts module itself computes in float64; its weights are widened, and dropped again, one layer at a time."""
+    """What the experts module itself computes in float64; its weights are widened, and dropped
+    again, one layer at a time.
+    """
     wide = copy.deepcopy(module).double()
     ids = call.topk_ids
     return wide(call.hidden_states.double(), ids, call.topk_weights.double()).double()
@@ -299,7 +323,9 @@ def _expected_calls(runtime: ExpertRuntime, layer: LayerSpec, topk_ids: Any) -> 
 
 
 def _logits(model: Any, input_ids: Any) -> Any:
-    """[tokens, vocabulary] in float32; the last hidden states of a model without a head. Any noise it draws is the same."""
+    """[tokens, vocabulary] in float32; the last hidden states of a model without a head. Any noise
+    it draws is the same.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         output = model(input_ids=input_ids.to(model.device), use_cache=False)
@@ -307,7 +333,9 @@ def _logits(model: Any, input_ids: Any) -> Any:
 
 
 def _greedy(model: Any, prompt: Any) -> list[int]:
-    """The most likely NUM_GREEDY tokens after `prompt`, one by one. Without a cache: families keep caches of many kinds."""
+    """The most likely NUM_GREEDY tokens after `prompt`, one by one. Without a cache: families keep
+    caches of many kinds.
+    """
     seen = prompt
     for _ in range(NUM_GREEDY):
         seen = torch.cat([seen, _logits(model, seen)[-1].argmax().reshape(1, 1)], dim=1)
@@ -349,12 +377,14 @@ def _judge(report: VerifyReport, layers: tuple[LayerSpec, ...]) -> None:
         report.excesses.append(f"the forward pass called {len(report.layers)} of {len(layers)} layers with experts")
     for layer in report.layers:
         where = f"layer {layer.index} ({layer.name})"
-        # Half of eager's error is out of reach where a class computes in float32 and rounds once: rounding is its measure.
+        # Half of eager's error is out of reach where a class computes in float32 and rounds once:
+        # rounding is its measure.
         limit = max(bounds.error_ratio * layer.eager_error, ROUNDING_FACTOR * layer.rounding_error, MIN_ROUNDING,
                     FLIPPED_STEPS * layer.activation_error)  # fmt: skip
         _check(report, f"{where}: error against float64", layer.remote_error, limit)
         is_coarser = layer.is_requantised or any(rounds_below(numerics, report.dtype) for numerics in layer.numerics)
-        if not is_coarser and layer.is_rounded:  # as coarse as the model itself: then no further from the truth than it is
+        # as coarse as the model itself: then no further from the truth than it is
+        if not is_coarser and layer.is_rounded:
             _check(report, f"{where}: error against float64 with exact inputs", layer.class_error, layer.eager_error)
         if not is_coarser:
             _check(report, f"{where}: rms difference from eager", layer.difference_rms, bounds.difference_rms)
@@ -364,7 +394,9 @@ def _judge(report: VerifyReport, layers: tuple[LayerSpec, ...]) -> None:
         if layer.calls == 0 or layer.expected_calls not in (None, layer.calls):
             report.excesses.append(f"{where}: made {layer.calls} calls to workers, expected {layer.expected_calls}")
     if any(layer.is_requantised or layer.is_rounded for layer in report.layers):
-        return  # the whole model differs from eager by the requantised weights or rounded inputs, which is reported
+        # the whole model differs from eager by the requantised weights or rounded inputs, which is
+        # reported
+        return
     _check(report, "rms difference of the logits", report.logits_rms, bounds.logits_rms)
     _check(report, "largest difference of the logits", report.logits_max, bounds.logits_max)
     if report.greedy_flip_gap is not None and bounds.logits_max is not None:

@@ -1,6 +1,8 @@
-"""A model's structure without its weights: its configuration, the model on the meta device, its experts modules.
+"""A model's structure without its weights: its configuration, the model on the meta device, its
+experts modules.
 
-What counts as an experts module is decided by transformers' experts interface alone, never by a family's name.
+What counts as an experts module is decided by transformers' experts interface alone, never by a
+family's name.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -23,7 +25,9 @@ _INTERFACE_MARKS = ("has_gate", "has_bias", "is_transposed", "_is_expert_paralle
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """Configuration, class, meta-device model of a checkpoint, and its experts modules by qualified name, in model order."""
+    """Configuration, class, meta-device model of a checkpoint, and its experts modules by qualified
+    name, in model order.
+    """
 
     config: Any
     model_class: Any
@@ -32,7 +36,9 @@ class Architecture:
 
 
 def load_architecture(checkpoint: Checkpoint) -> Architecture:
-    """Builds the model on the meta device. CheckpointError (no or bad config.json), UnsupportedError naming class and field."""
+    """Builds the model on the meta device. CheckpointError (no or bad config.json),
+    UnsupportedError naming class and field.
+    """
     import torch
 
     config = load_config(checkpoint)
@@ -48,7 +54,8 @@ def load_architecture(checkpoint: Checkpoint) -> Architecture:
 def load_config(checkpoint: Checkpoint) -> Any:
     """The transformers configuration of a checkpoint; code in it is never run.
 
-    `quantization_config` is taken off it: what we read quantised is dequantised by us. UnsupportedError for other methods.
+    `quantization_config` is taken off it: what we read quantised is dequantised by us.
+    UnsupportedError for other methods.
     """
     from transformers import AutoConfig
 
@@ -61,7 +68,8 @@ def load_config(checkpoint: Checkpoint) -> Any:
         raise CheckpointError(f"checkpoint {directory}: config.json is missing; is it a transformers model?")
     try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # transformers raises ValueError, KeyError, OSError and its own kinds here
+    # transformers raises ValueError, KeyError, OSError and its own kinds here
+    except Exception as error:
         raise UnsupportedError(f"{directory / 'config.json'}: not readable: {error}") from error
     for owner in {id(item): item for item in (config, config.get_text_config())}.values():
         quantization = getattr(owner, "quantization_config", None)
@@ -89,7 +97,9 @@ def _check_quantization(owner: str, fields: dict[str, Any]) -> None:
 
 
 def find_model_class(config: Any) -> Any:
-    """The class config.json names in `architectures`, else the one transformers' auto classes have for the configuration."""
+    """The class config.json names in `architectures`, else the one transformers' auto classes have
+    for the configuration.
+    """
     import transformers
 
     for name in getattr(config, "architectures", None) or ():
@@ -105,7 +115,9 @@ def find_model_class(config: Any) -> Any:
 
 
 def auto_classes(config: Any) -> list[Any]:
-    """The model classes that transformers' auto classes have for a configuration, the most specific first."""
+    """The model classes that transformers' auto classes have for a configuration, the most specific
+    first.
+    """
     import transformers
 
     mappings = [getattr(transformers, name)._model_mapping for name in _AUTO_CLASSES if hasattr(transformers, name)]
@@ -119,7 +131,9 @@ def is_on_interface(module: Any) -> bool:
 
 
 def find_experts(model: Any) -> dict[str, Any]:
-    """Experts modules by qualified name. UnsupportedError when there are none, naming a class that looks like one."""
+    """Experts modules by qualified name. UnsupportedError when there are none, naming a class that
+    looks like one.
+    """
     found = {name: module for name, module in model.named_modules() if is_on_interface(module)}
     if found:
         return found

@@ -15,7 +15,9 @@ from dflash_moe.model.architecture import find_experts
 
 @dataclass(frozen=True, slots=True)
 class ExpertsCall:
-    """One call of an experts module: [tokens, width], twice [tokens, top_k], [tokens, width], as the model passed them."""
+    """One call of an experts module: [tokens, width], twice [tokens, top_k], [tokens, width], as
+    the model passed them.
+    """
 
     name: str
     hidden_states: Any
@@ -26,18 +28,19 @@ class ExpertsCall:
 
 @contextmanager
 def capture_calls(model: Any, receive: Callable[[ExpertsCall], None]) -> Iterator[None]:
-    """Within the block, `receive` gets every call of every experts module, in the order of the forward pass."""
+    """Within the block, `receive` gets every call of every experts module, in the order of the
+    forward pass.
+    """
 
     def hook_for(name: str) -> Callable[..., None]:
         def hook(_module: Any, arguments: tuple[Any, ...], options: dict[str, Any], output: Any) -> None:
-            hidden, ids, weights = (*arguments, *options.values())  # the interface passes three tensors, in this order
+            # the interface passes three tensors, in this order
+            hidden, ids, weights = (*arguments, *options.values())
             receive(ExpertsCall(name, hidden, ids, weights, output))
 
         return hook
 
-    handles = [
-        module.register_forward_hook(hook_for(name), with_kwargs=True) for name, module in find_experts(model).items()
-    ]
+    handles = [module.register_forward_hook(hook_for(name), with_kwargs=True) for name, module in find_experts(model).items()]
     try:
         yield
     finally:

@@ -1,6 +1,8 @@
-"""A checkpoint as a worker sees it: checked headers, mapped files, a fingerprint. Safetensors directories and GGUF files alike.
+"""A checkpoint as a worker sees it: checked headers, mapped files, a fingerprint. Safetensors
+directories and GGUF files alike.
 
-Needs neither torch nor transformers. Opening reads headers only; weights are touched when an expert is loaded.
+Needs neither torch nor transformers. Opening reads headers only; weights are touched when an expert
+is loaded.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -31,11 +33,13 @@ if TYPE_CHECKING:
 
 MAX_CONFIG_BYTES = 16 << 20
 
-# Content samples of the fingerprint: enough that a fine-tuned or re-quantised copy differs, little enough to read in a second.
+# Content samples of the fingerprint: enough that a fine-tuned or re-quantised copy differs, little
+# enough to read in a second.
 SAMPLE_BYTES = 32
 MAX_SAMPLED_TENSORS = 4096
 
-# Settings that do not change what the weights mean: of config.json, and (by their beginning) of a GGUF file.
+# Settings that do not change what the weights mean: of config.json, and (by their beginning) of a
+# GGUF file.
 _VOLATILE_SETTINGS = {"transformers_version", "use_cache", "output_router_logits", "output_attentions", "output_hidden_states"}
 _VOLATILE_METADATA = ("general.", "split.", "quantize.")
 _ARCHITECTURE = "general.architecture"
@@ -43,10 +47,12 @@ _ARCHITECTURE = "general.architecture"
 
 @dataclass(slots=True)
 class Checkpoint:
-    """Files and tensors of one model. Files are mapped on first use and stay mapped as long as this lives.
+    """Files and tensors of one model. Files are mapped on first use and stay mapped as long as this
+    lives.
 
-    `path` is the directory, or the GGUF file (the first part of a split one). `stored` are the tensors as the files list them,
-    `tensors` those with scales joined to their values; `metadata` is a GGUF file's, None for safetensors.
+    `path` is the directory, or the GGUF file (the first part of a split one). `stored` are the
+    tensors as the files list them, `tensors` those with scales joined to their values; `metadata`
+    is a GGUF file's, None for safetensors.
     """
 
     path: Path
@@ -59,7 +65,9 @@ class Checkpoint:
 
     @classmethod
     def open(cls, path: str | Path) -> Checkpoint:
-        """Reads and checks all headers of a directory or a GGUF file. CheckpointError naming file and tensor."""
+        """Reads and checks all headers of a directory or a GGUF file. CheckpointError naming file
+        and tensor.
+        """
         path = Path(path)
         if not path.exists():
             raise CheckpointError(
@@ -106,18 +114,24 @@ class Checkpoint:
         return self._mapped[index]
 
     def drop_pages(self) -> None:
-        """Lets the resident pages of all mapped files go; a later read brings them back from the page cache."""
+        """Lets the resident pages of all mapped files go; a later read brings them back from the
+        page cache.
+        """
         for file in self._mapped.values():
             file.drop_pages()
 
     def config(self) -> dict[str, Any]:
-        """config.json, or a GGUF file's metadata. CheckpointError when the former is missing or not a JSON map."""
+        """config.json, or a GGUF file's metadata. CheckpointError when the former is missing or not
+        a JSON map.
+        """
         if self.metadata is not None:
             return self.metadata
         return read_json(self.path / "config.json", MAX_CONFIG_BYTES)
 
     def values(self, name: str) -> np.ndarray[Any, Any]:
-        """A whole tensor as float32, whatever its format. For the host's weights; errors as `dequantize`."""
+        """A whole tensor as float32, whatever its format. For the host's weights; errors as
+        `dequantize`.
+        """
         info = self.tensors[name]
         format_name = STORED_NAMES.get(info.dtype, info.dtype)
         *outer, inputs = info.shape if len(info.shape) > 1 else (1, *info.shape)
@@ -146,7 +160,9 @@ class Checkpoint:
         return values.reshape(rows, scales.shape[-1])
 
     def fingerprint(self) -> str:
-        """Hex digest of the tensors' names, dtypes, shapes, samples of their contents, and the configuration. Computed once."""
+        """Hex digest of the tensors' names, dtypes, shapes, samples of their contents, and the
+        configuration. Computed once.
+        """
         if not self._fingerprint:
             self._fingerprint = self._compute_fingerprint()
         return self._fingerprint
@@ -182,10 +198,12 @@ class Checkpoint:
 def shard_fingerprint(
     model_fingerprint: str, layer_name: str, experts: Sequence[int], weight_dtype: str = "", numerics: str = DEFAULT_NUMERICS
 ) -> int:
-    """64 bits that name the weights of these experts (ascending ids) of this layer, as a holder computes with them.
+    """64 bits that name the weights of these experts (ascending ids) of this layer, as a holder
+    computes with them.
 
-    `weight_dtype` is what it keeps: a part of the name where that is other numbers than the checkpoint's. So is the numerics
-    class where inputs are rounded for it: a call never takes a reply of another class for its own.
+    `weight_dtype` is what it keeps: a part of the name where that is other numbers than the
+    checkpoint's. So is the numerics class where inputs are rounded for it: a call never takes a
+    reply of another class for its own.
     """
     text = f"{model_fingerprint} {layer_name} {','.join(map(str, experts))}"
     if is_requantised(weight_dtype):

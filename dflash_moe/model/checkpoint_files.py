@@ -1,4 +1,5 @@
-"""Which files make up a checkpoint: safetensors with or without an index, a GGUF file, or a GGUF file split into several.
+"""Which files make up a checkpoint: safetensors with or without an index, a GGUF file, or a GGUF
+file split into several.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -23,7 +24,8 @@ _SPLIT = re.compile(r"(.*)-([0-9]{5})-of-([0-9]{5})\.gguf")
 
 
 def find_gguf(path: Path) -> tuple[Path, ...]:
-    """The GGUF files that `path` means: itself and its sisters, or those of a directory without safetensors; () if none.
+    """The GGUF files that `path` means: itself and its sisters, or those of a directory without
+    safetensors; () if none.
 
     CheckpointError when a part of a split file is missing, or a directory has several models.
     """
@@ -41,7 +43,9 @@ def find_gguf(path: Path) -> tuple[Path, ...]:
 
 
 def list_safetensors(directory: Path) -> tuple[tuple[Path, ...], dict[str, str]]:
-    """The weight files, and which file the index says each tensor is in (empty without an index)."""
+    """The weight files, and which file the index says each tensor is in (empty without an
+    index).
+    """
     if (directory / INDEX_NAME).is_file():
         listed = read_json(directory / INDEX_NAME, MAX_HEADER_BYTES).get("weight_map")
         if type(listed) is not dict or not listed:

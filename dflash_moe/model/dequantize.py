@@ -1,7 +1,9 @@
-"""Every weight format as float32, in NumPy, written from the formats' own descriptions: for the host's weights, and as a check.
+"""Every weight format as float32, in NumPy, written from the formats' own descriptions: for the
+host's weights, and as a check.
 
-Independent of the kernels' dequantisers on purpose: `verify` and tests hold the two against each other. Each function takes raw
-blocks as uint8 [rows, blocks, bytes] and gives float32 [rows, blocks, values]; every product and difference is rounded once.
+Independent of the kernels' dequantisers on purpose: `verify` and tests hold the two against each
+other. Each function takes raw blocks as uint8 [rows, blocks, bytes] and gives float32 [rows,
+blocks, values]; every product and difference is rounded once.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -24,10 +26,11 @@ IQ4_LEVELS = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 
 
 
 def dequantize(format_name: str, data: Array, outputs: int, inputs: int, scales: Array | None = None) -> Array:
-    """Float32 [outputs, inputs] of a matrix in `format_name`; `data` are its bytes (uint8, any shape), rows one after another.
+    """Float32 [outputs, inputs] of a matrix in `format_name`; `data` are its bytes (uint8, any
+    shape), rows one after another.
 
-    `scales` where they lie apart: float32 [ceil(outputs / 128), ceil(inputs / 128)] for FP8, uint8 [outputs, inputs / 32] for
-    MXFP4. UnsupportedError for a format without a rule here.
+    `scales` where they lie apart: float32 [ceil(outputs / 128), ceil(inputs / 128)] for FP8, uint8
+    [outputs, inputs / 32] for MXFP4. UnsupportedError for a format without a rule here.
     """
     data = np.ascontiguousarray(data).view(np.uint8).reshape(-1)
     if format_name == "f32":
@@ -50,9 +53,11 @@ def dequantize(format_name: str, data: Array, outputs: int, inputs: int, scales:
 
 
 def quantize_int(values: Array, bits: int) -> tuple[Array, Array]:
-    """(integers int8 [outputs, inputs], float32 scales [outputs, groups]) in groups of 32 inputs: `weights: int8 | int4`.
+    """(integers int8 [outputs, inputs], float32 scales [outputs, groups]) in groups of 32 inputs:
+    `weights: int8 | int4`.
 
-    scale = largest magnitude / (2^(bits-1) - 1); integers are value / scale rounded half to even; a group of zeros has scale 0.
+    scale = largest magnitude / (2^(bits-1) - 1); integers are value / scale rounded half to even; a
+    group of zeros has scale 0.
     """
     outputs, inputs = values.shape
     limit = np.float32(2 ** (bits - 1) - 1)
@@ -163,7 +168,8 @@ def _q6_k(blocks: Array) -> Array:
     high = blocks[..., 128:192].reshape(*blocks.shape[:2], 2, 1, 32) >> np.array([0, 2, 4, 6], np.uint8).reshape(4, 1)
     codes = (low & 15).reshape(*blocks.shape[:2], 16, 16) | (high & 3).reshape(*blocks.shape[:2], 16, 16) << 4
     scales = np.ascontiguousarray(blocks[..., 192:208]).view(np.int8).astype(np.float32) * _f16(blocks[..., 208:210])
-    weights = scales[..., None] * (codes.astype(np.float32) - 32) + np.float32(0)  # no negative zeros
+    # no negative zeros
+    weights = scales[..., None] * (codes.astype(np.float32) - 32) + np.float32(0)
     return np.asarray(weights, np.float32).reshape(*blocks.shape[:2], 256)
 
 

@@ -1,6 +1,8 @@
-"""Loads experts out of a checkpoint into a worker's memory, as many at a time as the worker has threads.
+"""Loads experts out of a checkpoint into a worker's memory, as many at a time as the worker has
+threads.
 
-Reading and packing run in C++ without the GIL and are bound by memory; one thread does not reach its bandwidth.
+Reading and packing run in C++ without the GIL and are bound by memory; one thread does not reach
+its bandwidth.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -33,9 +35,11 @@ def load_experts(
     threads: int,
     report: Callable[[int], None] = lambda _count: None,
 ) -> None:
-    """Fills a defined shard with `experts` (ascending ids). `report` gets their number so far, on the caller's thread.
+    """Fills a defined shard with `experts` (ascending ids). `report` gets their number so far, on
+    the caller's thread.
 
-    Errors: CheckpointError naming file and tensor, UnsupportedError naming the format. The first one ends the loading.
+    Errors: CheckpointError naming file and tensor, UnsupportedError naming the format. The first
+    one ends the loading.
     """
     for index in range(len(checkpoint.files)):
         checkpoint.mapped_file(index)  # once, before threads ask for the same
@@ -59,7 +63,9 @@ def load_experts(
 
 
 def _where(checkpoint: Checkpoint, ffn: FfnSpec, expert: int, text: str) -> str:
-    """File and tensor of a matrix that the core calls wrong; nothing where the text already has them."""
+    """File and tensor of a matrix that the core calls wrong; nothing where the text already has
+    them.
+    """
     found = _MATRIX.search(text)
     patterns: dict[str, TensorPattern | None] = {"gate": ffn.gate_tensor, "up": ffn.up_tensor, "down": ffn.down_tensor}
     pattern = patterns[found[1]] if found else None

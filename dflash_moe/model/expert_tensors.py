@@ -1,4 +1,5 @@
-"""Where one expert's matrices and biases lie in a checkpoint, as `_core.Worker.load_expert` takes them.
+"""Where one expert's matrices and biases lie in a checkpoint, as `_core.Worker.load_expert` takes
+them.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -31,7 +32,8 @@ class _Place:
 def expert_sources(checkpoint: Checkpoint, ffn: FfnSpec, expert_id: int) -> dict[str, Any]:
     """Arguments of `_core.Worker.load_expert` that point into the mapped files.
 
-    CheckpointError naming tensor, found and expected shape; UnsupportedError naming a format no kernel reads.
+    CheckpointError naming tensor, found and expected shape; UnsupportedError naming a format no
+    kernel reads.
     """
     inner = (ffn.intermediate_size, ffn.in_size)
     outer = (ffn.out_size, ffn.intermediate_size)
@@ -46,7 +48,9 @@ def expert_sources(checkpoint: Checkpoint, ffn: FfnSpec, expert_id: int) -> dict
 
 
 def check_expert(checkpoint: Checkpoint, ffn: FfnSpec, expert_id: int) -> tuple[str, str]:
-    """The formats that hold gate and up, and down, exactly, after the checks of `expert_sources`; maps nothing."""
+    """The formats that hold gate and up, and down, exactly, after the checks of `expert_sources`;
+    maps nothing.
+    """
     inner, outer = (ffn.intermediate_size, ffn.in_size), (ffn.out_size, ffn.intermediate_size)
 
     def found(pattern: TensorPattern | None, outputs: int, inputs: int) -> list[str]:
@@ -132,7 +136,9 @@ def _selection(part: str, outputs: int) -> tuple[int, int, int]:
 
 
 def _matrix(checkpoint: Checkpoint, pattern: TensorPattern | None, expert_id: int, outputs: int, inputs: int) -> Any:
-    """A MatrixSource of `_core`: floats with strides in elements, blocks with the step of a row in bytes."""
+    """A MatrixSource of `_core`: floats with strides in elements, blocks with the step of a row in
+    bytes.
+    """
     if pattern is None:
         return None
     place = _locate_matrix(checkpoint, pattern, expert_id, outputs, inputs)

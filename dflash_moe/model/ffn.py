@@ -1,6 +1,8 @@
-"""One expert's formula and where its matrices lie in the checkpoint. The host derives it; workers get it as closed-schema data.
+"""One expert's formula and where its matrices lie in the checkpoint. The host derives it; workers
+get it as closed-schema data.
 
-The formula is the one of csrc/compute/ffn_spec.h. Nothing from the wire is used before `FfnSpec.from_wire` checked it.
+The formula is the one of csrc/compute/ffn_spec.h. Nothing from the wire is used before
+`FfnSpec.from_wire` checked it.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -27,9 +29,9 @@ MAX_NAME = 256  # longer than any tensor name in use; bounds what a peer can mak
 class TensorPattern:
     """Which tensor holds a matrix or bias of every expert, and which part of it.
 
-    A packed tensor has the experts as its first dimension; otherwise `name` contains `{expert}`. Then follow [outputs, inputs],
-    or [inputs, outputs] where `is_transposed`; a bias has [outputs] only. `part` selects along the outputs: a half, or every
-    other one.
+    A packed tensor has the experts as its first dimension; otherwise `name` contains `{expert}`.
+    Then follow [outputs, inputs], or [inputs, outputs] where `is_transposed`; a bias has [outputs]
+    only. `part` selects along the outputs: a half, or every other one.
     """
 
     name: str
@@ -60,7 +62,9 @@ class TensorPattern:
         return pattern
 
     def check_name(self, field: str) -> None:
-        """ProtocolError unless the name is bounded printable text with `{expert}` exactly where it must be."""
+        """ProtocolError unless the name is bounded printable text with `{expert}` exactly where it
+        must be.
+        """
         name = self.name
         if type(name) is not str or not 1 <= len(name) <= MAX_NAME or not name.isascii() or not name.isprintable():
             raise _refused(f"{field}.name", name, f"1..{MAX_NAME} printable ASCII characters")
@@ -74,7 +78,9 @@ class TensorPattern:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FfnSpec:
-    """What one expert computes, and the tensors it computes with. Widths in elements; formulas in csrc/compute/ffn_spec.h."""
+    """What one expert computes, and the tensors it computes with. Widths in elements; formulas in
+    csrc/compute/ffn_spec.h.
+    """
 
     in_size: int
     intermediate_size: int
@@ -116,7 +122,9 @@ class FfnSpec:
         return values + (self.out_size if self.has_down_bias else 0)
 
     def stored_bytes(self, weight_dtype: str) -> int:
-        """Bytes of one expert in a checkpoint in `weight_dtype`: a format, or gate's and up's and down's joined by `+`."""
+        """Bytes of one expert in a checkpoint in `weight_dtype`: a format, or gate's and up's and
+        down's joined by `+`.
+        """
         return self._num_bytes(weight_dtype, WeightFormat.stored_bytes)
 
     def resident_bytes(self, weight_dtype: str) -> int:
@@ -158,7 +166,9 @@ class FfnSpec:
 
     @classmethod
     def from_wire(cls, wire: Any) -> FfnSpec:
-        """Rebuilds what `to_wire` wrote. ProtocolError naming the first field that is unknown, missing or out of bounds."""
+        """Rebuilds what `to_wire` wrote. ProtocolError naming the first field that is unknown,
+        missing or out of bounds.
+        """
         if type(wire) is not dict:
             raise _refused("ffn", wire, "a map")
         for key in wire:

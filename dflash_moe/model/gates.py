@@ -1,7 +1,8 @@
 """Recognises an experts module's activation and gate among the formulas our kernels compute.
 
-Activations are accepted by identity from a list; gates written by a class itself are compared number by number with every
-formula its own constants allow. Anything else is refused by class and field.
+Activations are accepted by identity from a list; gates written by a class itself are compared
+number by number with every formula its own constants allow. Anything else is refused by class and
+field.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -16,7 +17,8 @@ from typing import Any
 from dflash_moe.errors import UnsupportedError
 from dflash_moe.model.ffn import ACTIVATIONS
 
-# transformers' names of the activations we have. The tanh forms differ from each other by rounding only.
+# transformers' names of the activations we have. The tanh forms differ from each other by rounding
+# only.
 _KNOWN_ACTIVATIONS = {
     "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_python": "gelu", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh", "gelu_python_tanh": "gelu_tanh", "gelu_accurate": "gelu_tanh", "relu": "relu",
@@ -26,15 +28,18 @@ _KNOWN_ACTIVATIONS = {
 # Where gate and up lie in the output of the first projection.
 _LAYOUTS = (("first_half", "second_half"), ("even", "odd"), ("second_half", "first_half"), ("odd", "even"))
 
-# A gate agrees when every value does to this fraction of the largest: float32 arithmetic inside a class passes, another formula
-# does not (the two forms of GELU, the closest pair, differ by 1e-4 of a value of this size).
+# A gate agrees when every value does to this fraction of the largest: float32 arithmetic inside a
+# class passes, another formula does not (the two forms of GELU, the closest pair, differ by 1e-4 of
+# a value of this size).
 _TOLERANCE = 2e-6
 _NUM_VALUES = 512
 
 
 @dataclass(frozen=True, slots=True)
 class Formula:
-    """h = gate(g, u) as in csrc/compute/ffn_spec.h, and which part of the first projection's outputs g and u are."""
+    """h = gate(g, u) as in csrc/compute/ffn_spec.h, and which part of the first projection's
+    outputs g and u are.
+    """
 
     activation: str
     gate: str
@@ -74,7 +79,9 @@ def activate(name: str, x: Any) -> Any:
 
 
 def recognise(module: Any) -> Formula:
-    """The formula of an experts module (on any device; no parameter is read). UnsupportedError naming class and field."""
+    """The formula of an experts module (on any device; no parameter is read). UnsupportedError
+    naming class and field.
+    """
     from transformers.integrations import moe
 
     kind = type(module).__name__

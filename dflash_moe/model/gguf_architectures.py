@@ -1,7 +1,9 @@
-"""GGUF models as transformers has them: the configuration out of the metadata, and what becomes of the tensors' names.
+"""GGUF models as transformers has them: the configuration out of the metadata, and what becomes of
+the tensors' names.
 
-GGUF has llama.cpp's names, so this is the one place that knows architectures by name: transformers' own tables where it has
-them, and ours for those whose experts its older reader would widen all at once.
+GGUF has llama.cpp's names, so this is the one place that knows architectures by name: transformers'
+own tables where it has them, and ours for those whose experts its older reader would widen all at
+once.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -72,7 +74,9 @@ _GPT_OSS_NAMES = (
 
 @dataclass(frozen=True, slots=True)
 class _Family:
-    """What metadata cannot say: the model type in transformers, settings llama.cpp has in its code, names, experts' layout."""
+    """What metadata cannot say: the model type in transformers, settings llama.cpp has in its code,
+    names, experts' layout.
+    """
 
     model_type: str
     settings: dict[str, Any]
@@ -82,7 +86,9 @@ class _Family:
 
 
 def gguf_config(checkpoint: Checkpoint) -> Any:
-    """The transformers configuration. UnsupportedError naming the architecture, CheckpointError naming a missing key."""
+    """The transformers configuration. UnsupportedError naming the architecture, CheckpointError
+    naming a missing key.
+    """
     from transformers import AutoConfig
 
     metadata = checkpoint.config()
@@ -106,7 +112,9 @@ def gguf_conversion(checkpoint: Checkpoint, config: Any) -> list[Any]:
 
 
 def _transformers_tables() -> tuple[dict[str, Any], dict[str, Any]]:
-    """Configurations and weight transforms by GGUF architecture, of versions of transformers that have them."""
+    """Configurations and weight transforms by GGUF architecture, of versions of transformers that
+    have them.
+    """
     try:
         from transformers.integrations.gguf.gguf_config_mapping import GGUF_CONFIG_ARCHS
         from transformers.integrations.gguf.gguf_conversion_mapping import GGUF_ARCHS
@@ -156,7 +164,9 @@ def _rope_scaling(checkpoint: Checkpoint, name: str, metadata: dict[str, Any]) -
 
 
 def _expert_width(checkpoint: Checkpoint, kind: str) -> int:
-    """The intermediate width of routed (`exps`) or shared (`shexp`) experts, as the tensors have it; older files do not say."""
+    """The intermediate width of routed (`exps`) or shared (`shexp`) experts, as the tensors have
+    it; older files do not say.
+    """
     for name, info in checkpoint.tensors.items():
         if name.endswith(f".ffn_up_{kind}.weight") and len(info.shape) >= 2:
             return info.shape[-2]

@@ -1,7 +1,9 @@
-"""Reads and checks the header of a GGUF file (versions 2 and 3, little-endian): metadata, and where each tensor lies.
+"""Reads and checks the header of a GGUF file (versions 2 and 3, little-endian): metadata, and where
+each tensor lies.
 
-Total: any bytes give a header or a CheckpointError. Lengths and counts are compared with the bytes left in the file before
-anything is allocated for them, so that nothing larger than the file is. No weights are touched.
+Total: any bytes give a header or a CheckpointError. Lengths and counts are compared with the bytes
+left in the file before anything is allocated for them, so that nothing larger than the file is. No
+weights are touched.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -25,9 +27,11 @@ MAX_EXTENT = 1 << 48
 MAX_NAME_BYTES = 256  # of a tensor; the format says 64, files in use stay below that
 MAX_KEY_BYTES = 1 << 16  # the format's own bound
 MAX_NESTING = 4  # arrays in arrays; files in use have none
-MAX_KEPT_ITEMS = 4096  # of a list of numbers: settings per layer are kept, scores of a vocabulary are not
+# of a list of numbers: settings per layer are kept, scores of a vocabulary are not
+MAX_KEPT_ITEMS = 4096
 
-# ggml's type numbers: name, values of a block, bytes of a block. Also those no kernel reads: their place in the file counts.
+# ggml's type numbers: name, values of a block, bytes of a block. Also those no kernel reads: their
+# place in the file counts.
 BLOCK_TYPES = {
     0: ("F32", 1, 4), 1: ("F16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22), 7: ("Q5_1", 32, 24),
     8: ("Q8_0", 32, 34), 9: ("Q8_1", 32, 40), 10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110), 12: ("Q4_K", 256, 144),
@@ -47,7 +51,9 @@ _LEAST_TENSOR_BYTES = 8 + 4 + 4 + 8  # a tensor: name length, number of dimensio
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """`metadata` has numbers, texts and short lists of numbers; a list of texts, or a long one, is its length."""
+    """`metadata` has numbers, texts and short lists of numbers; a list of texts, or a long one, is
+    its length.
+    """
 
     metadata: dict[str, Any]
     tensors: dict[str, TensorInfo]
@@ -55,7 +61,9 @@ class GgufHeader:
 
 
 def read_gguf_header(path: Path, file: int) -> GgufHeader:
-    """The header of one file. CheckpointError naming the file and the tensor or key that is wrong."""
+    """The header of one file. CheckpointError naming the file and the tensor or key that is
+    wrong.
+    """
     try:
         with path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _Reader(path, data).header(file)

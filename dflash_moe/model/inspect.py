@@ -1,4 +1,5 @@
-"""What `model inspect` says of a checkpoint: layers, experts, bytes, what fits where, and whether it is supported or why not.
+"""What `model inspect` says of a checkpoint: layers, experts, bytes, what fits where, and whether
+it is supported or why not.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -52,7 +53,9 @@ class Inspection:
         return self.spec.layers if self.spec is not None else ()
 
     def fits(self) -> dict[int, float]:
-        """For a worker's memory in GiB: the fraction of all routed experts it can hold; ends with the first that holds all."""
+        """For a worker's memory in GiB: the fraction of all routed experts it can hold; ends with
+        the first that holds all.
+        """
         found: dict[int, float] = {}
         resident = self.resident_bytes()["auto"]
         for gib in WORKER_GIB if resident else ():
@@ -87,7 +90,9 @@ class Inspection:
 
 
 def inspect_model(path: Path) -> Inspection:
-    """Looks at a checkpoint without touching its weights. CheckpointError when it is not one or is damaged."""
+    """Looks at a checkpoint without touching its weights. CheckpointError when it is not one or is
+    damaged.
+    """
     checkpoint = Checkpoint.open(path)
     config = checkpoint.config()
     spec, reason = None, None

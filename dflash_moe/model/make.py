@@ -1,7 +1,9 @@
-"""Random-weight checkpoints of real transformers architectures, with a byte-level tokenizer: what tests and benches run on.
+"""Random-weight checkpoints of real transformers architectures, with a byte-level tokenizer: what
+tests and benches run on.
 
-Sizes are set through the fields an architecture's configuration has, found by their usual names. Weights are scaled so that
-the routing spreads over all experts; that is measured before anything is written.
+Sizes are set through the fields an architecture's configuration has, found by their usual names.
+Weights are scaled so that the routing spreads over all experts; that is measured before anything is
+written.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -26,7 +28,8 @@ MIN_POSITIONS = 8192
 _EXPERTS_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_moe_experts")
 _TOP_K_FIELDS = ("num_experts_per_tok", "moe_k", "moe_topk", "moe_top_k", "top_k_experts", "num_experts_per_token")
 
-# An expert may get this many times more or fewer tokens than its share, beyond what chance explains.
+# An expert may get this many times more or fewer tokens than its share, beyond what chance
+# explains.
 _BALANCE_FACTOR = 3.0
 _CENTRING_ROUNDS = 2  # centring a layer's router changes the inputs of the later ones
 _TOKENS_PER_EXPERT = 64
@@ -62,7 +65,9 @@ class MakeOptions:
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """What was written. `least_used` and `most_used` are the experts' shares of tokens over the even share, over all layers."""
+    """What was written. `least_used` and `most_used` are the experts' shares of tokens over the
+    even share, over all layers.
+    """
 
     directory: Path
     class_name: str
@@ -72,7 +77,9 @@ class Made:
 
 
 def make_checkpoint(options: MakeOptions, directory: Path) -> Made:
-    """Writes safetensors, config and tokenizer into `directory`, which must be new or empty. ConfigError, DflashError."""
+    """Writes safetensors, config and tokenizer into `directory`, which must be new or empty.
+    ConfigError, DflashError.
+    """
     options.check()
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise ConfigError(f"--out {directory}: exists and is not an empty directory; name a new one")
@@ -110,7 +117,9 @@ def build_model(options: MakeOptions) -> Any:
 
 
 def build_config(options: MakeOptions) -> Any:
-    """The architecture's configuration with the wanted sizes. ConfigError for an architecture that transformers lacks."""
+    """The architecture's configuration with the wanted sizes. ConfigError for an architecture that
+    transformers lacks.
+    """
     from transformers import CONFIG_MAPPING
 
     if options.arch not in CONFIG_MAPPING:
@@ -177,7 +186,8 @@ def _sizes(text: Any, options: MakeOptions) -> dict[str, Any]:
 def _width_of_mlp(fields: dict[str, Any], options: MakeOptions) -> dict[str, int]:
     size = options.moe_intermediate_size
     if "moe_intermediate_size" in fields:
-        return {"moe_intermediate_size": size, "intermediate_size": 2 * size}  # the latter is that of dense layers
+        # the latter is that of dense layers
+        return {"moe_intermediate_size": size, "intermediate_size": 2 * size}
     return {"intermediate_size": size}
 
 
@@ -194,7 +204,9 @@ def _head_sizes(fields: dict[str, Any], head_dim: int) -> dict[str, int | None]:
 
 
 def randomise(model: Any) -> None:
-    """Fills matrices so that outputs have about the variance of inputs, embeddings and biases at random; the rest stays."""
+    """Fills matrices so that outputs have about the variance of inputs, embeddings and biases at
+    random; the rest stays.
+    """
     import torch
 
     with torch.no_grad():
@@ -209,7 +221,8 @@ def _randomise_module(module: Any) -> None:
         if value is None:
             continue
         if name.endswith("bias"):
-            if "weight" in module._parameters or name.endswith("proj_bias"):  # not a router's correction, which is to stay 0
+            # not a router's correction, which is to stay 0
+            if "weight" in module._parameters or name.endswith("proj_bias"):
                 value.normal_(0.0, 0.1)
         elif isinstance(module, torch.nn.Embedding):
             value.normal_(0.0, 1.0)
@@ -219,7 +232,9 @@ def _randomise_module(module: Any) -> None:
 
 
 def centre_routers(model: Any, options: MakeOptions) -> None:
-    """Makes every router blind to the mean of its inputs, which would pull all tokens to the same experts."""
+    """Makes every router blind to the mean of its inputs, which would pull all tokens to the same
+    experts.
+    """
     import torch
 
     for _ in range(_CENTRING_ROUNDS):
@@ -246,13 +261,16 @@ def _routed_calls(model: Any, options: MakeOptions) -> list[ExpertsCall]:
             model(input_ids=input_ids, use_cache=False)
     except DflashError:
         raise
-    except Exception as error:  # sizes that fit together for the constructor may not for the forward pass
+    # sizes that fit together for the constructor may not for the forward pass
+    except Exception as error:
         raise UnsupportedError(f"{type(model).__name__}: does not run with these sizes: {_one_line(error)}") from error
     return calls
 
 
 def check_routing(model: Any, options: MakeOptions) -> tuple[float, float]:
-    """(least, most): tokens an expert gets on random text over its even share. DflashError when a layer is out of balance."""
+    """(least, most): tokens an expert gets on random text over its even share. DflashError when a
+    layer is out of balance.
+    """
     import torch
 
     num_experts = options.num_experts
@@ -261,7 +279,8 @@ def check_routing(model: Any, options: MakeOptions) -> tuple[float, float]:
     shares = [found.double() / (found.sum() / options.num_experts) for found in counts]
     least, most = min(float(share.min()) for share in shares), max(float(share.max()) for share in shares)
     share = min(float(found.sum()) / num_experts for found in counts)
-    chance = 0.0 if share >= _TOKENS_PER_EXPERT / 2 else 3.0 / share**0.5  # three deviations of a count that small
+    # three deviations of a count that small
+    chance = 0.0 if share >= _TOKENS_PER_EXPERT / 2 else 3.0 / share**0.5
     if least < max(0.0, 1 / _BALANCE_FACTOR - chance) or most > _BALANCE_FACTOR + chance:
         raise DflashError(
             f"the made model's routing is not even: experts get {least:.2f} to {most:.2f} times their share of the tokens; "
@@ -271,7 +290,9 @@ def check_routing(model: Any, options: MakeOptions) -> tuple[float, float]:
 
 
 def write_tokenizer(directory: Path) -> None:
-    """A tokenizer with one token per byte and an end-of-text token; any text encodes, and decodes to itself."""
+    """A tokenizer with one token per byte and an end-of-text token; any text encodes, and decodes
+    to itself.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

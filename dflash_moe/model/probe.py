@@ -1,6 +1,8 @@
-"""Confirms a derived FfnSpec: the experts class itself, with toy weights, must compute what our reference computes.
+"""Confirms a derived FfnSpec: the experts class itself, with toy weights, must compute what our
+reference computes.
 
-A description that is wrong in any way - layout, bias, gate, order - is found here, before a worker starts.
+A description that is wrong in any way - layout, bias, gate, order - is found here, before a worker
+starts.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -22,11 +24,14 @@ from dflash_moe.model.tensor_names import take_part
 _NUM_ROWS = 24
 _TOP_K = 3
 _NUM_EXPERTS = 6  # that rows are sent to
-_TOLERANCE = 2e-5  # of a row's largest value: classes that compute parts in float32 pass, another formula does not
+# of a row's largest value: classes that compute parts in float32 pass, another formula does not
+_TOLERANCE = 2e-5
 
 
 def confirm(module: Any, ffn: FfnSpec, formula: Formula) -> None:
-    """UnsupportedError naming the class when its eager forward and our reference differ on toy weights."""
+    """UnsupportedError naming the class when its eager forward and our reference differ on toy
+    weights.
+    """
     import torch
 
     kind = type(module).__name__
@@ -42,7 +47,8 @@ def confirm(module: Any, ffn: FfnSpec, formula: Formula) -> None:
     num_experts = module._parameters["down_proj"].shape[0]
     used = min(num_experts, _NUM_EXPERTS)
     rows = torch.randn(_NUM_ROWS, toy_ffn.in_size, generator=generator)
-    rows *= torch.tensor([0.5, 2.0, 8.0]).repeat(_NUM_ROWS // 3)[:, None]  # small, usual, and past the limits of gates
+    # small, usual, and past the limits of gates
+    rows *= torch.tensor([0.5, 2.0, 8.0]).repeat(_NUM_ROWS // 3)[:, None]
     top_k = min(_TOP_K, used)
     ids = torch.stack([torch.randperm(used, generator=generator)[:top_k] for _ in range(_NUM_ROWS)])
     weights = torch.rand(_NUM_ROWS, top_k, generator=generator) + 0.1
@@ -64,7 +70,9 @@ def confirm(module: Any, ffn: FfnSpec, formula: Formula) -> None:
 
 
 def _toy_module(module: Any, shrink: Shrink, generator: Any) -> Any:
-    """A copy on the CPU with toy widths and random float64 parameters; the original keeps its own."""
+    """A copy on the CPU with toy widths and random float64 parameters; the original keeps its
+    own.
+    """
     import torch
 
     toy = copy.copy(module)

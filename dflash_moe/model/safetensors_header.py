@@ -1,6 +1,8 @@
-"""Reads and checks the header of a safetensors file: what tensors it has, where, of what shape. No weights are touched.
+"""Reads and checks the header of a safetensors file: what tensors it has, where, of what shape. No
+weights are touched.
 
-Format: u64 little-endian length, a JSON map, then the data. A header is believed only where it agrees with itself and the file.
+Format: u64 little-endian length, a JSON map, then the data. A header is believed only where it
+agrees with itself and the file.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -19,7 +21,8 @@ MAX_HEADER_BYTES = 100_000_000  # the format's own bound
 MAX_DIMENSIONS = 8
 MAX_EXTENT = 1 << 48  # keeps the product of MAX_DIMENSIONS checked one by one far from nonsense
 
-# Bits of one element. A dtype that is not here has a length we cannot check, so its tensors cannot be used.
+# Bits of one element. A dtype that is not here has a length we cannot check, so its tensors cannot
+# be used.
 DTYPE_BITS = {
     "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8,
     "U16": 16, "I16": 16, "F16": 16, "BF16": 16, "U32": 32, "I32": 32, "F32": 32, "U64": 64, "I64": 64, "F64": 64, "C64": 64,

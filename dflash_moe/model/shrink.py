@@ -1,6 +1,8 @@
-"""Toy sizes that keep what matters of a model's widths: equal stays equal, half stays half, and all are even.
+"""Toy sizes that keep what matters of a model's widths: equal stays equal, half stays half, and all
+are even.
 
-Used where the structure of the experts is examined (which element goes where, what a class computes), not their values.
+Used where the structure of the experts is examined (which element goes where, what a class
+computes), not their values.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -9,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-# Doubled primes: no product of one with a power of two equals that of another, so widths that differ stay different.
+# Doubled primes: no product of one with a power of two equals that of another, so widths that
+# differ stay different.
 _BASES = (6, 10, 14, 22, 26, 34, 38, 46, 58, 62)
 
 
@@ -21,7 +24,9 @@ class Shrink:
 
     @classmethod
     def for_widths(cls, widths: Iterable[int]) -> Shrink:
-        """A toy size for every width: twice that of its half where the half is a width too, else one of its own."""
+        """A toy size for every width: twice that of its half where the half is a width too, else
+        one of its own.
+        """
         toy_sizes: dict[int, int] = {}
         bases = iter(_BASES)
         for width in sorted(set(widths)):

@@ -1,4 +1,5 @@
-"""The layers with routed experts of a checkpoint: sizes, formula and tensor names, derived from the model itself.
+"""The layers with routed experts of a checkpoint: sizes, formula and tensor names, derived from the
+model itself.
 
 The model is built on the meta device; nothing depends on a list of families (docs/architecture.md).
 SPDX-License-Identifier: Apache-2.0
@@ -20,17 +21,19 @@ from dflash_moe.model.gates import Formula, recognise
 from dflash_moe.model.tensor_names import Conversion
 from dflash_moe.model.weight_formats import FLOATS, common_format, join_formats, resident_formats
 
-QUANTISED_DTYPE = "bf16"  # the host's model where the checkpoint names no dtype: what models with block formats were trained in
+# the host's model where the checkpoint names no dtype: what models with block formats were trained
+# in
+QUANTISED_DTYPE = "bf16"
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
     """One layer's routed experts.
 
-    `index` is what callers and the wire name the layer by: the decoder layer's number where the model has one stack, else its
-    place in the table. `name` is the experts module's qualified name. `top_k` is for sizing only. `weight_dtype` is the format
-    the weights are stored in and a worker keeps (`weight_formats.join_formats`); `expert_bytes` are those of one expert in the
-    checkpoint.
+    `index` is what callers and the wire name the layer by: the decoder layer's number where the
+    model has one stack, else its place in the table. `name` is the experts module's qualified name.
+    `top_k` is for sizing only. `weight_dtype` is the format the weights are stored in and a worker
+    keeps (`weight_formats.join_formats`); `expert_bytes` are those of one expert in the checkpoint.
     """
 
     index: int
@@ -62,9 +65,11 @@ class ModelSpec:
 
 
 def model_spec(path: str | Path, dtype: str | None = None) -> ModelSpec:
-    """Derives the layers of the checkpoint at `path`; the model runs in `dtype` (default: what the checkpoint says).
+    """Derives the layers of the checkpoint at `path`; the model runs in `dtype` (default: what the
+    checkpoint says).
 
-    Errors: CheckpointError naming file and tensor, UnsupportedError naming class and field, ConfigError for the dtype.
+    Errors: CheckpointError naming file and tensor, UnsupportedError naming class and field,
+    ConfigError for the dtype.
     """
     if dtype is not None and dtype not in FLOATS:
         raise ConfigError(f"dtype {dtype!r} is not allowed; choose from {', '.join(FLOATS)}")
@@ -83,7 +88,9 @@ def model_spec(path: str | Path, dtype: str | None = None) -> ModelSpec:
 
 
 def layer_numbers(names: tuple[str, ...]) -> tuple[int, ...]:
-    """The number of each layer: the one integer in which the names differ, else (several stacks) the place in the table."""
+    """The number of each layer: the one integer in which the names differ, else (several stacks)
+    the place in the table.
+    """
     split = [name.split(".") for name in names]
     places = [place for place, part in enumerate(split[0]) if part.isdigit()]
     for place in places:
@@ -93,9 +100,7 @@ def layer_numbers(names: tuple[str, ...]) -> tuple[int, ...]:
     return tuple(range(len(names)))
 
 
-def _layer(
-    index: int, name: str, module: Any, ffn: FfnSpec, architecture: Architecture, checkpoint: Checkpoint
-) -> LayerSpec:
+def _layer(index: int, name: str, module: Any, ffn: FfnSpec, architecture: Architecture, checkpoint: Checkpoint) -> LayerSpec:
     num_experts = int(module._parameters["down_proj"].shape[0])
     formats = {check_expert(checkpoint, ffn, expert_id) for expert_id in range(num_experts)}
     # Kept as stored, whatever the model runs in.
@@ -183,7 +188,9 @@ def _model_dtype(config: Any) -> str | None:
 
 
 def _top_k(name: str, architecture: Architecture) -> int:
-    """Experts per token, from the routing module beside the experts or the configuration; all of them when neither says."""
+    """Experts per token, from the routing module beside the experts or the configuration; all of
+    them when neither says.
+    """
     block = architecture.model.get_submodule(name.rpartition(".")[0])
     owners = [block, *block.children(), architecture.experts[name], architecture.config.get_text_config()]
     for owner in owners:

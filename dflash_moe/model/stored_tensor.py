@@ -21,7 +21,8 @@ class ScaleInfo:
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """Where a tensor lies: file (index into `Checkpoint.files`), byte offset in it, dtype by the file format's name, shape.
+    """Where a tensor lies: file (index into `Checkpoint.files`), byte offset in it, dtype by the
+    file format's name, shape.
 
     The last dimension varies fastest. `scales` is there where the values mean nothing without them.
     """

@@ -1,7 +1,9 @@
-"""Finds where each element of an experts parameter comes from in the checkpoint, by tracing transformers' own conversion.
+"""Finds where each element of an experts parameter comes from in the checkpoint, by tracing
+transformers' own conversion.
 
-The loader's renamings and operations run on small tensors of coordinates instead of weights; the result is matched against the
-patterns a worker can follow. So every layout the loader can convert is either understood exactly or refused by name.
+The loader's renamings and operations run on small tensors of coordinates instead of weights; the
+result is matched against the patterns a worker can follow. So every layout the loader can convert
+is either understood exactly or refused by name.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -26,7 +28,9 @@ _TENSOR_STEP = 1 << 40
 
 @dataclass(slots=True)
 class _Recipe:
-    """How the loader makes one parameter: a converter (None: a plain renaming) and its sources by pattern, in loading order."""
+    """How the loader makes one parameter: a converter (None: a plain renaming) and its sources by
+    pattern, in loading order.
+    """
 
     converter: Any
     sources: dict[str, list[str]] = field(default_factory=dict)
@@ -37,7 +41,9 @@ class _Recipe:
 
 @dataclass(slots=True)
 class Conversion:
-    """The loader's recipes for all parameters of a model on the meta device that the checkpoint has tensors for."""
+    """The loader's recipes for all parameters of a model on the meta device that the checkpoint has
+    tensors for.
+    """
 
     model: Any
     checkpoint: Checkpoint
@@ -68,10 +74,12 @@ class Conversion:
     def patterns(
         self, parameter: str, shape: tuple[int, ...], parts: Mapping[str, str], *, is_transposed: bool
     ) -> dict[str, TensorPattern]:
-        """For each label in `parts`: the pattern that yields that part ("all", "first_half" ...) of the parameter's outputs.
+        """For each label in `parts`: the pattern that yields that part ("all", "first_half" ...) of
+        the parameter's outputs.
 
-        `shape` is the parameter's: [experts, outputs, inputs], [experts, inputs, outputs] where `is_transposed`, or
-        [experts, outputs] for a bias. CheckpointError when the checkpoint lacks it, UnsupportedError when no pattern fits.
+        `shape` is the parameter's: [experts, outputs, inputs], [experts, inputs, outputs] where
+        `is_transposed`, or [experts, outputs] for a bias. CheckpointError when the checkpoint lacks
+        it, UnsupportedError when no pattern fits.
         """
         ties = getattr(self.model, "all_tied_weights_keys", None) or {}
         if parameter not in self.recipes and ties.get(parameter) in self.recipes:
@@ -93,7 +101,9 @@ class Conversion:
         return found
 
     def _recipe_for(self, parameter: str) -> tuple[str, _Recipe]:
-        """The recipe that makes `parameter`, and the target it is listed under: the first one, where it makes several."""
+        """The recipe that makes `parameter`, and the target it is listed under: the first one,
+        where it makes several.
+        """
         recipe = self.recipes.get(parameter)
         if recipe is not None:
             return parameter, recipe
@@ -106,9 +116,7 @@ class Conversion:
             "config.json describes"
         )
 
-    def _trace(
-        self, target: str, parameter: str, recipe: _Recipe, layout: _Layout, *, is_transposed: bool
-    ) -> Any:
+    def _trace(self, target: str, parameter: str, recipe: _Recipe, layout: _Layout, *, is_transposed: bool) -> Any:
         """The parameter, made of coordinates instead of weights."""
         import torch
 
@@ -157,7 +165,9 @@ class _Layout:
         return cls(names, toy, is_packed, shrink)
 
     def match(self, traced: Any) -> TensorPattern | None:
-        """The pattern whose coordinates are those of `traced` [experts, outputs(, inputs)], element for element."""
+        """The pattern whose coordinates are those of `traced` [experts, outputs(, inputs)], element
+        for element.
+        """
         numbers = traced.flatten(1)[:, 0].div(_TENSOR_STEP, rounding_mode="floor").tolist()
         name = self._name_pattern(numbers)
         if name is None:
@@ -210,7 +220,9 @@ def _mapping(model: Any, checkpoint: Checkpoint) -> list[Any]:
 
 
 def take_part(values: Any, part: str) -> Any:
-    """The part of `values` [experts, outputs, ...] along the outputs, of which there is an even number unless part is "all"."""
+    """The part of `values` [experts, outputs, ...] along the outputs, of which there is an even
+    number unless part is "all".
+    """
     outputs = values.shape[1]
     if part == "all":
         return values

@@ -1,4 +1,5 @@
-"""The formats weights are stored and kept in: names, blocks, bytes, and which names checkpoint files have for them.
+"""The formats weights are stored and kept in: names, blocks, bytes, and which names checkpoint
+files have for them.
 
 Names and layouts are those of csrc/compute/weight_format.h. Blocks run along a row of inputs.
 SPDX-License-Identifier: Apache-2.0
@@ -15,9 +16,11 @@ MXFP4_BLOCK = 32
 
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
-    """`block` values take `block_bytes`; scales that lie apart add `scale_bytes` per `scale_outputs` x `scale_inputs`.
+    """`block` values take `block_bytes`; scales that lie apart add `scale_bytes` per
+    `scale_outputs` x `scale_inputs`.
 
-    In a worker's memory `record` inputs of an output take `record_bytes` (csrc/compute/cpu/panel_layout.h).
+    In a worker's memory `record` inputs of an output take `record_bytes`
+    (csrc/compute/cpu/panel_layout.h).
     """
 
     name: str
@@ -63,24 +66,30 @@ FORMATS = {
 }
 FLOATS = ("f32", "f16", "bf16")
 
-# What the files call them. FP8 and MXFP4 of safetensors are known by their scales (`scaled_tensors.py`).
+# What the files call them. FP8 and MXFP4 of safetensors are known by their scales
+# (`scaled_tensors.py`).
 STORED_NAMES = {
     "F32": "f32", "F16": "f16", "BF16": "bf16", "FP8_B128": "fp8_e4m3_b128", "MXFP4": "mxfp4", "Q8_0": "q8_0", "Q4_0": "q4_0",
     "Q4_K": "q4_k", "Q5_K": "q5_k", "Q6_K": "q6_k", "GGUF_MXFP4": "gguf_mxfp4", "IQ4_NL": "iq4_nl", "IQ4_XS": "iq4_xs",
 }  # fmt: skip
 
-# `workers[].weights`: what a worker keeps instead of the stored format. Only floats are requantised.
+# `workers[].weights`: what a worker keeps instead of the stored format. Only floats are
+# requantised.
 RESIDENT_CHOICES = {"auto": "", "int8": "int8_g32", "int4": "int4_g32"}
 
 
 def common_format(formats: Iterable[str]) -> str:
-    """The format that holds the values of all these exactly: their own where they agree, else f32."""
+    """The format that holds the values of all these exactly: their own where they agree, else
+    f32.
+    """
     found = set(formats)
     return found.pop() if len(found) == 1 else "f32"
 
 
 def join_formats(first: str, down: str) -> str:
-    """The formats of gate and up, and of down, as one text: one name where they agree, else `first+down`."""
+    """The formats of gate and up, and of down, as one text: one name where they agree, else
+    `first+down`.
+    """
     return first if first == down else f"{first}+{down}"
 
 
@@ -96,6 +105,8 @@ def is_requantised(weight_dtype: str) -> bool:
 
 
 def resident_formats(stored: str, weights: str) -> str:
-    """What a worker with `weights: auto | int8 | int4` keeps of an expert stored as `stored`, a text of `join_formats`."""
+    """What a worker with `weights: auto | int8 | int4` keeps of an expert stored as `stored`, a
+    text of `join_formats`.
+    """
     wanted = RESIDENT_CHOICES[weights]
     return join_formats(*(wanted if wanted and name in FLOATS else name for name in split_formats(stored)))

@@ -1,4 +1,5 @@
-"""Who holds which experts: shards and the policies that place them. Pure arithmetic over layer sizes and a topology.
+"""Who holds which experts: shards and the policies that place them. Pure arithmetic over layer
+sizes and a topology.
 
 SPDX-License-Identifier: Apache-2.0
 """

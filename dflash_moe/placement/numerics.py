@@ -1,4 +1,5 @@
-"""Numerics classes of a placement: which meet in one layer, and whether each takes the weights it gets (rules 2).
+"""Numerics classes of a placement: which meet in one layer, and whether each takes the weights it
+gets (rules 2).
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Of instructions that add products as their generation of cards does: a set of bits per architecture (decisions 18 and 19).
+# Of instructions that add products as their generation of cards does: a set of bits per
+# architecture (decisions 18 and 19).
 PER_ARCHITECTURE = ("bf16-mma", "bf16-mfma", "bf16-wmma", "f16-dot2")
 
 
@@ -34,7 +36,9 @@ def holder_classes(placement: Placement) -> dict[str, str]:
 
 
 def mixed_layers(placement: Placement) -> tuple[int, ...]:
-    """Positions of the layers whose experts are computed in more than one class, whatever cards will say of theirs."""
+    """Positions of the layers whose experts are computed in more than one class, whatever cards
+    will say of theirs.
+    """
     return tuple(at for at, shards in enumerate(placement.layers) if are_mixed(shard.numerics for shard in shards))
 
 
@@ -44,21 +48,27 @@ def are_mixed(classes: Iterable[str]) -> bool:
 
 
 def settle_classes(placement: Placement, classes: Mapping[str, str]) -> Placement:
-    """The placement with the class of each holder as that said once its card was open. `classes`: by name."""
+    """The placement with the class of each holder as that said once its card was open. `classes`:
+    by name.
+    """
     settled = (tuple(replace(shard, numerics=classes[shard.holder]) for shard in shards) for shards in placement.layers)
     return replace(placement, layers=tuple(settled))
 
 
 def describe_numerics(layers: Sequence[LayerSpec], placement: Placement, policy: str) -> dict[str, Any]:
-    """`policy` (the setting), `classes` by holder, and `mixed_layers`: indices of the layers that are computed in several."""
+    """`policy` (the setting), `classes` by holder, and `mixed_layers`: indices of the layers that
+    are computed in several.
+    """
     mixed = [layers[at].index for at in mixed_layers(placement)]
     return {"policy": policy, "classes": holder_classes(placement), "mixed_layers": mixed}
 
 
 def check_classes(layers: Sequence[LayerSpec], placement: Placement, topology: Topology, policy: str) -> None:
-    """Call before any worker starts, and again once cards have settled their classes. `policy`: `numerics`, exact or close.
+    """Call before any worker starts, and again once cards have settled their classes. `policy`:
+    `numerics`, exact or close.
 
-    Errors: TopologyError naming two holders of a layer and their classes, UnsupportedError for weights a class does not take.
+    Errors: TopologyError naming two holders of a layer and their classes, UnsupportedError for
+    weights a class does not take.
     """
     mixed = mixed_layers(placement)
     if mixed and policy == "exact":
@@ -79,9 +89,11 @@ def check_classes(layers: Sequence[LayerSpec], placement: Placement, topology: T
 
 
 def check_architectures(holders: Mapping[str, tuple[str, str]], policy: str) -> None:
-    """Call once every holder has said what it computes on. `holders`: name to (class, architecture).
+    """Call once every holder has said what it computes on. `holders`: name to (class,
+    architecture).
 
-    Errors: ConfigError naming two holders whose class has other bits on each of their architectures, unless `policy` is close.
+    Errors: ConfigError naming two holders whose class has other bits on each of their
+    architectures, unless `policy` is close.
     """
     first: dict[str, tuple[str, str]] = {}
     for name, (numerics, architecture) in holders.items():
@@ -104,7 +116,8 @@ def _check_format(layer: LayerSpec, shard: Shard, topology: Topology) -> None:
         for numerics in possible_classes(shard.numerics):
             _core.check_numerics(numerics, kept)
     except UnsupportedError as error:
-        asked = next((name for name, numerics in ACTIVATIONS.items() if numerics == shard.numerics), "bf16")  # of a card
+        # of a card
+        asked = next((name for name, numerics in ACTIVATIONS.items() if numerics == shard.numerics), "bf16")
         remedies = ["`activations: f32`"]
         if shard.holder != HOST and asked == "int8" and _takes(shard.numerics, layer.resident_dtype("int8")):
             remedies.insert(0, "`weights: int8`")

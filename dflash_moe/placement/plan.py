@@ -1,6 +1,8 @@
-"""Shards and the plan that assigns them: one shard per holder and layer, ids by smallest expert (rules.md 1).
+"""Shards and the plan that assigns them: one shard per holder and layer, ids by smallest expert
+(rules.md 1).
 
-Depends on layer sizes and the topology only, so that a plan exists before any weight is read or worker started.
+Depends on layer sizes and the topology only, so that a plan exists before any weight is read or
+worker started.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -38,10 +40,11 @@ class PlacedLayer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Experts of one layer that are computed and summed together. `holder` is a worker's name or HOST.
+    """Experts of one layer that are computed and summed together. `holder` is a worker's name or
+    HOST.
 
-    `weights` and `numerics` (the class it computes in) as that says. `layout`: packed in the holder's memory, or mapped: it
-    computes from the checkpoint's pages and needs none.
+    `weights` and `numerics` (the class it computes in) as that says. `layout`: packed in the
+    holder's memory, or mapped: it computes from the checkpoint's pages and needs none.
     """
 
     shard_id: int
@@ -54,9 +57,11 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """`layers[i]` are the shards of the i-th layer, ascending in shard id; every expert is in exactly one.
+    """`layers[i]` are the shards of the i-th layer, ascending in shard id; every expert is in
+    exactly one.
 
-    `expert_bytes[i]` are those of one expert of that layer, by the `weights` of the shards that hold it.
+    `expert_bytes[i]` are those of one expert of that layer, by the `weights` of the shards that
+    hold it.
     """
 
     layers: tuple[tuple[Shard, ...], ...]
@@ -77,10 +82,12 @@ class Placement:
 
 
 def plan_placement(layers: Sequence[PlacedLayer], topology: Topology) -> Placement:
-    """Places every expert of `layers` by the topology's policy. Deterministic: the same inputs give the same shards.
+    """Places every expert of `layers` by the topology's policy. Deterministic: the same inputs give
+    the same shards.
 
-    Errors: TopologyError (`file:line:`) for an expert that is placed nowhere or twice, naming layer, expert and workers, and
-    for a worker or a host budget that lacks memory, with the numbers.
+    Errors: TopologyError (`file:line:`) for an expert that is placed nowhere or twice, naming
+    layer, expert and workers, and for a worker or a host budget that lacks memory, with the
+    numbers.
     """
     assigned = policies.assign(layers, topology)
     weights = {worker.name: worker.weights for worker in topology.workers}
@@ -93,9 +100,11 @@ def plan_placement(layers: Sequence[PlacedLayer], topology: Topology) -> Placeme
 
 
 def _with_layouts(placement: Placement, topology: Topology) -> Placement:
-    """Marks the shards of workers that compute from the mapped checkpoint: because they say so, or for lack of memory.
+    """Marks the shards of workers that compute from the mapped checkpoint: because they say so, or
+    for lack of memory.
 
-    `weights_layout: auto` is packed where that fits `memory`. A worker that makes integers at load or computes on a card packs.
+    `weights_layout: auto` is packed where that fits `memory`. A worker that makes integers at load
+    or computes on a card packs.
     """
     needed = placement.bytes_by_holder()
     mapped = set()
@@ -138,7 +147,9 @@ def _check_memory(layers: Sequence[PlacedLayer], placement: Placement, topology:
 
 
 def _shortfall(layers: Sequence[PlacedLayer], placement: Placement, worker: WorkerSpec, needed: int) -> str:
-    """The message for a worker that got more than it has memory for; numbers in the largest fitting unit."""
+    """The message for a worker that got more than it has memory for; numbers in the largest fitting
+    unit.
+    """
     memory = worker.memory or 0
     counts = sorted({len(shard.experts) for _, shard in placement.shards_of(worker.name)})
     span = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"

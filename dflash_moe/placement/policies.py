@@ -1,6 +1,7 @@
 """The placement policies: even, memory, explicit, and the experts that the host keeps first.
 
-Each returns, per layer, holder -> expert ids. Contiguous ranges: neighbouring ids read neighbouring bytes of the checkpoint.
+Each returns, per layer, holder -> expert ids. Contiguous ranges: neighbouring ids read neighbouring
+bytes of the checkpoint.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -19,7 +20,9 @@ if TYPE_CHECKING:
 
 
 def assign(layers: Sequence[PlacedLayer], topology: Topology) -> list[dict[str, Sequence[int]]]:
-    """Holder -> expert ids for every layer, by `topology.placement.policy`. Errors: TopologyError."""
+    """Holder -> expert ids for every layer, by `topology.placement.policy`. Errors:
+    TopologyError.
+    """
     if topology.placement.policy == "explicit":
         return _explicit(layers, topology)
     kept = _kept_at_host(layers, topology)
@@ -31,12 +34,16 @@ def assign(layers: Sequence[PlacedLayer], topology: Topology) -> list[dict[str, 
 
 
 def host_budget(layers: Sequence[PlacedLayer], topology: Topology) -> int:
-    """Bytes of routed experts that may stay at the host; a percentage is one of all routed experts."""
+    """Bytes of routed experts that may stay at the host; a percentage is one of all routed
+    experts.
+    """
     return topology.host.experts_memory.resolve(sum(layer.num_experts * layer.resident_bytes("auto") for layer in layers))
 
 
 def _kept_at_host(layers: Sequence[PlacedLayer], topology: Topology) -> list[int]:
-    """Experts a layer that fit into the host's budget: one more in every layer at a time, so that layers differ by one."""
+    """Experts a layer that fit into the host's budget: one more in every layer at a time, so that
+    layers differ by one.
+    """
     budget = host_budget(layers, topology)
     kept = [0] * len(layers)
     open_layers = list(range(len(layers)))
@@ -57,7 +64,9 @@ def _even_counts(num_experts: int, topology: Topology) -> dict[str, int]:
 
 
 def _counts_by_memory(layers: Sequence[PlacedLayer], topology: Topology, kept: Sequence[int]) -> list[dict[str, int]]:
-    """Every layer is shared in proportion to the memory that each worker has left, so that all fill up together."""
+    """Every layer is shared in proportion to the memory that each worker has left, so that all fill
+    up together.
+    """
     left = {worker.name: worker.memory or 0 for worker in topology.workers}
     sizes = [{worker.name: layer.resident_bytes(worker.weights) for worker in topology.workers} for layer in layers]
     numbers = [layer.num_experts - at_host for layer, at_host in zip(layers, kept, strict=True)]
@@ -76,7 +85,9 @@ def _counts_by_memory(layers: Sequence[PlacedLayer], topology: Topology, kept: S
 
 
 def _shares(num_experts: int, left: dict[str, int], size: dict[str, int]) -> dict[str, int] | None:
-    """Experts of one layer by worker, proportional to the experts that `left` bytes hold; None when they do not fit."""
+    """Experts of one layer by worker, proportional to the experts that `left` bytes hold; None when
+    they do not fit.
+    """
     scale = math.prod(set(size.values()))  # keeps the proportions whole numbers
 
     def room(name: str, count: int) -> int:
@@ -85,7 +96,8 @@ def _shares(num_experts: int, left: dict[str, int], size: dict[str, int]) -> dic
     total = sum(room(name, 0) for name in left)
     shares = {name: min(num_experts * room(name, 0) // total, left[name] // size[name]) if total else 0 for name in left}
     for _ in range(num_experts - sum(shares.values())):
-        name = max(left, key=lambda name: room(name, shares[name]))  # the first of equals: deterministic
+        # the first of equals: deterministic
+        name = max(left, key=lambda name: room(name, shares[name]))
         if left[name] - shares[name] * size[name] < size[name]:
             return None
         shares[name] += 1

@@ -1,8 +1,10 @@
-"""Mutual authentication of every connection: HMAC-SHA256 over the transcript of both opening messages.
+"""Mutual authentication of every connection: HMAC-SHA256 over the transcript of both opening
+messages.
 
-The transcript holds versions, role, session id, generation and both nonces, so a proof cannot be replayed, used for another
-role, session or generation, or reflected (each side signs under its own label). The key itself never travels. Both ends
-derive the session key of data and pulse connections from the control connection's transcript.
+The transcript holds versions, role, session id, generation and both nonces, so a proof cannot be
+replayed, used for another role, session or generation, or reflected (each side signs under its own
+label). The key itself never travels. Both ends derive the session key of data and pulse connections
+from the control connection's transcript.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -32,7 +34,8 @@ from dflash_moe.protocol.messages import (
 
 HANDSHAKE_S = 5.0  # a stranger holds a handshake slot no longer than this
 KEY_BYTES = 32
-PEER_CREDENTIAL_KEY = bytes(KEY_BYTES)  # Unix sockets without a key file: SO_PEERCRED is the proof, the MACs bind the rest
+# Unix sockets without a key file: SO_PEERCRED is the proof, the MACs bind the rest
+PEER_CREDENTIAL_KEY = bytes(KEY_BYTES)
 _LABEL_HOST = b"dflash_moe host proof v1"
 _LABEL_WORKER = b"dflash_moe worker proof v1"
 _LABEL_SESSION = b"dflash_moe session key v1"
@@ -64,7 +67,9 @@ def authenticate_to_worker(
     deadline: float,
     protocol_range: tuple[int, int] = (PROTOCOL_VERSION, PROTOCOL_VERSION),
 ) -> Peer:
-    """The host's half. Errors: ProtocolError (version, wrong key), PeerGone, WorkerTimeout, or the worker's refusal."""
+    """The host's half. Errors: ProtocolError (version, wrong key), PeerGone, WorkerTimeout, or the
+    worker's refusal.
+    """
     opening = Open(
         protocol_min=protocol_range[0],
         protocol_max=protocol_range[1],
@@ -107,9 +112,11 @@ def authenticate_host(
     deadline: float,
     protocol_range: tuple[int, int] = (PROTOCOL_VERSION, PROTOCOL_VERSION),
 ) -> Peer:
-    """The worker's half. `key_for` returns the key for an opening or raises (ProtocolError: role, session not expected here).
+    """The worker's half. `key_for` returns the key for an opening or raises (ProtocolError: role,
+    session not expected here).
 
-    A host that cannot prove the key gets one typed refusal. Errors: ProtocolError, PeerGone, WorkerTimeout.
+    A host that cannot prove the key gets one typed refusal. Errors: ProtocolError, PeerGone,
+    WorkerTimeout.
     """
     received = connection.receive_payload(deadline=deadline, waiting_for="the opening of a host")
     opening = CODEC.decode(received, ignore_unknown=True)
@@ -136,4 +143,3 @@ def authenticate_host(
     connection.send(Accepted(mac=_mac(key, _LABEL_WORKER, transcript + answer.mac)), deadline=deadline)
     connection.ignore_unknown = opening.protocol_minor > PROTOCOL_MINOR
     return Peer(Role(opening.role), opening.session_id, opening.generation, version, _mac(key, _LABEL_SESSION, transcript))
-

@@ -1,4 +1,5 @@
-"""The device that a worker computes on, opened before it says hello so that a reason against it reaches the host.
+"""The device that a worker computes on, opened before it says hello so that a reason against it
+reaches the host.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -15,7 +16,8 @@ if TYPE_CHECKING:
     from dflash_moe.topology import HostSpec, WorkerSpec
 
 PROCESSOR = "cpu"
-COMPUTED_BY_PROCESSOR = (PROCESSOR, "sim")  # backends whose work and weights are the machine's, not a card's
+# backends whose work and weights are the machine's, not a card's
+COMPUTED_BY_PROCESSOR = (PROCESSOR, "sim")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +53,8 @@ class DeviceChoice:
 def open_device(choice: DeviceChoice, *, threads: int, name: str) -> _core.BackendDevice | None:
     """The device, or None for the processor's own kernels.
 
-    Errors name worker and device: ConfigError for one that does not exist, UnsupportedError for one that cannot be used.
+    Errors name worker and device: ConfigError for one that does not exist, UnsupportedError for one
+    that cannot be used.
     """
     if choice.backend == PROCESSOR:
         return None

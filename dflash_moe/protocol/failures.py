@@ -1,4 +1,5 @@
-"""Errors across the control connection: one table from numeric code to Python class, shared with csrc/base/result.h.
+"""Errors across the control connection: one table from numeric code to Python class, shared with
+csrc/base/result.h.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -17,7 +18,8 @@ from dflash_moe.errors import (
 )
 from dflash_moe.protocol.messages import Refusal
 
-# 1..11 are the codes of csrc/base/result.h (a test compares them); 64 and up exist only on the control connection.
+# 1..11 are the codes of csrc/base/result.h (a test compares them); 64 and up exist only on the
+# control connection.
 INTERNAL = 8
 BUSY = 64
 ERROR_CLASSES: dict[int, type[DflashError]] = {
@@ -47,7 +49,9 @@ _CODES: dict[type[DflashError], int] = {
 
 
 def to_refusal(error: BaseException) -> Refusal:
-    """The message that reports `error` to the peer; the class survives, the text is cut to the field's limit."""
+    """The message that reports `error` to the peer; the class survives, the text is cut to the
+    field's limit.
+    """
     code = INTERNAL
     for cls in type(error).__mro__:
         if cls in _CODES:
@@ -66,7 +70,9 @@ def busy_refusal(worker: str) -> Refusal:
 
 
 def to_error(refusal: Refusal, *, worker: str) -> DflashError:
-    """The Python error of a Refusal; its text begins with the worker's name, once. An unknown code becomes WorkerError."""
+    """The Python error of a Refusal; its text begins with the worker's name, once. An unknown code
+    becomes WorkerError.
+    """
     cls = ERROR_CLASSES.get(refusal.code, WorkerError)
     text = "".join(char if char.isprintable() or char == "\n" else "?" for char in refusal.text)
     return cls(text if text.startswith(f"worker {worker}") else f"worker {worker}: {text}")

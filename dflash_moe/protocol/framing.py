@@ -1,6 +1,8 @@
-"""Frames over a connected stream socket: u32 little-endian length, then that many bytes, at most 64 KiB.
+"""Frames over a connected stream socket: u32 little-endian length, then that many bytes, at most 64
+KiB.
 
-Every operation has a deadline (absolute, `time.monotonic()` seconds). Descriptors may travel beside frames on Unix sockets.
+Every operation has a deadline (absolute, `time.monotonic()` seconds). Descriptors may travel beside
+frames on Unix sockets.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -20,16 +22,21 @@ from dflash_moe.errors import DflashError, ProtocolError, WorkerTimeout
 from dflash_moe.protocol.messages import CODEC
 from dflash_moe.protocol.schema import MAX_FRAME_BYTES, Message
 
-FRAME_REST_S = 5.0  # a frame that began must be complete after this: a slow sender cannot hold a connection
-MAX_PENDING_DESCRIPTORS = 8  # an Attach carries at most 4; more than two messages' worth is an attack
-USER_TIMEOUT_MS = 10_000  # sent bytes that nobody acknowledges for so long mean that the peer is gone
+# a frame that began must be complete after this: a slow sender cannot hold a connection
+FRAME_REST_S = 5.0
+# an Attach carries at most 4; more than two messages' worth is an attack
+MAX_PENDING_DESCRIPTORS = 8
+# sent bytes that nobody acknowledges for so long mean that the peer is gone
+USER_TIMEOUT_MS = 10_000
 _UCRED = struct.Struct("3i")
 _DESCRIPTOR_BYTES = array.array("i").itemsize
 _LENGTH = struct.Struct("<I")
 
 
 def require_same_user(sock: socket.socket) -> None:
-    """ProtocolError unless the process at the other end of a Unix socket runs under this uid (or as root)."""
+    """ProtocolError unless the process at the other end of a Unix socket runs under this uid (or as
+    root).
+    """
     _, uid, _ = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
     if uid not in (os.geteuid(), 0):
         raise ProtocolError(f"uid: the peer runs as {uid}, this process as {os.geteuid()}")
@@ -38,7 +45,8 @@ def require_same_user(sock: socket.socket) -> None:
 def size_buffers(sock: socket.socket, num_bytes: int) -> None:
     """Sets send and receive buffers of `sock`; 0 keeps the system's own.
 
-    TCP agrees on its windows while connecting: call before `connect`, and on a listener, whose sizes what it accepts has.
+    TCP agrees on its windows while connecting: call before `connect`, and on a listener, whose
+    sizes what it accepts has.
     """
     if num_bytes:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, num_bytes)
@@ -60,7 +68,8 @@ class PeerGone(DflashError):
 
 
 class Connection:
-    """One control-plane connection. Sending is safe from any thread; receiving belongs to one thread at a time.
+    """One control-plane connection. Sending is safe from any thread; receiving belongs to one
+    thread at a time.
 
     Owns `sock` and every received descriptor that was not taken, until `close()`.
     """
@@ -86,7 +95,9 @@ class Connection:
         return self._sock.fileno()
 
     def send(self, message: Message, *, deadline: float, descriptors: Sequence[int] = ()) -> None:
-        """Writes one message; the descriptors stay the caller's. PeerGone, WorkerTimeout, ProtocolError (field limits)."""
+        """Writes one message; the descriptors stay the caller's. PeerGone, WorkerTimeout,
+        ProtocolError (field limits).
+        """
         self.send_payload(CODEC.encode(message), deadline=deadline, descriptors=descriptors)
 
     def send_payload(self, payload: bytes, *, deadline: float, descriptors: Sequence[int] = ()) -> None:
@@ -109,7 +120,8 @@ class Connection:
                     raise PeerGone(f"the peer hung up while a control message was sent: {error.strerror}") from None
 
     def receive(self, *, deadline: float | None, waiting_for: str) -> Message:
-        """Returns the next message; `deadline` None waits for its first byte as long as the peer lives.
+        """Returns the next message; `deadline` None waits for its first byte as long as the peer
+        lives.
 
         Errors: WorkerTimeout naming `waiting_for`, PeerGone, ProtocolError.
         """
@@ -135,7 +147,9 @@ class Connection:
         return payload
 
     def take_descriptors(self, count: int) -> list[int]:
-        """Hands over exactly the descriptors that came with the last message; ProtocolError when their number differs."""
+        """Hands over exactly the descriptors that came with the last message; ProtocolError when
+        their number differs.
+        """
         taken, self._descriptors = self._descriptors, []
         if len(taken) != count:
             for descriptor in taken:
@@ -144,7 +158,9 @@ class Connection:
         return taken
 
     def detach(self) -> int:
-        """Gives the descriptor away once the handshake is over; ProtocolError if other descriptors came along."""
+        """Gives the descriptor away once the handshake is over; ProtocolError if other descriptors
+        came along.
+        """
         if self._descriptors:
             raise ProtocolError("descriptors arrived in the handshake")
         return self._sock.detach()
@@ -163,7 +179,9 @@ class Connection:
             self._sock.close()
 
     def _fill(self, num_bytes: int, deadline: float | None, waiting_for: str) -> None:
-        """One read towards `num_bytes` buffered bytes, never past them: what follows a handshake belongs to the data path."""
+        """One read towards `num_bytes` buffered bytes, never past them: what follows a handshake
+        belongs to the data path.
+        """
         wanted = num_bytes - len(self._buffer)
         while True:
             try:
@@ -184,7 +202,8 @@ class Connection:
             return
 
     def _receive_with_descriptors(self, wanted: int) -> bytes:
-        # Not socket.recv_fds: it drops its flags argument, and the descriptors would be inherited by the next exec.
+        # Not socket.recv_fds: it drops its flags argument, and the descriptors would be inherited
+        # by the next exec.
         flags = socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
         chunk, ancillary, _, _ = self._sock.recvmsg(wanted, socket.CMSG_LEN(4 * _DESCRIPTOR_BYTES), flags)
         for level, kind, content in ancillary:

@@ -1,4 +1,5 @@
-"""What both ends must agree on before any weight loads, and the comparison that names the field and both values.
+"""What both ends must agree on before any weight loads, and the comparison that names the field and
+both values.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -56,10 +57,11 @@ def require_equal(host: Identity, worker: Identity, *, name: str) -> None:
 def choose_numerics(
     asked: str, isa: str, *, name: str, device: _core.BackendDevice | None = None
 ) -> tuple[str, tuple[str, ...]]:
-    """The class that `asked` is on `device`, or else with kernel set `isa`, and all classes that computes.
+    """The class that `asked` is on `device`, or else with kernel set `isa`, and all classes that
+    computes.
 
-    BF16_OF_CARD is what it has of the bf16 classes; any other name is that class. UnsupportedError naming worker, class, device
-    or kernel set, and its classes where `asked` is none of them.
+    BF16_OF_CARD is what it has of the bf16 classes; any other name is that class. UnsupportedError
+    naming worker, class, device or kernel set, and its classes where `asked` is none of them.
     """
     offered = tuple(_core.numerics_classes(isa) if device is None else device.numerics_classes())
     chosen = asked

@@ -1,4 +1,5 @@
-"""Shared key files: 64 hexadecimal digits, readable by their owner only. A key never appears in arguments or YAML.
+"""Shared key files: 64 hexadecimal digits, readable by their owner only. A key never appears in
+arguments or YAML.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -15,7 +16,9 @@ from dflash_moe.protocol.auth import KEY_BYTES
 
 
 def write_key_file(path: Path) -> None:
-    """Creates `path` with a fresh random key and mode 0600; ConfigError when it exists or cannot be created."""
+    """Creates `path` with a fresh random key and mode 0600; ConfigError when it exists or cannot be
+    created.
+    """
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     except FileExistsError:
@@ -28,7 +31,9 @@ def write_key_file(path: Path) -> None:
 
 
 def read_key_file(path: Path) -> bytes:
-    """Returns the 32-byte key; ConfigError when the file is missing, open to others, or not 64 hexadecimal digits."""
+    """Returns the 32-byte key; ConfigError when the file is missing, open to others, or not 64
+    hexadecimal digits.
+    """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:

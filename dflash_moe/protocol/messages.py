@@ -1,7 +1,8 @@
-"""Every control message: its type number, its fields with integer keys and limits. Numbers are append-only.
+"""Every control message: its type number, its fields with integer keys and limits. Numbers are
+append-only.
 
-The handshake (Open, Challenge, Proof, Accepted, or Refusal) comes first on every connection; the others travel on the
-control connection only. Numbers below 16 never change meaning in any version.
+The handshake (Open, Challenge, Proof, Accepted, or Refusal) comes first on every connection; the
+others travel on the control connection only. Numbers below 16 never change meaning in any version.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -15,7 +16,8 @@ from dflash_moe.errors import ProtocolError
 from dflash_moe.protocol.schema import Binary, Codec, Flag, Float, ListOf, Message, Table, Text, Tree, Uint, Wire
 
 PROTOCOL_VERSION = 2  # both ends must share one version in [min, max]
-PROTOCOL_MINOR = 0  # a higher minor may add fields; the lower side then ignores fields it does not know
+# a higher minor may add fields; the lower side then ignores fields it does not know
+PROTOCOL_MINOR = 0
 NONCE_BYTES = 32
 SESSION_ID_BYTES = 16
 MAC_BYTES = 32
@@ -79,7 +81,9 @@ class Accepted(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refusal(Message):
-    """A typed error in either direction; `code` as in `protocol/failures.py`. The sender may close afterwards."""
+    """A typed error in either direction; `code` as in `protocol/failures.py`. The sender may close
+    afterwards.
+    """
 
     TYPE: ClassVar[int] = 5
     code: Annotated[int, Wire(1, _U16)]
@@ -88,7 +92,9 @@ class Refusal(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hello(Message):
-    """Host to worker on the control connection: who calls, what it expects, how the worker shall run."""
+    """Host to worker on the control connection: who calls, what it expects, how the worker shall
+    run.
+    """
 
     TYPE: ClassVar[int] = 16
     package_version: Annotated[str, Wire(1, Text(64))]
@@ -102,11 +108,13 @@ class Hello(Message):
     spin_ns: Annotated[int, Wire(9, _U64)] = 0
     slowdown: Annotated[float, Wire(10, Float(1.0, 1e6))] = 1.0
     isa: Annotated[str, Wire(11, Text(32))] = ""  # empty: the worker's best
-    cpus: Annotated[tuple[int, ...], Wire(12, ListOf(_U16, 1024))] = ()  # of its compute threads in order; empty: not pinned
+    # of its compute threads in order; empty: not pinned
+    cpus: Annotated[tuple[int, ...], Wire(12, ListOf(_U16, 1024))] = ()
     backend: Annotated[str, Wire(13, Text(16))] = "cpu"
     device: Annotated[int, Wire(14, _U16)] = 0  # of the backend
     simulate: Annotated[str, Wire(15, Text(16))] = ""  # backend sim: whose cards it stands for
-    weights_layout: Annotated[str, Wire(16, Text(16))] = "packed"  # or mapped: compute from the worker's own mapped checkpoint
+    # or mapped: compute from the worker's own mapped checkpoint
+    weights_layout: Annotated[str, Wire(16, Text(16))] = "packed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,15 +132,21 @@ class HelloReply(Message):
     isa: Annotated[str, Wire(8, Text(32))]
     threads: Annotated[int, Wire(9, _U16)]
     pid: Annotated[int, Wire(10, _U32)]
-    memory_available: Annotated[int, Wire(11, _U64)]  # bytes a new process may still take there; of a card: free on it
-    memory_limit: Annotated[int, Wire(12, _U64)] = 0  # bytes the worker's own topology grants; 0: no limit of its own
-    numerics_offered: Annotated[tuple[str, ...], Wire(13, _WORDS)] = ()  # all that its kernel set or device computes
-    device: Annotated[str, Wire(14, Text(1024))] = ""  # the device it computes on; empty: the processor
+    # bytes a new process may still take there; of a card: free on it
+    memory_available: Annotated[int, Wire(11, _U64)]
+    # bytes the worker's own topology grants; 0: no limit of its own
+    memory_limit: Annotated[int, Wire(12, _U64)] = 0
+    # all that its kernel set or device computes
+    numerics_offered: Annotated[tuple[str, ...], Wire(13, _WORDS)] = ()
+    # the device it computes on; empty: the processor
+    device: Annotated[str, Wire(14, Text(1024))] = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadShard(Message):
-    """Host to worker: one shard of one layer. Answered by Progress ... then ShardLoaded, or Refusal."""
+    """Host to worker: one shard of one layer. Answered by Progress ... then ShardLoaded, or
+    Refusal.
+    """
 
     TYPE: ClassVar[int] = 18
     layer: Annotated[int, Wire(1, Uint(4095))]
@@ -140,7 +154,8 @@ class LoadShard(Message):
     name: Annotated[str, Wire(3, Text(512))]
     ffn: Annotated[Any, Wire(4, Tree())]
     weight_dtype: Annotated[str, Wire(5, Text(32))]
-    expert_ranges: Annotated[tuple[int, ...], Wire(6, ListOf(Uint(65535), 8192))]  # start, count, start, count ... ascending
+    # start, count, start, count ... ascending
+    expert_ranges: Annotated[tuple[int, ...], Wire(6, ListOf(Uint(65535), 8192))]
     weights_fingerprint: Annotated[int, Wire(7, _U64)]
     numerics: Annotated[str, Wire(8, _NUMERICS)]  # the class this shard is computed in
 
@@ -166,7 +181,9 @@ class ShardLoaded(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attach(Message):
-    """Host to worker: build a data path. Descriptors that travel along: see docs/protocol.md ("Data paths")."""
+    """Host to worker: build a data path. Descriptors that travel along: see docs/protocol.md ("Data
+    paths").
+    """
 
     TYPE: ClassVar[int] = 21
     generation: Annotated[int, Wire(1, _U64)]
@@ -175,8 +192,10 @@ class Attach(Message):
     request_bytes: Annotated[int, Wire(4, Uint(256 << 20))]
     reply_bytes: Annotated[int, Wire(5, Uint(256 << 20))]
     num_descriptors: Annotated[int, Wire(6, Uint(4))]
-    has_pulse: Annotated[bool, Wire(7, Flag())]  # a pulse connection comes with this data path (the session's first)
-    socket_buffer_bytes: Annotated[int, Wire(8, Uint(1 << 30))] = 0  # of the data connection, each way; 0: the system's own
+    # a pulse connection comes with this data path (the session's first)
+    has_pulse: Annotated[bool, Wire(7, Flag())]
+    # of the data connection, each way; 0: the system's own
+    socket_buffer_bytes: Annotated[int, Wire(8, Uint(1 << 30))] = 0
     is_open: Annotated[bool, Wire(9, Flag())] = False  # shared: segments that devices may register
 
 
@@ -239,7 +258,9 @@ def compress_experts(experts: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def expand_experts(ranges: tuple[int, ...]) -> tuple[int, ...]:
-    """The inverse of `compress_experts`; ProtocolError when runs are odd, empty, overlap, descend or exceed 65,535 experts."""
+    """The inverse of `compress_experts`; ProtocolError when runs are odd, empty, overlap, descend
+    or exceed 65,535 experts.
+    """
     if len(ranges) % 2:
         raise ProtocolError(f"message LoadShard: field expert_ranges: found {len(ranges)} numbers, allowed are pairs")
     experts: list[int] = []

@@ -1,7 +1,9 @@
-"""Closed schemas for control messages: field kinds with limits, and the total msgpack codec over them.
+"""Closed schemas for control messages: field kinds with limits, and the total msgpack codec over
+them.
 
-Any bytes decode either to a message whose every field is within its limits, or to a ProtocolError that names the message and
-the field. Maps carry integer keys (0 is the message type); extension types, duplicate keys and unknown keys are refused.
+Any bytes decode either to a message whose every field is within its limits, or to a ProtocolError
+that names the message and the field. Maps carry integer keys (0 is the message type); extension
+types, duplicate keys and unknown keys are refused.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -18,7 +20,8 @@ import msgpack
 
 from dflash_moe.errors import ProtocolError
 
-MAX_FRAME_BYTES = 64 * 1024  # the largest message is one layer's definition, about 4 KiB; 16x headroom
+# the largest message is one layer's definition, about 4 KiB; 16x headroom
+MAX_FRAME_BYTES = 64 * 1024
 TREE_DEPTH = 5
 TREE_NODES = 2048
 
@@ -150,7 +153,9 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """Nested maps, lists and scalars of bounded depth and size, validated further by their owner (`FfnSpec.from_wire`)."""
+    """Nested maps, lists and scalars of bounded depth and size, validated further by their owner
+    (`FfnSpec.from_wire`).
+    """
 
     def check(self, value: Any) -> Any:
         nodes = 0
@@ -183,7 +188,9 @@ class Wire:
 
 
 class Message:
-    """Base of all messages; subclasses are frozen dataclasses whose fields are annotated with `Wire`."""
+    """Base of all messages; subclasses are frozen dataclasses whose fields are annotated with
+    `Wire`.
+    """
 
     __slots__ = ()
     TYPE: ClassVar[int] = 0
@@ -208,7 +215,9 @@ class MessageSchema:
 
 
 def schema_of(cls: type[Message]) -> MessageSchema:
-    """Reads the annotations of a message class; TypeError where two fields share a key (a programming error)."""
+    """Reads the annotations of a message class; TypeError where two fields share a key (a
+    programming error).
+    """
     hints = typing.get_type_hints(cls, include_extras=True)
     found: list[FieldSchema] = []
     for item in dataclasses.fields(typing.cast(Any, cls)):
@@ -227,7 +236,9 @@ class Codec:
         self.schemas = {cls.TYPE: schema_of(cls) for cls in classes}
 
     def encode(self, message: Message) -> bytes:
-        """Returns the msgpack form; ProtocolError when a field is out of its limits or the whole exceeds a frame."""
+        """Returns the msgpack form; ProtocolError when a field is out of its limits or the whole
+        exceeds a frame.
+        """
         schema = self.schemas[message.TYPE]
         body: dict[int, Any] = {0: message.TYPE}
         for item in schema.fields:
@@ -241,7 +252,8 @@ class Codec:
     def decode(self, payload: bytes, *, ignore_unknown: bool = False) -> Message:
         """Returns the message; ProtocolError otherwise.
 
-        `ignore_unknown` drops unknown fields; a connection sets it only when the peer announced a higher minor version.
+        `ignore_unknown` drops unknown fields; a connection sets it only when the peer announced a
+        higher minor version.
         """
         body = _unpack(payload)
         kind = body.pop(0, None)

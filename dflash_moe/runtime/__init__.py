@@ -1,4 +1,5 @@
-"""The host's side: starts and reaches workers, plans data paths, and offers `ExpertRuntime` to everything above.
+"""The host's side: starts and reaches workers, plans data paths, and offers `ExpertRuntime` to
+everything above.
 
 SPDX-License-Identifier: Apache-2.0
 """

@@ -1,6 +1,8 @@
-"""What mode `auto` knows about each worker, what it chose, predicted and measured: the client's forecasts in words and numbers.
+"""What mode `auto` knows about each worker, what it chose, predicted and measured: the client's
+forecasts in words and numbers.
 
-The model itself is csrc/client (cost_curve, slicing, worker_model); docs/architecture.md describes it.
+The model itself is csrc/client (cost_curve, slicing, worker_model); docs/architecture.md describes
+it.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -14,7 +16,8 @@ from typing import Any
 
 from dflash_moe.model.spec import LayerSpec
 
-log = logging.getLogger("dflash_moe.auto")  # at INFO: the explanation, when a runtime that ran in mode auto closes
+# at INFO: the explanation, when a runtime that ran in mode auto closes
+log = logging.getLogger("dflash_moe.auto")
 
 NS = 1e-9
 UNMEASURED = "nothing is measured yet: whole chunks"
@@ -24,7 +27,8 @@ UNMEASURED = "nothing is measured yet: whole chunks"
 class CostLine:
     """A cost: seconds = fixed_s + units * s_per_unit + experts * s_per_expert.
 
-    Units are bytes on the link, (row, expert) pairs in compute. `residual` is how far recent predictions were off, relatively.
+    Units are bytes on the link, (row, expert) pairs in compute. `residual` is how far recent
+    predictions were off, relatively.
     """
 
     fixed_s: float
@@ -46,9 +50,10 @@ class SliceForecast:
 class ChunkForecast:
     """Chunks of one size (an octave of tokens) and one shape of experts at one worker.
 
-    `taken` and `considered` are of the last one. `predicted_s` and `measured_s` are medians over the last 16 chunks that had
-    the worker to themselves, from submit to the last reply; None before there is one. `deviation` is the median of
-    |predicted / measured - 1|. `is_auto`: the model chose, not the mode.
+    `taken` and `considered` are of the last one. `predicted_s` and `measured_s` are medians over
+    the last 16 chunks that had the worker to themselves, from submit to the last reply; None before
+    there is one. `deviation` is the median of |predicted / measured - 1|. `is_auto`: the model
+    chose, not the mode.
     """
 
     cost_class: int
@@ -68,7 +73,9 @@ class ChunkForecast:
 
 @dataclass(frozen=True, slots=True)
 class WorkerForecast:
-    """One worker: cost lines of both directions of its link, and of its compute by class of layers; its chunks, small first."""
+    """One worker: cost lines of both directions of its link, and of its compute by class of layers;
+    its chunks, small first.
+    """
 
     name: str
     send: CostLine
@@ -79,7 +86,9 @@ class WorkerForecast:
 
 
 def cost_classes(layers: Sequence[LayerSpec]) -> dict[int, int]:
-    """Layer index -> class: layers whose experts have equal shape, activation and format cost the same per pair and expert."""
+    """Layer index -> class: layers whose experts have equal shape, activation and format cost the
+    same per pair and expert.
+    """
     classes: dict[tuple[object, ...], int] = {}
     found = {}
     for layer in layers:
@@ -119,7 +128,9 @@ def largest_chunk(forecast: WorkerForecast) -> ChunkForecast:
 
 
 def explain(forecasts: Sequence[WorkerForecast]) -> list[str]:
-    """Lines for `--explain-auto`: per worker the model, then for every size of chunk prediction, choice and reason."""
+    """Lines for `--explain-auto`: per worker the model, then for every size of chunk prediction,
+    choice and reason.
+    """
     lines = []
     for forecast in forecasts:
         sends, receives = _link_text(forecast.send), _link_text(forecast.receive)

@@ -1,4 +1,5 @@
-"""Lets calls through, or holds them back while data paths are renewed. The open gate costs a call two deque operations.
+"""Lets calls through, or holds them back while data paths are renewed. The open gate costs a call
+two deque operations.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -15,12 +16,14 @@ from contextlib import contextmanager
 from dflash_moe.errors import WorkerTimeout
 from dflash_moe.runtime.expert_call import ExpertCall
 
-MAX_PATIENCE = 20  # times call_timeout_s: by then every call has ended (kMaxPatience of csrc/client/engine.h)
+# times call_timeout_s: by then every call has ended (kMaxPatience of csrc/client/engine.h)
+MAX_PATIENCE = 20
 POLL_S = 0.0005  # renewing takes milliseconds and is rare
 
 
 class CallGate:
-    """Callers append to `active` before they look at `is_shut`, and pop when they are through: both are atomic.
+    """Callers append to `active` before they look at `is_shut`, and pop when they are through: both
+    are atomic.
 
     Whoever shuts the gate holds `lock`, and after `quiesce` no call is under way.
     """
@@ -37,7 +40,9 @@ class CallGate:
 
     @contextmanager
     def stepping_back(self) -> Iterator[None]:
-        """For a caller that found the gate shut: it does not count as under way until it has had the lock."""
+        """For a caller that found the gate shut: it does not count as under way until it has had
+        the lock.
+        """
         self.active.pop()
         try:
             self.lock.acquire()
@@ -47,11 +52,14 @@ class CallGate:
         try:
             yield
         finally:
-            self.active.append(None)  # before the lock goes, so that the next one to shut the gate waits for this call
+            # before the lock goes, so that the next one to shut the gate waits for this call
+            self.active.append(None)
             self.lock.release()
 
     def quiesce(self, *, seconds: float) -> None:
-        """Shuts the gate and waits for the calls under way; the caller holds `lock`. WorkerTimeout after `seconds`."""
+        """Shuts the gate and waits for the calls under way; the caller holds `lock`. WorkerTimeout
+        after `seconds`.
+        """
         self.is_shut = True
         until = time.monotonic() + seconds
         while self.active or any(not call.done() for call in list(self._submitted)):

@@ -1,4 +1,5 @@
-"""Sizes of data paths: from a mode and the layers of a worker to slots, rows per slot and (slice, window). Pure functions.
+"""Sizes of data paths: from a mode and the layers of a worker to slots, rows per slot and (slice,
+window). Pure functions.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -17,9 +18,12 @@ if TYPE_CHECKING:
 
 DEFAULT_ARENA_BYTES = 256 << 20  # all workers together; `ipc.shared_bytes` raises it
 BATCHED_WINDOW = 2  # one slice computing while the next travels
-AUTO_WINDOW = 4  # at most: one slice on its way, one computing, one coming back, and one for the latency between
-STREAM_WINDOW = 8  # small slices: enough in flight to cover a round trip of a worker that computes four rows a time
-SPARE_SLOTS = 1  # room for another caller's slice, or for one quarantined slot before the path is renewed
+# at most: one slice on its way, one computing, one coming back, and one for the latency between
+AUTO_WINDOW = 4
+# small slices: enough in flight to cover a round trip of a worker that computes four rows a time
+STREAM_WINDOW = 8
+# room for another caller's slice, or for one quarantined slot before the path is renewed
+SPARE_SLOTS = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +47,9 @@ class SlicePlan:
 
     @property
     def is_measured(self) -> bool:
-        """True where `slice_tokens` and `window` are upper bounds and every worker's model chooses within them."""
+        """True where `slice_tokens` and `window` are upper bounds and every worker's model chooses
+        within them.
+        """
         return self.mode == "auto"
 
 
@@ -94,7 +100,9 @@ def slices_of(settings: Settings) -> SlicePlan:
 
 
 def plan_slots(shards: Sequence[ShardShape], rows: int, num_slots: int, request_dtype: str, reply_dtype: str) -> SlotPlan:
-    """The slots of one worker for messages of `rows` rows, wide enough for its widest layer. ConfigError over a limit."""
+    """The slots of one worker for messages of `rows` rows, wide enough for its widest layer.
+    ConfigError over a limit.
+    """
     header = _core.wire_limits()["frame_header_bytes"]
     max_pairs, max_pairs_per_row = _core.wire_limits()["max_pairs"], _core.wire_limits()["max_pairs_per_row"]
     request_bytes = reply_bytes = 0
@@ -104,7 +112,8 @@ def plan_slots(shards: Sequence[ShardShape], rows: int, num_slots: int, request_
         reply = _core.reply_layout(rows, shard.out_size, reply_dtype)["payload_bytes"]
         request_bytes = max(request_bytes, header + request)
         reply_bytes = max(reply_bytes, header + reply)
-    error_bytes = header + 4 + _core.wire_limits()["max_error_text_bytes"]  # an error must fit wherever a reply does
+    # an error must fit wherever a reply does
+    error_bytes = header + 4 + _core.wire_limits()["max_error_text_bytes"]
     slots = SlotPlan(num_slots, rows, _round_up(request_bytes), _round_up(max(reply_bytes, error_bytes)))
     largest, limit = max(slots.request_bytes, slots.reply_bytes), _core.wire_limits()["max_slot_bytes"]
     if largest > limit:
@@ -121,8 +130,8 @@ def plan_arena(
 ) -> dict[str, SlotPlan]:
     """The slots of every worker, together within max(256 MiB, `shared_bytes`).
 
-    Where the arena is too small for full slices, all workers get fewer rows per slot; the client then splits slices and
-    counts that. ConfigError when not even one row fits.
+    Where the arena is too small for full slices, all workers get fewer rows per slot; the client
+    then splits slices and counts that. ConfigError when not even one row fits.
     """
     limit = max(DEFAULT_ARENA_BYTES, shared_bytes or 0)
     num_slots = slices.window + SPARE_SLOTS
@@ -160,7 +169,9 @@ def _plan_widest(
     reply_dtype: str,
     shared_bytes: int | None,
 ) -> dict[str, SlotPlan]:
-    """The widest window whose slots still hold full slices; else the narrowest: whole chunks matter more than wide windows."""
+    """The widest window whose slots still hold full slices; else the narrowest: whole chunks matter
+    more than wide windows.
+    """
     narrowest = min(BATCHED_WINDOW, slices.window)
     for window in range(slices.window, narrowest - 1, -1):
         fixed = SlicePlan("batched", slices.slice_tokens, window, slices.slot_rows)

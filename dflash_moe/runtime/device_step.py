@@ -1,6 +1,8 @@
-"""Device steps: the exchanges of a decode step on the host's device, without the host in between (docs/architecture.md).
+"""Device steps: the exchanges of a decode step on the host's device, without the host in between
+(docs/architecture.md).
 
-A step is a transaction with one deadline: its results count only once leaving its `with` block raised nothing.
+A step is a transaction with one deadline: its results count only once leaving its `with` block
+raised nothing.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -36,9 +38,11 @@ _DETAILS = {1: "its index is wrong", 2: "its header is damaged", 3: "it answers 
 
 
 class DeviceStep:
-    """The exchanges of one step; made by `ExpertRuntime.device_step`. For the thread that entered it.
+    """The exchanges of one step; made by `ExpertRuntime.device_step`. For the thread that entered
+    it.
 
-    Leaving raises what went wrong in any of its calls: WorkerLost, WorkerTimeout, WorkerError, ProtocolError, ConfigError.
+    Leaving raises what went wrong in any of its calls: WorkerLost, WorkerTimeout, WorkerError,
+    ProtocolError, ConfigError.
     """
 
     def __init__(
@@ -53,7 +57,9 @@ class DeviceStep:
         nap_ns: int,
         on_exit: Callable[[bool], None],
     ) -> None:
-        """`sizes`: (name, in size, out size) by layer. `on_exit(has failed)` is called once, whatever happens."""
+        """`sizes`: (name, in size, out size) by layer. `on_exit(has failed)` is called once,
+        whatever happens.
+        """
         self.thread = threading.get_ident()
         self._client = client
         self._tensors = tensors
@@ -76,18 +82,23 @@ class DeviceStep:
             tensors.take_over_for(stream)
 
     def experts(self, layer: int, hidden_states: Any, topk_ids: Any, topk_weights: Any, out: Any = None) -> Any:
-        """Like `ExpertRuntime.experts`, of at most 64 tokens; queued on the device, where later work finds the result."""
+        """Like `ExpertRuntime.experts`, of at most 64 tokens; queued on the device, where later
+        work finds the result.
+        """
         _, in_size, out_size = self._sizes[layer]
         result, arguments = self._tensors.bind(in_size, out_size, hidden_states, topk_ids, topk_weights, out)
         if arguments[3]:
             self._step.add(layer, *arguments[:10])
             self._owners.append(arguments[10])
-            if self._tensors.device.stream == 0:  # a simulated device works only when waited for, the framework at once
+            # a simulated device works only when waited for, the framework at once
+            if self._tensors.device.stream == 0:
                 self._settle()
         return result
 
     def _settle(self) -> None:
-        """Until everything queued is done; ends the step's waits where a worker is lost or the deadline passes."""
+        """Until everything queued is done; ends the step's waits where a worker is lost or the
+        deadline passes.
+        """
         while not self._step.wait(LOOK_S):
             if self._reason is None:
                 self._look()
@@ -163,7 +174,9 @@ class DeviceStep:
 
 
 class DeviceSteps:
-    """Opens the steps of one runtime, one at a time: with the gate shut, all calls done and all data paths fresh."""
+    """Opens the steps of one runtime, one at a time: with the gate shut, all calls done and all
+    data paths fresh.
+    """
 
     def __init__(
         self,
@@ -197,7 +210,9 @@ class DeviceSteps:
 
     @contextmanager
     def open(self, stream: int | None) -> Iterator[DeviceStep]:
-        """A step on `stream`, else on that of torch. Errors as `ExpertRuntime.device_step`; the runtime is then as before."""
+        """A step on `stream`, else on that of torch. Errors as `ExpertRuntime.device_step`; the
+        runtime is then as before.
+        """
         with self._begin(stream) as step:
             yield step
 
@@ -262,7 +277,9 @@ class DeviceSteps:
 
 
 def _warn_of_shared_card(tensors: DeviceTensors, fleet: Fleet) -> None:
-    """Processes take turns on a card, about 2 ms each, and a step's waiting kernel uses up its turn (decision 17)."""
+    """Processes take turns on a card, about 2 ms each, and a step's waiting kernel uses up its turn
+    (decision 17).
+    """
     for member in fleet.members.values():
         if member.local is None and member.is_on_this_machine and member.device == tensors.choice:
             log.warning(
@@ -273,7 +290,9 @@ def _warn_of_shared_card(tensors: DeviceTensors, fleet: Fleet) -> None:
 
 
 def _torch_stream(tensors: DeviceTensors) -> int | None:
-    """The stream that torch uses now on the host's device; None where there is none, and the device's own queue serves."""
+    """The stream that torch uses now on the host's device; None where there is none, and the
+    device's own queue serves.
+    """
     torch = sys.modules.get("torch")
     if tensors.device.stream == 0 or torch is None or not torch.cuda.is_available():
         return None

@@ -1,4 +1,5 @@
-"""A GPU host's tensors: their device opened once, taken over by DLPack, and staged in pinned memory for the data paths.
+"""A GPU host's tensors: their device opened once, taken over by DLPack, and staged in pinned memory
+for the data paths.
 
 Tensors of the processor stand in for those of a simulated card.
 SPDX-License-Identifier: Apache-2.0
@@ -20,7 +21,9 @@ ALIGNMENT = 64  # of each array in a staging block
 
 
 def open_host_device(choice: DeviceChoice) -> _core.HostDevice:
-    """The device of `host.device`. ConfigError for one that does not exist, UnsupportedError for one that cannot be used."""
+    """The device of `host.device`. ConfigError for one that does not exist, UnsupportedError for
+    one that cannot be used.
+    """
     if choice.backend == "sim":
         if choice.device != 0:
             raise ConfigError(
@@ -61,11 +64,14 @@ class DeviceTensors:
         self.choice = choice
         self.device = open_host_device(choice)
         self._binder = TensorBinder()
-        self.stream = self.device.stream  # that tensors are taken over for: the device's own, or a step's
+        # that tensors are taken over for: the device's own, or a step's
+        self.stream = self.device.stream
         self._is_simulated = choice.backend == "sim"
 
     def take_over_for(self, stream: int) -> None:
-        """Tensors are from now on made safe for work on this stream; CUDA's default one, 0 to drivers, is 1 in DLPack."""
+        """Tensors are from now on made safe for work on this stream; CUDA's default one, 0 to
+        drivers, is 1 in DLPack.
+        """
         self.stream = 1 if stream == 0 and self.device.dlpack_device[0] == DLPACK_CUDA else stream
 
     def bind(
@@ -78,7 +84,9 @@ class DeviceTensors:
         return self._bind_on_device(in_size, out_size, *tensors, out)
 
     def stage(self, in_size: int, out_size: int, arguments: CallArguments) -> tuple[StagedCall | None, CallArguments]:
-        """Brings a bound call's tensors to pinned memory and says where; (None, `arguments`) for the machine's tensors."""
+        """Brings a bound call's tensors to pinned memory and says where; (None, `arguments`) for
+        the machine's tensors.
+        """
         hidden, row_stride, dtype, num_tokens, ids, ids_are_64bit, weights, weights_dtype, top_k, out, owners = arguments
         if not self._is_simulated and not isinstance(owners, _OnDevice):
             return None, arguments
@@ -123,7 +131,8 @@ class DeviceTensors:
             raise UnsupportedError(f"hidden_states: found strides {list(rows.strides)} on the device; make it contiguous first")
         shape = (rows.shape[0], out_size)
         result = _like(hidden, shape) if out is None else out
-        out_view = self._view("out", result)  # its memory is free of earlier work once our stream has taken it over
+        # its memory is free of earlier work once our stream has taken it over
+        out_view = self._view("out", result)
         if out_view.shape != shape or out_view.dtype != rows.dtype or (out_view.strides != (out_size, 1) and shape[0] > 1):
             raise ConfigError(out_text(out_view.shape, out_view.dtype, shape, rows.dtype))
         row_stride = rows.strides[0] * ITEM_BYTES[rows.dtype]
@@ -133,7 +142,9 @@ class DeviceTensors:
         )  # fmt: skip
 
     def _view(self, name: str, tensor: Any) -> _core.DlpackView:
-        """The tensor, safe to use for work on our stream. ConfigError naming it where it is somewhere else."""
+        """The tensor, safe to use for work on our stream. ConfigError naming it where it is
+        somewhere else.
+        """
         if not hasattr(tensor, "__dlpack_device__"):
             raise ConfigError(f"{name}: found {type(tensor).__name__}, expected a tensor on {self.device.name}")
         found = tuple(int(number) for number in tensor.__dlpack_device__())
@@ -150,7 +161,9 @@ def _dlpack_type(tensor: Any) -> int:
 
 
 def _dense(tensor: Any) -> Any:
-    """A torch tensor whose memory holds its numbers side by side; other kinds are taken as they are."""
+    """A torch tensor whose memory holds its numbers side by side; other kinds are taken as they
+    are.
+    """
     if hasattr(tensor, "is_neg") and tensor.is_neg():  # lazily negated
         tensor = tensor.resolve_neg()
     return tensor.contiguous() if hasattr(tensor, "is_contiguous") and not tensor.is_contiguous() else tensor

@@ -1,4 +1,5 @@
-"""Connections to workers that listen: the control one of a session, and over TCP its data and pulse connections.
+"""Connections to workers that listen: the control one of a session, and over TCP its data and pulse
+connections.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -40,7 +41,9 @@ def dial(worker: str, address: Address, buffer_bytes: int = 0) -> socket.socket:
 
 
 def _connect(address: Address, buffer_bytes: int) -> socket.socket:
-    """As socket.create_connection, with buffers sized before the handshake. OSError of the last address tried."""
+    """As socket.create_connection, with buffers sized before the handshake. OSError of the last
+    address tried.
+    """
     failed: OSError | None = None
     for family, kind, protocol, _, target in socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM):
         sock = socket.socket(family, kind, protocol)
@@ -56,7 +59,9 @@ def _connect(address: Address, buffer_bytes: int) -> socket.socket:
 
 
 def dial_role(worker: str, address: Address, role: Role, peer: Peer, generation: int, buffer_bytes: int = 0) -> int:
-    """An authenticated data or pulse connection of `peer`'s session; the descriptor is the caller's. PeerGone, as `dial`."""
+    """An authenticated data or pulse connection of `peer`'s session; the descriptor is the
+    caller's. PeerGone, as `dial`.
+    """
     connection = Connection(dial(worker, address, buffer_bytes))
     try:
         authenticate_to_worker(

@@ -12,11 +12,14 @@ from typing import Any
 from dflash_moe import _core
 from dflash_moe.errors import DflashError, WorkerError, WorkerTimeout
 
-WAIT_STEP_S = 3600.0  # a wait without a limit of its own is bounded by the call's deadline, not by this
+# a wait without a limit of its own is bounded by the call's deadline, not by this
+WAIT_STEP_S = 3600.0
 
 
 class ExpertCall:
-    """A submitted call. Keep the inputs unchanged until it is done. Dropping it abandons the call."""
+    """A submitted call. Keep the inputs unchanged until it is done. Dropping it abandons the
+    call.
+    """
 
     __slots__ = ("__weakref__", "_call", "_deliver", "_explain", "_layer", "_result")
 
@@ -28,7 +31,9 @@ class ExpertCall:
         explain: Callable[[WorkerError], DflashError],
         deliver: Callable[[], None] | None = None,
     ) -> None:
-        """By `ExpertRuntime.submit`; `call` None: there was nothing to compute. `deliver` brings a result to the device."""
+        """By `ExpertRuntime.submit`; `call` None: there was nothing to compute. `deliver` brings a
+        result to the device.
+        """
         self._deliver = deliver
         self._explain = explain
         self._layer = layer
@@ -42,8 +47,9 @@ class ExpertCall:
     def result(self, timeout: float | None = None) -> Any:
         """Waits and returns the experts' output.
 
-        WorkerTimeout when `timeout` seconds pass first (the call goes on), or the call's own error: WorkerLost, WorkerTimeout,
-        WorkerError, ProtocolError; DflashError where the runtime was closed before.
+        WorkerTimeout when `timeout` seconds pass first (the call goes on), or the call's own error:
+        WorkerLost, WorkerTimeout, WorkerError, ProtocolError; DflashError where the runtime was
+        closed before.
         """
         if self._call is None:
             return self._result
@@ -57,7 +63,8 @@ class ExpertCall:
         if self._deliver is not None:
             self._deliver()
             self._deliver = None
-        self._call = None  # a result that is kept must not keep the data paths of a closed runtime open
+        # a result that is kept must not keep the data paths of a closed runtime open
+        self._call = None
         return self._result
 
     def __await__(self) -> Generator[Any, None, Any]:

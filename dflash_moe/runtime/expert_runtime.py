@@ -1,4 +1,5 @@
-"""`ExpertRuntime`: routed experts in other processes behind one function. Start, call, observe, switch modes, close.
+"""`ExpertRuntime`: routed experts in other processes behind one function. Start, call, observe,
+switch modes, close.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -43,7 +44,8 @@ CLOSED = "this ExpertRuntime is closed; start another"
 
 
 class ExpertRuntime:
-    """The routed experts of one model, on the workers of one topology. A context manager; any thread may call.
+    """The routed experts of one model, on the workers of one topology. A context manager; any
+    thread may call.
 
     Errors of calls: ConfigError (arguments), WorkerLost, WorkerTimeout, WorkerError, ProtocolError.
     """
@@ -95,12 +97,14 @@ class ExpertRuntime:
         _channel_decorator: ChannelDecorator | None = None,
         **overrides: Any,
     ) -> ExpertRuntime:
-        """Starts and loads all workers of `topology` for `model` (a checkpoint directory, or what `model_spec` made of one).
+        """Starts and loads all workers of `topology` for `model` (a checkpoint directory, or what
+        `model_spec` made of one).
 
-        `overrides` are settings by their Python names (mode, transport, dtype, batch_capacity ...); they win over environment
-        and topology. `on_loading(holder, experts loaded, of how many)` is called now and then, by several threads.
-        Errors: ConfigError, CheckpointError, UnsupportedError, ProtocolError, WorkerLost, WorkerTimeout; no process is left
-        behind by any of them.
+        `overrides` are settings by their Python names (mode, transport, dtype, batch_capacity ...);
+        they win over environment and topology. `on_loading(holder, experts loaded, of how many)` is
+        called now and then, by several threads. Errors: ConfigError, CheckpointError,
+        UnsupportedError, ProtocolError, WorkerLost, WorkerTimeout; no process is left behind by any
+        of them.
         """
         settings = resolve_settings(topology.ipc, **overrides)
         key = check_paths(topology, settings)
@@ -176,7 +180,9 @@ class ExpertRuntime:
         return plan_arena(shapes, self._slices, *self.wire_dtypes, self.settings.shared_bytes)
 
     def _window(self, member: Member) -> int:
-        """Slices in flight, at most: where the arena was short, fewer slots than the plan asked for."""
+        """Slices in flight, at most: where the arena was short, fewer slots than the plan asked
+        for.
+        """
         if member.slots is None:
             return self._slices.window
         return min(self._slices.window, member.slots.num_slots - SPARE_SLOTS)
@@ -194,20 +200,26 @@ class ExpertRuntime:
 
     @property
     def tensor_device(self) -> str:
-        """Where a model for this runtime lies, as torch says: cpu (also for a simulated card) or cuda:N (HIP too)."""
+        """Where a model for this runtime lies, as torch says: cpu (also for a simulated card) or
+        cuda:N (HIP too).
+        """
         choice = DeviceChoice.of_host(self._topology.host)
         return f"cuda:{choice.device}" if choice.has_own_memory else "cpu"
 
     def layer_index(self, layer: int | str) -> int:
-        """The index of a layer given by index or module name; ConfigError for a dense or unknown one."""
+        """The index of a layer given by index or module name; ConfigError for a dense or unknown
+        one.
+        """
         return self._table[layer][0]
 
     def experts(self, layer: int | str, hidden_states: Any, topk_ids: Any, topk_weights: Any, out: Any = None) -> Any:
-        """Returns the routed experts' weighted sum for every row: [num_tokens, out_size], kind and dtype of `hidden_states`.
+        """Returns the routed experts' weighted sum for every row: [num_tokens, out_size], kind and
+        dtype of `hidden_states`.
 
-        `hidden_states` [num_tokens, in_size] f32, f16 or bf16; `topk_ids` [num_tokens, top_k] int32 or int64, ids >= the number
-        of experts are ignored; `topk_weights` [num_tokens, top_k] floating point. torch, NumPy or DLPack, on the CPU or
-        on `host.device`. `out`, if given, receives the result. Blocks without the GIL.
+        `hidden_states` [num_tokens, in_size] f32, f16 or bf16; `topk_ids` [num_tokens, top_k] int32
+        or int64, ids >= the number of experts are ignored; `topk_weights` [num_tokens, top_k]
+        floating point. torch, NumPy or DLPack, on the CPU or on `host.device`. `out`, if given,
+        receives the result. Blocks without the GIL.
         """
         entry = self._table[layer]
         if self._steps is not None and (step := self._steps.of_this_thread()) is not None:
@@ -233,7 +245,9 @@ class ExpertRuntime:
         return result
 
     def submit(self, layer: int | str, hidden_states: Any, topk_ids: Any, topk_weights: Any, out: Any = None) -> ExpertCall:
-        """Like `experts`, but returns at once. The inputs are kept, and must not be changed until the call is done."""
+        """Like `experts`, but returns at once. The inputs are kept, and must not be changed until
+        the call is done.
+        """
         entry = self._table[layer]
         result, arguments = self._bind(entry[1], entry[2], hidden_states, topk_ids, topk_weights, out)
         if not arguments[3]:
@@ -257,11 +271,14 @@ class ExpertRuntime:
         return call
 
     def device_step(self, *, stream: int | None = None) -> AbstractContextManager[DeviceStep]:
-        """A `with` block whose expert calls the host's device exchanges by itself; `experts` of this thread, within it, too.
+        """A `with` block whose expert calls the host's device exchanges by itself; `experts` of
+        this thread, within it, too.
 
-        For decode steps: at most 64 tokens a call, every holder in shared memory or this process. Results count once the block
-        was left without an error; after one, repeat the step with plain `experts`. Other threads' calls wait. `stream`: that of
-        the caller's framework; torch's current one is found. Errors: ConfigError, UnsupportedError with the reason, WorkerLost.
+        For decode steps: at most 64 tokens a call, every holder in shared memory or this process.
+        Results count once the block was left without an error; after one, repeat the step with
+        plain `experts`. Other threads' calls wait. `stream`: that of the caller's framework;
+        torch's current one is found. Errors: ConfigError, UnsupportedError with the reason,
+        WorkerLost.
         """
         if self._steps is None:
             raise ConfigError(
@@ -278,9 +295,11 @@ class ExpertRuntime:
         dtype: str | None = None,
         reply_dtype: str | None = None,
     ) -> None:
-        """Switches mode, slices and wire dtypes between calls; what is not given stays. Waits for calls under way.
+        """Switches mode, slices and wire dtypes between calls; what is not given stays. Waits for
+        calls under way.
 
-        Speed changes, and with a dtype the rounding on the wire; nothing else. ConfigError for values that are not allowed.
+        Speed changes, and with a dtype the rounding on the wire; nothing else. ConfigError for
+        values that are not allowed.
         """
         wanted = {
             "mode": mode, "stream_tokens": stream_tokens, "batch_capacity": batch_capacity, "dtype": dtype,
@@ -307,7 +326,8 @@ class ExpertRuntime:
         request_dtype, reply_dtype = self.wire_dtypes
         members = self._fleet.members.values()
         if not all(member.slots is not None and member.slots.holds(plans[member.name]) for member in members):
-            observe.refuse_lost(self._live_client())  # it would not answer, and nobody shall wait for that
+            # it would not answer, and nobody shall wait for that
+            observe.refuse_lost(self._live_client())
             for member in members:  # all of them, so that the arena's limit holds
                 self._paths.renew(member, plans[member.name])
         client = self._live_client()
@@ -328,11 +348,13 @@ class ExpertRuntime:
         return observe.explain_loss(error, self._fleet)
 
     def stats(self) -> dict[str, Any]:
-        """Counters since start: `calls`, `rows`, `pairs`, `request_bytes`, `reply_bytes`, `floor_bytes`, `splits`, `waits` (s).
+        """Counters since start: `calls`, `rows`, `pairs`, `request_bytes`, `reply_bytes`,
+        `floor_bytes`, `splits`, `waits` (s).
 
-        The same and the workers' own times under `totals`, per worker under `workers`, per layer under `layers`; under `auto`
-        what every worker's cost model knows, chose and predicted since the mode was set (`WorkerForecast` as a dictionary);
-        under `numerics` what computes in which class; besides, the mode in use and why. After `close()` the last ones.
+        The same and the workers' own times under `totals`, per worker under `workers`, per layer
+        under `layers`; under `auto` what every worker's cost model knows, chose and predicted since
+        the mode was set (`WorkerForecast` as a dictionary); under `numerics` what computes in which
+        class; besides, the mode in use and why. After `close()` the last ones.
         """
         if self._client is None:
             return self._last_stats
@@ -353,7 +375,9 @@ class ExpertRuntime:
         }
 
     def worker_stats(self) -> dict[str, dict[str, int]]:
-        """Every worker's own counters (calls, rows, bytes, compute_ns, queue_ns, memory), asked over its control connection."""
+        """Every worker's own counters (calls, rows, bytes, compute_ns, queue_ns, memory), asked
+        over its control connection.
+        """
         self._live_client()
         return observe.ask_workers(self._fleet)
 
@@ -362,7 +386,9 @@ class ExpertRuntime:
         return observe.list_processes(self._fleet, self._held)
 
     def take_traces(self) -> list[dict[str, int]]:
-        """The recorded slices since the last call (setting `profile`): times of every step on both sides."""
+        """The recorded slices since the last call (setting `profile`): times of every step on both
+        sides.
+        """
         return self._live_client().take_traces()
 
     def _live_client(self) -> _core.Client:
@@ -371,7 +397,9 @@ class ExpertRuntime:
         return self._client
 
     def close(self) -> None:
-        """Ends all workers; at most about a second, never raises because a worker is already gone. Safe to call again."""
+        """Ends all workers; at most about a second, never raises because a worker is already gone.
+        Safe to call again.
+        """
         if not self._finalizer.alive:
             return
         if self._is_open:
@@ -382,7 +410,8 @@ class ExpertRuntime:
         self._run = self._submit = _refuse_closed
         self._finalizer()
         self._paths.drop_client()
-        self._client = self._steps = self._tensors = None  # its channels close with it, and what a device used of them
+        # its channels close with it, and what a device used of them
+        self._client = self._steps = self._tensors = None
         self._bind = TensorBinder().bind
 
     def __enter__(self) -> ExpertRuntime:

@@ -1,4 +1,5 @@
-"""All workers of one runtime: started or reached, loaded in parallel, attached, and ended. Owns every process and connection.
+"""All workers of one runtime: started or reached, loaded in parallel, attached, and ended. Owns
+every process and connection.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -41,15 +42,19 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-LEAST_ATTACH_S = 0.25  # mapping and pre-faulting the segments takes tens of milliseconds on a busy machine
+# mapping and pre-faulting the segments takes tens of milliseconds on a busy machine
+LEAST_ATTACH_S = 0.25
 GOODBYE_S = 1.0  # a worker leaves within milliseconds of the goodbye; then SIGKILL
 ChannelDecorator = Callable[[str, _core.Channel], _core.Channel]
-LoadingReport = Callable[[str, int, int], None]  # holder, its experts loaded so far, and in all; from several threads
+# holder, its experts loaded so far, and in all; from several threads
+LoadingReport = Callable[[str, int, int], None]
 
 
 @dataclass(slots=True)
 class Member:
-    """One holder of experts: exactly one of `session` (another process) and `local` (this one) is set."""
+    """One holder of experts: exactly one of `session` (another process) and `local` (this one) is
+    set.
+    """
 
     name: str
     address: Address
@@ -109,7 +114,9 @@ def shapes_of(shards: Sequence[HeldShard]) -> list[ShardShape]:
 
 
 class Fleet:
-    """The members, in the order of the topology, the host last. `close()` ends everything; safe to call again."""
+    """The members, in the order of the topology, the host last. `close()` ends everything; safe to
+    call again.
+    """
 
     def __init__(self, spec: ModelSpec, settings: Settings, threads: ThreadPlan, decorate: ChannelDecorator | None) -> None:
         self.members: dict[str, Member] = {}
@@ -118,13 +125,17 @@ class Fleet:
         self._threads = threads
         self._decorate = decorate
         self._launcher: Launcher | None = None
-        self._generations = itertools.count(secrets.randbits(48) + 1)  # never that of another session's path
+        # never that of another session's path
+        self._generations = itertools.count(secrets.randbits(48) + 1)
         self._owner_pid = os.getpid()
         self._is_closed = False
-        self.may_open_replies = False  # where a device of the host takes no read-only memory (rules 12)
+        # where a device of the host takes no read-only memory (rules 12)
+        self.may_open_replies = False
 
     def add_members(self, topology: Topology, held: Mapping[str, Sequence[HeldShard]], host_name: str) -> None:
-        """Decides address and transport of every holder. UnsupportedError, ConfigError before anything is started."""
+        """Decides address and transport of every holder. UnsupportedError, ConfigError before
+        anything is started.
+        """
         for worker in topology.workers:
             address = worker.parsed_address
             transport = choose_transport(worker.name, address, self._settings.transport)
@@ -141,7 +152,9 @@ class Fleet:
             log.info("worker %s: transport %s, numerics %s", member.name, member.transport, member.numerics)
 
     def start(self, key: bytes | None) -> None:
-        """Starts or reaches every member and says hello; `key` is `check_paths`'. On an error the caller closes the fleet."""
+        """Starts or reaches every member and says hello; `key` is `check_paths`'. On an error the
+        caller closes the fleet.
+        """
         remote = [member for member in self.members.values() if member.transport != "loopback"]
         if any(member.address.is_started_by_host for member in remote):
             self._launcher = Launcher()
@@ -209,7 +222,9 @@ class Fleet:
                 raise ConfigError(_shortfall_text(_holder_text(member), bytes_by_holder[member.name], min(bounds), num_experts))
 
     def load(self, held: Mapping[str, Sequence[HeldShard]], on_loading: LoadingReport | None = None) -> None:
-        """Loads all shards, the workers in parallel. Typed errors of the workers; WorkerLost, WorkerTimeout."""
+        """Loads all shards, the workers in parallel. Typed errors of the workers; WorkerLost,
+        WorkerTimeout.
+        """
         started = time.monotonic()
 
         def load_member(name: str) -> None:
@@ -252,7 +267,9 @@ class Fleet:
             _session(member).load(message, timeout_s=self._settings.start_timeout_s, report=report)
 
     def attach(self, member: Member, slots: SlotPlan) -> tuple[_core.Channel, int, int]:
-        """A fresh data path: (host's channel, generation, pulse descriptor or -1). The former path is served no more."""
+        """A fresh data path: (host's channel, generation, pulse descriptor or -1). The former path
+        is served no more.
+        """
         generation = next(self._generations)
         pulse_fd = -1
         if member.local is not None:
@@ -273,7 +290,9 @@ class Fleet:
         return channel, generation, pulse_fd
 
     def shards_by_layer(self, held: Mapping[str, Sequence[HeldShard]]) -> list[LayerShards]:
-        """Every layer with (shard, its holder at the client, weights fingerprint, experts), as `define_layer` takes them."""
+        """Every layer with (shard, its holder at the client, weights fingerprint, experts), as
+        `define_layer` takes them.
+        """
         places: dict[int, list[tuple[int, int, int, tuple[int, ...]]]] = {}
         for name, shards in held.items():
             index = self.members[name].client_index
@@ -282,7 +301,9 @@ class Fleet:
         return [(layer, sorted(places[layer.index])) for layer in self._spec.layers]
 
     def close(self) -> None:
-        """Goodbye to all, at most a second for all together, then SIGKILL. Never raises because a worker is already gone."""
+        """Goodbye to all, at most a second for all together, then SIGKILL. Never raises because a
+        worker is already gone.
+        """
         if self._is_closed or os.getpid() != self._owner_pid:  # a forked child owns none of this
             return
         self._is_closed = True
@@ -301,13 +322,17 @@ class Fleet:
             self._launcher.close()
 
     def kill(self) -> None:
-        """SIGKILL to every started worker, so that threads which wait for one of them see it at once."""
+        """SIGKILL to every started worker, so that threads which wait for one of them see it at
+        once.
+        """
         for member in self.members.values():
             if member.session is not None and member.session.started is not None:
                 member.session.started.kill()
 
     def _in_parallel(self, names: Sequence[str], step: Callable[[str], None]) -> None:
-        """One thread per member. The first error ends all others: their workers are killed, and it is raised."""
+        """One thread per member. The first error ends all others: their workers are killed, and it
+        is raised.
+        """
         if not names:
             return
         with ThreadPoolExecutor(max_workers=len(names), thread_name_prefix="dflash-start") as pool:
@@ -354,7 +379,9 @@ def _slowdown(member: Member) -> float:
 
 
 def _memory_bounds(member: Member) -> list[int]:
-    """Bytes that its weights may take, by everything that says so; none for experts in the host's own process."""
+    """Bytes that its weights may take, by everything that says so; none for experts in the host's
+    own process.
+    """
     if member.local is not None:
         return [member.local.memory_available] if member.local.has_own_memory else []
     hello = member.session.hello if member.session is not None else None

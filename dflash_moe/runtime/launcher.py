@@ -1,7 +1,8 @@
-"""Starts worker processes as direct children: control socket and one-time key by inherited descriptor, log in memory.
+"""Starts worker processes as direct children: control socket and one-time key by inherited
+descriptor, log in memory.
 
-Children ask the kernel to be killed with the *thread* that forked them, so all of a runtime's children are forked by one
-thread that lives as long as the runtime does and sleeps in between.
+Children ask the kernel to be killed with the *thread* that forked them, so all of a runtime's
+children are forked by one thread that lives as long as the runtime does and sleeps in between.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -48,13 +49,16 @@ class StartedWorker:
         return f"process {self.process.pid} {_exit_text(self.process.returncode)}{quoted}"
 
     def close(self, *, seconds: float) -> None:
-        """Waits up to `seconds` for a graceful end, then SIGKILL. Never raises because the worker is already gone."""
+        """Waits up to `seconds` for a graceful end, then SIGKILL. Never raises because the worker
+        is already gone.
+        """
         try:
             self.process.wait(max(0.0, seconds))
         except subprocess.TimeoutExpired:
             self.kill()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(5.0)  # SIGKILL is certain; only uninterruptible I/O could delay it
+                # SIGKILL is certain; only uninterruptible I/O could delay it
+                self.process.wait(5.0)
         self.log.close()
 
     def kill(self) -> None:
@@ -136,7 +140,9 @@ def _spawn(name: str, model: Path) -> StartedWorker:
 
 
 def _environment() -> dict[str, str]:
-    """The host's environment; the package is found where this process found it, installed or not."""
+    """The host's environment; the package is found where this process found it, installed or
+    not.
+    """
     environment = dict(os.environ)
     root = str(Path(dflash_moe.__file__).resolve().parent.parent)
     inherited = environment.get("PYTHONPATH")

@@ -1,4 +1,5 @@
-"""Layers by what callers name them with: the index in the checkpoint's table of layers, or the module's name.
+"""Layers by what callers name them with: the index in the checkpoint's table of layers, or the
+module's name.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -15,7 +16,9 @@ if TYPE_CHECKING:
 
 
 class LayerTable(dict[object, tuple[int, int, int]]):
-    """(index, in_size, out_size) of a layer by index or name; ConfigError for a dense or unknown one."""
+    """(index, in_size, out_size) of a layer by index or name; ConfigError for a dense or unknown
+    one.
+    """
 
     def __init__(self, layers: Sequence[LayerSpec]) -> None:
         self._layers = layers

@@ -1,4 +1,5 @@
-"""A worker inside the host process, over loopback: experts kept at the host, and workers with `address: loopback`.
+"""A worker inside the host process, over loopback: experts kept at the host, and workers with
+`address: loopback`.
 
 Same C++ worker, same kernels, same wire rounding as a worker process; only the process is missing.
 SPDX-License-Identifier: Apache-2.0
@@ -26,7 +27,9 @@ STOP_S = 30.0  # the longest call under way ends first
 
 
 class LocalWorker:
-    """Owns the weights and one serving thread, which computes without the GIL. `close()` ends it."""
+    """Owns the weights and one serving thread, which computes without the GIL. `close()` ends
+    it.
+    """
 
     def __init__(
         self, name: str, *, isa: str, threads: int, spin_ns: int, slowdown: float, numerics: str, cpus: tuple[int, ...] = (),
@@ -34,8 +37,8 @@ class LocalWorker:
     ) -> None:  # fmt: skip
         """`device` None: the processor, by kernel set `isa`.
 
-        UnsupportedError where that does not compute `numerics` or cannot be used, ConfigError where the device or one of `cpus`
-        is missing.
+        UnsupportedError where that does not compute `numerics` or cannot be used, ConfigError where
+        the device or one of `cpus` is missing.
         """
         opened = open_device(device or DeviceChoice(), threads=threads, name=name)
         self.numerics, _ = choose_numerics(numerics, isa, name=name, device=opened)
@@ -43,7 +46,8 @@ class LocalWorker:
         self.name = name
         self.isa = isa if opened is None else opened.arch  # or the architecture of its card
         self.has_own_memory = (device or DeviceChoice()).has_own_memory
-        self.memory_available = opened.free_bytes() if opened is not None and self.has_own_memory else 0  # of the card
+        # of the card
+        self.memory_available = opened.free_bytes() if opened is not None and self.has_own_memory else 0
         self._worker = _core.Worker(
             name=name, isa=isa, num_threads=threads, cpus=cpus, spin_ns=spin_ns, slowdown=slowdown, device=opened,
             weights_layout=weights_layout,
@@ -71,9 +75,12 @@ class LocalWorker:
         numerics: str,
         report: Callable[[int], None] = lambda _count: None,
     ) -> None:
-        """Loads one shard; `report` gets its experts loaded so far. CheckpointError, UnsupportedError."""
+        """Loads one shard; `report` gets its experts loaded so far. CheckpointError,
+        UnsupportedError.
+        """
         self._worker.define_shard(layer, shard, ffn.kernel_spec(), len(experts), weight_dtype, weights_fingerprint, numerics)
-        with running_on(self._cpus):  # memory is local to the node of the core that touches it first
+        # memory is local to the node of the core that touches it first
+        with running_on(self._cpus):
             load_experts(
                 self._worker, checkpoint, ffn, experts, layer=layer, shard=shard, threads=self._num_threads, report=report
             )

@@ -1,4 +1,5 @@
-"""What a runtime can tell about itself: call counters, the workers' own counters, processes and their memory.
+"""What a runtime can tell about itself: call counters, the workers' own counters, processes and
+their memory.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -21,7 +22,9 @@ STATS_S = 5.0  # a worker answers between two messages of its control thread, al
 
 @dataclass(frozen=True, slots=True)
 class WorkerProcess:
-    """Where a holder of experts runs and what it has resident; bytes are 0 where its process is gone."""
+    """Where a holder of experts runs and what it has resident; bytes are 0 where its process is
+    gone.
+    """
 
     name: str
     pid: int
@@ -52,7 +55,9 @@ def explain_loss(error: WorkerError, fleet: Fleet) -> WorkerError:
 
 
 def count_calls(client: _core.Client, fleet: Fleet, layers: Sequence[int]) -> dict[str, Any]:
-    """The client's counters as `totals`, `workers` (with each worker's state and layers) and `layers`."""
+    """The client's counters as `totals`, `workers` (with each worker's state and layers) and
+    `layers`.
+    """
     members = {member.client_index: member for member in fleet.members.values()}
     reports = {report["name"]: report for report in client.workers()}
     totals = zero_counters()

@@ -1,4 +1,5 @@
-"""Fresh data paths for workers whose slots are quarantined or whose segments a failed device step retired, between two calls.
+"""Fresh data paths for workers whose slots are quarantined or whose segments a failed device step
+retired, between two calls.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -20,14 +21,17 @@ MIN_USABLE_SLOTS = 2  # fewer, and the data path is renewed: the rest is quarant
 
 
 class PathRenewal:
-    """Knows which data paths are `worn_out`, and renews them with the gate shut and no call under way.
+    """Knows which data paths are `worn_out`, and renews them with the gate shut and no call under
+    way.
 
-    Whoever renews holds the gate's lock. `drop_client` ends it: the channels of a closed runtime close with its client.
+    Whoever renews holds the gate's lock. `drop_client` ends it: the channels of a closed runtime
+    close with its client.
     """
 
     def __init__(self, client: _core.Client, fleet: Fleet, gate: CallGate, *, patience_s: float) -> None:
         """`patience_s`: by then every call has ended."""
-        self.worn_out: set[str] = set()  # workers whose data path must be renewed before the next call
+        # workers whose data path must be renewed before the next call
+        self.worn_out: set[str] = set()
         self._client: _core.Client | None = client
         self._fleet = fleet
         self._gate = gate
@@ -45,7 +49,9 @@ class PathRenewal:
         log.info("worker %s: data path renewed, generation %d", member.name, generation)
 
     def pass_gate(self) -> None:
-        """Slow path of a call: waits while another thread renews data paths, or renews them itself."""
+        """Slow path of a call: waits while another thread renews data paths, or renews them
+        itself.
+        """
         with self._gate.stepping_back():
             if self.worn_out:
                 self.renew_worn_out()
@@ -71,7 +77,9 @@ class PathRenewal:
         self.renew_worn_out()
 
     def retire_all(self) -> None:
-        """After a failed step every path that still works gets fresh segments before its next call."""
+        """After a failed step every path that still works gets fresh segments before its next
+        call.
+        """
         lost = {report["name"] for report in self._reports() if report["state"] == "lost"}
         self.worn_out.update(name for name in self._fleet.members if name not in lost)
 

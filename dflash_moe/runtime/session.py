@@ -1,4 +1,5 @@
-"""The host's half of one control session: handshake, hello, loading, data paths, goodbye. One session per worker.
+"""The host's half of one control session: handshake, hello, loading, data paths, goodbye. One
+session per worker.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -49,7 +50,8 @@ M = TypeVar("M", bound=Message)
 
 
 class WorkerSession:
-    """Talks to one worker. Owns its control connection and, if the host started it, the child process.
+    """Talks to one worker. Owns its control connection and, if the host started it, the child
+    process.
 
     Any thread; conversations are serialised by a lock.
     """
@@ -83,7 +85,9 @@ class WorkerSession:
         return self.started.process.pid if self.started else self.hello.pid if self.hello else 0
 
     def connect(self, *, timeout_s: float) -> None:
-        """Opens and authenticates the control connection. WorkerLost, WorkerTimeout, ProtocolError."""
+        """Opens and authenticates the control connection. WorkerLost, WorkerTimeout,
+        ProtocolError.
+        """
         deadline = time.monotonic() + timeout_s
         if self.started is not None:
             sock, key = self.started.control, self.started.key
@@ -120,10 +124,11 @@ class WorkerSession:
         device: DeviceChoice | None = None,
         weights_layout: str = "packed",
     ) -> HelloReply:
-        """Exchanges hello; ProtocolError naming the field and both values where the ends do not fit.
+        """Exchanges hello; ProtocolError naming the field and both values where the ends do not
+        fit.
 
-        UnsupportedError where the worker does not compute in class `numerics` or cannot use `device` (None: the processor),
-        ConfigError where it lacks the device or one of `cpus`.
+        UnsupportedError where the worker does not compute in class `numerics` or cannot use
+        `device` (None: the processor), ConfigError where it lacks the device or one of `cpus`.
         """
         place = device or DeviceChoice()
         message = Hello(
@@ -181,9 +186,11 @@ class WorkerSession:
     def attach(
         self, slots: SlotPlan, transport: str, generation: int, *, timeout_s: float, is_open: bool = False
     ) -> tuple[_core.Channel, int]:
-        """Builds a data path; returns the host's channel and the pulse descriptor (-1 but for the first time), the caller's.
+        """Builds a data path; returns the host's channel and the pulse descriptor (-1 but for the
+        first time), the caller's.
 
-        `is_open`: replies in shared memory that a device of this process may register; for a worker that this host started.
+        `is_open`: replies in shared memory that a device of this process may register; for a worker
+        that this host started.
         """
         with self._lock, contextlib.ExitStack() as cleanup:
             geometry = _core.Geometry(slots.num_slots, slots.request_bytes, slots.reply_bytes)
@@ -303,18 +310,24 @@ class WorkerSession:
             return dict(self._ask(StatsRequest(), Stats, timeout_s=timeout_s, doing="send its counters").counters)
 
     def say_bye(self) -> None:
-        """Tells the worker that the session is over; never raises for a worker that is gone or stopped."""
+        """Tells the worker that the session is over; never raises for a worker that is gone or
+        stopped.
+        """
         if self._connection is not None:
             with contextlib.suppress(DflashError):
                 self._connection.send(Bye(), deadline=time.monotonic() + 0.2)
 
     def hang_up(self) -> None:
-        """Ends the session without a word, so that a thread which waits for this worker returns; any thread."""
+        """Ends the session without a word, so that a thread which waits for this worker returns;
+        any thread.
+        """
         if self._connection is not None:
             self._connection.hang_up()
 
     def close(self, *, seconds: float) -> None:
-        """Closes the connection and ends the child, gracefully within `seconds`, else by SIGKILL."""
+        """Closes the connection and ends the child, gracefully within `seconds`, else by
+        SIGKILL.
+        """
         if self._connection is not None:
             self._connection.close()
         if self.started is not None:
@@ -348,7 +361,9 @@ class WorkerSession:
         return self._expect(received, answer)
 
     def _discard_stale(self, deadline: float, timeout_s: float, doing: str) -> None:
-        """Answers come in the order of the questions; those that came after their deadline are dropped here."""
+        """Answers come in the order of the questions; those that came after their deadline are
+        dropped here.
+        """
         while self._unanswered:
             stale = self._receive(deadline, timeout_s, doing)
             if isinstance(stale, Attached):

@@ -1,7 +1,9 @@
-"""From torch, NumPy and DLPack tensors to the addresses a call takes, and to a result of the same kind.
+"""From torch, NumPy and DLPack tensors to the addresses a call takes, and to a result of the same
+kind.
 
-torch is looked up only if the caller already imported it. Rows with a stride are taken as they are; nothing is copied unless
-the elements of a row are not adjacent. On the hot path: one function per kind, no loops, no temporary objects but the result.
+torch is looked up only if the caller already imported it. Rows with a stride are taken as they are;
+nothing is copied unless the elements of a row are not adjacent. On the hot path: one function per
+kind, no loops, no temporary objects but the result.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -15,7 +17,8 @@ import numpy as np
 from dflash_moe import _core
 from dflash_moe.errors import ConfigError, UnsupportedError
 
-# (hidden address, row stride in bytes, dtype, num_tokens, ids address, ids are 64-bit, weights address, weights dtype, top_k,
+# (hidden address, row stride in bytes, dtype, num_tokens, ids address, ids are 64-bit, weights
+# address, weights dtype, top_k,
 #  output address, what must stay alive)
 CallArguments = tuple[int, int, str, int, int, bool, int, str, int, int, object]
 
@@ -26,7 +29,9 @@ INTS = ("i32", "i64")
 
 
 class TensorBinder:
-    """Turns the tensors of calls into addresses. Holds torch's dtype table once torch is there. Any thread."""
+    """Turns the tensors of calls into addresses. Holds torch's dtype table once torch is there. Any
+    thread.
+    """
 
     def __init__(self) -> None:
         self._torch: Any = None
@@ -36,7 +41,9 @@ class TensorBinder:
     def bind(
         self, in_size: int, out_size: int, hidden_states: Any, topk_ids: Any, topk_weights: Any, out: Any
     ) -> tuple[Any, CallArguments]:
-        """Returns (result tensor, arguments). ConfigError naming argument, shape and dtype; UnsupportedError for a device."""
+        """Returns (result tensor, arguments). ConfigError naming argument, shape and dtype;
+        UnsupportedError for a device.
+        """
         if self._torch is None and "torch" in sys.modules:
             self._adopt_torch()
         if isinstance(hidden_states, self._tensor_type):
@@ -73,7 +80,8 @@ class TensorBinder:
             )
         if (hidden.requires_grad or weights.requires_grad) and torch.is_grad_enabled():
             raise ConfigError("hidden_states or topk_weights require grad; experts() has no backward: use torch.no_grad()")
-        if hidden.is_neg() or weights.is_neg() or ids.is_neg():  # lazily negated: their memory holds the opposite numbers
+        # lazily negated: their memory holds the opposite numbers
+        if hidden.is_neg() or weights.is_neg() or ids.is_neg():
             hidden, ids, weights = hidden.resolve_neg(), ids.resolve_neg(), weights.resolve_neg()
         num_tokens = hidden_shape[0]
         item_bytes = ITEM_BYTES[dtype]
@@ -111,7 +119,9 @@ def check_call(
     ids: Any,
     weights: Any,
 ) -> None:
-    """Shapes and dtypes of a call, in one condition on the good path; ConfigError names argument, found and expected."""
+    """Shapes and dtypes of a call, in one condition on the good path; ConfigError names argument,
+    found and expected.
+    """
     if (
         len(hidden_shape) == 2
         and hidden_shape[1] == in_size

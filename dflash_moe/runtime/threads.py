@@ -1,4 +1,5 @@
-"""Shares the machine's cores between the host and its local workers, and decides whether anyone may spin.
+"""Shares the machine's cores between the host and its local workers, and decides whether anyone may
+spin.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -22,17 +23,21 @@ SPIN_NS = 50_000  # longer than a call's own overhead (25 us), shorter than a sc
 
 @dataclass(frozen=True, slots=True)
 class ThreadPlan:
-    """Compute threads of the host's own experts and of each local worker, and the spin budget of every poller."""
+    """Compute threads of the host's own experts and of each local worker, and the spin budget of
+    every poller.
+    """
 
     host: int
     workers: Mapping[str, int]
     spin_ns: int
     is_oversubscribed: bool
-    cpus: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # of each pinned worker's threads, in order
+    # of each pinned worker's threads, in order
+    cpus: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 def thread_plan(topology: Topology, settings: Settings) -> ThreadPlan:
-    """The threads that a runtime of this topology uses on this machine; a flag or variable wins over the topology.
+    """The threads that a runtime of this topology uses on this machine; a flag or variable wins
+    over the topology.
 
     Errors: ConfigError for a worker with more threads than `cpus`.
     """
@@ -77,8 +82,9 @@ def plan_threads(
 ) -> ThreadPlan:
     """Explicit numbers are kept; the others get an even share of what is left, 1..8 each.
 
-    Spinning is allowed only where every poller and every compute thread has a core of its own: with too few cores it costs
-    up to 100 times what it saves. A worker's serving thread is one of its compute threads.
+    Spinning is allowed only where every poller and every compute thread has a core of its own: with
+    too few cores it costs up to 100 times what it saves. A worker's serving thread is one of its
+    compute threads.
     """
     host = max(1, host_threads or 1)
     unset = [name for name, threads in worker_threads.items() if not threads]

@@ -1,5 +1,5 @@
-"""Which transport a worker gets: its address in the topology and the `transport` setting together decide. And whether the host
-has what reaching it takes.
+"""Which transport a worker gets: its address in the topology and the `transport` setting together
+decide. And whether the host has what reaching it takes.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from dflash_moe.config import Settings
     from dflash_moe.topology import Topology
 
-# (how the worker is reached, setting) -> channel kind; a named transport that cannot be had is an error.
+# (how the worker is reached, setting) -> channel kind; a named transport that cannot be had is an
+# error.
 _KINDS = {
     ("shared", "auto"): "shared",
     ("shared", "shared"): "shared",
@@ -34,7 +35,8 @@ _KINDS = {
 
 
 def choose_transport(worker: str, address: Address, setting: str) -> str:
-    """Returns "loopback", "shared", "unix" or "tcp". UnsupportedError for fabric, ConfigError for a pair that cannot be.
+    """Returns "loopback", "shared", "unix" or "tcp". UnsupportedError for fabric, ConfigError for a
+    pair that cannot be.
 
     `loopback` is a worker without a process, so the setting does not concern it.
     """
@@ -54,8 +56,9 @@ def choose_transport(worker: str, address: Address, setting: str) -> str:
 def check_paths(topology: Topology, settings: Settings) -> bytes | None:
     """Call before anything slow; returns the shared key, None where no file is named.
 
-    Errors: ConfigError, UnsupportedError for a transport that cannot be had, a key file that cannot be read or is missing where
-    a worker is reached over TCP, and a socket path that is something else.
+    Errors: ConfigError, UnsupportedError for a transport that cannot be had, a key file that cannot
+    be read or is missing where a worker is reached over TCP, and a socket path that is something
+    else.
     """
     key = read_key_file(Path(settings.key_file)) if settings.key_file else None
     for worker in topology.workers:

@@ -1,4 +1,5 @@
-"""The cores a thread may run on: set for the thread that asks, which is what Linux means by process 0.
+"""The cores a thread may run on: set for the thread that asks, which is what Linux means by process
+0.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -24,7 +25,9 @@ def check_cpus(cpus: Sequence[int], *, name: str) -> None:
 
 @contextmanager
 def running_on(cpus: Sequence[int]) -> Iterator[None]:
-    """Keeps the calling thread, and the threads it starts meanwhile, on these cores; on all as before where there are none."""
+    """Keeps the calling thread, and the threads it starts meanwhile, on these cores; on all as
+    before where there are none.
+    """
     if not cpus:
         yield
         return
@@ -37,6 +40,8 @@ def running_on(cpus: Sequence[int]) -> Iterator[None]:
 
 
 def pin_to_first(cpus: Sequence[int]) -> None:
-    """Keeps the calling thread on the first of these cores, for good; nothing where there are none."""
+    """Keeps the calling thread on the first of these cores, for good; nothing where there are
+    none.
+    """
     if cpus:
         os.sched_setaffinity(0, cpus[:1])

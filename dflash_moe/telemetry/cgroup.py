@@ -1,7 +1,9 @@
-"""Limits that control groups set on this process: CPU quota and memory, versions 1 and 2, its own group and every one above.
+"""Limits that control groups set on this process: CPU quota and memory, versions 1 and 2, its own
+group and every one above.
 
-A limit of an outer group binds as well, so each level is read and the tightest counts. Where the group's path is not visible
-below the mount (a container without its own cgroup namespace), the mount's root stands for it.
+A limit of an outer group binds as well, so each level is read and the tightest counts. Where the
+group's path is not visible below the mount (a container without its own cgroup namespace), the
+mount's root stands for it.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -12,7 +14,8 @@ from pathlib import Path
 
 PROC = Path("/proc")
 CGROUP = Path("/sys/fs/cgroup")
-_UNLIMITED_V1 = 1 << 62  # version 1 writes "no limit" as the largest multiple of the page size below 2**63
+# version 1 writes "no limit" as the largest multiple of the page size below 2**63
+_UNLIMITED_V1 = 1 << 62
 _RECLAIMABLE = ("active_file", "inactive_file")  # page cache, without shared memory
 
 
@@ -60,7 +63,9 @@ def _left(group: Path, limit_name: str, usage_name: str, prefix: str) -> int | N
 
 
 def _levels(controller: str, cgroup: Path, proc: Path) -> Iterator[Path]:
-    """Folders from this process's group up to the mount, for a version 1 controller or ("") for version 2."""
+    """Folders from this process's group up to the mount, for a version 1 controller or ("") for
+    version 2.
+    """
     mounts = [cgroup / controller] if controller else [cgroup, cgroup / "unified"]
     own = ""
     for line in read_text(proc / "self" / "cgroup").splitlines():

@@ -1,4 +1,5 @@
-"""The logical CPUs of this machine as the kernel lists them: memory node, and place among those that share a physical core.
+"""The logical CPUs of this machine as the kernel lists them: memory node, and place among those
+that share a physical core.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -17,7 +18,9 @@ _SYSTEM = Path("/sys/devices/system")
 
 @dataclass(frozen=True, slots=True)
 class Core:
-    """One logical CPU. `rank` counts the usable ones before it on the same physical core: 0 is the first to take."""
+    """One logical CPU. `rank` counts the usable ones before it on the same physical core: 0 is the
+    first to take.
+    """
 
     cpu: int
     node: int
@@ -46,7 +49,8 @@ def numa_nodes(system: Path = _SYSTEM) -> dict[int, tuple[int, ...]]:
 
 
 def machine_cores(usable: Collection[int] | None = None, system: Path = _SYSTEM) -> tuple[Core, ...]:
-    """The CPUs of `usable` (default: of this process's affinity mask), those that stand for a physical core first.
+    """The CPUs of `usable` (default: of this process's affinity mask), those that stand for a
+    physical core first.
 
     Where the kernel does not tell, every CPU is a core of its own, on node 0.
     """

@@ -1,4 +1,5 @@
-"""Call counters of the host's side, added up over workers and layers into the mapping that `ExpertRuntime.stats()` returns.
+"""Call counters of the host's side, added up over workers and layers into the mapping that
+`ExpertRuntime.stats()` returns.
 
 SPDX-License-Identifier: Apache-2.0
 """

@@ -1,4 +1,5 @@
-"""Logging set-up of worker processes, and their log files: anonymous memory, so that nothing is left behind.
+"""Logging set-up of worker processes, and their log files: anonymous memory, so that nothing is
+left behind.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -20,7 +21,9 @@ def set_up_worker_logging(level: int = logging.INFO) -> None:
 
 
 class LogFile:
-    """A worker's stdout and stderr. It has a descriptor and no name: it vanishes with the last process that holds it."""
+    """A worker's stdout and stderr. It has a descriptor and no name: it vanishes with the last
+    process that holds it.
+    """
 
     def __init__(self, name: str) -> None:
         self._descriptor = os.memfd_create(f"dflash_moe-log-{name}"[:200], os.MFD_CLOEXEC)

@@ -1,4 +1,5 @@
-"""What this process may use of its machine: cores (affinity and cgroup quota) and memory (free and cgroup limit).
+"""What this process may use of its machine: cores (affinity and cgroup quota) and memory (free and
+cgroup limit).
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -32,7 +33,9 @@ def cores_reason(cgroup: Path = CGROUP, proc: Path = PROC) -> str:
 
 
 def physical_cores(cgroup: Path = CGROUP, topology: Path = _CPU_TOPOLOGY, proc: Path = PROC) -> int:
-    """Distinct physical cores among the usable logical ones; where the kernel does not tell, the logical count."""
+    """Distinct physical cores among the usable logical ones; where the kernel does not tell, the
+    logical count.
+    """
     siblings = set()
     for cpu in os.sched_getaffinity(0):
         text = read_text(topology / f"cpu{cpu}" / "topology" / "thread_siblings_list")
@@ -41,7 +44,9 @@ def physical_cores(cgroup: Path = CGROUP, topology: Path = _CPU_TOPOLOGY, proc: 
 
 
 def memory_available(cgroup: Path = CGROUP, proc: Path = PROC) -> int:
-    """Bytes that new processes may still take: MemAvailable, at most what the cgroup leaves. Page cache counts as free."""
+    """Bytes that new processes may still take: MemAvailable, at most what the cgroup leaves. Page
+    cache counts as free.
+    """
     available = 0
     for line in read_text(proc / "meminfo").splitlines():
         if line.startswith("MemAvailable:"):

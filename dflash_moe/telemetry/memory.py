@@ -1,4 +1,5 @@
-"""Resident memory of a process, split by what it costs: anonymous bytes are its own, file-backed ones the page cache's.
+"""Resident memory of a process, split by what it costs: anonymous bytes are its own, file-backed
+ones the page cache's.
 
 SPDX-License-Identifier: Apache-2.0
 """

@@ -1,4 +1,5 @@
-"""Checkpoints, batches and case tables shared by tests and benches. Nothing else may import this package.
+"""Checkpoints, batches and case tables shared by tests and benches. Nothing else may import this
+package.
 
 SPDX-License-Identifier: Apache-2.0
 """

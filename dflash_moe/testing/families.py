@@ -1,4 +1,5 @@
-"""Tiny models of the families that must pass `verify`, and the list of all families on the experts interface. For tests only.
+"""Tiny models of the families that must pass `verify`, and the list of all families on the experts
+interface. For tests only.
 
 Product code never looks at a family's name; this table is where a test names what it covers.
 SPDX-License-Identifier: Apache-2.0
@@ -26,7 +27,9 @@ _DECORATED = re.compile(r"^@use_experts_implementation", re.MULTILINE)
 
 
 def tiny_options(arch: str, dtype: str = "bf16") -> MakeOptions:
-    """Two layers and eight experts of an architecture; widths that no two roles share, so that a mix-up cannot pass."""
+    """Two layers and eight experts of an architecture; widths that no two roles share, so that a
+    mix-up cannot pass.
+    """
     return MakeOptions(
         arch, num_layers=2, hidden_size=96, num_experts=8, top_k=2, moe_intermediate_size=40, dtype=dtype, seed=1
     )
@@ -65,10 +68,12 @@ def _meta_model(arch: str) -> Any:
 
 
 def write_headers_only(arch: str, directory: Path) -> None:
-    """A checkpoint of an architecture in its default, full size whose weights are a hole in a file: names and shapes only.
+    """A checkpoint of an architecture in its default, full size whose weights are a hole in a file:
+    names and shapes only.
 
-    Names and layouts are those that transformers saves: its own conversion runs on the meta device. A family whose defaults do
-    not build is written in a small size. UnsupportedError when that does not build either.
+    Names and layouts are those that transformers saves: its own conversion runs on the meta device.
+    A family whose defaults do not build is written in a small size. UnsupportedError when that does
+    not build either.
     """
     import torch
     from transformers.core_model_loading import revert_weight_conversion

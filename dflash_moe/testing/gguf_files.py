@@ -1,4 +1,5 @@
-"""Small GGUF files out of a transformers checkpoint of the families that GGUF has, with the `gguf` package. For tests only.
+"""Small GGUF files out of a transformers checkpoint of the families that GGUF has, with the `gguf`
+package. For tests only.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -15,7 +16,8 @@ import numpy as np
 from dflash_moe.model.checkpoint import Checkpoint
 from dflash_moe.testing.weight_blocks import random_blocks
 
-# What the gguf package can quantise to; blocks of other formats are random (a test needs valid weights, not good ones).
+# What the gguf package can quantise to; blocks of other formats are random (a test needs valid
+# weights, not good ones).
 QUANTISABLE = {"f32": "F32", "f16": "F16", "bf16": "BF16", "q8_0": "Q8_0", "q4_0": "Q4_0", "gguf_mxfp4": "MXFP4"}
 _ARCHITECTURES = {"qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss", "minimax_m2": "minimax-m2"}
 _LEAVES = {
@@ -40,7 +42,9 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
 
 
 def write_gguf(source: Path, path: Path, experts: str = "q8_0", *, down: str = "", host: str = "f32", seed: int = 0) -> Path:
-    """The checkpoint directory `source` as a GGUF file; routed experts in format `experts` (down_proj in `down`)."""
+    """The checkpoint directory `source` as a GGUF file; routed experts in format `experts`
+    (down_proj in `down`).
+    """
     checkpoint = Checkpoint.open(source)
     config = checkpoint.config()
     architecture = _ARCHITECTURES[config["model_type"]]
@@ -107,7 +111,9 @@ def _write_settings(writer: Any, architecture: str, config: dict[str, Any]) -> N
 
 
 def _write_tokenizer(writer: Any, vocab_size: int) -> None:
-    """A token per byte as byte-level BPE spells them (0xff, which no text has, gives way to a merge), then end of text."""
+    """A token per byte as byte-level BPE spells them (0xff, which no text has, gives way to a
+    merge), then end of text.
+    """
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     symbols = bytes_to_unicode()
@@ -149,7 +155,9 @@ def _gguf_tensors(checkpoint: Checkpoint) -> dict[str, np.ndarray[Any, Any]]:
 
 
 def _packed_parts(name: str, value: np.ndarray[Any, Any]) -> dict[str, np.ndarray[Any, Any]]:
-    """gpt_oss: gate and up take turns in the last dimension, which is the outputs; llama.cpp has them apart, outputs first."""
+    """gpt_oss: gate and up take turns in the last dimension, which is the outputs; llama.cpp has
+    them apart, outputs first.
+    """
     if name == "self_attn.sinks":
         return {"attn_sinks.weight": value}
     leaf = "bias" if name.endswith("_bias") else "weight"

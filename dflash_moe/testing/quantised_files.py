@@ -24,7 +24,9 @@ _MXFP4_WEIGHTS = re.compile(r".*\.experts\.(gate_up_proj|down_proj)")
 
 
 def write_fp8(source: Path, directory: Path) -> Path:
-    """The checkpoint with its linear weights in e4m3 and a float32 scale per square of 128, as DeepSeek and Qwen publish."""
+    """The checkpoint with its linear weights in e4m3 and a float32 scale per square of 128, as
+    DeepSeek and Qwen publish.
+    """
     made: dict[str, tuple[str, Array]] = {}
     checkpoint = Checkpoint.open(source)
     for name in checkpoint.tensors:
@@ -53,7 +55,9 @@ def write_mxfp4(source: Path, directory: Path) -> Path:
 
 
 def quantise_fp8(values: Array) -> tuple[Array, Array]:
-    """(codes uint8 [outputs, inputs], scales float32): the largest of a square becomes 448, the others the nearest code."""
+    """(codes uint8 [outputs, inputs], scales float32): the largest of a square becomes 448, the
+    others the nearest code.
+    """
     outputs, inputs = values.shape
     squares = (-(-outputs // FP8_BLOCK), -(-inputs // FP8_BLOCK))
     scales = np.empty(squares, np.float32)
@@ -71,7 +75,8 @@ def quantise_mxfp4(values: Array) -> tuple[Array, Array]:
     """(blocks uint8 [..., groups, 16], scales uint8 [..., groups]) of values [..., inputs]."""
     groups = values.reshape(*values.shape[:-1], -1, MXFP4_BLOCK)
     largest = np.abs(groups).max(axis=-1)
-    exponents = np.ceil(np.log2(np.maximum(largest, 1e-30) / 6)).astype(np.int64)  # 6 is the largest magnitude
+    # 6 is the largest magnitude
+    exponents = np.ceil(np.log2(np.maximum(largest, 1e-30) / 6)).astype(np.int64)
     order = np.argsort(E2M1, kind="stable")
     codes = order[_nearest(E2M1[order], groups / np.exp2(exponents)[..., None].astype(np.float32))].astype(np.uint8)
     return codes[..., ::2] | codes[..., 1::2] << 4, (exponents + 127).astype(np.uint8)

@@ -1,6 +1,8 @@
-"""A small checkpoint of nothing but experts, its spec, and routed batches: for tests and benches that need no torch.
+"""A small checkpoint of nothing but experts, its spec, and routed batches: for tests and benches
+that need no torch.
 
-The tensors are laid out and named as Qwen3-MoE checkpoints on disk: one tensor per expert and matrix.
+The tensors are laid out and named as Qwen3-MoE checkpoints on disk: one tensor per expert and
+matrix.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -48,7 +50,9 @@ def tiny_checkpoint(
     dtype: str = "f32",
     seed: int = 0,
 ) -> ModelSpec:
-    """Writes config.json and model.safetensors with random experts into `directory`; the spec needs no transformers."""
+    """Writes config.json and model.safetensors with random experts into `directory`; the spec needs
+    no transformers.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     generator = np.random.default_rng(seed)
     shapes = {
@@ -97,7 +101,8 @@ def tiny_checkpoint(
 def routed_batch(
     num_tokens: int, hidden_size: int, num_experts: int, top_k: int, *, seed: int = 0
 ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """(hidden_states f32 [num_tokens, hidden_size], topk_ids int64, topk_weights f32 [num_tokens, top_k]).
+    """(hidden_states f32 [num_tokens, hidden_size], topk_ids int64, topk_weights f32 [num_tokens,
+    top_k]).
 
     The ids of a token are distinct.
     """
@@ -111,7 +116,9 @@ def routed_batch(
 
 
 def _write_safetensors(path: Path, shapes: dict[str, tuple[int, int]], dtype: str, generator: np.random.Generator) -> None:
-    """One header, then the values in order (https://github.com/huggingface/safetensors, section Format)."""
+    """One header, then the values in order (https://github.com/huggingface/safetensors, section
+    Format).
+    """
     header: dict[str, Any] = {}
     offset = 0
     item_bytes = 4 if dtype == "f32" else 2

@@ -1,4 +1,5 @@
-"""A GGUF file of nothing but experts, laid out and named as llama.cpp writes Qwen3-MoE, and its spec. Needs the gguf package.
+"""A GGUF file of nothing but experts, laid out and named as llama.cpp writes Qwen3-MoE, and its
+spec. Needs the gguf package.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -27,7 +28,8 @@ def tiny_gguf(
     num_layers: int,
     dtype: str = "bf16",
 ) -> ModelSpec:
-    """Writes `path` with random blocks of `weight_format` (gguf's name in lower case), a layer's experts alike.
+    """Writes `path` with random blocks of `weight_format` (gguf's name in lower case), a layer's
+    experts alike.
 
     `dtype` is that of the model around them.
     """

@@ -1,4 +1,5 @@
-"""Random valid blocks of the quantised weight formats, for formats that no Python package can quantise to.
+"""Random valid blocks of the quantised weight formats, for formats that no Python package can
+quantise to.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -13,14 +14,17 @@ from dflash_moe.model.weight_formats import FORMATS
 
 # Where a block has float16 factors (byte offsets), and where an exponent byte.
 _FACTORS = {"q8_0": (0,), "q4_0": (0,), "q4_k": (0, 2), "q5_k": (0, 2), "q6_k": (208,), "iq4_nl": (0,), "iq4_xs": (0,)}
-_MIDDLE = {"q4_k": 7.5, "q5_k": 15.5}  # of the codes: the factor of the minima that centres the values on 0
+# of the codes: the factor of the minima that centres the values on 0
+_MIDDLE = {"q4_k": 7.5, "q5_k": 15.5}
 _EXPONENT = {"gguf_mxfp4": 0}
 
 
 def random_blocks(
     format_name: str, rows: int, inputs: int, *, seed: int = 0, spread: float = 0.01
 ) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """uint8 [rows, bytes of a row]: every bit random but those of the factors, which are about `spread` and finite."""
+    """uint8 [rows, bytes of a row]: every bit random but those of the factors, which are about
+    `spread` and finite.
+    """
     shape = FORMATS[format_name]
     generator = np.random.default_rng(seed)
     blocks = generator.integers(0, 256, (rows, inputs // shape.block, shape.block_bytes), dtype=np.uint8)

@@ -1,4 +1,5 @@
-"""The topology file: what runs where. Parsing, its errors with file and line, and the dataclasses everything else reads.
+"""The topology file: what runs where. Parsing, its errors with file and line, and the dataclasses
+everything else reads.
 
 SPDX-License-Identifier: Apache-2.0
 """

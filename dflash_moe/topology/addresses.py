@@ -17,7 +17,9 @@ _FORMS = "loopback, unix, tcp, tcp://HOST:PORT or unix:///PATH"
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """`kind` is "shared", "loopback", "unix" or "tcp"; a host or a path means that the worker is already running there."""
+    """`kind` is "shared", "loopback", "unix" or "tcp"; a host or a path means that the worker is
+    already running there.
+    """
 
     kind: str
     host: str = ""
@@ -46,7 +48,9 @@ class Address:
 
 
 def parse_address(text: str | None) -> Address:
-    """Returns the address; None means a worker started by the host over shared memory. ConfigError names text and forms."""
+    """Returns the address; None means a worker started by the host over shared memory. ConfigError
+    names text and forms.
+    """
     if text is None:
         return Address("shared")
     if text in STARTED_WORDS:

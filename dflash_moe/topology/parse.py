@@ -1,4 +1,5 @@
-"""From topology text to a checked Topology. Every rule a topology must obey by itself is here; placement checks the rest.
+"""From topology text to a checked Topology. Every rule a topology must obey by itself is here;
+placement checks the rest.
 
 SPDX-License-Identifier: Apache-2.0
 """

@@ -15,17 +15,19 @@ from typing import Any
 from dflash_moe.errors import TopologyError
 from dflash_moe.topology.addresses import Address, parse_address
 
-# What a worker's inputs are rounded to before they meet the weights, and the numerics class that is (csrc/compute/numerics.h).
-# The dot products of bf16's differ between kinds of processors, and so do their bits: `bf16` is the class of the kind this
-# process runs on, and a topology for workers of another kind names theirs.
+# What a worker's inputs are rounded to before they meet the weights, and the numerics class that is
+# (csrc/compute/numerics.h). The dot products of bf16's differ between kinds of processors, and so
+# do their bits: `bf16` is the class of the kind this process runs on, and a topology for workers of
+# another kind names theirs.
 BF16_CLASS = "bf16-bfdot" if os.uname().machine in ("aarch64", "arm64") else "bf16-dot"
 ACTIVATIONS = {
     "f32": "f32-canonical", "bf16": BF16_CLASS, "int8": "int8-groups", "bf16-dot": "bf16-dot", "bf16-bfdot": "bf16-bfdot",
     "bf16-mma": "bf16-mma", "bf16-mfma": "bf16-mfma", "bf16-wmma": "bf16-wmma",
     "f16": "f16-dot2", "f16-dot2": "f16-dot2",
 }  # fmt: skip
-# On a card bf16 is the class of its matrix units. AMD's are of two kinds, MFMA (Instinct) and WMMA (Radeon RX 7000 and 9000):
-# which one it is, only the opened card says, in the answer to hello. Until then its class is BF16_OF_CARD.
+# On a card bf16 is the class of its matrix units. AMD's are of two kinds, MFMA (Instinct) and WMMA
+# (Radeon RX 7000 and 9000): which one it is, only the opened card says, in the answer to hello.
+# Until then its class is BF16_OF_CARD.
 BF16_OF_CARD = "bf16"
 MATRIX_CLASSES = {"cuda": "bf16-mma", "hip": BF16_OF_CARD}
 UNDECIDED = {BF16_OF_CARD: ("bf16-mfma", "bf16-wmma")}
@@ -50,9 +52,11 @@ class MemoryBudget:
 
 @dataclass(frozen=True, slots=True)
 class HostSpec:
-    """`threads` None: planned from the cores. A percentage of `experts_memory` is one of all routed experts' bytes.
+    """`threads` None: planned from the cores. A percentage of `experts_memory` is one of all routed
+    experts' bytes.
 
-    `device` auto is cpu; sim:N comes with `simulate`. `activations` None: what the workers have, where they agree.
+    `device` auto is cpu; sim:N comes with `simulate`. `activations` None: what the workers have,
+    where they agree.
     """
 
     device: str = "auto"
@@ -83,13 +87,17 @@ class Emulate:
 
 @dataclass(frozen=True, slots=True)
 class ExpertSelection:
-    """Expert ids by layer: a layer index, or EVERY_LAYER for the layers without an entry of their own."""
+    """Expert ids by layer: a layer index, or EVERY_LAYER for the layers without an entry of their
+    own.
+    """
 
     ids_by_layer: Mapping[str, tuple[int, ...]]
     line: int = 0
 
     def for_layer(self, layer: int, num_experts: int) -> tuple[int, ...]:
-        """Ascending ids of layer index `layer`; ValueError names an id that a layer of `num_experts` does not have."""
+        """Ascending ids of layer index `layer`; ValueError names an id that a layer of
+        `num_experts` does not have.
+        """
         ids = self.ids_by_layer.get(str(layer), self.ids_by_layer.get(EVERY_LAYER, ()))
         if ids and ids[-1] >= num_experts:
             raise ValueError(f"expert {ids[-1]} does not exist in layer {layer}, which has experts 0-{num_experts - 1}")
@@ -116,8 +124,10 @@ class WorkerSpec:
     line: int = 0
     weights: str = "auto"  # what the worker keeps of float weights: auto (as stored), int8 or int4
     activations: str = DEFAULT_ACTIVATIONS  # a key of ACTIVATIONS
-    cpus: str | tuple[int, ...] = "auto"  # the cores its threads are pinned to: auto, none, or their numbers
-    weights_layout: str = "auto"  # packed, mapped (computed from the mapped checkpoint), or auto: packed where that fits memory
+    # the cores its threads are pinned to: auto, none, or their numbers
+    cpus: str | tuple[int, ...] = "auto"
+    # packed, mapped (computed from the mapped checkpoint), or auto: packed where that fits memory
+    weights_layout: str = "auto"
 
     @property
     def parsed_address(self) -> Address:
@@ -132,7 +142,9 @@ class WorkerSpec:
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """A checked topology. `ipc` holds the stated keys below `ipc:`, parsed; see `config.resolve_settings`."""
+    """A checked topology. `ipc` holds the stated keys below `ipc:`, parsed; see
+    `config.resolve_settings`.
+    """
 
     workers: tuple[WorkerSpec, ...]
     host: HostSpec = field(default_factory=HostSpec)
@@ -164,9 +176,11 @@ class Topology:
         memory: int | None = None,
         names: Sequence[str] | None = None,
     ) -> Topology:
-        """CPU workers of this machine, started by the host: w0, w1, ... unless `names` says otherwise.
+        """CPU workers of this machine, started by the host: w0, w1, ... unless `names` says
+        otherwise.
 
-        `threads` None plans them from the cores; `address` is loopback, unix, tcp or None for shared memory.
+        `threads` None plans them from the cores; `address` is loopback, unix, tcp or None for
+        shared memory.
         """
         from dflash_moe.topology.parse import check_local
 
@@ -184,7 +198,9 @@ class Topology:
         raise TopologyError(f"{self.source}:1: no worker is named {name!r}; it has {known}")
 
     def numerics_of(self, holder: str) -> str:
-        """The numerics class that a worker, or HOST, computes in; a key of UNDECIDED where its card will say which."""
+        """The numerics class that a worker, or HOST, computes in; a key of UNDECIDED where its card
+        will say which.
+        """
         if holder != HOST:
             worker = self.worker(holder)
             return _class_on(worker.activations, worker.backend, worker.simulate)

@@ -1,7 +1,8 @@
-"""YAML as nodes with lines: a closed subset (maps, lists, plain scalars; no aliases, tags, duplicate or unknown keys).
+"""YAML as nodes with lines: a closed subset (maps, lists, plain scalars; no aliases, tags,
+duplicate or unknown keys).
 
-Built on PyYAML's safe composer, which never constructs objects. Every complaint is a TopologyError that starts with
-`file:line:`. Knows nothing about topologies.
+Built on PyYAML's safe composer, which never constructs objects. Every complaint is a TopologyError
+that starts with `file:line:`. Knows nothing about topologies.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -46,7 +47,9 @@ class _SafeComposer(yaml.SafeLoader):
 
 
 class Value:
-    """One node of the document and its place. The readers below return Python values or raise TopologyError."""
+    """One node of the document and its place. The readers below return Python values or raise
+    TopologyError.
+    """
 
     def __init__(self, node: Any, source: str, path: str, *, key: Any = None) -> None:
         self._node = node
@@ -64,7 +67,9 @@ class Value:
         return TopologyError(f"{self.source}:{self.line}: {text}")
 
     def scalar(self) -> str | int | float | bool | None:
-        """The scalar as YAML 1.1 reads it; anything but text, numbers, booleans and null is text."""
+        """The scalar as YAML 1.1 reads it; anything but text, numbers, booleans and null is
+        text.
+        """
         node = self._node
         if not isinstance(node, yaml.ScalarNode):
             raise self.error(f"{self.path} must be a single value, not a {self._kind()}")
@@ -132,7 +137,9 @@ class Value:
         return isinstance(self._node, yaml.SequenceNode)
 
     def entries(self) -> Iterator[tuple[str, Value]]:
-        """(key, value) of a map with scalar keys, in order; a key that appears twice is an error."""
+        """(key, value) of a map with scalar keys, in order; a key that appears twice is an
+        error.
+        """
         if not isinstance(self._node, yaml.MappingNode):
             raise self.error(f"{self.path or 'the topology'} must be a map of keys, found a {self._kind()}")
         seen: dict[str, int] = {}

@@ -1,5 +1,6 @@
-"""Accepts connections for a worker: authenticates every one, hands control connections to the worker and the others to the
-running session. Unauthenticated connections are few and short-lived, whatever strangers do.
+"""Accepts connections for a worker: authenticates every one, hands control connections to the
+worker and the others to the running session. Unauthenticated connections are few and short-lived,
+whatever strangers do.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -41,7 +42,9 @@ LOCK_S = 5.0  # another worker holds the directory lock only while it binds
 
 
 def open_tcp_listener(host: str, port: int, buffer_bytes: int = 0) -> socket.socket:
-    """Binds and listens; ConfigError when the address cannot be had. `buffer_bytes` as `size_buffers`."""
+    """Binds and listens; ConfigError when the address cannot be had. `buffer_bytes` as
+    `size_buffers`.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -57,7 +60,9 @@ def open_tcp_listener(host: str, port: int, buffer_bytes: int = 0) -> socket.soc
 
 
 def open_unix_listener(path: str) -> socket.socket:
-    """Binds a 0600 socket at `path`. A dead worker's socket is replaced; a live one's never: ConfigError."""
+    """Binds a 0600 socket at `path`. A dead worker's socket is replaced; a live one's never:
+    ConfigError.
+    """
     directory = os.path.dirname(path) or "/"
     try:
         lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -83,7 +88,8 @@ def open_unix_listener(path: str) -> socket.socket:
 
 
 def _lock_directory(lock: int, path: str) -> None:
-    # The lock is the directory itself: no lock file stays behind, and the kernel drops it with its holder.
+    # The lock is the directory itself: no lock file stays behind, and the kernel drops it with its
+    # holder.
     until = time.monotonic() + LOCK_S
     while True:
         try:
@@ -123,9 +129,11 @@ class Caller:
 
 
 class Listener:
-    """Accept loop of a worker. `key` authenticates control connections (None: none are taken here, only a session's own).
+    """Accept loop of a worker. `key` authenticates control connections (None: none are taken here,
+    only a session's own).
 
-    Threads: one accepts, one per handshake under way. `close()` ends them all and removes a Unix socket's path.
+    Threads: one accepts, one per handshake under way. `close()` ends them all and removes a Unix
+    socket's path.
     """
 
     def __init__(self, sock: socket.socket, *, worker: str, key: bytes | None, path: str = "") -> None:
@@ -135,7 +143,8 @@ class Listener:
         self._path = path
         self._mailbox: Mailbox | None = None
         self._callers: queue.Queue[Caller | None] = queue.Queue(maxsize=1)
-        self._has_caller = threading.Lock()  # held from a control connection's acceptance to the end of its session
+        # held from a control connection's acceptance to the end of its session
+        self._has_caller = threading.Lock()
         self._handshakes = threading.BoundedSemaphore(MAX_UNAUTHENTICATED)
         self._stop_read, self._stop_write = os.pipe()
         self._thread = threading.Thread(target=self._accept_loop, name="listener", daemon=True)
@@ -151,7 +160,9 @@ class Listener:
         self._mailbox = mailbox
 
     def next_caller(self) -> Caller | None:
-        """Waits for a host; None once the listener was closed. Call `end_session()` before asking again."""
+        """Waits for a host; None once the listener was closed. Call `end_session()` before asking
+        again.
+        """
         return self._callers.get()
 
     def end_session(self) -> None:
@@ -187,7 +198,8 @@ class Listener:
                 accepted, _ = self._sock.accept()
             except (BlockingIOError, ConnectionAbortedError):
                 continue
-            except OSError as error:  # out of descriptors or memory: others may free some; do not spin meanwhile
+            # out of descriptors or memory: others may free some; do not spin meanwhile
+            except OSError as error:
                 log.warning("cannot accept a connection: %s", error.strerror)
                 time.sleep(ACCEPT_RETRY_S)
                 continue
@@ -243,9 +255,11 @@ class Listener:
 
 
 def open_listener(address: Address, *, worker: str, key: bytes | None, buffer_bytes: int = 0) -> Listener:
-    """The listener of a worker started by hand; ConfigError when TCP has no key, or the address cannot be had.
+    """The listener of a worker started by hand; ConfigError when TCP has no key, or the address
+    cannot be had.
 
-    Unix sockets do without: the kernel vouches for the peer's uid. `buffer_bytes` as `open_tcp_listener`.
+    Unix sockets do without: the kernel vouches for the peer's uid. `buffer_bytes` as
+    `open_tcp_listener`.
     """
     if address.path:
         sock = open_unix_listener(address.path)

@@ -1,4 +1,5 @@
-"""Loads one shard's experts from the worker's own checkpoint: only their bytes are touched, and progress is reported.
+"""Loads one shard's experts from the worker's own checkpoint: only their bytes are touched, and
+progress is reported.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -20,7 +21,9 @@ Report = Callable[[int], None]  # gets the shard's experts loaded so far, after 
 def load_shard(
     worker: _core.Worker, checkpoint: Checkpoint, model_fingerprint: str, message: LoadShard, report: Report, *, threads: int
 ) -> None:
-    """Defines and fills one shard. Errors: ProtocolError (bad FfnSpec or ids), CheckpointError naming tensor and file."""
+    """Defines and fills one shard. Errors: ProtocolError (bad FfnSpec or ids), CheckpointError
+    naming tensor and file.
+    """
     ffn = FfnSpec.from_wire(message.ffn)
     experts = expand_experts(message.expert_ranges)
     if not experts:

@@ -1,4 +1,5 @@
-"""Where a listener leaves authenticated data and pulse connections for the session that waits for them.
+"""Where a listener leaves authenticated data and pulse connections for the session that waits for
+them.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -15,7 +16,9 @@ MAX_WAITING = 8  # a session needs two at a time; more is a peer that misbehaves
 
 
 class Mailbox:
-    """The secondary connections of one session, by (role, generation). Any thread; owns waiting descriptors until `close()`."""
+    """The secondary connections of one session, by (role, generation). Any thread; owns waiting
+    descriptors until `close()`.
+    """
 
     def __init__(self, session_id: bytes, session_key: bytes) -> None:
         self.session_id = session_id
@@ -25,7 +28,9 @@ class Mailbox:
         self._is_closed = False
 
     def key_for(self, opening: Open) -> bytes:
-        """The session key, if `opening` belongs to this session; ProtocolError naming the field otherwise."""
+        """The session key, if `opening` belongs to this session; ProtocolError naming the field
+        otherwise.
+        """
         if opening.session_id != self.session_id:
             raise ProtocolError("session_id: this worker has no such session")
         if opening.role not in (Role.DATA, Role.PULSE):
@@ -42,7 +47,9 @@ class Mailbox:
             self._changed.notify_all()
 
     def collect(self, role: Role, generation: int, *, seconds: float) -> int:
-        """Returns the descriptor (now the caller's); WorkerTimeout when it does not arrive in time."""
+        """Returns the descriptor (now the caller's); WorkerTimeout when it does not arrive in
+        time.
+        """
         with self._changed:
             if not self._changed.wait_for(lambda: (role, generation) in self._arrived, seconds):
                 raise WorkerTimeout(f"no {role.name.lower()} connection of generation {generation} arrived within {seconds} s")

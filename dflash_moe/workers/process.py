@@ -1,4 +1,5 @@
-"""The two lives of a worker process: started by a host over an inherited control socket, or by hand behind a listener.
+"""The two lives of a worker process: started by a host over an inherited control socket, or by hand
+behind a listener.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -66,7 +67,8 @@ def run_started_worker(*, name: str, model: Path, control_fd: int, key_fd: int, 
     session = WorkerSession(connection, identity, mailbox, listen)
     reason = session.run()
     log.info("worker %s leaves: %s", name, reason)
-    # No orderly teardown: the host is done with this process and a call in computation must not delay its end.
+    # No orderly teardown: the host is done with this process and a call in computation must not
+    # delay its end.
     logging.shutdown()
     sys.stderr.flush()
     os._exit(0)
@@ -85,10 +87,11 @@ def run_hand_started_worker(
     buffer_bytes: int = 0,
     on_ready: Callable[[Address], Any] = lambda _: None,
 ) -> int:
-    """Listens and serves one host after the other until SIGINT or SIGTERM; with `is_once` until the first one left.
+    """Listens and serves one host after the other until SIGINT or SIGTERM; with `is_once` until the
+    first one left.
 
-    `buffer_bytes`: of TCP connections, 0 for the system's own. `on_ready` gets the address with its real port
-    once hosts may call. Errors: ConfigError, CheckpointError before that.
+    `buffer_bytes`: of TCP connections, 0 for the system's own. `on_ready` gets the address with its
+    real port once hosts may call. Errors: ConfigError, CheckpointError before that.
     """
     set_up_worker_logging()
     # First: what is wrong with it is known at once.

@@ -1,6 +1,8 @@
-"""One host's session at a worker: answers control messages and serves the current data path in a thread of its own.
+"""One host's session at a worker: answers control messages and serves the current data path in a
+thread of its own.
 
-The C++ loop computes without the GIL, so the control thread sees the host's hang-up at once, even in a long call.
+The C++ loop computes without the GIL, so the control thread sees the host's hang-up at once, even
+in a long call.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -46,7 +48,8 @@ log = logging.getLogger(__name__)
 ANSWER_S = 5.0  # the host reads its control connection whenever it waits for an answer
 ATTACH_S = 5.0  # data and pulse connections follow their Attach at once
 PROGRESS_EVERY_S = 0.3  # the contract is 0.5 s
-SPIN_NS = 50_000  # adaptive spin before sleeping, where a core is free for it; the call's own overhead is below this
+# adaptive spin before sleeping, where a core is free for it; the call's own overhead is below this
+SPIN_NS = 50_000
 STOP_S = 10.0  # a call that is being computed ends; its longest quantum is far below
 
 
@@ -70,10 +73,11 @@ class _DataPath:
 
 @dataclass(slots=True)
 class WorkerSession:
-    """Runs on the caller's thread until the host says goodbye or hangs up. Owns `connection`, the weights and the data path.
+    """Runs on the caller's thread until the host says goodbye or hangs up. Owns `connection`, the
+    weights and the data path.
 
-    `listen` returns the port where this session's data and pulse connections are awaited, opening a listener with buffers of so
-    many bytes (0: the system's own) if need be.
+    `listen` returns the port where this session's data and pulse connections are awaited, opening a
+    listener with buffers of so many bytes (0: the system's own) if need be.
     """
 
     connection: Connection
@@ -196,7 +200,8 @@ class WorkerSession:
             raise ProtocolError(
                 f"message LoadShard: field numerics: {message.numerics!r} is not that of Hello, {self._numerics!r}"
             )
-        with running_on(self._cpus):  # memory is local to the node of the core that touches it first
+        # memory is local to the node of the core that touches it first
+        with running_on(self._cpus):
             load_shard(
                 worker, self.identity.checkpoint, self.identity.model_fingerprint, message, self._report_progress,
                 threads=self._threads,
@@ -231,7 +236,9 @@ class WorkerSession:
     def _build_channel(
         self, message: Attach, geometry: _core.Geometry, descriptors: list[int], passed: list[int]
     ) -> _core.Channel:
-        """Takes the descriptors it uses from the front of `descriptors`; adds those the host is to get to `passed`."""
+        """Takes the descriptors it uses from the front of `descriptors`; adds those the host is to
+        get to `passed`.
+        """
         wanted = {"shared": 2, "unix": 1, "tcp": 0}.get(message.transport)
         if wanted is None:
             raise ProtocolError(f"message Attach: field transport: found {message.transport!r}, known are {CAPABILITIES}")
@@ -244,7 +251,8 @@ class WorkerSession:
             peer = _core.Segment.attach(descriptors.pop(0), "host", geometry, generation)
             own = _core.Segment.create("worker", geometry, generation, message.is_open)
             passed.append(os.dup(own.fileno()))  # the segment itself is consumed by the channel
-            return _core.make_shared_channel("worker", geometry, own, peer, descriptors[0])  # duplicates the bell
+            # duplicates the bell
+            return _core.make_shared_channel("worker", geometry, own, peer, descriptors[0])
         buffers = {"send_buffer_bytes": message.socket_buffer_bytes, "receive_buffer_bytes": message.socket_buffer_bytes}
         if message.transport == "unix":
             return _core.make_stream_channel("worker", geometry, descriptors.pop(0), **buffers)
@@ -264,7 +272,8 @@ class WorkerSession:
         pin_to_first(self._cpus)
         try:
             worker.serve(channel, generation)
-        except WorkerLost as hung_up:  # how a host's close looks from here; whether it was one, the control connection says
+        # how a host's close looks from here; whether it was one, the control connection says
+        except WorkerLost as hung_up:
             log.info("data path of generation %d ended: %s", generation, hung_up)
         except DflashError as error:
             log.error("data path of generation %d ended: %s", generation, error)

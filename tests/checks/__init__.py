@@ -1,6 +1,8 @@
-"""Contracts of the project that no compiler checks; `make check` runs them as `python -m tests.checks`.
+"""Contracts of the project that no compiler checks; `make check` runs them as `python -m
+tests.checks`.
 
-Each module offers `find(root) -> list[str]`: one line per violation, naming file and line and what to do. Nothing here depends
-on the product, except `stub_parity` and `messages_table`, which look at the built package.
+Each module offers `find(root) -> list[str]`: one line per violation, naming file and line and what
+to do. Nothing here depends on the product, except `stub_parity` and `messages_table`, which look at
+the built package.
 SPDX-License-Identifier: Apache-2.0
 """

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from tests.checks import (
     cited_numbers,
+    comment_widths,
     constructs,
     error_catalogue,
     file_heads,
@@ -28,6 +29,7 @@ CHECKS = (
     includes,
     constructs,
     file_heads,
+    comment_widths,
     protocol_tables,
     message_tables,
     error_catalogue,

@@ -1,4 +1,5 @@
-"""Numbers in docs/benchmarks.md and README.md name the recorded result they come from, and that file exists.
+"""Numbers in docs/benchmarks.md and README.md name the recorded result they come from, and that
+file exists.
 
 SPDX-License-Identifier: Apache-2.0
 """

@@ -1,7 +1,8 @@
-"""Constructs and names that must not appear: code from data, names that say nothing, traces of one machine.
+"""Constructs and names that must not appear: code from data, names that say nothing, traces of one
+machine.
 
-"The wire carries numbers, not behaviour" (no pickle, no eval, no unsafe YAML) is checked on the syntax tree, so that a string
-or a comment about them is allowed.
+"The wire carries numbers, not behaviour" (no pickle, no eval, no unsafe YAML) is checked on the
+syntax tree, so that a string or a comment about them is allowed.
 SPDX-License-Identifier: Apache-2.0
 """
 

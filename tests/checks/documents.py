@@ -1,4 +1,5 @@
-"""Reads marked tables out of Markdown: `<!-- table: NAME -->`, then a table; cells come without backticks.
+"""Reads marked tables out of Markdown: `<!-- table: NAME -->`, then a table; cells come without
+backticks.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -9,7 +10,9 @@ import re
 
 
 def table(text: str, name: str) -> list[list[str]] | None:
-    """Rows of the table after the marker, header row excluded; None when there is no such marker."""
+    """Rows of the table after the marker, header row excluded; None when there is no such
+    marker.
+    """
     match = re.search(rf"<!-- table: {re.escape(name)} -->\s*\n((?:\|.*\n?)+)", text)
     if match is None:
         return None

@@ -1,4 +1,5 @@
-"""docs/errors.md names every ErrorCode of the core with its Python class, and every class of dflash_moe/errors.py.
+"""docs/errors.md names every ErrorCode of the core with its Python class, and every class of
+dflash_moe/errors.py.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -15,7 +16,9 @@ DOCUMENT = "docs/errors.md"
 
 
 def find(root: Path) -> list[str]:
-    """Codes and classes that the catalogue lacks, invents, or gives another number, class or exit code."""
+    """Codes and classes that the catalogue lacks, invents, or gives another number, class or exit
+    code.
+    """
     path = root / DOCUMENT
     if not path.exists():
         return [f"{DOCUMENT} is missing"]

@@ -10,11 +10,13 @@ from pathlib import Path
 from tests.checks.sources import project_files
 
 SPDX = "SPDX-License-Identifier: Apache-2.0"
-_HEAD_LINES = 20
+_HEAD_LINES = 30
 
 
 def find(root: Path) -> list[str]:
-    """Source files without an opening comment or docstring, or without the SPDX line near the top."""
+    """Source files without an opening comment or docstring, or without the SPDX line near the
+    top.
+    """
     findings = []
     for path in project_files(root, ".py", ".h", ".cc"):
         where = path.relative_to(root)

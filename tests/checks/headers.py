@@ -1,7 +1,8 @@
-"""Reads constants, enumerations and field tables out of the C++ headers, for comparison with the documents.
+"""Reads constants, enumerations and field tables out of the C++ headers, for comparison with the
+documents.
 
-Only the forms used there are understood; a header that changes its form makes the reader return less, and the checks that
-compare both ways then fail.
+Only the forms used there are understood; a header that changes its form makes the reader return
+less, and the checks that compare both ways then fail.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -19,7 +20,9 @@ _FRAME_FIELD = re.compile(r"^\s+[\w:]+ (\w+) = [^;]+;\s*// (\d+) (u\d+)\b", re.M
 
 
 def constants(path: Path, known: Mapping[str, int] | None = None) -> dict[str, int]:
-    """`inline constexpr` integers by name; expressions may use +, -, *, <<, and names read before or given in `known`."""
+    """`inline constexpr` integers by name; expressions may use +, -, *, <<, and names read before
+    or given in `known`.
+    """
     values: dict[str, int] = {}
     for name, expression in _CONSTANT.findall(path.read_text(encoding="utf-8")):
         cleaned = re.sub(r"(?<=[0-9a-fA-F])(?:ull|ul|u|ll)\b", "", expression.replace("'", ""))

@@ -1,4 +1,5 @@
-"""The layer contract of the C++ rooms: which room may include which, and what no room but `bindings` may use.
+"""The layer contract of the C++ rooms: which room may include which, and what no room but
+`bindings` may use.
 
     base <- wire, transport, compute (strangers) <- store <- worker, client (strangers) <- bindings
     compute <- plugin <- bindings
@@ -27,7 +28,8 @@ MAY_INCLUDE: dict[str, set[str]] = {
 # "wire never sees a file descriptor": neither the owner type nor the system's headers for them.
 FORBIDDEN_IN_WIRE = {"base/owned_fd.h", "unistd.h", "fcntl.h", "poll.h", "sys/socket.h", "sys/mman.h", "sys/eventfd.h"}
 _INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]')
-# What the standard library itself throws for lack of threads or memory may be caught where it happens and become a Result.
+# What the standard library itself throws for lack of threads or memory may be caught where it
+# happens and become a Result.
 _EXCEPTION = re.compile(r"\bthrow\b|\bcatch\s*\((?!const std::(?:system_error|bad_alloc)\b)")
 
 

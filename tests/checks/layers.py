@@ -1,7 +1,8 @@
 """The layer contract of the Python package: who may import whom, and where torch may be imported.
 
-Imports inside functions and under TYPE_CHECKING count: an arrow is knowledge, not load order. The table is design.md section 6
-with the rooms `model` and `protocol` (docs/decisions/0003-model-and-protocol-rooms.md).
+Imports inside functions and under TYPE_CHECKING count: an arrow is knowledge, not load order. The
+table is design.md section 6 with the rooms `model` and `protocol`
+(docs/decisions/0003-model-and-protocol-rooms.md).
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -42,8 +43,9 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 EVERYBODY_MAY_IMPORT = {"_core", "__version__", "__file__"}
 
-# Rooms that may import torch or transformers, always inside a function: importing the package must work without them.
-# `integrations` and `testing` are themselves imported inside functions and may do it at the top.
+# Rooms that may import torch or transformers, always inside a function: importing the package must
+# work without them. `integrations` and `testing` are themselves imported inside functions and may
+# do it at the top.
 HEAVY = {"torch", "transformers", "tokenizers", "matplotlib"}
 HEAVY_AT_TOP = {"integrations", "testing"}
 HEAVY_IN_FUNCTIONS = {"model", "runtime", "bench", "cli"} | HEAVY_AT_TOP
@@ -81,19 +83,24 @@ def _findings_of_file(path: Path, root: Path) -> list[str]:
 
 
 def room_of(where: Path) -> str:
-    """The room of a file given relative to the repository: its folder, or its own name directly below the package."""
+    """The room of a file given relative to the repository: its folder, or its own name directly
+    below the package.
+    """
     return where.parts[1].removesuffix(".py")
 
 
 def imports_of(path: Path, where: Path) -> Iterator[tuple[tuple[str, ...], int, bool]]:
-    """(dotted target split at dots, line, whether it runs when the module is imported) for every import statement."""
+    """(dotted target split at dots, line, whether it runs when the module is imported) for every
+    import statement.
+    """
     tree = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
     late = _lines_that_run_late(tree)
     package_parts = where.with_suffix("").parts[:-1]
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
-                if alias.name != PACKAGE:  # what a bare `import dflash_moe` uses shows in the attributes below
+                # what a bare `import dflash_moe` uses shows in the attributes below
+                if alias.name != PACKAGE:
                     yield tuple(alias.name.split(".")), node.lineno, node.lineno not in late
         elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == PACKAGE:
             yield (PACKAGE, node.attr), node.lineno, node.lineno not in late

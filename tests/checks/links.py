@@ -1,4 +1,5 @@
-"""Relative links in the documents lead to files that exist, and their anchors to headings that exist.
+"""Relative links in the documents lead to files that exist, and their anchors to headings that
+exist.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -32,7 +33,9 @@ def find(root: Path) -> list[str]:
 
 
 def anchors_of(path: Path) -> set[str]:
-    """Anchors of the headings as the usual Markdown renderers form them: lower case, punctuation dropped, blanks as dashes."""
+    """Anchors of the headings as the usual Markdown renderers form them: lower case, punctuation
+    dropped, blanks as dashes.
+    """
     text = _FENCE.sub("", path.read_text(encoding="utf-8"))
     headings = re.findall(r"^#+\s+(.*)$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.replace("`", "").lower()).strip().replace(" ", "-") for heading in headings}

@@ -1,7 +1,8 @@
-"""docs/protocol.md against the schemas of the control messages; `python -m tests.checks.message_tables` rewrites the block.
+"""docs/protocol.md against the schemas of the control messages; `python -m
+tests.checks.message_tables` rewrites the block.
 
-The tables between `<!-- begin messages -->` and `<!-- end messages -->` are generated: type number, fields with integer keys,
-kinds with limits, defaults. A stale block is a finding.
+The tables between `<!-- begin messages -->` and `<!-- end messages -->` are generated: type number,
+fields with integer keys, kinds with limits, defaults. A stale block is a finding.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -28,7 +29,9 @@ def find(root: Path) -> list[str]:
 
 
 def find_in_text(text: str, expected: str) -> list[str]:
-    """Compares the document's block with the rendered tables, naming the first line that differs."""
+    """Compares the document's block with the rendered tables, naming the first line that
+    differs.
+    """
     block = documents.block(text, NAME)
     if block is None:
         return [f"{DOCUMENT}: no block is marked '{NAME}'"]
@@ -53,10 +56,13 @@ def _schemas() -> Mapping[int, Any]:
 
 
 def render(schemas: Mapping[int, Any]) -> str:
-    """Markdown: a heading with type number and the docstring's first line, then the field table, by ascending number."""
+    """Markdown: a heading with type number and the docstring's first paragraph, then the field
+    table, by ascending number.
+    """
     parts = []
     for number, schema in sorted(schemas.items()):
-        purpose = (schema.cls.__doc__ or "").strip().splitlines()[0]
+        paragraph = (schema.cls.__doc__ or "").strip().split("\n\n")[0]
+        purpose = " ".join(line.strip() for line in paragraph.splitlines())
         parts.append(f"#### {number} {schema.cls.__name__}\n\n{purpose}\n")
         parts.append("\n".join(_field_rows(schema.fields)) + "\n" if schema.fields else "No fields.\n")
     return "\n" + "\n".join(parts) + "\n"

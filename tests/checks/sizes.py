@@ -1,4 +1,5 @@
-"""Reports the longest source files. A report and not a rule: a long file asks whether it is two things (style: C.7).
+"""Reports the longest source files. A report and not a rule: a long file asks whether it is two
+things (style: C.7).
 
 SPDX-License-Identifier: Apache-2.0
 """

@@ -1,4 +1,5 @@
-"""Which files belong to the project: what git tracks or would track, so that build outputs are never looked at.
+"""Which files belong to the project: what git tracks or would track, so that build outputs are
+never looked at.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -12,7 +13,9 @@ SKIPPED_FOLDERS = {".git", ".venv", "build", "__pycache__", "dist", ".mypy_cache
 
 
 def project_files(root: Path, *suffixes: str) -> list[Path]:
-    """Paths below `root`, sorted; every file when no suffix is given. A folder without git is walked instead."""
+    """Paths below `root`, sorted; every file when no suffix is given. A folder without git is
+    walked instead.
+    """
     listed = subprocess.run(
         ["git", "-C", str(root), "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         capture_output=True,

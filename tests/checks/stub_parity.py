@@ -1,4 +1,5 @@
-"""dflash_moe/_core.pyi against the built module: the same names, members and parameter names, in both directions.
+"""dflash_moe/_core.pyi against the built module: the same names, members and parameter names, in
+both directions.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -18,7 +19,9 @@ _IMPLIED = re.compile(r"^__(?!init__$|version__$|enter__$|exit__$)\w+__$|^_pybin
 
 
 def find(root: Path) -> list[str]:
-    """Differences between the stub and `dflash_moe._core`; a core that is not built is a finding too."""
+    """Differences between the stub and `dflash_moe._core`; a core that is not built is a finding
+    too.
+    """
     try:
         module = importlib.import_module("dflash_moe._core")
     except ImportError as error:
@@ -78,7 +81,9 @@ def _parameter_findings(name: str, node: ast.FunctionDef, function: Any) -> list
 
 
 def parameters_of_docstring(name: str, doc: str) -> list[str] | None:
-    """Parameter names of the signature line pybind11 writes first; None for overloads and anything else."""
+    """Parameter names of the signature line pybind11 writes first; None for overloads and anything
+    else.
+    """
     match = re.match(rf"^{re.escape(name)}\((.*)\)(?: -> .*)?$", doc.strip().splitlines()[0] if doc.strip() else "")
     if match is None or "Overloaded function" in doc:
         return None

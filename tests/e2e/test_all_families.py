@@ -1,6 +1,8 @@
-"""Every family on the experts interface, at its default, full size: derived, or refused by class and field; never a crash.
+"""Every family on the experts interface, at its default, full size: derived, or refused by class
+and field; never a crash.
 
-Checkpoints are headers only (their weights are a hole in a file), so nothing large is made, read or computed.
+Checkpoints are headers only (their weights are a hole in a file), so nothing large is made, read or
+computed.
 SPDX-License-Identifier: Apache-2.0
 """
 

@@ -1,4 +1,5 @@
-"""Benches as users run them: decode, several prompts, timelines, and what an interrupted run leaves behind.
+"""Benches as users run them: decode, several prompts, timelines, and what an interrupted run leaves
+behind.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -100,7 +101,9 @@ def test_prefill_of_several_prompts_summarises_auto_and_draws_timelines(model, t
 
 @pytest.fixture
 def long_bench(model, two_workers, tmp_path):
-    """A decode bench that would run for hours, past its first kept round; yields (process, result file)."""
+    """A decode bench that would run for hours, past its first kept round; yields (process, result
+    file).
+    """
     out = tmp_path / "long.json"
     arguments = command(
         "decode", "--model", model, "--topology", two_workers, "--repeat", 100_000, "--new-tokens", 2, "--modes", "batched",

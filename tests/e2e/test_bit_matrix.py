@@ -1,7 +1,8 @@
-"""Mode, slice, transport, threads, instruction set and shard holder change no bit of `experts()` (rules 1, 2, 5).
+"""Mode, slice, transport, threads, instruction set and shard holder change no bit of `experts()`
+(rules 1, 2, 5).
 
-Each numerics class has bits of its own. One tiny model; every runtime's outputs are compared with those of one reference
-runtime of its class, byte for byte.
+Each numerics class has bits of its own. One tiny model; every runtime's outputs are compared with
+those of one reference runtime of its class, byte for byte.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -26,7 +27,8 @@ CLASSES = {"f32-canonical": "", BF16_CLASS: ", activations: bf16", "int8-groups"
 ISAS = [isa for isa in _core.supported_isas() if isa != "reference"]
 OFFERS = [(numerics, isa) for isa in ISAS for numerics in _core.numerics_classes(isa)]
 ROUNDING = [numerics for numerics in _core.numerics_classes(_core.best_isa()) if numerics != "f32-canonical"]
-FEW = (("stream", 4), ("batched", None))  # of the rounding classes, which differ from f32-canonical in kernels alone
+# of the rounding classes, which differ from f32-canonical in kernels alone
+FEW = (("stream", 4), ("batched", None))
 
 
 @pytest.fixture(scope="module")
@@ -36,9 +38,7 @@ def checkpoint(tmp_path_factory):
     )
 
 
-def topology(
-    address: str, threads: int, lists: tuple[str, str] = ("0-4", "5-7"), numerics: str = "f32-canonical"
-) -> Topology:
+def topology(address: str, threads: int, lists: tuple[str, str] = ("0-4", "5-7"), numerics: str = "f32-canonical") -> Topology:
     workers = "".join(
         f"  - {{name: w{i}, backend: cpu, threads: {threads}, experts: {{'*': '{ids}'}}"
         + (f", address: {address}" if address != "shared" else "")

@@ -1,6 +1,8 @@
-"""Cards against torch in float32, at the shape of a real layer: ragged rows, experts with many rows, with one and with none.
+"""Cards against torch in float32, at the shape of a real layer: ragged rows, experts with many
+rows, with one and with none.
 
-Where no card is, the simulated one runs the same checks on a small layer, and the processor computes torch's side.
+Where no card is, the simulated one runs the same checks on a small layer, and the processor
+computes torch's side.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -26,7 +28,8 @@ CARDS = [
 ]
 HIDDEN, INTERMEDIATE, EXPERTS, TOP_K = (2048, 768, 32, 8) if CARDS else (64, 48, 8, 4)
 TOKENS = (1, 7, 64, 1024, 4096) if CARDS else (1, 7, 24)
-# Of the root mean square. f32: sums of 2,048 in another order. bf16: rows and inner rows rounded to 8 bits, 2^-9 each at most.
+# Of the root mean square. f32: sums of 2,048 in another order. bf16: rows and inner rows rounded to
+# 8 bits, 2^-9 each at most.
 TOLERANCE = {"f32": 1e-5, "bf16": 1e-2}
 PLACE = "cuda" if CARDS and torch.cuda.is_available() else "cpu"
 
@@ -51,7 +54,9 @@ def matrix(spec: ModelSpec, expert: int, name: str) -> Any:
 
 
 def ragged(tokens: int) -> tuple[Any, Any, Any]:
-    """Rows with 1..TOP_K experts (sentinels fill up), the first expert in most of them, the last in none."""
+    """Rows with 1..TOP_K experts (sentinels fill up), the first expert in most of them, the last in
+    none.
+    """
     random = np.random.default_rng(tokens)
     hidden = random.standard_normal((tokens, HIDDEN), dtype=np.float32)
     likely = 1.0 / np.arange(1, EXPERTS) ** 1.5

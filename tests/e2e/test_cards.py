@@ -1,4 +1,5 @@
-"""Real cards, where there are any: the bits of the reference, alone and beside the processor in one layer.
+"""Real cards, where there are any: the bits of the reference, alone and beside the processor in one
+layer.
 
 SPDX-License-Identifier: Apache-2.0
 """

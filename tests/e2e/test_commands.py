@@ -59,7 +59,8 @@ def test_generate_writes_text_and_counts_what_it_moved(two_workers, tmp_path):
     # One request per active worker, layer and forward pass: a prefill and four decode steps.
     assert LAYERS * 5 <= report["calls"] <= LAYERS * 5 * WORKERS
     moved = report["request_bytes"] + report["reply_bytes"]
-    # Two frame headers, the reply's times and the padding of the index part: at most 255 bytes a call over the floor.
+    # Two frame headers, the reply's times and the padding of the index part: at most 255 bytes a
+    # call over the floor.
     assert report["floor_bytes"] < moved <= report["floor_bytes"] + 255 * report["calls"]
     assert report["ttft_s"] > 0
     assert len(report["tpot_samples_s"]) == 4

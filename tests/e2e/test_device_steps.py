@@ -1,4 +1,5 @@
-"""Device steps of a simulated GPU host with real worker processes: the bits of plain calls, and no hang whatever a worker does.
+"""Device steps of a simulated GPU host with real worker processes: the bits of plain calls, and no
+hang whatever a worker does.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -54,7 +55,9 @@ def bits(tensor: Any) -> bytes:
 
 
 def decode(experts: Any, dtype: Any) -> list[bytes]:
-    """A step as a model makes it: each layer reads the former one's result. Several sizes, and layers with idle holders."""
+    """A step as a model makes it: each layer reads the former one's result. Several sizes, and
+    layers with idle holders.
+    """
     found = []
     for tokens in (1, 4, 64):
         hidden, ids, weights = batch(tokens, dtype, seed=tokens)
@@ -62,7 +65,8 @@ def decode(experts: Any, dtype: Any) -> list[bytes]:
             hidden = experts(layer, hidden, ids, weights)
             found.append(bits(hidden))
     hidden, ids, weights = batch(2, dtype, seed=9)
-    for alone in (0, NUM_EXPERTS - 1, NUM_EXPERTS + 4):  # the first holder alone, the last alone, nobody
+    # the first holder alone, the last alone, nobody
+    for alone in (0, NUM_EXPERTS - 1, NUM_EXPERTS + 4):
         found.append(bits(experts(1, hidden, torch.full_like(ids, alone), weights)))
     return found
 
@@ -100,7 +104,8 @@ def test_a_models_decode_steps_give_the_tokens_of_plain_calls(tmp_path):
     def generate(model: Any, step: Any) -> list[bytes]:
         cache, found = DynamicCache(config=model.config), []
         with torch.inference_mode():
-            token = model(input_ids=prompt, past_key_values=cache).logits[:, -1:].argmax(-1)  # more than a step takes
+            # more than a step takes
+            token = model(input_ids=prompt, past_key_values=cache).logits[:, -1:].argmax(-1)
             for _ in range(3):
                 with step():
                     logits = model(input_ids=token, past_key_values=cache).logits[:, -1:]

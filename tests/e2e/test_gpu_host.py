@@ -1,4 +1,5 @@
-"""A GPU as the host, simulated: tensors staged through pinned memory, experts kept on its own device, and what is refused.
+"""A GPU as the host, simulated: tensors staged through pinned memory, experts kept on its own
+device, and what is refused.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -133,7 +134,8 @@ def test_tensors_are_taken_over_for_the_stream_of_a_step_as_dlpack_numbers_it(ki
     tensor = OnCard(kind)
     for stream in (tensors.device.stream, 0, 0xDEF0):
         tensors.take_over_for(stream)
-        with pytest.raises(UnsupportedError, match=f"expected is type {kind}, number 0"):  # its capsule is the processor's
+        # its capsule is the processor's
+        with pytest.raises(UnsupportedError, match=f"expected is type {kind}, number 0"):
             tensors._view("hidden_states", tensor)
     assert tensor.streams == [0xABC0, expected, 0xDEF0]
 

@@ -1,4 +1,5 @@
-"""Numerics classes from the topology to the result: the reference twin's bits, refusals before anything loads, and reports.
+"""Numerics classes from the topology to the result: the reference twin's bits, refusals before
+anything loads, and reports.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -142,7 +143,9 @@ def test_experts_kept_at_the_host_compute_in_the_workers_class_unless_it_says_ot
 
 
 def test_a_topology_names_the_class_of_another_kind_of_processor(spec):
-    """The two classes of bf16 dot products by their own names, on the reference set, which computes both."""
+    """The two classes of bf16 dot products by their own names, on the reference set, which computes
+    both.
+    """
     batch = Batch(*routed_batch(9, HIDDEN, NUM_EXPERTS, TOP_K, seed=4))
     found = {}
     for numerics in ("bf16-dot", "bf16-bfdot"):

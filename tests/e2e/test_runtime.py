@@ -1,4 +1,5 @@
-"""ExpertRuntime from topology to bits: every transport, mode and tensor kind gives what the oracle gives.
+"""ExpertRuntime from topology to bits: every transport, mode and tensor kind gives what the oracle
+gives.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -82,7 +83,8 @@ def test_every_mode_gives_the_same_bits_with_its_own_number_of_calls(runtime: Ex
         runtime.set_mode(mode, stream_tokens=stream_tokens)
         before = runtime.stats()["calls"]
         assert np.array_equal(call(runtime, 0, batch), expected)
-        assert runtime.stats()["calls"] - before == pytest.approx(num_calls, rel=0.1)  # a slice may miss a shard
+        # a slice may miss a shard
+        assert runtime.stats()["calls"] - before == pytest.approx(num_calls, rel=0.1)
     assert runtime.stats()["mode"] == "auto"
     assert "100 tokens in one slice" in runtime.stats()["mode_reason"]
 

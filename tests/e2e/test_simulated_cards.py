@@ -1,4 +1,5 @@
-"""GPU workers through the whole path, on simulated cards: the kernels of both vendors, the plug-in, the worker and the host.
+"""GPU workers through the whole path, on simulated cards: the kernels of both vendors, the plug-in,
+the worker and the host.
 
 SPDX-License-Identifier: Apache-2.0
 """

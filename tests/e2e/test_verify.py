@@ -37,7 +37,8 @@ def test_parity_ends_with_0_and_writes_the_report(checkpoint, tmp_path, capsys):
 
 
 def test_an_excess_ends_with_1_and_names_layer_and_bound(checkpoint, capsys):
-    arguments = ["verify", "--model", str(checkpoint), "--dtype", "f32", "--reply-dtype", "bf16"]  # too coarse for f32's bounds
+    # too coarse for f32's bounds
+    arguments = ["verify", "--model", str(checkpoint), "--dtype", "f32", "--reply-dtype", "bf16"]
     assert run(arguments) == 1
     assert "bounds exceeded; layer 0 (model.layers.0." in last_line(capsys)
 

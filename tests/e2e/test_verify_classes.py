@@ -1,4 +1,5 @@
-"""`verify` with workers whose class rounds inputs: judged against the class's own truth, and reported.
+"""`verify` with workers whose class rounds inputs: judged against the class's own truth, and
+reported.
 
 SPDX-License-Identifier: Apache-2.0
 """

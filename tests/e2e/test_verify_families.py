@@ -1,4 +1,5 @@
-"""Parity of each required family with its own eager experts, through two worker processes, in f32 and bf16.
+"""Parity of each required family with its own eager experts, through two worker processes, in f32
+and bf16.
 
 SPDX-License-Identifier: Apache-2.0
 """

@@ -1,4 +1,5 @@
-"""Checkpoints in the formats people have, through two workers: verify, generate and inspect as with floats.
+"""Checkpoints in the formats people have, through two workers: verify, generate and inspect as with
+floats.
 
 SPDX-License-Identifier: Apache-2.0
 """

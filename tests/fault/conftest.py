@@ -1,4 +1,5 @@
-"""What the fault tests share: a tiny checkpoint, workers started by hand, and a look at who is still alive.
+"""What the fault tests share: a tiny checkpoint, workers started by hand, and a look at who is
+still alive.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -83,7 +84,9 @@ def is_gone(pid: int) -> bool:
 
 
 def freeze(pid: int) -> None:
-    """SIGSTOP, and back only when every thread stands still: the signal alone lets a thread that runs finish its work first."""
+    """SIGSTOP, and back only when every thread stands still: the signal alone lets a thread that
+    runs finish its work first.
+    """
     os.kill(pid, signal.SIGSTOP)
     tasks = Path(f"/proc/{pid}/task")
     assert wait_until(lambda: all(_state(task) == "T" for task in tasks.iterdir()), 5.0), f"process {pid} does not stop"

@@ -1,6 +1,8 @@
-"""Runs one `dflash-moe` command that loads a model several times at once, in processes forked after what is most of its start:
-imports. Run as `python -m tests.fault.forked_commands OUT,ERR[:OUT,ERR...] ARGUMENTS...`, with the inherited descriptors of
-each process's stdout and stderr. Prints the process ids in that order, then `PID STATUS` as each one ends (negative: a signal).
+"""Runs one `dflash-moe` command that loads a model several times at once, in processes forked after
+what is most of its start: imports. Run as `python -m tests.fault.forked_commands
+OUT,ERR[:OUT,ERR...] ARGUMENTS...`, with the inherited descriptors of each process's stdout and
+stderr. Prints the process ids in that order, then `PID STATUS` as each one ends (negative: a
+signal).
 SPDX-License-Identifier: Apache-2.0
 """
 

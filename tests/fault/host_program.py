@@ -25,7 +25,8 @@ def main(directory: str) -> None:
         spec = tiny_spec(Path(directory))
         started.append(ExpertRuntime.start(dataclasses.replace(topology, workers=slowed), model=spec))
 
-    # From a thread that ends: workers must live as long as the process, not as long as the thread that asked for them.
+    # From a thread that ends: workers must live as long as the process, not as long as the thread
+    # that asked for them.
     thread = threading.Thread(target=start)
     thread.start()
     thread.join()

@@ -1,4 +1,5 @@
-"""When the host dies, however it dies, its workers are gone within two seconds and nothing is left that blocks the next start.
+"""When the host dies, however it dies, its workers are gone within two seconds and nothing is left
+that blocks the next start.
 
 SPDX-License-Identifier: Apache-2.0
 """

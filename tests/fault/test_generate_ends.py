@@ -1,5 +1,5 @@
-"""`dflash-moe generate` cut short: a worker dies, somebody sends a signal, the reader of its output leaves. It ends with the
-right exit status and without a traceback, and so do its workers.
+"""`dflash-moe generate` cut short: a worker dies, somebody sends a signal, the reader of its output
+leaves. It ends with the right exit status and without a traceback, and so do its workers.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -64,7 +64,9 @@ class Hosts:
 
 @dataclass(slots=True)
 class Generating:
-    """One command: its process id, the reading ends of its output, and its workers' process ids by name."""
+    """One command: its process id, the reading ends of its output, and its workers' process ids by
+    name.
+    """
 
     hosts: Hosts
     pid: int
@@ -73,7 +75,9 @@ class Generating:
     workers: dict[str, int]
 
     def end(self) -> tuple[int, list[str]]:
-        """(exit status, lines of stderr) once host and workers are gone; what else it writes is thrown away."""
+        """(exit status, lines of stderr) once host and workers are gone; what else it writes is
+        thrown away.
+        """
         until = time.monotonic() + END_S
         said = b""
         while (status := self.hosts.status_of(self.pid, 0.02)) is None and time.monotonic() < until:
@@ -98,7 +102,8 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Genera
     theirs = [(out[1], err[1]) for out, err in pipes]
     command = [sys.executable, "-m", "tests.fault.forked_commands", ":".join(f"{out},{err}" for out, err in theirs)]
     command += ["generate", "--model", str(MODEL), "--topology", str(topology)]
-    command += ["--prompt", "a", "--max-new-tokens", "100000"]  # which this model follows by nines for ever
+    # which this model follows by nines for ever
+    command += ["--prompt", "a", "--max-new-tokens", "100000"]
     parent = subprocess.Popen(
         command, stdout=subprocess.PIPE, cwd=ROOT, pass_fds=[end for pair in theirs for end in pair],
         env={**os.environ, "PYTHONPATH": str(ROOT), **PASSIVE_OPENMP},

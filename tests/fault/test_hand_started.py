@@ -1,4 +1,5 @@
-"""Workers started by hand: reached over TCP and Unix sockets, guarded by key or uid, one host at a time, host after host.
+"""Workers started by hand: reached over TCP and Unix sockets, guarded by key or uid, one host at a
+time, host after host.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -177,7 +178,9 @@ def test_a_worker_forgets_a_host_that_was_killed_and_serves_the_next(
 
 
 def test_strangers_cannot_keep_hosts_out(spec: ModelSpec, key_file: Path, start_worker: StartWorker) -> None:
-    """Silent connections fill the handshake slots; they are dropped after five seconds and hosts get in again."""
+    """Silent connections fill the handshake slots; they are dropped after five seconds and hosts
+    get in again.
+    """
     worker = start_worker(Path(spec.path), TCP, "--key-file", str(key_file))
     host, _, port = worker.address.removeprefix("tcp://").rpartition(":")
     strangers = [socket.create_connection((host, int(port))) for _ in range(40)]

@@ -1,4 +1,5 @@
-"""The late-writer hazard: a worker stopped in a call, timed out, and resumed while its slots are wanted again.
+"""The late-writer hazard: a worker stopped in a call, timed out, and resumed while its slots are
+wanted again.
 
 A slot that is reused too early reads the old answer; 200 rounds compare every bit.
 SPDX-License-Identifier: Apache-2.0
@@ -35,7 +36,8 @@ def timed_call(runtime: ExpertRuntime, batch: Batch) -> float:
 
 def test_a_late_writer_never_changes_a_bit(spec: ModelSpec) -> None:
     topology = Topology.local(num_workers=1)
-    slowed = dataclasses.replace(topology.workers[0], emulate=Emulate(slowdown=16.0))  # so that the stop falls inside a call
+    # so that the stop falls inside a call
+    slowed = dataclasses.replace(topology.workers[0], emulate=Emulate(slowdown=16.0))
     topology = dataclasses.replace(topology, workers=(slowed,))
     order = random.Random(1)
     timeouts = compared = 0
@@ -48,14 +50,16 @@ def test_a_late_writer_never_changes_a_bit(spec: ModelSpec) -> None:
         for number in range(ROUNDS):
             try:
                 stopped = runtime.submit(0, *dataclasses.astuple(batches[number % 8]))
-                time.sleep(order.random() * 0.7 * call_s)  # where in the call the stop falls is the point of the test
+                # where in the call the stop falls is the point of the test
+                time.sleep(order.random() * 0.7 * call_s)
                 os.kill(pid, signal.SIGSTOP)
                 assert np.array_equal(stopped.result(timeout=5), expected[number % 8])
             except WorkerTimeout:
                 timeouts += 1
             pressing = []
             for which in range(PRESSURE):
-                with contextlib.suppress(WorkerTimeout):  # slots ran out and the path could not be renewed yet
+                # slots ran out and the path could not be renewed yet
+                with contextlib.suppress(WorkerTimeout):
                     pressing.append((which, runtime.submit(0, *dataclasses.astuple(batches[which]))))
             os.kill(pid, signal.SIGCONT)
             for which, one in pressing:

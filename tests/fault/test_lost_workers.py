@@ -1,4 +1,5 @@
-"""Workers that die, freeze, or answer garbage in a call: a typed error within its deadline, and no process left.
+"""Workers that die, freeze, or answer garbage in a call: a typed error within its deadline, and no
+process left.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -98,7 +99,8 @@ def test_a_mode_that_needs_new_slots_is_refused_at_once_when_a_worker_is_lost(sp
 
 
 def test_a_slow_but_working_worker_is_never_declared_dead(spec: ModelSpec) -> None:
-    # Many rows and a small factor: the emulation multiplies wall time, preemption by other tests included.
+    # Many rows and a small factor: the emulation multiplies wall time, preemption by other tests
+    # included.
     slow = Emulate(slowdown=180.0)
     with start(spec, emulate=slow, stall_timeout_s=0.5, call_timeout_s=90.0, batch_capacity=4096) as runtime:
         started = time.monotonic()

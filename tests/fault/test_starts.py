@@ -1,4 +1,5 @@
-"""Starts that cannot work: bad checkpoints, dying or hanging workers, mismatches. Typed, in time, and nothing left running.
+"""Starts that cannot work: bad checkpoints, dying or hanging workers, mismatches. Typed, in time,
+and nothing left running.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -74,9 +75,7 @@ def test_another_checkpoint_at_the_worker_is_refused_with_both_fingerprints(spec
 
 
 @pytest.mark.usefixtures("started")
-@pytest.mark.parametrize(
-    ("field", "value"), [("wire_limits", {"max_rows": 7}), ("dtypes", ("f32", "fp8"))]
-)
+@pytest.mark.parametrize(("field", "value"), [("wire_limits", {"max_rows": 7}), ("dtypes", ("f32", "fp8"))])
 def test_a_mismatch_in_hello_names_the_field_and_both_values(
     spec: ModelSpec, monkeypatch: pytest.MonkeyPatch, field: str, value: Any
 ) -> None:

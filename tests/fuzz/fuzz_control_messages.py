@@ -1,7 +1,9 @@
-"""Fuzzes the control plane: `fuzz_control_messages.py SECONDS [SEED]`. Any bytes decode to a message or to a ProtocolError.
+"""Fuzzes the control plane: `fuzz_control_messages.py SECONDS [SEED]`. Any bytes decode to a
+message or to a ProtocolError.
 
-Mutates real messages as bytes and as msgpack trees, and feeds the result to the codec and, framed, to a connection. A message
-that decodes must encode and decode to itself. A finding is printed, kept in build/fuzz/findings, and ends with exit status 1.
+Mutates real messages as bytes and as msgpack trees, and feeds the result to the codec and, framed,
+to a connection. A message that decodes must encode and decode to itself. A finding is printed, kept
+in build/fuzz/findings, and ends with exit status 1.
 SPDX-License-Identifier: Apache-2.0
 """
 

@@ -28,6 +28,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t num_bytes) {
   const wire::RemoteError& error = decoded.value();
   require(error.code >= ErrorCode::kInvalidArgument && error.code <= ErrorCode::kClosed);
   require(error.text.size() == num_bytes - wire::kErrorPrefixBytes);
-  require(std::all_of(error.text.begin(), error.text.end(), [](char c) { return c >= ' ' && c <= '~'; }));
+  require(std::all_of(error.text.begin(), error.text.end(),
+                      [](char c) { return c >= ' ' && c <= '~'; }));
   return 0;
 }

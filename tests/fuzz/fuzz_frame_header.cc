@@ -1,5 +1,6 @@
-// Any 64 bytes decode to a header within its limits, which encodes to the same 64 bytes, or to an error with a text.
-// Each input is tried twice: as it is, and with magic, version and checksum made right, so that the fields behind them are reached.
+// Any 64 bytes decode to a header within its limits, which encodes to the same 64 bytes, or to an
+// error with a text. Each input is tried twice: as it is, and with magic, version and checksum made
+// right, so that the fields behind them are reached.
 // SPDX-License-Identifier: Apache-2.0
 #include <array>
 #include <cstdint>
@@ -21,7 +22,8 @@ void require(bool holds) {
 }
 
 void examine(const HeaderBytes& bytes) {
-  const auto header = wire::decode_frame_header(std::span<const std::byte, wire::kFrameHeaderBytes>(bytes));
+  const auto header =
+      wire::decode_frame_header(std::span<const std::byte, wire::kFrameHeaderBytes>(bytes));
   if (!header.ok()) {
     require(header.error().code == ErrorCode::kProtocol && !header.error().message.empty());
     return;

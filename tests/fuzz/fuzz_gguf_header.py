@@ -1,4 +1,5 @@
-"""Fuzzes the GGUF header reader: `fuzz_gguf_header.py SECONDS [SEED]`. Any file gives tensors inside it, or a CheckpointError.
+"""Fuzzes the GGUF header reader: `fuzz_gguf_header.py SECONDS [SEED]`. Any file gives tensors
+inside it, or a CheckpointError.
 
 SPDX-License-Identifier: Apache-2.0
 """

@@ -1,5 +1,6 @@
-// Whatever a peer writes into its ring's words, polling and publishing give arrivals inside its slots or a typed error.
-// Input: steps of 5 bytes, a word's index and its value, each followed by a poll and a publish.
+// Whatever a peer writes into its ring's words, polling and publishing give arrivals inside its
+// slots or a typed error. Input: steps of 5 bytes, a word's index and its value, each followed by a
+// poll and a publish.
 // SPDX-License-Identifier: Apache-2.0
 #include <cstdint>
 #include <cstdlib>
@@ -30,11 +31,13 @@ struct Memory {
 void examine(Channel& host, const Memory& memory, const SegmentLayout& layout) {
   const auto polled = host.poll();
   if (!polled.ok()) {
-    require(polled.error().code == ErrorCode::kProtocol || polled.error().code == ErrorCode::kWorkerLost);
+    require(polled.error().code == ErrorCode::kProtocol ||
+            polled.error().code == ErrorCode::kWorkerLost);
   } else if (polled.value()) {
     const Arrival& arrival = *polled.value();
     require(arrival.slot < kGeometry.num_slots && arrival.bytes.size() <= kGeometry.reply_bytes);
-    require(arrival.bytes.data() == memory.peer.base() + layout.slots_offset + arrival.slot * layout.slot_stride);
+    require(arrival.bytes.data() ==
+            memory.peer.base() + layout.slots_offset + arrival.slot * layout.slot_stride);
   }
   const auto published = host.publish(1, 64);
   require(published.ok() || published.error().code == ErrorCode::kWorkerLost);
@@ -56,7 +59,8 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t num_bytes) {
   ends.memory = memory;
   const auto host = make_ring_channel(std::move(ends));
   // Head, sleeping word and the words of the four entries; nothing else of the peer's is read.
-  const uint64_t words[] = {kHeadOffset, kSleepingOffset, kEntriesOffset, kEntriesOffset + 8, kEntriesOffset + 12};
+  const uint64_t words[] = {kHeadOffset, kSleepingOffset, kEntriesOffset, kEntriesOffset + 8,
+                            kEntriesOffset + 12};
   for (; num_bytes >= 5; data += 5, num_bytes -= 5) {
     const uint64_t entry = data[0] / 5 % 4 * kEntryBytes;
     const uint64_t word = words[data[0] % 5];

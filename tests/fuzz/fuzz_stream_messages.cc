@@ -1,5 +1,5 @@
-// Any bytes a peer sends over a stream, cut into reads of any size, give messages inside their slots or a protocol error that stays.
-// The first byte of the input chooses the size of the reads.
+// Any bytes a peer sends over a stream, cut into reads of any size, give messages inside their
+// slots or a protocol error that stays. The first byte of the input chooses the size of the reads.
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 #include <cstdint>
@@ -47,11 +47,13 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t num_bytes) {
   for (size_t given = 1; given < num_bytes;) {
     if (!drain(assembler, slots)) return 0;
     const transport::Assembler::Room room = assembler.room();
-    const size_t piece = std::min({read_bytes, num_bytes - given, room.slot.size() + room.staging.size()});
+    const size_t piece =
+        std::min({read_bytes, num_bytes - given, room.slot.size() + room.staging.size()});
     require(piece > 0);
     const size_t into_slot = std::min(piece, room.slot.size());
     if (into_slot > 0) std::memcpy(room.slot.data(), data + given, into_slot);
-    if (piece > into_slot) std::memcpy(room.staging.data(), data + given + into_slot, piece - into_slot);
+    if (piece > into_slot)
+      std::memcpy(room.staging.data(), data + given + into_slot, piece - into_slot);
     assembler.filled(piece);
     given += piece;
   }

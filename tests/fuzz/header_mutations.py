@@ -1,4 +1,5 @@
-"""Mutations for the fuzz targets of checkpoint headers, and the loop that runs a target and keeps what it finds.
+"""Mutations for the fuzz targets of checkpoint headers, and the loop that runs a target and keeps
+what it finds.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -18,7 +19,8 @@ FINDINGS = ROOT / "build/fuzz/findings"
 MAX_INPUT = 1 << 14
 _EDGES = (0, 1, 2, 7, 8, 9, 31, 39, 255, 1 << 16, 1 << 31, (1 << 32) - 1, 1 << 40, (1 << 63) - 1, 1 << 63, (1 << 64) - 1)
 
-Examine = Callable[[Path], "str | None"]  # what is wrong with how the reader takes this file; None when nothing is
+# what is wrong with how the reader takes this file; None when nothing is
+Examine = Callable[[Path], "str | None"]
 
 
 def corpus(name: str) -> list[Path]:

@@ -1,4 +1,5 @@
-"""The model and the long prompt of `dflash-moe demo`: data, kept out of the package that a worker installs.
+"""The model and the long prompt of `dflash-moe demo`: data, kept out of the package that a worker
+installs.
 
 SPDX-License-Identifier: Apache-2.0
 """

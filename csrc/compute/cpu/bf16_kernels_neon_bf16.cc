@@ -1,10 +1,13 @@
-// The kernels of numerics class bf16-bfdot for AArch64's BF16 extension. Per output: K in blocks of 256, one chain per block from +0 over
-// ascending pairs of inputs, zeros up to a multiple of two pairs, block sums added in ascending order; the layout of weights and rows is
-// bf16_pack.h's. Few rows are bound by reading the weights and take BFDOT; many rows take BFMMLA, 2 rows x 4 inputs x 2 outputs in one
-// instruction, which is defined as two BFDOTs per output, pairs ascending: the same bits.
+// The kernels of numerics class bf16-bfdot for AArch64's BF16 extension. Per output: K in blocks of
+// 256, one chain per block from +0 over ascending pairs of inputs, zeros up to a multiple of two
+// pairs, block sums added in ascending order; the layout of weights and rows is bf16_pack.h's. Few
+// rows are bound by reading the weights and take BFDOT; many rows take BFMMLA, 2 rows x 4 inputs x
+// 2 outputs in one instruction, which is defined as two BFDOTs per output, pairs ascending: the
+// same bits.
 // SPDX-License-Identifier: Apache-2.0
 #if defined(__aarch64__)
-// A vector type of this file's own: nothing that it instantiates may be linked into code for processors without the instructions.
+// A vector type of this file's own: nothing that it instantiates may be linked into code for
+// processors without the instructions.
 #define NeonVector NeonBf16Vector
 #include "compute/cpu/vector_neon.h"
 
@@ -16,7 +19,9 @@ namespace {
 using V = NeonBf16Vector;
 constexpr int kWidth = kPanelWidth<V>;
 
-[[gnu::always_inline]] inline bfloat16x8_t as_bf16(uint32x4_t words) { return vreinterpretq_bf16_u32(words); }
+[[gnu::always_inline]] inline bfloat16x8_t as_bf16(uint32x4_t words) {
+  return vreinterpretq_bf16_u32(words);
+}
 
 // A pair of inputs of outputs 0..3 and 4..7.
 [[gnu::always_inline]] inline void load_pair(const uint8_t* at, uint32x4_t (&words)[2]) {
@@ -24,7 +29,8 @@ constexpr int kWidth = kPanelWidth<V>;
   words[1] = vreinterpretq_u32_u8(vld1q_u8(at + 16));
 }
 
-// An odd last input: 16 bits per output, the other half of each word zero. So must be the other half of the row's last word.
+// An odd last input: 16 bits per output, the other half of each word zero. So must be the other
+// half of the row's last word.
 [[gnu::always_inline]] inline void load_last(const uint8_t* at, uint32x4_t (&words)[2]) {
   const uint16x8_t halves = vreinterpretq_u16_u8(vld1q_u8(at));
   words[0] = vmovl_u16(vget_low_u16(halves));
@@ -32,19 +38,25 @@ constexpr int kWidth = kPanelWidth<V>;
 }
 
 // What the last inputs of a matrix leave of a pair: both, one, none.
-[[gnu::always_inline]] inline void load_pair_of(const uint8_t* at, uint32_t num_inputs, uint32x4_t (&words)[2]) {
+[[gnu::always_inline]] inline void load_pair_of(const uint8_t* at, uint32_t num_inputs,
+                                                uint32x4_t (&words)[2]) {
   words[0] = words[1] = vdupq_n_u32(0);
-  if (num_inputs >= 2) load_pair(at, words);
-  else if (num_inputs == 1) load_last(at, words);
+  if (num_inputs >= 2)
+    load_pair(at, words);
+  else if (num_inputs == 1)
+    load_last(at, words);
 }
-[[gnu::always_inline]] inline uint32_t input_pair_of(const void* row, size_t pair, uint32_t num_inputs) {
+[[gnu::always_inline]] inline uint32_t input_pair_of(const void* row, size_t pair,
+                                                     uint32_t num_inputs) {
   if (num_inputs == 0) return 0;
   const uint32_t word = static_cast<const uint32_t*>(row)[pair];
   return num_inputs == 1 ? word & 0xffff : word;
 }
 
 template <int M, int N>
-[[gnu::always_inline]] inline void add_dots(const uint32x4_t (&words)[2], const uint32_t (&inputs)[M], int first, float32x4_t (&sums)[M][N]) {
+[[gnu::always_inline]] inline void add_dots(const uint32x4_t (&words)[2],
+                                            const uint32_t (&inputs)[M], int first,
+                                            float32x4_t (&sums)[M][N]) {
 #pragma GCC unroll 4
   for (int m = 0; m < M; ++m) {
     const bfloat16x8_t input = as_bf16(vdupq_n_u32(inputs[m]));
@@ -58,7 +70,8 @@ struct FewRowsKernel {
   static constexpr int kPanels = panels_at_once<V>(M);
 
   template <int M, int NP>
-  static void chain(const float* const* encoded, const Streams& streams, uint32_t k_begin, uint32_t k_end, float* tile, size_t tile_stride) {
+  static void chain(const float* const* encoded, const Streams& streams, uint32_t k_begin,
+                    uint32_t k_end, float* tile, size_t tile_stride) {
     float32x4_t sums[M][2 * NP];
     const void* rows[M];
     start_sums<V>(reinterpret_cast<const void* const*>(encoded), rows, sums);
@@ -91,16 +104,21 @@ struct FewRowsKernel {
   }
 };
 
-// Rows in pairs, two pairs of inputs at once: products[r][q] belongs to rows 2r, 2r + 1 and outputs 2q, 2q + 1, row by row.
+// Rows in pairs, two pairs of inputs at once: products[r][q] belongs to rows 2r, 2r + 1 and outputs
+// 2q, 2q + 1, row by row.
 template <int P>
-[[gnu::always_inline]] inline void add_products(const uint32x4_t (&first)[2], const uint32x4_t (&second)[2], const uint64x2_t (&inputs)[P],
+[[gnu::always_inline]] inline void add_products(const uint32x4_t (&first)[2],
+                                                const uint32x4_t (&second)[2],
+                                                const uint64x2_t (&inputs)[P],
                                                 float32x4_t (&products)[P][4]) {
-  const bfloat16x8_t outputs[4] = {as_bf16(vzip1q_u32(first[0], second[0])), as_bf16(vzip2q_u32(first[0], second[0])),
-                                   as_bf16(vzip1q_u32(first[1], second[1])), as_bf16(vzip2q_u32(first[1], second[1]))};
+  const bfloat16x8_t outputs[4] = {
+      as_bf16(vzip1q_u32(first[0], second[0])), as_bf16(vzip2q_u32(first[0], second[0])),
+      as_bf16(vzip1q_u32(first[1], second[1])), as_bf16(vzip2q_u32(first[1], second[1]))};
 #pragma GCC unroll 6
   for (int r = 0; r < P; ++r) {
 #pragma GCC unroll 4
-    for (int q = 0; q < 4; ++q) products[r][q] = vbfmmlaq_f32(products[r][q], vreinterpretq_bf16_u64(inputs[r]), outputs[q]);
+    for (int q = 0; q < 4; ++q)
+      products[r][q] = vbfmmlaq_f32(products[r][q], vreinterpretq_bf16_u64(inputs[r]), outputs[q]);
   }
 }
 
@@ -120,27 +138,31 @@ struct MatrixProducts {
 
   // The row behind the last one of an odd number is that row again: its sums are not stored.
   template <int M>
-  static void block_tile(const void* const* from, const PairBlock& block, float* tile, size_t tile_stride) {
+  static void block_tile(const void* const* from, const PairBlock& block, float* tile,
+                         size_t tile_stride) {
     constexpr int kPairs = (M + 1) / 2;
     float32x4_t products[kPairs][4];
     float32x4_t sums[M][2];
     const void* rows[M];
     start_sums<V>(from, rows, sums);
 #pragma GCC unroll 6
-    for (int r = 0; r < kPairs; ++r) products[r][0] = products[r][1] = products[r][2] = products[r][3] = vdupq_n_f32(0.0f);
+    for (int r = 0; r < kPairs; ++r)
+      products[r][0] = products[r][1] = products[r][2] = products[r][3] = vdupq_n_f32(0.0f);
     uint32x4_t first[2], second[2];
     uint64x2_t inputs[kPairs];
     const uint8_t* at = block.weights;
     const uint8_t* next = block.next;
     size_t pair = block.first_pair;
-    for (const size_t end = pair + block.num_inputs / 4 * 2; pair < end; pair += 2, at += 2 * kPairBytes<V>, next += block.ahead) {
+    for (const size_t end = pair + block.num_inputs / 4 * 2; pair < end;
+         pair += 2, at += 2 * kPairBytes<V>, next += block.ahead) {
       __builtin_prefetch(next, 0, 3);
       load_pair(at, first);
       load_pair(at + kPairBytes<V>, second);
 #pragma GCC unroll 6
       for (int r = 0; r < kPairs; ++r) {
         const auto four = [&](int m) __attribute__((always_inline)) {
-          return vreinterpret_u64_u8(vld1_u8(reinterpret_cast<const uint8_t*>(static_cast<const uint32_t*>(rows[m < M ? m : M - 1]) + pair)));
+          return vreinterpret_u64_u8(vld1_u8(reinterpret_cast<const uint8_t*>(
+              static_cast<const uint32_t*>(rows[m < M ? m : M - 1]) + pair)));
         };
         inputs[r] = vcombine_u64(four(2 * r), four(2 * r + 1));
       }
@@ -152,7 +174,8 @@ struct MatrixProducts {
       for (int r = 0; r < kPairs; ++r) {
         const auto four = [&](int m) {
           const void* row = rows[m < M ? m : M - 1];
-          return vcreate_u64(input_pair_of(row, pair, left) | uint64_t{input_pair_of(row, pair + 1, left > 2 ? left - 2 : 0)} << 32);
+          return vcreate_u64(input_pair_of(row, pair, left) |
+                             uint64_t{input_pair_of(row, pair + 1, left > 2 ? left - 2 : 0)} << 32);
         };
         inputs[r] = vcombine_u64(four(2 * r), four(2 * r + 1));
       }
@@ -162,8 +185,10 @@ struct MatrixProducts {
     for (int m = 0; m < M; ++m) {
 #pragma GCC unroll 2
       for (int h = 0; h < 2; ++h) {
-        const float64x2_t low = vreinterpretq_f64_f32(products[m / 2][2 * h]), high = vreinterpretq_f64_f32(products[m / 2][2 * h + 1]);
-        sums[m][h] = vreinterpretq_f32_f64(m % 2 == 0 ? vzip1q_f64(low, high) : vzip2q_f64(low, high));
+        const float64x2_t low = vreinterpretq_f64_f32(products[m / 2][2 * h]),
+                          high = vreinterpretq_f64_f32(products[m / 2][2 * h + 1]);
+        sums[m][h] =
+            vreinterpretq_f32_f64(m % 2 == 0 ? vzip1q_f64(low, high) : vzip2q_f64(low, high));
       }
     }
     store_sums<V>(sums, block.first_pair == 0, tile, tile_stride);

@@ -20,9 +20,12 @@ constexpr int64_t kSpinNs = 20'000;
 const KernelSet& canonical_kernels(Isa isa) {
 #if defined(__x86_64__)
   if (isa == Isa::kAvx2) return kAvx2Kernels;
-  if (isa == Isa::kAvx512 || isa == Isa::kAvx512Vnni || isa == Isa::kAvx512Bf16) return kAvx512Kernels;
+  if (isa == Isa::kAvx512 || isa == Isa::kAvx512Vnni || isa == Isa::kAvx512Bf16)
+    return kAvx512Kernels;
 #elif defined(__aarch64__)
-  if (isa == Isa::kNeon || isa == Isa::kNeonDotprod || isa == Isa::kNeonI8mm || isa == Isa::kNeonBf16) return kNeonKernels;
+  if (isa == Isa::kNeon || isa == Isa::kNeonDotprod || isa == Isa::kNeonI8mm ||
+      isa == Isa::kNeonBf16)
+    return kNeonKernels;
 #endif
   static_cast<void>(isa);
   return kScalarKernels;
@@ -54,7 +57,8 @@ const KernelSet& int8_kernels(Isa isa) {
   return kInt8ScalarKernels;
 }
 
-// Spinning is paid for by a core that nothing else needs: one more than the compute threads must be usable (the poller's).
+// Spinning is paid for by a core that nothing else needs: one more than the compute threads must be
+// usable (the poller's).
 int64_t default_spin_ns(uint32_t num_threads) {
   cpu_set_t usable;
   CPU_ZERO(&usable);
@@ -76,28 +80,28 @@ const KernelSet* kernel_set(Isa isa, NumericsClass numerics) {
   switch (numerics) {
     case NumericsClass::kF32Canonical: return &canonical_kernels(isa);
     case NumericsClass::kBf16Dot:
-    case NumericsClass::kBf16Bfdot: return bf16_kernels(isa, numerics);
-    case NumericsClass::kInt8Groups: return &int8_kernels(isa);
+    case NumericsClass::kBf16Bfdot:    return bf16_kernels(isa, numerics);
+    case NumericsClass::kInt8Groups:   return &int8_kernels(isa);
     case NumericsClass::kBf16Mma:
     case NumericsClass::kBf16Mfma:
     case NumericsClass::kBf16Wmma:
-    case NumericsClass::kF16Dot2: return nullptr;  // of cards
+    case NumericsClass::kF16Dot2:      return nullptr;  // of cards
   }
   return nullptr;
 }
 
 const char* isa_name(Isa isa) {
   switch (isa) {
-    case Isa::kReference: return "reference";
-    case Isa::kScalar: return "scalar";
-    case Isa::kAvx2: return "avx2";
-    case Isa::kAvx512: return "avx512";
-    case Isa::kNeon: return "neon";
-    case Isa::kAvx512Vnni: return "avx512vnni";
-    case Isa::kAvx512Bf16: return "avx512bf16";
+    case Isa::kReference:   return "reference";
+    case Isa::kScalar:      return "scalar";
+    case Isa::kAvx2:        return "avx2";
+    case Isa::kAvx512:      return "avx512";
+    case Isa::kNeon:        return "neon";
+    case Isa::kAvx512Vnni:  return "avx512vnni";
+    case Isa::kAvx512Bf16:  return "avx512bf16";
     case Isa::kNeonDotprod: return "neon_dotprod";
-    case Isa::kNeonI8mm: return "neon_i8mm";
-    case Isa::kNeonBf16: return "neon_bf16";
+    case Isa::kNeonI8mm:    return "neon_i8mm";
+    case Isa::kNeonBf16:    return "neon_bf16";
   }
   return "unknown";
 }
@@ -105,16 +109,18 @@ const char* isa_name(Isa isa) {
 bool isa_is_supported(Isa isa) {
   switch (isa) {
     case Isa::kReference:
-    case Isa::kScalar: return true;
-    case Isa::kAvx2: return internal::has_avx2_f16c();
-    case Isa::kAvx512: return internal::has_avx512();
-    case Isa::kNeon: return internal::has_neon();
-    case Isa::kAvx512Vnni: return internal::has_avx512_vnni();
-    case Isa::kAvx512Bf16: return internal::has_avx512_vnni() && internal::has_avx512_bf16();
+    case Isa::kScalar:      return true;
+    case Isa::kAvx2:        return internal::has_avx2_f16c();
+    case Isa::kAvx512:      return internal::has_avx512();
+    case Isa::kNeon:        return internal::has_neon();
+    case Isa::kAvx512Vnni:  return internal::has_avx512_vnni();
+    case Isa::kAvx512Bf16:  return internal::has_avx512_vnni() && internal::has_avx512_bf16();
     case Isa::kNeonDotprod: return internal::has_neon_dotprod();
-    case Isa::kNeonI8mm: return internal::has_neon_dotprod() && internal::has_neon_i8mm();
-    // Both of Armv8.6: processors that have one have the other, and int8-groups takes the kernels of neon_i8mm.
-    case Isa::kNeonBf16: return internal::has_neon_dotprod() && internal::has_neon_i8mm() && internal::has_neon_bf16();
+    case Isa::kNeonI8mm:    return internal::has_neon_dotprod() && internal::has_neon_i8mm();
+    // Both of Armv8.6: processors that have one have the other, and int8-groups takes the kernels
+    // of neon_i8mm.
+    case Isa::kNeonBf16:
+      return internal::has_neon_dotprod() && internal::has_neon_i8mm() && internal::has_neon_bf16();
   }
   return false;
 }
@@ -131,7 +137,9 @@ Result<Isa> parse_isa(const std::string& name) {
   for (Isa isa : kAllIsas) {
     if (name == isa_name(isa) && isa_is_supported(isa)) return isa;
   }
-  return Error{ErrorCode::kInvalidArgument, "CPU kernel set '" + name + "' is not available; this processor has: " + supported_names()};
+  return Error{
+      ErrorCode::kInvalidArgument,
+      "CPU kernel set '" + name + "' is not available; this processor has: " + supported_names()};
 }
 
 struct CpuBackend::State {
@@ -145,10 +153,13 @@ CpuBackend::~CpuBackend() = default;
 Isa CpuBackend::isa() const { return state_->isa; }
 uint32_t CpuBackend::num_threads() const { return state_->pool->num_threads(); }
 
-Result<std::unique_ptr<CpuBackend>> CpuBackend::create(Isa isa, uint32_t num_threads, std::vector<int> cpus, WeightsLayout layout) {
+Result<std::unique_ptr<CpuBackend>> CpuBackend::create(Isa isa, uint32_t num_threads,
+                                                       std::vector<int> cpus,
+                                                       WeightsLayout layout) {
   if (!isa_is_supported(isa)) {
     return Error{ErrorCode::kInvalidArgument,
-                 std::string("CPU kernel set '") + isa_name(isa) + "' is not available; this processor has: " + supported_names()};
+                 std::string("CPU kernel set '") + isa_name(isa) +
+                     "' is not available; this processor has: " + supported_names()};
   }
   auto pool = ThreadPool::create(num_threads, cpus, default_spin_ns(num_threads));
   if (!pool.ok()) return std::move(pool).error();
@@ -161,33 +172,43 @@ std::vector<NumericsClass> CpuBackend::numerics_classes(Isa isa) {
   std::vector<NumericsClass> found;
   for (NumericsClass numerics : kAllNumericsClasses) {
     if (is_bounded_class(numerics)) continue;  // of cards; the reference is only near them
-    if (isa == Isa::kReference ? reference_computes(numerics) : kernel_set(isa, numerics) != nullptr) found.push_back(numerics);
+    if (isa == Isa::kReference ? reference_computes(numerics)
+                               : kernel_set(isa, numerics) != nullptr)
+      found.push_back(numerics);
   }
   return found;
 }
 
-Result<std::unique_ptr<ExpertLayer>> CpuBackend::create_layer(const FfnSpec& spec, uint32_t num_local_experts, ResidentFormats formats,
+Result<std::unique_ptr<ExpertLayer>> CpuBackend::create_layer(const FfnSpec& spec,
+                                                              uint32_t num_local_experts,
+                                                              ResidentFormats formats,
                                                               NumericsClass numerics) {
   DFLASH_TRY(spec.validate());
   DFLASH_TRY(check_numerics(numerics, formats));
   const std::vector<NumericsClass> classes = numerics_classes(state_->isa);
   if (std::find(classes.begin(), classes.end(), numerics) == classes.end()) {
-    return Error{ErrorCode::kUnsupported, std::string("CPU kernel set '") + isa_name(state_->isa) + "' does not compute numerics class " +
+    return Error{ErrorCode::kUnsupported, std::string("CPU kernel set '") + isa_name(state_->isa) +
+                                              "' does not compute numerics class " +
                                               numerics_name(numerics)};
   }
   if (num_local_experts < 1 || num_local_experts > 65535) {
-    return Error{ErrorCode::kUnsupported, "a layer has " + std::to_string(num_local_experts) + " local experts; supported: 1..65535"};
+    return Error{ErrorCode::kUnsupported, "a layer has " + std::to_string(num_local_experts) +
+                                              " local experts; supported: 1..65535"};
   }
-  if (state_->isa == Isa::kReference) return make_reference_layer(spec, num_local_experts, formats, numerics);
+  if (state_->isa == Isa::kReference)
+    return make_reference_layer(spec, num_local_experts, formats, numerics);
   const KernelSet& kernels = *kernel_set(state_->isa, numerics);
   auto experts = PackedExperts::create(spec, num_local_experts, formats, kernels, state_->layout);
   if (!experts.ok()) return std::move(experts).error();
-  return std::unique_ptr<ExpertLayer>(std::make_unique<CpuLayer>(spec, std::move(experts).value(), kernels, *state_->pool));
+  return std::unique_ptr<ExpertLayer>(
+      std::make_unique<CpuLayer>(spec, std::move(experts).value(), kernels, *state_->pool));
 }
 
-uint64_t CpuBackend::predicted_bytes(Isa isa, const FfnSpec& spec, uint32_t num_local_experts, ResidentFormats formats) {
+uint64_t CpuBackend::predicted_bytes(Isa isa, const FfnSpec& spec, uint32_t num_local_experts,
+                                     ResidentFormats formats) {
   if (isa == Isa::kReference) formats = WeightFormat::kF32;  // it keeps float32 copies
-  return PackedExperts::predicted_bytes(spec, num_local_experts, formats, canonical_kernels(isa).panel_width);
+  return PackedExperts::predicted_bytes(spec, num_local_experts, formats,
+                                        canonical_kernels(isa).panel_width);
 }
 
 }  // namespace dflash::compute

@@ -1,5 +1,6 @@
-// The forward of the CPU backend. Phase 1 is parallel over (expert, intermediate columns), phase 2 over output columns with experts
-// ascending inside; tasks own what they write, so threads and task sizes never change a bit.
+// The forward of the CPU backend. Phase 1 is parallel over (expert, intermediate columns), phase 2
+// over output columns with experts ascending inside; tasks own what they write, so threads and task
+// sizes never change a bit.
 // SPDX-License-Identifier: Apache-2.0
 #include "compute/cpu/cpu_layer.h"
 
@@ -18,13 +19,17 @@
 namespace dflash::compute {
 namespace {
 
-// Weights a task keeps re-reading for its row tiles: half of the smallest second-level cache in use (1 MiB).
+// Weights a task keeps re-reading for its row tiles: half of the smallest second-level cache in use
+// (1 MiB).
 constexpr size_t kTaskWeightBytes = size_t{512} << 10;
-// Bound of the intermediate scratch; a longer batch is computed in chunks of rows (weights are read again per chunk).
+// Bound of the intermediate scratch; a longer batch is computed in chunks of rows (weights are read
+// again per chunk).
 constexpr size_t kMaxIntermediateBytes = size_t{128} << 20;
-constexpr uint32_t kWidenRows = 32;   // rows per widening task
-constexpr uint32_t kTasksPerThread = 4;  // so that an uneven task costs at most a quarter of a thread's share
-constexpr uint32_t kFewRowsPanels = 4;   // panels a single row needs side by side to hide the fma's latency
+constexpr uint32_t kWidenRows = 32;  // rows per widening task
+// so that an uneven task costs at most a quarter of a thread's share
+constexpr uint32_t kTasksPerThread = 4;
+// panels a single row needs side by side to hide the fma's latency
+constexpr uint32_t kFewRowsPanels = 4;
 
 size_t padded_stride(size_t count) { return ((count + 15) / 16 | 1) * 16; }
 
@@ -35,7 +40,8 @@ size_t encoded_stride(const KernelSet& kernels, uint32_t count) {
   return kernels.encoded_bytes == nullptr ? 0 : padded_bytes(kernels.encoded_bytes(count));
 }
 
-// Rows [begin, begin + size) of tile `tile` when `count` rows are cut evenly into tiles of at most `max_rows`.
+// Rows [begin, begin + size) of tile `tile` when `count` rows are cut evenly into tiles of at most
+// `max_rows`.
 struct TileRows {
   uint32_t begin;
   uint32_t size;
@@ -45,9 +51,12 @@ TileRows tile_rows(uint32_t count, uint32_t num_tiles, uint32_t tile) {
   return {tile * base + std::min(tile, extra), base + (tile < extra ? 1 : 0)};
 }
 
-// Panels per task: what fits the weight budget, at least `least`, whole fours, and small enough to feed every thread.
-uint32_t panels_per_task(size_t panel_bytes, uint32_t num_panels, uint32_t num_other, uint32_t least, uint32_t num_threads) {
-  uint32_t size = static_cast<uint32_t>(std::clamp<size_t>(kTaskWeightBytes / panel_bytes, least, kMaxGroupPanels));
+// Panels per task: what fits the weight budget, at least `least`, whole fours, and small enough to
+// feed every thread.
+uint32_t panels_per_task(size_t panel_bytes, uint32_t num_panels, uint32_t num_other,
+                         uint32_t least, uint32_t num_threads) {
+  uint32_t size = static_cast<uint32_t>(
+      std::clamp<size_t>(kTaskWeightBytes / panel_bytes, least, kMaxGroupPanels));
   if (size > kFewRowsPanels) size -= size % kFewRowsPanels;
   if (num_threads > 1) {
     const uint64_t wanted_tasks = uint64_t{num_threads} * kTasksPerThread;
@@ -57,7 +66,8 @@ uint32_t panels_per_task(size_t panel_bytes, uint32_t num_panels, uint32_t num_o
   return size;
 }
 
-// The first error of a run's tasks; the rest of the run goes on without the panels it could not read.
+// The first error of a run's tasks; the rest of the run goes on without the panels it could not
+// read.
 class FirstError {
  public:
   void keep(Error error) {
@@ -77,20 +87,25 @@ class FirstError {
 
 }  // namespace
 
-CpuLayer::CpuLayer(const FfnSpec& spec, PackedExperts experts, const KernelSet& kernels, ThreadPool& pool)
+CpuLayer::CpuLayer(const FfnSpec& spec, PackedExperts experts, const KernelSet& kernels,
+                   ThreadPool& pool)
     : spec_(spec),
       experts_(std::move(experts)),
       kernels_(kernels),
       pool_(pool),
       row_stride_(padded_stride(spec.in_size)),
       encoded_row_stride_(encoded_stride(kernels, spec.in_size)),
-      encoded_intermediate_stride_(kernels.gate_up_encodes ? 0 : encoded_stride(kernels, spec.intermediate_size)),
-      intermediate_value_bytes_(kernels.gate_up_encodes ? kernels.encoded_bytes(kernels.panel_width) / kernels.panel_width : sizeof(float)),
-      intermediate_stride_(
-          padded_bytes(size_t{experts_.num_intermediate_panels()} * kernels.panel_width * intermediate_value_bytes_)),
+      encoded_intermediate_stride_(
+          kernels.gate_up_encodes ? 0 : encoded_stride(kernels, spec.intermediate_size)),
+      intermediate_value_bytes_(
+          kernels.gate_up_encodes ? kernels.encoded_bytes(kernels.panel_width) / kernels.panel_width
+                                  : sizeof(float)),
+      intermediate_stride_(padded_bytes(size_t{experts_.num_intermediate_panels()} *
+                                        kernels.panel_width * intermediate_value_bytes_)),
       panel_scratch_(pool.num_threads()) {}
 
-Status CpuLayer::load_expert(uint32_t local_expert_id, const ExpertWeights& weights, ProgressCounter& progress) {
+Status CpuLayer::load_expert(uint32_t local_expert_id, const ExpertWeights& weights,
+                             ProgressCounter& progress) {
   return experts_.load(spec_, local_expert_id, weights, progress);
 }
 
@@ -98,7 +113,8 @@ Status CpuLayer::forward(const ForwardArgs& args, ProgressCounter& progress) {
   DFLASH_TRY(check_batch(args, num_local_experts()));
   for (uint16_t id : args.local_expert_ids) {
     if (!experts_.is_loaded(id)) {
-      return Error{ErrorCode::kInvalidArgument, "local expert " + std::to_string(id) + " was not loaded; load it before forward"};
+      return Error{ErrorCode::kInvalidArgument, "local expert " + std::to_string(id) +
+                                                    " was not loaded; load it before forward"};
     }
   }
   const CanonicalFloatMode mode;
@@ -112,7 +128,8 @@ Status CpuLayer::forward(const ForwardArgs& args, ProgressCounter& progress) {
   return ok();
 }
 
-CpuLayer::Chunk CpuLayer::next_chunk(const ForwardArgs& args, uint32_t first_row, uint32_t first_pair) const {
+CpuLayer::Chunk CpuLayer::next_chunk(const ForwardArgs& args, uint32_t first_row,
+                                     uint32_t first_pair) const {
   const size_t max_pairs = kMaxIntermediateBytes / intermediate_stride_;
   Chunk chunk{first_row, 0, first_pair, 0};
   for (uint32_t row = first_row; row < args.num_rows; ++row) {
@@ -124,7 +141,8 @@ CpuLayer::Chunk CpuLayer::next_chunk(const ForwardArgs& args, uint32_t first_row
   return chunk;
 }
 
-Status CpuLayer::forward_chunk(const ForwardArgs& args, const Chunk& chunk, ProgressCounter& progress) {
+Status CpuLayer::forward_chunk(const ForwardArgs& args, const Chunk& chunk,
+                               ProgressCounter& progress) {
   groups_.build(args.row_counts.subspan(chunk.first_row, chunk.num_rows),
                 args.local_expert_ids.subspan(chunk.first_pair, chunk.num_pairs),
                 args.weights.subspan(chunk.first_pair, chunk.num_pairs), num_local_experts());
@@ -141,11 +159,13 @@ Status CpuLayer::forward_chunk(const ForwardArgs& args, const Chunk& chunk, Prog
 
 Status CpuLayer::place_scratch(const Chunk& chunk) {
   const size_t row_floats = chunk.num_rows * row_stride_;
-  const size_t sum_floats = size_t{chunk.num_rows} * experts_.num_out_panels() * kernels_.panel_width;
+  const size_t sum_floats =
+      size_t{chunk.num_rows} * experts_.num_out_panels() * kernels_.panel_width;
   const size_t float_bytes = (4 * (row_floats + sum_floats) + 63) / 64 * 64;
   const size_t encoded_row_bytes = chunk.num_rows * encoded_row_stride_;
   const size_t intermediate_bytes = chunk.num_pairs * intermediate_stride_;
-  const size_t bytes = float_bytes + encoded_row_bytes + intermediate_bytes + chunk.num_pairs * encoded_intermediate_stride_;
+  const size_t bytes = float_bytes + encoded_row_bytes + intermediate_bytes +
+                       chunk.num_pairs * encoded_intermediate_stride_;
   if (bytes > scratch_.num_bytes()) {
     scratch_ = PageBuffer();  // the old block first: both need not exist at once
     auto grown = PageBuffer::create(bytes + bytes / 4);
@@ -163,10 +183,14 @@ Status CpuLayer::place_scratch(const Chunk& chunk) {
   for (uint32_t pair = 0; pair < chunk.num_pairs; ++pair) {
     const size_t row = groups_.rows()[pair];
     pair_intermediate_[pair] = intermediate_ + pair * intermediate_stride_;
-    if (encoded_row_stride_ == 0) pair_rows_[pair] = rows_ + row * row_stride_;
-    else pair_rows_[pair] = encoded_rows_ + row * encoded_row_stride_;
-    if (encoded_intermediate_stride_ == 0) pair_inputs_[pair] = pair_intermediate_[pair];
-    else pair_inputs_[pair] = encoded_intermediate_ + pair * encoded_intermediate_stride_;
+    if (encoded_row_stride_ == 0)
+      pair_rows_[pair] = rows_ + row * row_stride_;
+    else
+      pair_rows_[pair] = encoded_rows_ + row * encoded_row_stride_;
+    if (encoded_intermediate_stride_ == 0)
+      pair_inputs_[pair] = pair_intermediate_[pair];
+    else
+      pair_inputs_[pair] = encoded_intermediate_ + pair * encoded_intermediate_stride_;
   }
   return ok();
 }
@@ -180,7 +204,8 @@ void CpuLayer::widen_rows(const ForwardArgs& args, const Chunk& chunk) {
     for (uint32_t row = first; row < end; ++row) {
       widen(args.row_dtype, source + row * row_bytes, rows_ + row * row_stride_, spec_.in_size);
       if (kernels_.encode == nullptr) continue;
-      kernels_.encode(rows_ + row * row_stride_, spec_.in_size, encoded_rows_ + row * encoded_row_stride_);
+      kernels_.encode(rows_ + row * row_stride_, spec_.in_size,
+                      encoded_rows_ + row * encoded_row_stride_);
     }
   });
 }
@@ -191,7 +216,8 @@ void CpuLayer::encode_intermediate(const Chunk& chunk, ProgressCounter& progress
     const uint32_t first = static_cast<uint32_t>(task) * kWidenRows;
     for (uint32_t pair = first; pair < std::min(chunk.num_pairs, first + kWidenRows); ++pair) {
       const float* values = reinterpret_cast<const float*>(pair_intermediate_[pair]);
-      kernels_.encode(values, spec_.intermediate_size, encoded_intermediate_ + pair * encoded_intermediate_stride_);
+      kernels_.encode(values, spec_.intermediate_size,
+                      encoded_intermediate_ + pair * encoded_intermediate_stride_);
     }
     progress.fetch_add(1, std::memory_order_relaxed);
   });
@@ -201,14 +227,16 @@ uint32_t CpuLayer::gate_up_panels_per_task() const {
   const uint32_t matrices = experts_.num_matrices();
   const uint32_t least = groups_.most_pairs() <= kFewRows ? kFewRowsPanels : matrices;
   const uint32_t num_panels = experts_.num_intermediate_panels() * matrices;
-  const uint32_t panels = panels_per_task(experts_.gate_up_panel_bytes(), num_panels, static_cast<uint32_t>(groups_.groups().size()),
-                                          least, pool_.num_threads());
+  const uint32_t panels =
+      panels_per_task(experts_.gate_up_panel_bytes(), num_panels,
+                      static_cast<uint32_t>(groups_.groups().size()), least, pool_.num_threads());
   return std::max(panels / matrices, 1u);
 }
 
 uint32_t CpuLayer::down_panels_per_task() const {
   const uint32_t least = groups_.most_pairs() <= kFewRows ? kFewRowsPanels : 1;
-  return panels_per_task(experts_.down_panel_bytes(), experts_.num_out_panels(), 1, least, pool_.num_threads());
+  return panels_per_task(experts_.down_panel_bytes(), experts_.num_out_panels(), 1, least,
+                         pool_.num_threads());
 }
 
 Status CpuLayer::run_gate_up(ProgressCounter& progress) {
@@ -220,23 +248,29 @@ Status CpuLayer::run_gate_up(ProgressCounter& progress) {
   pool_.run_on_threads(num_tasks, [&](uint64_t task, uint32_t thread) {
     const ExpertGroup& group = groups_.groups()[task / tasks_per_expert];
     const uint32_t first_panel = static_cast<uint32_t>(task % tasks_per_expert) * per_task;
-    const size_t first_byte = size_t{first_panel} * kernels_.panel_width * intermediate_value_bytes_;
-    auto panels = experts_.read_gate_up(group.local_expert_id, first_panel, std::min(per_task, num_panels - first_panel),
-                                        panel_scratch_[thread]);
+    const size_t first_byte =
+        size_t{first_panel} * kernels_.panel_width * intermediate_value_bytes_;
+    auto panels =
+        experts_.read_gate_up(group.local_expert_id, first_panel,
+                              std::min(per_task, num_panels - first_panel), panel_scratch_[thread]);
     if (!panels.ok()) return failed.keep(std::move(panels).error());
     GateUpTile tile{};
     tile.panels = panels.value();
     const uint64_t next = task + pool_.num_threads();  // threads take turns, nearly
     if (next < num_tasks) {
       const uint32_t next_expert = groups_.groups()[next / tasks_per_expert].local_expert_id;
-      tile.panels.next = experts_.gate_up(next_expert, static_cast<uint32_t>(next % tasks_per_expert) * per_task, 1).first;
+      tile.panels.next =
+          experts_
+              .gate_up(next_expert, static_cast<uint32_t>(next % tasks_per_expert) * per_task, 1)
+              .first;
     }
     tile.spec = &spec_;
     const uint32_t num_tiles = (group.num_pairs + kMaxCallRows - 1) / kMaxCallRows;
     for (uint32_t t = 0; t < num_tiles; ++t) {
       const TileRows range = tile_rows(group.num_pairs, num_tiles, t);
       void* outputs[kMaxCallRows];
-      for (uint32_t i = 0; i < range.size; ++i) outputs[i] = pair_intermediate_[group.first_pair + range.begin + i] + first_byte;
+      for (uint32_t i = 0; i < range.size; ++i)
+        outputs[i] = pair_intermediate_[group.first_pair + range.begin + i] + first_byte;
       tile.rows = pair_rows_.data() + group.first_pair + range.begin;
       tile.num_rows = range.size;
       tile.intermediate = outputs;
@@ -247,7 +281,8 @@ Status CpuLayer::run_gate_up(ProgressCounter& progress) {
   return failed.take();
 }
 
-Result<bool> CpuLayer::run_down(const ForwardArgs& args, const Chunk& chunk, ProgressCounter& progress) {
+Result<bool> CpuLayer::run_down(const ForwardArgs& args, const Chunk& chunk,
+                                ProgressCounter& progress) {
   const uint32_t num_panels = experts_.num_out_panels();
   const uint32_t per_task = down_panels_per_task();
   std::atomic<bool> in_range{true};  // relaxed: read after the run, which synchronises
@@ -260,19 +295,22 @@ Result<bool> CpuLayer::run_down(const ForwardArgs& args, const Chunk& chunk, Pro
     std::memset(sums, 0, sizeof(float) * columns * chunk.num_rows);
     for (size_t g = 0; g < groups_.groups().size(); ++g) {
       const ExpertGroup& group = groups_.groups()[g];
-      auto panels = experts_.read_down(group.local_expert_id, first_panel, task_panels, panel_scratch_[thread]);
+      auto panels = experts_.read_down(group.local_expert_id, first_panel, task_panels,
+                                       panel_scratch_[thread]);
       if (!panels.ok()) return failed.keep(std::move(panels).error());
       DownTile tile{};
       tile.panels = panels.value();
       if (g + 1 < groups_.groups().size()) {
-        tile.panels.next = experts_.down(groups_.groups()[g + 1].local_expert_id, first_panel, task_panels).first;
+        tile.panels.next =
+            experts_.down(groups_.groups()[g + 1].local_expert_id, first_panel, task_panels).first;
       }
       const uint32_t num_tiles = (group.num_pairs + kMaxCallRows - 1) / kMaxCallRows;
       for (uint32_t t = 0; t < num_tiles; ++t) {
         const TileRows range = tile_rows(group.num_pairs, num_tiles, t);
         const uint32_t first_pair = group.first_pair + range.begin;
         float* tile_sums[kMaxCallRows];
-        for (uint32_t i = 0; i < range.size; ++i) tile_sums[i] = sums + groups_.rows()[first_pair + i] * columns;
+        for (uint32_t i = 0; i < range.size; ++i)
+          tile_sums[i] = sums + groups_.rows()[first_pair + i] * columns;
         tile.rows = pair_inputs_.data() + first_pair;
         tile.num_rows = range.size;
         tile.weights = groups_.weights().data() + first_pair;
@@ -281,14 +319,16 @@ Result<bool> CpuLayer::run_down(const ForwardArgs& args, const Chunk& chunk, Pro
         progress.fetch_add(1, std::memory_order_relaxed);
       }
     }
-    if (!finish_columns(args, chunk, first_panel, task_panels)) in_range.store(false, std::memory_order_relaxed);
+    if (!finish_columns(args, chunk, first_panel, task_panels))
+      in_range.store(false, std::memory_order_relaxed);
     progress.fetch_add(1, std::memory_order_relaxed);
   });
   DFLASH_TRY(failed.take());
   return in_range.load(std::memory_order_relaxed);
 }
 
-bool CpuLayer::finish_columns(const ForwardArgs& args, const Chunk& chunk, uint32_t first_panel, uint32_t num_panels) {
+bool CpuLayer::finish_columns(const ForwardArgs& args, const Chunk& chunk, uint32_t first_panel,
+                              uint32_t num_panels) {
   const size_t first_column = size_t{first_panel} * kernels_.panel_width;
   const size_t columns = size_t{num_panels} * kernels_.panel_width;
   const size_t real_columns = std::min(columns, spec_.out_size - first_column);
@@ -297,8 +337,10 @@ bool CpuLayer::finish_columns(const ForwardArgs& args, const Chunk& chunk, uint3
   kernels_.canonicalize_nan(sums, columns * chunk.num_rows);
   bool in_range = true;
   for (uint32_t row = 0; row < chunk.num_rows; ++row) {
-    std::byte* reply = args.reply + ((size_t{chunk.first_row} + row) * spec_.out_size + first_column) * element;
-    in_range &= convert(Dtype::kF32, reinterpret_cast<const std::byte*>(sums + row * columns), args.reply_dtype, reply, real_columns);
+    std::byte* reply =
+        args.reply + ((size_t{chunk.first_row} + row) * spec_.out_size + first_column) * element;
+    in_range &= convert(Dtype::kF32, reinterpret_cast<const std::byte*>(sums + row * columns),
+                        args.reply_dtype, reply, real_columns);
   }
   return in_range;
 }
@@ -309,9 +351,12 @@ Error CpuLayer::first_range_error(const ForwardArgs& args, const Chunk& chunk) c
   for (uint32_t row = 0; row < chunk.num_rows; ++row) {
     for (uint32_t column = 0; column < spec_.out_size; ++column) {
       const uint32_t first_panel = column / (per_task * width) * per_task;
-      const size_t columns = size_t{std::min(per_task, experts_.num_out_panels() - first_panel)} * width;
-      const float value = sums_[size_t{first_panel} * width * chunk.num_rows + row * columns + (column - size_t{first_panel} * width)];
-      if (overflows(value, args.reply_dtype)) return range_error(chunk.first_row + row, column, value, args.reply_dtype);
+      const size_t columns =
+          size_t{std::min(per_task, experts_.num_out_panels() - first_panel)} * width;
+      const float value = sums_[size_t{first_panel} * width * chunk.num_rows + row * columns +
+                                (column - size_t{first_panel} * width)];
+      if (overflows(value, args.reply_dtype))
+        return range_error(chunk.first_row + row, column, value, args.reply_dtype);
     }
   }
   return Error{ErrorCode::kRange, "a value exceeds the range of the reply dtype"};

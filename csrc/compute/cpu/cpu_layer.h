@@ -1,4 +1,5 @@
-// One layer's experts on the CPU: grouping, the two phases, the reply. All instruction sets share it; a KernelSet does the arithmetic.
+// One layer's experts on the CPU: grouping, the two phases, the reply. All instruction sets share
+// it; a KernelSet does the arithmetic.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -19,7 +20,8 @@ class CpuLayer final : public ExpertLayer {
   const FfnSpec& spec() const override { return spec_; }
   uint32_t num_local_experts() const override { return experts_.num_local_experts(); }
   uint64_t resident_bytes() const override { return experts_.resident_bytes(); }
-  Status load_expert(uint32_t local_expert_id, const ExpertWeights& weights, ProgressCounter& progress) override;
+  Status load_expert(uint32_t local_expert_id, const ExpertWeights& weights,
+                     ProgressCounter& progress) override;
   Status forward(const ForwardArgs& args, ProgressCounter& progress) override;
 
  private:
@@ -39,7 +41,8 @@ class CpuLayer final : public ExpertLayer {
   void encode_intermediate(const Chunk& chunk, ProgressCounter& progress);
   // True if every value fits the reply dtype.
   Result<bool> run_down(const ForwardArgs& args, const Chunk& chunk, ProgressCounter& progress);
-  bool finish_columns(const ForwardArgs& args, const Chunk& chunk, uint32_t first_panel, uint32_t num_panels);
+  bool finish_columns(const ForwardArgs& args, const Chunk& chunk, uint32_t first_panel,
+                      uint32_t num_panels);
   Error first_range_error(const ForwardArgs& args, const Chunk& chunk) const;
   uint32_t gate_up_panels_per_task() const;
   uint32_t down_panels_per_task() const;
@@ -49,18 +52,21 @@ class CpuLayer final : public ExpertLayer {
   const KernelSet& kernels_;
   ThreadPool& pool_;
   ExpertGroups groups_;
-  // Scratch, grown and reused. Strides are odd multiples of a cache line so that rows do not share cache sets.
+  // Scratch, grown and reused. Strides are odd multiples of a cache line so that rows do not share
+  // cache sets.
   PageBuffer scratch_;
   size_t row_stride_;                   // floats
   size_t encoded_row_stride_;           // bytes; 0: rows stay float32
   size_t encoded_intermediate_stride_;  // likewise; 0 also where gate_up encodes
   size_t intermediate_value_bytes_;     // of what gate_up writes
   size_t intermediate_stride_;          // bytes
-  float* rows_ = nullptr;          // [chunk rows, row_stride_] the batch widened once
-  std::byte* intermediate_ = nullptr;  // [chunk pairs, intermediate_stride_] grouped
-  float* sums_ = nullptr;          // per column task: [chunk rows, task columns]; task at first_column * chunk rows
-  std::byte* encoded_rows_ = nullptr;          // [chunk rows, encoded_row_stride_]
-  std::byte* encoded_intermediate_ = nullptr;  // [chunk pairs, encoded_intermediate_stride_] grouped
+  float* rows_ = nullptr;               // [chunk rows, row_stride_] the batch widened once
+  std::byte* intermediate_ = nullptr;   // [chunk pairs, intermediate_stride_] grouped
+  // per column task: [chunk rows, task columns]; task at first_column * chunk rows
+  float* sums_ = nullptr;
+  std::byte* encoded_rows_ = nullptr;  // [chunk rows, encoded_row_stride_]
+  // [chunk pairs, encoded_intermediate_stride_] grouped
+  std::byte* encoded_intermediate_ = nullptr;
   std::vector<PanelScratch> panel_scratch_;    // [pool threads]
   std::vector<const void*> pair_rows_;         // [chunk pairs] grouped, what gate and up read
   std::vector<const void*> pair_inputs_;       // [chunk pairs] grouped, what down reads

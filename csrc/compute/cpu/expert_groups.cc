@@ -6,8 +6,9 @@
 
 namespace dflash::compute {
 
-void ExpertGroups::build(std::span<const uint16_t> row_counts, std::span<const uint16_t> local_expert_ids,
-                         std::span<const float> weights, uint32_t num_local_experts) {
+void ExpertGroups::build(std::span<const uint16_t> row_counts,
+                         std::span<const uint16_t> local_expert_ids, std::span<const float> weights,
+                         uint32_t num_local_experts) {
   next_.assign(num_local_experts, 0);
   for (uint16_t id : local_expert_ids) ++next_[id];
   groups_.clear();

@@ -1,5 +1,6 @@
-// A ragged batch regrouped by expert: experts ascending, and inside an expert the pairs in the order they came (rows ascending, a
-// row's duplicates in top-k order). This order is the order of the routed sum.
+// A ragged batch regrouped by expert: experts ascending, and inside an expert the pairs in the
+// order they came (rows ascending, a row's duplicates in top-k order). This order is the order of
+// the routed sum.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -17,9 +18,10 @@ struct ExpertGroup {
 
 class ExpertGroups {
  public:
-  // Regroups; keeps its memory from call to call. Ids are < num_local_experts and counts match the spans (checked by the caller).
-  void build(std::span<const uint16_t> row_counts, std::span<const uint16_t> local_expert_ids, std::span<const float> weights,
-             uint32_t num_local_experts);
+  // Regroups; keeps its memory from call to call. Ids are < num_local_experts and counts match the
+  // spans (checked by the caller).
+  void build(std::span<const uint16_t> row_counts, std::span<const uint16_t> local_expert_ids,
+             std::span<const float> weights, uint32_t num_local_experts);
 
   const std::vector<ExpertGroup>& groups() const { return groups_; }  // only experts with pairs
   const std::vector<uint32_t>& rows() const { return rows_; }         // [num_pairs] grouped

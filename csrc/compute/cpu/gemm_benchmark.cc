@@ -15,27 +15,33 @@ namespace {
 constexpr int64_t kSpinNs = 20'000;  // between the two products, as the layer's pool
 
 // The tasks of one matrix: runs of at most kMaxGroupPanels panels.
-uint32_t num_runs(uint32_t num_panels) { return (num_panels + kMaxGroupPanels - 1) / kMaxGroupPanels; }
+uint32_t num_runs(uint32_t num_panels) {
+  return (num_panels + kMaxGroupPanels - 1) / kMaxGroupPanels;
+}
 
 }  // namespace
 
-GemmBenchmark::GemmBenchmark(const LayerBenchmarkOptions& options, const KernelSet& kernels, PackedExperts experts,
-                             std::unique_ptr<ThreadPool> pool)
+GemmBenchmark::GemmBenchmark(const LayerBenchmarkOptions& options, const KernelSet& kernels,
+                             PackedExperts experts, std::unique_ptr<ThreadPool> pool)
     : options_(options), kernels_(kernels), experts_(std::move(experts)), pool_(std::move(pool)) {}
 
 Result<std::unique_ptr<GemmBenchmark>> GemmBenchmark::create(const LayerBenchmarkOptions& options) {
   DFLASH_TRY(options.spec.validate());
   DFLASH_TRY(check_numerics(options.numerics, options.formats));
-  const KernelSet* kernels = options.isa == Isa::kReference ? nullptr : kernel_set(options.isa, options.numerics);
+  const KernelSet* kernels =
+      options.isa == Isa::kReference ? nullptr : kernel_set(options.isa, options.numerics);
   if (kernels == nullptr) {
-    return Error{ErrorCode::kUnsupported, std::string("CPU kernel set '") + isa_name(options.isa) + "' has no matrix kernels of class " +
+    return Error{ErrorCode::kUnsupported, std::string("CPU kernel set '") + isa_name(options.isa) +
+                                              "' has no matrix kernels of class " +
                                               numerics_name(options.numerics)};
   }
-  auto experts = PackedExperts::create(options.spec, options.num_experts, options.formats, *kernels);
+  auto experts =
+      PackedExperts::create(options.spec, options.num_experts, options.formats, *kernels);
   if (!experts.ok()) return std::move(experts).error();
   auto pool = ThreadPool::create(options.num_threads, {}, kSpinNs);
   if (!pool.ok()) return std::move(pool).error();
-  std::unique_ptr<GemmBenchmark> made(new GemmBenchmark(options, *kernels, std::move(experts).value(), std::move(pool).value()));
+  std::unique_ptr<GemmBenchmark> made(
+      new GemmBenchmark(options, *kernels, std::move(experts).value(), std::move(pool).value()));
   const RandomExpert random(options.spec, options.formats, options.seed);
   ProgressCounter progress{0};
   for (uint32_t expert = 0; expert < options.num_experts; ++expert) {
@@ -47,17 +53,22 @@ Result<std::unique_ptr<GemmBenchmark>> GemmBenchmark::create(const LayerBenchmar
 
 Status GemmBenchmark::make_rows() {
   const uint32_t longest = std::max(options_.spec.in_size, options_.spec.intermediate_size);
-  const size_t encoded = kernels_.encode == nullptr ? sizeof(float) * longest : kernels_.encoded_bytes(longest);
-  const size_t stride = ((encoded + 63) / 64 | 1) * 64;  // as the layer's: rows do not share cache sets
+  const size_t encoded =
+      kernels_.encode == nullptr ? sizeof(float) * longest : kernels_.encoded_bytes(longest);
+  // as the layer's: rows do not share cache sets
+  const size_t stride = ((encoded + 63) / 64 | 1) * 64;
   auto rows = PageBuffer::create(stride * kMaxCallRows);
   if (!rows.ok()) return std::move(rows).error();
   rows_ = std::move(rows).value();
   std::vector<float> values(longest);
   for (uint32_t row = 0; row < kMaxCallRows; ++row) {
-    for (uint32_t k = 0; k < longest; ++k) values[k] = static_cast<float>((row + 7 * k) % 31) / 16.0f - 1.0f;
+    for (uint32_t k = 0; k < longest; ++k)
+      values[k] = static_cast<float>((row + 7 * k) % 31) / 16.0f - 1.0f;
     std::byte* at = rows_.data() + row * stride;
-    if (kernels_.encode != nullptr) kernels_.encode(values.data(), longest, at);
-    else std::copy(values.begin(), values.end(), reinterpret_cast<float*>(at));
+    if (kernels_.encode != nullptr)
+      kernels_.encode(values.data(), longest, at);
+    else
+      std::copy(values.begin(), values.end(), reinterpret_cast<float*>(at));
     row_at_.push_back(at);
   }
   return ok();
@@ -66,23 +77,29 @@ Status GemmBenchmark::make_rows() {
 void GemmBenchmark::multiply(const PanelRun& run, uint32_t rows_per_expert) const {
   const uint32_t num_tiles = (rows_per_expert + kMaxCallRows - 1) / kMaxCallRows;
   for (uint32_t tile = 0; tile < num_tiles; ++tile) {
-    kernels_.multiply_only(run, row_at_.data(), rows_per_expert / num_tiles + (tile < rows_per_expert % num_tiles ? 1 : 0));
+    kernels_.multiply_only(
+        run, row_at_.data(),
+        rows_per_expert / num_tiles + (tile < rows_per_expert % num_tiles ? 1 : 0));
   }
 }
 
 void GemmBenchmark::multiply_all(uint32_t rows_per_expert) {
   const uint32_t matrices = experts_.num_matrices();
-  const uint32_t gate_up_panels = experts_.num_intermediate_panels(), down_panels = experts_.num_out_panels();
+  const uint32_t gate_up_panels = experts_.num_intermediate_panels(),
+                 down_panels = experts_.num_out_panels();
   const uint32_t gate_up_step = kMaxGroupPanels / matrices;
-  const uint32_t gate_up_runs = (gate_up_panels + gate_up_step - 1) / gate_up_step, down_runs = num_runs(down_panels);
+  const uint32_t gate_up_runs = (gate_up_panels + gate_up_step - 1) / gate_up_step,
+                 down_runs = num_runs(down_panels);
   pool_->run(uint64_t{options_.num_experts} * gate_up_runs, [&](uint64_t task) {
     const uint32_t first = static_cast<uint32_t>(task % gate_up_runs) * gate_up_step;
-    multiply(experts_.gate_up(static_cast<uint32_t>(task / gate_up_runs), first, std::min(gate_up_step, gate_up_panels - first)),
+    multiply(experts_.gate_up(static_cast<uint32_t>(task / gate_up_runs), first,
+                              std::min(gate_up_step, gate_up_panels - first)),
              rows_per_expert);
   });
   pool_->run(uint64_t{options_.num_experts} * down_runs, [&](uint64_t task) {
     const uint32_t first = static_cast<uint32_t>(task % down_runs) * kMaxGroupPanels;
-    multiply(experts_.down(static_cast<uint32_t>(task / down_runs), first, std::min(kMaxGroupPanels, down_panels - first)),
+    multiply(experts_.down(static_cast<uint32_t>(task / down_runs), first,
+                           std::min(kMaxGroupPanels, down_panels - first)),
              rows_per_expert);
   });
 }

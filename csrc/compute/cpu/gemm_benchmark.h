@@ -1,5 +1,6 @@
-// The matrix products of one layer and nothing else - no widening, routing, activation or routed sum -, with the tiles and threads of the
-// layer's forward: the rate that the forward of many tokens is held against.
+// The matrix products of one layer and nothing else - no widening, routing, activation or routed
+// sum -, with the tiles and threads of the layer's forward: the rate that the forward of many
+// tokens is held against.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -11,14 +12,16 @@ namespace dflash::compute {
 
 class GemmBenchmark {
  public:
-  // Of the options' first layer. Errors: as LayerBenchmark::create; kUnsupported for a set without matrix kernels (the reference).
+  // Of the options' first layer. Errors: as LayerBenchmark::create; kUnsupported for a set without
+  // matrix kernels (the reference).
   static Result<std::unique_ptr<GemmBenchmark>> create(const LayerBenchmarkOptions& options);
 
   // ns of each of `rounds` passes with rows_per_expert rows through every expert.
   std::vector<int64_t> run(uint32_t rows_per_expert, uint32_t rounds);
 
  private:
-  GemmBenchmark(const LayerBenchmarkOptions& options, const KernelSet& kernels, PackedExperts experts, std::unique_ptr<ThreadPool> pool);
+  GemmBenchmark(const LayerBenchmarkOptions& options, const KernelSet& kernels,
+                PackedExperts experts, std::unique_ptr<ThreadPool> pool);
   Status make_rows();
   void multiply(const PanelRun& run, uint32_t rows_per_expert) const;
   void multiply_all(uint32_t rows_per_expert);
@@ -27,8 +30,9 @@ class GemmBenchmark {
   const KernelSet& kernels_;
   PackedExperts experts_;
   std::unique_ptr<ThreadPool> pool_;
-  PageBuffer rows_;                   // kMaxCallRows rows as the kernels take them, read by every tile
-  std::vector<const void*> row_at_;   // [kMaxCallRows]
+  // kMaxCallRows rows as the kernels take them, read by every tile
+  PageBuffer rows_;
+  std::vector<const void*> row_at_;  // [kMaxCallRows]
 };
 
 }  // namespace dflash::compute

@@ -1,4 +1,5 @@
-// What the 512-bit kernels of int8-groups do to bytes, with and without VNNI. Included by their files only.
+// What the 512-bit kernels of int8-groups do to bytes, with and without VNNI. Included by their
+// files only.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -24,8 +25,10 @@ struct Avx512Bytes {
   static I look_up_bytes(ByteTable table, I indices) { return _mm512_shuffle_epi8(table, indices); }
 
   static I fifth_bits(I bits, uint32_t w, uint32_t p) {
-    const I first = _mm512_set4_epi32(0x0c0c0c0c, 0x08080808, 0x04040404, 0x00000000);  // byte 0 of each lane, four times
-    const I eights = _mm512_shuffle_epi8(bits, _mm512_add_epi8(first, _mm512_set1_epi8(static_cast<char>(w))));
+    // byte 0 of each lane, four times
+    const I first = _mm512_set4_epi32(0x0c0c0c0c, 0x08080808, 0x04040404, 0x00000000);
+    const I eights =
+        _mm512_shuffle_epi8(bits, _mm512_add_epi8(first, _mm512_set1_epi8(static_cast<char>(w))));
     const I wanted = _mm512_set1_epi32(static_cast<int>(0x40100401u << p));
     return _mm512_maskz_set1_epi8(_mm512_test_epi8_mask(eights, wanted), 16);
   }

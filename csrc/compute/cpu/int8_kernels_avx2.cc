@@ -1,5 +1,5 @@
-// Numerics class int8-groups with AVX2: pairs of bytes into 16 bits, which signed codes would saturate; they are given as magnitudes,
-// with their signs on the inputs.
+// Numerics class int8-groups with AVX2: pairs of bytes into 16 bits, which signed codes would
+// saturate; they are given as magnitudes, with their signs on the inputs.
 // SPDX-License-Identifier: Apache-2.0
 #if defined(__x86_64__)
 #include "compute/cpu/vector_avx2.h"
@@ -23,7 +23,8 @@ struct Avx2Dot {
       inputs = _mm256_sign_epi8(inputs, codes);
       codes = _mm256_abs_epi8(codes);  // at most 128, as unsigned
     }
-    return _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(codes, inputs), _mm256_set1_epi16(1)));
+    return _mm256_add_epi32(
+        sum, _mm256_madd_epi16(_mm256_maddubs_epi16(codes, inputs), _mm256_set1_epi16(1)));
   }
 
   using ByteTable = __m256i;
@@ -33,10 +34,13 @@ struct Avx2Dot {
   static I look_up_bytes(ByteTable table, I indices) { return _mm256_shuffle_epi8(table, indices); }
 
   static I fifth_bits(I bits, uint32_t w, uint32_t p) {
-    const I first = _mm256_setr_epi32(0, 0x04040404, 0x08080808, 0x0c0c0c0c, 0, 0x04040404, 0x08080808, 0x0c0c0c0c);
-    const I eights = _mm256_shuffle_epi8(bits, _mm256_add_epi8(first, _mm256_set1_epi8(static_cast<char>(w))));
+    const I first = _mm256_setr_epi32(0, 0x04040404, 0x08080808, 0x0c0c0c0c, 0, 0x04040404,
+                                      0x08080808, 0x0c0c0c0c);
+    const I eights =
+        _mm256_shuffle_epi8(bits, _mm256_add_epi8(first, _mm256_set1_epi8(static_cast<char>(w))));
     const I wanted = _mm256_set1_epi32(static_cast<int>(0x40100401u << p));
-    return _mm256_and_si256(_mm256_cmpeq_epi8(_mm256_and_si256(eights, wanted), wanted), _mm256_set1_epi8(16));
+    return _mm256_and_si256(_mm256_cmpeq_epi8(_mm256_and_si256(eights, wanted), wanted),
+                            _mm256_set1_epi8(16));
   }
 };
 

@@ -1,5 +1,5 @@
-// Numerics class int8-groups with AVX-512 without VNNI: pairs of bytes into 16 bits, which signed codes would saturate; they are given
-// as magnitudes, with their signs on the inputs.
+// Numerics class int8-groups with AVX-512 without VNNI: pairs of bytes into 16 bits, which signed
+// codes would saturate; they are given as magnitudes, with their signs on the inputs.
 // SPDX-License-Identifier: Apache-2.0
 #if defined(__x86_64__)
 #include "compute/cpu/vector_avx512.h"
@@ -18,10 +18,12 @@ struct Avx512Dot : Avx512Bytes {
   template <bool kIsSigned>
   [[gnu::always_inline]] static inline I dot(I codes, I inputs, I sum) {
     if constexpr (kIsSigned) {
-      inputs = _mm512_mask_sub_epi8(inputs, _mm512_movepi8_mask(codes), _mm512_setzero_si512(), inputs);
+      inputs =
+          _mm512_mask_sub_epi8(inputs, _mm512_movepi8_mask(codes), _mm512_setzero_si512(), inputs);
       codes = _mm512_abs_epi8(codes);  // at most 128, as unsigned
     }
-    return _mm512_add_epi32(sum, _mm512_madd_epi16(_mm512_maddubs_epi16(codes, inputs), _mm512_set1_epi16(1)));
+    return _mm512_add_epi32(
+        sum, _mm512_madd_epi16(_mm512_maddubs_epi16(codes, inputs), _mm512_set1_epi16(1)));
   }
 };
 

@@ -1,4 +1,5 @@
-// Numerics class int8-groups in AArch64's baseline: products of bytes in 16 bits, added in pairs twice.
+// Numerics class int8-groups in AArch64's baseline: products of bytes in 16 bits, added in pairs
+// twice.
 // SPDX-License-Identifier: Apache-2.0
 #if defined(__aarch64__)
 #include "compute/cpu/vector_neon.h"
@@ -15,7 +16,8 @@ struct NeonDot : NeonBytes {
   template <bool kIsSigned>
   [[gnu::always_inline]] static inline I dot(I codes, I inputs, I sum) {
     const int8x16_t a = vreinterpretq_s8_s32(codes), b = vreinterpretq_s8_s32(inputs);
-    const int32x4_t low = vpaddlq_s16(vmull_s8(vget_low_s8(a), vget_low_s8(b))), high = vpaddlq_s16(vmull_high_s8(a, b));
+    const int32x4_t low = vpaddlq_s16(vmull_s8(vget_low_s8(a), vget_low_s8(b))),
+                    high = vpaddlq_s16(vmull_high_s8(a, b));
     return vaddq_s32(sum, vpaddq_s32(low, high));
   }
 };

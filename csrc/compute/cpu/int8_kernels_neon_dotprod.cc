@@ -1,7 +1,9 @@
-// Numerics class int8-groups with AArch64's dot product extension: SDOT adds four products of bytes to each lane, exactly.
+// Numerics class int8-groups with AArch64's dot product extension: SDOT adds four products of bytes
+// to each lane, exactly.
 // SPDX-License-Identifier: Apache-2.0
 #if defined(__aarch64__)
-// A vector type of this file's own: nothing that it instantiates may be linked into code for processors without the instruction.
+// A vector type of this file's own: nothing that it instantiates may be linked into code for
+// processors without the instruction.
 #define NeonVector NeonDotprodVector
 #include "compute/cpu/vector_neon.h"
 

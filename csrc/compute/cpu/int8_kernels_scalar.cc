@@ -27,12 +27,14 @@ struct ScalarDot {
   static ByteTable byte_table(const int8_t* values) { return values; }
   static I look_up_bytes(ByteTable table, I indices) {
     uint32_t found = 0;
-    for (int byte = 0; byte < 4; ++byte) found |= uint32_t{static_cast<uint8_t>(table[indices >> (8 * byte) & 15])} << (8 * byte);
+    for (int byte = 0; byte < 4; ++byte)
+      found |= uint32_t{static_cast<uint8_t>(table[indices >> (8 * byte) & 15])} << (8 * byte);
     return static_cast<I>(found);
   }
   static I fifth_bits(I bits, uint32_t w, uint32_t p) {
     I found = 0;
-    for (uint32_t byte = 0; byte < 4; ++byte) found |= (bits >> (8 * w + 2 * byte + p) & 1) << (8 * byte + 4);
+    for (uint32_t byte = 0; byte < 4; ++byte)
+      found |= (bits >> (8 * w + 2 * byte + p) & 1) << (8 * byte + 4);
     return found;
   }
 };

@@ -1,7 +1,9 @@
-// How rows reach the kernels of numerics class int8-groups. 256 inputs (a K block) are one record of codes in both orders that weights
-// come in, scales and sums. A group of 32 inputs: scale = largest magnitude / 127, code = x / scale rounded half to even, at most 127; a
-// group whose scale is zero has codes 0, one that holds NaN or infinity has codes 0 and a NaN scale. Plain loops, which the compiler
-// vectorises for each kernel file; a template over its vector type, so that none is linked elsewhere. No std:: code.
+// How rows reach the kernels of numerics class int8-groups. 256 inputs (a K block) are one record
+// of codes in both orders that weights come in, scales and sums. A group of 32 inputs: scale =
+// largest magnitude / 127, code = x / scale rounded half to even, at most 127; a group whose scale
+// is zero has codes 0, one that holds NaN or infinity has codes 0 and a NaN scale. Plain loops,
+// which the compiler vectorises for each kernel file; a template over its vector type, so that none
+// is linked elsewhere. No std:: code.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -15,17 +17,21 @@ inline constexpr uint32_t kInt8GroupInputs = 32;
 
 struct Int8Block {
   alignas(64) int8_t ascending[kInt8BlockInputs];
-  int8_t paired[kInt8BlockInputs];   // of every eight inputs 0 2 4 6, then 1 3 5 7: as the nibbles of a word come out
+  // of every eight inputs 0 2 4 6, then 1 3 5 7: as the nibbles of a word come out
+  int8_t paired[kInt8BlockInputs];
   float scales[8];
-  float scaled_sums[8];              // scale * (sum of the group's codes)
-  int32_t sums[16];                  // of codes, per 16 inputs
+  float scaled_sums[8];  // scale * (sum of the group's codes)
+  int32_t sums[16];      // of codes, per 16 inputs
 };
 static_assert(sizeof(Int8Block) == 640);
 
-// `values` [32]. The codes of group `g` and their sums; returns false where they are all zero and the scale says why.
+// `values` [32]. The codes of group `g` and their sums; returns false where they are all zero and
+// the scale says why.
 template <class V>
-[[gnu::always_inline]] inline bool quantize_int8(const float* values, float* scale, int32_t* codes) {
-  int32_t magnitude = 0;  // as integers magnitudes keep their order, with infinity and NaN above all
+[[gnu::always_inline]] inline bool quantize_int8(const float* values, float* scale,
+                                                 int32_t* codes) {
+  // as integers magnitudes keep their order, with infinity and NaN above all
+  int32_t magnitude = 0;
   for (uint32_t i = 0; i < kInt8GroupInputs; ++i) {
     int32_t bits;
     __builtin_memcpy(&bits, values + i, sizeof(bits));
@@ -38,11 +44,13 @@ template <class V>
   if (!(*scale > 0.0f)) return false;
   const float divisor = *scale;
   for (uint32_t i = 0; i < kInt8GroupInputs; ++i) {
-    const float shifted = values[i] / divisor + 12582912.0f;  // 1.5 * 2^23: the sum rounds to an integer, kept in the low bits
+    // 1.5 * 2^23: the sum rounds to an integer, kept in the low bits
+    const float shifted = values[i] / divisor + 12582912.0f;
     int32_t bits;
     __builtin_memcpy(&bits, &shifted, sizeof(bits));
     bits -= 0x4b400000;
-    bits = bits < -127 ? -127 : bits;  // a subnormal scale is rounded so coarsely that quotients reach 190
+    // a subnormal scale is rounded so coarsely that quotients reach 190
+    bits = bits < -127 ? -127 : bits;
     codes[i] = bits > 127 ? 127 : bits;
   }
   return true;
@@ -60,7 +68,8 @@ template <class V>
 }
 
 template <class V>
-[[gnu::always_inline]] inline void encode_int8_group(const float* values, uint32_t g, Int8Block& block) {
+[[gnu::always_inline]] inline void encode_int8_group(const float* values, uint32_t g,
+                                                     Int8Block& block) {
   int32_t codes[kInt8GroupInputs];
   if (!quantize_int8<V>(values, &block.scales[g], codes)) __builtin_memset(codes, 0, sizeof(codes));
   int32_t sums[2] = {0, 0};
@@ -87,7 +96,8 @@ void encode_int8_row(const float* from, uint32_t count, std::byte* to) {
   Int8Block* blocks = reinterpret_cast<Int8Block*>(to);
   uint32_t k = 0;
   for (; k + kInt8GroupInputs <= count; k += kInt8GroupInputs) {
-    encode_int8_group<V>(from + k, k % kInt8BlockInputs / kInt8GroupInputs, blocks[k / kInt8BlockInputs]);
+    encode_int8_group<V>(from + k, k % kInt8BlockInputs / kInt8GroupInputs,
+                         blocks[k / kInt8BlockInputs]);
   }
   if (k == count) return;
   float last[kInt8GroupInputs] = {};  // zeros behind the row's end add nothing

@@ -16,13 +16,16 @@ struct Bytes {
   static I bytes(int8_t value) { return _mm512_set1_epi8(value); }
   static I add_products(I sum, I a, I b) {
     asm volatile("" : "+v"(a));  // or the compiler multiplies once for all chains
-    return _mm512_add_epi32(sum, _mm512_madd_epi16(_mm512_maddubs_epi16(a, b), _mm512_set1_epi16(1)));
+    return _mm512_add_epi32(sum,
+                            _mm512_madd_epi16(_mm512_maddubs_epi16(a, b), _mm512_set1_epi16(1)));
   }
 };
 
 }  // namespace
 
-uint64_t integer_multiply_add_avx512(uint64_t rounds, float* sink) { return integer_multiply_add_loop<Bytes>(rounds, sink); }
+uint64_t integer_multiply_add_avx512(uint64_t rounds, float* sink) {
+  return integer_multiply_add_loop<Bytes>(rounds, sink);
+}
 
 }  // namespace dflash::compute
 #endif

@@ -19,7 +19,9 @@ struct Bytes {
 
 }  // namespace
 
-uint64_t integer_multiply_add_avx512vnni(uint64_t rounds, float* sink) { return integer_multiply_add_loop<Bytes>(rounds, sink); }
+uint64_t integer_multiply_add_avx512vnni(uint64_t rounds, float* sink) {
+  return integer_multiply_add_loop<Bytes>(rounds, sink);
+}
 
 }  // namespace dflash::compute
 #endif

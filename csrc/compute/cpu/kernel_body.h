@@ -1,9 +1,11 @@
-// The kernels of f32-canonical, written once over a vector type V. Included by kernels_<set>.cc only; V is a type of its own per set, so
-// no two files instantiate the same symbol. No std:: code (it could be linked into portable callers).
+// The kernels of f32-canonical, written once over a vector type V. Included by kernels_<set>.cc
+// only; V is a type of its own per set, so no two files instantiate the same symbol. No std:: code
+// (it could be linked into portable callers).
 //
-// Dims: M rows of one expert, N outputs in panels of 2 vectors, K inputs. Per output: K in blocks of 256, one fma chain per block
-// from +0 with ascending k, block sums added in ascending order. Few rows (few_rows.h) are bound by reading the weights, many rows
-// (many_rows.h) by fma throughput; both perform the same chain on the same float32 weights.
+// Dims: M rows of one expert, N outputs in panels of 2 vectors, K inputs. Per output: K in blocks
+// of 256, one fma chain per block from +0 with ascending k, block sums added in ascending order.
+// Few rows (few_rows.h) are bound by reading the weights, many rows (many_rows.h) by fma
+// throughput; both perform the same chain on the same float32 weights.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -45,7 +47,8 @@ inline constexpr FormatKernels kFormatKernels[kNumWeightFormats] = {
     quantized_kernels<V, AffineFormat, WeightFormat::kQ4K>(),
     quantized_kernels<V, AffineFormat, WeightFormat::kQ5K>(),
     quantized_kernels<V, SixBitFormat<V>, WeightFormat::kQ6K>(),
-    quantized_kernels<V, NibbleFormat, WeightFormat::kMxfp4>(),  // gguf_mxfp4: another order in files, the same in panels
+    // gguf_mxfp4: another order in files, the same in panels
+    quantized_kernels<V, NibbleFormat, WeightFormat::kMxfp4>(),
     quantized_kernels<V, NibbleFormat, WeightFormat::kIq4Nl>(),
     quantized_kernels<V, NibbleFormat, WeightFormat::kIq4Xs>(),
 };
@@ -57,13 +60,18 @@ struct CanonicalProducts {
   static constexpr void (*kEncode)(const float*, uint32_t, std::byte*) = nullptr;
   static constexpr bool kGateUpEncodes = false;
 
-  static void store(typename V::F values, void* row, size_t column) { V::store(static_cast<float*>(row) + column, values); }
+  static void store(typename V::F values, void* row, size_t column) {
+    V::store(static_cast<float*>(row) + column, values);
+  }
 
-  static void multiply(uint32_t num_rows, const PanelRun& run, const void* const* rows, float* tile) {
+  static void multiply(uint32_t num_rows, const PanelRun& run, const void* const* rows,
+                       float* tile) {
     const FormatKernels& kernels = kFormatKernels<V>[static_cast<uint8_t>(run.format)];
     const float* const* inputs = reinterpret_cast<const float* const*>(rows);
-    if (num_rows <= kFewRows) kernels.few(num_rows, run, inputs, tile);
-    else run_many<V>(num_rows, run, kernels.expand, inputs, tile);
+    if (num_rows <= kFewRows)
+      kernels.few(num_rows, run, inputs, tile);
+    else
+      run_many<V>(num_rows, run, kernels.expand, inputs, tile);
   }
 };
 

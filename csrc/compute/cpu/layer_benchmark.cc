@@ -5,9 +5,11 @@
 #include "compute/cpu/random_matrix.h"
 
 namespace dflash::compute {
-Result<std::unique_ptr<LayerBenchmark>> LayerBenchmark::create(const LayerBenchmarkOptions& options, std::unique_ptr<ExpertBackend> backend) {
+Result<std::unique_ptr<LayerBenchmark>> LayerBenchmark::create(
+    const LayerBenchmarkOptions& options, std::unique_ptr<ExpertBackend> backend) {
   if (options.num_layers < 1 || options.num_layers > 4096) {
-    return Error{ErrorCode::kInvalidArgument, "a benchmark rotates over 1..4096 layers, not " + std::to_string(options.num_layers)};
+    return Error{ErrorCode::kInvalidArgument, "a benchmark rotates over 1..4096 layers, not " +
+                                                  std::to_string(options.num_layers)};
   }
   if (backend == nullptr) {
     auto cpu = CpuBackend::create(options.isa, options.num_threads);
@@ -23,7 +25,8 @@ Result<std::unique_ptr<LayerBenchmark>> LayerBenchmark::create(const LayerBenchm
 Status LayerBenchmark::fill() {
   const RandomExpert random(options_.spec, options_.formats, options_.seed);
   for (uint32_t l = 0; l < options_.num_layers; ++l) {
-    auto layer = backend_->create_layer(options_.spec, options_.num_experts, options_.formats, options_.numerics);
+    auto layer = backend_->create_layer(options_.spec, options_.num_experts, options_.formats,
+                                        options_.numerics);
     if (!layer.ok()) return std::move(layer).error();
     for (uint32_t expert = 0; expert < options_.num_experts; ++expert) {
       DFLASH_TRY(layer.value()->load_expert(expert, random.weights(), progress_));

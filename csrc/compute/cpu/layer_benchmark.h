@@ -1,5 +1,5 @@
-// Times the forward of one layer shape, without anything around it: what `bench experts` measures. Several layers in rotation keep the
-// weights out of the caches where they should come from memory.
+// Times the forward of one layer shape, without anything around it: what `bench experts` measures.
+// Several layers in rotation keep the weights out of the caches where they should come from memory.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -23,12 +23,14 @@ struct LayerBenchmarkOptions {
 
 class LayerBenchmark {
  public:
-  // Fills every expert with random weights (all experts of a seed alike, in memory of their own). Errors: those of the backend, kOutOfMemory.
-  // Without a `backend`: the CPU's, with the instruction set and threads of `options`.
-  static Result<std::unique_ptr<LayerBenchmark>> create(const LayerBenchmarkOptions& options,
-                                                        std::unique_ptr<ExpertBackend> backend = nullptr);
+  // Fills every expert with random weights (all experts of a seed alike, in memory of their own).
+  // Errors: those of the backend, kOutOfMemory. Without a `backend`: the CPU's, with the
+  // instruction set and threads of `options`.
+  static Result<std::unique_ptr<LayerBenchmark>> create(
+      const LayerBenchmarkOptions& options, std::unique_ptr<ExpertBackend> backend = nullptr);
 
-  // `rounds` forwards of the batch, each on the next layer; ns of each. Errors: those of ExpertLayer::forward.
+  // `rounds` forwards of the batch, each on the next layer; ns of each. Errors: those of
+  // ExpertLayer::forward.
   Result<std::vector<int64_t>> run(const ForwardArgs& args, uint32_t rounds);
 
   uint64_t resident_bytes() const;

@@ -1,6 +1,6 @@
-// More than kFewRows rows: a block of one panel (256 inputs) is turned into float32 once, small enough for the first-level cache, and
-// all rows pass over it in tiles of registers. Bound by fma throughput. Written once over a vector type V; part of kernel_body.h, no
-// std:: code.
+// More than kFewRows rows: a block of one panel (256 inputs) is turned into float32 once, small
+// enough for the first-level cache, and all rows pass over it in tiles of registers. Bound by fma
+// throughput. Written once over a vector type V; part of kernel_body.h, no std:: code.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -8,11 +8,13 @@
 
 namespace dflash::compute {
 
-// Weights [k_begin, k_end) of a panel as float32 [input][panel_width]: in `block`, or where they already are.
+// Weights [k_begin, k_end) of a panel as float32 [input][panel_width]: in `block`, or where they
+// already are.
 template <class V, class W>
 struct FloatBlock {
   static const float* expand(const uint8_t* panel, uint32_t k_begin, uint32_t k_end, float* block) {
-    const W* from = reinterpret_cast<const W*>(panel) + static_cast<size_t>(k_begin) * kPanelWidth<V>;
+    const W* from =
+        reinterpret_cast<const W*>(panel) + static_cast<size_t>(k_begin) * kPanelWidth<V>;
     for (uint32_t k = k_begin; k < k_end; ++k, from += kPanelWidth<V>, block += kPanelWidth<V>) {
       typename V::F pair[2];
       V::load_weights(from, pair);
@@ -31,7 +33,8 @@ struct FloatBlock<V, float> {
 
 template <class V, class Q, WeightFormat kFormat>
 struct QuantizedBlock {
-  static inline void put(const typename Q::Group& group, const typename Q::Step& step, uint32_t j, float* to) {
+  static inline void put(const typename Q::Group& group, const typename Q::Step& step, uint32_t j,
+                         float* to) {
     typename V::F pair[2];
     Q::weights(group, step, j, pair);
     V::store(to, pair[0]);
@@ -42,7 +45,8 @@ struct QuantizedBlock {
     float* to = block;
     for (uint32_t k = k_begin; k < k_end; k += kLayout.group_inputs) {
       const uint8_t* record = QuantizedKernel<V, Q, kFormat>::record_of(panel, k);
-      const typename Q::Group group = Q::open(record, k % kLayout.record_inputs / kLayout.group_inputs);
+      const typename Q::Group group =
+          Q::open(record, k % kLayout.record_inputs / kLayout.group_inputs);
       const uint32_t count = k_end - k < kLayout.group_inputs ? k_end - k : kLayout.group_inputs;
       uint32_t s = 0;
       for (; (s + 1) * Q::kStep <= count; ++s) {
@@ -50,13 +54,15 @@ struct QuantizedBlock {
 #pragma GCC unroll 8
         for (uint32_t j = 0; j < Q::kStep; ++j, to += kPanelWidth<V>) put(group, step, j, to);
       }
-      for (uint32_t j = 0; j < count - s * Q::kStep; ++j, to += kPanelWidth<V>) put(group, Q::step(group, s), j, to);
+      for (uint32_t j = 0; j < count - s * Q::kStep; ++j, to += kPanelWidth<V>)
+        put(group, Q::step(group, s), j, to);
     }
     return block;
   }
 };
 
-// What a tile of rows fetches of the weights that come next, while it computes: `step` bytes per input from `from` on.
+// What a tile of rows fetches of the weights that come next, while it computes: `step` bytes per
+// input from `from` on.
 struct Ahead {
   const uint8_t* from;
   size_t step;
@@ -64,8 +70,8 @@ struct Ahead {
 
 // M rows over `num_inputs` (one K block) of float32 weights.
 template <class V, int M>
-void block_tile(const float* const* rows, const float* weights, uint32_t k_begin, uint32_t num_inputs, const Ahead& ahead, float* tile,
-                size_t tile_stride) {
+void block_tile(const float* const* rows, const float* weights, uint32_t k_begin,
+                uint32_t num_inputs, const Ahead& ahead, float* tile, size_t tile_stride) {
   using F = typename V::F;
   F sums[M][2];
   const float* inputs[M];
@@ -78,7 +84,8 @@ void block_tile(const float* const* rows, const float* weights, uint32_t k_begin
   for (size_t k = 0; k < num_inputs; ++k, next += ahead.step) {
     __builtin_prefetch(next, 0, 2);
     if (ahead.step > 64) __builtin_prefetch(next + 64, 0, 2);
-    const F first = V::load(weights + k * kPanelWidth<V>), second = V::load(weights + k * kPanelWidth<V> + V::kLanes);
+    const F first = V::load(weights + k * kPanelWidth<V>),
+            second = V::load(weights + k * kPanelWidth<V> + V::kLanes);
 #pragma GCC unroll 12
     for (int m = 0; m < M; ++m) {
       const F input = V::set1(inputs[m][k]);
@@ -90,10 +97,13 @@ void block_tile(const float* const* rows, const float* weights, uint32_t k_begin
 }
 
 template <class V>
-void block_tile_of(uint32_t num_rows, const float* const* rows, const float* weights, uint32_t k_begin, uint32_t num_inputs,
-                   const Ahead& ahead, float* tile, size_t tile_stride) {
-#define DFLASH_TILE(M) \
-  case M: return block_tile<V, (M) <= V::kMaxTileRows ? (M) : 1>(rows, weights, k_begin, num_inputs, ahead, tile, tile_stride)
+void block_tile_of(uint32_t num_rows, const float* const* rows, const float* weights,
+                   uint32_t k_begin, uint32_t num_inputs, const Ahead& ahead, float* tile,
+                   size_t tile_stride) {
+#define DFLASH_TILE(M)                                                                         \
+  case M:                                                                                      \
+    return block_tile<V, (M) <= V::kMaxTileRows ? (M) : 1>(rows, weights, k_begin, num_inputs, \
+                                                           ahead, tile, tile_stride)
   switch (num_rows) {
     DFLASH_TILE(1);
     DFLASH_TILE(2);
@@ -112,16 +122,20 @@ void block_tile_of(uint32_t num_rows, const float* const* rows, const float* wei
 #undef DFLASH_TILE
 }
 
-using ExpandFunction = const float* (*)(const uint8_t* panel, uint32_t k_begin, uint32_t k_end, float* block);
+using ExpandFunction = const float* (*)(const uint8_t* panel, uint32_t k_begin, uint32_t k_end,
+                                        float* block);
 
-// `num_rows` rows, at most kMaxCallRows, through a run of panels into tile [num_rows][num_panels * panel_width].
+// `num_rows` rows, at most kMaxCallRows, through a run of panels into tile [num_rows][num_panels *
+// panel_width].
 template <class V>
-void run_many(uint32_t num_rows, const PanelRun& run, ExpandFunction expand, const float* const* rows, float* tile) {
+void run_many(uint32_t num_rows, const PanelRun& run, ExpandFunction expand,
+              const float* const* rows, float* tile) {
   alignas(64) float block[kChainLength * kPanelWidth<V>];
   constexpr uint32_t kMaxRows = V::kMaxTileRows;
   const size_t stride = static_cast<size_t>(run.num_panels) * kPanelWidth<V>;
   const uint32_t num_tiles = (num_rows + kMaxRows - 1) / kMaxRows;
-  const size_t input_bytes = (run.panel_bytes + run.num_inputs - 1) / run.num_inputs;  // of the resident weights
+  // of the resident weights
+  const size_t input_bytes = (run.panel_bytes + run.num_inputs - 1) / run.num_inputs;
   for (uint32_t p = 0; p < run.num_panels; ++p) {
     const uint8_t* panel = reinterpret_cast<const uint8_t*>(run.first) + p * run.panel_bytes;
     for (uint32_t k = 0; k < run.num_inputs; k += kChainLength) {
@@ -131,7 +145,8 @@ void run_many(uint32_t num_rows, const PanelRun& run, ExpandFunction expand, con
       Ahead ahead{panel + (k + count) * input_bytes, (input_bytes + num_tiles - 1) / num_tiles};
       for (uint32_t t = 0, row = 0; t < num_tiles; ++t, ahead.from += count * ahead.step) {
         const uint32_t size = num_rows / num_tiles + (t < num_rows % num_tiles ? 1 : 0);
-        block_tile_of<V>(size, rows + row, weights, k, count, ahead, tile + row * stride + p * kPanelWidth<V>, stride);
+        block_tile_of<V>(size, rows + row, weights, k, count, ahead,
+                         tile + row * stride + p * kPanelWidth<V>, stride);
         row += size;
       }
     }

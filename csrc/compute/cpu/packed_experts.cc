@@ -13,29 +13,36 @@
 namespace dflash::compute {
 namespace {
 
-// Read at a time: stays in the second-level cache until it is packed, and is long enough for a system call.
+// Read at a time: stays in the second-level cache until it is packed, and is long enough for a
+// system call.
 constexpr size_t kReadBytes = size_t{256} << 10;
 
 uint32_t divide_up(uint32_t value, uint32_t by) { return (value + by - 1) / by; }
 
 // Bytes from the beginning of one output's row to that of the next.
 size_t row_step_bytes(const MatrixView& matrix) {
-  return static_cast<size_t>(matrix.output_stride) * (is_float(matrix.format) ? dtype_bytes(dtype_of(matrix.format)) : 1);
+  return static_cast<size_t>(matrix.output_stride) *
+         (is_float(matrix.format) ? dtype_bytes(dtype_of(matrix.format)) : 1);
 }
 
-// How many outputs one read of the file takes, whole panels; 0: the mapping is read instead, because rows lie in memory or far apart
-// (another matrix between them, or outputs side by side).
+// How many outputs one read of the file takes, whole panels; 0: the mapping is read instead,
+// because rows lie in memory or far apart (another matrix between them, or outputs side by side).
 uint32_t outputs_read_at_once(const MatrixView& matrix, uint32_t panel_width) {
   const size_t step = row_step_bytes(matrix), row = row_bytes(matrix.format, matrix.inputs);
-  if (matrix.file == nullptr || step < row || step > 2 * row || (is_float(matrix.format) && matrix.input_stride != 1)) return 0;
+  if (matrix.file == nullptr || step < row || step > 2 * row ||
+      (is_float(matrix.format) && matrix.input_stride != 1))
+    return 0;
   const uint32_t scale_outputs = std::max(format_facts(matrix.format).scale_outputs, 1u);
   if (scale_outputs % panel_width != 0 && panel_width % scale_outputs != 0) return 0;
-  const uint32_t unit = std::max(scale_outputs, panel_width);  // scales of a part begin where it begins
+  // scales of a part begin where it begins
+  const uint32_t unit = std::max(scale_outputs, panel_width);
   return std::max(static_cast<uint32_t>(kReadBytes / (step * unit)), 1u) * unit;
 }
 
-// Makes `part`, a copy of the whole matrix's view, that of `count` outputs from `first` on, read into `read`.
-Status read_outputs(uint32_t first, uint32_t count, MatrixView& part, std::vector<std::byte>& read) {
+// Makes `part`, a copy of the whole matrix's view, that of `count` outputs from `first` on, read
+// into `read`.
+Status read_outputs(uint32_t first, uint32_t count, MatrixView& part,
+                    std::vector<std::byte>& read) {
   const size_t step = row_step_bytes(part);
   const size_t num_bytes = (count - 1) * step + row_bytes(part.format, part.inputs);
   if (read.size() < num_bytes) read.resize(num_bytes);
@@ -59,17 +66,22 @@ void PackedExperts::set_sizes(const FfnSpec& spec, ResidentFormats formats, uint
   intermediate_size_ = spec.intermediate_size;
   gate_up_panel_bytes_ = panel_bytes(formats.gate_up, spec.in_size, panel_width);
   down_panel_bytes_ = panel_bytes(formats.down, spec.intermediate_size, panel_width);
-  const size_t num_bytes = gate_up_panel_bytes_ * num_matrices_ * num_intermediate_panels_ + down_panel_bytes_ * num_out_panels_;
+  const size_t num_bytes = gate_up_panel_bytes_ * num_matrices_ * num_intermediate_panels_ +
+                           down_panel_bytes_ * num_out_panels_;
   expert_bytes_ = (num_bytes + 63) / 64 * 64;  // each expert starts on a cache line
 }
 
-Result<PackedExperts> PackedExperts::create(const FfnSpec& spec, uint32_t num_local_experts, ResidentFormats formats,
-                                            const KernelSet& kernels, WeightsLayout layout) {
+Result<PackedExperts> PackedExperts::create(const FfnSpec& spec, uint32_t num_local_experts,
+                                            ResidentFormats formats, const KernelSet& kernels,
+                                            WeightsLayout layout) {
   PackedExperts packed;
   for (WeightFormat format : {formats.gate_up, formats.down}) {
     if (layout == WeightsLayout::kMapped && !format_facts(format).is_stored) {
-      return Error{ErrorCode::kUnsupported, std::string("weights_layout: mapped computes with what the checkpoint holds, and ") +
-                                                format_name(format) + " is only made at load; use weights_layout: packed or weights: auto"};
+      return Error{
+          ErrorCode::kUnsupported,
+          std::string("weights_layout: mapped computes with what the checkpoint holds, and ") +
+              format_name(format) +
+              " is only made at load; use weights_layout: packed or weights: auto"};
     }
   }
   packed.layout_ = layout;
@@ -83,21 +95,26 @@ Result<PackedExperts> PackedExperts::create(const FfnSpec& spec, uint32_t num_lo
   return packed;
 }
 
-uint64_t PackedExperts::predicted_bytes(const FfnSpec& spec, uint32_t num_local_experts, ResidentFormats formats, uint32_t panel_width) {
+uint64_t PackedExperts::predicted_bytes(const FfnSpec& spec, uint32_t num_local_experts,
+                                        ResidentFormats formats, uint32_t panel_width) {
   PackedExperts sizes;
   sizes.set_sizes(spec, formats, panel_width);
   return uint64_t{sizes.expert_bytes_} * num_local_experts;
 }
 
 // `read` holds what was read of the file last: one buffer for all matrices of an expert.
-Status PackedExperts::pack_matrix(const char* name, const MatrixView& matrix, const PanelTarget& target, std::vector<std::byte>& read,
+Status PackedExperts::pack_matrix(const char* name, const MatrixView& matrix,
+                                  const PanelTarget& target, std::vector<std::byte>& read,
                                   ProgressCounter& progress) const {
   const uint32_t at_once = outputs_read_at_once(matrix, panel_width_);
-  for (uint32_t first = 0; first < matrix.outputs; first += at_once == 0 ? matrix.outputs : at_once) {
+  for (uint32_t first = 0; first < matrix.outputs;
+       first += at_once == 0 ? matrix.outputs : at_once) {
     MatrixView part = matrix;
-    if (at_once != 0) DFLASH_TRY(read_outputs(first, std::min(at_once, matrix.outputs - first), part, read));
+    if (at_once != 0)
+      DFLASH_TRY(read_outputs(first, std::min(at_once, matrix.outputs - first), part, read));
     std::byte* packed = target.first + first / panel_width_ * target.step_bytes;
-    for (uint32_t begin = 0; begin < part.outputs; begin += panel_width_, packed += target.step_bytes) {
+    for (uint32_t begin = 0; begin < part.outputs;
+         begin += panel_width_, packed += target.step_bytes) {
       // The check reads the rows that packing reads next: once from memory.
       const uint32_t count = std::min(panel_width_, part.outputs - begin);
       Status checked = check_values(name, part, target.format, begin, count);
@@ -128,7 +145,8 @@ std::vector<float> PackedExperts::pack_gate_up_bias(const ExpertWeights& weights
   return both;
 }
 
-Status PackedExperts::load(const FfnSpec& spec, uint32_t local_expert_id, const ExpertWeights& weights, ProgressCounter& progress) {
+Status PackedExperts::load(const FfnSpec& spec, uint32_t local_expert_id,
+                           const ExpertWeights& weights, ProgressCounter& progress) {
   DFLASH_TRY(check_expert(spec, num_local_experts(), local_expert_id, weights));
   DFLASH_TRY(check_resident("gate", weights.gate, formats_.gate_up));
   DFLASH_TRY(check_resident("up", weights.up, formats_.gate_up));
@@ -137,7 +155,8 @@ Status PackedExperts::load(const FfnSpec& spec, uint32_t local_expert_id, const 
   Expert& expert = experts_[local_expert_id];
   expert.is_loaded = false;
   if (is_mapped()) {
-    if (weights.gate.data != nullptr) DFLASH_TRY(check_mapped("gate", weights.gate, formats_.gate_up, progress));
+    if (weights.gate.data != nullptr)
+      DFLASH_TRY(check_mapped("gate", weights.gate, formats_.gate_up, progress));
     DFLASH_TRY(check_mapped("up", weights.up, formats_.gate_up, progress));
     DFLASH_TRY(check_mapped("down", weights.down, formats_.down, progress));
     expert.gate = weights.gate;
@@ -152,38 +171,47 @@ Status PackedExperts::load(const FfnSpec& spec, uint32_t local_expert_id, const 
   return ok();
 }
 
-Status PackedExperts::pack_expert(uint32_t local_expert_id, const ExpertWeights& weights, ProgressCounter& progress) {
+Status PackedExperts::pack_expert(uint32_t local_expert_id, const ExpertWeights& weights,
+                                  ProgressCounter& progress) {
   std::byte* gate_up = panels_.data() + local_expert_id * expert_bytes_;
   std::byte* up = gate_up + (num_matrices_ - 1) * gate_up_panel_bytes_;
   const size_t step = gate_up_panel_bytes_ * num_matrices_;
   std::vector<std::byte> read;
-  if (weights.gate.data != nullptr) DFLASH_TRY(pack_matrix("gate", weights.gate, {formats_.gate_up, gate_up, step}, read, progress));
+  if (weights.gate.data != nullptr)
+    DFLASH_TRY(
+        pack_matrix("gate", weights.gate, {formats_.gate_up, gate_up, step}, read, progress));
   DFLASH_TRY(pack_matrix("up", weights.up, {formats_.gate_up, up, step}, read, progress));
   std::byte* down = gate_up + step * num_intermediate_panels_;
-  return pack_matrix("down", weights.down, {formats_.down, down, down_panel_bytes_}, read, progress);
+  return pack_matrix("down", weights.down, {formats_.down, down, down_panel_bytes_}, read,
+                     progress);
 }
 
 // What pack_matrix checks, without packing.
-Status PackedExperts::check_mapped(const char* name, const MatrixView& matrix, WeightFormat format, ProgressCounter& progress) const {
+Status PackedExperts::check_mapped(const char* name, const MatrixView& matrix, WeightFormat format,
+                                   ProgressCounter& progress) const {
   for (uint32_t first = 0; first < matrix.outputs; first += panel_width_) {
-    DFLASH_TRY(check_values(name, matrix, format, first, std::min(panel_width_, matrix.outputs - first)));
+    DFLASH_TRY(
+        check_values(name, matrix, format, first, std::min(panel_width_, matrix.outputs - first)));
     progress.fetch_add(1, std::memory_order_relaxed);
   }
   return ok();
 }
 
-Status PackedExperts::pack_panels(const MatrixView& matrix, uint32_t first_panel, uint32_t num_panels, const PanelTarget& target,
+Status PackedExperts::pack_panels(const MatrixView& matrix, uint32_t first_panel,
+                                  uint32_t num_panels, const PanelTarget& target,
                                   PanelScratch& scratch) const {
   MatrixView part = matrix;
   uint32_t panel = first_panel;
   if (outputs_read_at_once(matrix, panel_width_) != 0) {
     const uint32_t scale_outputs = std::max(format_facts(matrix.format).scale_outputs, 1u);
-    const uint32_t first = first_panel * panel_width_ / scale_outputs * scale_outputs;  // scales of a part begin where it begins
+    // scales of a part begin where it begins
+    const uint32_t first = first_panel * panel_width_ / scale_outputs * scale_outputs;
     const uint32_t end = std::min((first_panel + num_panels) * panel_width_, matrix.outputs);
     DFLASH_TRY(read_outputs(first, end - first, part, scratch.read));
     panel = (first_panel * panel_width_ - first) / panel_width_;
   }
-  for (uint32_t p = 0; p < num_panels; ++p) pack_(part, target.format, panel + p, panel_width_, target.first + p * target.step_bytes);
+  for (uint32_t p = 0; p < num_panels; ++p)
+    pack_(part, target.format, panel + p, panel_width_, target.first + p * target.step_bytes);
   return ok();
 }
 
@@ -201,8 +229,8 @@ Result<std::byte*> room_for(size_t num_bytes, PanelScratch& scratch) {
 
 }  // namespace
 
-Result<PanelRun> PackedExperts::read_gate_up(uint32_t local_expert_id, uint32_t first_panel, uint32_t num_panels,
-                                             PanelScratch& scratch) const {
+Result<PanelRun> PackedExperts::read_gate_up(uint32_t local_expert_id, uint32_t first_panel,
+                                             uint32_t num_panels, PanelScratch& scratch) const {
   PanelRun run = gate_up(local_expert_id, first_panel, num_panels);
   if (!is_mapped()) return run;
   const Expert& expert = experts_[local_expert_id];
@@ -210,13 +238,17 @@ Result<PanelRun> PackedExperts::read_gate_up(uint32_t local_expert_id, uint32_t 
   auto room = room_for(step * num_panels, scratch);
   if (!room.ok()) return std::move(room).error();
   std::byte* up = room.value() + (num_matrices_ - 1) * gate_up_panel_bytes_;
-  if (num_matrices_ == 2) DFLASH_TRY(pack_panels(expert.gate, first_panel, num_panels, {formats_.gate_up, room.value(), step}, scratch));
-  DFLASH_TRY(pack_panels(expert.up, first_panel, num_panels, {formats_.gate_up, up, step}, scratch));
+  if (num_matrices_ == 2)
+    DFLASH_TRY(pack_panels(expert.gate, first_panel, num_panels,
+                           {formats_.gate_up, room.value(), step}, scratch));
+  DFLASH_TRY(
+      pack_panels(expert.up, first_panel, num_panels, {formats_.gate_up, up, step}, scratch));
   run.first = room.value();
   return run;
 }
 
-Result<PanelRun> PackedExperts::read_down(uint32_t local_expert_id, uint32_t first_panel, uint32_t num_panels, PanelScratch& scratch) const {
+Result<PanelRun> PackedExperts::read_down(uint32_t local_expert_id, uint32_t first_panel,
+                                          uint32_t num_panels, PanelScratch& scratch) const {
   PanelRun run = down(local_expert_id, first_panel, num_panels);
   if (!is_mapped()) return run;
   auto room = room_for(down_panel_bytes_ * num_panels, scratch);
@@ -230,15 +262,20 @@ Result<PanelRun> PackedExperts::read_down(uint32_t local_expert_id, uint32_t fir
 uint64_t PackedExperts::resident_bytes() const {
   uint64_t bytes = 0;
   for (const Expert& expert : experts_) {
-    if (expert.is_loaded) bytes += (is_mapped() ? 0 : expert_bytes_) + 4 * (expert.gate_up_bias.size() + expert.down_bias.size());
+    if (expert.is_loaded)
+      bytes += (is_mapped() ? 0 : expert_bytes_) +
+               4 * (expert.gate_up_bias.size() + expert.down_bias.size());
   }
   return bytes;
 }
 
-PanelRun PackedExperts::gate_up(uint32_t local_expert_id, uint32_t first_panel, uint32_t num_panels) const {
+PanelRun PackedExperts::gate_up(uint32_t local_expert_id, uint32_t first_panel,
+                                uint32_t num_panels) const {
   const size_t first = size_t{first_panel} * num_matrices_;
   const std::vector<float>& bias = experts_[local_expert_id].gate_up_bias;
-  return {.first = is_mapped() ? nullptr : panels_.data() + local_expert_id * expert_bytes_ + first * gate_up_panel_bytes_,
+  return {.first = is_mapped() ? nullptr
+                               : panels_.data() + local_expert_id * expert_bytes_ +
+                                     first * gate_up_panel_bytes_,
           .format = formats_.gate_up,
           .panel_bytes = gate_up_panel_bytes_,
           .num_panels = num_panels * num_matrices_,
@@ -246,16 +283,18 @@ PanelRun PackedExperts::gate_up(uint32_t local_expert_id, uint32_t first_panel, 
           .bias = bias.empty() ? nullptr : bias.data() + first * panel_width_};
 }
 
-PanelRun PackedExperts::down(uint32_t local_expert_id, uint32_t first_panel, uint32_t num_panels) const {
+PanelRun PackedExperts::down(uint32_t local_expert_id, uint32_t first_panel,
+                             uint32_t num_panels) const {
   const size_t gate_up_bytes = gate_up_panel_bytes_ * num_matrices_ * num_intermediate_panels_;
   const std::vector<float>& bias = experts_[local_expert_id].down_bias;
   const size_t offset = gate_up_bytes + first_panel * down_panel_bytes_;
-  return {.first = is_mapped() ? nullptr : panels_.data() + local_expert_id * expert_bytes_ + offset,
-          .format = formats_.down,
-          .panel_bytes = down_panel_bytes_,
-          .num_panels = num_panels,
-          .num_inputs = intermediate_size_,
-          .bias = bias.empty() ? nullptr : bias.data() + size_t{first_panel} * panel_width_};
+  return {
+      .first = is_mapped() ? nullptr : panels_.data() + local_expert_id * expert_bytes_ + offset,
+      .format = formats_.down,
+      .panel_bytes = down_panel_bytes_,
+      .num_panels = num_panels,
+      .num_inputs = intermediate_size_,
+      .bias = bias.empty() ? nullptr : bias.data() + size_t{first_panel} * panel_width_};
 }
 
 }  // namespace dflash::compute

@@ -1,6 +1,7 @@
-// The weights of one layer's experts as they stay in memory: per expert the gate and up panels alternating, then the down panels,
-// in the resident formats; biases in float32. Or, with layout `mapped`, only where they lie in the checkpoint: panels are then packed for
-// each task that wants them, the same bytes.
+// The weights of one layer's experts as they stay in memory: per expert the gate and up panels
+// alternating, then the down panels, in the resident formats; biases in float32. Or, with layout
+// `mapped`, only where they lie in the checkpoint: panels are then packed for each task that wants
+// them, the same bytes.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -21,33 +22,40 @@ struct PanelScratch {
 class PackedExperts {
  public:
   // Errors: kOutOfMemory; kUnsupported for layout `mapped` with a format that is only made at load.
-  static Result<PackedExperts> create(const FfnSpec& spec, uint32_t num_local_experts, ResidentFormats formats, const KernelSet& kernels,
+  static Result<PackedExperts> create(const FfnSpec& spec, uint32_t num_local_experts,
+                                      ResidentFormats formats, const KernelSet& kernels,
                                       WeightsLayout layout = WeightsLayout::kPacked);
   // Bytes that create() will hold for these experts, biases aside.
-  static uint64_t predicted_bytes(const FfnSpec& spec, uint32_t num_local_experts, ResidentFormats formats, uint32_t panel_width);
+  static uint64_t predicted_bytes(const FfnSpec& spec, uint32_t num_local_experts,
+                                  ResidentFormats formats, uint32_t panel_width);
 
-  // Different experts may load from different threads. Errors as ExpertLayer::load_expert; kUnsupported where the resident
-  // format cannot hold the source exactly.
-  Status load(const FfnSpec& spec, uint32_t local_expert_id, const ExpertWeights& weights, ProgressCounter& progress);
+  // Different experts may load from different threads. Errors as ExpertLayer::load_expert;
+  // kUnsupported where the resident format cannot hold the source exactly.
+  Status load(const FfnSpec& spec, uint32_t local_expert_id, const ExpertWeights& weights,
+              ProgressCounter& progress);
 
   bool is_loaded(uint32_t local_expert_id) const { return experts_[local_expert_id].is_loaded; }
   uint32_t num_local_experts() const { return static_cast<uint32_t>(experts_.size()); }
   ResidentFormats formats() const { return formats_; }
   uint64_t resident_bytes() const;
 
-  uint32_t num_matrices() const { return num_matrices_; }                    // of the first projection: gate and up, or up alone
+  // of the first projection: gate and up, or up alone
+  uint32_t num_matrices() const { return num_matrices_; }
   uint32_t num_intermediate_panels() const { return num_intermediate_panels_; }  // per matrix
   uint32_t num_out_panels() const { return num_out_panels_; }
   size_t gate_up_panel_bytes() const { return gate_up_panel_bytes_; }
   size_t down_panel_bytes() const { return down_panel_bytes_; }
 
   bool is_mapped() const { return layout_ == WeightsLayout::kMapped; }
-  // The two below for either layout. `scratch` holds the panels of layout `mapped` until its next use. Errors there: kCheckpoint naming
-  // the file, kOutOfMemory.
-  Result<PanelRun> read_gate_up(uint32_t local_expert_id, uint32_t first_panel, uint32_t num_panels, PanelScratch& scratch) const;
-  Result<PanelRun> read_down(uint32_t local_expert_id, uint32_t first_panel, uint32_t num_panels, PanelScratch& scratch) const;
+  // The two below for either layout. `scratch` holds the panels of layout `mapped` until its next
+  // use. Errors there: kCheckpoint naming the file, kOutOfMemory.
+  Result<PanelRun> read_gate_up(uint32_t local_expert_id, uint32_t first_panel, uint32_t num_panels,
+                                PanelScratch& scratch) const;
+  Result<PanelRun> read_down(uint32_t local_expert_id, uint32_t first_panel, uint32_t num_panels,
+                             PanelScratch& scratch) const;
 
-  // Layout `packed` only. Panels of intermediate columns [first_panel, first_panel + num_panels) * panel_width; with a gate twice as many.
+  // Layout `packed` only. Panels of intermediate columns [first_panel, first_panel + num_panels) *
+  // panel_width; with a gate twice as many.
   PanelRun gate_up(uint32_t local_expert_id, uint32_t first_panel, uint32_t num_panels) const;
   PanelRun down(uint32_t local_expert_id, uint32_t first_panel, uint32_t num_panels) const;
 
@@ -67,11 +75,14 @@ class PackedExperts {
     size_t step_bytes;
   };
 
-  Status check_mapped(const char* name, const MatrixView& matrix, WeightFormat format, ProgressCounter& progress) const;
-  Status pack_panels(const MatrixView& matrix, uint32_t first_panel, uint32_t num_panels, const PanelTarget& target, PanelScratch& scratch) const;
-  Status pack_expert(uint32_t local_expert_id, const ExpertWeights& weights, ProgressCounter& progress);
-  Status pack_matrix(const char* name, const MatrixView& matrix, const PanelTarget& target, std::vector<std::byte>& read,
-                     ProgressCounter& progress) const;
+  Status check_mapped(const char* name, const MatrixView& matrix, WeightFormat format,
+                      ProgressCounter& progress) const;
+  Status pack_panels(const MatrixView& matrix, uint32_t first_panel, uint32_t num_panels,
+                     const PanelTarget& target, PanelScratch& scratch) const;
+  Status pack_expert(uint32_t local_expert_id, const ExpertWeights& weights,
+                     ProgressCounter& progress);
+  Status pack_matrix(const char* name, const MatrixView& matrix, const PanelTarget& target,
+                     std::vector<std::byte>& read, ProgressCounter& progress) const;
   std::vector<float> pack_gate_up_bias(const ExpertWeights& weights) const;
 
   ResidentFormats formats_;

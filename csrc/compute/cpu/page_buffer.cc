@@ -21,16 +21,20 @@ Result<PageBuffer> PageBuffer::create(size_t num_bytes) {
   const size_t slack = is_large ? kHugePage : 0;
   void* mapping = num_bytes > SIZE_MAX - slack
                       ? MAP_FAILED
-                      : mmap(nullptr, num_bytes + slack, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+                      : mmap(nullptr, num_bytes + slack, PROT_READ | PROT_WRITE,
+                             MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (mapping == MAP_FAILED) {
-    return Error{ErrorCode::kOutOfMemory, "cannot map " + std::to_string(num_bytes) + " bytes for experts or their scratch memory"};
+    return Error{ErrorCode::kOutOfMemory, "cannot map " + std::to_string(num_bytes) +
+                                              " bytes for experts or their scratch memory"};
   }
   buffer.mapping_ = mapping;
   buffer.mapping_bytes_ = num_bytes + slack;
   buffer.num_bytes_ = num_bytes;
   const uintptr_t at = reinterpret_cast<uintptr_t>(mapping);
-  buffer.data_ = static_cast<std::byte*>(mapping) + (is_large ? (kHugePage - at % kHugePage) % kHugePage : 0);
-  if (is_large) static_cast<void>(madvise(buffer.data_, num_bytes, MADV_HUGEPAGE));  // a hint: refused where huge pages are off
+  buffer.data_ =
+      static_cast<std::byte*>(mapping) + (is_large ? (kHugePage - at % kHugePage) % kHugePage : 0);
+  // a hint: refused where huge pages are off
+  if (is_large) static_cast<void>(madvise(buffer.data_, num_bytes, MADV_HUGEPAGE));
   return buffer;
 }
 

@@ -1,5 +1,6 @@
-// Anonymous memory for packed weights and scratch: zeroed on first touch, 2 MiB aligned and offered to huge pages when large
-// (weights are read end to end in every decode step; small pages would cost a TLB miss each 4 KiB).
+// Anonymous memory for packed weights and scratch: zeroed on first touch, 2 MiB aligned and offered
+// to huge pages when large (weights are read end to end in every decode step; small pages would
+// cost a TLB miss each 4 KiB).
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 

@@ -1,4 +1,5 @@
-// The loops of peaks.h, written once over a vector type. Included by peaks_<set>.cc only, which give V; no std:: code here.
+// The loops of peaks.h, written once over a vector type. Included by peaks_<set>.cc only, which
+// give V; no std:: code here.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -6,7 +7,8 @@
 
 namespace dflash::compute {
 
-// As many chains as hide the latency of two fma units (4 cycles each on current cores, with room to spare).
+// As many chains as hide the latency of two fma units (4 cycles each on current cores, with room to
+// spare).
 template <class V>
 uint64_t multiply_add_loop(uint64_t rounds, float* sink) {
   constexpr int kChains = V::kAccumulators < 16 ? V::kAccumulators : 16;
@@ -38,7 +40,8 @@ void read_loop(const std::byte* data, size_t num_bytes, float* sink) {
   constexpr size_t kStep = sizeof(float) * V::kLanes * kChains;
   for (size_t at = 0; at < num_bytes; at += kStep) {
     const float* from = reinterpret_cast<const float*>(data + at);
-    __builtin_prefetch(data + at + 4096);  // as the kernels do: the hardware's own prefetch stops at page ends
+    // as the kernels do: the hardware's own prefetch stops at page ends
+    __builtin_prefetch(data + at + 4096);
     if constexpr (kStep > 64) __builtin_prefetch(data + at + 4096 + 64);
     if constexpr (kStep > 128) {
       for (size_t line = 128; line < kStep; line += 64) __builtin_prefetch(data + at + 4096 + line);

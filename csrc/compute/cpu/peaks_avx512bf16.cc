@@ -2,7 +2,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #if defined(__x86_64__)
 #if !defined(__clang__)
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // GCC 12's own headers start from an undefined vector
+#pragma GCC diagnostic ignored \
+    "-Wmaybe-uninitialized"  // GCC 12's own headers start from an undefined vector
 #endif
 #include <immintrin.h>
 
@@ -13,7 +14,8 @@ namespace dflash::compute {
 // Chains enough to hide the latency of two units (6 cycles on Zen 5).
 uint64_t bf16_multiply_add_avx512bf16(uint64_t rounds, float* sink) {
   constexpr int kChains = 16, kSteps = 64;  // dot products per chain and round
-  constexpr int kBf16Pair = 0x3f003e80;     // 0.5 and 0.25: sums stay finite for any number of rounds
+  // 0.5 and 0.25: sums stay finite for any number of rounds
+  constexpr int kBf16Pair = 0x3f003e80;
   const __m512bh factors = reinterpret_cast<__m512bh>(_mm512_set1_epi32(kBf16Pair));
   __m512 chains[kChains];
 #pragma GCC unroll 16

@@ -1,4 +1,5 @@
-// The peak loop for AArch64's matrix products of bf16's, the most that its BF16 extension does in one instruction.
+// The peak loop for AArch64's matrix products of bf16's, the most that its BF16 extension does in
+// one instruction.
 // SPDX-License-Identifier: Apache-2.0
 #if defined(__aarch64__)
 #include <arm_neon.h>
@@ -10,7 +11,8 @@ namespace dflash::compute {
 // Chains enough to hide the latency of four units (4 cycles on Neoverse V1).
 uint64_t bf16_multiply_add_neon_bf16(uint64_t rounds, float* sink) {
   constexpr int kChains = 16, kSteps = 64;  // products per chain and round
-  bfloat16x8_t factors = vreinterpretq_bf16_u32(vdupq_n_u32(0x3f003e80u));  // 0.5 and 0.25: sums stay finite for any number of rounds
+  // 0.5 and 0.25: sums stay finite for any number of rounds
+  bfloat16x8_t factors = vreinterpretq_bf16_u32(vdupq_n_u32(0x3f003e80u));
   float32x4_t chains[kChains];
 #pragma GCC unroll 16
   for (int i = 0; i < kChains; ++i) {

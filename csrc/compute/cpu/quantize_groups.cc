@@ -7,10 +7,13 @@
 
 namespace dflash::compute {
 
-void quantize_groups(const float* values, uint32_t num_groups, float limit, int8_t* integers, float* scales) {
+void quantize_groups(const float* values, uint32_t num_groups, float limit, int8_t* integers,
+                     float* scales) {
 #if defined(__x86_64__)
-  if (dflash::internal::has_avx512()) return internal::quantize_groups_avx512(values, num_groups, limit, integers, scales);
-  if (dflash::internal::has_avx2_f16c()) return internal::quantize_groups_avx2(values, num_groups, limit, integers, scales);
+  if (dflash::internal::has_avx512())
+    return internal::quantize_groups_avx512(values, num_groups, limit, integers, scales);
+  if (dflash::internal::has_avx2_f16c())
+    return internal::quantize_groups_avx2(values, num_groups, limit, integers, scales);
 #endif
   for (uint32_t group = 0; group < num_groups; ++group) {
     const size_t at = size_t{group} * kGroupInputs;

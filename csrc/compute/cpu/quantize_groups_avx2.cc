@@ -1,4 +1,5 @@
-// Four vectors to a group. The division, the clamp and the rounding are those of quantize_group, one IEEE operation each.
+// Four vectors to a group. The division, the clamp and the rounding are those of quantize_group,
+// one IEEE operation each.
 // SPDX-License-Identifier: Apache-2.0
 #include <immintrin.h>
 
@@ -17,24 +18,31 @@ float largest_magnitude(const __m256* values) {
 }
 
 __m256i quantized(__m256 values, __m256 scale, __m256 limit) {
-  const __m256 rounding = _mm256_set1_ps(12582912.0f);  // 1.5 * 2^23: adding and subtracting it rounds half to even
-  const __m256 quotient = _mm256_max_ps(_mm256_min_ps(_mm256_div_ps(values, scale), limit), _mm256_sub_ps(_mm256_setzero_ps(), limit));
+  // 1.5 * 2^23: adding and subtracting it rounds half to even
+  const __m256 rounding = _mm256_set1_ps(12582912.0f);
+  const __m256 quotient = _mm256_max_ps(_mm256_min_ps(_mm256_div_ps(values, scale), limit),
+                                        _mm256_sub_ps(_mm256_setzero_ps(), limit));
   return _mm256_cvttps_epi32(_mm256_sub_ps(_mm256_add_ps(quotient, rounding), rounding));
 }
 
 }  // namespace
 
-void quantize_groups_avx2(const float* values, uint32_t num_groups, float limit, int8_t* integers, float* scales) {
-  const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);  // packing goes by halves of the register
+void quantize_groups_avx2(const float* values, uint32_t num_groups, float limit, int8_t* integers,
+                          float* scales) {
+  // packing goes by halves of the register
+  const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
   for (uint32_t group = 0; group < num_groups; ++group, values += 32, integers += 32) {
-    const __m256 rows[4] = {_mm256_loadu_ps(values), _mm256_loadu_ps(values + 8), _mm256_loadu_ps(values + 16), _mm256_loadu_ps(values + 24)};
+    const __m256 rows[4] = {_mm256_loadu_ps(values), _mm256_loadu_ps(values + 8),
+                            _mm256_loadu_ps(values + 16), _mm256_loadu_ps(values + 24)};
     const float scale = largest_magnitude(rows) / limit;
     scales[group] = scale;
     __m256i bytes = _mm256_setzero_si256();
     if (scale != 0.0f) {
       const __m256 divisor = _mm256_set1_ps(scale), bound = _mm256_set1_ps(limit);
-      const __m256i low = _mm256_packs_epi32(quantized(rows[0], divisor, bound), quantized(rows[1], divisor, bound));
-      const __m256i high = _mm256_packs_epi32(quantized(rows[2], divisor, bound), quantized(rows[3], divisor, bound));
+      const __m256i low = _mm256_packs_epi32(quantized(rows[0], divisor, bound),
+                                             quantized(rows[1], divisor, bound));
+      const __m256i high = _mm256_packs_epi32(quantized(rows[2], divisor, bound),
+                                              quantized(rows[3], divisor, bound));
       bytes = _mm256_permutevar8x32_epi32(_mm256_packs_epi16(low, high), order);
     }
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(integers), bytes);

@@ -15,7 +15,8 @@ void put_f16(std::byte* at, float value) {
 
 }  // namespace
 
-RandomMatrix::RandomMatrix(uint32_t outputs, uint32_t inputs, WeightFormat format, std::mt19937_64& random) {
+RandomMatrix::RandomMatrix(uint32_t outputs, uint32_t inputs, WeightFormat format,
+                           std::mt19937_64& random) {
   if (!format_facts(format).is_stored) format = WeightFormat::kBF16;
   values_.resize(outputs * row_bytes(format, inputs));
   view_.data = values_.data();
@@ -24,8 +25,10 @@ RandomMatrix::RandomMatrix(uint32_t outputs, uint32_t inputs, WeightFormat forma
   view_.inputs = inputs;
   view_.output_stride = is_float(format) ? inputs : static_cast<int64_t>(row_bytes(format, inputs));
   view_.input_stride = is_float(format) ? 1 : 0;
-  if (is_float(format)) fill_floats(random);
-  else fill_blocks(random);
+  if (is_float(format))
+    fill_floats(random);
+  else
+    fill_blocks(random);
 }
 
 void RandomMatrix::fill_floats(std::mt19937_64& random) {
@@ -33,7 +36,9 @@ void RandomMatrix::fill_floats(std::mt19937_64& random) {
   std::vector<float> row(view_.inputs);
   const float scale = 1.0f / static_cast<float>(view_.inputs);
   for (uint32_t o = 0; o < view_.outputs; ++o) {
-    for (float& value : row) value = scale * static_cast<float>(static_cast<int32_t>(random() >> 40) - (1 << 23)) / (1 << 23);
+    for (float& value : row)
+      value =
+          scale * static_cast<float>(static_cast<int32_t>(random() >> 40) - (1 << 23)) / (1 << 23);
     convert(Dtype::kF32, reinterpret_cast<const std::byte*>(row.data()), dtype,
             values_.data() + size_t{o} * view_.inputs * dtype_bytes(dtype), view_.inputs);
   }
@@ -43,7 +48,8 @@ void RandomMatrix::fill_blocks(std::mt19937_64& random) {
   const FormatFacts& facts = format_facts(view_.format);
   for (std::byte& byte : values_) byte = static_cast<std::byte>(random() >> 32);
   if (facts.scale_bytes == 0) {
-    for (size_t at = 0; at < values_.size(); at += facts.block_bytes) put_block_scales(values_.data() + at);
+    for (size_t at = 0; at < values_.size(); at += facts.block_bytes)
+      put_block_scales(values_.data() + at);
     return;
   }
   const uint32_t rows = (view_.outputs + facts.scale_outputs - 1) / facts.scale_outputs;
@@ -61,9 +67,9 @@ void RandomMatrix::fill_blocks(std::mt19937_64& random) {
 void RandomMatrix::put_block_scales(std::byte* block) const {
   switch (view_.format) {
     case WeightFormat::kQ4K:
-    case WeightFormat::kQ5K: put_f16(block + 2, 1e-5f); [[fallthrough]];
-    default: put_f16(block, 1e-5f); return;
-    case WeightFormat::kQ6K: put_f16(block + 208, 1e-6f); return;
+    case WeightFormat::kQ5K:       put_f16(block + 2, 1e-5f); [[fallthrough]];
+    default:                       put_f16(block, 1e-5f); return;
+    case WeightFormat::kQ6K:       put_f16(block + 208, 1e-6f); return;
     case WeightFormat::kGgufMxfp4: block[0] = std::byte{110}; return;
   }
 }

@@ -1,4 +1,5 @@
-// Random weights in any stored format for benchmarks: valid bits, scales that keep activations in range.
+// Random weights in any stored format for benchmarks: valid bits, scales that keep activations in
+// range.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 

@@ -1,5 +1,6 @@
-// Thread pool, see thread_pool.h. Sleep and wake follow one pattern on both sides: announce the sleep, look again, sleep; the
-// other side changes the state, then looks for sleepers. Sequential consistency of those four steps excludes a lost wake-up.
+// Thread pool, see thread_pool.h. Sleep and wake follow one pattern on both sides: announce the
+// sleep, look again, sleep; the other side changes the state, then looks for sleepers. Sequential
+// consistency of those four steps excludes a lost wake-up.
 // SPDX-License-Identifier: Apache-2.0
 #include "compute/cpu/thread_pool.h"
 
@@ -18,7 +19,8 @@ namespace dflash::compute {
 namespace {
 
 constexpr uint32_t kTaskBits = 24;
-constexpr uint64_t kTaskMask = (uint64_t{1} << kTaskBits) - 1;  // also the most tasks one piece can count
+// also the most tasks one piece can count
+constexpr uint64_t kTaskMask = (uint64_t{1} << kTaskBits) - 1;
 constexpr uint32_t kMaxThreads = 1024;
 // Sleepers look again this often, so that no wait is without a bound.
 constexpr std::chrono::milliseconds kSleepBound{500};
@@ -48,25 +50,31 @@ bool spin_until(int64_t spin_ns, Condition holds) {
 Status pin(std::thread& thread, int cpu) {
   cpu_set_t set;
   CPU_ZERO(&set);
-  if (cpu < 0 || cpu >= CPU_SETSIZE) return Error{ErrorCode::kInvalidArgument, "cpu " + std::to_string(cpu) + " does not exist"};
+  if (cpu < 0 || cpu >= CPU_SETSIZE)
+    return Error{ErrorCode::kInvalidArgument, "cpu " + std::to_string(cpu) + " does not exist"};
   CPU_SET(static_cast<size_t>(cpu), &set);
   const int failure = pthread_setaffinity_np(thread.native_handle(), sizeof(set), &set);
   if (failure == 0) return ok();
-  return Error{ErrorCode::kSystem, "cannot pin a compute thread to cpu " + std::to_string(cpu) + ": " + std::strerror(failure)};
+  return Error{ErrorCode::kSystem, "cannot pin a compute thread to cpu " + std::to_string(cpu) +
+                                       ": " + std::strerror(failure)};
 }
 
 }  // namespace
 
-Result<std::unique_ptr<ThreadPool>> ThreadPool::create(uint32_t num_threads, const std::vector<int>& cpus, int64_t spin_ns) {
+Result<std::unique_ptr<ThreadPool>> ThreadPool::create(uint32_t num_threads,
+                                                       const std::vector<int>& cpus,
+                                                       int64_t spin_ns) {
   if (num_threads < 1 || num_threads > kMaxThreads) {
-    return Error{ErrorCode::kInvalidArgument, "threads is " + std::to_string(num_threads) + "; allowed: 1..1024"};
+    return Error{ErrorCode::kInvalidArgument,
+                 "threads is " + std::to_string(num_threads) + "; allowed: 1..1024"};
   }
   std::unique_ptr<ThreadPool> pool(new ThreadPool(num_threads, spin_ns));
   for (uint32_t i = 1; i < num_threads; ++i) {
     try {
       pool->threads_.emplace_back([raw = pool.get(), i] { raw->thread_main(i); });
     } catch (const std::system_error& failure) {
-      return Error{ErrorCode::kSystem, "cannot start compute thread " + std::to_string(i) + ": " + failure.what()};
+      return Error{ErrorCode::kSystem,
+                   "cannot start compute thread " + std::to_string(i) + ": " + failure.what()};
     }
     if (i < cpus.size()) DFLASH_TRY(pin(pool->threads_.back(), cpus[i]));
   }

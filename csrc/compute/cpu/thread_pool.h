@@ -1,5 +1,6 @@
-// The threads of one worker. run() splits a job into tasks that own their outputs; the caller works too, and returns when all tasks
-// are done. Idle threads sleep; they spin first only if the pool was given a spin budget (rules: never against oneself).
+// The threads of one worker. run() splits a job into tasks that own their outputs; the caller works
+// too, and returns when all tasks are done. Idle threads sleep; they spin first only if the pool
+// was given a spin budget (rules: never against oneself).
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -18,32 +19,45 @@ namespace dflash::compute {
 
 class ThreadPool {
  public:
-  // Makes num_threads - 1 threads. Thread i >= 1 is pinned to cpus[i] where given; cpus[0] is the caller's own affair. Each sets
-  // the canonical floating-point mode. Errors: kInvalidArgument, kSystem naming the call and the cpu.
-  static Result<std::unique_ptr<ThreadPool>> create(uint32_t num_threads, const std::vector<int>& cpus, int64_t spin_ns);
+  // Makes num_threads - 1 threads. Thread i >= 1 is pinned to cpus[i] where given; cpus[0] is the
+  // caller's own affair. Each sets the canonical floating-point mode. Errors: kInvalidArgument,
+  // kSystem naming the call and the cpu.
+  static Result<std::unique_ptr<ThreadPool>> create(uint32_t num_threads,
+                                                    const std::vector<int>& cpus, int64_t spin_ns);
   ~ThreadPool();
   ThreadPool(const ThreadPool&) = delete;
   ThreadPool& operator=(const ThreadPool&) = delete;
 
   uint32_t num_threads() const { return num_threads_; }
 
-  // Calls body(task) once for each task in [0, num_tasks), in any order, from any of the threads. One run at a time.
+  // Calls body(task) once for each task in [0, num_tasks), in any order, from any of the threads.
+  // One run at a time.
   template <class Body>
   void run(uint64_t num_tasks, Body&& body) {
     using Type = std::remove_reference_t<Body>;
-    run_tasks(num_tasks, [](void* context, uint64_t task, uint32_t) { (*static_cast<Type*>(context))(task); }, &body);
+    run_tasks(
+        num_tasks,
+        [](void* context, uint64_t task, uint32_t) { (*static_cast<Type*>(context))(task); },
+        &body);
   }
-  // The same with body(task, thread): which of the num_threads threads runs it, for scratch of its own.
+  // The same with body(task, thread): which of the num_threads threads runs it, for scratch of its
+  // own.
   template <class Body>
   void run_on_threads(uint64_t num_tasks, Body&& body) {
     using Type = std::remove_reference_t<Body>;
-    run_tasks(num_tasks, [](void* context, uint64_t task, uint32_t thread) { (*static_cast<Type*>(context))(task, thread); }, &body);
+    run_tasks(
+        num_tasks,
+        [](void* context, uint64_t task, uint32_t thread) {
+          (*static_cast<Type*>(context))(task, thread);
+        },
+        &body);
   }
 
  private:
   using TaskFunction = void (*)(void* context, uint64_t task, uint32_t thread);
 
-  ThreadPool(uint32_t num_threads, int64_t spin_ns) : num_threads_(num_threads), spin_ns_(spin_ns) {}
+  ThreadPool(uint32_t num_threads, int64_t spin_ns)
+      : num_threads_(num_threads), spin_ns_(spin_ns) {}
   void run_tasks(uint64_t num_tasks, TaskFunction function, void* context);
   void run_piece(uint64_t num_tasks);
   void thread_main(uint32_t thread);
@@ -54,12 +68,15 @@ class ThreadPool {
 
   const uint32_t num_threads_;
   const int64_t spin_ns_;
-  TaskFunction function_ = nullptr;  // written by the caller while no task is pending; published by work_
+  // written by the caller while no task is pending; published by work_
+  TaskFunction function_ = nullptr;
   void* context_ = nullptr;
   uint64_t first_task_ = 0;  // of the piece that work_ counts
-  // num_tasks << 24 | next task: one word, so that a thread that wakes late can never take a task of a job it does not see.
+  // num_tasks << 24 | next task: one word, so that a thread that wakes late can never take a task
+  // of a job it does not see.
   alignas(64) std::atomic<uint64_t> work_{0};
-  alignas(64) std::atomic<uint64_t> num_pending_{0};  // tasks not finished; its release publishes their outputs to the caller
+  // tasks not finished; its release publishes their outputs to the caller
+  alignas(64) std::atomic<uint64_t> num_pending_{0};
   std::atomic<uint32_t> num_sleepers_{0};
   std::atomic<bool> caller_sleeps_{false};
   std::atomic<bool> is_stopping_{false};

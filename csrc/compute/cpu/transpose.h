@@ -1,5 +1,6 @@
-// Small transpositions in registers, for packing rows of weights into panels: what would be one scattered store per element becomes one
-// store per row of a tile. Written with the compilers' portable vectors: the baseline instruction set of any target suffices.
+// Small transpositions in registers, for packing rows of weights into panels: what would be one
+// scattered store per element becomes one store per row of a tile. Written with the compilers'
+// portable vectors: the baseline instruction set of any target suffices.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -30,8 +31,12 @@ void store_vector(void* to, V value) {
   std::memcpy(to, &value, sizeof(value));
 }
 
-inline U16x8 low16(U16x8 a, U16x8 b) { return __builtin_shufflevector(a, b, 0, 8, 1, 9, 2, 10, 3, 11); }
-inline U16x8 high16(U16x8 a, U16x8 b) { return __builtin_shufflevector(a, b, 4, 12, 5, 13, 6, 14, 7, 15); }
+inline U16x8 low16(U16x8 a, U16x8 b) {
+  return __builtin_shufflevector(a, b, 0, 8, 1, 9, 2, 10, 3, 11);
+}
+inline U16x8 high16(U16x8 a, U16x8 b) {
+  return __builtin_shufflevector(a, b, 4, 12, 5, 13, 6, 14, 7, 15);
+}
 inline U32x4 low32(U32x4 a, U32x4 b) { return __builtin_shufflevector(a, b, 0, 4, 1, 5); }
 inline U32x4 high32(U32x4 a, U32x4 b) { return __builtin_shufflevector(a, b, 2, 6, 3, 7); }
 inline U64x2 low64(U64x2 a, U64x2 b) { return __builtin_shufflevector(a, b, 0, 2); }
@@ -44,8 +49,10 @@ inline void transpose_tile(const uint32_t* const* rows, uint32_t* target, size_t
   using namespace internal;
   const U32x4 a = load_vector<U32x4>(rows[0]), b = load_vector<U32x4>(rows[1]);
   const U32x4 c = load_vector<U32x4>(rows[2]), d = load_vector<U32x4>(rows[3]);
-  const auto ab0 = reinterpret_cast<U64x2>(low32(a, b)), ab1 = reinterpret_cast<U64x2>(high32(a, b));
-  const auto cd0 = reinterpret_cast<U64x2>(low32(c, d)), cd1 = reinterpret_cast<U64x2>(high32(c, d));
+  const auto ab0 = reinterpret_cast<U64x2>(low32(a, b)),
+             ab1 = reinterpret_cast<U64x2>(high32(a, b));
+  const auto cd0 = reinterpret_cast<U64x2>(low32(c, d)),
+             cd1 = reinterpret_cast<U64x2>(high32(c, d));
   store_vector(target, low64(ab0, cd0));
   store_vector(target + target_stride, high64(ab0, cd0));
   store_vector(target + 2 * target_stride, low64(ab1, cd1));
@@ -55,7 +62,8 @@ inline void transpose_tile(const uint32_t* const* rows, uint32_t* target, size_t
 // Likewise for s, k < 8.
 inline void transpose_tile(const uint16_t* const* rows, uint16_t* target, size_t target_stride) {
   using namespace internal;
-  U32x4 pairs[8];  // [2 * i] inputs 0..3 of rows 2i and 2i + 1 side by side, [2 * i + 1] inputs 4..7
+  // [2 * i] inputs 0..3 of rows 2i and 2i + 1 side by side, [2 * i + 1] inputs 4..7
+  U32x4 pairs[8];
   for (uint32_t i = 0; i < 4; ++i) {
     const U16x8 even = load_vector<U16x8>(rows[2 * i]), odd = load_vector<U16x8>(rows[2 * i + 1]);
     pairs[2 * i] = reinterpret_cast<U32x4>(low16(even, odd));

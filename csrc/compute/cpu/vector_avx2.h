@@ -1,4 +1,5 @@
-// The vector type of compute/activation.h and cpu/kernel_body.h in 256 bits. Included by *_avx2.cc files only.
+// The vector type of compute/activation.h and cpu/kernel_body.h in 256 bits. Included by *_avx2.cc
+// files only.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -12,7 +13,8 @@ struct Avx2Vector {
   using F = __m256;
   using I = __m256i;
   static constexpr int kLanes = 8;
-  static constexpr int kAccumulators = 12;  // of 16 registers; two hold weights, one the broadcast input
+  // of 16 registers; two hold weights, one the broadcast input
+  static constexpr int kAccumulators = 12;
   static constexpr int kMaxTileRows = 6;
 
   static F set1(float value) { return _mm256_set1_ps(value); }
@@ -25,7 +27,9 @@ struct Avx2Vector {
   static F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
   static F min(F a, F b) { return _mm256_min_ps(a, b); }
   static F max(F a, F b) { return _mm256_max_ps(a, b); }
-  static F select_greater(F a, F b, F x, F y) { return _mm256_blendv_ps(y, x, _mm256_cmp_ps(a, b, _CMP_GT_OQ)); }
+  static F select_greater(F a, F b, F x, F y) {
+    return _mm256_blendv_ps(y, x, _mm256_cmp_ps(a, b, _CMP_GT_OQ));
+  }
   static I bits(F value) { return _mm256_castps_si256(value); }
   static I set1i(int32_t value) { return _mm256_set1_epi32(value); }
   static I subi(I a, I b) { return _mm256_sub_epi32(a, b); }
@@ -38,8 +42,12 @@ struct Avx2Vector {
     return _mm256_blendv_ps(value, nan, _mm256_cmp_ps(value, value, _CMP_UNORD_Q));
   }
 
-  struct F16 { uint16_t bits; };
-  struct BF16 { uint16_t bits; };
+  struct F16 {
+    uint16_t bits;
+  };
+  struct BF16 {
+    uint16_t bits;
+  };
   static void load_weights(const float* from, F* pair) {
     pair[0] = _mm256_load_ps(from);
     pair[1] = _mm256_load_ps(from + 8);
@@ -53,7 +61,8 @@ struct Avx2Vector {
   static void load_weights(const BF16* from, F* pair) {
     const __m256i both = _mm256_load_si256(reinterpret_cast<const __m256i*>(from));
     pair[0] = _mm256_castsi256_ps(_mm256_slli_epi32(both, 16));
-    pair[1] = _mm256_castsi256_ps(_mm256_and_si256(both, _mm256_set1_epi32(static_cast<int>(0xffff0000u))));
+    pair[1] = _mm256_castsi256_ps(
+        _mm256_and_si256(both, _mm256_set1_epi32(static_cast<int>(0xffff0000u))));
   }
 
   // Quantised weights (quantized_formats.h). Addresses have no alignment.
@@ -62,36 +71,60 @@ struct Avx2Vector {
   struct Table {
     __m256 low, high;
   };
-  static Table table(const float* values) { return {_mm256_loadu_ps(values), _mm256_loadu_ps(values + 8)}; }
+  static Table table(const float* values) {
+    return {_mm256_loadu_ps(values), _mm256_loadu_ps(values + 8)};
+  }
   // By the low four bits: a permutation sees three of them, the fourth chooses the half.
   static F look_up(const Table& table, I index) {
-    const F low = _mm256_permutevar8x32_ps(table.low, index), high = _mm256_permutevar8x32_ps(table.high, index);
+    const F low = _mm256_permutevar8x32_ps(table.low, index),
+            high = _mm256_permutevar8x32_ps(table.high, index);
     return _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(index, 28)));
   }
-  static I load_words(const uint8_t* from) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)); }
-  static I shift_right(I value, uint32_t count) { return reinterpret_cast<I>(reinterpret_cast<Words>(value) >> count); }
-  static I shift_left(I value, uint32_t count) { return reinterpret_cast<I>(reinterpret_cast<Words>(value) << count); }
-  static I shift_right_signed(I value, int32_t count) { return reinterpret_cast<I>(reinterpret_cast<SignedWords>(value) >> count); }
-  static I merge(I mask, I a, I b) { return _mm256_or_si256(_mm256_and_si256(mask, a), _mm256_andnot_si256(mask, b)); }
+  static I load_words(const uint8_t* from) {
+    return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+  }
+  static I shift_right(I value, uint32_t count) {
+    return reinterpret_cast<I>(reinterpret_cast<Words>(value) >> count);
+  }
+  static I shift_left(I value, uint32_t count) {
+    return reinterpret_cast<I>(reinterpret_cast<Words>(value) << count);
+  }
+  static I shift_right_signed(I value, int32_t count) {
+    return reinterpret_cast<I>(reinterpret_cast<SignedWords>(value) >> count);
+  }
+  static I merge(I mask, I a, I b) {
+    return _mm256_or_si256(_mm256_and_si256(mask, a), _mm256_andnot_si256(mask, b));
+  }
   // 1 with the bits of the mask from `mantissa`.
   static F one_and(I mantissa, I mask) {
-    return _mm256_castsi256_ps(_mm256_or_si256(_mm256_and_si256(mantissa, mask), _mm256_set1_epi32(0x3f800000)));
+    return _mm256_castsi256_ps(
+        _mm256_or_si256(_mm256_and_si256(mantissa, mask), _mm256_set1_epi32(0x3f800000)));
   }
   static F to_float(I value) { return _mm256_cvtepi32_ps(value); }
-  static F load_f16(const uint8_t* from) { return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))); }
-  static I widen_u8(const uint8_t* from) { return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))); }
+  static F load_f16(const uint8_t* from) {
+    return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+  }
+  static I widen_u8(const uint8_t* from) {
+    return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
+  }
   static F load_u8(const uint8_t* from) { return to_float(widen_u8(from)); }
-  static F load_i8(const uint8_t* from) { return to_float(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)))); }
+  static F load_i8(const uint8_t* from) {
+    return to_float(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
+  }
   // 2^(byte - 127); byte < 255.
   static F load_exponents(const uint8_t* from) {
     const I exponents = widen_u8(from);
     const I is_subnormal = _mm256_cmpeq_epi32(exponents, _mm256_setzero_si256());
-    return _mm256_castsi256_ps(_mm256_blendv_epi8(_mm256_slli_epi32(exponents, 23), _mm256_set1_epi32(0x00400000), is_subnormal));
+    return _mm256_castsi256_ps(_mm256_blendv_epi8(_mm256_slli_epi32(exponents, 23),
+                                                  _mm256_set1_epi32(0x00400000), is_subnormal));
   }
-  // e4m3 moved to where f16 has sign, exponent and mantissa is the value over 2^8, subnormals included.
+  // e4m3 moved to where f16 has sign, exponent and mantissa is the value over 2^8, subnormals
+  // included.
   static void load_e4m3(const uint8_t* from, F* pair) {
-    const __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
-    const __m256i halves = _mm256_and_si256(_mm256_slli_epi16(wide, 7), _mm256_set1_epi16(static_cast<int16_t>(0xbf80)));
+    const __m256i wide =
+        _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+    const __m256i halves = _mm256_and_si256(_mm256_slli_epi16(wide, 7),
+                                            _mm256_set1_epi16(static_cast<int16_t>(0xbf80)));
     pair[0] = mul(_mm256_cvtph_ps(_mm256_castsi256_si128(halves)), set1(256.0f));
     pair[1] = mul(_mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1)), set1(256.0f));
   }

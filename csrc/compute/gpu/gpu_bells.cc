@@ -12,9 +12,11 @@
 namespace dflash::compute::gpu {
 namespace {
 
-constexpr uint64_t kWordBytes = 256;    // one word, as memory is allocated
-constexpr uint32_t kBatchRounds = 256;  // queued at once: a driver takes about a thousand operations before it waits without a bound
-constexpr std::chrono::seconds kGrace{5};  // for a kernel beyond its budget, and for what was released
+constexpr uint64_t kWordBytes = 256;  // one word, as memory is allocated
+// queued at once: a driver takes about a thousand operations before it waits without a bound
+constexpr uint32_t kBatchRounds = 256;
+// for a kernel beyond its budget, and for what was released
+constexpr std::chrono::seconds kGrace{5};
 
 }  // namespace
 
@@ -58,23 +60,33 @@ Status GpuBells::reserve() {
 
 Error GpuBells::hung() {
   host_.is_hung_ = true;
-  return Error{ErrorCode::kTimeout, "waits for an answer did not end in spite of their limit; the device counts as hung"};
+  return Error{
+      ErrorCode::kTimeout,
+      "waits for an answer did not end in spite of their limit; the device counts as hung"};
 }
 
 Result<BellOutcome> GpuBells::ring(const BellPlan& plan, BellKind kind) {
   const GpuHost::Turn turn(host_);
   DFLASH_TRY(host_.drain(kGrace));
   DFLASH_TRY(reserve());
-  auto rung = kind == BellKind::kKernel ? ring_by_kernel(plan) : kind == BellKind::kStream ? ring_by_stream(plan) : ring_by_calls(plan);
+  auto rung = kind == BellKind::kKernel   ? ring_by_kernel(plan)
+              : kind == BellKind::kStream ? ring_by_stream(plan)
+                                          : ring_by_calls(plan);
   if (!rung.ok()) return host_.named(std::move(rung).error());
   return rung;
 }
 
 Result<BellOutcome> GpuBells::ring_by_kernel(const BellPlan& plan) {
-  const BellParams params{plan.ring, plan.answer, reinterpret_cast<uint32_t*>(memory_), static_cast<uint64_t>(plan.budget.count()), plan.first,
+  const BellParams params{plan.ring,
+                          plan.answer,
+                          reinterpret_cast<uint32_t*>(memory_),
+                          static_cast<uint64_t>(plan.budget.count()),
+                          plan.first,
                           plan.num_rounds};
   DFLASH_TRY(host_.runtime_->fill(memory_, 0, sizeof(uint32_t)));
-  DFLASH_TRY(host_.runtime_->launch({.kernel = kernel_id(PlainKernel::k_ring_bells), .threads = kBellThreads, .params = &params,
+  DFLASH_TRY(host_.runtime_->launch({.kernel = kernel_id(PlainKernel::k_ring_bells),
+                                     .threads = kBellThreads,
+                                     .params = &params,
                                      .params_bytes = sizeof params}));
   DFLASH_TRY(host_.runtime_->copy_out(mirror_, memory_, sizeof(uint32_t)));
   const auto is_done = host_.runtime_->wait(plan.budget + kGrace);
@@ -96,12 +108,14 @@ Result<BellOutcome> GpuBells::ring_by_stream(const BellPlan& plan) {
       queued = host_.runtime_->write_word(plan.ring, value);
       if (queued.ok()) queued = host_.runtime_->await_word(plan.answer, value);
     }
-    auto is_done = queued.ok() ? host_.runtime_->wait(std::chrono::nanoseconds(deadline.left_ns())) : Result<bool>(false);
+    auto is_done = queued.ok() ? host_.runtime_->wait(std::chrono::nanoseconds(deadline.left_ns()))
+                               : Result<bool>(false);
     if (is_done.ok() && is_done.value()) {
       outcome.num_done += batch;
       continue;
     }
-    std::atomic_ref<uint32_t>(*plan.release).store(plan.first + plan.num_rounds, std::memory_order_release);
+    std::atomic_ref<uint32_t>(*plan.release)
+        .store(plan.first + plan.num_rounds, std::memory_order_release);
     is_done = host_.runtime_->wait(kGrace);
     if (!queued.ok()) return std::move(queued).error();
     if (!is_done.ok()) return std::move(is_done).error();
@@ -118,7 +132,8 @@ Result<BellOutcome> GpuBells::ring_by_calls(const BellPlan& plan) {
   for (uint32_t queued = 0; queued < plan.num_rounds;) {
     const uint32_t batch = std::min(kBatchRounds, plan.num_rounds - queued);
     for (uint32_t i = 0; i < batch; ++i) {
-      DFLASH_TRY(host_.runtime_->fill(memory_, 0, sizeof(uint32_t)));  // work of the device that the call follows
+      // work of the device that the call follows
+      DFLASH_TRY(host_.runtime_->fill(memory_, 0, sizeof(uint32_t)));
       DFLASH_TRY(host_.runtime_->call_host(&Calls::note, calls_.get()));
     }
     auto is_done = host_.runtime_->wait(std::chrono::nanoseconds(deadline.left_ns()) + kGrace);

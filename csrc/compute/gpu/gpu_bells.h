@@ -1,5 +1,5 @@
-// What a doorbell costs on a host's device, by each way a device has to ring a processor and to wait for it: `bench doorbell`. Device steps use
-// the first way only.
+// What a doorbell costs on a host's device, by each way a device has to ring a processor and to
+// wait for it: `bench doorbell`. Device steps use the first way only.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -17,15 +17,18 @@ enum class BellKind : uint8_t {
 };
 
 struct BellPlan {
-  uint32_t* ring = nullptr;          // addresses as map_memory gave them; the answer is of the same number as the ring
+  // addresses as map_memory gave them; the answer is of the same number as the ring
+  uint32_t* ring = nullptr;
   const uint32_t* answer = nullptr;
-  uint32_t* release = nullptr;       // kStream: the answer's word as the host may write it, to end a wait whose answer never comes
+  // kStream: the answer's word as the host may write it, to end a wait whose answer never comes
+  uint32_t* release = nullptr;
   uint32_t first = 1, num_rounds = 1;
   std::chrono::nanoseconds budget{};  // of all rounds
 };
 
 struct BellOutcome {
-  uint32_t num_done = 0;          // rounds that were answered in time; kStream: whole batches of them
+  // rounds that were answered in time; kStream: whole batches of them
+  uint32_t num_done = 0;
   std::vector<int64_t> calls_ns;  // kCall: when each was made, by the steady clock
 };
 
@@ -36,7 +39,8 @@ class GpuBells {
   GpuBells(const GpuBells&) = delete;
   GpuBells& operator=(const GpuBells&) = delete;
 
-  // Errors: kUnsupported where the driver has no such way; the device's. Where it does not end in spite of the budget, it counts as hung.
+  // Errors: kUnsupported where the driver has no such way; the device's. Where it does not end in
+  // spite of the budget, it counts as hung.
   Result<BellOutcome> ring(const BellPlan& plan, BellKind kind);
 
  private:

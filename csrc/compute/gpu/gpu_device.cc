@@ -8,12 +8,14 @@
 namespace dflash::compute::gpu {
 namespace {
 
-constexpr std::chrono::milliseconds kProgressEvery{5};     // well below the 20 ms at which a worker must show progress
-constexpr uint64_t kStoreBytes = uint64_t{4} << 20;        // of staging per copy while experts load
+// well below the 20 ms at which a worker must show progress
+constexpr std::chrono::milliseconds kProgressEvery{5};
+constexpr uint64_t kStoreBytes = uint64_t{4} << 20;  // of staging per copy while experts load
 
 }  // namespace
 
-GpuDevice::GpuDevice(std::unique_ptr<DeviceRuntime> runtime, std::chrono::nanoseconds wait_limit, uint64_t batch_bytes)
+GpuDevice::GpuDevice(std::unique_ptr<DeviceRuntime> runtime, std::chrono::nanoseconds wait_limit,
+                     uint64_t batch_bytes)
     : runtime_(std::move(runtime)), wait_limit_(wait_limit), batch_bytes_(batch_bytes) {}
 
 GpuDevice::~GpuDevice() {
@@ -50,7 +52,8 @@ Result<uint64_t> GpuDevice::free_bytes() {
   return runtime_->free_bytes();
 }
 
-Status GpuDevice::store(std::byte* device, const std::byte* host, uint64_t num_bytes, ProgressCounter& progress) {
+Status GpuDevice::store(std::byte* device, const std::byte* host, uint64_t num_bytes,
+                        ProgressCounter& progress) {
   Turn turn(*this);
   for (uint64_t done = 0; done < num_bytes;) {
     const uint64_t size = std::min(kStoreBytes, num_bytes - done);
@@ -83,7 +86,8 @@ Result<std::byte*> GpuDevice::grow_scratch(uint64_t num_bytes) {
   scratch_bytes_ = 0;
   uint64_t wanted = num_bytes + num_bytes / 4;
   auto grown = runtime_->allocate(wanted);
-  if (!grown.ok() && grown.error().code == ErrorCode::kOutOfMemory) grown = runtime_->allocate(wanted = num_bytes);
+  if (!grown.ok() && grown.error().code == ErrorCode::kOutOfMemory)
+    grown = runtime_->allocate(wanted = num_bytes);
   if (!grown.ok()) return named(std::move(grown).error().with("scratch memory for a batch"));
   scratch_ = grown.value();
   scratch_bytes_ = wanted;
@@ -91,7 +95,9 @@ Result<std::byte*> GpuDevice::grow_scratch(uint64_t num_bytes) {
 }
 
 Status GpuDevice::drain(ProgressCounter& progress) {
-  if (is_hung_) return Error{ErrorCode::kWorkerFailed, name() + " did not answer within its limit before; restart the worker"};
+  if (is_hung_)
+    return Error{ErrorCode::kWorkerFailed,
+                 name() + " did not answer within its limit before; restart the worker"};
   const auto deadline = std::chrono::steady_clock::now() + wait_limit_;
   while (true) {
     auto is_done = runtime_->wait(std::min<std::chrono::nanoseconds>(kProgressEvery, wait_limit_));
@@ -100,9 +106,12 @@ Status GpuDevice::drain(ProgressCounter& progress) {
     if (is_done.value()) return ok();
     if (std::chrono::steady_clock::now() < deadline) continue;
     is_hung_ = true;
-    return Error{ErrorCode::kTimeout, name() + " did not finish within " +
-                                          std::to_string(std::chrono::duration_cast<std::chrono::milliseconds>(wait_limit_).count()) +
-                                          " ms; it counts as hung"};
+    return Error{
+        ErrorCode::kTimeout,
+        name() + " did not finish within " +
+            std::to_string(
+                std::chrono::duration_cast<std::chrono::milliseconds>(wait_limit_).count()) +
+            " ms; it counts as hung"};
   }
 }
 

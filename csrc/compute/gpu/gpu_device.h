@@ -1,4 +1,5 @@
-// One device as its layers share it: the runtime behind a lock, the pinned staging buffer, scratch memory that grows and is reused.
+// One device as its layers share it: the runtime behind a lock, the pinned staging buffer, scratch
+// memory that grows and is reused.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -12,9 +13,11 @@ namespace dflash::compute::gpu {
 
 class GpuDevice {
  public:
-  // `wait_limit` bounds every wait for the device: a kernel that takes longer counts as hung. `batch_bytes` bounds the values that a
-  // batch keeps in scratch memory: larger ones are computed in pieces (a single row may exceed it).
-  explicit GpuDevice(std::unique_ptr<DeviceRuntime> runtime, std::chrono::nanoseconds wait_limit = std::chrono::seconds(30),
+  // `wait_limit` bounds every wait for the device: a kernel that takes longer counts as hung.
+  // `batch_bytes` bounds the values that a batch keeps in scratch memory: larger ones are computed
+  // in pieces (a single row may exceed it).
+  explicit GpuDevice(std::unique_ptr<DeviceRuntime> runtime,
+                     std::chrono::nanoseconds wait_limit = std::chrono::seconds(30),
                      uint64_t batch_bytes = uint64_t{256} << 20);
   ~GpuDevice();
   GpuDevice(const GpuDevice&) = delete;
@@ -24,23 +27,26 @@ class GpuDevice {
   std::string name() const;  // "cuda 0 (NVIDIA H200)", for messages
   uint64_t batch_bytes() const { return batch_bytes_; }
 
-  // Memory for a layer, zeroed. Errors: kOutOfMemory naming device, bytes asked for and free. Any thread.
+  // Memory for a layer, zeroed. Errors: kOutOfMemory naming device, bytes asked for and free. Any
+  // thread.
   Result<std::byte*> allocate(uint64_t num_bytes);
   void release(std::byte* memory);
   Result<uint64_t> free_bytes();
   // Copies through the staging buffer and waits. Any thread.
-  Status store(std::byte* device, const std::byte* host, uint64_t num_bytes, ProgressCounter& progress);
+  Status store(std::byte* device, const std::byte* host, uint64_t num_bytes,
+               ProgressCounter& progress);
 
   // A turn on the device: others wait until it is destroyed.
   class Turn {
    public:
     explicit Turn(GpuDevice& device) : device_(device), lock_(device.mutex_) {}
     DeviceRuntime& runtime() { return *device_.runtime_; }
-    // Host memory that copies fastest, device memory for the turn; contents undefined. Each call may move what it gave before, so the
-    // queue must be empty.
+    // Host memory that copies fastest, device memory for the turn; contents undefined. Each call
+    // may move what it gave before, so the queue must be empty.
     Result<std::byte*> staging(uint64_t num_bytes) { return device_.grow_staging(num_bytes); }
     Result<std::byte*> scratch(uint64_t num_bytes) { return device_.grow_scratch(num_bytes); }
-    // Until everything queued is done; bumps `progress` every few milliseconds. Errors: kTimeout after the limit, and the device's.
+    // Until everything queued is done; bumps `progress` every few milliseconds. Errors: kTimeout
+    // after the limit, and the device's.
     Status drain(ProgressCounter& progress) { return device_.drain(progress); }
 
    private:

@@ -1,5 +1,6 @@
-// The forward of a GPU layer: rows and lists go to the device in one copy, routing and the two projections run there, the reply comes back in
-// another. All offsets of a chunk's scratch are known before anything is queued, and nothing on the host waits for a list made on the device.
+// The forward of a GPU layer: rows and lists go to the device in one copy, routing and the two
+// projections run there, the reply comes back in another. All offsets of a chunk's scratch are
+// known before anything is queued, and nothing on the host waits for a list made on the device.
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 #include <cstring>
@@ -21,7 +22,9 @@ constexpr uint32_t kMostFewSubgroups = 8;
 constexpr uint32_t kCodesPerThread = 4;
 constexpr uint32_t kHalfFewThreads = 256;
 
-uint32_t divide_up(uint64_t value, uint64_t by) { return static_cast<uint32_t>((value + by - 1) / by); }
+uint32_t divide_up(uint64_t value, uint64_t by) {
+  return static_cast<uint32_t>((value + by - 1) / by);
+}
 uint32_t padded(uint32_t count, uint32_t to) { return (count + to - 1) / to * to; }
 
 template <class T>
@@ -30,7 +33,8 @@ T* at(std::byte* device, uint64_t offset) {
 }
 
 template <class Params>
-Status launch(DeviceRuntime& runtime, KernelId kernel, uint32_t grid_x, uint32_t grid_y, uint32_t threads, const Params& params) {
+Status launch(DeviceRuntime& runtime, KernelId kernel, uint32_t grid_x, uint32_t grid_y,
+              uint32_t threads, const Params& params) {
   return runtime.launch({kernel, grid_x, grid_y, threads, &params, sizeof(params)});
 }
 
@@ -40,20 +44,28 @@ uint32_t few_threads(uint32_t inputs) {
   return (subgroups + 1) / 2 * 64;
 }
 
-// How a class launches gate and up, and down: its few-row and its many-row kernel, which give equal bits.
+// How a class launches gate and up, and down: its few-row and its many-row kernel, which give equal
+// bits.
 struct ProjectionKernels {
   KernelId few, many;
   uint32_t few_blocks, few_threads;  // in a grid's first direction, and per block
   uint32_t many_blocks, many_threads;
 };
 
-// A block of the bf16 few-row kernel has two panels, and a team per chain: as many threads as execute together.
-ProjectionKernels projection_kernels(NumericsClass numerics, WeightFormat format, const ProjectionParams& params, uint32_t many_blocks,
+// A block of the bf16 few-row kernel has two panels, and a team per chain: as many threads as
+// execute together.
+ProjectionKernels projection_kernels(NumericsClass numerics, WeightFormat format,
+                                     const ProjectionParams& params, uint32_t many_blocks,
                                      const DeviceFacts& facts) {
   if (is_matrix_class(numerics)) {
-    const uint32_t threads = std::min(num_chains(params.num_inputs) * facts.wave_width, kHalfFewThreads);
-    ProjectionKernels kernels{kernel_id(WeightKernel::k_bf16_few, format), kernel_id(WeightKernel::k_bf16_many, format), many_blocks,
-                              padded(threads, 64), many_blocks, kManyThreads};
+    const uint32_t threads =
+        std::min(num_chains(params.num_inputs) * facts.wave_width, kHalfFewThreads);
+    ProjectionKernels kernels{kernel_id(WeightKernel::k_bf16_few, format),
+                              kernel_id(WeightKernel::k_bf16_many, format),
+                              many_blocks,
+                              padded(threads, 64),
+                              many_blocks,
+                              kManyThreads};
     if (!facts.has_warpgroups) return kernels;
     kernels.many = kernel_id(WeightKernel::k_bf16_wgmma, format);
     kernels.many_blocks = divide_up(many_blocks, 2);
@@ -62,13 +74,26 @@ ProjectionKernels projection_kernels(NumericsClass numerics, WeightFormat format
   }
   const uint32_t panels = num_panels(params.num_outputs), threads = few_threads(params.num_inputs);
   if (numerics == NumericsClass::kF16Dot2) {
-    return {kernel_id(WeightKernel::k_dot2_few, format), kernel_id(WeightKernel::k_dot2_many, format), panels, threads, many_blocks, kManyThreads};
-  }
-  if (numerics == NumericsClass::kInt8Groups) {
-    return {kernel_id(IntegerKernel::k_int8_few, format), kernel_id(IntegerKernel::k_int8_many, format), panels, threads, many_blocks,
+    return {kernel_id(WeightKernel::k_dot2_few, format),
+            kernel_id(WeightKernel::k_dot2_many, format),
+            panels,
+            threads,
+            many_blocks,
             kManyThreads};
   }
-  return {kernel_id(WeightKernel::k_project_few, format), kernel_id(WeightKernel::k_project_many, format), panels, threads, many_blocks,
+  if (numerics == NumericsClass::kInt8Groups) {
+    return {kernel_id(IntegerKernel::k_int8_few, format),
+            kernel_id(IntegerKernel::k_int8_many, format),
+            panels,
+            threads,
+            many_blocks,
+            kManyThreads};
+  }
+  return {kernel_id(WeightKernel::k_project_few, format),
+          kernel_id(WeightKernel::k_project_many, format),
+          panels,
+          threads,
+          many_blocks,
           kManyThreads};
 }
 
@@ -79,9 +104,12 @@ uint64_t code_row_bytes(NumericsClass numerics, uint32_t inputs) {
 }
 
 Status launch_codes(DeviceRuntime& runtime, NumericsClass numerics, const QuantizeParams& params) {
-  const PlainKernel kernel = numerics == NumericsClass::kInt8Groups ? PlainKernel::k_quantize_rows : PlainKernel::k_halve_rows;
-  const uint64_t threads = uint64_t{params.num_rows} * num_chains(params.row_size) * (kChain / kCodesPerThread);
-  return launch(runtime, kernel_id(kernel), divide_up(threads, kElementThreads), 1, kElementThreads, params);
+  const PlainKernel kernel = numerics == NumericsClass::kInt8Groups ? PlainKernel::k_quantize_rows
+                                                                    : PlainKernel::k_halve_rows;
+  const uint64_t threads =
+      uint64_t{params.num_rows} * num_chains(params.row_size) * (kChain / kCodesPerThread);
+  return launch(runtime, kernel_id(kernel), divide_up(threads, kElementThreads), 1, kElementThreads,
+                params);
 }
 
 }  // namespace
@@ -91,18 +119,21 @@ struct GpuLayer::Chunk {
   uint32_t first_row, num_rows, first_pair, num_pairs;
 };
 
-// Offsets of a chunk's lists and values in scratch memory. The first `input_bytes` are the host's, copied at once: with the routing lists
-// where it makes them (host_routing.h).
+// Offsets of a chunk's lists and values in scratch memory. The first `input_bytes` are the host's,
+// copied at once: with the routing lists where it makes them (host_routing.h).
 struct GpuLayer::Scratch {
   uint64_t num_bytes = 0;
   bool is_listed_at_host = false;
   uint64_t weights = 0, counts = 0, ids = 0, source = 0, input_bytes = 0;
-  uint64_t row_begins = 0, pair_rows = 0, expert_counts = 0, slot_pairs = 0, pair_slots = 0, row_slots = 0;
+  uint64_t row_begins = 0, pair_rows = 0, expert_counts = 0, slot_pairs = 0, pair_slots = 0,
+           row_slots = 0;
   uint64_t num_tiles = 0, few_tiles = 0, many_tiles = 0;
   uint32_t most_few_tiles = 0, most_many_tiles = 0;
   uint64_t rows = 0, hidden = 0, downs = 0;
-  uint64_t row_codes = 0, hidden_codes = 0;  // in place of the rows, and beside the intermediate ones, where a class computes with codes
-  uint64_t out_of_range = 0, reply = 0, output_bytes = 0;  // both come back at once, from out_of_range on
+  // in place of the rows, and beside the intermediate ones, where a class computes with codes
+  uint64_t row_codes = 0, hidden_codes = 0;
+  // both come back at once, from out_of_range on
+  uint64_t out_of_range = 0, reply = 0, output_bytes = 0;
   uint32_t row_stride = 0, hidden_stride = 0;
   uint32_t few_tile_rows = kFewTileRows;
   uint64_t place(uint64_t bytes) {
@@ -116,7 +147,8 @@ Status GpuLayer::forward(const ForwardArgs& args, ProgressCounter& progress) {
   DFLASH_TRY(check_batch(args, num_local_experts_));
   for (uint16_t id : args.local_expert_ids) {
     if (is_loaded_[id] == 0) {
-      return Error{ErrorCode::kInvalidArgument, "local expert " + std::to_string(id) + " was not loaded; load it before forward"};
+      return Error{ErrorCode::kInvalidArgument, "local expert " + std::to_string(id) +
+                                                    " was not loaded; load it before forward"};
     }
   }
   uint32_t row = 0, pair = 0;
@@ -129,14 +161,19 @@ Status GpuLayer::forward(const ForwardArgs& args, ProgressCounter& progress) {
   return ok();
 }
 
-GpuLayer::Chunk GpuLayer::next_chunk(const ForwardArgs& args, uint32_t first_row, uint32_t first_pair) const {
-  const uint64_t pair_bytes = 4 * (uint64_t{spec_.intermediate_size} + spec_.out_size) + code_row_bytes(numerics_, spec_.intermediate_size);
+GpuLayer::Chunk GpuLayer::next_chunk(const ForwardArgs& args, uint32_t first_row,
+                                     uint32_t first_pair) const {
+  const uint64_t pair_bytes = 4 * (uint64_t{spec_.intermediate_size} + spec_.out_size) +
+                              code_row_bytes(numerics_, spec_.intermediate_size);
   const uint64_t row_bytes = 4 * (uint64_t{spec_.in_size} + spec_.out_size);
   Chunk chunk{first_row, 0, first_pair, 0};
   for (uint32_t row = first_row; row < args.num_rows; ++row) {
     const uint32_t pairs = args.row_counts[row];
-    const uint64_t bytes = (chunk.num_pairs + pairs) * pair_bytes + (chunk.num_rows + 1) * row_bytes;
-    if (chunk.num_rows != 0 && (chunk.num_pairs + pairs > kMaxChunkPairs || bytes > device_->batch_bytes())) break;
+    const uint64_t bytes =
+        (chunk.num_pairs + pairs) * pair_bytes + (chunk.num_rows + 1) * row_bytes;
+    if (chunk.num_rows != 0 &&
+        (chunk.num_pairs + pairs > kMaxChunkPairs || bytes > device_->batch_bytes()))
+      break;
     ++chunk.num_rows;
     chunk.num_pairs += pairs;
   }
@@ -151,10 +188,10 @@ GpuLayer::Scratch GpuLayer::place_scratch(const Chunk& chunk, const ForwardArgs&
   scratch.row_stride = padded(spec_.in_size, has_halves ? 8 : 4);  // 16 bytes
   scratch.hidden_stride = padded(spec_.intermediate_size, has_halves ? 8 : 4);
   scratch.few_tile_rows = has_halves ? kHalfFewTileRows : kFewTileRows;
-  scratch.most_few_tiles =
-      static_cast<uint32_t>(std::min<uint64_t>(pairs, uint64_t{num_local_experts_} * (kMostFewPairs / scratch.few_tile_rows)));
-  scratch.most_many_tiles =
-      static_cast<uint32_t>(std::min<uint64_t>(pairs / (kMostFewPairs + 1), num_local_experts_ + pairs / kManyTileRows));
+  scratch.most_few_tiles = static_cast<uint32_t>(std::min<uint64_t>(
+      pairs, uint64_t{num_local_experts_} * (kMostFewPairs / scratch.few_tile_rows)));
+  scratch.most_many_tiles = static_cast<uint32_t>(
+      std::min<uint64_t>(pairs / (kMostFewPairs + 1), num_local_experts_ + pairs / kManyTileRows));
   scratch.is_listed_at_host = pairs <= kMostHostPairs;
   const auto place_lists = [&] {
     scratch.row_begins = scratch.place((rows + 1) * sizeof(uint32_t));
@@ -173,9 +210,11 @@ GpuLayer::Scratch GpuLayer::place_scratch(const Chunk& chunk, const ForwardArgs&
     scratch.ids = scratch.place(pairs * sizeof(uint16_t));
   }
   scratch.source = scratch.place(rows * spec_.in_size * dtype_bytes(args.row_dtype));
-  scratch.out_of_range = scratch.place(sizeof(uint64_t));  // the last of the inputs and the first of the outputs: no operation of its own
+  // the last of the inputs and the first of the outputs: no operation of its own
+  scratch.out_of_range = scratch.place(sizeof(uint64_t));
   scratch.input_bytes = scratch.num_bytes;
-  scratch.reply = scratch.place(rows * spec_.out_size * sizeof(float));  // wide enough for range_failure(), whatever the dtype
+  // wide enough for range_failure(), whatever the dtype
+  scratch.reply = scratch.place(rows * spec_.out_size * sizeof(float));
   if (!scratch.is_listed_at_host) {
     place_lists();
     scratch.expert_counts = scratch.place(num_local_experts_ * sizeof(uint32_t));
@@ -183,17 +222,20 @@ GpuLayer::Scratch GpuLayer::place_scratch(const Chunk& chunk, const ForwardArgs&
   }
   if (code_row_bytes(numerics_, 1) != 0) {
     scratch.row_codes = scratch.place(rows * code_row_bytes(numerics_, spec_.in_size));
-    scratch.hidden_codes = scratch.place(pairs * code_row_bytes(numerics_, spec_.intermediate_size));
+    scratch.hidden_codes =
+        scratch.place(pairs * code_row_bytes(numerics_, spec_.intermediate_size));
   } else {
     scratch.rows = scratch.place(rows * scratch.row_stride * value_bytes);
   }
   scratch.hidden = scratch.place(pairs * scratch.hidden_stride * value_bytes);
   scratch.downs = scratch.place(pairs * spec_.out_size * sizeof(float));
-  scratch.output_bytes = scratch.reply - scratch.out_of_range + rows * spec_.out_size * dtype_bytes(args.reply_dtype);
+  scratch.output_bytes =
+      scratch.reply - scratch.out_of_range + rows * spec_.out_size * dtype_bytes(args.reply_dtype);
   return scratch;
 }
 
-Status GpuLayer::forward_chunk(const ForwardArgs& args, const Chunk& chunk, ProgressCounter& progress) {
+Status GpuLayer::forward_chunk(const ForwardArgs& args, const Chunk& chunk,
+                               ProgressCounter& progress) {
   GpuDevice::Turn turn(*device_);
   Scratch scratch = place_scratch(chunk, args);
   auto device = turn.scratch(scratch.num_bytes);
@@ -204,20 +246,24 @@ Status GpuLayer::forward_chunk(const ForwardArgs& args, const Chunk& chunk, Prog
   if (scratch.is_listed_at_host) list_pairs(args, chunk, scratch, host.value());
   DFLASH_TRY(queue_inputs(args, chunk, scratch, device.value(), host.value(), runtime));
   if (chunk.num_pairs != 0) {
-    if (!scratch.is_listed_at_host) DFLASH_TRY(queue_routing(chunk, scratch, device.value(), runtime));
+    if (!scratch.is_listed_at_host)
+      DFLASH_TRY(queue_routing(chunk, scratch, device.value(), runtime));
     DFLASH_TRY(queue_projections(chunk, scratch, device.value(), runtime));
   }
   const CombineParams combine = combine_params(chunk, scratch, device.value(), args.reply_dtype);
   const uint32_t blocks = divide_up(uint64_t{chunk.num_rows} * spec_.out_size, kElementThreads);
-  DFLASH_TRY(launch(runtime, kernel_id(PlainKernel::k_combine), blocks, 1, kElementThreads, combine));
+  DFLASH_TRY(
+      launch(runtime, kernel_id(PlainKernel::k_combine), blocks, 1, kElementThreads, combine));
   DFLASH_TRY(runtime.mark(Mark::kEnd));
-  DFLASH_TRY(runtime.copy_out(host.value(), device.value() + scratch.out_of_range, scratch.output_bytes));
+  DFLASH_TRY(
+      runtime.copy_out(host.value(), device.value() + scratch.out_of_range, scratch.output_bytes));
   DFLASH_TRY(turn.drain(progress));
   const auto computed_ns = runtime.elapsed_ns();
   if (!computed_ns.ok()) return Error{computed_ns.error().code, computed_ns.error().message};
   device_ns_ += computed_ns.value();
   const uint64_t reply_row = uint64_t{spec_.out_size} * dtype_bytes(args.reply_dtype);
-  std::memcpy(args.reply + chunk.first_row * reply_row, host.value() + (scratch.reply - scratch.out_of_range), chunk.num_rows * reply_row);
+  std::memcpy(args.reply + chunk.first_row * reply_row,
+              host.value() + (scratch.reply - scratch.out_of_range), chunk.num_rows * reply_row);
   uint64_t out_of_range;
   std::memcpy(&out_of_range, host.value(), sizeof(out_of_range));
   if (out_of_range == kInRange) return ok();
@@ -225,26 +271,36 @@ Status GpuLayer::forward_chunk(const ForwardArgs& args, const Chunk& chunk, Prog
 }
 
 // The lists of a small batch into staging; the grids then have exactly as many tiles as there are.
-void GpuLayer::list_pairs(const ForwardArgs& args, const Chunk& chunk, Scratch& scratch, std::byte* host) const {
-  const RoutingLists lists{at<uint32_t>(host, scratch.row_begins), at<uint32_t>(host, scratch.pair_rows), at<uint32_t>(host, scratch.slot_pairs),
-                           at<uint32_t>(host, scratch.row_slots),  at<uint32_t>(host, scratch.num_tiles), at<Tile>(host, scratch.few_tiles),
-                           at<Tile>(host, scratch.many_tiles), scratch.few_tile_rows};
-  list_at_host(args.row_counts.subspan(chunk.first_row, chunk.num_rows), args.local_expert_ids.subspan(chunk.first_pair, chunk.num_pairs),
-               num_local_experts_, lists);
+void GpuLayer::list_pairs(const ForwardArgs& args, const Chunk& chunk, Scratch& scratch,
+                          std::byte* host) const {
+  const RoutingLists lists{
+      at<uint32_t>(host, scratch.row_begins), at<uint32_t>(host, scratch.pair_rows),
+      at<uint32_t>(host, scratch.slot_pairs), at<uint32_t>(host, scratch.row_slots),
+      at<uint32_t>(host, scratch.num_tiles),  at<Tile>(host, scratch.few_tiles),
+      at<Tile>(host, scratch.many_tiles),     scratch.few_tile_rows};
+  list_at_host(args.row_counts.subspan(chunk.first_row, chunk.num_rows),
+               args.local_expert_ids.subspan(chunk.first_pair, chunk.num_pairs), num_local_experts_,
+               lists);
   scratch.most_few_tiles = lists.num_tiles[0];
   scratch.most_many_tiles = lists.num_tiles[1];
 }
 
-Status GpuLayer::queue_inputs(const ForwardArgs& args, const Chunk& chunk, const Scratch& scratch, std::byte* device, std::byte* host,
-                              DeviceRuntime& runtime) const {
-  const uint64_t source_bytes = uint64_t{chunk.num_rows} * spec_.in_size * dtype_bytes(args.row_dtype), none = kInRange;
-  const std::byte* source = args.rows + chunk.first_row * uint64_t{spec_.in_size} * dtype_bytes(args.row_dtype);
+Status GpuLayer::queue_inputs(const ForwardArgs& args, const Chunk& chunk, const Scratch& scratch,
+                              std::byte* device, std::byte* host, DeviceRuntime& runtime) const {
+  const uint64_t source_bytes =
+                     uint64_t{chunk.num_rows} * spec_.in_size * dtype_bytes(args.row_dtype),
+                 none = kInRange;
+  const std::byte* source =
+      args.rows + chunk.first_row * uint64_t{spec_.in_size} * dtype_bytes(args.row_dtype);
   if (chunk.num_pairs != 0) {  // an empty span may be null
-    std::memcpy(host + scratch.weights, args.weights.data() + chunk.first_pair, chunk.num_pairs * sizeof(float));
+    std::memcpy(host + scratch.weights, args.weights.data() + chunk.first_pair,
+                chunk.num_pairs * sizeof(float));
   }
   if (!scratch.is_listed_at_host) {
-    std::memcpy(host + scratch.counts, args.row_counts.data() + chunk.first_row, chunk.num_rows * sizeof(uint16_t));
-    std::memcpy(host + scratch.ids, args.local_expert_ids.data() + chunk.first_pair, chunk.num_pairs * sizeof(uint16_t));
+    std::memcpy(host + scratch.counts, args.row_counts.data() + chunk.first_row,
+                chunk.num_rows * sizeof(uint16_t));
+    std::memcpy(host + scratch.ids, args.local_expert_ids.data() + chunk.first_pair,
+                chunk.num_pairs * sizeof(uint16_t));
   }
   std::memcpy(host + scratch.source, source, source_bytes);
   std::memcpy(host + scratch.out_of_range, &none, sizeof none);
@@ -255,25 +311,31 @@ Status GpuLayer::queue_inputs(const ForwardArgs& args, const Chunk& chunk, const
 }
 
 // The request's rows as the class computes with them.
-Status GpuLayer::queue_rows(const ForwardArgs& args, const Chunk& chunk, const Scratch& scratch, std::byte* device,
-                            DeviceRuntime& runtime) const {
+Status GpuLayer::queue_rows(const ForwardArgs& args, const Chunk& chunk, const Scratch& scratch,
+                            std::byte* device, DeviceRuntime& runtime) const {
   if (code_row_bytes(numerics_, 1) != 0) {
-    return launch_codes(runtime, numerics_, {device + scratch.source, at<unsigned char>(device, scratch.row_codes), chunk.num_rows,
-                                             spec_.in_size, spec_.in_size, args.row_dtype});
+    return launch_codes(runtime, numerics_,
+                        {device + scratch.source, at<unsigned char>(device, scratch.row_codes),
+                         chunk.num_rows, spec_.in_size, spec_.in_size, args.row_dtype});
   }
   if (is_matrix_class(numerics_)) {
-    const NarrowParams narrow{device + scratch.source, at<uint16_t>(device, scratch.rows), chunk.num_rows, spec_.in_size, scratch.row_stride,
-                              args.row_dtype};
-    const uint32_t blocks = divide_up(uint64_t{chunk.num_rows} * scratch.row_stride, kElementThreads);
-    return launch(runtime, kernel_id(PlainKernel::k_narrow_rows), blocks, 1, kElementThreads, narrow);
+    const NarrowParams narrow{device + scratch.source, at<uint16_t>(device, scratch.rows),
+                              chunk.num_rows,          spec_.in_size,
+                              scratch.row_stride,      args.row_dtype};
+    const uint32_t blocks =
+        divide_up(uint64_t{chunk.num_rows} * scratch.row_stride, kElementThreads);
+    return launch(runtime, kernel_id(PlainKernel::k_narrow_rows), blocks, 1, kElementThreads,
+                  narrow);
   }
-  const WidenParams widen{device + scratch.source, at<float>(device, scratch.rows), chunk.num_rows, spec_.in_size, scratch.row_stride,
-                          args.row_dtype};
+  const WidenParams widen{device + scratch.source, at<float>(device, scratch.rows),
+                          chunk.num_rows,          spec_.in_size,
+                          scratch.row_stride,      args.row_dtype};
   const uint32_t blocks = divide_up(uint64_t{chunk.num_rows} * spec_.in_size, kElementThreads);
   return launch(runtime, kernel_id(PlainKernel::k_widen_rows), blocks, 1, kElementThreads, widen);
 }
 
-Status GpuLayer::queue_routing(const Chunk& chunk, const Scratch& scratch, std::byte* device, DeviceRuntime& runtime) const {
+Status GpuLayer::queue_routing(const Chunk& chunk, const Scratch& scratch, std::byte* device,
+                               DeviceRuntime& runtime) const {
   RoutingParams params{};
   params.row_counts = at<uint16_t>(device, scratch.counts);
   params.expert_ids = at<uint16_t>(device, scratch.ids);
@@ -291,12 +353,16 @@ Status GpuLayer::queue_routing(const Chunk& chunk, const Scratch& scratch, std::
   params.few_tiles = at<Tile>(device, scratch.few_tiles);
   params.many_tiles = at<Tile>(device, scratch.many_tiles);
   DFLASH_TRY(launch(runtime, kernel_id(PlainKernel::k_begin_routing), 1, 1, kRouteThreads, params));
-  DFLASH_TRY(launch(runtime, kernel_id(PlainKernel::k_count_pairs), num_local_experts_, 1, kRouteThreads, params));
-  DFLASH_TRY(launch(runtime, kernel_id(PlainKernel::k_list_pairs), num_local_experts_, 1, kRouteThreads, params));
-  return launch(runtime, kernel_id(PlainKernel::k_order_rows), divide_up(chunk.num_pairs, kRouteThreads), 1, kRouteThreads, params);
+  DFLASH_TRY(launch(runtime, kernel_id(PlainKernel::k_count_pairs), num_local_experts_, 1,
+                    kRouteThreads, params));
+  DFLASH_TRY(launch(runtime, kernel_id(PlainKernel::k_list_pairs), num_local_experts_, 1,
+                    kRouteThreads, params));
+  return launch(runtime, kernel_id(PlainKernel::k_order_rows),
+                divide_up(chunk.num_pairs, kRouteThreads), 1, kRouteThreads, params);
 }
 
-Status GpuLayer::queue_projections(const Chunk& chunk, const Scratch& scratch, std::byte* device, DeviceRuntime& runtime) const {
+Status GpuLayer::queue_projections(const Chunk& chunk, const Scratch& scratch, std::byte* device,
+                                   DeviceRuntime& runtime) const {
   const bool has_gate = spec_.gate != GateKind::kNone;
   ProjectionParams first{};
   first.spec = spec_;
@@ -333,14 +399,17 @@ Status GpuLayer::queue_projections(const Chunk& chunk, const Scratch& scratch, s
   second.first_panels = places_.down;
   second.first_bias = places_.down_bias;
   if (code_row_bytes(numerics_, 1) != 0) {
-    DFLASH_TRY(launch_codes(runtime, numerics_, {device + scratch.hidden, at<unsigned char>(device, scratch.hidden_codes), chunk.num_pairs,
-                                                 spec_.intermediate_size, scratch.hidden_stride, Dtype::kF32}));
+    DFLASH_TRY(launch_codes(
+        runtime, numerics_,
+        {device + scratch.hidden, at<unsigned char>(device, scratch.hidden_codes), chunk.num_pairs,
+         spec_.intermediate_size, scratch.hidden_stride, Dtype::kF32}));
   }
   return queue_projection(second, formats_.down, scratch, device, runtime);
 }
 
 // Both kernels: each computes the tiles that the device listed for it, of the most there can be.
-Status GpuLayer::queue_projection(const ProjectionParams& params, WeightFormat format, const Scratch& scratch, std::byte* device,
+Status GpuLayer::queue_projection(const ProjectionParams& params, WeightFormat format,
+                                  const Scratch& scratch, std::byte* device,
                                   DeviceRuntime& runtime) const {
   const uint32_t panels = num_panels(params.num_outputs);
   const bool is_gated = params.is_gate_up && spec_.gate != GateKind::kNone;
@@ -350,32 +419,46 @@ Status GpuLayer::queue_projection(const ProjectionParams& params, WeightFormat f
   many.tiles = at<Tile>(device, scratch.many_tiles);
   many.num_tiles = few.num_tiles + 1;
   const uint32_t blocks = is_gated ? panels : divide_up(panels, 2);
-  const ProjectionKernels kernels = projection_kernels(numerics_, format, params, blocks, device_->facts());
-  DFLASH_TRY(launch(runtime, kernels.few, kernels.few_blocks, scratch.most_few_tiles, kernels.few_threads, few));
+  const ProjectionKernels kernels =
+      projection_kernels(numerics_, format, params, blocks, device_->facts());
+  DFLASH_TRY(launch(runtime, kernels.few, kernels.few_blocks, scratch.most_few_tiles,
+                    kernels.few_threads, few));
   if (scratch.most_many_tiles == 0) return ok();
-  return launch(runtime, kernels.many, kernels.many_blocks, scratch.most_many_tiles, kernels.many_threads, many);
+  return launch(runtime, kernels.many, kernels.many_blocks, scratch.most_many_tiles,
+                kernels.many_threads, many);
 }
 
-CombineParams GpuLayer::combine_params(const Chunk& chunk, const Scratch& scratch, std::byte* device, Dtype dtype) const {
-  return {at<float>(device, scratch.downs),  at<uint32_t>(device, scratch.row_begins), at<uint32_t>(device, scratch.row_slots),
-          at<uint32_t>(device, scratch.slot_pairs), at<float>(device, scratch.weights), device + scratch.reply,
-          at<uint64_t>(device, scratch.out_of_range), chunk.num_rows, spec_.out_size, dtype};
+CombineParams GpuLayer::combine_params(const Chunk& chunk, const Scratch& scratch,
+                                       std::byte* device, Dtype dtype) const {
+  return {at<float>(device, scratch.downs),
+          at<uint32_t>(device, scratch.row_begins),
+          at<uint32_t>(device, scratch.row_slots),
+          at<uint32_t>(device, scratch.slot_pairs),
+          at<float>(device, scratch.weights),
+          device + scratch.reply,
+          at<uint64_t>(device, scratch.out_of_range),
+          chunk.num_rows,
+          spec_.out_size,
+          dtype};
 }
 
 // The value itself was rounded away: the sums once more, in float32.
-Status GpuLayer::range_failure(const ForwardArgs& args, const Chunk& chunk, const Scratch& scratch, std::byte* device, uint64_t index,
-                               GpuDevice::Turn& turn, ProgressCounter& progress) const {
+Status GpuLayer::range_failure(const ForwardArgs& args, const Chunk& chunk, const Scratch& scratch,
+                               std::byte* device, uint64_t index, GpuDevice::Turn& turn,
+                               ProgressCounter& progress) const {
   const uint32_t blocks = divide_up(uint64_t{chunk.num_rows} * spec_.out_size, kElementThreads);
   const CombineParams params = combine_params(chunk, scratch, device, Dtype::kF32);
   auto host = turn.staging(sizeof(float));
   if (!host.ok()) return std::move(host).error();
-  DFLASH_TRY(launch(turn.runtime(), kernel_id(PlainKernel::k_combine), blocks, 1, kElementThreads, params));
-  DFLASH_TRY(turn.runtime().copy_out(host.value(), device + scratch.reply + index * sizeof(float), sizeof(float)));
+  DFLASH_TRY(launch(turn.runtime(), kernel_id(PlainKernel::k_combine), blocks, 1, kElementThreads,
+                    params));
+  DFLASH_TRY(turn.runtime().copy_out(host.value(), device + scratch.reply + index * sizeof(float),
+                                     sizeof(float)));
   DFLASH_TRY(turn.drain(progress));
   float value;
   std::memcpy(&value, host.value(), sizeof(value));
-  return range_error(chunk.first_row + static_cast<uint32_t>(index / spec_.out_size), static_cast<uint32_t>(index % spec_.out_size), value,
-                     args.reply_dtype);
+  return range_error(chunk.first_row + static_cast<uint32_t>(index / spec_.out_size),
+                     static_cast<uint32_t>(index % spec_.out_size), value, args.reply_dtype);
 }
 
 }  // namespace dflash::compute::gpu

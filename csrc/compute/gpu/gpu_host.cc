@@ -41,14 +41,18 @@ Status GpuHost::copy_out(std::span<const HostTransfer> pieces, std::chrono::nano
 }
 
 Status GpuHost::drain(std::chrono::nanoseconds at_most) {
-  if (is_hung_) return Error{ErrorCode::kWorkerFailed, name() + " did not answer within its limit before; restart the process"};
+  if (is_hung_)
+    return Error{ErrorCode::kWorkerFailed,
+                 name() + " did not answer within its limit before; restart the process"};
   auto is_done = runtime_->wait(at_most);
   if (!is_done.ok()) return named(std::move(is_done).error());
   if (is_done.value()) return ok();
   is_hung_ = true;
-  return Error{ErrorCode::kTimeout, name() + " did not finish a copy within " +
-                                        std::to_string(std::chrono::duration_cast<std::chrono::milliseconds>(at_most).count()) +
-                                        " ms; it counts as hung"};
+  return Error{
+      ErrorCode::kTimeout,
+      name() + " did not finish a copy within " +
+          std::to_string(std::chrono::duration_cast<std::chrono::milliseconds>(at_most).count()) +
+          " ms; it counts as hung"};
 }
 
 }  // namespace dflash::compute::gpu

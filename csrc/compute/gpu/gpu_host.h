@@ -1,5 +1,6 @@
-// The device that a host's own tensors live on: copies between it and pinned memory, on a queue of its own. Any thread, one at a time; what was
-// current for the thread is current again after every call, because its framework uses the device too.
+// The device that a host's own tensors live on: copies between it and pinned memory, on a queue of
+// its own. Any thread, one at a time; what was current for the thread is current again after every
+// call, because its framework uses the device too.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -31,7 +32,8 @@ class GpuHost {
   // Errors: kOutOfMemory.
   Result<std::byte*> allocate_pinned(uint64_t num_bytes);
   void release_pinned(std::byte* memory);
-  // Errors: the device's, and kTimeout where it did not end within `at_most`; it then counts as hung, and every later call fails.
+  // Errors: the device's, and kTimeout where it did not end within `at_most`; it then counts as
+  // hung, and every later call fails.
   Status copy_in(std::span<const HostTransfer> pieces, std::chrono::nanoseconds at_most);
   Status copy_out(std::span<const HostTransfer> pieces, std::chrono::nanoseconds at_most);
 

@@ -14,7 +14,8 @@ namespace dflash::compute::gpu {
 namespace {
 
 constexpr uint64_t kAlignment = 256;
-constexpr uint64_t kLoadBytes = uint64_t{1} << 20;  // packed before each copy: bounds host memory, and the time without progress
+// packed before each copy: bounds host memory, and the time without progress
+constexpr uint64_t kLoadBytes = uint64_t{1} << 20;
 
 uint64_t aligned(uint64_t value) { return (value + kAlignment - 1) / kAlignment * kAlignment; }
 
@@ -22,21 +23,25 @@ uint64_t matrix_bytes(WeightFormat format, uint32_t outputs, uint32_t inputs) {
   return aligned(panel_bytes(format, inputs) * num_panels(outputs));
 }
 
-// The class of the device's matrix units, by architecture; f32-canonical: it has none that multiply bf16.
+// The class of the device's matrix units, by architecture; f32-canonical: it has none that multiply
+// bf16.
 NumericsClass matrix_class(const DeviceFacts& facts) {
   const std::string& found = facts.architecture;
   if (facts.backend == "sim-cuda") return NumericsClass::kBf16Mma;
   if (facts.backend == "sim-hip") return NumericsClass::kBf16Mfma;
-  if (found.starts_with("sm_") && std::atoi(found.c_str() + 3) >= 80) return NumericsClass::kBf16Mma;
+  if (found.starts_with("sm_") && std::atoi(found.c_str() + 3) >= 80)
+    return NumericsClass::kBf16Mma;
   if (found == "gfx908" || found == "gfx90a" || found == "gfx942") return NumericsClass::kBf16Mfma;
   if (found == "gfx1100" || found == "gfx1201") return NumericsClass::kBf16Wmma;
   return NumericsClass::kF32Canonical;
 }
 
-// Whether the device adds products of pairs of f16 to float32 sums (v_dot2_f32_f16), of the targets that kernels/half_pairs.h knows.
+// Whether the device adds products of pairs of f16 to float32 sums (v_dot2_f32_f16), of the targets
+// that kernels/half_pairs.h knows.
 bool has_dot2(const DeviceFacts& facts) {
   if (facts.backend == "sim-hip") return true;
-  for (const char* known : {"gfx906", "gfx908", "gfx90a", "gfx942", "gfx1030", "gfx1100", "gfx1201"}) {
+  for (const char* known :
+       {"gfx906", "gfx908", "gfx90a", "gfx942", "gfx1030", "gfx1100", "gfx1201"}) {
     if (facts.architecture == known) return true;
   }
   return false;
@@ -45,7 +50,8 @@ bool has_dot2(const DeviceFacts& facts) {
 std::string classes_of(const DeviceFacts& facts) {
   std::string names;
   for (NumericsClass numerics : kAllNumericsClasses) {
-    if (device_computes(facts, numerics)) names += std::string(names.empty() ? "" : ", ") + numerics_name(numerics);
+    if (device_computes(facts, numerics))
+      names += std::string(names.empty() ? "" : ", ") + numerics_name(numerics);
   }
   return names;
 }
@@ -53,7 +59,8 @@ std::string classes_of(const DeviceFacts& facts) {
 }  // namespace
 
 bool device_computes(const DeviceFacts& facts, NumericsClass numerics) {
-  if (numerics == NumericsClass::kF32Canonical || numerics == NumericsClass::kInt8Groups) return true;
+  if (numerics == NumericsClass::kF32Canonical || numerics == NumericsClass::kInt8Groups)
+    return true;
   return numerics == NumericsClass::kF16Dot2 ? has_dot2(facts) : numerics == matrix_class(facts);
 }
 
@@ -73,37 +80,47 @@ ExpertPlaces::ExpertPlaces(const FfnSpec& spec, ResidentFormats formats) {
   place_bias(spec.has_down_bias, spec.out_size, down_bias);
 }
 
-uint64_t GpuLayer::predicted_bytes(const FfnSpec& spec, uint32_t num_local_experts, ResidentFormats formats) {
+uint64_t GpuLayer::predicted_bytes(const FfnSpec& spec, uint32_t num_local_experts,
+                                   ResidentFormats formats) {
   return ExpertPlaces(spec, formats).num_bytes * num_local_experts;
 }
 
-Result<std::unique_ptr<ExpertLayer>> GpuLayer::create(std::shared_ptr<GpuDevice> device, const FfnSpec& spec, uint32_t num_local_experts,
-                                                      ResidentFormats formats, NumericsClass numerics) {
+Result<std::unique_ptr<ExpertLayer>> GpuLayer::create(std::shared_ptr<GpuDevice> device,
+                                                      const FfnSpec& spec,
+                                                      uint32_t num_local_experts,
+                                                      ResidentFormats formats,
+                                                      NumericsClass numerics) {
   DFLASH_TRY(spec.validate());
   DFLASH_TRY(check_numerics(numerics, formats));
   if (!device_computes(device->facts(), numerics)) {
-    return Error{ErrorCode::kUnsupported, device->name() + " does not compute numerics class " + numerics_name(numerics) +
-                                              "; it computes " + classes_of(device->facts())};
+    return Error{ErrorCode::kUnsupported, device->name() + " does not compute numerics class " +
+                                              numerics_name(numerics) + "; it computes " +
+                                              classes_of(device->facts())};
   }
   if (num_local_experts < 1 || num_local_experts > 65535) {
-    return Error{ErrorCode::kUnsupported, "a layer has " + std::to_string(num_local_experts) + " local experts; supported: 1..65535"};
+    return Error{ErrorCode::kUnsupported, "a layer has " + std::to_string(num_local_experts) +
+                                              " local experts; supported: 1..65535"};
   }
-  const uint64_t expert_bytes = ExpertPlaces(spec, formats).num_bytes, wanted = expert_bytes * num_local_experts;
+  const uint64_t expert_bytes = ExpertPlaces(spec, formats).num_bytes,
+                 wanted = expert_bytes * num_local_experts;
   const auto free_bytes = device->free_bytes();
   if (!free_bytes.ok()) return Error{free_bytes.error().code, free_bytes.error().message};
   if (wanted > free_bytes.value()) {
     return Error{ErrorCode::kOutOfMemory,
-                 device->name() + ": " + std::to_string(num_local_experts) + " experts need " + std::to_string(wanted) + " bytes, " +
+                 device->name() + ": " + std::to_string(num_local_experts) + " experts need " +
+                     std::to_string(wanted) + " bytes, " +
                      std::to_string(wanted - free_bytes.value()) + " more than are free; at most " +
                      std::to_string(free_bytes.value() / expert_bytes) + " of them fit"};
   }
   auto experts = device->allocate(wanted);
   if (!experts.ok()) return std::move(experts).error();
-  return std::unique_ptr<ExpertLayer>(new GpuLayer(std::move(device), spec, num_local_experts, formats, numerics, experts.value()));
+  return std::unique_ptr<ExpertLayer>(
+      new GpuLayer(std::move(device), spec, num_local_experts, formats, numerics, experts.value()));
 }
 
-GpuLayer::GpuLayer(std::shared_ptr<GpuDevice> device, const FfnSpec& spec, uint32_t num_local_experts, ResidentFormats formats,
-                   NumericsClass numerics, std::byte* experts)
+GpuLayer::GpuLayer(std::shared_ptr<GpuDevice> device, const FfnSpec& spec,
+                   uint32_t num_local_experts, ResidentFormats formats, NumericsClass numerics,
+                   std::byte* experts)
     : device_(std::move(device)),
       spec_(spec),
       num_local_experts_(num_local_experts),
@@ -116,10 +133,12 @@ GpuLayer::GpuLayer(std::shared_ptr<GpuDevice> device, const FfnSpec& spec, uint3
 GpuLayer::~GpuLayer() { device_->release(experts_); }
 
 uint64_t GpuLayer::resident_bytes() const {
-  return places_.num_bytes * static_cast<uint64_t>(std::count(is_loaded_.begin(), is_loaded_.end(), 1));
+  return places_.num_bytes *
+         static_cast<uint64_t>(std::count(is_loaded_.begin(), is_loaded_.end(), 1));
 }
 
-Status GpuLayer::load_expert(uint32_t local_expert_id, const ExpertWeights& weights, ProgressCounter& progress) {
+Status GpuLayer::load_expert(uint32_t local_expert_id, const ExpertWeights& weights,
+                             ProgressCounter& progress) {
   DFLASH_TRY(check_expert(spec_, num_local_experts_, local_expert_id, weights));
   DFLASH_TRY(check_resident("gate", weights.gate, formats_.gate_up));
   DFLASH_TRY(check_resident("up", weights.up, formats_.gate_up));
@@ -127,17 +146,23 @@ Status GpuLayer::load_expert(uint32_t local_expert_id, const ExpertWeights& weig
   const CanonicalFloatMode mode;  // quantising rounds
   is_loaded_[local_expert_id] = 0;
   std::byte* expert = experts_ + local_expert_id * places_.num_bytes;
-  if (weights.gate.data != nullptr) DFLASH_TRY(load_matrix("gate", weights.gate, formats_.gate_up, expert + places_.gate, progress));
+  if (weights.gate.data != nullptr)
+    DFLASH_TRY(
+        load_matrix("gate", weights.gate, formats_.gate_up, expert + places_.gate, progress));
   DFLASH_TRY(load_matrix("up", weights.up, formats_.gate_up, expert + places_.up, progress));
   DFLASH_TRY(load_matrix("down", weights.down, formats_.down, expert + places_.down, progress));
-  if (places_.gate_bias != kNoBias) DFLASH_TRY(load_bias(weights.gate_bias, expert + places_.gate_bias, progress));
-  if (places_.up_bias != kNoBias) DFLASH_TRY(load_bias(weights.up_bias, expert + places_.up_bias, progress));
-  if (places_.down_bias != kNoBias) DFLASH_TRY(load_bias(weights.down_bias, expert + places_.down_bias, progress));
+  if (places_.gate_bias != kNoBias)
+    DFLASH_TRY(load_bias(weights.gate_bias, expert + places_.gate_bias, progress));
+  if (places_.up_bias != kNoBias)
+    DFLASH_TRY(load_bias(weights.up_bias, expert + places_.up_bias, progress));
+  if (places_.down_bias != kNoBias)
+    DFLASH_TRY(load_bias(weights.down_bias, expert + places_.down_bias, progress));
   is_loaded_[local_expert_id] = 1;
   return ok();
 }
 
-Status GpuLayer::load_matrix(const char* name, const MatrixView& matrix, WeightFormat resident, std::byte* device, ProgressCounter& progress) {
+Status GpuLayer::load_matrix(const char* name, const MatrixView& matrix, WeightFormat resident,
+                             std::byte* device, ProgressCounter& progress) {
   const uint64_t step = panel_bytes(resident, matrix.inputs);
   const uint32_t panels = num_panels(matrix.outputs);
   const auto per_copy = static_cast<uint32_t>(std::clamp<uint64_t>(kLoadBytes / step, 1, panels));
@@ -146,7 +171,8 @@ Status GpuLayer::load_matrix(const char* name, const MatrixView& matrix, WeightF
     const uint32_t count = std::min(per_copy, panels - first);
     for (uint32_t i = 0; i < count; ++i) {
       const uint32_t output = (first + i) * kPanelWidth;
-      DFLASH_TRY(check_values(name, matrix, resident, output, std::min(kPanelWidth, matrix.outputs - output)));
+      DFLASH_TRY(check_values(name, matrix, resident, output,
+                              std::min(kPanelWidth, matrix.outputs - output)));
       pack_panel(matrix, resident, first + i, packed.data() + i * step);
       progress.fetch_add(1, std::memory_order_relaxed);
     }
@@ -157,7 +183,8 @@ Status GpuLayer::load_matrix(const char* name, const MatrixView& matrix, WeightF
 
 Status GpuLayer::load_bias(const VectorView& bias, std::byte* device, ProgressCounter& progress) {
   const std::vector<float> wide = widen_vector(bias, num_panels(bias.count) * kPanelWidth);
-  return device_->store(device, reinterpret_cast<const std::byte*>(wide.data()), wide.size() * sizeof(float), progress);
+  return device_->store(device, reinterpret_cast<const std::byte*>(wide.data()),
+                        wide.size() * sizeof(float), progress);
 }
 
 }  // namespace dflash::compute::gpu

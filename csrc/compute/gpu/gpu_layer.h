@@ -1,5 +1,6 @@
-// One layer's experts on a GPU: weights resident in device memory as panels (record_layout.h), a forward of a few kernels per chunk of rows.
-// In classes f32-canonical and int8-groups the bits of the CPU's kernels and of the reference; besides, the classes whose bits are the card's own.
+// One layer's experts on a GPU: weights resident in device memory as panels (record_layout.h), a
+// forward of a few kernels per chunk of rows. In classes f32-canonical and int8-groups the bits of
+// the CPU's kernels and of the reference; besides, the classes whose bits are the card's own.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -13,7 +14,8 @@
 
 namespace dflash::compute::gpu {
 
-// Where one expert's matrices and biases lie, the same for all experts of a layer. Offsets in bytes; kNoBias and no panels: absent.
+// Where one expert's matrices and biases lie, the same for all experts of a layer. Offsets in
+// bytes; kNoBias and no panels: absent.
 struct ExpertPlaces {
   ExpertPlaces(const FfnSpec& spec, ResidentFormats formats);
   uint64_t gate = 0, up = 0, down = 0;
@@ -26,18 +28,22 @@ bool device_computes(const DeviceFacts& facts, NumericsClass numerics);
 
 class GpuLayer final : public ExpertLayer {
  public:
-  // Takes the memory of all `num_local_experts` at once. Errors: kUnsupported; kOutOfMemory naming device, shortfall and the largest number
-  // of experts that fits.
-  static Result<std::unique_ptr<ExpertLayer>> create(std::shared_ptr<GpuDevice> device, const FfnSpec& spec, uint32_t num_local_experts,
-                                                     ResidentFormats formats, NumericsClass numerics = NumericsClass::kF32Canonical);
-  static uint64_t predicted_bytes(const FfnSpec& spec, uint32_t num_local_experts, ResidentFormats formats);
+  // Takes the memory of all `num_local_experts` at once. Errors: kUnsupported; kOutOfMemory naming
+  // device, shortfall and the largest number of experts that fits.
+  static Result<std::unique_ptr<ExpertLayer>> create(
+      std::shared_ptr<GpuDevice> device, const FfnSpec& spec, uint32_t num_local_experts,
+      ResidentFormats formats, NumericsClass numerics = NumericsClass::kF32Canonical);
+  static uint64_t predicted_bytes(const FfnSpec& spec, uint32_t num_local_experts,
+                                  ResidentFormats formats);
   ~GpuLayer() override;
 
   const FfnSpec& spec() const override { return spec_; }
   uint32_t num_local_experts() const override { return num_local_experts_; }
   uint64_t resident_bytes() const override;  // of the device's memory
-  Status load_expert(uint32_t local_expert_id, const ExpertWeights& weights, ProgressCounter& progress) override;
-  // Errors beyond ExpertLayer's: kWorkerFailed and kTimeout naming the device, kOutOfMemory for scratch.
+  Status load_expert(uint32_t local_expert_id, const ExpertWeights& weights,
+                     ProgressCounter& progress) override;
+  // Errors beyond ExpertLayer's: kWorkerFailed and kTimeout naming the device, kOutOfMemory for
+  // scratch.
   Status forward(const ForwardArgs& args, ProgressCounter& progress) override;
   int64_t device_ns() const override { return device_ns_; }
 
@@ -45,25 +51,32 @@ class GpuLayer final : public ExpertLayer {
   struct Chunk;
   struct Scratch;
 
-  GpuLayer(std::shared_ptr<GpuDevice> device, const FfnSpec& spec, uint32_t num_local_experts, ResidentFormats formats,
-           NumericsClass numerics, std::byte* experts);
+  GpuLayer(std::shared_ptr<GpuDevice> device, const FfnSpec& spec, uint32_t num_local_experts,
+           ResidentFormats formats, NumericsClass numerics, std::byte* experts);
 
-  Status load_matrix(const char* name, const MatrixView& matrix, WeightFormat resident, std::byte* device, ProgressCounter& progress);
+  Status load_matrix(const char* name, const MatrixView& matrix, WeightFormat resident,
+                     std::byte* device, ProgressCounter& progress);
   Status load_bias(const VectorView& bias, std::byte* device, ProgressCounter& progress);
   Chunk next_chunk(const ForwardArgs& args, uint32_t first_row, uint32_t first_pair) const;
   Scratch place_scratch(const Chunk& chunk, const ForwardArgs& args) const;
   Status forward_chunk(const ForwardArgs& args, const Chunk& chunk, ProgressCounter& progress);
-  void list_pairs(const ForwardArgs& args, const Chunk& chunk, Scratch& scratch, std::byte* host) const;
-  Status queue_inputs(const ForwardArgs& args, const Chunk& chunk, const Scratch& scratch, std::byte* device, std::byte* host,
-                      DeviceRuntime& runtime) const;
-  Status queue_routing(const Chunk& chunk, const Scratch& scratch, std::byte* device, DeviceRuntime& runtime) const;
-  Status queue_rows(const ForwardArgs& args, const Chunk& chunk, const Scratch& scratch, std::byte* device, DeviceRuntime& runtime) const;
-  Status queue_projections(const Chunk& chunk, const Scratch& scratch, std::byte* device, DeviceRuntime& runtime) const;
-  Status queue_projection(const ProjectionParams& params, WeightFormat format, const Scratch& scratch, std::byte* device,
-                          DeviceRuntime& runtime) const;
-  CombineParams combine_params(const Chunk& chunk, const Scratch& scratch, std::byte* device, Dtype dtype) const;
-  Status range_failure(const ForwardArgs& args, const Chunk& chunk, const Scratch& scratch, std::byte* device, uint64_t index,
-                       GpuDevice::Turn& turn, ProgressCounter& progress) const;
+  void list_pairs(const ForwardArgs& args, const Chunk& chunk, Scratch& scratch,
+                  std::byte* host) const;
+  Status queue_inputs(const ForwardArgs& args, const Chunk& chunk, const Scratch& scratch,
+                      std::byte* device, std::byte* host, DeviceRuntime& runtime) const;
+  Status queue_routing(const Chunk& chunk, const Scratch& scratch, std::byte* device,
+                       DeviceRuntime& runtime) const;
+  Status queue_rows(const ForwardArgs& args, const Chunk& chunk, const Scratch& scratch,
+                    std::byte* device, DeviceRuntime& runtime) const;
+  Status queue_projections(const Chunk& chunk, const Scratch& scratch, std::byte* device,
+                           DeviceRuntime& runtime) const;
+  Status queue_projection(const ProjectionParams& params, WeightFormat format,
+                          const Scratch& scratch, std::byte* device, DeviceRuntime& runtime) const;
+  CombineParams combine_params(const Chunk& chunk, const Scratch& scratch, std::byte* device,
+                               Dtype dtype) const;
+  Status range_failure(const ForwardArgs& args, const Chunk& chunk, const Scratch& scratch,
+                       std::byte* device, uint64_t index, GpuDevice::Turn& turn,
+                       ProgressCounter& progress) const;
 
   const std::shared_ptr<GpuDevice> device_;
   const FfnSpec spec_;

@@ -13,20 +13,25 @@ namespace {
 constexpr uint64_t kAlignment = 256;
 constexpr uint32_t kMostMessages = 4096;  // of a step: calls times shards
 
-static_assert(static_cast<int>(StepCode::kInvalidArgument) == static_cast<int>(ErrorCode::kInvalidArgument));
+static_assert(static_cast<int>(StepCode::kInvalidArgument) ==
+              static_cast<int>(ErrorCode::kInvalidArgument));
 static_assert(static_cast<int>(StepCode::kProtocol) == static_cast<int>(ErrorCode::kProtocol));
 static_assert(static_cast<int>(StepCode::kWorkerLost) == static_cast<int>(ErrorCode::kWorkerLost));
 static_assert(static_cast<int>(StepCode::kTimeout) == static_cast<int>(ErrorCode::kTimeout));
 static_assert(static_cast<int>(StepCode::kRange) == static_cast<int>(ErrorCode::kRange));
-static_assert(static_cast<int>(StepCode::kWorkerFailed) == static_cast<int>(ErrorCode::kWorkerFailed));
+static_assert(static_cast<int>(StepCode::kWorkerFailed) ==
+              static_cast<int>(ErrorCode::kWorkerFailed));
 static_assert(static_cast<int>(StepCode::kClosed) == static_cast<int>(ErrorCode::kClosed));
 
 uint64_t aligned(uint64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
-Error argument_error(std::string text) { return Error{ErrorCode::kInvalidArgument, std::move(text)}; }
+Error argument_error(std::string text) {
+  return Error{ErrorCode::kInvalidArgument, std::move(text)};
+}
 
 uint64_t request_bytes_of(uint32_t tokens, uint32_t top_k, uint32_t in_size, Dtype dtype) {
   const uint64_t pairs = uint64_t{tokens} * top_k;
-  return kFrameBytes + (pairs * 6 + tokens * 2 + 63) / 64 * 64 + uint64_t{tokens} * in_size * dtype_bytes(dtype);
+  return kFrameBytes + (pairs * 6 + tokens * 2 + 63) / 64 * 64 +
+         uint64_t{tokens} * in_size * dtype_bytes(dtype);
 }
 uint64_t reply_bytes_of(uint32_t tokens, uint32_t out_size, Dtype dtype) {
   return kFrameBytes + kTimingBytes + uint64_t{tokens} * out_size * dtype_bytes(dtype);
@@ -40,7 +45,8 @@ struct GpuSteps::Places {
       : lanes(aligned(sizeof(StepState))),
         messages(lanes + aligned(steps.num_lanes_ * sizeof(StepLane))),
         row_places(messages + aligned(kMostMessages * sizeof(StepMessage))),
-        outgoing(row_places + aligned(uint64_t{steps.most_shards_} * kMostStepTokens * sizeof(uint16_t))),
+        outgoing(row_places +
+                 aligned(uint64_t{steps.most_shards_} * kMostStepTokens * sizeof(uint16_t))),
         incoming(outgoing + steps.most_shards_ * steps.outgoing_stride_),
         num_bytes(incoming + steps.most_shards_ * steps.incoming_stride_) {}
   uint64_t lanes, messages, row_places, outgoing, incoming, num_bytes;
@@ -73,19 +79,27 @@ void GpuSteps::unmap_memory(std::byte* memory) {
 Status GpuSteps::define_layer(const StepLayerPlan& plan) {
   const GpuHost::Turn turn(host_);
   if (is_open_) return argument_error("a layer is defined within a step");
-  if (layers_.contains(plan.layer)) return argument_error("layer " + std::to_string(plan.layer) + " is already defined for device steps");
-  if (plan.shards.empty() || plan.shards.size() >= kNoRow || plan.experts.empty()) return argument_error("a layer without shards or experts");
+  if (layers_.contains(plan.layer))
+    return argument_error("layer " + std::to_string(plan.layer) +
+                          " is already defined for device steps");
+  if (plan.shards.empty() || plan.shards.size() >= kNoRow || plan.experts.empty())
+    return argument_error("a layer without shards or experts");
   for (const uint32_t entry : plan.experts) {
-    if (entry >> 16 >= plan.shards.size()) return argument_error("an expert is in no shard of its layer");
+    if (entry >> 16 >= plan.shards.size())
+      return argument_error("an expert is in no shard of its layer");
   }
   const uint64_t shard_bytes = aligned(plan.shards.size_bytes());
   auto tables = host_.runtime_->allocate(shard_bytes + plan.experts.size_bytes());
   if (!tables.ok()) return named(std::move(tables).error());
   layers_[plan.layer] = {plan.in_size, plan.out_size, static_cast<uint32_t>(plan.experts.size()),
-                         std::vector<StepShard>(plan.shards.begin(), plan.shards.end()), tables.value()};
+                         std::vector<StepShard>(plan.shards.begin(), plan.shards.end()),
+                         tables.value()};
   most_shards_ = std::max(most_shards_, static_cast<uint32_t>(plan.shards.size()));
-  DFLASH_TRY(host_.runtime_->copy_in(tables.value(), reinterpret_cast<const std::byte*>(plan.shards.data()), plan.shards.size_bytes()));
-  DFLASH_TRY(host_.runtime_->copy_in(tables.value() + shard_bytes, reinterpret_cast<const std::byte*>(plan.experts.data()),
+  DFLASH_TRY(host_.runtime_->copy_in(tables.value(),
+                                     reinterpret_cast<const std::byte*>(plan.shards.data()),
+                                     plan.shards.size_bytes()));
+  DFLASH_TRY(host_.runtime_->copy_in(tables.value() + shard_bytes,
+                                     reinterpret_cast<const std::byte*>(plan.experts.data()),
                                      plan.experts.size_bytes()));
   return host_.drain(std::chrono::seconds(30));
 }
@@ -98,8 +112,11 @@ Status GpuSteps::reserve(const StepPlan& plan) {
     out_size = std::max(out_size, layer.out_size);
   }
   num_lanes_ = static_cast<uint32_t>(plan.lanes.size());
-  outgoing_stride_ = aligned(std::min(plan.request_bytes, request_bytes_of(kMostStepTokens, kMostStepTopK, in_size, plan.request_dtype)));
-  const uint64_t reply = std::max<uint64_t>(reply_bytes_of(kMostStepTokens, out_size, plan.reply_dtype), kFrameBytes + kMostErrorBytes);
+  outgoing_stride_ =
+      aligned(std::min(plan.request_bytes, request_bytes_of(kMostStepTokens, kMostStepTopK, in_size,
+                                                            plan.request_dtype)));
+  const uint64_t reply = std::max<uint64_t>(
+      reply_bytes_of(kMostStepTokens, out_size, plan.reply_dtype), kFrameBytes + kMostErrorBytes);
   incoming_stride_ = std::min(plan.reply_bytes, aligned(reply));
   const Places places(*this);
   if (places.num_bytes > memory_bytes_) {
@@ -127,7 +144,8 @@ Status GpuSteps::begin(const StepPlan& plan) {
   const GpuHost::Turn turn(host_);
   if (is_open_) return argument_error("a device step is already open");
   if (host_.is_hung_) return host_.drain({});  // which says so
-  if (plan.lanes.empty() || plan.request_bytes % 64 != 0 || plan.reply_bytes % 64 != 0 || plan.reply_bytes < kFrameBytes + kMostErrorBytes) {
+  if (plan.lanes.empty() || plan.request_bytes % 64 != 0 || plan.reply_bytes % 64 != 0 ||
+      plan.reply_bytes < kFrameBytes + kMostErrorBytes) {
     return argument_error("a device step without workers, or with slots too small for an error");
   }
   DFLASH_TRY(reserve(plan));
@@ -149,16 +167,22 @@ Status GpuSteps::begin(const StepPlan& plan) {
 
 Status GpuSteps::check_call(const StepCall& call, const Layer& layer) const {
   const auto limit = [](const char* what, uint64_t found, uint64_t most) {
-    return argument_error(std::string("a call of a device step has ") + what + " " + std::to_string(found) + "; allowed are 1.." +
-                          std::to_string(most) + "; larger ones go through experts() outside of the step");
+    return argument_error(std::string("a call of a device step has ") + what + " " +
+                          std::to_string(found) + "; allowed are 1.." + std::to_string(most) +
+                          "; larger ones go through experts() outside of the step");
   };
-  if (call.num_tokens < 1 || call.num_tokens > kMostStepTokens) return limit("tokens", call.num_tokens, kMostStepTokens);
-  if (call.top_k < 1 || call.top_k > kMostStepTopK) return limit("top_k", call.top_k, kMostStepTopK);
-  const uint64_t request = request_bytes_of(call.num_tokens, call.top_k, layer.in_size, plan_.request_dtype);
+  if (call.num_tokens < 1 || call.num_tokens > kMostStepTokens)
+    return limit("tokens", call.num_tokens, kMostStepTokens);
+  if (call.top_k < 1 || call.top_k > kMostStepTopK)
+    return limit("top_k", call.top_k, kMostStepTopK);
+  const uint64_t request =
+      request_bytes_of(call.num_tokens, call.top_k, layer.in_size, plan_.request_dtype);
   const uint64_t reply = reply_bytes_of(call.num_tokens, layer.out_size, plan_.reply_dtype);
-  if (request > std::min(plan_.request_bytes, outgoing_stride_)) return limit("bytes", request, plan_.request_bytes);
+  if (request > std::min(plan_.request_bytes, outgoing_stride_))
+    return limit("bytes", request, plan_.request_bytes);
   if (reply > incoming_stride_) return limit("reply bytes", reply, incoming_stride_);
-  if (calls_.size() == kMostStepCalls || num_messages_ + layer.shards.size() > kMostMessages) return limit("calls", calls_.size() + 1, calls_.size());
+  if (calls_.size() == kMostStepCalls || num_messages_ + layer.shards.size() > kMostMessages)
+    return limit("calls", calls_.size() + 1, calls_.size());
   return ok();
 }
 
@@ -166,16 +190,21 @@ Status GpuSteps::add(const StepCall& call) {
   const GpuHost::Turn turn(host_);
   if (!is_open_) return argument_error("no device step is open");
   const auto found = layers_.find(call.layer);
-  if (found == layers_.end()) return argument_error("layer " + std::to_string(call.layer) + " is not defined for device steps");
+  if (found == layers_.end())
+    return argument_error("layer " + std::to_string(call.layer) +
+                          " is not defined for device steps");
   const Layer& layer = found->second;
   DFLASH_TRY(check_call(call, layer));
   const Places places(*this);
-  const auto at = [this](uint64_t offset) { return reinterpret_cast<unsigned char*>(memory_) + offset; };
+  const auto at = [this](uint64_t offset) {
+    return reinterpret_cast<unsigned char*>(memory_) + offset;
+  };
   StepParams params{};
   params.state = reinterpret_cast<StepState*>(memory_);
   params.lanes = reinterpret_cast<StepLane*>(at(places.lanes));
   params.shards = reinterpret_cast<const StepShard*>(layer.tables);
-  params.experts = reinterpret_cast<const uint32_t*>(layer.tables + aligned(layer.shards.size() * sizeof(StepShard)));
+  params.experts = reinterpret_cast<const uint32_t*>(
+      layer.tables + aligned(layer.shards.size() * sizeof(StepShard)));
   params.messages = reinterpret_cast<StepMessage*>(at(places.messages)) + num_messages_;
   params.row_places = reinterpret_cast<uint16_t*>(at(places.row_places));
   params.outgoing = at(places.outgoing);
@@ -207,7 +236,10 @@ Status GpuSteps::add(const StepCall& call) {
 }
 
 Status GpuSteps::launch(const StepParams& params, const Layer& layer) {
-  KernelLaunch one{.grid_x = num_lanes_, .threads = kStepThreads, .params = &params, .params_bytes = sizeof params};
+  KernelLaunch one{.grid_x = num_lanes_,
+                   .threads = kStepThreads,
+                   .params = &params,
+                   .params_bytes = sizeof params};
   one.kernel = kernel_id(PlainKernel::k_pack_requests);
   DFLASH_TRY(host_.runtime_->launch(one));
   one.kernel = kernel_id(PlainKernel::k_await_replies);
@@ -224,7 +256,8 @@ Result<bool> GpuSteps::wait(std::chrono::nanoseconds at_most) {
 
 void GpuSteps::abort() {
   if (!is_open_) return;
-  std::atomic_ref<uint32_t>(*reinterpret_cast<uint32_t*>(mirror_ + Places(*this).abort())).store(1, std::memory_order_release);
+  std::atomic_ref<uint32_t>(*reinterpret_cast<uint32_t*>(mirror_ + Places(*this).abort()))
+      .store(1, std::memory_order_release);
 }
 
 void GpuSteps::give_up() {
@@ -258,7 +291,8 @@ StepOutcome GpuSteps::read_outcome() {
     const Call& call = calls_[index];
     for (uint32_t place = 0; place < call.num_shards; ++place) {
       const StepShard& shard = layers_[call.layer].shards[place];
-      outcome.records.push_back({index, call.layer, shard.shard, shard.lane, messages[call.first_message + place]});
+      outcome.records.push_back(
+          {index, call.layer, shard.shard, shard.lane, messages[call.first_message + place]});
       if (index != (state.error >> 24 & 0xffffu)) continue;
       outcome.layer = call.layer;
       if (place != (state.error >> 40 & 0xffffu)) continue;

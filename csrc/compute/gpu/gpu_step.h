@@ -1,5 +1,6 @@
-// Device steps: the host's device packs requests straight into the workers' slots, waits for replies and combines them, three kernels a call, with
-// no host in between. A step is a transaction: one deadline, one error word, read once at its end.
+// Device steps: the host's device packs requests straight into the workers' slots, waits for
+// replies and combines them, three kernels a call, with no host in between. A step is a
+// transaction: one deadline, one error word, read once at its end.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -16,17 +17,18 @@ namespace dflash::compute::gpu {
 
 struct StepLayerPlan {
   uint32_t layer = 0, in_size = 0, out_size = 0;
-  std::span<const StepShard> shards;    // ascending ids
-  std::span<const uint32_t> experts;    // [num_experts] shard's place << 16 | local id
+  std::span<const StepShard> shards;  // ascending ids
+  std::span<const uint32_t> experts;  // [num_experts] shard's place << 16 | local id
 };
 
 struct StepPlan {
-  std::span<const StepLane> lanes;      // addresses as map_memory gave them
+  std::span<const StepLane> lanes;              // addresses as map_memory gave them
   uint64_t request_bytes = 0, reply_bytes = 0;  // the smallest slot of any lane
   uint64_t first_call = 0;
   Dtype request_dtype = Dtype::kF32, reply_dtype = Dtype::kF32;
-  std::chrono::nanoseconds budget{};    // after it, the device gives up by itself
-  std::optional<uint64_t> stream;       // of the caller's framework, to work in order with it; none: the device's own
+  std::chrono::nanoseconds budget{};  // after it, the device gives up by itself
+  // of the caller's framework, to work in order with it; none: the device's own
+  std::optional<uint64_t> stream;
 };
 
 struct StepCall {
@@ -50,7 +52,8 @@ struct StepRecord {
 
 struct StepOutcome {
   uint64_t error = 0;  // of StepState
-  uint32_t layer = 0, lane = ~0u, slot = 0;  // where it failed: that of the error's call and shard; lane ~0: at no worker
+  // where it failed: that of the error's call and shard; lane ~0: at no worker
+  uint32_t layer = 0, lane = ~0u, slot = 0;
   std::vector<StepLane> lanes;
   std::vector<StepRecord> records;
 };
@@ -62,16 +65,16 @@ class GpuSteps {
   GpuSteps(const GpuSteps&) = delete;
   GpuSteps& operator=(const GpuSteps&) = delete;
 
-  // Lets the device use [memory, memory + num_bytes) of the host, whole pages; returns the device's address. Errors: kUnsupported where the
-  // driver refuses.
+  // Lets the device use [memory, memory + num_bytes) of the host, whole pages; returns the device's
+  // address. Errors: kUnsupported where the driver refuses.
   Result<std::byte*> map_memory(std::byte* memory, uint64_t num_bytes, bool is_read_only);
   void unmap_memory(std::byte* memory);
 
   // Errors: kInvalidArgument, kOutOfMemory. Not within a step.
   Status define_layer(const StepLayerPlan& plan);
   Status begin(const StepPlan& plan);
-  // Queues a call; the result is in `output` once the queue came that far, unless the step failed. Errors: kInvalidArgument naming what does not
-  // fit a step; the device's.
+  // Queues a call; the result is in `output` once the queue came that far, unless the step failed.
+  // Errors: kInvalidArgument naming what does not fit a step; the device's.
   Status add(const StepCall& call);
   // True once everything queued is done.
   Result<bool> wait(std::chrono::nanoseconds at_most);
@@ -101,9 +104,11 @@ class GpuSteps {
   GpuHost& host_;
   std::map<uint32_t, Layer> layers_;
   std::map<std::byte*, std::byte*> mapped_;  // host's address -> device's
-  std::byte* memory_ = nullptr;              // device: state, lanes, messages, row places, messages out and in
+  // device: state, lanes, messages, row places, messages out and in
+  std::byte* memory_ = nullptr;
   uint64_t memory_bytes_ = 0;
-  std::byte* mirror_ = nullptr;              // pinned: what is copied in at the begin, and back at the end; then the word that aborts
+  // pinned: what is copied in at the begin, and back at the end; then the word that aborts
+  std::byte* mirror_ = nullptr;
   uint64_t mirror_bytes_ = 0;
   StepPlan plan_{};
   uint32_t num_lanes_ = 0, most_shards_ = 1;

@@ -1,5 +1,7 @@
-// The parameters of the kernels that a host's device runs in a device step: packing requests, waiting for replies, combining. The bytes they
-// write and read are those of docs/protocol.md, restated here because compute knows neither wire nor transport; tests compare them with the CPU's.
+// The parameters of the kernels that a host's device runs in a device step: packing requests,
+// waiting for replies, combining. The bytes they write and read are those of docs/protocol.md,
+// restated here because compute knows neither wire nor transport; tests compare them with the
+// CPU's.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -18,7 +20,8 @@ inline constexpr uint16_t kNoRow = 0xffff;
 
 // Of a segment (csrc/transport/ring/layout.h).
 inline constexpr uint32_t kRingHeadOffset = 128, kRingEntriesOffset = 384, kRingEntryBytes = 16;
-inline constexpr uint32_t kRingOneMessage = 2;  // of the head word, whose low bit says that the writer closed
+// of the head word, whose low bit says that the writer closed
+inline constexpr uint32_t kRingOneMessage = 2;
 // Of a frame (csrc/wire/frame.h).
 inline constexpr uint32_t kFrameBytes = 64, kTimingBytes = 64, kFrameMagicWord = 0x584d4644;
 inline constexpr uint32_t kRequestKind = 1, kReplyKind = 2, kErrorKind = 3;
@@ -51,29 +54,41 @@ struct StepMessage {
   uint32_t request_bytes, reply_bytes;  // of the whole messages
 };
 
-// Why a step failed, in one word so that the first to fail decides: code, place and detail by fail_step.
+// Why a step failed, in one word so that the first to fail decides: code, place and detail by
+// fail_step.
 struct StepState {
   uint64_t error;       // 0: none
   uint64_t first_call;  // id of the step's first call
   uint64_t started_ns;  // by the device's clock
-  uint64_t budget_ns;   // of the whole step: behind the host's own deadline, for a host that cannot say
+  // of the whole step: behind the host's own deadline, for a host that cannot say
+  uint64_t budget_ns;
 };
 // Values of ErrorCode (base/result.h), which kernels cannot include.
 enum class StepCode : uint8_t {
-  kInvalidArgument = 1, kProtocol = 3, kWorkerLost = 5, kTimeout = 6, kRange = 7, kWorkerFailed = 8, kClosed = 11,
+  kInvalidArgument = 1,
+  kProtocol = 3,
+  kWorkerLost = 5,
+  kTimeout = 6,
+  kRange = 7,
+  kWorkerFailed = 8,
+  kClosed = 11,
 };
 enum class StepDetail : uint8_t {  // of a kProtocol error
-  kIndex = 1, kHeader = 2, kAnswer = 3, kChecksum = 4,
+  kIndex = 1,
+  kHeader = 2,
+  kAnswer = 3,
+  kChecksum = 4,
 };
 
 // Shared by the three kernels of a call.
 struct StepParams {
   StepState* state;
   StepLane* lanes;
-  const StepShard* shards;    // [num_shards]
-  const uint32_t* experts;    // [num_experts] shard's place << 16 | local id
-  StepMessage* messages;      // [num_shards] of this call
-  uint16_t* row_places;       // [num_shards, kMostStepTokens] a token's row in the shard's message, or kNoRow
+  const StepShard* shards;  // [num_shards]
+  const uint32_t* experts;  // [num_experts] shard's place << 16 | local id
+  StepMessage* messages;    // [num_shards] of this call
+  // [num_shards, kMostStepTokens] a token's row in the shard's message, or kNoRow
+  uint16_t* row_places;
   unsigned char* outgoing;    // [num_shards, outgoing_stride] messages as they are packed
   unsigned char* incoming;    // [num_shards, incoming_stride] messages as they arrived
   const uint32_t* abort;      // the host's word: not 0, the step is given up
@@ -90,10 +105,13 @@ struct StepParams {
   Dtype dtype, weights_dtype, request_dtype, reply_dtype;
 };
 // The layouts of every compiler that sees this, as in kernel_params.h.
-static_assert(sizeof(StepLane) == 72 && sizeof(StepShard) == 24 && sizeof(StepMessage) == 16 && sizeof(StepState) == 32);
-static_assert(sizeof(StepParams) == 168 && offsetof(StepParams, num_tokens) == 128 && offsetof(StepParams, reply_dtype) == 164);
+static_assert(sizeof(StepLane) == 72 && sizeof(StepShard) == 24 && sizeof(StepMessage) == 16 &&
+              sizeof(StepState) == 32);
+static_assert(sizeof(StepParams) == 168 && offsetof(StepParams, num_tokens) == 128 &&
+              offsetof(StepParams, reply_dtype) == 164);
 
-// A ping-pong with a processor, for measuring: the device stores a number to one word of the host's memory and waits for it in another.
+// A ping-pong with a processor, for measuring: the device stores a number to one word of the host's
+// memory and waits for it in another.
 struct BellParams {
   uint32_t* ring;          // the device writes
   const uint32_t* answer;  // the processor writes

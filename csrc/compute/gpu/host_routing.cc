@@ -7,7 +7,8 @@ namespace dflash::compute::gpu {
 namespace {
 
 // Tiles of `tile_rows` slots over one expert's.
-uint32_t add_tiles(Tile* tiles, uint32_t num_tiles, uint32_t tile_rows, uint32_t expert, uint32_t first_slot, uint32_t num_slots) {
+uint32_t add_tiles(Tile* tiles, uint32_t num_tiles, uint32_t tile_rows, uint32_t expert,
+                   uint32_t first_slot, uint32_t num_slots) {
   for (uint32_t begin = 0; begin < num_slots; begin += tile_rows) {
     tiles[num_tiles++] = {expert, first_slot + begin, std::min(tile_rows, num_slots - begin)};
   }
@@ -16,23 +17,26 @@ uint32_t add_tiles(Tile* tiles, uint32_t num_tiles, uint32_t tile_rows, uint32_t
 
 }  // namespace
 
-void list_at_host(std::span<const uint16_t> row_counts, std::span<const uint16_t> expert_ids, uint32_t num_experts,
-                  const RoutingLists& lists) {
+void list_at_host(std::span<const uint16_t> row_counts, std::span<const uint16_t> expert_ids,
+                  uint32_t num_experts, const RoutingLists& lists) {
   uint32_t begin = 0;
   for (uint32_t row = 0; row < row_counts.size(); ++row) {
     lists.row_begins[row] = begin;
-    for (const uint32_t end = begin + row_counts[row]; begin < end; ++begin) lists.pair_rows[begin] = row;
+    for (const uint32_t end = begin + row_counts[row]; begin < end; ++begin)
+      lists.pair_rows[begin] = row;
   }
   lists.row_begins[row_counts.size()] = begin;
 
-  std::vector<uint32_t> next_slot(num_experts + size_t{1}, 0);  // counts, then where each expert's next pair goes
+  // counts, then where each expert's next pair goes
+  std::vector<uint32_t> next_slot(num_experts + size_t{1}, 0);
   for (const uint16_t expert : expert_ids) ++next_slot[expert + size_t{1}];
   lists.num_tiles[0] = lists.num_tiles[1] = 0;
   for (uint32_t expert = 0; expert < num_experts; ++expert) {
     const uint32_t count = next_slot[expert + size_t{1}], first = next_slot[expert];
     const bool is_few = count <= kMostFewPairs;
     uint32_t& num_tiles = lists.num_tiles[is_few ? 0 : 1];
-    num_tiles = add_tiles(is_few ? lists.few_tiles : lists.many_tiles, num_tiles, is_few ? lists.few_tile_rows : kManyTileRows, expert, first, count);
+    num_tiles = add_tiles(is_few ? lists.few_tiles : lists.many_tiles, num_tiles,
+                          is_few ? lists.few_tile_rows : kManyTileRows, expert, first, count);
     next_slot[expert + size_t{1}] = first + count;
   }
   // A row's pairs get their slots here one after the other; sorted, they are its experts ascending.

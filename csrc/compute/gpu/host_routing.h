@@ -1,5 +1,6 @@
-// The routing lists of a small batch, made at the host: a decode step's few pairs are listed there faster than four launches could, and the
-// exact numbers of tiles spare the device blocks without work. kernels/route.h makes the same lists on the device.
+// The routing lists of a small batch, made at the host: a decode step's few pairs are listed there
+// faster than four launches could, and the exact numbers of tiles spare the device blocks without
+// work. kernels/route.h makes the same lists on the device.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -10,7 +11,8 @@
 
 namespace dflash::compute::gpu {
 
-inline constexpr uint32_t kMostHostPairs = 512;  // of a batch that is listed at the host: above, counting on the device is faster
+// of a batch that is listed at the host: above, counting on the device is faster
+inline constexpr uint32_t kMostHostPairs = 512;
 
 // Where the lists go, in host memory; as in RoutingParams.
 struct RoutingLists {
@@ -25,6 +27,7 @@ struct RoutingLists {
 };
 
 // Fills `lists`; ids are below num_experts.
-void list_at_host(std::span<const uint16_t> row_counts, std::span<const uint16_t> expert_ids, uint32_t num_experts, const RoutingLists& lists);
+void list_at_host(std::span<const uint16_t> row_counts, std::span<const uint16_t> expert_ids,
+                  uint32_t num_experts, const RoutingLists& lists);
 
 }  // namespace dflash::compute::gpu

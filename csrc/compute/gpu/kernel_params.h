@@ -1,8 +1,10 @@
-// The parameters of the kernels: plain structs, passed by value, the same for nvcc, hipcc and the simulator. Pointers are device
-// addresses. All lists of one batch lie in device memory, so that no launch depends on their contents.
+// The parameters of the kernels: plain structs, passed by value, the same for nvcc, hipcc and the
+// simulator. Pointers are device addresses. All lists of one batch lie in device memory, so that no
+// launch depends on their contents.
 //
-// Routing: pairs are numbered as they arrive (row by row); a slot is a pair's place once they are grouped by expert ascending, within
-// an expert in order of arrival. A tile is up to `rows` neighbouring slots of one expert: what one block multiplies with a panel.
+// Routing: pairs are numbered as they arrive (row by row); a slot is a pair's place once they are
+// grouped by expert ascending, within an expert in order of arrival. A tile is up to `rows`
+// neighbouring slots of one expert: what one block multiplies with a panel.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -14,13 +16,16 @@
 
 namespace dflash::compute::gpu {
 
-inline constexpr uint32_t kPanelWidth = 32;    // outputs side by side: one per lane of a sub-group
-inline constexpr uint32_t kChain = 256;        // inputs per fma chain (f32-canonical)
-inline constexpr uint32_t kFewTileRows = 4;    // slots of a tile of the few-row kernels
-inline constexpr uint32_t kHalfFewTileRows = 16;  // the same in the bf16 classes: a tile of the matrix units
+inline constexpr uint32_t kPanelWidth = 32;  // outputs side by side: one per lane of a sub-group
+inline constexpr uint32_t kChain = 256;      // inputs per fma chain (f32-canonical)
+inline constexpr uint32_t kFewTileRows = 4;  // slots of a tile of the few-row kernels
+// the same in the bf16 classes: a tile of the matrix units
+inline constexpr uint32_t kHalfFewTileRows = 16;
 inline constexpr uint32_t kManyTileRows = 64;  // and of the many-row kernels
-inline constexpr uint32_t kMostFewPairs = 16;  // an expert with more pairs goes to the many-row kernels
-inline constexpr uint32_t kWgmmaSharedBytes = 129 * 1024;  // of a block of bf16_wgmma: four stages of 32 KiB, and what aligning takes
+// an expert with more pairs goes to the many-row kernels
+inline constexpr uint32_t kMostFewPairs = 16;
+// of a block of bf16_wgmma: four stages of 32 KiB, and what aligning takes
+inline constexpr uint32_t kWgmmaSharedBytes = 129 * 1024;
 inline constexpr uint64_t kInRange = ~uint64_t{0};
 
 struct Tile {
@@ -30,8 +35,9 @@ struct Tile {
 };
 
 struct WidenParams {
-  const void* source;  // [num_rows, row_size] in dtype; may be a peer's memory: each element is read once
-  float* rows;         // [num_rows, row_stride]
+  // [num_rows, row_size] in dtype; may be a peer's memory: each element is read once
+  const void* source;
+  float* rows;  // [num_rows, row_stride]
   uint32_t num_rows;
   uint32_t row_size;
   uint32_t row_stride;
@@ -40,7 +46,8 @@ struct WidenParams {
 
 // Rows or intermediate rows to records of classes int8-groups and f16-dot2 (record_layout.h).
 struct QuantizeParams {
-  const void* source;      // [num_rows, source_stride] in dtype; may be a peer's memory: each element is read once
+  // [num_rows, source_stride] in dtype; may be a peer's memory: each element is read once
+  const void* source;
   unsigned char* records;  // [num_rows, num_chains(row_size)]
   uint32_t num_rows;
   uint32_t row_size;
@@ -76,53 +83,65 @@ struct RoutingParams {
   Tile* many_tiles;
 };
 
-// One expert's memory: gate panels, up panels, down panels, then the biases in float32, padded with zeros to whole panels.
+// One expert's memory: gate panels, up panels, down panels, then the biases in float32, padded with
+// zeros to whole panels.
 struct ProjectionParams {
   FfnSpec spec;
-  bool is_gate_up;             // gate and up with the activation; or down
+  bool is_gate_up;  // gate and up with the activation; or down
   const Tile* tiles;
-  const uint32_t* num_tiles;   // blocks whose y is not below it leave at once
+  const uint32_t* num_tiles;  // blocks whose y is not below it leave at once
   const uint32_t* slot_pairs;
-  const uint32_t* pair_rows;   // gate and up read row pair_rows[slot_pairs[slot]]; null: row `slot`
-  const float* inputs;         // [rows or slots, input_stride]
-  const unsigned char* codes;  // classes int8-groups and f16-dot2 read these instead: records, [rows or slots] x num_chains(num_inputs)
-  const uint16_t* halves;      // the bf16 classes read these instead: bf16, padded with zeros to input_stride
-  float* outputs;              // [slots, output_stride]
-  uint16_t* half_outputs;      // gate and up of the bf16 classes write these instead: what down reads as halves
+  const uint32_t* pair_rows;  // gate and up read row pair_rows[slot_pairs[slot]]; null: row `slot`
+  const float* inputs;        // [rows or slots, input_stride]
+  // classes int8-groups and f16-dot2 read these instead: records, [rows or slots] x
+  // num_chains(num_inputs)
+  const unsigned char* codes;
+  // the bf16 classes read these instead: bf16, padded with zeros to input_stride
+  const uint16_t* halves;
+  float* outputs;  // [slots, output_stride]
+  // gate and up of the bf16 classes write these instead: what down reads as halves
+  uint16_t* half_outputs;
   uint32_t num_inputs;
   uint32_t num_outputs;
-  uint32_t input_stride;       // values, a multiple of 4; of 8 in the bf16 classes, whose intermediate rows are written up to it
+  // values, a multiple of 4; of 8 in the bf16 classes, whose intermediate rows are written up to it
+  uint32_t input_stride;
   uint32_t output_stride;
   const unsigned char* experts;  // [num_experts] x expert_bytes
   uint64_t expert_bytes;
-  uint64_t first_panels;         // offsets inside an expert: gate (or up alone, or down)
-  uint64_t second_panels;        // up, where there is a gate
-  uint64_t first_bias;           // kNoBias: none
+  uint64_t first_panels;   // offsets inside an expert: gate (or up alone, or down)
+  uint64_t second_panels;  // up, where there is a gate
+  uint64_t first_bias;     // kNoBias: none
   uint64_t second_bias;
 };
 inline constexpr uint64_t kNoBias = ~uint64_t{0};
 
 struct CombineParams {
-  const float* downs;           // [slots, out_size]
+  const float* downs;  // [slots, out_size]
   const uint32_t* row_begins;
   const uint32_t* row_slots;
   const uint32_t* slot_pairs;
-  const float* weights;         // [num_pairs] in order of arrival
-  void* reply;                  // [num_rows, out_size] in dtype
-  uint64_t* first_out_of_range; // smallest row * out_size + column that dtype cannot hold; kInRange: none
+  const float* weights;  // [num_pairs] in order of arrival
+  void* reply;           // [num_rows, out_size] in dtype
+  // smallest row * out_size + column that dtype cannot hold; kInRange: none
+  uint64_t* first_out_of_range;
   uint32_t num_rows;
   uint32_t out_size;
   Dtype dtype;
 };
 
-// The layouts of every compiler that sees this: the host's writes the parameters that the vendor's reads.
-static_assert(sizeof(FfnSpec) == 32 && offsetof(FfnSpec, gate) == 13 && offsetof(FfnSpec, up_limit) == 28);
-static_assert(sizeof(Tile) == 12 && sizeof(WidenParams) == 32 && offsetof(WidenParams, dtype) == 28);
+// The layouts of every compiler that sees this: the host's writes the parameters that the vendor's
+// reads.
+static_assert(sizeof(FfnSpec) == 32 && offsetof(FfnSpec, gate) == 13 &&
+              offsetof(FfnSpec, up_limit) == 28);
+static_assert(sizeof(Tile) == 12 && sizeof(WidenParams) == 32 &&
+              offsetof(WidenParams, dtype) == 28);
 static_assert(sizeof(QuantizeParams) == 32 && offsetof(QuantizeParams, dtype) == 28);
 static_assert(sizeof(NarrowParams) == 32 && offsetof(NarrowParams, dtype) == 28);
 static_assert(sizeof(RoutingParams) == 104 && offsetof(RoutingParams, many_tiles) == 96);
-static_assert(offsetof(ProjectionParams, is_gate_up) == 32 && offsetof(ProjectionParams, tiles) == 40);
-static_assert(sizeof(ProjectionParams) == 176 && offsetof(ProjectionParams, second_bias) == 168 && offsetof(ProjectionParams, num_inputs) == 112);
+static_assert(offsetof(ProjectionParams, is_gate_up) == 32 &&
+              offsetof(ProjectionParams, tiles) == 40);
+static_assert(sizeof(ProjectionParams) == 176 && offsetof(ProjectionParams, second_bias) == 168 &&
+              offsetof(ProjectionParams, num_inputs) == 112);
 static_assert(sizeof(CombineParams) == 72 && offsetof(CombineParams, dtype) == 64);
 
 // By the kernels' stems, for tables.

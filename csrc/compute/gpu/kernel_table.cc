@@ -16,11 +16,12 @@ struct Entry {
 constexpr Entry kEntries[kNumKernels] = {
 #define DFLASH_GPU_PLAIN_ENTRY(stem) {"dflash_" #stem, sizeof(PlainParams_##stem)},
     DFLASH_GPU_PLAIN_KERNELS(DFLASH_GPU_PLAIN_ENTRY)
-#define DFLASH_GPU_FORMAT_ENTRY(stem, enumerator, name) {"dflash_" stem "_" #name, sizeof(ProjectionParams)},
+#define DFLASH_GPU_FORMAT_ENTRY(stem, enumerator, name) \
+  {"dflash_" stem "_" #name, sizeof(ProjectionParams)},
 #define DFLASH_GPU_WEIGHT_ENTRY(stem) DFLASH_GPU_FORMATS(DFLASH_GPU_FORMAT_ENTRY, #stem)
-    DFLASH_GPU_WEIGHT_KERNELS(DFLASH_GPU_WEIGHT_ENTRY)
+        DFLASH_GPU_WEIGHT_KERNELS(DFLASH_GPU_WEIGHT_ENTRY)
 #define DFLASH_GPU_INTEGER_ENTRY(stem) DFLASH_GPU_INTEGER_FORMATS(DFLASH_GPU_FORMAT_ENTRY, #stem)
-    DFLASH_GPU_INTEGER_KERNELS(DFLASH_GPU_INTEGER_ENTRY)};
+            DFLASH_GPU_INTEGER_KERNELS(DFLASH_GPU_INTEGER_ENTRY)};
 
 }  // namespace
 
@@ -28,9 +29,14 @@ const char* kernel_name(KernelId kernel) { return kEntries[static_cast<uint16_t>
 
 uint32_t kernel_dynamic_bytes(KernelId kernel) {
   const KernelId first = kernel_id(WeightKernel::k_bf16_wgmma, WeightFormat{0});
-  return kernel >= first && static_cast<uint16_t>(kernel) < static_cast<uint16_t>(first) + kNumWeightFormats ? kWgmmaSharedBytes : 0;
+  return kernel >= first &&
+                 static_cast<uint16_t>(kernel) < static_cast<uint16_t>(first) + kNumWeightFormats
+             ? kWgmmaSharedBytes
+             : 0;
 }
 
-size_t kernel_params_bytes(KernelId kernel) { return kEntries[static_cast<uint16_t>(kernel)].params_bytes; }
+size_t kernel_params_bytes(KernelId kernel) {
+  return kEntries[static_cast<uint16_t>(kernel)].params_bytes;
+}
 
 }  // namespace dflash::compute::gpu

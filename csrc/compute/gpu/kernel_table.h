@@ -1,5 +1,6 @@
-// Every kernel by number and name: "dflash_" + stem, and per weight format + "_" + the format's name ("dflash_project_few_q4_k").
-// A vendor's module exports exactly these symbols (extern "C"); the simulator has a table of functions in the same order.
+// Every kernel by number and name: "dflash_" + stem, and per weight format + "_" + the format's
+// name ("dflash_project_few_q4_k"). A vendor's module exports exactly these symbols (extern "C");
+// the simulator has a table of functions in the same order.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -9,29 +10,43 @@
 #include "compute/weight_format.h"
 
 // X(stem) of kernels that do not depend on the weights' format.
+// clang-format off: a row per kernel.
 #define DFLASH_GPU_PLAIN_KERNELS(X) \
-  X(widen_rows) X(narrow_rows) X(quantize_rows) X(halve_rows) X(begin_routing) X(count_pairs) X(list_pairs) X(order_rows) X(combine) \
-  X(pack_requests) X(await_replies) X(combine_replies) X(ring_bells)
+  X(widen_rows) \
+  X(narrow_rows) \
+  X(quantize_rows) \
+  X(halve_rows) \
+  X(begin_routing) \
+  X(count_pairs) \
+  X(list_pairs) \
+  X(order_rows) \
+  X(combine) \
+  X(pack_requests) \
+  X(await_replies) \
+  X(combine_replies) \
+  X(ring_bells)
+// clang-format on
 
 // X(stem) of kernels that exist per weight format.
-#define DFLASH_GPU_WEIGHT_KERNELS(X) X(project_few) X(project_many) X(bf16_few) X(bf16_many) X(bf16_wgmma) X(dot2_few) X(dot2_many)
+#define DFLASH_GPU_WEIGHT_KERNELS(X) \
+  X(project_few) X(project_many) X(bf16_few) X(bf16_many) X(bf16_wgmma) X(dot2_few) X(dot2_many)
 
 // X(..., enumerator, name) in the order of WeightFormat.
-#define DFLASH_GPU_FORMATS(X, ...)             \
-  X(__VA_ARGS__, kF32, f32)                    \
-  X(__VA_ARGS__, kF16, f16)                    \
-  X(__VA_ARGS__, kBF16, bf16)                  \
-  X(__VA_ARGS__, kInt8G32, int8_g32)           \
-  X(__VA_ARGS__, kInt4G32, int4_g32)           \
-  X(__VA_ARGS__, kFp8E4m3B128, fp8_e4m3_b128)  \
-  X(__VA_ARGS__, kMxfp4, mxfp4)                \
-  X(__VA_ARGS__, kQ8_0, q8_0)                  \
-  X(__VA_ARGS__, kQ4_0, q4_0)                  \
-  X(__VA_ARGS__, kQ4K, q4_k)                   \
-  X(__VA_ARGS__, kQ5K, q5_k)                   \
-  X(__VA_ARGS__, kQ6K, q6_k)                   \
-  X(__VA_ARGS__, kGgufMxfp4, gguf_mxfp4)       \
-  X(__VA_ARGS__, kIq4Nl, iq4_nl)               \
+#define DFLASH_GPU_FORMATS(X, ...)            \
+  X(__VA_ARGS__, kF32, f32)                   \
+  X(__VA_ARGS__, kF16, f16)                   \
+  X(__VA_ARGS__, kBF16, bf16)                 \
+  X(__VA_ARGS__, kInt8G32, int8_g32)          \
+  X(__VA_ARGS__, kInt4G32, int4_g32)          \
+  X(__VA_ARGS__, kFp8E4m3B128, fp8_e4m3_b128) \
+  X(__VA_ARGS__, kMxfp4, mxfp4)               \
+  X(__VA_ARGS__, kQ8_0, q8_0)                 \
+  X(__VA_ARGS__, kQ4_0, q4_0)                 \
+  X(__VA_ARGS__, kQ4K, q4_k)                  \
+  X(__VA_ARGS__, kQ5K, q5_k)                  \
+  X(__VA_ARGS__, kQ6K, q6_k)                  \
+  X(__VA_ARGS__, kGgufMxfp4, gguf_mxfp4)      \
+  X(__VA_ARGS__, kIq4Nl, iq4_nl)              \
   X(__VA_ARGS__, kIq4Xs, iq4_xs)
 
 // X(stem) of kernels of class int8-groups, which exist per format that the class takes.
@@ -74,22 +89,28 @@ inline constexpr WeightFormat kIntegerFormats[] = {
 #undef DFLASH_GPU_ENUMERATOR
 };
 inline constexpr uint16_t kNumIntegerFormats = sizeof(kIntegerFormats) / sizeof(kIntegerFormats[0]);
-inline constexpr uint16_t kFirstIntegerKernel = kNumPlainKernels + kNumWeightKernels * kNumWeightFormats;
-inline constexpr uint16_t kNumKernels = kFirstIntegerKernel + kNumIntegerKernels * kNumIntegerFormats;
+inline constexpr uint16_t kFirstIntegerKernel =
+    kNumPlainKernels + kNumWeightKernels * kNumWeightFormats;
+inline constexpr uint16_t kNumKernels =
+    kFirstIntegerKernel + kNumIntegerKernels * kNumIntegerFormats;
 
 constexpr KernelId kernel_id(PlainKernel kernel) { return static_cast<KernelId>(kernel); }
 constexpr KernelId kernel_id(WeightKernel kernel, WeightFormat format) {
-  return static_cast<KernelId>(kNumPlainKernels + static_cast<uint16_t>(kernel) * kNumWeightFormats + static_cast<uint16_t>(format));
+  return static_cast<KernelId>(kNumPlainKernels +
+                               static_cast<uint16_t>(kernel) * kNumWeightFormats +
+                               static_cast<uint16_t>(format));
 }
 // `format` is one of kIntegerFormats.
 constexpr KernelId kernel_id(IntegerKernel kernel, WeightFormat format) {
   uint16_t index = 0;
   while (kIntegerFormats[index] != format) ++index;
-  return static_cast<KernelId>(kFirstIntegerKernel + static_cast<uint16_t>(kernel) * kNumIntegerFormats + index);
+  return static_cast<KernelId>(kFirstIntegerKernel +
+                               static_cast<uint16_t>(kernel) * kNumIntegerFormats + index);
 }
 
-const char* kernel_name(KernelId kernel);          // the symbol in the module
-size_t kernel_params_bytes(KernelId kernel);       // of its one parameter
-uint32_t kernel_dynamic_bytes(KernelId kernel);    // shared memory beyond what its code declares, part of every launch
+const char* kernel_name(KernelId kernel);     // the symbol in the module
+size_t kernel_params_bytes(KernelId kernel);  // of its one parameter
+// shared memory beyond what its code declares, part of every launch
+uint32_t kernel_dynamic_bytes(KernelId kernel);
 
 }  // namespace dflash::compute::gpu

@@ -1,4 +1,5 @@
-// Packing for devices, a row at a time: the row in its resident bytes, then record by record, then the units of 32 records interleaved.
+// Packing for devices, a row at a time: the row in its resident bytes, then record by record, then
+// the units of 32 records interleaved.
 // SPDX-License-Identifier: Apache-2.0
 #include "compute/gpu/pack_records.h"
 
@@ -20,7 +21,8 @@ struct StoredRow {
 };
 
 StoredRow stored_row(const MatrixView& matrix, uint32_t output) {
-  StoredRow row{reinterpret_cast<const uint8_t*>(matrix.data + output * matrix.output_stride), nullptr};
+  StoredRow row{reinterpret_cast<const uint8_t*>(matrix.data + output * matrix.output_stride),
+                nullptr};
   if (matrix.scales != nullptr) {
     const uint32_t scale_row = output / format_facts(matrix.format).scale_outputs;
     row.scales = reinterpret_cast<const uint8_t*>(matrix.scales + scale_row * matrix.scales_stride);
@@ -29,7 +31,8 @@ StoredRow stored_row(const MatrixView& matrix, uint32_t output) {
 }
 
 // Blocks of 32 inputs: `head` bytes of scale, then the codes; the scales go behind all codes.
-void split_blocks(const uint8_t* blocks, uint32_t num_blocks, uint32_t head, uint32_t codes, uint8_t* record) {
+void split_blocks(const uint8_t* blocks, uint32_t num_blocks, uint32_t head, uint32_t codes,
+                  uint8_t* record) {
   for (uint32_t i = 0; i < num_blocks; ++i, blocks += head + codes) {
     std::memcpy(record + i * codes, blocks + head, codes);
     std::memcpy(record + kGroups * codes + i * head, blocks, head);
@@ -43,21 +46,23 @@ void split_pairs(const uint8_t* pairs, uint8_t* split) {
 }
 
 // The record of a format that is kept as stored: inputs [begin, begin + count) of the row.
-void put_stored(WeightFormat format, const StoredRow& row, uint32_t begin, uint32_t count, uint8_t* record) {
+void put_stored(WeightFormat format, const StoredRow& row, uint32_t begin, uint32_t count,
+                uint8_t* record) {
   const FormatFacts& facts = format_facts(format);
   const uint8_t* blocks = row.values + size_t{begin} / facts.block * facts.block_bytes;
   const uint32_t num_groups = (count + kGroupInputs - 1) / kGroupInputs;
   switch (format) {
-    case WeightFormat::kQ8_0: return split_blocks(blocks, num_groups, 2, 32, record);
+    case WeightFormat::kQ8_0:      return split_blocks(blocks, num_groups, 2, 32, record);
     case WeightFormat::kQ4_0:
-    case WeightFormat::kIq4Nl: return split_blocks(blocks, num_groups, 2, 16, record);
+    case WeightFormat::kIq4Nl:     return split_blocks(blocks, num_groups, 2, 16, record);
     case WeightFormat::kGgufMxfp4: return split_blocks(blocks, num_groups, 1, 16, record);
     case WeightFormat::kIq4Xs:
       std::memcpy(record, blocks + 8, 128);
       std::memcpy(record + 128, blocks, 8);
       return;
     case WeightFormat::kMxfp4:
-      for (uint32_t group = 0; group < num_groups; ++group) split_pairs(row.values + begin / 2 + 16 * group, record + 16 * group);
+      for (uint32_t group = 0; group < num_groups; ++group)
+        split_pairs(row.values + begin / 2 + 16 * group, record + 16 * group);
       std::memcpy(record + kChain / 2, row.scales + begin / kGroupInputs, num_groups);
       return;
     case WeightFormat::kFp8E4m3B128:
@@ -80,27 +85,33 @@ void put_quantized(WeightFormat format, const float* values, uint32_t count, uin
     const float scale = quantize_group(padded, is_int8 ? 127.0f : 7.0f, integers);
     uint8_t* codes = record + group * (is_int8 ? 32 : 16);
     if (is_int8) std::memcpy(codes, integers, sizeof(integers));
-    for (uint32_t i = 0; !is_int8 && i < 16; ++i) codes[i] = static_cast<uint8_t>((integers[i] + 8) | (integers[16 + i] + 8) << 4);
-    std::memcpy(record + kGroups * (is_int8 ? 32 : 16) + group * sizeof(float), &scale, sizeof(scale));
+    for (uint32_t i = 0; !is_int8 && i < 16; ++i)
+      codes[i] = static_cast<uint8_t>((integers[i] + 8) | (integers[16 + i] + 8) << 4);
+    std::memcpy(record + kGroups * (is_int8 ? 32 : 16) + group * sizeof(float), &scale,
+                sizeof(scale));
   }
 }
 
 // A float format kept as stored, strides and all.
-void put_floats(const MatrixView& matrix, uint32_t output, uint32_t begin, uint32_t count, uint8_t* record) {
+void put_floats(const MatrixView& matrix, uint32_t output, uint32_t begin, uint32_t count,
+                uint8_t* record) {
   const auto element = static_cast<int64_t>(dtype_bytes(dtype_of(matrix.format)));
-  const std::byte* from = matrix.data + (output * matrix.output_stride + begin * matrix.input_stride) * element;
+  const std::byte* from =
+      matrix.data + (output * matrix.output_stride + begin * matrix.input_stride) * element;
   if (matrix.input_stride == 1) {
     std::memcpy(record, from, count * static_cast<size_t>(element));
     return;
   }
   for (uint32_t i = 0; i < count; ++i) {
-    std::memcpy(record + i * static_cast<size_t>(element), from + i * matrix.input_stride * element, static_cast<size_t>(element));
+    std::memcpy(record + i * static_cast<size_t>(element), from + i * matrix.input_stride * element,
+                static_cast<size_t>(element));
   }
 }
 
 }  // namespace
 
-void pack_panel(const MatrixView& matrix, WeightFormat resident, uint32_t panel, std::byte* packed) {
+void pack_panel(const MatrixView& matrix, WeightFormat resident, uint32_t panel,
+                std::byte* packed) {
   const uint32_t units = record_units(resident), first = panel * kPanelWidth;
   const uint32_t outputs = std::min(kPanelWidth, matrix.outputs - first);
   const bool is_made = resident != matrix.format;  // out of dequantised values
@@ -112,12 +123,18 @@ void pack_panel(const MatrixView& matrix, WeightFormat resident, uint32_t panel,
     for (uint32_t chain = 0; chain < num_chains(matrix.inputs); ++chain) {
       const uint32_t begin = chain * kChain, count = std::min(kChain, matrix.inputs - begin);
       std::fill(record.begin(), record.end(), uint8_t{0});
-      if (!is_made && is_float(resident)) put_floats(matrix, first + o, begin, count, record.data());
-      else if (!is_made) put_stored(resident, stored_row(matrix, first + o), begin, count, record.data());
-      else if (resident == WeightFormat::kF32) std::memcpy(record.data(), values.data() + begin, count * sizeof(float));
-      else put_quantized(resident, values.data() + begin, count, record.data());
+      if (!is_made && is_float(resident))
+        put_floats(matrix, first + o, begin, count, record.data());
+      else if (!is_made)
+        put_stored(resident, stored_row(matrix, first + o), begin, count, record.data());
+      else if (resident == WeightFormat::kF32)
+        std::memcpy(record.data(), values.data() + begin, count * sizeof(float));
+      else
+        put_quantized(resident, values.data() + begin, count, record.data());
       std::byte* to = packed + chain * chain_bytes(resident) + o * kUnitBytes;
-      for (uint32_t u = 0; u < units; ++u) std::memcpy(to + size_t{u} * kUnitBytes * kPanelWidth, record.data() + u * kUnitBytes, kUnitBytes);
+      for (uint32_t u = 0; u < units; ++u)
+        std::memcpy(to + size_t{u} * kUnitBytes * kPanelWidth, record.data() + u * kUnitBytes,
+                    kUnitBytes);
     }
   }
 }

@@ -7,8 +7,9 @@
 
 namespace dflash::compute::gpu {
 
-// Outputs [panel * 32, panel * 32 + 32) of `matrix` in the resident format; `packed` [panel_bytes(resident, matrix.inputs)]. The view has
-// passed check_resident() and check_values(). Under CanonicalFloatMode: quantising rounds.
+// Outputs [panel * 32, panel * 32 + 32) of `matrix` in the resident format; `packed`
+// [panel_bytes(resident, matrix.inputs)]. The view has passed check_resident() and check_values().
+// Under CanonicalFloatMode: quantising rounds.
 void pack_panel(const MatrixView& matrix, WeightFormat resident, uint32_t panel, std::byte* packed);
 
 }  // namespace dflash::compute::gpu

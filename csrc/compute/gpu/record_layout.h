@@ -1,18 +1,21 @@
-// How weights lie in device memory. A record holds one output's weights for one fma chain (256 inputs) with their scales, in units of 16
-// bytes; a panel is 32 outputs, and unit u of its 32 records lie side by side, so that 32 lanes, an output each, read 512 bytes at once.
-// A matrix is its panels one after the other, a panel its chains in ascending inputs; outputs and inputs that do not exist are zeros.
+// How weights lie in device memory. A record holds one output's weights for one fma chain (256
+// inputs) with their scales, in units of 16 bytes; a panel is 32 outputs, and unit u of its 32
+// records lie side by side, so that 32 lanes, an output each, read 512 bytes at once. A matrix is
+// its panels one after the other, a panel its chains in ascending inputs; outputs and inputs that
+// do not exist are zeros.
 //
 //   f32 f16 bf16         256 values
-//   int8_g32             256 integers, 8 scales (f32)                 int4_g32       8 x 16 bytes of nibbles, 8 scales (f32)
-//   fp8_e4m3_b128        256 codes, 2 scales (f32)                    q8_0           256 integers, 8 d (f16)
-//   q4_0 iq4_nl          8 x 16 bytes of nibbles, 8 d (f16)           q4_k q5_k      ggml's block
-//   mxfp4 gguf_mxfp4     8 x 16 bytes of nibbles, 8 exponents         q6_k           ggml's block, d beginning the last unit
-//   iq4_xs               8 x 16 bytes of nibbles, ggml's 8 bytes of scales
+//   int8_g32             256 integers, 8 scales (f32)                 int4_g32       8 x 16 bytes
+//   of nibbles, 8 scales (f32) fp8_e4m3_b128        256 codes, 2 scales (f32) q8_0           256
+//   integers, 8 d (f16) q4_0 iq4_nl          8 x 16 bytes of nibbles, 8 d (f16)           q4_k q5_k
+//   ggml's block mxfp4 gguf_mxfp4     8 x 16 bytes of nibbles, 8 exponents         q6_k ggml's
+//   block, d beginning the last unit iq4_xs               8 x 16 bytes of nibbles, ggml's 8 bytes
+//   of scales
 //
 // Nibbles: byte i of a group of 32 inputs has input i low and input 16 + i high.
 //
-// Rows of classes int8-groups and f16-dot2 are records too: 256 codes, bytes or f16, then per group of 32 inputs the scale, then scale * (sum of
-// the group's codes).
+// Rows of classes int8-groups and f16-dot2 are records too: 256 codes, bytes or f16, then per group
+// of 32 inputs the scale, then scale * (sum of the group's codes).
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -33,33 +36,45 @@ inline constexpr uint32_t kUnitBytes = 16;
 
 DFLASH_GPU_BOTH constexpr uint32_t record_units(WeightFormat format) {
   switch (format) {
-    case WeightFormat::kF32: return 64;
+    case WeightFormat::kF32:         return 64;
     case WeightFormat::kF16:
-    case WeightFormat::kBF16: return 32;
-    case WeightFormat::kInt8G32: return 18;
-    case WeightFormat::kInt4G32: return 10;
+    case WeightFormat::kBF16:        return 32;
+    case WeightFormat::kInt8G32:     return 18;
+    case WeightFormat::kInt4G32:     return 10;
     case WeightFormat::kFp8E4m3B128:
-    case WeightFormat::kQ8_0: return 17;
-    case WeightFormat::kQ5K: return 11;
-    case WeightFormat::kQ6K: return 14;
+    case WeightFormat::kQ8_0:        return 17;
+    case WeightFormat::kQ5K:         return 11;
+    case WeightFormat::kQ6K:         return 14;
     case WeightFormat::kMxfp4:
     case WeightFormat::kQ4_0:
     case WeightFormat::kQ4K:
     case WeightFormat::kGgufMxfp4:
     case WeightFormat::kIq4Nl:
-    case WeightFormat::kIq4Xs: return 9;
+    case WeightFormat::kIq4Xs:       return 9;
   }
   return 0;
 }
-DFLASH_GPU_BOTH constexpr uint32_t num_chains(uint32_t inputs) { return (inputs + kChain - 1) / kChain; }
-DFLASH_GPU_BOTH constexpr uint32_t num_panels(uint32_t outputs) { return (outputs + kPanelWidth - 1) / kPanelWidth; }
+DFLASH_GPU_BOTH constexpr uint32_t num_chains(uint32_t inputs) {
+  return (inputs + kChain - 1) / kChain;
+}
+DFLASH_GPU_BOTH constexpr uint32_t num_panels(uint32_t outputs) {
+  return (outputs + kPanelWidth - 1) / kPanelWidth;
+}
 // From one chain of a panel to the next, and from one panel to the next.
-DFLASH_GPU_BOTH constexpr uint64_t chain_bytes(WeightFormat format) { return uint64_t{record_units(format)} * kUnitBytes * kPanelWidth; }
-DFLASH_GPU_BOTH constexpr uint64_t panel_bytes(WeightFormat format, uint32_t inputs) { return chain_bytes(format) * num_chains(inputs); }
+DFLASH_GPU_BOTH constexpr uint64_t chain_bytes(WeightFormat format) {
+  return uint64_t{record_units(format)} * kUnitBytes * kPanelWidth;
+}
+DFLASH_GPU_BOTH constexpr uint64_t panel_bytes(WeightFormat format, uint32_t inputs) {
+  return chain_bytes(format) * num_chains(inputs);
+}
 
 inline constexpr uint32_t kInt8RecordBytes = kChain + kChain / 32 * 2 * 4;
-DFLASH_GPU_BOTH constexpr uint64_t int8_row_bytes(uint32_t inputs) { return uint64_t{num_chains(inputs)} * kInt8RecordBytes; }
+DFLASH_GPU_BOTH constexpr uint64_t int8_row_bytes(uint32_t inputs) {
+  return uint64_t{num_chains(inputs)} * kInt8RecordBytes;
+}
 inline constexpr uint32_t kHalfRecordBytes = 2 * kChain + kChain / 32 * 2 * 4;
-DFLASH_GPU_BOTH constexpr uint64_t half_row_bytes(uint32_t inputs) { return uint64_t{num_chains(inputs)} * kHalfRecordBytes; }
+DFLASH_GPU_BOTH constexpr uint64_t half_row_bytes(uint32_t inputs) {
+  return uint64_t{num_chains(inputs)} * kHalfRecordBytes;
+}
 
 }  // namespace dflash::compute::gpu

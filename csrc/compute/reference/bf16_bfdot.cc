@@ -10,39 +10,51 @@
 namespace dflash::compute {
 namespace {
 
-constexpr size_t kChain = 256;  // inputs per chain
+constexpr size_t kChain = 256;                                  // inputs per chain
 constexpr float kSmallest = std::numeric_limits<float>::min();  // 2^-126
 
-float flushed(float value) { return std::fabs(value) < kSmallest ? std::copysign(0.0f, value) : value; }
+float flushed(float value) {
+  return std::fabs(value) < kSmallest ? std::copysign(0.0f, value) : value;
+}
 
-// `sum` + `rest` to a float32, rounded to odd: cut off, and the last bit set where anything was. `sum` is the float64 nearest to the
-// value, `rest` what it lacks.
+// `sum` + `rest` to a float32, rounded to odd: cut off, and the last bit set where anything was.
+// `sum` is the float64 nearest to the value, `rest` what it lacks.
 float round_to_odd(double sum, double rest) {
   if (std::isnan(sum)) return std::numeric_limits<float>::quiet_NaN();
   if (std::isinf(sum)) return static_cast<float>(sum);
   uint64_t bits = std::bit_cast<uint64_t>(sum);
-  if (rest != 0.0 && std::signbit(rest) != std::signbit(sum)) --bits;  // it was rounded away from zero: one step back
-  constexpr uint64_t kBehind = (uint64_t{1} << 29) - 1;                // bits of a float64 that a float32 has no place for
+  // it was rounded away from zero: one step back
+  if (rest != 0.0 && std::signbit(rest) != std::signbit(sum)) --bits;
+  // bits of a float64 that a float32 has no place for
+  constexpr uint64_t kBehind = (uint64_t{1} << 29) - 1;
   const bool is_inexact = rest != 0.0 || (bits & kBehind) != 0;
   const double cut = std::bit_cast<double>(bits & ~kBehind);
-  if (std::fabs(cut) >= 0x1p128) return static_cast<float>(std::copysign(std::numeric_limits<double>::infinity(), sum));
-  if (std::fabs(cut) < static_cast<double>(kSmallest)) return static_cast<float>(std::copysign(0.0, sum));
-  return std::bit_cast<float>(std::bit_cast<uint32_t>(static_cast<float>(cut)) | (is_inexact ? 1u : 0u));
+  if (std::fabs(cut) >= 0x1p128)
+    return static_cast<float>(std::copysign(std::numeric_limits<double>::infinity(), sum));
+  if (std::fabs(cut) < static_cast<double>(kSmallest))
+    return static_cast<float>(std::copysign(0.0, sum));
+  return std::bit_cast<float>(std::bit_cast<uint32_t>(static_cast<float>(cut)) |
+                              (is_inexact ? 1u : 0u));
 }
 
 // Exact before it is rounded: 16 significant bits.
-float product(float a, float b) { return round_to_odd(static_cast<double>(flushed(a)) * static_cast<double>(flushed(b)), 0.0); }
+float product(float a, float b) {
+  return round_to_odd(static_cast<double>(flushed(a)) * static_cast<double>(flushed(b)), 0.0);
+}
 
 float add(float a, float b) {
   const double x = static_cast<double>(flushed(a)), y = static_cast<double>(flushed(b));
   const double sum = x + y;
   const double part = sum - x;
-  return round_to_odd(sum, std::isfinite(sum) ? (x - (sum - part)) + (y - part) : 0.0);  // what it lacks: Knuth's two-sum
+  // what it lacks: Knuth's two-sum
+  return round_to_odd(sum, std::isfinite(sum) ? (x - (sum - part)) + (y - part) : 0.0);
 }
 
 }  // namespace
 
-float bf16_bfdot_step(const float* a, const float* b, float sum) { return add(sum, add(product(a[0], b[0]), product(a[1], b[1]))); }
+float bf16_bfdot_step(const float* a, const float* b, float sum) {
+  return add(sum, add(product(a[0], b[0]), product(a[1], b[1])));
+}
 
 float bf16_bfdot(const float* weights, const float* inputs, size_t num_inputs) {
   float total = 0.0f;

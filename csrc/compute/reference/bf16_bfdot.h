@@ -1,5 +1,6 @@
-// The arithmetic of numerics class bf16-bfdot in words: what AArch64's BFDOT computes while FPCR.EBF is 0 (docs/decisions/0014), and the
-// chain that the class makes of it. Values are bf16's, kept as float32.
+// The arithmetic of numerics class bf16-bfdot in words: what AArch64's BFDOT computes while
+// FPCR.EBF is 0 (docs/decisions/0014), and the chain that the class makes of it. Values are bf16's,
+// kept as float32.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -7,12 +8,14 @@
 
 namespace dflash::compute {
 
-// One lane of BFDOT: sum + (a[0] * b[0] + a[1] * b[1]). Products and both sums are each rounded to odd; subnormal operands count as zeros, a
-// result below 2^-126 becomes a zero of its sign, one of 2^128 and above infinity, whatever the control register says.
+// One lane of BFDOT: sum + (a[0] * b[0] + a[1] * b[1]). Products and both sums are each rounded to
+// odd; subnormal operands count as zeros, a result below 2^-126 becomes a zero of its sign, one of
+// 2^128 and above infinity, whatever the control register says.
 float bf16_bfdot_step(const float* a, const float* b, float sum);
 
-// One output: per block of 256 inputs a chain of bf16_bfdot_step from +0 over ascending pairs, the block filled up with zeros to a multiple
-// of four inputs (two pairs: what BFMMLA takes at once); block sums added in ascending order.
+// One output: per block of 256 inputs a chain of bf16_bfdot_step from +0 over ascending pairs, the
+// block filled up with zeros to a multiple of four inputs (two pairs: what BFMMLA takes at once);
+// block sums added in ascending order.
 float bf16_bfdot(const float* weights, const float* inputs, size_t num_inputs);
 
 }  // namespace dflash::compute

@@ -1,5 +1,6 @@
-// The arithmetic of numerics class bf16-dot in words: what VDPBF16PS computes, found by comparing bits (docs/decisions/0010), and the
-// chain that the class makes of it. Values are bf16's, kept as float32.
+// The arithmetic of numerics class bf16-dot in words: what VDPBF16PS computes, found by comparing
+// bits (docs/decisions/0010), and the chain that the class makes of it. Values are bf16's, kept as
+// float32.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -7,12 +8,13 @@
 
 namespace dflash::compute {
 
-// One lane of VDPBF16PS: sum + a[1] * b[1], then + a[0] * b[0]. Two fused steps, each rounded to nearest even; subnormal operands count as
-// zeros and a result that would be subnormal becomes a zero of its sign, whatever the control word says.
+// One lane of VDPBF16PS: sum + a[1] * b[1], then + a[0] * b[0]. Two fused steps, each rounded to
+// nearest even; subnormal operands count as zeros and a result that would be subnormal becomes a
+// zero of its sign, whatever the control word says.
 float bf16_pair_dot(const float* a, const float* b, float sum);
 
-// One output: per block of 256 inputs a chain of bf16_pair_dot from +0 over ascending pairs, an odd last input beside a zero; block
-// sums added in ascending order.
+// One output: per block of 256 inputs a chain of bf16_pair_dot from +0 over ascending pairs, an odd
+// last input beside a zero; block sums added in ascending order.
 float bf16_dot(const float* weights, const float* inputs, size_t num_inputs);
 
 // Rounds to the nearest bf16, ties to even; what exceeds its range becomes infinity.

@@ -19,35 +19,42 @@ struct Enclosed {
   std::vector<double> centers, errors;
 };
 
-// A matrix as a class multiplies it: each weight, what it is made of (|code * scale| + |offset|, at least its size), and how much of it an
-// instruction may lose.
+// A matrix as a class multiplies it: each weight, what it is made of (|code * scale| + |offset|, at
+// least its size), and how much of it an instruction may lose.
 struct Factors {
   std::vector<double> values, magnitudes, losses;  // [outputs, inputs]
 };
 
-// What the arithmetic of a product of n terms may be wrong by: of the sum of magnitudes, and per term and largest factor.
+// What the arithmetic of a product of n terms may be wrong by: of the sum of magnitudes, and per
+// term and largest factor.
 struct Precision {
   double relative = 0.0, absolute = 0.0;
 };
 
-constexpr size_t kHalfGroup = 32;            // inputs of a row that share a scale in f16-dot2
+constexpr size_t kHalfGroup = 32;             // inputs of a row that share a scale in f16-dot2
 constexpr double kLeastNormalHalf = 0x1p-14;  // what is smaller, an instruction may take for zero
 
 Factors bf16_factors(const MatrixView& view, WeightFormat resident) {
   std::vector<float> values(size_t{view.outputs} * view.inputs);
   dequantize(view, 0, view.outputs, values.data());
   if (!format_facts(resident).is_stored) {
-    for (uint32_t o = 0; o < view.outputs; ++o) requantize_row(resident, &values[size_t{o} * view.inputs], view.inputs);
+    for (uint32_t o = 0; o < view.outputs; ++o)
+      requantize_row(resident, &values[size_t{o} * view.inputs], view.inputs);
   }
   round_to_bf16(values.data(), values.size());
-  Factors found{{values.begin(), values.end()}, {}, std::vector<double>(values.size(), 0.0)};
+  Factors found{
+      {values.begin(), values.end()},
+      {},
+      std::vector<double>(values.size(), 0.0)
+  };
   for (double value : found.values) found.magnitudes.push_back(std::fabs(value));
   return found;
 }
 
-// An instruction aligns 16 products and the sum so far to the largest of them and cuts each at the 24th bit or below, then normalises: 17 errors
-// of 2^-23 of the sum of magnitudes at most, and one more rounding. A chain of 256 is added with one rounding, a bias with another. Units that
-// flush subnormals (gfx908, gfx90a) lose up to 2^-126 of the other factor per term.
+// An instruction aligns 16 products and the sum so far to the largest of them and cuts each at the
+// 24th bit or below, then normalises: 17 errors of 2^-23 of the sum of magnitudes at most, and one
+// more rounding. A chain of 256 is added with one rounding, a bias with another. Units that flush
+// subnormals (gfx908, gfx90a) lose up to 2^-126 of the other factor per term.
 Precision bf16_precision(double n) {
   const double steps = std::ceil(n / 16);
   return {(17 * steps + steps + std::ceil(n / 256) + 2) * 0x1p-23, 3 * 0x1p-126};
@@ -57,8 +64,10 @@ Factors half_factors(const MatrixView& view, WeightFormat resident) {
   const HalfWeights halves = half_weights(view, resident);
   Factors found;
   for (size_t i = 0; i < halves.codes.size(); ++i) {
-    const size_t group = i / view.inputs * halves.num_groups() + i % view.inputs / halves.group_inputs;
-    const double code = static_cast<double>(halves.codes[i]), value = code * static_cast<double>(halves.scales[group]);
+    const size_t group =
+        i / view.inputs * halves.num_groups() + i % view.inputs / halves.group_inputs;
+    const double code = static_cast<double>(halves.codes[i]),
+                 value = code * static_cast<double>(halves.scales[group]);
     const double offset = halves.offsets.empty() ? 0.0 : static_cast<double>(halves.offsets[group]);
     found.values.push_back(value - offset);
     found.magnitudes.push_back(std::fabs(value) + std::fabs(offset));
@@ -67,20 +76,27 @@ Factors half_factors(const MatrixView& view, WeightFormat resident) {
   return found;
 }
 
-// An instruction may cut two products and the sum so far at the 24th bit of the largest, then normalises: 4 errors of 2^-23 for each of a group's 16
-// pairs. What follows is float32, each step 2^-24: the product of the scales, at most 24 steps of a chain (two halves and an offset for each of 8
-// groups), the sum of a row's codes and its scale where there is an offset (6), one addition per chain and a bias. One 2^-23 more for errors of
-// errors. A product of scales below the normal float32 is wrong by 2^-150, and so are sums of at most 32 * 2^30.
-Precision half_precision(double n) { return {(64 + (1 + 24 + 6 + std::ceil(n / 256) + 1) / 2 + 1) * 0x1p-23, 0x1p-114}; }
+// An instruction may cut two products and the sum so far at the 24th bit of the largest, then
+// normalises: 4 errors of 2^-23 for each of a group's 16 pairs. What follows is float32, each step
+// 2^-24: the product of the scales, at most 24 steps of a chain (two halves and an offset for each
+// of 8 groups), the sum of a row's codes and its scale where there is an offset (6), one addition
+// per chain and a bias. One 2^-23 more for errors of errors. A product of scales below the normal
+// float32 is wrong by 2^-150, and so are sums of at most 32 * 2^30.
+Precision half_precision(double n) {
+  return {(64 + (1 + 24 + 6 + std::ceil(n / 256) + 1) / 2 + 1) * 0x1p-23, 0x1p-114};
+}
 
-Enclosed product(NumericsClass numerics, const MatrixView& view, WeightFormat resident, const VectorView& bias, const Enclosed& inputs) {
+Enclosed product(NumericsClass numerics, const MatrixView& view, WeightFormat resident,
+                 const VectorView& bias, const Enclosed& inputs) {
   const bool has_halves = numerics == NumericsClass::kF16Dot2;
   const Factors weights = has_halves ? half_factors(view, resident) : bf16_factors(view, resident);
-  const Precision precision = has_halves ? half_precision(view.inputs) : bf16_precision(view.inputs);
+  const Precision precision =
+      has_halves ? half_precision(view.inputs) : bf16_precision(view.inputs);
   const std::vector<float> biases = widen_vector(bias, view.outputs);
   Enclosed found{std::vector<double>(view.outputs), std::vector<double>(view.outputs)};
   for (uint32_t o = 0; o < view.outputs; ++o) {
-    double sum = biases.empty() ? 0.0 : static_cast<double>(biases[o]), magnitude = std::fabs(sum), moved = 0.0, largest = 1.0;
+    double sum = biases.empty() ? 0.0 : static_cast<double>(biases[o]), magnitude = std::fabs(sum),
+           moved = 0.0, largest = 1.0;
     for (uint32_t k = 0; k < view.inputs; ++k) {
       const size_t at = size_t{o} * view.inputs + k;
       const double reach = std::fabs(inputs.centers[k]) + inputs.errors[k];
@@ -90,7 +106,8 @@ Enclosed product(NumericsClass numerics, const MatrixView& view, WeightFormat re
       largest = std::max({largest, weights.magnitudes[at], std::fabs(inputs.centers[k])});
     }
     found.centers[o] = sum;
-    found.errors[o] = moved + precision.relative * magnitude + view.inputs * largest * precision.absolute;
+    found.errors[o] =
+        moved + precision.relative * magnitude + view.inputs * largest * precision.absolute;
   }
   return found;
 }
@@ -99,19 +116,21 @@ Enclosed product(NumericsClass numerics, const MatrixView& view, WeightFormat re
 double steepest(Activation activation, double reach) {
   switch (activation) {
     case Activation::kRelu:
-    case Activation::kIdentity: return 1.0;
+    case Activation::kIdentity:    return 1.0;
     case Activation::kReluSquared: return 2 * reach;
-    case Activation::kSigmoid: return 0.25;
+    case Activation::kSigmoid:     return 0.25;
     case Activation::kSilu:
-    case Activation::kQuickGelu: return 1.1;  // 1.0998 at x = 2.4, whatever the factor inside
+    case Activation::kQuickGelu:   return 1.1;  // 1.0998 at x = 2.4, whatever the factor inside
     case Activation::kGelu:
-    case Activation::kGeluTanh: return 1.13;  // 1.1289 at x = sqrt(2)
+    case Activation::kGeluTanh:    return 1.13;  // 1.1289 at x = sqrt(2)
   }
   return INFINITY;
 }
 
-// An intermediate value and its error, before it is rounded. `kStep`: the float32 operations of an activation, at most eight.
-void enclose_gate(const FfnSpec& spec, double g, double g_error, double u, double u_error, double& center, double& error) {
+// An intermediate value and its error, before it is rounded. `kStep`: the float32 operations of an
+// activation, at most eight.
+void enclose_gate(const FfnSpec& spec, double g, double g_error, double u, double u_error,
+                  double& center, double& error) {
   constexpr double kStep = 0x1p-20;
   center = gate_float64(spec, g, u);
   if (spec.gate == GateKind::kNone) {
@@ -120,26 +139,34 @@ void enclose_gate(const FfnSpec& spec, double g, double g_error, double u, doubl
     return;
   }
   const bool is_plain = spec.gate == GateKind::kGated;
-  const double slope = is_plain ? steepest(spec.activation, std::fabs(g) + g_error) : 1.1;  // g * sigmoid(alpha * g)
+  // g * sigmoid(alpha * g)
+  const double slope = is_plain ? steepest(spec.activation, std::fabs(g) + g_error) : 1.1;
   const double offset = is_plain ? 0.0 : std::fabs(static_cast<double>(spec.up_offset));
-  const double factor = std::min(std::fabs(u), static_cast<double>(spec.up_limit)) + u_error + offset;
+  const double factor =
+      std::min(std::fabs(u), static_cast<double>(spec.up_limit)) + u_error + offset;
   const double reach = std::fabs(g) + g_error;
-  const double activated = std::max(reach * std::max(slope, 1.0), 1.0);  // |a(g)| <= that: every activation is below its slope times |g|, or 1
-  error = slope * g_error * factor + activated * u_error + kStep * (activated * factor + std::fabs(center));
+  // |a(g)| <= that: every activation is below its slope times |g|, or 1
+  const double activated = std::max(reach * std::max(slope, 1.0), 1.0);
+  error = slope * g_error * factor + activated * u_error +
+          kStep * (activated * factor + std::fabs(center));
 }
 
 // Rounds to bf16: what lies within the error may end on either side of a boundary.
 void round_row_to_bf16(Enclosed& row) {
-  const auto rounded = [](double value) { return static_cast<double>(bf16_to_f32(f32_to_bf16(static_cast<float>(value)))); };
+  const auto rounded = [](double value) {
+    return static_cast<double>(bf16_to_f32(f32_to_bf16(static_cast<float>(value))));
+  };
   for (size_t i = 0; i < row.centers.size(); ++i) {
-    const double low = rounded(row.centers[i] - row.errors[i]), high = rounded(row.centers[i] + row.errors[i]);
+    const double low = rounded(row.centers[i] - row.errors[i]),
+                 high = rounded(row.centers[i] + row.errors[i]);
     row.centers[i] = (low + high) / 2;
     row.errors[i] = (high - low) / 2;
   }
 }
 
-// Rounds to codes. A power of two of the scale more or less moves no value that is normal in f16: 11 bits are 11 bits. What is not is below 2^-28
-// of the group's largest (2^-140 in groups of the least scale), and may be taken for zero.
+// Rounds to codes. A power of two of the scale more or less moves no value that is normal in f16:
+// 11 bits are 11 bits. What is not is below 2^-28 of the group's largest (2^-140 in groups of the
+// least scale), and may be taken for zero.
 void round_row_to_halves(Enclosed& row) {
   const auto rounded = [](double value) {
     int exponent;
@@ -149,28 +176,36 @@ void round_row_to_halves(Enclosed& row) {
   for (size_t begin = 0; begin < row.centers.size(); begin += kHalfGroup) {
     const size_t end = std::min(begin + kHalfGroup, row.centers.size());
     double largest = 0x1p-112;
-    for (size_t i = begin; i < end; ++i) largest = std::max(largest, std::fabs(row.centers[i]) + row.errors[i]);
+    for (size_t i = begin; i < end; ++i)
+      largest = std::max(largest, std::fabs(row.centers[i]) + row.errors[i]);
     for (size_t i = begin; i < end; ++i) {
-      const double low = rounded(row.centers[i] - row.errors[i]), high = rounded(row.centers[i] + row.errors[i]);
+      const double low = rounded(row.centers[i] - row.errors[i]),
+                   high = rounded(row.centers[i] + row.errors[i]);
       row.centers[i] = (low + high) / 2;
       row.errors[i] = (high - low) / 2;
-      if (std::fabs(row.centers[i]) - row.errors[i] < 2 * 0x1p-28 * largest) row.errors[i] += 0x1p-28 * largest;
+      if (std::fabs(row.centers[i]) - row.errors[i] < 2 * 0x1p-28 * largest)
+        row.errors[i] += 0x1p-28 * largest;
     }
   }
 }
 
 void round_inputs(NumericsClass numerics, Enclosed& row) {
-  if (numerics == NumericsClass::kF16Dot2) round_row_to_halves(row);
-  else round_row_to_bf16(row);
+  if (numerics == NumericsClass::kF16Dot2)
+    round_row_to_halves(row);
+  else
+    round_row_to_bf16(row);
 }
 
-Enclosed expert_outputs(NumericsClass numerics, const FfnSpec& spec, const ExpertWeights& expert, ResidentFormats formats, const Enclosed& row) {
+Enclosed expert_outputs(NumericsClass numerics, const FfnSpec& spec, const ExpertWeights& expert,
+                        ResidentFormats formats, const Enclosed& row) {
   Enclosed hidden = product(numerics, expert.up, formats.gate_up, expert.up_bias, row);
   const bool has_gate = spec.gate != GateKind::kNone;
-  const Enclosed gates = has_gate ? product(numerics, expert.gate, formats.gate_up, expert.gate_bias, row) : hidden;
+  const Enclosed gates =
+      has_gate ? product(numerics, expert.gate, formats.gate_up, expert.gate_bias, row) : hidden;
   for (size_t i = 0; i < hidden.centers.size(); ++i) {
     double center, error;
-    enclose_gate(spec, gates.centers[i], gates.errors[i], hidden.centers[i], hidden.errors[i], center, error);
+    enclose_gate(spec, gates.centers[i], gates.errors[i], hidden.centers[i], hidden.errors[i],
+                 center, error);
     hidden.centers[i] = center;
     hidden.errors[i] = error;
   }
@@ -180,18 +215,26 @@ Enclosed expert_outputs(NumericsClass numerics, const FfnSpec& spec, const Exper
 
 }  // namespace
 
-OutputBounds class_bounds(NumericsClass numerics, const FfnSpec& spec, std::span<const ExpertWeights> experts, ResidentFormats formats,
+OutputBounds class_bounds(NumericsClass numerics, const FfnSpec& spec,
+                          std::span<const ExpertWeights> experts, ResidentFormats formats,
                           const ForwardArgs& args) {
-  OutputBounds bounds{std::vector<double>(size_t{args.num_rows} * spec.out_size), std::vector<double>(size_t{args.num_rows} * spec.out_size)};
+  OutputBounds bounds{std::vector<double>(size_t{args.num_rows} * spec.out_size),
+                      std::vector<double>(size_t{args.num_rows} * spec.out_size)};
   size_t pair = 0;
   for (uint32_t r = 0; r < args.num_rows; ++r) {
     std::vector<float> values(spec.in_size);
-    widen(args.row_dtype, args.rows + size_t{r} * spec.in_size * dtype_bytes(args.row_dtype), values.data(), values.size());
-    Enclosed row{{values.begin(), values.end()}, std::vector<double>(values.size(), 0.0)};
+    widen(args.row_dtype, args.rows + size_t{r} * spec.in_size * dtype_bytes(args.row_dtype),
+          values.data(), values.size());
+    Enclosed row{
+        {values.begin(), values.end()},
+        std::vector<double>(values.size(), 0.0)
+    };
     round_inputs(numerics, row);
-    std::vector<double> sums(spec.out_size, 0.0), errors(spec.out_size, 0.0), magnitudes(spec.out_size, 0.0);
+    std::vector<double> sums(spec.out_size, 0.0), errors(spec.out_size, 0.0),
+        magnitudes(spec.out_size, 0.0);
     for (uint16_t n = 0; n < args.row_counts[r]; ++n, ++pair) {
-      const Enclosed outputs = expert_outputs(numerics, spec, experts[args.local_expert_ids[pair]], formats, row);
+      const Enclosed outputs =
+          expert_outputs(numerics, spec, experts[args.local_expert_ids[pair]], formats, row);
       const double weight = static_cast<double>(args.weights[pair]);
       for (uint32_t o = 0; o < spec.out_size; ++o) {
         sums[o] += weight * outputs.centers[o];
@@ -200,7 +243,8 @@ OutputBounds class_bounds(NumericsClass numerics, const FfnSpec& spec, std::span
       }
     }
     for (uint32_t o = 0; o < spec.out_size; ++o) {
-      const double error = errors[o] + (args.row_counts[r] + 1) * 0x1p-24 * magnitudes[o];  // an fma each
+      // an fma each
+      const double error = errors[o] + (args.row_counts[r] + 1) * 0x1p-24 * magnitudes[o];
       bounds.low[size_t{r} * spec.out_size + o] = sums[o] - error;
       bounds.high[size_t{r} * spec.out_size + o] = sums[o] + error;
     }

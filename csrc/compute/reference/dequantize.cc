@@ -1,4 +1,5 @@
-// Rows of a matrix in any format as float32, and the quantisation at load; dequantize_blocks.cc has GGUF's block types.
+// Rows of a matrix in any format as float32, and the quantisation at load; dequantize_blocks.cc has
+// GGUF's block types.
 // SPDX-License-Identifier: Apache-2.0
 #include "compute/dequantize.h"
 
@@ -12,14 +13,16 @@
 namespace dflash::compute {
 namespace {
 
-constexpr float kRounding = 12582912.0f;  // 1.5 * 2^23: adding and subtracting it rounds half to even
+// 1.5 * 2^23: adding and subtracting it rounds half to even
+constexpr float kRounding = 12582912.0f;
 
 void widen_row(const MatrixView& matrix, uint32_t output, float* values) {
   const Dtype dtype = dtype_of(matrix.format);
   const int64_t element = static_cast<int64_t>(dtype_bytes(dtype));
   const std::byte* row = matrix.data + output * matrix.output_stride * element;
   if (matrix.input_stride == 1) return widen(dtype, row, values, matrix.inputs);
-  for (uint32_t i = 0; i < matrix.inputs; ++i) widen(dtype, row + i * matrix.input_stride * element, values + i, 1);
+  for (uint32_t i = 0; i < matrix.inputs; ++i)
+    widen(dtype, row + i * matrix.input_stride * element, values + i, 1);
 }
 
 void dequantize_fp8(const MatrixView& matrix, uint32_t output, const uint8_t* row, float* values) {
@@ -31,7 +34,8 @@ void dequantize_fp8(const MatrixView& matrix, uint32_t output, const uint8_t* ro
   }
 }
 
-void dequantize_mxfp4(const MatrixView& matrix, uint32_t output, const uint8_t* row, float* values) {
+void dequantize_mxfp4(const MatrixView& matrix, uint32_t output, const uint8_t* row,
+                      float* values) {
   const std::byte* scales = matrix.scales + output * matrix.scales_stride;
   for (uint32_t i = 0; i < matrix.inputs; ++i) {
     const uint32_t code = i % 2 == 0 ? row[i / 2] & 15u : row[i / 2] >> 4;
@@ -42,12 +46,15 @@ void dequantize_mxfp4(const MatrixView& matrix, uint32_t output, const uint8_t* 
 void dequantize_row(const MatrixView& matrix, uint32_t output, float* values) {
   if (is_float(matrix.format)) return widen_row(matrix, output, values);
   const auto* row = reinterpret_cast<const uint8_t*>(matrix.data + output * matrix.output_stride);
-  if (matrix.format == WeightFormat::kFp8E4m3B128) return dequantize_fp8(matrix, output, row, values);
+  if (matrix.format == WeightFormat::kFp8E4m3B128)
+    return dequantize_fp8(matrix, output, row, values);
   if (matrix.format == WeightFormat::kMxfp4) return dequantize_mxfp4(matrix, output, row, values);
   const FormatFacts& facts = format_facts(matrix.format);
   for (uint32_t i = 0; i < matrix.inputs; i += facts.block, row += facts.block_bytes) {
-    if (facts.block == 32) internal::dequantize_block_32(matrix.format, row, values + i);
-    else internal::dequantize_block_256(matrix.format, row, values + i);
+    if (facts.block == 32)
+      internal::dequantize_block_32(matrix.format, row, values + i);
+    else
+      internal::dequantize_block_256(matrix.format, row, values + i);
   }
 }
 
@@ -66,14 +73,17 @@ float e4m3_to_f32(uint8_t code) {
   return sign * std::ldexp(static_cast<float>(8 + mantissa), static_cast<int>(exponent) - 10);
 }
 
-void dequantize(const MatrixView& matrix, uint32_t first_output, uint32_t num_outputs, float* values) {
-  for (uint32_t o = 0; o < num_outputs; ++o) dequantize_row(matrix, first_output + o, values + size_t{o} * matrix.inputs);
+void dequantize(const MatrixView& matrix, uint32_t first_output, uint32_t num_outputs,
+                float* values) {
+  for (uint32_t o = 0; o < num_outputs; ++o)
+    dequantize_row(matrix, first_output + o, values + size_t{o} * matrix.inputs);
 }
 
 float quantize_group(const float* values, float limit, int8_t* integers) {
   float lanes[8] = {};  // a maximum per lane, so that the compiler needs no reordering to vectorise
   for (uint32_t i = 0; i < kGroupInputs; i += 8) {
-    for (uint32_t lane = 0; lane < 8; ++lane) lanes[lane] = std::max(lanes[lane], std::fabs(values[i + lane]));
+    for (uint32_t lane = 0; lane < 8; ++lane)
+      lanes[lane] = std::max(lanes[lane], std::fabs(values[i + lane]));
   }
   const float scale = *std::max_element(lanes, lanes + 8) / limit;
   for (uint32_t i = 0; i < kGroupInputs; ++i) {

@@ -7,8 +7,8 @@ namespace {
 
 int8_t as_signed(uint8_t byte) { return static_cast<int8_t>(byte); }
 
-// q4_k: d, dmin (f16), 12 bytes of scales and minima, 128 bytes of nibbles: group 2i low, group 2i + 1 high.
-// q5_k: the fifth bits of group g are bit g of 32 bytes that lie before the nibbles.
+// q4_k: d, dmin (f16), 12 bytes of scales and minima, 128 bytes of nibbles: group 2i low, group 2i
+// + 1 high. q5_k: the fifth bits of group g are bit g of 32 bytes that lie before the nibbles.
 void dequantize_k_affine(const uint8_t* block, bool has_fifth_bit, float* values) {
   const float d = f16_to_f32(load_u16(block)), dmin = f16_to_f32(load_u16(block + 2));
   const uint8_t* fifth = block + 16;
@@ -27,8 +27,9 @@ void dequantize_k_affine(const uint8_t* block, bool has_fifth_bit, float* values
   }
 }
 
-// 128 bytes of low nibbles, 64 of upper bit pairs, 16 signed scales (one per 16 values), d. Per half (128 values): value 32j + i
-// has nibble (j / 2) of low byte (j % 2) * 32 + i, and bit pair j of high byte i.
+// 128 bytes of low nibbles, 64 of upper bit pairs, 16 signed scales (one per 16 values), d. Per
+// half (128 values): value 32j + i has nibble (j / 2) of low byte (j % 2) * 32 + i, and bit pair j
+// of high byte i.
 void dequantize_q6_k(const uint8_t* block, float* values) {
   const float d = f16_to_f32(load_u16(block + 208));
   for (uint32_t k = 0; k < 256; ++k) {
@@ -36,11 +37,13 @@ void dequantize_q6_k(const uint8_t* block, float* values) {
     const uint32_t low = uint32_t{block[half * 64 + j % 2 * 32 + i]} >> (j / 2 * 4) & 15u;
     const uint32_t high = uint32_t{block[128 + half * 32 + i]} >> (2 * j) & 3u;
     const float factor = d * static_cast<float>(as_signed(block[192 + k / 16]));
-    values[k] = factor * static_cast<float>(static_cast<int32_t>(low | high << 4) - 32) + 0.0f;  // no negative zeros
+    // no negative zeros
+    values[k] = factor * static_cast<float>(static_cast<int32_t>(low | high << 4) - 32) + 0.0f;
   }
 }
 
-// d, 16 upper scale bits pairs, 4 bytes of lower scale nibbles, 8 x 16 bytes of nibbles (low half of the group first).
+// d, 16 upper scale bits pairs, 4 bytes of lower scale nibbles, 8 x 16 bytes of nibbles (low half
+// of the group first).
 void dequantize_iq4_xs(const uint8_t* block, float* values) {
   const float d = f16_to_f32(load_u16(block));
   const uint32_t high = load_u16(block + 2);
@@ -80,9 +83,10 @@ void dequantize_block_32(WeightFormat format, const uint8_t* block, float* value
   const uint8_t* nibbles = block + (is_mxfp4 ? 1 : 2);
   for (uint32_t i = 0; i < 32; ++i) {
     const uint32_t code = i < 16 ? nibbles[i] & 15u : nibbles[i - 16] >> 4;
-    const float value = is_mxfp4                           ? kE2m1[code]
-                        : format == WeightFormat::kIq4Nl   ? kIq4Levels[code]
-                                                           : static_cast<float>(static_cast<int32_t>(code) - 8);
+    const float value = is_mxfp4 ? kE2m1[code]
+                        : format == WeightFormat::kIq4Nl
+                            ? kIq4Levels[code]
+                            : static_cast<float>(static_cast<int32_t>(code) - 8);
     values[i] = value * scale;
   }
 }
@@ -92,7 +96,7 @@ void dequantize_block_256(WeightFormat format, const uint8_t* block, float* valu
     case WeightFormat::kQ4K: return dequantize_k_affine(block, false, values);
     case WeightFormat::kQ5K: return dequantize_k_affine(block, true, values);
     case WeightFormat::kQ6K: return dequantize_q6_k(block, values);
-    default: return dequantize_iq4_xs(block, values);
+    default:                 return dequantize_iq4_xs(block, values);
   }
 }
 

@@ -16,7 +16,8 @@ namespace {
 constexpr uint32_t kBlock = 256;  // inputs per chain
 constexpr uint32_t kGroup = 32;   // inputs per scale of a row
 
-// 2^e with the largest magnitude of the group in [2^(e + 14), 2^(e + 15)); at least 2^-126, a normal float32.
+// 2^e with the largest magnitude of the group in [2^(e + 14), 2^(e + 15)); at least 2^-126, a
+// normal float32.
 float scale_of(const float* values, size_t count) {
   float largest = 0.0f;
   for (size_t i = 0; i < count; ++i) {
@@ -37,7 +38,11 @@ float sum_of(const float* codes, size_t count) {
 
 HalfWeights of_integers(const MatrixView& matrix, WeightFormat resident) {
   IntegerWeights integers = integer_weights(matrix, resident);
-  HalfWeights found{integers.inputs, integers.group_inputs, {}, std::move(integers.scales), std::move(integers.offsets)};
+  HalfWeights found{integers.inputs,
+                    integers.group_inputs,
+                    {},
+                    std::move(integers.scales),
+                    std::move(integers.offsets)};
   for (int32_t code : integers.codes) found.codes.push_back(static_cast<float>(code));
   return found;
 }
@@ -98,11 +103,13 @@ float f16_dot2(const HalfWeights& weights, size_t output, const HalfCodes& row) 
       chain = 0.0f;
     }
     float dot = 0.0f;
-    for (uint32_t i = begin; i < std::min(begin + weights.group_inputs, weights.inputs); ++i) dot = std::fmaf(codes[i], row.codes[i], dot);
+    for (uint32_t i = begin; i < std::min(begin + weights.group_inputs, weights.inputs); ++i)
+      dot = std::fmaf(codes[i], row.codes[i], dot);
     const size_t group = first_group + begin / weights.group_inputs, row_group = begin / kGroup;
     const float row_scale = row.scales[row_group];
     chain = std::fmaf(dot, weights.scales[group] * row_scale, chain);
-    if (!weights.offsets.empty()) chain = std::fmaf(0.0f - weights.offsets[group], row_scale * row.sums[row_group], chain);
+    if (!weights.offsets.empty())
+      chain = std::fmaf(0.0f - weights.offsets[group], row_scale * row.sums[row_group], chain);
   }
   return weights.inputs <= kBlock ? chain : total + chain;
 }

@@ -22,7 +22,9 @@ struct Target {
 
 float f16_at(const uint8_t* bytes) { return f16_to_f32(internal::load_u16(bytes)); }
 int32_t signed_byte(uint8_t byte) { return byte < 128 ? byte : byte - 256; }
-uint32_t nibble(const uint8_t* bytes, uint32_t i) { return i < 16 ? bytes[i] & 15u : bytes[i - 16] >> 4; }
+uint32_t nibble(const uint8_t* bytes, uint32_t i) {
+  return i < 16 ? bytes[i] & 15u : bytes[i - 16] >> 4;
+}
 int32_t level(uint32_t code) { return static_cast<int32_t>(kIq4Levels[code]); }
 int32_t doubled_e2m1(uint32_t code) { return static_cast<int32_t>(2.0f * kE2m1[code]); }
 
@@ -35,9 +37,12 @@ void read_block_32(WeightFormat format, const uint8_t* block, const Target& to) 
   }
   to.scales[0] = f16_at(block);
   for (uint32_t i = 0; i < 32; ++i) {
-    if (format == WeightFormat::kQ8_0) to.codes[i] = signed_byte(block[2 + i]);
-    else if (format == WeightFormat::kQ4_0) to.codes[i] = static_cast<int32_t>(nibble(block + 2, i)) - 8;
-    else to.codes[i] = level(nibble(block + 2, i));
+    if (format == WeightFormat::kQ8_0)
+      to.codes[i] = signed_byte(block[2 + i]);
+    else if (format == WeightFormat::kQ4_0)
+      to.codes[i] = static_cast<int32_t>(nibble(block + 2, i)) - 8;
+    else
+      to.codes[i] = level(nibble(block + 2, i));
   }
 }
 
@@ -58,10 +63,12 @@ void read_k_affine(bool has_fifth_bit, const uint8_t* block, const Target& to) {
 }
 
 void read_q6_k(const uint8_t* block, const Target& to) {
-  for (uint32_t group = 0; group < 16; ++group) to.scales[group] = f16_at(block + 208) * static_cast<float>(signed_byte(block[192 + group]));
+  for (uint32_t group = 0; group < 16; ++group)
+    to.scales[group] = f16_at(block + 208) * static_cast<float>(signed_byte(block[192 + group]));
   for (uint32_t k = 0; k < 256; ++k) {
     const uint32_t half = k / 128, quarter = k % 128 / 32, i = k % 32;
-    const uint32_t low = uint32_t{block[half * 64 + quarter % 2 * 32 + i]} >> (quarter / 2 * 4) & 15u;
+    const uint32_t low =
+        uint32_t{block[half * 64 + quarter % 2 * 32 + i]} >> (quarter / 2 * 4) & 15u;
     const uint32_t high = uint32_t{block[128 + half * 32 + i]} >> (2 * quarter) & 3u;
     to.codes[k] = static_cast<int32_t>(low + 16 * high) - 32;
   }
@@ -71,18 +78,20 @@ void read_iq4_xs(const uint8_t* block, const Target& to) {
   for (uint32_t group = 0; group < 8; ++group) {
     const uint32_t low = uint32_t{block[4 + group / 2]} >> (group % 2 * 4) & 15u;
     const uint32_t high = uint32_t{internal::load_u16(block + 2)} >> (2 * group) & 3u;
-    to.scales[group] = f16_at(block) * static_cast<float>(static_cast<int32_t>(low + 16 * high) - 32);
-    for (uint32_t i = 0; i < 32; ++i) to.codes[32 * group + i] = level(nibble(block + 8 + 16 * group, i));
+    to.scales[group] =
+        f16_at(block) * static_cast<float>(static_cast<int32_t>(low + 16 * high) - 32);
+    for (uint32_t i = 0; i < 32; ++i)
+      to.codes[32 * group + i] = level(nibble(block + 8 + 16 * group, i));
   }
 }
 
 void read_block(WeightFormat format, const uint8_t* block, const Target& to) {
   switch (format) {
-    case WeightFormat::kQ4K: return read_k_affine(false, block, to);
-    case WeightFormat::kQ5K: return read_k_affine(true, block, to);
-    case WeightFormat::kQ6K: return read_q6_k(block, to);
+    case WeightFormat::kQ4K:   return read_k_affine(false, block, to);
+    case WeightFormat::kQ5K:   return read_k_affine(true, block, to);
+    case WeightFormat::kQ6K:   return read_q6_k(block, to);
     case WeightFormat::kIq4Xs: return read_iq4_xs(block, to);
-    default: return read_block_32(format, block, to);
+    default:                   return read_block_32(format, block, to);
   }
 }
 
@@ -141,8 +150,10 @@ IntegerWeights integer_weights(const MatrixView& matrix, WeightFormat resident) 
   for (uint32_t o = 0; o < matrix.outputs; ++o) {
     Target to{found.codes.data() + size_t{o} * matrix.inputs, found.scales.data() + o * num_groups,
               is_affine ? found.offsets.data() + o * num_groups : nullptr};
-    if (!format_facts(resident).is_stored) quantise_row(matrix, o, resident == WeightFormat::kInt8G32 ? 127.0f : 7.0f, to);
-    else if (resident == WeightFormat::kMxfp4) read_mxfp4(matrix, o, to);
+    if (!format_facts(resident).is_stored)
+      quantise_row(matrix, o, resident == WeightFormat::kInt8G32 ? 127.0f : 7.0f, to);
+    else if (resident == WeightFormat::kMxfp4)
+      read_mxfp4(matrix, o, to);
     else {
       const FormatFacts& facts = format_facts(resident);
       const auto* block = reinterpret_cast<const uint8_t*>(matrix.data + o * matrix.output_stride);
@@ -174,7 +185,8 @@ float int8_dot(const IntegerWeights& weights, size_t output, const Int8Codes& ro
     const size_t group = first_group + begin / weights.group_inputs;
     const float row_scale = row.scales[begin / kGroup];
     chain = std::fmaf(static_cast<float>(dot), weights.scales[group] * row_scale, chain);
-    if (!weights.offsets.empty()) chain = std::fmaf(0.0f - weights.offsets[group], row_scale * static_cast<float>(sum), chain);
+    if (!weights.offsets.empty())
+      chain = std::fmaf(0.0f - weights.offsets[group], row_scale * static_cast<float>(sum), chain);
   }
   return weights.inputs <= kBlock ? chain : total + chain;
 }

@@ -1,4 +1,5 @@
-// The float64 oracle: the same function with float64 arithmetic and the C library's functions, for tolerances.
+// The float64 oracle: the same function with float64 arithmetic and the C library's functions, for
+// tolerances.
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 #include <cmath>
@@ -16,7 +17,8 @@ double element(Dtype dtype, const std::byte* data, int64_t index) {
   return static_cast<double>(value);
 }
 
-std::vector<double> project(const MatrixView& matrix, const VectorView& bias, const std::vector<double>& input) {
+std::vector<double> project(const MatrixView& matrix, const VectorView& bias,
+                            const std::vector<double>& input) {
   std::vector<double> output(matrix.outputs);
   std::vector<float> weights(matrix.inputs);
   for (uint32_t o = 0; o < matrix.outputs; ++o) {
@@ -36,12 +38,13 @@ double activate_float64(Activation activation, double x) {
   switch (activation) {
     case Activation::kSilu: return x * sigmoid_float64(x);
     case Activation::kGelu: return 0.5 * x * std::erfc(-x * std::sqrt(0.5));
-    case Activation::kGeluTanh: return 0.5 * x * (1.0 + std::tanh(std::sqrt(2.0 / M_PI) * (x + 0.044715 * x * x * x)));
-    case Activation::kRelu: return std::max(0.0, x);
+    case Activation::kGeluTanh:
+      return 0.5 * x * (1.0 + std::tanh(std::sqrt(2.0 / M_PI) * (x + 0.044715 * x * x * x)));
+    case Activation::kRelu:        return std::max(0.0, x);
     case Activation::kReluSquared: return std::max(0.0, x) * std::max(0.0, x);
-    case Activation::kIdentity: return x;
-    case Activation::kSigmoid: return sigmoid_float64(x);
-    case Activation::kQuickGelu: return x * sigmoid_float64(1.702 * x);
+    case Activation::kIdentity:    return x;
+    case Activation::kSigmoid:     return sigmoid_float64(x);
+    case Activation::kQuickGelu:   return x * sigmoid_float64(1.702 * x);
   }
   return x;
 }
@@ -53,10 +56,12 @@ double gate_float64(const FfnSpec& spec, double g, double u) {
   g = std::min(static_cast<double>(spec.gate_max), g);
   u = std::clamp(u, -static_cast<double>(spec.up_limit), static_cast<double>(spec.up_limit));
   if (spec.gate == GateKind::kGated) return activate_float64(spec.activation, g) * u;
-  return (u + static_cast<double>(spec.up_offset)) * (g * sigmoid_float64(static_cast<double>(spec.alpha) * g));
+  return (u + static_cast<double>(spec.up_offset)) *
+         (g * sigmoid_float64(static_cast<double>(spec.alpha) * g));
 }
 
-std::vector<double> forward_float64(const FfnSpec& spec, std::span<const ExpertWeights> experts, const ForwardArgs& args) {
+std::vector<double> forward_float64(const FfnSpec& spec, std::span<const ExpertWeights> experts,
+                                    const ForwardArgs& args) {
   std::vector<double> sums(size_t{args.num_rows} * spec.out_size, 0.0);
   size_t pair = 0;
   for (uint32_t r = 0; r < args.num_rows; ++r) {
@@ -68,11 +73,14 @@ std::vector<double> forward_float64(const FfnSpec& spec, std::span<const ExpertW
       const ExpertWeights& expert = experts[args.local_expert_ids[pair]];
       std::vector<double> hidden = project(expert.up, expert.up_bias, row);
       const bool has_gate = spec.gate != GateKind::kNone;
-      const std::vector<double> gates = has_gate ? project(expert.gate, expert.gate_bias, row) : hidden;
-      for (size_t i = 0; i < hidden.size(); ++i) hidden[i] = gate_float64(spec, gates[i], hidden[i]);
+      const std::vector<double> gates =
+          has_gate ? project(expert.gate, expert.gate_bias, row) : hidden;
+      for (size_t i = 0; i < hidden.size(); ++i)
+        hidden[i] = gate_float64(spec, gates[i], hidden[i]);
       const std::vector<double> down = project(expert.down, expert.down_bias, hidden);
       double* sum = sums.data() + size_t{r} * spec.out_size;
-      for (size_t o = 0; o < down.size(); ++o) sum[o] += static_cast<double>(args.weights[pair]) * down[o];
+      for (size_t o = 0; o < down.size(); ++o)
+        sum[o] += static_cast<double>(args.weights[pair]) * down[o];
     }
   }
   return sums;

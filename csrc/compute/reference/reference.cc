@@ -1,4 +1,5 @@
-// The classes in words: the loops that the kernels are tested against. Written for reading; one fma at a time.
+// The classes in words: the loops that the kernels are tested against. Written for reading; one fma
+// at a time.
 // SPDX-License-Identifier: Apache-2.0
 #include "compute/reference/reference.h"
 
@@ -31,20 +32,25 @@ struct Matrix {
   size_t inputs = 0;
 
   uint64_t num_bytes() const {
-    return 4 * (values.size() + integers.codes.size() + integers.scales.size() + integers.offsets.size() + halves.codes.size() +
-                halves.scales.size() + halves.offsets.size());
+    return 4 * (values.size() + integers.codes.size() + integers.scales.size() +
+                integers.offsets.size() + halves.codes.size() + halves.scales.size() +
+                halves.offsets.size());
   }
 };
 
-Result<Matrix> widen_matrix(const char* name, const MatrixView& view, WeightFormat resident, NumericsClass numerics) {
+Result<Matrix> widen_matrix(const char* name, const MatrixView& view, WeightFormat resident,
+                            NumericsClass numerics) {
   DFLASH_TRY(check_resident(name, view, resident));
   DFLASH_TRY(check_values(name, view, resident, 0, view.outputs));
-  if (numerics == NumericsClass::kInt8Groups) return Matrix{{}, integer_weights(view, resident), {}, view.inputs};
-  if (numerics == NumericsClass::kF16Dot2) return Matrix{{}, {}, half_weights(view, resident), view.inputs};
+  if (numerics == NumericsClass::kInt8Groups)
+    return Matrix{{}, integer_weights(view, resident), {}, view.inputs};
+  if (numerics == NumericsClass::kF16Dot2)
+    return Matrix{{}, {}, half_weights(view, resident), view.inputs};
   Matrix matrix{std::vector<float>(size_t{view.outputs} * view.inputs), {}, {}, view.inputs};
   dequantize(view, 0, view.outputs, matrix.values.data());
   if (!format_facts(resident).is_stored) {
-    for (uint32_t o = 0; o < view.outputs; ++o) requantize_row(resident, &matrix.values[o * matrix.inputs], view.inputs);
+    for (uint32_t o = 0; o < view.outputs; ++o)
+      requantize_row(resident, &matrix.values[o * matrix.inputs], view.inputs);
   }
   if (is_matrix_class(numerics)) round_to_bf16(matrix.values.data(), matrix.values.size());
   return matrix;
@@ -57,31 +63,38 @@ struct Row {
   HalfCodes halves;    // instead, of f16-dot2
 };
 
-// f32-canonical: block sums of 256-long fma chains, added in ascending order. The matrix-unit classes' too, as the simulator computes them: an
-// instruction adds 16 products in an order of its own, the sums over 256 inputs are added as here.
+// f32-canonical: block sums of 256-long fma chains, added in ascending order. The matrix-unit
+// classes' too, as the simulator computes them: an instruction adds 16 products in an order of its
+// own, the sums over 256 inputs are added as here.
 float canonical_dot(const float* weights, const float* inputs, size_t num_inputs) {
   float total = 0.0f;
   for (size_t begin = 0; begin < num_inputs; begin += kChain) {
     float chain = 0.0f;
-    for (size_t k = begin; k < std::min(begin + kChain, num_inputs); ++k) chain = std::fmaf(weights[k], inputs[k], chain);
+    for (size_t k = begin; k < std::min(begin + kChain, num_inputs); ++k)
+      chain = std::fmaf(weights[k], inputs[k], chain);
     total = begin == 0 ? chain : total + chain;
   }
   return total;
 }
 
 Row encode(NumericsClass numerics, std::vector<float> values) {
-  if (numerics == NumericsClass::kInt8Groups) return {{}, int8_codes(values.data(), values.size()), {}};
-  if (numerics == NumericsClass::kF16Dot2) return {{}, {}, half_codes(values.data(), values.size())};
+  if (numerics == NumericsClass::kInt8Groups)
+    return {{}, int8_codes(values.data(), values.size()), {}};
+  if (numerics == NumericsClass::kF16Dot2)
+    return {{}, {}, half_codes(values.data(), values.size())};
   if (numerics != NumericsClass::kF32Canonical) round_to_bf16(values.data(), values.size());
   return {std::move(values), {}, {}};
 }
 
 float dot(NumericsClass numerics, const Matrix& matrix, size_t output, const Row& row) {
-  if (numerics == NumericsClass::kInt8Groups) return int8_dot(matrix.integers, output, row.integers);
+  if (numerics == NumericsClass::kInt8Groups)
+    return int8_dot(matrix.integers, output, row.integers);
   if (numerics == NumericsClass::kF16Dot2) return f16_dot2(matrix.halves, output, row.halves);
   const float* weights = matrix.values.data() + output * matrix.inputs;
-  if (numerics == NumericsClass::kBf16Dot) return bf16_dot(weights, row.values.data(), matrix.inputs);
-  if (numerics == NumericsClass::kBf16Bfdot) return bf16_bfdot(weights, row.values.data(), matrix.inputs);
+  if (numerics == NumericsClass::kBf16Dot)
+    return bf16_dot(weights, row.values.data(), matrix.inputs);
+  if (numerics == NumericsClass::kBf16Bfdot)
+    return bf16_bfdot(weights, row.values.data(), matrix.inputs);
   return canonical_dot(weights, row.values.data(), matrix.inputs);
 }
 
@@ -93,7 +106,8 @@ struct Expert {
 
 class ReferenceLayer final : public ExpertLayer {
  public:
-  ReferenceLayer(const FfnSpec& spec, uint32_t num_local_experts, ResidentFormats formats, NumericsClass numerics)
+  ReferenceLayer(const FfnSpec& spec, uint32_t num_local_experts, ResidentFormats formats,
+                 NumericsClass numerics)
       : spec_(spec), formats_(formats), numerics_(numerics), experts_(num_local_experts) {}
 
   const FfnSpec& spec() const override { return spec_; }
@@ -107,7 +121,8 @@ class ReferenceLayer final : public ExpertLayer {
     return num_bytes;
   }
 
-  Status load_expert(uint32_t local_expert_id, const ExpertWeights& weights, ProgressCounter& progress) override {
+  Status load_expert(uint32_t local_expert_id, const ExpertWeights& weights,
+                     ProgressCounter& progress) override {
     DFLASH_TRY(check_expert(spec_, num_local_experts(), local_expert_id, weights));
     Expert& expert = experts_[local_expert_id];
     const CanonicalFloatMode mode;
@@ -117,9 +132,11 @@ class ReferenceLayer final : public ExpertLayer {
       WeightFormat resident;
       Matrix& matrix;
     };
-    for (const Source& source : {Source{"gate", weights.gate, formats_.gate_up, expert.gate},
-                                 Source{"up", weights.up, formats_.gate_up, expert.up},
-                                 Source{"down", weights.down, formats_.down, expert.down}}) {
+    for (const Source& source : {
+             Source{"gate", weights.gate, formats_.gate_up, expert.gate},
+             Source{"up",   weights.up,   formats_.gate_up, expert.up  },
+             Source{"down", weights.down, formats_.down,    expert.down}
+    }) {
       if (source.view.data == nullptr) continue;
       auto matrix = widen_matrix(source.name, source.view, source.resident, numerics_);
       if (!matrix.ok()) return std::move(matrix).error();
@@ -137,19 +154,24 @@ class ReferenceLayer final : public ExpertLayer {
     DFLASH_TRY(check_batch(args, num_local_experts()));
     for (uint16_t id : args.local_expert_ids) {
       if (!experts_[id].is_loaded) {
-        return Error{ErrorCode::kInvalidArgument, "local expert " + std::to_string(id) + " was not loaded; load it before forward"};
+        return Error{ErrorCode::kInvalidArgument, "local expert " + std::to_string(id) +
+                                                      " was not loaded; load it before forward"};
       }
     }
     const CanonicalFloatMode mode;
     size_t first_pair = 0;
     for (uint32_t r = 0; r < args.num_rows; ++r) {
       std::vector<float> values(spec_.in_size);
-      widen(args.row_dtype, args.rows + size_t{r} * spec_.in_size * dtype_bytes(args.row_dtype), values.data(), values.size());
+      widen(args.row_dtype, args.rows + size_t{r} * spec_.in_size * dtype_bytes(args.row_dtype),
+            values.data(), values.size());
       const Row row = encode(numerics_, std::move(values));
-      const std::vector<float> sum = routed_sum(args, first_pair, args.row_counts[r], row, progress);
+      const std::vector<float> sum =
+          routed_sum(args, first_pair, args.row_counts[r], row, progress);
       first_pair += args.row_counts[r];
       std::byte* reply = args.reply + size_t{r} * spec_.out_size * dtype_bytes(args.reply_dtype);
-      if (convert(Dtype::kF32, reinterpret_cast<const std::byte*>(sum.data()), args.reply_dtype, reply, sum.size())) continue;
+      if (convert(Dtype::kF32, reinterpret_cast<const std::byte*>(sum.data()), args.reply_dtype,
+                  reply, sum.size()))
+        continue;
       for (uint32_t c = 0; c < sum.size(); ++c) {
         if (overflows(sum[c], args.reply_dtype)) return range_error(r, c, sum[c], args.reply_dtype);
       }
@@ -158,35 +180,40 @@ class ReferenceLayer final : public ExpertLayer {
   }
 
  private:
-  float project(const Matrix& matrix, size_t output, const Row& input, const std::vector<float>& bias) const {
+  float project(const Matrix& matrix, size_t output, const Row& input,
+                const std::vector<float>& bias) const {
     const float sum = dot(numerics_, matrix, output, input);
     return bias.empty() ? sum : sum + bias[output];
   }
 
   // y = fma(w, d, y) over the row's pairs: experts ascending, duplicates in the order given.
-  std::vector<float> routed_sum(const ForwardArgs& args, size_t first_pair, size_t num_pairs, const Row& row,
-                                ProgressCounter& progress) const {
+  std::vector<float> routed_sum(const ForwardArgs& args, size_t first_pair, size_t num_pairs,
+                                const Row& row, ProgressCounter& progress) const {
     std::vector<size_t> pairs(num_pairs);
     for (size_t i = 0; i < num_pairs; ++i) pairs[i] = first_pair + i;
-    std::stable_sort(pairs.begin(), pairs.end(),
-                     [&](size_t a, size_t b) { return args.local_expert_ids[a] < args.local_expert_ids[b]; });
+    std::stable_sort(pairs.begin(), pairs.end(), [&](size_t a, size_t b) {
+      return args.local_expert_ids[a] < args.local_expert_ids[b];
+    });
     std::vector<float> sum(spec_.out_size, 0.0f);
     for (size_t pair : pairs) {
       const Expert& expert = experts_[args.local_expert_ids[pair]];
       std::vector<float> hidden(spec_.intermediate_size);
       for (size_t i = 0; i < hidden.size(); ++i) {
-        const float g = spec_.gate == GateKind::kNone ? 0.0f : project(expert.gate, i, row, expert.gate_bias);
+        const float g =
+            spec_.gate == GateKind::kNone ? 0.0f : project(expert.gate, i, row, expert.gate_bias);
         hidden[i] = gate<ScalarVector>(spec_, g, project(expert.up, i, row, expert.up_bias));
       }
       const Row inputs = encode(numerics_, std::move(hidden));
       progress.fetch_add(1, std::memory_order_relaxed);
       for (size_t o = 0; o < sum.size(); ++o) {
-        sum[o] = std::fmaf(args.weights[pair], project(expert.down, o, inputs, expert.down_bias), sum[o]);
+        sum[o] = std::fmaf(args.weights[pair], project(expert.down, o, inputs, expert.down_bias),
+                           sum[o]);
       }
       progress.fetch_add(1, std::memory_order_relaxed);
     }
     for (float& value : sum) {
-      if (std::isnan(value)) value = std::numeric_limits<float>::quiet_NaN();  // 0x7fc00000, whatever payload an fma kept
+      // 0x7fc00000, whatever payload an fma kept
+      if (std::isnan(value)) value = std::numeric_limits<float>::quiet_NaN();
     }
     return sum;
   }
@@ -201,8 +228,8 @@ class ReferenceLayer final : public ExpertLayer {
 
 bool reference_computes(NumericsClass) { return true; }
 
-std::unique_ptr<ExpertLayer> make_reference_layer(const FfnSpec& spec, uint32_t num_local_experts, ResidentFormats formats,
-                                                  NumericsClass numerics) {
+std::unique_ptr<ExpertLayer> make_reference_layer(const FfnSpec& spec, uint32_t num_local_experts,
+                                                  ResidentFormats formats, NumericsClass numerics) {
   return std::make_unique<ReferenceLayer>(spec, num_local_experts, formats, numerics);
 }
 

@@ -1,4 +1,5 @@
-// libdflash_cuda.so: the kernels for NVIDIA's cards in one fatbin, and the driver API opened at run time.
+// libdflash_cuda.so: the kernels for NVIDIA's cards in one fatbin, and the driver API opened at run
+// time.
 // SPDX-License-Identifier: Apache-2.0
 #include "compute/gpu/cuda/cuda_driver.h"
 #include "plugin/entry/embedded_image.h"
@@ -13,7 +14,8 @@ struct Cuda {
   static constexpr const char* kName = "cuda";
   static constexpr int32_t kDlpackType = DFLASH_DLPACK_CUDA;
   static Result<std::unique_ptr<compute::gpu::DriverApi>> open() {
-    return compute::gpu::open_cuda_driver({dflash_kernels_cuda, DFLASH_CUDA_MAJOR, DFLASH_CUDA_LEAST_ARCH, DFLASH_CUDA_HAS_SM90A});
+    return compute::gpu::open_cuda_driver(
+        {dflash_kernels_cuda, DFLASH_CUDA_MAJOR, DFLASH_CUDA_LEAST_ARCH, DFLASH_CUDA_HAS_SM90A});
   }
 };
 

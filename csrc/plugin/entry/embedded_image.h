@@ -2,8 +2,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// DFLASH_EMBED(symbol, "path"): `symbol` is the first byte. Page-aligned: drivers read images as ELF files.
-#define DFLASH_EMBED(symbol, path)                                                      \
-  __asm__(".pushsection .rodata\n.balign 4096\n.hidden " #symbol "\n.globl " #symbol "\n" #symbol ":\n.incbin \"" path \
-          "\"\n.byte 0\n.balign 16\n.popsection\n");                                    \
+// DFLASH_EMBED(symbol, "path"): `symbol` is the first byte. Page-aligned: drivers read images as
+// ELF files.
+#define DFLASH_EMBED(symbol, path)                                                                \
+  __asm__(".pushsection .rodata\n.balign 4096\n.hidden " #symbol "\n.globl " #symbol "\n" #symbol \
+          ":\n.incbin \"" path "\"\n.byte 0\n.balign 16\n.popsection\n");                         \
   extern "C" const unsigned char symbol[];

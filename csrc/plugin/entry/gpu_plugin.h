@@ -1,5 +1,5 @@
-// What the GPU plug-ins share: a device runtime and the GPU layer as a Device of the C table. Each plug-in is one shared object that exports
-// one function and holds its own copy of everything else.
+// What the GPU plug-ins share: a device runtime and the GPU layer as a Device of the C table. Each
+// plug-in is one shared object that exports one function and holds its own copy of everything else.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -17,19 +17,24 @@ namespace dflash::plugin {
 class GpuPluginDevice final : public Device, public compute::ExpertBackend {
  public:
   GpuPluginDevice(std::unique_ptr<compute::gpu::DeviceRuntime> runtime, bool must_prove)
-      : must_prove_(must_prove), device_(std::make_shared<compute::gpu::GpuDevice>(std::move(runtime))) {}
+      : must_prove_(must_prove),
+        device_(std::make_shared<compute::gpu::GpuDevice>(std::move(runtime))) {}
 
   compute::ExpertBackend& backend() override { return *this; }
   bool takes(compute::WeightFormat) const override { return true; }
-  bool computes(compute::NumericsClass numerics) const override { return compute::gpu::device_computes(device_->facts(), numerics); }
+  bool computes(compute::NumericsClass numerics) const override {
+    return compute::gpu::device_computes(device_->facts(), numerics);
+  }
   bool must_prove() const override { return must_prove_; }
   uint32_t max_rows() const override { return kMaxRows; }
   Result<uint64_t> free_bytes() override { return device_->free_bytes(); }
-  uint64_t layer_bytes(const compute::FfnSpec& spec, uint32_t num_local_experts, compute::ResidentFormats formats) const override {
+  uint64_t layer_bytes(const compute::FfnSpec& spec, uint32_t num_local_experts,
+                       compute::ResidentFormats formats) const override {
     return compute::gpu::GpuLayer::predicted_bytes(spec, num_local_experts, formats);
   }
-  Result<std::unique_ptr<compute::ExpertLayer>> create_layer(const compute::FfnSpec& spec, uint32_t num_local_experts,
-                                                             compute::ResidentFormats formats, compute::NumericsClass numerics) override {
+  Result<std::unique_ptr<compute::ExpertLayer>> create_layer(
+      const compute::FfnSpec& spec, uint32_t num_local_experts, compute::ResidentFormats formats,
+      compute::NumericsClass numerics) override {
     return compute::gpu::GpuLayer::create(device_, spec, num_local_experts, formats, numerics);
   }
 

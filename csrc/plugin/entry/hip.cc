@@ -1,5 +1,6 @@
-// libdflash_hip.so: the kernels for AMD's cards, one code object per architecture, and the HIP runtime opened at run time. The list of
-// architectures is what the compiler of this build knew (csrc/cmake/gpu_plugins.cmake).
+// libdflash_hip.so: the kernels for AMD's cards, one code object per architecture, and the HIP
+// runtime opened at run time. The list of architectures is what the compiler of this build knew
+// (csrc/cmake/gpu_plugins.cmake).
 // SPDX-License-Identifier: Apache-2.0
 #include "compute/gpu/hip/hip_driver.h"
 #include "plugin/entry/embedded_image.h"

@@ -1,7 +1,9 @@
-// The host's table (host_abi.h) of a plug-in: `host_table_of<Driver>()`. A Driver has, beside what device_table.h asks for,
+// The host's table (host_abi.h) of a plug-in: `host_table_of<Driver>()`. A Driver has, beside what
+// device_table.h asks for,
 //
 //   static constexpr int32_t kDlpackType;
-//   static Result<std::unique_ptr<compute::gpu::DeviceRuntime>> open_for_host(uint32_t device, const OpenOptions& options);
+//   static Result<std::unique_ptr<compute::gpu::DeviceRuntime>> open_for_host(uint32_t device,
+//   const OpenOptions& options);
 //
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
@@ -21,7 +23,8 @@
 #include "plugin/host_abi.h"
 
 struct dflash_host {
-  dflash_host(std::unique_ptr<dflash::compute::gpu::DeviceRuntime> runtime, int32_t type) : device(std::move(runtime)), dlpack_type(type) {}
+  dflash_host(std::unique_ptr<dflash::compute::gpu::DeviceRuntime> runtime, int32_t type)
+      : device(std::move(runtime)), dlpack_type(type) {}
   dflash::compute::gpu::GpuHost device;
   dflash::compute::gpu::GpuSteps steps{device};
   dflash::compute::gpu::GpuBells bells{device};
@@ -31,25 +34,32 @@ struct dflash_host {
 namespace dflash::plugin {
 namespace host_internal {
 
-// Runs `body` (Status()); whatever it cannot allocate becomes an error, since nothing may be thrown through the table.
+// Runs `body` (Status()); whatever it cannot allocate becomes an error, since nothing may be thrown
+// through the table.
 template <class Body>
 int32_t answered(dflash_error* error, Body&& body) {
   try {
     const Status done = body();
     return done.ok() ? 0 : report(done.error(), error);
   } catch (const std::bad_alloc&) {
-    return report(Error{ErrorCode::kOutOfMemory, "the host's device could not allocate memory of the host"}, error);
+    return report(
+        Error{ErrorCode::kOutOfMemory, "the host's device could not allocate memory of the host"},
+        error);
   }
 }
 
-inline Error missing(const char* what) { return Error{ErrorCode::kInvalidArgument, std::string("host table: ") + what + " is null"}; }
+inline Error missing(const char* what) {
+  return Error{ErrorCode::kInvalidArgument, std::string("host table: ") + what + " is null"};
+}
 
 inline int32_t info(dflash_host* host, dflash_host_info* found, dflash_error* error) {
   return answered(error, [&]() -> Status {
     if (host == nullptr) return missing("host");
     auto record = new_record<dflash_host_info>();
     record.dlpack_type = host->dlpack_type;
-    record.dlpack_id = host->dlpack_type == DFLASH_DLPACK_CPU ? 0 : static_cast<int32_t>(host->device.facts().index);
+    record.dlpack_id = host->dlpack_type == DFLASH_DLPACK_CPU
+                           ? 0
+                           : static_cast<int32_t>(host->device.facts().index);
     record.stream = host->device.stream();
     set_text(record.name, host->device.name());
     write_record(found, record);
@@ -57,7 +67,8 @@ inline int32_t info(dflash_host* host, dflash_host_info* found, dflash_error* er
   });
 }
 
-inline int32_t allocate_pinned(dflash_host* host, uint64_t num_bytes, void** memory, dflash_error* error) {
+inline int32_t allocate_pinned(dflash_host* host, uint64_t num_bytes, void** memory,
+                               dflash_error* error) {
   return answered(error, [&]() -> Status {
     if (host == nullptr || memory == nullptr) return missing("host or memory");
     auto allocated = host->device.allocate_pinned(num_bytes);
@@ -68,22 +79,28 @@ inline int32_t allocate_pinned(dflash_host* host, uint64_t num_bytes, void** mem
 }
 
 template <bool kIsIn>
-int32_t copy(dflash_host* host, const dflash_transfer* pieces, uint32_t num_pieces, int64_t timeout_ns, dflash_error* error) {
+int32_t copy(dflash_host* host, const dflash_transfer* pieces, uint32_t num_pieces,
+             int64_t timeout_ns, dflash_error* error) {
   return answered(error, [&]() -> Status {
     if (host == nullptr || (pieces == nullptr && num_pieces > 0)) return missing("host or pieces");
     std::vector<compute::gpu::HostTransfer> transfers;
     for (uint32_t i = 0; i < num_pieces; ++i) {
-      transfers.push_back({static_cast<std::byte*>(pieces[i].device), static_cast<std::byte*>(pieces[i].host), pieces[i].num_bytes});
+      transfers.push_back({static_cast<std::byte*>(pieces[i].device),
+                           static_cast<std::byte*>(pieces[i].host), pieces[i].num_bytes});
     }
     const std::chrono::nanoseconds at_most(timeout_ns);
-    return kIsIn ? host->device.copy_in(transfers, at_most) : host->device.copy_out(transfers, at_most);
+    return kIsIn ? host->device.copy_in(transfers, at_most)
+                 : host->device.copy_out(transfers, at_most);
   });
 }
 
-inline int32_t map_memory(dflash_host* host, void* memory, uint64_t num_bytes, uint32_t is_read_only, void** device, dflash_error* error) {
+inline int32_t map_memory(dflash_host* host, void* memory, uint64_t num_bytes,
+                          uint32_t is_read_only, void** device, dflash_error* error) {
   return answered(error, [&]() -> Status {
-    if (host == nullptr || memory == nullptr || device == nullptr) return missing("host, memory or device");
-    auto mapped = host->steps.map_memory(static_cast<std::byte*>(memory), num_bytes, is_read_only != 0);
+    if (host == nullptr || memory == nullptr || device == nullptr)
+      return missing("host, memory or device");
+    auto mapped =
+        host->steps.map_memory(static_cast<std::byte*>(memory), num_bytes, is_read_only != 0);
     if (!mapped.ok()) return std::move(mapped).error();
     *device = mapped.value();
     return ok();
@@ -93,21 +110,26 @@ inline int32_t map_memory(dflash_host* host, void* memory, uint64_t num_bytes, u
 // Enumerations as they come through the table.
 inline Result<Dtype> dtype_of(uint32_t value) {
   if (value < kNumDtypes) return static_cast<Dtype>(value);
-  return Error{ErrorCode::kInvalidArgument, "host table: dtype " + std::to_string(value) + " is unknown"};
+  return Error{ErrorCode::kInvalidArgument,
+               "host table: dtype " + std::to_string(value) + " is unknown"};
 }
 
-static_assert(sizeof(dflash_step_shard) == sizeof(compute::gpu::StepShard) && sizeof(dflash_step_lane) == sizeof(compute::gpu::StepLane));
+static_assert(sizeof(dflash_step_shard) == sizeof(compute::gpu::StepShard) &&
+              sizeof(dflash_step_lane) == sizeof(compute::gpu::StepLane));
 
 inline int32_t step_layer(dflash_host* host, const dflash_step_layer* given, dflash_error* error) {
   return answered(error, [&]() -> Status {
     const dflash_step_layer layer = read_record(given);
-    if (host == nullptr || layer.shards == nullptr || layer.experts == nullptr) return missing("host, shards or experts");
+    if (host == nullptr || layer.shards == nullptr || layer.experts == nullptr)
+      return missing("host, shards or experts");
     std::vector<compute::gpu::StepShard> shards;
     for (uint32_t i = 0; i < layer.num_shards; ++i) {
       const dflash_step_shard& shard = layer.shards[i];
       shards.push_back({shard.weights_fingerprint, shard.shard, shard.lane, shard.slot, 0});
     }
-    return host->steps.define_layer({layer.layer, layer.in_size, layer.out_size, shards, {layer.experts, layer.num_experts}});
+    return host->steps.define_layer({
+        layer.layer, layer.in_size, layer.out_size, shards, {layer.experts, layer.num_experts}
+    });
   });
 }
 
@@ -118,14 +140,22 @@ inline int32_t step_begin(dflash_host* host, const dflash_step* given, dflash_er
     std::vector<compute::gpu::StepLane> lanes;
     for (uint32_t i = 0; i < step.num_lanes; ++i) {
       const dflash_step_lane& lane = step.lanes[i];
-      lanes.push_back({static_cast<unsigned char*>(lane.requests), static_cast<const unsigned char*>(lane.replies), lane.generation,
-                       lane.request_slots, lane.request_stride, lane.reply_slots, lane.reply_stride, lane.entry_mask, lane.head, lane.tail, 0});
+      lanes.push_back({static_cast<unsigned char*>(lane.requests),
+                       static_cast<const unsigned char*>(lane.replies), lane.generation,
+                       lane.request_slots, lane.request_stride, lane.reply_slots, lane.reply_stride,
+                       lane.entry_mask, lane.head, lane.tail, 0});
     }
     auto request = dtype_of(step.request_dtype), reply = dtype_of(step.reply_dtype);
     if (!request.ok()) return std::move(request).error();
     if (!reply.ok()) return std::move(reply).error();
-    compute::gpu::StepPlan plan{lanes, step.request_bytes, step.reply_bytes, step.first_call, request.value(), reply.value(),
-                                std::chrono::nanoseconds(step.budget_ns), std::nullopt};
+    compute::gpu::StepPlan plan{lanes,
+                                step.request_bytes,
+                                step.reply_bytes,
+                                step.first_call,
+                                request.value(),
+                                reply.value(),
+                                std::chrono::nanoseconds(step.budget_ns),
+                                std::nullopt};
     if (step.has_stream != 0) plan.stream = step.stream;
     return host->steps.begin(plan);
   });
@@ -134,16 +164,19 @@ inline int32_t step_begin(dflash_host* host, const dflash_step* given, dflash_er
 inline int32_t step_add(dflash_host* host, const dflash_step_call* given, dflash_error* error) {
   return answered(error, [&]() -> Status {
     const dflash_step_call call = read_record(given);
-    if (host == nullptr || call.hidden_states == nullptr || call.output == nullptr) return missing("host or a tensor");
+    if (host == nullptr || call.hidden_states == nullptr || call.output == nullptr)
+      return missing("host or a tensor");
     auto dtype = dtype_of(call.dtype), weights = dtype_of(call.weights_dtype);
     if (!dtype.ok()) return std::move(dtype).error();
     if (!weights.ok()) return std::move(weights).error();
-    return host->steps.add({call.layer, call.hidden_states, call.row_stride_bytes, dtype.value(), call.num_tokens, call.top_k, call.topk_ids,
-                            call.ids_are_64bit != 0, call.topk_weights, weights.value(), call.output});
+    return host->steps.add({call.layer, call.hidden_states, call.row_stride_bytes, dtype.value(),
+                            call.num_tokens, call.top_k, call.topk_ids, call.ids_are_64bit != 0,
+                            call.topk_weights, weights.value(), call.output});
   });
 }
 
-inline int32_t step_wait(dflash_host* host, int64_t timeout_ns, uint32_t* is_done, dflash_error* error) {
+inline int32_t step_wait(dflash_host* host, int64_t timeout_ns, uint32_t* is_done,
+                         dflash_error* error) {
   return answered(error, [&]() -> Status {
     if (host == nullptr || is_done == nullptr) return missing("host or is_done");
     auto waited = host->steps.wait(std::chrono::nanoseconds(timeout_ns));
@@ -157,15 +190,23 @@ inline void fill_messages(const compute::gpu::StepOutcome& ended, dflash_step_ou
   outcome.num_messages = 0;
   for (const compute::gpu::StepRecord& record : ended.records) {
     if (record.message.num_rows == 0 || outcome.num_messages == outcome.max_messages) continue;
-    outcome.messages[outcome.num_messages++] = {record.call_index, record.layer, record.lane, record.message.num_rows, record.message.num_pairs, 0,
-                                                record.message.request_bytes, record.message.reply_bytes};
+    outcome.messages[outcome.num_messages++] = {record.call_index,
+                                                record.layer,
+                                                record.lane,
+                                                record.message.num_rows,
+                                                record.message.num_pairs,
+                                                0,
+                                                record.message.request_bytes,
+                                                record.message.reply_bytes};
   }
 }
 
 inline int32_t step_end(dflash_host* host, dflash_step_outcome* given, dflash_error* error) {
   return answered(error, [&]() -> Status {
     dflash_step_outcome outcome = read_record(given);
-    if (host == nullptr || outcome.lanes == nullptr || (outcome.messages == nullptr && outcome.max_messages > 0)) return missing("host or lanes");
+    if (host == nullptr || outcome.lanes == nullptr ||
+        (outcome.messages == nullptr && outcome.max_messages > 0))
+      return missing("host or lanes");
     auto ended = host->steps.end();
     if (!ended.ok()) return std::move(ended).error();
     for (size_t i = 0; i < ended.value().lanes.size(); ++i) {
@@ -186,12 +227,18 @@ inline int32_t step_end(dflash_host* host, dflash_step_outcome* given, dflash_er
 inline int32_t ring_bells(dflash_host* host, dflash_bells* given, dflash_error* error) {
   return answered(error, [&]() -> Status {
     dflash_bells bells = read_record(given);
-    const bool has_words = bells.ring != nullptr && bells.answer != nullptr && bells.release != nullptr;
-    if (host == nullptr || (bells.kind == DFLASH_BELL_CALL ? bells.calls_ns == nullptr : !has_words)) return missing("host, a word or times");
-    if (bells.kind > DFLASH_BELL_CALL) return Error{ErrorCode::kInvalidArgument, "host table: a bell of kind " + std::to_string(bells.kind) + " is unknown"};
-    auto rung = host->bells.ring({static_cast<uint32_t*>(bells.ring), static_cast<const uint32_t*>(bells.answer), bells.release, bells.first,
-                                  bells.num_rounds, std::chrono::nanoseconds(bells.budget_ns)},
-                                 static_cast<compute::gpu::BellKind>(bells.kind));
+    const bool has_words =
+        bells.ring != nullptr && bells.answer != nullptr && bells.release != nullptr;
+    if (host == nullptr ||
+        (bells.kind == DFLASH_BELL_CALL ? bells.calls_ns == nullptr : !has_words))
+      return missing("host, a word or times");
+    if (bells.kind > DFLASH_BELL_CALL)
+      return Error{ErrorCode::kInvalidArgument,
+                   "host table: a bell of kind " + std::to_string(bells.kind) + " is unknown"};
+    auto rung = host->bells.ring(
+        {static_cast<uint32_t*>(bells.ring), static_cast<const uint32_t*>(bells.answer),
+         bells.release, bells.first, bells.num_rounds, std::chrono::nanoseconds(bells.budget_ns)},
+        static_cast<compute::gpu::BellKind>(bells.kind));
     if (!rung.ok()) return std::move(rung).error();
     bells.num_done = rung.value().num_done;
     std::copy(rung.value().calls_ns.begin(), rung.value().calls_ns.end(), bells.calls_ns);
@@ -210,7 +257,8 @@ const dflash_host_table* host_table_of() {
     filled.abi_version = DFLASH_HOST_ABI_VERSION;
     filled.name = Driver::kName;
     filled.version = internal::common_table().version;
-    filled.open = [](uint32_t device, const dflash_open_options* options, dflash_host** opened, dflash_error* error) {
+    filled.open = [](uint32_t device, const dflash_open_options* options, dflash_host** opened,
+                     dflash_error* error) {
       return host_internal::answered(error, [&]() -> Status {
         if (opened == nullptr) return host_internal::missing("host");
         const dflash_open_options asked = read_record(options);

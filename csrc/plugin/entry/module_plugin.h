@@ -9,7 +9,8 @@
 
 namespace dflash::plugin {
 
-// Vendor: `static constexpr const char* kName`, `static constexpr int32_t kDlpackType` and `static Result<std::unique_ptr<compute::gpu::DriverApi>> open()`.
+// Vendor: `static constexpr const char* kName`, `static constexpr int32_t kDlpackType` and `static
+// Result<std::unique_ptr<compute::gpu::DriverApi>> open()`.
 template <class Vendor>
 struct ModuleDriver {
   static constexpr const char* kName = Vendor::kName;
@@ -21,7 +22,8 @@ struct ModuleDriver {
     if (!devices.ok()) return std::move(devices).error();
     std::vector<DeviceListing> listed;
     for (const compute::gpu::DriverDevice& found : devices.value()) {
-      listed.push_back({found.facts.name, kName, found.facts.architecture, found.facts.memory_bytes, found.reason});
+      listed.push_back({found.facts.name, kName, found.facts.architecture, found.facts.memory_bytes,
+                        found.reason});
     }
     return listed;
   }
@@ -29,11 +31,13 @@ struct ModuleDriver {
   static Result<std::unique_ptr<Device>> open(uint32_t device, const OpenOptions& options) {
     auto runtime = open_for_host(device, options);
     if (!runtime.ok()) return std::move(runtime).error();
-    return std::unique_ptr<Device>(std::make_unique<GpuPluginDevice>(std::move(runtime).value(), true));
+    return std::unique_ptr<Device>(
+        std::make_unique<GpuPluginDevice>(std::move(runtime).value(), true));
   }
 
   static constexpr int32_t kDlpackType = Vendor::kDlpackType;
-  static Result<std::unique_ptr<compute::gpu::DeviceRuntime>> open_for_host(uint32_t device, const OpenOptions&) {
+  static Result<std::unique_ptr<compute::gpu::DeviceRuntime>> open_for_host(uint32_t device,
+                                                                            const OpenOptions&) {
     auto driver = Vendor::open();
     if (!driver.ok()) return std::move(driver).error();
     return compute::gpu::make_module_runtime(std::move(driver).value(), device);

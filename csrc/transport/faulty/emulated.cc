@@ -1,5 +1,6 @@
-// An emulated link: each direction has a serialisation rate, a delay and a jitter of its own. Outgoing messages wait in their slot,
-// incoming ones in theirs; the credit rule keeps both untouched meanwhile.
+// An emulated link: each direction has a serialisation rate, a delay and a jitter of its own.
+// Outgoing messages wait in their slot, incoming ones in theirs; the credit rule keeps both
+// untouched meanwhile.
 // SPDX-License-Identifier: Apache-2.0
 #include <random>
 #include <string>
@@ -20,7 +21,8 @@ class Link {
 
   // When a message handed over now is at the other end.
   int64_t due_ns(int64_t now, size_t bytes) {
-    busy_until_ns_ = std::max(busy_until_ns_, now) + static_cast<int64_t>(ns_per_byte_ * static_cast<double>(bytes));
+    busy_until_ns_ = std::max(busy_until_ns_, now) +
+                     static_cast<int64_t>(ns_per_byte_ * static_cast<double>(bytes));
     return busy_until_ns_ + static_cast<int64_t>(delay_ns_ + jitter_ns_ * unit_(random_));
   }
 
@@ -34,7 +36,9 @@ class Link {
 class EmulatedChannel final : public Channel {
  public:
   EmulatedChannel(std::unique_ptr<Channel> inner, const Emulation& emulation)
-      : inner_(std::move(inner)), out_(emulation, emulation.seed), in_(emulation, emulation.seed + 1) {}
+      : inner_(std::move(inner)),
+        out_(emulation, emulation.seed),
+        in_(emulation, emulation.seed + 1) {}
 
   const SlotGeometry& geometry() const override { return inner_->geometry(); }
   const char* kind() const override { return inner_->kind(); }
@@ -45,8 +49,9 @@ class EmulatedChannel final : public Channel {
     if (!fits) return inner_->publish(slot, bytes);  // refused there
     if (failure_) return *failure_;
     if (sends_.num_held() >= geometry().num_slots) {
-      return Error{ErrorCode::kInvalidArgument, std::string(kind()) + " channel: publish in slot " + std::to_string(slot) +
-                                                    " while all " + std::to_string(geometry().num_slots) +
+      return Error{ErrorCode::kInvalidArgument, std::string(kind()) + " channel: publish in slot " +
+                                                    std::to_string(slot) + " while all " +
+                                                    std::to_string(geometry().num_slots) +
                                                     " slots are under way; each is at most once"};
     }
     const int64_t now = now_ns();
@@ -85,7 +90,8 @@ class EmulatedChannel final : public Channel {
     while (!failure_) {
       const auto send = sends_.take_due(now);
       if (!send) return;
-      if (auto published = inner_->publish(send->slot, send->bytes); !published.ok()) failure_ = std::move(published).error();
+      if (auto published = inner_->publish(send->slot, send->bytes); !published.ok())
+        failure_ = std::move(published).error();
     }
   }
 

@@ -1,4 +1,5 @@
-// One planned fault: the n-th message at one point fails, waits, loses bytes, gets a flipped bit or vanishes.
+// One planned fault: the n-th message at one point fails, waits, loses bytes, gets a flipped bit or
+// vanishes.
 // SPDX-License-Identifier: Apache-2.0
 #include "transport/faulty/faulty.h"
 
@@ -25,12 +26,12 @@ class FaultyChannel final : public Channel {
     if (!fits) return inner_->publish(slot, bytes);  // refused there, and no operation to count
     if (failure_) return *failure_;
     switch (next_fault(FaultPoint::kPublish)) {
-      case FaultKind::kFail: return fail();
-      case FaultKind::kDrop: return ok();
+      case FaultKind::kFail:     return fail();
+      case FaultKind::kDrop:     return ok();
       case FaultKind::kTruncate: bytes = truncated(bytes); break;
-      case FaultKind::kCorrupt: flip_one_bit(inner_->outgoing(slot).first(bytes)); break;
-      case FaultKind::kDelay: sends_.push(now_ns() + delay_ns(), {slot, bytes}); return ok();
-      case FaultKind::kNone: break;
+      case FaultKind::kCorrupt:  flip_one_bit(inner_->outgoing(slot).first(bytes)); break;
+      case FaultKind::kDelay:    sends_.push(now_ns() + delay_ns(), {slot, bytes}); return ok();
+      case FaultKind::kNone:     break;
     }
     if (sends_.is_empty()) return inner_->publish(slot, bytes);
     sends_.push(0, {slot, bytes});  // due with the delayed one before it
@@ -40,14 +41,16 @@ class FaultyChannel final : public Channel {
   Result<std::optional<Arrival>> poll() override {
     if (failure_) return *failure_;
     while (const auto send = sends_.take_due(now_ns())) {
-      if (auto published = inner_->publish(send->slot, send->bytes); !published.ok()) return keep(std::move(published).error());
+      if (auto published = inner_->publish(send->slot, send->bytes); !published.ok())
+        return keep(std::move(published).error());
     }
     for (;;) {
       if (auto arrival = arrivals_.take_due(now_ns())) return arrival;
       if (arrivals_.num_held() >= geometry().num_slots) return std::optional<Arrival>();
       auto polled = inner_->poll();
       if (!polled.ok()) {
-        if (!arrivals_.is_empty()) return std::optional<Arrival>();  // told after what arrived before it
+        // told after what arrived before it
+        if (!arrivals_.is_empty()) return std::optional<Arrival>();
         return keep(std::move(polled).error());
       }
       if (!polled.value().has_value()) return polled;
@@ -69,14 +72,16 @@ class FaultyChannel final : public Channel {
     switch (next_fault(FaultPoint::kPoll)) {
       case FaultKind::kFail: return fail();
       case FaultKind::kDrop: return std::optional<Arrival>();
-      case FaultKind::kTruncate: arrival.bytes = arrival.bytes.first(truncated(arrival.bytes.size())); break;
+      case FaultKind::kTruncate:
+        arrival.bytes = arrival.bytes.first(truncated(arrival.bytes.size()));
+        break;
       case FaultKind::kCorrupt:
         corrupted_.assign(arrival.bytes.begin(), arrival.bytes.end());
         flip_one_bit(corrupted_);
         arrival.bytes = corrupted_;
         break;
       case FaultKind::kDelay: due_ns = now_ns() + delay_ns(); break;
-      case FaultKind::kNone: break;
+      case FaultKind::kNone:  break;
     }
     if (arrivals_.is_empty() && due_ns == 0) return std::optional<Arrival>(arrival);
     arrivals_.push(due_ns, arrival);
@@ -88,7 +93,8 @@ class FaultyChannel final : public Channel {
     return ++num_operations_ == fault_.nth ? fault_.kind : FaultKind::kNone;
   }
   Error fail() {
-    return keep({ErrorCode::kWorkerLost, std::string(kind()) + " channel: injected failure of operation " +
+    return keep({ErrorCode::kWorkerLost, std::string(kind()) +
+                                             " channel: injected failure of operation " +
                                              std::to_string(fault_.nth)});
   }
   Error keep(Error error) {
@@ -109,7 +115,8 @@ class FaultyChannel final : public Channel {
   uint64_t num_operations_ = 0;
   HeldQueue<HeldSend> sends_;
   HeldQueue<Arrival> arrivals_;
-  std::vector<std::byte> corrupted_;  // the one corrupted message; nothing else may write the peer's memory
+  // the one corrupted message; nothing else may write the peer's memory
+  std::vector<std::byte> corrupted_;
   std::optional<Error> failure_;
 };
 

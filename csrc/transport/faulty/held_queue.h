@@ -1,4 +1,5 @@
-// Messages held back until a time, oldest first: a message never overtakes one before it. Private to the decorators.
+// Messages held back until a time, oldest first: a message never overtakes one before it. Private
+// to the decorators.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -27,7 +28,9 @@ class HeldQueue {
     return message;
   }
   // max() when nothing is held.
-  int64_t next_due_ns() const { return held_.empty() ? std::numeric_limits<int64_t>::max() : held_.front().first; }
+  int64_t next_due_ns() const {
+    return held_.empty() ? std::numeric_limits<int64_t>::max() : held_.front().first;
+  }
 
  private:
   std::deque<std::pair<int64_t, Message>> held_;  // bounded by its user

@@ -29,9 +29,11 @@ struct Bell {
 Result<Bell> make_bell() {
   Bell bell;
   bell.sleeper = OwnedFd(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
-  if (bell.sleeper.is_open()) bell.ringer = OwnedFd(::fcntl(bell.sleeper.get(), F_DUPFD_CLOEXEC, 0));
+  if (bell.sleeper.is_open())
+    bell.ringer = OwnedFd(::fcntl(bell.sleeper.get(), F_DUPFD_CLOEXEC, 0));
   if (!bell.ringer.is_open()) {
-    return Error{ErrorCode::kSystem, std::string("cannot make a loopback bell: ") + std::strerror(errno)};
+    return Error{ErrorCode::kSystem,
+                 std::string("cannot make a loopback bell: ") + std::strerror(errno)};
   }
   return bell;
 }
@@ -54,12 +56,28 @@ Result<ChannelPair> make_loopback(const SlotGeometry& geometry) {
   auto worker_bell = make_bell();
   if (!worker_bell.ok()) return std::move(worker_bell).error();
 
-  auto memory = std::make_shared<BothMappings>(BothMappings{std::move(host).value(), std::move(worker).value()});
-  RingEnds host_ends{Side::kHost, geometry, "loopback", memory->host.base(), memory->worker.base(), true, memory,
-                     std::move(host_bell.value().sleeper), std::move(worker_bell.value().ringer)};
-  RingEnds worker_ends{Side::kWorker, geometry, "loopback", memory->worker.base(), memory->host.base(), true, memory,
-                       std::move(worker_bell.value().sleeper), std::move(host_bell.value().ringer)};
-  return ChannelPair{make_ring_channel(std::move(host_ends)), make_ring_channel(std::move(worker_ends))};
+  auto memory = std::make_shared<BothMappings>(
+      BothMappings{std::move(host).value(), std::move(worker).value()});
+  RingEnds host_ends{Side::kHost,
+                     geometry,
+                     "loopback",
+                     memory->host.base(),
+                     memory->worker.base(),
+                     true,
+                     memory,
+                     std::move(host_bell.value().sleeper),
+                     std::move(worker_bell.value().ringer)};
+  RingEnds worker_ends{Side::kWorker,
+                       geometry,
+                       "loopback",
+                       memory->worker.base(),
+                       memory->host.base(),
+                       true,
+                       memory,
+                       std::move(worker_bell.value().sleeper),
+                       std::move(host_bell.value().ringer)};
+  return ChannelPair{make_ring_channel(std::move(host_ends)),
+                     make_ring_channel(std::move(worker_ends))};
 }
 
 }  // namespace dflash::transport

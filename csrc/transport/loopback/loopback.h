@@ -1,4 +1,5 @@
-// Both ends of a channel in one process, over the same ring as the shared transport but on private memory.
+// Both ends of a channel in one process, over the same ring as the shared transport but on private
+// memory.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 

@@ -1,6 +1,6 @@
-// Where everything lies in the memory one side writes and the other only reads: header line, producer line, sleeping line, entry
-// table, slots. Every shared word has one writer and lies in that writer's memory; lines are 128 bytes apart because processors
-// prefetch lines in pairs.
+// Where everything lies in the memory one side writes and the other only reads: header line,
+// producer line, sleeping line, entry table, slots. Every shared word has one writer and lies in
+// that writer's memory; lines are 128 bytes apart because processors prefetch lines in pairs.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -13,15 +13,18 @@ namespace dflash::transport {
 inline constexpr uint32_t kSegmentMagic = 0x47534644;  // "DFSG", little-endian
 inline constexpr uint32_t kSegmentVersion = 1;
 inline constexpr uint64_t kLineBytes = 128;
-inline constexpr uint64_t kHeadOffset = 1 * kLineBytes;     // u32: twice the number of messages published, plus 1 once closed
-inline constexpr uint64_t kSleepingOffset = 2 * kLineBytes; // u32: SleepState of this memory's writer
-inline constexpr uint64_t kEntriesOffset = 3 * kLineBytes;  // entries, indexed by message number modulo their power-of-two count
-inline constexpr uint64_t kEntryBytes = 16;                 // slot u32, zero u32, bytes u64
+// u32: twice the number of messages published, plus 1 once closed
+inline constexpr uint64_t kHeadOffset = 1 * kLineBytes;
+// u32: SleepState of this memory's writer
+inline constexpr uint64_t kSleepingOffset = 2 * kLineBytes;
+// entries, indexed by message number modulo their power-of-two count
+inline constexpr uint64_t kEntriesOffset = 3 * kLineBytes;
+inline constexpr uint64_t kEntryBytes = 16;  // slot u32, zero u32, bytes u64
 
 enum class SleepState : uint32_t { kAwake = 0, kFutex = 1, kPoll = 2 };
 
 struct SegmentLayout {
-  uint64_t slot_bytes = 0;   // capacity of a slot of this writer
+  uint64_t slot_bytes = 0;  // capacity of a slot of this writer
   uint64_t slot_stride = 0;
   uint64_t slots_offset = 0;
   uint64_t total_bytes = 0;  // whole pages
@@ -34,8 +37,11 @@ struct SegmentLayout {
 Status check_geometry(const SlotGeometry& geometry);
 
 // The header line, written once before the peer sees the memory.
-void write_segment_header(std::byte* base, Side writer, const SlotGeometry& geometry, uint64_t generation);
-// Copies the peer's header line and compares the copy with what was agreed. Errors: kProtocol naming the field.
-Status check_segment_header(const std::byte* base, Side writer, const SlotGeometry& geometry, uint64_t generation);
+void write_segment_header(std::byte* base, Side writer, const SlotGeometry& geometry,
+                          uint64_t generation);
+// Copies the peer's header line and compares the copy with what was agreed. Errors: kProtocol
+// naming the field.
+Status check_segment_header(const std::byte* base, Side writer, const SlotGeometry& geometry,
+                            uint64_t generation);
 
 }  // namespace dflash::transport

@@ -1,5 +1,6 @@
-// Move-only owner of a private anonymous mapping: slot memory of the transports that share nothing with another process.
-// Pages cost nothing until they are touched, so slots may be sized for the worst case.
+// Move-only owner of a private anonymous mapping: slot memory of the transports that share nothing
+// with another process. Pages cost nothing until they are touched, so slots may be sized for the
+// worst case.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -16,7 +17,9 @@ class Mapping {
   static Result<Mapping> create(size_t num_bytes);
 
   Mapping() = default;
-  Mapping(Mapping&& other) noexcept : base_(std::exchange(other.base_, nullptr)), num_bytes_(std::exchange(other.num_bytes_, 0)) {}
+  Mapping(Mapping&& other) noexcept
+      : base_(std::exchange(other.base_, nullptr)),
+        num_bytes_(std::exchange(other.num_bytes_, 0)) {}
   Mapping& operator=(Mapping&& other) noexcept {
     std::swap(base_, other.base_);
     std::swap(num_bytes_, other.num_bytes_);

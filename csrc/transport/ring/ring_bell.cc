@@ -15,10 +15,13 @@ namespace dflash::transport {
 namespace {
 
 uint32_t load(std::byte* base, uint64_t offset) {
-  return std::atomic_ref<uint32_t>(*reinterpret_cast<uint32_t*>(base + offset)).load(std::memory_order_seq_cst);
+  return std::atomic_ref<uint32_t>(*reinterpret_cast<uint32_t*>(base + offset))
+      .load(std::memory_order_seq_cst);
 }
 
-void wake(std::byte* own) { ::syscall(SYS_futex, own + kHeadOffset, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0); }
+void wake(std::byte* own) {
+  ::syscall(SYS_futex, own + kHeadOffset, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+}
 
 void pause(int64_t nap_ns) {
   if (nap_ns > 0) {
@@ -35,15 +38,17 @@ void pause(int64_t nap_ns) {
 
 }  // namespace
 
-RingBell::RingBell(std::vector<RingView> rings, int64_t nap_ns) : rings_(std::move(rings)), thread_([this, nap_ns] { watch(nap_ns); }) {}
+RingBell::RingBell(std::vector<RingView> rings, int64_t nap_ns)
+    : rings_(std::move(rings)), thread_([this, nap_ns] { watch(nap_ns); }) {}
 
 RingBell::~RingBell() {
   is_over_.store(true, std::memory_order_relaxed);
   thread_.join();
 }
 
-// A head that moved is told once: the worker then sleeps, or it stores its sleeping word after this look and reads the head after that store, and
-// sees the message by itself (the ring's Dekker pair, the device's store in the place of the publisher's).
+// A head that moved is told once: the worker then sleeps, or it stores its sleeping word after this
+// look and reads the head after that store, and sees the message by itself (the ring's Dekker pair,
+// the device's store in the place of the publisher's).
 void RingBell::watch(int64_t nap_ns) {
   std::vector<uint32_t> told;
   for (const RingView& ring : rings_) told.push_back(ring.head);
@@ -53,7 +58,8 @@ void RingBell::watch(int64_t nap_ns) {
       const uint32_t head = load(rings_[i].own, kHeadOffset);
       if (head == told[i]) continue;
       told[i] = head;
-      if (load(rings_[i].peer, kSleepingOffset) == static_cast<uint32_t>(SleepState::kFutex)) wake(rings_[i].own);
+      if (load(rings_[i].peer, kSleepingOffset) == static_cast<uint32_t>(SleepState::kFutex))
+        wake(rings_[i].own);
     }
     if (!is_last) pause(nap_ns);
   }

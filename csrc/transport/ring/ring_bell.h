@@ -1,5 +1,6 @@
-// Wakes workers for a device that publishes to their rings: a device's store wakes nobody who sleeps on a futex. A thread of its own looks at
-// the heads from start to end; it costs a core meanwhile.
+// Wakes workers for a device that publishes to their rings: a device's store wakes nobody who
+// sleeps on a futex. A thread of its own looks at the heads from start to end; it costs a core
+// meanwhile.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 

@@ -11,14 +11,16 @@ namespace dflash::transport {
 
 struct RingEnds {
   Side side = Side::kHost;
-  SlotGeometry geometry;            // checked by the caller
+  SlotGeometry geometry;  // checked by the caller
   const char* kind = "";
   std::byte* own = nullptr;         // this side's memory, laid out by SegmentLayout::of(side, ...)
   const std::byte* peer = nullptr;  // the other side's
   bool is_peer_writable = false;    // how that is mapped
   std::shared_ptr<void> memory;     // keeps both alive
-  OwnedFd own_bell;                 // eventfd this side sleeps on when armed for poll; none: it always sleeps on the futex
-  OwnedFd peer_bell;                // eventfd to ring when the peer sleeps in poll; none: the peer never does
+  // eventfd this side sleeps on when armed for poll; none: it always sleeps on the futex
+  OwnedFd own_bell;
+  // eventfd to ring when the peer sleeps in poll; none: the peer never does
+  OwnedFd peer_bell;
 };
 
 std::unique_ptr<Channel> make_ring_channel(RingEnds ends);

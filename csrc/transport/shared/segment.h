@@ -1,6 +1,7 @@
 // A sealed memfd segment: the writer's half of a shared-memory channel.
-// The owner maps it read-write, then seals it against growth, shrinking and future writable mappings, so that the peer can
-// only ever map it read-only and neither side can be killed by SIGBUS. Nothing has a name in any file system.
+// The owner maps it read-write, then seals it against growth, shrinking and future writable
+// mappings, so that the peer can only ever map it read-only and neither side can be killed by
+// SIGBUS. Nothing has a name in any file system.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -14,13 +15,16 @@ namespace dflash::transport {
 
 class Segment {
  public:
-  // Creates, pre-faults (posix_fallocate, so that lack of memory is an error here and not a signal later), maps and seals.
-  // `is_open`: without the seal against future writable mappings, for a peer whose device takes no read-only memory (rules 12): only between a
-  // host and a worker that it started.
-  static Result<Segment> create(Side side, const SlotGeometry& geometry, uint64_t generation, bool is_open = false);
-  // Maps a peer's segment read-only (open: writable, as devices want it) after checking seals, size, magic, version, generation and geometry
-  // against the agreed ones.
-  static Result<Segment> attach(OwnedFd fd, Side writer, const SlotGeometry& geometry, uint64_t generation, bool is_open = false);
+  // Creates, pre-faults (posix_fallocate, so that lack of memory is an error here and not a signal
+  // later), maps and seals. `is_open`: without the seal against future writable mappings, for a
+  // peer whose device takes no read-only memory (rules 12): only between a host and a worker that
+  // it started.
+  static Result<Segment> create(Side side, const SlotGeometry& geometry, uint64_t generation,
+                                bool is_open = false);
+  // Maps a peer's segment read-only (open: writable, as devices want it) after checking seals,
+  // size, magic, version, generation and geometry against the agreed ones.
+  static Result<Segment> attach(OwnedFd fd, Side writer, const SlotGeometry& geometry,
+                                uint64_t generation, bool is_open = false);
 
   Segment(Segment&&) noexcept;
   Segment& operator=(Segment&&) noexcept;
@@ -39,9 +43,10 @@ class Segment {
   bool is_writable_ = false;
 };
 
-// `own` is written by `side`, `peer` by the other. `host_bell` is an eventfd the worker rings when the host sleeps in poll()
-// (the host passes it along with its segment); both sides hold a duplicate.
-Result<std::unique_ptr<Channel>> make_shared_channel(Side side, const SlotGeometry& geometry, Segment own, Segment peer,
-                                                     OwnedFd host_bell);
+// `own` is written by `side`, `peer` by the other. `host_bell` is an eventfd the worker rings when
+// the host sleeps in poll() (the host passes it along with its segment); both sides hold a
+// duplicate.
+Result<std::unique_ptr<Channel>> make_shared_channel(Side side, const SlotGeometry& geometry,
+                                                     Segment own, Segment peer, OwnedFd host_bell);
 
 }  // namespace dflash::transport

@@ -11,19 +11,22 @@ namespace {
 
 uint64_t load_le(std::span<const std::byte> bytes, size_t offset, size_t num_bytes) {
   uint64_t value = 0;
-  for (size_t i = 0; i < num_bytes; ++i) value |= std::to_integer<uint64_t>(bytes[offset + i]) << (8 * i);
+  for (size_t i = 0; i < num_bytes; ++i)
+    value |= std::to_integer<uint64_t>(bytes[offset + i]) << (8 * i);
   return value;
 }
 
 Error refuse(const char* field, uint64_t found, uint64_t most) {
-  return {ErrorCode::kProtocol, std::string("stream channel: the prefix's ") + field + " is " + std::to_string(found) +
-                                    "; allowed: at most " + std::to_string(most)};
+  return {ErrorCode::kProtocol, std::string("stream channel: the prefix's ") + field + " is " +
+                                    std::to_string(found) + "; allowed: at most " +
+                                    std::to_string(most)};
 }
 
 }  // namespace
 
 Status Assembler::open_message() {
-  const std::span<const std::byte> prefix = std::span(staging_).subspan(staged_begin_, kStreamPrefixBytes);
+  const std::span<const std::byte> prefix =
+      std::span(staging_).subspan(staged_begin_, kStreamPrefixBytes);
   const uint64_t slot = load_le(prefix, 0, 4);
   const uint64_t zero = load_le(prefix, 4, 4);
   const uint64_t bytes = load_le(prefix, 8, 8);
@@ -61,10 +64,13 @@ Result<std::optional<Arrival>> Assembler::next() {
 }
 
 Assembler::Room Assembler::room() {
-  // What is left is less than a prefix, and nothing at all inside a message: moving it to the front is cheap.
-  if (staged_ > 0 && staged_begin_ > 0) std::memmove(staging_.data(), staging_.data() + staged_begin_, staged_);
+  // What is left is less than a prefix, and nothing at all inside a message: moving it to the front
+  // is cheap.
+  if (staged_ > 0 && staged_begin_ > 0)
+    std::memmove(staging_.data(), staging_.data() + staged_begin_, staged_);
   staged_begin_ = 0;
-  return {in_message_ ? destination_.subspan(received_) : std::span<std::byte>(), std::span(staging_).subspan(staged_)};
+  return {in_message_ ? destination_.subspan(received_) : std::span<std::byte>(),
+          std::span(staging_).subspan(staged_)};
 }
 
 void Assembler::filled(size_t num_bytes) {

@@ -1,6 +1,7 @@
-// The incoming half of a stream channel: bytes from the socket become messages in slots. Small messages go through a staging buffer,
-// so that prefix and payload come with one read; the rest of a large one is read straight into its slot.
-// Knows no socket: fed by the channel and by the fuzz target.
+// The incoming half of a stream channel: bytes from the socket become messages in slots. Small
+// messages go through a staging buffer, so that prefix and payload come with one read; the rest of
+// a large one is read straight into its slot. Knows no socket: fed by the channel and by the fuzz
+// target.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -22,11 +23,12 @@ class Assembler {
   Assembler(std::span<std::byte> slots, uint32_t num_slots, uint64_t slot_bytes)
       : slots_(slots), num_slots_(num_slots), slot_bytes_(slot_bytes) {}
 
-  // The next complete message from what was read so far. Errors: kProtocol on a prefix out of range, for ever after.
+  // The next complete message from what was read so far. Errors: kProtocol on a prefix out of
+  // range, for ever after.
   Result<std::optional<Arrival>> next();
 
-  // Where the next read should put its bytes, in this order: the rest of a slot (may be empty), then staging. Only valid when
-  // next() just returned nothing.
+  // Where the next read should put its bytes, in this order: the rest of a slot (may be empty),
+  // then staging. Only valid when next() just returned nothing.
   struct Room {
     std::span<std::byte> slot, staging;
   };
@@ -39,7 +41,8 @@ class Assembler {
  private:
   Status open_message();
 
-  // Large enough for a row of 2048 f32 and its index in one read, small enough that the copy out of it stays in cache.
+  // Large enough for a row of 2048 f32 and its index in one read, small enough that the copy out of
+  // it stays in cache.
   static constexpr size_t kStagingBytes = 16 << 10;
 
   std::span<std::byte> slots_;

@@ -13,7 +13,8 @@
 namespace dflash::transport {
 namespace {
 
-constexpr size_t kMessagesPerWrite = 8;  // two pieces each; more buys nothing once a write carries several messages
+// two pieces each; more buys nothing once a write carries several messages
+constexpr size_t kMessagesPerWrite = 8;
 
 }  // namespace
 
@@ -21,7 +22,8 @@ void SendQueue::push(uint32_t slot, std::span<const std::byte> message) {
   check(num_queued_ < messages_.size(), "more messages queued than slots exist");
   Message& queued = at(num_queued_++);
   const uint64_t fields[2] = {slot, message.size()};  // slot and its zero are one u64
-  for (size_t i = 0; i < kStreamPrefixBytes; ++i) queued.prefix[i] = static_cast<std::byte>(fields[i / 8] >> (8 * (i % 8)));
+  for (size_t i = 0; i < kStreamPrefixBytes; ++i)
+    queued.prefix[i] = static_cast<std::byte>(fields[i / 8] >> (8 * (i % 8)));
   queued.bytes = message;
 }
 
@@ -51,7 +53,8 @@ Result<size_t> SendQueue::flush(int socket) {
     if (taken < 0) {
       if (errno == EINTR) continue;
       if (errno == EAGAIN || errno == EWOULDBLOCK || errno == ENOBUFS) return total;
-      return Error{ErrorCode::kWorkerLost, std::string("stream channel: sending failed: ") + std::strerror(errno)};
+      return Error{ErrorCode::kWorkerLost,
+                   std::string("stream channel: sending failed: ") + std::strerror(errno)};
     }
     consume(static_cast<size_t>(taken));
     total += static_cast<size_t>(taken);

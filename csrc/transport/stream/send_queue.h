@@ -1,4 +1,5 @@
-// The outgoing half of a stream channel: messages published and not yet taken by the kernel, oldest first.
+// The outgoing half of a stream channel: messages published and not yet taken by the kernel, oldest
+// first.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -21,7 +22,8 @@ class SendQueue {
   bool is_empty() const { return num_queued_ == 0; }
   // `message` stays the caller's and unchanged until it is sent.
   void push(uint32_t slot, std::span<const std::byte> message);
-  // Sends until the queue is empty or the socket is full. Returns the bytes taken. Errors: kWorkerLost.
+  // Sends until the queue is empty or the socket is full. Returns the bytes taken. Errors:
+  // kWorkerLost.
   Result<size_t> flush(int socket);
 
  private:

@@ -1,5 +1,5 @@
-// The stream channel: a send queue, an assembler and one non-blocking socket. poll() moves bytes in both directions, so two sides
-// that are both full make progress.
+// The stream channel: a send queue, an assembler and one non-blocking socket. poll() moves bytes in
+// both directions, so two sides that are both full make progress.
 // SPDX-License-Identifier: Apache-2.0
 #include "transport/stream/stream.h"
 
@@ -26,14 +26,16 @@ constexpr int kReadsPerPoll = 64;  // bounds one poll() against a peer that send
 
 class StreamChannel final : public Channel {
  public:
-  StreamChannel(Side side, const SlotGeometry& geometry, OwnedFd socket, const char* kind, Mapping memory)
+  StreamChannel(Side side, const SlotGeometry& geometry, OwnedFd socket, const char* kind,
+                Mapping memory)
       : geometry_(geometry),
         socket_(std::move(socket)),
         kind_(kind),
         memory_(std::move(memory)),
         outgoing_bytes_(side == Side::kHost ? geometry.request_bytes : geometry.reply_bytes),
         incoming_bytes_(side == Side::kHost ? geometry.reply_bytes : geometry.request_bytes),
-        assembler_({memory_.base() + geometry.num_slots * outgoing_bytes_, geometry.num_slots * incoming_bytes_},
+        assembler_({memory_.base() + geometry.num_slots * outgoing_bytes_,
+                    geometry.num_slots * incoming_bytes_},
                    geometry.num_slots, incoming_bytes_) {}
 
   const SlotGeometry& geometry() const override { return geometry_; }
@@ -45,10 +47,12 @@ class StreamChannel final : public Channel {
   }
 
   Status publish(uint32_t slot, size_t bytes) override {
-    if (slot >= geometry_.num_slots || bytes > outgoing_bytes_ || queue_.is_full(geometry_.num_slots)) {
+    if (slot >= geometry_.num_slots || bytes > outgoing_bytes_ ||
+        queue_.is_full(geometry_.num_slots)) {
       return Error{ErrorCode::kInvalidArgument,
-                   std::string(kind_) + " channel: publish of " + std::to_string(bytes) + " bytes in slot " +
-                       std::to_string(slot) + "; there are " + std::to_string(geometry_.num_slots) + " slots of " +
+                   std::string(kind_) + " channel: publish of " + std::to_string(bytes) +
+                       " bytes in slot " + std::to_string(slot) + "; there are " +
+                       std::to_string(geometry_.num_slots) + " slots of " +
                        std::to_string(outgoing_bytes_) + " bytes, each under way at most once"};
     }
     if (broken_) return *broken_;
@@ -76,7 +80,8 @@ class StreamChannel final : public Channel {
         return *broken_;
       }
       if (received.value() > 0 || sent) continue;
-      // Messages that came before the peer went are delivered first; only then is a failed send this side's news.
+      // Messages that came before the peer went are delivered first; only then is a failed send
+      // this side's news.
       if (send_failure_) {
         broken_ = send_failure_;
         return *broken_;
@@ -127,9 +132,11 @@ class StreamChannel final : public Channel {
       return static_cast<size_t>(got);
     }
     if (got < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return size_t{0};
-    const std::string what = got == 0 ? "the peer hung up" : std::string("receiving failed: ") + std::strerror(errno);
-    return Error{ErrorCode::kWorkerLost, std::string(kind_) + " channel: " + what +
-                                             (assembler_.is_mid_message() ? " in the middle of a message" : "")};
+    const std::string what =
+        got == 0 ? "the peer hung up" : std::string("receiving failed: ") + std::strerror(errno);
+    return Error{ErrorCode::kWorkerLost,
+                 std::string(kind_) + " channel: " + what +
+                     (assembler_.is_mid_message() ? " in the middle of a message" : "")};
   }
 
   SlotGeometry geometry_;
@@ -154,23 +161,26 @@ Status set_option(int socket, int level, int option, int value, const char* name
 
 Status configure(int socket, bool is_tcp, const StreamOptions& options) {
   const int flags = ::fcntl(socket, F_GETFL);
-  if (flags < 0 || ::fcntl(socket, F_SETFL, flags | O_NONBLOCK) != 0) return socket_error("O_NONBLOCK");
+  if (flags < 0 || ::fcntl(socket, F_SETFL, flags | O_NONBLOCK) != 0)
+    return socket_error("O_NONBLOCK");
   if (options.send_buffer_bytes > 0) {
     DFLASH_TRY(set_option(socket, SOL_SOCKET, SO_SNDBUF, options.send_buffer_bytes, "SO_SNDBUF"));
   }
   if (options.receive_buffer_bytes > 0) {
-    DFLASH_TRY(set_option(socket, SOL_SOCKET, SO_RCVBUF, options.receive_buffer_bytes, "SO_RCVBUF"));
+    DFLASH_TRY(
+        set_option(socket, SOL_SOCKET, SO_RCVBUF, options.receive_buffer_bytes, "SO_RCVBUF"));
   }
   if (!is_tcp) return ok();
   DFLASH_TRY(set_option(socket, IPPROTO_TCP, TCP_NODELAY, 1, "TCP_NODELAY"));
   if (options.user_timeout_ms <= 0) return ok();
-  return set_option(socket, IPPROTO_TCP, TCP_USER_TIMEOUT, options.user_timeout_ms, "TCP_USER_TIMEOUT");
+  return set_option(socket, IPPROTO_TCP, TCP_USER_TIMEOUT, options.user_timeout_ms,
+                    "TCP_USER_TIMEOUT");
 }
 
 }  // namespace
 
-Result<std::unique_ptr<Channel>> make_stream_channel(Side side, const SlotGeometry& geometry, OwnedFd socket,
-                                                     const StreamOptions& options) {
+Result<std::unique_ptr<Channel>> make_stream_channel(Side side, const SlotGeometry& geometry,
+                                                     OwnedFd socket, const StreamOptions& options) {
   DFLASH_TRY(check_geometry(geometry));
   sockaddr_storage address{};
   socklen_t address_bytes = sizeof address;
@@ -179,14 +189,16 @@ Result<std::unique_ptr<Channel>> make_stream_channel(Side side, const SlotGeomet
   }
   const bool is_unix = address.ss_family == AF_UNIX;
   if (!is_unix && address.ss_family != AF_INET && address.ss_family != AF_INET6) {
-    return Error{ErrorCode::kInvalidArgument, "stream channel: a socket of family " + std::to_string(address.ss_family) +
+    return Error{ErrorCode::kInvalidArgument, "stream channel: a socket of family " +
+                                                  std::to_string(address.ss_family) +
                                                   " is neither Unix nor TCP"};
   }
   DFLASH_TRY(configure(socket.get(), !is_unix, options));
-  auto memory = Mapping::create(geometry.num_slots * (geometry.request_bytes + geometry.reply_bytes));
+  auto memory =
+      Mapping::create(geometry.num_slots * (geometry.request_bytes + geometry.reply_bytes));
   if (!memory.ok()) return std::move(memory).error();
-  return std::unique_ptr<Channel>(std::make_unique<StreamChannel>(side, geometry, std::move(socket), is_unix ? "unix" : "tcp",
-                                                                  std::move(memory).value()));
+  return std::unique_ptr<Channel>(std::make_unique<StreamChannel>(
+      side, geometry, std::move(socket), is_unix ? "unix" : "tcp", std::move(memory).value()));
 }
 
 }  // namespace dflash::transport

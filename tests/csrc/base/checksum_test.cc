@@ -1,4 +1,5 @@
-// The checksum against a bit-by-bit reading of its definition; table and instruction give the same bits.
+// The checksum against a bit-by-bit reading of its definition; table and instruction give the same
+// bits.
 // SPDX-License-Identifier: Apache-2.0
 #include "base/checksum.h"
 
@@ -26,7 +27,8 @@ uint32_t bitwise_crc32c(uint32_t crc, const std::byte* bytes, size_t num_bytes) 
 uint32_t checksum_by_definition(const std::vector<std::byte>& bytes) {
   uint32_t lanes[4] = {~0u, ~0u, ~0u, ~0u};
   const size_t num_words = bytes.size() / 8;
-  for (size_t word = 0; word < num_words; ++word) lanes[word % 4] = bitwise_crc32c(lanes[word % 4], &bytes[8 * word], 8);
+  for (size_t word = 0; word < num_words; ++word)
+    lanes[word % 4] = bitwise_crc32c(lanes[word % 4], &bytes[8 * word], 8);
   for (size_t i = 8 * num_words; i < bytes.size(); ++i) {
     lanes[num_words % 4] = bitwise_crc32c(lanes[num_words % 4], &bytes[i], 1);
   }
@@ -34,9 +36,11 @@ uint32_t checksum_by_definition(const std::vector<std::byte>& bytes) {
   constexpr uint64_t factors[4] = {0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F};
   for (size_t lane = 0; lane < 4; ++lane) {
     const uint64_t product = lanes[lane] * factors[lane];
-    for (int shift = 0; shift < 32; shift += 8) summary.push_back(static_cast<std::byte>(product >> shift));
+    for (int shift = 0; shift < 32; shift += 8)
+      summary.push_back(static_cast<std::byte>(product >> shift));
   }
-  for (int shift = 0; shift < 64; shift += 8) summary.push_back(static_cast<std::byte>(uint64_t{bytes.size()} >> shift));
+  for (int shift = 0; shift < 64; shift += 8)
+    summary.push_back(static_cast<std::byte>(uint64_t{bytes.size()} >> shift));
   return ~bitwise_crc32c(~0u, summary.data(), summary.size());
 }
 
@@ -56,7 +60,8 @@ TEST_CASE("the checksum follows its definition at every length up to 300") {
 
 TEST_CASE("the table computes the published CRC-32C check value") {
   constexpr std::string_view text = "123456789";
-  CHECK(~internal::crc32c_table(~0u, reinterpret_cast<const std::byte*>(text.data()), text.size()) == 0xe3069283u);
+  CHECK(~internal::crc32c_table(~0u, reinterpret_cast<const std::byte*>(text.data()),
+                                text.size()) == 0xe3069283u);
 }
 
 TEST_CASE("pieces of 32 bytes and a ragged last one give the sum of the whole") {
@@ -92,7 +97,8 @@ TEST_CASE("every single flipped bit changes the checksum") {
   }
 }
 
-// A linear way of joining the lanes fails here: the same bit flipped in words 4 b + 2 and 4 b + 4 then cancels.
+// A linear way of joining the lanes fails here: the same bit flipped in words 4 b + 2 and 4 b + 4
+// then cancels.
 TEST_CASE("the same bit flipped in two words less than 16 apart changes the checksum") {
   std::vector<std::byte> bytes = random_bytes(4096, 13);
   const uint32_t intact = checksum(bytes);
@@ -100,10 +106,13 @@ TEST_CASE("the same bit flipped in two words less than 16 apart changes the chec
   size_t num_pairs = 0;
   size_t num_missed = 0;
   for (size_t bit = 0; bit < 64; ++bit) {
-    const auto flip = [&](size_t word) { bytes[8 * word + bit / 8] ^= static_cast<std::byte>(1u << (bit % 8)); };
+    const auto flip = [&](size_t word) {
+      bytes[8 * word + bit / 8] ^= static_cast<std::byte>(1u << (bit % 8));
+    };
     for (size_t first = 0; first < num_words; ++first) {
       flip(first);
-      for (size_t second = first + 1; second < num_words && second < first + 16; ++second, ++num_pairs) {
+      for (size_t second = first + 1; second < num_words && second < first + 16;
+           ++second, ++num_pairs) {
         flip(second);
         if (checksum(bytes) == intact) ++num_missed;
         flip(second);
@@ -120,7 +129,8 @@ TEST_CASE("table and crc32 instruction give the same bits") {
   if (!internal::has_crc32_instruction()) return;
   const auto bytes = random_bytes(4096 + 7, 11);
   for (size_t num_bytes = 0; num_bytes < 64; ++num_bytes) {
-    CHECK(internal::crc32c_table(1, bytes.data() + 3, num_bytes) == internal::crc32c_instruction(1, bytes.data() + 3, num_bytes));
+    CHECK(internal::crc32c_table(1, bytes.data() + 3, num_bytes) ==
+          internal::crc32c_instruction(1, bytes.data() + 3, num_bytes));
   }
   uint32_t by_table[4] = {1, 2, 3, ~0u};
   uint32_t by_instruction[4] = {1, 2, 3, ~0u};

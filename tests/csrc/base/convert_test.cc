@@ -1,4 +1,5 @@
-// Conversions: exhaustive over the 16-bit types, against long-hand rounding for float32, and equal bits on every instruction set.
+// Conversions: exhaustive over the 16-bit types, against long-hand rounding for float32, and equal
+// bits on every instruction set.
 // SPDX-License-Identifier: Apache-2.0
 #include "base/convert.h"
 
@@ -36,14 +37,17 @@ std::vector<uint32_t> interesting_floats() {
   std::mt19937 random(7);
   for (int i = 0; i < 200'000; ++i) bits.push_back(static_cast<uint32_t>(random()));
   for (uint32_t half = 0; half < 0x10000; ++half) {
-    for (uint32_t low : {0x0000u, 0x0001u, 0x7fffu, 0x8000u, 0x8001u, 0xffffu}) bits.push_back((half << 16) | low);
+    for (uint32_t low : {0x0000u, 0x0001u, 0x7fffu, 0x8000u, 0x8001u, 0xffffu})
+      bits.push_back((half << 16) | low);
   }
-  for (uint32_t half = 0; half < 0x7c00; ++half) {  // ties and neighbours between adjacent f16 values
+  // ties and neighbours between adjacent f16 values
+  for (uint32_t half = 0; half < 0x7c00; ++half) {
     const uint32_t value = std::bit_cast<uint32_t>(f16_to_f32(static_cast<uint16_t>(half)));
     const uint32_t next = std::bit_cast<uint32_t>(f16_to_f32(static_cast<uint16_t>(half + 1)));
     const double middle = half + 1 == 0x7c00 ? 65520.0
                                              : (static_cast<double>(std::bit_cast<float>(value)) +
-                                                static_cast<double>(std::bit_cast<float>(next))) / 2;
+                                                static_cast<double>(std::bit_cast<float>(next))) /
+                                                   2;
     const uint32_t tie = std::bit_cast<uint32_t>(static_cast<float>(middle));
     for (uint32_t near : {tie - 1, tie, tie + 1}) {
       bits.push_back(near);
@@ -55,10 +59,13 @@ std::vector<uint32_t> interesting_floats() {
 
 std::byte* bytes_of(void* data) { return static_cast<std::byte*>(data); }
 
-// Nearest f16 by search over all of them, ties to the even pattern: slow and independent of the code under test.
+// Nearest f16 by search over all of them, ties to the even pattern: slow and independent of the
+// code under test.
 uint16_t nearest_f16(double magnitude) {
   uint16_t low = 0, high = 0x7c00;  // values grow with the pattern; infinity stands for 65536
-  const auto value = [](uint16_t half) { return half == 0x7c00 ? 65536.0 : static_cast<double>(f16_to_f32(half)); };
+  const auto value = [](uint16_t half) {
+    return half == 0x7c00 ? 65536.0 : static_cast<double>(f16_to_f32(half));
+  };
   while (high - low > 1) {
     const uint16_t middle = static_cast<uint16_t>((low + high) / 2);
     (value(middle) <= magnitude ? low : high) = middle;
@@ -76,7 +83,8 @@ TEST_CASE("f16 widens to its defined value") {
     if (exponent == 31) {
       CHECK((mantissa == 0 ? std::isinf(value) : std::isnan(value)));
     } else {
-      const double expected = exponent == 0 ? std::ldexp(mantissa, -24) : std::ldexp(1024 + mantissa, exponent - 25);
+      const double expected =
+          exponent == 0 ? std::ldexp(mantissa, -24) : std::ldexp(1024 + mantissa, exponent - 25);
       CHECK(std::fabs(static_cast<double>(value)) == expected);
     }
   }
@@ -96,7 +104,8 @@ TEST_CASE("narrowing to f16 rounds to nearest even") {
     const float value = std::bit_cast<float>(bits);
     if (std::isnan(value)) continue;
     const uint16_t expected = static_cast<uint16_t>(
-        ((bits >> 16) & 0x8000) | nearest_f16(std::min(65536.0, std::fabs(static_cast<double>(value)))));
+        ((bits >> 16) & 0x8000) |
+        nearest_f16(std::min(65536.0, std::fabs(static_cast<double>(value)))));
     REQUIRE(f32_to_f16(value) == expected);
   }
 }
@@ -118,8 +127,10 @@ TEST_CASE("every instruction set narrows to the scalar bits and agrees on range"
       for (size_t start = 0; start + 37 < values.size(); start += 37) {
         const size_t count = 1 + start % 37;
         uint16_t expected[37] = {}, found[37] = {};
-        const bool expected_range = (internal::kConvertScalar.*kernel)(bytes_of(&values[start]), bytes_of(expected), count);
-        const bool found_range = (kernels->*kernel)(bytes_of(&values[start]), bytes_of(found), count);
+        const bool expected_range =
+            (internal::kConvertScalar.*kernel)(bytes_of(&values[start]), bytes_of(expected), count);
+        const bool found_range =
+            (kernels->*kernel)(bytes_of(&values[start]), bytes_of(found), count);
         REQUIRE(std::memcmp(expected, found, sizeof(found)) == 0);
         REQUIRE(expected_range == found_range);
       }
@@ -135,8 +146,8 @@ TEST_CASE("every instruction set widens and adds to the scalar bits") {
   for (float& value : start) value = std::bit_cast<float>(static_cast<uint32_t>(random()));
   for (const ConvertKernels* kernels : wide_kernels()) {
     for (size_t count : {size_t{65536}, size_t{65529}, size_t{3}}) {
-      for (auto kernel : {&ConvertKernels::widen_f16, &ConvertKernels::widen_bf16, &ConvertKernels::widen_add_f16,
-                          &ConvertKernels::widen_add_bf16}) {
+      for (auto kernel : {&ConvertKernels::widen_f16, &ConvertKernels::widen_bf16,
+                          &ConvertKernels::widen_add_f16, &ConvertKernels::widen_add_bf16}) {
         std::vector<float> expected = start, found = start;
         (internal::kConvertScalar.*kernel)(bytes_of(all.data()), expected.data(), count);
         (kernels->*kernel)(bytes_of(all.data()), found.data(), count);
@@ -151,17 +162,26 @@ TEST_CASE("every instruction set widens and adds to the scalar bits") {
 }
 
 TEST_CASE("a finite value that becomes infinite is reported wherever it stands") {
-  struct Case { Dtype to; float fits; float overflows; };
-  for (const Case& c : {Case{Dtype::kF16, 65519.99f, 65520.0f}, Case{Dtype::kBF16, 0x1.fefffep127f, 0x1.ffp127f}}) {
+  struct Case {
+    Dtype to;
+    float fits;
+    float overflows;
+  };
+  for (const Case& c : {
+           Case{Dtype::kF16,  65519.99f,       65520.0f   },
+           Case{Dtype::kBF16, 0x1.fefffep127f, 0x1.ffp127f}
+  }) {
     for (size_t place = 0; place < 50; ++place) {
       std::vector<float> values(50, 1.0f);
       std::vector<uint16_t> narrowed(50);
-      values[(place + 1) % 50] = std::numeric_limits<float>::infinity();  // already infinite: not an overflow
+      // already infinite: not an overflow
+      values[(place + 1) % 50] = std::numeric_limits<float>::infinity();
       values[(place + 2) % 50] = std::numeric_limits<float>::quiet_NaN();
       values[place] = -c.fits;
       CHECK(convert(Dtype::kF32, bytes_of(values.data()), c.to, bytes_of(narrowed.data()), 50));
       values[place] = -c.overflows;
-      CHECK_FALSE(convert(Dtype::kF32, bytes_of(values.data()), c.to, bytes_of(narrowed.data()), 50));
+      CHECK_FALSE(
+          convert(Dtype::kF32, bytes_of(values.data()), c.to, bytes_of(narrowed.data()), 50));
     }
   }
 }

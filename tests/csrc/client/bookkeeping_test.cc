@@ -1,4 +1,5 @@
-// What a client counts as under way survives every way a call can end: a chunk that has its worker to itself is recorded as such.
+// What a client counts as under way survives every way a call can end: a chunk that has its worker
+// to itself is recorded as such.
 // SPDX-License-Identifier: Apache-2.0
 #include <doctest/doctest.h>
 
@@ -7,10 +8,12 @@
 namespace dflash::client {
 namespace {
 
-// Chunks of worker 1 that were recorded as measured: those that had the worker to themselves and a prediction.
+// Chunks of worker 1 that were recorded as measured: those that had the worker to themselves and a
+// prediction.
 uint32_t num_measured(const PuppetScene& scene) {
   uint32_t sum = 0;
-  const WorkerForecast forecast = scene.client.forecasts()[1];  // named: a loop's temporary would end before it
+  // named: a loop's temporary would end before it
+  const WorkerForecast forecast = scene.client.forecasts()[1];
   for (const ChunkRecord& chunk : forecast.chunks) sum += chunk.num_measured;
   return sum;
 }
@@ -52,7 +55,9 @@ TEST_CASE("a refused call leaves nothing under way") {
   CHECK(num_measured(scene) == 2);
 }
 
-TEST_CASE("a call that timed out at one worker leaves nothing under way at the other, which had answered") {
+TEST_CASE(
+    "a call that timed out at one worker leaves nothing under way at the other, which had "
+    "answered") {
   PuppetScene scene(measured(100));
   warm_up(scene);
   Tokens tokens{{0}, {2}};
@@ -69,7 +74,8 @@ TEST_CASE("a call that timed out at one worker leaves nothing under way at the o
 TEST_CASE("a worker that never gives a late reply back is still measured") {
   PuppetScene scene(measured());
   Tokens tokens{{2}};
-  scene.client.abandon(scene.submit(tokens));  // the first call of all: one of two slots stays in quarantine
+  // the first call of all: one of two slots stays in quarantine
+  scene.client.abandon(scene.submit(tokens));
   static_cast<void>(scene.puppets[1].take());
   for (int i = 0; i < 3; ++i) REQUIRE(scene.works(1));
   CHECK(num_measured(scene) == 2);

@@ -1,5 +1,5 @@
-// What the cost model must learn, and what must not mislead it: seldom sizes beside many, disturbed samples, a machine that changes,
-// a worker that makes its times up.
+// What the cost model must learn, and what must not mislead it: seldom sizes beside many, disturbed
+// samples, a machine that changes, a worker that makes its times up.
 // SPDX-License-Identifier: Apache-2.0
 #include "client/cost_curve.h"
 
@@ -14,7 +14,9 @@ namespace {
 
 constexpr double kFixed = 20'000, kPerPair = 10'000, kPerExpert = 50'000;  // ns
 
-double truth(double pairs, double experts) { return kFixed + kPerPair * pairs + kPerExpert * experts; }
+double truth(double pairs, double experts) {
+  return kFixed + kPerPair * pairs + kPerExpert * experts;
+}
 
 CostSample sample(double pairs, double experts, double factor = 1.0, int64_t at_ns = 0) {
   return {pairs, experts, truth(pairs, experts) * factor, at_ns};
@@ -27,9 +29,11 @@ double off(const CostCurve& curve, double pairs, double experts) {
 TEST_CASE("a curve that saw decode steps and chunks predicts slices in between") {
   CostCurve curve;
   for (int i = 0; i < 10; ++i) {
-    for (const double pairs : {4.0, 3400.0, 1700.0}) curve.observe(sample(pairs, pairs < 16 ? 4 : 16));
+    for (const double pairs : {4.0, 3400.0, 1700.0})
+      curve.observe(sample(pairs, pairs < 16 ? 4 : 16));
   }
-  for (const double pairs : {16.0, 100.0, 400.0, 850.0, 4000.0}) CHECK(off(curve, pairs, 16) < 0.10);
+  for (const double pairs : {16.0, 100.0, 400.0, 850.0, 4000.0})
+    CHECK(off(curve, pairs, 16) < 0.10);
 }
 
 TEST_CASE("one size of chunk is explained by its pairs, so that smaller slices are worth a trial") {
@@ -48,7 +52,9 @@ TEST_CASE("ten thousand decode steps do not push out what a few chunks taught") 
   CHECK(off(curve, 4, 4) < 0.05);
 }
 
-TEST_CASE("every fourth sample disturbed by up to a factor of ten moves no prediction by more than a tenth") {
+TEST_CASE(
+    "every fourth sample disturbed by up to a factor of ten moves no prediction by more than a "
+    "tenth") {
   std::mt19937_64 random(7);
   std::uniform_real_distribution<double> disturbed(2.0, 10.0), quiet(0.98, 1.02);
   CostCurve curve;
@@ -74,7 +80,8 @@ TEST_CASE("no coefficient is ever negative, whatever is observed") {
   std::uniform_real_distribution<double> any(1.0, 1e9);
   CostCurve curve;
   for (int i = 0; i < 2'000; ++i) {
-    curve.observe({std::floor(any(random) / 1e5) + 1, std::floor(any(random) / 1e7), any(random), i});
+    curve.observe(
+        {std::floor(any(random) / 1e5) + 1, std::floor(any(random) / 1e7), any(random), i});
     CHECK(curve.coefficients().fixed >= 0);
     CHECK(curve.coefficients().per_unit >= 0);
     CHECK(curve.coefficients().per_expert >= 0);
@@ -83,10 +90,18 @@ TEST_CASE("no coefficient is ever negative, whatever is observed") {
 }
 
 TEST_CASE("samples that are no measurement are ignored") {
-  constexpr double kInf = std::numeric_limits<double>::infinity(), kNan = std::numeric_limits<double>::quiet_NaN();
+  constexpr double kInf = std::numeric_limits<double>::infinity(),
+                   kNan = std::numeric_limits<double>::quiet_NaN();
   CostCurve curve;
-  for (const CostSample& bad : {CostSample{kNan, 1, 1, 0}, CostSample{1, kInf, 1, 0}, CostSample{1, 1, kInf, 0}, CostSample{0, 1, 1, 0},
-                                CostSample{1, -1, 1, 0}, CostSample{1, 1, 0, 0}, CostSample{1e300, 1, 1, 0}}) {
+  for (const CostSample& bad : {
+           CostSample{kNan,  1,    1,    0},
+           CostSample{1,     kInf, 1,    0},
+           CostSample{1,     1,    kInf, 0},
+           CostSample{0,     1,    1,    0},
+           CostSample{1,     -1,   1,    0},
+           CostSample{1,     1,    0,    0},
+           CostSample{1e300, 1,    1,    0}
+  }) {
     curve.observe(bad);
   }
   CHECK(!curve.is_known());

@@ -1,4 +1,5 @@
-// How a call's rows become requests: every row in exactly one part, no two parts alike, nothing larger than a slot.
+// How a call's rows become requests: every row in exactly one part, no two parts alike, nothing
+// larger than a slot.
 // SPDX-License-Identifier: Apache-2.0
 #include "client/cut.h"
 
@@ -19,7 +20,9 @@ Layer one_shard_layer() {
   plan.name = "model.layers.0.mlp.experts";
   plan.in_size = plan.out_size = 16;
   plan.num_experts = 8;
-  plan.shards = {ShardPlace{0, 0, 1, {0, 1, 2, 3, 4, 5, 6, 7}}};
+  plan.shards = {
+      ShardPlace{0, 0, 1, {0, 1, 2, 3, 4, 5, 6, 7}}
+  };
   return Layer{plan, ExpertTable::build(8, {plan.shards[0].experts}).value()};
 }
 
@@ -49,7 +52,8 @@ void check_cover(const Call& call) {
     CHECK(part.row_begin == row);
     CHECK(part.pair_begin == pair);
     CHECK(part.num_rows() > 0);
-    pair += std::accumulate(rows.row_counts.begin() + part.row_begin, rows.row_counts.begin() + part.row_end, 0u);
+    pair += std::accumulate(rows.row_counts.begin() + part.row_begin,
+                            rows.row_counts.begin() + part.row_end, 0u);
     CHECK(part.pair_end == pair);
     row = part.row_end;
   }
@@ -75,13 +79,17 @@ TEST_CASE("parts never exceed either slot, and cuts beyond the policy are counte
   for (uint64_t request_bytes = 256; request_bytes < 9000; request_bytes += 320) {
     for (uint64_t reply_bytes = 256; reply_bytes < 9000; reply_bytes += 960) {
       const auto call = odd_call(layer, 100);
-      const CutLimits limits{25, {2, request_bytes, reply_bytes}, Dtype::kF32, Dtype::kBF16};
+      const CutLimits limits{
+          25, {2, request_bytes, reply_bytes},
+           Dtype::kF32, Dtype::kBF16
+      };
       const auto splits = cut_shard(*call, 0, 0, limits);
       REQUIRE(splits.ok());
       CHECK(splits.value() == call->work->parts.size() - 4);
       check_cover(*call);
       for (const Part& part : call->work->parts) {
-        CHECK(request_message_bytes(layer.plan, part.num_rows(), part.num_pairs(), Dtype::kF32) <= request_bytes);
+        CHECK(request_message_bytes(layer.plan, part.num_rows(), part.num_pairs(), Dtype::kF32) <=
+              request_bytes);
         CHECK(reply_message_bytes(layer.plan, part.num_rows(), Dtype::kBF16) <= reply_bytes);
       }
     }
@@ -91,7 +99,11 @@ TEST_CASE("parts never exceed either slot, and cuts beyond the policy are counte
 TEST_CASE("a row that fits no slot is an error that names the layer and the setting") {
   const Layer layer = one_shard_layer();
   const auto call = odd_call(layer, 4);
-  const auto cut = cut_shard(*call, 0, 0, {4, {2, 128, 4096}, Dtype::kF32, Dtype::kF32});
+  const auto cut = cut_shard(*call, 0, 0,
+                             {
+                                 4, {2, 128, 4096},
+                                  Dtype::kF32, Dtype::kF32
+  });
   REQUIRE(!cut.ok());
   CHECK(cut.error().code == ErrorCode::kInvalidArgument);
   CHECK(cut.error().message.find(layer.plan.name) != std::string::npos);

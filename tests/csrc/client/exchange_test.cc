@@ -27,10 +27,12 @@ ShardRows slow_rows(const Routing& routing, const std::vector<uint32_t>& experts
     for (size_t k = 0; k < routing.top_k; ++k) {
       const size_t at = token * routing.top_k + k;
       const auto found = std::find(experts.begin(), experts.end(), routing.ids[at]);
-      if (found != experts.end()) pairs.emplace_back(static_cast<uint16_t>(found - experts.begin()), routing.weights[at]);
+      if (found != experts.end())
+        pairs.emplace_back(static_cast<uint16_t>(found - experts.begin()), routing.weights[at]);
     }
     if (pairs.empty()) continue;
-    std::stable_sort(pairs.begin(), pairs.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
+    std::stable_sort(pairs.begin(), pairs.end(),
+                     [](const auto& a, const auto& b) { return a.first < b.first; });
     rows.tokens.push_back(static_cast<uint32_t>(token));
     rows.row_counts.push_back(static_cast<uint16_t>(pairs.size()));
     for (const auto& [id, weight] : pairs) {
@@ -49,7 +51,11 @@ void check_equal(const ShardRows& found, const ShardRows& expected) {
 }
 
 TEST_CASE("random routings with duplicates, sentinels and zero weights give the rules' lists") {
-  const std::vector<std::vector<uint32_t>> shards = {{0, 3, 9}, {1}, {2, 4, 5, 6, 7, 8}};
+  const std::vector<std::vector<uint32_t>> shards = {
+      {0, 3, 9},
+      {1},
+      {2, 4, 5, 6, 7, 8}
+  };
   const ExpertTable table = ExpertTable::build(10, shards).value();
   std::vector<ShardRows> rows(shards.size());
   std::mt19937 random(1);
@@ -70,7 +76,11 @@ TEST_CASE("random routings with duplicates, sentinels and zero weights give the 
 }
 
 TEST_CASE("duplicates of an expert stay in top-k order") {
-  const ExpertTable table = ExpertTable::build(3, {{0, 1, 2}}).value();
+  const ExpertTable table = ExpertTable::build(3,
+                                               {
+                                                   {0, 1, 2}
+  })
+                                .value();
   std::vector<ShardRows> rows(1);
   const std::vector<int32_t> ids = {2, 0, 2, 2};
   const std::vector<float> weights = {3, 1, 5, 4};
@@ -80,7 +90,11 @@ TEST_CASE("duplicates of an expert stay in top-k order") {
 }
 
 TEST_CASE("a negative id is an error that says where") {
-  const ExpertTable table = ExpertTable::build(3, {{0, 1, 2}}).value();
+  const ExpertTable table = ExpertTable::build(3,
+                                               {
+                                                   {0, 1, 2}
+  })
+                                .value();
   std::vector<ShardRows> rows(1);
   const std::vector<int64_t> ids = {0, 1, 2, -7};
   const std::vector<float> weights(4, 1.0f);
@@ -91,7 +105,11 @@ TEST_CASE("a negative id is an error that says where") {
 }
 
 TEST_CASE("sentinels are dropped up to the largest 64-bit id") {
-  const ExpertTable table = ExpertTable::build(2, {{0, 1}}).value();
+  const ExpertTable table = ExpertTable::build(2,
+                                               {
+                                                   {0, 1}
+  })
+                                .value();
   std::vector<ShardRows> rows(1);
   const std::vector<int64_t> ids = {2, std::numeric_limits<int64_t>::max(), int64_t{1} << 32};
   const std::vector<float> weights(3, 1.0f);
@@ -101,13 +119,46 @@ TEST_CASE("sentinels are dropped up to the largest 64-bit id") {
 
 TEST_CASE("a plan must put every expert into exactly one shard, in ascending order") {
   using Shards = std::vector<std::vector<uint32_t>>;
-  CHECK(ExpertTable::build(3, Shards{{0, 2}, {1}}).ok());
-  CHECK(ExpertTable::build(3, Shards{{0, 1}}).error().message.find("expert 2 is in no shard") != std::string::npos);
-  CHECK(ExpertTable::build(3, Shards{{0, 1}, {1, 2}}).error().message.find("expert 1 is in two shards") != std::string::npos);
-  CHECK(!ExpertTable::build(3, Shards{{0, 2, 1}}).ok());
-  CHECK(!ExpertTable::build(3, Shards{{0, 1, 1, 2}}).ok());
-  CHECK(!ExpertTable::build(3, Shards{{0, 1, 2, 3}}).ok());
-  CHECK(!ExpertTable::build(3, Shards{{0, 1, 2}, {}}).ok());
+  CHECK(ExpertTable::build(3,
+                           Shards{
+                               {0, 2},
+                               {1}
+  })
+            .ok());
+  CHECK(ExpertTable::build(3,
+                           Shards{
+                               {0, 1}
+  })
+            .error()
+            .message.find("expert 2 is in no shard") != std::string::npos);
+  CHECK(ExpertTable::build(3,
+                           Shards{
+                               {0, 1},
+                               {1, 2}
+  })
+            .error()
+            .message.find("expert 1 is in two shards") != std::string::npos);
+  CHECK(!ExpertTable::build(3,
+                            Shards{
+                                {0, 2, 1}
+  })
+             .ok());
+  CHECK(!ExpertTable::build(3,
+                            Shards{
+                                {0, 1, 1, 2}
+  })
+             .ok());
+  CHECK(!ExpertTable::build(3,
+                            Shards{
+                                {0, 1, 2, 3}
+  })
+             .ok());
+  CHECK(!ExpertTable::build(3,
+                            Shards{
+                                {0, 1, 2},
+                                {}
+  })
+             .ok());
 }
 
 TEST_CASE("slices are even, longer ones first, and cover the call") {

@@ -1,5 +1,6 @@
-// Client and worker together over a channel that misbehaves once: whatever operation it hits, the call ends in time with the right
-// bits or a typed error, and never with a wrong number. Tests may know both sides; the libraries do not.
+// Client and worker together over a channel that misbehaves once: whatever operation it hits, the
+// call ends in time with the right bits or a typed error, and never with a wrong number. Tests may
+// know both sides; the libraries do not.
 // SPDX-License-Identifier: Apache-2.0
 #include <doctest/doctest.h>
 
@@ -40,17 +41,23 @@ class Pair {
     worker_ = worker::ExpertWorker::create(worker_options).value();
     const compute::toy::Experts experts(toy_spec(), kNumExperts, Dtype::kF32, 5);
     REQUIRE(worker_->define_shard({1, 0}, toy_spec(), kNumExperts, Dtype::kF32, 77).ok());
-    for (uint32_t id = 0; id < kNumExperts; ++id) REQUIRE(worker_->load_expert({1, 0}, id, experts.weights(id)).ok());
+    for (uint32_t id = 0; id < kNumExperts; ++id)
+      REQUIRE(worker_->load_expert({1, 0}, id, experts.weights(id)).ok());
     auto ends = transport::make_loopback({2, 4096, 4096}).value();
     WorkerLink link;
     link.name = "w0";
     link.generation = 1;
     link.policy = {2, 2};
-    link.channel = fault.kind == FaultKind::kNone ? std::move(ends.host) : transport::make_faulty(std::move(ends.host), fault);
+    link.channel = fault.kind == FaultKind::kNone
+                       ? std::move(ends.host)
+                       : transport::make_faulty(std::move(ends.host), fault);
     REQUIRE(client_.add_worker(std::move(link)).ok());
-    LayerPlan plan{1, "model.layers.1.mlp.experts", 24, 24, kNumExperts, {ShardPlace{0, 0, 77, {0, 1, 2, 3}}}};
+    LayerPlan plan{1,           "model.layers.1.mlp.experts",        24, 24,
+                   kNumExperts, {ShardPlace{0, 0, 77, {0, 1, 2, 3}}}};
     REQUIRE(client_.define_layer(plan).ok());
-    served_ = std::async(std::launch::async, [this, end = std::move(ends.worker)]() mutable { return worker_->serve(std::move(end), 1); });
+    served_ = std::async(std::launch::async, [this, end = std::move(ends.worker)]() mutable {
+      return worker_->serve(std::move(end), 1);
+    });
   }
   ~Pair() {
     worker_->stop(1);
@@ -81,7 +88,8 @@ class Pair {
  private:
   static ClientOptions options() {
     ClientOptions options;
-    options.call_timeout_ns = 150'000'000;  // what a lost message costs; far above a call's microseconds
+    // what a lost message costs; far above a call's microseconds
+    options.call_timeout_ns = 150'000'000;
     return options;
   }
 
@@ -94,11 +102,12 @@ bool is_expected(FaultKind kind, ErrorCode code) {
   switch (kind) {
     case FaultKind::kFail: return code == ErrorCode::kWorkerLost;
     case FaultKind::kDrop: return code == ErrorCode::kTimeout;
-    // A spoiled request is refused by the worker or ends its session; a spoiled reply loses the worker.
+    // A spoiled request is refused by the worker or ends its session; a spoiled reply loses the
+    // worker.
     case FaultKind::kCorrupt:
     case FaultKind::kTruncate:
-      return code == ErrorCode::kProtocol || code == ErrorCode::kWorkerFailed || code == ErrorCode::kWorkerLost ||
-             code == ErrorCode::kTimeout;
+      return code == ErrorCode::kProtocol || code == ErrorCode::kWorkerFailed ||
+             code == ErrorCode::kWorkerLost || code == ErrorCode::kTimeout;
     default: return false;
   }
 }
@@ -107,7 +116,8 @@ void sweep(FaultKind kind, FaultPoint point, const std::vector<float>& expected)
   bool was_untouched = false;
   for (uint64_t nth = 1; !was_untouched; ++nth) {
     REQUIRE(nth <= kSlices + 1);
-    for (uint64_t seed = 1; seed <= (kind == FaultKind::kCorrupt || kind == FaultKind::kTruncate ? 5u : 1u); ++seed) {
+    for (uint64_t seed = 1;
+         seed <= (kind == FaultKind::kCorrupt || kind == FaultKind::kTruncate ? 5u : 1u); ++seed) {
       CAPTURE(static_cast<int>(kind));
       CAPTURE(static_cast<int>(point));
       CAPTURE(nth);
@@ -131,7 +141,8 @@ TEST_CASE("one fault anywhere gives the right bits or a typed error, never a wro
   std::vector<float> expected;
   REQUIRE(Pair({}).run(expected).ok());
   for (const FaultPoint point : {FaultPoint::kPublish, FaultPoint::kPoll}) {
-    for (const FaultKind kind : {FaultKind::kFail, FaultKind::kDelay, FaultKind::kDrop, FaultKind::kTruncate, FaultKind::kCorrupt}) {
+    for (const FaultKind kind : {FaultKind::kFail, FaultKind::kDelay, FaultKind::kDrop,
+                                 FaultKind::kTruncate, FaultKind::kCorrupt}) {
       sweep(kind, point, expected);
     }
   }

@@ -1,5 +1,6 @@
-// What a worker may say and what the host believes: only the exact answer to the request of that slot, once. Everything else ends
-// the worker with a typed error, leaves the output alone and the other workers working.
+// What a worker may say and what the host believes: only the exact answer to the request of that
+// slot, once. Everything else ends the worker with a typed error, leaves the output alone and the
+// other workers working.
 // SPDX-License-Identifier: Apache-2.0
 #include <doctest/doctest.h>
 
@@ -17,7 +18,8 @@ struct Lie {
 };
 
 // An honest reply with one thing changed, its own checksums in order.
-std::function<std::vector<std::byte>(const Message&)> reply_with(std::function<void(Message&)> change) {
+std::function<std::vector<std::byte>(const Message&)> reply_with(
+    std::function<void(Message&)> change) {
   return [change](const Message& request) {
     Message reply = echo(request);
     change(reply);
@@ -28,57 +30,60 @@ std::function<std::vector<std::byte>(const Message&)> reply_with(std::function<v
 std::vector<Lie> lies() {
   using wire::FrameHeader;
   return {
-      {"another generation", reply_with([](Message& m) { m.header.generation += 1; })},
-      {"another call", reply_with([](Message& m) { m.header.call_id += 1; })},
-      {"another layer", reply_with([](Message& m) { m.header.layer += 1; })},
-      {"another shard", reply_with([](Message& m) { m.header.shard += 1; })},
-      {"another slice", reply_with([](Message& m) { m.header.slice += 1; })},
-      {"another attempt", reply_with([](Message& m) { m.header.attempt += 1; })},
-      {"other weights", reply_with([](Message& m) { m.header.weights_fingerprint ^= 1; })},
-      {"fewer rows, consistently", reply_with([](Message& m) {
+      {"another generation",                 reply_with([](Message& m) { m.header.generation += 1; })           },
+      {"another call",                       reply_with([](Message& m) { m.header.call_id += 1; })              },
+      {"another layer",                      reply_with([](Message& m) { m.header.layer += 1; })                },
+      {"another shard",                      reply_with([](Message& m) { m.header.shard += 1; })                },
+      {"another slice",                      reply_with([](Message& m) { m.header.slice += 1; })                },
+      {"another attempt",                    reply_with([](Message& m) { m.header.attempt += 1; })              },
+      {"other weights",                      reply_with([](Message& m) { m.header.weights_fingerprint ^= 1; })  },
+      {"fewer rows, consistently",           reply_with([](Message& m) {
          m.header.num_rows -= 1;
          m.payload.resize(m.payload.size() - kWidth * 4);
          m.seal();
-       })},
-      {"other pairs", reply_with([](Message& m) { m.header.num_pairs += 1; })},
-      {"another reply dtype", reply_with([](Message& m) { m.header.reply_dtype = Dtype::kBF16; })},
-      {"another request dtype", reply_with([](Message& m) { m.header.request_dtype = Dtype::kF16; })},
-      {"a longer payload", reply_with([](Message& m) {
+       })                                                                     },
+      {"other pairs",                        reply_with([](Message& m) { m.header.num_pairs += 1; })            },
+      {"another reply dtype",                reply_with([](Message& m) { m.header.reply_dtype = Dtype::kBF16; })},
+      {"another request dtype",
+       reply_with([](Message& m) { m.header.request_dtype = Dtype::kF16; })                                     },
+      {"a longer payload",                   reply_with([](Message& m) {
          m.payload.resize(m.payload.size() + 4);
          m.seal();
-       })},
-      {"a length that is not the message's", reply_with([](Message& m) { m.header.payload_bytes -= 4; })},
-      {"a flipped bit in a row", reply_with([](Message& m) { m.payload.back() ^= std::byte{1}; })},
-      {"a flipped bit in the timing", reply_with([](Message& m) { m.payload.front() ^= std::byte{1}; })},
-      {"a request", [](const Message& request) { return request.bytes(); }},
+       })                                                                             },
+      {"a length that is not the message's",
+       reply_with([](Message& m) { m.header.payload_bytes -= 4; })                                              },
+      {"a flipped bit in a row",             reply_with([](Message& m) { m.payload.back() ^= std::byte{1}; })   },
+      {"a flipped bit in the timing",
+       reply_with([](Message& m) { m.payload.front() ^= std::byte{1}; })                                        },
+      {"a request",                          [](const Message& request) { return request.bytes(); }             },
       {"a flipped header bit",
        [](const Message& request) {
          auto bytes = echo(request).bytes();
          bytes[20] ^= std::byte{4};
          return bytes;
-       }},
-      {"a short message", [](const Message&) { return std::vector<std::byte>(63); }},
-      {"nothing", [](const Message&) { return std::vector<std::byte>(); }},
+       }                                                                                                        },
+      {"a short message",                    [](const Message&) { return std::vector<std::byte>(63); }          },
+      {"nothing",                            [](const Message&) { return std::vector<std::byte>(); }            },
       {"an error with a flipped bit",
        [](const Message& request) {
          auto bytes = refusal(request, {ErrorCode::kRange, "text"}).bytes();
          bytes.back() ^= std::byte{1};
          return bytes;
-       }},
+       }                                                                                                        },
       {"an error that is too long",
        [](const Message& request) {
          Message reply = refusal(request, {ErrorCode::kRange, "text"});
          reply.payload.resize(wire::kMaxErrorPayloadBytes + 1, std::byte{'x'});
          reply.seal();
          return reply.bytes();
-       }},
+       }                                                                                                        },
       {"an error of an unknown code",
        [](const Message& request) {
          Message reply = refusal(request, {ErrorCode::kRange, "text"});
          reply.payload[0] = reply.payload[1] = std::byte{0xff};
          reply.seal();
          return reply.bytes();
-       }},
+       }                                                                                                        },
   };
 }
 
@@ -86,7 +91,10 @@ TEST_CASE("a lie loses the worker with a protocol error, writes nothing and spar
   for (const Lie& lie : lies()) {
     CAPTURE(lie.what);
     PuppetScene scene;
-    Tokens tokens{{2, 3}, {2, 2}};
+    Tokens tokens{
+        {2, 3},
+        {2, 2}
+    };
     const CallPtr call = scene.submit(tokens);
     const Message request = scene.puppets[1].take();
     scene.puppets[1].send(request.slot, lie.tell(request));
@@ -136,9 +144,15 @@ TEST_CASE("right answers in each other's slots lose the worker") {
 }
 
 TEST_CASE("clock readings from a worker are numbers like any other: nonsense counts as nothing") {
-  constexpr int64_t kMin = std::numeric_limits<int64_t>::min(), kMax = std::numeric_limits<int64_t>::max();
+  constexpr int64_t kMin = std::numeric_limits<int64_t>::min(),
+                    kMax = std::numeric_limits<int64_t>::max();
   PuppetScene scene;
-  for (const wire::ReplyTiming timing : {wire::ReplyTiming{kMin, kMax, kMin}, {kMax, kMin, kMax}, {0, kMin, 1}, {5, 4, 3}}) {
+  for (const wire::ReplyTiming timing : {
+           wire::ReplyTiming{kMin, kMax, kMin},
+           {kMax, kMin, kMax},
+           {0,    kMin, 1   },
+           {5,    4,    3   }
+  }) {
     Tokens tokens{{2}};
     const CallPtr call = scene.submit(tokens);
     Message reply = echo(scene.puppets[1].take());
@@ -163,7 +177,8 @@ TEST_CASE("a refusal fails its call only: the worker goes on") {
     scene.puppets[1].send(refusal(scene.puppets[1].take(), {code, "row 0 is strange\x1b[2J"}));
     const Status outcome = scene.finish(call);
     REQUIRE(!outcome.ok());
-    CHECK(outcome.error().code == (code == ErrorCode::kRange ? ErrorCode::kRange : ErrorCode::kWorkerFailed));
+    CHECK(outcome.error().code ==
+          (code == ErrorCode::kRange ? ErrorCode::kRange : ErrorCode::kWorkerFailed));
     CHECK(outcome.error().message.find("worker w1") != std::string::npos);
     CHECK(outcome.error().message.find("row 0 is strange") != std::string::npos);
     CHECK(outcome.error().message.find('\x1b') == std::string::npos);

@@ -1,4 +1,5 @@
-// When a worker or a call is given up, and when not: hang-up, garbage, frozen progress, deadlines, quarantine, abandonment.
+// When a worker or a call is given up, and when not: hang-up, garbage, frozen progress, deadlines,
+// quarantine, abandonment.
 // SPDX-License-Identifier: Apache-2.0
 #include <doctest/doctest.h>
 
@@ -46,7 +47,8 @@ TEST_CASE("an idle worker's hang-up is seen by the next call at the latest") {
   PuppetScene scene(with_pulses());
   CHECK(scene.works(1));
   scene.puppets[1].pulse.close();
-  std::this_thread::sleep_for(std::chrono::milliseconds(25));  // a tick: sooner, the call itself sees it
+  // a tick: sooner, the call itself sees it
+  std::this_thread::sleep_for(std::chrono::milliseconds(25));
   Tokens tokens{{2}};
   const auto call = scene.client.submit(tokens.batch(), 3);
   REQUIRE(!call.ok());
@@ -141,7 +143,9 @@ TEST_CASE("a worker marked lost ends its calls and refuses new ones with the rea
   CHECK(scene.client.workers()[1].reason == "its process ended with code 9");
 }
 
-TEST_CASE("a deadline ends the call naming worker, layer and limit; the slot is quarantined until the very reply comes") {
+TEST_CASE(
+    "a deadline ends the call naming worker, layer and limit; the slot is quarantined until the "
+    "very reply comes") {
   PuppetScene scene(with_deadline(60));
   Tokens tokens{{2}};
   const CallPtr call = scene.submit(tokens);
@@ -162,7 +166,9 @@ TEST_CASE("a deadline ends the call naming worker, layer and limit; the slot is 
   CHECK(scene.client.workers()[1].stale_replies == 1);
 }
 
-TEST_CASE("with every slot in quarantine calls still end by their deadline, and a new channel heals the worker") {
+TEST_CASE(
+    "with every slot in quarantine calls still end by their deadline, and a new channel heals the "
+    "worker") {
   PuppetScene scene(with_deadline(40));
   std::vector<Message> requests;
   for (int i = 0; i < 3; ++i) {
@@ -202,7 +208,9 @@ TEST_CASE("another answer than the awaited one in a quarantined slot loses the w
   CHECK(outcome.error().code == ErrorCode::kProtocol);
 }
 
-TEST_CASE("an abandoned call's output is not written by its late reply, and its queued parts are never sent") {
+TEST_CASE(
+    "an abandoned call's output is not written by its late reply, and its queued parts are never "
+    "sent") {
   SceneOptions options;
   options.policy = {1, 1};
   PuppetScene scene(options);

@@ -1,6 +1,6 @@
-// A client whose workers are puppets: the test plays the worker's end of each loopback channel by hand and can say anything.
-// An honest puppet answers each row with the row itself, so a call's result is every token's hidden state times the number of shards
-// that hold one of its experts.
+// A client whose workers are puppets: the test plays the worker's end of each loopback channel by
+// hand and can say anything. An honest puppet answers each row with the row itself, so a call's
+// result is every token's hidden state times the number of shards that hold one of its experts.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -22,8 +22,8 @@
 
 namespace dflash::client {
 
-inline constexpr uint32_t kWidth = 16;        // of rows, in and out
-inline constexpr uint32_t kExpertsEach = 2;   // experts of a shard; shard i is on worker i
+inline constexpr uint32_t kWidth = 16;       // of rows, in and out
+inline constexpr uint32_t kExpertsEach = 2;  // experts of a shard; shard i is on worker i
 inline constexpr uint64_t kGeneration = 5;
 inline constexpr int64_t kPatienceMs = 20'000;  // of anything that should take milliseconds
 
@@ -84,12 +84,16 @@ struct Puppet {
 
 // The honest answer to a request in f32: its rows.
 inline Message echo(const Message& request) {
-  const auto layout = wire::RequestLayout::of(request.header.num_rows, request.header.num_pairs, kWidth, Dtype::kF32).value();
+  const auto layout = wire::RequestLayout::of(request.header.num_rows, request.header.num_pairs,
+                                              kWidth, Dtype::kF32)
+                          .value();
   Message reply = request;
   reply.header.kind = wire::FrameKind::kReply;
   reply.payload.assign(wire::kReplyTimingBytes, std::byte{0});
-  wire::encode_reply_timing({10, 20, 50}, std::span(reply.payload).first<wire::kReplyTimingBytes>());
-  reply.payload.insert(reply.payload.end(), request.payload.begin() + static_cast<std::ptrdiff_t>(layout.rows_offset),
+  wire::encode_reply_timing({10, 20, 50},
+                            std::span(reply.payload).first<wire::kReplyTimingBytes>());
+  reply.payload.insert(reply.payload.end(),
+                       request.payload.begin() + static_cast<std::ptrdiff_t>(layout.rows_offset),
                        request.payload.end());
   reply.seal();
   return reply;
@@ -100,14 +104,16 @@ inline Message refusal(const Message& request, const Error& error) {
   reply.header.kind = wire::FrameKind::kError;
   reply.header.num_rows = reply.header.num_pairs = 0;
   reply.payload.resize(wire::kMaxErrorPayloadBytes);
-  reply.payload.resize(wire::encode_error(error, std::span(reply.payload).first<wire::kMaxErrorPayloadBytes>()));
+  reply.payload.resize(
+      wire::encode_error(error, std::span(reply.payload).first<wire::kMaxErrorPayloadBytes>()));
   reply.seal();
   return reply;
 }
 
 // A batch and its output; token t asks for the experts the test names.
 struct Tokens {
-  Tokens(std::initializer_list<std::initializer_list<int32_t>> experts) : top_k(static_cast<uint32_t>(experts.begin()->size())) {
+  Tokens(std::initializer_list<std::initializer_list<int32_t>> experts)
+      : top_k(static_cast<uint32_t>(experts.begin()->size())) {
     for (size_t token = 0; token < experts.size(); ++token) {
       ids.insert(ids.end(), experts.begin()[token].begin(), experts.begin()[token].end());
       for (uint32_t i = 0; i < kWidth; ++i) hidden.push_back(static_cast<float>(token * 100 + i));
@@ -131,7 +137,8 @@ struct Tokens {
   bool is_right() const {
     for (size_t token = 0; token < hidden.size() / kWidth; ++token) {
       uint64_t shards = 0;
-      for (uint32_t k = 0; k < top_k; ++k) shards |= uint64_t{1} << (ids[token * top_k + k] / static_cast<int32_t>(kExpertsEach));
+      for (uint32_t k = 0; k < top_k; ++k)
+        shards |= uint64_t{1} << (ids[token * top_k + k] / static_cast<int32_t>(kExpertsEach));
       const auto factor = static_cast<float>(__builtin_popcountll(shards));
       for (size_t i = token * kWidth; i < (token + 1) * kWidth; ++i) {
         if (output[i] != factor * hidden[i]) return false;
@@ -163,7 +170,9 @@ class PuppetScene {
     plan.num_experts = options.num_workers * kExpertsEach;
     for (uint32_t i = 0; i < options.num_workers; ++i) {
       add_worker(i, options);
-      plan.shards.push_back(ShardPlace{i, i, 900 + i, {i * kExpertsEach, i * kExpertsEach + 1}});
+      plan.shards.push_back(ShardPlace{
+          i, i, 900 + i, {i * kExpertsEach, i * kExpertsEach + 1}
+      });
     }
     REQUIRE(client.define_layer(plan).ok());
   }

@@ -1,4 +1,5 @@
-// When slices pay: over slow links, never over fast ones, never beyond what was measured, and not for a gain within the noise.
+// When slices pay: over slow links, never over fast ones, never beyond what was measured, and not
+// for a gain within the noise.
 // SPDX-License-Identifier: Apache-2.0
 #include "client/slicing.h"
 
@@ -19,7 +20,8 @@ struct Taught {
       for (double rows = 1; rows <= 4096; rows *= 2) {
         const double experts = expected_experts(kExperts, rows, rows * kPairsPerRow);
         const double bytes = rows * kRowBytes;
-        compute.observe({rows * kPairsPerRow, experts, ns_per_pair * rows * kPairsPerRow + ns_per_expert * experts, 0});
+        compute.observe({rows * kPairsPerRow, experts,
+                         ns_per_pair * rows * kPairsPerRow + ns_per_expert * experts, 0});
         send.observe({bytes, 0, fixed_link_ns + ns_per_byte * bytes, 0});
         receive.observe({bytes, 0, fixed_link_ns + ns_per_byte * bytes, 0});
       }
@@ -78,7 +80,8 @@ TEST_CASE("chunks of at most 64 tokens are never cut, and no slice is smaller") 
   CHECK(choose_slices(slow_link().curves(), chunk_of(64), 4, 0).reason == ChoiceReason::kSmall);
   for (uint32_t num_tokens = 65; num_tokens <= 2048; num_tokens += 61) {
     const SliceChoice choice = choose_slices(slow_link().curves(), chunk_of(num_tokens), 4, 0);
-    CHECK((choice.taken.num_slices == 1 || num_tokens / choice.taken.num_slices >= kLeastSliceTokens));
+    CHECK((choice.taken.num_slices == 1 ||
+           num_tokens / choice.taken.num_slices >= kLeastSliceTokens));
   }
 }
 
@@ -93,11 +96,13 @@ TEST_CASE("a gain below the hysteresis changes nothing, whichever number is in f
 }
 
 TEST_CASE("a layer of a few milliseconds is not cut for a fifth of a millisecond") {
-  const Taught taught(20'000, 1, 250, 20'000);  // as long on the way as in the kernel, but all of it short
+  // as long on the way as in the kernel, but all of it short
+  const Taught taught(20'000, 1, 250, 20'000);
   const SliceChoice choice = choose_slices(taught.curves(), chunk_of(512), 4, 0);
   CHECK(choice.considered[1].ns < choice.considered[0].ns);
   CHECK(choice.considered[0].ns < 4e6);
-  CHECK((choice.considered[0].ns - choice.taken.ns >= kLeastGainNs || choice.taken.num_slices == 1));
+  CHECK(
+      (choice.considered[0].ns - choice.taken.ns >= kLeastGainNs || choice.taken.num_slices == 1));
 }
 
 TEST_CASE("a curve is not believed beyond half of the smallest request it saw") {
@@ -120,7 +125,8 @@ TEST_CASE("expected experts rise from those of one row to all") {
   CHECK(expected_experts(16, 1000, 4000) == doctest::Approx(16));
   CHECK(expected_experts(16, 4, 16) < 16);
   CHECK(expected_experts(0, 10, 10) == 0);
-  CHECK(expected_experts(4, 3, 60) == doctest::Approx(4));  // more pairs a row than experts: duplicates
+  // more pairs a row than experts: duplicates
+  CHECK(expected_experts(4, 3, 60) == doctest::Approx(4));
 }
 
 }  // namespace

@@ -1,4 +1,5 @@
-// Many threads, one client: nobody waits for a stranger's call, nobody drives twice, and the turn is handed on.
+// Many threads, one client: nobody waits for a stranger's call, nobody drives twice, and the turn
+// is handed on.
 // SPDX-License-Identifier: Apache-2.0
 #include <doctest/doctest.h>
 
@@ -50,7 +51,13 @@ TEST_CASE("threads that submit and wait at once all get their own result") {
   for (int thread = 0; thread < 4; ++thread) {
     threads.emplace_back([&, thread] {
       for (int i = 0; i < 100; ++i) {
-        Tokens tokens{{0, 2}, {thread % 4, 3}, {1, 1}, {3, 2}, {0, 3}};
+        Tokens tokens{
+            {0,          2},
+            {thread % 4, 3},
+            {1,          1},
+            {3,          2},
+            {0,          3}
+        };
         auto call = scene.client.submit(tokens.batch(), 3);
         if (!call.ok()) continue;
         while (!scene.client.wait(call.value(), Deadline::after_ms(20))) {
@@ -59,12 +66,14 @@ TEST_CASE("threads that submit and wait at once all get their own result") {
       }
     });
   }
-  for (int i = 0; i < 100; ++i) static_cast<void>(scene.client.counters());  // short turns, as a control thread takes them
+  // short turns, as a control thread takes them
+  for (int i = 0; i < 100; ++i) static_cast<void>(scene.client.counters());
   for (std::thread& thread : threads) thread.join();
   CHECK(num_right == 400);
 }
 
-TEST_CASE("a call that another thread's driving ended is seen at once by the thread that waits for it") {
+TEST_CASE(
+    "a call that another thread's driving ended is seen at once by the thread that waits for it") {
   PuppetScene scene;
   Tokens silent{{0}}, answered{{2}};
   const CallPtr never = scene.submit(silent);

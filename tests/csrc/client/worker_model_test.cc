@@ -1,4 +1,5 @@
-// From timestamps to curves: clocks that disagree, replies that queue, workers that claim what cannot be; and the engine around it.
+// From timestamps to curves: clocks that disagree, replies that queue, workers that claim what
+// cannot be; and the engine around it.
 // SPDX-License-Identifier: Apache-2.0
 #include "client/worker_model.h"
 
@@ -11,7 +12,8 @@ namespace {
 
 constexpr int64_t kMs = 1'000'000;
 
-// One exchange at `now`: 3 ms there, 10 ms of work after 1 ms of checking, 2 ms back, on a clock `offset` ahead of the host's.
+// One exchange at `now`: 3 ms there, 10 ms of work after 1 ms of checking, 2 ms back, on a clock
+// `offset` ahead of the host's.
 ReplyTimes exchange_at(int64_t now, int64_t offset = 0) {
   ReplyTimes times;
   times.encode_start_ns = now;
@@ -32,7 +34,8 @@ TEST_CASE("one exchange teaches all three curves") {
   WorkerModel model;
   model.observe(0, kSize, exchange_at(0));
   CHECK(model.compute().at(0).predict(400, 16) == doctest::Approx(10e6));
-  // The clocks are taken to agree where both ways took equally long: 2.5 ms each; encoding and checking belong to the way there.
+  // The clocks are taken to agree where both ways took equally long: 2.5 ms each; encoding and
+  // checking belong to the way there.
   CHECK(seconds_sent(model) == doctest::Approx(4e-3));
   CHECK(model.receive().predict(100'000, 0) == doctest::Approx(2.5e6));
 }
@@ -80,11 +83,18 @@ TEST_CASE("a reply that queued behind another teaches nothing about the way back
   CHECK(model.receive().num_samples() == known);
 }
 
-TEST_CASE("times that cannot be are ignored: longer than the host waited, backwards, at the ends of the range") {
+TEST_CASE(
+    "times that cannot be are ignored: longer than the host waited, backwards, at the ends of the "
+    "range") {
   WorkerModel model;
-  for (const auto& [received, started, finished] :
-       {std::tuple<int64_t, int64_t, int64_t>{0, 1, INT64_MAX}, {INT64_MIN, 0, INT64_MAX}, {10, 5, 20}, {10, 20, 15}, {0, 0, 0},
-        {0, 10, INT64_MIN}}) {
+  for (const auto& [received, started, finished] : {
+           std::tuple<int64_t, int64_t, int64_t>{0,         1,  INT64_MAX},
+           {INT64_MIN, 0,  INT64_MAX},
+           {10,        5,  20       },
+           {10,        20, 15       },
+           {0,         0,  0        },
+           {0,         10, INT64_MIN}
+  }) {
     ReplyTimes times = exchange_at(0);
     times.worker_received_ns = received;
     times.worker_started_ns = started;
@@ -106,15 +116,19 @@ TEST_CASE("layers of two classes have curves of their own") {
 Message timed_echo(const Message& request, int64_t compute_ns) {
   Message reply = echo(request);
   const int64_t now = now_ns();
-  wire::encode_reply_timing({now - compute_ns, now - compute_ns, now}, std::span(reply.payload).first<wire::kReplyTimingBytes>());
+  wire::encode_reply_timing({now - compute_ns, now - compute_ns, now},
+                            std::span(reply.payload).first<wire::kReplyTimingBytes>());
   reply.seal();
   return reply;
 }
 
-// Runs one call of `tokens` in the scene; every request is answered after a real delay of its worker.
-void run_call(PuppetScene& scene, Tokens& tokens, const std::vector<int64_t>& delays_ns, std::vector<size_t>* order = nullptr) {
+// Runs one call of `tokens` in the scene; every request is answered after a real delay of its
+// worker.
+void run_call(PuppetScene& scene, Tokens& tokens, const std::vector<int64_t>& delays_ns,
+              std::vector<size_t>* order = nullptr) {
   const CallPtr call = scene.submit(tokens);
-  for (size_t answered = 0, worker = 0; !scene.client.is_done(call); worker = (worker + 1) % scene.puppets.size()) {
+  for (size_t answered = 0, worker = 0; !scene.client.is_done(call);
+       worker = (worker + 1) % scene.puppets.size()) {
     const auto request = scene.puppets[worker].try_take();
     if (!request) continue;
     if (order != nullptr) order->push_back(worker);
@@ -129,8 +143,14 @@ void run_call(PuppetScene& scene, Tokens& tokens, const std::vector<int64_t>& de
 }
 
 TEST_CASE("the client predicts a chunk from earlier ones and records what it took") {
-  PuppetScene scene(SceneOptions{.num_workers = 1, .policy = {64, 2, true}});
-  Tokens tokens{{0, 1}, {1, 0}, {0, 1}};
+  PuppetScene scene(SceneOptions{
+      .num_workers = 1, .policy = {64, 2, true}
+  });
+  Tokens tokens{
+      {0, 1},
+      {1, 0},
+      {0, 1}
+  };
   for (int i = 0; i < 4; ++i) run_call(scene, tokens, {2 * kMs});
   const auto forecasts = scene.client.forecasts();
   REQUIRE(forecasts[0].chunks.size() == 1);
@@ -143,8 +163,13 @@ TEST_CASE("the client predicts a chunk from earlier ones and records what it too
 }
 
 TEST_CASE("the worker with the longest predicted work is rung first") {
-  PuppetScene scene(SceneOptions{.num_workers = 2, .policy = {64, 2}});
-  Tokens tokens{{0, 2}, {1, 3}};  // both workers, equally
+  PuppetScene scene(SceneOptions{
+      .num_workers = 2, .policy = {64, 2}
+  });
+  Tokens tokens{
+      {0, 2},
+      {1, 3}
+  };  // both workers, equally
   for (int i = 0; i < 3; ++i) run_call(scene, tokens, {0, 3 * kMs});
   const CallPtr call = scene.submit(tokens);
   const Message first = scene.puppets[0].take(), second = scene.puppets[1].take();
@@ -159,10 +184,14 @@ TEST_CASE("the worker with the longest predicted work is rung first") {
 }
 
 TEST_CASE("a worker that is predicted to need longer gets more time, within a bound") {
-  SceneOptions options{.num_workers = 1, .policy = {64, 2}};
+  SceneOptions options{
+      .num_workers = 1, .policy = {64, 2}
+  };
   options.client.call_timeout_ns = 200 * kMs;
   PuppetScene scene(options);
-  Tokens tokens{{0, 1}};
+  Tokens tokens{
+      {0, 1}
+  };
   run_call(scene, tokens, {100 * kMs});  // so the next may take 400 ms, not 200
   const CallPtr call = scene.submit(tokens);
   const Message request = scene.puppets[0].take();

@@ -1,4 +1,5 @@
-// The activation formulas against the C library in long double, and their limits; the reference's scalar type computes.
+// The activation formulas against the C library in long double, and their limits; the reference's
+// scalar type computes.
 // SPDX-License-Identifier: Apache-2.0
 #include "compute/activation.h"
 
@@ -21,7 +22,8 @@ const float kNan = std::numeric_limits<float>::quiet_NaN();
 // Distance in units of the last place of the exact value (of the smallest normal's below that).
 double ulps(float found, long double exact) {
   const int exponent = std::max(std::ilogb(static_cast<double>(exact)), -126);
-  return static_cast<double>(std::fabs(static_cast<long double>(found) - exact) / std::ldexp(1.0L, exponent - 23));
+  return static_cast<double>(std::fabs(static_cast<long double>(found) - exact) /
+                             std::ldexp(1.0L, exponent - 23));
 }
 
 template <class Found, class Exact>
@@ -55,7 +57,8 @@ TEST_CASE("exp has the right limits") {
 }
 
 TEST_CASE("sigmoid is within 3 ulp and saturates") {
-  CHECK(worst_ulps(-87.0f, 87.0f, sigmoid<V>, [](long double x) { return 1.0L / (1.0L + std::exp(-x)); }) < 3);
+  CHECK(worst_ulps(-87.0f, 87.0f, sigmoid<V>,
+                   [](long double x) { return 1.0L / (1.0L + std::exp(-x)); }) < 3);
   CHECK(sigmoid<V>(kInf) == 1.0f);
   CHECK(sigmoid<V>(-kInf) == 0.0f);
   CHECK(std::isnan(sigmoid<V>(kNan)));
@@ -68,7 +71,8 @@ TEST_CASE("1 + erf is within 2 ulp right of zero and does not cancel in the left
   double worst = 0;
   for (int i = 0; i <= 100'000; ++i) {
     const float x = -3.0f - static_cast<float>(i) * 1e-4f;
-    worst = std::max(worst, std::fabs(static_cast<double>(one_plus_erf<V>(x)) - std::erfc(-static_cast<double>(x))));
+    worst = std::max(worst, std::fabs(static_cast<double>(one_plus_erf<V>(x)) -
+                                      std::erfc(-static_cast<double>(x))));
   }
   CHECK(worst < std::ldexp(1.0, -29));  // 1 + erff(x) would err by half of 2^-24 here
   CHECK(one_plus_erf<V>(kInf) == 2.0f);
@@ -83,23 +87,32 @@ double worst_error(Activation activation, long double (*exact)(long double)) {
   double worst = 0;
   for (int i = -40'000; i <= 40'000; ++i) {
     const float x = static_cast<float>(i) * 5e-4f;
-    const long double error = std::fabs(static_cast<long double>(activate<V>(activation, x)) - exact(static_cast<long double>(x)));
-    worst = std::max(worst, static_cast<double>(error) / std::max(1.0, static_cast<double>(std::fabs(x))));
+    const long double error = std::fabs(static_cast<long double>(activate<V>(activation, x)) -
+                                        exact(static_cast<long double>(x)));
+    worst = std::max(worst,
+                     static_cast<double>(error) / std::max(1.0, static_cast<double>(std::fabs(x))));
   }
   return worst;
 }
 
 TEST_CASE("every activation is its textbook function within 4 units of 2^-24 of its argument") {
   const double bound = 4 * std::ldexp(1.0, -24);
-  CHECK(worst_error(Activation::kSilu, [](long double x) { return x / (1.0L + std::exp(-x)); }) < bound);
-  CHECK(worst_error(Activation::kGelu, [](long double x) { return 0.5L * x * std::erfc(-x * std::sqrt(0.5L)); }) < bound);
+  CHECK(worst_error(Activation::kSilu, [](long double x) { return x / (1.0L + std::exp(-x)); }) <
+        bound);
+  CHECK(worst_error(Activation::kGelu, [](long double x) {
+          return 0.5L * x * std::erfc(-x * std::sqrt(0.5L));
+        }) < bound);
   CHECK(worst_error(Activation::kGeluTanh, [](long double x) {
-          return 0.5L * x * (1.0L + std::tanh(std::sqrt(2.0L / 3.14159265358979323846L) * (x + 0.044715L * x * x * x)));
+          return 0.5L * x *
+                 (1.0L + std::tanh(std::sqrt(2.0L / 3.14159265358979323846L) *
+                                   (x + 0.044715L * x * x * x)));
         }) < bound);
   CHECK(worst_error(Activation::kRelu, [](long double x) { return std::max(x, 0.0L); }) == 0.0);
   CHECK(worst_error(Activation::kIdentity, [](long double x) { return x; }) == 0.0);
-  CHECK(worst_error(Activation::kSigmoid, [](long double x) { return 1.0L / (1.0L + std::exp(-x)); }) < bound);
-  CHECK(worst_error(Activation::kQuickGelu, [](long double x) { return x / (1.0L + std::exp(-1.702L * x)); }) < bound);
+  CHECK(worst_error(Activation::kSigmoid,
+                    [](long double x) { return 1.0L / (1.0L + std::exp(-x)); }) < bound);
+  CHECK(worst_error(Activation::kQuickGelu,
+                    [](long double x) { return x / (1.0L + std::exp(-1.702L * x)); }) < bound);
   CHECK(activate<V>(Activation::kReluSquared, 3.0f) == 9.0f);
   CHECK(activate<V>(Activation::kReluSquared, -3.0f) == 0.0f);
   for (int activation = 0; activation <= 7; ++activation) {
@@ -126,7 +139,8 @@ TEST_CASE("the clamped swiglu is (u + offset) g sigmoid(alpha g)") {
   spec.gate_max = spec.up_limit = 7.0f;
   const double g = 1.25, u = -0.5;
   const double exact = (u + 1.0) * g / (1.0 + std::exp(-1.702 * g));
-  CHECK(std::fabs(static_cast<double>(gate<V>(spec, 1.25f, -0.5f)) - exact) < 4 * std::ldexp(exact, -23));
+  CHECK(std::fabs(static_cast<double>(gate<V>(spec, 1.25f, -0.5f)) - exact) <
+        4 * std::ldexp(exact, -23));
 }
 
 TEST_CASE("a spec outside its bounds is refused by field") {
@@ -137,7 +151,8 @@ TEST_CASE("a spec outside its bounds is refused by field") {
     FfnSpec spec = good;
     change(spec);
     const Status status = spec.validate();
-    return !status.ok() && status.error().code == ErrorCode::kUnsupported && status.error().message.find(field) != std::string::npos;
+    return !status.ok() && status.error().code == ErrorCode::kUnsupported &&
+           status.error().message.find(field) != std::string::npos;
   };
   CHECK(refused_for("in_size", [](FfnSpec& s) { s.in_size = 0; }));
   CHECK(refused_for("intermediate_size", [](FfnSpec& s) { s.intermediate_size = (1u << 18) + 1; }));

@@ -1,4 +1,5 @@
-// bf16-dot and bf16-bfdot, whichever this kind of processor has: kernels give the twin's bits over shapes, rows, threads and specials.
+// bf16-dot and bf16-bfdot, whichever this kind of processor has: kernels give the twin's bits over
+// shapes, rows, threads and specials.
 // SPDX-License-Identifier: Apache-2.0
 #include <doctest/doctest.h>
 
@@ -38,33 +39,50 @@ struct Loaded {
 Loaded load(Isa isa, uint32_t threads, const Experts& experts, uint32_t count) {
   Loaded loaded;
   loaded.backend = CpuBackend::create(isa, threads).value();
-  loaded.layer = loaded.backend->create_layer(experts.spec(), count, WeightFormat::kBF16, kClass).value();
+  loaded.layer =
+      loaded.backend->create_layer(experts.spec(), count, WeightFormat::kBF16, kClass).value();
   REQUIRE(experts.load_into(*loaded.layer).ok());
   return loaded;
 }
 
 TEST_CASE("bf16 dot products: kernels give the twin's bits over shapes and dtypes of rows") {
   if (!is_available()) return;
-  struct Shape { uint32_t in, intermediate, out; };
-  const Shape shapes[] = {{1, 1, 1}, {7, 5, 3}, {64, 33, 65}, {255, 96, 130}, {256, 64, 64}, {257, 300, 71}, {600, 31, 515}, {513, 511, 40}};
+  struct Shape {
+    uint32_t in, intermediate, out;
+  };
+  const Shape shapes[] = {
+      {1,   1,   1  },
+      {7,   5,   3  },
+      {64,  33,  65 },
+      {255, 96,  130},
+      {256, 64,  64 },
+      {257, 300, 71 },
+      {600, 31,  515},
+      {513, 511, 40 }
+  };
   uint32_t seed = 1;
   for (const Shape& shape : shapes) {
     for (Dtype row_dtype : {Dtype::kF32, Dtype::kF16, Dtype::kBF16}) {
-      const Experts experts(spec_of(shape.in, shape.intermediate, shape.out), 5, Dtype::kBF16, ++seed);
+      const Experts experts(spec_of(shape.in, shape.intermediate, shape.out), 5, Dtype::kBF16,
+                            ++seed);
       Batch batch = Batch::random(experts.spec(), 5, 9, 4, ++seed);
       batch.row_dtype = row_dtype;
       batch.reply_dtype = static_cast<Dtype>(seed / 3 % 3);
       CAPTURE(shape.in);
-      CHECK(reply_of(*load(kIsa, 1, experts, 5).layer, batch) == reply_of(*load(Isa::kReference, 1, experts, 5).layer, batch));
+      CHECK(reply_of(*load(kIsa, 1, experts, 5).layer, batch) ==
+            reply_of(*load(Isa::kReference, 1, experts, 5).layer, batch));
     }
   }
 }
 
-TEST_CASE("bf16 dot products: every number of rows gives the twin's bits, on one expert and spread over several") {
+TEST_CASE(
+    "bf16 dot products: every number of rows gives the twin's bits, on one expert and spread over "
+    "several") {
   if (!is_available()) return;
   const Experts experts(spec_of(300, 70, 100), 3, Dtype::kBF16, 5);
   const Loaded twin = load(Isa::kReference, 1, experts, 3), loaded = load(kIsa, 1, experts, 3);
-  for (uint32_t rows : {1u, 2u, 3u, 4u, 5u, 6u, 7u, 8u, 9u, 10u, 11u, 12u, 13u, 23u, 37u, 70u, 97u, 200u}) {
+  for (uint32_t rows :
+       {1u, 2u, 3u, 4u, 5u, 6u, 7u, 8u, 9u, 10u, 11u, 12u, 13u, 23u, 37u, 70u, 97u, 200u}) {
     Batch one = Batch::random(experts.spec(), 1, rows, 1, rows);
     one.row_counts.assign(rows, 1);
     one.ids.assign(rows, 1);
@@ -85,10 +103,12 @@ TEST_CASE("bf16 dot products: gates, biases and odd widths give the twin's bits"
       spec.gate = gate;
       spec.has_gate_up_bias = ++seed % 2 == 0;
       spec.has_down_bias = seed / 2 % 2 == 0;
-      if (gate == GateKind::kClampedSwiglu) spec.alpha = 1.702f, spec.up_offset = 1.0f, spec.up_limit = 0.75f;
+      if (gate == GateKind::kClampedSwiglu)
+        spec.alpha = 1.702f, spec.up_offset = 1.0f, spec.up_limit = 0.75f;
       const Experts experts(spec, 2, Dtype::kBF16, seed);
       const Batch batch = Batch::random(spec, 2, 14, 3, seed);
-      CHECK(reply_of(*load(kIsa, 1, experts, 2).layer, batch) == reply_of(*load(Isa::kReference, 1, experts, 2).layer, batch));
+      CHECK(reply_of(*load(kIsa, 1, experts, 2).layer, batch) ==
+            reply_of(*load(Isa::kReference, 1, experts, 2).layer, batch));
     }
   }
 }
@@ -114,9 +134,11 @@ TEST_CASE("bf16 dot products: a row's bits do not depend on the rows beside it")
     const Batch batch = Batch::random(experts.spec(), 2, 30, 4, 22);
     const std::vector<std::byte> together = reply_of(*loaded.layer, batch);
     const size_t row_bytes = 4 * experts.spec().out_size, in_size = experts.spec().in_size;
-    for (uint32_t begin = 0, end = 1, pair = 0; begin < batch.num_rows(); begin = end, end = std::min(2 * end, batch.num_rows())) {
+    for (uint32_t begin = 0, end = 1, pair = 0; begin < batch.num_rows();
+         begin = end, end = std::min(2 * end, batch.num_rows())) {
       Batch slice;  // rows [begin, end): slices of 1, 1, 2, 4, ... rows
-      slice.rows.assign(batch.rows.begin() + begin * static_cast<long>(in_size), batch.rows.begin() + end * static_cast<long>(in_size));
+      slice.rows.assign(batch.rows.begin() + begin * static_cast<long>(in_size),
+                        batch.rows.begin() + end * static_cast<long>(in_size));
       for (uint32_t r = begin; r < end; ++r) {
         slice.row_counts.push_back(batch.row_counts[r]);
         for (uint32_t n = 0; n < batch.row_counts[r]; ++n, ++pair) {
@@ -135,19 +157,23 @@ TEST_CASE("bf16 dot products: NaN, infinity and what rounds to infinity stay in 
   Batch clean = Batch::random(experts.spec(), 3, 20, 0, 32);
   clean.row_counts.assign(20, 2);
   for (uint32_t r = 0; r < 20; ++r) {
-    for (uint32_t n = 0; n < 2; ++n) clean.ids.push_back(static_cast<uint16_t>((r + n) % 3)), clean.weights.push_back(0.5f);
+    for (uint32_t n = 0; n < 2; ++n)
+      clean.ids.push_back(static_cast<uint16_t>((r + n) % 3)), clean.weights.push_back(0.5f);
   }
   Batch dirty = clean;
-  dirty.rows[3 * 64 + 5] = std::bit_cast<float>(0xffabcdefu);    // a negative NaN with a payload
+  dirty.rows[3 * 64 + 5] = std::bit_cast<float>(0xffabcdefu);  // a negative NaN with a payload
   dirty.rows[7 * 64 + 1] = std::numeric_limits<float>::infinity();
-  dirty.rows[11 * 64 + 9] = std::numeric_limits<float>::max();   // rounds to infinity
+  dirty.rows[11 * 64 + 9] = std::numeric_limits<float>::max();  // rounds to infinity
   const Loaded twin = load(Isa::kReference, 1, experts, 3);
-  const std::vector<std::byte> expected = reply_of(*twin.layer, dirty), untouched = reply_of(*twin.layer, clean);
+  const std::vector<std::byte> expected = reply_of(*twin.layer, dirty),
+                               untouched = reply_of(*twin.layer, clean);
   for (uint32_t r = 0; r < 20; ++r) {
     uint32_t bits;
     std::memcpy(&bits, expected.data() + r * 320, 4);
-    if (r == 3 || r == 7 || r == 11) CHECK(bits == 0x7fc00000u);
-    else CHECK(std::memcmp(expected.data() + r * 320, untouched.data() + r * 320, 320) == 0);
+    if (r == 3 || r == 7 || r == 11)
+      CHECK(bits == 0x7fc00000u);
+    else
+      CHECK(std::memcmp(expected.data() + r * 320, untouched.data() + r * 320, 320) == 0);
   }
   if (is_available()) CHECK(reply_of(*load(kIsa, 1, experts, 3).layer, dirty) == expected);
 }
@@ -163,8 +189,13 @@ TEST_CASE("bf16 dot products: rows, weights and sums among the subnormals give t
   }
 }
 
-TEST_CASE("bf16 dot products: only sets with the instruction and the reference compute a class, and only with bf16 weights") {
-  for (const auto& [numerics, owner] : {std::pair{NumericsClass::kBf16Dot, Isa::kAvx512Bf16}, {NumericsClass::kBf16Bfdot, Isa::kNeonBf16}}) {
+TEST_CASE(
+    "bf16 dot products: only sets with the instruction and the reference compute a class, and only "
+    "with bf16 weights") {
+  for (const auto& [numerics, owner] : {
+           std::pair{NumericsClass::kBf16Dot,   Isa::kAvx512Bf16},
+           {NumericsClass::kBf16Bfdot, Isa::kNeonBf16  }
+  }) {
     CAPTURE(numerics_name(numerics));
     for (Isa isa : kAllIsas) {
       if (!isa_is_supported(isa)) continue;
@@ -188,43 +219,59 @@ TEST_CASE("bf16 dot products: a layer holds as many bytes as in f32-canonical, o
     const auto canonical = backend->create_layer(spec, 2, WeightFormat::kBF16).value();
     REQUIRE(experts.load_into(*canonical).ok());
     CHECK(load(kIsa, 1, experts, 2).layer->resident_bytes() == canonical->resident_bytes());
-    CHECK(canonical->resident_bytes() == CpuBackend::predicted_bytes(kIsa, spec, 2, WeightFormat::kBF16));
+    CHECK(canonical->resident_bytes() ==
+          CpuBackend::predicted_bytes(kIsa, spec, 2, WeightFormat::kBF16));
   }
 }
 
 // Element (o, i), o * 500 + i + 1, behind one more: sources are aligned to elements only.
-std::vector<uint16_t> numbered(uint32_t outputs, uint32_t inputs, int64_t output_stride, int64_t input_stride) {
-  std::vector<uint16_t> values(static_cast<size_t>((outputs - 1) * output_stride + (inputs - 1) * input_stride) + 2);
+std::vector<uint16_t> numbered(uint32_t outputs, uint32_t inputs, int64_t output_stride,
+                               int64_t input_stride) {
+  std::vector<uint16_t> values(
+      static_cast<size_t>((outputs - 1) * output_stride + (inputs - 1) * input_stride) + 2);
   for (uint32_t o = 0; o < outputs; ++o) {
     for (uint32_t i = 0; i < inputs; ++i) {
-      values[1 + static_cast<size_t>(o * output_stride + i * input_stride)] = static_cast<uint16_t>(o * 500 + i + 1);
+      values[1 + static_cast<size_t>(o * output_stride + i * input_stride)] =
+          static_cast<uint16_t>(o * 500 + i + 1);
     }
   }
   return values;
 }
 
-TEST_CASE("bf16 dot products: a panel has every pair of inputs in its word, whatever the layout of the source") {
+TEST_CASE(
+    "bf16 dot products: a panel has every pair of inputs in its word, whatever the layout of the "
+    "source") {
   constexpr uint32_t kOutputs = 80, kWidth = 32;
   for (uint32_t inputs : {1u, 2u, 103u, 104u}) {
-    for (auto [output_stride, input_stride] :
-         {std::pair<int64_t, int64_t>{inputs, 1}, {2 * inputs + 2, 1}, {2 * inputs + 1, 1}, {1, kOutputs}, {3, 300}}) {
+    for (auto [output_stride, input_stride] : {
+             std::pair<int64_t, int64_t>{inputs,         1       },
+             {2 * inputs + 2, 1       },
+             {2 * inputs + 1, 1       },
+             {1,              kOutputs},
+             {3,              300     }
+    }) {
       const std::vector<uint16_t> values = numbered(kOutputs, inputs, output_stride, input_stride);
       const auto* first = reinterpret_cast<const std::byte*>(values.data() + 1);
-      const MatrixView view{first, WeightFormat::kBF16, kOutputs, inputs, output_stride, input_stride};
+      const MatrixView view{first,  WeightFormat::kBF16, kOutputs,
+                            inputs, output_stride,       input_stride};
       for (uint32_t panel = 0; panel * kWidth < kOutputs; ++panel) {
         std::vector<uint16_t> packed(size_t{inputs} * kWidth, 7);
         REQUIRE(panel_bytes(WeightFormat::kBF16, inputs, kWidth) == 2 * packed.size());
-        pack_bf16_pairs(view, WeightFormat::kBF16, panel, kWidth, reinterpret_cast<std::byte*>(packed.data()));
+        pack_bf16_pairs(view, WeightFormat::kBF16, panel, kWidth,
+                        reinterpret_cast<std::byte*>(packed.data()));
         size_t wrong = 0;
         for (uint32_t i = 0; i < inputs; ++i) {
           for (uint32_t slot = 0; slot < kWidth; ++slot) {
             const uint32_t output = panel * kWidth + slot;
             const bool is_alone = i + 1 == inputs && inputs % 2 != 0;
-            const size_t at = is_alone ? size_t{i} * kWidth + slot : size_t{i / 2 * 2} * kWidth + 2 * slot + i % 2;
-            wrong += packed[at] != (output < kOutputs ? static_cast<uint16_t>(output * 500 + i + 1) : 0);
+            const size_t at = is_alone ? size_t{i} * kWidth + slot
+                                       : size_t{i / 2 * 2} * kWidth + 2 * slot + i % 2;
+            wrong +=
+                packed[at] != (output < kOutputs ? static_cast<uint16_t>(output * 500 + i + 1) : 0);
           }
         }
-        CHECK_MESSAGE(wrong == 0, inputs, " inputs, panel ", panel, ", strides ", output_stride, " and ", input_stride);
+        CHECK_MESSAGE(wrong == 0, inputs, " inputs, panel ", panel, ", strides ", output_stride,
+                      " and ", input_stride);
       }
     }
   }

@@ -1,4 +1,5 @@
-// The scalar twin of AArch64's BFDOT and BFMMLA has the instructions' bits wherever products and sums lie.
+// The scalar twin of AArch64's BFDOT and BFMMLA has the instructions' bits wherever products and
+// sums lie.
 // SPDX-License-Identifier: Apache-2.0
 #include <doctest/doctest.h>
 #if defined(__aarch64__)
@@ -20,24 +21,89 @@ using lanes::same_bits;
 
 uint32_t twin_bits(const Lane& lane) { return lanes::bits_of(bf16_bfdot_step, lane); }
 
-TEST_CASE("the twin of BFDOT rounds the pair and the sum to odd and flushes what lies below 2^-126") {
+TEST_CASE(
+    "the twin of BFDOT rounds the pair and the sum to odd and flushes what lies below 2^-126") {
   constexpr uint16_t kOne = 0x3f80, kOdd = 0x3f81;  // 1 and 1 + 2^-7
   constexpr uint32_t kOneSum = 0x3f800000u;
   const auto power = [](int exponent) { return static_cast<uint16_t>((exponent + 127) << 7); };
   const auto minus = [](uint16_t bits) { return static_cast<uint16_t>(bits | 0x8000); };
-  CHECK(twin_bits(Lane{{kOne, 0}, {power(-24), 0}, kOneSum}) == 0x3f800001u);               // 1 + 2^-24: inexact, to odd
-  CHECK(twin_bits(Lane{{kOne, 0}, {power(-100), 0}, kOneSum}) == 0x3f800001u);              // however little it is
-  CHECK(twin_bits(Lane{{kOne, 0}, {minus(power(-100)), 0}, kOneSum}) == 0x3f7fffffu);       // odd as it is cut off
-  CHECK(twin_bits(Lane{{kOne, kOne}, {kOne, power(-24)}, 0xbf800000u}) == 0x34000000u);     // the pair first: (1 + 2^-23) - 1
-  CHECK(twin_bits(Lane{{kOdd, kOdd}, {kOdd, minus(kOdd)}, 0x80000000u}) == 0u);             // -0 + (x - x), which is +0
-  CHECK(twin_bits(Lane{{power(-64), 0}, {power(-63), 0}, 0x80000000u}) == 0u);              // 2^-127: flushed, then -0 + 0
-  CHECK(twin_bits(Lane{{power(-64), 0}, {minus(power(-87)), 0}, 0x00800000u}) == 0x00800000u);  // a product of 2^-151 is zero by itself
-  CHECK(twin_bits(Lane{{power(-63), 0}, {0x2040, 0}, 0x80800000u}) == 0u);                  // 1.5 * 2^-126 - 2^-126: below, flushed
-  CHECK(twin_bits(Lane{{power(-63), 0}, {0xa040, 0}, 0x00800000u}) == 0x80000000u);         // to a zero of its sign
-  CHECK(twin_bits(Lane{{kOne, 0}, {0x0001, 0}, kOneSum}) == kOneSum);                       // a subnormal factor is zero
-  CHECK(twin_bits(Lane{{kOne, 0}, {kOne, 0}, 0x007fffffu}) == kOneSum);                     // a subnormal sum is zero
-  CHECK(twin_bits(Lane{{kOne, 0}, {power(103), 0}, 0x7f7fffffu}) == 0x7f7fffffu);           // 2^128 - 2^103 is inexact: the largest float, which is odd
-  CHECK(twin_bits(Lane{{power(64), 0}, {power(64), 0}, 0u}) == 0x7f800000u);                // 2^128
+  // 1 + 2^-24: inexact, to odd
+  CHECK(twin_bits(Lane{
+            {kOne,       0},
+            {power(-24), 0},
+            kOneSum
+  }) == 0x3f800001u);
+  // however little it is
+  CHECK(twin_bits(Lane{
+            {kOne,        0},
+            {power(-100), 0},
+            kOneSum
+  }) == 0x3f800001u);
+  // odd as it is cut off
+  CHECK(twin_bits(Lane{
+            {kOne,               0},
+            {minus(power(-100)), 0},
+            kOneSum
+  }) == 0x3f7fffffu);
+  // the pair first: (1 + 2^-23) - 1
+  CHECK(twin_bits(Lane{
+            {kOne, kOne      },
+            {kOne, power(-24)},
+            0xbf800000u
+  }) == 0x34000000u);
+  // -0 + (x - x), which is +0
+  CHECK(twin_bits(Lane{
+            {kOdd, kOdd       },
+            {kOdd, minus(kOdd)},
+            0x80000000u
+  }) == 0u);
+  // 2^-127: flushed, then -0 + 0
+  CHECK(twin_bits(Lane{
+            {power(-64), 0},
+            {power(-63), 0},
+            0x80000000u
+  }) == 0u);
+  // a product of 2^-151 is zero by itself
+  CHECK(twin_bits(Lane{
+            {power(-64),        0},
+            {minus(power(-87)), 0},
+            0x00800000u
+  }) == 0x00800000u);
+  // 1.5 * 2^-126 - 2^-126: below, flushed
+  CHECK(twin_bits(Lane{
+            {power(-63), 0},
+            {0x2040,     0},
+            0x80800000u
+  }) == 0u);
+  // to a zero of its sign
+  CHECK(twin_bits(Lane{
+            {power(-63), 0},
+            {0xa040,     0},
+            0x00800000u
+  }) == 0x80000000u);
+  // a subnormal factor is zero
+  CHECK(twin_bits(Lane{
+            {kOne,   0},
+            {0x0001, 0},
+            kOneSum
+  }) == kOneSum);
+  // a subnormal sum is zero
+  CHECK(twin_bits(Lane{
+            {kOne, 0},
+            {kOne, 0},
+            0x007fffffu
+  }) == kOneSum);
+  // 2^128 - 2^103 is inexact: the largest float, which is odd
+  CHECK(twin_bits(Lane{
+            {kOne,       0},
+            {power(103), 0},
+            0x7f7fffffu
+  }) == 0x7f7fffffu);
+  CHECK(twin_bits(Lane{
+            {power(64), 0},
+            {power(64), 0},
+            0u
+  }) == 0x7f800000u);  // 2^128
 }
 
 #if defined(__aarch64__)
@@ -51,17 +117,20 @@ uint64_t control_word() {
 constexpr uint64_t kFlushing = uint64_t{1} << 24, kRoundingDown = uint64_t{2} << 22;
 
 // `bits` of four lanes from the instruction.
-__attribute__((target("arch=armv8.2-a+bf16"))) void dot_lanes(const Lane* drawn, uint32_t* bits, uint64_t word) {
+__attribute__((target("arch=armv8.2-a+bf16"))) void dot_lanes(const Lane* drawn, uint32_t* bits,
+                                                              uint64_t word) {
   uint32_t a[4], b[4], sums[4];
   for (int i = 0; i < 4; ++i) {
     a[i] = drawn[i].a[0] | uint32_t{drawn[i].a[1]} << 16;
     b[i] = drawn[i].b[0] | uint32_t{drawn[i].b[1]} << 16;
     sums[i] = drawn[i].sum;
   }
-  const bfloat16x8_t first = vreinterpretq_bf16_u32(vld1q_u32(a)), second = vreinterpretq_bf16_u32(vld1q_u32(b));
+  const bfloat16x8_t first = vreinterpretq_bf16_u32(vld1q_u32(a)),
+                     second = vreinterpretq_bf16_u32(vld1q_u32(b));
   float32x4_t found = vreinterpretq_f32_u32(vld1q_u32(sums));
   const uint64_t before = control_word();
-  asm volatile("msr fpcr, %1" : "+w"(found) : "r"(word));  // `found` holds the instruction between the two
+  // `found` holds the instruction between the two
+  asm volatile("msr fpcr, %1" : "+w"(found) : "r"(word));
   found = vbfdotq_f32(found, first, second);
   asm volatile("msr fpcr, %1" : "+w"(found) : "r"(before));
   vst1q_u32(bits, vreinterpretq_u32_f32(found));
@@ -85,10 +154,14 @@ TEST_CASE("the twin of BFDOT has the instruction's bits, whatever the control wo
   }
 }
 
-// A product of 2 x 4 inputs with 2 x 4 weights: rows and outputs are the first factors and the second ones of two lanes each.
-__attribute__((target("arch=armv8.2-a+bf16"))) void multiply_matrices(const uint32_t* rows, const uint32_t* outputs, uint32_t* sums) {
-  const float32x4_t found = vbfmmlaq_f32(vreinterpretq_f32_u32(vld1q_u32(sums)), vreinterpretq_bf16_u32(vld1q_u32(rows)),
-                                         vreinterpretq_bf16_u32(vld1q_u32(outputs)));
+// A product of 2 x 4 inputs with 2 x 4 weights: rows and outputs are the first factors and the
+// second ones of two lanes each.
+__attribute__((target("arch=armv8.2-a+bf16"))) void multiply_matrices(const uint32_t* rows,
+                                                                      const uint32_t* outputs,
+                                                                      uint32_t* sums) {
+  const float32x4_t found =
+      vbfmmlaq_f32(vreinterpretq_f32_u32(vld1q_u32(sums)), vreinterpretq_bf16_u32(vld1q_u32(rows)),
+                   vreinterpretq_bf16_u32(vld1q_u32(outputs)));
   vst1q_u32(sums, vreinterpretq_u32_f32(found));
 }
 
@@ -109,8 +182,11 @@ TEST_CASE("BFMMLA is two of the twin's steps per row and output, pairs ascending
         expected[i] = sums[i];
         for (int pair = 0; pair < 2; ++pair) {
           const uint32_t a = rows[i / 2 * 2 + pair], b = outputs[i % 2 * 2 + pair];
-          expected[i] = twin_bits(Lane{{static_cast<uint16_t>(a), static_cast<uint16_t>(a >> 16)},
-                                       {static_cast<uint16_t>(b), static_cast<uint16_t>(b >> 16)}, expected[i]});
+          expected[i] = twin_bits(Lane{
+              {static_cast<uint16_t>(a), static_cast<uint16_t>(a >> 16)},
+              {static_cast<uint16_t>(b), static_cast<uint16_t>(b >> 16)},
+              expected[i]
+          });
         }
       }
       multiply_matrices(rows, outputs, sums);

@@ -1,4 +1,5 @@
-// f32-canonical: every instruction set gives the reference's bits, whatever the shape, the dtype, the neighbours and the threads.
+// f32-canonical: every instruction set gives the reference's bits, whatever the shape, the dtype,
+// the neighbours and the threads.
 // SPDX-License-Identifier: Apache-2.0
 #include <doctest/doctest.h>
 #if defined(__x86_64__)
@@ -32,7 +33,9 @@ unsigned float_control() {
   asm volatile("mrs %0, fpcr" : "=r"(word)::"memory");
   return static_cast<unsigned>(word);
 }
-void set_float_control(unsigned word) { asm volatile("msr fpcr, %0" ::"r"(uint64_t{word}) : "memory"); }
+void set_float_control(unsigned word) {
+  asm volatile("msr fpcr, %0" ::"r"(uint64_t{word}) : "memory");
+}
 constexpr unsigned kFlushAndRoundDown = 1u << 24 | 2u << 22;
 #endif
 
@@ -58,8 +61,18 @@ Loaded load(Isa isa, uint32_t threads, const Experts& experts, uint32_t count, D
 }
 
 TEST_CASE("every instruction set gives the reference's bits over shapes and dtypes") {
-  struct Shape { uint32_t in, intermediate, out; };
-  const Shape shapes[] = {{1, 1, 1}, {7, 5, 3}, {64, 33, 65}, {255, 96, 130}, {256, 64, 64}, {257, 300, 71}, {600, 31, 515}};
+  struct Shape {
+    uint32_t in, intermediate, out;
+  };
+  const Shape shapes[] = {
+      {1,   1,   1  },
+      {7,   5,   3  },
+      {64,  33,  65 },
+      {255, 96,  130},
+      {256, 64,  64 },
+      {257, 300, 71 },
+      {600, 31,  515}
+  };
   uint32_t seed = 1;
   for (const Shape& shape : shapes) {
     for (Dtype dtype : {Dtype::kF32, Dtype::kF16, Dtype::kBF16}) {
@@ -76,13 +89,15 @@ TEST_CASE("every instruction set gives the reference's bits over shapes and dtyp
         CAPTURE(shape.in);
         CAPTURE(dtype_name(dtype));
         CHECK(reply_of(*load(isa, 1, experts, 5, dtype).layer, batch) == expected);
-        if (dtype != Dtype::kF32) CHECK(reply_of(*load(isa, 1, experts, 5, Dtype::kF32).layer, batch) == expected);
+        if (dtype != Dtype::kF32)
+          CHECK(reply_of(*load(isa, 1, experts, 5, Dtype::kF32).layer, batch) == expected);
       }
     }
   }
 }
 
-TEST_CASE("every number of rows gives the reference's bits, on one expert and spread over several") {
+TEST_CASE(
+    "every number of rows gives the reference's bits, on one expert and spread over several") {
   const FfnSpec spec = spec_of(300, 70, 100);
   const Experts experts(spec, 3, Dtype::kBF16, 5);
   const auto reference = make_reference_layer(spec, 3);
@@ -111,7 +126,8 @@ TEST_CASE("every activation, gate and bias gives the reference's bits") {
       spec.has_gate_up_bias = ++seed % 2 == 0;
       spec.has_down_bias = seed / 2 % 2 == 0;
       if (spec.gate == GateKind::kClampedSwiglu) spec.alpha = 1.702f, spec.up_offset = 1.0f;
-      if (spec.gate != GateKind::kNone && seed % 3 == 0) spec.gate_max = 0.5f, spec.up_limit = 0.75f;
+      if (spec.gate != GateKind::kNone && seed % 3 == 0)
+        spec.gate_max = 0.5f, spec.up_limit = 0.75f;
       REQUIRE(spec.validate().ok());
       const Experts experts(spec, 2, Dtype::kF16, seed);
       const auto reference = make_reference_layer(spec, 2);
@@ -119,7 +135,8 @@ TEST_CASE("every activation, gate and bias gives the reference's bits") {
       Batch batch = Batch::random(spec, 2, 14, 3, seed);
       for (float& value : batch.rows) value *= 4.0f;  // into the tails of the activations
       const std::vector<std::byte> expected = reply_of(*reference, batch);
-      for (Isa isa : kernel_sets()) CHECK(reply_of(*load(isa, 1, experts, 2, Dtype::kF16).layer, batch) == expected);
+      for (Isa isa : kernel_sets())
+        CHECK(reply_of(*load(isa, 1, experts, 2, Dtype::kF16).layer, batch) == expected);
     }
   }
 }
@@ -150,9 +167,11 @@ TEST_CASE("a row's bits do not depend on the rows beside it") {
     size_t pair = 0;
     for (uint32_t r = 0; r < batch.num_rows(); ++r) {
       Batch alone;
-      alone.rows.assign(batch.rows.begin() + r * spec.in_size, batch.rows.begin() + (r + 1) * spec.in_size);
+      alone.rows.assign(batch.rows.begin() + r * spec.in_size,
+                        batch.rows.begin() + (r + 1) * spec.in_size);
       alone.row_counts = {batch.row_counts[r]};
-      alone.ids.assign(batch.ids.begin() + static_cast<long>(pair), batch.ids.begin() + static_cast<long>(pair + batch.row_counts[r]));
+      alone.ids.assign(batch.ids.begin() + static_cast<long>(pair),
+                       batch.ids.begin() + static_cast<long>(pair + batch.row_counts[r]));
       alone.weights.assign(batch.weights.begin() + static_cast<long>(pair),
                            batch.weights.begin() + static_cast<long>(pair + batch.row_counts[r]));
       pair += batch.row_counts[r];
@@ -168,7 +187,8 @@ TEST_CASE("NaN and infinity stay in their own row, as the one canonical NaN") {
   Batch clean = Batch::random(spec, 3, 20, 0, 32);
   clean.row_counts.assign(20, 2);
   for (uint32_t r = 0; r < 20; ++r) {
-    for (uint32_t n = 0; n < 2; ++n) clean.ids.push_back(static_cast<uint16_t>((r + n) % 3)), clean.weights.push_back(0.5f);
+    for (uint32_t n = 0; n < 2; ++n)
+      clean.ids.push_back(static_cast<uint16_t>((r + n) % 3)), clean.weights.push_back(0.5f);
   }
   Batch dirty = clean;
   dirty.rows[3 * 64 + 5] = std::bit_cast<float>(0xffabcdefu);  // a negative NaN with a payload
@@ -179,7 +199,8 @@ TEST_CASE("NaN and infinity stay in their own row, as the one canonical NaN") {
   const std::vector<std::byte> expected = reply_of(*reference, dirty);
   for (Isa isa : kernel_sets()) {
     const Loaded loaded = load(isa, 1, experts, 3, Dtype::kBF16);
-    const std::vector<std::byte> found = reply_of(*loaded.layer, dirty), untouched = reply_of(*loaded.layer, clean);
+    const std::vector<std::byte> found = reply_of(*loaded.layer, dirty),
+                                 untouched = reply_of(*loaded.layer, clean);
     CHECK(found == expected);
     for (uint32_t r : {3u, 7u, 11u}) {
       uint32_t bits;
@@ -231,9 +252,11 @@ TEST_CASE("the result is within the derived bound of float64") {
   const std::vector<std::byte> bytes = reply_of(*loaded.layer, batch);
   const std::vector<std::byte> encoded = toy::encode(batch.row_dtype, batch.rows);
   std::vector<std::byte> unused(bytes.size());
-  const std::vector<double> exact = forward_float64(spec, experts.all_weights(), batch.args(encoded, unused));
-  // A chain of n fmas errs by at most n u sum|a_i b_i| (Higham, section 3.1); with unit rows and weights of scale 1/sqrt(K) the sum
-  // is <= |w| |x| ~ sqrt(K) * max. Twice (up, down) and 4 pairs a row: 4 * 2 * 256 * 2^-24 * scale bounds every element.
+  const std::vector<double> exact =
+      forward_float64(spec, experts.all_weights(), batch.args(encoded, unused));
+  // A chain of n fmas errs by at most n u sum|a_i b_i| (Higham, section 3.1); with unit rows and
+  // weights of scale 1/sqrt(K) the sum is <= |w| |x| ~ sqrt(K) * max. Twice (up, down) and 4 pairs
+  // a row: 4 * 2 * 256 * 2^-24 * scale bounds every element.
   const double scale = std::sqrt(512.0);
   const double bound = 4 * 2 * 256 * std::ldexp(1.0, -24) * scale;
   double worst = 0, power = 0;
@@ -245,7 +268,8 @@ TEST_CASE("the result is within the derived bound of float64") {
   }
   const double rms = std::sqrt(power / static_cast<double>(exact.size()));
   CHECK(worst <= bound);
-  CHECK(worst <= 1e-5 * rms);  // rounding errors are random, so the real figure is far below the bound
+  // rounding errors are random, so the real figure is far below the bound
+  CHECK(worst <= 1e-5 * rms);
 }
 
 }  // namespace

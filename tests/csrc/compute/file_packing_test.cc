@@ -1,5 +1,5 @@
-// Packing out of a file that is read rather than mapped, and quantisation as wide as the processor allows: the same bits as from memory
-// and as the readable twin's.
+// Packing out of a file that is read rather than mapped, and quantisation as wide as the processor
+// allows: the same bits as from memory and as the readable twin's.
 // SPDX-License-Identifier: Apache-2.0
 #include <doctest/doctest.h>
 
@@ -22,7 +22,8 @@ class MemoryFile final : public MappedBytes {
  public:
   explicit MemoryFile(uint32_t num_good = UINT32_MAX) : num_good_(num_good) {}
   Status copy(const std::byte* from, size_t num_bytes, std::byte* to) const override {
-    if (num_copies_++ >= num_good_) return Error{ErrorCode::kCheckpoint, "model.safetensors: ends early"};
+    if (num_copies_++ >= num_good_)
+      return Error{ErrorCode::kCheckpoint, "model.safetensors: ends early"};
     std::memcpy(to, from, num_bytes);
     return ok();
   }
@@ -60,7 +61,8 @@ TEST_CASE("experts read from a file in parts compute what experts in memory do, 
     REQUIRE(from_memory->load_expert(0, experts.weights(0), progress).ok());
     REQUIRE(from_file->load_expert(0, in_file(experts.weights(0), file), progress).ok());
     CHECK_MESSAGE(file.num_copies() >= 3, format_name(resident));
-    CHECK_MESSAGE(reply_of(*from_file, batch) == reply_of(*from_memory, batch), std::string(format_name(resident)));
+    CHECK_MESSAGE(reply_of(*from_file, batch) == reply_of(*from_memory, batch),
+                  std::string(format_name(resident)));
   }
 }
 
@@ -86,7 +88,8 @@ TEST_CASE("a damaged scale behind the first part is named by its place in the wh
   ProgressCounter progress{0};
   const Status loaded = layer->load_expert(0, in_file(experts.weights(0), file), progress);
   REQUIRE_FALSE(loaded.ok());
-  CHECK_MESSAGE(loaded.error().message.find("output 1000,") != std::string::npos, loaded.error().message);
+  CHECK_MESSAGE(loaded.error().message.find("output 1000,") != std::string::npos,
+                loaded.error().message);
 }
 
 using Quantize = void (*)(const float*, uint32_t, float, int8_t*, float*);
@@ -99,8 +102,10 @@ std::vector<float> finite_groups(uint32_t num_groups) {
     const auto exponent = group % 16 == 0 ? 0u : static_cast<uint32_t>(random() % 248);
     for (uint32_t i = 0; i < kGroupInputs; ++i) {
       const auto spread = exponent == 0 ? 0u : static_cast<uint32_t>(random() % 6);
-      const uint32_t bits = (static_cast<uint32_t>(random()) & 0x807fffffu) | (exponent + spread) << 23;
-      if (group % 64 != 0) std::memcpy(&values[size_t{group} * kGroupInputs + i], &bits, sizeof(bits));
+      const uint32_t bits = (static_cast<uint32_t>(random()) & 0x807fffffu) | (exponent + spread)
+                                                                                  << 23;
+      if (group % 64 != 0)
+        std::memcpy(&values[size_t{group} * kGroupInputs + i], &bits, sizeof(bits));
     }
   }
   return values;
@@ -117,7 +122,8 @@ TEST_CASE("every loop quantises a group as its readable twin does") {
   for (float limit : {127.0f, 7.0f}) {
     std::vector<int8_t> expected(values.size()), found(values.size());
     std::vector<float> scales(kGroups), found_scales(kGroups);
-    for (size_t g = 0; g < kGroups; ++g) scales[g] = quantize_group(&values[g * kGroupInputs], limit, &expected[g * kGroupInputs]);
+    for (size_t g = 0; g < kGroups; ++g)
+      scales[g] = quantize_group(&values[g * kGroupInputs], limit, &expected[g * kGroupInputs]);
     for (Quantize loop : loops) {
       loop(values.data(), kGroups, limit, found.data(), found_scales.data());
       CHECK(found == expected);

@@ -1,5 +1,5 @@
-// Quantised weights: every instruction set gives the reference's bits in every format, through few rows and many, whatever the shape;
-// damaged scales and formats that do not fit are refused.
+// Quantised weights: every instruction set gives the reference's bits in every format, through few
+// rows and many, whatever the shape; damaged scales and formats that do not fit are refused.
 // SPDX-License-Identifier: Apache-2.0
 #include <doctest/doctest.h>
 
@@ -15,10 +15,10 @@ namespace dflash::compute {
 namespace {
 
 using toy::Batch;
-using toy::StoredExperts;
 using toy::reply_of;
 using toy::source_of;
 using toy::spec_of;
+using toy::StoredExperts;
 
 std::vector<Isa> kernel_sets() {
   std::vector<Isa> sets;
@@ -30,7 +30,8 @@ std::vector<Isa> kernel_sets() {
 
 std::vector<WeightFormat> quantized_formats() {
   std::vector<WeightFormat> formats;
-  for (uint8_t value = kNumDtypes; value < kNumWeightFormats; ++value) formats.push_back(static_cast<WeightFormat>(value));
+  for (uint8_t value = kNumDtypes; value < kNumWeightFormats; ++value)
+    formats.push_back(static_cast<WeightFormat>(value));
   return formats;
 }
 
@@ -53,14 +54,18 @@ void check_formats(const FfnSpec& spec, ResidentFormats formats, uint32_t rows, 
   }
 }
 
-TEST_CASE("every format gives the reference's bits in every instruction set, for each number of rows up to a tile and beyond") {
+TEST_CASE(
+    "every format gives the reference's bits in every instruction set, for each number of rows up "
+    "to a tile and beyond") {
   uint32_t seed = 1;
   for (WeightFormat format : quantized_formats()) {
-    for (uint32_t rows : {1u, 2u, 3u, 5u, 9u, 30u}) check_formats(spec_of(512, 256, 70), format, rows, ++seed);
+    for (uint32_t rows : {1u, 2u, 3u, 5u, 9u, 30u})
+      check_formats(spec_of(512, 256, 70), format, rows, ++seed);
   }
 }
 
-TEST_CASE("widths that end inside a chain, a record, a group or a panel give the reference's bits") {
+TEST_CASE(
+    "widths that end inside a chain, a record, a group or a panel give the reference's bits") {
   uint32_t seed = 500;
   for (WeightFormat format : quantized_formats()) {
     const uint32_t block = format_facts(format).block;
@@ -73,7 +78,8 @@ TEST_CASE("widths that end inside a chain, a record, a group or a panel give the
 }
 
 TEST_CASE("more rows than one kernel call takes give the reference's bits") {
-  for (WeightFormat format : {WeightFormat::kF32, WeightFormat::kBF16, WeightFormat::kQ4K, WeightFormat::kInt8G32}) {
+  for (WeightFormat format :
+       {WeightFormat::kF32, WeightFormat::kBF16, WeightFormat::kQ4K, WeightFormat::kInt8G32}) {
     check_formats(spec_of(256, 256, 48), format, 250, 900);
   }
 }
@@ -90,7 +96,8 @@ TEST_CASE("float32 panels hold every stored format exactly") {
     if (!format_facts(format).is_stored) continue;
     const StoredExperts experts(spec, 2, format, format, 77);
     const auto backend = CpuBackend::create(best_isa(), 1).value();
-    const auto own = backend->create_layer(spec, 2, format).value(), wide = backend->create_layer(spec, 2, WeightFormat::kF32).value();
+    const auto own = backend->create_layer(spec, 2, format).value(),
+               wide = backend->create_layer(spec, 2, WeightFormat::kF32).value();
     REQUIRE(experts.load_into(*own).ok());
     REQUIRE(experts.load_into(*wide).ok());
     const Batch batch = Batch::random(spec, 2, 6, 3, 78);
@@ -105,7 +112,8 @@ TEST_CASE("resident bytes are the format's own, but for scales widened to bytes"
     const FormatFacts& facts = format_facts(format);
     const uint64_t outputs = 3 * 1024;
     uint64_t stored = outputs * row_bytes(format, 1024);
-    if (facts.scale_bytes != 0) stored += outputs / facts.scale_outputs * (1024 / facts.scale_inputs) * facts.scale_bytes;
+    if (facts.scale_bytes != 0)
+      stored += outputs / facts.scale_outputs * (1024 / facts.scale_inputs) * facts.scale_bytes;
     CAPTURE(facts.name);
     for (uint32_t width : {2u, 16u, 32u}) {
       const uint64_t predicted = PackedExperts::predicted_bytes(spec, 1, format, width);
@@ -119,14 +127,16 @@ TEST_CASE("integers made at load are the nearest ones and zeros stay zeros") {
   std::vector<float> values(70);
   for (size_t i = 0; i < values.size(); ++i) values[i] = std::sin(static_cast<float>(i)) * 0.3f;
   std::fill(values.begin() + 32, values.begin() + 64, 0.0f);
-  for (const auto& [format, limit] : {std::pair(WeightFormat::kInt8G32, 127.0f), std::pair(WeightFormat::kInt4G32, 7.0f)}) {
+  for (const auto& [format, limit] :
+       {std::pair(WeightFormat::kInt8G32, 127.0f), std::pair(WeightFormat::kInt4G32, 7.0f)}) {
     std::vector<float> held = values;
     requantize_row(format, held.data(), 70);
     for (size_t begin = 0; begin < 70; begin += 32) {
       const size_t end = std::min<size_t>(begin + 32, 70);
       float largest = 0;
       for (size_t i = begin; i < end; ++i) largest = std::max(largest, std::fabs(values[i]));
-      for (size_t i = begin; i < end; ++i) CHECK(std::fabs(held[i] - values[i]) <= 0.5001f * largest / limit);
+      for (size_t i = begin; i < end; ++i)
+        CHECK(std::fabs(held[i] - values[i]) <= 0.5001f * largest / limit);
     }
     CHECK(held[40] == 0.0f);
   }
@@ -150,10 +160,13 @@ TEST_CASE("NaN or infinity among scales, or among floats to be quantised, names 
   }
 }
 
-TEST_CASE("a format that cannot hold the source, a width it cannot cut and scales that are missing are refused") {
+TEST_CASE(
+    "a format that cannot hold the source, a width it cannot cut and scales that are missing are "
+    "refused") {
   const auto backend = CpuBackend::create(Isa::kScalar, 1).value();
   ProgressCounter progress{0};
-  const auto error_of = [&](const FfnSpec& spec, WeightFormat resident, const ExpertWeights& weights) {
+  const auto error_of = [&](const FfnSpec& spec, WeightFormat resident,
+                            const ExpertWeights& weights) {
     const auto layer = backend->create_layer(spec, 1, resident).value();
     const Status status = layer->load_expert(0, weights, progress);
     REQUIRE_FALSE(status.ok());
@@ -162,16 +175,20 @@ TEST_CASE("a format that cannot hold the source, a width it cannot cut and scale
   const FfnSpec spec = spec_of(256, 256, 32);
   const StoredExperts stored(spec, 1, WeightFormat::kQ4_0, WeightFormat::kQ4_0, 3);
   CHECK(error_of(spec, WeightFormat::kQ8_0, stored.weights(0)).code == ErrorCode::kUnsupported);
-  CHECK(error_of(spec, WeightFormat::kInt8G32, stored.weights(0)).message.find("cannot hold exactly") != std::string::npos);
+  CHECK(error_of(spec, WeightFormat::kInt8G32, stored.weights(0))
+            .message.find("cannot hold exactly") != std::string::npos);
   ExpertWeights narrow = stored.weights(0);
   narrow.gate.inputs = narrow.up.inputs = 250;
-  CHECK(error_of(spec_of(250, 256, 32), WeightFormat::kQ4_0, narrow).message.find("needs a multiple of 32") != std::string::npos);
+  CHECK(error_of(spec_of(250, 256, 32), WeightFormat::kQ4_0, narrow)
+            .message.find("needs a multiple of 32") != std::string::npos);
   const StoredExperts squares(spec, 1, WeightFormat::kFp8E4m3B128, WeightFormat::kFp8E4m3B128, 4);
   ExpertWeights bare = squares.weights(0);
   bare.up.scales = nullptr;
-  CHECK(error_of(spec, WeightFormat::kFp8E4m3B128, bare).message == "up in fp8_e4m3_b128 lacks its scales");
+  CHECK(error_of(spec, WeightFormat::kFp8E4m3B128, bare).message ==
+        "up in fp8_e4m3_b128 lacks its scales");
   CHECK_FALSE(parse_weight_format("q3_k").ok());
-  CHECK(parse_resident_formats("q4_k+q6_k").value() == ResidentFormats(WeightFormat::kQ4K, WeightFormat::kQ6K));
+  CHECK(parse_resident_formats("q4_k+q6_k").value() ==
+        ResidentFormats(WeightFormat::kQ4K, WeightFormat::kQ6K));
   CHECK_FALSE(parse_resident_formats("q4_k+").ok());
 }
 

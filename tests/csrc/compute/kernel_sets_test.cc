@@ -1,4 +1,5 @@
-// Kernel sets by name and by processor: which there are, and which is taken where none is asked for.
+// Kernel sets by name and by processor: which there are, and which is taken where none is asked
+// for.
 // SPDX-License-Identifier: Apache-2.0
 #include <doctest/doctest.h>
 
@@ -18,13 +19,18 @@ TEST_CASE("every kernel set has a name of its own, and its name where the proces
     names.insert(isa_name(isa));
     const auto parsed = parse_isa(isa_name(isa));
     CHECK(parsed.ok() == isa_is_supported(isa));
-    if (parsed.ok()) CHECK(parsed.value() == isa);
-    else CHECK(parsed.error().message.find(std::string("'") + isa_name(isa) + "' is not available") != std::string::npos);
+    if (parsed.ok())
+      CHECK(parsed.value() == isa);
+    else
+      CHECK(parsed.error().message.find(std::string("'") + isa_name(isa) + "' is not available") !=
+            std::string::npos);
   }
   CHECK(names.size() == std::size(kAllIsas));
 }
 
-TEST_CASE("the best kernel set is the last that the processor has, and has every set of its processor below it") {
+TEST_CASE(
+    "the best kernel set is the last that the processor has, and has every set of its processor "
+    "below it") {
   const Isa best = best_isa();
   CHECK(isa_is_supported(best));
   bool is_behind = false;
@@ -32,22 +38,29 @@ TEST_CASE("the best kernel set is the last that the processor has, and has every
     if (is_behind) CHECK_FALSE(isa_is_supported(isa));
     is_behind = is_behind || isa == best;
   }
-  const char* expected = std::getenv("DFLASH_TEST_BEST_ISA");  // set where the emulated processor is known (.ci/neon)
+  // set where the emulated processor is known (.ci/neon)
+  const char* expected = std::getenv("DFLASH_TEST_BEST_ISA");
   if (expected != nullptr) CHECK(isa_name(best) == std::string(expected));
 }
 
-TEST_CASE("peaks of bytes' and bf16's products are measured where a set has an instruction for them, and refused by name elsewhere") {
-  const auto check = [](const Result<std::vector<double>>& found, bool is_there, const char* refusal) {
+TEST_CASE(
+    "peaks of bytes' and bf16's products are measured where a set has an instruction for them, and "
+    "refused by name elsewhere") {
+  const auto check = [](const Result<std::vector<double>>& found, bool is_there,
+                        const char* refusal) {
     CHECK(found.ok() == is_there);
-    if (found.ok()) CHECK(found.value().at(0) > 0);
-    else CHECK(found.error().message.find(refusal) != std::string::npos);
+    if (found.ok())
+      CHECK(found.value().at(0) > 0);
+    else
+      CHECK(found.error().message.find(refusal) != std::string::npos);
   };
   for (Isa isa : kAllIsas) {
     if (!isa_is_supported(isa)) continue;
     CAPTURE(isa_name(isa));
     const bool is_plain = isa == Isa::kReference || isa == Isa::kScalar || isa == Isa::kNeon;
     check(integer_multiply_add_per_s(isa, 1, 1, 0.01), !is_plain, "has no integer multiply-add");
-    check(bf16_multiply_add_per_s(isa, 1, 1, 0.01), isa == Isa::kAvx512Bf16 || isa == Isa::kNeonBf16, "has no bf16 multiply-add");
+    check(bf16_multiply_add_per_s(isa, 1, 1, 0.01),
+          isa == Isa::kAvx512Bf16 || isa == Isa::kNeonBf16, "has no bf16 multiply-add");
   }
 }
 

@@ -1,4 +1,5 @@
-// What a layer accepts and refuses: layouts of weights, dtypes, range of the reply, wrong batches; and the pool beneath it.
+// What a layer accepts and refuses: layouts of weights, dtypes, range of the reply, wrong batches;
+// and the pool beneath it.
 // SPDX-License-Identifier: Apache-2.0
 #include <doctest/doctest.h>
 
@@ -24,8 +25,9 @@ FfnSpec small_spec() {
   return spec;
 }
 
-std::vector<std::unique_ptr<ExpertLayer>> layers(const FfnSpec& spec, uint32_t count, Dtype dtype,
-                                                 std::vector<std::unique_ptr<CpuBackend>>& backends) {
+std::vector<std::unique_ptr<ExpertLayer>> layers(
+    const FfnSpec& spec, uint32_t count, Dtype dtype,
+    std::vector<std::unique_ptr<CpuBackend>>& backends) {
   std::vector<std::unique_ptr<ExpertLayer>> all;
   for (Isa isa : kAllIsas) {
     if (!isa_is_supported(isa)) continue;
@@ -38,21 +40,32 @@ std::vector<std::unique_ptr<ExpertLayer>> layers(const FfnSpec& spec, uint32_t c
 bool fails_with(const Status& status, ErrorCode code, const std::string& text) {
   if (status.ok()) return false;
   INFO(status.error().message);
-  const bool matches = status.error().code == code && status.error().message.find(text) != std::string::npos;
+  const bool matches =
+      status.error().code == code && status.error().message.find(text) != std::string::npos;
   CHECK(matches);
   return matches;
 }
 
 // The same values with outputs contiguous (transposed) or gate and up interleaved.
-MatrixView rearrange(const MatrixView& view, std::vector<std::byte>& storage, int64_t output_stride, int64_t input_stride, size_t first) {
+MatrixView rearrange(const MatrixView& view, std::vector<std::byte>& storage, int64_t output_stride,
+                     int64_t input_stride, size_t first) {
   const size_t element = dtype_bytes(dtype_of(view.format));
   for (int64_t o = 0; o < view.outputs; ++o) {
     for (int64_t i = 0; i < view.inputs; ++i) {
-      std::memcpy(storage.data() + (static_cast<int64_t>(first) + o * output_stride + i * input_stride) * static_cast<int64_t>(element),
-                  view.data + (o * view.output_stride + i * view.input_stride) * static_cast<int64_t>(element), element);
+      std::memcpy(
+          storage.data() + (static_cast<int64_t>(first) + o * output_stride + i * input_stride) *
+                               static_cast<int64_t>(element),
+          view.data +
+              (o * view.output_stride + i * view.input_stride) * static_cast<int64_t>(element),
+          element);
     }
   }
-  return {storage.data() + first * element, view.format, view.outputs, view.inputs, output_stride, input_stride};
+  return {storage.data() + first * element,
+          view.format,
+          view.outputs,
+          view.inputs,
+          output_stride,
+          input_stride};
 }
 
 TEST_CASE("transposed and interleaved weights give the bits of plain ones") {
@@ -60,13 +73,16 @@ TEST_CASE("transposed and interleaved weights give the bits of plain ones") {
   for (Dtype dtype : {Dtype::kF32, Dtype::kF16, Dtype::kBF16}) {
     const Experts experts(spec, 1, dtype, 3);
     const ExpertWeights plain = experts.weights(0);
-    std::vector<std::byte> gate_up(2 * experts.expert(0).gate.size()), down(experts.expert(0).down.size());
+    std::vector<std::byte> gate_up(2 * experts.expert(0).gate.size()),
+        down(experts.expert(0).down.size());
     ExpertWeights transposed = plain, interleaved = plain;
     std::vector<std::byte> gate_up_rows(gate_up.size());
-    transposed.gate = rearrange(plain.gate, gate_up, 1, 2 * 45, 0);  // [in, 2I] with gate and up side by side
+    // [in, 2I] with gate and up side by side
+    transposed.gate = rearrange(plain.gate, gate_up, 1, 2 * 45, 0);
     transposed.up = rearrange(plain.up, gate_up, 1, 2 * 45, 45);
     transposed.down = rearrange(plain.down, down, 1, 100, 0);
-    interleaved.gate = rearrange(plain.gate, gate_up_rows, 2, 2 * 45, 0);  // [in, 2I] alternating, as gpt-oss stores it
+    // [in, 2I] alternating, as gpt-oss stores it
+    interleaved.gate = rearrange(plain.gate, gate_up_rows, 2, 2 * 45, 0);
     interleaved.up = rearrange(plain.up, gate_up_rows, 2, 2 * 45, 1);
     const Batch batch = Batch::random(spec, 1, 15, 1, 4);
     std::vector<std::unique_ptr<CpuBackend>> backends;
@@ -85,7 +101,8 @@ TEST_CASE("transposed and interleaved weights give the bits of plain ones") {
   }
 }
 
-TEST_CASE("a value that the reply dtype cannot hold fails the call, naming the first row and column") {
+TEST_CASE(
+    "a value that the reply dtype cannot hold fails the call, naming the first row and column") {
   FfnSpec spec = small_spec();
   spec.activation = Activation::kIdentity;
   const Experts experts(spec, 2, Dtype::kF32, 5);
@@ -94,7 +111,8 @@ TEST_CASE("a value that the reply dtype cannot hold fails the call, naming the f
   batch.ids.assign(20, 1);
   batch.weights.assign(20, 1.0f);
   batch.weights[13] = batch.weights[17] = 1e9f;
-  batch.rows[3 * spec.in_size] = std::numeric_limits<float>::infinity();  // infinite by itself: passes
+  // infinite by itself: passes
+  batch.rows[3 * spec.in_size] = std::numeric_limits<float>::infinity();
   batch.reply_dtype = Dtype::kF16;
   std::vector<std::unique_ptr<CpuBackend>> backends;
   std::string message;
@@ -124,17 +142,22 @@ TEST_CASE("wrong experts and batches are refused") {
     batch.ids = {1};
     batch.weights = {1.0f};
     std::vector<std::byte> reply;
-    CHECK(fails_with(batch.run(*layer, reply), ErrorCode::kInvalidArgument, "local expert 1 was not loaded"));
-    CHECK(fails_with(layer->load_expert(2, experts.weights(0), progress), ErrorCode::kInvalidArgument, "local expert 2"));
+    CHECK(fails_with(batch.run(*layer, reply), ErrorCode::kInvalidArgument,
+                     "local expert 1 was not loaded"));
+    CHECK(fails_with(layer->load_expert(2, experts.weights(0), progress),
+                     ErrorCode::kInvalidArgument, "local expert 2"));
     ExpertWeights wrong = experts.weights(0);
     wrong.down.inputs = 44;
-    CHECK(fails_with(layer->load_expert(0, wrong, progress), ErrorCode::kInvalidArgument, "down is [100, 44]"));
+    CHECK(fails_with(layer->load_expert(0, wrong, progress), ErrorCode::kInvalidArgument,
+                     "down is [100, 44]"));
     wrong = experts.weights(0);
     wrong.gate = {};
-    CHECK(fails_with(layer->load_expert(0, wrong, progress), ErrorCode::kInvalidArgument, "gate is missing"));
+    CHECK(fails_with(layer->load_expert(0, wrong, progress), ErrorCode::kInvalidArgument,
+                     "gate is missing"));
     wrong = experts.weights(0);
     wrong.down_bias = {};
-    CHECK(fails_with(layer->load_expert(0, wrong, progress), ErrorCode::kInvalidArgument, "down_bias is missing"));
+    CHECK(fails_with(layer->load_expert(0, wrong, progress), ErrorCode::kInvalidArgument,
+                     "down_bias is missing"));
     REQUIRE(experts.load_into(*layer).ok());
     CHECK(layer->resident_bytes() >= 2 * 4 * (2 * 70 * 45 + 45 * 100));
     batch.ids = {2};
@@ -147,8 +170,9 @@ TEST_CASE("wrong experts and batches are refused") {
 TEST_CASE("a resident dtype that would round the weights is refused") {
   const FfnSpec spec = small_spec();
   const auto backend = CpuBackend::create(best_isa(), 1).value();
-  for (auto [source, resident] : {std::pair(Dtype::kF32, Dtype::kBF16), std::pair(Dtype::kF16, Dtype::kBF16),
-                                  std::pair(Dtype::kBF16, Dtype::kF16), std::pair(Dtype::kF32, Dtype::kF16)}) {
+  for (auto [source, resident] :
+       {std::pair(Dtype::kF32, Dtype::kBF16), std::pair(Dtype::kF16, Dtype::kBF16),
+        std::pair(Dtype::kBF16, Dtype::kF16), std::pair(Dtype::kF32, Dtype::kF16)}) {
     const Experts experts(spec, 1, source, 9);
     const auto layer = backend->create_layer(spec, 1, resident).value();
     CHECK(fails_with(experts.load_into(*layer), ErrorCode::kUnsupported, dtype_name(resident)));

@@ -1,5 +1,5 @@
-// Layout `mapped`: panels packed for each task out of where the weights lie give the bits of panels packed once; nothing stays in memory; a
-// file that can no longer be read ends the call.
+// Layout `mapped`: panels packed for each task out of where the weights lie give the bits of panels
+// packed once; nothing stays in memory; a file that can no longer be read ends the call.
 // SPDX-License-Identifier: Apache-2.0
 #include <doctest/doctest.h>
 
@@ -13,9 +13,9 @@ namespace dflash::compute {
 namespace {
 
 using toy::Batch;
-using toy::StoredExperts;
 using toy::reply_of;
 using toy::spec_of;
+using toy::StoredExperts;
 
 // Reads memory as a file, until told to fail.
 class ReadableMemory final : public MappedBytes {
@@ -30,8 +30,10 @@ class ReadableMemory final : public MappedBytes {
   mutable std::atomic<uint32_t> num_copies{0};
 };
 
-std::unique_ptr<ExpertLayer> loaded(CpuBackend& backend, const FfnSpec& spec, ResidentFormats formats, const StoredExperts& experts,
-                                    const MappedBytes* file, NumericsClass numerics = NumericsClass::kF32Canonical) {
+std::unique_ptr<ExpertLayer> loaded(CpuBackend& backend, const FfnSpec& spec,
+                                    ResidentFormats formats, const StoredExperts& experts,
+                                    const MappedBytes* file,
+                                    NumericsClass numerics = NumericsClass::kF32Canonical) {
   auto layer = backend.create_layer(spec, 2, formats, numerics).value();
   ProgressCounter progress{0};
   for (uint32_t id = 0; id < 2; ++id) {
@@ -46,7 +48,9 @@ std::unique_ptr<CpuBackend> backend_of(Isa isa, uint32_t threads, WeightsLayout 
   return CpuBackend::create(isa, threads, {}, layout).value();
 }
 
-TEST_CASE("mapped experts give the bits of packed ones in every stored format, set and class, and hold no memory") {
+TEST_CASE(
+    "mapped experts give the bits of packed ones in every stored format, set and class, and hold "
+    "no memory") {
   const FfnSpec spec = spec_of(256, 512, 200);
   const ReadableMemory file;
   for (uint8_t value = 0; value < kNumWeightFormats; ++value) {
@@ -55,7 +59,8 @@ TEST_CASE("mapped experts give the bits of packed ones in every stored format, s
     const StoredExperts experts(spec, 2, format, format, 40u + value);
     for (Isa isa : kAllIsas) {
       if (isa == Isa::kReference || !isa_is_supported(isa)) continue;
-      const auto packing = backend_of(isa, 1, WeightsLayout::kPacked), mapping = backend_of(isa, 2, WeightsLayout::kMapped);
+      const auto packing = backend_of(isa, 1, WeightsLayout::kPacked),
+                 mapping = backend_of(isa, 2, WeightsLayout::kMapped);
       for (NumericsClass numerics : CpuBackend::numerics_classes(isa)) {
         if (!numerics_take(numerics, format)) continue;
         CAPTURE(isa_name(isa));
@@ -75,12 +80,14 @@ TEST_CASE("mapped experts give the bits of packed ones in every stored format, s
   CHECK(file.num_copies.load() > 0);
 }
 
-TEST_CASE("a mapped file that can no longer be read ends the call, and the next one works when it can") {
+TEST_CASE(
+    "a mapped file that can no longer be read ends the call, and the next one works when it can") {
   const FfnSpec spec = spec_of(256, 256, 64);
   const StoredExperts experts(spec, 2, WeightFormat::kQ4K, WeightFormat::kQ6K, 7);
   ReadableMemory file;
   const auto backend = backend_of(best_isa(), 2, WeightsLayout::kMapped);
-  const auto layer = loaded(*backend, spec, {WeightFormat::kQ4K, WeightFormat::kQ6K}, experts, &file);
+  const auto layer =
+      loaded(*backend, spec, {WeightFormat::kQ4K, WeightFormat::kQ6K}, experts, &file);
   const Batch batch = Batch::random(spec, 2, 5, 2, 8);
   const std::vector<std::byte> expected = reply_of(*layer, batch);
   file.is_gone = true;

@@ -18,9 +18,12 @@ inline void put_f16(std::byte* at, float value) {
 
 class StoredExperts {
  public:
-  StoredExperts(const FfnSpec& spec, uint32_t count, WeightFormat gate_up, WeightFormat down, uint32_t seed) : spec_(spec), random_(seed) {
+  StoredExperts(const FfnSpec& spec, uint32_t count, WeightFormat gate_up, WeightFormat down,
+                uint32_t seed)
+      : spec_(spec), random_(seed) {
     for (uint32_t id = 0; id < count; ++id) {
-      experts_.push_back({make(gate_up, spec.intermediate_size, spec.in_size), make(gate_up, spec.intermediate_size, spec.in_size),
+      experts_.push_back({make(gate_up, spec.intermediate_size, spec.in_size),
+                          make(gate_up, spec.intermediate_size, spec.in_size),
                           make(down, spec.out_size, spec.intermediate_size)});
     }
   }
@@ -34,23 +37,28 @@ class StoredExperts {
   }
   Status load_into(ExpertLayer& layer) const {
     ProgressCounter progress{0};
-    for (uint32_t id = 0; id < experts_.size(); ++id) DFLASH_TRY(layer.load_expert(id, weights(id), progress));
+    for (uint32_t id = 0; id < experts_.size(); ++id)
+      DFLASH_TRY(layer.load_expert(id, weights(id), progress));
     return ok();
   }
 
-  // Makes one scale (or one value, where weights are stored as floats) of the first expert's down matrix infinite or NaN.
+  // Makes one scale (or one value, where weights are stored as floats) of the first expert's down
+  // matrix infinite or NaN.
   void damage_down(uint32_t output) {
     StoredMatrix& matrix = *experts_[0].down;
-    std::byte* row = matrix.values.data() + output * matrix.view.output_stride * (is_float(matrix.view.format) ? 2 : 1);
+    std::byte* row = matrix.values.data() +
+                     output * matrix.view.output_stride * (is_float(matrix.view.format) ? 2 : 1);
     switch (matrix.view.format) {
-      case WeightFormat::kMxfp4: matrix.scales[static_cast<size_t>(output * matrix.view.scales_stride) + 1] = std::byte{255}; break;
+      case WeightFormat::kMxfp4:
+        matrix.scales[static_cast<size_t>(output * matrix.view.scales_stride) + 1] = std::byte{255};
+        break;
       case WeightFormat::kFp8E4m3B128: row[200] = std::byte{0xff}; break;
-      case WeightFormat::kGgufMxfp4: row[0] = std::byte{255}; break;
-      case WeightFormat::kQ6K: put_f16(row + 208, INFINITY); break;
+      case WeightFormat::kGgufMxfp4:   row[0] = std::byte{255}; break;
+      case WeightFormat::kQ6K:         put_f16(row + 208, INFINITY); break;
       case WeightFormat::kQ4K:
-      case WeightFormat::kQ5K: put_f16(row + 2, INFINITY); break;
-      case WeightFormat::kBF16: row[0] = row[1] = std::byte{0xff}; break;
-      default: put_f16(row, INFINITY); break;
+      case WeightFormat::kQ5K:         put_f16(row + 2, INFINITY); break;
+      case WeightFormat::kBF16:        row[0] = row[1] = std::byte{0xff}; break;
+      default:                         put_f16(row, INFINITY); break;
     }
   }
 
@@ -59,7 +67,10 @@ class StoredExperts {
     std::unique_ptr<StoredMatrix> gate, up, down;
   };
 
-  float scale(float size) { return size * (0.5f + static_cast<float>(random_() % 1000) / 1000.0f) * (random_() % 2 == 0 ? 1.0f : -1.0f); }
+  float scale(float size) {
+    return size * (0.5f + static_cast<float>(random_() % 1000) / 1000.0f) *
+           (random_() % 2 == 0 ? 1.0f : -1.0f);
+  }
 
   // Sensible scales over random bits, so that sums neither vanish nor overflow.
   void put_scales(WeightFormat format, std::byte* block) {
@@ -70,9 +81,11 @@ class StoredExperts {
         put_f16(block + 2, scale(0.002f));
         break;
       case WeightFormat::kQ6K: put_f16(block + 208, scale(0.0001f)); break;
-      case WeightFormat::kGgufMxfp4: block[0] = static_cast<std::byte>(random_() % 20 == 0 ? 0 : 118 + random_() % 6); break;
+      case WeightFormat::kGgufMxfp4:
+        block[0] = static_cast<std::byte>(random_() % 20 == 0 ? 0 : 118 + random_() % 6);
+        break;
       case WeightFormat::kIq4Xs: put_f16(block, scale(0.0001f)); break;
-      default: put_f16(block, scale(0.002f)); break;
+      default:                   put_f16(block, scale(0.002f)); break;
     }
   }
 
@@ -82,7 +95,8 @@ class StoredExperts {
     const uint64_t bytes = row_bytes(format, inputs);
     matrix->view = {nullptr, format, outputs, inputs, static_cast<int64_t>(bytes), 0};
     if (is_float(format)) {
-      matrix->values = encode(dtype_of(format), random_floats(random_, size_t{outputs} * inputs, 0.06f));
+      matrix->values =
+          encode(dtype_of(format), random_floats(random_, size_t{outputs} * inputs, 0.06f));
       matrix->view.output_stride = inputs;
       matrix->view.input_stride = 1;
     } else {
@@ -97,7 +111,8 @@ class StoredExperts {
   void fill_scales(StoredMatrix& matrix, const FormatFacts& facts) {
     const MatrixView& view = matrix.view;
     if (facts.scale_bytes == 0) {
-      for (size_t at = 0; at < matrix.values.size(); at += facts.block_bytes) put_scales(view.format, matrix.values.data() + at);
+      for (size_t at = 0; at < matrix.values.size(); at += facts.block_bytes)
+        put_scales(view.format, matrix.values.data() + at);
       return;
     }
     const uint32_t rows = (view.outputs + facts.scale_outputs - 1) / facts.scale_outputs;
@@ -108,7 +123,8 @@ class StoredExperts {
       }
       matrix.scales = encode(Dtype::kF32, random_floats(random_, size_t{rows} * columns, 0.0005f));
     } else {
-      for (uint32_t i = 0; i < rows * columns; ++i) matrix.scales.push_back(static_cast<std::byte>(118 + random_() % 6));
+      for (uint32_t i = 0; i < rows * columns; ++i)
+        matrix.scales.push_back(static_cast<std::byte>(118 + random_() % 6));
     }
     matrix.view.scales = matrix.scales.data();
     matrix.view.scales_stride = columns * facts.scale_bytes;
@@ -120,6 +136,8 @@ class StoredExperts {
 };
 
 // What a checkpoint holds for a resident format.
-inline WeightFormat source_of(WeightFormat format) { return format_facts(format).is_stored ? format : WeightFormat::kBF16; }
+inline WeightFormat source_of(WeightFormat format) {
+  return format_facts(format).is_stored ? format : WeightFormat::kBF16;
+}
 
 }  // namespace dflash::compute::toy

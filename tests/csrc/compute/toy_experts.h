@@ -1,4 +1,5 @@
-// Seeded experts and batches for the compute tests: weights in any dtype and layout, views into them, and ready ForwardArgs.
+// Seeded experts and batches for the compute tests: weights in any dtype and layout, views into
+// them, and ready ForwardArgs.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -17,7 +18,8 @@ namespace dflash::compute::toy {
 
 inline std::vector<std::byte> encode(Dtype dtype, const std::vector<float>& values) {
   std::vector<std::byte> bytes(values.size() * dtype_bytes(dtype));
-  static_cast<void>(convert(Dtype::kF32, reinterpret_cast<const std::byte*>(values.data()), dtype, bytes.data(), values.size()));
+  static_cast<void>(convert(Dtype::kF32, reinterpret_cast<const std::byte*>(values.data()), dtype,
+                            bytes.data(), values.size()));
   return bytes;
 }
 
@@ -34,11 +36,13 @@ struct Expert {
 
 class Experts {
  public:
-  Experts(const FfnSpec& spec, uint32_t count, Dtype dtype, uint32_t seed) : spec_(spec), dtype_(dtype), experts_(count) {
+  Experts(const FfnSpec& spec, uint32_t count, Dtype dtype, uint32_t seed)
+      : spec_(spec), dtype_(dtype), experts_(count) {
     std::mt19937 random(seed);
     const float in_scale = 1.0f / std::sqrt(static_cast<float>(spec.in_size));
     const float mid_scale = 1.0f / std::sqrt(static_cast<float>(spec.intermediate_size));
-    const size_t first = size_t{spec.intermediate_size} * spec.in_size, second = size_t{spec.out_size} * spec.intermediate_size;
+    const size_t first = size_t{spec.intermediate_size} * spec.in_size,
+                 second = size_t{spec.out_size} * spec.intermediate_size;
     for (Expert& e : experts_) {
       e.gate = encode(dtype, random_floats(random, first, in_scale));
       e.up = encode(dtype, random_floats(random, first, in_scale));
@@ -59,7 +63,8 @@ class Experts {
     if (has_gate) w.gate = matrix(e.gate, spec_.intermediate_size, spec_.in_size);
     w.up = matrix(e.up, spec_.intermediate_size, spec_.in_size);
     w.down = matrix(e.down, spec_.out_size, spec_.intermediate_size);
-    if (has_gate && spec_.has_gate_up_bias) w.gate_bias = {e.gate_bias.data(), dtype_, spec_.intermediate_size, 1};
+    if (has_gate && spec_.has_gate_up_bias)
+      w.gate_bias = {e.gate_bias.data(), dtype_, spec_.intermediate_size, 1};
     if (spec_.has_gate_up_bias) w.up_bias = {e.up_bias.data(), dtype_, spec_.intermediate_size, 1};
     if (spec_.has_down_bias) w.down_bias = {e.down_bias.data(), dtype_, spec_.out_size, 1};
     return w;
@@ -71,7 +76,8 @@ class Experts {
   }
   Status load_into(ExpertLayer& layer) const {
     ProgressCounter progress{0};
-    for (uint32_t id = 0; id < experts_.size(); ++id) DFLASH_TRY(layer.load_expert(id, weights(id), progress));
+    for (uint32_t id = 0; id < experts_.size(); ++id)
+      DFLASH_TRY(layer.load_expert(id, weights(id), progress));
     return ok();
   }
   const FfnSpec& spec() const { return spec_; }
@@ -93,7 +99,8 @@ struct Batch {
   Dtype row_dtype = Dtype::kF32;
   Dtype reply_dtype = Dtype::kF32;
 
-  static Batch random(const FfnSpec& spec, uint32_t num_experts, uint32_t num_rows, uint32_t max_pairs, uint32_t seed) {
+  static Batch random(const FfnSpec& spec, uint32_t num_experts, uint32_t num_rows,
+                      uint32_t max_pairs, uint32_t seed) {
     std::mt19937 random(seed);
     Batch batch;
     batch.rows = random_floats(random, size_t{num_rows} * spec.in_size, 1.0f);
@@ -102,7 +109,8 @@ struct Batch {
       batch.row_counts.push_back(static_cast<uint16_t>(count));
       for (uint32_t n = 0; n < count; ++n) {  // unsorted, with duplicates
         batch.ids.push_back(static_cast<uint16_t>(random() % num_experts));
-        batch.weights.push_back(random() % 8 == 0 ? 0.0f : static_cast<float>(random() % 1000) / 1000.0f);
+        batch.weights.push_back(random() % 8 == 0 ? 0.0f
+                                                  : static_cast<float>(random() % 1000) / 1000.0f);
       }
     }
     return batch;
@@ -112,12 +120,14 @@ struct Batch {
   // Runs a forward; `reply` takes the reply's bytes.
   Status run(ExpertLayer& layer, std::vector<std::byte>& reply) const {
     const std::vector<std::byte> encoded = encode(row_dtype, rows);
-    reply.assign(size_t{num_rows()} * layer.spec().out_size * dtype_bytes(reply_dtype), std::byte{0xee});
+    reply.assign(size_t{num_rows()} * layer.spec().out_size * dtype_bytes(reply_dtype),
+                 std::byte{0xee});
     ProgressCounter progress{0};
     return layer.forward(args(encoded, reply), progress);
   }
   ForwardArgs args(const std::vector<std::byte>& encoded, std::vector<std::byte>& reply) const {
-    return {encoded.data(), row_dtype, num_rows(), row_counts, ids, weights, reply.data(), reply_dtype};
+    return {encoded.data(), row_dtype,    num_rows(), row_counts, ids,
+            weights,        reply.data(), reply_dtype};
   }
 };
 

@@ -1,4 +1,5 @@
-// Ping-pongs of a simulated device with the processor: every way is answered, and one whose answers never come ends by itself.
+// Ping-pongs of a simulated device with the processor: every way is answered, and one whose answers
+// never come ends by itself.
 // SPDX-License-Identifier: Apache-2.0
 #include <doctest/doctest.h>
 
@@ -19,12 +20,17 @@ using namespace dflash::compute::gpu;
 constexpr int64_t kPatientNs = 30'000'000'000;
 
 struct Scene {
-  Scene() : host(make_simulated_runtime(SimulatedDevice{.memory_bytes = 1 << 20}).value()), bells(host) {}
-  BellPlan plan(uint32_t first, uint32_t rounds, std::chrono::nanoseconds budget = std::chrono::nanoseconds(kPatientNs)) {
+  Scene()
+      : host(make_simulated_runtime(SimulatedDevice{.memory_bytes = 1 << 20}).value()),
+        bells(host) {}
+  BellPlan plan(uint32_t first, uint32_t rounds,
+                std::chrono::nanoseconds budget = std::chrono::nanoseconds(kPatientNs)) {
     return {&ring, &answer, &answer, first, rounds, budget};
   }
   std::future<std::vector<int64_t>> echo(uint32_t first, uint32_t rounds) {
-    return std::async(std::launch::async, [this, first, rounds] { return transport::answer_bells({&ring, &answer, first, rounds, kPatientNs}); });
+    return std::async(std::launch::async, [this, first, rounds] {
+      return transport::answer_bells({&ring, &answer, first, rounds, kPatientNs});
+    });
   }
   alignas(64) uint32_t ring = 0;
   alignas(64) uint32_t answer = 0;
@@ -34,7 +40,9 @@ struct Scene {
 
 }  // namespace
 
-TEST_CASE("kernels and streams are answered in every round, also beyond a batch and across the end of the numbers") {
+TEST_CASE(
+    "kernels and streams are answered in every round, also beyond a batch and across the end of "
+    "the numbers") {
   Scene scene;
   uint32_t first = ~uint32_t{0} - 150;
   for (const BellKind kind : {BellKind::kKernel, BellKind::kStream, BellKind::kKernel}) {

@@ -10,7 +10,8 @@
 
 namespace dflash::compute::toy {
 
-inline OutputBounds bounds_of(NumericsClass numerics, const FfnSpec& spec, const std::vector<ExpertWeights>& weights, ResidentFormats formats,
+inline OutputBounds bounds_of(NumericsClass numerics, const FfnSpec& spec,
+                              const std::vector<ExpertWeights>& weights, ResidentFormats formats,
                               const Batch& batch) {
   std::vector<std::byte> unused;
   const std::vector<std::byte> rows = encode(batch.row_dtype, batch.rows);
@@ -23,7 +24,9 @@ inline size_t count_outside(const OutputBounds& bounds, const std::vector<std::b
   for (size_t i = 0; i < bounds.low.size(); ++i) {
     float value;
     std::memcpy(&value, reply.data() + 4 * i, 4);
-    if (!(static_cast<float>(bounds.low[i]) <= value && value <= static_cast<float>(bounds.high[i]))) ++outside;
+    if (!(static_cast<float>(bounds.low[i]) <= value &&
+          value <= static_cast<float>(bounds.high[i])))
+      ++outside;
   }
   return outside;
 }

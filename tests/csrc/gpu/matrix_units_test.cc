@@ -1,5 +1,6 @@
-// The matrix-unit classes on the simulated device, with teams of 32 and of 64 threads: the reference's bits over shapes, formats, numbers of rows
-// and orders of threads, so that few-row and many-row kernels have equal bits; and what a row's bits do not depend on.
+// The matrix-unit classes on the simulated device, with teams of 32 and of 64 threads: the
+// reference's bits over shapes, formats, numbers of rows and orders of threads, so that few-row and
+// many-row kernels have equal bits; and what a row's bits do not depend on.
 // SPDX-License-Identifier: Apache-2.0
 #include <doctest/doctest.h>
 
@@ -14,18 +15,34 @@ namespace dflash::compute::gpu {
 namespace {
 
 using toy::Batch;
-using toy::Experts;
-using toy::StoredExperts;
 using toy::count_outside;
+using toy::Experts;
 using toy::reply_of;
 using toy::source_of;
 using toy::spec_of;
+using toy::StoredExperts;
 
-constexpr Card kCards[] = {{SimulatedVendor::kCuda, NumericsClass::kBf16Mma}, {SimulatedVendor::kHip, NumericsClass::kBf16Mfma}};
+constexpr Card kCards[] = {
+    {SimulatedVendor::kCuda, NumericsClass::kBf16Mma },
+    {SimulatedVendor::kHip,  NumericsClass::kBf16Mfma}
+};
 
-TEST_CASE("matrix units: shapes that end inside a tile, a step, a chain or a panel give the reference's bits") {
-  struct Shape { uint32_t in, intermediate, out; };
-  const Shape shapes[] = {{1, 1, 1}, {7, 5, 3}, {33, 40, 65}, {255, 96, 130}, {256, 64, 64}, {257, 290, 71}, {600, 31, 97}, {2307, 40, 33}};
+TEST_CASE(
+    "matrix units: shapes that end inside a tile, a step, a chain or a panel give the reference's "
+    "bits") {
+  struct Shape {
+    uint32_t in, intermediate, out;
+  };
+  const Shape shapes[] = {
+      {1,    1,   1  },
+      {7,    5,   3  },
+      {33,   40,  65 },
+      {255,  96,  130},
+      {256,  64,  64 },
+      {257,  290, 71 },
+      {600,  31,  97 },
+      {2307, 40,  33 }
+  };
   uint32_t seed = 1;
   for (const Shape& shape : shapes) {
     for (const Card& card : kCards) {
@@ -34,7 +51,8 @@ TEST_CASE("matrix units: shapes that end inside a tile, a step, a chain or a pan
       const Experts experts(spec, 3, dtype, seed);
       const Twins twins = twins_of(card, spec, 3, dtype, experts, seed);
       Batch batch = Batch::random(spec, 3, 24, 3, seed);
-      for (size_t i = 0; i < batch.ids.size(); i += 2) batch.ids[i] = 2;  // one expert with many rows, others with few
+      // one expert with many rows, others with few
+      for (size_t i = 0; i < batch.ids.size(); i += 2) batch.ids[i] = 2;
       batch.row_dtype = static_cast<Dtype>(seed / 2 % 3);
       batch.reply_dtype = static_cast<Dtype>(seed / 3 % 3);
       CAPTURE(shape.in);
@@ -62,7 +80,8 @@ TEST_CASE("matrix units: every weight format gives the reference's bits, stored 
   }
 }
 
-TEST_CASE("matrix units: every number of rows gives the reference's bits, and lists of either maker") {
+TEST_CASE(
+    "matrix units: every number of rows gives the reference's bits, and lists of either maker") {
   const FfnSpec spec = spec_of(300, 70, 40);
   const Experts experts(spec, 3, Dtype::kBF16, 5);
   for (const Card& card : kCards) {
@@ -95,7 +114,9 @@ TEST_CASE("matrix units: every gate and bias gives the reference's bits, in both
   }
 }
 
-TEST_CASE("matrix units: a row's bits do not depend on its neighbours, nor on its place in a tile or the kernel that takes it") {
+TEST_CASE(
+    "matrix units: a row's bits do not depend on its neighbours, nor on its place in a tile or the "
+    "kernel that takes it") {
   const FfnSpec spec = spec_of(520, 100, 70);
   const Experts experts(spec, 2, Dtype::kF32, 41);
   const size_t row_bytes = size_t{spec.out_size} * sizeof(float);
@@ -147,34 +168,47 @@ TEST_CASE("matrix units: NaN and infinity stay in their own row") {
   }
 }
 
-TEST_CASE("matrix units: replies lie within the derived bounds in every format, and those of other rows do not") {
+TEST_CASE(
+    "matrix units: replies lie within the derived bounds in every format, and those of other rows "
+    "do not") {
   check_bounds({kCards[0], kCards[1]}, 700);
 }
 
-TEST_CASE("matrix units: replies lie within the derived bounds for every activation and gate, with biases") {
-  for_every_activation({kCards[0], kCards[1]}, 800, [](const Twins& twins, const OutputBounds& bounds, const Batch& batch) {
-    CHECK(count_outside(bounds, reply_of(*twins.card, batch)) == 0);
-  });
+TEST_CASE(
+    "matrix units: replies lie within the derived bounds for every activation and gate, with "
+    "biases") {
+  for_every_activation({kCards[0], kCards[1]}, 800,
+                       [](const Twins& twins, const OutputBounds& bounds, const Batch& batch) {
+                         CHECK(count_outside(bounds, reply_of(*twins.card, batch)) == 0);
+                       });
 }
 
-TEST_CASE("matrix units: a device offers the class of its own instructions and refuses the others") {
+TEST_CASE(
+    "matrix units: a device offers the class of its own instructions and refuses the others") {
   DeviceFacts facts;
-  const auto offers = [&facts](const char* backend, const char* architecture, NumericsClass numerics) {
+  const auto offers = [&facts](const char* backend, const char* architecture,
+                               NumericsClass numerics) {
     facts.backend = backend;
     facts.architecture = architecture;
     return device_computes(facts, numerics);
   };
-  for (const char* architecture : {"sm_80", "sm_86", "sm_90", "sm_120"}) CHECK(offers("cuda", architecture, NumericsClass::kBf16Mma));
-  for (const char* architecture : {"gfx908", "gfx90a", "gfx942"}) CHECK(offers("hip", architecture, NumericsClass::kBf16Mfma));
-  for (const char* architecture : {"gfx1100", "gfx1201"}) CHECK(offers("hip", architecture, NumericsClass::kBf16Wmma));
+  for (const char* architecture : {"sm_80", "sm_86", "sm_90", "sm_120"})
+    CHECK(offers("cuda", architecture, NumericsClass::kBf16Mma));
+  for (const char* architecture : {"gfx908", "gfx90a", "gfx942"})
+    CHECK(offers("hip", architecture, NumericsClass::kBf16Mfma));
+  for (const char* architecture : {"gfx1100", "gfx1201"})
+    CHECK(offers("hip", architecture, NumericsClass::kBf16Wmma));
   CHECK_FALSE(offers("cuda", "sm_75", NumericsClass::kBf16Mma));
   CHECK_FALSE(offers("cuda", "sm_90", NumericsClass::kBf16Mfma));
-  for (const char* architecture : {"gfx906", "gfx1030", "gfx90a"}) CHECK_FALSE(offers("hip", architecture, NumericsClass::kBf16Wmma));
+  for (const char* architecture : {"gfx906", "gfx1030", "gfx90a"})
+    CHECK_FALSE(offers("hip", architecture, NumericsClass::kBf16Wmma));
   CHECK_FALSE(offers("hip", "gfx906", NumericsClass::kBf16Mfma));
-  const auto refused = GpuLayer::create(device_of({}), spec_of(32, 32, 32), 1, WeightFormat::kBF16, NumericsClass::kBf16Wmma);
+  const auto refused = GpuLayer::create(device_of({}), spec_of(32, 32, 32), 1, WeightFormat::kBF16,
+                                        NumericsClass::kBf16Wmma);
   REQUIRE_FALSE(refused.ok());
   CHECK(refused.error().code == ErrorCode::kUnsupported);
-  CHECK(refused.error().message.find("does not compute numerics class bf16-wmma") != std::string::npos);
+  CHECK(refused.error().message.find("does not compute numerics class bf16-wmma") !=
+        std::string::npos);
 }
 
 }  // namespace

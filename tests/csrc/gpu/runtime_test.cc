@@ -1,4 +1,5 @@
-// The simulated device behind the DeviceRuntime contract: order, memory, errors that stick; and the row conversion against base/convert.h.
+// The simulated device behind the DeviceRuntime contract: order, memory, errors that stick; and the
+// row conversion against base/convert.h.
 // SPDX-License-Identifier: Apache-2.0
 #include <doctest/doctest.h>
 
@@ -16,12 +17,17 @@ namespace {
 
 constexpr std::chrono::seconds kLong{30};
 
-std::unique_ptr<DeviceRuntime> device(SimulatedVendor vendor = SimulatedVendor::kCuda, uint64_t memory = 1 << 20, uint64_t seed = 1) {
+std::unique_ptr<DeviceRuntime> device(SimulatedVendor vendor = SimulatedVendor::kCuda,
+                                      uint64_t memory = 1 << 20, uint64_t seed = 1) {
   return make_simulated_runtime({vendor, memory, seed}).value();
 }
 
 KernelLaunch widen_launch(const WidenParams& params, uint32_t grid) {
-  return {.kernel = kernel_id(PlainKernel::k_widen_rows), .grid_x = grid, .threads = 256, .params = &params, .params_bytes = sizeof(params)};
+  return {.kernel = kernel_id(PlainKernel::k_widen_rows),
+          .grid_x = grid,
+          .threads = 256,
+          .params = &params,
+          .params_bytes = sizeof(params)};
 }
 
 TEST_CASE("rows of every dtype widen to the bits of base/convert.h, special values included") {
@@ -30,7 +36,8 @@ TEST_CASE("rows of every dtype widen to the bits of base/convert.h, special valu
     const uint32_t count = dtype == Dtype::kF32 ? 5000 : 65536;
     std::vector<std::byte> source(count * dtype_bytes(dtype));
     for (uint32_t i = 0; i < count; ++i) {
-      const uint32_t bits = dtype == Dtype::kF32 ? static_cast<uint32_t>(random()) : i;  // every 16-bit pattern
+      // every 16-bit pattern
+      const uint32_t bits = dtype == Dtype::kF32 ? static_cast<uint32_t>(random()) : i;
       std::memcpy(source.data() + i * dtype_bytes(dtype), &bits, dtype_bytes(dtype));
     }
     std::vector<float> expected(count), found(count);
@@ -64,7 +71,9 @@ TEST_CASE("nothing happens before the wait, and a short wait says that work is l
   CHECK(runtime->wait(std::chrono::nanoseconds(0)).value());
 }
 
-TEST_CASE("memory beyond the device's is refused with the bytes asked for and free, and comes back when released") {
+TEST_CASE(
+    "memory beyond the device's is refused with the bytes asked for and free, and comes back when "
+    "released") {
   const auto runtime = device(SimulatedVendor::kCuda, 1000);
   std::byte* memory = runtime->allocate(600).value();
   const auto refused = runtime->allocate(500);
@@ -81,7 +90,8 @@ TEST_CASE("an error of the device is reported by every later call") {
   std::byte* memory = runtime->allocate(64).value();
   std::byte host[128];
   CHECK_FALSE(runtime->copy_in(memory, host, 65).ok());
-  CHECK(runtime->copy_in(memory, host, 64).error().message.find("copy_in of 65 bytes") != std::string::npos);
+  CHECK(runtime->copy_in(memory, host, 64).error().message.find("copy_in of 65 bytes") !=
+        std::string::npos);
   CHECK(runtime->wait(kLong).error().code == ErrorCode::kWorkerFailed);
 }
 
@@ -99,10 +109,12 @@ TEST_CASE("a launch with the wrong parameters is refused") {
 
 TEST_CASE("kernels have the names that modules export") {
   CHECK(std::string(kernel_name(kernel_id(PlainKernel::k_combine))) == "dflash_combine");
-  CHECK(std::string(kernel_name(kernel_id(WeightKernel::k_project_few, WeightFormat::kF32))) == "dflash_project_few_f32");
+  CHECK(std::string(kernel_name(kernel_id(WeightKernel::k_project_few, WeightFormat::kF32))) ==
+        "dflash_project_few_f32");
   for (uint8_t format = 0; format < kNumWeightFormats; ++format) {
     const auto weight_format = static_cast<WeightFormat>(format);
-    CHECK(kernel_name(kernel_id(WeightKernel::k_project_many, weight_format)) == std::string("dflash_project_many_") + format_name(weight_format));
+    CHECK(kernel_name(kernel_id(WeightKernel::k_project_many, weight_format)) ==
+          std::string("dflash_project_many_") + format_name(weight_format));
   }
 }
 

@@ -1,4 +1,5 @@
-// The simulator: threads of a block meet at barriers and shuffles, share memory, run in seeded orders; and each of its detectors fires.
+// The simulator: threads of a block meet at barriers and shuffles, share memory, run in seeded
+// orders; and each of its detectors fires.
 // SPDX-License-Identifier: Apache-2.0
 #define DFLASH_GPU_SIM 1
 #include <doctest/doctest.h>
@@ -41,11 +42,17 @@ std::string error_of(sim::Kernel kernel, uint32_t threads = 64) {
   return status.ok() ? "none" : status.error().message;
 }
 
-bool contains(const std::string& text, const char* part) { return text.find(part) != std::string::npos; }
+bool contains(const std::string& text, const char* part) {
+  return text.find(part) != std::string::npos;
+}
 
 TEST_CASE("threads know their place") {
   std::vector<uint32_t> values(256, ~0u);
-  REQUIRE(run([](const void* p) { output_of(p).values[thread_index()] = block_x() * 1000 + block_y() * 100 + grid_x() * 10 + lane_index(); },
+  REQUIRE(run(
+              [](const void* p) {
+                output_of(p).values[thread_index()] =
+                    block_x() * 1000 + block_y() * 100 + grid_x() * 10 + lane_index();
+              },
               {values.data(), 0}, 256)
               .ok());
   for (uint32_t i = 0; i < 256; ++i) CHECK(values[i] == 3000 + 500 + 80 + i % 32);
@@ -85,7 +92,8 @@ TEST_CASE("a missing barrier shows: some order of threads reads memory before it
   CHECK(num_stale < 108);
 }
 
-// Each sub-group's sum to all, twice in a row; without the last barrier the second round writes over sums that others have yet to read.
+// Each sub-group's sum to all, twice in a row; without the last barrier the second round writes
+// over sums that others have yet to read.
 template <bool kHasLastBarrier>
 void sum_twice(const void* params) {
   using Array = SharedArray<uint32_t, 4>;
@@ -114,7 +122,9 @@ TEST_CASE("a missing barrier before memory is written again shows: some sub-grou
   CHECK(num_wrong < 8);  // the other half of the seeds advances all threads together
 }
 
-TEST_CASE("two shared objects of one block do not overlap, and a new block starts without the old contents") {
+TEST_CASE(
+    "two shared objects of one block do not overlap, and a new block starts without the old "
+    "contents") {
   std::vector<uint32_t> values(64, 0);
   const sim::Kernel kernel = [](const void* p) {
     using Array = SharedArray<uint32_t, 64>;
@@ -153,7 +163,10 @@ TEST_CASE("shuffles and ballots exchange within 32 lanes, half a wave of 64 too"
 TEST_CASE("the seed changes the order of threads, and the same seed repeats it") {
   const auto order = [](uint64_t seed) {
     std::vector<uint32_t> values(65, 0);
-    REQUIRE(run([](const void* p) { output_of(p).values[++output_of(p).values[0]] = thread_index(); }, {values.data(), 0}, 64, seed).ok());
+    REQUIRE(
+        run([](const void* p) { output_of(p).values[++output_of(p).values[0]] = thread_index(); },
+            {values.data(), 0}, 64, seed)
+            .ok());
     return values;
   };
   CHECK(order(7) == order(7));
@@ -161,21 +174,25 @@ TEST_CASE("the seed changes the order of threads, and the same seed repeats it")
   CHECK(std::set<std::vector<uint32_t>>{order(1), order(2), order(3), order(4)}.size() == 4);
 }
 
-TEST_CASE("a thread that leaves while the others wait for the block is an error that names both and the line") {
+TEST_CASE(
+    "a thread that leaves while the others wait for the block is an error that names both and the "
+    "line") {
   const std::string error = error_of([](const void*) {
     if (thread_index() == 17) return;
     sync_block();
   });
   CHECK(contains(error, "divergent barrier"));
   CHECK(contains(error, "kernel probe, block (3, 5), thread 0"));
-  CHECK(contains(error, "simulator_test.cc:" ));
+  CHECK(contains(error, "simulator_test.cc:"));
   CHECK(contains(error, "thread 17 has left"));
 }
 
 TEST_CASE("threads that wait for the block at two lines are an error that names the lines") {
   const std::string error = error_of([](const void*) {
-    if (thread_index() < 32) sync_block();
-    else sync_block();
+    if (thread_index() < 32)
+      sync_block();
+    else
+      sync_block();
   });
   CHECK(contains(error, "divergent barrier: thread 0 waits at simulator_test.cc:"));
   CHECK(contains(error, "for the block, but thread 32 waits at simulator_test.cc:"));
@@ -187,8 +204,10 @@ TEST_CASE("a lane that leaves, or waits for the block, while its sub-group shuff
                  }),
                  "for its sub-group, but thread 9 has left"));
   const std::string error = error_of([](const void*) {
-    if (lane_index() == 9) sync_block();
-    else static_cast<void>(ballot(true));
+    if (lane_index() == 9)
+      sync_block();
+    else
+      static_cast<void>(ballot(true));
   });
   CHECK(contains(error, "for its sub-group, but thread 9 waits at simulator_test.cc:"));
 }
@@ -215,14 +234,18 @@ TEST_CASE("a block goes on after another one failed") {
   auto block = Block::create(64, 3).value();
   std::vector<uint32_t> values(64, 0);
   const Output output{values.data(), 0};
-  block->start({[](const void*) { sim::out_of_bounds(1, 1, {"x.h", 2}); }, &output, "bad", 64, 0, 0, 1});
+  block->start(
+      {[](const void*) { sim::out_of_bounds(1, 1, {"x.h", 2}); }, &output, "bad", 64, 0, 0, 1});
   CHECK_FALSE(block->advance().ok());
-  block->start({[](const void* p) { output_of(p).values[thread_index()] = 7; }, &output, "good", 64, 0, 0, 1});
+  block->start({[](const void* p) { output_of(p).values[thread_index()] = 7; }, &output, "good", 64,
+                0, 0, 1});
   CHECK(block->advance().value());
   for (uint32_t value : values) CHECK(value == 7);
 }
 
-TEST_CASE("threads that wait for memory of the host go on once it changes, and let the host run meanwhile") {
+TEST_CASE(
+    "threads that wait for memory of the host go on once it changes, and let the host run "
+    "meanwhile") {
   for (uint64_t seed = 1; seed <= 4; ++seed) {  // both ways of running a block
     auto block = Block::create(32, seed).value();
     uint32_t word = 0;
@@ -234,7 +257,8 @@ TEST_CASE("threads that wait for memory of the host go on once it changes, and l
                   &output, "wait", 64, 0, 0, 1});
     for (int i = 0; i < 10; ++i) CHECK_FALSE(block->advance().value());
     store_release_system(&word, 5);
-    const bool is_done = block->advance().value() || block->advance().value();  // of two sub-groups, perhaps one at a time
+    // of two sub-groups, perhaps one at a time
+    const bool is_done = block->advance().value() || block->advance().value();
     CHECK(is_done);
   }
 }

@@ -1,5 +1,6 @@
-// Workers that answer by rule, seen by a client of the processor and by a simulated device of the host: each scene has the same two workers twice,
-// one pair per path, and keeps every request that came.
+// Workers that answer by rule, seen by a client of the processor and by a simulated device of the
+// host: each scene has the same two workers twice, one pair per path, and keeps every request that
+// came.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -34,7 +35,9 @@ struct Dtypes {
 };
 
 inline wire::FrameHeader header_of(const Bytes& message) {
-  return wire::decode_frame_header(std::span<const std::byte>(message).first<wire::kFrameHeaderBytes>()).value();
+  return wire::decode_frame_header(
+             std::span<const std::byte>(message).first<wire::kFrameHeaderBytes>())
+      .value();
 }
 inline void set_header(Bytes& message, const wire::FrameHeader& header) {
   wire::encode_frame_header(header, std::span<std::byte>(message).first<wire::kFrameHeaderBytes>());
@@ -46,8 +49,11 @@ inline Bytes honest_answer(const Bytes& request) {
   REQUIRE(checksum(std::span(request).subspan(wire::kFrameHeaderBytes)) == header.payload_checksum);
   std::mt19937 random(header.payload_checksum);
   std::vector<float> rows(size_t{header.num_rows} * kOut);
-  for (float& value : rows) value = static_cast<float>(static_cast<int32_t>(random()) % 1000) / 333.0f;
-  Bytes answer(wire::kFrameHeaderBytes + wire::ReplyLayout::of(header.num_rows, kOut, header.reply_dtype).value().payload_bytes);
+  for (float& value : rows)
+    value = static_cast<float>(static_cast<int32_t>(random()) % 1000) / 333.0f;
+  Bytes answer(
+      wire::kFrameHeaderBytes +
+      wire::ReplyLayout::of(header.num_rows, kOut, header.reply_dtype).value().payload_bytes);
   REQUIRE(convert(Dtype::kF32, reinterpret_cast<const std::byte*>(rows.data()), header.reply_dtype,
                   answer.data() + wire::kFrameHeaderBytes + wire::kReplyTimingBytes, rows.size()));
   header.kind = wire::FrameKind::kReply;
@@ -94,11 +100,14 @@ class RuleWorker {
   std::thread thread_;
 };
 
-// A client and its two workers; shard 0: experts 0, 2, 5 at worker 1; shard 4: the others at worker 0.
+// A client and its two workers; shard 0: experts 0, 2, 5 at worker 1; shard 4: the others at worker
+// 0.
 class StepScene {
  public:
   explicit StepScene(Dtypes dtypes, RuleWorker::Rule rule = honest_answer) : dtypes_(dtypes) {
-    client::LayerPlan plan{kLayer, "layer", kIn, kOut, kExperts, {{0, 1, 900, {0, 2, 5}}, {4, 0, 904, {1, 3, 4, 6}}}};
+    client::LayerPlan plan{
+        kLayer, "layer", kIn, kOut, kExperts, {{0, 1, 900, {0, 2, 5}}, {4, 0, 904, {1, 3, 4, 6}}}
+    };
     for (uint32_t index = 0; index < 2; ++index) {
       auto pair = transport::make_loopback({3, 64 * 1024, 32 * 1024}).value();
       client::WorkerLink link;
@@ -130,16 +139,24 @@ class StepScene {
   Dtypes dtypes_;
 };
 
-// The tensors of a call; the second half of the expert range is rarer, ids past the end are sentinels.
+// The tensors of a call; the second half of the expert range is rarer, ids past the end are
+// sentinels.
 struct CallTensors {
-  CallTensors(uint32_t tokens, uint32_t pairs, Dtype model, uint32_t seed, uint32_t most_expert = kExperts + 1)
-      : num_tokens(tokens), top_k(pairs), dtype(model), ids(tokens * pairs), weights(tokens * pairs), output(tokens * kOut * dtype_bytes(model)) {
+  CallTensors(uint32_t tokens, uint32_t pairs, Dtype model, uint32_t seed,
+              uint32_t most_expert = kExperts + 1)
+      : num_tokens(tokens),
+        top_k(pairs),
+        dtype(model),
+        ids(tokens * pairs),
+        weights(tokens * pairs),
+        output(tokens * kOut * dtype_bytes(model)) {
     std::mt19937 random(seed);
     std::vector<float> values(tokens * kIn);
     for (float& value : values) value = static_cast<float>(static_cast<int32_t>(random())) / 1e9f;
     values[0] = -0.0f;
     hidden.resize(values.size() * dtype_bytes(model));
-    REQUIRE(convert(Dtype::kF32, reinterpret_cast<const std::byte*>(values.data()), model, hidden.data(), values.size()));
+    REQUIRE(convert(Dtype::kF32, reinterpret_cast<const std::byte*>(values.data()), model,
+                    hidden.data(), values.size()));
     for (int64_t& id : ids) id = random() % most_expert;
     for (float& weight : weights) weight = static_cast<float>(random() % 100) / 64.0f;
   }
@@ -157,8 +174,8 @@ struct CallTensors {
     return b;
   }
   StepCall step_call() {
-    return {kLayer,     hidden.data(), kIn * dtype_bytes(dtype), dtype,        num_tokens, top_k,
-            ids.data(), true,          weights.data(),           Dtype::kF32,  output.data()};
+    return {kLayer,     hidden.data(), kIn * dtype_bytes(dtype), dtype,       num_tokens,   top_k,
+            ids.data(), true,          weights.data(),           Dtype::kF32, output.data()};
   }
 
   uint32_t num_tokens, top_k;
@@ -173,9 +190,16 @@ struct CallTensors {
 class StepDevice {
  public:
   explicit StepDevice(SimulatedVendor vendor = SimulatedVendor::kCuda)
-      : host(make_simulated_runtime({.vendor = vendor, .memory_bytes = 1 << 26, .seed = 3, .has_foreign_memory = true}).value()), steps(host) {
-    const StepShard shards[] = {{900, 0, 1, 0, 0}, {904, 4, 0, 0, 0}};
-    const uint32_t experts[kExperts] = {0u, 1u << 16, 1u, 1u << 16 | 1, 1u << 16 | 2, 2u, 1u << 16 | 3};
+      : host(make_simulated_runtime(
+                 {.vendor = vendor, .memory_bytes = 1 << 26, .seed = 3, .has_foreign_memory = true})
+                 .value()),
+        steps(host) {
+    const StepShard shards[] = {
+        {900, 0, 1, 0, 0},
+        {904, 4, 0, 0, 0}
+    };
+    const uint32_t experts[kExperts] = {0u,           1u << 16, 1u,          1u << 16 | 1,
+                                        1u << 16 | 2, 2u,       1u << 16 | 3};
     REQUIRE(steps.define_layer({kLayer, kIn, kOut, shards, experts}).ok());
   }
   void begin(StepScene& scene, std::chrono::nanoseconds budget = std::chrono::seconds(60)) {
@@ -187,11 +211,17 @@ class StepDevice {
     for (const client::StepLane& lane : lanes.value()) {
       const transport::RingView& ring = lane.ring;
       rings.push_back(ring);
-      mapped.push_back({reinterpret_cast<unsigned char*>(steps.map_memory(ring.own, ring.own_bytes, false).value()),
-                        reinterpret_cast<unsigned char*>(steps.map_memory(ring.peer, ring.peer_bytes, true).value()), lane.generation,
-                        ring.own_slots, ring.own_stride, ring.peer_slots, ring.peer_stride, ring.entry_mask, ring.head, ring.tail, 0});
+      mapped.push_back({reinterpret_cast<unsigned char*>(
+                            steps.map_memory(ring.own, ring.own_bytes, false).value()),
+                        reinterpret_cast<unsigned char*>(
+                            steps.map_memory(ring.peer, ring.peer_bytes, true).value()),
+                        lane.generation, ring.own_slots, ring.own_stride, ring.peer_slots,
+                        ring.peer_stride, ring.entry_mask, ring.head, ring.tail, 0});
     }
-    REQUIRE(steps.begin({mapped, 64 * 1024, 32 * 1024, first_call, scene.dtypes().request, scene.dtypes().reply, budget, std::nullopt}).ok());
+    REQUIRE(steps
+                .begin({mapped, 64 * 1024, 32 * 1024, first_call, scene.dtypes().request,
+                        scene.dtypes().reply, budget, std::nullopt})
+                .ok());
     bell = std::make_unique<transport::RingBell>(rings, 20'000);
   }
   // Runs what was added; gives up after a minute.

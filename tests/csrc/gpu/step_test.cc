@@ -1,4 +1,5 @@
-// Device steps on the simulator: the very bytes and sums of the processor's client, and what happens when workers do not answer as they should.
+// Device steps on the simulator: the very bytes and sums of the processor's client, and what
+// happens when workers do not answer as they should.
 // SPDX-License-Identifier: Apache-2.0
 #include "gpu/step_scene.h"
 
@@ -7,7 +8,8 @@ namespace {
 
 uint32_t code_of(const StepOutcome& outcome) { return static_cast<uint32_t>(outcome.error >> 56); }
 
-// The same calls by the processor's client; ids and generation agree, so that requests can be compared byte for byte.
+// The same calls by the processor's client; ids and generation agree, so that requests can be
+// compared byte for byte.
 void run_at_client(StepScene& scene, std::vector<CallTensors>& calls) {
   for (CallTensors& call : calls) {
     auto submitted = scene.client.submit(call.batch(), kLayer);
@@ -21,8 +23,9 @@ std::vector<CallTensors> calls_of(Dtype model) {
   std::vector<CallTensors> calls;
   uint32_t seed = 1;
   for (const uint32_t tokens : {1u, 2u, 7u, 64u}) calls.emplace_back(tokens, 3, model, seed++);
-  calls.emplace_back(2, 8, model, seed++, 3u);       // duplicates, and more pairs than a shard has experts
-  calls.emplace_back(3, 1, model, seed++, 1u);       // one worker has nothing to do
+  // duplicates, and more pairs than a shard has experts
+  calls.emplace_back(2, 8, model, seed++, 3u);
+  calls.emplace_back(3, 1, model, seed++, 1u);  // one worker has nothing to do
   calls.emplace_back(1, 2, model, seed++);
   for (int64_t& id : calls.back().ids) id = kExperts + 5;  // nobody has anything to do
   return calls;
@@ -37,7 +40,8 @@ void check_equal(Dtypes dtypes, SimulatedVendor vendor) {
   for (CallTensors& call : found) REQUIRE(device.steps.add(call.step_call()).ok());
   const StepOutcome outcome = device.finish(on_device);
   CHECK(outcome.error == 0);
-  for (size_t i = 0; i < found.size(); ++i) CHECK_MESSAGE(found[i].output == expected[i].output, "call " << i);
+  for (size_t i = 0; i < found.size(); ++i)
+    CHECK_MESSAGE(found[i].output == expected[i].output, "call " << i);
   const auto requests = on_device.stop();
   CHECK(requests == at_client.stop());
   CHECK(requests[0].size() + requests[1].size() >= 10);
@@ -45,26 +49,33 @@ void check_equal(Dtypes dtypes, SimulatedVendor vendor) {
 
 }  // namespace
 
-TEST_CASE("a device step sends the bytes of the processor's client and gives its sums, for every pair of dtypes") {
+TEST_CASE(
+    "a device step sends the bytes of the processor's client and gives its sums, for every pair of "
+    "dtypes") {
   for (const Dtype model : {Dtype::kF32, Dtype::kF16, Dtype::kBF16}) {
     for (const Dtype wire : {Dtype::kF32, Dtype::kF16, Dtype::kBF16}) {
       CAPTURE(static_cast<int>(model));
       CAPTURE(static_cast<int>(wire));
-      check_equal({model, wire, wire}, wire == Dtype::kF16 ? SimulatedVendor::kHip : SimulatedVendor::kCuda);
+      check_equal({model, wire, wire},
+                  wire == Dtype::kF16 ? SimulatedVendor::kHip : SimulatedVendor::kCuda);
     }
   }
   check_equal({Dtype::kBF16, Dtype::kBF16, Dtype::kF32}, SimulatedVendor::kCuda);
 }
 
-TEST_CASE("the block's checksum is that of base/checksum.h, as the requests of widths that leave tails show") {
-  // 3 rows of 40 bf16 and 7 of f32 end off every multiple of 32; single tokens leave lanes without words.
+TEST_CASE(
+    "the block's checksum is that of base/checksum.h, as the requests of widths that leave tails "
+    "show") {
+  // 3 rows of 40 bf16 and 7 of f32 end off every multiple of 32; single tokens leave lanes without
+  // words.
   check_equal({Dtype::kF32, Dtype::kBF16, Dtype::kF16}, SimulatedVendor::kCuda);
 }
 
 TEST_CASE("steps follow each other on the same paths, and the client goes on where they end") {
   StepScene scene({});
   StepDevice device;
-  CallTensors first(5, 3, Dtype::kF32, 1), second(5, 3, Dtype::kF32, 1), third(5, 3, Dtype::kF32, 1);
+  CallTensors first(5, 3, Dtype::kF32, 1), second(5, 3, Dtype::kF32, 1),
+      third(5, 3, Dtype::kF32, 1);
   for (CallTensors* call : {&first, &second}) {
     device.begin(scene);
     REQUIRE(device.steps.add(call->step_call()).ok());
@@ -76,24 +87,29 @@ TEST_CASE("steps follow each other on the same paths, and the client goes on whe
   CHECK(first.output == calls[0].output);
 }
 
-TEST_CASE("while a step is open the client refuses calls, and a step is refused while replies are owed") {
+TEST_CASE(
+    "while a step is open the client refuses calls, and a step is refused while replies are owed") {
   StepScene scene({}, [](const Bytes&) { return Bytes(); });
   CallTensors call(1, 3, Dtype::kF32, 1);
   auto owed = scene.client.submit(call.batch(), kLayer);
   REQUIRE(owed.ok());
   uint64_t first_call = 0;
-  CHECK(scene.client.begin_step(4, &first_call).error().message.find("still owes replies") != std::string::npos);
+  CHECK(scene.client.begin_step(4, &first_call).error().message.find("still owes replies") !=
+        std::string::npos);
   scene.client.abandon(owed.value());
   CHECK_FALSE(scene.client.begin_step(4, &first_call).ok());  // the slot is quarantined
 
   StepScene other({});
   StepDevice device;
   device.begin(other);
-  CHECK(other.client.submit(call.batch(), kLayer).error().message.find("is used by a device step") != std::string::npos);
+  CHECK(
+      other.client.submit(call.batch(), kLayer).error().message.find("is used by a device step") !=
+      std::string::npos);
   CHECK(device.finish(other).error == 0);
 }
 
-TEST_CASE("a silent worker ends the step at its budget, and later calls of the step return at once") {
+TEST_CASE(
+    "a silent worker ends the step at its budget, and later calls of the step return at once") {
   StepScene scene({}, [](const Bytes&) { return Bytes(); });
   StepDevice device;
   device.begin(scene, std::chrono::milliseconds(300));
@@ -108,7 +124,8 @@ TEST_CASE("a silent worker ends the step at its budget, and later calls of the s
   CHECK(requests[0].size() + requests[1].size() <= 2);
   uint64_t first_call = 0;
   CHECK_FALSE(scene.client.begin_step(4, &first_call).ok());  // until the paths are replaced
-  CHECK(scene.client.submit(calls[0].batch(), kLayer).error().message.find("failed step") != std::string::npos);
+  CHECK(scene.client.submit(calls[0].batch(), kLayer).error().message.find("failed step") !=
+        std::string::npos);
 }
 
 TEST_CASE("a step that is aborted ends without its budget") {
@@ -118,7 +135,8 @@ TEST_CASE("a step that is aborted ends without its budget") {
   CallTensors call(3, 3, Dtype::kF32, 1);
   REQUIRE(device.steps.add(call.step_call()).ok());
   const Deadline deadline = Deadline::after_ms(30'000);
-  while (scene.workers[0]->num_requests + scene.workers[1]->num_requests < 2 && !deadline.has_passed()) {
+  while (scene.workers[0]->num_requests + scene.workers[1]->num_requests < 2 &&
+         !deadline.has_passed()) {
     CHECK_FALSE(device.steps.wait(std::chrono::milliseconds(1)).value());
   }
   std::thread other([&] { device.steps.abort(); });  // as any thread may
@@ -147,26 +165,32 @@ TEST_CASE("replies that are another's, damaged, of another length or refusals fa
     });
   };
   const std::vector<Lie> lies = {
-      {"payload", changed([](Bytes& a) { a.back() ^= std::byte{1}; }), ErrorCode::kProtocol},
-      {"header", changed([](Bytes& a) { a[33] ^= std::byte{1}; }), ErrorCode::kProtocol},
-      {"length", changed([](Bytes& a) { a.resize(a.size() - 4); }), ErrorCode::kProtocol},
-      {"nothing", changed([](Bytes& a) { a.resize(16); }), ErrorCode::kProtocol},
-      {"call", resealed([](wire::FrameHeader& h) { h.call_id -= 1; }), ErrorCode::kProtocol},
-      {"generation", resealed([](wire::FrameHeader& h) { h.generation += 1; }), ErrorCode::kProtocol},
-      {"shard", resealed([](wire::FrameHeader& h) { h.shard += 1; }), ErrorCode::kProtocol},
-      {"weights", resealed([](wire::FrameHeader& h) { h.weights_fingerprint ^= 1; }), ErrorCode::kProtocol},
-      {"refusal", [](const Bytes& request) {
+      {"payload",    changed([](Bytes& a) { a.back() ^= std::byte{1}; }),                ErrorCode::kProtocol    },
+      {"header",     changed([](Bytes& a) { a[33] ^= std::byte{1}; }),                   ErrorCode::kProtocol    },
+      {"length",     changed([](Bytes& a) { a.resize(a.size() - 4); }),                  ErrorCode::kProtocol    },
+      {"nothing",    changed([](Bytes& a) { a.resize(16); }),                            ErrorCode::kProtocol    },
+      {"call",       resealed([](wire::FrameHeader& h) { h.call_id -= 1; }),             ErrorCode::kProtocol    },
+      {"generation", resealed([](wire::FrameHeader& h) { h.generation += 1; }),
+       ErrorCode::kProtocol                                                                                      },
+      {"shard",      resealed([](wire::FrameHeader& h) { h.shard += 1; }),               ErrorCode::kProtocol    },
+      {"weights",    resealed([](wire::FrameHeader& h) { h.weights_fingerprint ^= 1; }),
+       ErrorCode::kProtocol                                                                                      },
+      {"refusal",
+       [](const Bytes& request) {
          wire::FrameHeader header = header_of(request);
          Bytes answer(wire::kFrameHeaderBytes + wire::kMaxErrorPayloadBytes);
-         auto payload = std::span(answer).subspan<wire::kFrameHeaderBytes, wire::kMaxErrorPayloadBytes>();
-         answer.resize(wire::kFrameHeaderBytes + wire::encode_error({ErrorCode::kWorkerFailed, "the card is on fire"}, payload));
+         auto payload =
+             std::span(answer).subspan<wire::kFrameHeaderBytes, wire::kMaxErrorPayloadBytes>();
+         answer.resize(
+             wire::kFrameHeaderBytes +
+             wire::encode_error({ErrorCode::kWorkerFailed, "the card is on fire"}, payload));
          header.kind = wire::FrameKind::kError;
          header.num_rows = header.num_pairs = 0;
          header.payload_bytes = static_cast<uint32_t>(answer.size() - wire::kFrameHeaderBytes);
          header.payload_checksum = checksum(std::span(answer).subspan(wire::kFrameHeaderBytes));
          set_header(answer, header);
          return answer;
-       }, ErrorCode::kWorkerFailed},
+       },                                                                                ErrorCode::kWorkerFailed},
   };
   for (const Lie& lie : lies) {
     CAPTURE(lie.what);
@@ -189,7 +213,9 @@ TEST_CASE("a worker that closes its end fails the step as lost") {
   CHECK(code_of(device.finish(scene)) == static_cast<uint32_t>(ErrorCode::kWorkerLost));
 }
 
-TEST_CASE("values that the wire cannot hold and negative ids fail the step with the token; nothing of that shard is sent") {
+TEST_CASE(
+    "values that the wire cannot hold and negative ids fail the step with the token; nothing of "
+    "that shard is sent") {
   StepScene scene({Dtype::kF32, Dtype::kF16, Dtype::kF16});
   StepDevice device;
   device.begin(scene);
@@ -210,7 +236,9 @@ TEST_CASE("values that the wire cannot hold and negative ids fail the step with 
   CHECK((negative.error & 0xffffffu) == 1);
 }
 
-TEST_CASE("a value that the wire cannot hold keeps its row from every worker, whichever thread of the device meets it") {
+TEST_CASE(
+    "a value that the wire cannot hold keeps its row from every worker, whichever thread of the "
+    "device meets it") {
   for (uint32_t column = 0; column < kIn; column += kIn / 8) {
     StepScene scene({Dtype::kF32, Dtype::kF16, Dtype::kF16});
     StepDevice device;
@@ -231,7 +259,8 @@ TEST_CASE("what does not fit a step is refused before it is queued") {
   CallTensors call(3, 3, Dtype::kF32, 1), large(65, 3, Dtype::kF32, 1);
   CHECK(device.steps.add(call.step_call()).error().message.find("no device step is open") == 0);
   device.begin(scene);
-  CHECK(device.steps.add(large.step_call()).error().message.find("tokens 65; allowed are 1..64") != std::string::npos);
+  CHECK(device.steps.add(large.step_call()).error().message.find("tokens 65; allowed are 1..64") !=
+        std::string::npos);
   StepCall unknown = call.step_call();
   unknown.layer = 9;
   CHECK(device.steps.add(unknown).error().message.find("layer 9 is not defined") == 0);

@@ -1,4 +1,5 @@
-// The runtimes of real cards over drivers that are not there, too old, or misbehave: each fault ends in a typed error, none in a hang.
+// The runtimes of real cards over drivers that are not there, too old, or misbehave: each fault
+// ends in a typed error, none in a hang.
 // SPDX-License-Identifier: Apache-2.0
 #include <doctest/doctest.h>
 
@@ -49,14 +50,17 @@ std::unique_ptr<DeviceRuntime> fake_runtime() {
   return std::move(runtime).value();
 }
 
-std::string refusal(Result<std::unique_ptr<DeviceRuntime>> runtime, ErrorCode code = ErrorCode::kUnsupported) {
+std::string refusal(Result<std::unique_ptr<DeviceRuntime>> runtime,
+                    ErrorCode code = ErrorCode::kUnsupported) {
   REQUIRE_FALSE(runtime.ok());
   CHECK(runtime.error().code == code);
   return runtime.error().message;
 }
 
 std::string node_of(uint64_t version) {
-  return "cpu_cores_count 0\nsimd_count 240\nsimd_per_cu 4\nwave_front_size 64\ngfx_target_version " + std::to_string(version) + "\n";
+  return "cpu_cores_count 0\nsimd_count 240\nsimd_per_cu 4\nwave_front_size "
+         "64\ngfx_target_version " +
+         std::to_string(version) + "\n";
 }
 
 // The kernel driver's topology with these nodes, in a folder of its own.
@@ -98,7 +102,8 @@ TEST_CASE("a library that is no driver lacks functions, and the first is named")
   CHECK(driver.error().message.find("libm.so.6 has no function cuInit") == 0);
 }
 
-TEST_CASE("devices are listed with architecture and memory, one below the build's with the reason") {
+TEST_CASE(
+    "devices are listed with architecture and memory, one below the build's with the reason") {
   auto devices = fake_cuda()->list();
   REQUIRE(devices.ok());
   REQUIRE(devices.value().size() == 2);
@@ -108,10 +113,13 @@ TEST_CASE("devices are listed with architecture and memory, one below the build'
   CHECK(devices.value()[0].reason.empty());
   CHECK(devices.value()[1].reason.find("sm_61 is below sm_75") != std::string::npos);
   CHECK(refusal(make_module_runtime(fake_cuda(), 1)).find("sm_61") != std::string::npos);
-  CHECK(refusal(make_module_runtime(fake_cuda(), 2), ErrorCode::kInvalidArgument) == "device 2 does not exist; the driver lists 2");
+  CHECK(refusal(make_module_runtime(fake_cuda(), 2), ErrorCode::kInvalidArgument) ==
+        "device 2 does not exist; the driver lists 2");
 }
 
-TEST_CASE("only cards of compute capability 9.0 multiply by warpgroups, and only with an image of sm_90a") {
+TEST_CASE(
+    "only cards of compute capability 9.0 multiply by warpgroups, and only with an image of "
+    "sm_90a") {
   const auto has_warpgroups = [](bool has_sm90a, uint32_t index) {
     auto driver = open_cuda_driver({kImage, 13, 60, has_sm90a}, DFLASH_FAKE_CUDA);
     REQUIRE(driver.ok());
@@ -125,12 +133,15 @@ TEST_CASE("only cards of compute capability 9.0 multiply by warpgroups, and only
 TEST_CASE("a kernel that needs more shared memory than 48 KiB is allowed it before its launch") {
   const auto runtime = fake_runtime();
   const ProjectionParams params{};
-  const KernelLaunch launch{.kernel = kernel_id(WeightKernel::k_bf16_wgmma, WeightFormat::kBF16), .threads = 256, .params = &params,
+  const KernelLaunch launch{.kernel = kernel_id(WeightKernel::k_bf16_wgmma, WeightFormat::kBF16),
+                            .threads = 256,
+                            .params = &params,
                             .params_bytes = sizeof(params)};
   REQUIRE(kernel_dynamic_bytes(launch.kernel) > 48 * 1024);
   CHECK(runtime->launch(launch).ok());
   CHECK(kernel_dynamic_bytes(kernel_id(WeightKernel::k_bf16_many, WeightFormat::kIq4Xs)) == 0);
-  CHECK(kernel_dynamic_bytes(kernel_id(WeightKernel::k_bf16_wgmma, WeightFormat::kIq4Xs)) == kWgmmaSharedBytes);
+  CHECK(kernel_dynamic_bytes(kernel_id(WeightKernel::k_bf16_wgmma, WeightFormat::kIq4Xs)) ==
+        kWgmmaSharedBytes);
 }
 
 TEST_CASE("no device, a driver older than the build, and one that does not start are told apart") {
@@ -144,7 +155,8 @@ TEST_CASE("no device, a driver older than the build, and one that does not start
     const Environment fault("FAKE_CUDA", "old");
     auto devices = fake_cuda()->list();
     REQUIRE_FALSE(devices.ok());
-    CHECK(devices.error().message == "the driver is for CUDA 12.4, this build needs 13.0 or later; update the driver");
+    CHECK(devices.error().message ==
+          "the driver is for CUDA 12.4, this build needs 13.0 or later; update the driver");
   }
   {
     const Environment fault("FAKE_CUDA", "silent");
@@ -153,7 +165,8 @@ TEST_CASE("no device, a driver older than the build, and one that does not start
     CHECK(devices.error().message == "the driver does not start: unknown error (CUDA error 999)");
   }
   const Environment fault("FAKE_CUDA", "foreign");
-  CHECK(refusal(make_module_runtime(fake_cuda(), 0)) == "no kernels of this build run on sm_90: no kernel image is available (CUDA error 209)");
+  CHECK(refusal(make_module_runtime(fake_cuda(), 0)) ==
+        "no kernels of this build run on sm_90: no kernel image is available (CUDA error 209)");
 }
 
 TEST_CASE("memory goes to the device and back, and a wait ends once the queue is empty") {
@@ -182,7 +195,9 @@ TEST_CASE("a full device is kOutOfMemory with what is free, and the runtime live
   auto memory = runtime->allocate(1 << 30);
   REQUIRE_FALSE(memory.ok());
   CHECK(memory.error().code == ErrorCode::kOutOfMemory);
-  CHECK(memory.error().message.find("1073741824 bytes of memory on the device could not be allocated; 4096 of 1048576") == 0);
+  CHECK(memory.error().message.find(
+            "1073741824 bytes of memory on the device could not be allocated; 4096 of 1048576") ==
+        0);
   CHECK(runtime->free_bytes().ok());
 }
 
@@ -192,7 +207,8 @@ TEST_CASE("a card that is lost fails the wait and everything after it with the d
   auto ended = runtime->wait(std::chrono::seconds(5));
   REQUIRE_FALSE(ended.ok());
   CHECK(ended.error().code == ErrorCode::kWorkerFailed);
-  CHECK(ended.error().message == "a kernel or copy failed: an illegal memory access was encountered (CUDA error 700)");
+  CHECK(ended.error().message ==
+        "a kernel or copy failed: an illegal memory access was encountered (CUDA error 700)");
   auto later = runtime->allocate(64);
   REQUIRE_FALSE(later.ok());
   CHECK(later.error().message == ended.error().message);
@@ -209,12 +225,18 @@ TEST_CASE("work that never ends costs the caller its limit, and the destructor a
   CHECK(now_ns() - before < 10'000'000'000);
 }
 
-TEST_CASE("HIP takes the code object of the device's architecture, or the one that loads where that is not known") {
+TEST_CASE(
+    "HIP takes the code object of the device's architecture, or the one that loads where that is "
+    "not known") {
   const char fits[] = {6, 0}, differs[] = {5, 0};
-  const std::vector<CodeObject> objects = {{"gfx1030", differs}, {"gfx906", fits}};
+  const std::vector<CodeObject> objects = {
+      {"gfx1030", differs},
+      {"gfx906",  fits   }
+  };
   const Nodes radeon({"cpu_cores_count 8\ngfx_target_version 0\n", node_of(90006)});
   for (const std::string& topology : {radeon.path(), std::string("/nonexistent")}) {
-    auto driver = open_hip_driver(objects, {"libhip-that-is-not-there.so.7", DFLASH_FAKE_HIP}, topology);
+    auto driver =
+        open_hip_driver(objects, {"libhip-that-is-not-there.so.7", DFLASH_FAKE_HIP}, topology);
     REQUIRE(driver.ok());
     auto devices = driver.value()->list();
     REQUIRE(devices.ok());
@@ -225,13 +247,19 @@ TEST_CASE("HIP takes the code object of the device's architecture, or the one th
   const Nodes unknown({node_of(110501)});
   auto driver = open_hip_driver(objects, {DFLASH_FAKE_HIP}, unknown.path());
   REQUIRE(driver.ok());
-  CHECK(refusal(make_module_runtime(std::move(driver).value(), 0)) ==
-        "its architecture gfx1151 is none of those that this build has kernels for: gfx1030, gfx906");
+  CHECK(
+      refusal(make_module_runtime(std::move(driver).value(), 0)) ==
+      "its architecture gfx1151 is none of those that this build has kernels for: gfx1030, gfx906");
 }
 
 TEST_CASE("HIP's failures are told to the caller and to nobody else") {
   const char fits[] = {6, 0}, differs[] = {5, 0};
-  auto driver = open_hip_driver({{"gfx1030", differs}, {"gfx906", fits}}, {DFLASH_FAKE_HIP}, "/nonexistent");
+  auto driver = open_hip_driver(
+      {
+          {"gfx1030", differs},
+          {"gfx906",  fits   }
+  },
+      {DFLASH_FAKE_HIP}, "/nonexistent");
   REQUIRE(driver.ok());
   REQUIRE(make_module_runtime(std::move(driver).value(), 0).ok());  // the first object did not load
   auto library = DriverLibrary::open({DFLASH_FAKE_HIP});
@@ -241,10 +269,16 @@ TEST_CASE("HIP's failures are told to the caller and to nobody else") {
   CHECK(last_error() == 0);
 }
 
-TEST_CASE("HIP's device is the node at its place on the bus, whatever is hidden or in another order") {
+TEST_CASE(
+    "HIP's device is the node at its place on the bus, whatever is hidden or in another order") {
   const std::string at = "domain 0\nlocation_id ";
-  const Nodes nodes({node_of(100306) + at + "49408\n", node_of(90006) + at + "49920\n"});  // c1:00.0, c3:00.0
-  auto driver = open_hip_driver({{"gfx906", kImage}}, {DFLASH_FAKE_HIP}, nodes.path());
+  // c1:00.0, c3:00.0
+  const Nodes nodes({node_of(100306) + at + "49408\n", node_of(90006) + at + "49920\n"});
+  auto driver = open_hip_driver(
+      {
+          {"gfx906", kImage}
+  },
+      {DFLASH_FAKE_HIP}, nodes.path());
   REQUIRE(driver.ok());
   auto devices = driver.value()->list();
   REQUIRE(devices.ok());
@@ -258,7 +292,11 @@ TEST_CASE("HIP's device is the node at its place on the bus, whatever is hidden 
 TEST_CASE("HIP's device is of the architecture that its owner overrides it with") {
   const Environment override_it("HSA_OVERRIDE_GFX_VERSION", "10.3.0");
   const Nodes nodes({node_of(100302)});
-  auto driver = open_hip_driver({{"gfx1030", kImage}}, {DFLASH_FAKE_HIP}, nodes.path());
+  auto driver = open_hip_driver(
+      {
+          {"gfx1030", kImage}
+  },
+      {DFLASH_FAKE_HIP}, nodes.path());
   REQUIRE(driver.ok());
   auto devices = driver.value()->list();
   REQUIRE(devices.ok());
@@ -285,7 +323,9 @@ TEST_CASE("HIP without a device is an empty list, whatever the runtime calls it"
 }
 
 TEST_CASE("the kernel driver's nodes give names, units and waves; processors are skipped") {
-  const Nodes nodes({"gfx_target_version 0\n", node_of(90010), "simd_count 64\nsimd_per_cu 2\nwave_front_size 32\ngfx_target_version 110000\n"});
+  const Nodes nodes(
+      {"gfx_target_version 0\n", node_of(90010),
+       "simd_count 64\nsimd_per_cu 2\nwave_front_size 32\ngfx_target_version 110000\n"});
   const std::vector<HipNode> found = read_hip_nodes(nodes.path());
   REQUIRE(found.size() == 2);
   CHECK(found[0].architecture == "gfx90a");
@@ -331,7 +371,8 @@ TEST_CASE("two cards of one thread, in turn: each is current for its own work") 
   }
 }
 
-TEST_CASE("a framework that changes the device between two operations does not lead the second astray") {
+TEST_CASE(
+    "a framework that changes the device between two operations does not lead the second astray") {
   auto driver = fake_cuda();
   DriverApi& api = *driver;
   auto made = make_module_runtime(std::move(driver), 0);
@@ -352,13 +393,20 @@ TEST_CASE("a context that is given up is current for nobody") {
   fresh.join();
 }
 
-TEST_CASE("registering the host's memory: each refusal is typed with the driver's words, and the device goes on") {
+TEST_CASE(
+    "registering the host's memory: each refusal is typed with the driver's words, and the device "
+    "goes on") {
   std::byte memory[64];
   struct Case {
     const char* fault;
     bool is_read_only, is_taken;
   };
-  for (const Case& one : {Case{"", true, true}, Case{"unreadable", true, false}, Case{"unreadable", false, true}, Case{"sealed", false, false}}) {
+  for (const Case& one : {
+           Case{"",           true,  true },
+           Case{"unreadable", true,  false},
+           Case{"unreadable", false, true },
+           Case{"sealed",     false, false}
+  }) {
     CAPTURE(one.fault);
     const Environment fault("FAKE_CUDA", one.fault);
     auto runtime = fake_runtime();
@@ -369,13 +417,18 @@ TEST_CASE("registering the host's memory: each refusal is typed with the driver'
       runtime->unmap_host(memory);
     } else {
       CHECK(mapped.error().code == ErrorCode::kUnsupported);
-      CHECK(mapped.error().message == std::string("registering 64 bytes of the host's memory") + (one.is_read_only ? " to be read" : "") +
+      CHECK(mapped.error().message == std::string("registering 64 bytes of the host's memory") +
+                                          (one.is_read_only ? " to be read" : "") +
                                           " failed: unknown error (CUDA error 801)");
     }
     CHECK(runtime->free_bytes().ok());
   }
   const char fits[] = {6, 0};
-  auto hip = open_hip_driver({{"gfx906", fits}}, {DFLASH_FAKE_HIP}, "/nonexistent");
+  auto hip = open_hip_driver(
+      {
+          {"gfx906", fits}
+  },
+      {DFLASH_FAKE_HIP}, "/nonexistent");
   REQUIRE(hip.ok());
   auto runtime = make_module_runtime(std::move(hip).value(), 0);
   REQUIRE(runtime.ok());

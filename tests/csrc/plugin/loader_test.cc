@@ -1,4 +1,5 @@
-// What the loader says of plug-ins that are missing, broken, or built for another core. None of it may end the process.
+// What the loader says of plug-ins that are missing, broken, or built for another core. None of it
+// may end the process.
 // SPDX-License-Identifier: Apache-2.0
 #include <doctest/doctest.h>
 
@@ -20,7 +21,8 @@ using namespace dflash::plugin;
 class TemporaryFolder {
  public:
   TemporaryFolder() {
-    std::string pattern = (std::filesystem::temp_directory_path() / "dflash-plugin-XXXXXX").string();
+    std::string pattern =
+        (std::filesystem::temp_directory_path() / "dflash-plugin-XXXXXX").string();
     REQUIRE(::mkdtemp(pattern.data()) != nullptr);
     path_ = pattern;
   }
@@ -45,13 +47,17 @@ TEST_CASE("a plug-in that is not there, or is no library, is a typed reason with
   auto missing = load_backend("cuda", folder.path());
   REQUIRE_FALSE(missing.ok());
   CHECK(missing.error().code == ErrorCode::kUnsupported);
-  CHECK(missing.error().message == "backend 'cuda': plug-in libdflash_cuda.so is not next to the core; build it with `make plugins`");
-  CHECK(load_backend("sim", folder.path()).error().message.find("`make core`") != std::string::npos);
+  CHECK(missing.error().message ==
+        "backend 'cuda': plug-in libdflash_cuda.so is not next to the core; build it with `make "
+        "plugins`");
+  CHECK(load_backend("sim", folder.path()).error().message.find("`make core`") !=
+        std::string::npos);
 
   std::ofstream(folder.path() + "/libdflash_hip.so") << "no library";
   auto broken = load_backend("hip", folder.path());
   REQUIRE_FALSE(broken.ok());
-  CHECK(broken.error().message.find("backend 'hip': plug-in libdflash_hip.so cannot be opened") == 0);
+  CHECK(broken.error().message.find("backend 'hip': plug-in libdflash_hip.so cannot be opened") ==
+        0);
 
   auto unknown = load_backend("metal", folder.path());
   REQUIRE_FALSE(unknown.ok());
@@ -69,7 +75,9 @@ TEST_CASE("the processor's backend needs no file, and its device is usable") {
   CHECK(devices.value()[0].memory_bytes > 0);
 }
 
-TEST_CASE("a table of another version, size, name or release is refused before anything in it is called") {
+TEST_CASE(
+    "a table of another version, size, name or release is refused before anything in it is "
+    "called") {
   CHECK(refusal(*cpu_table()).empty());
   dflash_backend_table table = *cpu_table();
   table.struct_size -= 8;
@@ -92,4 +100,6 @@ TEST_CASE("a table of another version, size, name or release is refused before a
   CHECK_FALSE(check_table(nullptr, "cuda", "libdflash_cuda.so").ok());
 }
 
-TEST_CASE("the folder of the core is one that exists") { CHECK(std::filesystem::is_directory(own_directory())); }
+TEST_CASE("the folder of the core is one that exists") {
+  CHECK(std::filesystem::is_directory(own_directory()));
+}

@@ -1,4 +1,5 @@
-// Stores, waits and calls of the host by a driver's streams: used where the driver has them, refused in its words where not.
+// Stores, waits and calls of the host by a driver's streams: used where the driver has them,
+// refused in its words where not.
 // SPDX-License-Identifier: Apache-2.0
 #include <doctest/doctest.h>
 
@@ -52,13 +53,18 @@ TEST_CASE("a driver without operations on words says so, and the device goes on"
 
 TEST_CASE("of AMD's driver none of them is used") {
   const char fits[] = {6, 0};
-  auto driver = open_hip_driver({{"gfx906", fits}}, {DFLASH_FAKE_HIP}, "/nonexistent");
+  auto driver = open_hip_driver(
+      {
+          {"gfx906", fits}
+  },
+      {DFLASH_FAKE_HIP}, "/nonexistent");
   REQUIRE(driver.ok());
   auto runtime = make_module_runtime(std::move(driver).value(), 0);
   REQUIRE(runtime.ok());
   uint32_t word = 0;
-  for (const Status& refused : {runtime.value()->write_word(&word, 1), runtime.value()->await_word(&word, 1),
-                                runtime.value()->call_host([](void*) {}, nullptr)}) {
+  for (const Status& refused :
+       {runtime.value()->write_word(&word, 1), runtime.value()->await_word(&word, 1),
+        runtime.value()->call_host([](void*) {}, nullptr)}) {
     REQUIRE_FALSE(refused.ok());
     CHECK(refused.error().code == ErrorCode::kUnsupported);
     CHECK(refused.error().message.find("hip is not used for ") == 0);

@@ -1,4 +1,5 @@
-// Backends that do what a test wants: devices that are too old, too small, wrong or lost, and one without a driver.
+// Backends that do what a test wants: devices that are too old, too small, wrong or lost, and one
+// without a driver.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -11,20 +12,25 @@
 
 namespace dflash::plugin::toys {
 
-inline constexpr uint32_t kSmallMemory = 0, kTooOld = 1, kWrongBits = 2, kUntriedWrong = 3, kUntriedRight = 4, kUntriedUneven = 5;
+inline constexpr uint32_t kSmallMemory = 0, kTooOld = 1, kWrongBits = 2, kUntriedWrong = 3,
+                          kUntriedRight = 4, kUntriedUneven = 5;
 
-// The reference, unless told otherwise: replies with every bit turned over, or the lowest one of large batches, or a card that is lost in each call.
+// The reference, unless told otherwise: replies with every bit turned over, or the lowest one of
+// large batches, or a card that is lost in each call.
 class ScriptedLayer final : public compute::ExpertLayer {
  public:
-  ScriptedLayer(std::unique_ptr<compute::ExpertLayer> inner, uint32_t device) : inner_(std::move(inner)), device_(device) {}
+  ScriptedLayer(std::unique_ptr<compute::ExpertLayer> inner, uint32_t device)
+      : inner_(std::move(inner)), device_(device) {}
   const compute::FfnSpec& spec() const override { return inner_->spec(); }
   uint32_t num_local_experts() const override { return inner_->num_local_experts(); }
   uint64_t resident_bytes() const override { return inner_->resident_bytes(); }
-  Status load_expert(uint32_t id, const compute::ExpertWeights& weights, compute::ProgressCounter& progress) override {
+  Status load_expert(uint32_t id, const compute::ExpertWeights& weights,
+                     compute::ProgressCounter& progress) override {
     return inner_->load_expert(id, weights, progress);
   }
   Status forward(const compute::ForwardArgs& args, compute::ProgressCounter& progress) override {
-    if (device_ == kSmallMemory) return Error{ErrorCode::kWorkerFailed, "the card has fallen off the bus"};
+    if (device_ == kSmallMemory)
+      return Error{ErrorCode::kWorkerFailed, "the card has fallen off the bus"};
     DFLASH_TRY(inner_->forward(args, progress));
     if (device_ == kUntriedRight) return ok();
     if (device_ == kUntriedUneven) {
@@ -47,18 +53,24 @@ class ScriptedDevice final : public Device, public compute::ExpertBackend {
   compute::ExpertBackend& backend() override { return *this; }
   bool takes(compute::WeightFormat format) const override { return compute::is_float(format); }
   bool computes(compute::NumericsClass numerics) const override {
-    return numerics == compute::NumericsClass::kF32Canonical || numerics == compute::NumericsClass::kBf16Mma;
+    return numerics == compute::NumericsClass::kF32Canonical ||
+           numerics == compute::NumericsClass::kBf16Mma;
   }
   bool must_prove() const override { return device_ >= kUntriedWrong; }
   uint32_t max_rows() const override { return 64; }
-  Result<uint64_t> free_bytes() override { return device_ == kSmallMemory ? uint64_t{4500} : uint64_t{1} << 30; }
-  uint64_t layer_bytes(const compute::FfnSpec&, uint32_t num_local_experts, compute::ResidentFormats) const override {
+  Result<uint64_t> free_bytes() override {
+    return device_ == kSmallMemory ? uint64_t{4500} : uint64_t{1} << 30;
+  }
+  uint64_t layer_bytes(const compute::FfnSpec&, uint32_t num_local_experts,
+                       compute::ResidentFormats) const override {
     return uint64_t{1000} * num_local_experts;
   }
-  Result<std::unique_ptr<compute::ExpertLayer>> create_layer(const compute::FfnSpec& spec, uint32_t num_local_experts,
-                                                             compute::ResidentFormats formats, compute::NumericsClass numerics) override {
+  Result<std::unique_ptr<compute::ExpertLayer>> create_layer(
+      const compute::FfnSpec& spec, uint32_t num_local_experts, compute::ResidentFormats formats,
+      compute::NumericsClass numerics) override {
     auto inner = compute::make_reference_layer(spec, num_local_experts, formats, numerics);
-    return std::unique_ptr<compute::ExpertLayer>(std::make_unique<ScriptedLayer>(std::move(inner), device_));
+    return std::unique_ptr<compute::ExpertLayer>(
+        std::make_unique<ScriptedLayer>(std::move(inner), device_));
   }
 
  private:
@@ -68,12 +80,14 @@ class ScriptedDevice final : public Device, public compute::ExpertBackend {
 struct ScriptedDriver {
   static constexpr const char* kName = "scripted";
   static Result<std::vector<DeviceListing>> list() {
-    return std::vector<DeviceListing>{{"small card", "cuda", "sm_75", 8000, ""},
-                                      {"old card", "cuda", "sm_52", 8000, "compute capability 5.2 is below 7.5"},
-                                      {"wrong card", "cuda", "sm_75", 1u << 30, ""},
-                                      {"untried card", "cuda", "sm_75", 1u << 30, ""},
-                                      {"untried card", "cuda", "sm_75", 1u << 30, ""},
-                                      {"untried card", "cuda", "sm_90", 1u << 30, ""}};
+    return std::vector<DeviceListing>{
+        {"small card",   "cuda", "sm_75", 8000,     ""                                   },
+        {"old card",     "cuda", "sm_52", 8000,     "compute capability 5.2 is below 7.5"},
+        {"wrong card",   "cuda", "sm_75", 1u << 30, ""                                   },
+        {"untried card", "cuda", "sm_75", 1u << 30, ""                                   },
+        {"untried card", "cuda", "sm_75", 1u << 30, ""                                   },
+        {"untried card", "cuda", "sm_90", 1u << 30, ""                                   }
+    };
   }
   static Result<std::unique_ptr<Device>> open(uint32_t device, const OpenOptions&) {
     return std::unique_ptr<Device>(std::make_unique<ScriptedDevice>(device));
@@ -82,7 +96,9 @@ struct ScriptedDriver {
 
 struct DriverlessDriver {
   static constexpr const char* kName = "driverless";
-  static Result<std::vector<DeviceListing>> list() { return Error{ErrorCode::kUnsupported, "the driver library is missing"}; }
+  static Result<std::vector<DeviceListing>> list() {
+    return Error{ErrorCode::kUnsupported, "the driver library is missing"};
+  }
   static Result<std::unique_ptr<Device>> open(uint32_t, const OpenOptions&) {
     return Error{ErrorCode::kUnsupported, "the driver library is missing"};
   }

@@ -1,4 +1,5 @@
-// Any backend through the C table: the processor's own must give the same bits as without it, and misuse must be an error that says what.
+// Any backend through the C table: the processor's own must give the same bits as without it, and
+// misuse must be an error that says what.
 // SPDX-License-Identifier: Apache-2.0
 #include <doctest/doctest.h>
 
@@ -34,8 +35,10 @@ std::unique_ptr<PluginBackend> open_cpu() {
   return std::move(backend).value();
 }
 
-std::unique_ptr<compute::ExpertLayer> layer_of(PluginBackend& backend, const toy::Experts& experts, uint32_t count) {
-  auto layer = backend.create_layer(experts.spec(), count, experts.dtype(), compute::NumericsClass::kF32Canonical);
+std::unique_ptr<compute::ExpertLayer> layer_of(PluginBackend& backend, const toy::Experts& experts,
+                                               uint32_t count) {
+  auto layer = backend.create_layer(experts.spec(), count, experts.dtype(),
+                                    compute::NumericsClass::kF32Canonical);
   REQUIRE(layer.ok());
   REQUIRE(experts.load_into(*layer.value()).ok());
   return std::move(layer).value();
@@ -46,12 +49,14 @@ std::string message_of(const Status& status) { return status.ok() ? "" : status.
 }  // namespace
 
 TEST_CASE("a layer behind the C table gives the reference's bits for every dtype and activation") {
-  for (const auto gate : {compute::GateKind::kNone, compute::GateKind::kGated, compute::GateKind::kClampedSwiglu}) {
+  for (const auto gate :
+       {compute::GateKind::kNone, compute::GateKind::kGated, compute::GateKind::kClampedSwiglu}) {
     for (const Dtype dtype : {Dtype::kF32, Dtype::kF16, Dtype::kBF16}) {
       compute::FfnSpec spec = toy_spec();
       spec.gate = gate;
       spec.has_gate_up_bias = spec.has_down_bias = true;
-      if (gate == compute::GateKind::kClampedSwiglu) spec.alpha = 1.7f, spec.up_offset = 1.0f, spec.gate_max = spec.up_limit = 7.0f;
+      if (gate == compute::GateKind::kClampedSwiglu)
+        spec.alpha = 1.7f, spec.up_offset = 1.0f, spec.gate_max = spec.up_limit = 7.0f;
       const toy::Experts experts(spec, 3, dtype, 7);
       auto backend = open_cpu();
       const auto layer = layer_of(*backend, experts, 3);
@@ -68,7 +73,8 @@ TEST_CASE("a layer behind the C table gives the reference's bits for every dtype
   }
 }
 
-TEST_CASE("progress made behind the table reaches the caller's counter and its task on the same thread") {
+TEST_CASE(
+    "progress made behind the table reaches the caller's counter and its task on the same thread") {
   const toy::Experts experts(toy_spec(), 2, Dtype::kF32, 1);
   auto backend = open_cpu();
   const auto layer = layer_of(*backend, experts, 2);
@@ -86,10 +92,13 @@ TEST_CASE("progress made behind the table reaches the caller's counter and its t
   CHECK(runs > 0);
 }
 
-TEST_CASE("errors keep their type and name the device, except a range error, which names row and column as everywhere") {
+TEST_CASE(
+    "errors keep their type and name the device, except a range error, which names row and column "
+    "as everywhere") {
   toy::Experts experts(toy_spec(), 2, Dtype::kF32, 1);
   auto backend = open_cpu();
-  auto empty = backend->create_layer(toy_spec(), 2, Dtype::kF32, compute::NumericsClass::kF32Canonical);
+  auto empty =
+      backend->create_layer(toy_spec(), 2, Dtype::kF32, compute::NumericsClass::kF32Canonical);
   REQUIRE(empty.ok());
   toy::Batch batch = toy::Batch::random(toy_spec(), 2, 2, 2, 3);
   batch.row_counts = {1, 1};
@@ -110,7 +119,8 @@ TEST_CASE("errors keep their type and name the device, except a range error, whi
   CHECK(message_of(failed).find("row 0, column") == 0);
 }
 
-TEST_CASE("a batch can be waited for once, in any order of the tickets, and the queue has a bound") {
+TEST_CASE(
+    "a batch can be waited for once, in any order of the tickets, and the queue has a bound") {
   const dflash_backend_table& table = *cpu_table();
   auto options = new_record<dflash_open_options>();
   dflash_device* device = nullptr;
@@ -125,7 +135,8 @@ TEST_CASE("a batch can be waited for once, in any order of the tickets, and the 
 
   const toy::Batch batch = toy::Batch::random(toy_spec(), 1, 2, 1, 3);
   const std::vector<std::byte> encoded = toy::encode(Dtype::kF32, batch.rows);
-  std::vector<std::vector<std::byte>> replies(65, std::vector<std::byte>(size_t{2} * toy_spec().out_size * 4, std::byte{0xee}));
+  std::vector<std::vector<std::byte>> replies(
+      65, std::vector<std::byte>(size_t{2} * toy_spec().out_size * 4, std::byte{0xee}));
   uint64_t tickets[65] = {};
   auto error = new_record<dflash_error>();
   for (int n = 0; n < 64; ++n) {
@@ -133,17 +144,21 @@ TEST_CASE("a batch can be waited for once, in any order of the tickets, and the 
     REQUIRE(table.submit(layer, &record, &tickets[n], &error) == 0);
   }
   const dflash_batch late = to_record(batch.args(encoded, replies[64]));
-  CHECK(table.submit(layer, &late, &tickets[64], &error) == static_cast<int32_t>(ErrorCode::kInvalidArgument));
+  CHECK(table.submit(layer, &late, &tickets[64], &error) ==
+        static_cast<int32_t>(ErrorCode::kInvalidArgument));
   CHECK(std::string(error.text).find("64 batches are under way") == 0);
 
-  CHECK(table.wait(device, tickets[5], 0, nullptr, &error) == static_cast<int32_t>(ErrorCode::kTimeout));
+  CHECK(table.wait(device, tickets[5], 0, nullptr, &error) ==
+        static_cast<int32_t>(ErrorCode::kTimeout));
   REQUIRE(table.wait(device, tickets[5], 1'000'000'000, nullptr, &error) == 0);
   CHECK(replies[5] == replies[0]);  // computed on the way
   CHECK(replies[6] != replies[5]);  // still queued
-  CHECK(table.wait(device, tickets[5], 1'000'000'000, nullptr, &error) == static_cast<int32_t>(ErrorCode::kInvalidArgument));
+  CHECK(table.wait(device, tickets[5], 1'000'000'000, nullptr, &error) ==
+        static_cast<int32_t>(ErrorCode::kInvalidArgument));
   REQUIRE(table.wait(device, tickets[0], 1'000'000'000, nullptr, &error) == 0);
   CHECK(table.submit(layer, &late, &tickets[64], &error) == 0);  // in the place of ticket 0
-  CHECK(table.wait(device, 1000, 1'000'000'000, nullptr, &error) == static_cast<int32_t>(ErrorCode::kInvalidArgument));
+  CHECK(table.wait(device, 1000, 1'000'000'000, nullptr, &error) ==
+        static_cast<int32_t>(ErrorCode::kInvalidArgument));
   table.layer_drop(layer);
   table.close(device);
 }
@@ -189,7 +204,8 @@ TEST_CASE("values that this build does not know are refused by name") {
   spec.activation = 50;
   CHECK(table.layer_define(device, &spec, &layer_options, &layer, &error) == unsupported);
   CHECK(std::string(error.text).find("activation 50") != std::string::npos);
-  CHECK(table.layer_define(nullptr, &spec, &layer_options, &layer, &error) == static_cast<int32_t>(ErrorCode::kInvalidArgument));
+  CHECK(table.layer_define(nullptr, &spec, &layer_options, &layer, &error) ==
+        static_cast<int32_t>(ErrorCode::kInvalidArgument));
   CHECK(layer == nullptr);
   table.close(device);
 }
@@ -198,12 +214,15 @@ TEST_CASE("a device that does not exist, or that cannot be used, is refused with
   auto absent = PluginBackend::open(*cpu_table(), 3, OpenOptions{});
   REQUIRE_FALSE(absent.ok());
   CHECK(absent.error().code == ErrorCode::kInvalidArgument);
-  CHECK(absent.error().message == "device cpu:3 does not exist; this machine has 1 such device, number 0");
+  CHECK(absent.error().message ==
+        "device cpu:3 does not exist; this machine has 1 such device, number 0");
 
-  auto unusable = PluginBackend::open(*table_of<toys::ScriptedDriver>(), toys::kTooOld, OpenOptions{});
+  auto unusable =
+      PluginBackend::open(*table_of<toys::ScriptedDriver>(), toys::kTooOld, OpenOptions{});
   REQUIRE_FALSE(unusable.ok());
   CHECK(unusable.error().code == ErrorCode::kUnsupported);
-  CHECK(unusable.error().message == "device scripted:1 (old card): compute capability 5.2 is below 7.5");
+  CHECK(unusable.error().message ==
+        "device scripted:1 (old card): compute capability 5.2 is below 7.5");
 
   auto none = PluginBackend::open(*table_of<toys::DriverlessDriver>(), 0, OpenOptions{});
   REQUIRE_FALSE(none.ok());
@@ -211,26 +230,37 @@ TEST_CASE("a device that does not exist, or that cannot be used, is refused with
   CHECK_FALSE(list_devices(*table_of<toys::DriverlessDriver>()).ok());
 }
 
-TEST_CASE("too little device memory names the shortfall and how many experts fit, before anything is loaded") {
-  auto backend = PluginBackend::open(*table_of<toys::ScriptedDriver>(), toys::kSmallMemory, OpenOptions{});
+TEST_CASE(
+    "too little device memory names the shortfall and how many experts fit, before anything is "
+    "loaded") {
+  auto backend =
+      PluginBackend::open(*table_of<toys::ScriptedDriver>(), toys::kSmallMemory, OpenOptions{});
   REQUIRE(backend.ok());
-  auto layer = backend.value()->create_layer(toy_spec(), 10, Dtype::kF32, compute::NumericsClass::kF32Canonical);
+  auto layer = backend.value()->create_layer(toy_spec(), 10, Dtype::kF32,
+                                             compute::NumericsClass::kF32Canonical);
   REQUIRE_FALSE(layer.ok());
   CHECK(layer.error().code == ErrorCode::kOutOfMemory);
   CHECK(layer.error().message ==
-        "device scripted:0 (small card): 10 experts of this layer need 10000 bytes, 4500 are free: 5500 short; at most 4 experts fit");
+        "device scripted:0 (small card): 10 experts of this layer need 10000 bytes, 4500 are free: "
+        "5500 short; at most 4 experts fit");
 }
 
-TEST_CASE("a format or class that the device lacks is unsupported, a card that is lost fails the call") {
-  auto backend = PluginBackend::open(*table_of<toys::ScriptedDriver>(), toys::kSmallMemory, OpenOptions{});
+TEST_CASE(
+    "a format or class that the device lacks is unsupported, a card that is lost fails the call") {
+  auto backend =
+      PluginBackend::open(*table_of<toys::ScriptedDriver>(), toys::kSmallMemory, OpenOptions{});
   REQUIRE(backend.ok());
-  auto format = backend.value()->create_layer(toy_spec(), 1, compute::WeightFormat::kQ4K, compute::NumericsClass::kF32Canonical);
+  auto format = backend.value()->create_layer(toy_spec(), 1, compute::WeightFormat::kQ4K,
+                                              compute::NumericsClass::kF32Canonical);
   REQUIRE_FALSE(format.ok());
   CHECK(format.error().code == ErrorCode::kUnsupported);
-  CHECK(format.error().message.find("scripted:0 (small card): weights in q4_k have no kernel") != std::string::npos);
-  auto numerics = backend.value()->create_layer(toy_spec(), 1, Dtype::kBF16, compute::NumericsClass::kBf16Dot);
+  CHECK(format.error().message.find("scripted:0 (small card): weights in q4_k have no kernel") !=
+        std::string::npos);
+  auto numerics =
+      backend.value()->create_layer(toy_spec(), 1, Dtype::kBF16, compute::NumericsClass::kBf16Dot);
   REQUIRE_FALSE(numerics.ok());
-  CHECK(numerics.error().message.find("bf16-dot is not computed by this device") != std::string::npos);
+  CHECK(numerics.error().message.find("bf16-dot is not computed by this device") !=
+        std::string::npos);
   CHECK_FALSE(backend.value()->computes(compute::NumericsClass::kBf16Dot));
 
   const toy::Experts experts(toy_spec(), 2, Dtype::kF32, 1);
@@ -244,7 +274,9 @@ TEST_CASE("a format or class that the device lacks is unsupported, a card that i
 }
 
 TEST_CASE("a card that no test ever ran on computes the reference's numbers, or gets no layer") {
-  const auto define = [](uint32_t device, Dtype format, compute::NumericsClass numerics = compute::NumericsClass::kF32Canonical) -> Status {
+  const auto define = [](uint32_t device, Dtype format,
+                         compute::NumericsClass numerics =
+                             compute::NumericsClass::kF32Canonical) -> Status {
     auto backend = PluginBackend::open(*table_of<toys::ScriptedDriver>(), device, OpenOptions{});
     REQUIRE(backend.ok());
     auto layer = backend.value()->create_layer(toy_spec(), 1, format, numerics);
@@ -255,17 +287,22 @@ TEST_CASE("a card that no test ever ran on computes the reference's numbers, or 
   const Status refused = define(toys::kUntriedWrong, Dtype::kBF16);
   REQUIRE_FALSE(refused.ok());
   CHECK(refused.error().code == ErrorCode::kUnsupported);
-  CHECK(refused.error().message.find("scripted:3 (untried card): its kernels compute wrong numbers: f32-canonical silu with weights in bf16 differs "
+  CHECK(refused.error().message.find("scripted:3 (untried card): its kernels compute wrong "
+                                     "numbers: f32-canonical silu with weights in bf16 differs "
                                      "from the reference in ") != std::string::npos);
 
-  // In a class of matrix units bits are the card's own, but a row's must not depend on how many come with it.
+  // In a class of matrix units bits are the card's own, but a row's must not depend on how many
+  // come with it.
   CHECK(define(toys::kUntriedRight, Dtype::kBF16, compute::NumericsClass::kBf16Mma).ok());
   const Status uneven = define(toys::kUntriedUneven, Dtype::kF16, compute::NumericsClass::kBf16Mma);
   REQUIRE_FALSE(uneven.ok());
-  CHECK(uneven.error().message.find("bf16-mma silu with weights in f16 differs from the reference in 1 of ") != std::string::npos);
+  CHECK(uneven.error().message.find(
+            "bf16-mma silu with weights in f16 differs from the reference in 1 of ") !=
+        std::string::npos);
 }
 
-TEST_CASE("the self-test passes on the processor's kernels and counts what a wrong device computes") {
+TEST_CASE(
+    "the self-test passes on the processor's kernels and counts what a wrong device computes") {
   auto backend = open_cpu();
   auto first = backend->self_test(0);
   REQUIRE(first.ok());
@@ -273,12 +310,14 @@ TEST_CASE("the self-test passes on the processor's kernels and counts what a wro
   for (uint32_t test_case = 0; test_case < first.value().num_cases; ++test_case) {
     const auto tested = backend->self_test(test_case);
     REQUIRE(tested.ok());
-    CHECK_MESSAGE(tested.value().differing == 0, tested.value().kernel, " ", tested.value().formats);
+    CHECK_MESSAGE(tested.value().differing == 0, tested.value().kernel, " ",
+                  tested.value().formats);
     CHECK(tested.value().elements > 1000);
   }
   CHECK_FALSE(backend->self_test(first.value().num_cases).ok());
 
-  auto wrong = PluginBackend::open(*table_of<toys::ScriptedDriver>(), toys::kWrongBits, OpenOptions{});
+  auto wrong =
+      PluginBackend::open(*table_of<toys::ScriptedDriver>(), toys::kWrongBits, OpenOptions{});
   REQUIRE(wrong.ok());
   const auto tested = wrong.value()->self_test(0);
   REQUIRE(tested.ok());

@@ -1,4 +1,5 @@
-// Mapped checkpoint files: views hold the file's bytes, and nothing outside the file can be addressed.
+// Mapped checkpoint files: views hold the file's bytes, and nothing outside the file can be
+// addressed.
 // SPDX-License-Identifier: Apache-2.0
 #include "store/mapped_file.h"
 
@@ -38,7 +39,9 @@ class TemporaryFile {
   OwnedFd fd_;
 };
 
-TEST_CASE("what is copied are the file's bytes, and a file that has become shorter is an error rather than SIGBUS") {
+TEST_CASE(
+    "what is copied are the file's bytes, and a file that has become shorter is an error rather "
+    "than SIGBUS") {
   const TemporaryFile file(100);
   const auto mapped = MappedFile::open(file.path()).value();
   const auto matrix = mapped->matrix(10, Dtype::kF16, 4, 8, 8, 1);
@@ -114,7 +117,8 @@ TEST_CASE("dropped pages are read again when they are touched") {
 
 TEST_CASE("a file that is missing, empty or no file is a checkpoint error with its path") {
   const TemporaryFile empty(0);
-  for (const std::string& path : {std::string("/nonexistent/model.safetensors"), std::string(empty.path()), std::string("/tmp")}) {
+  for (const std::string& path : {std::string("/nonexistent/model.safetensors"),
+                                  std::string(empty.path()), std::string("/tmp")}) {
     const auto mapped = MappedFile::open(path);
     REQUIRE(!mapped.ok());
     CHECK(mapped.error().code == ErrorCode::kCheckpoint);

@@ -1,4 +1,5 @@
-// Every transport as a type, so that one conformance test runs against each of them. `make` yields two connected ends.
+// Every transport as a type, so that one conformance test runs against each of them. `make` yields
+// two connected ends.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -45,8 +46,10 @@ struct Shared {
     const int bell = ::eventfd(0, EFD_CLOEXEC);
     REQUIRE(bell >= 0);
     OwnedFd worker_bell(::dup(bell));
-    return {take(make_shared_channel(Side::kHost, geometry, std::move(request), std::move(reply_view), OwnedFd(bell))),
-            take(make_shared_channel(Side::kWorker, geometry, std::move(reply), std::move(request_view), std::move(worker_bell)))};
+    return {take(make_shared_channel(Side::kHost, geometry, std::move(request),
+                                     std::move(reply_view), OwnedFd(bell))),
+            take(make_shared_channel(Side::kWorker, geometry, std::move(reply),
+                                     std::move(request_view), std::move(worker_bell)))};
   }
 };
 
@@ -73,19 +76,24 @@ inline std::pair<OwnedFd, OwnedFd> tcp_sockets() {
   return {std::move(ours), std::move(theirs)};
 }
 
-inline ChannelPair stream_pair(const SlotGeometry& geometry, std::pair<OwnedFd, OwnedFd> ends, const StreamOptions& options = {}) {
+inline ChannelPair stream_pair(const SlotGeometry& geometry, std::pair<OwnedFd, OwnedFd> ends,
+                               const StreamOptions& options = {}) {
   return {take(make_stream_channel(Side::kHost, geometry, std::move(ends.first), options)),
           take(make_stream_channel(Side::kWorker, geometry, std::move(ends.second), options))};
 }
 
 struct Unix {
   static constexpr const char* kKind = "unix";
-  static ChannelPair make(const SlotGeometry& geometry) { return stream_pair(geometry, unix_sockets()); }
+  static ChannelPair make(const SlotGeometry& geometry) {
+    return stream_pair(geometry, unix_sockets());
+  }
 };
 
 struct Tcp {
   static constexpr const char* kKind = "tcp";
-  static ChannelPair make(const SlotGeometry& geometry) { return stream_pair(geometry, tcp_sockets()); }
+  static ChannelPair make(const SlotGeometry& geometry) {
+    return stream_pair(geometry, tcp_sockets());
+  }
 };
 
 // The host's end behind a link without delay.
@@ -99,10 +107,11 @@ struct Emulated {
   }
 };
 
-#define DFLASH_EVERY_KIND                                                                                                   \
+#define DFLASH_EVERY_KIND \
   Loopback, Shared, Unix, Tcp, Emulated<Loopback>, Emulated<Shared>, Emulated<Unix>, Emulated<Tcp>
 
-// Waits for one arrival on one channel; fails the test on an error or when nothing comes for ten seconds.
+// Waits for one arrival on one channel; fails the test on an error or when nothing comes for ten
+// seconds.
 inline Arrival receive(Channel& channel, int64_t spin_ns = 0) {
   WaitEntry entry;
   entry.channel = &channel;
@@ -122,7 +131,8 @@ inline Error receive_error(Channel& channel) {
 }
 
 inline void fill(std::span<std::byte> bytes, uint64_t seed) {
-  for (size_t i = 0; i < bytes.size(); ++i) bytes[i] = static_cast<std::byte>(seed * 131 + i * 7 + (i >> 8));
+  for (size_t i = 0; i < bytes.size(); ++i)
+    bytes[i] = static_cast<std::byte>(seed * 131 + i * 7 + (i >> 8));
 }
 
 // Compares in one go: a CHECK per byte would dominate the run.

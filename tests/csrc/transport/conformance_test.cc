@@ -1,4 +1,5 @@
-// What every transport owes its users (transport/channel.h), run against each of them and each behind an emulated link.
+// What every transport owes its users (transport/channel.h), run against each of them and each
+// behind an emulated link.
 // SPDX-License-Identifier: Apache-2.0
 #include <doctest/doctest.h>
 #include <poll.h>
@@ -31,7 +32,8 @@ constexpr int kLitmusRounds = 200'000;
 constexpr size_t kBulkBytes = 64u << 20;
 #endif
 
-TEST_CASE_TEMPLATE("a channel says its kind and geometry and aligns its slots", Kind, DFLASH_EVERY_KIND) {
+TEST_CASE_TEMPLATE("a channel says its kind and geometry and aligns its slots", Kind,
+                   DFLASH_EVERY_KIND) {
   const ChannelPair pair = Kind::make(kSmall);
   CHECK(std::string(pair.host->kind()) == Kind::kKind);
   CHECK(std::string(pair.worker->kind()) == Kind::kKind);
@@ -43,7 +45,9 @@ TEST_CASE_TEMPLATE("a channel says its kind and geometry and aligns its slots", 
   }
 }
 
-TEST_CASE_TEMPLATE("messages of every size arrive intact and in order, in every slot and both directions", Kind, DFLASH_EVERY_KIND) {
+TEST_CASE_TEMPLATE(
+    "messages of every size arrive intact and in order, in every slot and both directions", Kind,
+    DFLASH_EVERY_KIND) {
   const ChannelPair pair = Kind::make(kSmall);
   uint64_t seed = 0;
   for (const size_t bytes : {0u, 1u, 63u, 64u, 65u, 1000u, 1024u}) {
@@ -85,20 +89,29 @@ TEST_CASE_TEMPLATE("one slot and the largest number of slots work", Kind, DFLASH
 }
 
 TEST_CASE_TEMPLATE("a geometry out of its limits is refused", Kind, Loopback) {
-  for (const SlotGeometry& wrong : {SlotGeometry{0, 64, 64}, SlotGeometry{kMaxSlots + 1, 64, 64}, SlotGeometry{1, 0, 64},
-                                    SlotGeometry{1, 65, 64}, SlotGeometry{1, 64, kMaxSlotBytes + 64}}) {
+  for (const SlotGeometry& wrong : {
+           SlotGeometry{0,             64, 64                },
+           SlotGeometry{kMaxSlots + 1, 64, 64                },
+           SlotGeometry{1,             0,  64                },
+           SlotGeometry{1,             65, 64                },
+           SlotGeometry{1,             64, kMaxSlotBytes + 64}
+  }) {
     CHECK(make_loopback(wrong).error().code == ErrorCode::kInvalidArgument);
     CHECK(Segment::create(Side::kHost, wrong, 1).error().code == ErrorCode::kInvalidArgument);
-    CHECK(make_stream_channel(Side::kHost, wrong, unix_sockets().first, {}).error().code == ErrorCode::kInvalidArgument);
+    CHECK(make_stream_channel(Side::kHost, wrong, unix_sockets().first, {}).error().code ==
+          ErrorCode::kInvalidArgument);
   }
 }
 
-TEST_CASE_TEMPLATE("a slot or length out of range is refused and the channel stays usable", Kind, DFLASH_EVERY_KIND) {
+TEST_CASE_TEMPLATE("a slot or length out of range is refused and the channel stays usable", Kind,
+                   DFLASH_EVERY_KIND) {
   const ChannelPair pair = Kind::make(kSmall);
   CHECK(pair.host->publish(kSmall.num_slots, 1).error().code == ErrorCode::kInvalidArgument);
   CHECK(pair.host->publish(~0u, 1).error().code == ErrorCode::kInvalidArgument);
-  CHECK(pair.host->publish(0, kSmall.request_bytes + 1).error().code == ErrorCode::kInvalidArgument);
-  CHECK(pair.worker->publish(0, kSmall.reply_bytes + 1).error().code == ErrorCode::kInvalidArgument);
+  CHECK(pair.host->publish(0, kSmall.request_bytes + 1).error().code ==
+        ErrorCode::kInvalidArgument);
+  CHECK(pair.worker->publish(0, kSmall.reply_bytes + 1).error().code ==
+        ErrorCode::kInvalidArgument);
   CHECK(!take(pair.worker->poll()).has_value());
   REQUIRE(pair.host->publish(1, 5).ok());
   CHECK(receive(*pair.worker).slot == 1);
@@ -109,7 +122,8 @@ TEST_CASE_TEMPLATE("bulk both ways at once finishes without a deadlock", Kind, D
   fill(pair.host->outgoing(0), 1);
   fill(pair.worker->outgoing(0), 2);
   std::atomic<int> num_received = 0;
-  // Each end goes on waiting until both have their message: waiting is what sends the rest of its own.
+  // Each end goes on waiting until both have their message: waiting is what sends the rest of its
+  // own.
   const auto exchange = [&](Channel& channel, uint64_t awaited_seed) {
     CHECK(channel.publish(0, kBulkBytes).ok());
     CHECK(is_filled_with(receive(channel).bytes, awaited_seed));
@@ -126,14 +140,16 @@ TEST_CASE_TEMPLATE("bulk both ways at once finishes without a deadlock", Kind, D
   worker.join();
 }
 
-TEST_CASE_TEMPLATE("a closed peer is lost after its last message, for receiver and sender", Kind, DFLASH_EVERY_KIND) {
+TEST_CASE_TEMPLATE("a closed peer is lost after its last message, for receiver and sender", Kind,
+                   DFLASH_EVERY_KIND) {
   ChannelPair pair = Kind::make(kSmall);
   REQUIRE(pair.worker->publish(2, 10).ok());
   pair.worker.reset();
   CHECK(receive(*pair.host).slot == 2);
   CHECK(receive_error(*pair.host).code == ErrorCode::kWorkerLost);
   // A link tells at the latest when the message comes out of it.
-  if (pair.host->publish(0, 10).ok()) CHECK(receive_error(*pair.host).code == ErrorCode::kWorkerLost);
+  if (pair.host->publish(0, 10).ok())
+    CHECK(receive_error(*pair.host).code == ErrorCode::kWorkerLost);
   CHECK(pair.host->poll().error().code == ErrorCode::kWorkerLost);
 }
 
@@ -149,7 +165,8 @@ TEST_CASE_TEMPLATE("a sleeper is woken when its peer closes", Kind, DFLASH_EVERY
   sleeper.join();
 }
 
-// Both ends sleep before almost every message; a lost wake-up ends in the ten-second deadline of receive().
+// Both ends sleep before almost every message; a lost wake-up ends in the ten-second deadline of
+// receive().
 void ping_pong(Channel& host, Channel& worker, int rounds, int64_t host_spin_ns, int host_wake_fd) {
   std::thread echo([&] {
     for (int round = 0; round < rounds; ++round) {
@@ -167,7 +184,8 @@ void ping_pong(Channel& host, Channel& worker, int rounds, int64_t host_spin_ns,
     WaitEntry entry;
     entry.channel = &host;
     wait_any({&entry, 1}, Deadline::after_ms(10'000), host_spin_ns, host_wake_fd);
-    if (!entry.arrival || entry.arrival->slot != slot || entry.arrival->bytes.size() != bytes) break;
+    if (!entry.arrival || entry.arrival->slot != slot || entry.arrival->bytes.size() != bytes)
+      break;
     intact += is_filled_with(entry.arrival->bytes, static_cast<uint64_t>(round)) ? 1 : 0;
   }
   CHECK(intact == rounds);
@@ -179,24 +197,29 @@ TEST_CASE_TEMPLATE("no wake-up is lost when both ends sleep", Kind, DFLASH_EVERY
   ping_pong(*pair.host, *pair.worker, kSleepRounds, 0, -1);
 }
 
-TEST_CASE_TEMPLATE("no wake-up is lost when the host sleeps on descriptors", Kind, DFLASH_EVERY_KIND) {
+TEST_CASE_TEMPLATE("no wake-up is lost when the host sleeps on descriptors", Kind,
+                   DFLASH_EVERY_KIND) {
   const ChannelPair pair = Kind::make({2, 64, 64});
   const OwnedFd never(::eventfd(0, EFD_CLOEXEC));
   ping_pong(*pair.host, *pair.worker, kSleepRounds / 4, 0, never.get());
 }
 
-TEST_CASE_TEMPLATE("no message is lost when a short spin often ends in sleep", Kind, DFLASH_EVERY_KIND) {
+TEST_CASE_TEMPLATE("no message is lost when a short spin often ends in sleep", Kind,
+                   DFLASH_EVERY_KIND) {
   const ChannelPair pair = Kind::make({2, 64, 64});
   ping_pong(*pair.host, *pair.worker, kSleepRounds / 4, 3'000, -1);
 }
 
-// The Dekker pair of the ring, without the system calls that would hide a missing barrier: in every round one thread publishes
-// while the other announces its sleep and looks once more. Either it finds the message or its bell has rung.
-TEST_CASE_TEMPLATE("a publish and an announced sleep never miss each other", Kind, Loopback, Shared) {
+// The Dekker pair of the ring, without the system calls that would hide a missing barrier: in every
+// round one thread publishes while the other announces its sleep and looks once more. Either it
+// finds the message or its bell has rung.
+TEST_CASE_TEMPLATE("a publish and an announced sleep never miss each other", Kind, Loopback,
+                   Shared) {
   const ChannelPair pair = Kind::make({2, 64, 64});
   constexpr int kStop = -1;
   std::atomic<int> started = 0, published = 0;
-  // Spins, for the collision has to be close; gives way where there are fewer processors than threads.
+  // Spins, for the collision has to be close; gives way where there are fewer processors than
+  // threads.
   const auto await = [](const std::atomic<int>& round, int value) {
     for (int turn = 1; round.load() != value && round.load() != kStop; ++turn) {
       if (turn % 4096 == 0) std::this_thread::yield();
@@ -205,7 +228,9 @@ TEST_CASE_TEMPLATE("a publish and an announced sleep never miss each other", Kin
   std::thread publisher([&] {
     for (int round = 1;; ++round) {
       await(started, round);
-      if (started.load() == kStop || !pair.worker->publish(static_cast<uint32_t>(round) % 2, 8).ok()) break;
+      if (started.load() == kStop ||
+          !pair.worker->publish(static_cast<uint32_t>(round) % 2, 8).ok())
+        break;
       published.store(round);
     }
   });
@@ -213,8 +238,10 @@ TEST_CASE_TEMPLATE("a publish and an announced sleep never miss each other", Kin
   const Deadline deadline = Deadline::after_ms(2'000);
   for (int round = 1; round <= kLitmusRounds && !deadline.has_passed(); ++round) {
     started.store(round);
-    // The publisher hears of the round about a cache line's transfer later; every delay around that is tried.
-    for (int delay = round % 256; delay > 0; --delay) std::atomic_signal_fence(std::memory_order_seq_cst);
+    // The publisher hears of the round about a cache line's transfer later; every delay around that
+    // is tried.
+    for (int delay = round % 256; delay > 0; --delay)
+      std::atomic_signal_fence(std::memory_order_seq_cst);
     const WakeSource source = pair.host->arm(SleepKind::kPoll);
     const bool found = take(pair.host->poll()).has_value();
     await(published, round);
@@ -242,7 +269,8 @@ TEST_CASE_TEMPLATE("a wait ends at its deadline when nothing comes", Kind, DFLAS
   }
 }
 
-TEST_CASE_TEMPLATE("a wait ends when its wake descriptor is readable, spinning or asleep", Kind, DFLASH_EVERY_KIND) {
+TEST_CASE_TEMPLATE("a wait ends when its wake descriptor is readable, spinning or asleep", Kind,
+                   DFLASH_EVERY_KIND) {
   const ChannelPair pair = Kind::make(kSmall);
   for (const int64_t spin_ns : {int64_t{0}, int64_t{5'000'000'000}}) {
     for (Channel* channel : {pair.host.get(), pair.worker.get()}) {
@@ -263,11 +291,13 @@ TEST_CASE_TEMPLATE("a wait ends when its wake descriptor is readable, spinning o
 }
 
 TEST_CASE("a wait on several kinds of channel finds the one that has something") {
-  ChannelPair pairs[] = {Loopback::make(kSmall), Shared::make(kSmall), Unix::make(kSmall), Tcp::make(kSmall)};
+  ChannelPair pairs[] = {Loopback::make(kSmall), Shared::make(kSmall), Unix::make(kSmall),
+                         Tcp::make(kSmall)};
   for (const bool host_waits : {true, false}) {
     for (size_t sender = 0; sender < 4; ++sender) {
       std::vector<WaitEntry> entries(5);
-      for (size_t i = 0; i < 4; ++i) entries[i].channel = host_waits ? pairs[i].host.get() : pairs[i].worker.get();
+      for (size_t i = 0; i < 4; ++i)
+        entries[i].channel = host_waits ? pairs[i].host.get() : pairs[i].worker.get();
       std::thread publisher([&] {
         Channel& channel = host_waits ? *pairs[sender].worker : *pairs[sender].host;
         CHECK(channel.publish(3, 9).ok());
@@ -276,7 +306,8 @@ TEST_CASE("a wait on several kinds of channel finds the one that has something")
       publisher.join();
       REQUIRE(entries[sender].arrival.has_value());
       CHECK(entries[sender].arrival->slot == 3);
-      for (size_t i = 0; i < entries.size(); ++i) CHECK(entries[i].arrival.has_value() == (i == sender));
+      for (size_t i = 0; i < entries.size(); ++i)
+        CHECK(entries[i].arrival.has_value() == (i == sender));
     }
   }
 }

@@ -1,4 +1,5 @@
-// The decorators: each planned fault happens at its message and nowhere else; emulated links keep order, delay and rate.
+// The decorators: each planned fault happens at its message and nowhere else; emulated links keep
+// order, delay and rate.
 // SPDX-License-Identifier: Apache-2.0
 #include "transport/faulty/faulty.h"
 
@@ -22,7 +23,8 @@ ChannelPair with_fault(FaultKind kind, FaultPoint point, uint64_t nth, double de
   return pair;
 }
 
-// Sends three messages through the faulty end in the direction of `point`; the receiver's view of each that arrived.
+// Sends three messages through the faulty end in the direction of `point`; the receiver's view of
+// each that arrived.
 struct Seen {
   uint32_t slot;
   size_t bytes;
@@ -38,7 +40,8 @@ std::vector<Seen> send_three(const ChannelPair& pair, FaultPoint point) {
     REQUIRE(sender.publish(slot, 100).ok());
     while (const auto arrival = take(receiver.poll())) {
       Seen one{arrival->slot, arrival->bytes.size(), 0};
-      for (const std::byte byte : arrival->bytes) one.wrong_bits += std::popcount(std::to_integer<uint32_t>(byte ^ std::byte{0x55}));
+      for (const std::byte byte : arrival->bytes)
+        one.wrong_bits += std::popcount(std::to_integer<uint32_t>(byte ^ std::byte{0x55}));
       seen.push_back(one);
     }
   }

@@ -1,4 +1,5 @@
-// Sealed segments: what attach() refuses, that the seals hold, and that a hostile writer can spoil its own data and nothing else.
+// Sealed segments: what attach() refuses, that the seals hold, and that a hostile writer can spoil
+// its own data and nothing else.
 // SPDX-License-Identifier: Apache-2.0
 #include "transport/shared/segment.h"
 
@@ -44,14 +45,19 @@ TEST_CASE("the peer can neither resize the segment nor map it writable") {
   CHECK((::fcntl(own.fd(), F_GETFD) & FD_CLOEXEC) != 0);
 }
 
-TEST_CASE("an open segment can be mapped writable and still not resized; what is sealed less than agreed is refused") {
+TEST_CASE(
+    "an open segment can be mapped writable and still not resized; what is sealed less than agreed "
+    "is refused") {
   const Segment own = take(Segment::create(Side::kWorker, kSmall, kGeneration, true));
   CHECK(::ftruncate(own.fd(), 0) != 0);
-  const Segment view = take(Segment::attach(OwnedFd(::dup(own.fd())), Side::kWorker, kSmall, kGeneration, true));
+  const Segment view =
+      take(Segment::attach(OwnedFd(::dup(own.fd())), Side::kWorker, kSmall, kGeneration, true));
   CHECK(view.is_writable());
   CHECK(::mprotect(view.base(), view.mapped_bytes(), PROT_READ | PROT_WRITE) == 0);
-  CHECK(attach_error(::dup(own.fd()), Side::kWorker, kSmall, kGeneration).message.find("required: shrink, grow, future-write") != std::string::npos);
-  CHECK_FALSE(attach(take(Segment::create(Side::kHost, kSmall, kGeneration)), Side::kHost, kSmall).is_writable());
+  CHECK(attach_error(::dup(own.fd()), Side::kWorker, kSmall, kGeneration)
+            .message.find("required: shrink, grow, future-write") != std::string::npos);
+  CHECK_FALSE(attach(take(Segment::create(Side::kHost, kSmall, kGeneration)), Side::kHost, kSmall)
+                  .is_writable());
 }
 
 TEST_CASE("attach refuses every value that was not agreed, by name") {
@@ -64,8 +70,10 @@ TEST_CASE("attach refuses every value that was not agreed, by name") {
   CHECK(refused(Side::kHost, kSmall, kGeneration + 1).find("generation is 7") != std::string::npos);
   CHECK(refused(Side::kHost, {8, 1024, 2048}, kGeneration).find("size is") != std::string::npos);
   // These need as many bytes, so only the header tells them apart.
-  CHECK(refused(Side::kHost, {4, 1024, 4096}, kGeneration).find("reply_bytes is 2048") != std::string::npos);
-  CHECK(refused(Side::kWorker, {4, 4096, 1024}, kGeneration).find("writer is 0") != std::string::npos);
+  CHECK(refused(Side::kHost, {4, 1024, 4096}, kGeneration).find("reply_bytes is 2048") !=
+        std::string::npos);
+  CHECK(refused(Side::kWorker, {4, 4096, 1024}, kGeneration).find("writer is 0") !=
+        std::string::npos);
 }
 
 TEST_CASE("attach refuses a memfd that is unsealed, half sealed, of the wrong size, or no memfd") {
@@ -77,10 +85,13 @@ TEST_CASE("attach refuses a memfd that is unsealed, half sealed, of the wrong si
     return fd;
   };
   const int all = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_FUTURE_WRITE | F_SEAL_SEAL;
-  const auto message = [&](int fd) { return attach_error(fd, Side::kHost, kSmall, kGeneration).message; };
+  const auto message = [&](int fd) {
+    return attach_error(fd, Side::kHost, kSmall, kGeneration).message;
+  };
   CHECK(message(memfd(layout.total_bytes, 0)).find("seals are") != std::string::npos);
   for (const int missing : {F_SEAL_SHRINK, F_SEAL_GROW, F_SEAL_FUTURE_WRITE, F_SEAL_SEAL}) {
-    CHECK(message(memfd(layout.total_bytes, all & ~missing)).find("seals are") != std::string::npos);
+    CHECK(message(memfd(layout.total_bytes, all & ~missing)).find("seals are") !=
+          std::string::npos);
   }
   CHECK(message(memfd(layout.total_bytes - 4096, all)).find("size is") != std::string::npos);
   CHECK(message(memfd(layout.total_bytes + 4096, all)).find("size is") != std::string::npos);
@@ -94,8 +105,9 @@ TEST_CASE("a channel refuses segments of another side or geometry") {
   const Segment peer_own = take(Segment::create(Side::kHost, kSmall, kGeneration));
   Segment peer = attach(peer_own, Side::kHost, kSmall);
   // The worker's segment handed in as the host's.
-  CHECK(make_shared_channel(Side::kHost, kSmall, std::move(own), std::move(peer), OwnedFd()).error().code ==
-        ErrorCode::kInvalidArgument);
+  CHECK(make_shared_channel(Side::kHost, kSmall, std::move(own), std::move(peer), OwnedFd())
+            .error()
+            .code == ErrorCode::kInvalidArgument);
 }
 
 // A worker that writes what it likes into its own segment, seen from the host's channel.
@@ -104,11 +116,16 @@ struct HostileWorker {
   std::unique_ptr<Channel> host;
 
   HostileWorker() {
-    host = take(make_shared_channel(Side::kHost, kSmall, take(Segment::create(Side::kHost, kSmall, kGeneration)),
+    host = take(make_shared_channel(Side::kHost, kSmall,
+                                    take(Segment::create(Side::kHost, kSmall, kGeneration)),
                                     attach(segment, Side::kWorker, kSmall), OwnedFd()));
   }
-  void store_u32(uint64_t offset, uint32_t value) { std::memcpy(segment.base() + offset, &value, sizeof value); }
-  void store_u64(uint64_t offset, uint64_t value) { std::memcpy(segment.base() + offset, &value, sizeof value); }
+  void store_u32(uint64_t offset, uint32_t value) {
+    std::memcpy(segment.base() + offset, &value, sizeof value);
+  }
+  void store_u64(uint64_t offset, uint64_t value) {
+    std::memcpy(segment.base() + offset, &value, sizeof value);
+  }
 };
 
 TEST_CASE("a head, slot or length out of range is a protocol error and stays one") {
@@ -118,12 +135,12 @@ TEST_CASE("a head, slot or length out of range is a protocol error and stays one
     uint64_t bytes;
   };
   const Case cases[] = {
-      {"head is 5", 2 * 5, 0, 0},
-      {"head is 2147483647", ~0u - 1, 0, 0},
-      {"slot is 4", 2, 4, 0},
-      {"slot is 4294967295", 2, ~0u, 0},
-      {"length is 2049", 2, 0, 2049},
-      {"length is 18446744073709551615", 2, 0, ~0ull},
+      {"head is 5",                      2 * 5,   0,   0    },
+      {"head is 2147483647",             ~0u - 1, 0,   0    },
+      {"slot is 4",                      2,       4,   0    },
+      {"slot is 4294967295",             2,       ~0u, 0    },
+      {"length is 2049",                 2,       0,   2049 },
+      {"length is 18446744073709551615", 2,       0,   ~0ull},
   };
   for (const Case& hostile : cases) {
     HostileWorker worker;
@@ -134,13 +151,15 @@ TEST_CASE("a head, slot or length out of range is a protocol error and stays one
       const auto polled = worker.host->poll();
       REQUIRE_MESSAGE(!polled.ok(), hostile.named);
       CHECK(polled.error().code == ErrorCode::kProtocol);
-      CHECK_MESSAGE(polled.error().message.find(hostile.named) != std::string::npos, polled.error().message);
+      CHECK_MESSAGE(polled.error().message.find(hostile.named) != std::string::npos,
+                    polled.error().message);
       worker.store_u32(kHeadOffset, 0);
     }
   }
 }
 
-TEST_CASE("random writes of a peer never crash or hang the reader and never yield bytes outside a slot") {
+TEST_CASE(
+    "random writes of a peer never crash or hang the reader and never yield bytes outside a slot") {
   std::mt19937 engine(5);
   const auto random = [&] { return static_cast<uint32_t>(engine()); };
   const auto layout = take(SegmentLayout::of(Side::kWorker, kSmall));
@@ -148,12 +167,15 @@ TEST_CASE("random writes of a peer never crash or hang the reader and never yiel
     HostileWorker worker;
     uint32_t head = 0;
     for (int step = 0; step < 50; ++step) {
-      for (int i = 0; i < 8; ++i) worker.store_u32(kHeadOffset + 4 * (random() % 110), random() % 3 == 0 ? random() : random() % 8);
+      for (int i = 0; i < 8; ++i)
+        worker.store_u32(kHeadOffset + 4 * (random() % 110),
+                         random() % 3 == 0 ? random() : random() % 8);
       // Mostly plausible heads, or the first one would end every round.
       if (random() % 20 != 0) worker.store_u32(kHeadOffset, head += 2 * (random() % 3));
       const auto polled = worker.host->poll();
       if (!polled.ok()) {
-        CHECK((polled.error().code == ErrorCode::kProtocol || polled.error().code == ErrorCode::kWorkerLost));
+        CHECK((polled.error().code == ErrorCode::kProtocol ||
+               polled.error().code == ErrorCode::kWorkerLost));
         break;
       }
       if (polled.value()) {

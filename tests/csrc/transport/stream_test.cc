@@ -1,4 +1,5 @@
-// What only a byte stream can do wrong: half messages, bad prefixes, pieces of any size, full buffers.
+// What only a byte stream can do wrong: half messages, bad prefixes, pieces of any size, full
+// buffers.
 // SPDX-License-Identifier: Apache-2.0
 #include "transport/stream/stream.h"
 
@@ -43,7 +44,8 @@ struct BarePeer {
     host = take(make_stream_channel(Side::kHost, kSmall, std::move(ends.first), {}));
   }
   void send(std::span<const std::byte> bytes) {
-    REQUIRE(::send(socket.get(), bytes.data(), bytes.size(), 0) == static_cast<ssize_t>(bytes.size()));
+    REQUIRE(::send(socket.get(), bytes.data(), bytes.size(), 0) ==
+            static_cast<ssize_t>(bytes.size()));
   }
 };
 
@@ -53,11 +55,11 @@ TEST_CASE("a prefix out of range is a protocol error and stays one") {
     std::vector<std::byte> prefix;
   };
   const Case cases[] = {
-      {"slot is 4", prefix_of(4, 0, 1)},
-      {"slot is 4294967295", prefix_of(~0u, 0, 1)},
-      {"reserved field is 1", prefix_of(0, 1, 1)},
-      {"length is 2049", prefix_of(0, 0, 2049)},
-      {"length is 18446744073709551615", prefix_of(0, 0, ~0ull)},
+      {"slot is 4",                      prefix_of(4,   0, 1)    },
+      {"slot is 4294967295",             prefix_of(~0u, 0, 1)    },
+      {"reserved field is 1",            prefix_of(0,   1, 1)    },
+      {"length is 2049",                 prefix_of(0,   0, 2049) },
+      {"length is 18446744073709551615", prefix_of(0,   0, ~0ull)},
   };
   for (const Case& hostile : cases) {
     BarePeer peer;
@@ -128,11 +130,13 @@ TEST_CASE("the assembler rebuilds any message sequence from pieces of any size")
       }
       REQUIRE(given < sent.size());
       const Assembler::Room room = assembler.room();
-      size_t piece = std::min<size_t>(sent.size() - given, random() % 2 == 0 ? 1 + random() % 30 : 1 + random() % 60'000);
+      size_t piece = std::min<size_t>(
+          sent.size() - given, random() % 2 == 0 ? 1 + random() % 30 : 1 + random() % 60'000);
       piece = std::min(piece, room.slot.size() + room.staging.size());
       const size_t into_slot = std::min(piece, room.slot.size());
       if (into_slot > 0) std::memcpy(room.slot.data(), &sent[given], into_slot);
-      if (piece > into_slot) std::memcpy(room.staging.data(), &sent[given + into_slot], piece - into_slot);
+      if (piece > into_slot)
+        std::memcpy(room.staging.data(), &sent[given + into_slot], piece - into_slot);
       assembler.filled(piece);
       given += piece;
     }
@@ -152,7 +156,8 @@ TEST_CASE("messages queued behind a full socket arrive in order and unharmed") {
       fill(pair.host->outgoing(slot), slot);
       REQUIRE(pair.host->publish(slot, kWide.request_bytes).ok());
     }
-    CHECK(pair.host->publish(0, 1).error().code == ErrorCode::kInvalidArgument);  // its slot is still under way
+    // its slot is still under way
+    CHECK(pair.host->publish(0, 1).error().code == ErrorCode::kInvalidArgument);
     std::thread sender([&] {
       CHECK(receive(*pair.host).slot == 5);  // waiting for the reply moves the requests
     });
@@ -171,7 +176,8 @@ TEST_CASE("options reach the socket and a descriptor that is no socket is refuse
   const int fd = ends.first.get();
   StreamOptions options;
   options.user_timeout_ms = 1234;
-  const auto channel = take(make_stream_channel(Side::kHost, kSmall, std::move(ends.first), options));
+  const auto channel =
+      take(make_stream_channel(Side::kHost, kSmall, std::move(ends.first), options));
   int value = 0;
   socklen_t length = sizeof value;
   REQUIRE(::getsockopt(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, &value, &length) == 0);
@@ -179,8 +185,10 @@ TEST_CASE("options reach the socket and a descriptor that is no socket is refuse
   REQUIRE(::getsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &value, &length) == 0);
   CHECK(value != 0);
   CHECK((::fcntl(fd, F_GETFL) & O_NONBLOCK) != 0);
-  CHECK(make_stream_channel(Side::kHost, kSmall, OwnedFd(::open("/dev/null", O_RDWR | O_CLOEXEC)), {}).error().code ==
-        ErrorCode::kSystem);
+  CHECK(
+      make_stream_channel(Side::kHost, kSmall, OwnedFd(::open("/dev/null", O_RDWR | O_CLOEXEC)), {})
+          .error()
+          .code == ErrorCode::kSystem);
 }
 
 }  // namespace

@@ -42,8 +42,11 @@ HeaderBytes encode(const FrameHeader& header) {
   return bytes;
 }
 
-// Recomputes the header checksum after a test changed a field, so that the field's own check is what refuses.
-void reseal(HeaderBytes& bytes) { store_le<uint32_t>(checksum(std::span(bytes).first(60)), bytes, 60); }
+// Recomputes the header checksum after a test changed a field, so that the field's own check is
+// what refuses.
+void reseal(HeaderBytes& bytes) {
+  store_le<uint32_t>(checksum(std::span(bytes).first(60)), bytes, 60);
+}
 
 TEST_CASE("every field of a header survives the codec") {
   const FrameHeader sent = some_header();
@@ -72,19 +75,20 @@ TEST_CASE("a field out of its limit is refused by name") {
     std::function<void(HeaderBytes&)> spoil;
   };
   const Case cases[] = {
-      {"magic", [](HeaderBytes& b) { store_le<uint32_t>(0, b, 0); }},
-      {"version", [](HeaderBytes& b) { store_le<uint8_t>(2, b, 4); }},
-      {"kind", [](HeaderBytes& b) { store_le<uint8_t>(0, b, 5); }},
-      {"kind", [](HeaderBytes& b) { store_le<uint8_t>(4, b, 5); }},
-      {"request_dtype", [](HeaderBytes& b) { store_le<uint8_t>(kNumDtypes, b, 6); }},
-      {"reply_dtype", [](HeaderBytes& b) { store_le<uint8_t>(kNumDtypes, b, 7); }},
-      {"layer", [](HeaderBytes& b) { store_le<uint32_t>(kMaxLayers, b, 32); }},
-      {"num_rows", [](HeaderBytes& b) { store_le<uint32_t>(0, b, 40); }},
-      {"num_rows", [](HeaderBytes& b) { store_le<uint32_t>(kMaxRows + 1, b, 40); }},
-      {"num_pairs", [](HeaderBytes& b) { store_le<uint32_t>(9, b, 44); }},
-      {"num_pairs", [](HeaderBytes& b) { store_le<uint32_t>(10 * kMaxPairsPerRow + 1, b, 44); }},
-      {"payload_bytes", [](HeaderBytes& b) { store_le<uint32_t>(kMaxPayloadBytes + 1, b, 48); }},
-      {"num_rows", [](HeaderBytes& b) { store_le<uint8_t>(3, b, 5); }},  // an error frame has no rows
+      {"magic",         [](HeaderBytes& b) { store_le<uint32_t>(0, b, 0); }                        },
+      {"version",       [](HeaderBytes& b) { store_le<uint8_t>(2, b, 4); }                         },
+      {"kind",          [](HeaderBytes& b) { store_le<uint8_t>(0, b, 5); }                         },
+      {"kind",          [](HeaderBytes& b) { store_le<uint8_t>(4, b, 5); }                         },
+      {"request_dtype", [](HeaderBytes& b) { store_le<uint8_t>(kNumDtypes, b, 6); }                },
+      {"reply_dtype",   [](HeaderBytes& b) { store_le<uint8_t>(kNumDtypes, b, 7); }                },
+      {"layer",         [](HeaderBytes& b) { store_le<uint32_t>(kMaxLayers, b, 32); }              },
+      {"num_rows",      [](HeaderBytes& b) { store_le<uint32_t>(0, b, 40); }                       },
+      {"num_rows",      [](HeaderBytes& b) { store_le<uint32_t>(kMaxRows + 1, b, 40); }            },
+      {"num_pairs",     [](HeaderBytes& b) { store_le<uint32_t>(9, b, 44); }                       },
+      {"num_pairs",     [](HeaderBytes& b) { store_le<uint32_t>(10 * kMaxPairsPerRow + 1, b, 44); }},
+      {"payload_bytes", [](HeaderBytes& b) { store_le<uint32_t>(kMaxPayloadBytes + 1, b, 48); }    },
+      // an error frame has no rows
+      {"num_rows",      [](HeaderBytes& b) { store_le<uint8_t>(3, b, 5); }                         },
   };
   for (const Case& spoiled : cases) {
     HeaderBytes bytes = encode(some_header());
@@ -93,7 +97,9 @@ TEST_CASE("a field out of its limit is refused by name") {
     const auto got = decode_frame_header(bytes);
     REQUIRE_MESSAGE(!got.ok(), spoiled.field);
     CHECK(got.error().code == ErrorCode::kProtocol);
-    CHECK_MESSAGE(got.error().message.find(std::string(spoiled.field) + " is ") != std::string::npos, got.error().message);
+    CHECK_MESSAGE(
+        got.error().message.find(std::string(spoiled.field) + " is ") != std::string::npos,
+        got.error().message);
     CHECK(got.error().message.find("allowed: ") != std::string::npos);
   }
 }

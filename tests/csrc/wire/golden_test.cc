@@ -1,5 +1,6 @@
-// Frames as bytes on disk (tests/golden/frames), written once by a program that shares no code with this one. A difference here is a
-// change of the wire format: it needs a new frame version, never new files.
+// Frames as bytes on disk (tests/golden/frames), written once by a program that shares no code with
+// this one. A difference here is a change of the wire format: it needs a new frame version, never
+// new files.
 // SPDX-License-Identifier: Apache-2.0
 #include <doctest/doctest.h>
 
@@ -20,12 +21,14 @@ namespace dflash::wire {
 namespace {
 
 std::vector<std::byte> golden(const std::string& name) {
-  const auto path = std::filesystem::path(__FILE__).parent_path() / "../../golden/frames" / (name + ".bin");
+  const auto path =
+      std::filesystem::path(__FILE__).parent_path() / "../../golden/frames" / (name + ".bin");
   std::ifstream file(path, std::ios::binary);
   REQUIRE_MESSAGE(file.good(), "cannot open ", path.string());
   const std::string text{std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
   std::vector<std::byte> bytes(text.size());
-  std::transform(text.begin(), text.end(), bytes.begin(), [](char c) { return static_cast<std::byte>(c); });
+  std::transform(text.begin(), text.end(), bytes.begin(),
+                 [](char c) { return static_cast<std::byte>(c); });
   return bytes;
 }
 
@@ -46,7 +49,8 @@ FrameHeader common_header(FrameKind kind) {
   return header;
 }
 
-// The golden header is exactly what the encoder writes for `kind` and this payload, and decodes. Returns the payload.
+// The golden header is exactly what the encoder writes for `kind` and this payload, and decodes.
+// Returns the payload.
 std::span<const std::byte> check_header(const std::vector<std::byte>& frame, FrameKind kind) {
   REQUIRE(frame.size() > kFrameHeaderBytes);
   const std::span<const std::byte> payload = std::span(frame).subspan(kFrameHeaderBytes);
@@ -77,14 +81,17 @@ TEST_CASE("the golden request has its header, index and rows where the layout sa
   REQUIRE(layout.value().payload_bytes == payload.size());
   RaggedIndex index;
   REQUIRE(index.assign(layout.value(), 3, 5, 4, payload).ok());
-  CHECK(std::vector<float>(index.weights().begin(), index.weights().end()) == std::vector<float>{0.5f, 0.25f, 1, 0.125f, -0.75f});
-  CHECK(std::vector<uint16_t>(index.row_counts().begin(), index.row_counts().end()) == std::vector<uint16_t>{2, 1, 2});
+  CHECK(std::vector<float>(index.weights().begin(), index.weights().end()) ==
+        std::vector<float>{0.5f, 0.25f, 1, 0.125f, -0.75f});
+  CHECK(std::vector<uint16_t>(index.row_counts().begin(), index.row_counts().end()) ==
+        std::vector<uint16_t>{2, 1, 2});
   CHECK(std::vector<uint16_t>(index.local_expert_ids().begin(), index.local_expert_ids().end()) ==
         std::vector<uint16_t>{0, 3, 1, 2, 2});
   const float rows[12] = {1, 2, 3, 4, -1, -2, -3, -4, 0.5f, 0.25f, 0.125f, 0};
   for (size_t i = 0; i < 12; ++i) {
     const size_t at = 64 + 2 * i;
-    const auto bits = std::to_integer<uint32_t>(payload[at]) | std::to_integer<uint32_t>(payload[at + 1]) << 8;
+    const auto bits =
+        std::to_integer<uint32_t>(payload[at]) | std::to_integer<uint32_t>(payload[at + 1]) << 8;
     CHECK(bf16_to_f32(static_cast<uint16_t>(bits)) == rows[i]);
   }
 }
@@ -112,7 +119,8 @@ TEST_CASE("the golden error has its header, code and text") {
   CHECK(error.value().code == ErrorCode::kRange);
   CHECK(error.value().text == "layer 5, row 2, column 1: 70000 exceeds f16");
   std::vector<std::byte> encoded(kMaxErrorPayloadBytes);
-  encoded.resize(encode_error({error.value().code, error.value().text}, std::span(encoded).first<kMaxErrorPayloadBytes>()));
+  encoded.resize(encode_error({error.value().code, error.value().text},
+                              std::span(encoded).first<kMaxErrorPayloadBytes>()));
   CHECK(std::equal(encoded.begin(), encoded.end(), payload.begin(), payload.end()));
 }
 

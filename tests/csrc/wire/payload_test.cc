@@ -47,7 +47,8 @@ TEST_CASE("the layouts hold at their limits and refuse one beyond") {
 }
 
 TEST_CASE("floor bytes count rows both ways, six bytes a pair and two a row") {
-  CHECK(floor_bytes(10, 25, 64, Dtype::kBF16, 32, Dtype::kF32) == 10 * (64 * 2 + 32 * 4) + 25 * 6 + 10 * 2);
+  CHECK(floor_bytes(10, 25, 64, Dtype::kBF16, 32, Dtype::kF32) ==
+        10 * (64 * 2 + 32 * 4) + 25 * 6 + 10 * 2);
 }
 
 TEST_CASE("reply timing survives the codec and leaves no byte unset") {
@@ -95,9 +96,12 @@ struct Request {
   RequestLayout layout() const { return RequestLayout::of(3, 6, 4, Dtype::kF32).value(); }
   std::vector<std::byte> payload() const {
     std::vector<std::byte> bytes(layout().payload_bytes);
-    for (size_t i = 0; i < 6; ++i) store_le<uint32_t>(std::bit_cast<uint32_t>(weights[i]), bytes, 4 * i);
-    for (size_t i = 0; i < 3; ++i) store_le<uint16_t>(counts[i], bytes, layout().row_counts_offset + 2 * i);
-    for (size_t i = 0; i < 6; ++i) store_le<uint16_t>(ids[i], bytes, layout().local_ids_offset + 2 * i);
+    for (size_t i = 0; i < 6; ++i)
+      store_le<uint32_t>(std::bit_cast<uint32_t>(weights[i]), bytes, 4 * i);
+    for (size_t i = 0; i < 3; ++i)
+      store_le<uint16_t>(counts[i], bytes, layout().row_counts_offset + 2 * i);
+    for (size_t i = 0; i < 6; ++i)
+      store_le<uint16_t>(ids[i], bytes, layout().local_ids_offset + 2 * i);
     return bytes;
   }
 };
@@ -109,8 +113,10 @@ TEST_CASE("a valid index is copied, duplicates included, and survives its source
   REQUIRE(index.assign(request.layout(), 3, 6, 5, payload).ok());
   std::fill(payload.begin(), payload.end(), std::byte{0xff});
   CHECK(std::vector<float>(index.weights().begin(), index.weights().end()) == request.weights);
-  CHECK(std::vector<uint16_t>(index.row_counts().begin(), index.row_counts().end()) == request.counts);
-  CHECK(std::vector<uint16_t>(index.local_expert_ids().begin(), index.local_expert_ids().end()) == request.ids);
+  CHECK(std::vector<uint16_t>(index.row_counts().begin(), index.row_counts().end()) ==
+        request.counts);
+  CHECK(std::vector<uint16_t>(index.local_expert_ids().begin(), index.local_expert_ids().end()) ==
+        request.ids);
 }
 
 TEST_CASE("an index that breaks a rule is refused by field and row and leaves nothing behind") {
@@ -119,12 +125,12 @@ TEST_CASE("an index that breaks a rule is refused by field and row and leaves no
     std::function<void(Request&)> spoil;
   };
   const Case cases[] = {
-      {"row_counts[1] is 0", [](Request& r) { r.counts = {2, 0, 4}; }},
-      {"row_counts[0] is 257", [](Request& r) { r.counts = {257, 1, 1}; }},
-      {"sum of row_counts is 5", [](Request& r) { r.counts = {2, 1, 2}; }},
-      {"sum of row_counts up to row 2 is 7", [](Request& r) { r.counts = {2, 1, 4}; }},
-      {"local_expert_ids[1] of row 0 is 5", [](Request& r) { r.ids[1] = 5; }},
-      {"local_expert_ids[4] of row 2 is 1; allowed: ascending", [](Request& r) { r.ids[4] = 1; }},
+      {"row_counts[1] is 0",                                    [](Request& r) { r.counts = {2, 0, 4}; }  },
+      {"row_counts[0] is 257",                                  [](Request& r) { r.counts = {257, 1, 1}; }},
+      {"sum of row_counts is 5",                                [](Request& r) { r.counts = {2, 1, 2}; }  },
+      {"sum of row_counts up to row 2 is 7",                    [](Request& r) { r.counts = {2, 1, 4}; }  },
+      {"local_expert_ids[1] of row 0 is 5",                     [](Request& r) { r.ids[1] = 5; }          },
+      {"local_expert_ids[4] of row 2 is 1; allowed: ascending", [](Request& r) { r.ids[4] = 1; }          },
   };
   for (const Case& spoiled : cases) {
     Request request;
@@ -133,7 +139,8 @@ TEST_CASE("an index that breaks a rule is refused by field and row and leaves no
     const Status verdict = index.assign(request.layout(), 3, 6, 5, request.payload());
     REQUIRE_MESSAGE(!verdict.ok(), spoiled.named);
     CHECK(verdict.error().code == ErrorCode::kProtocol);
-    CHECK_MESSAGE(verdict.error().message.find(spoiled.named) != std::string::npos, verdict.error().message);
+    CHECK_MESSAGE(verdict.error().message.find(spoiled.named) != std::string::npos,
+                  verdict.error().message);
     CHECK(index.weights().empty());
     CHECK(index.row_counts().empty());
   }

@@ -1,4 +1,5 @@
-// The worker against a host that speaks by hand over loopback: right answers, typed refusals, and what loading refuses.
+// The worker against a host that speaks by hand over loopback: right answers, typed refusals, and
+// what loading refuses.
 // SPDX-License-Identifier: Apache-2.0
 #include "worker/expert_worker.h"
 
@@ -14,7 +15,9 @@
 namespace dflash::worker {
 namespace {
 
-TEST_CASE("replies hold the reference's bits for every pair of wire dtypes and echo the request's identity") {
+TEST_CASE(
+    "replies hold the reference's bits for every pair of wire dtypes and echo the request's "
+    "identity") {
   Scene scene;
   scene.start();
   for (const Dtype request_dtype : {Dtype::kF32, Dtype::kF16, Dtype::kBF16}) {
@@ -34,7 +37,8 @@ TEST_CASE("replies hold the reference's bits for every pair of wire dtypes and e
       CHECK(answer.header.attempt == 1);
       CHECK(answer.header.num_rows == request.header.num_rows);
       CHECK(answer.header.num_pairs == request.header.num_pairs);
-      const std::vector<std::byte> rows(answer.payload.begin() + wire::kReplyTimingBytes, answer.payload.end());
+      const std::vector<std::byte> rows(answer.payload.begin() + wire::kReplyTimingBytes,
+                                        answer.payload.end());
       CHECK(rows == scene.expected_rows(batch));
     }
   }
@@ -70,23 +74,23 @@ struct BadRequest {
 };
 
 const BadRequest kBadRequests[] = {
-    {"a layer it does not hold", [](toy::Request& r) { r.header.layer = 9; }, "layer 9"},
-    {"a shard it does not hold", [](toy::Request& r) { r.header.shard = 3; }, "shard 3"},
-    {"other weights", [](toy::Request& r) { r.header.weights_fingerprint ^= 1; }, "fingerprint"},
-    {"a flipped payload bit", [](toy::Request& r) { r.payload.back() ^= std::byte{1}; }, "checksum"},
-    {"a payload for other counts", [](toy::Request& r) { r.header.num_rows -= 1; }, "payload_bytes"},
+    {"a layer it does not hold",    [](toy::Request& r) { r.header.layer = 9; },                "layer 9"         },
+    {"a shard it does not hold",    [](toy::Request& r) { r.header.shard = 3; },                "shard 3"         },
+    {"other weights",               [](toy::Request& r) { r.header.weights_fingerprint ^= 1; }, "fingerprint"     },
+    {"a flipped payload bit",       [](toy::Request& r) { r.payload.back() ^= std::byte{1}; },
+     "checksum"                                                                                                   },
+    {"a payload for other counts",  [](toy::Request& r) { r.header.num_rows -= 1; },
+     "payload_bytes"                                                                                              },
     {"a local id beyond the shard",
      [](toy::Request& r) {
        r.payload[r.layout(toy_spec().in_size).local_ids_offset] = std::byte{kNumExperts};
        r.seal();
-     },
-     "local_expert_ids"},
+     },                                                                                         "local_expert_ids"},
     {"a row without pairs",
      [](toy::Request& r) {
        r.payload[r.layout(toy_spec().in_size).row_counts_offset] = std::byte{0};
        r.seal();
-     },
-     "row_counts"},
+     },                                                                                         "row_counts"      },
 };
 
 TEST_CASE("a bad request that is a frame gets a protocol error and the session goes on") {
@@ -100,7 +104,8 @@ TEST_CASE("a bad request that is a frame gets a protocol error and the session g
     const Answer answer = scene.ask(request.message());
     REQUIRE(answer.header.kind == wire::FrameKind::kError);
     CHECK(answer.error().code == ErrorCode::kProtocol);
-    CHECK_MESSAGE(answer.error().text.find(bad.message_part) != std::string::npos, answer.error().text);
+    CHECK_MESSAGE(answer.error().text.find(bad.message_part) != std::string::npos,
+                  answer.error().text);
     CHECK(answer.header.call_id == 99);
     CHECK(answer.header.num_rows == 0);
     CHECK(scene.worker->stats().errors == ++errors);

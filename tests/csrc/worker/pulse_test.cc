@@ -47,7 +47,8 @@ TEST_CASE("pulses carry magic, version and the counter as it moves") {
   CHECK(wire::load_le<uint64_t>(message, 8) == 5);
   counter = uint64_t{1} << 40;
   uint64_t seen = 5;
-  while (seen == 5 && read_bytes(host_end.get(), message) == message.size()) seen = wire::load_le<uint64_t>(message, 8);
+  while (seen == 5 && read_bytes(host_end.get(), message) == message.size())
+    seen = wire::load_le<uint64_t>(message, 8);
   CHECK(seen == uint64_t{1} << 40);
 }
 

@@ -24,7 +24,8 @@ inline constexpr uint64_t kGeneration = 7;
 inline constexpr uint64_t kFingerprint = 0x1234'5678'9abc'def0;
 inline constexpr uint32_t kNumExperts = 5;
 inline constexpr LayerShard kWhere{3, 2};
-inline constexpr int64_t kPatienceMs = 20'000;  // far above what any step takes, sanitizers and a loaded machine included
+// far above what any step takes, sanitizers and a loaded machine included
+inline constexpr int64_t kPatienceMs = 20'000;
 
 inline compute::FfnSpec toy_spec() {
   compute::FfnSpec spec;
@@ -46,11 +47,13 @@ struct Answer {
 // One worker, one loaded shard, one session in a thread of its own.
 class Scene {
  public:
-  explicit Scene(WorkerOptions options = {}, transport::SlotGeometry geometry = {4, 16384, 16384}, bool loads = true) {
+  explicit Scene(WorkerOptions options = {}, transport::SlotGeometry geometry = {4, 16384, 16384},
+                 bool loads = true) {
     options.name = "w1";
     worker = ExpertWorker::create(options).value();
     REQUIRE(worker->define_shard(kWhere, toy_spec(), kNumExperts, Dtype::kF32, kFingerprint).ok());
-    for (uint32_t id = 0; loads && id < kNumExperts; ++id) REQUIRE(worker->load_expert(kWhere, id, experts.weights(id)).ok());
+    for (uint32_t id = 0; loads && id < kNumExperts; ++id)
+      REQUIRE(worker->load_expert(kWhere, id, experts.weights(id)).ok());
     auto pair = transport::make_loopback(geometry).value();
     host = std::move(pair.host);
     worker_end = std::move(pair.worker);
@@ -58,7 +61,8 @@ class Scene {
   ~Scene() { static_cast<void>(end()); }
 
   void start() {
-    served_ = std::async(std::launch::async, [this] { return worker->serve(std::move(worker_end), kGeneration); });
+    served_ = std::async(std::launch::async,
+                         [this] { return worker->serve(std::move(worker_end), kGeneration); });
   }
   Status end() {
     if (outcome_) return *outcome_;
@@ -73,7 +77,8 @@ class Scene {
   }
 
   void send(uint32_t slot, const std::vector<std::byte>& message) {
-    std::ranges::copy(message, host->outgoing(slot).begin());  // memcpy of an empty message would take a null pointer
+    // memcpy of an empty message would take a null pointer
+    std::ranges::copy(message, host->outgoing(slot).begin());
     REQUIRE(host->publish(slot, message.size()).ok());
   }
   std::optional<Answer> receive(int64_t patience_ms = kPatienceMs) {
@@ -82,7 +87,8 @@ class Scene {
     if (!entry.arrival) return std::nullopt;
     Answer answer;
     answer.slot = entry.arrival->slot;
-    answer.header = wire::decode_frame_header(entry.arrival->bytes.first<wire::kFrameHeaderBytes>()).value();
+    answer.header =
+        wire::decode_frame_header(entry.arrival->bytes.first<wire::kFrameHeaderBytes>()).value();
     const auto payload = entry.arrival->bytes.subspan(wire::kFrameHeaderBytes);
     answer.payload.assign(payload.begin(), payload.end());
     CHECK(answer.header.payload_bytes == payload.size());
@@ -94,8 +100,11 @@ class Scene {
     int ends[2];
     REQUIRE(::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) == 0);
     const transport::SlotGeometry geometry = host->geometry();
-    host = transport::make_stream_channel(transport::Side::kHost, geometry, OwnedFd(ends[0]), {}).value();
-    worker_end = transport::make_stream_channel(transport::Side::kWorker, geometry, OwnedFd(ends[1]), {}).value();
+    host = transport::make_stream_channel(transport::Side::kHost, geometry, OwnedFd(ends[0]), {})
+               .value();
+    worker_end =
+        transport::make_stream_channel(transport::Side::kWorker, geometry, OwnedFd(ends[1]), {})
+            .value();
   }
   // Moves bytes until the worker has begun to compute.
   void wait_until_busy() {

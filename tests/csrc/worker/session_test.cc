@@ -1,4 +1,5 @@
-// Sessions of a worker: queued requests, stops, bytes that move while it computes, and what ends a session.
+// Sessions of a worker: queued requests, stops, bytes that move while it computes, and what ends a
+// session.
 // SPDX-License-Identifier: Apache-2.0
 #include <doctest/doctest.h>
 
@@ -54,7 +55,9 @@ TEST_CASE("a worker serves a second session after the first was stopped") {
   scene.ask(scene.request().message());
   REQUIRE(scene.end().ok());
   auto pair = transport::make_loopback({2, 16384, 16384}).value();
-  auto served = std::async(std::launch::async, [&] { return scene.worker->serve(std::move(pair.worker), kGeneration + 1); });
+  auto served = std::async(std::launch::async, [&] {
+    return scene.worker->serve(std::move(pair.worker), kGeneration + 1);
+  });
   scene.host = std::move(pair.host);
   toy::Request request = scene.request();
   request.header.generation = kGeneration + 1;
@@ -72,7 +75,9 @@ TEST_CASE("a session that was stopped before it began ends at once") {
   CHECK(scene.wait_end().ok());
 }
 
-TEST_CASE("progress advances while the worker has nothing to do, so that a slow link is not a frozen worker") {
+TEST_CASE(
+    "progress advances while the worker has nothing to do, so that a slow link is not a frozen "
+    "worker") {
   Scene scene;
   scene.start();
   scene.ask(scene.request().message());
@@ -82,7 +87,9 @@ TEST_CASE("progress advances while the worker has nothing to do, so that a slow 
   CHECK(scene.worker->progress() >= before + 3);
 }
 
-TEST_CASE("an emulated slow worker gives the same bits, takes longer, and keeps its progress counter moving") {
+TEST_CASE(
+    "an emulated slow worker gives the same bits, takes longer, and keeps its progress counter "
+    "moving") {
   WorkerOptions options;
   options.slowdown = 2000;
   Scene scene(options);
@@ -90,7 +97,8 @@ TEST_CASE("an emulated slow worker gives the same bits, takes longer, and keeps 
   const compute::toy::Batch batch = toy::wire_batch(toy_spec(), kNumExperts, 3, 1);
   const uint64_t before = scene.worker->progress();
   const Answer answer = scene.ask(scene.request(batch).message());
-  const std::vector<std::byte> rows(answer.payload.begin() + wire::kReplyTimingBytes, answer.payload.end());
+  const std::vector<std::byte> rows(answer.payload.begin() + wire::kReplyTimingBytes,
+                                    answer.payload.end());
   CHECK(rows == scene.expected_rows(batch));
   const int64_t compute_ns = scene.worker->stats().compute_ns;
   CHECK(compute_ns > 2'000'000);  // a microsecond of work, stretched
@@ -105,8 +113,10 @@ WorkerOptions slow_worker() {
   return options;
 }
 
-// Sends the second request once the worker computes the first, then only moves bytes until both replies are there; by slot.
-std::map<uint32_t, wire::ReplyTiming> timings_of(Scene& scene, const std::vector<std::byte>& first, const std::vector<std::byte>& second) {
+// Sends the second request once the worker computes the first, then only moves bytes until both
+// replies are there; by slot.
+std::map<uint32_t, wire::ReplyTiming> timings_of(Scene& scene, const std::vector<std::byte>& first,
+                                                 const std::vector<std::byte>& second) {
   scene.send(0, first);
   scene.wait_until_busy();
   scene.send(1, second);
@@ -115,13 +125,17 @@ std::map<uint32_t, wire::ReplyTiming> timings_of(Scene& scene, const std::vector
     const auto answer = scene.receive();
     REQUIRE(answer.has_value());
     REQUIRE(answer->header.kind == wire::FrameKind::kReply);
-    found[answer->slot] = wire::decode_reply_timing(std::span(answer->payload).first<wire::kReplyTimingBytes>());
+    found[answer->slot] =
+        wire::decode_reply_timing(std::span(answer->payload).first<wire::kReplyTimingBytes>());
   }
   return found;
 }
 
-TEST_CASE("a request three times the size of the socket's buffer is taken in while the one before it is computed") {
-  constexpr uint32_t kRows = 4096;  // 0.7 MB; the computation of as many is stretched to a tenth of a second and more
+TEST_CASE(
+    "a request three times the size of the socket's buffer is taken in while the one before it is "
+    "computed") {
+  // 0.7 MB; the computation of as many is stretched to a tenth of a second and more
+  constexpr uint32_t kRows = 4096;
   Scene scene(slow_worker(), kLargeSlots);
   scene.connect_by_socket();
   scene.start();

@@ -1,4 +1,6 @@
-"""Verdicts from samples with a known truth; refusals of what cannot be compared. SPDX-License-Identifier: Apache-2.0"""
+"""Verdicts from samples with a known truth; refusals of what cannot be compared.
+SPDX-License-Identifier: Apache-2.0
+"""
 
 from __future__ import annotations
 
@@ -85,7 +87,8 @@ def test_the_same_files_give_the_same_interval():
 @pytest.mark.parametrize("rounds", [999, 1001])  # drawn one by one, and by ranks
 def test_the_interval_of_many_samples_has_the_width_theory_says(rounds):
     found = verdict(samples(1, rounds=rounds, noise=0.1), samples(2, rounds=rounds, noise=0.1))
-    # A median's standard error is 1.2533 sigma / sqrt(n); the ratio of two has sqrt(2) of it, and 95 % are 1.96 each way.
+    # A median's standard error is 1.2533 sigma / sqrt(n); the ratio of two has sqrt(2) of it, and
+    # 95 % are 1.96 each way.
     expected = 2 * 1.96 * 2**0.5 * 1.2533 * 0.1 / rounds**0.5
     assert found.high - found.low == pytest.approx(expected, rel=0.25)
 

@@ -1,4 +1,5 @@
-"""`bench step` on the simulated card: every worker and path has its figures, and what fails is a row and not an end.
+"""`bench step` on the simulated card: every worker and path has its figures, and what fails is a
+row and not an end.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -88,7 +89,9 @@ def params() -> dict[str, object]:
 
 
 class Clock:
-    """Stands in the place of torch.cuda: events take the processor's time, `is_slow` ones passed before the host had queued."""
+    """Stands in the place of torch.cuda: events take the processor's time, `is_slow` ones passed
+    before the host had queued.
+    """
 
     def __init__(self, *, is_slow: bool) -> None:
         self.is_slow = is_slow

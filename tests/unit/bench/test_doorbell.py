@@ -1,4 +1,5 @@
-"""`bench doorbell` on the simulated card: every way to ring, and what fails is a row and not an end.
+"""`bench doorbell` on the simulated card: every way to ring, and what fails is a row and not an
+end.
 
 SPDX-License-Identifier: Apache-2.0
 """

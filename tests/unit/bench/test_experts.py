@@ -1,4 +1,5 @@
-"""`bench experts` on a tiny layer: every field of the interface, batches as routed, counts that agree with each other.
+"""`bench experts` on a tiny layer: every field of the interface, batches as routed, counts that
+agree with each other.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -115,7 +116,8 @@ def test_every_quantised_format_is_measured_on_a_width_it_can_cut(fmt: str) -> N
     block = _core.weight_formats()[fmt]["block"]
     assert (row["format"], row["backend"], row["kernel"]) == (fmt, "cpu", "f32-canonical")
     assert row["moe_intermediate_size"] == max(32, block)
-    assert row["bytes_per_s"] * row["median_s"] < 0.7 * 3 * 256 * row["moe_intermediate_size"] * 2 * 4  # far below bf16's
+    # far below bf16's
+    assert row["bytes_per_s"] * row["median_s"] < 0.7 * 3 * 256 * row["moe_intermediate_size"] * 2 * 4
 
 
 @pytest.mark.parametrize("isa", _core.supported_isas())

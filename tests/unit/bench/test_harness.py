@@ -1,4 +1,5 @@
-"""The harness: rounds interleave and rotate, every sample is kept, whatever ends a bench early leaves its samples marked.
+"""The harness: rounds interleave and rotate, every sample is kept, whatever ends a bench early
+leaves its samples marked.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -64,7 +65,8 @@ def test_every_case_is_measured_in_every_round_after_a_warm_up_that_is_not_kept(
         run_rounds(recorder, cases, rounds=4)
     assert [sorted(label for label, _ in log[start : start + 3]) for start in range(0, 15, 3)] == [["a", "b", "c"]] * 5
     assert [keep for _, keep in log] == [False] * 3 + [True] * 12
-    assert {log[start][0] for start in range(3, 15, 3)} == {"a", "b", "c"}  # another case comes first in every round
+    # another case comes first in every round
+    assert {log[start][0] for start in range(3, 15, 3)} == {"a", "b", "c"}
     result = read_result(recorder.path)
     assert result["complete"] is True
     assert result["interleaved"] is True
@@ -93,7 +95,8 @@ def test_rows_of_an_earlier_group_stay(recorder):
 )
 def test_an_error_keeps_all_samples_marked_incomplete_and_goes_on(recorder, error, said):
     log = []
-    cases = [Counting("a", log), Counting("b", log, fails_at=(3, error))]  # third time: its second kept sample
+    # third time: its second kept sample
+    cases = [Counting("a", log), Counting("b", log, fails_at=(3, error))]
     with pytest.raises(type(error)), recorder.recording():
         run_rounds(recorder, cases, rounds=5)
     result = read_result(recorder.path)

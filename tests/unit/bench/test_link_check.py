@@ -1,4 +1,5 @@
-"""The check of the emulator against itself: two workers behind the same emulated link must come out equal.
+"""The check of the emulator against itself: two workers behind the same emulated link must come out
+equal.
 
 SPDX-License-Identifier: Apache-2.0
 """

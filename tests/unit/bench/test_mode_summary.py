@@ -1,4 +1,6 @@
-"""How `auto` is judged: speed against the better fixed mode, round by round. SPDX-License-Identifier: Apache-2.0"""
+"""How `auto` is judged: speed against the better fixed mode, round by round.
+SPDX-License-Identifier: Apache-2.0
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Pictures: one per case, numbers as texts in the drawing, refusal of files that lack what is drawn.
+"""Pictures: one per case, numbers as texts in the drawing, refusal of files that lack what is
+drawn.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -98,7 +99,9 @@ CASES = {
 
 @pytest.fixture
 def draw(tmp_path, monkeypatch, capsys):
-    """Draws a result through the command into an SVG whose texts stay texts; returns (exit code, last line of stderr, SVG)."""
+    """Draws a result through the command into an SVG whose texts stay texts; returns (exit code,
+    last line of stderr, SVG).
+    """
     import matplotlib as mpl
 
     monkeypatch.setitem(mpl.rcParams, "svg.fonttype", "none")

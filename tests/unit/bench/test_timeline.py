@@ -1,4 +1,7 @@
-"""Traces to timelines: one origin, foreign clocks aligned, stages summed. SPDX-License-Identifier: Apache-2.0"""
+"""Traces to timelines: one origin, foreign clocks aligned, stages summed.
+
+SPDX-License-Identifier: Apache-2.0
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,9 @@ OFFSET = 5_000_000_000  # the worker's clock is five seconds ahead
 
 
 def trace(start, *, worker=0, out=1000, back=1000, offset=0, slice_=0):
-    """Encode 10 ns, `out` on the way, 50 ns in the queue, 400 ns of work, `back` on the way home."""
+    """Encode 10 ns, `out` on the way, 50 ns in the queue, 400 ns of work, `back` on the way
+    home.
+    """
     received = start + 10 + out
     return {
         "call_id": 1, "layer": 2, "shard": worker, "worker": worker, "slice": slice_, "num_rows": 4, "encode_start_ns": start,
@@ -28,7 +33,8 @@ def test_times_count_from_the_first_encode_in_order_of_encoding():
 def test_a_foreign_clock_is_aligned_at_the_quickest_round_trip():
     slow_way_out = trace(2000, worker=1, out=90_000, offset=OFFSET)
     quick = trace(5000, worker=1, out=800, back=1000, offset=OFFSET)
-    assert abs(clock_offset([slow_way_out, quick]) - OFFSET) <= 100  # half the asymmetry of the quickest
+    # half the asymmetry of the quickest
+    assert abs(clock_offset([slow_way_out, quick]) - OFFSET) <= 100
     timeline = layer_timeline([trace(0), slow_way_out, quick], ["w0", "w1"], {"w1"})
     assert timeline["clock_offsets_ns"]["w0"] == 0
     for one in timeline["slices"]:

@@ -1,4 +1,5 @@
-"""The checks of documents against code find a stale number, a missing row, a dangling link, an uncited figure.
+"""The checks of documents against code find a stale number, a missing row, a dangling link, an
+uncited figure.
 
 SPDX-License-Identifier: Apache-2.0
 """

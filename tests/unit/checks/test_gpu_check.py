@@ -1,4 +1,5 @@
-"""`.ci/gpu_check` runs on a machine that has little: its tests must be found there too, without conftest.py and its plug-ins.
+"""`.ci/gpu_check` runs on a machine that has little: its tests must be found there too, without
+conftest.py and its plug-ins.
 
 SPDX-License-Identifier: Apache-2.0
 """

@@ -87,5 +87,5 @@ def test_include_against_the_rooms_is_found(tmp_path: Path, name: str, text: str
 def test_includes_along_the_rooms_pass(tmp_path: Path) -> None:
     _room_file(tmp_path, "worker/x.cc", '#include "wire/frame.h"\n#include <vector>\n// never throw 1;\n')
     _room_file(tmp_path, "worker/y.cc", "void f() { try { g(); } catch (const std::system_error& e) { h(); } }\n")
-    _room_file(tmp_path, "bindings/x.cc", '#include <pybind11/pybind11.h>\nvoid f() { throw 1; }\n')
+    _room_file(tmp_path, "bindings/x.cc", "#include <pybind11/pybind11.h>\nvoid f() { throw 1; }\n")
     assert includes.find(tmp_path) == []

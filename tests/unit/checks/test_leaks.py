@@ -1,4 +1,5 @@
-"""The leak check sees a process and a descriptor that were left, and forgives one that goes within the grace.
+"""The leak check sees a process and a descriptor that were left, and forgives one that goes within
+the grace.
 
 SPDX-License-Identifier: Apache-2.0
 """

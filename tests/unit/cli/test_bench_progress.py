@@ -1,4 +1,6 @@
-"""Progress of a bench: lines off a terminal, a bar with lines above it on one. SPDX-License-Identifier: Apache-2.0"""
+"""Progress of a bench: lines off a terminal, a bar with lines above it on one.
+SPDX-License-Identifier: Apache-2.0
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ def test_off_a_terminal_every_step_is_a_line(capsys):
 
 @contextmanager
 def terminal_as_stderr(monkeypatch) -> Iterator[list[str]]:
-    """A pseudo-terminal in the place of stderr; the list has what it was sent when the block has ended."""
+    """A pseudo-terminal in the place of stderr; the list has what it was sent when the block has
+    ended.
+    """
     ours, theirs = pty.openpty()
     shown: list[str] = []
     with os.fdopen(theirs, "w") as terminal, monkeypatch.context() as patch:

@@ -1,4 +1,5 @@
-"""The command line from outside: help, exit codes, the last line of stderr, and what is never imported.
+"""The command line from outside: help, exit codes, the last line of stderr, and what is never
+imported.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -36,7 +37,9 @@ def clean_environment(monkeypatch):
 
 @pytest.fixture
 def probe_app(monkeypatch):
-    """Replaces the commands by one that takes settings and raises or returns what the test wants."""
+    """Replaces the commands by one that takes settings and raises or returns what the test
+    wants.
+    """
     seen: dict = {}
 
     @options.with_settings
@@ -256,7 +259,8 @@ def test_doctor_reports_backends_transports_machine_and_problems(capsys):
     assert set(found) == {"backends", "transports", "machine", "problems", "numerics", "host_device"}
     assert set(found["backends"]) == {"cpu", "cuda", "hip", "sim"}
     assert found["backends"]["cpu"]["available"]
-    for name in ("cuda", "hip", "sim"):  # plug-ins of cards are there after `make plugins`, cards on few machines
+    # plug-ins of cards are there after `make plugins`, cards on few machines
+    for name in ("cuda", "hip", "sim"):
         backend = found["backends"][name]
         assert backend["available"] == any(not device["reason"] for device in backend["devices"])
         assert backend["built"] or "is not next to the core; build it with `make plugins`" in backend["reason"]

@@ -32,7 +32,8 @@ def test_a_modest_size_is_granted_in_full() -> None:
 
 
 def test_what_the_system_withholds_is_a_problem_with_a_remedy() -> None:
-    found = probe_sockets(resolve_settings(environ={VARIABLE: str(1 << 30)}))  # no system allows 1 GiB by default
+    # no system allows 1 GiB by default
+    found = probe_sockets(resolve_settings(environ={VARIABLE: str(1 << 30)}))
     assert any("net.core.wmem_max" in problem for problem in socket_problems(found))
 
 

@@ -1,4 +1,5 @@
-"""This processor's class of bf16 dot products: who offers it, what it rounds, and that kernels have the reference's bits.
+"""This processor's class of bf16 dot products: who offers it, what it rounds, and that kernels have
+the reference's bits.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -55,7 +56,8 @@ def test_rows_and_intermediate_rows_are_rounded_to_bf16(isa: str) -> None:
     spec = {"in_size": 3, "intermediate_size": 1, "out_size": 1, "gate": "none", "activation": "identity"}
     layer = oracle(isa, spec)
     layer.load_expert(0, gate=None, up=np.array([[1, 1, 2]], np.float32), down=np.array([[1]], np.float32))
-    # 257 has nine significant bits: to 256 (even). The sum 256 + 2 + 2 * 0.5 = 259 has nine too: to 260 (even).
+    # 257 has nine significant bits: to 256 (even). The sum 256 + 2 + 2 * 0.5 = 259 has nine too: to
+    # 260 (even).
     np.testing.assert_array_equal(forward(layer, [[257, 2, 0.5], [1, 2, 3]]), [[260], [9]])
 
 

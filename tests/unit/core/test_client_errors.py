@@ -1,4 +1,5 @@
-"""Every way a call can fail from Python: the right class, and a message that names worker, layer or argument.
+"""Every way a call can fail from Python: the right class, and a message that names worker, layer or
+argument.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -59,7 +60,8 @@ def test_a_worker_error_names_worker_and_layer(tmp_path: Path) -> None:
         with pytest.raises(errors.WorkerError, match=rf"w1.*{LAYER_NAME}"):
             runtime.run(batch)
         good = batch_for(1)
-        np.testing.assert_array_equal(runtime.run(good), runtime.expected(good))  # an error does not cost the worker
+        # an error does not cost the worker
+        np.testing.assert_array_equal(runtime.run(good), runtime.expected(good))
 
 
 def test_a_hidden_state_that_the_wire_cannot_hold_fails_the_call_naming_layer_and_token(tmp_path: Path) -> None:
@@ -68,7 +70,8 @@ def test_a_hidden_state_that_the_wire_cannot_hold_fails_the_call_naming_layer_an
     with ToyRuntime(tmp_path, TWO_WORKERS, EXPERTS, request_dtype="f16") as runtime:
         with pytest.raises(errors.WorkerError, match=rf"{LAYER_NAME}, token 4"):
             runtime.run(batch)
-        batch.hidden_states[4, 7] = np.inf  # infinity is a value like any other and stays in its row
+        # infinity is a value like any other and stays in its row
+        batch.hidden_states[4, 7] = np.inf
         output = runtime.run(batch)
         assert not np.isfinite(output[4]).any()
         assert np.isfinite(np.delete(output, 4, axis=0)).all()
@@ -139,7 +142,8 @@ def test_a_timed_out_slot_is_quarantined_until_the_channel_is_replaced(tmp_path:
         with pytest.raises(errors.WorkerTimeout):
             runtime.run(batch)
         assert runtime.client.workers()[1]["quarantined_slots"] == 1
-        np.testing.assert_array_equal(runtime.run(batch), runtime.expected(batch))  # another slot still works
+        # another slot still works
+        np.testing.assert_array_equal(runtime.run(batch), runtime.expected(batch))
         host, remote = _core.make_loopback(_core.Geometry(2, 1 << 16, 1 << 16))
         runtime.client.replace_channel(1, host, 2)
         report = runtime.client.workers()[1]

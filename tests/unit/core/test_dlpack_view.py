@@ -1,4 +1,5 @@
-"""DlpackView against NumPy and torch: addresses, shapes, strides, lifetimes, and the tensors it must refuse.
+"""DlpackView against NumPy and torch: addresses, shapes, strides, lifetimes, and the tensors it
+must refuse.
 
 SPDX-License-Identifier: Apache-2.0
 """

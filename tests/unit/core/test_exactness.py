@@ -1,4 +1,5 @@
-"""`Client.run` gives the reference's bits, whatever the slices, placement, threads, instruction set and dtypes.
+"""`Client.run` gives the reference's bits, whatever the slices, placement, threads, instruction set
+and dtypes.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -17,7 +18,8 @@ from tests.unit.core.toy_runtime import LAYER, NUM_EXPERTS, OUT_SIZE, Batch, Exp
 
 EXPERTS = Experts.make(seed=1)
 ONE_SHARD = [(0, range(NUM_EXPERTS))]
-INTERLEAVED = [(1, (0, 3, 7)), (0, (1, 2, 8, 11)), (1, (4, 5, 6, 9, 10))]  # three shards on two workers
+# three shards on two workers
+INTERLEAVED = [(1, (0, 3, 7)), (0, (1, 2, 8, 11)), (1, (4, 5, 6, 9, 10))]
 DTYPES = ("f32", "f16", "bf16")
 
 

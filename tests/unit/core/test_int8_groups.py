@@ -1,4 +1,5 @@
-"""Numerics class int8-groups through the bindings: who offers it, what it takes and rounds, how near it is to float64.
+"""Numerics class int8-groups through the bindings: who offers it, what it takes and rounds, how
+near it is to float64.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -44,10 +45,12 @@ def test_codes_are_rounded_half_to_even_per_row_and_32_inputs(isa: str) -> None:
     layer = oracle(isa, SPEC)
     ones = np.ones((1, 64), np.float32)
     layer.load_expert(0, gate=None, up=ones, down=np.ones((1, 1), np.float32))
-    # 127 makes the scale of the first group 1: 0.5 and 2.5 go to the even 0 and 2, 3.5 to 4. The second group has its own.
+    # 127 makes the scale of the first group 1: 0.5 and 2.5 go to the even 0 and 2, 3.5 to 4. The
+    # second group has its own.
     row = np.zeros(64, np.float32)
     row[:4], row[32:34] = (127, 0.5, 2.5, 3.5), (0.127, 0.0014)
-    # The weight 1 is 127 * (1 / 127); the sum is encoded once more before down, where one value is 127 times its own scale.
+    # The weight 1 is 127 * (1 / 127); the sum is encoded once more before down, where one value is
+    # 127 times its own scale.
     expected = 127 + 0 + 2 + 4 + (127 + 1) * 0.001
     np.testing.assert_allclose(forward(layer, [row, -row, 0 * row]), [[expected], [-expected], [0]], rtol=1e-6)
 
@@ -71,9 +74,11 @@ def test_a_product_stays_within_half_a_step_of_each_input(isa: str) -> None:
     rows = random.standard_normal((8, 512), np.float32)
     steps = np.abs(rows.reshape(8, 16, 32)).max(axis=2).astype(np.float64) / 127
     exact = rows.astype(np.float64) @ kept.T
-    # A code is within scale / 2, so the error within amax / 254 * sum |w| a group; float32 sums of 16 groups add 2^-20 at most.
+    # A code is within scale / 2, so the error within amax / 254 * sum |w| a group; float32 sums of
+    # 16 groups add 2^-20 at most.
     bound = np.repeat(steps / 2, 32, axis=1) @ np.abs(kept).T + 2.0**-20 * (np.abs(rows) @ np.abs(kept).T)
-    for output in range(0, 96, 19):  # one at a time reaches the reply: down picks it, and a row of one value is exact to 2^-23
+    # one at a time reaches the reply: down picks it, and a row of one value is exact to 2^-23
+    for output in range(0, 96, 19):
         layer = oracle(isa, spec)
         down = np.zeros((1, 96), np.float32)
         down[0, output] = 1

@@ -51,9 +51,7 @@ def test_simulated_cards_of_both_vendors_can_be_opened():
         device = _core.BackendDevice(backend="sim", simulate=vendor)
         assert device.arch == arch
         assert device.numerics_classes() == ["f32-canonical", "int8-groups", *own[vendor]]
-        bytes_of_one, bytes_of_two = (
-            device.layer_bytes(spec=SPEC, num_experts=count, weight_dtype="bf16") for count in (1, 2)
-        )
+        bytes_of_one, bytes_of_two = (device.layer_bytes(spec=SPEC, num_experts=count, weight_dtype="bf16") for count in (1, 2))
         assert 3 * 64 * 32 * 2 <= bytes_of_one < bytes_of_two <= device.free_bytes()
     with pytest.raises(ConfigError, match="device sim:2 does not exist; this machine has 2 such devices"):
         _core.BackendDevice(backend="sim", device=2)

@@ -1,4 +1,5 @@
-"""`_core.dequantize` value for value against the `gguf` package and against NumPy code written apart; quantisation at load.
+"""`_core.dequantize` value for value against the `gguf` package and against NumPy code written
+apart; quantisation at load.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -100,7 +101,9 @@ def test_sizes_that_do_not_fit_unknown_names_and_damaged_values_are_refused() ->
 @pytest.mark.parametrize("isa", [isa for isa in _core.supported_isas() if isa != "reference"])
 @pytest.mark.parametrize("name", [name for name in _core.weight_formats() if name not in ("f32", "f16", "bf16")])
 def test_kernels_compute_with_exactly_the_dequantised_values(isa: str, name: str) -> None:
-    """The layer in the format itself against a float32 layer loaded with `_core.dequantize`'s (or requantize's) values."""
+    """The layer in the format itself against a float32 layer loaded with `_core.dequantize`'s (or
+    requantize's) values.
+    """
     size = 256
     rng = np.random.default_rng(5)
     spec = {"in_size": size, "intermediate_size": size, "out_size": size}

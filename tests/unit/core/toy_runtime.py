@@ -1,4 +1,5 @@
-"""A client and its workers in one process over loopback, with seeded experts; and the same numbers from FfnOracle.
+"""A client and its workers in one process over loopback, with seeded experts; and the same numbers
+from FfnOracle.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -99,7 +100,9 @@ class Experts:
 
 @dataclass(slots=True)
 class Batch:
-    """A routed batch: hidden states as float32 values, ids with sentinels and duplicates, weights with zeros."""
+    """A routed batch: hidden states as float32 values, ids with sentinels and duplicates, weights
+    with zeros.
+    """
 
     hidden_states: FloatArray
     topk_ids: AnyArray
@@ -133,7 +136,8 @@ class ToyRuntime:
     num_slots: int = 4
     slot_bytes: int = 1 << 18
     call_timeout_s: float = 30.0
-    faults: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)  # worker -> make_faulty's arguments
+    # worker -> make_faulty's arguments
+    faults: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
     client: _core.Client = field(init=False)
     workers: list[_core.Worker] = field(init=False)
     _threads: list[threading.Thread] = field(init=False)
@@ -173,7 +177,8 @@ class ToyRuntime:
 
     @staticmethod
     def _serve(worker: _core.Worker, channel: _core.Channel) -> None:
-        with contextlib.suppress(errors.DflashError):  # a worker whose host misbehaves on purpose may end as it likes
+        # a worker whose host misbehaves on purpose may end as it likes
+        with contextlib.suppress(errors.DflashError):
             worker.serve(channel, 1)
 
     def __exit__(self, *_: object) -> None:
@@ -200,7 +205,9 @@ class ToyRuntime:
         return output
 
     def expected(self, batch: Batch, dtype: str = "f32") -> AnyArray:
-        """The same call from the readable reference: per shard an oracle, then the host's sum in shard order."""
+        """The same call from the readable reference: per shard an oracle, then the host's sum in
+        shard order.
+        """
         num_tokens = len(batch.topk_ids)
         hidden_states = widen(narrow(batch.hidden_states, dtype), dtype)
         total = np.zeros((num_tokens, OUT_SIZE), np.float32)

@@ -1,4 +1,5 @@
-"""What the documents tell a reader to type exists: commands and flags, environment variables, topologies, make targets, files.
+"""What the documents tell a reader to type exists: commands and flags, environment variables,
+topologies, make targets, files.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -23,7 +24,9 @@ DOCUMENTS = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for p
 
 
 def _code_lines(text: str) -> list[str]:
-    """Lines of indented and fenced blocks, continuation lines joined, comments and `$ ` prompts removed."""
+    """Lines of indented and fenced blocks, continuation lines joined, comments and `$ ` prompts
+    removed.
+    """
     blocks = re.findall(r"^```\w*\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     fenced = [line for block in blocks for line in block.splitlines()]
     indented = [line for line in text.splitlines() if line.startswith("    ")]

@@ -1,4 +1,5 @@
-"""docs/topology.md against the code: every setting and every key, with the words of the settings table.
+"""docs/topology.md against the code: every setting and every key, with the words of the settings
+table.
 
 SPDX-License-Identifier: Apache-2.0
 """

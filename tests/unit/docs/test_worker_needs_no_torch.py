@@ -1,4 +1,5 @@
-"""A worker's installation has neither torch nor transformers: what it imports works when both are blocked.
+"""A worker's installation has neither torch nor transformers: what it imports works when both are
+blocked.
 
 SPDX-License-Identifier: Apache-2.0
 """

@@ -1,4 +1,5 @@
-"""The header fuzzers: the committed inputs and a short run find nothing, and a careless reader is a finding.
+"""The header fuzzers: the committed inputs and a short run find nothing, and a careless reader is a
+finding.
 
 SPDX-License-Identifier: Apache-2.0
 """

@@ -46,7 +46,8 @@ def test_f16_keeps_eleven_bits_of_each_input_whatever_its_size_and_less_only_far
     rows = torch.zeros(1, 64, dtype=torch.float64)
     rows[0, 0] = 2.0**100 * (1 + 2**-10 + 2**-11)  # a tie: to even
     rows[0, 1] = 2.0**73 * (1 + 2**-7)
-    rows[0, 2] = 2.0**61 * (1 + 2**-7)  # 2^-39 of the largest: nothing is left below f16's least subnormal
+    # 2^-39 of the largest: nothing is left below f16's least subnormal
+    rows[0, 2] = 2.0**61 * (1 + 2**-7)
     rows[0, 3] = 2.0**50
     rows[0, 32:] = 2.0**-120
     assert to_f16_groups(rows)[0, :4].tolist() == [2.0**100 * (1 + 2**-9), rows[0, 1], 2.0**62, 0.0]

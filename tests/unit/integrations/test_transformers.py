@@ -1,4 +1,5 @@
-"""load_model and offload: the experts' weights stay away, the calls arrive, everything goes back to what it was.
+"""load_model and offload: the experts' weights stay away, the calls arrive, everything goes back to
+what it was.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -67,7 +68,8 @@ def calls_of(model):
 def test_a_loaded_model_has_no_expert_weights_and_computes_the_same(host, eager, runtime, input_ids):
     names = {name for name, _ in host.named_parameters()}
     assert not [name for name in names if ".experts." in name]
-    assert len(names) == len(list(eager.named_parameters())) - 2 * 2  # gate_up and down of two layers
+    # gate_up and down of two layers
+    assert len(names) == len(list(eager.named_parameters())) - 2 * 2
     assert not [name for name, value in host.named_parameters() if value.is_meta]
     before = runtime.stats()["totals"]["calls"]
     difference = logits_of(host, input_ids) - logits_of(eager, input_ids)

@@ -1,4 +1,5 @@
-"""Checkpoint: headers are believed only where they agree with themselves and the file; an expert's sources point at its values.
+"""Checkpoint: headers are believed only where they agree with themselves and the file; an expert's
+sources point at its values.
 
 SPDX-License-Identifier: Apache-2.0
 """

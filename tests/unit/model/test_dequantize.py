@@ -1,4 +1,5 @@
-"""NumPy dequantisers: value for value those of the `gguf` package, torch's FP8, and transformers' MXFP4.
+"""NumPy dequantisers: value for value those of the `gguf` package, torch's FP8, and transformers'
+MXFP4.
 
 SPDX-License-Identifier: Apache-2.0
 """

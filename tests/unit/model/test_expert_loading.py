@@ -1,4 +1,5 @@
-"""Loading experts with several threads: all arrive, progress is told on the caller's thread, damage is named with its tensor.
+"""Loading experts with several threads: all arrive, progress is told on the caller's thread, damage
+is named with its tensor.
 
 SPDX-License-Identifier: Apache-2.0
 """

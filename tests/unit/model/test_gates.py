@@ -1,4 +1,5 @@
-"""recognise: formulas of experts modules, by identity for the interface's own gate, by numbers where a class has its own.
+"""recognise: formulas of experts modules, by identity for the interface's own gate, by numbers
+where a class has its own.
 
 SPDX-License-Identifier: Apache-2.0
 """

@@ -1,4 +1,5 @@
-"""GGUF headers: what the `gguf` package writes is read alike; every damage names the file, and the tensor where there is one.
+"""GGUF headers: what the `gguf` package writes is read alike; every damage names the file, and the
+tensor where there is one.
 
 SPDX-License-Identifier: Apache-2.0
 """

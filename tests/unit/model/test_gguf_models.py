@@ -1,4 +1,5 @@
-"""GGUF files as models: layers, formats, split files; the host's weights are those written; what cannot be read is named.
+"""GGUF files as models: layers, formats, split files; the host's weights are those written; what
+cannot be read is named.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -141,7 +142,8 @@ def test_a_format_without_kernel_is_named_with_its_tensor(source, tmp_path):
     name = b"blk.0.ffn_up_exps.weight"
     at = data.index(name) + len(name) + 4 + 3 * 8
     assert int.from_bytes(data[at : at + 4], "little") == 8
-    data[at : at + 4] = (6).to_bytes(4, "little")  # Q5_0: smaller blocks of 32, so the file holds them
+    # Q5_0: smaller blocks of 32, so the file holds them
+    data[at : at + 4] = (6).to_bytes(4, "little")
     path.write_bytes(data)
     with pytest.raises(UnsupportedError, match=r"'blk\.0\.ffn_up_exps\.weight' has format Q5_0; supported: "):
         model_spec(path)

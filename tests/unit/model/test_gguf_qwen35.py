@@ -1,4 +1,5 @@
-"""qwen35moe: an architecture whose conversion is transformers' own; the weights are those its own GGUF loader makes.
+"""qwen35moe: an architecture whose conversion is transformers' own; the weights are those its own
+GGUF loader makes.
 
 SPDX-License-Identifier: Apache-2.0
 """

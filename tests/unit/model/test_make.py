@@ -1,4 +1,5 @@
-"""model make: real architectures at small sizes, routing that uses all experts, a tokenizer that takes any text.
+"""model make: real architectures at small sizes, routing that uses all experts, a tokenizer that
+takes any text.
 
 SPDX-License-Identifier: Apache-2.0
 """

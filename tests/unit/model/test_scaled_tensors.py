@@ -1,4 +1,5 @@
-"""FP8 and MXFP4 checkpoints: values find their scales, layers their tensors, and contradictions are named.
+"""FP8 and MXFP4 checkpoints: values find their scales, layers their tensors, and contradictions are
+named.
 
 SPDX-License-Identifier: Apache-2.0
 """

@@ -1,4 +1,5 @@
-"""model_spec: layers, formulas and tensor names come from the model; what cannot be served is refused by class and field.
+"""model_spec: layers, formulas and tensor names come from the model; what cannot be served is
+refused by class and field.
 
 SPDX-License-Identifier: Apache-2.0
 """

@@ -1,4 +1,5 @@
-"""Placement: every expert in exactly one shard, memory respected, and errors that name layer, expert, worker and numbers.
+"""Placement: every expert in exactly one shard, memory respected, and errors that name layer,
+expert, worker and numbers.
 
 SPDX-License-Identifier: Apache-2.0
 """

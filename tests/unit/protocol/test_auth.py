@@ -25,7 +25,9 @@ SESSION = b"s" * 16
 
 
 class Pair:
-    """Two connected ends; `worker` runs authenticate_host in a thread and reports refusals like a listener."""
+    """Two connected ends; `worker` runs authenticate_host in a thread and reports refusals like a
+    listener.
+    """
 
     def __init__(self) -> None:
         host, worker = socket.socketpair()
@@ -87,7 +89,9 @@ def test_a_wrong_key_is_refused_by_the_worker_and_named_at_the_host(pair: Pair) 
 
 
 def relay(change_proof: Callable[[Proof], Proof], change_open: Callable[[Open], Open]) -> Any:
-    """A man in the middle between a genuine host and a genuine worker; returns the worker's outcome."""
+    """A man in the middle between a genuine host and a genuine worker; returns the worker's
+    outcome.
+    """
     left, right = Pair(), Pair()
     right.serve()
     host = threading.Thread(target=lambda: _ignore(left.connect))

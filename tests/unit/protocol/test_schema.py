@@ -1,4 +1,5 @@
-"""The control codec is total: any bytes give a message within its limits or a ProtocolError that names what is wrong.
+"""The control codec is total: any bytes give a message within its limits or a ProtocolError that
+names what is wrong.
 
 SPDX-License-Identifier: Apache-2.0
 """

@@ -1,4 +1,5 @@
-"""What `auto` says of itself: the numbers of the client's records, and a sentence a reader can act on.
+"""What `auto` says of itself: the numbers of the client's records, and a sentence a reader can act
+on.
 
 SPDX-License-Identifier: Apache-2.0
 """

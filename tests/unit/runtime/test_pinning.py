@@ -1,4 +1,5 @@
-"""Which cores workers are pinned to: their own, of one node, whole physical ones first; never where there are too few.
+"""Which cores workers are pinned to: their own, of one node, whole physical ones first; never where
+there are too few.
 
 SPDX-License-Identifier: Apache-2.0
 """

@@ -1,4 +1,5 @@
-"""Tensors of every kind become addresses without a copy where the layout allows it, and readable errors where they do not fit.
+"""Tensors of every kind become addresses without a copy where the layout allows it, and readable
+errors where they do not fit.
 
 SPDX-License-Identifier: Apache-2.0
 """

@@ -47,7 +47,8 @@ def test_cores_come_before_their_second_hardware_threads_and_node_by_node(tmp_pa
     assert [core.cpu for core in cores] == list(range(8))
     assert [core.rank for core in cores] == [0] * 4 + [1] * 4
     assert [core.node for core in cores] == [0, 0, 1, 1] * 2
-    assert machine_cores({5, 6}, tree) == (Core(5, 0, 0), Core(6, 1, 0))  # only usable siblings count
+    # only usable siblings count
+    assert machine_cores({5, 6}, tree) == (Core(5, 0, 0), Core(6, 1, 0))
 
 
 def test_a_silent_kernel_gives_one_node_of_whole_cores(tmp_path: Path) -> None:

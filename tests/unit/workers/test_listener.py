@@ -1,4 +1,5 @@
-"""A listener that cannot be had says why and what to do; one that can has the buffers asked for, as has who dials it.
+"""A listener that cannot be had says why and what to do; one that can has the buffers asked for, as
+has who dials it.
 
 SPDX-License-Identifier: Apache-2.0
 """

@@ -1,4 +1,5 @@
-"""A worker's session against a host that misbehaves: every wrong message gets a typed answer, and the session lives on.
+"""A worker's session against a host that misbehaves: every wrong message gets a typed answer, and
+the session lives on.
 
 SPDX-License-Identifier: Apache-2.0
 """

@@ -22,11 +22,13 @@ class CudaDriver final : public DriverApi {
   Status open(const DriverLibrary& library);
 
   Result<std::vector<DriverDevice>> list() override;
-  std::vector<const void*> images(const DeviceFacts&) const override { return {image_.fatbin}; }  // the driver chooses inside
+  // the driver chooses inside
+  std::vector<const void*> images(const DeviceFacts&) const override { return {image_.fatbin}; }
 
   int use(uint32_t device) override {
     if (context_ == nullptr) {
-      if (const int status = retain_(&context_, static_cast<int>(device)); status != 0) return status;
+      if (const int status = retain_(&context_, static_cast<int>(device)); status != 0)
+        return status;
     }
     return set_current_(context_);
   }
@@ -36,7 +38,9 @@ class CudaDriver final : public DriverApi {
   }
   int current(void** saved) override { return get_current_(saved); }
   int restore(void* saved) override { return set_current_(saved); }
-  int memory(size_t* free_bytes, size_t* all_bytes) override { return memory_(free_bytes, all_bytes); }
+  int memory(size_t* free_bytes, size_t* all_bytes) override {
+    return memory_(free_bytes, all_bytes);
+  }
   int allocate(void** memory, size_t num_bytes) override {
     Pointer pointer = 0;
     const int status = allocate_(&pointer, num_bytes);
@@ -44,10 +48,14 @@ class CudaDriver final : public DriverApi {
     return status;
   }
   int release(void* memory) override { return release_(address(memory)); }
-  int allocate_host(void** memory, size_t num_bytes) override { return allocate_host_(memory, num_bytes, 0); }
+  int allocate_host(void** memory, size_t num_bytes) override {
+    return allocate_host_(memory, num_bytes, 0);
+  }
   int release_host(void* memory) override { return release_host_(memory); }
   int map_host(void* memory, size_t num_bytes, bool is_read_only) override {
-    return register_(memory, num_bytes, kRegisterPortable | kRegisterDeviceMap | (is_read_only ? kRegisterReadOnly : 0u));
+    return register_(
+        memory, num_bytes,
+        kRegisterPortable | kRegisterDeviceMap | (is_read_only ? kRegisterReadOnly : 0u));
   }
   int unmap_host(void* memory) override { return unregister_(memory); }
   int device_address(void** device, void* memory) override {
@@ -65,27 +73,41 @@ class CudaDriver final : public DriverApi {
   int copy_out(void* host, const void* device, size_t num_bytes, void* queue) override {
     return copy_out_(host, address(device), num_bytes, queue);
   }
-  int fill(void* device, uint8_t value, size_t num_bytes, void* queue) override { return fill_(address(device), value, num_bytes, queue); }
+  int fill(void* device, uint8_t value, size_t num_bytes, void* queue) override {
+    return fill_(address(device), value, num_bytes, queue);
+  }
   int create_event(void** event) override { return create_event_(event, 0); }
   int destroy_event(void* event) override { return destroy_event_(event); }
   int record_event(void* event, void* queue) override { return record_(event, queue); }
-  int elapsed(float* milliseconds, void* begin, void* end) override { return elapsed_(milliseconds, begin, end); }
+  int elapsed(float* milliseconds, void* begin, void* end) override {
+    return elapsed_(milliseconds, begin, end);
+  }
   int load_module(void** module, const void* image) override { return load_(module, image); }
   int unload_module(void* module) override { return unload_(module); }
-  int find_function(void** function, void* module, const char* name) override { return function_(function, module, name); }
+  int find_function(void** function, void* module, const char* name) override {
+    return function_(function, module, name);
+  }
   int allow_dynamic(void* function, uint32_t num_bytes) override {
     return set_attribute_(function, kFunctionDynamicBytes, static_cast<int>(num_bytes));
   }
-  int launch(void* function, uint32_t grid_x, uint32_t grid_y, uint32_t threads, uint32_t dynamic_bytes, void* queue,
-             void** arguments) override {
-    return launch_(function, grid_x, grid_y, 1, threads, 1, 1, dynamic_bytes, queue, arguments, nullptr);
+  int launch(void* function, uint32_t grid_x, uint32_t grid_y, uint32_t threads,
+             uint32_t dynamic_bytes, void* queue, void** arguments) override {
+    return launch_(function, grid_x, grid_y, 1, threads, 1, 1, dynamic_bytes, queue, arguments,
+                   nullptr);
   }
-  int write_word(void* word, uint32_t value, void* queue) override { return write_word_(queue, address(word), value, 0); }
-  int await_word(const void* word, uint32_t value, void* queue) override { return await_word_(queue, address(word), value, kAwaitReached); }
-  int call_host(void (*function)(void*), void* argument, void* queue) override { return call_host_(queue, function, argument); }
+  int write_word(void* word, uint32_t value, void* queue) override {
+    return write_word_(queue, address(word), value, 0);
+  }
+  int await_word(const void* word, uint32_t value, void* queue) override {
+    return await_word_(queue, address(word), value, kAwaitReached);
+  }
+  int call_host(void (*function)(void*), void* argument, void* queue) override {
+    return call_host_(queue, function, argument);
+  }
   std::string text(int status) override {
     const char* found = nullptr;
-    if (text_(status, &found) != 0 || found == nullptr) return "CUDA error " + std::to_string(status);
+    if (text_(status, &found) != 0 || found == nullptr)
+      return "CUDA error " + std::to_string(status);
     return std::string(found) + " (CUDA error " + std::to_string(status) + ")";
   }
 
@@ -106,22 +128,28 @@ Status CudaDriver::open(const DriverLibrary& library) {
   return ok();
 }
 
-std::string version_text(int version) { return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10); }
+std::string version_text(int version) {
+  return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
+}
 
 Result<std::vector<DriverDevice>> CudaDriver::list() {
   int version = 0;
   const int asked = version_(&version);
   const int least_version = 1000 * image_.toolkit_major;  // minor versions are compatible
   if (asked == 0 && version < least_version) {
-    return Error{ErrorCode::kUnsupported, "the driver is for CUDA " + version_text(version) + ", this build needs " +
-                                              version_text(least_version) + " or later; update the driver"};
+    return Error{ErrorCode::kUnsupported, "the driver is for CUDA " + version_text(version) +
+                                              ", this build needs " + version_text(least_version) +
+                                              " or later; update the driver"};
   }
   const int started = init_(0);
   if (started == kNoDevice) return std::vector<DriverDevice>{};
   if (started == kDriverMismatch) {
-    return Error{ErrorCode::kUnsupported, "the driver in the kernel and libcuda are of different versions; restart after an update of the driver"};
+    return Error{ErrorCode::kUnsupported,
+                 "the driver in the kernel and libcuda are of different versions; restart after an "
+                 "update of the driver"};
   }
-  if (started != 0) return Error{ErrorCode::kUnsupported, "the driver does not start: " + text(started)};
+  if (started != 0)
+    return Error{ErrorCode::kUnsupported, "the driver does not start: " + text(started)};
   int count = 0;
   if (const int status = count_(&count); status != 0 && status != kNoDevice) {
     return Error{ErrorCode::kUnsupported, "the driver does not list its devices: " + text(status)};
@@ -154,7 +182,8 @@ DriverDevice CudaDriver::describe(int index) {
   if (status != 0) {
     found.reason = "the driver does not describe it: " + text(status);
   } else if (major * 10 + minor < image_.least_arch) {
-    found.reason = "its architecture " + found.facts.architecture + " is below sm_" + std::to_string(image_.least_arch) +
+    found.reason = "its architecture " + found.facts.architecture + " is below sm_" +
+                   std::to_string(image_.least_arch) +
                    ", the oldest that this build has kernels for";
   }
   return found;
@@ -162,7 +191,8 @@ DriverDevice CudaDriver::describe(int index) {
 
 }  // namespace
 
-Result<std::unique_ptr<DriverApi>> open_cuda_driver(const CudaImage& image, const std::string& library) {
+Result<std::unique_ptr<DriverApi>> open_cuda_driver(const CudaImage& image,
+                                                    const std::string& library) {
   auto opened = DriverLibrary::open({library});
   if (!opened.ok()) return std::move(opened).error();
   auto driver = std::make_unique<CudaDriver>(image);

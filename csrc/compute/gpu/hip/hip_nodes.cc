@@ -1,5 +1,5 @@
-// The GPUs in the kernel driver's topology: one folder per node, "properties" with a name and a number per line; processors have no
-// gfx_target_version.
+// The GPUs in the kernel driver's topology: one folder per node, "properties" with a name and a
+// number per line; processors have no gfx_target_version.
 // SPDX-License-Identifier: Apache-2.0
 #include <stdio.h>
 
@@ -37,7 +37,8 @@ std::string architecture_name(uint64_t target_version) {
 
 std::optional<uint64_t> bus_place(const std::string& bus_id) {
   unsigned domain = 0, bus = 0, device = 0, function = 0;
-  if (::sscanf(bus_id.c_str(), "%x:%x:%x.%x", &domain, &bus, &device, &function) != 4) return std::nullopt;
+  if (::sscanf(bus_id.c_str(), "%x:%x:%x.%x", &domain, &bus, &device, &function) != 4)
+    return std::nullopt;
   return uint64_t{domain} << 16 | (bus & 0xff) << 8 | (device & 0x1f) << 3 | (function & 7);
 }
 
@@ -54,7 +55,8 @@ std::vector<HipNode> read_hip_nodes(const std::string& topology) {
     };
     if (value("gfx_target_version") == 0) continue;
     HipNode node;
-    node.place = value("domain") << 16 | (value("location_id") & 0xffff);  // above: a partition's number
+    // above: a partition's number
+    node.place = value("domain") << 16 | (value("location_id") & 0xffff);
     node.architecture = architecture_name(value("gfx_target_version"));
     const uint64_t units = value("simd_count") / std::max<uint64_t>(1, value("simd_per_cu"));
     node.num_units = static_cast<uint32_t>(std::clamp<uint64_t>(units, 1, 4096));

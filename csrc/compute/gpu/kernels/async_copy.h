@@ -1,5 +1,6 @@
-// Copies of 16 bytes from device memory into shared memory that run while their thread goes on (PTX: cp.async, sm_80 and later), in groups: a
-// wait names how many of the newest groups may still be on their way. Their bytes, like those of ordinary stores, are of the generic proxy.
+// Copies of 16 bytes from device memory into shared memory that run while their thread goes on
+// (PTX: cp.async, sm_80 and later), in groups: a wait names how many of the newest groups may still
+// be on their way. Their bytes, like those of ordinary stores, are of the generic proxy.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -16,7 +17,9 @@ inline constexpr uint32_t kCacheLine = 128;  // bytes
 #if defined(DFLASH_GPU_SIM)
 GPU_FN void prefetch(const void*) {}
 // Null: zeros.
-GPU_FN void copy_async(Unit& to, const void* from GPU_SITE) { sim::copy_unit_async(&to, from, {file, line}); }
+GPU_FN void copy_async(Unit& to, const void* from GPU_SITE) {
+  sim::copy_unit_async(&to, from, {file, line});
+}
 GPU_FN void commit_copies() { sim::commit_copies(); }
 template <uint32_t kMost>
 GPU_FN void wait_copies() {
@@ -24,12 +27,17 @@ GPU_FN void wait_copies() {
 }
 #elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
 // Into the L2 cache.
-GPU_FN void prefetch(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(at))); }
-// Past the L1 cache: a block reads nothing twice. A source of which 0 bytes are read is any valid address.
+GPU_FN void prefetch(const void* at) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(at)));
+}
+// Past the L1 cache: a block reads nothing twice. A source of which 0 bytes are read is any valid
+// address.
 GPU_FN void copy_async(Unit& to, const void* from) {
   const auto at = static_cast<uint32_t>(__cvta_generic_to_shared(&to));
   const uint32_t num_bytes = from == nullptr ? 0 : 16;
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(at), "l"(__cvta_generic_to_global(from)), "r"(num_bytes) : "memory");
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(at),
+               "l"(__cvta_generic_to_global(from)), "r"(num_bytes)
+               : "memory");
 }
 GPU_FN void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <uint32_t kMost>

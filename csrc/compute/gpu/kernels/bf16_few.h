@@ -1,6 +1,8 @@
-// Matrix-unit classes, few rows: a block computes two panels of 32 outputs for up to 16 slots, one tile high. Each team takes one chain of 256
-// inputs, all at once; chain sums are added in ascending order, as the many-row kernel adds them, so that both have the same bits. The
-// bound is the bandwidth at which weights are read: the next group's are on their way while a group is multiplied.
+// Matrix-unit classes, few rows: a block computes two panels of 32 outputs for up to 16 slots, one
+// tile high. Each team takes one chain of 256 inputs, all at once; chain sums are added in
+// ascending order, as the many-row kernel adds them, so that both have the same bits. The bound is
+// the bandwidth at which weights are read: the next group's are on their way while a group is
+// multiplied.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -9,8 +11,9 @@
 namespace dflash::compute::gpu {
 
 inline constexpr uint32_t kHalfFewThreads = 256;  // at most; a multiple of 64
-// For groups on their way, per panel, of the 128 registers that two blocks of a multiprocessor leave a thread: 96 bytes of four-bit codes or 128
-// of others, with 512 threads 48 and 64 KB, of the 33 KB that 4.3 TB/s and 132 multiprocessors need in a microsecond. NVIDIA's compiler takes
+// For groups on their way, per panel, of the 128 registers that two blocks of a multiprocessor
+// leave a thread: 96 bytes of four-bit codes or 128 of others, with 512 threads 48 and 64 KB, of
+// the 33 KB that 4.3 TB/s and 132 multiprocessors need in a microsecond. NVIDIA's compiler takes
 // more registers for itself from sm_100 on.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
 inline constexpr uint32_t kHalfFewRegistersAhead = 14;
@@ -23,7 +26,8 @@ inline constexpr uint32_t kHalfFewStepsAhead = 3;  // at most
 struct FewPlaces {
   SharedArray<float, 2 * kTileSide * kPanelWidth> totals;  // [panel, slot, output]
   SharedArray<Tile, 1> tile;
-  SharedArray<uint32_t, kTileSide> rows;  // where slots' rows begin, in units; kNoUnit: the tile has no such slot
+  // where slots' rows begin, in units; kNoUnit: the tile has no such slot
+  SharedArray<uint32_t, kTileSide> rows;
 };
 inline constexpr uint32_t kNoUnit = ~0u;
 
@@ -33,7 +37,9 @@ GPU_FN void share_places(const ProjectionParams& params, FewPlaces& places) {
     const Tile tile = params.tiles[block_y()];
     if (thread_index() == 0) places.tile.at(0) = tile;
     const uint32_t units = params.input_stride / kUnitHalves;
-    places.rows.at(thread_index()) = thread_index() < tile.num_slots ? row_of(params, tile.first_slot + thread_index()) * units : kNoUnit;
+    places.rows.at(thread_index()) = thread_index() < tile.num_slots
+                                         ? row_of(params, tile.first_slot + thread_index()) * units
+                                         : kNoUnit;
   }
   sync_block();
 }
@@ -43,13 +49,18 @@ template <class TileOps>
 struct FewLayout {
   static constexpr uint32_t kLanes = TileOps::kLanes;
   static constexpr uint32_t kOctets = kLanes / kUnitHalves;
-  static constexpr uint32_t kRowStep = kTileSide + 4;  // units from octet to octet: stores of two octets side by side meet no bank twice
+  // units from octet to octet: stores of two octets side by side meet no bank twice
+  static constexpr uint32_t kRowStep = kTileSide + 4;
   static constexpr uint32_t kWeights = 2 * kOctets * kPanelWidth;  // [panel, octet, output]
   static constexpr uint32_t kTeam = kWeights + kOctets * kRowStep;
   static constexpr uint32_t kMostTeams = kHalfFewThreads / kLanes;
   static constexpr uint32_t kColumns = kPanelWidth / kTileSide;  // tiles across a panel
-  GPU_FN static uint32_t weight(uint32_t team, uint32_t panel, uint32_t octet) { return team * kTeam + (panel * kOctets + octet) * kPanelWidth; }
-  GPU_FN static uint32_t row(uint32_t team, uint32_t octet) { return team * kTeam + kWeights + octet * kRowStep; }
+  GPU_FN static uint32_t weight(uint32_t team, uint32_t panel, uint32_t octet) {
+    return team * kTeam + (panel * kOctets + octet) * kPanelWidth;
+  }
+  GPU_FN static uint32_t row(uint32_t team, uint32_t octet) {
+    return team * kTeam + kWeights + octet * kRowStep;
+  }
   // Chain sums as floats, in the place of the weights: [panel, slot, output].
   GPU_FN static uint32_t sum(uint32_t team, uint32_t panel, uint32_t slot, uint32_t column) {
     return team * kTeam * 4 + (panel * kTileSide + slot) * kPanelWidth + column;
@@ -64,9 +75,11 @@ union FewHalves {
   SharedArray<float, Layout::kMostTeams * Layout::kTeam * 4> sums;
 };
 
-// What a thread keeps of a group on its way: the group as it is stored. f32, which would take twice the registers, waits and is narrowed.
+// What a thread keeps of a group on its way: the group as it is stored. f32, which would take twice
+// the registers, waits and is narrowed.
 template <WeightFormat kFormat>
-inline constexpr WeightFormat kFormatAhead = kFormat == WeightFormat::kF32 ? WeightFormat::kBF16 : kFormat;
+inline constexpr WeightFormat kFormatAhead =
+    kFormat == WeightFormat::kF32 ? WeightFormat::kBF16 : kFormat;
 template <WeightFormat kFormat>
 GPU_FN StoredGroup<kFormatAhead<kFormat>> group_ahead(const Record& record, uint32_t group) {
   if constexpr (kFormat == WeightFormat::kF32) {
@@ -78,7 +91,8 @@ GPU_FN StoredGroup<kFormatAhead<kFormat>> group_ahead(const Record& record, uint
   }
 }
 
-// One step's weights of a thread: a group of one output of each panel. And its inputs: two units of one row.
+// One step's weights of a thread: a group of one output of each panel. And its inputs: two units of
+// one row.
 template <WeightFormat kFormat>
 struct FewWeights {
   StoredGroup<kFormatAhead<kFormat>> groups[2];
@@ -87,7 +101,8 @@ struct FewInputs {
   Unit units[2];
 };
 
-// Where a thread reads the team's chain: its output's records of both panels, null where outputs do not exist, and one slot's row.
+// Where a thread reads the team's chain: its output's records of both panels, null where outputs do
+// not exist, and one slot's row.
 template <class TileOps, WeightFormat kFormat>
 struct FewSource {
   const unsigned char* records[2];
@@ -96,21 +111,28 @@ struct FewSource {
   static constexpr uint32_t kRowThreads = kLanes / kTileSide;  // that share a row
 
   GPU_FN static FewSource of(const ProjectionParams& params, uint32_t expert, uint32_t chain) {
-    FewSource source{{paired_panel<kFormat>(params, expert, 0), paired_panel<kFormat>(params, expert, 1)}, chain * kChain};
+    FewSource source{
+        {paired_panel<kFormat>(params, expert, 0), paired_panel<kFormat>(params, expert, 1)},
+        chain * kChain
+    };
     GPU_UNROLL
     for (uint32_t p = 0; p < 2; ++p) {
-      if (source.records[p] != nullptr) source.records[p] += chain * chain_bytes(kFormat) + lane_index() * kUnitBytes;
+      if (source.records[p] != nullptr)
+        source.records[p] += chain * chain_bytes(kFormat) + lane_index() * kUnitBytes;
     }
     return source;
   }
 
-  GPU_FN static uint32_t group(uint32_t begin) { return begin / kGroup + thread_index() % kLanes / kPanelWidth; }
+  GPU_FN static uint32_t group(uint32_t begin) {
+    return begin / kGroup + thread_index() % kLanes / kPanelWidth;
+  }
 
   GPU_FN FewWeights<kFormat> weights(uint32_t begin) const {
     FewWeights<kFormat> loaded{};
     GPU_UNROLL
     for (uint32_t p = 0; p < 2; ++p) {
-      if (records[p] != nullptr) loaded.groups[p] = group_ahead<kFormat>(Record{records[p]}, group(begin));
+      if (records[p] != nullptr)
+        loaded.groups[p] = group_ahead<kFormat>(Record{records[p]}, group(begin));
     }
     return loaded;
   }
@@ -120,7 +142,8 @@ struct FewSource {
     const uint32_t row = places.rows.at(thread_index() % kLanes / kRowThreads);
     GPU_UNROLL
     for (uint32_t j = 0; j < 2; ++j) {
-      const uint32_t input = first + begin + (thread_index() % kLanes % kRowThreads + j * kRowThreads) * kUnitHalves;
+      const uint32_t input =
+          first + begin + (thread_index() % kLanes % kRowThreads + j * kRowThreads) * kUnitHalves;
       if (row == kNoUnit || input >= params.input_stride) continue;  // zeros
       loaded.units[j] = load_device_16<Unit>(params.halves + uint64_t{row} * kUnitHalves + input);
     }
@@ -128,9 +151,11 @@ struct FewSource {
   }
 };
 
-// Weights [panel] and inputs of the step that begins at `begin`, as bf16 to where the team multiplies them.
+// Weights [panel] and inputs of the step that begins at `begin`, as bf16 to where the team
+// multiplies them.
 template <class TileOps, WeightFormat kFormat>
-GPU_FN void store_few(const FewWeights<kFormat>& weights, const FewInputs& inputs, uint32_t begin, uint32_t team, FewHalves<TileOps>& shared) {
+GPU_FN void store_few(const FewWeights<kFormat>& weights, const FewInputs& inputs, uint32_t begin,
+                      uint32_t team, FewHalves<TileOps>& shared) {
   using Layout = FewLayout<TileOps>;
   using Source = FewSource<TileOps, kFormat>;
   const uint32_t lane = thread_index() % TileOps::kLanes;
@@ -140,17 +165,20 @@ GPU_FN void store_few(const FewWeights<kFormat>& weights, const FewInputs& input
     narrow_stored<kFormatAhead<kFormat>>(weights.groups[p], Source::group(begin), units);
     GPU_UNROLL
     for (uint32_t u = 0; u < kGroupUnits; ++u) {
-      shared.units.at(Layout::weight(team, p, lane / kPanelWidth * kGroupUnits + u) + lane % kPanelWidth) = units[u];
+      shared.units.at(Layout::weight(team, p, lane / kPanelWidth * kGroupUnits + u) +
+                      lane % kPanelWidth) = units[u];
     }
   }
   GPU_UNROLL
   for (uint32_t j = 0; j < 2; ++j) {
-    shared.units.at(Layout::row(team, lane % Source::kRowThreads + j * Source::kRowThreads) + lane / Source::kRowThreads) = inputs.units[j];
+    shared.units.at(Layout::row(team, lane % Source::kRowThreads + j * Source::kRowThreads) +
+                    lane / Source::kRowThreads) = inputs.units[j];
   }
 }
 
 template <class TileOps>
-GPU_FN void multiply_few(uint32_t team, FewHalves<TileOps>& shared, typename TileOps::Sums (*sums)[FewLayout<TileOps>::kColumns]) {
+GPU_FN void multiply_few(uint32_t team, FewHalves<TileOps>& shared,
+                         typename TileOps::Sums (*sums)[FewLayout<TileOps>::kColumns]) {
   using Layout = FewLayout<TileOps>;
   GPU_UNROLL
   for (uint32_t octet = 0; octet < Layout::kOctets; octet += kTileOctets) {
@@ -159,19 +187,23 @@ GPU_FN void multiply_few(uint32_t team, FewHalves<TileOps>& shared, typename Til
     for (uint32_t p = 0; p < 2; ++p) {
       GPU_UNROLL
       for (uint32_t c = 0; c < Layout::kColumns; ++c) {
-        const auto weights = TileOps::load(shared.units, Layout::weight(team, p, octet) + c * kTileSide, kPanelWidth);
+        const auto weights = TileOps::load(
+            shared.units, Layout::weight(team, p, octet) + c * kTileSide, kPanelWidth);
         TileOps::multiply_add(sums[p][c], rows, weights);
       }
     }
   }
 }
 
-// The sums of the team's chain into shared memory. All teams take as many steps, since a team of the simulator may wait for all others.
+// The sums of the team's chain into shared memory. All teams take as many steps, since a team of
+// the simulator may wait for all others.
 template <class TileOps, WeightFormat kFormat>
-GPU_FN void few_chain(const ProjectionParams& params, uint32_t chain, FewPlaces& places, FewHalves<TileOps>& shared) {
+GPU_FN void few_chain(const ProjectionParams& params, uint32_t chain, FewPlaces& places,
+                      FewHalves<TileOps>& shared) {
   using Layout = FewLayout<TileOps>;
   constexpr uint32_t kLanes = TileOps::kLanes;
-  constexpr uint32_t kAhead = groups_ahead(kFormatAhead<kFormat>, kHalfFewRegistersAhead, kHalfFewStepsAhead);
+  constexpr uint32_t kAhead =
+      groups_ahead(kFormatAhead<kFormat>, kHalfFewRegistersAhead, kHalfFewStepsAhead);
   const uint32_t team = thread_index() / kLanes, first = chain * kChain;
   const uint32_t count = first < params.num_inputs ? smaller(kChain, params.num_inputs - first) : 0;
   const auto source = FewSource<TileOps, kFormat>::of(params, places.tile.at(0).expert, chain);
@@ -190,7 +222,8 @@ GPU_FN void few_chain(const ProjectionParams& params, uint32_t chain, FewPlaces&
       store_few<TileOps, kFormat>(ahead[0], inputs, begin, team, shared);
       GPU_UNROLL
       for (uint32_t i = 1; i < kAhead; ++i) ahead[i - 1] = ahead[i];
-      if (begin + kAhead * kLanes < count) ahead[kAhead - 1] = source.weights(begin + kAhead * kLanes);
+      if (begin + kAhead * kLanes < count)
+        ahead[kAhead - 1] = source.weights(begin + kAhead * kLanes);
       if (begin + kLanes < count) inputs = source.inputs(params, begin + kLanes, places);
     }
     TileOps::sync_team();
@@ -202,17 +235,21 @@ GPU_FN void few_chain(const ProjectionParams& params, uint32_t chain, FewPlaces&
     for (uint32_t c = 0; c < Layout::kColumns; ++c) {
       GPU_UNROLL
       for (uint32_t i = 0; i < TileOps::kValues; ++i) {
-        shared.sums.at(Layout::sum(team, p, TileOps::row(i), c * kTileSide + TileOps::column(i))) = sums[p][c].values[i];
+        shared.sums.at(Layout::sum(team, p, TileOps::row(i), c * kTileSide + TileOps::column(i))) =
+            sums[p][c].values[i];
       }
     }
   }
 }
 
-// Adds the chain sums of `present` teams in ascending order. A thread owns every block_threads()-th place, here and at the end.
+// Adds the chain sums of `present` teams in ascending order. A thread owns every block_threads()-th
+// place, here and at the end.
 template <class TileOps>
-GPU_FN void add_few(uint32_t present, bool is_first, FewHalves<TileOps>& shared, FewPlaces& places) {
+GPU_FN void add_few(uint32_t present, bool is_first, FewHalves<TileOps>& shared,
+                    FewPlaces& places) {
   using Layout = FewLayout<TileOps>;
-  for (uint32_t at = thread_index(); at < places.tile.at(0).num_slots * kPanelWidth; at += block_threads()) {
+  for (uint32_t at = thread_index(); at < places.tile.at(0).num_slots * kPanelWidth;
+       at += block_threads()) {
     GPU_UNROLL
     for (uint32_t p = 0; p < 2; ++p) {
       float& kept = places.totals.at(p * kTileSide * kPanelWidth + at);
@@ -233,7 +270,8 @@ GPU_FN void bf16_few(const ProjectionParams& params) {
     GPU_SHARED(FewPlaces, places);
     if (block_y() >= *params.num_tiles) return;  // the whole block
     share_places(params, places);
-    const uint32_t num_teams = block_threads() / TileOps::kLanes, chains = num_chains(params.num_inputs);
+    const uint32_t num_teams = block_threads() / TileOps::kLanes,
+                   chains = num_chains(params.num_inputs);
     for (uint32_t first = 0; first < chains; first += num_teams) {
       few_chain<TileOps, kFormat>(params, first + thread_index() / TileOps::kLanes, places, shared);
       sync_block();
@@ -242,8 +280,8 @@ GPU_FN void bf16_few(const ProjectionParams& params) {
     }
     const Tile tile = places.tile.at(0);
     for (uint32_t at = thread_index(); at < tile.num_slots * kPanelWidth; at += block_threads()) {
-      finish_column(params, tile.expert, tile.first_slot + at / kPanelWidth, at % kPanelWidth, places.totals.at(at),
-                    places.totals.at(kTileSide * kPanelWidth + at));
+      finish_column(params, tile.expert, tile.first_slot + at / kPanelWidth, at % kPanelWidth,
+                    places.totals.at(at), places.totals.at(kTileSide * kPanelWidth + at));
     }
   } else {
     stop_kernel();

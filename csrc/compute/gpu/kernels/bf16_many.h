@@ -1,7 +1,8 @@
-// Matrix-unit classes, many rows, a grouped GEMM: a block computes 64 slots x two panels of 32 outputs (gate and up of the same, or two
-// neighbours), 64 inputs at a time from one of two buffers in shared memory while the next step's weights are decoded into registers
-// and then stored into the other. Sums of 256 inputs start from +0 and are added in ascending order. The bound is the matrix units'
-// rate; 64 x 64 sums read 32 bytes of shared memory per 1024 multiply-adds.
+// Matrix-unit classes, many rows, a grouped GEMM: a block computes 64 slots x two panels of 32
+// outputs (gate and up of the same, or two neighbours), 64 inputs at a time from one of two buffers
+// in shared memory while the next step's weights are decoded into registers and then stored into
+// the other. Sums of 256 inputs start from +0 and are added in ascending order. The bound is the
+// matrix units' rate; 64 x 64 sums read 32 bytes of shared memory per 1024 multiply-adds.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -10,11 +11,14 @@
 namespace dflash::compute::gpu {
 
 inline constexpr uint32_t kHalfManyThreads = 128;
-inline constexpr uint32_t kHalfManyInputs = 64;  // per step: two groups of weights for each of the 64 outputs, one per thread
+// per step: two groups of weights for each of the 64 outputs, one per thread
+inline constexpr uint32_t kHalfManyInputs = 64;
 inline constexpr uint32_t kHalfOctets = kHalfManyInputs / kUnitHalves;
 inline constexpr uint32_t kHalfColumns = 2 * kPanelWidth;
-inline constexpr uint32_t kHalfRowStep = kManyTileRows + 4;  // units from octet to octet; see FewLayout
-inline constexpr uint32_t kHalfRowUnits = kHalfOctets / 2;   // of a thread: every second unit of one row
+// units from octet to octet; see FewLayout
+inline constexpr uint32_t kHalfRowStep = kManyTileRows + 4;
+// of a thread: every second unit of one row
+inline constexpr uint32_t kHalfRowUnits = kHalfOctets / 2;
 static_assert(kHalfManyThreads == 2 * kHalfColumns && kHalfManyThreads == 2 * kManyTileRows);
 
 struct ManyBuffers {
@@ -34,8 +38,12 @@ struct ManyPart {
   static constexpr uint32_t kAcross = kHalfColumns / (kColumns * kTileSide);
   typename TileOps::Sums sums[kRows][kColumns];
 
-  GPU_FN static uint32_t first_row() { return thread_index() / TileOps::kLanes / kAcross * kRows * kTileSide; }
-  GPU_FN static uint32_t first_column() { return thread_index() / TileOps::kLanes % kAcross * kColumns * kTileSide; }
+  GPU_FN static uint32_t first_row() {
+    return thread_index() / TileOps::kLanes / kAcross * kRows * kTileSide;
+  }
+  GPU_FN static uint32_t first_column() {
+    return thread_index() / TileOps::kLanes % kAcross * kColumns * kTileSide;
+  }
 };
 
 struct ManyStaged {
@@ -43,31 +51,38 @@ struct ManyStaged {
   Unit rows[kHalfRowUnits];
 };
 
-// Thread t: output t % 64 and group t / 64 of the step; slot t / 2 and its units t % 2, 2 + t % 2, ...
+// Thread t: output t % 64 and group t / 64 of the step; slot t / 2 and its units t % 2, 2 + t % 2,
+// ...
 template <WeightFormat kFormat>
-GPU_FN ManyStaged fetch_many(const ProjectionParams& params, const unsigned char* panel, const uint16_t* row, uint32_t begin) {
+GPU_FN ManyStaged fetch_many(const ProjectionParams& params, const unsigned char* panel,
+                             const uint16_t* row, uint32_t begin) {
   ManyStaged staged{};
-  const uint32_t column = thread_index() % kHalfColumns, input = begin + thread_index() / kHalfColumns * kGroup;
+  const uint32_t column = thread_index() % kHalfColumns,
+                 input = begin + thread_index() / kHalfColumns * kGroup;
   GPU_UNROLL
   for (uint32_t j = 0; j < kHalfRowUnits; ++j) {
     staged.rows[j] = row_unit(params, row, begin + (thread_index() % 2 + 2 * j) * kUnitHalves);
   }
   if (panel != nullptr && input < params.num_inputs) {
-    const Record record{panel + input / kChain * chain_bytes(kFormat) + column % kPanelWidth * kUnitBytes};
+    const Record record{panel + input / kChain * chain_bytes(kFormat) +
+                        column % kPanelWidth * kUnitBytes};
     narrow_group<kFormat>(record, input % kChain / kGroup, staged.weights);
   }
   return staged;
 }
 
 GPU_FN void store_many(const ManyStaged& staged, uint32_t buffer, ManyBuffers& buffers) {
-  const uint32_t column = thread_index() % kHalfColumns, octet = thread_index() / kHalfColumns * kGroupUnits;
+  const uint32_t column = thread_index() % kHalfColumns,
+                 octet = thread_index() / kHalfColumns * kGroupUnits;
   GPU_UNROLL
   for (uint32_t u = 0; u < kGroupUnits; ++u) {
-    buffers.weights.at((buffer * kHalfOctets + octet + u) * kHalfColumns + column) = staged.weights[u];
+    buffers.weights.at((buffer * kHalfOctets + octet + u) * kHalfColumns + column) =
+        staged.weights[u];
   }
   GPU_UNROLL
   for (uint32_t j = 0; j < kHalfRowUnits; ++j) {
-    buffers.rows.at((buffer * kHalfOctets + thread_index() % 2 + 2 * j) * kHalfRowStep + thread_index() / 2) = staged.rows[j];
+    buffers.rows.at((buffer * kHalfOctets + thread_index() % 2 + 2 * j) * kHalfRowStep +
+                    thread_index() / 2) = staged.rows[j];
   }
 }
 
@@ -79,14 +94,20 @@ GPU_FN void multiply_many(uint32_t buffer, ManyBuffers& buffers, ManyPart<TileOp
     typename TileOps::Operand rows[Part::kRows];
     GPU_UNROLL
     for (uint32_t r = 0; r < Part::kRows; ++r) {
-      rows[r] = TileOps::load(buffers.rows, (buffer * kHalfOctets + octet) * kHalfRowStep + Part::first_row() + r * kTileSide, kHalfRowStep);
+      rows[r] = TileOps::load(
+          buffers.rows,
+          (buffer * kHalfOctets + octet) * kHalfRowStep + Part::first_row() + r * kTileSide,
+          kHalfRowStep);
     }
     GPU_UNROLL
     for (uint32_t c = 0; c < Part::kColumns; ++c) {
       const auto weights = TileOps::load(
-          buffers.weights, (buffer * kHalfOctets + octet) * kHalfColumns + Part::first_column() + c * kTileSide, kHalfColumns);
+          buffers.weights,
+          (buffer * kHalfOctets + octet) * kHalfColumns + Part::first_column() + c * kTileSide,
+          kHalfColumns);
       GPU_UNROLL
-      for (uint32_t r = 0; r < Part::kRows; ++r) TileOps::multiply_add(part.sums[r][c], rows[r], weights);
+      for (uint32_t r = 0; r < Part::kRows; ++r)
+        TileOps::multiply_add(part.sums[r][c], rows[r], weights);
     }
   }
 }
@@ -107,13 +128,16 @@ GPU_FN void end_chain(bool is_first, ManyPart<TileOps>& part, ManyPart<TileOps>&
   }
 }
 
-// Totals go through shared memory, so that gate and up of an output meet and neighbours write neighbours.
+// Totals go through shared memory, so that gate and up of an output meet and neighbours write
+// neighbours.
 template <class TileOps>
-GPU_FN void finish_many(const ProjectionParams& params, const Tile& tile, const ManyPart<TileOps>& part, ManyHalves& shared) {
+GPU_FN void finish_many(const ProjectionParams& params, const Tile& tile,
+                        const ManyPart<TileOps>& part, ManyHalves& shared) {
   using Part = ManyPart<TileOps>;
   GPU_UNROLL
   for (uint32_t t = 0; t < Part::kRows * Part::kColumns; ++t) {
-    const uint32_t row = Part::first_row() + t / Part::kColumns * kTileSide, column = Part::first_column() + t % Part::kColumns * kTileSide;
+    const uint32_t row = Part::first_row() + t / Part::kColumns * kTileSide,
+                   column = Part::first_column() + t % Part::kColumns * kTileSide;
     GPU_UNROLL
     for (uint32_t i = 0; i < TileOps::kValues; ++i) {
       shared.totals.at((row + TileOps::row(i)) * kHalfColumns + column + TileOps::column(i)) =
@@ -123,7 +147,8 @@ GPU_FN void finish_many(const ProjectionParams& params, const Tile& tile, const 
   sync_block();
   for (uint32_t i = thread_index(); i < tile.num_slots * kPanelWidth; i += kHalfManyThreads) {
     const uint32_t slot = i / kPanelWidth, column = i % kPanelWidth;
-    finish_column(params, tile.expert, tile.first_slot + slot, column, shared.totals.at(slot * kHalfColumns + column),
+    finish_column(params, tile.expert, tile.first_slot + slot, column,
+                  shared.totals.at(slot * kHalfColumns + column),
                   shared.totals.at(slot * kHalfColumns + kPanelWidth + column));
   }
 }
@@ -134,7 +159,8 @@ GPU_FN void bf16_many(const ProjectionParams& params) {
     GPU_SHARED(ManyHalves, shared);
     if (block_y() >= *params.num_tiles) return;  // the whole block
     const Tile tile = params.tiles[block_y()];
-    const unsigned char* panel = paired_panel<kFormat>(params, tile.expert, thread_index() % kHalfColumns / kPanelWidth);
+    const unsigned char* panel =
+        paired_panel<kFormat>(params, tile.expert, thread_index() % kHalfColumns / kPanelWidth);
     const uint16_t* row = halves_of(params, tile, thread_index() / 2);
     ManyPart<TileOps> sums, totals;
     ManyStaged staged;

@@ -1,4 +1,5 @@
-// The rows of a request as bf16, straight from the wire's layout: what the matrix-unit classes multiply.
+// The rows of a request as bf16, straight from the wire's layout: what the matrix-unit classes
+// multiply.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -10,13 +11,17 @@ namespace dflash::compute::gpu {
 GPU_KERNEL(dflash_narrow_rows, NarrowParams, kElementThreads) {
   const uint64_t i = flat_index();
   if (i >= uint64_t{params.num_rows} * params.row_stride) return;
-  const uint32_t row = static_cast<uint32_t>(i) / params.row_stride, column = static_cast<uint32_t>(i) % params.row_stride;
+  const uint32_t row = static_cast<uint32_t>(i) / params.row_stride,
+                 column = static_cast<uint32_t>(i) % params.row_stride;
   uint32_t half = 0;
   if (column < params.row_size) {
     const uint64_t at = uint64_t{row} * params.row_size + column;
     // volatile: the source may change under us, and must not be read a second time.
-    if (params.dtype == Dtype::kF32) half = narrow_bf16(float_of(static_cast<const volatile uint32_t*>(params.source)[at]));
-    else half = narrow_bf16(widen_16(params.dtype, static_cast<const volatile uint16_t*>(params.source)[at]));
+    if (params.dtype == Dtype::kF32)
+      half = narrow_bf16(float_of(static_cast<const volatile uint32_t*>(params.source)[at]));
+    else
+      half = narrow_bf16(
+          widen_16(params.dtype, static_cast<const volatile uint16_t*>(params.source)[at]));
   }
   params.rows[i] = static_cast<uint16_t>(half);
 }

@@ -1,5 +1,6 @@
-// What the kernels of the matrix-unit classes share: weights and rows on their way into a tile's operands as bf16, and what becomes of a
-// finished sum. Weights are decoded to float32 by their format's formula and rounded to bf16 once; bf16 weights are taken as they are.
+// What the kernels of the matrix-unit classes share: weights and rows on their way into a tile's
+// operands as bf16, and what becomes of a finished sum. Weights are decoded to float32 by their
+// format's formula and rounded to bf16 once; bf16 weights are taken as they are.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -8,7 +9,8 @@
 
 namespace dflash::compute::gpu {
 
-inline constexpr uint32_t kGroupUnits = kGroup / kUnitHalves;  // 16-byte units of a group of 32 bf16
+// 16-byte units of a group of 32 bf16
+inline constexpr uint32_t kGroupUnits = kGroup / kUnitHalves;
 
 // Two floats rounded to bf16, nearest even, the first in the low half.
 GPU_FN uint32_t narrow_pair(float low, float high) {
@@ -34,7 +36,8 @@ GPU_FN void narrow_stored(const StoredGroup<kFormat>& stored, uint32_t group, Un
       float weights[kOctet];
       decode_octet<kFormat>(stored, scale, group, u, weights);
       GPU_UNROLL
-      for (uint32_t i = 0; i < kOctet / 2; ++i) units[u].words[i] = narrow_pair(weights[2 * i], weights[2 * i + 1]);
+      for (uint32_t i = 0; i < kOctet / 2; ++i)
+        units[u].words[i] = narrow_pair(weights[2 * i], weights[2 * i + 1]);
     }
   }
 }
@@ -48,7 +51,8 @@ GPU_FN void narrow_group(const Record& record, uint32_t group, Unit* units) {
 // The row of a slot, null where the tile has no such slot.
 GPU_FN const uint16_t* halves_of(const ProjectionParams& params, const Tile& tile, uint32_t slot) {
   if (slot >= tile.num_slots) return nullptr;
-  const uint32_t at = tile.first_slot + slot, row = params.pair_rows == nullptr ? at : params.pair_rows[params.slot_pairs[at]];
+  const uint32_t at = tile.first_slot + slot,
+                 row = params.pair_rows == nullptr ? at : params.pair_rows[params.slot_pairs[at]];
   return params.halves + uint64_t{row} * params.input_stride;
 }
 
@@ -58,25 +62,35 @@ GPU_FN Unit row_unit(const ProjectionParams& params, const uint16_t* row, uint32
   return load_device_16<Unit>(row + input);
 }
 
-// The panel of column block `which` (0 or 1) of this block: gate's and up's of the same 32 outputs, or two neighbours of a single matrix. Null:
-// outputs that do not exist.
+// The panel of column block `which` (0 or 1) of this block: gate's and up's of the same 32 outputs,
+// or two neighbours of a single matrix. Null: outputs that do not exist.
 template <WeightFormat kFormat>
-GPU_FN const unsigned char* paired_panel(const ProjectionParams& params, uint32_t expert, uint32_t which) {
-  if (is_gated(params)) return panel_of<kFormat>(params, expert, which == 0 ? params.first_panels : params.second_panels, block_x());
+GPU_FN const unsigned char* paired_panel(const ProjectionParams& params, uint32_t expert,
+                                         uint32_t which) {
+  if (is_gated(params))
+    return panel_of<kFormat>(params, expert,
+                             which == 0 ? params.first_panels : params.second_panels, block_x());
   const uint32_t panel = block_x() * 2 + which;
-  return panel < num_panels(params.num_outputs) ? panel_of<kFormat>(params, expert, params.first_panels, panel) : nullptr;
+  return panel < num_panels(params.num_outputs)
+             ? panel_of<kFormat>(params, expert, params.first_panels, panel)
+             : nullptr;
 }
 
-// Both sums of a column that a block has: one intermediate value, or two outputs 32 apart. Intermediate rows are rounded to bf16 and padded
-// with zeros to whole units.
-GPU_FN void finish_half(const ProjectionParams& params, uint32_t expert, uint32_t slot, uint32_t output, float first, float second) {
+// Both sums of a column that a block has: one intermediate value, or two outputs 32 apart.
+// Intermediate rows are rounded to bf16 and padded with zeros to whole units.
+GPU_FN void finish_half(const ProjectionParams& params, uint32_t expert, uint32_t slot,
+                        uint32_t output, float first, float second) {
   if (!params.is_gate_up) return finish_output(params, expert, slot, output, first, second);
   if (output >= params.output_stride) return;
-  const float value = output < params.num_outputs ? output_value(params, expert, output, first, second) : 0.0f;
-  params.half_outputs[uint64_t{slot} * params.output_stride + output] = static_cast<uint16_t>(narrow_bf16(value));
+  const float value =
+      output < params.num_outputs ? output_value(params, expert, output, first, second) : 0.0f;
+  params.half_outputs[uint64_t{slot} * params.output_stride + output] =
+      static_cast<uint16_t>(narrow_bf16(value));
 }
-GPU_FN void finish_column(const ProjectionParams& params, uint32_t expert, uint32_t slot, uint32_t column, float first, float second) {
-  if (is_gated(params)) return finish_half(params, expert, slot, block_x() * kPanelWidth + column, first, second);
+GPU_FN void finish_column(const ProjectionParams& params, uint32_t expert, uint32_t slot,
+                          uint32_t column, float first, float second) {
+  if (is_gated(params))
+    return finish_half(params, expert, slot, block_x() * kPanelWidth + column, first, second);
   finish_half(params, expert, slot, block_x() * 2 * kPanelWidth + column, first, 0.0f);
   finish_half(params, expert, slot, (block_x() * 2 + 1) * kPanelWidth + column, second, 0.0f);
 }

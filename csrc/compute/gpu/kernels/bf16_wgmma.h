@@ -1,8 +1,11 @@
-// Class bf16-mma, many rows, by warpgroups (sm_90a): a block of two warpgroups computes 128 slots - two neighbouring tiles of an expert, or one -
-// times 128 columns: gate and up of the same 64 outputs, or 128 outputs of one matrix. A ring of four stages of 64 inputs lies in shared memory:
-// while the products of a step run asynchronously, the operands of the step after the next are copied or decoded into the ring. Sums of 256
-// inputs start from +0 and are added in ascending order, as in bf16_many.h, whose bits these are (docs/decisions/0018).
-// Bounds: 128 x 128 x 64 multiply-adds per step, 512 cycles of a multiprocessor's matrix units, against 32 KiB read from the L2 cache.
+// Class bf16-mma, many rows, by warpgroups (sm_90a): a block of two warpgroups computes 128 slots -
+// two neighbouring tiles of an expert, or one - times 128 columns: gate and up of the same 64
+// outputs, or 128 outputs of one matrix. A ring of four stages of 64 inputs lies in shared memory:
+// while the products of a step run asynchronously, the operands of the step after the next are
+// copied or decoded into the ring. Sums of 256 inputs start from +0 and are added in ascending
+// order, as in bf16_many.h, whose bits these are (docs/decisions/0018). Bounds: 128 x 128 x 64
+// multiply-adds per step, 512 cycles of a multiprocessor's matrix units, against 32 KiB read from
+// the L2 cache.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -17,21 +20,28 @@ inline constexpr uint32_t kWgmmaRows = 2 * kWarpgroupRows;
 inline constexpr uint32_t kWgmmaColumns = kWarpgroupOutputs;
 inline constexpr uint32_t kWgmmaInputs = kOperandOctets * kUnitHalves;  // of a step
 inline constexpr uint32_t kWgmmaStages = 4;
-inline constexpr uint32_t kWgmmaAhead = 2;      // steps: stages before it are being read, by this warpgroup and by the other one
-inline constexpr uint32_t kWgmmaTotals = kWgmmaColumns + 4;  // floats from slot to slot, so that the eight rows of a store meet other banks
-inline constexpr uint32_t kRingRows = kWgmmaRows * kOperandOctets, kRingColumns = kWgmmaColumns * kOperandOctets;  // units
+// steps: stages before it are being read, by this warpgroup and by the other one
+inline constexpr uint32_t kWgmmaAhead = 2;
+// floats from slot to slot, so that the eight rows of a store meet other banks
+inline constexpr uint32_t kWgmmaTotals = kWgmmaColumns + 4;
+// units
+inline constexpr uint32_t kRingRows = kWgmmaRows * kOperandOctets,
+                          kRingColumns = kWgmmaColumns * kOperandOctets;
 inline constexpr uint32_t kRingStage = kRingRows + kRingColumns;
-static_assert(kManyTileRows == kWarpgroupRows && kWgmmaInputs == 2 * kGroup && kWgmmaThreads == 2 * kWgmmaColumns);
+static_assert(kManyTileRows == kWarpgroupRows && kWgmmaInputs == 2 * kGroup &&
+              kWgmmaThreads == 2 * kWgmmaColumns);
 static_assert(kWgmmaStages >= kWgmmaAhead + 2 && kChain % kWgmmaInputs == 0);
 
 union WgmmaShared {
-  SharedArray<Unit, kWgmmaStages * kRingStage> ring;  // per stage: rows, then columns, an operand each per 64 rows and per 128 columns
+  // per stage: rows, then columns, an operand each per 64 rows and per 128 columns
+  SharedArray<Unit, kWgmmaStages * kRingStage> ring;
   SharedArray<float, kWgmmaRows * kWgmmaTotals> totals;  // [slot, column], at the end
 };
 static_assert(sizeof(WgmmaShared) + kOperandAlignment <= kWgmmaSharedBytes);
 
 #if DFLASH_GPU_WARPGROUPS
-// What a thread brings into the ring: group thread / 128 of 32 inputs of column thread % 128, and unit thread % 8 of every 32nd row.
+// What a thread brings into the ring: group thread / 128 of 32 inputs of column thread % 128, and
+// unit thread % 8 of every 32nd row.
 template <WeightFormat kFormat>
 struct WgmmaSource {
   static constexpr uint32_t kRows = kRingRows / kWgmmaThreads;
@@ -39,58 +49,73 @@ struct WgmmaSource {
   const uint16_t* rows[kRows];
 
   GPU_FN static uint32_t column() { return thread_index() % kWgmmaColumns; }
-  GPU_FN static uint32_t row(uint32_t i) { return thread_index() / kOperandOctets + i * (kWgmmaThreads / kOperandOctets); }
+  GPU_FN static uint32_t row(uint32_t i) {
+    return thread_index() / kOperandOctets + i * (kWgmmaThreads / kOperandOctets);
+  }
 };
 
 template <WeightFormat kFormat>
-GPU_FN const unsigned char* wgmma_panel(const ProjectionParams& params, uint32_t expert, uint32_t column) {
+GPU_FN const unsigned char* wgmma_panel(const ProjectionParams& params, uint32_t expert,
+                                        uint32_t column) {
   const bool is_second = is_gated(params) && column >= kWgmmaColumns / 2;
-  const uint32_t panels = is_gated(params) ? kWgmmaColumns / 2 / kPanelWidth : kWgmmaColumns / kPanelWidth;
+  const uint32_t panels =
+      is_gated(params) ? kWgmmaColumns / 2 / kPanelWidth : kWgmmaColumns / kPanelWidth;
   const uint32_t panel = block_x() * panels + column / kPanelWidth % panels;
   if (panel >= num_panels(params.num_outputs)) return nullptr;
-  return panel_of<kFormat>(params, expert, is_second ? params.second_panels : params.first_panels, panel);
+  return panel_of<kFormat>(params, expert, is_second ? params.second_panels : params.first_panels,
+                           panel);
 }
 
-// Weights of one step. bf16 lies in records as the operand wants it, unit by unit, and is copied; the rest is decoded.
+// Weights of one step. bf16 lies in records as the operand wants it, unit by unit, and is copied;
+// the rest is decoded.
 template <WeightFormat kFormat>
-GPU_FN void bring_weights(const ProjectionParams& params, const WgmmaSource<kFormat>& source, uint32_t step, WgmmaShared& shared) {
+GPU_FN void bring_weights(const ProjectionParams& params, const WgmmaSource<kFormat>& source,
+                          uint32_t step, WgmmaShared& shared) {
   const uint32_t half = thread_index() / kWgmmaColumns, input = step * kWgmmaInputs + half * kGroup;
   const uint32_t first = step % kWgmmaStages * kRingStage + kRingRows;
   const bool is_there = source.panel != nullptr && input < params.num_inputs;
-  const Record record{source.panel + input / kChain * chain_bytes(kFormat) + source.column() % kPanelWidth * kUnitBytes};
+  const Record record{source.panel + input / kChain * chain_bytes(kFormat) +
+                      source.column() % kPanelWidth * kUnitBytes};
   const uint32_t group = input % kChain / kGroup;
   if constexpr (kFormat == WeightFormat::kBF16) {
     GPU_UNROLL
     for (uint32_t u = 0; u < kGroupUnits; ++u) {
       copy_async(shared.ring.at(first + operand_unit(source.column(), half * kGroupUnits + u)),
-                 is_there ? record.first + (group * kGroupUnits + u) * (kUnitBytes * kPanelWidth) : nullptr);
+                 is_there ? record.first + (group * kGroupUnits + u) * (kUnitBytes * kPanelWidth)
+                          : nullptr);
     }
   } else {
     Unit units[kGroupUnits] = {};
     if (is_there) narrow_group<kFormat>(record, group, units);
     GPU_UNROLL
     for (uint32_t u = 0; u < kGroupUnits; ++u) {
-      Warpgroup::store(shared.ring.at(first + operand_unit(source.column(), half * kGroupUnits + u)), units[u]);
+      Warpgroup::store(
+          shared.ring.at(first + operand_unit(source.column(), half * kGroupUnits + u)), units[u]);
     }
   }
 }
 
 template <WeightFormat kFormat>
-GPU_FN void bring_step(const ProjectionParams& params, const WgmmaSource<kFormat>& source, uint32_t step, WgmmaShared& shared) {
-  const uint32_t octet = thread_index() % kOperandOctets, input = step * kWgmmaInputs + octet * kUnitHalves;
+GPU_FN void bring_step(const ProjectionParams& params, const WgmmaSource<kFormat>& source,
+                       uint32_t step, WgmmaShared& shared) {
+  const uint32_t octet = thread_index() % kOperandOctets,
+                 input = step * kWgmmaInputs + octet * kUnitHalves;
   GPU_UNROLL
   for (uint32_t i = 0; i < WgmmaSource<kFormat>::kRows; ++i) {
     const bool is_there = source.rows[i] != nullptr && input < params.input_stride;
-    copy_async(shared.ring.at(step % kWgmmaStages * kRingStage + operand_unit(source.row(i), octet)),
-               is_there ? source.rows[i] + input : nullptr);
+    copy_async(
+        shared.ring.at(step % kWgmmaStages * kRingStage + operand_unit(source.row(i), octet)),
+        is_there ? source.rows[i] + input : nullptr);
   }
   bring_weights<kFormat>(params, source, step, shared);
 }
 
 // The products of one step, on their way when this returns.
 GPU_FN void multiply_step_async(uint32_t step, WgmmaShared& shared, WarpgroupSums& sums) {
-  const uint32_t stage = step % kWgmmaStages * kRingStage, warpgroup = thread_index() / kWarpgroupThreads;
-  const uint32_t rows = Warpgroup::address(shared.ring.at(stage + warpgroup * (kWarpgroupRows * kOperandOctets)));
+  const uint32_t stage = step % kWgmmaStages * kRingStage,
+                 warpgroup = thread_index() / kWarpgroupThreads;
+  const uint32_t rows =
+      Warpgroup::address(shared.ring.at(stage + warpgroup * (kWarpgroupRows * kOperandOctets)));
   const uint32_t columns = Warpgroup::address(shared.ring.at(stage + kRingRows));
   Warpgroup::fence();
   GPU_UNROLL
@@ -100,24 +125,28 @@ GPU_FN void multiply_step_async(uint32_t step, WgmmaShared& shared, WarpgroupSum
   Warpgroup::commit();
 }
 
-// Totals go through shared memory, so that gate and up of an output meet, neighbours write neighbours and the activation stands in the code once.
-GPU_FN void finish_wgmma(const ProjectionParams& params, const Tile& tile, const WarpgroupSums& totals, WgmmaShared& shared) {
+// Totals go through shared memory, so that gate and up of an output meet, neighbours write
+// neighbours and the activation stands in the code once.
+GPU_FN void finish_wgmma(const ProjectionParams& params, const Tile& tile,
+                         const WarpgroupSums& totals, WgmmaShared& shared) {
   const uint32_t first_row = thread_index() / kWarpgroupThreads * kWarpgroupRows;
   GPU_UNROLL
   for (uint32_t i = 0; i < kWarpgroupSums; ++i) {
-    shared.totals.at((first_row + warpgroup_row(i)) * kWgmmaTotals + warpgroup_output(i)) = totals.values[i];
+    shared.totals.at((first_row + warpgroup_row(i)) * kWgmmaTotals + warpgroup_output(i)) =
+        totals.values[i];
   }
   sync_block();
   const uint32_t width = is_gated(params) ? kWgmmaColumns / 2 : kWgmmaColumns;
   for (uint32_t i = thread_index(); i < tile.num_slots * width; i += kWgmmaThreads) {
     const uint32_t slot = i / width, column = i % width, at = slot * kWgmmaTotals + column;
     const float second = is_gated(params) ? shared.totals.at(at + kWgmmaColumns / 2) : 0.0f;
-    finish_half(params, tile.expert, tile.first_slot + slot, block_x() * width + column, shared.totals.at(at), second);
+    finish_half(params, tile.expert, tile.first_slot + slot, block_x() * width + column,
+                shared.totals.at(at), second);
   }
 }
 
-// The slots of this block: those of tile `block_y()`, an even one together with the next where that is of the same expert. None: another block
-// has them.
+// The slots of this block: those of tile `block_y()`, an even one together with the next where that
+// is of the same expert. None: another block has them.
 GPU_FN Tile paired_tile(const ProjectionParams& params) {
   const uint32_t index = block_y();
   Tile tile = params.tiles[index];
@@ -129,21 +158,27 @@ GPU_FN Tile paired_tile(const ProjectionParams& params) {
   return tile;
 }
 
-// Asks for the next chain's records while this one is computed with, so that decoding waits for the L2 cache and not for memory. The 64 threads
-// of a panel take its lines in turn; bf16 is copied ahead anyway.
+// Asks for the next chain's records while this one is computed with, so that decoding waits for the
+// L2 cache and not for memory. The 64 threads of a panel take its lines in turn; bf16 is copied
+// ahead anyway.
 template <WeightFormat kFormat>
-GPU_FN void prefetch_chain(const ProjectionParams& params, const WgmmaSource<kFormat>& source, uint32_t chain) {
-  if (kFormat == WeightFormat::kBF16 || source.panel == nullptr || chain >= num_chains(params.num_inputs)) return;
+GPU_FN void prefetch_chain(const ProjectionParams& params, const WgmmaSource<kFormat>& source,
+                           uint32_t chain) {
+  if (kFormat == WeightFormat::kBF16 || source.panel == nullptr ||
+      chain >= num_chains(params.num_inputs))
+    return;
   const uint32_t own = lane_index() + thread_index() / kWgmmaColumns * kSubgroupLanes;
   for (uint32_t line = own; line < chain_bytes(kFormat) / kCacheLine; line += 2 * kSubgroupLanes) {
     prefetch(source.panel + chain * chain_bytes(kFormat) + line * kCacheLine);
   }
 }
 
-// Every step: what this thread brought two steps ago has landed and is fenced; the barrier then says so of all threads, and that the products of
-// the step before last have read their stage, into which the step after the next goes.
+// Every step: what this thread brought two steps ago has landed and is fenced; the barrier then
+// says so of all threads, and that the products of the step before last have read their stage, into
+// which the step after the next goes.
 template <WeightFormat kFormat>
-GPU_FN WarpgroupSums multiply_tile(const ProjectionParams& params, const WgmmaSource<kFormat>& source, WgmmaShared& shared) {
+GPU_FN WarpgroupSums multiply_tile(const ProjectionParams& params,
+                                   const WgmmaSource<kFormat>& source, WgmmaShared& shared) {
   const uint32_t steps = (params.num_inputs + kWgmmaInputs - 1) / kWgmmaInputs;
   WarpgroupSums totals;
   GPU_UNROLL
@@ -160,13 +195,15 @@ GPU_FN WarpgroupSums multiply_tile(const ProjectionParams& params, const WgmmaSo
       Warpgroup::fence_operands();
       sync_block();
       multiply_step_async(step, shared, sums);
-      if (step + kWgmmaAhead < steps) bring_step<kFormat>(params, source, step + kWgmmaAhead, shared);
+      if (step + kWgmmaAhead < steps)
+        bring_step<kFormat>(params, source, step + kWgmmaAhead, shared);
       commit_copies();
       Warpgroup::wait<1>(sums);
     }
     Warpgroup::wait<0>(sums);
     GPU_UNROLL
-    for (uint32_t i = 0; i < kWarpgroupSums; ++i) totals.values[i] = first == 0 ? sums.values[i] : add(totals.values[i], sums.values[i]);
+    for (uint32_t i = 0; i < kWarpgroupSums; ++i)
+      totals.values[i] = first == 0 ? sums.values[i] : add(totals.values[i], sums.values[i]);
   }
   return totals;
 }
@@ -178,11 +215,13 @@ GPU_FN void bf16_wgmma(const ProjectionParams& params) {
   const Tile tile = paired_tile(params);
   if (tile.num_slots == 0) return;
   const uint32_t past = Warpgroup::address(*static_cast<Unit*>(memory)) % kOperandAlignment;
-  auto& shared = *reinterpret_cast<WgmmaShared*>(static_cast<unsigned char*>(memory) + (kOperandAlignment - past) % kOperandAlignment);
+  auto& shared = *reinterpret_cast<WgmmaShared*>(static_cast<unsigned char*>(memory) +
+                                                 (kOperandAlignment - past) % kOperandAlignment);
   using Source = WgmmaSource<kFormat>;
   Source source{wgmma_panel<kFormat>(params, tile.expert, Source::column()), {}};
   GPU_UNROLL
-  for (uint32_t i = 0; i < Source::kRows; ++i) source.rows[i] = halves_of(params, tile, Source::row(i));
+  for (uint32_t i = 0; i < Source::kRows; ++i)
+    source.rows[i] = halves_of(params, tile, Source::row(i));
   const WarpgroupSums totals = multiply_tile<kFormat>(params, source, shared);
   sync_block();  // totals take the ring's place
   finish_wgmma(params, tile, totals, shared);

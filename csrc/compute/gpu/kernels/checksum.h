@@ -1,5 +1,6 @@
-// The wire's checksum (base/checksum.h) by a whole block: each of its four lanes of CRC-32C is cut among 64 threads, whose registers are moved
-// to the lane's end - multiplied by a power of x - and added up, because a CRC is linear.
+// The wire's checksum (base/checksum.h) by a whole block: each of its four lanes of CRC-32C is cut
+// among 64 threads, whose registers are moved to the lane's end - multiplied by a power of x - and
+// added up, because a CRC is linear.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -24,7 +25,9 @@ GPU_FN void fill_crc_table(ChecksumScratch& scratch) {
   scratch.table.at(thread_index()) = crc;
 }
 
-GPU_FN uint32_t feed_byte(uint32_t crc, uint32_t byte, ChecksumScratch& scratch) { return crc >> 8 ^ scratch.table.at((crc ^ byte) & 0xffu); }
+GPU_FN uint32_t feed_byte(uint32_t crc, uint32_t byte, ChecksumScratch& scratch) {
+  return crc >> 8 ^ scratch.table.at((crc ^ byte) & 0xffu);
+}
 GPU_FN uint32_t feed_half(uint32_t crc, uint32_t half, ChecksumScratch& scratch) {
   crc ^= half;
   for (uint32_t byte = 0; byte < 4; ++byte) crc = crc >> 8 ^ scratch.table.at(crc & 0xffu);
@@ -34,12 +37,30 @@ GPU_FN uint32_t feed_half(uint32_t crc, uint32_t half, ChecksumScratch& scratch)
 // x^(64 * 2^k) modulo the polynomial.
 GPU_FN uint32_t power_of_words(uint32_t k) {
   switch (k) {
-    case 0: return 0x6ea2d55cu; case 1: return 0x18b8ea18u; case 2: return 0x510ac59au; case 3: return 0xb82be955u;
-    case 4: return 0xb8fdb1e7u; case 5: return 0x88e56f72u; case 6: return 0x74c360a4u; case 7: return 0xe4172b16u;
-    case 8: return 0x0d65762au; case 9: return 0x35d73a62u; case 10: return 0x28461564u; case 11: return 0xbf455269u;
-    case 12: return 0xe2ea32dcu; case 13: return 0xfe7740e6u; case 14: return 0xf946610bu; case 15: return 0x3c204f8fu;
-    case 16: return 0x538586e3u; case 17: return 0x59726915u; case 18: return 0x734d5309u; case 19: return 0xbc1ac763u;
-    case 20: return 0x7d0722ccu; case 21: return 0xd289cabeu; case 22: return 0xe94ca9bcu; case 23: return 0x05b74f3fu;
+    case 0:  return 0x6ea2d55cu;
+    case 1:  return 0x18b8ea18u;
+    case 2:  return 0x510ac59au;
+    case 3:  return 0xb82be955u;
+    case 4:  return 0xb8fdb1e7u;
+    case 5:  return 0x88e56f72u;
+    case 6:  return 0x74c360a4u;
+    case 7:  return 0xe4172b16u;
+    case 8:  return 0x0d65762au;
+    case 9:  return 0x35d73a62u;
+    case 10: return 0x28461564u;
+    case 11: return 0xbf455269u;
+    case 12: return 0xe2ea32dcu;
+    case 13: return 0xfe7740e6u;
+    case 14: return 0xf946610bu;
+    case 15: return 0x3c204f8fu;
+    case 16: return 0x538586e3u;
+    case 17: return 0x59726915u;
+    case 18: return 0x734d5309u;
+    case 19: return 0xbc1ac763u;
+    case 20: return 0x7d0722ccu;
+    case 21: return 0xd289cabeu;
+    case 22: return 0xe94ca9bcu;
+    case 23: return 0x05b74f3fu;
     default: return 0x80000000u;
   }
 }
@@ -61,21 +82,24 @@ GPU_FN uint32_t skip_words(uint32_t crc, uint32_t num_words) {
   return crc;
 }
 
-// Of `num_bytes` (below 2^32) from an address that is a multiple of 8, readable to the next such multiple. All threads of the block call
-// it together and get the result; the table is filled.
-GPU_FN uint32_t block_checksum(const unsigned char* bytes, uint32_t num_bytes, ChecksumScratch& scratch) {
+// Of `num_bytes` (below 2^32) from an address that is a multiple of 8, readable to the next such
+// multiple. All threads of the block call it together and get the result; the table is filled.
+GPU_FN uint32_t block_checksum(const unsigned char* bytes, uint32_t num_bytes,
+                               ChecksumScratch& scratch) {
   const uint32_t* halves = reinterpret_cast<const uint32_t*>(bytes);
   const uint32_t lane = thread_index() / kThreadsPerLane, place = thread_index() % kThreadsPerLane;
   const uint32_t num_words = num_bytes / 8, own = (num_words + 3 - lane) / 4;
   const uint32_t each = (own + kThreadsPerLane - 1) / kThreadsPerLane;
-  const uint32_t begin = place * each < own ? place * each : own, end = begin + each < own ? begin + each : own;
+  const uint32_t begin = place * each < own ? place * each : own,
+                 end = begin + each < own ? begin + each : own;
   uint32_t crc = place == 0 ? ~0u : 0u;
   for (uint32_t i = begin; i < end; ++i) {
     const uint32_t word = i * 4 + lane;
     crc = feed_half(feed_half(crc, halves[2 * word], scratch), halves[2 * word + 1], scratch);
   }
   crc = skip_words(crc, own - end);
-  for (uint32_t step = 1; step < kSubgroupLanes; step *= 2) crc ^= shuffle(crc, lane_index() ^ step);
+  for (uint32_t step = 1; step < kSubgroupLanes; step *= 2)
+    crc ^= shuffle(crc, lane_index() ^ step);
   if (lane_index() == 0) scratch.sums.at(subgroup_index()) = crc;
   sync_block();
   if (thread_index() == 0) {
@@ -83,15 +107,20 @@ GPU_FN uint32_t block_checksum(const unsigned char* bytes, uint32_t num_bytes, C
     for (uint32_t i = 0; i < 4; ++i) {
       uint32_t sum = scratch.sums.at(2 * i) ^ scratch.sums.at(2 * i + 1);
       if (i == num_words % 4) {
-        for (uint32_t at = num_words * 8; at < num_bytes; ++at) sum = feed_byte(sum, halves[at / 4] >> at % 4 * 8 & 0xffu, scratch);
+        for (uint32_t at = num_words * 8; at < num_bytes; ++at)
+          sum = feed_byte(sum, halves[at / 4] >> at % 4 * 8 & 0xffu, scratch);
       }
-      const uint32_t factor = i == 0 ? 0x9e3779b1u : i == 1 ? 0x85ebca77u : i == 2 ? 0xc2b2ae3du : 0x27d4eb2fu;
+      const uint32_t factor = i == 0   ? 0x9e3779b1u
+                              : i == 1 ? 0x85ebca77u
+                              : i == 2 ? 0xc2b2ae3du
+                                       : 0x27d4eb2fu;
       summary = feed_half(summary, sum * factor, scratch);
     }
     scratch.result.at(0) = ~feed_half(feed_half(summary, num_bytes, scratch), 0, scratch);
   }
   sync_block();
-  return scratch.result.at(0);  // written again behind the next call's first barrier, as the sums are behind the one above
+  // written again behind the next call's first barrier, as the sums are behind the one above
+  return scratch.result.at(0);
 }
 
 }  // namespace dflash::compute::gpu

@@ -1,5 +1,6 @@
-// What int8_few.h and dot2_few.h share: chains of dot products of 32 inputs in the blocks of project_few.h. `Codes` has a weights' group
-// (Group, take()), a row's record (Record) and a group's step of a chain (step()).
+// What int8_few.h and dot2_few.h share: chains of dot products of 32 inputs in the blocks of
+// project_few.h. `Codes` has a weights' group (Group, take()), a row's record (Record) and a
+// group's step of a chain (step()).
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -8,11 +9,15 @@
 
 namespace dflash::compute::gpu {
 
-// As few_ahead() of project_few.h, for less work per weight: with one row 96 bytes of four-bit codes, 128 of eight-bit ones.
-DFLASH_GPU_BOTH constexpr uint32_t codes_ahead(WeightFormat format, uint32_t num_rows) { return groups_ahead(format, num_rows == 1 ? 40 : 32, 6); }
+// As few_ahead() of project_few.h, for less work per weight: with one row 96 bytes of four-bit
+// codes, 128 of eight-bit ones.
+DFLASH_GPU_BOTH constexpr uint32_t codes_ahead(WeightFormat format, uint32_t num_rows) {
+  return groups_ahead(format, num_rows == 1 ? 40 : 32, 6);
+}
 
 template <class Codes, WeightFormat kFormat, uint32_t kRows>
-GPU_FN void code_chain_sums(const Record& record, const typename Codes::Record* rows, uint32_t num_groups, float* sums) {
+GPU_FN void code_chain_sums(const Record& record, const typename Codes::Record* rows,
+                            uint32_t num_groups, float* sums) {
   constexpr uint32_t kAhead = codes_ahead(kFormat, kRows);  // on their way while one is multiplied
   GPU_UNROLL
   for (uint32_t r = 0; r < kRows; ++r) sums[r] = 0.0f;
@@ -29,25 +34,32 @@ GPU_FN void code_chain_sums(const Record& record, const typename Codes::Record* 
       const typename Codes::Group weights = Codes::template take<kFormat>(ahead[i], index);
       if (index + kAhead < num_groups) ahead[i] = load_group<kFormat>(record, index + kAhead);
       GPU_UNROLL
-      for (uint32_t r = 0; r < kRows; ++r) sums[r] = Codes::template step<kFormat>(weights, rows[r], index, sums[r]);
+      for (uint32_t r = 0; r < kRows; ++r)
+        sums[r] = Codes::template step<kFormat>(weights, rows[r], index, sums[r]);
     }
   }
 }
 
 // The chain's sums of one matrix into shared memory, for the tile's rows.
 template <class Codes, WeightFormat kFormat>
-GPU_FN void store_code_chain(const ProjectionParams& params, uint32_t chain, uint32_t matrix, uint64_t panels, FewSums& shared) {
-  const unsigned char* panel = panel_of<kFormat>(params, shared.tile.at(0).expert, panels, block_x());
+GPU_FN void store_code_chain(const ProjectionParams& params, uint32_t chain, uint32_t matrix,
+                             uint64_t panels, FewSums& shared) {
+  const unsigned char* panel =
+      panel_of<kFormat>(params, shared.tile.at(0).expert, panels, block_x());
   const Record record{panel + chain * chain_bytes(kFormat) + lane_index() * kUnitBytes};
   typename Codes::Record rows[kFewTileRows];
   GPU_UNROLL
   for (uint32_t r = 0; r < kFewTileRows; ++r) {
-    rows[r] = {params.codes, (shared.rows.at(r) * num_chains(params.num_inputs) + chain) * Codes::Record::kRecordUnits};
+    rows[r] = {params.codes, (shared.rows.at(r) * num_chains(params.num_inputs) + chain) *
+                                 Codes::Record::kRecordUnits};
   }
-  const uint32_t num_groups = (smaller(kChain, params.num_inputs - chain * kChain) + kGroup - 1) / kGroup;
+  const uint32_t num_groups =
+      (smaller(kChain, params.num_inputs - chain * kChain) + kGroup - 1) / kGroup;
   float sums[kFewTileRows] = {};
-  if (shared.tile.at(0).num_slots == 1) code_chain_sums<Codes, kFormat, 1>(record, rows, num_groups, sums);
-  else code_chain_sums<Codes, kFormat, kFewTileRows>(record, rows, num_groups, sums);
+  if (shared.tile.at(0).num_slots == 1)
+    code_chain_sums<Codes, kFormat, 1>(record, rows, num_groups, sums);
+  else
+    code_chain_sums<Codes, kFormat, kFewTileRows>(record, rows, num_groups, sums);
   GPU_UNROLL
   for (uint32_t r = 0; r < kFewTileRows; ++r) shared.chain(matrix, subgroup_index(), r) = sums[r];
 }

@@ -1,4 +1,5 @@
-// A row's reply: y = fma(w, d, y) over its slots, experts ascending, then one rounding to the reply dtype with the check of the range.
+// A row's reply: y = fma(w, d, y) over its slots, experts ascending, then one rounding to the reply
+// dtype with the check of the range.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -10,11 +11,13 @@ namespace dflash::compute::gpu {
 GPU_KERNEL(dflash_combine, CombineParams, kElementThreads) {
   const uint64_t i = flat_index();
   if (i >= uint64_t{params.num_rows} * params.out_size) return;
-  const uint32_t row = static_cast<uint32_t>(i) / params.out_size, column = static_cast<uint32_t>(i) % params.out_size;
+  const uint32_t row = static_cast<uint32_t>(i) / params.out_size,
+                 column = static_cast<uint32_t>(i) % params.out_size;
   float sum = 0.0f;
   for (uint32_t at = params.row_begins[row]; at < params.row_begins[row + 1]; ++at) {
     const uint32_t slot = params.row_slots[at];
-    sum = fused(params.weights[params.slot_pairs[slot]], params.downs[uint64_t{slot} * params.out_size + column], sum);
+    sum = fused(params.weights[params.slot_pairs[slot]],
+                params.downs[uint64_t{slot} * params.out_size + column], sum);
   }
   if (is_nan(sum)) sum = float_of(0x7fc00000u);  // whatever payload an fma kept
   if (params.dtype == Dtype::kF32) {
@@ -24,7 +27,8 @@ GPU_KERNEL(dflash_combine, CombineParams, kElementThreads) {
   const bool is_f16 = params.dtype == Dtype::kF16;
   const uint32_t narrow = is_f16 ? narrow_f16(sum) : narrow_bf16(sum);
   static_cast<uint16_t*>(params.reply)[i] = static_cast<uint16_t>(narrow);
-  if (is_finite(sum) && !is_finite(widen_16(params.dtype, narrow))) atomic_min(params.first_out_of_range, i);
+  if (is_finite(sum) && !is_finite(widen_16(params.dtype, narrow)))
+    atomic_min(params.first_out_of_range, i);
 }
 
 }  // namespace dflash::compute::gpu

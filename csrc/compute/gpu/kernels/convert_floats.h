@@ -1,5 +1,5 @@
-// Conversions between float32 and the 16-bit types in integer arithmetic, bit for bit those of base/dtype.h, for devices without
-// depending on either vendor's half types.
+// Conversions between float32 and the 16-bit types in integer arithmetic, bit for bit those of
+// base/dtype.h, for devices without depending on either vendor's half types.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -14,11 +14,14 @@ GPU_FN float widen_f16(uint32_t half) {
     const uint32_t quiet = magnitude > 0x7c00u ? 0x400000u : 0u;
     return float_of(sign | 0x7f800000u | quiet | (magnitude & 0x3ffu) << 13);
   }
-  // The exponent field of float32 is 112 higher; the product is exact, and normalises what is subnormal in f16.
+  // The exponent field of float32 is 112 higher; the product is exact, and normalises what is
+  // subnormal in f16.
   return float_of(sign | bits_of(mul(float_of(magnitude << 13), 0x1p112f)));
 }
 GPU_FN float widen_bf16(uint32_t half) { return float_of(half << 16); }
-GPU_FN float widen_16(Dtype dtype, uint32_t half) { return dtype == Dtype::kF16 ? widen_f16(half) : widen_bf16(half); }
+GPU_FN float widen_16(Dtype dtype, uint32_t half) {
+  return dtype == Dtype::kF16 ? widen_f16(half) : widen_bf16(half);
+}
 
 GPU_FN uint32_t narrow_f16(float value) {
   const uint32_t bits = bits_of(value), sign = bits >> 16 & 0x8000u, magnitude = bits & 0x7fffffffu;

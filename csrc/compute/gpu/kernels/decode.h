@@ -1,5 +1,6 @@
-// Groups of 32 weights (stored_group.h) as float32, eight at a time, by the formulas of compute/dequantize.h: each product and each
-// difference one operation, in the same order. Codes become floats by exact conversions and differences of small integers.
+// Groups of 32 weights (stored_group.h) as float32, eight at a time, by the formulas of
+// compute/dequantize.h: each product and each difference one operation, in the same order. Codes
+// become floats by exact conversions and differences of small integers.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -18,7 +19,8 @@ GPU_FN float widen_e8m0(uint32_t exponent) {  // 2^(exponent - 127)
 GPU_FN float widen_e4m3(uint32_t code) {
   const uint32_t sign = (code & 0x80u) << 24, magnitude = code & 0x7fu;
   if (magnitude == 0x7f) return float_of(0x7fc00000u);
-  return float_of(sign | bits_of(mul(float_of(magnitude << 20), 0x1p120f)));  // exact, and normalises subnormals
+  // exact, and normalises subnormals
+  return float_of(sign | bits_of(mul(float_of(magnitude << 20), 0x1p120f)));
 }
 GPU_FN int32_t signed_byte(uint32_t byte) { return static_cast<int32_t>(byte ^ 0x80u) - 128; }
 
@@ -27,25 +29,37 @@ struct LevelTable {
   uint32_t levels[4];
   GPU_FN uint32_t operator()(uint32_t codes) const {
     const uint32_t selectors = codes & 0x07070707u, is_upper = (codes >> 3 & 0x01010101u) * 0xffu;
-    const uint32_t lower = pick_bytes(levels[0], levels[1], selectors), upper = pick_bytes(levels[2], levels[3], selectors);
+    const uint32_t lower = pick_bytes(levels[0], levels[1], selectors),
+                   upper = pick_bytes(levels[2], levels[3], selectors);
     return (lower & ~is_upper) | (upper & is_upper);
   }
 };
-GPU_FN LevelTable iq4_levels() { return {{0xbfad9881u, 0xf6eaddcfu, 0x26190d01u, 0x71594535u}}; }  // kIq4Levels
+// kIq4Levels
+GPU_FN LevelTable iq4_levels() {
+  return {
+      {0xbfad9881u, 0xf6eaddcfu, 0x26190d01u, 0x71594535u}
+  };
+}
 
-// What multiplies a group's codes: of each half in q6_k, the same for both elsewhere. q4_k and q5_k subtract `offset`, dmin * minimum.
+// What multiplies a group's codes: of each half in q6_k, the same for both elsewhere. q4_k and q5_k
+// subtract `offset`, dmin * minimum.
 struct GroupScale {
   float factors[2];
   float offset;
 };
 
-// d * scale and dmin * minimum of q4_k and q5_k out of d, dmin and 12 bytes of six-bit scales and minima.
+// d * scale and dmin * minimum of q4_k and q5_k out of d, dmin and 12 bytes of six-bit scales and
+// minima.
 GPU_FN GroupScale k_affine(const Unit& head, uint32_t group) {
-  const uint32_t a = byte_of(head.words[1], group), b = byte_of(head.words[2], group), c = byte_of(head.words[3], group);
+  const uint32_t a = byte_of(head.words[1], group), b = byte_of(head.words[2], group),
+                 c = byte_of(head.words[3], group);
   const uint32_t scale = group < 4 ? a & 63u : (c & 15u) | (a >> 6) << 4;
   const uint32_t minimum = group < 4 ? b & 63u : c >> 4 | (b >> 6) << 4;
   const float factor = mul(widen_f16(half_of(head.words[0], 0)), static_cast<float>(scale));
-  return {{factor, factor}, mul(widen_f16(half_of(head.words[0], 1)), static_cast<float>(minimum))};
+  return {
+      {factor, factor},
+      mul(widen_f16(half_of(head.words[0], 1)), static_cast<float>(minimum))
+  };
 }
 
 template <WeightFormat kFormat>
@@ -55,22 +69,31 @@ GPU_FN GroupScale group_scale(const StoredGroup<kFormat>& stored, uint32_t group
   } else if constexpr (kFormat == WeightFormat::kQ6K) {
     const float d = widen_f16(half_of(stored.scales[1], 0));
     const uint32_t first = group % 2 * 2;
-    return {{mul(d, static_cast<float>(signed_byte(byte_of(stored.scales[0], first)))),
-             mul(d, static_cast<float>(signed_byte(byte_of(stored.scales[0], first + 1))))}, 0.0f};
+    return {
+        {mul(d, static_cast<float>(signed_byte(byte_of(stored.scales[0], first)))),
+         mul(d, static_cast<float>(signed_byte(byte_of(stored.scales[0], first + 1))))},
+        0.0f
+    };
   } else {
     float factor = 1.0f;
     if constexpr (kFormat == WeightFormat::kMxfp4 || kFormat == WeightFormat::kGgufMxfp4) {
-      factor = mul(widen_e8m0(byte_of(stored.scales[0], group)), 0.5f);  // exact; the codes are doubled
+      // exact; the codes are doubled
+      factor = mul(widen_e8m0(byte_of(stored.scales[0], group)), 0.5f);
     } else if constexpr (kFormat == WeightFormat::kIq4Xs) {
       const uint32_t low = byte_of(stored.scales[1], group / 2) >> (group % 2 * 4) & 15u;
       const uint32_t scale = low | (half_of(stored.scales[0], 1) >> (2 * group) & 3u) << 4;
-      factor = mul(widen_f16(half_of(stored.scales[0], 0)), static_cast<float>(static_cast<int32_t>(scale) - 32));
-    } else if constexpr (kFormat == WeightFormat::kQ8_0 || kFormat == WeightFormat::kQ4_0 || kFormat == WeightFormat::kIq4Nl) {
+      factor = mul(widen_f16(half_of(stored.scales[0], 0)),
+                   static_cast<float>(static_cast<int32_t>(scale) - 32));
+    } else if constexpr (kFormat == WeightFormat::kQ8_0 || kFormat == WeightFormat::kQ4_0 ||
+                         kFormat == WeightFormat::kIq4Nl) {
       factor = widen_f16(half_of(stored.scales[0], group));
     } else if constexpr (group_scale_words(kFormat) != 0) {
       factor = float_of(stored.scales[0]);
     }
-    return {{factor, factor}, 0.0f};
+    return {
+        {factor, factor},
+        0.0f
+    };
   }
 }
 
@@ -78,7 +101,8 @@ GPU_FN GroupScale group_scale(const StoredGroup<kFormat>& stored, uint32_t group
 template <WeightFormat kFormat>
 GPU_FN void decode_codes(uint32_t codes, float factor, float offset, float* weights) {
   uint32_t looked_up = codes;
-  if constexpr (kFormat == WeightFormat::kIq4Nl || kFormat == WeightFormat::kIq4Xs) looked_up = iq4_levels()(codes);
+  if constexpr (kFormat == WeightFormat::kIq4Nl || kFormat == WeightFormat::kIq4Xs)
+    looked_up = iq4_levels()(codes);
   if constexpr (kFormat == WeightFormat::kMxfp4 || kFormat == WeightFormat::kGgufMxfp4) {
     looked_up = pick_bytes(0x03020100u, 0x0c080604u, codes & 0x07070707u);  // twice the magnitude
   }
@@ -104,10 +128,12 @@ GPU_FN void decode_codes(uint32_t codes, float factor, float offset, float* weig
 
 // Weights of inputs [8 * octet, 8 * octet + 8) of the group.
 template <WeightFormat kFormat>
-GPU_FN void decode_octet(const StoredGroup<kFormat>& stored, const GroupScale& scale, uint32_t group, uint32_t octet, float* weights) {
+GPU_FN void decode_octet(const StoredGroup<kFormat>& stored, const GroupScale& scale,
+                         uint32_t group, uint32_t octet, float* weights) {
   if constexpr (kFormat == WeightFormat::kF32) {
     GPU_UNROLL
-    for (uint32_t i = 0; i < kOctet; ++i) weights[i] = float_of(stored.units[2 * octet + i / 4].words[i % 4]);
+    for (uint32_t i = 0; i < kOctet; ++i)
+      weights[i] = float_of(stored.units[2 * octet + i / 4].words[i % 4]);
   } else if constexpr (kFormat == WeightFormat::kF16 || kFormat == WeightFormat::kBF16) {
     GPU_UNROLL
     for (uint32_t i = 0; i < kOctet; ++i) {
@@ -127,7 +153,8 @@ template <WeightFormat kFormat>
 GPU_FN void decode_stored(const StoredGroup<kFormat>& stored, uint32_t group, float* weights) {
   const GroupScale scale = group_scale<kFormat>(stored, group);
   GPU_UNROLL
-  for (uint32_t octet = 0; octet < kGroupOctets; ++octet) decode_octet<kFormat>(stored, scale, group, octet, weights + octet * kOctet);
+  for (uint32_t octet = 0; octet < kGroupOctets; ++octet)
+    decode_octet<kFormat>(stored, scale, group, octet, weights + octet * kOctet);
 }
 
 // Weights of inputs [32 * group, 32 * group + 32) of the record.

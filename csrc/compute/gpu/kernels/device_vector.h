@@ -1,4 +1,5 @@
-// The vector type of compute/activation.h for one thread of a device: the same IEEE operations in the same order as on the CPU.
+// The vector type of compute/activation.h for one thread of a device: the same IEEE operations in
+// the same order as on the CPU.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 

@@ -1,6 +1,8 @@
-// Groups of 32 weights out of a record as class f16-dot2 wants them: pairs of f16 in ascending order, the factor of the group (of each half in
-// q6_k) and its offset where the format has one. Integers and fp8 are exact in f16; floats get a power of two per group, which brings the
-// largest into [2^14, 2^15), so that nothing overflows and what f16 cannot hold is below 2^-28 of the largest.
+// Groups of 32 weights out of a record as class f16-dot2 wants them: pairs of f16 in ascending
+// order, the factor of the group (of each half in q6_k) and its offset where the format has one.
+// Integers and fp8 are exact in f16; floats get a power of two per group, which brings the largest
+// into [2^14, 2^15), so that nothing overflows and what f16 cannot hold is below 2^-28 of the
+// largest.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -17,12 +19,14 @@ struct HalfGroup {
   float offset;  // as Int8Group's
 };
 
-// A power of two and its inverse for values of at most this magnitude (bits of a float without sign). NaN and infinity: a NaN scale.
+// A power of two and its inverse for values of at most this magnitude (bits of a float without
+// sign). NaN and infinity: a NaN scale.
 struct HalfScale {
   float scale, inverse;
 };
 GPU_FN HalfScale half_scale(uint32_t magnitude) {
-  const uint32_t found = magnitude >> 23, exponent = found < 15 ? 15 : found;  // below 2^-112 the inverse would leave float32
+  // below 2^-112 the inverse would leave float32
+  const uint32_t found = magnitude >> 23, exponent = found < 15 ? 15 : found;
   if (exponent == 255) return {float_of(0x7fc00000u), 0.0f};
   return {float_of((exponent - 14) << 23), float_of((268 - exponent) << 23)};
 }
@@ -44,11 +48,14 @@ GPU_FN HalfGroup scaled_group(const StoredGroup<kFormat>& stored, uint32_t index
   }
   uint32_t largest = 0;  // as integers magnitudes keep their order, with infinity and NaN above all
   GPU_UNROLL
-  for (uint32_t i = 0; i < kGroup; ++i) largest = magnitude_of(weights[i]) > largest ? magnitude_of(weights[i]) : largest;
+  for (uint32_t i = 0; i < kGroup; ++i)
+    largest = magnitude_of(weights[i]) > largest ? magnitude_of(weights[i]) : largest;
   const HalfScale by = half_scale(largest);
   HalfGroup group{};
   GPU_UNROLL
-  for (uint32_t i = 0; i < kGroupPairs; ++i) group.words[i] = half_pair(mul(weights[2 * i], by.inverse), mul(weights[2 * i + 1], by.inverse));
+  for (uint32_t i = 0; i < kGroupPairs; ++i)
+    group.words[i] =
+        half_pair(mul(weights[2 * i], by.inverse), mul(weights[2 * i + 1], by.inverse));
   group.scales[0] = by.scale;
   return group;
 }

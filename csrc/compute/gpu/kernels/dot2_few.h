@@ -1,5 +1,6 @@
-// Gate, up and down of class f16-dot2 for few rows: the blocks and chains of project_few.h, each chain made of dot products of 32 inputs, with the
-// instructions of dot2_many.h in the same order. A weight of bf16 takes six instructions beside those of its rows (widen, compare, scale, round,
+// Gate, up and down of class f16-dot2 for few rows: the blocks and chains of project_few.h, each
+// chain made of dot products of 32 inputs, with the instructions of dot2_many.h in the same order.
+// A weight of bf16 takes six instructions beside those of its rows (widen, compare, scale, round,
 // half a pack, half a dot2 per row), less than a gfx906 has time for while it reads one.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
@@ -19,7 +20,8 @@ struct Dot2Few {
   }
 
   template <WeightFormat kFormat>
-  GPU_FN static float step(const HalfGroup& weights, const HalfRecord& row, uint32_t index, float sum) {
+  GPU_FN static float step(const HalfGroup& weights, const HalfRecord& row, uint32_t index,
+                           float sum) {
     constexpr uint32_t kParts = group_parts(kFormat), kUnits = kGroupPairs / 4;
     const float row_scale = row.scale(index);
     float dots[kParts] = {};
@@ -27,10 +29,13 @@ struct Dot2Few {
     for (uint32_t u = 0; u < kUnits; ++u) {
       const Unit codes = load_device_16<Unit>(row.codes(index) + u * kUnitBytes);
       GPU_UNROLL
-      for (uint32_t w = 0; w < 4; ++w) dots[u * kParts / kUnits] = dot2(codes.words[w], weights.words[4 * u + w], dots[u * kParts / kUnits]);
+      for (uint32_t w = 0; w < 4; ++w)
+        dots[u * kParts / kUnits] =
+            dot2(codes.words[w], weights.words[4 * u + w], dots[u * kParts / kUnits]);
     }
     GPU_UNROLL
-    for (uint32_t p = 0; p < kParts; ++p) sum = fused(dots[p], mul(weights.scales[p], row_scale), sum);
+    for (uint32_t p = 0; p < kParts; ++p)
+      sum = fused(dots[p], mul(weights.scales[p], row_scale), sum);
     if constexpr (has_offset(kFormat)) sum = fused(weights.offset, row.scaled_sum(index), sum);
     return sum;
   }
@@ -38,8 +43,10 @@ struct Dot2Few {
 
 template <WeightFormat kFormat>
 GPU_FN void dot2_few(const ProjectionParams& params) {
-  if constexpr (kHasDot2) codes_few<Dot2Few, kFormat>(params);
-  else stop_kernel();
+  if constexpr (kHasDot2)
+    codes_few<Dot2Few, kFormat>(params);
+  else
+    stop_kernel();
 }
 
 }  // namespace dflash::compute::gpu

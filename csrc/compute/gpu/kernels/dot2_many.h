@@ -1,6 +1,7 @@
-// Gate, up and down of class f16-dot2 for many rows of an expert (codes_many.h), two groups of 32 inputs a step: 16 dot2 and two float32 steps
-// per 32 multiply-adds. A thread's 8 x 4 sums read 12 units of shared memory per 128 dot2, 3/4 of what a gfx906 reads meanwhile. The sums, dot
-// products and totals of 32 outputs leave a gfx906 one wave per SIMD: what hides latency is to fetch ahead.
+// Gate, up and down of class f16-dot2 for many rows of an expert (codes_many.h), two groups of 32
+// inputs a step: 16 dot2 and two float32 steps per 32 multiply-adds. A thread's 8 x 4 sums read 12
+// units of shared memory per 128 dot2, 3/4 of what a gfx906 reads meanwhile. The sums, dot products
+// and totals of 32 outputs leave a gfx906 one wave per SIMD: what hides latency is to fetch ahead.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -11,56 +12,74 @@
 
 namespace dflash::compute::gpu {
 
-// Unit u of row or output i of a group lies beside those of i - 1 and i + 1: neighbours store and read neighbours, no bank twice.
+// Unit u of row or output i of a group lies beside those of i - 1 and i + 1: neighbours store and
+// read neighbours, no bank twice.
 struct HalfTiles {
   static constexpr uint32_t kSteps = 2, kUnits = kGroupPairs / 4;
   union {
-    SharedArray<Unit, 2 * kSteps * kUnits * kManyOutputs> units;  // [rows or weights, group, unit, row or output]
-    SharedArray<float, kManyTileRows * kManyOutputs> sums;        // at the end
+    // [rows or weights, group, unit, row or output]
+    SharedArray<Unit, 2 * kSteps * kUnits * kManyOutputs> units;
+    SharedArray<float, kManyTileRows * kManyOutputs> sums;  // at the end
   };
   GroupFactors<kSteps> factors;
 
-  GPU_FN Unit& row(uint32_t group, uint32_t unit, uint32_t slot) { return units.at((group * kUnits + unit) * kManyOutputs + slot); }
-  GPU_FN Unit& weight(uint32_t group, uint32_t unit, uint32_t column) { return row(kSteps + group, unit, column); }
+  GPU_FN Unit& row(uint32_t group, uint32_t unit, uint32_t slot) {
+    return units.at((group * kUnits + unit) * kManyOutputs + slot);
+  }
+  GPU_FN Unit& weight(uint32_t group, uint32_t unit, uint32_t column) {
+    return row(kSteps + group, unit, column);
+  }
 };
 static_assert(kManyTileRows == kManyOutputs);
 
 // A sub-group owns 32 x 32 sums, a thread every fourth row and every eighth column of them.
 struct Dot2Tile {
   static constexpr uint32_t kRows = 8, kColumns = 4;
-  GPU_FN static uint32_t row(uint32_t i) { return subgroup_index() / 2 * 32 + i * 4 + lane_index() / 8; }
-  GPU_FN static uint32_t column(uint32_t j) { return subgroup_index() % 2 * 32 + j * 8 + lane_index() % 8; }
+  GPU_FN static uint32_t row(uint32_t i) {
+    return subgroup_index() / 2 * 32 + i * 4 + lane_index() / 8;
+  }
+  GPU_FN static uint32_t column(uint32_t j) {
+    return subgroup_index() % 2 * 32 + j * 8 + lane_index() % 8;
+  }
 };
 
-// A step's codes are on their way while the one before is multiplied, and are decoded when they are stored (but nibbles, which are few bytes, and
-// take too many registers to decode). Thread t: output, and slot, t % 64 of group t / 64.
+// A step's codes are on their way while the one before is multiplied, and are decoded when they are
+// stored (but nibbles, which are few bytes, and take too many registers to decode). Thread t:
+// output, and slot, t % 64 of group t / 64.
 template <class Codes, WeightFormat kFormat>
 struct FetchedAhead {
   StoredGroup<kFormat> weights;
   Unit codes[HalfTiles::kUnits];
   float row_scale, row_sum;
 
-  GPU_FN void fetch(const unsigned char* panel, const HalfRecord& row, uint32_t begin, uint32_t num_inputs) {
-    const uint32_t column = thread_index() % kManyOutputs, input = begin + thread_index() / kManyOutputs * kGroup;
+  GPU_FN void fetch(const unsigned char* panel, const HalfRecord& row, uint32_t begin,
+                    uint32_t num_inputs) {
+    const uint32_t column = thread_index() % kManyOutputs,
+                   input = begin + thread_index() / kManyOutputs * kGroup;
     if (input >= num_inputs) return;
     const uint32_t chain = input / kChain, index = input % kChain / kGroup;
     const Record record{panel + chain * chain_bytes(kFormat) + column % kPanelWidth * kUnitBytes};
-    if (panel == nullptr) weights = {};
-    else weights = load_group<kFormat>(record, index);
+    if (panel == nullptr)
+      weights = {};
+    else
+      weights = load_group<kFormat>(record, index);
     const HalfRecord from{row.records, row.unit + chain * HalfRecord::kRecordUnits};
     GPU_UNROLL
-    for (uint32_t u = 0; u < HalfTiles::kUnits; ++u) codes[u] = load_device_16<Unit>(from.codes(index) + u * kUnitBytes);
+    for (uint32_t u = 0; u < HalfTiles::kUnits; ++u)
+      codes[u] = load_device_16<Unit>(from.codes(index) + u * kUnitBytes);
     row_scale = from.scale(index);
     if constexpr (has_offset(kFormat)) row_sum = from.scaled_sum(index);
   }
 
-  GPU_FN void store(const unsigned char*, const HalfRecord&, uint32_t begin, uint32_t num_groups, HalfTiles& tiles) const {
+  GPU_FN void store(const unsigned char*, const HalfRecord&, uint32_t begin, uint32_t num_groups,
+                    HalfTiles& tiles) const {
     const uint32_t group = thread_index() / kManyOutputs, place = thread_index() % kManyOutputs;
     if (group >= num_groups) return;
     const HalfGroup found = half_group<kFormat>(weights, begin % kChain / kGroup + group);
     Codes::put_weights(tiles, group, place, found.words);
     GPU_UNROLL
-    for (uint32_t p = 0; p < group_parts(kFormat); ++p) tiles.factors.scales[p].at(group * kManyOutputs + place) = found.scales[p];
+    for (uint32_t p = 0; p < group_parts(kFormat); ++p)
+      tiles.factors.scales[p].at(group * kManyOutputs + place) = found.scales[p];
     GPU_UNROLL
     for (uint32_t u = 0; u < HalfTiles::kUnits; ++u) tiles.row(group, u, place) = codes[u];
     tiles.factors.row_scales.at(group * kManyTileRows + place) = row_scale;
@@ -76,19 +95,23 @@ struct Dot2Many {
   using Record = HalfRecord;
   static constexpr uint32_t kStepGroups = HalfTiles::kSteps;
   template <WeightFormat kFormat>
-  using Ahead = std::conditional_t<is_nibbles(kFormat), FilledAtOnce<Dot2Many, kFormat>, FetchedAhead<Dot2Many, kFormat>>;
+  using Ahead = std::conditional_t<is_nibbles(kFormat), FilledAtOnce<Dot2Many, kFormat>,
+                                   FetchedAhead<Dot2Many, kFormat>>;
 
   template <WeightFormat kFormat>
   GPU_FN static void read(const gpu::Record& record, uint32_t index, HalfGroup& group) {
     group = half_group<kFormat>(load_group<kFormat>(record, index), index);
   }
 
-  GPU_FN static void put_row(HalfTiles& tiles, uint32_t group, uint32_t slot, const HalfRecord& record, uint32_t index) {
+  GPU_FN static void put_row(HalfTiles& tiles, uint32_t group, uint32_t slot,
+                             const HalfRecord& record, uint32_t index) {
     GPU_UNROLL
-    for (uint32_t u = 0; u < HalfTiles::kUnits; ++u) tiles.row(group, u, slot) = load_device_16<Unit>(record.codes(index) + u * kUnitBytes);
+    for (uint32_t u = 0; u < HalfTiles::kUnits; ++u)
+      tiles.row(group, u, slot) = load_device_16<Unit>(record.codes(index) + u * kUnitBytes);
   }
 
-  GPU_FN static void put_weights(HalfTiles& tiles, uint32_t group, uint32_t column, const uint32_t* words) {
+  GPU_FN static void put_weights(HalfTiles& tiles, uint32_t group, uint32_t column,
+                                 const uint32_t* words) {
     GPU_UNROLL
     for (uint32_t u = 0; u < HalfTiles::kUnits; ++u) {
       GPU_UNROLL
@@ -108,14 +131,16 @@ struct Dot2Many {
     for (uint32_t u = kPart * kUnits; u < (kPart + 1) * kUnits; ++u) {
       Unit columns[Owned::kColumns];
       GPU_UNROLL
-      for (uint32_t j = 0; j < Owned::kColumns; ++j) columns[j] = load_16<Unit>(&tiles.weight(group, u, Owned::column(j)));
+      for (uint32_t j = 0; j < Owned::kColumns; ++j)
+        columns[j] = load_16<Unit>(&tiles.weight(group, u, Owned::column(j)));
       GPU_UNROLL
       for (uint32_t i = 0; i < Owned::kRows; ++i) {
         const Unit codes = load_16<Unit>(&tiles.row(group, u, Owned::row(i)));
         GPU_UNROLL
         for (uint32_t j = 0; j < Owned::kColumns; ++j) {
           GPU_UNROLL
-          for (uint32_t w = 0; w < 4; ++w) found[i][j] = dot2(codes.words[w], columns[j].words[w], found[i][j]);
+          for (uint32_t w = 0; w < 4; ++w)
+            found[i][j] = dot2(codes.words[w], columns[j].words[w], found[i][j]);
         }
       }
     }

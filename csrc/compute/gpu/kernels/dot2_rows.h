@@ -1,5 +1,6 @@
-// Rows of class f16-dot2: f16 codes and a power of two per 32 inputs, as records (record_layout.h), straight from the wire's layout or from gate
-// and up. What the power of two does is said in dot2_codes.h.
+// Rows of class f16-dot2: f16 codes and a power of two per 32 inputs, as records (record_layout.h),
+// straight from the wire's layout or from gate and up. What the power of two does is said in
+// dot2_codes.h.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -15,7 +16,8 @@ struct alignas(8) HalfPairs {
   uint32_t words[2];
 };
 
-// The sum of a group's codes: of a thread's four as (0 + 1) + (2 + 3), then neighbours pair by pair.
+// The sum of a group's codes: of a thread's four as (0 + 1) + (2 + 3), then neighbours pair by
+// pair.
 GPU_KERNEL(dflash_halve_rows, QuantizeParams, kElementThreads) {
   const RowPart part = read_part(params);
   const HalfScale by = half_scale(part.magnitude);
@@ -24,8 +26,10 @@ GPU_KERNEL(dflash_halve_rows, QuantizeParams, kElementThreads) {
     codes.words[0] = half_pair(mul(part.values[0], by.inverse), mul(part.values[1], by.inverse));
     codes.words[1] = half_pair(mul(part.values[2], by.inverse), mul(part.values[3], by.inverse));
   }
-  float sum = add(add(low_half(codes.words[0]), high_half(codes.words[0])), add(low_half(codes.words[1]), high_half(codes.words[1])));
-  for (uint32_t step = 1; step < kGroupThreads; step *= 2) sum = add(sum, float_of(shuffle(bits_of(sum), lane_index() ^ step)));
+  float sum = add(add(low_half(codes.words[0]), high_half(codes.words[0])),
+                  add(low_half(codes.words[1]), high_half(codes.words[1])));
+  for (uint32_t step = 1; step < kGroupThreads; step *= 2)
+    sum = add(sum, float_of(shuffle(bits_of(sum), lane_index() ^ step)));
   if (part.row >= params.num_rows) return;
   unsigned char* const to = params.records + part.record * kHalfRecordBytes;
   *reinterpret_cast<HalfPairs*>(to + 2 * part.place) = codes;

@@ -1,5 +1,6 @@
-// Groups of 32 weights out of a record as class int8-groups wants them: signed bytes, four inputs to a word in ascending order, the factor of
-// the group (of each half in q6_k) and its offset where the format has one. Bytes are computed four at a time.
+// Groups of 32 weights out of a record as class int8-groups wants them: signed bytes, four inputs
+// to a word in ascending order, the factor of the group (of each half in q6_k) and its offset where
+// the format has one. Bytes are computed four at a time.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -8,8 +9,12 @@
 namespace dflash::compute::gpu {
 
 // Scales per group: q6_k has one per 16 inputs.
-DFLASH_GPU_BOTH constexpr uint32_t group_parts(WeightFormat format) { return format == WeightFormat::kQ6K ? 2 : 1; }
-DFLASH_GPU_BOTH constexpr bool has_offset(WeightFormat format) { return format == WeightFormat::kQ4K || format == WeightFormat::kQ5K; }
+DFLASH_GPU_BOTH constexpr uint32_t group_parts(WeightFormat format) {
+  return format == WeightFormat::kQ6K ? 2 : 1;
+}
+DFLASH_GPU_BOTH constexpr bool has_offset(WeightFormat format) {
+  return format == WeightFormat::kQ4K || format == WeightFormat::kQ5K;
+}
 
 struct Int8Group {
   uint32_t words[kGroupWords];
@@ -18,18 +23,29 @@ struct Int8Group {
 };
 
 // Bytes in 0..127, each less `bias` (at most 128).
-GPU_FN uint32_t less_bias(uint32_t bytes, uint32_t bias) { return ((bytes | 0x80808080u) - bias * 0x01010101u) ^ 0x80808080u; }
+GPU_FN uint32_t less_bias(uint32_t bytes, uint32_t bias) {
+  return ((bytes | 0x80808080u) - bias * 0x01010101u) ^ 0x80808080u;
+}
 
-GPU_FN LevelTable doubled_e2m1() { return {{0x03020100u, 0x0c080604u, 0xfdfeff00u, 0xf4f8fafcu}}; }
+GPU_FN LevelTable doubled_e2m1() {
+  return {
+      {0x03020100u, 0x0c080604u, 0xfdfeff00u, 0xf4f8fafcu}
+  };
+}
 
 // Four codes of a stored group as signed bytes.
 template <WeightFormat kFormat>
 GPU_FN uint32_t signed_codes(uint32_t codes) {
-  if constexpr (kFormat == WeightFormat::kInt4G32 || kFormat == WeightFormat::kQ4_0) return less_bias(codes, 8);
-  else if constexpr (kFormat == WeightFormat::kQ6K) return less_bias(codes, 32);
-  else if constexpr (kFormat == WeightFormat::kIq4Nl || kFormat == WeightFormat::kIq4Xs) return iq4_levels()(codes);
-  else if constexpr (kFormat == WeightFormat::kMxfp4 || kFormat == WeightFormat::kGgufMxfp4) return doubled_e2m1()(codes);
-  else return codes;
+  if constexpr (kFormat == WeightFormat::kInt4G32 || kFormat == WeightFormat::kQ4_0)
+    return less_bias(codes, 8);
+  else if constexpr (kFormat == WeightFormat::kQ6K)
+    return less_bias(codes, 32);
+  else if constexpr (kFormat == WeightFormat::kIq4Nl || kFormat == WeightFormat::kIq4Xs)
+    return iq4_levels()(codes);
+  else if constexpr (kFormat == WeightFormat::kMxfp4 || kFormat == WeightFormat::kGgufMxfp4)
+    return doubled_e2m1()(codes);
+  else
+    return codes;
 }
 
 // Group `index` of a record, which `stored` holds.
@@ -41,7 +57,8 @@ GPU_FN Int8Group codes_of(const StoredGroup<kFormat>& stored, uint32_t index) {
   group.scales[1] = scale.factors[1];
   if constexpr (has_offset(kFormat)) group.offset = sub(0.0f, scale.offset);
   GPU_UNROLL
-  for (uint32_t w = 0; w < kGroupWords; ++w) group.words[w] = signed_codes<kFormat>(code_word<kFormat>(stored, index, w));
+  for (uint32_t w = 0; w < kGroupWords; ++w)
+    group.words[w] = signed_codes<kFormat>(code_word<kFormat>(stored, index, w));
   return group;
 }
 

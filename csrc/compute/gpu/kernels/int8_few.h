@@ -1,5 +1,6 @@
-// Gate, up and down of class int8-groups for few rows: the blocks and chains of project_few.h, each chain made of integer dot products of
-// 32 inputs. The bits are those of int8_many.h and of the CPU.
+// Gate, up and down of class int8-groups for few rows: the blocks and chains of project_few.h, each
+// chain made of integer dot products of 32 inputs. The bits are those of int8_many.h and of the
+// CPU.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -19,9 +20,11 @@ struct Int8Few {
 
   // The dot products are exact, everything after them rounds once.
   template <WeightFormat kFormat>
-  GPU_FN static float step(const Int8Group& weights, const Int8Record& row, uint32_t index, float sum) {
+  GPU_FN static float step(const Int8Group& weights, const Int8Record& row, uint32_t index,
+                           float sum) {
     constexpr uint32_t kParts = group_parts(kFormat);
-    const Unit low = load_device_16<Unit>(row.codes(index)), high = load_device_16<Unit>(row.codes(index) + kUnitBytes);
+    const Unit low = load_device_16<Unit>(row.codes(index)),
+               high = load_device_16<Unit>(row.codes(index) + kUnitBytes);
     const float row_scale = row.scale(index);
     int32_t dots[2] = {0, 0};
     GPU_UNROLL
@@ -30,7 +33,8 @@ struct Int8Few {
       dots[kParts - 1] = dot4(weights.words[4 + w], high.words[w], dots[kParts - 1]);
     }
     GPU_UNROLL
-    for (uint32_t p = 0; p < kParts; ++p) sum = fused(static_cast<float>(dots[p]), mul(weights.scales[p], row_scale), sum);
+    for (uint32_t p = 0; p < kParts; ++p)
+      sum = fused(static_cast<float>(dots[p]), mul(weights.scales[p], row_scale), sum);
     if constexpr (has_offset(kFormat)) sum = fused(weights.offset, row.scaled_sum(index), sum);
     return sum;
   }

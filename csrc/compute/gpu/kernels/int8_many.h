@@ -1,5 +1,6 @@
-// Gate, up and down of class int8-groups for many rows of an expert (codes_many.h), four groups of 32 inputs a step. A tile type (int8_tile.h) makes
-// the exact dot products, on matrix units where there are any; the float32 steps after them are the same everywhere, and so are the bits.
+// Gate, up and down of class int8-groups for many rows of an expert (codes_many.h), four groups of
+// 32 inputs a step. A tile type (int8_tile.h) makes the exact dot products, on matrix units where
+// there are any; the float32 steps after them are the same everywhere, and so are the bits.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -16,13 +17,16 @@ inline constexpr uint32_t kInt8StepGroups = 4;
 
 struct Int8Tiles {
   union {
-    SharedArray<uint32_t, 2 * kInt8StepGroups * kTileCodes> codes;  // [rows or weights, group, row or output, word]
-    SharedArray<float, kManyTileRows * kManyOutputs> sums;          // at the end
+    // [rows or weights, group, row or output, word]
+    SharedArray<uint32_t, 2 * kInt8StepGroups * kTileCodes> codes;
+    SharedArray<float, kManyTileRows * kManyOutputs> sums;  // at the end
   };
   GroupFactors<kInt8StepGroups> factors;
 
   GPU_FN uint32_t* row_codes(uint32_t group) { return &codes.at(group * kTileCodes); }
-  GPU_FN uint32_t* weight_codes(uint32_t group) { return &codes.at((kInt8StepGroups + group) * kTileCodes); }
+  GPU_FN uint32_t* weight_codes(uint32_t group) {
+    return &codes.at((kInt8StepGroups + group) * kTileCodes);
+  }
 };
 
 struct Int8Many {
@@ -38,7 +42,8 @@ struct Int8Many {
     read_codes<kFormat>(record, index, group);
   }
 
-  GPU_FN static void put_weights(Int8Tiles& tiles, uint32_t group, uint32_t column, const uint32_t* words) {
+  GPU_FN static void put_weights(Int8Tiles& tiles, uint32_t group, uint32_t column,
+                                 const uint32_t* words) {
     GPU_UNROLL
     for (uint32_t half = 0; half < 2; ++half) {
       Unit unit;
@@ -48,26 +53,31 @@ struct Int8Many {
     }
   }
 
-  GPU_FN static void put_row(Int8Tiles& tiles, uint32_t group, uint32_t slot, const Int8Record& record, uint32_t index) {
+  GPU_FN static void put_row(Int8Tiles& tiles, uint32_t group, uint32_t slot,
+                             const Int8Record& record, uint32_t index) {
     uint32_t* const tile = tiles.row_codes(group);
     *reinterpret_cast<Unit*>(tile + code_place(slot, 0)) = load_16<Unit>(record.codes(index));
-    *reinterpret_cast<Unit*>(tile + code_place(slot, 4)) = load_16<Unit>(record.codes(index) + kUnitBytes);
+    *reinterpret_cast<Unit*>(tile + code_place(slot, 4)) =
+        load_16<Unit>(record.codes(index) + kUnitBytes);
   }
 
   template <WeightFormat kFormat, class Owned, uint32_t kPart>
   GPU_FN static void dots(Int8Tiles& tiles, uint32_t group, float (*found)[Owned::kColumns]) {
     constexpr uint32_t kWords = kGroupWords / group_parts(kFormat);
-    int32_t dots[Owned::kRows][Owned::kColumns];  // from the bits of 1.5 * 2^23, so that a subtraction makes them floats: they are below 2^20
+    // from the bits of 1.5 * 2^23, so that a subtraction makes them floats: they are below 2^20
+    int32_t dots[Owned::kRows][Owned::kColumns];
     GPU_UNROLL
     for (uint32_t i = 0; i < Owned::kRows; ++i) {
       GPU_UNROLL
       for (uint32_t j = 0; j < Owned::kColumns; ++j) dots[i][j] = kIntegerShiftBits;
     }
-    Owned::template multiply<kPart * kWords, kWords>(tiles.row_codes(group), tiles.weight_codes(group), dots);
+    Owned::template multiply<kPart * kWords, kWords>(tiles.row_codes(group),
+                                                     tiles.weight_codes(group), dots);
     GPU_UNROLL
     for (uint32_t i = 0; i < Owned::kRows; ++i) {
       GPU_UNROLL
-      for (uint32_t j = 0; j < Owned::kColumns; ++j) found[i][j] = sub(float_of(static_cast<uint32_t>(dots[i][j])), kIntegerShift);
+      for (uint32_t j = 0; j < Owned::kColumns; ++j)
+        found[i][j] = sub(float_of(static_cast<uint32_t>(dots[i][j])), kIntegerShift);
     }
   }
 };
@@ -79,7 +89,8 @@ GPU_FN void int8_many(const ProjectionParams& params) {
   const Tile tile = params.tiles[block_y()];
 #if defined(DFLASH_GPU_SIM)  // every kind of tile is tested
   const bool has_waves_of_32 = sim::thread_place().wave_width == 32;
-  if (has_waves_of_32 && params.is_gate_up) return codes_many<Int8Many, kFormat, Int8MmaTile>(params, tile, tiles);
+  if (has_waves_of_32 && params.is_gate_up)
+    return codes_many<Int8Many, kFormat, Int8MmaTile>(params, tile, tiles);
   if (has_waves_of_32) return codes_many<Int8Many, kFormat, Int8WmmaTile>(params, tile, tiles);
   if (params.is_gate_up) return codes_many<Int8Many, kFormat, Int8MfmaTile>(params, tile, tiles);
   codes_many<Int8Many, kFormat, Dot4Tile>(params, tile, tiles);

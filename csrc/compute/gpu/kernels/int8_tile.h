@@ -1,7 +1,10 @@
-// Which elements of a block's 64 x 64 sums a thread of the many-row kernel of class int8-groups owns, and how their integer dot products over
-// a group of 32 inputs come about. A tile type has kRows x kColumns elements per thread (32), row(i), column(j), and
-//   multiply<kFirstWord, kNumWords>(rows, weights, dots): dots[i][j] += codes of row(i) . codes of column(j), over words of the group
-// on codes in shared memory: 64 rows of 8 words, a word four inputs, at code_place(). Here: dot4, for cards without matrix units.
+// Which elements of a block's 64 x 64 sums a thread of the many-row kernel of class int8-groups
+// owns, and how their integer dot products over a group of 32 inputs come about. A tile type has
+// kRows x kColumns elements per thread (32), row(i), column(j), and
+//   multiply<kFirstWord, kNumWords>(rows, weights, dots): dots[i][j] += codes of row(i) . codes of
+//   column(j), over words of the group
+// on codes in shared memory: 64 rows of 8 words, a word four inputs, at code_place(). Here: dot4,
+// for cards without matrix units.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -12,9 +15,11 @@ namespace dflash::compute::gpu {
 
 inline constexpr uint32_t kTileCodes = kManyTileRows * kGroupWords;  // words of one group
 
-// Where word `word` of a group of row or output `index` lies: halves change places every fourth, so that eight neighbours read 16 bytes each
-// without meeting in a bank.
-GPU_FN uint32_t code_place(uint32_t index, uint32_t word) { return index * kGroupWords + (word ^ (index & 4u)); }
+// Where word `word` of a group of row or output `index` lies: halves change places every fourth, so
+// that eight neighbours read 16 bytes each without meeting in a bank.
+GPU_FN uint32_t code_place(uint32_t index, uint32_t word) {
+  return index * kGroupWords + (word ^ (index & 4u));
+}
 
 struct alignas(8) WordPair {
   uint32_t words[2];
@@ -28,23 +33,30 @@ using WaveRegisters = SharedArray<uint32_t, kManyThreads * 8>;
 // A sub-group owns 32 x 32 sums, a thread every fourth row and every eighth column of them.
 struct Dot4Tile {
   static constexpr uint32_t kRows = 8, kColumns = 4;
-  GPU_FN static uint32_t row(uint32_t i) { return subgroup_index() / 2 * 32 + i * 4 + lane_index() / 8; }
-  GPU_FN static uint32_t column(uint32_t j) { return subgroup_index() % 2 * 32 + j * 8 + lane_index() % 8; }
+  GPU_FN static uint32_t row(uint32_t i) {
+    return subgroup_index() / 2 * 32 + i * 4 + lane_index() / 8;
+  }
+  GPU_FN static uint32_t column(uint32_t j) {
+    return subgroup_index() % 2 * 32 + j * 8 + lane_index() % 8;
+  }
 
   template <uint32_t kFirstWord, uint32_t kNumWords>
-  GPU_FN static void multiply(const uint32_t* rows, const uint32_t* weights, int32_t (*dots)[kColumns]) {
+  GPU_FN static void multiply(const uint32_t* rows, const uint32_t* weights,
+                              int32_t (*dots)[kColumns]) {
     GPU_UNROLL
     for (uint32_t first = kFirstWord; first < kFirstWord + kNumWords; first += 4) {
       Unit columns[kColumns];
       GPU_UNROLL
-      for (uint32_t j = 0; j < kColumns; ++j) columns[j] = load_16<Unit>(weights + code_place(column(j), first));
+      for (uint32_t j = 0; j < kColumns; ++j)
+        columns[j] = load_16<Unit>(weights + code_place(column(j), first));
       GPU_UNROLL
       for (uint32_t i = 0; i < kRows; ++i) {
         const Unit codes = load_16<Unit>(rows + code_place(row(i), first));
         GPU_UNROLL
         for (uint32_t j = 0; j < kColumns; ++j) {
           GPU_UNROLL
-          for (uint32_t w = 0; w < 4; ++w) dots[i][j] = dot4(codes.words[w], columns[j].words[w], dots[i][j]);
+          for (uint32_t w = 0; w < 4; ++w)
+            dots[i][j] = dot4(codes.words[w], columns[j].words[w], dots[i][j]);
         }
       }
     }

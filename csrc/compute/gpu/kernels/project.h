@@ -1,5 +1,5 @@
-// What the few-row and the many-row kernels of gate, up and down share: the matrices of a tile's expert, the rows it reads and what becomes
-// of a finished sum.
+// What the few-row and the many-row kernels of gate, up and down share: the matrices of a tile's
+// expert, the rows it reads and what becomes of a finished sum.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -17,30 +17,41 @@ GPU_FN const float* input_of(const ProjectionParams& params, uint32_t slot) {
 }
 
 // A sum with the bias at `bias` (an offset inside the expert), where there is one.
-GPU_FN float with_bias(const ProjectionParams& params, uint32_t expert, uint64_t bias, uint32_t output, float sum) {
+GPU_FN float with_bias(const ProjectionParams& params, uint32_t expert, uint64_t bias,
+                       uint32_t output, float sum) {
   if (bias == kNoBias) return sum;
-  return add(sum, reinterpret_cast<const float*>(params.experts + expert * params.expert_bytes + bias)[output]);
+  return add(sum, reinterpret_cast<const float*>(params.experts + expert * params.expert_bytes +
+                                                 bias)[output]);
 }
 
 // Whether the block computes a gate beside `up`, so that its panels are of two matrices.
-GPU_FN bool is_gated(const ProjectionParams& params) { return params.is_gate_up && params.spec.gate != GateKind::kNone; }
+GPU_FN bool is_gated(const ProjectionParams& params) {
+  return params.is_gate_up && params.spec.gate != GateKind::kNone;
+}
 
-// What a finished sum, with that of `up` where there is a gate, becomes: an intermediate value, or an output.
-GPU_FN float output_value(const ProjectionParams& params, uint32_t expert, uint32_t output, float first, float second) {
+// What a finished sum, with that of `up` where there is a gate, becomes: an intermediate value, or
+// an output.
+GPU_FN float output_value(const ProjectionParams& params, uint32_t expert, uint32_t output,
+                          float first, float second) {
   const float value = with_bias(params, expert, params.first_bias, output, first);
   if (!params.is_gate_up) return value;
-  const float up = is_gated(params) ? with_bias(params, expert, params.second_bias, output, second) : value;
+  const float up =
+      is_gated(params) ? with_bias(params, expert, params.second_bias, output, second) : value;
   return gate<DeviceVector>(params.spec, value, up);
 }
 
-GPU_FN void finish_output(const ProjectionParams& params, uint32_t expert, uint32_t slot, uint32_t output, float first, float second) {
+GPU_FN void finish_output(const ProjectionParams& params, uint32_t expert, uint32_t slot,
+                          uint32_t output, float first, float second) {
   if (output >= params.num_outputs) return;
-  params.outputs[uint64_t{slot} * params.output_stride + output] = output_value(params, expert, output, first, second);
+  params.outputs[uint64_t{slot} * params.output_stride + output] =
+      output_value(params, expert, output, first, second);
 }
 
 template <WeightFormat kFormat>
-GPU_FN const unsigned char* panel_of(const ProjectionParams& params, uint32_t expert, uint64_t panels, uint32_t panel) {
-  return params.experts + expert * params.expert_bytes + panels + panel * panel_bytes(kFormat, params.num_inputs);
+GPU_FN const unsigned char* panel_of(const ProjectionParams& params, uint32_t expert,
+                                     uint64_t panels, uint32_t panel) {
+  return params.experts + expert * params.expert_bytes + panels +
+         panel * panel_bytes(kFormat, params.num_inputs);
 }
 
 GPU_FN constexpr uint32_t smaller(uint32_t a, uint32_t b) { return a < b ? a : b; }

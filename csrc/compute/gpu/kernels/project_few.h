@@ -1,5 +1,6 @@
-// Gate, up and down for few rows: a block computes 32 outputs (a lane each) of up to four slots. Its sub-groups take one chain of 256 inputs
-// each, all at once; then the chain sums are added in ascending order, so that splitting K changes no bit.
+// Gate, up and down for few rows: a block computes 32 outputs (a lane each) of up to four slots.
+// Its sub-groups take one chain of 256 inputs each, all at once; then the chain sums are added in
+// ascending order, so that splitting K changes no bit.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -11,15 +12,22 @@ inline constexpr uint32_t kFewThreads = 256;  // at most; a multiple of 64
 inline constexpr uint32_t kFewSubgroups = kFewThreads / kSubgroupLanes;
 
 struct FewSums {
-  SharedArray<float, 2 * kFewSubgroups * kFewTileRows * kPanelWidth> chains;  // [matrix, sub-group, slot, output]
-  SharedArray<float, 2 * kFewTileRows * kPanelWidth> totals;                  // [matrix, slot, output]
-  SharedArray<Tile, 1> tile;                                                  // these two so that no register keeps them meanwhile
-  SharedArray<uint32_t, kFewTileRows> rows;                                   // slots that do not exist read the last one again
+  // [matrix, sub-group, slot, output]
+  SharedArray<float, 2 * kFewSubgroups * kFewTileRows * kPanelWidth> chains;
+  // [matrix, slot, output]
+  SharedArray<float, 2 * kFewTileRows * kPanelWidth> totals;
+  // these two so that no register keeps them meanwhile
+  SharedArray<Tile, 1> tile;
+  // slots that do not exist read the last one again
+  SharedArray<uint32_t, kFewTileRows> rows;
 
   GPU_FN float& chain(uint32_t matrix, uint32_t subgroup, uint32_t slot) {
-    return chains.at(((matrix * kFewSubgroups + subgroup) * kFewTileRows + slot) * kPanelWidth + lane_index());
+    return chains.at(((matrix * kFewSubgroups + subgroup) * kFewTileRows + slot) * kPanelWidth +
+                     lane_index());
   }
-  GPU_FN float& total(uint32_t matrix, uint32_t slot) { return totals.at((matrix * kFewTileRows + slot) * kPanelWidth + lane_index()); }
+  GPU_FN float& total(uint32_t matrix, uint32_t slot) {
+    return totals.at((matrix * kFewTileRows + slot) * kPanelWidth + lane_index());
+  }
 };
 
 // The block's tile and the rows it reads, for what follows.
@@ -27,15 +35,17 @@ GPU_FN void share_tile(const ProjectionParams& params, FewSums& shared) {
   if (thread_index() < kFewTileRows) {
     const Tile tile = params.tiles[block_y()];
     if (thread_index() == 0) shared.tile.at(0) = tile;
-    shared.rows.at(thread_index()) = row_of(params, tile.first_slot + smaller(thread_index(), tile.num_slots - 1));
+    shared.rows.at(thread_index()) =
+        row_of(params, tile.first_slot + smaller(thread_index(), tile.num_slots - 1));
   }
   sync_block();
 }
 
-// Eight inputs more of kRows chains; of an octet that ends the row, as many as there are: an input that does not exist must not enter a chain,
-// since -0 + 0 * 0 is +0. Rows are padded to 16 bytes.
+// Eight inputs more of kRows chains; of an octet that ends the row, as many as there are: an input
+// that does not exist must not enter a chain, since -0 + 0 * 0 is +0. Rows are padded to 16 bytes.
 template <uint32_t kRows, bool kIsWhole>
-GPU_FN void octet_sums(const float* weights, const float* const* rows, uint32_t begin, uint32_t count, float* sums) {
+GPU_FN void octet_sums(const float* weights, const float* const* rows, uint32_t begin,
+                       uint32_t count, float* sums) {
   GPU_UNROLL
   for (uint32_t i = 0; i < kOctet; i += 4) {
     if (!kIsWhole && begin + i >= count) return;
@@ -51,16 +61,19 @@ GPU_FN void octet_sums(const float* weights, const float* const* rows, uint32_t 
   }
 }
 
-// Groups that a thread has on their way, out of the 128 registers that two blocks of a multiprocessor leave it. Of 4.3 TB/s and 132
-// multiprocessors each needs 33 KB on their way in a microsecond: 64 bytes a thread. One row takes few registers, and has few blocks to a
-// multiprocessor; with four rows, and where weights have four bits, decoding and multiplying bound the rate before memory does.
+// Groups that a thread has on their way, out of the 128 registers that two blocks of a
+// multiprocessor leave it. Of 4.3 TB/s and 132 multiprocessors each needs 33 KB on their way in a
+// microsecond: 64 bytes a thread. One row takes few registers, and has few blocks to a
+// multiprocessor; with four rows, and where weights have four bits, decoding and multiplying bound
+// the rate before memory does.
 DFLASH_GPU_BOTH constexpr uint32_t few_ahead(WeightFormat format, uint32_t num_rows) {
   return num_rows == 1 ? groups_ahead(format, 40, 3) : groups_ahead(format, 32, 3);
 }
 
 // One chain of one output for kRows rows.
 template <WeightFormat kFormat, uint32_t kRows>
-GPU_FN void chain_sums(const Record& record, const float* const* rows, uint32_t count, float* sums) {
+GPU_FN void chain_sums(const Record& record, const float* const* rows, uint32_t count,
+                       float* sums) {
   constexpr uint32_t kAhead = few_ahead(kFormat, kRows);
   const uint32_t num_groups = (count + kGroup - 1) / kGroup;
   GPU_UNROLL
@@ -78,12 +91,15 @@ GPU_FN void chain_sums(const Record& record, const float* const* rows, uint32_t 
       const GroupScale scale = group_scale<kFormat>(ahead[i], group);
       const bool is_whole = (group + 1) * kGroup <= count;
       GPU_UNROLL
-      for (uint32_t octet = 0; octet < kGroupOctets; ++octet) {  // a branch in each keeps the compiler from loading all rows at once, and spilling
+      // a branch in each keeps the compiler from loading all rows at once, and spilling
+      for (uint32_t octet = 0; octet < kGroupOctets; ++octet) {
         float weights[kOctet];
         decode_octet<kFormat>(ahead[i], scale, group, octet, weights);
         const uint32_t begin = group * kGroup + octet * kOctet;
-        if (is_whole) octet_sums<kRows, true>(weights, rows, begin, count, sums);
-        else octet_sums<kRows, false>(weights, rows, begin, count, sums);
+        if (is_whole)
+          octet_sums<kRows, true>(weights, rows, begin, count, sums);
+        else
+          octet_sums<kRows, false>(weights, rows, begin, count, sums);
       }
       if (group + kAhead < num_groups) ahead[i] = load_group<kFormat>(record, group + kAhead);
     }
@@ -92,35 +108,46 @@ GPU_FN void chain_sums(const Record& record, const float* const* rows, uint32_t 
 
 // The chain's sums of one matrix into shared memory, for the tile's rows.
 template <WeightFormat kFormat>
-GPU_FN void store_chain(const ProjectionParams& params, uint32_t chain, uint32_t matrix, uint64_t panels, FewSums& shared) {
-  const unsigned char* panel = panel_of<kFormat>(params, shared.tile.at(0).expert, panels, block_x());
+GPU_FN void store_chain(const ProjectionParams& params, uint32_t chain, uint32_t matrix,
+                        uint64_t panels, FewSums& shared) {
+  const unsigned char* panel =
+      panel_of<kFormat>(params, shared.tile.at(0).expert, panels, block_x());
   const Record record{panel + chain * chain_bytes(kFormat) + lane_index() * kUnitBytes};
   const float* rows[kFewTileRows];
   GPU_UNROLL
-  for (uint32_t r = 0; r < kFewTileRows; ++r) rows[r] = params.inputs + uint64_t{shared.rows.at(r)} * params.input_stride + chain * kChain;
+  for (uint32_t r = 0; r < kFewTileRows; ++r)
+    rows[r] = params.inputs + uint64_t{shared.rows.at(r)} * params.input_stride + chain * kChain;
   const uint32_t count = smaller(kChain, params.num_inputs - chain * kChain);
   float sums[kFewTileRows] = {};
-  if (shared.tile.at(0).num_slots == 1) chain_sums<kFormat, 1>(record, rows, count, sums);
-  else chain_sums<kFormat, kFewTileRows>(record, rows, count, sums);
+  if (shared.tile.at(0).num_slots == 1)
+    chain_sums<kFormat, 1>(record, rows, count, sums);
+  else
+    chain_sums<kFormat, kFewTileRows>(record, rows, count, sums);
   GPU_UNROLL
   for (uint32_t r = 0; r < kFewTileRows; ++r) shared.chain(matrix, subgroup_index(), r) = sums[r];
 }
 
-// Adds the `present` chain sums of the round in ascending order. A sub-group owns every num_subgroups-th slot, here and at the end.
-GPU_FN void add_chains(uint32_t matrix, uint32_t present, bool is_first, uint32_t num_slots, FewSums& shared) {
-  for (uint32_t slot = subgroup_index(); slot < num_slots; slot += block_threads() / kSubgroupLanes) {
-    float total = is_first ? shared.chain(matrix, 0, slot) : add(shared.total(matrix, slot), shared.chain(matrix, 0, slot));
+// Adds the `present` chain sums of the round in ascending order. A sub-group owns every
+// num_subgroups-th slot, here and at the end.
+GPU_FN void add_chains(uint32_t matrix, uint32_t present, bool is_first, uint32_t num_slots,
+                       FewSums& shared) {
+  for (uint32_t slot = subgroup_index(); slot < num_slots;
+       slot += block_threads() / kSubgroupLanes) {
+    float total = is_first ? shared.chain(matrix, 0, slot)
+                           : add(shared.total(matrix, slot), shared.chain(matrix, 0, slot));
     for (uint32_t c = 1; c < present; ++c) total = add(total, shared.chain(matrix, c, slot));
     shared.total(matrix, slot) = total;
   }
 }
 
-// The tile's outputs: store(chain, matrix, panels) puts the sums of one chain into shared memory, panels being the matrix's offset.
+// The tile's outputs: store(chain, matrix, panels) puts the sums of one chain into shared memory,
+// panels being the matrix's offset.
 template <class StoreChain>
 GPU_FN void few_outputs(const ProjectionParams& params, FewSums& shared, const StoreChain& store) {
   share_tile(params, shared);
   const uint32_t num_matrices = is_gated(params) ? 2 : 1;
-  const uint32_t num_subgroups = block_threads() / kSubgroupLanes, chains = num_chains(params.num_inputs);
+  const uint32_t num_subgroups = block_threads() / kSubgroupLanes,
+                 chains = num_chains(params.num_inputs);
   for (uint32_t first = 0; first < chains; first += num_subgroups) {
     const uint32_t chain = first + subgroup_index();
     for (uint32_t matrix = 0; matrix < num_matrices; ++matrix) {
@@ -136,7 +163,8 @@ GPU_FN void few_outputs(const ProjectionParams& params, FewSums& shared, const S
   }
   const Tile tile = shared.tile.at(0);
   for (uint32_t slot = subgroup_index(); slot < tile.num_slots; slot += num_subgroups) {
-    finish_output(params, tile.expert, tile.first_slot + slot, block_x() * kPanelWidth + lane_index(), shared.total(0, slot),
+    finish_output(params, tile.expert, tile.first_slot + slot,
+                  block_x() * kPanelWidth + lane_index(), shared.total(0, slot),
                   num_matrices == 2 ? shared.total(1, slot) : 0.0f);
   }
 }

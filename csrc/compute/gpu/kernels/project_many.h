@@ -1,6 +1,7 @@
-// Gate, up and down for many rows of an expert, a grouped GEMM: a block computes 64 slots x 64 outputs, 8 x 4 per thread, out of tiles in
-// shared memory of 64 inputs each. Every output is one fma chain per 256 inputs; the chain sums are added in ascending order.
-// The 64 outputs are two panels: gate and up of the same 32, or two neighbours of a single matrix.
+// Gate, up and down for many rows of an expert, a grouped GEMM: a block computes 64 slots x 64
+// outputs, 8 x 4 per thread, out of tiles in shared memory of 64 inputs each. Every output is one
+// fma chain per 256 inputs; the chain sums are added in ascending order. The 64 outputs are two
+// panels: gate and up of the same 32, or two neighbours of a single matrix.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -10,10 +11,12 @@ namespace dflash::compute::gpu {
 
 inline constexpr uint32_t kManyThreads = 128;
 inline constexpr uint32_t kManyOutputs = 64;
-inline constexpr uint32_t kManyInputs = 64;  // per step: two groups of weights for each of the 64 outputs, one per thread
+// per step: two groups of weights for each of the 64 outputs, one per thread
+inline constexpr uint32_t kManyInputs = 64;
 inline constexpr uint32_t kThreadRows = 8;
 inline constexpr uint32_t kThreadColumns = 4;
-static_assert(kManyThreads == 2 * kManyOutputs && kManyOutputs == 2 * kPanelWidth && kManyInputs == 2 * kGroup);
+static_assert(kManyThreads == 2 * kManyOutputs && kManyOutputs == 2 * kPanelWidth &&
+              kManyInputs == 2 * kGroup);
 static_assert(kManyInputs == kManyTileRows, "finish_tile() reuses the weights' tile");
 
 struct ManyTiles {
@@ -23,32 +26,39 @@ struct ManyTiles {
 
 // Thread t: output t % 64, group t / 64 of the step.
 template <WeightFormat kFormat>
-GPU_FN void fill_weights(const unsigned char* panel, uint32_t begin, uint32_t num_inputs, ManyTiles& tiles) {
+GPU_FN void fill_weights(const unsigned char* panel, uint32_t begin, uint32_t num_inputs,
+                         ManyTiles& tiles) {
   const uint32_t column = thread_index() % kManyOutputs, half = thread_index() / kManyOutputs;
   const uint32_t input = begin + half * kGroup;
   if (input >= num_inputs) return;
   float weights[kGroup] = {};
   if (panel != nullptr) {
-    const Record record{panel + input / kChain * chain_bytes(kFormat) + column % kPanelWidth * kUnitBytes};
+    const Record record{panel + input / kChain * chain_bytes(kFormat) +
+                        column % kPanelWidth * kUnitBytes};
     decode_group<kFormat>(record, input % kChain / kGroup, weights);
   }
   GPU_UNROLL
-  for (uint32_t i = 0; i < kGroup; ++i) tiles.weights.at((half * kGroup + i) * kManyOutputs + column) = weights[i];
+  for (uint32_t i = 0; i < kGroup; ++i)
+    tiles.weights.at((half * kGroup + i) * kManyOutputs + column) = weights[i];
 }
 
 // Thread t: slot t % 64, inputs of half t / 64 of the step.
 GPU_FN void fill_inputs(const float* row, uint32_t begin, uint32_t num_inputs, ManyTiles& tiles) {
-  const uint32_t slot = thread_index() % kManyTileRows, first = thread_index() / kManyTileRows * (kManyInputs / 2);
+  const uint32_t slot = thread_index() % kManyTileRows,
+                 first = thread_index() / kManyTileRows * (kManyInputs / 2);
   GPU_UNROLL
   for (uint32_t i = 0; i < kManyInputs / 2; i += 4) {
     if (begin + first + i >= num_inputs) return;
-    const Float4 inputs = load_device_16<Float4>(row + begin + first + i);  // rows are padded to 16 bytes
+    // rows are padded to 16 bytes
+    const Float4 inputs = load_device_16<Float4>(row + begin + first + i);
     GPU_UNROLL
-    for (uint32_t j = 0; j < 4; ++j) tiles.inputs.at((first + i + j) * kManyTileRows + slot) = inputs.values[j];
+    for (uint32_t j = 0; j < 4; ++j)
+      tiles.inputs.at((first + i + j) * kManyTileRows + slot) = inputs.values[j];
   }
 }
 
-// Where a thread's 8 x 4 outputs lie: slots row() + 0..7; columns of panel 0 and of panel 1, two each.
+// Where a thread's 8 x 4 outputs lie: slots row() + 0..7; columns of panel 0 and of panel 1, two
+// each.
 GPU_FN uint32_t thread_row() { return thread_index() / 16 * kThreadRows; }
 GPU_FN uint32_t thread_column() { return thread_index() % 16 * 2; }
 
@@ -67,38 +77,48 @@ GPU_FN void multiply_step(uint32_t num_inputs, ManyTiles& tiles, float (*sums)[k
     for (uint32_t r = 0; r < kThreadRows; ++r) {
       const float input = r < 4 ? low.values[r % 4] : high.values[r % 4];
       GPU_UNROLL
-      for (uint32_t c = 0; c < kThreadColumns; ++c) sums[r][c] = fused(weights[c], input, sums[r][c]);
+      for (uint32_t c = 0; c < kThreadColumns; ++c)
+        sums[r][c] = fused(weights[c], input, sums[r][c]);
     }
   }
 }
 
-// The weights that this thread decodes: of panel 0 or 1 of the block. Null: outputs that do not exist.
+// The weights that this thread decodes: of panel 0 or 1 of the block. Null: outputs that do not
+// exist.
 template <WeightFormat kFormat>
 GPU_FN const unsigned char* own_panel(const ProjectionParams& params, const Tile& tile) {
   const uint32_t which = thread_index() % kManyOutputs / kPanelWidth;
-  if (is_gated(params)) return panel_of<kFormat>(params, tile.expert, which == 0 ? params.first_panels : params.second_panels, block_x());
+  if (is_gated(params))
+    return panel_of<kFormat>(params, tile.expert,
+                             which == 0 ? params.first_panels : params.second_panels, block_x());
   const uint32_t panel = block_x() * 2 + which;
-  return panel < num_panels(params.num_outputs) ? panel_of<kFormat>(params, tile.expert, params.first_panels, panel) : nullptr;
+  return panel < num_panels(params.num_outputs)
+             ? panel_of<kFormat>(params, tile.expert, params.first_panels, panel)
+             : nullptr;
 }
 
-// What becomes of the block's sums [slot, 64 columns], which lie in shared memory: so the activation stands in the code once, and neighbours
-// write neighbours.
-GPU_FN void finish_sums(const ProjectionParams& params, const Tile& tile, SharedArray<float, kManyTileRows * kManyOutputs>& sums) {
+// What becomes of the block's sums [slot, 64 columns], which lie in shared memory: so the
+// activation stands in the code once, and neighbours write neighbours.
+GPU_FN void finish_sums(const ProjectionParams& params, const Tile& tile,
+                        SharedArray<float, kManyTileRows * kManyOutputs>& sums) {
   const bool is_paired = is_gated(params);
   const uint32_t width = is_paired ? kPanelWidth : kManyOutputs;
   for (uint32_t i = thread_index(); i < tile.num_slots * width; i += kManyThreads) {
     const uint32_t slot = i / width, column = i % width;
-    finish_output(params, tile.expert, tile.first_slot + slot, block_x() * width + column, sums.at(slot * kManyOutputs + column),
+    finish_output(params, tile.expert, tile.first_slot + slot, block_x() * width + column,
+                  sums.at(slot * kManyOutputs + column),
                   is_paired ? sums.at(slot * kManyOutputs + kPanelWidth + column) : 0.0f);
   }
 }
 
-GPU_FN void finish_tile(const ProjectionParams& params, const Tile& tile, const float (*totals)[kThreadColumns], ManyTiles& tiles) {
+GPU_FN void finish_tile(const ProjectionParams& params, const Tile& tile,
+                        const float (*totals)[kThreadColumns], ManyTiles& tiles) {
   GPU_UNROLL
   for (uint32_t r = 0; r < kThreadRows; ++r) {
     GPU_UNROLL
     for (uint32_t c = 0; c < kThreadColumns; ++c) {
-      tiles.weights.at((thread_row() + r) * kManyOutputs + c / 2 * kPanelWidth + thread_column() + c % 2) = totals[r][c];
+      tiles.weights.at((thread_row() + r) * kManyOutputs + c / 2 * kPanelWidth + thread_column() +
+                       c % 2) = totals[r][c];
     }
   }
   sync_block();
@@ -111,7 +131,8 @@ GPU_FN void project_many(const ProjectionParams& params) {
   if (block_y() >= *params.num_tiles) return;  // the whole block
   const Tile tile = params.tiles[block_y()];
   const unsigned char* panel = own_panel<kFormat>(params, tile);
-  const float* row = input_of(params, tile.first_slot + smaller(thread_index() % kManyTileRows, tile.num_slots - 1));
+  const float* row = input_of(
+      params, tile.first_slot + smaller(thread_index() % kManyTileRows, tile.num_slots - 1));
 
   float totals[kThreadRows][kThreadColumns] = {}, sums[kThreadRows][kThreadColumns] = {};
   for (uint32_t begin = 0; begin < params.num_inputs; begin += kManyInputs) {

@@ -1,5 +1,6 @@
-// Rings a processor and waits for its answer, round after round: what a doorbell in the host's memory costs, with nothing else in between.
-// The loads, stores and the bound are those of pack_requests.h and await_replies.h.
+// Rings a processor and waits for its answer, round after round: what a doorbell in the host's
+// memory costs, with nothing else in between. The loads, stores and the bound are those of
+// pack_requests.h and await_replies.h.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 

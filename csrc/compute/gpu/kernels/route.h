@@ -1,5 +1,6 @@
-// Routing lists out of a request's counts and ids: integers only, and every place is a count of what comes before it, so that the lists do
-// not depend on the order in which threads run. Four launches in a row: begin_routing, count_pairs, list_pairs, order_rows.
+// Routing lists out of a request's counts and ids: integers only, and every place is a count of
+// what comes before it, so that the lists do not depend on the order in which threads run. Four
+// launches in a row: begin_routing, count_pairs, list_pairs, order_rows.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -11,12 +12,14 @@ namespace dflash::compute::gpu {
 inline constexpr uint32_t kRouteThreads = 256;
 inline constexpr uint32_t kRouteSubgroups = kRouteThreads / kSubgroupLanes;
 
-inline constexpr uint32_t kSubgroupPairs = kSubgroupLanes * kSubgroupLanes;    // of a turn of list_pairs: 32 per thread
+// of a turn of list_pairs: 32 per thread
+inline constexpr uint32_t kSubgroupPairs = kSubgroupLanes * kSubgroupLanes;
 inline constexpr uint32_t kTurnPairs = kRouteSubgroups * kSubgroupPairs;
 
 using SubgroupSums = SharedArray<uint32_t, kRouteSubgroups>;
 
-// The sum of `value` over the threads before this one; `total` gets the sum over all. `sums` is free again after the next barrier.
+// The sum of `value` over the threads before this one; `total` gets the sum over all. `sums` is
+// free again after the next barrier.
 GPU_FN uint32_t sum_before(uint32_t value, uint32_t& total, SubgroupSums& sums) {
   const uint32_t lane = lane_index();
   uint32_t sum = value;
@@ -37,9 +40,15 @@ GPU_FN uint32_t sum_before(uint32_t value, uint32_t& total, SubgroupSums& sums) 
   return before;
 }
 
-GPU_FN uint32_t tiles_of(uint32_t pairs, uint32_t tile_rows) { return (pairs + tile_rows - 1) / tile_rows; }
-GPU_FN uint32_t few_tiles_of(uint32_t pairs, uint32_t tile_rows) { return pairs <= kMostFewPairs ? tiles_of(pairs, tile_rows) : 0; }
-GPU_FN uint32_t many_tiles_of(uint32_t pairs) { return pairs <= kMostFewPairs ? 0 : tiles_of(pairs, kManyTileRows); }
+GPU_FN uint32_t tiles_of(uint32_t pairs, uint32_t tile_rows) {
+  return (pairs + tile_rows - 1) / tile_rows;
+}
+GPU_FN uint32_t few_tiles_of(uint32_t pairs, uint32_t tile_rows) {
+  return pairs <= kMostFewPairs ? tiles_of(pairs, tile_rows) : 0;
+}
+GPU_FN uint32_t many_tiles_of(uint32_t pairs) {
+  return pairs <= kMostFewPairs ? 0 : tiles_of(pairs, kManyTileRows);
+}
 
 // One block: where each row's pairs begin.
 GPU_KERNEL(dflash_begin_routing, RoutingParams, kRouteThreads) {
@@ -48,7 +57,8 @@ GPU_KERNEL(dflash_begin_routing, RoutingParams, kRouteThreads) {
   for (uint32_t first = 0; first < params.num_rows; first += kRouteThreads) {
     const uint32_t row = first + thread_index();
     uint32_t total;
-    const uint32_t before = sum_before(row < params.num_rows ? params.row_counts[row] : 0, total, sums);
+    const uint32_t before =
+        sum_before(row < params.num_rows ? params.row_counts[row] : 0, total, sums);
     if (row < params.num_rows) params.row_begins[row] = begin + before;
     begin += total;
   }
@@ -64,24 +74,29 @@ GPU_KERNEL(dflash_count_pairs, RoutingParams, kRouteThreads) {
   }
   static_cast<void>(sum_before(count, total, sums));
   if (thread_index() == 0) params.expert_counts[block_x()] = total;
-  for (uint32_t row = block_x() * kRouteThreads + thread_index(); row < params.num_rows; row += grid_x() * kRouteThreads) {
-    for (uint32_t pair = params.row_begins[row]; pair < params.row_begins[row + 1]; ++pair) params.pair_rows[pair] = row;
+  for (uint32_t row = block_x() * kRouteThreads + thread_index(); row < params.num_rows;
+       row += grid_x() * kRouteThreads) {
+    for (uint32_t pair = params.row_begins[row]; pair < params.row_begins[row + 1]; ++pair)
+      params.pair_rows[pair] = row;
   }
 }
 
-GPU_FN void write_tiles(Tile* tiles, uint32_t num_tiles, uint32_t tile_rows, uint32_t expert, uint32_t first_slot, uint32_t num_slots) {
+GPU_FN void write_tiles(Tile* tiles, uint32_t num_tiles, uint32_t tile_rows, uint32_t expert,
+                        uint32_t first_slot, uint32_t num_slots) {
   for (uint32_t i = thread_index(); i < num_tiles; i += kRouteThreads) {
     const uint32_t begin = i * tile_rows, rest = num_slots - begin;
     tiles[i] = {expert, first_slot + begin, rest < tile_rows ? rest : tile_rows};
   }
 }
 
-// Of the sub-group's pairs from `begin` on, those of `expert`: bit b of lane l is pair begin + 32 * l + b. Neighbours are read together, and
-// eight loads are on their way at once.
+// Of the sub-group's pairs from `begin` on, those of `expert`: bit b of lane l is pair begin + 32 *
+// l + b. Neighbours are read together, and eight loads are on their way at once.
 GPU_FN uint32_t own_pairs(const RoutingParams& params, uint32_t begin, uint32_t expert) {
   constexpr uint32_t kLoads = 8;
   uint32_t own = 0;
-  for (uint32_t first = 0; first < kSubgroupLanes && begin + first * kSubgroupLanes < params.num_pairs; first += kLoads) {
+  for (uint32_t first = 0;
+       first < kSubgroupLanes && begin + first * kSubgroupLanes < params.num_pairs;
+       first += kLoads) {
     bool is_own[kLoads];
     GPU_UNROLL
     for (uint32_t i = 0; i < kLoads; ++i) {
@@ -112,9 +127,12 @@ GPU_KERNEL(dflash_list_pairs, RoutingParams, kRouteThreads) {
   static_cast<void>(sum_before(slots, first_slot, sums));
   static_cast<void>(sum_before(few, first_few, sums));
   static_cast<void>(sum_before(many, first_many, sums));
-  const uint32_t num_few = few_tiles_of(own_count, params.few_tile_rows), num_many = many_tiles_of(own_count);
-  write_tiles(params.few_tiles + first_few, num_few, params.few_tile_rows, expert, first_slot, own_count);
-  write_tiles(params.many_tiles + first_many, num_many, kManyTileRows, expert, first_slot, own_count);
+  const uint32_t num_few = few_tiles_of(own_count, params.few_tile_rows),
+                 num_many = many_tiles_of(own_count);
+  write_tiles(params.few_tiles + first_few, num_few, params.few_tile_rows, expert, first_slot,
+              own_count);
+  write_tiles(params.many_tiles + first_many, num_many, kManyTileRows, expert, first_slot,
+              own_count);
   if (expert == params.num_experts - 1 && thread_index() == 0) {
     params.num_tiles[0] = first_few + num_few;
     params.num_tiles[1] = first_many + num_many;
@@ -134,14 +152,16 @@ GPU_KERNEL(dflash_list_pairs, RoutingParams, kRouteThreads) {
   }
 }
 
-// A thread per pair: its place among its row's slots in ascending order, which is ascending expert, then order of arrival.
+// A thread per pair: its place among its row's slots in ascending order, which is ascending expert,
+// then order of arrival.
 GPU_KERNEL(dflash_order_rows, RoutingParams, kRouteThreads) {
   const uint32_t pair = block_x() * kRouteThreads + thread_index();
   if (pair >= params.num_pairs) return;
   const uint32_t row = params.pair_rows[pair], slot = params.pair_slots[pair];
   const uint32_t begin = params.row_begins[row], end = params.row_begins[row + 1];
   uint32_t before = 0;
-  for (uint32_t other = begin; other < end; ++other) before += params.pair_slots[other] < slot ? 1u : 0u;
+  for (uint32_t other = begin; other < end; ++other)
+    before += params.pair_slots[other] < slot ? 1u : 0u;
   params.row_slots[begin + before] = slot;
 }
 

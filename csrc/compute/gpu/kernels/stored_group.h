@@ -1,5 +1,6 @@
-// A group of 32 weights as a record holds it (record_layout.h), in registers: what a thread keeps on its way while it works on the groups
-// before. That is a fraction of the decoded values' registers, which decode.h makes a few at a time, and int8_codes.h in integers.
+// A group of 32 weights as a record holds it (record_layout.h), in registers: what a thread keeps
+// on its way while it works on the groups before. That is a fraction of the decoded values'
+// registers, which decode.h makes a few at a time, and int8_codes.h in integers.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -14,38 +15,46 @@ inline constexpr uint32_t kGroupWords = kGroup / 4;  // of codes, a byte each
 // One lane's record: unit u lies u * 512 bytes on.
 struct Record {
   const unsigned char* first;
-  GPU_FN Unit unit(uint32_t index) const { return load_device_16<Unit>(first + uint64_t{index} * (kUnitBytes * kPanelWidth)); }
+  GPU_FN Unit unit(uint32_t index) const {
+    return load_device_16<Unit>(first + uint64_t{index} * (kUnitBytes * kPanelWidth));
+  }
   GPU_FN uint32_t word(uint32_t unit_index, uint32_t index) const {
     return load_device_word(first + uint64_t{unit_index} * (kUnitBytes * kPanelWidth) + 4 * index);
   }
 };
 
 DFLASH_GPU_BOTH constexpr bool is_nibbles(WeightFormat format) {
-  return format == WeightFormat::kInt4G32 || format == WeightFormat::kQ4_0 || format == WeightFormat::kIq4Nl || format == WeightFormat::kIq4Xs ||
+  return format == WeightFormat::kInt4G32 || format == WeightFormat::kQ4_0 ||
+         format == WeightFormat::kIq4Nl || format == WeightFormat::kIq4Xs ||
          format == WeightFormat::kMxfp4 || format == WeightFormat::kGgufMxfp4;
 }
 // With an offset, and two groups' codes in the same bytes.
-DFLASH_GPU_BOTH constexpr bool is_k_affine(WeightFormat format) { return format == WeightFormat::kQ4K || format == WeightFormat::kQ5K; }
+DFLASH_GPU_BOTH constexpr bool is_k_affine(WeightFormat format) {
+  return format == WeightFormat::kQ4K || format == WeightFormat::kQ5K;
+}
 
 // Units of codes, of q4_k and q5_k with the record's head, and words of scales that a group takes.
 DFLASH_GPU_BOTH constexpr uint32_t group_units(WeightFormat format) {
   switch (format) {
-    case WeightFormat::kF32: return 8;
-    case WeightFormat::kQ5K: return 5;
+    case WeightFormat::kF32:  return 8;
+    case WeightFormat::kQ5K:  return 5;
     case WeightFormat::kF16:
     case WeightFormat::kBF16:
-    case WeightFormat::kQ6K: return 4;
-    case WeightFormat::kQ4K: return 3;
-    default: return is_nibbles(format) ? 1 : 2;
+    case WeightFormat::kQ6K:  return 4;
+    case WeightFormat::kQ4K:  return 3;
+    default:                  return is_nibbles(format) ? 1 : 2;
   }
 }
 DFLASH_GPU_BOTH constexpr uint32_t group_scale_words(WeightFormat format) {
-  if (format == WeightFormat::kF32 || format == WeightFormat::kF16 || format == WeightFormat::kBF16 || is_k_affine(format)) return 0;
+  if (format == WeightFormat::kF32 || format == WeightFormat::kF16 ||
+      format == WeightFormat::kBF16 || is_k_affine(format))
+    return 0;
   return format == WeightFormat::kQ6K || format == WeightFormat::kIq4Xs ? 2 : 1;
 }
 
 // How many groups a thread may have on their way in so many registers: one at least.
-DFLASH_GPU_BOTH constexpr uint32_t groups_ahead(WeightFormat format, uint32_t registers, uint32_t most) {
+DFLASH_GPU_BOTH constexpr uint32_t groups_ahead(WeightFormat format, uint32_t registers,
+                                                uint32_t most) {
   const uint32_t count = registers / (4 * group_units(format) + group_scale_words(format));
   return count < 1 ? 1 : count > most ? most : count;
 }
@@ -56,7 +65,9 @@ struct StoredGroup {
   uint32_t scales[2];  // group_scale_words() of them, as they lie in memory
 };
 
-GPU_FN uint32_t half_of(uint32_t word, uint32_t index) { return word >> (index % 2 * 16) & 0xffffu; }
+GPU_FN uint32_t half_of(uint32_t word, uint32_t index) {
+  return word >> (index % 2 * 16) & 0xffffu;
+}
 GPU_FN uint32_t byte_of(uint32_t word, uint32_t index) { return word >> (index % 4 * 8) & 0xffu; }
 
 // Group `group` of a record: loads alone, so that nothing waits for them here.
@@ -78,7 +89,8 @@ GPU_FN StoredGroup<kFormat> load_group(const Record& record, uint32_t group) {
     stored.scales[0] = record.word(12, group / 2);
     stored.scales[1] = record.word(13, 0);
   } else {
-    constexpr uint32_t kUnits = group_units(kFormat), kScales = 8 * kUnits;  // scales follow the codes of all groups
+    // scales follow the codes of all groups
+    constexpr uint32_t kUnits = group_units(kFormat), kScales = 8 * kUnits;
     GPU_UNROLL
     for (uint32_t u = 0; u < kUnits; ++u) stored.units[u] = record.unit(group * kUnits + u);
     if constexpr (kFormat == WeightFormat::kInt8G32 || kFormat == WeightFormat::kInt4G32) {
@@ -86,27 +98,33 @@ GPU_FN StoredGroup<kFormat> load_group(const Record& record, uint32_t group) {
     } else if constexpr (kFormat == WeightFormat::kIq4Xs) {
       stored.scales[0] = record.word(kScales, 0);
       stored.scales[1] = record.word(kScales, 1);
-    } else if constexpr (kFormat == WeightFormat::kQ8_0 || kFormat == WeightFormat::kQ4_0 || kFormat == WeightFormat::kIq4Nl) {
+    } else if constexpr (kFormat == WeightFormat::kQ8_0 || kFormat == WeightFormat::kQ4_0 ||
+                         kFormat == WeightFormat::kIq4Nl) {
       stored.scales[0] = record.word(kScales, group / 2);
-    } else if constexpr (group_scale_words(kFormat) != 0) {  // fp8_e4m3_b128's floats, mxfp4's exponents
+    } else if constexpr (group_scale_words(kFormat) !=
+                         0) {  // fp8_e4m3_b128's floats, mxfp4's exponents
       stored.scales[0] = record.word(kScales, group / 4);
     }
   }
   return stored;
 }
 
-// Four neighbouring codes of a group, inputs [4 * word, 4 * word + 4), a byte each, unsigned; not of the floating formats.
+// Four neighbouring codes of a group, inputs [4 * word, 4 * word + 4), a byte each, unsigned; not
+// of the floating formats.
 template <WeightFormat kFormat>
 GPU_FN uint32_t code_word(const StoredGroup<kFormat>& stored, uint32_t group, uint32_t word) {
   if constexpr (is_nibbles(kFormat)) {
     return stored.units[0].words[word % 4] >> (word / 4 * 4) & 0x0f0f0f0fu;
   } else if constexpr (is_k_affine(kFormat)) {
     uint32_t codes = stored.units[word / 4].words[word % 4] >> (group % 2 * 4) & 0x0f0f0f0fu;
-    if constexpr (kFormat == WeightFormat::kQ5K) codes |= (stored.units[3 + word / 4].words[word % 4] >> group & 0x01010101u) << 4;
+    if constexpr (kFormat == WeightFormat::kQ5K)
+      codes |= (stored.units[3 + word / 4].words[word % 4] >> group & 0x01010101u) << 4;
     return codes;
   } else if constexpr (kFormat == WeightFormat::kQ6K) {  // bit pair group % 4 of half group / 4
-    const uint32_t low = stored.units[word / 4].words[word % 4], high = stored.units[2 + word / 4].words[word % 4];
-    return (low >> (group % 4 / 2 * 4) & 0x0f0f0f0fu) | (high >> (group % 4 * 2) & 0x03030303u) << 4;
+    const uint32_t low = stored.units[word / 4].words[word % 4],
+                   high = stored.units[2 + word / 4].words[word % 4];
+    return (low >> (group % 4 / 2 * 4) & 0x0f0f0f0fu) | (high >> (group % 4 * 2) & 0x03030303u)
+                                                            << 4;
   } else {
     return stored.units[word / 4].words[word % 4];
   }

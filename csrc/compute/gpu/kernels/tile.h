@@ -1,16 +1,20 @@
-// The contract of matrix instructions: a team of kLanes neighbouring threads holds 16 x 16 sums (rows x weights' outputs), and an operand is 16
-// rows of 32 bytes - 16 bf16 or 32 int8 - in shared memory as two octets: 16-byte units, of which the unit of row r in octet o lies at
-// units[first + o * octet_step + r]. One file per instruction family; intrinsics and lane layouts stay below this line.
+// The contract of matrix instructions: a team of kLanes neighbouring threads holds 16 x 16 sums
+// (rows x weights' outputs), and an operand is 16 rows of 32 bytes - 16 bf16 or 32 int8 - in shared
+// memory as two octets: 16-byte units, of which the unit of row r in octet o lies at units[first +
+// o * octet_step + r]. One file per instruction family; intrinsics and lane layouts stay below this
+// line.
 //
-//   kExists            whether this target has the instructions; no device without them offers the class, and its kernels only stop
-//   kLanes, kValues    threads of a team, and the sums of each: 256 / kLanes
-//   Operand load(units, first, octet_step)         all threads of the team; what was stored before the last barrier
-//   multiply_add(Sums&, rows, weights)             sums[r, w] += sum over 16 inputs of rows[r, k] * weights[w, k], products exact, float32
-//   row(i), column(i)                              where value i of the calling thread lies
-//   sync_team()                                    orders what the team's threads do with shared memory; all teams of a block take part equally often
+//   kExists            whether this target has the instructions; no device without them offers the
+//   class, and its kernels only stop kLanes, kValues    threads of a team, and the sums of each:
+//   256 / kLanes Operand load(units, first, octet_step)         all threads of the team; what was
+//   stored before the last barrier multiply_add(Sums&, rows, weights)             sums[r, w] += sum
+//   over 16 inputs of rows[r, k] * weights[w, k], products exact, float32 row(i), column(i) where
+//   value i of the calling thread lies sync_team()                                    orders what
+//   the team's threads do with shared memory; all teams of a block take part equally often
 //
-// What an instruction does with row r of `rows` depends on that row and on `weights` alone. In which order and how precisely it adds its 16
-// products is the vendor's; the simulator adds them ascending, each by one fma, which makes its sums those of f32-canonical on such inputs.
+// What an instruction does with row r of `rows` depends on that row and on `weights` alone. In
+// which order and how precisely it adds its 16 products is the vendor's; the simulator adds them
+// ascending, each by one fma, which makes its sums those of f32-canonical on such inputs.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -27,28 +31,29 @@
 
 namespace dflash::compute::gpu {
 
-inline constexpr uint32_t kTileSide = 16;    // rows, and outputs
-inline constexpr uint32_t kTileOctets = 2;   // 16-byte units of a row of an operand
-inline constexpr uint32_t kUnitHalves = 8;   // 16-bit values of a unit
+inline constexpr uint32_t kTileSide = 16;   // rows, and outputs
+inline constexpr uint32_t kTileOctets = 2;  // 16-byte units of a row of an operand
+inline constexpr uint32_t kUnitHalves = 8;  // 16-bit values of a unit
 
 struct NoTile {
   static constexpr bool kExists = false;
 };
 
-// DFLASH_GPU_TILES(call, ...): `call<Tile, ...>` for the instructions of this target; the simulator has teams of 32 or 64 threads, as its
-// device's waves.
+// DFLASH_GPU_TILES(call, ...): `call<Tile, ...>` for the instructions of this target; the simulator
+// has teams of 32 or 64 threads, as its device's waves.
 #if defined(DFLASH_GPU_SIM)
-#define DFLASH_GPU_TILES(call, ...)                                                                                      \
-  (::dflash::compute::gpu::sim::thread_place().wave_width == 64 ? call<SimTile<64> __VA_OPT__(,) __VA_ARGS__> \
-                                                                : call<SimTile<32> __VA_OPT__(,) __VA_ARGS__>)
+#define DFLASH_GPU_TILES(call, ...)                             \
+  (::dflash::compute::gpu::sim::thread_place().wave_width == 64 \
+       ? call<SimTile<64> __VA_OPT__(, ) __VA_ARGS__>           \
+       : call<SimTile<32> __VA_OPT__(, ) __VA_ARGS__>)
 #elif defined(__gfx908__) || defined(__gfx90a__) || defined(__gfx942__)
-#define DFLASH_GPU_TILES(call, ...) call<MfmaTile __VA_OPT__(,) __VA_ARGS__>
+#define DFLASH_GPU_TILES(call, ...) call<MfmaTile __VA_OPT__(, ) __VA_ARGS__>
 #elif defined(__gfx1100__) || defined(__gfx1201__)
-#define DFLASH_GPU_TILES(call, ...) call<WmmaTile __VA_OPT__(,) __VA_ARGS__>
+#define DFLASH_GPU_TILES(call, ...) call<WmmaTile __VA_OPT__(, ) __VA_ARGS__>
 #elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-#define DFLASH_GPU_TILES(call, ...) call<MmaTile __VA_OPT__(,) __VA_ARGS__>
+#define DFLASH_GPU_TILES(call, ...) call<MmaTile __VA_OPT__(, ) __VA_ARGS__>
 #else
-#define DFLASH_GPU_TILES(call, ...) call<NoTile __VA_OPT__(,) __VA_ARGS__>
+#define DFLASH_GPU_TILES(call, ...) call<NoTile __VA_OPT__(, ) __VA_ARGS__>
 #endif
 
 }  // namespace dflash::compute::gpu

@@ -1,6 +1,8 @@
-// Tiles of AMD's MFMA 16x16x16 in bf16 (gfx90a, gfx942), of which a wave of 64 threads is one team: with q = lane / 16 a thread has inputs
-// 4q .. 4q + 3 of row lane % 16 and of output lane % 16, and the sums of rows 4q .. 4q + 3 with that output (AMD's matrix instruction
-// calculator, v_mfma_f32_16x16x16_bf16). gfx908 has the instruction for 8 inputs: two of them, each with half of a thread's inputs.
+// Tiles of AMD's MFMA 16x16x16 in bf16 (gfx90a, gfx942), of which a wave of 64 threads is one team:
+// with q = lane / 16 a thread has inputs 4q .. 4q + 3 of row lane % 16 and of output lane % 16, and
+// the sums of rows 4q .. 4q + 3 with that output (AMD's matrix instruction calculator,
+// v_mfma_f32_16x16x16_bf16). gfx908 has the instruction for 8 inputs: two of them, each with half
+// of a thread's inputs.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -31,7 +33,9 @@ struct MfmaTile {
     const uint32_t quarter = thread_index() % kLanes / 16;
     const Unit& unit = units.at(first + quarter / 2 * octet_step + thread_index() % 16);
     const uint2 words = *reinterpret_cast<const uint2*>(unit.words + quarter % 2 * 2);
-    return {{words.x, words.y}};
+    return {
+        {words.x, words.y}
+    };
   }
 
   GPU_FN static void multiply_add(Sums& sums, const Operand& rows, const Operand& weights) {
@@ -40,10 +44,12 @@ struct MfmaTile {
     GPU_UNROLL
     for (uint32_t half = 0; half < 2; ++half) {
       at = __builtin_amdgcn_mfma_f32_16x16x8bf16(__builtin_bit_cast(Halves2, rows.words[half]),
-                                                 __builtin_bit_cast(Halves2, weights.words[half]), at, 0, 0, 0);
+                                                 __builtin_bit_cast(Halves2, weights.words[half]),
+                                                 at, 0, 0, 0);
     }
 #else
-    at = __builtin_amdgcn_mfma_f32_16x16x16bf16_1k(__builtin_bit_cast(Halves4, rows), __builtin_bit_cast(Halves4, weights), at, 0, 0, 0);
+    at = __builtin_amdgcn_mfma_f32_16x16x16bf16_1k(
+        __builtin_bit_cast(Halves4, rows), __builtin_bit_cast(Halves4, weights), at, 0, 0, 0);
 #endif
     GPU_UNROLL
     for (uint32_t i = 0; i < kValues; ++i) sums.values[i] = at[i];

@@ -1,5 +1,6 @@
-// Tiles of the simulator: plain loops over shared memory, ascending inputs, one fma each. Operands are read when they are multiplied, so that
-// a buffer overwritten too early shows as a wrong sum even where hardware would have had it in registers.
+// Tiles of the simulator: plain loops over shared memory, ascending inputs, one fma each. Operands
+// are read when they are multiplied, so that a buffer overwritten too early shows as a wrong sum
+// even where hardware would have had it in registers.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -21,16 +22,22 @@ struct SimTile {
     float values[kValues] = {};
   };
 
-  // Sub-groups are what the simulator can hold together: a team of two of them waits for the whole block, so that all must come here.
+  // Sub-groups are what the simulator can hold together: a team of two of them waits for the whole
+  // block, so that all must come here.
   static void sync_team(GPU_SITE_FIRST) {
-    if constexpr (kTeam == kSubgroupLanes) sim::subgroup_collective(sim::Collective::kBarrier, 0, 0, {file, line});
-    else sim::block_barrier({file, line});
+    if constexpr (kTeam == kSubgroupLanes)
+      sim::subgroup_collective(sim::Collective::kBarrier, 0, 0, {file, line});
+    else
+      sim::block_barrier({file, line});
   }
 
   template <class Units>
   static Operand load(Units& units, uint32_t first, uint32_t octet_step) {
-    static_cast<void>(units.at(first + octet_step + 15));  // the last one, for the check of the bounds
-    return {{&units.at(first), &units.at(first + octet_step)}};
+    // the last one, for the check of the bounds
+    static_cast<void>(units.at(first + octet_step + 15));
+    return {
+        {&units.at(first), &units.at(first + octet_step)}
+    };
   }
 
   static void multiply_add(Sums& sums, const Operand& rows, const Operand& weights) {
@@ -41,7 +48,8 @@ struct SimTile {
         float sum = sums.values[i];
         for (uint32_t w = 0; w < 4; ++w) {
           sum = fused(float_of(factors.words[w] << 16), float_of(inputs.words[w] << 16), sum);
-          sum = fused(float_of(factors.words[w] & 0xffff0000u), float_of(inputs.words[w] & 0xffff0000u), sum);
+          sum = fused(float_of(factors.words[w] & 0xffff0000u),
+                      float_of(inputs.words[w] & 0xffff0000u), sum);
         }
         sums.values[i] = sum;
       }

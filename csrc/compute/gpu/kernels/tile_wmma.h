@@ -1,6 +1,8 @@
-// Tiles of AMD's WMMA 16x16x16 in bf16, by waves of 32. RDNA 3 (gfx1100): a thread has all 16 inputs of row and output lane % 16, both halves
-// of a wave the same, and the sums of every second row. RDNA 4 (gfx1201): the halves of a wave share the inputs, eight each, and have eight
-// neighbouring rows of sums each. (AMD's RDNA 3 and RDNA 4 instruction set guides, "Wave Matrix Multiply Accumulate".)
+// Tiles of AMD's WMMA 16x16x16 in bf16, by waves of 32. RDNA 3 (gfx1100): a thread has all 16
+// inputs of row and output lane % 16, both halves of a wave the same, and the sums of every second
+// row. RDNA 4 (gfx1201): the halves of a wave share the inputs, eight each, and have eight
+// neighbouring rows of sums each. (AMD's RDNA 3 and RDNA 4 instruction set guides, "Wave Matrix
+// Multiply Accumulate".)
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -34,7 +36,10 @@ struct WmmaTile {
   GPU_FN static Operand load(Units& units, uint32_t first, uint32_t octet_step) {
     const uint32_t lane = lane_index();
 #if defined(__gfx1100__)
-    return {{load_16<Unit>(&units.at(first + lane % 16)), load_16<Unit>(&units.at(first + octet_step + lane % 16))}};
+    return {
+        {load_16<Unit>(&units.at(first + lane % 16)),
+         load_16<Unit>(&units.at(first + octet_step + lane % 16))}
+    };
 #else
     return {{load_16<Unit>(&units.at(first + lane / 16 * octet_step + lane % 16))}};
 #endif

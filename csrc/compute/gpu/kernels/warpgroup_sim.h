@@ -1,4 +1,5 @@
-// Warpgroups of the simulator: the products of sim/async_work.h, which read operands by the same descriptors from the same bytes.
+// Warpgroups of the simulator: the products of sim/async_work.h, which read operands by the same
+// descriptors from the same bytes.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -8,8 +9,12 @@
 namespace dflash::compute::gpu {
 
 struct Warpgroup {
-  static uint32_t address(const Unit& unit GPU_SITE) { return sim::shared_address(&unit, {file, line}); }
-  static void store(Unit& to, const Unit& unit GPU_SITE) { sim::store_operand(&to, &unit, {file, line}); }
+  static uint32_t address(const Unit& unit GPU_SITE) {
+    return sim::shared_address(&unit, {file, line});
+  }
+  static void store(Unit& to, const Unit& unit GPU_SITE) {
+    sim::store_operand(&to, &unit, {file, line});
+  }
   static void fence_operands() { sim::fence_operands(); }
   static void fence(GPU_SITE_FIRST) { sim::fence_products({file, line}); }
   static void multiply_add(WarpgroupSums& sums, uint64_t rows, uint64_t outputs GPU_SITE) {

@@ -1,5 +1,6 @@
-// What the module runtime needs of a vendor's driver, opened at run time: CUDA's driver API and HIP's module API are the same two dozen
-// functions under other names. Functions return the vendor's status; 0 is success, and the two numbers below mean the same for both.
+// What the module runtime needs of a vendor's driver, opened at run time: CUDA's driver API and
+// HIP's module API are the same two dozen functions under other names. Functions return the
+// vendor's status; 0 is success, and the two numbers below mean the same for both.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -15,7 +16,8 @@ inline constexpr int kDriverOutOfMemory = 2;  // CUDA_ERROR_OUT_OF_MEMORY, hipEr
 inline constexpr int kDriverLacks = -1;       // no function of that kind is opened there
 inline constexpr int kDriverNotReady = 600;   // CUDA_ERROR_NOT_READY, hipErrorNotReady
 
-// A device as the driver lists it. `reason` says why kernels of this build cannot run there; empty: they can.
+// A device as the driver lists it. `reason` says why kernels of this build cannot run there; empty:
+// they can.
 struct DriverDevice {
   DeviceFacts facts;
   std::string reason;
@@ -30,7 +32,8 @@ class DriverApi {
   // The kernels' images that may be tried on this device, the best first. Not owned.
   virtual std::vector<const void*> images(const DeviceFacts& facts) const = 0;
 
-  // Makes the device current for the calling thread, creating its context the first time; drop() gives that back.
+  // Makes the device current for the calling thread, creating its context the first time; drop()
+  // gives that back.
   virtual int use(uint32_t device) = 0;
   virtual void drop(uint32_t device) = 0;
   // What is current for the calling thread, and making that current again.
@@ -60,9 +63,10 @@ class DriverApi {
   virtual int find_function(void** function, void* module, const char* name) = 0;
   // Lets launches of the function ask for that much dynamic shared memory; needed above 48 KiB.
   virtual int allow_dynamic(void* function, uint32_t num_bytes) = 0;
-  virtual int launch(void* function, uint32_t grid_x, uint32_t grid_y, uint32_t threads, uint32_t dynamic_bytes, void* queue,
-                     void** arguments) = 0;
-  // Operations of a queue on words of the host's memory, and calls of the host. Not every driver has them.
+  virtual int launch(void* function, uint32_t grid_x, uint32_t grid_y, uint32_t threads,
+                     uint32_t dynamic_bytes, void* queue, void** arguments) = 0;
+  // Operations of a queue on words of the host's memory, and calls of the host. Not every driver
+  // has them.
   virtual int write_word(void*, uint32_t, void*) { return kDriverLacks; }
   virtual int await_word(const void*, uint32_t, void*) { return kDriverLacks; }
   virtual int call_host(void (*)(void*), void*, void*) { return kDriverLacks; }

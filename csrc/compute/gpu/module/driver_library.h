@@ -15,7 +15,8 @@
 
 namespace dflash::compute::gpu {
 
-// The paths of the shared libraries in this process whose file names begin with `stem`, the latest first.
+// The paths of the shared libraries in this process whose file names begin with `stem`, the latest
+// first.
 inline std::vector<std::string> loaded_libraries(const std::string& stem) {
   struct Search {
     const std::string& stem;
@@ -25,7 +26,8 @@ inline std::vector<std::string> loaded_libraries(const std::string& stem) {
       [](dl_phdr_info* info, size_t, void* context) {
         auto& wanted = *static_cast<Search*>(context);
         const std::string path = info->dlpi_name;
-        if (path.compare(path.rfind('/') + 1, wanted.stem.size(), wanted.stem) == 0) wanted.found.push_back(path);
+        if (path.compare(path.rfind('/') + 1, wanted.stem.size(), wanted.stem) == 0)
+          wanted.found.push_back(path);
         return 0;
       },
       &search);
@@ -40,10 +42,12 @@ class DriverLibrary {
   static Result<DriverLibrary> open(const std::vector<std::string>& names) {
     std::string tried;
     for (const std::string& name : names) {
-      if (void* handle = ::dlopen(name.c_str(), RTLD_NOW | RTLD_LOCAL); handle != nullptr) return DriverLibrary(handle, name);
+      if (void* handle = ::dlopen(name.c_str(), RTLD_NOW | RTLD_LOCAL); handle != nullptr)
+        return DriverLibrary(handle, name);
       tried += (tried.empty() ? "" : ", ") + name;
     }
-    return Error{ErrorCode::kUnsupported, "the driver library was not found (tried " + tried + "); install the driver of the card"};
+    return Error{ErrorCode::kUnsupported, "the driver library was not found (tried " + tried +
+                                              "); install the driver of the card"};
   }
 
   // Errors: kUnsupported naming the function: the driver is older than the first that had it.
@@ -51,7 +55,9 @@ class DriverLibrary {
   Status find(const char* name, Function*& function) const {
     void* symbol = ::dlsym(handle_, name);
     if (symbol == nullptr) {
-      return Error{ErrorCode::kUnsupported, name_ + " has no function " + name + "; the driver is too old for this build, update it"};
+      return Error{
+          ErrorCode::kUnsupported,
+          name_ + " has no function " + name + "; the driver is too old for this build, update it"};
     }
     function = reinterpret_cast<Function*>(symbol);
     return ok();

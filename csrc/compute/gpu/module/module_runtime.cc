@@ -12,14 +12,18 @@
 namespace dflash::compute::gpu {
 namespace {
 
-constexpr int64_t kGiveUpNs = 1'000'000'000;   // for a queue that does not end, when the runtime is destroyed
-constexpr int64_t kSpinNs = 30'000;            // queries without a pause, then with the processor offered to others,
-constexpr int64_t kYieldNs = 1'000'000;        // for a decode step is shorter than the 50 us that the kernel adds to each nap
+// for a queue that does not end, when the runtime is destroyed
+constexpr int64_t kGiveUpNs = 1'000'000'000;
+// queries without a pause, then with the processor offered to others,
+constexpr int64_t kSpinNs = 30'000;
+// for a decode step is shorter than the 50 us that the kernel adds to each nap
+constexpr int64_t kYieldNs = 1'000'000;
 constexpr int64_t kNapNs = 20'000;
 
 class ModuleRuntime final : public DeviceRuntime {
  public:
-  ModuleRuntime(std::unique_ptr<DriverApi> driver, DeviceFacts facts) : driver_(std::move(driver)), facts_(std::move(facts)) {}
+  ModuleRuntime(std::unique_ptr<DriverApi> driver, DeviceFacts facts)
+      : driver_(std::move(driver)), facts_(std::move(facts)) {}
   ~ModuleRuntime() override;
   Status start();
 
@@ -60,15 +64,16 @@ class ModuleRuntime final : public DeviceRuntime {
   std::thread::id current_for_;  // the thread that used the device last and has not left it
   void* before_ = nullptr;       // what was current for that thread
   bool has_before_ = false;
-  std::string lost_;             // not empty: the device failed, and with which words
+  std::string lost_;  // not empty: the device failed, and with which words
   void* own_queue_ = nullptr;
   void* queue_ = nullptr;  // what is used: the own one, or one that is borrowed
-  void* events_[2] = {};  // by Mark
+  void* events_[2] = {};   // by Mark
   void* module_ = nullptr;
   void* functions_[kNumKernels] = {};
 };
 
-// After a failure or with work that does not end, the driver's functions may hang: everything is left to the end of the process.
+// After a failure or with work that does not end, the driver's functions may hang: everything is
+// left to the end of the process.
 ModuleRuntime::~ModuleRuntime() {
   if (!is_in_use_) return;
   return_queue();
@@ -95,7 +100,8 @@ Status ModuleRuntime::done(int status, const char* what) {
 Status ModuleRuntime::accepted(int status, const char* what) {
   if (status == 0) return ok();
   return Error{ErrorCode::kUnsupported,
-               status == kDriverLacks ? facts_.backend + " is not used for " + what : std::string(what) + " failed: " + driver_->text(status)};
+               status == kDriverLacks ? facts_.backend + " is not used for " + what
+                                      : std::string(what) + " failed: " + driver_->text(status)};
 }
 
 Status ModuleRuntime::write_word(uint32_t* word, uint32_t value) {
@@ -113,8 +119,8 @@ Status ModuleRuntime::call_host(void (*function)(void*), void* argument) {
   return accepted(driver_->call_host(function, argument, queue_), "calls of the host by a stream");
 }
 
-// A device is current per thread, and another user of the thread (a framework, the runtime of a second card) may have changed it since; a
-// lost one stays lost.
+// A device is current per thread, and another user of the thread (a framework, the runtime of a
+// second card) may have changed it since; a lost one stays lost.
 Status ModuleRuntime::enter() {
   if (!lost_.empty()) return Error{ErrorCode::kWorkerFailed, lost_};
   void* found = nullptr;
@@ -133,7 +139,8 @@ Status ModuleRuntime::enter() {
 void ModuleRuntime::leave() {
   if (current_for_ != std::this_thread::get_id()) return;
   current_for_ = std::thread::id();
-  if (has_before_) driver_->restore(before_);  // where that fails, the next use of the framework says so
+  // where that fails, the next use of the framework says so
+  if (has_before_) driver_->restore(before_);
 }
 
 Status ModuleRuntime::start() {
@@ -154,13 +161,15 @@ Status ModuleRuntime::load_kernels() {
   }
   if (module_ == nullptr || status != 0) {
     module_ = nullptr;
-    return Error{ErrorCode::kUnsupported, "no kernels of this build run on " + facts_.architecture +
-                                              (images.empty() ? std::string() : ": " + driver_->text(status))};
+    return Error{ErrorCode::kUnsupported,
+                 "no kernels of this build run on " + facts_.architecture +
+                     (images.empty() ? std::string() : ": " + driver_->text(status))};
   }
   for (uint16_t kernel = 0; kernel < kNumKernels; ++kernel) {
     const char* name = kernel_name(KernelId{kernel});
     if (driver_->find_function(&functions_[kernel], module_, name) != 0) {
-      return Error{ErrorCode::kUnsupported, std::string("the plug-in's image has no kernel ") + name + "; build it again"};
+      return Error{ErrorCode::kUnsupported,
+                   std::string("the plug-in's image has no kernel ") + name + "; build it again"};
     }
   }
   return ok();
@@ -177,15 +186,17 @@ Error ModuleRuntime::allocation_error(int status, uint64_t num_bytes, const char
   if (status != kDriverOutOfMemory) return done(status, "allocating memory").error();
   size_t free_bytes = 0, all_bytes = 0;
   driver_->memory(&free_bytes, &all_bytes);
-  return Error{ErrorCode::kOutOfMemory, std::to_string(num_bytes) + " bytes of memory " + where + " could not be allocated; " +
-                                            std::to_string(free_bytes) + " of " + std::to_string(all_bytes) +
-                                            " bytes of the device are free"};
+  return Error{ErrorCode::kOutOfMemory,
+               std::to_string(num_bytes) + " bytes of memory " + where +
+                   " could not be allocated; " + std::to_string(free_bytes) + " of " +
+                   std::to_string(all_bytes) + " bytes of the device are free"};
 }
 
 Result<std::byte*> ModuleRuntime::allocate(uint64_t num_bytes) {
   DFLASH_TRY(enter());
   void* memory = nullptr;
-  if (const int status = driver_->allocate(&memory, num_bytes); status != 0) return allocation_error(status, num_bytes, "on the device");
+  if (const int status = driver_->allocate(&memory, num_bytes); status != 0)
+    return allocation_error(status, num_bytes, "on the device");
   return static_cast<std::byte*>(memory);
 }
 
@@ -207,7 +218,8 @@ void ModuleRuntime::release_staging(std::byte* memory) {
 }
 
 // A refusal is about this memory and not about the device, which goes on.
-Result<std::byte*> ModuleRuntime::map_host(std::byte* memory, uint64_t num_bytes, bool is_read_only) {
+Result<std::byte*> ModuleRuntime::map_host(std::byte* memory, uint64_t num_bytes,
+                                           bool is_read_only) {
   DFLASH_TRY(enter());
   int status = driver_->map_host(memory, num_bytes, is_read_only);
   void* device = nullptr;
@@ -216,8 +228,9 @@ Result<std::byte*> ModuleRuntime::map_host(std::byte* memory, uint64_t num_bytes
     if (status == 0) return static_cast<std::byte*>(device);
     driver_->unmap_host(memory);
   }
-  return Error{ErrorCode::kUnsupported, "registering " + std::to_string(num_bytes) + " bytes of the host's memory" +
-                                            (is_read_only ? " to be read" : "") + " failed: " + driver_->text(status)};
+  return Error{ErrorCode::kUnsupported,
+               "registering " + std::to_string(num_bytes) + " bytes of the host's memory" +
+                   (is_read_only ? " to be read" : "") + " failed: " + driver_->text(status)};
 }
 
 void ModuleRuntime::unmap_host(std::byte* memory) {
@@ -245,17 +258,21 @@ Status ModuleRuntime::fill(std::byte* device, uint8_t value, uint64_t num_bytes)
 Status ModuleRuntime::launch(const KernelLaunch& launch) {
   if (launch.grid_x == 0 || launch.grid_y == 0) return ok();
   DFLASH_TRY(enter());
-  void* arguments[] = {const_cast<void*>(launch.params)};  // read only, whatever the driver's signature says
+  // read only, whatever the driver's signature says
+  void* arguments[] = {const_cast<void*>(launch.params)};
   void* function = functions_[static_cast<uint16_t>(launch.kernel)];
   const uint32_t dynamic_bytes = kernel_dynamic_bytes(launch.kernel);
-  if (dynamic_bytes != 0) DFLASH_TRY(done(driver_->allow_dynamic(function, dynamic_bytes), "asking for shared memory"));
-  return done(driver_->launch(function, launch.grid_x, launch.grid_y, launch.threads, dynamic_bytes, queue_, arguments),
+  if (dynamic_bytes != 0)
+    DFLASH_TRY(done(driver_->allow_dynamic(function, dynamic_bytes), "asking for shared memory"));
+  return done(driver_->launch(function, launch.grid_x, launch.grid_y, launch.threads, dynamic_bytes,
+                              queue_, arguments),
               kernel_name(launch.kernel));
 }
 
 Status ModuleRuntime::mark(Mark mark) {
   DFLASH_TRY(enter());
-  return done(driver_->record_event(events_[static_cast<uint8_t>(mark)], queue_), "recording an event");
+  return done(driver_->record_event(events_[static_cast<uint8_t>(mark)], queue_),
+              "recording an event");
 }
 
 Result<int64_t> ModuleRuntime::elapsed_ns() {
@@ -287,11 +304,13 @@ Result<bool> ModuleRuntime::wait(std::chrono::nanoseconds at_most) {
 
 }  // namespace
 
-Result<std::unique_ptr<DeviceRuntime>> make_module_runtime(std::unique_ptr<DriverApi> driver, uint32_t device) {
+Result<std::unique_ptr<DeviceRuntime>> make_module_runtime(std::unique_ptr<DriverApi> driver,
+                                                           uint32_t device) {
   auto devices = driver->list();
   if (!devices.ok()) return std::move(devices).error();
   if (device >= devices.value().size()) {
-    return Error{ErrorCode::kInvalidArgument, "device " + std::to_string(device) + " does not exist; the driver lists " +
+    return Error{ErrorCode::kInvalidArgument, "device " + std::to_string(device) +
+                                                  " does not exist; the driver lists " +
                                                   std::to_string(devices.value().size())};
   }
   const DriverDevice& found = devices.value()[device];

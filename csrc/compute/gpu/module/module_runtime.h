@@ -1,4 +1,5 @@
-// DeviceRuntime over a vendor's driver: kernels come from the image that the plug-in carries, found by name.
+// DeviceRuntime over a vendor's driver: kernels come from the image that the plug-in carries, found
+// by name.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -8,8 +9,9 @@
 
 namespace dflash::compute::gpu {
 
-// Errors: kInvalidArgument for a device that does not exist; kUnsupported where no image fits the device or lacks a kernel; kWorkerFailed with
-// the driver's text.
-Result<std::unique_ptr<DeviceRuntime>> make_module_runtime(std::unique_ptr<DriverApi> driver, uint32_t device);
+// Errors: kInvalidArgument for a device that does not exist; kUnsupported where no image fits the
+// device or lacks a kernel; kWorkerFailed with the driver's text.
+Result<std::unique_ptr<DeviceRuntime>> make_module_runtime(std::unique_ptr<DriverApi> driver,
+                                                           uint32_t device);
 
 }  // namespace dflash::compute::gpu

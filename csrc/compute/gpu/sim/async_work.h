@@ -1,6 +1,8 @@
-// What simulated threads have asked for and not yet waited for: copies into shared memory (cp.async) and products of a warpgroup (wgmma). In every
-// second block both are done at once, in the others as late as the waits allow, so that reading too early and overwriting too early show.
-// Operands must have been fenced by who stored them (fence.proxy.async): a product that reads a unit without that ends the block.
+// What simulated threads have asked for and not yet waited for: copies into shared memory
+// (cp.async) and products of a warpgroup (wgmma). In every second block both are done at once, in
+// the others as late as the waits allow, so that reading too early and overwriting too early show.
+// Operands must have been fenced by who stored them (fence.proxy.async): a product that reads a
+// unit without that ends the block.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -41,8 +43,9 @@ struct AsyncWork {
   AsyncGroups<UnitCopy> copies;
   AsyncGroups<Product> products;
   std::vector<uint32_t> unfenced;  // addresses of units that it stored since its last fence
-  uint32_t num_products = 0;       // asked for, to compare with those of its warpgroup's other threads
-  bool is_fenced = false;          // wgmma.fence since its last commit
+  // asked for, to compare with those of its warpgroup's other threads
+  uint32_t num_products = 0;
+  bool is_fenced = false;  // wgmma.fence since its last commit
   void clear() {
     copies.clear();
     products.clear();
@@ -55,8 +58,10 @@ struct AsyncWork {
 // Of the threads of a block together.
 struct AsyncShared {
   bool is_late = false;
-  std::map<uint32_t, uint32_t> writers;                    // unit address -> thread that stored it and has not fenced
-  std::map<uint64_t, std::pair<uint64_t, uint64_t>> asked;  // warpgroup and number of a product -> its descriptors
+  // unit address -> thread that stored it and has not fenced
+  std::map<uint32_t, uint32_t> writers;
+  // warpgroup and number of a product -> its descriptors
+  std::map<uint64_t, std::pair<uint64_t, uint64_t>> asked;
   void start() {
     is_late = !is_late;
     writers.clear();
@@ -76,7 +81,8 @@ void wait_copies(uint32_t most);
 void store_operand(void* to, const void* from, Site site);
 void fence_operands();
 
-// wgmma of 64 rows x num_outputs outputs x 16 inputs in bf16; operands by matrix descriptors, K-major, 128-byte swizzle.
+// wgmma of 64 rows x num_outputs outputs x 16 inputs in bf16; operands by matrix descriptors,
+// K-major, 128-byte swizzle.
 void fence_products(Site site);
 void multiply_async(float* sums, uint32_t num_outputs, uint64_t rows, uint64_t outputs, Site site);
 void commit_products(Site site);

@@ -16,10 +16,13 @@ namespace dflash::compute::gpu::sim {
 namespace {
 
 constexpr size_t kStackBytes = 128 * 1024;  // kernels need a few KiB; sanitizers several times that
-constexpr size_t kSharedAlignment = 1024;   // the largest pattern of an instruction that reads shared memory (128-byte swizzle)
-constexpr size_t kDynamicOffset = 16;       // of dynamic shared memory: kernels must align it themselves
+// the largest pattern of an instruction that reads shared memory (128-byte swizzle)
+constexpr size_t kSharedAlignment = 1024;
+// of dynamic shared memory: kernels must align it themselves
+constexpr size_t kDynamicOffset = 16;
 
-// The thread that runs on this OS thread, the simulated special registers: set around every resume().
+// The thread that runs on this OS thread, the simulated special registers: set around every
+// resume().
 thread_local void* running = nullptr;
 
 // Not inlined: a fibre may go on on another OS thread, where the address of `running` is another.
@@ -38,10 +41,13 @@ Result<std::unique_ptr<Block>> Block::create(uint32_t wave_width, uint64_t seed)
   std::unique_ptr<Block> block(new Block(wave_width, seed));
   const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
   block->stack_step_ = kStackBytes + page;
-  void* memory = mmap(nullptr, block->stack_step_ * kMaxThreads, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (memory == MAP_FAILED) return Error{ErrorCode::kOutOfMemory, "no address space for the stacks of a simulated block"};
+  void* memory = mmap(nullptr, block->stack_step_ * kMaxThreads, PROT_READ | PROT_WRITE,
+                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (memory == MAP_FAILED)
+    return Error{ErrorCode::kOutOfMemory, "no address space for the stacks of a simulated block"};
   block->stacks_ = static_cast<std::byte*>(memory);
-  for (uint32_t i = 0; i < kMaxThreads; ++i) mprotect(block->stacks_ + i * block->stack_step_, page, PROT_NONE);
+  for (uint32_t i = 0; i < kMaxThreads; ++i)
+    mprotect(block->stacks_ + i * block->stack_step_, page, PROT_NONE);
   block->shared_.resize(kMostSharedBytes + kSharedAlignment);
   return block;
 }
@@ -60,7 +66,8 @@ void Block::start(const Launch& launch) {
     thread.index = i;
     thread.state = State::kReady;
     thread.async.clear();
-    thread.fibre.prepare(stacks_ + (i + 1) * stack_step_ - kStackBytes, kStackBytes, &Block::run_thread, &thread);
+    thread.fibre.prepare(stacks_ + (i + 1) * stack_step_ - kStackBytes, kStackBytes,
+                         &Block::run_thread, &thread);
     order_[i] = i;
   }
   subgroups_.resize(launch.threads / kSubgroup);
@@ -71,7 +78,8 @@ void Block::start(const Launch& launch) {
   shared_used_ = 0;
   if (launch.dynamic_bytes != 0) {
     shared_used_ = kDynamicOffset + (launch.dynamic_bytes + 15) / 16 * 16;
-    std::memset(reinterpret_cast<void*>(shared_base() + kDynamicOffset), 0xff, launch.dynamic_bytes);
+    std::memset(reinterpret_cast<void*>(shared_base() + kDynamicOffset), 0xff,
+                launch.dynamic_bytes);
   }
   async_.start();
   num_left_ = 0;
@@ -92,7 +100,8 @@ Result<bool> Block::advance() {
   if (num_left_ == launch_.threads) return true;
   if (has_run.value()) return false;
   bool is_released = false;
-  for (uint32_t first = 0; first < launch_.threads; first += kSubgroup) is_released |= release_subgroup(first);
+  for (uint32_t first = 0; first < launch_.threads; first += kSubgroup)
+    is_released |= release_subgroup(first);
   if (is_released || release_block()) return false;
   return divergence();
 }
@@ -113,7 +122,8 @@ Result<bool> Block::run_all(std::span<uint32_t> order) {
   return has_run;
 }
 
-// The foremost sub-group that can go on, through its collectives too, while the others stand still. One that polls goes to the end.
+// The foremost sub-group that can go on, through its collectives too, while the others stand still.
+// One that polls goes to the end.
 Result<bool> Block::run_first_subgroup() {
   for (size_t i = 0; i < subgroups_.size(); ++i) {
     const uint32_t first = subgroups_[i] * kSubgroup;
@@ -132,7 +142,9 @@ bool Block::release_subgroup(uint32_t first) {
   const Thread& one = threads_[first];
   for (uint32_t i = first; i < first + kSubgroup; ++i) {
     const Thread& other = threads_[i];
-    if (other.state != State::kAtCollective || other.kind != one.kind || !same(other.site, one.site)) return false;
+    if (other.state != State::kAtCollective || other.kind != one.kind ||
+        !same(other.site, one.site))
+      return false;
   }
   uint64_t values[kSubgroup], ballot = 0;
   for (uint32_t lane = 0; lane < kSubgroup; ++lane) {
@@ -151,21 +163,23 @@ bool Block::release_subgroup(uint32_t first) {
 bool Block::release_block() {
   const Thread& one = threads_[0];
   for (uint32_t i = 0; i < launch_.threads; ++i) {
-    if (threads_[i].state != State::kAtBlockBarrier || !same(threads_[i].site, one.site)) return false;
+    if (threads_[i].state != State::kAtBlockBarrier || !same(threads_[i].site, one.site))
+      return false;
   }
   for (uint32_t i = 0; i < launch_.threads; ++i) threads_[i].state = State::kReady;
   return true;
 }
 
 std::string Block::place(const Thread& thread) const {
-  return std::string("kernel ") + launch_.name + ", block (" + std::to_string(launch_.block_x) + ", " + std::to_string(launch_.block_y) +
-         "), thread " + std::to_string(thread.index);
+  return std::string("kernel ") + launch_.name + ", block (" + std::to_string(launch_.block_x) +
+         ", " + std::to_string(launch_.block_y) + "), thread " + std::to_string(thread.index);
 }
 
 std::string Block::where(const Thread& thread) const {
   const std::string who = "thread " + std::to_string(thread.index);
   if (thread.state == State::kLeft) return who + " has left";
-  return who + " waits at " + text_of(thread.site) + (thread.state == State::kAtBlockBarrier ? " for the block" : " for its sub-group");
+  return who + " waits at " + text_of(thread.site) +
+         (thread.state == State::kAtBlockBarrier ? " for the block" : " for its sub-group");
 }
 
 // Called when nothing can go on: some thread waits for another that left or waits elsewhere.
@@ -174,14 +188,18 @@ Error Block::divergence() const {
     const Thread& one = threads_[i];
     if (one.state == State::kLeft) continue;
     const bool is_block = one.state == State::kAtBlockBarrier;
-    const uint32_t begin = is_block ? 0 : i / kSubgroup * kSubgroup, end = is_block ? launch_.threads : begin + kSubgroup;
+    const uint32_t begin = is_block ? 0 : i / kSubgroup * kSubgroup,
+                   end = is_block ? launch_.threads : begin + kSubgroup;
     for (uint32_t j = begin; j < end; ++j) {
       const Thread& other = threads_[j];
       if (other.state == one.state && same(other.site, one.site)) continue;
-      return Error{ErrorCode::kWorkerFailed, place(one) + ": divergent barrier: " + where(one) + ", but " + where(other)};
+      return Error{ErrorCode::kWorkerFailed,
+                   place(one) + ": divergent barrier: " + where(one) + ", but " + where(other)};
     }
   }
-  return Error{ErrorCode::kWorkerFailed, place(threads_[0]) + ": divergent barrier: lanes ask for unlike operations at one line"};
+  return Error{
+      ErrorCode::kWorkerFailed,
+      place(threads_[0]) + ": divergent barrier: lanes ask for unlike operations at one line"};
 }
 
 void Block::note_failure(const Thread& thread, const std::string& what, Site site) {
@@ -195,7 +213,8 @@ void Block::leave_failed(Thread& thread) {
 }
 
 uintptr_t Block::shared_base() const {
-  return (reinterpret_cast<uintptr_t>(shared_.data()) + kSharedAlignment - 1) / kSharedAlignment * kSharedAlignment;
+  return (reinterpret_cast<uintptr_t>(shared_.data()) + kSharedAlignment - 1) / kSharedAlignment *
+         kSharedAlignment;
 }
 
 void* Block::find_shared(size_t num_bytes, Site site) {
@@ -215,7 +234,8 @@ void* Block::find_shared(size_t num_bytes, Site site) {
 ThreadPlace thread_place() {
   const auto& thread = *static_cast<Block::Thread*>(running_thread());
   const Block::Launch& launch = thread.block->launch_;
-  return {thread.index, launch.threads, launch.block_x, launch.block_y, launch.grid_x, thread.block->wave_width_};
+  return {thread.index,   launch.threads, launch.block_x,
+          launch.block_y, launch.grid_x,  thread.block->wave_width_};
 }
 
 void block_barrier(Site site) {
@@ -240,7 +260,8 @@ void* shared_object(size_t num_bytes, Site site) {
   auto& thread = *static_cast<Block::Thread*>(running_thread());
   void* memory = thread.block->find_shared(num_bytes, site);
   if (memory == nullptr) {
-    thread.block->note_failure(thread, "more than " + std::to_string(kSharedBytes) + " bytes of shared memory", site);
+    thread.block->note_failure(
+        thread, "more than " + std::to_string(kSharedBytes) + " bytes of shared memory", site);
     thread.block->leave_failed(thread);
   }
   return memory;
@@ -255,7 +276,10 @@ uint64_t clock_ns() { return static_cast<uint64_t>(now_ns()); }
 
 void out_of_bounds(uint64_t index, uint64_t size, Site site) {
   auto& thread = *static_cast<Block::Thread*>(running_thread());
-  thread.block->note_failure(thread, "index " + std::to_string(index) + " of " + std::to_string(size) + " elements of shared memory", site);
+  thread.block->note_failure(thread,
+                             "index " + std::to_string(index) + " of " + std::to_string(size) +
+                                 " elements of shared memory",
+                             site);
   thread.block->leave_failed(thread);
 }
 
@@ -267,24 +291,29 @@ void fail_thread(const char* what, uint64_t value, Site site) {
 
 void* dynamic_shared(Site site) {
   const Block& block = *static_cast<Block::Thread*>(running_thread())->block;
-  if (block.launch_.dynamic_bytes == 0) fail_thread("dynamic shared memory that the launch did not ask for, bytes", 0, site);
+  if (block.launch_.dynamic_bytes == 0)
+    fail_thread("dynamic shared memory that the launch did not ask for, bytes", 0, site);
   return reinterpret_cast<void*>(block.shared_base() + kDynamicOffset);
 }
 
 uint32_t shared_address(const void* at, Site site) {
   const Block& block = *static_cast<Block::Thread*>(running_thread())->block;
   const uintptr_t offset = reinterpret_cast<uintptr_t>(at) - block.shared_base();
-  if (offset >= block.shared_used_) fail_thread("an address outside of shared memory by", offset - block.shared_used_, site);
+  if (offset >= block.shared_used_)
+    fail_thread("an address outside of shared memory by", offset - block.shared_used_, site);
   return static_cast<uint32_t>(offset);
 }
 
 void* shared_at(uint32_t address, size_t num_bytes, Site site) {
   const Block& block = *static_cast<Block::Thread*>(running_thread())->block;
-  if (address + num_bytes > block.shared_used_) fail_thread("shared memory ends before address", address + num_bytes, site);
+  if (address + num_bytes > block.shared_used_)
+    fail_thread("shared memory ends before address", address + num_bytes, site);
   return reinterpret_cast<void*>(block.shared_base() + address);
 }
 
 AsyncWork& own_async_work() { return static_cast<Block::Thread*>(running_thread())->async; }
-AsyncShared& block_async_work() { return static_cast<Block::Thread*>(running_thread())->block->async_; }
+AsyncShared& block_async_work() {
+  return static_cast<Block::Thread*>(running_thread())->block->async_;
+}
 
 }  // namespace dflash::compute::gpu::sim

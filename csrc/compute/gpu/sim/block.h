@@ -1,6 +1,7 @@
-// One block of simulated threads: a fibre each, run one at a time so that a missing barrier shows. In half of the blocks all threads advance
-// together, in an order that the seed shuffles at every turn; in the others one sub-group runs as far ahead as it can. Finds divergent
-// barriers: a thread that leaves, or waits somewhere else, while others wait for it.
+// One block of simulated threads: a fibre each, run one at a time so that a missing barrier shows.
+// In half of the blocks all threads advance together, in an order that the seed shuffles at every
+// turn; in the others one sub-group runs as far ahead as it can. Finds divergent barriers: a thread
+// that leaves, or waits somewhere else, while others wait for it.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -21,7 +22,8 @@ using Kernel = void (*)(const void* params);
 
 inline constexpr uint32_t kSubgroup = 32;
 inline constexpr uint32_t kMaxThreads = 1024;
-inline constexpr size_t kSharedBytes = 48 * 1024;       // what every vendor gives a block without asking
+// what every vendor gives a block without asking
+inline constexpr size_t kSharedBytes = 48 * 1024;
 inline constexpr size_t kMostSharedBytes = 227 * 1024;  // with what the launch asks for, as sm_90
 
 class Block {
@@ -42,7 +44,8 @@ class Block {
   };
   // Readies the block; `launch.params` stays until it is done.
   void start(const Launch& launch);
-  // Lets every thread that can go on do so once. True when all have left. Errors: kWorkerFailed naming kernel, block, thread and line.
+  // Lets every thread that can go on do so once. True when all have left. Errors: kWorkerFailed
+  // naming kernel, block, thread and line.
   Result<bool> advance();
 
  private:
@@ -66,7 +69,8 @@ class Block {
 
   friend ThreadPlace thread_place();
   friend void block_barrier(Site site);
-  friend uint64_t subgroup_collective(Collective kind, uint64_t value, uint32_t argument, Site site);
+  friend uint64_t subgroup_collective(Collective kind, uint64_t value, uint32_t argument,
+                                      Site site);
   friend void* shared_object(size_t num_bytes, Site site);
   friend void pause_thread();
   friend void out_of_bounds(uint64_t index, uint64_t size, Site site);
@@ -100,7 +104,7 @@ class Block {
   std::vector<uint32_t> order_;
   std::vector<uint32_t> subgroups_;  // the foremost runs first
   bool runs_ahead_ = false;
-  bool has_paused_ = false;          // a thread polled since this was last cleared
+  bool has_paused_ = false;  // a thread polled since this was last cleared
   std::vector<std::byte> shared_;
   std::vector<SharedObject> shared_objects_;
   size_t shared_used_ = 0;

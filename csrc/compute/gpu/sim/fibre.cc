@@ -1,5 +1,5 @@
-// The context switches: callee-saved registers on the stack, stack pointers exchanged. The floating-point control word is the thread's and
-// stays: nothing here changes it.
+// The context switches: callee-saved registers on the stack, stack pointers exchanged. The
+// floating-point control word is the thread's and stays: nothing here changes it.
 // SPDX-License-Identifier: Apache-2.0
 #include "compute/gpu/sim/fibre.h"
 
@@ -92,7 +92,8 @@ dflash_sim_begin:
 #endif
 #ifndef DFLASH_SIM_UCONTEXT
 extern "C" void dflash_sim_switch(void** save_stack_pointer, void* load_stack_pointer);
-extern "C" void dflash_sim_begin();  // calls the function in the second saved register with the first
+// calls the function in the second saved register with the first
+extern "C" void dflash_sim_begin();
 #endif
 
 namespace dflash::compute::gpu::sim {
@@ -112,18 +113,23 @@ void Fibre::prepare(std::byte* stack, size_t stack_bytes, Body body, void* argum
   own_.uc_stack.ss_size = stack_bytes;
   own_.uc_link = nullptr;
   const auto address = reinterpret_cast<uint64_t>(this);
-  makecontext(&own_, reinterpret_cast<void (*)()>(&Fibre::enter_halves), 2, static_cast<unsigned>(address >> 32),
-              static_cast<unsigned>(address));
+  makecontext(&own_, reinterpret_cast<void (*)()>(&Fibre::enter_halves), 2,
+              static_cast<unsigned>(address >> 32), static_cast<unsigned>(address));
 #elif defined(__x86_64__)
-  // r15 r14 r13 r12 rbx rbp, the address that `ret` takes, and a null return address for unwinders. 16-aligned at the first word.
-  auto* words = reinterpret_cast<uintptr_t*>((reinterpret_cast<uintptr_t>(stack) + stack_bytes) / 16 * 16) - 8;
+  // r15 r14 r13 r12 rbx rbp, the address that `ret` takes, and a null return address for unwinders.
+  // 16-aligned at the first word.
+  auto* words =
+      reinterpret_cast<uintptr_t*>((reinterpret_cast<uintptr_t>(stack) + stack_bytes) / 16 * 16) -
+      8;
   for (int i = 0; i < 8; ++i) words[i] = 0;
   words[3] = reinterpret_cast<uintptr_t>(&Fibre::enter);
   words[4] = reinterpret_cast<uintptr_t>(this);
   words[6] = reinterpret_cast<uintptr_t>(&dflash_sim_begin);
   own_ = words;
 #else
-  auto* words = reinterpret_cast<uintptr_t*>((reinterpret_cast<uintptr_t>(stack) + stack_bytes) / 16 * 16) - 20;
+  auto* words =
+      reinterpret_cast<uintptr_t*>((reinterpret_cast<uintptr_t>(stack) + stack_bytes) / 16 * 16) -
+      20;
   for (int i = 0; i < 20; ++i) words[i] = 0;
   words[0] = reinterpret_cast<uintptr_t>(this);                // x19
   words[1] = reinterpret_cast<uintptr_t>(&Fibre::enter);       // x20
@@ -149,7 +155,8 @@ void Fibre::resume() {
 
 void Fibre::leave([[maybe_unused]] bool for_good) {
 #ifdef DFLASH_SIM_ASAN
-  __sanitizer_start_switch_fiber(for_good ? nullptr : &own_fake_, resumer_stack_, resumer_stack_bytes_);
+  __sanitizer_start_switch_fiber(for_good ? nullptr : &own_fake_, resumer_stack_,
+                                 resumer_stack_bytes_);
 #endif
 #ifdef DFLASH_SIM_UCONTEXT
   swapcontext(&own_, &resumer_);

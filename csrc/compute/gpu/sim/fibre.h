@@ -1,5 +1,6 @@
-// A fibre: a call stack that gives way and goes on later, on whatever thread resumes it. One per simulated thread of a block. Own context
-// switch for x86-64 and AArch64 (a tenth of swapcontext's time, which makes two system calls), ucontext elsewhere. Told to AddressSanitizer.
+// A fibre: a call stack that gives way and goes on later, on whatever thread resumes it. One per
+// simulated thread of a block. Own context switch for x86-64 and AArch64 (a tenth of swapcontext's
+// time, which makes two system calls), ucontext elsewhere. Told to AddressSanitizer.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -16,7 +17,8 @@ class Fibre {
  public:
   using Body = void (*)(void* argument);
 
-  // Readies body(argument) on [stack, stack + stack_bytes), forgetting whatever ran there. `body` must not return: its last act is yield_last.
+  // Readies body(argument) on [stack, stack + stack_bytes), forgetting whatever ran there. `body`
+  // must not return: its last act is yield_last.
   void prepare(std::byte* stack, size_t stack_bytes, Body body, void* argument);
   // Runs the fibre until it yields. Called outside of it.
   void resume();
@@ -31,7 +33,7 @@ class Fibre {
   static void enter_halves(unsigned high, unsigned low);
   ucontext_t own_{}, resumer_{};
 #else
-  void* own_ = nullptr;      // stack pointers while not running
+  void* own_ = nullptr;  // stack pointers while not running
   void* resumer_ = nullptr;
 #endif
   Body body_ = nullptr;

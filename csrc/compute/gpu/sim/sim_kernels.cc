@@ -16,11 +16,12 @@ void call(const void* params) {
 constexpr Kernel kKernels[kNumKernels] = {
 #define DFLASH_GPU_PLAIN_ENTRY(stem) &call<PlainParams_##stem, &dflash_##stem>,
     DFLASH_GPU_PLAIN_KERNELS(DFLASH_GPU_PLAIN_ENTRY)
-#define DFLASH_GPU_FORMAT_ENTRY(stem, enumerator, name) &call<ProjectionParams, &dflash_##stem##_##name>,
+#define DFLASH_GPU_FORMAT_ENTRY(stem, enumerator, name) \
+  &call<ProjectionParams, &dflash_##stem##_##name>,
 #define DFLASH_GPU_WEIGHT_ENTRY(stem) DFLASH_GPU_FORMATS(DFLASH_GPU_FORMAT_ENTRY, stem)
-    DFLASH_GPU_WEIGHT_KERNELS(DFLASH_GPU_WEIGHT_ENTRY)
+        DFLASH_GPU_WEIGHT_KERNELS(DFLASH_GPU_WEIGHT_ENTRY)
 #define DFLASH_GPU_INTEGER_ENTRY(stem) DFLASH_GPU_INTEGER_FORMATS(DFLASH_GPU_FORMAT_ENTRY, stem)
-    DFLASH_GPU_INTEGER_KERNELS(DFLASH_GPU_INTEGER_ENTRY)};
+            DFLASH_GPU_INTEGER_KERNELS(DFLASH_GPU_INTEGER_ENTRY)};
 
 }  // namespace
 

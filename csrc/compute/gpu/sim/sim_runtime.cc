@@ -41,13 +41,17 @@ struct Operation {
 };
 
 std::byte* allocate_aligned(uint64_t num_bytes) {
-  return static_cast<std::byte*>(::operator new(std::max<uint64_t>(num_bytes, 1), std::align_val_t{kAlignment}, std::nothrow));
+  return static_cast<std::byte*>(
+      ::operator new(std::max<uint64_t>(num_bytes, 1), std::align_val_t{kAlignment}, std::nothrow));
 }
 void free_aligned(std::byte* memory) { ::operator delete(memory, std::align_val_t{kAlignment}); }
 
 class SimRuntime final : public DeviceRuntime {
  public:
-  SimRuntime(const SimulatedDevice& device, std::unique_ptr<sim::Block> block) : block_(std::move(block)), random_(device.seed), has_foreign_memory_(device.has_foreign_memory) {
+  SimRuntime(const SimulatedDevice& device, std::unique_ptr<sim::Block> block)
+      : block_(std::move(block)),
+        random_(device.seed),
+        has_foreign_memory_(device.has_foreign_memory) {
     const bool is_cuda = device.vendor == SimulatedVendor::kCuda;
     facts_.backend = is_cuda ? "sim-cuda" : "sim-hip";
     facts_.name = is_cuda ? "simulated CUDA device" : "simulated HIP device";
@@ -65,10 +69,12 @@ class SimRuntime final : public DeviceRuntime {
   Result<uint64_t> free_bytes() override { return facts_.memory_bytes - used_bytes_; }
 
   Result<std::byte*> allocate(uint64_t num_bytes) override {
-    std::byte* memory = num_bytes > facts_.memory_bytes - used_bytes_ ? nullptr : allocate_aligned(num_bytes);
+    std::byte* memory =
+        num_bytes > facts_.memory_bytes - used_bytes_ ? nullptr : allocate_aligned(num_bytes);
     if (memory == nullptr) {
-      return Error{ErrorCode::kOutOfMemory, facts_.name + " cannot give " + std::to_string(num_bytes) + " bytes; " +
-                                                std::to_string(facts_.memory_bytes - used_bytes_) + " are free"};
+      return Error{ErrorCode::kOutOfMemory,
+                   facts_.name + " cannot give " + std::to_string(num_bytes) + " bytes; " +
+                       std::to_string(facts_.memory_bytes - used_bytes_) + " are free"};
     }
     std::memset(memory, kFreshByte, num_bytes);
     used_bytes_ += num_bytes;
@@ -84,7 +90,9 @@ class SimRuntime final : public DeviceRuntime {
   }
   Result<std::byte*> allocate_staging(uint64_t num_bytes) override {
     std::byte* memory = allocate_aligned(num_bytes);
-    if (memory == nullptr) return Error{ErrorCode::kOutOfMemory, "no " + std::to_string(num_bytes) + " bytes for staging"};
+    if (memory == nullptr)
+      return Error{ErrorCode::kOutOfMemory,
+                   "no " + std::to_string(num_bytes) + " bytes for staging"};
     staging_.insert(memory);
     return memory;
   }
@@ -94,21 +102,38 @@ class SimRuntime final : public DeviceRuntime {
 
   Status copy_in(std::byte* device, const std::byte* host, uint64_t num_bytes) override {
     DFLASH_TRY(check_range(device, num_bytes, "copy_in"));
-    return queue({.kind = Operation::Kind::kCopy, .destination = device, .source = host, .num_bytes = num_bytes, .launch = {}, .params = {}});
+    return queue({.kind = Operation::Kind::kCopy,
+                  .destination = device,
+                  .source = host,
+                  .num_bytes = num_bytes,
+                  .launch = {},
+                  .params = {}});
   }
   Status copy_out(std::byte* host, const std::byte* device, uint64_t num_bytes) override {
     DFLASH_TRY(check_range(device, num_bytes, "copy_out"));
-    return queue({.kind = Operation::Kind::kCopy, .destination = host, .source = device, .num_bytes = num_bytes, .launch = {}, .params = {}});
+    return queue({.kind = Operation::Kind::kCopy,
+                  .destination = host,
+                  .source = device,
+                  .num_bytes = num_bytes,
+                  .launch = {},
+                  .params = {}});
   }
   Status fill(std::byte* device, uint8_t value, uint64_t num_bytes) override {
     DFLASH_TRY(check_range(device, num_bytes, "fill"));
-    return queue({.kind = Operation::Kind::kFill, .destination = device, .num_bytes = num_bytes, .value = value, .launch = {}, .params = {}});
+    return queue({.kind = Operation::Kind::kFill,
+                  .destination = device,
+                  .num_bytes = num_bytes,
+                  .value = value,
+                  .launch = {},
+                  .params = {}});
   }
   Status launch(const KernelLaunch& launch) override {
-    const bool is_sound = static_cast<uint16_t>(launch.kernel) < kNumKernels && launch.threads != 0 && launch.threads % 64 == 0 &&
+    const bool is_sound = static_cast<uint16_t>(launch.kernel) < kNumKernels &&
+                          launch.threads != 0 && launch.threads % 64 == 0 &&
                           launch.threads <= sim::kMaxThreads && launch.grid_y <= kMaxGridY &&
                           launch.params_bytes == kernel_params_bytes(launch.kernel);
-    if (!is_sound) return fail({ErrorCode::kWorkerFailed, facts_.name + ": a launch of wrong shape"});
+    if (!is_sound)
+      return fail({ErrorCode::kWorkerFailed, facts_.name + ": a launch of wrong shape"});
     Operation operation{.kind = Operation::Kind::kLaunch, .launch = launch, .params = {}};
     const auto* bytes = static_cast<const std::byte*>(launch.params);
     operation.params.assign(bytes, bytes + launch.params_bytes);
@@ -116,7 +141,10 @@ class SimRuntime final : public DeviceRuntime {
   }
 
   Status mark(Mark mark) override {
-    return queue({.kind = Operation::Kind::kMark, .value = static_cast<uint8_t>(mark), .launch = {}, .params = {}});
+    return queue({.kind = Operation::Kind::kMark,
+                  .value = static_cast<uint8_t>(mark),
+                  .launch = {},
+                  .params = {}});
   }
   // The simulator's own time, as meaningful as any other of its speed.
   Result<int64_t> elapsed_ns() override {
@@ -130,13 +158,25 @@ class SimRuntime final : public DeviceRuntime {
   void return_queue() override {}
 
   Status write_word(uint32_t* word, uint32_t value) override {
-    return queue({.kind = Operation::Kind::kWrite, .launch = {}, .params = {}, .word = word, .word_value = value});
+    return queue({.kind = Operation::Kind::kWrite,
+                  .launch = {},
+                  .params = {},
+                  .word = word,
+                  .word_value = value});
   }
   Status await_word(const uint32_t* word, uint32_t value) override {
-    return queue({.kind = Operation::Kind::kAwait, .launch = {}, .params = {}, .word = const_cast<uint32_t*>(word), .word_value = value});
+    return queue({.kind = Operation::Kind::kAwait,
+                  .launch = {},
+                  .params = {},
+                  .word = const_cast<uint32_t*>(word),
+                  .word_value = value});
   }
   Status call_host(void (*function)(void*), void* argument) override {
-    return queue({.kind = Operation::Kind::kCall, .launch = {}, .params = {}, .function = function, .argument = argument});
+    return queue({.kind = Operation::Kind::kCall,
+                  .launch = {},
+                  .params = {},
+                  .function = function,
+                  .argument = argument});
   }
 
   Result<bool> wait(std::chrono::nanoseconds at_most) override {
@@ -174,18 +214,30 @@ class SimRuntime final : public DeviceRuntime {
       const auto offset = static_cast<uint64_t>(device - memory);
       if (offset <= size && num_bytes <= size - offset) return ok();
     }
-    return fail({ErrorCode::kWorkerFailed, facts_.name + ": " + what + " of " + std::to_string(num_bytes) + " bytes outside of any allocation"});
+    return fail({ErrorCode::kWorkerFailed, facts_.name + ": " + what + " of " +
+                                               std::to_string(num_bytes) +
+                                               " bytes outside of any allocation"});
   }
 
   Result<bool> advance(Operation& operation) {
     switch (operation.kind) {
-      case Operation::Kind::kCopy: std::memcpy(operation.destination, operation.source, operation.num_bytes); return true;
-      case Operation::Kind::kFill: std::memset(operation.destination, operation.value, operation.num_bytes); return true;
+      case Operation::Kind::kCopy:
+        std::memcpy(operation.destination, operation.source, operation.num_bytes);
+        return true;
+      case Operation::Kind::kFill:
+        std::memset(operation.destination, operation.value, operation.num_bytes);
+        return true;
       case Operation::Kind::kLaunch: return advance_launch(operation);
-      case Operation::Kind::kMark: marks_[operation.value] = std::chrono::steady_clock::now(); return true;
-      case Operation::Kind::kWrite: std::atomic_ref<uint32_t>(*operation.word).store(operation.word_value, std::memory_order_release); return true;
+      case Operation::Kind::kMark:
+        marks_[operation.value] = std::chrono::steady_clock::now();
+        return true;
+      case Operation::Kind::kWrite:
+        std::atomic_ref<uint32_t>(*operation.word)
+            .store(operation.word_value, std::memory_order_release);
+        return true;
       case Operation::Kind::kAwait: {
-        const uint32_t found = std::atomic_ref<uint32_t>(*operation.word).load(std::memory_order_acquire);
+        const uint32_t found =
+            std::atomic_ref<uint32_t>(*operation.word).load(std::memory_order_acquire);
         if (static_cast<int32_t>(found - operation.word_value) >= 0) return true;
         ::sched_yield();
         return false;
@@ -211,8 +263,10 @@ class SimRuntime final : public DeviceRuntime {
     }
     if (!is_started_) {
       const uint64_t index = blocks_.back();
-      block_->start({sim::find_kernel(launch.kernel), operation.params.data(), kernel_name(launch.kernel), launch.threads,
-                     static_cast<uint32_t>(index % launch.grid_x), static_cast<uint32_t>(index / launch.grid_x), launch.grid_x,
+      block_->start({sim::find_kernel(launch.kernel), operation.params.data(),
+                     kernel_name(launch.kernel), launch.threads,
+                     static_cast<uint32_t>(index % launch.grid_x),
+                     static_cast<uint32_t>(index / launch.grid_x), launch.grid_x,
                      kernel_dynamic_bytes(launch.kernel)});
       is_started_ = true;
     }
@@ -246,7 +300,8 @@ class SimRuntime final : public DeviceRuntime {
 Result<std::unique_ptr<DeviceRuntime>> make_simulated_runtime(const SimulatedDevice& device) {
   auto block = sim::Block::create(device.vendor == SimulatedVendor::kCuda ? 32 : 64, device.seed);
   if (!block.ok()) return std::move(block).error();
-  return std::unique_ptr<DeviceRuntime>(std::make_unique<SimRuntime>(device, std::move(block).value()));
+  return std::unique_ptr<DeviceRuntime>(
+      std::make_unique<SimRuntime>(device, std::move(block).value()));
 }
 
 }  // namespace dflash::compute::gpu

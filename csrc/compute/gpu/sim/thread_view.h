@@ -1,5 +1,6 @@
-// What a simulated thread sees of its block: the functions that portable.h maps to when kernels are compiled for the CPU. They act on the
-// block that runs on the calling fibre. Sites are the source lines of the kernel, for the detectors' messages.
+// What a simulated thread sees of its block: the functions that portable.h maps to when kernels are
+// compiled for the CPU. They act on the block that runs on the calling fibre. Sites are the source
+// lines of the kernel, for the detectors' messages.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -30,13 +31,17 @@ ThreadPlace thread_place();
 enum class Collective : uint8_t { kBarrier, kShuffle, kBallot };
 
 void block_barrier(Site site);
-// All 32 lanes of the sub-group arrive; kShuffle: returns the value of lane `argument` (0..31), kBallot: bit i is lane i's value != 0.
+// All 32 lanes of the sub-group arrive; kShuffle: returns the value of lane `argument` (0..31),
+// kBallot: bit i is lane i's value != 0.
 uint64_t subgroup_collective(Collective kind, uint64_t value, uint32_t argument, Site site);
-// The block's shared object of this declaration, the same for all its threads, at first filled with bytes 0xff (NaN).
+// The block's shared object of this declaration, the same for all its threads, at first filled with
+// bytes 0xff (NaN).
 void* shared_object(size_t num_bytes, Site site);
-// Lets other threads of the block, and whoever waits for it, go on. For loops that wait for memory to change.
+// Lets other threads of the block, and whoever waits for it, go on. For loops that wait for memory
+// to change.
 void pause_thread();
-// Tell ThreadSanitizer, to which kernels are invisible, what a load or store of the whole system orders: behind the load, before the store.
+// Tell ThreadSanitizer, to which kernels are invisible, what a load or store of the whole system
+// orders: behind the load, before the store.
 #ifdef DFLASH_SIM_TSAN
 inline void note_acquire(const void* at) { __tsan_acquire(const_cast<void*>(at)); }
 inline void note_release(void* at) { __tsan_release(at); }
@@ -50,9 +55,11 @@ uint64_t clock_ns();
 [[noreturn]] void out_of_bounds(uint64_t index, uint64_t size, Site site);
 [[noreturn]] void fail_thread(const char* what, uint64_t value, Site site);
 
-// The block's shared memory of the size that the launch asked for; 16-byte aligned and no better, at first filled with bytes 0xff.
+// The block's shared memory of the size that the launch asked for; 16-byte aligned and no better,
+// at first filled with bytes 0xff.
 void* dynamic_shared(Site site);
-// The address of an object in shared memory as instructions name it, from 0 on, and the memory at such an address.
+// The address of an object in shared memory as instructions name it, from 0 on, and the memory at
+// such an address.
 uint32_t shared_address(const void* at, Site site);
 void* shared_at(uint32_t address, size_t num_bytes, Site site);
 
