@@ -7,21 +7,21 @@ namespace dflash::compute {
 namespace {
 
 constexpr FormatFacts kFacts[kNumWeightFormats] = {
-    {"f32",           1,   4,   0,   0,   0, true },
-    {"f16",           1,   2,   0,   0,   0, true },
-    {"bf16",          1,   2,   0,   0,   0, true },
-    {"int8_g32",      32,  32,  1,   32,  4, false},
-    {"int4_g32",      32,  16,  1,   32,  4, false},
-    {"fp8_e4m3_b128", 1,   1,   128, 128, 4, true },
-    {"mxfp4",         32,  16,  1,   32,  1, true },
-    {"q8_0",          32,  34,  0,   0,   0, true },
-    {"q4_0",          32,  18,  0,   0,   0, true },
-    {"q4_k",          256, 144, 0,   0,   0, true },
-    {"q5_k",          256, 176, 0,   0,   0, true },
-    {"q6_k",          256, 210, 0,   0,   0, true },
-    {"gguf_mxfp4",    32,  17,  0,   0,   0, true },
-    {"iq4_nl",        32,  18,  0,   0,   0, true },
-    {"iq4_xs",        256, 136, 0,   0,   0, true },
+    {"f32",           1,   4,   0,   0,   0, true,  false},
+    {"f16",           1,   2,   0,   0,   0, true,  false},
+    {"bf16",          1,   2,   0,   0,   0, true,  false},
+    {"int8_g32",      32,  32,  1,   32,  4, false, true },
+    {"int4_g32",      32,  16,  1,   32,  4, false, true },
+    {"fp8_e4m3_b128", 1,   1,   128, 128, 4, true,  false},
+    {"mxfp4",         32,  16,  1,   32,  1, true,  true },
+    {"q8_0",          32,  34,  0,   0,   0, true,  true },
+    {"q4_0",          32,  18,  0,   0,   0, true,  true },
+    {"q4_k",          256, 144, 0,   0,   0, true,  true },
+    {"q5_k",          256, 176, 0,   0,   0, true,  true },
+    {"q6_k",          256, 210, 0,   0,   0, true,  true },
+    {"gguf_mxfp4",    32,  17,  0,   0,   0, true,  true },
+    {"iq4_nl",        32,  18,  0,   0,   0, true,  true },
+    {"iq4_xs",        256, 136, 0,   0,   0, true,  true },
 };
 
 }  // namespace

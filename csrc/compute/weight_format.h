@@ -43,6 +43,8 @@ struct FormatFacts {
   // Scales lying apart: one of scale_bytes per scale_outputs x scale_inputs values. All 0: none.
   uint32_t scale_outputs, scale_inputs, scale_bytes;
   bool is_stored;  // false: only ever made at load
+  // A weight is a small integer times a scale per at most 32 inputs, less an offset per 32 at most.
+  bool has_integer_codes;
 };
 const FormatFacts& format_facts(WeightFormat format);
 inline const char* format_name(WeightFormat format) { return format_facts(format).name; }

@@ -91,9 +91,9 @@ int32_t answer_caps(dflash_device* device, dflash_caps* caps, dflash_error* erro
       if (device->device->takes(static_cast<compute::WeightFormat>(format)))
         record.formats |= 1u << format;
     }
-    for (compute::NumericsClass numerics : compute::kAllNumericsClasses) {
-      if (device->device->computes(numerics))
-        record.numerics |= 1u << static_cast<uint32_t>(numerics);
+    for (const compute::NumericsFacts& facts : compute::numerics_table()) {
+      if (device->device->computes(facts.numerics))
+        record.numerics |= 1u << static_cast<uint32_t>(facts.numerics);
     }
     record.dtypes = (1u << kNumDtypes) - 1;
     record.max_rows = device->device->max_rows();

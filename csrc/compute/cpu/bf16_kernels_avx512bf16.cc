@@ -98,6 +98,7 @@ inline __m256i round_to_bf16(__m512 values) {
 }
 
 struct DotProducts {
+  static constexpr NumericsClass kNumerics = NumericsClass::kBf16Dot;
   static constexpr uint32_t kInputs = 2, kRows = 1;
   using FewRows = FewRowsKernel;
 

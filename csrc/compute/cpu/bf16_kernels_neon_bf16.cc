@@ -133,6 +133,7 @@ inline uint16x4_t round_to_bf16(float32x4_t values) {
 }
 
 struct MatrixProducts {
+  static constexpr NumericsClass kNumerics = NumericsClass::kBf16Bfdot;
   static constexpr uint32_t kInputs = 4, kRows = 2;
   using FewRows = FewRowsKernel;
 

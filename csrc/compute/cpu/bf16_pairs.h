@@ -80,6 +80,7 @@ void run_many_pairs(uint32_t num_rows, const PanelRun& run, const void* const* r
 
 template <class V, class I>
 struct PairProducts {
+  static constexpr NumericsClass kNumerics = I::kNumerics;
   static constexpr size_t (*kEncodedBytes)(uint32_t) = bf16_row_bytes;
   static constexpr void (*kEncode)(const float*, uint32_t, std::byte*) = encode_bf16_row;
   static constexpr bool kGateUpEncodes = true;

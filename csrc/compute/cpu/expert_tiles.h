@@ -107,7 +107,8 @@ void canonicalize_nan(float* values, size_t count) {
 
 template <class V, class P>
 constexpr KernelSet make_kernel_set() {
-  return KernelSet{.panel_width = kPanelWidth<V>,
+  return KernelSet{.numerics = P::kNumerics,
+                   .panel_width = kPanelWidth<V>,
                    .pack = nullptr,
                    .encoded_bytes = P::kEncodedBytes,
                    .encode = P::kEncode,

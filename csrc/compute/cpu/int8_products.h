@@ -353,6 +353,7 @@ inline constexpr Int8FormatKernels<V> kInt8FormatKernels[kNumWeightFormats] = {
 
 template <class V, class D>
 struct Int8Products {
+  static constexpr NumericsClass kNumerics = NumericsClass::kInt8Groups;
   static constexpr size_t (*kEncodedBytes)(uint32_t) = int8_row_bytes<V>;
   static constexpr void (*kEncode)(const float*, uint32_t, std::byte*) = encode_int8_row<V>;
   static constexpr bool kGateUpEncodes = false;  // a record spans several panels

@@ -56,6 +56,7 @@ inline constexpr FormatKernels kFormatKernels[kNumWeightFormats] = {
 // The products of f32-canonical.
 template <class V>
 struct CanonicalProducts {
+  static constexpr NumericsClass kNumerics = NumericsClass::kF32Canonical;
   static constexpr size_t (*kEncodedBytes)(uint32_t) = nullptr;  // rows stay float32
   static constexpr void (*kEncode)(const float*, uint32_t, std::byte*) = nullptr;
   static constexpr bool kGateUpEncodes = false;

@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "compute/ffn_spec.h"
+#include "compute/numerics.h"
 #include "compute/weight_format.h"
 
 namespace dflash::compute {
@@ -58,6 +59,7 @@ struct DownTile {
 
 // The kernels of one numerics class on one instruction set.
 struct KernelSet {
+  NumericsClass numerics;
   uint32_t panel_width;  // outputs per panel
   // How weights are laid into panels where not as pack_panel does (pack.h), in as many bytes; else
   // null.

@@ -3,7 +3,6 @@
 #include "compute/gpu/gpu_layer.h"
 
 #include <algorithm>
-#include <cstdlib>
 #include <string>
 
 #include "compute/float_mode.h"
@@ -23,45 +22,21 @@ uint64_t matrix_bytes(WeightFormat format, uint32_t outputs, uint32_t inputs) {
   return aligned(panel_bytes(format, inputs) * num_panels(outputs));
 }
 
-// The class of the device's matrix units, by architecture; f32-canonical: it has none that multiply
-// bf16.
-NumericsClass matrix_class(const DeviceFacts& facts) {
-  const std::string& found = facts.architecture;
-  if (facts.backend == "sim-cuda") return NumericsClass::kBf16Mma;
-  if (facts.backend == "sim-hip") return NumericsClass::kBf16Mfma;
-  if (found.starts_with("sm_") && std::atoi(found.c_str() + 3) >= 80)
-    return NumericsClass::kBf16Mma;
-  if (found == "gfx908" || found == "gfx90a" || found == "gfx942") return NumericsClass::kBf16Mfma;
-  if (found == "gfx1100" || found == "gfx1201") return NumericsClass::kBf16Wmma;
-  return NumericsClass::kF32Canonical;
-}
-
-// Whether the device adds products of pairs of f16 to float32 sums (v_dot2_f32_f16), of the targets
-// that kernels/half_pairs.h knows.
-bool has_dot2(const DeviceFacts& facts) {
-  if (facts.backend == "sim-hip") return true;
-  for (const char* known :
-       {"gfx906", "gfx908", "gfx90a", "gfx942", "gfx1030", "gfx1100", "gfx1201"}) {
-    if (facts.architecture == known) return true;
-  }
-  return false;
-}
-
-std::string classes_of(const DeviceFacts& facts) {
+std::string classes_of(const DeviceFacts& device) {
   std::string names;
-  for (NumericsClass numerics : kAllNumericsClasses) {
-    if (device_computes(facts, numerics))
-      names += std::string(names.empty() ? "" : ", ") + numerics_name(numerics);
+  for (const NumericsFacts& facts : numerics_table()) {
+    if (device_computes(device, facts.numerics))
+      names += std::string(names.empty() ? "" : ", ") + facts.name;
   }
   return names;
 }
 
 }  // namespace
 
-bool device_computes(const DeviceFacts& facts, NumericsClass numerics) {
-  if (numerics == NumericsClass::kF32Canonical || numerics == NumericsClass::kInt8Groups)
-    return true;
-  return numerics == NumericsClass::kF16Dot2 ? has_dot2(facts) : numerics == matrix_class(facts);
+bool device_computes(const DeviceFacts& device, NumericsClass numerics) {
+  const Offers& offers = numerics_facts(numerics).offers;
+  return is_offered(device.backend.ends_with("cuda") ? offers.cuda : offers.hip,
+                    device.architecture);
 }
 
 ExpertPlaces::ExpertPlaces(const FfnSpec& spec, ResidentFormats formats) {
@@ -125,7 +100,7 @@ GpuLayer::GpuLayer(std::shared_ptr<GpuDevice> device, const FfnSpec& spec,
       spec_(spec),
       num_local_experts_(num_local_experts),
       formats_(formats),
-      numerics_(numerics),
+      numerics_(numerics_facts(numerics)),
       places_(spec, formats),
       experts_(experts),
       is_loaded_(num_local_experts, 0) {}

@@ -1,6 +1,6 @@
 // One layer's experts on a GPU: weights resident in device memory as panels (record_layout.h), a
-// forward of a few kernels per chunk of rows. In classes f32-canonical and int8-groups the bits of
-// the CPU's kernels and of the reference; besides, the classes whose bits are the card's own.
+// forward of a few kernels per chunk of rows. Its bits are those of the CPU's kernels and of the
+// reference, but in the classes whose bits are the card's own (numerics.h).
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -24,15 +24,17 @@ struct ExpertPlaces {
 };
 
 // Whether the kernels of a class run on a device.
-bool device_computes(const DeviceFacts& facts, NumericsClass numerics);
+bool device_computes(const DeviceFacts& device, NumericsClass numerics);
 
 class GpuLayer final : public ExpertLayer {
  public:
   // Takes the memory of all `num_local_experts` at once. Errors: kUnsupported; kOutOfMemory naming
   // device, shortfall and the largest number of experts that fits.
-  static Result<std::unique_ptr<ExpertLayer>> create(
-      std::shared_ptr<GpuDevice> device, const FfnSpec& spec, uint32_t num_local_experts,
-      ResidentFormats formats, NumericsClass numerics = NumericsClass::kF32Canonical);
+  static Result<std::unique_ptr<ExpertLayer>> create(std::shared_ptr<GpuDevice> device,
+                                                     const FfnSpec& spec,
+                                                     uint32_t num_local_experts,
+                                                     ResidentFormats formats,
+                                                     NumericsClass numerics = kDefaultNumerics);
   static uint64_t predicted_bytes(const FfnSpec& spec, uint32_t num_local_experts,
                                   ResidentFormats formats);
   ~GpuLayer() override;
@@ -82,7 +84,7 @@ class GpuLayer final : public ExpertLayer {
   const FfnSpec spec_;
   const uint32_t num_local_experts_;
   const ResidentFormats formats_;
-  const NumericsClass numerics_;
+  const NumericsFacts& numerics_;
   const ExpertPlaces places_;
   std::byte* const experts_;  // device memory, [num_local_experts] x places_.num_bytes
   std::vector<uint8_t> is_loaded_;
