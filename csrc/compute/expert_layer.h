@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 
 #include "base/dtype.h"
@@ -80,6 +81,10 @@ class ExpertLayer {
   // different threads.
   virtual Status load_expert(uint32_t local_expert_id, const ExpertWeights& weights,
                              ProgressCounter& progress) = 0;
+  // What the source bytes of a loaded expert add up to (experts/content_checksum.h), taken while
+  // they were packed. Nothing where the layer has not read them all (weights that stay in the
+  // mapped checkpoint: a ContentReader reads those), or for an expert that is not loaded.
+  virtual std::optional<uint64_t> content_checksum(uint32_t local_expert_id) const = 0;
   // Computes the batch. One call at a time per layer. Errors: kRange "row R, column C: value ...
   // exceeds f16" (first in row order), kInvalidArgument on an expert that was not loaded.
   virtual Status forward(const ForwardArgs& args, ProgressCounter& progress) = 0;

@@ -183,6 +183,17 @@ int32_t answer_expert_load(dflash_layer* layer, const dflash_expert* expert,
   });
 }
 
+int32_t answer_expert_checksum(const dflash_layer* layer, uint32_t local_expert_id,
+                               uint64_t* checksum) {
+  if (layer == nullptr || checksum == nullptr ||
+      local_expert_id >= layer->experts->num_local_experts())
+    return 0;
+  const std::optional<uint64_t> found = layer->experts->content_checksum(local_expert_id);
+  if (!found) return 0;
+  *checksum = *found;
+  return 1;
+}
+
 int32_t answer_submit(dflash_layer* layer, const dflash_batch* batch, uint64_t* ticket,
                       dflash_error* error) {
   return answered(error, [&]() -> Status {
@@ -324,6 +335,7 @@ dflash_backend_table internal::common_table() {
     return layer == nullptr ? 0 : layer->experts->device_ns();
   };
   table.expert_load = &answer_expert_load;
+  table.expert_checksum = &answer_expert_checksum;
   table.submit = &answer_submit;
   table.wait = &answer_wait;
   table.selftest = &answer_selftest;

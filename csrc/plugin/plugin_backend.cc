@@ -49,6 +49,14 @@ class PluginLayer final : public compute::ExpertLayer {
     return done(table_.expert_load(layer_, &expert, &relay, &error), error);
   }
 
+  std::optional<uint64_t> content_checksum(uint32_t local_expert_id) const override {
+    uint64_t checksum = 0;
+    if (table_.expert_checksum == nullptr ||
+        table_.expert_checksum(layer_, local_expert_id, &checksum) == 0)
+      return std::nullopt;
+    return checksum;
+  }
+
   Status forward(const compute::ForwardArgs& args, compute::ProgressCounter& progress) override {
     const dflash_batch batch = to_record(args);
     const dflash_progress relay = relay_to(progress);

@@ -5,11 +5,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <optional>
 #include <vector>
 
 #include "compute/cpu/kernel_set.h"
 #include "compute/cpu/page_buffer.h"
 #include "compute/expert_layer.h"
+#include "compute/experts/content_checksum.h"
 
 namespace dflash::compute {
 
@@ -34,6 +36,8 @@ class PackedExperts {
   Status load(const FfnSpec& spec, uint32_t local_expert_id, const ExpertWeights& weights,
               ProgressCounter& progress);
 
+  // As ExpertLayer's.
+  std::optional<uint64_t> content_checksum(uint32_t local_expert_id) const;
   bool is_loaded(uint32_t local_expert_id) const { return experts_[local_expert_id].is_loaded; }
   uint32_t num_local_experts() const { return static_cast<uint32_t>(experts_.size()); }
   ResidentFormats formats() const { return formats_; }
@@ -65,6 +69,7 @@ class PackedExperts {
     std::vector<float> gate_up_bias;  // in panel order, padded with zeros; empty: none
     std::vector<float> down_bias;
     MatrixView gate, up, down;  // layout `mapped`
+    uint64_t checksum = 0;      // layout `packed`
   };
 
   void set_sizes(const FfnSpec& spec, ResidentFormats formats, uint32_t panel_width);
@@ -82,7 +87,8 @@ class PackedExperts {
   Status pack_expert(uint32_t local_expert_id, const ExpertWeights& weights,
                      ProgressCounter& progress);
   Status pack_matrix(const char* name, const MatrixView& matrix, const PanelTarget& target,
-                     std::vector<std::byte>& read, ProgressCounter& progress) const;
+                     std::vector<std::byte>& read, MatrixChecksum& sum,
+                     ProgressCounter& progress) const;
   std::vector<float> pack_gate_up_bias(const ExpertWeights& weights) const;
 
   ResidentFormats formats_;

@@ -103,7 +103,8 @@ GpuLayer::GpuLayer(std::shared_ptr<GpuDevice> device, const FfnSpec& spec,
       numerics_(numerics_facts(numerics)),
       places_(spec, formats),
       experts_(experts),
-      is_loaded_(num_local_experts, 0) {}
+      is_loaded_(num_local_experts, 0),
+      checksums_(num_local_experts, 0) {}
 
 GpuLayer::~GpuLayer() { device_->release(experts_); }
 
@@ -121,23 +122,32 @@ Status GpuLayer::load_expert(uint32_t local_expert_id, const ExpertWeights& weig
   const CanonicalFloatMode mode;  // quantising rounds
   is_loaded_[local_expert_id] = 0;
   std::byte* expert = experts_ + local_expert_id * places_.num_bytes;
+  ExpertChecksum sums;
   if (weights.gate.data != nullptr)
-    DFLASH_TRY(
-        load_matrix("gate", weights.gate, formats_.gate_up, expert + places_.gate, progress));
-  DFLASH_TRY(load_matrix("up", weights.up, formats_.gate_up, expert + places_.up, progress));
-  DFLASH_TRY(load_matrix("down", weights.down, formats_.down, expert + places_.down, progress));
+    DFLASH_TRY(load_matrix("gate", weights.gate, formats_.gate_up, expert + places_.gate, sums.gate,
+                           progress));
+  DFLASH_TRY(
+      load_matrix("up", weights.up, formats_.gate_up, expert + places_.up, sums.up, progress));
+  DFLASH_TRY(
+      load_matrix("down", weights.down, formats_.down, expert + places_.down, sums.down, progress));
   if (places_.gate_bias != kNoBias)
     DFLASH_TRY(load_bias(weights.gate_bias, expert + places_.gate_bias, progress));
   if (places_.up_bias != kNoBias)
     DFLASH_TRY(load_bias(weights.up_bias, expert + places_.up_bias, progress));
   if (places_.down_bias != kNoBias)
     DFLASH_TRY(load_bias(weights.down_bias, expert + places_.down_bias, progress));
+  checksums_[local_expert_id] = sums.finish(weights);
   is_loaded_[local_expert_id] = 1;
   return ok();
 }
 
+std::optional<uint64_t> GpuLayer::content_checksum(uint32_t local_expert_id) const {
+  if (is_loaded_[local_expert_id] == 0) return std::nullopt;
+  return checksums_[local_expert_id];
+}
+
 Status GpuLayer::load_matrix(const char* name, const MatrixView& matrix, WeightFormat resident,
-                             std::byte* device, ProgressCounter& progress) {
+                             std::byte* device, MatrixChecksum& sum, ProgressCounter& progress) {
   const uint64_t step = panel_bytes(resident, matrix.inputs);
   const uint32_t panels = num_panels(matrix.outputs);
   const auto per_copy = static_cast<uint32_t>(std::clamp<uint64_t>(kLoadBytes / step, 1, panels));
@@ -146,8 +156,9 @@ Status GpuLayer::load_matrix(const char* name, const MatrixView& matrix, WeightF
     const uint32_t count = std::min(per_copy, panels - first);
     for (uint32_t i = 0; i < count; ++i) {
       const uint32_t output = (first + i) * kPanelWidth;
-      DFLASH_TRY(check_values(name, matrix, resident, output,
-                              std::min(kPanelWidth, matrix.outputs - output)));
+      const uint32_t outputs = std::min(kPanelWidth, matrix.outputs - output);
+      DFLASH_TRY(check_values(name, matrix, resident, output, outputs));
+      sum.add(matrix, 0, output, outputs);
       pack_panel(matrix, resident, first + i, packed.data() + i * step);
       progress.fetch_add(1, std::memory_order_relaxed);
     }

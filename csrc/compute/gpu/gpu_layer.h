@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "compute/expert_layer.h"
+#include "compute/experts/content_checksum.h"
 #include "compute/gpu/gpu_device.h"
 #include "compute/gpu/kernel_params.h"
 #include "compute/numerics.h"
@@ -44,6 +45,7 @@ class GpuLayer final : public ExpertLayer {
   uint64_t resident_bytes() const override;  // of the device's memory
   Status load_expert(uint32_t local_expert_id, const ExpertWeights& weights,
                      ProgressCounter& progress) override;
+  std::optional<uint64_t> content_checksum(uint32_t local_expert_id) const override;
   // Errors beyond ExpertLayer's: kWorkerFailed and kTimeout naming the device, kOutOfMemory for
   // scratch.
   Status forward(const ForwardArgs& args, ProgressCounter& progress) override;
@@ -57,7 +59,7 @@ class GpuLayer final : public ExpertLayer {
            ResidentFormats formats, NumericsClass numerics, std::byte* experts);
 
   Status load_matrix(const char* name, const MatrixView& matrix, WeightFormat resident,
-                     std::byte* device, ProgressCounter& progress);
+                     std::byte* device, MatrixChecksum& sum, ProgressCounter& progress);
   Status load_bias(const VectorView& bias, std::byte* device, ProgressCounter& progress);
   Chunk next_chunk(const ForwardArgs& args, uint32_t first_row, uint32_t first_pair) const;
   Scratch place_scratch(const Chunk& chunk, const ForwardArgs& args) const;
@@ -88,6 +90,7 @@ class GpuLayer final : public ExpertLayer {
   const ExpertPlaces places_;
   std::byte* const experts_;  // device memory, [num_local_experts] x places_.num_bytes
   std::vector<uint8_t> is_loaded_;
+  std::vector<uint64_t> checksums_;  // [num_local_experts], of those that are loaded
   int64_t device_ns_ = 0;
 };
 

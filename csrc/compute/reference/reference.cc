@@ -13,6 +13,7 @@
 #include "compute/activation.h"
 #include "compute/cpu/vector_scalar.h"
 #include "compute/dequantize.h"
+#include "compute/experts/content_checksum.h"
 #include "compute/float_mode.h"
 #include "compute/layer_checks.h"
 #include "compute/reference/bf16_bfdot.h"
@@ -105,6 +106,7 @@ float dot(const NumericsFacts& facts, const Matrix& matrix, size_t output, const
 
 struct Expert {
   bool is_loaded = false;
+  uint64_t checksum = 0;
   Matrix gate, up, down;
   std::vector<float> gate_bias, up_bias, down_bias;
 };
@@ -134,18 +136,21 @@ class ReferenceLayer final : public ExpertLayer {
     DFLASH_TRY(check_expert(spec_, num_local_experts(), local_expert_id, weights));
     Expert& expert = experts_[local_expert_id];
     const CanonicalFloatMode mode;
+    ExpertChecksum sums;
     struct Source {
       const char* name;
       const MatrixView& view;
       WeightFormat resident;
       Matrix& matrix;
+      MatrixChecksum& sum;
     };
     for (const Source& source : {
-             Source{"gate", weights.gate, formats_.gate_up, expert.gate},
-             Source{"up",   weights.up,   formats_.gate_up, expert.up  },
-             Source{"down", weights.down, formats_.down,    expert.down}
+             Source{"gate", weights.gate, formats_.gate_up, expert.gate, sums.gate},
+             Source{"up",   weights.up,   formats_.gate_up, expert.up,   sums.up  },
+             Source{"down", weights.down, formats_.down,    expert.down, sums.down}
     }) {
       if (source.view.data == nullptr) continue;
+      source.sum.add(source.view, 0, 0, source.view.outputs);
       auto matrix = widen_matrix(source.name, source.view, source.resident, facts_);
       if (!matrix.ok()) return std::move(matrix).error();
       source.matrix = std::move(matrix).value();
@@ -154,8 +159,14 @@ class ReferenceLayer final : public ExpertLayer {
     expert.gate_bias = widen_vector(weights.gate_bias, spec_.intermediate_size);
     expert.up_bias = widen_vector(weights.up_bias, spec_.intermediate_size);
     expert.down_bias = widen_vector(weights.down_bias, spec_.out_size);
+    expert.checksum = sums.finish(weights);
     expert.is_loaded = true;
     return ok();
+  }
+
+  std::optional<uint64_t> content_checksum(uint32_t local_expert_id) const override {
+    const Expert& expert = experts_[local_expert_id];
+    return expert.is_loaded ? std::optional(expert.checksum) : std::nullopt;
   }
 
   Status forward(const ForwardArgs& args, ProgressCounter& progress) override {
