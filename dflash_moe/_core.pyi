@@ -399,7 +399,7 @@ class FfnOracle:
     def forward_float64(self, rows: object, row_counts: object, local_expert_ids: object, weights: object) -> object: ...
 
 # -- weight formats --------------------------------------------------------------------------------
-# FormatFacts of csrc/compute/weight_format.h by format name, and the size of a record in a worker
+# FormatFacts of csrc/compute/formats/weight_format.h by format name, and the size of a record
 def weight_formats() -> dict[str, dict[str, int]]: ...
 def dequantize(  # float32 NumPy [outputs, inputs]; contiguous buffers
     weight_format: str, data: object, outputs: int, inputs: int, scales: object = b""

@@ -8,10 +8,10 @@
 #include "bindings/arguments.h"
 #include "bindings/module.h"
 #include "compute/cpu/cpu_backend.h"
-#include "compute/cpu/panel_layout.h"
-#include "compute/dequantize.h"
+#include "compute/cpu/panels/panel_layout.h"
 #include "compute/float_mode.h"
-#include "compute/layer_checks.h"
+#include "compute/formats/dequantize.h"
+#include "compute/formats/value_checks.h"
 
 namespace py = pybind11;
 

@@ -12,7 +12,7 @@
 #include <string>
 
 #include "base/result.h"
-#include "compute/weight_format.h"
+#include "compute/formats/weight_format.h"
 
 namespace dflash::compute {
 

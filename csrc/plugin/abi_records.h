@@ -8,7 +8,7 @@
 #include <cstring>
 #include <string>
 
-#include "compute/expert_layer.h"
+#include "compute/experts/expert_layer.h"
 #include "compute/numerics.h"
 #include "plugin/backend_abi.h"
 

@@ -10,7 +10,7 @@
 #include <string>
 #include <utility>
 
-#include "compute/layer_checks.h"
+#include "compute/experts/layer_checks.h"
 #include "plugin/abi_records.h"
 #include "plugin/self_test.h"
 

@@ -3,7 +3,7 @@
 
 #include <utility>
 
-#include "compute/layer_checks.h"
+#include "compute/experts/layer_checks.h"
 #include "plugin/abi_records.h"
 
 namespace dflash::plugin {

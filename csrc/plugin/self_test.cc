@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "base/convert.h"
-#include "compute/cpu/random_matrix.h"
+#include "compute/experts/random_expert.h"
 #include "compute/gpu/host_routing.h"
 #include "compute/reference/class_bounds.h"
 #include "compute/reference/reference.h"

@@ -1,8 +1,8 @@
 """The formats weights are stored and kept in: names, blocks, bytes, and which names checkpoint
 files have for them.
 
-The formats and their facts are those of the table in csrc/compute/weight_format.cc. Blocks run
-along a row of inputs.
+The formats and their facts are those of the table in csrc/compute/formats/weight_format.cc. Blocks
+run along a row of inputs.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -20,7 +20,7 @@ class WeightFormat:
     `scale_outputs` x `scale_inputs`.
 
     In a worker's memory `record` inputs of an output take `record_bytes`
-    (csrc/compute/cpu/panel_layout.h).
+    (csrc/compute/cpu/panels/panel_layout.h).
     """
 
     name: str

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "compute/cpu/instruction_sets.h"
-#include "compute/expert_backend.h"
+#include "compute/experts/expert_backend.h"
 
 namespace dflash::compute {
 

@@ -8,7 +8,7 @@
 #include "compute/cpu/packed_experts.h"
 #include "compute/cpu/page_buffer.h"
 #include "compute/cpu/thread_pool.h"
-#include "compute/expert_layer.h"
+#include "compute/experts/expert_layer.h"
 
 namespace dflash::compute {
 

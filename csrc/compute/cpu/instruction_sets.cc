@@ -37,18 +37,18 @@ struct InstructionSet {
 
 // In the order of Isa.
 constexpr InstructionSet kSets[] = {
-    {"reference",    always,                    {}                                                                            },
-    {"scalar",       always,                    {&kScalarKernels, &kInt8ScalarKernels}                                        },
-    {"avx2",         has_avx2_f16c,             {DFLASH_OF_X86(&kAvx2Kernels, &kInt8Avx2Kernels)}                             },
-    {"avx512",       has_avx512,                {DFLASH_OF_X86(&kAvx512Kernels, &kInt8Avx512Kernels)}                         },
-    {"neon",         has_neon,                  {DFLASH_OF_ARM(&kNeonKernels, &kInt8NeonKernels)}                             },
-    {"avx512vnni",   has_avx512_vnni,           {DFLASH_OF_X86(&kAvx512Kernels, &kInt8Avx512VnniKernels)}                     },
+    {"reference",    always,                    {}                                                                     },
+    {"scalar",       always,                    {&kScalarCanonical, &kScalarInt8}                                      },
+    {"avx2",         has_avx2_f16c,             {DFLASH_OF_X86(&kAvx2Canonical, &kAvx2Int8)}                           },
+    {"avx512",       has_avx512,                {DFLASH_OF_X86(&kAvx512Canonical, &kAvx512Int8)}                       },
+    {"neon",         has_neon,                  {DFLASH_OF_ARM(&kNeonCanonical, &kNeonInt8)}                           },
+    {"avx512vnni",   has_avx512_vnni,           {DFLASH_OF_X86(&kAvx512Canonical, &kAvx512VnniInt8)}                   },
     {"avx512bf16",
-     has_avx512_vnni_and_bf16,                  {DFLASH_OF_X86(&kAvx512Kernels, &kInt8Avx512VnniKernels, &kAvx512Bf16Kernels)}},
-    {"neon_dotprod", has_neon_dotprod,          {DFLASH_OF_ARM(&kNeonKernels, &kInt8NeonDotprodKernels)}                      },
-    {"neon_i8mm",    has_neon_dotprod_and_i8mm, {DFLASH_OF_ARM(&kNeonKernels, &kInt8NeonI8mmKernels)}                         },
+     has_avx512_vnni_and_bf16,                  {DFLASH_OF_X86(&kAvx512Canonical, &kAvx512VnniInt8, &kAvx512Bf16Pairs)}},
+    {"neon_dotprod", has_neon_dotprod,          {DFLASH_OF_ARM(&kNeonCanonical, &kNeonDotprodInt8)}                    },
+    {"neon_i8mm",    has_neon_dotprod_and_i8mm, {DFLASH_OF_ARM(&kNeonCanonical, &kNeonI8mmInt8)}                       },
     {"neon_bf16",
-     has_neon_i8mm_and_bf16,                    {DFLASH_OF_ARM(&kNeonKernels, &kInt8NeonI8mmKernels, &kNeonBf16Kernels)}      },
+     has_neon_i8mm_and_bf16,                    {DFLASH_OF_ARM(&kNeonCanonical, &kNeonI8mmInt8, &kNeonBf16Pairs)}      },
 };
 #undef DFLASH_OF_X86
 #undef DFLASH_OF_ARM

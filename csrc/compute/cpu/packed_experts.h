@@ -8,10 +8,10 @@
 #include <optional>
 #include <vector>
 
-#include "compute/cpu/kernel_set.h"
 #include "compute/cpu/page_buffer.h"
-#include "compute/expert_layer.h"
+#include "compute/cpu/panels/matrix_packer.h"
 #include "compute/experts/content_checksum.h"
+#include "compute/experts/expert_layer.h"
 
 namespace dflash::compute {
 
@@ -73,27 +73,13 @@ class PackedExperts {
   };
 
   void set_sizes(const FfnSpec& spec, ResidentFormats formats, uint32_t panel_width);
-  // Where the panels of a matrix go, and in which format.
-  struct PanelTarget {
-    WeightFormat format;
-    std::byte* first;
-    size_t step_bytes;
-  };
-
-  Status check_mapped(const char* name, const MatrixView& matrix, WeightFormat format,
-                      ProgressCounter& progress) const;
-  Status pack_panels(const MatrixView& matrix, uint32_t first_panel, uint32_t num_panels,
-                     const PanelTarget& target, PanelScratch& scratch) const;
   Status pack_expert(uint32_t local_expert_id, const ExpertWeights& weights,
                      ProgressCounter& progress);
-  Status pack_matrix(const char* name, const MatrixView& matrix, const PanelTarget& target,
-                     std::vector<std::byte>& read, MatrixChecksum& sum,
-                     ProgressCounter& progress) const;
   std::vector<float> pack_gate_up_bias(const ExpertWeights& weights) const;
 
   ResidentFormats formats_;
   WeightsLayout layout_ = WeightsLayout::kPacked;
-  decltype(KernelSet::pack) pack_ = nullptr;
+  MatrixPacker packer_;
   uint32_t panel_width_ = 0;
   uint32_t num_matrices_ = 0;
   uint32_t num_intermediate_panels_ = 0;

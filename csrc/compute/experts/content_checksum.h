@@ -19,29 +19,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <cstddef>
-#include <cstdint>
 #include <span>
 #include <vector>
 
-#include "compute/expert_layer.h"
+#include "compute/experts/expert_layer.h"
+#include "compute/formats/matrix_checksum.h"
 
 namespace dflash::compute {
-
-// The sum of one matrix's lines, as far as they were added.
-class MatrixChecksum {
- public:
-  // The lines that begin in outputs [first, first + count) of a matrix; each may be added once.
-  // `part` is a view of the matrix's outputs from `part_begin` on, to the end of these lines.
-  void add(const MatrixView& part, uint32_t part_begin, uint32_t first, uint32_t count);
-  uint64_t value() const { return sum_; }
-
- private:
-  void add_line(uint64_t index, std::span<const std::byte> line);
-  uint64_t sum_ = 0;
-};
-
-uint64_t vector_checksum(const VectorView& vector);
 
 // The matrices of one expert while they are read, in any order.
 struct ExpertChecksum {

@@ -6,10 +6,10 @@
 #include <cstring>
 #include <string>
 
+#include "compute/experts/layer_checks.h"
 #include "compute/gpu/gpu_layer.h"
 #include "compute/gpu/host_routing.h"
 #include "compute/gpu/record_layout.h"
-#include "compute/layer_checks.h"
 
 namespace dflash::compute::gpu {
 namespace {

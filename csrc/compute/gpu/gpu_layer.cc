@@ -5,9 +5,11 @@
 #include <algorithm>
 #include <string>
 
+#include "compute/experts/layer_checks.h"
 #include "compute/float_mode.h"
+#include "compute/formats/dequantize.h"
+#include "compute/formats/value_checks.h"
 #include "compute/gpu/pack_records.h"
-#include "compute/layer_checks.h"
 
 namespace dflash::compute::gpu {
 namespace {

@@ -7,8 +7,8 @@
 #include <memory>
 #include <vector>
 
-#include "compute/expert_layer.h"
 #include "compute/experts/content_checksum.h"
+#include "compute/experts/expert_layer.h"
 #include "compute/gpu/gpu_device.h"
 #include "compute/gpu/kernel_params.h"
 #include "compute/numerics.h"

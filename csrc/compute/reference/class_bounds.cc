@@ -5,8 +5,7 @@
 #include <cmath>
 
 #include "base/convert.h"
-#include "compute/dequantize.h"
-#include "compute/layer_checks.h"
+#include "compute/formats/dequantize.h"
 #include "compute/reference/bf16_dot.h"
 #include "compute/reference/f16_dot2.h"
 #include "compute/reference/reference.h"

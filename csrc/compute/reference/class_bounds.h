@@ -8,7 +8,7 @@
 #include <span>
 #include <vector>
 
-#include "compute/expert_layer.h"
+#include "compute/experts/expert_layer.h"
 #include "compute/numerics.h"
 
 namespace dflash::compute {

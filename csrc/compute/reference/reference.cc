@@ -10,16 +10,17 @@
 #include <utility>
 
 #include "base/convert.h"
-#include "compute/activation.h"
-#include "compute/cpu/vector_scalar.h"
-#include "compute/dequantize.h"
+#include "compute/experts/activation.h"
 #include "compute/experts/content_checksum.h"
+#include "compute/experts/layer_checks.h"
 #include "compute/float_mode.h"
-#include "compute/layer_checks.h"
+#include "compute/formats/dequantize.h"
+#include "compute/formats/value_checks.h"
 #include "compute/reference/bf16_bfdot.h"
 #include "compute/reference/bf16_dot.h"
 #include "compute/reference/f16_dot2.h"
 #include "compute/reference/int8_groups.h"
+#include "compute/vector_scalar.h"
 
 namespace dflash::compute {
 namespace {

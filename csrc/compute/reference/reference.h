@@ -5,7 +5,7 @@
 
 #include <vector>
 
-#include "compute/expert_layer.h"
+#include "compute/experts/expert_layer.h"
 #include "compute/numerics.h"
 
 namespace dflash::compute {

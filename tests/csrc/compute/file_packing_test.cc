@@ -10,8 +10,8 @@
 
 #include "base/convert_kernels.h"
 #include "compute/cpu/cpu_backend.h"
-#include "compute/cpu/quantize_groups.h"
-#include "compute/dequantize.h"
+#include "compute/cpu/panels/quantize_groups.h"
+#include "compute/formats/dequantize.h"
 #include "memory_file.h"
 #include "stored_experts.h"
 

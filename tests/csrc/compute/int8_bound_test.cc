@@ -6,7 +6,7 @@
 #include <cmath>
 
 #include "compute/cpu/cpu_backend.h"
-#include "compute/dequantize.h"
+#include "compute/formats/dequantize.h"
 #include "compute/reference/int8_groups.h"
 #include "stored_experts.h"
 

@@ -4,7 +4,7 @@
 
 #include <cstring>
 
-#include "compute/expert_layer.h"
+#include "compute/experts/expert_layer.h"
 
 namespace dflash::compute::toy {
 
