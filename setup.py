@@ -1,5 +1,5 @@
-"""Builds the C++ core and the simulator's plug-in with CMake; everything else about the package is
-in pyproject.toml.
+"""Builds the C++ core, the extension that measures and the simulator's plug-ins with CMake;
+everything else about the package is in pyproject.toml.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -17,11 +17,14 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
-SIMULATOR = "dflash_sim"  # the backend `sim`; the core opens it at run time
+# of the backend `sim`, opened at run time: by the core, and by what measures
+PLUGINS = {"_core": "dflash_sim", "_measure": "dflash_sim_measure"}
 
 
 class CMakeBuild(build_ext):
-    """Configures csrc/ once and builds the target `_core` into the place setuptools asks for."""
+    """Configures csrc/ and builds an extension and its plug-in into the place setuptools asks
+    for.
+    """
 
     def build_extension(self, ext: Extension) -> None:
         """Runs CMake and Ninja; a failure ends the build with the compiler's own output above
@@ -46,11 +49,13 @@ class CMakeBuild(build_ext):
         if shutil.which("ccache"):
             configure.append("-DCMAKE_CXX_COMPILER_LAUNCHER=ccache")
         subprocess.run(configure, check=True, env=environment)
-        subprocess.run(["cmake", "--build", str(build_dir), "--target", "_core", SIMULATOR], check=True, env=environment)
+        module = ext.name.rpartition(".")[2]
+        plugin = PLUGINS[module]
+        subprocess.run(["cmake", "--build", str(build_dir), "--target", module, plugin], check=True, env=environment)
         target.parent.mkdir(parents=True, exist_ok=True)
-        for built in (target, target.with_name(f"lib{SIMULATOR}.so")):
+        for built in (target, target.with_name(f"lib{plugin}.so")):
             built.unlink(missing_ok=True)  # a process that has the former one mapped keeps it
             shutil.copy2(build_dir / built.name, built)
 
 
-setup(ext_modules=[Extension("dflash_moe._core", sources=[])], cmdclass={"build_ext": CMakeBuild})
+setup(ext_modules=[Extension(f"dflash_moe.{module}", sources=[]) for module in PLUGINS], cmdclass={"build_ext": CMakeBuild})

@@ -93,16 +93,6 @@ def make_faulty(
     channel: Channel, *, kind: str, point: str, nth: int, delay_ms: float = 0, seed: int = 1
 ) -> Channel: ...  # kind: fail delay truncate corrupt drop; point: publish poll
 def new_eventfd() -> int: ...
-def ipc_round_trip(  # benches: echo thread/process on the worker end is `ipc_echo`
-    channel: Channel, payload_bytes: int, rounds: int, warmup: int, spin_ns: int, timeout_s: float, cpu: int = -1
-) -> list[int]: ...  # ns of each round trip: copy in, publish, wait, copy out
-def ipc_echo(  # copies request to reply; returns rounds
-    channel: Channel, spin_ns: int, idle_timeout_s: float, cpu: int = -1
-) -> int: ...
-def ipc_floor(  # raw ping-pong, kind: spin futex unix tcp
-    kind: str, payload_bytes: int, rounds: int, warmup: int, cpus: tuple[int, int]
-) -> list[int]: ...
-def memcpy_bytes_per_s(payload_bytes: int, rounds: int, cpu: int = -1) -> list[float]: ...
 
 # -- weights ---------------------------------------------------------------------------------------
 class MappedFile:
@@ -158,24 +148,6 @@ class HostDevice:
     # Both take (device's address, host's address, bytes) and return when all is copied.
     def copy_in(self, pieces: Sequence[tuple[int, int, int]]) -> None: ...
     def copy_out(self, pieces: Sequence[tuple[int, int, int]]) -> None: ...
-
-class BellMemory:
-    """Two words for a ping-pong of a device and a processor, both ends of it: `bench doorbell`."""
-
-    @staticmethod
-    # the heads of two; open: see segment.h
-    def of_segments(*, is_open: bool, slot_bytes: int) -> BellMemory: ...
-    @staticmethod
-    def pinned(device: HostDevice) -> BellMemory: ...
-    # bytes, 0 for pinned memory; UnsupportedError with the driver's words
-    def map(self, device: HostDevice) -> int: ...
-    def unmap(self, device: HostDevice) -> None: ...
-    # When each round was seen, in ns of the monotonic clock; fewer than `rounds` where the time was
-    # over.
-    def answer(self, *, first: int, rounds: int, timeout_s: float) -> list[int]: ...
-    # `kind`: kernel, stream or call. (rounds answered, when calls of the host were made).
-    # UnsupportedError, WorkerTimeout.
-    def ring(self, device: HostDevice, *, kind: str, first: int, rounds: int, budget_s: float) -> tuple[int, list[int]]: ...
 
 class StepLease:
     """The data paths of a client, handed over to a device step."""
@@ -410,41 +382,3 @@ def packed_bytes(  # what a CPU worker holds for these experts, biases aside
 
 # the values an int8_g32 or int4_g32 worker computes with
 def requantize(weight_format: str, values: object) -> object: ...
-
-# -- bench experts ---------------------------------------------------------------------------------
-class LayerBenchmark:
-    """`num_layers` layers of one shape with random weights; `run` takes them in turn."""
-
-    def __init__(
-        self,
-        *,
-        spec: Mapping[str, Any],
-        num_experts: int,
-        num_layers: int,
-        weight_dtype: str,
-        isa: str,
-        num_threads: int,
-        seed: int = 1,
-        numerics: str = ...,
-        device: BackendDevice | None = None,  # computes there instead of with the kernels of `isa`
-    ) -> None: ...
-    def run(  # ns of each round; NumPy float32 rows and weights, uint16 counts and ids
-        self, rows: object, row_counts: object, local_expert_ids: object, weights: object, *, row_dtype: str, rounds: int
-    ) -> list[int]: ...
-    # ns of each round: the matrix products alone, the same number of rows through every expert
-    def run_gemm(self, *, rows_per_expert: int, rounds: int) -> list[int]: ...
-    def resident_bytes(self) -> int: ...
-    # that the device computed in all rounds so far, copies aside; 0 on the processor
-    def device_ns(self) -> int: ...
-
-# FLOP/s
-def multiply_add_per_s(isa: str, num_threads: int, rounds: int, milliseconds: float = 5.0) -> list[float]: ...
-def bf16_multiply_add_per_s(  # FLOP/s with bf16 factors; only of sets with an instruction for them
-    isa: str, num_threads: int, rounds: int, milliseconds: float = 5.0
-) -> list[float]: ...
-
-# int8 products and int32 sums, 2 operations a product; x86-64's vector sets
-def integer_multiply_add_per_s(isa: str, num_threads: int, rounds: int, milliseconds: float = 5.0) -> list[float]: ...
-
-# num_bytes per thread
-def read_bytes_per_s(isa: str, num_threads: int, rounds: int, num_bytes: int) -> list[float]: ...

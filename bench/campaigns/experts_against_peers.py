@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dflash_moe import _core
+from dflash_moe import _core, _measure
 from dflash_moe.bench.expert_batch import Batch, ExpertShape, Kernel, make_batch
 from dflash_moe.bench.experts import ExpertsCase, Peaks
 from dflash_moe.bench.harness import Recorder, run_rounds
@@ -177,7 +177,7 @@ def _spec() -> dict[str, int]:
 
 
 def _own(fmt: str, numerics: str, threads: int, num_layers: int) -> Kernel:
-    layers = _core.LayerBenchmark(
+    layers = _measure.LayerBenchmark(
         spec=_spec(), num_experts=SHAPE.num_experts, num_layers=num_layers, weight_dtype=fmt, isa=_core.best_isa(),
         num_threads=threads, numerics=numerics,
     )  # fmt: skip

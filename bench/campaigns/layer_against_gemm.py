@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dflash_moe import _core
+from dflash_moe import _core, _measure
 from dflash_moe.bench.expert_batch import FLOATS, ExpertShape, make_batch
 from dflash_moe.bench.harness import Recorder, run_rounds
 from dflash_moe.bench.results import timing_fields
@@ -78,7 +78,7 @@ class _Case:
 def _cases(fmt: str, threads: int, tokens: int) -> list[_Case]:
     shape = ExpertShape().for_format(fmt)
     spec = {"in_size": shape.hidden_size, "intermediate_size": shape.moe_intermediate_size, "out_size": shape.hidden_size}
-    layers = _core.LayerBenchmark(
+    layers = _measure.LayerBenchmark(
         spec=spec, num_experts=shape.num_experts, num_layers=2, weight_dtype=fmt, isa=_core.best_isa(), num_threads=threads
     )
     batch = make_batch(shape, tokens, "uniform", 0)

@@ -12,16 +12,13 @@ PYBIND11_MODULE(_core, module) {
   bind_codec(module);
   bind_numerics(module);
   bind_transport(module);
-  bind_benchmark(module);
   bind_store(module);
   bind_plugin(module);
   bind_host_device(module);
   bind_worker(module);
   bind_device_step(module);
-  bind_bells(module);
   bind_client(module);
   bind_dlpack(module);
   bind_oracle(module);
   bind_formats(module);
-  bind_layer_benchmark(module);
 }

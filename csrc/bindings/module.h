@@ -9,17 +9,14 @@ namespace dflash::bindings {
 void bind_codec(pybind11::module_& module);
 void bind_numerics(pybind11::module_& module);
 void bind_transport(pybind11::module_& module);
-void bind_benchmark(pybind11::module_& module);
 void bind_store(pybind11::module_& module);
 void bind_plugin(pybind11::module_& module);
 void bind_host_device(pybind11::module_& module);
 void bind_device_step(pybind11::module_& module);
-void bind_bells(pybind11::module_& module);
 void bind_worker(pybind11::module_& module);
 void bind_client(pybind11::module_& module);
 void bind_dlpack(pybind11::module_& module);
 void bind_oracle(pybind11::module_& module);
 void bind_formats(pybind11::module_& module);
-void bind_layer_benchmark(pybind11::module_& module);
 
 }  // namespace dflash::bindings

@@ -1,6 +1,7 @@
 # The plug-ins with kernels for real cards, each by its vendor's compiler: DFLASH_CUDA and
 # DFLASH_HIP name them (.ci/plugins finds and installs them). Host code is compiled as everywhere; a
-# vendor's compiler only makes the image that is embedded.
+# vendor's compiler only makes the images that are embedded: one of the kernels that compute and
+# exchange, and one, for a plug-in of its own, of the kernel that measures.
 # SPDX-License-Identifier: Apache-2.0
 
 set(gpu_kernels ${CMAKE_CURRENT_SOURCE_DIR}/compute/gpu/kernels.cu)
@@ -9,8 +10,10 @@ list(APPEND gpu_kernel_headers ${CMAKE_CURRENT_SOURCE_DIR}/compute/gpu/portable.
      ${CMAKE_CURRENT_SOURCE_DIR}/compute/gpu/host_params.h
      ${CMAKE_CURRENT_SOURCE_DIR}/compute/gpu/kernel_table.h ${CMAKE_CURRENT_SOURCE_DIR}/compute/experts/activation.h
      ${CMAKE_CURRENT_SOURCE_DIR}/compute/formats/dequantize_tables.h)
+set(bell_kernel_headers ${CMAKE_CURRENT_SOURCE_DIR}/compute/gpu/portable.h ${CMAKE_CURRENT_SOURCE_DIR}/measure/bells/ring_bells.h
+    ${CMAKE_CURRENT_SOURCE_DIR}/measure/bells/bell_params.h)
 
-# plugin(NAME SOURCES...): libdflash_NAME.so, which exports one function.
+# plugin(NAME SOURCES...): libdflash_NAME.so, which exports nothing but its tables.
 function(plugin name)
   add_library(dflash_${name} MODULE EXCLUDE_FROM_ALL ${ARGN})
   target_link_libraries(dflash_${name} PRIVATE dflash_plugin dflash_gpu)
@@ -19,6 +22,26 @@ endfunction()
 
 plugin(sim ${CMAKE_CURRENT_SOURCE_DIR}/plugin/entry/sim.cc)
 target_link_libraries(dflash_sim PRIVATE dflash_gpu_sim)
+
+# What measures doorbells: the device's side for any runtime, and the kernel for the simulator.
+set(bells ${CMAKE_CURRENT_SOURCE_DIR}/measure/bells)
+add_library(dflash_bells STATIC EXCLUDE_FROM_ALL ${bells}/gpu_bells.cc ${bells}/queue_words.cc)
+target_link_libraries(dflash_bells PUBLIC dflash_gpu ${CMAKE_DL_LIBS})
+add_library(dflash_bells_sim STATIC EXCLUDE_FROM_ALL ${bells}/sim_bells.cc)
+target_link_libraries(dflash_bells_sim PUBLIC dflash_bells dflash_gpu_sim)
+if(DFLASH_SANITIZE MATCHES "thread")  # as the simulator's own sources, see CMakeLists.txt
+  set_source_files_properties(${bells}/sim_bells.cc PROPERTIES COMPILE_OPTIONS -fno-sanitize=thread)
+endif()
+
+# measuring_plugin(NAME SOURCES...): libdflash_NAME_measure.so.
+function(measuring_plugin name)
+  plugin(${name}_measure ${ARGN})
+  target_link_libraries(dflash_${name}_measure PRIVATE dflash_bells)
+  target_compile_definitions(dflash_${name}_measure PRIVATE DFLASH_VERSION="${DFLASH_VERSION}")
+endfunction()
+
+measuring_plugin(sim ${bells}/entry_sim.cc)
+target_link_libraries(dflash_sim_measure PRIVATE dflash_bells_sim)
 
 file(GLOB gpu_module_sources CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/compute/gpu/module/*.cc
      ${CMAKE_CURRENT_SOURCE_DIR}/compute/gpu/cuda/*.cc ${CMAKE_CURRENT_SOURCE_DIR}/compute/gpu/hip/*.cc)
@@ -39,7 +62,6 @@ if(DFLASH_CUDA)
     message(FATAL_ERROR "${DFLASH_CUDA} --version names no release")
   endif()
   set(cuda_major ${CMAKE_MATCH_1})
-  set(cuda_image ${CMAKE_CURRENT_BINARY_DIR}/kernels.fatbin)
   # Images in the new format load from driver 550 on: too late for what a toolkit 12 promises.
   set(cuda_compression "")
   if(cuda_major GREATER_EQUAL 13)
@@ -69,15 +91,23 @@ if(DFLASH_CUDA)
   if(cuda_ptx)
     list(APPEND cuda_targets -gencode arch=compute_${cuda_ptx},code=compute_${cuda_ptx})
   endif()
-  add_custom_command(OUTPUT ${cuda_image}
-    COMMAND ${DFLASH_CUDA} -O3 -std=c++20 -fmad=false ${cuda_compression} --threads 0 -I${CMAKE_CURRENT_SOURCE_DIR} ${cuda_targets} -fatbin
-            ${gpu_kernels} -o ${cuda_image}
-    DEPENDS ${gpu_kernels} ${gpu_kernel_headers} VERBATIM COMMENT "Compiling kernels for ${DFLASH_CUDA_ARCHS}")
-  plugin(cuda ${CMAKE_CURRENT_SOURCE_DIR}/plugin/entry/cuda.cc ${cuda_image})
-  target_link_libraries(dflash_cuda PRIVATE dflash_gpu_module)
-  target_compile_definitions(dflash_cuda PRIVATE DFLASH_CUDA_IMAGE="${cuda_image}" DFLASH_CUDA_MAJOR=${cuda_major}
-                             DFLASH_CUDA_LEAST_ARCH=${cuda_least} DFLASH_CUDA_HAS_SM90A=${cuda_has_sm90a})
-  set_source_files_properties(${CMAKE_CURRENT_SOURCE_DIR}/plugin/entry/cuda.cc PROPERTIES OBJECT_DEPENDS ${cuda_image})
+  # cuda_plugin(NAME ENTRY KERNELS HEADERS...): a plug-in with the image of one source of kernels.
+  function(cuda_plugin name entry kernels)
+    set(image ${CMAKE_CURRENT_BINARY_DIR}/${name}_kernels.fatbin)
+    add_custom_command(OUTPUT ${image}
+      COMMAND ${DFLASH_CUDA} -O3 -std=c++20 -fmad=false ${cuda_compression} --threads 0 -I${CMAKE_CURRENT_SOURCE_DIR} ${cuda_targets} -fatbin
+              ${kernels} -o ${image}
+      DEPENDS ${kernels} ${ARGN} VERBATIM COMMENT "Compiling ${name}'s kernels for ${DFLASH_CUDA_ARCHS}")
+    target_sources(dflash_${name} PRIVATE ${image})
+    target_link_libraries(dflash_${name} PRIVATE dflash_gpu_module)
+    target_compile_definitions(dflash_${name} PRIVATE DFLASH_CUDA_IMAGE="${image}" DFLASH_CUDA_MAJOR=${cuda_major}
+                               DFLASH_CUDA_LEAST_ARCH=${cuda_least} DFLASH_CUDA_HAS_SM90A=${cuda_has_sm90a})
+    set_source_files_properties(${entry} PROPERTIES OBJECT_DEPENDS ${image})
+  endfunction()
+  plugin(cuda ${CMAKE_CURRENT_SOURCE_DIR}/plugin/entry/cuda.cc)
+  cuda_plugin(cuda ${CMAKE_CURRENT_SOURCE_DIR}/plugin/entry/cuda.cc ${gpu_kernels} ${gpu_kernel_headers})
+  measuring_plugin(cuda ${bells}/entry_cuda.cc)
+  cuda_plugin(cuda_measure ${bells}/entry_cuda.cc ${bells}/kernels.cu ${bell_kernel_headers})
 endif()
 
 if(DFLASH_HIP)
@@ -91,9 +121,6 @@ if(DFLASH_HIP)
     file(CREATE_LINK ${file} ${hip_bitcode}/${file_name} SYMBOLIC)
   endforeach()
   execute_process(COMMAND ${DFLASH_HIP} -print-resource-dir OUTPUT_VARIABLE hip_resources OUTPUT_STRIP_TRAILING_WHITESPACE)
-  set(hip_objects "")
-  # Code objects of version 4 load from ROCm 4.1 to 7; clang's own choice is what is newest.
-  set(hip_list "// One line per architecture, by csrc/cmake/gpu_plugins.cmake.\n")
   foreach(arch ${DFLASH_HIP_ARCHS})
     string(REGEX REPLACE "^gfx" "" number ${arch})
     if(NOT EXISTS ${hip_bitcode}/oclc_isa_version_${number}.bc)
@@ -106,18 +133,30 @@ if(DFLASH_HIP)
         message(FATAL_ERROR "no device library for ${arch} could be made with ${DFLASH_HIP}")
       endif()
     endif()
-    set(object ${CMAKE_CURRENT_BINARY_DIR}/kernels_${arch}.hsaco)
-    add_custom_command(OUTPUT ${object}
-      COMMAND ${DFLASH_HIP} -x hip --cuda-device-only --no-gpu-bundle-output --offload-arch=${arch} -O3 -std=c++20 -ffp-contract=off
-              -fno-strict-aliasing -mcode-object-version=4 -D__HIP_PLATFORM_AMD__ -nogpuinc -isystem ${hip_resources}
-              -idirafter ${DFLASH_HIP_INCLUDE} -I${CMAKE_CURRENT_SOURCE_DIR} --rocm-device-lib-path=${hip_bitcode} -c ${gpu_kernels} -o ${object}
-      DEPENDS ${gpu_kernels} ${gpu_kernel_headers} VERBATIM COMMENT "Compiling kernels for ${arch}")
-    list(APPEND hip_objects ${object})
-    string(APPEND hip_list "DFLASH_HIP_OBJECT(${arch}, \"${object}\")\n")
   endforeach()
-  file(CONFIGURE OUTPUT ${CMAKE_CURRENT_BINARY_DIR}/hip_objects.inc CONTENT "${hip_list}" @ONLY)
+  # hip_plugin(NAME ENTRY KERNELS HEADERS...): a plug-in with a code object of one source of kernels
+  # per architecture.
+  function(hip_plugin name entry kernels)
+    set(objects "")
+    set(list "// One line per architecture, by csrc/cmake/gpu_plugins.cmake.\n")
+    foreach(arch ${DFLASH_HIP_ARCHS})
+      set(object ${CMAKE_CURRENT_BINARY_DIR}/${name}_kernels_${arch}.hsaco)
+      # Code objects of version 4 load from ROCm 4.1 to 7; clang's own choice is what is newest.
+      add_custom_command(OUTPUT ${object}
+        COMMAND ${DFLASH_HIP} -x hip --cuda-device-only --no-gpu-bundle-output --offload-arch=${arch} -O3 -std=c++20 -ffp-contract=off
+                -fno-strict-aliasing -mcode-object-version=4 -D__HIP_PLATFORM_AMD__ -nogpuinc -isystem ${hip_resources}
+                -idirafter ${DFLASH_HIP_INCLUDE} -I${CMAKE_CURRENT_SOURCE_DIR} --rocm-device-lib-path=${hip_bitcode} -c ${kernels} -o ${object}
+        DEPENDS ${kernels} ${ARGN} VERBATIM COMMENT "Compiling ${name}'s kernels for ${arch}")
+      list(APPEND objects ${object})
+      string(APPEND list "DFLASH_HIP_OBJECT(${arch}, \"${object}\")\n")
+    endforeach()
+    file(CONFIGURE OUTPUT ${CMAKE_CURRENT_BINARY_DIR}/${name}_objects.inc CONTENT "${list}" @ONLY)
+    target_link_libraries(dflash_${name} PRIVATE dflash_gpu_module)
+    target_compile_definitions(dflash_${name} PRIVATE DFLASH_HIP_OBJECTS="${CMAKE_CURRENT_BINARY_DIR}/${name}_objects.inc")
+    set_source_files_properties(${entry} PROPERTIES OBJECT_DEPENDS "${objects}")
+  endfunction()
   plugin(hip ${CMAKE_CURRENT_SOURCE_DIR}/plugin/entry/hip.cc)
-  target_link_libraries(dflash_hip PRIVATE dflash_gpu_module)
-  target_compile_definitions(dflash_hip PRIVATE DFLASH_HIP_OBJECTS="${CMAKE_CURRENT_BINARY_DIR}/hip_objects.inc")
-  set_source_files_properties(${CMAKE_CURRENT_SOURCE_DIR}/plugin/entry/hip.cc PROPERTIES OBJECT_DEPENDS "${hip_objects}")
+  hip_plugin(hip ${CMAKE_CURRENT_SOURCE_DIR}/plugin/entry/hip.cc ${gpu_kernels} ${gpu_kernel_headers})
+  measuring_plugin(hip ${bells}/entry_hip.cc)
+  hip_plugin(hip_measure ${bells}/entry_hip.cc ${bells}/kernels.cu ${bell_kernel_headers})
 endif()

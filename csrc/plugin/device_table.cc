@@ -4,7 +4,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "plugin/device_table.h"
 
-#include <new>
 #include <optional>
 #include <set>
 #include <string>
@@ -12,6 +11,7 @@
 
 #include "compute/experts/layer_checks.h"
 #include "plugin/abi_records.h"
+#include "plugin/answered.h"
 #include "plugin/self_test.h"
 
 using dflash::plugin::Device;
@@ -66,26 +66,9 @@ class ProgressRelay {
   uint64_t told_ = 0;
 };
 
-// Runs `body` (Status()); whatever it cannot allocate becomes an error, since nothing may be thrown
-// through the table.
-template <class Body>
-int32_t answered(dflash_error* error, Body&& body) {
-  try {
-    const Status done = body();
-    return done.ok() ? 0 : report(done.error(), error);
-  } catch (const std::bad_alloc&) {
-    return report(
-        Error{ErrorCode::kOutOfMemory, "the backend could not allocate memory of the host"}, error);
-  }
-}
-
-Error missing(const char* what) {
-  return Error{ErrorCode::kInvalidArgument, std::string("backend table: ") + what + " is null"};
-}
-
 int32_t answer_caps(dflash_device* device, dflash_caps* caps, dflash_error* error) {
   return answered(error, [&]() -> Status {
-    if (device == nullptr) return missing("device");
+    if (device == nullptr) return missing("backend table: device");
     auto record = new_record<dflash_caps>();
     for (uint8_t format = 0; format < compute::kNumWeightFormats; ++format) {
       if (device->device->takes(static_cast<compute::WeightFormat>(format)))
@@ -127,7 +110,7 @@ int32_t answer_layer_bytes(dflash_device* device, const dflash_ffn_spec* spec,
                            const dflash_layer_options* options, uint64_t* bytes,
                            dflash_error* error) {
   return answered(error, [&]() -> Status {
-    if (device == nullptr || bytes == nullptr) return missing("device or bytes");
+    if (device == nullptr || bytes == nullptr) return missing("backend table: device or bytes");
     auto asked = spec_of(read_record(spec));
     if (!asked.ok()) return std::move(asked).error();
     auto layer = layer_options_of(read_record(options));
@@ -154,7 +137,7 @@ int32_t answer_layer_define(dflash_device* device, const dflash_ffn_spec* spec,
                             const dflash_layer_options* options, dflash_layer** defined,
                             dflash_error* error) {
   return answered(error, [&]() -> Status {
-    if (device == nullptr || defined == nullptr) return missing("device or layer");
+    if (device == nullptr || defined == nullptr) return missing("backend table: device or layer");
     auto asked = spec_of(read_record(spec));
     if (!asked.ok()) return std::move(asked).error();
     auto layer = layer_options_of(read_record(options));
@@ -173,7 +156,7 @@ int32_t answer_layer_define(dflash_device* device, const dflash_ffn_spec* spec,
 int32_t answer_expert_load(dflash_layer* layer, const dflash_expert* expert,
                            const dflash_progress* progress, dflash_error* error) {
   return answered(error, [&]() -> Status {
-    if (layer == nullptr) return missing("layer");
+    if (layer == nullptr) return missing("backend table: layer");
     const dflash_expert record = read_record(expert);
     auto weights = weights_of(record);
     if (!weights.ok()) return std::move(weights).error();
@@ -198,7 +181,7 @@ int32_t answer_submit(dflash_layer* layer, const dflash_batch* batch, uint64_t* 
                       dflash_error* error) {
   return answered(error, [&]() -> Status {
     if (layer == nullptr || batch == nullptr || ticket == nullptr)
-      return missing("layer, batch or ticket");
+      return missing("backend table: layer, batch or ticket");
     auto args = batch_of(read_record(batch));
     if (!args.ok()) return std::move(args).error();
     DFLASH_TRY(compute::check_batch(args.value(), layer->experts->num_local_experts()));
@@ -231,7 +214,7 @@ void compute_until(dflash_device& device, uint64_t ticket, const dflash_progress
 int32_t answer_wait(dflash_device* device, uint64_t ticket, int64_t timeout_ns,
                     const dflash_progress* progress, dflash_error* error) {
   return answered(error, [&]() -> Status {
-    if (device == nullptr) return missing("device");
+    if (device == nullptr) return missing("backend table: device");
     QueuedBatch& batch = device->queue[ticket % kQueuedBatches];
     const bool is_known =
         ticket < device->next_ticket && device->next_ticket - ticket <= kQueuedBatches;
@@ -252,7 +235,7 @@ int32_t answer_wait(dflash_device* device, uint64_t ticket, int64_t timeout_ns,
 int32_t answer_selftest(dflash_device* device, uint32_t test_case, dflash_selftest* result,
                         dflash_error* error) {
   return answered(error, [&]() -> Status {
-    if (device == nullptr) return missing("device");
+    if (device == nullptr) return missing("backend table: device");
     auto tested = run_self_test(*device->device, test_case);
     if (!tested.ok()) return std::move(tested).error();
     auto record = new_record<dflash_selftest>();
@@ -306,7 +289,7 @@ int32_t internal::answer_info(const char* backend, const Result<std::vector<Devi
 int32_t internal::answer_open(OpenDevice open, uint32_t device, const dflash_open_options* options,
                               dflash_device** opened, dflash_error* error) {
   return answered(error, [&]() -> Status {
-    if (opened == nullptr) return missing("device");
+    if (opened == nullptr) return missing("backend table: device");
     const dflash_open_options asked = read_record(options);
     auto made =
         open(device, OpenOptions{asked.num_threads == 0 ? 1 : asked.num_threads, asked.seed});

@@ -113,25 +113,6 @@ typedef struct dflash_step_outcome {
   uint32_t max_messages, num_messages;
 } dflash_step_outcome;
 
-/* A ping-pong of the device with a processor, for measuring. */
-#define DFLASH_BELL_KERNEL 0u /* a kernel stores and polls */
-#define DFLASH_BELL_STREAM 1u /* the device's queue itself stores and waits */
-#define DFLASH_BELL_CALL 2u   /* the queue calls the host; the words are not used */
-typedef struct dflash_bells {
-  uint32_t struct_size;
-  uint32_t kind;
-  void* ring; /* device's addresses of two words, from map_memory: the device writes the round's
-                 number, the answer is the same */
-  const void* answer;
-  uint32_t* release; /* the answer's word as the host may write it, to end waits of the queue */
-  uint32_t first, num_rounds;
-  int64_t budget_ns; /* of all rounds */
-  int64_t* calls_ns; /* [num_rounds], the caller's memory: of DFLASH_BELL_CALL, when each call was
-                        made by the steady clock */
-  uint32_t num_done; /* filled in: rounds answered in time; of DFLASH_BELL_STREAM whole batches */
-  uint32_t reserved;
-} dflash_bells;
-
 typedef struct dflash_host_table {
   uint32_t struct_size;
   uint32_t abi_version;
@@ -173,10 +154,6 @@ typedef struct dflash_host_table {
   int32_t (*step_end)(dflash_host* host, dflash_step_outcome* outcome, dflash_error* error);
   /* For a step whose work does not end in spite of abort: the device counts as hung. */
   void (*step_give_up)(dflash_host* host);
-
-  /* Returns once all rounds are done, or the budget is over. kUnsupported where the driver has no
-   * such way. */
-  int32_t (*ring_bells)(dflash_host* host, dflash_bells* bells, dflash_error* error);
 } dflash_host_table;
 
 /* What a plug-in exports under DFLASH_HOST_SYMBOL. The table lives as long as the process. */

@@ -156,10 +156,4 @@ void HostDevice::step_give_up() {
   table_.step_give_up(host_);
 }
 
-Status HostDevice::ring_bells(dflash_bells& bells) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  auto error = new_record<dflash_error>();
-  return done(table_.ring_bells(host_, &bells, &error), error);
-}
-
 }  // namespace dflash::plugin

@@ -66,9 +66,6 @@ class HostDevice : public std::enable_shared_from_this<HostDevice> {
   Status step_end(dflash_step_outcome& outcome);
   void step_give_up();
 
-  // A ping-pong for measuring (host_abi.h), at most as long as its budget and a little more.
-  Status ring_bells(dflash_bells& bells);
-
  private:
   struct Mapped {
     std::byte* device;

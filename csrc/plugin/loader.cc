@@ -38,20 +38,6 @@ std::string last_loader_error() {
 
 std::string plugin_file(const std::string& name) { return "libdflash_" + name + ".so"; }
 
-// A function that the plug-in exports; null where it lacks that.
-Result<void*> find_symbol(const std::string& name, const std::string& directory,
-                          const char* symbol) {
-  const std::string file = plugin_file(name);
-  const std::string path = directory + "/" + file;
-  if (::access(path.c_str(), R_OK) != 0) {
-    return unsupported(name, "plug-in " + file + " is not next to the core; " + build_hint(name));
-  }
-  void* library = ::dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
-  if (library == nullptr)
-    return unsupported(name, "plug-in " + file + " cannot be opened: " + last_loader_error());
-  return ::dlsym(library, symbol);
-}
-
 }  // namespace
 
 std::string own_directory() {
@@ -62,6 +48,18 @@ std::string own_directory() {
   const std::string file = found.dli_fname;
   const size_t slash = file.rfind('/');
   return slash == std::string::npos ? "." : file.substr(0, slash);
+}
+
+Result<void*> find_exported(const std::string& name, const std::string& file,
+                            const std::string& directory, const char* symbol) {
+  const std::string path = directory + "/" + file;
+  if (::access(path.c_str(), R_OK) != 0) {
+    return unsupported(name, "plug-in " + file + " is not next to the core; " + build_hint(name));
+  }
+  void* library = ::dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
+  if (library == nullptr)
+    return unsupported(name, "plug-in " + file + " cannot be opened: " + last_loader_error());
+  return ::dlsym(library, symbol);
 }
 
 Status check_table(const dflash_backend_table* table, const std::string& name,
@@ -100,7 +98,7 @@ Result<const dflash_backend_table*> load_backend(const std::string& name,
                  "backend '" + name + "' is not known; known are cpu, cuda, hip, sim"};
   }
   if (name == "cpu") return cpu_table();
-  auto symbol = find_symbol(name, directory, DFLASH_BACKEND_SYMBOL);
+  auto symbol = find_exported(name, plugin_file(name), directory, DFLASH_BACKEND_SYMBOL);
   if (!symbol.ok()) return std::move(symbol).error();
   const dflash_backend_table* table = nullptr;
   if (symbol.value() != nullptr) table = reinterpret_cast<dflash_backend_entry>(symbol.value())();
@@ -125,7 +123,7 @@ Result<const dflash_host_table*> load_host(const std::string& name, const std::s
   if (!backend.ok()) return std::move(backend).error();
   if (name == "cpu")
     return unsupported(name, "tensors of the processor need no device of the host");
-  auto symbol = find_symbol(name, directory, DFLASH_HOST_SYMBOL);
+  auto symbol = find_exported(name, plugin_file(name), directory, DFLASH_HOST_SYMBOL);
   if (!symbol.ok()) return std::move(symbol).error();
   const dflash_host_table* table = nullptr;
   if (symbol.value() != nullptr) table = reinterpret_cast<dflash_host_entry>(symbol.value())();

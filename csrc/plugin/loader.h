@@ -18,6 +18,11 @@ inline constexpr const char* kBackendNames[] = {"cpu", "cuda", "hip", "sim"};
 // The folder that holds the core itself.
 std::string own_directory();
 
+// What `file`, a plug-in of backend `name`, exports under this name; null where it lacks that.
+// Errors: kUnsupported where the file is missing or cannot be opened, with what to do.
+Result<void*> find_exported(const std::string& name, const std::string& file,
+                            const std::string& directory, const char* symbol);
+
 // The table of a backend. Errors: kInvalidArgument for a name that is none of kBackendNames;
 // kUnsupported where the plug-in's file is missing, cannot be opened, or was built for another
 // core, each with what to do.

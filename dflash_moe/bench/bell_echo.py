@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from dflash_moe import _core
+from dflash_moe import _measure
 
 GRACE_S = 1.0  # an echo outlives its card's patience, so that the card's own report stands
 JOIN_S = 60.0  # far beyond an echo's own limit: for one that is stuck
@@ -23,7 +23,7 @@ JOIN_S = 60.0  # far beyond an echo's own limit: for one that is stuck
 class EchoThread:
     """Answers `rounds` numbers from the one that `begin` names."""
 
-    def __init__(self, memory: _core.BellMemory, *, rounds: int, timeout_s: float) -> None:
+    def __init__(self, memory: _measure.BellMemory, *, rounds: int, timeout_s: float) -> None:
         self._memory, self._rounds, self._timeout_s = memory, rounds, timeout_s
         self._seen: list[int] = []
         self._thread: threading.Thread | None = None
@@ -53,7 +53,7 @@ class EchoProcess:
 
     @classmethod
     @contextmanager
-    def forked(cls, memory: _core.BellMemory, *, rounds: int, timeout_s: float) -> Iterator[EchoProcess]:
+    def forked(cls, memory: _measure.BellMemory, *, rounds: int, timeout_s: float) -> Iterator[EchoProcess]:
         """For segments only, before a driver is opened in this process. Leaving kills the child."""
         (read_order, write_order), (read_answer, write_answer) = os.pipe(), os.pipe()
         pid = os.fork()
@@ -91,7 +91,7 @@ class EchoProcess:
         return list(struct.unpack_from(f"<{len(found) // 8}q", found))
 
 
-def _serve(memory: _core.BellMemory, orders: int, answers: int, rounds: int, timeout_s: float) -> None:
+def _serve(memory: _measure.BellMemory, orders: int, answers: int, rounds: int, timeout_s: float) -> None:
     """The child: one ping-pong, then the times through the pipe, which ends with the process."""
     order = os.read(orders, 4)
     if len(order) < 4:  # the parent has left

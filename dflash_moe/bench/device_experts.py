@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from dflash_moe import _core
+from dflash_moe import _core, _measure
 from dflash_moe.bench.expert_batch import FLOATS, Batch, ExpertShape, make_batch
 from dflash_moe.bench.harness import Case, Recorder, run_rounds
 from dflash_moe.bench.results import BenchResult, timing_fields
@@ -225,7 +225,7 @@ def _own_cases(
 
 def _load(
     params: DeviceParams, shape: ExpertShape, fmt: str, numerics: str, device: _core.BackendDevice
-) -> _core.LayerBenchmark:
+) -> _measure.LayerBenchmark:
     spec = {"in_size": shape.hidden_size, "intermediate_size": shape.moe_intermediate_size, "out_size": shape.hidden_size}
     each = device.layer_bytes(spec=spec, num_experts=shape.num_experts, weight_dtype=fmt, numerics=numerics)
     free = device.free_bytes()
@@ -234,7 +234,7 @@ def _load(
             f"device {device.label}: {params.num_layers} layers in {fmt} need {params.num_layers * each / 2**30:.1f} GiB, "
             f"{free / 2**30:.1f} are free; {free // each} such layers fit"
         )
-    return _core.LayerBenchmark(
+    return _measure.LayerBenchmark(
         spec=spec, num_experts=shape.num_experts, num_layers=params.num_layers, weight_dtype=fmt, isa=_core.best_isa(),
         num_threads=1, seed=params.seed, numerics=numerics, device=device,
     )  # fmt: skip

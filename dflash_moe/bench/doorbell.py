@@ -18,13 +18,11 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from dflash_moe import _core
+from dflash_moe import _measure
 from dflash_moe.bench.bell_echo import EchoProcess, EchoThread
 from dflash_moe.bench.harness import Recorder
 from dflash_moe.bench.results import BenchResult, percentile, timing_fields
 from dflash_moe.errors import DflashError
-from dflash_moe.protocol.devices import DeviceChoice
-from dflash_moe.runtime.device_tensors import open_host_device
 
 SLOT_BYTES = 4 << 20  # of a slot, one a segment: registering takes time by the page
 SEALED, OPEN, PINNED = "sealed segments", "segments without the write seal", "pinned memory"
@@ -54,10 +52,6 @@ class DoorbellParams:
         """With the backend's rounds."""
         return dataclasses.replace(self, rounds=self.rounds or (50 if self.backend == "sim" else 10_000))
 
-    def choice(self) -> DeviceChoice:
-        """The device as a topology names it."""
-        return DeviceChoice(self.backend, self.device, "cuda" if self.backend == "sim" else "")
-
 
 @dataclass(slots=True)
 class Words:
@@ -66,7 +60,7 @@ class Words:
     """
 
     name: str
-    memory: _core.BellMemory
+    memory: _measure.BellMemory
     next_number: int = 1
 
     def take_numbers(self, rounds: int) -> int:
@@ -77,7 +71,7 @@ class Words:
         return first
 
     @contextmanager
-    def mapped(self, device: _core.HostDevice) -> Iterator[int]:
+    def mapped(self, device: _measure.BellDevice) -> Iterator[int]:
         """For the device, as long as the block; its bytes."""
         try:
             yield self.memory.map(device)
@@ -95,7 +89,7 @@ def run_doorbell(params: DoorbellParams, *, recorder: Recorder | None = None) ->
     result = recorder.begin("doorbell", dataclasses.asdict(params), interleaved=False)
     with recorder.recording(), ExitStack() as stack:
         words = {
-            name: Words(name, _core.BellMemory.of_segments(is_open=name == OPEN, slot_bytes=SLOT_BYTES))
+            name: Words(name, _measure.BellMemory.of_segments(is_open=name == OPEN, slot_bytes=SLOT_BYTES))
             for name in (SEALED, OPEN)
         }
         processes = {
@@ -105,9 +99,9 @@ def run_doorbell(params: DoorbellParams, *, recorder: Recorder | None = None) ->
             for pair in PAIRS
             if pair[2] == PROCESS
         }  # before the driver starts: a child must have neither its threads nor its mappings
-        device = open_host_device(params.choice())
+        device = _measure.BellDevice(backend=params.backend, device=params.device)
         result.params["device_name"] = device.name
-        words[PINNED] = Words(PINNED, _core.BellMemory.pinned(device))
+        words[PINNED] = Words(PINNED, _measure.BellMemory.pinned(device))
         for one in words.values():
             result.rows.append(_registration(one, device))
             recorder.save()
@@ -119,7 +113,7 @@ def run_doorbell(params: DoorbellParams, *, recorder: Recorder | None = None) ->
     return result
 
 
-def _registration(words: Words, device: _core.HostDevice) -> dict[str, Any]:
+def _registration(words: Words, device: _measure.BellDevice) -> dict[str, Any]:
     row: dict[str, Any] = {"name": f"register {words.name}", "memory": words.name}
     began = time.perf_counter()
     try:
@@ -131,7 +125,7 @@ def _registration(words: Words, device: _core.HostDevice) -> dict[str, Any]:
 
 
 def _ping_pong(
-    pair: tuple[str, str, str], words: Words, process: EchoProcess | None, device: _core.HostDevice, params: DoorbellParams
+    pair: tuple[str, str, str], words: Words, process: EchoProcess | None, device: _measure.BellDevice, params: DoorbellParams
 ) -> dict[str, Any]:
     kind, memory, echo = pair
     row: dict[str, Any] = {"name": f"{KINDS[kind]}, {echo}, {memory}", "kind": kind, "memory": memory, "echo": echo}
@@ -152,7 +146,7 @@ def _ping_pong(
 
 
 def _rounds(
-    kind: str, words: Words, process: EchoProcess | None, device: _core.HostDevice, params: DoorbellParams
+    kind: str, words: Words, process: EchoProcess | None, device: _measure.BellDevice, params: DoorbellParams
 ) -> tuple[int, list[int]]:
     """(rounds that the card saw answered, when the processor saw each of them, in ns)."""
     first = words.take_numbers(params.rounds)

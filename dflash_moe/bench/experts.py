@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dflash_moe import _core
+from dflash_moe import _core, _measure
 from dflash_moe.bench.expert_batch import FLOATS, Batch, ExpertShape, Kernel, make_batch
 from dflash_moe.bench.harness import Recorder, run_rounds
 from dflash_moe.bench.results import BenchResult, timing_fields
@@ -76,7 +76,7 @@ class Peaks:
         kernels.
         """
         flops = operation_peak(self.numerics, self.isa, self.threads)
-        read = _core.read_bytes_per_s(self.isa, self.threads, 3, PEAK_READ_BYTES)
+        read = _measure.read_bytes_per_s(self.isa, self.threads, 3, PEAK_READ_BYTES)
         if keep:
             self.gflops += [value / 1e9 for value in flops]
             self.bytes_per_s += read
@@ -90,11 +90,11 @@ def operation_peak(numerics: str, isa: str, threads: int) -> list[float]:
     """Operations per second of the class's own arithmetic; of float32 where the instruction set has
     no loop for that.
     """
-    loops = {"int8": _core.integer_multiply_add_per_s, "bf16": _core.bf16_multiply_add_per_s}
+    loops = {"int8": _measure.integer_multiply_add_per_s, "bf16": _measure.bf16_multiply_add_per_s}
     try:
-        return loops.get(CLASSES[numerics].inputs, _core.multiply_add_per_s)(isa, threads, 5)
+        return loops.get(CLASSES[numerics].inputs, _measure.multiply_add_per_s)(isa, threads, 5)
     except UnsupportedError:
-        return _core.multiply_add_per_s(isa, threads, 5)
+        return _measure.multiply_add_per_s(isa, threads, 5)
 
 
 @dataclass(slots=True)
@@ -259,7 +259,7 @@ def _cases(params: ExpertsParams, shape: ExpertShape, fmt: str, isa: str, thread
 def _own_kernel(shape: ExpertShape, fmt: str, isa: str, threads: int, numerics: str) -> Kernel:
     spec = {"in_size": shape.hidden_size, "intermediate_size": shape.moe_intermediate_size, "out_size": shape.hidden_size}
     layers = {
-        source: _core.LayerBenchmark(
+        source: _measure.LayerBenchmark(
             spec=spec,
             num_experts=shape.num_experts,
             num_layers=count,

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from dflash_moe import _core
+from dflash_moe import _core, _measure
 from dflash_moe.bench.expert_call import TRANSPORTS, measure_calls
 from dflash_moe.bench.harness import Recorder
 from dflash_moe.bench.results import BenchResult, percentile
@@ -65,7 +65,7 @@ def run_ipc(params: IpcParams, *, recorder: Recorder | None = None) -> BenchResu
     with recorder.recording():
         for done, (kind, payload_bytes) in enumerate(cases):
             recorder.reporter.advance(done, total, f"{kind} {payload_bytes} B")
-            result.rows.append(_measure(kind, payload_bytes, params, pinned))
+            result.rows.append(_row(kind, payload_bytes, params, pinned))
             recorder.save()
         for done, transport in enumerate(params.calls, len(cases)):
             recorder.reporter.advance(done, total, f"expert calls over {transport}")
@@ -75,7 +75,7 @@ def run_ipc(params: IpcParams, *, recorder: Recorder | None = None) -> BenchResu
     return result
 
 
-def _measure(kind: str, payload_bytes: int, params: IpcParams, pinned: tuple[int, int]) -> dict[str, Any]:
+def _row(kind: str, payload_bytes: int, params: IpcParams, pinned: tuple[int, int]) -> dict[str, Any]:
     rounds = max(8, min(params.max_rounds, params.bytes_per_batch // (4 * payload_bytes)))
     warmup = max(2, rounds // 10)
     samples: list[int] = []
@@ -83,8 +83,8 @@ def _measure(kind: str, payload_bytes: int, params: IpcParams, pinned: tuple[int
     copies: list[float] = []
     for _ in range(params.batches):
         samples += _round_trips(kind, payload_bytes, rounds, warmup, pinned)
-        floors += _core.ipc_floor(FLOOR_OF[kind], payload_bytes, rounds, warmup, pinned)
-        copies += _core.memcpy_bytes_per_s(payload_bytes, rounds, pinned[0])
+        floors += _measure.ipc_floor(FLOOR_OF[kind], payload_bytes, rounds, warmup, pinned)
+        copies += _measure.memcpy_bytes_per_s(payload_bytes, rounds, pinned[0])
     p50_us = statistics.median(samples) / 1e3
     return {
         "name": kind,
@@ -117,13 +117,13 @@ def _round_trips(kind: str, payload_bytes: int, rounds: int, warmup: int, pinned
         status = 1
         try:
             del host_end
-            _core.ipc_echo(worker_end(), spin_ns, 5.0, pinned[1])
+            _measure.ipc_echo(worker_end(), spin_ns, 5.0, pinned[1])
             status = 0
         finally:
             os._exit(status)
     try:
         channel = host_end()
-        return _core.ipc_round_trip(channel, payload_bytes, rounds, warmup, spin_ns, TIMEOUT_S, pinned[0])
+        return _measure.ipc_round_trip(channel, payload_bytes, rounds, warmup, spin_ns, TIMEOUT_S, pinned[0])
     finally:
         import signal
 
@@ -138,9 +138,9 @@ def _loopback_round_trips(
 
     host, worker = _core.make_loopback(geometry)
     # The echo ends by itself when nothing has come for half a second.
-    echo = threading.Thread(target=_core.ipc_echo, args=(worker, SPIN_NS, 0.5, pinned[1]), daemon=True)
+    echo = threading.Thread(target=_measure.ipc_echo, args=(worker, SPIN_NS, 0.5, pinned[1]), daemon=True)
     echo.start()
-    samples = _core.ipc_round_trip(host, payload_bytes, rounds, warmup, SPIN_NS, TIMEOUT_S, pinned[0])
+    samples = _measure.ipc_round_trip(host, payload_bytes, rounds, warmup, SPIN_NS, TIMEOUT_S, pinned[0])
     echo.join(timeout=5)
     return samples
 

@@ -2,7 +2,7 @@
 `bindings` may use.
 
     base <- wire, transport, compute (strangers) <- store <- worker, client (strangers) <- bindings
-    compute <- plugin <- bindings
+    compute <- plugin <- bindings; transport, plugin <- measure (an extension of its own)
 
 And inside compute: formats <- numerics <- experts <- reference <- cpu, and experts <- gpu.
 SPDX-License-Identifier: Apache-2.0
@@ -24,6 +24,7 @@ MAY_INCLUDE: dict[str, set[str]] = {
     "worker": {"base", "wire", "transport", "compute", "store"},
     "client": {"base", "wire", "transport"},
     "plugin": {"base", "compute"},
+    "measure": {"base", "transport", "compute", "plugin"},
     "bindings": {"base", "wire", "transport", "compute", "plugin", "store", "worker", "client"},
 }
 # Inner walls: folder of a room -> folders of that room which it may include. "" is the room's own
@@ -59,15 +60,16 @@ def find(root: Path) -> list[str]:
 def _findings_of_file(path: Path, csrc: Path, root: Path) -> list[str]:
     where = path.relative_to(root)
     room = path.relative_to(csrc).parts[0]
+    is_binding = "bindings" in path.relative_to(csrc).parts  # csrc/bindings, csrc/measure/bindings
     if room not in MAY_INCLUDE:
         return [f"{where}: the room '{room}' is not in the table of tests/checks/includes.py; decide where it belongs"]
     findings = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         match = _INCLUDE.match(line)
         if match:
-            findings += _findings_of_include(f"{where}:{number}", room, match[1], match[2], csrc)
+            findings += _findings_of_include(f"{where}:{number}", room, match[1], match[2], csrc, is_binding=is_binding)
             findings += _findings_inside(f"{where}:{number}", path.relative_to(csrc), match[2])
-        elif room != "bindings" and _EXCEPTION.search(line.split("//")[0]):
+        elif not is_binding and _EXCEPTION.search(line.split("//")[0]):
             findings.append(f"{where}:{number}: exceptions live in bindings/ only; return a Result")
     return findings
 
@@ -91,11 +93,11 @@ def _folder(path: Path) -> str:
     return path.parts[1] if len(path.parts) > 2 else ""
 
 
-def _findings_of_include(at: str, room: str, bracket: str, target: str, csrc: Path) -> list[str]:
+def _findings_of_include(at: str, room: str, bracket: str, target: str, csrc: Path, *, is_binding: bool) -> list[str]:
     if room == "wire" and target in FORBIDDEN_IN_WIRE:
         return [f"{at}: wire never sees a file descriptor, but includes {target}"]
     if bracket == "<":
-        if target.startswith(("pybind11", "Python.h")) and room != "bindings":
+        if target.startswith(("pybind11", "Python.h")) and not is_binding:
             return [f"{at}: only bindings may include {target}"]
         return []
     other = target.split("/")[0]
@@ -103,6 +105,7 @@ def _findings_of_include(at: str, room: str, bracket: str, target: str, csrc: Pa
         if (csrc / target).exists():
             return []
         return [f'{at}: include "{target}" by its path from csrc/, as "room/file.h"']
-    if other != room and other not in MAY_INCLUDE[room]:
+    may = MAY_INCLUDE[room] | ({"bindings"} if is_binding else set())  # conversions and exceptions, once
+    if other != room and other not in may:
         return [f"{at}: {room} must not include {target}; the arrows are in tests/checks/includes.py"]
     return []

@@ -21,7 +21,8 @@ _SETTINGS = _GROUND | {"config", "topology"}
 _DESCRIPTION = _SETTINGS | {"protocol", "model"}
 _EXECUTION = _DESCRIPTION | {"placement", "runtime", "workers"}
 
-# room -> rooms it may import. `_core` is below everything and `errors` is what it raises.
+# room -> rooms it may import. `_core` is below everything and `errors` is what it raises;
+# `_measure`, the extension that only measures, is for benchmarks.
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "telemetry": {"errors"},
@@ -34,7 +35,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "workers": _DESCRIPTION | {"placement"},
     "integrations": _EXECUTION,
     "engine": _EXECUTION | {"integrations"},
-    "bench": _EXECUTION | {"integrations", "engine", "testing"},
+    "bench": _EXECUTION | {"integrations", "engine", "testing", "_measure"},
     "testing": _EXECUTION | {"integrations", "engine"},
     "server": _EXECUTION | {"integrations", "engine"},
     "cli": _EXECUTION | {"integrations", "engine", "server", "bench"},

@@ -1,5 +1,5 @@
-"""dflash_moe/_core.pyi against the built module: the same names, members and parameter names, in
-both directions.
+"""The stubs of the extensions (dflash_moe/_core.pyi, _measure.pyi) against the built modules: the
+same names, members and parameter names, in both directions.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -13,20 +13,23 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-STUB = "dflash_moe/_core.pyi"
+MODULES = ("_core", "_measure")
 # What pybind11 and Python put on every class and module.
 _IMPLIED = re.compile(r"^__(?!init__$|version__$|enter__$|exit__$)\w+__$|^_pybind11_\w+$")
 
 
 def find(root: Path) -> list[str]:
-    """Differences between the stub and `dflash_moe._core`; a core that is not built is a finding
-    too.
-    """
-    try:
-        module = importlib.import_module("dflash_moe._core")
-    except ImportError as error:
-        return [f"dflash_moe._core cannot be imported ({error}); run make"]
-    return compare((root / STUB).read_text(encoding="utf-8"), module)
+    """Differences between the stubs and the modules; one that is not built is a finding too."""
+    findings = []
+    for name in MODULES:
+        stub = f"dflash_moe/{name}.pyi"
+        try:
+            module = importlib.import_module(f"dflash_moe.{name}")
+        except ImportError as error:
+            findings.append(f"dflash_moe.{name} cannot be imported ({error}); run make")
+            continue
+        findings += [f"{stub}: {finding}" for finding in compare((root / stub).read_text(encoding="utf-8"), module)]
+    return findings
 
 
 def compare(stub_text: str, module: ModuleType | Any) -> list[str]:
@@ -62,8 +65,8 @@ def _public(owner: Any) -> set[str]:
 
 
 def _name_findings(prefix: str, declared: set[str], present: set[str]) -> list[str]:
-    findings = [f"{STUB}: {prefix}{name} is declared but not in the module" for name in sorted(declared - present)]
-    return findings + [f"{STUB}: {prefix}{name} is in the module but not declared" for name in sorted(present - declared)]
+    findings = [f"{prefix}{name} is declared but not in the module" for name in sorted(declared - present)]
+    return findings + [f"{prefix}{name} is in the module but not declared" for name in sorted(present - declared)]
 
 
 def _parameter_findings(name: str, node: ast.FunctionDef, function: Any) -> list[str]:
@@ -76,7 +79,7 @@ def _parameter_findings(name: str, node: ast.FunctionDef, function: Any) -> list
         return []  # a fast path without keyword names; the stub's comment says what it takes
     declared += [f"*{arguments.vararg.arg}"] if arguments.vararg else []
     if [item for item in declared if item != "self"] != [item for item in found if item != "self"]:
-        return [f"{STUB}:{node.lineno}: {name} declares ({', '.join(declared)}), the module takes ({', '.join(found)})"]
+        return [f"line {node.lineno}: {name} declares ({', '.join(declared)}), the module takes ({', '.join(found)})"]
     return []
 
 

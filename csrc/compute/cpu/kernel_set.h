@@ -24,6 +24,10 @@ inline constexpr uint32_t kFewRows = 4;
 // rows of one kernel call: eight tiles of twelve share a block of weights
 inline constexpr uint32_t kMaxCallRows = 96;
 
+// panels that one pass of many rows takes: those of one gate and up, so that the sums of all rows
+// stay near
+inline constexpr uint32_t kManyRowsPanels = 2;
+
 // A run of consecutive panels of a packed matrix (pack.h).
 struct PanelRun {
   const std::byte* first;
@@ -74,9 +78,10 @@ struct KernelSet {
   bool gate_up_encodes;
   void (*gate_up)(const GateUpTile&);
   void (*down)(const DownTile&);
-  // The products of up to kMaxCallRows rows with a run of panels, dropped: what benchmarks hold a
-  // layer against.
-  void (*multiply_only)(const PanelRun& panels, const void* const* rows, uint32_t num_rows);
+  // The products of up to kMaxCallRows rows with a run of panels, biases added, and nothing else:
+  // `tile` is [num_rows, num_panels * panel_width], 64-byte aligned. Where there are more than
+  // kFewRows rows, kManyRowsPanels panels at a time keep the tile near.
+  void (*multiply)(uint32_t num_rows, const PanelRun& panels, const void* const* rows, float* tile);
   // Replaces every NaN by 0x7fc00000: which payload survives an fma is the compiler's choice, the
   // class fixes the bits. `count` is a multiple of panel_width.
   void (*canonicalize_nan)(float* values, size_t count);

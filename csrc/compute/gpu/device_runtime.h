@@ -1,7 +1,7 @@
 // What GpuLayer needs of a device, and nothing more: memory, one in-order queue, launches by kernel
 // number, a wait with a bound. One implementation per vendor (cuda/, hip/) and the simulator
-// (sim/). Kernels are found by name in the vendor's module (kernel_table.h) and take one parameter:
-// a trivially copyable struct, by value.
+// (sim/). Kernels are found by name in the vendor's module (kernel_entries.h) and take one
+// parameter: a trivially copyable struct, by value.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -11,7 +11,7 @@
 #include <string>
 
 #include "base/result.h"
-#include "compute/gpu/kernel_table.h"
+#include "compute/gpu/kernel_entries.h"
 
 namespace dflash::compute::gpu {
 
@@ -32,7 +32,7 @@ struct KernelLaunch {
   uint32_t grid_y = 1;           // <= 65535
   uint32_t threads = 1;          // per block, a multiple of 64
   const void* params = nullptr;  // read before launch() returns
-  size_t params_bytes = 0;       // kernel_params_bytes(kernel)
+  size_t params_bytes = 0;       // as its entry says
 };
 
 // Two places in the queue: elapsed_ns() is the device's time from one to the other.
@@ -79,12 +79,6 @@ class DeviceRuntime {
   // Queues what follows on a stream of the caller's framework, until return_queue().
   virtual void borrow_queue(uint64_t stream) = 0;
   virtual void return_queue() = 0;
-  // Queues a store to a word that kernels may use; a wait until a word has reached `value`
-  // (counting on from 2^32 - 1 to 0), which nothing ends but that; and a call by a thread of the
-  // vendor's, which must not use the device. Errors: kUnsupported with the driver's words.
-  virtual Status write_word(uint32_t* word, uint32_t value) = 0;
-  virtual Status await_word(const uint32_t* word, uint32_t value) = 0;
-  virtual Status call_host(void (*function)(void*), void* argument) = 0;
 
   // Makes current again what was so for the calling thread before it used this device: its
   // framework relies on that. The next operation takes the device again. For devices that a

@@ -9,6 +9,7 @@
 #include "compute/experts/layer_checks.h"
 #include "compute/gpu/gpu_layer.h"
 #include "compute/gpu/host_routing.h"
+#include "compute/gpu/kernel_table.h"
 #include "compute/gpu/record_layout.h"
 
 namespace dflash::compute::gpu {

@@ -29,6 +29,27 @@ class GpuHost {
   const DeviceFacts& facts() const { return runtime_->facts(); }
   uint64_t stream() const { return runtime_->stream(); }
 
+  // The device for a scope, and the thread's own afterwards: for what queues work of its own.
+  class Turn {
+   public:
+    explicit Turn(GpuHost& host) : host_(host), lock_(host.mutex_) {}
+    ~Turn() { host_.runtime_->leave(); }
+    Turn(const Turn&) = delete;
+    Turn& operator=(const Turn&) = delete;
+
+    DeviceRuntime& runtime() const { return *host_.runtime_; }
+    // Until everything queued is done. Errors: the device's, and kTimeout where it did not end
+    // within `at_most`; it then counts as hung.
+    Status drain(std::chrono::nanoseconds at_most) const { return host_.drain(at_most); }
+    bool is_hung() const { return host_.is_hung_; }
+    void count_as_hung() const { host_.is_hung_ = true; }
+
+   private:
+    GpuHost& host_;
+    std::lock_guard<std::mutex> lock_;
+  };
+  Error named(Error error) const { return std::move(error).with(name()); }
+
   // Errors: kOutOfMemory.
   Result<std::byte*> allocate_pinned(uint64_t num_bytes);
   void release_pinned(std::byte* memory);
@@ -38,24 +59,7 @@ class GpuHost {
   Status copy_out(std::span<const HostTransfer> pieces, std::chrono::nanoseconds at_most);
 
  private:
-  friend class GpuBells;
-  friend class GpuSteps;
-
-  // The device for a scope, and the thread's own afterwards.
-  class Turn {
-   public:
-    explicit Turn(GpuHost& host) : host_(host), lock_(host.mutex_) {}
-    ~Turn() { host_.runtime_->leave(); }
-    Turn(const Turn&) = delete;
-    Turn& operator=(const Turn&) = delete;
-
-   private:
-    GpuHost& host_;
-    std::lock_guard<std::mutex> lock_;
-  };
-
   Status drain(std::chrono::nanoseconds at_most);
-  Error named(Error error) const { return std::move(error).with(name()); }
 
   std::unique_ptr<DeviceRuntime> runtime_;
   std::mutex mutex_;  // runtime_ and below

@@ -7,6 +7,8 @@
 #include <string>
 #include <utility>
 
+#include "compute/gpu/kernel_table.h"
+
 namespace dflash::compute::gpu {
 namespace {
 
@@ -56,16 +58,16 @@ struct GpuSteps::Places {
 
 GpuSteps::~GpuSteps() {
   const GpuHost::Turn turn(host_);
-  if (host_.is_hung_) return;  // what the device may still use stays
-  for (const auto& [memory, device] : mapped_) host_.runtime_->unmap_host(memory);
-  for (const auto& [index, layer] : layers_) host_.runtime_->release(layer.tables);
-  host_.runtime_->release(memory_);
-  if (mirror_ != nullptr) host_.runtime_->release_staging(mirror_);
+  if (turn.is_hung()) return;  // what the device may still use stays
+  for (const auto& [memory, device] : mapped_) turn.runtime().unmap_host(memory);
+  for (const auto& [index, layer] : layers_) turn.runtime().release(layer.tables);
+  turn.runtime().release(memory_);
+  if (mirror_ != nullptr) turn.runtime().release_staging(mirror_);
 }
 
 Result<std::byte*> GpuSteps::map_memory(std::byte* memory, uint64_t num_bytes, bool is_read_only) {
   const GpuHost::Turn turn(host_);
-  auto device = host_.runtime_->map_host(memory, num_bytes, is_read_only);
+  auto device = turn.runtime().map_host(memory, num_bytes, is_read_only);
   if (!device.ok()) return named(std::move(device).error());
   mapped_[memory] = device.value();
   return device;
@@ -73,7 +75,7 @@ Result<std::byte*> GpuSteps::map_memory(std::byte* memory, uint64_t num_bytes, b
 
 void GpuSteps::unmap_memory(std::byte* memory) {
   const GpuHost::Turn turn(host_);
-  if (mapped_.erase(memory) != 0 && !host_.is_hung_) host_.runtime_->unmap_host(memory);
+  if (mapped_.erase(memory) != 0 && !turn.is_hung()) turn.runtime().unmap_host(memory);
 }
 
 Status GpuSteps::define_layer(const StepLayerPlan& plan) {
@@ -89,23 +91,23 @@ Status GpuSteps::define_layer(const StepLayerPlan& plan) {
       return argument_error("an expert is in no shard of its layer");
   }
   const uint64_t shard_bytes = aligned(plan.shards.size_bytes());
-  auto tables = host_.runtime_->allocate(shard_bytes + plan.experts.size_bytes());
+  auto tables = turn.runtime().allocate(shard_bytes + plan.experts.size_bytes());
   if (!tables.ok()) return named(std::move(tables).error());
   layers_[plan.layer] = {plan.in_size, plan.out_size, static_cast<uint32_t>(plan.experts.size()),
                          std::vector<StepShard>(plan.shards.begin(), plan.shards.end()),
                          tables.value()};
   most_shards_ = std::max(most_shards_, static_cast<uint32_t>(plan.shards.size()));
-  DFLASH_TRY(host_.runtime_->copy_in(tables.value(),
-                                     reinterpret_cast<const std::byte*>(plan.shards.data()),
-                                     plan.shards.size_bytes()));
-  DFLASH_TRY(host_.runtime_->copy_in(tables.value() + shard_bytes,
-                                     reinterpret_cast<const std::byte*>(plan.experts.data()),
-                                     plan.experts.size_bytes()));
-  return host_.drain(std::chrono::seconds(30));
+  DFLASH_TRY(turn.runtime().copy_in(tables.value(),
+                                    reinterpret_cast<const std::byte*>(plan.shards.data()),
+                                    plan.shards.size_bytes()));
+  DFLASH_TRY(turn.runtime().copy_in(tables.value() + shard_bytes,
+                                    reinterpret_cast<const std::byte*>(plan.experts.data()),
+                                    plan.experts.size_bytes()));
+  return turn.drain(std::chrono::seconds(30));
 }
 
 // Memory for the step; grows.
-Status GpuSteps::reserve(const StepPlan& plan) {
+Status GpuSteps::reserve(const StepPlan& plan, const GpuHost::Turn& turn) {
   uint32_t in_size = 1, out_size = 1;
   for (const auto& [index, layer] : layers_) {
     in_size = std::max(in_size, layer.in_size);
@@ -120,19 +122,19 @@ Status GpuSteps::reserve(const StepPlan& plan) {
   incoming_stride_ = std::min(plan.reply_bytes, aligned(reply));
   const Places places(*this);
   if (places.num_bytes > memory_bytes_) {
-    host_.runtime_->release(memory_);
+    turn.runtime().release(memory_);
     memory_ = nullptr;
     memory_bytes_ = 0;
-    auto memory = host_.runtime_->allocate(places.num_bytes);
+    auto memory = turn.runtime().allocate(places.num_bytes);
     if (!memory.ok()) return named(std::move(memory).error());
     memory_ = memory.value();
     memory_bytes_ = places.num_bytes;
   }
   if (places.mirror_bytes() > mirror_bytes_) {
-    if (mirror_ != nullptr) host_.runtime_->release_staging(mirror_);
+    if (mirror_ != nullptr) turn.runtime().release_staging(mirror_);
     mirror_ = nullptr;
     mirror_bytes_ = 0;
-    auto mirror = host_.runtime_->allocate_staging(places.mirror_bytes());
+    auto mirror = turn.runtime().allocate_staging(places.mirror_bytes());
     if (!mirror.ok()) return named(std::move(mirror).error());
     mirror_ = mirror.value();
     mirror_bytes_ = places.mirror_bytes();
@@ -143,12 +145,12 @@ Status GpuSteps::reserve(const StepPlan& plan) {
 Status GpuSteps::begin(const StepPlan& plan) {
   const GpuHost::Turn turn(host_);
   if (is_open_) return argument_error("a device step is already open");
-  if (host_.is_hung_) return host_.drain({});  // which says so
+  if (turn.is_hung()) return turn.drain({});  // which says so
   if (plan.lanes.empty() || plan.request_bytes % 64 != 0 || plan.reply_bytes % 64 != 0 ||
       plan.reply_bytes < kFrameBytes + kMostErrorBytes) {
     return argument_error("a device step without workers, or with slots too small for an error");
   }
-  DFLASH_TRY(reserve(plan));
+  DFLASH_TRY(reserve(plan, turn));
   const Places places(*this);
   std::memset(mirror_, 0, places.mirror_bytes());
   StepState state{};
@@ -156,13 +158,13 @@ Status GpuSteps::begin(const StepPlan& plan) {
   state.budget_ns = static_cast<uint64_t>(plan.budget.count());
   std::memcpy(mirror_, &state, sizeof state);
   std::memcpy(mirror_ + places.lanes, plan.lanes.data(), plan.lanes.size_bytes());
-  if (plan.stream) host_.runtime_->borrow_queue(*plan.stream);
+  if (plan.stream) turn.runtime().borrow_queue(*plan.stream);
   plan_ = plan;
   plan_.lanes = {};
   calls_.clear();
   num_messages_ = 0;
   is_open_ = true;
-  return host_.runtime_->copy_in(memory_, mirror_, places.messages);
+  return turn.runtime().copy_in(memory_, mirror_, places.messages);
 }
 
 Status GpuSteps::check_call(const StepCall& call, const Layer& layer) const {
@@ -232,26 +234,26 @@ Status GpuSteps::add(const StepCall& call) {
   params.reply_dtype = plan_.reply_dtype;
   calls_.push_back({call.layer, params.num_shards, num_messages_});
   num_messages_ += params.num_shards;
-  return launch(params, layer);
+  return launch(params, layer, turn.runtime());
 }
 
-Status GpuSteps::launch(const StepParams& params, const Layer& layer) {
+Status GpuSteps::launch(const StepParams& params, const Layer& layer, DeviceRuntime& runtime) {
   KernelLaunch one{.grid_x = num_lanes_,
                    .threads = kStepThreads,
                    .params = &params,
                    .params_bytes = sizeof params};
   one.kernel = kernel_id(PlainKernel::k_pack_requests);
-  DFLASH_TRY(host_.runtime_->launch(one));
+  DFLASH_TRY(runtime.launch(one));
   one.kernel = kernel_id(PlainKernel::k_await_replies);
-  DFLASH_TRY(host_.runtime_->launch(one));
+  DFLASH_TRY(runtime.launch(one));
   one.kernel = kernel_id(PlainKernel::k_combine_replies);
   one.grid_x = (params.num_tokens * layer.out_size + kStepThreads - 1) / kStepThreads;
-  return host_.runtime_->launch(one);
+  return runtime.launch(one);
 }
 
 Result<bool> GpuSteps::wait(std::chrono::nanoseconds at_most) {
   const GpuHost::Turn turn(host_);
-  return host_.runtime_->wait(at_most);
+  return turn.runtime().wait(at_most);
 }
 
 void GpuSteps::abort() {
@@ -262,7 +264,7 @@ void GpuSteps::abort() {
 
 void GpuSteps::give_up() {
   const GpuHost::Turn turn(host_);
-  host_.is_hung_ = true;
+  turn.count_as_hung();
   is_open_ = false;
 }
 
@@ -270,10 +272,10 @@ Result<StepOutcome> GpuSteps::end() {
   const GpuHost::Turn turn(host_);
   if (!is_open_) return argument_error("no device step is open");
   const uint64_t num_bytes = Places(*this).messages + num_messages_ * sizeof(StepMessage);
-  Status copied = host_.runtime_->copy_out(mirror_, memory_, num_bytes);
-  if (copied.ok()) copied = host_.drain(std::chrono::seconds(30));
+  Status copied = turn.runtime().copy_out(mirror_, memory_, num_bytes);
+  if (copied.ok()) copied = turn.drain(std::chrono::seconds(30));
   is_open_ = false;
-  host_.runtime_->return_queue();
+  turn.runtime().return_queue();
   if (!copied.ok()) return std::move(copied).error();
   return read_outcome();
 }

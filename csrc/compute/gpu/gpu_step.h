@@ -95,9 +95,9 @@ class GpuSteps {
     uint32_t layer, num_shards, first_message;
   };
   struct Places;
-  Status reserve(const StepPlan& plan);
+  Status reserve(const StepPlan& plan, const GpuHost::Turn& turn);
   Status check_call(const StepCall& call, const Layer& layer) const;
-  Status launch(const StepParams& params, const Layer& layer);
+  Status launch(const StepParams& params, const Layer& layer, DeviceRuntime& runtime);
   StepOutcome read_outcome();
   Error named(Error error) const { return std::move(error).with(host_.name()); }
 

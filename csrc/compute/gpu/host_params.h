@@ -110,20 +110,6 @@ static_assert(sizeof(StepLane) == 72 && sizeof(StepShard) == 24 && sizeof(StepMe
 static_assert(sizeof(StepParams) == 168 && offsetof(StepParams, num_tokens) == 128 &&
               offsetof(StepParams, reply_dtype) == 164);
 
-// A ping-pong with a processor, for measuring: the device stores a number to one word of the host's
-// memory and waits for it in another.
-struct BellParams {
-  uint32_t* ring;          // the device writes
-  const uint32_t* answer;  // the processor writes
-  uint32_t* num_done;      // device memory: answers that came
-  uint64_t budget_ns;      // of all rounds
-  uint32_t first;          // number of the first round
-  uint32_t num_rounds;
-};
-static_assert(sizeof(BellParams) == 40 && offsetof(BellParams, num_rounds) == 36);
-inline constexpr uint32_t kBellThreads = 64;
-
-using PlainParams_ring_bells = BellParams;
 using PlainParams_pack_requests = StepParams;
 using PlainParams_await_replies = StepParams;
 using PlainParams_combine_replies = StepParams;

@@ -23,8 +23,7 @@
   X(combine) \
   X(pack_requests) \
   X(await_replies) \
-  X(combine_replies) \
-  X(ring_bells)
+  X(combine_replies)
 // clang-format on
 
 // X(stem) of kernels that exist per weight format.
@@ -68,7 +67,7 @@
 
 namespace dflash::compute::gpu {
 
-enum class KernelId : uint16_t {};  // 0 .. kNumKernels - 1
+enum class KernelId : uint16_t {};  // 0 .. kNumKernels - 1, as in expert_kernels()
 
 enum class PlainKernel : uint16_t {
 #define DFLASH_GPU_ENUMERATOR(stem) k_##stem,
@@ -107,10 +106,5 @@ constexpr KernelId kernel_id(IntegerKernel kernel, WeightFormat format) {
   return static_cast<KernelId>(kFirstIntegerKernel +
                                static_cast<uint16_t>(kernel) * kNumIntegerFormats + index);
 }
-
-const char* kernel_name(KernelId kernel);     // the symbol in the module
-size_t kernel_params_bytes(KernelId kernel);  // of its one parameter
-// shared memory beyond what its code declares, part of every launch
-uint32_t kernel_dynamic_bytes(KernelId kernel);
 
 }  // namespace dflash::compute::gpu

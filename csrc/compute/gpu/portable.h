@@ -30,7 +30,7 @@
 // multiprocessor of NVIDIA's, 128 registers a thread: left alone, the compiler takes more, or
 // spills to take fewer. GPU_SHARED(Type, name): an object of a trivial type that the threads of a
 // block share; contents undefined. GPU_DYNAMIC_SHARED(name): a pointer to the shared memory that
-// the launch asked for (kernel_dynamic_bytes()), aligned to 16 bytes.
+// the launch asked for (KernelEntry), aligned to 16 bytes.
 #if defined(DFLASH_GPU_SIM)
 #define GPU_KERNEL(name, Params, most_threads) void name(const Params& params)
 #define GPU_PAIRED_KERNEL GPU_KERNEL

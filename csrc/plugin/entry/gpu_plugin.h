@@ -9,8 +9,7 @@
 
 #include "compute/gpu/gpu_layer.h"
 #include "plugin/device.h"
-
-#define DFLASH_PLUGIN_EXPORT extern "C" __attribute__((visibility("default")))
+#include "plugin/entry/export.h"
 
 namespace dflash::plugin {
 

@@ -8,16 +8,14 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <algorithm>
 #include <memory>
-#include <new>
 #include <string>
 #include <utility>
 #include <vector>
 
-#include "compute/gpu/gpu_bells.h"
 #include "compute/gpu/gpu_step.h"
 #include "plugin/abi_records.h"
+#include "plugin/answered.h"
 #include "plugin/device.h"
 #include "plugin/device_table.h"
 #include "plugin/host_abi.h"
@@ -27,34 +25,15 @@ struct dflash_host {
       : device(std::move(runtime)), dlpack_type(type) {}
   dflash::compute::gpu::GpuHost device;
   dflash::compute::gpu::GpuSteps steps{device};
-  dflash::compute::gpu::GpuBells bells{device};
   const int32_t dlpack_type;
 };
 
 namespace dflash::plugin {
 namespace host_internal {
 
-// Runs `body` (Status()); whatever it cannot allocate becomes an error, since nothing may be thrown
-// through the table.
-template <class Body>
-int32_t answered(dflash_error* error, Body&& body) {
-  try {
-    const Status done = body();
-    return done.ok() ? 0 : report(done.error(), error);
-  } catch (const std::bad_alloc&) {
-    return report(
-        Error{ErrorCode::kOutOfMemory, "the host's device could not allocate memory of the host"},
-        error);
-  }
-}
-
-inline Error missing(const char* what) {
-  return Error{ErrorCode::kInvalidArgument, std::string("host table: ") + what + " is null"};
-}
-
 inline int32_t info(dflash_host* host, dflash_host_info* found, dflash_error* error) {
   return answered(error, [&]() -> Status {
-    if (host == nullptr) return missing("host");
+    if (host == nullptr) return missing("host table: host");
     auto record = new_record<dflash_host_info>();
     record.dlpack_type = host->dlpack_type;
     record.dlpack_id = host->dlpack_type == DFLASH_DLPACK_CPU
@@ -70,7 +49,7 @@ inline int32_t info(dflash_host* host, dflash_host_info* found, dflash_error* er
 inline int32_t allocate_pinned(dflash_host* host, uint64_t num_bytes, void** memory,
                                dflash_error* error) {
   return answered(error, [&]() -> Status {
-    if (host == nullptr || memory == nullptr) return missing("host or memory");
+    if (host == nullptr || memory == nullptr) return missing("host table: host or memory");
     auto allocated = host->device.allocate_pinned(num_bytes);
     if (!allocated.ok()) return std::move(allocated).error();
     *memory = allocated.value();
@@ -82,7 +61,8 @@ template <bool kIsIn>
 int32_t copy(dflash_host* host, const dflash_transfer* pieces, uint32_t num_pieces,
              int64_t timeout_ns, dflash_error* error) {
   return answered(error, [&]() -> Status {
-    if (host == nullptr || (pieces == nullptr && num_pieces > 0)) return missing("host or pieces");
+    if (host == nullptr || (pieces == nullptr && num_pieces > 0))
+      return missing("host table: host or pieces");
     std::vector<compute::gpu::HostTransfer> transfers;
     for (uint32_t i = 0; i < num_pieces; ++i) {
       transfers.push_back({static_cast<std::byte*>(pieces[i].device),
@@ -98,7 +78,7 @@ inline int32_t map_memory(dflash_host* host, void* memory, uint64_t num_bytes,
                           uint32_t is_read_only, void** device, dflash_error* error) {
   return answered(error, [&]() -> Status {
     if (host == nullptr || memory == nullptr || device == nullptr)
-      return missing("host, memory or device");
+      return missing("host table: host, memory or device");
     auto mapped =
         host->steps.map_memory(static_cast<std::byte*>(memory), num_bytes, is_read_only != 0);
     if (!mapped.ok()) return std::move(mapped).error();
@@ -121,7 +101,7 @@ inline int32_t step_layer(dflash_host* host, const dflash_step_layer* given, dfl
   return answered(error, [&]() -> Status {
     const dflash_step_layer layer = read_record(given);
     if (host == nullptr || layer.shards == nullptr || layer.experts == nullptr)
-      return missing("host, shards or experts");
+      return missing("host table: host, shards or experts");
     std::vector<compute::gpu::StepShard> shards;
     for (uint32_t i = 0; i < layer.num_shards; ++i) {
       const dflash_step_shard& shard = layer.shards[i];
@@ -136,7 +116,7 @@ inline int32_t step_layer(dflash_host* host, const dflash_step_layer* given, dfl
 inline int32_t step_begin(dflash_host* host, const dflash_step* given, dflash_error* error) {
   return answered(error, [&]() -> Status {
     const dflash_step step = read_record(given);
-    if (host == nullptr || step.lanes == nullptr) return missing("host or lanes");
+    if (host == nullptr || step.lanes == nullptr) return missing("host table: host or lanes");
     std::vector<compute::gpu::StepLane> lanes;
     for (uint32_t i = 0; i < step.num_lanes; ++i) {
       const dflash_step_lane& lane = step.lanes[i];
@@ -165,7 +145,7 @@ inline int32_t step_add(dflash_host* host, const dflash_step_call* given, dflash
   return answered(error, [&]() -> Status {
     const dflash_step_call call = read_record(given);
     if (host == nullptr || call.hidden_states == nullptr || call.output == nullptr)
-      return missing("host or a tensor");
+      return missing("host table: host or a tensor");
     auto dtype = dtype_of(call.dtype), weights = dtype_of(call.weights_dtype);
     if (!dtype.ok()) return std::move(dtype).error();
     if (!weights.ok()) return std::move(weights).error();
@@ -178,7 +158,7 @@ inline int32_t step_add(dflash_host* host, const dflash_step_call* given, dflash
 inline int32_t step_wait(dflash_host* host, int64_t timeout_ns, uint32_t* is_done,
                          dflash_error* error) {
   return answered(error, [&]() -> Status {
-    if (host == nullptr || is_done == nullptr) return missing("host or is_done");
+    if (host == nullptr || is_done == nullptr) return missing("host table: host or is_done");
     auto waited = host->steps.wait(std::chrono::nanoseconds(timeout_ns));
     if (!waited.ok()) return std::move(waited).error();
     *is_done = waited.value() ? 1 : 0;
@@ -206,7 +186,7 @@ inline int32_t step_end(dflash_host* host, dflash_step_outcome* given, dflash_er
     dflash_step_outcome outcome = read_record(given);
     if (host == nullptr || outcome.lanes == nullptr ||
         (outcome.messages == nullptr && outcome.max_messages > 0))
-      return missing("host or lanes");
+      return missing("host table: host or lanes");
     auto ended = host->steps.end();
     if (!ended.ok()) return std::move(ended).error();
     for (size_t i = 0; i < ended.value().lanes.size(); ++i) {
@@ -224,29 +204,6 @@ inline int32_t step_end(dflash_host* host, dflash_step_outcome* given, dflash_er
   });
 }
 
-inline int32_t ring_bells(dflash_host* host, dflash_bells* given, dflash_error* error) {
-  return answered(error, [&]() -> Status {
-    dflash_bells bells = read_record(given);
-    const bool has_words =
-        bells.ring != nullptr && bells.answer != nullptr && bells.release != nullptr;
-    if (host == nullptr ||
-        (bells.kind == DFLASH_BELL_CALL ? bells.calls_ns == nullptr : !has_words))
-      return missing("host, a word or times");
-    if (bells.kind > DFLASH_BELL_CALL)
-      return Error{ErrorCode::kInvalidArgument,
-                   "host table: a bell of kind " + std::to_string(bells.kind) + " is unknown"};
-    auto rung = host->bells.ring(
-        {static_cast<uint32_t*>(bells.ring), static_cast<const uint32_t*>(bells.answer),
-         bells.release, bells.first, bells.num_rounds, std::chrono::nanoseconds(bells.budget_ns)},
-        static_cast<compute::gpu::BellKind>(bells.kind));
-    if (!rung.ok()) return std::move(rung).error();
-    bells.num_done = rung.value().num_done;
-    std::copy(rung.value().calls_ns.begin(), rung.value().calls_ns.end(), bells.calls_ns);
-    write_record(given, bells);
-    return ok();
-  });
-}
-
 }  // namespace host_internal
 
 template <class Driver>
@@ -259,8 +216,8 @@ const dflash_host_table* host_table_of() {
     filled.version = internal::common_table().version;
     filled.open = [](uint32_t device, const dflash_open_options* options, dflash_host** opened,
                      dflash_error* error) {
-      return host_internal::answered(error, [&]() -> Status {
-        if (opened == nullptr) return host_internal::missing("host");
+      return answered(error, [&]() -> Status {
+        if (opened == nullptr) return missing("host table: host");
         const dflash_open_options asked = read_record(options);
         auto runtime = Driver::open_for_host(device, OpenOptions{1, asked.seed});
         if (!runtime.ok()) return std::move(runtime).error();
@@ -291,7 +248,6 @@ const dflash_host_table* host_table_of() {
     filled.step_give_up = [](dflash_host* host) {
       if (host != nullptr) host->steps.give_up();
     };
-    filled.ring_bells = &host_internal::ring_bells;
     return filled;
   }();
   return &table;

@@ -48,10 +48,13 @@ struct SimDriver {
       return Error{ErrorCode::kInvalidArgument, "device sim:" + std::to_string(device) +
                                                     " does not exist; there are sim:0 and sim:1"};
     const SimulatedVendor vendor = device == 0 ? SimulatedVendor::kCuda : SimulatedVendor::kHip;
-    return compute::gpu::make_simulated_runtime(SimulatedDevice{.vendor = vendor,
-                                                                .memory_bytes = machine_bytes(),
-                                                                .seed = options.seed,
-                                                                .has_foreign_memory = true});
+    auto runtime =
+        compute::gpu::make_simulated_runtime(SimulatedDevice{.vendor = vendor,
+                                                             .memory_bytes = machine_bytes(),
+                                                             .seed = options.seed,
+                                                             .has_foreign_memory = true});
+    if (!runtime.ok()) return std::move(runtime).error();
+    return std::unique_ptr<compute::gpu::DeviceRuntime>(std::move(runtime).value());
   }
 };
 

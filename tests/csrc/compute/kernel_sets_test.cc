@@ -8,7 +8,6 @@
 #include <string>
 
 #include "compute/cpu/cpu_backend.h"
-#include "compute/cpu/peaks.h"
 
 namespace dflash::compute {
 namespace {
@@ -41,27 +40,6 @@ TEST_CASE(
   // set where the emulated processor is known (.ci/neon)
   const char* expected = std::getenv("DFLASH_TEST_BEST_ISA");
   if (expected != nullptr) CHECK(isa_name(best) == std::string(expected));
-}
-
-TEST_CASE(
-    "peaks of bytes' and bf16's products are measured where a set has an instruction for them, and "
-    "refused by name elsewhere") {
-  const auto check = [](const Result<std::vector<double>>& found, bool is_there,
-                        const char* refusal) {
-    CHECK(found.ok() == is_there);
-    if (found.ok())
-      CHECK(found.value().at(0) > 0);
-    else
-      CHECK(found.error().message.find(refusal) != std::string::npos);
-  };
-  for (Isa isa : kAllIsas) {
-    if (!isa_is_supported(isa)) continue;
-    CAPTURE(isa_name(isa));
-    const bool is_plain = isa == Isa::kReference || isa == Isa::kScalar || isa == Isa::kNeon;
-    check(integer_multiply_add_per_s(isa, 1, 1, 0.01), !is_plain, "has no integer multiply-add");
-    check(bf16_multiply_add_per_s(isa, 1, 1, 0.01),
-          isa == Isa::kAvx512Bf16 || isa == Isa::kNeonBf16, "has no bf16 multiply-add");
-  }
 }
 
 }  // namespace

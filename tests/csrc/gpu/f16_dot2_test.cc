@@ -10,6 +10,7 @@
 
 #include "base/convert.h"
 #include "compute/gpu/host_routing.h"
+#include "compute/gpu/kernel_table.h"
 #include "compute/reference/f16_dot2.h"
 #include "gpu/card_scene.h"
 

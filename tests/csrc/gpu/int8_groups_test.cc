@@ -7,6 +7,7 @@
 #include <limits>
 
 #include "compute/cpu/cpu_backend.h"
+#include "compute/gpu/kernel_table.h"
 #include "compute/reference/int8_groups.h"
 #include "gpu/card_scene.h"
 

@@ -10,6 +10,7 @@
 
 #include "base/convert.h"
 #include "compute/gpu/kernel_params.h"
+#include "compute/gpu/kernel_table.h"
 #include "compute/gpu/sim/sim_runtime.h"
 
 namespace dflash::compute::gpu {
@@ -108,12 +109,14 @@ TEST_CASE("a launch with the wrong parameters is refused") {
 }
 
 TEST_CASE("kernels have the names that modules export") {
-  CHECK(std::string(kernel_name(kernel_id(PlainKernel::k_combine))) == "dflash_combine");
-  CHECK(std::string(kernel_name(kernel_id(WeightKernel::k_project_few, WeightFormat::kF32))) ==
-        "dflash_project_few_f32");
+  CHECK(std::string(entry_of(expert_kernels(), kernel_id(PlainKernel::k_combine)).name) ==
+        "dflash_combine");
+  CHECK(std::string(
+            entry_of(expert_kernels(), kernel_id(WeightKernel::k_project_few, WeightFormat::kF32))
+                .name) == "dflash_project_few_f32");
   for (uint8_t format = 0; format < kNumWeightFormats; ++format) {
     const auto weight_format = static_cast<WeightFormat>(format);
-    CHECK(kernel_name(kernel_id(WeightKernel::k_project_many, weight_format)) ==
+    CHECK(entry_of(expert_kernels(), kernel_id(WeightKernel::k_project_many, weight_format)).name ==
           std::string("dflash_project_many_") + format_name(weight_format));
   }
 }

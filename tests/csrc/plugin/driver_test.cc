@@ -16,6 +16,7 @@
 #include "compute/gpu/cuda/cuda_driver.h"
 #include "compute/gpu/hip/hip_driver.h"
 #include "compute/gpu/kernel_params.h"
+#include "compute/gpu/kernel_table.h"
 #include "compute/gpu/module/module_runtime.h"
 
 namespace {
@@ -137,11 +138,12 @@ TEST_CASE("a kernel that needs more shared memory than 48 KiB is allowed it befo
                             .threads = 256,
                             .params = &params,
                             .params_bytes = sizeof(params)};
-  REQUIRE(kernel_dynamic_bytes(launch.kernel) > 48 * 1024);
+  REQUIRE(entry_of(expert_kernels(), launch.kernel).dynamic_bytes > 48 * 1024);
   CHECK(runtime->launch(launch).ok());
-  CHECK(kernel_dynamic_bytes(kernel_id(WeightKernel::k_bf16_many, WeightFormat::kIq4Xs)) == 0);
-  CHECK(kernel_dynamic_bytes(kernel_id(WeightKernel::k_bf16_wgmma, WeightFormat::kIq4Xs)) ==
-        kWgmmaSharedBytes);
+  CHECK(entry_of(expert_kernels(), kernel_id(WeightKernel::k_bf16_many, WeightFormat::kIq4Xs))
+            .dynamic_bytes == 0);
+  CHECK(entry_of(expert_kernels(), kernel_id(WeightKernel::k_bf16_wgmma, WeightFormat::kIq4Xs))
+            .dynamic_bytes == kWgmmaSharedBytes);
 }
 
 TEST_CASE("no device, a driver older than the build, and one that does not start are told apart") {

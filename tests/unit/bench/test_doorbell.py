@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from dflash_moe import _core
+from dflash_moe import _measure
 from dflash_moe.bench.bell_echo import EchoProcess
 from dflash_moe.bench.doorbell import OPEN, PAIRS, PINNED, SEALED, DoorbellParams, run_doorbell
 from dflash_moe.bench.harness import Recorder
@@ -70,23 +70,24 @@ def test_memory_that_the_driver_refuses_is_a_row_with_its_words(monkeypatch):
     class Choosy:
         """Of a driver that maps no read-only memory."""
 
-        pinned = _core.BellMemory.pinned
+        pinned = _measure.BellMemory.pinned
 
         @staticmethod
         def of_segments(*, is_open: bool, slot_bytes: int) -> Any:
-            return _core.BellMemory.of_segments(is_open=is_open, slot_bytes=slot_bytes) if is_open else Refused()
+            return _measure.BellMemory.of_segments(is_open=is_open, slot_bytes=slot_bytes) if is_open else Refused()
 
     class Refused:
-        def map(self, device: _core.HostDevice) -> int:
+        def map(self, device: _measure.BellDevice) -> int:
             raise UnsupportedError("registering 4096 bytes of the host's memory to be read failed: not supported")
 
-        def unmap(self, device: _core.HostDevice) -> None:
+        def unmap(self, device: _measure.BellDevice) -> None:
             pass
 
-    class Core:
+    class Measure:
         BellMemory = Choosy
+        BellDevice = _measure.BellDevice
 
-    monkeypatch.setattr("dflash_moe.bench.doorbell._core", Core)
+    monkeypatch.setattr("dflash_moe.bench.doorbell._measure", Measure)
     rows = by_name(run_doorbell(DoorbellParams("sim", rounds=ROUNDS)).rows)
     for (kind, memory, _), row in rows.items():
         assert row["passed"] == (memory != SEALED)
@@ -95,7 +96,7 @@ def test_memory_that_the_driver_refuses_is_a_row_with_its_words(monkeypatch):
 
 
 def test_an_echo_process_ends_with_its_block_although_nobody_rang():
-    memory = _core.BellMemory.of_segments(is_open=False, slot_bytes=4096)
+    memory = _measure.BellMemory.of_segments(is_open=False, slot_bytes=4096)
     with EchoProcess.forked(memory, rounds=ROUNDS, timeout_s=60.0) as echo:
         pid = echo.pid
         os.kill(pid, 0)
@@ -105,7 +106,7 @@ def test_an_echo_process_ends_with_its_block_although_nobody_rang():
 
 def test_an_echo_process_that_is_stuck_costs_no_more_than_the_limit(monkeypatch):
     monkeypatch.setattr("dflash_moe.bench.bell_echo.JOIN_S", 0.05)
-    memory = _core.BellMemory.of_segments(is_open=False, slot_bytes=4096)
+    memory = _measure.BellMemory.of_segments(is_open=False, slot_bytes=4096)
     with EchoProcess.forked(memory, rounds=ROUNDS, timeout_s=60.0) as echo:
         echo.begin(1)  # nobody rings, so it would answer a minute later
         began = time.monotonic()

@@ -34,6 +34,7 @@ def _room_file(root: Path, name: str, text: str) -> None:
         ("runtime/session.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from dflash_moe.cli import main\n"),
         ("runtime/session.py", "import dflash_moe\nprint(dflash_moe.__file__, dflash_moe.workers)\n"),
         ("engine/scheduler.py", "import dflash_moe.testing.cases\n"),
+        ("workers/loader.py", "def load():\n    from dflash_moe import _measure\n"),
     ],
 )
 def test_arrow_against_the_layers_is_found(tmp_path: Path, name: str, text: str) -> None:

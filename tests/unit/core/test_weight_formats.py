@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dflash_moe import _core
+from dflash_moe import _core, _measure
 from dflash_moe.errors import CheckpointError, ConfigError, UnsupportedError
 from dflash_moe.model.dequantize import dequantize, requantized
 
@@ -134,7 +134,7 @@ def test_kernels_compute_with_exactly_the_dequantised_values(isa: str, name: str
 @pytest.mark.parametrize("weight_dtype", ["bf16", "int4_g32", "q4_k+q6_k", "fp8_e4m3_b128"])
 def test_predicted_bytes_are_those_a_layer_holds(isa: str, weight_dtype: str) -> None:
     spec = {"in_size": 512, "intermediate_size": 256, "out_size": 300}
-    layer = _core.LayerBenchmark(spec=spec, num_experts=3, num_layers=1, weight_dtype=weight_dtype, isa=isa, num_threads=1)
+    layer = _measure.LayerBenchmark(spec=spec, num_experts=3, num_layers=1, weight_dtype=weight_dtype, isa=isa, num_threads=1)
     assert _core.packed_bytes(spec=spec, num_experts=3, weight_dtype=weight_dtype, isa=isa) == layer.resident_bytes()
 
 

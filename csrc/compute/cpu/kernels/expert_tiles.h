@@ -15,9 +15,6 @@
 
 namespace dflash::compute {
 
-// Panels of a run that one pass handles: many rows take the panels of one gate and up, so that the
-// sums of all rows stay near.
-inline constexpr uint32_t kManyRowsPanels = 2;
 template <class V>
 inline constexpr size_t kTileFloats =
     static_cast<size_t>(kPanelWidth<V>) *
@@ -89,16 +86,6 @@ void down_tile(const DownTile& args) {
                });
 }
 
-// What gate_up_tile and down_tile do beyond this is what a layer costs beyond its matrix products.
-template <class V, class P>
-void multiply_only(const PanelRun& panels, const void* const* rows, uint32_t num_rows) {
-  alignas(64) float tile[kTileFloats<V>];
-  in_passes<V>(num_rows, panels, kManyRowsPanels, [&](const PanelRun& run, uint32_t) {
-    multiply<V, P>(num_rows, run, rows, tile);
-    asm volatile("" : : "r"(tile) : "memory");  // the products count as used
-  });
-}
-
 template <class V>
 void canonicalize_nan(float* values, size_t count) {
   for (size_t n = 0; n < count; n += V::kLanes)
@@ -115,7 +102,7 @@ constexpr KernelSet make_kernel_set() {
                    .gate_up_encodes = P::kGateUpEncodes,
                    .gate_up = gate_up_tile<V, P>,
                    .down = down_tile<V, P>,
-                   .multiply_only = multiply_only<V, P>,
+                   .multiply = multiply<V, P>,
                    .canonicalize_nan = canonicalize_nan<V>};
 }
 

@@ -95,15 +95,6 @@ class CudaDriver final : public DriverApi {
     return launch_(function, grid_x, grid_y, 1, threads, 1, 1, dynamic_bytes, queue, arguments,
                    nullptr);
   }
-  int write_word(void* word, uint32_t value, void* queue) override {
-    return write_word_(queue, address(word), value, 0);
-  }
-  int await_word(const void* word, uint32_t value, void* queue) override {
-    return await_word_(queue, address(word), value, kAwaitReached);
-  }
-  int call_host(void (*function)(void*), void* argument, void* queue) override {
-    return call_host_(queue, function, argument);
-  }
   std::string text(int status) override {
     const char* found = nullptr;
     if (text_(status, &found) != 0 || found == nullptr)

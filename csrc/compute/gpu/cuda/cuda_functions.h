@@ -43,9 +43,6 @@
   X(launch_, cuLaunchKernel,                                                                  \
     int(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*,   \
         void**, void**))                                                                      \
-  X(write_word_, cuStreamWriteValue32_v2, int(void*, unsigned long long, unsigned, unsigned)) \
-  X(await_word_, cuStreamWaitValue32_v2, int(void*, unsigned long long, unsigned, unsigned))  \
-  X(call_host_, cuLaunchHostFunc, int(void*, void (*)(void*), void*))                         \
   X(text_, cuGetErrorString, int(int, const char**))
 
 namespace dflash::compute::gpu::cuda {
@@ -57,8 +54,6 @@ inline constexpr int kFunctionDynamicBytes = 8;  // CU_FUNC_ATTRIBUTE_MAX_DYNAMI
 // CUDA_ERROR_NO_DEVICE, CUDA_ERROR_SYSTEM_DRIVER_MISMATCH
 inline constexpr int kNoDevice = 100, kDriverMismatch = 803;
 inline constexpr unsigned kNonBlockingStream = 1;  // CU_STREAM_NON_BLOCKING
-// CU_STREAM_WAIT_VALUE_GEQ: by the sign of the difference
-inline constexpr unsigned kAwaitReached = 0;
 // CU_MEMHOSTREGISTER_*
 inline constexpr unsigned kRegisterPortable = 1, kRegisterDeviceMap = 2, kRegisterReadOnly = 8;
 

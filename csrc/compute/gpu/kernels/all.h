@@ -19,7 +19,6 @@
 #include "compute/gpu/kernels/pack_requests.h"
 #include "compute/gpu/kernels/project_few.h"
 #include "compute/gpu/kernels/project_many.h"
-#include "compute/gpu/kernels/ring_bells.h"
 #include "compute/gpu/kernels/route.h"
 #include "compute/gpu/kernels/widen_rows.h"
 

@@ -13,7 +13,6 @@
 namespace dflash::compute::gpu {
 
 inline constexpr int kDriverOutOfMemory = 2;  // CUDA_ERROR_OUT_OF_MEMORY, hipErrorOutOfMemory
-inline constexpr int kDriverLacks = -1;       // no function of that kind is opened there
 inline constexpr int kDriverNotReady = 600;   // CUDA_ERROR_NOT_READY, hipErrorNotReady
 
 // A device as the driver lists it. `reason` says why kernels of this build cannot run there; empty:
@@ -65,11 +64,6 @@ class DriverApi {
   virtual int allow_dynamic(void* function, uint32_t num_bytes) = 0;
   virtual int launch(void* function, uint32_t grid_x, uint32_t grid_y, uint32_t threads,
                      uint32_t dynamic_bytes, void* queue, void** arguments) = 0;
-  // Operations of a queue on words of the host's memory, and calls of the host. Not every driver
-  // has them.
-  virtual int write_word(void*, uint32_t, void*) { return kDriverLacks; }
-  virtual int await_word(const void*, uint32_t, void*) { return kDriverLacks; }
-  virtual int call_host(void (*)(void*), void*, void*) { return kDriverLacks; }
   virtual std::string text(int status) = 0;
 };
 

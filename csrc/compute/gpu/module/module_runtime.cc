@@ -22,8 +22,8 @@ constexpr int64_t kNapNs = 20'000;
 
 class ModuleRuntime final : public DeviceRuntime {
  public:
-  ModuleRuntime(std::unique_ptr<DriverApi> driver, DeviceFacts facts)
-      : driver_(std::move(driver)), facts_(std::move(facts)) {}
+  ModuleRuntime(std::unique_ptr<DriverApi> driver, DeviceFacts facts, KernelTable kernels)
+      : driver_(std::move(driver)), facts_(std::move(facts)), kernels_(kernels) {}
   ~ModuleRuntime() override;
   Status start();
 
@@ -44,21 +44,18 @@ class ModuleRuntime final : public DeviceRuntime {
   void unmap_host(std::byte* memory) override;
   void borrow_queue(uint64_t stream) override { queue_ = reinterpret_cast<void*>(stream); }
   void return_queue() override { queue_ = own_queue_; }
-  Status write_word(uint32_t* word, uint32_t value) override;
-  Status await_word(const uint32_t* word, uint32_t value) override;
-  Status call_host(void (*function)(void*), void* argument) override;
   void leave() override;
   uint64_t stream() const override { return reinterpret_cast<uintptr_t>(own_queue_); }
 
  private:
   Status enter();
   Status done(int status, const char* what);
-  Status accepted(int status, const char* what);
   Error allocation_error(int status, uint64_t num_bytes, const char* where);
   Status load_kernels();
 
   std::unique_ptr<DriverApi> driver_;
   DeviceFacts facts_;
+  const KernelTable kernels_;
   bool is_in_use_ = false;       // use() succeeded: drop() is due
   void* own_ = nullptr;          // what is current while the device is
   std::thread::id current_for_;  // the thread that used the device last and has not left it
@@ -69,7 +66,7 @@ class ModuleRuntime final : public DeviceRuntime {
   void* queue_ = nullptr;  // what is used: the own one, or one that is borrowed
   void* events_[2] = {};   // by Mark
   void* module_ = nullptr;
-  void* functions_[kNumKernels] = {};
+  std::vector<void*> functions_;  // [kernels_]
 };
 
 // After a failure or with work that does not end, the driver's functions may hang: everything is
@@ -94,29 +91,6 @@ Status ModuleRuntime::done(int status, const char* what) {
   if (status == 0) return ok();
   lost_ = std::string(what) + " failed: " + driver_->text(status);
   return Error{ErrorCode::kWorkerFailed, lost_};
-}
-
-// What a driver may refuse without harm to the device.
-Status ModuleRuntime::accepted(int status, const char* what) {
-  if (status == 0) return ok();
-  return Error{ErrorCode::kUnsupported,
-               status == kDriverLacks ? facts_.backend + " is not used for " + what
-                                      : std::string(what) + " failed: " + driver_->text(status)};
-}
-
-Status ModuleRuntime::write_word(uint32_t* word, uint32_t value) {
-  DFLASH_TRY(enter());
-  return accepted(driver_->write_word(word, value, queue_), "stores of a stream");
-}
-
-Status ModuleRuntime::await_word(const uint32_t* word, uint32_t value) {
-  DFLASH_TRY(enter());
-  return accepted(driver_->await_word(word, value, queue_), "waits of a stream");
-}
-
-Status ModuleRuntime::call_host(void (*function)(void*), void* argument) {
-  DFLASH_TRY(enter());
-  return accepted(driver_->call_host(function, argument, queue_), "calls of the host by a stream");
 }
 
 // A device is current per thread, and another user of the thread (a framework, the runtime of a
@@ -165,11 +139,10 @@ Status ModuleRuntime::load_kernels() {
                  "no kernels of this build run on " + facts_.architecture +
                      (images.empty() ? std::string() : ": " + driver_->text(status))};
   }
-  for (uint16_t kernel = 0; kernel < kNumKernels; ++kernel) {
-    const char* name = kernel_name(KernelId{kernel});
-    if (driver_->find_function(&functions_[kernel], module_, name) != 0) {
-      return Error{ErrorCode::kUnsupported,
-                   std::string("the plug-in's image has no kernel ") + name + "; build it again"};
+  for (const KernelEntry& kernel : kernels_) {
+    if (driver_->find_function(&functions_.emplace_back(nullptr), module_, kernel.name) != 0) {
+      return Error{ErrorCode::kUnsupported, std::string("the plug-in's image has no kernel ") +
+                                                kernel.name + "; build it again"};
     }
   }
   return ok();
@@ -261,12 +234,12 @@ Status ModuleRuntime::launch(const KernelLaunch& launch) {
   // read only, whatever the driver's signature says
   void* arguments[] = {const_cast<void*>(launch.params)};
   void* function = functions_[static_cast<uint16_t>(launch.kernel)];
-  const uint32_t dynamic_bytes = kernel_dynamic_bytes(launch.kernel);
+  const auto& [name, params_bytes, dynamic_bytes] = entry_of(kernels_, launch.kernel);
   if (dynamic_bytes != 0)
     DFLASH_TRY(done(driver_->allow_dynamic(function, dynamic_bytes), "asking for shared memory"));
   return done(driver_->launch(function, launch.grid_x, launch.grid_y, launch.threads, dynamic_bytes,
                               queue_, arguments),
-              kernel_name(launch.kernel));
+              name);
 }
 
 Status ModuleRuntime::mark(Mark mark) {
@@ -305,7 +278,7 @@ Result<bool> ModuleRuntime::wait(std::chrono::nanoseconds at_most) {
 }  // namespace
 
 Result<std::unique_ptr<DeviceRuntime>> make_module_runtime(std::unique_ptr<DriverApi> driver,
-                                                           uint32_t device) {
+                                                           uint32_t device, KernelTable kernels) {
   auto devices = driver->list();
   if (!devices.ok()) return std::move(devices).error();
   if (device >= devices.value().size()) {
@@ -315,7 +288,7 @@ Result<std::unique_ptr<DeviceRuntime>> make_module_runtime(std::unique_ptr<Drive
   }
   const DriverDevice& found = devices.value()[device];
   if (!found.reason.empty()) return Error{ErrorCode::kUnsupported, found.reason};
-  auto runtime = std::make_unique<ModuleRuntime>(std::move(driver), found.facts);
+  auto runtime = std::make_unique<ModuleRuntime>(std::move(driver), found.facts, kernels);
   DFLASH_TRY(runtime->start());
   return std::unique_ptr<DeviceRuntime>(std::move(runtime));
 }

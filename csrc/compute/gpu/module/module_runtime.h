@@ -9,9 +9,11 @@
 
 namespace dflash::compute::gpu {
 
-// Errors: kInvalidArgument for a device that does not exist; kUnsupported where no image fits the
-// device or lacks a kernel; kWorkerFailed with the driver's text.
+// `kernels`: what is launched of the driver's image. Errors: kInvalidArgument for a device that
+// does not exist; kUnsupported where no image fits the device or lacks a kernel; kWorkerFailed with
+// the driver's text.
 Result<std::unique_ptr<DeviceRuntime>> make_module_runtime(std::unique_ptr<DriverApi> driver,
-                                                           uint32_t device);
+                                                           uint32_t device,
+                                                           KernelTable kernels = expert_kernels());
 
 }  // namespace dflash::compute::gpu

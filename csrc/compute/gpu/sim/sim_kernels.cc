@@ -1,4 +1,4 @@
-// The kernels compiled for the CPU, over the simulator's threads.
+// The experts' kernels compiled for the CPU, over the simulator's threads.
 // SPDX-License-Identifier: Apache-2.0
 #define DFLASH_GPU_SIM 1
 #include "compute/gpu/sim/sim_kernels.h"
@@ -7,11 +7,6 @@
 
 namespace dflash::compute::gpu::sim {
 namespace {
-
-template <class Params, void (*kBody)(const Params&)>
-void call(const void* params) {
-  kBody(*static_cast<const Params*>(params));
-}
 
 constexpr Kernel kKernels[kNumKernels] = {
 #define DFLASH_GPU_PLAIN_ENTRY(stem) &call<PlainParams_##stem, &dflash_##stem>,
@@ -25,6 +20,6 @@ constexpr Kernel kKernels[kNumKernels] = {
 
 }  // namespace
 
-Kernel find_kernel(KernelId kernel) { return kKernels[static_cast<uint16_t>(kernel)]; }
+Module expert_module() { return {expert_kernels(), kKernels}; }
 
 }  // namespace dflash::compute::gpu::sim

@@ -2,10 +2,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "compute/gpu/sim/sim_runtime.h"
 
-#include <sched.h>
-
 #include <algorithm>
-#include <atomic>
 #include <cstring>
 #include <deque>
 #include <map>
@@ -17,7 +14,6 @@
 
 #include "compute/float_mode.h"
 #include "compute/gpu/sim/block.h"
-#include "compute/gpu/sim/sim_kernels.h"
 
 namespace dflash::compute::gpu {
 namespace {
@@ -27,17 +23,14 @@ constexpr uint8_t kFreshByte = 0xcd;  // device memory is not zero at first
 constexpr uint32_t kMaxGridY = 65535;
 
 struct Operation {
-  enum class Kind : uint8_t { kCopy, kFill, kLaunch, kMark, kWrite, kAwait, kCall } kind;
+  enum class Kind : uint8_t { kCopy, kFill, kLaunch, kMark, kOther } kind;
   std::byte* destination = nullptr;
   const std::byte* source = nullptr;
   uint64_t num_bytes = 0;
   uint8_t value = 0;
-  KernelLaunch launch;
-  std::vector<std::byte> params;
-  uint32_t* word = nullptr;  // of kWrite and kAwait
-  uint32_t word_value = 0;
-  void (*function)(void*) = nullptr;
-  void* argument = nullptr;
+  KernelLaunch launch{};
+  std::vector<std::byte> params{};
+  std::function<bool()> other{};
 };
 
 std::byte* allocate_aligned(uint64_t num_bytes) {
@@ -46,10 +39,12 @@ std::byte* allocate_aligned(uint64_t num_bytes) {
 }
 void free_aligned(std::byte* memory) { ::operator delete(memory, std::align_val_t{kAlignment}); }
 
-class SimRuntime final : public DeviceRuntime {
+class SimRuntime final : public SimulatedRuntime {
  public:
-  SimRuntime(const SimulatedDevice& device, std::unique_ptr<sim::Block> block)
-      : block_(std::move(block)),
+  SimRuntime(const SimulatedDevice& device, const sim::Module& module,
+             std::unique_ptr<sim::Block> block)
+      : module_(module),
+        block_(std::move(block)),
         random_(device.seed),
         has_foreign_memory_(device.has_foreign_memory) {
     const bool is_cuda = device.vendor == SimulatedVendor::kCuda;
@@ -102,49 +97,41 @@ class SimRuntime final : public DeviceRuntime {
 
   Status copy_in(std::byte* device, const std::byte* host, uint64_t num_bytes) override {
     DFLASH_TRY(check_range(device, num_bytes, "copy_in"));
-    return queue({.kind = Operation::Kind::kCopy,
-                  .destination = device,
-                  .source = host,
-                  .num_bytes = num_bytes,
-                  .launch = {},
-                  .params = {}});
+    return queue(Operation{.kind = Operation::Kind::kCopy,
+                           .destination = device,
+                           .source = host,
+                           .num_bytes = num_bytes});
   }
   Status copy_out(std::byte* host, const std::byte* device, uint64_t num_bytes) override {
     DFLASH_TRY(check_range(device, num_bytes, "copy_out"));
-    return queue({.kind = Operation::Kind::kCopy,
-                  .destination = host,
-                  .source = device,
-                  .num_bytes = num_bytes,
-                  .launch = {},
-                  .params = {}});
+    return queue(Operation{.kind = Operation::Kind::kCopy,
+                           .destination = host,
+                           .source = device,
+                           .num_bytes = num_bytes});
   }
   Status fill(std::byte* device, uint8_t value, uint64_t num_bytes) override {
     DFLASH_TRY(check_range(device, num_bytes, "fill"));
-    return queue({.kind = Operation::Kind::kFill,
-                  .destination = device,
-                  .num_bytes = num_bytes,
-                  .value = value,
-                  .launch = {},
-                  .params = {}});
+    return queue(Operation{.kind = Operation::Kind::kFill,
+                           .destination = device,
+                           .num_bytes = num_bytes,
+                           .value = value});
   }
   Status launch(const KernelLaunch& launch) override {
-    const bool is_sound = static_cast<uint16_t>(launch.kernel) < kNumKernels &&
-                          launch.threads != 0 && launch.threads % 64 == 0 &&
-                          launch.threads <= sim::kMaxThreads && launch.grid_y <= kMaxGridY &&
-                          launch.params_bytes == kernel_params_bytes(launch.kernel);
+    const bool is_sound =
+        static_cast<uint16_t>(launch.kernel) < module_.entries.size() && launch.threads != 0 &&
+        launch.threads % 64 == 0 && launch.threads <= sim::kMaxThreads &&
+        launch.grid_y <= kMaxGridY &&
+        launch.params_bytes == entry_of(module_.entries, launch.kernel).params_bytes;
     if (!is_sound)
       return fail({ErrorCode::kWorkerFailed, facts_.name + ": a launch of wrong shape"});
-    Operation operation{.kind = Operation::Kind::kLaunch, .launch = launch, .params = {}};
+    Operation operation{.kind = Operation::Kind::kLaunch, .launch = launch};
     const auto* bytes = static_cast<const std::byte*>(launch.params);
     operation.params.assign(bytes, bytes + launch.params_bytes);
     return queue(std::move(operation));
   }
 
   Status mark(Mark mark) override {
-    return queue({.kind = Operation::Kind::kMark,
-                  .value = static_cast<uint8_t>(mark),
-                  .launch = {},
-                  .params = {}});
+    return queue(Operation{.kind = Operation::Kind::kMark, .value = static_cast<uint8_t>(mark)});
   }
   // The simulator's own time, as meaningful as any other of its speed.
   Result<int64_t> elapsed_ns() override {
@@ -157,26 +144,8 @@ class SimRuntime final : public DeviceRuntime {
   void borrow_queue(uint64_t) override {}
   void return_queue() override {}
 
-  Status write_word(uint32_t* word, uint32_t value) override {
-    return queue({.kind = Operation::Kind::kWrite,
-                  .launch = {},
-                  .params = {},
-                  .word = word,
-                  .word_value = value});
-  }
-  Status await_word(const uint32_t* word, uint32_t value) override {
-    return queue({.kind = Operation::Kind::kAwait,
-                  .launch = {},
-                  .params = {},
-                  .word = const_cast<uint32_t*>(word),
-                  .word_value = value});
-  }
-  Status call_host(void (*function)(void*), void* argument) override {
-    return queue({.kind = Operation::Kind::kCall,
-                  .launch = {},
-                  .params = {},
-                  .function = function,
-                  .argument = argument});
+  Status queue(std::function<bool()> operation) override {
+    return queue(Operation{.kind = Operation::Kind::kOther, .other = std::move(operation)});
   }
 
   Result<bool> wait(std::chrono::nanoseconds at_most) override {
@@ -231,18 +200,7 @@ class SimRuntime final : public DeviceRuntime {
       case Operation::Kind::kMark:
         marks_[operation.value] = std::chrono::steady_clock::now();
         return true;
-      case Operation::Kind::kWrite:
-        std::atomic_ref<uint32_t>(*operation.word)
-            .store(operation.word_value, std::memory_order_release);
-        return true;
-      case Operation::Kind::kAwait: {
-        const uint32_t found =
-            std::atomic_ref<uint32_t>(*operation.word).load(std::memory_order_acquire);
-        if (static_cast<int32_t>(found - operation.word_value) >= 0) return true;
-        ::sched_yield();
-        return false;
-      }
-      case Operation::Kind::kCall: operation.function(operation.argument); return true;
+      case Operation::Kind::kOther: return operation.other();
     }
     return true;
   }
@@ -263,11 +221,11 @@ class SimRuntime final : public DeviceRuntime {
     }
     if (!is_started_) {
       const uint64_t index = blocks_.back();
-      block_->start({sim::find_kernel(launch.kernel), operation.params.data(),
-                     kernel_name(launch.kernel), launch.threads,
-                     static_cast<uint32_t>(index % launch.grid_x),
-                     static_cast<uint32_t>(index / launch.grid_x), launch.grid_x,
-                     kernel_dynamic_bytes(launch.kernel)});
+      const KernelEntry& entry = entry_of(module_.entries, launch.kernel);
+      block_->start(
+          {module_.functions[static_cast<uint16_t>(launch.kernel)], operation.params.data(),
+           entry.name, launch.threads, static_cast<uint32_t>(index % launch.grid_x),
+           static_cast<uint32_t>(index / launch.grid_x), launch.grid_x, entry.dynamic_bytes});
       is_started_ = true;
     }
     auto has_left = block_->advance();
@@ -279,6 +237,7 @@ class SimRuntime final : public DeviceRuntime {
     return false;
   }
 
+  const sim::Module module_;
   DeviceFacts facts_;
   std::unique_ptr<sim::Block> block_;
   std::mt19937_64 random_;
@@ -297,11 +256,12 @@ class SimRuntime final : public DeviceRuntime {
 
 }  // namespace
 
-Result<std::unique_ptr<DeviceRuntime>> make_simulated_runtime(const SimulatedDevice& device) {
+Result<std::unique_ptr<SimulatedRuntime>> make_simulated_runtime(const SimulatedDevice& device,
+                                                                 const sim::Module& module) {
   auto block = sim::Block::create(device.vendor == SimulatedVendor::kCuda ? 32 : 64, device.seed);
   if (!block.ok()) return std::move(block).error();
-  return std::unique_ptr<DeviceRuntime>(
-      std::make_unique<SimRuntime>(device, std::move(block).value()));
+  return std::unique_ptr<SimulatedRuntime>(
+      std::make_unique<SimRuntime>(device, module, std::move(block).value()));
 }
 
 }  // namespace dflash::compute::gpu

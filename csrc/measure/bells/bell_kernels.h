@@ -1,0 +1,15 @@
+// The table of the kernels that measure, which is one kernel. For host code only.
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include "compute/gpu/kernel_entries.h"
+#include "measure/bells/bell_params.h"
+
+namespace dflash::measure {
+
+inline constexpr compute::gpu::KernelId kRingBells{0};
+inline constexpr compute::gpu::KernelEntry kBellKernels[] = {
+    {"dflash_ring_bells", sizeof(BellParams), 0}
+};
+
+}  // namespace dflash::measure

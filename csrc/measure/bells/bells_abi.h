@@ -1,0 +1,68 @@
+/* The C table of a plug-in that measures what a doorbell costs on a device:
+ * libdflash_cuda_measure.so and its like, which only dflash_moe/_measure opens. The rules of
+ * plugin/backend_abi.h hold.
+ * SPDX-License-Identifier: Apache-2.0 */
+#ifndef DFLASH_MEASURE_BELLS_ABI_H
+#define DFLASH_MEASURE_BELLS_ABI_H
+
+#include "plugin/backend_abi.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define DFLASH_BELLS_ABI_VERSION 1u /* changes only where appending cannot do */
+#define DFLASH_BELLS_SYMBOL "dflash_bells"
+
+typedef struct dflash_bell_device dflash_bell_device; /* one device, with a queue of its own */
+
+#define DFLASH_BELL_KERNEL 0u /* a kernel stores and polls */
+#define DFLASH_BELL_STREAM 1u /* the device's queue itself stores and waits */
+#define DFLASH_BELL_CALL 2u   /* the queue calls the host; the words are not used */
+
+/* A ping-pong of the device with a processor. */
+typedef struct dflash_bell_rounds {
+  uint32_t struct_size;
+  uint32_t kind;
+  void* ring; /* device's addresses of two words, from map_memory or of pinned memory: the device
+                 writes the round's number, the answer is the same */
+  const void* answer;
+  uint32_t* release; /* the answer's word as the host may write it, to end waits of the queue */
+  uint32_t first, num_rounds;
+  int64_t budget_ns; /* of all rounds */
+  int64_t* calls_ns; /* [num_rounds], the caller's memory: of DFLASH_BELL_CALL, when each call was
+                        made by the steady clock */
+  uint32_t num_done; /* filled in: rounds answered in time; of DFLASH_BELL_STREAM whole batches */
+  uint32_t reserved;
+} dflash_bell_rounds;
+
+typedef struct dflash_bells_table {
+  uint32_t struct_size;
+  uint32_t abi_version;
+  const char* name;    /* cuda, hip, sim */
+  const char* version; /* of the package it was built with */
+
+  /* `name` [DFLASH_TEXT_BYTES] is filled: "cuda 0 (NVIDIA H200)". */
+  int32_t (*open)(uint32_t device, dflash_bell_device** opened, char* name, dflash_error* error);
+  void (*close)(dflash_bell_device* device);
+  /* Memory of the host that the device uses as it is. */
+  int32_t (*allocate_pinned)(dflash_bell_device* device, uint64_t num_bytes, void** memory,
+                             dflash_error* error);
+  void (*release_pinned)(dflash_bell_device* device, void* memory);
+  /* Lets the device use whole pages of the host's memory until they are unmapped; kUnsupported
+   * where the driver refuses. */
+  int32_t (*map_memory)(dflash_bell_device* device, void* memory, uint64_t num_bytes,
+                        uint32_t is_read_only, void** mapped, dflash_error* error);
+  void (*unmap_memory)(dflash_bell_device* device, void* memory);
+  /* Returns once all rounds are done, or the budget is over. kUnsupported where the driver has no
+   * such way. */
+  int32_t (*ring)(dflash_bell_device* device, dflash_bell_rounds* bells, dflash_error* error);
+} dflash_bells_table;
+
+/* What such a plug-in exports under DFLASH_BELLS_SYMBOL. The table lives as long as the process. */
+typedef const dflash_bells_table* (*dflash_bells_entry)(void);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

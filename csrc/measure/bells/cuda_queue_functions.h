@@ -1,0 +1,18 @@
+// The functions of CUDA's driver API behind QueueWords, as cuda.h declares them: handles and
+// enumerations by their size. A test compares them with the vendor's header where one is installed.
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// X(member, name, type)
+#define DFLASH_CUDA_QUEUE_FUNCTIONS(X)                                                   \
+  X(write_, cuStreamWriteValue32_v2, int(void*, unsigned long long, unsigned, unsigned)) \
+  X(await_, cuStreamWaitValue32_v2, int(void*, unsigned long long, unsigned, unsigned))  \
+  X(call_host_, cuLaunchHostFunc, int(void*, void (*)(void*), void*))                    \
+  X(text_, cuGetErrorString, int(int, const char**))
+
+namespace dflash::measure::cuda {
+
+// CU_STREAM_WAIT_VALUE_GEQ: by the sign of the difference
+inline constexpr unsigned kAwaitReached = 0;
+
+}  // namespace dflash::measure::cuda

@@ -1,0 +1,35 @@
+// libdflash_cuda_measure.so: the kernel that measures a doorbell on NVIDIA's cards.
+// SPDX-License-Identifier: Apache-2.0
+#include "compute/gpu/cuda/cuda_driver.h"
+#include "compute/gpu/module/module_runtime.h"
+#include "measure/bells/bell_kernels.h"
+#include "measure/bells/bell_table.h"
+#include "plugin/entry/embedded_image.h"
+#include "plugin/entry/export.h"
+
+DFLASH_EMBED(dflash_bell_kernels_cuda, DFLASH_CUDA_IMAGE)
+
+namespace dflash::measure {
+namespace {
+
+struct Cuda {
+  static constexpr const char* kName = "cuda";
+  static Result<BellMachine> open(uint32_t device) {
+    auto driver = compute::gpu::open_cuda_driver({dflash_bell_kernels_cuda, DFLASH_CUDA_MAJOR,
+                                                  DFLASH_CUDA_LEAST_ARCH, DFLASH_CUDA_HAS_SM90A});
+    if (!driver.ok()) return std::move(driver).error();
+    auto runtime =
+        compute::gpu::make_module_runtime(std::move(driver).value(), device, kBellKernels);
+    if (!runtime.ok()) return std::move(runtime).error();
+    auto words = open_cuda_queue_words(*runtime.value());
+    if (!words.ok()) return std::move(words).error();
+    return BellMachine{std::move(runtime).value(), std::move(words).value()};
+  }
+};
+
+}  // namespace
+}  // namespace dflash::measure
+
+DFLASH_PLUGIN_EXPORT const dflash_bells_table* dflash_bells() {
+  return dflash::measure::bells_table_of<dflash::measure::Cuda>();
+}

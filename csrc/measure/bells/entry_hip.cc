@@ -1,0 +1,39 @@
+// libdflash_hip_measure.so: the kernel that measures a doorbell on AMD's cards, one code object per
+// architecture.
+// SPDX-License-Identifier: Apache-2.0
+#include "compute/gpu/hip/hip_driver.h"
+#include "compute/gpu/module/module_runtime.h"
+#include "measure/bells/bell_kernels.h"
+#include "measure/bells/bell_table.h"
+#include "plugin/entry/embedded_image.h"
+#include "plugin/entry/export.h"
+
+#define DFLASH_HIP_OBJECT(architecture, path) DFLASH_EMBED(dflash_bell_kernels_##architecture, path)
+#include DFLASH_HIP_OBJECTS
+#undef DFLASH_HIP_OBJECT
+
+namespace dflash::measure {
+namespace {
+
+struct Hip {
+  static constexpr const char* kName = "hip";
+  static Result<BellMachine> open(uint32_t device) {
+    auto driver = compute::gpu::open_hip_driver({
+#define DFLASH_HIP_OBJECT(architecture, path) {#architecture, dflash_bell_kernels_##architecture},
+#include DFLASH_HIP_OBJECTS
+#undef DFLASH_HIP_OBJECT
+    });
+    if (!driver.ok()) return std::move(driver).error();
+    auto runtime =
+        compute::gpu::make_module_runtime(std::move(driver).value(), device, kBellKernels);
+    if (!runtime.ok()) return std::move(runtime).error();
+    return BellMachine{std::move(runtime).value(), no_queue_words(kName)};
+  }
+};
+
+}  // namespace
+}  // namespace dflash::measure
+
+DFLASH_PLUGIN_EXPORT const dflash_bells_table* dflash_bells() {
+  return dflash::measure::bells_table_of<dflash::measure::Hip>();
+}

@@ -1,0 +1,64 @@
+// What a doorbell costs on a host's device, by each way a device has to ring a processor and to
+// wait for it: `bench doorbell`. Device steps use the first way only.
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "compute/gpu/gpu_host.h"
+#include "measure/bells/queue_words.h"
+
+namespace dflash::measure {
+
+enum class BellKind : uint8_t {
+  kKernel = 0,  // a kernel stores and polls
+  kStream = 1,  // the queue itself stores and waits
+  kCall = 2,    // the queue calls the host; the words are not used
+};
+
+struct BellPlan {
+  // addresses as map_memory gave them; the answer is of the same number as the ring
+  uint32_t* ring = nullptr;
+  const uint32_t* answer = nullptr;
+  // kStream: the answer's word as the host may write it, to end a wait whose answer never comes
+  uint32_t* release = nullptr;
+  uint32_t first = 1, num_rounds = 1;
+  std::chrono::nanoseconds budget{};  // of all rounds
+};
+
+struct BellOutcome {
+  // rounds that were answered in time; kStream: whole batches of them
+  uint32_t num_done = 0;
+  std::vector<int64_t> calls_ns;  // kCall: when each was made, by the steady clock
+};
+
+class GpuBells {
+ public:
+  // `host` has the kernels of bell_kernels.h; it and `words` outlive this.
+  GpuBells(compute::gpu::GpuHost& host, QueueWords& words);
+  ~GpuBells();
+  GpuBells(const GpuBells&) = delete;
+  GpuBells& operator=(const GpuBells&) = delete;
+
+  // Errors: kUnsupported where the driver has no such way; the device's. Where it does not end in
+  // spite of the budget, it counts as hung.
+  Result<BellOutcome> ring(const BellPlan& plan, BellKind kind);
+
+ private:
+  struct Calls;
+  using Turn = compute::gpu::GpuHost::Turn;
+  Status reserve(const Turn& turn);
+  Result<BellOutcome> ring_by_kernel(const BellPlan& plan, const Turn& turn);
+  Result<BellOutcome> ring_by_stream(const BellPlan& plan, const Turn& turn);
+  Result<BellOutcome> ring_by_calls(const BellPlan& plan, const Turn& turn);
+  Error hung(const Turn& turn);
+
+  compute::gpu::GpuHost& host_;
+  QueueWords& words_;
+  std::byte* memory_ = nullptr;  // device: a word
+  std::byte* mirror_ = nullptr;  // pinned
+  std::unique_ptr<Calls> calls_;
+};
+
+}  // namespace dflash::measure

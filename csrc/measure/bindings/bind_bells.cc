@@ -1,0 +1,172 @@
+// The memory of a ping-pong between a device and a processor, and both its ends: `bench doorbell`.
+// The words are the heads of two segments as the shared transport makes and maps them, or lie in
+// pinned memory.
+// SPDX-License-Identifier: Apache-2.0
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "bindings/errors.h"
+#include "measure/bell_device.h"
+#include "measure/bell_echo.h"
+#include "measure/bindings/module.h"
+#include "plugin/abi_records.h"
+#include "transport/ring/layout.h"
+#include "transport/shared/segment.h"
+
+namespace py = pybind11;
+
+namespace dflash::measure {
+namespace {
+
+using bindings::raise;
+using bindings::unwrap;
+using transport::Segment;
+using transport::Side;
+using SharedDevice = std::shared_ptr<BellDevice>;
+
+SharedDevice open_device(const std::string& backend, uint32_t device) {
+  Result<std::unique_ptr<BellDevice>> opened = Error{ErrorCode::kClosed, ""};
+  {
+    py::gil_scoped_release unlocked;
+    opened = BellDevice::open(backend, device);
+  }
+  return unwrap(std::move(opened));
+}
+
+int64_t nanoseconds(double seconds) { return static_cast<int64_t>(seconds * 1e9); }
+
+uint32_t parse_kind(const std::string& kind) {
+  if (kind == "kernel") return DFLASH_BELL_KERNEL;
+  if (kind == "stream") return DFLASH_BELL_STREAM;
+  if (kind == "call") return DFLASH_BELL_CALL;
+  raise(Error{ErrorCode::kInvalidArgument, "bell '" + kind + "' is none of kernel, stream, call"});
+}
+
+class BellMemory {
+ public:
+  // Both sides' segments in one process; a child made by fork has them too, and can be the
+  // processor's end.
+  static std::unique_ptr<BellMemory> of_segments(bool is_open, uint64_t slot_bytes) {
+    auto memory = std::make_unique<BellMemory>();
+    const transport::SlotGeometry geometry{1, slot_bytes, slot_bytes};
+    memory->host_.emplace(unwrap(Segment::create(Side::kHost, geometry, 1)));
+    memory->worker_.emplace(unwrap(Segment::create(Side::kWorker, geometry, 1, is_open)));
+    OwnedFd copy(::dup(memory->worker_->fd()));
+    if (!copy.is_open())
+      raise(Error{ErrorCode::kSystem,
+                  std::string("cannot duplicate a descriptor: ") + std::strerror(errno)});
+    memory->attached_ = std::make_shared<Segment>(
+        unwrap(Segment::attach(std::move(copy), Side::kWorker, geometry, 1, is_open)));
+    memory->ring_ = word(memory->host_->base(), transport::kHeadOffset);
+    memory->answer_ = word(memory->worker_->base(), transport::kHeadOffset);
+    return memory;
+  }
+  static std::unique_ptr<BellMemory> pinned(const SharedDevice& device) {
+    auto memory = std::make_unique<BellMemory>();
+    memory->pinned_ = unwrap(device->allocate_pinned(2 * transport::kLineBytes));
+    memory->owner_ = device;
+    std::memset(memory->pinned_, 0, 2 * transport::kLineBytes);
+    memory->ring_ = memory->device_ring_ = word(memory->pinned_, 0);
+    memory->answer_ = memory->device_answer_ = word(memory->pinned_, transport::kLineBytes);
+    return memory;
+  }
+  BellMemory() = default;
+  BellMemory(const BellMemory&) = delete;
+  BellMemory& operator=(const BellMemory&) = delete;
+  ~BellMemory() {
+    if (owner_ != nullptr) owner_->release_pinned(pinned_);
+  }
+
+  // As a device step maps its data paths: the host's own segment to write, the worker's to read.
+  uint64_t map(BellDevice& device) {
+    if (!attached_) return 0;
+    py::gil_scoped_release unlocked;
+    device_ring_ =
+        word(mapped(device.map_memory(host_->base(), host_->mapped_bytes(), false), "requests"),
+             transport::kHeadOffset);
+    device_answer_ = word(mapped(device.map_memory(attached_->base(), attached_->mapped_bytes(),
+                                                   !attached_->is_writable()),
+                                 "replies"),
+                          transport::kHeadOffset);
+    return host_->mapped_bytes() + attached_->mapped_bytes();
+  }
+  void unmap(BellDevice& device) {
+    if (!attached_) return;
+    py::gil_scoped_release unlocked;
+    device.unmap_memory(host_->base());
+    device.unmap_memory(attached_->base());
+    device_ring_ = device_answer_ = nullptr;
+  }
+
+  std::vector<int64_t> answer(uint32_t first, uint32_t rounds, double timeout_s) {
+    py::gil_scoped_release unlocked;
+    return answer_bells({ring_, answer_, first, rounds, nanoseconds(timeout_s)});
+  }
+
+  // (rounds that were answered, when the host was called)
+  std::pair<uint32_t, std::vector<int64_t>> ring(BellDevice& device, const std::string& kind,
+                                                 uint32_t first, uint32_t rounds, double budget_s) {
+    auto bells = plugin::new_record<dflash_bell_rounds>();
+    std::vector<int64_t> calls(rounds);
+    bells.kind = parse_kind(kind);
+    bells.ring = device_ring_;
+    bells.answer = device_answer_;
+    bells.release = answer_;
+    bells.first = first;
+    bells.num_rounds = rounds;
+    bells.budget_ns = nanoseconds(budget_s);
+    bells.calls_ns = calls.data();
+    Status rung = [&] {
+      py::gil_scoped_release unlocked;
+      return device.ring(bells);
+    }();
+    unwrap(std::move(rung));
+    calls.resize(bells.kind == DFLASH_BELL_CALL ? bells.num_done : 0);
+    return {bells.num_done, std::move(calls)};
+  }
+
+ private:
+  static uint32_t* word(std::byte* base, uint64_t offset) {
+    return reinterpret_cast<uint32_t*>(base + offset);
+  }
+  static std::byte* mapped(Result<std::byte*> result, const char* what) {
+    if (result.ok()) return result.value();
+    py::gil_scoped_acquire locked;
+    raise(std::move(result).error().with(what));
+  }
+
+  std::optional<Segment> host_, worker_;
+  std::shared_ptr<Segment> attached_;  // the worker's, as a host has it; null: pinned memory
+  SharedDevice owner_;                 // of the pinned memory
+  std::byte* pinned_ = nullptr;
+  uint32_t *ring_ = nullptr, *answer_ = nullptr;  // the processor's addresses, both to be written
+  uint32_t *device_ring_ = nullptr, *device_answer_ = nullptr;
+};
+
+}  // namespace
+
+void bind_bells(py::module_& module) {
+  py::class_<BellDevice, SharedDevice>(module, "BellDevice")
+      .def(py::init(&open_device), py::kw_only(), py::arg("backend"), py::arg("device") = 0)
+      .def_property_readonly("name", &BellDevice::name);
+  py::class_<BellMemory>(module, "BellMemory")
+      .def_static("of_segments", &BellMemory::of_segments, py::kw_only(), py::arg("is_open"),
+                  py::arg("slot_bytes"))
+      .def_static("pinned", &BellMemory::pinned, py::arg("device"))
+      .def("map", &BellMemory::map, py::arg("device"))
+      .def("unmap", &BellMemory::unmap, py::arg("device"))
+      .def("answer", &BellMemory::answer, py::kw_only(), py::arg("first"), py::arg("rounds"),
+           py::arg("timeout_s"))
+      .def("ring", &BellMemory::ring, py::arg("device"), py::kw_only(), py::arg("kind"),
+           py::arg("first"), py::arg("rounds"), py::arg("budget_s"));
+}
+
+}  // namespace dflash::measure

@@ -1,0 +1,234 @@
+// Floors: the least a round trip of each nature costs on this machine, without slots, checks or
+// framing.
+// SPDX-License-Identifier: Apache-2.0
+#include <arpa/inet.h>
+#include <linux/futex.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <sys/socket.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cerrno>
+#include <climits>
+#include <cstring>
+#include <memory>
+#include <string>
+#include <thread>
+
+#include "base/owned_fd.h"
+#include "measure/pinned.h"
+#include "measure/round_trip.h"
+#include "transport/ring/mapping.h"
+
+namespace dflash::measure {
+namespace {
+
+constexpr int64_t kTimeoutNs = 10'000'000'000;
+
+Error system_error(const char* what) {
+  return {ErrorCode::kSystem, std::string("floor: ") + what + ": " + std::strerror(errno)};
+}
+Error no_answer() { return {ErrorCode::kTimeout, "floor: no answer within ten seconds"}; }
+
+// One end of a raw ping-pong. Both move `payload_bytes` from or to private memory.
+class Pipe {
+ public:
+  virtual ~Pipe() = default;
+  virtual Status send(std::span<const std::byte> payload) = 0;
+  // The payload: where it lies in shared memory, or read into `private_memory`.
+  virtual Result<std::span<const std::byte>> receive(std::span<std::byte> private_memory) = 0;
+};
+
+// One direction: a counter on a line of its own, and one buffer.
+struct SharedDirection {
+  alignas(128) std::atomic<uint32_t> count = 0;
+  alignas(128) std::byte* buffer = nullptr;
+};
+
+class SharedPipe final : public Pipe {
+ public:
+  SharedPipe(SharedDirection& out, SharedDirection& in, size_t payload_bytes, bool sleeps)
+      : out_(out), in_(in), payload_bytes_(payload_bytes), sleeps_(sleeps) {}
+
+  Status send(std::span<const std::byte> payload) override {
+    std::memcpy(out_.buffer, payload.data(), payload.size());
+    out_.count.store(++sent_, std::memory_order_release);  // publishes the buffer
+    if (sleeps_) ::syscall(SYS_futex, &out_.count, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+    return ok();
+  }
+
+  Result<std::span<const std::byte>> receive(std::span<std::byte>) override {
+    const uint32_t seen = received_++;
+    for (int64_t turn = 1, start_ns = 0; in_.count.load(std::memory_order_acquire) == seen;
+         ++turn) {
+      if (sleeps_) {
+        const timespec second{1, 0};
+        ::syscall(SYS_futex, &in_.count, FUTEX_WAIT, seen, &second, nullptr, 0);
+        // ten seconds of time-outs, or as many empty wake-ups
+        if (turn > 100'000) return no_answer();
+      } else if (turn % 65536 == 0) {
+        if (start_ns == 0) start_ns = now_ns();
+        if (now_ns() - start_ns > kTimeoutNs) return no_answer();
+      }
+    }
+    return std::span<const std::byte>(in_.buffer, payload_bytes_);
+  }
+
+ private:
+  SharedDirection& out_;
+  SharedDirection& in_;
+  size_t payload_bytes_;
+  bool sleeps_;
+  uint32_t sent_ = 0, received_ = 0;
+};
+
+class SocketPipe final : public Pipe {
+ public:
+  explicit SocketPipe(int socket) : socket_(socket) {}
+
+  Status send(std::span<const std::byte> payload) override {
+    while (!payload.empty()) {
+      const ssize_t taken = ::send(socket_, payload.data(), payload.size(), MSG_NOSIGNAL);
+      if (taken < 0) return system_error("send");
+      payload = payload.subspan(static_cast<size_t>(taken));
+    }
+    return ok();
+  }
+
+  Result<std::span<const std::byte>> receive(std::span<std::byte> private_memory) override {
+    for (size_t received = 0; received < private_memory.size();) {
+      const ssize_t got =
+          ::recv(socket_, private_memory.data() + received, private_memory.size() - received, 0);
+      if (got < 0) return errno == EAGAIN ? no_answer() : system_error("recv");
+      if (got == 0) return Error{ErrorCode::kWorkerLost, "floor: the other end closed"};
+      received += static_cast<size_t>(got);
+    }
+    return std::span<const std::byte>(private_memory);
+  }
+
+ private:
+  int socket_;
+};
+
+Status set_timeouts(int socket) {
+  const timeval timeout{kTimeoutNs / 1'000'000'000, 0};
+  if (::setsockopt(socket, SOL_SOCKET, SO_RCVTIMEO, &timeout, sizeof timeout) != 0 ||
+      ::setsockopt(socket, SOL_SOCKET, SO_SNDTIMEO, &timeout, sizeof timeout) != 0) {
+    return system_error("socket time-out");
+  }
+  return ok();
+}
+
+struct SocketPair {
+  OwnedFd host, worker;
+};
+
+Result<SocketPair> unix_pair() {
+  int ends[2];
+  if (::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) != 0)
+    return system_error("socketpair");
+  return SocketPair{OwnedFd(ends[0]), OwnedFd(ends[1])};
+}
+
+Result<SocketPair> tcp_pair() {
+  const OwnedFd listener(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  socklen_t length = sizeof address;
+  auto* const generic = reinterpret_cast<sockaddr*>(&address);
+  if (::bind(listener.get(), generic, length) != 0 || ::listen(listener.get(), 1) != 0 ||
+      ::getsockname(listener.get(), generic, &length) != 0) {
+    return system_error("listening on loopback");
+  }
+  SocketPair pair{OwnedFd(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)), OwnedFd()};
+  if (::connect(pair.host.get(), generic, length) != 0)
+    return system_error("connecting on loopback");
+  pair.worker = OwnedFd(::accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC));
+  for (const int socket : {pair.host.get(), pair.worker.get()}) {
+    const int on = 1;
+    if (::setsockopt(socket, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on) != 0)
+      return system_error("TCP_NODELAY");
+  }
+  return pair;
+}
+
+Status answer(Pipe& worker, uint64_t rounds, size_t payload_bytes, int cpu) {
+  Pinned pinned;
+  DFLASH_TRY(pinned.to(cpu));
+  std::vector<std::byte> private_memory(payload_bytes);
+  for (uint64_t round = 0; round < rounds; ++round) {
+    const auto payload = worker.receive(private_memory);
+    if (!payload.ok()) return payload.error();
+    DFLASH_TRY(worker.send(payload.value()));
+  }
+  return ok();
+}
+
+Result<std::vector<int64_t>> measure(Pipe& host, const FloorOptions& options) {
+  Pinned pinned;
+  DFLASH_TRY(pinned.to(options.host_cpu));
+  std::vector<std::byte> sent(options.payload_bytes, std::byte{1}), got(options.payload_bytes);
+  std::vector<int64_t> samples;
+  samples.reserve(options.rounds);
+  for (uint32_t round = 0; round < options.warmup + options.rounds; ++round) {
+    const int64_t start_ns = now_ns();
+    DFLASH_TRY(host.send(sent));
+    if (const auto payload = host.receive(got); !payload.ok()) return payload.error();
+    if (round >= options.warmup) samples.push_back(now_ns() - start_ns);
+  }
+  return samples;
+}
+
+Result<std::vector<int64_t>> ping_pong(Pipe& host, Pipe& worker, const FloorOptions& options) {
+  Status answered = ok();
+  std::thread thread([&] {
+    answered = answer(worker, uint64_t{options.warmup} + options.rounds, options.payload_bytes,
+                      options.worker_cpu);
+  });
+  auto samples = measure(host, options);
+  thread.join();  // ends by its own deadline even when measuring failed
+  if (samples.ok() && !answered.ok()) return std::move(answered).error();
+  return samples;
+}
+
+Result<std::vector<int64_t>> shared_ping_pong(const FloorOptions& options) {
+  auto request_memory = transport::Mapping::create(options.payload_bytes + 1);
+  if (!request_memory.ok()) return std::move(request_memory).error();
+  auto reply_memory = transport::Mapping::create(options.payload_bytes + 1);
+  if (!reply_memory.ok()) return std::move(reply_memory).error();
+  SharedDirection request, reply;
+  request.buffer = request_memory.value().base();
+  reply.buffer = reply_memory.value().base();
+  const bool sleeps = options.kind == FloorKind::kFutex;
+  SharedPipe host(request, reply, options.payload_bytes, sleeps);
+  SharedPipe worker(reply, request, options.payload_bytes, sleeps);
+  return ping_pong(host, worker, options);
+}
+
+}  // namespace
+
+Result<FloorKind> parse_floor_kind(std::string_view name) {
+  if (name == "spin") return FloorKind::kSpin;
+  if (name == "futex") return FloorKind::kFutex;
+  if (name == "unix") return FloorKind::kUnix;
+  if (name == "tcp") return FloorKind::kTcp;
+  return Error{ErrorCode::kInvalidArgument,
+               "floor kind '" + std::string(name) + "' is none of spin, futex, unix, tcp"};
+}
+
+Result<std::vector<int64_t>> floor_round_trip(const FloorOptions& options) {
+  if (options.kind == FloorKind::kSpin || options.kind == FloorKind::kFutex)
+    return shared_ping_pong(options);
+  auto sockets = options.kind == FloorKind::kUnix ? unix_pair() : tcp_pair();
+  if (!sockets.ok()) return std::move(sockets).error();
+  DFLASH_TRY(set_timeouts(sockets.value().host.get()));
+  DFLASH_TRY(set_timeouts(sockets.value().worker.get()));
+  SocketPipe host(sockets.value().host.get());
+  SocketPipe worker(sockets.value().worker.get());
+  return ping_pong(host, worker, options);
+}
+
+}  // namespace dflash::measure

@@ -1,0 +1,53 @@
+// Times the forward of one layer shape, without anything around it: what `bench experts` measures.
+// Several layers in rotation keep the weights out of the caches where they should come from memory.
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "compute/cpu/cpu_backend.h"
+
+namespace dflash::measure {
+
+struct LayerBenchmarkOptions {
+  compute::FfnSpec spec;
+  uint32_t num_experts = 0;
+  uint32_t num_layers = 1;
+  compute::ResidentFormats formats;
+  compute::NumericsClass numerics = compute::kDefaultNumerics;
+  compute::Isa isa = compute::Isa::kScalar;
+  uint32_t num_threads = 1;
+  uint64_t seed = 1;
+};
+
+class LayerBenchmark {
+ public:
+  // Fills every expert with random weights (all experts of a seed alike, in memory of their own).
+  // Errors: those of the backend, kOutOfMemory. Without a `backend`: the CPU's, with the
+  // instruction set and threads of `options`.
+  static Result<std::unique_ptr<LayerBenchmark>> create(
+      const LayerBenchmarkOptions& options,
+      std::unique_ptr<compute::ExpertBackend> backend = nullptr);
+
+  // `rounds` forwards of the batch, each on the next layer; ns of each. Errors: those of
+  // ExpertLayer::forward.
+  Result<std::vector<int64_t>> run(const compute::ForwardArgs& args, uint32_t rounds);
+
+  uint64_t resident_bytes() const;
+  int64_t device_ns() const;  // of all forwards so far (ExpertLayer)
+  const compute::FfnSpec& spec() const { return options_.spec; }
+  uint32_t num_experts() const { return options_.num_experts; }
+
+ private:
+  explicit LayerBenchmark(const LayerBenchmarkOptions& options) : options_(options) {}
+  Status fill();
+
+  LayerBenchmarkOptions options_;
+  std::unique_ptr<compute::ExpertBackend> backend_;
+  std::vector<std::unique_ptr<compute::ExpertLayer>> layers_;
+  size_t next_layer_ = 0;
+  compute::ProgressCounter progress_{0};
+};
+
+}  // namespace dflash::measure
