@@ -228,6 +228,7 @@ class Worker:
         slowdown: float = 1.0,
         device: BackendDevice | None = None,  # computes there instead of with the kernels of `isa`
         weights_layout: str = "packed",  # or "mapped": computes from the files, which it keeps open
+        memory_limit: int = 0,  # bytes that weights may take; 0: no limit
     ) -> None: ...
     def define_shard(
         self,

@@ -17,7 +17,7 @@ from dflash_moe.protocol.schema import Binary, Codec, Flag, Float, ListOf, Messa
 
 PROTOCOL_VERSION = 2  # both ends must share one version in [min, max]
 # a higher minor may add fields; the lower side then ignores fields it does not know
-PROTOCOL_MINOR = 0
+PROTOCOL_MINOR = 1
 NONCE_BYTES = 32
 SESSION_ID_BYTES = 16
 MAC_BYTES = 32
@@ -115,6 +115,8 @@ class Hello(Message):
     simulate: Annotated[str, Wire(15, Text(16))] = ""  # backend sim: whose cards it stands for
     # or mapped: compute from the worker's own mapped checkpoint
     weights_layout: Annotated[str, Wire(16, Text(16))] = "packed"
+    # of the host, for each phase of its start; 0: not told
+    start_timeout_s: Annotated[float, Wire(17, Float(0.0, 86400.0))] = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

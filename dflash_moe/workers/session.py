@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from dflash_moe import __version__, _core
-from dflash_moe.errors import DflashError, ProtocolError, WorkerLost
+from dflash_moe.errors import DflashError, ProtocolError, WorkerLost, WorkerTimeout
 from dflash_moe.model.checkpoint import Checkpoint
 from dflash_moe.protocol.devices import DeviceChoice, open_device
 from dflash_moe.protocol.failures import to_refusal
@@ -47,6 +47,8 @@ log = logging.getLogger(__name__)
 
 ANSWER_S = 5.0  # the host reads its control connection whenever it waits for an answer
 ATTACH_S = 5.0  # data and pulse connections follow their Attach at once
+# With the default time-outs of a host ten times as long as one phase of its start may take.
+PATIENCE_S = 600.0
 PROGRESS_EVERY_S = 0.3  # the contract is 0.5 s
 # adaptive spin before sleeping, where a core is free for it; the call's own overhead is below this
 SPIN_NS = 50_000
@@ -84,6 +86,9 @@ class WorkerSession:
     identity: WorkerIdentity
     mailbox: Mailbox
     listen: Callable[[int], int]
+    # How long an authenticated host may take to its first load or attach; 0: as long as it lives,
+    # for one that started this process.
+    patience_s: float = 0.0
     _worker: _core.Worker | None = None
     _path: _DataPath | None = None
     _threads: int = 1
@@ -92,20 +97,36 @@ class WorkerSession:
     _last_progress: float = 0.0
     _num_loaded: int = 0
     _is_over: bool = field(default=False)
+    _deadline: float | None = None  # of the first load or attach; None: it has come
 
     def run(self) -> str:
         """Answers messages; returns why the session ended. Never raises for what a host does."""
+        if self.patience_s:
+            self._deadline = time.monotonic() + self.patience_s
         try:
             while not self._is_over:
-                message = self.connection.receive(deadline=None, waiting_for="the host")
+                # Until the first load or attach the worker waits for `patience_s`, since it serves
+                # nobody else meanwhile. Afterwards it waits as long as the host lives: a host may
+                # be idle for days, a hang-up ends the wait, and so does keep-alive for a host that
+                # vanished without one.
+                message = self.connection.receive(deadline=self._deadline, waiting_for="the host's first load or attach")
                 self._answer(message)
             return "the host said goodbye"
         except PeerGone:
             return "the host is gone"
+        except WorkerTimeout:
+            return self._give_up()
         except DflashError as error:
             log.error("session ends: %s", error)
             self._send_quietly(to_refusal(error))
             return str(error)
+
+    def _give_up(self) -> str:
+        """Ends the session of a host that holds the worker and uses nothing of it."""
+        reason = f"the host neither loaded nor attached anything within {self.patience_s:g} s; the worker is free for another"
+        log.warning("session ends: %s", reason)
+        self._send_quietly(to_refusal(WorkerTimeout(f"worker {self.identity.name}: {reason}")))
+        return reason
 
     def close(self) -> None:
         """Stops serving and frees the weights; safe to call again."""
@@ -121,8 +142,10 @@ class WorkerSession:
             if isinstance(message, Hello):
                 self._hello(message)
             elif isinstance(message, LoadShard):
+                self._deadline = None
                 self._load(message)
             elif isinstance(message, Attach):
+                self._deadline = None
                 self._attach(message)
             elif isinstance(message, StatsRequest):
                 self._send(Stats(counters=self._counters()))
@@ -162,8 +185,10 @@ class WorkerSession:
         self._worker = _core.Worker(
             name=self.identity.name, isa=isa, num_threads=threads, cpus=message.cpus, spin_ns=spin_ns,
             slowdown=message.slowdown, device=device, weights_layout=message.weights_layout,
+            memory_limit=self.identity.memory_limit,
         )  # fmt: skip
         self._threads, self._cpus = threads, message.cpus
+        self._be_patient_with(message)
         self._send(
             HelloReply(
                 package_version=__version__,
@@ -186,6 +211,14 @@ class WorkerSession:
         where = f"isa {isa}" if device is None else f"device {device.label}"
         log.info("session opened by dflash_moe %s: %s, numerics %s, %d threads%s",
                  message.package_version, where, self._numerics, threads, pinned)  # fmt: skip
+
+    def _be_patient_with(self, hello: Hello) -> None:
+        """A host greets all its workers before it loads the first, each within its own time-out for
+        connecting and for the greeting; as much again is for its own devices.
+        """
+        if self._deadline is not None:
+            self.patience_s = max(self.patience_s, 4 * hello.start_timeout_s)
+            self._deadline = time.monotonic() + self.patience_s
 
     def _require_worker(self, message: Message) -> _core.Worker:
         if self._worker is None:

@@ -58,6 +58,8 @@ class CpuBackend final : public ExpertBackend {
   Result<std::unique_ptr<ExpertLayer>> create_layer(
       const FfnSpec& spec, uint32_t num_local_experts, ResidentFormats formats,
       NumericsClass numerics = NumericsClass::kF32Canonical) override;
+  Result<uint64_t> predicted_bytes(const FfnSpec& spec, uint32_t num_local_experts,
+                                   ResidentFormats formats, NumericsClass numerics) const override;
   // The classes that `isa` computes, f32-canonical first.
   static std::vector<NumericsClass> numerics_classes(Isa isa);
 
