@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import os
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +27,8 @@ from dflash_moe.protocol.messages import LoadShard, compress_experts
 from dflash_moe.runtime.data_path import ShardShape, SlotPlan
 from dflash_moe.runtime.launcher import Launcher
 from dflash_moe.runtime.local_worker import LocalWorker
-from dflash_moe.runtime.session import WorkerSession
+from dflash_moe.runtime.owner import Owner
+from dflash_moe.runtime.session import HostSession
 from dflash_moe.runtime.threads import ThreadPlan
 from dflash_moe.runtime.transports import choose_transport
 from dflash_moe.telemetry.machine import memory_available
@@ -61,7 +61,7 @@ class Member:
     transport: str
     numerics: str  # the class of all its shards; once it was greeted, that of its card
     layout: str  # packed or mapped, likewise
-    session: WorkerSession | None = None
+    session: HostSession | None = None
     local: LocalWorker | None = None
     spec: WorkerSpec | None = None  # None: the experts kept at the host
     client_index: int = -1
@@ -127,7 +127,7 @@ class Fleet:
         self._launcher: Launcher | None = None
         # never that of another session's path
         self._generations = itertools.count(secrets.randbits(48) + 1)
-        self._owner_pid = os.getpid()
+        self.owner = Owner()  # of all processes and connections
         self._is_closed = False
         # where a device of the host takes no read-only memory (rules 12)
         self.may_open_replies = False
@@ -162,7 +162,7 @@ class Fleet:
             started = None
             if self._launcher is not None and member.address.is_started_by_host:
                 started = self._launcher.start_worker(member.name, Path(self._spec.path))
-            member.session = WorkerSession(
+            member.session = HostSession(
                 member.name,
                 member.address,
                 started=started,
@@ -304,7 +304,7 @@ class Fleet:
         """Goodbye to all, at most a second for all together, then SIGKILL. Never raises because a
         worker is already gone.
         """
-        if self._is_closed or os.getpid() != self._owner_pid:  # a forked child owns none of this
+        if self._is_closed or not self.owner.is_here:
             return
         self._is_closed = True
         members = list(self.members.values())
@@ -326,8 +326,8 @@ class Fleet:
         once.
         """
         for member in self.members.values():
-            if member.session is not None and member.session.started is not None:
-                member.session.started.kill()
+            if member.session is not None:
+                member.session.kill()
 
     def _in_parallel(self, names: Sequence[str], step: Callable[[str], None]) -> None:
         """One thread per member. The first error ends all others: their workers are killed, and it
@@ -367,7 +367,7 @@ def _isa(member: Member) -> str:
     return greeted.isa if greeted is not None else ""
 
 
-def _session(member: Member) -> WorkerSession:
+def _session(member: Member) -> HostSession:
     if member.session is None:
         raise ConfigError(f"worker {member.name} has no session: the runtime is closed or still starting")
     return member.session

@@ -75,7 +75,8 @@ def count_calls(client: _core.Client, fleet: Fleet, layers: Sequence[int]) -> di
 
 
 def ask_workers(fleet: Fleet) -> dict[str, dict[str, int]]:
-    """Each worker's own counters. WorkerLost, WorkerTimeout."""
+    """Each worker's own counters. WorkerLost, WorkerTimeout; DflashError in a forked child."""
+    fleet.owner.require_here()
     answers: dict[str, dict[str, int]] = {}
     for member in fleet.members.values():
         if member.local is not None:
@@ -86,7 +87,10 @@ def ask_workers(fleet: Fleet) -> dict[str, dict[str, int]]:
 
 
 def list_processes(fleet: Fleet, held: Mapping[str, Sequence[HeldShard]]) -> list[WorkerProcess]:
-    """One entry per holder; workers on other machines are asked, the others read from /proc."""
+    """One entry per holder; workers on other machines are asked, the others read from /proc.
+    DflashError in a forked child.
+    """
+    fleet.owner.require_here()
     found = []
     for member in fleet.members.values():
         counts: dict[int, int] = {}
