@@ -24,7 +24,6 @@ from dflash_moe.placement.numerics import check_architectures
 from dflash_moe.protocol.devices import DeviceChoice
 from dflash_moe.protocol.identity import local_identity
 from dflash_moe.protocol.messages import LoadShard, compress_experts
-from dflash_moe.runtime.data_path import ShardShape, SlotPlan
 from dflash_moe.runtime.launcher import Launcher
 from dflash_moe.runtime.local_worker import LocalWorker
 from dflash_moe.runtime.owner import Owner
@@ -65,7 +64,7 @@ class Member:
     local: LocalWorker | None = None
     spec: WorkerSpec | None = None  # None: the experts kept at the host
     client_index: int = -1
-    slots: SlotPlan | None = None
+    slots: _core.SlotPlan | None = None
     device: DeviceChoice = DeviceChoice()  # what it computes on
 
     @property
@@ -108,9 +107,12 @@ def _report_after(before: int, report: Callable[[int], None], count: int) -> Non
     report(before + count)
 
 
-def shapes_of(shards: Sequence[HeldShard]) -> list[ShardShape]:
+def shapes_of(shards: Sequence[HeldShard]) -> list[_core.ShardShape]:
     """What the slots of a holder must be wide enough for."""
-    return [ShardShape(held.layer.ffn.in_size, held.layer.ffn.out_size, held.layer.top_k, len(held.experts)) for held in shards]
+    return [
+        _core.ShardShape(held.layer.ffn.in_size, held.layer.ffn.out_size, held.layer.top_k, len(held.experts))
+        for held in shards
+    ]
 
 
 class Fleet:
@@ -266,7 +268,7 @@ class Fleet:
             )
             _session(member).load(message, timeout_s=self._settings.start_timeout_s, report=report)
 
-    def attach(self, member: Member, slots: SlotPlan) -> tuple[_core.Channel, int, int]:
+    def attach(self, member: Member, slots: _core.SlotPlan) -> tuple[_core.Channel, int, int]:
         """A fresh data path: (host's channel, generation, pulse descriptor or -1). The former path
         is served no more.
         """

@@ -37,7 +37,6 @@ from dflash_moe.protocol.messages import (
     StatsRequest,
 )
 from dflash_moe.runtime.conversation import Conversation, Turn
-from dflash_moe.runtime.data_path import SlotPlan
 from dflash_moe.runtime.dialing import CallOff, Credentials, connect_authenticated
 from dflash_moe.runtime.launcher import StartedWorker
 from dflash_moe.runtime.owner import Owner
@@ -193,7 +192,7 @@ class HostSession:
         self.resident_bytes = loaded.resident_bytes
 
     def attach(
-        self, slots: SlotPlan, transport: str, generation: int, *, timeout_s: float, is_open: bool = False
+        self, slots: _core.SlotPlan, transport: str, generation: int, *, timeout_s: float, is_open: bool = False
     ) -> tuple[_core.Channel, int]:
         """Builds a data path; returns the host's channel and the pulse descriptor (-1 but for the
         first time), the caller's.
