@@ -17,8 +17,20 @@ def supported_isas() -> list[str]: ...
 def best_isa() -> str: ...
 def parse_isa(name: str) -> str: ...  # ConfigError listing the supported ones
 def cpu_features() -> list[str]: ...
+
+class NumericsFacts:
+    """A row of the table of numerics classes, csrc/compute/numerics.h."""
+
+    name: str
+    activations: str  # how a topology asks for it
+    inputs: str  # what inputs are rounded to: none, bf16, int8, f16
+    group_inputs: int  # inputs of a row that share a scale; 0: none do
+    weights: str  # what weights are rounded to: none, bf16, f16
+    is_bounded: bool  # its bits are those of a card's architecture, within a bound of the reference
+    offered_by: list[str]  # of cpu (processors of this build's kind), cuda, hip
+
+def numerics_table() -> list[NumericsFacts]: ...  # the default first
 def numerics_classes(isa: str) -> list[str]: ...  # that this kernel set computes, the default first
-def numerics_class() -> str: ...  # the default
 
 # UnsupportedError naming the formats the class takes
 def check_numerics(numerics: str, weight_dtype: str) -> None: ...
@@ -143,7 +155,7 @@ class BackendDevice:
     def numerics_classes(self) -> list[str]: ...
     def free_bytes(self) -> int: ...  # of the device's memory, now
     def layer_bytes(  # that such a layer will hold on the device
-        self, *, spec: Mapping[str, Any], num_experts: int, weight_dtype: str, numerics: str = "f32-canonical"
+        self, *, spec: Mapping[str, Any], num_experts: int, weight_dtype: str, numerics: str = ...
     ) -> int: ...
     # num_cases, elements, differing, kernel, formats
     def self_test(self, test_case: int) -> dict[str, Any]: ...
@@ -261,7 +273,7 @@ class Worker:
         num_local_experts: int,
         weight_dtype: str,
         weights_fingerprint: int,
-        numerics: str = "f32-canonical",
+        numerics: str = ...,
         # spec: keys of FfnSpec, enums by lower-case name ("silu", "gated", "clamped_swiglu"),
         # missing = default
     ) -> None: ...
@@ -383,7 +395,7 @@ class FfnOracle:
         weight_dtype: str,
         isa: str,
         num_threads: int = 1,
-        numerics: str = "f32-canonical",
+        numerics: str = ...,
     ) -> None: ...
     # 2-D / 1-D float32 arrays, rounded to weight_dtype; or (format, bytes, outputs, inputs, scales
     # or b"")
@@ -411,7 +423,7 @@ class FfnOracle:
     def forward_float64(self, rows: object, row_counts: object, local_expert_ids: object, weights: object) -> object: ...
 
 # -- weight formats --------------------------------------------------------------------------------
-# FormatFacts of csrc/compute/weight_format.h by format name
+# FormatFacts of csrc/compute/formats/weight_format.h by format name, and the size of a record
 def weight_formats() -> dict[str, dict[str, int]]: ...
 def dequantize(  # float32 NumPy [outputs, inputs]; contiguous buffers
     weight_format: str, data: object, outputs: int, inputs: int, scales: object = b""
@@ -437,7 +449,7 @@ class LayerBenchmark:
         isa: str,
         num_threads: int,
         seed: int = 1,
-        numerics: str = "f32-canonical",
+        numerics: str = ...,
         device: BackendDevice | None = None,  # computes there instead of with the kernels of `isa`
     ) -> None: ...
     def run(  # ns of each round; NumPy float32 rows and weights, uint16 counts and ids

@@ -8,8 +8,8 @@
 
 #include "base/dtype.h"
 #include "bindings/errors.h"
-#include "compute/expert_layer.h"
-#include "compute/ffn_spec.h"
+#include "compute/experts/expert_layer.h"
+#include "compute/experts/ffn_spec.h"
 #include "transport/channel.h"
 
 namespace dflash::bindings {

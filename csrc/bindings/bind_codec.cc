@@ -1,11 +1,7 @@
-// Codec, limits and processor facts: pure functions, for tests, tools and the handshake.
+// Codec and limits: pure functions, for tests, tools and the handshake.
 // SPDX-License-Identifier: Apache-2.0
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
-#if defined(__aarch64__)
-#include <asm/hwcap.h>
-#include <sys/auxv.h>
-#endif
 
 #include <string>
 #include <vector>
@@ -13,7 +9,6 @@
 #include "base/checksum.h"
 #include "bindings/arguments.h"
 #include "bindings/module.h"
-#include "compute/cpu/cpu_backend.h"
 #include "wire/frame.h"
 #include "wire/limits.h"
 #include "wire/payload.h"
@@ -131,75 +126,9 @@ py::dict reply_layout(uint32_t num_rows, uint32_t row_width, const std::string& 
   return offsets;
 }
 
-std::vector<std::string> supported_isas() {
-  std::vector<std::string> names;
-  for (compute::Isa isa : compute::kAllIsas) {
-    if (compute::isa_is_supported(isa)) names.emplace_back(compute::isa_name(isa));
-  }
-  return names;
-}
-
-std::vector<std::string> cpu_features() {
-  std::vector<std::string> found;
-#if defined(__x86_64__)
-  __builtin_cpu_init();
-#define DFLASH_FEATURE(name) \
-  if (__builtin_cpu_supports(name)) found.emplace_back(name)
-  DFLASH_FEATURE("sse4.2");
-  DFLASH_FEATURE("avx2");
-  DFLASH_FEATURE("fma");
-  DFLASH_FEATURE("f16c");
-  DFLASH_FEATURE("avx512f");
-  DFLASH_FEATURE("avx512bw");
-  DFLASH_FEATURE("avx512vl");
-  DFLASH_FEATURE("avx512dq");
-  DFLASH_FEATURE("avx512vnni");
-  DFLASH_FEATURE("avx512bf16");
-#undef DFLASH_FEATURE
-#elif defined(__aarch64__)
-  const unsigned long features = getauxval(AT_HWCAP), more = getauxval(AT_HWCAP2);
-  if (features & HWCAP_ASIMD) found.emplace_back("neon");
-  if (features & HWCAP_CRC32) found.emplace_back("crc32");
-  if (features & HWCAP_ASIMDDP) found.emplace_back("dotprod");
-  if (more & HWCAP2_I8MM) found.emplace_back("i8mm");
-  if (more & HWCAP2_BF16) found.emplace_back("bf16");
-#endif
-  return found;
-}
-
 }  // namespace
 
 void bind_codec(py::module_& module) {
-  module.def("supported_isas", &supported_isas);
-  module.def("best_isa", [] { return std::string(compute::isa_name(compute::best_isa())); });
-  module.def(
-      "parse_isa",
-      [](const std::string& name) {
-        return std::string(compute::isa_name(unwrap(compute::parse_isa(name))));
-      },
-      py::arg("name"));
-  module.def("cpu_features", &cpu_features);
-  module.def(
-      "numerics_classes",
-      [](const std::string& isa) {
-        std::vector<std::string> names;
-        for (const auto numerics :
-             compute::CpuBackend::numerics_classes(unwrap(compute::parse_isa(isa)))) {
-          names.emplace_back(compute::numerics_name(numerics));
-        }
-        return names;
-      },
-      py::arg("isa"));
-  module.def("numerics_class", [] {
-    return std::string(compute::numerics_name(compute::NumericsClass::kF32Canonical));
-  });
-  module.def(
-      "check_numerics",
-      [](const std::string& numerics, const std::string& weight_dtype) {
-        unwrap(compute::check_numerics(unwrap(compute::parse_numerics(numerics)),
-                                       unwrap(compute::parse_resident_formats(weight_dtype))));
-      },
-      py::arg("numerics"), py::arg("weight_dtype"));
   module.def("wire_limits", &wire_limits);
   module.def(
       "checksum", [](const std::string& data) { return checksum(as_bytes(data)); },

@@ -8,9 +8,10 @@
 #include "bindings/arguments.h"
 #include "bindings/module.h"
 #include "compute/cpu/cpu_backend.h"
-#include "compute/dequantize.h"
+#include "compute/cpu/panels/panel_layout.h"
 #include "compute/float_mode.h"
-#include "compute/layer_checks.h"
+#include "compute/formats/dequantize.h"
+#include "compute/formats/value_checks.h"
 
 namespace py = pybind11;
 
@@ -31,6 +32,11 @@ py::dict weight_formats() {
     fields["scale_inputs"] = facts.scale_inputs;
     fields["scale_bytes"] = facts.scale_bytes;
     fields["is_stored"] = facts.is_stored;
+    const auto format = static_cast<compute::WeightFormat>(value);
+    const compute::PanelLayout layout = compute::panel_layout(format);
+    fields["record"] = layout.record_inputs;
+    fields["record_bytes"] =
+        compute::is_float(format) ? size_t{facts.block_bytes} : layout.record_bytes();
     formats[facts.name] = fields;
   }
   return formats;

@@ -151,7 +151,8 @@ void bind_layer_benchmark(py::module_& module) {
                     uint32_t, uint64_t, const std::string&, const BackendDevice*>(),
            py::kw_only(), py::arg("spec"), py::arg("num_experts"), py::arg("num_layers"),
            py::arg("weight_dtype"), py::arg("isa"), py::arg("num_threads"), py::arg("seed") = 1,
-           py::arg("numerics") = "f32-canonical", py::arg("device") = nullptr)
+           py::arg("numerics") = compute::numerics_name(compute::kDefaultNumerics),
+           py::arg("device") = nullptr)
       .def("run", &PyLayerBenchmark::run, py::arg("rows"), py::arg("row_counts"),
            py::arg("local_expert_ids"), py::arg("weights"), py::kw_only(), py::arg("row_dtype"),
            py::arg("rounds"))

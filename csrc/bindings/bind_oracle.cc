@@ -195,7 +195,8 @@ void bind_oracle(py::module_& module) {
       .def(py::init<const py::dict&, uint32_t, const std::string&, const std::string&, uint32_t,
                     const std::string&>(),
            py::kw_only(), py::arg("spec"), py::arg("num_experts"), py::arg("weight_dtype"),
-           py::arg("isa"), py::arg("num_threads") = 1, py::arg("numerics") = "f32-canonical")
+           py::arg("isa"), py::arg("num_threads") = 1,
+           py::arg("numerics") = compute::numerics_name(compute::kDefaultNumerics))
       .def("load_expert", &FfnOracle::load_expert, py::arg("expert_id"), py::kw_only(),
            py::arg("gate"), py::arg("up"), py::arg("down"), py::arg("gate_bias") = py::none(),
            py::arg("up_bias") = py::none(), py::arg("down_bias") = py::none())

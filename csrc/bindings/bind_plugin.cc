@@ -79,8 +79,8 @@ BackendDevice open_device(const std::string& backend, uint32_t device, const std
 
 std::vector<std::string> numerics_classes(const BackendDevice& self) {
   std::vector<std::string> names;
-  for (compute::NumericsClass numerics : compute::kAllNumericsClasses) {
-    if (self.backend->computes(numerics)) names.emplace_back(compute::numerics_name(numerics));
+  for (const compute::NumericsFacts& facts : compute::numerics_table()) {
+    if (self.backend->computes(facts.numerics)) names.emplace_back(facts.name);
   }
   return names;
 }
@@ -125,7 +125,7 @@ void bind_plugin(py::module_& module) {
                                               unwrap(compute::parse_numerics(numerics))));
           },
           py::kw_only(), py::arg("spec"), py::arg("num_experts"), py::arg("weight_dtype"),
-          py::arg("numerics") = "f32-canonical")
+          py::arg("numerics") = compute::numerics_name(compute::kDefaultNumerics))
       .def("self_test", &self_test, py::arg("test_case"));
 }
 

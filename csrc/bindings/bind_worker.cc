@@ -177,7 +177,7 @@ void bind_worker(py::module_& module) {
           },
           py::arg("layer"), py::arg("shard"), py::arg("spec"), py::arg("num_local_experts"),
           py::arg("weight_dtype"), py::arg("weights_fingerprint"),
-          py::arg("numerics") = "f32-canonical")
+          py::arg("numerics") = compute::numerics_name(compute::kDefaultNumerics))
       .def("load_expert", &load_expert, py::arg("layer"), py::arg("shard"),
            py::arg("local_expert_id"), py::kw_only(), py::arg("gate"), py::arg("up"),
            py::arg("down"), py::arg("gate_bias") = py::none(), py::arg("up_bias") = py::none(),

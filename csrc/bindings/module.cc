@@ -10,6 +10,7 @@ PYBIND11_MODULE(_core, module) {
   module.attr("__version__") = DFLASH_VERSION;
   module.def("error_codes", &error_codes);
   bind_codec(module);
+  bind_numerics(module);
   bind_transport(module);
   bind_benchmark(module);
   bind_store(module);

@@ -7,6 +7,7 @@
 namespace dflash::bindings {
 
 void bind_codec(pybind11::module_& module);
+void bind_numerics(pybind11::module_& module);
 void bind_transport(pybind11::module_& module);
 void bind_benchmark(pybind11::module_& module);
 void bind_store(pybind11::module_& module);

@@ -7,8 +7,8 @@ set(gpu_kernels ${CMAKE_CURRENT_SOURCE_DIR}/compute/gpu/kernels.cu)
 file(GLOB gpu_kernel_headers CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/compute/gpu/kernels/*.h)
 list(APPEND gpu_kernel_headers ${CMAKE_CURRENT_SOURCE_DIR}/compute/gpu/portable.h ${CMAKE_CURRENT_SOURCE_DIR}/compute/gpu/kernel_params.h
      ${CMAKE_CURRENT_SOURCE_DIR}/compute/gpu/host_params.h
-     ${CMAKE_CURRENT_SOURCE_DIR}/compute/gpu/kernel_table.h ${CMAKE_CURRENT_SOURCE_DIR}/compute/activation.h
-     ${CMAKE_CURRENT_SOURCE_DIR}/compute/dequantize_tables.h)
+     ${CMAKE_CURRENT_SOURCE_DIR}/compute/gpu/kernel_table.h ${CMAKE_CURRENT_SOURCE_DIR}/compute/experts/activation.h
+     ${CMAKE_CURRENT_SOURCE_DIR}/compute/formats/dequantize_tables.h)
 
 # plugin(NAME SOURCES...): libdflash_NAME.so, which exports one function.
 function(plugin name)

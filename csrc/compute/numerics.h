@@ -1,62 +1,110 @@
-// Numerics classes: what arithmetic turns a row into a reply. Within a class the bits are a
-// function of rows, weights and routing alone; two classes are near each other, never equal. The
-// class of a layer is fixed when its weights load (docs/architecture.md).
+// Numerics classes: which arithmetic turns a row into a reply. Within a class the bits are a
+// function of the row, the weights and the routing alone; two classes are near each other, never
+// equal. The class of a layer is fixed when its weights load.
+//
+// The table in numerics.cc is all that anybody has to know about a class, in C++ and in Python: a
+// new class is a row there, and its kernels.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
 #include <cstdint>
+#include <span>
 #include <string>
 
 #include "base/result.h"
-#include "compute/weight_format.h"
+#include "compute/formats/weight_format.h"
 
 namespace dflash::compute {
 
-// Values are internal: names travel.
+// Rows of the table. Names travel between host and worker; the values travel to plug-ins
+// (plugin/backend_abi.h), so that a new class takes the next one.
 enum class NumericsClass : uint8_t {
-  kF32Canonical = 0,  // float32 activations, one fma chain per output and 256 inputs
-  // int8 activations: codes round(x / scale) with scale = amax / 127 per row and 32 inputs; exact
-  // integer sums within a group, one fma per group with the product of both scales, groups
-  // ascending in blocks of 256 inputs
+  // One fma chain per output and 256 inputs, on float32 inputs and weights.
+  kF32Canonical = 0,
+  // Exact integer sums over groups of inputs, then one fma per group with the product of both
+  // scales, groups ascending in blocks of 256 inputs.
   kInt8Groups = 1,
-  kBf16Dot = 2,  // bf16 activations and weights, the pair-wise dot product of AVX512-BF16
-  // bf16 activations and weights (of any format, rounded to bf16) on a card's matrix units, float32
-  // sums of 256 inputs each: a class per instruction family, since how one adds its products is the
-  // vendor's (docs/decisions/0015)
-  kBf16Mma = 3,   // NVIDIA mma.sync
-  kBf16Mfma = 4,  // AMD MFMA
-  kBf16Wmma = 5,  // AMD WMMA
-  // bf16 activations and weights, the pair-wise dot product of AArch64's BF16 extension
-  kBf16Bfdot = 6,
-  // f16 activations and weights with a scale per row, or output, and 32 inputs; dot products of
-  // pairs on AMD's cards, which add them as they will; one fma per group as in int8-groups
-  // (docs/decisions/0019)
+  kBf16Dot = 2,  // the pair-wise dot product of x86's AVX512-BF16
+  // Matrix units of cards, float32 sums of 256 inputs each: a class per family of instructions,
+  // since how one adds its products is its vendor's own (docs/decisions/0015).
+  kBf16Mma = 3,    // NVIDIA mma.sync
+  kBf16Mfma = 4,   // AMD MFMA
+  kBf16Wmma = 5,   // AMD WMMA
+  kBf16Bfdot = 6,  // the pair-wise dot product of AArch64's BF16 extension
+  // Dot products of pairs on AMD's cards, which add them as they will; one fma per group as in
+  // kInt8Groups (docs/decisions/0019).
   kF16Dot2 = 7,
 };
-inline constexpr NumericsClass kAllNumericsClasses[] = {
-    NumericsClass::kF32Canonical, NumericsClass::kInt8Groups, NumericsClass::kBf16Dot,
-    NumericsClass::kBf16Mma,      NumericsClass::kBf16Mfma,   NumericsClass::kBf16Wmma,
-    NumericsClass::kBf16Bfdot,    NumericsClass::kF16Dot2};
+inline constexpr NumericsClass kDefaultNumerics = NumericsClass::kF32Canonical;
 
-// "f32-canonical" "int8-groups" "bf16-dot" "bf16-mma" "bf16-mfma" "bf16-wmma" "bf16-bfdot"
-// "f16-dot2"
-const char* numerics_name(NumericsClass numerics);
-// Whether the class is one of matrix units, whose kernels multiply rows of bf16.
-constexpr bool is_matrix_class(NumericsClass numerics) {
-  return numerics == NumericsClass::kBf16Mma || numerics == NumericsClass::kBf16Mfma ||
-         numerics == NumericsClass::kBf16Wmma;
-}
-// Whether the class's bits are a card's: the reference is within a derived bound of them, and no
-// processor offers it.
-constexpr bool is_bounded_class(NumericsClass numerics) {
-  return is_matrix_class(numerics) || numerics == NumericsClass::kF16Dot2;
-}
+// What becomes of a row's inputs before they meet the weights.
+enum class InputRounding : uint8_t {
+  kNone,
+  kBf16,  // the nearest bf16
+  kInt8,  // codes of -127..127 and a scale per group of inputs: its largest magnitude / 127
+  kF16,   // f16 and a power of two per group of inputs
+};
+
+// What becomes of the weights, beyond what their format says.
+enum class WeightRounding : uint8_t {
+  kNone,  // they are the float32 values of their format (dequantize.h), or its integers
+  kBf16,  // the nearest bf16
+  kF16,   // f16 and a power of two per group: exact, but for formats of more than 11 bits (f32)
+};
+
+enum class FormatsTaken : uint8_t {
+  kAll,
+  kBf16,
+  kIntegerCodes,  // those with small integers as codes (FormatFacts)
+};
+
+// Whose bits the class has.
+enum class Bits : uint8_t {
+  kReference,  // the reference's, whoever computes
+  // Those of a card's instruction: equal on cards of one architecture, and anywhere within a bound
+  // around the reference that is derived (reference/class_bounds.h).
+  kArchitecture,
+};
+
+// Kernel sets of processors and architectures of cards that compute a class, separated by spaces.
+// "*": all of them; "": none; "sm_80+": this one and all later ones.
+struct Offers {
+  const char* x86_64;
+  const char* aarch64;
+  const char* cuda;
+  const char* hip;
+};
+
+struct NumericsFacts {
+  NumericsClass numerics;
+  const char* name;
+  // How a topology asks for the class, `activations`; where several answer to it, the machine
+  // decides.
+  const char* activations;
+  InputRounding inputs;
+  uint32_t group_inputs;  // inputs of a row that share a scale; 0: none do
+  WeightRounding weights;
+  FormatsTaken formats;
+  Bits bits;
+  Offers offers;
+
+  bool takes(WeightFormat format) const;
+  bool is_bounded() const { return bits == Bits::kArchitecture; }
+  // What processors of this build's kind offer; empty where no kernel set computes the class.
+  const char* kernel_sets() const;
+};
+
+// In the order of the enumeration.
+std::span<const NumericsFacts> numerics_table();
+const NumericsFacts& numerics_facts(NumericsClass numerics);
+inline const char* numerics_name(NumericsClass numerics) { return numerics_facts(numerics).name; }
 // Errors: kUnsupported naming the classes there are.
 Result<NumericsClass> parse_numerics(const std::string& name);
 
-// Whether the class computes with weights of this format.
-bool numerics_take(NumericsClass numerics, WeightFormat format);
-// Errors: kUnsupported naming class and format, and the formats the class takes.
+// Whether `name`, a kernel set or an architecture, is among `offered`, a field of Offers.
+bool is_offered(const char* offered, const std::string& name);
+
+// Errors: kUnsupported naming class and format, and the formats that the class takes.
 Status check_numerics(NumericsClass numerics, ResidentFormats formats);
 
 }  // namespace dflash::compute

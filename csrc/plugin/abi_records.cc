@@ -19,16 +19,6 @@ static_assert(static_cast<int>(Dtype::kF32) == 0 && static_cast<int>(Dtype::kF16
 static_assert(static_cast<int>(WeightFormat::kInt8G32) == 3 &&
               static_cast<int>(WeightFormat::kQ8_0) == 7 &&
               static_cast<int>(WeightFormat::kIq4Xs) == 14);
-static_assert(static_cast<int>(NumericsClass::kF32Canonical) == 0 &&
-              static_cast<int>(NumericsClass::kInt8Groups) == 1 &&
-              static_cast<int>(NumericsClass::kBf16Dot) == 2 &&
-              static_cast<int>(NumericsClass::kBf16Mma) == 3 &&
-              static_cast<int>(NumericsClass::kBf16Mfma) == 4 &&
-              static_cast<int>(NumericsClass::kBf16Wmma) == 5 &&
-              static_cast<int>(NumericsClass::kBf16Bfdot) == 6 &&
-              static_cast<int>(NumericsClass::kF16Dot2) == 7);
-constexpr uint32_t kNumNumerics =
-    sizeof compute::kAllNumericsClasses / sizeof compute::kAllNumericsClasses[0];
 
 // `value` as an enumerator below `count`.
 template <class Enumeration>
@@ -146,7 +136,8 @@ Result<LayerOptions> layer_options_of(const dflash_layer_options& record) {
   auto down =
       enumerator<WeightFormat>("down_format", record.down_format, compute::kNumWeightFormats);
   if (!down.ok()) return std::move(down).error();
-  auto numerics = enumerator<NumericsClass>("numerics", record.numerics, kNumNumerics);
+  auto numerics = enumerator<NumericsClass>(
+      "numerics", record.numerics, static_cast<uint32_t>(compute::numerics_table().size()));
   if (!numerics.ok()) return std::move(numerics).error();
   return LayerOptions{
       record.num_local_experts, {gate_up.value(), down.value()},

@@ -8,7 +8,7 @@
 #include <cstring>
 #include <string>
 
-#include "compute/expert_layer.h"
+#include "compute/experts/expert_layer.h"
 #include "compute/numerics.h"
 #include "plugin/backend_abi.h"
 
@@ -60,7 +60,7 @@ Result<compute::FfnSpec> spec_of(const dflash_ffn_spec& record);
 struct LayerOptions {
   uint32_t num_local_experts = 0;
   compute::ResidentFormats formats;
-  compute::NumericsClass numerics = compute::NumericsClass::kF32Canonical;
+  compute::NumericsClass numerics = compute::kDefaultNumerics;
 };
 dflash_layer_options to_record(const LayerOptions& options);
 Result<LayerOptions> layer_options_of(const dflash_layer_options& record);

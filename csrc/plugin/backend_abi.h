@@ -171,6 +171,11 @@ typedef struct dflash_backend_table {
   /* Nanoseconds that the device computed in all batches of this layer so far, copies aside; 0 where
    * the caller's threads compute. */
   int64_t (*layer_device_ns)(const dflash_layer* layer);
+
+  /* What the source bytes of a loaded expert add up to (csrc/compute/experts/content_checksum.h).
+   * Returns 1, or 0 where the backend has not read them all or the expert is not loaded. */
+  int32_t (*expert_checksum)(const dflash_layer* layer, uint32_t local_expert_id,
+                             uint64_t* checksum);
 } dflash_backend_table;
 
 /* What a plug-in exports under DFLASH_BACKEND_SYMBOL. The table lives as long as the process. */

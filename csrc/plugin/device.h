@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <string>
 
-#include "compute/expert_backend.h"
+#include "compute/experts/expert_backend.h"
 
 namespace dflash::plugin {
 

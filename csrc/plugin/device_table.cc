@@ -10,7 +10,7 @@
 #include <string>
 #include <utility>
 
-#include "compute/layer_checks.h"
+#include "compute/experts/layer_checks.h"
 #include "plugin/abi_records.h"
 #include "plugin/self_test.h"
 
@@ -91,9 +91,9 @@ int32_t answer_caps(dflash_device* device, dflash_caps* caps, dflash_error* erro
       if (device->device->takes(static_cast<compute::WeightFormat>(format)))
         record.formats |= 1u << format;
     }
-    for (compute::NumericsClass numerics : compute::kAllNumericsClasses) {
-      if (device->device->computes(numerics))
-        record.numerics |= 1u << static_cast<uint32_t>(numerics);
+    for (const compute::NumericsFacts& facts : compute::numerics_table()) {
+      if (device->device->computes(facts.numerics))
+        record.numerics |= 1u << static_cast<uint32_t>(facts.numerics);
     }
     record.dtypes = (1u << kNumDtypes) - 1;
     record.max_rows = device->device->max_rows();
@@ -181,6 +181,17 @@ int32_t answer_expert_load(dflash_layer* layer, const dflash_expert* expert,
     const compute::ProgressCounter::Task task(relay.counter, relay);
     return layer->experts->load_expert(record.local_expert_id, weights.value(), relay.counter);
   });
+}
+
+int32_t answer_expert_checksum(const dflash_layer* layer, uint32_t local_expert_id,
+                               uint64_t* checksum) {
+  if (layer == nullptr || checksum == nullptr ||
+      local_expert_id >= layer->experts->num_local_experts())
+    return 0;
+  const std::optional<uint64_t> found = layer->experts->content_checksum(local_expert_id);
+  if (!found) return 0;
+  *checksum = *found;
+  return 1;
 }
 
 int32_t answer_submit(dflash_layer* layer, const dflash_batch* batch, uint64_t* ticket,
@@ -324,6 +335,7 @@ dflash_backend_table internal::common_table() {
     return layer == nullptr ? 0 : layer->experts->device_ns();
   };
   table.expert_load = &answer_expert_load;
+  table.expert_checksum = &answer_expert_checksum;
   table.submit = &answer_submit;
   table.wait = &answer_wait;
   table.selftest = &answer_selftest;

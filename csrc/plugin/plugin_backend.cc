@@ -3,7 +3,7 @@
 
 #include <utility>
 
-#include "compute/layer_checks.h"
+#include "compute/experts/layer_checks.h"
 #include "plugin/abi_records.h"
 
 namespace dflash::plugin {
@@ -47,6 +47,14 @@ class PluginLayer final : public compute::ExpertLayer {
     const dflash_progress relay = relay_to(progress);
     auto error = new_record<dflash_error>();
     return done(table_.expert_load(layer_, &expert, &relay, &error), error);
+  }
+
+  std::optional<uint64_t> content_checksum(uint32_t local_expert_id) const override {
+    uint64_t checksum = 0;
+    if (table_.expert_checksum == nullptr ||
+        table_.expert_checksum(layer_, local_expert_id, &checksum) == 0)
+      return std::nullopt;
+    return checksum;
   }
 
   Status forward(const compute::ForwardArgs& args, compute::ProgressCounter& progress) override {

@@ -6,7 +6,7 @@
 #include <memory>
 #include <string>
 
-#include "compute/expert_backend.h"
+#include "compute/experts/expert_backend.h"
 #include "plugin/backend_abi.h"
 #include "plugin/device.h"
 #include "plugin/self_test.h"

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "base/convert.h"
-#include "compute/cpu/random_matrix.h"
+#include "compute/experts/random_expert.h"
 #include "compute/gpu/host_routing.h"
 #include "compute/reference/class_bounds.h"
 #include "compute/reference/reference.h"
@@ -46,7 +46,7 @@ constexpr SpecCase kSpecs[] = {
 constexpr SpecCase kListing = {"lists of many rows", Activation::kSilu, GateKind::kGated};
 
 struct Case {
-  NumericsClass numerics = NumericsClass::kF32Canonical;
+  NumericsClass numerics = compute::kDefaultNumerics;
   WeightFormat format = WeightFormat::kF32;
   const SpecCase* spec = nullptr;
 };
@@ -54,19 +54,19 @@ struct Case {
 // Every activation with float weights; the others, whose kernels share it, with one.
 std::vector<Case> cases_of(const Device& device) {
   std::vector<Case> cases;
-  for (NumericsClass numerics : compute::kAllNumericsClasses) {
-    if (!device.computes(numerics) || !compute::reference_computes(numerics)) continue;
+  for (const compute::NumericsFacts& facts : compute::numerics_table()) {
+    if (!device.computes(facts.numerics)) continue;
     for (uint8_t value = 0; value < compute::kNumWeightFormats; ++value) {
       const auto format = static_cast<WeightFormat>(value);
-      if (!device.takes(format) || !compute::numerics_take(numerics, format)) continue;
+      if (!device.takes(format) || !facts.takes(format)) continue;
       for (const SpecCase& spec : kSpecs) {
         if (compute::is_float(format) || &spec == kSpecs)
-          cases.push_back({numerics, format, &spec});
+          cases.push_back({facts.numerics, format, &spec});
       }
     }
   }
-  if (device.computes(NumericsClass::kF32Canonical) && device.takes(WeightFormat::kF32)) {
-    cases.push_back({NumericsClass::kF32Canonical, WeightFormat::kF32, &kListing});
+  if (device.computes(compute::kDefaultNumerics) && device.takes(WeightFormat::kF32)) {
+    cases.push_back({compute::kDefaultNumerics, WeightFormat::kF32, &kListing});
   }
   return cases;
 }
@@ -183,7 +183,7 @@ Result<uint64_t> count_wrong(const Case& chosen, compute::ExpertLayer& layer,
   DFLASH_TRY(layer.forward(batch.args, progress));
   const Dtype dtype = batch.args.reply_dtype;
   const std::vector<std::byte> found = batch.reply;
-  if (compute::is_bounded_class(chosen.numerics)) {
+  if (compute::numerics_facts(chosen.numerics).is_bounded()) {
     std::vector<compute::ExpertWeights> weights;
     for (const compute::RandomExpert& expert : experts) weights.push_back(expert.weights());
     auto unlike = count_unlike_alone(layer, batch, found);

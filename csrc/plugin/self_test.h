@@ -15,7 +15,7 @@ struct SelfTestResult {
   uint64_t elements = 0;   // compared
   // whose bits differ; in a matrix-unit class, that are outside of its derived bounds
   uint64_t differing = 0;
-  std::string kernel;   // "f32-canonical silu"
+  std::string kernel;   // class and activation: "f32-canonical silu"
   std::string formats;  // of the weights
 };
 

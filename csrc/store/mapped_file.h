@@ -13,7 +13,7 @@
 
 #include "base/owned_fd.h"
 #include "base/result.h"
-#include "compute/expert_layer.h"
+#include "compute/formats/matrix_view.h"
 
 namespace dflash::store {
 

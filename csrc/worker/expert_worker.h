@@ -55,7 +55,7 @@ class ExpertWorker {
   // before any of that memory is touched; those of ExpertBackend.
   Status define_shard(LayerShard where, const compute::FfnSpec& spec, uint32_t num_local_experts,
                       compute::ResidentFormats formats, uint64_t weights_fingerprint,
-                      compute::NumericsClass numerics = compute::NumericsClass::kF32Canonical);
+                      compute::NumericsClass numerics = compute::kDefaultNumerics);
   Status load_expert(LayerShard where, uint32_t local_expert_id,
                      const compute::ExpertWeights& weights);
   uint64_t resident_bytes() const;

@@ -22,7 +22,8 @@ from dflash_moe.bench.expert_batch import FLOATS, Batch, ExpertShape, make_batch
 from dflash_moe.bench.harness import Case, Recorder, run_rounds
 from dflash_moe.bench.results import BenchResult, timing_fields
 from dflash_moe.bench.torch_experts import TorchLayers, torch_kernels
-from dflash_moe.errors import ConfigError, UnsupportedError
+from dflash_moe.errors import ConfigError
+from dflash_moe.topology.numerics import takes_weights
 
 DEVICE_BACKENDS = ("cuda", "hip", "sim")
 # Qwen3-30B-A3B
@@ -192,18 +193,10 @@ def _classes(params: DeviceParams, fmt: str, device: _core.BackendDevice) -> lis
     for numerics in params.numerics:
         if numerics not in here:
             raise ConfigError(f"device {device.label} does not compute {numerics!r}; its classes: {', '.join(here)}")
-    found = [numerics for numerics in params.numerics or here if _takes(numerics, fmt)]
+    found = [numerics for numerics in params.numerics or here if takes_weights(numerics, fmt)]
     if not found:
         raise ConfigError(f"none of the numerics classes {', '.join(params.numerics)} takes format {fmt!r}")
     return found
-
-
-def _takes(numerics: str, fmt: str) -> bool:
-    try:
-        _core.check_numerics(numerics, fmt)
-    except UnsupportedError:
-        return False
-    return True
 
 
 def _own_cases(

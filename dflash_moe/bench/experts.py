@@ -24,12 +24,12 @@ from dflash_moe.bench.results import BenchResult, timing_fields
 from dflash_moe.bench.torch_experts import TorchLayers, torch_kernels
 from dflash_moe.errors import ConfigError, UnsupportedError
 from dflash_moe.telemetry.machine import memory_available, usable_cores
+from dflash_moe.topology.numerics import CLASSES, DEFAULT_NUMERICS, takes_weights
 
 # measured unless others are named
 FORMATS = ("f32", "f16", "bf16", "int8_g32", "int4_g32", "q8_0", "q4_k", "q6_k", "mxfp4")
-CANONICAL = "f32-canonical"
-# measured unless others are named, with the formats they take
-NUMERICS = (CANONICAL, "int8-groups", "bf16-dot", "bf16-bfdot")
+# measured unless others are named, with the formats they take: what processors compute
+NUMERICS = tuple(name for name, facts in CLASSES.items() if not facts.is_bounded)
 ROUTINGS = ("uniform", "zipf")
 SOURCES = ("dram", "cache")
 ROTATION_BYTES = 512 << 20  # several times the largest last-level caches of one core's share
@@ -65,7 +65,7 @@ class Peaks:
 
     isa: str
     threads: int
-    numerics: str = CANONICAL
+    numerics: str = DEFAULT_NUMERICS
     gflops: list[float] = field(default_factory=list)
     bytes_per_s: list[float] = field(default_factory=list)
     label: str = "peaks"
@@ -90,13 +90,9 @@ def operation_peak(numerics: str, isa: str, threads: int) -> list[float]:
     """Operations per second of the class's own arithmetic; of float32 where the instruction set has
     no loop for that.
     """
-    loops = {
-        "int8-groups": _core.integer_multiply_add_per_s,
-        "bf16-dot": _core.bf16_multiply_add_per_s,
-        "bf16-bfdot": _core.bf16_multiply_add_per_s,
-    }
+    loops = {"int8": _core.integer_multiply_add_per_s, "bf16": _core.bf16_multiply_add_per_s}
     try:
-        return loops.get(numerics, _core.multiply_add_per_s)(isa, threads, 5)
+        return loops.get(CLASSES[numerics].inputs, _core.multiply_add_per_s)(isa, threads, 5)
     except UnsupportedError:
         return _core.multiply_add_per_s(isa, threads, 5)
 
@@ -229,15 +225,7 @@ def _needed_bytes(shape: ExpertShape, fmt: str, params: ExpertsParams) -> int:
 def _classes(params: ExpertsParams, fmt: str) -> list[str]:
     """The classes to measure a format with."""
     here = _core.numerics_classes(params.isa or _core.best_isa())
-    return [numerics for numerics in params.numerics if numerics in here and _takes(numerics, fmt)]
-
-
-def _takes(numerics: str, fmt: str) -> bool:
-    try:
-        _core.check_numerics(numerics, fmt)
-    except UnsupportedError:
-        return False
-    return True
+    return [numerics for numerics in params.numerics if numerics in here and takes_weights(numerics, fmt)]
 
 
 def _num_layers(shape: ExpertShape, fmt: str) -> int:
@@ -253,14 +241,15 @@ def _cases(params: ExpertsParams, shape: ExpertShape, fmt: str, isa: str, thread
     wanted += [(tokens, "uniform", "cache") for tokens in params.cache_tokens]
     batches = {(tokens, routing): make_batch(shape, tokens, routing, params.seed) for tokens, routing, _ in wanted}
     kernels = [_own_kernel(shape, fmt, isa, threads, numerics) for numerics in peaks]
-    if params.with_torch and fmt in FLOATS and CANONICAL not in peaks:
-        peaks[CANONICAL] = Peaks(isa, threads)  # torch's roof
+    if params.with_torch and fmt in FLOATS and DEFAULT_NUMERICS not in peaks:
+        peaks[DEFAULT_NUMERICS] = Peaks(isa, threads)  # torch's roof
     if params.with_torch and fmt in FLOATS:
         kernels += torch_kernels(TorchLayers.create(shape, fmt, _num_layers(shape, fmt)), threads)
     return [
         ExpertsCase(
             kernel.name, kernel.kernel, kernel.backend, fmt, shape, tokens, routing, source, batches[tokens, routing],
-            peaks[kernel.kernel if kernel.backend == "cpu" else CANONICAL], kernel.bind(batches[tokens, routing], source),
+            peaks[kernel.kernel if kernel.backend == "cpu" else DEFAULT_NUMERICS],
+            kernel.bind(batches[tokens, routing], source),
         )
         for tokens, routing, source in wanted
         for kernel in kernels
@@ -287,7 +276,7 @@ def _own_kernel(shape: ExpertShape, fmt: str, isa: str, threads: int, numerics: 
         row_dtype = fmt if fmt in FLOATS else "bf16"
         return lambda count: [ns * 1e-9 for ns in layers[source].run(*arrays, row_dtype=row_dtype, rounds=count)]
 
-    return Kernel(fmt if numerics == CANONICAL else f"{fmt}_{numerics}", numerics, "cpu", bind)
+    return Kernel(fmt if numerics == DEFAULT_NUMERICS else f"{fmt}_{numerics}", numerics, "cpu", bind)
 
 
 def ratios(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

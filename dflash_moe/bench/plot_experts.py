@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dflash_moe.bench.plot_axes import BLACK, CYCLE, GREY, MARKERS, Named, heading
+from dflash_moe.topology.numerics import DEFAULT_NUMERICS
 
 FIELDS = ("format", "tokens", "gflops", "bytes_per_s", "peak_gflops", "peak_bytes_per_s")
 # the same peak varies by less than this factor between rows of a run; integer peaks are further
@@ -31,7 +32,7 @@ class Series:
     torch: str  # the row's name where torch computed it, else empty
     from_cache: bool
     routing: str
-    numerics: str  # empty: f32-canonical
+    numerics: str  # empty: the default class
 
     @property
     def label(self) -> str:
@@ -44,7 +45,7 @@ class Series:
         """Hollow: torch or from cache; dotted: torch (dash-dotted: its grouped product); pale: any
         routing but uniform.
 
-        Thick: another numerics class than f32-canonical.
+        Thick: another numerics class than the default.
         """
         color = CYCLE[at % (len(CYCLE) - 1)]
         return {
@@ -116,7 +117,7 @@ def _series(rows: Sequence[Mapping[str, Any]]) -> dict[Series, list[Mapping[str,
     found: dict[Series, list[Mapping[str, Any]]] = {}
     for row in sorted(rows, key=lambda row: int(row["tokens"])):
         torch = str(row["name"]) if _is_torch(row) else ""
-        numerics = "" if torch or row.get("kernel", "f32-canonical") == "f32-canonical" else str(row["kernel"])
+        numerics = "" if torch or row.get("kernel", DEFAULT_NUMERICS) == DEFAULT_NUMERICS else str(row["kernel"])
         key = Series(str(row["format"]), torch, row.get("weights_from") == "cache", str(row.get("routing", "")), numerics)
         found.setdefault(key, []).append(row)
     return found

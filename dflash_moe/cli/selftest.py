@@ -16,8 +16,7 @@ import numpy as np
 
 from dflash_moe import _core
 from dflash_moe.config import DTYPES
-from dflash_moe.errors import UnsupportedError
-from dflash_moe.topology.spec import DEFAULT_NUMERICS
+from dflash_moe.topology.numerics import DEFAULT_NUMERICS, takes_weights
 
 Case = tuple[str, str, str]
 REFERENCE = "reference"
@@ -66,7 +65,7 @@ def run_self_tests(seed: int = 1) -> list[SelfTest]:
     tests = []
     for isa in (isa for isa in _core.supported_isas() if isa != REFERENCE):
         for numerics, weight_dtype in itertools.product(_core.numerics_classes(isa), WEIGHTS):
-            if not _takes(numerics, weight_dtype):
+            if not takes_weights(numerics, weight_dtype):
                 continue
             cases = list(itertools.product([weight_dtype], SPECS, DTYPES))
             for case in cases:
@@ -77,14 +76,6 @@ def run_self_tests(seed: int = 1) -> list[SelfTest]:
             differing = sum(int(np.count_nonzero(one != other)) for one, other in zip(wanted, found, strict=True))
             tests.append(SelfTest(isa, weight_dtype, len(cases), sum(one.size for one in wanted), differing, numerics))
     return tests
-
-
-def _takes(numerics: str, weight_dtype: str) -> bool:
-    try:
-        _core.check_numerics(numerics, weight_dtype)
-    except UnsupportedError:
-        return False
-    return True
 
 
 def _forward(isa: str, case: Case, seed: int, numerics: str) -> np.ndarray[Any, Any]:

@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-GROUP = 32  # inputs of a row that share a scale in int8-groups and f16-dot2
+from dflash_moe.topology.numerics import CLASSES
+
+GROUP = 32  # inputs of a row that share a scale, in the classes that have scales
 _PRODUCTS = {
     torch.nn.functional.linear, torch.matmul, torch.mm, torch.bmm, torch.Tensor.matmul, torch.Tensor.mm, torch.Tensor.bmm,
     torch.Tensor.__matmul__,
@@ -50,47 +52,44 @@ def to_f16_groups(inputs: Any) -> Any:
 
 
 def to_eleven_bits(weights: Any) -> Any:
-    """Each weight with the bits of an f16, of any size: what a power of two per group makes of
-    float32 weights in f16-dot2.
+    """Each weight with the bits of an f16, of any size: what f16 with a power of two
+    per group makes of float32 weights.
     """
     fractions, exponents = torch.frexp(weights.float().double())
     return torch.ldexp((fractions * 2**11).round() / 2**11, exponents)
 
 
-# of cards: weights of any format are rounded too
-_MATRIX_CLASSES = ("bf16-mma", "bf16-mfma", "bf16-wmma")
-_ROUNDINGS: dict[str, Callable[[Any], Any]] = {
-    "bf16-dot": to_bf16, "bf16-bfdot": to_bf16, "int8-groups": to_int8_groups, "f16-dot2": to_f16_groups,
-    **dict.fromkeys(_MATRIX_CLASSES, to_bf16),
-}  # fmt: skip
+# By NumericsFacts.inputs; classes that are absent take inputs as they come.
+_ROUNDINGS: dict[str, Callable[[Any], Any]] = {"bf16": to_bf16, "int8": to_int8_groups, "f16": to_f16_groups}
 
 # Models whose own inputs have no more bits than that rounding leaves.
-_NO_FINER: dict[Callable[[Any], Any], tuple[str, ...]] = {to_bf16: ("bf16",), to_f16_groups: ("f16", "bf16")}
+_NO_FINER = {"bf16": ("bf16",), "f16": ("f16", "bf16")}
 
 
 def rounds_inputs(numerics: str) -> bool:
     """False for the class that takes every input as it comes."""
-    return numerics in _ROUNDINGS
+    return CLASSES[numerics].inputs in _ROUNDINGS
 
 
 def rounds_below(numerics: str, dtype: str) -> bool:
     """Whether the class rounds inputs more coarsely than a model does that runs in `dtype`."""
-    return rounds_inputs(numerics) and dtype not in _NO_FINER.get(_ROUNDINGS[numerics], ())
+    return rounds_inputs(numerics) and dtype not in _NO_FINER.get(CLASSES[numerics].inputs, ())
 
 
 def inputs_rounded(numerics: str, weight_formats: Sequence[str] = ()) -> AbstractContextManager[Any]:
     """Rounds the first factor of every matrix product inside the block as class `numerics` does,
     and weights where it does.
 
-    `weight_formats`: those of gate and up, and of down. f16-dot2 rounds weights of f32 alone; all
-    others f16 holds.
+    `weight_formats`: those of gate and up, and of down. Only weights in f32 have more bits than
+    f16 with a scale per group holds.
     """
-    if numerics not in _ROUNDINGS:
+    facts = CLASSES[numerics]
+    if facts.inputs not in _ROUNDINGS:
         return nullcontext()
-    of_weights: Callable[[Any], Any] | None = to_bf16 if numerics in _MATRIX_CLASSES else None
-    if numerics == "f16-dot2" and set(weight_formats) == {"f32"}:
+    of_weights: Callable[[Any], Any] | None = to_bf16 if facts.weights == "bf16" else None
+    if facts.weights == "f16" and set(weight_formats) == {"f32"}:
         of_weights = to_eleven_bits
-    return _RoundedInputs(_ROUNDINGS[numerics], of_weights)
+    return _RoundedInputs(_ROUNDINGS[facts.inputs], of_weights)
 
 
 class _RoundedInputs(TorchFunctionMode):  # type: ignore[misc]

@@ -31,7 +31,7 @@ from dflash_moe.model.spec import LayerSpec, model_spec
 from dflash_moe.model.weight_formats import is_requantised, split_formats
 from dflash_moe.placement import Shard
 from dflash_moe.runtime.expert_runtime import ExpertRuntime
-from dflash_moe.topology.spec import DEFAULT_NUMERICS
+from dflash_moe.topology.numerics import DEFAULT_NUMERICS
 
 if TYPE_CHECKING:
     from dflash_moe.runtime.fleet import LoadingReport

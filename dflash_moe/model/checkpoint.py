@@ -26,7 +26,7 @@ from dflash_moe.model.safetensors_header import read_header
 from dflash_moe.model.scaled_tensors import join_scales
 from dflash_moe.model.stored_tensor import ScaleInfo, TensorInfo
 from dflash_moe.model.weight_formats import STORED_NAMES, is_requantised
-from dflash_moe.topology.spec import DEFAULT_NUMERICS
+from dflash_moe.topology.numerics import DEFAULT_NUMERICS
 
 if TYPE_CHECKING:
     from dflash_moe import _core

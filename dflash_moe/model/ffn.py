@@ -1,7 +1,7 @@
 """One expert's formula and where its matrices lie in the checkpoint. The host derives it; workers
 get it as closed-schema data.
 
-The formula is the one of csrc/compute/ffn_spec.h. Nothing from the wire is used before
+The formula is the one of csrc/compute/experts/ffn_spec.h. Nothing from the wire is used before
 `FfnSpec.from_wire` checked it.
 SPDX-License-Identifier: Apache-2.0
 """
@@ -21,7 +21,7 @@ GATES = ("none", "gated", "clamped_swiglu")
 PARTS = ("all", "first_half", "second_half", "even", "odd")
 EXPERT_FIELD = "{expert}"
 
-MAX_WIDTH = 1 << 18  # the bound of csrc/compute/ffn_spec.cc
+MAX_WIDTH = 1 << 18  # the bound of csrc/compute/experts/ffn_spec.cc
 MAX_NAME = 256  # longer than any tensor name in use; bounds what a peer can make a worker keep
 
 
@@ -79,7 +79,7 @@ class TensorPattern:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FfnSpec:
     """What one expert computes, and the tensors it computes with. Widths in elements; formulas in
-    csrc/compute/ffn_spec.h.
+    csrc/compute/experts/ffn_spec.h.
     """
 
     in_size: int

@@ -37,8 +37,8 @@ _NUM_VALUES = 512
 
 @dataclass(frozen=True, slots=True)
 class Formula:
-    """h = gate(g, u) as in csrc/compute/ffn_spec.h, and which part of the first projection's
-    outputs g and u are.
+    """h = gate(g, u) as in csrc/compute/experts/ffn_spec.h, and which part of the first
+    projection's outputs g and u are.
     """
 
     activation: str

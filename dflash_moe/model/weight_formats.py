@@ -1,7 +1,8 @@
 """The formats weights are stored and kept in: names, blocks, bytes, and which names checkpoint
 files have for them.
 
-Names and layouts are those of csrc/compute/weight_format.h. Blocks run along a row of inputs.
+The formats and their facts are those of the table in csrc/compute/formats/weight_format.cc. Blocks
+run along a row of inputs.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -10,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-FP8_BLOCK = 128  # values of a side of the squares that share a scale
-MXFP4_BLOCK = 32
+from dflash_moe import _core
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class WeightFormat:
     `scale_outputs` x `scale_inputs`.
 
     In a worker's memory `record` inputs of an output take `record_bytes`
-    (csrc/compute/cpu/panel_layout.h).
+    (csrc/compute/cpu/panels/panel_layout.h).
     """
 
     name: str
@@ -45,26 +45,13 @@ class WeightFormat:
 
 
 FORMATS = {
-    found.name: found
-    for found in (
-        WeightFormat("f32", 1, 4, 1, 4),
-        WeightFormat("f16", 1, 2, 1, 2),
-        WeightFormat("bf16", 1, 2, 1, 2),
-        WeightFormat("int8_g32", 32, 32, 32, 36, 1, 32, 4),
-        WeightFormat("int4_g32", 32, 16, 32, 20, 1, 32, 4),
-        WeightFormat("fp8_e4m3_b128", 1, 1, 128, 132, FP8_BLOCK, FP8_BLOCK, 4),
-        WeightFormat("mxfp4", 32, 16, 32, 17, 1, MXFP4_BLOCK, 1),
-        WeightFormat("q8_0", 32, 34, 32, 34),
-        WeightFormat("q4_0", 32, 18, 32, 18),
-        WeightFormat("q4_k", 256, 144, 256, 148),
-        WeightFormat("q5_k", 256, 176, 256, 180),
-        WeightFormat("q6_k", 256, 210, 256, 210),
-        WeightFormat("gguf_mxfp4", 32, 17, 32, 17),
-        WeightFormat("iq4_nl", 32, 18, 32, 18),
-        WeightFormat("iq4_xs", 256, 136, 256, 138),
-    )
+    name: WeightFormat(name, **{field: value for field, value in facts.items() if field != "is_stored"})
+    for name, facts in _core.weight_formats().items()
 }
 FLOATS = ("f32", "f16", "bf16")
+
+FP8_BLOCK = FORMATS["fp8_e4m3_b128"].scale_inputs  # values of a side of the squares that share a scale
+MXFP4_BLOCK = FORMATS["mxfp4"].scale_inputs
 
 # What the files call them. FP8 and MXFP4 of safetensors are known by their scales
 # (`scaled_tensors.py`).

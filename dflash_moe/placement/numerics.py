@@ -1,5 +1,5 @@
-"""Numerics classes of a placement: which meet in one layer, and whether each takes the weights it
-gets (rules 2).
+"""Numerics classes of a placement: which of them meet in one layer, and whether each takes the
+weights it gets.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from dflash_moe import _core
 from dflash_moe.errors import ConfigError, TopologyError, UnsupportedError
 from dflash_moe.topology import HOST, Topology
-from dflash_moe.topology.spec import ACTIVATIONS, possible_classes
+from dflash_moe.topology.numerics import CLASSES, possible_classes, takes_weights
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -24,10 +24,6 @@ if TYPE_CHECKING:
     from dflash_moe.placement.plan import Placement, Shard
 
 log = logging.getLogger(__name__)
-
-# Of instructions that add products as their generation of cards does: a set of bits per
-# architecture (decisions 18 and 19).
-PER_ARCHITECTURE = ("bf16-mma", "bf16-mfma", "bf16-wmma", "f16-dot2")
 
 
 def holder_classes(placement: Placement) -> dict[str, str]:
@@ -92,12 +88,14 @@ def check_architectures(holders: Mapping[str, tuple[str, str]], policy: str) -> 
     """Call once every holder has said what it computes on. `holders`: name to (class,
     architecture).
 
-    Errors: ConfigError naming two holders whose class has other bits on each of their
-    architectures, unless `policy` is close.
+    Cards of two generations add the products of one instruction in orders of their own, so that a
+    bounded class has other bits on each of them (decisions 15 and 19).
+    Errors: ConfigError naming two holders of such a class on unlike architectures, unless `policy`
+    is close.
     """
     first: dict[str, tuple[str, str]] = {}
     for name, (numerics, architecture) in holders.items():
-        if numerics not in PER_ARCHITECTURE:
+        if numerics not in CLASSES or not CLASSES[numerics].is_bounded:
             continue
         other, known = first.setdefault(numerics, (name, architecture))
         if known == architecture:
@@ -116,23 +114,14 @@ def _check_format(layer: LayerSpec, shard: Shard, topology: Topology) -> None:
         for numerics in possible_classes(shard.numerics):
             _core.check_numerics(numerics, kept)
     except UnsupportedError as error:
-        # of a card
-        asked = next((name for name, numerics in ACTIVATIONS.items() if numerics == shard.numerics), "bf16")
         remedies = ["`activations: f32`"]
-        if shard.holder != HOST and asked == "int8" and _takes(shard.numerics, layer.resident_dtype("int8")):
+        if shard.holder != HOST and takes_weights(shard.numerics, layer.resident_dtype("int8")):
             remedies.insert(0, "`weights: int8`")
+        asked = topology.activations_of(shard.holder)
         raise UnsupportedError(
             f"{topology.source}:{_line(topology, shard.holder)}: {_named(shard)} has activations: {asked}, and layer "
             f"{layer.index} ({layer.name}) has weights in {kept}: {error}; give it {' or '.join(remedies)}"
         ) from None
-
-
-def _takes(numerics: str, weight_dtype: str) -> bool:
-    try:
-        _core.check_numerics(numerics, weight_dtype)
-    except UnsupportedError:
-        return False
-    return True
 
 
 def _strangers(shards: Sequence[Shard]) -> tuple[Shard, Shard]:

@@ -18,7 +18,7 @@ from dflash_moe.config import format_bytes
 from dflash_moe.errors import TopologyError
 from dflash_moe.placement import policies
 from dflash_moe.topology import HOST, Topology, WorkerSpec
-from dflash_moe.topology.spec import DEFAULT_NUMERICS
+from dflash_moe.topology.numerics import DEFAULT_NUMERICS
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from dflash_moe import _core
 from dflash_moe.errors import ProtocolError, UnsupportedError
 from dflash_moe.protocol.messages import Hello, HelloReply
 from dflash_moe.protocol.paths import TRANSPORTS
-from dflash_moe.topology.spec import BF16_OF_CARD
+from dflash_moe.topology.numerics import CLASSES
 
 DTYPES = ("f32", "f16", "bf16")
 CAPABILITIES = tuple(TRANSPORTS)  # which hello tells the peer
@@ -61,13 +61,12 @@ def choose_numerics(
     """The class that `asked` is on `device`, or else with kernel set `isa`, and all classes that
     computes.
 
-    BF16_OF_CARD is what it has of the bf16 classes; any other name is that class. UnsupportedError
-    naming worker, class, device or kernel set, and its classes where `asked` is none of them.
+    `asked` is the name of a class, or a word of `activations` for the first class that answers to
+    it. UnsupportedError naming worker, class, device or kernel set, and the classes that there are
+    where `asked` is none of them.
     """
     offered = tuple(_core.numerics_classes(isa) if device is None else device.numerics_classes())
-    chosen = asked
-    if asked == BF16_OF_CARD:
-        chosen = next((numerics for numerics in offered if numerics.startswith("bf16-")), asked)
+    chosen = next((name for name in offered if asked in (name, CLASSES[name].activations)), asked)
     if chosen not in offered:
         kernels = f"kernel set {isa}" if device is None else f"device {device.label}"
         raise UnsupportedError(

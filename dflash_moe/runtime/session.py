@@ -42,7 +42,7 @@ from dflash_moe.runtime.dialing import CallOff, Credentials, connect_authenticat
 from dflash_moe.runtime.launcher import StartedWorker
 from dflash_moe.runtime.owner import Owner
 from dflash_moe.topology.addresses import Address
-from dflash_moe.topology.spec import possible_classes
+from dflash_moe.topology.numerics import possible_classes
 
 EXIT_STATUS_S = 1.0  # a worker that hung up is reaped within this; longer would delay the error
 # The settings that allow more time.

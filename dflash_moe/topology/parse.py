@@ -15,10 +15,9 @@ from typing import Any
 from dflash_moe.config import MAX_BYTES, MAX_THREADS, SETTINGS, SIZE_FORMS, parse_bytes
 from dflash_moe.errors import ConfigError, TopologyError
 from dflash_moe.topology.addresses import parse_address
+from dflash_moe.topology.numerics import ACTIVATIONS, DEFAULT_ACTIVATIONS
 from dflash_moe.topology.spec import (
-    ACTIVATIONS,
     CPUS_WORDS,
-    DEFAULT_ACTIVATIONS,
     EVERY_LAYER,
     HOST,
     Emulate,
@@ -161,7 +160,7 @@ def _host(value: Value) -> HostSpec:
         experts = fields["experts"].fields(HOST_EXPERTS_KEYS)
         if "memory" in experts:
             budget = _budget(experts["memory"])
-    activations = fields["activations"].choice(tuple(ACTIVATIONS)) if "activations" in fields else None
+    activations = fields["activations"].choice(ACTIVATIONS) if "activations" in fields else None
     return HostSpec(device, threads, budget, value.line, activations, simulate)
 
 
@@ -216,7 +215,7 @@ def _worker(value: Value, policy: str) -> WorkerSpec:
         _simulate(fields, backend, name, value),
         value.line,
         fields["weights"].choice(WEIGHTS) if "weights" in fields else "auto",
-        fields["activations"].choice(tuple(ACTIVATIONS)) if "activations" in fields else DEFAULT_ACTIVATIONS,
+        fields["activations"].choice(ACTIVATIONS) if "activations" in fields else DEFAULT_ACTIVATIONS,
         _cpus(fields["cpus"], name) if "cpus" in fields else "auto",
         _weights_layout(fields, backend, name) if "weights_layout" in fields else "auto",
     )

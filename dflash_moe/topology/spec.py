@@ -14,25 +14,8 @@ from typing import Any
 
 from dflash_moe.errors import TopologyError
 from dflash_moe.topology.addresses import Address, parse_address
+from dflash_moe.topology.numerics import DEFAULT_ACTIVATIONS, class_on
 
-# What a worker's inputs are rounded to before they meet the weights, and the numerics class that is
-# (csrc/compute/numerics.h). The dot products of bf16's differ between kinds of processors, and so
-# do their bits: `bf16` is the class of the kind this process runs on, and a topology for workers of
-# another kind names theirs.
-BF16_CLASS = "bf16-bfdot" if os.uname().machine in ("aarch64", "arm64") else "bf16-dot"
-ACTIVATIONS = {
-    "f32": "f32-canonical", "bf16": BF16_CLASS, "int8": "int8-groups", "bf16-dot": "bf16-dot", "bf16-bfdot": "bf16-bfdot",
-    "bf16-mma": "bf16-mma", "bf16-mfma": "bf16-mfma", "bf16-wmma": "bf16-wmma",
-    "f16": "f16-dot2", "f16-dot2": "f16-dot2",
-}  # fmt: skip
-# On a card bf16 is the class of its matrix units. AMD's are of two kinds, MFMA (Instinct) and WMMA
-# (Radeon RX 7000 and 9000): which one it is, only the opened card says, in the answer to hello.
-# Until then its class is BF16_OF_CARD.
-BF16_OF_CARD = "bf16"
-MATRIX_CLASSES = {"cuda": "bf16-mma", "hip": BF16_OF_CARD}
-UNDECIDED = {BF16_OF_CARD: ("bf16-mfma", "bf16-wmma")}
-DEFAULT_ACTIVATIONS = "f32"
-DEFAULT_NUMERICS = ACTIVATIONS[DEFAULT_ACTIVATIONS]
 CPUS_WORDS = ("auto", "none")
 HOST = "host"  # the holder of shards that stay in the host process; no worker may have this name
 EVERY_LAYER = "*"
@@ -123,7 +106,7 @@ class WorkerSpec:
     simulate: str | None = None
     line: int = 0
     weights: str = "auto"  # what the worker keeps of float weights: auto (as stored), int8 or int4
-    activations: str = DEFAULT_ACTIVATIONS  # a key of ACTIVATIONS
+    activations: str = DEFAULT_ACTIVATIONS  # a word of numerics.ACTIVATIONS
     # the cores its threads are pinned to: auto, none, or their numbers
     cpus: str | tuple[int, ...] = "auto"
     # packed, mapped (computed from the mapped checkpoint), or auto: packed where that fits memory
@@ -197,28 +180,24 @@ class Topology:
         known = ", ".join(worker.name for worker in self.workers)
         raise TopologyError(f"{self.source}:1: no worker is named {name!r}; it has {known}")
 
-    def numerics_of(self, holder: str) -> str:
-        """The numerics class that a worker, or HOST, computes in; a key of UNDECIDED where its card
-        will say which.
-        """
+    def activations_of(self, holder: str) -> str:
+        """What a worker, or HOST, was asked to round inputs to: a word of numerics.ACTIVATIONS."""
         if holder != HOST:
-            worker = self.worker(holder)
-            return _class_on(worker.activations, worker.backend, worker.simulate)
+            return self.worker(holder).activations
         asked = {worker.activations for worker in self.workers}
-        common = asked.pop() if len(asked) == 1 else DEFAULT_ACTIVATIONS
-        backend = self.host.device.partition(":")[0]
-        return _class_on(self.host.activations or common, backend, self.host.simulate)
+        return self.host.activations or (asked.pop() if len(asked) == 1 else DEFAULT_ACTIVATIONS)
+
+    def numerics_of(self, holder: str) -> str:
+        """The numerics class that a worker, or HOST, computes in, or the word for it where its card
+        will say which (`numerics.class_on`).
+        """
+        if holder == HOST:
+            device = "cpu" if self.host.device == "auto" else self.host.device
+            backend, simulate = device.partition(":")[0], self.host.simulate
+        else:
+            backend, simulate = self.worker(holder).backend, self.worker(holder).simulate
+        return class_on(self.activations_of(holder), simulate or backend)
 
     def local_workers(self) -> tuple[WorkerSpec, ...]:
         """The workers that the host starts on its own machine."""
         return tuple(worker for worker in self.workers if worker.is_started_by_host)
-
-
-def possible_classes(numerics: str) -> tuple[str, ...]:
-    """The class itself, or those that one which its card decides may turn out to be."""
-    return UNDECIDED.get(numerics, (numerics,))
-
-
-def _class_on(activations: str, backend: str, simulate: str | None) -> str:
-    vendor = simulate if backend == "sim" else backend
-    return MATRIX_CLASSES.get(vendor or "", BF16_CLASS) if activations == "bf16" else ACTIVATIONS[activations]

@@ -4,6 +4,7 @@
     base <- wire, transport, compute (strangers) <- store <- worker, client (strangers) <- bindings
     compute <- plugin <- bindings
 
+And inside compute: formats <- numerics <- experts <- reference <- cpu, and experts <- gpu.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -24,6 +25,18 @@ MAY_INCLUDE: dict[str, set[str]] = {
     "client": {"base", "wire", "transport"},
     "plugin": {"base", "compute"},
     "bindings": {"base", "wire", "transport", "compute", "plugin", "store", "worker", "client"},
+}
+# Inner walls: folder of a room -> folders of that room which it may include. "" is the room's own
+# files, which say what numerics classes are. An operator beside `experts` knows what that knows.
+MAY_INCLUDE_INSIDE: dict[str, dict[str, set[str]]] = {
+    "compute": {
+        "formats": set(),
+        "": {"formats"},
+        "experts": {"", "formats"},
+        "reference": {"", "formats", "experts"},
+        "cpu": {"", "formats", "experts", "reference"},
+        "gpu": {"", "formats", "experts"},
+    },
 }
 # "wire never sees a file descriptor": neither the owner type nor the system's headers for them.
 FORBIDDEN_IN_WIRE = {"base/owned_fd.h", "unistd.h", "fcntl.h", "poll.h", "sys/socket.h", "sys/mman.h", "sys/eventfd.h"}
@@ -53,9 +66,29 @@ def _findings_of_file(path: Path, csrc: Path, root: Path) -> list[str]:
         match = _INCLUDE.match(line)
         if match:
             findings += _findings_of_include(f"{where}:{number}", room, match[1], match[2], csrc)
+            findings += _findings_inside(f"{where}:{number}", path.relative_to(csrc), match[2])
         elif room != "bindings" and _EXCEPTION.search(line.split("//")[0]):
             findings.append(f"{where}:{number}: exceptions live in bindings/ only; return a Result")
     return findings
+
+
+def _findings_inside(at: str, source: Path, target: str) -> list[str]:
+    walls = MAY_INCLUDE_INSIDE.get(source.parts[0])
+    if walls is None or not target.startswith(f"{source.parts[0]}/"):
+        return []
+    own, other = _folder(source), _folder(Path(target))
+    if own not in walls:
+        return [
+            f"{at}: the folder {source.parts[0]}/{own} is not in the table of tests/checks/includes.py; decide where it belongs"
+        ]
+    if other != own and other not in walls[own]:
+        return [f"{at}: {source.parts[0]}/{own} must not include {target}; the walls are in tests/checks/includes.py"]
+    return []
+
+
+def _folder(path: Path) -> str:
+    """The first folder inside a room; empty for the room's own files."""
+    return path.parts[1] if len(path.parts) > 2 else ""
 
 
 def _findings_of_include(at: str, room: str, bracket: str, target: str, csrc: Path) -> list[str]:

@@ -17,8 +17,8 @@ ENUMS = {
     "Dtype": "csrc/base/dtype.h",
     "FrameKind": "csrc/wire/frame.h",
     "ErrorCode": "csrc/base/result.h",
-    "Activation": "csrc/compute/ffn_spec.h",
-    "GateKind": "csrc/compute/ffn_spec.h",
+    "Activation": "csrc/compute/experts/ffn_spec.h",
+    "GateKind": "csrc/compute/experts/ffn_spec.h",
 }
 LIMITS = ("csrc/wire/limits.h", "csrc/transport/channel.h")
 

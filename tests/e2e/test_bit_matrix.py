@@ -16,7 +16,9 @@ import pytest
 
 from dflash_moe import ExpertRuntime, Topology, _core
 from dflash_moe.testing.tiny import routed_batch, tiny_checkpoint
-from dflash_moe.topology.spec import BF16_CLASS
+from dflash_moe.topology.numerics import class_on
+
+BF16_CLASS = class_on("bf16", "cpu")
 
 NUM_EXPERTS, TOP_K, HIDDEN = 8, 3, 96
 TOKENS = (1, 7, 130)

@@ -12,8 +12,10 @@ import pytest
 from dflash_moe import ExpertRuntime, Topology, TopologyError, UnsupportedError, _core
 from dflash_moe.runtime import launcher
 from dflash_moe.testing.tiny import routed_batch, tiny_checkpoint
-from dflash_moe.topology.spec import BF16_CLASS
+from dflash_moe.topology.numerics import class_on
 from tests.expert_cases import Batch, Expected
+
+BF16_CLASS = class_on("bf16", "cpu")
 
 NUM_EXPERTS, TOP_K, HIDDEN = 8, 3, 96
 # class: (what the topology says of a worker, what that worker keeps of bf16 weights)

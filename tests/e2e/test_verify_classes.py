@@ -13,7 +13,9 @@ import pytest
 from dflash_moe import Topology, _core
 from dflash_moe.model.make import make_checkpoint
 from dflash_moe.testing.families import tiny_options
-from dflash_moe.topology.spec import BF16_CLASS
+from dflash_moe.topology.numerics import class_on
+
+BF16_CLASS = class_on("bf16", "cpu")
 
 pytestmark = pytest.mark.transformers
 
@@ -65,6 +67,6 @@ def test_classes_that_meet_in_one_layer_are_judged_each_by_its_own_truth(mixtral
 def test_another_rounding_than_the_classs_is_an_excess(mixtral, monkeypatch):
     from dflash_moe.integrations import rounded_inputs
 
-    monkeypatch.setitem(rounded_inputs._ROUNDINGS, BF16_CLASS, rounded_inputs.to_int8_groups)
+    monkeypatch.setitem(rounded_inputs._ROUNDINGS, "bf16", rounded_inputs.to_int8_groups)
     report = verified(mixtral, "activations: bf16", "activations: bf16", "f32", cpu_isa="reference")
     assert any("error against float64" in excess for excess in report.excesses)

@@ -1,45 +1,14 @@
-// The CPU backend: kernels per instruction set, chosen at construction, and the worker's thread
-// pool.
+// The CPU backend: one instruction set, chosen at construction, and the worker's thread pool.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
 #include <memory>
-#include <string>
 #include <vector>
 
-#include "compute/expert_backend.h"
+#include "compute/cpu/instruction_sets.h"
+#include "compute/experts/expert_backend.h"
 
 namespace dflash::compute {
-
-// Instruction sets this build has kernels for. Values are internal.
-enum class Isa : uint8_t {
-  kReference = 0,
-  kScalar = 1,
-  kAvx2 = 2,
-  kAvx512 = 3,
-  kNeon = 4,
-  kAvx512Vnni = 5,
-  kAvx512Bf16 = 6,
-  kNeonDotprod = 7,
-  kNeonI8mm = 8,
-  kNeonBf16 = 9
-};
-// Every set of any build, best last among those of one processor.
-inline constexpr Isa kAllIsas[] = {Isa::kReference,  Isa::kScalar,    Isa::kNeon, Isa::kNeonDotprod,
-                                   Isa::kNeonI8mm,   Isa::kNeonBf16,  Isa::kAvx2, Isa::kAvx512,
-                                   Isa::kAvx512Vnni, Isa::kAvx512Bf16};
-// "reference" "scalar" "neon" "neon_dotprod" "neon_i8mm" "neon_bf16" "avx2" "avx512" "avx512vnni"
-// "avx512bf16"
-const char* isa_name(Isa isa);
-bool isa_is_supported(Isa isa);  // by this build and this processor
-Isa best_isa();
-// Errors: kInvalidArgument listing the sets this processor supports.
-Result<Isa> parse_isa(const std::string& name);
-
-class ThreadPool;  // thread_pool.h
-struct KernelSet;  // kernel_set.h
-// Null: this instruction set does not compute the class.
-const KernelSet* kernel_set(Isa isa, NumericsClass numerics);
 
 class CpuBackend final : public ExpertBackend {
  public:
@@ -57,10 +26,10 @@ class CpuBackend final : public ExpertBackend {
   // formats or this instruction set not the class.
   Result<std::unique_ptr<ExpertLayer>> create_layer(
       const FfnSpec& spec, uint32_t num_local_experts, ResidentFormats formats,
-      NumericsClass numerics = NumericsClass::kF32Canonical) override;
+      NumericsClass numerics = kDefaultNumerics) override;
   Result<uint64_t> predicted_bytes(const FfnSpec& spec, uint32_t num_local_experts,
                                    ResidentFormats formats, NumericsClass numerics) const override;
-  // The classes that `isa` computes, f32-canonical first.
+  // The classes that `isa` computes, in the order of the table: the default first.
   static std::vector<NumericsClass> numerics_classes(Isa isa);
 
   // Bytes that a layer of `num_local_experts` experts will hold with the kernels of `isa`, biases

@@ -13,8 +13,8 @@
 #include <utility>
 
 #include "base/convert.h"
+#include "compute/experts/layer_checks.h"
 #include "compute/float_mode.h"
-#include "compute/layer_checks.h"
 
 namespace dflash::compute {
 namespace {

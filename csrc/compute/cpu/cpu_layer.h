@@ -8,7 +8,7 @@
 #include "compute/cpu/packed_experts.h"
 #include "compute/cpu/page_buffer.h"
 #include "compute/cpu/thread_pool.h"
-#include "compute/expert_layer.h"
+#include "compute/experts/expert_layer.h"
 
 namespace dflash::compute {
 
@@ -22,6 +22,9 @@ class CpuLayer final : public ExpertLayer {
   uint64_t resident_bytes() const override { return experts_.resident_bytes(); }
   Status load_expert(uint32_t local_expert_id, const ExpertWeights& weights,
                      ProgressCounter& progress) override;
+  std::optional<uint64_t> content_checksum(uint32_t local_expert_id) const override {
+    return experts_.content_checksum(local_expert_id);
+  }
   Status forward(const ForwardArgs& args, ProgressCounter& progress) override;
 
  private:

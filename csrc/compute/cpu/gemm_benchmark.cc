@@ -6,7 +6,7 @@
 #include <utility>
 
 #include "base/clock.h"
-#include "compute/cpu/random_matrix.h"
+#include "compute/experts/random_expert.h"
 #include "compute/float_mode.h"
 
 namespace dflash::compute {

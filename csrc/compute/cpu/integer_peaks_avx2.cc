@@ -1,7 +1,7 @@
 // The integer peak loop of avx2.
 // SPDX-License-Identifier: Apache-2.0
 #if defined(__x86_64__)
-#include "compute/cpu/vector_avx2.h"
+#include "compute/cpu/kernels/vector_avx2.h"
 
 #include "compute/cpu/integer_peak_loop.h"
 #include "compute/cpu/peaks.h"

@@ -1,18 +1,19 @@
 // The instruction-set seam of the CPU backend: one table of kernels per set. Everything above it
-// (grouping, threads, loading, range checks) is portable; everything below it is kernel_body.h,
-// instantiated once per set.
+// (grouping, threads, loading, range checks) is portable; everything below it is
+// canonical_products.h, instantiated once per set.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 
-#include "compute/ffn_spec.h"
-#include "compute/weight_format.h"
+#include "compute/experts/ffn_spec.h"
+#include "compute/formats/weight_format.h"
+#include "compute/numerics.h"
 
 namespace dflash::compute {
 
-struct MatrixView;  // expert_layer.h
+struct MatrixView;  // formats/matrix_view.h
 
 // inputs per fma chain: the K block of f32-canonical
 inline constexpr uint32_t kChainLength = 256;
@@ -58,6 +59,7 @@ struct DownTile {
 
 // The kernels of one numerics class on one instruction set.
 struct KernelSet {
+  NumericsClass numerics;
   uint32_t panel_width;  // outputs per panel
   // How weights are laid into panels where not as pack_panel does (pack.h), in as many bytes; else
   // null.
@@ -80,21 +82,18 @@ struct KernelSet {
   void (*canonicalize_nan)(float* values, size_t count);
 };
 
-extern const KernelSet kScalarKernels;
-extern const KernelSet kInt8ScalarKernels;  // of int8-groups
+// One per class that a group of instructions has kernels for (kernels/kernels_<group>.cc).
+extern const KernelSet kScalarCanonical, kScalarInt8;
 #if defined(__x86_64__)
-extern const KernelSet kAvx2Kernels;
-extern const KernelSet kAvx512Kernels;
-extern const KernelSet kAvx512Bf16Kernels;  // of bf16-dot
-extern const KernelSet kInt8Avx2Kernels;    // of int8-groups
-extern const KernelSet kInt8Avx512Kernels;
-extern const KernelSet kInt8Avx512VnniKernels;
+extern const KernelSet kAvx2Canonical, kAvx2Int8;
+extern const KernelSet kAvx512Canonical, kAvx512Int8;
+extern const KernelSet kAvx512VnniInt8;
+extern const KernelSet kAvx512Bf16Pairs;
 #elif defined(__aarch64__)
-extern const KernelSet kNeonKernels;
-extern const KernelSet kInt8NeonKernels;  // of int8-groups
-extern const KernelSet kInt8NeonDotprodKernels;
-extern const KernelSet kInt8NeonI8mmKernels;
-extern const KernelSet kNeonBf16Kernels;  // of bf16-bfdot
+extern const KernelSet kNeonCanonical, kNeonInt8;
+extern const KernelSet kNeonDotprodInt8;
+extern const KernelSet kNeonI8mmInt8;
+extern const KernelSet kNeonBf16Pairs;
 #endif
 
 }  // namespace dflash::compute

@@ -2,7 +2,7 @@
 #include "compute/cpu/layer_benchmark.h"
 
 #include "base/clock.h"
-#include "compute/cpu/random_matrix.h"
+#include "compute/experts/random_expert.h"
 
 namespace dflash::compute {
 Result<std::unique_ptr<LayerBenchmark>> LayerBenchmark::create(

@@ -15,7 +15,7 @@ struct LayerBenchmarkOptions {
   uint32_t num_experts = 0;
   uint32_t num_layers = 1;
   ResidentFormats formats;
-  NumericsClass numerics = NumericsClass::kF32Canonical;
+  NumericsClass numerics = kDefaultNumerics;
   Isa isa = Isa::kScalar;
   uint32_t num_threads = 1;
   uint64_t seed = 1;

@@ -6,53 +6,16 @@
 #include <string>
 #include <utility>
 
-#include "compute/cpu/pack.h"
+#include "compute/cpu/panels/pack.h"
+#include "compute/experts/layer_checks.h"
 #include "compute/float_mode.h"
-#include "compute/layer_checks.h"
+#include "compute/formats/dequantize.h"
+#include "compute/formats/value_checks.h"
 
 namespace dflash::compute {
 namespace {
 
-// Read at a time: stays in the second-level cache until it is packed, and is long enough for a
-// system call.
-constexpr size_t kReadBytes = size_t{256} << 10;
-
 uint32_t divide_up(uint32_t value, uint32_t by) { return (value + by - 1) / by; }
-
-// Bytes from the beginning of one output's row to that of the next.
-size_t row_step_bytes(const MatrixView& matrix) {
-  return static_cast<size_t>(matrix.output_stride) *
-         (is_float(matrix.format) ? dtype_bytes(dtype_of(matrix.format)) : 1);
-}
-
-// How many outputs one read of the file takes, whole panels; 0: the mapping is read instead,
-// because rows lie in memory or far apart (another matrix between them, or outputs side by side).
-uint32_t outputs_read_at_once(const MatrixView& matrix, uint32_t panel_width) {
-  const size_t step = row_step_bytes(matrix), row = row_bytes(matrix.format, matrix.inputs);
-  if (matrix.file == nullptr || step < row || step > 2 * row ||
-      (is_float(matrix.format) && matrix.input_stride != 1))
-    return 0;
-  const uint32_t scale_outputs = std::max(format_facts(matrix.format).scale_outputs, 1u);
-  if (scale_outputs % panel_width != 0 && panel_width % scale_outputs != 0) return 0;
-  // scales of a part begin where it begins
-  const uint32_t unit = std::max(scale_outputs, panel_width);
-  return std::max(static_cast<uint32_t>(kReadBytes / (step * unit)), 1u) * unit;
-}
-
-// Makes `part`, a copy of the whole matrix's view, that of `count` outputs from `first` on, read
-// into `read`.
-Status read_outputs(uint32_t first, uint32_t count, MatrixView& part,
-                    std::vector<std::byte>& read) {
-  const size_t step = row_step_bytes(part);
-  const size_t num_bytes = (count - 1) * step + row_bytes(part.format, part.inputs);
-  if (read.size() < num_bytes) read.resize(num_bytes);
-  DFLASH_TRY(part.file->copy(part.data + first * step, num_bytes, read.data()));
-  part.data = read.data();
-  part.outputs = count;
-  const FormatFacts& facts = format_facts(part.format);
-  if (facts.scale_outputs != 0) part.scales += first / facts.scale_outputs * part.scales_stride;
-  return ok();
-}
 
 }  // namespace
 
@@ -86,7 +49,7 @@ Result<PackedExperts> PackedExperts::create(const FfnSpec& spec, uint32_t num_lo
   }
   packed.layout_ = layout;
   packed.set_sizes(spec, formats, kernels.panel_width);
-  packed.pack_ = kernels.pack == nullptr ? pack_panel : kernels.pack;
+  packed.packer_ = MatrixPacker(kernels);
   packed.experts_.resize(num_local_experts);
   if (layout == WeightsLayout::kMapped) return packed;
   auto panels = PageBuffer::create(packed.expert_bytes_ * num_local_experts);
@@ -100,33 +63,6 @@ uint64_t PackedExperts::predicted_bytes(const FfnSpec& spec, uint32_t num_local_
   PackedExperts sizes;
   sizes.set_sizes(spec, formats, panel_width);
   return uint64_t{sizes.expert_bytes_} * num_local_experts;
-}
-
-// `read` holds what was read of the file last: one buffer for all matrices of an expert.
-Status PackedExperts::pack_matrix(const char* name, const MatrixView& matrix,
-                                  const PanelTarget& target, std::vector<std::byte>& read,
-                                  ProgressCounter& progress) const {
-  const uint32_t at_once = outputs_read_at_once(matrix, panel_width_);
-  for (uint32_t first = 0; first < matrix.outputs;
-       first += at_once == 0 ? matrix.outputs : at_once) {
-    MatrixView part = matrix;
-    if (at_once != 0)
-      DFLASH_TRY(read_outputs(first, std::min(at_once, matrix.outputs - first), part, read));
-    std::byte* packed = target.first + first / panel_width_ * target.step_bytes;
-    for (uint32_t begin = 0; begin < part.outputs;
-         begin += panel_width_, packed += target.step_bytes) {
-      // The check reads the rows that packing reads next: once from memory.
-      const uint32_t count = std::min(panel_width_, part.outputs - begin);
-      Status checked = check_values(name, part, target.format, begin, count);
-      if (!checked.ok()) {  // again with the whole matrix, which knows the output's number
-        DFLASH_TRY(check_values(name, matrix, target.format, first + begin, count));
-        return checked;
-      }
-      pack_(part, target.format, begin / panel_width_, panel_width_, packed);
-      progress.fetch_add(1, std::memory_order_relaxed);
-    }
-  }
-  return ok();
 }
 
 std::vector<float> PackedExperts::pack_gate_up_bias(const ExpertWeights& weights) const {
@@ -156,9 +92,9 @@ Status PackedExperts::load(const FfnSpec& spec, uint32_t local_expert_id,
   expert.is_loaded = false;
   if (is_mapped()) {
     if (weights.gate.data != nullptr)
-      DFLASH_TRY(check_mapped("gate", weights.gate, formats_.gate_up, progress));
-    DFLASH_TRY(check_mapped("up", weights.up, formats_.gate_up, progress));
-    DFLASH_TRY(check_mapped("down", weights.down, formats_.down, progress));
+      DFLASH_TRY(packer_.check("gate", weights.gate, formats_.gate_up, progress));
+    DFLASH_TRY(packer_.check("up", weights.up, formats_.gate_up, progress));
+    DFLASH_TRY(packer_.check("down", weights.down, formats_.down, progress));
     expert.gate = weights.gate;
     expert.up = weights.up;
     expert.down = weights.down;
@@ -177,41 +113,15 @@ Status PackedExperts::pack_expert(uint32_t local_expert_id, const ExpertWeights&
   std::byte* up = gate_up + (num_matrices_ - 1) * gate_up_panel_bytes_;
   const size_t step = gate_up_panel_bytes_ * num_matrices_;
   std::vector<std::byte> read;
+  ExpertChecksum sums;
   if (weights.gate.data != nullptr)
-    DFLASH_TRY(
-        pack_matrix("gate", weights.gate, {formats_.gate_up, gate_up, step}, read, progress));
-  DFLASH_TRY(pack_matrix("up", weights.up, {formats_.gate_up, up, step}, read, progress));
+    DFLASH_TRY(packer_.pack("gate", weights.gate, {formats_.gate_up, gate_up, step}, read,
+                            sums.gate, progress));
+  DFLASH_TRY(packer_.pack("up", weights.up, {formats_.gate_up, up, step}, read, sums.up, progress));
   std::byte* down = gate_up + step * num_intermediate_panels_;
-  return pack_matrix("down", weights.down, {formats_.down, down, down_panel_bytes_}, read,
-                     progress);
-}
-
-// What pack_matrix checks, without packing.
-Status PackedExperts::check_mapped(const char* name, const MatrixView& matrix, WeightFormat format,
-                                   ProgressCounter& progress) const {
-  for (uint32_t first = 0; first < matrix.outputs; first += panel_width_) {
-    DFLASH_TRY(
-        check_values(name, matrix, format, first, std::min(panel_width_, matrix.outputs - first)));
-    progress.fetch_add(1, std::memory_order_relaxed);
-  }
-  return ok();
-}
-
-Status PackedExperts::pack_panels(const MatrixView& matrix, uint32_t first_panel,
-                                  uint32_t num_panels, const PanelTarget& target,
-                                  PanelScratch& scratch) const {
-  MatrixView part = matrix;
-  uint32_t panel = first_panel;
-  if (outputs_read_at_once(matrix, panel_width_) != 0) {
-    const uint32_t scale_outputs = std::max(format_facts(matrix.format).scale_outputs, 1u);
-    // scales of a part begin where it begins
-    const uint32_t first = first_panel * panel_width_ / scale_outputs * scale_outputs;
-    const uint32_t end = std::min((first_panel + num_panels) * panel_width_, matrix.outputs);
-    DFLASH_TRY(read_outputs(first, end - first, part, scratch.read));
-    panel = (first_panel * panel_width_ - first) / panel_width_;
-  }
-  for (uint32_t p = 0; p < num_panels; ++p)
-    pack_(part, target.format, panel + p, panel_width_, target.first + p * target.step_bytes);
+  DFLASH_TRY(packer_.pack("down", weights.down, {formats_.down, down, down_panel_bytes_}, read,
+                          sums.down, progress));
+  experts_[local_expert_id].checksum = sums.finish(weights);
   return ok();
 }
 
@@ -239,10 +149,10 @@ Result<PanelRun> PackedExperts::read_gate_up(uint32_t local_expert_id, uint32_t 
   if (!room.ok()) return std::move(room).error();
   std::byte* up = room.value() + (num_matrices_ - 1) * gate_up_panel_bytes_;
   if (num_matrices_ == 2)
-    DFLASH_TRY(pack_panels(expert.gate, first_panel, num_panels,
-                           {formats_.gate_up, room.value(), step}, scratch));
-  DFLASH_TRY(
-      pack_panels(expert.up, first_panel, num_panels, {formats_.gate_up, up, step}, scratch));
+    DFLASH_TRY(packer_.pack_panels(expert.gate, first_panel, num_panels,
+                                   {formats_.gate_up, room.value(), step}, scratch.read));
+  DFLASH_TRY(packer_.pack_panels(expert.up, first_panel, num_panels, {formats_.gate_up, up, step},
+                                 scratch.read));
   run.first = room.value();
   return run;
 }
@@ -254,9 +164,16 @@ Result<PanelRun> PackedExperts::read_down(uint32_t local_expert_id, uint32_t fir
   auto room = room_for(down_panel_bytes_ * num_panels, scratch);
   if (!room.ok()) return std::move(room).error();
   const PanelTarget target{formats_.down, room.value(), down_panel_bytes_};
-  DFLASH_TRY(pack_panels(experts_[local_expert_id].down, first_panel, num_panels, target, scratch));
+  DFLASH_TRY(packer_.pack_panels(experts_[local_expert_id].down, first_panel, num_panels, target,
+                                 scratch.read));
   run.first = room.value();
   return run;
+}
+
+std::optional<uint64_t> PackedExperts::content_checksum(uint32_t local_expert_id) const {
+  const Expert& expert = experts_[local_expert_id];
+  if (is_mapped() || !expert.is_loaded) return std::nullopt;
+  return expert.checksum;
 }
 
 uint64_t PackedExperts::resident_bytes() const {

@@ -5,11 +5,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <optional>
 #include <vector>
 
-#include "compute/cpu/kernel_set.h"
 #include "compute/cpu/page_buffer.h"
-#include "compute/expert_layer.h"
+#include "compute/cpu/panels/matrix_packer.h"
+#include "compute/experts/content_checksum.h"
+#include "compute/experts/expert_layer.h"
 
 namespace dflash::compute {
 
@@ -34,6 +36,8 @@ class PackedExperts {
   Status load(const FfnSpec& spec, uint32_t local_expert_id, const ExpertWeights& weights,
               ProgressCounter& progress);
 
+  // As ExpertLayer's.
+  std::optional<uint64_t> content_checksum(uint32_t local_expert_id) const;
   bool is_loaded(uint32_t local_expert_id) const { return experts_[local_expert_id].is_loaded; }
   uint32_t num_local_experts() const { return static_cast<uint32_t>(experts_.size()); }
   ResidentFormats formats() const { return formats_; }
@@ -65,29 +69,17 @@ class PackedExperts {
     std::vector<float> gate_up_bias;  // in panel order, padded with zeros; empty: none
     std::vector<float> down_bias;
     MatrixView gate, up, down;  // layout `mapped`
+    uint64_t checksum = 0;      // layout `packed`
   };
 
   void set_sizes(const FfnSpec& spec, ResidentFormats formats, uint32_t panel_width);
-  // Where the panels of a matrix go, and in which format.
-  struct PanelTarget {
-    WeightFormat format;
-    std::byte* first;
-    size_t step_bytes;
-  };
-
-  Status check_mapped(const char* name, const MatrixView& matrix, WeightFormat format,
-                      ProgressCounter& progress) const;
-  Status pack_panels(const MatrixView& matrix, uint32_t first_panel, uint32_t num_panels,
-                     const PanelTarget& target, PanelScratch& scratch) const;
   Status pack_expert(uint32_t local_expert_id, const ExpertWeights& weights,
                      ProgressCounter& progress);
-  Status pack_matrix(const char* name, const MatrixView& matrix, const PanelTarget& target,
-                     std::vector<std::byte>& read, ProgressCounter& progress) const;
   std::vector<float> pack_gate_up_bias(const ExpertWeights& weights) const;
 
   ResidentFormats formats_;
   WeightsLayout layout_ = WeightsLayout::kPacked;
-  decltype(KernelSet::pack) pack_ = nullptr;
+  MatrixPacker packer_;
   uint32_t panel_width_ = 0;
   uint32_t num_matrices_ = 0;
   uint32_t num_intermediate_panels_ = 0;

@@ -1,7 +1,7 @@
 // The peak loops for neon.
 // SPDX-License-Identifier: Apache-2.0
 #if defined(__aarch64__)
-#include "compute/cpu/vector_neon.h"
+#include "compute/cpu/kernels/vector_neon.h"
 
 #include "compute/cpu/peak_loops.h"
 

@@ -1,6 +1,6 @@
 // The peak loops for scalar.
 // SPDX-License-Identifier: Apache-2.0
-#include "compute/cpu/vector_scalar.h"
+#include "compute/vector_scalar.h"
 
 #include "compute/cpu/peak_loops.h"
 

@@ -6,10 +6,10 @@
 #include <cstring>
 #include <string>
 
+#include "compute/experts/layer_checks.h"
 #include "compute/gpu/gpu_layer.h"
 #include "compute/gpu/host_routing.h"
 #include "compute/gpu/record_layout.h"
-#include "compute/layer_checks.h"
 
 namespace dflash::compute::gpu {
 namespace {
@@ -54,10 +54,10 @@ struct ProjectionKernels {
 
 // A block of the bf16 few-row kernel has two panels, and a team per chain: as many threads as
 // execute together.
-ProjectionKernels projection_kernels(NumericsClass numerics, WeightFormat format,
+ProjectionKernels projection_kernels(InputRounding rounding, WeightFormat format,
                                      const ProjectionParams& params, uint32_t many_blocks,
                                      const DeviceFacts& facts) {
-  if (is_matrix_class(numerics)) {
+  if (rounding == InputRounding::kBf16) {
     const uint32_t threads =
         std::min(num_chains(params.num_inputs) * facts.wave_width, kHalfFewThreads);
     ProjectionKernels kernels{kernel_id(WeightKernel::k_bf16_few, format),
@@ -73,7 +73,7 @@ ProjectionKernels projection_kernels(NumericsClass numerics, WeightFormat format
     return kernels;
   }
   const uint32_t panels = num_panels(params.num_outputs), threads = few_threads(params.num_inputs);
-  if (numerics == NumericsClass::kF16Dot2) {
+  if (rounding == InputRounding::kF16) {
     return {kernel_id(WeightKernel::k_dot2_few, format),
             kernel_id(WeightKernel::k_dot2_many, format),
             panels,
@@ -81,7 +81,7 @@ ProjectionKernels projection_kernels(NumericsClass numerics, WeightFormat format
             many_blocks,
             kManyThreads};
   }
-  if (numerics == NumericsClass::kInt8Groups) {
+  if (rounding == InputRounding::kInt8) {
     return {kernel_id(IntegerKernel::k_int8_few, format),
             kernel_id(IntegerKernel::k_int8_many, format),
             panels,
@@ -98,14 +98,14 @@ ProjectionKernels projection_kernels(NumericsClass numerics, WeightFormat format
 }
 
 // Of a row as the class reads it, where it computes with records of codes; else 0.
-uint64_t code_row_bytes(NumericsClass numerics, uint32_t inputs) {
-  if (numerics == NumericsClass::kInt8Groups) return int8_row_bytes(inputs);
-  return numerics == NumericsClass::kF16Dot2 ? half_row_bytes(inputs) : 0;
+uint64_t code_row_bytes(InputRounding rounding, uint32_t inputs) {
+  if (rounding == InputRounding::kInt8) return int8_row_bytes(inputs);
+  return rounding == InputRounding::kF16 ? half_row_bytes(inputs) : 0;
 }
 
-Status launch_codes(DeviceRuntime& runtime, NumericsClass numerics, const QuantizeParams& params) {
-  const PlainKernel kernel = numerics == NumericsClass::kInt8Groups ? PlainKernel::k_quantize_rows
-                                                                    : PlainKernel::k_halve_rows;
+Status launch_codes(DeviceRuntime& runtime, InputRounding rounding, const QuantizeParams& params) {
+  const PlainKernel kernel =
+      rounding == InputRounding::kInt8 ? PlainKernel::k_quantize_rows : PlainKernel::k_halve_rows;
   const uint64_t threads =
       uint64_t{params.num_rows} * num_chains(params.row_size) * (kChain / kCodesPerThread);
   return launch(runtime, kernel_id(kernel), divide_up(threads, kElementThreads), 1, kElementThreads,
@@ -164,7 +164,7 @@ Status GpuLayer::forward(const ForwardArgs& args, ProgressCounter& progress) {
 GpuLayer::Chunk GpuLayer::next_chunk(const ForwardArgs& args, uint32_t first_row,
                                      uint32_t first_pair) const {
   const uint64_t pair_bytes = 4 * (uint64_t{spec_.intermediate_size} + spec_.out_size) +
-                              code_row_bytes(numerics_, spec_.intermediate_size);
+                              code_row_bytes(numerics_.inputs, spec_.intermediate_size);
   const uint64_t row_bytes = 4 * (uint64_t{spec_.in_size} + spec_.out_size);
   Chunk chunk{first_row, 0, first_pair, 0};
   for (uint32_t row = first_row; row < args.num_rows; ++row) {
@@ -183,7 +183,7 @@ GpuLayer::Chunk GpuLayer::next_chunk(const ForwardArgs& args, uint32_t first_row
 GpuLayer::Scratch GpuLayer::place_scratch(const Chunk& chunk, const ForwardArgs& args) const {
   Scratch scratch;
   const uint64_t rows = chunk.num_rows, pairs = chunk.num_pairs;
-  const bool has_halves = is_matrix_class(numerics_);
+  const bool has_halves = numerics_.inputs == InputRounding::kBf16;
   const uint64_t value_bytes = has_halves ? sizeof(uint16_t) : sizeof(float);
   scratch.row_stride = padded(spec_.in_size, has_halves ? 8 : 4);  // 16 bytes
   scratch.hidden_stride = padded(spec_.intermediate_size, has_halves ? 8 : 4);
@@ -220,10 +220,10 @@ GpuLayer::Scratch GpuLayer::place_scratch(const Chunk& chunk, const ForwardArgs&
     scratch.expert_counts = scratch.place(num_local_experts_ * sizeof(uint32_t));
     scratch.pair_slots = scratch.place(pairs * sizeof(uint32_t));
   }
-  if (code_row_bytes(numerics_, 1) != 0) {
-    scratch.row_codes = scratch.place(rows * code_row_bytes(numerics_, spec_.in_size));
+  if (code_row_bytes(numerics_.inputs, 1) != 0) {
+    scratch.row_codes = scratch.place(rows * code_row_bytes(numerics_.inputs, spec_.in_size));
     scratch.hidden_codes =
-        scratch.place(pairs * code_row_bytes(numerics_, spec_.intermediate_size));
+        scratch.place(pairs * code_row_bytes(numerics_.inputs, spec_.intermediate_size));
   } else {
     scratch.rows = scratch.place(rows * scratch.row_stride * value_bytes);
   }
@@ -313,12 +313,12 @@ Status GpuLayer::queue_inputs(const ForwardArgs& args, const Chunk& chunk, const
 // The request's rows as the class computes with them.
 Status GpuLayer::queue_rows(const ForwardArgs& args, const Chunk& chunk, const Scratch& scratch,
                             std::byte* device, DeviceRuntime& runtime) const {
-  if (code_row_bytes(numerics_, 1) != 0) {
-    return launch_codes(runtime, numerics_,
+  if (code_row_bytes(numerics_.inputs, 1) != 0) {
+    return launch_codes(runtime, numerics_.inputs,
                         {device + scratch.source, at<unsigned char>(device, scratch.row_codes),
                          chunk.num_rows, spec_.in_size, spec_.in_size, args.row_dtype});
   }
-  if (is_matrix_class(numerics_)) {
+  if (numerics_.inputs == InputRounding::kBf16) {
     const NarrowParams narrow{device + scratch.source, at<uint16_t>(device, scratch.rows),
                               chunk.num_rows,          spec_.in_size,
                               scratch.row_stride,      args.row_dtype};
@@ -398,9 +398,9 @@ Status GpuLayer::queue_projections(const Chunk& chunk, const Scratch& scratch, s
   second.output_stride = spec_.out_size;
   second.first_panels = places_.down;
   second.first_bias = places_.down_bias;
-  if (code_row_bytes(numerics_, 1) != 0) {
+  if (code_row_bytes(numerics_.inputs, 1) != 0) {
     DFLASH_TRY(launch_codes(
-        runtime, numerics_,
+        runtime, numerics_.inputs,
         {device + scratch.hidden, at<unsigned char>(device, scratch.hidden_codes), chunk.num_pairs,
          spec_.intermediate_size, scratch.hidden_stride, Dtype::kF32}));
   }
@@ -420,7 +420,7 @@ Status GpuLayer::queue_projection(const ProjectionParams& params, WeightFormat f
   many.num_tiles = few.num_tiles + 1;
   const uint32_t blocks = is_gated ? panels : divide_up(panels, 2);
   const ProjectionKernels kernels =
-      projection_kernels(numerics_, format, params, blocks, device_->facts());
+      projection_kernels(numerics_.inputs, format, params, blocks, device_->facts());
   DFLASH_TRY(launch(runtime, kernels.few, kernels.few_blocks, scratch.most_few_tiles,
                     kernels.few_threads, few));
   if (scratch.most_many_tiles == 0) return ok();

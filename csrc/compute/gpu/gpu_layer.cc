@@ -3,12 +3,13 @@
 #include "compute/gpu/gpu_layer.h"
 
 #include <algorithm>
-#include <cstdlib>
 #include <string>
 
+#include "compute/experts/layer_checks.h"
 #include "compute/float_mode.h"
+#include "compute/formats/dequantize.h"
+#include "compute/formats/value_checks.h"
 #include "compute/gpu/pack_records.h"
-#include "compute/layer_checks.h"
 
 namespace dflash::compute::gpu {
 namespace {
@@ -23,45 +24,21 @@ uint64_t matrix_bytes(WeightFormat format, uint32_t outputs, uint32_t inputs) {
   return aligned(panel_bytes(format, inputs) * num_panels(outputs));
 }
 
-// The class of the device's matrix units, by architecture; f32-canonical: it has none that multiply
-// bf16.
-NumericsClass matrix_class(const DeviceFacts& facts) {
-  const std::string& found = facts.architecture;
-  if (facts.backend == "sim-cuda") return NumericsClass::kBf16Mma;
-  if (facts.backend == "sim-hip") return NumericsClass::kBf16Mfma;
-  if (found.starts_with("sm_") && std::atoi(found.c_str() + 3) >= 80)
-    return NumericsClass::kBf16Mma;
-  if (found == "gfx908" || found == "gfx90a" || found == "gfx942") return NumericsClass::kBf16Mfma;
-  if (found == "gfx1100" || found == "gfx1201") return NumericsClass::kBf16Wmma;
-  return NumericsClass::kF32Canonical;
-}
-
-// Whether the device adds products of pairs of f16 to float32 sums (v_dot2_f32_f16), of the targets
-// that kernels/half_pairs.h knows.
-bool has_dot2(const DeviceFacts& facts) {
-  if (facts.backend == "sim-hip") return true;
-  for (const char* known :
-       {"gfx906", "gfx908", "gfx90a", "gfx942", "gfx1030", "gfx1100", "gfx1201"}) {
-    if (facts.architecture == known) return true;
-  }
-  return false;
-}
-
-std::string classes_of(const DeviceFacts& facts) {
+std::string classes_of(const DeviceFacts& device) {
   std::string names;
-  for (NumericsClass numerics : kAllNumericsClasses) {
-    if (device_computes(facts, numerics))
-      names += std::string(names.empty() ? "" : ", ") + numerics_name(numerics);
+  for (const NumericsFacts& facts : numerics_table()) {
+    if (device_computes(device, facts.numerics))
+      names += std::string(names.empty() ? "" : ", ") + facts.name;
   }
   return names;
 }
 
 }  // namespace
 
-bool device_computes(const DeviceFacts& facts, NumericsClass numerics) {
-  if (numerics == NumericsClass::kF32Canonical || numerics == NumericsClass::kInt8Groups)
-    return true;
-  return numerics == NumericsClass::kF16Dot2 ? has_dot2(facts) : numerics == matrix_class(facts);
+bool device_computes(const DeviceFacts& device, NumericsClass numerics) {
+  const Offers& offers = numerics_facts(numerics).offers;
+  return is_offered(device.backend.ends_with("cuda") ? offers.cuda : offers.hip,
+                    device.architecture);
 }
 
 ExpertPlaces::ExpertPlaces(const FfnSpec& spec, ResidentFormats formats) {
@@ -125,10 +102,11 @@ GpuLayer::GpuLayer(std::shared_ptr<GpuDevice> device, const FfnSpec& spec,
       spec_(spec),
       num_local_experts_(num_local_experts),
       formats_(formats),
-      numerics_(numerics),
+      numerics_(numerics_facts(numerics)),
       places_(spec, formats),
       experts_(experts),
-      is_loaded_(num_local_experts, 0) {}
+      is_loaded_(num_local_experts, 0),
+      checksums_(num_local_experts, 0) {}
 
 GpuLayer::~GpuLayer() { device_->release(experts_); }
 
@@ -146,23 +124,32 @@ Status GpuLayer::load_expert(uint32_t local_expert_id, const ExpertWeights& weig
   const CanonicalFloatMode mode;  // quantising rounds
   is_loaded_[local_expert_id] = 0;
   std::byte* expert = experts_ + local_expert_id * places_.num_bytes;
+  ExpertChecksum sums;
   if (weights.gate.data != nullptr)
-    DFLASH_TRY(
-        load_matrix("gate", weights.gate, formats_.gate_up, expert + places_.gate, progress));
-  DFLASH_TRY(load_matrix("up", weights.up, formats_.gate_up, expert + places_.up, progress));
-  DFLASH_TRY(load_matrix("down", weights.down, formats_.down, expert + places_.down, progress));
+    DFLASH_TRY(load_matrix("gate", weights.gate, formats_.gate_up, expert + places_.gate, sums.gate,
+                           progress));
+  DFLASH_TRY(
+      load_matrix("up", weights.up, formats_.gate_up, expert + places_.up, sums.up, progress));
+  DFLASH_TRY(
+      load_matrix("down", weights.down, formats_.down, expert + places_.down, sums.down, progress));
   if (places_.gate_bias != kNoBias)
     DFLASH_TRY(load_bias(weights.gate_bias, expert + places_.gate_bias, progress));
   if (places_.up_bias != kNoBias)
     DFLASH_TRY(load_bias(weights.up_bias, expert + places_.up_bias, progress));
   if (places_.down_bias != kNoBias)
     DFLASH_TRY(load_bias(weights.down_bias, expert + places_.down_bias, progress));
+  checksums_[local_expert_id] = sums.finish(weights);
   is_loaded_[local_expert_id] = 1;
   return ok();
 }
 
+std::optional<uint64_t> GpuLayer::content_checksum(uint32_t local_expert_id) const {
+  if (is_loaded_[local_expert_id] == 0) return std::nullopt;
+  return checksums_[local_expert_id];
+}
+
 Status GpuLayer::load_matrix(const char* name, const MatrixView& matrix, WeightFormat resident,
-                             std::byte* device, ProgressCounter& progress) {
+                             std::byte* device, MatrixChecksum& sum, ProgressCounter& progress) {
   const uint64_t step = panel_bytes(resident, matrix.inputs);
   const uint32_t panels = num_panels(matrix.outputs);
   const auto per_copy = static_cast<uint32_t>(std::clamp<uint64_t>(kLoadBytes / step, 1, panels));
@@ -171,8 +158,9 @@ Status GpuLayer::load_matrix(const char* name, const MatrixView& matrix, WeightF
     const uint32_t count = std::min(per_copy, panels - first);
     for (uint32_t i = 0; i < count; ++i) {
       const uint32_t output = (first + i) * kPanelWidth;
-      DFLASH_TRY(check_values(name, matrix, resident, output,
-                              std::min(kPanelWidth, matrix.outputs - output)));
+      const uint32_t outputs = std::min(kPanelWidth, matrix.outputs - output);
+      DFLASH_TRY(check_values(name, matrix, resident, output, outputs));
+      sum.add(matrix, 0, output, outputs);
       pack_panel(matrix, resident, first + i, packed.data() + i * step);
       progress.fetch_add(1, std::memory_order_relaxed);
     }

@@ -1,13 +1,14 @@
 // One layer's experts on a GPU: weights resident in device memory as panels (record_layout.h), a
-// forward of a few kernels per chunk of rows. In classes f32-canonical and int8-groups the bits of
-// the CPU's kernels and of the reference; besides, the classes whose bits are the card's own.
+// forward of a few kernels per chunk of rows. Its bits are those of the CPU's kernels and of the
+// reference, but in the classes whose bits are the card's own (numerics.h).
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
 #include <memory>
 #include <vector>
 
-#include "compute/expert_layer.h"
+#include "compute/experts/content_checksum.h"
+#include "compute/experts/expert_layer.h"
 #include "compute/gpu/gpu_device.h"
 #include "compute/gpu/kernel_params.h"
 #include "compute/numerics.h"
@@ -24,15 +25,17 @@ struct ExpertPlaces {
 };
 
 // Whether the kernels of a class run on a device.
-bool device_computes(const DeviceFacts& facts, NumericsClass numerics);
+bool device_computes(const DeviceFacts& device, NumericsClass numerics);
 
 class GpuLayer final : public ExpertLayer {
  public:
   // Takes the memory of all `num_local_experts` at once. Errors: kUnsupported; kOutOfMemory naming
   // device, shortfall and the largest number of experts that fits.
-  static Result<std::unique_ptr<ExpertLayer>> create(
-      std::shared_ptr<GpuDevice> device, const FfnSpec& spec, uint32_t num_local_experts,
-      ResidentFormats formats, NumericsClass numerics = NumericsClass::kF32Canonical);
+  static Result<std::unique_ptr<ExpertLayer>> create(std::shared_ptr<GpuDevice> device,
+                                                     const FfnSpec& spec,
+                                                     uint32_t num_local_experts,
+                                                     ResidentFormats formats,
+                                                     NumericsClass numerics = kDefaultNumerics);
   static uint64_t predicted_bytes(const FfnSpec& spec, uint32_t num_local_experts,
                                   ResidentFormats formats);
   ~GpuLayer() override;
@@ -42,6 +45,7 @@ class GpuLayer final : public ExpertLayer {
   uint64_t resident_bytes() const override;  // of the device's memory
   Status load_expert(uint32_t local_expert_id, const ExpertWeights& weights,
                      ProgressCounter& progress) override;
+  std::optional<uint64_t> content_checksum(uint32_t local_expert_id) const override;
   // Errors beyond ExpertLayer's: kWorkerFailed and kTimeout naming the device, kOutOfMemory for
   // scratch.
   Status forward(const ForwardArgs& args, ProgressCounter& progress) override;
@@ -55,7 +59,7 @@ class GpuLayer final : public ExpertLayer {
            ResidentFormats formats, NumericsClass numerics, std::byte* experts);
 
   Status load_matrix(const char* name, const MatrixView& matrix, WeightFormat resident,
-                     std::byte* device, ProgressCounter& progress);
+                     std::byte* device, MatrixChecksum& sum, ProgressCounter& progress);
   Status load_bias(const VectorView& bias, std::byte* device, ProgressCounter& progress);
   Chunk next_chunk(const ForwardArgs& args, uint32_t first_row, uint32_t first_pair) const;
   Scratch place_scratch(const Chunk& chunk, const ForwardArgs& args) const;
@@ -82,10 +86,11 @@ class GpuLayer final : public ExpertLayer {
   const FfnSpec spec_;
   const uint32_t num_local_experts_;
   const ResidentFormats formats_;
-  const NumericsClass numerics_;
+  const NumericsFacts& numerics_;
   const ExpertPlaces places_;
   std::byte* const experts_;  // device memory, [num_local_experts] x places_.num_bytes
   std::vector<uint8_t> is_loaded_;
+  std::vector<uint64_t> checksums_;  // [num_local_experts], of those that are loaded
   int64_t device_ns_ = 0;
 };
 

@@ -12,7 +12,7 @@
 #include <cstdint>
 
 #include "base/dtype.h"
-#include "compute/ffn_spec.h"
+#include "compute/experts/ffn_spec.h"
 
 namespace dflash::compute::gpu {
 

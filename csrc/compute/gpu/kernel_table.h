@@ -7,7 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "compute/weight_format.h"
+#include "compute/formats/weight_format.h"
 
 // X(stem) of kernels that do not depend on the weights' format.
 // clang-format off: a row per kernel.

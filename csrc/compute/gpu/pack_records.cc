@@ -7,7 +7,7 @@
 #include <cstring>
 #include <vector>
 
-#include "compute/dequantize.h"
+#include "compute/formats/dequantize.h"
 
 namespace dflash::compute::gpu {
 namespace {

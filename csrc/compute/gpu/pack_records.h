@@ -2,7 +2,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include "compute/expert_layer.h"
+#include "compute/formats/matrix_view.h"
 #include "compute/gpu/record_layout.h"
 
 namespace dflash::compute::gpu {

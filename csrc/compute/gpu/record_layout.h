@@ -21,8 +21,8 @@
 
 #include <cstdint>
 
+#include "compute/formats/weight_format.h"
 #include "compute/gpu/kernel_params.h"
-#include "compute/weight_format.h"
 
 namespace dflash::compute::gpu {
 

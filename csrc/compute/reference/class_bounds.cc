@@ -5,8 +5,7 @@
 #include <cmath>
 
 #include "base/convert.h"
-#include "compute/dequantize.h"
-#include "compute/layer_checks.h"
+#include "compute/formats/dequantize.h"
 #include "compute/reference/bf16_dot.h"
 #include "compute/reference/f16_dot2.h"
 #include "compute/reference/reference.h"
@@ -31,7 +30,6 @@ struct Precision {
   double relative = 0.0, absolute = 0.0;
 };
 
-constexpr size_t kHalfGroup = 32;             // inputs of a row that share a scale in f16-dot2
 constexpr double kLeastNormalHalf = 0x1p-14;  // what is smaller, an instruction may take for zero
 
 Factors bf16_factors(const MatrixView& view, WeightFormat resident) {
@@ -86,9 +84,9 @@ Precision half_precision(double n) {
   return {(64 + (1 + 24 + 6 + std::ceil(n / 256) + 1) / 2 + 1) * 0x1p-23, 0x1p-114};
 }
 
-Enclosed product(NumericsClass numerics, const MatrixView& view, WeightFormat resident,
+Enclosed product(const NumericsFacts& facts, const MatrixView& view, WeightFormat resident,
                  const VectorView& bias, const Enclosed& inputs) {
-  const bool has_halves = numerics == NumericsClass::kF16Dot2;
+  const bool has_halves = facts.weights == WeightRounding::kF16;
   const Factors weights = has_halves ? half_factors(view, resident) : bf16_factors(view, resident);
   const Precision precision =
       has_halves ? half_precision(view.inputs) : bf16_precision(view.inputs);
@@ -167,14 +165,14 @@ void round_row_to_bf16(Enclosed& row) {
 // Rounds to codes. A power of two of the scale more or less moves no value that is normal in f16:
 // 11 bits are 11 bits. What is not is below 2^-28 of the group's largest (2^-140 in groups of the
 // least scale), and may be taken for zero.
-void round_row_to_halves(Enclosed& row) {
+void round_row_to_halves(Enclosed& row, uint32_t group_inputs) {
   const auto rounded = [](double value) {
     int exponent;
     const double fraction = std::frexp(value, &exponent);
     return std::ldexp(std::nearbyint(std::ldexp(fraction, 11)), exponent - 11);
   };
-  for (size_t begin = 0; begin < row.centers.size(); begin += kHalfGroup) {
-    const size_t end = std::min(begin + kHalfGroup, row.centers.size());
+  for (size_t begin = 0; begin < row.centers.size(); begin += group_inputs) {
+    const size_t end = std::min(begin + group_inputs, row.centers.size());
     double largest = 0x1p-112;
     for (size_t i = begin; i < end; ++i)
       largest = std::max(largest, std::fabs(row.centers[i]) + row.errors[i]);
@@ -189,19 +187,19 @@ void round_row_to_halves(Enclosed& row) {
   }
 }
 
-void round_inputs(NumericsClass numerics, Enclosed& row) {
-  if (numerics == NumericsClass::kF16Dot2)
-    round_row_to_halves(row);
+void round_inputs(const NumericsFacts& facts, Enclosed& row) {
+  if (facts.inputs == InputRounding::kF16)
+    round_row_to_halves(row, facts.group_inputs);
   else
     round_row_to_bf16(row);
 }
 
-Enclosed expert_outputs(NumericsClass numerics, const FfnSpec& spec, const ExpertWeights& expert,
-                        ResidentFormats formats, const Enclosed& row) {
-  Enclosed hidden = product(numerics, expert.up, formats.gate_up, expert.up_bias, row);
+Enclosed expert_outputs(const NumericsFacts& facts, const FfnSpec& spec,
+                        const ExpertWeights& expert, ResidentFormats formats, const Enclosed& row) {
+  Enclosed hidden = product(facts, expert.up, formats.gate_up, expert.up_bias, row);
   const bool has_gate = spec.gate != GateKind::kNone;
   const Enclosed gates =
-      has_gate ? product(numerics, expert.gate, formats.gate_up, expert.gate_bias, row) : hidden;
+      has_gate ? product(facts, expert.gate, formats.gate_up, expert.gate_bias, row) : hidden;
   for (size_t i = 0; i < hidden.centers.size(); ++i) {
     double center, error;
     enclose_gate(spec, gates.centers[i], gates.errors[i], hidden.centers[i], hidden.errors[i],
@@ -209,8 +207,8 @@ Enclosed expert_outputs(NumericsClass numerics, const FfnSpec& spec, const Exper
     hidden.centers[i] = center;
     hidden.errors[i] = error;
   }
-  round_inputs(numerics, hidden);
-  return product(numerics, expert.down, formats.down, expert.down_bias, hidden);
+  round_inputs(facts, hidden);
+  return product(facts, expert.down, formats.down, expert.down_bias, hidden);
 }
 
 }  // namespace
@@ -218,6 +216,7 @@ Enclosed expert_outputs(NumericsClass numerics, const FfnSpec& spec, const Exper
 OutputBounds class_bounds(NumericsClass numerics, const FfnSpec& spec,
                           std::span<const ExpertWeights> experts, ResidentFormats formats,
                           const ForwardArgs& args) {
+  const NumericsFacts& facts = numerics_facts(numerics);
   OutputBounds bounds{std::vector<double>(size_t{args.num_rows} * spec.out_size),
                       std::vector<double>(size_t{args.num_rows} * spec.out_size)};
   size_t pair = 0;
@@ -229,12 +228,12 @@ OutputBounds class_bounds(NumericsClass numerics, const FfnSpec& spec,
         {values.begin(), values.end()},
         std::vector<double>(values.size(), 0.0)
     };
-    round_inputs(numerics, row);
+    round_inputs(facts, row);
     std::vector<double> sums(spec.out_size, 0.0), errors(spec.out_size, 0.0),
         magnitudes(spec.out_size, 0.0);
     for (uint16_t n = 0; n < args.row_counts[r]; ++n, ++pair) {
       const Enclosed outputs =
-          expert_outputs(numerics, spec, experts[args.local_expert_ids[pair]], formats, row);
+          expert_outputs(facts, spec, experts[args.local_expert_ids[pair]], formats, row);
       const double weight = static_cast<double>(args.weights[pair]);
       for (uint32_t o = 0; o < spec.out_size; ++o) {
         sums[o] += weight * outputs.centers[o];

@@ -1,14 +1,14 @@
-// Where the outputs of a class must lie whose bits are a card's (is_bounded_class), whichever card
-// computes them: an enclosure in float64, derived from what the class fixes (operands and
-// intermediate rows rounded, to bf16 or f16) and from a bound on what it leaves to the instruction
-// (docs/decisions/0015, 0019).
+// Where the outputs of a class must lie whose bits are a card's (NumericsFacts::is_bounded),
+// whichever card computes them: an enclosure in float64, derived from what the class fixes
+// (operands and intermediate rows rounded, to bf16 or f16) and from a bound on what it leaves to
+// the instruction (docs/decisions/0015, 0019).
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
 #include <span>
 #include <vector>
 
-#include "compute/expert_layer.h"
+#include "compute/experts/expert_layer.h"
 #include "compute/numerics.h"
 
 namespace dflash::compute {

@@ -7,7 +7,7 @@
 #include <limits>
 
 #include "base/dtype.h"
-#include "compute/dequantize.h"
+#include "compute/formats/dequantize.h"
 #include "compute/reference/int8_groups.h"
 
 namespace dflash::compute {

@@ -5,7 +5,7 @@
 #include <cmath>
 #include <limits>
 
-#include "compute/dequantize.h"
+#include "compute/formats/dequantize.h"
 
 namespace dflash::compute {
 namespace {

@@ -5,7 +5,7 @@
 
 #include <vector>
 
-#include "compute/expert_layer.h"
+#include "compute/formats/matrix_view.h"
 
 namespace dflash::compute {
 

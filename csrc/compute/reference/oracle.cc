@@ -5,7 +5,7 @@
 #include <cmath>
 
 #include "base/convert.h"
-#include "compute/dequantize.h"
+#include "compute/formats/dequantize.h"
 #include "compute/reference/reference.h"
 
 namespace dflash::compute {

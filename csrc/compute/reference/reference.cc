@@ -10,15 +10,17 @@
 #include <utility>
 
 #include "base/convert.h"
-#include "compute/activation.h"
-#include "compute/cpu/vector_scalar.h"
-#include "compute/dequantize.h"
+#include "compute/experts/activation.h"
+#include "compute/experts/content_checksum.h"
+#include "compute/experts/layer_checks.h"
 #include "compute/float_mode.h"
-#include "compute/layer_checks.h"
+#include "compute/formats/dequantize.h"
+#include "compute/formats/value_checks.h"
 #include "compute/reference/bf16_bfdot.h"
 #include "compute/reference/bf16_dot.h"
 #include "compute/reference/f16_dot2.h"
 #include "compute/reference/int8_groups.h"
+#include "compute/vector_scalar.h"
 
 namespace dflash::compute {
 namespace {
@@ -27,8 +29,8 @@ constexpr size_t kChain = 256;  // inputs per fma chain
 
 struct Matrix {
   std::vector<float> values;  // [outputs, inputs]
-  IntegerWeights integers;    // instead, of int8-groups
-  HalfWeights halves;         // instead, of f16-dot2
+  IntegerWeights integers;    // instead, where inputs become int8 codes
+  HalfWeights halves;         // instead, where they become f16 ones
   size_t inputs = 0;
 
   uint64_t num_bytes() const {
@@ -39,12 +41,12 @@ struct Matrix {
 };
 
 Result<Matrix> widen_matrix(const char* name, const MatrixView& view, WeightFormat resident,
-                            NumericsClass numerics) {
+                            const NumericsFacts& facts) {
   DFLASH_TRY(check_resident(name, view, resident));
   DFLASH_TRY(check_values(name, view, resident, 0, view.outputs));
-  if (numerics == NumericsClass::kInt8Groups)
+  if (facts.inputs == InputRounding::kInt8)
     return Matrix{{}, integer_weights(view, resident), {}, view.inputs};
-  if (numerics == NumericsClass::kF16Dot2)
+  if (facts.weights == WeightRounding::kF16)
     return Matrix{{}, {}, half_weights(view, resident), view.inputs};
   Matrix matrix{std::vector<float>(size_t{view.outputs} * view.inputs), {}, {}, view.inputs};
   dequantize(view, 0, view.outputs, matrix.values.data());
@@ -52,15 +54,16 @@ Result<Matrix> widen_matrix(const char* name, const MatrixView& view, WeightForm
     for (uint32_t o = 0; o < view.outputs; ++o)
       requantize_row(resident, &matrix.values[o * matrix.inputs], view.inputs);
   }
-  if (is_matrix_class(numerics)) round_to_bf16(matrix.values.data(), matrix.values.size());
+  if (facts.weights == WeightRounding::kBf16)
+    round_to_bf16(matrix.values.data(), matrix.values.size());
   return matrix;
 }
 
 // A row as a class reads it.
 struct Row {
   std::vector<float> values;
-  Int8Codes integers;  // instead, of int8-groups
-  HalfCodes halves;    // instead, of f16-dot2
+  Int8Codes integers;  // instead, where inputs become int8 codes
+  HalfCodes halves;    // instead, where they become f16 ones
 };
 
 // f32-canonical: block sums of 256-long fma chains, added in ascending order. The matrix-unit
@@ -77,29 +80,34 @@ float canonical_dot(const float* weights, const float* inputs, size_t num_inputs
   return total;
 }
 
-Row encode(NumericsClass numerics, std::vector<float> values) {
-  if (numerics == NumericsClass::kInt8Groups)
-    return {{}, int8_codes(values.data(), values.size()), {}};
-  if (numerics == NumericsClass::kF16Dot2)
-    return {{}, {}, half_codes(values.data(), values.size())};
-  if (numerics != NumericsClass::kF32Canonical) round_to_bf16(values.data(), values.size());
+Row encode(const NumericsFacts& facts, std::vector<float> values) {
+  switch (facts.inputs) {
+    case InputRounding::kNone: break;
+    case InputRounding::kBf16: round_to_bf16(values.data(), values.size()); break;
+    case InputRounding::kInt8: return {{}, int8_codes(values.data(), values.size()), {}};
+    case InputRounding::kF16:  return {{}, {}, half_codes(values.data(), values.size())};
+  }
   return {std::move(values), {}, {}};
 }
 
-float dot(NumericsClass numerics, const Matrix& matrix, size_t output, const Row& row) {
-  if (numerics == NumericsClass::kInt8Groups)
-    return int8_dot(matrix.integers, output, row.integers);
-  if (numerics == NumericsClass::kF16Dot2) return f16_dot2(matrix.halves, output, row.halves);
+// How one output of floats is summed: the classes that differ in nothing else.
+using FloatDot = float (*)(const float* weights, const float* inputs, size_t num_inputs);
+FloatDot float_dot(NumericsClass numerics) {
+  if (numerics == NumericsClass::kBf16Dot) return bf16_dot;
+  if (numerics == NumericsClass::kBf16Bfdot) return bf16_bfdot;
+  return canonical_dot;
+}
+
+float dot(const NumericsFacts& facts, const Matrix& matrix, size_t output, const Row& row) {
+  if (facts.inputs == InputRounding::kInt8) return int8_dot(matrix.integers, output, row.integers);
+  if (facts.inputs == InputRounding::kF16) return f16_dot2(matrix.halves, output, row.halves);
   const float* weights = matrix.values.data() + output * matrix.inputs;
-  if (numerics == NumericsClass::kBf16Dot)
-    return bf16_dot(weights, row.values.data(), matrix.inputs);
-  if (numerics == NumericsClass::kBf16Bfdot)
-    return bf16_bfdot(weights, row.values.data(), matrix.inputs);
-  return canonical_dot(weights, row.values.data(), matrix.inputs);
+  return float_dot(facts.numerics)(weights, row.values.data(), matrix.inputs);
 }
 
 struct Expert {
   bool is_loaded = false;
+  uint64_t checksum = 0;
   Matrix gate, up, down;
   std::vector<float> gate_bias, up_bias, down_bias;
 };
@@ -108,7 +116,10 @@ class ReferenceLayer final : public ExpertLayer {
  public:
   ReferenceLayer(const FfnSpec& spec, uint32_t num_local_experts, ResidentFormats formats,
                  NumericsClass numerics)
-      : spec_(spec), formats_(formats), numerics_(numerics), experts_(num_local_experts) {}
+      : spec_(spec),
+        formats_(formats),
+        facts_(numerics_facts(numerics)),
+        experts_(num_local_experts) {}
 
   const FfnSpec& spec() const override { return spec_; }
   uint32_t num_local_experts() const override { return static_cast<uint32_t>(experts_.size()); }
@@ -126,19 +137,22 @@ class ReferenceLayer final : public ExpertLayer {
     DFLASH_TRY(check_expert(spec_, num_local_experts(), local_expert_id, weights));
     Expert& expert = experts_[local_expert_id];
     const CanonicalFloatMode mode;
+    ExpertChecksum sums;
     struct Source {
       const char* name;
       const MatrixView& view;
       WeightFormat resident;
       Matrix& matrix;
+      MatrixChecksum& sum;
     };
     for (const Source& source : {
-             Source{"gate", weights.gate, formats_.gate_up, expert.gate},
-             Source{"up",   weights.up,   formats_.gate_up, expert.up  },
-             Source{"down", weights.down, formats_.down,    expert.down}
+             Source{"gate", weights.gate, formats_.gate_up, expert.gate, sums.gate},
+             Source{"up",   weights.up,   formats_.gate_up, expert.up,   sums.up  },
+             Source{"down", weights.down, formats_.down,    expert.down, sums.down}
     }) {
       if (source.view.data == nullptr) continue;
-      auto matrix = widen_matrix(source.name, source.view, source.resident, numerics_);
+      source.sum.add(source.view, 0, 0, source.view.outputs);
+      auto matrix = widen_matrix(source.name, source.view, source.resident, facts_);
       if (!matrix.ok()) return std::move(matrix).error();
       source.matrix = std::move(matrix).value();
       progress.fetch_add(1, std::memory_order_relaxed);
@@ -146,8 +160,14 @@ class ReferenceLayer final : public ExpertLayer {
     expert.gate_bias = widen_vector(weights.gate_bias, spec_.intermediate_size);
     expert.up_bias = widen_vector(weights.up_bias, spec_.intermediate_size);
     expert.down_bias = widen_vector(weights.down_bias, spec_.out_size);
+    expert.checksum = sums.finish(weights);
     expert.is_loaded = true;
     return ok();
+  }
+
+  std::optional<uint64_t> content_checksum(uint32_t local_expert_id) const override {
+    const Expert& expert = experts_[local_expert_id];
+    return expert.is_loaded ? std::optional(expert.checksum) : std::nullopt;
   }
 
   Status forward(const ForwardArgs& args, ProgressCounter& progress) override {
@@ -164,7 +184,7 @@ class ReferenceLayer final : public ExpertLayer {
       std::vector<float> values(spec_.in_size);
       widen(args.row_dtype, args.rows + size_t{r} * spec_.in_size * dtype_bytes(args.row_dtype),
             values.data(), values.size());
-      const Row row = encode(numerics_, std::move(values));
+      const Row row = encode(facts_, std::move(values));
       const std::vector<float> sum =
           routed_sum(args, first_pair, args.row_counts[r], row, progress);
       first_pair += args.row_counts[r];
@@ -182,7 +202,7 @@ class ReferenceLayer final : public ExpertLayer {
  private:
   float project(const Matrix& matrix, size_t output, const Row& input,
                 const std::vector<float>& bias) const {
-    const float sum = dot(numerics_, matrix, output, input);
+    const float sum = dot(facts_, matrix, output, input);
     return bias.empty() ? sum : sum + bias[output];
   }
 
@@ -203,7 +223,7 @@ class ReferenceLayer final : public ExpertLayer {
             spec_.gate == GateKind::kNone ? 0.0f : project(expert.gate, i, row, expert.gate_bias);
         hidden[i] = gate<ScalarVector>(spec_, g, project(expert.up, i, row, expert.up_bias));
       }
-      const Row inputs = encode(numerics_, std::move(hidden));
+      const Row inputs = encode(facts_, std::move(hidden));
       progress.fetch_add(1, std::memory_order_relaxed);
       for (size_t o = 0; o < sum.size(); ++o) {
         sum[o] = std::fmaf(args.weights[pair], project(expert.down, o, inputs, expert.down_bias),
@@ -220,13 +240,11 @@ class ReferenceLayer final : public ExpertLayer {
 
   FfnSpec spec_;
   ResidentFormats formats_;
-  NumericsClass numerics_;
+  const NumericsFacts& facts_;
   std::vector<Expert> experts_;
 };
 
 }  // namespace
-
-bool reference_computes(NumericsClass) { return true; }
 
 std::unique_ptr<ExpertLayer> make_reference_layer(const FfnSpec& spec, uint32_t num_local_experts,
                                                   ResidentFormats formats, NumericsClass numerics) {

@@ -5,17 +5,16 @@
 
 #include <vector>
 
-#include "compute/expert_layer.h"
+#include "compute/experts/expert_layer.h"
 #include "compute/numerics.h"
 
 namespace dflash::compute {
 
-bool reference_computes(NumericsClass numerics);
-// Bit-exact reference of a class it computes; keeps float32 copies of the values that `formats`
-// hold.
-std::unique_ptr<ExpertLayer> make_reference_layer(
-    const FfnSpec& spec, uint32_t num_local_experts, ResidentFormats formats = WeightFormat::kF32,
-    NumericsClass numerics = NumericsClass::kF32Canonical);
+// The reference of any class, to the bit where these are the class's (Bits::kReference). It keeps
+// float32 copies of the values that `formats` hold.
+std::unique_ptr<ExpertLayer> make_reference_layer(const FfnSpec& spec, uint32_t num_local_experts,
+                                                  ResidentFormats formats = WeightFormat::kF32,
+                                                  NumericsClass numerics = kDefaultNumerics);
 
 // The intermediate value of a gate (g; unused without one) and an up in float64.
 double gate_float64(const FfnSpec& spec, double g, double u);

@@ -1,7 +1,7 @@
 // The activation formulas against the C library in long double, and their limits; the reference's
 // scalar type computes.
 // SPDX-License-Identifier: Apache-2.0
-#include "compute/activation.h"
+#include "compute/experts/activation.h"
 
 #include <doctest/doctest.h>
 
@@ -10,7 +10,7 @@
 #include <cmath>
 #include <limits>
 
-#include "compute/cpu/vector_scalar.h"
+#include "compute/vector_scalar.h"
 
 namespace dflash::compute {
 namespace {

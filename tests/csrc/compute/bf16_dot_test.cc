@@ -7,9 +7,9 @@
 #include <cmath>
 #include <limits>
 
-#include "compute/cpu/bf16_pack.h"
 #include "compute/cpu/cpu_backend.h"
-#include "compute/cpu/pack.h"
+#include "compute/cpu/panels/pack.h"
+#include "compute/cpu/panels/pack_bf16_pairs.h"
 #include "compute/reference/reference.h"
 #include "toy_experts.h"
 

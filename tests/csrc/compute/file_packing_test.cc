@@ -10,29 +10,13 @@
 
 #include "base/convert_kernels.h"
 #include "compute/cpu/cpu_backend.h"
-#include "compute/cpu/quantize_groups.h"
-#include "compute/dequantize.h"
+#include "compute/cpu/panels/quantize_groups.h"
+#include "compute/formats/dequantize.h"
+#include "memory_file.h"
 #include "stored_experts.h"
 
 namespace dflash::compute {
 namespace {
-
-// A file whose mapping is the memory it is asked for; fails from the `num_good`-th copy on.
-class MemoryFile final : public MappedBytes {
- public:
-  explicit MemoryFile(uint32_t num_good = UINT32_MAX) : num_good_(num_good) {}
-  Status copy(const std::byte* from, size_t num_bytes, std::byte* to) const override {
-    if (num_copies_++ >= num_good_)
-      return Error{ErrorCode::kCheckpoint, "model.safetensors: ends early"};
-    std::memcpy(to, from, num_bytes);
-    return ok();
-  }
-  uint32_t num_copies() const { return num_copies_; }
-
- private:
-  uint32_t num_good_;
-  mutable uint32_t num_copies_ = 0;  // one thread
-};
 
 FfnSpec spec() {
   FfnSpec made;
@@ -40,11 +24,6 @@ FfnSpec spec() {
   made.intermediate_size = 768;
   made.out_size = 1024;
   return made;
-}
-
-ExpertWeights in_file(ExpertWeights weights, const MappedBytes& file) {
-  weights.gate.file = weights.up.file = weights.down.file = &file;
-  return weights;
 }
 
 TEST_CASE("experts read from a file in parts compute what experts in memory do, in every format") {
@@ -56,10 +35,10 @@ TEST_CASE("experts read from a file in parts compute what experts in memory do, 
     const toy::StoredExperts experts(spec(), 1, stored, stored, value + 1u);
     const auto from_memory = backend->create_layer(spec(), 1, resident).value();
     const auto from_file = backend->create_layer(spec(), 1, resident).value();
-    const MemoryFile file;
+    const toy::MemoryFile file;
     ProgressCounter progress{0};
     REQUIRE(from_memory->load_expert(0, experts.weights(0), progress).ok());
-    REQUIRE(from_file->load_expert(0, in_file(experts.weights(0), file), progress).ok());
+    REQUIRE(from_file->load_expert(0, toy::in_file(experts.weights(0), file), progress).ok());
     CHECK_MESSAGE(file.num_copies() >= 3, format_name(resident));
     CHECK_MESSAGE(reply_of(*from_file, batch) == reply_of(*from_memory, batch),
                   std::string(format_name(resident)));
@@ -70,9 +49,9 @@ TEST_CASE("a file that ends while an expert is read from it leaves the expert un
   const auto backend = CpuBackend::create(best_isa(), 1).value();
   const auto layer = backend->create_layer(spec(), 1, WeightFormat::kBF16).value();
   const toy::StoredExperts experts(spec(), 1, WeightFormat::kBF16, WeightFormat::kBF16, 1);
-  const MemoryFile file(4);
+  const toy::MemoryFile file(4);
   ProgressCounter progress{0};
-  const Status loaded = layer->load_expert(0, in_file(experts.weights(0), file), progress);
+  const Status loaded = layer->load_expert(0, toy::in_file(experts.weights(0), file), progress);
   REQUIRE_FALSE(loaded.ok());
   CHECK(loaded.error().code == ErrorCode::kCheckpoint);
   std::vector<std::byte> reply;
@@ -84,9 +63,9 @@ TEST_CASE("a damaged scale behind the first part is named by its place in the wh
   const auto layer = backend->create_layer(spec(), 1, WeightFormat::kQ8_0).value();
   toy::StoredExperts experts(spec(), 1, WeightFormat::kQ8_0, WeightFormat::kQ8_0, 1);
   experts.damage_down(1000);
-  const MemoryFile file;
+  const toy::MemoryFile file;
   ProgressCounter progress{0};
-  const Status loaded = layer->load_expert(0, in_file(experts.weights(0), file), progress);
+  const Status loaded = layer->load_expert(0, toy::in_file(experts.weights(0), file), progress);
   REQUIRE_FALSE(loaded.ok());
   CHECK_MESSAGE(loaded.error().message.find("output 1000,") != std::string::npos,
                 loaded.error().message);

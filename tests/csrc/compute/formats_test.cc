@@ -7,7 +7,7 @@
 
 #include "compute/cpu/cpu_backend.h"
 #include "compute/cpu/packed_experts.h"
-#include "compute/dequantize.h"
+#include "compute/formats/dequantize.h"
 #include "compute/reference/reference.h"
 #include "stored_experts.h"
 

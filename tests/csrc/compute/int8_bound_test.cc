@@ -6,7 +6,7 @@
 #include <cmath>
 
 #include "compute/cpu/cpu_backend.h"
-#include "compute/dequantize.h"
+#include "compute/formats/dequantize.h"
 #include "compute/reference/int8_groups.h"
 #include "stored_experts.h"
 
@@ -92,7 +92,7 @@ TEST_CASE(
   uint32_t seed = 70;
   for (uint8_t value = 0; value < kNumWeightFormats; ++value) {
     const auto resident = static_cast<WeightFormat>(value);
-    if (!numerics_take(NumericsClass::kInt8Groups, resident)) continue;
+    if (!numerics_facts(NumericsClass::kInt8Groups).takes(resident)) continue;
     CAPTURE(format_name(resident));
     const WeightFormat stored = format_facts(resident).is_stored ? resident : WeightFormat::kBF16;
     const StoredExperts experts(spec, 1, stored, stored, ++seed);

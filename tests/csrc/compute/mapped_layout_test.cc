@@ -62,7 +62,7 @@ TEST_CASE(
       const auto packing = backend_of(isa, 1, WeightsLayout::kPacked),
                  mapping = backend_of(isa, 2, WeightsLayout::kMapped);
       for (NumericsClass numerics : CpuBackend::numerics_classes(isa)) {
-        if (!numerics_take(numerics, format)) continue;
+        if (!numerics_facts(numerics).takes(format)) continue;
         CAPTURE(isa_name(isa));
         CAPTURE(format_name(format));
         CAPTURE(numerics_name(numerics));

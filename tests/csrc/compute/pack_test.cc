@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include "compute/cpu/pack.h"
+#include "compute/cpu/panels/pack.h"
 
 namespace dflash::compute {
 namespace {

@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "base/convert.h"
-#include "compute/expert_layer.h"
+#include "compute/experts/expert_layer.h"
 
 namespace dflash::compute::toy {
 

@@ -28,6 +28,9 @@ class ScriptedLayer final : public compute::ExpertLayer {
                      compute::ProgressCounter& progress) override {
     return inner_->load_expert(id, weights, progress);
   }
+  std::optional<uint64_t> content_checksum(uint32_t id) const override {
+    return inner_->content_checksum(id);
+  }
   Status forward(const compute::ForwardArgs& args, compute::ProgressCounter& progress) override {
     if (device_ == kSmallMemory)
       return Error{ErrorCode::kWorkerFailed, "the card has fallen off the bus"};

@@ -16,7 +16,7 @@ from tests.checks import cited_numbers, documents, error_catalogue, headers, lin
 ROOT = Path(__file__).resolve().parents[3]
 COMPARED = (
     "docs/protocol.md", "docs/errors.md", "csrc/wire/frame.h", "csrc/wire/limits.h", "csrc/transport/channel.h",
-    "csrc/base/dtype.h", "csrc/base/result.h", "csrc/compute/ffn_spec.h", "dflash_moe/errors.py",
+    "csrc/base/dtype.h", "csrc/base/result.h", "csrc/compute/experts/ffn_spec.h", "dflash_moe/errors.py",
 )  # fmt: skip
 
 
@@ -48,7 +48,7 @@ def test_documents_agree_with_the_code_today(copied: Path) -> None:
         ("csrc/transport/channel.h", "kMaxSlots = 256", "kMaxSlots = 64", "kMaxSlots"),
         ("csrc/wire/frame.h", "// 16 u64", "// 24 u64", "call_id"),
         ("csrc/base/dtype.h", "kBF16 = 2", "kBF16 = 3", "kBF16"),
-        ("csrc/compute/ffn_spec.h", "kRelu = 3", "kRelu = 9", "kRelu"),
+        ("csrc/compute/experts/ffn_spec.h", "kRelu = 3", "kRelu = 9", "kRelu"),
     ],
 )
 def test_changed_header_makes_the_protocol_document_stale(copied: Path, header: str, old: str, new: str, named: str) -> None:

@@ -77,6 +77,10 @@ def test_unknown_room_is_found(tmp_path: Path) -> None:
         ("worker/x.cc", "void f() { throw 1; }\n"),
         ("worker/x.cc", "void f() { try { g(); } catch (...) {} }\n"),
         ("wire/z.cc", '#include "limits.h"\n'),
+        ("compute/formats/x.h", '#include "compute/experts/ffn_spec.h"\n'),
+        ("compute/experts/x.h", '#include "compute/cpu/thread_pool.h"\n'),
+        ("compute/gpu/kernels/x.h", '#include "compute/cpu/kernel_set.h"\n'),
+        ("compute/misplaced/x.h", '#include "compute/numerics.h"\n'),
     ],
 )
 def test_include_against_the_rooms_is_found(tmp_path: Path, name: str, text: str) -> None:
@@ -87,5 +91,8 @@ def test_include_against_the_rooms_is_found(tmp_path: Path, name: str, text: str
 def test_includes_along_the_rooms_pass(tmp_path: Path) -> None:
     _room_file(tmp_path, "worker/x.cc", '#include "wire/frame.h"\n#include <vector>\n// never throw 1;\n')
     _room_file(tmp_path, "worker/y.cc", "void f() { try { g(); } catch (const std::system_error& e) { h(); } }\n")
+    _room_file(
+        tmp_path, "compute/cpu/panels/x.cc", '#include "compute/formats/matrix_view.h"\n#include "compute/cpu/kernel_set.h"\n'
+    )
     _room_file(tmp_path, "bindings/x.cc", "#include <pybind11/pybind11.h>\nvoid f() { throw 1; }\n")
     assert includes.find(tmp_path) == []

@@ -23,7 +23,9 @@ from dflash_moe.errors import ConfigError, DflashError, UnsupportedError, Worker
 from dflash_moe.protocol.keys import write_key_file
 from dflash_moe.runtime import threads
 from dflash_moe.topology import Topology
-from dflash_moe.topology.spec import BF16_CLASS
+from dflash_moe.topology.numerics import class_on
+
+BF16_CLASS = class_on("bf16", "cpu")
 
 
 @pytest.fixture(autouse=True)
@@ -332,7 +334,7 @@ def test_self_tests_compare_every_kernel_set_and_see_a_difference(monkeypatch):
     assert {(test.isa, test.is_passed, test.cases) for test in tests} == {("scalar", True, 3)}
     assert [(test.numerics, test.weight_dtype) for test in tests][:2] == [("f32-canonical", "f32"), ("f32-canonical", "bf16")]
     assert {test.numerics for test in tests} == {
-        numerics for numerics in classes if any(selftest._takes(numerics, kept) for kept in selftest.WEIGHTS)
+        numerics for numerics in classes if any(selftest.takes_weights(numerics, kept) for kept in selftest.WEIGHTS)
     }
     forward = selftest._forward
 

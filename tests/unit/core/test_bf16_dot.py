@@ -13,9 +13,9 @@ import pytest
 
 from dflash_moe import _core
 from dflash_moe.errors import UnsupportedError
-from dflash_moe.topology.spec import BF16_CLASS
+from dflash_moe.topology.numerics import class_on
 
-CLASS = BF16_CLASS
+CLASS = class_on("bf16", "cpu")
 ISA = {"bf16-dot": "avx512bf16", "bf16-bfdot": "neon_bf16"}[CLASS]
 needs_instruction = pytest.mark.skipif(ISA not in _core.supported_isas(), reason=f"this processor lacks {ISA}")
 

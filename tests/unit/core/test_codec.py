@@ -75,4 +75,3 @@ def test_instruction_sets_are_listed_worst_first_and_parsed_strictly() -> None:
     assert [_core.parse_isa(isa) for isa in supported] == supported
     with pytest.raises(errors.ConfigError, match=", ".join(supported)):
         _core.parse_isa("mmx")
-    assert _core.numerics_class() == "f32-canonical"

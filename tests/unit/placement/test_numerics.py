@@ -16,7 +16,8 @@ from dflash_moe.placement.numerics import are_mixed, check_architectures, check_
 from dflash_moe.placement.plan import Shard
 from dflash_moe.protocol.identity import choose_numerics
 from dflash_moe.topology import Topology
-from dflash_moe.topology.spec import BF16_OF_CARD
+
+BF16_OF_CARD = "bf16"  # of AMD's: which class it is, the card says
 
 CARDS = {"near": ("bf16-mma", "sm_80"), "far": ("bf16-mma", "sm_90"), "helper": ("f32-canonical", "avx512")}
 

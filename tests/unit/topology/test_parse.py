@@ -14,8 +14,11 @@ from hypothesis import strategies as st
 from dflash_moe import _core
 from dflash_moe.errors import ConfigError, TopologyError
 from dflash_moe.topology import Topology
+from dflash_moe.topology.numerics import ACTIVATIONS, CLASSES, class_on, possible_classes
 from dflash_moe.topology.parse import MAX_FILE_BYTES, MAX_WORKERS
-from dflash_moe.topology.spec import ACTIVATIONS, BF16_CLASS, BF16_OF_CARD, possible_classes
+
+BF16_CLASS = class_on("bf16", "cpu")
+BF16_OF_CARD = "bf16"  # of AMD's: which class it is, the card says
 
 HEAD = "version: 1\n"
 ONE = "workers: [{name: w0}]\n"
@@ -132,8 +135,8 @@ WRONG = [
     (HEAD + "workers: [{name: a, device: 0}]\n", 2, "worker a has a device, but backend 'cpu'"),
     (HEAD + "workers: [{name: a, backend: cuda, device: -1}]\n", 2, "0..255"),
     (HEAD + "workers: [{name: a, weights: int2}]\n", 2, "allowed: auto, int8, int4"),
-    (HEAD + "workers: [{name: a, activations: int4}]\n", 2, "allowed: f32, bf16, int8"),
-    (HEAD + "host: {activations: f64}\n" + ONE, 2, "allowed: f32, bf16, int8"),
+    (HEAD + "workers: [{name: a, activations: int4}]\n", 2, "allowed: f32, int8, bf16, f16"),
+    (HEAD + "host: {activations: f64}\n" + ONE, 2, "allowed: f32, int8, bf16, f16"),
     (HEAD + "workers: [{name: a, cpus: some}]\n", 2, "workers[0].cpus: 'some' names no CPUs; write auto, none, or"),
     (HEAD + "workers: [{name: a, cpus: 3-1}]\n", 2, "'3-1' names no CPUs"),
     (HEAD + "workers: [{name: a, cpus: true}]\n", 2, "'True' names no CPUs"),
@@ -287,7 +290,8 @@ def test_activations_name_a_numerics_class_and_the_host_follows_workers_that_agr
     assert classes("bf16", host="host: {activations: int8}\n") == ["int8-groups", BF16_CLASS]
     assert classes("bf16-bfdot", "bf16-dot") == ["f32-canonical", "bf16-bfdot", "bf16-dot"]
     assert Topology.local(1).numerics_of("w0") == Topology.local(1).numerics_of("host") == "f32-canonical"
-    assert set(ACTIVATIONS.values()) - {*MATRIX, "f16-dot2"} == set(_core.numerics_classes("reference"))
+    assert [name for name, facts in CLASSES.items() if not facts.is_bounded] == _core.numerics_classes("reference")
+    assert set(ACTIVATIONS) == {"f32", "int8", "bf16", "f16", "bf16-dot", "bf16-bfdot", *MATRIX, "f16-dot2"}
 
 
 def test_bf16_is_the_class_of_a_cards_matrix_units_and_names_of_classes_stay():
@@ -302,7 +306,7 @@ def test_bf16_is_the_class_of_a_cards_matrix_units_and_names_of_classes_stay():
     lines = "".join(f"  - {{name: w{at}, {entry}}}\n" for at, entry in enumerate(asked))
     topology = Topology.parse(f"{HEAD}workers:\n{lines}")
     assert [topology.numerics_of(worker.name) for worker in topology.workers] == list(asked.values())
-    assert possible_classes(BF16_OF_CARD) == ("bf16-mfma", "bf16-wmma")
+    assert possible_classes("bf16") == ("bf16-mfma", "bf16-wmma")
     assert [possible_classes(name) for name in MATRIX] == [(name,) for name in MATRIX]
 
 

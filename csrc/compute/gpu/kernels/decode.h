@@ -1,6 +1,6 @@
 // Groups of 32 weights (stored_group.h) as float32, eight at a time, by the formulas of
-// compute/dequantize.h: each product and each difference one operation, in the same order. Codes
-// become floats by exact conversions and differences of small integers.
+// compute/formats/dequantize.h: each product and each difference one operation, in the same order.
+// Codes become floats by exact conversions and differences of small integers.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 

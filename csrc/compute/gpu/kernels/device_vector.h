@@ -1,9 +1,9 @@
-// The vector type of compute/activation.h for one thread of a device: the same IEEE operations in
-// the same order as on the CPU.
+// The vector type of compute/experts/activation.h for one thread of a device: the same IEEE
+// operations in the same order as on the CPU.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include "compute/activation.h"
+#include "compute/experts/activation.h"
 #include "compute/gpu/portable.h"
 
 namespace dflash::compute::gpu {

@@ -1,6 +1,6 @@
-// Rows of class int8-groups: codes and scales per 32 inputs, the bits of compute/cpu/int8_rows.h,
-// as records (record_layout.h). The request's rows come straight from the wire's layout,
-// intermediate rows from gate and up.
+// Rows of class int8-groups: codes and scales per 32 inputs, the bits of
+// compute/cpu/kernels/int8_rows.h, as records (record_layout.h). The request's rows come straight
+// from the wire's layout, intermediate rows from gate and up.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 

@@ -1,0 +1,84 @@
+// The kernels of f32-canonical, written once over a vector type V. Included by kernels_<set>.cc
+// only; V is a type of its own per set, so no two files instantiate the same symbol. No std:: code
+// (it could be linked into portable callers).
+//
+// Dims: M rows of one expert, N outputs in panels of 2 vectors, K inputs. Per output: K in blocks
+// of 256, one fma chain per block from +0 with ascending k, block sums added in ascending order.
+// Few rows (few_rows.h) are bound by reading the weights, many rows (many_rows.h) by fma
+// throughput; both perform the same chain on the same float32 weights.
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include "compute/cpu/kernels/expert_tiles.h"
+#include "compute/cpu/kernels/many_rows.h"
+
+namespace dflash::compute {
+
+// The two shapes of work for one resident format.
+struct FormatKernels {
+  void (*few)(uint32_t num_rows, const PanelRun& run, const float* const* rows, float* tile);
+  ExpandFunction expand;
+};
+
+template <class V, class W>
+constexpr FormatKernels float_kernels() {
+  return {run_few<V, FloatKernel<V, W>>, FloatBlock<V, W>::expand};
+}
+template <class V, class Q, WeightFormat kFormat>
+constexpr FormatKernels quantized_kernels() {
+  return {run_few<V, QuantizedKernel<V, Q, kFormat>>, QuantizedBlock<V, Q, kFormat>::expand};
+}
+template <class V, template <class, WeightFormat> class Q, WeightFormat kFormat>
+constexpr FormatKernels quantized_kernels() {
+  return quantized_kernels<V, Q<V, kFormat>, kFormat>();
+}
+
+template <class V>
+inline constexpr FormatKernels kFormatKernels[kNumWeightFormats] = {
+    float_kernels<V, float>(),
+    float_kernels<V, typename V::F16>(),
+    float_kernels<V, typename V::BF16>(),
+    quantized_kernels<V, ByteFormat, WeightFormat::kInt8G32>(),
+    quantized_kernels<V, NibbleFormat, WeightFormat::kInt4G32>(),
+    quantized_kernels<V, Fp8Format<V>, WeightFormat::kFp8E4m3B128>(),
+    quantized_kernels<V, NibbleFormat, WeightFormat::kMxfp4>(),
+    quantized_kernels<V, ByteFormat, WeightFormat::kQ8_0>(),
+    quantized_kernels<V, NibbleFormat, WeightFormat::kQ4_0>(),
+    quantized_kernels<V, AffineFormat, WeightFormat::kQ4K>(),
+    quantized_kernels<V, AffineFormat, WeightFormat::kQ5K>(),
+    quantized_kernels<V, SixBitFormat<V>, WeightFormat::kQ6K>(),
+    // gguf_mxfp4: another order in files, the same in panels
+    quantized_kernels<V, NibbleFormat, WeightFormat::kMxfp4>(),
+    quantized_kernels<V, NibbleFormat, WeightFormat::kIq4Nl>(),
+    quantized_kernels<V, NibbleFormat, WeightFormat::kIq4Xs>(),
+};
+
+// The products of f32-canonical.
+template <class V>
+struct CanonicalProducts {
+  static constexpr NumericsClass kNumerics = NumericsClass::kF32Canonical;
+  static constexpr size_t (*kEncodedBytes)(uint32_t) = nullptr;  // rows stay float32
+  static constexpr void (*kEncode)(const float*, uint32_t, std::byte*) = nullptr;
+  static constexpr bool kGateUpEncodes = false;
+
+  static void store(typename V::F values, void* row, size_t column) {
+    V::store(static_cast<float*>(row) + column, values);
+  }
+
+  static void multiply(uint32_t num_rows, const PanelRun& run, const void* const* rows,
+                       float* tile) {
+    const FormatKernels& kernels = kFormatKernels<V>[static_cast<uint8_t>(run.format)];
+    const float* const* inputs = reinterpret_cast<const float* const*>(rows);
+    if (num_rows <= kFewRows)
+      kernels.few(num_rows, run, inputs, tile);
+    else
+      run_many<V>(num_rows, run, kernels.expand, inputs, tile);
+  }
+};
+
+template <class V>
+constexpr KernelSet make_canonical_set() {
+  return make_kernel_set<V, CanonicalProducts<V>>();
+}
+
+}  // namespace dflash::compute

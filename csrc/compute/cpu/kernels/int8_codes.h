@@ -1,0 +1,138 @@
+// How the panels of quantised_formats' layouts (panel_layout.h) become integer codes: four inputs
+// of one output in each 32-bit lane, as dot products of bytes take them, and the float32 scale and
+// offset of a group. Written once over a vector type V and its integer dot products D:
+//   kSignedOffset               what `as_signed_codes` adds to a signed code: 128 where the
+//   instruction wants it unsigned, else 0 as_signed_codes(I)          four signed codes per lane as
+//   dot<true> takes them dot<kIsSigned>(codes, x, sum)  sum + codes . x per lane, exact; codes
+//   unsigned and below 64 where not kIsSigned, x signed ByteTable, byte_table(int8_t[16]),
+//   look_up_bytes(table, I)   16 bytes by four-bit indices fifth_bits(I, w, p)         byte b of a
+//   lane is 16 if bit 8w + 2b + p of that lane is set, else 0
+// Included by int8_products.h; no std:: code.
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include "compute/cpu/kernels/int8_rows.h"
+#include "compute/cpu/kernels/quantized_formats.h"
+
+namespace dflash::compute {
+
+inline constexpr int8_t kIq4Codes[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
+                                         1,    13,   25,  38,  53,  69,  89,  113};
+// 2 * e2m1 + 12
+inline constexpr int8_t kE2m1Codes[16] = {12, 13, 14, 15, 16, 18, 20, 24,
+                                          12, 11, 10, 9,  8,  6,  4,  0};
+
+// A weight is (code - offset) * scale, or code * scale - offset of the group where is_affine.
+struct CodeTraits {
+  uint32_t steps;  // of four inputs, per group
+  bool is_signed;  // int8, else unsigned and below 64
+  bool is_paired;  // in the order Int8Block::paired, else ascending
+  bool is_affine;
+  int32_t offset;
+};
+
+constexpr CodeTraits code_traits(WeightFormat format) {
+  switch (format) {
+    case WeightFormat::kInt8G32:
+    case WeightFormat::kQ8_0:    return {8, true, false, false, 0};
+    case WeightFormat::kIq4Nl:
+    case WeightFormat::kIq4Xs:   return {8, true, true, false, 0};
+    case WeightFormat::kMxfp4:   return {8, false, true, false, 12};
+    case WeightFormat::kQ4K:
+    case WeightFormat::kQ5K:     return {8, false, true, true, 0};
+    case WeightFormat::kQ6K:     return {4, false, true, false, 32};
+    default:                     return {8, false, true, false, 8};  // int4_g32, q4_0
+  }
+}
+
+template <class V, class D, WeightFormat kFormat>
+struct IntegerCodes {
+  using F = typename V::F;
+  using I = typename V::I;
+  using Scale = GroupScale<V, kFormat>;
+  static constexpr PanelLayout kLayout = panel_layout(kFormat);
+  static constexpr CodeTraits kTraits = code_traits(kFormat);
+  static constexpr bool kHasTable = kFormat == WeightFormat::kMxfp4 ||
+                                    kFormat == WeightFormat::kIq4Nl ||
+                                    kFormat == WeightFormat::kIq4Xs;
+  static constexpr size_t kVectorBytes = 4 * V::kLanes;
+  static constexpr size_t kWordBytes = 2 * kVectorBytes;  // of one word of every output
+
+  [[gnu::always_inline]] static inline F scale(const uint8_t* record, uint32_t group, int half) {
+    const F found = Scale::load(record, group, half);
+    // codes are doubled; exact
+    if constexpr (kFormat == WeightFormat::kMxfp4) return V::mul(found, V::set1(0.5f));
+    return found;
+  }
+
+  // 0 - dmin * minimum, the product exact.
+  [[gnu::always_inline]] static inline F minus_offset(const uint8_t* record, uint32_t group,
+                                                      int half) {
+    const int lane = half * V::kLanes;
+    const uint8_t* minima = Scale::Address::scales(record, group) + 2 * V::kLanes;
+    return V::sub(V::set1(0.0f), V::mul(V::load_f16(record + 4 * V::kLanes + 2 * lane),
+                                        V::load_u8(minima + lane)));
+  }
+
+  struct Tables {
+    typename D::ByteTable values;
+  };
+  [[gnu::always_inline]] static inline Tables tables() {
+    if constexpr (kFormat == WeightFormat::kMxfp4)
+      return {D::byte_table(kE2m1Codes)};
+    else
+      return {D::byte_table(kIq4Codes)};
+  }
+
+  // Calls body(step, half, codes) for the steps of one group, the panel's halves in turn: as they
+  // lie in memory. Steps are in the order of the traits.
+  template <class Body>
+  [[gnu::always_inline]] static inline void unfold(const Tables& tables, const uint8_t* record,
+                                                   uint32_t group, const Body& body) {
+    const uint8_t* at = Scale::Address::codes(record, group);
+    if constexpr (!kTraits.is_paired) {
+#pragma GCC unroll 8
+      for (uint32_t s = 0; s < 8; ++s) {
+        body(s, 0u, D::as_signed_codes(V::load_words(at + s * kWordBytes)));
+        body(s, 1u, D::as_signed_codes(V::load_words(at + s * kWordBytes + kVectorBytes)));
+      }
+    } else {
+      I further[2] = {};
+      // words before them, where there are any
+      constexpr size_t kFurther = kFormat == WeightFormat::kQ5K ? 4 : 2;
+      if constexpr (kFormat == WeightFormat::kQ5K || kFormat == WeightFormat::kQ6K) {
+        further[0] = V::load_words(at + kFurther * kWordBytes);
+        further[1] = V::load_words(at + kFurther * kWordBytes + kVectorBytes);
+      }
+#pragma GCC unroll 4
+      for (uint32_t w = 0; w < kTraits.steps / 2; ++w) {
+#pragma GCC unroll 2
+        for (uint32_t h = 0; h < 2; ++h) {
+          const I words = V::load_words(at + w * kWordBytes + h * kVectorBytes);
+          body(2 * w, h, code(tables, words, further[h], w, 0));
+          body(2 * w + 1, h, code(tables, V::shift_right(words, 4), further[h], w, 1));
+        }
+      }
+    }
+  }
+
+ private:
+  // Of the low nibbles of each byte; `part` says whether they are even inputs or odd ones.
+  [[gnu::always_inline]] static inline I code(const Tables& tables, I nibbles, I further,
+                                              uint32_t w, uint32_t part) {
+    if constexpr (kFormat == WeightFormat::kQ6K) {
+      const uint32_t from = 4 * w + 2 * part;  // of the upper bit pair; it goes to bit 4
+      const I upper =
+          from < 4 ? V::shift_left(further, 4 - from) : V::shift_right(further, from - 4);
+      return D::both(V::merge(V::set1i(0x0f0f0f0f), nibbles, upper), V::set1i(0x3f3f3f3f));
+    }
+    const I low = D::both(nibbles, V::set1i(0x0f0f0f0f));
+    if constexpr (kFormat == WeightFormat::kQ5K)
+      return D::either(low, D::fifth_bits(further, w, part));
+    if constexpr (kFormat == WeightFormat::kMxfp4) return D::look_up_bytes(tables.values, low);
+    if constexpr (kHasTable) return D::as_signed_codes(D::look_up_bytes(tables.values, low));
+    return low;
+  }
+};
+
+}  // namespace dflash::compute

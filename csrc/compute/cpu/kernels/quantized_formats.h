@@ -1,0 +1,290 @@
+// How a vector type V reads quantised panels (panel_layout.h): a struct per format that opens a
+// group of inputs and yields the float32 weights of one input for the panel's two vectors. The
+// operations and their order are those of compute/formats/dequantize.h, so the bits are too.
+// Included by canonical_products.h; no std:: code.
+//
+// Everything here is always inlined: groups and steps live in registers.
+//
+// A format F offers: kStep inputs per step; open(record, group) -> Group; step(group, s) -> Step;
+// weights(group, step, j, pair) for input kStep * s + j. 16-entry tables turn four bits into a
+// float in one permutation; its index may carry other bits above.
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include "compute/cpu/panels/panel_layout.h"
+#include "compute/formats/dequantize_tables.h"
+
+namespace dflash::compute {
+
+inline constexpr float kPlain[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+inline constexpr float kMinusEight[16] = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
+inline constexpr float kFifthBit[16] = {0, 16, 0, 16, 0, 16, 0, 16, 0, 16, 0, 16, 0, 16, 0, 16};
+
+// Where the fields of a group lie, for panels of 2 * V::kLanes outputs.
+template <class V, WeightFormat kFormat>
+struct GroupAddress {
+  static constexpr PanelLayout kLayout = panel_layout(kFormat);
+  static constexpr size_t kWidth = 2 * V::kLanes;
+  static const uint8_t* scales(const uint8_t* record, uint32_t group) {
+    return record + (kLayout.header_bytes + group * kLayout.group_bytes()) * kWidth;
+  }
+  static const uint8_t* codes(const uint8_t* record, uint32_t group) {
+    return scales(record, group) + kLayout.scale_bytes * kWidth;
+  }
+};
+
+template <class V, WeightFormat kFormat>
+struct GroupScale {
+  using F = typename V::F;
+  using Address = GroupAddress<V, kFormat>;
+  // The scale of the group for lanes [half * kLanes, ...).
+  [[gnu::always_inline]] static inline F load(const uint8_t* record, uint32_t group, int half) {
+    const uint8_t* at = Address::scales(record, group);
+    const int lane = half * V::kLanes;
+    if constexpr (kFormat == WeightFormat::kInt8G32 || kFormat == WeightFormat::kInt4G32 ||
+                  kFormat == WeightFormat::kFp8E4m3B128) {
+      return V::load(reinterpret_cast<const float*>(at) + lane);
+    } else if constexpr (kFormat == WeightFormat::kMxfp4) {
+      return V::load_exponents(at + lane);
+    } else if constexpr (kFormat == WeightFormat::kQ6K || kFormat == WeightFormat::kIq4Xs) {
+      return V::mul(V::load_f16(record + 2 * lane), V::load_i8(at + lane));
+    } else if constexpr (kFormat == WeightFormat::kQ4K || kFormat == WeightFormat::kQ5K) {
+      return V::mul(V::load_f16(record + 2 * lane), V::load_u8(at + lane));
+    } else {
+      return V::load_f16(at + 2 * lane);
+    }
+  }
+};
+
+// int8_g32 and q8_0: q * scale.
+template <class V, WeightFormat kFormat>
+struct ByteFormat {
+  using F = typename V::F;
+  using I = typename V::I;
+  static constexpr uint32_t kStep = 4;
+  struct Group {
+    F scale[2];
+    const uint8_t* codes;
+  };
+  struct Step {
+    I words[2];
+  };
+  [[gnu::always_inline]] static inline Group open(const uint8_t* record, uint32_t group) {
+    using Scale = GroupScale<V, kFormat>;
+    return {
+        {Scale::load(record, group, 0), Scale::load(record, group, 1)},
+        Scale::Address::codes(record, group)
+    };
+  }
+  [[gnu::always_inline]] static inline Step step(const Group& group, uint32_t s) {
+    const uint8_t* at = group.codes + s * 8 * V::kLanes;
+    return {
+        {V::load_words(at), V::load_words(at + 4 * V::kLanes)}
+    };
+  }
+  [[gnu::always_inline]] static inline void weights(const Group& group, const Step& step,
+                                                    uint32_t j, F* pair) {
+#pragma GCC unroll 2
+    for (int h = 0; h < 2; ++h) {
+      pair[h] =
+          V::mul(V::to_float(V::shift_right_signed(V::shift_left(step.words[h], 24 - 8 * j), 24)),
+                 group.scale[h]);
+    }
+  }
+};
+
+// value(code) * scale: int4_g32, q4_0, iq4_nl, iq4_xs, both mxfp4.
+template <class V, WeightFormat kFormat>
+struct NibbleFormat {
+  using F = typename V::F;
+  using I = typename V::I;
+  static constexpr uint32_t kStep = 8;
+  struct Group {
+    F scale[2];
+    typename V::Table table;
+    const uint8_t* codes;
+  };
+  struct Step {
+    I words[2];
+  };
+  static constexpr const float* values() {
+    if constexpr (kFormat == WeightFormat::kMxfp4)
+      return kE2m1;
+    else if constexpr (kFormat == WeightFormat::kIq4Nl || kFormat == WeightFormat::kIq4Xs)
+      return kIq4Levels;
+    else
+      return kMinusEight;
+  }
+  [[gnu::always_inline]] static inline Group open(const uint8_t* record, uint32_t group) {
+    using Scale = GroupScale<V, kFormat>;
+    return {
+        {Scale::load(record, group, 0), Scale::load(record, group, 1)},
+        V::table(values()),
+        Scale::Address::codes(record, group)
+    };
+  }
+  [[gnu::always_inline]] static inline Step step(const Group& group, uint32_t s) {
+    const uint8_t* at = group.codes + s * 8 * V::kLanes;
+    return {
+        {V::load_words(at), V::load_words(at + 4 * V::kLanes)}
+    };
+  }
+  [[gnu::always_inline]] static inline void weights(const Group& group, const Step& step,
+                                                    uint32_t j, F* pair) {
+#pragma GCC unroll 2
+    for (int h = 0; h < 2; ++h) {
+      pair[h] =
+          V::mul(V::look_up(group.table, V::shift_right(step.words[h], 4 * j)), group.scale[h]);
+    }
+  }
+};
+
+// (d * scale) * code - (dmin * minimum): q4_k, q5_k.
+template <class V, WeightFormat kFormat>
+struct AffineFormat {
+  using F = typename V::F;
+  using I = typename V::I;
+  static constexpr uint32_t kStep = 8;
+  static constexpr bool kHasFifthBit = kFormat == WeightFormat::kQ5K;
+  struct Group {
+    F scale[2];
+    F minus_offset[2];
+    typename V::Table table, fifth;
+    const uint8_t* codes;
+  };
+  struct Step {
+    I words[2];
+    I fifth[2];
+  };
+  [[gnu::always_inline]] static inline Group open(const uint8_t* record, uint32_t group) {
+    using Scale = GroupScale<V, kFormat>;
+    constexpr int kWidth = 2 * V::kLanes;
+    const uint8_t* minima = Scale::Address::scales(record, group) + kWidth;
+    const uint8_t* dmin = record + 2 * kWidth;
+    const F zero = V::set1(0.0f);
+    return {
+        {Scale::load(record, group,                    0),                   Scale::load(record, group,                                    1)                              },
+        {V::sub(zero,        V::mul(V::load_f16(dmin), V::load_u8(minima))),
+         V::sub(zero,                                                                            V::mul(V::load_f16(dmin + 2 * V::kLanes), V::load_u8(minima + V::kLanes)))},
+        V::table(kPlain),
+        V::table(kFifthBit),
+        Scale::Address::codes(record, group)
+    };
+  }
+  [[gnu::always_inline]] static inline Step step(const Group& group, uint32_t s) {
+    const uint8_t* at = group.codes + s * 8 * V::kLanes;
+    Step found{
+        {V::load_words(at), V::load_words(at + 4 * V::kLanes)},
+        {}
+    };
+    if constexpr (kHasFifthBit) {
+      const uint8_t* fifth = group.codes + 16 * 2 * V::kLanes;
+      for (int h = 0; h < 2; ++h)
+        found.fifth[h] = V::shift_right(V::load_words(fifth + h * 4 * V::kLanes), 8 * s);
+    }
+    return found;
+  }
+  [[gnu::always_inline]] static inline void weights(const Group& group, const Step& step,
+                                                    uint32_t j, F* pair) {
+#pragma GCC unroll 2
+    for (int h = 0; h < 2; ++h) {
+      F code = V::look_up(group.table, V::shift_right(step.words[h], 4 * j));
+      if constexpr (kHasFifthBit)
+        code = V::add(code, V::look_up(group.fifth, V::shift_right(step.fifth[h], j)));
+      // The product is exact (11 + 6 bits of d * scale, 5 of the code), so one rounding is that of
+      // the difference.
+      pair[h] = V::fma(group.scale[h], code, group.minus_offset[h]);
+    }
+  }
+};
+
+// (d * scale) * (code - 32) + 0: q6_k. The code becomes the upper mantissa bits of f = 1 + code /
+// 64; then 64 * scale * f - 96 * scale is the weight, rounded once: both factors of scale are exact
+// (11 + 7 + 2 bits), and a fused difference of equals is +0.
+template <class V>
+struct SixBitFormat {
+  using F = typename V::F;
+  using I = typename V::I;
+  static constexpr uint32_t kStep = 16;
+  static constexpr uint32_t kCode = 17;  // the top six bits of a mantissa begin here
+  struct Group {
+    F scale[2];
+    F minus_offset[2];
+    const uint8_t* codes;
+  };
+  struct Step {
+    I codes[4][2];
+  };  // [2w + p][vector]: byte b is the code of input 8w + 2b + p
+  [[gnu::always_inline]] static inline Group open(const uint8_t* record, uint32_t group) {
+    using Scale = GroupScale<V, WeightFormat::kQ6K>;
+    const F steps = V::set1(64.0f), middle = V::set1(-1.5f);
+    const F scale[2] = {V::mul(Scale::load(record, group, 0), steps),
+                        V::mul(Scale::load(record, group, 1), steps)};
+    return {
+        {scale[0], scale[1]},
+        {V::mul(scale[0], middle), V::mul(scale[1], middle)},
+        Scale::Address::codes(record, group)
+    };
+  }
+  [[gnu::always_inline]] static inline Step step(const Group& group, uint32_t) {
+    constexpr size_t kWords = 4 * V::kLanes;  // bytes of a vector of words
+    Step found;
+#pragma GCC unroll 2
+    for (uint32_t h = 0; h < 2; ++h) {
+      const I upper = V::load_words(group.codes + (4 + h) * kWords);
+#pragma GCC unroll 4
+      for (uint32_t q = 0; q < 4; ++q) {
+        const I nibbles = V::load_words(group.codes + (q / 2 * 2 + h) * kWords);
+        found.codes[q][h] =
+            V::merge(V::set1i(0x0f0f0f0f), q % 2 == 0 ? nibbles : V::shift_right(nibbles, 4),
+                     move(upper, 2 * q, 4));
+      }
+    }
+    return found;
+  }
+  [[gnu::always_inline]] static inline I move(I bits, uint32_t from, uint32_t to) {
+    return from == to  ? bits
+           : from < to ? V::shift_left(bits, to - from)
+                       : V::shift_right(bits, from - to);
+  }
+  [[gnu::always_inline]] static inline void weights(const Group& group, const Step& step,
+                                                    uint32_t j, F* pair) {
+#pragma GCC unroll 2
+    for (int h = 0; h < 2; ++h) {
+      const I code = move(step.codes[j / 8 * 2 + j % 2][h], j % 8 / 2 * 8, kCode);
+      pair[h] =
+          V::fma(group.scale[h], V::one_and(code, V::set1i(63 << kCode)), group.minus_offset[h]);
+    }
+  }
+};
+
+// v(code) * scale: fp8.
+template <class V>
+struct Fp8Format {
+  using F = typename V::F;
+  static constexpr uint32_t kStep = 4;
+  struct Group {
+    F scale[2];
+    const uint8_t* codes;
+  };
+  struct Step {
+    const uint8_t* codes;
+  };
+  [[gnu::always_inline]] static inline Group open(const uint8_t* record, uint32_t group) {
+    using Scale = GroupScale<V, WeightFormat::kFp8E4m3B128>;
+    return {
+        {Scale::load(record, group, 0), Scale::load(record, group, 1)},
+        Scale::Address::codes(record, group)
+    };
+  }
+  [[gnu::always_inline]] static inline Step step(const Group& group, uint32_t s) {
+    return {group.codes + s * kStep * 2 * V::kLanes};
+  }
+  [[gnu::always_inline]] static inline void weights(const Group& group, const Step& step,
+                                                    uint32_t j, F* pair) {
+    V::load_e4m3(step.codes + j * 2 * V::kLanes, pair);
+    for (int h = 0; h < 2; ++h) pair[h] = V::mul(pair[h], group.scale[h]);
+  }
+};
+
+}  // namespace dflash::compute

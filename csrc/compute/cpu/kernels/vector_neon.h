@@ -1,0 +1,137 @@
+// The vector type of compute/experts/activation.h and cpu/kernels/canonical_products.h in the 128
+// bits of AArch64's baseline. Included by *_neon.cc files only. NEON's own minimum and maximum
+// order NaN and the zeros otherwise than the class does, hence comparison and selection.
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <arm_neon.h>
+
+#include <cstdint>
+
+namespace dflash::compute {
+
+struct NeonVector {
+  using F = float32x4_t;
+  using I = int32x4_t;
+  static constexpr int kLanes = 4;
+  // of 32 registers; the rest hold weights and broadcast inputs
+  static constexpr int kAccumulators = 24;
+  static constexpr int kMaxTileRows = 12;
+
+  static F set1(float value) { return vdupq_n_f32(value); }
+  static F load(const float* from) { return vld1q_f32(from); }
+  static void store(float* to, F value) { vst1q_f32(to, value); }
+  static F add(F a, F b) { return vaddq_f32(a, b); }
+  static F sub(F a, F b) { return vsubq_f32(a, b); }
+  static F mul(F a, F b) { return vmulq_f32(a, b); }
+  static F div(F a, F b) { return vdivq_f32(a, b); }
+  static F fma(F a, F b, F c) { return vfmaq_f32(c, a, b); }
+  static F min(F a, F b) { return vbslq_f32(vcltq_f32(a, b), a, b); }
+  static F max(F a, F b) { return vbslq_f32(vcgtq_f32(a, b), a, b); }
+  static F select_greater(F a, F b, F x, F y) { return vbslq_f32(vcgtq_f32(a, b), x, y); }
+  static I bits(F value) { return vreinterpretq_s32_f32(value); }
+  static I set1i(int32_t value) { return vdupq_n_s32(value); }
+  static I subi(I a, I b) { return vsubq_s32(a, b); }
+  static I halve(I value) { return vshrq_n_s32(value, 1); }
+  static F power_of_two(I n) {
+    return vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(n, vdupq_n_s32(127)), 23));
+  }
+  static F canonical_nan(F value) {
+    const F nan = vreinterpretq_f32_u32(vdupq_n_u32(0x7fc00000u));
+    return vbslq_f32(vceqq_f32(value, value), value, nan);
+  }
+
+  struct F16 {
+    uint16_t bits;
+  };
+  struct BF16 {
+    uint16_t bits;
+  };
+  static void load_weights(const float* from, F* pair) {
+    pair[0] = vld1q_f32(from);
+    pair[1] = vld1q_f32(from + 4);
+  }
+  static void load_weights(const F16* from, F* pair) { widen_f16(vld1q_u16(&from->bits), pair); }
+  // Elements alternate between the two vectors (pack.h), so that a shift and a mask widen them.
+  static void load_weights(const BF16* from, F* pair) {
+    const uint32x4_t both = vreinterpretq_u32_u16(vld1q_u16(&from->bits));
+    pair[0] = vreinterpretq_f32_u32(vshlq_n_u32(both, 16));
+    pair[1] = vreinterpretq_f32_u32(vandq_u32(both, vdupq_n_u32(0xffff0000u)));
+  }
+
+  // Quantised weights (quantized_formats.h). Addresses have no alignment.
+  // The entries of all tables have eight significant bits at most, so their upper halves are the
+  // values: two registers instead of four.
+  using Table = uint8x16x2_t;
+  static Table table(const float* values) {
+    return {
+        {upper_halves(vld1q_f32(values), vld1q_f32(values + 4)),
+         upper_halves(vld1q_f32(values + 8), vld1q_f32(values + 12))}
+    };
+  }
+  // By the low four bits: bytes 2 * index and 2 * index + 1 go to the upper half; places beyond the
+  // table read as zero.
+  static F look_up(const Table& table, I index) {
+    const uint32x4_t low = vandq_u32(vreinterpretq_u32_s32(index), vdupq_n_u32(15));
+    const uint32x4_t places = vmlaq_u32(vdupq_n_u32(0x0100ffffu), low, vdupq_n_u32(0x02020000u));
+    return vreinterpretq_f32_u8(vqtbl2q_u8(table, vreinterpretq_u8_u32(places)));
+  }
+  static I load_words(const uint8_t* from) { return vreinterpretq_s32_u8(vld1q_u8(from)); }
+  // Operators, because the intrinsics with a count in a register only shift left.
+  static I shift_right(I value, uint32_t count) {
+    return vreinterpretq_s32_u32(vreinterpretq_u32_s32(value) >> count);
+  }
+  static I shift_left(I value, uint32_t count) {
+    return vreinterpretq_s32_u32(vreinterpretq_u32_s32(value) << count);
+  }
+  static I shift_right_signed(I value, int32_t count) { return value >> count; }
+  static I merge(I mask, I a, I b) { return vbslq_s32(vreinterpretq_u32_s32(mask), a, b); }
+  // 1 with the bits of the mask from `mantissa`.
+  static F one_and(I mantissa, I mask) {
+    return vreinterpretq_f32_s32(vorrq_s32(vandq_s32(mantissa, mask), vdupq_n_s32(0x3f800000)));
+  }
+  static F to_float(I value) { return vcvtq_f32_s32(value); }
+  static F load_f16(const uint8_t* from) {
+    return vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(from)));
+  }
+  static F load_u8(const uint8_t* from) { return vcvtq_f32_u32(widen_u8(from)); }
+  static F load_i8(const uint8_t* from) {
+    return to_float(vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_u8(load_four(from))))));
+  }
+  // 2^(byte - 127); byte < 255.
+  static F load_exponents(const uint8_t* from) {
+    const uint32x4_t exponents = widen_u8(from);
+    const uint32x4_t is_subnormal = vceqq_u32(exponents, vdupq_n_u32(0));
+    return vreinterpretq_f32_u32(
+        vbslq_u32(is_subnormal, vdupq_n_u32(0x00400000u), vshlq_n_u32(exponents, 23)));
+  }
+  // e4m3 moved to where f16 has sign, exponent and mantissa is the value over 2^8, subnormals
+  // included.
+  static void load_e4m3(const uint8_t* from, F* pair) {
+    const uint16x8_t wide = vreinterpretq_u16_s16(vmovl_s8(vreinterpret_s8_u8(vld1_u8(from))));
+    widen_f16(vandq_u16(vshlq_n_u16(wide, 7), vdupq_n_u16(0xbf80)), pair);
+    pair[0] = mul(pair[0], set1(256.0f));
+    pair[1] = mul(pair[1], set1(256.0f));
+  }
+
+ private:
+  static void widen_f16(uint16x8_t halves, F* pair) {
+    const float16x8_t values = vreinterpretq_f16_u16(halves);
+    pair[0] = vcvt_f32_f16(vget_low_f16(values));
+    pair[1] = vcvt_high_f32_f16(values);
+  }
+  static uint8x16_t upper_halves(F first, F second) {
+    return vreinterpretq_u8_u16(
+        vuzp2q_u16(vreinterpretq_u16_f32(first), vreinterpretq_u16_f32(second)));
+  }
+  static uint8x8_t load_four(const uint8_t* from) {
+    uint32_t four;
+    __builtin_memcpy(&four, from, sizeof(four));
+    return vcreate_u8(four);
+  }
+  static uint32x4_t widen_u8(const uint8_t* from) {
+    return vmovl_u16(vget_low_u16(vmovl_u8(load_four(from))));
+  }
+};
+
+}  // namespace dflash::compute

@@ -1,0 +1,182 @@
+// Fields of quantised weights on their way into a panel (panel_layout.h): one output's record at a
+// time comes apart into arrays, and four outputs' arrays go into the panel together, four outputs
+// to a store. Portable vectors, as transpose.h.
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#include "compute/cpu/panels/panel_layout.h"
+#include "compute/cpu/panels/transpose.h"
+
+namespace dflash::compute {
+
+inline constexpr uint32_t kQuad = 4;  // outputs stored together; fewer where a panel is narrower
+
+namespace internal {
+using U8x16 = uint8_t __attribute__((vector_size(16)));
+
+// The even bytes of two vectors, those of `a` first.
+inline U8x16 even_bytes(U16x8 a, U16x8 b) {
+  return __builtin_shufflevector(reinterpret_cast<U8x16>(a), reinterpret_cast<U8x16>(b), 0, 2, 4, 6,
+                                 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+}
+}  // namespace internal
+
+// The nibbles at `shift` (0 or 4) of sixteen bytes, joined to eight bytes in the lower half of each
+// 16-bit lane, first byte lowest.
+inline internal::U16x8 join_nibbles(internal::U16x8 bytes, int shift) {
+  const internal::U16x8 nibbles = (bytes >> shift) & 0x0f0f;
+  return nibbles | nibbles >> 4;
+}
+// The bit pairs at `shift` of sixteen bytes, joined likewise: those of bytes 2b and 2b + 1 as the
+// low nibble of byte b.
+inline internal::U16x8 join_pairs(internal::U16x8 bytes, int shift) {
+  const internal::U16x8 pairs = (bytes >> shift) & 0x0303;
+  return (pairs | pairs >> 6) & 0x000f;
+}
+
+// What one scale of a group takes; formats with two per group have two of these.
+template <WeightFormat kFormat>
+using ScaleOf = std::conditional_t<
+    kFormat == WeightFormat::kInt8G32 || kFormat == WeightFormat::kInt4G32 ||
+        kFormat == WeightFormat::kFp8E4m3B128,
+    uint32_t,
+    std::conditional_t<kFormat == WeightFormat::kQ8_0 || kFormat == WeightFormat::kQ4_0 ||
+                           kFormat == WeightFormat::kIq4Nl,
+                       uint16_t, uint8_t>>;
+
+// One output's fields of one record, in the panel's order.
+template <WeightFormat kFormat>
+struct RecordFields {
+  static constexpr PanelLayout kLayout = panel_layout(kFormat);
+  static constexpr uint32_t kGroups = kLayout.record_inputs / kLayout.group_inputs;
+  static constexpr uint32_t kHeaders = kLayout.header_bytes / 2;
+  static constexpr uint32_t kScales = kLayout.scale_bytes / sizeof(ScaleOf<kFormat>);  // per group
+  static constexpr bool kHasFurther =
+      kFormat == WeightFormat::kQ5K || kFormat == WeightFormat::kQ6K;
+  // per group, further bits aside
+  static constexpr uint32_t kWords = kLayout.code_bytes / 4 - (kHasFurther ? 1 : 0);
+
+  alignas(16) uint32_t words[kGroups * kWords];
+  alignas(16) uint32_t further[kHasFurther ? kGroups : 4];
+  ScaleOf<kFormat> scales[kGroups * kScales];
+  uint16_t headers[kHeaders == 0 ? 1 : kHeaders];
+
+  // Where a group begins, and its words, in bytes per output.
+  static constexpr size_t group_at(uint32_t group) {
+    return kLayout.header_bytes + group * kLayout.group_bytes();
+  }
+  static constexpr size_t words_at(uint32_t group) { return group_at(group) + kLayout.scale_bytes; }
+};
+
+// The same field of `lanes` outputs (four, a constant, but in narrow panels) side by side to where
+// its array holds the first of them.
+template <class T>
+void store_lanes(std::byte* to, const T* four, uint32_t lanes) {
+  if (lanes == kQuad)
+    std::memcpy(to, four, sizeof(T) * kQuad);
+  else
+    std::memcpy(to, four, sizeof(T) * lanes);
+}
+template <class T>
+void store_quad(std::byte* to, uint32_t lanes, T a, T b, T c, T d) {
+  // joined in a register: an array would be written in parts and read whole, which stalls
+  if (sizeof(T) < 4 && lanes == kQuad) {
+    constexpr int kBits = 8 * sizeof(T) % 32;
+    const uint64_t four =
+        uint64_t{a} | uint64_t{b} << kBits | uint64_t{c} << 2 * kBits | uint64_t{d} << 3 * kBits;
+    std::memcpy(to, &four, sizeof(T) * kQuad % 16);
+    return;
+  }
+  const T four[kQuad] = {a, b, c, d};
+  store_lanes(to, four, lanes);
+}
+
+template <WeightFormat kFormat>
+inline void store_some_records(const RecordFields<kFormat>* from, uint32_t lanes, uint32_t width,
+                               uint32_t output, std::byte* record) {
+  using Fields = RecordFields<kFormat>;
+  const auto place = [&](size_t field_at, size_t element) {
+    return record + field_at * width + element * output;
+  };
+  for (uint32_t h = 0; h < Fields::kHeaders; ++h) {
+    store_quad(place(h * sizeof(uint16_t), 2), lanes, from[0].headers[h], from[1].headers[h],
+               from[2].headers[h], from[3].headers[h]);
+  }
+  using Scale = ScaleOf<kFormat>;
+  for (uint32_t group = 0; group < Fields::kGroups; ++group) {
+    for (uint32_t i = 0; i < Fields::kScales; ++i) {
+      const uint32_t s = group * Fields::kScales + i;
+      store_quad(place(Fields::group_at(group) + i * sizeof(Scale), sizeof(Scale)), lanes,
+                 from[0].scales[s], from[1].scales[s], from[2].scales[s], from[3].scales[s]);
+    }
+  }
+  alignas(16) uint32_t tile[4 * kQuad];
+  for (uint32_t first = 0; first < Fields::kGroups * Fields::kWords; first += 4) {
+    const uint32_t* const rows[kQuad] = {from[0].words + first, from[1].words + first,
+                                         from[2].words + first, from[3].words + first};
+    transpose_tile(rows, tile, kQuad);
+    for (uint32_t i = 0; i < 4; ++i) {
+      const uint32_t group = (first + i) / Fields::kWords, word = (first + i) % Fields::kWords;
+      store_lanes(place(Fields::words_at(group) + 4 * size_t{word}, 4), tile + kQuad * i, lanes);
+    }
+  }
+  if constexpr (Fields::kHasFurther) {
+    for (uint32_t group = 0; group < Fields::kGroups; group += 4) {
+      const uint32_t* const rows[kQuad] = {from[0].further + group, from[1].further + group,
+                                           from[2].further + group, from[3].further + group};
+      transpose_tile(rows, tile, kQuad);
+      for (uint32_t i = 0; i < 4; ++i) {
+        store_lanes(place(Fields::words_at(group + i) + 4 * size_t{Fields::kWords}, 4),
+                    tile + kQuad * i, lanes);
+      }
+    }
+  }
+}
+
+// Four records into the lanes from `output` on (a multiple of four) of a panel's record; as many as
+// the panel has left.
+template <WeightFormat kFormat>
+void store_records(const RecordFields<kFormat>* from, uint32_t width, uint32_t output,
+                   std::byte* record) {
+  if (width - output >= kQuad)
+    return store_some_records<kFormat>(from, kQuad, width, output, record);
+  store_some_records<kFormat>(from, width - output, width, output, record);
+}
+
+// `count` bytes of each of four outputs, input by input, to the lanes from `output` on of a panel's
+// codes [input][output].
+inline void store_bytes(const uint8_t* const* from, uint32_t count, uint32_t width, uint32_t output,
+                        std::byte* codes) {
+  using internal::U8x16;
+  const uint32_t lanes = width - output < kQuad ? width - output : kQuad;
+  std::byte* to = codes + output;
+  uint32_t i = 0;
+  for (; lanes == kQuad && i + 16 <= count; i += 16) {
+    U8x16 rows[kQuad], pairs[4];
+    for (uint32_t o = 0; o < kQuad; ++o) rows[o] = internal::load_vector<U8x16>(from[o] + i);
+    for (uint32_t p = 0; p < 2; ++p) {
+      const U8x16 a = rows[2 * p], b = rows[2 * p + 1];
+      pairs[p] =
+          __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+      pairs[2 + p] = __builtin_shufflevector(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14,
+                                             30, 15, 31);
+    }
+    uint32_t steps[16];  // four outputs of one input each
+    for (uint32_t half = 0; half < 2; ++half) {
+      const auto a = reinterpret_cast<internal::U16x8>(pairs[2 * half]),
+                 b = reinterpret_cast<internal::U16x8>(pairs[2 * half + 1]);
+      internal::store_vector(steps + 8 * half, internal::low16(a, b));
+      internal::store_vector(steps + 8 * half + 4, internal::high16(a, b));
+    }
+    for (uint32_t step = 0; step < 16; ++step, to += width) std::memcpy(to, steps + step, kQuad);
+  }
+  for (; i < count; ++i, to += width)
+    store_quad(to, lanes, from[0][i], from[1][i], from[2][i], from[3][i]);
+}
+
+}  // namespace dflash::compute

@@ -1,0 +1,24 @@
+// The checks that every ExpertLayer makes before it computes, so that backends refuse the same
+// things with the same words.
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include "compute/experts/expert_layer.h"
+
+namespace dflash::compute {
+
+// Shapes and presence of an expert's tensors against the spec. Errors: kInvalidArgument naming the
+// tensor and both shapes.
+Status check_expert(const FfnSpec& spec, uint32_t num_local_experts, uint32_t local_expert_id,
+                    const ExpertWeights& weights);
+
+// Counts, ids and pointers of a batch. Errors: kInvalidArgument.
+Status check_batch(const ForwardArgs& args, uint32_t num_local_experts);
+
+// The kRange error for one value.
+Error range_error(uint32_t row, uint32_t column, float value, Dtype dtype);
+
+// True if narrowing a finite `value` to `dtype` gives infinity.
+bool overflows(float value, Dtype dtype);
+
+}  // namespace dflash::compute

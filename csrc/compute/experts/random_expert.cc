@@ -1,0 +1,94 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "compute/experts/random_expert.h"
+
+#include <cstring>
+
+#include "base/convert.h"
+
+namespace dflash::compute {
+namespace {
+
+void put_f16(std::byte* at, float value) {
+  const uint16_t bits = f32_to_f16(value);
+  std::memcpy(at, &bits, sizeof(bits));
+}
+
+}  // namespace
+
+RandomMatrix::RandomMatrix(uint32_t outputs, uint32_t inputs, WeightFormat format,
+                           std::mt19937_64& random) {
+  if (!format_facts(format).is_stored) format = WeightFormat::kBF16;
+  values_.resize(outputs * row_bytes(format, inputs));
+  view_.data = values_.data();
+  view_.format = format;
+  view_.outputs = outputs;
+  view_.inputs = inputs;
+  view_.output_stride = is_float(format) ? inputs : static_cast<int64_t>(row_bytes(format, inputs));
+  view_.input_stride = is_float(format) ? 1 : 0;
+  if (is_float(format))
+    fill_floats(random);
+  else
+    fill_blocks(random);
+}
+
+void RandomMatrix::fill_floats(std::mt19937_64& random) {
+  const Dtype dtype = dtype_of(view_.format);
+  std::vector<float> row(view_.inputs);
+  const float scale = 1.0f / static_cast<float>(view_.inputs);
+  for (uint32_t o = 0; o < view_.outputs; ++o) {
+    for (float& value : row)
+      value =
+          scale * static_cast<float>(static_cast<int32_t>(random() >> 40) - (1 << 23)) / (1 << 23);
+    convert(Dtype::kF32, reinterpret_cast<const std::byte*>(row.data()), dtype,
+            values_.data() + size_t{o} * view_.inputs * dtype_bytes(dtype), view_.inputs);
+  }
+}
+
+void RandomMatrix::fill_blocks(std::mt19937_64& random) {
+  const FormatFacts& facts = format_facts(view_.format);
+  for (std::byte& byte : values_) byte = static_cast<std::byte>(random() >> 32);
+  if (facts.scale_bytes == 0) {
+    for (size_t at = 0; at < values_.size(); at += facts.block_bytes)
+      put_block_scales(values_.data() + at);
+    return;
+  }
+  const uint32_t rows = (view_.outputs + facts.scale_outputs - 1) / facts.scale_outputs;
+  const uint32_t columns = (view_.inputs + facts.scale_inputs - 1) / facts.scale_inputs;
+  const std::vector<float> ones(size_t{rows} * columns, 1e-5f);
+  scales_.assign(size_t{rows} * columns * facts.scale_bytes, std::byte{110});  // mxfp4: 2^-17
+  if (view_.format == WeightFormat::kFp8E4m3B128) {
+    std::memcpy(scales_.data(), ones.data(), scales_.size());
+    for (std::byte& byte : values_) byte &= std::byte{0xfe};  // no NaN
+  }
+  view_.scales = scales_.data();
+  view_.scales_stride = columns * facts.scale_bytes;
+}
+
+void RandomMatrix::put_block_scales(std::byte* block) const {
+  switch (view_.format) {
+    case WeightFormat::kQ4K:
+    case WeightFormat::kQ5K:       put_f16(block + 2, 1e-5f); [[fallthrough]];
+    default:                       put_f16(block, 1e-5f); return;
+    case WeightFormat::kQ6K:       put_f16(block + 208, 1e-6f); return;
+    case WeightFormat::kGgufMxfp4: block[0] = std::byte{110}; return;
+  }
+}
+
+RandomExpert::RandomExpert(const FfnSpec& spec, ResidentFormats formats, uint64_t seed)
+    : RandomExpert(spec, formats, std::mt19937_64(seed)) {}
+
+RandomExpert::RandomExpert(const FfnSpec& spec, ResidentFormats formats, std::mt19937_64&& random)
+    : has_gate_(spec.gate != GateKind::kNone),
+      gate_(spec.intermediate_size, spec.in_size, formats.gate_up, random),
+      up_(spec.intermediate_size, spec.in_size, formats.gate_up, random),
+      down_(spec.out_size, spec.intermediate_size, formats.down, random) {}
+
+ExpertWeights RandomExpert::weights() const {
+  ExpertWeights weights;
+  if (has_gate_) weights.gate = gate_.view();
+  weights.up = up_.view();
+  weights.down = down_.view();
+  return weights;
+}
+
+}  // namespace dflash::compute

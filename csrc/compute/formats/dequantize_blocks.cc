@@ -1,0 +1,103 @@
+// GGUF's block types as ggml defines them, one value at a time.
+// SPDX-License-Identifier: Apache-2.0
+#include "compute/formats/dequantize.h"
+
+namespace dflash::compute::internal {
+namespace {
+
+int8_t as_signed(uint8_t byte) { return static_cast<int8_t>(byte); }
+
+// q4_k: d, dmin (f16), 12 bytes of scales and minima, 128 bytes of nibbles: group 2i low, group 2i
+// + 1 high. q5_k: the fifth bits of group g are bit g of 32 bytes that lie before the nibbles.
+void dequantize_k_affine(const uint8_t* block, bool has_fifth_bit, float* values) {
+  const float d = f16_to_f32(load_u16(block)), dmin = f16_to_f32(load_u16(block + 2));
+  const uint8_t* fifth = block + 16;
+  const uint8_t* nibbles = has_fifth_bit ? block + 48 : block + 16;
+  for (uint32_t group = 0; group < 8; ++group) {
+    uint8_t scale, minimum;
+    k_scale(block + 4, group, &scale, &minimum);
+    const float factor = d * static_cast<float>(scale), offset = dmin * static_cast<float>(minimum);
+    for (uint32_t i = 0; i < 32; ++i) {
+      const uint32_t pair = nibbles[group / 2 * 32 + i];
+      uint32_t code = group % 2 == 0 ? pair & 15u : pair >> 4;
+      if (has_fifth_bit) code |= (uint32_t{fifth[i]} >> group & 1u) << 4;
+      const float product = factor * static_cast<float>(code);
+      values[group * 32 + i] = product - offset;
+    }
+  }
+}
+
+// 128 bytes of low nibbles, 64 of upper bit pairs, 16 signed scales (one per 16 values), d. Per
+// half (128 values): value 32j + i has nibble (j / 2) of low byte (j % 2) * 32 + i, and bit pair j
+// of high byte i.
+void dequantize_q6_k(const uint8_t* block, float* values) {
+  const float d = f16_to_f32(load_u16(block + 208));
+  for (uint32_t k = 0; k < 256; ++k) {
+    const uint32_t half = k / 128, j = k % 128 / 32, i = k % 32;
+    const uint32_t low = uint32_t{block[half * 64 + j % 2 * 32 + i]} >> (j / 2 * 4) & 15u;
+    const uint32_t high = uint32_t{block[128 + half * 32 + i]} >> (2 * j) & 3u;
+    const float factor = d * static_cast<float>(as_signed(block[192 + k / 16]));
+    // no negative zeros
+    values[k] = factor * static_cast<float>(static_cast<int32_t>(low | high << 4) - 32) + 0.0f;
+  }
+}
+
+// d, 16 upper scale bits pairs, 4 bytes of lower scale nibbles, 8 x 16 bytes of nibbles (low half
+// of the group first).
+void dequantize_iq4_xs(const uint8_t* block, float* values) {
+  const float d = f16_to_f32(load_u16(block));
+  const uint32_t high = load_u16(block + 2);
+  for (uint32_t group = 0; group < 8; ++group) {
+    const uint32_t low = uint32_t{block[4 + group / 2]} >> (group % 2 * 4) & 15u;
+    const uint32_t scale = low | (high >> (2 * group) & 3u) << 4;
+    const float factor = d * static_cast<float>(static_cast<int32_t>(scale) - 32);
+    for (uint32_t i = 0; i < 32; ++i) {
+      const uint32_t pair = block[8 + group * 16 + i % 16];
+      values[group * 32 + i] = factor * kIq4Levels[i < 16 ? pair & 15u : pair >> 4];
+    }
+  }
+}
+
+}  // namespace
+
+uint16_t load_u16(const uint8_t* bytes) { return static_cast<uint16_t>(bytes[0] | bytes[1] << 8); }
+
+void k_scale(const uint8_t* packed, uint32_t group, uint8_t* scale, uint8_t* minimum) {
+  if (group < 4) {
+    *scale = packed[group] & 63;
+    *minimum = packed[group + 4] & 63;
+    return;
+  }
+  *scale = static_cast<uint8_t>((packed[group + 4] & 15) | (packed[group - 4] >> 6) << 4);
+  *minimum = static_cast<uint8_t>((packed[group + 4] >> 4) | (packed[group] >> 6) << 4);
+}
+
+void dequantize_block_32(WeightFormat format, const uint8_t* block, float* values) {
+  if (format == WeightFormat::kQ8_0) {
+    const float d = f16_to_f32(load_u16(block));
+    for (uint32_t i = 0; i < 32; ++i) values[i] = static_cast<float>(as_signed(block[2 + i])) * d;
+    return;
+  }
+  const bool is_mxfp4 = format == WeightFormat::kGgufMxfp4;
+  const float scale = is_mxfp4 ? e8m0_to_f32(block[0]) : f16_to_f32(load_u16(block));
+  const uint8_t* nibbles = block + (is_mxfp4 ? 1 : 2);
+  for (uint32_t i = 0; i < 32; ++i) {
+    const uint32_t code = i < 16 ? nibbles[i] & 15u : nibbles[i - 16] >> 4;
+    const float value = is_mxfp4 ? kE2m1[code]
+                        : format == WeightFormat::kIq4Nl
+                            ? kIq4Levels[code]
+                            : static_cast<float>(static_cast<int32_t>(code) - 8);
+    values[i] = value * scale;
+  }
+}
+
+void dequantize_block_256(WeightFormat format, const uint8_t* block, float* values) {
+  switch (format) {
+    case WeightFormat::kQ4K: return dequantize_k_affine(block, false, values);
+    case WeightFormat::kQ5K: return dequantize_k_affine(block, true, values);
+    case WeightFormat::kQ6K: return dequantize_q6_k(block, values);
+    default:                 return dequantize_iq4_xs(block, values);
+  }
+}
+
+}  // namespace dflash::compute::internal

@@ -1,0 +1,43 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "compute/formats/stored_rows.h"
+
+#include <algorithm>
+
+namespace dflash::compute {
+namespace {
+
+constexpr size_t kReadBytes = size_t{256} << 10;
+
+// Bytes from the beginning of one output's row to that of the next.
+size_t row_step_bytes(const MatrixView& matrix) {
+  return static_cast<size_t>(matrix.output_stride) *
+         (is_float(matrix.format) ? dtype_bytes(dtype_of(matrix.format)) : 1);
+}
+
+}  // namespace
+
+uint32_t outputs_read_at_once(const MatrixView& matrix, uint32_t unit) {
+  const size_t step = row_step_bytes(matrix), row = row_bytes(matrix.format, matrix.inputs);
+  if (matrix.file == nullptr || step < row || step > 2 * row ||
+      (is_float(matrix.format) && matrix.input_stride != 1))
+    return 0;
+  const uint32_t scale_outputs = std::max(format_facts(matrix.format).scale_outputs, 1u);
+  if (scale_outputs % unit != 0 && unit % scale_outputs != 0) return 0;
+  const uint32_t whole = std::max(scale_outputs, unit);
+  return std::max(static_cast<uint32_t>(kReadBytes / (step * whole)), 1u) * whole;
+}
+
+Status read_outputs(uint32_t first, uint32_t count, MatrixView& part,
+                    std::vector<std::byte>& read) {
+  const size_t step = row_step_bytes(part);
+  const size_t num_bytes = (count - 1) * step + row_bytes(part.format, part.inputs);
+  if (read.size() < num_bytes) read.resize(num_bytes);
+  DFLASH_TRY(part.file->copy(part.data + first * step, num_bytes, read.data()));
+  part.data = read.data();
+  part.outputs = count;
+  const FormatFacts& facts = format_facts(part.format);
+  if (facts.scale_outputs != 0) part.scales += first / facts.scale_outputs * part.scales_stride;
+  return ok();
+}
+
+}  // namespace dflash::compute

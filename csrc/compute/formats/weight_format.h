@@ -1,0 +1,82 @@
+// The formats in which weights are stored in checkpoints and kept in memory. Every format has one
+// written formula that turns its bits into float32 (dequantize.h); f32-canonical computes with
+// exactly those values.
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+#include "base/dtype.h"
+#include "base/result.h"
+
+namespace dflash::compute {
+
+// The first three are the Dtypes, with their values. Values are internal: names travel.
+enum class WeightFormat : uint8_t {
+  kF32 = 0,
+  kF16 = 1,
+  kBF16 = 2,
+  kInt8G32 = 3,      // made at load from f32, f16, bf16: a float32 scale per output and 32 inputs
+  kInt4G32 = 4,      // likewise, integers in [-7, 7]
+  kFp8E4m3B128 = 5,  // e4m3 (finite only), a float32 scale per square of 128 x 128 lying apart
+  // safetensors: e2m1 pairs (low nibble first), a 2^(b - 127) scale per 32 inputs lying apart
+  kMxfp4 = 6,
+  kQ8_0 = 7,  // from here on the block types of GGUF
+  kQ4_0 = 8,
+  kQ4K = 9,
+  kQ5K = 10,
+  kQ6K = 11,
+  kGgufMxfp4 = 12,
+  kIq4Nl = 13,
+  kIq4Xs = 14,
+};
+inline constexpr uint8_t kNumWeightFormats = 15;
+inline constexpr uint32_t kGroupInputs = 32;     // inputs per scale of int8_g32, int4_g32 and mxfp4
+inline constexpr uint32_t kFp8BlockWidth = 128;  // outputs and inputs per scale of fp8_e4m3_b128
+
+struct FormatFacts {
+  const char* name;
+  uint32_t block;        // inputs per block; a row is a whole number of blocks where `is_stored`
+  uint32_t block_bytes;  // of values (and of scales inside the block)
+  // Scales lying apart: one of scale_bytes per scale_outputs x scale_inputs values. All 0: none.
+  uint32_t scale_outputs, scale_inputs, scale_bytes;
+  bool is_stored;  // false: only ever made at load
+  // A weight is a small integer times a scale per at most 32 inputs, less an offset per 32 at most.
+  bool has_integer_codes;
+};
+const FormatFacts& format_facts(WeightFormat format);
+inline const char* format_name(WeightFormat format) { return format_facts(format).name; }
+// Errors: kUnsupported naming the formats there are.
+Result<WeightFormat> parse_weight_format(const std::string& name);
+
+constexpr bool is_float(WeightFormat format) { return static_cast<uint8_t>(format) < kNumDtypes; }
+constexpr WeightFormat format_of(Dtype dtype) { return static_cast<WeightFormat>(dtype); }
+// of a float format
+constexpr Dtype dtype_of(WeightFormat format) { return static_cast<Dtype>(format); }
+// Bytes of one row of values; `inputs` is a multiple of the block.
+uint64_t row_bytes(WeightFormat format, uint32_t inputs);
+
+// Where a worker's experts lie: packed in memory of its own, or nowhere but in the mapped
+// checkpoint, packed anew for every batch.
+enum class WeightsLayout : uint8_t { kPacked, kMapped };
+// Errors: kInvalidArgument naming the two.
+Result<WeightsLayout> parse_weights_layout(const std::string& name);
+
+// What a layer keeps: gate and up in one format, down in another (GGUF's mixtures differ there).
+struct ResidentFormats {
+  WeightFormat gate_up = WeightFormat::kF32;
+  WeightFormat down = WeightFormat::kF32;
+
+  ResidentFormats() = default;
+  ResidentFormats(WeightFormat both) : gate_up(both), down(both) {}
+  ResidentFormats(WeightFormat gate_up_format, WeightFormat down_format)
+      : gate_up(gate_up_format), down(down_format) {}
+  ResidentFormats(Dtype both) : ResidentFormats(format_of(both)) {}
+  bool operator==(const ResidentFormats&) const = default;
+};
+// "bf16", or gate's and up's and down's as "q4_k+q6_k". Errors as parse_weight_format.
+Result<ResidentFormats> parse_resident_formats(const std::string& text);
+
+}  // namespace dflash::compute
