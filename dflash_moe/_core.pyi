@@ -56,17 +56,18 @@ class Geometry:
     reply_bytes: int
     def __init__(self, num_slots: int, request_bytes: int, reply_bytes: int) -> None: ...
 
-class Segment:
-    """A sealed memfd. `side` is "host" or "worker": who writes it."""
+class PathTerms:
+    """What both ends know of a data path before it exists (csrc/transport/kinds.h)."""
 
-    @staticmethod
-    # open: see segment.h
-    def create(side: str, geometry: Geometry, generation: int, is_open: bool = False) -> Segment: ...
-    @staticmethod
-    def attach(  # takes ownership of fd
-        fd: int, writer: str, geometry: Geometry, generation: int, is_open: bool = False
-    ) -> Segment: ...
-    def fileno(self) -> int: ...  # stays owned by the segment
+    def __init__(
+        self,
+        geometry: Geometry,
+        generation: int,
+        *,
+        is_open: bool = False,  # replies that a device of the host may register for writing
+        socket_buffer_bytes: int = 0,  # each way; 0: the system's
+        user_timeout_ms: int = 0,  # of TCP; 0: the system's
+    ) -> None: ...
 
 class Channel:
     """Opaque; consumed by `Client.add_worker`, `Client.replace_channel`, `Worker.serve` or another
@@ -75,16 +76,39 @@ class Channel:
 
     kind: str
 
-def make_shared_channel(side: str, geometry: Geometry, own: Segment, peer: Segment, host_bell_fd: int) -> Channel: ...
-def make_stream_channel(
-    side: str,
-    geometry: Geometry,
-    fd: int,
-    *,
-    send_buffer_bytes: int = 0,
-    receive_buffer_bytes: int = 0,
-    user_timeout_ms: int = 0,
-) -> Channel: ...  # takes ownership of fd
+class TransportKind:
+    """A row of the table of transports."""
+
+    name: str
+    setting: str  # the value of the setting `transport` that means this kind
+    # "started", "started, unix", "started, tcp", "unix path", "tcp host"
+    reaches: list[str]
+    # its connections are dialled: the data connection is the only descriptor of both ends
+    is_dialled: bool
+    # makes a path within this process; DflashError with what this machine lacks
+    def try_here(self) -> None: ...
+
+def transport_kinds() -> list[TransportKind]: ...  # `auto` takes the first that serves an address
+
+class PathOffer:
+    """The host's end between its offer and the worker's answer."""
+
+    payload: bytes
+    descriptors: list[int]  # stay the offer's
+    # once; takes ownership of the descriptors, whatever happens
+    def complete(self, answer: bytes, descriptors: Sequence[int]) -> Channel: ...
+
+class Acceptance:
+    """The worker's end once it has accepted an offer."""
+
+    payload: bytes
+    descriptors: list[int]  # stay the acceptance's
+    def take_channel(self) -> Channel: ...
+
+def offer_path(kind: str, terms: PathTerms) -> PathOffer: ...
+def accept_path(  # takes ownership of the descriptors, whatever happens
+    kind: str, terms: PathTerms, offered: bytes, descriptors: Sequence[int]
+) -> Acceptance: ...
 def make_loopback(geometry: Geometry) -> tuple[Channel, Channel]: ...  # (host, worker)
 def make_emulated(
     channel: Channel, *, delay_ms: float = 0, jitter_ms: float = 0, mbit_s: float = 0, seed: int = 1
@@ -92,7 +116,6 @@ def make_emulated(
 def make_faulty(
     channel: Channel, *, kind: str, point: str, nth: int, delay_ms: float = 0, seed: int = 1
 ) -> Channel: ...  # kind: fail delay truncate corrupt drop; point: publish poll
-def new_eventfd() -> int: ...
 def ipc_round_trip(  # benches: echo thread/process on the worker end is `ipc_echo`
     channel: Channel, payload_bytes: int, rounds: int, warmup: int, spin_ns: int, timeout_s: float, cpu: int = -1
 ) -> list[int]: ...  # ns of each round trip: copy in, publish, wait, copy out

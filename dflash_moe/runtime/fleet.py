@@ -279,7 +279,7 @@ class Fleet:
         else:
             timeout_s = max(self._settings.call_timeout_s, LEAST_ATTACH_S)
             session = _session(member)
-            is_open = self.may_open_replies and session.started is not None and member.transport == "shared"
+            is_open = self.may_open_replies and session.started is not None
             channel, pulse_fd = session.attach(slots, member.transport, generation, timeout_s=timeout_s, is_open=is_open)
         emulate = member.spec.emulate if member.spec is not None else None
         if emulate is not None and (emulate.delay_ms or emulate.jitter_ms or emulate.mbit_s):

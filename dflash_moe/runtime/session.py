@@ -6,20 +6,19 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
-import contextlib
-import os
 import secrets
-import socket
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 
 from dflash_moe import __version__, _core
 from dflash_moe.errors import ProtocolError, WorkerLost, WorkerTimeout
 from dflash_moe.protocol.auth import PEER_CREDENTIAL_KEY, Peer, authenticate_to_worker
+from dflash_moe.protocol.descriptors import Descriptors
 from dflash_moe.protocol.devices import DeviceChoice
 from dflash_moe.protocol.failures import system_failure
-from dflash_moe.protocol.framing import USER_TIMEOUT_MS, Connection, PeerGone
+from dflash_moe.protocol.framing import Connection, PeerGone
 from dflash_moe.protocol.identity import CAPABILITIES, Identity, identity_of, require_equal
 from dflash_moe.protocol.messages import (
     SESSION_ID_BYTES,
@@ -36,6 +35,7 @@ from dflash_moe.protocol.messages import (
     Stats,
     StatsRequest,
 )
+from dflash_moe.protocol.paths import TRANSPORTS, terms_of
 from dflash_moe.runtime.conversation import Conversation, Turn
 from dflash_moe.runtime.dialing import CallOff, Credentials, connect_authenticated
 from dflash_moe.runtime.launcher import StartedWorker
@@ -70,8 +70,7 @@ class HostSession:
         self.hello: HelloReply | None = None
         self.resident_bytes = 0
         self._key = key
-        num_bytes = socket_buffer_bytes or 0
-        self._buffers = {"send_buffer_bytes": num_bytes, "receive_buffer_bytes": num_bytes}
+        self._buffer_bytes = socket_buffer_bytes or 0
         self._conversation: Conversation | None = None
         self._peer: Peer | None = None
         self._has_pulse = False
@@ -195,96 +194,66 @@ class HostSession:
         self, slots: _core.SlotPlan, transport: str, generation: int, *, timeout_s: float, is_open: bool = False
     ) -> tuple[_core.Channel, int]:
         """Builds a data path; returns the host's channel and the pulse descriptor (-1 but for the
-        first time), the caller's.
+        first time), the caller's. `transport` is a name in the table.
 
-        `is_open`: replies in shared memory that a device of this process may register; for a worker
-        that this host started.
+        `is_open`: replies that a device of this process may register, where the transport has such;
+        for a worker that this host started.
         """
+        wish = Attach(
+            generation=generation,
+            transport=transport,
+            num_slots=slots.num_slots,
+            request_bytes=slots.request_bytes,
+            reply_bytes=slots.reply_bytes,
+            num_descriptors=0,
+            has_pulse=not self._has_pulse,
+            socket_buffer_bytes=self._buffer_bytes,
+            is_open=is_open,
+        )
         doing = f"attach a {transport} data path"
-        with self._turn(doing, timeout_s, CALL_LIMIT) as turn, contextlib.ExitStack() as cleanup:
-            geometry = _core.Geometry(slots.num_slots, slots.request_bytes, slots.reply_bytes)
-            is_first = not self._has_pulse
+        build = self._dialled_path if TRANSPORTS[transport].is_dialled else self._passed_path
+        with self._turn(doing, timeout_s, CALL_LIMIT) as turn, Descriptors() as held:
             try:
-                if transport == "tcp":
-                    channel, pulse = self._attach_tcp(turn, geometry, generation, is_first)
-                else:
-                    channel, pulse = self._attach_local(turn, geometry, transport, generation, is_first, cleanup, is_open)
+                built = build(turn, wish, held)
             except OSError as error:
                 raise system_failure(f"worker {self.name}: {doing}", error) from None
             self._has_pulse = True
-            return channel, pulse
+            return built
 
-    def _attach_local(
-        self,
-        turn: Turn,
-        geometry: _core.Geometry,
-        transport: str,
-        generation: int,
-        is_first: bool,
-        cleanup: contextlib.ExitStack,
-        is_open: bool,
-    ) -> tuple[_core.Channel, int]:
-        passed: list[int] = []
-        own: _core.Segment | None = None
-        data: socket.socket | None = None
-        if transport == "shared":
-            own = _core.Segment.create("host", geometry, generation)
-            bell = _core.new_eventfd()
-            cleanup.callback(os.close, bell)
-            passed += [own.fileno(), bell]
-        else:
-            data, theirs = socket.socketpair()
-            cleanup.callback(theirs.close)
-            cleanup.callback(data.close)
-            passed.append(theirs.fileno())
-        pulse: socket.socket | None = None
-        if is_first:
-            pulse, their_pulse = socket.socketpair()
-            cleanup.callback(their_pulse.close)
-            cleanup.callback(pulse.close)
-            passed.append(their_pulse.fileno())
-        message = self._attach_message(geometry, transport, generation, len(passed), is_first, is_open)
-        attached = turn.ask(message, Attached, passed)
-        received = turn.take_descriptors(attached.num_descriptors)
-        if own is not None and len(received) == 1:
-            peer = _core.Segment.attach(received[0], "worker", geometry, generation, is_open)
-            channel = _core.make_shared_channel("host", geometry, own, peer, passed[1])
-        elif data is not None and not received:
-            channel = _core.make_stream_channel("host", geometry, data.detach(), **self._buffers)
-        else:
-            for descriptor in received:
-                os.close(descriptor)
-            raise ProtocolError(f"worker {self.name}: Attached brought {len(received)} descriptors for transport {transport}")
-        return channel, pulse.detach() if pulse is not None else -1
+    def _passed_path(self, turn: Turn, wish: Attach, held: Descriptors) -> tuple[_core.Channel, int]:
+        """Over a transport whose descriptors travel with the messages, and so does the pulse's."""
+        offer = _core.offer_path(wish.transport, terms_of(wish))
+        passed, pulse = list(offer.descriptors), -1
+        if wish.has_pulse:
+            pulse, theirs = held.socket_pair()
+            passed.append(theirs)
+        attached = turn.ask(replace(wish, num_descriptors=len(passed), offer=offer.payload), Attached, passed)
+        channel = offer.complete(attached.answer, turn.take_descriptors(attached.num_descriptors))
+        return channel, held.take(pulse) if wish.has_pulse else -1
 
-    def _attach_tcp(self, turn: Turn, geometry: _core.Geometry, generation: int, is_first: bool) -> tuple[_core.Channel, int]:
-        dialled: list[int] = []
+    def _dialled_path(self, turn: Turn, wish: Attach, held: Descriptors) -> tuple[_core.Channel, int]:
+        """Over a transport whose connections are dialled: the data connection completes it."""
+        offer = _core.offer_path(wish.transport, terms_of(wish))
+        turn.on(Listening, lambda listening: self._dial_back(turn, listening, wish, held))
+        attached = turn.ask(replace(wish, offer=offer.payload), Attached)
+        if not len(held):
+            raise ProtocolError(f"worker {self.name}: Attached came before Listening")
+        answered = turn.take_descriptors(attached.num_descriptors)
+        channel = offer.complete(attached.answer, [*answered, held.take_first()])
+        return channel, held.take_last() if wish.has_pulse else -1
 
-        def dial_back(listening: Listening) -> None:
-            host = self.address.host or "127.0.0.1"
-            address = Address("tcp", host=host, port=self.address.port or listening.port)
-            dialled.append(self._open(turn, address, Role.DATA, generation))
-            if is_first:
-                dialled.append(self._open(turn, address, Role.PULSE, 0))
+    def _dial_back(self, turn: Turn, listening: Listening, wish: Attach, held: Descriptors) -> None:
+        if len(held):
+            raise ProtocolError(f"worker {self.name}: Listening came twice")
+        address = Address("tcp", host=self.address.host or "127.0.0.1", port=self.address.port or listening.port)
+        held.hold([self._dial(turn, address, Role.DATA, wish.generation, wish.socket_buffer_bytes)])
+        if wish.has_pulse:
+            held.hold([self._dial(turn, address, Role.PULSE, 0, 0)])
 
-        turn.on(Listening, dial_back)
-        try:
-            turn.ask(self._attach_message(geometry, "tcp", generation, 0, is_first), Attached)
-            if not dialled:
-                raise ProtocolError(f"worker {self.name}: Attached came before Listening")
-        except BaseException:
-            for descriptor in dialled:
-                os.close(descriptor)
-            raise
-        data, *rest = dialled
-        channel = _core.make_stream_channel("host", geometry, data, user_timeout_ms=USER_TIMEOUT_MS, **self._buffers)
-        return channel, rest[0] if rest else -1
-
-    def _open(self, turn: Turn, address: Address, role: Role, generation: int) -> int:
+    def _dial(self, turn: Turn, address: Address, role: Role, generation: int, buffer_bytes: int) -> int:
         if self._peer is None:
             raise ProtocolError(f"worker {self.name}: no session yet")
         credentials = Credentials(role, self._peer.session_key, self._peer.session_id, generation)
-        buffer_bytes = self._buffers["send_buffer_bytes"] if role is Role.DATA else 0
         connection, _ = connect_authenticated(
             self.name, address, credentials, deadline=turn.deadline, call_off=self._call_off, buffer_bytes=buffer_bytes
         )
@@ -292,27 +261,6 @@ class HostSession:
             return connection.detach()
         finally:
             connection.close()
-
-    def _attach_message(
-        self,
-        geometry: _core.Geometry,
-        transport: str,
-        generation: int,
-        num_descriptors: int,
-        has_pulse: bool,
-        is_open: bool = False,
-    ) -> Attach:
-        return Attach(
-            generation=generation,
-            transport=transport,
-            num_slots=geometry.num_slots,
-            request_bytes=geometry.request_bytes,
-            reply_bytes=geometry.reply_bytes,
-            num_descriptors=num_descriptors,
-            has_pulse=has_pulse,
-            socket_buffer_bytes=self._buffers["send_buffer_bytes"],
-            is_open=is_open,
-        )
 
     def ask_stats(self, *, timeout_s: float) -> dict[str, int]:
         """The worker's own counters and memory."""

@@ -18,9 +18,10 @@ from dataclasses import dataclass, field
 from dflash_moe import __version__, _core
 from dflash_moe.errors import DflashError, ProtocolError, WorkerLost, WorkerTimeout
 from dflash_moe.model.checkpoint import Checkpoint
+from dflash_moe.protocol.descriptors import Descriptors
 from dflash_moe.protocol.devices import DeviceChoice, open_device
 from dflash_moe.protocol.failures import to_refusal
-from dflash_moe.protocol.framing import USER_TIMEOUT_MS, Connection, PeerGone
+from dflash_moe.protocol.framing import Connection, PeerGone
 from dflash_moe.protocol.identity import CAPABILITIES, choose_numerics, identity_of, local_identity, require_equal
 from dflash_moe.protocol.messages import (
     Attach,
@@ -36,6 +37,7 @@ from dflash_moe.protocol.messages import (
     Stats,
     StatsRequest,
 )
+from dflash_moe.protocol.paths import TRANSPORTS, terms_of
 from dflash_moe.protocol.schema import Message
 from dflash_moe.telemetry.affinity import check_cpus, pin_to_first, running_on
 from dflash_moe.telemetry.machine import memory_available, usable_cores
@@ -251,55 +253,49 @@ class WorkerSession:
 
     def _attach(self, message: Attach) -> None:
         worker = self._require_worker(message)
-        descriptors = self.connection.take_descriptors(message.num_descriptors)
-        passed: list[int] = []
-        try:
+        with Descriptors() as offered:
+            offered.hold(self.connection.take_descriptors(message.num_descriptors))
+            kind = self._transport_of(message)
             self._stop_serving()
-            geometry = _core.Geometry(message.num_slots, message.request_bytes, message.reply_bytes)
-            channel = self._build_channel(message, geometry, descriptors, passed)
-            self._start_pulse(worker, message, descriptors)
-            self._send(Attached(generation=message.generation, num_descriptors=len(passed)), passed)
-        finally:
-            for descriptor in (*descriptors, *passed):
-                os.close(descriptor)
+            if kind.is_dialled:
+                self._await_dialled(message, offered)
+            pulse = self._pulse_of(message, offered)
+            accepted = _core.accept_path(kind.name, terms_of(message), message.offer, offered.take_all())
+            if pulse >= 0:
+                worker.start_pulse(pulse)
+            self._send(
+                Attached(generation=message.generation, num_descriptors=len(accepted.descriptors), answer=accepted.payload),
+                accepted.descriptors,
+            )
+        channel = accepted.take_channel()
         thread = threading.Thread(target=self._serve, args=(worker, channel, message.generation), name="serve", daemon=True)
         self._path = _DataPath(thread, message.generation)
         thread.start()
 
-    def _build_channel(
-        self, message: Attach, geometry: _core.Geometry, descriptors: list[int], passed: list[int]
-    ) -> _core.Channel:
-        """Takes the descriptors it uses from the front of `descriptors`; adds those the host is to
-        get to `passed`.
-        """
-        wanted = {"shared": 2, "unix": 1, "tcp": 0}.get(message.transport)
-        if wanted is None:
+    def _transport_of(self, message: Attach) -> _core.TransportKind:
+        kind = TRANSPORTS.get(message.transport)
+        if kind is None:
             raise ProtocolError(f"message Attach: field transport: found {message.transport!r}, known are {CAPABILITIES}")
-        if len(descriptors) != wanted + (message.has_pulse and message.transport != "tcp"):
-            raise ProtocolError(f"message Attach: field num_descriptors: {len(descriptors)} do not fit {message.transport}")
-        generation = message.generation
-        if message.transport == "shared":
-            if message.is_open and self.identity.threads is not None:
-                raise ProtocolError("message Attach: field is_open: only the host that started a worker may ask for that")
-            peer = _core.Segment.attach(descriptors.pop(0), "host", geometry, generation)
-            own = _core.Segment.create("worker", geometry, generation, message.is_open)
-            passed.append(os.dup(own.fileno()))  # the segment itself is consumed by the channel
-            # duplicates the bell
-            return _core.make_shared_channel("worker", geometry, own, peer, descriptors[0])
-        buffers = {"send_buffer_bytes": message.socket_buffer_bytes, "receive_buffer_bytes": message.socket_buffer_bytes}
-        if message.transport == "unix":
-            return _core.make_stream_channel("worker", geometry, descriptors.pop(0), **buffers)
-        self._send(Listening(port=self.listen(message.socket_buffer_bytes)))
-        descriptor = self.mailbox.collect(Role.DATA, generation, seconds=ATTACH_S)
-        return _core.make_stream_channel("worker", geometry, descriptor, user_timeout_ms=USER_TIMEOUT_MS, **buffers)
+        if message.is_open and self.identity.threads is not None:
+            raise ProtocolError("message Attach: field is_open: only the host that started a worker may ask for that")
+        return kind
 
-    def _start_pulse(self, worker: _core.Worker, message: Attach, descriptors: list[int]) -> None:
+    def _await_dialled(self, message: Attach, offered: Descriptors) -> None:
+        """The connections that no descriptor can bring, as if they had come with the offer: data,
+        then pulse.
+        """
+        self._send(Listening(port=self.listen(message.socket_buffer_bytes)))
+        offered.hold([self.mailbox.collect(Role.DATA, message.generation, seconds=ATTACH_S)])
+        if message.has_pulse:
+            offered.hold([self.mailbox.collect(Role.PULSE, 0, seconds=ATTACH_S)])
+
+    def _pulse_of(self, message: Attach, offered: Descriptors) -> int:
+        """The pulse's end, the last of what came; -1 where this path brings none."""
         if not message.has_pulse:
-            return
-        if message.transport == "tcp":
-            worker.start_pulse(self.mailbox.collect(Role.PULSE, 0, seconds=ATTACH_S))
-        else:
-            worker.start_pulse(descriptors.pop())  # the last of those that came
+            return -1
+        if not len(offered):
+            raise ProtocolError("message Attach: field num_descriptors: has_pulse, and no descriptor came")
+        return offered.take_last()
 
     def _serve(self, worker: _core.Worker, channel: _core.Channel, generation: int) -> None:
         pin_to_first(self._cpus)

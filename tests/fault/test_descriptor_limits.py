@@ -56,7 +56,7 @@ def limited(num_free: int, do: Callable[[], None]) -> str:
                 os.close(descriptor)
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
             left = leaks.leaks_since(before)
-            if left or num_open() != opened:
+            if left or num_open() > opened:  # fewer, where garbage of earlier tests went
                 outcome = f"left behind: {left}, {num_open() - opened} descriptors"
         except BaseException as error:  # noqa: BLE001 - what the test is for
             outcome = f"raw {type(error).__name__}: {error}"

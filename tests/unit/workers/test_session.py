@@ -244,7 +244,7 @@ def attach(**changes: object) -> Attach:
     [
         ({"transport": "pigeon"}, "field transport: found 'pigeon'"),
         ({"num_descriptors": 2}, "announced 2 descriptors, 1 arrived"),
-        ({"transport": "shared"}, "do not fit shared"),
+        ({"transport": "shared"}, "transport shared: its offer brought 1 descriptors and 0 bytes; it has 2 and 0"),
         ({"num_slots": 0}, "slot"),
         ({"request_bytes": 63}, "63"),
     ],
