@@ -56,17 +56,18 @@ class Geometry:
     reply_bytes: int
     def __init__(self, num_slots: int, request_bytes: int, reply_bytes: int) -> None: ...
 
-class Segment:
-    """A sealed memfd. `side` is "host" or "worker": who writes it."""
+class PathTerms:
+    """What both ends know of a data path before it exists (csrc/transport/kinds.h)."""
 
-    @staticmethod
-    # open: see segment.h
-    def create(side: str, geometry: Geometry, generation: int, is_open: bool = False) -> Segment: ...
-    @staticmethod
-    def attach(  # takes ownership of fd
-        fd: int, writer: str, geometry: Geometry, generation: int, is_open: bool = False
-    ) -> Segment: ...
-    def fileno(self) -> int: ...  # stays owned by the segment
+    def __init__(
+        self,
+        geometry: Geometry,
+        generation: int,
+        *,
+        is_open: bool = False,  # replies that a device of the host may register for writing
+        socket_buffer_bytes: int = 0,  # each way; 0: the system's
+        user_timeout_ms: int = 0,  # of TCP; 0: the system's
+    ) -> None: ...
 
 class Channel:
     """Opaque; consumed by `Client.add_worker`, `Client.replace_channel`, `Worker.serve` or another
@@ -75,16 +76,39 @@ class Channel:
 
     kind: str
 
-def make_shared_channel(side: str, geometry: Geometry, own: Segment, peer: Segment, host_bell_fd: int) -> Channel: ...
-def make_stream_channel(
-    side: str,
-    geometry: Geometry,
-    fd: int,
-    *,
-    send_buffer_bytes: int = 0,
-    receive_buffer_bytes: int = 0,
-    user_timeout_ms: int = 0,
-) -> Channel: ...  # takes ownership of fd
+class TransportKind:
+    """A row of the table of transports."""
+
+    name: str
+    setting: str  # the value of the setting `transport` that means this kind
+    # "started", "started, unix", "started, tcp", "unix path", "tcp host"
+    reaches: list[str]
+    # its connections are dialled: the data connection is the only descriptor of both ends
+    is_dialled: bool
+    # makes a path within this process; DflashError with what this machine lacks
+    def try_here(self) -> None: ...
+
+def transport_kinds() -> list[TransportKind]: ...  # `auto` takes the first that serves an address
+
+class PathOffer:
+    """The host's end between its offer and the worker's answer."""
+
+    payload: bytes
+    descriptors: list[int]  # stay the offer's
+    # once; takes ownership of the descriptors, whatever happens
+    def complete(self, answer: bytes, descriptors: Sequence[int]) -> Channel: ...
+
+class Acceptance:
+    """The worker's end once it has accepted an offer."""
+
+    payload: bytes
+    descriptors: list[int]  # stay the acceptance's
+    def take_channel(self) -> Channel: ...
+
+def offer_path(kind: str, terms: PathTerms) -> PathOffer: ...
+def accept_path(  # takes ownership of the descriptors, whatever happens
+    kind: str, terms: PathTerms, offered: bytes, descriptors: Sequence[int]
+) -> Acceptance: ...
 def make_loopback(geometry: Geometry) -> tuple[Channel, Channel]: ...  # (host, worker)
 def make_emulated(
     channel: Channel, *, delay_ms: float = 0, jitter_ms: float = 0, mbit_s: float = 0, seed: int = 1
@@ -92,7 +116,6 @@ def make_emulated(
 def make_faulty(
     channel: Channel, *, kind: str, point: str, nth: int, delay_ms: float = 0, seed: int = 1
 ) -> Channel: ...  # kind: fail delay truncate corrupt drop; point: publish poll
-def new_eventfd() -> int: ...
 
 # -- weights ---------------------------------------------------------------------------------------
 class MappedFile:
@@ -180,20 +203,7 @@ class DeviceStep:
         # as of Client.define_layer, ascending ids
         shards: Sequence[tuple[int, int, int, Sequence[int]]],
     ) -> None: ...
-    def add(  # as of Client.run, the device's addresses
-        self,
-        layer: int,
-        hidden_states: int,
-        row_stride_bytes: int,
-        dtype: str,
-        num_tokens: int,
-        topk_ids: int,
-        ids_are_64bit: bool,
-        topk_weights: int,
-        weights_dtype: str,
-        top_k: int,
-        output: int,
-    ) -> None: ...
+    def add(self, layer: int, batch: TokenBatch) -> None: ...  # the device's addresses
     def wait(self, timeout_s: float) -> bool: ...
     def abort(self) -> None: ...
     def give_up(self) -> None: ...
@@ -212,6 +222,7 @@ class Worker:
         slowdown: float = 1.0,
         device: BackendDevice | None = None,  # computes there instead of with the kernels of `isa`
         weights_layout: str = "packed",  # or "mapped": computes from the files, which it keeps open
+        memory_limit: int = 0,  # bytes that weights may take; 0: no limit
     ) -> None: ...
     def define_shard(
         self,
@@ -247,15 +258,89 @@ class Worker:
     def resident_bytes(self) -> int: ...
 
 # -- client ----------------------------------------------------------------------------------------
+class TokenBatch:
+    """The tensors of one call, made once; keeps `owners` alive while the core may touch them."""
+
+    hidden_states: int  # addresses
+    row_stride_bytes: int
+    dtype: str
+    num_tokens: int
+    top_k: int
+    topk_ids: int
+    ids_are_64bit: bool
+    topk_weights: int
+    weights_dtype: str
+    output: int
+    owners: object
+    def __init__(
+        self,
+        hidden_states: int,
+        row_stride_bytes: int,
+        dtype: str,
+        num_tokens: int,
+        top_k: int,
+        topk_ids: int,
+        ids_are_64bit: bool,
+        topk_weights: int,
+        weights_dtype: str,
+        output: int,
+        owners: object,
+    ) -> None: ...
+
 class Call:
+    """A submitted call. Any thread, any number of them."""
+
+    # ConfigError, WorkerLost
+    def __init__(self, client: Client, layer: int, batch: TokenBatch) -> None: ...
     def is_done(self) -> bool: ...
-    # False when the timeout passed first; checks signals every 20 ms
     def wait(self, timeout_s: float) -> bool: ...
-    def result(self) -> None: ...  # raises the call's error; only when done
+    def result(self) -> None: ...  # raises how the call ended
     def abandon(self) -> None: ...
+
+class ShardShape:
+    """What one shard of one layer asks of its holder's slots."""
+
+    def __init__(self, in_size: int, out_size: int, top_k: int, num_experts: int) -> None: ...
+
+class SlicePlan:
+    """A mode, resolved. `is_measured`: slices and window are upper bounds."""
+
+    mode: str
+    slice_tokens: int
+    window: int
+    slot_rows: int
+    is_measured: bool
+
+class SlotPlan:
+    """The slots of one worker's data path, and the rows that they were made for."""
+
+    num_slots: int
+    rows: int
+    request_bytes: int
+    reply_bytes: int
+    arena_bytes: int
+    geometry: Geometry
+    def __init__(self, num_slots: int, rows: int, request_bytes: int, reply_bytes: int) -> None: ...
+    def holds(self, other: SlotPlan) -> bool: ...
+
+DEFAULT_ARENA_BYTES: int  # of all workers together; `ipc.shared_bytes` raises it
+SPARE_SLOTS: int  # beyond the window
+
+# ConfigError
+def plan_slices(mode: str, *, batch_capacity: int, stream_tokens: int, stream_tokens_max: int) -> SlicePlan: ...
+def plan_slots(shards: Sequence[ShardShape], rows: int, num_slots: int, request_dtype: str, reply_dtype: str) -> SlotPlan: ...
+def plan_arena(
+    workers: Sequence[Sequence[ShardShape]],
+    slices: SlicePlan,
+    request_dtype: str,
+    reply_dtype: str,
+    shared_bytes: int = 0,
+) -> list[SlotPlan]: ...
 
 class Client:
     def __init__(self, *, spin_ns: int, call_timeout_s: float, stall_timeout_s: float, max_calls: int = 1024) -> None: ...
+    # every later use is a ConfigError; threads inside end as they will
+    def close(self) -> None: ...
     def add_worker(
         self,
         *,
@@ -269,11 +354,6 @@ class Client:
         reply_dtype: str,
         is_measured: bool = False,
     ) -> int: ...
-    def replace_channel(self, worker: int, channel: Channel, generation: int) -> None: ...
-    def set_policy(  # is_measured: both are upper bounds, the worker's model chooses
-        self, worker: int, slice_tokens: int, window: int, is_measured: bool = False
-    ) -> None: ...
-    def set_dtypes(self, worker: int, request_dtype: str, reply_dtype: str) -> None: ...
     def define_layer(
         self,
         *,
@@ -286,29 +366,29 @@ class Client:
         shards: Sequence[tuple[int, int, int, Sequence[int]]],
         cost_class: int = 0,  # layers of equal class share a cost curve
     ) -> None: ...
-    def submit(
-        self,
-        layer: int,
-        hidden_states: int,  # address
-        row_stride_bytes: int,
-        dtype: str,
-        num_tokens: int,
-        topk_ids: int,
-        ids_are_64bit: bool,
-        topk_weights: int,
-        weights_dtype: str,
-        top_k: int,
-        output: int,
-        keep: object,  # kept alive until the call is done or abandoned
-    ) -> Call: ...
-    # submit's arguments; waits, raises the call's error: one crossing for the hot path
-    def run(self, *args: Any) -> None: ...
-    # ConfigError, WorkerLost; UnsupportedError: not in shared memory
-    def begin_step(self, num_calls: int) -> StepLease: ...
-    def judge_step(self) -> None: ...  # WorkerLost; to be called every few milliseconds of a step
-    # None: it is not known how far the step came
-    def end_step(self, report: StepReport | None) -> None: ...
+    def set_policy(  # is_measured: both are upper bounds, the worker's model chooses
+        self, worker: int, slice_tokens: int, window: int, is_measured: bool = False
+    ) -> None: ...
+    def set_dtypes(self, worker: int, request_dtype: str, reply_dtype: str) -> None: ...
     def mark_lost(self, worker: int, reason: str) -> None: ...
+    # submits, waits, raises the call's error: one crossing for the hot path
+    def run(self, layer: int, batch: TokenBatch) -> None: ...
+    # Calls are parked from now on, and none is under way; until resume(). WorkerTimeout.
+    def hold(self, timeout_s: float) -> None: ...
+    def resume(self) -> None: ...
+    # readable while a data path waits to be renewed; the client's own
+    # readable while a data path waits to be renewed, and after wake_renewer(); the client's own
+    def worn_fd(self) -> int: ...
+    def wake_renewer(self) -> None: ...
+    # (worker, reason): the caller renews them
+    def retire_worn_paths(self) -> list[tuple[int, str]]: ...
+    def retire_path(self, worker: int, reason: str) -> None: ...  # ConfigError, WorkerLost
+    def renew_path(self, worker: int, channel: Channel, generation: int) -> None: ...  # likewise
+    # holds the client; WorkerTimeout, WorkerLost; UnsupportedError: not in shared memory
+    def begin_step(self, num_calls: int, timeout_s: float) -> StepLease: ...
+    def judge_step(self) -> None: ...  # WorkerLost; to be called every few milliseconds of a step
+    # resumes; None: it is not known how far the step came, and no path of it is used again
+    def end_step(self, report: StepReport | None) -> None: ...
     def counters(self) -> dict[tuple[int, int], dict[str, int]]: ...  # (worker, layer) -> Counters
     def workers(self) -> list[dict[str, Any]]: ...
     # per worker: cost curves; chunks chosen, predicted and measured

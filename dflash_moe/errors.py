@@ -7,11 +7,38 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class DflashError(Exception):
-    """Base of all errors of this package."""
+    """Base of all errors of this package.
+
+    What programs want to know are fields, None where it does not apply: `code` (the name in
+    docs/errors.md, such as "worker_lost"), `worker` (its name), `layer` (index in the layer table),
+    `token` (row of the call) and `slot` (of the worker's data path). The message is for people.
+    """
 
     exit_code = 1
+
+    def __init__(
+        self,
+        *args: object,
+        code: str | None = None,
+        worker: str | None = None,
+        layer: int | None = None,
+        token: int | None = None,
+        slot: int | None = None,
+    ) -> None:
+        super().__init__(*args)
+        self.code = code
+        self.worker = worker
+        self.layer = layer
+        self.token = token
+        self.slot = slot
+
+    def fields(self) -> dict[str, Any]:
+        """The fields above as keyword arguments, for another error about the same thing."""
+        return {name: getattr(self, name) for name in ("code", "worker", "layer", "token", "slot")}
 
 
 class ConfigError(DflashError, ValueError):

@@ -2,9 +2,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <fcntl.h>
 #include <unistd.h>
 
 #include <utility>
+
+#include "base/system_error.h"
 
 namespace dflash {
 
@@ -23,6 +26,13 @@ class OwnedFd {
   OwnedFd(const OwnedFd&) = delete;
   OwnedFd& operator=(const OwnedFd&) = delete;
   ~OwnedFd() { close(); }
+
+  // Another descriptor of what `fd` is one of, which stays its owner's. Errors: kSystem.
+  static Result<OwnedFd> duplicate(int fd) {
+    OwnedFd copy(::fcntl(fd, F_DUPFD_CLOEXEC, 0));
+    if (!copy.is_open()) return system_error("cannot duplicate a descriptor");
+    return copy;
+  }
 
   int get() const { return fd_; }
   bool is_open() const { return fd_ >= 0; }

@@ -30,13 +30,32 @@ enum class ErrorCode : uint16_t {
   kClosed = 11,          // the object was closed by its owner: DflashError
 };
 
+// Where an error happened, for programs: messages are for people, and nobody parses them. Whoever
+// knows a field fills it in on the error's way up; what is set already stays, because the place
+// that was nearest to the cause knows best.
+struct ErrorPlace {
+  std::string worker;             // name of the worker; empty: the error is at none
+  std::optional<uint32_t> layer;  // index in the layer table
+  std::optional<uint32_t> token;  // row of the call's hidden_states
+  std::optional<uint32_t> slot;   // of the worker's data path
+};
+
 struct [[nodiscard]] Error {
   ErrorCode code;
   std::string message;
+  ErrorPlace place = {};
 
   // Prefixes what was being done: error("truncated").with("while reading shard 3").
   Error with(const std::string& context) && {
     message = context + ": " + message;
+    return std::move(*this);
+  }
+  // Adds the fields that are set in `known` and not yet here. The message stays as it is.
+  Error at(const ErrorPlace& known) && {
+    if (place.worker.empty()) place.worker = known.worker;
+    if (!place.layer) place.layer = known.layer;
+    if (!place.token) place.token = known.token;
+    if (!place.slot) place.slot = known.slot;
     return std::move(*this);
   }
 };

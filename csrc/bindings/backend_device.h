@@ -26,6 +26,12 @@ class SharedBackend final : public compute::ExpertBackend {
     return shared_->create_layer(spec, num_local_experts, formats, numerics);
   }
 
+  Result<uint64_t> predicted_bytes(const compute::FfnSpec& spec, uint32_t num_local_experts,
+                                   compute::ResidentFormats formats,
+                                   compute::NumericsClass numerics) const override {
+    return shared_->predicted_bytes(spec, num_local_experts, formats, numerics);
+  }
+
  private:
   std::shared_ptr<plugin::PluginBackend> shared_;
 };

@@ -16,7 +16,8 @@
 #include "bindings/arguments.h"
 #include "bindings/host_device_box.h"
 #include "bindings/module.h"
-#include "bindings/step_lease.h"
+#include "bindings/step_report.h"
+#include "bindings/token_batch_box.h"
 #include "plugin/abi_records.h"
 #include "transport/ring/ring_bell.h"
 #include "wire/payload.h"
@@ -30,7 +31,7 @@ constexpr size_t kMostMessages = 4096;  // of a step; the device refuses more
 
 // What a worker answered instead of rows, from a private copy of its slot; nothing where that is no
 // such answer.
-std::string refusal_text(const client::StepLane& lane, uint32_t slot) {
+std::string refusal_text(const client::LeasedPath& lane, uint32_t slot) {
   std::byte copy[wire::kFrameHeaderBytes + wire::kMaxErrorPayloadBytes];
   if (slot >= lane.geometry.num_slots || lane.geometry.reply_bytes < sizeof copy) return {};
   std::copy_n(lane.ring.peer + lane.ring.peer_slots + slot * lane.ring.peer_stride, sizeof copy,
@@ -47,37 +48,35 @@ std::string refusal_text(const client::StepLane& lane, uint32_t slot) {
 
 class DeviceStep {
  public:
-  DeviceStep(const HostDeviceBox& box, StepLease& lease, double budget_s,
+  DeviceStep(const HostDeviceBox& box, client::StepLease& lease, double budget_s,
              std::optional<uint64_t> stream, int64_t nap_ns)
-      : device_(box.device), lanes_(std::move(lease.lanes)) {
+      : device_(box.device), lanes_(std::move(lease.paths)) {
     Status begun = [&]() -> Status {
       py::gil_scoped_release unlocked;
       return begin(lease.first_call, static_cast<int64_t>(budget_s * 1e9), stream);
     }();
     unwrap(std::move(begun));
     std::vector<transport::RingView> rings;
-    for (const client::StepLane& lane : lanes_) rings.push_back(lane.ring);
+    for (const client::LeasedPath& lane : lanes_) rings.push_back(lane.ring);
     bell_ = std::make_unique<transport::RingBell>(std::move(rings), nap_ns);
   }
   DeviceStep(const DeviceStep&) = delete;
   DeviceStep& operator=(const DeviceStep&) = delete;
 
-  void add(uint32_t layer, uintptr_t hidden_states, int64_t row_stride_bytes,
-           const std::string& dtype, uint32_t num_tokens, uintptr_t topk_ids, bool ids_are_64bit,
-           uintptr_t topk_weights, const std::string& weights_dtype, uint32_t top_k,
-           uintptr_t output) {
+  void add(uint32_t layer, const TokenBatchBox& box) {
+    const TokenBatch& batch = box.batch;
     auto call = plugin::new_record<dflash_step_call>();
     call.layer = layer;
-    call.hidden_states = reinterpret_cast<const void*>(hidden_states);
-    call.row_stride_bytes = static_cast<uint64_t>(row_stride_bytes);
-    call.topk_ids = reinterpret_cast<const void*>(topk_ids);
-    call.topk_weights = reinterpret_cast<const void*>(topk_weights);
-    call.output = reinterpret_cast<void*>(output);
-    call.dtype = static_cast<uint32_t>(parse_dtype(dtype));
-    call.weights_dtype = static_cast<uint32_t>(parse_dtype(weights_dtype));
-    call.num_tokens = num_tokens;
-    call.top_k = top_k;
-    call.ids_are_64bit = ids_are_64bit ? 1 : 0;
+    call.hidden_states = batch.hidden_states;
+    call.row_stride_bytes = static_cast<uint64_t>(batch.row_stride_bytes);
+    call.topk_ids = batch.topk_ids;
+    call.topk_weights = batch.topk_weights;
+    call.output = batch.output;
+    call.dtype = static_cast<uint32_t>(batch.dtype);
+    call.weights_dtype = static_cast<uint32_t>(batch.weights_dtype);
+    call.num_tokens = batch.num_tokens;
+    call.top_k = batch.top_k;
+    call.ids_are_64bit = batch.ids_are_64bit ? 1 : 0;
     unwrap(device_->step_add(call));
   }
   bool wait(double timeout_s) {
@@ -107,13 +106,13 @@ class DeviceStep {
  private:
   Status begin(uint64_t first_call, int64_t budget_ns, std::optional<uint64_t> stream) {
     std::vector<std::byte*> bases;
-    for (const client::StepLane& lane : lanes_)
+    for (const client::LeasedPath& lane : lanes_)
       bases.insert(bases.end(), {lane.ring.own, lane.ring.peer});
     device_->keep_mapped(bases);
     std::vector<dflash_step_lane> mapped;
     auto step = plugin::new_record<dflash_step>();
     step.request_bytes = step.reply_bytes = ~uint64_t{63};
-    for (const client::StepLane& lane : lanes_) {
+    for (const client::LeasedPath& lane : lanes_) {
       const transport::RingView& ring = lane.ring;
       auto own = device_->map_memory(ring.own, ring.own_bytes, false, ring.memory);
       if (!own.ok()) return std::move(own).error().with("worker " + lane.name + ", requests");
@@ -149,11 +148,12 @@ class DeviceStep {
     report.code = outcome.code;
     report.layer = outcome.layer;
     report.detail = outcome.detail;
-    for (const dflash_step_lane& lane : lanes) report.heads.emplace_back(lane.head, lane.tail);
+    report.result.has_failed = outcome.code != 0;
+    for (const dflash_step_lane& lane : lanes) report.result.used.push_back({lane.head, lane.tail});
     for (uint32_t i = 0; i < outcome.num_messages; ++i) {
       const dflash_step_message& one = messages[i];
-      report.messages.push_back({lanes_[one.lane].worker, one.layer, one.num_rows, one.num_pairs,
-                                 one.request_bytes, one.reply_bytes});
+      report.result.answered.push_back({lanes_[one.lane].worker, one.layer, one.num_rows,
+                                        one.num_pairs, one.request_bytes, one.reply_bytes});
     }
     if (outcome.code == 0 || outcome.lane >= lanes_.size()) return report;
     report.worker = lanes_[outcome.lane].name;
@@ -163,7 +163,7 @@ class DeviceStep {
   }
 
   std::shared_ptr<plugin::HostDevice> device_;
-  std::vector<client::StepLane> lanes_;
+  std::vector<client::LeasedPath> lanes_;
   std::unique_ptr<transport::RingBell> bell_;
 };
 
@@ -199,7 +199,6 @@ void define_step_layer(const HostDeviceBox& box, uint32_t layer, uint32_t in_siz
 }  // namespace
 
 void bind_device_step(py::module_& module) {
-  py::class_<StepLease>(module, "StepLease");
   py::class_<StepReport>(module, "StepReport")
       .def_readonly("code", &StepReport::code)
       .def_readonly("layer", &StepReport::layer)
@@ -207,16 +206,14 @@ void bind_device_step(py::module_& module) {
       .def_readonly("worker", &StepReport::worker)
       .def_readonly("text", &StepReport::text);
   py::class_<DeviceStep>(module, "DeviceStep")
-      .def(py::init<const HostDeviceBox&, StepLease&, double, std::optional<uint64_t>, int64_t>(),
+      .def(py::init<const HostDeviceBox&, client::StepLease&, double, std::optional<uint64_t>,
+                    int64_t>(),
            py::arg("device"), py::arg("lease"), py::kw_only(), py::arg("budget_s"),
            py::arg("stream") = std::nullopt, py::arg("nap_ns") = 0)
       .def_static("define_layer", &define_step_layer, py::arg("device"), py::kw_only(),
                   py::arg("layer"), py::arg("in_size"), py::arg("out_size"), py::arg("num_experts"),
                   py::arg("shards"))
-      .def("add", &DeviceStep::add, py::arg("layer"), py::arg("hidden_states"),
-           py::arg("row_stride_bytes"), py::arg("dtype"), py::arg("num_tokens"),
-           py::arg("topk_ids"), py::arg("ids_are_64bit"), py::arg("topk_weights"),
-           py::arg("weights_dtype"), py::arg("top_k"), py::arg("output"))
+      .def("add", &DeviceStep::add, py::arg("layer"), py::arg("batch"))
       .def("wait", &DeviceStep::wait, py::arg("timeout_s"))
       .def("abort", &DeviceStep::abort)
       .def("give_up", &DeviceStep::give_up)

@@ -120,9 +120,9 @@ void bind_plugin(py::module_& module) {
           [](const BackendDevice& self, const py::dict& spec, uint32_t num_experts,
              const std::string& weight_dtype, const std::string& numerics) {
             return unwrap(
-                self.backend->layer_bytes(parse_ffn_spec(spec), num_experts,
-                                          unwrap(compute::parse_resident_formats(weight_dtype)),
-                                          unwrap(compute::parse_numerics(numerics))));
+                self.backend->predicted_bytes(parse_ffn_spec(spec), num_experts,
+                                              unwrap(compute::parse_resident_formats(weight_dtype)),
+                                              unwrap(compute::parse_numerics(numerics))));
           },
           py::kw_only(), py::arg("spec"), py::arg("num_experts"), py::arg("weight_dtype"),
           py::arg("numerics") = compute::numerics_name(compute::kDefaultNumerics))

@@ -1,20 +1,17 @@
-// Segments and channels. A Channel is opaque to Python: it is made here and handed to a client, a
-// worker or a decorator.
+// The table of transports and the handshakes through it; channels. A Channel is opaque to Python:
+// it is made here and handed to a client, a worker or a decorator.
 // SPDX-License-Identifier: Apache-2.0
-#include <fcntl.h>
 #include <pybind11/pybind11.h>
-#include <sys/eventfd.h>
+#include <pybind11/stl.h>
 
-#include <cerrno>
-#include <cstring>
 #include <string>
+#include <vector>
 
 #include "bindings/arguments.h"
 #include "bindings/module.h"
 #include "transport/faulty/faulty.h"
+#include "transport/kinds.h"
 #include "transport/loopback/loopback.h"
-#include "transport/shared/segment.h"
-#include "transport/stream/stream.h"
 
 namespace py = pybind11;
 
@@ -22,37 +19,81 @@ namespace dflash::bindings {
 namespace {
 
 using transport::Channel;
-using transport::Segment;
 using transport::SlotGeometry;
 
-struct SegmentBox {
-  std::optional<Segment> segment;
-
-  Segment take() {
-    if (!segment) raise(Error{ErrorCode::kClosed, "this segment was already handed over"});
-    Segment taken = std::move(*segment);
-    segment.reset();
-    return taken;
-  }
-};
+using transport::PathTerms;
+using transport::TransportKind;
 
 std::unique_ptr<ChannelBox> boxed(std::unique_ptr<Channel> channel) {
   return std::make_unique<ChannelBox>(ChannelBox{std::move(channel)});
 }
 
-std::unique_ptr<SegmentBox> boxed(Segment segment) {
-  auto box = std::make_unique<SegmentBox>();
-  box->segment.emplace(std::move(segment));
-  return box;
+py::bytes to_bytes(std::span<const std::byte> bytes) {
+  return {reinterpret_cast<const char*>(bytes.data()), bytes.size()};
 }
 
-OwnedFd duplicate(int fd) {
-  if (fd < 0) return OwnedFd();
-  OwnedFd copy(::fcntl(fd, F_DUPFD_CLOEXEC, 0));
-  if (!copy.is_open())
-    raise(Error{ErrorCode::kSystem,
-                std::string("cannot duplicate a descriptor: ") + std::strerror(errno)});
-  return copy;
+// Takes the descriptors before anything can fail, so that the caller gives them away in any case.
+transport::Handover handover_of(const std::string& bytes, const std::vector<int>& descriptors) {
+  transport::Handover handover;
+  for (const int descriptor : descriptors) handover.descriptors.emplace_back(descriptor);
+  if (bytes.size() > transport::kMaxHandoverBytes) {
+    raise(Error{ErrorCode::kProtocol, "the other end's handover has " +
+                                          std::to_string(bytes.size()) + " bytes; allowed are " +
+                                          std::to_string(transport::kMaxHandoverBytes)});
+  }
+  const auto view = std::as_bytes(std::span(bytes));
+  handover.bytes.assign(view.begin(), view.end());
+  return handover;
+}
+
+const TransportKind& kind_named(const std::string& name) {
+  return *unwrap(transport::find_kind(transport::transport_kinds(), name));
+}
+
+// The host's end of a handshake, and what it is made from.
+struct OfferBox {
+  std::unique_ptr<transport::PathOffer> offer;
+
+  transport::PathOffer& get() const {
+    if (offer == nullptr) raise(Error{ErrorCode::kClosed, "this offer was completed before"});
+    return *offer;
+  }
+};
+
+std::unique_ptr<OfferBox> offer_path(const std::string& kind, const PathTerms& terms) {
+  Result<std::unique_ptr<transport::PathOffer>> made = Error{ErrorCode::kClosed, ""};
+  const TransportKind& row = kind_named(kind);
+  {
+    py::gil_scoped_release unlocked;
+    made = row.offer(terms);
+  }
+  return std::make_unique<OfferBox>(OfferBox{unwrap(std::move(made))});
+}
+
+std::unique_ptr<ChannelBox> complete(OfferBox& box, const std::string& answer,
+                                     const std::vector<int>& descriptors) {
+  transport::Handover handover = handover_of(answer, descriptors);
+  box.get();
+  const auto offer = std::move(box.offer);
+  Result<std::unique_ptr<Channel>> made = Error{ErrorCode::kClosed, ""};
+  {
+    py::gil_scoped_release unlocked;
+    made = offer->complete(std::move(handover));
+  }
+  return boxed(unwrap(std::move(made)));
+}
+
+std::unique_ptr<transport::Acceptance> accept_path(const std::string& kind, const PathTerms& terms,
+                                                   const std::string& offered,
+                                                   const std::vector<int>& descriptors) {
+  transport::Handover handover = handover_of(offered, descriptors);
+  const TransportKind& row = kind_named(kind);
+  Result<transport::Acceptance> made = Error{ErrorCode::kClosed, ""};
+  {
+    py::gil_scoped_release unlocked;
+    made = row.accept(terms, std::move(handover));
+  }
+  return std::make_unique<transport::Acceptance>(unwrap(std::move(made)));
 }
 
 transport::FaultKind parse_fault(const std::string& kind) {
@@ -72,7 +113,7 @@ transport::FaultPoint parse_point(const std::string& point) {
   raise(Error{ErrorCode::kInvalidArgument, "fault point '" + point + "' is none of publish, poll"});
 }
 
-void bind_segments(py::module_& module) {
+void bind_terms(py::module_& module) {
   py::class_<SlotGeometry>(module, "Geometry")
       .def(py::init([](uint32_t num_slots, uint64_t request_bytes, uint64_t reply_bytes) {
              return SlotGeometry{num_slots, request_bytes, reply_bytes};
@@ -81,28 +122,66 @@ void bind_segments(py::module_& module) {
       .def_readonly("num_slots", &SlotGeometry::num_slots)
       .def_readonly("request_bytes", &SlotGeometry::request_bytes)
       .def_readonly("reply_bytes", &SlotGeometry::reply_bytes);
-  py::class_<SegmentBox>(module, "Segment")
-      .def_static(
-          "create",
-          [](const std::string& side, const SlotGeometry& geometry, uint64_t generation,
-             bool is_open) {
-            return boxed(unwrap(Segment::create(parse_side(side), geometry, generation, is_open)));
-          },
-          py::arg("side"), py::arg("geometry"), py::arg("generation"), py::arg("is_open") = false)
-      .def_static(
-          "attach",
-          [](int fd, const std::string& writer, const SlotGeometry& geometry, uint64_t generation,
-             bool is_open) {
-            OwnedFd owned(fd);
-            return boxed(unwrap(Segment::attach(std::move(owned), parse_side(writer), geometry,
-                                                generation, is_open)));
-          },
-          py::arg("fd"), py::arg("writer"), py::arg("geometry"), py::arg("generation"),
-          py::arg("is_open") = false)
-      .def("fileno", [](const SegmentBox& box) {
-        if (!box.segment) raise(Error{ErrorCode::kClosed, "this segment was already handed over"});
-        return box.segment->fd();
+  py::class_<PathTerms>(module, "PathTerms")
+      .def(py::init([](const SlotGeometry& geometry, uint64_t generation, bool is_open,
+                       int socket_buffer_bytes, int user_timeout_ms) {
+             return PathTerms{geometry, generation, is_open, socket_buffer_bytes, user_timeout_ms};
+           }),
+           py::arg("geometry"), py::arg("generation"), py::kw_only(), py::arg("is_open") = false,
+           py::arg("socket_buffer_bytes") = 0, py::arg("user_timeout_ms") = 0);
+}
+
+void bind_handshake(py::module_& module) {
+  py::class_<TransportKind>(module, "TransportKind")
+      .def_property_readonly("name", [](const TransportKind& self) { return self.name; })
+      .def_property_readonly("setting", [](const TransportKind& self) { return self.setting; })
+      .def_property_readonly("reaches",
+                             [](const TransportKind& self) {
+                               std::vector<std::string> names;
+                               for (const transport::Reach reach : self.reaches)
+                                 names.emplace_back(transport::reach_name(reach));
+                               return names;
+                             })
+      .def_property_readonly("is_dialled",
+                             [](const TransportKind& self) { return self.is_dialled; })
+      .def("try_here", [](const TransportKind& self) {
+        Status tried = ok();
+        {
+          py::gil_scoped_release unlocked;
+          tried = transport::try_kind(self);
+        }
+        unwrap(std::move(tried));
       });
+  module.def("transport_kinds", [] {
+    py::list kinds;
+    for (const TransportKind& kind : transport::transport_kinds())
+      kinds.append(py::cast(&kind, py::return_value_policy::reference));
+    return kinds;
+  });
+  py::class_<OfferBox>(module, "PathOffer")
+      .def_property_readonly("payload",
+                             [](const OfferBox& self) { return to_bytes(self.get().bytes()); })
+      .def_property_readonly("descriptors",
+                             [](const OfferBox& self) { return self.get().descriptors(); })
+      .def("complete", &complete, py::arg("answer"), py::arg("descriptors"));
+  py::class_<transport::Acceptance>(module, "Acceptance")
+      .def("take_channel",
+           [](transport::Acceptance& self) {
+             if (self.channel == nullptr)
+               raise(Error{ErrorCode::kClosed, "this channel was already handed over"});
+             return boxed(std::move(self.channel));
+           })
+      .def_property_readonly(
+          "payload", [](const transport::Acceptance& self) { return to_bytes(self.answer.bytes); })
+      .def_property_readonly("descriptors", [](const transport::Acceptance& self) {
+        std::vector<int> descriptors;
+        for (const OwnedFd& descriptor : self.answer.descriptors)
+          descriptors.push_back(descriptor.get());
+        return descriptors;
+      });
+  module.def("offer_path", &offer_path, py::arg("kind"), py::arg("terms"));
+  module.def("accept_path", &accept_path, py::arg("kind"), py::arg("terms"), py::arg("offered"),
+             py::arg("descriptors"));
 }
 
 void bind_channels(py::module_& module) {
@@ -110,28 +189,6 @@ void bind_channels(py::module_& module) {
       .def_property_readonly("kind", [](const ChannelBox& box) {
         return std::string(box.channel == nullptr ? "handed over" : box.channel->kind());
       });
-  module.def(
-      "make_shared_channel",
-      [](const std::string& side, const SlotGeometry& geometry, SegmentBox& own, SegmentBox& peer,
-         int host_bell_fd) {
-        return boxed(unwrap(transport::make_shared_channel(parse_side(side), geometry, own.take(),
-                                                           peer.take(), duplicate(host_bell_fd))));
-      },
-      py::arg("side"), py::arg("geometry"), py::arg("own"), py::arg("peer"),
-      py::arg("host_bell_fd"));
-  module.def(
-      "make_stream_channel",
-      [](const std::string& side, const SlotGeometry& geometry, int fd, int send_buffer_bytes,
-         int receive_buffer_bytes, int user_timeout_ms) {
-        OwnedFd socket(fd);
-        const transport::StreamOptions options{send_buffer_bytes, receive_buffer_bytes,
-                                               user_timeout_ms};
-        return boxed(unwrap(transport::make_stream_channel(parse_side(side), geometry,
-                                                           std::move(socket), options)));
-      },
-      py::arg("side"), py::arg("geometry"), py::arg("fd"), py::kw_only(),
-      py::arg("send_buffer_bytes") = 0, py::arg("receive_buffer_bytes") = 0,
-      py::arg("user_timeout_ms") = 0);
   module.def(
       "make_loopback",
       [](const SlotGeometry& geometry) {
@@ -161,13 +218,9 @@ void bind_channels(py::module_& module) {
 }  // namespace
 
 void bind_transport(py::module_& module) {
-  bind_segments(module);
+  bind_terms(module);
   bind_channels(module);
-  module.def("new_eventfd", [] {
-    const int fd = ::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-    if (fd < 0) raise(Error{ErrorCode::kSystem, std::string("eventfd: ") + std::strerror(errno)});
-    return fd;
-  });
+  bind_handshake(module);
 }
 
 }  // namespace dflash::bindings

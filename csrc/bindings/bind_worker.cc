@@ -116,7 +116,8 @@ using WorkerHolder = std::unique_ptr<ExpertWorker, DeleteInOwnProcess>;
 
 WorkerHolder make_worker(const std::string& name, const std::string& isa, uint32_t num_threads,
                          const std::vector<int>& cpus, int64_t spin_ns, double slowdown,
-                         const BackendDevice* device, const std::string& weights_layout) {
+                         const BackendDevice* device, const std::string& weights_layout,
+                         uint64_t memory_limit) {
   worker::WorkerOptions options;
   options.name = name;
   options.isa = unwrap(compute::parse_isa(isa));
@@ -125,6 +126,7 @@ WorkerHolder make_worker(const std::string& name, const std::string& isa, uint32
   options.spin_ns = spin_ns;
   options.slowdown = slowdown;
   options.weights_layout = unwrap(compute::parse_weights_layout(weights_layout));
+  options.memory_limit = memory_limit;
   std::unique_ptr<compute::ExpertBackend> backend;
   if (device != nullptr) backend = std::make_unique<SharedBackend>(device->backend);
   return WorkerHolder(unwrap(ExpertWorker::create(options, std::move(backend))).release());
@@ -162,7 +164,7 @@ void bind_worker(py::module_& module) {
       .def(py::init(&make_worker), py::kw_only(), py::arg("name"), py::arg("isa"),
            py::arg("num_threads"), py::arg("cpus") = std::vector<int>{}, py::arg("spin_ns") = 0,
            py::arg("slowdown") = 1.0, py::arg("device") = nullptr,
-           py::arg("weights_layout") = "packed")
+           py::arg("weights_layout") = "packed", py::arg("memory_limit") = 0)
       .def(
           "define_shard",
           [](ExpertWorker& self, uint32_t layer, uint32_t shard, const py::dict& spec,

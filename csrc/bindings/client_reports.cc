@@ -60,9 +60,10 @@ py::dict chunk_dict(const client::ChunkRecord& chunk) {
 
 }  // namespace
 
-py::dict counters_dict(const CountersList& list) {
+py::dict counters_dict(const std::vector<client::CountersOf>& list) {
   py::dict all;
-  for (const auto& [where, counters] : list) {
+  for (const client::CountersOf& one : list) {
+    const client::Counters& counters = one.counters;
     py::dict fields;
     fields["calls"] = counters.calls;
     fields["rows"] = counters.rows;
@@ -74,7 +75,7 @@ py::dict counters_dict(const CountersList& list) {
     fields["worker_compute_ns"] = counters.worker_compute_ns;
     fields["worker_queue_ns"] = counters.worker_queue_ns;
     fields["splits"] = counters.splits;
-    all[py::make_tuple(where.first, where.second)] = fields;
+    all[py::make_tuple(one.worker, one.layer)] = fields;
   }
   return all;
 }
@@ -84,7 +85,8 @@ py::list worker_dicts(const std::vector<client::WorkerReport>& list) {
   for (const client::WorkerReport& report : list) {
     py::dict fields;
     fields["name"] = report.name;
-    fields["state"] = report.state == client::WorkerState::kReady ? "ready" : "lost";
+    fields["state"] = report.path == client::PathState::kLost ? "lost" : "ready";
+    fields["path"] = client::path_state_name(report.path);
     fields["reason"] = report.reason;
     fields["quarantined_slots"] = report.quarantined_slots;
     fields["stale_replies"] = report.stale_replies;

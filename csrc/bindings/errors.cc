@@ -30,12 +30,25 @@ py::object python_class(const char* name) {
   return py::module_::import("dflash_moe.errors").attr(name);
 }
 
+// The keyword arguments of DflashError: the code's name, and every field of the place that is set.
+py::dict fields_of(const Row& row, const ErrorPlace& place) {
+  py::dict fields;
+  fields["code"] = row.name;
+  if (!place.worker.empty()) fields["worker"] = place.worker;
+  if (place.layer) fields["layer"] = *place.layer;
+  if (place.token) fields["token"] = *place.token;
+  if (place.slot) fields["slot"] = *place.slot;
+  return fields;
+}
+
 }  // namespace
 
 void raise(const Error& error) {
   for (const Row& row : kTable) {
     if (row.code != error.code) continue;
-    PyErr_SetString(python_class(row.python_class).ptr(), error.message.c_str());
+    const py::object cls = python_class(row.python_class);
+    const py::object raised = cls(error.message, **fields_of(row, error.place));
+    PyErr_SetObject(cls.ptr(), raised.ptr());
     throw py::error_already_set();
   }
   check(false, "an ErrorCode has no row in the exception table");

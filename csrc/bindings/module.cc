@@ -16,8 +16,10 @@ PYBIND11_MODULE(_core, module) {
   bind_plugin(module);
   bind_host_device(module);
   bind_worker(module);
-  bind_device_step(module);
+  bind_slot_plan(module);
   bind_client(module);
+  bind_call(module);
+  bind_device_step(module);
   bind_dlpack(module);
   bind_oracle(module);
   bind_formats(module);

@@ -1,5 +1,5 @@
-// A submitted call and the parts it is cut into. Whoever has the turn (turn.h) owns all of it; only
-// `is_done`, and `error` after it, are read by any thread.
+// A submitted call and the slices it is cut into. Whoever has the turn (turn.h) owns all of it;
+// only `is_done`, and `error` after it, are read by any thread.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -7,33 +7,34 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
-#include <string>
 #include <vector>
 
-#include "base/dtype.h"
 #include "base/result.h"
+#include "base/token_batch.h"
 #include "client/buffer_pool.h"
 #include "client/exchange.h"
-#include "client/expert_client.h"
+#include "client/types.h"
 
 namespace dflash::client {
 
-// What submit() and completion need of a layer.
+class Call;
+
+// A layer as calls need it.
 struct Layer {
   LayerPlan plan;  // shards in ascending id
   ExpertTable experts;
 };
 
-enum class PartState : uint8_t { kWaiting, kInFlight, kArrived };
+enum class SliceState : uint8_t { kWaiting, kInFlight, kArrived };
 
-// One request: rows [row_begin, row_end) of one shard's list.
-struct Part {
+// What travels in one request: rows [row_begin, row_end) of one shard's list.
+struct Slice {
   Call* call = nullptr;
   uint32_t shard_index = 0;  // position in the layer's plan
   uint32_t worker = 0;
-  // index of the part within (call, shard), so that no two requests share an identity
-  uint16_t slice = 0;
-  PartState state = PartState::kWaiting;
+  // Number of the slice within (call, shard), so that no two requests share an identity.
+  uint16_t index = 0;
+  SliceState state = SliceState::kWaiting;
   Dtype request_dtype = Dtype::kF32, reply_dtype = Dtype::kF32;
   uint32_t row_begin = 0, row_end = 0;
   uint32_t pair_begin = 0, pair_end = 0;
@@ -48,10 +49,10 @@ struct Part {
   uint32_t num_pairs() const { return pair_end - pair_begin; }
 };
 
-// One shard of a call as its worker was predicted to take it.
-struct ShardForecast {
+// A chunk, the rows of a call at one shard, as its worker was predicted to take it.
+struct ChunkForecast {
   int64_t ns = 0;
-  uint32_t parts_left = 0;
+  uint32_t slices_left = 0;
   bool is_alone = false;  // no other call had anything at the worker when this one came
 };
 
@@ -59,9 +60,9 @@ struct ShardForecast {
 struct CallWork {
   TokenBatch batch;                   // topk_ids and topk_weights are not read after submit
   std::vector<ShardRows> shard_rows;  // [num_shards]
-  std::vector<Part> parts;            // by shard, then by row; not resized once cut
-  size_t parts_left = 0;
-  std::vector<ShardForecast> forecasts;  // [num_shards]
+  std::vector<Slice> slices;          // by shard, then by row; not resized once cut
+  size_t slices_left = 0;
+  std::vector<ChunkForecast> forecasts;  // [num_shards] once cut, empty before
 };
 
 class Call {
@@ -69,9 +70,12 @@ class Call {
   uint64_t id = 0;
   const Layer* layer = nullptr;
   int64_t submitted_ns = 0, deadline_ns = 0;
+  // True while a data path that it needs is worn or leased, or the client is held: not cut yet.
+  bool is_parked = false;
   std::unique_ptr<CallWork> work;  // null once done
   std::optional<Error> error;
   std::atomic<bool> is_done = false;  // released after the output and `error` were written
 };
+using CallPtr = std::shared_ptr<Call>;
 
 }  // namespace dflash::client

@@ -9,8 +9,8 @@ namespace dflash::client {
 
 void Combiner::point_at_first_rows(const CallWork& work) {
   cursors_.clear();
-  for (const Part& part : work.parts) {
-    if (part.row_begin == 0) cursors_.push_back({&work.shard_rows[part.shard_index], &part, 0});
+  for (const Slice& slice : work.slices) {
+    if (slice.row_begin == 0) cursors_.push_back({&work.shard_rows[slice.shard_index], &slice, 0});
   }
 }
 
@@ -19,10 +19,10 @@ void Combiner::point_at_first_rows(const CallWork& work) {
 const std::byte* Combiner::take(Cursor& cursor, uint32_t token, size_t out_size) const {
   if (cursor.row == cursor.rows->tokens.size() || cursor.rows->tokens[cursor.row] != token)
     return nullptr;
-  if (cursor.row == cursor.part->row_end) ++cursor.part;  // parts of a shard lie side by side
-  const size_t row = cursor.row++ - cursor.part->row_begin;
-  return cursor.part->reply_rows.bytes.get() +
-         row * out_size * dtype_bytes(cursor.part->reply_dtype);
+  if (cursor.row == cursor.slice->row_end) ++cursor.slice;  // slices of a shard lie side by side
+  const size_t row = cursor.row++ - cursor.slice->row_begin;
+  return cursor.slice->reply_rows.bytes.get() +
+         row * out_size * dtype_bytes(cursor.slice->reply_dtype);
 }
 
 Status Combiner::combine(const Call& call) {
@@ -34,7 +34,7 @@ Status Combiner::combine(const Call& call) {
     std::fill(sums_.begin(), sums_.end(), 0.0f);
     for (Cursor& cursor : cursors_) {
       const std::byte* row = take(cursor, token, out_size);
-      if (row != nullptr) widen_add(cursor.part->reply_dtype, row, sums_.data(), out_size);
+      if (row != nullptr) widen_add(cursor.slice->reply_dtype, row, sums_.data(), out_size);
     }
     std::byte* out = batch.output + token * out_size * dtype_bytes(batch.dtype);
     if (!convert(Dtype::kF32, reinterpret_cast<const std::byte*>(sums_.data()), batch.dtype, out,
@@ -42,7 +42,8 @@ Status Combiner::combine(const Call& call) {
       return Error{ErrorCode::kRange,
                    "layer " + call.layer->plan.name + ", token " + std::to_string(token) +
                        ": the sum of its experts does not fit " + dtype_name(batch.dtype) +
-                       "; run the model in bf16 or f32"};
+                       "; run the model in bf16 or f32"}
+          .at({{}, call.layer->plan.layer, token, {}});
     }
   }
   return ok();

@@ -19,10 +19,10 @@ class Combiner {
   Status combine(const Call& call);
 
  private:
-  // Where one shard's next row is, in token order across its parts.
+  // Where one shard's next row is, in token order across its slices.
   struct Cursor {
     const ShardRows* rows;
-    const Part* part;
+    const Slice* slice;
     uint32_t row;
   };
   const std::byte* take(Cursor& cursor, uint32_t token, size_t out_size) const;

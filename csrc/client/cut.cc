@@ -2,16 +2,17 @@
 #include "client/cut.h"
 
 #include <limits>
+#include <utility>
 
 #include "client/encode.h"
 
 namespace dflash::client {
 namespace {
 
-// Walks a shard's rows once, appending parts.
-class Cutter {
+// Walks a shard's rows once, appending slices.
+class RowWalk {
  public:
-  Cutter(Call& call, uint32_t shard_index, uint32_t worker, const CutLimits& limits)
+  RowWalk(Call& call, uint32_t shard_index, uint32_t worker, const CutLimits& limits)
       : call_(call),
         plan_(call.layer->plan),
         rows_(call.work->shard_rows[shard_index]),
@@ -23,7 +24,7 @@ class Cutter {
     next_.reply_dtype = limits.reply_dtype;
   }
 
-  // Appends the parts of the rows from where the last range ended up to those of tokens below
+  // Appends the slices of the rows from where the last range ended up to those of tokens below
   // `token_end`.
   Status cut_range(uint32_t token_end) {
     uint32_t row_end = next_.row_end;
@@ -37,7 +38,7 @@ class Cutter {
   uint64_t num_splits() const { return num_splits_; }
 
  private:
-  // Appends one part: the rows up to `row_end`, or the largest half of a half of them that fits.
+  // Appends one slice: the rows up to `row_end`, or the largest half of a half of them that fits.
   Status append(uint32_t row_end) {
     next_.row_begin = next_.row_end;
     next_.pair_begin = next_.pair_end;
@@ -56,24 +57,24 @@ class Cutter {
                          " bytes; raise ipc.shared_bytes"};
       }
     }
-    if (num_parts_ > std::numeric_limits<uint16_t>::max()) {
+    if (num_slices_ > std::numeric_limits<uint16_t>::max()) {
       return Error{
           ErrorCode::kInvalidArgument,
           "layer " + plan_.name + ": " + std::to_string(call_.work->batch.num_tokens) +
               " tokens make more than 65536 slices; submit fewer tokens or raise the slice"};
     }
-    next_.slice = static_cast<uint16_t>(num_parts_++);
-    Part& part = call_.work->parts.emplace_back();
-    part.call = next_.call;
-    part.shard_index = next_.shard_index;
-    part.worker = next_.worker;
-    part.slice = next_.slice;
-    part.request_dtype = next_.request_dtype;
-    part.reply_dtype = next_.reply_dtype;
-    part.row_begin = next_.row_begin;
-    part.row_end = next_.row_end;
-    part.pair_begin = next_.pair_begin;
-    part.pair_end = next_.pair_end;
+    next_.index = static_cast<uint16_t>(num_slices_++);
+    Slice& slice = call_.work->slices.emplace_back();
+    slice.call = next_.call;
+    slice.shard_index = next_.shard_index;
+    slice.worker = next_.worker;
+    slice.index = next_.index;
+    slice.request_dtype = next_.request_dtype;
+    slice.reply_dtype = next_.reply_dtype;
+    slice.row_begin = next_.row_begin;
+    slice.row_end = next_.row_end;
+    slice.pair_begin = next_.pair_begin;
+    slice.pair_end = next_.pair_end;
     return ok();
   }
   bool fits() const {
@@ -88,8 +89,8 @@ class Cutter {
   const LayerPlan& plan_;
   const ShardRows& rows_;
   const CutLimits& limits_;
-  Part next_;
-  uint32_t num_parts_ = 0;
+  Slice next_;
+  uint32_t num_slices_ = 0;
   uint64_t num_splits_ = 0;
 };
 
@@ -99,10 +100,82 @@ Result<uint64_t> cut_shard(Call& call, uint32_t shard_index, uint32_t worker,
                            const CutLimits& limits) {
   const uint32_t num_tokens = call.work->batch.num_tokens;
   const uint32_t num_ranges = num_slices(num_tokens, limits.slice_tokens);
-  Cutter cutter(call, shard_index, worker, limits);
+  RowWalk walk(call, shard_index, worker, limits);
   for (uint32_t i = 0; i < num_ranges; ++i)
-    DFLASH_TRY(cutter.cut_range(slice_end(num_tokens, num_ranges, i)));
-  return cutter.num_splits();
+    DFLASH_TRY(walk.cut_range(slice_end(num_tokens, num_ranges, i)));
+  return walk.num_splits();
+}
+
+Status Cutter::cut(Call& call, std::span<const std::unique_ptr<Link>> links) {
+  const LayerPlan& plan = call.layer->plan;
+  call.work->forecasts.assign(plan.shards.size(), ChunkForecast());
+  for (uint32_t s = 0; s < plan.shards.size(); ++s) {
+    if (call.work->shard_rows[s].tokens.empty()) continue;
+    Link& link = *links[plan.shards[s].worker];
+    auto num_splits = cut_chunk(call, s, link);
+    if (!num_splits.ok()) {
+      call.work->slices.clear();
+      call.work->forecasts.clear();
+      return std::move(num_splits)
+          .error()
+          .with("worker " + link.name)
+          .at({link.name, plan.layer, {}, {}});
+    }
+    if (num_splits.value() > 0) link.counters[plan.layer].splits += num_splits.value();
+  }
+  call.work->slices_left = call.work->slices.size();
+  return ok();
+}
+
+// Asks the worker's model for the number of slices; with a fixed policy only for the time that they
+// should take.
+Result<uint64_t> Cutter::cut_chunk(Call& call, uint32_t shard_index, Link& link) {
+  const LayerPlan& plan = call.layer->plan;
+  const ShardPlace& shard = plan.shards[shard_index];
+  const ShardRows& rows = call.work->shard_rows[shard_index];
+  const SlicePolicy& policy = link.policy;
+  Chunk chunk;
+  chunk.num_tokens = call.work->batch.num_tokens;
+  chunk.least_slices = num_slices(chunk.num_tokens, policy.slice_tokens);
+  chunk.rows = static_cast<double>(rows.tokens.size());
+  chunk.pairs = static_cast<double>(rows.local_expert_ids.size());
+  chunk.experts = count_experts(rows.local_expert_ids, shard.experts.size());
+  chunk.request_bytes =
+      chunk.rows * static_cast<double>(plan.in_size * dtype_bytes(link.request_dtype));
+  chunk.reply_bytes =
+      chunk.rows * static_cast<double>(plan.out_size * dtype_bytes(link.reply_dtype));
+  const SliceChoice choice =
+      link.model.choose(plan.cost_class, chunk, policy.window, !policy.is_measured);
+  link.window = policy.is_measured ? choice.taken.window : policy.window;
+
+  const uint32_t chosen_tokens =
+      (chunk.num_tokens + choice.taken.num_slices - 1) / choice.taken.num_slices;
+  const CutLimits limits{policy.is_measured ? chosen_tokens : policy.slice_tokens,
+                         link.path.geometry(), link.request_dtype, link.reply_dtype};
+  const size_t first = call.work->slices.size();
+  auto num_splits = cut_shard(call, shard_index, shard.worker, limits);
+  const std::span<Slice> cut = std::span(call.work->slices).subspan(first);
+  const auto num_cut = static_cast<uint32_t>(cut.size());
+  call.work->forecasts[shard_index] = {static_cast<int64_t>(choice.taken.ns), num_cut, false};
+  for (Slice& slice : cut) {
+    slice.forecast_ns = static_cast<int64_t>(choice.taken.ns / num_cut);
+    const auto ids = std::span(rows.local_expert_ids).subspan(slice.pair_begin, slice.num_pairs());
+    slice.num_experts = num_cut == 1 ? static_cast<uint32_t>(chunk.experts)
+                                     : count_experts(ids, shard.experts.size());
+  }
+  return num_splits;
+}
+
+uint32_t Cutter::count_experts(std::span<const uint16_t> local_expert_ids,
+                               size_t num_local_experts) {
+  if (expert_seen_.size() < num_local_experts) expert_seen_.resize(num_local_experts, 0);
+  ++num_counts_;
+  uint32_t count = 0;
+  for (const uint16_t id : local_expert_ids) {
+    count += expert_seen_[id] != num_counts_ ? 1 : 0;
+    expert_seen_[id] = num_counts_;
+  }
+  return count;
 }
 
 }  // namespace dflash::client

@@ -1,11 +1,15 @@
-// Cuts one shard's rows of a call into requests: evenly by tokens as the worker's policy says, and
-// further where a slot is too small.
+// Cuts calls into slices: evenly by tokens, into as many as the mode says or as a worker's model
+// predicts to be best, and further where a slot is too small.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <memory>
+#include <span>
+#include <vector>
+
 #include "base/result.h"
 #include "client/call.h"
-#include "transport/channel.h"
+#include "client/link.h"
 
 namespace dflash::client {
 
@@ -16,10 +20,25 @@ struct CutLimits {
   Dtype reply_dtype = Dtype::kF32;
 };
 
-// Appends the parts of shard `shard_index` to call.work->parts; a token range without rows gives
-// none. Returns how many parts there are beyond one for each range with rows. Errors:
-// kInvalidArgument when a single row does not fit a slot, or on too many parts.
+// Appends the slices of shard `shard_index` to call.work->slices; a token range without rows gives
+// none. Returns how many slices there are beyond one for each range with rows. Errors:
+// kInvalidArgument when a single row does not fit a slot, or on too many slices.
 Result<uint64_t> cut_shard(Call& call, uint32_t shard_index, uint32_t worker,
                            const CutLimits& limits);
+
+// Keeps its scratch memory between calls.
+class Cutter {
+ public:
+  // Fills the call's slices and forecasts, and chooses each link's window. Every path that the call
+  // needs has a channel. Errors: those of cut_shard, naming worker and layer; then nothing is cut.
+  Status cut(Call& call, std::span<const std::unique_ptr<Link>> links);
+
+ private:
+  Result<uint64_t> cut_chunk(Call& call, uint32_t shard_index, Link& link);
+  uint32_t count_experts(std::span<const uint16_t> local_expert_ids, size_t num_local_experts);
+
+  std::vector<uint64_t> expert_seen_;  // by local id: the count in which an expert was last seen
+  uint64_t num_counts_ = 0;
+};
 
 }  // namespace dflash::client

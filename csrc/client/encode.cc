@@ -37,33 +37,33 @@ class RunningChecksum {
   Checksum sum_;
 };
 
-void write_index(const Part& part, const ShardRows& rows, const wire::RequestLayout& layout,
+void write_index(const Slice& slice, const ShardRows& rows, const wire::RequestLayout& layout,
                  std::byte* payload) {
-  const size_t pairs = part.num_pairs(), num_rows = part.num_rows();
-  std::memcpy(payload + layout.weights_offset, rows.weights.data() + part.pair_begin,
+  const size_t pairs = slice.num_pairs(), num_rows = slice.num_rows();
+  std::memcpy(payload + layout.weights_offset, rows.weights.data() + slice.pair_begin,
               pairs * sizeof(float));
-  std::memcpy(payload + layout.row_counts_offset, rows.row_counts.data() + part.row_begin,
+  std::memcpy(payload + layout.row_counts_offset, rows.row_counts.data() + slice.row_begin,
               num_rows * sizeof(uint16_t));
-  std::memcpy(payload + layout.local_ids_offset, rows.local_expert_ids.data() + part.pair_begin,
+  std::memcpy(payload + layout.local_ids_offset, rows.local_expert_ids.data() + slice.pair_begin,
               pairs * sizeof(uint16_t));
   const size_t index_end = layout.local_ids_offset + pairs * sizeof(uint16_t);
   std::memset(payload + index_end, 0, layout.rows_offset - index_end);
 }
 
-wire::FrameHeader header_of(const Part& part, uint64_t generation) {
-  const ShardPlace& shard = part.call->layer->plan.shards[part.shard_index];
+wire::FrameHeader header_of(const Slice& slice, uint64_t generation) {
+  const ShardPlace& shard = slice.call->layer->plan.shards[slice.shard_index];
   wire::FrameHeader header;
   header.kind = wire::FrameKind::kRequest;
-  header.request_dtype = part.request_dtype;
-  header.reply_dtype = part.reply_dtype;
+  header.request_dtype = slice.request_dtype;
+  header.reply_dtype = slice.reply_dtype;
   header.generation = generation;
-  header.call_id = part.call->id;
+  header.call_id = slice.call->id;
   header.weights_fingerprint = shard.weights_fingerprint;
-  header.layer = part.call->layer->plan.layer;
+  header.layer = slice.call->layer->plan.layer;
   header.shard = shard.shard;
-  header.num_rows = part.num_rows();
-  header.num_pairs = part.num_pairs();
-  header.slice = part.slice;
+  header.num_rows = slice.num_rows();
+  header.num_pairs = slice.num_pairs();
+  header.slice = slice.index;
   return header;
 }
 
@@ -83,36 +83,37 @@ uint64_t reply_message_bytes(const LayerPlan& plan, uint32_t num_rows, Dtype dty
   return layout.ok() ? wire::kFrameHeaderBytes + layout.value().payload_bytes : 0;
 }
 
-Result<size_t> encode_request(const Part& part, uint64_t generation, std::span<std::byte> slot) {
-  const LayerPlan& plan = part.call->layer->plan;
-  const TokenBatch& batch = part.call->work->batch;
-  const ShardRows& rows = part.call->work->shard_rows[part.shard_index];
-  auto layout =
-      wire::RequestLayout::of(part.num_rows(), part.num_pairs(), plan.in_size, part.request_dtype);
+Result<size_t> encode_request(const Slice& slice, uint64_t generation, std::span<std::byte> slot) {
+  const LayerPlan& plan = slice.call->layer->plan;
+  const TokenBatch& batch = slice.call->work->batch;
+  const ShardRows& rows = slice.call->work->shard_rows[slice.shard_index];
+  auto layout = wire::RequestLayout::of(slice.num_rows(), slice.num_pairs(), plan.in_size,
+                                        slice.request_dtype);
   if (!layout.ok()) return std::move(layout).error();
   const size_t message_bytes = wire::kFrameHeaderBytes + layout.value().payload_bytes;
   if (message_bytes > slot.size())
     return Error{ErrorCode::kInvalidArgument, "a request is larger than its slot"};
 
   std::byte* payload = slot.data() + wire::kFrameHeaderBytes;
-  write_index(part, rows, layout.value(), payload);
+  write_index(slice, rows, layout.value(), payload);
   RunningChecksum sum(payload);
-  const size_t row_bytes = plan.in_size * dtype_bytes(part.request_dtype);
+  const size_t row_bytes = plan.in_size * dtype_bytes(slice.request_dtype);
   size_t at = layout.value().rows_offset;
-  for (uint32_t row = part.row_begin; row < part.row_end; ++row, at += row_bytes) {
+  for (uint32_t row = slice.row_begin; row < slice.row_end; ++row, at += row_bytes) {
     const uint32_t token = rows.tokens[row];
     const std::byte* source =
         batch.hidden_states + static_cast<int64_t>(token) * batch.row_stride_bytes;
-    if (!convert(batch.dtype, source, part.request_dtype, payload + at, plan.in_size)) {
+    if (!convert(batch.dtype, source, slice.request_dtype, payload + at, plan.in_size)) {
       return Error{ErrorCode::kRange, "layer " + plan.name + ", token " + std::to_string(token) +
                                           ": a finite hidden state does not fit the wire dtype " +
-                                          dtype_name(part.request_dtype) +
+                                          dtype_name(slice.request_dtype) +
                                           "; set ipc.dtype (DFLASH_MOE_EXPERT_COMPUTE_IPC_DTYPE) "
-                                          "to one with a wider range: f32 always fits"};
+                                          "to one with a wider range: f32 always fits"}
+          .at({{}, plan.layer, token, {}});
     }
     sum.written_to(at + row_bytes);
   }
-  wire::FrameHeader header = header_of(part, generation);
+  wire::FrameHeader header = header_of(slice, generation);
   header.payload_bytes = static_cast<uint32_t>(layout.value().payload_bytes);
   header.payload_checksum = sum.finish(layout.value().payload_bytes);
   wire::encode_frame_header(header, slot.first<wire::kFrameHeaderBytes>());

@@ -1,4 +1,4 @@
-// A part becomes a request: header, index part and rows written straight into the slot, converted
+// A slice becomes a request: header, index part and rows written straight into the slot, converted
 // and checksummed in one pass.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
@@ -16,8 +16,8 @@ uint64_t request_message_bytes(const LayerPlan& plan, uint32_t num_rows, uint32_
                                Dtype dtype);
 uint64_t reply_message_bytes(const LayerPlan& plan, uint32_t num_rows, Dtype dtype);
 
-// Writes the whole request message of `part` into `slot` and returns its length. Errors: kRange
+// Writes the whole request message of `slice` into `slot` and returns its length. Errors: kRange
 // naming layer and token when a finite hidden state does not fit the wire dtype.
-Result<size_t> encode_request(const Part& part, uint64_t generation, std::span<std::byte> slot);
+Result<size_t> encode_request(const Slice& slice, uint64_t generation, std::span<std::byte> slot);
 
 }  // namespace dflash::client

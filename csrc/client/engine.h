@@ -1,6 +1,10 @@
-// The progress engine: sends the parts of calls as credits allow, takes replies, judges workers,
-// ends calls. Not thread-safe: whoever has the turn (turn.h) uses it. Sources: engine.cc (calls and
-// sending), receive.cc (replies), verdict.cc (losses and deadlines), step.cc (device steps).
+// The progress engine: admits calls, sends their slices as credits allow, takes answers, judges
+// workers, ends calls. Not thread-safe: whoever has the turn (turn.h) uses it. Sources: engine.cc
+// (calls and sending), engine_answers.cc (what arrives), engine_losses.cc (what is given up).
+//
+// A call is parked, uncut, while a data path that it needs is worn or leased, or while somebody
+// holds the engine to change something between calls; it is cut and sent as soon as it can be, or
+// ends by its deadline.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -13,99 +17,124 @@
 #include "client/buffer_pool.h"
 #include "client/call.h"
 #include "client/combine.h"
-#include "client/expert_client.h"
-#include "client/worker_link.h"
-#include "wire/frame.h"
+#include "client/cut.h"
+#include "client/link.h"
+#include "client/receive.h"
+#include "client/step.h"
+#include "client/types.h"
 
 namespace dflash::client {
 
-// One sleep at most; bounds how late a hang-up, a stall or a deadline is seen (a hang-up must be
-// acted on within 100 ms).
+// One sleep at most. It bounds how late a hang-up, a stall or a deadline is seen: a hang-up must be
+// acted on within 100 ms.
 inline constexpr int64_t kTickNs = 20'000'000;
 inline constexpr size_t kMaxTraces = 65536;
-// A call may take four times what is predicted, at most this many call timeouts: predictions rest
-// on what workers say.
+// A call may take four times what is predicted, but at most this many call timeouts, because
+// predictions rest on what workers say.
 inline constexpr int64_t kPatience = 4, kMaxPatience = 20;
 
 class Engine {
  public:
   explicit Engine(const ClientOptions& options) : options_(options) {}
 
-  uint32_t add_worker(WorkerLink link);
-  WorkerEnd* worker(uint32_t index) {
-    return index < workers_.size() ? workers_[index].get() : nullptr;
-  }
-  uint32_t num_workers() const { return static_cast<uint32_t>(workers_.size()); }
+  // -- workers and layers --
+  uint32_t add_worker(NewWorker worker);
+  Link* link(uint32_t worker) { return worker < links_.size() ? links_[worker].get() : nullptr; }
+  Links links() const { return links_; }
   Status define_layer(const LayerPlan& plan);
   const Layer* layer(uint32_t index) const;
 
+  // -- calls --
   // Memory for a new call, its lists empty.
   std::unique_ptr<CallWork> take_work();
-  // Takes a routed call, sends what fits. Errors (the call was not taken): kInvalidArgument,
-  // kWorkerLost.
+  // Takes a routed call: sends what fits, or parks it. Errors (the call was not taken):
+  // kInvalidArgument, kWorkerLost.
   Status start(const CallPtr& call);
+  // Ends an unfinished call; its slots in flight are quarantined.
+  void fail(Call& call, Error error);
+  // Calls that ended so far: a driver compares it to know whether sleepers must look at theirs.
+  uint64_t num_ended() const { return num_ended_; }
+  // Calls that were cut and have not ended.
+  size_t num_under_way() const { return calls_.size() - num_parked_; }
+
+  // -- progress --
   // Sleeps at most until `tick`, one kTickNs, or the first event; then handles everything that
   // arrived and sends what fits.
   void drive(Deadline tick, int wake_fd);
-  // Device steps, as ExpertClient says (step.cc).
-  Result<std::vector<StepLane>> begin_step(uint32_t num_calls, uint64_t* first_call);
+
+  // -- between calls --
+  bool is_held() const { return is_held_; }
+  // From now on calls are parked.
+  void hold() { is_held_ = true; }
+  void resume();
+
+  // -- data paths --
+  // Gives a worker up and fails every call that needs it, after taking the answers that are there.
+  void lose_after_drain(Link& link, const std::string& reason);
+  // A fresh path, on which nothing is in flight. Errors: kWorkerLost, kInvalidArgument.
+  Status renew_path(Link& link, NewPath path);
+  // Wears out every living path with a slot in quarantine, for one who needs all slots.
+  void wear_out_unfit();
+  bool has_worn_path() const;
+  // Retires all paths that are worn and idle. Whoever asks for them renews them.
+  std::vector<WornPath> retire_worn_paths();
+  bool has_path_to_retire() const;
+  // A path that need not be worn. Errors: kWorkerLost, kInvalidArgument where something is in
+  // flight.
+  Status retire_path(Link& link, const std::string& reason);
+
+  // -- device steps (step.h) --
+  Result<StepLease> begin_step(uint32_t num_calls);
+  // Reads pulses of the leased paths. Errors: kWorkerLost naming the first worker that is lost.
   Status judge_step(int64_t now);
-  void end_step(std::span<const std::pair<uint32_t, uint32_t>> heads_and_tails,
-                std::span<const StepMessage> answered, bool has_failed);
+  void end_step(const StepResult& result);
 
-  // Ends an unfinished call; its slots in flight are quarantined.
-  void fail(Call& call, Error error);
-  // Gives a worker up and fails every call that needs it, after taking the replies that already
-  // arrived.
-  void lose_after_drain(WorkerEnd& worker, const std::string& reason);
-  // Calls ended so far; a driver compares it to know whether sleepers must look at theirs.
-  uint64_t num_ended() const { return num_ended_; }
-
+  // -- traces --
   void set_profile(bool on) { is_profiling_ = on; }
   std::vector<SliceTrace> take_traces() { return std::exchange(traces_, {}); }
 
  private:
+  // engine.cc
+  const Link* link_that(const Call& call, PathState state) const;
   Status refuse_lost_workers(const Call& call) const;
-  Status cut(Call& call);
-  Result<uint64_t> cut_shard_by_model(Call& call, uint32_t shard_index, WorkerEnd& worker);
-  void enqueue_parts(Call& call);
-  uint32_t count_experts(std::span<const uint16_t> local_expert_ids, size_t num_local_experts);
-  void learn(WorkerEnd& worker, const Part& part, uint64_t reply_bytes);
+  bool must_wait(const Call& call) const;
+  Status admit(Call& call);
+  void admit_parked();
+  void enqueue(Call& call);
   void pump();
-  bool send_next(WorkerEnd& worker);
-  void send(WorkerEnd& worker, Part& part, uint32_t slot);
+  bool send_next(Link& link);
+  void send(Link& link, Slice& slice, uint32_t slot);
   void finish(Call& call);
   void end(Call& call);
-  void trace(const Call& call, const Part& part);
+  void trace(const Call& call, const Slice& slice);
   void charge_wait(int64_t elapsed_ns);
-
-  void receive(WorkerEnd& worker, transport::Arrival arrival);
-  void drain(WorkerEnd& worker);
-  void receive_late(WorkerEnd& worker, uint32_t slot, const wire::FrameHeader& header);
-  void receive_error(WorkerEnd& worker, uint32_t slot, const wire::FrameHeader& header,
-                     std::span<const std::byte> bytes);
-  void receive_rows(WorkerEnd& worker, uint32_t slot, const wire::FrameHeader& header,
-                    std::span<const std::byte> bytes);
-
-  void lose(WorkerEnd& worker, ErrorCode code, const std::string& reason);
+  // engine_answers.cc
+  void take(Link& link, const transport::Arrival& arrival);
+  void drain(Link& link);
+  void take_rows(Link& link, const Answer& answer);
+  void learn(Link& link, const Slice& slice, uint64_t reply_bytes);
+  // engine_losses.cc
+  void lose(Link& link, ErrorCode code, const std::string& reason);
   void judge_all(int64_t now);
   void end_late_calls(int64_t now);
+  Error late_error(const Call& call) const;
+  Status check_idle(const Link& link) const;
 
   ClientOptions options_;
-  std::vector<std::unique_ptr<WorkerEnd>> workers_;
+  std::vector<std::unique_ptr<Link>> links_;
   std::map<uint32_t, Layer> layers_;
-  std::vector<CallPtr> calls_;  // not done yet
+  std::vector<CallPtr> calls_;  // not ended, parked ones among them, in the order of submission
+  size_t num_parked_ = 0;
+  bool is_held_ = false;
   uint64_t next_call_id_ = 1;
   uint64_t num_ended_ = 0;
   int64_t last_judged_ns_ = 0;
+  Cutter cutter_;
+  Combiner combiner_;
+  BufferPool reply_buffers_;
   std::vector<transport::WaitEntry> wait_entries_;      // [num_workers], reused
   std::vector<std::unique_ptr<CallWork>> spare_works_;  // of ended calls
-  BufferPool reply_buffers_;
-  Combiner combiner_;
-  std::vector<uint32_t> sending_order_;  // reused by pump
-  // reused by count_experts: the count in which an expert was last seen
-  std::vector<uint64_t> expert_seen_;
-  uint64_t num_counts_ = 0;
+  std::vector<Link*> sending_order_;                    // reused by pump
   bool is_profiling_ = false;
   std::vector<SliceTrace> traces_;
 };

@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "client/expert_client.h"
 
+#include <sys/eventfd.h>
+#include <unistd.h>
+
 #include <cstring>
 
-#include "base/clock.h"
 #include "base/convert.h"
 #include "client/call.h"
 #include "client/engine.h"
@@ -74,59 +76,90 @@ Status check_policy(SlicePolicy policy) {
 }  // namespace
 
 struct ExpertClient::State {
-  explicit State(const ClientOptions& options) : engine(options) {}
+  explicit State(const ClientOptions& options)
+      : engine(options), worn_bell(::eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)) {}
+
+  // With the turn: drives until `is_met` holds. False: `until` passed, or somebody wants the turn.
+  template <class Condition>
+  bool drive(Deadline until, Condition is_met) {
+    while (!is_met()) {
+      if (until.has_passed() || turns.is_wanted()) return false;
+      engine.drive(until, turns.wake_fd());
+      ring_if_worn();
+    }
+    return true;
+  }
+  // The same without the turn, until the condition holds or `until` passes.
+  template <class Condition>
+  bool drive_until(Deadline until, Condition is_met) {
+    while (!until.has_passed()) {
+      if (!turns.acquire_to_drive(until)) continue;
+      const bool met = drive(until, is_met);
+      turns.release();
+      if (met) return true;
+    }
+    return false;
+  }
+  // With the turn, after whatever may have worn out a path or ended the last call on a worn one.
+  void ring_if_worn() {
+    if (!is_rung && engine.has_path_to_retire()) ring();
+  }
+  void ring() {
+    const uint64_t one = 1;
+    is_rung = ::write(worn_bell.get(), &one, sizeof one) == sizeof one;
+  }
+  Result<Link*> link(uint32_t worker) {
+    Link* found = engine.link(worker);
+    if (found == nullptr) return argument_error("there is no worker " + std::to_string(worker));
+    return found;
+  }
 
   mutable TurnTable turns;
   Engine engine;  // whoever has the turn
+  OwnedFd worn_bell;
+  bool is_rung = false;  // whoever has the turn
 };
 
 ExpertClient::ExpertClient(const ClientOptions& options)
     : state_(std::make_unique<State>(options)) {}
 ExpertClient::~ExpertClient() = default;
 
-Result<uint32_t> ExpertClient::add_worker(WorkerLink link) {
-  if (link.channel == nullptr) return argument_error("worker " + link.name + " has no channel");
-  DFLASH_TRY(check_policy(link.policy));
+Result<uint32_t> ExpertClient::add_worker(NewWorker worker) {
+  if (worker.path.channel == nullptr)
+    return argument_error("worker " + worker.name + " has no channel");
+  DFLASH_TRY(check_policy(worker.policy));
   const Turn turn(state_->turns);
-  return state_->engine.add_worker(std::move(link));
-}
-
-Status ExpertClient::replace_channel(uint32_t worker, std::unique_ptr<transport::Channel> channel,
-                                     uint64_t generation) {
-  const Turn turn(state_->turns);
-  WorkerEnd* end = state_->engine.worker(worker);
-  if (end == nullptr || channel == nullptr)
-    return argument_error("there is no worker " + std::to_string(worker));
-  if (end->is_lost)
-    return Error{ErrorCode::kWorkerLost, "worker " + end->link.name + " is lost: " + end->reason};
-  if (end->owes() || !end->waiting.empty())
-    return argument_error("worker " + end->link.name + " still owes replies; drain first");
-  end->replace_channel(std::move(channel), generation);
-  return ok();
-}
-
-Status ExpertClient::set_policy(uint32_t worker, SlicePolicy policy) {
-  DFLASH_TRY(check_policy(policy));
-  const Turn turn(state_->turns);
-  WorkerEnd* end = state_->engine.worker(worker);
-  if (end == nullptr) return argument_error("there is no worker " + std::to_string(worker));
-  end->link.policy = policy;
-  end->model.forget_records();
-  return ok();
-}
-
-Status ExpertClient::set_dtypes(uint32_t worker, Dtype request_dtype, Dtype reply_dtype) {
-  const Turn turn(state_->turns);
-  WorkerEnd* end = state_->engine.worker(worker);
-  if (end == nullptr) return argument_error("there is no worker " + std::to_string(worker));
-  end->link.request_dtype = request_dtype;
-  end->link.reply_dtype = reply_dtype;
-  return ok();
+  return state_->engine.add_worker(std::move(worker));
 }
 
 Status ExpertClient::define_layer(const LayerPlan& plan) {
   const Turn turn(state_->turns);
   return state_->engine.define_layer(plan);
+}
+
+Status ExpertClient::set_policy(uint32_t worker, SlicePolicy policy) {
+  DFLASH_TRY(check_policy(policy));
+  const Turn turn(state_->turns);
+  auto link = state_->link(worker);
+  if (!link.ok()) return std::move(link).error();
+  link.value()->policy = policy;
+  link.value()->model.forget_records();
+  return ok();
+}
+
+Status ExpertClient::set_dtypes(uint32_t worker, Dtype request_dtype, Dtype reply_dtype) {
+  const Turn turn(state_->turns);
+  auto link = state_->link(worker);
+  if (!link.ok()) return std::move(link).error();
+  link.value()->request_dtype = request_dtype;
+  link.value()->reply_dtype = reply_dtype;
+  return ok();
+}
+
+void ExpertClient::mark_lost(uint32_t worker, const std::string& reason) {
+  const Turn turn(state_->turns);
+  if (Link* link = state_->engine.link(worker)) state_->engine.lose_after_drain(*link, reason);
+  state_->ring_if_worn();
 }
 
 Result<CallPtr> ExpertClient::submit(const TokenBatch& batch, uint32_t layer) {
@@ -135,41 +168,40 @@ Result<CallPtr> ExpertClient::submit(const TokenBatch& batch, uint32_t layer) {
   const Layer* found = engine.layer(layer);
   if (found == nullptr)
     return argument_error("layer " + std::to_string(layer) + " is not in the layer table");
-  DFLASH_TRY(validate(batch, found->plan));
+  const ErrorPlace here{{}, layer, {}, {}};
+  if (Status valid = validate(batch, found->plan); !valid.ok())
+    return std::move(valid).error().at(here);
   auto call = std::make_shared<Call>();
   call->layer = found;
   call->work = engine.take_work();
   call->work->batch = batch;
   call->work->shard_rows.resize(found->plan.shards.size());
   Status routed = route(batch, found->experts, call->work->shard_rows);
-  if (!routed.ok()) return std::move(routed).error().with("layer " + found->plan.name);
+  if (!routed.ok()) return std::move(routed).error().with("layer " + found->plan.name).at(here);
   DFLASH_TRY(engine.start(call));
   return call;
 }
 
 bool ExpertClient::wait(const CallPtr& call, Deadline tick) {
-  TurnTable& turns = state_->turns;
-  Engine& engine = state_->engine;
-  const auto is_over = [&] {
-    return call->is_done.load(std::memory_order_acquire) || tick.has_passed();
-  };
-  while (!is_over()) {
-    if (!turns.acquire_to_drive(tick)) continue;
-    const uint64_t num_ended = engine.num_ended();
+  const auto is_done = [&] { return call->is_done.load(std::memory_order_acquire); };
+  State& state = *state_;
+  while (!is_done() && !tick.has_passed()) {
+    if (!state.turns.acquire_to_drive(tick)) continue;
     // The turn goes back whenever any call ended, because its waiter sleeps until then.
-    while (!is_over() && engine.num_ended() == num_ended && !turns.is_wanted())
-      engine.drive(tick, turns.wake_fd());
-    turns.release();
+    const uint64_t num_ended = state.engine.num_ended();
+    state.drive(tick, [&] { return is_done() || state.engine.num_ended() != num_ended; });
+    state.turns.release();
   }
-  return call->is_done.load(std::memory_order_acquire);
+  return is_done();
 }
 
 bool ExpertClient::is_done(const CallPtr& call) {
-  if (call->is_done.load(std::memory_order_acquire) || !state_->turns.try_acquire())
-    return call->is_done.load(std::memory_order_acquire);
-  // a caller that only asks, and never waits, must see its call end
-  state_->engine.drive(Deadline::at_ns(0), -1);
-  state_->turns.release();
+  if (!call->is_done.load(std::memory_order_acquire) && state_->turns.try_acquire()) {
+    // A caller that only asks, and never waits, must see its call end.
+    state_->engine.drive(Deadline::at_ns(0), -1);
+    state_->ring_if_worn();
+    state_->turns.release();
+  }
   return call->is_done.load(std::memory_order_acquire);
 }
 
@@ -182,11 +214,71 @@ Status ExpertClient::outcome(const CallPtr& call) {
 void ExpertClient::abandon(const CallPtr& call) {
   const Turn turn(state_->turns);
   state_->engine.fail(*call, Error{ErrorCode::kClosed, "the call was abandoned"});
+  state_->ring_if_worn();
 }
 
-Result<std::vector<StepLane>> ExpertClient::begin_step(uint32_t num_calls, uint64_t* first_call) {
+bool ExpertClient::hold(Deadline tick) {
+  Engine& engine = state_->engine;
+  return state_->drive_until(tick, [&engine] {
+    if (engine.is_held()) return false;
+    engine.hold();
+    return true;
+  });
+}
+
+bool ExpertClient::wait_until_quiet(Deadline tick) {
+  return state_->drive_until(tick, [this] {
+    state_->ring_if_worn();
+    return state_->engine.num_under_way() == 0 && !state_->engine.has_worn_path();
+  });
+}
+
+bool ExpertClient::wait_until_fit(Deadline tick) {
+  return state_->drive_until(tick, [this] {
+    state_->engine.wear_out_unfit();
+    state_->ring_if_worn();
+    return !state_->engine.has_worn_path();
+  });
+}
+
+void ExpertClient::resume() {
   const Turn turn(state_->turns);
-  return state_->engine.begin_step(num_calls, first_call);
+  state_->engine.resume();
+}
+
+int ExpertClient::worn_fd() const { return state_->worn_bell.get(); }
+
+void ExpertClient::wake_renewer() {
+  const Turn turn(state_->turns);
+  state_->ring();
+}
+
+std::vector<WornPath> ExpertClient::retire_worn_paths() {
+  const Turn turn(state_->turns);
+  uint64_t count = 0;
+  static_cast<void>(::read(state_->worn_bell.get(), &count, sizeof count));
+  state_->is_rung = false;
+  return state_->engine.retire_worn_paths();
+}
+
+Status ExpertClient::retire_path(uint32_t worker, const std::string& reason) {
+  const Turn turn(state_->turns);
+  auto link = state_->link(worker);
+  if (!link.ok()) return std::move(link).error();
+  return state_->engine.retire_path(*link.value(), reason);
+}
+
+Status ExpertClient::renew_path(uint32_t worker, NewPath path) {
+  const Turn turn(state_->turns);
+  auto link = state_->link(worker);
+  if (!link.ok()) return std::move(link).error();
+  if (path.channel == nullptr) return argument_error("a data path needs a channel");
+  return state_->engine.renew_path(*link.value(), std::move(path));
+}
+
+Result<StepLease> ExpertClient::begin_step(uint32_t num_calls) {
+  const Turn turn(state_->turns);
+  return state_->engine.begin_step(num_calls);
 }
 
 Status ExpertClient::judge_step() {
@@ -194,26 +286,18 @@ Status ExpertClient::judge_step() {
   return state_->engine.judge_step(now_ns());
 }
 
-void ExpertClient::end_step(std::span<const std::pair<uint32_t, uint32_t>> heads_and_tails,
-                            std::span<const StepMessage> answered, bool has_failed) {
+void ExpertClient::end_step(const StepResult& result) {
   const Turn turn(state_->turns);
-  state_->engine.end_step(heads_and_tails, answered, has_failed);
+  state_->engine.end_step(result);
+  state_->ring_if_worn();
 }
 
-void ExpertClient::mark_lost(uint32_t worker, const std::string& reason) {
+std::vector<CountersOf> ExpertClient::counters() const {
   const Turn turn(state_->turns);
-  if (WorkerEnd* end = state_->engine.worker(worker)) state_->engine.lose_after_drain(*end, reason);
-}
-
-std::vector<std::pair<std::pair<uint32_t, uint32_t>, Counters>> ExpertClient::counters() const {
-  const Turn turn(state_->turns);
-  std::vector<std::pair<std::pair<uint32_t, uint32_t>, Counters>> all;
-  for (uint32_t worker = 0; worker < state_->engine.num_workers(); ++worker) {
-    for (const auto& [layer, counters] : state_->engine.worker(worker)->counters)
-      all.push_back({
-          {worker, layer},
-          counters
-      });
+  std::vector<CountersOf> all;
+  for (uint32_t worker = 0; worker < state_->engine.links().size(); ++worker) {
+    for (const auto& [layer, counters] : state_->engine.link(worker)->counters)
+      all.push_back({worker, layer, counters});
   }
   return all;
 }
@@ -221,10 +305,9 @@ std::vector<std::pair<std::pair<uint32_t, uint32_t>, Counters>> ExpertClient::co
 std::vector<WorkerReport> ExpertClient::workers() const {
   const Turn turn(state_->turns);
   std::vector<WorkerReport> reports;
-  for (uint32_t worker = 0; worker < state_->engine.num_workers(); ++worker) {
-    const WorkerEnd& end = *state_->engine.worker(worker);
-    reports.push_back({end.link.name, end.is_lost ? WorkerState::kLost : WorkerState::kReady,
-                       end.reason, end.num_quarantined(), end.stale_replies, end.link.generation});
+  for (const auto& link : state_->engine.links()) {
+    reports.push_back({link->name, link->path.state(), link->path.reason(),
+                       link->path.num_quarantined(), link->stale_replies, link->path.generation()});
   }
   return reports;
 }
@@ -232,21 +315,7 @@ std::vector<WorkerReport> ExpertClient::workers() const {
 std::vector<WorkerForecast> ExpertClient::forecasts() const {
   const Turn turn(state_->turns);
   std::vector<WorkerForecast> all;
-  for (uint32_t worker = 0; worker < state_->engine.num_workers(); ++worker) {
-    const WorkerEnd& end = *state_->engine.worker(worker);
-    WorkerForecast& one = all.emplace_back();
-    one.name = end.link.name;
-    one.send = end.model.send().coefficients();
-    one.receive = end.model.receive().coefficients();
-    one.send_residual = end.model.send().residual();
-    one.receive_residual = end.model.receive().residual();
-    for (const auto& [cost_class, curve] : end.model.compute()) {
-      one.compute[cost_class] = curve.coefficients();
-      one.compute_residual[cost_class] = curve.residual();
-    }
-    one.chunks = end.model.records();
-    one.clock_offset_ns = end.model.clock_offset_ns();
-  }
+  for (const auto& link : state_->engine.links()) all.push_back(link->model.report(link->name));
   return all;
 }
 

@@ -1,85 +1,73 @@
-// Device steps: the data paths of all workers in the hands of the host's device, which publishes
-// requests and takes replies by itself.
 // SPDX-License-Identifier: Apache-2.0
-#include "client/engine.h"
+#include "client/step.h"
+
 #include "wire/payload.h"
 
 namespace dflash::client {
 
-Result<std::vector<StepLane>> Engine::begin_step(uint32_t num_calls, uint64_t* first_call) {
-  std::vector<StepLane> lanes;
-  for (uint32_t index = 0; index < num_workers(); ++index) {
-    const WorkerEnd& worker = *workers_[index];
-    const std::string& name = worker.link.name;
-    if (worker.is_lost)
-      return Error{ErrorCode::kWorkerLost, "worker " + name + " was lost: " + worker.reason};
-    if (worker.is_leased || worker.is_retired)
-      return Error{ErrorCode::kInvalidArgument,
-                   "worker " + name + " is in a device step, or had a failed one"};
-    if (worker.is_listening() || !worker.waiting.empty()) {
-      return Error{
-          ErrorCode::kInvalidArgument,
-          "worker " + name + " still owes replies; a device step begins when all calls are done"};
-    }
-    auto ring = worker.link.channel->ring();
-    if (!ring) {
-      return Error{ErrorCode::kUnsupported,
-                   "worker " + name + " is reached by " + worker.link.channel->kind() +
-                       "; device steps need shared memory: call experts() outside of a step"};
-    }
-    lanes.push_back({index, name, worker.link.generation, worker.link.channel->geometry(),
-                     worker.link.request_dtype, worker.link.reply_dtype, std::move(*ring)});
-  }
-  const int64_t now = now_ns();
-  for (const auto& worker : workers_) worker->lease(now);
-  *first_call = next_call_id_;
-  next_call_id_ += num_calls;
-  return lanes;
-}
-
-Status Engine::judge_step(int64_t now) {
-  for (const auto& worker : workers_) {
-    if (!worker->is_leased) continue;
-    if (!worker->is_lost) {
-      if (const auto failure = worker->read_pulses(now)) {
-        lose(*worker, ErrorCode::kWorkerLost, *failure);
-      } else if (worker->is_stalled(now, options_.stall_timeout_ns)) {
-        lose(*worker, ErrorCode::kWorkerLost, worker->stall_text(now));
-      }
-    }
-    if (worker->is_lost)
+Status check_paths_for_step(Links links) {
+  for (const auto& link : links) {
+    if (link->path.is_lost()) {
       return Error{ErrorCode::kWorkerLost,
-                   "worker " + worker->link.name + " was lost: " + worker->reason};
+                   "worker " + link->name + " was lost: " + link->path.reason()}
+          .at({link->name, {}, {}, {}});
+    }
+    if (link->path.state() == PathState::kLeased || link->path.state() == PathState::kWorn) {
+      return Error{ErrorCode::kInvalidArgument, "the data path of worker " + link->name + " is " +
+                                                    path_state_name(link->path.state()) +
+                                                    "; a device step needs a usable one"}
+          .at({link->name, {}, {}, {}});
+    }
+    if (link->path.is_listening() || !link->waiting.empty()) {
+      return Error{ErrorCode::kInvalidArgument,
+                   "worker " + link->name +
+                       " still owes replies; a device step begins when all calls are done"}
+          .at({link->name, {}, {}, {}});
+    }
+    if (!link->path.channel()->ring()) {
+      return Error{ErrorCode::kUnsupported,
+                   "worker " + link->name + " is reached by " + link->path.channel()->kind() +
+                       "; device steps need shared memory: call experts() outside of a step"}
+          .at({link->name, {}, {}, {}});
+    }
   }
   return ok();
 }
 
-void Engine::end_step(std::span<const std::pair<uint32_t, uint32_t>> heads_and_tails,
-                      std::span<const StepMessage> answered, bool has_failed) {
-  size_t lane = 0;
-  for (const auto& worker : workers_) {
-    if (!worker->is_leased) continue;
-    worker->is_leased = false;
-    const bool is_told = lane < heads_and_tails.size();
-    if (!worker->is_lost && is_told)
-      worker->link.channel->set_ring(heads_and_tails[lane].first, heads_and_tails[lane].second);
-    worker->is_retired = !worker->is_lost && (has_failed || !is_told);
-    ++lane;
+std::vector<LeasedPath> lease_paths(Links links, int64_t now) {
+  std::vector<LeasedPath> leased;
+  for (uint32_t index = 0; index < links.size(); ++index) {
+    Link& link = *links[index];
+    leased.push_back({index, link.name, link.path.generation(), link.path.geometry(),
+                      link.request_dtype, link.reply_dtype, *link.path.channel()->ring()});
+    link.path.lease();
+    link.liveness.begin_to_owe(now);
   }
-  for (const StepMessage& message : answered) {
-    if (message.worker >= num_workers()) continue;
-    const Layer* found = layer(message.layer);
-    WorkerEnd& worker = *workers_[message.worker];
-    Counters& counters = worker.counters[message.layer];
+  return leased;
+}
+
+void return_paths(Links links, const std::map<uint32_t, Layer>& layers, const StepResult& result) {
+  size_t index = 0;
+  for (const auto& link : links) {
+    if (link->path.state() != PathState::kLeased && !link->path.is_lost()) continue;
+    link->path.end_lease(index < result.used.size() ? &result.used[index] : nullptr,
+                         result.has_failed);
+    ++index;
+  }
+  for (const StepMessage& message : result.answered) {
+    if (message.worker >= links.size()) continue;
+    const Link& link = *links[message.worker];
+    Counters& counters = links[message.worker]->counters[message.layer];
     ++counters.calls;
     counters.rows += message.num_rows;
     counters.pairs += message.num_pairs;
     counters.request_bytes += message.request_bytes;
     counters.reply_bytes += message.reply_bytes;
-    if (found == nullptr) continue;
-    counters.floor_bytes +=
-        wire::floor_bytes(message.num_rows, message.num_pairs, found->plan.in_size,
-                          worker.link.request_dtype, found->plan.out_size, worker.link.reply_dtype);
+    const auto layer = layers.find(message.layer);
+    if (layer == layers.end()) continue;
+    const LayerPlan& plan = layer->second.plan;
+    counters.floor_bytes += wire::floor_bytes(message.num_rows, message.num_pairs, plan.in_size,
+                                              link.request_dtype, plan.out_size, link.reply_dtype);
   }
 }
 

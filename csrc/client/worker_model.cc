@@ -107,4 +107,20 @@ void WorkerModel::observe_clock(const ReplyTimes& times) {
   best_now_ = {link, difference(out, back) / 2};
 }
 
+WorkerForecast WorkerModel::report(const std::string& name) const {
+  WorkerForecast found;
+  found.name = name;
+  found.send = send_.coefficients();
+  found.receive = receive_.coefficients();
+  found.send_residual = send_.residual();
+  found.receive_residual = receive_.residual();
+  for (const auto& [cost_class, curve] : compute_) {
+    found.compute[cost_class] = curve.coefficients();
+    found.compute_residual[cost_class] = curve.residual();
+  }
+  found.chunks = records();
+  found.clock_offset_ns = clock_offset_ns();
+  return found;
+}
+
 }  // namespace dflash::client

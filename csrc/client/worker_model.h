@@ -7,6 +7,7 @@
 #include <array>
 #include <cstdint>
 #include <map>
+#include <string>
 #include <vector>
 
 #include "client/cost_curve.h"
@@ -40,6 +41,19 @@ struct ChunkRecord {
   std::array<double, kKept> predicted_ns{}, measured_ns{};
 };
 
+// What is known of one worker's speed, and what was made of it.
+struct WorkerForecast {
+  std::string name;
+  CostCoefficients send, receive;  // by bytes
+  // By class of layers: by pairs and distinct experts.
+  std::map<uint32_t, CostCoefficients> compute;
+  // Mean relative deviation of recent predictions.
+  double send_residual = 0, receive_residual = 0;
+  std::map<uint32_t, double> compute_residual;
+  std::vector<ChunkRecord> chunks;
+  int64_t clock_offset_ns = 0;  // the worker's clock minus the host's
+};
+
 class WorkerModel {
  public:
   // Slices for a chunk of a layer of class `cost_class`; with `is_fixed` the caller's number and
@@ -56,6 +70,8 @@ class WorkerModel {
   const CostCurve& receive() const { return receive_; }
   const std::map<uint32_t, CostCurve>& compute() const { return compute_; }
   std::vector<ChunkRecord> records() const;
+  // All of it, for explanations.
+  WorkerForecast report(const std::string& name) const;
   // Worker's clock minus the host's, from the round trip with the least time on the link (as NTP
   // does); 0 on one machine, roughly.
   int64_t clock_offset_ns() const;

@@ -154,10 +154,10 @@ Result<uint64_t> PluginBackend::free_bytes() const {
   return caps.free_bytes;
 }
 
-Result<uint64_t> PluginBackend::layer_bytes(const compute::FfnSpec& spec,
-                                            uint32_t num_local_experts,
-                                            compute::ResidentFormats formats,
-                                            compute::NumericsClass numerics) const {
+Result<uint64_t> PluginBackend::predicted_bytes(const compute::FfnSpec& spec,
+                                                uint32_t num_local_experts,
+                                                compute::ResidentFormats formats,
+                                                compute::NumericsClass numerics) const {
   const dflash_ffn_spec asked = to_record(spec);
   const dflash_layer_options options =
       to_record(LayerOptions{num_local_experts, formats, numerics});
@@ -174,7 +174,7 @@ Result<uint64_t> PluginBackend::layer_bytes(const compute::FfnSpec& spec,
 Result<std::unique_ptr<compute::ExpertLayer>> PluginBackend::create_layer(
     const compute::FfnSpec& spec, uint32_t num_local_experts, compute::ResidentFormats formats,
     compute::NumericsClass numerics) {
-  auto needed = layer_bytes(spec, num_local_experts, formats, numerics);
+  auto needed = predicted_bytes(spec, num_local_experts, formats, numerics);
   if (!needed.ok()) return std::move(needed).error();
   auto available = free_bytes();
   if (!available.ok()) return std::move(available).error();

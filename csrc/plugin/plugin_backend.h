@@ -26,10 +26,10 @@ class PluginBackend final : public compute::ExpertBackend {
   Result<std::unique_ptr<compute::ExpertLayer>> create_layer(
       const compute::FfnSpec& spec, uint32_t num_local_experts, compute::ResidentFormats formats,
       compute::NumericsClass numerics) override;
-  // Bytes that such a layer will hold on the device.
-  Result<uint64_t> layer_bytes(const compute::FfnSpec& spec, uint32_t num_local_experts,
-                               compute::ResidentFormats formats,
-                               compute::NumericsClass numerics) const;
+  // Of the device's memory.
+  Result<uint64_t> predicted_bytes(const compute::FfnSpec& spec, uint32_t num_local_experts,
+                                   compute::ResidentFormats formats,
+                                   compute::NumericsClass numerics) const override;
   const DeviceListing& listing() const;
   Result<uint64_t> free_bytes() const;  // of the device's memory, now
   const std::string& label() const;     // "cuda:0 (NVIDIA H200)"

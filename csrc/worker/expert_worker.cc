@@ -51,6 +51,11 @@ Error protocol_error(std::string message) {
   return Error{ErrorCode::kProtocol, std::move(message)};
 }
 
+std::string size_text(uint64_t bytes) {
+  const bool is_large = bytes >= 10ull << 20;
+  return std::to_string(bytes >> (is_large ? 20 : 10)) + (is_large ? " MiB" : " KiB");
+}
+
 void sleep_ns(int64_t nanoseconds) {
   const timespec span{nanoseconds / 1'000'000'000, nanoseconds % 1'000'000'000};
   ::nanosleep(&span, nullptr);
@@ -62,6 +67,7 @@ struct ExpertWorker::State {
   WorkerOptions options;
   std::unique_ptr<compute::ExpertBackend> backend;
   std::map<std::pair<uint32_t, uint32_t>, Shard> shards;
+  uint64_t promised_bytes = 0;  // what the shards defined so far take once they are loaded
   compute::ProgressCounter progress{0};
   Pulse pulse{progress.count()};
   std::atomic<uint64_t> stopped_generation{0};  // no session has generation 0
@@ -88,6 +94,10 @@ struct ExpertWorker::State {
     uint64_t reply_payload_bytes = 0;
   };
 
+  // Bytes that the shard will take.
+  Result<uint64_t> check_memory(LayerShard where, const compute::FfnSpec& spec,
+                                uint32_t num_local_experts, compute::ResidentFormats formats,
+                                compute::NumericsClass numerics);
   Status take_in(transport::Channel& channel);
   Status queue_up(transport::Channel& channel, const transport::Arrival& arrival);
   void move_bytes(transport::Channel& channel);
@@ -132,11 +142,33 @@ Status ExpertWorker::define_shard(LayerShard where, const compute::FfnSpec& spec
                  where_text(where) + ": " + std::to_string(num_local_experts) +
                      " experts, allowed are 1.." + std::to_string(wire::kMaxExpertsPerShard)};
   }
+  auto needed = state_->check_memory(where, spec, num_local_experts, formats, numerics);
+  if (!needed.ok()) return std::move(needed).error();
   auto experts = state_->backend->create_layer(spec, num_local_experts, formats, numerics);
   if (!experts.ok()) return std::move(experts).error().with(where_text(where));
+  state_->promised_bytes += needed.value();
   state_->shards.emplace(
       key, Shard{spec, num_local_experts, weights_fingerprint, std::move(experts).value()});
   return ok();
+}
+
+// The limit is this worker's own: a host that does not keep to it is refused before a page of what
+// it asked for is touched.
+Result<uint64_t> ExpertWorker::State::check_memory(LayerShard where, const compute::FfnSpec& spec,
+                                                   uint32_t num_local_experts,
+                                                   compute::ResidentFormats formats,
+                                                   compute::NumericsClass numerics) {
+  DFLASH_TRY(spec.validate());
+  auto predicted = backend->predicted_bytes(spec, num_local_experts, formats, numerics);
+  if (!predicted.ok()) return std::move(predicted).error().with(where_text(where));
+  const uint64_t needed = predicted.value();
+  if (options.memory_limit == 0 || needed <= options.memory_limit - promised_bytes) return needed;
+  return Error{ErrorCode::kInvalidArgument,
+               where_text(where) + ": memory: its " + std::to_string(num_local_experts) +
+                   " experts need " + size_text(needed) + ", and " + size_text(promised_bytes) +
+                   " of the " + size_text(options.memory_limit) +
+                   " that this worker's topology grants are taken; place fewer experts there or "
+                   "raise its `memory`"};
 }
 
 Status ExpertWorker::load_expert(LayerShard where, uint32_t local_expert_id,

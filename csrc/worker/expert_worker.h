@@ -28,6 +28,7 @@ struct WorkerOptions {
   double slowdown = 1.0;  // emulation: computation takes this many times longer
   // mapped: the files outlive the worker
   compute::WeightsLayout weights_layout = compute::WeightsLayout::kPacked;
+  uint64_t memory_limit = 0;  // bytes that its weights may take; 0: no limit of its own
 };
 
 struct LayerShard {
@@ -50,7 +51,8 @@ class ExpertWorker {
   ~ExpertWorker();
 
   // Loading; from one thread, before serve(). The fingerprint must be echoed by every request for
-  // this shard.
+  // this shard. Errors: kInvalidArgument where the experts would take more than the memory limit,
+  // before any of that memory is touched; those of ExpertBackend.
   Status define_shard(LayerShard where, const compute::FfnSpec& spec, uint32_t num_local_experts,
                       compute::ResidentFormats formats, uint64_t weights_fingerprint,
                       compute::NumericsClass numerics = compute::kDefaultNumerics);

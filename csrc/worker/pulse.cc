@@ -7,23 +7,9 @@
 #include <chrono>
 #include <system_error>
 
+#include "wire/pulse.h"
+
 namespace dflash::worker {
-namespace {
-
-template <class Word>
-void store_little_endian(Word value, std::byte* out) {
-  for (size_t i = 0; i < sizeof(Word); ++i)
-    out[i] = static_cast<std::byte>((value >> (8 * i)) & 0xff);
-}
-
-}  // namespace
-
-void encode_pulse(uint64_t counter, std::span<std::byte, kPulseBytes> out) {
-  store_little_endian(kPulseMagic, out.data());
-  store_little_endian(kPulseVersion, out.data() + 4);
-  store_little_endian(counter, out.data() + 8);
-}
-
 Status Pulse::start(OwnedFd socket) {
   stop();
   if (!socket.is_open())
@@ -49,24 +35,24 @@ void Pulse::stop() {
 }
 
 void Pulse::run() {
-  std::byte message[kPulseBytes];
-  size_t num_sent = kPulseBytes;  // bytes of `message` already sent
+  std::byte message[wire::kPulseBytes];
+  size_t num_sent = wire::kPulseBytes;  // bytes of `message` already sent
   std::unique_lock lock(mutex_);
   while (!stopping_) {
     // A TCP socket that fills up (a host that reads nothing for hours) takes part of a pulse: the
     // rest goes first, or every later pulse would be garbage to the host.
-    if (num_sent == kPulseBytes) {
-      encode_pulse(counter_.load(std::memory_order_relaxed), message);
+    if (num_sent == wire::kPulseBytes) {
+      wire::encode_pulse(counter_.load(std::memory_order_relaxed), message);
       num_sent = 0;
     }
-    const ssize_t sent = ::send(socket_.get(), message + num_sent, kPulseBytes - num_sent,
+    const ssize_t sent = ::send(socket_.get(), message + num_sent, wire::kPulseBytes - num_sent,
                                 MSG_DONTWAIT | MSG_NOSIGNAL);
     // the host is gone
     if (sent < 0 && errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR) return;
     // a full socket: drop this pulse
-    if (sent < 0 && num_sent == 0) num_sent = kPulseBytes;
+    if (sent < 0 && num_sent == 0) num_sent = wire::kPulseBytes;
     if (sent > 0) num_sent += static_cast<size_t>(sent);
-    wake_.wait_for(lock, std::chrono::milliseconds(kPulsePeriodMs));
+    wake_.wait_for(lock, std::chrono::milliseconds(wire::kPulsePeriodMs));
   }
 }
 

@@ -11,21 +11,24 @@ from __future__ import annotations
 import os
 import socket
 import statistics
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from dflash_moe import _core, _measure
-from dflash_moe.bench.expert_call import TRANSPORTS, measure_calls
+from dflash_moe.bench import expert_call
+from dflash_moe.bench.expert_call import measure_calls
 from dflash_moe.bench.harness import Recorder
 from dflash_moe.bench.results import BenchResult, percentile
 from dflash_moe.errors import ConfigError
+from dflash_moe.protocol.paths import TRANSPORTS
 
 # Payload each way. 8 KiB is one row of hidden size 2048 in f32; 1 MiB and up is where copies are
 # all that counts.
 PAYLOADS_QUICK = (64, 4096, 8192, 65536, 1 << 20, 4 << 20)
 PAYLOADS_FULL = (64, 512, 4096, 8192, 16384, 65536, 262144, 1 << 20, 4 << 20, 16 << 20)
 KINDS = ("shared", "futex", "unix", "tcp", "loopback")
+# What is measured, by the table's name; loopback has no two processes.
+TRANSPORT_OF = {"shared": "shared", "futex": "shared", "unix": "unix", "tcp": "tcp"}
 # A raw ping-pong of the same nature, one copy per direction.
 FLOOR_OF = {"shared": "spin", "loopback": "spin", "futex": "futex", "unix": "unix", "tcp": "tcp"}
 SPIN_NS = 50_000_000  # far above any round trip measured here: "spinning" means never sleeping
@@ -43,7 +46,7 @@ class IpcParams:
     batches: int = 5
     max_rounds: int = 2000
     bytes_per_batch: int = 256 << 20
-    calls: tuple[str, ...] = TRANSPORTS
+    calls: tuple[str, ...] = expert_call.TRANSPORTS
 
 
 def run_ipc(params: IpcParams, *, recorder: Recorder | None = None) -> BenchResult:
@@ -111,19 +114,18 @@ def _round_trips(kind: str, payload_bytes: int, rounds: int, warmup: int, pinned
     if kind == "loopback":
         return _loopback_round_trips(geometry, payload_bytes, rounds, warmup, pinned)
     spin_ns = SPIN_NS if kind == "shared" else 0
-    host_end, worker_end = _channel_ends(kind, geometry)
+    # Both ends are made here; each process then moves one of them and leaves the other alone.
+    host, worker = _both_ends(kind, geometry)
     echo_pid = os.fork()
     if echo_pid == 0:
         status = 1
         try:
-            del host_end
-            _measure.ipc_echo(worker_end(), spin_ns, 5.0, pinned[1])
+            _measure.ipc_echo(worker, spin_ns, 5.0, pinned[1])
             status = 0
         finally:
             os._exit(status)
     try:
-        channel = host_end()
-        return _measure.ipc_round_trip(channel, payload_bytes, rounds, warmup, spin_ns, TIMEOUT_S, pinned[0])
+        return _measure.ipc_round_trip(host, payload_bytes, rounds, warmup, spin_ns, TIMEOUT_S, pinned[0])
     finally:
         import signal
 
@@ -145,31 +147,18 @@ def _loopback_round_trips(
     return samples
 
 
-def _channel_ends(kind: str, geometry: _core.Geometry) -> tuple[Callable[[], _core.Channel], Callable[[], _core.Channel]]:
-    """Makes both ends' ingredients before the fork; each process builds its own channel from
-    them.
-    """
-    if kind in ("shared", "futex"):
-        request = _core.Segment.create("host", geometry, 1)
-        reply = _core.Segment.create("worker", geometry, 1)
-        bell = _core.new_eventfd()
-
-        def host() -> _core.Channel:
-            peer = _core.Segment.attach(os.dup(reply.fileno()), "worker", geometry, 1)
-            return _core.make_shared_channel("host", geometry, request, peer, bell)
-
-        def worker() -> _core.Channel:
-            peer = _core.Segment.attach(os.dup(request.fileno()), "host", geometry, 1)
-            return _core.make_shared_channel("worker", geometry, reply, peer, bell)
-
-        return host, worker
-    if kind not in ("unix", "tcp"):
+def _both_ends(kind: str, geometry: _core.Geometry) -> tuple[_core.Channel, _core.Channel]:
+    """(host's, worker's) of one path, by the handshake of the table of transports."""
+    transport = TRANSPORT_OF.get(kind)
+    if transport is None:
         raise ConfigError(f"transport {kind!r} cannot be measured; choose from {', '.join(KINDS)}")
-    ours, theirs = socket.socketpair() if kind == "unix" else _tcp_pair()
-    return (
-        lambda: _core.make_stream_channel("host", geometry, ours.detach()),
-        lambda: _core.make_stream_channel("worker", geometry, theirs.detach()),
-    )
+    terms = _core.PathTerms(geometry, 1)
+    offer = _core.offer_path(transport, terms)
+    passed = [os.dup(descriptor) for descriptor in offer.descriptors]
+    dialled = [end.detach() for end in _tcp_pair()] if TRANSPORTS[transport].is_dialled else []
+    accepted = _core.accept_path(transport, terms, offer.payload, passed + dialled[1:])
+    answered = [os.dup(descriptor) for descriptor in accepted.descriptors]
+    return offer.complete(accepted.payload, answered + dialled[:1]), accepted.take_channel()
 
 
 def _tcp_pair() -> tuple[socket.socket, socket.socket]:

@@ -16,6 +16,7 @@ from dflash_moe.cli.probe_sockets import probe_sockets, probe_timeouts, socket_l
 from dflash_moe.config import Settings, format_bytes, resolve_settings
 from dflash_moe.errors import ConfigError, DflashError
 from dflash_moe.placement.numerics import are_mixed
+from dflash_moe.protocol.paths import TRANSPORTS
 from dflash_moe.runtime.threads import thread_plan
 from dflash_moe.telemetry.cores import numa_nodes
 from dflash_moe.telemetry.machine import cores_reason, physical_cores, usable_cores
@@ -153,9 +154,9 @@ def _problems(found: dict[str, Any]) -> list[str]:
     machine = found["machine"]
     if not found["backends"]["cpu"]["available"]:
         problems.append(found["backends"]["cpu"]["reason"])
-    for name in ("shared", "unix", "tcp"):
-        if not found["transports"][name]["available"]:
-            problems.append(f"transport {name}: {found['transports'][name]['reason']}")
+    for name, transport in found["transports"].items():
+        if name in TRANSPORTS and not transport["available"]:
+            problems.append(f"transport {name}: {transport['reason']}")
     for name in ("torch", "transformers"):
         if machine["packages"][name] is None:
             problems.append(f"{name} is not installed: workers run, commands that load a model on the host do not")

@@ -1,20 +1,14 @@
-"""What `doctor` finds out by trying: sealed memory, futex, eventfd, sockets, libfabric, GPU
-libraries, versions. No torch.
+"""What `doctor` finds out by trying: transports, libfabric, GPU libraries, versions. No torch.
 
 SPDX-License-Identifier: Apache-2.0
 """
 
 from __future__ import annotations
 
-import ctypes
 import ctypes.util
-import errno
-import fcntl
-import mmap
 import os
 import platform
 import resource
-import socket
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
@@ -22,24 +16,22 @@ from typing import TYPE_CHECKING, Any
 
 from dflash_moe.config import format_bytes
 from dflash_moe.errors import ConfigError, DflashError
+from dflash_moe.protocol.paths import TRANSPORTS
 
 if TYPE_CHECKING:
     from dflash_moe.topology import HostSpec
 
-_FUTEX_CALL = {"x86_64": 202, "aarch64": 98}  # Linux system call numbers
-_FUTEX_WAKE = 1
-_SEAL_FUTURE_WRITE = 0x10  # linux/fcntl.h; Python names it from 3.13 on
 PACKAGES = ("torch", "transformers", "numpy", "safetensors", "msgpack", "pyyaml", "typer")
 
 Finding = dict[str, Any]
 
 
 def found(probe: Callable[[], None]) -> Finding:
-    """`available`, and the `reason` when the probe raised OSError."""
+    """`available`, and the `reason` when the probe raised a DflashError."""
     try:
         probe()
-    except OSError as error:
-        return {"available": False, "reason": f"{error.strerror or error}"}
+    except DflashError as error:
+        return {"available": False, "reason": str(error)}
     return {"available": True}
 
 
@@ -49,9 +41,7 @@ def probe_transports() -> dict[str, Finding]:
     present = f"libfabric is installed ({library}), but" if library else "libfabric is not installed, and"
     return {
         "loopback": {"available": True},
-        "shared": found(_try_shared),
-        "unix": found(_try_unix),
-        "tcp": found(_try_tcp),
+        **{name: found(kind.try_here) for name, kind in TRANSPORTS.items()},
         "fabric": {"available": False, "libfabric": library, "reason": f"{present} fabric is not built into this version"},
     }
 
@@ -187,39 +177,3 @@ def _device_text(label: str, device: Finding) -> str:
         return f"{label} {device['name']}: {device['reason']}"
     arch = device["arch"] or "architecture known once opened"
     return f"{label} {device['name']}, {arch}, {format_bytes(device['memory_bytes'])}"
-
-
-def _try_shared() -> None:
-    """A sealed memfd, mapped, with a futex in it, and an eventfd: what the shared transport is made
-    of.
-    """
-    descriptor = os.memfd_create("dflash_moe-probe", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        os.ftruncate(descriptor, mmap.PAGESIZE)
-        with mmap.mmap(descriptor, mmap.PAGESIZE) as mapping:
-            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _SEAL_FUTURE_WRITE)
-            word = ctypes.c_uint32.from_buffer(mapping)
-            _wake_futex(ctypes.addressof(word))
-            del word  # the mapping cannot close while something points into it
-    finally:
-        os.close(descriptor)
-    os.close(os.eventfd(0, os.EFD_CLOEXEC))
-
-
-def _wake_futex(address: int) -> None:
-    number = _FUTEX_CALL.get(platform.machine())
-    if number is None:
-        raise OSError(errno.ENOSYS, f"no futex call known for {platform.machine()}")
-    library = ctypes.CDLL(None, use_errno=True)
-    if library.syscall(ctypes.c_long(number), ctypes.c_void_p(address), _FUTEX_WAKE, 1, None, None, 0) < 0:
-        raise OSError(ctypes.get_errno(), f"futex: {os.strerror(ctypes.get_errno())}")
-
-
-def _try_unix() -> None:
-    for end in socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM):
-        end.close()
-
-
-def _try_tcp() -> None:
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
-        listener.bind(("127.0.0.1", 0))

@@ -1,10 +1,13 @@
 """Errors across the control connection: one table from numeric code to Python class, shared with
-csrc/base/result.h.
+csrc/base/result.h. And what the system refuses to the control plane itself, as typed errors.
 
 SPDX-License-Identifier: Apache-2.0
 """
 
 from __future__ import annotations
+
+import errno
+import resource
 
 from dflash_moe.errors import (
     CheckpointError,
@@ -22,6 +25,15 @@ from dflash_moe.protocol.messages import Refusal
 # control connection.
 INTERNAL = 8
 BUSY = 64
+CROWDED = 65
+
+
+class CrowdedOut(WorkerError):
+    """The worker dropped a connection before its proof, because too many strangers call: try
+    again.
+    """
+
+
 ERROR_CLASSES: dict[int, type[DflashError]] = {
     1: ConfigError,
     2: UnsupportedError,
@@ -35,6 +47,7 @@ ERROR_CLASSES: dict[int, type[DflashError]] = {
     10: DflashError,
     11: DflashError,
     BUSY: WorkerError,
+    CROWDED: CrowdedOut,
 }
 _CODES: dict[type[DflashError], int] = {
     ConfigError: 1,
@@ -45,6 +58,7 @@ _CODES: dict[type[DflashError], int] = {
     WorkerTimeout: 6,
     WorkerError: 8,
     DflashError: 9,
+    CrowdedOut: CROWDED,
 }
 
 
@@ -69,6 +83,15 @@ def busy_refusal(worker: str) -> Refusal:
     return Refusal(code=BUSY, text=text)
 
 
+def crowded_refusal(worker: str, most: int) -> Refusal:
+    """What a listener tells a connection that it drops before its proof, for a newer one."""
+    text = (
+        f"worker {worker} dropped this connection before it had proved the key: it keeps {most} such connections, and newer "
+        "ones came; try again"
+    )
+    return Refusal(code=CROWDED, text=text)
+
+
 def to_error(refusal: Refusal, *, worker: str) -> DflashError:
     """The Python error of a Refusal; its text begins with the worker's name, once. An unknown code
     becomes WorkerError.
@@ -76,6 +99,25 @@ def to_error(refusal: Refusal, *, worker: str) -> DflashError:
     cls = ERROR_CLASSES.get(refusal.code, WorkerError)
     text = "".join(char if char.isprintable() or char == "\n" else "?" for char in refusal.text)
     return cls(text if text.startswith(f"worker {worker}") else f"worker {worker}: {text}")
+
+
+def is_descriptor_limit(error: OSError) -> bool:
+    """True where the process (or the machine) has as many open files as it may have."""
+    return error.errno in (errno.EMFILE, errno.ENFILE)
+
+
+def descriptor_limit_text() -> str:
+    """What this process's limit of open descriptors is, and how to raise it."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return f"this process may have {limit} open files and sockets; raise that with `ulimit -n 1024` before it starts"
+
+
+def system_failure(doing: str, error: OSError) -> DflashError:
+    """The typed error of a system call that failed at this end while `doing` something; it names
+    the limit that was reached, where it was one.
+    """
+    remedy = f"; {descriptor_limit_text()}" if is_descriptor_limit(error) else ""
+    return DflashError(f"{doing}: {error.strerror or error}{remedy}")
 
 
 def _cut(text: str) -> str:

@@ -1,8 +1,9 @@
 """Frames over a connected stream socket: u32 little-endian length, then that many bytes, at most 64
 KiB.
 
-Every operation has a deadline (absolute, `time.monotonic()` seconds). Descriptors may travel beside
-frames on Unix sockets.
+Every operation has a deadline (absolute, `time.monotonic()` seconds), or ends when the peer hangs
+up where the caller says so. Descriptors may travel beside frames on Unix sockets. Whatever the
+system answers becomes a typed error.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -19,14 +20,15 @@ import time
 from collections.abc import Sequence
 
 from dflash_moe.errors import DflashError, ProtocolError, WorkerTimeout
+from dflash_moe.protocol.failures import descriptor_limit_text
 from dflash_moe.protocol.messages import CODEC
 from dflash_moe.protocol.schema import MAX_FRAME_BYTES, Message
 
-# a frame that began must be complete after this: a slow sender cannot hold a connection
+# A frame that began must be complete after this: a slow sender cannot hold a connection.
 FRAME_REST_S = 5.0
-# an Attach carries at most 4; more than two messages' worth is an attack
+# An Attach carries at most 4; more than two messages' worth is an attack.
 MAX_PENDING_DESCRIPTORS = 8
-# sent bytes that nobody acknowledges for so long mean that the peer is gone
+# Sent bytes that nobody acknowledges for so long mean that the peer is gone.
 USER_TIMEOUT_MS = 10_000
 _UCRED = struct.Struct("3i")
 _DESCRIPTOR_BYTES = array.array("i").itemsize
@@ -75,9 +77,14 @@ class Connection:
     """
 
     def __init__(self, sock: socket.socket) -> None:
-        sock.setblocking(False)
-        if sock.family in (socket.AF_INET, socket.AF_INET6):
-            _tune_tcp(sock)
+        """PeerGone where the socket is not connected any more; it is closed then."""
+        try:
+            sock.setblocking(False)
+            if sock.family in (socket.AF_INET, socket.AF_INET6):
+                _tune_tcp(sock)
+        except OSError as error:
+            sock.close()
+            raise PeerGone(f"the peer hung up at once: {error.strerror}") from None
         self._sock = sock
         self._can_pass = sock.family == socket.AF_UNIX
         self._send_lock = threading.Lock()
@@ -94,6 +101,17 @@ class Connection:
         """The socket's descriptor; -1 after close."""
         return self._sock.fileno()
 
+    def require_same_user(self) -> None:
+        """As the function, on Unix sockets; others know no users."""
+        if self._can_pass:
+            require_same_user(self._sock)
+
+    def await_byte(self, *, deadline: float, waiting_for: str) -> None:
+        """Returns as soon as something can be received, a hang-up included. WorkerTimeout naming
+        `waiting_for`.
+        """
+        self._wait(select.POLLIN, deadline, waiting_for)
+
     def send(self, message: Message, *, deadline: float, descriptors: Sequence[int] = ()) -> None:
         """Writes one message; the descriptors stay the caller's. PeerGone, WorkerTimeout,
         ProtocolError (field limits).
@@ -104,24 +122,31 @@ class Connection:
         """Writes one frame of raw bytes; used by `send` and by the transcript of the handshake."""
         if descriptors and not self._can_pass:
             raise ProtocolError("descriptors cannot travel on this connection: it is not a Unix socket")
-        view = memoryview(_LENGTH.pack(len(payload)) + payload)
-        with self._send_lock:
-            while view:
-                try:
-                    if descriptors:
-                        sent = socket.send_fds(self._sock, [view], list(descriptors))
-                        descriptors = ()
-                    else:
-                        sent = self._sock.send(view, socket.MSG_DONTWAIT)
-                    view = view[sent:]
-                except BlockingIOError:
-                    self._wait(select.POLLOUT, deadline, "sending a control message")
-                except OSError as error:
-                    raise PeerGone(f"the peer hung up while a control message was sent: {error.strerror}") from None
+        # Another thread's frame may be on its way to a peer that reads slowly.
+        if not self._send_lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            raise WorkerTimeout("deadline passed while another control message was being sent")
+        try:
+            self._send_all(memoryview(_LENGTH.pack(len(payload)) + payload), deadline, descriptors)
+        finally:
+            self._send_lock.release()
+
+    def _send_all(self, view: memoryview, deadline: float, descriptors: Sequence[int]) -> None:
+        while view:
+            try:
+                if descriptors:
+                    sent = socket.send_fds(self._sock, [view], list(descriptors))
+                    descriptors = ()
+                else:
+                    sent = self._sock.send(view, socket.MSG_DONTWAIT)
+                view = view[sent:]
+            except BlockingIOError:
+                self._wait(select.POLLOUT, deadline, "sending a control message")
+            except OSError as error:
+                raise PeerGone(f"the peer hung up while a control message was sent: {error.strerror}") from None
 
     def receive(self, *, deadline: float | None, waiting_for: str) -> Message:
-        """Returns the next message; `deadline` None waits for its first byte as long as the peer
-        lives.
+        """Returns the next message; `deadline` None waits for its first byte until the peer sends
+        it or hangs up, which keep-alive makes of a peer that vanished.
 
         Errors: WorkerTimeout naming `waiting_for`, PeerGone, ProtocolError.
         """
@@ -165,8 +190,13 @@ class Connection:
             raise ProtocolError("descriptors arrived in the handshake")
         return self._sock.detach()
 
-    def hang_up(self) -> None:
-        """Ends every wait on this connection with PeerGone; any thread."""
+    def hang_up(self, parting: Message | None = None) -> None:
+        """Ends every wait on this connection with PeerGone; any thread. Sends `parting` before,
+        where that takes no waiting.
+        """
+        if parting is not None:
+            with contextlib.suppress(DflashError):
+                self.send(parting, deadline=time.monotonic())
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
 
@@ -203,20 +233,30 @@ class Connection:
 
     def _receive_with_descriptors(self, wanted: int) -> bytes:
         # Not socket.recv_fds: it drops its flags argument, and the descriptors would be inherited
-        # by the next exec.
+        # by the next exec. There is room for one descriptor more than any honest peer leaves
+        # untaken: a truncated list that does not fill it was cut by this process's own limit.
+        room = MAX_PENDING_DESCRIPTORS + 1
         flags = socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
-        chunk, ancillary, _, _ = self._sock.recvmsg(wanted, socket.CMSG_LEN(4 * _DESCRIPTOR_BYTES), flags)
+        chunk, ancillary, found, _ = self._sock.recvmsg(wanted, socket.CMSG_LEN(room * _DESCRIPTOR_BYTES), flags)
+        num_received = 0
         for level, kind, content in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                 whole = content[: len(content) - len(content) % _DESCRIPTOR_BYTES]
-                self._descriptors.extend(array.array("i", whole))
+                descriptors = array.array("i", whole)
+                num_received += len(descriptors)
+                self._descriptors.extend(descriptors)
+        if found & socket.MSG_CTRUNC and num_received < room:
+            raise DflashError(f"descriptors that came with a control message could not be taken: {descriptor_limit_text()}")
         return chunk
 
     def _wait(self, events: int, deadline: float | None, waiting_for: str) -> None:
+        descriptor = self._sock.fileno()
+        if descriptor < 0:
+            raise PeerGone(f"this end was closed while waiting for {waiting_for}")
         poller = select.poll()
-        poller.register(self._sock.fileno(), events)
+        poller.register(descriptor, events)
         if deadline is None:
-            poller.poll()
+            poller.poll()  # ends with the peer: it sends, hangs up, or keep-alive finds it gone
             return
         remaining = deadline - time.monotonic()
         if remaining <= 0 or not poller.poll(remaining * 1000 + 1):

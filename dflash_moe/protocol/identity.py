@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from dflash_moe import _core
 from dflash_moe.errors import ProtocolError, UnsupportedError
 from dflash_moe.protocol.messages import Hello, HelloReply
+from dflash_moe.protocol.paths import TRANSPORTS
 from dflash_moe.topology.numerics import CLASSES
 
 DTYPES = ("f32", "f16", "bf16")
-CAPABILITIES = ("shared", "unix", "tcp")  # data paths this version can attach
+CAPABILITIES = tuple(TRANSPORTS)  # which hello tells the peer
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 from dflash_moe.errors import ProtocolError
-from dflash_moe.protocol.schema import Binary, Codec, Flag, Float, ListOf, Message, Table, Text, Tree, Uint, Wire
+from dflash_moe.protocol.schema import Binary, Codec, Flag, Float, ListOf, Message, Octets, Table, Text, Tree, Uint, Wire
 
 PROTOCOL_VERSION = 2  # both ends must share one version in [min, max]
 # a higher minor may add fields; the lower side then ignores fields it does not know
-PROTOCOL_MINOR = 0
+PROTOCOL_MINOR = 1
 NONCE_BYTES = 32
 SESSION_ID_BYTES = 16
 MAC_BYTES = 32
@@ -29,6 +29,7 @@ _NAME = Text(128)
 _DTYPE = Text(8)
 _NUMERICS = Text(64)
 _WORDS = ListOf(Text(64), 64)
+_HANDOVER = Octets(4096)  # kMaxHandoverBytes of csrc/transport/kinds.h
 
 
 class Role(enum.IntEnum):
@@ -115,6 +116,8 @@ class Hello(Message):
     simulate: Annotated[str, Wire(15, Text(16))] = ""  # backend sim: whose cards it stands for
     # or mapped: compute from the worker's own mapped checkpoint
     weights_layout: Annotated[str, Wire(16, Text(16))] = "packed"
+    # of the host, for each phase of its start; 0: not told
+    start_timeout_s: Annotated[float, Wire(17, Float(0.0, 86400.0))] = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,7 +190,7 @@ class Attach(Message):
 
     TYPE: ClassVar[int] = 21
     generation: Annotated[int, Wire(1, _U64)]
-    transport: Annotated[str, Wire(2, Text(16))]  # shared | unix | tcp
+    transport: Annotated[str, Wire(2, Text(16))]  # a name in the table of transports
     num_slots: Annotated[int, Wire(3, Uint(256))]
     request_bytes: Annotated[int, Wire(4, Uint(256 << 20))]
     reply_bytes: Annotated[int, Wire(5, Uint(256 << 20))]
@@ -197,11 +200,12 @@ class Attach(Message):
     # of the data connection, each way; 0: the system's own
     socket_buffer_bytes: Annotated[int, Wire(8, Uint(1 << 30))] = 0
     is_open: Annotated[bool, Wire(9, Flag())] = False  # shared: segments that devices may register
+    offer: Annotated[bytes, Wire(10, _HANDOVER)] = b""  # what the transport's host end tells the other
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listening(Message):
-    """Worker to host, answer to a `tcp` Attach: where data and pulse connections are awaited."""
+    """Worker to host, before Attached of a dialled transport: where its connections are awaited."""
 
     TYPE: ClassVar[int] = 22
     port: Annotated[int, Wire(1, _U16)]
@@ -214,6 +218,7 @@ class Attached(Message):
     TYPE: ClassVar[int] = 23
     generation: Annotated[int, Wire(1, _U64)]
     num_descriptors: Annotated[int, Wire(2, Uint(4))]
+    answer: Annotated[bytes, Wire(3, _HANDOVER)] = b""  # what the transport's worker end answers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

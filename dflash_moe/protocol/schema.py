@@ -119,6 +119,22 @@ class Binary:
 
 
 @dataclass(frozen=True, slots=True)
+class Octets:
+    """At most `max_bytes` bytes."""
+
+    max_bytes: int
+
+    def check(self, value: Any) -> bytes:
+        if type(value) is not bytes or len(value) > self.max_bytes:
+            found = f"{len(value)} bytes" if type(value) is bytes else _found(value)
+            raise _Refused(f"found {found}, allowed is a binary of at most {self.max_bytes} bytes")
+        return value
+
+    def describe(self) -> str:
+        return f"binary, at most {self.max_bytes} bytes"
+
+
+@dataclass(frozen=True, slots=True)
 class ListOf:
     """At most `max_items` items of one kind; arrives as a tuple."""
 

@@ -22,9 +22,8 @@ from dflash_moe.errors import ConfigError, DflashError, ProtocolError, Unsupport
 from dflash_moe.runtime.device_tensors import DeviceTensors
 
 if TYPE_CHECKING:
-    from dflash_moe.runtime.call_gate import CallGate
     from dflash_moe.runtime.fleet import Fleet, LayerShards
-    from dflash_moe.runtime.path_renewal import PathRenewal
+    from dflash_moe.runtime.layer_table import LayerTable
 
 log = logging.getLogger(__name__)
 
@@ -51,45 +50,39 @@ class DeviceStep:
         lease: _core.StepLease,
         tensors: DeviceTensors,
         *,
-        sizes: Mapping[int, tuple[str, int, int]],
+        table: LayerTable,
+        names: Mapping[int, str],
         timeout_s: float,
         stream: int | None,
         nap_ns: int,
-        on_exit: Callable[[bool], None],
+        on_exit: Callable[[], None],
     ) -> None:
-        """`sizes`: (name, in size, out size) by layer. `on_exit(has failed)` is called once,
-        whatever happens.
-        """
+        """`names` of layers, for messages. `on_exit()` is called once, whatever happens."""
         self.thread = threading.get_ident()
         self._client = client
         self._tensors = tensors
-        self._sizes = sizes
+        self._table = table
+        self._names = names
         self._deadline = time.monotonic() + timeout_s
         self._timeout_s = timeout_s
         self._on_exit = on_exit
-        self._owners: list[object] = []  # tensors of queued calls
+        self._batches: list[_core.TokenBatch] = []  # of queued calls: they keep the tensors
         self._reason: DflashError | None = None  # why the host ended it
         self._aborted_at = 0.0
         self._formerly = tensors.stream
-        try:
-            self._step = _core.DeviceStep(
-                tensors.device, lease, budget_s=2 * timeout_s + 1, stream=stream, nap_ns=nap_ns
-            )  # fmt: skip
-        except BaseException:
-            client.end_step(None)
-            raise
+        self._step = _core.DeviceStep(tensors.device, lease, budget_s=2 * timeout_s + 1, stream=stream, nap_ns=nap_ns)
         if stream is not None:
             tensors.take_over_for(stream)
 
-    def experts(self, layer: int, hidden_states: Any, topk_ids: Any, topk_weights: Any, out: Any = None) -> Any:
+    def experts(self, layer: int | str, hidden_states: Any, topk_ids: Any, topk_weights: Any, out: Any = None) -> Any:
         """Like `ExpertRuntime.experts`, of at most 64 tokens; queued on the device, where later
         work finds the result.
         """
-        _, in_size, out_size = self._sizes[layer]
-        result, arguments = self._tensors.bind(in_size, out_size, hidden_states, topk_ids, topk_weights, out)
-        if arguments[3]:
-            self._step.add(layer, *arguments[:10])
-            self._owners.append(arguments[10])
+        shape = self._table.of(layer)
+        result, batch = self._tensors.bind_for_step(shape, hidden_states, topk_ids, topk_weights, out)
+        if batch.num_tokens:
+            self._step.add(shape.layer, batch)
+            self._batches.append(batch)
             # a simulated device works only when waited for, the framework at once
             if self._tensors.device.stream == 0:
                 self._settle()
@@ -133,10 +126,10 @@ class DeviceStep:
             self._drop()
             raise
         finally:
-            self._client.end_step(report)
             self._tensors.stream = self._formerly
-            self._owners.clear()
-            self._on_exit(report is None or report.code != NOWHERE)
+            self._batches.clear()
+            self._on_exit()  # before another thread may begin a step
+            self._client.end_step(report)
         if report.code != NOWHERE and (kind is None or issubclass(kind, Exception)):
             raise self._failure(report) from error
 
@@ -152,55 +145,65 @@ class DeviceStep:
         self._step.give_up()
 
     def _failure(self, report: _core.StepReport) -> DflashError:
-        layer, token = f"layer {self._sizes[report.layer][0]}", f"token {report.detail}"
+        """What a failed step raises. Numbers are those of ErrorCode (csrc/base/result.h)."""
+        layer, token = f"layer {self._names[report.layer]}", f"token {report.detail}"
         where = f"worker {report.worker}, {layer}" if report.worker else layer
+        fields: dict[str, Any] = {"worker": report.worker or None, "layer": report.layer}
         if self._reason is not None and report.code in (CLOSED, 6):
-            names_it = report.worker and str(self._reason).startswith(f"worker {report.worker} ")
-            return type(self._reason)(f"{layer if names_it else where}: {self._reason}")
+            names_it = report.worker and self._reason.worker == report.worker
+            fields |= {name: value for name, value in self._reason.fields().items() if value is not None}
+            return type(self._reason)(f"{layer if names_it else where}: {self._reason}", **fields)
         if report.code == 1:
-            return ConfigError(f"{layer}, {token}: topk_ids must not be negative")
+            return ConfigError(
+                f"{layer}, {token}: topk_ids must not be negative", code="invalid_argument", token=report.detail, **fields
+            )
         if report.code == 3:
-            return ProtocolError(f"{where}: a reply is not used because {_DETAILS.get(report.detail, 'it is malformed')}")
+            what = _DETAILS.get(report.detail, "it is malformed")
+            return ProtocolError(f"{where}: a reply is not used because {what}", code="protocol", **fields)
         if report.code == 5:
-            return WorkerLost(f"worker {report.worker} was lost: it closed its end ({layer})")
+            return WorkerLost(f"worker {report.worker} was lost: it closed its end ({layer})", code="worker_lost", **fields)
         if report.code == 6:
-            return WorkerTimeout(f"{where}: not answered in time, says the device")
+            return WorkerTimeout(f"{where}: not answered in time, says the device", code="timeout", **fields)
         if report.code == 7:
             what = "a finite hidden state does not fit the wire dtype; set ipc.dtype to f32" if report.worker else (
                 "the sum of its experts does not fit its dtype; run the model in bf16 or f32"
             )  # fmt: skip
-            return WorkerError(f"{layer}, {token}: {what}")
-        return WorkerError(f"{where}: {report.text or 'it answered with an error'}")
+            return WorkerError(f"{layer}, {token}: {what}", code="range", token=report.detail, **fields)
+        return WorkerError(f"{where}: {report.text or 'it answered with an error'}", code="worker_failed", **fields)
 
 
 class DeviceSteps:
-    """Opens the steps of one runtime, one at a time: with the gate shut, all calls done and all
-    data paths fresh.
+    """Opens the steps of one runtime, one at a time. The client lets a step begin once all calls
+    are done and all data paths are fit; calls of other threads wait in the client meanwhile, each
+    under its own deadline.
     """
 
     def __init__(
         self,
         client: _core.Client,
         tensors: DeviceTensors,
-        gate: CallGate,
         fleet: Fleet,
-        paths: PathRenewal,
+        table: LayerTable,
         *,
         layers: Sequence[LayerShards],
         nap_ns: int,
         timeout_s: Callable[[], float],
+        patience_s: Callable[[], float],
     ) -> None:
-        """`layers` with their shards, as `Client.define_layer` takes them."""
+        """`layers` with their shards, as `Client.define_layer` takes them. `timeout_s` is the limit
+        of a step, `patience_s` that of waiting until one may begin.
+        """
         self._client = client
         self._tensors = tensors
-        self._gate = gate
         self._fleet = fleet
+        self._table = table
         self._layers = layers
+        self._names = {layer.index: layer.name for layer, _ in layers}
         self._nap_ns = nap_ns
         self._timeout_s = timeout_s
-        self._paths = paths
+        self._patience_s = patience_s
         self._are_layers_defined = False
-        self._step: DeviceStep | None = None
+        self._step: DeviceStep | None = None  # the open one; only the client's holder sets it
         _warn_of_shared_card(tensors, fleet)
 
     def of_this_thread(self) -> DeviceStep | None:
@@ -213,57 +216,43 @@ class DeviceSteps:
         """A step on `stream`, else on that of torch. Errors as `ExpertRuntime.device_step`; the
         runtime is then as before.
         """
-        with self._begin(stream) as step:
+        if self.of_this_thread() is not None:
+            raise ConfigError("device_step: a step is open already; leave it first")
+        with self._begin(_torch_stream(self._tensors) if stream is None else stream) as step:
             yield step
 
     def _begin(self, stream: int | None) -> DeviceStep:
-        self._gate.lock.acquire()
+        step = self._try_to_begin(stream) or self._try_to_begin(stream)
+        if step is None:  # the second try raises instead
+            raise UnsupportedError("device_step: the device does not take the data paths' memory")
+        return step
+
+    def _try_to_begin(self, stream: int | None) -> DeviceStep | None:
+        """None: the device refused memory that is sealed against writing, and all data paths are
+        being renewed without that seal (rules of docs/protocol.md, "Data paths").
+        """
+        lease = self._client.begin_step(MAX_CALLS, self._patience_s())
         try:
-            if self._step is not None:
-                raise ConfigError("device_step: a step is open already; leave it first")
             self._define_layers()
-            self._paths.renew_unfit()
-            self._paths.quiesce()
-            self._step = self._opened(_torch_stream(self._tensors) if stream is None else stream)
+            self._step = DeviceStep(
+                self._client, lease, self._tensors, table=self._table, names=self._names, timeout_s=self._timeout_s(),
+                stream=stream, nap_ns=self._nap_ns, on_exit=self._leave,
+            )  # fmt: skip
             return self._step
-        except BaseException:
-            if self._step is None:
-                self._gate.is_shut = bool(self._paths.worn_out)
-            self._gate.lock.release()
-            raise
-
-    def _opened(self, stream: int | None) -> DeviceStep:
-        lease = self._client.begin_step(MAX_CALLS)
-        try:
-            return self._make(lease, stream)
-        except DflashError as error:
-            self._paths.retire_all()
-            if not isinstance(error, UnsupportedError) or self._fleet.may_open_replies:
+        except UnsupportedError as error:
+            is_last_try, self._fleet.may_open_replies = self._fleet.may_open_replies, True
+            self._client.end_step(None)
+            if is_last_try:
                 raise
-            reason = str(error)
-        log.warning("device steps: %s; asking the workers for segments without the seal against writing", reason)
-        self._fleet.may_open_replies = True
-        self._paths.renew_unfit()
-        self._paths.quiesce()
-        try:
-            return self._make(self._client.begin_step(MAX_CALLS), stream)
-        except DflashError:
-            self._paths.retire_all()
+            text = "device steps: %s; asking the workers for segments without the seal against writing"
+            log.warning(text, str(error))
+            return None
+        except BaseException:
+            self._client.end_step(None)
             raise
 
-    def _make(self, lease: _core.StepLease, stream: int | None) -> DeviceStep:
-        sizes = {layer.index: (layer.name, layer.ffn.in_size, layer.ffn.out_size) for layer, _ in self._layers}
-        return DeviceStep(
-            self._client, lease, self._tensors, sizes=sizes, timeout_s=self._timeout_s(), stream=stream, nap_ns=self._nap_ns,
-            on_exit=self._leave,
-        )  # fmt: skip
-
-    def _leave(self, has_failed: bool) -> None:
+    def _leave(self) -> None:
         self._step = None
-        if has_failed:
-            self._paths.retire_all()
-        self._gate.is_shut = bool(self._paths.worn_out)
-        self._gate.lock.release()
 
     def _define_layers(self) -> None:
         if self._are_layers_defined:

@@ -7,13 +7,14 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 from dflash_moe import _core
 from dflash_moe.errors import ConfigError, UnsupportedError
 from dflash_moe.protocol.devices import DeviceChoice
-from dflash_moe.runtime.tensors import ITEM_BYTES, CallArguments, TensorBinder, check_call, out_text
+from dflash_moe.runtime.layer_table import LayerShape
+from dflash_moe.runtime.tensors import ITEM_BYTES, BoundCall, HostTensors, check_call, out_text
 
 SIMULATED = {"cuda": 0, "hip": 1}  # the simulator's device by vendor
 DLPACK_CPU, DLPACK_CUDA = 1, 2
@@ -34,36 +35,13 @@ def open_host_device(choice: DeviceChoice) -> _core.HostDevice:
     return _core.HostDevice(backend=choice.backend, device=choice.device)
 
 
-@dataclass(frozen=True, slots=True)
-class StagedCall:
-    """A call whose rows lie in pinned memory; `deliver()` once its result is there."""
-
-    device: _core.HostDevice
-    block: _core.StagingBlock
-    result: tuple[int, int, int]  # (device's address, host's address, bytes)
-    owners: object  # the tensors
-
-    def deliver(self) -> None:
-        """Copies the result to the caller's tensor."""
-        self.device.copy_in([self.result])
-
-
-class _OnDevice:
-    """Keeps the views of a call's tensors alive, and says that its addresses are the device's."""
-
-    __slots__ = ("views",)
-
-    def __init__(self, *views: object) -> None:
-        self.views = views
-
-
 class DeviceTensors:
     """Binds and stages the tensors of calls. Any thread."""
 
     def __init__(self, choice: DeviceChoice) -> None:
         self.choice = choice
         self.device = open_host_device(choice)
-        self._binder = TensorBinder()
+        self._host = HostTensors()
         # that tensors are taken over for: the device's own, or a step's
         self.stream = self.device.stream
         self._is_simulated = choice.backend == "sim"
@@ -74,48 +52,73 @@ class DeviceTensors:
         """
         self.stream = 1 if stream == 0 and self.device.dlpack_device[0] == DLPACK_CUDA else stream
 
-    def bind(
-        self, in_size: int, out_size: int, hidden_states: Any, topk_ids: Any, topk_weights: Any, out: Any
-    ) -> tuple[Any, CallArguments]:
-        """Like `TensorBinder.bind`; tensors on the host's device are taken too."""
+    def bind(self, layer: LayerShape, hidden_states: Any, topk_ids: Any, topk_weights: Any, out: Any) -> BoundCall:
+        """Like `HostTensors.bind`; tensors on the host's device are taken too, through pinned
+        memory.
+        """
+        result, batch, is_on_device = self._bind(layer, hidden_states, topk_ids, topk_weights, out)
+        if not is_on_device or batch.num_tokens == 0:
+            return result, batch, None
+        staged, deliver = self._stage(layer, batch)
+        return result, staged, deliver
+
+    def bind_for_step(
+        self, layer: LayerShape, hidden_states: Any, topk_ids: Any, topk_weights: Any, out: Any
+    ) -> tuple[Any, _core.TokenBatch]:
+        """The result's tensor, and the call where it lies."""
+        result, batch, _ = self._bind(layer, hidden_states, topk_ids, topk_weights, out)
+        return result, batch
+
+    def _bind(
+        self, layer: LayerShape, hidden_states: Any, topk_ids: Any, topk_weights: Any, out: Any
+    ) -> tuple[Any, _core.TokenBatch, bool]:
+        """(the result's tensor, the call where it lies, whether that is on the device)."""
         tensors = (hidden_states, topk_ids, topk_weights)
         if self._is_simulated or all(_dlpack_type(tensor) == DLPACK_CPU for tensor in tensors):
-            return self._binder.bind(in_size, out_size, *tensors, out)
-        return self._bind_on_device(in_size, out_size, *tensors, out)
+            result, batch, _ = self._host.bind(layer, *tensors, out)
+            return result, batch, self._is_simulated
+        result, batch = self._bind_on_device(layer, *tensors, out)
+        return result, batch, True
 
-    def stage(self, in_size: int, out_size: int, arguments: CallArguments) -> tuple[StagedCall | None, CallArguments]:
-        """Brings a bound call's tensors to pinned memory and says where; (None, `arguments`) for
-        the machine's tensors.
+    def _stage(self, layer: LayerShape, batch: _core.TokenBatch) -> tuple[_core.TokenBatch, Callable[[], None]]:
+        """Brings a call's tensors to pinned memory: (the call there, what brings its result
+        back).
         """
-        hidden, row_stride, dtype, num_tokens, ids, ids_are_64bit, weights, weights_dtype, top_k, out, owners = arguments
-        if not self._is_simulated and not isinstance(owners, _OnDevice):
-            return None, arguments
-        row_bytes = in_size * ITEM_BYTES[dtype]
+        row_bytes = layer.in_size * ITEM_BYTES[batch.dtype]
+        num_pairs = batch.num_tokens * batch.top_k
         sizes = (
-            num_tokens * row_bytes,
-            num_tokens * top_k * (8 if ids_are_64bit else 4),
-            num_tokens * top_k * ITEM_BYTES[weights_dtype],
-            num_tokens * out_size * ITEM_BYTES[dtype],
+            batch.num_tokens * row_bytes,
+            num_pairs * (8 if batch.ids_are_64bit else 4),
+            num_pairs * ITEM_BYTES[batch.weights_dtype],
+            batch.num_tokens * layer.out_size * ITEM_BYTES[batch.dtype],
         )
         places = [0]
         for size in sizes:
             places.append(places[-1] + -(-size // ALIGNMENT) * ALIGNMENT)
         block = self.device.staging(places[-1])
         rows_at, ids_at, weights_at, out_at = (block.address + place for place in places[:-1])
-        pieces = [(ids, ids_at, sizes[1]), (weights, weights_at, sizes[2])]
-        if row_stride == row_bytes or num_tokens == 1:
-            pieces.append((hidden, rows_at, sizes[0]))
+        pieces = [(batch.topk_ids, ids_at, sizes[1]), (batch.topk_weights, weights_at, sizes[2])]
+        if batch.row_stride_bytes == row_bytes or batch.num_tokens == 1:
+            pieces.append((batch.hidden_states, rows_at, sizes[0]))
         else:
-            pieces += [(hidden + row * row_stride, rows_at + row * row_bytes, row_bytes) for row in range(num_tokens)]
+            pieces += [
+                (batch.hidden_states + row * batch.row_stride_bytes, rows_at + row * row_bytes, row_bytes)
+                for row in range(batch.num_tokens)
+            ]
         self.device.copy_out(pieces)
-        staged: CallArguments = (
-            rows_at, row_bytes, dtype, num_tokens, ids_at, ids_are_64bit, weights_at, weights_dtype, top_k, out_at, block,
+        staged = _core.TokenBatch(
+            rows_at, row_bytes, batch.dtype, batch.num_tokens, batch.top_k, ids_at, batch.ids_are_64bit, weights_at,
+            batch.weights_dtype, out_at, (block, batch),
         )  # fmt: skip
-        return StagedCall(self.device, block, (out, out_at, sizes[3]), owners), staged
 
-    def _bind_on_device(
-        self, in_size: int, out_size: int, hidden: Any, ids: Any, weights: Any, out: Any
-    ) -> tuple[Any, CallArguments]:
+        def deliver() -> None:
+            """Copies the result to the caller's tensor; `staged` keeps both ends alive."""
+            self.device.copy_in([(batch.output, staged.output, sizes[3])])
+
+        return staged, deliver
+
+    def _bind_on_device(self, layer: LayerShape, hidden: Any, ids: Any, weights: Any, out: Any) -> tuple[Any, _core.TokenBatch]:
+        _, in_size, out_size = layer
         _refuse_gradients(hidden, weights)
         hidden, ids, weights = _dense(hidden), _dense(ids), _dense(weights)
         views = [self._view(*named) for named in (("hidden_states", hidden), ("topk_ids", ids), ("topk_weights", weights))]
@@ -135,10 +138,10 @@ class DeviceTensors:
         out_view = self._view("out", result)
         if out_view.shape != shape or out_view.dtype != rows.dtype or (out_view.strides != (out_size, 1) and shape[0] > 1):
             raise ConfigError(out_text(out_view.shape, out_view.dtype, shape, rows.dtype))
-        row_stride = rows.strides[0] * ITEM_BYTES[rows.dtype]
-        return result, (
-            rows.address, row_stride, rows.dtype, shape[0], id_view.address, id_view.dtype == "i64", weight_view.address,
-            weight_view.dtype, id_view.shape[1], out_view.address, _OnDevice(*views, out_view, hidden, ids, weights, result),
+        return result, _core.TokenBatch(
+            rows.address, rows.strides[0] * ITEM_BYTES[rows.dtype], rows.dtype, shape[0], id_view.shape[1], id_view.address,
+            id_view.dtype == "i64", weight_view.address, weight_view.dtype, out_view.address,
+            (*views, out_view, hidden, ids, weights, result),
         )  # fmt: skip
 
     def _view(self, name: str, tensor: Any) -> _core.DlpackView:

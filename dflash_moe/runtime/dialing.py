@@ -1,46 +1,177 @@
 """Connections to workers that listen: the control one of a session, and over TCP its data and pulse
 connections.
 
+A listener that strangers crowd drops connections before their proof, this host's among them. So a
+handshake that was cut short is tried again, as long as its caller can wait.
 SPDX-License-Identifier: Apache-2.0
 """
 
 from __future__ import annotations
 
+import logging
 import socket
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 
-from dflash_moe.errors import WorkerLost, WorkerTimeout
+from dflash_moe.errors import DflashError, WorkerLost, WorkerTimeout
 from dflash_moe.protocol.auth import HANDSHAKE_S, Peer, authenticate_to_worker
-from dflash_moe.protocol.framing import Connection, require_same_user, size_buffers
+from dflash_moe.protocol.failures import CrowdedOut, is_descriptor_limit, system_failure
+from dflash_moe.protocol.framing import Connection, PeerGone, require_same_user, size_buffers
 from dflash_moe.protocol.messages import Role
 from dflash_moe.topology.addresses import Address
 
+log = logging.getLogger(__name__)
+
 CONNECT_S = 5.0
+# Pauses between two tries: the first finds the place that its own arrival made, the later ones
+# leave the listener time.
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Credentials:
+    """What a connection proves and is proved to belong to."""
+
+    role: Role
+    key: bytes
+    session_id: bytes
+    generation: int = 0  # of the data path; 0 on control and pulse
+
+
+class CallOff:
+    """Lets another thread end a dialling: the handshake under way, and the tries that would follow.
+    For good: what is dialled afterwards fails at once.
+    """
+
+    def __init__(self) -> None:
+        self._is_given_up = threading.Event()
+        self._connection: Connection | None = None
+
+    def give_up(self) -> None:
+        """Any thread."""
+        self._is_given_up.set()
+        connection = self._connection
+        if connection is not None:
+            connection.hang_up()
+
+    @contextmanager
+    def covering(self, connection: Connection) -> Iterator[None]:
+        """Ends what waits on `connection` too, meanwhile."""
+        self._connection = connection
+        try:
+            if self._is_given_up.is_set():  # before it could be hung up
+                raise PeerGone("the start was given up")
+            yield
+        finally:
+            self._connection = None
+
+    def pause(self, seconds: float) -> bool:
+        """Sleeps; False where it was given up."""
+        return not self._is_given_up.wait(seconds)
+
+
+def connect_authenticated(
+    worker: str, address: Address, credentials: Credentials, *, deadline: float, call_off: CallOff, buffer_bytes: int = 0
+) -> tuple[Connection, Peer]:
+    """A connection whose handshake is over. What the worker drops before that is tried again until
+    `deadline`.
+
+    Errors as `dial`; besides ProtocolError (version, key), the worker's refusal, and WorkerLost
+    that says how often the handshake was cut short.
+    """
+    begun = time.monotonic()
+    pause, num_dropped = FIRST_PAUSE_S, 0
+    while True:
+        connection = Connection(dial(worker, address, buffer_bytes))
+        try:
+            with call_off.covering(connection):
+                return connection, _authenticate(worker, address, connection, credentials, deadline)
+        except (PeerGone, CrowdedOut) as dropped:
+            connection.close()
+            num_dropped += 1
+            if time.monotonic() + pause >= deadline:
+                raise _crowded_out(worker, address, num_dropped, time.monotonic() - begun, dropped) from None
+            if num_dropped == 1:
+                log.info("worker %s at %s dropped a connection in its handshake, trying again: %s", worker, address, dropped)
+        except BaseException:
+            connection.close()
+            raise
+        if not call_off.pause(pause):
+            raise WorkerLost(f"worker {worker} at {address}: the start was given up")
+        pause = min(2 * pause, LONGEST_PAUSE_S)
+
+
+def _authenticate(worker: str, address: Address, connection: Connection, credentials: Credentials, deadline: float) -> Peer:
+    seconds = min(deadline - time.monotonic(), HANDSHAKE_S)
+    try:
+        return authenticate_to_worker(
+            connection,
+            worker=worker,
+            role=credentials.role,
+            key=credentials.key,
+            session_id=credentials.session_id,
+            generation=credentials.generation,
+            deadline=time.monotonic() + seconds,
+        )
+    except WorkerTimeout:
+        raise WorkerTimeout(
+            f"worker {worker} at {address} accepted a {credentials.role.name.lower()} connection and then did not finish its "
+            f"handshake within {seconds:.1f} s; look at its own output there"
+        ) from None
+
+
+def _crowded_out(worker: str, address: Address, num_dropped: int, seconds: float, last: DflashError) -> WorkerLost:
+    return WorkerLost(
+        f"worker {worker} at {address} dropped each of {num_dropped} connections before their handshake was over, within "
+        f"{seconds:.1f} s; either it ends, or strangers without its key crowd its listener; the last time: {last}; "
+        "look at its own output there"
+    )
 
 
 def dial(worker: str, address: Address, buffer_bytes: int = 0) -> socket.socket:
     """A connection to the listener at `address`; `buffer_bytes` as `size_buffers`, over TCP.
 
-    Errors: WorkerLost, WorkerTimeout, ProtocolError (a Unix socket of another user).
+    Errors: WorkerLost, WorkerTimeout, ProtocolError (a Unix socket of another user), DflashError
+    naming the limit where this process is out of descriptors. A host name is looked up within the
+    bounds that the system's resolver sets itself.
     """
     try:
-        if address.path:
-            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            sock.settimeout(CONNECT_S)
-            sock.connect(address.path)
-            require_same_user(sock)
-            return sock
-        return _connect(address, buffer_bytes)
+        return _connect_unix(address.path) if address.path else _connect_tcp(address, buffer_bytes)
     except TimeoutError:
         raise WorkerTimeout(f"worker {worker} at {address} did not accept a connection within {CONNECT_S:g} s") from None
     except OSError as error:
+        if is_descriptor_limit(error):
+            raise system_failure(f"worker {worker} at {address} cannot be reached", error) from None
         raise WorkerLost(
             f"worker {worker} at {address} cannot be reached: {error.strerror or error}; "
             f"start it there with `dflash-moe worker --name {worker} ...`"
         ) from None
 
 
-def _connect(address: Address, buffer_bytes: int) -> socket.socket:
+def _connect_unix(path: str) -> socket.socket:
+    until = time.monotonic() + CONNECT_S
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.settimeout(CONNECT_S)
+        while True:
+            try:
+                sock.connect(path)
+                break
+            except BlockingIOError:  # a Unix socket's full backlog; TCP waits by itself
+                if time.monotonic() > until:
+                    raise TimeoutError from None
+                time.sleep(FIRST_PAUSE_S)
+        require_same_user(sock)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def _connect_tcp(address: Address, buffer_bytes: int) -> socket.socket:
     """As socket.create_connection, with buffers sized before the handshake. OSError of the last
     address tried.
     """
@@ -56,23 +187,3 @@ def _connect(address: Address, buffer_bytes: int) -> socket.socket:
             sock.close()
             failed = error
     raise failed or OSError(f"{address.host} has no address")
-
-
-def dial_role(worker: str, address: Address, role: Role, peer: Peer, generation: int, buffer_bytes: int = 0) -> int:
-    """An authenticated data or pulse connection of `peer`'s session; the descriptor is the
-    caller's. PeerGone, as `dial`.
-    """
-    connection = Connection(dial(worker, address, buffer_bytes))
-    try:
-        authenticate_to_worker(
-            connection,
-            worker=worker,
-            role=role,
-            key=peer.session_key,
-            session_id=peer.session_id,
-            generation=generation,
-            deadline=time.monotonic() + HANDSHAKE_S,
-        )
-        return connection.detach()
-    finally:
-        connection.close()

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
@@ -24,16 +24,14 @@ from dflash_moe.placement.numerics import check_classes, describe_numerics, sett
 from dflash_moe.protocol.devices import DeviceChoice
 from dflash_moe.runtime import observe
 from dflash_moe.runtime.auto import WorkerForecast, cost_classes, log_explanation, mode_reason, worker_forecasts
-from dflash_moe.runtime.call_gate import MAX_PATIENCE, CallGate
-from dflash_moe.runtime.data_path import SPARE_SLOTS, SlotPlan, plan_arena, slices_of
 from dflash_moe.runtime.device_step import NAP_NS, DeviceStep, DeviceSteps
 from dflash_moe.runtime.device_tensors import DeviceTensors
 from dflash_moe.runtime.expert_call import ExpertCall
 from dflash_moe.runtime.fleet import ChannelDecorator, Fleet, LoadingReport, Member, shapes_of, shards_by_holder
 from dflash_moe.runtime.layer_table import LayerTable
 from dflash_moe.runtime.observe import WorkerProcess
-from dflash_moe.runtime.path_renewal import PathRenewal
-from dflash_moe.runtime.tensors import TensorBinder
+from dflash_moe.runtime.path_keeper import PathKeeper
+from dflash_moe.runtime.tensors import HostTensors
 from dflash_moe.runtime.threads import thread_plan
 from dflash_moe.runtime.transports import check_paths
 from dflash_moe.topology import HOST, Topology
@@ -41,6 +39,8 @@ from dflash_moe.topology import HOST, Topology
 log = logging.getLogger(__name__)
 
 CLOSED = "this ExpertRuntime is closed; start another"
+# Times call_timeout_s: by then every call has ended (kMaxPatience of csrc/client/engine.h).
+MAX_PATIENCE = 20
 
 
 class ExpertRuntime:
@@ -69,22 +69,19 @@ class ExpertRuntime:
         self._held = shards_by_holder(spec, placement)
         self._threads = thread_plan(topology, settings)
         self._fleet = Fleet(spec, settings, self._threads, channel_decorator)
-        self._finalizer = weakref.finalize(self, self._fleet.close)
         self._slices = slices_of(settings)
-        client = _core.Client(
+        self._client = _core.Client(
             spin_ns=self._threads.spin_ns, call_timeout_s=settings.call_timeout_s, stall_timeout_s=settings.stall_timeout_s
         )
-        self._client: _core.Client | None = client
-        self._run: Callable[..., None] = client.run
-        self._submit: Callable[..., _core.Call] = client.submit
+        self._keeper = PathKeeper(self._client, self._fleet)
+        self._finalizer = weakref.finalize(self, _end, self._keeper, self._fleet, self._client)
+        self._table = LayerTable(spec.layers)
+        host = DeviceChoice.of_host(topology.host)
+        self._device = None if host.is_processor else DeviceTensors(host)
+        self._tensors = HostTensors() if self._device is None else self._device
+        self._steps: DeviceSteps | None = None  # of a host that is no processor
         self._last_stats: dict[str, Any] = {}
         self._last_auto: tuple[WorkerForecast, ...] = ()  # when mode auto was last in force
-        self._tensors: DeviceTensors | None = None  # of a host that is no processor
-        self._steps: DeviceSteps | None = None  # likewise
-        self._bind = TensorBinder().bind
-        self._table = LayerTable(spec.layers)
-        self._gate = CallGate()
-        self._paths = PathRenewal(client, self._fleet, self._gate, patience_s=MAX_PATIENCE * settings.call_timeout_s + 1.0)
         self._is_open = False
 
     @classmethod
@@ -120,18 +117,15 @@ class ExpertRuntime:
         return runtime
 
     def _open(self, on_loading: LoadingReport | None, key: bytes | None) -> None:
-        host = DeviceChoice.of_host(self._topology.host)
-        if not host.is_processor:
-            self._tensors = DeviceTensors(host)
-            self._bind = self._tensors.bind
-            log.info("host.device: %s", self._tensors.device.name)
+        if self._device is not None:
+            log.info("host.device: %s", self._device.device.name)
         self._fleet.add_members(self._topology, self._held, HOST)
         self._fleet.start(key)
         self._settle_classes()
         self._fleet.check_memory(self.placement.bytes_by_holder(), self._held)
         self._fleet.load(self._held, on_loading)
         plans = self._plan_slots()
-        client = self._live_client()
+        client = self._client
         request_dtype, reply_dtype = self.wire_dtypes
         for name, member in self._fleet.members.items():
             channel, generation, pulse_fd = self._fleet.attach(member, plans[name])
@@ -159,13 +153,12 @@ class ExpertRuntime:
                 cost_class=classes[layer.index],
             )
         client.set_profile(bool(self.settings.profile))
-        if self._tensors is not None:
+        if self._device is not None:
             self._steps = DeviceSteps(
-                client, self._tensors, self._gate, self._fleet, self._paths,
-                layers=layers,
-                nap_ns=0 if self._threads.spin_ns else NAP_NS,
-                timeout_s=lambda: self.settings.call_timeout_s,
+                client, self._device, self._fleet, self._table, layers=layers, nap_ns=0 if self._threads.spin_ns else NAP_NS,
+                timeout_s=lambda: self.settings.call_timeout_s, patience_s=self._patience_s,
             )  # fmt: skip
+        self._keeper.start()
         self._is_open = True
 
     def _settle_classes(self) -> None:
@@ -175,9 +168,10 @@ class ExpertRuntime:
             check_classes(self.spec.layers, placement, self._topology, self.settings.numerics)
             self.placement, self._held = placement, shards_by_holder(self.spec, placement)
 
-    def _plan_slots(self) -> dict[str, SlotPlan]:
-        shapes = {name: shapes_of(shards) for name, shards in self._held.items()}
-        return plan_arena(shapes, self._slices, *self.wire_dtypes, self.settings.shared_bytes)
+    def _plan_slots(self) -> dict[str, _core.SlotPlan]:
+        shapes = [shapes_of(shards) for shards in self._held.values()]
+        plans = _core.plan_arena(shapes, self._slices, *self.wire_dtypes, self.settings.shared_bytes or 0)
+        return dict(zip(self._held, plans, strict=True))
 
     def _window(self, member: Member) -> int:
         """Slices in flight, at most: where the arena was short, fewer slots than the plan asked
@@ -185,7 +179,10 @@ class ExpertRuntime:
         """
         if member.slots is None:
             return self._slices.window
-        return min(self._slices.window, member.slots.num_slots - SPARE_SLOTS)
+        return min(self._slices.window, member.slots.num_slots - _core.SPARE_SLOTS)
+
+    def _patience_s(self) -> float:
+        return MAX_PATIENCE * self.settings.call_timeout_s + 1.0
 
     @property
     def wire_dtypes(self) -> tuple[str, str]:
@@ -210,7 +207,7 @@ class ExpertRuntime:
         """The index of a layer given by index or module name; ConfigError for a dense or unknown
         one.
         """
-        return self._table[layer][0]
+        return self._table.of(layer).layer
 
     def experts(self, layer: int | str, hidden_states: Any, topk_ids: Any, topk_weights: Any, out: Any = None) -> Any:
         """Returns the routed experts' weighted sum for every row: [num_tokens, out_size], kind and
@@ -221,54 +218,29 @@ class ExpertRuntime:
         floating point. torch, NumPy or DLPack, on the CPU or on `host.device`. `out`, if given,
         receives the result. Blocks without the GIL.
         """
-        entry = self._table[layer]
         if self._steps is not None and (step := self._steps.of_this_thread()) is not None:
-            return step.experts(entry[0], hidden_states, topk_ids, topk_weights, out)
-        result, arguments = self._bind(entry[1], entry[2], hidden_states, topk_ids, topk_weights, out)
-        if not arguments[3]:
-            return result
-        staged = None
-        if self._tensors is not None:
-            staged, arguments = self._tensors.stage(entry[1], entry[2], arguments)
-        gate = self._gate
-        gate.active.append(None)
+            return step.experts(layer, hidden_states, topk_ids, topk_weights, out)
+        shape = self._table.of(layer)
+        result, batch, deliver = self._tensors.bind(shape, hidden_states, topk_ids, topk_weights, out)
         try:
-            if gate.is_shut:
-                self._paths.pass_gate()
-            self._run(entry[0], *arguments)
+            self._client.run(shape.layer, batch)
         except WorkerError as error:
             raise self._explained(error) from None
-        finally:
-            gate.active.pop()
-        if staged is not None:
-            staged.deliver()
+        if deliver is not None:
+            deliver()
         return result
 
     def submit(self, layer: int | str, hidden_states: Any, topk_ids: Any, topk_weights: Any, out: Any = None) -> ExpertCall:
         """Like `experts`, but returns at once. The inputs are kept, and must not be changed until
         the call is done.
         """
-        entry = self._table[layer]
-        result, arguments = self._bind(entry[1], entry[2], hidden_states, topk_ids, topk_weights, out)
-        if not arguments[3]:
-            return ExpertCall(layer, None, result, self._explained)
-        staged = None
-        if self._tensors is not None:
-            staged, arguments = self._tensors.stage(entry[1], entry[2], arguments)
-        gate = self._gate
-        gate.active.append(None)
+        shape = self._table.of(layer)
+        result, batch, deliver = self._tensors.bind(shape, hidden_states, topk_ids, topk_weights, out)
         try:
-            if gate.is_shut:
-                self._paths.pass_gate()
-            call = ExpertCall(
-                layer, self._submit(entry[0], *arguments), result, self._explained, None if staged is None else staged.deliver
-            )
-            gate.note_submitted(call)
+            call = _core.Call(self._client, shape.layer, batch)
         except WorkerError as error:
             raise self._explained(error) from None
-        finally:
-            gate.active.pop()
-        return call
+        return ExpertCall(layer, call, result, self._explained, deliver)
 
     def device_step(self, *, stream: int | None = None) -> AbstractContextManager[DeviceStep]:
         """A `with` block whose expert calls the host's device exchanges by itself; `experts` of
@@ -281,9 +253,8 @@ class ExpertRuntime:
         WorkerLost.
         """
         if self._steps is None:
-            raise ConfigError(
-                CLOSED if self._client is None else "device_step: host.device is cpu; steps run on a GPU host's device"
-            )
+            self._require_open()
+            raise ConfigError("device_step: host.device is cpu; steps run on a GPU host's device")
         return self._steps.open(stream)
 
     def set_mode(
@@ -308,17 +279,25 @@ class ExpertRuntime:
         overrides = {**self._overrides, **{key: value for key, value in wanted.items() if value is not None}}
         settings = resolve_settings(self._topology.ipc, **overrides)
         slices = slices_of(settings)
-        with self._gate.lock:
+        if self._steps is not None and self._steps.of_this_thread() is not None:
+            raise ConfigError("set_mode: this thread is in a device step; leave it first")
+        with self._between_calls():
             former = self._overrides, self.settings, self._slices
             try:
-                self._paths.quiesce()
                 self._overrides, self.settings, self._slices = overrides, settings, slices
                 self._apply_policy()
             except BaseException:  # nothing may claim what is not in force
                 self._overrides, self.settings, self._slices = former
                 raise
-            finally:
-                self._gate.is_shut = bool(self._paths.worn_out)
+
+    @contextmanager
+    def _between_calls(self) -> Iterator[None]:
+        """No call is under way within the block; new ones wait, each under its own deadline."""
+        self._client.hold(self._patience_s())
+        try:
+            yield
+        finally:
+            self._client.resume()
 
     def _apply_policy(self) -> None:
         self._note_auto()
@@ -326,25 +305,25 @@ class ExpertRuntime:
         request_dtype, reply_dtype = self.wire_dtypes
         members = self._fleet.members.values()
         if not all(member.slots is not None and member.slots.holds(plans[member.name]) for member in members):
-            # it would not answer, and nobody shall wait for that
-            observe.refuse_lost(self._live_client())
-            for member in members:  # all of them, so that the arena's limit holds
-                self._paths.renew(member, plans[member.name])
-        client = self._live_client()
+            # A lost worker would not answer, and nobody shall wait for that.
+            observe.refuse_lost(self._client)
+            self._keeper.replace(plans)  # all of them, so that the arena's limit holds
         for member in members:
-            client.set_policy(member.client_index, self._slices.slice_tokens, self._window(member), self._slices.is_measured)
-            client.set_dtypes(member.client_index, request_dtype, reply_dtype)
+            self._client.set_policy(
+                member.client_index, self._slices.slice_tokens, self._window(member), self._slices.is_measured
+            )
+            self._client.set_dtypes(member.client_index, request_dtype, reply_dtype)
 
     def _note_auto(self) -> None:
-        forecasts = worker_forecasts(self._live_client().forecasts())
+        forecasts = worker_forecasts(self._client.forecasts())
         if any(chunk.is_auto for forecast in forecasts for chunk in forecast.chunks):
             self._last_auto = forecasts
 
     def _explained(self, error: WorkerError) -> DflashError:
         """The same error with what else is known; a closed runtime takes no more results."""
-        self._paths.note_worn_out()
         if not self._finalizer.alive:
-            return DflashError(f"the runtime was closed before this call was done; take results before close() ({error})")
+            text = f"the runtime was closed before this call was done; take results before close() ({error})"
+            return DflashError(text, **{**error.fields(), "code": "closed"})
         return observe.explain_loss(error, self._fleet)
 
     def stats(self) -> dict[str, Any]:
@@ -356,7 +335,7 @@ class ExpertRuntime:
         the mode was set (`WorkerForecast` as a dictionary); under `numerics` what computes in which
         class; besides, the mode in use and why. After `close()` the last ones.
         """
-        if self._client is None:
+        if not self._finalizer.alive:
             return self._last_stats
         counted = observe.count_calls(self._client, self._fleet, [layer.index for layer in self.spec.layers])
         forecasts = worker_forecasts(self._client.forecasts())
@@ -378,7 +357,7 @@ class ExpertRuntime:
         """Every worker's own counters (calls, rows, bytes, compute_ns, queue_ns, memory), asked
         over its control connection.
         """
-        self._live_client()
+        self._require_open()
         return observe.ask_workers(self._fleet)
 
     def worker_processes(self) -> list[WorkerProcess]:
@@ -389,12 +368,11 @@ class ExpertRuntime:
         """The recorded slices since the last call (setting `profile`): times of every step on both
         sides.
         """
-        return self._live_client().take_traces()
+        return self._client.take_traces()
 
-    def _live_client(self) -> _core.Client:
-        if self._client is None:
+    def _require_open(self) -> None:
+        if not self._finalizer.alive:
             raise ConfigError(CLOSED)
-        return self._client
 
     def close(self) -> None:
         """Ends all workers; at most about a second, never raises because a worker is already gone.
@@ -407,20 +385,29 @@ class ExpertRuntime:
                 self._last_stats = self.stats()
                 self._note_auto()
                 log_explanation(self._last_auto)
-        self._run = self._submit = _refuse_closed
+        self._steps = None  # its device lets go of the data paths
         self._finalizer()
-        self._paths.drop_client()
-        # its channels close with it, and what a device used of them
-        self._client = self._steps = self._tensors = None
-        self._bind = TensorBinder().bind
 
     def __enter__(self) -> ExpertRuntime:
-        self._live_client()
+        self._require_open()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
 
-def _refuse_closed(*_: Any) -> Any:
-    raise ConfigError(CLOSED)
+def slices_of(settings: Settings) -> _core.SlicePlan:
+    """What the settings make of calls. ConfigError where the stream's slice exceeds its maximum."""
+    return _core.plan_slices(
+        settings.mode,
+        batch_capacity=settings.batch_capacity,
+        stream_tokens=settings.stream_tokens,
+        stream_tokens_max=settings.stream_tokens_max,
+    )
+
+
+def _end(keeper: PathKeeper, fleet: Fleet, client: _core.Client) -> None:
+    """Ends a runtime that was closed or dropped; its channels go once the last call has left."""
+    keeper.close()
+    fleet.close()
+    client.close()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import os
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -25,10 +24,10 @@ from dflash_moe.placement.numerics import check_architectures
 from dflash_moe.protocol.devices import DeviceChoice
 from dflash_moe.protocol.identity import local_identity
 from dflash_moe.protocol.messages import LoadShard, compress_experts
-from dflash_moe.runtime.data_path import ShardShape, SlotPlan
 from dflash_moe.runtime.launcher import Launcher
 from dflash_moe.runtime.local_worker import LocalWorker
-from dflash_moe.runtime.session import WorkerSession
+from dflash_moe.runtime.owner import Owner
+from dflash_moe.runtime.session import HostSession
 from dflash_moe.runtime.threads import ThreadPlan
 from dflash_moe.runtime.transports import choose_transport
 from dflash_moe.telemetry.machine import memory_available
@@ -61,11 +60,11 @@ class Member:
     transport: str
     numerics: str  # the class of all its shards; once it was greeted, that of its card
     layout: str  # packed or mapped, likewise
-    session: WorkerSession | None = None
+    session: HostSession | None = None
     local: LocalWorker | None = None
     spec: WorkerSpec | None = None  # None: the experts kept at the host
     client_index: int = -1
-    slots: SlotPlan | None = None
+    slots: _core.SlotPlan | None = None
     device: DeviceChoice = DeviceChoice()  # what it computes on
 
     @property
@@ -108,9 +107,12 @@ def _report_after(before: int, report: Callable[[int], None], count: int) -> Non
     report(before + count)
 
 
-def shapes_of(shards: Sequence[HeldShard]) -> list[ShardShape]:
+def shapes_of(shards: Sequence[HeldShard]) -> list[_core.ShardShape]:
     """What the slots of a holder must be wide enough for."""
-    return [ShardShape(held.layer.ffn.in_size, held.layer.ffn.out_size, held.layer.top_k, len(held.experts)) for held in shards]
+    return [
+        _core.ShardShape(held.layer.ffn.in_size, held.layer.ffn.out_size, held.layer.top_k, len(held.experts))
+        for held in shards
+    ]
 
 
 class Fleet:
@@ -127,7 +129,7 @@ class Fleet:
         self._launcher: Launcher | None = None
         # never that of another session's path
         self._generations = itertools.count(secrets.randbits(48) + 1)
-        self._owner_pid = os.getpid()
+        self.owner = Owner()  # of all processes and connections
         self._is_closed = False
         # where a device of the host takes no read-only memory (rules 12)
         self.may_open_replies = False
@@ -162,7 +164,7 @@ class Fleet:
             started = None
             if self._launcher is not None and member.address.is_started_by_host:
                 started = self._launcher.start_worker(member.name, Path(self._spec.path))
-            member.session = WorkerSession(
+            member.session = HostSession(
                 member.name,
                 member.address,
                 started=started,
@@ -266,7 +268,7 @@ class Fleet:
             )
             _session(member).load(message, timeout_s=self._settings.start_timeout_s, report=report)
 
-    def attach(self, member: Member, slots: SlotPlan) -> tuple[_core.Channel, int, int]:
+    def attach(self, member: Member, slots: _core.SlotPlan) -> tuple[_core.Channel, int, int]:
         """A fresh data path: (host's channel, generation, pulse descriptor or -1). The former path
         is served no more.
         """
@@ -277,7 +279,7 @@ class Fleet:
         else:
             timeout_s = max(self._settings.call_timeout_s, LEAST_ATTACH_S)
             session = _session(member)
-            is_open = self.may_open_replies and session.started is not None and member.transport == "shared"
+            is_open = self.may_open_replies and session.started is not None
             channel, pulse_fd = session.attach(slots, member.transport, generation, timeout_s=timeout_s, is_open=is_open)
         emulate = member.spec.emulate if member.spec is not None else None
         if emulate is not None and (emulate.delay_ms or emulate.jitter_ms or emulate.mbit_s):
@@ -304,7 +306,7 @@ class Fleet:
         """Goodbye to all, at most a second for all together, then SIGKILL. Never raises because a
         worker is already gone.
         """
-        if self._is_closed or os.getpid() != self._owner_pid:  # a forked child owns none of this
+        if self._is_closed or not self.owner.is_here:
             return
         self._is_closed = True
         members = list(self.members.values())
@@ -326,8 +328,8 @@ class Fleet:
         once.
         """
         for member in self.members.values():
-            if member.session is not None and member.session.started is not None:
-                member.session.started.kill()
+            if member.session is not None:
+                member.session.kill()
 
     def _in_parallel(self, names: Sequence[str], step: Callable[[str], None]) -> None:
         """One thread per member. The first error ends all others: their workers are killed, and it
@@ -367,7 +369,7 @@ def _isa(member: Member) -> str:
     return greeted.isa if greeted is not None else ""
 
 
-def _session(member: Member) -> WorkerSession:
+def _session(member: Member) -> HostSession:
     if member.session is None:
         raise ConfigError(f"worker {member.name} has no session: the runtime is closed or still starting")
     return member.session

@@ -3,6 +3,10 @@ descriptor, log in memory.
 
 Children ask the kernel to be killed with the *thread* that forked them, so all of a runtime's
 children are forked by one thread that lives as long as the runtime does and sleeps in between.
+
+A worker runs what this process runs and nothing that merely lies around: the same interpreter, the
+same package (workers/start.py), and no module from the folder that the host was called in, which
+may be that of a model somebody downloaded.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -17,17 +21,29 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NotDone
 from dataclasses import dataclass
 from pathlib import Path
 
 import dflash_moe
-from dflash_moe.errors import WorkerLost
+from dflash_moe.errors import DflashError, WorkerLost, WorkerTimeout
 from dflash_moe.protocol.auth import KEY_BYTES
+from dflash_moe.protocol.failures import is_descriptor_limit, system_failure
 from dflash_moe.telemetry.logs import LogFile
 
 START_S = 30.0  # fork and exec under heavy load; a start that takes longer has other troubles
+REAP_S = 5.0  # SIGKILL is certain; only uninterruptible I/O could delay the end of a process
+PACKAGE = Path(dflash_moe.__file__).resolve().parent
+# Keeps the interpreter from putting the folder of its script first on the path. Interpreters before
+# 3.11 lack the option; workers/start.py then takes that entry away.
+ISOLATION = ("-P",) if sys.version_info >= (3, 11) else ()
+# Variables that name folders an interpreter takes code from. Their relative entries mean the folder
+# that the host happens to be called in, and an empty entry of PYTHONPATH means that folder itself.
+FOLDER_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "PYTHONUSERBASE", "PYTHONPYCACHEPREFIX")
+# Variables that run a file or a prompt in interactive interpreters, which a worker never is.
+INTERACTIVE_VARIABLES = ("PYTHONSTARTUP", "PYTHONINSPECT")
 
 
 @dataclass(slots=True)
@@ -52,13 +68,13 @@ class StartedWorker:
         """Waits up to `seconds` for a graceful end, then SIGKILL. Never raises because the worker
         is already gone.
         """
+        self.control.close()
         try:
             self.process.wait(max(0.0, seconds))
         except subprocess.TimeoutExpired:
             self.kill()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                # SIGKILL is certain; only uninterruptible I/O could delay it
-                self.process.wait(5.0)
+                self.process.wait(REAP_S)
         self.log.close()
 
     def kill(self) -> None:
@@ -87,7 +103,11 @@ class Launcher:
         self._thread.start()
 
     def start_worker(self, name: str, model: Path) -> StartedWorker:
-        """Starts one worker process. WorkerLost when the process cannot be created."""
+        """Starts one worker process.
+
+        Errors: WorkerLost when the process cannot be created, WorkerTimeout when that takes longer
+        than START_S, DflashError naming the limit when this process is out of descriptors.
+        """
         outcome: Future[StartedWorker] = Future()
 
         def order() -> None:
@@ -97,7 +117,12 @@ class Launcher:
                 outcome.set_exception(error)
 
         self._orders.put(order)
-        return outcome.result(START_S)
+        try:
+            return outcome.result(START_S)
+        except NotDone:
+            # Nobody else will know of the worker when it comes after all.
+            outcome.add_done_callback(_end_unwanted)
+            raise WorkerTimeout(f"worker {name} could not be started within {START_S:g} s: the machine is overloaded") from None
 
     def close(self) -> None:
         """Ends the thread; call after every child is gone."""
@@ -105,46 +130,68 @@ class Launcher:
         self._thread.join(5.0)
 
     def _run(self) -> None:
+        # This wait has no deadline: it is for this process's own orders, and `close` ends it.
         while (order := self._orders.get()) is not None:
             order()
 
 
+def _end_unwanted(outcome: Future[StartedWorker]) -> None:
+    if outcome.exception() is None:
+        outcome.result().close(seconds=0.0)
+
+
 def _spawn(name: str, model: Path) -> StartedWorker:
-    ours, theirs = socket.socketpair()
-    key_read, key_write = os.pipe()
     key = secrets.token_bytes(KEY_BYTES)
-    log = LogFile(name)
-    command = [
-        sys.executable, "-m", "dflash_moe", "worker", "--name", name, "--model", str(model),
-        "--control-fd", str(theirs.fileno()), "--key-fd", str(key_read), "--parent-pid", str(os.getpid()),
-    ]  # fmt: skip
-    try:
-        os.write(key_write, key)
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=log.fileno(),
-            stderr=log.fileno(),
-            pass_fds=(theirs.fileno(), key_read),
-            env=_environment(),
-        )
-    except OSError as error:
-        ours.close()
-        log.close()
-        raise WorkerLost(f"worker {name} could not be started: {sys.executable}: {error.strerror}") from None
-    finally:
-        theirs.close()
-        os.close(key_read)
-        os.close(key_write)
+    with contextlib.ExitStack() as inherited, contextlib.ExitStack() as kept:
+        try:
+            ours, theirs = socket.socketpair()
+            kept.callback(ours.close)
+            inherited.callback(theirs.close)
+            key_read, key_write = os.pipe()
+            inherited.callback(os.close, key_read)
+            inherited.callback(os.close, key_write)
+            log = LogFile(name)
+            kept.callback(log.close)
+            os.write(key_write, key)
+            process = subprocess.Popen(
+                _command(name, model, control_fd=theirs.fileno(), key_fd=key_read),
+                stdin=subprocess.DEVNULL,
+                stdout=log.fileno(),
+                stderr=log.fileno(),
+                pass_fds=(theirs.fileno(), key_read),
+                env=isolated_environment(os.environ),
+            )
+        except OSError as error:
+            raise _refusal(name, error) from None
+        kept.pop_all()
     return StartedWorker(name, process, ours, key, log)
 
 
-def _environment() -> dict[str, str]:
-    """The host's environment; the package is found where this process found it, installed or
-    not.
+def _command(name: str, model: Path, *, control_fd: int, key_fd: int) -> list[str]:
+    return [
+        sys.executable, *ISOLATION, str(PACKAGE / "workers" / "start.py"),
+        "dflash_moe", "worker", "--name", name, "--model", str(model),
+        "--control-fd", str(control_fd), "--key-fd", str(key_fd), "--parent-pid", str(os.getpid()),
+    ]  # fmt: skip
+
+
+def _refusal(name: str, error: OSError) -> DflashError:
+    doing = f"worker {name} could not be started"
+    if is_descriptor_limit(error):
+        return system_failure(doing, error)
+    return WorkerLost(f"{doing}: {sys.executable}: {error.strerror}")
+
+
+def isolated_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """`environment` without what makes an interpreter run code from the folder it is started in.
+
+    Absolute folders stay: whoever named them meant them, wherever the program runs.
     """
-    environment = dict(os.environ)
-    root = str(Path(dflash_moe.__file__).resolve().parent.parent)
-    inherited = environment.get("PYTHONPATH")
-    environment["PYTHONPATH"] = f"{root}{os.pathsep}{inherited}" if inherited else root
-    return environment
+    isolated = {name: value for name, value in environment.items() if name not in INTERACTIVE_VARIABLES}
+    for name in FOLDER_VARIABLES:
+        if name not in isolated:
+            continue
+        entries = [entry for entry in isolated.pop(name).split(os.pathsep) if os.path.isabs(entry)]
+        if entries:
+            isolated[name] = os.pathsep.join(entries)
+    return isolated

@@ -7,7 +7,7 @@ SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from dflash_moe.errors import ConfigError
 
@@ -15,15 +15,29 @@ if TYPE_CHECKING:
     from dflash_moe.model.spec import LayerSpec
 
 
-class LayerTable(dict[object, tuple[int, int, int]]):
-    """(index, in_size, out_size) of a layer by index or name; ConfigError for a dense or unknown
-    one.
-    """
+class LayerShape(NamedTuple):
+    """What a call must know of its layer."""
+
+    layer: int  # index in the layer table
+    in_size: int  # width of a row of hidden_states
+    out_size: int  # width of a row of the result
+
+
+class LayerTable(dict[object, LayerShape]):
+    """Layers by index and by name; ConfigError for a dense or unknown one."""
 
     def __init__(self, layers: Sequence[LayerSpec]) -> None:
         self._layers = layers
         for layer in layers:
-            self[layer.index] = self[layer.name] = (layer.index, layer.ffn.in_size, layer.ffn.out_size)
+            shape = LayerShape(layer.index, layer.ffn.in_size, layer.ffn.out_size)
+            self[layer.index] = self[layer.name] = shape
+
+    def of(self, layer: object) -> LayerShape:
+        """The layer's shape. ConfigError also for a name that is no name, such as a list."""
+        try:
+            return self[layer]
+        except TypeError:
+            raise ConfigError(f"layer: found {layer!r}, expected its index or its module's name") from None
 
     def __missing__(self, layer: object) -> NoReturn:
         known = [item.index for item in self._layers]

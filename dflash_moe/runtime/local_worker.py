@@ -18,7 +18,6 @@ from dflash_moe.model.expert_loading import load_experts
 from dflash_moe.model.ffn import FfnSpec
 from dflash_moe.protocol.devices import DeviceChoice, open_device
 from dflash_moe.protocol.identity import choose_numerics
-from dflash_moe.runtime.data_path import SlotPlan
 from dflash_moe.telemetry.affinity import check_cpus, pin_to_first, running_on
 
 log = logging.getLogger(__name__)
@@ -86,10 +85,10 @@ class LocalWorker:
             )
         checkpoint.drop_pages()
 
-    def attach(self, slots: SlotPlan, generation: int) -> _core.Channel:
+    def attach(self, slots: _core.SlotPlan, generation: int) -> _core.Channel:
         """Serves a fresh channel instead of the former one; returns the host's end."""
         self._stop()
-        host, worker = _core.make_loopback(_core.Geometry(slots.num_slots, slots.request_bytes, slots.reply_bytes))
+        host, worker = _core.make_loopback(slots.geometry)
         self._generation = generation
         self._thread = threading.Thread(target=self._serve, args=(worker, generation), name=f"expert-{self.name}", daemon=True)
         self._thread.start()

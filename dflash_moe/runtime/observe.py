@@ -39,19 +39,19 @@ def refuse_lost(client: _core.Client) -> None:
     """WorkerLost naming the first lost worker and how it was lost."""
     for report in client.workers():
         if report["state"] == "lost":
-            raise WorkerLost(f"worker {report['name']} was lost: {report['reason']}; start the runtime anew")
+            raise WorkerLost(
+                f"worker {report['name']} was lost: {report['reason']}; start the runtime anew",
+                code="worker_lost", worker=report["name"],
+            )  # fmt: skip
 
 
 def explain_loss(error: WorkerError, fleet: Fleet) -> WorkerError:
     """The same error; a WorkerLost with how the worker's process ended and what it logged."""
-    if not isinstance(error, WorkerLost):
+    member = fleet.members.get(error.worker or "")
+    session = member.session if member is not None else None
+    if not isinstance(error, WorkerLost) or session is None or session.started is None:
         return error
-    text = str(error)
-    for member in fleet.members.values():
-        started = member.session.started if member.session is not None else None
-        if started is not None and f"worker {member.name}" in text and "process " not in text:
-            return WorkerLost(f"{text}; {started.describe_exit(seconds=0.3)}; start the runtime anew")
-    return error
+    return WorkerLost(f"{error}; {session.started.describe_exit(seconds=0.3)}; start the runtime anew", **error.fields())
 
 
 def count_calls(client: _core.Client, fleet: Fleet, layers: Sequence[int]) -> dict[str, Any]:
@@ -75,7 +75,8 @@ def count_calls(client: _core.Client, fleet: Fleet, layers: Sequence[int]) -> di
 
 
 def ask_workers(fleet: Fleet) -> dict[str, dict[str, int]]:
-    """Each worker's own counters. WorkerLost, WorkerTimeout."""
+    """Each worker's own counters. WorkerLost, WorkerTimeout; DflashError in a forked child."""
+    fleet.owner.require_here()
     answers: dict[str, dict[str, int]] = {}
     for member in fleet.members.values():
         if member.local is not None:
@@ -86,7 +87,10 @@ def ask_workers(fleet: Fleet) -> dict[str, dict[str, int]]:
 
 
 def list_processes(fleet: Fleet, held: Mapping[str, Sequence[HeldShard]]) -> list[WorkerProcess]:
-    """One entry per holder; workers on other machines are asked, the others read from /proc."""
+    """One entry per holder; workers on other machines are asked, the others read from /proc.
+    DflashError in a forked child.
+    """
+    fleet.owner.require_here()
     found = []
     for member in fleet.members.values():
         counts: dict[int, int] = {}

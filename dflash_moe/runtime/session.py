@@ -6,21 +6,19 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
-import contextlib
-import os
 import secrets
-import socket
-import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import replace
 
 from dflash_moe import __version__, _core
-from dflash_moe.errors import DflashError, ProtocolError, WorkerLost, WorkerTimeout
-from dflash_moe.protocol.auth import HANDSHAKE_S, PEER_CREDENTIAL_KEY, Peer, authenticate_to_worker
+from dflash_moe.errors import ProtocolError, WorkerLost, WorkerTimeout
+from dflash_moe.protocol.auth import PEER_CREDENTIAL_KEY, Peer, authenticate_to_worker
+from dflash_moe.protocol.descriptors import Descriptors
 from dflash_moe.protocol.devices import DeviceChoice
-from dflash_moe.protocol.failures import to_error
-from dflash_moe.protocol.framing import USER_TIMEOUT_MS, Connection, PeerGone
+from dflash_moe.protocol.failures import system_failure
+from dflash_moe.protocol.framing import Connection, PeerGone
 from dflash_moe.protocol.identity import CAPABILITIES, Identity, identity_of, require_equal
 from dflash_moe.protocol.messages import (
     SESSION_ID_BYTES,
@@ -32,28 +30,29 @@ from dflash_moe.protocol.messages import (
     Listening,
     LoadShard,
     Progress,
-    Refusal,
     Role,
     ShardLoaded,
     Stats,
     StatsRequest,
 )
-from dflash_moe.protocol.schema import Message
-from dflash_moe.runtime.data_path import SlotPlan
-from dflash_moe.runtime.dialing import dial, dial_role
+from dflash_moe.protocol.paths import TRANSPORTS, terms_of
+from dflash_moe.runtime.conversation import Conversation, Turn
+from dflash_moe.runtime.dialing import CallOff, Credentials, connect_authenticated
 from dflash_moe.runtime.launcher import StartedWorker
+from dflash_moe.runtime.owner import Owner
 from dflash_moe.topology.addresses import Address
 from dflash_moe.topology.numerics import possible_classes
 
 EXIT_STATUS_S = 1.0  # a worker that hung up is reaped within this; longer would delay the error
-M = TypeVar("M", bound=Message)
+# The settings that allow more time.
+START_LIMIT, CALL_LIMIT = "ipc.start_timeout_s", "ipc.call_timeout_s"
 
 
-class WorkerSession:
+class HostSession:
     """Talks to one worker. Owns its control connection and, if the host started it, the child
-    process.
+    process; both belong to the process that made this, and a forked child leaves them alone.
 
-    Any thread; conversations are serialised by a lock.
+    Any thread; one question at a time.
     """
 
     def __init__(
@@ -71,13 +70,15 @@ class WorkerSession:
         self.hello: HelloReply | None = None
         self.resident_bytes = 0
         self._key = key
-        num_bytes = socket_buffer_bytes or 0
-        self._buffers = {"send_buffer_bytes": num_bytes, "receive_buffer_bytes": num_bytes}
-        self._connection: Connection | None = None
+        self._buffer_bytes = socket_buffer_bytes or 0
+        self._conversation: Conversation | None = None
         self._peer: Peer | None = None
         self._has_pulse = False
-        self._unanswered = 0  # questions whose answer did not come in time
-        self._lock = threading.Lock()
+        # Experts that the worker was asked to load, and how many of them it said it has.
+        self._num_asked = 0
+        self._num_loaded = 0
+        self._owner = Owner()
+        self._call_off = CallOff()
 
     @property
     def pid(self) -> int:
@@ -88,27 +89,31 @@ class WorkerSession:
         """Opens and authenticates the control connection. WorkerLost, WorkerTimeout,
         ProtocolError.
         """
+        session_id = secrets.token_bytes(SESSION_ID_BYTES)
         deadline = time.monotonic() + timeout_s
-        if self.started is not None:
-            sock, key = self.started.control, self.started.key
-        else:
-            sock, key = dial(self.name, self.address), self._key or PEER_CREDENTIAL_KEY
-            deadline = min(deadline, time.monotonic() + HANDSHAKE_S)
-        self._connection = Connection(sock)
+        if self.started is None:
+            credentials = Credentials(Role.CONTROL, self._key or PEER_CREDENTIAL_KEY, session_id)
+            connection, self._peer = connect_authenticated(
+                self.name, self.address, credentials, deadline=deadline, call_off=self._call_off
+            )
+            self._conversation = self._converse(connection)
+            return
+        connection = Connection(self.started.control)
+        self._conversation = self._converse(connection)
         try:
             self._peer = authenticate_to_worker(
-                self._connection,
-                worker=self.name,
-                role=Role.CONTROL,
-                key=key,
-                session_id=secrets.token_bytes(SESSION_ID_BYTES),
-                generation=0,
+                connection, worker=self.name, role=Role.CONTROL, key=self.started.key, session_id=session_id, generation=0,
                 deadline=deadline,
-            )
+            )  # fmt: skip
         except PeerGone:
             raise self.loss("hung up in the handshake") from None
         except WorkerTimeout:
-            raise self._late("finish the handshake", timeout_s) from None
+            raise WorkerTimeout(
+                f"worker {self.name} did not finish the handshake within {timeout_s:g} s ({START_LIMIT}){self._quoted_log()}"
+            ) from None
+
+    def _converse(self, connection: Connection) -> Conversation:
+        return Conversation(self.name, connection, loss=self.loss, quote_log=self._quoted_log)
 
     def greet(
         self,
@@ -148,9 +153,10 @@ class WorkerSession:
             device=place.device,
             simulate=place.simulate,
             weights_layout=weights_layout,
+            start_timeout_s=timeout_s,
         )
-        with self._lock:
-            reply = self._ask(message, HelloReply, timeout_s=timeout_s, doing="answer hello")
+        with self._turn("answer hello", timeout_s, START_LIMIT) as turn:
+            reply = turn.ask(message, HelloReply)
         require_equal(ours, identity_of(reply), name=self.name)
         if reply.numerics_class not in possible_classes(numerics):
             raise ProtocolError(
@@ -163,175 +169,134 @@ class WorkerSession:
         """Has one shard loaded; `timeout_s` limits the time without progress, not the whole.
 
         `report` gets the experts that this session has loaded so far, whenever the worker says so.
+        Progress is one expert more than before, of those asked for: a worker cannot count for ever.
         """
-        doing = f"load {message.name} shard {message.shard}"
-        with self._lock:
-            self._send(message, timeout_s, doing)
-            last_counter = -1
-            deadline = time.monotonic() + timeout_s
-            while True:
-                answer = self._receive(deadline, timeout_s, doing)
-                if isinstance(answer, Progress):
-                    if answer.counter != last_counter:
-                        last_counter, deadline = answer.counter, time.monotonic() + timeout_s
-                        report(answer.counter)
-                    continue
-                loaded = self._expect(answer, ShardLoaded)
-                if (loaded.layer, loaded.shard) != (message.layer, message.shard):
-                    raise ProtocolError(f"worker {self.name}: ShardLoaded names layer {loaded.layer} shard {loaded.shard}, "
-                                        f"asked was layer {message.layer} shard {message.shard}")  # fmt: skip
-                self.resident_bytes = loaded.resident_bytes
-                return
+        self._num_asked += sum(message.expert_ranges[1::2])
+        with self._turn(f"load {message.name} shard {message.shard}", timeout_s, START_LIMIT) as turn:
+
+            def on_progress(progress: Progress) -> None:
+                if self._num_loaded < progress.counter <= self._num_asked:
+                    self._num_loaded = progress.counter
+                    turn.renew()
+                    report(progress.counter)
+
+            turn.on(Progress, on_progress)
+            loaded = turn.ask(message, ShardLoaded)
+        if (loaded.layer, loaded.shard) != (message.layer, message.shard):
+            raise ProtocolError(
+                f"worker {self.name}: ShardLoaded names layer {loaded.layer} shard {loaded.shard}, "
+                f"asked was layer {message.layer} shard {message.shard}"
+            )
+        self._num_loaded = self._num_asked
+        self.resident_bytes = loaded.resident_bytes
 
     def attach(
-        self, slots: SlotPlan, transport: str, generation: int, *, timeout_s: float, is_open: bool = False
+        self, slots: _core.SlotPlan, transport: str, generation: int, *, timeout_s: float, is_open: bool = False
     ) -> tuple[_core.Channel, int]:
         """Builds a data path; returns the host's channel and the pulse descriptor (-1 but for the
-        first time), the caller's.
+        first time), the caller's. `transport` is a name in the table.
 
-        `is_open`: replies in shared memory that a device of this process may register; for a worker
-        that this host started.
+        `is_open`: replies that a device of this process may register, where the transport has such;
+        for a worker that this host started.
         """
-        with self._lock, contextlib.ExitStack() as cleanup:
-            geometry = _core.Geometry(slots.num_slots, slots.request_bytes, slots.reply_bytes)
-            is_first = not self._has_pulse
-            doing = f"attach a {transport} data path"
-            if transport == "tcp":
-                channel, pulse = self._attach_tcp(geometry, generation, is_first, timeout_s, doing)
-            else:
-                channel, pulse = self._attach_local(
-                    geometry, transport, generation, is_first, timeout_s, doing, cleanup, is_open
-                )
-            self._has_pulse = True
-            return channel, pulse
-
-    def _attach_local(
-        self,
-        geometry: _core.Geometry,
-        transport: str,
-        generation: int,
-        is_first: bool,
-        timeout_s: float,
-        doing: str,
-        cleanup: contextlib.ExitStack,
-        is_open: bool,
-    ) -> tuple[_core.Channel, int]:
-        passed: list[int] = []
-        own: _core.Segment | None = None
-        data: socket.socket | None = None
-        if transport == "shared":
-            own = _core.Segment.create("host", geometry, generation)
-            bell = _core.new_eventfd()
-            cleanup.callback(os.close, bell)
-            passed += [own.fileno(), bell]
-        else:
-            data, theirs = socket.socketpair()
-            cleanup.callback(theirs.close)
-            cleanup.callback(data.close)
-            passed.append(theirs.fileno())
-        pulse: socket.socket | None = None
-        if is_first:
-            pulse, their_pulse = socket.socketpair()
-            cleanup.callback(their_pulse.close)
-            cleanup.callback(pulse.close)
-            passed.append(their_pulse.fileno())
-        attached = self._ask(
-            self._attach_message(geometry, transport, generation, len(passed), is_first, is_open),
-            Attached, timeout_s=timeout_s, doing=doing, descriptors=passed,
-        )  # fmt: skip
-        received = self._connected().take_descriptors(attached.num_descriptors)
-        if own is not None and len(received) == 1:
-            peer = _core.Segment.attach(received[0], "worker", geometry, generation, is_open)
-            channel = _core.make_shared_channel("host", geometry, own, peer, passed[1])
-        elif data is not None and not received:
-            channel = _core.make_stream_channel("host", geometry, data.detach(), **self._buffers)
-        else:
-            for descriptor in received:
-                os.close(descriptor)
-            raise ProtocolError(f"worker {self.name}: Attached brought {len(received)} descriptors for transport {transport}")
-        return channel, pulse.detach() if pulse is not None else -1
-
-    def _attach_tcp(
-        self, geometry: _core.Geometry, generation: int, is_first: bool, timeout_s: float, doing: str
-    ) -> tuple[_core.Channel, int]:
-        message = self._attach_message(geometry, "tcp", generation, 0, is_first)
-        listening = self._ask(message, Listening, timeout_s=timeout_s, doing=doing)
-        host = self.address.host or "127.0.0.1"
-        address = Address("tcp", host=host, port=self.address.port or listening.port)
-        data = self._open(address, Role.DATA, generation)
-        pulse = -1
-        try:
-            if is_first:
-                pulse = self._open(address, Role.PULSE, 0)
-            self._unanswered += 1
-            answer = self._receive(time.monotonic() + timeout_s, timeout_s, doing)
-            self._unanswered -= 1
-            self._expect(answer, Attached)
-        except BaseException:
-            os.close(data)
-            if pulse >= 0:
-                os.close(pulse)
-            raise
-        return _core.make_stream_channel("host", geometry, data, user_timeout_ms=USER_TIMEOUT_MS, **self._buffers), pulse
-
-    def _open(self, address: Address, role: Role, generation: int) -> int:
-        if self._peer is None:
-            raise ProtocolError(f"worker {self.name}: no session yet")
-        try:
-            buffer_bytes = self._buffers["send_buffer_bytes"] if role is Role.DATA else 0
-            return dial_role(self.name, address, role, self._peer, generation, buffer_bytes)
-        except PeerGone:
-            raise self.loss(f"hung up its {role.name.lower()} connection in the handshake") from None
-
-    def _attach_message(
-        self,
-        geometry: _core.Geometry,
-        transport: str,
-        generation: int,
-        num_descriptors: int,
-        has_pulse: bool,
-        is_open: bool = False,
-    ) -> Attach:
-        return Attach(
+        wish = Attach(
             generation=generation,
             transport=transport,
-            num_slots=geometry.num_slots,
-            request_bytes=geometry.request_bytes,
-            reply_bytes=geometry.reply_bytes,
-            num_descriptors=num_descriptors,
-            has_pulse=has_pulse,
-            socket_buffer_bytes=self._buffers["send_buffer_bytes"],
+            num_slots=slots.num_slots,
+            request_bytes=slots.request_bytes,
+            reply_bytes=slots.reply_bytes,
+            num_descriptors=0,
+            has_pulse=not self._has_pulse,
+            socket_buffer_bytes=self._buffer_bytes,
             is_open=is_open,
         )
+        doing = f"attach a {transport} data path"
+        build = self._dialled_path if TRANSPORTS[transport].is_dialled else self._passed_path
+        with self._turn(doing, timeout_s, CALL_LIMIT) as turn, Descriptors() as held:
+            try:
+                built = build(turn, wish, held)
+            except OSError as error:
+                raise system_failure(f"worker {self.name}: {doing}", error) from None
+            self._has_pulse = True
+            return built
+
+    def _passed_path(self, turn: Turn, wish: Attach, held: Descriptors) -> tuple[_core.Channel, int]:
+        """Over a transport whose descriptors travel with the messages, and so does the pulse's."""
+        offer = _core.offer_path(wish.transport, terms_of(wish))
+        passed, pulse = list(offer.descriptors), -1
+        if wish.has_pulse:
+            pulse, theirs = held.socket_pair()
+            passed.append(theirs)
+        attached = turn.ask(replace(wish, num_descriptors=len(passed), offer=offer.payload), Attached, passed)
+        channel = offer.complete(attached.answer, turn.take_descriptors(attached.num_descriptors))
+        return channel, held.take(pulse) if wish.has_pulse else -1
+
+    def _dialled_path(self, turn: Turn, wish: Attach, held: Descriptors) -> tuple[_core.Channel, int]:
+        """Over a transport whose connections are dialled: the data connection completes it."""
+        offer = _core.offer_path(wish.transport, terms_of(wish))
+        turn.on(Listening, lambda listening: self._dial_back(turn, listening, wish, held))
+        attached = turn.ask(replace(wish, offer=offer.payload), Attached)
+        if not len(held):
+            raise ProtocolError(f"worker {self.name}: Attached came before Listening")
+        answered = turn.take_descriptors(attached.num_descriptors)
+        channel = offer.complete(attached.answer, [*answered, held.take_first()])
+        return channel, held.take_last() if wish.has_pulse else -1
+
+    def _dial_back(self, turn: Turn, listening: Listening, wish: Attach, held: Descriptors) -> None:
+        if len(held):
+            raise ProtocolError(f"worker {self.name}: Listening came twice")
+        address = Address("tcp", host=self.address.host or "127.0.0.1", port=self.address.port or listening.port)
+        held.hold([self._dial(turn, address, Role.DATA, wish.generation, wish.socket_buffer_bytes)])
+        if wish.has_pulse:
+            held.hold([self._dial(turn, address, Role.PULSE, 0, 0)])
+
+    def _dial(self, turn: Turn, address: Address, role: Role, generation: int, buffer_bytes: int) -> int:
+        if self._peer is None:
+            raise ProtocolError(f"worker {self.name}: no session yet")
+        credentials = Credentials(role, self._peer.session_key, self._peer.session_id, generation)
+        connection, _ = connect_authenticated(
+            self.name, address, credentials, deadline=turn.deadline, call_off=self._call_off, buffer_bytes=buffer_bytes
+        )
+        try:
+            return connection.detach()
+        finally:
+            connection.close()
 
     def ask_stats(self, *, timeout_s: float) -> dict[str, int]:
         """The worker's own counters and memory."""
-        with self._lock:
-            return dict(self._ask(StatsRequest(), Stats, timeout_s=timeout_s, doing="send its counters").counters)
+        with self._turn("send its counters", timeout_s, "a fixed limit") as turn:
+            return dict(turn.ask(StatsRequest(), Stats).counters)
 
     def say_bye(self) -> None:
         """Tells the worker that the session is over; never raises for a worker that is gone or
         stopped.
         """
-        if self._connection is not None:
-            with contextlib.suppress(DflashError):
-                self._connection.send(Bye(), deadline=time.monotonic() + 0.2)
+        if self._conversation is not None:
+            self._conversation.say(Bye())
 
     def hang_up(self) -> None:
         """Ends the session without a word, so that a thread which waits for this worker returns;
         any thread.
         """
-        if self._connection is not None:
-            self._connection.hang_up()
+        if self._owner.is_here:
+            self._call_off.give_up()
+        if self._conversation is not None:
+            self._conversation.hang_up()
+
+    def kill(self) -> None:
+        """SIGKILL to a worker that this process started."""
+        if self.started is not None and self._owner.is_here:
+            self.started.kill()
 
     def close(self, *, seconds: float) -> None:
-        """Closes the connection and ends the child, gracefully within `seconds`, else by
-        SIGKILL.
+        """Closes the connection and ends the child, gracefully within `seconds`, else by SIGKILL.
+        In a forked child without effect: both are the parent's.
         """
-        if self._connection is not None:
-            self._connection.close()
+        if not self._owner.is_here:
+            return
+        if self._conversation is not None:
+            self._conversation.close()
         if self.started is not None:
-            self.started.control.close()
             self.started.close(seconds=seconds)
 
     def loss(self, what: str) -> WorkerLost:
@@ -340,66 +305,11 @@ class WorkerSession:
             return WorkerLost(f"worker {self.name} {what}; {self.started.describe_exit(seconds=EXIT_STATUS_S)}")
         return WorkerLost(f"worker {self.name} at {self.address} {what}; look at its own output there")
 
-    def _late(self, doing: str, timeout_s: float) -> WorkerTimeout:
+    def _quoted_log(self) -> str:
         tail = self.started.log.tail() if self.started is not None else ""
-        quoted = f"; last lines of its log:\n{tail}" if tail else ""
-        limit = "ipc.start_timeout_s" if self.hello is None or doing.startswith("load") else "ipc.call_timeout_s"
-        return WorkerTimeout(f"worker {self.name} did not {doing} within {timeout_s:g} s without progress ({limit}){quoted}")
+        return f"; last lines of its log:\n{tail}" if tail else ""
 
-    def _connected(self) -> Connection:
-        if self._connection is None:
+    def _turn(self, doing: str, timeout_s: float, limit: str) -> AbstractContextManager[Turn]:
+        if self._conversation is None:
             raise ProtocolError(f"worker {self.name}: not connected")
-        return self._connection
-
-    def _ask(self, message: Message, answer: type[M], *, timeout_s: float, doing: str, descriptors: Sequence[int] = ()) -> M:
-        deadline = time.monotonic() + timeout_s
-        self._discard_stale(deadline, timeout_s, doing)
-        self._send(message, timeout_s, doing, descriptors)
-        self._unanswered += 1
-        received = self._receive(deadline, timeout_s, doing)
-        self._unanswered -= 1
-        return self._expect(received, answer)
-
-    def _discard_stale(self, deadline: float, timeout_s: float, doing: str) -> None:
-        """Answers come in the order of the questions; those that came after their deadline are
-        dropped here.
-        """
-        while self._unanswered:
-            stale = self._receive(deadline, timeout_s, doing)
-            if isinstance(stale, Attached):
-                for descriptor in self._connected().take_descriptors(stale.num_descriptors):
-                    os.close(descriptor)
-            if not isinstance(stale, (Listening, Progress)):  # those are not the end of an answer
-                self._unanswered -= 1
-
-    def _send(self, message: Message, timeout_s: float, doing: str, descriptors: Sequence[int] = ()) -> None:
-        try:
-            self._connected().send(message, deadline=time.monotonic() + timeout_s, descriptors=descriptors)
-        except PeerGone:
-            # What it said before it left explains more than the hang-up.
-            self._raise_last_words()
-            raise self.loss(f"hung up before it could {doing}") from None
-        except WorkerTimeout:
-            raise self._late(doing, timeout_s) from None
-
-    def _raise_last_words(self) -> None:
-        answer: Message | None = None
-        with contextlib.suppress(PeerGone, WorkerTimeout, ProtocolError):
-            answer = self._connected().receive(deadline=time.monotonic() + 0.1, waiting_for="last words")
-        if isinstance(answer, Refusal):
-            raise to_error(answer, worker=self.name)
-
-    def _receive(self, deadline: float, timeout_s: float, doing: str) -> Message:
-        try:
-            return self._connected().receive(deadline=deadline, waiting_for=doing)
-        except PeerGone:
-            raise self.loss(f"hung up before it could {doing}") from None
-        except WorkerTimeout:
-            raise self._late(doing, timeout_s) from None
-
-    def _expect(self, answer: Message, wanted: type[M]) -> M:
-        if isinstance(answer, Refusal):
-            raise to_error(answer, worker=self.name)
-        if not isinstance(answer, wanted):
-            raise ProtocolError(f"worker {self.name}: expected {wanted.__name__}, found {type(answer).__name__}")
-        return answer
+        return self._conversation.turn(doing, timeout_s=timeout_s, limit=limit)

@@ -1,5 +1,5 @@
-"""From torch, NumPy and DLPack tensors to the addresses a call takes, and to a result of the same
-kind.
+"""From torch, NumPy and DLPack tensors of the processor to the one value that a call travels as,
+and to a result of the same kind.
 
 torch is looked up only if the caller already imported it. Rows with a stride are taken as they are;
 nothing is copied unless the elements of a row are not adjacent. On the hot path: one function per
@@ -10,17 +10,18 @@ SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from dflash_moe import _core
 from dflash_moe.errors import ConfigError, UnsupportedError
+from dflash_moe.runtime.layer_table import LayerShape
 
-# (hidden address, row stride in bytes, dtype, num_tokens, ids address, ids are 64-bit, weights
-# address, weights dtype, top_k,
-#  output address, what must stay alive)
-CallArguments = tuple[int, int, str, int, int, bool, int, str, int, int, object]
+# What binding makes of a call: the tensor that will be the result, the tensors as the core takes
+# them, and what brings the result there after the call (None: the core itself does).
+BoundCall = tuple[Any, _core.TokenBatch, Callable[[], None] | None]
 
 _NUMPY_DTYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16", "int32": "i32", "int64": "i64"}
 ITEM_BYTES = {"f32": 4, "f16": 2, "bf16": 2, "i32": 4, "i64": 8}
@@ -28,27 +29,21 @@ FLOATS = ("f32", "f16", "bf16")
 INTS = ("i32", "i64")
 
 
-class TensorBinder:
-    """Turns the tensors of calls into addresses. Holds torch's dtype table once torch is there. Any
-    thread.
-    """
+class HostTensors:
+    """Binds the tensors of calls of a host that computes on its processor. Any thread."""
 
     def __init__(self) -> None:
-        self._torch: Any = None
+        self._torch: Any = None  # once the caller has imported it, with its dtypes
         self._tensor_type: Any = ()
         self._torch_dtypes: dict[Any, str] = {}
 
-    def bind(
-        self, in_size: int, out_size: int, hidden_states: Any, topk_ids: Any, topk_weights: Any, out: Any
-    ) -> tuple[Any, CallArguments]:
-        """Returns (result tensor, arguments). ConfigError naming argument, shape and dtype;
-        UnsupportedError for a device.
-        """
+    def bind(self, layer: LayerShape, hidden_states: Any, topk_ids: Any, topk_weights: Any, out: Any) -> BoundCall:
+        """Errors: ConfigError naming argument, shape and dtype; UnsupportedError for a device."""
         if self._torch is None and "torch" in sys.modules:
             self._adopt_torch()
         if isinstance(hidden_states, self._tensor_type):
-            return self._bind_torch(in_size, out_size, hidden_states, topk_ids, topk_weights, out)
-        return _bind_others(in_size, out_size, hidden_states, topk_ids, topk_weights, out)
+            return self._bind_torch(layer, hidden_states, topk_ids, topk_weights, out)
+        return _bind_others(layer, hidden_states, topk_ids, topk_weights, out)
 
     def _adopt_torch(self) -> None:
         torch = sys.modules["torch"]
@@ -59,9 +54,8 @@ class TensorBinder:
         self._tensor_type = torch.Tensor
         self._torch = torch
 
-    def _bind_torch(
-        self, in_size: int, out_size: int, hidden: Any, ids: Any, weights: Any, out: Any
-    ) -> tuple[Any, CallArguments]:
+    def _bind_torch(self, layer: LayerShape, hidden: Any, ids: Any, weights: Any, out: Any) -> BoundCall:
+        _, in_size, out_size = layer
         tensor_type, dtypes, torch = self._tensor_type, self._torch_dtypes, self._torch
         if not isinstance(ids, tensor_type) or not isinstance(weights, tensor_type):
             raise ConfigError(_kinds_text(hidden, ids, weights))
@@ -94,17 +88,18 @@ class TensorBinder:
         if not weights.is_contiguous():
             weights = weights.contiguous()
         if out is None:
-            out = torch.empty((num_tokens, out_size), dtype=hidden.dtype)
+            out = hidden.new_empty((num_tokens, out_size))  # never on torch's default device
         elif not isinstance(out, tensor_type) or not out.is_cpu:
             raise ConfigError(f"out: found {type(out).__name__}, expected a CPU tensor like hidden_states")
         elif out.dtype != hidden.dtype or tuple(out.shape) != (num_tokens, out_size) or not out.is_contiguous():
             raise ConfigError(out_text(tuple(out.shape), out.dtype, (num_tokens, out_size), hidden.dtype))
         elif out.is_neg() or (out.requires_grad and torch.is_grad_enabled()):
             raise ConfigError("out: found a lazily negated tensor or one that requires grad, expected plain memory to write to")
-        return out, (
-            hidden.data_ptr(), row_stride * item_bytes, dtype, num_tokens, ids.data_ptr(), ids_dtype == "i64",
-            weights.data_ptr(), weights_dtype, ids_shape[1], out.data_ptr(), (hidden, ids, weights, out),
+        batch = _core.TokenBatch(
+            hidden.data_ptr(), row_stride * item_bytes, dtype, num_tokens, ids_shape[1], ids.data_ptr(), ids_dtype == "i64",
+            weights.data_ptr(), weights_dtype, out.data_ptr(), (hidden, ids, weights, out),
         )  # fmt: skip
+        return out, batch, None
 
 
 def check_call(
@@ -165,13 +160,16 @@ def out_text(found_shape: tuple[int, ...], found_dtype: Any, shape: tuple[int, .
 class _View:
     """A borrowed CPU array: address, shape, strides in elements, dtype; `owner` keeps it alive."""
 
-    __slots__ = ("address", "dtype", "owner", "shape", "strides")
+    __slots__ = ("address", "dtype", "is_odd", "owner", "shape", "strides")
 
     def __init__(self, name: str, value: Any) -> None:
         if isinstance(value, np.ndarray):
-            item_bytes = value.itemsize
             self.address = int(value.__array_interface__["data"][0])
             self.shape = value.shape
+            item_bytes = value.itemsize
+            # A field of packed records: elements lie between whole items, where no stride in items
+            # leads.
+            self.is_odd = self.address % item_bytes != 0 or any(stride % item_bytes for stride in value.strides)
             self.strides = tuple(stride // item_bytes for stride in value.strides)
             self.dtype = _NUMPY_DTYPES.get(value.dtype.name, value.dtype.name)
             if not value.dtype.isnative:
@@ -180,12 +178,15 @@ class _View:
             return
         if not hasattr(value, "__dlpack__"):
             raise ConfigError(f"{name}: found {type(value).__name__}, expected a torch, NumPy or DLPack tensor")
+        self.is_odd = False
         view = _core.DlpackView(value.__dlpack__())
         self.address, self.shape, self.strides, self.dtype = view.address, view.shape, view.strides, view.dtype
         self.owner = (view, value)
 
     @property
     def is_contiguous(self) -> bool:
+        if self.is_odd:
+            return False
         expected = 1
         for extent, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
             if extent > 1 and stride != expected:
@@ -202,27 +203,26 @@ def _contiguous(name: str, value: Any, view: _View) -> _View:
     raise UnsupportedError(f"{name}: found strides {list(view.strides)}; make the DLPack tensor contiguous first")
 
 
-def _bind_others(in_size: int, out_size: int, hidden: Any, ids: Any, weights: Any, out: Any) -> tuple[Any, CallArguments]:
-    hidden_view, ids_view, weights_view = (
-        _View("hidden_states", hidden), _View("topk_ids", ids), _View("topk_weights", weights)
-    )  # fmt: skip
+def _bind_others(layer: LayerShape, hidden: Any, ids: Any, weights: Any, out: Any) -> BoundCall:
+    _, in_size, out_size = layer
+    rows, id_view, weight_view = _View("hidden_states", hidden), _View("topk_ids", ids), _View("topk_weights", weights)
     check_call(
-        in_size, hidden_view.shape, ids_view.shape, weights_view.shape, hidden_view.dtype, ids_view.dtype, weights_view.dtype,
-        hidden_view, ids_view, weights_view,
+        in_size, rows.shape, id_view.shape, weight_view.shape, rows.dtype, id_view.dtype, weight_view.dtype, rows, id_view,
+        weight_view,
     )  # fmt: skip
-    num_tokens = hidden_view.shape[0]
-    row_stride, element_stride = hidden_view.strides
-    if (element_stride != 1 and in_size != 1) or (row_stride < in_size and num_tokens > 1):
-        hidden_view = _contiguous("hidden_states", hidden, hidden_view)
+    num_tokens = rows.shape[0]
+    row_stride, element_stride = rows.strides
+    if rows.is_odd or (element_stride != 1 and in_size != 1) or (row_stride < in_size and num_tokens > 1):
+        rows = _contiguous("hidden_states", hidden, rows)
         row_stride = in_size
-    ids_view, weights_view = _contiguous("topk_ids", ids, ids_view), _contiguous("topk_weights", weights, weights_view)
-    result, out_view = _output(hidden, hidden_view.dtype, (num_tokens, out_size), out)
-    arguments: CallArguments = (
-        hidden_view.address, row_stride * ITEM_BYTES[hidden_view.dtype], hidden_view.dtype, num_tokens, ids_view.address,
-        ids_view.dtype == "i64", weights_view.address, weights_view.dtype, ids_view.shape[1], out_view.address,
-        (hidden_view.owner, ids_view.owner, weights_view.owner, out_view.owner),
+    id_view, weight_view = _contiguous("topk_ids", ids, id_view), _contiguous("topk_weights", weights, weight_view)
+    result, out_view = _output(hidden, rows.dtype, (num_tokens, out_size), out)
+    batch = _core.TokenBatch(
+        rows.address, row_stride * ITEM_BYTES[rows.dtype], rows.dtype, num_tokens, id_view.shape[1], id_view.address,
+        id_view.dtype == "i64", weight_view.address, weight_view.dtype, out_view.address,
+        (rows.owner, id_view.owner, weight_view.owner, out_view.owner),
     )  # fmt: skip
-    return result, arguments
+    return result, batch, None
 
 
 def _output(hidden: Any, dtype: str, shape: tuple[int, int], out: Any) -> tuple[Any, _View]:

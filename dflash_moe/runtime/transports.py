@@ -12,45 +12,42 @@ from typing import TYPE_CHECKING
 
 from dflash_moe.errors import ConfigError, UnsupportedError
 from dflash_moe.protocol.keys import read_key_file
+from dflash_moe.protocol.paths import TRANSPORTS
 from dflash_moe.topology.addresses import Address
 
 if TYPE_CHECKING:
     from dflash_moe.config import Settings
     from dflash_moe.topology import Topology
 
-# (how the worker is reached, setting) -> channel kind; a named transport that cannot be had is an
-# error.
-_KINDS = {
-    ("shared", "auto"): "shared",
-    ("shared", "shared"): "shared",
-    ("shared", "stream"): "unix",
-    ("unix", "auto"): "unix",
-    ("unix", "stream"): "unix",
-    ("unix path", "auto"): "shared",
-    ("unix path", "shared"): "shared",
-    ("unix path", "stream"): "unix",
-    ("tcp", "auto"): "tcp",
-    ("tcp", "stream"): "tcp",
-}
+# What `reaches` of a row of the table of transports calls the workers that a host starts.
+_STARTED = {"shared": "started", "unix": "started, unix", "tcp": "started, tcp"}
 
 
 def choose_transport(worker: str, address: Address, setting: str) -> str:
-    """Returns "loopback", "shared", "unix" or "tcp". UnsupportedError for fabric, ConfigError for a
-    pair that cannot be.
+    """The name of the transport that reaches `worker`: of those the table has for such an address
+    the first that `setting` allows.
 
-    `loopback` is a worker without a process, so the setting does not concern it.
+    `loopback` is a worker without a process, so the setting does not concern it. UnsupportedError
+    for fabric, ConfigError for a pair that cannot be.
     """
     if setting == "fabric":
         raise UnsupportedError("transport fabric: this version has no fabric transport yet; use auto, shared or stream")
     if address.kind == "loopback":
         return "loopback"
-    kind = _KINDS.get(("unix path" if address.path else address.kind, setting))
-    if kind is None:
-        raise ConfigError(
-            f"transport {setting}: worker {worker} is reached by {address}, which does not offer it; "
-            "take transport auto or change the worker's address"
-        )
-    return kind
+    reach = _reach_of(address)
+    for kind in TRANSPORTS.values():
+        if reach in kind.reaches and setting in ("auto", kind.setting):
+            return kind.name
+    raise ConfigError(
+        f"transport {setting}: worker {worker} is reached by {address}, which does not offer it; "
+        "take transport auto or change the worker's address"
+    )
+
+
+def _reach_of(address: Address) -> str:
+    if address.path:
+        return "unix path"
+    return "tcp host" if address.host else _STARTED[address.kind]
 
 
 def check_paths(topology: Topology, settings: Settings) -> bytes | None:

@@ -1,6 +1,6 @@
 """Accepts connections for a worker: authenticates every one, hands control connections to the
 worker and the others to the running session. Unauthenticated connections are few and short-lived,
-whatever strangers do.
+whatever strangers do (strangers.py), and a host that speaks at once always gets through.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -22,17 +22,21 @@ from dataclasses import dataclass
 
 from dflash_moe.errors import ConfigError, DflashError, ProtocolError
 from dflash_moe.protocol.auth import HANDSHAKE_S, PEER_CREDENTIAL_KEY, Peer, authenticate_host
-from dflash_moe.protocol.failures import busy_refusal, to_refusal
-from dflash_moe.protocol.framing import Connection, require_same_user, size_buffers
+from dflash_moe.protocol.failures import busy_refusal, crowded_refusal, system_failure, to_refusal
+from dflash_moe.protocol.framing import Connection, PeerGone, size_buffers
 from dflash_moe.protocol.messages import Open, Role
 from dflash_moe.topology.addresses import Address
 from dflash_moe.workers.mailbox import Mailbox
+from dflash_moe.workers.strangers import MAX_STRANGERS, Stranger, Strangers, origin_of
 
 log = logging.getLogger(__name__)
 
-MAX_UNAUTHENTICATED = 16  # handshakes under way; further strangers are hung up on at once
-BACKLOG = 16
+# A host sends its opening as soon as it is connected: who says nothing for so long is none, or will
+# try again.
+FIRST_BYTE_S = 1.0
+BACKLOG = 128  # connections that wait to be accepted; the kernel refuses more
 ACCEPT_RETRY_S = 0.1
+COMPLAINT_EVERY_S = 1.0
 _TCP_REMEDIES = {
     errno.EADDRINUSE: "another program listens there; stop it or take another port",
     errno.EADDRNOTAVAIL: "this machine has no such address; take one of its own, or 0.0.0.0 for all of them",
@@ -142,11 +146,20 @@ class Listener:
         self._key = key
         self._path = path
         self._mailbox: Mailbox | None = None
-        self._callers: queue.Queue[Caller | None] = queue.Queue(maxsize=1)
+        # one caller, and the None of `close`
+        self._callers: queue.Queue[Caller | None] = queue.Queue(maxsize=2)
         # held from a control connection's acceptance to the end of its session
         self._has_caller = threading.Lock()
-        self._handshakes = threading.BoundedSemaphore(MAX_UNAUTHENTICATED)
-        self._stop_read, self._stop_write = os.pipe()
+        self._strangers = Strangers()
+        # A displaced stranger's thread still has to wake and close its socket: as many of those as
+        # there may be strangers, then the next connection waits in the backlog.
+        self._threads = threading.BoundedSemaphore(2 * MAX_STRANGERS)
+        self._complaints = Complaints()
+        try:
+            self._stop_read, self._stop_write = os.pipe()
+        except OSError as error:
+            sock.close()
+            raise system_failure(f"worker {worker} cannot listen", error) from None
         self._thread = threading.Thread(target=self._accept_loop, name="listener", daemon=True)
         self._thread.start()
 
@@ -160,8 +173,8 @@ class Listener:
         self._mailbox = mailbox
 
     def next_caller(self) -> Caller | None:
-        """Waits for a host; None once the listener was closed. Call `end_session()` before asking
-        again.
+        """Waits for a host, without a limit: that is a worker's life between two sessions. None
+        once the listener was closed. Call `end_session()` before asking again.
         """
         return self._callers.get()
 
@@ -192,43 +205,74 @@ class Listener:
         poller.register(self._sock.fileno(), select.POLLIN)
         poller.register(self._stop_read, select.POLLIN | select.POLLHUP)
         while True:
+            # No deadline: what ends this wait is the next connection, or `close`.
             if any(descriptor == self._stop_read for descriptor, _ in poller.poll()):
                 return
             try:
-                accepted, _ = self._sock.accept()
+                accepted, address = self._sock.accept()
             except (BlockingIOError, ConnectionAbortedError):
                 continue
             # out of descriptors or memory: others may free some; do not spin meanwhile
             except OSError as error:
-                log.warning("cannot accept a connection: %s", error.strerror)
+                self._complaints.log(f"cannot accept a connection: {system_failure('accept', error)}")
                 time.sleep(ACCEPT_RETRY_S)
                 continue
-            if not self._handshakes.acquire(blocking=False):
-                log.warning("refused a connection: %d handshakes are under way", MAX_UNAUTHENTICATED)
-                accepted.close()
-                continue
-            threading.Thread(target=self._handshake, args=(accepted,), name="handshake", daemon=True).start()
+            self._admit(accepted, origin_of(address))
 
-    def _handshake(self, accepted: socket.socket) -> None:
-        connection: Connection | None = None
+    def _admit(self, accepted: socket.socket, origin: str) -> None:
+        """Starts the handshake of a new connection, at the cost of an older one where there are too
+        many.
+        """
+        if not self._threads.acquire(timeout=HANDSHAKE_S):
+            self._complaints.log(f"dropped a connection from {origin or 'this user'}: no handshake ended for {HANDSHAKE_S:g} s")
+            accepted.close()
+            return
         try:
-            if accepted.family == socket.AF_UNIX:
-                require_same_user(accepted)
-            connection = Connection(accepted)
-            peer = authenticate_host(connection, key_for=self._key_for, deadline=time.monotonic() + HANDSHAKE_S)
+            newcomer = Stranger(Connection(accepted), origin)
+        except PeerGone:
+            self._threads.release()
+            return
+        displaced = self._strangers.admit(newcomer)
+        if displaced is not None:
+            self._complaints.log(
+                f"dropped a connection from {displaced.origin or 'this user'} that had not proved the key, for a newer one"
+            )
+            # Its thread closes it; what it says to a host is why.
+            displaced.connection.hang_up(parting=crowded_refusal(self._worker, MAX_STRANGERS))
+        try:
+            threading.Thread(target=self._handshake, args=(newcomer,), name="handshake", daemon=True).start()
+        except RuntimeError as error:  # as many threads as the system allows
+            self._complaints.log(f"dropped a connection: {error}")
+            self._dismiss(newcomer)
+            newcomer.connection.close()
+
+    def _handshake(self, stranger: Stranger) -> None:
+        connection = stranger.connection
+        try:
+            connection.require_same_user()
+            now = time.monotonic()
+            connection.await_byte(deadline=now + FIRST_BYTE_S, waiting_for="the first byte of a host")
+            stranger.has_spoken = True
+            peer = authenticate_host(connection, key_for=self._key_for, deadline=now + HANDSHAKE_S)
+            # From here on nothing can displace it; before, something may have.
+            if not self._strangers.leave(stranger):
+                raise PeerGone("displaced at the end of its handshake")
             self._dispatch(connection, peer)
         except ProtocolError as error:
-            log.warning("refused a connection: %s", error)
-            if connection is not None:
-                with contextlib.suppress(DflashError):
-                    connection.send(to_refusal(error), deadline=time.monotonic() + 1.0)
-                connection.close()
+            self._complaints.log(f"refused a connection from {stranger.origin or 'this user'}: {error}")
+            with contextlib.suppress(DflashError):
+                connection.send(to_refusal(error), deadline=time.monotonic() + 1.0)
+            connection.close()
         except (DflashError, OSError) as error:
-            log.info("a connection ended in its handshake: %s", error)
-            if connection is not None:
-                connection.close()
+            if not stranger.was_displaced:
+                self._complaints.log(f"a connection from {stranger.origin or 'this user'} ended in its handshake: {error}")
+            connection.close()
         finally:
-            self._handshakes.release()
+            self._dismiss(stranger)
+
+    def _dismiss(self, stranger: Stranger) -> None:
+        self._strangers.leave(stranger)
+        self._threads.release()
 
     def _key_for(self, opening: Open) -> bytes:
         if opening.role != Role.CONTROL:
@@ -248,10 +292,32 @@ class Listener:
                 return
             mailbox.deliver(peer.role, peer.generation, connection.detach())
         elif self._has_caller.acquire(blocking=False):
-            self._callers.put(Caller(connection, peer))
+            self._callers.put_nowait(Caller(connection, peer))
         else:
             connection.send(busy_refusal(self._worker), deadline=time.monotonic() + 1.0)
             connection.close()
+
+
+class Complaints:
+    """Log lines that strangers cause: at most one a second, so that they cannot fill a disk, with
+    how many were left out.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._quiet_until = 0.0
+        self._num_withheld = 0
+
+    def log(self, text: str) -> None:
+        """A warning, or one more for the next one's count."""
+        with self._lock:
+            now = time.monotonic()
+            if now < self._quiet_until:
+                self._num_withheld += 1
+                return
+            num_withheld, self._num_withheld = self._num_withheld, 0
+            self._quiet_until = now + COMPLAINT_EVERY_S
+        log.warning("%s%s", text, f" (and {num_withheld} more such lines, withheld)" if num_withheld else "")
 
 
 def open_listener(address: Address, *, worker: str, key: bytes | None, buffer_bytes: int = 0) -> Listener:

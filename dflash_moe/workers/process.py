@@ -29,7 +29,7 @@ from dflash_moe.topology.addresses import Address
 from dflash_moe.workers import lifeline
 from dflash_moe.workers.listener import Caller, Listener, open_listener, open_tcp_listener
 from dflash_moe.workers.mailbox import Mailbox
-from dflash_moe.workers.session import WorkerIdentity, WorkerSession
+from dflash_moe.workers.session import PATIENCE_S, WorkerIdentity, WorkerSession
 
 log = logging.getLogger(__name__)
 
@@ -118,7 +118,7 @@ def run_hand_started_worker(
 def _serve_caller(caller: Caller, identity: WorkerIdentity, listener: Listener) -> str:
     mailbox = Mailbox(caller.peer.session_id, caller.peer.session_key)
     listener.use_mailbox(mailbox)
-    session = WorkerSession(caller.connection, identity, mailbox, lambda _: listener.port)
+    session = WorkerSession(caller.connection, identity, mailbox, lambda _: listener.port, patience_s=PATIENCE_S)
     try:
         return session.run()
     finally:

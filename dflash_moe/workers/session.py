@@ -16,11 +16,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from dflash_moe import __version__, _core
-from dflash_moe.errors import DflashError, ProtocolError, WorkerLost
+from dflash_moe.errors import DflashError, ProtocolError, WorkerLost, WorkerTimeout
 from dflash_moe.model.checkpoint import Checkpoint
+from dflash_moe.protocol.descriptors import Descriptors
 from dflash_moe.protocol.devices import DeviceChoice, open_device
 from dflash_moe.protocol.failures import to_refusal
-from dflash_moe.protocol.framing import USER_TIMEOUT_MS, Connection, PeerGone
+from dflash_moe.protocol.framing import Connection, PeerGone
 from dflash_moe.protocol.identity import CAPABILITIES, choose_numerics, identity_of, local_identity, require_equal
 from dflash_moe.protocol.messages import (
     Attach,
@@ -36,6 +37,7 @@ from dflash_moe.protocol.messages import (
     Stats,
     StatsRequest,
 )
+from dflash_moe.protocol.paths import TRANSPORTS, terms_of
 from dflash_moe.protocol.schema import Message
 from dflash_moe.telemetry.affinity import check_cpus, pin_to_first, running_on
 from dflash_moe.telemetry.machine import memory_available, usable_cores
@@ -47,6 +49,8 @@ log = logging.getLogger(__name__)
 
 ANSWER_S = 5.0  # the host reads its control connection whenever it waits for an answer
 ATTACH_S = 5.0  # data and pulse connections follow their Attach at once
+# With the default time-outs of a host ten times as long as one phase of its start may take.
+PATIENCE_S = 600.0
 PROGRESS_EVERY_S = 0.3  # the contract is 0.5 s
 # adaptive spin before sleeping, where a core is free for it; the call's own overhead is below this
 SPIN_NS = 50_000
@@ -84,6 +88,9 @@ class WorkerSession:
     identity: WorkerIdentity
     mailbox: Mailbox
     listen: Callable[[int], int]
+    # How long an authenticated host may take to its first load or attach; 0: as long as it lives,
+    # for one that started this process.
+    patience_s: float = 0.0
     _worker: _core.Worker | None = None
     _path: _DataPath | None = None
     _threads: int = 1
@@ -92,20 +99,36 @@ class WorkerSession:
     _last_progress: float = 0.0
     _num_loaded: int = 0
     _is_over: bool = field(default=False)
+    _deadline: float | None = None  # of the first load or attach; None: it has come
 
     def run(self) -> str:
         """Answers messages; returns why the session ended. Never raises for what a host does."""
+        if self.patience_s:
+            self._deadline = time.monotonic() + self.patience_s
         try:
             while not self._is_over:
-                message = self.connection.receive(deadline=None, waiting_for="the host")
+                # Until the first load or attach the worker waits for `patience_s`, since it serves
+                # nobody else meanwhile. Afterwards it waits as long as the host lives: a host may
+                # be idle for days, a hang-up ends the wait, and so does keep-alive for a host that
+                # vanished without one.
+                message = self.connection.receive(deadline=self._deadline, waiting_for="the host's first load or attach")
                 self._answer(message)
             return "the host said goodbye"
         except PeerGone:
             return "the host is gone"
+        except WorkerTimeout:
+            return self._give_up()
         except DflashError as error:
             log.error("session ends: %s", error)
             self._send_quietly(to_refusal(error))
             return str(error)
+
+    def _give_up(self) -> str:
+        """Ends the session of a host that holds the worker and uses nothing of it."""
+        reason = f"the host neither loaded nor attached anything within {self.patience_s:g} s; the worker is free for another"
+        log.warning("session ends: %s", reason)
+        self._send_quietly(to_refusal(WorkerTimeout(f"worker {self.identity.name}: {reason}")))
+        return reason
 
     def close(self) -> None:
         """Stops serving and frees the weights; safe to call again."""
@@ -121,8 +144,10 @@ class WorkerSession:
             if isinstance(message, Hello):
                 self._hello(message)
             elif isinstance(message, LoadShard):
+                self._deadline = None
                 self._load(message)
             elif isinstance(message, Attach):
+                self._deadline = None
                 self._attach(message)
             elif isinstance(message, StatsRequest):
                 self._send(Stats(counters=self._counters()))
@@ -162,8 +187,10 @@ class WorkerSession:
         self._worker = _core.Worker(
             name=self.identity.name, isa=isa, num_threads=threads, cpus=message.cpus, spin_ns=spin_ns,
             slowdown=message.slowdown, device=device, weights_layout=message.weights_layout,
+            memory_limit=self.identity.memory_limit,
         )  # fmt: skip
         self._threads, self._cpus = threads, message.cpus
+        self._be_patient_with(message)
         self._send(
             HelloReply(
                 package_version=__version__,
@@ -186,6 +213,14 @@ class WorkerSession:
         where = f"isa {isa}" if device is None else f"device {device.label}"
         log.info("session opened by dflash_moe %s: %s, numerics %s, %d threads%s",
                  message.package_version, where, self._numerics, threads, pinned)  # fmt: skip
+
+    def _be_patient_with(self, hello: Hello) -> None:
+        """A host greets all its workers before it loads the first, each within its own time-out for
+        connecting and for the greeting; as much again is for its own devices.
+        """
+        if self._deadline is not None:
+            self.patience_s = max(self.patience_s, 4 * hello.start_timeout_s)
+            self._deadline = time.monotonic() + self.patience_s
 
     def _require_worker(self, message: Message) -> _core.Worker:
         if self._worker is None:
@@ -218,55 +253,49 @@ class WorkerSession:
 
     def _attach(self, message: Attach) -> None:
         worker = self._require_worker(message)
-        descriptors = self.connection.take_descriptors(message.num_descriptors)
-        passed: list[int] = []
-        try:
+        with Descriptors() as offered:
+            offered.hold(self.connection.take_descriptors(message.num_descriptors))
+            kind = self._transport_of(message)
             self._stop_serving()
-            geometry = _core.Geometry(message.num_slots, message.request_bytes, message.reply_bytes)
-            channel = self._build_channel(message, geometry, descriptors, passed)
-            self._start_pulse(worker, message, descriptors)
-            self._send(Attached(generation=message.generation, num_descriptors=len(passed)), passed)
-        finally:
-            for descriptor in (*descriptors, *passed):
-                os.close(descriptor)
+            if kind.is_dialled:
+                self._await_dialled(message, offered)
+            pulse = self._pulse_of(message, offered)
+            accepted = _core.accept_path(kind.name, terms_of(message), message.offer, offered.take_all())
+            if pulse >= 0:
+                worker.start_pulse(pulse)
+            self._send(
+                Attached(generation=message.generation, num_descriptors=len(accepted.descriptors), answer=accepted.payload),
+                accepted.descriptors,
+            )
+        channel = accepted.take_channel()
         thread = threading.Thread(target=self._serve, args=(worker, channel, message.generation), name="serve", daemon=True)
         self._path = _DataPath(thread, message.generation)
         thread.start()
 
-    def _build_channel(
-        self, message: Attach, geometry: _core.Geometry, descriptors: list[int], passed: list[int]
-    ) -> _core.Channel:
-        """Takes the descriptors it uses from the front of `descriptors`; adds those the host is to
-        get to `passed`.
-        """
-        wanted = {"shared": 2, "unix": 1, "tcp": 0}.get(message.transport)
-        if wanted is None:
+    def _transport_of(self, message: Attach) -> _core.TransportKind:
+        kind = TRANSPORTS.get(message.transport)
+        if kind is None:
             raise ProtocolError(f"message Attach: field transport: found {message.transport!r}, known are {CAPABILITIES}")
-        if len(descriptors) != wanted + (message.has_pulse and message.transport != "tcp"):
-            raise ProtocolError(f"message Attach: field num_descriptors: {len(descriptors)} do not fit {message.transport}")
-        generation = message.generation
-        if message.transport == "shared":
-            if message.is_open and self.identity.threads is not None:
-                raise ProtocolError("message Attach: field is_open: only the host that started a worker may ask for that")
-            peer = _core.Segment.attach(descriptors.pop(0), "host", geometry, generation)
-            own = _core.Segment.create("worker", geometry, generation, message.is_open)
-            passed.append(os.dup(own.fileno()))  # the segment itself is consumed by the channel
-            # duplicates the bell
-            return _core.make_shared_channel("worker", geometry, own, peer, descriptors[0])
-        buffers = {"send_buffer_bytes": message.socket_buffer_bytes, "receive_buffer_bytes": message.socket_buffer_bytes}
-        if message.transport == "unix":
-            return _core.make_stream_channel("worker", geometry, descriptors.pop(0), **buffers)
-        self._send(Listening(port=self.listen(message.socket_buffer_bytes)))
-        descriptor = self.mailbox.collect(Role.DATA, generation, seconds=ATTACH_S)
-        return _core.make_stream_channel("worker", geometry, descriptor, user_timeout_ms=USER_TIMEOUT_MS, **buffers)
+        if message.is_open and self.identity.threads is not None:
+            raise ProtocolError("message Attach: field is_open: only the host that started a worker may ask for that")
+        return kind
 
-    def _start_pulse(self, worker: _core.Worker, message: Attach, descriptors: list[int]) -> None:
+    def _await_dialled(self, message: Attach, offered: Descriptors) -> None:
+        """The connections that no descriptor can bring, as if they had come with the offer: data,
+        then pulse.
+        """
+        self._send(Listening(port=self.listen(message.socket_buffer_bytes)))
+        offered.hold([self.mailbox.collect(Role.DATA, message.generation, seconds=ATTACH_S)])
+        if message.has_pulse:
+            offered.hold([self.mailbox.collect(Role.PULSE, 0, seconds=ATTACH_S)])
+
+    def _pulse_of(self, message: Attach, offered: Descriptors) -> int:
+        """The pulse's end, the last of what came; -1 where this path brings none."""
         if not message.has_pulse:
-            return
-        if message.transport == "tcp":
-            worker.start_pulse(self.mailbox.collect(Role.PULSE, 0, seconds=ATTACH_S))
-        else:
-            worker.start_pulse(descriptors.pop())  # the last of those that came
+            return -1
+        if not len(offered):
+            raise ProtocolError("message Attach: field num_descriptors: has_pulse, and no descriptor came")
+        return offered.take_last()
 
     def _serve(self, worker: _core.Worker, channel: _core.Channel, generation: int) -> None:
         pin_to_first(self._cpus)

@@ -163,6 +163,32 @@ def test_calls_of_other_threads_wait_until_the_step_is_over(spec):
         assert found == [expected]
 
 
+def test_a_step_that_is_never_left_ends_other_threads_calls_by_their_own_deadline(spec):
+    with ExpertRuntime.start(topology(), model=spec, call_timeout_s=0.3) as runtime:
+        expected = bits(runtime.experts(0, *batch(2)))
+        found: list[BaseException] = []
+
+        def call_and_switch() -> None:
+            for action in (lambda: runtime.experts(0, *batch(2)), lambda: runtime.submit(0, *batch(2)).result()):
+                try:
+                    action()
+                except Exception as error:  # noqa: BLE001 - looked at below
+                    found.append(error)
+
+        other = threading.Thread(target=call_and_switch)
+        with runtime.device_step():
+            other.start()
+            other.join(PROMPT_S)
+            assert not other.is_alive()
+            with pytest.raises(ConfigError, match="this thread is in a device step"):
+                runtime.set_mode("stream")
+            with pytest.raises(ConfigError, match="open already"), runtime.device_step():
+                pass
+        assert [type(error) for error in found] == [WorkerTimeout, WorkerTimeout]
+        assert "device step" in str(found[0])
+        assert bits(runtime.experts(0, *batch(2))) == expected
+
+
 def stop(runtime: ExpertRuntime, name: str, number: int) -> int:
     pid = next(process.pid for process in runtime.worker_processes() if process.name == name)
     os.kill(pid, number)

@@ -12,6 +12,7 @@ import pytest
 from dflash_moe import ConfigError, ExpertRuntime, Topology, TopologyError, UnsupportedError, _core
 from dflash_moe.protocol.devices import DeviceChoice
 from dflash_moe.runtime.device_tensors import DeviceTensors, open_host_device
+from dflash_moe.runtime.layer_table import LayerShape
 from dflash_moe.testing.tiny import routed_batch, tiny_checkpoint
 
 torch = pytest.importorskip("torch")
@@ -107,7 +108,7 @@ def test_a_tensor_on_another_device_is_refused_by_name_before_its_memory_is_touc
     tensors = DeviceTensors(DeviceChoice("sim", 0, "cuda"))
     tensors._is_simulated = False  # as of a real card, whose tensors say where they are
     with pytest.raises(ConfigError, match=r"hidden_states: found on DLPack device \(2, 1\)"):
-        tensors.bind(HIDDEN, HIDDEN, Elsewhere(2, 1), Elsewhere(2, 1), Elsewhere(2, 1), None)
+        tensors.bind(LayerShape(0, HIDDEN, HIDDEN), Elsewhere(2, 1), Elsewhere(2, 1), Elsewhere(2, 1), None)
 
 
 class OnCard:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dflash_moe import _core
 from dflash_moe.errors import ConfigError, DflashError, UnsupportedError, WorkerError
 from dflash_moe.model.spec import ModelSpec
 from dflash_moe.runtime.expert_runtime import ExpertRuntime
@@ -286,22 +287,21 @@ def test_a_closed_runtime_cannot_be_entered_or_asked_for_worker_counters(spec: M
         closed.__enter__()
 
 
-def test_a_mode_that_cannot_be_had_leaves_the_former_one_in_force_and_the_gate_open(
+def test_a_mode_that_cannot_be_had_leaves_the_former_one_in_force_and_calls_go_on(
     runtime: ExpertRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise ConfigError("no room")
 
     runtime.set_mode("batched", dtype="f32", reply_dtype="f32")
-    for owner, step in ((runtime, "_plan_slots"), (runtime._paths, "quiesce")):
+    for owner, step in ((runtime, "_plan_slots"), (runtime._keeper, "replace")):
         with monkeypatch.context() as patch:
             patch.setattr(owner, step, refuse)
             with pytest.raises(ConfigError, match="no room"):
                 runtime.set_mode("stream", dtype="bf16")
         assert (runtime.settings.mode, runtime.settings.dtype, runtime.stats()["mode"]) == ("batched", "f32", "batched")
-        assert not runtime._gate.is_shut
-    batch = make_batch(5, seed=5)
-    assert np.array_equal(call(runtime, 0, batch), expected_of(runtime).experts(0, batch))
+        batch = make_batch(5, seed=5)
+        assert np.array_equal(call(runtime, 0, batch), expected_of(runtime).experts(0, batch))
 
 
 def test_one_worker_and_four_workers_run(spec: ModelSpec) -> None:
@@ -312,9 +312,16 @@ def test_one_worker_and_four_workers_run(spec: ModelSpec) -> None:
 
 
 def test_a_small_arena_splits_slices_and_counts_it(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
-    from dflash_moe.runtime import data_path
+    real = _core.plan_arena
 
-    monkeypatch.setattr(data_path, "DEFAULT_ARENA_BYTES", 200_000)
+    def short(workers: Any, slices: Any, request_dtype: str, reply_dtype: str, shared_bytes: int) -> list[_core.SlotPlan]:
+        plans = real(workers, slices, request_dtype, reply_dtype, shared_bytes)
+        return [
+            _core.plan_slots(shards, 20, plan.num_slots, request_dtype, reply_dtype)
+            for shards, plan in zip(workers, plans, strict=True)
+        ]
+
+    monkeypatch.setattr(_core, "plan_arena", short)
     with ExpertRuntime.start(Topology.local(num_workers=2), model=spec) as runtime:
         batch = make_batch(300, seed=13)
         assert np.array_equal(call(runtime, 0, batch), expected_of(runtime).experts(0, batch))

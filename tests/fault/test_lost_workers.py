@@ -43,6 +43,13 @@ def call(runtime: ExpertRuntime, num_tokens: int = 20) -> Any:
     return runtime.experts(0, *dataclasses.astuple(make_batch(num_tokens)))
 
 
+def call_until_lost(runtime: ExpertRuntime) -> None:
+    """A killed worker may answer what it already has; the loss is seen within a second."""
+    until = time.monotonic() + 60
+    while time.monotonic() < until:
+        call(runtime)
+
+
 @pytest.mark.parametrize("address", [None, "unix", "tcp"])
 def test_a_worker_killed_in_a_call_is_lost_with_its_name_signal_and_log(spec: ModelSpec, address: str | None) -> None:
     with start(spec, address=address, emulate=SLOW) as runtime:
@@ -59,6 +66,21 @@ def test_a_worker_killed_in_a_call_is_lost_with_its_name_signal_and_log(spec: Mo
         assert "was killed by SIGKILL" in text
         assert "session opened" in text  # the log's last lines
     assert all(is_gone(pid) for pid in victims.values())
+
+
+def test_an_error_names_its_worker_in_a_field_and_quotes_that_workers_log_only(spec: ModelSpec) -> None:
+    """`w1` begins the name of `w10`: whoever looks for names in words finds the wrong worker."""
+    topology = Topology.local(num_workers=2, address="unix")
+    names = ("w1", "w10")
+    workers = tuple(dataclasses.replace(worker, name=name) for worker, name in zip(topology.workers, names, strict=True))
+    with ExpertRuntime.start(dataclasses.replace(topology, workers=workers), model=spec) as runtime:
+        victims = pids(runtime)
+        os.kill(victims["w10"], signal.SIGKILL)
+        with pytest.raises(WorkerLost) as caught:
+            call_until_lost(runtime)
+        assert (caught.value.worker, caught.value.layer, caught.value.code) == ("w10", 0, "worker_lost")
+        assert f"process {victims['w10']} was killed by SIGKILL" in str(caught.value)
+        assert f"process {victims['w1']} " not in str(caught.value)
 
 
 def test_calls_after_a_loss_fail_at_once_and_leaving_the_block_raises_nothing(spec: ModelSpec) -> None:

@@ -24,7 +24,7 @@ from dflash_moe.protocol import identity
 from dflash_moe.protocol.messages import LoadShard
 from dflash_moe.runtime import fleet, launcher
 from dflash_moe.runtime.expert_runtime import ExpertRuntime
-from dflash_moe.runtime.session import WorkerSession
+from dflash_moe.runtime.session import HostSession
 from dflash_moe.topology import Topology
 from tests.expert_cases import make_checkpoint
 from tests.fault.conftest import is_gone
@@ -145,16 +145,16 @@ def test_a_program_that_says_nothing_passes_the_start_timeout(
     assert started
 
 
-def while_loading(monkeypatch: pytest.MonkeyPatch, action: Callable[[WorkerSession], None]) -> None:
+def while_loading(monkeypatch: pytest.MonkeyPatch, action: Callable[[HostSession], None]) -> None:
     """Runs `action` on w1's session just before its last shard is asked for."""
-    load = WorkerSession.load
+    load = HostSession.load
 
-    def loading(self: WorkerSession, message: LoadShard, **arguments: Any) -> None:
+    def loading(self: HostSession, message: LoadShard, **arguments: Any) -> None:
         if self.name == "w1" and message.layer == 1:
             action(self)
         load(self, message, **arguments)
 
-    monkeypatch.setattr(WorkerSession, "load", loading)
+    monkeypatch.setattr(HostSession, "load", loading)
 
 
 @pytest.mark.usefixtures("started")
@@ -178,7 +178,7 @@ def test_ctrl_c_while_loading_leaves_no_process(spec: ModelSpec, monkeypatch: py
     main = threading.main_thread().ident
     assert main is not None
 
-    def stop_and_interrupt(session: WorkerSession) -> None:
+    def stop_and_interrupt(session: HostSession) -> None:
         os.kill(session.pid, signal.SIGSTOP)
         signal.pthread_kill(main, signal.SIGINT)
 
@@ -192,7 +192,7 @@ def test_ctrl_c_while_loading_leaves_no_process(spec: ModelSpec, monkeypatch: py
 @pytest.mark.usefixtures("started")
 def test_too_little_memory_is_said_before_loading_with_the_shortfall(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fleet, "memory_available", lambda: 1000)
-    monkeypatch.setattr(WorkerSession, "load", lambda *_args, **_kwargs: pytest.fail("loading began"))
+    monkeypatch.setattr(HostSession, "load", lambda *_args, **_kwargs: pytest.fail("loading began"))
     with pytest.raises(ConfigError, match=r"memory: w0, w1 on this machine need .* GiB short"):
         start(spec)
 

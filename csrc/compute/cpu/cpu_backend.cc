@@ -84,6 +84,14 @@ Result<std::unique_ptr<ExpertLayer>> CpuBackend::create_layer(const FfnSpec& spe
       std::make_unique<CpuLayer>(spec, std::move(experts).value(), kernels, *state_->pool));
 }
 
+Result<uint64_t> CpuBackend::predicted_bytes(const FfnSpec& spec, uint32_t num_local_experts,
+                                             ResidentFormats formats, NumericsClass) const {
+  // Mapped weights stay in the files; the reference copies them all the same.
+  if (state_->layout == WeightsLayout::kMapped && state_->isa != Isa::kReference)
+    return uint64_t{0};
+  return predicted_bytes(state_->isa, spec, num_local_experts, formats);
+}
+
 uint64_t CpuBackend::predicted_bytes(Isa isa, const FfnSpec& spec, uint32_t num_local_experts,
                                      ResidentFormats formats) {
   if (isa == Isa::kReference) {  // it keeps float32 copies, as many as one lane would

@@ -27,6 +27,8 @@ class CpuBackend final : public ExpertBackend {
   Result<std::unique_ptr<ExpertLayer>> create_layer(
       const FfnSpec& spec, uint32_t num_local_experts, ResidentFormats formats,
       NumericsClass numerics = kDefaultNumerics) override;
+  Result<uint64_t> predicted_bytes(const FfnSpec& spec, uint32_t num_local_experts,
+                                   ResidentFormats formats, NumericsClass numerics) const override;
   // The classes that `isa` computes, in the order of the table: the default first.
   static std::vector<NumericsClass> numerics_classes(Isa isa);
 

@@ -20,6 +20,10 @@ class ExpertBackend {
                                                             uint32_t num_local_experts,
                                                             ResidentFormats formats,
                                                             NumericsClass numerics) = 0;
+  // Bytes that such a layer will hold once all its experts are loaded, before any memory is taken.
+  virtual Result<uint64_t> predicted_bytes(const FfnSpec& spec, uint32_t num_local_experts,
+                                           ResidentFormats formats,
+                                           NumericsClass numerics) const = 0;
 };
 
 }  // namespace dflash::compute

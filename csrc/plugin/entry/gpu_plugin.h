@@ -31,6 +31,11 @@ class GpuPluginDevice final : public Device, public compute::ExpertBackend {
                        compute::ResidentFormats formats) const override {
     return compute::gpu::GpuLayer::predicted_bytes(spec, num_local_experts, formats);
   }
+  Result<uint64_t> predicted_bytes(const compute::FfnSpec& spec, uint32_t num_local_experts,
+                                   compute::ResidentFormats formats,
+                                   compute::NumericsClass) const override {
+    return layer_bytes(spec, num_local_experts, formats);
+  }
   Result<std::unique_ptr<compute::ExpertLayer>> create_layer(
       const compute::FfnSpec& spec, uint32_t num_local_experts, compute::ResidentFormats formats,
       compute::NumericsClass numerics) override {

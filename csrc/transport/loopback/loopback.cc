@@ -5,11 +5,10 @@
 #include <fcntl.h>
 #include <sys/eventfd.h>
 
-#include <cerrno>
-#include <cstring>
 #include <string>
 
 #include "base/owned_fd.h"
+#include "base/system_error.h"
 #include "transport/ring/layout.h"
 #include "transport/ring/mapping.h"
 #include "transport/ring/ring_channel.h"
@@ -32,8 +31,7 @@ Result<Bell> make_bell() {
   if (bell.sleeper.is_open())
     bell.ringer = OwnedFd(::fcntl(bell.sleeper.get(), F_DUPFD_CLOEXEC, 0));
   if (!bell.ringer.is_open()) {
-    return Error{ErrorCode::kSystem,
-                 std::string("cannot make a loopback bell: ") + std::strerror(errno)};
+    return system_error("cannot make a loopback bell");
   }
   return bell;
 }

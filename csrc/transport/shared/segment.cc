@@ -7,10 +7,10 @@
 #include <sys/stat.h>
 
 #include <cerrno>
-#include <cstring>
 #include <string>
 #include <utility>
 
+#include "base/system_error.h"
 #include "transport/ring/layout.h"
 #include "transport/ring/ring_channel.h"
 
@@ -21,10 +21,8 @@ namespace {
 constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_FUTURE_WRITE | F_SEAL_SEAL;
 int seals_of(bool is_open) { return is_open ? kSeals & ~F_SEAL_FUTURE_WRITE : kSeals; }
 
-Error system_error(const std::string& what, int error_number) {
-  const ErrorCode code = error_number == ENOMEM || error_number == ENOSPC ? ErrorCode::kOutOfMemory
-                                                                          : ErrorCode::kSystem;
-  return {code, "shared segment: " + what + ": " + std::strerror(error_number)};
+Error segment_error(const std::string& what, int error_number = errno) {
+  return system_error("shared segment: " + what, error_number);
 }
 
 Status check_seals_and_size(int fd, uint64_t total_bytes, int wanted) {
@@ -40,7 +38,7 @@ Status check_seals_and_size(int fd, uint64_t total_bytes, int wanted) {
             std::to_string(wanted) + ")"};
   }
   struct stat status{};
-  if (::fstat(fd, &status) != 0) return system_error("fstat", errno);
+  if (::fstat(fd, &status) != 0) return segment_error("fstat");
   if (static_cast<uint64_t>(status.st_size) != total_bytes) {
     return Error{ErrorCode::kProtocol, "shared segment: size is " + std::to_string(status.st_size) +
                                            " bytes; the agreed geometry needs " +
@@ -64,20 +62,19 @@ Result<Segment> Segment::create(Side side, const SlotGeometry& geometry, uint64_
   const uint64_t total_bytes = layout.value().total_bytes;
   Segment segment;
   segment.fd_ = OwnedFd(::memfd_create("dflash_moe", MFD_CLOEXEC | MFD_ALLOW_SEALING));
-  if (!segment.fd_.is_open()) return system_error("memfd_create", errno);
+  if (!segment.fd_.is_open()) return segment_error("memfd_create");
   if (const int failure = ::posix_fallocate(segment.fd_.get(), 0, static_cast<off_t>(total_bytes));
       failure != 0) {
-    return system_error("allocating " + std::to_string(total_bytes) + " bytes", failure);
+    return segment_error("allocating " + std::to_string(total_bytes) + " bytes", failure);
   }
   void* const base = ::mmap(nullptr, total_bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE,
                             segment.fd_.get(), 0);
-  if (base == MAP_FAILED)
-    return system_error("mapping " + std::to_string(total_bytes) + " bytes", errno);
+  if (base == MAP_FAILED) return segment_error("mapping " + std::to_string(total_bytes) + " bytes");
   segment.base_ = static_cast<std::byte*>(base);
   segment.mapped_bytes_ = total_bytes;
   write_segment_header(segment.base_, side, geometry, generation);
   if (::fcntl(segment.fd_.get(), F_ADD_SEALS, seals_of(is_open)) != 0)
-    return system_error("sealing (needs Linux 5.1)", errno);
+    return segment_error("sealing (needs Linux 5.1)");
   segment.is_writable_ = true;
   return segment;
 }
@@ -92,7 +89,7 @@ Result<Segment> Segment::attach(OwnedFd fd, Side writer, const SlotGeometry& geo
   void* const base = ::mmap(nullptr, total_bytes, is_open ? PROT_READ | PROT_WRITE : PROT_READ,
                             MAP_SHARED | MAP_POPULATE, fd.get(), 0);
   if (base == MAP_FAILED)
-    return system_error("mapping the peer's " + std::to_string(total_bytes) + " bytes", errno);
+    return segment_error("mapping the peer's " + std::to_string(total_bytes) + " bytes");
   Segment segment;
   segment.fd_ = std::move(fd);
   segment.base_ = static_cast<std::byte*>(base);
@@ -140,7 +137,7 @@ Result<std::unique_ptr<Channel>> make_shared_channel(Side side, const SlotGeomet
     // sides' duplicates share it.
     const int flags = ::fcntl(host_bell.get(), F_GETFL);
     if (flags < 0 || ::fcntl(host_bell.get(), F_SETFL, flags | O_NONBLOCK) != 0)
-      return system_error("the host's bell", errno);
+      return segment_error("the host's bell");
   }
   auto memory = std::make_shared<BothSegments>(BothSegments{std::move(own), std::move(peer)});
   RingEnds ends{side,

@@ -14,6 +14,7 @@
 #include <cstring>
 #include <string>
 
+#include "base/system_error.h"
 #include "transport/ring/layout.h"
 #include "transport/ring/mapping.h"
 #include "transport/stream/assembler.h"
@@ -151,7 +152,7 @@ class StreamChannel final : public Channel {
 };
 
 Error socket_error(const char* what) {
-  return {ErrorCode::kSystem, std::string("stream channel: ") + what + ": " + std::strerror(errno)};
+  return system_error(std::string("stream channel: ") + what);
 }
 
 Status set_option(int socket, int level, int option, int value, const char* name) {

@@ -1,4 +1,4 @@
-// How a call's rows become requests: every row in exactly one part, no two parts alike, nothing
+// How a call's rows become requests: every row in exactly one slice, no two slices alike, nothing
 // larger than a slot.
 // SPDX-License-Identifier: Apache-2.0
 #include "client/cut.h"
@@ -42,20 +42,20 @@ std::unique_ptr<Call> odd_call(const Layer& layer, uint32_t num_tokens) {
   return call;
 }
 
-// Parts follow one another without gap, numbers included.
+// Slices follow one another without gap, numbers included.
 void check_cover(const Call& call) {
   const ShardRows& rows = call.work->shard_rows[0];
   uint32_t row = 0, pair = 0;
   uint16_t slice = 0;
-  for (const Part& part : call.work->parts) {
-    CHECK(part.slice == slice++);
-    CHECK(part.row_begin == row);
-    CHECK(part.pair_begin == pair);
-    CHECK(part.num_rows() > 0);
-    pair += std::accumulate(rows.row_counts.begin() + part.row_begin,
-                            rows.row_counts.begin() + part.row_end, 0u);
-    CHECK(part.pair_end == pair);
-    row = part.row_end;
+  for (const Slice& cut : call.work->slices) {
+    CHECK(cut.index == slice++);
+    CHECK(cut.row_begin == row);
+    CHECK(cut.pair_begin == pair);
+    CHECK(cut.num_rows() > 0);
+    pair += std::accumulate(rows.row_counts.begin() + cut.row_begin,
+                            rows.row_counts.begin() + cut.row_end, 0u);
+    CHECK(cut.pair_end == pair);
+    row = cut.row_end;
   }
   CHECK(row == rows.tokens.size());
 }
@@ -66,15 +66,15 @@ TEST_CASE("a call is cut by tokens, and ranges without rows send nothing") {
   const auto splits = cut_shard(*call, 0, 0, {1, kLarge, Dtype::kF32, Dtype::kF32});
   REQUIRE(splits.ok());
   CHECK(splits.value() == 0);
-  CHECK(call->work->parts.size() == 10);
+  CHECK(call->work->slices.size() == 10);
   check_cover(*call);
   const auto whole = odd_call(layer, 20);
   REQUIRE(cut_shard(*whole, 0, 0, {20, kLarge, Dtype::kF32, Dtype::kF32}).ok());
-  CHECK(whole->work->parts.size() == 1);
+  CHECK(whole->work->slices.size() == 1);
   check_cover(*whole);
 }
 
-TEST_CASE("parts never exceed either slot, and cuts beyond the policy are counted") {
+TEST_CASE("slices never exceed either slot, and cuts beyond the policy are counted") {
   const Layer layer = one_shard_layer();
   for (uint64_t request_bytes = 256; request_bytes < 9000; request_bytes += 320) {
     for (uint64_t reply_bytes = 256; reply_bytes < 9000; reply_bytes += 960) {
@@ -85,12 +85,12 @@ TEST_CASE("parts never exceed either slot, and cuts beyond the policy are counte
       };
       const auto splits = cut_shard(*call, 0, 0, limits);
       REQUIRE(splits.ok());
-      CHECK(splits.value() == call->work->parts.size() - 4);
+      CHECK(splits.value() == call->work->slices.size() - 4);
       check_cover(*call);
-      for (const Part& part : call->work->parts) {
-        CHECK(request_message_bytes(layer.plan, part.num_rows(), part.num_pairs(), Dtype::kF32) <=
+      for (const Slice& cut : call->work->slices) {
+        CHECK(request_message_bytes(layer.plan, cut.num_rows(), cut.num_pairs(), Dtype::kF32) <=
               request_bytes);
-        CHECK(reply_message_bytes(layer.plan, part.num_rows(), Dtype::kBF16) <= reply_bytes);
+        CHECK(reply_message_bytes(layer.plan, cut.num_rows(), Dtype::kBF16) <= reply_bytes);
       }
     }
   }
@@ -110,7 +110,7 @@ TEST_CASE("a row that fits no slot is an error that names the layer and the sett
   CHECK(cut.error().message.find("ipc.shared_bytes") != std::string::npos);
 }
 
-TEST_CASE("more parts than the header can number are refused, not wrapped around") {
+TEST_CASE("more slices than the header can number are refused, not wrapped around") {
   const Layer layer = one_shard_layer();
   CHECK(cut_shard(*odd_call(layer, 131072), 0, 0, {1, kLarge, Dtype::kF32, Dtype::kF32}).ok());
   const auto cut = cut_shard(*odd_call(layer, 131074), 0, 0, {1, kLarge, Dtype::kF32, Dtype::kF32});

@@ -44,14 +44,14 @@ class Pair {
     for (uint32_t id = 0; id < kNumExperts; ++id)
       REQUIRE(worker_->load_expert({1, 0}, id, experts.weights(id)).ok());
     auto ends = transport::make_loopback({2, 4096, 4096}).value();
-    WorkerLink link;
-    link.name = "w0";
-    link.generation = 1;
-    link.policy = {2, 2};
-    link.channel = fault.kind == FaultKind::kNone
-                       ? std::move(ends.host)
-                       : transport::make_faulty(std::move(ends.host), fault);
-    REQUIRE(client_.add_worker(std::move(link)).ok());
+    NewWorker worker;
+    worker.name = "w0";
+    worker.policy = {2, 2};
+    worker.path.generation = 1;
+    worker.path.channel = fault.kind == FaultKind::kNone
+                              ? std::move(ends.host)
+                              : transport::make_faulty(std::move(ends.host), fault);
+    REQUIRE(client_.add_worker(std::move(worker)).ok());
     LayerPlan plan{1,           "model.layers.1.mlp.experts",        24, 24,
                    kNumExperts, {ShardPlace{0, 0, 77, {0, 1, 2, 3}}}};
     REQUIRE(client_.define_layer(plan).ok());

@@ -104,7 +104,7 @@ TEST_CASE("a lie loses the worker with a protocol error, writes nothing and spar
     CHECK(outcome.error().message.find("worker w1") != std::string::npos);
     CHECK(outcome.error().message.find("model.layers.3.mlp.experts") != std::string::npos);
     CHECK(tokens.is_untouched());
-    CHECK(scene.client.workers()[1].state == WorkerState::kLost);
+    CHECK(scene.client.workers()[1].path == PathState::kLost);
     const auto refused = scene.client.submit(tokens.batch(), 3);
     REQUIRE(!refused.ok());
     CHECK(refused.error().code == ErrorCode::kWorkerLost);
@@ -162,9 +162,9 @@ TEST_CASE("clock readings from a worker are numbers like any other: nonsense cou
     CHECK(scene.finish(call).ok());
     CHECK(tokens.is_right());
   }
-  for (const auto& [where, counters] : scene.client.counters()) {
-    CHECK(counters.worker_compute_ns == 0);
-    CHECK(counters.worker_queue_ns == 0);
+  for (const CountersOf& one : scene.client.counters()) {
+    CHECK(one.counters.worker_compute_ns == 0);
+    CHECK(one.counters.worker_queue_ns == 0);
   }
 }
 

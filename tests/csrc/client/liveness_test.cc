@@ -61,7 +61,7 @@ TEST_CASE("a frozen counter loses a worker that owes replies, and only such a wo
   scene.puppets[1].send_pulse(1);
   Tokens tokens{{2}};
   check_lost(scene.finish(scene.submit(tokens)), "no progress for 0.1 s");
-  CHECK(scene.client.workers()[0].state == WorkerState::kReady);
+  CHECK(scene.client.workers()[0].path != PathState::kLost);
   CHECK(scene.works(0));
 }
 
@@ -157,7 +157,7 @@ TEST_CASE(
   CHECK(outcome.error().message.find("model.layers.3.mlp.experts") != std::string::npos);
   CHECK(outcome.error().message.find("0.1 s") != std::string::npos);
   CHECK(scene.client.workers()[1].quarantined_slots == 1);
-  CHECK(scene.client.workers()[1].state == WorkerState::kReady);
+  CHECK(scene.client.workers()[1].path != PathState::kLost);
 
   scene.puppets[1].send(echo(request));
   CHECK(scene.works(1));
@@ -179,7 +179,7 @@ TEST_CASE(
   }
   CHECK(scene.client.workers()[1].quarantined_slots == 2);
   auto pair = transport::make_loopback({2, 4096, 4096}).value();
-  REQUIRE(scene.client.replace_channel(1, std::move(pair.host), kGeneration + 1).ok());
+  REQUIRE(scene.client.renew_path(1, {std::move(pair.host), kGeneration + 1}).ok());
   scene.puppets[1].channel = std::move(pair.worker);
   CHECK(scene.client.workers()[1].quarantined_slots == 0);
   CHECK(scene.client.workers()[1].generation == kGeneration + 1);
@@ -191,7 +191,7 @@ TEST_CASE("a channel with a call in flight is not replaced") {
   Tokens tokens{{2}};
   const CallPtr call = scene.submit(tokens);
   auto pair = transport::make_loopback({2, 4096, 4096}).value();
-  CHECK(!scene.client.replace_channel(1, std::move(pair.host), kGeneration + 1).ok());
+  CHECK(!scene.client.renew_path(1, {std::move(pair.host), kGeneration + 1}).ok());
   scene.puppets[1].send(echo(scene.puppets[1].take()));
   CHECK(scene.finish(call).ok());
 }
@@ -209,7 +209,7 @@ TEST_CASE("another answer than the awaited one in a quarantined slot loses the w
 }
 
 TEST_CASE(
-    "an abandoned call's output is not written by its late reply, and its queued parts are never "
+    "an abandoned call's output is not written by its late reply, and its queued slices are never "
     "sent") {
   SceneOptions options;
   options.policy = {1, 1};

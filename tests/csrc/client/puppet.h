@@ -8,6 +8,7 @@
 #include <sys/socket.h>
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <memory>
 #include <optional>
@@ -19,6 +20,7 @@
 #include "transport/loopback/loopback.h"
 #include "wire/frame.h"
 #include "wire/payload.h"
+#include "wire/pulse.h"
 
 namespace dflash::client {
 
@@ -75,10 +77,10 @@ struct Puppet {
   }
   void send(const Message& message) { send(message.slot, message.bytes()); }
   void send_pulse(uint64_t counter) {
-    std::byte bytes[16];
-    const uint64_t words[2] = {(uint64_t{1} << 32) | 0x534c5550u, counter};
-    std::memcpy(bytes, words, sizeof bytes);
-    REQUIRE(::send(pulse.get(), bytes, sizeof bytes, MSG_NOSIGNAL | MSG_DONTWAIT) == sizeof bytes);
+    std::array<std::byte, wire::kPulseBytes> bytes;
+    wire::encode_pulse(counter, bytes);
+    REQUIRE(::send(pulse.get(), bytes.data(), bytes.size(), MSG_NOSIGNAL | MSG_DONTWAIT) ==
+            wire::kPulseBytes);
   }
 };
 
@@ -154,7 +156,7 @@ struct Tokens {
 
 struct SceneOptions {
   uint32_t num_workers = 2;
-  transport::SlotGeometry geometry{2, 4096, 4096};
+  transport::SlotGeometry geometry{3, 4096, 4096};  // as data paths have: window + 1
   SlicePolicy policy{64, 2};
   bool has_pulses = false;
   ClientOptions client = {};
@@ -197,20 +199,19 @@ class PuppetScene {
  private:
   void add_worker(uint32_t index, const SceneOptions& options) {
     auto pair = transport::make_loopback(options.geometry).value();
-    WorkerLink link;
-    link.name = std::string("w").append(std::to_string(index));
-    link.channel = std::move(pair.host);
-    link.generation = kGeneration;
-    link.policy = options.policy;
+    NewWorker worker;
+    worker.name = std::string("w").append(std::to_string(index));
+    worker.path = {std::move(pair.host), kGeneration};
+    worker.policy = options.policy;
     Puppet puppet;
     puppet.channel = std::move(pair.worker);
     if (options.has_pulses) {
       int ends[2];
       REQUIRE(::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) == 0);
-      link.pulse = OwnedFd(ends[0]);
+      worker.pulse = OwnedFd(ends[0]);
       puppet.pulse = OwnedFd(ends[1]);
     }
-    REQUIRE(client.add_worker(std::move(link)).value() == index);
+    REQUIRE(client.add_worker(std::move(worker)).value() == index);
     puppets.push_back(std::move(puppet));
   }
 };

@@ -110,14 +110,13 @@ class StepScene {
     };
     for (uint32_t index = 0; index < 2; ++index) {
       auto pair = transport::make_loopback({3, 64 * 1024, 32 * 1024}).value();
-      client::WorkerLink link;
-      link.name = std::string("w").append(std::to_string(index));
-      link.channel = std::move(pair.host);
-      link.generation = kGeneration;
-      link.policy = {1024, 2};
-      link.request_dtype = dtypes.request;
-      link.reply_dtype = dtypes.reply;
-      REQUIRE(client.add_worker(std::move(link)).ok());
+      client::NewWorker worker;
+      worker.name = std::string("w").append(std::to_string(index));
+      worker.path = {std::move(pair.host), kGeneration};
+      worker.policy = {1024, 2};
+      worker.request_dtype = dtypes.request;
+      worker.reply_dtype = dtypes.reply;
+      REQUIRE(client.add_worker(std::move(worker)).ok());
       workers.push_back(std::make_unique<RuleWorker>(std::move(pair.worker), rule));
     }
     REQUIRE(client.define_layer(plan).ok());
@@ -160,8 +159,8 @@ struct CallTensors {
     for (int64_t& id : ids) id = random() % most_expert;
     for (float& weight : weights) weight = static_cast<float>(random() % 100) / 64.0f;
   }
-  client::TokenBatch batch() {
-    client::TokenBatch b;
+  TokenBatch batch() {
+    TokenBatch b;
     b.hidden_states = hidden.data();
     b.row_stride_bytes = static_cast<int64_t>(kIn * dtype_bytes(dtype));
     b.dtype = dtype;
@@ -203,12 +202,11 @@ class StepDevice {
     REQUIRE(steps.define_layer({kLayer, kIn, kOut, shards, experts}).ok());
   }
   void begin(StepScene& scene, std::chrono::nanoseconds budget = std::chrono::seconds(60)) {
-    uint64_t first_call = 0;
-    auto lanes = scene.client.begin_step(64, &first_call);
-    REQUIRE(lanes.ok());
+    auto lease = scene.client.begin_step(64);
+    REQUIRE(lease.ok());
     std::vector<StepLane> mapped;
     std::vector<transport::RingView> rings;
-    for (const client::StepLane& lane : lanes.value()) {
+    for (const client::LeasedPath& lane : lease.value().paths) {
       const transport::RingView& ring = lane.ring;
       rings.push_back(ring);
       mapped.push_back({reinterpret_cast<unsigned char*>(
@@ -219,8 +217,8 @@ class StepDevice {
                         ring.peer_stride, ring.entry_mask, ring.head, ring.tail, 0});
     }
     REQUIRE(steps
-                .begin({mapped, 64 * 1024, 32 * 1024, first_call, scene.dtypes().request,
-                        scene.dtypes().reply, budget, std::nullopt})
+                .begin({mapped, 64 * 1024, 32 * 1024, lease.value().first_call,
+                        scene.dtypes().request, scene.dtypes().reply, budget, std::nullopt})
                 .ok());
     bell = std::make_unique<transport::RingBell>(rings, 20'000);
   }
@@ -236,9 +234,10 @@ class StepDevice {
     auto ended = steps.end();
     REQUIRE(ended.ok());
     bell.reset();
-    std::vector<std::pair<uint32_t, uint32_t>> heads;
-    for (const StepLane& lane : ended.value().lanes) heads.emplace_back(lane.head, lane.tail);
-    scene.client.end_step(heads, {}, ended.value().error != 0);
+    client::StepResult result;
+    result.has_failed = ended.value().error != 0;
+    for (const StepLane& lane : ended.value().lanes) result.used.push_back({lane.head, lane.tail});
+    scene.client.end_step(result);
     return ended.value();
   }
 

@@ -88,24 +88,24 @@ TEST_CASE("steps follow each other on the same paths, and the client goes on whe
 }
 
 TEST_CASE(
-    "while a step is open the client refuses calls, and a step is refused while replies are owed") {
+    "while a step is open calls wait until it ends, and a step is refused while replies are owed") {
   StepScene scene({}, [](const Bytes&) { return Bytes(); });
   CallTensors call(1, 3, Dtype::kF32, 1);
   auto owed = scene.client.submit(call.batch(), kLayer);
   REQUIRE(owed.ok());
-  uint64_t first_call = 0;
-  CHECK(scene.client.begin_step(4, &first_call).error().message.find("still owes replies") !=
-        std::string::npos);
+  CHECK(scene.client.begin_step(4).error().message.find("still owes replies") != std::string::npos);
   scene.client.abandon(owed.value());
-  CHECK_FALSE(scene.client.begin_step(4, &first_call).ok());  // the slot is quarantined
+  CHECK_FALSE(scene.client.begin_step(4).ok());  // the slot is quarantined
 
   StepScene other({});
   StepDevice device;
   device.begin(other);
-  CHECK(
-      other.client.submit(call.batch(), kLayer).error().message.find("is used by a device step") !=
-      std::string::npos);
+  const auto parked = other.client.submit(call.batch(), kLayer);
+  REQUIRE(parked.ok());
+  CHECK_FALSE(other.client.wait(parked.value(), Deadline::after_ms(30)));
   CHECK(device.finish(other).error == 0);
+  REQUIRE(other.client.wait(parked.value(), Deadline::after_ms(60'000)));
+  CHECK(other.client.outcome(parked.value()).ok());
 }
 
 TEST_CASE(
@@ -122,10 +122,10 @@ TEST_CASE(
   CHECK(now_ns() - began < 20'000'000'000);  // not twenty times the budget, by far
   const auto requests = scene.stop();
   CHECK(requests[0].size() + requests[1].size() <= 2);
-  uint64_t first_call = 0;
-  CHECK_FALSE(scene.client.begin_step(4, &first_call).ok());  // until the paths are replaced
-  CHECK(scene.client.submit(calls[0].batch(), kLayer).error().message.find("failed step") !=
-        std::string::npos);
+  CHECK_FALSE(scene.client.begin_step(4).ok());  // until the paths are renewed
+  const auto worn = scene.client.retire_worn_paths();
+  REQUIRE(worn.size() == 2);
+  CHECK(worn[0].reason.find("step failed") != std::string::npos);
 }
 
 TEST_CASE("a step that is aborted ends without its budget") {

@@ -68,6 +68,11 @@ class ScriptedDevice final : public Device, public compute::ExpertBackend {
                        compute::ResidentFormats) const override {
     return uint64_t{1000} * num_local_experts;
   }
+  Result<uint64_t> predicted_bytes(const compute::FfnSpec& spec, uint32_t num_local_experts,
+                                   compute::ResidentFormats formats,
+                                   compute::NumericsClass) const override {
+    return layer_bytes(spec, num_local_experts, formats);
+  }
   Result<std::unique_ptr<compute::ExpertLayer>> create_layer(
       const compute::FfnSpec& spec, uint32_t num_local_experts, compute::ResidentFormats formats,
       compute::NumericsClass numerics) override {

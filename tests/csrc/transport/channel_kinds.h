@@ -1,11 +1,9 @@
 // Every transport as a type, so that one conformance test runs against each of them. `make` yields
-// two connected ends.
+// two connected ends, by the handshake of its row where it has one.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <arpa/inet.h>
 #include <doctest/doctest.h>
-#include <netinet/in.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
 
@@ -13,19 +11,13 @@
 #include <utility>
 
 #include "transport/faulty/faulty.h"
-#include "transport/loopback/loopback.h"
+#include "transport/handshake.h"
 #include "transport/shared/segment.h"
+#include "transport/shared/shared_kind.h"
 #include "transport/stream/stream.h"
+#include "transport/stream/stream_kinds.h"
 
 namespace dflash::transport::testing {
-
-inline constexpr uint64_t kGeneration = 7;
-
-template <class T>
-T take(Result<T> result) {
-  REQUIRE_MESSAGE(result.ok(), (result.ok() ? std::string() : result.error().message));
-  return std::move(result).value();
-}
 
 struct Loopback {
   static constexpr const char* kKind = "loopback";
@@ -38,42 +30,13 @@ inline Segment attach(const Segment& segment, Side writer, const SlotGeometry& g
 
 struct Shared {
   static constexpr const char* kKind = "shared";
-  static ChannelPair make(const SlotGeometry& geometry) {
-    Segment request = take(Segment::create(Side::kHost, geometry, kGeneration));
-    Segment reply = take(Segment::create(Side::kWorker, geometry, kGeneration));
-    Segment request_view = attach(request, Side::kHost, geometry);
-    Segment reply_view = attach(reply, Side::kWorker, geometry);
-    const int bell = ::eventfd(0, EFD_CLOEXEC);
-    REQUIRE(bell >= 0);
-    OwnedFd worker_bell(::dup(bell));
-    return {take(make_shared_channel(Side::kHost, geometry, std::move(request),
-                                     std::move(reply_view), OwnedFd(bell))),
-            take(make_shared_channel(Side::kWorker, geometry, std::move(reply),
-                                     std::move(request_view), std::move(worker_bell)))};
-  }
+  static ChannelPair make(const SlotGeometry& geometry) { return handshake(kSharedKind, geometry); }
 };
 
 inline std::pair<OwnedFd, OwnedFd> unix_sockets() {
   int ends[2];
   REQUIRE(::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) == 0);
   return {OwnedFd(ends[0]), OwnedFd(ends[1])};
-}
-
-inline std::pair<OwnedFd, OwnedFd> tcp_sockets() {
-  const OwnedFd listener(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
-  sockaddr_in address{};
-  address.sin_family = AF_INET;
-  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  socklen_t length = sizeof address;
-  auto* const generic = reinterpret_cast<sockaddr*>(&address);
-  REQUIRE(::bind(listener.get(), generic, length) == 0);
-  REQUIRE(::listen(listener.get(), 1) == 0);
-  REQUIRE(::getsockname(listener.get(), generic, &length) == 0);
-  OwnedFd ours(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
-  REQUIRE(::connect(ours.get(), generic, length) == 0);
-  OwnedFd theirs(::accept(listener.get(), nullptr, nullptr));
-  REQUIRE(theirs.is_open());
-  return {std::move(ours), std::move(theirs)};
 }
 
 inline ChannelPair stream_pair(const SlotGeometry& geometry, std::pair<OwnedFd, OwnedFd> ends,
@@ -84,16 +47,12 @@ inline ChannelPair stream_pair(const SlotGeometry& geometry, std::pair<OwnedFd, 
 
 struct Unix {
   static constexpr const char* kKind = "unix";
-  static ChannelPair make(const SlotGeometry& geometry) {
-    return stream_pair(geometry, unix_sockets());
-  }
+  static ChannelPair make(const SlotGeometry& geometry) { return handshake(kUnixKind, geometry); }
 };
 
 struct Tcp {
   static constexpr const char* kKind = "tcp";
-  static ChannelPair make(const SlotGeometry& geometry) {
-    return stream_pair(geometry, tcp_sockets());
-  }
+  static ChannelPair make(const SlotGeometry& geometry) { return handshake(kTcpKind, geometry); }
 };
 
 // The host's end behind a link without delay.

@@ -157,6 +157,20 @@ TEST_CASE("loading refuses what does not fit and says where") {
   CHECK(scene.worker->resident_bytes() > 0);
 }
 
+TEST_CASE("shards beyond the memory limit are refused before they are loaded") {
+  const auto spec = toy_spec();
+  WorkerOptions options;
+  options.memory_limit = compute::CpuBackend::predicted_bytes(
+      options.isa, spec, 5, compute::ResidentFormats(Dtype::kF32));
+  const auto worker = ExpertWorker::create(options).value();
+  REQUIRE(worker->define_shard({0, 0}, spec, 3, Dtype::kF32, 1).ok());
+  const Status refused = worker->define_shard({1, 0}, spec, 3, Dtype::kF32, 1);
+  REQUIRE(!refused.ok());
+  CHECK(refused.error().code == ErrorCode::kInvalidArgument);
+  CHECK(refused.error().message.find("layer 1, shard 0: memory: its 3 experts need") == 0);
+  CHECK(worker->define_shard({1, 0}, spec, 2, Dtype::kF32, 1).ok());
+}
+
 TEST_CASE("a slowdown below one is refused") {
   for (const double slowdown : {0.5, -1.0, std::numeric_limits<double>::quiet_NaN()}) {
     WorkerOptions options;

@@ -11,6 +11,7 @@
 
 #include "base/clock.h"
 #include "wire/little_endian.h"
+#include "wire/pulse.h"
 
 namespace dflash::worker {
 namespace {
@@ -40,10 +41,10 @@ TEST_CASE("pulses carry magic, version and the counter as it moves") {
   std::atomic<uint64_t> counter{5};
   Pulse pulse(counter);
   REQUIRE(pulse.start(std::move(worker_end)).ok());
-  std::array<std::byte, kPulseBytes> message;
+  std::array<std::byte, wire::kPulseBytes> message;
   REQUIRE(read_bytes(host_end.get(), message) == message.size());
-  CHECK(wire::load_le<uint32_t>(message, 0) == kPulseMagic);
-  CHECK(wire::load_le<uint32_t>(message, 4) == kPulseVersion);
+  CHECK(wire::load_le<uint32_t>(message, 0) == wire::kPulseMagic);
+  CHECK(wire::load_le<uint32_t>(message, 4) == wire::kPulseVersion);
   CHECK(wire::load_le<uint64_t>(message, 8) == 5);
   counter = uint64_t{1} << 40;
   uint64_t seen = 5;
@@ -57,17 +58,17 @@ TEST_CASE("a host that never reads does not block the pulse's end, and pulses st
   const int smallest = 1;
   REQUIRE(::setsockopt(worker_end.get(), SOL_SOCKET, SO_SNDBUF, &smallest, sizeof smallest) == 0);
   // Fill the socket beforehand, so that the first pulse already meets a full one.
-  std::array<std::byte, kPulseBytes> filler{};
-  encode_pulse(77, filler);
+  std::array<std::byte, wire::kPulseBytes> filler{};
+  wire::encode_pulse(77, filler);
   while (::send(worker_end.get(), filler.data(), filler.size(), MSG_DONTWAIT) > 0) {
   }
   std::atomic<uint64_t> counter{78};
   Pulse pulse(counter);
   REQUIRE(pulse.start(std::move(worker_end)).ok());
-  std::array<std::byte, kPulseBytes> message;
+  std::array<std::byte, wire::kPulseBytes> message;
   uint64_t seen = 77;
   while (seen == 77 && read_bytes(host_end.get(), message) == message.size()) {
-    REQUIRE(wire::load_le<uint32_t>(message, 0) == kPulseMagic);
+    REQUIRE(wire::load_le<uint32_t>(message, 0) == wire::kPulseMagic);
     seen = wire::load_le<uint64_t>(message, 8);
   }
   CHECK(seen == 78);
@@ -85,7 +86,7 @@ TEST_CASE("stopping or replacing a pulse closes its socket, which the host sees 
   REQUIRE(pulse.start(std::move(second_worker_end)).ok());
   std::array<std::byte, 4096> rest;
   CHECK(read_bytes(host_end.get(), rest) < rest.size());  // ended by the hang-up
-  std::array<std::byte, kPulseBytes> message;
+  std::array<std::byte, wire::kPulseBytes> message;
   CHECK(read_bytes(second_host_end.get(), message) == message.size());
   pulse.stop();
   CHECK(read_bytes(second_host_end.get(), rest) < rest.size());

@@ -11,6 +11,7 @@ import os
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import typer
@@ -282,12 +283,12 @@ def test_doctor_reports_backends_transports_machine_and_problems(capsys):
 
 def test_doctor_says_what_it_cannot_have(capsys, monkeypatch):
     def refuse() -> None:
-        raise OSError(38, "Function not implemented")
+        raise DflashError("memfd_create: Function not implemented")
 
-    monkeypatch.setattr(doctor.probes, "_try_shared", refuse)
+    monkeypatch.setitem(doctor.probes.TRANSPORTS, "shared", SimpleNamespace(try_here=refuse))
     code, out, _ = run(capsys, "doctor")
     assert code == 0, "a machine that lacks something is no failure"
-    assert "note: transport shared: Function not implemented" in out
+    assert "note: transport shared: memfd_create: Function not implemented" in out
 
 
 def test_a_failed_self_test_exits_with_1(capsys, monkeypatch):

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from dflash_moe import _core, errors
-from tests.unit.core.toy_runtime import LAYER_NAME, NUM_EXPERTS, Batch, Experts, ToyRuntime
+from tests.unit.core.toy_runtime import LAYER, LAYER_NAME, NUM_EXPERTS, Batch, Experts, ToyRuntime
 
 EXPERTS = Experts.make(seed=1)
 TWO_WORKERS = [(0, range(6)), (1, range(6, NUM_EXPERTS))]
@@ -93,13 +93,13 @@ def test_arguments_are_checked_by_name(tmp_path: Path) -> None:
         batch.topk_ids[3, 1] = -1
         with pytest.raises(errors.ConfigError, match=r"topk_ids\[3, 1\] is -1"):
             runtime.run(batch)
-        arguments, _ = runtime.arguments(batch_for(0), "f32")
+        tokens, _ = runtime.tokens(batch_for(0), "f32")
         with pytest.raises(errors.ConfigError, match="layer 7"):
-            runtime.client.run(7, *arguments[1:])
+            runtime.client.run(7, tokens)
         with pytest.raises(errors.ConfigError, match="dtype 'f64'"):
-            runtime.client.run(*arguments[:3], "f64", *arguments[4:])
+            runtime.tokens(batch_for(0), "f32", dtype="f64")
         with pytest.raises(errors.ConfigError, match="top_k is 0"):
-            runtime.client.run(*arguments[:9], 0, *arguments[10:])
+            runtime.client.run(LAYER, runtime.tokens(batch_for(0), "f32", top_k=0)[0])
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])
@@ -111,8 +111,8 @@ def test_timeouts_must_be_positive_and_finite(seconds: float) -> None:
 def test_a_worker_marked_lost_ends_its_calls_at_once(tmp_path: Path) -> None:
     batch = batch_for(1)
     with ToyRuntime(tmp_path, TWO_WORKERS, EXPERTS, faults={1: ON_SECOND}) as runtime:
-        arguments, _ = runtime.arguments(batch, "f32")
-        call = runtime.client.submit(*arguments)
+        tokens, _ = runtime.tokens(batch, "f32")
+        call = runtime.submit(tokens)
         waiting = threading.Event()
         outcome: list[bool] = []
 
@@ -135,7 +135,7 @@ def test_a_worker_marked_lost_ends_its_calls_at_once(tmp_path: Path) -> None:
     assert reports[1]["reason"] == "its process ended with code 9"
 
 
-def test_a_timed_out_slot_is_quarantined_until_the_channel_is_replaced(tmp_path: Path) -> None:
+def test_a_timed_out_slot_is_quarantined_until_the_path_is_renewed(tmp_path: Path) -> None:
     batch = batch_for(1)
     faults = {1: {"kind": "drop", "point": "publish", "nth": 1}}
     with ToyRuntime(tmp_path, TWO_WORKERS, EXPERTS, call_timeout_s=0.2, faults=faults) as runtime:
@@ -145,7 +145,7 @@ def test_a_timed_out_slot_is_quarantined_until_the_channel_is_replaced(tmp_path:
         # another slot still works
         np.testing.assert_array_equal(runtime.run(batch), runtime.expected(batch))
         host, remote = _core.make_loopback(_core.Geometry(2, 1 << 16, 1 << 16))
-        runtime.client.replace_channel(1, host, 2)
+        runtime.client.renew_path(1, host, 2)
         report = runtime.client.workers()[1]
         assert (report["quarantined_slots"], report["generation"]) == (0, 2)
         del remote
@@ -154,10 +154,11 @@ def test_a_timed_out_slot_is_quarantined_until_the_channel_is_replaced(tmp_path:
 def test_an_abandoned_call_writes_nothing_and_releases_what_it_kept(tmp_path: Path) -> None:
     batch = batch_for(1)
     with ToyRuntime(tmp_path, TWO_WORKERS, EXPERTS, slice_tokens=1, window=1) as runtime:
-        arguments, output = runtime.arguments(batch, "f32")
         kept = object()
         references = sys.getrefcount(kept)
-        call = runtime.client.submit(*(*arguments[:-1], kept))
+        tokens, output = runtime.tokens(batch, "f32", owners=kept)
+        call = runtime.submit(tokens)
+        del tokens
         assert sys.getrefcount(kept) == references + 1
         call.abandon()
         assert sys.getrefcount(kept) == references
@@ -173,8 +174,8 @@ def test_an_abandoned_call_writes_nothing_and_releases_what_it_kept(tmp_path: Pa
 def test_dropping_a_call_abandons_it(tmp_path: Path) -> None:
     batch = batch_for(1)
     with ToyRuntime(tmp_path, TWO_WORKERS, EXPERTS, slice_tokens=1, window=1) as runtime:
-        arguments, output = runtime.arguments(batch, "f32")
-        call = runtime.client.submit(*arguments)
+        tokens, output = runtime.tokens(batch, "f32")
+        call = runtime.submit(tokens)
         del call
         before = output.copy()
         np.testing.assert_array_equal(runtime.run(batch), runtime.expected(batch))
@@ -184,8 +185,8 @@ def test_dropping_a_call_abandons_it(tmp_path: Path) -> None:
 def test_a_result_asked_too_early_is_an_error(tmp_path: Path) -> None:
     batch = batch_for(1)
     with ToyRuntime(tmp_path, TWO_WORKERS, EXPERTS, faults={1: ON_SECOND}) as runtime:
-        arguments, _ = runtime.arguments(batch, "f32")
-        call = runtime.client.submit(*arguments)
+        tokens, _ = runtime.tokens(batch, "f32")
+        call = runtime.submit(tokens)
         assert not call.wait(0.01)
         with pytest.raises(errors.ConfigError, match="not done"):
             call.result()
@@ -252,12 +253,12 @@ def test_more_calls_than_the_bound_are_refused(tmp_path: Path) -> None:
         client.define_layer(
             layer=2, name=LAYER_NAME, in_size=48, out_size=56, num_experts=12, shards=[(0, 0, 1, list(range(12)))]
         )
-        arguments, _ = runtime.arguments(batch_for(0), "f32")
-        call = client.submit(*arguments)
+        tokens, _ = runtime.tokens(batch_for(0), "f32")
+        call = _core.Call(client, LAYER, tokens)
         with pytest.raises(errors.ConfigError, match="take results"):
-            client.submit(*arguments)
+            _core.Call(client, LAYER, tokens)
         call.abandon()
-        client.submit(*arguments).abandon()
+        _core.Call(client, LAYER, tokens).abandon()
         del remote
 
 

@@ -137,8 +137,8 @@ def test_submitted_calls_end_in_any_order_of_asking(tmp_path: Path) -> None:
     with ToyRuntime(tmp_path, INTERLEAVED, EXPERTS, slice_tokens=2) as runtime:
         pending = []
         for batch in batches:
-            arguments, output = runtime.arguments(batch, "f32")
-            pending.append((runtime.client.submit(*arguments), output, runtime.expected(batch)))
+            tokens, output = runtime.tokens(batch, "f32")
+            pending.append((runtime.submit(tokens), output, runtime.expected(batch)))
         for call, output, expected in reversed(pending):
             assert call.wait(60.0)
             call.result()
@@ -148,8 +148,8 @@ def test_submitted_calls_end_in_any_order_of_asking(tmp_path: Path) -> None:
 def test_asking_alone_drives_a_call_to_its_end(tmp_path: Path) -> None:
     batch = Batch.make(num_tokens=7, top_k=4, seed=40)
     with ToyRuntime(tmp_path, INTERLEAVED, EXPERTS, slice_tokens=2, window=1) as runtime:
-        arguments, output = runtime.arguments(batch, "f32")
-        call = runtime.client.submit(*arguments)
+        tokens, output = runtime.tokens(batch, "f32")
+        call = runtime.submit(tokens)
         while not call.is_done():
             pass
         call.result()

@@ -186,22 +186,29 @@ class ToyRuntime:
             worker.stop(1)
             thread.join()
 
-    def arguments(self, batch: Batch, dtype: str, weights_dtype: str = "f32") -> tuple[tuple[Any, ...], AnyArray]:
-        """submit's arguments and the output array."""
-        hidden_states = narrow(batch.hidden_states, dtype)
-        weights = narrow(batch.topk_weights, weights_dtype)
+    def tokens(self, batch: Batch, kind: str, weights_kind: str = "f32", **changed: Any) -> tuple[_core.TokenBatch, AnyArray]:
+        """The batch as a call takes it, and its output array; `changed` fields of TokenBatch."""
+        hidden_states = narrow(batch.hidden_states, kind)
+        weights = narrow(batch.topk_weights, weights_kind)
         num_tokens, top_k = batch.topk_ids.shape
         output = np.full((num_tokens, OUT_SIZE), 0x7E7E, hidden_states.dtype)
-        arrays = (hidden_states, batch.topk_ids, weights, output)
-        return (
-            LAYER, hidden_states.ctypes.data, hidden_states.strides[0], dtype, num_tokens, batch.topk_ids.ctypes.data,
-            batch.topk_ids.dtype == np.int64, weights.ctypes.data, weights_dtype, top_k, output.ctypes.data, arrays,
-        ), output  # fmt: skip
+        fields = {
+            "hidden_states": hidden_states.ctypes.data, "row_stride_bytes": hidden_states.strides[0], "dtype": kind,
+            "num_tokens": num_tokens, "top_k": top_k, "topk_ids": batch.topk_ids.ctypes.data,
+            "ids_are_64bit": batch.topk_ids.dtype == np.int64, "topk_weights": weights.ctypes.data,
+            "weights_dtype": weights_kind, "output": output.ctypes.data,
+            "owners": (hidden_states, batch.topk_ids, weights, output),
+        }  # fmt: skip
+        return _core.TokenBatch(**(fields | changed)), output
+
+    def submit(self, tokens: _core.TokenBatch) -> _core.Call:
+        """Submits a call."""
+        return _core.Call(self.client, LAYER, tokens)
 
     def run(self, batch: Batch, dtype: str = "f32", weights_dtype: str = "f32") -> AnyArray:
         """One call through the client."""
-        arguments, output = self.arguments(batch, dtype, weights_dtype)
-        self.client.run(*arguments)
+        tokens, output = self.tokens(batch, dtype, weights_dtype)
+        self.client.run(LAYER, tokens)
         return output
 
     def expected(self, batch: Batch, dtype: str = "f32") -> AnyArray:

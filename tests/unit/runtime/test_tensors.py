@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from dflash_moe.errors import ConfigError, UnsupportedError
-from dflash_moe.runtime.tensors import TensorBinder
+from dflash_moe.runtime.layer_table import LayerShape
+from dflash_moe.runtime.tensors import HostTensors
 
 torch = pytest.importorskip("torch")
 IN, OUT, TOP_K = 6, 5, 2
@@ -29,7 +30,9 @@ def numpy_call(num_tokens: int = 3) -> list[Any]:
 
 
 def bind(call: list[Any], out: Any = None) -> tuple[Any, Any]:
-    return TensorBinder().bind(IN, OUT, *call, out)
+    result, batch, deliver = HostTensors().bind(LayerShape(0, IN, OUT), *call, out)
+    assert deliver is None
+    return result, batch
 
 
 FLOATS = [("float32", "f32", 4), ("bfloat16", "bf16", 2), ("float16", "f16", 2)]
@@ -38,10 +41,12 @@ FLOATS = [("float32", "f32", 4), ("bfloat16", "bf16", 2), ("float16", "f16", 2)]
 @pytest.mark.parametrize(("dtype", "name", "item_bytes"), FLOATS)
 def test_torch_tensors_are_taken_where_they_lie(dtype: str, name: str, item_bytes: int) -> None:
     call = torch_call(dtype=getattr(torch, dtype))
-    result, arguments = bind(call)
-    assert arguments[:6] == (call[0].data_ptr(), IN * item_bytes, name, 3, call[1].data_ptr(), True)
-    assert arguments[6:9] == (call[2].data_ptr(), "f32", TOP_K)
-    assert arguments[9] == result.data_ptr()
+    result, batch = bind(call)
+    assert (batch.hidden_states, batch.row_stride_bytes, batch.dtype) == (call[0].data_ptr(), IN * item_bytes, name)
+    assert (batch.num_tokens, batch.top_k) == (3, TOP_K)
+    assert (batch.topk_ids, batch.ids_are_64bit) == (call[1].data_ptr(), True)
+    assert (batch.topk_weights, batch.weights_dtype) == (call[2].data_ptr(), "f32")
+    assert batch.output == result.data_ptr()
     assert result.shape == (3, OUT)
     assert result.dtype == call[0].dtype
 
@@ -50,35 +55,35 @@ def test_rows_with_a_stride_are_not_copied() -> None:
     wide = torch.zeros(3, 2 * IN)
     call = torch_call()
     call[0] = wide[:, IN:]
-    _, arguments = bind(call)
-    assert arguments[0] == wide.data_ptr() + IN * 4
-    assert arguments[1] == 2 * IN * 4
+    _, batch = bind(call)
+    assert batch.hidden_states == wide.data_ptr() + IN * 4
+    assert batch.row_stride_bytes == 2 * IN * 4
 
 
 def test_scattered_elements_and_repeated_rows_are_copied() -> None:
     call = torch_call()
     call[0] = torch.arange(3.0 * IN).reshape(IN, 3).T
-    _, arguments = bind(call)
-    kept = arguments[10][0]
-    assert arguments[0] == kept.data_ptr() != call[0].data_ptr()
+    _, batch = bind(call)
+    kept = batch.owners[0]
+    assert batch.hidden_states == kept.data_ptr() != call[0].data_ptr()
     assert torch.equal(kept, call[0])
     call[0] = torch.zeros(1, IN).expand(3, IN)
-    assert bind(call)[1][1] == IN * 4
+    assert bind(call)[1].row_stride_bytes == IN * 4
 
 
 def test_transposed_ids_and_weights_are_copied_and_kept_alive() -> None:
     call = torch_call()
     call[1] = torch.arange(TOP_K * 3).reshape(TOP_K, 3).T
-    _, arguments = bind(call)
-    assert torch.equal(arguments[10][1], call[1])
-    assert arguments[4] == arguments[10][1].data_ptr()
+    _, batch = bind(call)
+    assert torch.equal(batch.owners[1], call[1])
+    assert batch.topk_ids == batch.owners[1].data_ptr()
 
 
 def test_lazily_negated_tensors_are_read_as_what_they_stand_for() -> None:
     for at in (0, 2):
         call = torch_call()
         call[at] = torch._neg_view(torch.ones_like(call[at]))
-        kept = bind(call)[1][10][at]
+        kept = bind(call)[1].owners[at]
         assert not kept.is_neg()
         assert torch.equal(kept, -torch.ones_like(kept))
 
@@ -98,9 +103,9 @@ def test_an_output_whose_memory_is_not_its_value_is_refused(out: Any) -> None:
 
 def test_a_given_output_receives_the_result() -> None:
     out = torch.zeros(3, OUT)
-    result, arguments = bind(torch_call(), out)
+    result, batch = bind(torch_call(), out)
     assert result is out
-    assert arguments[9] == out.data_ptr()
+    assert batch.output == out.data_ptr()
 
 
 @pytest.mark.parametrize(
@@ -114,15 +119,15 @@ def test_an_output_that_does_not_fit_is_refused(out: Any) -> None:
 
 def test_numpy_arrays_give_numpy_results() -> None:
     call = numpy_call()
-    result, arguments = bind(call)
+    result, batch = bind(call)
     assert isinstance(result, np.ndarray)
     assert result.dtype == np.float32
-    assert arguments[0] == call[0].ctypes.data
-    assert arguments[5] is False
+    assert batch.hidden_states == call[0].ctypes.data
+    assert batch.ids_are_64bit is False
     call[0] = np.zeros((3, 2 * IN), np.float32)[:, :IN]
-    assert bind(call)[1][1] == 2 * IN * 4
+    assert bind(call)[1].row_stride_bytes == 2 * IN * 4
     call[0] = np.zeros((IN, 3), np.float32).T
-    assert bind(call)[1][1] == IN * 4
+    assert bind(call)[1].row_stride_bytes == IN * 4
 
 
 class Foreign:
@@ -137,9 +142,9 @@ class Foreign:
 
 def test_any_dlpack_tensor_is_taken_where_it_lies() -> None:
     call = torch_call()
-    result, arguments = bind([Foreign(tensor) for tensor in call])
-    assert arguments[0] == call[0].data_ptr()
-    assert arguments[4] == call[1].data_ptr()
+    result, batch = bind([Foreign(tensor) for tensor in call])
+    assert batch.hidden_states == call[0].data_ptr()
+    assert batch.topk_ids == call[1].data_ptr()
     assert isinstance(result, np.ndarray)
 
 
@@ -148,7 +153,7 @@ def test_a_bf16_dlpack_result_needs_an_output() -> None:
     with pytest.raises(UnsupportedError, match="out="):
         bind(call)
     out = torch.zeros(3, OUT, dtype=torch.bfloat16)
-    assert bind(call, Foreign(out))[1][9] == out.data_ptr()
+    assert bind(call, Foreign(out))[1].output == out.data_ptr()
 
 
 WRONG = [
@@ -194,6 +199,44 @@ def test_something_that_is_no_tensor_is_refused() -> None:
 
 def test_an_empty_batch_binds() -> None:
     for call in (torch_call(0), numpy_call(0)):
-        result, arguments = bind(call)
+        result, batch = bind(call)
         assert tuple(result.shape) == (0, OUT)
-        assert arguments[3] == 0
+        assert batch.num_tokens == 0
+
+
+def records(num_rows: int, width: int, item: str) -> np.ndarray[Any, Any]:
+    """Rows in packed records: neither their address nor their stride is a multiple of an item."""
+    packed = np.zeros(num_rows, np.dtype([("tag", "u1"), ("row", item, (width,))]))
+    return packed["row"]
+
+
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_fields_of_packed_records_are_copied_not_shifted(at: int) -> None:
+    call = numpy_call()
+    odd = records(3, call[at].shape[1], call[at].dtype.str[1:])
+    odd[...] = np.arange(odd.size).reshape(odd.shape)
+    call[at] = odd
+    _, batch = bind(call)
+    kept = batch.owners[at]
+    assert kept.ctypes.data == (batch.hidden_states, batch.topk_ids, batch.topk_weights)[at]
+    np.testing.assert_array_equal(kept, odd)
+    assert kept.flags.c_contiguous
+    assert kept.flags.aligned
+
+
+def test_a_field_of_packed_records_is_refused_as_out_and_left_alone() -> None:
+    odd = records(3, OUT, "f4")
+    before = odd.copy()
+    with pytest.raises(ConfigError, match="out: found shape"):
+        bind(numpy_call(), odd)
+    np.testing.assert_array_equal(odd, before)
+
+
+def test_the_result_lies_where_hidden_states_do_whatever_torchs_default_device_is() -> None:
+    call = torch_call()
+    torch.set_default_device("meta")
+    try:
+        result, _ = bind(call)
+    finally:
+        torch.set_default_device(None)
+    assert result.device == call[0].device

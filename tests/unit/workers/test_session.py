@@ -6,6 +6,7 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import threading
@@ -16,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from dflash_moe import __version__, _core
-from dflash_moe.errors import UnsupportedError
+from dflash_moe.errors import ConfigError, UnsupportedError
 from dflash_moe.model.checkpoint import Checkpoint
 from dflash_moe.protocol.failures import ERROR_CLASSES
 from dflash_moe.protocol.framing import Connection, PeerGone
@@ -45,12 +46,13 @@ from tests.expert_cases import make_checkpoint, tiny_spec
 class Host:
     """The host's end of a session that runs in a thread."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, memory_limit: int = 0, patience_s: float = 0.0) -> None:
         ours, theirs = socket.socketpair()
         self.connection = Connection(ours)
         self.spec = tiny_spec(directory)
-        identity = WorkerIdentity("w0", Checkpoint.open(directory), self.spec.fingerprint)
-        self.session = WorkerSession(Connection(theirs), identity, Mailbox(bytes(16), bytes(32)), self._listen)
+        identity = WorkerIdentity("w0", Checkpoint.open(directory), self.spec.fingerprint, memory_limit=memory_limit)
+        mailbox = Mailbox(bytes(16), bytes(32))
+        self.session = WorkerSession(Connection(theirs), identity, mailbox, self._listen, patience_s=patience_s)
         self.listened_with: list[int] = []
         self.reason = ""
         self.thread = threading.Thread(target=self._run)
@@ -91,14 +93,17 @@ class Host:
         }  # fmt: skip
         return LoadShard(**{**fields, **changes})
 
+    def end(self) -> None:
+        self.connection.close()
+        self.thread.join(15)
+        assert not self.thread.is_alive()
+
 
 @pytest.fixture
 def host(tmp_path: Path) -> Iterator[Host]:
     made = Host(make_checkpoint(tmp_path / "tiny"))
     yield made
-    made.connection.close()
-    made.thread.join(15)
-    assert not made.thread.is_alive()
+    made.end()
 
 
 def refused(message: Message, text: str) -> None:
@@ -181,6 +186,51 @@ def test_a_bad_shard_is_refused_by_name(host: Host, changes: dict[str, object], 
     assert isinstance(host.ask(host.shard()), ShardLoaded)
 
 
+def test_a_worker_keeps_to_its_own_memory_whatever_the_host_asks(tmp_path: Path) -> None:
+    directory = make_checkpoint(tmp_path / "tiny")
+    expert_bytes = tiny_spec(directory).layers[0].expert_bytes
+    host = Host(directory, memory_limit=4 * expert_bytes)
+    try:
+        host.hello()
+        loaded = host.ask(host.shard())
+        assert isinstance(loaded, ShardLoaded)
+        assert loaded.resident_bytes <= 4 * expert_bytes
+        second = host.ask(host.shard(shard=1))
+        refused(second, "layer 0, shard 1: memory: its 3 experts need 216 KiB, and 216 KiB of the 288 KiB that this worker's")
+        assert ERROR_CLASSES[second.code] is ConfigError
+        counters = host.ask(StatsRequest())
+        assert isinstance(counters, Stats)
+        assert counters.counters["resident_weight_bytes"] == loaded.resident_bytes
+    finally:
+        host.end()
+
+
+def test_a_host_that_uses_nothing_of_the_worker_loses_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    host = Host(make_checkpoint(tmp_path / "tiny"), patience_s=0.2)
+    try:
+        with caplog.at_level(logging.WARNING):
+            told = host.connection.receive(deadline=time.monotonic() + 30, waiting_for="the end of its patience")
+            refused(told, "worker w0: the host neither loaded nor attached anything within 0.2 s")
+            host.thread.join(30)
+        assert "session ends: the host neither loaded nor attached anything within 0.2 s" in caplog.text
+        assert "the worker is free for another" in host.reason
+    finally:
+        host.end()
+
+
+def test_patience_grows_with_the_hosts_own_and_ends_with_its_first_load(tmp_path: Path) -> None:
+    host = Host(make_checkpoint(tmp_path / "tiny"), patience_s=60.0)
+    try:
+        host.hello(start_timeout_s=1000.0)
+        assert isinstance(host.ask(StatsRequest()), Stats)
+        assert host.session._deadline is not None
+        assert host.session._deadline > time.monotonic() + 3000
+        assert isinstance(host.ask(host.shard()), ShardLoaded)
+        assert host.session._deadline is None
+    finally:
+        host.end()
+
+
 def attach(**changes: object) -> Attach:
     fields = {
         "generation": 3, "transport": "unix", "num_slots": 2, "request_bytes": 4096, "reply_bytes": 4096, "num_descriptors": 1,
@@ -194,7 +244,7 @@ def attach(**changes: object) -> Attach:
     [
         ({"transport": "pigeon"}, "field transport: found 'pigeon'"),
         ({"num_descriptors": 2}, "announced 2 descriptors, 1 arrived"),
-        ({"transport": "shared"}, "do not fit shared"),
+        ({"transport": "shared"}, "transport shared: its offer brought 1 descriptors and 0 bytes; it has 2 and 0"),
         ({"num_slots": 0}, "slot"),
         ({"request_bytes": 63}, "63"),
     ],

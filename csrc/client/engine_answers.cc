@@ -1,0 +1,88 @@
+// What the engine does with the answers of workers. Whatever does not match what was asked ends the
+// worker, never the host.
+// SPDX-License-Identifier: Apache-2.0
+#include "client/engine.h"
+
+namespace dflash::client {
+namespace {
+
+constexpr uint64_t kMaxDurationNs = 3'600'000'000'000;  // an hour: beyond any deadline of a call
+
+// A worker's clock readings are only numbers that it sent: nonsense counts as nothing.
+int64_t duration_ns(int64_t from, int64_t to) {
+  if (to <= from) return 0;
+  const uint64_t duration = static_cast<uint64_t>(to) - static_cast<uint64_t>(from);
+  return duration <= kMaxDurationNs ? static_cast<int64_t>(duration) : 0;
+}
+
+}  // namespace
+
+// Takes what has arrived; the credits bound how much that can be.
+void Engine::drain(Link& link) {
+  while (link.path.is_listening()) {
+    auto polled = link.path.channel()->poll();
+    if (!polled.ok()) return lose(link, polled.error().code, polled.error().message);
+    if (!polled.value()) return;
+    take(link, *polled.value());
+  }
+}
+
+void Engine::take(Link& link, const transport::Arrival& arrival) {
+  auto taken = take_answer(link.path, arrival, reply_buffers_);
+  if (!taken.ok()) return lose(link, taken.error().code, taken.error().message);
+  const Answer& answer = taken.value();
+  if (answer.slice == nullptr) {
+    ++link.stale_replies;
+    link.path.release(answer.slot);
+    return admit_parked();  // the path may have enough slots again
+  }
+  if (!answer.refusal) return take_rows(link, answer);
+  Call& call = *answer.slice->call;
+  const LayerPlan& plan = call.layer->plan;
+  link.counters[plan.layer].reply_bytes += answer.num_bytes;
+  link.path.release(answer.slot);
+  // Only a range error is about the caller's numbers. Every other refusal means that host and
+  // worker disagree.
+  const ErrorCode code =
+      answer.refusal->code == ErrorCode::kRange ? ErrorCode::kRange : ErrorCode::kWorkerFailed;
+  fail(call,
+       Error{code, "worker " + link.name + ", layer " + plan.name + ": " + answer.refusal->text}.at(
+           {link.name, plan.layer, {}, answer.slot}));
+}
+
+void Engine::take_rows(Link& link, const Answer& answer) {
+  Slice& slice = *answer.slice;
+  Call& call = *slice.call;
+  Counters& counters = link.counters[call.layer->plan.layer];
+  counters.reply_bytes += answer.num_bytes;
+  counters.worker_compute_ns += duration_ns(answer.timing.started_ns, answer.timing.finished_ns);
+  counters.worker_queue_ns += duration_ns(answer.timing.received_ns, answer.timing.started_ns);
+  slice.trace.arrived_ns = now_ns();
+  slice.trace.worker_received_ns = answer.timing.received_ns;
+  slice.trace.worker_started_ns = answer.timing.started_ns;
+  slice.trace.worker_finished_ns = answer.timing.finished_ns;
+  learn(link, slice, answer.num_bytes);
+  slice.state = SliceState::kArrived;
+  link.path.release(answer.slot);
+  if (--call.work->slices_left == 0) finish(call);
+}
+
+// Tells the worker's model what one slice took and, at a chunk's last reply, what the whole chunk
+// took.
+void Engine::learn(Link& link, const Slice& slice, uint64_t reply_bytes) {
+  const Call& call = *slice.call;
+  const LayerPlan& plan = call.layer->plan;
+  const SliceTrace& t = slice.trace;
+  link.model.observe(plan.cost_class,
+                     {slice.num_pairs(), slice.num_experts, slice.request_bytes, reply_bytes},
+                     {t.encode_start_ns, t.published_ns, t.arrived_ns, t.worker_received_ns,
+                      t.worker_started_ns, t.worker_finished_ns, slice.found_idle});
+  ChunkForecast& forecast = call.work->forecasts[slice.shard_index];
+  if (--forecast.slices_left > 0) return;
+  --link.num_chunks;
+  if (!forecast.is_alone || link.crowded_ns >= call.submitted_ns || forecast.ns == 0) return;
+  link.model.record(plan.cost_class, call.work->batch.num_tokens, static_cast<double>(forecast.ns),
+                    static_cast<double>(t.arrived_ns - call.submitted_ns));
+}
+
+}  // namespace dflash::client

@@ -1,0 +1,197 @@
+// When the engine gives up a call, a worker or a data path, and how a path comes back.
+// SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+
+#include "client/engine.h"
+
+namespace dflash::client {
+
+void Engine::fail(Call& call, Error error) {
+  if (call.is_done) return;
+  call.error = std::move(error);
+  for (const auto& link : links_) {
+    link->waiting.drop(call);
+    link->path.quarantine_all_of(call);
+  }
+  end(call);
+}
+
+void Engine::lose(Link& link, ErrorCode code, const std::string& reason) {
+  if (link.path.is_lost()) return;
+  const auto needs_it = [&](const Call& call) {
+    if (call.is_parked) {
+      const auto& shards = call.layer->plan.shards;
+      for (size_t s = 0; s < shards.size(); ++s) {
+        if (links_[shards[s].worker].get() == &link && !call.work->shard_rows[s].tokens.empty())
+          return true;
+      }
+      return false;
+    }
+    return std::any_of(call.work->slices.begin(), call.work->slices.end(), [&](const Slice& slice) {
+      return links_[slice.worker].get() == &link && slice.state != SliceState::kArrived;
+    });
+  };
+  std::vector<CallPtr> ended;
+  std::copy_if(calls_.begin(), calls_.end(), std::back_inserter(ended),
+               [&](const CallPtr& call) { return needs_it(*call); });
+  link.path.lose(reason);
+  link.waiting.clear();
+  link.liveness.close();
+  for (const CallPtr& call : ended) {
+    Error error = link.lost_error(*call->layer);
+    error.code = code;
+    fail(*call, std::move(error));
+  }
+}
+
+void Engine::lose_after_drain(Link& link, const std::string& reason) {
+  if (link.path.state() != PathState::kLeased) drain(link);
+  lose(link, ErrorCode::kWorkerLost, reason);
+}
+
+void Engine::judge_all(int64_t now) {
+  last_judged_ns_ = now;
+  for (const auto& link : links_) {
+    const PathState state = link->path.state();
+    if (state == PathState::kLost || state == PathState::kLeased) continue;  // judge_step()
+    if (const auto failure = link->liveness.read_pulses(now)) {
+      lose_after_drain(*link, *failure);
+    } else if (link->owes() && link->liveness.is_stalled(now, options_.stall_timeout_ns)) {
+      const uint32_t num_owed = link->path.num_in_flight();
+      drain(*link);
+      if (link->path.num_in_flight() == num_owed)
+        lose(*link, ErrorCode::kWorkerLost, link->liveness.stall_text(now));
+    }
+  }
+}
+
+void Engine::end_late_calls(int64_t now) {
+  std::vector<CallPtr> late;
+  std::copy_if(calls_.begin(), calls_.end(), std::back_inserter(late),
+               [now](const CallPtr& call) { return now >= call->deadline_ns; });
+  for (const CallPtr& call : late) fail(*call, late_error(*call));
+}
+
+Error Engine::late_error(const Call& call) const {
+  const LayerPlan& plan = call.layer->plan;
+  const std::string limit = seconds_text(call.deadline_ns - call.submitted_ns);
+  if (!call.is_parked) {
+    const auto& slices = call.work->slices;
+    const auto owed = std::find_if(slices.begin(), slices.end(), [](const Slice& slice) {
+      return slice.state != SliceState::kArrived;
+    });
+    const std::string& name = links_[owed->worker]->name;
+    return Error{ErrorCode::kTimeout, "worker " + name + " did not answer layer " + plan.name +
+                                          " within " + limit +
+                                          "; raise ipc.call_timeout_s if it is only slow"}
+        .at({name, plan.layer, {}, {}});
+  }
+  const std::string waited = "layer " + plan.name + " waited " + limit;
+  if (const Link* link = link_that(call, PathState::kLeased)) {
+    return Error{ErrorCode::kTimeout,
+                 waited + " for a device step to give back the data path of worker " + link->name +
+                     "; leave the step sooner"}
+        .at({link->name, plan.layer, {}, {}});
+  }
+  if (const Link* link = link_that(call, PathState::kWorn)) {
+    return Error{ErrorCode::kTimeout, waited + " for a fresh data path to worker " + link->name +
+                                          " (" + link->path.reason() + ")"}
+        .at({link->name, plan.layer, {}, {}});
+  }
+  return Error{ErrorCode::kTimeout,
+               waited + " for a change of mode or a device step of another thread to end"}
+      .at({{}, plan.layer, {}, {}});
+}
+
+Status Engine::check_idle(const Link& link) const {
+  const ErrorPlace here{link.name, {}, {}, {}};
+  if (link.path.is_lost()) {
+    return Error{ErrorCode::kWorkerLost, "worker " + link.name + " is lost: " + link.path.reason()}
+        .at(here);
+  }
+  if (link.path.owes() || link.path.state() == PathState::kLeased) {
+    return Error{ErrorCode::kInvalidArgument, "the data path of worker " + link.name +
+                                                  " is in use; wait until nothing is under way"}
+        .at(here);
+  }
+  return ok();
+}
+
+Status Engine::retire_path(Link& link, const std::string& reason) {
+  DFLASH_TRY(check_idle(link));
+  if (link.path.is_retired()) {
+    return Error{ErrorCode::kInvalidArgument,
+                 "the data path of worker " + link.name + " is being renewed already"}
+        .at({link.name, {}, {}, {}});
+  }
+  link.path.retire(reason);
+  return ok();
+}
+
+Status Engine::renew_path(Link& link, NewPath path) {
+  DFLASH_TRY(check_idle(link));
+  link.path.renew(std::move(path));
+  admit_parked();
+  pump();
+  return ok();
+}
+
+void Engine::wear_out_unfit() {
+  for (const auto& link : links_) {
+    if (link->path.num_quarantined() > 0)
+      link->path.wear_out("a device step needs all of its slots");
+  }
+}
+
+bool Engine::has_worn_path() const {
+  return std::any_of(links_.begin(), links_.end(),
+                     [](const auto& link) { return link->path.state() == PathState::kWorn; });
+}
+
+std::vector<WornPath> Engine::retire_worn_paths() {
+  std::vector<WornPath> retired;
+  for (uint32_t index = 0; index < links_.size(); ++index) {
+    Path& path = links_[index]->path;
+    if (!path.is_ready_to_retire()) continue;
+    retired.push_back({index, path.reason()});
+    path.retire(path.reason());
+  }
+  return retired;
+}
+
+bool Engine::has_path_to_retire() const {
+  return std::any_of(links_.begin(), links_.end(),
+                     [](const auto& link) { return link->path.is_ready_to_retire(); });
+}
+
+Result<StepLease> Engine::begin_step(uint32_t num_calls) {
+  DFLASH_TRY(check_paths_for_step(links_));
+  StepLease lease{lease_paths(links_, now_ns()), next_call_id_};
+  next_call_id_ += num_calls;
+  return lease;
+}
+
+Status Engine::judge_step(int64_t now) {
+  for (const auto& link : links_) {
+    if (link->path.state() == PathState::kLeased) {
+      if (const auto failure = link->liveness.read_pulses(now)) {
+        lose(*link, ErrorCode::kWorkerLost, *failure);
+      } else if (link->liveness.is_stalled(now, options_.stall_timeout_ns)) {
+        lose(*link, ErrorCode::kWorkerLost, link->liveness.stall_text(now));
+      }
+    }
+    if (link->path.is_lost()) {
+      return Error{ErrorCode::kWorkerLost,
+                   "worker " + link->name + " was lost: " + link->path.reason()}
+          .at({link->name, {}, {}, {}});
+    }
+  }
+  return ok();
+}
+
+void Engine::end_step(const StepResult& result) {
+  return_paths(links_, layers_, result);
+  admit_parked();
+}
+
+}  // namespace dflash::client

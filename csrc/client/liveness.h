@@ -1,0 +1,47 @@
+// Whether a worker is still alive, judged by its pulses: a hang-up of their socket, bytes that are
+// no pulse, or a progress counter that stands still while the worker owes something. Whoever has
+// the turn (turn.h) uses it; nothing here blocks.
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "base/owned_fd.h"
+
+namespace dflash::client {
+
+// "2.0 s"
+std::string seconds_text(int64_t nanoseconds);
+
+class Liveness {
+ public:
+  // Without a socket the worker lives in this process and is never judged.
+  explicit Liveness(OwnedFd pulse) : pulse_(std::move(pulse)) {}
+
+  // The worker begins to owe something: its time counts from here.
+  void begin_to_owe(int64_t now) { last_change_ns_ = now; }
+  // Reads every pulse that waits. Returns why the worker must be given up, if so.
+  std::optional<std::string> read_pulses(int64_t now);
+  // The counter stood still for `stall_ns`; to be asked of a worker that owes something.
+  bool is_stalled(int64_t now, int64_t stall_ns) const {
+    return pulse_.is_open() && now - last_change_ns_ > stall_ns;
+  }
+  std::string stall_text(int64_t now) const {
+    return "no progress for " + seconds_text(now - last_change_ns_);
+  }
+  void close() { pulse_.close(); }
+
+ private:
+  bool read_once(int64_t now, std::optional<std::string>& failure);
+
+  OwnedFd pulse_;
+  uint64_t last_counter_ = 0;
+  int64_t last_change_ns_ = 0;         // of the counter, or when the worker began to owe something
+  std::vector<std::byte> incomplete_;  // the beginning of a pulse whose rest has not come yet
+};
+
+}  // namespace dflash::client

@@ -1,0 +1,22 @@
+// What every kind checks of the other end's handover before it uses any of it.
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <string>
+
+#include "transport/kinds.h"
+
+namespace dflash::transport {
+
+// `what` is "offer" or "answer". Errors: kProtocol where the numbers differ.
+inline Status check_handover(const TransportKind& kind, const char* what, const Handover& found,
+                             size_t num_descriptors, size_t num_bytes = 0) {
+  if (found.descriptors.size() == num_descriptors && found.bytes.size() == num_bytes) return ok();
+  return Error{ErrorCode::kProtocol, std::string("transport ") + kind.name + ": its " + what +
+                                         " brought " + std::to_string(found.descriptors.size()) +
+                                         " descriptors and " + std::to_string(found.bytes.size()) +
+                                         " bytes; it has " + std::to_string(num_descriptors) +
+                                         " and " + std::to_string(num_bytes)};
+}
+
+}  // namespace dflash::transport

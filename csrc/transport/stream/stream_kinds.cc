@@ -1,0 +1,85 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "transport/stream/stream_kinds.h"
+
+#include <sys/socket.h>
+
+#include <utility>
+
+#include "base/system_error.h"
+#include "transport/handover.h"
+#include "transport/ring/layout.h"
+#include "transport/stream/stream.h"
+
+namespace dflash::transport {
+namespace {
+
+StreamOptions options_of(const PathTerms& terms) {
+  return {terms.socket_buffer_bytes, terms.socket_buffer_bytes, terms.user_timeout_ms};
+}
+
+class UnixOffer final : public PathOffer {
+ public:
+  UnixOffer(const PathTerms& terms, OwnedFd own, OwnedFd theirs)
+      : terms_(terms), own_(std::move(own)), theirs_(std::move(theirs)) {}
+
+  std::vector<int> descriptors() const override { return {theirs_.get()}; }
+  Result<std::unique_ptr<Channel>> complete(Handover answer) override {
+    DFLASH_TRY(check_handover(kUnixKind, "answer", answer, 0));
+    theirs_.close();  // as long as it is open here, the worker's end is no hang-up
+    return make_stream_channel(Side::kHost, terms_.geometry, std::move(own_), options_of(terms_));
+  }
+
+ private:
+  const PathTerms terms_;
+  OwnedFd own_, theirs_;
+};
+
+class TcpOffer final : public PathOffer {
+ public:
+  explicit TcpOffer(const PathTerms& terms) : terms_(terms) {}
+
+  std::vector<int> descriptors() const override { return {}; }
+  Result<std::unique_ptr<Channel>> complete(Handover answer) override {
+    DFLASH_TRY(check_handover(kTcpKind, "answer", answer, 1));
+    return make_stream_channel(Side::kHost, terms_.geometry, std::move(answer.descriptors[0]),
+                               options_of(terms_));
+  }
+
+ private:
+  const PathTerms terms_;
+};
+
+Result<Acceptance> accept_stream(const TransportKind& kind, const PathTerms& terms,
+                                 Handover offered) {
+  DFLASH_TRY(check_handover(kind, "offer", offered, 1));
+  auto channel = make_stream_channel(Side::kWorker, terms.geometry,
+                                     std::move(offered.descriptors[0]), options_of(terms));
+  if (!channel.ok()) return std::move(channel).error();
+  return Acceptance{std::move(channel).value(), {}};
+}
+
+}  // namespace
+
+Result<std::unique_ptr<PathOffer>> offer_unix(const PathTerms& terms) {
+  DFLASH_TRY(check_geometry(terms.geometry));
+  int ends[2];
+  if (::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) != 0)
+    return system_error("cannot make the socket pair of a path");
+  return std::unique_ptr<PathOffer>(
+      std::make_unique<UnixOffer>(terms, OwnedFd(ends[0]), OwnedFd(ends[1])));
+}
+
+Result<Acceptance> accept_unix(const PathTerms& terms, Handover offered) {
+  return accept_stream(kUnixKind, terms, std::move(offered));
+}
+
+Result<std::unique_ptr<PathOffer>> offer_tcp(const PathTerms& terms) {
+  DFLASH_TRY(check_geometry(terms.geometry));
+  return std::unique_ptr<PathOffer>(std::make_unique<TcpOffer>(terms));
+}
+
+Result<Acceptance> accept_tcp(const PathTerms& terms, Handover offered) {
+  return accept_stream(kTcpKind, terms, std::move(offered));
+}
+
+}  // namespace dflash::transport

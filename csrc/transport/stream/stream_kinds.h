@@ -1,0 +1,34 @@
+// The rows of stream sockets. Unix: the worker gets one end of a socket pair. TCP: both ends get
+// the connection that the control plane dialled and authenticated.
+//
+//     unix  offer: no bytes; one end of a pair        answer: nothing
+//     tcp   offer: no bytes; the data connection      answer: no bytes; the data connection
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include "transport/kinds.h"
+
+namespace dflash::transport {
+
+Result<std::unique_ptr<PathOffer>> offer_unix(const PathTerms& terms);
+Result<Acceptance> accept_unix(const PathTerms& terms, Handover offered);
+Result<std::unique_ptr<PathOffer>> offer_tcp(const PathTerms& terms);
+Result<Acceptance> accept_tcp(const PathTerms& terms, Handover offered);
+
+inline constexpr Reach kUnixReaches[] = {Reach::kStarted, Reach::kStartedUnix, Reach::kUnixPath};
+inline constexpr TransportKind kUnixKind{.name = "unix",
+                                         .setting = "stream",
+                                         .reaches = kUnixReaches,
+                                         .is_dialled = false,
+                                         .offer = &offer_unix,
+                                         .accept = &accept_unix};
+
+inline constexpr Reach kTcpReaches[] = {Reach::kStartedTcp, Reach::kTcpHost};
+inline constexpr TransportKind kTcpKind{.name = "tcp",
+                                        .setting = "stream",
+                                        .reaches = kTcpReaches,
+                                        .is_dialled = true,
+                                        .offer = &offer_tcp,
+                                        .accept = &accept_tcp};
+
+}  // namespace dflash::transport

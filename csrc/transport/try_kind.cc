@@ -1,0 +1,106 @@
+// What `doctor` does with every kind of the table: both ends in one process, one message each way.
+// SPDX-License-Identifier: Apache-2.0
+#include <arpa/inet.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
+
+#include <thread>
+#include <utility>
+
+#include "base/system_error.h"
+#include "transport/kinds.h"
+
+namespace dflash::transport {
+namespace {
+
+constexpr int64_t kPatienceNs = 1'000'000'000;  // a wake-up takes microseconds
+constexpr size_t kMessageBytes = 64;
+
+// A connected pair over the loopback interface: what the control plane would dial.
+Result<std::pair<OwnedFd, OwnedFd>> tcp_pair() {
+  const OwnedFd listener(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  if (!listener.is_open()) return system_error("socket");
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  socklen_t length = sizeof address;
+  auto* const generic = reinterpret_cast<sockaddr*>(&address);
+  if (::bind(listener.get(), generic, length) != 0) return system_error("bind to 127.0.0.1");
+  if (::listen(listener.get(), 1) != 0) return system_error("listen");
+  if (::getsockname(listener.get(), generic, &length) != 0) return system_error("getsockname");
+  OwnedFd host(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  if (!host.is_open()) return system_error("socket");
+  if (::connect(host.get(), generic, length) != 0) return system_error("connect to 127.0.0.1");
+  OwnedFd worker(::accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC));
+  if (!worker.is_open()) return system_error("accept");
+  return std::pair(std::move(host), std::move(worker));
+}
+
+// What the control plane does between two processes.
+Result<Handover> pass(const PathOffer& sent) {
+  Handover received;
+  received.bytes.assign(sent.bytes().begin(), sent.bytes().end());
+  for (const int descriptor : sent.descriptors()) {
+    auto copy = OwnedFd::duplicate(descriptor);
+    if (!copy.ok()) return std::move(copy).error();
+    received.descriptors.push_back(std::move(copy).value());
+  }
+  return received;
+}
+
+struct BothEnds {
+  std::unique_ptr<Channel> host, worker;
+};
+
+Result<BothEnds> connect_ends(const TransportKind& kind) {
+  PathTerms terms;
+  terms.geometry = {2, kMessageBytes, kMessageBytes};
+  terms.generation = 1;
+  std::pair<OwnedFd, OwnedFd> dialled;
+  if (kind.is_dialled) {
+    auto pair = tcp_pair();
+    if (!pair.ok()) return std::move(pair).error();
+    dialled = std::move(pair).value();
+  }
+  auto offer = kind.offer(terms);
+  if (!offer.ok()) return std::move(offer).error();
+  auto offered = pass(*offer.value());
+  if (!offered.ok()) return std::move(offered).error();
+  if (kind.is_dialled) offered.value().descriptors.push_back(std::move(dialled.second));
+  auto accepted = kind.accept(terms, std::move(offered).value());
+  if (!accepted.ok()) return std::move(accepted).error();
+  Handover answer = std::move(accepted.value().answer);
+  if (kind.is_dialled) answer.descriptors.push_back(std::move(dialled.first));
+  auto completed = offer.value()->complete(std::move(answer));
+  if (!completed.ok()) return std::move(completed).error();
+  return BothEnds{std::move(completed).value(), std::move(accepted.value().channel)};
+}
+
+// Takes one message as a sleeper does, so that the wake-up is tried as well.
+Status receive(Channel& channel) {
+  WaitEntry entry{&channel, std::nullopt, std::nullopt};
+  wait_any({&entry, 1}, Deadline::after_ns(kPatienceNs), 0);
+  if (entry.error) return std::move(*entry.error);
+  if (entry.arrival && entry.arrival->bytes.size() == kMessageBytes) return ok();
+  return Error{ErrorCode::kTimeout, "a message did not arrive within a second"};
+}
+
+}  // namespace
+
+Status try_kind(const TransportKind& kind) {
+  auto made = connect_ends(kind);
+  if (!made.ok()) return std::move(made).error();
+  BothEnds& ends = made.value();
+  Status answered = ok();
+  std::thread worker([&] {
+    answered = receive(*ends.worker);
+    if (answered.ok()) answered = ends.worker->publish(1, kMessageBytes);
+  });
+  Status received = ends.host->publish(1, kMessageBytes);
+  if (received.ok()) received = receive(*ends.host);
+  worker.join();
+  DFLASH_TRY(answered);
+  return received;
+}
+
+}  // namespace dflash::transport

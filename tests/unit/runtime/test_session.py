@@ -1,0 +1,198 @@
+"""The host's session with workers that answer late, lie, or count for ever: every wait ends, in the
+error that says why.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+
+import pytest
+
+from dflash_moe.errors import DflashError, ProtocolError, WorkerTimeout
+from dflash_moe.protocol.auth import authenticate_host
+from dflash_moe.protocol.framing import Connection, PeerGone
+from dflash_moe.protocol.messages import LoadShard, Progress, ShardLoaded, Stats, StatsRequest, compress_experts
+from dflash_moe.protocol.schema import Message
+from dflash_moe.runtime.session import HostSession
+from dflash_moe.topology.addresses import Address
+
+KEY = b"k" * 32
+WAIT_S = 30.0
+
+
+class Puppet:
+    """The worker's end of a session, moved by the test."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.connection = Connection(sock)
+        self._thread: threading.Thread | None = None
+
+    def authenticate(self) -> None:
+        authenticate_host(self.connection, key_for=lambda _: KEY, deadline=time.monotonic() + WAIT_S)
+
+    def does(self, act: Callable[[], None]) -> None:
+        """Acts in a thread of its own until the host hangs up."""
+
+        def run() -> None:
+            with contextlib.suppress(PeerGone):
+                act()
+
+        self._thread = threading.Thread(target=run)
+        self._thread.start()
+
+    def takes(self) -> Message:
+        return self.connection.receive(deadline=time.monotonic() + WAIT_S, waiting_for="a question")
+
+    def says(self, message: Message) -> None:
+        self.connection.send(message, deadline=time.monotonic() + WAIT_S)
+
+    def end(self) -> None:
+        self.connection.hang_up()
+        if self._thread is not None:
+            self._thread.join(WAIT_S)
+            assert not self._thread.is_alive()
+        self.connection.close()
+
+
+@pytest.fixture
+def worker() -> Iterator[tuple[HostSession, Puppet]]:
+    ours, theirs = socket.socketpair()
+    started = SimpleNamespace(
+        control=ours, key=KEY, process=SimpleNamespace(pid=0), log=SimpleNamespace(tail=lambda: ""),
+        describe_exit=lambda **_: "a puppet", close=lambda **_: ours.close(), kill=lambda: None,
+    )  # fmt: skip
+    session = HostSession("w0", Address("shared"), started=started, key=None)
+    puppet = Puppet(theirs)
+    puppet.does(puppet.authenticate)
+    session.connect(timeout_s=WAIT_S)
+    assert puppet._thread is not None
+    puppet._thread.join(WAIT_S)
+    yield session, puppet
+    session.close(seconds=0.0)
+    puppet.end()
+
+
+def shard(num_experts: int) -> LoadShard:
+    return LoadShard(
+        layer=0, shard=0, name="layers.0", ffn={}, weight_dtype="f32", weights_fingerprint=1, numerics="f32-canonical",
+        expert_ranges=compress_experts(tuple(range(num_experts))),
+    )  # fmt: skip
+
+
+def test_progress_beyond_what_was_asked_for_does_not_renew_the_deadline(worker: tuple[HostSession, Puppet]) -> None:
+    session, puppet = worker
+
+    def count_for_ever() -> None:
+        puppet.takes()
+        counter = 0
+        while True:
+            counter += 1
+            puppet.says(Progress(counter=counter, resident_bytes=0))
+            time.sleep(0.02)
+
+    puppet.does(count_for_ever)
+    reports: list[int] = []
+    with pytest.raises(WorkerTimeout, match=r"worker w0 did not load layers.0 shard 0 within 0\.3 s without progress"):
+        session.load(shard(4), timeout_s=0.3, report=reports.append)
+    assert reports == sorted(set(reports))
+    assert all(count <= 4 for count in reports)
+
+
+def test_progress_that_does_not_rise_does_not_renew_the_deadline(worker: tuple[HostSession, Puppet]) -> None:
+    session, puppet = worker
+
+    def waver() -> None:
+        puppet.takes()
+        while True:
+            for counter in (2, 1):
+                puppet.says(Progress(counter=counter, resident_bytes=0))
+                time.sleep(0.02)
+
+    puppet.does(waver)
+    reports: list[int] = []
+    with pytest.raises(WorkerTimeout):
+        session.load(shard(4), timeout_s=0.3, report=reports.append)
+    assert reports == [2]
+
+
+def test_progress_counts_over_all_shards_of_the_session(worker: tuple[HostSession, Puppet]) -> None:
+    session, puppet = worker
+
+    def load_two() -> None:
+        for loaded in (3, 6):
+            puppet.takes()
+            for counter in (loaded - 1, loaded):
+                puppet.says(Progress(counter=counter, resident_bytes=0))
+            puppet.says(ShardLoaded(layer=0, shard=0, resident_bytes=loaded))
+
+    puppet.does(load_two)
+    reports: list[int] = []
+    for _ in range(2):
+        session.load(shard(3), timeout_s=WAIT_S, report=reports.append)
+    assert reports == [2, 3, 5, 6]
+    assert session.resident_bytes == 6
+
+
+def test_a_question_behind_one_that_waits_ends_in_time_and_says_what_it_waited_for(worker: tuple[HostSession, Puppet]) -> None:
+    session, puppet = worker
+    loading = threading.Thread(target=lambda: pytest.raises(DflashError, session.load, shard(2), timeout_s=WAIT_S))
+    loading.start()
+    assert isinstance(puppet.takes(), LoadShard)
+    with pytest.raises(
+        WorkerTimeout, match=r"could not be asked to send its counters within 0\.1 s .*to load layers.0 shard 0"
+    ):
+        session.ask_stats(timeout_s=0.1)
+    session.hang_up()
+    loading.join(WAIT_S)
+    assert not loading.is_alive()
+
+
+def test_an_answer_that_came_too_late_is_not_taken_for_the_next_one(worker: tuple[HostSession, Puppet]) -> None:
+    session, puppet = worker
+    with pytest.raises(WorkerTimeout, match="did not send its counters"):
+        session.ask_stats(timeout_s=0.05)
+
+    def answer_both() -> None:
+        for calls in (1, 2):
+            assert isinstance(puppet.takes(), StatsRequest)
+            puppet.says(Stats(counters={"calls": calls}))
+
+    puppet.does(answer_both)
+    assert session.ask_stats(timeout_s=WAIT_S) == {"calls": 2}
+
+
+def test_another_shard_than_the_one_asked_for_is_named(worker: tuple[HostSession, Puppet]) -> None:
+    session, puppet = worker
+
+    def load_another() -> None:
+        puppet.takes()
+        puppet.says(ShardLoaded(layer=5, shard=1, resident_bytes=0))
+
+    puppet.does(load_another)
+    with pytest.raises(ProtocolError, match="ShardLoaded names layer 5 shard 1, asked was layer 0 shard 0"):
+        session.load(shard(2), timeout_s=WAIT_S)
+
+
+def test_the_words_of_a_child_process_are_its_own(worker: tuple[HostSession, Puppet]) -> None:
+    session, puppet = worker
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            session.say_bye()
+            session.hang_up()
+            session.close(seconds=0.0)
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    puppet.does(lambda: (puppet.takes(), puppet.says(Stats(counters={"calls": 1})))[1])
+    assert session.ask_stats(timeout_s=WAIT_S) == {"calls": 1}
