@@ -18,6 +18,7 @@ from dflash_moe.protocol.schema import Binary, Codec, Flag, Float, ListOf, Messa
 PROTOCOL_VERSION = 2  # both ends must share one version in [min, max]
 # a higher minor may add fields; the lower side then ignores fields it does not know
 PROTOCOL_MINOR = 1
+CHECKSUMS_SINCE = 1  # the minor version from which a worker answers ChecksumRequest
 NONCE_BYTES = 32
 SESSION_ID_BYTES = 16
 MAC_BYTES = 32
