@@ -210,36 +210,40 @@ class DeviceStep:
     def end(self) -> StepReport: ...
 
 # -- worker ----------------------------------------------------------------------------------------
-class Worker:
+class ShardStore:
+    """The shards that this process has resident, by weights fingerprint."""
+
     def __init__(
         self,
         *,
-        name: str,
         isa: str,
         num_threads: int,
         cpus: Sequence[int] = (),
-        spin_ns: int = 0,
-        slowdown: float = 1.0,
         device: BackendDevice | None = None,  # computes there instead of with the kernels of `isa`
         weights_layout: str = "packed",  # or "mapped": computes from the files, which it keeps open
         memory_limit: int = 0,  # bytes that weights may take; 0: no limit
     ) -> None: ...
-    def define_shard(
+    # ConfigError where the memory limit does not allow it, or somebody else loads it
+    def borrow(
         self,
-        layer: int,
-        shard: int,
+        # keys of FfnSpec, enums by lower-case name ("silu", "gated", "clamped_swiglu"), missing =
+        # default
         spec: Mapping[str, Any],
         num_local_experts: int,
         weight_dtype: str,
         weights_fingerprint: int,
         numerics: str = ...,
-        # spec: keys of FfnSpec, enums by lower-case name ("silu", "gated", "clamped_swiglu"),
-        # missing = default
-    ) -> None: ...
-    def load_expert(
+    ) -> ResidentShard: ...
+    def drop_unborrowed(self) -> None: ...
+    def resident_bytes(self) -> int: ...
+    def num_shards(self) -> int: ...
+
+class ResidentShard:
+    """The loan of a shard: complete when others use it, to be loaded when it is new."""
+
+    is_complete: bool
+    def load_expert(  # any thread, different experts
         self,
-        layer: int,
-        shard: int,
         local_expert_id: int,
         *,
         gate: MatrixSource | None,
@@ -249,13 +253,41 @@ class Worker:
         up_bias: VectorSource | None = None,
         down_bias: VectorSource | None = None,
     ) -> None: ...
+    # (content checksum, None as long as it is unchecked; experts read whole); CheckpointError
+    def content(self) -> tuple[int | None, int]: ...
+    def give_back(self) -> None: ...
+
+class ContentReader:
+    """Reads the source bytes of one expert for its content checksum, in steps."""
+
+    def __init__(
+        self,
+        *,
+        gate: MatrixSource | None,
+        up: MatrixSource,
+        down: MatrixSource,
+        gate_bias: VectorSource | None = None,
+        up_bias: VectorSource | None = None,
+        down_bias: VectorSource | None = None,
+    ) -> None: ...
+    def read(self, num_bytes: int) -> bool: ...  # True once all is read; CheckpointError
+    def value(self) -> int: ...  # once all is read
+
+def shard_checksum(experts: Sequence[int]) -> int: ...  # of the experts' values, ascending
+
+class Worker:
+    def __init__(self, *, name: str, spin_ns: int = 0, slowdown: float = 1.0) -> None: ...
+    # requests for (layer, shard) are computed with the loan, which the worker keeps
+    def hold(self, layer: int, shard: int, loan: ResidentShard) -> None: ...
+    # as ResidentShard.content; None where nothing is held
+    def content(self, layer: int, shard: int) -> tuple[int | None, int] | None: ...
+    def give_back(self) -> None: ...
     def start_pulse(self, fd: int) -> None: ...  # takes ownership
     def stop_pulse(self) -> None: ...
     def serve(self, channel: Channel, generation: int) -> None: ...  # blocks without the GIL
     def stop(self, generation: int) -> None: ...  # also when serve() has not begun yet
     def progress(self) -> int: ...
     def stats(self) -> dict[str, int]: ...
-    def resident_bytes(self) -> int: ...
 
 # -- client ----------------------------------------------------------------------------------------
 class TokenBatch:

@@ -145,7 +145,8 @@ def _loading(
 ) -> Callable[[], int]:
     def run() -> int:
         before = process_memory().anonymous_bytes
-        worker = _core.Worker(name="load", isa=_core.best_isa(), num_threads=threads)
+        store = _core.ShardStore(isa=_core.best_isa(), num_threads=threads)
+        loans = []
         peak = 0
 
         def watch(count: int) -> None:
@@ -154,10 +155,10 @@ def _loading(
                 peak = max(peak, process_memory().anonymous_bytes - before)
 
         for layer in range(LAYERS):
-            worker.define_shard(layer, 0, ffn(layer).kernel_spec(), experts, resident, 1)
-            load_experts(worker, checkpoint, ffn(layer), range(experts), layer=layer, shard=0, threads=threads, report=watch)
+            loans.append(store.borrow(ffn(layer).kernel_spec(), experts, resident, layer))
+            load_experts(loans[-1], checkpoint, ffn(layer), range(experts), threads=threads, report=watch)
             checkpoint.drop_pages()
-        return peak - worker.resident_bytes()
+        return peak - store.resident_bytes()
 
     return run
 

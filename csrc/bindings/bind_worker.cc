@@ -1,4 +1,5 @@
-// The mapped checkpoint files and the expert worker that packs its experts out of them.
+// The mapped checkpoint files, the store of shards that are loaded out of them, and the expert
+// worker that serves such shards.
 // SPDX-License-Identifier: Apache-2.0
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -11,7 +12,9 @@
 #include "bindings/arguments.h"
 #include "bindings/backend_device.h"
 #include "bindings/module.h"
+#include "compute/cpu/cpu_backend.h"
 #include "store/mapped_file.h"
+#include "store/shard_store.h"
 #include "worker/expert_worker.h"
 
 namespace py = pybind11;
@@ -20,6 +23,8 @@ namespace dflash::bindings {
 namespace {
 
 using store::MappedFile;
+using store::ResidentShard;
+using store::ShardStore;
 using worker::ExpertWorker;
 using worker::LayerShard;
 
@@ -61,33 +66,111 @@ compute::VectorView vector_source(const py::object& source) {
                             py::cast<uint32_t>(parts[3]), py::cast<int64_t>(parts[4])));
 }
 
-// A worker that computes from the files keeps them open.
-void keep_files(const py::object& worker, std::initializer_list<py::object> sources) {
-  if (!py::cast<const ExpertWorker&>(worker).is_mapped()) return;
+// A forked child holds a copy of the object but not of its threads: joining them there would never
+// end.
+struct DeleteInOwnProcess {
+  pid_t owner = ::getpid();
+  template <class T>
+  void operator()(T* object) const {
+    if (::getpid() == owner) delete object;
+  }
+};
+
+struct StoreBox {
+  std::shared_ptr<ShardStore> store;
+  bool is_mapped;  // its shards compute from the files
+};
+
+// The loan of a shard as Python holds it while it loads. `store` keeps files open.
+struct LoanBox {
+  py::object store;
+  std::shared_ptr<ResidentShard> shard;
+
+  const std::shared_ptr<ResidentShard>& get() const {
+    if (shard == nullptr) raise(Error{ErrorCode::kClosed, "this shard was given back"});
+    return shard;
+  }
+};
+
+void keep_files(const py::object& store, std::initializer_list<py::object> sources) {
   for (const py::object& source : sources) {
     if (source.is_none()) continue;
     const auto parts = py::cast<py::tuple>(source);
-    py::detail::keep_alive_impl(worker, parts[0]);
-    if (parts.size() == 10) py::detail::keep_alive_impl(worker, parts[7]);
+    py::detail::keep_alive_impl(store, parts[0]);
+    if (parts.size() == 10) py::detail::keep_alive_impl(store, parts[7]);
   }
 }
 
-void load_expert(const py::object& worker, uint32_t layer, uint32_t shard, uint32_t local_expert_id,
-                 const py::object& gate, const py::object& up, const py::object& down,
-                 const py::object& gate_bias, const py::object& up_bias,
-                 const py::object& down_bias) {
-  const compute::ExpertWeights weights{matrix_source(gate),    matrix_source(up),
-                                       matrix_source(down),    vector_source(gate_bias),
-                                       vector_source(up_bias), vector_source(down_bias)};
-  keep_files(worker, {gate, up, down});
-  auto& self = py::cast<ExpertWorker&>(worker);
+compute::ExpertWeights weights_of(const py::object& gate, const py::object& up,
+                                  const py::object& down, const py::object& gate_bias,
+                                  const py::object& up_bias, const py::object& down_bias) {
+  return {matrix_source(gate),      matrix_source(up),      matrix_source(down),
+          vector_source(gate_bias), vector_source(up_bias), vector_source(down_bias)};
+}
+
+// The arguments keep the files open until the store does, which ends reading before they go.
+void load_expert(const LoanBox& self, uint32_t local_expert_id, const py::object& gate,
+                 const py::object& up, const py::object& down, const py::object& gate_bias,
+                 const py::object& up_bias, const py::object& down_bias) {
+  const compute::ExpertWeights weights = weights_of(gate, up, down, gate_bias, up_bias, down_bias);
+  const auto& box = py::cast<const StoreBox&>(self.store);
+  const std::shared_ptr<ResidentShard> shard = self.get();
   Status status = ok();
   {
     py::gil_scoped_release unlocked;
-    status = self.load_expert(LayerShard{layer, shard}, local_expert_id, weights);
+    status = box.store->load_expert(shard, local_expert_id, weights);
   }
+  if (box.is_mapped || shard->keeps_sources(local_expert_id))
+    keep_files(self.store, {gate, up, down, gate_bias, up_bias, down_bias});
   unwrap(std::move(status));
 }
+
+// (checksum or None, experts read)
+py::tuple content_tuple(const ResidentShard& shard) {
+  store::ContentState content = shard.content();
+  if (content.failure) raise(*content.failure);
+  return py::make_tuple(content.checksum, content.num_read);
+}
+
+std::unique_ptr<StoreBox> make_store(const std::string& isa, uint32_t num_threads,
+                                     const std::vector<int>& cpus, const BackendDevice* device,
+                                     const std::string& weights_layout, uint64_t memory_limit) {
+  const auto layout = unwrap(compute::parse_weights_layout(weights_layout));
+  std::shared_ptr<compute::ExpertBackend> backend;
+  if (device != nullptr) {
+    backend = device->backend;
+  } else {
+    backend = unwrap(
+        compute::CpuBackend::create(unwrap(compute::parse_isa(isa)), num_threads, cpus, layout));
+  }
+  return std::make_unique<StoreBox>(StoreBox{
+      {new ShardStore(std::move(backend), memory_limit), DeleteInOwnProcess()},
+      layout == compute::WeightsLayout::kMapped
+  });
+}
+
+LoanBox borrow(const py::object& self, const py::dict& spec, uint32_t num_local_experts,
+               const std::string& weight_dtype, uint64_t weights_fingerprint,
+               const std::string& numerics) {
+  const store::ShardFacts facts{.spec = parse_ffn_spec(spec),
+                                .num_local_experts = num_local_experts,
+                                .formats = unwrap(compute::parse_resident_formats(weight_dtype)),
+                                .numerics = unwrap(compute::parse_numerics(numerics)),
+                                .weights_fingerprint = weights_fingerprint};
+  ShardStore& store = *py::cast<const StoreBox&>(self).store;
+  Result<std::shared_ptr<ResidentShard>> lent = Error{ErrorCode::kClosed, ""};
+  {
+    py::gil_scoped_release unlocked;
+    lent = store.borrow(facts);
+  }
+  return {self, unwrap(std::move(lent))};
+}
+
+// A reader of an expert's source bytes, and the files that it reads.
+struct ReaderBox {
+  std::vector<py::object> sources;
+  compute::ContentReader reader;
+};
 
 py::dict stats_dict(const ExpertWorker& self) {
   const worker::WorkerStats stats = self.stats();
@@ -104,32 +187,16 @@ py::dict stats_dict(const ExpertWorker& self) {
   return fields;
 }
 
-// A forked child holds a copy of the object but not of its threads: joining them there would never
-// end.
-struct DeleteInOwnProcess {
-  pid_t owner = ::getpid();
-  void operator()(ExpertWorker* worker) const {
-    if (::getpid() == owner) delete worker;
-  }
-};
 using WorkerHolder = std::unique_ptr<ExpertWorker, DeleteInOwnProcess>;
 
-WorkerHolder make_worker(const std::string& name, const std::string& isa, uint32_t num_threads,
-                         const std::vector<int>& cpus, int64_t spin_ns, double slowdown,
-                         const BackendDevice* device, const std::string& weights_layout,
-                         uint64_t memory_limit) {
-  worker::WorkerOptions options;
-  options.name = name;
-  options.isa = unwrap(compute::parse_isa(isa));
-  options.num_threads = num_threads;
-  options.cpus = cpus;
-  options.spin_ns = spin_ns;
-  options.slowdown = slowdown;
-  options.weights_layout = unwrap(compute::parse_weights_layout(weights_layout));
-  options.memory_limit = memory_limit;
-  std::unique_ptr<compute::ExpertBackend> backend;
-  if (device != nullptr) backend = std::make_unique<SharedBackend>(device->backend);
-  return WorkerHolder(unwrap(ExpertWorker::create(options, std::move(backend))).release());
+WorkerHolder make_worker(const std::string& name, int64_t spin_ns, double slowdown) {
+  return WorkerHolder(unwrap(ExpertWorker::create({name, spin_ns, slowdown})).release());
+}
+
+// The worker keeps the store, and with it the files that a mapped shard computes from.
+void hold(const py::object& self, uint32_t layer, uint32_t shard, const LoanBox& loan) {
+  unwrap(py::cast<ExpertWorker&>(self).hold(LayerShard{layer, shard}, loan.get()));
+  py::detail::keep_alive_impl(self, loan.store);
 }
 
 void serve(ExpertWorker& self, ChannelBox& channel, uint64_t generation) {
@@ -159,29 +226,71 @@ void bind_store(py::module_& module) {
       .def("drop_pages", &MappedFile::drop_pages);
 }
 
-void bind_worker(py::module_& module) {
-  py::class_<ExpertWorker, WorkerHolder>(module, "Worker")
-      .def(py::init(&make_worker), py::kw_only(), py::arg("name"), py::arg("isa"),
-           py::arg("num_threads"), py::arg("cpus") = std::vector<int>{}, py::arg("spin_ns") = 0,
-           py::arg("slowdown") = 1.0, py::arg("device") = nullptr,
+void bind_shards(py::module_& module) {
+  py::class_<StoreBox>(module, "ShardStore")
+      .def(py::init(&make_store), py::kw_only(), py::arg("isa"), py::arg("num_threads"),
+           py::arg("cpus") = std::vector<int>{}, py::arg("device") = nullptr,
            py::arg("weights_layout") = "packed", py::arg("memory_limit") = 0)
+      .def("borrow", &borrow, py::arg("spec"), py::arg("num_local_experts"),
+           py::arg("weight_dtype"), py::arg("weights_fingerprint"),
+           py::arg("numerics") = compute::numerics_name(compute::kDefaultNumerics))
+      .def("drop_unborrowed", [](const StoreBox& self) { self.store->drop_unborrowed(); })
+      .def("resident_bytes", [](const StoreBox& self) { return self.store->resident_bytes(); })
+      .def("num_shards", [](const StoreBox& self) { return self.store->num_shards(); });
+  py::class_<LoanBox>(module, "ResidentShard")
+      .def_property_readonly("is_complete",
+                             [](const LoanBox& self) { return self.get()->is_complete(); })
+      .def("load_expert", &load_expert, py::arg("local_expert_id"), py::kw_only(), py::arg("gate"),
+           py::arg("up"), py::arg("down"), py::arg("gate_bias") = py::none(),
+           py::arg("up_bias") = py::none(), py::arg("down_bias") = py::none())
+      .def("content", [](const LoanBox& self) { return content_tuple(*self.get()); })
+      .def("give_back", [](LoanBox& self) { self.shard.reset(); });
+  py::class_<ReaderBox>(module, "ContentReader")
       .def(
-          "define_shard",
-          [](ExpertWorker& self, uint32_t layer, uint32_t shard, const py::dict& spec,
-             uint32_t num_local_experts, const std::string& weight_dtype,
-             uint64_t weights_fingerprint, const std::string& numerics) {
-            unwrap(
-                self.define_shard(LayerShard{layer, shard}, parse_ffn_spec(spec), num_local_experts,
-                                  unwrap(compute::parse_resident_formats(weight_dtype)),
-                                  weights_fingerprint, unwrap(compute::parse_numerics(numerics))));
+          py::init([](const py::object& gate, const py::object& up, const py::object& down,
+                      const py::object& gate_bias, const py::object& up_bias,
+                      const py::object& down_bias) {
+            return std::make_unique<ReaderBox>(ReaderBox{
+                {gate, up, down, gate_bias, up_bias, down_bias},
+                compute::ContentReader(weights_of(gate, up, down, gate_bias, up_bias, down_bias))
+            });
+          }),
+          py::kw_only(), py::arg("gate"), py::arg("up"), py::arg("down"),
+          py::arg("gate_bias") = py::none(), py::arg("up_bias") = py::none(),
+          py::arg("down_bias") = py::none())
+      .def(
+          "read",
+          [](ReaderBox& self, size_t num_bytes) {
+            Result<bool> read = false;
+            {
+              py::gil_scoped_release unlocked;
+              read = self.reader.read(num_bytes);
+            }
+            return unwrap(std::move(read));
           },
-          py::arg("layer"), py::arg("shard"), py::arg("spec"), py::arg("num_local_experts"),
-          py::arg("weight_dtype"), py::arg("weights_fingerprint"),
-          py::arg("numerics") = compute::numerics_name(compute::kDefaultNumerics))
-      .def("load_expert", &load_expert, py::arg("layer"), py::arg("shard"),
-           py::arg("local_expert_id"), py::kw_only(), py::arg("gate"), py::arg("up"),
-           py::arg("down"), py::arg("gate_bias") = py::none(), py::arg("up_bias") = py::none(),
-           py::arg("down_bias") = py::none())
+          py::arg("num_bytes"))
+      .def("value", [](const ReaderBox& self) { return self.reader.value(); });
+  module.def(
+      "shard_checksum",
+      [](const std::vector<uint64_t>& experts) { return compute::shard_checksum(experts); },
+      py::arg("experts"));
+}
+
+void bind_worker(py::module_& module) {
+  bind_shards(module);
+  py::class_<ExpertWorker, WorkerHolder>(module, "Worker")
+      .def(py::init(&make_worker), py::kw_only(), py::arg("name"), py::arg("spin_ns") = 0,
+           py::arg("slowdown") = 1.0)
+      .def("hold", &hold, py::arg("layer"), py::arg("shard"), py::arg("loan"))
+      .def(
+          "content",
+          [](const ExpertWorker& self, uint32_t layer, uint32_t shard) -> py::object {
+            const auto held = self.held(LayerShard{layer, shard});
+            if (held == nullptr) return py::none();
+            return content_tuple(*held);
+          },
+          py::arg("layer"), py::arg("shard"))
+      .def("give_back", &ExpertWorker::give_back)
       .def(
           "start_pulse", [](ExpertWorker& self, int fd) { unwrap(self.start_pulse(OwnedFd(fd))); },
           py::arg("fd"))
@@ -189,8 +298,7 @@ void bind_worker(py::module_& module) {
       .def("serve", &serve, py::arg("channel"), py::arg("generation"))
       .def("stop", &ExpertWorker::stop, py::arg("generation"))
       .def("progress", &ExpertWorker::progress)
-      .def("stats", &stats_dict)
-      .def("resident_bytes", &ExpertWorker::resident_bytes);
+      .def("stats", &stats_dict);
 }
 
 }  // namespace dflash::bindings

@@ -29,14 +29,6 @@ constexpr int64_t kMovePeriodNs = 500'000;
 // of an emulated slow worker: its links keep moving, its progress counter too
 constexpr int64_t kSlowdownStepNs = 1'000'000;
 
-// The shards of one layer table entry, and what a request for it must say.
-struct Shard {
-  compute::FfnSpec spec;
-  uint32_t num_local_experts = 0;
-  uint64_t weights_fingerprint = 0;
-  std::unique_ptr<compute::ExpertLayer> experts;
-};
-
 // A request that waits for its turn. Its bytes stay valid because its slot is not free.
 struct Queued {
   transport::Arrival arrival;
@@ -51,11 +43,6 @@ Error protocol_error(std::string message) {
   return Error{ErrorCode::kProtocol, std::move(message)};
 }
 
-std::string size_text(uint64_t bytes) {
-  const bool is_large = bytes >= 10ull << 20;
-  return std::to_string(bytes >> (is_large ? 20 : 10)) + (is_large ? " MiB" : " KiB");
-}
-
 void sleep_ns(int64_t nanoseconds) {
   const timespec span{nanoseconds / 1'000'000'000, nanoseconds % 1'000'000'000};
   ::nanosleep(&span, nullptr);
@@ -65,9 +52,8 @@ void sleep_ns(int64_t nanoseconds) {
 
 struct ExpertWorker::State {
   WorkerOptions options;
-  std::unique_ptr<compute::ExpertBackend> backend;
-  std::map<std::pair<uint32_t, uint32_t>, Shard> shards;
-  uint64_t promised_bytes = 0;  // what the shards defined so far take once they are loaded
+  // by (layer, shard); changes only while nothing is served
+  std::map<std::pair<uint32_t, uint32_t>, std::shared_ptr<store::ResidentShard>> shards;
   compute::ProgressCounter progress{0};
   Pulse pulse{progress.count()};
   std::atomic<uint64_t> stopped_generation{0};  // no session has generation 0
@@ -88,16 +74,12 @@ struct ExpertWorker::State {
   struct Request {
     wire::FrameHeader header;
     wire::RequestLayout layout;
-    Shard* shard = nullptr;
+    store::ResidentShard* shard = nullptr;
     std::span<const std::byte> payload;
     std::span<std::byte> reply_slot;
     uint64_t reply_payload_bytes = 0;
   };
 
-  // Bytes that the shard will take.
-  Result<uint64_t> check_memory(LayerShard where, const compute::FfnSpec& spec,
-                                uint32_t num_local_experts, compute::ResidentFormats formats,
-                                compute::NumericsClass numerics);
   Status take_in(transport::Channel& channel);
   Status queue_up(transport::Channel& channel, const transport::Arrival& arrival);
   void move_bytes(transport::Channel& channel);
@@ -112,86 +94,34 @@ struct ExpertWorker::State {
 ExpertWorker::ExpertWorker() : state_(std::make_unique<State>()) {}
 ExpertWorker::~ExpertWorker() { state_->pulse.stop(); }
 
-Result<std::unique_ptr<ExpertWorker>> ExpertWorker::create(
-    const WorkerOptions& options, std::unique_ptr<compute::ExpertBackend> backend) {
+Result<std::unique_ptr<ExpertWorker>> ExpertWorker::create(const WorkerOptions& options) {
   if (!(options.slowdown >= 1.0 && options.slowdown <= kMaxSlowdown)) {  // NaN too
     return Error{ErrorCode::kInvalidArgument,
                  "slowdown is " + std::to_string(options.slowdown) + "; allowed are 1 to 1000000"};
   }
-  if (backend == nullptr) {
-    auto cpu = compute::CpuBackend::create(options.isa, options.num_threads, options.cpus,
-                                           options.weights_layout);
-    if (!cpu.ok()) return std::move(cpu).error();
-    backend = std::move(cpu).value();
-  }
   std::unique_ptr<ExpertWorker> worker(new ExpertWorker());
   worker->state_->options = options;
-  worker->state_->backend = std::move(backend);
   return worker;
 }
 
-Status ExpertWorker::define_shard(LayerShard where, const compute::FfnSpec& spec,
-                                  uint32_t num_local_experts, compute::ResidentFormats formats,
-                                  uint64_t weights_fingerprint, compute::NumericsClass numerics) {
-  const auto key = std::pair(where.layer, where.shard);
-  if (state_->shards.contains(key)) {
-    return Error{ErrorCode::kInvalidArgument, where_text(where) + " is already defined"};
-  }
-  if (num_local_experts == 0 || num_local_experts > wire::kMaxExpertsPerShard) {
+Status ExpertWorker::hold(LayerShard where, std::shared_ptr<store::ResidentShard> shard) {
+  const uint32_t num_experts = shard->facts().num_local_experts;
+  if (num_experts == 0 || num_experts > wire::kMaxExpertsPerShard) {
     return Error{ErrorCode::kInvalidArgument,
-                 where_text(where) + ": " + std::to_string(num_local_experts) +
+                 where_text(where) + ": " + std::to_string(num_experts) +
                      " experts, allowed are 1.." + std::to_string(wire::kMaxExpertsPerShard)};
   }
-  auto needed = state_->check_memory(where, spec, num_local_experts, formats, numerics);
-  if (!needed.ok()) return std::move(needed).error();
-  auto experts = state_->backend->create_layer(spec, num_local_experts, formats, numerics);
-  if (!experts.ok()) return std::move(experts).error().with(where_text(where));
-  state_->promised_bytes += needed.value();
-  state_->shards.emplace(
-      key, Shard{spec, num_local_experts, weights_fingerprint, std::move(experts).value()});
+  if (!state_->shards.emplace(std::pair(where.layer, where.shard), std::move(shard)).second)
+    return Error{ErrorCode::kInvalidArgument, where_text(where) + " is already held"};
   return ok();
 }
 
-// The limit is this worker's own: a host that does not keep to it is refused before a page of what
-// it asked for is touched.
-Result<uint64_t> ExpertWorker::State::check_memory(LayerShard where, const compute::FfnSpec& spec,
-                                                   uint32_t num_local_experts,
-                                                   compute::ResidentFormats formats,
-                                                   compute::NumericsClass numerics) {
-  DFLASH_TRY(spec.validate());
-  auto predicted = backend->predicted_bytes(spec, num_local_experts, formats, numerics);
-  if (!predicted.ok()) return std::move(predicted).error().with(where_text(where));
-  const uint64_t needed = predicted.value();
-  if (options.memory_limit == 0 || needed <= options.memory_limit - promised_bytes) return needed;
-  return Error{ErrorCode::kInvalidArgument,
-               where_text(where) + ": memory: its " + std::to_string(num_local_experts) +
-                   " experts need " + size_text(needed) + ", and " + size_text(promised_bytes) +
-                   " of the " + size_text(options.memory_limit) +
-                   " that this worker's topology grants are taken; place fewer experts there or "
-                   "raise its `memory`"};
-}
-
-Status ExpertWorker::load_expert(LayerShard where, uint32_t local_expert_id,
-                                 const compute::ExpertWeights& weights) {
+std::shared_ptr<store::ResidentShard> ExpertWorker::held(LayerShard where) const {
   const auto found = state_->shards.find({where.layer, where.shard});
-  if (found == state_->shards.end())
-    return Error{ErrorCode::kInvalidArgument, where_text(where) + " is not defined"};
-  Status loaded = found->second.experts->load_expert(local_expert_id, weights, state_->progress);
-  state_->progress.fetch_add(1, std::memory_order_relaxed);
-  if (loaded.ok()) return ok();
-  return std::move(loaded).error().with(where_text(where) + ", local expert " +
-                                        std::to_string(local_expert_id));
+  return found == state_->shards.end() ? nullptr : found->second;
 }
 
-bool ExpertWorker::is_mapped() const {
-  return state_->options.weights_layout == compute::WeightsLayout::kMapped;
-}
-
-uint64_t ExpertWorker::resident_bytes() const {
-  uint64_t total = 0;
-  for (const auto& [key, shard] : state_->shards) total += shard.experts->resident_bytes();
-  return total;
-}
+void ExpertWorker::give_back() { state_->shards.clear(); }
 
 Status ExpertWorker::start_pulse(OwnedFd socket) { return state_->pulse.start(std::move(socket)); }
 void ExpertWorker::stop_pulse() { state_->pulse.stop(); }
@@ -327,14 +257,15 @@ Status ExpertWorker::State::check(Request& request) {
   const auto found = shards.find({header.layer, header.shard});
   if (found == shards.end())
     return protocol_error(where_text(where) + " is not held by worker " + options.name);
-  request.shard = &found->second;
-  if (header.weights_fingerprint != request.shard->weights_fingerprint) {
+  request.shard = found->second.get();
+  const store::ShardFacts& facts = request.shard->facts();
+  if (header.weights_fingerprint != facts.weights_fingerprint) {
     return protocol_error(
         where_text(where) + ": weights_fingerprint " + std::to_string(header.weights_fingerprint) +
-        " was asked, the worker loaded " + std::to_string(request.shard->weights_fingerprint));
+        " was asked, the worker loaded " + std::to_string(facts.weights_fingerprint));
   }
-  auto layout = wire::RequestLayout::of(header.num_rows, header.num_pairs,
-                                        request.shard->spec.in_size, header.request_dtype);
+  auto layout = wire::RequestLayout::of(header.num_rows, header.num_pairs, facts.spec.in_size,
+                                        header.request_dtype);
   if (!layout.ok()) return std::move(layout).error();
   request.layout = layout.value();
   if (request.layout.payload_bytes != header.payload_bytes) {
@@ -342,8 +273,7 @@ Status ExpertWorker::State::check(Request& request) {
                           std::to_string(header.payload_bytes) + ", its rows and pairs need " +
                           std::to_string(request.layout.payload_bytes));
   }
-  auto reply =
-      wire::ReplyLayout::of(header.num_rows, request.shard->spec.out_size, header.reply_dtype);
+  auto reply = wire::ReplyLayout::of(header.num_rows, facts.spec.out_size, header.reply_dtype);
   if (!reply.ok()) return std::move(reply).error();
   request.reply_payload_bytes = reply.value().payload_bytes;
   if (wire::kFrameHeaderBytes + request.reply_payload_bytes > request.reply_slot.size()) {
@@ -353,8 +283,8 @@ Status ExpertWorker::State::check(Request& request) {
   }
   if (checksum(request.payload) != header.payload_checksum)
     return protocol_error("payload_checksum does not match the payload");
-  return index.assign(request.layout, header.num_rows, header.num_pairs,
-                      request.shard->num_local_experts, request.payload);
+  return index.assign(request.layout, header.num_rows, header.num_pairs, facts.num_local_experts,
+                      request.payload);
 }
 
 // From the request slot straight into the reply slot.
@@ -372,7 +302,7 @@ Status ExpertWorker::State::compute(const Request& request, int64_t received_ns)
   args.reply_dtype = asked.reply_dtype;
   const int64_t started_ns = now_ns();
   const int64_t started_cpu_ns = options.slowdown > 1.0 ? thread_cpu_ns() : 0;
-  DFLASH_TRY(request.shard->experts->forward(args, progress));
+  DFLASH_TRY(request.shard->forward(args, progress));
   if (options.slowdown > 1.0) emulate_slowness(thread_cpu_ns() - started_cpu_ns);
   progress.fetch_add(1, std::memory_order_relaxed);
   const int64_t finished_ns = now_ns();

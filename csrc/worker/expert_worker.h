@@ -1,9 +1,9 @@
-// An expert worker: holds shards, answers requests from one channel, and proves that it makes
-// progress. Knows nothing about requests of users, models or sockets; the Python side feeds it
-// layers and a channel.
+// An expert worker: serves shards that it borrowed from a store, answers requests from one channel,
+// and proves that it makes progress. Knows nothing about requests of users, models or sockets; the
+// Python side gives it shards and a channel.
 //
-// Shutdown order: stop() -> serve() returns -> channel destroyed -> pulse thread joined -> layers
-// freed.
+// Shutdown order: stop() -> serve() returns -> channel destroyed -> pulse thread joined -> shards
+// given back.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -11,24 +11,17 @@
 #include <map>
 #include <memory>
 #include <string>
-#include <vector>
 
 #include "base/owned_fd.h"
-#include "compute/cpu/cpu_backend.h"
+#include "store/resident_shard.h"
 #include "transport/channel.h"
 
 namespace dflash::worker {
 
 struct WorkerOptions {
   std::string name;
-  compute::Isa isa = compute::Isa::kScalar;
-  uint32_t num_threads = 1;
-  std::vector<int> cpus;  // empty: not pinned
   int64_t spin_ns = 0;    // adaptive spin before sleeping; 0 where cores are oversubscribed
   double slowdown = 1.0;  // emulation: computation takes this many times longer
-  // mapped: the files outlive the worker
-  compute::WeightsLayout weights_layout = compute::WeightsLayout::kPacked;
-  uint64_t memory_limit = 0;  // bytes that its weights may take; 0: no limit of its own
 };
 
 struct LayerShard {
@@ -44,21 +37,18 @@ struct WorkerStats {
 
 class ExpertWorker {
  public:
-  // Without a `backend`: the CPU's, with the instruction set, threads and cpus of `options`;
-  // otherwise those three are the backend's matter.
-  static Result<std::unique_ptr<ExpertWorker>> create(
-      const WorkerOptions& options, std::unique_ptr<compute::ExpertBackend> backend = nullptr);
+  // Errors: kInvalidArgument for a slowdown out of its range.
+  static Result<std::unique_ptr<ExpertWorker>> create(const WorkerOptions& options);
   ~ExpertWorker();
 
-  // Loading; from one thread, before serve(). The fingerprint must be echoed by every request for
-  // this shard. Errors: kInvalidArgument where the experts would take more than the memory limit,
-  // before any of that memory is touched; those of ExpertBackend.
-  Status define_shard(LayerShard where, const compute::FfnSpec& spec, uint32_t num_local_experts,
-                      compute::ResidentFormats formats, uint64_t weights_fingerprint,
-                      compute::NumericsClass numerics = compute::kDefaultNumerics);
-  Status load_expert(LayerShard where, uint32_t local_expert_id,
-                     const compute::ExpertWeights& weights);
-  uint64_t resident_bytes() const;
+  // From one thread, while serve() does not run. Requests for `where` are computed with `shard`, a
+  // loan that this worker keeps until give_back(); they must echo its fingerprint. Errors:
+  // kInvalidArgument where something is held there already, or the shard has no experts yet.
+  Status hold(LayerShard where, std::shared_ptr<store::ResidentShard> shard);
+  // The loan, for whoever asks about its contents; null where nothing is held. The thread of
+  // hold().
+  std::shared_ptr<store::ResidentShard> held(LayerShard where) const;
+  void give_back();
 
   // Sends {magic u32 "PULS", version u32, counter u64} little-endian on `socket` every 100 ms from
   // its own C++ thread (never blocks: a full socket drops the pulse). One pulse per session;
@@ -74,7 +64,6 @@ class ExpertWorker {
   void stop(uint64_t generation);
 
   uint64_t progress() const;
-  bool is_mapped() const;  // computes from the files that experts were loaded from
   WorkerStats stats() const;
 
  private:

@@ -1,5 +1,5 @@
-"""How far the loading of experts is, on stderr: a bar per holder on a terminal, a line every two
-seconds otherwise.
+"""How far the loading of experts is, or the comparison of their weights, on stderr: a bar per
+holder or layer on a terminal, a line every two seconds otherwise.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from dflash_moe.cli import options
 
 if TYPE_CHECKING:
+    from dflash_moe.runtime.contents import ContentsReport
     from dflash_moe.runtime.fleet import LoadingReport
 
 LINE_EVERY_S = 2.0  # a load that takes less is not worth a line
@@ -42,27 +43,57 @@ class Lines:
             self._say(f"loading experts: {shown}")
 
 
-class Bars:
-    """One bar per holder, shown from its first report on."""
+class LatestLine:
+    """Plain lines about layers that come one after another: only the latest is of interest."""
 
-    def __init__(self, progress: Any) -> None:
+    def __init__(self, say: Callable[[str], None] = options.say, clock: Callable[[], float] = time.monotonic) -> None:
+        self._say = say
+        self._clock = clock
+        self._last = clock()
+
+    def report(self, layer: str, count: int, total: int) -> None:
+        """`count` of the `total` experts of `layer` have been compared."""
+        if self._clock() - self._last >= LINE_EVERY_S:
+            self._last = self._clock()
+            self._say(f"comparing weights: {layer} {count} of {total} experts")
+
+
+class Bars:
+    """One bar per holder or layer, shown from its first report to its last."""
+
+    def __init__(self, progress: Any, doing: str = "loading") -> None:
         self._progress = progress
+        self._doing = doing
         self._tasks: dict[str, Any] = {}
         self._lock = threading.Lock()
 
     def report(self, holder: str, count: int, total: int) -> None:
-        """`holder` has loaded `count` of `total` experts."""
+        """`holder` is through `count` of `total` experts."""
         with self._lock:
             if holder not in self._tasks:
-                self._tasks[holder] = self._progress.add_task(f"loading {holder}", total=total)
+                self._tasks[holder] = self._progress.add_task(f"{self._doing} {holder}", total=total)
             self._progress.update(self._tasks[holder], completed=count, visible=count < total)
 
 
 @contextmanager
 def loading_shown() -> Iterator[LoadingReport]:
     """What `ExpertRuntime.start` takes as `on_loading`; bars vanish at the end of the block."""
+    with _shown("loading", Lines().report) as report:
+        yield report
+
+
+@contextmanager
+def comparing_shown() -> Iterator[ContentsReport]:
+    """What `ExpertRuntime.check_weights` takes as `report`; bars vanish at the end of the block."""
+    with _shown("comparing", LatestLine().report) as report:
+        yield report
+
+
+@contextmanager
+def _shown(doing: str, say: Callable[[str, int, int], None]) -> Iterator[Callable[[str, int, int], None]]:
+    """`say`, or bars where stderr is a terminal."""
     if not sys.stderr.isatty():
-        yield Lines().report
+        yield say
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -70,4 +101,4 @@ def loading_shown() -> Iterator[LoadingReport]:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, redirect_stdout=False, redirect_stderr=False) as progress:
-        yield Bars(progress).report
+        yield Bars(progress, doing).report

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dflash_moe.cli import options
-from dflash_moe.cli.loading import Lines
+from dflash_moe.cli.loading import Lines, comparing_shown
 from dflash_moe.errors import DflashError
 
 if TYPE_CHECKING:
@@ -30,22 +30,28 @@ def verify(
     model: options.ModelOption,
     topology: options.TopologyOption = None,
     seed: Annotated[int, typer.Option(help="Of the random token ids.")] = 0,
+    weights: Annotated[
+        bool,
+        typer.Option("--weights", help="First compare every holder's weights with the checkpoint here, by content checksums."),
+    ] = False,
     json_out: Annotated[Path | None, typer.Option("--json", help="Write the report here.", show_default=False)] = None,
     **overrides: Any,
 ) -> None:
     """Compare with the model's own eager experts. --dtype is what model and wire run in (default:
     the checkpoint's).
 
-    Exit code 1 when a bound is exceeded, 2 when the model is not supported.
+    Exit code 1 when a bound is exceeded, 2 when the model is not supported or a holder's weights
+    differ.
     """
     directory = options.model_directory(model)
     where = options.load_topology(topology)
     from dflash_moe.integrations.verify import verify as run
 
-    report = run(
-        directory, where, dtype=overrides.get("dtype"), seed=seed, progress=options.say, on_loading=Lines().report,
-        overrides=overrides,
-    )  # fmt: skip
+    with comparing_shown() as compare:
+        report = run(
+            directory, where, dtype=overrides.get("dtype"), seed=seed, progress=options.say, on_loading=Lines().report,
+            on_comparing=compare if weights else None, overrides=overrides,
+        )  # fmt: skip
     if json_out is not None:
         json_out.write_text(json.dumps(report.to_json(), indent=1) + "\n", encoding="utf-8")
     _show(report)
@@ -79,6 +85,8 @@ def _show(report: VerifyReport) -> None:
     options.show(table)
     for holder, formats in report.formats.items():
         typer.echo(f"{holder} holds {', '.join(formats)} and computes in {report.numerics['classes'][holder]}")
+    if report.compared_shards is not None:
+        typer.echo(f"weights: all {report.compared_shards} shards hold the bytes of this host's copy")
     if mixed := report.numerics["mixed_layers"]:
         typer.echo(f"numerics close: {len(mixed)} layers are computed in several classes")
     requantised = [layer for layer in report.layers if layer.is_requantised]

@@ -34,6 +34,7 @@ from dflash_moe.runtime.expert_runtime import ExpertRuntime
 from dflash_moe.topology.numerics import DEFAULT_NUMERICS
 
 if TYPE_CHECKING:
+    from dflash_moe.runtime.contents import ContentsReport
     from dflash_moe.runtime.fleet import LoadingReport
     from dflash_moe.topology import Topology
 
@@ -134,6 +135,8 @@ class VerifyReport:
     # what each holder keeps of the weights, most bytes first
     formats: dict[str, list[str]] = field(default_factory=dict)
     excesses: list[str] = field(default_factory=list)
+    # whose content checksums are those of the host's own copy; None: not asked for
+    compared_shards: int | None = None
 
     def to_json(self) -> dict[str, Any]:
         """All fields."""
@@ -149,12 +152,15 @@ def verify(
     num_tokens: int = NUM_TOKENS,
     progress: Callable[[str], None] = lambda _line: None,
     on_loading: LoadingReport | None = None,
+    on_comparing: ContentsReport | None = None,
     overrides: dict[str, Any] | None = None,
 ) -> VerifyReport:
     """Compares on seeded random token ids; the model runs in `dtype` (default: the checkpoint's),
-    and so does the wire.
+    and so does the wire. With `on_comparing` it first compares the weights of every holder with the
+    checkpoint here, which calls that now and then.
 
-    Returns a report also when bounds are exceeded. Errors: UnsupportedError naming class and field
+    Returns a report also when bounds are exceeded. Errors: CheckpointError naming layer, shard,
+    holder and both checksums where weights differ, UnsupportedError naming class and field
     before any worker starts, DflashError when the model's experts did not reach the workers, and
     those of `ExpertRuntime.start`.
     """
@@ -173,6 +179,9 @@ def verify(
         report = VerifyReport(
             str(path), type(eager).__name__, spec.dtype, request_dtype, reply_dtype, runtime.stats()["numerics"], seed, bounds
         )
+        if on_comparing is not None:
+            progress("comparing weights with this host's own copy")
+            report.compared_shards = runtime.check_weights(on_comparing)
         progress(f"comparing {len(spec.layers)} layers")
         calls: list[ExpertsCall] = []
         with capture_calls(eager, calls.append):

@@ -1,4 +1,4 @@
-"""Loads experts out of a checkpoint into a worker's memory, as many at a time as the worker has
+"""Loads experts out of a checkpoint into a resident shard, as many at a time as its worker has
 threads.
 
 Reading and packing run in C++ without the GIL and are bound by memory; one thread does not reach
@@ -25,17 +25,15 @@ _MATRIX = re.compile(r"\b(gate|up|down): ")  # how the core names the matrix tha
 
 
 def load_experts(
-    worker: _core.Worker,
+    shard: _core.ResidentShard,
     checkpoint: Checkpoint,
     ffn: FfnSpec,
     experts: Sequence[int],
     *,
-    layer: int,
-    shard: int,
     threads: int,
     report: Callable[[int], None] = lambda _count: None,
 ) -> None:
-    """Fills a defined shard with `experts` (ascending ids). `report` gets their number so far, on
+    """Fills a new shard with `experts` (ascending ids). `report` gets their number so far, on
     the caller's thread.
 
     Errors: CheckpointError naming file and tensor, UnsupportedError naming the format. The first
@@ -47,7 +45,7 @@ def load_experts(
     def load(place: int) -> None:
         expert = experts[place]
         try:
-            worker.load_expert(layer, shard, place, **expert_sources(checkpoint, ffn, expert))
+            shard.load_expert(place, **expert_sources(checkpoint, ffn, expert))
         except CheckpointError as error:
             raise CheckpointError(f"{_where(checkpoint, ffn, expert, str(error))}{error}") from None
 

@@ -1,5 +1,5 @@
-"""Where one expert's matrices and biases lie in a checkpoint, as `_core.Worker.load_expert` takes
-them.
+"""Where one expert's matrices and biases lie in a checkpoint, as `_core.ResidentShard.load_expert`
+takes them.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -30,7 +30,7 @@ class _Place:
 
 
 def expert_sources(checkpoint: Checkpoint, ffn: FfnSpec, expert_id: int) -> dict[str, Any]:
-    """Arguments of `_core.Worker.load_expert` that point into the mapped files.
+    """Arguments of `_core.ResidentShard.load_expert` that point into the mapped files.
 
     CheckpointError naming tensor, found and expected shape; UnsupportedError naming a format no
     kernel reads.

@@ -140,7 +140,7 @@ class FfnSpec:
         return matrices + (self.num_values() - num_matrix_values) * bias_bytes
 
     def kernel_spec(self) -> dict[str, Any]:
-        """The formula alone, as `_core.Worker.define_shard` and `_core.FfnOracle` take it."""
+        """The formula alone, as `_core.ShardStore.borrow` and `_core.FfnOracle` take it."""
         return {
             "in_size": self.in_size,
             "intermediate_size": self.intermediate_size,

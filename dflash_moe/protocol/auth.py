@@ -50,6 +50,7 @@ class Peer:
     generation: int
     protocol: int
     session_key: bytes
+    protocol_minor: int = 0  # of the other end: what it understands of the fields added since
 
 
 def _mac(key: bytes, label: bytes, transcript: bytes) -> bytes:
@@ -102,7 +103,8 @@ def authenticate_to_worker(
     if not hmac.compare_digest(answer.mac, _mac(key, _LABEL_WORKER, transcript + proof)):
         raise ProtocolError(f"worker {worker}: key: the peer does not know the shared key; check the key file on both ends")
     connection.ignore_unknown = challenge.protocol_minor > PROTOCOL_MINOR
-    return Peer(role, session_id, generation, challenge.protocol, _mac(key, _LABEL_SESSION, transcript))
+    session_key = _mac(key, _LABEL_SESSION, transcript)
+    return Peer(role, session_id, generation, challenge.protocol, session_key, challenge.protocol_minor)
 
 
 def authenticate_host(
@@ -142,4 +144,5 @@ def authenticate_host(
         raise ProtocolError("key: the host's proof does not match this worker's key; check the key file on both ends")
     connection.send(Accepted(mac=_mac(key, _LABEL_WORKER, transcript + answer.mac)), deadline=deadline)
     connection.ignore_unknown = opening.protocol_minor > PROTOCOL_MINOR
-    return Peer(Role(opening.role), opening.session_id, opening.generation, version, _mac(key, _LABEL_SESSION, transcript))
+    session_key = _mac(key, _LABEL_SESSION, transcript)
+    return Peer(Role(opening.role), opening.session_id, opening.generation, version, session_key, opening.protocol_minor)

@@ -18,6 +18,7 @@ from dflash_moe.protocol.schema import Binary, Codec, Flag, Float, ListOf, Messa
 PROTOCOL_VERSION = 2  # both ends must share one version in [min, max]
 # a higher minor may add fields; the lower side then ignores fields it does not know
 PROTOCOL_MINOR = 1
+CHECKSUMS_SINCE = 1  # the minor version from which a worker answers ChecksumRequest
 NONCE_BYTES = 32
 SESSION_ID_BYTES = 16
 MAC_BYTES = 32
@@ -180,6 +181,9 @@ class ShardLoaded(Message):
     layer: Annotated[int, Wire(1, Uint(4095))]
     shard: Annotated[int, Wire(2, _U32)]
     resident_bytes: Annotated[int, Wire(3, _U64)]
+    # whether all source bytes were read, which packing does; else the shard is unchecked so far
+    is_checked: Annotated[bool, Wire(4, Flag())] = False
+    content_checksum: Annotated[int, Wire(5, _U64)] = 0  # of a checked shard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,9 +248,32 @@ class Bye(Message):
     reason: Annotated[str, Wire(1, Text(256))] = ""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChecksumRequest(Message):
+    """Host to worker, since minor version 1: send the Checksum of a shard it holds."""
+
+    TYPE: ClassVar[int] = 29
+    layer: Annotated[int, Wire(1, Uint(4095))]
+    shard: Annotated[int, Wire(2, _U32)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checksum(Message):
+    """Worker to host: what the source bytes of a shard add up to, or how far they have been
+    read.
+    """
+
+    TYPE: ClassVar[int] = 30
+    layer: Annotated[int, Wire(1, Uint(4095))]
+    shard: Annotated[int, Wire(2, _U32)]
+    num_read: Annotated[int, Wire(3, _U32)]  # experts of the shard that were read whole
+    is_checked: Annotated[bool, Wire(4, Flag())]
+    content_checksum: Annotated[int, Wire(5, _U64)]  # of a checked shard
+
+
 MESSAGES: tuple[type[Message], ...] = (
     Open, Challenge, Proof, Accepted, Refusal, Hello, HelloReply, LoadShard, Progress, ShardLoaded, Attach, Listening,
-    Attached, StatsRequest, Stats, Bye,
+    Attached, StatsRequest, Stats, Bye, ChecksumRequest, Checksum,
 )  # fmt: skip
 CODEC = Codec(MESSAGES)
 

@@ -24,10 +24,12 @@ from dflash_moe.placement.numerics import check_classes, describe_numerics, sett
 from dflash_moe.protocol.devices import DeviceChoice
 from dflash_moe.runtime import observe
 from dflash_moe.runtime.auto import WorkerForecast, cost_classes, log_explanation, mode_reason, worker_forecasts
+from dflash_moe.runtime.contents import ContentsReport, compare_with_own_copy
 from dflash_moe.runtime.device_step import NAP_NS, DeviceStep, DeviceSteps
 from dflash_moe.runtime.device_tensors import DeviceTensors
 from dflash_moe.runtime.expert_call import ExpertCall
-from dflash_moe.runtime.fleet import ChannelDecorator, Fleet, LoadingReport, Member, shapes_of, shards_by_holder
+from dflash_moe.runtime.fleet import ChannelDecorator, Fleet, LoadingReport, Member
+from dflash_moe.runtime.held_shards import shapes_of, shards_by_holder
 from dflash_moe.runtime.layer_table import LayerTable
 from dflash_moe.runtime.observe import WorkerProcess
 from dflash_moe.runtime.path_keeper import PathKeeper
@@ -363,6 +365,20 @@ class ExpertRuntime:
     def worker_processes(self) -> list[WorkerProcess]:
         """One entry per holder of experts; holders inside this process report this process."""
         return observe.list_processes(self._fleet, self._held)
+
+    def check_weights(self, report: ContentsReport = lambda _layer, _count, _total: None) -> int:
+        """Compares the weights that every holder has loaded with the host's own copy of the
+        checkpoint, byte by byte as content checksums see them; returns the number of shards.
+
+        `report(layer, experts compared, of how many)` is called now and then. Errors:
+        CheckpointError naming each layer and shard that differs, its holder and both values;
+        UnsupportedError for a worker too old to tell; WorkerLost, WorkerTimeout.
+        """
+        self._live_client()
+        self._fleet.owner.require_here()
+        return compare_with_own_copy(
+            self._fleet.ask_checksum, self._held, Path(self.spec.path), timeout_s=self.settings.start_timeout_s, report=report
+        )
 
     def take_traces(self) -> list[dict[str, int]]:
         """The recorded slices since the last call (setting `profile`): times of every step on both

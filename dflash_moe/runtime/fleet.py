@@ -19,11 +19,13 @@ from typing import TYPE_CHECKING
 
 from dflash_moe import _core
 from dflash_moe.errors import ConfigError
-from dflash_moe.model.checkpoint import Checkpoint, shard_fingerprint
+from dflash_moe.model.checkpoint import Checkpoint
 from dflash_moe.placement.numerics import check_architectures
 from dflash_moe.protocol.devices import DeviceChoice
 from dflash_moe.protocol.identity import local_identity
 from dflash_moe.protocol.messages import LoadShard, compress_experts
+from dflash_moe.runtime.contents import ReferenceChecksums
+from dflash_moe.runtime.held_shards import HeldShard
 from dflash_moe.runtime.launcher import Launcher
 from dflash_moe.runtime.local_worker import LocalWorker
 from dflash_moe.runtime.owner import Owner
@@ -36,7 +38,6 @@ from dflash_moe.topology.addresses import Address
 if TYPE_CHECKING:
     from dflash_moe.config import Settings
     from dflash_moe.model.spec import LayerSpec, ModelSpec
-    from dflash_moe.placement import Placement
     from dflash_moe.topology import Topology, WorkerSpec
 
 log = logging.getLogger(__name__)
@@ -73,46 +74,11 @@ class Member:
         return not self.address.host or self.address.is_loopback
 
 
-@dataclass(frozen=True, slots=True)
-class HeldShard:
-    """One shard and everything its loading and its calls need."""
-
-    layer: LayerSpec
-    shard_id: int
-    experts: tuple[int, ...]
-    weight_dtype: str  # what its holder keeps
-    weights_fingerprint: int
-    numerics: str
-    layout: str
-
-
-def shards_by_holder(spec: ModelSpec, placement: Placement) -> dict[str, list[HeldShard]]:
-    """The placement, seen from the holders; only those that hold something."""
-    held: dict[str, list[HeldShard]] = {}
-    for layer, shards in zip(spec.layers, placement.layers, strict=True):
-        for shard in shards:
-            experts = tuple(shard.experts)
-            weight_dtype = layer.weight_dtype if shard.weights == "auto" else layer.resident_dtype(shard.weights)
-            fingerprint = shard_fingerprint(spec.fingerprint, layer.name, experts, weight_dtype, shard.numerics)
-            held.setdefault(shard.holder, []).append(
-                HeldShard(layer, shard.shard_id, experts, weight_dtype, fingerprint, shard.numerics, shard.layout)
-            )
-    return held
-
-
 LayerShards = tuple["LayerSpec", list[tuple[int, int, int, tuple[int, ...]]]]
 
 
 def _report_after(before: int, report: Callable[[int], None], count: int) -> None:
     report(before + count)
-
-
-def shapes_of(shards: Sequence[HeldShard]) -> list[_core.ShardShape]:
-    """What the slots of a holder must be wide enough for."""
-    return [
-        _core.ShardShape(held.layer.ffn.in_size, held.layer.ffn.out_size, held.layer.top_k, len(held.experts))
-        for held in shards
-    ]
 
 
 class Fleet:
@@ -131,6 +97,7 @@ class Fleet:
         self._generations = itertools.count(secrets.randbits(48) + 1)
         self.owner = Owner()  # of all processes and connections
         self._is_closed = False
+        self._contents = ReferenceChecksums()
         # where a device of the host takes no read-only memory (rules 12)
         self.may_open_replies = False
 
@@ -248,11 +215,12 @@ class Fleet:
             checkpoint = Checkpoint.open(Path(self._spec.path))
             before = 0
             for held in shards:
-                member.local.load(
+                checksum = member.local.load(
                     checkpoint, held.layer.ffn, layer=held.layer.index, shard=held.shard_id, experts=held.experts,
                     weight_dtype=held.weight_dtype, weights_fingerprint=held.weights_fingerprint, numerics=held.numerics,
                     report=partial(_report_after, before, report),
                 )  # fmt: skip
+                self._contents.note(held, member.name, checksum)  # further holders are compared with the first
                 before += len(held.experts)
             return
         for held in shards:
@@ -266,7 +234,17 @@ class Fleet:
                 weights_fingerprint=held.weights_fingerprint,
                 numerics=held.numerics,
             )
-            _session(member).load(message, timeout_s=self._settings.start_timeout_s, report=report)
+            checksum = _session(member).load(message, timeout_s=self._settings.start_timeout_s, report=report)
+            self._contents.note(held, member.name, checksum)  # further holders are compared with the first
+
+    def ask_checksum(self, holder: str, held: HeldShard) -> tuple[int | None, int]:
+        """A holder's content checksum of one of its shards (None: unchecked so far), and how many
+        experts of it have been read. Errors as `HostSession.ask_checksum`.
+        """
+        member = self.members[holder]
+        if member.local is not None:
+            return member.local.ask_checksum(held.layer.index, held.shard_id)
+        return _session(member).ask_checksum(held.layer.index, held.shard_id, timeout_s=self._settings.call_timeout_s)
 
     def attach(self, member: Member, slots: _core.SlotPlan) -> tuple[_core.Channel, int, int]:
         """A fresh data path: (host's channel, generation, pulse descriptor or -1). The former path

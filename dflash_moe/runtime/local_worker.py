@@ -14,11 +14,11 @@ from collections.abc import Callable
 from dflash_moe import _core
 from dflash_moe.errors import DflashError, WorkerError
 from dflash_moe.model.checkpoint import Checkpoint
-from dflash_moe.model.expert_loading import load_experts
+from dflash_moe.model.expert_store import ExpertStore
 from dflash_moe.model.ffn import FfnSpec
 from dflash_moe.protocol.devices import DeviceChoice, open_device
 from dflash_moe.protocol.identity import choose_numerics
-from dflash_moe.telemetry.affinity import check_cpus, pin_to_first, running_on
+from dflash_moe.telemetry.affinity import check_cpus, pin_to_first
 
 log = logging.getLogger(__name__)
 
@@ -47,19 +47,16 @@ class LocalWorker:
         self.has_own_memory = (device or DeviceChoice()).has_own_memory
         # of the card
         self.memory_available = opened.free_bytes() if opened is not None and self.has_own_memory else 0
-        self._worker = _core.Worker(
-            name=name, isa=isa, num_threads=threads, cpus=cpus, spin_ns=spin_ns, slowdown=slowdown, device=opened,
-            weights_layout=weights_layout,
-        )  # fmt: skip
+        self._store = ExpertStore(isa=isa, threads=threads, cpus=cpus, device=opened, weights_layout=weights_layout)
+        self._worker = _core.Worker(name=name, spin_ns=spin_ns, slowdown=slowdown)
         self._cpus = cpus
-        self._num_threads = threads
         self._thread: threading.Thread | None = None
         self._generation = 0  # of the path that is served
 
     @property
     def resident_bytes(self) -> int:
         """Bytes of loaded weights."""
-        return self._worker.resident_bytes()
+        return self._store.resident_bytes
 
     def load(
         self,
@@ -73,17 +70,26 @@ class LocalWorker:
         weights_fingerprint: int,
         numerics: str,
         report: Callable[[int], None] = lambda _count: None,
-    ) -> None:
-        """Loads one shard; `report` gets its experts loaded so far. CheckpointError,
-        UnsupportedError.
+    ) -> int | None:
+        """Loads one shard and returns its content checksum, None where it is unchecked so far.
+
+        `report` gets its experts loaded so far. CheckpointError, UnsupportedError.
         """
-        self._worker.define_shard(layer, shard, ffn.kernel_spec(), len(experts), weight_dtype, weights_fingerprint, numerics)
-        # memory is local to the node of the core that touches it first
-        with running_on(self._cpus):
-            load_experts(
-                self._worker, checkpoint, ffn, experts, layer=layer, shard=shard, threads=self._num_threads, report=report
-            )
-        checkpoint.drop_pages()
+        loan = self._store.load(
+            checkpoint, ffn, experts, name=f"layer {layer}, shard {shard}", weight_dtype=weight_dtype,
+            weights_fingerprint=weights_fingerprint, numerics=numerics, report=report,
+        )  # fmt: skip
+        self._worker.hold(layer, shard, loan)
+        return loan.content()[0]
+
+    def ask_checksum(self, layer: int, shard: int) -> tuple[int | None, int]:
+        """The content checksum of a shard it holds, None as long as that is unchecked, and how many
+        of its experts have been read. CheckpointError where they cannot be read.
+        """
+        content = self._worker.content(layer, shard)
+        if content is None:
+            raise WorkerError(f"worker {self.name}: layer {layer}, shard {shard} is not held")
+        return content
 
     def attach(self, slots: _core.SlotPlan, generation: int) -> _core.Channel:
         """Serves a fresh channel instead of the former one; returns the host's end."""
@@ -99,11 +105,14 @@ class LocalWorker:
         return dict(self._worker.stats())
 
     def close(self) -> None:
-        """Stops serving; never raises."""
+        """Stops serving and frees the weights; never raises."""
         try:
             self._stop()
         except WorkerError as error:
             log.warning("%s", error)
+            return
+        self._worker.give_back()
+        self._store.drop_unborrowed()
 
     def _serve(self, channel: _core.Channel, generation: int) -> None:
         pin_to_first(self._cpus)

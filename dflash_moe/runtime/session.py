@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 
 from dflash_moe import __version__, _core
-from dflash_moe.errors import ProtocolError, WorkerLost, WorkerTimeout
+from dflash_moe.errors import ProtocolError, UnsupportedError, WorkerLost, WorkerTimeout
 from dflash_moe.protocol.auth import PEER_CREDENTIAL_KEY, Peer, authenticate_to_worker
 from dflash_moe.protocol.descriptors import Descriptors
 from dflash_moe.protocol.devices import DeviceChoice
@@ -21,10 +21,13 @@ from dflash_moe.protocol.failures import system_failure
 from dflash_moe.protocol.framing import Connection, PeerGone
 from dflash_moe.protocol.identity import CAPABILITIES, Identity, identity_of, require_equal
 from dflash_moe.protocol.messages import (
+    CHECKSUMS_SINCE,
     SESSION_ID_BYTES,
     Attach,
     Attached,
     Bye,
+    Checksum,
+    ChecksumRequest,
     Hello,
     HelloReply,
     Listening,
@@ -165,8 +168,9 @@ class HostSession:
         self.hello = reply
         return reply
 
-    def load(self, message: LoadShard, *, timeout_s: float, report: Callable[[int], None] = lambda _count: None) -> None:
+    def load(self, message: LoadShard, *, timeout_s: float, report: Callable[[int], None] = lambda _count: None) -> int | None:
         """Has one shard loaded; `timeout_s` limits the time without progress, not the whole.
+        Returns its content checksum, None where it is unchecked so far.
 
         `report` gets the experts that this session has loaded so far, whenever the worker says so.
         Progress is one expert more than before, of those asked for: a worker cannot count for ever.
@@ -189,6 +193,7 @@ class HostSession:
             )
         self._num_loaded = self._num_asked
         self.resident_bytes = loaded.resident_bytes
+        return loaded.content_checksum if loaded.is_checked else None
 
     def attach(
         self, slots: _core.SlotPlan, transport: str, generation: int, *, timeout_s: float, is_open: bool = False
@@ -266,6 +271,26 @@ class HostSession:
         """The worker's own counters and memory."""
         with self._turn("send its counters", timeout_s, "a fixed limit") as turn:
             return dict(turn.ask(StatsRequest(), Stats).counters)
+
+    def ask_checksum(self, layer: int, shard: int, *, timeout_s: float) -> tuple[int | None, int]:
+        """The content checksum of a shard it holds, None as long as that is unchecked, and how many
+        of its experts have been read.
+
+        Errors: CheckpointError where they cannot be read; UnsupportedError for a worker of a
+        version without content checksums.
+        """
+        if self._peer is None or self._peer.protocol_minor < CHECKSUMS_SINCE:
+            raise UnsupportedError(
+                f"worker {self.name}: its version of dflash_moe takes no content checksums; install the host's version there"
+            )
+        with self._turn(f"send the checksum of layer {layer}, shard {shard}", timeout_s, CALL_LIMIT) as turn:
+            told = turn.ask(ChecksumRequest(layer=layer, shard=shard), Checksum)
+        if (told.layer, told.shard) != (layer, shard):
+            raise ProtocolError(
+                f"worker {self.name}: Checksum names layer {told.layer} shard {told.shard}, "
+                f"asked was layer {layer} shard {shard}"
+            )
+        return told.content_checksum if told.is_checked else None, told.num_read
 
     def say_bye(self) -> None:
         """Tells the worker that the session is over; never raises for a worker that is gone or

@@ -1,5 +1,5 @@
-"""Loads one shard's experts from the worker's own checkpoint: only their bytes are touched, and
-progress is reported.
+"""Loads one shard as a host asks for it, out of the worker's own checkpoint: only the shard's bytes
+are touched, and progress is reported.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dflash_moe import _core
 from dflash_moe.errors import CheckpointError, ProtocolError
 from dflash_moe.model.checkpoint import Checkpoint, shard_fingerprint
-from dflash_moe.model.expert_loading import load_experts
+from dflash_moe.model.expert_store import ExpertStore
 from dflash_moe.model.ffn import FfnSpec
 from dflash_moe.protocol.messages import LoadShard, expand_experts
 
@@ -19,10 +19,10 @@ Report = Callable[[int], None]  # gets the shard's experts loaded so far, after 
 
 
 def load_shard(
-    worker: _core.Worker, checkpoint: Checkpoint, model_fingerprint: str, message: LoadShard, report: Report, *, threads: int
-) -> None:
-    """Defines and fills one shard. Errors: ProtocolError (bad FfnSpec or ids), CheckpointError
-    naming tensor and file.
+    store: ExpertStore, checkpoint: Checkpoint, model_fingerprint: str, message: LoadShard, report: Report
+) -> _core.ResidentShard:
+    """The shard of `message`, loaded. Errors: ProtocolError (bad FfnSpec or ids), CheckpointError
+    naming tensor and file; those of the store.
     """
     ffn = FfnSpec.from_wire(message.ffn)
     experts = expand_experts(message.expert_ranges)
@@ -34,8 +34,13 @@ def load_shard(
             f"weights_fingerprint of {message.name} shard {message.shard}: the host has {message.weights_fingerprint:#018x}, "
             f"this worker {found:#018x}; both must read the same checkpoint"
         )
-    layer, shard = message.layer, message.shard
-    worker.define_shard(
-        layer, shard, ffn.kernel_spec(), len(experts), message.weight_dtype, message.weights_fingerprint, message.numerics
+    return store.load(
+        checkpoint,
+        ffn,
+        experts,
+        name=f"{message.name}, shard {message.shard}",
+        weight_dtype=message.weight_dtype,
+        weights_fingerprint=message.weights_fingerprint,
+        numerics=message.numerics,
+        report=report,
     )
-    load_experts(worker, checkpoint, ffn, experts, layer=layer, shard=shard, threads=threads, report=report)

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from dflash_moe import __version__, _core
 from dflash_moe.errors import DflashError, ProtocolError, WorkerLost, WorkerTimeout
 from dflash_moe.model.checkpoint import Checkpoint
+from dflash_moe.model.expert_store import ExpertStore
 from dflash_moe.protocol.descriptors import Descriptors
 from dflash_moe.protocol.devices import DeviceChoice, open_device
 from dflash_moe.protocol.failures import to_refusal
@@ -27,6 +28,8 @@ from dflash_moe.protocol.messages import (
     Attach,
     Attached,
     Bye,
+    Checksum,
+    ChecksumRequest,
     Hello,
     HelloReply,
     Listening,
@@ -39,7 +42,7 @@ from dflash_moe.protocol.messages import (
 )
 from dflash_moe.protocol.paths import TRANSPORTS, terms_of
 from dflash_moe.protocol.schema import Message
-from dflash_moe.telemetry.affinity import check_cpus, pin_to_first, running_on
+from dflash_moe.telemetry.affinity import check_cpus, pin_to_first
 from dflash_moe.telemetry.machine import memory_available, usable_cores
 from dflash_moe.telemetry.memory import process_memory
 from dflash_moe.workers.loader import load_shard
@@ -78,7 +81,7 @@ class _DataPath:
 @dataclass(slots=True)
 class WorkerSession:
     """Runs on the caller's thread until the host says goodbye or hangs up. Owns `connection`, the
-    weights and the data path.
+    loans of its shards and the data path.
 
     `listen` returns the port where this session's data and pulse connections are awaited, opening a
     listener with buffers of so many bytes (0: the system's own) if need be.
@@ -91,9 +94,9 @@ class WorkerSession:
     # How long an authenticated host may take to its first load or attach; 0: as long as it lives,
     # for one that started this process.
     patience_s: float = 0.0
+    _store: ExpertStore | None = None
     _worker: _core.Worker | None = None
     _path: _DataPath | None = None
-    _threads: int = 1
     _cpus: tuple[int, ...] = ()
     _numerics: str = ""
     _last_progress: float = 0.0
@@ -131,11 +134,13 @@ class WorkerSession:
         return reason
 
     def close(self) -> None:
-        """Stops serving and frees the weights; safe to call again."""
+        """Stops serving and gives the shards back, which frees them; safe to call again."""
         self._stop_serving()
-        if self._worker is not None:
+        if self._worker is not None and self._store is not None:
             self._worker.stop_pulse()
-            self._worker = None
+            self._worker.give_back()
+            self._store.drop_unborrowed()
+            self._worker = self._store = None
         self.mailbox.close()
         self.connection.close()
 
@@ -149,6 +154,8 @@ class WorkerSession:
             elif isinstance(message, Attach):
                 self._deadline = None
                 self._attach(message)
+            elif isinstance(message, ChecksumRequest):
+                self._checksum(message)
             elif isinstance(message, StatsRequest):
                 self._send(Stats(counters=self._counters()))
             elif isinstance(message, Bye):
@@ -184,12 +191,12 @@ class WorkerSession:
         spin_ns = message.spin_ns
         if self.identity.threads:  # started by hand: the host does not know this machine's cores
             spin_ns = SPIN_NS if usable_cores() > threads else 0
-        self._worker = _core.Worker(
-            name=self.identity.name, isa=isa, num_threads=threads, cpus=message.cpus, spin_ns=spin_ns,
-            slowdown=message.slowdown, device=device, weights_layout=message.weights_layout,
+        self._store = ExpertStore(
+            isa=isa, threads=threads, cpus=message.cpus, device=device, weights_layout=message.weights_layout,
             memory_limit=self.identity.memory_limit,
         )  # fmt: skip
-        self._threads, self._cpus = threads, message.cpus
+        self._worker = _core.Worker(name=self.identity.name, spin_ns=spin_ns, slowdown=message.slowdown)
+        self._cpus = message.cpus
         self._be_patient_with(message)
         self._send(
             HelloReply(
@@ -222,37 +229,51 @@ class WorkerSession:
             self.patience_s = max(self.patience_s, 4 * hello.start_timeout_s)
             self._deadline = time.monotonic() + self.patience_s
 
-    def _require_worker(self, message: Message) -> _core.Worker:
-        if self._worker is None:
+    def _require_worker(self, message: Message) -> tuple[ExpertStore, _core.Worker]:
+        if self._worker is None or self._store is None:
             raise ProtocolError(f"message {type(message).__name__}: arrived before Hello")
-        return self._worker
+        return self._store, self._worker
 
     def _load(self, message: LoadShard) -> None:
-        worker = self._require_worker(message)
+        store, worker = self._require_worker(message)
         if self._path is not None:
             raise ProtocolError("message LoadShard: arrived after Attach")
         if message.numerics != self._numerics:
             raise ProtocolError(
                 f"message LoadShard: field numerics: {message.numerics!r} is not that of Hello, {self._numerics!r}"
             )
-        # memory is local to the node of the core that touches it first
-        with running_on(self._cpus):
-            load_shard(
-                worker, self.identity.checkpoint, self.identity.model_fingerprint, message, self._report_progress,
-                threads=self._threads,
-            )  # fmt: skip
-        self.identity.checkpoint.drop_pages()  # the packed copies are what the worker computes with
-        self._send(ShardLoaded(layer=message.layer, shard=message.shard, resident_bytes=worker.resident_bytes()))
+        loan = load_shard(store, self.identity.checkpoint, self.identity.model_fingerprint, message, self._report_progress)
+        worker.hold(message.layer, message.shard, loan)
+        checksum, _ = loan.content()
+        self._send(
+            ShardLoaded(
+                layer=message.layer, shard=message.shard, resident_bytes=store.resident_bytes,
+                is_checked=checksum is not None, content_checksum=checksum or 0,
+            )
+        )  # fmt: skip
 
     def _report_progress(self, _count: int) -> None:
         self._num_loaded += 1
         now = time.monotonic()
-        if now - self._last_progress >= PROGRESS_EVERY_S and self._worker is not None:
+        if now - self._last_progress >= PROGRESS_EVERY_S and self._store is not None:
             self._last_progress = now
-            self._send(Progress(counter=self._num_loaded, resident_bytes=self._worker.resident_bytes()))
+            self._send(Progress(counter=self._num_loaded, resident_bytes=self._store.resident_bytes))
+
+    def _checksum(self, message: ChecksumRequest) -> None:
+        _, worker = self._require_worker(message)
+        content = worker.content(message.layer, message.shard)
+        if content is None:
+            raise ProtocolError(f"message ChecksumRequest: layer {message.layer}, shard {message.shard} is not held")
+        checksum, num_read = content
+        self._send(
+            Checksum(
+                layer=message.layer, shard=message.shard, num_read=num_read, is_checked=checksum is not None,
+                content_checksum=checksum or 0,
+            )
+        )  # fmt: skip
 
     def _attach(self, message: Attach) -> None:
-        worker = self._require_worker(message)
+        _, worker = self._require_worker(message)
         with Descriptors() as offered:
             offered.hold(self.connection.take_descriptors(message.num_descriptors))
             kind = self._transport_of(message)
@@ -319,7 +340,7 @@ class WorkerSession:
     def _counters(self) -> dict[str, int]:
         memory = process_memory()
         counters = dict(self._worker.stats()) if self._worker is not None else {}
-        if self._worker is not None:
-            counters["resident_weight_bytes"] = self._worker.resident_bytes()
+        if self._store is not None:
+            counters["resident_weight_bytes"] = self._store.resident_bytes
         counters |= {"anonymous_bytes": memory.anonymous_bytes, "file_bytes": memory.file_bytes}
         return {key: max(0, int(value)) for key, value in counters.items()}

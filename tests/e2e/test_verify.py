@@ -6,11 +6,13 @@ SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
 from dflash_moe.cli.main import run
 from dflash_moe.model.make import make_checkpoint
+from dflash_moe.runtime import contents
 from dflash_moe.testing.families import tiny_options
 
 pytestmark = pytest.mark.transformers
@@ -41,6 +43,23 @@ def test_an_excess_ends_with_1_and_names_layer_and_bound(checkpoint, capsys):
     arguments = ["verify", "--model", str(checkpoint), "--dtype", "f32", "--reply-dtype", "bf16"]
     assert run(arguments) == 1
     assert "bounds exceeded; layer 0 (model.layers.0." in last_line(capsys)
+
+
+def test_weights_are_compared_with_the_hosts_own_copy_where_asked(checkpoint, tmp_path, capsys):
+    arguments = ["verify", "--model", str(checkpoint), "--dtype", "f32", "--weights", "--json", str(tmp_path / "report.json")]
+    assert run(arguments) == 0
+    printed = capsys.readouterr()
+    assert "comparing weights with this host's own copy" in printed.err
+    assert "weights: all 2 shards hold the bytes of this host's copy" in printed.out
+    assert json.loads((tmp_path / "report.json").read_text())["compared_shards"] == 2
+
+
+def test_weights_that_differ_end_with_2_and_name_layer_shard_and_both_values(checkpoint, capsys, monkeypatch):
+    monkeypatch.setattr(contents, "own_checksum", lambda _checkpoint, _held, _report: 5)
+    assert run(["verify", "--model", str(checkpoint), "--dtype", "f32", "--weights"]) == 2
+    said = last_line(capsys)
+    assert said.startswith("weights of model.layers.0.")
+    assert re.search(r"shard 0: worker w0 holds content checksum 0x[0-9a-f]{16}, this host's own copy has 0x0{15}5; copy", said)
 
 
 def test_a_model_that_cannot_be_supported_ends_with_2_and_names_class_and_field(checkpoint, tmp_path, capsys):

@@ -50,6 +50,7 @@ struct FfnSpec {
 
   // Errors: kUnsupported naming the field, value and bound.
   Status validate() const;
+  bool operator==(const FfnSpec&) const = default;
 };
 
 }  // namespace dflash::compute

@@ -13,6 +13,7 @@
 #include "transport/faulty/faulty.h"
 #include "transport/loopback/loopback.h"
 #include "worker/expert_worker.h"
+#include "worker/loans.h"
 
 namespace dflash::client {
 namespace {
@@ -40,9 +41,8 @@ class Pair {
     worker_options.name = "w0";
     worker_ = worker::ExpertWorker::create(worker_options).value();
     const compute::toy::Experts experts(toy_spec(), kNumExperts, Dtype::kF32, 5);
-    REQUIRE(worker_->define_shard({1, 0}, toy_spec(), kNumExperts, Dtype::kF32, 77).ok());
-    for (uint32_t id = 0; id < kNumExperts; ++id)
-      REQUIRE(worker_->load_expert({1, 0}, id, experts.weights(id)).ok());
+    const store::ShardFacts facts = worker::toy::facts_of(toy_spec(), kNumExperts, 77);
+    REQUIRE(worker_->hold({1, 0}, worker::toy::borrow_loaded(store_, facts, experts)).ok());
     auto ends = transport::make_loopback({2, 4096, 4096}).value();
     NewWorker worker;
     worker.name = "w0";
@@ -93,6 +93,7 @@ class Pair {
     return options;
   }
 
+  store::ShardStore store_{worker::toy::processor()};
   std::unique_ptr<worker::ExpertWorker> worker_;
   ExpertClient client_;
   std::future<Status> served_;

@@ -141,34 +141,28 @@ TEST_CASE("a sum that the reply dtype cannot hold is a range error") {
   CHECK(answer.error().code == ErrorCode::kRange);
 }
 
-TEST_CASE("loading refuses what does not fit and says where") {
+TEST_CASE("what is held twice is refused, and what is given back can be held again") {
   Scene scene;
-  const auto spec = toy_spec();
-  CHECK(!scene.worker->define_shard(kWhere, spec, kNumExperts, Dtype::kF32, 1).ok());
-  CHECK(!scene.worker->define_shard({4, 0}, spec, 0, Dtype::kF32, 1).ok());
-  CHECK(!scene.worker->define_shard({4, 0}, spec, 65536, Dtype::kF32, 1).ok());
-  compute::FfnSpec bad = spec;
-  bad.in_size = 0;
-  CHECK(!scene.worker->define_shard({4, 0}, bad, 1, Dtype::kF32, 1).ok());
-  const Status nowhere = scene.worker->load_expert({8, 1}, 0, scene.experts.weights(0));
-  REQUIRE(!nowhere.ok());
-  CHECK(nowhere.error().message.find("layer 8, shard 1") != std::string::npos);
-  CHECK(!scene.worker->load_expert(kWhere, kNumExperts, scene.experts.weights(0)).ok());
-  CHECK(scene.worker->resident_bytes() > 0);
+  const auto again = scene.worker->held(kWhere);
+  REQUIRE(again != nullptr);
+  const Status refused = scene.worker->hold(kWhere, again);
+  REQUIRE(!refused.ok());
+  CHECK(refused.error().message == "layer 3, shard 2 is already held");
+  CHECK(scene.worker->held({8, 1}) == nullptr);
+  scene.worker->give_back();
+  CHECK(scene.worker->held(kWhere) == nullptr);
+  CHECK(scene.worker->hold(kWhere, again).ok());
 }
 
-TEST_CASE("shards beyond the memory limit are refused before they are loaded") {
-  const auto spec = toy_spec();
-  WorkerOptions options;
-  options.memory_limit = compute::CpuBackend::predicted_bytes(
-      options.isa, spec, 5, compute::ResidentFormats(Dtype::kF32));
-  const auto worker = ExpertWorker::create(options).value();
-  REQUIRE(worker->define_shard({0, 0}, spec, 3, Dtype::kF32, 1).ok());
-  const Status refused = worker->define_shard({1, 0}, spec, 3, Dtype::kF32, 1);
-  REQUIRE(!refused.ok());
-  CHECK(refused.error().code == ErrorCode::kInvalidArgument);
-  CHECK(refused.error().message.find("layer 1, shard 0: memory: its 3 experts need") == 0);
-  CHECK(worker->define_shard({1, 0}, spec, 2, Dtype::kF32, 1).ok());
+TEST_CASE("a session that gives its shards back frees them") {
+  Scene scene;
+  CHECK(scene.store.resident_bytes() > 0);
+  scene.store.drop_unborrowed();
+  CHECK(scene.store.num_shards() == 1);
+  scene.worker->give_back();
+  scene.store.drop_unborrowed();
+  CHECK(scene.store.num_shards() == 0);
+  CHECK(scene.store.resident_bytes() == 0);
 }
 
 TEST_CASE("a slowdown below one is refused") {

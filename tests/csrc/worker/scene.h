@@ -16,6 +16,7 @@
 #include "transport/loopback/loopback.h"
 #include "transport/stream/stream.h"
 #include "worker/expert_worker.h"
+#include "worker/loans.h"
 #include "worker/request.h"
 
 namespace dflash::worker {
@@ -51,9 +52,9 @@ class Scene {
                  bool loads = true) {
     options.name = "w1";
     worker = ExpertWorker::create(options).value();
-    REQUIRE(worker->define_shard(kWhere, toy_spec(), kNumExperts, Dtype::kF32, kFingerprint).ok());
-    for (uint32_t id = 0; loads && id < kNumExperts; ++id)
-      REQUIRE(worker->load_expert(kWhere, id, experts.weights(id)).ok());
+    const store::ShardFacts facts = toy::facts_of(toy_spec(), kNumExperts, kFingerprint);
+    auto loan = loads ? toy::borrow_loaded(store, facts, experts) : toy::borrow(store, facts);
+    REQUIRE(worker->hold(kWhere, std::move(loan)).ok());
     auto pair = transport::make_loopback(geometry).value();
     host = std::move(pair.host);
     worker_end = std::move(pair.worker);
@@ -142,6 +143,7 @@ class Scene {
   }
 
   compute::toy::Experts experts{toy_spec(), kNumExperts, Dtype::kF32, 11};
+  store::ShardStore store{toy::processor()};
   std::unique_ptr<ExpertWorker> worker;
   std::unique_ptr<transport::Channel> host, worker_end;
 

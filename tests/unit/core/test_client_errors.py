@@ -230,12 +230,13 @@ def test_a_forked_child_gets_an_error_instead_of_its_parents_connections(tmp_pat
 
 
 def test_a_forked_child_can_drop_a_worker_whose_threads_it_does_not_have() -> None:
-    worker = _core.Worker(name="w0", isa="scalar", num_threads=3)
+    store = _core.ShardStore(isa="scalar", num_threads=3)
+    worker = _core.Worker(name="w0")
     ours, theirs = socket.socketpair()
     worker.start_pulse(theirs.detach())
     child = os.fork()
     if child == 0:
-        del worker
+        del worker, store
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert ours.recv(16)[:4] == b"PULS"

@@ -155,14 +155,16 @@ class ToyRuntime:
         return self
 
     def _add_worker(self, index: int, file: _core.MappedFile) -> None:
-        worker = _core.Worker(name=f"w{index}", isa=self.isa, num_threads=self.num_threads)
+        store = _core.ShardStore(isa=self.isa, num_threads=self.num_threads)
+        worker = _core.Worker(name=f"w{index}")
         for shard, (holder, experts) in enumerate(self.placement):
             if holder != index:
                 continue
-            worker.define_shard(LAYER, shard, dict(SPEC), len(experts), self.weight_dtype, 1000 + shard)
+            loan = store.borrow(dict(SPEC), len(experts), self.weight_dtype, 1000 + shard)
             for local_id, expert in enumerate(experts):
                 sources = self.experts.sources(file, self.weight_dtype, expert)
-                worker.load_expert(LAYER, shard, local_id, gate=sources["gate"], up=sources["up"], down=sources["down"])
+                loan.load_expert(local_id, gate=sources["gate"], up=sources["up"], down=sources["down"])
+            worker.hold(LAYER, shard, loan)
         host, remote = _core.make_loopback(_core.Geometry(self.num_slots, self.slot_bytes, self.slot_bytes))
         if index in self.faults:
             host = _core.make_faulty(host, **self.faults[index])

@@ -107,10 +107,10 @@ def test_a_workers_bytes_are_predicted(tmp_path, name):
 
     names = {label: TensorPattern(label, True) for label in ("gate_tensor", "up_tensor", "down_tensor")}
     ffn = FfnSpec(in_size=768, intermediate_size=768, out_size=768, **names)
-    worker = _core.Worker(name="w", isa=_core.best_isa(), num_threads=1)
-    worker.define_shard(0, 0, ffn.kernel_spec(), 1, name, 1)
-    worker.load_expert(0, 0, 0, gate=source(768, 768), up=source(768, 768), down=source(768, 768))
-    assert worker.resident_bytes() == ffn.resident_bytes(name)
+    store = _core.ShardStore(isa=_core.best_isa(), num_threads=1)
+    loan = store.borrow(ffn.kernel_spec(), 1, name, 1)
+    loan.load_expert(0, gate=source(768, 768), up=source(768, 768), down=source(768, 768))
+    assert store.resident_bytes() == ffn.resident_bytes(name)
 
 
 def test_only_floats_are_requantised():

@@ -47,17 +47,15 @@ FFN = FfnSpec(
 )
 
 
-def worker(num_experts: int) -> _core.Worker:
-    made = _core.Worker(name="w0", isa="scalar", num_threads=1)
-    made.define_shard(0, 0, FFN.kernel_spec(), num_experts, "mxfp4", 7)
-    return made
+def shard(num_experts: int) -> _core.ResidentShard:
+    return _core.ShardStore(isa="scalar", num_threads=1).borrow(FFN.kernel_spec(), num_experts, "mxfp4", 7)
 
 
 def test_all_experts_arrive_and_progress_is_told_on_the_callers_thread(tmp_path):
     checkpoint = write(tmp_path, np.full((E, W, H // 32), 120, np.uint8))
     told: list[tuple[int, int]] = []
     load_experts(
-        worker(4), checkpoint, FFN, (0, 2, 3, 5), layer=0, shard=0, threads=3,
+        shard(4), checkpoint, FFN, (0, 2, 3, 5), threads=3,
         report=lambda count: told.append((count, threading.get_ident())),
     )  # fmt: skip
     assert told == [(count, threading.get_ident()) for count in (1, 2, 3, 4)]
@@ -68,4 +66,4 @@ def test_a_scale_that_is_nan_is_named_with_file_tensor_and_expert(tmp_path):
     scales[4, 9, 1] = 255
     checkpoint = write(tmp_path, scales)
     with pytest.raises(CheckpointError, match=r"model\.safetensors: tensor 'gate', expert 4: .*output 9, input 32.*NaN"):
-        load_experts(worker(E), checkpoint, FFN, range(E), layer=0, shard=0, threads=2)
+        load_experts(shard(E), checkpoint, FFN, range(E), threads=2)

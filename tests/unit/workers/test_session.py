@@ -18,7 +18,7 @@ import pytest
 
 from dflash_moe import __version__, _core
 from dflash_moe.errors import ConfigError, UnsupportedError
-from dflash_moe.model.checkpoint import Checkpoint
+from dflash_moe.model.checkpoint import Checkpoint, shard_fingerprint
 from dflash_moe.protocol.failures import ERROR_CLASSES
 from dflash_moe.protocol.framing import Connection, PeerGone
 from dflash_moe.protocol.identity import local_identity
@@ -26,6 +26,8 @@ from dflash_moe.protocol.messages import (
     Attach,
     Attached,
     Bye,
+    Checksum,
+    ChecksumRequest,
     Hello,
     HelloReply,
     Listening,
@@ -81,14 +83,12 @@ class Host:
         }  # fmt: skip
         return self.ask(Hello(**{**fields, **changes}))
 
-    def shard(self, **changes: object) -> LoadShard:
-        from dflash_moe.model.checkpoint import shard_fingerprint
-
+    def shard(self, experts: tuple[int, ...] = (0, 1, 5), **changes: object) -> LoadShard:
         layer = self.spec.layers[0]
         fields = {
             "layer": 0, "shard": 0, "name": layer.name, "ffn": layer.ffn.to_wire(), "weight_dtype": "f32",
-            "expert_ranges": compress_experts((0, 1, 5)),
-            "weights_fingerprint": shard_fingerprint(self.spec.fingerprint, layer.name, (0, 1, 5)),
+            "expert_ranges": compress_experts(experts),
+            "weights_fingerprint": shard_fingerprint(self.spec.fingerprint, layer.name, experts),
             "numerics": "f32-canonical",
         }  # fmt: skip
         return LoadShard(**{**fields, **changes})
@@ -195,12 +195,47 @@ def test_a_worker_keeps_to_its_own_memory_whatever_the_host_asks(tmp_path: Path)
         loaded = host.ask(host.shard())
         assert isinstance(loaded, ShardLoaded)
         assert loaded.resident_bytes <= 4 * expert_bytes
-        second = host.ask(host.shard(shard=1))
-        refused(second, "layer 0, shard 1: memory: its 3 experts need 216 KiB, and 216 KiB of the 288 KiB that this worker's")
+        second = host.ask(host.shard((2, 3, 4), shard=1))
+        refused(
+            second,
+            "layers.0.experts, shard 1: memory: its 3 experts need 216 KiB, and 216 KiB of the 288 KiB that this worker's",
+        )
         assert ERROR_CLASSES[second.code] is ConfigError
         counters = host.ask(StatsRequest())
         assert isinstance(counters, Stats)
         assert counters.counters["resident_weight_bytes"] == loaded.resident_bytes
+    finally:
+        host.end()
+
+
+def test_the_same_experts_asked_for_twice_are_loaded_once(tmp_path: Path) -> None:
+    host = Host(make_checkpoint(tmp_path / "tiny"))
+    try:
+        host.hello()
+        first, second = host.ask(host.shard()), host.ask(host.shard(shard=1))
+        assert isinstance(first, ShardLoaded)
+        assert isinstance(second, ShardLoaded)
+        assert second.resident_bytes == first.resident_bytes
+        assert second.content_checksum == first.content_checksum
+        refused(host.ask(host.shard(shard=1)), "layer 0, shard 1 is already held")
+    finally:
+        host.end()
+
+
+def test_a_checksum_is_told_of_a_held_shard_only(tmp_path: Path) -> None:
+    host = Host(make_checkpoint(tmp_path / "tiny"))
+    try:
+        refused(host.ask(ChecksumRequest(layer=0, shard=0)), "ChecksumRequest: arrived before Hello")
+        host.hello()
+        refused(host.ask(ChecksumRequest(layer=0, shard=0)), "ChecksumRequest: layer 0, shard 0 is not held")
+        loaded = host.ask(host.shard())
+        told = host.ask(ChecksumRequest(layer=0, shard=0))
+        assert isinstance(loaded, ShardLoaded)
+        assert isinstance(told, Checksum)
+        assert loaded.is_checked
+        assert told.is_checked
+        assert told.num_read == 3
+        assert told.content_checksum == loaded.content_checksum
     finally:
         host.end()
 

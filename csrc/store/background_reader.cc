@@ -1,0 +1,97 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "store/background_reader.h"
+
+#include <sys/resource.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <string>
+#include <system_error>
+#include <utility>
+
+namespace dflash::store {
+namespace {
+
+// Between two looks at whether to stop: what a disk delivers in milliseconds.
+constexpr size_t kStepBytes = size_t{1} << 20;
+
+// The thread yields to all others, on the processor and at the disk. Where the system does not let
+// it, it reads all the same.
+void take_lowest_priority() {
+  constexpr int kNice = 19;
+  constexpr long kProcess = 1, kIdleClass = 3, kClassShift = 13;  // linux/ioprio.h
+  static_cast<void>(::setpriority(PRIO_PROCESS, static_cast<id_t>(::syscall(SYS_gettid)), kNice));
+  static_cast<void>(::syscall(SYS_ioprio_set, kProcess, 0L, kIdleClass << kClassShift));
+}
+
+}  // namespace
+
+BackgroundReader::~BackgroundReader() {
+  {
+    const std::lock_guard lock(mutex_);
+    stopping_ = true;
+  }
+  changed_.notify_all();
+  if (thread_.joinable()) thread_.join();
+}
+
+void BackgroundReader::add(const std::shared_ptr<ResidentShard>& shard) {
+  const std::lock_guard lock(mutex_);
+  waiting_.push_back(shard);
+  changed_.notify_all();
+  if (thread_.joinable()) return;
+  try {
+    thread_ = std::thread([this] { run(); });
+  } catch (const std::system_error& error) {
+    const std::lock_guard failure_lock(shard->failure_mutex_);
+    shard->failure_ = Error{ErrorCode::kSystem,
+                            std::string("cannot start the background reader: ") + error.what()};
+    waiting_.pop_back();
+  }
+}
+
+void BackgroundReader::run() {
+  take_lowest_priority();
+  for (;;) {
+    std::unique_lock lock(mutex_);
+    // This wait is for this process's own orders, and the destructor ends it.
+    changed_.wait(lock, [this] { return stopping_ || !waiting_.empty(); });
+    if (stopping_) return;
+    const std::weak_ptr<ResidentShard> shard = std::move(waiting_.front());
+    waiting_.pop_front();
+    lock.unlock();
+    read(shard);
+  }
+}
+
+// Nothing of the shard is touched but while it is held here, for one step at a time: the files that
+// its views refer to live as long as it does.
+void BackgroundReader::read(const std::weak_ptr<ResidentShard>& shard) {
+  for (uint32_t id = 0;; ++id) {
+    std::optional<compute::ContentReader> reader;
+    for (bool is_read = false; !is_read;) {
+      const std::shared_ptr<ResidentShard> held = shard.lock();
+      if (held == nullptr || id == held->sources_.size() || is_stopping()) return;
+      ResidentShard::Expert& expert = held->sources_[id];
+      if (expert.source.load(std::memory_order_acquire) != ResidentShard::Source::kUnread) break;
+      if (!reader) reader.emplace(expert.weights);
+      auto step = reader->read(kStepBytes);
+      if (!step.ok()) {
+        const std::lock_guard lock(held->failure_mutex_);
+        held->failure_ = std::move(step).error();
+        return;
+      }
+      is_read = step.value();
+      if (!is_read) continue;
+      expert.checksum = reader->value();
+      expert.source.store(ResidentShard::Source::kRead, std::memory_order_release);
+    }
+  }
+}
+
+bool BackgroundReader::is_stopping() {
+  const std::lock_guard lock(mutex_);
+  return stopping_;
+}
+
+}  // namespace dflash::store

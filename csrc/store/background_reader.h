@@ -1,0 +1,40 @@
+// Reads the source bytes of shards that nobody has read whole, one after another, for their content
+// checksums. A thread of the lowest priority, for reads and for the processor: calls that compute
+// from the same pages go first. It reads in steps of a megabyte, and is over within one.
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <condition_variable>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <thread>
+
+#include "store/resident_shard.h"
+
+namespace dflash::store {
+
+class BackgroundReader {
+ public:
+  BackgroundReader() = default;
+  BackgroundReader(const BackgroundReader&) = delete;
+  BackgroundReader& operator=(const BackgroundReader&) = delete;
+  ~BackgroundReader();
+
+  // The thread begins with the first shard. A shard that goes away meanwhile is left at the next
+  // step; one that cannot be read says why in its ContentState.
+  void add(const std::shared_ptr<ResidentShard>& shard);
+
+ private:
+  void run();
+  void read(const std::weak_ptr<ResidentShard>& shard);
+  bool is_stopping();
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<std::weak_ptr<ResidentShard>> waiting_;  // guarded by mutex_
+  bool stopping_ = false;                             // guarded by mutex_
+  std::thread thread_;
+};
+
+}  // namespace dflash::store

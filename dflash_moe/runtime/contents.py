@@ -1,0 +1,142 @@
+"""Whether the holders of a shard hold the same bytes: the values that they reported, compared with
+each other and, on request, with the host's own copy of the checkpoint.
+
+A fingerprint names shapes, names and samples; only a content checksum sees every bit.
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dflash_moe import _core
+from dflash_moe.errors import CheckpointError, WorkerTimeout
+from dflash_moe.model.checkpoint import Checkpoint
+from dflash_moe.model.expert_tensors import expert_sources
+
+if TYPE_CHECKING:
+    from dflash_moe.runtime.held_shards import HeldShard
+
+STEP_BYTES = 8 << 20  # of the own copy between two looks at Ctrl-C: milliseconds
+POLL_S = 0.2  # how often a holder is asked that still reads in the background
+
+# The name of a layer, its experts compared so far, and in all. Of a holder that still reads its
+# mapped weights: layer and holder, its experts read so far, and in all.
+ContentsReport = Callable[[str, int, int], None]
+# A holder's value of one of its shards (None as long as that is unchecked), and how many of its
+# experts have been read.
+AskChecksum = Callable[[str, "HeldShard"], "tuple[int | None, int]"]
+
+
+class ReferenceChecksums:
+    """The content checksum of each shard as its first holder reported it: what every further holder
+    must have. Any thread.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # holders load in parallel
+        self._first: dict[tuple[int, int], tuple[str, int | None]] = {}
+
+    def note(self, held: HeldShard, holder: str, checksum: int | None) -> None:
+        """`holder` reports a value, or None as long as the shard is unchecked there.
+
+        CheckpointError naming both holders and values where a second holder's differs, or where one
+        of them is still unchecked: bytes that nobody has compared may not answer for each other.
+        """
+        where = held.layer.index, held.shard_id
+        with self._lock:
+            first, reference = self._first.setdefault(where, (holder, checksum))
+            if first == holder:
+                self._first[where] = holder, checksum
+                return
+        if checksum is not None and checksum == reference:
+            return
+        raise CheckpointError(
+            f"weights of {held.layer.name}, shard {held.shard_id}: worker {first} holds content checksum "
+            f"{checksum_text(reference)}, worker {holder} {checksum_text(checksum)}; holders of one shard must hold the same "
+            "bytes: copy the checkpoint to one of them again"
+        )
+
+
+def checksum_text(checksum: int | None) -> str:
+    """As in all messages."""
+    return "unchecked" if checksum is None else f"{checksum:#018x}"
+
+
+def own_checksum(checkpoint: Checkpoint, held: HeldShard, report: Callable[[int], None] = lambda _count: None) -> int:
+    """What the host's own copy of a shard adds up to; `report` gets the experts read so far.
+    CheckpointError.
+    """
+    values = []
+    for expert in held.experts:
+        reader = _core.ContentReader(**expert_sources(checkpoint, held.layer.ffn, expert))
+        while not reader.read(STEP_BYTES):
+            pass
+        values.append(reader.value())
+        report(len(values))
+    return _core.shard_checksum(values)
+
+
+def compare_with_own_copy(
+    ask: AskChecksum, held: Mapping[str, Sequence[HeldShard]], path: Path, *, timeout_s: float, report: ContentsReport
+) -> int:
+    """Compares every holder's shards with the checkpoint at `path`, layer by layer; returns how
+    many shards that were. `timeout_s` limits the time without progress of a holder that still
+    reads.
+
+    Errors: CheckpointError naming every layer and shard that differs, its holder and both values;
+    UnsupportedError for a worker too old to tell; WorkerLost, WorkerTimeout.
+    """
+    checkpoint = Checkpoint.open(path)
+    shards = sorted(
+        ((one.layer.index, one.shard_id, holder, one) for holder, own in held.items() for one in own), key=lambda row: row[:2]
+    )
+    totals: dict[int, int] = {}
+    for layer, _, _, one in shards:
+        totals[layer] = totals.get(layer, 0) + len(one.experts)
+    done: dict[int, int] = dict.fromkeys(totals, 0)
+    differing = []
+    for layer, shard, holder, one in shards:
+
+        def progress(count: int, layer: int = layer, one: HeldShard = one) -> None:
+            report(one.layer.name, done[layer] + count, totals[layer])
+
+        ours = own_checksum(checkpoint, one, progress)
+        theirs = _await_checksum(ask, holder, one, timeout_s, report)
+        done[layer] += len(one.experts)
+        if theirs != ours:
+            differing.append(
+                f"weights of {one.layer.name}, shard {shard}: worker {holder} holds content checksum {checksum_text(theirs)}, "
+                f"this host's own copy has {checksum_text(ours)}"
+            )
+        checkpoint.drop_pages()
+    if differing:
+        first, *others = differing
+        hint = f"copy the checkpoint there again (compared with {path})"
+        raise CheckpointError("\n".join([f"{first}; {hint}", *others]))
+    return len(shards)
+
+
+def _await_checksum(ask: AskChecksum, holder: str, held: HeldShard, timeout_s: float, report: ContentsReport) -> int:
+    """A holder's value, once its background reader has it."""
+    where = f"{held.layer.name} at {holder}"
+    most_read, deadline = -1, time.monotonic() + timeout_s
+    while True:
+        checksum, num_read = ask(holder, held)
+        if checksum is not None:
+            if most_read >= 0:
+                report(where, len(held.experts), len(held.experts))
+            return checksum
+        if num_read > most_read:
+            most_read, deadline = num_read, time.monotonic() + timeout_s
+        report(where, num_read, len(held.experts))
+        if time.monotonic() > deadline:
+            raise WorkerTimeout(
+                f"worker {holder}: its background reader read {num_read} of the {len(held.experts)} experts of "
+                f"{held.layer.name}, shard {held.shard_id}, and none more within {timeout_s:g} s (ipc.start_timeout_s)"
+            )
+        time.sleep(POLL_S)

@@ -1,0 +1,237 @@
+// Resident shards by what names their weights: lent, found again, limited, dropped; and what their
+// source bytes add up to, whoever reads them.
+// SPDX-License-Identifier: Apache-2.0
+#include "store/shard_store.h"
+
+#include <doctest/doctest.h>
+
+#include <algorithm>
+#include <chrono>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "base/clock.h"
+#include "worker/loans.h"
+
+namespace dflash::store {
+namespace {
+
+using worker::toy::borrow;
+using worker::toy::borrow_loaded;
+using worker::toy::facts_of;
+using worker::toy::processor;
+
+constexpr uint32_t kNumExperts = 4;
+// Far above what any step takes, sanitizers and a loaded machine included.
+constexpr int64_t kPatienceMs = 20'000;
+
+compute::FfnSpec toy_spec() {
+  compute::FfnSpec spec;
+  spec.in_size = 40;
+  spec.intermediate_size = 24;
+  spec.out_size = 36;
+  return spec;
+}
+
+const compute::toy::Experts& toy_experts() {
+  static const compute::toy::Experts experts(toy_spec(), kNumExperts, Dtype::kF32, 11);
+  return experts;
+}
+
+ShardFacts facts(uint64_t fingerprint) { return facts_of(toy_spec(), kNumExperts, fingerprint); }
+
+uint64_t expected_checksum() {
+  std::vector<uint64_t> values;
+  for (uint32_t id = 0; id < kNumExperts; ++id) {
+    compute::ContentReader reader(toy_experts().weights(id));
+    for (bool is_read = false; !is_read;) is_read = reader.read(64).value();
+    values.push_back(reader.value());
+  }
+  return compute::shard_checksum(values);
+}
+
+// Whose reads wait until the test lets them go, or fail.
+class Gate final : public compute::MappedBytes {
+ public:
+  Status copy(const std::byte* from, size_t num_bytes, std::byte* to) const override {
+    ++num_reads;
+    while (is_shut && !fails) std::this_thread::yield();
+    if (fails) return Error{ErrorCode::kCheckpoint, "model.safetensors: cannot be read"};
+    std::copy_n(from, num_bytes, to);
+    return ok();
+  }
+  mutable std::atomic<uint32_t> num_reads{0};
+  std::atomic<bool> is_shut{false}, fails{false};
+};
+
+compute::ExpertWeights behind(const Gate& gate, uint32_t id) {
+  compute::ExpertWeights weights = toy_experts().weights(id);
+  weights.gate.file = weights.up.file = weights.down.file = &gate;
+  return weights;
+}
+
+ContentState wait_for_content(const ResidentShard& shard) {
+  const Deadline deadline = Deadline::after_ms(kPatienceMs);
+  for (;;) {
+    ContentState state = shard.content();
+    if (state.checksum || state.failure || deadline.has_passed()) return state;
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+}
+
+TEST_CASE("a shard that is complete is lent again, to as many as ask") {
+  ShardStore store(processor());
+  const auto first = borrow_loaded(store, facts(1), toy_experts());
+  const auto second = borrow(store, facts(1));
+  CHECK(second.get() == first.get());
+  CHECK(second->is_complete());
+  CHECK(store.num_shards() == 1);
+  CHECK(borrow(store, facts(2)).get() != first.get());
+  CHECK(store.resident_bytes() == first->resident_bytes());
+}
+
+TEST_CASE("what came back is dropped, what is borrowed stays") {
+  ShardStore store(processor());
+  auto kept = borrow_loaded(store, facts(1), toy_experts());
+  auto copy = kept;
+  borrow_loaded(store, facts(2), toy_experts());
+  store.drop_unborrowed();
+  CHECK(store.num_shards() == 1);
+  kept.reset();
+  store.drop_unborrowed();
+  CHECK(store.num_shards() == 1);
+  copy.reset();
+  store.drop_unborrowed();
+  CHECK(store.num_shards() == 0);
+  CHECK(store.resident_bytes() == 0);
+}
+
+TEST_CASE("a loan may outlive its store") {
+  std::shared_ptr<ResidentShard> loan;
+  {
+    ShardStore store(processor());
+    loan = borrow_loaded(store, facts(1), toy_experts());
+  }
+  CHECK(loan->is_complete());
+  CHECK(loan->content().checksum == expected_checksum());
+}
+
+TEST_CASE("a shard that is being loaded is lent to nobody else, and what failed is made anew") {
+  ShardStore store(processor());
+  auto loading = borrow(store, facts(1));
+  REQUIRE(store.load_expert(loading, 0, toy_experts().weights(0)).ok());
+  const auto refused = store.borrow(facts(1));
+  REQUIRE(!refused.ok());
+  CHECK(refused.error().message == "weights_fingerprint 1 is being loaded by somebody else");
+  loading.reset();
+  CHECK(borrow_loaded(store, facts(1), toy_experts())->content().num_read == kNumExperts);
+}
+
+TEST_CASE("another description under the fingerprint of a shard in use is refused") {
+  ShardStore store(processor());
+  auto loan = borrow_loaded(store, facts(1), toy_experts());
+  ShardFacts other = facts(1);
+  other.spec.activation = compute::Activation::kRelu;
+  const auto refused = store.borrow(other);
+  REQUIRE(!refused.ok());
+  CHECK(refused.error().code == ErrorCode::kInvalidArgument);
+  CHECK(refused.error().message.find("a shard in use whose description differs") !=
+        std::string::npos);
+  loan.reset();
+  CHECK(borrow(store, other)->facts() == other);
+}
+
+TEST_CASE("shards beyond the memory limit are refused before they are loaded") {
+  const uint64_t room = compute::CpuBackend::predicted_bytes(compute::Isa::kScalar, toy_spec(), 5,
+                                                             compute::ResidentFormats(Dtype::kF32));
+  ShardStore store(processor(), room);
+  auto first = borrow(store, facts_of(toy_spec(), 3, 1));
+  const auto refused = store.borrow(facts_of(toy_spec(), 3, 2));
+  REQUIRE(!refused.ok());
+  CHECK(refused.error().code == ErrorCode::kInvalidArgument);
+  CHECK(refused.error().message.find("memory: its 3 experts need") == 0);
+  CHECK(store.borrow(facts_of(toy_spec(), 2, 2)).ok());
+  first.reset();
+  store.drop_unborrowed();
+  CHECK(store.borrow(facts_of(toy_spec(), 5, 3)).ok());
+}
+
+TEST_CASE("mapped weights take nothing of the memory limit") {
+  ShardStore store(processor(compute::WeightsLayout::kMapped), 1);
+  CHECK(borrow_loaded(store, facts(1), toy_experts())->is_complete());
+}
+
+TEST_CASE("bad descriptions are refused and count for nothing") {
+  ShardStore store(processor(), 1 << 20);
+  ShardFacts bad = facts(1);
+  bad.spec.in_size = 0;
+  CHECK(!store.borrow(bad).ok());
+  CHECK(!store.borrow(facts_of(toy_spec(), 0, 1)).ok());
+  CHECK(!store.borrow(facts_of(toy_spec(), 65536, 1)).ok());
+  CHECK(store.num_shards() == 0);
+  const auto loan = borrow(store, facts(1));
+  const Status nowhere = store.load_expert(loan, kNumExperts, toy_experts().weights(0));
+  REQUIRE(!nowhere.ok());
+  CHECK(nowhere.error().message.find("local expert 4") == 0);
+}
+
+TEST_CASE("packed and mapped holders say the same of the same bytes") {
+  ShardStore packed(processor()), mapped(processor(compute::WeightsLayout::kMapped));
+  const auto at_load = borrow_loaded(packed, facts(1), toy_experts());
+  CHECK(at_load->content().checksum == expected_checksum());
+  const auto later = borrow_loaded(mapped, facts(1), toy_experts());
+  CHECK(wait_for_content(*later).checksum == expected_checksum());
+}
+
+TEST_CASE("a mapped shard is unchecked until the background reader has read it") {
+  Gate gate;
+  ShardStore store(processor(compute::WeightsLayout::kMapped));
+  const auto loan = borrow(store, facts(1));
+  gate.is_shut = true;
+  for (uint32_t id = 0; id < kNumExperts; ++id)
+    REQUIRE(store.load_expert(loan, id, behind(gate, id)).ok());
+  CHECK(!loan->content().checksum);
+  CHECK(loan->keeps_sources(0));
+  gate.is_shut = false;
+  const ContentState done = wait_for_content(*loan);
+  CHECK(done.num_read == kNumExperts);
+  CHECK(done.checksum == expected_checksum());
+}
+
+TEST_CASE("bytes that cannot be read leave the shard unchecked, with the reason") {
+  Gate gate;
+  ShardStore store(processor(compute::WeightsLayout::kMapped));
+  const auto loan = borrow(store, facts(1));
+  gate.is_shut = true;
+  for (uint32_t id = 0; id < kNumExperts; ++id)
+    REQUIRE(store.load_expert(loan, id, behind(gate, id)).ok());
+  gate.fails = true;
+  const ContentState state = wait_for_content(*loan);
+  CHECK(!state.checksum);
+  REQUIRE(state.failure.has_value());
+  CHECK(state.failure->message == "model.safetensors: cannot be read");
+}
+
+TEST_CASE("a store that goes away stops reading within one step") {
+  Gate gate;
+  std::thread opener;
+  {
+    ShardStore store(processor(compute::WeightsLayout::kMapped));
+    const auto loan = borrow(store, facts(1));
+    gate.is_shut = true;
+    for (uint32_t id = 0; id < kNumExperts; ++id)
+      REQUIRE(store.load_expert(loan, id, behind(gate, id)).ok());
+    const Deadline deadline = Deadline::after_ms(kPatienceMs);
+    while (gate.num_reads == 0 && !deadline.has_passed()) std::this_thread::yield();
+    opener = std::thread([&] {
+      std::this_thread::sleep_for(std::chrono::milliseconds(20));
+      gate.is_shut = false;
+    });
+  }
+  opener.join();
+  CHECK(gate.num_reads == 1);
+}
+
+}  // namespace
+}  // namespace dflash::store
