@@ -6,7 +6,6 @@ SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -61,9 +60,7 @@ def compare(
     verdicts = [dataclasses.asdict(verdict) for verdict in comparison.verdicts]
     print_comparison(verdicts)
     if json_out is not None:
-        json_out.write_text(
-            json.dumps({"verdicts": verdicts, "warnings": comparison.warnings}, indent=1) + "\n", encoding="utf-8"
-        )
+        options.write_json(json_out, {"verdicts": verdicts, "warnings": comparison.warnings})
     if fail_if_slower and comparison.has_slower:
         slower = sum(verdict["verdict"] == "slower" for verdict in verdicts)
         options.say(f"{slower} of {len(verdicts)} rows are slower (--fail-if-slower)")

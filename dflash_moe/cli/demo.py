@@ -70,11 +70,10 @@ def find_assets() -> Path:
 
 
 def _complete(model: Any, directory: Path) -> None:
-    from transformers import AutoTokenizer
-
     from dflash_moe.integrations.generation import TextStream, generate_tokens, stop_token_ids
+    from dflash_moe.integrations.tokenizer import load_tokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(directory)
+    tokenizer = load_tokenizer(directory)
     input_ids = tokenizer(PROMPT, return_tensors="pt")["input_ids"]
     stream = TextStream(tokenizer)
     typer.echo(f"prompt: {PROMPT}\ncompletion: ", nl=False)
@@ -85,11 +84,10 @@ def _complete(model: Any, directory: Path) -> None:
 
 
 def _measure(model: Any, runtime: ExpertRuntime, assets: Path) -> list[Series]:
-    from transformers import AutoTokenizer
-
     from dflash_moe.bench.prefill import Series, measure_round
+    from dflash_moe.integrations.tokenizer import load_tokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(assets / "model")
+    tokenizer = load_tokenizer(assets / "model")
     input_ids = tokenizer((assets / "prompt.txt").read_text(encoding="utf-8"), return_tensors="pt")["input_ids"]
     if input_ids.shape[1] < MIN_PROMPT_TOKENS:
         raise DflashError(f"prompt.txt gives {input_ids.shape[1]} tokens; the demo needs at least {MIN_PROMPT_TOKENS}")

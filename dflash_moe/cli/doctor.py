@@ -13,7 +13,7 @@ import typer
 
 from dflash_moe.cli import options, probes
 from dflash_moe.cli.probe_sockets import probe_sockets, probe_timeouts, socket_lines, socket_problems
-from dflash_moe.config import Settings, format_bytes, resolve_settings
+from dflash_moe.config import Settings, format_bytes, on_worker_loss, resolve_settings
 from dflash_moe.errors import ConfigError, DflashError
 from dflash_moe.placement.numerics import are_mixed
 from dflash_moe.runtime.threads import thread_plan
@@ -72,6 +72,7 @@ def examine(topology: Topology | None = None) -> dict[str, Any]:
     machine |= {"usable_cores": usable_cores(), "cores_reason": cores_reason(), "physical_cores": physical_cores()}
     machine |= {"threads": _planned_threads(planned, planned_for, settings), "numa_nodes": numa_nodes()}
     machine |= {"sockets": probe_sockets(settings), "timeouts": probe_timeouts(settings)}
+    machine |= {"on_worker_loss": on_worker_loss(settings)}
     problems += socket_problems(machine["sockets"])
     found: dict[str, Any] = {"backends": probes.probe_backends(settings.cpu_isa), "transports": probes.probe_transports()}
     found |= {"machine": machine, "problems": problems, "numerics": _numerics(planned, settings)}
@@ -193,6 +194,7 @@ def print_findings(found: dict[str, Any]) -> None:
         + f"; spin {threads['spin_us']} us ({threads['spin_reason']}), OpenMP waits {threads['openmp_waits']}",
         f"host       {found['host_device']['device']}: {REGISTRATIONS[found['host_device']['registration']]}",
         *socket_lines(machine["sockets"], machine["timeouts"]),
+        f"losses     {machine['on_worker_loss']}",
         f"versions   kernel {machine['kernel']}, {machine['libc']}, python {machine['python']}, {packages}",
     ]
     typer.echo("\n".join(lines) + "\n")

@@ -19,6 +19,7 @@ from typing import Annotated, Any
 import typer
 
 from dflash_moe import __version__
+from dflash_moe.cli.options import printable
 from dflash_moe.errors import DflashError
 
 PROGRAM = "dflash-moe"
@@ -142,6 +143,7 @@ def _say_last(text: str) -> None:
     """Details first, the sentence last: the first line of `text` becomes the last line of
     stderr.
     """
+    text = printable(text)
     sentence, *details = [line.rstrip() for line in text.splitlines() if line.strip()] or ["failed without a message"]
     sys.stdout.flush()
     is_terminal = sys.stderr.isatty()

@@ -22,6 +22,7 @@ from dflash_moe.errors import CheckpointError
 from dflash_moe.model.checkpoint_files import INDEX_NAME, find_gguf, list_safetensors, read_json
 from dflash_moe.model.dequantize import dequantize
 from dflash_moe.model.gguf_header import read_gguf_header
+from dflash_moe.model.refusals import is_file, is_folder
 from dflash_moe.model.safetensors_header import read_header
 from dflash_moe.model.scaled_tensors import join_scales
 from dflash_moe.model.stored_tensor import ScaleInfo, TensorInfo
@@ -69,7 +70,7 @@ class Checkpoint:
         and tensor.
         """
         path = Path(path)
-        if not path.exists():
+        if not is_file(path) and not is_folder(path):
             raise CheckpointError(
                 f"checkpoint {path}: no such directory or file; pass the directory that holds config.json, or a GGUF file"
             )

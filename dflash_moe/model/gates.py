@@ -16,6 +16,7 @@ from typing import Any
 
 from dflash_moe.errors import UnsupportedError
 from dflash_moe.model.ffn import ACTIVATIONS
+from dflash_moe.model.refusals import refusing
 
 # transformers' names of the activations we have. The tanh forms differ from each other by rounding
 # only.
@@ -33,6 +34,7 @@ _LAYOUTS = (("first_half", "second_half"), ("even", "odd"), ("second_half", "fir
 # a value of this size).
 _TOLERANCE = 2e-6
 _NUM_VALUES = 512
+_MAX_CONSTANT = 1e30  # a slope or limit beyond changes no float32 value; also what float() can convert
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +114,7 @@ def _activation_name(module: Any) -> str | None:
     by_function = {functional.silu: "silu", functional.gelu: "gelu", functional.relu: "relu"}
     if not isinstance(function, nn.Module):
         return by_function.get(function)
-    by_type = {type(ACT2FN[theirs]): ours for theirs, ours in _KNOWN_ACTIVATIONS.items()}
+    by_type = {type(ACT2FN[theirs]): ours for theirs, ours in _KNOWN_ACTIVATIONS.items() if theirs in ACT2FN}
     return by_type.get(type(function))
 
 
@@ -131,11 +133,8 @@ def _recognise_gate(module: Any, activations: tuple[str, ...]) -> Formula:
     reach = [3.0, *(1.5 * value for value in constants if 0.1 <= value <= 1e3)]
     spread = torch.tensor([reach[i % len(reach)] for i in range(2 * _NUM_VALUES)], dtype=torch.float64)
     packed = (torch.rand(2 * _NUM_VALUES, generator=generator, dtype=torch.float64) * 2 - 1) * spread
-    try:
-        with torch.no_grad():
-            theirs = module._apply_gate(packed[None])[0].double()
-    except Exception as error:  # a class may want anything here
-        raise UnsupportedError(f"{kind}._apply_gate: cannot be examined: {error}") from error
+    with refusing(f"{kind}._apply_gate: cannot be examined"), torch.no_grad():
+        theirs = module._apply_gate(packed[None])[0].double()
     if theirs.shape == (_NUM_VALUES,):
         for formula in _candidates(activations, constants):
             gate, up = _part_of(packed, formula.gate_part), _part_of(packed, formula.up_part)
@@ -154,7 +153,7 @@ def _part_of(values: Any, part: str) -> Any:
 
 def _constants(module: Any) -> list[float]:
     """Numbers the module keeps that may be limits or slopes."""
-    numbers = {float(value) for value in vars(module).values() if type(value) in (int, float) and 0 < value < math.inf}
+    numbers = {float(value) for value in vars(module).values() if type(value) in (int, float) and 0 < value < _MAX_CONSTANT}
     return sorted(numbers)
 
 

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dflash_moe.errors import CheckpointError, UnsupportedError
+from dflash_moe.model.config_limits import check_counts
+from dflash_moe.model.refusals import refusing
 
 if TYPE_CHECKING:
     from dflash_moe.model.checkpoint import Checkpoint
@@ -93,11 +95,14 @@ def gguf_config(checkpoint: Checkpoint) -> Any:
 
     metadata = checkpoint.config()
     name = metadata["general.architecture"]
-    try:
-        settings = _settings(checkpoint, name, metadata)
+    check_counts(metadata, f"{checkpoint.path}: metadata")
+    with refusing(f"{checkpoint.path}: its metadata is not that of a {name} model", CheckpointError):
+        try:
+            settings = _settings(checkpoint, name, metadata)
+        except KeyError as error:
+            raise CheckpointError(f"{checkpoint.path}: metadata {error} is missing, which every {name} model has") from None
+    with refusing(f"{checkpoint.path}: its metadata makes no configuration"):
         return AutoConfig.for_model(settings.pop("model_type"), **settings)
-    except KeyError as error:
-        raise CheckpointError(f"{checkpoint.path}: metadata {error} is missing, which every {name} model has") from None
 
 
 def gguf_conversion(checkpoint: Checkpoint, config: Any) -> list[Any]:

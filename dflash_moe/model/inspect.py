@@ -95,6 +95,7 @@ def inspect_model(path: Path) -> Inspection:
     """
     checkpoint = Checkpoint.open(path)
     config = checkpoint.config()
+    named = config.get("architectures")
     spec, reason = None, None
     try:
         spec = model_spec(path)
@@ -102,7 +103,7 @@ def inspect_model(path: Path) -> Inspection:
         reason = str(error)
     return Inspection(
         path,
-        tuple(str(name) for name in config.get("architectures") or ()),
+        tuple(name for name in named if isinstance(name, str)) if isinstance(named, list) else (),
         str(config.get("model_type", config.get("general.architecture", ""))),
         sum(info.num_bytes for info in checkpoint.stored.values()),
         spec,

@@ -14,7 +14,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from dflash_moe.errors import CheckpointError
+from dflash_moe.errors import CheckpointError, shown
 from dflash_moe.model.stored_tensor import TensorInfo
 
 MAX_HEADER_BYTES = 100_000_000  # the format's own bound
@@ -88,8 +88,8 @@ def _tensor(where: str, file: int, entry: Any, data_start: int, size: int) -> Te
     if type(entry) is not dict:
         raise CheckpointError(f"{where}: found a {type(entry).__name__}, expected dtype, shape and data_offsets")
     dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
-    if type(dtype) is not str:
-        raise CheckpointError(f"{where}: dtype is {dtype!r}, expected a name")
+    if type(dtype) is not str or not dtype.isascii():  # it goes into the fingerprint as text
+        raise CheckpointError(f"{where}: dtype is {shown(dtype)}, expected a name")
     if type(shape) is not list or not _are_extents(shape, MAX_DIMENSIONS):
         raise CheckpointError(f"{where}: shape is {str(shape)[:80]}, expected at most {MAX_DIMENSIONS} non-negative integers")
     if type(offsets) is not list or not _are_extents(offsets, 2) or len(offsets) != 2 or offsets[0] > offsets[1]:

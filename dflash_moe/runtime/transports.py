@@ -10,7 +10,7 @@ import stat
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dflash_moe.errors import ConfigError, UnsupportedError
+from dflash_moe.errors import ConfigError
 from dflash_moe.protocol.keys import read_key_file
 from dflash_moe.topology.addresses import Address
 
@@ -35,13 +35,10 @@ _KINDS = {
 
 
 def choose_transport(worker: str, address: Address, setting: str) -> str:
-    """Returns "loopback", "shared", "unix" or "tcp". UnsupportedError for fabric, ConfigError for a
-    pair that cannot be.
+    """Returns "loopback", "shared", "unix" or "tcp". ConfigError for a pair that cannot be.
 
     `loopback` is a worker without a process, so the setting does not concern it.
     """
-    if setting == "fabric":
-        raise UnsupportedError("transport fabric: this version has no fabric transport yet; use auto, shared or stream")
     if address.kind == "loopback":
         return "loopback"
     kind = _KINDS.get(("unix path" if address.path else address.kind, setting))
@@ -56,9 +53,8 @@ def choose_transport(worker: str, address: Address, setting: str) -> str:
 def check_paths(topology: Topology, settings: Settings) -> bytes | None:
     """Call before anything slow; returns the shared key, None where no file is named.
 
-    Errors: ConfigError, UnsupportedError for a transport that cannot be had, a key file that cannot
-    be read or is missing where a worker is reached over TCP, and a socket path that is something
-    else.
+    Errors: ConfigError for a transport that cannot be had, a key file that cannot be read or is
+    missing where a worker is reached over TCP, and a socket path that is something else.
     """
     key = read_key_file(Path(settings.key_file)) if settings.key_file else None
     for worker in topology.workers:

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from dflash_moe.config import MAX_BYTES, MAX_THREADS, SETTINGS, SIZE_FORMS, parse_bytes
-from dflash_moe.errors import ConfigError, TopologyError
+from dflash_moe.errors import ConfigError, TopologyError, shown
 from dflash_moe.topology.addresses import parse_address
 from dflash_moe.topology.spec import (
     ACTIVATIONS,
@@ -128,7 +128,7 @@ def _check_version(root: Value, fields: dict[str, Value]) -> None:
         raise root.error("the key 'version' is missing; write 'version: 1'")
     version = fields["version"].scalar()
     if isinstance(version, bool) or version != 1:
-        raise fields["version"].error(f"version {version!r} is not supported; this dflash_moe reads version 1")
+        raise fields["version"].error(f"version {shown(version)} is not supported; this dflash_moe reads version 1")
 
 
 def _ipc(value: Value) -> dict[str, Any]:
@@ -150,7 +150,9 @@ def _host(value: Value) -> HostSpec:
     if "device" in fields:
         device = str(fields["device"].scalar()).lower()
         if not _DEVICE.fullmatch(device):
-            raise fields["device"].error(f"host.device: {device!r} is not allowed; allowed: auto, cpu, cuda:N, hip:N, sim:N")
+            raise fields["device"].error(
+                f"host.device: {shown(device)} is not allowed; allowed: auto, cpu, cuda:N, hip:N, sim:N"
+            )
     simulate = fields["simulate"].choice(GPU_BACKENDS) if "simulate" in fields else None
     if device.startswith("sim") != (simulate is not None):
         found = f"host: device {device!r} with simulate {simulate!r}"
@@ -181,7 +183,7 @@ def _bytes(value: Value, least: int, allowed: str) -> int:
     except ValueError:
         num_bytes = -1
     if num_bytes < least:
-        raise value.error(f"{value.path}: {raw!r} is not allowed; allowed: {allowed}, {least}..{MAX_BYTES} bytes")
+        raise value.error(f"{value.path}: {shown(raw)} is not allowed; allowed: {allowed}, {least}..{MAX_BYTES} bytes")
     return num_bytes
 
 
