@@ -141,8 +141,8 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def prepare_host(topology: Topology, overrides: Mapping[str, Any] | None = None) -> ThreadPlan:
-    """Call before torch is imported: where threads outnumber cores, OpenMP must wait passively
-    (rules.md 8).
+    """Call before torch is imported: where threads outnumber cores, OpenMP must wait passively,
+    because its default, an active wait, takes the workers' cores for milliseconds in every layer.
 
     Variables that the user has set stay. Errors: ConfigError of the settings and as `check_paths`,
     before seconds of imports.

@@ -1,5 +1,8 @@
 """Numerics classes of a placement: which meet in one layer, and whether each takes the weights it
-gets (rules 2).
+gets.
+
+Bits are equal within a class only. So under `numerics: exact` all holders of a layer have one, and
+a result does not depend on who holds an expert.
 
 SPDX-License-Identifier: Apache-2.0
 """

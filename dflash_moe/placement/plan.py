@@ -1,5 +1,7 @@
-"""Shards and the plan that assigns them: one shard per holder and layer, ids by smallest expert
-(rules.md 1).
+"""Shards and the plan that assigns them: one shard per holder and layer, ids by smallest expert.
+
+A shard is the unit of reduction: the host adds shards in ascending id, so swapping two holders
+changes no result.
 
 Depends on layer sizes and the topology only, so that a plan exists before any weight is read or
 worker started.

@@ -129,7 +129,8 @@ class Fleet:
         self._generations = itertools.count(secrets.randbits(48) + 1)
         self._owner_pid = os.getpid()
         self._is_closed = False
-        # where a device of the host takes no read-only memory (rules 12)
+        # Set where a device of the host registers no read-only memory: workers that this host
+        # starts then leave their replies' segments writable for it.
         self.may_open_replies = False
 
     def add_members(self, topology: Topology, held: Mapping[str, Sequence[HeldShard]], host_name: str) -> None:

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from tests.checks import (
+    citations,
     cited_numbers,
     comment_widths,
     constructs,
@@ -34,6 +35,7 @@ CHECKS = (
     message_tables,
     error_catalogue,
     links,
+    citations,
     cited_numbers,
     stub_parity,
 )

@@ -1,8 +1,8 @@
 """The layer contract of the Python package: who may import whom, and where torch may be imported.
 
 Imports inside functions and under TYPE_CHECKING count: an arrow is knowledge, not load order. The
-table is design.md section 6 with the rooms `model` and `protocol`
-(docs/decisions/0003-model-and-protocol-rooms.md).
+table draws the rooms in docs/architecture.md; why `model` and `protocol` are rooms of their own is
+in docs/decisions/0003-model-and-protocol-rooms.md.
 SPDX-License-Identifier: Apache-2.0
 """
 

@@ -1,5 +1,5 @@
 """Reports the longest source files. A report and not a rule: a long file asks whether it is two
-things (style: C.7).
+things.
 
 SPDX-License-Identifier: Apache-2.0
 """
