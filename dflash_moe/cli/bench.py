@@ -6,33 +6,20 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dflash_moe.cli import bench_files, options
-from dflash_moe.cli.bench_progress import reporting
+from dflash_moe.cli import bench_device, bench_experts, bench_files, options
+from dflash_moe.cli.bench_run import JsonOption, PlotOption, measuring, store_plot
 from dflash_moe.cli.bench_tables import print_decode, print_ipc, print_prefill, print_processes, print_summary
 from dflash_moe.errors import ConfigError
 
 if TYPE_CHECKING:
-    from dflash_moe.bench.harness import Recorder
     from dflash_moe.bench.results import BenchResult
 
-__all__ = ["measuring", "print_prefill", "print_processes", "register", "store_plot"]
-
-JsonOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--json", help="Write the result (all samples, machine, commit) here, anew after every round.", show_default=False
-    ),
-]
-PlotOption = Annotated[
-    Path | None, typer.Option("--plot", help="Draw the result into this PNG or SVG (needs matplotlib).", show_default=False)
-]
 ModesOption = Annotated[str, typer.Option(help="Comma-separated list of modes.")]
 DtypesOption = Annotated[
     str, typer.Option(help="Comma-separated list of wire dtypes [default: the model's own].", show_default=False)
@@ -45,8 +32,6 @@ MAX_PROMPT_TOKENS = 1 << 20  # above any context window of today's models: more 
 
 def register(app: typer.Typer) -> None:
     """Adds the group `bench`."""
-    from dflash_moe.cli import bench_device, bench_experts  # they take options from here
-
     bench = typer.Typer(help="Measure this machine, compare results, draw them.", no_args_is_help=True)
     bench.command(name="ipc")(ipc)
     bench.command(name="prefill")(prefill)
@@ -55,33 +40,6 @@ def register(app: typer.Typer) -> None:
     bench_experts.register(bench)
     bench_device.register(bench)
     app.add_typer(bench, name="bench")
-
-
-@contextmanager
-def measuring(json_out: Path | None, show: Callable[[BenchResult], None]) -> Iterator[Recorder]:
-    """The recorder of one bench; `show` prints the tables, also of what an interrupted run has."""
-    from dflash_moe.bench.harness import Recorder
-
-    recorder: Recorder | None = None
-    try:
-        with reporting() as reporter:
-            recorder = Recorder(json_out, reporter)
-            yield recorder
-    finally:
-        if recorder is not None and recorder.result is not None and recorder.result.rows:
-            show(recorder.result)
-
-
-def store_plot(recorder: Recorder, plot: Path | None) -> None:
-    """Draws the finished result, and its timelines beside it where it has some."""
-    if plot is None or recorder.result is None:
-        return
-    from dflash_moe.bench.plot import draw, draw_timeline, timeline_path
-
-    found = recorder.result.as_json()
-    draw([("this run", found)], plot)
-    if found.get("timelines"):
-        draw_timeline(("this run", found), timeline_path(plot))
 
 
 def ipc(

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from dflash_moe.cli import options
-from dflash_moe.cli.bench import JsonOption, measuring
+from dflash_moe.cli.bench_run import JsonOption, measuring
 from dflash_moe.errors import ConfigError, DflashError
 
 BACKENDS = ("cuda", "hip", "sim")

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from dflash_moe.cli import options
-from dflash_moe.cli.bench import JsonOption, PlotOption, measuring, store_plot
+from dflash_moe.cli.bench_run import JsonOption, PlotOption, measuring, store_plot
 from dflash_moe.errors import ConfigError
 
 BACKENDS = ("cpu", "cuda", "hip", "sim")

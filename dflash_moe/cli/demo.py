@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from dflash_moe.cli import options
-from dflash_moe.cli.bench import print_prefill, print_processes
+from dflash_moe.cli.bench_tables import print_prefill, print_processes
 from dflash_moe.errors import ConfigError, DflashError
 from dflash_moe.topology import Topology
 

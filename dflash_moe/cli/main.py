@@ -18,9 +18,9 @@ from typing import Annotated, Any
 
 import typer
 
-from dflash_moe import __version__
 from dflash_moe.cli.options import printable
 from dflash_moe.errors import DflashError
+from dflash_moe.version import __version__
 
 PROGRAM = "dflash-moe"
 # In the order of --help. A module that is not there (yet) is left out; one that is there and broken

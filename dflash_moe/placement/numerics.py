@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from dflash_moe.model.spec import LayerSpec
-    from dflash_moe.placement.plan import Placement, Shard
+    from dflash_moe.placement.shards import Placement, Shard
 
 log = logging.getLogger(__name__)
 

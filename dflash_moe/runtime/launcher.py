@@ -22,7 +22,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
-import dflash_moe
 from dflash_moe.errors import WorkerLost
 from dflash_moe.protocol.auth import KEY_BYTES
 from dflash_moe.telemetry.logs import LogFile
@@ -144,7 +143,7 @@ def _environment() -> dict[str, str]:
     not.
     """
     environment = dict(os.environ)
-    root = str(Path(dflash_moe.__file__).resolve().parent.parent)
+    root = str(Path(__file__).resolve().parents[2])
     inherited = environment.get("PYTHONPATH")
     environment["PYTHONPATH"] = f"{root}{os.pathsep}{inherited}" if inherited else root
     return environment

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from dflash_moe import __version__, _core
+from dflash_moe import _core
 from dflash_moe.errors import DflashError, ProtocolError, WorkerLost, WorkerTimeout
 from dflash_moe.protocol.auth import HANDSHAKE_S, PEER_CREDENTIAL_KEY, Peer, authenticate_to_worker
 from dflash_moe.protocol.devices import DeviceChoice
@@ -44,6 +44,7 @@ from dflash_moe.runtime.dialing import dial, dial_role
 from dflash_moe.runtime.launcher import StartedWorker
 from dflash_moe.topology.addresses import Address
 from dflash_moe.topology.spec import possible_classes
+from dflash_moe.version import __version__
 
 EXIT_STATUS_S = 1.0  # a worker that hung up is reaped within this; longer would delay the error
 M = TypeVar("M", bound=Message)

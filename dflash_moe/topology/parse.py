@@ -1,5 +1,5 @@
-"""From topology text to a checked Topology. Every rule a topology must obey by itself is here;
-placement checks the rest.
+"""From topology text to the checked parts of a topology. Every rule that a topology must obey by
+itself is here; placement checks the rest.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -7,10 +7,10 @@ SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from dflash_moe.config import MAX_BYTES, MAX_THREADS, SETTINGS, SIZE_FORMS, parse_bytes
 from dflash_moe.errors import ConfigError, TopologyError, shown
@@ -26,7 +26,6 @@ from dflash_moe.topology.spec import (
     HostSpec,
     MemoryBudget,
     PlacementSpec,
-    Topology,
     WorkerSpec,
 )
 from dflash_moe.topology.yaml_nodes import Value, compose
@@ -71,7 +70,18 @@ _PERCENT = re.compile(r"([0-9]{1,3}(?:\.[0-9]{1,6})?)\s*%", re.ASCII)
 _RANGE = re.compile(r"([0-9]{1,6})(?:\s*-\s*([0-9]{1,6}))?", re.ASCII)
 
 
-def load_topology(path: Path) -> Topology:
+class TopologyParts(NamedTuple):
+    """What a file states, in the order in which `Topology` takes it."""
+
+    workers: tuple[WorkerSpec, ...]
+    host: HostSpec
+    ipc: Mapping[str, Any]
+    placement: PlacementSpec
+    version: int
+    source: str
+
+
+def load_topology(path: Path) -> TopologyParts:
     """Reads at most 1 MiB of UTF-8 text. TopologyError starts with `file:line:`."""
     try:
         with path.open("rb") as file:
@@ -88,7 +98,7 @@ def load_topology(path: Path) -> Topology:
     return parse_topology(text, str(path))
 
 
-def parse_topology(text: str, source: str) -> Topology:
+def parse_topology(text: str, source: str) -> TopologyParts:
     """Parses and checks. TopologyError is the only error, whatever the text."""
     if len(text) > MAX_FILE_BYTES or len(text.encode("utf-8", "replace")) > MAX_FILE_BYTES:
         raise TopologyError(f"{source}:1: the file is larger than {MAX_FILE_BYTES} bytes; a topology fits easily in that")
@@ -104,7 +114,7 @@ def parse_topology(text: str, source: str) -> Topology:
     _check_workers(workers, placement.policy, source)
     ipc = _ipc(fields["ipc"]) if "ipc" in fields else {}
     host = _host(fields["host"]) if "host" in fields else HostSpec()
-    return Topology(workers, host, MappingProxyType(ipc), placement, 1, source)
+    return TopologyParts(workers, host, MappingProxyType(ipc), placement, 1, source)
 
 
 def check_local(workers: Sequence[WorkerSpec]) -> None:

@@ -13,6 +13,7 @@ from tests.checks import (
     cited_numbers,
     comment_widths,
     constructs,
+    cycles,
     error_catalogue,
     file_heads,
     includes,
@@ -28,6 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CHECKS = (
     layers,
     includes,
+    cycles,
     constructs,
     file_heads,
     comment_widths,

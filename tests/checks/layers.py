@@ -23,6 +23,7 @@ _EXECUTION = _DESCRIPTION | {"placement", "runtime", "workers"}
 
 # room -> rooms it may import. `_core` is below everything and `errors` is what it raises.
 MAY_IMPORT: dict[str, set[str]] = {
+    "version": set(),
     "errors": set(),
     "telemetry": {"errors"},
     "config": _GROUND,
@@ -41,7 +42,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "__init__": _EXECUTION | {"integrations", "engine"},
     "__main__": {"cli"},
 }
-EVERYBODY_MAY_IMPORT = {"_core", "__version__", "__file__"}
+EVERYBODY_MAY_IMPORT = {"_core", "version"}
 
 # Rooms that may import torch or transformers, always inside a function: importing the package must
 # work without them. `integrations` and `testing` are themselves imported inside functions and may

@@ -1,0 +1,99 @@
+"""`Topology`: what runs where, read from a file, from text, or made in Python.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from dflash_moe.errors import TopologyError
+from dflash_moe.topology.parse import check_local, load_topology, parse_topology
+from dflash_moe.topology.spec import (
+    ACTIVATIONS,
+    BF16_CLASS,
+    DEFAULT_ACTIVATIONS,
+    HOST,
+    MATRIX_CLASSES,
+    HostSpec,
+    PlacementSpec,
+    WorkerSpec,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """A checked topology. `ipc` holds the stated keys below `ipc:`, parsed; see
+    `config.resolve_settings`.
+    """
+
+    workers: tuple[WorkerSpec, ...]
+    host: HostSpec = field(default_factory=HostSpec)
+    ipc: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    placement: PlacementSpec = field(default_factory=PlacementSpec)
+    version: int = 1
+    source: str = "<python>"
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> Topology:
+        """Reads a topology file. TopologyError starts with `file:line:`."""
+        return Topology(*load_topology(Path(path)))
+
+    @staticmethod
+    def parse(text: str, source: str = "<string>") -> Topology:
+        """Reads a topology from text; `source` is what errors call the file."""
+        return Topology(*parse_topology(text, source))
+
+    @staticmethod
+    def local(
+        num_workers: int = 1,
+        threads: int | None = 1,
+        *,
+        address: str | None = None,
+        memory: int | None = None,
+        names: Sequence[str] | None = None,
+    ) -> Topology:
+        """CPU workers of this machine, started by the host: w0, w1, ... unless `names` says
+        otherwise.
+
+        `threads` None plans them from the cores; `address` is loopback, unix, tcp or None for
+        shared memory.
+        """
+        names = [f"w{index}" for index in range(num_workers)] if names is None else list(names)
+        workers = tuple(WorkerSpec(name, threads=threads, memory=memory, address=address) for name in names)
+        check_local(workers)
+        return Topology(workers, source="<local>")
+
+    def worker(self, name: str) -> WorkerSpec:
+        """The worker of that name; TopologyError lists the names there are."""
+        for worker in self.workers:
+            if worker.name == name:
+                return worker
+        known = ", ".join(worker.name for worker in self.workers)
+        raise TopologyError(f"{self.source}:1: no worker is named {name!r}; it has {known}")
+
+    def numerics_of(self, holder: str) -> str:
+        """The numerics class that a worker, or HOST, computes in; a key of UNDECIDED where its card
+        will say which.
+        """
+        if holder != HOST:
+            worker = self.worker(holder)
+            return _class_on(worker.activations, worker.backend, worker.simulate)
+        asked = {worker.activations for worker in self.workers}
+        common = asked.pop() if len(asked) == 1 else DEFAULT_ACTIVATIONS
+        backend = self.host.device.partition(":")[0]
+        return _class_on(self.host.activations or common, backend, self.host.simulate)
+
+    def local_workers(self) -> tuple[WorkerSpec, ...]:
+        """The workers that the host starts on its own machine."""
+        return tuple(worker for worker in self.workers if worker.is_started_by_host)
+
+
+def _class_on(activations: str, backend: str, simulate: str | None) -> str:
+    vendor = simulate if backend == "sim" else backend
+    return MATRIX_CLASSES.get(vendor or "", BF16_CLASS) if activations == "bf16" else ACTIVATIONS[activations]
