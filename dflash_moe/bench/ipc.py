@@ -174,6 +174,7 @@ def _channel_ends(kind: str, geometry: _core.Geometry) -> tuple[Callable[[], _co
 
 def _tcp_pair() -> tuple[socket.socket, socket.socket]:
     with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(5)
         ours = socket.create_connection(listener.getsockname(), timeout=5)
         theirs, _ = listener.accept()
     return ours, theirs

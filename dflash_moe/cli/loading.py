@@ -33,13 +33,14 @@ class Lines:
 
     def report(self, holder: str, count: int, total: int) -> None:
         """`holder` has loaded `count` of `total` experts."""
+        now = self._clock()
         with self._lock:
             self._counts[holder] = (count, total)
-            if self._clock() - self._last < LINE_EVERY_S:
+            if now - self._last < LINE_EVERY_S:
                 return
-            self._last = self._clock()
+            self._last = now
             shown = ", ".join(f"{name} {done} of {whole}" for name, (done, whole) in self._counts.items())
-            self._say(f"loading experts: {shown}")
+        self._say(f"loading experts: {shown}")
 
 
 class Bars:

@@ -23,6 +23,7 @@ from tests.checks import (
     protocol_tables,
     sizes,
     stub_parity,
+    waits,
 )
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,6 +32,7 @@ CHECKS = (
     includes,
     cycles,
     constructs,
+    waits,
     file_heads,
     comment_widths,
     protocol_tables,
