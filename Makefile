@@ -28,7 +28,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := build
 .DELETE_ON_ERROR:
-.PHONY: build demo test check asan tsan fuzz neon verify-all bench wheel clean distclean help core plugins gpu-check system-build system-test system-fuzz
+.PHONY: build demo test check asan tsan fuzz neon verify-all bench results wheel clean distclean help core plugins gpu-check system-build system-test system-fuzz
 
 build: core ## environment and C++ core, editable, in .venv
 	@echo "ready: $(BIN)/dflash-moe"
@@ -131,6 +131,11 @@ verify-all: core ## the slow tests: every family, every mode, the long fault run
 bench: core ## one bench case (CASE=ipc), JSON under build/bench/
 	@mkdir -p build/bench
 	@$(BIN)/dflash-moe bench $(CASE) --json build/bench/$(CASE).json
+
+# Steps of one commit go on where they were: `make results ONLY=ipc,modes`, AGAIN=1 measures anew,
+# QUICK=1 tries all with tiny parameters.
+results: core ## measure all recorded results again (2 hours on two cores), write plots and documents
+	@$(BIN)/python -m bench.record $(if $(ONLY),--only $(ONLY)) $(if $(AGAIN),--again) $(if $(QUICK),--quick)
 
 wheel: core ## build the wheel, install it in an empty environment and import it there
 	@.ci/wheel $(BIN)/python

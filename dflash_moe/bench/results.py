@@ -25,6 +25,7 @@ from typing import Any
 from dflash_moe.errors import ConfigError
 
 SCHEMA = 1
+NOT_MEASURED = (":(exclude)bench/results", ":(exclude)*.md")  # git's way to leave paths out
 
 
 def percentile(samples: Sequence[float], fraction: float) -> float:
@@ -135,14 +136,14 @@ def provenance() -> dict[str, Any]:
 
 def source_commit() -> tuple[str, bool]:
     """(commit, dirty) of the source tree this package runs from; ("unknown", True) for an installed
-    wheel.
+    wheel. Results and documents may differ from the commit: they are no code that is measured.
     """
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return "unknown", True
     try:
         commit = _git(root, "rev-parse", "HEAD")
-        dirty = bool(_git(root, "status", "--porcelain", "--untracked-files=no"))
+        dirty = bool(_git(root, "status", "--porcelain", "--untracked-files=no", "--", ".", *NOT_MEASURED))
     except (OSError, subprocess.SubprocessError):
         return "unknown", True
     return commit, dirty

@@ -10,12 +10,12 @@ from pathlib import Path
 
 from tests.checks import (
     citations,
-    cited_numbers,
     comment_widths,
     constructs,
     cycles,
     error_catalogue,
     file_heads,
+    generated_figures,
     includes,
     layers,
     links,
@@ -40,7 +40,7 @@ CHECKS = (
     error_catalogue,
     links,
     citations,
-    cited_numbers,
+    generated_figures,
     stub_parity,
 )
 
