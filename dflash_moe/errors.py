@@ -21,6 +21,11 @@ def shown(value: object) -> str:
     return text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 3] + "..."
 
 
+def printable(text: str) -> str:
+    """The text with bytes that are no UTF-8 spelt out: an argument, and so a path, may hold any."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
 class DflashError(Exception):
     """Base of all errors of this package."""
 

@@ -33,7 +33,10 @@ def doorbell(
     backend: BackendOption = "cuda",
     device: DeviceOption = 0,
     rounds: Annotated[
-        int, typer.Option(min=0, max=1 << 20, help="Of each ping-pong [default: 10,000; 50 if simulated].", show_default=False)
+        int,
+        typer.Option(
+            min=0, max=1 << 20, help="Rounds of each ping-pong [default: 10,000; 50 if simulated].", show_default=False
+        ),
     ] = 0,
     json_out: JsonOption = None,
 ) -> None:

@@ -41,7 +41,14 @@ def experts(
             show_default=False,
         ),
     ] = "",
-    tokens: Annotated[str, typer.Option(metavar="N[,N...]", help="Comma-separated batch sizes, in tokens.")] = "",
+    tokens: Annotated[
+        str,
+        typer.Option(
+            metavar="N[,N...]",
+            help="Comma-separated batch sizes, in tokens [default: 1 to 2,048, some with Zipf routing or from caches].",
+            show_default=False,
+        ),
+    ] = "",
     threads: Annotated[
         str, typer.Option(metavar="N[,N...]", help="Numbers of threads [default: 1 and all usable cores].", show_default=False)
     ] = "",

@@ -28,17 +28,28 @@ def compare(
     ],
     rows: Annotated[
         tuple[str, str] | None,
-        typer.Option("--rows", metavar="X Y", help="Within one file: rows named Y against rows named X.", show_default=False),
+        typer.Option(
+            "--rows",
+            metavar="X Y",
+            help="Within one file: rows named Y against rows named X [default: two files are compared].",
+            show_default=False,
+        ),
     ] = None,
     min_effect: Annotated[
         float, typer.Option(min=0.0, max=1.0, help="Smallest difference that counts, as a fraction of the time.")
     ] = 0.02,
     ignore: Annotated[
         list[str] | None,
-        typer.Option(metavar="PARAM", help="A parameter that may differ between the files; repeatable.", show_default=False),
+        typer.Option(
+            metavar="PARAM",
+            help="A parameter that may differ between the files; repeatable [default: none may].",
+            show_default=False,
+        ),
     ] = None,
     fail_if_slower: Annotated[bool, typer.Option("--fail-if-slower", help="Exit with 1 when anything is slower.")] = False,
-    json_out: Annotated[Path | None, typer.Option("--json", help="Write the verdicts here.", show_default=False)] = None,
+    json_out: Annotated[
+        Path | None, typer.Option("--json", help="Write the verdicts here [default: nowhere].", show_default=False)
+    ] = None,
 ) -> None:
     """Faster, slower or cannot tell: B against A, or row Y against row X, with bootstrap intervals
     from all samples.

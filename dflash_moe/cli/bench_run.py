@@ -22,11 +22,16 @@ if TYPE_CHECKING:
 JsonOption = Annotated[
     Path | None,
     typer.Option(
-        "--json", help="Write the result (all samples, machine, commit) here, anew after every round.", show_default=False
+        "--json",
+        help="Write the result (all samples, machine, commit) here, anew after every round [default: nowhere].",
+        show_default=False,
     ),
 ]
 PlotOption = Annotated[
-    Path | None, typer.Option("--plot", help="Draw the result into this PNG or SVG (needs matplotlib).", show_default=False)
+    Path | None,
+    typer.Option(
+        "--plot", help="Draw the result into this PNG or SVG, which needs matplotlib [default: nowhere].", show_default=False
+    ),
 ]
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -32,7 +33,15 @@ def register(app: typer.Typer) -> None:
 
 
 def doctor(
-    topology: options.TopologyOption = None,
+    topology: Annotated[
+        Path | None,
+        typer.Option(
+            "--topology",
+            metavar="FILE",
+            help="YAML file of the host and workers whose plan is shown [default: two local CPU workers].",
+            show_default=False,
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     selftest: Annotated[bool, typer.Option("--selftest", help="Also run all kernels against the reference.")] = False,
 ) -> None:

@@ -33,8 +33,12 @@ def register(app: typer.Typer) -> None:
 def generate(
     model: options.ModelOption,
     topology: options.TopologyOption = None,
-    prompt: Annotated[str | None, typer.Option(help="Text to complete.", show_default=False)] = None,
-    prompt_file: Annotated[Path | None, typer.Option(help="UTF-8 file with the text to complete.", show_default=False)] = None,
+    prompt: Annotated[
+        str | None, typer.Option(help="Text to complete [default: none; give this or --prompt-file].", show_default=False)
+    ] = None,
+    prompt_file: Annotated[
+        Path | None, typer.Option(help="UTF-8 file with the text to complete [default: none].", show_default=False)
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate at most.")] = 64,
     temperature: Annotated[
         float, typer.Option(min=0.0, max=MAX_TEMPERATURE, help="0 takes the most likely token; higher is more random.")
@@ -42,7 +46,10 @@ def generate(
     seed: Annotated[
         int, typer.Option(min=0, max=options.MAX_SEED, help="Seed of the sampling; without effect at temperature 0.")
     ] = 0,
-    json_out: Annotated[Path | None, typer.Option("--json", help="Write token ids, times and byte counts here.")] = None,
+    json_out: Annotated[
+        Path | None,
+        typer.Option("--json", help="Write token ids, times and byte counts here [default: nowhere].", show_default=False),
+    ] = None,
     **overrides: Any,
 ) -> None:
     """Complete a prompt. Without a topology: one local CPU worker."""

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from dflash_moe.cli.options import printable
+from dflash_moe.errors import printable
 from dflash_moe.protocol.keys import write_key_file
 
 

@@ -22,7 +22,7 @@ from typing import Annotated, Any
 import typer
 
 from dflash_moe.config import SETTINGS, Setting, resolve_settings
-from dflash_moe.errors import ConfigError, DflashError, shown
+from dflash_moe.errors import ConfigError, DflashError, printable, shown
 from dflash_moe.model.gguf_header import is_gguf
 from dflash_moe.runtime.threads import ThreadPlan, thread_plan
 from dflash_moe.runtime.transports import check_paths
@@ -192,11 +192,6 @@ def show_auto_log() -> None:
     auto_log.handlers = [handler]
     auto_log.setLevel(logging.INFO)
     auto_log.propagate = False
-
-
-def printable(text: str) -> str:
-    """The text with bytes that are no UTF-8 spelt out: an argument, and so a path, may hold any."""
-    return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def say(line: str) -> None:

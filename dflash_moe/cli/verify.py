@@ -29,7 +29,9 @@ def verify(
     model: options.ModelOption,
     topology: options.TopologyOption = None,
     seed: Annotated[int, typer.Option(min=0, max=options.MAX_SEED, help="Seed of the random token ids.")] = 0,
-    json_out: Annotated[Path | None, typer.Option("--json", help="Write the report here.", show_default=False)] = None,
+    json_out: Annotated[
+        Path | None, typer.Option("--json", help="Write the report here [default: nowhere].", show_default=False)
+    ] = None,
     **overrides: Any,
 ) -> None:
     """Compare with the model's own eager experts. --dtype is what model and wire run in (default:
