@@ -1,5 +1,5 @@
-"""Builds the C++ core and the simulator's plug-in with CMake; everything else about the package is
-in pyproject.toml.
+"""Builds the C++ core and the simulator's plug-in with CMake, and completes the readme's links;
+everything else about the package is in pyproject.toml.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -7,6 +7,7 @@ SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -51,6 +52,23 @@ class CMakeBuild(build_ext):
         for built in (target, target.with_name(f"lib{SIMULATOR}.so")):
             built.unlink(missing_ok=True)  # a process that has the former one mapped keeps it
             shutil.copy2(build_dir / built.name, built)
+        for plugin in map(Path, os.environ.get("DFLASH_PLUGINS", "").split()):  # of `make plugins`, for cards
+            shutil.copy2(plugin, target.parent / plugin.name)
 
 
-setup(ext_modules=[Extension("dflash_moe._core", sources=[])], cmdclass={"build_ext": CMakeBuild})
+def readme() -> str:
+    """README.md as a page of its own: relative links lead to the source's place on the web, and the
+    marks of generated figures are left out.
+    """
+    source = re.search(r'^Source = "([^"]+)"', (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE)
+    assert source is not None
+    text = re.sub(r"<!-- .*? -->", "", (ROOT / "README.md").read_text(encoding="utf-8"))
+    return re.sub(r"\]\((?![a-z]+:|#)([^)]+)\)", rf"]({source[1]}/blob/main/\1)", text)
+
+
+setup(
+    long_description=readme(),
+    long_description_content_type="text/markdown",
+    ext_modules=[Extension("dflash_moe._core", sources=[])],
+    cmdclass={"build_ext": CMakeBuild},
+)
