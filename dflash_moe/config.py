@@ -26,14 +26,17 @@ DTYPES = ("f32", "f16", "bf16")
 MODES = ("auto", "batched", "stream")
 NUMERICS = ("exact", "close")
 TRANSPORTS = ("auto", "shared", "stream")
-TRANSPORTS_TO_COME = ("fabric",)  # known words, so that an error says "not built" and not "misspelt"
+# These words are known, so that the error says "not built" and not "misspelt".
+TRANSPORTS_TO_COME = ("fabric",)
 ISAS = ("reference", "scalar", "neon", "neon_dotprod", "neon_i8mm", "neon_bf16", "avx2", "avx512", "avx512vnni", "avx512bf16")
-MAX_TOKENS = 4096  # largest slice: bounds the slots, not the calls
+# The largest slice has so many tokens. The bound is one of slots, not of calls.
+MAX_TOKENS = 4096
 MAX_THREADS = 1024
-MAX_BYTES = 1 << 50  # 1 PiB: more is a typing error
+# This is 1 PiB: more is a typing error.
+MAX_BYTES = 1 << 50
 MAX_TIMEOUT_S = 86_400.0
 MAX_SPIN_US = 1_000_000
-# below, every message takes many turns; above, it is a typing error
+# Below the first size every message takes many turns. A buffer above the second is a typing error.
 SOCKET_BUFFER_BYTES = (4 << 10, 1 << 30)
 
 _UNITS = {"": 1, "b": 1, "byte": 1, "bytes": 1}
@@ -42,9 +45,11 @@ _UNITS |= {f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgt", 1)}
 _SIZE = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,9})?)\s*([a-z]*)", re.ASCII)
 SIZE_FORMS = "bytes, or a number with KiB, MiB, GiB, TiB, KB, MB, GB or TB"
 
-_MAX_COMPARED = 100  # letters of a misspelt word; comparing takes their number squared
+# So many letters of a misspelt word are compared: the work grows with their number squared.
+_MAX_COMPARED = 100
 
-Parser = Callable[[Any], Any]  # raises ValueError on a value that is not allowed
+# A parser raises ValueError on a value that is not allowed.
+Parser = Callable[[Any], Any]
 
 
 def parse_bytes(value: object) -> int:
@@ -117,7 +122,8 @@ def _seconds(value: object) -> float:
         raise ValueError
     try:
         number = float(value)
-    except OverflowError:  # an integer beyond what a float can hold
+    except OverflowError:
+        # The integer is beyond what a float can hold.
         raise ValueError from None
     if not (math.isfinite(number) and 0 < number <= MAX_TIMEOUT_S):
         raise ValueError
@@ -164,7 +170,8 @@ class Setting:
     name: str
     flag: str | None
     environment: str | None
-    yaml: str | None  # dotted; keys outside `ipc.` are read by the topology itself
+    # The key is dotted. Keys outside `ipc.` are read by the topology itself.
+    yaml: str | None
     parse: Parser
     allowed: str
     default: Any
@@ -355,7 +362,7 @@ def check_environment(environ: Mapping[str, str]) -> None:
     known = [setting.environment for setting in SETTINGS if setting.environment]
     for variable in environ:
         if variable.startswith(PREFIX) and variable not in known:
-            # the common prefix would make all of them close
+            # The common prefix would make all variables close to each other.
             suffixes = {name.removeprefix(PREFIX): name for name in known}
             close = difflib.get_close_matches(variable.removeprefix(PREFIX)[:_MAX_COMPARED], suffixes, n=1)
             hint = f"; did you mean {suffixes[close[0]]!r}?" if close else "; unset it"

@@ -25,16 +25,20 @@ from dflash_moe.bench.torch_experts import TorchLayers, torch_kernels
 from dflash_moe.errors import ConfigError, UnsupportedError
 from dflash_moe.telemetry.machine import memory_available, usable_cores
 
-# measured unless others are named
+# These formats are measured unless others are named.
 FORMATS = ("f32", "f16", "bf16", "int8_g32", "int4_g32", "q8_0", "q4_k", "q6_k", "mxfp4")
 CANONICAL = "f32-canonical"
-# measured unless others are named, with the formats they take
+# These classes are measured unless others are named, each with the formats it takes.
 NUMERICS = (CANONICAL, "int8-groups", "bf16-dot", "bf16-bfdot")
 ROUTINGS = ("uniform", "zipf")
 SOURCES = ("dram", "cache")
-ROTATION_BYTES = 512 << 20  # several times the largest last-level caches of one core's share
-PEAK_READ_BYTES = 256 << 20  # per thread
-SAMPLE_S = 0.06  # one measurement: as many forwards as take about this long
+# The weights in rotation are several times larger than the share of one core in the largest
+# last-level caches.
+ROTATION_BYTES = 512 << 20
+# Each thread reads so many bytes when the peak is measured.
+PEAK_READ_BYTES = 256 << 20
+# One measurement takes as many forwards as need about this long.
+SAMPLE_S = 0.06
 MAX_FORWARDS = 200
 
 
@@ -128,7 +132,8 @@ class ExpertsCase:
     def measure(self, *, keep: bool) -> None:
         """The first, unkept round also finds how many forwards one measurement takes."""
         if not self.forwards:
-            self.forward(1)  # touches everything once
+            # The first forward touches everything once.
+            self.forward(1)
             self.forwards = max(1, min(MAX_FORWARDS, round(SAMPLE_S / max(1e-6, min(self.forward(2))))))
         samples = self.forward(self.forwards)
         if keep:
@@ -254,7 +259,8 @@ def _cases(params: ExpertsParams, shape: ExpertShape, fmt: str, isa: str, thread
     batches = {(tokens, routing): make_batch(shape, tokens, routing, params.seed) for tokens, routing, _ in wanted}
     kernels = [_own_kernel(shape, fmt, isa, threads, numerics) for numerics in peaks]
     if params.with_torch and fmt in FLOATS and CANONICAL not in peaks:
-        peaks[CANONICAL] = Peaks(isa, threads)  # torch's roof
+        # The roof of torch is that of float32.
+        peaks[CANONICAL] = Peaks(isa, threads)
     if params.with_torch and fmt in FLOATS:
         kernels += torch_kernels(TorchLayers.create(shape, fmt, _num_layers(shape, fmt)), threads)
     return [

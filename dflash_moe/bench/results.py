@@ -25,7 +25,8 @@ from typing import Any
 from dflash_moe.errors import ConfigError
 
 SCHEMA = 1
-NOT_MEASURED = (":(exclude)bench/results", ":(exclude)*.md")  # git's way to leave paths out
+# Git leaves out paths that are written in this way.
+NOT_MEASURED = (":(exclude)bench/results", ":(exclude)*.md")
 
 
 def percentile(samples: Sequence[float], fraction: float) -> float:
@@ -63,8 +64,9 @@ class BenchResult:
     interleaved: bool = False
     summary: list[dict[str, Any]] = field(default_factory=list)
     timelines: list[dict[str, Any]] = field(default_factory=list)
-    ended_by: str | None = None  # what ended an incomplete run
-    # of the start: an edit meanwhile changes no code
+    # An incomplete run says what ended it.
+    ended_by: str | None = None
+    # This describes the tree at the start: an edit meanwhile changes no code that runs.
     provenance: dict[str, Any] = field(default_factory=lambda: provenance())
 
     def as_json(self) -> dict[str, Any]:
@@ -90,7 +92,8 @@ class BenchResult:
         try:
             partial.write_text(json.dumps(self.as_json(), indent=1) + "\n", encoding="utf-8")
             partial.replace(path)
-        except OSError as error:  # a full disk's names no file
+        except OSError as error:
+            # The error of a full disk names no file.
             with suppress(OSError):
                 partial.unlink()
             raise OSError(error.errno, error.strerror, str(path)) from None

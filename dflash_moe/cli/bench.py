@@ -28,8 +28,10 @@ DtypesOption = Annotated[
 RepeatOption = Annotated[int, typer.Option(min=1, help="Measured rounds; the modes are interleaved in each.")]
 LocalOption = Annotated[bool, typer.Option("--local/--no-local", help="Also measure all experts in the host process.")]
 ALL_MODES = "stream,batched,auto"
-MAX_PAYLOAD_BYTES = 64 << 20  # of a ping-pong; what a slot holds at most
-MAX_PROMPT_TOKENS = 1 << 20  # above any context window of today's models: more is a typing error
+# A slot holds no more bytes, so that no payload of a ping-pong can be larger.
+MAX_PAYLOAD_BYTES = 64 << 20
+# No model of today has a context window as long: more is a typing error.
+MAX_PROMPT_TOKENS = 1 << 20
 
 
 def register(app: typer.Typer) -> None:

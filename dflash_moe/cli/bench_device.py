@@ -17,7 +17,8 @@ from dflash_moe.errors import ConfigError, DflashError
 
 BACKENDS = ("cuda", "hip", "sim")
 KINDS = {"kernel": "a kernel", "stream": "the stream", "call": "the stream, by calls of the host"}
-MAX_STEP_TOKENS = 64  # kMostStepTokens
+# A device step takes no more rows (kMostStepTokens of the core).
+MAX_STEP_TOKENS = 64
 
 BackendOption = Annotated[str, typer.Option(help=f"The card's kind: {', '.join(BACKENDS)}.")]
 DeviceOption = Annotated[int, typer.Option(min=0, help="The card's number.")]

@@ -21,9 +21,11 @@ if TYPE_CHECKING:
     from dflash_moe.bench.prefill import Series
     from dflash_moe.runtime.expert_runtime import ExpertRuntime
 
-ASSETS = "dflash_moe_demo"  # the package of bench/demo_model
+# This package of bench/demo_model holds the model and the prompt.
+ASSETS = "dflash_moe_demo"
 PROMPT = "Return a list of"
-MIN_PROMPT_TOKENS = 2000  # of the prefill table
+# The prompt of the prefill table has at least so many tokens.
+MIN_PROMPT_TOKENS = 2000
 MODES = ("stream", "batched", "auto")
 DTYPES = ("f32", "bf16")
 NEW_TOKENS = 48

@@ -22,7 +22,8 @@ from dflash_moe.telemetry.cores import numa_nodes
 from dflash_moe.telemetry.machine import cores_reason, physical_cores, usable_cores
 from dflash_moe.topology import HOST, MemoryBudget, Topology
 
-PLANNED_WORKERS = 2  # of the plan that is shown: the demo's
+# The plan that is shown has as many workers as the demo.
+PLANNED_WORKERS = 2
 LEAST_MEMORY_BYTES = 1 << 30
 LEAST_OPEN_FILES = 256
 

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from dflash_moe.runtime.expert_runtime import ExpertRuntime
 
 
-MAX_TEMPERATURE = 1e4  # beyond, every token is as likely as any other
+# Beyond this temperature every token is as likely as any other.
+MAX_TEMPERATURE = 1e4
 
 
 def register(app: typer.Typer) -> None:

@@ -18,7 +18,8 @@ from dflash_moe.cli import options
 if TYPE_CHECKING:
     from dflash_moe.runtime.fleet import LoadingReport
 
-LINE_EVERY_S = 2.0  # a load that takes less is not worth a line
+# A load that takes less time is not worth a line.
+LINE_EVERY_S = 2.0
 
 
 class Lines:

@@ -22,13 +22,14 @@ from dflash_moe.errors import DflashError, printable
 from dflash_moe.version import __version__
 
 PROGRAM = "dflash-moe"
-# In the order of --help. A module that is not there (yet) is left out; one that is there and broken
-# raises.
+# These are the commands in the order of --help. One whose module is not there (yet) is left out; a
+# module that is there and broken raises.
 COMMANDS = ("demo", "doctor", "model", "worker", "key", "generate", "verify", "serve", "plan", "bench")
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 DEBUG = "--debug"
-HOST_PACKAGES = {"torch", "transformers"}  # absent where only workers run
+# These packages are absent where only workers run.
+HOST_PACKAGES = {"torch", "transformers"}
 HOST_EXTRA = "dflash-moe[host]"
 
 
@@ -40,7 +41,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
     try:
         code = build_app(_asked_for(given))(given, prog_name=PROGRAM, standalone_mode=False)
         sys.stdout.flush()
-        if code == EXIT_INTERRUPTED:  # how some versions of the parser hand over a Ctrl-C
+        if code == EXIT_INTERRUPTED:
+            # Some versions of the parser hand over a Ctrl-C in this way.
             _say_last("interrupted")
         return code if isinstance(code, int) else 0
     except (KeyboardInterrupt, typer.Abort):
@@ -49,7 +51,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except typer.Exit as stop:
         return int(stop.exit_code)
     except BrokenPipeError:
-        # the reader of stdout left; the flush at exit must not complain again
+        # The reader of stdout left. The flush at exit must not complain again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 1
     except Exception as error:  # noqa: BLE001 - the one place where errors become text

@@ -48,7 +48,8 @@ ExplainOption = Annotated[
     bool, typer.Option("--explain-auto", help="At the end, on stderr: what mode auto measured, predicted and chose per worker.")
 ]
 
-MAX_SEED = (1 << 63) - 1  # what torch's generators take
+# The generators of torch take no larger seed.
+MAX_SEED = (1 << 63) - 1
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 _NUMBER = re.compile(r"[-+]?[0-9.,]*[%x]?", re.ASCII)

@@ -26,9 +26,11 @@ from dflash_moe.errors import ConfigError, DflashError
 if TYPE_CHECKING:
     from dflash_moe.topology import HostSpec
 
-_FUTEX_CALL = {"x86_64": 202, "aarch64": 98}  # Linux system call numbers
+# Linux has these numbers for the system call.
+_FUTEX_CALL = {"x86_64": 202, "aarch64": 98}
 _FUTEX_WAKE = 1
-_SEAL_FUTURE_WRITE = 0x10  # linux/fcntl.h; Python names it from 3.13 on
+# The value is that of linux/fcntl.h. Python names it from version 3.13 on.
+_SEAL_FUTURE_WRITE = 0x10
 PACKAGES = ("torch", "transformers", "numpy", "safetensors", "msgpack", "pyyaml", "typer")
 
 Finding = dict[str, Any]
@@ -200,7 +202,8 @@ def _try_shared() -> None:
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _SEAL_FUTURE_WRITE)
             word = ctypes.c_uint32.from_buffer(mapping)
             _wake_futex(ctypes.addressof(word))
-            del word  # the mapping cannot close while something points into it
+            # The mapping cannot close while something points into it.
+            del word
     finally:
         os.close(descriptor)
     os.close(os.eventfd(0, os.EFD_CLOEXEC))

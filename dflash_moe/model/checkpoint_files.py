@@ -20,7 +20,8 @@ from dflash_moe.model.safetensors_header import MAX_HEADER_BYTES
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 MAX_SPLITS = 999
-MAX_NAME_BYTES = 255  # of one file's name, on every file system of Linux
+# No file system of Linux takes a longer name.
+MAX_NAME_BYTES = 255
 
 _SPLIT = re.compile(r"(.*)-([0-9]{5})-of-([0-9]{5})\.gguf")
 
@@ -78,7 +79,8 @@ def _is_file_name(value: Any) -> bool:
         return False
     try:
         return len(value.encode("utf-8")) <= MAX_NAME_BYTES
-    except UnicodeEncodeError:  # half of a surrogate pair, which JSON can spell
+    except UnicodeEncodeError:
+        # JSON can spell half of a surrogate pair, which no file name can hold.
         return False
 
 

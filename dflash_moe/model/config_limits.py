@@ -15,9 +15,9 @@ from typing import Any
 from dflash_moe import _core
 from dflash_moe.errors import UnsupportedError, shown
 
-# Fields that count layers or experts, by the names configurations have for them: num_hidden_layers,
-# n_layer, encoder_layers, depth (of a vision tower), num_local_experts, n_routed_experts, and a
-# GGUF file's block_count and expert_count.
+# These fields count layers or experts, by the names that configurations have for them:
+# num_hidden_layers, n_layer, encoder_layers, depth (of a vision tower), num_local_experts,
+# n_routed_experts, and the block_count and expert_count of a GGUF file.
 _COUNTS_LAYERS = re.compile(r"(?:num|n)_(?:\w+_)?layers?|(?:\w+_)?(?:encoder|decoder|hidden)_layers|depth|block_count")
 _COUNTS_EXPERTS = re.compile(r"(?:moe_)?(?:num|n)_(?:\w+_)?experts|expert_count")
 

@@ -21,11 +21,12 @@ if TYPE_CHECKING:
     from dflash_moe.model.checkpoint import Checkpoint
     from dflash_moe.model.ffn import FfnSpec, TensorPattern
 
-# A disk that gives nothing for so long is gone. Where a host waits for a worker, its own limit
-# (start_timeout_s without progress) is shorter.
+# A disk that gives nothing for so long is gone. Where a host waits for a worker, the limit of the
+# host (start_timeout_s without progress) is shorter.
 STANDSTILL_S = 600.0
 
-_MATRIX = re.compile(r"\b(gate|up|down): ")  # how the core names the matrix that is wrong
+# The core names the matrix that is wrong in this way.
+_MATRIX = re.compile(r"\b(gate|up|down): ")
 
 
 def load_experts(
@@ -46,7 +47,8 @@ def load_experts(
     one ends the loading.
     """
     for index in range(len(checkpoint.files)):
-        checkpoint.mapped_file(index)  # once, before threads ask for the same
+        # Each file is mapped here, because the threads below would map it twice.
+        checkpoint.mapped_file(index)
 
     def load(place: int) -> None:
         expert = experts[place]

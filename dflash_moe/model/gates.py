@@ -18,23 +18,24 @@ from dflash_moe.errors import UnsupportedError
 from dflash_moe.model.ffn import ACTIVATIONS
 from dflash_moe.model.refusals import refusing
 
-# transformers' names of the activations we have. The tanh forms differ from each other by rounding
-# only.
+# These are the names that transformers has for the activations of the core. The tanh forms of GELU
+# differ from each other by rounding only.
 _KNOWN_ACTIVATIONS = {
     "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_python": "gelu", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh", "gelu_python_tanh": "gelu_tanh", "gelu_accurate": "gelu_tanh", "relu": "relu",
     "relu2": "relu_squared", "linear": "identity", "sigmoid": "sigmoid", "quick_gelu": "quick_gelu",
 }  # fmt: skip
 
-# Where gate and up lie in the output of the first projection.
+# Gate and up can lie in these places of the first projection's output.
 _LAYOUTS = (("first_half", "second_half"), ("even", "odd"), ("second_half", "first_half"), ("odd", "even"))
 
-# A gate agrees when every value does to this fraction of the largest: float32 arithmetic inside a
-# class passes, another formula does not (the two forms of GELU, the closest pair, differ by 1e-4 of
-# a value of this size).
+# A gate agrees when every value does to this fraction of the largest. Float32 arithmetic inside a
+# class stays below it, and another formula does not: the closest pair, the two forms of GELU,
+# differs by 1e-4 of a value of this size.
 _TOLERANCE = 2e-6
 _NUM_VALUES = 512
-_MAX_CONSTANT = 1e30  # a slope or limit beyond changes no float32 value; also what float() can convert
+# A slope or limit beyond this changes no float32 value; float() can still convert it.
+_MAX_CONSTANT = 1e30
 
 
 @dataclass(frozen=True, slots=True)

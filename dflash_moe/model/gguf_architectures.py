@@ -20,11 +20,12 @@ from dflash_moe.model.refusals import refusing
 if TYPE_CHECKING:
     from dflash_moe.model.checkpoint import Checkpoint
 
-_SIGMOID = 2  # llama.cpp's number of this router function
+# This number stands for a sigmoid router in the metadata that llama.cpp writes.
+_SIGMOID = 2
 _EMBEDDING = "token_embd.weight"
 _OUTPUT = "output.weight"
 
-# Configuration field -> metadata key below the architecture's name.
+# Each configuration field is read from this metadata key below the architecture's name.
 _COMMON_FIELDS = {
     "max_position_embeddings": "context_length",
     "num_hidden_layers": "block_count",
@@ -37,7 +38,8 @@ _COMMON_FIELDS = {
 }
 _OPTIONAL_FIELDS = {"intermediate_size": "feed_forward_length", "head_dim": "attention.key_length"}
 
-# llama.cpp's leaf names -> transformers' module names.
+# Tensor names begin with llama.cpp's words on the left, and with transformers' module names on the
+# right.
 _DECODER_NAMES = (
     (r"^token_embd\.", "model.embed_tokens."),
     (r"^output_norm\.", "model.norm."),
@@ -161,7 +163,8 @@ def _rope_scaling(checkpoint: Checkpoint, name: str, metadata: dict[str, Any]) -
         for field, default in (("beta_fast", 32.0), ("beta_slow", 1.0)):
             scaling[field] = metadata.get(f"{name}.rope.scaling.yarn_{field}", default)
     if name == "gpt-oss":
-        scaling["truncate"] = False  # its code has it so
+        # The published code of gpt-oss sets this, and the file does not say it.
+        scaling["truncate"] = False
     original = f"{name}.rope.scaling.original_context_length"
     if original in metadata:
         scaling["original_max_position_embeddings"] = metadata[original]

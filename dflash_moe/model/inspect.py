@@ -16,7 +16,8 @@ from dflash_moe.model.spec import LayerSpec, ModelSpec, model_spec
 from dflash_moe.model.weight_formats import RESIDENT_CHOICES
 
 GIB = 1 << 30
-WORKER_GIB = (4, 8, 16, 24, 32, 48, 80, 96, 141, 192)  # memory sizes of cards and machines in use
+# Cards and machines in use have these amounts of memory.
+WORKER_GIB = (4, 8, 16, 24, 32, 48, 80, 96, 141, 192)
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,16 +28,19 @@ END_OF_TEXT_ID = NUM_BYTES
 VOCAB_SIZE = NUM_BYTES + 1
 MIN_POSITIONS = 8192
 DTYPE_BYTES = {"f32": 4, "f16": 2, "bf16": 2}
-MAX_SEED = (1 << 63) - 1  # what torch takes
+# The generators of torch take no larger seed.
+MAX_SEED = (1 << 63) - 1
 
-# Names under which configurations keep one thing. All that a configuration has are set.
+# Configurations keep one thing under several names. All that a configuration has are set.
 _EXPERTS_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_moe_experts")
 _TOP_K_FIELDS = ("num_experts_per_tok", "moe_k", "moe_topk", "moe_top_k", "top_k_experts", "num_experts_per_token")
 
 # An expert may get this many times more or fewer tokens than its share, beyond what chance
 # explains.
 _BALANCE_FACTOR = 3.0
-_CENTRING_ROUNDS = 2  # centring a layer's router changes the inputs of the later ones
+# Centring the router of a layer changes the inputs of the later ones, so that one round is not
+# enough.
+_CENTRING_ROUNDS = 2
 _TOKENS_PER_EXPERT = 64
 _MAX_TOKENS = 1024
 
@@ -205,7 +208,8 @@ def _sizes(text: Any, options: MakeOptions) -> dict[str, Any]:
         **dict.fromkeys(_TOP_K_FIELDS, options.top_k),
     }
     for name, value in (("n_shared_experts", 1), ("layer_types", ["full_attention"] * options.num_layers)):
-        if name in fields and fields[name] is None:  # a default that does not build
+        if name in fields and fields[name] is None:
+            # The default of such a field does not build a model.
             wanted[name] = value
     if (fields.get("max_position_embeddings") or MIN_POSITIONS) < MIN_POSITIONS:
         wanted["max_position_embeddings"] = MIN_POSITIONS
@@ -215,7 +219,7 @@ def _sizes(text: Any, options: MakeOptions) -> dict[str, Any]:
 def _width_of_mlp(fields: dict[str, Any], options: MakeOptions) -> dict[str, int]:
     size = options.moe_intermediate_size
     if "moe_intermediate_size" in fields:
-        # the latter is that of dense layers
+        # `intermediate_size` is then the width of the dense layers.
         return {"moe_intermediate_size": size, "intermediate_size": 2 * size}
     return {"intermediate_size": size}
 
@@ -223,7 +227,8 @@ def _width_of_mlp(fields: dict[str, Any], options: MakeOptions) -> dict[str, int
 def _head_sizes(fields: dict[str, Any], head_dim: int) -> dict[str, int | None]:
     if not fields.get("kv_lora_rank"):
         return {"head_dim": head_dim}
-    return {  # latent attention: half of a query head turns with the position
+    # With latent attention half of a query head turns with the position.
+    return {
         "kv_lora_rank": 2 * head_dim,
         "q_lora_rank": 2 * head_dim if fields.get("q_lora_rank") else None,
         "qk_rope_head_dim": head_dim // 2,
@@ -250,7 +255,7 @@ def _randomise_module(module: Any) -> None:
         if value is None:
             continue
         if name.endswith("bias"):
-            # not a router's correction, which is to stay 0
+            # The correction of a router is a bias as well, but has no weight beside it; it stays 0.
             if "weight" in module._parameters or name.endswith("proj_bias"):
                 value.normal_(0.0, 0.1)
         elif isinstance(module, torch.nn.Embedding):
@@ -304,7 +309,7 @@ def check_routing(model: Any, options: MakeOptions) -> tuple[float, float]:
     shares = [found.double() / (found.sum() / options.num_experts) for found in counts]
     least, most = min(float(share.min()) for share in shares), max(float(share.max()) for share in shares)
     share = min(float(found.sum()) / num_experts for found in counts)
-    # three deviations of a count that small
+    # A count this small varies by three standard deviations without a fault of the router.
     chance = 0.0 if share >= _TOKENS_PER_EXPERT / 2 else 3.0 / share**0.5
     if least < max(0.0, 1 / _BALANCE_FACTOR - chance) or most > _BALANCE_FACTOR + chance:
         raise DflashError(

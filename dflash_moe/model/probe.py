@@ -24,8 +24,10 @@ from dflash_moe.model.tensor_names import take_part
 
 _NUM_ROWS = 24
 _TOP_K = 3
-_NUM_EXPERTS = 6  # that rows are sent to
-# of a row's largest value: classes that compute parts in float32 pass, another formula does not
+# Rows are sent to at most so many experts.
+_NUM_EXPERTS = 6
+# A value may differ by this fraction of its row's largest. Classes that compute parts in float32
+# stay below it, and another formula does not.
 _TOLERANCE = 2e-5
 
 
@@ -47,7 +49,7 @@ def confirm(module: Any, ffn: FfnSpec, formula: Formula) -> None:
     used = min(module._parameters["down_proj"].shape[0], _NUM_EXPERTS)
     toy = _toy_module(module, shrink, used, generator)
     rows = torch.randn(_NUM_ROWS, toy_ffn.in_size, generator=generator)
-    # small, usual, and past the limits of gates
+    # The rows are small, usual, and large enough to pass the limits of gates.
     rows *= torch.tensor([0.5, 2.0, 8.0]).repeat(_NUM_ROWS // 3)[:, None]
     top_k = min(_TOP_K, used)
     ids = torch.stack([torch.randperm(used, generator=generator)[:top_k] for _ in range(_NUM_ROWS)])

@@ -16,7 +16,8 @@ from pathlib import Path
 
 from dflash_moe.errors import CheckpointError, DflashError, UnsupportedError, shown
 
-_MAX_QUOTED = 400  # characters of a foreign message; some print a whole configuration
+# At most so many characters of a foreign message are quoted: some print a whole configuration.
+_MAX_QUOTED = 400
 
 
 @contextmanager

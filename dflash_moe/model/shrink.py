@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from dflash_moe.errors import UnsupportedError
 
-# Doubled primes: no product of one with a power of two equals that of another, so widths that
-# differ stay different.
+# These are doubled primes. No product of one with a power of two equals that of another, so that
+# widths that differ stay different.
 _BASES = (6, 10, 14, 22, 26, 34, 38, 46, 58, 62)
 
 

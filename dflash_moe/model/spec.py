@@ -21,8 +21,8 @@ from dflash_moe.model.gates import Formula, recognise
 from dflash_moe.model.tensor_names import Conversion
 from dflash_moe.model.weight_formats import FLOATS, common_format, join_formats, resident_formats
 
-# the host's model where the checkpoint names no dtype: what models with block formats were trained
-# in
+# The host's model has this dtype where the checkpoint names none: models with block formats were
+# trained in it.
 QUANTISED_DTYPE = "bf16"
 
 
@@ -211,4 +211,5 @@ def _top_k(name: str, architecture: Architecture) -> int:
             value = getattr(owner, field, None)
             if type(value) is int and value > 0:
                 return value
-    return 1 << 16  # more than any layer has: the caller takes the smaller
+    # No layer has as many experts, and the caller takes the smaller number.
+    return 1 << 16

@@ -85,7 +85,8 @@ class Conversion:
         """
         ties = getattr(self.model, "all_tied_weights_keys", None) or {}
         if parameter not in self.recipes and ties.get(parameter) in self.recipes:
-            parameter = ties[parameter]  # stored once, under the name it is tied to
+            # A tied tensor is stored once, under the name that it is tied to.
+            parameter = ties[parameter]
         target, recipe = self._recipe_for(parameter)
         layout = _Layout.of(self.checkpoint, recipe, shape)
         with refusing(f"{parameter}: its tensors cannot be traced{_operations_text(recipe)}"):

@@ -32,7 +32,8 @@ from dflash_moe.topology.yaml_nodes import Value, compose
 
 MAX_FILE_BYTES = 1 << 20
 MAX_WORKERS = 256
-MAX_EXPERT_ID = 65_534  # local ids and counts are u16 on the wire
+# Local ids and counts of experts are u16 on the wire.
+MAX_EXPERT_ID = 65_534
 MAX_LAYER = 4095
 MAX_DEVICE = 255
 MAX_CPU = 65_535
@@ -55,7 +56,8 @@ WORKER_KEYS = (
     "activations",
     "cpus",
 )  # fmt: skip
-LEAST_MBIT_S = 0.01  # below, one row takes seconds and every call times out
+# Below this rate one row takes seconds, and every call times out.
+LEAST_MBIT_S = 0.01
 EMULATE_LIMITS = {
     "delay_ms": (0.0, MAX_DELAY_MS),
     "jitter_ms": (0.0, MAX_DELAY_MS),
@@ -94,7 +96,8 @@ def load_topology(path: Path) -> TopologyParts:
         if len(content) <= MAX_FILE_BYTES:
             line = content.count(b"\n", 0, error.start) + 1
             raise TopologyError(f"{path}:{line}: the file is not UTF-8 text") from None
-        text = " " * len(content)  # too long anyhow; the check below says so
+        # The file is too long for a topology whatever it says; the check below reports that.
+        text = " " * len(content)
     return parse_topology(text, str(path))
 
 

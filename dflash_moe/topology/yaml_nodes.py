@@ -20,8 +20,10 @@ import yaml.reader
 from dflash_moe.config import did_you_mean
 from dflash_moe.errors import TopologyError, shown
 
-MAX_DEPTH = 16  # the format needs 5; bounds the recursion of the composer
-MAX_INTEGER = 1 << 63  # nothing in a topology is larger; Python would take any length
+# The format needs 5 levels. The bound limits the recursion of the composer.
+MAX_DEPTH = 16
+# Nothing in a topology is larger. Python would take an integer of any length.
+MAX_INTEGER = 1 << 63
 _TAG = "tag:yaml.org,2002:"
 _NUMBER_TAGS = (f"{_TAG}int", f"{_TAG}float")
 _TEXT_TAGS = (f"{_TAG}str", f"{_TAG}timestamp", f"{_TAG}value")
