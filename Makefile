@@ -20,6 +20,10 @@ STAMPS := $(VENV)/.stamps
 CMAKE := $(BIN)/cmake
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 CCACHE := $(if $(shell command -v ccache 2>/dev/null),-DCMAKE_CXX_COMPILER_LAUNCHER=ccache)
+# Paths below this folder are compared relative to the build folder, so that the core, the tests and
+# the wheel compile a source once.
+export CCACHE_BASEDIR ?= $(CURDIR)
+export CCACHE_NOHASHDIR ?= 1
 CONFIGURE = $(CMAKE) -S csrc -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) -DDFLASH_BINDINGS=OFF $(CCACHE) --log-level=WARNING
 export PATH := $(abspath $(BIN)):$(PATH)
 # Workers and tests are many small processes: passive waiting keeps OpenMP of torch from starving
@@ -28,7 +32,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := build
 .DELETE_ON_ERROR:
-.PHONY: build demo test check asan tsan fuzz neon verify-all bench wheel clean distclean help core plugins gpu-check system-build system-test system-fuzz
+.PHONY: build demo test check asan tsan fuzz neon verify-all bench results wheel clean distclean help core plugins gpu-check system-build system-test system-fuzz
 
 build: core ## environment and C++ core, editable, in .venv
 	@echo "ready: $(BIN)/dflash-moe"
@@ -63,7 +67,7 @@ $(STAMPS)/packages: pyproject.toml setup.py bench/demo_model/pyproject.toml $(ST
 	@echo "==> installing Python packages and building the C++ core (log: $(STAMPS)/install.log)"
 	@$(BIN)/python -m pip freeze --quiet | { grep -i '^torch==' || true; } > $(STAMPS)/constraints.txt
 	@extras=bench,dev; $(BIN)/python -c 'import torch' >/dev/null 2>&1 && extras=host,host-test,$$extras; \
-	 { $(PIP) install --upgrade 'setuptools>=68' wheel 'pybind11>=2.12' 'cmake>=3.22' ninja \
+	 { $(PIP) install --upgrade 'setuptools>=77' 'pybind11>=2.12' 'cmake>=3.22' ninja \
 	   && $(PIP) install --no-build-isolation -c $(STAMPS)/constraints.txt -e ".[$$extras]" -e ./bench/demo_model; } > $(STAMPS)/install.log 2>&1 \
 	 || { tail -n 40 $(STAMPS)/install.log >&2; echo "make: installing failed; the whole log is $(STAMPS)/install.log" >&2; exit 1; }
 	@touch $@
@@ -132,6 +136,11 @@ verify-all: core ## the slow tests: every family, every mode, the long fault run
 bench: core ## one bench case (CASE=ipc), JSON under build/bench/
 	@mkdir -p build/bench
 	@$(BIN)/dflash-moe bench $(CASE) --json build/bench/$(CASE).json
+
+# Steps of one commit go on where they were: `make results ONLY=ipc,modes`, AGAIN=1 measures anew,
+# QUICK=1 tries all with tiny parameters.
+results: core ## measure all recorded results again (2 hours on two cores), write plots and documents
+	@$(BIN)/python -m bench.record $(if $(ONLY),--only $(ONLY)) $(if $(AGAIN),--again) $(if $(QUICK),--quick)
 
 wheel: core ## build the wheel, install it in an empty environment and import it there
 	@.ci/wheel $(BIN)/python

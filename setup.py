@@ -1,5 +1,5 @@
-"""Builds the C++ core, the extension that measures and the simulator's plug-ins with CMake;
-everything else about the package is in pyproject.toml.
+"""Builds the C++ core, the extension that measures and the simulator's plug-ins with CMake, and
+completes the links of the readme; everything else about the package is in pyproject.toml.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -7,6 +7,7 @@ SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -56,6 +57,23 @@ class CMakeBuild(build_ext):
         for built in (target, target.with_name(f"lib{plugin}.so")):
             built.unlink(missing_ok=True)  # a process that has the former one mapped keeps it
             shutil.copy2(build_dir / built.name, built)
+        for card_plugin in map(Path, os.environ.get("DFLASH_PLUGINS", "").split()):  # of `make plugins`
+            shutil.copy2(card_plugin, target.parent / card_plugin.name)
 
 
-setup(ext_modules=[Extension(f"dflash_moe.{module}", sources=[]) for module in PLUGINS], cmdclass={"build_ext": CMakeBuild})
+def readme() -> str:
+    """README.md as a page of its own: relative links lead to the source's place on the web, and the
+    marks of generated figures are left out.
+    """
+    source = re.search(r'^Source = "([^"]+)"', (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE)
+    assert source is not None
+    text = re.sub(r"<!-- .*? -->", "", (ROOT / "README.md").read_text(encoding="utf-8"))
+    return re.sub(r"\]\((?![a-z]+:|#)([^)]+)\)", rf"]({source[1]}/blob/main/\1)", text)
+
+
+setup(
+    long_description=readme(),
+    long_description_content_type="text/markdown",
+    ext_modules=[Extension(f"dflash_moe.{module}", sources=[]) for module in PLUGINS],
+    cmdclass={"build_ext": CMakeBuild},
+)

@@ -20,14 +20,13 @@ from dflash_moe.errors import (
     WorkerLost,
     WorkerTimeout,
 )
+from dflash_moe.version import __version__
 
 if TYPE_CHECKING:
     from dflash_moe.integrations.transformers import load_model, offload
     from dflash_moe.runtime.expert_call import ExpertCall
     from dflash_moe.runtime.expert_runtime import ExpertRuntime
     from dflash_moe.topology import Topology
-
-__version__ = "0.1.0"
 
 _LAZY = {
     "ExpertCall": "dflash_moe.runtime.expert_call",

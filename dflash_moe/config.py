@@ -19,20 +19,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dflash_moe.errors import ConfigError
+from dflash_moe.errors import ConfigError, shown
 
 PREFIX = "DFLASH_MOE_"
 DTYPES = ("f32", "f16", "bf16")
 MODES = ("auto", "batched", "stream")
 NUMERICS = ("exact", "close")
-TRANSPORTS = ("auto", "shared", "stream", "fabric")
+TRANSPORTS = ("auto", "shared", "stream")
+# These words are known, so that the error says "not built" and not "misspelt".
+TRANSPORTS_TO_COME = ("fabric",)
 ISAS = ("reference", "scalar", "neon", "neon_dotprod", "neon_i8mm", "neon_bf16", "avx2", "avx512", "avx512vnni", "avx512bf16")
-MAX_TOKENS = 4096  # largest slice: bounds the slots, not the calls
+# The largest slice has so many tokens. The bound is one of slots, not of calls.
+MAX_TOKENS = 4096
 MAX_THREADS = 1024
-MAX_BYTES = 1 << 50  # 1 PiB: more is a typing error
+# This is 1 PiB: more is a typing error.
+MAX_BYTES = 1 << 50
 MAX_TIMEOUT_S = 86_400.0
 MAX_SPIN_US = 1_000_000
-# below, every message takes many turns; above, it is a typing error
+# Below the first size every message takes many turns. A buffer above the second is a typing error.
 SOCKET_BUFFER_BYTES = (4 << 10, 1 << 30)
 
 _UNITS = {"": 1, "b": 1, "byte": 1, "bytes": 1}
@@ -41,7 +45,11 @@ _UNITS |= {f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgt", 1)}
 _SIZE = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,9})?)\s*([a-z]*)", re.ASCII)
 SIZE_FORMS = "bytes, or a number with KiB, MiB, GiB, TiB, KB, MB, GB or TB"
 
-Parser = Callable[[Any], Any]  # raises ValueError on a value that is not allowed
+# So many letters of a misspelt word are compared: the work grows with their number squared.
+_MAX_COMPARED = 100
+
+# A parser raises ValueError on a value that is not allowed.
+Parser = Callable[[Any], Any]
 
 
 def parse_bytes(value: object) -> int:
@@ -72,15 +80,22 @@ def format_bytes(num_bytes: float) -> str:
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """ "; did you mean 'x'?" or the empty string."""
-    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    close = difflib.get_close_matches(word[:_MAX_COMPARED], list(known), n=1, cutoff=0.6)
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
-def _choice(*allowed: str) -> Parser:
+class _NotBuiltError(ValueError):
+    """A value that is known and that this version cannot serve."""
+
+
+def _choice(*allowed: str, to_come: tuple[str, ...] = ()) -> Parser:
     def parse(value: object) -> str:
-        if isinstance(value, str) and value.strip().lower() in allowed:
-            return value.strip().lower()
-        raise ValueError
+        word = value.strip().lower() if isinstance(value, str) else ""
+        if word in to_come:
+            raise _NotBuiltError
+        if word not in allowed:
+            raise ValueError
+        return word
 
     return parse
 
@@ -105,7 +120,11 @@ def _whole(low: int, high: int) -> Parser:
 def _seconds(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         raise ValueError
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError:
+        # The integer is beyond what a float can hold.
+        raise ValueError from None
     if not (math.isfinite(number) and 0 < number <= MAX_TIMEOUT_S):
         raise ValueError
     return number
@@ -120,8 +139,11 @@ def _switch(value: object) -> bool:
 
 
 def _path(value: object) -> Path:
-    if isinstance(value, str | os.PathLike) and os.fspath(value) and "\0" not in str(value):
-        return Path(os.fspath(value)).expanduser()
+    if isinstance(value, str | os.PathLike) and (text := os.fspath(value)) and isinstance(text, str) and "\0" not in text:
+        try:
+            return Path(text).expanduser()
+        except RuntimeError:  # ~NAME of a user that this machine does not have
+            raise ValueError from None
     raise ValueError
 
 
@@ -148,7 +170,8 @@ class Setting:
     name: str
     flag: str | None
     environment: str | None
-    yaml: str | None  # dotted; keys outside `ipc.` are read by the topology itself
+    # The key is dotted. Keys outside `ipc.` are read by the topology itself.
+    yaml: str | None
     parse: Parser
     allowed: str
     default: Any
@@ -167,9 +190,11 @@ class Setting:
         """
         try:
             return self.parse(value)
+        except _NotBuiltError:
+            raise ConfigError(f"{origin}: {shown(value)} is not built into this version; allowed: {self.allowed}") from None
         except ValueError:
-            shown = value if isinstance(value, str | int | float | bool | None) else type(value).__name__
-            raise ConfigError(f"{origin}: {shown!r} is not allowed; allowed: {self.allowed}") from None
+            found = shown(value) if isinstance(value, str | int | float | bool | None) else repr(type(value).__name__)
+            raise ConfigError(f"{origin}: {found} is not allowed; allowed: {self.allowed}") from None
 
 
 _EXPERT = f"{PREFIX}EXPERT_COMPUTE_"
@@ -182,9 +207,11 @@ SETTINGS: tuple[Setting, ...] = (
         "How a call is cut: whole chunks (batched), small slices (stream), or chosen per worker (auto)", "MODE",
     ),
     Setting(
-        "transport", "--transport", f"{_IPC}TRANSPORT", "ipc.transport", _choice(*TRANSPORTS), "auto, shared, stream, fabric",
-        "auto", "auto: shared on the same host, else stream",
-        "Data path to the workers; a named one fails where it cannot be had", "NAME",
+        "transport", "--transport", f"{_IPC}TRANSPORT", "ipc.transport",
+        _choice(*TRANSPORTS, to_come=TRANSPORTS_TO_COME), ", ".join(TRANSPORTS), "auto",
+        "auto: shared on the same host, else stream",
+        "Data path to the workers; a named one fails where it cannot be had (fabric is not built into this version)",
+        "NAME",
     ),
     Setting(
         "dtype", "--dtype", f"{_IPC}DTYPE", "ipc.dtype", _choice(*DTYPES), "f32, f16, bf16", None, "the model's own",
@@ -222,7 +249,7 @@ SETTINGS: tuple[Setting, ...] = (
     ),
     Setting(
         "required", None, f"{_IPC}REQUIRED", "ipc.required", _switch, "0, 1", False, "0",
-        "1 forbids computing a lost worker's experts at the host (until that exists, both raise)", "0|1",
+        "1 forbids computing a lost worker's experts at the host; until this version can do that, 0 and 1 mean the same", "0|1",
     ),
     Setting(
         "profile", "--profile", f"{_IPC}PROFILE", "ipc.profile", _switch, "0, 1", False, "0",
@@ -288,6 +315,18 @@ class Settings:
     cpu_isa: str | None = None
 
 
+def on_worker_loss(settings: Settings) -> str:
+    """What becomes of the experts of a worker that is lost, in a sentence: a runtime logs it when
+    it starts, and `doctor` shows it.
+    """
+    if settings.required:
+        return "ipc.required is 1: calls to a lost worker's experts raise WorkerLost, and nobody else computes them"
+    return (
+        "ipc.required is 0: calls to a lost worker's experts raise WorkerLost, as with 1, because computing them at the host "
+        "is not built into this version"
+    )
+
+
 def resolve_settings(
     topology_ipc: Mapping[str, Any] | None = None, *, environ: Mapping[str, str] = os.environ, **overrides: Any
 ) -> Settings:
@@ -301,11 +340,11 @@ def resolve_settings(
     check_environment(environ)
     for name in overrides:
         if name not in SETTINGS_BY_NAME:
-            raise ConfigError(f"unknown setting {name!r}{did_you_mean(name, SETTINGS_BY_NAME)}")
+            raise ConfigError(f"unknown setting {shown(name)}{did_you_mean(name, SETTINGS_BY_NAME)}")
     keys = {setting.ipc_key for setting in SETTINGS if setting.ipc_key}
     for key in ipc:
         if key not in keys:
-            raise ConfigError(f"unknown key 'ipc.{key}'{did_you_mean(str(key), keys)}")
+            raise ConfigError(f"unknown key {shown(f'ipc.{key}')}{did_you_mean(str(key), keys)}")
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
     for setting in SETTINGS:
@@ -323,9 +362,9 @@ def check_environment(environ: Mapping[str, str]) -> None:
     known = [setting.environment for setting in SETTINGS if setting.environment]
     for variable in environ:
         if variable.startswith(PREFIX) and variable not in known:
-            # the common prefix would make all of them close
+            # The common prefix would make all variables close to each other.
             suffixes = {name.removeprefix(PREFIX): name for name in known}
-            close = difflib.get_close_matches(variable.removeprefix(PREFIX), suffixes, n=1)
+            close = difflib.get_close_matches(variable.removeprefix(PREFIX)[:_MAX_COMPARED], suffixes, n=1)
             hint = f"; did you mean {suffixes[close[0]]!r}?" if close else "; unset it"
             raise ConfigError(f"environment variable {variable} is not a setting{hint}")
 

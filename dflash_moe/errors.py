@@ -9,6 +9,24 @@ from __future__ import annotations
 
 from typing import Any
 
+_MAX_SHOWN = 80
+
+
+def shown(value: object) -> str:
+    """A value that somebody gave, as a message shows it: its repr, cut to a length that fits a
+    sentence. Never raises, whatever the value is.
+    """
+    try:
+        text = repr(value)
+    except Exception as error:  # noqa: BLE001 - an integer of 5,000 digits, or any object's own repr
+        text = f"an integer of {value.bit_length()} bits" if isinstance(value, int) else f"a {type(value).__name__} ({error})"
+    return text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 3] + "..."
+
+
+def printable(text: str) -> str:
+    """The text with bytes that are no UTF-8 spelt out: an argument, and so a path, may hold any."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
 
 class DflashError(Exception):
     """Base of all errors of this package.

@@ -1,8 +1,8 @@
 """A tiny checkpoint without any model code, calls for it, and what `experts()` must return for
 them, bit for bit.
 
-The expected bits come from `_core.FfnOracle`, one per shard, added in ascending shard id: rules 1
-and 2 in ten lines.
+The expected bits come from `_core.FfnOracle`, one per shard, added in ascending shard id: the whole
+definition of `experts()` in ten lines.
 SPDX-License-Identifier: Apache-2.0
 """
 

@@ -44,19 +44,30 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7, help="measured rounds [7]")
     parser.add_argument("--threads", type=int, default=2, help="of each worker [2]")
+    parser.add_argument("--experts", type=int, default=EXPERTS, help="of a layer; fewer for a trial [64]")
     parser.add_argument("--formats", default=",".join(FORMATS), help=f"comma-separated [{','.join(FORMATS)}]")
     parser.add_argument("--out", type=Path, default=RESULT, help="result file [bench/results/mapped_weights.json]")
     arguments = parser.parse_args()
     recorder = Recorder(arguments.out)
-    shape = {"layers": LAYERS, "experts": EXPERTS, "top_k": TOP_K, "hidden_size": HIDDEN, "moe_intermediate_size": WIDTH}
+    shape = {
+        "layers": LAYERS,
+        "experts": arguments.experts,
+        "top_k": TOP_K,
+        "hidden_size": HIDDEN,
+        "moe_intermediate_size": WIDTH,
+    }
     result = recorder.begin("mapped_weights", {"threads": arguments.threads, **shape})
     with recorder.recording():
         for weight_format in arguments.formats.split(","):
             with tempfile.TemporaryDirectory() as folder:
-                spec = _checkpoint(Path(folder), weight_format)
+                spec = _checkpoint(Path(folder), weight_format, arguments.experts)
                 runtimes = {layout: _Started.start(spec, layout, arguments.threads) for layout in LAYOUTS}
-                _compare_bits(runtimes)
-                cases = [_Case(weight_format, started, tokens) for tokens in TOKENS for started in runtimes.values()]
+                _compare_bits(runtimes, arguments.experts)
+                cases = [
+                    _Case(weight_format, started, tokens, arguments.experts)
+                    for tokens in TOKENS
+                    for started in runtimes.values()
+                ]
                 run_rounds(recorder, cases, rounds=arguments.rounds)
                 result.summary += _ratios(cases)
                 for started in runtimes.values():
@@ -66,11 +77,11 @@ def main() -> int:
     return 0
 
 
-def _checkpoint(folder: Path, weight_format: str) -> ModelSpec:
+def _checkpoint(folder: Path, weight_format: str, num_experts: int) -> ModelSpec:
     sizes: dict[str, Any] = {
         "hidden_size": HIDDEN,
         "moe_intermediate_size": WIDTH,
-        "num_experts": EXPERTS,
+        "num_experts": num_experts,
         "top_k": TOP_K,
         "num_layers": LAYERS,
     }
@@ -107,6 +118,7 @@ class _Case:
     weight_format: str
     started: _Started
     tokens: int
+    num_experts: int
     rounds: int | None = None
     samples_s: list[float] = field(default_factory=list)
     calls: int = 0
@@ -116,7 +128,7 @@ class _Case:
         return f"{self.weight_format}, {self.started.layout}, {self.tokens} tokens"
 
     def _call(self, count: int) -> list[float]:
-        batch = routed_batch(self.tokens, HIDDEN, EXPERTS, TOP_K, seed=self.tokens)
+        batch = routed_batch(self.tokens, HIDDEN, self.num_experts, TOP_K, seed=self.tokens)
         samples = []
         for call in range(count):
             began = time.perf_counter()
@@ -139,8 +151,8 @@ class _Case:
         return own | start | timing_fields(self.samples_s, per_round=self.calls)
 
 
-def _compare_bits(runtimes: dict[str, _Started]) -> None:
-    batch = routed_batch(70, HIDDEN, EXPERTS, TOP_K, seed=1)
+def _compare_bits(runtimes: dict[str, _Started], num_experts: int) -> None:
+    batch = routed_batch(70, HIDDEN, num_experts, TOP_K, seed=1)
     packed, mapped = (np.asarray(runtimes[layout].runtime.experts(0, *batch)) for layout in LAYOUTS)
     if packed.tobytes() != mapped.tobytes():
         raise SystemExit("mapped weights give other bits than packed ones: nothing is timed")

@@ -1,7 +1,8 @@
 """Parity of every required family, f32 and bf16, over two worker processes and shared memory; one
 JSON.
 
-    python bench/campaigns/verify_families.py bench/results/verify_families.json
+    python bench/campaigns/verify_families.py [--families NAME,...] \
+        [--out bench/results/verify_families.json]
 
 Tiny random checkpoints are made in a temporary directory. Exit code 1 when a bound is exceeded.
 SPDX-License-Identifier: Apache-2.0
@@ -9,6 +10,7 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
+import argparse
 import sys
 import tempfile
 from pathlib import Path
@@ -17,18 +19,25 @@ from dflash_moe.bench.results import BenchResult
 from dflash_moe.cli import options
 from dflash_moe.topology import Topology
 
+RESULT = Path(__file__).resolve().parents[1] / "results" / "verify_families.json"
+
 
 def main() -> int:
-    out = Path(sys.argv[1])
+    """See the module text."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--families", default="", help="comma-separated [the required ones]")
+    parser.add_argument("--out", type=Path, default=RESULT, help="result file [bench/results/verify_families.json]")
+    arguments = parser.parse_args()
     topology = Topology.local(2)
     options.prepare_host(topology)  # before torch is imported
     from dflash_moe.integrations.verify import verify
     from dflash_moe.model.make import make_checkpoint
     from dflash_moe.testing.families import REQUIRED, tiny_options
 
-    result = BenchResult("verify", {"workers": 2, "transport": "shared", "families": list(REQUIRED)})
+    families = arguments.families.split(",") if arguments.families else list(REQUIRED)
+    result = BenchResult("verify", {"workers": 2, "transport": "shared", "families": families})
     with tempfile.TemporaryDirectory() as folder:
-        for arch in REQUIRED:
+        for arch in families:
             for dtype in ("f32", "bf16"):
                 directory = Path(folder) / f"{arch}-{dtype}"
                 make_checkpoint(tiny_options(arch, dtype), directory)
@@ -36,7 +45,7 @@ def main() -> int:
                 result.rows.append({**report.to_json(), "name": arch, "path": directory.name, "passed": not report.excesses})
                 options.say(f"{arch} {dtype}: {'passed' if not report.excesses else report.excesses}")
     result.complete = True
-    result.write(out)
+    result.write(arguments.out)
     return 0 if all(row["passed"] for row in result.rows) else 1
 
 

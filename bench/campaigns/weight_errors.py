@@ -48,17 +48,18 @@ Array = np.ndarray[Any, Any]
 def main() -> int:
     """See the module text."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--formats", default="", help="comma-separated [all that Python can quantise to]")
     parser.add_argument("--out", type=Path, default=RESULT, help="result file [bench/results/weight_errors.json]")
     arguments = parser.parse_args()
-    result = measure()
+    result = measure(tuple(arguments.formats.split(",")) if arguments.formats else ())
     result.write(arguments.out)
     for row in result.rows:
         print(f"{row['name']:>24}: {row['bits_per_weight']:5.2f} bits, output moves by {row['error_rms']:.2e}", file=sys.stderr)
     return 0
 
 
-def measure() -> BenchResult:
-    """A row per format."""
+def measure(chosen: tuple[str, ...] = ()) -> BenchResult:
+    """A row per format and class; () stands for all formats."""
     model = _model()
     text = (DEMO / "prompt.txt").read_text(encoding="utf-8")
     tokens = AutoTokenizer.from_pretrained(DEMO / "model", local_files_only=True)(text, return_tensors="pt")["input_ids"]
@@ -69,7 +70,7 @@ def measure() -> BenchResult:
         params = {"model": "the shipped model", "tokens": int(tokens.shape[1]), "layers": len(calls)}
         result = BenchResult("weight_errors", params)
         truths = [_output(model.get_submodule(call.name), call) for call in calls]
-        for name, rounded in _formats().items():
+        for name, rounded in ((name, rounded) for name, rounded in _formats().items() if not chosen or name in chosen):
             modules = [_with_weights(model.get_submodule(call.name), rounded) for call in calls]
             for numerics in NUMERICS[:1] if name in FLOAT_VALUES else NUMERICS:
                 with inputs_rounded(numerics):

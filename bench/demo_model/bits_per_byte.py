@@ -41,9 +41,10 @@ COUNTED = ("calls", "request_bytes", "reply_bytes", "floor_bytes")
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=RESULT, help="result file (bench/results/bits_per_byte.json)")
+    parser.add_argument("--windows", type=int, default=NUM_WINDOWS, help=f"of held-out text; fewer for a trial [{NUM_WINDOWS}]")
     arguments = parser.parse_args()
     try:
-        result = measure()
+        result = measure(arguments.windows)
     except DflashError as error:
         print(error, file=sys.stderr)
         return error.exit_code
@@ -51,10 +52,10 @@ def main() -> int:
     return 0
 
 
-def measure() -> BenchResult:
+def measure(num_windows: int) -> BenchResult:
     """All rows; DflashError when a remote row did not make exactly the calls it must have made."""
     corpus = checked_corpus()
-    text = held_out_text(AutoTokenizer.from_pretrained(MODEL), corpus.held_out)
+    text = held_out_text(AutoTokenizer.from_pretrained(MODEL), corpus.held_out, num_windows)
     result = BenchResult(
         "bits_per_byte",
         {
@@ -63,7 +64,7 @@ def measure() -> BenchResult:
             "held_out_sha256": text.sha256,
             "held_out_bytes": text.num_bytes,
             "held_out_documents": len(corpus.held_out),
-            "windows": NUM_WINDOWS,
+            "windows": num_windows,
             "window_tokens": SEQUENCE_TOKENS,
             "workers": NUM_WORKERS,
             "transport": "shared",
@@ -100,7 +101,7 @@ def _measure_remote(
     after = runtime.stats()["totals"]
     counts = {key: int(after[key]) - int(before[key]) for key in COUNTED}
     # every window has tokens for either worker in every layer
-    expected = NUM_WINDOWS * len(runtime.layers) * NUM_WORKERS
+    expected = result.params["windows"] * len(runtime.layers) * NUM_WORKERS
     if counts["calls"] != expected:
         raise DflashError(f"{host_dtype} over {wire_dtype}: {counts['calls']} remote calls, expected {expected}")
     _keep(result, "remote", host_dtype, wire_dtype, text, bits, **counts)

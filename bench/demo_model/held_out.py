@@ -39,9 +39,9 @@ def token_stream(tokenizer: Any, texts: tuple[str, ...]) -> torch.Tensor:
     return torch.tensor(ids, dtype=torch.int64)
 
 
-def held_out_text(tokenizer: Any, documents: tuple[str, ...]) -> HeldOutText:
-    """The windows of `documents`, the corpus's held-out part."""
-    token_ids = token_stream(tokenizer, documents)[: NUM_WINDOWS * SEQUENCE_TOKENS]
+def held_out_text(tokenizer: Any, documents: tuple[str, ...], num_windows: int = NUM_WINDOWS) -> HeldOutText:
+    """The first windows of `documents`, the corpus's held-out part."""
+    token_ids = token_stream(tokenizer, documents)[: num_windows * SEQUENCE_TOKENS]
     encoded = tokenizer.decode(token_ids.tolist(), skip_special_tokens=True).encode("utf-8")
     return HeldOutText(token_ids, len(encoded), hashlib.sha256(encoded).hexdigest())
 

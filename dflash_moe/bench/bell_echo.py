@@ -16,8 +16,10 @@ from contextlib import contextmanager, suppress
 
 from dflash_moe import _measure
 
-GRACE_S = 1.0  # an echo outlives its card's patience, so that the card's own report stands
-JOIN_S = 60.0  # far beyond an echo's own limit: for one that is stuck
+# An echo outlives the patience of its card, so that the report of the card itself stands.
+GRACE_S = 1.0
+# This is far beyond the limit of an echo itself; it ends the wait for one that is stuck.
+JOIN_S = 60.0
 
 
 class EchoThread:
@@ -94,7 +96,8 @@ class EchoProcess:
 def _serve(memory: _measure.BellMemory, orders: int, answers: int, rounds: int, timeout_s: float) -> None:
     """The child: one ping-pong, then the times through the pipe, which ends with the process."""
     order = os.read(orders, 4)
-    if len(order) < 4:  # the parent has left
+    if len(order) < 4:
+        # The parent has left.
         return
     seen = memory.answer(first=struct.unpack("<I", order)[0], rounds=rounds, timeout_s=timeout_s + GRACE_S)
     with suppress(BrokenPipeError), os.fdopen(answers, "wb") as out:

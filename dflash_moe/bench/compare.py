@@ -18,21 +18,25 @@ import numpy as np
 from dflash_moe.bench.results import require_fields
 from dflash_moe.errors import ConfigError
 
-MIN_ROUNDS = 5  # with fewer, a 95 % percentile interval of a median does not hold what it says
+# With fewer rounds, a 95 % percentile interval of a median does not hold what it says.
+MIN_ROUNDS = 5
 DRAWS = 2000
-MAX_DRAWN = 1 << 22  # samples drawn at a time: bounds memory to tens of MB
+# At most so many samples are drawn at a time, which bounds memory to tens of MB.
+MAX_DRAWN = 1 << 22
 MANY_ROUNDS = 1000
-SECONDS = (1e-12, 1e12)  # what a sample can be: a ratio of two is finite
+# A sample lies in this range, so that a ratio of two samples is finite.
+SECONDS = (1e-12, 1e12)
 SEED = 1
-CONFIDENCE = (2.5, 97.5)  # percentiles: a 95 % interval
-# What makes two rows the same measurement, as far as a case has it.
+# These two percentiles enclose a 95 % interval.
+CONFIDENCE = (2.5, 97.5)
+# Rows are the same measurement when they agree in these fields, as far as a case has them.
 IDENTITY = (
     "name", "dtype", "prompt_tokens", "new_tokens", "payload_bytes", "backend", "format", "tokens", "hidden_size",
     "moe_intermediate_size", "num_experts", "top_k", "threads", "routing", "weights_from", "isa", "kernel",
 )  # fmt: skip
-# ... and two rows of one file the same work done in two ways.
+# Rows of one file are the same work done in two ways when they agree in these fields.
 SIZES = tuple(key for key in IDENTITY if key not in ("name", "backend", "kernel", "isa"))
-# Parameters that do not change what one sample means.
+# These parameters do not change what one sample means.
 FREE_PARAMS = {
     "processes", "repeat", "stream_repeat", "batches", "modes", "dtypes", "prompt_tokens", "payloads", "local_left_out",
     "families", "cores_usable", "oversubscribed", "pinned", "rounds", "estimate_s",
@@ -50,7 +54,8 @@ class Verdict:
     ratio: float | None
     low: float | None
     high: float | None
-    verdict: str  # faster, slower, cannot tell: of `against`
+    # The verdict is of `against`: faster, slower, or cannot tell.
+    verdict: str
     why: str
     rounds: int
 
@@ -110,7 +115,7 @@ def compare_rows(found: Mapping[str, Any], file: str, first: str, second: str, *
             raise ConfigError(f"{file} has no row {wanted!r}; it has {_listed(names)}")
     pairs = _pairs(rows.values(), first, second, SIZES)
     if not pairs:
-        # formats as such
+        # No row has a partner of its own format, so that the formats themselves are compared.
         pairs = _pairs(rows.values(), first, second, tuple(key for key in SIZES if key != "format"))
     verdicts = []
     for row, other in pairs:
@@ -150,7 +155,8 @@ def label(row: Mapping[str, Any]) -> str:
 class _Draws:
     rounds: int
     ratio: float
-    ratios: np.ndarray  # of every draw
+    # Every draw has one ratio.
+    ratios: np.ndarray
 
 
 def _rounds_of(row: Mapping[str, Any]) -> np.ndarray:
@@ -187,8 +193,8 @@ def _paired(a: Mapping[str, Any], b: Mapping[str, Any]) -> _Draws | int:
 def _drawn_medians(rounds: np.ndarray, generator: np.random.Generator) -> np.ndarray:
     """The median of every draw of as many rounds, with replacement."""
     if rounds.shape[1] == 1 and len(rounds) >= MANY_ROUNDS:
-        # The median's rank in the sample follows Beta((n + 1) / 2, (n + 1) / 2): no need to draw n
-        # samples 2,000 times.
+        # The rank of the median in the sample follows Beta((n + 1) / 2, (n + 1) / 2), so that there
+        # is no need to draw n samples 2,000 times.
         half = (len(rounds) + 1) / 2
         ranks = (generator.beta(half, half, size=DRAWS) * len(rounds)).astype(np.int64)
         medians_of_draws: np.ndarray = np.sort(rounds[:, 0])[ranks.clip(0, len(rounds) - 1)]

@@ -26,9 +26,9 @@ from dflash_moe.errors import ConfigError
 from dflash_moe.topology.numerics import takes_weights
 
 DEVICE_BACKENDS = ("cuda", "hip", "sim")
-# Qwen3-30B-A3B
+# The shape on a card is that of Qwen3-30B-A3B.
 CARD_SHAPE = ExpertShape(hidden_size=2048, moe_intermediate_size=768, num_experts=128, top_k=8)
-# of a simulated one
+# A simulated card is thousands of times slower, so that its shape is small.
 SIM_SHAPE = ExpertShape(hidden_size=256, moe_intermediate_size=256, num_experts=8, top_k=2)
 SAMPLE_S = 0.1
 MAX_FORWARDS = 100
@@ -101,7 +101,8 @@ class DeviceCase:
     caller's are the device's).
     """
 
-    facts: dict[str, Any]  # backend, device, isa, kernel
+    # The facts are backend, device, isa and kernel.
+    facts: dict[str, Any]
     fmt: str
     shape: ExpertShape
     batch: Batch
@@ -110,7 +111,7 @@ class DeviceCase:
     ceilings: Ceilings
     forward: Callable[[int], tuple[list[float], float]]
     samples_s: list[float] = field(default_factory=list)
-    # one per round: the mean of its forwards
+    # Each round has one sample, the mean of its forwards.
     device_samples_s: list[float] = field(default_factory=list)
     rounds: int | None = None
     forwards: int = 0

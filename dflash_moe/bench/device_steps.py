@@ -28,11 +28,12 @@ from dflash_moe.topology import Topology
 if TYPE_CHECKING:
     from dflash_moe.model.spec import ModelSpec
 
-# Rows and routing of Qwen3-30B-A3B; fewer and narrower experts (not 128 x 768), so that 48 layers
-# fit and compute little.
+# Rows and routing are those of Qwen3-30B-A3B. The experts are fewer and narrower (not 128 of width
+# 768), so that 48 layers fit and compute little.
 CARD_SHAPE = ExpertShape(hidden_size=2048, moe_intermediate_size=32, num_experts=16, top_k=8)
 SIM_SHAPE = ExpertShape(hidden_size=64, moe_intermediate_size=32, num_experts=16, top_k=8)
-CALL_TIMEOUT_S = 5.0  # a step that hangs costs this, and is a row that says so
+# A step that hangs costs this time, and is a row that says so.
+CALL_TIMEOUT_S = 5.0
 REDUCED = "hidden size and top-k of Qwen3-30B-A3B; experts fewer and narrower than its 128 of 768"
 
 # Where the experts are -> (what stands in the topology, most microseconds that a layer may take
@@ -55,7 +56,8 @@ class StepParams:
     tokens: tuple[int, ...] = (1, 8)
     workers: tuple[str, ...] = tuple(WORKERS)
     repeat: int = 5
-    sample_s: float = 0.25  # of one case in one round
+    # One case measures for so long in one round.
+    sample_s: float = 0.25
     seed: int = 0
 
     @property
@@ -149,7 +151,8 @@ def _same_bits(scene: StepScene) -> tuple[bool | None, str]:
     """
     try:
         return same_results(scene), ""
-    except (DflashError, RuntimeError) as error:  # torch's of a card are RuntimeErrors
+    except (DflashError, RuntimeError) as error:
+        # Errors that torch reports of a card are RuntimeErrors.
         return None, str(error)
 
 

@@ -24,18 +24,21 @@ from dflash_moe.bench.harness import Recorder
 from dflash_moe.bench.results import BenchResult, percentile, timing_fields
 from dflash_moe.errors import DflashError
 
-SLOT_BYTES = 4 << 20  # of a slot, one a segment: registering takes time by the page
+# A slot of a device step has this size, and a segment has one slot. The time to register a segment
+# grows with its pages.
+SLOT_BYTES = 4 << 20
 SEALED, OPEN, PINNED = "sealed segments", "segments without the write seal", "pinned memory"
-# The ways to ring: those of device steps first. None but the first can give up by itself.
+# These are the ways to ring, those of device steps first. None but the first can give up by itself.
 KINDS = {"kernel": "a kernel stores and polls", "stream": "the stream stores and waits", "call": "the stream calls the host"}
 THREAD, PROCESS, DRIVER = "thread", "process", "driver's thread"
-# Each ping-pong: (kind, memory, who answers).
+# Each ping-pong has a kind, a memory, and someone who answers.
 PAIRS = (
     ("kernel", SEALED, THREAD), ("kernel", SEALED, PROCESS), ("kernel", OPEN, THREAD), ("kernel", OPEN, PROCESS),
     ("kernel", PINNED, THREAD), ("stream", SEALED, THREAD), ("stream", SEALED, PROCESS), ("stream", PINNED, THREAD),
     ("call", PINNED, DRIVER),
 )  # fmt: skip
-MARK_US = 5.0  # a kernel's wait, at p50, on a card
+# On a card the median wait of a kernel should stay below this.
+MARK_US = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +48,8 @@ class DoorbellParams:
     backend: str
     device: int = 0
     rounds: int = 0
-    # of one ping-pong, which takes a tenth; what does not end is a row that says so
+    # One ping-pong may take so long, and needs a tenth of it. What does not end is a row that says
+    # so.
     budget_s: float = 3.0
 
     def resolved(self) -> DoorbellParams:
@@ -92,13 +96,15 @@ def run_doorbell(params: DoorbellParams, *, recorder: Recorder | None = None) ->
             name: Words(name, _measure.BellMemory.of_segments(is_open=name == OPEN, slot_bytes=SLOT_BYTES))
             for name in (SEALED, OPEN)
         }
+        # These processes are forked before the driver starts: a child must have neither its threads
+        # nor its mappings.
         processes = {
             pair: stack.enter_context(
                 EchoProcess.forked(words[pair[1]].memory, rounds=params.rounds, timeout_s=params.budget_s)
             )
             for pair in PAIRS
             if pair[2] == PROCESS
-        }  # before the driver starts: a child must have neither its threads nor its mappings
+        }
         device = _measure.BellDevice(backend=params.backend, device=params.device)
         result.params["device_name"] = device.name
         words[PINNED] = Words(PINNED, _measure.BellMemory.pinned(device))

@@ -14,7 +14,8 @@ import numpy as np
 
 from dflash_moe import _core
 
-FLOATS = ("f32", "f16", "bf16")  # what torch computes with, and what rows arrive in
+# Torch computes with these formats, and rows arrive in them.
+FLOATS = ("f32", "f16", "bf16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +69,7 @@ def make_batch(shape: ExpertShape, tokens: int, routing: str, seed: int) -> Batc
     rng = np.random.default_rng(seed)
     ranks = np.arange(1, shape.num_experts + 1, dtype=np.float64)
     likelihood = np.zeros(shape.num_experts) if routing == "uniform" else -np.log(ranks)
-    # the k largest are a draw without replacement
+    # The k largest scores are a draw without replacement.
     scores = likelihood + rng.gumbel(size=(tokens, shape.num_experts))
     ids = np.sort(np.argsort(-scores, axis=1)[:, : shape.top_k], axis=1).astype(np.uint16)
     weights = rng.random((tokens, shape.top_k), dtype=np.float32)

@@ -50,12 +50,14 @@ def _measure(transport: str, spec: ModelSpec, pinned: tuple[int, int], calls: in
             runtime.experts(0, *tensors)
         runtime.take_traces()
         walls = []
-        # back to back, as in a decode step; anything between would let the worker fall asleep
+        # Calls follow each other at once, as in a decode step. Anything between them would let the
+        # worker fall asleep.
         for _ in range(calls):
             started = time.perf_counter_ns()
             runtime.experts(0, *tensors)
             walls.append(time.perf_counter_ns() - started)
-        traces = runtime.take_traces()  # one slice a call, in order
+        # Each call has one slice, and slices are in the order of the calls.
+        traces = runtime.take_traces()
         computes = [trace["worker_finished_ns"] - trace["worker_started_ns"] for trace in traces]
     added_us = [(wall - compute) / 1e3 for wall, compute in zip(walls, computes, strict=True)]
     return {

@@ -26,15 +26,20 @@ from dflash_moe.errors import ConfigError, UnsupportedError
 from dflash_moe.telemetry.machine import memory_available, usable_cores
 from dflash_moe.topology.numerics import CLASSES, DEFAULT_NUMERICS, takes_weights
 
-# measured unless others are named
+# These formats are measured unless others are named.
 FORMATS = ("f32", "f16", "bf16", "int8_g32", "int4_g32", "q8_0", "q4_k", "q6_k", "mxfp4")
-# measured unless others are named, with the formats they take: what processors compute
+# These classes are measured unless others are named, each with the formats it takes: those that
+# processors compute.
 NUMERICS = tuple(name for name, facts in CLASSES.items() if not facts.is_bounded)
 ROUTINGS = ("uniform", "zipf")
 SOURCES = ("dram", "cache")
-ROTATION_BYTES = 512 << 20  # several times the largest last-level caches of one core's share
-PEAK_READ_BYTES = 256 << 20  # per thread
-SAMPLE_S = 0.06  # one measurement: as many forwards as take about this long
+# The weights in rotation are several times larger than the share of one core in the largest
+# last-level caches.
+ROTATION_BYTES = 512 << 20
+# Each thread reads so many bytes when the peak is measured.
+PEAK_READ_BYTES = 256 << 20
+# One measurement takes as many forwards as need about this long.
+SAMPLE_S = 0.06
 MAX_FORWARDS = 200
 
 
@@ -124,7 +129,8 @@ class ExpertsCase:
     def measure(self, *, keep: bool) -> None:
         """The first, unkept round also finds how many forwards one measurement takes."""
         if not self.forwards:
-            self.forward(1)  # touches everything once
+            # The first forward touches everything once.
+            self.forward(1)
             self.forwards = max(1, min(MAX_FORWARDS, round(SAMPLE_S / max(1e-6, min(self.forward(2))))))
         samples = self.forward(self.forwards)
         if keep:
@@ -242,7 +248,8 @@ def _cases(params: ExpertsParams, shape: ExpertShape, fmt: str, isa: str, thread
     batches = {(tokens, routing): make_batch(shape, tokens, routing, params.seed) for tokens, routing, _ in wanted}
     kernels = [_own_kernel(shape, fmt, isa, threads, numerics) for numerics in peaks]
     if params.with_torch and fmt in FLOATS and DEFAULT_NUMERICS not in peaks:
-        peaks[DEFAULT_NUMERICS] = Peaks(isa, threads)  # torch's roof
+        # The roof of torch is that of float32.
+        peaks[DEFAULT_NUMERICS] = Peaks(isa, threads)
     if params.with_torch and fmt in FLOATS:
         kernels += torch_kernels(TorchLayers.create(shape, fmt, _num_layers(shape, fmt)), threads)
     return [

@@ -15,8 +15,8 @@ from dflash_moe.errors import ConfigError
 from dflash_moe.runtime.expert_runtime import ExpertRuntime
 
 COUNTED = ("calls", "request_bytes", "reply_bytes", "floor_bytes")
-# an unmeasured prefill after a switch of mode: a new data path is touched, sleeping threads have
-# run
+# After a switch of mode a prefill of so many tokens is not measured: it touches a new data path and
+# wakes sleeping threads.
 SETTLE_TOKENS = 64
 
 
@@ -26,11 +26,12 @@ class Sample:
 
     prompt_tokens: int
     prefill_s: float
-    token_s: list[float]  # of every decoded token
+    # Every decoded token has its time.
+    token_s: list[float]
     prefill: dict[str, int]
     decode: dict[str, int]
-    # of the KV cache and the last logits after the prefill: equal digests = equal bits in every
-    # layer
+    # The digest covers the KV cache and the last logits after the prefill. Equal digests mean equal
+    # bits in every layer.
     digest: str
     token_ids: list[int]
 

@@ -19,7 +19,8 @@ from typing import Any, Protocol
 
 from dflash_moe.bench.results import BenchResult
 
-EXIT_TERMINATED = 128 + signal.SIGTERM  # what a shell reports for a process that SIGTERM ended
+# A shell reports this for a process that SIGTERM ended.
+EXIT_TERMINATED = 128 + signal.SIGTERM
 
 
 class Case(Protocol):
@@ -113,7 +114,7 @@ class Recorder:
         if self.path is not None:
             try:
                 self.save()
-            # a full disk may be what ended the bench: the error that goes on is the first one
+            # A full disk may be what ended the bench. The error that goes on is the first one.
             except OSError as failed:
                 self.reporter.say(f"{self.path}: cannot be written ({failed.strerror}); it keeps what was saved before")
                 return

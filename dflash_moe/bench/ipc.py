@@ -22,16 +22,17 @@ from dflash_moe.bench.results import BenchResult, percentile
 from dflash_moe.errors import ConfigError
 from dflash_moe.protocol.paths import TRANSPORTS
 
-# Payload each way. 8 KiB is one row of hidden size 2048 in f32; 1 MiB and up is where copies are
-# all that counts.
+# Payloads travel each way. 8 KiB is one row of hidden size 2048 in f32. From 1 MiB on the copies
+# are all that counts.
 PAYLOADS_QUICK = (64, 4096, 8192, 65536, 1 << 20, 4 << 20)
 PAYLOADS_FULL = (64, 512, 4096, 8192, 16384, 65536, 262144, 1 << 20, 4 << 20, 16 << 20)
 KINDS = ("shared", "futex", "unix", "tcp", "loopback")
-# What is measured, by the table's name; loopback has no two processes.
+# These are measured, by their names in the table of transports. Loopback has no two processes.
 TRANSPORT_OF = {"shared": "shared", "futex": "shared", "unix": "unix", "tcp": "tcp"}
-# A raw ping-pong of the same nature, one copy per direction.
+# The floor of a transport is a raw ping-pong of the same nature with one copy per direction.
 FLOOR_OF = {"shared": "spin", "loopback": "spin", "futex": "futex", "unix": "unix", "tcp": "tcp"}
-SPIN_NS = 50_000_000  # far above any round trip measured here: "spinning" means never sleeping
+# This is far above any round trip measured here, so that "spinning" means never to sleep.
+SPIN_NS = 50_000_000
 TIMEOUT_S = 60.0
 
 
@@ -58,7 +59,7 @@ def run_ipc(params: IpcParams, *, recorder: Recorder | None = None) -> BenchResu
     pinned = (cpus[0], cpus[1]) if len(cpus) > 1 else (cpus[0], cpus[0])
     two_cores = len(cpus) > 1
     described = {"payloads": list(params.payloads), "batches": params.batches, "pinned": list(pinned), "two_cores": two_cores}
-    # a row alternates with its own floor, not with other rows
+    # A row alternates with its own floor, not with other rows.
     result = recorder.begin("ipc", described, interleaved=False)
     kinds = [kind for kind in params.kinds if two_cores or kind not in ("shared", "loopback")]
     for kind in set(params.kinds) - set(kinds):
@@ -163,6 +164,7 @@ def _both_ends(kind: str, geometry: _core.Geometry) -> tuple[_core.Channel, _cor
 
 def _tcp_pair() -> tuple[socket.socket, socket.socket]:
     with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(5)
         ours = socket.create_connection(listener.getsockname(), timeout=5)
         theirs, _ = listener.accept()
     return ours, theirs

@@ -31,8 +31,10 @@ def summarise(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         shared = min(len(row["samples_s"]) for row in (own["auto"], *fixed))
         better = min(fixed, key=lambda row: statistics.median(row["samples_s"][:shared]))
         ratios = [
-            fixed_s / auto_s for fixed_s, auto_s in zip(better["samples_s"], own["auto"]["samples_s"], strict=False)
-        ]  # where stream has fewer rounds, the first ones
+            fixed_s / auto_s
+            for fixed_s, auto_s in zip(better["samples_s"], own["auto"]["samples_s"], strict=False)
+            # Where stream has fewer rounds, its first ones are compared.
+        ]
         found.append(
             {
                 "prompt_tokens": prompt_tokens,

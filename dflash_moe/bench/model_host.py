@@ -25,8 +25,8 @@ from dflash_moe.telemetry.memory import process_memory
 from dflash_moe.topology import Topology
 
 LOCAL = "local"
-# Settings that say how workers are reached or sliced: all experts in this process need none of
-# them.
+# These settings say how workers are reached or how calls are sliced. A process that holds all
+# experts needs none of them.
 NOT_LOCAL = ("mode", "transport", "threads", "key_file")
 
 

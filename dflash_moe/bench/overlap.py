@@ -28,8 +28,10 @@ from dflash_moe.testing.tiny import routed_batch, tiny_checkpoint
 from dflash_moe.topology import Topology
 
 WHOLE, AUTO = "one_slice", "auto"
-LAYERS = 4  # in turn, so that no layer's weights stay in a cache from the call before
-LEARNING_CALLS = 12  # unmeasured calls in mode auto: the model of a worker is fitted from them
+# Layers are called in turn, so that no weights of a layer stay in a cache from the call before.
+LAYERS = 4
+# Mode auto gets so many unmeasured calls, from which the model of a worker is fitted.
+LEARNING_CALLS = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +79,7 @@ class OverlapCase:
         self.runtime.set_mode("auto" if self.name == AUTO else "batched")
         layers = [layer.index for layer in self.runtime.layers]
         for call in range(1 if keep else LEARNING_CALLS):
-            # settles after the switch; not measured
+            # These calls let the runtime settle after the switch and are not measured.
             self.runtime.experts(layers[call % len(layers)], *self.batch)
         self.runtime.take_traces()
         before = counted(self.runtime)

@@ -127,9 +127,9 @@ def _check_row(case: str, row: Mapping[str, Any], name: str) -> None:
 
 TEXTS = {"name", "mode", "dtype", "worker", "transport", "format"}
 LISTS = {"samples_s"}
-# Drawn on logarithmic axes, or divided by.
+# These fields are drawn on logarithmic axes, or divided by.
 POSITIVE = {"gflops", "bytes_per_s", "peak_gflops", "peak_bytes_per_s", "tokens", "payload_bytes", "memcpy_bytes_per_s"}
-# bytes, nanoseconds, operations: whatever is more is damage, and axes cannot show it
+# A number beyond this, in bytes, nanoseconds or operations, is damage, and axes cannot show it.
 LARGEST = 1e18
 
 
@@ -149,4 +149,5 @@ def _is_text(value: object) -> bool:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and abs(value) <= LARGEST  # never true of NaN
+    # The comparison is false for NaN.
+    return isinstance(value, int | float) and abs(value) <= LARGEST

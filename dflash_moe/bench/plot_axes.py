@@ -17,7 +17,8 @@ CYCLE = (BLUE, ORANGE, GREEN, RED, PURPLE, SKY, GREY, BLACK)
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 MODE_COLORS = {"stream": ORANGE, "batched": BLUE, "auto": GREEN, "local": GREY}
 MIB = 1 << 20
-DOT_SPREAD = 0.22  # of a bar's place, to either side
+# The dots of a bar spread over this fraction of its place, to either side.
+DOT_SPREAD = 0.22
 
 Named = tuple[str, Mapping[str, Any]]  # (file's name, result)
 

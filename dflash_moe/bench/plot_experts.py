@@ -17,8 +17,8 @@ from dflash_moe.bench.plot_axes import BLACK, CYCLE, GREY, MARKERS, Named, headi
 from dflash_moe.topology.numerics import DEFAULT_NUMERICS
 
 FIELDS = ("format", "tokens", "gflops", "bytes_per_s", "peak_gflops", "peak_bytes_per_s")
-# the same peak varies by less than this factor between rows of a run; integer peaks are further
-# from float's
+# Rows of one run have the same peak when it differs by less than this factor. The peak of integers
+# is further from that of floats.
 SAME_PEAK = 1.5
 
 
@@ -29,10 +29,12 @@ class Series:
     """
 
     format: str
-    torch: str  # the row's name where torch computed it, else empty
+    # Where torch computed the row, this is its name; else it is empty.
+    torch: str
     from_cache: bool
     routing: str
-    numerics: str  # empty: the default class
+    # An empty class means the default one.
+    numerics: str
 
     @property
     def label(self) -> str:

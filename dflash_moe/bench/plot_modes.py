@@ -32,8 +32,10 @@ DECODE_FIELDS = (
     "mode", "dtype", "samples_s", "median_s", "p95_s", "p99_s", "calls_per_token", "request_bytes_per_token",
     "reply_bytes_per_token", "floor_bytes_per_token",
 )  # fmt: skip
-PANEL = (4.9, 3.4)  # inches of one panel
-BAR_INCHES = 0.75  # a bar narrower than this has labels that touch
+# One panel has this width and height, in inches.
+PANEL = (4.9, 3.4)
+# The labels of bars narrower than this, in inches, touch each other.
+BAR_INCHES = 0.75
 
 
 def draw_prefill(results: Sequence[Named], plt: Any) -> Any:
@@ -42,7 +44,8 @@ def draw_prefill(results: Sequence[Named], plt: Any) -> Any:
     """
     lines = []
     for name, found in results:
-        default = found["params"].get("prompt_tokens", 0)  # of files whose rows did not carry it
+        # Files whose rows do not carry the length have it among their parameters.
+        default = found["params"].get("prompt_tokens", 0)
         default = default if isinstance(default, int) else 0
         for length in dict.fromkeys(row.get("prompt_tokens", default) for row in found["rows"]):
             lines.append((name, found, length, [row for row in found["rows"] if row.get("prompt_tokens", default) == length]))

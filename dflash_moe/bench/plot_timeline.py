@@ -23,10 +23,14 @@ WORKER_STAGES = (
     ("reply travels", "worker_finished_ns", "arrived_ns", GREEN),
 )
 COMBINE = ("combine", PURPLE)
-MAX_LANES = 8  # slices of one worker drawn in lanes of their own; more share them in turn
-LANE, GAP = 1.0, 0.7  # heights: of a lane, between two workers
-LABELLED = 0.06  # of the width: a computation as long as this has room for its number of rows
-OUTLINED = 200  # slices; with more, outlines would be all there is to see
+# So many slices of one worker are drawn in lanes of their own; more share the lanes in turn.
+MAX_LANES = 8
+# These are the heights of a lane and of the space between two workers.
+LANE, GAP = 1.0, 0.7
+# A computation that takes this fraction of the width has room for its number of rows.
+LABELLED = 0.06
+# With more slices than this, outlines would be all there is to see.
+OUTLINED = 200
 
 
 def draw_timelines(named: Named, plt: Any) -> Any:
@@ -48,14 +52,15 @@ def draw_timelines(named: Named, plt: Any) -> Any:
 
 def _draw(axis: Any, timeline: Mapping[str, Any]) -> None:
     slices = timeline["slices"]
-    scale = 1e-6  # ns -> ms
+    # Times are recorded in nanoseconds and drawn in milliseconds.
+    scale = 1e-6
     wall_ns = max(one["combined_ns"] for one in slices)
     outline = 0.2 if len(slices) <= OUTLINED else 0.0
     ticks, names = [0.0], ["host"]
     for one in slices:
         for label, start, end, color in HOST_STAGES:
             _bar(axis, 0.0, one[start] * scale, one[end] * scale, color, label, outline)
-    # a call is combined when its last reply is there
+    # A call is combined when its last reply is there.
     for call in dict.fromkeys(one["call"] for one in slices):
         own = [one for one in slices if one["call"] == call]
         last, combined = max(one["arrived_ns"] for one in own), min(one["combined_ns"] for one in own)
@@ -74,7 +79,8 @@ def _draw(axis: Any, timeline: Mapping[str, Any]) -> None:
         names.append(worker)
         top += lanes * LANE + GAP
     axis.set_yticks(ticks, names)
-    axis.set_ylim(top - GAP + 0.2, -0.8)  # the host on top
+    # The axis points down, so that the host is on top.
+    axis.set_ylim(top - GAP + 0.2, -0.8)
     axis.set_xlim(left=0)
     axis.set_xlabel("milliseconds after the first encode", fontsize=8)
     axis.grid(visible=True, axis="x", alpha=0.25)

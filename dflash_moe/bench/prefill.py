@@ -24,7 +24,8 @@ from dflash_moe.bench.timeline import capture_timeline
 from dflash_moe.runtime.expert_runtime import ExpertRuntime
 from dflash_moe.topology import Topology
 
-# tokens; from here on slices of four rows take seconds, behind a slow worker a minute
+# From this number of tokens on, slices of four rows take seconds, and behind a slow worker a
+# minute.
 LONG_PROMPT = 1024
 __all__ = ["LOCAL", "PrefillParams", "Sample", "Series", "measure_round", "resident_memory", "run_prefill"]
 
@@ -56,10 +57,11 @@ class Series:
     mode: str
     dtype: str
     samples: list[Sample] = field(default_factory=list)
-    reason: str = ""  # why the runtime took what it took, in its words
-    # per worker: model, choice, prediction (mode auto), of the last round
+    # The runtime says here why it took the mode it took.
+    reason: str = ""
+    # In mode auto each worker has its model, choice and prediction of the last round here.
     auto: Mapping[str, Any] | None = None
-    # of every kept round, per worker
+    # Every kept round has the predictions of each worker.
     predictions: list[dict[str, dict[str, Any]]] = field(default_factory=list)
 
     def row(self) -> dict[str, Any]:

@@ -33,7 +33,8 @@ def reference_model(cache: Path | None = None, *, say: Callable[[str], None] = l
     try:
         wanted = MakeOptions("qwen3_moe", LAYERS, HIDDEN_SIZE, NUM_EXPERTS, TOP_K, MOE_INTERMEDIATE_SIZE, DTYPE, SEED)
         make_checkpoint(wanted, unfinished)
-        unfinished.rename(directory)  # whole or not at all
+        # The folder appears whole or not at all.
+        unfinished.rename(directory)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     return directory

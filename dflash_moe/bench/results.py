@@ -25,6 +25,8 @@ from typing import Any
 from dflash_moe.errors import ConfigError
 
 SCHEMA = 1
+# Git leaves out paths that are written in this way.
+NOT_MEASURED = (":(exclude)bench/results", ":(exclude)*.md")
 
 
 def percentile(samples: Sequence[float], fraction: float) -> float:
@@ -62,8 +64,9 @@ class BenchResult:
     interleaved: bool = False
     summary: list[dict[str, Any]] = field(default_factory=list)
     timelines: list[dict[str, Any]] = field(default_factory=list)
-    ended_by: str | None = None  # what ended an incomplete run
-    # of the start: an edit meanwhile changes no code
+    # An incomplete run says what ended it.
+    ended_by: str | None = None
+    # This describes the tree at the start: an edit meanwhile changes no code that runs.
     provenance: dict[str, Any] = field(default_factory=lambda: provenance())
 
     def as_json(self) -> dict[str, Any]:
@@ -89,7 +92,8 @@ class BenchResult:
         try:
             partial.write_text(json.dumps(self.as_json(), indent=1) + "\n", encoding="utf-8")
             partial.replace(path)
-        except OSError as error:  # a full disk's names no file
+        except OSError as error:
+            # The error of a full disk names no file.
             with suppress(OSError):
                 partial.unlink()
             raise OSError(error.errno, error.strerror, str(path)) from None
@@ -135,14 +139,14 @@ def provenance() -> dict[str, Any]:
 
 def source_commit() -> tuple[str, bool]:
     """(commit, dirty) of the source tree this package runs from; ("unknown", True) for an installed
-    wheel.
+    wheel. Results and documents may differ from the commit: they are no code that is measured.
     """
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return "unknown", True
     try:
         commit = _git(root, "rev-parse", "HEAD")
-        dirty = bool(_git(root, "status", "--porcelain", "--untracked-files=no"))
+        dirty = bool(_git(root, "status", "--porcelain", "--untracked-files=no", "--", ".", *NOT_MEASURED))
     except (OSError, subprocess.SubprocessError):
         return "unknown", True
     return commit, dirty

@@ -22,8 +22,10 @@ from dflash_moe.testing.tiny import routed_batch
 
 STAGED, STEP, QUEUED = "staged calls", "device step", "device step, queued before"
 PATHS = (STAGED, STEP, QUEUED)
-MAX_STEPS = 50  # of one case in one round
-# of the card: some 10 ms, in which the host queues 48 calls several times over
+# One case takes at most so many steps in one round.
+MAX_STEPS = 50
+# The card is held for so many of its cycles, some 10 ms, in which the host queues 48 calls several
+# times over.
 HOLD_CYCLES = 20_000_000
 
 
@@ -33,8 +35,10 @@ class StepScene:
 
     runtime: ExpertRuntime
     tokens: int
-    tensors: tuple[Any, Any, Any]  # hidden_states, topk_ids, topk_weights
-    torch: Any  # None: NumPy arrays on a simulated card
+    # The three are hidden_states, topk_ids and topk_weights.
+    tensors: tuple[Any, Any, Any]
+    # On a simulated card this is None, and the tensors are NumPy arrays.
+    torch: Any
 
     @classmethod
     def create(cls, runtime: ExpertRuntime, tokens: int, *, seed: int) -> StepScene:
@@ -124,7 +128,8 @@ class StepCase:
             if not self.steps:
                 self.steps = max(1, min(MAX_STEPS, round(self.sample_s / max(1e-6, self._step().whole_s))))
             samples = [self._step() for _ in range(self.steps)]
-        except (DflashError, RuntimeError) as error:  # torch's errors of a card are RuntimeErrors
+        except (DflashError, RuntimeError) as error:
+            # Errors that torch reports of a card are RuntimeErrors.
             self.error = str(error)
             return
         if keep:
@@ -180,7 +185,8 @@ def _stepped(scene: StepScene) -> StepSample:
         results = scene.calls()
         queued = time.perf_counter()
     ended = time.perf_counter()
-    del results  # not while the time ran
+    # The results are freed here, and not while the time ran.
+    del results
     return StepSample(ended - began, 0.0, queued - began, began - entering)
 
 

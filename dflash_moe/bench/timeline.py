@@ -17,7 +17,8 @@ from dflash_moe.errors import ConfigError
 from dflash_moe.runtime.expert_runtime import ExpertRuntime
 from dflash_moe.topology import Topology
 
-# kept of one layer: more cannot be told apart in a picture, and the file stays small
+# At most so many slices of one layer are kept: more cannot be told apart in a picture, and the file
+# stays small.
 MAX_SLICES = 1024
 HOST_TIMES = ("encode_start_ns", "published_ns", "arrived_ns", "combined_ns")
 WORKER_TIMES = ("worker_received_ns", "worker_started_ns", "worker_finished_ns")
@@ -27,7 +28,8 @@ def capture_timeline(model: Any, runtime: ExpertRuntime, input_ids: Any, topolog
     """Prefills `input_ids` once over a runtime started with `profile`: the middle layer's slices.
     ConfigError: no traces.
     """
-    runtime.take_traces()  # what was recorded before
+    # Traces that were recorded before are dropped.
+    runtime.take_traces()
     sample = measure_once(model, runtime, input_ids, 0)
     traces = runtime.take_traces()
     if not traces:

@@ -40,9 +40,11 @@ class TorchLayers:
 @dataclass(frozen=True, slots=True)
 class _Routed:
     hidden_states: Any  # [T, H]
-    rows: Any  # [pairs] token of each pair, sorted by expert
+    # This is [pairs]: the token of each pair, sorted by expert.
+    rows: Any
     weights: Any  # [pairs, 1]
-    counts: list[int]  # per expert
+    # Each expert has so many pairs.
+    counts: list[int]
     ends: Any  # [E] int32, cumulative
 
 
@@ -178,6 +180,7 @@ def _has_grouped_mm(layers: TorchLayers) -> bool:
         with torch.inference_mode():
             rows = torch.ones(experts, inner, dtype=layers.dtype, device=place)
             functional.grouped_mm(rows, layers.down[0].transpose(1, 2), offs=ends)
-    except (RuntimeError, NotImplementedError, ValueError):  # not for this dtype or not there
+    except (RuntimeError, NotImplementedError, ValueError):
+        # This build of torch has no such product, or none for this dtype.
         return False
     return True

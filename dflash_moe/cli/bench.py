@@ -6,33 +6,21 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dflash_moe.cli import bench_files, options
-from dflash_moe.cli.bench_progress import reporting
+from dflash_moe.cli import bench_device, bench_experts, bench_files, options
+from dflash_moe.cli.bench_run import JsonOption, PlotOption, measuring, store_plot
 from dflash_moe.cli.bench_tables import print_decode, print_ipc, print_prefill, print_processes, print_summary
-from dflash_moe.errors import ConfigError
+from dflash_moe.errors import ConfigError, shown
 
 if TYPE_CHECKING:
-    from dflash_moe.bench.harness import Recorder
     from dflash_moe.bench.results import BenchResult
 
-__all__ = ["measuring", "print_prefill", "print_processes", "register", "store_plot"]
-
-JsonOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--json", help="Write the result (all samples, machine, commit) here, anew after every round.", show_default=False
-    ),
-]
-PlotOption = Annotated[
-    Path | None, typer.Option("--plot", help="Draw the result into this PNG or SVG (needs matplotlib).", show_default=False)
-]
 ModesOption = Annotated[str, typer.Option(help="Comma-separated list of modes.")]
 DtypesOption = Annotated[
     str, typer.Option(help="Comma-separated list of wire dtypes [default: the model's own].", show_default=False)
@@ -40,13 +28,14 @@ DtypesOption = Annotated[
 RepeatOption = Annotated[int, typer.Option(min=1, help="Measured rounds; the modes are interleaved in each.")]
 LocalOption = Annotated[bool, typer.Option("--local/--no-local", help="Also measure all experts in the host process.")]
 ALL_MODES = "stream,batched,auto"
-MAX_PROMPT_TOKENS = 1 << 20  # above any context window of today's models: more is a typing error
+# A slot holds no more bytes, so that no payload of a ping-pong can be larger.
+MAX_PAYLOAD_BYTES = 64 << 20
+# No model of today has a context window as long: more is a typing error.
+MAX_PROMPT_TOKENS = 1 << 20
 
 
 def register(app: typer.Typer) -> None:
     """Adds the group `bench`."""
-    from dflash_moe.cli import bench_device, bench_experts  # they take options from here
-
     bench = typer.Typer(help="Measure this machine, compare results, draw them.", no_args_is_help=True)
     bench.command(name="ipc")(ipc)
     bench.command(name="prefill")(prefill)
@@ -57,35 +46,20 @@ def register(app: typer.Typer) -> None:
     app.add_typer(bench, name="bench")
 
 
-@contextmanager
-def measuring(json_out: Path | None, show: Callable[[BenchResult], None]) -> Iterator[Recorder]:
-    """The recorder of one bench; `show` prints the tables, also of what an interrupted run has."""
-    from dflash_moe.bench.harness import Recorder
-
-    recorder: Recorder | None = None
-    try:
-        with reporting() as reporter:
-            recorder = Recorder(json_out, reporter)
-            yield recorder
-    finally:
-        if recorder is not None and recorder.result is not None and recorder.result.rows:
-            show(recorder.result)
-
-
-def store_plot(recorder: Recorder, plot: Path | None) -> None:
-    """Draws the finished result, and its timelines beside it where it has some."""
-    if plot is None or recorder.result is None:
-        return
-    from dflash_moe.bench.plot import draw, draw_timeline, timeline_path
-
-    found = recorder.result.as_json()
-    draw([("this run", found)], plot)
-    if found.get("timelines"):
-        draw_timeline(("this run", found), timeline_path(plot))
-
-
 def ipc(
     full: Annotated[bool, typer.Option("--full", help="More payload sizes and rounds (about 20 minutes).")] = False,
+    payloads: Annotated[
+        str,
+        typer.Option(
+            metavar="BYTES[,BYTES...]",
+            help="Comma-separated payload sizes each way, in bytes [default: 64 to 4,194,304; with --full to 16,777,216].",
+            show_default=False,
+        ),
+    ] = "",
+    batches: Annotated[
+        int | None,
+        typer.Option(min=1, help="Alternations of transport and floor [default: 5; with --full 15].", show_default=False),
+    ] = None,
     json_out: JsonOption = None,
     plot: PlotOption = None,
 ) -> None:
@@ -96,6 +70,10 @@ def ipc(
 
     _prepare(json_out, plot)
     params = IpcParams(payloads=PAYLOADS_FULL, batches=15) if full else IpcParams()
+    if payloads:
+        params = dataclasses.replace(params, payloads=_numbers(payloads, "--payloads", MAX_PAYLOAD_BYTES))
+    if batches is not None:
+        params = dataclasses.replace(params, batches=batches)
     with measuring(json_out, lambda result: print_ipc(result.rows)) as recorder:
         run_ipc(params, recorder=recorder)
     store_plot(recorder, plot)
@@ -138,7 +116,7 @@ def prefill(
     _refuse_lists(overrides, "prefill")
     params = PrefillParams(
         model=options.model_directory(model),
-        prompt_tokens=_lengths(prompt_tokens, "--prompt-tokens"),
+        prompt_tokens=_numbers(prompt_tokens, "--prompt-tokens", MAX_PROMPT_TOKENS),
         new_tokens=new_tokens,
         modes=_allowed(modes, "--modes", ("stream", "batched", "auto")),
         dtypes=_allowed(dtypes, "--dtypes", ("f32", "f16", "bf16")) if dtypes else (),
@@ -218,10 +196,10 @@ def _allowed(text: str, flag: str, allowed: tuple[str, ...]) -> tuple[str, ...]:
     return chosen
 
 
-def _lengths(text: str, flag: str) -> tuple[int, ...]:
+def _numbers(text: str, flag: str, most: int) -> tuple[int, ...]:
     parts = _parts(text)
-    if not parts or not all(part.isascii() and part.isdigit() and 1 <= int(part) <= MAX_PROMPT_TOKENS for part in parts):
-        raise ConfigError(f"{flag} {text!r}: give one or more numbers of 1..{MAX_PROMPT_TOKENS}, separated by commas")
+    if not parts or not all(part.isascii() and part.isdigit() and 1 <= int(part[:18]) <= most for part in parts):
+        raise ConfigError(f"{flag} {shown(text)}: give one or more numbers of 1..{most}, separated by commas")
     return tuple(int(part) for part in parts)
 
 

@@ -12,12 +12,13 @@ from typing import Annotated, Any
 import typer
 
 from dflash_moe.cli import options
-from dflash_moe.cli.bench import JsonOption, measuring
+from dflash_moe.cli.bench_run import JsonOption, measuring
 from dflash_moe.errors import ConfigError, DflashError
 
 BACKENDS = ("cuda", "hip", "sim")
 KINDS = {"kernel": "a kernel", "stream": "the stream", "call": "the stream, by calls of the host"}
-MAX_STEP_TOKENS = 64  # kMostStepTokens
+# A device step takes no more rows (kMostStepTokens of the core).
+MAX_STEP_TOKENS = 64
 
 BackendOption = Annotated[str, typer.Option(help=f"The card's kind: {', '.join(BACKENDS)}.")]
 DeviceOption = Annotated[int, typer.Option(min=0, help="The card's number.")]
@@ -33,7 +34,10 @@ def doorbell(
     backend: BackendOption = "cuda",
     device: DeviceOption = 0,
     rounds: Annotated[
-        int, typer.Option(min=0, max=1 << 20, help="Of each ping-pong [default: 10,000; 50 if simulated].", show_default=False)
+        int,
+        typer.Option(
+            min=0, max=1 << 20, help="Rounds of each ping-pong [default: 10,000; 50 if simulated].", show_default=False
+        ),
     ] = 0,
     json_out: JsonOption = None,
 ) -> None:

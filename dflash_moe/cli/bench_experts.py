@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from dflash_moe.cli import options
-from dflash_moe.cli.bench import JsonOption, PlotOption, measuring, store_plot
+from dflash_moe.cli.bench_run import JsonOption, PlotOption, measuring, store_plot
 from dflash_moe.errors import ConfigError
 
 BACKENDS = ("cpu", "cuda", "hip", "sim")
@@ -41,7 +41,14 @@ def experts(
             show_default=False,
         ),
     ] = "",
-    tokens: Annotated[str, typer.Option(metavar="N[,N...]", help="Comma-separated batch sizes, in tokens.")] = "",
+    tokens: Annotated[
+        str,
+        typer.Option(
+            metavar="N[,N...]",
+            help="Comma-separated batch sizes, in tokens [default: 1 to 2,048, some with Zipf routing or from caches].",
+            show_default=False,
+        ),
+    ] = "",
     threads: Annotated[
         str, typer.Option(metavar="N[,N...]", help="Numbers of threads [default: 1 and all usable cores].", show_default=False)
     ] = "",

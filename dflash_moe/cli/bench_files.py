@@ -6,7 +6,6 @@ SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -29,17 +28,28 @@ def compare(
     ],
     rows: Annotated[
         tuple[str, str] | None,
-        typer.Option("--rows", metavar="X Y", help="Within one file: rows named Y against rows named X.", show_default=False),
+        typer.Option(
+            "--rows",
+            metavar="X Y",
+            help="Within one file: rows named Y against rows named X [default: two files are compared].",
+            show_default=False,
+        ),
     ] = None,
     min_effect: Annotated[
         float, typer.Option(min=0.0, max=1.0, help="Smallest difference that counts, as a fraction of the time.")
     ] = 0.02,
     ignore: Annotated[
         list[str] | None,
-        typer.Option(metavar="PARAM", help="A parameter that may differ between the files; repeatable.", show_default=False),
+        typer.Option(
+            metavar="PARAM",
+            help="A parameter that may differ between the files; repeatable [default: none may].",
+            show_default=False,
+        ),
     ] = None,
     fail_if_slower: Annotated[bool, typer.Option("--fail-if-slower", help="Exit with 1 when anything is slower.")] = False,
-    json_out: Annotated[Path | None, typer.Option("--json", help="Write the verdicts here.", show_default=False)] = None,
+    json_out: Annotated[
+        Path | None, typer.Option("--json", help="Write the verdicts here [default: nowhere].", show_default=False)
+    ] = None,
 ) -> None:
     """Faster, slower or cannot tell: B against A, or row Y against row X, with bootstrap intervals
     from all samples.
@@ -61,9 +71,7 @@ def compare(
     verdicts = [dataclasses.asdict(verdict) for verdict in comparison.verdicts]
     print_comparison(verdicts)
     if json_out is not None:
-        json_out.write_text(
-            json.dumps({"verdicts": verdicts, "warnings": comparison.warnings}, indent=1) + "\n", encoding="utf-8"
-        )
+        options.write_json(json_out, {"verdicts": verdicts, "warnings": comparison.warnings})
     if fail_if_slower and comparison.has_slower:
         slower = sum(verdict["verdict"] == "slower" for verdict in verdicts)
         options.say(f"{slower} of {len(verdicts)} rows are slower (--fail-if-slower)")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from dflash_moe.cli import options
-from dflash_moe.cli.bench import print_prefill, print_processes
+from dflash_moe.cli.bench_tables import print_prefill, print_processes
 from dflash_moe.errors import ConfigError, DflashError
 from dflash_moe.topology import Topology
 
@@ -21,9 +21,11 @@ if TYPE_CHECKING:
     from dflash_moe.bench.prefill import Series
     from dflash_moe.runtime.expert_runtime import ExpertRuntime
 
-ASSETS = "dflash_moe_demo"  # the package of bench/demo_model
+# This package of bench/demo_model holds the model and the prompt.
+ASSETS = "dflash_moe_demo"
 PROMPT = "Return a list of"
-MIN_PROMPT_TOKENS = 2000  # of the prefill table
+# The prompt of the prefill table has at least so many tokens.
+MIN_PROMPT_TOKENS = 2000
 MODES = ("stream", "batched", "auto")
 DTYPES = ("f32", "bf16")
 NEW_TOKENS = 48
@@ -70,11 +72,10 @@ def find_assets() -> Path:
 
 
 def _complete(model: Any, directory: Path) -> None:
-    from transformers import AutoTokenizer
-
     from dflash_moe.integrations.generation import TextStream, generate_tokens, stop_token_ids
+    from dflash_moe.integrations.tokenizer import load_tokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(directory)
+    tokenizer = load_tokenizer(directory)
     input_ids = tokenizer(PROMPT, return_tensors="pt")["input_ids"]
     stream = TextStream(tokenizer)
     typer.echo(f"prompt: {PROMPT}\ncompletion: ", nl=False)
@@ -85,11 +86,10 @@ def _complete(model: Any, directory: Path) -> None:
 
 
 def _measure(model: Any, runtime: ExpertRuntime, assets: Path) -> list[Series]:
-    from transformers import AutoTokenizer
-
     from dflash_moe.bench.prefill import Series, measure_round
+    from dflash_moe.integrations.tokenizer import load_tokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(assets / "model")
+    tokenizer = load_tokenizer(assets / "model")
     input_ids = tokenizer((assets / "prompt.txt").read_text(encoding="utf-8"), return_tensors="pt")["input_ids"]
     if input_ids.shape[1] < MIN_PROMPT_TOKENS:
         raise DflashError(f"prompt.txt gives {input_ids.shape[1]} tokens; the demo needs at least {MIN_PROMPT_TOKENS}")

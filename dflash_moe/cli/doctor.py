@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from dflash_moe.cli import options, probes
 from dflash_moe.cli.probe_sockets import probe_sockets, probe_timeouts, socket_lines, socket_problems
-from dflash_moe.config import Settings, format_bytes, resolve_settings
+from dflash_moe.config import Settings, format_bytes, on_worker_loss, resolve_settings
 from dflash_moe.errors import ConfigError, DflashError
 from dflash_moe.placement.numerics import are_mixed
 from dflash_moe.protocol.paths import TRANSPORTS
@@ -22,7 +23,8 @@ from dflash_moe.telemetry.cores import numa_nodes
 from dflash_moe.telemetry.machine import cores_reason, physical_cores, usable_cores
 from dflash_moe.topology import HOST, MemoryBudget, Topology
 
-PLANNED_WORKERS = 2  # of the plan that is shown: the demo's
+# The plan that is shown has as many workers as the demo.
+PLANNED_WORKERS = 2
 LEAST_MEMORY_BYTES = 1 << 30
 LEAST_OPEN_FILES = 256
 
@@ -33,7 +35,15 @@ def register(app: typer.Typer) -> None:
 
 
 def doctor(
-    topology: options.TopologyOption = None,
+    topology: Annotated[
+        Path | None,
+        typer.Option(
+            "--topology",
+            metavar="FILE",
+            help="YAML file of the host and workers whose plan is shown [default: two local CPU workers].",
+            show_default=False,
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     selftest: Annotated[bool, typer.Option("--selftest", help="Also run all kernels against the reference.")] = False,
 ) -> None:
@@ -73,6 +83,7 @@ def examine(topology: Topology | None = None) -> dict[str, Any]:
     machine |= {"usable_cores": usable_cores(), "cores_reason": cores_reason(), "physical_cores": physical_cores()}
     machine |= {"threads": _planned_threads(planned, planned_for, settings), "numa_nodes": numa_nodes()}
     machine |= {"sockets": probe_sockets(settings), "timeouts": probe_timeouts(settings)}
+    machine |= {"on_worker_loss": on_worker_loss(settings)}
     problems += socket_problems(machine["sockets"])
     found: dict[str, Any] = {"backends": probes.probe_backends(settings.cpu_isa), "transports": probes.probe_transports()}
     found |= {"machine": machine, "problems": problems, "numerics": _numerics(planned, settings)}
@@ -194,6 +205,7 @@ def print_findings(found: dict[str, Any]) -> None:
         + f"; spin {threads['spin_us']} us ({threads['spin_reason']}), OpenMP waits {threads['openmp_waits']}",
         f"host       {found['host_device']['device']}: {REGISTRATIONS[found['host_device']['registration']]}",
         *socket_lines(machine["sockets"], machine["timeouts"]),
+        f"losses     {machine['on_worker_loss']}",
         f"versions   kernel {machine['kernel']}, {machine['libc']}, python {machine['python']}, {packages}",
     ]
     typer.echo("\n".join(lines) + "\n")

@@ -6,7 +6,6 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 from pathlib import Path
@@ -23,6 +22,10 @@ if TYPE_CHECKING:
     from dflash_moe.runtime.expert_runtime import ExpertRuntime
 
 
+# Beyond this temperature every token is as likely as any other.
+MAX_TEMPERATURE = 1e4
+
+
 def register(app: typer.Typer) -> None:
     app.command(name="generate")(generate)
 
@@ -31,12 +34,23 @@ def register(app: typer.Typer) -> None:
 def generate(
     model: options.ModelOption,
     topology: options.TopologyOption = None,
-    prompt: Annotated[str | None, typer.Option(help="Text to complete.", show_default=False)] = None,
-    prompt_file: Annotated[Path | None, typer.Option(help="UTF-8 file with the text to complete.", show_default=False)] = None,
+    prompt: Annotated[
+        str | None, typer.Option(help="Text to complete [default: none; give this or --prompt-file].", show_default=False)
+    ] = None,
+    prompt_file: Annotated[
+        Path | None, typer.Option(help="UTF-8 file with the text to complete [default: none].", show_default=False)
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate at most.")] = 64,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the most likely token; higher is more random.")] = 0.0,
-    seed: Annotated[int, typer.Option(help="Seed of the sampling; without effect at temperature 0.")] = 0,
-    json_out: Annotated[Path | None, typer.Option("--json", help="Write token ids, times and byte counts here.")] = None,
+    temperature: Annotated[
+        float, typer.Option(min=0.0, max=MAX_TEMPERATURE, help="0 takes the most likely token; higher is more random.")
+    ] = 0.0,
+    seed: Annotated[
+        int, typer.Option(min=0, max=options.MAX_SEED, help="Seed of the sampling; without effect at temperature 0.")
+    ] = 0,
+    json_out: Annotated[
+        Path | None,
+        typer.Option("--json", help="Write token ids, times and byte counts here [default: nowhere].", show_default=False),
+    ] = None,
     **overrides: Any,
 ) -> None:
     """Complete a prompt. Without a topology: one local CPU worker."""
@@ -69,8 +83,7 @@ def generate(
             _emit(stream.push(step.token_id))
         _emit(stream.finish() + "\n")
         if json_out is not None:
-            report = _report(runtime, input_ids.shape[1], steps, tokenizer)
-            json_out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+            options.write_json(json_out, _report(runtime, input_ids.shape[1], steps, tokenizer))
 
 
 def _prompt_text(prompt: str | None, prompt_file: Path | None) -> str:

@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from dflash_moe.errors import printable
 from dflash_moe.protocol.keys import write_key_file
 
 
@@ -29,7 +30,7 @@ def make(file: FileArgument) -> None:
     over a channel you trust.
     """
     write_key_file(file)
-    typer.echo(f"wrote a new key to {file} (mode 0600)")
+    typer.echo(printable(f"wrote a new key to {file} (mode 0600)"))
 
 
 def _keep_subcommand() -> None:

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from dflash_moe.runtime.contents import ContentsReport
     from dflash_moe.runtime.fleet import LoadingReport
 
-LINE_EVERY_S = 2.0  # a load that takes less is not worth a line
+# A load that takes less time is not worth a line.
+LINE_EVERY_S = 2.0
 
 
 class Lines:
@@ -34,13 +35,14 @@ class Lines:
 
     def report(self, holder: str, count: int, total: int) -> None:
         """`holder` has loaded `count` of `total` experts."""
+        now = self._clock()
         with self._lock:
             self._counts[holder] = (count, total)
-            if self._clock() - self._last < LINE_EVERY_S:
+            if now - self._last < LINE_EVERY_S:
                 return
-            self._last = self._clock()
+            self._last = now
             shown = ", ".join(f"{name} {done} of {whole}" for name, (done, whole) in self._counts.items())
-            self._say(f"loading experts: {shown}")
+        self._say(f"loading experts: {shown}")
 
 
 class LatestLine:

@@ -40,7 +40,7 @@ def make(
     top_k: Annotated[int, typer.Option(help="Experts of a token.")] = 4,
     moe_intermediate_size: Annotated[int, typer.Option(help="Width inside an expert, in elements.")] = 128,
     dtype: Annotated[str, typer.Option(help="Format of the weights: f32, f16 or bf16.")] = "bf16",
-    seed: Annotated[int, typer.Option(help="Of the random weights.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the random weights.")] = 0,
 ) -> None:
     """Write a random-weight checkpoint of a real architecture, with a byte-level tokenizer."""
     from dflash_moe.model.make import MakeOptions, make_checkpoint

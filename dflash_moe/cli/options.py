@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 import logging
 import os
 import re
+import stat
 import sys
 import typing
 from collections.abc import Callable, Mapping
@@ -20,7 +22,7 @@ from typing import Annotated, Any
 import typer
 
 from dflash_moe.config import SETTINGS, Setting, resolve_settings
-from dflash_moe.errors import ConfigError
+from dflash_moe.errors import ConfigError, DflashError, printable, shown
 from dflash_moe.model.gguf_header import is_gguf
 from dflash_moe.runtime.threads import ThreadPlan, thread_plan
 from dflash_moe.runtime.transports import check_paths
@@ -45,6 +47,9 @@ TopologyOption = Annotated[
 ExplainOption = Annotated[
     bool, typer.Option("--explain-auto", help="At the end, on stderr: what mode auto measured, predicted and chose per worker.")
 ]
+
+# The generators of torch take no larger seed.
+MAX_SEED = (1 << 63) - 1
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 _NUMBER = re.compile(r"[-+]?[0-9.,]*[%x]?", re.ASCII)
@@ -126,9 +131,19 @@ def prepare_outputs(*paths: Path | None) -> None:
             raise ConfigError(f"{path}: cannot be written; choose the path of a file in a folder of yours")
 
 
+def write_json(path: Path, value: Any) -> None:
+    """Writes an output file. DflashError names the path where that fails after the work: a full
+    disk, a folder that went away.
+    """
+    try:
+        path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise DflashError(f"{path}: cannot be written ({error.strerror}); the work is done, its result is lost") from None
+
+
 def prepare_host(topology: Topology, overrides: Mapping[str, Any] | None = None) -> ThreadPlan:
-    """Call before torch is imported: where threads outnumber cores, OpenMP must wait passively
-    (rules.md 8).
+    """Call before torch is imported: where threads outnumber cores, OpenMP must wait passively,
+    because its default, an active wait, takes the workers' cores for milliseconds in every layer.
 
     Variables that the user has set stay. Errors: ConfigError of the settings and as `check_paths`,
     before seconds of imports.
@@ -146,11 +161,17 @@ def model_directory(value: str) -> Path:
     """The checkpoint directory or GGUF file. ConfigError for a hub id says how to download it, else
     what was found.
     """
-    path = Path(value).expanduser()
-    if path.is_dir():
+    try:
+        path = Path(value).expanduser()
+        mode = os.stat(path).st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        mode = 0
+    except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: ~NAME of nobody; ValueError: a zero byte
+        raise ConfigError(f"--model {shown(value)}: {getattr(error, 'strerror', None) or error}") from None
+    if stat.S_ISDIR(mode):
         return path
-    if path.exists():
-        if is_gguf(path):
+    if mode:
+        if stat.S_ISREG(mode) and is_gguf(path):
             return path
         raise ConfigError(f"--model {value}: this is a file, and not GGUF; pass the checkpoint's directory, or a GGUF file")
     if _HUB_ID.fullmatch(value):
@@ -159,7 +180,9 @@ def model_directory(value: str) -> Path:
             f"--model {value}: no such directory; it looks like a hub id, and models are read from disk only: download it with "
             f"`hf download {value} --local-dir {name}`, then pass --model {name}"
         )
-    raise ConfigError(f"--model {value}: no such directory; pass a checkpoint directory (`dflash-moe model make` writes one)")
+    raise ConfigError(
+        f"--model {shown(value)}: no such directory; pass a checkpoint directory (`dflash-moe model make` writes one)"
+    )
 
 
 def show_auto_log() -> None:
@@ -174,7 +197,7 @@ def show_auto_log() -> None:
 
 def say(line: str) -> None:
     """One line of progress, on stderr."""
-    print(line, file=sys.stderr, flush=True)  # noqa: T201
+    print(printable(line), file=sys.stderr, flush=True)  # noqa: T201
 
 
 class Table:

@@ -80,7 +80,9 @@ def _granted(family: int, asked: int | None) -> dict[str, int | None]:
                     probe.setsockopt(socket.SOL_SOCKET, option, asked)
                 size = probe.getsockopt(socket.SOL_SOCKET, option)
                 found[way] = size // 2 if asked is not None else size
-    except OSError:  # the family is not there; `transports` says so
+    except OSError:
+        # A machine without this family has no such sockets; the line `transports` of doctor says
+        # so.
         pass
     return found
 

@@ -20,11 +20,13 @@ from dflash_moe.topology.numerics import DEFAULT_NUMERICS, takes_weights
 
 Case = tuple[str, str, str]
 REFERENCE = "reference"
-WEIGHTS = (*DTYPES, "int8_g32", "int4_g32")  # what is made from floats
+# These formats are made from floats.
+WEIGHTS = (*DTYPES, "int8_g32", "int4_g32")
 NUM_EXPERTS = 5
-NUM_ROWS = 37  # no multiple of any vector width or tile
+# This is no multiple of any vector width or tile, so that every kernel has a remainder.
+NUM_ROWS = 37
 TOP_K = 3
-# Widths above one K block of 256, and no multiple of 16.
+# These widths are above one K block of 256, and no multiples of 16.
 SIZES = {"in_size": 300, "intermediate_size": 267, "out_size": 291}
 SPECS: dict[str, dict[str, Any]] = {
     "silu": {"activation": "silu", "gate": "gated"},
@@ -43,13 +45,15 @@ class SelfTest:
     when no element differs.
     """
 
-    isa: str  # or the device
+    # On a card this is the device.
+    isa: str
     weight_dtype: str
     cases: int
     elements: int
     differing: int
     numerics: str = DEFAULT_NUMERICS
-    error: str = ""  # what kept it from ending
+    # A test that did not end says here what kept it from that.
+    error: str = ""
 
     @property
     def is_passed(self) -> bool:

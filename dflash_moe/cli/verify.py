@@ -6,7 +6,6 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -29,12 +28,14 @@ def register(app: typer.Typer) -> None:
 def verify(
     model: options.ModelOption,
     topology: options.TopologyOption = None,
-    seed: Annotated[int, typer.Option(help="Of the random token ids.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=options.MAX_SEED, help="Seed of the random token ids.")] = 0,
     weights: Annotated[
         bool,
         typer.Option("--weights", help="First compare every holder's weights with the checkpoint here, by content checksums."),
     ] = False,
-    json_out: Annotated[Path | None, typer.Option("--json", help="Write the report here.", show_default=False)] = None,
+    json_out: Annotated[
+        Path | None, typer.Option("--json", help="Write the report here [default: nowhere].", show_default=False)
+    ] = None,
     **overrides: Any,
 ) -> None:
     """Compare with the model's own eager experts. --dtype is what model and wire run in (default:
@@ -53,7 +54,7 @@ def verify(
             on_comparing=compare if weights else None, overrides=overrides,
         )  # fmt: skip
     if json_out is not None:
-        json_out.write_text(json.dumps(report.to_json(), indent=1) + "\n", encoding="utf-8")
+        options.write_json(json_out, report.to_json())
     _show(report)
     if report.excesses:
         for excess in report.excesses[1:]:

@@ -23,17 +23,28 @@ def register(app: typer.Typer) -> None:
 
 
 def worker(
-    name: Annotated[str, typer.Option("--name", help="The worker's name in the topology.")],
-    model: Annotated[Path, typer.Option("--model", help="Checkpoint directory on this machine; the host never sends paths.")],
-    topology: Annotated[Path | None, typer.Option("--topology", help="Topology file that lists the worker.")] = None,
+    name: Annotated[str, typer.Option("--name", metavar="NAME", help="The worker's name in the topology.")],
+    model: Annotated[
+        Path, typer.Option("--model", metavar="DIR", help="Checkpoint directory on this machine; the host never sends paths.")
+    ],
+    topology: Annotated[
+        Path | None,
+        typer.Option("--topology", metavar="FILE", help="Topology file that lists the worker; must be given [default: none]."),
+    ] = None,
     listen: Annotated[
         str | None,
-        typer.Option("--listen", help="tcp://HOST:PORT (0: any free port) or unix:///PATH. [default: the topology's]"),
+        typer.Option(
+            "--listen", metavar="ADDR", help="tcp://HOST:PORT (0: any free port) or unix:///PATH [default: the topology's]."
+        ),
     ] = None,
     key_file: Annotated[
-        Path | None, typer.Option("--key-file", help="Key shared with the host, mode 0600; needed for TCP. [default: none]")
+        Path | None,
+        typer.Option("--key-file", metavar="FILE", help="Key shared with the host, mode 0600; needed for TCP [default: none]."),
     ] = None,
-    threads: Annotated[int | None, typer.Option("--threads", help="Compute threads. [default: the topology's or all]")] = None,
+    threads: Annotated[
+        int | None,
+        typer.Option("--threads", metavar="N", help="Number of compute threads [default: the topology's, else all cores]."),
+    ] = None,
     once: Annotated[bool, typer.Option("--once", help="Leave when the first host is done.")] = False,
     control_fd: Annotated[int, typer.Option("--control-fd", hidden=True)] = -1,
     key_fd: Annotated[int, typer.Option("--key-fd", hidden=True)] = -1,

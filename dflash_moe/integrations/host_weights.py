@@ -17,6 +17,7 @@ from dflash_moe.errors import UnsupportedError
 from dflash_moe.model.architecture import find_experts, load_architecture
 from dflash_moe.model.checkpoint import Checkpoint
 from dflash_moe.model.progress import quiet_progress
+from dflash_moe.model.refusals import refusing
 from dflash_moe.model.tensor_names import Conversion
 
 
@@ -75,7 +76,8 @@ def _made(target: str, recipe: Any, model: Any, checkpoint: Checkpoint) -> dict[
     for pattern, names in recipe.sources.items():
         for name in names:
             converter.add_tensor(target, name, pattern, lambda name=name: _widened(checkpoint, name))
-    made = converter.convert(target, model=model, config=model.config)
+    with refusing(f"{target}: cannot be made of {', '.join(recipe.names()[:3])}"):
+        made = converter.convert(target, model=model, config=model.config)
     return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 
 

@@ -9,28 +9,24 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from dflash_moe.errors import UnsupportedError
 from dflash_moe.model.checkpoint_files import find_gguf
+from dflash_moe.model.refusals import refusing
 
 
 def load_tokenizer(path: Path) -> Any:
-    """Never looks anything up on a network. UnsupportedError for a GGUF file whose tokenizer
-    transformers cannot build.
+    """Never looks anything up on a network. UnsupportedError for a tokenizer that is missing or
+    damaged or, of a GGUF file, none that transformers can build.
     """
     from transformers import AutoTokenizer
 
     parts = find_gguf(path)
     if not parts:
-        return AutoTokenizer.from_pretrained(path, local_files_only=True)
-    try:
+        with refusing(f"checkpoint {path}: its tokenizer cannot be read"):
+            return AutoTokenizer.from_pretrained(path, local_files_only=True)
+    with refusing(f"{parts[0]}: its tokenizer cannot be built from the metadata; use the safetensors checkpoint for text"):
         from transformers import PreTrainedTokenizerFast
         from transformers.integrations.gguf import convert_gguf_tokenizer, get_gguf_tokenizer
 
         architecture, tokenizer, settings = get_gguf_tokenizer(str(parts[0]))
         backend, more = convert_gguf_tokenizer(architecture, tokenizer)
         return PreTrainedTokenizerFast(tokenizer_object=backend, **settings, **more)
-    except Exception as error:  # every tokenizer class refuses in its own way
-        raise UnsupportedError(
-            f"{parts[0]}: its tokenizer cannot be built from the metadata ({type(error).__name__}: {error}); "
-            "use the safetensors checkpoint for text, or another version of transformers"
-        ) from error

@@ -11,7 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from dflash_moe.errors import CheckpointError, UnsupportedError
+from dflash_moe.errors import CheckpointError, UnsupportedError, shown
+from dflash_moe.model.config_limits import check_counts
+from dflash_moe.model.refusals import is_file, refusing
 from dflash_moe.model.weight_formats import FP8_BLOCK
 
 if TYPE_CHECKING:
@@ -43,11 +45,8 @@ def load_architecture(checkpoint: Checkpoint) -> Architecture:
 
     config = load_config(checkpoint)
     model_class = find_model_class(config)
-    try:
-        with torch.device("meta"):
-            model = model_class(config)
-    except Exception as error:  # constructors of any architecture may refuse in their own way
-        raise UnsupportedError(f"{model_class.__name__}: cannot be built from config.json: {error}") from error
+    with refusing(f"{model_class.__name__}: cannot be built from config.json"), torch.device("meta"):
+        model = model_class(config)
     return Architecture(config, model_class, model, find_experts(model))
 
 
@@ -64,34 +63,36 @@ def load_config(checkpoint: Checkpoint) -> Any:
 
         return gguf_config(checkpoint)
     directory = checkpoint.path
-    if not (directory / "config.json").is_file():
+    if not is_file(directory / "config.json"):
         raise CheckpointError(f"checkpoint {directory}: config.json is missing; is it a transformers model?")
-    try:
+    check_counts(checkpoint.config(), str(directory / "config.json"))
+    with refusing(f"{directory / 'config.json'}: not readable"):
         config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    # transformers raises ValueError, KeyError, OSError and its own kinds here
-    except Exception as error:
-        raise UnsupportedError(f"{directory / 'config.json'}: not readable: {error}") from error
-    for owner in {id(item): item for item in (config, config.get_text_config())}.values():
+        owners = {id(item): item for item in (config, config.get_text_config())}
+    for owner in owners.values():
         quantization = getattr(owner, "quantization_config", None)
         if quantization is not None:
-            _check_quantization(type(owner).__name__, quantization if isinstance(quantization, dict) else vars(quantization))
+            _check_quantization(type(owner).__name__, quantization)
             del owner.quantization_config
     return config
 
 
-def _check_quantization(owner: str, fields: dict[str, Any]) -> None:
+def _check_quantization(owner: str, quantization: Any) -> None:
+    fields = quantization if isinstance(quantization, dict) else getattr(quantization, "__dict__", None)
+    if fields is None:
+        raise UnsupportedError(f"{owner}.quantization_config: found {shown(quantization)}, expected a map with quant_method")
     method = str(getattr(fields.get("quant_method"), "value", fields.get("quant_method")))
     if method == "mxfp4":
         return
     if method != "fp8":
         raise UnsupportedError(
-            f"{owner}.quantization_config: method {method} is not supported; "
+            f"{owner}.quantization_config: method {method[:80]} is not supported; "
             "use the checkpoint in bf16, f16, f32, FP8, MXFP4 or GGUF"
         )
     block = fields.get("weight_block_size")
-    if block is None or list(block) != [FP8_BLOCK, FP8_BLOCK]:
+    if not isinstance(block, list | tuple) or list(block) != [FP8_BLOCK, FP8_BLOCK]:
         raise UnsupportedError(
-            f"{owner}.quantization_config.weight_block_size: found {block}; "
+            f"{owner}.quantization_config.weight_block_size: found {shown(block)}; "
             f"FP8 is read with one scale per {FP8_BLOCK} x {FP8_BLOCK} weights"
         )
 
@@ -99,18 +100,33 @@ def _check_quantization(owner: str, fields: dict[str, Any]) -> None:
 def find_model_class(config: Any) -> Any:
     """The class config.json names in `architectures`, else the one transformers' auto classes have
     for the configuration.
+
+    Only classes of models count, whatever else transformers may have under the name. A name that it
+    does not have at all is passed over: many checkpoints name a class of the code they were trained
+    with. UnsupportedError names field and value.
     """
     import transformers
 
-    for name in getattr(config, "architectures", None) or ():
-        found = getattr(transformers, name, None)
-        if found is not None:
-            return found
+    field = f"{type(config).__name__}.architectures"
+    named = getattr(config, "architectures", None) or ()
+    if not isinstance(named, list | tuple) or not all(isinstance(name, str) for name in named):
+        raise UnsupportedError(f"{field}: found {shown(named)}, expected a list of class names")
+    for name in named:
+        with refusing(f"{field}: {shown(name)} cannot be imported from transformers {transformers.__version__}"):
+            found = getattr(transformers, name, None)
+        if found is None:
+            continue
+        if not isinstance(found, type) or not issubclass(found, transformers.PreTrainedModel):
+            raise UnsupportedError(
+                f"{field}: {shown(name)} is no model class of transformers {transformers.__version__}; "
+                "name one such as MixtralForCausalLM, or leave the field out"
+            )
+        return found
     for found in auto_classes(config):
         return found
     raise UnsupportedError(
-        f"{type(config).__name__}.architectures: found {getattr(config, 'architectures', None)}, which transformers "
-        f"{transformers.__version__} does not have, and no model class belongs to {config.model_type!r}"
+        f"{field}: found {shown(named)}, which transformers {transformers.__version__} does not have, and no model class "
+        f"belongs to {shown(config.model_type)}"
     )
 
 

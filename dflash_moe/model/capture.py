@@ -34,7 +34,7 @@ def capture_calls(model: Any, receive: Callable[[ExpertsCall], None]) -> Iterato
 
     def hook_for(name: str) -> Callable[..., None]:
         def hook(_module: Any, arguments: tuple[Any, ...], options: dict[str, Any], output: Any) -> None:
-            # the interface passes three tensors, in this order
+            # The interface passes three tensors, by position or by name, in this order.
             hidden, ids, weights = (*arguments, *options.values())
             receive(ExpertsCall(name, hidden, ids, weights, output))
 

@@ -22,6 +22,7 @@ from dflash_moe.errors import CheckpointError
 from dflash_moe.model.checkpoint_files import INDEX_NAME, find_gguf, list_safetensors, read_json
 from dflash_moe.model.dequantize import dequantize
 from dflash_moe.model.gguf_header import read_gguf_header
+from dflash_moe.model.refusals import is_file, is_folder
 from dflash_moe.model.safetensors_header import read_header
 from dflash_moe.model.scaled_tensors import join_scales
 from dflash_moe.model.stored_tensor import ScaleInfo, TensorInfo
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
 MAX_CONFIG_BYTES = 16 << 20
 
-# Content samples of the fingerprint: enough that a fine-tuned or re-quantised copy differs, little
+# The fingerprint samples the content: enough that a fine-tuned or re-quantised copy differs, little
 # enough to read in a second.
 SAMPLE_BYTES = 32
 MAX_SAMPLED_TENSORS = 4096
@@ -69,7 +70,7 @@ class Checkpoint:
         and tensor.
         """
         path = Path(path)
-        if not path.exists():
+        if not is_file(path) and not is_folder(path):
             raise CheckpointError(
                 f"checkpoint {path}: no such directory or file; pass the directory that holds config.json, or a GGUF file"
             )
@@ -136,7 +137,8 @@ class Checkpoint:
         format_name = STORED_NAMES.get(info.dtype, info.dtype)
         *outer, inputs = info.shape if len(info.shape) > 1 else (1, *info.shape)
         squares = 1
-        if info.dtype == "FP8_B128":  # scales go by squares of one matrix
+        if info.dtype == "FP8_B128":
+            # Scales belong to squares of one matrix, so that every expert is taken by itself.
             squares, outer = int(np.prod(outer[:-1])), outer[-1:]
         outputs = int(np.prod(outer))
         data = np.array_split(self._bytes(info), squares)
@@ -150,7 +152,8 @@ class Checkpoint:
         return self._bytes(self.tensors[name])
 
     def _bytes(self, info: TensorInfo | ScaleInfo) -> np.ndarray[Any, Any]:
-        if not info.num_bytes:  # nothing can be mapped
+        if not info.num_bytes:
+            # An empty tensor cannot be mapped.
             return np.empty(0, np.uint8)
         return np.memmap(self.files[info.file], np.uint8, "r", info.offset, (info.num_bytes,))
 

@@ -12,13 +12,16 @@ import re
 from pathlib import Path
 from typing import Any
 
-from dflash_moe.errors import CheckpointError
+from dflash_moe.errors import CheckpointError, shown
 from dflash_moe.model.gguf_header import is_gguf
+from dflash_moe.model.refusals import is_file
 from dflash_moe.model.safetensors_header import MAX_HEADER_BYTES
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 MAX_SPLITS = 999
+# No file system of Linux takes a longer name.
+MAX_NAME_BYTES = 255
 
 _SPLIT = re.compile(r"(.*)-([0-9]{5})-of-([0-9]{5})\.gguf")
 
@@ -29,13 +32,13 @@ def find_gguf(path: Path) -> tuple[Path, ...]:
 
     CheckpointError when a part of a split file is missing, or a directory has several models.
     """
-    if path.is_file():
+    if is_file(path):
         if not is_gguf(path):
             raise CheckpointError(f"checkpoint {path}: not a GGUF file; pass one, or the directory that holds config.json")
         return _with_sisters(path)
-    if (path / INDEX_NAME).is_file() or (path / SINGLE_NAME).is_file():
+    if is_file(path / INDEX_NAME) or is_file(path / SINGLE_NAME):
         return ()
-    models = sorted({_with_sisters(found) for found in path.glob("*.gguf") if found.is_file()})
+    models = sorted({_with_sisters(found) for found in _matching(path, "*.gguf") if is_file(found)})
     if len(models) > 1:
         names = ", ".join(model[0].name for model in models[:4])
         raise CheckpointError(f"checkpoint {path}: has {len(models)} GGUF models ({names}); pass the path of one")
@@ -46,24 +49,50 @@ def list_safetensors(directory: Path) -> tuple[tuple[Path, ...], dict[str, str]]
     """The weight files, and which file the index says each tensor is in (empty without an
     index).
     """
-    if (directory / INDEX_NAME).is_file():
+    if is_file(directory / INDEX_NAME):
         listed = read_json(directory / INDEX_NAME, MAX_HEADER_BYTES).get("weight_map")
         if type(listed) is not dict or not listed:
             raise CheckpointError(f"{directory / INDEX_NAME}: weight_map is missing or empty")
         for name, file_name in listed.items():
-            if type(file_name) is not str or file_name != os.path.basename(file_name) or file_name in ("", ".", ".."):
-                raise CheckpointError(f"{directory / INDEX_NAME}: tensor {name!r} is in {file_name!r}, not a file name")
+            if not _is_file_name(file_name):
+                raise CheckpointError(
+                    f"{directory / INDEX_NAME}: tensor {shown(name)} is in {shown(file_name)}, not a file name"
+                )
         names = sorted(set(listed.values()))
-        missing = [name for name in names if not (directory / name).is_file()]
+        missing = [name for name in names if not is_file(directory / name)]
         if missing:
             raise CheckpointError(
                 f"checkpoint {directory}: {len(missing)} of {len(names)} weight files are missing, first {missing[0]}; "
                 "download or copy them again"
             )
         return tuple(directory / name for name in names), listed
-    if (directory / SINGLE_NAME).is_file():
+    if is_file(directory / SINGLE_NAME):
         return (directory / SINGLE_NAME,), {}
     raise CheckpointError(f"checkpoint {directory}: {_what_is_there(directory)}")
+
+
+def _is_file_name(value: Any) -> bool:
+    """Whether it can be the name of a file in the checkpoint's folder: no path, and no longer than
+    Linux takes one.
+    """
+    if type(value) is not str or value != os.path.basename(value) or value in ("", ".", "..") or "\0" in value:
+        return False
+    try:
+        return len(value.encode("utf-8")) <= MAX_NAME_BYTES
+    except UnicodeEncodeError:
+        # JSON can spell half of a surrogate pair, which no file name can hold.
+        return False
+
+
+def _matching(directory: Path, pattern: str) -> list[Path]:
+    """The folder's entries of this pattern. CheckpointError where the folder cannot be listed:
+    `glob` would take it for an empty one.
+    """
+    try:
+        os.listdir(directory)
+    except OSError as error:
+        raise CheckpointError(f"checkpoint {directory}: cannot be listed: {error.strerror}") from None
+    return list(directory.glob(pattern))
 
 
 def read_json(path: Path, max_bytes: int) -> dict[str, Any]:
@@ -93,7 +122,7 @@ def _with_sisters(path: Path) -> tuple[Path, ...]:
     if not 1 <= count <= MAX_SPLITS or not 1 <= int(split[2]) <= count:
         raise CheckpointError(f"checkpoint {path}: a part {int(split[2])} of {count} cannot be; parts are numbered from 1")
     parts = tuple(path.with_name(f"{split[1]}-{number:05}-of-{split[3]}.gguf") for number in range(1, count + 1))
-    missing = [part.name for part in parts if not part.is_file()]
+    missing = [part.name for part in parts if not is_file(part)]
     if missing:
         raise CheckpointError(f"checkpoint {path}: {len(missing)} of {count} parts are missing, first {missing[0]}")
     return parts
@@ -101,8 +130,8 @@ def _with_sisters(path: Path) -> tuple[Path, ...]:
 
 def _what_is_there(directory: Path) -> str:
     wanted = f"neither {SINGLE_NAME} nor {INDEX_NAME} nor a GGUF file found"
-    if any(directory.glob("*.safetensors")):
+    if _matching(directory, "*.safetensors"):
         return f"{wanted}; there are other safetensors files, but without the index it is not known what belongs together"
-    if any(directory.glob("pytorch_model*.bin")) or any(directory.glob("*.pt")) or any(directory.glob("*.pth")):
+    if any(_matching(directory, pattern) for pattern in ("pytorch_model*.bin", "*.pt", "*.pth")):
         return f"{wanted}, only pickled weights, which are never read; save the model again with safe_serialization"
     return f"{wanted}; pass the directory of a transformers checkpoint"

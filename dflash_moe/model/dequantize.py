@@ -19,9 +19,9 @@ from dflash_moe.model.weight_formats import FORMATS, FP8_BLOCK, MXFP4_BLOCK
 
 Array = np.ndarray[Any, Any]
 
-# e2m1: sign, two bits of exponent, one of mantissa.
+# The values of e2m1 have a sign, two bits of exponent and one of mantissa.
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
-# The non-linear 4-bit levels of llama.cpp's IQ4 types.
+# These are the non-linear 4-bit levels of the IQ4 types of llama.cpp.
 IQ4_LEVELS = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32)
 
 
@@ -168,7 +168,7 @@ def _q6_k(blocks: Array) -> Array:
     high = blocks[..., 128:192].reshape(*blocks.shape[:2], 2, 1, 32) >> np.array([0, 2, 4, 6], np.uint8).reshape(4, 1)
     codes = (low & 15).reshape(*blocks.shape[:2], 16, 16) | (high & 3).reshape(*blocks.shape[:2], 16, 16) << 4
     scales = np.ascontiguousarray(blocks[..., 192:208]).view(np.int8).astype(np.float32) * _f16(blocks[..., 208:210])
-    # no negative zeros
+    # A code of 32 and a negative scale give a negative zero; adding zero makes it positive.
     weights = scales[..., None] * (codes.astype(np.float32) - 32) + np.float32(0)
     return np.asarray(weights, np.float32).reshape(*blocks.shape[:2], 256)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING
 
 from dflash_moe.errors import CheckpointError
@@ -21,7 +21,12 @@ if TYPE_CHECKING:
     from dflash_moe.model.checkpoint import Checkpoint
     from dflash_moe.model.ffn import FfnSpec, TensorPattern
 
-_MATRIX = re.compile(r"\b(gate|up|down): ")  # how the core names the matrix that is wrong
+# A disk that gives nothing for so long is gone. Where a host waits for a worker, the limit of the
+# host (start_timeout_s without progress) is shorter.
+STANDSTILL_S = 600.0
+
+# The core names the matrix that is wrong in this way.
+_MATRIX = re.compile(r"\b(gate|up|down): ")
 
 
 def load_experts(
@@ -40,7 +45,8 @@ def load_experts(
     one ends the loading.
     """
     for index in range(len(checkpoint.files)):
-        checkpoint.mapped_file(index)  # once, before threads ask for the same
+        # Each file is mapped here, because the threads below would map it twice.
+        checkpoint.mapped_file(index)
 
     def load(place: int) -> None:
         expert = experts[place]
@@ -49,15 +55,24 @@ def load_experts(
         except CheckpointError as error:
             raise CheckpointError(f"{_where(checkpoint, ffn, expert, str(error))}{error}") from None
 
-    with ThreadPoolExecutor(max_workers=max(1, threads), thread_name_prefix="load") as pool:
-        loads = [pool.submit(load, place) for place in range(len(experts))]
-        try:
-            for count, done in enumerate(as_completed(loads), start=1):
-                done.result()
+    pool = ThreadPoolExecutor(max_workers=max(1, threads), thread_name_prefix="load")
+    pending = {pool.submit(load, place) for place in range(len(experts))}
+    try:
+        count = 0
+        while pending:
+            done, pending = wait(pending, timeout=STANDSTILL_S, return_when=FIRST_COMPLETED)
+            if not done:
+                raise CheckpointError(
+                    f"checkpoint {checkpoint.path}: no expert could be read in {STANDSTILL_S:.0f} s; is its disk still there?"
+                )
+            for one in done:
+                one.result(timeout=0)
+                count += 1
                 report(count)
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+        # Those under way write into the worker's memory; those that were cancelled never end.
+        wait([one for one in pending if not one.cancelled()], timeout=STANDSTILL_S)
 
 
 def _where(checkpoint: Checkpoint, ffn: FfnSpec, expert: int, text: str) -> str:

@@ -22,11 +22,14 @@ _ITEM_BYTES = {"f32": 4, "f16": 2, "bf16": 2}
 class _Place:
     """One expert's part of a tensor that exists and has the expected shape."""
 
-    where: str  # file and tensor, for errors
+    # Errors begin with this: the file and the tensor.
+    where: str
     info: TensorInfo
-    offset: int  # of the expert's first element, in the file
+    # The expert's first element lies at this byte of the file.
+    offset: int
     format_name: str
-    expert: int  # index in a packed tensor, else 0
+    # A tensor that packs all experts has this one at this index; others have index 0.
+    expert: int
 
 
 def expert_sources(checkpoint: Checkpoint, ffn: FfnSpec, expert_id: int) -> dict[str, Any]:

@@ -21,8 +21,10 @@ GATES = ("none", "gated", "clamped_swiglu")
 PARTS = ("all", "first_half", "second_half", "even", "odd")
 EXPERT_FIELD = "{expert}"
 
-MAX_WIDTH = 1 << 18  # the bound of csrc/compute/experts/ffn_spec.cc
-MAX_NAME = 256  # longer than any tensor name in use; bounds what a peer can make a worker keep
+# The core refuses wider ones with the same bound (csrc/compute/experts/ffn_spec.cc).
+MAX_WIDTH = 1 << 18
+# No tensor name in use is as long. The bound limits what a peer can make a worker keep.
+MAX_NAME = 256
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,23 +16,26 @@ from typing import Any
 
 from dflash_moe.errors import UnsupportedError
 from dflash_moe.model.ffn import ACTIVATIONS
+from dflash_moe.model.refusals import refusing
 
-# transformers' names of the activations we have. The tanh forms differ from each other by rounding
-# only.
+# These are the names that transformers has for the activations of the core. The tanh forms of GELU
+# differ from each other by rounding only.
 _KNOWN_ACTIVATIONS = {
     "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_python": "gelu", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh", "gelu_python_tanh": "gelu_tanh", "gelu_accurate": "gelu_tanh", "relu": "relu",
     "relu2": "relu_squared", "linear": "identity", "sigmoid": "sigmoid", "quick_gelu": "quick_gelu",
 }  # fmt: skip
 
-# Where gate and up lie in the output of the first projection.
+# Gate and up can lie in these places of the first projection's output.
 _LAYOUTS = (("first_half", "second_half"), ("even", "odd"), ("second_half", "first_half"), ("odd", "even"))
 
-# A gate agrees when every value does to this fraction of the largest: float32 arithmetic inside a
-# class passes, another formula does not (the two forms of GELU, the closest pair, differ by 1e-4 of
-# a value of this size).
+# A gate agrees when every value does to this fraction of the largest. Float32 arithmetic inside a
+# class stays below it, and another formula does not: the closest pair, the two forms of GELU,
+# differs by 1e-4 of a value of this size.
 _TOLERANCE = 2e-6
 _NUM_VALUES = 512
+# A slope or limit beyond this changes no float32 value; float() can still convert it.
+_MAX_CONSTANT = 1e30
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +115,7 @@ def _activation_name(module: Any) -> str | None:
     by_function = {functional.silu: "silu", functional.gelu: "gelu", functional.relu: "relu"}
     if not isinstance(function, nn.Module):
         return by_function.get(function)
-    by_type = {type(ACT2FN[theirs]): ours for theirs, ours in _KNOWN_ACTIVATIONS.items()}
+    by_type = {type(ACT2FN[theirs]): ours for theirs, ours in _KNOWN_ACTIVATIONS.items() if theirs in ACT2FN}
     return by_type.get(type(function))
 
 
@@ -131,11 +134,8 @@ def _recognise_gate(module: Any, activations: tuple[str, ...]) -> Formula:
     reach = [3.0, *(1.5 * value for value in constants if 0.1 <= value <= 1e3)]
     spread = torch.tensor([reach[i % len(reach)] for i in range(2 * _NUM_VALUES)], dtype=torch.float64)
     packed = (torch.rand(2 * _NUM_VALUES, generator=generator, dtype=torch.float64) * 2 - 1) * spread
-    try:
-        with torch.no_grad():
-            theirs = module._apply_gate(packed[None])[0].double()
-    except Exception as error:  # a class may want anything here
-        raise UnsupportedError(f"{kind}._apply_gate: cannot be examined: {error}") from error
+    with refusing(f"{kind}._apply_gate: cannot be examined"), torch.no_grad():
+        theirs = module._apply_gate(packed[None])[0].double()
     if theirs.shape == (_NUM_VALUES,):
         for formula in _candidates(activations, constants):
             gate, up = _part_of(packed, formula.gate_part), _part_of(packed, formula.up_part)
@@ -154,7 +154,7 @@ def _part_of(values: Any, part: str) -> Any:
 
 def _constants(module: Any) -> list[float]:
     """Numbers the module keeps that may be limits or slopes."""
-    numbers = {float(value) for value in vars(module).values() if type(value) in (int, float) and 0 < value < math.inf}
+    numbers = {float(value) for value in vars(module).values() if type(value) in (int, float) and 0 < value < _MAX_CONSTANT}
     return sorted(numbers)
 
 

@@ -14,15 +14,18 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dflash_moe.errors import CheckpointError, UnsupportedError
+from dflash_moe.model.config_limits import check_counts
+from dflash_moe.model.refusals import refusing
 
 if TYPE_CHECKING:
     from dflash_moe.model.checkpoint import Checkpoint
 
-_SIGMOID = 2  # llama.cpp's number of this router function
+# This number stands for a sigmoid router in the metadata that llama.cpp writes.
+_SIGMOID = 2
 _EMBEDDING = "token_embd.weight"
 _OUTPUT = "output.weight"
 
-# Configuration field -> metadata key below the architecture's name.
+# Each configuration field is read from this metadata key below the architecture's name.
 _COMMON_FIELDS = {
     "max_position_embeddings": "context_length",
     "num_hidden_layers": "block_count",
@@ -35,7 +38,8 @@ _COMMON_FIELDS = {
 }
 _OPTIONAL_FIELDS = {"intermediate_size": "feed_forward_length", "head_dim": "attention.key_length"}
 
-# llama.cpp's leaf names -> transformers' module names.
+# Tensor names begin with llama.cpp's words on the left, and with transformers' module names on the
+# right.
 _DECODER_NAMES = (
     (r"^token_embd\.", "model.embed_tokens."),
     (r"^output_norm\.", "model.norm."),
@@ -93,11 +97,14 @@ def gguf_config(checkpoint: Checkpoint) -> Any:
 
     metadata = checkpoint.config()
     name = metadata["general.architecture"]
-    try:
-        settings = _settings(checkpoint, name, metadata)
+    check_counts(metadata, f"{checkpoint.path}: metadata")
+    with refusing(f"{checkpoint.path}: its metadata is not that of a {name} model", CheckpointError):
+        try:
+            settings = _settings(checkpoint, name, metadata)
+        except KeyError as error:
+            raise CheckpointError(f"{checkpoint.path}: metadata {error} is missing, which every {name} model has") from None
+    with refusing(f"{checkpoint.path}: its metadata makes no configuration"):
         return AutoConfig.for_model(settings.pop("model_type"), **settings)
-    except KeyError as error:
-        raise CheckpointError(f"{checkpoint.path}: metadata {error} is missing, which every {name} model has") from None
 
 
 def gguf_conversion(checkpoint: Checkpoint, config: Any) -> list[Any]:
@@ -156,7 +163,8 @@ def _rope_scaling(checkpoint: Checkpoint, name: str, metadata: dict[str, Any]) -
         for field, default in (("beta_fast", 32.0), ("beta_slow", 1.0)):
             scaling[field] = metadata.get(f"{name}.rope.scaling.yarn_{field}", default)
     if name == "gpt-oss":
-        scaling["truncate"] = False  # its code has it so
+        # The published code of gpt-oss sets this, and the file does not say it.
+        scaling["truncate"] = False
     original = f"{name}.rope.scaling.original_context_length"
     if original in metadata:
         scaling["original_max_position_embeddings"] = metadata[original]

@@ -22,16 +22,20 @@ MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 DEFAULT_ALIGNMENT = 32
 MAX_ALIGNMENT = 1 << 20
-MAX_DIMENSIONS = 4  # the format's own bound
+# The format itself has this bound, and that of keys below.
+MAX_DIMENSIONS = 4
 MAX_EXTENT = 1 << 48
-MAX_NAME_BYTES = 256  # of a tensor; the format says 64, files in use stay below that
-MAX_KEY_BYTES = 1 << 16  # the format's own bound
-MAX_NESTING = 4  # arrays in arrays; files in use have none
-# of a list of numbers: settings per layer are kept, scores of a vocabulary are not
+# The format bounds a tensor's name by 64 bytes; files in use keep to that.
+MAX_NAME_BYTES = 256
+MAX_KEY_BYTES = 1 << 16
+# Files in use have no arrays in arrays; the bound limits the recursion.
+MAX_NESTING = 4
+# A list of numbers is kept up to this length: settings per layer are shorter, the scores of a
+# vocabulary longer.
 MAX_KEPT_ITEMS = 4096
 
-# ggml's type numbers: name, values of a block, bytes of a block. Also those no kernel reads: their
-# place in the file counts.
+# Each type number of ggml stands for a name, the values of a block and the bytes of a block. Types
+# that no kernel reads are here as well, because their tensors take their place in the file.
 BLOCK_TYPES = {
     0: ("F32", 1, 4), 1: ("F16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22), 7: ("Q5_1", 32, 24),
     8: ("Q8_0", 32, 34), 9: ("Q8_1", 32, 40), 10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110), 12: ("Q4_K", 256, 144),
@@ -42,11 +46,13 @@ BLOCK_TYPES = {
     40: ("NVFP4", 64, 36), 41: ("Q1_0", 128, 18),
 }  # fmt: skip
 
-# Metadata types of fixed size, as struct formats.
+# Metadata types of fixed size are read by these struct formats.
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _TEXT, _ARRAY = 8, 9
-_LEAST_ENTRY_BYTES = 8 + 4 + 1  # a metadata entry: key length, type, the smallest value
-_LEAST_TENSOR_BYTES = 8 + 4 + 4 + 8  # a tensor: name length, number of dimensions, type, offset
+# The smallest metadata entry has a key length, a type and a value of one byte.
+_LEAST_ENTRY_BYTES = 8 + 4 + 1
+# The smallest tensor entry has a name length, a number of dimensions, a type and an offset.
+_LEAST_TENSOR_BYTES = 8 + 4 + 4 + 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +63,8 @@ class GgufHeader:
 
     metadata: dict[str, Any]
     tensors: dict[str, TensorInfo]
-    num_bytes: int  # of the header; everything the file says about itself
+    # The header has so many bytes: everything that the file says about itself.
+    num_bytes: int
 
 
 def read_gguf_header(path: Path, file: int) -> GgufHeader:
@@ -67,7 +74,8 @@ def read_gguf_header(path: Path, file: int) -> GgufHeader:
     try:
         with path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _Reader(path, data).header(file)
-    except (OSError, ValueError) as error:  # mmap of an empty file is a ValueError
+    except (OSError, ValueError) as error:
+        # Mapping an empty file is a ValueError.
         raise CheckpointError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
 
 

@@ -16,7 +16,8 @@ from dflash_moe.model.spec import LayerSpec, ModelSpec, model_spec
 from dflash_moe.model.weight_formats import RESIDENT_CHOICES
 
 GIB = 1 << 30
-WORKER_GIB = (4, 8, 16, 24, 32, 48, 80, 96, 141, 192)  # memory sizes of cards and machines in use
+# Cards and machines in use have these amounts of memory.
+WORKER_GIB = (4, 8, 16, 24, 32, 48, 80, 96, 141, 192)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +96,7 @@ def inspect_model(path: Path) -> Inspection:
     """
     checkpoint = Checkpoint.open(path)
     config = checkpoint.config()
+    named = config.get("architectures")
     spec, reason = None, None
     try:
         spec = model_spec(path)
@@ -102,7 +104,7 @@ def inspect_model(path: Path) -> Inspection:
         reason = str(error)
     return Inspection(
         path,
-        tuple(str(name) for name in config.get("architectures") or ()),
+        tuple(name for name in named if isinstance(name, str)) if isinstance(named, list) else (),
         str(config.get("model_type", config.get("general.architecture", ""))),
         sum(info.num_bytes for info in checkpoint.stored.values()),
         spec,

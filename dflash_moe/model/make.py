@@ -14,24 +14,33 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dflash_moe.errors import ConfigError, DflashError, UnsupportedError
+from dflash_moe import _core
+from dflash_moe.config import format_bytes
+from dflash_moe.errors import ConfigError, DflashError, UnsupportedError, shown
 from dflash_moe.model.capture import ExpertsCall, capture_calls
 from dflash_moe.model.progress import quiet_progress
+from dflash_moe.model.refusals import refusing
+from dflash_moe.telemetry.machine import memory_available
 
 NUM_BYTES = 256
 END_OF_TEXT = "<|endoftext|>"
 END_OF_TEXT_ID = NUM_BYTES
 VOCAB_SIZE = NUM_BYTES + 1
 MIN_POSITIONS = 8192
+DTYPE_BYTES = {"f32": 4, "f16": 2, "bf16": 2}
+# The generators of torch take no larger seed.
+MAX_SEED = (1 << 63) - 1
 
-# Names under which configurations keep one thing. All that a configuration has are set.
+# Configurations keep one thing under several names. All that a configuration has are set.
 _EXPERTS_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_moe_experts")
 _TOP_K_FIELDS = ("num_experts_per_tok", "moe_k", "moe_topk", "moe_top_k", "top_k_experts", "num_experts_per_token")
 
 # An expert may get this many times more or fewer tokens than its share, beyond what chance
 # explains.
 _BALANCE_FACTOR = 3.0
-_CENTRING_ROUNDS = 2  # centring a layer's router changes the inputs of the later ones
+# Centring the router of a layer changes the inputs of the later ones, so that one round is not
+# enough.
+_CENTRING_ROUNDS = 2
 _TOKENS_PER_EXPERT = 64
 _MAX_TOKENS = 1024
 
@@ -51,16 +60,27 @@ class MakeOptions:
 
     def check(self) -> None:
         """ConfigError naming the option, its value and what is allowed."""
-        for name in ("num_layers", "num_experts", "top_k", "moe_intermediate_size"):
-            value = getattr(self, name)
-            if value < 1:
-                raise ConfigError(f"--{name.replace('_', '-')} {value}: must be 1 or more")
-        if self.hidden_size < 32 or self.hidden_size % 32:
-            raise ConfigError(f"--hidden-size {self.hidden_size}: must be a positive multiple of 32, to be cut into heads")
+        limits = _core.wire_limits()
+        most = {
+            "--layers": (self.num_layers, limits["max_layers"]),
+            "--num-experts": (self.num_experts, limits["max_experts_per_shard"]),
+            "--top-k": (self.top_k, limits["max_pairs_per_row"]),
+            "--moe-intermediate-size": (self.moe_intermediate_size, limits["max_row_width"]),
+        }
+        for flag, (value, limit) in most.items():
+            if not 1 <= value <= limit:
+                raise ConfigError(f"{flag} {shown(value)}: must be 1..{limit}")
+        if not 32 <= self.hidden_size <= limits["max_row_width"] or self.hidden_size % 32:
+            raise ConfigError(
+                f"--hidden-size {shown(self.hidden_size)}: must be a multiple of 32, to be cut into heads, and at most "
+                f"{limits['max_row_width']}"
+            )
         if self.top_k > self.num_experts:
             raise ConfigError(f"--top-k {self.top_k}: must be at most the number of experts, {self.num_experts}")
-        if self.dtype not in ("f32", "f16", "bf16"):
-            raise ConfigError(f"--dtype {self.dtype!r}: choose from f32, f16, bf16")
+        if self.dtype not in DTYPE_BYTES:
+            raise ConfigError(f"--dtype {shown(self.dtype)}: choose from {', '.join(DTYPE_BYTES)}")
+        if not 0 <= self.seed <= MAX_SEED:
+            raise ConfigError(f"--seed {shown(self.seed)}: must be 0..{MAX_SEED}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,18 +101,22 @@ def make_checkpoint(options: MakeOptions, directory: Path) -> Made:
     ConfigError, DflashError.
     """
     options.check()
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        is_empty = not any(directory.iterdir())
+    except OSError as error:
+        raise ConfigError(f"--out {shown(str(directory))}: no folder can be made there: {error.strerror}") from None
+    if not is_empty:
         raise ConfigError(f"--out {directory}: exists and is not an empty directory; name a new one")
     model = build_model(options)
     centre_routers(model, options)
     least, most = check_routing(model, options)
-    directory.mkdir(parents=True, exist_ok=True)
     generation_config = getattr(model, "generation_config", None)
     if generation_config is not None:
         generation_config.eos_token_id = generation_config.pad_token_id = END_OF_TEXT_ID
-    with quiet_progress():
+    with quiet_progress(), refusing(f"--out {directory}: the checkpoint cannot be written", DflashError):
         model.save_pretrained(directory)
-    write_tokenizer(directory)
+        write_tokenizer(directory)
     return Made(directory, type(model).__name__, sum(p.numel() for p in model.parameters()), least, most)
 
 
@@ -105,15 +129,26 @@ def build_model(options: MakeOptions) -> Any:
     config = build_config(options)
     model_class = find_model_class(config)
     dtype = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}[options.dtype]
+    what = f"{model_class.__name__}: cannot be built with these sizes"
+    with refusing(what), torch.device("meta"):
+        _check_memory(model_class._from_config(config, dtype=dtype), DTYPE_BYTES[options.dtype])
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(options.seed)
-        try:
+        with refusing(what):
             model = model_class._from_config(config, dtype=dtype)
-        except Exception as error:  # every constructor fails in its own way
-            raise UnsupportedError(f"{model_class.__name__}: cannot be built with these sizes: {_one_line(error)}") from error
         randomise(model)
     model.set_experts_implementation("eager")
     return model.eval()
+
+
+def _check_memory(model: Any, item_bytes: int) -> None:
+    """ConfigError where this machine lacks the memory for the model, given on the meta device."""
+    needed, free = sum(value.numel() for value in model.parameters()) * item_bytes, memory_available()
+    if needed > free:
+        raise ConfigError(
+            f"a model of these sizes takes {format_bytes(needed)} of memory, and {format_bytes(free)} are free; "
+            "choose smaller sizes"
+        )
 
 
 def build_config(options: MakeOptions) -> Any:
@@ -122,27 +157,24 @@ def build_config(options: MakeOptions) -> Any:
     """
     from transformers import CONFIG_MAPPING
 
-    if options.arch not in CONFIG_MAPPING:
-        close = difflib.get_close_matches(options.arch, list(CONFIG_MAPPING.keys()), n=3)
+    with refusing(f"--arch {shown(options.arch)}"):
+        is_known = options.arch in CONFIG_MAPPING
+    if not is_known:
+        close = difflib.get_close_matches(options.arch[:100], list(CONFIG_MAPPING.keys()), n=3)
         hint = f"; did you mean {', '.join(close)}?" if close else ""
-        raise ConfigError(f"--arch {options.arch}: transformers has no such model type{hint}")
-    config_class = CONFIG_MAPPING[options.arch]
-    default = config_class()
-    text = default.get_text_config()
+        raise ConfigError(f"--arch {shown(options.arch)}: transformers has no such model type{hint}")
+    with refusing(f"--arch {options.arch}: has no configuration to begin with"):
+        config_class = CONFIG_MAPPING[options.arch]
+        default = config_class()
+        text = default.get_text_config()
     sizes = _sizes(text, options)
     if text is not default:
         key = next((name for name in default.sub_configs if getattr(default, name, None) is text), None)
         if key is None:
             raise UnsupportedError(f"{config_class.__name__}: its language model is too deep inside for sizes to be set")
         sizes = {key: {**sizes, "model_type": text.model_type}}
-    try:
+    with refusing(f"{config_class.__name__}: does not take the sizes asked for"):
         return config_class(**sizes)
-    except Exception as error:  # every configuration validates in its own way
-        raise UnsupportedError(f"{config_class.__name__}: does not take the sizes asked for: {_one_line(error)}") from error
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
 
 
 def _sizes(text: Any, options: MakeOptions) -> dict[str, Any]:
@@ -176,7 +208,8 @@ def _sizes(text: Any, options: MakeOptions) -> dict[str, Any]:
         **dict.fromkeys(_TOP_K_FIELDS, options.top_k),
     }
     for name, value in (("n_shared_experts", 1), ("layer_types", ["full_attention"] * options.num_layers)):
-        if name in fields and fields[name] is None:  # a default that does not build
+        if name in fields and fields[name] is None:
+            # The default of such a field does not build a model.
             wanted[name] = value
     if (fields.get("max_position_embeddings") or MIN_POSITIONS) < MIN_POSITIONS:
         wanted["max_position_embeddings"] = MIN_POSITIONS
@@ -186,7 +219,7 @@ def _sizes(text: Any, options: MakeOptions) -> dict[str, Any]:
 def _width_of_mlp(fields: dict[str, Any], options: MakeOptions) -> dict[str, int]:
     size = options.moe_intermediate_size
     if "moe_intermediate_size" in fields:
-        # the latter is that of dense layers
+        # `intermediate_size` is then the width of the dense layers.
         return {"moe_intermediate_size": size, "intermediate_size": 2 * size}
     return {"intermediate_size": size}
 
@@ -194,7 +227,8 @@ def _width_of_mlp(fields: dict[str, Any], options: MakeOptions) -> dict[str, int
 def _head_sizes(fields: dict[str, Any], head_dim: int) -> dict[str, int | None]:
     if not fields.get("kv_lora_rank"):
         return {"head_dim": head_dim}
-    return {  # latent attention: half of a query head turns with the position
+    # With latent attention half of a query head turns with the position.
+    return {
         "kv_lora_rank": 2 * head_dim,
         "q_lora_rank": 2 * head_dim if fields.get("q_lora_rank") else None,
         "qk_rope_head_dim": head_dim // 2,
@@ -221,7 +255,7 @@ def _randomise_module(module: Any) -> None:
         if value is None:
             continue
         if name.endswith("bias"):
-            # not a router's correction, which is to stay 0
+            # The correction of a router is a bias as well, but has no weight beside it; it stays 0.
             if "weight" in module._parameters or name.endswith("proj_bias"):
                 value.normal_(0.0, 0.1)
         elif isinstance(module, torch.nn.Embedding):
@@ -256,14 +290,10 @@ def _routed_calls(model: Any, options: MakeOptions) -> list[ExpertsCall]:
     generator = torch.Generator().manual_seed(options.seed)
     input_ids = torch.randint(0, NUM_BYTES, (1, num_tokens), generator=generator)
     calls: list[ExpertsCall] = []
-    try:
-        with torch.no_grad(), capture_calls(model, calls.append):
-            model(input_ids=input_ids, use_cache=False)
-    except DflashError:
-        raise
-    # sizes that fit together for the constructor may not for the forward pass
-    except Exception as error:
-        raise UnsupportedError(f"{type(model).__name__}: does not run with these sizes: {_one_line(error)}") from error
+    # Sizes that fit together for the constructor may not for the forward pass.
+    what = f"{type(model).__name__}: does not run with these sizes"
+    with refusing(what), torch.no_grad(), capture_calls(model, calls.append):
+        model(input_ids=input_ids, use_cache=False)
     return calls
 
 
@@ -279,7 +309,7 @@ def check_routing(model: Any, options: MakeOptions) -> tuple[float, float]:
     shares = [found.double() / (found.sum() / options.num_experts) for found in counts]
     least, most = min(float(share.min()) for share in shares), max(float(share.max()) for share in shares)
     share = min(float(found.sum()) / num_experts for found in counts)
-    # three deviations of a count that small
+    # A count this small varies by three standard deviations without a fault of the router.
     chance = 0.0 if share >= _TOKENS_PER_EXPERT / 2 else 3.0 / share**0.5
     if least < max(0.0, 1 / _BALANCE_FACTOR - chance) or most > _BALANCE_FACTOR + chance:
         raise DflashError(

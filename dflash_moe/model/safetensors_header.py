@@ -14,15 +14,18 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from dflash_moe.errors import CheckpointError
+from dflash_moe.errors import CheckpointError, shown
 from dflash_moe.model.stored_tensor import TensorInfo
 
-MAX_HEADER_BYTES = 100_000_000  # the format's own bound
+# The format itself has this bound.
+MAX_HEADER_BYTES = 100_000_000
 MAX_DIMENSIONS = 8
-MAX_EXTENT = 1 << 48  # keeps the product of MAX_DIMENSIONS checked one by one far from nonsense
+# No tensor is as long. Dimensions are checked one by one, so that their product cannot grow without
+# bound before it is compared with the file.
+MAX_EXTENT = 1 << 48
 
-# Bits of one element. A dtype that is not here has a length we cannot check, so its tensors cannot
-# be used.
+# An element of each dtype has so many bits. The length of a dtype that is not here cannot be
+# checked, so that its tensors cannot be used.
 DTYPE_BITS = {
     "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8,
     "U16": 16, "I16": 16, "F16": 16, "BF16": 16, "U32": 32, "I32": 32, "F32": 32, "U64": 64, "I64": 64, "F64": 64, "C64": 64,
@@ -88,8 +91,9 @@ def _tensor(where: str, file: int, entry: Any, data_start: int, size: int) -> Te
     if type(entry) is not dict:
         raise CheckpointError(f"{where}: found a {type(entry).__name__}, expected dtype, shape and data_offsets")
     dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
-    if type(dtype) is not str:
-        raise CheckpointError(f"{where}: dtype is {dtype!r}, expected a name")
+    if type(dtype) is not str or not dtype.isascii():
+        # The fingerprint holds the dtype as text.
+        raise CheckpointError(f"{where}: dtype is {shown(dtype)}, expected a name")
     if type(shape) is not list or not _are_extents(shape, MAX_DIMENSIONS):
         raise CheckpointError(f"{where}: shape is {str(shape)[:80]}, expected at most {MAX_DIMENSIONS} non-negative integers")
     if type(offsets) is not list or not _are_extents(offsets, 2) or len(offsets) != 2 or offsets[0] > offsets[1]:

@@ -11,8 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-# Doubled primes: no product of one with a power of two equals that of another, so widths that
-# differ stay different.
+from dflash_moe.errors import UnsupportedError
+
+# These are doubled primes. No product of one with a power of two equals that of another, so that
+# widths that differ stay different.
 _BASES = (6, 10, 14, 22, 26, 34, 38, 46, 58, 62)
 
 
@@ -25,7 +27,7 @@ class Shrink:
     @classmethod
     def for_widths(cls, widths: Iterable[int]) -> Shrink:
         """A toy size for every width: twice that of its half where the half is a width too, else
-        one of its own.
+        one of its own. UnsupportedError where there are more widths than any known experts have.
         """
         toy_sizes: dict[int, int] = {}
         bases = iter(_BASES)
@@ -33,7 +35,10 @@ class Shrink:
             if width % 2 == 0 and width // 2 in toy_sizes:
                 toy_sizes[width] = 2 * toy_sizes[width // 2]
             else:
-                toy_sizes[width] = next(bases, width)
+                toy_size = next(bases, None)
+                if toy_size is None:
+                    raise UnsupportedError(f"experts' tensors of more than {len(_BASES)} different widths are not understood")
+                toy_sizes[width] = toy_size
         return cls(toy_sizes)
 
     def width(self, size: int) -> int:

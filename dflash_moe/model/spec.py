@@ -21,8 +21,8 @@ from dflash_moe.model.gates import Formula, recognise
 from dflash_moe.model.tensor_names import Conversion
 from dflash_moe.model.weight_formats import FLOATS, common_format, join_formats, resident_formats
 
-# the host's model where the checkpoint names no dtype: what models with block formats were trained
-# in
+# The host's model has this dtype where the checkpoint names none: models with block formats were
+# trained in it.
 QUANTISED_DTYPE = "bf16"
 
 
@@ -78,6 +78,7 @@ def model_spec(path: str | Path, dtype: str | None = None) -> ModelSpec:
     conversion = Conversion.of(architecture.model, checkpoint)
     formulas = {name: recognise(module) for name, module in architecture.experts.items()}
     ffns = {name: _derive_ffn(name, module, formulas[name], conversion) for name, module in architecture.experts.items()}
+    _check_last_experts(checkpoint, architecture, ffns)
     _confirm(architecture, ffns, formulas)
     dtype = dtype or _model_dtype(architecture.config) or _stored_dtype(checkpoint, next(iter(ffns.values())))
     layers = []
@@ -100,8 +101,20 @@ def layer_numbers(names: tuple[str, ...]) -> tuple[int, ...]:
     return tuple(range(len(names)))
 
 
+def _num_experts(module: Any) -> int:
+    return int(module._parameters["down_proj"].shape[0])
+
+
+def _check_last_experts(checkpoint: Checkpoint, architecture: Architecture, ffns: Mapping[str, FfnSpec]) -> None:
+    """Looks up each layer's last expert in the checkpoint: a configuration that counts more experts
+    than the files have is told here, before anything is made of that many.
+    """
+    for name, module in architecture.experts.items():
+        check_expert(checkpoint, ffns[name], _num_experts(module) - 1)
+
+
 def _layer(index: int, name: str, module: Any, ffn: FfnSpec, architecture: Architecture, checkpoint: Checkpoint) -> LayerSpec:
-    num_experts = int(module._parameters["down_proj"].shape[0])
+    num_experts = _num_experts(module)
     formats = {check_expert(checkpoint, ffn, expert_id) for expert_id in range(num_experts)}
     # Kept as stored, whatever the model runs in.
     weight_dtype = join_formats(common_format(first for first, _ in formats), common_format(down for _, down in formats))
@@ -198,4 +211,5 @@ def _top_k(name: str, architecture: Architecture) -> int:
             value = getattr(owner, field, None)
             if type(value) is int and value > 0:
                 return value
-    return 1 << 16  # more than any layer has: the caller takes the smaller
+    # No layer has as many experts, and the caller takes the smaller number.
+    return 1 << 16

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from dflash_moe.errors import CheckpointError, UnsupportedError
 from dflash_moe.model.ffn import EXPERT_FIELD, PARTS, TensorPattern
+from dflash_moe.model.refusals import refusing
 from dflash_moe.model.shrink import Shrink
 
 if TYPE_CHECKING:
@@ -61,14 +62,15 @@ class Conversion:
         wanted = model.state_dict()
         prefix = model.base_model_prefix
         recipes: dict[str, _Recipe] = {}
-        for name in sorted(checkpoint.tensors, key=dot_natural_key):
-            target, pattern = rename_source_key(name, renamings, converters, prefix, wanted)
-            if target not in wanted and name in wanted:
-                target, pattern = rename_source_key(name, [], [], base_model_prefix=prefix, meta_state_dict=wanted)
-            if target not in wanted:
-                continue
-            recipe = recipes.setdefault(target, _Recipe(converter_of[pattern] if pattern is not None else None))
-            recipe.sources.setdefault(pattern or name, []).append(name)
+        with refusing(f"checkpoint {checkpoint.path}: the names of its tensors cannot be mapped to the model's"):
+            for name in sorted(checkpoint.tensors, key=dot_natural_key):
+                target, pattern = rename_source_key(name, renamings, converters, prefix, wanted)
+                if target not in wanted and name in wanted:
+                    target, pattern = rename_source_key(name, [], [], base_model_prefix=prefix, meta_state_dict=wanted)
+                if target not in wanted:
+                    continue
+                recipe = recipes.setdefault(target, _Recipe(converter_of[pattern] if pattern is not None else None))
+                recipe.sources.setdefault(pattern or name, []).append(name)
         return cls(model, checkpoint, recipes)
 
     def patterns(
@@ -83,15 +85,17 @@ class Conversion:
         """
         ties = getattr(self.model, "all_tied_weights_keys", None) or {}
         if parameter not in self.recipes and ties.get(parameter) in self.recipes:
-            parameter = ties[parameter]  # stored once, under the name it is tied to
+            # A tied tensor is stored once, under the name that it is tied to.
+            parameter = ties[parameter]
         target, recipe = self._recipe_for(parameter)
         layout = _Layout.of(self.checkpoint, recipe, shape)
-        traced = self._trace(target, parameter, recipe, layout, is_transposed=is_transposed)
-        if is_transposed and traced.ndim == 3:
-            traced = traced.transpose(1, 2)
+        with refusing(f"{parameter}: its tensors cannot be traced{_operations_text(recipe)}"):
+            traced = self._trace(target, parameter, recipe, layout, is_transposed=is_transposed)
+            if is_transposed and traced.ndim == 3:
+                traced = traced.transpose(1, 2)
+            matches = {label: layout.match(take_part(traced, part)) for label, part in parts.items()}
         found = {}
-        for label, part in parts.items():
-            pattern = layout.match(take_part(traced, part))
+        for label, pattern in matches.items():
             if pattern is None:
                 raise UnsupportedError(
                     f"{parameter}: no known layout describes how it is made of {layout.names[0]} and "
@@ -132,10 +136,7 @@ class Conversion:
         places = ((pattern, name) for pattern, names in recipe.sources.items() for name in names)
         for (pattern, name), source in zip(places, sources, strict=True):
             converter.add_tensor(target, name, pattern, lambda source=source: source)
-        try:
-            made = converter.convert(target, model=_ToyParameters(self.model, layout.shrink), config=self.model.config)
-        except Exception as error:  # any operation of any version may refuse in its own way
-            raise UnsupportedError(f"{parameter}: its tensors cannot be traced{_operations_text(recipe)}: {error}") from error
+        made = converter.convert(target, model=_ToyParameters(self.model, layout.shrink), config=self.model.config)
         value = made.get(parameter)
         if value is None:
             raise UnsupportedError(f"{parameter}: the conversion yields {', '.join(made)} instead{_operations_text(recipe)}")

@@ -60,8 +60,8 @@ STORED_NAMES = {
     "Q4_K": "q4_k", "Q5_K": "q5_k", "Q6_K": "q6_k", "GGUF_MXFP4": "gguf_mxfp4", "IQ4_NL": "iq4_nl", "IQ4_XS": "iq4_xs",
 }  # fmt: skip
 
-# `workers[].weights`: what a worker keeps instead of the stored format. Only floats are
-# requantised.
+# The words of `workers[].weights`, and the format that a worker keeps in place of the stored one.
+# Only floats are requantised.
 RESIDENT_CHOICES = {"auto": "", "int8": "int8_g32", "int4": "int4_g32"}
 
 

@@ -6,7 +6,8 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
-from dflash_moe.placement.plan import PlacedLayer, Placement, Shard, plan_placement
+from dflash_moe.placement.plan import plan_placement
+from dflash_moe.placement.shards import PlacedLayer, Placement, Shard
 from dflash_moe.topology import HOST
 
 __all__ = ["HOST", "PlacedLayer", "Placement", "Shard", "plan_placement"]

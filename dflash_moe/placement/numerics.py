@@ -1,5 +1,8 @@
-"""Numerics classes of a placement: which of them meet in one layer, and whether each takes the
-weights it gets.
+"""Numerics classes of a placement: which meet in one layer, and whether each takes the weights it
+gets.
+
+Bits are equal within a class only. So under `numerics: exact` all holders of a layer have one, and
+a result does not depend on who holds an expert.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -21,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from dflash_moe.model.spec import LayerSpec
-    from dflash_moe.placement.plan import Placement, Shard
+    from dflash_moe.placement.shards import Placement, Shard
 
 log = logging.getLogger(__name__)
 

@@ -1,5 +1,4 @@
-"""Shards and the plan that assigns them: one shard per holder and layer, ids by smallest expert
-(rules.md 1).
+"""The plan that assigns every expert: one shard per holder and layer, ids by smallest expert.
 
 Depends on layer sizes and the topology only, so that a plan exists before any weight is read or
 worker started.
@@ -11,74 +10,16 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
 
 from dflash_moe.config import format_bytes
 from dflash_moe.errors import TopologyError
 from dflash_moe.placement import policies
+from dflash_moe.placement.shards import PlacedLayer, Placement, Shard
 from dflash_moe.topology import HOST, Topology, WorkerSpec
-from dflash_moe.topology.numerics import DEFAULT_NUMERICS
 
 log = logging.getLogger(__name__)
 
 Assignment = Mapping[str, Sequence[int]]  # holder -> expert ids of one layer
-
-
-class PlacedLayer(Protocol):
-    """What placement needs to know of a layer with routed experts."""
-
-    @property
-    def index(self) -> int: ...
-    @property
-    def name(self) -> str: ...
-    @property
-    def num_experts(self) -> int: ...
-    def resident_bytes(self, weights: str) -> int:
-        """Of one expert at a worker with this `weights`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """Experts of one layer that are computed and summed together. `holder` is a worker's name or
-    HOST.
-
-    `weights` and `numerics` (the class it computes in) as that says. `layout`: packed in the
-    holder's memory, or mapped: it computes from the checkpoint's pages and needs none.
-    """
-
-    shard_id: int
-    holder: str
-    experts: tuple[int, ...]  # ascending
-    weights: str = "auto"
-    numerics: str = DEFAULT_NUMERICS
-    layout: str = "packed"
-
-
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """`layers[i]` are the shards of the i-th layer, ascending in shard id; every expert is in
-    exactly one.
-
-    `expert_bytes[i]` are those of one expert of that layer, by the `weights` of the shards that
-    hold it.
-    """
-
-    layers: tuple[tuple[Shard, ...], ...]
-    expert_bytes: tuple[Mapping[str, int], ...]
-
-    def bytes_by_holder(self) -> dict[str, int]:
-        """Weight bytes in memory by holder, for the holders that have experts."""
-        found: dict[str, int] = {}
-        for shards, sizes in zip(self.layers, self.expert_bytes, strict=True):
-            for shard in shards:
-                size = sizes[shard.weights] if shard.layout == "packed" else 0
-                found[shard.holder] = found.get(shard.holder, 0) + len(shard.experts) * size
-        return found
-
-    def shards_of(self, holder: str) -> tuple[tuple[int, Shard], ...]:
-        """(position of the layer, shard) of one holder."""
-        return tuple((at, shard) for at, shards in enumerate(self.layers) for shard in shards if shard.holder == holder)
 
 
 def plan_placement(layers: Sequence[PlacedLayer], topology: Topology) -> Placement:

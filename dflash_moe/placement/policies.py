@@ -16,7 +16,7 @@ from dflash_moe.errors import TopologyError
 from dflash_moe.topology import HOST, Topology, WorkerSpec
 
 if TYPE_CHECKING:
-    from dflash_moe.placement.plan import PlacedLayer
+    from dflash_moe.placement.shards import PlacedLayer
 
 
 def assign(layers: Sequence[PlacedLayer], topology: Topology) -> list[dict[str, Sequence[int]]]:

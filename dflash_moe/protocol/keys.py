@@ -48,7 +48,10 @@ def read_key_file(path: Path) -> bytes:
             raise ConfigError(f"key file {path} has mode {mode}; only its owner may read it: chmod 600 {path}")
         if status.st_uid not in (os.geteuid(), 0):
             raise ConfigError(f"key file {path} belongs to uid {status.st_uid}, this process runs as {os.geteuid()}")
-        text = file.read(2 * KEY_BYTES + 64).strip()
+        try:
+            text = file.read(2 * KEY_BYTES + 64).strip()
+        except OSError as error:
+            raise ConfigError(f"key file {path} cannot be read: {error.strerror}") from None
     try:
         key = bytes.fromhex(text.decode("ascii"))
     except ValueError:

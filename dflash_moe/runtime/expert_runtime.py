@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any
 
 from dflash_moe import _core
-from dflash_moe.config import Settings, resolve_settings
+from dflash_moe.config import Settings, on_worker_loss, resolve_settings
 from dflash_moe.errors import ConfigError, DflashError, WorkerError
 from dflash_moe.model.spec import LayerSpec, ModelSpec, model_spec
 from dflash_moe.placement import Placement, plan_placement
@@ -106,6 +106,7 @@ class ExpertRuntime:
         of them.
         """
         settings = resolve_settings(topology.ipc, **overrides)
+        log.info("%s", on_worker_loss(settings))
         key = check_paths(topology, settings)
         spec = model if isinstance(model, ModelSpec) else model_spec(Path(model))
         placement = plan_placement(spec.layers, topology)

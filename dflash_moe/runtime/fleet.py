@@ -98,7 +98,8 @@ class Fleet:
         self.owner = Owner()  # of all processes and connections
         self._is_closed = False
         self._contents = ReferenceChecksums()
-        # where a device of the host takes no read-only memory (rules 12)
+        # Set where a device of the host registers no read-only memory: workers that this host
+        # starts then leave their replies' segments writable for it.
         self.may_open_replies = False
 
     def add_members(self, topology: Topology, held: Mapping[str, Sequence[HeldShard]], host_name: str) -> None:

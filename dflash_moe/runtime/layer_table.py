@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
-from dflash_moe.errors import ConfigError
+from dflash_moe.errors import ConfigError, shown
 
 if TYPE_CHECKING:
     from dflash_moe.model.spec import LayerSpec
@@ -37,11 +37,11 @@ class LayerTable(dict[object, LayerShape]):
         try:
             return self[layer]
         except TypeError:
-            raise ConfigError(f"layer: found {layer!r}, expected its index or its module's name") from None
+            raise ConfigError(f"layer: found {shown(layer)}, expected its index or its module's name") from None
 
     def __missing__(self, layer: object) -> NoReturn:
         known = [item.index for item in self._layers]
         raise ConfigError(
-            f"layer {layer!r} has no routed experts; layers with experts: {known[0]}..{known[-1]} ({len(known)} of them), "
+            f"layer {shown(layer)} has no routed experts; layers with experts: {known[0]}..{known[-1]} ({len(known)} of them), "
             f"named like {self._layers[0].name!r}"
         )

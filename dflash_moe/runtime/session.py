@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 
-from dflash_moe import __version__, _core
+from dflash_moe import _core
 from dflash_moe.errors import ProtocolError, UnsupportedError, WorkerLost, WorkerTimeout
 from dflash_moe.protocol.auth import PEER_CREDENTIAL_KEY, Peer, authenticate_to_worker
 from dflash_moe.protocol.descriptors import Descriptors
@@ -45,6 +45,7 @@ from dflash_moe.runtime.launcher import StartedWorker
 from dflash_moe.runtime.owner import Owner
 from dflash_moe.topology.addresses import Address
 from dflash_moe.topology.numerics import possible_classes
+from dflash_moe.version import __version__
 
 EXIT_STATUS_S = 1.0  # a worker that hung up is reaped within this; longer would delay the error
 # The settings that allow more time.

@@ -10,7 +10,7 @@ import stat
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dflash_moe.errors import ConfigError, UnsupportedError
+from dflash_moe.errors import ConfigError
 from dflash_moe.protocol.keys import read_key_file
 from dflash_moe.protocol.paths import TRANSPORTS
 from dflash_moe.topology.addresses import Address
@@ -25,13 +25,11 @@ _STARTED = {"shared": "started", "unix": "started, unix", "tcp": "started, tcp"}
 
 def choose_transport(worker: str, address: Address, setting: str) -> str:
     """The name of the transport that reaches `worker`: of those the table has for such an address
-    the first that `setting` allows.
+    the first that `setting` allows. ConfigError for a pair that cannot be.
 
     `loopback` is a worker without a process, so the setting does not concern it. UnsupportedError
     for fabric, ConfigError for a pair that cannot be.
     """
-    if setting == "fabric":
-        raise UnsupportedError("transport fabric: this version has no fabric transport yet; use auto, shared or stream")
     if address.kind == "loopback":
         return "loopback"
     reach = _reach_of(address)
@@ -53,9 +51,8 @@ def _reach_of(address: Address) -> str:
 def check_paths(topology: Topology, settings: Settings) -> bytes | None:
     """Call before anything slow; returns the shared key, None where no file is named.
 
-    Errors: ConfigError, UnsupportedError for a transport that cannot be had, a key file that cannot
-    be read or is missing where a worker is reached over TCP, and a socket path that is something
-    else.
+    Errors: ConfigError for a transport that cannot be had, a key file that cannot be read or is
+    missing where a worker is reached over TCP, and a socket path that is something else.
     """
     key = read_key_file(Path(settings.key_file)) if settings.key_file else None
     for worker in topology.workers:

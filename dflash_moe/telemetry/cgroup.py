@@ -14,9 +14,11 @@ from pathlib import Path
 
 PROC = Path("/proc")
 CGROUP = Path("/sys/fs/cgroup")
-# version 1 writes "no limit" as the largest multiple of the page size below 2**63
+# Version 1 of control groups writes "no limit" as the largest multiple of the page size below
+# 2**63.
 _UNLIMITED_V1 = 1 << 62
-_RECLAIMABLE = ("active_file", "inactive_file")  # page cache, without shared memory
+# The kernel gives these pages back under pressure: they are the page cache without shared memory.
+_RECLAIMABLE = ("active_file", "inactive_file")
 
 
 def cpu_quota(cgroup: Path = CGROUP, proc: Path = PROC) -> float | None:

@@ -12,7 +12,8 @@ import sys
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 QUOTED_LINES = 8
-_TAIL_BYTES = 4096  # enough for the quoted lines; read at most this much of a log
+# At most so many bytes of a log are read, which is enough for the quoted lines.
+_TAIL_BYTES = 4096
 
 
 def set_up_worker_logging(level: int = logging.INFO) -> None:

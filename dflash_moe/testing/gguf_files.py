@@ -16,8 +16,8 @@ import numpy as np
 from dflash_moe.model.checkpoint import Checkpoint
 from dflash_moe.testing.weight_blocks import random_blocks
 
-# What the gguf package can quantise to; blocks of other formats are random (a test needs valid
-# weights, not good ones).
+# The gguf package can quantise to these formats. Blocks of others are random: a test needs valid
+# weights, not good ones.
 QUANTISABLE = {"f32": "F32", "f16": "F16", "bf16": "BF16", "q8_0": "Q8_0", "q4_0": "Q4_0", "gguf_mxfp4": "MXFP4"}
 _ARCHITECTURES = {"qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss", "minimax_m2": "minimax-m2"}
 _LEAVES = {
@@ -53,7 +53,8 @@ def write_gguf(source: Path, path: Path, experts: str = "q8_0", *, down: str = "
     for name, value in sorted(_gguf_tensors(checkpoint).items()):
         format_name = (down or experts if "ffn_down_exps" in name else experts) if "_exps." in name else host
         if value.ndim == 1 or "ffn_gate_inp" in name or name.endswith("bias"):
-            format_name = "f32"  # as llama.cpp keeps them
+            # llama.cpp keeps routers, norms and biases in this format.
+            format_name = "f32"
         _add(writer, name, value, format_name, seed)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -118,7 +119,8 @@ def _write_tokenizer(writer: Any, vocab_size: int) -> None:
 
     symbols = bytes_to_unicode()
     tokens = [*(symbols[byte] for byte in range(255)), "th", "<|endoftext|>"]
-    kinds = [1] * 256 + [3]  # normal, control
+    # Type 1 is a normal token, and type 3 a control token.
+    kinds = [1] * 256 + [3]
     unused = [f"[unused{number}]" for number in range(len(tokens), vocab_size)]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("qwen2")

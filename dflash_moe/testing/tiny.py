@@ -141,5 +141,6 @@ def _as_bytes(values: np.ndarray[Any, Any], dtype: str) -> bytes:
     if dtype == "f16":
         return values.astype(np.float16).tobytes()
     bits = values.view(np.uint32)
-    rounded = bits + 0x7FFF + ((bits >> 16) & 1)  # round to nearest even; finite values only
+    # This rounds to the nearest even value; it holds for finite values only.
+    rounded = bits + 0x7FFF + ((bits >> 16) & 1)
     return (rounded >> 16).astype(np.uint16).tobytes()

@@ -12,9 +12,10 @@ import numpy as np
 
 from dflash_moe.model.weight_formats import FORMATS
 
-# Where a block has float16 factors (byte offsets), and where an exponent byte.
+# A block has its float16 factors at these bytes, and an exponent at the byte of _EXPONENT.
 _FACTORS = {"q8_0": (0,), "q4_0": (0,), "q4_k": (0, 2), "q5_k": (0, 2), "q6_k": (208,), "iq4_nl": (0,), "iq4_xs": (0,)}
-# of the codes: the factor of the minima that centres the values on 0
+# The factor of the minima is this multiple of the factor of the codes, which centres the values on
+# 0.
 _MIDDLE = {"q4_k": 7.5, "q5_k": 15.5}
 _EXPONENT = {"gguf_mxfp4": 0}
 

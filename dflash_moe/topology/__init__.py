@@ -15,9 +15,9 @@ from dflash_moe.topology.spec import (
     HostSpec,
     MemoryBudget,
     PlacementSpec,
-    Topology,
     WorkerSpec,
 )
+from dflash_moe.topology.topology import Topology
 
 __all__ = [
     "HOST",

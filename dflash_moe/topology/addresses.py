@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from dflash_moe.errors import ConfigError
 
 STARTED_WORDS = ("loopback", "unix", "tcp")
-MAX_UNIX_PATH_BYTES = 107  # sun_path of Linux, less the terminating zero
+# Linux has 108 bytes for the path of a socket, with the zero that ends it.
+MAX_UNIX_PATH_BYTES = 107
 _FORMS = "loopback, unix, tcp, tcp://HOST:PORT or unix:///PATH"
 
 

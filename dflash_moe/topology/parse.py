@@ -1,5 +1,5 @@
-"""From topology text to a checked Topology. Every rule a topology must obey by itself is here;
-placement checks the rest.
+"""From topology text to the checked parts of a topology. Every rule that a topology must obey by
+itself is here; placement checks the rest.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -7,13 +7,13 @@ SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from dflash_moe.config import MAX_BYTES, MAX_THREADS, SETTINGS, SIZE_FORMS, parse_bytes
-from dflash_moe.errors import ConfigError, TopologyError
+from dflash_moe.errors import ConfigError, TopologyError, shown
 from dflash_moe.topology.addresses import parse_address
 from dflash_moe.topology.numerics import ACTIVATIONS, DEFAULT_ACTIVATIONS
 from dflash_moe.topology.spec import (
@@ -25,14 +25,14 @@ from dflash_moe.topology.spec import (
     HostSpec,
     MemoryBudget,
     PlacementSpec,
-    Topology,
     WorkerSpec,
 )
 from dflash_moe.topology.yaml_nodes import Value, compose
 
 MAX_FILE_BYTES = 1 << 20
 MAX_WORKERS = 256
-MAX_EXPERT_ID = 65_534  # local ids and counts are u16 on the wire
+# Local ids and counts of experts are u16 on the wire.
+MAX_EXPERT_ID = 65_534
 MAX_LAYER = 4095
 MAX_DEVICE = 255
 MAX_CPU = 65_535
@@ -55,7 +55,8 @@ WORKER_KEYS = (
     "activations",
     "cpus",
 )  # fmt: skip
-LEAST_MBIT_S = 0.01  # below, one row takes seconds and every call times out
+# Below this rate one row takes seconds, and every call times out.
+LEAST_MBIT_S = 0.01
 EMULATE_LIMITS = {
     "delay_ms": (0.0, MAX_DELAY_MS),
     "jitter_ms": (0.0, MAX_DELAY_MS),
@@ -70,7 +71,18 @@ _PERCENT = re.compile(r"([0-9]{1,3}(?:\.[0-9]{1,6})?)\s*%", re.ASCII)
 _RANGE = re.compile(r"([0-9]{1,6})(?:\s*-\s*([0-9]{1,6}))?", re.ASCII)
 
 
-def load_topology(path: Path) -> Topology:
+class TopologyParts(NamedTuple):
+    """What a file states, in the order in which `Topology` takes it."""
+
+    workers: tuple[WorkerSpec, ...]
+    host: HostSpec
+    ipc: Mapping[str, Any]
+    placement: PlacementSpec
+    version: int
+    source: str
+
+
+def load_topology(path: Path) -> TopologyParts:
     """Reads at most 1 MiB of UTF-8 text. TopologyError starts with `file:line:`."""
     try:
         with path.open("rb") as file:
@@ -83,11 +95,12 @@ def load_topology(path: Path) -> Topology:
         if len(content) <= MAX_FILE_BYTES:
             line = content.count(b"\n", 0, error.start) + 1
             raise TopologyError(f"{path}:{line}: the file is not UTF-8 text") from None
-        text = " " * len(content)  # too long anyhow; the check below says so
+        # The file is too long for a topology whatever it says; the check below reports that.
+        text = " " * len(content)
     return parse_topology(text, str(path))
 
 
-def parse_topology(text: str, source: str) -> Topology:
+def parse_topology(text: str, source: str) -> TopologyParts:
     """Parses and checks. TopologyError is the only error, whatever the text."""
     if len(text) > MAX_FILE_BYTES or len(text.encode("utf-8", "replace")) > MAX_FILE_BYTES:
         raise TopologyError(f"{source}:1: the file is larger than {MAX_FILE_BYTES} bytes; a topology fits easily in that")
@@ -103,7 +116,7 @@ def parse_topology(text: str, source: str) -> Topology:
     _check_workers(workers, placement.policy, source)
     ipc = _ipc(fields["ipc"]) if "ipc" in fields else {}
     host = _host(fields["host"]) if "host" in fields else HostSpec()
-    return Topology(workers, host, MappingProxyType(ipc), placement, 1, source)
+    return TopologyParts(workers, host, MappingProxyType(ipc), placement, 1, source)
 
 
 def check_local(workers: Sequence[WorkerSpec]) -> None:
@@ -127,7 +140,7 @@ def _check_version(root: Value, fields: dict[str, Value]) -> None:
         raise root.error("the key 'version' is missing; write 'version: 1'")
     version = fields["version"].scalar()
     if isinstance(version, bool) or version != 1:
-        raise fields["version"].error(f"version {version!r} is not supported; this dflash_moe reads version 1")
+        raise fields["version"].error(f"version {shown(version)} is not supported; this dflash_moe reads version 1")
 
 
 def _ipc(value: Value) -> dict[str, Any]:
@@ -149,7 +162,9 @@ def _host(value: Value) -> HostSpec:
     if "device" in fields:
         device = str(fields["device"].scalar()).lower()
         if not _DEVICE.fullmatch(device):
-            raise fields["device"].error(f"host.device: {device!r} is not allowed; allowed: auto, cpu, cuda:N, hip:N, sim:N")
+            raise fields["device"].error(
+                f"host.device: {shown(device)} is not allowed; allowed: auto, cpu, cuda:N, hip:N, sim:N"
+            )
     simulate = fields["simulate"].choice(GPU_BACKENDS) if "simulate" in fields else None
     if device.startswith("sim") != (simulate is not None):
         found = f"host: device {device!r} with simulate {simulate!r}"
@@ -180,7 +195,7 @@ def _bytes(value: Value, least: int, allowed: str) -> int:
     except ValueError:
         num_bytes = -1
     if num_bytes < least:
-        raise value.error(f"{value.path}: {raw!r} is not allowed; allowed: {allowed}, {least}..{MAX_BYTES} bytes")
+        raise value.error(f"{value.path}: {shown(raw)} is not allowed; allowed: {allowed}, {least}..{MAX_BYTES} bytes")
     return num_bytes
 
 

@@ -18,9 +18,12 @@ import yaml.constructor
 import yaml.reader
 
 from dflash_moe.config import did_you_mean
-from dflash_moe.errors import TopologyError
+from dflash_moe.errors import TopologyError, shown
 
-MAX_DEPTH = 16  # the format needs 5; bounds the recursion of the composer
+# The format needs 5 levels. The bound limits the recursion of the composer.
+MAX_DEPTH = 16
+# Nothing in a topology is larger. Python would take an integer of any length.
+MAX_INTEGER = 1 << 63
 _TAG = "tag:yaml.org,2002:"
 _NUMBER_TAGS = (f"{_TAG}int", f"{_TAG}float")
 _TEXT_TAGS = (f"{_TAG}str", f"{_TAG}timestamp", f"{_TAG}value")
@@ -82,22 +85,24 @@ class Value:
         return str(node.value)
 
     def _number(self, node: Any) -> int | float:
+        if ":" in node.value:
+            raise self.error(f"{self.path}: {shown(node.value)} is a number to the base 60 in YAML; put it in quotes")
         constructor = yaml.constructor.SafeConstructor()
+        is_whole = node.tag == f"{_TAG}int"
+        number: int | float
         try:
-            if node.tag == f"{_TAG}int":
-                return int(constructor.construct_yaml_int(node))
-            number = float(constructor.construct_yaml_float(node))
+            number = int(constructor.construct_yaml_int(node)) if is_whole else float(constructor.construct_yaml_float(node))
         except (ValueError, OverflowError, IndexError):
-            raise self.error(f"{self.path}: {_short(node.value)} is not a number") from None
-        if not math.isfinite(number):
-            raise self.error(f"{self.path}: {_short(node.value)} is not a finite number")
+            raise self.error(f"{self.path}: {shown(node.value)} is not a number") from None
+        if abs(number) > MAX_INTEGER if is_whole else not math.isfinite(number):
+            raise self.error(f"{self.path}: {shown(node.value)} is not a finite number of less than 64 bits")
         return number
 
     def text(self) -> str:
         """A string."""
         value = self.scalar()
         if not isinstance(value, str):
-            raise self.error(f"{self.path} must be text, found {value!r}")
+            raise self.error(f"{self.path} must be text, found {shown(value)}")
         return value
 
     def choice(self, allowed: Iterable[str]) -> str:
@@ -107,21 +112,21 @@ class Value:
         word = str(value).lower() if isinstance(value, str) else ""
         if word not in allowed:
             hint = did_you_mean(word, allowed)
-            raise self.error(f"{self.path}: {value!r} is not allowed; allowed: {', '.join(allowed)}{hint}")
+            raise self.error(f"{self.path}: {shown(value)} is not allowed; allowed: {', '.join(allowed)}{hint}")
         return word
 
     def whole(self, low: int, high: int) -> int:
         """An integer of low..high."""
         value = self.scalar()
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-            raise self.error(f"{self.path}: {value!r} is not allowed; allowed: whole numbers {low}..{high}")
+            raise self.error(f"{self.path}: {shown(value)} is not allowed; allowed: whole numbers {low}..{high}")
         return value
 
     def number(self, low: float, high: float) -> float:
         """A number of low..high."""
         value = self.scalar()
         if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-            raise self.error(f"{self.path}: {value!r} is not allowed; allowed: numbers {low:g}..{high:g}")
+            raise self.error(f"{self.path}: {shown(value)} is not allowed; allowed: numbers {low:g}..{high:g}")
         return float(value)
 
     def items(self, max_items: int) -> list[Value]:
@@ -148,11 +153,11 @@ class Value:
             if not isinstance(key_node, yaml.ScalarNode):
                 raise key_value.error(f"{self.path or 'the topology'}: a key must be a single word")
             key = str(key_node.value)
-            shown = f"{self.path}.{key}" if self.path else key
+            path = f"{self.path}.{key}" if self.path else key
             if key in seen:
-                raise key_value.error(f"duplicate key {_short(shown)}; it is also on line {seen[key]}")
+                raise key_value.error(f"duplicate key {shown(path)}; it is also on line {seen[key]}")
             seen[key] = key_value.line
-            yield key, Value(value_node, self.source, shown, key=key_node)
+            yield key, Value(value_node, self.source, path, key=key_node)
 
     def fields(self, allowed: Iterable[str]) -> dict[str, Value]:
         """A map whose keys are among `allowed`; a key with an empty value counts as absent."""
@@ -161,7 +166,7 @@ class Value:
         for key, value in self.entries():
             if key not in allowed:
                 hint = did_you_mean(key, allowed) or f"; known keys: {', '.join(allowed)}"
-                raise value.error(f"unknown key {_short(value.path)}{hint}")
+                raise value.error(f"unknown key {shown(value.path)}{hint}")
             if not value.is_null():
                 found[key] = value
         return found
@@ -173,7 +178,7 @@ class Value:
     def _kind(self) -> str:
         if isinstance(self._node, yaml.MappingNode):
             return "map"
-        return "list" if isinstance(self._node, yaml.SequenceNode) else f"value {_short(str(self._node.value))}"
+        return "list" if isinstance(self._node, yaml.SequenceNode) else f"value {shown(str(self._node.value))}"
 
 
 def compose(text: str, source: str) -> Value:
@@ -204,8 +209,3 @@ def _problem_of(error: yaml.YAMLError) -> str:
         return "the file has a character that YAML does not allow"
     problem = " ".join(part for part in (getattr(error, "context", None), getattr(error, "problem", None)) if part)
     return " ".join(problem.split()) or "not YAML"
-
-
-def _short(text: str) -> str:
-    """Quoted, cut to a length that fits a message."""
-    return repr(text if len(text) <= 60 else text[:57] + "...")

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from dflash_moe import __version__, _core
+from dflash_moe import _core
 from dflash_moe.errors import DflashError, ProtocolError, WorkerLost, WorkerTimeout
 from dflash_moe.model.checkpoint import Checkpoint
 from dflash_moe.model.expert_store import ExpertStore
@@ -45,6 +45,7 @@ from dflash_moe.protocol.schema import Message
 from dflash_moe.telemetry.affinity import check_cpus, pin_to_first
 from dflash_moe.telemetry.machine import memory_available, usable_cores
 from dflash_moe.telemetry.memory import process_memory
+from dflash_moe.version import __version__
 from dflash_moe.workers.loader import load_shard
 from dflash_moe.workers.mailbox import Mailbox
 

@@ -9,11 +9,13 @@ import sys
 from pathlib import Path
 
 from tests.checks import (
-    cited_numbers,
+    citations,
     comment_widths,
     constructs,
+    cycles,
     error_catalogue,
     file_heads,
+    generated_figures,
     includes,
     layers,
     links,
@@ -22,13 +24,16 @@ from tests.checks import (
     protocol_tables,
     sizes,
     stub_parity,
+    waits,
 )
 
 ROOT = Path(__file__).resolve().parents[2]
 CHECKS = (
     layers,
     includes,
+    cycles,
     constructs,
+    waits,
     file_heads,
     comment_widths,
     protocol_tables,
@@ -36,7 +41,8 @@ CHECKS = (
     numerics_names,
     error_catalogue,
     links,
-    cited_numbers,
+    citations,
+    generated_figures,
     stub_parity,
 )
 

@@ -1,8 +1,8 @@
 """The layer contract of the Python package: who may import whom, and where torch may be imported.
 
 Imports inside functions and under TYPE_CHECKING count: an arrow is knowledge, not load order. The
-table is design.md section 6 with the rooms `model` and `protocol`
-(docs/decisions/0003-model-and-protocol-rooms.md).
+table draws the rooms in docs/architecture.md; why `model` and `protocol` are rooms of their own is
+in docs/decisions/0003-model-and-protocol-rooms.md.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -24,6 +24,7 @@ _EXECUTION = _DESCRIPTION | {"placement", "runtime", "workers"}
 # room -> rooms it may import. `_core` is below everything and `errors` is what it raises;
 # `_measure`, the extension that only measures, is for benchmarks.
 MAY_IMPORT: dict[str, set[str]] = {
+    "version": set(),
     "errors": set(),
     "telemetry": {"errors"},
     "config": _GROUND,
@@ -42,7 +43,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "__init__": _EXECUTION | {"integrations", "engine"},
     "__main__": {"cli"},
 }
-EVERYBODY_MAY_IMPORT = {"_core", "__version__", "__file__"}
+EVERYBODY_MAY_IMPORT = {"_core", "version"}
 
 # Rooms that may import torch or transformers, always inside a function: importing the package must
 # work without them. `integrations` and `testing` are themselves imported inside functions and may

@@ -1,5 +1,4 @@
-"""Mode, slice, transport, threads, instruction set and shard holder change no bit of `experts()`
-(rules 1, 2, 5).
+"""Mode, slice, transport, threads, instruction set and shard holder change no bit of `experts()`.
 
 Each numerics class has bits of its own. One tiny model; every runtime's outputs are compared with
 those of one reference runtime of its class, byte for byte.

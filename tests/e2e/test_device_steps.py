@@ -31,7 +31,7 @@ workers:
   - {name: near, backend: cpu, threads: 1%s}
   - {name: card, backend: sim, simulate: hip}
 """
-PROMPT_S = 10.0  # far below the call timeout that is the default: what must not wait for that
+PROMPT_S = 20.0  # below the call timeout that is the default: what must not wait for that
 
 
 def topology(device: str = "'sim:0', simulate: cuda", near: str = "") -> Topology:

@@ -89,7 +89,7 @@ def freeze(pid: int) -> None:
     """
     os.kill(pid, signal.SIGSTOP)
     tasks = Path(f"/proc/{pid}/task")
-    assert wait_until(lambda: all(_state(task) == "T" for task in tasks.iterdir()), 5.0), f"process {pid} does not stop"
+    assert wait_until(lambda: all(_state(task) == "T" for task in tasks.iterdir()), 30.0), f"process {pid} does not stop"
 
 
 def _state(task: Path) -> str:

@@ -16,9 +16,9 @@ namespace dflash::transport {
 class Segment {
  public:
   // Creates, pre-faults (posix_fallocate, so that lack of memory is an error here and not a signal
-  // later), maps and seals. `is_open`: without the seal against future writable mappings, for a
-  // peer whose device takes no read-only memory (rules 12): only between a host and a worker that
-  // it started.
+  // later), maps and seals. `is_open` leaves out the seal against future writable mappings, for a
+  // peer whose device registers no read-only memory. Such a peer can write to its partner's words,
+  // so it is allowed only between a host and a worker that it started itself.
   static Result<Segment> create(Side side, const SlotGeometry& geometry, uint64_t generation,
                                 bool is_open = false);
   // Maps a peer's segment read-only (open: writable, as devices want it) after checking seals,

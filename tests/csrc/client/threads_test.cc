@@ -98,11 +98,16 @@ TEST_CASE("a short turn interrupts a driver that sleeps, again and again") {
   std::thread driver([&] {
     while (!stopping) scene.client.wait(never, Deadline::after_ms(1000));
   });
+  // A turn that waits for the driver's tick takes 20 ms. One that interrupts it takes microseconds,
+  // unless its thread waits for a core; no machine is so busy that most of them do.
   constexpr int kTurns = 200;
-  const int64_t before_ns = now_ns();
-  for (int i = 0; i < kTurns; ++i) static_cast<void>(scene.client.workers());
-  const int64_t each_ns = (now_ns() - before_ns) / kTurns;
-  CHECK(each_ns < 10'000'000);  // a turn that waits for ticks would take 20 ms on average
+  int num_interrupting = 0;
+  for (int i = 0; i < kTurns; ++i) {
+    const int64_t before_ns = now_ns();
+    static_cast<void>(scene.client.workers());
+    if (now_ns() - before_ns < 10'000'000) ++num_interrupting;
+  }
+  CHECK(num_interrupting > kTurns / 2);
   scene.client.abandon(never);
   stopping = true;
   driver.join();

@@ -187,15 +187,16 @@ TEST_CASE("a worker that is predicted to need longer gets more time, within a bo
   SceneOptions options{
       .num_workers = 1, .policy = {64, 2}
   };
-  options.client.call_timeout_ns = 200 * kMs;
+  options.client.call_timeout_ns = 400 * kMs;
   PuppetScene scene(options);
   Tokens tokens{
       {0, 1}
   };
-  run_call(scene, tokens, {100 * kMs});  // so the next may take 400 ms, not 200
+  // The next may take 1,600 ms, not 400: a second of room for a thread that waits for its core.
+  run_call(scene, tokens, {400 * kMs});
   const CallPtr call = scene.submit(tokens);
   const Message request = scene.puppets[0].take();
-  CHECK(!scene.client.wait(call, Deadline::after_ms(250)));
+  CHECK(!scene.client.wait(call, Deadline::after_ms(500)));
   scene.puppets[0].send(echo(request));
   CHECK(scene.finish(call).ok());
   run_call(scene, tokens, {0});

@@ -1,4 +1,5 @@
-// Products by warpgroups in the simulator: operands laid out by the formulas of kernels/warpgroup.h
+// Products by warpgroups in the simulator: operands laid out by the formulas of
+// kernels/warpgroup_layout.h
 // multiply right, each way to lay them out, fence or wait wrongly shows; and the kernel that uses
 // them gives the bits of the class's other kernels.
 // SPDX-License-Identifier: Apache-2.0

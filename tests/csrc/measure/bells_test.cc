@@ -78,11 +78,11 @@ TEST_CASE("without an answer both ways end at their budget, and the device goes 
   for (const BellKind kind : {BellKind::kKernel, BellKind::kStream}) {
     CAPTURE(static_cast<int>(kind));
     const int64_t began = now_ns();
-    auto outcome = scene.bells.ring(scene.plan(first, 300, std::chrono::milliseconds(30)), kind);
+    auto outcome = scene.bells.ring(scene.plan(first, 300, std::chrono::milliseconds(100)), kind);
     REQUIRE(outcome.ok());
     CHECK(outcome.value().num_done == 0);
-    CHECK(now_ns() - began >= 30'000'000);
-    CHECK(now_ns() - began < 4'000'000'000);
+    CHECK(now_ns() - began >= 100'000'000);
+    CHECK(now_ns() - began < 20'000'000'000);  // 300 rounds of their own budget would take longer
     first += 301;
   }
   auto seen = scene.echo(first, 3);

@@ -263,7 +263,7 @@ TEST_CASE_TEMPLATE("a wait ends at its deadline when nothing comes", Kind, DFLAS
     const int64_t start = now_ns();
     wait_any({&entry, 1}, Deadline::after_ms(20), spin_ns);
     CHECK(now_ns() - start >= 20'000'000);
-    CHECK(now_ns() - start < 5'000'000'000);
+    CHECK(now_ns() - start < 20'000'000'000);
     CHECK(!entry.arrival.has_value());
     CHECK(!entry.error.has_value());
   }
@@ -272,7 +272,7 @@ TEST_CASE_TEMPLATE("a wait ends at its deadline when nothing comes", Kind, DFLAS
 TEST_CASE_TEMPLATE("a wait ends when its wake descriptor is readable, spinning or asleep", Kind,
                    DFLASH_EVERY_KIND) {
   const ChannelPair pair = Kind::make(kSmall);
-  for (const int64_t spin_ns : {int64_t{0}, int64_t{5'000'000'000}}) {
+  for (const int64_t spin_ns : {int64_t{0}, int64_t{50'000'000'000}}) {
     for (Channel* channel : {pair.host.get(), pair.worker.get()}) {
       const OwnedFd wake(::eventfd(0, EFD_CLOEXEC));
       std::thread waker([&] {
@@ -282,8 +282,8 @@ TEST_CASE_TEMPLATE("a wait ends when its wake descriptor is readable, spinning o
       WaitEntry entry;
       entry.channel = channel;
       const int64_t start = now_ns();
-      wait_any({&entry, 1}, Deadline::after_ms(10'000), spin_ns, wake.get());
-      CHECK(now_ns() - start < 4'000'000'000);
+      wait_any({&entry, 1}, Deadline::after_ms(60'000), spin_ns, wake.get());
+      CHECK(now_ns() - start < 30'000'000'000);
       CHECK(!entry.arrival.has_value());
       waker.join();
     }

@@ -91,9 +91,11 @@ TEST_CASE("a delayed message holds back those behind it and all come in order") 
   for (const FaultPoint point : kPoints) {
     const ChannelPair pair = with_fault(FaultKind::kDelay, point, 2, 30);
     const int64_t start = now_ns();
-    auto seen = send_three(pair, point);
-    CHECK(seen.size() == 1);
-    for (uint32_t slot = 1; slot < 3; ++slot) {
+    const auto seen = send_three(pair, point);
+    REQUIRE(seen.size() >= 1);
+    // More only once the delay is over, which a busy machine may reach before the last poll.
+    CHECK((seen.size() == 1 || now_ns() - start >= 30'000'000));
+    for (uint32_t slot = static_cast<uint32_t>(seen.size()); slot < 3; ++slot) {
       WaitEntry entries[2];
       entries[0].channel = pair.host.get();
       entries[1].channel = pair.worker.get();

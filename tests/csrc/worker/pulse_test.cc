@@ -74,7 +74,7 @@ TEST_CASE("a host that never reads does not block the pulse's end, and pulses st
   CHECK(seen == 78);
   const int64_t before_ns = now_ns();
   pulse.stop();
-  CHECK(now_ns() - before_ns < 2'000'000'000);
+  CHECK(now_ns() - before_ns < 20'000'000'000);  // it ends at all, also on a busy machine
 }
 
 TEST_CASE("stopping or replacing a pulse closes its socket, which the host sees as a hang-up") {

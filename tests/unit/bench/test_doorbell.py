@@ -111,4 +111,4 @@ def test_an_echo_process_that_is_stuck_costs_no_more_than_the_limit(monkeypatch)
         echo.begin(1)  # nobody rings, so it would answer a minute later
         began = time.monotonic()
         assert echo.seen() == []
-        assert time.monotonic() - began < 30.0
+        assert time.monotonic() - began < 50.0  # less than the echo's own minute

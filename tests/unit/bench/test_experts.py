@@ -122,8 +122,8 @@ def test_every_quantised_format_is_measured_on_a_width_it_can_cut(fmt: str) -> N
 
 @pytest.mark.parametrize("isa", _core.supported_isas())
 def test_peaks_of_every_instruction_set_are_positive(isa: str) -> None:
-    assert min(_measure.multiply_add_per_s(isa, 1, 3, 0.5)) > 1e8
-    assert min(_measure.read_bytes_per_s(isa, 2, 2, 1 << 20)) > 1e8
+    assert min(_measure.multiply_add_per_s(isa, 1, 3, 0.5)) > 0
+    assert min(_measure.read_bytes_per_s(isa, 2, 2, 1 << 20)) > 0
     with pytest.raises(ConfigError, match="1..1024 threads"):
         _measure.multiply_add_per_s(isa, 0, 3)
 

@@ -1,4 +1,4 @@
-"""The checks on constructs, names, heads and sizes find what they are for.
+"""The checks on constructs, names and heads find what they are for.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.checks import constructs, file_heads, sizes
+from tests.checks import constructs, file_heads
 
 
 @pytest.mark.parametrize(
@@ -58,11 +58,3 @@ def test_file_without_head_is_found(tmp_path: Path) -> None:
     findings = file_heads.find(tmp_path)
     assert len(findings) == 2
     assert all(finding.startswith("bare.py") for finding in findings)
-
-
-def test_size_report_lists_long_files_only(tmp_path: Path) -> None:
-    (tmp_path / "long.py").write_text("x\n" * (sizes.LONG_LINES + 1))
-    (tmp_path / "short.py").write_text("x\n")
-    report = sizes.report(tmp_path)
-    assert "long.py" in report
-    assert "short.py" not in report

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.checks import cited_numbers, documents, error_catalogue, headers, links, message_tables, protocol_tables
+from tests.checks import documents, error_catalogue, headers, links, message_tables, protocol_tables
 
 ROOT = Path(__file__).resolve().parents[3]
 COMPARED = (
@@ -95,12 +95,3 @@ def test_dangling_link_and_anchor_are_found(tmp_path: Path) -> None:
     assert len(findings) == 2
     assert "b.md" in findings[0]
     assert "c.md#gone" in findings[1]
-
-
-def test_figure_without_its_json_is_found(tmp_path: Path) -> None:
-    (tmp_path / "docs").mkdir()
-    (tmp_path / "docs/benchmarks.md").write_text("# A\n\np50 is 12 us\n\n# B\n\n3 ms, see bench/results/missing.json\n")
-    findings = cited_numbers.find(tmp_path)
-    assert len(findings) == 2
-    assert "12 us" in findings[0]
-    assert "missing.json does not exist" in findings[1]

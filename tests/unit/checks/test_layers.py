@@ -32,7 +32,7 @@ def _room_file(root: Path, name: str, text: str) -> None:
         ("runtime/session.py", "from ..workers import loader\n"),
         ("telemetry/log.py", "import dflash_moe.config\n"),
         ("runtime/session.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from dflash_moe.cli import main\n"),
-        ("runtime/session.py", "import dflash_moe\nprint(dflash_moe.__file__, dflash_moe.workers)\n"),
+        ("runtime/session.py", "import dflash_moe\nprint(dflash_moe.version, dflash_moe.workers)\n"),
         ("engine/scheduler.py", "import dflash_moe.testing.cases\n"),
         ("workers/loader.py", "def load():\n    from dflash_moe import _measure\n"),
     ],

@@ -54,7 +54,7 @@ def probe_app(monkeypatch):
         if "error" in seen:
             raise seen["error"]
 
-    def build() -> typer.Typer:
+    def build(_names: object = None) -> typer.Typer:
         app = typer.Typer(add_completion=False, rich_markup_mode=None, context_settings={"help_option_names": ["-h", "--help"]})
         app.callback()(main._global_options)
         app.command(name="probe")(probe)
@@ -77,6 +77,15 @@ def test_version_and_help_go_to_stdout(capsys):
         assert (code, err) == (0, [])
         assert "doctor" in out
         assert "key" in out
+
+
+def test_a_worker_starts_without_the_modules_of_other_commands():
+    code = "import sys; from dflash_moe.cli.main import run; run(['worker', '--help']); print(sorted(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=True)
+    loaded = done.stdout.splitlines()[-1]
+    assert "'dflash_moe.cli.worker'" in loaded
+    for module in ("dflash_moe.cli.bench", "dflash_moe.cli.generate", "dflash_moe.runtime", "numpy", "yaml"):
+        assert f"'{module}'" not in loaded, module
 
 
 def test_commands_whose_module_is_missing_are_not_offered(capsys, monkeypatch):
@@ -374,13 +383,13 @@ def test_light_commands_import_neither_torch_nor_transformers(arguments):
         "import sys; from dflash_moe.cli.main import run; code = run(sys.argv[1:]); "
         "heavy = {'torch', 'transformers'} & set(sys.modules); sys.exit(f'imported {heavy}' if heavy else code)"
     )
-    done = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
 
 
 def test_the_module_runs_as_a_program():
     done = subprocess.run(
-        [sys.executable, "-m", "dflash_moe", "nonsense"], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-m", "dflash_moe", "nonsense"], capture_output=True, text=True, timeout=200, check=False
     )
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.splitlines()[-1] == "No such command 'nonsense'."

@@ -5,14 +5,30 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import re
 from pathlib import Path
 
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from dflash_moe import _core
-from dflash_moe.config import ISAS, SETTINGS, SETTINGS_BY_NAME, Settings, format_bytes, parse_bytes, resolve_settings
+from dflash_moe.cli.main import run
+from dflash_moe.config import (
+    ISAS,
+    SETTINGS,
+    SETTINGS_BY_NAME,
+    Settings,
+    format_bytes,
+    on_worker_loss,
+    parse_bytes,
+    resolve_settings,
+)
 from dflash_moe.errors import ConfigError
+from dflash_moe.topology import Topology
 
 IPC = "DFLASH_MOE_EXPERT_COMPUTE_IPC_"
 COMPUTE = "DFLASH_MOE_EXPERT_COMPUTE_"
@@ -106,6 +122,55 @@ def test_precedence_is_argument_then_environment_then_yaml_then_default():
     ipc = {"mode": "stream", "stream_tokens": 2, "batch_capacity": 99}
     settings = resolve_settings(ipc, environ=environ, mode="auto", dtype=None)
     assert (settings.mode, settings.stream_tokens, settings.batch_capacity, settings.dtype) == ("auto", 3, 99, None)
+
+
+def test_fabric_is_refused_by_name_wherever_it_is_asked_for(tmp_path, capsys):
+    expected = "'fabric' is not built into this version; allowed: auto, shared, stream"
+    (tmp_path / "fabric.yaml").write_text("version: 1\nipc: {transport: fabric}\nworkers: [{name: w0}]\n")
+    sources = [
+        lambda: resolve_settings(environ={}, transport="fabric"),
+        lambda: resolve_settings(environ={f"{IPC}TRANSPORT": "Fabric"}),
+        lambda: resolve_settings({"transport": "fabric"}, environ={}),
+        lambda: Topology.load(tmp_path / "fabric.yaml"),
+    ]
+    for source in sources:
+        with pytest.raises(ConfigError, match="(?i)" + re.escape(expected)):
+            source()
+    assert run(["generate", "--model", ".", "--prompt", "x", "--transport", "fabric"]) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == f"--transport: {expected}"
+
+
+def test_required_is_read_and_says_that_both_values_mean_the_same_until_there_is_a_fallback():
+    texts = [on_worker_loss(Settings(required=required)) for required in (False, True)]
+    assert texts[0].startswith("ipc.required is 0: ")
+    assert texts[1].startswith("ipc.required is 1: ")
+    assert all("raise WorkerLost" in text for text in texts)
+    assert "not built into this version" in texts[0]
+
+
+ANYTHING = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=30), st.binary(max_size=8), st.lists(st.integers()),
+    st.sampled_from([10**400, -(10**5000), "9" * 5000, "~nobody-of-this-name/key", "\0", "x" * 5000, object(), np.int64(3),
+                     np.float32("nan"), np.arange(3), {}, {"a": 1}, b"path"]),
+)  # fmt: skip
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.sampled_from(sorted(SETTINGS_BY_NAME)), ANYTHING)
+def test_any_value_of_any_setting_is_taken_or_a_config_error(name, value):
+    for given_as in ({"overrides": {name: value}}, {"topology_ipc": {SETTINGS_BY_NAME[name].ipc_key or "no key": value}}):
+        try:
+            resolve_settings(given_as.get("topology_ipc"), environ={}, **given_as.get("overrides", {}))
+        except ConfigError as error:
+            assert len(str(error)) < 500  # noqa: PT017 - any other exception fails the test
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.text(max_size=40), st.text(max_size=40))
+def test_any_environment_is_taken_or_a_config_error(suffix, text):
+    for variable in (f"DFLASH_MOE_{suffix}", f"{IPC}MODE", f"{COMPUTE}BATCH", "DFLASH_MOE_KEY_FILE"):
+        with contextlib.suppress(ConfigError):
+            resolve_settings(environ={variable: text})
 
 
 @pytest.mark.parametrize("name", ["mode", "stream_tokens", "required"])

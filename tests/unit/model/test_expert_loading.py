@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -67,3 +68,26 @@ def test_a_scale_that_is_nan_is_named_with_file_tensor_and_expert(tmp_path):
     checkpoint = write(tmp_path, scales)
     with pytest.raises(CheckpointError, match=r"model\.safetensors: tensor 'gate', expert 4: .*output 9, input 32.*NaN"):
         load_experts(shard(E), checkpoint, FFN, range(E), threads=2)
+
+
+def test_the_first_error_ends_the_loading_of_many_at_once(tmp_path, monkeypatch):
+    """What was not begun is given up, and nothing waits for it."""
+    scales = np.full((E, W, H // 32), 120, np.uint8)
+    scales[0, 9, 1] = 255
+    monkeypatch.setattr("dflash_moe.model.expert_loading.STANDSTILL_S", 60.0)
+    began = time.monotonic()
+    with pytest.raises(CheckpointError, match="expert 0"):
+        load_experts(shard(E), write(tmp_path, scales), FFN, range(E), threads=1)
+    assert time.monotonic() - began < 30
+
+
+def test_a_disk_that_gives_nothing_ends_the_loading(tmp_path, monkeypatch):
+    checkpoint = write(tmp_path, np.full((E, W, H // 32), 120, np.uint8))
+    released = threading.Event()
+    monkeypatch.setattr("dflash_moe.model.expert_loading.STANDSTILL_S", 0.05)
+    monkeypatch.setattr("dflash_moe.model.expert_loading.expert_sources", lambda *_: released.wait(30))
+    try:
+        with pytest.raises(CheckpointError, match="no expert could be read in 0 s; is its disk still there"):
+            load_experts(shard(E), checkpoint, FFN, range(E), threads=2)
+    finally:
+        released.set()

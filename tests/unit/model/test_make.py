@@ -51,7 +51,7 @@ def test_the_tokenizer_has_one_token_per_byte_and_loses_nothing(tmp_path, text):
 
 
 def test_an_unknown_architecture_gets_a_suggestion():
-    with pytest.raises(ConfigError, match="qwen3moe: transformers has no such model type; did you mean qwen3_moe"):
+    with pytest.raises(ConfigError, match="--arch 'qwen3moe': transformers has no such model type; did you mean qwen3_moe"):
         build_config(MakeOptions("qwen3moe"))
 
 
@@ -69,7 +69,7 @@ def test_sizes_an_architecture_does_not_take_are_refused_by_class():
     "changes", [{"hidden_size": 33}, {"num_layers": 0}, {"top_k": 17}, {"num_experts": 0, "top_k": 0}, {"dtype": "int8"}]
 )
 def test_an_impossible_size_is_refused_by_option(changes):
-    with pytest.raises(ConfigError, match=f"--{next(iter(changes)).replace('_', '-')}"):
+    with pytest.raises(ConfigError, match=f"--{next(iter(changes)).replace('num_layers', 'layers').replace('_', '-')}"):
         dataclasses.replace(MakeOptions("mixtral"), **changes).check()
 
 

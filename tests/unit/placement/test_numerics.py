@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from dflash_moe.errors import ConfigError, TopologyError, UnsupportedError
-from dflash_moe.placement import Placement
+from dflash_moe.placement import Placement, Shard
 from dflash_moe.placement.numerics import are_mixed, check_architectures, check_classes, settle_classes
-from dflash_moe.placement.plan import Shard
 from dflash_moe.protocol.identity import choose_numerics
 from dflash_moe.topology import Topology
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from dflash_moe.cli import options
-from dflash_moe.errors import ConfigError, UnsupportedError
+from dflash_moe.errors import ConfigError
 from dflash_moe.protocol.keys import write_key_file
 from dflash_moe.runtime.expert_runtime import ExpertRuntime
 from dflash_moe.topology import Topology
@@ -44,7 +44,7 @@ def test_an_unreadable_key_is_refused_before_the_model_is_read(tmp_path: Path) -
 
 
 def test_a_transport_that_cannot_be_had_is_refused_before_the_model_is_read() -> None:
-    with pytest.raises(UnsupportedError, match="no fabric transport"):
+    with pytest.raises(ConfigError, match="'fabric' is not built into this version"):
         ExpertRuntime.start(Topology.local(1), NO_MODEL, transport="fabric")
     with pytest.raises(ConfigError, match="transport shared: worker w0 is reached by tcp"):
         ExpertRuntime.start(Topology.local(1, address="tcp"), NO_MODEL, transport="shared")

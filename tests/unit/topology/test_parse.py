@@ -15,7 +15,7 @@ from dflash_moe import _core
 from dflash_moe.errors import ConfigError, TopologyError
 from dflash_moe.topology import Topology
 from dflash_moe.topology.numerics import ACTIVATIONS, CLASSES, class_on, possible_classes
-from dflash_moe.topology.parse import MAX_FILE_BYTES, MAX_WORKERS
+from dflash_moe.topology.parse import MAX_EXPERT_ID, MAX_FILE_BYTES, MAX_LAYER, MAX_WORKERS
 
 BF16_CLASS = class_on("bf16", "cpu")
 BF16_OF_CARD = "bf16"  # of AMD's: which class it is, the card says
@@ -277,6 +277,29 @@ def test_any_damage_to_a_topology_gives_a_topology_or_a_topology_error(data):
     at = data.draw(st.integers(0, len(FULL)))
     length = data.draw(st.integers(0, 6))
     assert_read_or_refused(FULL[:at] + data.draw(st.one_of(TOKENS, st.text(max_size=4))) + FULL[at + length :])
+
+
+def test_numbers_to_the_base_60_are_refused_with_what_to_write():
+    for text in ("version: 1:30", "version: 1:30.5", "version: 1" + ":59" * 3000):
+        with pytest.raises(TopologyError, match="is a number to the base 60 in YAML; put it in quotes"):
+            Topology.parse(f"{text}\n{ONE}")
+
+
+@pytest.mark.parametrize("number", ["0x" + "f" * 5000, "0b" + "1" * 9000, "1" + "_0" * 4000, "1.0e+400", "-.inf", str(1 << 64)])
+def test_numbers_of_any_length_are_refused_in_a_short_sentence(number):
+    for line in (
+        f"version: {number}\n{ONE}",
+        f"{HEAD}workers: [{{name: {number}}}]",
+        f"{HEAD}host: {{threads: {number}}}\n{ONE}",
+    ):
+        with pytest.raises(TopologyError, match=r"^<string>:\d+: ") as found:
+            Topology.parse(line)
+        assert len(str(found.value)) < 300
+
+
+def test_bounds_of_ids_are_those_of_the_wire():
+    limits = _core.wire_limits()
+    assert (limits["max_experts_per_shard"], limits["max_layers"]) == (MAX_EXPERT_ID + 1, MAX_LAYER + 1)
 
 
 def test_activations_name_a_numerics_class_and_the_host_follows_workers_that_agree():

@@ -2,7 +2,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include "compute/gpu/kernels/warpgroup.h"
+#include "compute/gpu/kernels/warpgroup_layout.h"
 
 namespace dflash::compute::gpu {
 

@@ -3,7 +3,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include "compute/gpu/kernels/warpgroup.h"
+#include "compute/gpu/kernels/warpgroup_layout.h"
 #include "compute/gpu/sim/async_work.h"
 
 namespace dflash::compute::gpu {

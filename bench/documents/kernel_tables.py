@@ -1,0 +1,161 @@
+"""The tables of expert kernels and weights: times of one layer, peers, loading, formats.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from bench.documents.recorded import Recorded, Row
+from bench.documents.text import digits, gigabytes_per_s, markdown, mebibytes, percent, seconds
+
+
+def experts(name: str, wanted: Callable[[Row], bool]) -> Callable[[Recorded], str]:
+    """Times of one layer by batch size. After each: its share of this machine's read bandwidth, and
+    of its peak of the kernel's own arithmetic.
+    """
+
+    def table(recorded: Recorded) -> str:
+        rows = recorded.rows(name, wanted)
+        sizes = sorted({row["tokens"] for row in rows})
+        lines: dict[tuple[str, ...], dict[int, str]] = {}
+        for row in rows:
+            key = (row["format"], row["kernel"], str(row["threads"]), row["routing"], row["weights_from"])
+            cells = lines.setdefault(key, {})
+            if row["tokens"] in cells:
+                raise ValueError(f"{name}.json: two rows are {key}, {row['tokens']} tokens; a table can show only one")
+            cells[row["tokens"]] = _expert_cell(row)
+        varying = [at for at in range(5) if at < 2 or len({key[at] for key in lines}) > 1]
+        heads = ("weights", "kernel", "threads", "routing", "weights from")
+        return markdown(
+            [*(heads[at] for at in varying), *(f"{size:,} token{'s' if size > 1 else ''}" for size in sizes)],
+            ([*(key[at] for at in varying), *(cells.get(size, "-") for size in sizes)] for key, cells in lines.items()),
+        )
+
+    return table
+
+
+def _expert_cell(row: Row) -> str:
+    return f"{seconds(row['median_s'])} ({percent(row['of_peak_bytes'])}, {percent(row['of_peak_gflops'])})"
+
+
+def peers(recorded: Recorded) -> str:
+    """Each peer's fastest time over that of each of our classes."""
+    sizes = sorted({entry["tokens"] for entry in recorded.summary("experts_against_peers")})
+    lines: dict[tuple[str, str, str], dict[int, str]] = {}
+    for entry in recorded.summary("experts_against_peers"):
+        key = (entry["name"], entry["peer"], str(entry["threads"]))
+        lines.setdefault(key, {})[entry["tokens"]] = digits(entry["ratio"])
+    head = ("ours", "against", "threads", *(f"{size:,} token{'s' if size > 1 else ''}" for size in sizes))
+    return markdown(head, ([*key, *(cells.get(size, "-") for size in sizes)] for key, cells in lines.items()))
+
+
+def peer_errors(recorded: Recorded) -> str:
+    """Relative errors of all kernels against float32."""
+    found = recorded.result("experts_against_peers")["params"]["relative_errors"]
+    lines = [(case, kernel, f"{error:.1e}") for case, errors in found.items() for kernel, error in errors.items()]
+    return markdown(("weights", "kernel", "relative error"), lines)
+
+
+def layer_against_gemm(recorded: Recorded) -> str:
+    """The whole layer beside its products alone."""
+    rows = {(row["format"], row["threads"], row["kind"]): row for row in recorded.rows("layer_against_gemm")}
+    head = ("weights", "threads", "layer GFLOP/s", "products GFLOP/s", "layer / products", "over one thread")
+    return markdown(
+        head,
+        (
+            (
+                entry["format"],
+                str(entry["threads"]),
+                digits(entry["gflops"]),
+                digits(rows[entry["format"], entry["threads"], "gemm"]["gflops"]),
+                percent(entry["of_gemm"]),
+                digits(entry["of_one_thread"]),
+            )
+            for entry in recorded.summary("layer_against_gemm")
+        ),
+    )
+
+
+def loading(recorded: Recorded) -> str:
+    """Loading beside copying and reading the same file."""
+    shares = {(entry["format"], entry["resident"]): entry for entry in recorded.summary("weight_loading")}
+    lines = []
+    for row in recorded.rows("weight_loading"):
+        entry: Any = shares.get((row["format"], row.get("resident")), {})
+        what = f"load as {row['resident']}" if row["kind"] == "load" else row["kind"]
+        lines.append(
+            (
+                row["format"],
+                what,
+                gigabytes_per_s(row["bytes_per_s"]),
+                percent(entry["of_copy"]) if entry else "-",
+                percent(entry["of_page_cache"]) if entry else "-",
+                mebibytes(row["anonymous_beyond_packed_bytes"]) if row["kind"] == "load" else "-",
+            )
+        )
+    return markdown(("stored as", "what", "GB/s", "of a copy", "of reading", "MiB beyond what is kept"), lines)
+
+
+def mapped_weights(recorded: Recorded) -> str:
+    """Computing from the mapped file beside computing from packed weights."""
+    rows = {(row["format"], row["tokens"], row["layout"]): row for row in recorded.rows("mapped_weights")}
+    head = ("weights", "tokens", "packed, p50", "mapped, p50", "mapped / packed", "packed MiB", "mapped MiB")
+    lines = []
+    for entry in recorded.summary("mapped_weights"):
+        packed, mapped = (rows[entry["format"], entry["tokens"], layout] for layout in ("packed", "mapped"))
+        lines.append(
+            (
+                entry["format"],
+                f"{entry['tokens']:,}",
+                seconds(packed["median_s"]),
+                seconds(mapped["median_s"]),
+                digits(entry["time_ratio"]),
+                *(mebibytes(row["start_anonymous_bytes"]) for row in (packed, mapped)),
+            )
+        )
+    return markdown(head, lines)
+
+
+def weight_errors(recorded: Recorded) -> str:
+    """How far each format moves the outputs of the shipped model's layers."""
+    return markdown(
+        ("format", "numerics", "bits a weight", "output moves by, mean", "worst layer"),
+        (
+            (
+                row["format"],
+                row["numerics"],
+                f"{row['bits_per_weight']:.2f}",
+                f"{100 * row['error_rms']:.2f}%",
+                f"{100 * row['error_worst']:.2f}%",
+            )
+            for row in recorded.rows("weight_errors")
+        ),
+    )
+
+
+def _is_ours(row: Row) -> bool:
+    return bool(row["backend"] == "cpu")
+
+
+def _is_plain(row: Row) -> bool:
+    """Uniform routing, weights from memory."""
+    return row["routing"] == "uniform" and row["weights_from"] == "dram"
+
+
+TABLES: dict[str, Callable[[Recorded], str]] = {
+    "experts-one-thread": experts("experts", lambda row: _is_ours(row) and _is_plain(row) and row["threads"] == 1),
+    "experts-threads": experts("experts", lambda row: _is_ours(row) and _is_plain(row) and row["threads"] > 1),
+    "experts-other": experts("experts", lambda row: _is_ours(row) and not _is_plain(row)),
+    "experts-torch": experts("experts", lambda row: not _is_ours(row)),
+    "experts-bf16": experts("experts_bf16", lambda _row: True),
+    "peers": peers,
+    "peer-errors": peer_errors,
+    "peer-times": experts("experts_against_peers", lambda _row: True),
+    "layer-against-gemm": layer_against_gemm,
+    "loading": loading,
+    "mapped-weights": mapped_weights,
+    "weight-errors": weight_errors,
+}

@@ -1,0 +1,102 @@
+"""The marks in the documents: filling them, and finding what is not as it should be.
+
+A measured figure outside of a mark is a finding, so that nobody copies one by hand; what a sentence
+states and nobody measured (a setting, a mark to reach) is listed in STATED.
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from bench.documents.figures import FIGURES
+from bench.documents.recorded import Recorded
+from bench.documents.tables import TABLES
+
+# Where figures of recorded results stand.
+DOCUMENTS = ("README.md", "docs/benchmarks.md", "docs/howto/weight_formats.md")
+
+_TABLE = re.compile(r"(<!-- table: (measured/[\w-]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+_FIGURE = re.compile(r"(<!-- figure: ([\w-]+) -->)(.*?)(<!-- end -->)", re.DOTALL)
+# A number with a unit of time, speed or share: what a measurement gives.
+_UNITS = r"ns|us|µs|ms|s|min|minutes|seconds|GB/s|GiB/s|MB/s|GFLOP/s|GFLOPS|tokens/s|tok/s|%|x(?! \d)|times"
+_MEASURED = re.compile(rf"(?<![\w.])\d[\d,.]*\s?(?:{_UNITS})(?![\w/])")
+# Sentences about settings, definitions and marks to reach: (document, words around the number).
+STATED = {
+    "docs/benchmarks.md": (
+        "95 % bootstrap interval", "at least 2 %", "delay line of 2 ms each way", "The mark was 80 %.",
+        "marks were 25 us (goal 15 us) over shared memory and 60 us over sockets",
+    ),
+}  # fmt: skip
+
+
+def written(text: str, results: Path) -> str:
+    """The document with every table and figure as the results give it. KeyError names a mark that
+    nothing defines.
+    """
+    recorded = Recorded(results)
+    text = _TABLE.sub(lambda match: match[1] + "\n" + TABLES[match[2]](recorded) + "\n" + match[4], text)
+    return _FIGURE.sub(lambda match: match[1] + FIGURES[match[2]](recorded) + match[4], text)
+
+
+def findings(root: Path) -> list[str]:
+    """Tables and figures that are not what the results give, marks that nothing defines and
+    definitions without a mark, results and rows that no table shows, and figures by hand.
+    """
+    found: list[str] = []
+    used: set[str] = set()
+    recorded = Recorded(root / "bench" / "results")
+    texts = {name: (root / name).read_text(encoding="utf-8") for name in DOCUMENTS}
+    for name, text in texts.items():
+        found += _of_marks(name, text, _TABLE, TABLES, recorded, used)
+        found += _of_marks(name, text, _FIGURE, FIGURES, recorded, used)
+        found += _by_hand(name, text)
+    for defined in sorted((TABLES.keys() | FIGURES.keys()) - used):
+        found.append(f"bench/documents: '{defined}' is defined and stands in no document; take it out, or show it")
+    return found + recorded.unshown()
+
+
+def _of_marks(
+    name: str, text: str, mark: re.Pattern[str], known: dict[str, Callable[[Recorded], str]], recorded: Recorded, used: set[str]
+) -> list[str]:
+    found = []
+    for match in mark.finditer(text):
+        at = f"{name}:{text.count(chr(10), 0, match.start()) + 1}"
+        used.add(match[2])
+        if match[2] not in known:
+            found.append(f"{at}: nothing defines '{match[2]}'")
+            continue
+        try:
+            wanted = known[match[2]](recorded)
+        except (FileNotFoundError, KeyError, ValueError) as error:
+            found.append(f"{at}: {match[2]} cannot be made of the results: {error}")
+            continue
+        if match[3].strip("\n") != wanted:
+            difference = next(
+                (f"'{old}' is there, the result gives '{new}'" for old, new in _lines(match[3], wanted) if old != new),
+                "differs",
+            )
+            found.append(f"{at}: {match[2]}: {difference}; run `python -m bench.documents`")
+    return found
+
+
+def _lines(old: str, new: str) -> list[tuple[str, str]]:
+    before, after = old.strip("\n").splitlines(), new.splitlines()
+    longest = max(len(before), len(after))
+    return list(zip(before + [""] * (longest - len(before)), after + [""] * (longest - len(after)), strict=True))
+
+
+def _by_hand(name: str, text: str) -> list[str]:
+    """Figures with a unit of measurement outside of marks, code and what is stated."""
+    blank = lambda match: re.sub(r"[^\n]", " ", match[0])  # noqa: E731 - keeps lines where they are
+    prose = _FIGURE.sub(blank, _TABLE.sub(blank, text))
+    prose = re.sub(r"^    [^\n]*$|```.*?```|`[^`\n]*`|\]\([^)]*\)", blank, prose, flags=re.MULTILINE | re.DOTALL)
+    for words in STATED.get(name, ()):
+        prose = re.sub(r"\s+".join(map(re.escape, words.split())), blank, prose)
+    hint = "take it from a result, or list it in STATED where nobody measured it"
+    return [
+        f"{name}:{prose.count(chr(10), 0, match.start()) + 1}: '{match[0]}' is written by hand; {hint}"
+        for match in _MEASURED.finditer(prose)
+    ]

@@ -1,0 +1,338 @@
+"""The tables of the documents. Each shows all rows that its rule names, in the order of the file;
+those of kernels and weights are in kernel_tables.py.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable
+
+from bench.documents import kernel_tables
+from bench.documents.recorded import Recorded, Row
+from bench.documents.text import digits, gigabytes_per_s, markdown, mebibytes, payload, percent, ratio, seconds
+
+SETTINGS = ("equal", "weak_worker", "slow_link")
+
+
+def provenance(recorded: Recorded) -> str:
+    """Every recorded result: where it comes from."""
+    lines = []
+    for name in recorded.names():
+        found = recorded.result(name)
+        machine = found["machine"]
+        state = "" if not found["dirty"] else " and changes"
+        state += "" if found["complete"] else ", incomplete"
+        lines.append(
+            (
+                f"[{name}](../bench/results/{name}.json)",
+                f"{found['commit'][:10]}{state}",
+                machine["cpu"],
+                str(machine["cores_usable"]),
+                machine["isa"],
+                f"{machine['memory_bytes'] / 2**30:.0f} GiB",
+            )
+        )
+    return markdown(("result", "commit", "processor", "cores", "kernel set", "memory"), lines)
+
+
+def transports(recorded: Recorded) -> str:
+    """Every transport and payload."""
+    head = ("transport", "payload", "p50", "p99", "floor", "x floor", "GB/s", "of memcpy")
+    return markdown(
+        head,
+        (
+            (
+                row["name"],
+                payload(row["payload_bytes"]),
+                us(row["p50_us"]),
+                us(row["p99_us"]),
+                us(row["floor_us"]),
+                digits(row["p50_us"] / row["floor_us"]),
+                gigabytes_per_s(row["bytes_per_s"]),
+                percent(row["bytes_per_s"] / row["memcpy_bytes_per_s"]),
+            )
+            for row in recorded.rows("ipc", lambda row: not row["name"].startswith("call_"))
+        ),
+    )
+
+
+def us(value: float) -> str:
+    return seconds(value * 1e-6)
+
+
+def expert_calls(recorded: Recorded) -> str:
+    """What a call adds over each transport."""
+    rows = recorded.rows("ipc", lambda row: row["name"].startswith("call_"))
+    return markdown(
+        ("over", "whole call, p50", "added, p50", "added, p99"),
+        (
+            (row["name"].removeprefix("call_"), seconds(row["median_s"]), us(row["added_p50_us"]), us(row["added_p99_us"]))
+            for row in rows
+        ),
+    )
+
+
+def modes(name: str) -> Callable[[Recorded], str]:
+    """Every mode and prompt of one setting."""
+
+    def table(recorded: Recorded) -> str:
+        head = ("prompt", "mode", "prefill, p50", "p95", "rounds", "tokens/s", "calls", "bytes / floor", "decode tokens/s")
+        return markdown(head, (_mode_line(recorded, name, row) for row in recorded.rows(name)))
+
+    return table
+
+
+def _mode_line(recorded: Recorded, name: str, row: Row) -> tuple[str, ...]:
+    prompt = row.get("prompt_tokens", recorded.result(name)["params"]["prompt_tokens"])
+    return (
+        f"{prompt:,}",
+        row["mode"] if row["name"] == row["mode"] else row["name"],
+        seconds(row["median_s"]),
+        seconds(row["p95_s"]),
+        str(len(row["samples_s"])),
+        digits(row["tokens_per_s"]),
+        f"{row['calls']:,}",
+        _of_floor(row),
+        _decode(row),
+    )
+
+
+def _of_floor(row: Row) -> str:
+    return f"{(row['request_bytes'] + row['reply_bytes']) / row['floor_bytes']:.4f}" if row["floor_bytes"] else "-"
+
+
+def _decode(row: Row) -> str:
+    return digits(row["decode_tokens_per_s"]) if row.get("decode_tokens_per_s") else "-"
+
+
+def auto(name: str) -> Callable[[Recorded], str]:
+    """How `auto` did in one setting, against the better fixed mode and its own forecast."""
+
+    def table(recorded: Recorded) -> str:
+        head = ("prompt", "better fixed mode", "its time / auto's, median", "least", "most", "forecast off by")
+        return markdown(
+            head,
+            (
+                (
+                    f"{entry['prompt_tokens']:,}",
+                    entry["better_fixed"],
+                    ratio(entry["median_ratio"]),
+                    ratio(min(entry["ratios_to_better_fixed"])),
+                    ratio(max(entry["ratios_to_better_fixed"])),
+                    _off(entry),
+                )
+                for entry in recorded.summary(name)
+            ),
+        )
+
+    return table
+
+
+def _off(entry: Row) -> str:
+    found = {worker: made["deviation"] for worker, made in entry["predictions"].items()}
+    return ", ".join(f"{worker} {percent(off) if off is not None else '-'}" for worker, off in found.items())
+
+
+def overlap(recorded: Recorded) -> str:
+    """A call in one slice, and as `auto` cuts it."""
+    head = ("cut", "slices", "whole call, p50", "send", "compute", "receive")
+    return markdown(
+        head,
+        (
+            (
+                row["name"],
+                f"{row['num_slices']:g}",
+                seconds(row["median_s"]),
+                seconds(row["send_s"]),
+                seconds(row["compute_s"]),
+                seconds(row["receive_s"]),
+            )
+            for row in recorded.rows("slice_overlap")
+        ),
+    )
+
+
+def local_or_remote(case: str) -> Callable[[Recorded], str]:
+    """Remote workers beside all experts in the host."""
+    name = f"local_against_remote_{case}"
+
+    def table(recorded: Recorded) -> str:
+        rows = recorded.rows(name)
+        shares = speed_shares(rows)
+        head = ("experts", "mode", "p50", "p95", "tokens/s", "speed of local")
+        return markdown(
+            head,
+            (
+                (
+                    "host" if row["name"] == "local" else "two workers",
+                    row["mode"],
+                    seconds(row["median_s"]),
+                    seconds(row["p95_s"]),
+                    digits(row["tokens_per_s"]),
+                    ratio(shares[row["name"]]),
+                )
+                for row in rows
+            ),
+        )
+
+    return table
+
+
+def speed_shares(rows: Iterable[Row]) -> dict[str, float]:
+    """Per row the median over rounds of local's time / its own, medians of a round's samples."""
+    rounds = {row["name"]: _rounds(row) for row in rows}
+    local = rounds["local"]
+    return {name: statistics.median(a / b for a, b in zip(local, own, strict=True)) for name, own in rounds.items()}
+
+
+def _rounds(row: Row) -> list[float]:
+    step = row["samples_per_round"]
+    return [statistics.median(row["samples_s"][at : at + step]) for at in range(0, len(row["samples_s"]), step)]
+
+
+def emulated_link(recorded: Recorded) -> str:
+    """The emulator beside a link that the kernel shapes."""
+    rows = {(row["tokens"], row["num_slices"], row["link"]): row for row in recorded.rows("emulated_link")}
+    head = ("tokens", "slices", "real, p50", "emulated, p50", "real / emulated")
+    return markdown(
+        head,
+        (
+            (
+                f"{entry['tokens']:,}",
+                str(entry["num_slices"]),
+                *(seconds(rows[entry["tokens"], entry["num_slices"], link]["median_s"]) for link in ("real", "emulated")),
+                ratio(entry["ratio"]),
+            )
+            for entry in recorded.summary("emulated_link")
+        ),
+    )
+
+
+def prefill(recorded: Recorded) -> str:
+    """A long prompt in every mode and wire dtype."""
+    head = (
+        "mode",
+        "wire",
+        "prefill, p50",
+        "rounds",
+        "calls",
+        "requests MiB",
+        "replies MiB",
+        "bytes / floor",
+        "decode tokens/s",
+        "decode calls",
+    )
+    return markdown(
+        head,
+        (
+            (
+                "all experts in the host" if row["name"] == "local" else row["mode"],
+                row["dtype"],
+                seconds(row["median_s"]),
+                str(len(row["samples_s"])),
+                f"{row['calls']:,}",
+                mebibytes(row["request_bytes"]),
+                mebibytes(row["reply_bytes"]),
+                _of_floor(row),
+                _decode(row),
+                f"{row['decode_calls']:,}",
+            )
+            for row in recorded.rows("prefill_4248")
+        ),
+    )
+
+
+def cores(recorded: Recorded) -> str:
+    """The same work on one core and on two."""
+    lines = []
+    for cpus in ("one_core", "two_cores"):
+        for row in recorded.rows(f"prefill_{cpus}"):
+            lines.append((cpus.replace("_", " "), row["name"], seconds(row["median_s"]), seconds(row["p95_s"]), _decode(row)))
+    return markdown(("cores", "mode", "prefill, p50", "p95", "decode tokens/s"), lines)
+
+
+def memory(recorded: Recorded) -> str:
+    """Every process of a host with two workers after loading."""
+    recorded.rows("memory_3_6_gb")
+    head = ("process", "experts a layer", "anonymous MiB", "file-backed MiB", "of it expert weights MiB")
+    return markdown(
+        head,
+        (
+            (
+                process["name"],
+                str(process["experts_per_layer"]),
+                *(mebibytes(process[key]) for key in ("anonymous_bytes", "file_bytes", "weight_bytes")),
+            )
+            for process in recorded.result("memory_3_6_gb")["params"]["processes"]
+        ),
+    )
+
+
+def parity(recorded: Recorded) -> str:
+    """Every required family: the worst layer's figures."""
+    lines = []
+    for row in recorded.rows("verify_families"):
+        worst = max(layer["remote_error"] / layer["eager_error"] for layer in row["layers"] if layer["eager_error"])
+        lines.append(
+            (
+                row["name"],
+                row["dtype"],
+                digits(worst),
+                *(f"{max(layer[key] for layer in row['layers']):.1e}" for key in ("difference_rms", "difference_max")),
+                f"{row['logits_rms']:.1e}",
+                f"{row['greedy_compared']} of {row['greedy_tokens']}",
+                str(row["remote_calls"]),
+                "yes" if row["passed"] else "NO",
+            )
+        )
+    head = (
+        "family",
+        "dtype",
+        "remote error / eager's",
+        "difference rms",
+        "max",
+        "logits rms",
+        "greedy tokens equal",
+        "remote calls",
+        "within bounds",
+    )
+    return markdown(head, lines)
+
+
+def bits_per_byte(recorded: Recorded) -> str:
+    """The shipped model over every wire."""
+    return markdown(
+        ("experts", "wire", "host", "bits per byte", "remote calls"),
+        (
+            (
+                "eager, in the host" if row["experts"] == "eager" else row["experts"],
+                row["wire_dtype"] or "none",
+                row["host_dtype"],
+                f"{row['bits_per_byte']:.4f}",
+                f"{row['calls']:,}" if "calls" in row else "-",
+            )
+            for row in recorded.rows("bits_per_byte")
+        ),
+    )
+
+
+TABLES: dict[str, Callable[[Recorded], str]] = {
+    "provenance": provenance,
+    "transports": transports,
+    "expert-calls": expert_calls,
+    **{f"modes-{name}": modes(f"modes_{name}") for name in SETTINGS},
+    **{f"auto-{name}": auto(f"modes_{name}") for name in SETTINGS},
+    "overlap": overlap,
+    "local-prefill": local_or_remote("prefill"),
+    "local-decode": local_or_remote("decode"),
+    "emulated-link": emulated_link,
+    "prefill": prefill,
+    "cores": cores,
+    "memory": memory,
+    "parity": parity,
+    "bits-per-byte": bits_per_byte,
+    **kernel_tables.TABLES,
+}
+TABLES = {f"measured/{name}": table for name, table in TABLES.items()}

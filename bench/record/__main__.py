@@ -1,0 +1,188 @@
+"""Measures all recorded results again, at one commit: `make results`.
+
+    python -m bench.record [--only NAME,...] [--again] [--quick] [--list]
+
+Each step writes into build/results; what is there already, complete and of this commit, is not
+measured again, so that an interrupted run goes on where it was. In the end results are copied to
+bench/results, and plots and documents are written from them. A changed tree is refused (results and
+documents apart): a number that belongs to no commit is worth nothing. --quick tries every step with
+tiny parameters, whatever the tree, and writes nothing outside of build/results_quick. Exit status 1
+when a step failed.
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from bench.record.steps import ROOT, STEPS, Place, Step
+from dflash_moe.bench.results import source_commit
+
+RESULTS = ROOT / "bench" / "results"
+# A step that takes this many times its estimate, and this long at least, is stuck.
+PATIENCE, LEAST_S = 6, 900
+CARDS = "cards: none of these is measured on one; `make gpu-check` measures on the card at hand, into a folder of its own"
+
+
+@dataclass(slots=True)
+class Run:
+    """What came of the steps."""
+
+    took_s: dict[str, float] = field(default_factory=dict)
+    kept: list[str] = field(default_factory=list)
+    left_out: dict[str, str] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """See the module text."""
+    given = _arguments(arguments)
+    steps = _chosen(given.only)
+    commit, is_dirty = source_commit()
+    if is_dirty and not given.quick and not given.list:
+        print("the tree has changes: commit them first, so that the results belong to a commit", file=sys.stderr)
+        return 2
+    place = Place(ROOT / "build" / ("results_quick" if given.quick else "results"), given.quick)
+    _show_plan(steps, place, commit, given)
+    if given.list:
+        return 0
+    place.folder.mkdir(parents=True, exist_ok=True)
+    run = record(steps, place, commit, again=given.again or given.quick)
+    if not given.quick:
+        publish([step for step in steps if step.name not in run.failed and step.name not in run.left_out], place)
+    _show_outcome(run)
+    return 1 if run.failed else 0
+
+
+def record(steps: Sequence[Step], place: Place, commit: str, *, again: bool) -> Run:
+    """Runs the steps one after the other; one that fails does not end the others."""
+    run = Run()
+    for number, step in enumerate(steps, start=1):
+        title = f"== step {number} of {len(steps)}: {step.name}"
+        if lacking := step.lacking():
+            run.left_out[step.name] = f"this machine lacks {lacking}"
+            print(f"{title}: left out, {run.left_out[step.name]}", flush=True)
+            continue
+        if not again and not what_is_missing(step, place, commit):
+            run.kept.append(step.name)
+            print(f"{title}: measured already", flush=True)
+            continue
+        about = "with tiny parameters" if place.is_quick else f"about {step.minutes:g} minutes"
+        print(f"\n{title}, {about}", flush=True)
+        began = time.monotonic()
+        problem = _measure(step, place) or what_is_missing(step, place, commit)
+        run.took_s[step.name] = time.monotonic() - began
+        if problem:
+            run.failed[step.name] = problem
+        print(f"{title}: {'FAILED, ' + problem if problem else 'done'} after {run.took_s[step.name]:.0f} s", flush=True)
+    return run
+
+
+def _measure(step: Step, place: Place) -> str:
+    """Why it failed; "" when every command ended well."""
+    for name in step.results:
+        place.json(name).unlink(missing_ok=True)
+    try:
+        for command in step.commands(place):
+            words = [str(part) for part in command]
+            limit_s = max(LEAST_S, PATIENCE * 60 * step.minutes)
+            code = subprocess.run(words, cwd=ROOT, check=False, timeout=limit_s).returncode
+            if code:
+                return f"exit status {code} of {' '.join(words[1:5])} ..."
+    except subprocess.TimeoutExpired as error:
+        return f"no end after {error.timeout:.0f} s"
+    except Exception as error:  # noqa: BLE001 - making a model may fail as well; the other steps go on
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def what_is_missing(step: Step, place: Place, commit: str) -> str:
+    """Which result of a step is not there, incomplete or of another commit; "" when all are as they
+    should be.
+    """
+    for name in step.results:
+        try:
+            found = json.loads(place.json(name).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return f"{name}.json was not written"
+        except ValueError:
+            return f"{name}.json is not JSON"
+        if not found.get("complete"):
+            return f"{name}.json is incomplete"
+        if not place.is_quick and (found.get("commit") != commit or found.get("dirty")):
+            return f"{name}.json is of another commit"
+    return ""
+
+
+def publish(steps: Sequence[Step], place: Place) -> None:
+    """Copies results to bench/results, draws their plots and writes the documents."""
+    for step in steps:
+        for name in step.results:
+            shutil.copyfile(place.json(name), RESULTS / f"{name}.json")
+        for name, picture, is_timeline in step.plots:
+            options = ["--timeline"] if is_timeline else []
+            plot = [
+                sys.executable,
+                "-m",
+                "dflash_moe",
+                "bench",
+                "plot",
+                RESULTS / f"{name}.json",
+                "--out",
+                RESULTS / picture,
+                *options,
+            ]
+            subprocess.run([str(part) for part in plot], cwd=ROOT, check=True, timeout=LEAST_S)
+    subprocess.run([sys.executable, "-m", "bench.documents"], cwd=ROOT, check=True, timeout=LEAST_S)
+
+
+def _show_plan(steps: Sequence[Step], place: Place, commit: str, given: argparse.Namespace) -> None:
+    left = [step for step in steps if not step.lacking() and (given.again or what_is_missing(step, place, commit))]
+    minutes = sum(step.minutes for step in left)
+    print(f"{len(steps)} steps at commit {commit[:10]}, {len(left)} to measure: about {minutes:.0f} minutes")
+    for step in steps:
+        state = f"{step.minutes:4g} min" if step in left else "  there  "
+        state = "left out" if step.lacking() else state
+        reason = f"this machine lacks {step.lacking()}" if step.lacking() else step.note()
+        print(f"  {state:>9}  {step.name:14} {', '.join(step.results)}{'; ' + reason if reason else ''}")
+    print(f"  {CARDS}", flush=True)
+
+
+def _show_outcome(run: Run) -> None:
+    print(f"\n{len(run.took_s) - len(run.failed)} steps measured in {sum(run.took_s.values()) / 60:.0f} minutes")
+    for name, seconds in run.took_s.items():
+        print(f"  {seconds:6.0f} s  {name}")
+    for name in run.kept:
+        print(f"    there  {name}")
+    for name, reason in run.left_out.items():
+        print(f" left out  {name}: {reason}")
+    for name, problem in run.failed.items():
+        print(f"   FAILED  {name}: {problem}")
+
+
+def _chosen(only: str) -> list[Step]:
+    known = {step.name: step for step in STEPS}
+    wanted = [name.strip() for name in only.split(",") if name.strip()]
+    if unknown := [name for name in wanted if name not in known]:
+        raise SystemExit(f"--only {unknown[0]}: no such step; there are {', '.join(known)}")
+    return [known[name] for name in wanted] or list(STEPS)
+
+
+def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="comma-separated names of steps [all]")
+    parser.add_argument("--again", action="store_true", help="measure also what is there already")
+    parser.add_argument("--quick", action="store_true", help="tiny parameters, into build/results_quick")
+    parser.add_argument("--list", action="store_true", help="show the plan and end")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

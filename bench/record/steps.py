@@ -1,0 +1,267 @@
+"""The steps that make the recorded results: one per measuring program, with what it writes, what it
+needs of a machine and how long it takes.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib import util
+from pathlib import Path
+
+from dflash_moe.bench.reference_model import reference_model
+
+ROOT = Path(__file__).resolve().parents[2]
+CAMPAIGNS = ROOT / "bench" / "campaigns"
+SETTINGS = ROOT / "bench" / "settings"
+DEMO = ROOT / "bench" / "demo_model"
+TWO_WORKERS = SETTINGS / "equal" / "topology.yaml"
+MODES = ("equal", "weak_worker", "slow_link")
+
+Command = list[object]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a step's files go, and whether it only tries itself out."""
+
+    folder: Path
+    is_quick: bool
+
+    def json(self, name: str) -> Path:
+        """The result of this name."""
+        return self.folder / f"{name}.json"
+
+    def model(self) -> Path:
+        """The model of the campaigns: of the recorded shape, or a tiny one."""
+        if not self.is_quick:
+            return reference_model(say=lambda line: print(line, flush=True))
+        return self.made("tiny", layers=2, hidden_size=64, num_experts=8, top_k=2, moe_intermediate_size=32)
+
+    def made(self, name: str, **sizes: int) -> Path:
+        """A random Qwen3-MoE in bf16 of these sizes, made once."""
+        from dflash_moe.model.make import MakeOptions, make_checkpoint
+
+        directory = self.folder / "models" / name
+        if not (directory / "config.json").is_file():
+            shutil.rmtree(directory, ignore_errors=True)
+            options = {"num_layers" if key == "layers" else key: value for key, value in sizes.items()}
+            make_checkpoint(MakeOptions("qwen3_moe", dtype="bf16", seed=0, **options), directory)
+        return directory
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """`commands` write `results`, of which `plots` are drawn: (result, picture, whether it is the
+    timeline). `lacking` says what the machine has not, "" where the step can run; `note` what will
+    be left out of its rows.
+    """
+
+    name: str
+    results: tuple[str, ...]
+    minutes: float
+    commands: Callable[[Place], list[Command]]
+    plots: tuple[tuple[str, str, bool], ...] = ()
+    lacking: Callable[[], str] = field(default=lambda: "")
+    note: Callable[[], str] = field(default=lambda: "")
+
+
+def _bench(*arguments: object) -> Command:
+    return [sys.executable, "-m", "dflash_moe", "bench", *arguments]
+
+
+def _campaign(name: str, *arguments: object) -> Command:
+    return [sys.executable, CAMPAIGNS / f"{name}.py", *arguments]
+
+
+def _quick(place: Place, full: Command, quick: Command) -> Command:
+    return quick if place.is_quick else full
+
+
+def _ipc(place: Place) -> list[Command]:
+    return [_bench("ipc", *_quick(place, [], ["--payloads", "64", "--batches", 1]), "--json", place.json("ipc"))]
+
+
+def _experts(place: Place) -> list[Command]:
+    less: Command = ["--formats", "bf16", "--numerics", "f32-canonical", "--tokens", "1", "--threads", "1", "--repeat", 1]
+    return [_bench("experts", *_quick(place, ["--repeat", 3], less), "--json", place.json("experts"))]
+
+
+def _experts_bf16(place: Place) -> list[Command]:
+    chosen: Command = ["--formats", "bf16", "--numerics", "f32-canonical,bf16-dot"]
+    less: Command = [
+        "--formats",
+        "bf16",
+        "--numerics",
+        "f32-canonical",
+        "--tokens",
+        "8",
+        "--threads",
+        "1",
+        "--repeat",
+        1,
+        "--no-torch",
+    ]
+    return [_bench("experts", *_quick(place, [*chosen, "--repeat", 5], less), "--json", place.json("experts_bf16"))]
+
+
+def _modes(place: Place) -> list[Command]:
+    less: Command = (
+        ["--rounds", 1, "--stream-rounds", 1, "--prompt-tokens", "32", "--model", place.model()] if place.is_quick else []
+    )
+    return [_campaign("modes", "--settings", ",".join(MODES), *less, "--out", place.folder)]
+
+
+def _local_or_remote(place: Place) -> list[Command]:
+    less: Command = (
+        ["--rounds", 1, "--prompt-tokens", 32, "--new-tokens", 2, "--model", place.model()] if place.is_quick else []
+    )
+    return [_campaign("local_against_remote", *less, "--out", place.folder)]
+
+
+def _overlap(place: Place) -> list[Command]:
+    less: Command = ["--rounds", 1, "--tokens", 128, "--hidden-size", 64, "--moe-intermediate-size", 32]
+    return [_campaign("slice_overlap", *_quick(place, [], less), "--out", place.json("slice_overlap"))]
+
+
+def _emulated_link(place: Place) -> list[Command]:
+    return [_campaign("emulated_link", *_quick(place, [], ["--rounds", 1]), "--out", place.json("emulated_link"))]
+
+
+def _gemm(place: Place) -> list[Command]:
+    less: Command = ["--rounds", 1, "--tokens", 32]
+    return [_campaign("layer_against_gemm", *_quick(place, [], less), "--out", place.json("layer_against_gemm"))]
+
+
+def _peers(place: Place) -> list[Command]:
+    less: Command = ["--rounds", 1, "--tokens", "1,8", "--threads", 1, "--layers", 2]
+    return [
+        _campaign("experts_against_peers", *_quick(place, ["--rounds", 4], less), "--out", place.json("experts_against_peers"))
+    ]
+
+
+def _loading(place: Place) -> list[Command]:
+    less: Command = ["--rounds", 1, "--experts", 2]
+    return [_campaign("weight_loading", *_quick(place, [], less), "--out", place.json("weight_loading"))]
+
+
+def _mapped(place: Place) -> list[Command]:
+    less: Command = ["--rounds", 1, "--experts", 8, "--formats", "q8_0"]
+    return [_campaign("mapped_weights", *_quick(place, [], less), "--out", place.json("mapped_weights"))]
+
+
+def _prefill(place: Place) -> list[Command]:
+    less: Command = ["--prompt-tokens", 32, "--new-tokens", 2, "--repeat", 1]
+    full: Command = ["--prompt-tokens", 4248, "--new-tokens", 32, "--repeat", 3]
+    fixed: Command = ["--model", place.model(), "--topology", TWO_WORKERS, "--dtypes", "bf16,f32"]
+    return [_bench("prefill", *fixed, *_quick(place, full, less), "--json", place.json("prefill_4248"))]
+
+
+def _cores(place: Place) -> list[Command]:
+    less: Command = ["--prompt-tokens", 32, "--new-tokens", 2, "--repeat", 1]
+    full: Command = ["--prompt-tokens", 1024, "--new-tokens", 32, "--repeat", 5]
+    cpus = sorted(os.sched_getaffinity(0))
+    commands = []
+    for name, chosen in (("one_core", cpus[:1]), ("two_cores", cpus[:2])):
+        fixed = [
+            "--model",
+            DEMO / "dflash_moe_demo" / "model",
+            "--topology",
+            TWO_WORKERS,
+            "--modes",
+            "stream,batched",
+            "--no-local",
+        ]
+        bench = _bench("prefill", *fixed, *_quick(place, full, less), "--json", place.json(f"prefill_{name}"))
+        commands.append(["taskset", "-c", ",".join(map(str, chosen)), *bench])
+    return commands
+
+
+def _memory(place: Place) -> list[Command]:
+    if place.is_quick:
+        model = place.model()
+    else:
+        model = place.made("3_6_gb", layers=6, hidden_size=2048, num_experts=64, top_k=8, moe_intermediate_size=768)
+    fixed: Command = ["--model", model, "--topology", TWO_WORKERS, "--modes", "batched", "--no-local", "--repeat", 1]
+    sizes: Command = ["--prompt-tokens", 32 if place.is_quick else 256, "--new-tokens", 4]
+    return [_bench("prefill", *fixed, *sizes, "--json", place.json("memory_3_6_gb"))]
+
+
+def _families(place: Place) -> list[Command]:
+    less: Command = ["--families", "mixtral"]
+    return [_campaign("verify_families", *_quick(place, [], less), "--out", place.json("verify_families"))]
+
+
+def _weight_errors(place: Place) -> list[Command]:
+    less: Command = ["--formats", "int8_g32,q8_0"]
+    return [_campaign("weight_errors", *_quick(place, [], less), "--out", place.json("weight_errors"))]
+
+
+def _bits(place: Place) -> list[Command]:
+    return [
+        [sys.executable, DEMO / "bits_per_byte.py", *_quick(place, [], ["--windows", 2]), "--out", place.json("bits_per_byte")]
+    ]
+
+
+def _lacks_two_cores() -> str:
+    return "" if len(os.sched_getaffinity(0)) >= 2 else "a second core"
+
+
+def _lacks_network() -> str:
+    if os.geteuid() != 0:
+        return "root"
+    if not Path("/dev/net/tun").exists():
+        return "/dev/net/tun"
+    return "" if shutil.which("tc") and shutil.which("ip") else "ip and tc (iproute2)"
+
+
+def _lacks_corpus() -> str:
+    sys.path.insert(0, str(DEMO))
+    try:
+        from corpus import CORPUS_PYTHON
+    finally:
+        sys.path.remove(str(DEMO))
+    found = ".".join(map(str, sys.version_info[:3]))
+    return (
+        "" if found == CORPUS_PYTHON else f"Python {CORPUS_PYTHON}, whose documentation is the held-out text (this is {found})"
+    )
+
+
+def _without_peers() -> str:
+    return "" if util.find_spec("kt_kernel") else "kt-kernel is not installed here: its rows are left out"
+
+
+STEPS: tuple[Step, ...] = (
+    Step("ipc", ("ipc",), 5, _ipc, (("ipc", "ipc.png", False),), _lacks_two_cores),
+    Step("experts", ("experts",), 20, _experts, (("experts", "experts.png", False),)),
+    Step("experts-bf16", ("experts_bf16",), 4, _experts_bf16),
+    Step("gemm", ("layer_against_gemm",), 3, _gemm),
+    Step("peers", ("experts_against_peers",), 15, _peers, note=_without_peers),
+    Step("loading", ("weight_loading",), 3, _loading),
+    Step("mapped", ("mapped_weights",), 6, _mapped),
+    Step(
+        "modes",
+        tuple(f"modes_{name}" for name in MODES),
+        25,
+        _modes,
+        tuple(
+            (f"modes_{name}", f"modes_{name}{'_timeline' if is_timeline else ''}.png", is_timeline)
+            for name in MODES
+            for is_timeline in (False, True)
+        ),
+    ),
+    Step("local-remote", ("local_against_remote_prefill", "local_against_remote_decode"), 5, _local_or_remote),
+    Step("overlap", ("slice_overlap",), 1, _overlap),
+    Step("link", ("emulated_link",), 3, _emulated_link, lacking=_lacks_network),
+    Step("prefill", ("prefill_4248",), 10, _prefill, (("prefill_4248", "prefill_4248.png", False),)),
+    Step("cores", ("prefill_one_core", "prefill_two_cores"), 2, _cores, lacking=_lacks_two_cores),
+    Step("memory", ("memory_3_6_gb",), 4, _memory),
+    Step("parity", ("verify_families",), 5, _families),
+    Step("weight-errors", ("weight_errors",), 2, _weight_errors),
+    Step("bits", ("bits_per_byte",), 5, _bits, lacking=_lacks_corpus),
+)

@@ -1,0 +1,62 @@
+"""What every measuring command shares: where its result and picture go, progress, and the table of
+what an interrupted run has.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dflash_moe.cli.bench_progress import reporting
+
+if TYPE_CHECKING:
+    from dflash_moe.bench.harness import Recorder
+    from dflash_moe.bench.results import BenchResult
+
+JsonOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--json",
+        help="Write the result (all samples, machine, commit) here, anew after every round [default: nowhere].",
+        show_default=False,
+    ),
+]
+PlotOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--plot", help="Draw the result into this PNG or SVG, which needs matplotlib [default: nowhere].", show_default=False
+    ),
+]
+
+
+@contextmanager
+def measuring(json_out: Path | None, show: Callable[[BenchResult], None]) -> Iterator[Recorder]:
+    """The recorder of one bench; `show` prints the tables, also of what an interrupted run has."""
+    from dflash_moe.bench.harness import Recorder
+
+    recorder: Recorder | None = None
+    try:
+        with reporting() as reporter:
+            recorder = Recorder(json_out, reporter)
+            yield recorder
+    finally:
+        if recorder is not None and recorder.result is not None and recorder.result.rows:
+            show(recorder.result)
+
+
+def store_plot(recorder: Recorder, plot: Path | None) -> None:
+    """Draws the finished result, and its timelines beside it where it has some."""
+    if plot is None or recorder.result is None:
+        return
+    from dflash_moe.bench.plot import draw, draw_timeline, timeline_path
+
+    found = recorder.result.as_json()
+    draw([("this run", found)], plot)
+    if found.get("timelines"):
+        draw_timeline(("this run", found), timeline_path(plot))

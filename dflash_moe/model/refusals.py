@@ -1,0 +1,65 @@
+"""What a user's checkpoint makes other libraries raise, as errors of ours.
+
+transformers, torch and tokenizers raise whatever suits them (ValueError, KeyError, RecursionError,
+validation errors of their own) when a configuration is wrong, and no list of these kinds stays
+complete. So every call into them on behalf of a checkpoint goes through `refusing`.
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from dflash_moe.errors import CheckpointError, DflashError, UnsupportedError, shown
+
+# At most so many characters of a foreign message are quoted: some print a whole configuration.
+_MAX_QUOTED = 400
+
+
+@contextmanager
+def refusing(what: str, kind: type[DflashError] = UnsupportedError) -> Iterator[None]:
+    """Within the block any exception that is not ours becomes `kind`, whose text begins with `what`
+    and quotes the exception in one line.
+    """
+    try:
+        yield
+    except DflashError:
+        raise
+    except Exception as error:
+        raise kind(f"{what}: {in_one_line(error)}") from error
+
+
+def in_one_line(error: Exception) -> str:
+    """The text of a foreign exception, cut to a length that fits a message; its type where it has
+    no text, or is a KeyError, whose text is only the key.
+    """
+    text = " ".join(str(error).split())
+    if not text or isinstance(error, KeyError):
+        text = f"{type(error).__name__} {text}".rstrip()
+    return text if len(text) <= _MAX_QUOTED else text[: _MAX_QUOTED - 3] + "..."
+
+
+def is_file(path: Path) -> bool:
+    """Whether `path` is a file. CheckpointError where the system refuses to say: `Path.is_file`
+    lets an over-long name or a folder that may not be searched through as OSError.
+    """
+    return stat.S_ISREG(_mode(path))
+
+
+def is_folder(path: Path) -> bool:
+    """Whether `path` is a folder; errors as `is_file`."""
+    return stat.S_ISDIR(_mode(path))
+
+
+def _mode(path: Path) -> int:
+    """The file's mode; 0 where there is none."""
+    try:
+        return os.stat(path).st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return 0
+    except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
+        raise CheckpointError(f"checkpoint {shown(str(path))}: {getattr(error, 'strerror', None) or error}") from None

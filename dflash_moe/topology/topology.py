@@ -1,0 +1,92 @@
+"""`Topology`: what runs where, read from a file, from text, or made in Python.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from dflash_moe.errors import TopologyError
+from dflash_moe.topology.numerics import DEFAULT_ACTIVATIONS, class_on
+from dflash_moe.topology.parse import check_local, load_topology, parse_topology
+from dflash_moe.topology.spec import HOST, HostSpec, PlacementSpec, WorkerSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """A checked topology. `ipc` holds the stated keys below `ipc:`, parsed; see
+    `config.resolve_settings`.
+    """
+
+    workers: tuple[WorkerSpec, ...]
+    host: HostSpec = field(default_factory=HostSpec)
+    ipc: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    placement: PlacementSpec = field(default_factory=PlacementSpec)
+    version: int = 1
+    source: str = "<python>"
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> Topology:
+        """Reads a topology file. TopologyError starts with `file:line:`."""
+        return Topology(*load_topology(Path(path)))
+
+    @staticmethod
+    def parse(text: str, source: str = "<string>") -> Topology:
+        """Reads a topology from text; `source` is what errors call the file."""
+        return Topology(*parse_topology(text, source))
+
+    @staticmethod
+    def local(
+        num_workers: int = 1,
+        threads: int | None = 1,
+        *,
+        address: str | None = None,
+        memory: int | None = None,
+        names: Sequence[str] | None = None,
+    ) -> Topology:
+        """CPU workers of this machine, started by the host: w0, w1, ... unless `names` says
+        otherwise.
+
+        `threads` None plans them from the cores; `address` is loopback, unix, tcp or None for
+        shared memory.
+        """
+        names = [f"w{index}" for index in range(num_workers)] if names is None else list(names)
+        workers = tuple(WorkerSpec(name, threads=threads, memory=memory, address=address) for name in names)
+        check_local(workers)
+        return Topology(workers, source="<local>")
+
+    def worker(self, name: str) -> WorkerSpec:
+        """The worker of that name; TopologyError lists the names there are."""
+        for worker in self.workers:
+            if worker.name == name:
+                return worker
+        known = ", ".join(worker.name for worker in self.workers)
+        raise TopologyError(f"{self.source}:1: no worker is named {name!r}; it has {known}")
+
+    def activations_of(self, holder: str) -> str:
+        """What a worker, or HOST, was asked to round inputs to: a word of numerics.ACTIVATIONS."""
+        if holder != HOST:
+            return self.worker(holder).activations
+        asked = {worker.activations for worker in self.workers}
+        return self.host.activations or (asked.pop() if len(asked) == 1 else DEFAULT_ACTIVATIONS)
+
+    def numerics_of(self, holder: str) -> str:
+        """The numerics class that a worker, or HOST, computes in, or the word for it where its card
+        will say which (`numerics.class_on`).
+        """
+        if holder == HOST:
+            device = "cpu" if self.host.device == "auto" else self.host.device
+            backend, simulate = device.partition(":")[0], self.host.simulate
+        else:
+            backend, simulate = self.worker(holder).backend, self.worker(holder).simulate
+        return class_on(self.activations_of(holder), simulate or backend)
+
+    def local_workers(self) -> tuple[WorkerSpec, ...]:
+        """The workers that the host starts on its own machine."""
+        return tuple(worker for worker in self.workers if worker.is_started_by_host)

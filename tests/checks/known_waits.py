@@ -1,0 +1,148 @@
+"""Every place that may wait without a limit in its own call, and why it ends: file, expression as
+the scan of waits.py writes it, reason.
+
+`straight:` is a mutex that is held over straight-line code only; the scan looks at the code.
+`bounded:` is anything else, with what bounds it. A wait without a bound has no place here.
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+_NON_BLOCKING_BELL = "bounded: the bell is a non-blocking eventfd, which answers at once"
+_WAKES_ONLY = "bounded: FUTEX_WAKE never sleeps, and this file has no FUTEX_WAIT"
+_HANDED_BACK = (
+    "bounded: the thread takes back what it gave up a line before; the interpreter hands it on every few milliseconds"
+)
+_GATE = "bounded: who has the gate drives calls under their deadlines and gives it up at the end of a call or step"
+_KILLED = "bounded: the child was killed by SIGKILL a line before, which no process outlives"
+
+KNOWN: dict[str, dict[str, str]] = {
+    # -- C++ ---------------------------------------------------------------------------------------
+    "csrc/bindings/bind_bells.cc": {"gil gil_scoped_acquire": _HANDED_BACK},
+    "csrc/bindings/bind_layer_benchmark.cc": {"gil gil_scoped_acquire": _HANDED_BACK},
+    "csrc/bindings/bind_client.cc": {
+        "wait client": "bounded: each turn waits at most kSignalPeriodNs, the whole until the caller's deadline",
+    },
+    "csrc/client/turn.cc": {
+        "::read": _NON_BLOCKING_BELL,
+        "::write": _NON_BLOCKING_BELL,
+        "lock mutex_": "bounded: held over counters and a non-blocking eventfd; a wait on released_ gives it up",
+        "wait released_": "bounded: who has the turn gives it up, a driver within one tick of 20 ms, a short turn at its end",
+    },
+    "csrc/compute/cpu/cpu_layer.cc": {"lock mutex_": "straight: keeps or takes one error, and nothing is called"},
+    "csrc/compute/cpu/thread_pool.cc": {
+        "join thread": "bounded: is_stopping_ was set and told; sleepers look again by themselves, tasks are finite arithmetic",
+        "lock mutex_": "straight: guards the sleepers' counters; waits under it are timed and give it up",
+        "spin _mm_pause": "bounded: spin_until looks at its deadline after 32 turns",
+    },
+    "csrc/compute/gpu/gpu_bells.cc": {
+        "wait host_.runtime_": "bounded: DeviceRuntime::wait takes the longest time as its argument: the budget and kGrace",
+    },
+    "csrc/compute/gpu/gpu_device.cc": {
+        "lock mutex_": "bounded: whoever has the device drains it within wait_limit_; then it counts as hung and nobody waits",
+        "wait runtime_": "bounded: DeviceRuntime::wait takes the longest time as its argument, in the loop until wait_limit_",
+    },
+    "csrc/compute/gpu/gpu_device.h": {
+        "lock lock_": "bounded: a Turn lasts for one batch, whose device work is drained within wait_limit_",
+    },
+    "csrc/compute/gpu/gpu_host.cc": {
+        "wait runtime_": "bounded: DeviceRuntime::wait takes the longest time as its argument, handed down by the caller",
+    },
+    "csrc/compute/gpu/gpu_host.h": {
+        "lock lock_": "bounded: a Turn lasts for one operation of a device step, each of which has a limit or only queues",
+    },
+    "csrc/compute/gpu/gpu_step.cc": {
+        "wait host_.runtime_": "bounded: DeviceRuntime::wait takes the longest time as its argument, at_most",
+    },
+    "csrc/compute/gpu/module/module_runtime.cc": {
+        "spin sched_yield": "bounded: the loop looks at its deadline in every turn before it yields",
+    },
+    "csrc/compute/gpu/sim/sim_runtime.cc": {
+        "spin sched_yield": "bounded: one turn of the simulated queue; DeviceRuntime::wait, which runs it, has a deadline",
+    },
+    "csrc/plugin/entry/host_table.h": {
+        "wait host->steps": "bounded: takes the longest time as its argument, timeout_ns of the C table",
+    },
+    "csrc/plugin/host_device.cc": {
+        "lock mutex_": "bounded: held over one call of the plug-in's table; each of them queues only, or takes a limit",
+    },
+    "csrc/plugin/plugin_backend.cc": {
+        "wait table_": "bounded: takes the longest time of a batch as its argument, kBatchTimeoutNs",
+    },
+    "csrc/transport/bell_echo.cc": {
+        "spin sched_yield": "bounded: the loop looks at its deadline whenever it yields",
+    },
+    "csrc/transport/benchmark_floor.cc": {
+        "::accept4": "bounded: the connection was made a line before, so one waits in the queue",
+        "::connect": "bounded: over loopback to a listening socket of this function, which the kernel answers at once",
+        "::recv": "bounded: set_timeouts gave the socket SO_RCVTIMEO before the pipe was made",
+        "::send": "bounded: set_timeouts gave the socket SO_SNDTIMEO before the pipe was made",
+        "futex SYS_futex": "bounded: waits for a second at most, and for 100,000 of them or wake-ups altogether",
+        "join thread": "bounded: the answering thread ends by its own deadline, also when measuring failed",
+    },
+    "csrc/transport/ring/ring_bell.cc": {
+        "futex SYS_futex": _WAKES_ONLY,
+        "join thread_": "bounded: is_over_ was set; the watching thread looks at it after each nap of microseconds",
+        "spin __builtin_ia32_pause": "bounded: the watching loop ends when is_over_ is set, which the destructor does",
+    },
+    "csrc/transport/ring/ring_channel.cc": {
+        "::read": _NON_BLOCKING_BELL,
+        "::write": _NON_BLOCKING_BELL,
+        "futex SYS_futex": _WAKES_ONLY,
+    },
+    "csrc/transport/wait.cc": {
+        "::ppoll": "bounded: its timeout is what is left until the deadline",
+        "futex SYS_futex": "bounded: FUTEX_WAIT_BITSET until the absolute time of the deadline",
+        "spin __builtin_ia32_pause": "bounded: the loop reads the clock after a few turns and ends at the deadline",
+    },
+    "csrc/worker/pulse.cc": {
+        "join thread_": "bounded: stopping_ was set and told; the thread looks again in 20 ms, and its sends never wait",
+        "lock mutex_": "straight: guards stopping_; the send under it is MSG_DONTWAIT, the wait is timed and gives it up",
+    },
+    # -- Python ------------------------------------------------------------------------------------
+    "dflash_moe/bench/bell_echo.py": {
+        "call os.read": "bounded: the parent writes or its death closes the pipe; the answers are read after select said so",
+        "call os.waitpid": _KILLED,
+        "call os.write": "bounded: four bytes into a pipe that holds 64 KiB and is empty",
+    },
+    "dflash_moe/bench/ipc.py": {
+        "call listener.accept": "bounded: the listener has a timeout of five seconds",
+        "call os.waitpid": _KILLED,
+    },
+    "dflash_moe/cli/loading.py": {
+        "lock self._lock": "bounded: held over a dictionary and rich's own lock; bars are drawn by a thread of rich's",
+    },
+    "dflash_moe/protocol/framing.py": {
+        "call poller.poll": "bounded: without a limit only while its peer lives: the peer's end wakes it (TCP_USER_TIMEOUT)",
+        "call self._sock.recvmsg": "bounded: called with MSG_DONTWAIT among its flags",
+        "call socket.send_fds": "bounded: few bytes on a Unix socket whose buffer has room, whether or not the peer reads",
+        "lock self._send_lock": "bounded: held until one message is sent, each under its deadline",
+    },
+    "dflash_moe/runtime/call_gate.py": {"call self.lock.acquire": _GATE},
+    "dflash_moe/runtime/device_step.py": {"call self._gate.lock.acquire": _GATE},
+    "dflash_moe/runtime/expert_runtime.py": {"lock self._gate.lock": _GATE},
+    "dflash_moe/runtime/dialing.py": {
+        "call sock.connect": "bounded: the socket has a timeout of CONNECT_S, set a line before",
+    },
+    "dflash_moe/runtime/expert_call.py": {
+        "call self._call.result": "bounded: the core's call is done at this point, so it answers at once",
+    },
+    "dflash_moe/runtime/fleet.py": {
+        "call future.exception": "bounded: asked of futures that wait() has said are done",
+        "call session.connect": "bounded: takes timeout_s, the start's limit, as its argument",
+        "leave ThreadPoolExecutor": "bounded: each step of a start has the start's limit; a failed one ends the others",
+    },
+    "dflash_moe/runtime/launcher.py": {
+        "call os.write": "bounded: a key of 32 bytes into a pipe that holds 64 KiB and is empty",
+        "call self._orders.get": "bounded: it waits for orders for as long as its runtime lives; close() sends the last one",
+    },
+    "dflash_moe/runtime/session.py": {
+        "lock self._lock": "bounded: held over one question and its answer, which has the question's limit",
+    },
+    "dflash_moe/workers/listener.py": {
+        "call poller.poll": "bounded: a worker waits for hosts for as long as it lives; close() ends the polled pipe",
+        "call probe.connect": "bounded: the probing socket has a timeout of one second",
+        "call self._callers.get": "bounded: a worker waits for hosts for as long as it lives; close() puts None",
+        "call self._sock.accept": "bounded: the listening socket is non-blocking",
+    },
+}  # fmt: skip

@@ -1,0 +1,100 @@
+"""Every option of every command takes any text, or refuses it in a sentence: no value that a user
+can type ends in a traceback or in an error that nobody wrote.
+
+What a command would do with values that are allowed is replaced by a stop, so that only the
+handling of its options runs.
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+import pytest
+import typer.main
+
+from dflash_moe.cli import main
+from dflash_moe.errors import DflashError
+
+EDGES = (
+    "", " ", "-1", "0", "1", "4097", "9" * 30, "1e400", "nan", "x", "x" * 5000, "a,b", ",", "1,2", "-", "\udcff",
+    "~nobody-here/x", "/proc/self/mem", "/dev/null/x", "tcp://", "unix://", "tcp://[::1]:99999", "²",
+)  # fmt: skip
+# What each command would start once its options are read.
+STOPS = (
+    "dflash_moe.bench.ipc.run_ipc",
+    "dflash_moe.bench.prefill.run_prefill",
+    "dflash_moe.bench.decode.run_decode",
+    "dflash_moe.bench.doorbell.run_doorbell",
+    "dflash_moe.bench.device_steps.run_device_steps",
+    "dflash_moe.bench.experts.run_experts",
+    "dflash_moe.bench.device_experts.run_device_experts",
+    "dflash_moe.runtime.expert_runtime.ExpertRuntime.start",
+    "dflash_moe.integrations.verify.verify",
+    "dflash_moe.workers.process.run_hand_started_worker",
+    "dflash_moe.workers.process.run_started_worker",
+    "dflash_moe.model.make.make_checkpoint",
+    "dflash_moe.cli.doctor.examine",
+)
+SENTENCE = "stopped by the test"
+CODES = {0, 1, 2}
+
+pytestmark = pytest.mark.transformers
+
+
+@pytest.fixture
+def stopped(monkeypatch, tmp_path):
+    """Nothing is started, and files are written into a folder of the test's own."""
+
+    def stop(*_arguments, **_options):
+        raise DflashError(SENTENCE)
+
+    for name in STOPS:
+        monkeypatch.setattr(name, stop)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "good.yaml").write_text("version: 1\nworkers: [{name: w0, address: 'unix:///tmp/none.sock'}]\n")
+    (tmp_path / "model").mkdir()
+
+
+def commands():
+    """(words, command) of every command that does something."""
+
+    def walk(words, command):
+        for name, inner in getattr(command, "commands", {}).items():
+            yield from walk((*words, name), inner)
+        if not hasattr(command, "commands"):
+            yield words, command
+
+    return dict(walk((), typer.main.get_command(main.build_app())))
+
+
+GOOD = {"--model": "model", "--topology": "good.yaml", "--name": "w0", "--arch": "mixtral", "--out": "out.png", "--prompt": "x"}
+
+
+def arguments_of(words, command, flag, value):
+    """A command line that is right but for `flag`."""
+    given = list(words)
+    for parameter in command.params:
+        name = next((opt for opt in parameter.opts if opt.startswith("--")), None)
+        if name != flag and name in GOOD and (parameter.required or name in ("--topology", "--prompt")):
+            given.append(f"{name}={GOOD[name]}")
+        elif parameter.param_type_name == "argument":
+            given.append(value if flag is None else "model")
+    return [*given, f"{flag}={value}"] if flag is not None else given
+
+
+def options_of(command):
+    found = [opt for parameter in command.params for opt in parameter.opts if opt.startswith("--")]
+    takes_value = {opt: not getattr(p, "is_flag", False) for p in command.params for opt in p.opts}
+    has_argument = any(parameter.param_type_name == "argument" for parameter in command.params)
+    return [opt for opt in found if takes_value[opt] and opt != "--help"] + ([None] if has_argument else [])
+
+
+@pytest.mark.parametrize("words", sorted(commands()), ids=" ".join)
+def test_any_value_of_any_option_is_taken_or_refused_in_a_sentence(words, stopped, capsys):
+    command = commands()[words]
+    for flag in options_of(command):
+        for value in EDGES:
+            code = main.run(arguments_of(words, command, flag, value))
+            last = capsys.readouterr().err.splitlines()[-1:]
+            assert code in CODES, (flag, value, last)
+            assert code == 0 or last, (flag, value)
+            assert not any(line.startswith(("unexpected", "Traceback")) for line in last), (flag, value, last)
