@@ -10,6 +10,9 @@ TORCH ?= torch==2.13.0
 # Seconds per fuzz target.
 T ?= 60
 CASE ?= ipc
+# Rooms of csrc whose tests run under a sanitizer; all when empty.
+ROOMS ?=
+space := $(subst ,, )
 JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 
 SHELL := /bin/bash
@@ -32,7 +35,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := build
 .DELETE_ON_ERROR:
-.PHONY: build demo test check asan tsan fuzz neon verify-all bench results wheel clean distclean help core plugins gpu-check system-build system-test system-fuzz
+.PHONY: build demo test check asan tsan fuzz neon test-long bench results wheel clean distclean help core plugins gpu-check system-build system-test system-fuzz
 
 build: core ## environment and C++ core, editable, in .venv
 	@echo "ready: $(BIN)/dflash-moe"
@@ -90,14 +93,23 @@ gpu-check: ## build for the NVIDIA card at hand, test and measure on it: under 9
 
 # -- tests -----------------------------------------------------------------------------------------
 
-# 8 minutes on two cores at most. C++ first: pytest's summary ends the output.
-test: core system-test ## C++ tests, then Python tests (without those marked slow)
-	@echo "==> C++ tests"
-	@$(CONFIGURE) -B build/tests -DCMAKE_BUILD_TYPE=Release -DDFLASH_TESTS=ON > /dev/null
-	@$(CMAKE) --build build/tests -j $(JOBS) -- --quiet | sed '/^-- /d'
-	@$(BIN)/ctest --test-dir build/tests -j $(JOBS) --output-on-failure --no-tests=error | grep -v '^ *Start'
+# $(1) build folder, $(2) arguments of ctest. C++ comes first: pytest's summary ends the output.
+define cpp_tests
+	@began=$$SECONDS; $(CONFIGURE) -B build/tests -DCMAKE_BUILD_TYPE=Release -DDFLASH_TESTS=ON > /dev/null; \
+	$(CMAKE) --build build/tests -j $(JOBS) -- --quiet | sed '/^-- /d'; \
+	echo "==> C++ tests (built in $$((SECONDS - began)) s)"; \
+	$(BIN)/ctest --test-dir build/tests -j $(JOBS) --output-on-failure --no-tests=error | grep -v '^ *Start'
+endef
+
+# 6 minutes on two cores at most, from a built tree; so does test-long.
+test: core system-test ## C++ tests, then Python tests (without the exhaustive sweeps)
+	$(call cpp_tests)
 	@echo "==> Python tests"
-	@$(BIN)/python -m pytest tests -m "not slow"
+	@$(BIN)/python -m pytest tests -m "not long"
+
+test-long: core ## the exhaustive sweeps: every family, every field of a configuration, the long fault runs
+	@echo "==> exhaustive sweeps"
+	@$(BIN)/python -m pytest tests -m long
 
 check: core ## lint, layout, types, layers, forbidden constructs, documents against code, stubs
 	@failed=; \
@@ -108,12 +120,13 @@ check: core ## lint, layout, types, layers, forbidden constructs, documents agai
 	$(BIN)/python -m tests.checks || failed="$$failed contracts"; \
 	if [ -n "$$failed" ]; then echo "make check failed:$$failed" >&2; exit 1; fi
 
-# $(1) preset name, $(2) sanitizers, $(3) environment of the test run
+# $(1) preset name, $(2) sanitizers, $(3) environment of the test run; ROOMS narrows both.
 define sanitized_tests
-	@echo "==> C++ tests under $(1)"
+	@echo "==> C++ tests under $(1): $(or $(ROOMS),all rooms)"
 	@$(CONFIGURE) -B build/$(1) -DCMAKE_BUILD_TYPE=RelWithDebInfo -DDFLASH_TESTS=ON "-DDFLASH_SANITIZE=$(2)" > /dev/null
-	@$(CMAKE) --build build/$(1) -j $(JOBS) -- --quiet | sed '/^-- /d'
-	@$(3) $(BIN)/ctest --test-dir build/$(1) --output-on-failure --no-tests=error --timeout 600
+	@$(CMAKE) --build build/$(1) -j $(JOBS) $(if $(ROOMS),--target $(ROOMS:%=test_%)) -- --quiet | sed '/^-- /d'
+	@$(3) $(BIN)/ctest --test-dir build/$(1) -j $(JOBS) --output-on-failure --no-tests=error --timeout 600 \
+	  $(if $(ROOMS),--tests-regex '^($(subst $(space),|,$(strip $(ROOMS))))$$') | grep -v '^ *Start'
 endef
 
 asan: core system-test ## C++ tests under AddressSanitizer and UndefinedBehaviorSanitizer
@@ -129,9 +142,6 @@ fuzz: core system-fuzz ## every fuzz target for T seconds (T=60), from the commi
 # Minutes, most of them compiling; installs a cross compiler and QEMU where they are missing.
 neon: core ## C++ tests of base, wire and compute for 64-bit ARM, under emulation
 	@.ci/neon $(abspath $(CMAKE)) $(JOBS)
-
-verify-all: core ## the slow tests: every family, every mode, the long fault runs
-	@$(BIN)/python -m pytest tests -m slow
 
 bench: core ## one bench case (CASE=ipc), JSON under build/bench/
 	@mkdir -p build/bench

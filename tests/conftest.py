@@ -6,6 +6,7 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
+import os
 import signal
 from collections import Counter
 from collections.abc import Iterator
@@ -15,6 +16,10 @@ import pytest
 
 from tests import leaks
 from tests.markers import MARKS
+
+# Threads of torch that wait spin by default, which takes the workers' cores for milliseconds in
+# each layer. Read when torch loads, so before any test imports it; as `make test` sets it.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 # On two shared cores a pause of the machine is no property of an input: no deadline per example, no
 # health check of speed.

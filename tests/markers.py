@@ -42,7 +42,7 @@ def _lacks_isa(name: str) -> str | None:
 
 
 MARKS: dict[str, Mark] = {
-    "slow": Mark("longer than a few seconds; left to `make verify-all`", lambda: None),
+    "long": Mark("an exhaustive sweep; left to `make test-long`", lambda: None),
     "two_cores": Mark("two cores that the process may use", _lacks_two_cores),
     "transformers": Mark("torch and transformers", _lacks_transformers),
     "avx2": Mark("a processor with AVX2", lambda: _lacks_isa("avx2")),

@@ -14,7 +14,7 @@ from dflash_moe.errors import UnsupportedError
 from dflash_moe.model.spec import model_spec
 from dflash_moe.testing.families import REQUIRED, families_on_interface, write_headers_only
 
-pytestmark = [pytest.mark.transformers, pytest.mark.slow]
+pytestmark = [pytest.mark.transformers, pytest.mark.long]
 
 
 def _families() -> list[str]:

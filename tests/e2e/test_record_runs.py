@@ -15,7 +15,7 @@ import pytest
 from bench.documents.markup import DOCUMENTS, written
 from bench.record.steps import ROOT, STEPS
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
 
 @pytest.mark.transformers

@@ -37,7 +37,7 @@ workers:
 """
 
 
-@pytest.fixture(scope="module", params=["f32", "bf16"])
+@pytest.fixture(scope="module", params=["bf16", pytest.param("f32", marks=pytest.mark.long)])
 def spec(request, tmp_path_factory):
     directory = tmp_path_factory.mktemp("cards")
     return tiny_checkpoint(directory, hidden_size=HIDDEN, num_experts=NUM_EXPERTS, top_k=TOP_K, dtype=request.param)

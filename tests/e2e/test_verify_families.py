@@ -15,7 +15,13 @@ from dflash_moe.testing.families import REQUIRED, tiny_options
 pytestmark = pytest.mark.transformers
 
 
-@pytest.mark.parametrize("arch", REQUIRED)
+# Three unlike kinds of experts: a plain gate, clamped SwiGLU with biases, and shared experts beside.
+FIRST = ("qwen3_moe", "gpt_oss", "deepseek_v3")
+
+
+@pytest.mark.parametrize(
+    "arch", [*FIRST, *(pytest.param(arch, marks=pytest.mark.long) for arch in REQUIRED if arch not in FIRST)]
+)
 def test_a_family_has_parity(arch, tmp_path):
     from dflash_moe.integrations.verify import verify
 

@@ -71,7 +71,7 @@ def start_worker(tmp_path: Path) -> Iterator[StartWorker]:
         with contextlib.suppress(ProcessLookupError):
             process.send_signal(signal.SIGCONT)
             process.kill()
-        process.communicate(timeout=10)
+        process.communicate(timeout=200)
 
 
 def is_gone(pid: int) -> bool:

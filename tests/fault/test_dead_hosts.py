@@ -38,7 +38,7 @@ def start_host(spec: ModelSpec) -> tuple[subprocess.Popen[str], list[int]]:
 
 def finish(host: subprocess.Popen[str], signal_number: int) -> None:
     host.send_signal(signal_number)
-    host.communicate(timeout=10)
+    host.communicate(timeout=200)
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])

@@ -124,7 +124,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Genera
             if not is_gone(host.pid):
                 os.kill(host.pid, signal.SIGKILL)
         parent.kill()
-        parent.communicate(timeout=10)
+        parent.communicate(timeout=200)
         for out, err in pipes:
             os.close(err[0])
             with contextlib.suppress(OSError):  # closed by the test of that

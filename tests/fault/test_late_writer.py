@@ -1,7 +1,7 @@
 """The late-writer hazard: a worker stopped in a call, timed out, and resumed while its slots are
 wanted again.
 
-A slot that is reused too early reads the old answer; 200 rounds compare every bit.
+A slot that is reused too early reads the old answer; every round compares every bit.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import os
 import random
 import signal
@@ -16,6 +17,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from dflash_moe.errors import WorkerTimeout
 from dflash_moe.model.spec import ModelSpec
@@ -23,9 +25,11 @@ from dflash_moe.runtime.expert_runtime import ExpertRuntime
 from dflash_moe.topology import Emulate, Topology
 from tests.expert_cases import Batch, Expected, make_batch
 
-ROUNDS = 200
 CALL_TIMEOUT_S = 0.08
-PRESSURE = 3  # calls submitted while the worker is still stopped: as many as there are slots
+# So many calls are submitted while the worker is still stopped: as many as there are slots.
+PRESSURE = 3
+# A machine that is busy with other things needs more rounds until enough stops fall inside a call.
+MOST_S = 200.0
 
 
 def timed_call(runtime: ExpertRuntime, batch: Batch) -> float:
@@ -34,9 +38,11 @@ def timed_call(runtime: ExpertRuntime, batch: Batch) -> float:
     return time.monotonic() - started
 
 
-def test_a_late_writer_never_changes_a_bit(spec: ModelSpec) -> None:
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("rounds", [50, pytest.param(200, marks=pytest.mark.long)])
+def test_a_late_writer_never_changes_a_bit(spec: ModelSpec, rounds: int) -> None:
     topology = Topology.local(num_workers=1)
-    # so that the stop falls inside a call
+    # The worker is slowed down so that the stop falls inside a call.
     slowed = dataclasses.replace(topology.workers[0], emulate=Emulate(slowdown=16.0))
     topology = dataclasses.replace(topology, workers=(slowed,))
     order = random.Random(1)
@@ -47,25 +53,28 @@ def test_a_late_writer_never_changes_a_bit(spec: ModelSpec) -> None:
         expected = [oracle.experts(0, batch) for batch in batches]
         pid = runtime.worker_processes()[0].pid
         call_s = min(timed_call(runtime, batches[0]) for _ in range(5))
-        for number in range(ROUNDS):
+        deadline = time.monotonic() + MOST_S
+        for number in itertools.count():
+            if number >= rounds and timeouts > rounds // 8 and compared > rounds // 2:
+                break
+            assert time.monotonic() < deadline, f"{timeouts} time-outs and {compared} answers in {number} rounds"
             try:
                 stopped = runtime.submit(0, *dataclasses.astuple(batches[number % 8]))
-                # where in the call the stop falls is the point of the test
+                # Where in the call the stop falls is the point of the test.
                 time.sleep(order.random() * 0.7 * call_s)
                 os.kill(pid, signal.SIGSTOP)
-                assert np.array_equal(stopped.result(timeout=5), expected[number % 8])
+                assert np.array_equal(stopped.result(timeout=60), expected[number % 8])
             except WorkerTimeout:
                 timeouts += 1
             pressing = []
             for which in range(PRESSURE):
-                # slots ran out and the path could not be renewed yet
+                # A time-out here means that slots ran out and the path could not be renewed yet.
                 with contextlib.suppress(WorkerTimeout):
                     pressing.append((which, runtime.submit(0, *dataclasses.astuple(batches[which]))))
             os.kill(pid, signal.SIGCONT)
             for which, one in pressing:
-                with contextlib.suppress(WorkerTimeout):  # what counts is that no answer is wrong
-                    assert np.array_equal(one.result(timeout=5), expected[which])
+                # What counts is that no answer is wrong, not that each comes.
+                with contextlib.suppress(WorkerTimeout):
+                    assert np.array_equal(one.result(timeout=60), expected[which])
                     compared += 1
         assert runtime.stats()["workers"]["w0"]["state"] == "ready"
-    assert timeouts > ROUNDS // 8, "the stop hardly ever fell inside a call"
-    assert compared > ROUNDS // 2, "hardly any answer came back after a resumption"

@@ -145,11 +145,16 @@ def test_a_wait_limit_leaves_the_call_running(spec: ModelSpec) -> None:
         with pytest.raises(WorkerTimeout, match="goes on"):
             waiting.result(timeout=0.001)
         expected = Expected(Path(spec.path), runtime.placement, spec)
-        assert np.array_equal(waiting.result(timeout=30), expected.experts(0, make_batch(100)))
+        assert np.array_equal(waiting.result(timeout=100), expected.experts(0, make_batch(100)))
 
 
-@pytest.mark.parametrize("kind", ["fail", "truncate", "corrupt"])
-@pytest.mark.parametrize("point", ["publish", "poll"])
+@pytest.mark.parametrize(
+    ("point", "kind"),
+    [
+        ("publish", "truncate"), ("poll", "corrupt"), ("poll", "fail"),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in (("publish", "fail"), ("publish", "corrupt"), ("poll", "truncate"))),
+    ],
+)  # fmt: skip
 def test_garbage_on_the_data_path_is_a_typed_error_and_never_a_number(spec: ModelSpec, kind: str, point: str) -> None:
     seeds = iter(range(1000))
 

@@ -20,7 +20,7 @@ def _run(tmp_path: Path, text: str, *options: str) -> subprocess.CompletedProces
     (folder / "test_it.py").write_text(text)
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-o", "pythonpath=.", "--rootdir", str(tmp_path)]
     command += [str(folder), *options]
-    return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
 
 
 def test_run_that_skipped_everything_fails(tmp_path: Path) -> None:

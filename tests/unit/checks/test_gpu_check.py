@@ -27,7 +27,7 @@ def test_the_tests_of_gpu_check_are_found_without_conftest():
     assert command[-1] == "${tests[@]}"
     done = subprocess.run(
         [sys.executable, *command[1:-1], "-p", "no:hypothesispytest", "--collect-only", *files],
-        cwd=ROOT, capture_output=True, text=True, timeout=60, check=False,
+        cwd=ROOT, capture_output=True, text=True, timeout=200, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     for file in files:

@@ -36,6 +36,8 @@ STOPS = (
 )
 SENTENCE = "stopped by the test"
 CODES = {0, 1, 2}
+# The kinds of text that found something; the sweep of all of them is long.
+TELLING = ("", "-1", "9" * 30, "x" * 5000, "\udcff", "/proc/self/mem")
 
 pytestmark = pytest.mark.transformers
 
@@ -88,13 +90,25 @@ def options_of(command):
     return [opt for opt in found if takes_value[opt] and opt != "--help"] + ([None] if has_argument else [])
 
 
-@pytest.mark.parametrize("words", sorted(commands()), ids=" ".join)
-def test_any_value_of_any_option_is_taken_or_refused_in_a_sentence(words, stopped, capsys):
+def check_values(words, capsys, values):
     command = commands()[words]
     for flag in options_of(command):
-        for value in EDGES:
+        for value in values:
             code = main.run(arguments_of(words, command, flag, value))
             last = capsys.readouterr().err.splitlines()[-1:]
             assert code in CODES, (flag, value, last)
             assert code == 0 or last, (flag, value)
             assert not any(line.startswith(("unexpected", "Traceback")) for line in last), (flag, value, last)
+
+
+@pytest.mark.usefixtures("stopped")
+@pytest.mark.parametrize("words", sorted(commands()), ids=" ".join)
+def test_any_value_of_any_option_is_taken_or_refused_in_a_sentence(words, capsys):
+    check_values(words, capsys, TELLING)
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("stopped")
+@pytest.mark.parametrize("words", sorted(commands()), ids=" ".join)
+def test_every_edge_of_every_option_is_taken_or_refused_in_a_sentence(words, capsys):
+    check_values(words, capsys, EDGES)

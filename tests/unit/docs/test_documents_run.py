@@ -48,7 +48,7 @@ def _commands() -> list[tuple[str, str]]:
 def _help(words: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "dflash_moe", *words, "--help"]
     environment = {**os.environ, "COLUMNS": "200", "TERM": "dumb"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environment)
+    return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, env=environment)
 
 
 @pytest.mark.parametrize(("document", "command"), _commands())

@@ -22,7 +22,7 @@ sys.meta_path.insert(0, Blocker())
 
 
 def _run(code: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", BLOCKER + code], capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run([sys.executable, "-c", BLOCKER + code], capture_output=True, text=True, timeout=200, check=False)
 
 
 def test_the_blocker_blocks() -> None:

@@ -158,7 +158,7 @@ def test_any_value_of_any_field_gives_a_model_or_an_error_of_ours(pristine, tmp_
     check_edges(tmp_path / "model", settings, random.Random(1).sample(cases_of(settings), 80))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("arch", ["mixtral", "gpt_oss", "deepseek_v3", "qwen3_moe"])
 @pytest.mark.timeout(300)
 def test_every_edge_of_every_field_gives_a_model_or_an_error_of_ours(pristine, tmp_path, arch):
