@@ -15,7 +15,7 @@ from dflash_moe.testing.families import REQUIRED, tiny_options
 pytestmark = pytest.mark.transformers
 
 
-# Three unlike kinds of experts: a plain gate, clamped SwiGLU with biases, and shared experts beside.
+# Three unlike kinds of experts: a plain gate, clamped SwiGLU with biases, shared experts beside.
 FIRST = ("qwen3_moe", "gpt_oss", "deepseek_v3")
 
 

@@ -152,7 +152,10 @@ def test_a_wait_limit_leaves_the_call_running(spec: ModelSpec) -> None:
     ("point", "kind"),
     [
         ("publish", "truncate"), ("poll", "corrupt"), ("poll", "fail"),
-        *(pytest.param(*case, marks=pytest.mark.long) for case in (("publish", "fail"), ("publish", "corrupt"), ("poll", "truncate"))),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in (("publish", "fail"), ("publish", "corrupt"), ("poll", "truncate"))
+        ),
     ],
 )  # fmt: skip
 def test_garbage_on_the_data_path_is_a_typed_error_and_never_a_number(spec: ModelSpec, kind: str, point: str) -> None:
