@@ -375,7 +375,7 @@ class ExpertRuntime:
         CheckpointError naming each layer and shard that differs, its holder and both values;
         UnsupportedError for a worker too old to tell; WorkerLost, WorkerTimeout.
         """
-        self._live_client()
+        self._require_open()
         self._fleet.owner.require_here()
         return compare_with_own_copy(
             self._fleet.ask_checksum, self._held, Path(self.spec.path), timeout_s=self.settings.start_timeout_s, report=report

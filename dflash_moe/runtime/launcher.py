@@ -27,7 +27,6 @@ from concurrent.futures import TimeoutError as NotDone
 from dataclasses import dataclass
 from pathlib import Path
 
-import dflash_moe
 from dflash_moe.errors import DflashError, WorkerLost, WorkerTimeout
 from dflash_moe.protocol.auth import KEY_BYTES
 from dflash_moe.protocol.failures import is_descriptor_limit, system_failure
@@ -35,7 +34,7 @@ from dflash_moe.telemetry.logs import LogFile
 
 START_S = 30.0  # fork and exec under heavy load; a start that takes longer has other troubles
 REAP_S = 5.0  # SIGKILL is certain; only uninterruptible I/O could delay the end of a process
-PACKAGE = Path(dflash_moe.__file__).resolve().parent
+PACKAGE = Path(__file__).resolve().parents[1]
 # Keeps the interpreter from putting the folder of its script first on the path. Interpreters before
 # 3.11 lack the option; workers/start.py then takes that entry away.
 ISOLATION = ("-P",) if sys.version_info >= (3, 11) else ()

@@ -1,12 +1,12 @@
 """The first file that a started worker runs: it takes the package from the folder this file lies
 in, and nothing from the folder the host was called in.
 
-`python -m dflash_moe` would put the caller's folder first on `sys.path`, so that a `msgpack.py` in
-a downloaded model's folder would become part of every worker. Run as a script, this file decides
-what is on the path before anything is looked up there. The package itself is found by its file and
-not by the path: it need not be installed, and its folder need not be on the path. Run as
-`python start.py dflash_moe worker ...`; the first argument only names the package in lists of
-processes.
+`python -m dflash_moe` would put the caller's folder first on `sys.path`, so that a module
+named `msgpack` in a downloaded model's folder would become part of every worker. Run as a script,
+this file decides what is on the path before anything is looked up there. The package itself is
+found by its file and not by the path: it need not be installed, and its folder need not be on the
+path. Run as `python start.py dflash_moe worker ...`; the first argument only names the package in
+lists of processes.
 SPDX-License-Identifier: Apache-2.0
 """
 

@@ -13,15 +13,16 @@ _WAKES_ONLY = "bounded: FUTEX_WAKE never sleeps, and this file has no FUTEX_WAIT
 _HANDED_BACK = (
     "bounded: the thread takes back what it gave up a line before; the interpreter hands it on every few milliseconds"
 )
-_GATE = "bounded: who has the gate drives calls under their deadlines and gives it up at the end of a call or step"
 _KILLED = "bounded: the child was killed by SIGKILL a line before, which no process outlives"
 
 KNOWN: dict[str, dict[str, str]] = {
     # -- C++ ---------------------------------------------------------------------------------------
-    "csrc/bindings/bind_bells.cc": {"gil gil_scoped_acquire": _HANDED_BACK},
-    "csrc/bindings/bind_layer_benchmark.cc": {"gil gil_scoped_acquire": _HANDED_BACK},
-    "csrc/bindings/bind_client.cc": {
+    "csrc/bindings/bind_call.cc": {
         "wait client": "bounded: each turn waits at most kSignalPeriodNs, the whole until the caller's deadline",
+    },
+    "csrc/client/expert_client.cc": {
+        "::read": _NON_BLOCKING_BELL,
+        "::write": _NON_BLOCKING_BELL,
     },
     "csrc/client/turn.cc": {
         "::read": _NON_BLOCKING_BELL,
@@ -34,9 +35,6 @@ KNOWN: dict[str, dict[str, str]] = {
         "join thread": "bounded: is_stopping_ was set and told; sleepers look again by themselves, tasks are finite arithmetic",
         "lock mutex_": "straight: guards the sleepers' counters; waits under it are timed and give it up",
         "spin _mm_pause": "bounded: spin_until looks at its deadline after 32 turns",
-    },
-    "csrc/compute/gpu/gpu_bells.cc": {
-        "wait host_.runtime_": "bounded: DeviceRuntime::wait takes the longest time as its argument: the budget and kGrace",
     },
     "csrc/compute/gpu/gpu_device.cc": {
         "lock mutex_": "bounded: whoever has the device drains it within wait_limit_; then it counts as hung and nobody waits",
@@ -51,14 +49,24 @@ KNOWN: dict[str, dict[str, str]] = {
     "csrc/compute/gpu/gpu_host.h": {
         "lock lock_": "bounded: a Turn lasts for one operation of a device step, each of which has a limit or only queues",
     },
-    "csrc/compute/gpu/gpu_step.cc": {
-        "wait host_.runtime_": "bounded: DeviceRuntime::wait takes the longest time as its argument, at_most",
-    },
     "csrc/compute/gpu/module/module_runtime.cc": {
         "spin sched_yield": "bounded: the loop looks at its deadline in every turn before it yields",
     },
-    "csrc/compute/gpu/sim/sim_runtime.cc": {
+    "csrc/measure/bindings/bind_bells.cc": {"gil gil_scoped_acquire": _HANDED_BACK},
+    "csrc/measure/bindings/bind_experts.cc": {"gil gil_scoped_acquire": _HANDED_BACK},
+    "csrc/measure/bell_echo.cc": {
+        "spin sched_yield": "bounded: the loop looks at its deadline whenever it yields",
+    },
+    "csrc/measure/bells/sim_bells.cc": {
         "spin sched_yield": "bounded: one turn of the simulated queue; DeviceRuntime::wait, which runs it, has a deadline",
+    },
+    "csrc/measure/floor.cc": {
+        "::accept4": "bounded: the connection was made a line before, so one waits in the queue",
+        "::connect": "bounded: over loopback to a listening socket of this function, which the kernel answers at once",
+        "::recv": "bounded: set_timeouts gave the socket SO_RCVTIMEO before the pipe was made",
+        "::send": "bounded: set_timeouts gave the socket SO_SNDTIMEO before the pipe was made",
+        "futex SYS_futex": "bounded: waits for a second at most, and for 100,000 of them or wake-ups altogether",
+        "join thread": "bounded: the answering thread ends by its own deadline, also when measuring failed",
     },
     "csrc/plugin/entry/host_table.h": {
         "wait host->steps": "bounded: takes the longest time as its argument, timeout_ns of the C table",
@@ -69,16 +77,16 @@ KNOWN: dict[str, dict[str, str]] = {
     "csrc/plugin/plugin_backend.cc": {
         "wait table_": "bounded: takes the longest time of a batch as its argument, kBatchTimeoutNs",
     },
-    "csrc/transport/bell_echo.cc": {
-        "spin sched_yield": "bounded: the loop looks at its deadline whenever it yields",
+    "csrc/store/background_reader.cc": {
+        "join thread_": "bounded: stopping_ was set and told; the thread looks at it after each MiB that it reads",
+        "lock mutex_": "bounded: held over a list of orders; whoever starts the thread under it waits for no other thread",
+        "lock shard->failure_mutex_": "straight: keeps one error, and nothing is called",
+        "lock held->failure_mutex_": "straight: keeps one error, and nothing is called",
+        "wait changed_": "bounded: it waits for orders of this process for as long as its store lives; the destructor ends it",
     },
-    "csrc/transport/benchmark_floor.cc": {
-        "::accept4": "bounded: the connection was made a line before, so one waits in the queue",
-        "::connect": "bounded: over loopback to a listening socket of this function, which the kernel answers at once",
-        "::recv": "bounded: set_timeouts gave the socket SO_RCVTIMEO before the pipe was made",
-        "::send": "bounded: set_timeouts gave the socket SO_SNDTIMEO before the pipe was made",
-        "futex SYS_futex": "bounded: waits for a second at most, and for 100,000 of them or wake-ups altogether",
-        "join thread": "bounded: the answering thread ends by its own deadline, also when measuring failed",
+    "csrc/store/resident_shard.cc": {"lock failure_mutex_": "straight: takes one error, and nothing is called"},
+    "csrc/store/shard_store.cc": {
+        "lock mutex_": "straight: guards the table of shards; memory of a device is taken without it",
     },
     "csrc/transport/ring/ring_bell.cc": {
         "futex SYS_futex": _WAKES_ONLY,
@@ -89,6 +97,11 @@ KNOWN: dict[str, dict[str, str]] = {
         "::read": _NON_BLOCKING_BELL,
         "::write": _NON_BLOCKING_BELL,
         "futex SYS_futex": _WAKES_ONLY,
+    },
+    "csrc/transport/try_kind.cc": {
+        "::accept4": "bounded: the connection was made a line before, so one waits in the queue",
+        "::connect": "bounded: over loopback to a listening socket of this function, which the kernel answers at once",
+        "join worker": "bounded: the thread takes one message within a second and answers into a free slot",
     },
     "csrc/transport/wait.cc": {
         "::ppoll": "bounded: its timeout is what is left until the deadline",
@@ -116,11 +129,8 @@ KNOWN: dict[str, dict[str, str]] = {
         "call poller.poll": "bounded: without a limit only while its peer lives: the peer's end wakes it (TCP_USER_TIMEOUT)",
         "call self._sock.recvmsg": "bounded: called with MSG_DONTWAIT among its flags",
         "call socket.send_fds": "bounded: few bytes on a Unix socket whose buffer has room, whether or not the peer reads",
-        "lock self._send_lock": "bounded: held until one message is sent, each under its deadline",
     },
-    "dflash_moe/runtime/call_gate.py": {"call self.lock.acquire": _GATE},
-    "dflash_moe/runtime/device_step.py": {"call self._gate.lock.acquire": _GATE},
-    "dflash_moe/runtime/expert_runtime.py": {"lock self._gate.lock": _GATE},
+    "dflash_moe/runtime/contents.py": {"lock self._lock": "straight: looks up and keeps one value, and nothing is called"},
     "dflash_moe/runtime/dialing.py": {
         "call sock.connect": "bounded: the socket has a timeout of CONNECT_S, set a line before",
     },
@@ -134,15 +144,21 @@ KNOWN: dict[str, dict[str, str]] = {
     },
     "dflash_moe/runtime/launcher.py": {
         "call os.write": "bounded: a key of 32 bytes into a pipe that holds 64 KiB and is empty",
+        "call outcome.exception": "bounded: called back when the outcome is there, so it answers at once",
+        "call outcome.result": "bounded: called back when the outcome is there, so it answers at once",
         "call self._orders.get": "bounded: it waits for orders for as long as its runtime lives; close() sends the last one",
     },
-    "dflash_moe/runtime/session.py": {
-        "lock self._lock": "bounded: held over one question and its answer, which has the question's limit",
+    "dflash_moe/runtime/path_keeper.py": {
+        "call poller.poll": "bounded: it waits for worn paths for as long as its runtime lives; close() rings the same bell",
     },
     "dflash_moe/workers/listener.py": {
         "call poller.poll": "bounded: a worker waits for hosts for as long as it lives; close() ends the polled pipe",
         "call probe.connect": "bounded: the probing socket has a timeout of one second",
         "call self._callers.get": "bounded: a worker waits for hosts for as long as it lives; close() puts None",
         "call self._sock.accept": "bounded: the listening socket is non-blocking",
+        "lock self._lock": "straight: counts the lines that are withheld, and logs after it was given up",
+    },
+    "dflash_moe/workers/strangers.py": {
+        "lock self._lock": "bounded: held over a list of at most MAX_STRANGERS, which nothing that waits is called for",
     },
 }  # fmt: skip
