@@ -33,11 +33,11 @@ class LayerTable(dict[object, LayerShape]):
             self[layer.index] = self[layer.name] = shape
 
     def of(self, layer: object) -> LayerShape:
-        """The layer's shape. ConfigError also for a name that is no name, such as a list."""
+        """The layer's shape. ConfigError also for what names nothing, such as a list."""
         try:
             return self[layer]
         except TypeError:
-            raise ConfigError(f"layer: found {shown(layer)}, expected its index or its module's name") from None
+            self.__missing__(layer)  # a list, a map: nothing that a table can look up
 
     def __missing__(self, layer: object) -> NoReturn:
         known = [item.index for item in self._layers]

@@ -21,7 +21,7 @@ def table(tmp_path: Path) -> LayerTable:
 
 
 def test_a_layer_is_found_by_index_and_by_name(table: LayerTable) -> None:
-    assert table[1] == table[np.int64(1)] == table[layer_name(1)] == (1, 64, 64)
+    assert table.of(1) == table.of(np.int64(1)) == table.of(layer_name(1)) == (1, 64, 64)
 
 
 NO_LAYERS = [2, -1, "lm_head", None, 0.5, float("nan"), [0], {"layer": 0}, np.zeros(3), "x" * 5000, 10**5000]
@@ -30,5 +30,5 @@ NO_LAYERS = [2, -1, "lm_head", None, 0.5, float("nan"), [0], {"layer": 0}, np.ze
 @pytest.mark.parametrize("layer", NO_LAYERS, ids=range(len(NO_LAYERS)))
 def test_anything_else_is_refused_with_the_layers_there_are(table: LayerTable, layer: object) -> None:
     with pytest.raises(ConfigError, match=r"has no routed experts; layers with experts: 0\.\.1 \(2 of them\)") as found:
-        table[layer]
+        table.of(layer)
     assert len(str(found.value)) < 300
