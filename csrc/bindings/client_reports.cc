@@ -41,6 +41,7 @@ py::dict chunk_dict(const client::ChunkRecord& chunk) {
   fields["window"] = chunk.choice.taken.window;
   fields["reason"] = reason_name(chunk.choice.reason);
   fields["forecast_ns"] = chunk.choice.taken.ns;
+  fields["wait_ns"] = chunk.choice.taken.wait_ns;
   fields["send_ns"] = chunk.choice.send_ns;
   fields["compute_ns"] = chunk.choice.compute_ns;
   fields["receive_ns"] = chunk.choice.receive_ns;
@@ -127,6 +128,7 @@ py::list trace_dicts(const std::vector<client::SliceTrace>& list) {
     fields["worker"] = trace.worker;
     fields["slice"] = trace.slice;
     fields["num_rows"] = trace.num_rows;
+    fields["begun_ns"] = trace.begun_ns;
     fields["encode_start_ns"] = trace.encode_start_ns;
     fields["published_ns"] = trace.published_ns;
     fields["arrived_ns"] = trace.arrived_ns;

@@ -13,6 +13,7 @@
 #include "base/token_batch.h"
 #include "client/buffer_pool.h"
 #include "client/exchange.h"
+#include "client/slicing.h"
 #include "client/types.h"
 
 namespace dflash::client {
@@ -51,7 +52,7 @@ struct Slice {
 
 // A chunk, the rows of a call at one shard, as its worker was predicted to take it.
 struct ChunkForecast {
-  int64_t ns = 0;
+  SliceForecast predicted;
   uint32_t slices_left = 0;
   bool is_alone = false;  // no other call had anything at the worker when this one came
 };
@@ -70,6 +71,8 @@ class Call {
   uint64_t id = 0;
   const Layer* layer = nullptr;
   int64_t submitted_ns = 0, deadline_ns = 0;
+  // When the client began to cut it: at submit, or when it was admitted after it had been parked.
+  int64_t begun_ns = 0;
   // True while a data path that it needs is worn or leased, or the client is held: not cut yet.
   bool is_parked = false;
   std::unique_ptr<CallWork> work;  // null once done

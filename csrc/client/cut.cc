@@ -156,9 +156,9 @@ Result<uint64_t> Cutter::cut_chunk(Call& call, uint32_t shard_index, Link& link)
   auto num_splits = cut_shard(call, shard_index, shard.worker, limits);
   const std::span<Slice> cut = std::span(call.work->slices).subspan(first);
   const auto num_cut = static_cast<uint32_t>(cut.size());
-  call.work->forecasts[shard_index] = {static_cast<int64_t>(choice.taken.ns), num_cut, false};
+  call.work->forecasts[shard_index] = {choice.taken, num_cut, false};
   for (Slice& slice : cut) {
-    slice.forecast_ns = static_cast<int64_t>(choice.taken.ns / num_cut);
+    slice.forecast_ns = static_cast<int64_t>((choice.taken.ns - choice.taken.wait_ns) / num_cut);
     const auto ids = std::span(rows.local_expert_ids).subspan(slice.pair_begin, slice.num_pairs());
     slice.num_experts = num_cut == 1 ? static_cast<uint32_t>(chunk.experts)
                                      : count_experts(ids, shard.experts.size());

@@ -108,6 +108,7 @@ Status Engine::start(const CallPtr& call) {
     calls_.push_back(call);
     return ok();
   }
+  call->begun_ns = now;
   DFLASH_TRY(cutter_.cut(*call, links_));
   calls_.push_back(call);
   enqueue(*call);
@@ -123,6 +124,7 @@ void Engine::admit_parked() {
     if (!call->is_parked || must_wait(*call)) continue;
     call->is_parked = false;
     --num_parked_;
+    call->begun_ns = now_ns();
     Status cut = cutter_.cut(*call, links_);
     if (cut.ok()) {
       enqueue(*call);
@@ -142,7 +144,7 @@ void Engine::enqueue(Call& call) {
     if (call.work->forecasts[s].slices_left == 0) continue;
     Link& link = *links_[plan.shards[s].worker];
     call.work->forecasts[s].is_alone = link.num_chunks == 0;
-    if (link.num_chunks++ > 0) link.crowded_ns = call.submitted_ns;
+    if (link.num_chunks++ > 0) link.crowded_ns = call.begun_ns;
   }
   int64_t longest_ns = 0;
   for (Slice& slice : call.work->slices) {
@@ -191,6 +193,7 @@ bool Engine::send_next(Link& link) {
 
 void Engine::send(Link& link, Slice& slice, uint32_t slot) {
   slice.found_idle = !link.path.is_listening();
+  slice.trace.begun_ns = slice.call->begun_ns;
   slice.trace.encode_start_ns = now_ns();
   auto message_bytes =
       encode_request(slice, link.path.generation(), link.path.channel()->outgoing(slot));

@@ -80,9 +80,9 @@ void Engine::learn(Link& link, const Slice& slice, uint64_t reply_bytes) {
   ChunkForecast& forecast = call.work->forecasts[slice.shard_index];
   if (--forecast.slices_left > 0) return;
   --link.num_chunks;
-  if (!forecast.is_alone || link.crowded_ns >= call.submitted_ns || forecast.ns == 0) return;
-  link.model.record(plan.cost_class, call.work->batch.num_tokens, static_cast<double>(forecast.ns),
-                    static_cast<double>(t.arrived_ns - call.submitted_ns));
+  if (!forecast.is_alone || link.crowded_ns >= call.begun_ns || forecast.predicted.ns == 0) return;
+  link.model.record(plan.cost_class, call.work->batch.num_tokens, forecast.predicted,
+                    static_cast<double>(t.arrived_ns - call.begun_ns));
 }
 
 }  // namespace dflash::client

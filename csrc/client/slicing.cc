@@ -44,6 +44,15 @@ double expected_experts(double experts, double rows, double pairs) {
   return experts * (1.0 - std::pow(1.0 - share, rows));
 }
 
+void SliceChoice::add_wait(double wait_ns) {
+  const auto add = [wait_ns](SliceForecast& one) {
+    one.ns += wait_ns;
+    one.wait_ns += wait_ns;
+  };
+  add(taken);
+  for (int i = 0; i < num_considered; ++i) add(considered[static_cast<size_t>(i)]);
+}
+
 SliceForecast forecast(const Curves& curves, const Chunk& chunk, uint32_t num_slices,
                        uint32_t max_window) {
   const StageTimes t = stages(curves, chunk, num_slices);

@@ -42,6 +42,8 @@ struct SliceForecast {
   uint32_t num_slices = 0;
   uint32_t window = 0;
   double ns = 0;
+  // The part of `ns` that no stage explains (WorkerModel); the same for every number of slices.
+  double wait_ns = 0;
 };
 
 struct SliceChoice {
@@ -51,6 +53,9 @@ struct SliceChoice {
   std::array<SliceForecast, kCandidates> considered{};
   int num_considered = 0;
   double send_ns = 0, compute_ns = 0, receive_ns = 0;  // of the whole chunk in one piece
+
+  // Adds waiting to every forecast, after the choice was made: it moves none.
+  void add_wait(double wait_ns);
 };
 
 inline constexpr uint32_t kLeastSliceTokens = 64;

@@ -111,6 +111,7 @@ struct SliceTrace {
   uint32_t layer = 0, shard = 0, worker = 0;
   uint16_t slice = 0;
   uint32_t num_rows = 0;
+  int64_t begun_ns = 0;  // when the client began to cut the call
   int64_t encode_start_ns = 0, published_ns = 0, arrived_ns = 0, combined_ns = 0;
   int64_t worker_received_ns = 0, worker_started_ns = 0, worker_finished_ns = 0;
 };

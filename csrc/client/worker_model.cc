@@ -10,6 +10,9 @@ namespace {
 // clocks drift by less than 1 ms in two of them (50 ppm)
 constexpr int64_t kEpochNs = 10'000'000'000;
 
+// The median of what chunks waited is taken anew after so many of them.
+constexpr uint32_t kPerMedian = 4;
+
 // Differences of clock readings that a peer may have made up: defined for all values.
 int64_t difference(int64_t later, int64_t earlier) {
   return static_cast<int64_t>(static_cast<uint64_t>(later) - static_cast<uint64_t>(earlier));
@@ -28,6 +31,7 @@ SliceChoice WorkerModel::choose(uint32_t cost_class, const Chunk& chunk, uint32_
   } else {
     choice = choose_slices(curves, chunk, window, record.choice.taken.num_slices);
   }
+  if (choice.taken.ns > 0) choice.add_wait(record.wait_ns);
   record.num_tokens = chunk.num_tokens;
   record.choice = choice;
   ++record.num_chunks;
@@ -65,12 +69,20 @@ void WorkerModel::observe(uint32_t cost_class, const PartSize& size, const Reply
   last_arrived_ns_ = now;
 }
 
-void WorkerModel::record(uint32_t cost_class, uint32_t num_tokens, double predicted_ns,
+void WorkerModel::record(uint32_t cost_class, uint32_t num_tokens, const SliceForecast& predicted,
                          double measured_ns) {
   ChunkRecord& record = record_of(cost_class, num_tokens);
   const uint32_t at = record.num_measured++ % ChunkRecord::kKept;
-  record.predicted_ns[at] = predicted_ns;
+  record.predicted_ns[at] = predicted.ns;
   record.measured_ns[at] = measured_ns;
+  record.waited_ns[at] = measured_ns - (predicted.ns - predicted.wait_ns);
+  if (record.num_measured <= kPerMedian || record.num_measured % kPerMedian == 0) {
+    std::array<double, ChunkRecord::kKept> waited = record.waited_ns;
+    const auto end = waited.begin() + std::min(record.num_measured, ChunkRecord::kKept);
+    const auto middle = waited.begin() + (end - waited.begin()) / 2;
+    std::nth_element(waited.begin(), middle, end);
+    record.wait_ns = std::max(*middle, 0.0);
+  }
 }
 
 std::vector<ChunkRecord> WorkerModel::records() const {

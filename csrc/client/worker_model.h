@@ -39,6 +39,12 @@ struct ChunkRecord {
   // The last kKept chunks that had the worker to themselves: predicted and measured from submit to
   // the last reply, ns.
   std::array<double, kKept> predicted_ns{}, measured_ns{};
+  // A chunk also waits for what none of its stages shows: for its turn at the host, which routes
+  // the call and encodes for other workers first, and for a core where threads outnumber them.
+  // Also, stages are fitted to their medians, and the median of a sum may be above the sum of
+  // medians. Median of what was left over of the chunks kept; predictions have it added.
+  double wait_ns = 0;
+  std::array<double, kKept> waited_ns{};
 };
 
 // What is known of one worker's speed, and what was made of it.
@@ -60,8 +66,10 @@ class WorkerModel {
   // window are taken, and only predicted.
   SliceChoice choose(uint32_t cost_class, const Chunk& chunk, uint32_t window, bool is_fixed);
   void observe(uint32_t cost_class, const PartSize& size, const ReplyTimes& times);
-  // A chunk that had the worker to itself took `measured_ns`.
-  void record(uint32_t cost_class, uint32_t num_tokens, double predicted_ns, double measured_ns);
+  // A chunk that had the worker to itself took `measured_ns` from the begin of its call to the last
+  // reply. What its stages do not explain of that is waiting (ChunkRecord::wait_ns).
+  void record(uint32_t cost_class, uint32_t num_tokens, const SliceForecast& predicted,
+              double measured_ns);
 
   // Forgets what was chosen and how it went, not what was learned: another policy begins.
   void forget_records() { records_.clear(); }

@@ -40,11 +40,10 @@ _ROUTE = "dflash_moe_route"  # the attribute of an experts module that holds its
 class ExpertRoute:
     """Where one experts module's calls go: a layer of a runtime. Counts the calls."""
 
-    __slots__ = ("__weakref__", "calls", "experts", "layer", "out_size", "runtime")
+    __slots__ = ("__weakref__", "calls", "layer", "out_size", "runtime")
 
     def __init__(self, runtime: ExpertRuntime, layer: LayerSpec) -> None:
         self.runtime = runtime
-        self.experts = runtime.experts
         self.layer = layer.index
         self.out_size = layer.ffn.out_size
         self.calls = 0
@@ -57,7 +56,7 @@ class ExpertRoute:
         `ExpertRuntime.experts`.
         """
         self.calls += 1
-        return self.experts(self.layer, hidden_states, topk_ids, topk_weights)
+        return self.runtime.experts(self.layer, hidden_states, topk_ids, topk_weights)
 
 
 # Compiled graphs can carry numbers, not objects: the custom op finds its route by id(). Entries

@@ -52,8 +52,9 @@ class ChunkForecast:
 
     `taken` and `considered` are of the last one. `predicted_s` and `measured_s` are medians over
     the last 16 chunks that had the worker to themselves, from submit to the last reply; None before
-    there is one. `deviation` is the median of |predicted / measured - 1|. `is_auto`: the model
-    chose, not the mode.
+    there is one. `deviation` is the median of |predicted / measured - 1|. `wait_s` is the part of a
+    prediction that no stage explains: the wait for its turn at the host, and for a core where
+    threads outnumber them. `is_auto`: the model chose, not the mode.
     """
 
     cost_class: int
@@ -61,6 +62,7 @@ class ChunkForecast:
     num_chunks: int
     taken: SliceForecast
     considered: tuple[SliceForecast, ...]
+    wait_s: float
     send_s: float
     compute_s: float
     receive_s: float
@@ -167,6 +169,7 @@ def _chunk(record: Mapping[str, Any]) -> ChunkForecast:
         num_chunks=record["num_chunks"],
         taken=taken,
         considered=considered,
+        wait_s=record["wait_ns"] * NS,
         send_s=record["send_ns"] * NS,
         compute_s=record["compute_ns"] * NS,
         receive_s=record["receive_ns"] * NS,
@@ -208,7 +211,9 @@ def _slices(count: int) -> str:
 def _chunk_text(chunk: ChunkForecast) -> str:
     text = f"{chunk.reason}; {chunk.taken.window} under way; {chunk.num_chunks} chunks"
     if chunk.measured_s is not None and chunk.predicted_s is not None:
-        text += f"; predicted {_time(chunk.predicted_s)}, measured {_time(chunk.measured_s)}"
+        text += (
+            f"; predicted {_time(chunk.predicted_s)} ({_time(chunk.wait_s)} of it waiting), measured {_time(chunk.measured_s)}"
+        )
     if chunk.considered:
         text += "; considered " + ", ".join(f"{one.num_slices}: {_time(one.predicted_s)}" for one in chunk.considered)
     return text

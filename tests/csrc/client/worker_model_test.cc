@@ -40,6 +40,27 @@ TEST_CASE("one exchange teaches all three curves") {
   CHECK(model.receive().predict(100'000, 0) == doctest::Approx(2.5e6));
 }
 
+TEST_CASE("what the stages of a chunk do not explain is learned as waiting and moves no choice") {
+  WorkerModel model;
+  model.observe(0, kSize, exchange_at(10 * kMs));
+  const Chunk chunk{1024, 1, 100, 400, 16, 100'000, 100'000};
+  const SliceChoice first = model.choose(0, chunk, 2, false);
+  const double stages_ns = first.taken.ns;
+  CHECK(first.taken.wait_ns == 0);
+  for (int i = 0; i < 40; ++i) {
+    const SliceChoice choice = model.choose(0, chunk, 2, false);
+    // Every fourth chunk is quicker than its stages: the median does not follow it.
+    model.record(0, 1024, choice.taken, stages_ns + (i % 4 == 0 ? -5e6 : 7e6));
+  }
+  const SliceChoice taught = model.choose(0, chunk, 2, false);
+  CHECK(taught.taken.wait_ns == doctest::Approx(7e6));
+  CHECK(taught.taken.ns == doctest::Approx(stages_ns + 7e6));
+  CHECK(taught.taken.num_slices == first.taken.num_slices);
+  CHECK(model.choose(1, chunk, 2, false).taken.wait_ns == 0);  // of another class
+  for (int i = 0; i < 40; ++i) model.record(0, 1024, {1, 2, stages_ns, 0}, stages_ns / 2);
+  CHECK(model.choose(0, chunk, 2, false).taken.wait_ns == 0);  // never below nothing
+}
+
 TEST_CASE("a clock that is hours ahead or behind changes nothing") {
   for (const int64_t offset : {int64_t{-7'200'000} * kMs, int64_t{7'200'000} * kMs}) {
     WorkerModel model;

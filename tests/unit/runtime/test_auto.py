@@ -20,7 +20,7 @@ from tests.expert_cases import make_checkpoint, tiny_spec
 def chunk(**changes: Any) -> dict[str, Any]:
     record: dict[str, Any] = {
         "cost_class": 0, "num_tokens": 512, "num_chunks": 12, "num_slices": 4, "window": 3, "reason": "sliced",
-        "forecast_ns": 60e6, "send_ns": 40e6, "compute_ns": 40e6, "receive_ns": 40e6,
+        "forecast_ns": 60e6, "wait_ns": 1e6, "send_ns": 40e6, "compute_ns": 40e6, "receive_ns": 40e6,
         "considered": [(1, 2, 120e6), (2, 2, 90e6), (4, 3, 60e6)],
         "predicted_ns": [60e6, 60e6, 66e6], "measured_ns": [62e6, 60e6, 60e6],
     }  # fmt: skip
