@@ -103,3 +103,13 @@ def test_files_named_in_the_documents_exist(document: str) -> None:
     named = re.findall(r"`((?:csrc|dflash_moe|tests|configs|docs|bench)/[\w./-]+\.\w+)`", DOCUMENTS[document])
     missing = [name for name in named if not (ROOT / name).exists()]
     assert not missing
+
+
+def test_the_program_of_the_readme_runs() -> None:
+    pytest.importorskip("transformers")
+    lines = DOCUMENTS["README.md"].partition("python - <<'END'\n")[2].partition("END\n")[0].splitlines()
+    program = "\n".join(line[6:] for line in lines)
+    command = [sys.executable, "-c", program]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, cwd=ROOT)
+    assert ended.returncode == 0, ended.stderr[-1000:]
+    assert ended.stdout.strip() == "(2, 192)"
