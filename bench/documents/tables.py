@@ -253,6 +253,22 @@ def cores(recorded: Recorded) -> str:
     return markdown(("cores", "mode", "prefill, p50", "p95", "decode tokens/s"), lines)
 
 
+def decode_timeline(recorded: Recorded) -> str:
+    """Where a token goes, and who is woken, by model, prompt, cores and threads of torch."""
+    head = ("model", "after tokens", "cores", "threads of torch", "tokens/s", "token", "host", "until published", "request",
+            "worker", "reply and sum", "wakes: host", "torch", "workers")  # fmt: skip
+    lines = []
+    for row in recorded.rows("decode_timeline"):
+        parts, wakes = row["parts_s"], row["wakes"]
+        name = "shipped" if row["model"] == "model" else f"random, {row['layers']} layers"
+        times = (row["token_s"], parts["host"], parts["publish"], parts["request"], parts["worker"])
+        lines.append((
+            name, f"{row['prompt_tokens']:,}", str(row["cores"]), str(row["torch_threads"]), digits(row["tokens_per_s"]),
+            *map(seconds, times), seconds(parts["reply"] + parts["combine"]), *(digits(wakes[who]) for who in wakes),
+        ))  # fmt: skip
+    return markdown(head, lines)
+
+
 def memory(recorded: Recorded) -> str:
     """Every process of a host with two workers after loading."""
     recorded.rows("memory_3_6_gb")
@@ -330,6 +346,7 @@ TABLES: dict[str, Callable[[Recorded], str]] = {
     "emulated-link": emulated_link,
     "prefill": prefill,
     "cores": cores,
+    "decode-timeline": decode_timeline,
     "memory": memory,
     "parity": parity,
     "bits-per-byte": bits_per_byte,

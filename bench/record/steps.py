@@ -182,6 +182,13 @@ def _cores(place: Place) -> list[Command]:
     return commands
 
 
+def _decode_timeline(place: Place) -> list[Command]:
+    less: Command = (
+        ["--rounds", 1, "--short-prompt", 8, "--long-prompt", 16, "--model", place.model()] if place.is_quick else []
+    )
+    return [_campaign("decode_timeline", *less, "--out", place.json("decode_timeline"))]
+
+
 def _memory(place: Place) -> list[Command]:
     if place.is_quick:
         model = place.model()
@@ -260,6 +267,7 @@ STEPS: tuple[Step, ...] = (
     Step("link", ("emulated_link",), 3, _emulated_link, lacking=_lacks_network),
     Step("prefill", ("prefill_4248",), 10, _prefill, (("prefill_4248", "prefill_4248.png", False),)),
     Step("cores", ("prefill_one_core", "prefill_two_cores"), 2, _cores, lacking=_lacks_two_cores),
+    Step("timeline", ("decode_timeline",), 9, _decode_timeline, lacking=_lacks_two_cores),
     Step("memory", ("memory_3_6_gb",), 4, _memory),
     Step("parity", ("verify_families",), 5, _families),
     Step("weight-errors", ("weight_errors",), 2, _weight_errors),
