@@ -6,6 +6,7 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
+import dataclasses
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ import typer
 from dflash_moe.cli import options
 from dflash_moe.cli.bench_tables import print_prefill, print_processes
 from dflash_moe.errors import ConfigError, DflashError
-from dflash_moe.topology import Topology
+from dflash_moe.topology import HostSpec, Topology
 
 if TYPE_CHECKING:
     from dflash_moe.bench.prefill import Series
@@ -41,7 +42,9 @@ def demo() -> None:
     same bits.
     """
     assets = find_assets()
-    topology = Topology.local(num_workers=2)
+    # With a model so small, several threads of torch wait for each other longer than they compute
+    # (docs/benchmarks.md, decode).
+    topology = dataclasses.replace(Topology.local(num_workers=2), host=HostSpec(threads=1))
     options.prepare_host(topology)
     from dflash_moe.bench.prefill import resident_memory
     from dflash_moe.integrations.transformers import load_model

@@ -144,6 +144,7 @@ def write_json(path: Path, value: Any) -> None:
 def prepare_host(topology: Topology, overrides: Mapping[str, Any] | None = None) -> ThreadPlan:
     """Call before torch is imported: where threads outnumber cores, OpenMP must wait passively,
     because its default, an active wait, takes the workers' cores for milliseconds in every layer.
+    `host.threads`, where the topology states it, is the number of torch's threads too.
 
     Variables that the user has set stay. Errors: ConfigError of the settings and as `check_paths`,
     before seconds of imports.
@@ -154,6 +155,8 @@ def prepare_host(topology: Topology, overrides: Mapping[str, Any] | None = None)
     if plan.is_oversubscribed:
         for name, value in PASSIVE_OPENMP.items():
             os.environ.setdefault(name, value)
+    if topology.host.threads:
+        os.environ.setdefault("OMP_NUM_THREADS", str(topology.host.threads))
     return plan
 
 

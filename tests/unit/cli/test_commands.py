@@ -33,7 +33,7 @@ def clean_environment(monkeypatch):
     for setting in SETTINGS:
         if setting.environment:
             monkeypatch.delenv(setting.environment, raising=False)
-    for name in options.PASSIVE_OPENMP:
+    for name in (*options.PASSIVE_OPENMP, "OMP_NUM_THREADS"):
         monkeypatch.setenv(name, os.environ.get(name, ""))  # restored after the test
         monkeypatch.delenv(name)
 
@@ -216,6 +216,17 @@ def test_openmp_waits_passively_only_where_threads_outnumber_cores(monkeypatch):
     monkeypatch.setenv("KMP_BLOCKTIME", "5")
     assert options.prepare_host(Topology.local(2)).is_oversubscribed
     assert {name: os.environ.get(name) for name in options.PASSIVE_OPENMP} == options.PASSIVE_OPENMP | {"KMP_BLOCKTIME": "5"}
+
+
+def test_torch_gets_the_threads_that_the_topology_states_for_the_host(monkeypatch):
+    options.prepare_host(Topology.local(2))
+    assert "OMP_NUM_THREADS" not in os.environ
+    stated = Topology.parse("version: 1\nhost: {threads: 3}\nworkers: [{name: w0, threads: 1}]")
+    options.prepare_host(stated)
+    assert os.environ["OMP_NUM_THREADS"] == "3"
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    options.prepare_host(stated)
+    assert os.environ["OMP_NUM_THREADS"] == "2"  # what the user has set stays
 
 
 def test_a_flag_beats_the_threads_of_the_topology():
