@@ -11,6 +11,7 @@
 #include <array>
 #include <cstring>
 
+#include "base/checksum_definition.h"
 #include "base/checksum_kernels.h"
 #include "base/result.h"
 
@@ -18,10 +19,7 @@ namespace dflash {
 namespace internal {
 namespace {
 
-constexpr uint32_t kPolynomial = 0x82f63b78u;  // CRC-32C (Castagnoli), reflected
-constexpr size_t kBlockBytes = 32;             // one word for each lane
-// Odd and well mixed: four of xxHash's 32-bit primes (Yann Collet, BSD 2-Clause).
-constexpr uint32_t kLaneFactors[4] = {0x9e3779b1u, 0x85ebca77u, 0xc2b2ae3du, 0x27d4eb2fu};
+constexpr size_t kBlockBytes = kChecksumLanes * kChecksumWordBytes;  // one word for each lane
 
 using Tables = std::array<std::array<uint32_t, 256>, 8>;
 
@@ -30,7 +28,8 @@ constexpr Tables make_tables() {
   Tables tables{};
   for (uint32_t byte = 0; byte < 256; ++byte) {
     uint32_t crc = byte;
-    for (int bit = 0; bit < 8; ++bit) crc = (crc >> 1) ^ ((crc & 1u) != 0 ? kPolynomial : 0u);
+    for (int bit = 0; bit < 8; ++bit)
+      crc = (crc >> 1) ^ ((crc & 1u) != 0 ? kChecksumPolynomial : 0u);
     tables[0][byte] = crc;
   }
   for (uint32_t byte = 0; byte < 256; ++byte) {
@@ -118,9 +117,8 @@ void Checksum::update(std::span<const std::byte> bytes) {
 
 uint32_t Checksum::finish() const {
   std::byte summary[24];
-  for (size_t lane = 0; lane < 4; ++lane) {
-    internal::store_little_endian(lanes_[lane] * internal::kLaneFactors[lane], 4,
-                                  summary + 4 * lane);
+  for (uint32_t lane = 0; lane < kChecksumLanes; ++lane) {
+    internal::store_little_endian(lanes_[lane] * checksum_lane_factor(lane), 4, summary + 4 * lane);
   }
   internal::store_little_endian(total_bytes_, 8, summary + 16);
   return ~internal::crc32c(~0u, summary, sizeof summary);

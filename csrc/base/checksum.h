@@ -2,7 +2,7 @@
 // hidden. Definition (normative in docs/protocol.md): split the bytes into 8-byte little-endian
 // words; word i feeds lane i % 4 (CRC-32C, initial value ~0, no final inversion); the tail of n % 8
 // bytes feeds lane (n / 8) % 4 byte by byte; each lane is multiplied modulo 2^32 by its own odd
-// factor, 0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D and 0x27D4EB2F for lanes 0 to 3; the result is the
+// factor (checksum_definition.h has all the numbers); the result is the
 // CRC-32C (initial ~0, finally inverted) over the four products written as little-endian u32 and
 // then the total byte count as little-endian u64. A CRC of CRCs alone is linear: certain pairs of
 // flips in two lanes would cancel in any data; the factors break that. They are odd so that no

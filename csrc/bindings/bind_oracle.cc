@@ -185,7 +185,7 @@ class FfnOracle {
   std::unique_ptr<compute::CpuBackend> backend_;
   std::unique_ptr<compute::ExpertLayer> layer_;
   std::vector<std::unique_ptr<OwnedWeights>> owned_;
-  compute::ProgressCounter progress_{0};
+  compute::YieldingProgress progress_{0};
 };
 
 }  // namespace

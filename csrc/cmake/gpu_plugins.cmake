@@ -4,10 +4,14 @@
 # exchange, and one, for a plug-in of its own, of the kernel that measures.
 # SPDX-License-Identifier: Apache-2.0
 
-set(gpu_kernels ${CMAKE_CURRENT_SOURCE_DIR}/compute/gpu/kernels.cu)
-file(GLOB gpu_kernel_headers CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/compute/gpu/kernels/*.h)
+set(gpu_kernels ${CMAKE_CURRENT_SOURCE_DIR}/plugin/entry/kernels.cu)
+file(GLOB gpu_kernel_headers CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/compute/gpu/kernels/*.h
+     ${CMAKE_CURRENT_SOURCE_DIR}/device_exchange/kernels/*.h)
 list(APPEND gpu_kernel_headers ${CMAKE_CURRENT_SOURCE_DIR}/compute/gpu/portable.h ${CMAKE_CURRENT_SOURCE_DIR}/compute/gpu/kernel_params.h
-     ${CMAKE_CURRENT_SOURCE_DIR}/compute/gpu/host_params.h
+     ${CMAKE_CURRENT_SOURCE_DIR}/device_exchange/step_params.h ${CMAKE_CURRENT_SOURCE_DIR}/wire/frame_layout.h
+     ${CMAKE_CURRENT_SOURCE_DIR}/wire/payload_layout.h ${CMAKE_CURRENT_SOURCE_DIR}/wire/limits.h
+     ${CMAKE_CURRENT_SOURCE_DIR}/transport/ring/ring_words.h ${CMAKE_CURRENT_SOURCE_DIR}/base/checksum_definition.h
+     ${CMAKE_CURRENT_SOURCE_DIR}/base/error_code.h ${CMAKE_CURRENT_SOURCE_DIR}/base/dtype.h
      ${CMAKE_CURRENT_SOURCE_DIR}/compute/gpu/kernel_table.h ${CMAKE_CURRENT_SOURCE_DIR}/compute/experts/activation.h
      ${CMAKE_CURRENT_SOURCE_DIR}/compute/formats/dequantize_tables.h)
 set(bell_kernel_headers ${CMAKE_CURRENT_SOURCE_DIR}/compute/gpu/portable.h ${CMAKE_CURRENT_SOURCE_DIR}/measure/bells/ring_bells.h
@@ -21,7 +25,7 @@ function(plugin name)
 endfunction()
 
 plugin(sim ${CMAKE_CURRENT_SOURCE_DIR}/plugin/entry/sim.cc)
-target_link_libraries(dflash_sim PRIVATE dflash_gpu_sim)
+target_link_libraries(dflash_sim PRIVATE dflash_device_exchange_sim)
 
 # What measures doorbells: the device's side for any runtime, and the kernel for the simulator.
 set(bells ${CMAKE_CURRENT_SOURCE_DIR}/measure/bells)
@@ -95,7 +99,9 @@ if(DFLASH_CUDA)
   function(cuda_plugin name entry kernels)
     set(image ${CMAKE_CURRENT_BINARY_DIR}/${name}_kernels.fatbin)
     add_custom_command(OUTPUT ${image}
-      COMMAND ${DFLASH_CUDA} -O3 -std=c++20 -fmad=false ${cuda_compression} --threads 0 -I${CMAKE_CURRENT_SOURCE_DIR} ${cuda_targets} -fatbin
+      # expt-relaxed-constexpr: kernels call constexpr functions of headers that the host has too.
+      # clang lets them without being asked.
+      COMMAND ${DFLASH_CUDA} -O3 -std=c++20 -fmad=false --expt-relaxed-constexpr ${cuda_compression} --threads 0 -I${CMAKE_CURRENT_SOURCE_DIR} ${cuda_targets} -fatbin
               ${kernels} -o ${image}
       DEPENDS ${kernels} ${ARGN} VERBATIM COMMENT "Compiling ${name}'s kernels for ${DFLASH_CUDA_ARCHS}")
     target_sources(dflash_${name} PRIVATE ${image})
@@ -105,6 +111,7 @@ if(DFLASH_CUDA)
     set_source_files_properties(${entry} PROPERTIES OBJECT_DEPENDS ${image})
   endfunction()
   plugin(cuda ${CMAKE_CURRENT_SOURCE_DIR}/plugin/entry/cuda.cc)
+  target_link_libraries(dflash_cuda PRIVATE dflash_device_exchange)
   cuda_plugin(cuda ${CMAKE_CURRENT_SOURCE_DIR}/plugin/entry/cuda.cc ${gpu_kernels} ${gpu_kernel_headers})
   measuring_plugin(cuda ${bells}/entry_cuda.cc)
   cuda_plugin(cuda_measure ${bells}/entry_cuda.cc ${bells}/kernels.cu ${bell_kernel_headers})
@@ -156,6 +163,7 @@ if(DFLASH_HIP)
     set_source_files_properties(${entry} PROPERTIES OBJECT_DEPENDS "${objects}")
   endfunction()
   plugin(hip ${CMAKE_CURRENT_SOURCE_DIR}/plugin/entry/hip.cc)
+  target_link_libraries(dflash_hip PRIVATE dflash_device_exchange)
   hip_plugin(hip ${CMAKE_CURRENT_SOURCE_DIR}/plugin/entry/hip.cc ${gpu_kernels} ${gpu_kernel_headers})
   measuring_plugin(hip ${bells}/entry_hip.cc)
   hip_plugin(hip_measure ${bells}/entry_hip.cc ${bells}/kernels.cu ${bell_kernel_headers})

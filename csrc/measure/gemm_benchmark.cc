@@ -51,7 +51,7 @@ Result<std::unique_ptr<GemmBenchmark>> GemmBenchmark::create(const LayerBenchmar
   std::unique_ptr<GemmBenchmark> made(
       new GemmBenchmark(options, *kernels, std::move(experts).value(), std::move(pool).value()));
   const compute::RandomExpert random(options.spec, options.formats, options.seed);
-  compute::ProgressCounter progress{0};
+  compute::YieldingProgress progress{0};
   for (uint32_t expert = 0; expert < options.num_experts; ++expert) {
     DFLASH_TRY(made->experts_.load(options.spec, expert, random.weights(), progress));
   }

@@ -47,7 +47,7 @@ class LayerBenchmark {
   std::unique_ptr<compute::ExpertBackend> backend_;
   std::vector<std::unique_ptr<compute::ExpertLayer>> layers_;
   size_t next_layer_ = 0;
-  compute::ProgressCounter progress_{0};
+  compute::YieldingProgress progress_{0};
 };
 
 }  // namespace dflash::measure

@@ -52,7 +52,7 @@ namespace {
 class ProgressRelay {
  public:
   explicit ProgressRelay(const dflash_progress* progress) : progress_(progress) {}
-  compute::ProgressCounter counter;
+  compute::YieldingProgress counter;
 
   void operator()() {
     const uint64_t now = counter.load();
@@ -161,7 +161,7 @@ int32_t answer_expert_load(dflash_layer* layer, const dflash_expert* expert,
     auto weights = weights_of(record);
     if (!weights.ok()) return std::move(weights).error();
     ProgressRelay relay(progress);
-    const compute::ProgressCounter::Task task(relay.counter, relay);
+    const compute::YieldingProgress::YieldTo yielding(relay.counter, relay);
     return layer->experts->load_expert(record.local_expert_id, weights.value(), relay.counter);
   });
 }
@@ -204,7 +204,7 @@ void compute_until(dflash_device& device, uint64_t ticket, const dflash_progress
   for (; device.next_batch <= ticket; ++device.next_batch) {
     QueuedBatch& batch = device.queue[device.next_batch % kQueuedBatches];
     ProgressRelay relay(progress);
-    const compute::ProgressCounter::Task task(relay.counter, relay);
+    const compute::YieldingProgress::YieldTo yielding(relay.counter, relay);
     Status done = batch.layer->forward(batch.args, relay.counter);
     batch.state = QueuedBatch::State::kDone;
     if (!done.ok()) batch.failure = std::move(done).error();

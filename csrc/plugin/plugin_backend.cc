@@ -13,10 +13,11 @@ namespace {
 // a call into a plug-in finite.
 constexpr int64_t kBatchTimeoutNs = 600'000'000'000;
 
-dflash_progress relay_to(compute::ProgressCounter& progress) {
+// What a plug-in calls when it made progress. It runs on the thread that is in the plug-in, so a
+// worker's serving thread may move bytes of its data path in this call.
+dflash_progress relay_to(compute::YieldingProgress& progress) {
   return {&progress, [](void* context, uint64_t steps) {
-            static_cast<compute::ProgressCounter*>(context)->fetch_add(steps,
-                                                                       std::memory_order_relaxed);
+            static_cast<compute::YieldingProgress*>(context)->count_and_yield(steps);
           }};
 }
 
@@ -41,7 +42,7 @@ class PluginLayer final : public compute::ExpertLayer {
   int64_t device_ns() const override { return table_.layer_device_ns(layer_); }
 
   Status load_expert(uint32_t local_expert_id, const compute::ExpertWeights& weights,
-                     compute::ProgressCounter& progress) override {
+                     compute::YieldingProgress& progress) override {
     DFLASH_TRY(compute::check_expert(spec_, num_local_experts_, local_expert_id, weights));
     const dflash_expert expert = to_record(local_expert_id, weights);
     const dflash_progress relay = relay_to(progress);
@@ -57,7 +58,7 @@ class PluginLayer final : public compute::ExpertLayer {
     return checksum;
   }
 
-  Status forward(const compute::ForwardArgs& args, compute::ProgressCounter& progress) override {
+  Status forward(const compute::ForwardArgs& args, compute::YieldingProgress& progress) override {
     const dflash_batch batch = to_record(args);
     const dflash_progress relay = relay_to(progress);
     auto error = new_record<dflash_error>();

@@ -169,7 +169,7 @@ Result<uint64_t> count_unlike_alone(compute::ExpertLayer& layer, const Batch& ba
   const size_t element_bytes = dtype_bytes(args.reply_dtype);
   std::vector<std::byte> alone(args.num_rows * layer.spec().out_size * element_bytes);
   args.reply = alone.data();
-  compute::ProgressCounter progress;
+  compute::YieldingProgress progress;
   DFLASH_TRY(layer.forward(args, progress));
   return count_differing(alone, found, element_bytes);
 }
@@ -179,7 +179,7 @@ Result<uint64_t> count_unlike_alone(compute::ExpertLayer& layer, const Batch& ba
 Result<uint64_t> count_wrong(const Case& chosen, compute::ExpertLayer& layer,
                              compute::ExpertLayer& reference,
                              const std::vector<compute::RandomExpert>& experts, Batch& batch) {
-  compute::ProgressCounter progress;
+  compute::YieldingProgress progress;
   DFLASH_TRY(layer.forward(batch.args, progress));
   const Dtype dtype = batch.args.reply_dtype;
   const std::vector<std::byte> found = batch.reply;
@@ -197,7 +197,7 @@ Result<uint64_t> count_wrong(const Case& chosen, compute::ExpertLayer& layer,
 }
 
 Status load_all(compute::ExpertLayer& layer, const std::vector<compute::RandomExpert>& experts) {
-  compute::ProgressCounter progress;
+  compute::YieldingProgress progress;
   for (uint32_t id = 0; id < kExperts; ++id)
     DFLASH_TRY(layer.load_expert(id, experts[id].weights(), progress));
   return ok();

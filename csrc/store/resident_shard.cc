@@ -27,7 +27,7 @@ uint64_t ResidentShard::resident_bytes() const {
 }
 
 Status ResidentShard::load_expert(uint32_t local_expert_id, const compute::ExpertWeights& weights,
-                                  compute::ProgressCounter& progress) {
+                                  compute::YieldingProgress& progress) {
   DFLASH_TRY(experts_->load_expert(local_expert_id, weights, progress));
   Expert& expert = sources_[local_expert_id];
   const bool is_new = expert.source.load(std::memory_order_relaxed) == Source::kAbsent;

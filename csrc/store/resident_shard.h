@@ -53,13 +53,13 @@ class ResidentShard {
   // Different experts may load from different threads. What `weights` refers to outlives the shard
   // where it keeps its sources. Errors: those of ExpertLayer.
   Status load_expert(uint32_t local_expert_id, const compute::ExpertWeights& weights,
-                     compute::ProgressCounter& progress);
+                     compute::YieldingProgress& progress);
   // True where the weights of a loaded expert stay in the checkpoint, or are still to be read
   // there.
   bool keeps_sources(uint32_t local_expert_id) const;
 
   // One call at a time, by whoever serves. Errors as ExpertLayer.
-  Status forward(const compute::ForwardArgs& args, compute::ProgressCounter& progress) {
+  Status forward(const compute::ForwardArgs& args, compute::YieldingProgress& progress) {
     return experts_->forward(args, progress);
   }
 

@@ -46,7 +46,7 @@ class ShardStore {
 
   const std::shared_ptr<compute::ExpertBackend> backend_;
   const uint64_t memory_limit_;
-  compute::ProgressCounter progress_;  // of loading
+  compute::YieldingProgress progress_;  // of loading
   mutable std::mutex mutex_;
   std::map<uint64_t, Entry> shards_;  // by weights fingerprint; guarded by mutex_
   uint64_t reserved_bytes_ = 0;       // of shards there, and of those being made; guarded by mutex_

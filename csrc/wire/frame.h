@@ -9,39 +9,27 @@
 
 #include "base/dtype.h"
 #include "base/result.h"
+#include "wire/frame_layout.h"
 
 namespace dflash::wire {
 
-inline constexpr size_t kFrameHeaderBytes = 64;
-inline constexpr uint32_t kFrameMagic = 0x584d4644;  // "DFMX", little-endian
-inline constexpr uint8_t kFrameVersion = 1;
-inline constexpr uint32_t kErrorPrefixBytes = 4;  // ErrorCode and zero before an error's text
-
-// Values are on the wire: append only.
-enum class FrameKind : uint8_t {
-  kRequest = 1,  // payload: ragged request (payload.h)
-  kReply = 2,    // payload: ReplyTiming, then rows
-  kError = 3,    // payload: ErrorCode u16, zero u16, then UTF-8 text of at most kMaxErrorTextBytes
-};
-
-// Byte offsets stand beside the fields; all little-endian. Offset 0 magic u32, 4 version u8, 60
-// header checksum u32 (over bytes 0..59) are written and checked by the codec and have no field
-// here.
+// Where the fields lie is said in frame_layout.h. Magic, version and the header's checksum are
+// written and checked by the codec and have no field here.
 struct FrameHeader {
-  FrameKind kind = FrameKind::kRequest;  // 5 u8
-  Dtype request_dtype = Dtype::kF32;     // 6 u8
-  Dtype reply_dtype = Dtype::kF32;       // 7 u8
-  uint64_t generation = 0;               // 8 u64 of the data path; every attach has another
-  uint64_t call_id = 0;                  // 16 u64 never reused within a session
-  uint64_t weights_fingerprint = 0;      // 24 u64 of the shard's weights, from `load`
-  uint32_t layer = 0;                    // 32 u32 index in the agreed layer table
-  uint32_t shard = 0;                    // 36 u32 shard id within the layer
-  uint32_t num_rows = 0;                 // 40 u32 1..kMaxRows (0 in an error)
-  uint32_t num_pairs = 0;                // 44 u32 num_rows..kMaxPairs (0 in an error)
-  uint32_t payload_bytes = 0;            // 48 u32 <= kMaxPayloadBytes; bytes that follow the header
-  uint32_t payload_checksum = 0;         // 52 u32 base/checksum.h over the payload
-  uint16_t slice = 0;                    // 56 u16 index of the slice in its call
-  uint16_t attempt = 0;                  // 58 u16 0 for the first try
+  FrameKind kind = FrameKind::kRequest;
+  Dtype request_dtype = Dtype::kF32;
+  Dtype reply_dtype = Dtype::kF32;
+  uint64_t generation = 0;           // of the data path; every attach has another
+  uint64_t call_id = 0;              // never reused within a session
+  uint64_t weights_fingerprint = 0;  // of the shard's weights, from `load`
+  uint32_t layer = 0;                // index in the agreed layer table
+  uint32_t shard = 0;                // shard id within the layer
+  uint32_t num_rows = 0;             // 1..kMaxRows (0 in an error)
+  uint32_t num_pairs = 0;            // num_rows..kMaxPairs (0 in an error)
+  uint32_t payload_bytes = 0;        // <= kMaxPayloadBytes; bytes that follow the header
+  uint32_t payload_checksum = 0;     // base/checksum.h over the payload
+  uint16_t slice = 0;                // index of the slice in its call
+  uint16_t attempt = 0;              // 0 for the first try
 };
 
 void encode_frame_header(const FrameHeader& header, std::span<std::byte, kFrameHeaderBytes> out);

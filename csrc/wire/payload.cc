@@ -1,4 +1,4 @@
-// Payload layouts in 128-bit arithmetic, the reply's timing block and the error payload.
+// Payload layouts within their limits, the reply's timing block and the error payload.
 // SPDX-License-Identifier: Apache-2.0
 #include "wire/payload.h"
 
@@ -10,9 +10,6 @@
 namespace dflash::wire {
 namespace {
 
-using Wide = unsigned __int128;  // no product of the limits below can wrap it
-constexpr uint64_t kRowAlignment = 64;
-
 Status require_range(const char* what, uint64_t found, uint64_t low, uint64_t high) {
   if (found >= low && found <= high) return ok();
   return Error{ErrorCode::kInvalidArgument,
@@ -20,19 +17,13 @@ Status require_range(const char* what, uint64_t found, uint64_t low, uint64_t hi
                    "; allowed: " + std::to_string(low) + ".." + std::to_string(high)};
 }
 
-Result<uint64_t> payload_bytes_of(Wide rows_offset, uint32_t num_rows, uint32_t row_width,
-                                  Dtype dtype) {
-  const Wide total = rows_offset + Wide{num_rows} * row_width * dtype_bytes(dtype);
-  if (total > kMaxPayloadBytes) {
-    // Beyond 64 bits the exact figure helps nobody; the limits on the factors keep it below in
-    // practice.
-    return Error{ErrorCode::kInvalidArgument,
-                 "payload layout: " + std::to_string(num_rows) + " rows of " +
-                     std::to_string(row_width) + " " + dtype_name(dtype) + " need " +
-                     std::to_string(static_cast<uint64_t>(total)) + " bytes; allowed: at most " +
-                     std::to_string(kMaxPayloadBytes) + "; send fewer rows in one message"};
-  }
-  return static_cast<uint64_t>(total);
+Status require_payload(uint64_t payload_bytes, uint32_t num_rows, uint32_t row_width, Dtype dtype) {
+  if (payload_bytes <= kMaxPayloadBytes) return ok();
+  return Error{ErrorCode::kInvalidArgument,
+               "payload layout: " + std::to_string(num_rows) + " rows of " +
+                   std::to_string(row_width) + " " + dtype_name(dtype) + " need " +
+                   std::to_string(payload_bytes) + " bytes; allowed: at most " +
+                   std::to_string(kMaxPayloadBytes) + "; send fewer rows in one message"};
 }
 
 bool is_error_code(uint16_t code) {
@@ -47,27 +38,17 @@ Result<RequestLayout> RequestLayout::of(uint32_t num_rows, uint32_t num_pairs, u
   DFLASH_TRY(require_range("num_rows", num_rows, 1, kMaxRows));
   DFLASH_TRY(require_range("num_pairs", num_pairs, num_rows, kMaxPairs));
   DFLASH_TRY(require_range("row_width", row_width, 1, kMaxRowWidth));
-  const Wide row_counts = Wide{num_pairs} * sizeof(float);
-  const Wide local_ids = row_counts + Wide{num_rows} * sizeof(uint16_t);
-  const Wide rows = (local_ids + Wide{num_pairs} * sizeof(uint16_t) + kRowAlignment - 1) /
-                    kRowAlignment * kRowAlignment;
-  auto total = payload_bytes_of(rows, num_rows, row_width, dtype);
-  if (!total.ok()) return std::move(total).error();
-  RequestLayout layout;
-  layout.row_counts_offset = static_cast<uint64_t>(row_counts);
-  layout.local_ids_offset = static_cast<uint64_t>(local_ids);
-  layout.rows_offset = static_cast<uint64_t>(rows);
-  layout.payload_bytes = total.value();
+  // The limits above keep every product below 2^31: 64 bits cannot wrap.
+  const RequestLayout layout{request_offsets(num_rows, num_pairs, row_width, dtype)};
+  DFLASH_TRY(require_payload(layout.payload_bytes, num_rows, row_width, dtype));
   return layout;
 }
 
 Result<ReplyLayout> ReplyLayout::of(uint32_t num_rows, uint32_t row_width, Dtype dtype) {
   DFLASH_TRY(require_range("num_rows", num_rows, 1, kMaxRows));
   DFLASH_TRY(require_range("row_width", row_width, 1, kMaxRowWidth));
-  auto total = payload_bytes_of(kReplyTimingBytes, num_rows, row_width, dtype);
-  if (!total.ok()) return std::move(total).error();
-  ReplyLayout layout;
-  layout.payload_bytes = total.value();
+  const ReplyLayout layout{reply_offsets(num_rows, row_width, dtype)};
+  DFLASH_TRY(require_payload(layout.payload_bytes, num_rows, row_width, dtype));
   return layout;
 }
 

@@ -54,7 +54,7 @@ struct ExpertWorker::State {
   WorkerOptions options;
   // by (layer, shard); changes only while nothing is served
   std::map<std::pair<uint32_t, uint32_t>, std::shared_ptr<store::ResidentShard>> shards;
-  compute::ProgressCounter progress{0};
+  compute::YieldingProgress progress{0};
   Pulse pulse{progress.count()};
   std::atomic<uint64_t> stopped_generation{0};  // no session has generation 0
   uint64_t generation = 0;                      // serve thread only: of the session that is served
@@ -146,8 +146,8 @@ Status ExpertWorker::serve(std::unique_ptr<transport::Channel> channel, uint64_t
   while (!state_->is_stopped()) {
     DFLASH_TRY(state_->take_in(*channel));
     // Also while idle: a host whose request is still on a slow link must not mistake this worker
-    // for a frozen one.
-    state_->progress.fetch_add(1, std::memory_order_relaxed);
+    // for a frozen one. No body is in force here, so this only counts.
+    state_->progress.count_and_yield();
     if (state_->queued.empty()) continue;
     const Queued next = state_->queued.front();
     state_->queued.pop_front();
@@ -234,8 +234,10 @@ Status ExpertWorker::State::answer(transport::Channel& channel, const Queued& qu
   Status done = check(request);
   if (done.ok()) {
     next_move_ns = now_ns() + kMovePeriodNs;
+    // From here on every count_and_yield() of this thread, deep in the kernels' loops too, may
+    // send and receive on the data path: nobody else moves its bytes while this thread computes.
     auto move = [&] { move_bytes(channel); };
-    const compute::ProgressCounter::Task task(progress, move);
+    const compute::YieldingProgress::YieldTo yielding(progress, move);
     done = compute(request, queued_request.received_ns);
   }
   if (broken) return *std::exchange(broken, std::nullopt);
@@ -304,7 +306,7 @@ Status ExpertWorker::State::compute(const Request& request, int64_t received_ns)
   const int64_t started_cpu_ns = options.slowdown > 1.0 ? thread_cpu_ns() : 0;
   DFLASH_TRY(request.shard->forward(args, progress));
   if (options.slowdown > 1.0) emulate_slowness(thread_cpu_ns() - started_cpu_ns);
-  progress.fetch_add(1, std::memory_order_relaxed);
+  progress.count_and_yield();  // may move bytes; the reply's rows are done, its header is not
   const int64_t finished_ns = now_ns();
   compute_ns.fetch_add(finished_ns - started_ns, std::memory_order_relaxed);
   queue_ns.fetch_add(started_ns - received_ns, std::memory_order_relaxed);
@@ -346,7 +348,7 @@ void ExpertWorker::State::emulate_slowness(int64_t computed_ns) {
       static_cast<int64_t>(static_cast<double>(computed_ns) * (options.slowdown - 1.0)));
   while (!until.has_passed() && !is_stopped()) {
     sleep_ns(until.left_ns() < kSlowdownStepNs ? until.left_ns() : kSlowdownStepNs);
-    progress.fetch_add(1, std::memory_order_relaxed);
+    progress.count_and_yield();  // also moves bytes, as in a real computation
   }
 }
 

@@ -1,5 +1,5 @@
 """Errors across the control connection: one table from numeric code to Python class, shared with
-csrc/base/result.h. And what the system refuses to the control plane itself, as typed errors.
+csrc/base/error_code.h. And what the system refuses to the control plane itself, as typed errors.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -21,7 +21,7 @@ from dflash_moe.errors import (
 )
 from dflash_moe.protocol.messages import Refusal
 
-# 1..11 are the codes of csrc/base/result.h (a test compares them); 64 and up exist only on the
+# 1..11 are the codes of csrc/base/error_code.h (a test compares them); 64 and up exist only on the
 # control connection.
 INTERNAL = 8
 BUSY = 64

@@ -145,7 +145,7 @@ class DeviceStep:
         self._step.give_up()
 
     def _failure(self, report: _core.StepReport) -> DflashError:
-        """What a failed step raises. Numbers are those of ErrorCode (csrc/base/result.h)."""
+        """What a failed step raises. Numbers are those of ErrorCode (csrc/base/error_code.h)."""
         layer, token = f"layer {self._names[report.layer]}", f"token {report.detail}"
         where = f"worker {report.worker}, {layer}" if report.worker else layer
         fields: dict[str, Any] = {"worker": report.worker or None, "layer": report.layer}

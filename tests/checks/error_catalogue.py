@@ -30,15 +30,15 @@ def _code_findings(text: str, root: Path) -> list[str]:
     rows = documents.table(text, "codes")
     if rows is None:
         return [f"{DOCUMENT}: no table is marked 'codes'"]
-    header = root / "csrc/base/result.h"
+    header = root / "csrc/base/error_code.h"
     classes = classes_of_codes(header)
     expected = {name: (value, classes.get(name)) for name, value in headers.enumerators(header, "ErrorCode").items()}
     found = {row[1]: (documents.number(row[0]), row[2]) for row in rows}
-    findings = [f"{DOCUMENT}: {name} of csrc/base/result.h is missing" for name in expected if name not in found]
-    findings += [f"{DOCUMENT}: {name} is not in csrc/base/result.h" for name in found if name not in expected]
+    findings = [f"{DOCUMENT}: {name} of csrc/base/error_code.h is missing" for name in expected if name not in found]
+    findings += [f"{DOCUMENT}: {name} is not in csrc/base/error_code.h" for name in found if name not in expected]
     for name in expected.keys() & found.keys():
         if expected[name] != found[name]:
-            findings.append(f"{DOCUMENT}: {name} is {found[name]}, csrc/base/result.h says {expected[name]}")
+            findings.append(f"{DOCUMENT}: {name} is {found[name]}, csrc/base/error_code.h says {expected[name]}")
     findings += [f"{DOCUMENT}: {row[1]} has no remedy" for row in rows if len(row) < 4 or not row[3]]
     return findings
 

@@ -16,7 +16,8 @@ from pathlib import Path
 _CONSTANT = re.compile(r"^inline constexpr [\w:]+ (k\w+) = ([^;]+);", re.MULTILINE)
 _ENUM = re.compile(r"enum class (\w+) : \w+ \{(.*?)\};", re.DOTALL)
 _ENUMERATOR = re.compile(r"(k\w+)\s*=\s*(\d+)")
-_FRAME_FIELD = re.compile(r"^\s+[\w:]+ (\w+) = [^;]+;\s*// (\d+) (u\d+)\b", re.MULTILINE)
+_FRAME_OFFSETS = re.compile(r"^namespace frame_offset \{(.*?)^\}", re.DOTALL | re.MULTILINE)
+_FRAME_FIELD = re.compile(r"^inline constexpr uint32_t k(\w+) = (\d+);\s*// (u\d+)$", re.MULTILINE)
 
 
 def constants(path: Path, known: Mapping[str, int] | None = None) -> dict[str, int]:
@@ -58,5 +59,13 @@ def enumerators(path: Path, enum: str) -> dict[str, int]:
 
 
 def frame_fields(path: Path) -> dict[str, tuple[int, str]]:
-    """Field of FrameHeader -> (byte offset, type), from the comments beside the members."""
-    return {name: (int(offset), kind) for name, offset, kind in _FRAME_FIELD.findall(path.read_text(encoding="utf-8"))}
+    """Field of the frame header -> (byte offset, type), from the constants of `frame_offset` and
+    the comments beside them; the name is the constant's, in the document's spelling.
+    """
+    offsets = _FRAME_OFFSETS.search(path.read_text(encoding="utf-8"))
+    if offsets is None:
+        return {}
+    return {
+        re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower(): (int(offset), kind)
+        for name, offset, kind in _FRAME_FIELD.findall(offsets[1])
+    }

@@ -3,6 +3,7 @@
 
     base <- wire, transport, compute (strangers) <- store <- worker, client (strangers) <- bindings
     compute <- plugin <- bindings; transport, plugin <- measure (an extension of its own)
+    wire, transport/ring, compute/gpu <- device_exchange <- plugin/entry (the plug-ins, no core)
 
 And inside compute: formats <- numerics <- experts <- reference <- cpu, and experts <- gpu.
 SPDX-License-Identifier: Apache-2.0
@@ -23,9 +24,19 @@ MAY_INCLUDE: dict[str, set[str]] = {
     "store": {"base", "compute"},
     "worker": {"base", "wire", "transport", "compute", "store"},
     "client": {"base", "wire", "transport"},
+    "device_exchange": {"base", "wire", "transport", "compute"},
     "plugin": {"base", "compute"},
     "measure": {"base", "transport", "compute", "plugin"},
     "bindings": {"base", "wire", "transport", "compute", "plugin", "store", "worker", "client"},
+}
+# What one folder of a room may include beyond its room: the sources that become plug-ins bring the
+# kernels of device steps along, which nothing else of that room knows.
+FOLDER_MAY_INCLUDE: dict[str, set[str]] = {"plugin/entry": {"device_exchange"}}
+# Of these rooms only a folder: a device has rings and kernels, and neither sockets nor the
+# processor's experts.
+ONLY_FOLDERS: dict[tuple[str, str], str] = {
+    ("device_exchange", "transport"): "transport/ring/",
+    ("device_exchange", "compute"): "compute/gpu/",
 }
 # Inner walls: folder of a room -> folders of that room which it may include. "" is the room's own
 # files, which say what numerics classes are. An operator beside `experts` knows what that knows.
@@ -67,7 +78,9 @@ def _findings_of_file(path: Path, csrc: Path, root: Path) -> list[str]:
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         match = _INCLUDE.match(line)
         if match:
-            findings += _findings_of_include(f"{where}:{number}", room, match[1], match[2], csrc, is_binding=is_binding)
+            findings += _findings_of_include(
+                f"{where}:{number}", path.relative_to(csrc), match[1], match[2], csrc, is_binding=is_binding
+            )
             findings += _findings_inside(f"{where}:{number}", path.relative_to(csrc), match[2])
         elif not is_binding and _EXCEPTION.search(line.split("//")[0]):
             findings.append(f"{where}:{number}: exceptions live in bindings/ only; return a Result")
@@ -93,7 +106,8 @@ def _folder(path: Path) -> str:
     return path.parts[1] if len(path.parts) > 2 else ""
 
 
-def _findings_of_include(at: str, room: str, bracket: str, target: str, csrc: Path, *, is_binding: bool) -> list[str]:
+def _findings_of_include(at: str, source: Path, bracket: str, target: str, csrc: Path, *, is_binding: bool) -> list[str]:
+    room = source.parts[0]
     if room == "wire" and target in FORBIDDEN_IN_WIRE:
         return [f"{at}: wire never sees a file descriptor, but includes {target}"]
     if bracket == "<":
@@ -106,6 +120,8 @@ def _findings_of_include(at: str, room: str, bracket: str, target: str, csrc: Pa
             return []
         return [f'{at}: include "{target}" by its path from csrc/, as "room/file.h"']
     may = MAY_INCLUDE[room] | ({"bindings"} if is_binding else set())  # conversions and exceptions, once
-    if other != room and other not in may:
+    may |= FOLDER_MAY_INCLUDE.get(f"{room}/{_folder(source)}", set())
+    is_in_folder = target.startswith(ONLY_FOLDERS.get((room, other), ""))
+    if other != room and (other not in may or not is_in_folder):
         return [f"{at}: {room} must not include {target}; the arrows are in tests/checks/includes.py"]
     return []

@@ -10,13 +10,11 @@ from pathlib import Path
 from tests.checks import documents, headers
 
 DOCUMENT = "docs/protocol.md"
-# Written and checked by the codec, so they have no member in FrameHeader: field -> (offset, type).
-CODEC_FIELDS = {"magic": (0, "u32"), "version": (4, "u8"), "header_checksum": (60, "u32")}
 TYPE_BYTES = {"u8": 1, "u16": 2, "u32": 4, "u64": 8}
 ENUMS = {
     "Dtype": "csrc/base/dtype.h",
-    "FrameKind": "csrc/wire/frame.h",
-    "ErrorCode": "csrc/base/result.h",
+    "FrameKind": "csrc/wire/frame_layout.h",
+    "ErrorCode": "csrc/base/error_code.h",
     "Activation": "csrc/compute/experts/ffn_spec.h",
     "GateKind": "csrc/compute/experts/ffn_spec.h",
 }
@@ -40,13 +38,13 @@ def _frame_findings(text: str, root: Path) -> list[str]:
     rows = documents.table(text, "frame")
     if rows is None:
         return [f"{DOCUMENT}: no table is marked 'frame'"]
-    expected = {**headers.frame_fields(root / "csrc/wire/frame.h"), **CODEC_FIELDS}
+    expected = headers.frame_fields(root / "csrc/wire/frame_layout.h")
     found = {row[2]: (documents.number(row[0]), row[1]) for row in rows}
-    findings = _differences("frame field", expected, found, "csrc/wire/frame.h")
+    findings = _differences("frame field", expected, found, "csrc/wire/frame_layout.h")
     total = sum(TYPE_BYTES.get(kind, 0) for _, kind in expected.values())
-    header_bytes = headers.constants(root / "csrc/wire/frame.h").get("kFrameHeaderBytes")
+    header_bytes = headers.constants(root / "csrc/wire/frame_layout.h").get("kFrameHeaderBytes")
     if total != header_bytes:
-        findings.append(f"csrc/wire/frame.h: the fields' comments cover {total} bytes of a header of {header_bytes}")
+        findings.append(f"csrc/wire/frame_layout.h: the fields' comments cover {total} bytes of a header of {header_bytes}")
     return findings
 
 

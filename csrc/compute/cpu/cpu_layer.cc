@@ -105,11 +105,11 @@ CpuLayer::CpuLayer(const FfnSpec& spec, PackedExperts experts, const KernelSet& 
       panel_scratch_(pool.num_threads()) {}
 
 Status CpuLayer::load_expert(uint32_t local_expert_id, const ExpertWeights& weights,
-                             ProgressCounter& progress) {
+                             YieldingProgress& progress) {
   return experts_.load(spec_, local_expert_id, weights, progress);
 }
 
-Status CpuLayer::forward(const ForwardArgs& args, ProgressCounter& progress) {
+Status CpuLayer::forward(const ForwardArgs& args, YieldingProgress& progress) {
   DFLASH_TRY(check_batch(args, num_local_experts()));
   for (uint16_t id : args.local_expert_ids) {
     if (!experts_.is_loaded(id)) {
@@ -142,13 +142,14 @@ CpuLayer::Chunk CpuLayer::next_chunk(const ForwardArgs& args, uint32_t first_row
 }
 
 Status CpuLayer::forward_chunk(const ForwardArgs& args, const Chunk& chunk,
-                               ProgressCounter& progress) {
+                               YieldingProgress& progress) {
   groups_.build(args.row_counts.subspan(chunk.first_row, chunk.num_rows),
                 args.local_expert_ids.subspan(chunk.first_pair, chunk.num_pairs),
                 args.weights.subspan(chunk.first_pair, chunk.num_pairs), num_local_experts());
   DFLASH_TRY(place_scratch(chunk));
   widen_rows(args, chunk);
-  progress.fetch_add(1, std::memory_order_relaxed);
+  // In a worker, the serving thread may move bytes of its data path here.
+  progress.count_and_yield();
   DFLASH_TRY(run_gate_up(progress));
   encode_intermediate(chunk, progress);
   auto in_range = run_down(args, chunk, progress);
@@ -210,7 +211,7 @@ void CpuLayer::widen_rows(const ForwardArgs& args, const Chunk& chunk) {
   });
 }
 
-void CpuLayer::encode_intermediate(const Chunk& chunk, ProgressCounter& progress) {
+void CpuLayer::encode_intermediate(const Chunk& chunk, YieldingProgress& progress) {
   if (encoded_intermediate_stride_ == 0) return;
   pool_.run((chunk.num_pairs + kWidenRows - 1) / kWidenRows, [&](uint64_t task) {
     const uint32_t first = static_cast<uint32_t>(task) * kWidenRows;
@@ -219,7 +220,8 @@ void CpuLayer::encode_intermediate(const Chunk& chunk, ProgressCounter& progress
       kernels_.encode(values, spec_.intermediate_size,
                       encoded_intermediate_ + pair * encoded_intermediate_stride_);
     }
-    progress.fetch_add(1, std::memory_order_relaxed);
+    // In a worker, the serving thread may move bytes of its data path here.
+    progress.count_and_yield();
   });
 }
 
@@ -239,7 +241,7 @@ uint32_t CpuLayer::down_panels_per_task() const {
                          pool_.num_threads());
 }
 
-Status CpuLayer::run_gate_up(ProgressCounter& progress) {
+Status CpuLayer::run_gate_up(YieldingProgress& progress) {
   const uint32_t num_panels = experts_.num_intermediate_panels();
   const uint32_t per_task = gate_up_panels_per_task();
   const uint32_t tasks_per_expert = (num_panels + per_task - 1) / per_task;
@@ -275,14 +277,15 @@ Status CpuLayer::run_gate_up(ProgressCounter& progress) {
       tile.num_rows = range.size;
       tile.intermediate = outputs;
       kernels_.gate_up(tile);
-      progress.fetch_add(1, std::memory_order_relaxed);
+      // In a worker, the serving thread may move bytes of its data path here.
+      progress.count_and_yield();
     }
   });
   return failed.take();
 }
 
 Result<bool> CpuLayer::run_down(const ForwardArgs& args, const Chunk& chunk,
-                                ProgressCounter& progress) {
+                                YieldingProgress& progress) {
   const uint32_t num_panels = experts_.num_out_panels();
   const uint32_t per_task = down_panels_per_task();
   std::atomic<bool> in_range{true};  // relaxed: read after the run, which synchronises
@@ -316,12 +319,14 @@ Result<bool> CpuLayer::run_down(const ForwardArgs& args, const Chunk& chunk,
         tile.weights = groups_.weights().data() + first_pair;
         tile.sums = tile_sums;
         kernels_.down(tile);
-        progress.fetch_add(1, std::memory_order_relaxed);
+        // In a worker, the serving thread may move bytes of its data path here.
+        progress.count_and_yield();
       }
     }
     if (!finish_columns(args, chunk, first_panel, task_panels))
       in_range.store(false, std::memory_order_relaxed);
-    progress.fetch_add(1, std::memory_order_relaxed);
+    // In a worker, the serving thread may move bytes of its data path here.
+    progress.count_and_yield();
   });
   DFLASH_TRY(failed.take());
   return in_range.load(std::memory_order_relaxed);

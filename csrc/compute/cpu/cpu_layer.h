@@ -21,11 +21,11 @@ class CpuLayer final : public ExpertLayer {
   uint32_t num_local_experts() const override { return experts_.num_local_experts(); }
   uint64_t resident_bytes() const override { return experts_.resident_bytes(); }
   Status load_expert(uint32_t local_expert_id, const ExpertWeights& weights,
-                     ProgressCounter& progress) override;
+                     YieldingProgress& progress) override;
   std::optional<uint64_t> content_checksum(uint32_t local_expert_id) const override {
     return experts_.content_checksum(local_expert_id);
   }
-  Status forward(const ForwardArgs& args, ProgressCounter& progress) override;
+  Status forward(const ForwardArgs& args, YieldingProgress& progress) override;
 
  private:
   // A run of rows whose intermediate values fit the scratch bound.
@@ -37,13 +37,13 @@ class CpuLayer final : public ExpertLayer {
   };
 
   Chunk next_chunk(const ForwardArgs& args, uint32_t first_row, uint32_t first_pair) const;
-  Status forward_chunk(const ForwardArgs& args, const Chunk& chunk, ProgressCounter& progress);
+  Status forward_chunk(const ForwardArgs& args, const Chunk& chunk, YieldingProgress& progress);
   Status place_scratch(const Chunk& chunk);
   void widen_rows(const ForwardArgs& args, const Chunk& chunk);
-  Status run_gate_up(ProgressCounter& progress);
-  void encode_intermediate(const Chunk& chunk, ProgressCounter& progress);
+  Status run_gate_up(YieldingProgress& progress);
+  void encode_intermediate(const Chunk& chunk, YieldingProgress& progress);
   // True if every value fits the reply dtype.
-  Result<bool> run_down(const ForwardArgs& args, const Chunk& chunk, ProgressCounter& progress);
+  Result<bool> run_down(const ForwardArgs& args, const Chunk& chunk, YieldingProgress& progress);
   bool finish_columns(const ForwardArgs& args, const Chunk& chunk, uint32_t first_panel,
                       uint32_t num_panels);
   Error first_range_error(const ForwardArgs& args, const Chunk& chunk) const;

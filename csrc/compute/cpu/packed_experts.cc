@@ -82,7 +82,7 @@ std::vector<float> PackedExperts::pack_gate_up_bias(const ExpertWeights& weights
 }
 
 Status PackedExperts::load(const FfnSpec& spec, uint32_t local_expert_id,
-                           const ExpertWeights& weights, ProgressCounter& progress) {
+                           const ExpertWeights& weights, YieldingProgress& progress) {
   DFLASH_TRY(check_expert(spec, num_local_experts(), local_expert_id, weights));
   DFLASH_TRY(check_resident("gate", weights.gate, formats_.gate_up));
   DFLASH_TRY(check_resident("up", weights.up, formats_.gate_up));
@@ -108,7 +108,7 @@ Status PackedExperts::load(const FfnSpec& spec, uint32_t local_expert_id,
 }
 
 Status PackedExperts::pack_expert(uint32_t local_expert_id, const ExpertWeights& weights,
-                                  ProgressCounter& progress) {
+                                  YieldingProgress& progress) {
   std::byte* gate_up = panels_.data() + local_expert_id * expert_bytes_;
   std::byte* up = gate_up + (num_matrices_ - 1) * gate_up_panel_bytes_;
   const size_t step = gate_up_panel_bytes_ * num_matrices_;

@@ -34,7 +34,7 @@ class PackedExperts {
   // Different experts may load from different threads. Errors as ExpertLayer::load_expert;
   // kUnsupported where the resident format cannot hold the source exactly.
   Status load(const FfnSpec& spec, uint32_t local_expert_id, const ExpertWeights& weights,
-              ProgressCounter& progress);
+              YieldingProgress& progress);
 
   // As ExpertLayer's.
   std::optional<uint64_t> content_checksum(uint32_t local_expert_id) const;
@@ -74,7 +74,7 @@ class PackedExperts {
 
   void set_sizes(const FfnSpec& spec, ResidentFormats formats, uint32_t panel_width);
   Status pack_expert(uint32_t local_expert_id, const ExpertWeights& weights,
-                     ProgressCounter& progress);
+                     YieldingProgress& progress);
   std::vector<float> pack_gate_up_bias(const ExpertWeights& weights) const;
 
   ResidentFormats formats_;

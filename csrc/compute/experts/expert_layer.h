@@ -13,7 +13,7 @@
 #include "base/result.h"
 #include "compute/experts/ffn_spec.h"
 #include "compute/formats/matrix_view.h"
-#include "compute/progress.h"
+#include "compute/yielding_progress.h"
 
 namespace dflash::compute {
 
@@ -46,14 +46,14 @@ class ExpertLayer {
   // Packs one expert's weights. Shapes must match the spec. Different experts may load from
   // different threads.
   virtual Status load_expert(uint32_t local_expert_id, const ExpertWeights& weights,
-                             ProgressCounter& progress) = 0;
+                             YieldingProgress& progress) = 0;
   // What the source bytes of a loaded expert add up to (experts/content_checksum.h), taken while
   // they were packed. Nothing where the layer has not read them all (weights that stay in the
   // mapped checkpoint: a ContentReader reads those), or for an expert that is not loaded.
   virtual std::optional<uint64_t> content_checksum(uint32_t local_expert_id) const = 0;
   // Computes the batch. One call at a time per layer. Errors: kRange "row R, column C: value ...
   // exceeds f16" (first in row order), kInvalidArgument on an expert that was not loaded.
-  virtual Status forward(const ForwardArgs& args, ProgressCounter& progress) = 0;
+  virtual Status forward(const ForwardArgs& args, YieldingProgress& progress) = 0;
   // Time that a device of its own computed in all forwards so far, copies aside; 0 where the
   // caller's threads compute.
   virtual int64_t device_ns() const { return 0; }

@@ -33,7 +33,7 @@ Result<std::byte*> GpuDevice::allocate(uint64_t num_bytes) {
   Turn turn(*this);
   auto memory = runtime_->allocate(num_bytes);
   if (!memory.ok()) return named(std::move(memory).error());
-  ProgressCounter unseen{0};
+  YieldingProgress unseen{0};
   Status status = runtime_->fill(memory.value(), 0, num_bytes);
   if (status.ok()) status = drain(unseen);
   if (status.ok()) return memory;
@@ -53,7 +53,7 @@ Result<uint64_t> GpuDevice::free_bytes() {
 }
 
 Status GpuDevice::store(std::byte* device, const std::byte* host, uint64_t num_bytes,
-                        ProgressCounter& progress) {
+                        YieldingProgress& progress) {
   Turn turn(*this);
   for (uint64_t done = 0; done < num_bytes;) {
     const uint64_t size = std::min(kStoreBytes, num_bytes - done);
@@ -94,7 +94,7 @@ Result<std::byte*> GpuDevice::grow_scratch(uint64_t num_bytes) {
   return scratch_;
 }
 
-Status GpuDevice::drain(ProgressCounter& progress) {
+Status GpuDevice::drain(YieldingProgress& progress) {
   if (is_hung_)
     return Error{ErrorCode::kWorkerFailed,
                  name() + " did not answer within its limit before; restart the worker"};
@@ -102,7 +102,8 @@ Status GpuDevice::drain(ProgressCounter& progress) {
   while (true) {
     auto is_done = runtime_->wait(std::min<std::chrono::nanoseconds>(kProgressEvery, wait_limit_));
     if (!is_done.ok()) return named(std::move(is_done).error());
-    progress.fetch_add(1, std::memory_order_relaxed);
+    // In a worker, the serving thread may move bytes of its data path here.
+    progress.count_and_yield();
     if (is_done.value()) return ok();
     if (std::chrono::steady_clock::now() < deadline) continue;
     is_hung_ = true;

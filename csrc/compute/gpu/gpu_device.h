@@ -7,7 +7,7 @@
 #include <mutex>
 
 #include "compute/gpu/device_runtime.h"
-#include "compute/progress.h"
+#include "compute/yielding_progress.h"
 
 namespace dflash::compute::gpu {
 
@@ -34,7 +34,7 @@ class GpuDevice {
   Result<uint64_t> free_bytes();
   // Copies through the staging buffer and waits. Any thread.
   Status store(std::byte* device, const std::byte* host, uint64_t num_bytes,
-               ProgressCounter& progress);
+               YieldingProgress& progress);
 
   // A turn on the device: others wait until it is destroyed.
   class Turn {
@@ -47,7 +47,7 @@ class GpuDevice {
     Result<std::byte*> scratch(uint64_t num_bytes) { return device_.grow_scratch(num_bytes); }
     // Until everything queued is done; bumps `progress` every few milliseconds. Errors: kTimeout
     // after the limit, and the device's.
-    Status drain(ProgressCounter& progress) { return device_.drain(progress); }
+    Status drain(YieldingProgress& progress) { return device_.drain(progress); }
 
    private:
     GpuDevice& device_;
@@ -57,7 +57,7 @@ class GpuDevice {
  private:
   Result<std::byte*> grow_staging(uint64_t num_bytes);
   Result<std::byte*> grow_scratch(uint64_t num_bytes);
-  Status drain(ProgressCounter& progress);
+  Status drain(YieldingProgress& progress);
   Error named(Error error) const { return std::move(error).with(name()); }
 
   std::unique_ptr<DeviceRuntime> runtime_;

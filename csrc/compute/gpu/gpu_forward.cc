@@ -144,7 +144,7 @@ struct GpuLayer::Scratch {
   }
 };
 
-Status GpuLayer::forward(const ForwardArgs& args, ProgressCounter& progress) {
+Status GpuLayer::forward(const ForwardArgs& args, YieldingProgress& progress) {
   DFLASH_TRY(check_batch(args, num_local_experts_));
   for (uint16_t id : args.local_expert_ids) {
     if (is_loaded_[id] == 0) {
@@ -236,7 +236,7 @@ GpuLayer::Scratch GpuLayer::place_scratch(const Chunk& chunk, const ForwardArgs&
 }
 
 Status GpuLayer::forward_chunk(const ForwardArgs& args, const Chunk& chunk,
-                               ProgressCounter& progress) {
+                               YieldingProgress& progress) {
   GpuDevice::Turn turn(*device_);
   Scratch scratch = place_scratch(chunk, args);
   auto device = turn.scratch(scratch.num_bytes);
@@ -446,7 +446,7 @@ CombineParams GpuLayer::combine_params(const Chunk& chunk, const Scratch& scratc
 // The value itself was rounded away: the sums once more, in float32.
 Status GpuLayer::range_failure(const ForwardArgs& args, const Chunk& chunk, const Scratch& scratch,
                                std::byte* device, uint64_t index, GpuDevice::Turn& turn,
-                               ProgressCounter& progress) const {
+                               YieldingProgress& progress) const {
   const uint32_t blocks = divide_up(uint64_t{chunk.num_rows} * spec_.out_size, kElementThreads);
   const CombineParams params = combine_params(chunk, scratch, device, Dtype::kF32);
   auto host = turn.staging(sizeof(float));

@@ -116,7 +116,7 @@ uint64_t GpuLayer::resident_bytes() const {
 }
 
 Status GpuLayer::load_expert(uint32_t local_expert_id, const ExpertWeights& weights,
-                             ProgressCounter& progress) {
+                             YieldingProgress& progress) {
   DFLASH_TRY(check_expert(spec_, num_local_experts_, local_expert_id, weights));
   DFLASH_TRY(check_resident("gate", weights.gate, formats_.gate_up));
   DFLASH_TRY(check_resident("up", weights.up, formats_.gate_up));
@@ -149,7 +149,7 @@ std::optional<uint64_t> GpuLayer::content_checksum(uint32_t local_expert_id) con
 }
 
 Status GpuLayer::load_matrix(const char* name, const MatrixView& matrix, WeightFormat resident,
-                             std::byte* device, MatrixChecksum& sum, ProgressCounter& progress) {
+                             std::byte* device, MatrixChecksum& sum, YieldingProgress& progress) {
   const uint64_t step = panel_bytes(resident, matrix.inputs);
   const uint32_t panels = num_panels(matrix.outputs);
   const auto per_copy = static_cast<uint32_t>(std::clamp<uint64_t>(kLoadBytes / step, 1, panels));
@@ -162,14 +162,15 @@ Status GpuLayer::load_matrix(const char* name, const MatrixView& matrix, WeightF
       DFLASH_TRY(check_values(name, matrix, resident, output, outputs));
       sum.add(matrix, 0, output, outputs);
       pack_panel(matrix, resident, first + i, packed.data() + i * step);
-      progress.fetch_add(1, std::memory_order_relaxed);
+      // In a worker, the serving thread may move bytes of its data path here.
+      progress.count_and_yield();
     }
     DFLASH_TRY(device_->store(device + first * step, packed.data(), count * step, progress));
   }
   return ok();
 }
 
-Status GpuLayer::load_bias(const VectorView& bias, std::byte* device, ProgressCounter& progress) {
+Status GpuLayer::load_bias(const VectorView& bias, std::byte* device, YieldingProgress& progress) {
   const std::vector<float> wide = widen_vector(bias, num_panels(bias.count) * kPanelWidth);
   return device_->store(device, reinterpret_cast<const std::byte*>(wide.data()),
                         wide.size() * sizeof(float), progress);

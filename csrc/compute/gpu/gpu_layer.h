@@ -44,11 +44,11 @@ class GpuLayer final : public ExpertLayer {
   uint32_t num_local_experts() const override { return num_local_experts_; }
   uint64_t resident_bytes() const override;  // of the device's memory
   Status load_expert(uint32_t local_expert_id, const ExpertWeights& weights,
-                     ProgressCounter& progress) override;
+                     YieldingProgress& progress) override;
   std::optional<uint64_t> content_checksum(uint32_t local_expert_id) const override;
   // Errors beyond ExpertLayer's: kWorkerFailed and kTimeout naming the device, kOutOfMemory for
   // scratch.
-  Status forward(const ForwardArgs& args, ProgressCounter& progress) override;
+  Status forward(const ForwardArgs& args, YieldingProgress& progress) override;
   int64_t device_ns() const override { return device_ns_; }
 
  private:
@@ -59,11 +59,11 @@ class GpuLayer final : public ExpertLayer {
            ResidentFormats formats, NumericsClass numerics, std::byte* experts);
 
   Status load_matrix(const char* name, const MatrixView& matrix, WeightFormat resident,
-                     std::byte* device, MatrixChecksum& sum, ProgressCounter& progress);
-  Status load_bias(const VectorView& bias, std::byte* device, ProgressCounter& progress);
+                     std::byte* device, MatrixChecksum& sum, YieldingProgress& progress);
+  Status load_bias(const VectorView& bias, std::byte* device, YieldingProgress& progress);
   Chunk next_chunk(const ForwardArgs& args, uint32_t first_row, uint32_t first_pair) const;
   Scratch place_scratch(const Chunk& chunk, const ForwardArgs& args) const;
-  Status forward_chunk(const ForwardArgs& args, const Chunk& chunk, ProgressCounter& progress);
+  Status forward_chunk(const ForwardArgs& args, const Chunk& chunk, YieldingProgress& progress);
   void list_pairs(const ForwardArgs& args, const Chunk& chunk, Scratch& scratch,
                   std::byte* host) const;
   Status queue_inputs(const ForwardArgs& args, const Chunk& chunk, const Scratch& scratch,
@@ -80,7 +80,7 @@ class GpuLayer final : public ExpertLayer {
                                Dtype dtype) const;
   Status range_failure(const ForwardArgs& args, const Chunk& chunk, const Scratch& scratch,
                        std::byte* device, uint64_t index, GpuDevice::Turn& turn,
-                       ProgressCounter& progress) const;
+                       YieldingProgress& progress) const;
 
   const std::shared_ptr<GpuDevice> device_;
   const FfnSpec spec_;

@@ -2,7 +2,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "compute/gpu/kernel_table.h"
 
-#include "compute/gpu/host_params.h"
 #include "compute/gpu/kernel_entries.h"
 #include "compute/gpu/kernel_params.h"
 

@@ -20,10 +20,7 @@
   X(count_pairs) \
   X(list_pairs) \
   X(order_rows) \
-  X(combine) \
-  X(pack_requests) \
-  X(await_replies) \
-  X(combine_replies)
+  X(combine)
 // clang-format on
 
 // X(stem) of kernels that exist per weight format.

@@ -133,7 +133,7 @@ class ReferenceLayer final : public ExpertLayer {
   }
 
   Status load_expert(uint32_t local_expert_id, const ExpertWeights& weights,
-                     ProgressCounter& progress) override {
+                     YieldingProgress& progress) override {
     DFLASH_TRY(check_expert(spec_, num_local_experts(), local_expert_id, weights));
     Expert& expert = experts_[local_expert_id];
     const CanonicalFloatMode mode;
@@ -155,7 +155,8 @@ class ReferenceLayer final : public ExpertLayer {
       auto matrix = widen_matrix(source.name, source.view, source.resident, facts_);
       if (!matrix.ok()) return std::move(matrix).error();
       source.matrix = std::move(matrix).value();
-      progress.fetch_add(1, std::memory_order_relaxed);
+      // In a worker, the serving thread may move bytes of its data path here.
+      progress.count_and_yield();
     }
     expert.gate_bias = widen_vector(weights.gate_bias, spec_.intermediate_size);
     expert.up_bias = widen_vector(weights.up_bias, spec_.intermediate_size);
@@ -170,7 +171,7 @@ class ReferenceLayer final : public ExpertLayer {
     return expert.is_loaded ? std::optional(expert.checksum) : std::nullopt;
   }
 
-  Status forward(const ForwardArgs& args, ProgressCounter& progress) override {
+  Status forward(const ForwardArgs& args, YieldingProgress& progress) override {
     DFLASH_TRY(check_batch(args, num_local_experts()));
     for (uint16_t id : args.local_expert_ids) {
       if (!experts_[id].is_loaded) {
@@ -208,7 +209,7 @@ class ReferenceLayer final : public ExpertLayer {
 
   // y = fma(w, d, y) over the row's pairs: experts ascending, duplicates in the order given.
   std::vector<float> routed_sum(const ForwardArgs& args, size_t first_pair, size_t num_pairs,
-                                const Row& row, ProgressCounter& progress) const {
+                                const Row& row, YieldingProgress& progress) const {
     std::vector<size_t> pairs(num_pairs);
     for (size_t i = 0; i < num_pairs; ++i) pairs[i] = first_pair + i;
     std::stable_sort(pairs.begin(), pairs.end(), [&](size_t a, size_t b) {
@@ -224,12 +225,14 @@ class ReferenceLayer final : public ExpertLayer {
         hidden[i] = gate<ScalarVector>(spec_, g, project(expert.up, i, row, expert.up_bias));
       }
       const Row inputs = encode(facts_, std::move(hidden));
-      progress.fetch_add(1, std::memory_order_relaxed);
+      // In a worker, the serving thread may move bytes of its data path here.
+      progress.count_and_yield();
       for (size_t o = 0; o < sum.size(); ++o) {
         sum[o] = std::fmaf(args.weights[pair], project(expert.down, o, inputs, expert.down_bias),
                            sum[o]);
       }
-      progress.fetch_add(1, std::memory_order_relaxed);
+      // In a worker, the serving thread may move bytes of its data path here.
+      progress.count_and_yield();
     }
     for (float& value : sum) {
       // 0x7fc00000, whatever payload an fma kept

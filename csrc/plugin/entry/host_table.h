@@ -2,6 +2,7 @@
 // device_table.h asks for,
 //
 //   static constexpr int32_t kDlpackType;
+//   // With the kernels of kExchangeKernels.
 //   static Result<std::unique_ptr<compute::gpu::DeviceRuntime>> open_for_host(uint32_t device,
 //   const OpenOptions& options);
 //
@@ -13,7 +14,7 @@
 #include <utility>
 #include <vector>
 
-#include "compute/gpu/gpu_step.h"
+#include "device_exchange/gpu_steps.h"
 #include "plugin/abi_records.h"
 #include "plugin/answered.h"
 #include "plugin/device.h"
@@ -24,7 +25,7 @@ struct dflash_host {
   dflash_host(std::unique_ptr<dflash::compute::gpu::DeviceRuntime> runtime, int32_t type)
       : device(std::move(runtime)), dlpack_type(type) {}
   dflash::compute::gpu::GpuHost device;
-  dflash::compute::gpu::GpuSteps steps{device};
+  dflash::device_exchange::GpuSteps steps{device};
   const int32_t dlpack_type;
 };
 
@@ -94,15 +95,15 @@ inline Result<Dtype> dtype_of(uint32_t value) {
                "host table: dtype " + std::to_string(value) + " is unknown"};
 }
 
-static_assert(sizeof(dflash_step_shard) == sizeof(compute::gpu::StepShard) &&
-              sizeof(dflash_step_lane) == sizeof(compute::gpu::StepLane));
+static_assert(sizeof(dflash_step_shard) == sizeof(device_exchange::StepShard) &&
+              sizeof(dflash_step_lane) == sizeof(device_exchange::StepLane));
 
 inline int32_t step_layer(dflash_host* host, const dflash_step_layer* given, dflash_error* error) {
   return answered(error, [&]() -> Status {
     const dflash_step_layer layer = read_record(given);
     if (host == nullptr || layer.shards == nullptr || layer.experts == nullptr)
       return missing("host table: host, shards or experts");
-    std::vector<compute::gpu::StepShard> shards;
+    std::vector<device_exchange::StepShard> shards;
     for (uint32_t i = 0; i < layer.num_shards; ++i) {
       const dflash_step_shard& shard = layer.shards[i];
       shards.push_back({shard.weights_fingerprint, shard.shard, shard.lane, shard.slot, 0});
@@ -117,7 +118,7 @@ inline int32_t step_begin(dflash_host* host, const dflash_step* given, dflash_er
   return answered(error, [&]() -> Status {
     const dflash_step step = read_record(given);
     if (host == nullptr || step.lanes == nullptr) return missing("host table: host or lanes");
-    std::vector<compute::gpu::StepLane> lanes;
+    std::vector<device_exchange::StepLane> lanes;
     for (uint32_t i = 0; i < step.num_lanes; ++i) {
       const dflash_step_lane& lane = step.lanes[i];
       lanes.push_back({static_cast<unsigned char*>(lane.requests),
@@ -128,14 +129,14 @@ inline int32_t step_begin(dflash_host* host, const dflash_step* given, dflash_er
     auto request = dtype_of(step.request_dtype), reply = dtype_of(step.reply_dtype);
     if (!request.ok()) return std::move(request).error();
     if (!reply.ok()) return std::move(reply).error();
-    compute::gpu::StepPlan plan{lanes,
-                                step.request_bytes,
-                                step.reply_bytes,
-                                step.first_call,
-                                request.value(),
-                                reply.value(),
-                                std::chrono::nanoseconds(step.budget_ns),
-                                std::nullopt};
+    device_exchange::StepPlan plan{lanes,
+                                   step.request_bytes,
+                                   step.reply_bytes,
+                                   step.first_call,
+                                   request.value(),
+                                   reply.value(),
+                                   std::chrono::nanoseconds(step.budget_ns),
+                                   std::nullopt};
     if (step.has_stream != 0) plan.stream = step.stream;
     return host->steps.begin(plan);
   });
@@ -166,9 +167,9 @@ inline int32_t step_wait(dflash_host* host, int64_t timeout_ns, uint32_t* is_don
   });
 }
 
-inline void fill_messages(const compute::gpu::StepOutcome& ended, dflash_step_outcome& outcome) {
+inline void fill_messages(const device_exchange::StepOutcome& ended, dflash_step_outcome& outcome) {
   outcome.num_messages = 0;
-  for (const compute::gpu::StepRecord& record : ended.records) {
+  for (const device_exchange::StepRecord& record : ended.records) {
     if (record.message.num_rows == 0 || outcome.num_messages == outcome.max_messages) continue;
     outcome.messages[outcome.num_messages++] = {record.call_index,
                                                 record.layer,
@@ -194,8 +195,8 @@ inline int32_t step_end(dflash_host* host, dflash_step_outcome* given, dflash_er
       outcome.lanes[i].tail = ended.value().lanes[i].tail;
     }
     fill_messages(ended.value(), outcome);
-    outcome.code = static_cast<int32_t>(ended.value().error >> 56);
-    outcome.detail = static_cast<uint32_t>(ended.value().error & 0xffffffu);
+    outcome.code = static_cast<int32_t>(device_exchange::step_error_code(ended.value().error));
+    outcome.detail = device_exchange::step_error_detail(ended.value().error);
     outcome.layer = ended.value().layer;
     outcome.lane = ended.value().lane;
     outcome.slot = ended.value().slot;

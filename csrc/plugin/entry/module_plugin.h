@@ -3,6 +3,7 @@
 #pragma once
 
 #include "compute/gpu/module/module_runtime.h"
+#include "device_exchange/exchange_kernels.h"
 #include "plugin/device_table.h"
 #include "plugin/entry/gpu_plugin.h"
 #include "plugin/entry/host_table.h"
@@ -28,8 +29,8 @@ struct ModuleDriver {
     return listed;
   }
 
-  static Result<std::unique_ptr<Device>> open(uint32_t device, const OpenOptions& options) {
-    auto runtime = open_for_host(device, options);
+  static Result<std::unique_ptr<Device>> open(uint32_t device, const OpenOptions&) {
+    auto runtime = open_runtime(device, compute::gpu::expert_kernels());
     if (!runtime.ok()) return std::move(runtime).error();
     return std::unique_ptr<Device>(
         std::make_unique<GpuPluginDevice>(std::move(runtime).value(), true));
@@ -38,9 +39,16 @@ struct ModuleDriver {
   static constexpr int32_t kDlpackType = Vendor::kDlpackType;
   static Result<std::unique_ptr<compute::gpu::DeviceRuntime>> open_for_host(uint32_t device,
                                                                             const OpenOptions&) {
+    return open_runtime(device, device_exchange::kExchangeKernels);
+  }
+
+ private:
+  // `kernels`: those of the plug-in's image that this device will launch.
+  static Result<std::unique_ptr<compute::gpu::DeviceRuntime>> open_runtime(
+      uint32_t device, compute::gpu::KernelTable kernels) {
     auto driver = Vendor::open();
     if (!driver.ok()) return std::move(driver).error();
-    return compute::gpu::make_module_runtime(std::move(driver).value(), device);
+    return compute::gpu::make_module_runtime(std::move(driver).value(), device, kernels);
   }
 };
 

@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include "compute/gpu/sim/sim_runtime.h"
+#include "device_exchange/sim/exchange_module.h"
 #include "plugin/device_table.h"
 #include "plugin/entry/gpu_plugin.h"
 #include "plugin/entry/host_table.h"
@@ -52,7 +53,8 @@ struct SimDriver {
         compute::gpu::make_simulated_runtime(SimulatedDevice{.vendor = vendor,
                                                              .memory_bytes = machine_bytes(),
                                                              .seed = options.seed,
-                                                             .has_foreign_memory = true});
+                                                             .has_foreign_memory = true},
+                                             device_exchange::exchange_module());
     if (!runtime.ok()) return std::move(runtime).error();
     return std::unique_ptr<compute::gpu::DeviceRuntime>(std::move(runtime).value());
   }

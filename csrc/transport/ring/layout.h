@@ -1,25 +1,18 @@
 // Where everything lies in the memory one side writes and the other only reads: header line,
 // producer line, sleeping line, entry table, slots. Every shared word has one writer and lies in
-// that writer's memory; lines are 128 bytes apart because processors prefetch lines in pairs.
+// that writer's memory. The words themselves are in ring_words.h.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
 #include <cstdint>
 
 #include "transport/channel.h"
+#include "transport/ring/ring_words.h"
 
 namespace dflash::transport {
 
 inline constexpr uint32_t kSegmentMagic = 0x47534644;  // "DFSG", little-endian
 inline constexpr uint32_t kSegmentVersion = 1;
-inline constexpr uint64_t kLineBytes = 128;
-// u32: twice the number of messages published, plus 1 once closed
-inline constexpr uint64_t kHeadOffset = 1 * kLineBytes;
-// u32: SleepState of this memory's writer
-inline constexpr uint64_t kSleepingOffset = 2 * kLineBytes;
-// entries, indexed by message number modulo their power-of-two count
-inline constexpr uint64_t kEntriesOffset = 3 * kLineBytes;
-inline constexpr uint64_t kEntryBytes = 16;  // slot u32, zero u32, bytes u64
 
 enum class SleepState : uint32_t { kAwake = 0, kFutex = 1, kPoll = 2 };
 

@@ -22,10 +22,6 @@
 namespace dflash::transport {
 namespace {
 
-// of the head word; a close therefore also changes the word the peer sleeps on
-constexpr uint32_t kClosedBit = 1;
-constexpr uint32_t kOneMessage = 2;
-
 template <class T>
 std::atomic_ref<T> shared_word(std::byte* base, uint64_t offset) {
   return std::atomic_ref<T>(*reinterpret_cast<T*>(base + offset));
@@ -85,8 +81,10 @@ class RingChannel final : public Channel {
       return peer_closed();
     const uint64_t entry = kEntriesOffset + ((head_ / kOneMessage) & out_.entry_mask) * kEntryBytes;
     // Relaxed: the store of the head publishes entry and slot.
-    shared_word<uint32_t>(ends_.own, entry).store(slot, std::memory_order_relaxed);
-    shared_word<uint64_t>(ends_.own, entry + 8).store(bytes, std::memory_order_relaxed);
+    shared_word<uint32_t>(ends_.own, entry + kEntrySlotOffset)
+        .store(slot, std::memory_order_relaxed);
+    shared_word<uint64_t>(ends_.own, entry + kEntryLengthOffset)
+        .store(bytes, std::memory_order_relaxed);
     head_ += kOneMessage;
     publish_head(head_);
     return ok();
@@ -131,8 +129,10 @@ class RingChannel final : public Channel {
     if (ahead > ends_.geometry.num_slots)
       return break_with("head", ahead, ends_.geometry.num_slots);
     const uint64_t entry = kEntriesOffset + ((tail_ / kOneMessage) & in_.entry_mask) * kEntryBytes;
-    const uint32_t slot = load_shared<uint32_t>(ends_.peer, entry, std::memory_order_relaxed);
-    const uint64_t bytes = load_shared<uint64_t>(ends_.peer, entry + 8, std::memory_order_relaxed);
+    const uint32_t slot =
+        load_shared<uint32_t>(ends_.peer, entry + kEntrySlotOffset, std::memory_order_relaxed);
+    const uint64_t bytes =
+        load_shared<uint64_t>(ends_.peer, entry + kEntryLengthOffset, std::memory_order_relaxed);
     if (slot >= ends_.geometry.num_slots)
       return break_with("slot", slot, ends_.geometry.num_slots - 1);
     if (bytes > in_.slot_bytes) return break_with("length", bytes, in_.slot_bytes);

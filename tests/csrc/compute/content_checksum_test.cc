@@ -35,7 +35,7 @@ uint64_t packed(Isa isa, const FfnSpec& spec, ResidentFormats formats,
                 const ExpertWeights& weights) {
   const auto backend = CpuBackend::create(isa, 1).value();
   const auto layer = backend->create_layer(spec, 1, formats).value();
-  ProgressCounter progress{0};
+  YieldingProgress progress{0};
   CHECK_FALSE(layer->content_checksum(0).has_value());
   const Status loaded = layer->load_expert(0, weights, progress);
   REQUIRE_MESSAGE(loaded.ok(), (loaded.ok() ? "" : loaded.error().message));
@@ -211,7 +211,7 @@ TEST_CASE(
     "an expert that stays in the mapped checkpoint is unchecked, and one that failed to load") {
   const toy::StoredExperts experts(toy::spec_of(64, 64, 64), 1, WeightFormat::kBF16,
                                    WeightFormat::kBF16, 1);
-  ProgressCounter progress{0};
+  YieldingProgress progress{0};
   const auto mapped = CpuBackend::create(best_isa(), 1, {}, WeightsLayout::kMapped).value();
   const auto layer = mapped->create_layer(toy::spec_of(64, 64, 64), 1, WeightFormat::kBF16).value();
   REQUIRE(layer->load_expert(0, experts.weights(0), progress).ok());

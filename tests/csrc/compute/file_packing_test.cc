@@ -36,7 +36,7 @@ TEST_CASE("experts read from a file in parts compute what experts in memory do, 
     const auto from_memory = backend->create_layer(spec(), 1, resident).value();
     const auto from_file = backend->create_layer(spec(), 1, resident).value();
     const toy::MemoryFile file;
-    ProgressCounter progress{0};
+    YieldingProgress progress{0};
     REQUIRE(from_memory->load_expert(0, experts.weights(0), progress).ok());
     REQUIRE(from_file->load_expert(0, toy::in_file(experts.weights(0), file), progress).ok());
     CHECK_MESSAGE(file.num_copies() >= 3, format_name(resident));
@@ -50,7 +50,7 @@ TEST_CASE("a file that ends while an expert is read from it leaves the expert un
   const auto layer = backend->create_layer(spec(), 1, WeightFormat::kBF16).value();
   const toy::StoredExperts experts(spec(), 1, WeightFormat::kBF16, WeightFormat::kBF16, 1);
   const toy::MemoryFile file(4);
-  ProgressCounter progress{0};
+  YieldingProgress progress{0};
   const Status loaded = layer->load_expert(0, toy::in_file(experts.weights(0), file), progress);
   REQUIRE_FALSE(loaded.ok());
   CHECK(loaded.error().code == ErrorCode::kCheckpoint);
@@ -64,7 +64,7 @@ TEST_CASE("a damaged scale behind the first part is named by its place in the wh
   toy::StoredExperts experts(spec(), 1, WeightFormat::kQ8_0, WeightFormat::kQ8_0, 1);
   experts.damage_down(1000);
   const toy::MemoryFile file;
-  ProgressCounter progress{0};
+  YieldingProgress progress{0};
   const Status loaded = layer->load_expert(0, toy::in_file(experts.weights(0), file), progress);
   REQUIRE_FALSE(loaded.ok());
   CHECK_MESSAGE(loaded.error().message.find("output 1000,") != std::string::npos,

@@ -144,7 +144,7 @@ TEST_CASE("integers made at load are the nearest ones and zeros stay zeros") {
 
 TEST_CASE("NaN or infinity among scales, or among floats to be quantised, names the tensor") {
   const FfnSpec spec = spec_of(256, 256, 32);
-  ProgressCounter progress{0};
+  YieldingProgress progress{0};
   for (WeightFormat format : quantized_formats()) {
     StoredExperts experts(spec, 1, source_of(format), source_of(format), 5);
     experts.damage_down(17);
@@ -164,7 +164,7 @@ TEST_CASE(
     "a format that cannot hold the source, a width it cannot cut and scales that are missing are "
     "refused") {
   const auto backend = CpuBackend::create(Isa::kScalar, 1).value();
-  ProgressCounter progress{0};
+  YieldingProgress progress{0};
   const auto error_of = [&](const FfnSpec& spec, WeightFormat resident,
                             const ExpertWeights& weights) {
     const auto layer = backend->create_layer(spec, 1, resident).value();

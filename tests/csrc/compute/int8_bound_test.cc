@@ -100,7 +100,7 @@ TEST_CASE(
     weights.gate = {};
     const auto backend = CpuBackend::create(best_isa(), 1).value();
     const auto layer = backend->create_layer(spec, 1, resident, NumericsClass::kInt8Groups).value();
-    ProgressCounter progress{0};
+    YieldingProgress progress{0};
     REQUIRE(layer->load_expert(0, weights, progress).ok());
     Batch batch = Batch::random(spec, 1, kRows, 0, seed);
     // outliers: steps that differ from group to group

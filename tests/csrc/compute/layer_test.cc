@@ -87,7 +87,7 @@ TEST_CASE("transposed and interleaved weights give the bits of plain ones") {
     const Batch batch = Batch::random(spec, 1, 15, 1, 4);
     std::vector<std::unique_ptr<CpuBackend>> backends;
     for (const auto& layer : layers(spec, 1, dtype, backends)) {
-      ProgressCounter progress{0};
+      YieldingProgress progress{0};
       std::vector<std::byte> expected, found;
       REQUIRE(layer->load_expert(0, plain, progress).ok());
       REQUIRE(batch.run(*layer, expected).ok());
@@ -136,7 +136,7 @@ TEST_CASE("wrong experts and batches are refused") {
   const Experts experts(spec, 2, Dtype::kF32, 7);
   std::vector<std::unique_ptr<CpuBackend>> backends;
   for (const auto& layer : layers(spec, 2, Dtype::kF32, backends)) {
-    ProgressCounter progress{0};
+    YieldingProgress progress{0};
     Batch batch = Batch::random(spec, 2, 1, 0, 8);
     batch.row_counts = {1};
     batch.ids = {1};
@@ -223,7 +223,7 @@ TEST_CASE("progress moves at least once per kernel call in both phases") {
   batch.weights.assign(200, 1.0f);
   const std::vector<std::byte> rows = toy::encode(batch.row_dtype, batch.rows);
   std::vector<std::byte> reply(200 * 4 * spec.out_size);
-  ProgressCounter progress{0};
+  YieldingProgress progress{0};
   REQUIRE(layer->forward(batch.args(rows, reply), progress).ok());
   CHECK(progress.load() >= 2 * 3 + 1);
 }

@@ -35,7 +35,7 @@ std::unique_ptr<ExpertLayer> loaded(CpuBackend& backend, const FfnSpec& spec,
                                     const MappedBytes* file,
                                     NumericsClass numerics = NumericsClass::kF32Canonical) {
   auto layer = backend.create_layer(spec, 2, formats, numerics).value();
-  ProgressCounter progress{0};
+  YieldingProgress progress{0};
   for (uint32_t id = 0; id < 2; ++id) {
     ExpertWeights weights = experts.weights(id);
     weights.gate.file = weights.up.file = weights.down.file = file;

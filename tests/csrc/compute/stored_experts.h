@@ -36,7 +36,7 @@ class StoredExperts {
     return found;
   }
   Status load_into(ExpertLayer& layer) const {
-    ProgressCounter progress{0};
+    YieldingProgress progress{0};
     for (uint32_t id = 0; id < experts_.size(); ++id)
       DFLASH_TRY(layer.load_expert(id, weights(id), progress));
     return ok();

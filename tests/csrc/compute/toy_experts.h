@@ -75,7 +75,7 @@ class Experts {
     return all;
   }
   Status load_into(ExpertLayer& layer) const {
-    ProgressCounter progress{0};
+    YieldingProgress progress{0};
     for (uint32_t id = 0; id < experts_.size(); ++id)
       DFLASH_TRY(layer.load_expert(id, weights(id), progress));
     return ok();
@@ -122,7 +122,7 @@ struct Batch {
     const std::vector<std::byte> encoded = encode(row_dtype, rows);
     reply.assign(size_t{num_rows()} * layer.spec().out_size * dtype_bytes(reply_dtype),
                  std::byte{0xee});
-    ProgressCounter progress{0};
+    YieldingProgress progress{0};
     return layer.forward(args(encoded, reply), progress);
   }
   ForwardArgs args(const std::vector<std::byte>& encoded, std::vector<std::byte>& reply) const {

@@ -320,7 +320,7 @@ TEST_CASE("threads that load and compute on one device at once get the bits of o
   });
   for (uint32_t t = 0; t < 2; ++t) {
     threads.emplace_back([&, t] {
-      ProgressCounter progress{0};
+      YieldingProgress progress{0};
       for (uint32_t id = t; id < 6; id += 2)
         num_failed += loading->load_expert(id, experts.weights(id), progress).ok() ? 0 : 1;
     });

@@ -23,7 +23,7 @@ uint64_t loaded_on_card(const FfnSpec& spec, ResidentFormats formats,
                         const ExpertWeights& weights) {
   const auto layer = layer_on(
       device_of({.vendor = SimulatedVendor::kCuda, .memory_bytes = kCardBytes}), spec, 2, formats);
-  ProgressCounter progress;
+  YieldingProgress progress;
   REQUIRE(layer->load_expert(1, weights, progress).ok());
   CHECK_FALSE(layer->content_checksum(0).has_value());
   return layer->content_checksum(1).value();

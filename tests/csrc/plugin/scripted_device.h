@@ -25,13 +25,13 @@ class ScriptedLayer final : public compute::ExpertLayer {
   uint32_t num_local_experts() const override { return inner_->num_local_experts(); }
   uint64_t resident_bytes() const override { return inner_->resident_bytes(); }
   Status load_expert(uint32_t id, const compute::ExpertWeights& weights,
-                     compute::ProgressCounter& progress) override {
+                     compute::YieldingProgress& progress) override {
     return inner_->load_expert(id, weights, progress);
   }
   std::optional<uint64_t> content_checksum(uint32_t id) const override {
     return inner_->content_checksum(id);
   }
-  Status forward(const compute::ForwardArgs& args, compute::ProgressCounter& progress) override {
+  Status forward(const compute::ForwardArgs& args, compute::YieldingProgress& progress) override {
     if (device_ == kSmallMemory)
       return Error{ErrorCode::kWorkerFailed, "the card has fallen off the bus"};
     DFLASH_TRY(inner_->forward(args, progress));

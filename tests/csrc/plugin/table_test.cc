@@ -83,11 +83,11 @@ TEST_CASE(
   const toy::Batch batch = toy::Batch::random(toy_spec(), 2, 9, 2, 3);
   const std::vector<std::byte> encoded = toy::encode(Dtype::kF32, batch.rows);
   std::vector<std::byte> reply(size_t{9} * toy_spec().out_size * 4);
-  compute::ProgressCounter progress;
+  compute::YieldingProgress progress;
   int runs = 0;
   auto count_run = [&runs] { ++runs; };
   {
-    const compute::ProgressCounter::Task task(progress, count_run);
+    const compute::YieldingProgress::YieldTo yielding(progress, count_run);
     REQUIRE(layer->forward(batch.args(encoded, reply), progress).ok());
   }
   CHECK(progress.load() > 0);

@@ -12,6 +12,7 @@
 #include "base/checksum.h"
 #include "wire/limits.h"
 #include "wire/little_endian.h"
+#include "wire/payload_layout.h"
 
 namespace dflash::wire {
 namespace {

@@ -15,8 +15,8 @@ from tests.checks import documents, error_catalogue, headers, links, message_tab
 
 ROOT = Path(__file__).resolve().parents[3]
 COMPARED = (
-    "docs/protocol.md", "docs/errors.md", "csrc/wire/frame.h", "csrc/wire/limits.h", "csrc/transport/channel.h",
-    "csrc/base/dtype.h", "csrc/base/result.h", "csrc/compute/experts/ffn_spec.h", "dflash_moe/errors.py",
+    "docs/protocol.md", "docs/errors.md", "csrc/wire/frame_layout.h", "csrc/wire/limits.h", "csrc/transport/channel.h",
+    "csrc/base/dtype.h", "csrc/base/error_code.h", "csrc/compute/experts/ffn_spec.h", "dflash_moe/errors.py",
 )  # fmt: skip
 
 
@@ -46,7 +46,7 @@ def test_documents_agree_with_the_code_today(copied: Path) -> None:
         ("csrc/wire/limits.h", "kMaxRows = 4096", "kMaxRows = 2048", "kMaxRows"),
         ("csrc/wire/limits.h", "kMaxLayers", "kMaxLayersNow", "kMaxLayersNow"),
         ("csrc/transport/channel.h", "kMaxSlots = 256", "kMaxSlots = 64", "kMaxSlots"),
-        ("csrc/wire/frame.h", "// 16 u64", "// 24 u64", "call_id"),
+        ("csrc/wire/frame_layout.h", "kCallId = 16", "kCallId = 24", "call_id"),
         ("csrc/base/dtype.h", "kBF16 = 2", "kBF16 = 3", "kBF16"),
         ("csrc/compute/experts/ffn_spec.h", "kRelu = 3", "kRelu = 9", "kRelu"),
     ],
@@ -57,7 +57,7 @@ def test_changed_header_makes_the_protocol_document_stale(copied: Path, header: 
 
 
 def test_changed_error_code_makes_the_catalogue_stale(copied: Path) -> None:
-    _replace(copied / "csrc/base/result.h", "kTimeout = 6", "kTimeout = 66")
+    _replace(copied / "csrc/base/error_code.h", "kTimeout = 6", "kTimeout = 66")
     assert any("kTimeout" in finding for finding in error_catalogue.find(copied))
 
 

@@ -82,6 +82,12 @@ def test_unknown_room_is_found(tmp_path: Path) -> None:
         ("compute/experts/x.h", '#include "compute/cpu/thread_pool.h"\n'),
         ("compute/gpu/kernels/x.h", '#include "compute/cpu/kernel_set.h"\n'),
         ("compute/misplaced/x.h", '#include "compute/numerics.h"\n'),
+        ("compute/gpu/kernels/x.h", '#include "wire/frame_layout.h"\n'),
+        ("compute/gpu/kernels/x.h", '#include "device_exchange/step_params.h"\n'),
+        ("device_exchange/x.cc", '#include "transport/channel.h"\n'),
+        ("device_exchange/x.cc", '#include "compute/cpu/kernel_set.h"\n'),
+        ("device_exchange/x.cc", '#include "client/encode.h"\n'),
+        ("plugin/host_device.cc", '#include "device_exchange/gpu_steps.h"\n'),
     ],
 )
 def test_include_against_the_rooms_is_found(tmp_path: Path, name: str, text: str) -> None:
@@ -95,5 +101,11 @@ def test_includes_along_the_rooms_pass(tmp_path: Path) -> None:
     _room_file(
         tmp_path, "compute/cpu/panels/x.cc", '#include "compute/formats/matrix_view.h"\n#include "compute/cpu/kernel_set.h"\n'
     )
+    _room_file(
+        tmp_path,
+        "device_exchange/kernels/x.h",
+        '#include "transport/ring/ring_words.h"\n#include "wire/frame_layout.h"\n#include "compute/gpu/portable.h"\n',
+    )
+    _room_file(tmp_path, "plugin/entry/x.h", '#include "device_exchange/gpu_steps.h"\n')
     _room_file(tmp_path, "bindings/x.cc", "#include <pybind11/pybind11.h>\nvoid f() { throw 1; }\n")
     assert includes.find(tmp_path) == []

@@ -269,6 +269,6 @@ def test_the_table_of_error_codes_is_complete() -> None:
     for name, (_, python_class) in codes.items():
         assert issubclass(python_class, errors.DflashError), name
         assert getattr(errors, python_class.__name__) is python_class
-    header = (Path(__file__).parents[3] / "csrc" / "base" / "result.h").read_text()
+    header = (Path(__file__).parents[3] / "csrc" / "base" / "error_code.h").read_text()
     in_header = [line.split("=")[0].strip() for line in header.splitlines() if line.strip().startswith("k") and " = " in line]
     assert ["k" + name.title().replace("_", "") for name in codes] == in_header

@@ -15,7 +15,7 @@ MatrixPacker::MatrixPacker(const KernelSet& kernels)
 
 Status MatrixPacker::pack(const char* name, const MatrixView& matrix, const PanelTarget& target,
                           std::vector<std::byte>& read, MatrixChecksum& sum,
-                          ProgressCounter& progress) const {
+                          YieldingProgress& progress) const {
   const uint32_t at_once = outputs_read_at_once(matrix, panel_width_);
   for (uint32_t first = 0; first < matrix.outputs;
        first += at_once == 0 ? matrix.outputs : at_once) {
@@ -34,18 +34,20 @@ Status MatrixPacker::pack(const char* name, const MatrixView& matrix, const Pane
       }
       sum.add(part, first, first + begin, count);
       pack_(part, target.format, begin / panel_width_, panel_width_, packed);
-      progress.fetch_add(1, std::memory_order_relaxed);
+      // In a worker, the serving thread may move bytes of its data path here.
+      progress.count_and_yield();
     }
   }
   return ok();
 }
 
 Status MatrixPacker::check(const char* name, const MatrixView& matrix, WeightFormat format,
-                           ProgressCounter& progress) const {
+                           YieldingProgress& progress) const {
   for (uint32_t first = 0; first < matrix.outputs; first += panel_width_) {
     DFLASH_TRY(
         check_values(name, matrix, format, first, std::min(panel_width_, matrix.outputs - first)));
-    progress.fetch_add(1, std::memory_order_relaxed);
+    // In a worker, the serving thread may move bytes of its data path here.
+    progress.count_and_yield();
   }
   return ok();
 }

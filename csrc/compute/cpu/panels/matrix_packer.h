@@ -9,7 +9,7 @@
 #include "compute/cpu/kernel_set.h"
 #include "compute/formats/matrix_checksum.h"
 #include "compute/formats/matrix_view.h"
-#include "compute/progress.h"
+#include "compute/yielding_progress.h"
 
 namespace dflash::compute {
 
@@ -29,10 +29,10 @@ class MatrixPacker {
   // `read` holds what was read of the file last, one buffer for many matrices. Under
   // CanonicalFloatMode: quantising rounds. Errors: kCheckpoint naming file, or output and input.
   Status pack(const char* name, const MatrixView& matrix, const PanelTarget& target,
-              std::vector<std::byte>& read, MatrixChecksum& sum, ProgressCounter& progress) const;
+              std::vector<std::byte>& read, MatrixChecksum& sum, YieldingProgress& progress) const;
   // What pack() checks, without packing.
   Status check(const char* name, const MatrixView& matrix, WeightFormat format,
-               ProgressCounter& progress) const;
+               YieldingProgress& progress) const;
   // Packs some panels of a matrix that check() has passed.
   Status pack_panels(const MatrixView& matrix, uint32_t first_panel, uint32_t num_panels,
                      const PanelTarget& target, std::vector<std::byte>& read) const;

@@ -1,22 +1,20 @@
-// Every kernel of kernel_table.h, for the one translation unit per vendor and for the simulator's.
+// Every kernel of kernel_table.h, for the translation unit of a vendor (plugin/entry/kernels.cu)
+// and for the simulator's.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
 #include "compute/gpu/kernel_table.h"
-#include "compute/gpu/kernels/await_replies.h"
 #include "compute/gpu/kernels/bf16_few.h"
 #include "compute/gpu/kernels/bf16_many.h"
 #include "compute/gpu/kernels/bf16_rows.h"
 #include "compute/gpu/kernels/bf16_wgmma.h"
 #include "compute/gpu/kernels/combine.h"
-#include "compute/gpu/kernels/combine_replies.h"
 #include "compute/gpu/kernels/dot2_few.h"
 #include "compute/gpu/kernels/dot2_many.h"
 #include "compute/gpu/kernels/dot2_rows.h"
 #include "compute/gpu/kernels/int8_few.h"
 #include "compute/gpu/kernels/int8_many.h"
 #include "compute/gpu/kernels/int8_rows.h"
-#include "compute/gpu/kernels/pack_requests.h"
 #include "compute/gpu/kernels/project_few.h"
 #include "compute/gpu/kernels/project_many.h"
 #include "compute/gpu/kernels/route.h"

@@ -3,7 +3,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include "compute/gpu/kernels/widen_rows.h"
+#include "compute/gpu/kernel_params.h"
+#include "compute/gpu/kernels/convert_floats.h"
+#include "compute/gpu/kernels/elements.h"
 
 namespace dflash::compute::gpu {
 

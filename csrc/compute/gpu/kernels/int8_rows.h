@@ -5,8 +5,9 @@
 #pragma once
 
 #include "compute/gpu/kernel_params.h"
+#include "compute/gpu/kernels/convert_floats.h"
+#include "compute/gpu/kernels/elements.h"
 #include "compute/gpu/kernels/project.h"
-#include "compute/gpu/kernels/widen_rows.h"
 #include "compute/gpu/record_layout.h"
 
 namespace dflash::compute::gpu {

@@ -5,40 +5,17 @@
 #pragma once
 
 #include "compute/gpu/kernel_params.h"
+#include "compute/gpu/kernels/block_sums.h"
 #include "compute/gpu/portable.h"
 
 namespace dflash::compute::gpu {
 
-inline constexpr uint32_t kRouteThreads = 256;
+inline constexpr uint32_t kRouteThreads = kSumThreads;
 inline constexpr uint32_t kRouteSubgroups = kRouteThreads / kSubgroupLanes;
 
 // of a turn of list_pairs: 32 per thread
 inline constexpr uint32_t kSubgroupPairs = kSubgroupLanes * kSubgroupLanes;
 inline constexpr uint32_t kTurnPairs = kRouteSubgroups * kSubgroupPairs;
-
-using SubgroupSums = SharedArray<uint32_t, kRouteSubgroups>;
-
-// The sum of `value` over the threads before this one; `total` gets the sum over all. `sums` is
-// free again after the next barrier.
-GPU_FN uint32_t sum_before(uint32_t value, uint32_t& total, SubgroupSums& sums) {
-  const uint32_t lane = lane_index();
-  uint32_t sum = value;
-  for (uint32_t step = 1; step < kSubgroupLanes; step *= 2) {
-    const uint32_t other = shuffle(sum, (lane - step) % kSubgroupLanes);
-    if (lane >= step) sum += other;
-  }
-  if (lane == kSubgroupLanes - 1) sums.at(subgroup_index()) = sum;
-  sync_block();
-  uint32_t before = sum - value;
-  total = 0;
-  for (uint32_t i = 0; i < kRouteSubgroups; ++i) {
-    const uint32_t part = sums.at(i);
-    if (i < subgroup_index()) before += part;
-    total += part;
-  }
-  sync_block();
-  return before;
-}
 
 GPU_FN uint32_t tiles_of(uint32_t pairs, uint32_t tile_rows) {
   return (pairs + tile_rows - 1) / tile_rows;

@@ -4,15 +4,9 @@
 
 #include "compute/gpu/kernel_params.h"
 #include "compute/gpu/kernels/convert_floats.h"
+#include "compute/gpu/kernels/elements.h"
 
 namespace dflash::compute::gpu {
-
-inline constexpr uint32_t kElementThreads = 256;  // per block, one element each
-
-// A batch has fewer than 2^32 elements (GpuLayer cuts it by bytes, and AMD's grids have no more
-// threads), so that a place divides in 32 bits: in 64 the division would cost more than the rest of
-// an element.
-GPU_FN uint64_t flat_index() { return uint64_t{block_x()} * block_threads() + thread_index(); }
 
 GPU_KERNEL(dflash_widen_rows, WidenParams, kElementThreads) {
   const uint64_t i = flat_index();

@@ -1,27 +1,32 @@
-// The wire's checksum (base/checksum.h) by a whole block: each of its four lanes of CRC-32C is cut
-// among 64 threads, whose registers are moved to the lane's end - multiplied by a power of x - and
-// added up, because a CRC is linear.
+// The wire's checksum (base/checksum.h) computed by a whole block. Each of its four lanes of
+// CRC-32C is cut among 64 threads. A CRC is linear, so a thread's register can be moved to the end
+// of the lane (multiplied by a power of x modulo the polynomial) and the moved registers be added
+// up.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include "compute/gpu/host_params.h"
+#include "base/checksum_definition.h"
 #include "compute/gpu/portable.h"
+#include "device_exchange/step_params.h"
 
-namespace dflash::compute::gpu {
+namespace dflash::device_exchange {
 
-inline constexpr uint32_t kCrcPolynomial = 0x82f63b78u;  // Castagnoli, reflected
-inline constexpr uint32_t kThreadsPerLane = kStepThreads / 4;
+using namespace compute::gpu;  // the names of portable.h and of the kernels that this room takes
+using compute::gpu::Unit;      // and not that of base/result.h
+
+inline constexpr uint32_t kThreadsPerLane = kStepThreads / kChecksumLanes;
 
 struct ChecksumScratch {
-  SharedArray<uint32_t, 256> table;  // the register after one byte
-  SharedArray<uint32_t, kStepThreads / kSubgroupLanes> sums;
+  SharedArray<uint32_t, 256> table;                           // the register after one byte
+  SharedArray<uint32_t, kStepThreads / kSubgroupLanes> sums;  // a sub-group's share of its lane
   SharedArray<uint32_t, 1> result;
 };
 
-// All threads; the table is there after the next barrier.
+// Fills the table. All threads call it; the table may be used after the next barrier.
 GPU_FN void fill_crc_table(ChecksumScratch& scratch) {
   uint32_t crc = thread_index();
-  for (uint32_t bit = 0; bit < 8; ++bit) crc = crc >> 1 ^ ((crc & 1u) != 0 ? kCrcPolynomial : 0u);
+  for (uint32_t bit = 0; bit < 8; ++bit)
+    crc = crc >> 1 ^ ((crc & 1u) != 0 ? kChecksumPolynomial : 0u);
   scratch.table.at(thread_index()) = crc;
 }
 
@@ -34,7 +39,8 @@ GPU_FN uint32_t feed_half(uint32_t crc, uint32_t half, ChecksumScratch& scratch)
   return crc;
 }
 
-// x^(64 * 2^k) modulo the polynomial.
+// x^(64 * 2^k) modulo the polynomial: what moves a register over 2^k words. A switch, because the
+// values are then part of the instructions and cost no memory access.
 GPU_FN uint32_t power_of_words(uint32_t k) {
   switch (k) {
     case 0:  return 0x6ea2d55cu;
@@ -65,11 +71,12 @@ GPU_FN uint32_t power_of_words(uint32_t k) {
   }
 }
 
+// The product of two registers as polynomials, modulo the checksum's.
 GPU_FN uint32_t multiply_modulo(uint32_t a, uint32_t b) {
   uint32_t product = 0;
   for (uint32_t bit = 0; bit < 32; ++bit) {
     if ((a & 0x80000000u >> bit) != 0) product ^= b;
-    b = b >> 1 ^ ((b & 1u) != 0 ? kCrcPolynomial : 0u);
+    b = b >> 1 ^ ((b & 1u) != 0 ? kChecksumPolynomial : 0u);
   }
   return product;
 }
@@ -82,19 +89,21 @@ GPU_FN uint32_t skip_words(uint32_t crc, uint32_t num_words) {
   return crc;
 }
 
-// Of `num_bytes` (below 2^32) from an address that is a multiple of 8, readable to the next such
-// multiple. All threads of the block call it together and get the result; the table is filled.
+// The checksum of `num_bytes` (below 2^32) from an address that is a multiple of 8 on; memory must
+// be readable up to the next such multiple behind them. All threads of the block call it together,
+// with the table filled, and all get the result.
 GPU_FN uint32_t block_checksum(const unsigned char* bytes, uint32_t num_bytes,
                                ChecksumScratch& scratch) {
   const uint32_t* halves = reinterpret_cast<const uint32_t*>(bytes);
   const uint32_t lane = thread_index() / kThreadsPerLane, place = thread_index() % kThreadsPerLane;
-  const uint32_t num_words = num_bytes / 8, own = (num_words + 3 - lane) / 4;
+  const uint32_t num_words = num_bytes / kChecksumWordBytes,
+                 own = (num_words + kChecksumLanes - 1 - lane) / kChecksumLanes;
   const uint32_t each = (own + kThreadsPerLane - 1) / kThreadsPerLane;
   const uint32_t begin = place * each < own ? place * each : own,
                  end = begin + each < own ? begin + each : own;
   uint32_t crc = place == 0 ? ~0u : 0u;
   for (uint32_t i = begin; i < end; ++i) {
-    const uint32_t word = i * 4 + lane;
+    const uint32_t word = i * kChecksumLanes + lane;
     crc = feed_half(feed_half(crc, halves[2 * word], scratch), halves[2 * word + 1], scratch);
   }
   crc = skip_words(crc, own - end);
@@ -104,23 +113,20 @@ GPU_FN uint32_t block_checksum(const unsigned char* bytes, uint32_t num_bytes,
   sync_block();
   if (thread_index() == 0) {
     uint32_t summary = ~0u;
-    for (uint32_t i = 0; i < 4; ++i) {
+    for (uint32_t i = 0; i < kChecksumLanes; ++i) {
       uint32_t sum = scratch.sums.at(2 * i) ^ scratch.sums.at(2 * i + 1);
-      if (i == num_words % 4) {
-        for (uint32_t at = num_words * 8; at < num_bytes; ++at)
+      if (i == num_words % kChecksumLanes) {
+        for (uint32_t at = num_words * kChecksumWordBytes; at < num_bytes; ++at)
           sum = feed_byte(sum, halves[at / 4] >> at % 4 * 8 & 0xffu, scratch);
       }
-      const uint32_t factor = i == 0   ? 0x9e3779b1u
-                              : i == 1 ? 0x85ebca77u
-                              : i == 2 ? 0xc2b2ae3du
-                                       : 0x27d4eb2fu;
-      summary = feed_half(summary, sum * factor, scratch);
+      summary = feed_half(summary, sum * checksum_lane_factor(i), scratch);
     }
     scratch.result.at(0) = ~feed_half(feed_half(summary, num_bytes, scratch), 0, scratch);
   }
   sync_block();
-  // written again behind the next call's first barrier, as the sums are behind the one above
+  // The next call writes the result only after its own first barrier, and the sums after the
+  // barrier above, so no thread reads what is overwritten.
   return scratch.result.at(0);
 }
 
-}  // namespace dflash::compute::gpu
+}  // namespace dflash::device_exchange

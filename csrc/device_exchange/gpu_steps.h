@@ -1,6 +1,6 @@
-// Device steps: the host's device packs requests straight into the workers' slots, waits for
+// Device steps: the host's device packs requests straight into the workers' slots, waits for their
 // replies and combines them, three kernels a call, with no host in between. A step is a
-// transaction: one deadline, one error word, read once at its end.
+// transaction: it has one deadline and one error word, which is read once at its end.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -11,26 +11,30 @@
 #include <vector>
 
 #include "compute/gpu/gpu_host.h"
-#include "compute/gpu/host_params.h"
+#include "device_exchange/step_params.h"
 
-namespace dflash::compute::gpu {
+namespace dflash::device_exchange {
 
+// A layer as device steps know it.
 struct StepLayerPlan {
   uint32_t layer = 0, in_size = 0, out_size = 0;
   std::span<const StepShard> shards;  // ascending ids
-  std::span<const uint32_t> experts;  // [num_experts] shard's place << 16 | local id
+  std::span<const uint32_t> experts;  // [num_experts] as StepParams::experts
 };
 
+// One step.
 struct StepPlan {
   std::span<const StepLane> lanes;              // addresses as map_memory gave them
   uint64_t request_bytes = 0, reply_bytes = 0;  // the smallest slot of any lane
   uint64_t first_call = 0;
   Dtype request_dtype = Dtype::kF32, reply_dtype = Dtype::kF32;
   std::chrono::nanoseconds budget{};  // after it, the device gives up by itself
-  // of the caller's framework, to work in order with it; none: the device's own
+  // A stream of the caller's framework, on which the step then works in order with it; none: the
+  // device's own.
   std::optional<uint64_t> stream;
 };
 
+// One call of a step: its tensors, as device addresses.
 struct StepCall {
   uint32_t layer = 0;
   const void* hidden_states = nullptr;
@@ -44,15 +48,17 @@ struct StepCall {
   void* output = nullptr;
 };
 
-// Of one (call, shard): what travelled. num_rows 0: nothing.
+// What travelled for one shard in one call. num_rows 0: nothing.
 struct StepRecord {
   uint32_t call_index, layer, shard, lane;
   StepMessage message;
 };
 
+// How a step went.
 struct StepOutcome {
-  uint64_t error = 0;  // of StepState
-  // where it failed: that of the error's call and shard; lane ~0: at no worker
+  uint64_t error = 0;  // StepState::error
+  // Where the step failed: the layer of the error's call, the lane and slot of its shard. Lane ~0:
+  // at no worker.
   uint32_t layer = 0, lane = ~0u, slot = 0;
   std::vector<StepLane> lanes;
   std::vector<StepRecord> records;
@@ -60,7 +66,8 @@ struct StepOutcome {
 
 class GpuSteps {
  public:
-  explicit GpuSteps(GpuHost& host) : host_(host) {}
+  // `host` was opened with kExchangeKernels and outlives this.
+  explicit GpuSteps(compute::gpu::GpuHost& host) : host_(host) {}
   ~GpuSteps();
   GpuSteps(const GpuSteps&) = delete;
   GpuSteps& operator=(const GpuSteps&) = delete;
@@ -70,17 +77,18 @@ class GpuSteps {
   Result<std::byte*> map_memory(std::byte* memory, uint64_t num_bytes, bool is_read_only);
   void unmap_memory(std::byte* memory);
 
-  // Errors: kInvalidArgument, kOutOfMemory. Not within a step.
+  // A layer is defined once, and not within a step. Errors: kInvalidArgument, kOutOfMemory.
   Status define_layer(const StepLayerPlan& plan);
+  // Errors: kInvalidArgument, kOutOfMemory; the device's.
   Status begin(const StepPlan& plan);
   // Queues a call; the result is in `output` once the queue came that far, unless the step failed.
   // Errors: kInvalidArgument naming what does not fit a step; the device's.
   Status add(const StepCall& call);
-  // True once everything queued is done.
+  // True once everything queued is done, false if that takes longer than `at_most`.
   Result<bool> wait(std::chrono::nanoseconds at_most);
-  // The waits of the step end in kClosed. Any thread, also while another one waits.
+  // Ends the step's waits with kClosed. Any thread may call it, also while another one waits.
   void abort();
-  // Once all is done: how it went. The step is over, whatever this returns.
+  // Says how the step went, once all of it is done. The step is over, whatever this returns.
   Result<StepOutcome> end();
   // Gives up a step whose work does not end: the device counts as hung.
   void give_up();
@@ -95,19 +103,19 @@ class GpuSteps {
     uint32_t layer, num_shards, first_message;
   };
   struct Places;
-  Status reserve(const StepPlan& plan, const GpuHost::Turn& turn);
+  Status reserve(const StepPlan& plan, const compute::gpu::GpuHost::Turn& turn);
   Status check_call(const StepCall& call, const Layer& layer) const;
-  Status launch(const StepParams& params, const Layer& layer, DeviceRuntime& runtime);
+  Status launch(const StepParams& params, const Layer& layer, compute::gpu::DeviceRuntime& runtime);
   StepOutcome read_outcome();
   Error named(Error error) const { return std::move(error).with(host_.name()); }
 
-  GpuHost& host_;
+  compute::gpu::GpuHost& host_;
   std::map<uint32_t, Layer> layers_;
   std::map<std::byte*, std::byte*> mapped_;  // host's address -> device's
-  // device: state, lanes, messages, row places, messages out and in
+  // Device memory: state, lanes, messages, row places, then the messages' bytes out and in.
   std::byte* memory_ = nullptr;
   uint64_t memory_bytes_ = 0;
-  // pinned: what is copied in at the begin, and back at the end; then the word that aborts
+  // Pinned memory: what is copied in at the begin and back at the end, then the word that aborts.
   std::byte* mirror_ = nullptr;
   uint64_t mirror_bytes_ = 0;
   StepPlan plan_{};
@@ -118,4 +126,4 @@ class GpuSteps {
   bool is_open_ = false;
 };
 
-}  // namespace dflash::compute::gpu
+}  // namespace dflash::device_exchange

@@ -1,9 +1,9 @@
 // Device steps on the simulator: the very bytes and sums of the processor's client, and what
 // happens when workers do not answer as they should.
 // SPDX-License-Identifier: Apache-2.0
-#include "gpu/step_scene.h"
+#include "device_exchange/step_scene.h"
 
-namespace dflash::compute::gpu {
+namespace dflash::device_exchange {
 namespace {
 
 uint32_t code_of(const StepOutcome& outcome) { return static_cast<uint32_t>(outcome.error >> 56); }
@@ -267,4 +267,4 @@ TEST_CASE("what does not fit a step is refused before it is queued") {
   CHECK(device.finish(scene).error == 0);
 }
 
-}  // namespace dflash::compute::gpu
+}  // namespace dflash::device_exchange

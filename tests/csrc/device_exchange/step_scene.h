@@ -18,13 +18,17 @@
 #include "base/checksum.h"
 #include "base/convert.h"
 #include "client/expert_client.h"
-#include "compute/gpu/gpu_step.h"
 #include "compute/gpu/sim/sim_runtime.h"
+#include "device_exchange/gpu_steps.h"
+#include "device_exchange/sim/exchange_module.h"
 #include "transport/loopback/loopback.h"
 #include "transport/ring/ring_bell.h"
 #include "wire/payload.h"
 
-namespace dflash::compute::gpu {
+namespace dflash::device_exchange {
+
+using compute::gpu::GpuHost;
+using compute::gpu::SimulatedVendor;
 
 inline constexpr uint32_t kIn = 40, kOut = 24, kExperts = 7, kLayer = 3;
 inline constexpr uint64_t kGeneration = 11;
@@ -189,8 +193,9 @@ struct CallTensors {
 class StepDevice {
  public:
   explicit StepDevice(SimulatedVendor vendor = SimulatedVendor::kCuda)
-      : host(make_simulated_runtime(
-                 {.vendor = vendor, .memory_bytes = 1 << 26, .seed = 3, .has_foreign_memory = true})
+      : host(compute::gpu::make_simulated_runtime(
+                 {.vendor = vendor, .memory_bytes = 1 << 26, .seed = 3, .has_foreign_memory = true},
+                 exchange_module())
                  .value()),
         steps(host) {
     const StepShard shards[] = {
@@ -246,4 +251,4 @@ class StepDevice {
   std::unique_ptr<transport::RingBell> bell;
 };
 
-}  // namespace dflash::compute::gpu
+}  // namespace dflash::device_exchange

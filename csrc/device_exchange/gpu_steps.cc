@@ -1,5 +1,7 @@
+// The host's side of device steps: the memory that a step's kernels share, the launches of a call,
+// and what came of the step.
 // SPDX-License-Identifier: Apache-2.0
-#include "compute/gpu/gpu_step.h"
+#include "device_exchange/gpu_steps.h"
 
 #include <algorithm>
 #include <atomic>
@@ -7,23 +9,19 @@
 #include <string>
 #include <utility>
 
-#include "compute/gpu/kernel_table.h"
+#include "device_exchange/exchange_kernels.h"
+#include "wire/frame_layout.h"
+#include "wire/payload_layout.h"
 
-namespace dflash::compute::gpu {
+namespace dflash::device_exchange {
 namespace {
 
-constexpr uint64_t kAlignment = 256;
-constexpr uint32_t kMostMessages = 4096;  // of a step: calls times shards
+using compute::gpu::DeviceRuntime;
+using compute::gpu::GpuHost;
+using compute::gpu::KernelLaunch;
 
-static_assert(static_cast<int>(StepCode::kInvalidArgument) ==
-              static_cast<int>(ErrorCode::kInvalidArgument));
-static_assert(static_cast<int>(StepCode::kProtocol) == static_cast<int>(ErrorCode::kProtocol));
-static_assert(static_cast<int>(StepCode::kWorkerLost) == static_cast<int>(ErrorCode::kWorkerLost));
-static_assert(static_cast<int>(StepCode::kTimeout) == static_cast<int>(ErrorCode::kTimeout));
-static_assert(static_cast<int>(StepCode::kRange) == static_cast<int>(ErrorCode::kRange));
-static_assert(static_cast<int>(StepCode::kWorkerFailed) ==
-              static_cast<int>(ErrorCode::kWorkerFailed));
-static_assert(static_cast<int>(StepCode::kClosed) == static_cast<int>(ErrorCode::kClosed));
+constexpr uint64_t kAlignment = 256;      // of each part of the device's memory
+constexpr uint32_t kMostMessages = 4096;  // of a step: calls times shards
 
 uint64_t aligned(uint64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
 Error argument_error(std::string text) {
@@ -31,17 +29,17 @@ Error argument_error(std::string text) {
 }
 
 uint64_t request_bytes_of(uint32_t tokens, uint32_t top_k, uint32_t in_size, Dtype dtype) {
-  const uint64_t pairs = uint64_t{tokens} * top_k;
-  return kFrameBytes + (pairs * 6 + tokens * 2 + 63) / 64 * 64 +
-         uint64_t{tokens} * in_size * dtype_bytes(dtype);
+  return wire::kFrameHeaderBytes +
+         wire::request_offsets(tokens, tokens * top_k, in_size, dtype).payload_bytes;
 }
 uint64_t reply_bytes_of(uint32_t tokens, uint32_t out_size, Dtype dtype) {
-  return kFrameBytes + kTimingBytes + uint64_t{tokens} * out_size * dtype_bytes(dtype);
+  return wire::kFrameHeaderBytes + wire::reply_offsets(tokens, out_size, dtype).payload_bytes;
 }
+constexpr uint64_t kMostErrorMessageBytes = wire::kFrameHeaderBytes + wire::kMaxErrorPayloadBytes;
 
 }  // namespace
 
-// Offsets in the device's block; what comes before row_places is mirrored at the host.
+// Offsets in the device's memory. What comes before row_places is mirrored at the host.
 struct GpuSteps::Places {
   explicit Places(const GpuSteps& steps)
       : lanes(aligned(sizeof(StepState))),
@@ -106,7 +104,7 @@ Status GpuSteps::define_layer(const StepLayerPlan& plan) {
   return turn.drain(std::chrono::seconds(30));
 }
 
-// Memory for the step; grows.
+// Makes the memory at least as large as the step needs.
 Status GpuSteps::reserve(const StepPlan& plan, const GpuHost::Turn& turn) {
   uint32_t in_size = 1, out_size = 1;
   for (const auto& [index, layer] : layers_) {
@@ -118,7 +116,7 @@ Status GpuSteps::reserve(const StepPlan& plan, const GpuHost::Turn& turn) {
       aligned(std::min(plan.request_bytes, request_bytes_of(kMostStepTokens, kMostStepTopK, in_size,
                                                             plan.request_dtype)));
   const uint64_t reply = std::max<uint64_t>(
-      reply_bytes_of(kMostStepTokens, out_size, plan.reply_dtype), kFrameBytes + kMostErrorBytes);
+      reply_bytes_of(kMostStepTokens, out_size, plan.reply_dtype), kMostErrorMessageBytes);
   incoming_stride_ = std::min(plan.reply_bytes, aligned(reply));
   const Places places(*this);
   if (places.num_bytes > memory_bytes_) {
@@ -147,7 +145,7 @@ Status GpuSteps::begin(const StepPlan& plan) {
   if (is_open_) return argument_error("a device step is already open");
   if (turn.is_hung()) return turn.drain({});  // which says so
   if (plan.lanes.empty() || plan.request_bytes % 64 != 0 || plan.reply_bytes % 64 != 0 ||
-      plan.reply_bytes < kFrameBytes + kMostErrorBytes) {
+      plan.reply_bytes < kMostErrorMessageBytes) {
     return argument_error("a device step without workers, or with slots too small for an error");
   }
   DFLASH_TRY(reserve(plan, turn));
@@ -242,11 +240,11 @@ Status GpuSteps::launch(const StepParams& params, const Layer& layer, DeviceRunt
                    .threads = kStepThreads,
                    .params = &params,
                    .params_bytes = sizeof params};
-  one.kernel = kernel_id(PlainKernel::k_pack_requests);
+  one.kernel = kPackRequests;
   DFLASH_TRY(runtime.launch(one));
-  one.kernel = kernel_id(PlainKernel::k_await_replies);
+  one.kernel = kAwaitReplies;
   DFLASH_TRY(runtime.launch(one));
-  one.kernel = kernel_id(PlainKernel::k_combine_replies);
+  one.kernel = kCombineReplies;
   one.grid_x = (params.num_tokens * layer.out_size + kStepThreads - 1) / kStepThreads;
   return runtime.launch(one);
 }
@@ -295,9 +293,9 @@ StepOutcome GpuSteps::read_outcome() {
       const StepShard& shard = layers_[call.layer].shards[place];
       outcome.records.push_back(
           {index, call.layer, shard.shard, shard.lane, messages[call.first_message + place]});
-      if (index != (state.error >> 24 & 0xffffu)) continue;
+      if (index != step_error_call(state.error)) continue;
       outcome.layer = call.layer;
-      if (place != (state.error >> 40 & 0xffffu)) continue;
+      if (place != step_error_place(state.error)) continue;
       outcome.lane = shard.lane;
       outcome.slot = shard.slot;
     }
@@ -305,4 +303,4 @@ StepOutcome GpuSteps::read_outcome() {
   return outcome;
 }
 
-}  // namespace dflash::compute::gpu
+}  // namespace dflash::device_exchange
