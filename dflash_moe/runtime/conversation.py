@@ -62,7 +62,8 @@ class Conversation:
         if not self._lock.acquire(timeout=timeout_s):
             raise WorkerTimeout(
                 f"worker {self._worker} could not be asked to {doing} within {timeout_s:g} s ({limit}): another thread "
-                f"waited for it to {self._doing} all the while"
+                f"waited for it to {self._doing} all the while",
+                worker=self._worker,
             )
         self._doing = doing
         try:
@@ -155,7 +156,8 @@ class Conversation:
         """
         return WorkerTimeout(
             f"worker {self._worker} did not {turn.doing} within {turn.timeout_s:g} s without progress ({turn.limit})"
-            f"{self._quote_log()}"
+            f"{self._quote_log()}",
+            worker=self._worker,
         )
 
 
