@@ -288,31 +288,35 @@ SETTINGS: tuple[Setting, ...] = (
 SETTINGS_BY_NAME: Mapping[str, Setting] = {setting.name: setting for setting in SETTINGS}
 
 
+def _default(name: str) -> Any:
+    return SETTINGS_BY_NAME[name].default
+
+
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The resolved settings of one runtime. None: derived later (from the model, the machine or the
-    geometry).
+    """The resolved settings of one runtime, by default those of the table. None: derived later
+    (from the model, the machine or the geometry).
     """
 
-    mode: str = "auto"
-    transport: str = "auto"
-    dtype: str | None = None
-    reply_dtype: str | None = None
-    numerics: str = "exact"
-    batch_capacity: int = 1024
-    stream_tokens: int = 4
-    stream_tokens_max: int = 32
-    shared_bytes: int | None = None
-    socket_buffer_bytes: int | None = None
-    required: bool = False
-    profile: bool = False
-    threads: int | None = None
-    key_file: Path | None = None
-    call_timeout_s: float = 30.0
-    start_timeout_s: float = 60.0
-    stall_timeout_s: float = 2.0
-    spin_us: int | None = None
-    cpu_isa: str | None = None
+    mode: str = _default("mode")
+    transport: str = _default("transport")
+    dtype: str | None = _default("dtype")
+    reply_dtype: str | None = _default("reply_dtype")
+    numerics: str = _default("numerics")
+    batch_capacity: int = _default("batch_capacity")
+    stream_tokens: int = _default("stream_tokens")
+    stream_tokens_max: int = _default("stream_tokens_max")
+    shared_bytes: int | None = _default("shared_bytes")
+    socket_buffer_bytes: int | None = _default("socket_buffer_bytes")
+    required: bool = _default("required")
+    profile: bool = _default("profile")
+    threads: int | None = _default("threads")
+    key_file: Path | None = _default("key_file")
+    call_timeout_s: float = _default("call_timeout_s")
+    start_timeout_s: float = _default("start_timeout_s")
+    stall_timeout_s: float = _default("stall_timeout_s")
+    spin_us: int | None = _default("spin_us")
+    cpu_isa: str | None = _default("cpu_isa")
 
 
 def on_worker_loss(settings: Settings) -> str:

@@ -37,6 +37,7 @@ class DflashError(Exception):
     """
 
     exit_code = 1
+    default_code: str | None = None  # of an error that nobody gave one
 
     def __init__(
         self,
@@ -48,7 +49,7 @@ class DflashError(Exception):
         slot: int | None = None,
     ) -> None:
         super().__init__(*args)
-        self.code = code
+        self.code = code or self.default_code
         self.worker = worker
         self.layer = layer
         self.token = token
@@ -65,6 +66,7 @@ class ConfigError(DflashError, ValueError):
     """
 
     exit_code = 2
+    default_code = "invalid_argument"
 
 
 class TopologyError(ConfigError):
@@ -77,6 +79,7 @@ class CheckpointError(DflashError):
     """
 
     exit_code = 2
+    default_code = "checkpoint"
 
 
 class UnsupportedError(DflashError):
@@ -85,6 +88,7 @@ class UnsupportedError(DflashError):
     """
 
     exit_code = 2
+    default_code = "unsupported"
 
 
 class ProtocolError(DflashError):
@@ -93,12 +97,14 @@ class ProtocolError(DflashError):
     """
 
     exit_code = 2
+    default_code = "protocol"
 
 
 class WorkerError(DflashError):
     """A worker answered a call with an error; names worker and layer."""
 
     exit_code = 3
+    default_code = "worker_failed"
 
 
 class WorkerLost(WorkerError):  # noqa: N818 - the name is public
@@ -106,6 +112,10 @@ class WorkerLost(WorkerError):  # noqa: N818 - the name is public
     log.
     """
 
+    default_code = "worker_lost"
+
 
 class WorkerTimeout(WorkerError):  # noqa: N818 - the name is public
     """A call, start or handshake passed its deadline; names worker, layer and the limit."""
+
+    default_code = "timeout"

@@ -192,7 +192,8 @@ bool ExpertClient::wait(const CallPtr& call, Deadline tick) {
     state.drive(tick, [&] { return is_done() || state.engine.num_ended() != num_ended; });
     state.turns.release();
   }
-  return is_done();
+  return this->is_done(
+      call);  // also for a caller who asks again and again without any time to wait
 }
 
 bool ExpertClient::is_done(const CallPtr& call) {

@@ -43,7 +43,8 @@ class ExpertClient {
   // Validates, sends what fits and returns. Errors: kInvalidArgument naming argument, token and
   // value; kWorkerLost.
   Result<CallPtr> submit(const TokenBatch& batch, uint32_t layer);
-  // Drives progress until the call is done or `tick` passes. True: done, and outcome() tells how.
+  // Drives progress until the call is done or `tick` passes, once where it has passed before. True:
+  // done, and outcome() tells how.
   bool wait(const CallPtr& call, Deadline tick);
   // Handles what has arrived, without sleeping, unless another thread does.
   bool is_done(const CallPtr& call);

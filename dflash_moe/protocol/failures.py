@@ -98,7 +98,7 @@ def to_error(refusal: Refusal, *, worker: str) -> DflashError:
     """
     cls = ERROR_CLASSES.get(refusal.code, WorkerError)
     text = "".join(char if char.isprintable() or char == "\n" else "?" for char in refusal.text)
-    return cls(text if text.startswith(f"worker {worker}") else f"worker {worker}: {text}")
+    return cls(text if text.startswith(f"worker {worker}") else f"worker {worker}: {text}", worker=worker)
 
 
 def is_descriptor_limit(error: OSError) -> bool:

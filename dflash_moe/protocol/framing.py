@@ -90,6 +90,9 @@ class Connection:
         self._send_lock = threading.Lock()
         self._buffer = bytearray()
         self._descriptors: list[int] = []
+        # Descriptors came that this process had no room for. The message itself is whole, and stays
+        # readable, so that the next one begins where it should.
+        self._lacks_descriptors = False
         self.ignore_unknown = False  # set once the peer announced a higher minor version
 
     @property
@@ -173,12 +176,16 @@ class Connection:
 
     def take_descriptors(self, count: int) -> list[int]:
         """Hands over exactly the descriptors that came with the last message; ProtocolError when
-        their number differs.
+        their number differs, DflashError where this process had no room for them.
         """
         taken, self._descriptors = self._descriptors, []
+        was_short, self._lacks_descriptors = self._lacks_descriptors, False
         if len(taken) != count:
             for descriptor in taken:
                 os.close(descriptor)
+            if was_short:
+                text = "descriptors that came with a control message could not be taken"
+                raise DflashError(f"{text}: {descriptor_limit_text()}")
             raise ProtocolError(f"message announced {count} descriptors, {len(taken)} arrived")
         return taken
 
@@ -245,8 +252,7 @@ class Connection:
                 descriptors = array.array("i", whole)
                 num_received += len(descriptors)
                 self._descriptors.extend(descriptors)
-        if found & socket.MSG_CTRUNC and num_received < room:
-            raise DflashError(f"descriptors that came with a control message could not be taken: {descriptor_limit_text()}")
+        self._lacks_descriptors |= bool(found & socket.MSG_CTRUNC) and num_received < room
         return chunk
 
     def _wait(self, events: int, deadline: float | None, waiting_for: str) -> None:

@@ -137,6 +137,8 @@ def _await_checksum(ask: AskChecksum, holder: str, held: HeldShard, timeout_s: f
         if time.monotonic() > deadline:
             raise WorkerTimeout(
                 f"worker {holder}: its background reader read {num_read} of the {len(held.experts)} experts of "
-                f"{held.layer.name}, shard {held.shard_id}, and none more within {timeout_s:g} s (ipc.start_timeout_s)"
+                f"{held.layer.name}, shard {held.shard_id}, and none more within {timeout_s:g} s (ipc.start_timeout_s)",
+                worker=holder,
+                layer=held.layer.index,
             )
         time.sleep(POLL_S)

@@ -62,7 +62,8 @@ class Conversation:
         if not self._lock.acquire(timeout=timeout_s):
             raise WorkerTimeout(
                 f"worker {self._worker} could not be asked to {doing} within {timeout_s:g} s ({limit}): another thread "
-                f"waited for it to {self._doing} all the while"
+                f"waited for it to {self._doing} all the while",
+                worker=self._worker,
             )
         self._doing = doing
         try:
@@ -104,8 +105,9 @@ class Conversation:
     def _discard(self, stale: Message) -> None:
         """An answer that came after its deadline."""
         if isinstance(stale, Attached):
-            for descriptor in self._connection.take_descriptors(stale.num_descriptors):
-                os.close(descriptor)
+            with contextlib.suppress(DflashError):
+                for descriptor in self._connection.take_descriptors(stale.num_descriptors):
+                    os.close(descriptor)
         if not isinstance(stale, (Listening, Progress)):  # those are not the end of an answer
             self._num_unanswered -= 1
 
@@ -144,10 +146,14 @@ class Conversation:
             raise self._loss(f"hung up before it could {turn.doing}") from None
         except WorkerTimeout:
             raise self.late(turn) from None
+
+    def take_descriptors(self, turn: Turn, count: int) -> list[int]:
+        """Those of the answer to `turn`."""
+        try:
+            return self._connection.take_descriptors(count)
         except DflashError as error:
-            if type(error) is not DflashError:
-                raise
-            raise DflashError(f"worker {self._worker} was asked to {turn.doing}: {error}") from None
+            text = f"worker {self._worker} was asked to {turn.doing}: {error}"
+            raise type(error)(text, worker=self._worker) from None
 
     def late(self, turn: Turn) -> WorkerTimeout:
         """A WorkerTimeout that says what was asked, how long, which setting allows more, and what
@@ -155,7 +161,8 @@ class Conversation:
         """
         return WorkerTimeout(
             f"worker {self._worker} did not {turn.doing} within {turn.timeout_s:g} s without progress ({turn.limit})"
-            f"{self._quote_log()}"
+            f"{self._quote_log()}",
+            worker=self._worker,
         )
 
 
@@ -199,6 +206,6 @@ class Turn:
 
     def take_descriptors(self, count: int) -> list[int]:
         """Those that came with the answer, the caller's from now on; ProtocolError where there are
-        more or fewer.
+        more or fewer, DflashError where this process had no room for them.
         """
-        return self._conversation.connection.take_descriptors(count)
+        return self._conversation.take_descriptors(self, count)

@@ -31,7 +31,9 @@ MAX_CALLS = 512  # of a step (kMostStepCalls)
 LOOK_S = 0.005  # between two looks at workers and deadline: a hang-up must be acted on within 0.1 s
 GIVE_UP_S = 10.0  # for kernels that do not end once they were told to
 NAP_NS = 20_000  # of the thread that wakes workers, where cores are too few to spin
-NOWHERE, CLOSED = 0, 11  # codes: no failure; ended by the host's word
+NOWHERE = 0  # the code of a step without a failure
+# The names of codes, as in errors; "closed": ended by the host's word.
+_CODE_NAMES = {number: name for name, (number, _) in _core.error_codes().items()}
 
 _DETAILS = {1: "its index is wrong", 2: "its header is damaged", 3: "it answers something else", 4: "its checksum differs"}
 
@@ -145,31 +147,30 @@ class DeviceStep:
         self._step.give_up()
 
     def _failure(self, report: _core.StepReport) -> DflashError:
-        """What a failed step raises. Numbers are those of ErrorCode (csrc/base/error_code.h)."""
+        """What a failed step raises."""
+        code = _CODE_NAMES.get(report.code)
         layer, token = f"layer {self._names[report.layer]}", f"token {report.detail}"
         where = f"worker {report.worker}, {layer}" if report.worker else layer
         fields: dict[str, Any] = {"worker": report.worker or None, "layer": report.layer}
-        if self._reason is not None and report.code in (CLOSED, 6):
+        if self._reason is not None and code in ("closed", "timeout"):
             names_it = report.worker and self._reason.worker == report.worker
             fields |= {name: value for name, value in self._reason.fields().items() if value is not None}
             return type(self._reason)(f"{layer if names_it else where}: {self._reason}", **fields)
-        if report.code == 1:
-            return ConfigError(
-                f"{layer}, {token}: topk_ids must not be negative", code="invalid_argument", token=report.detail, **fields
-            )
-        if report.code == 3:
+        if code == "invalid_argument":
+            return ConfigError(f"{layer}, {token}: topk_ids must not be negative", token=report.detail, **fields)
+        if code == "protocol":
             what = _DETAILS.get(report.detail, "it is malformed")
-            return ProtocolError(f"{where}: a reply is not used because {what}", code="protocol", **fields)
-        if report.code == 5:
-            return WorkerLost(f"worker {report.worker} was lost: it closed its end ({layer})", code="worker_lost", **fields)
-        if report.code == 6:
-            return WorkerTimeout(f"{where}: not answered in time, says the device", code="timeout", **fields)
-        if report.code == 7:
+            return ProtocolError(f"{where}: a reply is not used because {what}", **fields)
+        if code == "worker_lost":
+            return WorkerLost(f"worker {report.worker} was lost: it closed its end ({layer})", **fields)
+        if code == "timeout":
+            return WorkerTimeout(f"{where}: not answered in time, says the device", **fields)
+        if code == "range":
             what = "a finite hidden state does not fit the wire dtype; set ipc.dtype to f32" if report.worker else (
                 "the sum of its experts does not fit its dtype; run the model in bf16 or f32"
             )  # fmt: skip
-            return WorkerError(f"{layer}, {token}: {what}", code="range", token=report.detail, **fields)
-        return WorkerError(f"{where}: {report.text or 'it answered with an error'}", code="worker_failed", **fields)
+            return WorkerError(f"{layer}, {token}: {what}", code=code, token=report.detail, **fields)
+        return WorkerError(f"{where}: {report.text or 'it answered with an error'}", **fields)
 
 
 class DeviceSteps:

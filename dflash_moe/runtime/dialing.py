@@ -100,7 +100,7 @@ def connect_authenticated(
             connection.close()
             raise
         if not call_off.pause(pause):
-            raise WorkerLost(f"worker {worker} at {address}: the start was given up")
+            raise WorkerLost(f"worker {worker} at {address}: the start was given up", worker=worker)
         pause = min(2 * pause, LONGEST_PAUSE_S)
 
 
@@ -119,7 +119,8 @@ def _authenticate(worker: str, address: Address, connection: Connection, credent
     except WorkerTimeout:
         raise WorkerTimeout(
             f"worker {worker} at {address} accepted a {credentials.role.name.lower()} connection and then did not finish its "
-            f"handshake within {seconds:.1f} s; look at its own output there"
+            f"handshake within {seconds:.1f} s; look at its own output there",
+            worker=worker,
         ) from None
 
 
@@ -127,7 +128,8 @@ def _crowded_out(worker: str, address: Address, num_dropped: int, seconds: float
     return WorkerLost(
         f"worker {worker} at {address} dropped each of {num_dropped} connections before their handshake was over, within "
         f"{seconds:.1f} s; either it ends, or strangers without its key crowd its listener; the last time: {last}; "
-        "look at its own output there"
+        "look at its own output there",
+        worker=worker,
     )
 
 
@@ -141,13 +143,16 @@ def dial(worker: str, address: Address, buffer_bytes: int = 0) -> socket.socket:
     try:
         return _connect_unix(address.path) if address.path else _connect_tcp(address, buffer_bytes)
     except TimeoutError:
-        raise WorkerTimeout(f"worker {worker} at {address} did not accept a connection within {CONNECT_S:g} s") from None
+        raise WorkerTimeout(
+            f"worker {worker} at {address} did not accept a connection within {CONNECT_S:g} s", worker=worker
+        ) from None
     except OSError as error:
         if is_descriptor_limit(error):
             raise system_failure(f"worker {worker} at {address} cannot be reached", error) from None
         raise WorkerLost(
             f"worker {worker} at {address} cannot be reached: {error.strerror or error}; "
-            f"start it there with `dflash-moe worker --name {worker} ...`"
+            f"start it there with `dflash-moe worker --name {worker} ...`",
+            worker=worker,
         ) from None
 
 

@@ -425,6 +425,7 @@ def slices_of(settings: Settings) -> _core.SlicePlan:
 
 def _end(keeper: PathKeeper, fleet: Fleet, client: _core.Client) -> None:
     """Ends a runtime that was closed or dropped; its channels go once the last call has left."""
-    keeper.close()
+    keeper.call_off()
     fleet.close()
+    keeper.close()
     client.close()

@@ -121,7 +121,8 @@ class Launcher:
         except NotDone:
             # Nobody else will know of the worker when it comes after all.
             outcome.add_done_callback(_end_unwanted)
-            raise WorkerTimeout(f"worker {name} could not be started within {START_S:g} s: the machine is overloaded") from None
+            text = f"worker {name} could not be started within {START_S:g} s: the machine is overloaded"
+            raise WorkerTimeout(text, worker=name) from None
 
     def close(self) -> None:
         """Ends the thread; call after every child is gone."""
@@ -178,7 +179,7 @@ def _refusal(name: str, error: OSError) -> DflashError:
     doing = f"worker {name} could not be started"
     if is_descriptor_limit(error):
         return system_failure(doing, error)
-    return WorkerLost(f"{doing}: {sys.executable}: {error.strerror}")
+    return WorkerLost(f"{doing}: {sys.executable}: {error.strerror}", worker=name)
 
 
 def isolated_environment(environment: Mapping[str, str]) -> dict[str, str]:

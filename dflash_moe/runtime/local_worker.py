@@ -88,7 +88,7 @@ class LocalWorker:
         """
         content = self._worker.content(layer, shard)
         if content is None:
-            raise WorkerError(f"worker {self.name}: layer {layer}, shard {shard} is not held")
+            raise WorkerError(f"worker {self.name}: layer {layer}, shard {shard} is not held", worker=self.name, layer=layer)
         return content
 
     def attach(self, slots: _core.SlotPlan, generation: int) -> _core.Channel:
@@ -128,4 +128,4 @@ class LocalWorker:
         self._worker.stop(self._generation)
         thread.join(STOP_S)
         if thread.is_alive():
-            raise WorkerError(f"worker {self.name} did not stop within {STOP_S:g} s")
+            raise WorkerError(f"worker {self.name} did not stop within {STOP_S:g} s", worker=self.name)

@@ -22,12 +22,16 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-RENEWALS = 3  # of one path in a row; a worker that did not answer any of them is lost
-STOP_S = 5.0  # the thread looks at its bell between two renewals
+RENEWALS = 3  # of one path in a row; a worker whose path none of them brought back is lost
+# Before the next try where something was missing, descriptors for example, that others may give
+# back meanwhile.
+PAUSE_S = 0.2
+STOP_S = 5.0  # a renewal under way ends as soon as its connection is hung up
 
 
 class PathKeeper:
-    """One thread that sleeps until the client says that a path is worn (csrc/client/path.h).
+    """One thread that sleeps until the client says that a path is worn (csrc/client/path.h), and
+    another for each renewal under way, so that a worker that does not answer holds up no other's.
 
     Calls that need a worn path wait in the client meanwhile, each under its own deadline. Whoever
     renews a path has retired it before, so that no two threads renew the same one.
@@ -39,8 +43,10 @@ class PathKeeper:
         self._worn_fd = client.worn_fd()
         # (worker, reason): retired by another thread, which failed
         self._left_over: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
-        self._is_over = False
+        self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="dflash-paths", daemon=True)
+        # By worker; of renewals that began. The keeper's thread alone adds to it.
+        self._renewals: dict[int, threading.Thread] = {}
 
     def start(self) -> None:
         """Once every worker is attached."""
@@ -62,51 +68,91 @@ class PathKeeper:
                 self._client.wake_renewer()
                 raise
 
+    def call_off(self) -> None:
+        """From now on nothing is renewed, and whom a renewal still waits for is hung up on; never
+        raises.
+        """
+        self._is_over.set()
+        if not self._thread.is_alive():  # never started; or this is a forked child
+            return
+        with suppress(DflashError):
+            self._client.wake_renewer()
+        _join(self._thread)
+        for index, renewal in self._renewals.items():
+            session = self._member(index).session
+            if session is not None and renewal.is_alive():
+                session.hang_up()
+
     def close(self) -> None:
-        """Ends the thread; never raises."""
-        self._is_over = True
-        if self._thread.is_alive():
-            with suppress(DflashError):  # a forked child has no such thread
-                self._client.wake_renewer()
-                self._thread.join(STOP_S)
+        """Waits for what was called off; never raises."""
+        for renewal in self._renewals.values():
+            _join(renewal)
 
     def _run(self) -> None:
         poller = select.poll()
         poller.register(self._worn_fd, select.POLLIN)
-        while not self._is_over:
+        while not self._is_over.is_set():
             poller.poll()
             try:
                 for index, reason in (*self._client.retire_worn_paths(), *self._take_left_over()):
-                    self._renew_worn(index, reason)
+                    self._begin_to_renew(index, reason)
             except DflashError as error:  # the runtime was closed meanwhile
                 log.debug("paths are not renewed any more: %s", str(error))
                 return
 
+    def _begin_to_renew(self, index: int, reason: str) -> None:
+        renewal = threading.Thread(target=self._renew_worn, args=(index, reason), name=f"dflash-path-{index}", daemon=True)
+        self._renewals[index] = renewal
+        try:
+            renewal.start()
+        except RuntimeError:  # as many threads as the system allows
+            del self._renewals[index]
+            self._renew_worn(index, reason)
+
     def _take_left_over(self) -> list[tuple[int, str]]:
         return [self._left_over.get_nowait() for _ in range(self._left_over.qsize())]
 
+    def _member(self, index: int) -> Member:
+        return next(member for member in self._fleet.members.values() if member.client_index == index)
+
     def _renew_worn(self, index: int, reason: str) -> None:
-        member = next(member for member in self._fleet.members.values() if member.client_index == index)
+        member = self._member(index)
         log.info("worker %s: its data path is worn: %s", member.name, reason)
+        try:
+            failure = self._try_to_renew(member)
+            if failure and not self._is_over.is_set():
+                self._client.mark_lost(index, failure)  # calls that need it say so; the others go on
+        except DflashError as error:  # the runtime was closed meanwhile
+            log.debug("worker %s: its data path is not renewed any more: %s", member.name, str(error))
+
+    def _try_to_renew(self, member: Member) -> str:
+        """Why the worker must be given up; empty where it has a fresh path."""
+        failure = ""
         for attempt in range(RENEWALS):
-            if self._is_over or member.slots is None:
-                return
+            if self._is_over.is_set() or member.slots is None:
+                return ""
             try:
                 self._renew(member, member.slots)
-                return
-            except WorkerTimeout as error:
-                log.warning("worker %s: data path not renewed (attempt %d): %s", member.name, attempt + 1, str(error))
-                reason = f"did not answer when its data path was to be renewed, {attempt + 1} times"
+                return ""
             except WorkerLost as error:  # what its process did is told by those who need it
                 log.warning("worker %s: data path not renewed: %s", member.name, str(error))
-                reason = "hung up when its data path was to be renewed"
-                break
-            except DflashError as error:
-                reason = f"its data path could not be renewed: {error}"
-                break
-        self._client.mark_lost(index, reason)  # calls that need it say so; the others go on
+                return "hung up when its data path was to be renewed"
+            except WorkerTimeout as error:
+                log.warning("worker %s: data path not renewed (attempt %d): %s", member.name, attempt + 1, str(error))
+                failure = f"did not answer when its data path was to be renewed, {attempt + 1} times"
+            except Exception as error:  # noqa: BLE001 - whatever it was, calls must not wait for this path
+                log.warning("worker %s: data path not renewed (attempt %d): %s", member.name, attempt + 1, str(error))
+                failure = f"its data path could not be renewed: {error}"
+                self._is_over.wait(PAUSE_S)
+        return failure
 
     def _renew(self, member: Member, slots: _core.SlotPlan) -> None:
         channel, generation, _ = self._fleet.attach(member, slots)
         self._client.renew_path(member.client_index, channel, generation)
         log.info("worker %s: data path renewed, generation %d", member.name, generation)
+
+
+def _join(thread: threading.Thread) -> None:
+    """Waits for another thread's end; a runtime that nobody closed is collected on any thread."""
+    if thread is not threading.current_thread():
+        thread.join(STOP_S)

@@ -113,7 +113,8 @@ class HostSession:
             raise self.loss("hung up in the handshake") from None
         except WorkerTimeout:
             raise WorkerTimeout(
-                f"worker {self.name} did not finish the handshake within {timeout_s:g} s ({START_LIMIT}){self._quoted_log()}"
+                f"worker {self.name} did not finish the handshake within {timeout_s:g} s ({START_LIMIT}){self._quoted_log()}",
+                worker=self.name,
             ) from None
 
     def _converse(self, connection: Connection) -> Conversation:
@@ -328,8 +329,9 @@ class HostSession:
     def loss(self, what: str) -> WorkerLost:
         """A WorkerLost that says `what` happened, how the process ended and what it logged last."""
         if self.started is not None:
-            return WorkerLost(f"worker {self.name} {what}; {self.started.describe_exit(seconds=EXIT_STATUS_S)}")
-        return WorkerLost(f"worker {self.name} at {self.address} {what}; look at its own output there")
+            text = f"worker {self.name} {what}; {self.started.describe_exit(seconds=EXIT_STATUS_S)}"
+            return WorkerLost(text, worker=self.name)
+        return WorkerLost(f"worker {self.name} at {self.address} {what}; look at its own output there", worker=self.name)
 
     def _quoted_log(self) -> str:
         tail = self.started.log.tail() if self.started is not None else ""

@@ -58,7 +58,9 @@ PATIENCE_S = 600.0
 PROGRESS_EVERY_S = 0.3  # the contract is 0.5 s
 # adaptive spin before sleeping, where a core is free for it; the call's own overhead is below this
 SPIN_NS = 50_000
-STOP_S = 10.0  # a call that is being computed ends; its longest quantum is far below
+# A call that is being computed ends first, which takes as long as it takes; without progress for so
+# long it hangs.
+STOP_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,13 +332,23 @@ class WorkerSession:
             log.error("data path of generation %d ended: %s", generation, error)
 
     def _stop_serving(self) -> None:
-        path, self._path = self._path, None
+        """DflashError where the data path's thread does not end; it stays the session's then,
+        because no second one may compute with the same shards.
+        """
+        path = self._path
         if path is None or self._worker is None:
             return
         self._worker.stop(path.generation)
-        path.thread.join(STOP_S)
+        before, progress = -1, 0
+        while path.thread.is_alive() and progress != before:
+            before = progress
+            path.thread.join(STOP_S)
+            progress = self._worker.progress()
         if path.thread.is_alive():
-            raise DflashError(f"the data path of generation {path.generation} did not stop within {STOP_S} s")
+            raise DflashError(
+                f"the data path of generation {path.generation} did not stop: no progress of its computation within {STOP_S} s"
+            )
+        self._path = None
 
     def _counters(self) -> dict[str, int]:
         memory = process_memory()

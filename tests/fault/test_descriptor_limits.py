@@ -117,6 +117,26 @@ def test_a_worker_by_hand_is_reached_typed_or_not_at_all(spec: ModelSpec, key_fi
     assert not [outcome for outcome in outcomes if outcome.startswith(("raw", "left", "no outcome"))], outcomes
 
 
+def test_a_message_whose_descriptors_could_not_be_taken_leaves_the_next_one_readable() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        payload = b"\x81\x00\x1c"  # Bye
+        message = len(payload).to_bytes(4, "little") + payload
+        theirs.sendmsg([message], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [0, 0, 0, 0]))])
+        theirs.send(message)
+
+        def receive() -> None:
+            connection = Connection(socket.socket(fileno=os.dup(ours.fileno())))
+            try:
+                for _ in range(2):
+                    received = connection.receive(deadline=time.monotonic() + 5, waiting_for="a message")
+                    assert isinstance(received, Bye)
+            finally:
+                connection.close()
+
+        assert limited(3, receive) == "done"
+
+
 def test_descriptors_that_could_not_be_taken_blame_the_limit_and_not_the_peer() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
@@ -129,6 +149,7 @@ def test_descriptors_that_could_not_be_taken_blame_the_limit_and_not_the_peer() 
             connection = Connection(socket.socket(fileno=os.dup(ours.fileno())))
             try:
                 assert isinstance(connection.receive(deadline=time.monotonic() + 5, waiting_for="a message"), Bye)
+                connection.take_descriptors(4)
             finally:
                 connection.close()
 

@@ -120,8 +120,10 @@ def test_a_program_that_is_no_worker_is_lost_with_its_exit_code_and_output(
     program.write_text("#!/bin/sh\necho 'cannot find my libraries' >&2\nexit 5\n")
     program.chmod(0o755)
     monkeypatch.setattr(launcher.sys, "executable", str(program))
-    with pytest.raises(WorkerLost, match=r"(?s)exited with code 5.*cannot find my libraries"):
+    with pytest.raises(WorkerLost, match=r"(?s)exited with code 5.*cannot find my libraries") as lost:
         start(spec)
+    assert lost.value.worker in ("w0", "w1")
+    assert lost.value.code == "worker_lost"
     assert started
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from dflash_moe import __version__, _core
-from dflash_moe.errors import ConfigError, UnsupportedError
+from dflash_moe.errors import ConfigError, DflashError, UnsupportedError
 from dflash_moe.model.checkpoint import Checkpoint, shard_fingerprint
 from dflash_moe.protocol.failures import ERROR_CLASSES
 from dflash_moe.protocol.framing import Connection, PeerGone
@@ -41,7 +41,7 @@ from dflash_moe.protocol.messages import (
 )
 from dflash_moe.protocol.schema import Message
 from dflash_moe.workers.mailbox import Mailbox
-from dflash_moe.workers.session import WorkerIdentity, WorkerSession
+from dflash_moe.workers.session import WorkerIdentity, WorkerSession, _DataPath
 from tests.expert_cases import make_checkpoint, tiny_spec
 
 
@@ -315,6 +315,59 @@ def test_a_goodbye_and_the_next_attach_end_a_data_path_that_is_served(host: Host
             passed = (next_end.fileno(),) if isinstance(ending, Attach) else ()
             host.connection.send(ending, deadline=time.monotonic() + 5, descriptors=passed)
             assert hung_up(ours)
+
+
+class Computing:
+    """A worker whose data path computes until it is let go; `progress` grows while it gets on."""
+
+    def __init__(self, *, gets_on: bool) -> None:
+        self.let_go = threading.Event()
+        self.thread = threading.Thread(target=self.let_go.wait, args=(60,), daemon=True)
+        self.thread.start()
+        self.count = 0
+        self.gets_on = gets_on
+        self.stopped: list[int] = []
+
+    def stop(self, generation: int) -> None:
+        self.stopped.append(generation)
+
+    def progress(self) -> int:
+        self.count += self.gets_on
+        if self.count == 5:
+            self.let_go.set()
+        return self.count
+
+
+@pytest.fixture
+def session(tmp_path: Path) -> Iterator[WorkerSession]:
+    directory = make_checkpoint(tmp_path / "tiny")
+    ours, theirs = socket.socketpair()
+    with ours:
+        identity = WorkerIdentity("w0", Checkpoint.open(directory), "")
+        made = WorkerSession(Connection(theirs), identity, Mailbox(bytes(16), bytes(32)), lambda _: 0)
+        yield made
+        made.connection.close()
+
+
+def test_a_data_path_that_hangs_is_never_joined_by_a_second(session: WorkerSession, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dflash_moe.workers.session.STOP_S", 0.05)
+    computing = Computing(gets_on=False)
+    session._worker, session._path = computing, _DataPath(computing.thread, 7)  # type: ignore[assignment]
+    for _ in range(2):
+        with pytest.raises(DflashError, match="generation 7 did not stop"):
+            session._stop_serving()
+    computing.let_go.set()
+    session._stop_serving()
+    assert session._path is None
+    assert computing.stopped == [7, 7, 7]
+
+
+def test_a_computation_that_gets_on_is_waited_for(session: WorkerSession, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dflash_moe.workers.session.STOP_S", 0.05)
+    computing = Computing(gets_on=True)
+    session._worker, session._path = computing, _DataPath(computing.thread, 7)  # type: ignore[assignment]
+    session._stop_serving()
+    assert not computing.thread.is_alive()
 
 
 def test_a_tcp_attach_listens_with_the_buffers_it_asks_for(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,116 @@
+"""Data paths that are worn while one of their workers stands still: what that holds up, and what
+not.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import pytest
+
+from dflash_moe.errors import DflashError
+from dflash_moe.model.spec import ModelSpec
+from dflash_moe.runtime import path_keeper
+from dflash_moe.runtime.expert_runtime import ExpertRuntime
+from dflash_moe.runtime.fleet import Fleet
+from dflash_moe.topology import Topology
+from tests.expert_cases import make_batch
+from tests.fault.conftest import freeze, wait_until
+
+# Far above what any of these needs, so that nothing of it passes within a test.
+NEVER_S = 300.0
+
+
+@contextmanager
+def with_worn_paths(spec: ModelSpec) -> Iterator[ExpertRuntime]:
+    """Both workers' paths are worn, and the first one stands still."""
+    settings = {"call_timeout_s": NEVER_S, "stall_timeout_s": NEVER_S}
+    with ExpertRuntime.start(Topology.local(num_workers=2), model=spec, **settings) as runtime:
+        first, second = (process.pid for process in runtime.worker_processes())
+        try:
+            freeze(first)
+            freeze(second)
+            while path_of(runtime, "w1") != "worn":
+                runtime.submit(0, *dataclasses.astuple(make_batch(8, seed=1)))._call.abandon()
+            os.kill(second, signal.SIGCONT)
+            yield runtime
+        finally:
+            for pid in (first, second):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGCONT)
+
+
+def retire(runtime: ExpertRuntime) -> None:
+    """As a change of mode that failed leaves the first worker's path."""
+    runtime._client.retire_path(0, "the test renews it")
+    runtime._keeper._left_over.put((0, "the test renews it"))
+    runtime._client.wake_renewer()
+
+
+def path_of(runtime: ExpertRuntime, worker: str) -> str:
+    return str(runtime.stats()["workers"][worker]["path"])
+
+
+@pytest.mark.timeout(120)
+def test_a_worker_that_answers_gets_its_path_while_another_does_not(spec: ModelSpec) -> None:
+    with with_worn_paths(spec) as runtime:
+        assert wait_until(lambda: path_of(runtime, "w1") == "fresh", 60)
+        assert path_of(runtime, "w0") == "worn"
+
+
+@pytest.mark.timeout(200)
+def test_closing_does_not_wait_for_a_path_that_is_being_renewed(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(path_keeper, "STOP_S", NEVER_S)
+    with with_worn_paths(spec) as runtime:
+        assert wait_until(lambda: path_of(runtime, "w1") == "fresh", 60)
+        runtime.close()
+        assert not [thread for thread in threading.enumerate() if thread.name.startswith("dflash-path")]
+
+
+def test_a_path_that_could_not_be_renewed_at_first_comes_back(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    attach, failures = Fleet.attach, [DflashError("no descriptor is left"), RuntimeError("out of luck")]
+
+    def attach_at_last(fleet: Fleet, *arguments: object) -> object:
+        if failures:
+            raise failures.pop()
+        return attach(fleet, *arguments)  # type: ignore[arg-type]
+
+    with ExpertRuntime.start(Topology.local(num_workers=1), model=spec) as runtime:
+        monkeypatch.setattr(Fleet, "attach", attach_at_last)
+        retire(runtime)
+        assert wait_until(lambda: path_of(runtime, "w0") == "fresh", 60)
+        assert not failures
+        runtime.experts(0, *dataclasses.astuple(make_batch(8, seed=1)))
+
+
+def test_a_runtime_may_be_collected_on_a_thread_of_its_own(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    collected: list[bool] = []
+    is_dropped = threading.Event()
+
+    def collect(_self: object, _index: int, _reason: str) -> None:
+        is_dropped.wait(60)
+        gc.collect()
+        collected.append(True)
+
+    runtime = ExpertRuntime.start(Topology.local(num_workers=1), model=spec)
+    pid = runtime.worker_processes()[0].pid
+    monkeypatch.setattr(path_keeper.PathKeeper, "_renew_worn", collect)
+    gc.disable()
+    try:
+        cycle: list[object] = [runtime]
+        cycle.append(cycle)
+        retire(runtime)
+        del runtime, cycle
+        is_dropped.set()
+        assert wait_until(lambda: bool(collected), 60)
+        assert wait_until(lambda: not os.path.exists(f"/proc/{pid}"), 60)
+    finally:
+        gc.enable()
