@@ -1,6 +1,6 @@
-// The progress counter of a worker: bumped at least every 20 ms of work, so that who watches it can
-// tell busy from stuck. The thread that owns the data path may hang a task on it, to keep bytes
-// moving in both directions while it computes.
+// The progress counter of a worker. It is bumped at least every 20 ms of work, so that an observer
+// can tell busy from stuck. The thread that owns the data path may hang a task on it, which keeps
+// bytes moving in both directions while that thread computes.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -14,7 +14,8 @@ class ProgressCounter {
  public:
   explicit ProgressCounter(uint64_t start = 0) : count_(start) {}
 
-  // Any thread. On the thread of a Task in force, also runs that.
+  // Any thread. On the thread that made the Task in force, this also runs the task, which may move
+  // bytes: a caller must expect that here.
   void fetch_add(uint64_t steps, std::memory_order order) {
     count_.fetch_add(steps, order);
     if (owner_.load(std::memory_order_relaxed) == std::this_thread::get_id()) run_(context_);
@@ -24,8 +25,8 @@ class ProgressCounter {
   }
   const std::atomic<uint64_t>& count() const { return count_; }
 
-  // While it lives, `body` (called without arguments, must not block) runs at every bump by the
-  // thread that made it. One at a time.
+  // While it lives, `body` runs at every bump by the thread that made it. It is called without
+  // arguments and must not block. One Task may exist at a time.
   template <class Body>
   class Task {
    public:
@@ -44,10 +45,10 @@ class ProgressCounter {
 
  private:
   std::atomic<uint64_t> count_;
-  // relaxed: only the owner reads what the owner wrote beside it
+  // Relaxed, because only the owner reads what the owner wrote beside it.
   std::atomic<std::thread::id> owner_{};
-  void (*run_)(void*) = nullptr;  // owner's thread only
-  void* context_ = nullptr;       // owner's thread only
+  void (*run_)(void*) = nullptr;  // used by the owner's thread only
+  void* context_ = nullptr;       // used by the owner's thread only
 };
 
 }  // namespace dflash::compute
