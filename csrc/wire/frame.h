@@ -1,6 +1,6 @@
-// The 64-byte frame header that precedes every message on a data channel, and its total decoder:
-// any 64 bytes give either a header whose every field is within its limit, or an error that names
-// the field.
+// The 64-byte header that precedes every message on a data channel, and its total decoder: any 64
+// bytes give either a header whose every field is within its limit, or an error that names the
+// field.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -15,18 +15,18 @@ namespace dflash::wire {
 inline constexpr size_t kFrameHeaderBytes = 64;
 inline constexpr uint32_t kFrameMagic = 0x584d4644;  // "DFMX", little-endian
 inline constexpr uint8_t kFrameVersion = 1;
-inline constexpr uint32_t kErrorPrefixBytes = 4;  // ErrorCode and zero before an error's text
+inline constexpr uint32_t kErrorPrefixBytes = 4;  // ErrorCode and a zero, before an error's text
 
-// Values are on the wire: append only.
+// The values are on the wire, so that new ones are only appended.
 enum class FrameKind : uint8_t {
-  kRequest = 1,  // payload: ragged request (payload.h)
-  kReply = 2,    // payload: ReplyTiming, then rows
+  kRequest = 1,  // payload: a ragged request (payload.h)
+  kReply = 2,    // payload: ReplyTiming, then the rows
   kError = 3,    // payload: ErrorCode u16, zero u16, then UTF-8 text of at most kMaxErrorTextBytes
 };
 
-// Byte offsets stand beside the fields; all little-endian. Offset 0 magic u32, 4 version u8, 60
-// header checksum u32 (over bytes 0..59) are written and checked by the codec and have no field
-// here.
+// Offsets in bytes and types stand beside the fields; all numbers are little-endian. The magic (u32
+// at 0), the version (u8 at 4) and the header's checksum (u32 at 60, over bytes 0..59) are written
+// and checked by the codec and have no field here.
 struct FrameHeader {
   FrameKind kind = FrameKind::kRequest;  // 5 u8
   Dtype request_dtype = Dtype::kF32;     // 6 u8
@@ -44,6 +44,7 @@ struct FrameHeader {
   uint16_t attempt = 0;                  // 58 u16 0 for the first try
 };
 
+// Any thread. Encoding does not check limits: the caller keeps them.
 void encode_frame_header(const FrameHeader& header, std::span<std::byte, kFrameHeaderBytes> out);
 // Errors: kProtocol naming the field, what was found and what is allowed.
 Result<FrameHeader> decode_frame_header(std::span<const std::byte, kFrameHeaderBytes> bytes);

@@ -10,7 +10,7 @@
 namespace dflash::wire {
 namespace {
 
-using Wide = unsigned __int128;  // no product of the limits below can wrap it
+using Wide = unsigned __int128;  // wide enough for every product of the limits
 constexpr uint64_t kRowAlignment = 64;
 
 Status require_range(const char* what, uint64_t found, uint64_t low, uint64_t high) {
@@ -24,8 +24,8 @@ Result<uint64_t> payload_bytes_of(Wide rows_offset, uint32_t num_rows, uint32_t 
                                   Dtype dtype) {
   const Wide total = rows_offset + Wide{num_rows} * row_width * dtype_bytes(dtype);
   if (total > kMaxPayloadBytes) {
-    // Beyond 64 bits the exact figure helps nobody; the limits on the factors keep it below in
-    // practice.
+    // The message shows 64 bits of the total, which is enough: the limits on the factors keep it
+    // below that.
     return Error{ErrorCode::kInvalidArgument,
                  "payload layout: " + std::to_string(num_rows) + " rows of " +
                      std::to_string(row_width) + " " + dtype_name(dtype) + " need " +
@@ -113,7 +113,7 @@ Result<RemoteError> decode_error(std::span<const std::byte> payload) {
     return Error{ErrorCode::kProtocol,
                  "error payload: reserved field is " + std::to_string(zero) + "; allowed: 0"};
   }
-  // The text ends up in terminals and logs: nothing outside printable ASCII gets through.
+  // The text ends up in terminals and logs, so nothing outside printable ASCII gets through.
   RemoteError error{static_cast<ErrorCode>(code), {}};
   for (const std::byte byte : payload.subspan(kErrorPrefixBytes)) {
     const char c = static_cast<char>(byte);
@@ -124,7 +124,7 @@ Result<RemoteError> decode_error(std::span<const std::byte> payload) {
 
 uint64_t floor_bytes(uint64_t num_rows, uint64_t num_pairs, uint64_t in_width, Dtype request_dtype,
                      uint64_t out_width, Dtype reply_dtype) {
-  constexpr uint64_t kPairBytes = sizeof(float) + sizeof(uint16_t);  // weight and local id
+  constexpr uint64_t kPairBytes = sizeof(float) + sizeof(uint16_t);  // a weight and a local id
   return num_rows * (in_width * dtype_bytes(request_dtype) + out_width * dtype_bytes(reply_dtype)) +
          num_pairs * kPairBytes + num_rows * sizeof(uint16_t);
 }
