@@ -19,7 +19,7 @@ bool ResidentShard::is_complete() const {
   return num_loaded_.load(std::memory_order_acquire) == facts_.num_local_experts;
 }
 
-// The layer may be asked only when nobody loads into it any more.
+// The layer is asked only when nobody loads into it any more.
 uint64_t ResidentShard::resident_bytes() const {
   if (is_complete()) return experts_->resident_bytes();
   const uint64_t num_loaded = num_loaded_.load(std::memory_order_relaxed);
