@@ -30,7 +30,8 @@ py::object python_class(const char* name) {
   return py::module_::import("dflash_moe.errors").attr(name);
 }
 
-// The keyword arguments of DflashError: the code's name, and every field of the place that is set.
+// Makes the keyword arguments of DflashError: the code's name, and every field of the place that is
+// set.
 py::dict fields_of(const Row& row, const ErrorPlace& place) {
   py::dict fields;
   fields["code"] = row.name;

@@ -10,7 +10,8 @@
 namespace dflash::measure {
 namespace {
 
-// between two looks at the clock; the core is offered to others then, for machines that have few
+// Polls between two looks at the clock. At each look the core is offered to others, for machines
+// that have few.
 constexpr uint32_t kPollsPerLook = 1024;
 
 }  // namespace
