@@ -1,3 +1,5 @@
+// The checks of arguments. They name the field or value that is wrong, because the caller may be a
+// user's own code.
 // SPDX-License-Identifier: Apache-2.0
 #include "bindings/arguments.h"
 

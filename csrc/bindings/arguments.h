@@ -18,8 +18,8 @@ namespace dflash::bindings {
 Dtype parse_dtype(const std::string& name);
 // Takes "host" or "worker". Raises ConfigError for any other value.
 transport::Side parse_side(const std::string& name);
-// Takes a mapping with the fields of FfnSpec. Missing ones keep their default; unknown ones raise
-// ConfigError.
+// Takes a mapping with the fields of FfnSpec, of which missing ones keep their default. Raises
+// ConfigError for an unknown field, UnsupportedError for a value that is not supported.
 compute::FfnSpec parse_ffn_spec(const pybind11::dict& fields);
 
 // The contiguous bytes of a matrix in a stored format, rows one after another, and those of its

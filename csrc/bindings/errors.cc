@@ -1,3 +1,4 @@
+// The table from ErrorCode to exception classes, and how an error and its place become arguments.
 // SPDX-License-Identifier: Apache-2.0
 #include "bindings/errors.h"
 

@@ -1,3 +1,5 @@
+// Combining walks over all shards at once, token by token: each shard's rows are in ascending token
+// order, so that one cursor per shard suffices.
 // SPDX-License-Identifier: Apache-2.0
 #include "client/combine.h"
 

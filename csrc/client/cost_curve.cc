@@ -1,3 +1,5 @@
+// Fitting of cost curves. A fit tries all sets of coefficients and takes the sum of absolute
+// relative deviations as its loss, which reweighted least squares minimise.
 // SPDX-License-Identifier: Apache-2.0
 #include "client/cost_curve.h"
 

@@ -1,3 +1,4 @@
+// Cutting walks over a shard's rows once, since rows and token ranges both ascend.
 // SPDX-License-Identifier: Apache-2.0
 #include "client/cut.h"
 

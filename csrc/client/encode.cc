@@ -1,3 +1,5 @@
+// Encoding writes a request front to back into its slot and checksums each block while it is still
+// in the cache; the header comes last, because it carries the checksum.
 // SPDX-License-Identifier: Apache-2.0
 #include "client/encode.h"
 

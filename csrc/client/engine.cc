@@ -1,3 +1,5 @@
+// The engine's calls and sending: how a call is admitted, cut, sent by the credits of its paths,
+// and ended.
 // SPDX-License-Identifier: Apache-2.0
 #include "client/engine.h"
 

@@ -1,3 +1,5 @@
+// The routing of a layer as ragged lists. A token's pairs are sorted by shard and local expert, and
+// then appended to the lists of their shards.
 // SPDX-License-Identifier: Apache-2.0
 #include "client/exchange.h"
 

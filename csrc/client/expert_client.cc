@@ -1,3 +1,5 @@
+// The client's facade: it validates and routes calls, takes the turn, and lets the engine do the
+// rest.
 // SPDX-License-Identifier: Apache-2.0
 #include "client/expert_client.h"
 

@@ -1,3 +1,4 @@
+// Reads pulses from their socket. They may arrive in pieces or many at once.
 // SPDX-License-Identifier: Apache-2.0
 #include "client/liveness.h"
 

@@ -1,3 +1,5 @@
+// The states of a data path follow from a few flags and the credits of its slots; no state is
+// stored.
 // SPDX-License-Identifier: Apache-2.0
 #include "client/path.h"
 

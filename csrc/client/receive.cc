@@ -1,3 +1,5 @@
+// Takes answers apart. What is judged is always a private copy: the worker may still write the
+// slot.
 // SPDX-License-Identifier: Apache-2.0
 #include "client/receive.h"
 

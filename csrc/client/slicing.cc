@@ -1,3 +1,5 @@
+// Forecasts a pipeline of three stages and compares a few numbers of slices, doubling from the
+// least.
 // SPDX-License-Identifier: Apache-2.0
 #include "client/slicing.h"
 

@@ -1,3 +1,5 @@
+// Plans slots. Where the arena is too small for full slices, the largest number of rows that fits
+// is found by halving the interval.
 // SPDX-License-Identifier: Apache-2.0
 #include "client/slot_plan.h"
 

@@ -1,3 +1,4 @@
+// Hands the data paths to a device step and takes them back, all or none.
 // SPDX-License-Identifier: Apache-2.0
 #include "client/step.h"
 

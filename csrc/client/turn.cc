@@ -1,3 +1,5 @@
+// The turn on a mutex and a condition variable. Whoever drives sleeps outside of the mutex, in
+// wait_any, and is woken through the bell.
 // SPDX-License-Identifier: Apache-2.0
 #include "client/turn.h"
 

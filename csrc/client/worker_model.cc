@@ -1,3 +1,5 @@
+// Learns from the timestamps of replies. Readings of the worker's clock are checked against the
+// host's before they are used.
 // SPDX-License-Identifier: Apache-2.0
 #include "client/worker_model.h"
 

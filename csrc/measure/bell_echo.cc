@@ -1,3 +1,4 @@
+// Answers bells by polling, as a worker that spins would.
 // SPDX-License-Identifier: Apache-2.0
 #include "measure/bell_echo.h"
 

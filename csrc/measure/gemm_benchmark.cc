@@ -1,3 +1,5 @@
+// Multiplies the panels of all experts with rows that are made once. The cutting into tasks, tiles
+// and passes is that of the layer's forward.
 // SPDX-License-Identifier: Apache-2.0
 #include "measure/gemm_benchmark.h"
 

@@ -1,3 +1,4 @@
+// Runs the loops of peaks.h on a pool of threads, which start together because they spin.
 // SPDX-License-Identifier: Apache-2.0
 #include "measure/peaks.h"
 

@@ -1,3 +1,5 @@
+// The background reader's thread. It holds a shard only for one step at a time, so that a shard can
+// go away while it is being read.
 // SPDX-License-Identifier: Apache-2.0
 #include "store/background_reader.h"
 

@@ -1,3 +1,4 @@
+// Opens, maps and reads a checkpoint file, and checks every view against its size.
 // SPDX-License-Identifier: Apache-2.0
 #include "store/mapped_file.h"
 

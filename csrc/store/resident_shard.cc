@@ -1,3 +1,4 @@
+// A shard's loading and what is known of its contents, by one atomic per expert.
 // SPDX-License-Identifier: Apache-2.0
 #include "store/resident_shard.h"
 

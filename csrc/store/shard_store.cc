@@ -1,3 +1,5 @@
+// Lends shards and counts their memory. A layer is created outside of the lock, so that the store
+// looks again afterwards.
 // SPDX-License-Identifier: Apache-2.0
 #include "store/shard_store.h"
 

@@ -1,3 +1,5 @@
+// The worker's loop: it queues requests, checks one, computes it and publishes the reply. While it
+// computes, bytes move in both directions.
 // SPDX-License-Identifier: Apache-2.0
 #include "worker/expert_worker.h"
 

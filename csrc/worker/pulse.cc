@@ -1,3 +1,4 @@
+// The pulse's thread. It sends without blocking, and never leaves a pulse half sent for good.
 // SPDX-License-Identifier: Apache-2.0
 #include "worker/pulse.h"
 

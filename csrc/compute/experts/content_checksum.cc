@@ -1,3 +1,4 @@
+// The checksums of an expert and of a shard, and the reader that takes them without packing.
 // SPDX-License-Identifier: Apache-2.0
 #include "compute/experts/content_checksum.h"
 

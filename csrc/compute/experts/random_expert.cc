@@ -1,3 +1,4 @@
+// Random weights. The bits of quantised blocks are random as they are; only their scales are set.
 // SPDX-License-Identifier: Apache-2.0
 #include "compute/experts/random_expert.h"
 

@@ -1,3 +1,4 @@
+// Takes the checksum of a tensor by lines, from where they lie or gathered into a buffer.
 // SPDX-License-Identifier: Apache-2.0
 #include "compute/formats/matrix_checksum.h"
 

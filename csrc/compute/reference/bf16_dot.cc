@@ -1,3 +1,4 @@
+// Computes VDPBF16PS with fmaf, whose results differ from it only near the smallest normal number.
 // SPDX-License-Identifier: Apache-2.0
 #include "compute/reference/bf16_dot.h"
 

@@ -1,3 +1,5 @@
+// Propagates an enclosure through a whole layer: inputs, gate and up, activation, down, routed sum.
+// Each step adds the largest error that its arithmetic may make.
 // SPDX-License-Identifier: Apache-2.0
 #include "compute/reference/class_bounds.h"
 

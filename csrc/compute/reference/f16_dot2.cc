@@ -1,3 +1,4 @@
+// The codes of rows and of weights in every format, and their dot product.
 // SPDX-License-Identifier: Apache-2.0
 #include "compute/reference/f16_dot2.h"
 

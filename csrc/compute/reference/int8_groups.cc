@@ -1,3 +1,5 @@
+// Reads the integer codes, scales and offsets of every format one value at a time, and multiplies
+// them with a row's codes.
 // SPDX-License-Identifier: Apache-2.0
 #include "compute/reference/int8_groups.h"
 

@@ -1,3 +1,5 @@
+// Rings in each of the three ways. Waits of the queue that get no answer are ended by the host,
+// which writes the answer's word itself.
 // SPDX-License-Identifier: Apache-2.0
 #include "measure/bells/gpu_bells.h"
 

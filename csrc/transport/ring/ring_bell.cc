@@ -1,3 +1,4 @@
+// The bell's thread. It takes the place of the wake-up that a publishing processor would make.
 // SPDX-License-Identifier: Apache-2.0
 #include "transport/ring/ring_bell.h"
 

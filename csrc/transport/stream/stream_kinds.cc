@@ -1,3 +1,4 @@
+// The handshakes of socket pairs and of dialled connections, which differ only at the host's end.
 // SPDX-License-Identifier: Apache-2.0
 #include "transport/stream/stream_kinds.h"
 

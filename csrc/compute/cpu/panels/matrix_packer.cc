@@ -1,3 +1,4 @@
+// Walks over a matrix in pieces that a read of the file brings, and over a piece in panels.
 // SPDX-License-Identifier: Apache-2.0
 #include "compute/cpu/panels/matrix_packer.h"
 

@@ -34,11 +34,11 @@ namespace dflash::compute {
 struct PanelLayout {
   uint32_t record_inputs;
   uint32_t group_inputs;
-  uint32_t header_bytes;  // of one output
-  uint32_t scale_bytes;   // of one output and group
-  uint32_t code_bytes;    // of one output and group, the further bits included
+  // Sizes below are those of one output; a panel takes `width` times as much.
+  uint32_t header_bytes;  // of a record
+  uint32_t scale_bytes;   // of a group
+  uint32_t code_bytes;    // of a group, its further bits included
 
-  // Both sizes are those of one output; a panel's are `width` times as large.
   constexpr size_t group_bytes() const { return size_t{scale_bytes} + code_bytes; }
   constexpr size_t record_bytes() const {
     return header_bytes + record_inputs / group_inputs * group_bytes();
