@@ -32,6 +32,7 @@ class Checksum {
   uint64_t total_bytes_ = 0;
 };
 
+// The checksum of one piece.
 uint32_t checksum(std::span<const std::byte> bytes);
 
 // Copies and sums up in one pass over blocks that fit a cache. What is summed is the copy. It feeds

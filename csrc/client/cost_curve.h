@@ -13,6 +13,7 @@
 
 namespace dflash::client {
 
+// One measured cost.
 struct CostSample {
   double units = 0;    // > 0
   double experts = 0;  // >= 0
@@ -24,6 +25,7 @@ struct CostCoefficients {
   double fixed = 0, per_unit = 0, per_expert = 0;  // nanoseconds
 };
 
+// Not thread-safe: whoever has the turn (turn.h) observes and predicts.
 class CostCurve {
  public:
   // Takes a sample. It fits the curve anew ever more seldom as an octave fills, and when

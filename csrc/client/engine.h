@@ -34,6 +34,8 @@ inline constexpr size_t kMaxTraces = 65536;
 // predictions rest on what workers say.
 inline constexpr int64_t kPatience = 4, kMaxPatience = 20;
 
+// The links, layers and calls of one client. Calls are shared with their waiters; all else is owned
+// here.
 class Engine {
  public:
   explicit Engine(const ClientOptions& options) : options_(options) {}

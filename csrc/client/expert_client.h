@@ -24,6 +24,7 @@ namespace dflash::client {
 class Call;
 using CallPtr = std::shared_ptr<Call>;
 
+// Destroying it closes the channels. No thread may be inside then, which the bindings see to.
 class ExpertClient {
  public:
   explicit ExpertClient(const ClientOptions& options);

@@ -1,5 +1,5 @@
-// The states of a data path follow from a few flags and the credits of its slots; no state is
-// stored.
+// A data path does not store its state, which follows from a few flags and the credits of its
+// slots.
 // SPDX-License-Identifier: Apache-2.0
 #include "client/path.h"
 

@@ -25,12 +25,14 @@ struct Chunk {
   double request_bytes = 0, reply_bytes = 0;
 };
 
+// What was learned about one worker; the model owns the curves.
 struct Curves {
   const CostCurve& send;     // by bytes, from the start of encoding to the arrival at the worker
   const CostCurve& compute;  // by pairs and distinct experts
   const CostCurve& receive;  // by bytes, from the last kernel to the arrival at the host
 };
 
+// Why a choice was made, for explanations.
 enum class ChoiceReason : uint8_t {
   kFixed,       // the mode says how many slices
   kUnmeasured,  // nothing is known yet, so the chunk stays whole
@@ -39,12 +41,14 @@ enum class ChoiceReason : uint8_t {
   kSliced,      // slices are predicted to hide transfers
 };
 
+// A number of slices with its window, and the nanoseconds that are predicted for it.
 struct SliceForecast {
   uint32_t num_slices = 0;
   uint32_t window = 0;
   double ns = 0;
 };
 
+// What was chosen, why, and what else was considered.
 struct SliceChoice {
   static constexpr int kCandidates = 5;
   SliceForecast taken;

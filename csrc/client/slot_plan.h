@@ -43,6 +43,7 @@ struct SlicePlan {
   bool is_measured() const { return mode == Mode::kAuto; }
 };
 
+// The settings from which modes are resolved, in tokens.
 struct ModeSettings {
   uint32_t batch_capacity = 0;
   uint32_t stream_tokens = 0, stream_tokens_max = 0;

@@ -1,4 +1,4 @@
-// Hands the data paths to a device step and takes them back, all or none.
+// Hands all data paths over to a device step and takes them back.
 // SPDX-License-Identifier: Apache-2.0
 #include "client/step.h"
 

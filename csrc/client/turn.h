@@ -13,6 +13,7 @@
 
 namespace dflash::client {
 
+// Any thread. A thread that has the turn must not ask for it again.
 class TurnTable {
  public:
   TurnTable();

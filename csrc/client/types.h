@@ -15,6 +15,7 @@
 
 namespace dflash::client {
 
+// The settings of a client; times are in nanoseconds.
 struct ClientOptions {
   int64_t spin_ns = 0;  // for which a wait for replies spins before it sleeps; 0 if cores are short
   // The time of a call from submit(). A call for which the workers' models predict more gets more
@@ -40,6 +41,7 @@ struct NewPath {
   uint64_t generation = 0;  // under which the worker serves this channel; never one used before
 };
 
+// A worker as it is added: its path and pulse are handed over with it.
 struct NewWorker {
   std::string name;
   NewPath path;
@@ -50,6 +52,7 @@ struct NewWorker {
   Dtype reply_dtype = Dtype::kF32;
 };
 
+// One shard of a layer, and where it is placed.
 struct ShardPlace {
   uint32_t shard = 0;   // its id; the shards of a layer are added in ascending id
   uint32_t worker = 0;  // its holder, by the index that add_worker returned
@@ -57,6 +60,7 @@ struct ShardPlace {
   std::vector<uint32_t> experts;  // global ids, ascending; an expert's local id is its position
 };
 
+// A layer as the client is told of it.
 struct LayerPlan {
   uint32_t layer = 0;  // index in the layer table
   std::string name;
@@ -91,6 +95,7 @@ enum class PathState : uint8_t {
 };
 const char* path_state_name(PathState state);
 
+// How a worker and its path stand.
 struct WorkerReport {
   std::string name;
   PathState path = PathState::kFresh;
@@ -126,6 +131,7 @@ struct LeasedPath {
   Dtype request_dtype = Dtype::kF32, reply_dtype = Dtype::kF32;
   transport::RingView ring;
 };
+// The data paths that a device step has been lent.
 struct StepLease {
   std::vector<LeasedPath> paths;  // one for each worker, in ascending index
   uint64_t first_call = 0;        // the first of the ids of the step's calls
@@ -140,6 +146,7 @@ struct StepMessage {
   uint32_t num_rows = 0, num_pairs = 0;
   uint64_t request_bytes = 0, reply_bytes = 0;
 };
+// What a device step gives back with the paths.
 struct StepResult {
   std::vector<RingUse> used;  // one for each leased path, in their order
   std::vector<StepMessage> answered;

@@ -24,6 +24,7 @@ struct ReplyTimes {
   bool found_idle = false;
 };
 
+// The size of one slice.
 struct PartSize {
   uint32_t pairs = 0, experts = 0;  // experts are counted once each
   uint64_t request_bytes = 0, reply_bytes = 0;
@@ -55,6 +56,7 @@ struct WorkerForecast {
   int64_t clock_offset_ns = 0;  // the worker's clock minus the host's
 };
 
+// Not thread-safe: whoever has the turn (turn.h) uses it.
 class WorkerModel {
  public:
   // Chooses the slices for a chunk of a layer of class `cost_class`. With `is_fixed`, the caller's

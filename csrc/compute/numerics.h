@@ -76,6 +76,7 @@ struct Offers {
   const char* hip;
 };
 
+// One row of the table.
 struct NumericsFacts {
   NumericsClass numerics;
   const char* name;

@@ -22,6 +22,7 @@ struct LayerBenchmarkOptions {
   uint64_t seed = 1;
 };
 
+// Not thread-safe: forwards run one after the other on the caller's thread and the backend's.
 class LayerBenchmark {
  public:
   // Fills every expert with random weights. All experts have the same values, each in memory of its

@@ -12,6 +12,7 @@
 
 namespace dflash::measure {
 
+// The loops of one instruction set.
 struct PeakLoops {
   // Makes `rounds` passes over independent chains of fmas in registers, and returns the
   // floating-point operations done (2 per lane and fma). `sink` receives something that depends on

@@ -37,6 +37,7 @@ struct ContentState {
   std::optional<Error> failure;      // why the rest cannot be read
 };
 
+// Shared by the store, its borrowers and, for a step at a time, the background reader.
 class ResidentShard {
  public:
   // `backend` outlives its layers here. `predicted_bytes` is what the shard holds once it is

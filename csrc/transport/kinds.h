@@ -73,8 +73,10 @@ enum class Reach : uint8_t {
   kUnixPath,     // already listening on a Unix socket
   kTcpHost,      // already listening on a TCP port, maybe on another machine
 };
+// The name of a reach in reports, such as "started, unix".
 const char* reach_name(Reach reach);
 
+// One row of the table.
 struct TransportKind {
   const char* name;     // as it stands on the wire, in statistics and in error messages
   const char* setting;  // the value of the setting `transport` that stands for this kind

@@ -49,6 +49,7 @@ inline constexpr uint64_t kReplyTimingBytes = 64;
 void encode_reply_timing(const ReplyTiming& timing, std::span<std::byte, kReplyTimingBytes> out);
 ReplyTiming decode_reply_timing(std::span<const std::byte, kReplyTimingBytes> bytes);
 
+// Offsets in bytes from the start of a reply's payload.
 struct ReplyLayout {
   uint64_t rows_offset = kReplyTimingBytes;
   uint64_t payload_bytes = 0;

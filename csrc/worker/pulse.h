@@ -14,7 +14,7 @@
 
 namespace dflash::worker {
 
-// start() and stop() belong to one thread.
+// The caller never has start() and stop() run at the same time.
 class Pulse {
  public:
   explicit Pulse(const std::atomic<uint64_t>& counter) : counter_(counter) {}

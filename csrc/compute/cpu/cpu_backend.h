@@ -10,6 +10,7 @@
 
 namespace dflash::compute {
 
+// Its layers share its threads, so that only one of them may compute at a time.
 class CpuBackend final : public ExpertBackend {
  public:
   // `num_threads` >= 1 counts the calling thread. Pool threads are pinned to `cpus` where given,

@@ -22,6 +22,7 @@ struct PanelScratch {
   std::vector<std::byte> read;
 };
 
+// Loading writes an expert; everything else only reads and may run on any thread.
 class PackedExperts {
  public:
   // Errors: kOutOfMemory; kUnsupported for layout `mapped` with a format that is only made at load.

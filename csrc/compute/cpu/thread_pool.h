@@ -17,6 +17,7 @@
 
 namespace dflash::compute {
 
+// Destroying it joins the threads; no run may be under way then.
 class ThreadPool {
  public:
   // Starts num_threads - 1 threads. Thread i >= 1 is pinned to cpus[i] where given; the caller pins

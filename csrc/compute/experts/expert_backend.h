@@ -10,6 +10,8 @@
 
 namespace dflash::compute {
 
+// Any thread may ask for a layer, because ShardStore does so without its lock. Each layer then has
+// rules of its own (ExpertLayer).
 class ExpertBackend {
  public:
   virtual ~ExpertBackend() = default;

@@ -39,6 +39,7 @@ struct ForwardArgs {
   Dtype reply_dtype = Dtype::kF32;
 };
 
+// A layer that keeps its experts until it is destroyed.
 class ExpertLayer {
  public:
   virtual ~ExpertLayer() = default;

@@ -26,6 +26,7 @@ enum class Activation : uint8_t {
   kQuickGelu = 7,  // x * sigmoid(1.702 x)
 };
 
+// How gate and up are joined. These values are part of the protocol, too.
 enum class GateKind : uint8_t {
   kNone = 0,   // h = a(u); there is no gate matrix
   kGated = 1,  // h = a(clamp(g)) * clamp(u) with the clamps below; infinite limits do nothing

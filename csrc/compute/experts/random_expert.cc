@@ -1,4 +1,5 @@
-// Random weights. The bits of quantised blocks are random as they are; only their scales are set.
+// Random weights. The bytes of quantised blocks are random, and their scales are then set to small
+// ones.
 // SPDX-License-Identifier: Apache-2.0
 #include "compute/experts/random_expert.h"
 

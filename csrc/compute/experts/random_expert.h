@@ -10,6 +10,7 @@
 
 namespace dflash::compute {
 
+// A matrix that owns its bytes.
 class RandomMatrix {
  public:
   // `format` is a resident one. A format that is only made at load is stored as bf16.

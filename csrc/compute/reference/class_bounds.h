@@ -13,6 +13,7 @@
 
 namespace dflash::compute {
 
+// The lowest and highest value that each output may have.
 struct OutputBounds {
   // [num_rows, out_size], bounds of the sum before it is rounded to the reply dtype.
   std::vector<double> low, high;

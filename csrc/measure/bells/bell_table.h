@@ -28,6 +28,7 @@ struct BellMachine {
 
 }  // namespace dflash::measure
 
+// What the table's device stands for. Its maps end before its host does.
 struct dflash_bell_device {
   explicit dflash_bell_device(dflash::measure::BellMachine machine)
       : host(std::move(machine.runtime)), words(std::move(machine.words)), bells(host, *words) {}

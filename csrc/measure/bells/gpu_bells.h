@@ -11,12 +11,14 @@
 
 namespace dflash::measure {
 
+// How the device rings; the values are those of bells_abi.h.
 enum class BellKind : uint8_t {
   kKernel = 0,  // a kernel stores and polls
   kStream = 1,  // the queue itself stores and waits
   kCall = 2,    // the queue calls the host and uses no words
 };
 
+// A ping-pong of `num_rounds` rounds, numbered from `first` on.
 struct BellPlan {
   // Addresses as map_memory gave them. The answer to a number is the same number.
   uint32_t* ring = nullptr;

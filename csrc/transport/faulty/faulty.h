@@ -22,6 +22,7 @@ enum class FaultKind : uint8_t { kNone, kFail, kDelay, kTruncate, kCorrupt, kDro
 // of poll()).
 enum class FaultPoint : uint8_t { kPublish, kPoll };
 
+// One planned fault.
 struct Fault {
   FaultKind kind = FaultKind::kNone;
   FaultPoint point = FaultPoint::kPublish;

@@ -36,6 +36,7 @@ class HeldQueue {
   std::deque<std::pair<int64_t, Message>> held_;  // bounded by whoever pushes
 };
 
+// A publish() that is held back.
 struct HeldSend {
   uint32_t slot;
   size_t bytes;

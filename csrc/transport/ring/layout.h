@@ -25,6 +25,7 @@ inline constexpr uint64_t kEntryBytes = 16;  // slot u32, zero u32, bytes u64
 // Whether the writer sleeps, and on what its peer can wake it: a futex on the head, or the bell.
 enum class SleepState : uint32_t { kAwake = 0, kFutex = 1, kPoll = 2 };
 
+// The offsets of one side's memory, in bytes.
 struct SegmentLayout {
   uint64_t slot_bytes = 0;  // what a slot of this writer holds
   uint64_t slot_stride = 0;

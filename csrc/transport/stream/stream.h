@@ -11,6 +11,7 @@
 
 namespace dflash::transport {
 
+// Socket options that a path may wish for.
 struct StreamOptions {
   int send_buffer_bytes = 0;     // SO_SNDBUF; 0 keeps the system's
   int receive_buffer_bytes = 0;  // SO_RCVBUF; 0 keeps the system's

@@ -81,6 +81,8 @@ void run_many_pairs(uint32_t num_rows, const PanelRun& run, const void* const* r
   }
 }
 
+// The products P that expert_tiles.h asks for. Gate and up write encoded rows, because a bf16 row
+// can be rounded vector by vector.
 template <class V, class I>
 struct PairProducts {
   static constexpr NumericsClass kNumerics = I::kNumerics;

@@ -53,6 +53,7 @@ constexpr CodeTraits code_traits(WeightFormat format) {
   }
 }
 
+// Reads one format's panels as integer codes.
 template <class V, class D, WeightFormat kFormat>
 struct IntegerCodes {
   using F = typename V::F;

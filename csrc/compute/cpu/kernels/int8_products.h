@@ -329,6 +329,7 @@ void int8_run_many(uint32_t num_rows, const PanelRun& run, const void* const* ro
   }
 }
 
+// The two kernels of one resident format.
 template <class V>
 struct Int8FormatKernels {
   void (*few)(uint32_t num_rows, const PanelRun& run, const float* const* rows, float* tile);
@@ -360,6 +361,7 @@ inline constexpr Int8FormatKernels<V> kInt8FormatKernels[kNumWeightFormats] = {
     int8_format_kernels<V, D, WeightFormat::kIq4Xs>(),
 };
 
+// The products P that expert_tiles.h asks for.
 template <class V, class D>
 struct Int8Products {
   static constexpr NumericsClass kNumerics = NumericsClass::kInt8Groups;

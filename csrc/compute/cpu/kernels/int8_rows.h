@@ -15,6 +15,7 @@ namespace dflash::compute {
 inline constexpr uint32_t kInt8BlockInputs = 256;
 inline constexpr uint32_t kInt8GroupInputs = 32;
 
+// One record of an encoded row: 256 inputs in 8 groups.
 struct Int8Block {
   alignas(64) int8_t ascending[kInt8BlockInputs];
   // The same codes in the order in which the nibbles of a word come out: of every eight inputs

@@ -25,6 +25,7 @@ struct FloatBlock {
     return block - static_cast<size_t>(k_end - k_begin) * kPanelWidth<V>;
   }
 };
+// Float32 weights are used where they are.
 template <class V>
 struct FloatBlock<V, float> {
   static const float* expand(const uint8_t* panel, uint32_t k_begin, uint32_t, float*) {
@@ -32,6 +33,7 @@ struct FloatBlock<V, float> {
   }
 };
 
+// The same for weights in records and groups, read as format Q has them.
 template <class V, class Q, WeightFormat kFormat>
 struct QuantizedBlock {
   static inline void put(const typename Q::Group& group, const typename Q::Step& step, uint32_t j,
