@@ -95,7 +95,7 @@ Result<uint64_t> CpuBackend::predicted_bytes(const FfnSpec& spec, uint32_t num_l
 
 uint64_t CpuBackend::predicted_bytes(Isa isa, const FfnSpec& spec, uint32_t num_local_experts,
                                      ResidentFormats formats) {
-  if (isa == Isa::kReference) {  // it keeps float32 copies; panels of one output have their size
+  if (isa == Isa::kReference) {  // it keeps float32 copies, which take what scalar panels take
     formats = WeightFormat::kF32;
     isa = Isa::kScalar;
   }

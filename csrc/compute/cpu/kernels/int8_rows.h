@@ -1,9 +1,10 @@
 // How rows reach the kernels of numerics class int8-groups. 256 inputs (a K block) are one record:
-// codes in both orders in which weights come, scales and sums. The scale of a group of 32 inputs is
-// its largest magnitude / 127; a code is x / scale rounded half to even, at most 127. A group whose
-// scale is zero has codes 0; one that holds NaN or infinity has codes 0 and a NaN scale. These are
-// plain loops, which the compiler vectorises for each kernel file. They are templates over the
-// file's vector type, so that no file's instantiations are linked into another. No std:: code.
+// codes, in both orders in which weights come, with scales and sums. The scale of a group of 32
+// inputs is its largest magnitude / 127; a code is x / scale rounded half to even, at most 127. A
+// group whose scale is zero has codes 0; one that holds NaN or infinity has codes 0 and a NaN
+// scale. These are plain loops, which the compiler vectorises for each kernel file. They are
+// templates over the file's vector type, so that no file's instantiations are linked into another.
+// No std:: code.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 

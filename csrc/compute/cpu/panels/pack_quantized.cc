@@ -189,8 +189,8 @@ void pack_from_floats(const PanelSource& source, std::byte* packed) {
   }
 }
 
-constexpr uint8_t kNoCodes[kFp8BlockWidth] =
-    {};  // stands for the row of a lane past the last output
+// These codes stand for the row of a lane past the last output.
+constexpr uint8_t kNoCodes[kFp8BlockWidth] = {};
 
 // Packs FP8: the codes go from the rows of four outputs straight into the panel.
 void pack_fp8(const PanelSource& source, std::byte* packed) {

@@ -15,8 +15,8 @@
 
 namespace dflash::compute {
 
-inline constexpr uint32_t kQuad =
-    4;  // outputs stored together; the last ones of a panel may be fewer
+// Outputs that are stored together; the last ones of a panel may be fewer.
+inline constexpr uint32_t kQuad = 4;
 
 namespace internal {
 using U8x16 = uint8_t __attribute__((vector_size(16)));
