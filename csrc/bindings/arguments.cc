@@ -1,5 +1,4 @@
-// The checks of arguments. They name the field or value that is wrong, because the caller may be a
-// user's own code.
+// The checks of arguments, and the names by which Python knows activations and gates.
 // SPDX-License-Identifier: Apache-2.0
 #include "bindings/arguments.h"
 

@@ -29,7 +29,7 @@ struct RoundTripOptions {
 // private memory into request slots and published, and the replies are awaited and copied to
 // private memory. A payload above kPieceBytes goes in pieces, with as many in flight as the channel
 // has slots, as a call does in slices. The bytes of the last round are compared. The worker's end
-// has to run echo() on another thread. Errors: kTimeout, kInvalidArgument where a piece does not
+// has to run echo() meanwhile. Errors: kTimeout, kInvalidArgument where a piece does not
 // fit a slot, and those of the channel.
 Result<std::vector<int64_t>> round_trip(transport::Channel& host, const RoundTripOptions& options);
 
