@@ -25,7 +25,7 @@ struct Layer {
   ExpertTable experts;
 };
 
-// kWaiting: for a credit. kInFlight: sent. kArrived: its rows are in reply_rows.
+// A slice waits for a credit, is sent, and has arrived once its rows are in reply_rows.
 enum class SliceState : uint8_t { kWaiting, kInFlight, kArrived };
 
 // What travels in one request: rows [row_begin, row_end) of one shard's list, and their pairs.

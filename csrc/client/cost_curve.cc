@@ -154,9 +154,9 @@ void CostCurve::refit(int64_t now) {
       ++count;
     }
   }
-  // Fewer coefficients are preferred where they explain the samples as well. In a tie, those are
-  // that make slices look cheap: a slice that was tried corrects the curve, one that was never
-  // tried does not.
+  // Fewer coefficients are preferred where they explain the samples as well. Among equals, the fit
+  // that makes slices look cheap comes first: a slice that was tried corrects the curve, one that
+  // was never tried does not.
   constexpr unsigned kMasks[] = {0b010, 0b110, 0b011, 0b111, 0b100, 0b001, 0b101};
   // A better fit must lower the loss to this share, and by this much, which timers cannot tell
   // apart.

@@ -13,7 +13,7 @@
 
 namespace dflash::client {
 
-// Within what the slices of one shard must stay; dtypes are those of its messages.
+// The limits for the slices of one shard. The dtypes are those of its messages.
 struct CutLimits {
   uint32_t slice_tokens = 1;
   transport::SlotGeometry slot;

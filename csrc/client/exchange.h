@@ -53,8 +53,8 @@ class ExpertTable {
   size_t num_shards_ = 0;
 };
 
-// Into how many ranges a call of `num_tokens` is cut. Their lengths differ by at most one, and the
-// longer ones come first.
+// Returns into how many ranges a call of `num_tokens` is cut. Their lengths differ by at most one,
+// and the longer ones come first.
 constexpr uint32_t num_slices(uint32_t num_tokens, uint32_t slice_tokens) {
   return num_tokens / slice_tokens + (num_tokens % slice_tokens != 0 ? 1 : 0);
 }

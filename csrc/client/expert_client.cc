@@ -202,7 +202,7 @@ bool ExpertClient::wait(const CallPtr& call, Deadline tick) {
 
 bool ExpertClient::is_done(const CallPtr& call) {
   if (!call->is_done.load(std::memory_order_acquire) && state_->turns.try_acquire()) {
-    // This lets a caller see its call end that only asks and never waits.
+    // A caller that only asks and never waits can thus see its call end.
     state_->engine.drive(Deadline::at_ns(0), -1);
     state_->ring_if_worn();
     state_->turns.release();

@@ -52,7 +52,7 @@ class ExpertClient {
   // Handles what has arrived without sleeping, unless another thread does so already. Returns
   // whether the call is done.
   bool is_done(const CallPtr& call);
-  // How a call ended; it must be done.
+  // Returns how a call ended; the call must be done.
   Status outcome(const CallPtr& call);
   // Ends a call. Once this has returned, the client touches neither the batch nor `output`. Nothing
   // happens to a call that is done.
@@ -61,8 +61,8 @@ class ExpertClient {
   // -- between calls --
   // Whoever holds the client may change what concerns all calls. Other calls are parked until
   // resume() and wait there, each under its own deadline. hold() waits for another holder to
-  // finish, the other two for what their comments say, each until `tick`. They return whether it
-  // came about, so that a caller who can wait longer repeats them.
+  // finish, the other two for what stands beside them, each until `tick`. All three return whether
+  // it came about, and a caller who can wait longer repeats them.
   bool hold(Deadline tick);
   bool wait_until_quiet(Deadline tick);  // no call is under way and no path is worn
   bool wait_until_fit(Deadline tick);    // in addition, every path has all its slots
