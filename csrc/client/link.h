@@ -77,8 +77,8 @@ struct Link {
   int64_t crowded_ns = 0;   // when a chunk last came while another was under way
 
   std::map<uint32_t, Counters> counters;  // by layer
-  uint32_t last_layer = 0;     // layer of the slice sent last, which waiting is booked on
-  uint64_t stale_replies = 0;  // replies that came after their call had ended
+  uint32_t last_layer = 0;                // layer of the slice sent last; waiting is booked on it
+  uint64_t stale_replies = 0;             // replies that came after their call had ended
 };
 
 // Makes an error such as "worker w1 was lost: hung up (layer model.layers.3.mlp.experts)".
