@@ -19,7 +19,7 @@ size_t panel_bytes(WeightFormat format, uint32_t inputs, uint32_t width);
 void pack_panel(const MatrixView& matrix, WeightFormat format, uint32_t panel, uint32_t width,
                 std::byte* packed);
 
-// The same two functions for quantised formats; pack.cc is their only caller.
+// The same two functions for quantised formats, called by the two above.
 size_t quantized_panel_bytes(WeightFormat format, uint32_t inputs, uint32_t width);
 void pack_quantized_panel(const MatrixView& matrix, WeightFormat format, uint32_t first_output,
                           uint32_t width, std::byte* packed);
