@@ -22,9 +22,9 @@ struct ConvertKernels {
 };
 
 // Finite float32 values round to infinity if their magnitude (the sign bit cleared) is in
-// [limit, kInfinity), where the limit is that of the type below.
+// [limit, kInfinity), where the limit is kF16Overflow or kBF16Overflow.
 inline constexpr uint32_t kInfinity = 0x7f800000u;
-// This is 65520: halfway above 65504, a tie that goes to the even infinity.
+// This is 65520, half a step above 65504; the tie goes to the even one, infinity.
 inline constexpr uint32_t kF16Overflow = 0x477ff000u;
 inline constexpr uint32_t kBF16Overflow = 0x7f7f8000u;  // half a step above the largest bf16
 inline constexpr uint32_t kCanonicalNan = 0x7fc00000u;

@@ -45,8 +45,8 @@ struct [[nodiscard]] Error {
   std::string message;
   ErrorPlace place = {};
 
-  // Prefixes the message with what was being done: error("truncated").with("while reading shard
-  // 3").
+  // Prefixes the message with what was being done, as in
+  // error("truncated").with("while reading shard 3").
   Error with(const std::string& context) && {
     message = context + ": " + message;
     return std::move(*this);
