@@ -1,5 +1,5 @@
-// The checksum of checksum.h: lanes and tail, the table fallback, and the choice between table and
-// crc32 instruction.
+// The checksum of checksum.h: its lanes and tail, the loops with tables, and the choice between
+// these and the crc32 instruction.
 // SPDX-License-Identifier: Apache-2.0
 #include "base/checksum.h"
 
@@ -23,7 +23,7 @@ constexpr size_t kBlockBytes = kChecksumLanes * kChecksumWordBytes;  // one word
 
 using Tables = std::array<std::array<uint32_t, 256>, 8>;
 
-// tables[k][b]: the register after byte b and then k zero bytes ("slicing by 8").
+// tables[k][b] is the register after byte b and then k zero bytes ("slicing by 8").
 constexpr Tables make_tables() {
   Tables tables{};
   for (uint32_t byte = 0; byte < 256; ++byte) {
@@ -71,7 +71,7 @@ uint32_t crc32c_table(uint32_t crc, const std::byte* bytes, size_t num_bytes) {
 #if defined(__x86_64__)
 bool has_crc32_instruction() { return __builtin_cpu_supports("sse4.2") != 0; }
 #elif defined(__aarch64__)
-// A word the kernel left in memory at start, no system call.
+// This reads a word that the kernel left in memory at start, without a system call.
 bool has_crc32_instruction() { return (getauxval(AT_HWCAP) & HWCAP_CRC32) != 0; }
 #endif
 
@@ -104,8 +104,7 @@ void Checksum::update(std::span<const std::byte> bytes) {
         "a checksum piece follows one that is no multiple of 32 bytes");
   const size_t num_blocks = bytes.size() / internal::kBlockBytes;
   internal::feed_lanes(lanes_, bytes.data(), num_blocks);
-  // At most three whole words and seven bytes are left; the lane of a word is its index in the
-  // block.
+  // At most three whole words and seven bytes are left. A word's lane is its index in the block.
   std::span<const std::byte> rest = bytes.subspan(num_blocks * internal::kBlockBytes);
   for (size_t lane = 0; !rest.empty(); ++lane) {
     const size_t piece = rest.size() < 8 ? rest.size() : 8;
@@ -131,12 +130,12 @@ uint32_t checksum(std::span<const std::byte> bytes) {
 }
 
 void copy_and_checksum(std::span<const std::byte> source, std::byte* destination, Checksum& sum) {
-  // a block and its copy stay in any first-level cache of 32 KiB and more
+  // A block and its copy stay in any first-level cache of 32 KiB or more.
   constexpr size_t kCopyBytes = 16 << 10;
   while (!source.empty()) {
     const size_t piece = source.size() < kCopyBytes ? source.size() : kCopyBytes;
     std::memcpy(destination, source.data(), piece);
-    // The copy is what will be used, so the copy is what is summed: a peer may rewrite the source
+    // The copy is what will be used, so the copy is what is summed. A peer may rewrite the source
     // meanwhile.
     sum.update({destination, piece});
     destination += piece;

@@ -1,6 +1,6 @@
-// The checksum's loops on AArch64's CRC32C instructions (latency 2 to 3, one per cycle: four lanes
-// hide it). Compiled with the CRC extension, hence no std:: code here: an inline function
-// instantiated in this file could be the copy the linker keeps.
+// The checksum's loops on AArch64's CRC32C instructions, whose latency of 2 to 3 cycles four lanes
+// hide at one per cycle. The file is compiled with the CRC extension, hence there is no std:: code
+// here: an inline function instantiated in this file could be the copy that the linker keeps.
 // SPDX-License-Identifier: Apache-2.0
 #include "base/checksum_kernels.h"
 

@@ -1,6 +1,6 @@
-// The checksum's loops on the crc32 instruction (latency 3, one per cycle: four lanes hide it).
-// Compiled with SSE4.2, hence no std:: code here: an inline function instantiated in this file
-// could be the copy the linker keeps.
+// The checksum's loops on the crc32 instruction, whose latency of 3 cycles four lanes hide at one
+// per cycle. The file is compiled with SSE4.2, hence there is no std:: code here: an inline
+// function instantiated in this file could be the copy that the linker keeps.
 // SPDX-License-Identifier: Apache-2.0
 #include "base/checksum_kernels.h"
 

@@ -9,15 +9,15 @@
 
 namespace dflash {
 
-// CLOCK_MONOTONIC in nanoseconds; the same clock in every process of one machine.
+// CLOCK_MONOTONIC in nanoseconds, which is the same clock in every process of one machine.
 inline int64_t now_ns() {
   timespec t{};
   clock_gettime(CLOCK_MONOTONIC, &t);
   return static_cast<int64_t>(t.tv_sec) * 1'000'000'000 + t.tv_nsec;
 }
 
-// CPU time this thread has used, in nanoseconds; stands still while it sleeps or others have its
-// core.
+// CPU time that this thread has used, in nanoseconds. It stands still while the thread sleeps or
+// others have its core.
 inline int64_t thread_cpu_ns() {
   timespec t{};
   clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);
@@ -33,7 +33,7 @@ class Deadline {
 
   int64_t when_ns() const { return when_ns_; }
   bool has_passed() const { return now_ns() >= when_ns_; }
-  // Nanoseconds left, never negative.
+  // The nanoseconds that are left, never negative.
   int64_t left_ns() const {
     const int64_t left = when_ns_ - now_ns();
     return left > 0 ? left : 0;

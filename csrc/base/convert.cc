@@ -1,4 +1,5 @@
-// Bulk conversions: the scalar loops, and the choice of a loop by what the processor has.
+// Conversions of many elements: the scalar loops, and the choice of loops by what the processor
+// has.
 // SPDX-License-Identifier: Apache-2.0
 #include "base/convert.h"
 
@@ -58,6 +59,7 @@ void add_f32(const std::byte* source, float* accumulator, size_t count) {
     accumulator[i] = add_canonical(accumulator[i], load<float>(source, i));
 }
 
+// Short rows take the scalar loops: fewer than eight elements do not fill a vector.
 const ConvertKernels& kernels_for(size_t count) {
 #if defined(__x86_64__)
   if (count >= 8) {
@@ -84,8 +86,8 @@ const ConvertKernels kConvertScalar = {
     widen_add_loop<bf16_to_f32>,
 };
 
-// Asked for every row, so it must not execute cpuid: that leaves a virtual machine and costs
-// microseconds. The builtins read what libgcc found at load.
+// These are asked for every row, so they must not execute cpuid, which leaves a virtual machine and
+// costs microseconds. The builtins read what libgcc found out at load.
 bool has_avx2_f16c() {
 #if defined(__x86_64__) && defined(__clang__)
   // clang 14 does not know the name "f16c"; every processor with AVX2 and FMA has it.
@@ -124,7 +126,7 @@ bool has_avx512_bf16() {
 }
 
 #if defined(__aarch64__)
-// Words the kernel left in memory at start, no system call.
+// These read words that the kernel left in memory at start, without a system call.
 bool has_neon_dotprod() { return (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) != 0; }
 bool has_neon_i8mm() { return (getauxval(AT_HWCAP2) & HWCAP2_I8MM) != 0; }
 bool has_neon_bf16() { return (getauxval(AT_HWCAP2) & HWCAP2_BF16) != 0; }
@@ -143,7 +145,7 @@ bool narrow(Dtype to, const std::byte* source, std::byte* destination, size_t co
   return (to == Dtype::kF16 ? kernels.narrow_f16 : kernels.narrow_bf16)(source, destination, count);
 }
 
-// Between the 16-bit types, through float32 in blocks that stay in the first-level cache.
+// Converts between the 16-bit types, through float32 in blocks that stay in the first-level cache.
 bool convert_through_f32(Dtype from, const std::byte* source, Dtype to, std::byte* destination,
                          size_t count) {
   constexpr size_t kBlock = 512;

@@ -1,6 +1,6 @@
-// Bulk conversions between wire, host and weight dtypes: vectorised, exact when widening,
-// round-to-nearest-even when narrowing, with range detection in the same pass (rules: a finite
-// value that becomes infinite fails the call).
+// Conversions of many elements between the dtypes of wire, host and weights. They are vectorised,
+// exact when widening, and round to nearest even when narrowing. The same pass detects finite
+// values that become infinite, which fail the call.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -10,16 +10,16 @@
 
 namespace dflash {
 
-// Converts `count` elements. Source and destination must not overlap; no alignment is required.
-// Equal dtypes copy bits. Returns false if any finite source value became infinite (all elements
-// are still written). NaN stays NaN, infinity stays infinity; the bits do not depend on the
-// instruction set.
+// Converts `count` elements. Source and destination must not overlap and need no alignment. Equal
+// dtypes copy bits. Returns false if any finite value became infinite; all elements are written
+// even then. NaN stays NaN and infinity stays infinity. The bits do not depend on the instruction
+// set.
 bool convert(Dtype from, const std::byte* source, Dtype to, std::byte* destination, size_t count);
 
-// Exact widening to float32.
+// Widens to float32, which is exact.
 void widen(Dtype from, const std::byte* source, float* destination, size_t count);
 
-// accumulator[i] += widen(source[i]), float32, one rounding per element.
+// Adds widen(source[i]) to accumulator[i] in float32, with one rounding per element.
 void widen_add(Dtype from, const std::byte* source, float* accumulator, size_t count);
 
 }  // namespace dflash

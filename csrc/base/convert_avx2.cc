@@ -1,6 +1,6 @@
 // The conversion loops with AVX2 and F16C. Tails run the scalar table, which gives the same bits.
-// Nothing from std:: is instantiated here: an inline copy compiled with wide instructions could be
-// linked into portable code.
+// Nothing from std:: is instantiated here, because an inline copy compiled with wide instructions
+// could be linked into portable code.
 // SPDX-License-Identifier: Apache-2.0
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -17,7 +17,7 @@ inline __m128i load_u16(const std::byte* at) {
   return _mm_loadu_si128(reinterpret_cast<const __m128i*>(at));
 }
 
-// All ones where a finite value rounds to infinity.
+// All ones in the lanes whose finite value rounds to infinity.
 template <uint32_t kOverflow>
 inline __m256i overflows(__m256i bits) {
   const __m256i magnitude = _mm256_and_si256(bits, _mm256_set1_epi32(0x7fffffff));
@@ -59,7 +59,7 @@ bool narrow_bf16(const std::byte* source, std::byte* destination, size_t count) 
     const __m256i high = _mm256_castps_si256(load_f32(source + 4 * i + 32));
     bad = _mm256_or_si256(
         bad, _mm256_or_si256(overflows<kBF16Overflow>(low), overflows<kBF16Overflow>(high)));
-    // lanes interleave: 0 2 1 3
+    // Packing works within halves of the register, which leaves quarters in the order 0 2 1 3.
     const __m256i packed = _mm256_packus_epi32(round_bf16(low), round_bf16(high));
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(destination + 2 * i),
                         _mm256_permute4x64_epi64(packed, 0xd8));

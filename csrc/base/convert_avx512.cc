@@ -1,6 +1,6 @@
-// The conversion loops with AVX-512 (F, BW, VL, DQ); masked loads and stores take the tails.
-// Nothing from std:: is instantiated here: an inline copy compiled with wide instructions could be
-// linked into portable code.
+// The conversion loops with AVX-512 (F, BW, VL, DQ). Masked loads and stores take the tails.
+// Nothing from std:: is instantiated here, because an inline copy compiled with wide instructions
+// could be linked into portable code.
 // SPDX-License-Identifier: Apache-2.0
 #if defined(__x86_64__)
 #if !defined(__clang__)

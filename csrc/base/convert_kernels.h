@@ -1,5 +1,6 @@
-// The instruction-set seam of convert.cc: one table of loops per set, all giving the same bits.
-// Private to base and its tests. Pointers are bytes because rows in a frame have no alignment.
+// The seam between convert.cc and instruction sets: one table of loops per set, all of which give
+// the same bits. Private to base and its tests. Pointers are to bytes because rows in a frame are
+// not aligned.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -8,7 +9,7 @@
 
 namespace dflash::internal {
 
-// narrow_*: false if a finite value became infinite. widen_add_*: a NaN sum is stored as
+// narrow_* return false if a finite value became infinite. widen_add_* store a NaN sum as
 // 0x7fc00000, because which operand's payload survives an addition is the compiler's choice.
 struct ConvertKernels {
   bool (*narrow_f16)(const std::byte* source, std::byte* destination, size_t count);
@@ -20,10 +21,10 @@ struct ConvertKernels {
   void (*widen_add_bf16)(const std::byte* source, float* accumulator, size_t count);
 };
 
-// The magnitudes (sign bit cleared) of finite float32 values that round to infinity: [limit,
-// kInfinity).
+// Finite float32 values round to infinity if their magnitude (the sign bit cleared) is in
+// [limit, kInfinity), where the limit is kF16Overflow or kBF16Overflow.
 inline constexpr uint32_t kInfinity = 0x7f800000u;
-// 65520: the tie above 65504 goes to the even infinity
+// This is 65520, half a step above 65504; the tie goes to the even one, infinity.
 inline constexpr uint32_t kF16Overflow = 0x477ff000u;
 inline constexpr uint32_t kBF16Overflow = 0x7f7f8000u;  // half a step above the largest bf16
 inline constexpr uint32_t kCanonicalNan = 0x7fc00000u;
@@ -36,16 +37,16 @@ extern const ConvertKernels kConvertAvx512;  // AVX-512 F, BW, VL, DQ
 extern const ConvertKernels kConvertNeon;
 #endif
 
-// True if this processor runs the table.
+// Whether this processor runs the table, or has the extension.
 bool has_avx2_f16c();
 bool has_avx512();
 bool has_avx512_vnni();
 bool has_avx512_bf16();
-// The extensions of AArch64 that the kernel sets neon_dotprod, neon_i8mm and neon_bf16 need.
+// Extensions of AArch64 that the kernel sets neon_dotprod, neon_i8mm and neon_bf16 need.
 bool has_neon_dotprod();
 bool has_neon_i8mm();
 bool has_neon_bf16();
-constexpr bool has_neon() {  // part of the architecture
+constexpr bool has_neon() {  // every AArch64 has it
 #if defined(__aarch64__)
   return true;
 #else

@@ -1,6 +1,6 @@
-// The conversion loops with NEON, part of every AArch64. Tails run the scalar table, which gives
-// the same bits. Widening f16 and narrowing to it do not look at flush-to-zero, and keep NaN
-// payloads as dtype.cc does.
+// The conversion loops with NEON, which every AArch64 has. Tails run the scalar table, which gives
+// the same bits. The instructions that widen f16 and narrow to it ignore flush-to-zero, and keep
+// NaN payloads as dtype.cc does.
 // SPDX-License-Identifier: Apache-2.0
 #if defined(__aarch64__)
 #include <arm_neon.h>
@@ -10,7 +10,7 @@
 namespace dflash::internal {
 namespace {
 
-// Rows in a frame have no alignment, which byte loads do not ask for.
+// Rows in a frame are not aligned, and loads of bytes need no alignment.
 inline uint8x16_t load_bytes(const std::byte* at) {
   return vld1q_u8(reinterpret_cast<const uint8_t*>(at));
 }
@@ -20,7 +20,8 @@ inline void store_u16(std::byte* at, uint16x8_t value) {
   vst1q_u8(reinterpret_cast<uint8_t*>(at), vreinterpretq_u8_u16(value));
 }
 
-// All ones where a finite value rounds to infinity: its magnitude is in [kOverflow, kInfinity).
+// All ones in the lanes whose finite value rounds to infinity: magnitudes in [kOverflow,
+// kInfinity).
 template <uint32_t kOverflow>
 inline uint32x4_t overflows(float32x4_t value) {
   const uint32x4_t magnitude = vandq_u32(vreinterpretq_u32_f32(value), vdupq_n_u32(0x7fffffffu));
@@ -77,7 +78,7 @@ struct BF16 {
   }
 };
 
-// Widens whole steps of eight; returns how many elements that were.
+// Widens whole steps of eight and returns how many elements that were.
 template <class Source>
 inline size_t widen_steps(const std::byte* source, float* destination, size_t count) {
   size_t i = 0;

@@ -1,6 +1,6 @@
-// Scalar conversions between float32 and the 16-bit types, in integer arithmetic, so that no
-// floating-point mode changes them. NaN rule of the whole project: narrowing keeps sign and leading
-// payload bits and sets the quiet bit; widening f16 sets it too.
+// Scalar conversions between float32 and the 16-bit types. They use integer arithmetic, so that no
+// floating-point mode changes them. The whole project has one rule for NaN: narrowing keeps the
+// sign and the leading bits of the payload and sets the quiet bit, and widening f16 sets that too.
 // SPDX-License-Identifier: Apache-2.0
 #include "base/dtype.h"
 
@@ -19,7 +19,7 @@ float f16_to_f32(uint16_t bits) {
   if (exponent != 0)
     return std::bit_cast<float>(sign | ((exponent + 112u) << 23) | (mantissa << 13));
   if (mantissa == 0) return std::bit_cast<float>(sign);
-  // Subnormal: mantissa * 2^-24; the leading one becomes implicit.
+  // A subnormal is mantissa * 2^-24; its leading one becomes the implicit bit.
   const uint32_t leading = 31u - static_cast<uint32_t>(std::countl_zero(mantissa));
   return std::bit_cast<float>(sign | ((leading + 103u) << 23) |
                               ((mantissa << (23u - leading)) & 0x7fffffu));
@@ -31,15 +31,15 @@ uint16_t f32_to_f16(float value) {
   const uint32_t magnitude = bits & 0x7fffffffu;
   if (magnitude > 0x7f800000u)
     return static_cast<uint16_t>(sign | 0x7e00u | ((magnitude >> 13) & 0x3ffu));
-  // 65520 and more round to infinity
+  // Magnitudes of 65520 and more round to infinity.
   if (magnitude >= 0x477ff000u) return static_cast<uint16_t>(sign | 0x7c00u);
-  // 2^-14: normal in f16
+  // Magnitudes of 2^-14 and more are normal in f16.
   if (magnitude >= 0x38800000u) {
     const uint32_t rebiased = magnitude - (112u << 23);
     return static_cast<uint16_t>(sign | ((rebiased + 0xfffu + ((rebiased >> 13) & 1u)) >> 13));
   }
   const uint32_t exponent = magnitude >> 23;
-  // below 2^-25, half of the smallest subnormal
+  // Magnitudes below 2^-25, half of the smallest subnormal, round to zero.
   if (exponent < 102u) return static_cast<uint16_t>(sign);
   const uint32_t mantissa = (magnitude & 0x7fffffu) | 0x800000u;
   const uint32_t shift = 126u - exponent;

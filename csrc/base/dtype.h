@@ -1,5 +1,5 @@
-// The element types that travel and that weights are stored in, and their scalar conversions (IEEE,
-// round to nearest even).
+// The element types that travel and in which weights are stored, and their scalar conversions
+// (IEEE, round to nearest even).
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -8,7 +8,7 @@
 
 namespace dflash {
 
-// Values are on the wire: append only.
+// The values are on the wire, so that new ones are only appended.
 enum class Dtype : uint8_t { kF32 = 0, kF16 = 1, kBF16 = 2 };
 inline constexpr uint8_t kNumDtypes = 3;
 
@@ -18,7 +18,7 @@ constexpr const char* dtype_name(Dtype dtype) {
 }
 
 float f16_to_f32(uint16_t bits);
-uint16_t f32_to_f16(float value);  // overflows to infinity; the caller detects it (convert.h)
+uint16_t f32_to_f16(float value);  // overflows to infinity, which the caller detects (convert.h)
 float bf16_to_f32(uint16_t bits);
 uint16_t f32_to_bf16(float value);
 

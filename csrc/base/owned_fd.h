@@ -1,4 +1,4 @@
-// Move-only owner of a file descriptor.
+// Owns a file descriptor and closes it at its end. It can be moved, not copied.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -27,7 +27,7 @@ class OwnedFd {
   OwnedFd& operator=(const OwnedFd&) = delete;
   ~OwnedFd() { close(); }
 
-  // Another descriptor of what `fd` is one of, which stays its owner's. Errors: kSystem.
+  // Returns another descriptor of the same open file; `fd` stays its owner's. Errors: kSystem.
   static Result<OwnedFd> duplicate(int fd) {
     OwnedFd copy(::fcntl(fd, F_DUPFD_CLOEXEC, 0));
     if (!copy.is_open()) return system_error("cannot duplicate a descriptor");

@@ -1,6 +1,6 @@
-// Result<T>: a value or a typed error, used by every function that can fail for a reason outside
-// the program. Depends on nothing. Programming errors use check(), which is never reachable from
-// remote bytes or user input.
+// Result<T> is a value or a typed error. Every function returns one that can fail for a reason
+// outside the program. It depends on nothing. Programming errors use check(), which remote bytes
+// and user input must never reach.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -16,14 +16,14 @@
 
 namespace dflash {
 
-// Where an error happened, for programs: messages are for people, and nobody parses them. Whoever
-// knows a field fills it in on the error's way up; what is set already stays, because the place
+// Where an error happened, for programs. Messages are for people, and nobody parses them. Whoever
+// knows a field fills it in on the error's way up. What is set already stays, because the place
 // that was nearest to the cause knows best.
 struct ErrorPlace {
-  std::string worker;             // name of the worker; empty: the error is at none
+  std::string worker;             // the worker's name; empty where the error is at none
   std::optional<uint32_t> layer;  // index in the layer table
   std::optional<uint32_t> token;  // row of the call's hidden_states
-  std::optional<uint32_t> slot;   // of the worker's data path
+  std::optional<uint32_t> slot;   // slot of the worker's data path
 };
 
 struct [[nodiscard]] Error {
@@ -31,7 +31,8 @@ struct [[nodiscard]] Error {
   std::string message;
   ErrorPlace place = {};
 
-  // Prefixes what was being done: error("truncated").with("while reading shard 3").
+  // Prefixes the message with what was being done, as in
+  // error("truncated").with("while reading shard 3").
   Error with(const std::string& context) && {
     message = context + ": " + message;
     return std::move(*this);
@@ -46,8 +47,8 @@ struct [[nodiscard]] Error {
   }
 };
 
-// Reports a broken internal invariant and aborts. Builtins instead of std::source_location, which
-// clang 14 cannot take from the C++ library of GCC 12.
+// Reports a broken internal invariant and aborts. It uses builtins instead of std::source_location,
+// which clang 14 cannot take from the C++ library of GCC 12.
 [[noreturn]] inline void fail_check(const char* what, const char* file, unsigned line) {
   std::fprintf(stderr, "dflash_moe internal error: %s (%s:%u)\n", what, file, line);
   std::abort();
@@ -58,6 +59,7 @@ inline void check(bool holds, const char* what, const char* file = __builtin_FIL
     fail_check(what, file, line);
 }
 
+// The value of a Result that has none to give.
 struct Unit {};
 
 template <class T = Unit>
@@ -101,7 +103,7 @@ class [[nodiscard]] Result {
 using Status = Result<Unit>;
 inline Status ok() { return Unit{}; }
 
-// Returns the error of `expr` from the enclosing function; otherwise yields nothing.
+// Returns the error of `expr` from the enclosing function, if it has one. The value is dropped.
 #define DFLASH_TRY(expr)                                      \
   do {                                                        \
     if (auto dflash_status_ = (expr); !dflash_status_.ok()) { \

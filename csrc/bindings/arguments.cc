@@ -1,3 +1,4 @@
+// The checks of arguments, and the names by which Python knows activations and gates.
 // SPDX-License-Identifier: Apache-2.0
 #include "bindings/arguments.h"
 

@@ -1,4 +1,4 @@
-// Checked conversions from Python arguments that several bindings share.
+// Checked conversions from Python arguments that several bindings share. The caller holds the GIL.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -14,16 +14,17 @@
 
 namespace dflash::bindings {
 
-// "f32" "f16" "bf16"; ConfigError naming the value otherwise.
+// Takes "f32", "f16" or "bf16". Raises ConfigError naming any other value.
 Dtype parse_dtype(const std::string& name);
-// "host" "worker"; ConfigError otherwise.
+// Takes "host" or "worker". Raises ConfigError for any other value.
 transport::Side parse_side(const std::string& name);
-// A mapping with the fields of FfnSpec; missing ones keep their default, unknown ones are a
-// ConfigError.
+// Takes a mapping with the fields of FfnSpec, of which missing ones keep their default. Raises
+// ConfigError for an unknown field, UnsupportedError for a value that is not supported.
 compute::FfnSpec parse_ffn_spec(const pybind11::dict& fields);
 
-// Contiguous bytes of a matrix in a stored format and, where they lie apart, of its scales: rows
-// one after another. The buffers keep the memory alive. ConfigError where sizes do not fit.
+// The contiguous bytes of a matrix in a stored format, rows one after another, and those of its
+// scales where they lie apart. The buffers keep the memory alive. Raises ConfigError where sizes do
+// not fit.
 struct ByteMatrix {
   pybind11::buffer_info data, scales;
   compute::MatrixView view;
@@ -31,7 +32,7 @@ struct ByteMatrix {
 ByteMatrix byte_matrix(const std::string& format_name, const pybind11::buffer& data,
                        uint32_t outputs, uint32_t inputs, const pybind11::buffer& scales);
 
-// A channel as Python holds it: owned until a client, worker or decorator takes it.
+// A channel as Python holds it: owned here until a client, worker or decorator takes it.
 struct ChannelBox {
   std::unique_ptr<transport::Channel> channel;
 

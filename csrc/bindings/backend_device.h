@@ -10,12 +10,12 @@
 
 namespace dflash::bindings {
 
-// While a worker serves with it, only the worker may use it.
+// While a worker serves with the backend, only that worker may use it.
 struct BackendDevice {
   std::shared_ptr<plugin::PluginBackend> backend;
 };
 
-// The worker's share.
+// The worker's share of a device's backend.
 class SharedBackend final : public compute::ExpertBackend {
  public:
   explicit SharedBackend(std::shared_ptr<plugin::PluginBackend> shared)

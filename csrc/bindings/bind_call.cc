@@ -1,5 +1,5 @@
 // Calls: the tensors of one, and a submitted one as Python holds it. `Client.run` is the hot path
-// of every MoE layer: one crossing, the GIL released while waiting.
+// of every MoE layer: it crosses from Python once and releases the GIL while it waits.
 // SPDX-License-Identifier: Apache-2.0
 #include "bindings/bind_call.h"
 
@@ -14,7 +14,7 @@ namespace py = pybind11;
 namespace dflash::bindings {
 namespace {
 
-// Ends a call in every case before the caller's tensors may go: on a signal it is abandoned.
+// Ends a call in every case before the caller's tensors may go. On a signal the call is abandoned.
 class AbandonOnExit {
  public:
   AbandonOnExit(ExpertClient& client, client::CallPtr call)
@@ -59,7 +59,7 @@ TokenBatchBox make_batch(uintptr_t hidden_states, int64_t row_stride_bytes,
   return {batch, std::move(owners)};
 }
 
-// Readers of a field for Python.
+// Makes a reader of one field for Python.
 template <class Field>
 auto field_of(Field TokenBatch::* field) {
   return [field](const TokenBatchBox& self) { return self.batch.*field; };
@@ -75,9 +75,9 @@ auto dtype_of(Dtype TokenBatch::* field) {
 
 }  // namespace
 
-// A submitted call. Once it was seen done it lets go of client and tensors, so that a result that
-// is kept keeps no data path open. Members change with the GIL held; any number of threads may
-// wait.
+// A submitted call. Once it has been seen done, it lets go of client and tensors, so that a result
+// which is kept keeps no data path open. Its members change only with the GIL held, and any number
+// of threads may wait.
 class PyCall {
  public:
   PyCall(std::shared_ptr<ClientBox> box, uint32_t layer, const TokenBatchBox& batch)
@@ -88,7 +88,7 @@ class PyCall {
   PyCall& operator=(const PyCall&) = delete;
   ~PyCall() {
     if (client_ == nullptr) return;
-    if (!box_->is_ours()) {  // as ClientBox does
+    if (!box_->is_ours()) {  // leaked in a forked child, as ClientBox does
       new std::shared_ptr<ExpertClient>(std::move(client_));
       return;
     }
@@ -119,7 +119,7 @@ class PyCall {
     }
     return true;
   }
-  // Raises how the call ended; it is done.
+  // Raises how the call ended; it must be done.
   void result() {
     if (!is_done()) raise(Error{ErrorCode::kInvalidArgument, "the call is not done"});
     if (error_) raise(*error_);
@@ -135,13 +135,13 @@ class PyCall {
   }
 
  private:
-  // Null once the call was seen done.
+  // The client, or null once the call has been seen done.
   std::shared_ptr<ExpertClient> live_client() const {
-    if (client_ != nullptr && !box_->is_ours()) static_cast<void>(box_->get());  // which raises
+    if (client_ != nullptr && !box_->is_ours()) static_cast<void>(box_->get());  // get() raises
     return client_;
   }
   void let_go() {
-    if (client_ == nullptr) return;  // another waiter was first
+    if (client_ == nullptr) return;  // because another waiter came first
     Status outcome = client_->outcome(call_);
     if (!outcome.ok()) error_ = std::move(outcome).error();
     client_.reset();

@@ -1,4 +1,4 @@
-// What bind_client.cc needs of calls.
+// What bind_client.cc needs of bind_call.cc.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -9,8 +9,8 @@
 
 namespace dflash::bindings {
 
-// Submits and waits; the GIL is released meanwhile. Raises how the call ended; a signal abandons
-// it.
+// Submits a call and waits for it, with the GIL released. Raises how the call ended. A signal
+// abandons the call.
 void run_call(const ClientBox& box, uint32_t layer, const TokenBatchBox& batch);
 
 }  // namespace dflash::bindings

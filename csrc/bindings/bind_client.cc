@@ -1,4 +1,4 @@
-// The host's client: workers and layers, what happens between calls, reports.
+// Binds the host's client: workers and layers, what happens between calls, and reports.
 // SPDX-License-Identifier: Apache-2.0
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -22,7 +22,7 @@ namespace py = pybind11;
 namespace dflash::bindings {
 namespace {
 
-// Gives the client back in every case but success.
+// Resumes the client at the end of its scope in every case but success.
 class ResumeOnError {
  public:
   explicit ResumeOnError(ExpertClient& client) : client_(client) {}

@@ -1,4 +1,4 @@
-// Codec and limits: pure functions, for tests, tools and the handshake.
+// Binds codec and limits: pure functions for tests, tools and the handshake.
 // SPDX-License-Identifier: Apache-2.0
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>

@@ -1,5 +1,5 @@
 // A device step as Python holds it: the bridge between the client's data paths and the host's
-// device, which know nothing of each other.
+// device, neither of which knows the other.
 // SPDX-License-Identifier: Apache-2.0
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -27,10 +27,10 @@ namespace py = pybind11;
 namespace dflash::bindings {
 namespace {
 
-constexpr size_t kMostMessages = 4096;  // of a step; the device refuses more
+constexpr size_t kMostMessages = 4096;  // of one step; the device refuses more
 
-// What a worker answered instead of rows, from a private copy of its slot; nothing where that is no
-// such answer.
+// Reads what a worker has answered instead of rows, from a private copy of its slot. Returns an
+// empty text where that is no such answer.
 std::string refusal_text(const client::LeasedPath& lane, uint32_t slot) {
   std::byte copy[wire::kFrameHeaderBytes + wire::kMaxErrorPayloadBytes];
   if (slot >= lane.geometry.num_slots || lane.geometry.reply_bytes < sizeof copy) return {};
@@ -167,7 +167,7 @@ class DeviceStep {
   std::unique_ptr<transport::RingBell> bell_;
 };
 
-// as Client.define_layer takes it
+// A shard in the form that Client.define_layer takes.
 using ShardTuple = std::tuple<uint32_t, uint32_t, uint64_t, std::vector<uint32_t>>;
 
 void define_step_layer(const HostDeviceBox& box, uint32_t layer, uint32_t in_size,

@@ -1,6 +1,6 @@
-// A borrowed view of any tensor that speaks DLPack (https://dmlc.github.io/dlpack), legacy and
-// versioned capsules. The structs restate the public ABI of DLPack 1.0; no header of theirs is
-// needed.
+// A borrowed view of any tensor that speaks DLPack (https://dmlc.github.io/dlpack), with legacy or
+// versioned capsules. The structs restate the public ABI of DLPack 1.0, so that no header of that
+// project is needed.
 // SPDX-License-Identifier: Apache-2.0
 #include <pybind11/pybind11.h>
 
@@ -63,8 +63,9 @@ const char* type_name(DlDataType type) {
 
 class DlpackView {
  public:
-  // Takes over the capsule's tensor: renames it to "used_..." as the protocol asks, and frees it
-  // when this view dies. `device`: the DLPack type and number that the tensor must be on.
+  // Takes over the capsule's tensor: it renames the capsule to "used_...", as the protocol asks,
+  // and frees the tensor when this view dies. `device` is the DLPack type and number on which the
+  // tensor must be.
   DlpackView(const py::object& object, std::pair<int32_t, int32_t> device) : device_(device) {
     PyObject* capsule = object.ptr();
     if (PyCapsule_IsValid(capsule, "dltensor_versioned")) {

@@ -1,4 +1,4 @@
-// Weight formats for Python: what they are, their values, and the bytes they take in a worker.
+// Binds weight formats: what they are, their values, and the bytes that they take in a worker.
 // SPDX-License-Identifier: Apache-2.0
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>

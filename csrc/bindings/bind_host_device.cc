@@ -1,4 +1,4 @@
-// The device that a host's own tensors live on, and pinned memory to stage them in.
+// Binds the device on which a host's own tensors live, and pinned memory to stage them in.
 // SPDX-License-Identifier: Apache-2.0
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -19,7 +19,7 @@ namespace py = pybind11;
 namespace dflash::bindings {
 namespace {
 
-// device's address, host's address, bytes
+// The device's address, the host's address, and the number of bytes.
 using Piece = std::tuple<uintptr_t, uintptr_t, uint64_t>;
 
 HostDeviceBox open_host_device(const std::string& backend, uint32_t device) {
@@ -52,8 +52,8 @@ void copy(const HostDeviceBox& self, const std::vector<Piece>& pieces) {
   unwrap(std::move(copied));
 }
 
-// Why the device cannot use memory like a worker's replies, mapped as a host maps them; empty: it
-// can.
+// Returns why the device cannot use memory that is mapped as a host maps a worker's replies. The
+// text is empty where it can.
 std::string refuses_replies(const HostDeviceBox& self, bool is_open) {
   const transport::SlotGeometry geometry{1, 4096, 4096};
   const transport::Segment theirs =

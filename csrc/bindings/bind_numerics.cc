@@ -1,4 +1,5 @@
-// What this build and this processor compute: numerics classes, kernel sets, instruction sets.
+// Binds what this build and this processor compute: numerics classes, kernel sets, instruction
+// sets.
 // SPDX-License-Identifier: Apache-2.0
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -65,7 +66,8 @@ std::vector<std::string> numerics_classes(const std::string& isa_name) {
   return names;
 }
 
-// The backends that offer a class: "cpu" where kernel sets of this build's kind of processor do.
+// The backends that offer a class. "cpu" is among them if a kernel set for this build's kind of
+// processor offers it.
 std::vector<std::string> offered_by(const compute::NumericsFacts& facts) {
   std::vector<std::string> backends;
   if (*facts.kernel_sets() != 0) backends.emplace_back("cpu");

@@ -1,5 +1,5 @@
-// FfnOracle: experts computed in this process by one named kernel set, for tests and `verify`.
-// NumPy in, NumPy out.
+// FfnOracle: experts that one named kernel set computes in this process, for tests and `verify`. It
+// takes and returns NumPy arrays.
 // SPDX-License-Identifier: Apache-2.0
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
@@ -22,7 +22,7 @@ namespace {
 using FloatArray = py::array_t<float, py::array::c_style | py::array::forcecast>;
 using IndexArray = py::array_t<uint16_t, py::array::c_style | py::array::forcecast>;
 
-// One expert's arrays in the layer's source formats, kept alive for the float64 oracle.
+// The arrays of one expert in the layer's source formats, kept alive for the float64 oracle.
 struct OwnedWeights {
   std::vector<std::vector<std::byte>> storage;
   compute::ExpertWeights views;
@@ -97,7 +97,7 @@ class FfnOracle {
   }
 
  private:
-  // Checks what the kernels trust: shapes agree, ids are in range and loaded.
+  // Checks what the kernels trust: shapes agree, and ids are in range and loaded.
   compute::ForwardArgs arguments(const FloatArray& rows, const IndexArray& counts,
                                  const IndexArray& ids, const FloatArray& weights) const {
     if (rows.ndim() != 2 || rows.shape(1) != static_cast<py::ssize_t>(spec_.in_size)) {
@@ -125,7 +125,8 @@ class FfnOracle {
     return args;
   }
 
-  // Float formats are rounded to; int8_g32 and int4_g32 are made by the layer from float32.
+  // The dtype of given weights. Values are rounded to a float format; the layer itself makes
+  // int8_g32 and int4_g32 from float32.
   static Dtype source_dtype(compute::WeightFormat format) {
     return compute::is_float(format) ? compute::dtype_of(format) : Dtype::kF32;
   }
@@ -143,7 +144,8 @@ class FfnOracle {
     return owned.storage.back().data();
   }
 
-  // (format, bytes, outputs, inputs, bytes of the scales or b""): a matrix as a checkpoint has it.
+  // Reads (format, bytes, outputs, inputs, bytes of the scales or b""): a matrix as a checkpoint
+  // has it.
   static compute::MatrixView stored_matrix(OwnedWeights& owned, const py::tuple& parts) {
     if (parts.size() != 5) raise(Error{ErrorCode::kInvalidArgument, "a stored matrix has 5 parts"});
     const ByteMatrix source = byte_matrix(

@@ -1,5 +1,4 @@
-// Backends as Python sees them: what `doctor` lists, and an opened device for a worker or a
-// self-test.
+// Binds backends: what `doctor` lists, and an opened device for a worker or a self-test.
 // SPDX-License-Identifier: Apache-2.0
 #include "bindings/backend_device.h"
 
@@ -27,7 +26,7 @@ py::dict listing_dict(const plugin::DeviceListing& listing) {
   return fields;
 }
 
-// {"built": bool, "reason": str, "devices": [...]}; never raises for what is missing.
+// Returns {"built": bool, "reason": str, "devices": [...]}, and never raises for what is missing.
 py::dict probe_backend(const std::string& name) {
   py::dict found;
   found["built"] = false;
@@ -55,7 +54,7 @@ py::dict probe_backend(const std::string& name) {
   return found;
 }
 
-// The device of a simulating backend that stands for this vendor's cards.
+// Returns the device of a simulating backend that stands for this vendor's cards.
 uint32_t simulated_device(const dflash_backend_table& table, const std::string& vendor) {
   const std::vector<plugin::DeviceListing> devices = unwrap(plugin::list_devices(table));
   for (uint32_t index = 0; index < devices.size(); ++index) {

@@ -1,4 +1,4 @@
-// Modes, slices and slots: what csrc/client/slot_plan.h plans, as Python reads it.
+// Binds modes, slices and slots as csrc/client/slot_plan.h plans them.
 // SPDX-License-Identifier: Apache-2.0
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>

@@ -1,5 +1,5 @@
-// The table of transports and the handshakes through it; channels. A Channel is opaque to Python:
-// it is made here and handed to a client, a worker or a decorator.
+// Binds the table of transports, the handshakes through it, and channels. A Channel is opaque to
+// Python: it is made here and handed to a client, a worker or a decorator.
 // SPDX-License-Identifier: Apache-2.0
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -32,7 +32,8 @@ py::bytes to_bytes(std::span<const std::byte> bytes) {
   return {reinterpret_cast<const char*>(bytes.data()), bytes.size()};
 }
 
-// Takes the descriptors before anything can fail, so that the caller gives them away in any case.
+// Takes the descriptors before anything can fail, so that the caller has given them away in any
+// case.
 transport::Handover handover_of(const std::string& bytes, const std::vector<int>& descriptors) {
   transport::Handover handover;
   for (const int descriptor : descriptors) handover.descriptors.emplace_back(descriptor);
@@ -50,7 +51,7 @@ const TransportKind& kind_named(const std::string& name) {
   return *unwrap(transport::find_kind(transport::transport_kinds(), name));
 }
 
-// The host's end of a handshake, and what it is made from.
+// The host's end of a handshake; it is gone once the offer is completed.
 struct OfferBox {
   std::unique_ptr<transport::PathOffer> offer;
 

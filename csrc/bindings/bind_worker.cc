@@ -1,4 +1,4 @@
-// The mapped checkpoint files, the store of shards that are loaded out of them, and the expert
+// Binds mapped checkpoint files, the store of shards that are loaded out of them, and the expert
 // worker that serves such shards.
 // SPDX-License-Identifier: Apache-2.0
 #include <pybind11/pybind11.h>
@@ -28,9 +28,10 @@ using store::ShardStore;
 using worker::ExpertWorker;
 using worker::LayerShard;
 
-// (file, byte offset, format, outputs, inputs, output_stride, input_stride); None: absent. Float
-// formats: strides in elements. Others: output_stride in bytes and input_stride 0, then (file, byte
-// offset, row stride in bytes) of the scales where they lie apart.
+// Reads (file, byte offset, format, outputs, inputs, output_stride, input_stride), or None for no
+// matrix. Strides of float formats are in elements. Other formats have output_stride in bytes and
+// input_stride 0, followed, where scales lie apart, by (file, byte offset, row stride in bytes) of
+// these.
 compute::MatrixView matrix_source(const py::object& source) {
   if (source.is_none()) return {};
   const auto parts = py::cast<py::tuple>(source);
@@ -55,7 +56,7 @@ compute::MatrixView matrix_source(const py::object& source) {
   return matrix;
 }
 
-// (file, byte offset, dtype, count, stride); None: absent.
+// Reads (file, byte offset, dtype, count, stride), or None for no vector.
 compute::VectorView vector_source(const py::object& source) {
   if (source.is_none()) return {};
   const auto parts = py::cast<py::tuple>(source);
@@ -66,8 +67,8 @@ compute::VectorView vector_source(const py::object& source) {
                             py::cast<uint32_t>(parts[3]), py::cast<int64_t>(parts[4])));
 }
 
-// A forked child holds a copy of the object but not of its threads: joining them there would never
-// end.
+// Deletes an object only in the process that made it. A forked child has a copy of the object but
+// not of its threads, and joining them there would never end.
 struct DeleteInOwnProcess {
   pid_t owner = ::getpid();
   template <class T>
@@ -78,10 +79,10 @@ struct DeleteInOwnProcess {
 
 struct StoreBox {
   std::shared_ptr<ShardStore> store;
-  bool is_mapped;  // its shards compute from the files
+  bool is_mapped;  // whether its shards compute from the files
 };
 
-// The loan of a shard as Python holds it while it loads. `store` keeps files open.
+// The loan of a shard as Python holds it while it loads. `store` keeps the files open.
 struct LoanBox {
   py::object store;
   std::shared_ptr<ResidentShard> shard;
@@ -108,7 +109,7 @@ compute::ExpertWeights weights_of(const py::object& gate, const py::object& up,
           vector_source(gate_bias), vector_source(up_bias), vector_source(down_bias)};
 }
 
-// The arguments keep the files open until the store does, which ends reading before they go.
+// The arguments keep the files open until the store does so. The store ends reading before they go.
 void load_expert(const LoanBox& self, uint32_t local_expert_id, const py::object& gate,
                  const py::object& up, const py::object& down, const py::object& gate_bias,
                  const py::object& up_bias, const py::object& down_bias) {
@@ -125,7 +126,7 @@ void load_expert(const LoanBox& self, uint32_t local_expert_id, const py::object
   unwrap(std::move(status));
 }
 
-// (checksum or None, experts read)
+// Makes (checksum or None, number of experts read).
 py::tuple content_tuple(const ResidentShard& shard) {
   store::ContentState content = shard.content();
   if (content.failure) raise(*content.failure);
@@ -166,7 +167,7 @@ LoanBox borrow(const py::object& self, const py::dict& spec, uint32_t num_local_
   return {self, unwrap(std::move(lent))};
 }
 
-// A reader of an expert's source bytes, and the files that it reads.
+// A reader of an expert's source bytes, with the files that it reads.
 struct ReaderBox {
   std::vector<py::object> sources;
   compute::ContentReader reader;
@@ -193,7 +194,7 @@ WorkerHolder make_worker(const std::string& name, int64_t spin_ns, double slowdo
   return WorkerHolder(unwrap(ExpertWorker::create({name, spin_ns, slowdown})).release());
 }
 
-// The worker keeps the store, and with it the files that a mapped shard computes from.
+// Makes the worker keep the store alive, and with it the files from which a mapped shard computes.
 void hold(const py::object& self, uint32_t layer, uint32_t shard, const LoanBox& loan) {
   unwrap(py::cast<ExpertWorker&>(self).hold(LayerShard{layer, shard}, loan.get()));
   py::detail::keep_alive_impl(self, loan.store);

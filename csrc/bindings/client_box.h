@@ -1,5 +1,5 @@
-// The client as Python holds it: closed by its owner, used by threads that may still be inside
-// then, and of no use in a forked child.
+// The client as Python holds it. Its owner closes it, threads may still be inside it then, and a
+// forked child cannot use it.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -16,7 +16,7 @@ namespace dflash::bindings {
 
 using client::ExpertClient;
 
-inline constexpr int64_t kSignalPeriodNs = 20'000'000;  // how late Ctrl-C may be seen inside a wait
+inline constexpr int64_t kSignalPeriodNs = 20'000'000;  // how late a wait may see Ctrl-C
 
 class ClientBox {
  public:
@@ -25,11 +25,13 @@ class ClientBox {
   ClientBox(const ClientBox&) = delete;
   ClientBox& operator=(const ClientBox&) = delete;
   ~ClientBox() {
-    // Closing in a forked child would hang up the parent's connections: there it is leaked.
+    // In a forked child the client is leaked, because closing would hang up the parent's
+    // connections.
     if (!is_ours()) new std::shared_ptr<ExpertClient>(std::move(client_));
   }
 
-  // Keeps the client alive for the caller, whatever other threads do. The caller holds the GIL.
+  // Returns the client and keeps it alive for the caller, whatever other threads do. Raises after
+  // close() and in a forked child. The caller holds the GIL.
   std::shared_ptr<ExpertClient> get() const {
     if (!is_ours()) {
       raise(
@@ -41,7 +43,7 @@ class ClientBox {
     }
     return client_;
   }
-  // Its channels close once the last call that is still inside has left.
+  // The client's channels close once the last call that is still inside has left.
   void close() {
     if (is_ours()) client_.reset();
   }
@@ -52,8 +54,8 @@ class ClientBox {
   pid_t owner_;
 };
 
-// Calls `use` with the client and without the GIL: even a short call may wait for the turn of a
-// thread that drives.
+// Calls `use` with the client and without the GIL, because even a short call may wait for the turn
+// of a thread that drives.
 template <class Use>
 auto without_gil(const ClientBox& box, Use use) {
   const std::shared_ptr<ExpertClient> client = box.get();
@@ -61,8 +63,8 @@ auto without_gil(const ClientBox& box, Use use) {
   return use(*client);
 }
 
-// Repeats `step(tick)` without the GIL until it returns true or `deadline` passes, in steps between
-// which Python sees signals. Returns what it returned last.
+// Repeats `step(tick)` without the GIL until it returns true or `deadline` passes. Between two
+// steps Python sees signals. Returns what the last step returned.
 template <class Step>
 bool repeat_until(Deadline deadline, Step step) {
   for (;;) {
@@ -76,10 +78,10 @@ bool repeat_until(Deadline deadline, Step step) {
   }
 }
 
-// A span of time as an option: positive and finite, so that every wait ends.
-inline constexpr double kMaxWaitS = 1e6;  // above any sensible limit, far below overflow
+// Reads a span of time that is an option: positive and finite, so that every wait ends.
+inline constexpr double kMaxWaitS = 1e6;  // above any sensible limit, and far below an overflow
 int64_t timeout_ns(const char* name, double seconds);
-// A deadline `seconds` from now, at most kMaxWaitS; a negative number or NaN means now.
+// Makes a deadline `seconds` from now, at most kMaxWaitS. A negative number or NaN means now.
 Deadline deadline_of(double seconds);
 
 }  // namespace dflash::bindings

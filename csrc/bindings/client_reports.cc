@@ -1,3 +1,4 @@
+// Turns the client's plain reports into Python dictionaries, field by field.
 // SPDX-License-Identifier: Apache-2.0
 #include "bindings/client_reports.h"
 

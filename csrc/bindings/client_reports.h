@@ -1,4 +1,4 @@
-// What the client reports, as Python dictionaries whose keys are the field names
+// What the client reports, as Python dictionaries whose keys are the names of fields
 // (dflash_moe/_core.pyi).
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
@@ -11,8 +11,8 @@
 
 namespace dflash::bindings {
 
-pybind11::dict counters_dict(
-    const std::vector<client::CountersOf>& list);  // (worker, layer) -> fields
+// Maps (worker, layer) to the fields of Counters.
+pybind11::dict counters_dict(const std::vector<client::CountersOf>& list);
 pybind11::list worker_dicts(const std::vector<client::WorkerReport>& list);
 pybind11::list forecast_dicts(const std::vector<client::WorkerForecast>& list);
 pybind11::list trace_dicts(const std::vector<client::SliceTrace>& list);

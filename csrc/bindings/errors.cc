@@ -1,3 +1,4 @@
+// The table from ErrorCode to exception classes, and how an error and its place become arguments.
 // SPDX-License-Identifier: Apache-2.0
 #include "bindings/errors.h"
 
@@ -30,7 +31,8 @@ py::object python_class(const char* name) {
   return py::module_::import("dflash_moe.errors").attr(name);
 }
 
-// The keyword arguments of DflashError: the code's name, and every field of the place that is set.
+// Makes the keyword arguments of DflashError: the code's name, and every field of the place that is
+// set.
 py::dict fields_of(const Row& row, const ErrorPlace& place) {
   py::dict fields;
   fields["code"] = row.name;

@@ -14,6 +14,7 @@ namespace dflash::bindings {
 // Raises the Python class of the error's code with its message. The caller holds the GIL.
 [[noreturn]] void raise(const Error& error);
 
+// Returns the value, or raises the error. The caller holds the GIL.
 template <class T>
 T unwrap(Result<T> result) {
   if (!result.ok()) raise(result.error());
@@ -23,7 +24,7 @@ inline void unwrap(Status status) {
   if (!status.ok()) raise(status.error());
 }
 
-// name -> (value, class), for the completeness test and docs/errors.md.
+// Maps each code's name to (value, class), for the completeness test and docs/errors.md.
 pybind11::dict error_codes();
 
 }  // namespace dflash::bindings

@@ -8,6 +8,7 @@
 
 namespace dflash::bindings {
 
+// The box is shared by all objects that use the device; the last one closes it.
 struct HostDeviceBox {
   std::shared_ptr<plugin::HostDevice> device;
 };

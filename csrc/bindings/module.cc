@@ -1,4 +1,4 @@
-// Registration of the extension's components, and nothing else.
+// Registers the components of the extension and does nothing else.
 // SPDX-License-Identifier: Apache-2.0
 #include "bindings/module.h"
 

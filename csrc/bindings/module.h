@@ -1,4 +1,4 @@
-// The components of the extension; module.cc registers them in this order.
+// The components of the extension, which module.cc registers in this order.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 

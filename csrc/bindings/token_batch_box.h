@@ -1,4 +1,5 @@
-// A call's tensors as Python holds them: the seam's value and what keeps its memory alive.
+// A call's tensors as Python holds them: the value that every room passes on, and what keeps its
+// memory alive.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 

@@ -1,5 +1,5 @@
-// Private byte buffers for replies, reused so that a steady load allocates nothing. Used by one
-// thread at a time.
+// Private byte buffers for replies. They are reused, so that a steady load allocates nothing. Used
+// by one thread at a time, which has the turn (turn.h).
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -17,8 +17,8 @@ struct Buffer {
 
 class BufferPool {
  public:
-  // A buffer of at least `num_bytes`, contents unspecified: the smallest kept one that fits, else a
-  // new one.
+  // Returns a buffer of at least `num_bytes` with unspecified contents: the smallest kept one that
+  // is large enough, otherwise a new one.
   Buffer take(size_t num_bytes) {
     size_t best = kept_.size();
     for (size_t i = 0; i < kept_.size(); ++i) {
@@ -35,6 +35,7 @@ class BufferPool {
     return taken;
   }
 
+  // Keeps the buffer for later, or frees it where enough are kept already.
   void give_back(Buffer buffer) {
     if (buffer.bytes == nullptr || kept_.size() >= kMaxKept ||
         kept_bytes_ + buffer.capacity > kMaxKeptBytes)
@@ -44,9 +45,9 @@ class BufferPool {
   }
 
  private:
-  // more than the replies one call has under way in practice
+  // More than the replies that one call has under way in practice.
   static constexpr size_t kMaxKept = 64;
-  static constexpr size_t kMaxKeptBytes = size_t{64} << 20;  // idle memory a client may hold
+  static constexpr size_t kMaxKeptBytes = size_t{64} << 20;  // memory that a client may hold idle
   std::vector<Buffer> kept_;
   size_t kept_bytes_ = 0;
 };

@@ -1,3 +1,5 @@
+// Combining walks over all shards at once, token by token: each shard's rows are in ascending token
+// order, so that one cursor per shard suffices.
 // SPDX-License-Identifier: Apache-2.0
 #include "client/combine.h"
 
@@ -14,8 +16,8 @@ void Combiner::point_at_first_rows(const CallWork& work) {
   }
 }
 
-// The reply row of `token`, or null when the shard has none. Tokens must be asked in ascending
-// order.
+// Returns the reply row of `token`, or null where the shard has none. Tokens must be asked for in
+// ascending order.
 const std::byte* Combiner::take(Cursor& cursor, uint32_t token, size_t out_size) const {
   if (cursor.row == cursor.rows->tokens.size() || cursor.rows->tokens[cursor.row] != token)
     return nullptr;

@@ -1,5 +1,5 @@
-// The last step of a call: replies of all shards added per token in ascending shard id, in float32
-// from +0, rounded once.
+// The last step of a call. The replies of all shards are added per token in ascending shard id, in
+// float32 from +0, and each sum is rounded once.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -10,16 +10,16 @@
 
 namespace dflash::client {
 
-// Keeps its scratch memory between calls.
+// Keeps its scratch memory between calls. Not thread-safe.
 class Combiner {
  public:
-  // Writes the batch's output [num_tokens, out_size]; a token without an expert gets +0. All parts
-  // must have arrived. Errors: kRange naming layer and token when a sum does not fit the output
+  // Writes the batch's output [num_tokens, out_size]; a token without an expert gets +0. All slices
+  // must have arrived. Errors: kRange naming layer and token where a sum does not fit the output's
   // dtype.
   Status combine(const Call& call);
 
  private:
-  // Where one shard's next row is, in token order across its slices.
+  // Where the next row of one shard is, in token order across its slices.
   struct Cursor {
     const ShardRows* rows;
     const Slice* slice;
@@ -28,8 +28,8 @@ class Combiner {
   const std::byte* take(Cursor& cursor, uint32_t token, size_t out_size) const;
   void point_at_first_rows(const CallWork& work);
 
-  std::vector<Cursor> cursors_;  // [shards with rows], ascending shard id
-  std::vector<float> sums_;      // [out_size]
+  std::vector<Cursor> cursors_;  // one for each shard with rows, in ascending shard id
+  std::vector<float> sums_;      // [out_size], the sums of one token
 };
 
 }  // namespace dflash::client

@@ -1,3 +1,5 @@
+// Fitting of cost curves. A fit tries all sets of coefficients and takes the sum of absolute
+// relative deviations as its loss, which reweighted least squares minimise.
 // SPDX-License-Identifier: Apache-2.0
 #include "client/cost_curve.h"
 
@@ -10,28 +12,28 @@
 namespace dflash::client {
 namespace {
 
-constexpr double kMaxResidual = 0.20;        // drift above which the curve is fitted anew
-constexpr double kResidualMemory = 1.0 / 8;  // weight of the newest deviation in the mean
+constexpr double kMaxResidual = 0.20;        // a larger drift makes the curve be fitted anew
+constexpr double kResidualMemory = 1.0 / 8;  // the weight of the newest deviation in the mean
 constexpr uint64_t kLeastNewSamples = 4;     // between two fits: one disturbed sample is no drift
-// Between two fits for drift: a fit passes over all samples up to 42 times, too much for every call
-// of a decode step.
+// The least time between two fits for drift. A fit passes over all samples up to 42 times, which is
+// too much for every call of a decode step.
 constexpr int64_t kLeastRefitNs = 20'000'000;
-constexpr double kHalfWeightAgeNs = 30e9;  // a sample this old weighs half
-// deviations below are timer noise; bounds the reweighting
+constexpr double kHalfWeightAgeNs = 30e9;  // a sample of this age weighs half
+// Smaller deviations are noise of timers. This also bounds how far samples are weighted up.
 constexpr double kLeastDeviation = 0.03;
 constexpr int kReweightings = 6;    // enough for the weights to settle within a percent
-constexpr size_t kMaxPoints = 320;  // all octaves full
+constexpr size_t kMaxPoints = 320;  // the number of samples when all octaves are full
 
 struct Point {
-  // 1, units, experts; each divided by ns, so that the target is 1 and deviations are relative
+  // 1, units and experts, each divided by ns: the target is then 1 and deviations are relative.
   double features[3];
   double weight;
 };
 
 using Vector = std::array<double, 3>;
 
-// Least squares over the features of `mask` by Gaussian elimination; nothing when they are not
-// independent in these points or a coefficient comes out negative.
+// Solves least squares over the features of `mask` by Gaussian elimination. Returns nothing where
+// the features are not independent in these points or a coefficient comes out negative.
 std::optional<Vector> solve(std::span<const Point> points, unsigned mask) {
   int used[3];
   int n = 0;
@@ -55,7 +57,8 @@ std::optional<Vector> solve(std::span<const Point> points, unsigned mask) {
     for (int j = 0; j < n; ++j) m[i][j] *= scale[i] * scale[j];
     m[i][3] *= scale[i];
   }
-  // of a unit diagonal: features that differ by less than a percent are one feature
+  // Pivots are those of a matrix with a unit diagonal. Features that differ by less than a percent
+  // count as one feature.
   constexpr double kLeastPivot = 1e-4;
   for (int i = 0; i < n; ++i) {
     if (!(m[i][i] > kLeastPivot)) return std::nullopt;
@@ -87,7 +90,8 @@ struct Fit {
   double loss;
 };
 
-// L1 fit over the features of `mask`.
+// Fits the features of `mask` so that the sum of absolute deviations is least, by solving
+// reweighted least squares.
 std::optional<Fit> fit_features(std::span<Point> points, std::span<const double> age_weights,
                                 unsigned mask) {
   for (size_t i = 0; i < points.size(); ++i) points[i].weight = age_weights[i];
@@ -123,7 +127,7 @@ void CostCurve::observe(const CostSample& sample) {
   if (must_refit(octave, sample.at_ns)) refit(sample.at_ns);
 }
 
-// At the 1st, 2nd, 4th, 8th ... sample of an octave, and on drift.
+// A fit is due at the 1st, 2nd, 4th, 8th ... sample of an octave, and on drift.
 bool CostCurve::must_refit(const Octave& octave, int64_t now) const {
   if (std::has_single_bit(octave.num_taken)) return true;
   return residual_ > kMaxResidual && num_samples_ - num_at_last_fit_ >= kLeastNewSamples &&
@@ -150,11 +154,12 @@ void CostCurve::refit(int64_t now) {
       ++count;
     }
   }
-  // What explains the samples as well with fewer coefficients is preferred, and in a tie what makes
-  // slices look cheap: a slice that was tried corrects the curve, one that was never tried does
-  // not.
+  // Fewer coefficients are preferred where they explain the samples as well. Among equals, the fit
+  // that makes slices look cheap comes first: a slice that was tried corrects the curve, one that
+  // was never tried does not.
   constexpr unsigned kMasks[] = {0b010, 0b110, 0b011, 0b111, 0b100, 0b001, 0b101};
-  // of the loss; per octave, which timers cannot tell apart
+  // A better fit must lower the loss to this share, and by this much, which timers cannot tell
+  // apart.
   constexpr double kBetter = 0.97, kLeastGain = 0.002;
   std::optional<Fit> best;
   for (const unsigned mask : kMasks) {
@@ -163,7 +168,7 @@ void CostCurve::refit(int64_t now) {
   }
   if (!best) return;
   coefficients_ = {best->coefficients[0], best->coefficients[1], best->coefficients[2]};
-  // the new fit deserves samples of its own before it is judged
+  // The new fit gets samples of its own before it is judged.
   if (residual_ > kMaxResidual) residual_ = kMaxResidual / 2;
 }
 

@@ -1,9 +1,9 @@
-// A cost learned from measurements: ns = fixed + per_unit * units + per_expert * experts, no
-// coefficient below zero. One curve for a worker's compute (units = pairs), one each for the two
-// directions of its link (units = bytes, no experts).
+// A cost that is learned from measurements: ns = fixed + per_unit * units + per_expert * experts,
+// where no coefficient is below zero. A worker has one curve for its compute (units are pairs) and
+// one for each direction of its link (units are bytes, without experts).
 //
-// Samples are kept by octave of their size, so that thousands of decode steps do not push the few
-// prefill slices out. The fit minimises the sum of relative deviations, so that neither large
+// Samples are kept by octave of their size, so that thousands of decode steps do not push out the
+// few prefill slices. The fit minimises the sum of relative deviations, so that neither large
 // samples nor a disturbed one rule it.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
@@ -13,22 +13,24 @@
 
 namespace dflash::client {
 
+// One measured cost.
 struct CostSample {
   double units = 0;    // > 0
   double experts = 0;  // >= 0
   double ns = 0;       // > 0
-  int64_t at_ns = 0;   // when it was taken: newer samples weigh more
+  int64_t at_ns = 0;   // when it was taken; newer samples weigh more
 };
 
 struct CostCoefficients {
-  double fixed = 0, per_unit = 0, per_expert = 0;  // ns
+  double fixed = 0, per_unit = 0, per_expert = 0;  // nanoseconds
 };
 
+// Not thread-safe: whoever has the turn (turn.h) observes and predicts.
 class CostCurve {
  public:
-  // Takes a sample; refits ever more seldom as an octave fills, and when predictions have drifted
-  // by more than 20 %. Samples that are not finite or not positive are ignored: they come from a
-  // peer's clock.
+  // Takes a sample. It fits the curve anew ever more seldom as an octave fills, and when
+  // predictions have drifted by more than 20 %. Samples that are not finite or not positive are
+  // ignored, because they come from a peer's clock.
   void observe(const CostSample& sample);
 
   bool is_known() const { return num_samples_ > 0; }
@@ -37,9 +39,9 @@ class CostCurve {
            coefficients_.per_expert * experts;
   }
   const CostCoefficients& coefficients() const { return coefficients_; }
-  // seen so far; 0 before the first sample
+  // The smallest units seen so far; 0 before the first sample.
   double smallest_units() const { return smallest_units_; }
-  // mean relative deviation of recent predictions, before each was learned from
+  // The mean relative deviation of recent predictions, each taken before it was learned from.
   double residual() const { return residual_; }
   uint64_t num_samples() const { return num_samples_; }
 

@@ -1,3 +1,4 @@
+// Cutting walks over a shard's rows once, since rows and token ranges both ascend.
 // SPDX-License-Identifier: Apache-2.0
 #include "client/cut.h"
 
@@ -9,7 +10,7 @@
 namespace dflash::client {
 namespace {
 
-// Walks a shard's rows once, appending slices.
+// Walks over a shard's rows once and appends slices.
 class RowWalk {
  public:
   RowWalk(Call& call, uint32_t shard_index, uint32_t worker, const CutLimits& limits)
@@ -24,8 +25,7 @@ class RowWalk {
     next_.reply_dtype = limits.reply_dtype;
   }
 
-  // Appends the slices of the rows from where the last range ended up to those of tokens below
-  // `token_end`.
+  // Appends the slices of those rows that lie between the end of the last range and `token_end`.
   Status cut_range(uint32_t token_end) {
     uint32_t row_end = next_.row_end;
     while (row_end < rows_.tokens.size() && rows_.tokens[row_end] < token_end) ++row_end;
@@ -38,7 +38,7 @@ class RowWalk {
   uint64_t num_splits() const { return num_splits_; }
 
  private:
-  // Appends one slice: the rows up to `row_end`, or the largest half of a half of them that fits.
+  // Appends one slice: the rows up to `row_end`, or as many as fit after halving them repeatedly.
   Status append(uint32_t row_end) {
     next_.row_begin = next_.row_end;
     next_.pair_begin = next_.pair_end;
@@ -127,8 +127,8 @@ Status Cutter::cut(Call& call, std::span<const std::unique_ptr<Link>> links) {
   return ok();
 }
 
-// Asks the worker's model for the number of slices; with a fixed policy only for the time that they
-// should take.
+// Asks the worker's model for the number of slices, or, under a fixed policy, only for the time
+// that they should take.
 Result<uint64_t> Cutter::cut_chunk(Call& call, uint32_t shard_index, Link& link) {
   const LayerPlan& plan = call.layer->plan;
   const ShardPlace& shard = plan.shards[shard_index];

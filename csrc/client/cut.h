@@ -1,5 +1,5 @@
-// Cuts calls into slices: evenly by tokens, into as many as the mode says or as a worker's model
-// predicts to be best, and further where a slot is too small.
+// Cuts calls into slices. They are cut evenly by tokens, into as many as the mode says or as a
+// worker's model predicts to be best, and further where a slot is too small.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -13,6 +13,7 @@
 
 namespace dflash::client {
 
+// The limits for the slices of one shard. The dtypes are those of its messages.
 struct CutLimits {
   uint32_t slice_tokens = 1;
   transport::SlotGeometry slot;
@@ -22,22 +23,23 @@ struct CutLimits {
 
 // Appends the slices of shard `shard_index` to call.work->slices; a token range without rows gives
 // none. Returns how many slices there are beyond one for each range with rows. Errors:
-// kInvalidArgument when a single row does not fit a slot, or on too many slices.
+// kInvalidArgument where a single row does not fit a slot, or where there are too many slices.
 Result<uint64_t> cut_shard(Call& call, uint32_t shard_index, uint32_t worker,
                            const CutLimits& limits);
 
-// Keeps its scratch memory between calls.
+// Keeps its scratch memory between calls. Not thread-safe.
 class Cutter {
  public:
   // Fills the call's slices and forecasts, and chooses each link's window. Every path that the call
-  // needs has a channel. Errors: those of cut_shard, naming worker and layer; then nothing is cut.
+  // needs must have a channel. Errors are those of cut_shard, naming worker and layer; nothing is
+  // cut then.
   Status cut(Call& call, std::span<const std::unique_ptr<Link>> links);
 
  private:
   Result<uint64_t> cut_chunk(Call& call, uint32_t shard_index, Link& link);
   uint32_t count_experts(std::span<const uint16_t> local_expert_ids, size_t num_local_experts);
 
-  std::vector<uint64_t> expert_seen_;  // by local id: the count in which an expert was last seen
+  std::vector<uint64_t> expert_seen_;  // by local id: the count in which the expert was last seen
   uint64_t num_counts_ = 0;
 };
 

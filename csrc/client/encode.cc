@@ -1,3 +1,5 @@
+// Encoding writes a request front to back into its slot and checksums each block while it is still
+// in the cache; the header comes last, because it carries the checksum.
 // SPDX-License-Identifier: Apache-2.0
 #include "client/encode.h"
 
@@ -11,11 +13,11 @@
 namespace dflash::client {
 namespace {
 
-// Checksums what was just written while it is still in the first cache: half of the smallest usual
-// L1.
+// What was just written is checksummed in blocks of this size, while it is in the first-level
+// cache. It is half of the smallest usual one.
 constexpr size_t kBlockBytes = 16 << 10;
 
-// Feeds a growing payload to the checksum in multiples of 32 bytes.
+// Feeds a growing payload to the checksum, in multiples of 32 bytes as that demands.
 class RunningChecksum {
  public:
   explicit RunningChecksum(const std::byte* payload) : payload_(payload) {}

@@ -1,5 +1,5 @@
-// A slice becomes a request: header, index part and rows written straight into the slot, converted
-// and checksummed in one pass.
+// Turns a slice into a request. Header, index part and rows are written straight into the slot;
+// rows are converted and checksummed in one pass.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -10,14 +10,14 @@
 
 namespace dflash::client {
 
-// Bytes of the request and reply messages of `num_rows` rows and `num_pairs` pairs; 0 where a
-// protocol limit is exceeded.
+// Bytes of the request and of the reply for `num_rows` rows and `num_pairs` pairs, header included;
+// 0 where a limit of the protocol is exceeded.
 uint64_t request_message_bytes(const LayerPlan& plan, uint32_t num_rows, uint32_t num_pairs,
                                Dtype dtype);
 uint64_t reply_message_bytes(const LayerPlan& plan, uint32_t num_rows, Dtype dtype);
 
-// Writes the whole request message of `slice` into `slot` and returns its length. Errors: kRange
-// naming layer and token when a finite hidden state does not fit the wire dtype.
+// Writes the whole request of `slice` into `slot` and returns its length. Errors: kRange naming
+// layer and token where a finite hidden state does not fit the wire dtype.
 Result<size_t> encode_request(const Slice& slice, uint64_t generation, std::span<std::byte> slot);
 
 }  // namespace dflash::client

@@ -1,3 +1,5 @@
+// The engine's calls and sending: how a call is admitted, cut, sent by the credits of its paths,
+// and ended.
 // SPDX-License-Identifier: Apache-2.0
 #include "client/engine.h"
 
@@ -10,8 +12,8 @@
 namespace dflash::client {
 namespace {
 
-constexpr size_t kMaxSpareWorks = 16;             // calls under way at once in practice
-constexpr size_t kMaxSpareListTokens = 64 << 10;  // lists that grew larger are freed, not kept
+constexpr size_t kMaxSpareWorks = 16;             // as many calls are under way in practice
+constexpr size_t kMaxSpareListTokens = 64 << 10;  // larger lists are freed instead of kept
 
 Error plan_error(const LayerPlan& plan, const std::string& what) {
   return Error{ErrorCode::kInvalidArgument, "layer " + plan.name + ": " + what}.at(
@@ -69,7 +71,7 @@ std::unique_ptr<CallWork> Engine::take_work() {
   return work;
 }
 
-// The first worker that the call has rows for and whose path is in `state`; null: none.
+// Returns the first worker for which the call has rows and whose path is in `state`, or null.
 const Link* Engine::link_that(const Call& call, PathState state) const {
   const LayerPlan& plan = call.layer->plan;
   for (size_t s = 0; s < plan.shards.size(); ++s) {
@@ -119,7 +121,7 @@ Status Engine::start(const CallPtr& call) {
 // Cuts every parked call whose paths have become usable, in the order of submission.
 void Engine::admit_parked() {
   if (num_parked_ == 0 || is_held_) return;
-  const std::vector<CallPtr> calls = calls_;  // one that has no rows ends at once
+  const std::vector<CallPtr> calls = calls_;  // a copy: a call without rows ends and leaves calls_
   for (const CallPtr& call : calls) {
     if (!call->is_parked || must_wait(*call)) continue;
     call->is_parked = false;
@@ -136,7 +138,7 @@ void Engine::admit_parked() {
 }
 
 // Hands the slices of a cut call to their links, and extends its deadline where they are predicted
-// to take long. A call without rows is done.
+// to take long. A call without rows is done at once.
 void Engine::enqueue(Call& call) {
   if (call.work->slices.empty()) return finish(call);
   const LayerPlan& plan = call.layer->plan;
@@ -163,9 +165,9 @@ void Engine::resume() {
   admit_parked();
 }
 
-// One slice a worker and round, so that every worker starts before any gets its second. In each
-// round the worker with the longest predicted work comes first, because encoding for the others
-// would delay it.
+// Sends one slice per worker and round, so that every worker starts before any gets its second. In
+// each round the worker with the longest predicted work comes first, because encoding for the
+// others would delay it.
 void Engine::pump() {
   for (bool has_sent = true; has_sent;) {
     has_sent = false;
@@ -255,7 +257,7 @@ void Engine::finish(Call& call) {
   end(call);
 }
 
-// Takes the call's memory back and tells its waiters. `call` may be gone afterwards.
+// Takes the call's memory back and tells its waiters. `call` may not exist any more afterwards.
 void Engine::end(Call& call) {
   std::unique_ptr<CallWork> work = std::move(call.work);
   for (size_t s = 0; s < work->forecasts.size(); ++s) {

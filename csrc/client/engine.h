@@ -1,9 +1,10 @@
-// The progress engine: admits calls, sends their slices as credits allow, takes answers, judges
-// workers, ends calls. Not thread-safe: whoever has the turn (turn.h) uses it. Sources: engine.cc
-// (calls and sending), engine_answers.cc (what arrives), engine_losses.cc (what is given up).
+// The progress engine: it admits calls, sends their slices as credits allow, takes answers, judges
+// workers and ends calls. Not thread-safe: whoever has the turn (turn.h) uses it. Its sources are
+// engine.cc (calls and sending), engine_answers.cc (what arrives) and engine_losses.cc (what is
+// given up).
 //
 // A call is parked, uncut, while a data path that it needs is worn or leased, or while somebody
-// holds the engine to change something between calls; it is cut and sent as soon as it can be, or
+// holds the engine to change something between calls. It is cut and sent as soon as it can be, or
 // ends by its deadline.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
@@ -25,7 +26,7 @@
 
 namespace dflash::client {
 
-// One sleep at most. It bounds how late a hang-up, a stall or a deadline is seen: a hang-up must be
+// The longest sleep. It bounds how late a hang-up, a stall or a deadline is seen: a hang-up must be
 // acted on within 100 ms.
 inline constexpr int64_t kTickNs = 20'000'000;
 inline constexpr size_t kMaxTraces = 65536;
@@ -33,6 +34,8 @@ inline constexpr size_t kMaxTraces = 65536;
 // predictions rest on what workers say.
 inline constexpr int64_t kPatience = 4, kMaxPatience = 20;
 
+// The links, layers and calls of one client. Calls are shared with their waiters; all else is owned
+// here.
 class Engine {
  public:
   explicit Engine(const ClientOptions& options) : options_(options) {}
@@ -45,21 +48,22 @@ class Engine {
   const Layer* layer(uint32_t index) const;
 
   // -- calls --
-  // Memory for a new call, its lists empty.
+  // Returns memory for a new call, with empty lists.
   std::unique_ptr<CallWork> take_work();
-  // Takes a routed call: sends what fits, or parks it. Errors (the call was not taken):
-  // kInvalidArgument, kWorkerLost.
+  // Takes a routed call: it sends what fits, or parks the call. Errors, with which the call was not
+  // taken: kInvalidArgument, kWorkerLost.
   Status start(const CallPtr& call);
-  // Ends an unfinished call; its slots in flight are quarantined.
+  // Ends an unfinished call. Its slots in flight are quarantined.
   void fail(Call& call, Error error);
-  // Calls that ended so far: a driver compares it to know whether sleepers must look at theirs.
+  // How many calls have ended so far. A driver compares it to learn whether sleepers must look
+  // again.
   uint64_t num_ended() const { return num_ended_; }
-  // Calls that were cut and have not ended.
+  // How many calls were cut and have not ended.
   size_t num_under_way() const { return calls_.size() - num_parked_; }
 
   // -- progress --
-  // Sleeps at most until `tick`, one kTickNs, or the first event; then handles everything that
-  // arrived and sends what fits.
+  // Sleeps until the first event, but at most until `tick` and one kTickNs. Then handles everything
+  // that has arrived and sends what fits. `wake_fd` is as in transport::wait_any.
   void drive(Deadline tick, int wake_fd);
 
   // -- between calls --
@@ -69,23 +73,24 @@ class Engine {
   void resume();
 
   // -- data paths --
-  // Gives a worker up and fails every call that needs it, after taking the answers that are there.
+  // Gives a worker up and fails every call that needs it, after taking the answers that have come.
   void lose_after_drain(Link& link, const std::string& reason);
-  // A fresh path, on which nothing is in flight. Errors: kWorkerLost, kInvalidArgument.
+  // Gives the link a fresh path; nothing may be in flight on the old one. Errors: kWorkerLost,
+  // kInvalidArgument.
   Status renew_path(Link& link, NewPath path);
-  // Wears out every living path with a slot in quarantine, for one who needs all slots.
+  // Wears out every living path that has a slot in quarantine, for a caller who needs all slots.
   void wear_out_unfit();
   bool has_worn_path() const;
-  // Retires all paths that are worn and idle. Whoever asks for them renews them.
+  // Retires all paths that are worn and idle. The caller then renews them.
   std::vector<WornPath> retire_worn_paths();
   bool has_path_to_retire() const;
-  // A path that need not be worn. Errors: kWorkerLost, kInvalidArgument where something is in
-  // flight.
+  // Retires a path that need not be worn. Errors: kWorkerLost, kInvalidArgument where something is
+  // in flight.
   Status retire_path(Link& link, const std::string& reason);
 
   // -- device steps (step.h) --
   Result<StepLease> begin_step(uint32_t num_calls);
-  // Reads pulses of the leased paths. Errors: kWorkerLost naming the first worker that is lost.
+  // Reads the pulses of the leased paths. Errors: kWorkerLost naming the first worker that is lost.
   Status judge_step(int64_t now);
   void end_step(const StepResult& result);
 
@@ -123,7 +128,7 @@ class Engine {
   ClientOptions options_;
   std::vector<std::unique_ptr<Link>> links_;
   std::map<uint32_t, Layer> layers_;
-  std::vector<CallPtr> calls_;  // not ended, parked ones among them, in the order of submission
+  std::vector<CallPtr> calls_;  // those not ended, parked ones among them, as they were submitted
   size_t num_parked_ = 0;
   bool is_held_ = false;
   uint64_t next_call_id_ = 1;
@@ -132,9 +137,9 @@ class Engine {
   Cutter cutter_;
   Combiner combiner_;
   BufferPool reply_buffers_;
-  std::vector<transport::WaitEntry> wait_entries_;      // [num_workers], reused
-  std::vector<std::unique_ptr<CallWork>> spare_works_;  // of ended calls
-  std::vector<Link*> sending_order_;                    // reused by pump
+  std::vector<transport::WaitEntry> wait_entries_;      // [num_workers], used again by each drive()
+  std::vector<std::unique_ptr<CallWork>> spare_works_;  // those of ended calls
+  std::vector<Link*> sending_order_;                    // used again by each pump()
   bool is_profiling_ = false;
   std::vector<SliceTrace> traces_;
 };

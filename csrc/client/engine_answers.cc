@@ -6,9 +6,10 @@
 namespace dflash::client {
 namespace {
 
-constexpr uint64_t kMaxDurationNs = 3'600'000'000'000;  // an hour: beyond any deadline of a call
+constexpr uint64_t kMaxDurationNs = 3'600'000'000'000;  // an hour, beyond any deadline of a call
 
-// A worker's clock readings are only numbers that it sent: nonsense counts as nothing.
+// The time between two readings of a worker's clock. They are only numbers that it sent, so that
+// nonsense counts as 0.
 int64_t duration_ns(int64_t from, int64_t to) {
   if (to <= from) return 0;
   const uint64_t duration = static_cast<uint64_t>(to) - static_cast<uint64_t>(from);
@@ -17,7 +18,7 @@ int64_t duration_ns(int64_t from, int64_t to) {
 
 }  // namespace
 
-// Takes what has arrived; the credits bound how much that can be.
+// Takes everything that has arrived. The credits bound how much that can be.
 void Engine::drain(Link& link) {
   while (link.path.is_listening()) {
     auto polled = link.path.channel()->poll();
@@ -34,7 +35,7 @@ void Engine::take(Link& link, const transport::Arrival& arrival) {
   if (answer.slice == nullptr) {
     ++link.stale_replies;
     link.path.release(answer.slot);
-    return admit_parked();  // the path may have enough slots again
+    return admit_parked();  // because the path may have enough slots again
   }
   if (!answer.refusal) return take_rows(link, answer);
   Call& call = *answer.slice->call;
@@ -67,7 +68,7 @@ void Engine::take_rows(Link& link, const Answer& answer) {
   if (--call.work->slices_left == 0) finish(call);
 }
 
-// Tells the worker's model what one slice took and, at a chunk's last reply, what the whole chunk
+// Tells the worker's model what one slice took and, with a chunk's last reply, what the whole chunk
 // took.
 void Engine::learn(Link& link, const Slice& slice, uint64_t reply_bytes) {
   const Call& call = *slice.call;

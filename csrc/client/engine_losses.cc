@@ -53,7 +53,7 @@ void Engine::judge_all(int64_t now) {
   last_judged_ns_ = now;
   for (const auto& link : links_) {
     const PathState state = link->path.state();
-    if (state == PathState::kLost || state == PathState::kLeased) continue;  // judge_step()
+    if (state == PathState::kLost || state == PathState::kLeased) continue;  // see judge_step()
     if (const auto failure = link->liveness.read_pulses(now)) {
       lose_after_drain(*link, *failure);
     } else if (link->owes() && link->liveness.is_stalled(now, options_.stall_timeout_ns)) {

@@ -1,3 +1,5 @@
+// The routing of a layer as ragged lists. A token's pairs are sorted by shard and local expert, and
+// then appended to the lists of their shards.
 // SPDX-License-Identifier: Apache-2.0
 #include "client/exchange.h"
 
@@ -70,7 +72,7 @@ Status ExpertTable::exchange(std::span<const Id> topk_ids, std::span<const float
       }
       if (static_cast<uint64_t>(id) >= entries_.size()) continue;
       const Pair pair{entries_[static_cast<size_t>(id)], topk_weights[t * top_k + k]};
-      size_t at = num_pairs++;  // insertion keeps equal experts in top-k order; top_k is small
+      size_t at = num_pairs++;  // insertion keeps equal experts in top-k order, and top_k is small
       for (; at > 0; --at) {
         const Entry& before = pairs[at - 1].entry;
         if (before.shard < pair.entry.shard ||

@@ -1,5 +1,5 @@
-// Pure index arithmetic: from a layer's routing to one ragged list per shard. Knows no worker, slot
-// or byte.
+// Pure index arithmetic, from a layer's routing to one ragged list per shard. It knows no worker,
+// slot or byte.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -12,8 +12,9 @@
 
 namespace dflash::client {
 
-// The rows of one shard in ascending token order: row r is token tokens[r] with row_counts[r]
-// pairs. Within a row experts ascend by local id, duplicates in top-k order.
+// The rows of one shard in ascending token order. Row r belongs to token tokens[r] and has
+// row_counts[r] pairs. Within a row, experts ascend by local id and duplicates keep their top-k
+// order.
 struct ShardRows {
   std::vector<uint32_t> tokens;            // [num_rows]
   std::vector<uint16_t> row_counts;        // [num_rows]
@@ -23,21 +24,22 @@ struct ShardRows {
   void clear();
 };
 
-// Which shard holds an expert, and under which local id. Built once per layer.
+// Which shard holds an expert, and under which local id. It is built once per layer and then only
+// read.
 class ExpertTable {
  public:
-  // `shards[s]` lists shard s's experts in ascending global id. Errors: kInvalidArgument when an
-  // expert of [0, num_experts) is in no shard or in two, or an id is out of range; the message
-  // names the expert.
+  // `shards[s]` lists the experts of shard s in ascending global id. Errors: kInvalidArgument
+  // naming the expert where one of [0, num_experts) is in no shard or in two, or an id is out of
+  // range.
   static Result<ExpertTable> build(uint32_t num_experts,
                                    const std::vector<std::vector<uint32_t>>& shards);
 
   uint32_t num_experts() const { return static_cast<uint32_t>(entries_.size()); }
   size_t num_shards() const { return num_shards_; }
 
-  // Fills `rows[s]` for every shard. Ids >= num_experts are sentinels and dropped; zero weights and
-  // duplicates are kept. topk_ids and topk_weights are [num_tokens, top_k]. Errors:
-  // kInvalidArgument on a negative id, naming token and position.
+  // Fills `rows[s]` for every shard. Ids of num_experts and above are sentinels, which are dropped;
+  // zero weights and duplicates are kept. topk_ids and topk_weights are [num_tokens, top_k].
+  // Errors: kInvalidArgument on a negative id, naming token and position.
   template <class Id>
   Status exchange(std::span<const Id> topk_ids, std::span<const float> topk_weights, uint32_t top_k,
                   std::span<ShardRows> rows) const;
@@ -51,12 +53,12 @@ class ExpertTable {
   size_t num_shards_ = 0;
 };
 
-// A call of `num_tokens` is cut into ceil(num_tokens / slice_tokens) ranges whose lengths differ by
-// at most one, longer ones first.
+// Returns into how many ranges a call of `num_tokens` is cut. Their lengths differ by at most one,
+// and the longer ones come first.
 constexpr uint32_t num_slices(uint32_t num_tokens, uint32_t slice_tokens) {
   return num_tokens / slice_tokens + (num_tokens % slice_tokens != 0 ? 1 : 0);
 }
-// One past the last token of range `index`.
+// Returns one past the last token of range `index`.
 constexpr uint32_t slice_end(uint32_t num_tokens, uint32_t num_ranges, uint32_t index) {
   const uint32_t longer = num_tokens % num_ranges;
   return (index + 1) * (num_tokens / num_ranges) + (index + 1 < longer ? index + 1 : longer);

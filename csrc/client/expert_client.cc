@@ -1,3 +1,5 @@
+// The client's facade: it validates and routes calls, takes the turn, and lets the engine do the
+// rest.
 // SPDX-License-Identifier: Apache-2.0
 #include "client/expert_client.h"
 
@@ -32,7 +34,8 @@ Status validate(const TokenBatch& batch, const LayerPlan& plan) {
   return ok();
 }
 
-// topk arrays as the exchange reads them; a copy only where dtype or alignment ask for one.
+// Returns a top-k array as the exchange reads it. It is copied only where its alignment asks for
+// it.
 template <class T>
 std::span<const T> aligned(const void* from, size_t count, std::vector<T>& copy) {
   if (reinterpret_cast<uintptr_t>(from) % alignof(T) == 0)
@@ -79,7 +82,8 @@ struct ExpertClient::State {
   explicit State(const ClientOptions& options)
       : engine(options), worn_bell(::eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)) {}
 
-  // With the turn: drives until `is_met` holds. False: `until` passed, or somebody wants the turn.
+  // Called with the turn. Drives until `is_met` holds. Returns false if `until` has passed or
+  // somebody wants the turn.
   template <class Condition>
   bool drive(Deadline until, Condition is_met) {
     while (!is_met()) {
@@ -89,7 +93,7 @@ struct ExpertClient::State {
     }
     return true;
   }
-  // The same without the turn, until the condition holds or `until` passes.
+  // Called without the turn. Drives until the condition holds, or `until` passes.
   template <class Condition>
   bool drive_until(Deadline until, Condition is_met) {
     while (!until.has_passed()) {
@@ -100,7 +104,8 @@ struct ExpertClient::State {
     }
     return false;
   }
-  // With the turn, after whatever may have worn out a path or ended the last call on a worn one.
+  // Called with the turn, after anything that may have worn out a path or ended the last call on a
+  // worn one.
   void ring_if_worn() {
     if (!is_rung && engine.has_path_to_retire()) ring();
   }
@@ -115,9 +120,9 @@ struct ExpertClient::State {
   }
 
   mutable TurnTable turns;
-  Engine engine;  // whoever has the turn
+  Engine engine;  // used by whoever has the turn
   OwnedFd worn_bell;
-  bool is_rung = false;  // whoever has the turn
+  bool is_rung = false;  // used by whoever has the turn
 };
 
 ExpertClient::ExpertClient(const ClientOptions& options)
@@ -187,7 +192,7 @@ bool ExpertClient::wait(const CallPtr& call, Deadline tick) {
   State& state = *state_;
   while (!is_done() && !tick.has_passed()) {
     if (!state.turns.acquire_to_drive(tick)) continue;
-    // The turn goes back whenever any call ended, because its waiter sleeps until then.
+    // The turn goes back whenever any call has ended, because its waiter sleeps until then.
     const uint64_t num_ended = state.engine.num_ended();
     state.drive(tick, [&] { return is_done() || state.engine.num_ended() != num_ended; });
     state.turns.release();
@@ -198,7 +203,7 @@ bool ExpertClient::wait(const CallPtr& call, Deadline tick) {
 
 bool ExpertClient::is_done(const CallPtr& call) {
   if (!call->is_done.load(std::memory_order_acquire) && state_->turns.try_acquire()) {
-    // A caller that only asks, and never waits, must see its call end.
+    // A caller that only asks and never waits can thus see its call end.
     state_->engine.drive(Deadline::at_ns(0), -1);
     state_->ring_if_worn();
     state_->turns.release();

@@ -20,7 +20,7 @@ namespace dflash::client {
 class WaitingSlices {
  public:
   bool empty() const { return slices_.empty(); }
-  // Of all of them together: how long the worker has still to do before it is idle.
+  // The predicted time of all of them together: for how long the worker still has work.
   int64_t forecast_ns() const { return forecast_ns_; }
   Slice& front() { return *slices_.front(); }
   void push(Slice& slice) {
@@ -58,7 +58,7 @@ struct Link {
         reply_dtype(worker.reply_dtype),
         window(worker.policy.window) {}
 
-  // Whether the worker is expected to make progress.
+  // Whether the worker is expected to make progress, so that standing still counts against it.
   bool owes() const { return path.owes() || path.state() == PathState::kLeased; }
   Error lost_error(const Layer& layer) const;
 
@@ -66,22 +66,22 @@ struct Link {
   Path path;
   Liveness liveness;
   SlicePolicy policy;
-  Dtype request_dtype, reply_dtype;  // of requests and replies of calls that are cut from now on
+  Dtype request_dtype, reply_dtype;  // of calls that are cut from now on
 
   WaitingSlices waiting;
-  // Slices in flight, at most: the policy's, or what the model chose for the newest chunk.
+  // The most slices in flight: the policy's number, or what the model chose for the newest chunk.
   uint32_t window = 0;
 
   WorkerModel model;
-  uint32_t num_chunks = 0;  // under way here
-  int64_t crowded_ns = 0;   // when last a chunk came while another was under way
+  uint32_t num_chunks = 0;  // chunks under way at the worker
+  int64_t crowded_ns = 0;   // when a chunk last came while another was under way
 
   std::map<uint32_t, Counters> counters;  // by layer
-  uint32_t last_layer = 0;                // of the slice sent last, on which waiting time is booked
-  uint64_t stale_replies = 0;
+  uint32_t last_layer = 0;                // layer of the slice sent last; waiting is booked on it
+  uint64_t stale_replies = 0;             // replies that came after their call had ended
 };
 
-// "worker w1 was lost: hung up (layer model.layers.3.mlp.experts)"
+// Makes an error such as "worker w1 was lost: hung up (layer model.layers.3.mlp.experts)".
 inline Error Link::lost_error(const Layer& layer) const {
   return Error{ErrorCode::kWorkerLost, "worker " + name + " was lost: " + path.reason() +
                                            " (layer " + layer.plan.name + ")"}

@@ -1,3 +1,4 @@
+// Reads pulses from their socket. They may arrive in pieces or many at once.
 // SPDX-License-Identifier: Apache-2.0
 #include "client/liveness.h"
 
@@ -25,7 +26,7 @@ std::optional<std::string> Liveness::read_pulses(int64_t now) {
   return failure;
 }
 
-// Reads once; true when there may be more.
+// Reads once. Returns true if there may be more to read.
 bool Liveness::read_once(int64_t now, std::optional<std::string>& failure) {
   std::byte buffer[64 * wire::kPulseBytes];
   const ssize_t received = ::recv(pulse_.get(), buffer, sizeof buffer, MSG_DONTWAIT);

@@ -1,6 +1,6 @@
-// Whether a worker is still alive, judged by its pulses: a hang-up of their socket, bytes that are
-// no pulse, or a progress counter that stands still while the worker owes something. Whoever has
-// the turn (turn.h) uses it; nothing here blocks.
+// Whether a worker is still alive, judged by its pulses. It is not if their socket hangs up, if
+// bytes come that are no pulse, or if the progress counter stands still while the worker owes
+// something. Whoever has the turn (turn.h) uses it; nothing here blocks.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -14,19 +14,19 @@
 
 namespace dflash::client {
 
-// "2.0 s"
+// A time in seconds with one decimal, such as "2.0 s".
 std::string seconds_text(int64_t nanoseconds);
 
 class Liveness {
  public:
-  // Without a socket the worker lives in this process and is never judged.
+  // Without a socket, the worker lives in this process and is never judged.
   explicit Liveness(OwnedFd pulse) : pulse_(std::move(pulse)) {}
 
-  // The worker begins to owe something: its time counts from here.
+  // Says that the worker begins to owe something: its time counts from here.
   void begin_to_owe(int64_t now) { last_change_ns_ = now; }
-  // Reads every pulse that waits. Returns why the worker must be given up, if so.
+  // Reads every pulse that waits. Returns a reason if the worker must be given up.
   std::optional<std::string> read_pulses(int64_t now);
-  // The counter stood still for `stall_ns`; to be asked of a worker that owes something.
+  // Whether the counter has stood still for `stall_ns`; asked of a worker that owes something.
   bool is_stalled(int64_t now, int64_t stall_ns) const {
     return pulse_.is_open() && now - last_change_ns_ > stall_ns;
   }
@@ -40,7 +40,7 @@ class Liveness {
 
   OwnedFd pulse_;
   uint64_t last_counter_ = 0;
-  int64_t last_change_ns_ = 0;         // of the counter, or when the worker began to owe something
+  int64_t last_change_ns_ = 0;         // when the counter changed, or the worker began to owe
   std::vector<std::byte> incomplete_;  // the beginning of a pulse whose rest has not come yet
 };
 

@@ -1,3 +1,5 @@
+// A data path does not store its state, which follows from a few flags and the credits of its
+// slots.
 // SPDX-License-Identifier: Apache-2.0
 #include "client/path.h"
 

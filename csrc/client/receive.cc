@@ -1,3 +1,5 @@
+// Takes answers apart. What is judged is always a private copy: the worker may still write the
+// slot.
 // SPDX-License-Identifier: Apache-2.0
 #include "client/receive.h"
 
@@ -12,7 +14,7 @@ namespace {
 
 Error broken(std::string what) { return Error{ErrorCode::kProtocol, std::move(what)}; }
 
-// Whether the frame names exactly the slice that was asked for in its slot.
+// Returns whether the frame names exactly the slice that was asked for in its slot.
 bool answers(const wire::FrameHeader& header, const Slice& slice) {
   const LayerPlan& plan = slice.call->layer->plan;
   const ShardPlace& shard = plan.shards[slice.shard_index];
@@ -28,7 +30,7 @@ bool answers(const wire::FrameHeader& header, const Quarantine& asked) {
 
 Result<wire::FrameHeader> take_header(const Path& path, std::span<const std::byte> bytes) {
   if (bytes.size() < wire::kFrameHeaderBytes) return broken("sent a message that is no frame");
-  // The worker can still write the slot: a private copy is decoded.
+  // The worker can still write the slot, so that a private copy is decoded.
   std::array<std::byte, wire::kFrameHeaderBytes> copied;
   std::copy_n(bytes.data(), copied.size(), copied.data());
   auto decoded = wire::decode_frame_header(copied);
@@ -52,7 +54,7 @@ Result<wire::RemoteError> take_refusal(const wire::FrameHeader& header,
 }
 
 // Copies the rows of a reply, checksums them on the way, and then looks whether the header is still
-// the same: one that changed meanwhile is a worker that wrote a slot it had handed over.
+// the same. If it has changed, the worker wrote a slot that it had handed over.
 Result<wire::ReplyTiming> take_rows(const Path& path, const wire::FrameHeader& header, Slice& slice,
                                     std::span<const std::byte> bytes, BufferPool& buffers) {
   const auto layout =

@@ -1,3 +1,5 @@
+// Forecasts a pipeline of three stages and compares a few numbers of slices, doubling from the
+// least.
 // SPDX-License-Identifier: Apache-2.0
 #include "client/slicing.h"
 
@@ -8,12 +10,13 @@ namespace dflash::client {
 namespace {
 
 constexpr uint32_t kFactors[SliceChoice::kCandidates] = {1, 2, 4, 8, 16};
-// a wider window must promise this much: it costs memory and fairness between calls
+// A wider window must promise to need at most this share, because it costs memory and fairness
+// between calls.
 constexpr double kWindowGain = 0.98;
 
 struct StageTimes {
-  double send, compute, receive;           // latency of one slice in each stage
-  double send_occupied, receive_occupied;  // how long it keeps its direction of the link busy
+  double send, compute, receive;           // the latency of one slice in each stage
+  double send_occupied, receive_occupied;  // for how long it keeps its direction of the link busy
 };
 
 StageTimes stages(const Curves& curves, const Chunk& chunk, uint32_t num_slices) {
@@ -79,12 +82,12 @@ SliceChoice choose_slices(const Curves& curves, const Chunk& chunk, uint32_t max
   if (chunk.num_tokens <= kLeastSliceTokens) return choice;
   choice.reason = ChoiceReason::kWhole;
   SliceForecast best = choice.taken;
-  SliceForecast kept = choice.taken;  // what is taken unless something is clearly better
+  SliceForecast kept = choice.taken;  // it is taken unless something else is clearly better
   for (const uint32_t factor : kFactors) {
     const uint32_t num_slices = chunk.least_slices * factor;
     if (factor > 1 && chunk.num_tokens / num_slices < kLeastSliceTokens) break;
-    // Half of the smallest slice ever seen is as far as a curve is believed; the next choice then
-    // knows more.
+    // A curve is believed down to half of the smallest slice ever seen. The next choice then knows
+    // more.
     if (factor > 1 && chunk.pairs / num_slices < curves.compute.smallest_units() / 2) break;
     const SliceForecast one = forecast(curves, chunk, num_slices, max_window);
     choice.considered[static_cast<size_t>(choice.num_considered++)] = one;

@@ -1,9 +1,10 @@
-// Mode `auto`: how many slices a chunk is cut into at one worker, and how many travel at once, from
-// what was measured there. Pure functions of the curves; a choice changes speed, never a bit.
+// Mode `auto`: into how many slices a chunk is cut at one worker, and how many travel at once, by
+// what was measured there. These are pure functions of the curves; a choice changes speed, never a
+// bit.
 //
-// What slices buy is that sending, computing and receiving overlap; what they cost is that every
-// slice reads the experts' weights again. With n slices of cost s, c, r and w of them under way,
-// the slowest stage or the credit loop sets the pace:
+// Slices let sending, computing and receiving overlap; each of them costs another reading of the
+// experts' weights. With n slices of cost s, c and r in the three stages and w of them under way,
+// the slowest stage or the loop of credits sets the pace:
 //     T(n, w) = s + c + r + (n - 1) * max(occupied(s), c, occupied(r), (s + c + r) / w)
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
@@ -17,27 +18,30 @@ namespace dflash::client {
 
 // What a call asks of one worker.
 struct Chunk {
-  uint32_t num_tokens = 0;     // of the whole call: slices are cut by tokens
-  uint32_t least_slices = 1;   // that slots and batch capacity ask for
-  double rows = 0, pairs = 0;  // at this worker
-  double experts = 0;          // distinct ones
+  uint32_t num_tokens = 0;     // tokens of the whole call, because slices are cut by tokens
+  uint32_t least_slices = 1;   // the least that slots and batch capacity allow
+  double rows = 0, pairs = 0;  // rows and pairs at this worker
+  double experts = 0;          // distinct experts
   double request_bytes = 0, reply_bytes = 0;
 };
 
+// What was learned about one worker; the model owns the curves.
 struct Curves {
-  const CostCurve& send;     // by bytes, from the start of encoding to arrival
+  const CostCurve& send;     // by bytes, from the start of encoding to the arrival at the worker
   const CostCurve& compute;  // by pairs and distinct experts
-  const CostCurve& receive;  // by bytes, from the last kernel to arrival
+  const CostCurve& receive;  // by bytes, from the last kernel to the arrival at the host
 };
 
+// Why a choice was made, for explanations.
 enum class ChoiceReason : uint8_t {
-  kFixed,       // the mode says how many
-  kUnmeasured,  // nothing known yet: whole chunk
-  kSmall,       // at most kLeastSliceTokens tokens: nothing to cut
-  kWhole,       // no cut is predicted to win the hysteresis
-  kSliced,      // slices hide transfer
+  kFixed,       // the mode says how many slices
+  kUnmeasured,  // nothing is known yet, so the chunk stays whole
+  kSmall,       // at most kLeastSliceTokens tokens are not worth cutting
+  kWhole,       // no cut is predicted to win by more than the hysteresis
+  kSliced,      // slices are predicted to hide transfers
 };
 
+// A number of slices with its window, and the nanoseconds that are predicted for it.
 struct SliceForecast {
   uint32_t num_slices = 0;
   uint32_t window = 0;
@@ -46,6 +50,7 @@ struct SliceForecast {
   double wait_ns = 0;
 };
 
+// What was chosen, why, and what else was considered.
 struct SliceChoice {
   static constexpr int kCandidates = 5;
   SliceForecast taken;
@@ -59,21 +64,22 @@ struct SliceChoice {
 };
 
 inline constexpr uint32_t kLeastSliceTokens = 64;
-// what a change must be predicted to take at most, of the time without it
+// Another number of slices is taken only if it is predicted to need at most this share of the time.
 inline constexpr double kHysteresis = 0.95;
-// and what it must save: less is lost again in wake-ups of a busy machine
+// It must also save this much, because less is lost again in wake-ups of a busy machine.
 inline constexpr double kLeastGainNs = 500'000;
 
-// Distinct experts among `rows` rows with `pairs` pairs spread over `experts` experts: E * (1 - (1
-// - k/E)^m).
+// The expected number of distinct experts among `rows` rows with `pairs` pairs over `experts`
+// experts: E * (1 - (1 - k/E)^m) with k = pairs / rows and m = rows.
 double expected_experts(double experts, double rows, double pairs);
 
-// Time of the chunk in `num_slices` slices, with the smallest window up to `max_window` that comes
-// within 2 % of the best.
+// The time of the chunk in `num_slices` slices, with the smallest window up to `max_window` that no
+// wider one beats by 2 %.
 SliceForecast forecast(const Curves& curves, const Chunk& chunk, uint32_t num_slices,
                        uint32_t max_window);
 
-// `current` is the number of slices taken for such a chunk last time; 0: none.
+// Chooses by the curves. `current` is the number of slices that such a chunk had last time, 0 if
+// none.
 SliceChoice choose_slices(const Curves& curves, const Chunk& chunk, uint32_t max_window,
                           uint32_t current);
 

@@ -1,3 +1,5 @@
+// Plans slots. Where the arena is too small for full slices, the largest number of rows that fits
+// is found by halving the interval.
 // SPDX-License-Identifier: Apache-2.0
 #include "client/slot_plan.h"
 
@@ -10,10 +12,12 @@
 namespace dflash::client {
 namespace {
 
-constexpr uint32_t kBatchedWindow = 2;  // one slice is computed while the next travels
-// At most: one slice on its way, one computed, one coming back, and one for the latency between.
+constexpr uint32_t kBatchedWindow = 2;  // one slice is computed while the next one travels
+// The upper bound of mode auto: one slice on its way, one being computed, one coming back, and one
+// for the latency between them.
 constexpr uint32_t kAutoWindow = 4;
-// Small slices: enough in flight to cover a round trip of a worker that computes four rows a time.
+// The slices of mode stream are small, so that many must be in flight to cover a round trip of a
+// worker that computes four rows at a time.
 constexpr uint32_t kStreamWindow = 8;
 
 constexpr Mode kModes[] = {Mode::kAuto, Mode::kBatched, Mode::kStream};
@@ -26,7 +30,7 @@ uint64_t whole_lines(uint64_t num_bytes) { return (num_bytes + 63) / 64 * 64; }
 
 using Plans = std::vector<SlotPlan>;
 
-// All workers with `rows` rows a slot.
+// Plans the slots of all workers for `rows` rows each.
 Result<Plans> plan_rows(std::span<const std::vector<ShardShape>> workers, uint32_t rows,
                         uint32_t num_slots, Dtype request_dtype, Dtype reply_dtype) {
   Plans plans;
@@ -44,7 +48,7 @@ uint64_t arena_bytes(const Plans& plans) {
   return sum;
 }
 
-// As many rows a slot as the arena holds, with `window` slices in flight.
+// Plans slots for `window` slices in flight, with as many rows each as the arena holds.
 Result<Plans> plan_window(std::span<const std::vector<ShardShape>> workers, const SlicePlan& slices,
                           uint32_t window, Dtype request_dtype, Dtype reply_dtype, uint64_t limit) {
   const auto plan = [&](uint32_t rows) {
@@ -127,8 +131,8 @@ Result<Plans> plan_arena(std::span<const std::vector<ShardShape>> workers, const
   const uint64_t limit = std::max(kDefaultArenaBytes, shared_bytes);
   if (!slices.is_measured())
     return plan_window(workers, slices, slices.window, request_dtype, reply_dtype, limit);
-  // The widest window whose slots still hold full slices, else the narrowest: whole chunks matter
-  // more than wide windows.
+  // Takes the widest window whose slots still hold full slices, otherwise the narrowest: whole
+  // chunks matter more than wide windows.
   for (uint32_t window = slices.window;; --window) {
     auto plans = plan_window(workers, slices, window, request_dtype, reply_dtype, limit);
     const bool is_full =

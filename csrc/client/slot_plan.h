@@ -1,5 +1,5 @@
-// From a mode and the layers of the workers to how calls are cut and how large the slots of data
-// paths are. Pure functions; cut.h then cuts within what was planned here.
+// Plans how calls are cut and how large the slots of data paths are, from a mode and the layers of
+// the workers. Pure functions; cut.h then cuts within what was planned here.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -14,42 +14,44 @@
 
 namespace dflash::client {
 
-// Of all workers together, where nobody asks for more.
+// Bytes of the slots of all workers together, where nobody asks for more.
 inline constexpr uint64_t kDefaultArenaBytes = uint64_t{256} << 20;
-// Room for another caller's slice, or for one quarantined slot before the path is worn.
+// A slot beyond the window leaves room for another caller's slice, or for one quarantined slot
+// before the path is worn.
 inline constexpr uint32_t kSpareSlots = 1;
 
-// What one shard of one layer asks of its holder's slots.
+// What one shard of one layer demands of its holder's slots.
 struct ShardShape {
   uint32_t in_size = 0, out_size = 0;
   uint32_t top_k = 0;
-  uint32_t num_experts = 0;  // in the shard
+  uint32_t num_experts = 0;  // experts of the shard
 };
 
 enum class Mode : uint8_t { kAuto, kBatched, kStream };
 const char* mode_name(Mode mode);
-// Errors: kInvalidArgument naming the modes there are.
+// Errors: kInvalidArgument naming the modes that exist.
 Result<Mode> parse_mode(const std::string& name);
 
-// A mode, resolved: rows per slice, slices in flight, and the rows that a slot must hold.
+// A resolved mode: tokens per slice, slices in flight, and the rows that a slot must hold.
 struct SlicePlan {
   Mode mode = Mode::kAuto;
   uint32_t slice_tokens = 0;
   uint32_t window = 0;
   uint32_t slot_rows = 0;
 
-  // Both are upper bounds, and every worker's model chooses within them.
+  // Whether both are upper bounds, within which every worker's model chooses.
   bool is_measured() const { return mode == Mode::kAuto; }
 };
 
+// The settings from which modes are resolved, in tokens.
 struct ModeSettings {
   uint32_t batch_capacity = 0;
   uint32_t stream_tokens = 0, stream_tokens_max = 0;
 };
-// Errors: kInvalidArgument when the stream's slice exceeds its maximum.
+// Errors: kInvalidArgument where the slice of mode stream exceeds its maximum.
 Result<SlicePlan> plan_slices(Mode mode, const ModeSettings& settings);
 
-// The slots of one worker's data path, and the rows that they were made for.
+// The slots of one worker's data path, and for how many rows they were made.
 struct SlotPlan {
   uint32_t num_slots = 0;
   uint32_t rows = 0;
@@ -64,15 +66,15 @@ struct SlotPlan {
   transport::SlotGeometry geometry() const { return {num_slots, request_bytes, reply_bytes}; }
 };
 
-// The slots of one worker for messages of `rows` rows, wide enough for its widest layer. Errors:
-// kInvalidArgument over a limit.
+// Plans the slots of one worker for messages of `rows` rows, large enough for each of its layers.
+// Errors: kInvalidArgument over a limit.
 Result<SlotPlan> plan_slots(std::span<const ShardShape> shards, uint32_t rows, uint32_t num_slots,
                             Dtype request_dtype, Dtype reply_dtype);
 
-// The slots of every worker, in their order, together within max(kDefaultArenaBytes,
-// `shared_bytes`). Where that is too small for full slices, all workers get fewer rows per slot:
-// the client then cuts smaller slices and counts that. Errors: kInvalidArgument when not even one
-// row fits.
+// Plans the slots of every worker, in their order, which together stay within
+// max(kDefaultArenaBytes, `shared_bytes`). Where that is too little for full slices, all workers
+// get fewer rows per slot; the client then cuts smaller slices and counts them. Errors:
+// kInvalidArgument where not even one row fits.
 Result<std::vector<SlotPlan>> plan_arena(std::span<const std::vector<ShardShape>> workers,
                                          const SlicePlan& slices, Dtype request_dtype,
                                          Dtype reply_dtype, uint64_t shared_bytes = 0);

@@ -1,3 +1,4 @@
+// Hands all data paths over to a device step and takes them back.
 // SPDX-License-Identifier: Apache-2.0
 #include "client/step.h"
 

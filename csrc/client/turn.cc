@@ -1,3 +1,5 @@
+// The turn on a mutex and a condition variable. Whoever drives sleeps outside of the mutex, in
+// wait_any, and is woken through the bell.
 // SPDX-License-Identifier: Apache-2.0
 #include "client/turn.h"
 
@@ -59,7 +61,7 @@ void TurnTable::release() {
   if (has_sleepers) released_.notify_all();
 }
 
-// The last one that wanted a short turn empties the bell; mutex_ is held.
+// The last thread that wanted a short turn empties the bell. The caller holds mutex_.
 void TurnTable::quieten_bell() {
   if (!is_rung_ || is_wanted()) return;
   uint64_t count = 0;

@@ -1,5 +1,5 @@
-// The turn: who may touch the engine. One thread at a time has it. The thread that waits for
-// replies keeps it while it sleeps and is woken when another wants a short turn (submit, abandon,
+// The turn says who may touch the engine. One thread at a time has it. The thread that waits for
+// replies keeps it while it sleeps, and is woken when another wants a short turn (submit, abandon,
 // counters), which always comes before the next driver's.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
@@ -13,23 +13,24 @@
 
 namespace dflash::client {
 
+// Any thread. A thread that has the turn must not ask for it again.
 class TurnTable {
  public:
   TurnTable();
 
-  // What a driver passes to wait_any: readable while somebody wants a short turn. -1 until two
-  // threads have met here once, so that a single-threaded host sleeps on a futex; the first meeting
-  // costs at most one tick.
+  // What a driver passes to wait_any: it is readable while somebody wants a short turn. It is -1
+  // until two threads have met here once, so that a single-threaded host can sleep on a futex; the
+  // first meeting costs at most one tick.
   int wake_fd() const { return is_shared_.load(std::memory_order_relaxed) ? bell_.get() : -1; }
-  // The driver must give the turn up.
+  // Whether the driver must give the turn up.
   bool is_wanted() const { return num_wanting_.load(std::memory_order_relaxed) > 0; }
 
-  // Waits for a short turn; bounded because a driver yields within one tick and short turns end by
-  // themselves.
+  // Waits for a short turn. The wait is bounded, because a driver yields within one tick and short
+  // turns end by themselves.
   void acquire();
-  bool try_acquire();
-  // True: this thread has the turn and drives. False: the turn changed hands or `until` passed;
-  // look again.
+  bool try_acquire();  // without waiting; returns whether this thread has the turn
+  // Returns true if this thread has the turn and drives. False means that the turn has changed
+  // hands or `until` has passed, so that the caller must look again.
   bool acquire_to_drive(Deadline until);
   void release();
 
@@ -39,16 +40,16 @@ class TurnTable {
   std::mutex mutex_;
   std::condition_variable released_;
   bool is_taken_ = false;
-  bool is_rung_ = false;       // the bell holds a count
-  uint32_t num_sleeping_ = 0;  // threads in released_.wait
-  // relaxed: a hint to the driver, mutex_ orders everything else
+  bool is_rung_ = false;       // whether the bell holds a count
+  uint32_t num_sleeping_ = 0;  // threads that wait for released_
+  // Relaxed, because it is a hint to the driver; mutex_ orders everything else.
   std::atomic<uint32_t> num_wanting_ = 0;
-  std::atomic<bool> is_shared_ = false;  // relaxed: likewise
-  // eventfd; if the system has none left, drivers yield at their next tick
+  std::atomic<bool> is_shared_ = false;  // relaxed for the same reason
+  // An eventfd. If the system has none left, drivers yield at their next tick.
   OwnedFd bell_;
 };
 
-// A short turn for a scope.
+// Holds a short turn for the length of a scope.
 class Turn {
  public:
   explicit Turn(TurnTable& table) : table_(table) { table_.acquire(); }

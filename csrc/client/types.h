@@ -15,64 +15,70 @@
 
 namespace dflash::client {
 
+// The settings of a client; times are in nanoseconds.
 struct ClientOptions {
-  int64_t spin_ns = 0;  // before a wait for replies sleeps; 0 where cores are short
-  // Of a call, from submit. A call for which the workers' models predict more gets more (engine.h).
+  int64_t spin_ns = 0;  // for which a wait for replies spins before it sleeps; 0 if cores are short
+  // The time of a call from submit(). A call for which the workers' models predict more gets more
+  // (engine.h).
   int64_t call_timeout_ns = 30'000'000'000;
   // A worker whose progress counter stands still for so long while it owes replies is lost.
   int64_t stall_timeout_ns = 2'000'000'000;
-  uint32_t max_calls = 1024;  // submitted and not yet done; one more is refused
+  uint32_t max_calls = 1024;  // calls submitted and not yet done; one more is refused
 };
 
-// How calls are cut for one worker: a mode is nothing but this.
+// How calls are cut for one worker. A mode is nothing more than this.
 struct SlicePolicy {
   uint32_t slice_tokens = 1024;  // a call is cut evenly into ceil(T / slice_tokens) token ranges
-  uint32_t window = 2;           // slices in flight at the worker
-  // True: both are upper bounds, and every chunk is cut as the worker's model predicts to be best.
+  uint32_t window = 2;           // the most slices in flight at the worker
+  // Whether both are upper bounds, and every chunk is cut as the worker's model predicts to be
+  // best.
   bool is_measured = false;
 };
 
-// The two ends that a new data path has at the host.
+// The host's end of a new data path.
 struct NewPath {
   std::unique_ptr<transport::Channel> channel;
-  uint64_t generation = 0;  // that the worker serves this channel under; never one used before
+  uint64_t generation = 0;  // under which the worker serves this channel; never one used before
 };
 
+// A worker as it is added: its path and pulse are handed over with it.
 struct NewWorker {
   std::string name;
   NewPath path;
-  OwnedFd
-      pulse;  // where the worker's pulses arrive (wire/pulse.h); none for a worker in this process
+  // Where the worker's pulses arrive (wire/pulse.h). A worker in this process has none.
+  OwnedFd pulse;
   SlicePolicy policy;
   Dtype request_dtype = Dtype::kF32;
   Dtype reply_dtype = Dtype::kF32;
 };
 
+// One shard of a layer, and where it is placed.
 struct ShardPlace {
-  uint32_t shard = 0;   // id; the shards of a layer are added in ascending id
-  uint32_t worker = 0;  // its holder: the index that add_worker returned
+  uint32_t shard = 0;   // its id; the shards of a layer are added in ascending id
+  uint32_t worker = 0;  // its holder, by the index that add_worker returned
   uint64_t weights_fingerprint = 0;
   std::vector<uint32_t> experts;  // global ids, ascending; an expert's local id is its position
 };
 
+// A layer as the client is told of it.
 struct LayerPlan {
   uint32_t layer = 0;  // index in the layer table
   std::string name;
   uint32_t in_size = 0, out_size = 0, num_experts = 0;
-  std::vector<ShardPlace> shards;  // every expert is in exactly one
+  std::vector<ShardPlace> shards;  // every expert is in exactly one of them
   // Layers of equal class have experts of equal shape and format, and share a cost curve.
   uint32_t cost_class = 0;
 };
 
-// Of one worker and layer, since start.
+// Counts for one worker and layer since the start.
 struct Counters {
-  uint64_t calls = 0, rows = 0, pairs = 0;  // calls: requests sent
+  uint64_t calls = 0, rows = 0, pairs = 0;  // `calls` counts the requests that were sent
   uint64_t request_bytes = 0, reply_bytes = 0;
-  uint64_t floor_bytes = 0;  // what an ideal ragged exchange of the same rows and pairs moves
-  // Time that waiting threads had nothing else to do than to wait for this worker's replies.
+  uint64_t floor_bytes = 0;  // what an ideal ragged exchange of the same rows and pairs would move
+  // How long threads had nothing else to do than to wait for this worker's replies.
   int64_t wait_ns = 0;
   int64_t worker_compute_ns = 0, worker_queue_ns = 0;  // as the worker's replies say
-  uint64_t splits = 0;  // slices that were cut smaller than the policy because a slot was too small
+  uint64_t splits = 0;  // slices cut smaller than the policy says, because a slot was too small
 };
 struct CountersOf {
   uint32_t worker = 0, layer = 0;
@@ -81,31 +87,32 @@ struct CountersOf {
 
 // What may be done with a data path (path.h).
 enum class PathState : uint8_t {
-  kFresh,   // nothing has travelled yet
-  kInUse,   // requests travel
-  kWorn,    // calls wait until it is renewed: slots are missing, or a device step failed on it
+  kFresh,   // nothing has travelled on it yet
+  kInUse,   // requests travel on it
+  kWorn,    // slots are missing, or a device step failed on it; calls wait until it is renewed
   kLeased,  // a device step uses it; calls wait until it is given back
   kLost,    // its worker is gone
 };
 const char* path_state_name(PathState state);
 
+// How a worker and its path stand.
 struct WorkerReport {
   std::string name;
   PathState path = PathState::kFresh;
-  std::string reason;  // why it was lost, or why its path is worn
+  std::string reason;  // why the worker was lost, or why its path is worn
   uint32_t quarantined_slots = 0;
-  uint64_t stale_replies = 0;  // that arrived after their call had ended
+  uint64_t stale_replies = 0;  // replies that arrived after their call had ended
   uint64_t generation = 0;
 };
 
-// A data path that was retired for its caller to renew: it is worn and nothing is in flight on it.
+// A data path that was retired so that the caller renews it. It is worn and has nothing in flight.
 struct WornPath {
   uint32_t worker = 0;
   std::string reason;
 };
 
-// One recorded slice, for timelines. Times are CLOCK_MONOTONIC, those named worker_* of the
-// worker's machine, all others of the host's.
+// One recorded slice, for timelines. Times are CLOCK_MONOTONIC in nanoseconds: those named worker_*
+// are of the worker's machine, all others of the host's.
 struct SliceTrace {
   uint64_t call_id = 0;
   uint32_t layer = 0, shard = 0, worker = 0;
@@ -116,33 +123,35 @@ struct SliceTrace {
   int64_t worker_received_ns = 0, worker_started_ns = 0, worker_finished_ns = 0;
 };
 
-// A worker's data path while the host's device uses it in a device step, instead of the client.
+// A worker's data path while the host's device, instead of the client, uses it in a device step.
 struct LeasedPath {
   uint32_t worker = 0;
-  std::string name;  // the worker's
+  std::string name;  // the worker's name
   uint64_t generation = 0;
   transport::SlotGeometry geometry;
   Dtype request_dtype = Dtype::kF32, reply_dtype = Dtype::kF32;
   transport::RingView ring;
 };
+// The data paths that a device step has been lent.
 struct StepLease {
-  std::vector<LeasedPath> paths;  // one for each worker, ascending
-  uint64_t first_call = 0;        // the ids of the step's calls begin here
+  std::vector<LeasedPath> paths;  // one for each worker, in ascending index
+  uint64_t first_call = 0;        // the first of the ids of the step's calls
 };
 // How far a leased path was used, in units of the ring's head words.
 struct RingUse {
   uint32_t head = 0, tail = 0;
 };
-// One request of a step that was answered.
+// One request of a step that has been answered.
 struct StepMessage {
   uint32_t worker = 0, layer = 0;
   uint32_t num_rows = 0, num_pairs = 0;
   uint64_t request_bytes = 0, reply_bytes = 0;
 };
+// What a device step gives back with the paths.
 struct StepResult {
   std::vector<RingUse> used;  // one for each leased path, in their order
   std::vector<StepMessage> answered;
-  bool has_failed = true;  // then no path of the step is used again before it is renewed
+  bool has_failed = true;  // if so, no path of the step is used again before it is renewed
 };
 
 }  // namespace dflash::client

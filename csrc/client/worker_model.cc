@@ -1,3 +1,5 @@
+// Learns from the timestamps of replies. Readings of the worker's clock are checked against the
+// host's before they are used.
 // SPDX-License-Identifier: Apache-2.0
 #include "client/worker_model.h"
 
@@ -7,7 +9,8 @@
 namespace dflash::client {
 namespace {
 
-// clocks drift by less than 1 ms in two of them (50 ppm)
+// The offset of clocks is measured anew in every epoch. Clocks drift by less than 1 ms in two
+// epochs (at 50 ppm).
 constexpr int64_t kEpochNs = 10'000'000'000;
 
 // The median of what chunks waited is taken anew after so many of them.
@@ -52,13 +55,13 @@ void WorkerModel::observe(uint32_t cost_class, const PartSize& size, const Reply
   const int64_t on_way = std::clamp<int64_t>(
       difference(times.worker_received_ns, times.published_ns) - clock_offset_ns(), 0, link);
   if (times.found_idle) {
-    // Encoding here and checking there come with every byte sent.
+    // Encoding here and checking there are needed for every byte sent, so they count as sending.
     const int64_t checking = difference(times.worker_started_ns, times.worker_received_ns);
     const double send = static_cast<double>(on_way + checking +
                                             difference(times.published_ns, times.encode_start_ns));
     send_.observe({static_cast<double>(size.request_bytes), 0, std::max(send, 1.0), now});
   }
-  // The way back was free when the reply before this one had arrived before this one was ready.
+  // The way back was free if the reply before this one had arrived before this one was ready.
   const int64_t finished_here = difference(times.worker_finished_ns, clock_offset_ns());
   if (finished_here >= last_arrived_ns_) {
     const double receive =

@@ -1,7 +1,7 @@
 // The floating-point control word of f32-canonical: round to nearest, no flush to zero, no
-// denormals-are-zero. Callers may come from a process that set something else
-// (torch.set_flush_denormal), so every computing thread holds one of these. On AArch64 also: NaN
-// payloads propagate (DN off) and f16 is IEEE's (AHP off), as the conversions between dtypes
+// denormals-are-zero. The calling process may have set something else (torch.set_flush_denormal),
+// so that every computing thread holds one of these while it computes. On AArch64 it also lets NaN
+// payloads propagate (DN off) and makes f16 IEEE's (AHP off), as the conversions between dtypes
 // expect.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
@@ -16,14 +16,15 @@
 
 namespace dflash::compute {
 
+// Sets the mode of the calling thread and restores the former one at its end.
 class CanonicalFloatMode {
  public:
 #if defined(__x86_64__)
-  // all exceptions masked, everything else zero
+  // All exceptions are masked; everything else is zero.
   CanonicalFloatMode() : saved_(_mm_getcsr()) { _mm_setcsr(0x1f80); }
   ~CanonicalFloatMode() { _mm_setcsr(saved_); }
 #elif defined(__aarch64__)
-  // a write costs tens of cycles: only where something would change
+  // A write costs tens of cycles, so it is made only where it would change something.
   CanonicalFloatMode() : saved_(control()) {
     if (saved_ != kCanonical) set_control(kCanonical);
   }
@@ -44,7 +45,7 @@ class CanonicalFloatMode {
 #if defined(__x86_64__)
   unsigned saved_;
 #elif defined(__aarch64__)
-  // round to nearest; FZ, FZ16, DN, AHP and all traps off
+  // Round to nearest; FZ, FZ16, DN, AHP and all traps are off.
   static constexpr uint64_t kCanonical = 0;
   static uint64_t control() {
     uint64_t value;

@@ -1,5 +1,5 @@
-// The one table of numerics classes (numerics.h). tests/checks/numerics_names.py sees that no other
-// product code names a class.
+// The one table of numerics classes (numerics.h). tests/checks/numerics_names.py checks that no
+// other product code names a class.
 // SPDX-License-Identifier: Apache-2.0
 #include "compute/numerics.h"
 
@@ -51,7 +51,8 @@ constexpr bool is_in_order() {
 }
 static_assert(is_in_order());
 
-// "sm_80+" covers "sm_80", "sm_90", "sm_120": the same letters, a number not smaller.
+// Whether an offer covers a name. "sm_80+" covers "sm_80", "sm_90" and "sm_120": names with the
+// same letters and a number that is not smaller.
 bool covers(std::string_view offered, std::string_view name) {
   if (!offered.ends_with('+')) return offered == name;
   const size_t digits = offered.find_first_of("0123456789");

@@ -1,5 +1,5 @@
-// The vector type of compute/experts/activation.h and cpu/kernels/canonical_products.h with one
-// lane: portable, and what the reference computes with.
+// The vector type of activation.h and canonical_products.h with one lane. It is portable, and the
+// reference computes with it.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -15,7 +15,7 @@ struct ScalarVector {
   using F = float;
   using I = int32_t;
   static constexpr int kLanes = 1;
-  // what fits the 16 registers of the portable baseline beside operands
+  // As many as fit the 16 registers of the portable baseline beside the operands.
   static constexpr int kAccumulators = 8;
   static constexpr int kMaxTileRows = 4;
 
@@ -39,7 +39,7 @@ struct ScalarVector {
   static F power_of_two(I n) { return std::bit_cast<F>((static_cast<uint32_t>(n) + 127u) << 23); }
   static F canonical_nan(F value) { return value != value ? std::bit_cast<F>(0x7fc00000u) : value; }
 
-  // Two vectors of weights from one packed step (pack.h gives the order of 16-bit elements).
+  // Loads two vectors of weights from one packed step (pack.h gives the order of 16-bit elements).
   static void load_weights(const float* from, F* pair) { pair[0] = from[0], pair[1] = from[1]; }
   struct F16 {
     uint16_t bits;
@@ -54,7 +54,7 @@ struct ScalarVector {
     pair[0] = bf16_to_f32(from[0].bits), pair[1] = bf16_to_f32(from[1].bits);
   }
 
-  // Quantised weights (quantized_formats.h). Addresses have no alignment.
+  // What follows reads quantised weights (quantized_formats.h), whose addresses are not aligned.
   using Table = const float*;
   static Table table(const float* values) { return values; }
   static F look_up(Table table, I index) { return table[index & 15]; }
@@ -71,7 +71,7 @@ struct ScalarVector {
   }
   static I shift_right_signed(I value, int32_t count) { return value >> count; }
   static I merge(I mask, I a, I b) { return (mask & a) | (~mask & b); }
-  // 1 with the bits of the mask from `mantissa`.
+  // A float in [1, 2) with those bits of `mantissa` that the mask has.
   static F one_and(I mantissa, I mask) { return std::bit_cast<F>((mantissa & mask) | 0x3f800000); }
   static F to_float(I value) { return static_cast<F>(value); }
   static F load_f16(const uint8_t* from) {
@@ -79,10 +79,10 @@ struct ScalarVector {
   }
   static F load_u8(const uint8_t* from) { return static_cast<F>(*from); }
   static F load_i8(const uint8_t* from) { return static_cast<F>(static_cast<int8_t>(*from)); }
-  static F load_exponents(const uint8_t* from) {  // 2^(byte - 127); byte < 255
+  static F load_exponents(const uint8_t* from) {  // 2^(byte - 127) for bytes below 255
     return std::bit_cast<F>(*from == 0 ? 0x00400000u : static_cast<uint32_t>(*from) << 23);
   }
-  static void load_e4m3(const uint8_t* from, F* pair) {  // as f16 over 2^8, see the vector types
+  static void load_e4m3(const uint8_t* from, F* pair) {  // moved to f16's places, as vectors do it
     for (int i = 0; i < 2; ++i) {
       pair[i] =
           f16_to_f32(static_cast<uint16_t>((from[i] & 0x80) << 8 | (from[i] & 0x7f) << 7)) * 256.0f;

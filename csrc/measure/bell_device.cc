@@ -1,3 +1,4 @@
+// Loads the plug-in that measures doorbells and calls its C table.
 // SPDX-License-Identifier: Apache-2.0
 #include "measure/bell_device.h"
 

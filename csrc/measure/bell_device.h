@@ -1,5 +1,5 @@
-// A device that rings: _measure's side of the C table in bells/bells_abi.h. One thread at a time;
-// every error names the device.
+// A device that rings: the side of _measure of the C table in bells/bells_abi.h. One thread at a
+// time uses it, and every error names the device.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -21,14 +21,14 @@ class BellDevice {
   BellDevice(const BellDevice&) = delete;
   BellDevice& operator=(const BellDevice&) = delete;
 
-  const std::string& name() const { return name_; }  // "cuda 0 (NVIDIA H200)"
+  const std::string& name() const { return name_; }  // such as "cuda 0 (NVIDIA H200)"
 
   Result<std::byte*> allocate_pinned(uint64_t num_bytes);
   void release_pinned(std::byte* memory) { table_.release_pinned(device_, memory); }
-  // Whole pages, until they are unmapped; gives the device's address.
+  // Maps whole pages for the device until they are unmapped, and returns the device's address.
   Result<std::byte*> map_memory(std::byte* memory, uint64_t num_bytes, bool is_read_only);
   void unmap_memory(std::byte* memory) { table_.unmap_memory(device_, memory); }
-  // At most as long as the budget of `bells` and a little more.
+  // Rings by `bells`. Takes at most as long as its budget says, and a little more.
   Status ring(dflash_bell_rounds& bells);
 
  private:

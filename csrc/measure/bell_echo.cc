@@ -1,3 +1,4 @@
+// Answers bells by polling, as a worker that spins would.
 // SPDX-License-Identifier: Apache-2.0
 #include "measure/bell_echo.h"
 
@@ -10,7 +11,8 @@
 namespace dflash::measure {
 namespace {
 
-// between two looks at the clock; the core is offered to others then, for machines that have few
+// Polls between two looks at the clock. At each look the core is offered to others, for machines
+// that have few.
 constexpr uint32_t kPollsPerLook = 1024;
 
 }  // namespace

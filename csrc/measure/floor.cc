@@ -1,5 +1,5 @@
-// Floors: the least a round trip of each nature costs on this machine, without slots, checks or
-// framing.
+// Floors: the least that a round trip of each nature costs on this machine, without slots, checks
+// or framing.
 // SPDX-License-Identifier: Apache-2.0
 #include <arpa/inet.h>
 #include <linux/futex.h>
@@ -32,16 +32,16 @@ Error system_error(const char* what) {
 }
 Error no_answer() { return {ErrorCode::kTimeout, "floor: no answer within ten seconds"}; }
 
-// One end of a raw ping-pong. Both move `payload_bytes` from or to private memory.
+// One end of a raw ping-pong. Both ends move `payload_bytes` from or to private memory.
 class Pipe {
  public:
   virtual ~Pipe() = default;
   virtual Status send(std::span<const std::byte> payload) = 0;
-  // The payload: where it lies in shared memory, or read into `private_memory`.
+  // Returns the payload, either where it lies in shared memory or read into `private_memory`.
   virtual Result<std::span<const std::byte>> receive(std::span<std::byte> private_memory) = 0;
 };
 
-// One direction: a counter on a line of its own, and one buffer.
+// One direction of a ping-pong in shared memory: a counter on a line of its own, and one buffer.
 struct SharedDirection {
   alignas(128) std::atomic<uint32_t> count = 0;
   alignas(128) std::byte* buffer = nullptr;
@@ -66,7 +66,7 @@ class SharedPipe final : public Pipe {
       if (sleeps_) {
         const timespec second{1, 0};
         ::syscall(SYS_futex, &in_.count, FUTEX_WAIT, seen, &second, nullptr, 0);
-        // ten seconds of time-outs, or as many empty wake-ups
+        // This is reached after ten seconds of time-outs, or after as many empty wake-ups.
         if (turn > 100'000) return no_answer();
       } else if (turn % 65536 == 0) {
         if (start_ns == 0) start_ns = now_ns();
@@ -189,7 +189,7 @@ Result<std::vector<int64_t>> ping_pong(Pipe& host, Pipe& worker, const FloorOpti
                       options.worker_cpu);
   });
   auto samples = measure(host, options);
-  thread.join();  // ends by its own deadline even when measuring failed
+  thread.join();  // it ends by its own deadline even if measuring has failed
   if (samples.ok() && !answered.ok()) return std::move(answered).error();
   return samples;
 }

@@ -1,3 +1,5 @@
+// Multiplies the panels of all experts with rows that are made once. The cutting into tasks, tiles
+// and passes is that of the layer's forward.
 // SPDX-License-Identifier: Apache-2.0
 #include "measure/gemm_benchmark.h"
 
@@ -12,13 +14,13 @@
 namespace dflash::measure {
 namespace {
 
-constexpr int64_t kSpinNs = 20'000;  // between the two products, as the layer's pool
-constexpr size_t kWidestPanel = 32;  // of any kernel set
+constexpr int64_t kSpinNs = 20'000;  // as the layer's pool spins between the two products
+constexpr size_t kWidestPanel = 32;  // the widest of any kernel set
 constexpr size_t kTileFloats =
     kWidestPanel * std::max(compute::kFewRows * compute::kMaxGroupPanels,
                             compute::kMaxCallRows* compute::kManyRowsPanels);
 
-// The tasks of one matrix: runs of at most kMaxGroupPanels panels.
+// The number of tasks of one matrix, which are runs of at most kMaxGroupPanels panels.
 uint32_t num_runs(uint32_t num_panels) {
   return (num_panels + compute::kMaxGroupPanels - 1) / compute::kMaxGroupPanels;
 }
@@ -63,7 +65,7 @@ Status GemmBenchmark::make_rows() {
   const uint32_t longest = std::max(options_.spec.in_size, options_.spec.intermediate_size);
   const size_t encoded =
       kernels_.encode == nullptr ? sizeof(float) * longest : kernels_.encoded_bytes(longest);
-  // as the layer's: rows do not share cache sets
+  // As in the layer, the stride is an odd number of lines, so that rows do not share cache sets.
   const size_t stride = ((encoded + 63) / 64 | 1) * 64;
   auto rows = compute::PageBuffer::create(stride * compute::kMaxCallRows);
   if (!rows.ok()) return std::move(rows).error();
@@ -88,7 +90,7 @@ void GemmBenchmark::multiply(const compute::PanelRun& run, uint32_t rows_per_exp
     multiply_tile(run, rows_per_expert / num_tiles + (tile < rows_per_expert % num_tiles ? 1 : 0));
 }
 
-// In passes of as many panels as the layer's kernels take at a time.
+// Multiplies in passes of as many panels as the layer's kernels take at a time.
 void GemmBenchmark::multiply_tile(const compute::PanelRun& run, uint32_t num_rows) const {
   alignas(64) float tile[kTileFloats];
   const uint32_t at_once =

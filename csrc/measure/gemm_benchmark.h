@@ -1,6 +1,6 @@
-// The matrix products of one layer and nothing else - no widening, routing, activation or routed
-// sum -, with the tiles and threads of the layer's forward: the rate that the forward of many
-// tokens is held against.
+// The matrix products of one layer and nothing else: no widening, routing, activation or routed
+// sum. Tiles and threads are those of the layer's forward, so that this is the rate against which
+// the forward of many tokens is held.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -12,11 +12,11 @@ namespace dflash::measure {
 
 class GemmBenchmark {
  public:
-  // Of the options' first layer. Errors: as LayerBenchmark::create; kUnsupported for a set without
-  // matrix kernels (the reference).
+  // Makes the products of the options' first layer. Errors: those of LayerBenchmark::create, and
+  // kUnsupported for a set without matrix kernels (the reference).
   static Result<std::unique_ptr<GemmBenchmark>> create(const LayerBenchmarkOptions& options);
 
-  // ns of each of `rounds` passes with rows_per_expert rows through every expert.
+  // Returns the nanoseconds of `rounds` passes with rows_per_expert rows through every expert.
   std::vector<int64_t> run(uint32_t rows_per_expert, uint32_t rounds);
 
  private:
@@ -31,7 +31,7 @@ class GemmBenchmark {
   const compute::KernelSet& kernels_;
   compute::PackedExperts experts_;
   std::unique_ptr<compute::ThreadPool> pool_;
-  // kMaxCallRows rows as the kernels take them, read by every tile
+  // kMaxCallRows rows in the form that the kernels take; every tile reads the same ones.
   compute::PageBuffer rows_;
   std::vector<const void*> row_at_;  // [kMaxCallRows]
 };

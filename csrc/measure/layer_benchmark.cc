@@ -1,3 +1,4 @@
+// Fills layers with random experts and times their forwards.
 // SPDX-License-Identifier: Apache-2.0
 #include "measure/layer_benchmark.h"
 

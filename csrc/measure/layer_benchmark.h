@@ -1,5 +1,6 @@
-// Times the forward of one layer shape, without anything around it: what `bench experts` measures.
-// Several layers in rotation keep the weights out of the caches where they should come from memory.
+// Times the forward of one shape of layer without anything around it, which is what `bench experts`
+// measures. Several layers in rotation keep the weights out of the caches where they should come
+// from memory.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -21,21 +22,22 @@ struct LayerBenchmarkOptions {
   uint64_t seed = 1;
 };
 
+// Not thread-safe: forwards run one after the other on the caller's thread and the backend's.
 class LayerBenchmark {
  public:
-  // Fills every expert with random weights (all experts of a seed alike, in memory of their own).
-  // Errors: those of the backend, kOutOfMemory. Without a `backend`: the CPU's, with the
-  // instruction set and threads of `options`.
+  // Fills every expert with random weights. All experts have the same values, each in memory of its
+  // own. Without a `backend`, the CPU's is used with the instruction set and threads of `options`.
+  // Errors: those of the backend, kOutOfMemory.
   static Result<std::unique_ptr<LayerBenchmark>> create(
       const LayerBenchmarkOptions& options,
       std::unique_ptr<compute::ExpertBackend> backend = nullptr);
 
-  // `rounds` forwards of the batch, each on the next layer; ns of each. Errors: those of
-  // ExpertLayer::forward.
+  // Runs `rounds` forwards of the batch, each on the next layer, and returns the nanoseconds of
+  // each. Errors: those of ExpertLayer::forward.
   Result<std::vector<int64_t>> run(const compute::ForwardArgs& args, uint32_t rounds);
 
   uint64_t resident_bytes() const;
-  int64_t device_ns() const;  // of all forwards so far (ExpertLayer)
+  int64_t device_ns() const;  // summed over all forwards so far (see ExpertLayer)
   const compute::FfnSpec& spec() const { return options_.spec; }
   uint32_t num_experts() const { return options_.num_experts; }
 

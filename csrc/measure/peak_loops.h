@@ -1,5 +1,5 @@
-// The loops of peaks.h, written once over a vector type. Included by peaks_<set>.cc only, which
-// give V; no std:: code here.
+// The loops of peaks.h, written once over a vector type V. Included only by peaks_<set>.cc, which
+// provide V; there is no std:: code here, because it could be linked into portable callers.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -7,8 +7,8 @@
 
 namespace dflash::measure {
 
-// As many chains as hide the latency of two fma units (4 cycles each on current cores, with room to
-// spare).
+// Counts fmas from registers. There are as many chains as hide the latency of two fma units, which
+// is 4 cycles on current cores, with room to spare.
 template <class V>
 uint64_t multiply_add_loop(uint64_t rounds, float* sink) {
   constexpr int kChains = V::kAccumulators < 16 ? V::kAccumulators : 16;
@@ -31,6 +31,7 @@ uint64_t multiply_add_loop(uint64_t rounds, float* sink) {
   return rounds * kSteps * kChains * V::kLanes * 2;
 }
 
+// Reads memory and adds it up, with enough chains that the additions do not hold back the reading.
 template <class V>
 void read_loop(const std::byte* data, size_t num_bytes, float* sink) {
   constexpr int kChains = 8;
@@ -40,7 +41,7 @@ void read_loop(const std::byte* data, size_t num_bytes, float* sink) {
   constexpr size_t kStep = sizeof(float) * V::kLanes * kChains;
   for (size_t at = 0; at < num_bytes; at += kStep) {
     const float* from = reinterpret_cast<const float*>(data + at);
-    // as the kernels do: the hardware's own prefetch stops at page ends
+    // It is prefetched as the kernels do, because the hardware's own prefetch stops at page ends.
     __builtin_prefetch(data + at + 4096);
     if constexpr (kStep > 64) __builtin_prefetch(data + at + 4096 + 64);
     if constexpr (kStep > 128) {

@@ -1,3 +1,4 @@
+// Runs the loops of peaks.h on a pool of threads, which start together because they spin.
 // SPDX-License-Identifier: Apache-2.0
 #include "measure/peaks.h"
 
@@ -12,8 +13,8 @@
 namespace dflash::measure {
 namespace {
 
-constexpr int64_t kSpinNs = 1'000'000;  // threads of a measurement start together
-constexpr size_t kReadStep = 512;       // bytes: a multiple of every set's step
+constexpr int64_t kSpinNs = 1'000'000;  // lets the threads of a measurement start together
+constexpr size_t kReadStep = 512;       // bytes, a multiple of every set's step
 
 Result<std::unique_ptr<compute::ThreadPool>> make_pool(uint32_t num_threads) {
   return compute::ThreadPool::create(num_threads, {}, kSpinNs);
@@ -25,7 +26,8 @@ Status check_rounds(uint32_t num_threads, uint32_t rounds) {
                "a peak is measured with 1..1024 threads and 1..10000 rounds"};
 }
 
-// A loop as PeakLoops::multiply_add; operations per second of all threads together, once per round.
+// Runs a loop of the form of PeakLoops::multiply_add. Returns the operations per second of all
+// threads together, once per round.
 using OperationLoop = uint64_t (*)(uint64_t rounds, float* sink);
 Result<std::vector<double>> operations_per_s(OperationLoop loop, uint32_t num_threads,
                                              uint32_t rounds, double milliseconds) {
@@ -53,7 +55,7 @@ Result<std::vector<double>> operations_per_s(OperationLoop loop, uint32_t num_th
   return found;
 }
 
-// Null: the set has no instruction for bf16 factors.
+// Returns null where the set has no instruction for bf16 factors.
 OperationLoop bf16_loop(compute::Isa isa) {
 #if defined(__x86_64__)
   if (isa == compute::Isa::kAvx512Bf16) return bf16_multiply_add_avx512bf16;
@@ -64,7 +66,7 @@ OperationLoop bf16_loop(compute::Isa isa) {
   return nullptr;
 }
 
-// Null: the set has none.
+// Returns null where the set has no integer loop.
 OperationLoop integer_loop(compute::Isa isa) {
 #if defined(__x86_64__)
   if (isa == compute::Isa::kAvx2) return integer_multiply_add_avx2;
@@ -129,7 +131,8 @@ Result<std::vector<double>> read_bytes_per_s(compute::Isa isa, uint32_t num_thre
   auto memory = compute::PageBuffer::create(num_bytes * num_threads);
   if (!memory.ok()) return std::move(memory).error();
   std::vector<float> sinks(size_t{num_threads} * 16);
-  // Each thread touches what it will read: on machines with several nodes its memory is then near.
+  // Each thread touches what it will read, so that on machines with several nodes its memory is
+  // near.
   pool.value()->run(num_threads, [&](uint64_t task) {
     std::memset(memory.value().data() + task * num_bytes, 0, num_bytes);
   });

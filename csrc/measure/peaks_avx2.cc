@@ -1,4 +1,4 @@
-// The peak loops of avx2: of float32, and of bytes.
+// The peak loops of avx2, for float32 and for bytes.
 // SPDX-License-Identifier: Apache-2.0
 #if defined(__x86_64__)
 #include "compute/cpu/kernels/vector_avx2.h"
@@ -18,7 +18,7 @@ struct Bytes {
   static I zero() { return _mm256_setzero_si256(); }
   static I bytes(int8_t value) { return _mm256_set1_epi8(value); }
   static I add_products(I sum, I a, I b) {
-    asm volatile("" : "+v"(a));  // or the compiler multiplies once for all chains
+    asm volatile("" : "+v"(a));  // otherwise the compiler multiplies once for all chains
     return _mm256_add_epi32(sum,
                             _mm256_madd_epi16(_mm256_maddubs_epi16(a, b), _mm256_set1_epi16(1)));
   }

@@ -1,4 +1,4 @@
-// The peak loops of avx512: of float32, and of bytes.
+// The peak loops of avx512, for float32 and for bytes.
 // SPDX-License-Identifier: Apache-2.0
 #if defined(__x86_64__)
 #include "compute/cpu/kernels/vector_avx512.h"
@@ -18,7 +18,7 @@ struct Bytes {
   static I zero() { return _mm512_setzero_si512(); }
   static I bytes(int8_t value) { return _mm512_set1_epi8(value); }
   static I add_products(I sum, I a, I b) {
-    asm volatile("" : "+v"(a));  // or the compiler multiplies once for all chains
+    asm volatile("" : "+v"(a));  // otherwise the compiler multiplies once for all chains
     return _mm512_add_epi32(sum,
                             _mm512_madd_epi16(_mm512_maddubs_epi16(a, b), _mm512_set1_epi16(1)));
   }

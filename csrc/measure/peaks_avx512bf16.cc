@@ -11,10 +11,10 @@
 
 namespace dflash::measure {
 
-// Chains enough to hide the latency of two units (6 cycles on Zen 5).
+// There are chains enough to hide the latency of two units (6 cycles on Zen 5).
 uint64_t bf16_multiply_add_avx512bf16(uint64_t rounds, float* sink) {
   constexpr int kChains = 16, kSteps = 64;  // dot products per chain and round
-  // 0.5 and 0.25: sums stay finite for any number of rounds
+  // The factors are 0.5 and 0.25, with which sums stay finite for any number of rounds.
   constexpr int kBf16Pair = 0x3f003e80;
   const __m512bh factors = reinterpret_cast<__m512bh>(_mm512_set1_epi32(kBf16Pair));
   __m512 chains[kChains];

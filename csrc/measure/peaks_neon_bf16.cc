@@ -8,16 +8,16 @@
 
 namespace dflash::measure {
 
-// Chains enough to hide the latency of four units (4 cycles on Neoverse V1).
+// There are chains enough to hide the latency of four units (4 cycles on Neoverse V1).
 uint64_t bf16_multiply_add_neon_bf16(uint64_t rounds, float* sink) {
   constexpr int kChains = 16, kSteps = 64;  // products per chain and round
-  // 0.5 and 0.25: sums stay finite for any number of rounds
+  // The factors are 0.5 and 0.25, with which sums stay finite for any number of rounds.
   bfloat16x8_t factors = vreinterpretq_bf16_u32(vdupq_n_u32(0x3f003e80u));
   float32x4_t chains[kChains];
 #pragma GCC unroll 16
   for (int i = 0; i < kChains; ++i) {
     chains[i] = vdupq_n_f32(static_cast<float>(i));
-    asm volatile("" : "+w"(chains[i]));  // unknown to the compiler
+    asm volatile("" : "+w"(chains[i]));  // hides from the compiler that chains are alike
   }
   for (uint64_t round = 0; round < rounds; ++round) {
     for (int step = 0; step < kSteps; ++step) {

@@ -1,4 +1,4 @@
-// Pins the calling thread to one processor for a scope. Private to the benchmarks.
+// Pins the calling thread to one processor for the length of a scope. Private to the benchmarks.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -21,7 +21,7 @@ class Pinned {
     if (is_pinned_) ::sched_setaffinity(0, sizeof before_, &before_);
   }
 
-  // Negative: leaves the thread where it is.
+  // Pins the thread; a negative number leaves it where it is. Errors: kInvalidArgument.
   Status to(int cpu) {
     if (cpu < 0) return ok();
     cpu_set_t wanted;

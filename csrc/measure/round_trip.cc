@@ -11,9 +11,9 @@
 namespace dflash::measure {
 namespace {
 
-constexpr int64_t kMemcpySampleNs = 20'000;  // far above the clock's resolution
+constexpr int64_t kMemcpySampleNs = 20'000;  // far longer than the clock's resolution
 
-// One payload's way there and back.
+// The way of one payload there and back.
 class RoundTrip {
  public:
   RoundTrip(transport::Channel& channel, const RoundTripOptions& options)
@@ -53,7 +53,7 @@ class RoundTrip {
     return channel_.publish(slot, bytes);
   }
 
-  // Pieces are echoed in the order they were sent, so the slot is known.
+  // Pieces are echoed in the order in which they were sent, so that the slot is known.
   Status receive(size_t piece, uint32_t num_slots) {
     entry_.arrival.reset();
     transport::wait_any({&entry_, 1}, Deadline::after_ns(options_.timeout_ns), options_.spin_ns);
@@ -138,7 +138,8 @@ Result<std::vector<double>> memcpy_bytes_per_s(size_t payload_bytes, uint32_t ro
   Pinned pinned;
   DFLASH_TRY(pinned.to(cpu));
   std::vector<std::byte> source(payload_bytes, std::byte{1}), destination(payload_bytes);
-  // The pointer escapes through the asm, so that the compiler cannot drop a copy nobody reads.
+  // The pointer escapes through the asm, so that the compiler cannot drop a copy which nobody
+  // reads.
   const auto copy = [&] {
     std::memcpy(destination.data(), source.data(), payload_bytes);
     asm volatile("" : : "r"(destination.data()) : "memory");

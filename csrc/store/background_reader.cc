@@ -1,3 +1,5 @@
+// The background reader's thread. It holds a shard only for one step at a time, so that a shard can
+// go away while it is being read.
 // SPDX-License-Identifier: Apache-2.0
 #include "store/background_reader.h"
 
@@ -12,14 +14,14 @@
 namespace dflash::store {
 namespace {
 
-// Between two looks at whether to stop: what a disk delivers in milliseconds.
+// The bytes read between two looks at whether to stop: what a disk delivers in milliseconds.
 constexpr size_t kStepBytes = size_t{1} << 20;
 
-// The thread yields to all others, on the processor and at the disk. Where the system does not let
-// it, it reads all the same.
+// Makes the thread yield to all others, on the processor and at the disk. Where the system does not
+// allow it, the thread reads all the same.
 void take_lowest_priority() {
   constexpr int kNice = 19;
-  constexpr long kProcess = 1, kIdleClass = 3, kClassShift = 13;  // linux/ioprio.h
+  constexpr long kProcess = 1, kIdleClass = 3, kClassShift = 13;  // as linux/ioprio.h has them
   static_cast<void>(::setpriority(PRIO_PROCESS, static_cast<id_t>(::syscall(SYS_gettid)), kNice));
   static_cast<void>(::syscall(SYS_ioprio_set, kProcess, 0L, kIdleClass << kClassShift));
 }
@@ -54,7 +56,7 @@ void BackgroundReader::run() {
   take_lowest_priority();
   for (;;) {
     std::unique_lock lock(mutex_);
-    // This wait is for this process's own orders, and the destructor ends it.
+    // This wait is for orders of this process itself, and the destructor ends it.
     changed_.wait(lock, [this] { return stopping_ || !waiting_.empty(); });
     if (stopping_) return;
     const std::weak_ptr<ResidentShard> shard = std::move(waiting_.front());
@@ -64,8 +66,8 @@ void BackgroundReader::run() {
   }
 }
 
-// Nothing of the shard is touched but while it is held here, for one step at a time: the files that
-// its views refer to live as long as it does.
+// The shard is touched only while it is held here, for one step at a time. The files that its views
+// refer to live as long as it does.
 void BackgroundReader::read(const std::weak_ptr<ResidentShard>& shard) {
   for (uint32_t id = 0;; ++id) {
     std::optional<compute::ContentReader> reader;

@@ -1,6 +1,6 @@
 // Reads the source bytes of shards that nobody has read whole, one after another, for their content
-// checksums. A thread of the lowest priority, for reads and for the processor: calls that compute
-// from the same pages go first. It reads in steps of a megabyte, and is over within one.
+// checksums. Its thread has the lowest priority for reads and on the processor, because calls that
+// compute from the same pages go first. It reads in steps of a megabyte, and stops within one.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -21,8 +21,8 @@ class BackgroundReader {
   BackgroundReader& operator=(const BackgroundReader&) = delete;
   ~BackgroundReader();
 
-  // The thread begins with the first shard. A shard that goes away meanwhile is left at the next
-  // step; one that cannot be read says why in its ContentState.
+  // Queues a shard; any thread. The reader's thread starts with the first one. A shard that goes
+  // away meanwhile is left at the next step. One that cannot be read says why in its ContentState.
   void add(const std::shared_ptr<ResidentShard>& shard);
 
  private:

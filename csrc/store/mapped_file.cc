@@ -1,3 +1,4 @@
+// Opens, maps and reads a checkpoint file, and checks every view against its size.
 // SPDX-License-Identifier: Apache-2.0
 #include "store/mapped_file.h"
 
@@ -16,8 +17,8 @@ Error checkpoint_error(const std::string& path, const std::string& what) {
   return Error{ErrorCode::kCheckpoint, path + ": " + what};
 }
 
-// One past the last byte of a strided block, or nothing when it does not fit 63 bits. 128-bit
-// arithmetic cannot overflow here: counts are 32-bit, strides 63-bit, offsets 64-bit.
+// Returns whether a strided block ends within the file. Arithmetic of 128 bits cannot overflow
+// here: counts have 32 bits, strides 63 and offsets 64.
 bool end_of_block(uint64_t offset, uint32_t outer, int64_t outer_stride, uint32_t inner,
                   int64_t inner_stride, size_t element_bytes, uint64_t file_bytes) {
   if (outer == 0 || inner == 0 || outer_stride < 0 || inner_stride < 0) return false;

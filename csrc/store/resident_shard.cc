@@ -1,3 +1,4 @@
+// A shard's loading and what is known of its contents, by one atomic per expert.
 // SPDX-License-Identifier: Apache-2.0
 #include "store/resident_shard.h"
 
@@ -19,7 +20,7 @@ bool ResidentShard::is_complete() const {
   return num_loaded_.load(std::memory_order_acquire) == facts_.num_local_experts;
 }
 
-// The layer may be asked only when nobody loads into it any more.
+// The layer is asked only when nobody loads into it any more.
 uint64_t ResidentShard::resident_bytes() const {
   if (is_complete()) return experts_->resident_bytes();
   const uint64_t num_loaded = num_loaded_.load(std::memory_order_relaxed);

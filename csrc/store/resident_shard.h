@@ -1,7 +1,7 @@
-// One shard's experts, resident in a backend: loaded once, then read by whoever borrows them. Says
-// what the source bytes add up to (compute/experts/content_checksum.h) as soon as somebody has read
-// them all: packing does; weights that stay in the mapped checkpoint wait for the store's
-// background reader, and are unchecked until then.
+// One shard's experts, resident in a backend: loaded once, then read by whoever borrows them. The
+// shard says what its source bytes add up to (compute/experts/content_checksum.h) as soon as
+// somebody has read them all. Packing does so. Weights that stay in the mapped checkpoint wait for
+// the store's background reader and are unchecked until then.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -19,7 +19,7 @@
 namespace dflash::store {
 
 // Everything that decides a shard's numbers. The fingerprint names model, layer and experts, and
-// what is made of them at load; two shards of which all this is equal are the same.
+// what is made of them at load. Two shards for which all this is equal are the same.
 struct ShardFacts {
   compute::FfnSpec spec;
   uint32_t num_local_experts = 0;
@@ -32,38 +32,39 @@ struct ShardFacts {
 
 // What is known of the source bytes of a shard.
 struct ContentState {
-  std::optional<uint64_t> checksum;  // nothing: unchecked
-  uint32_t num_read = 0;             // experts that have been read whole
+  std::optional<uint64_t> checksum;  // empty while the shard is unchecked
+  uint32_t num_read = 0;             // how many experts have been read whole
   std::optional<Error> failure;      // why the rest cannot be read
 };
 
+// Shared by the store, its borrowers and, for a step at a time, the background reader.
 class ResidentShard {
  public:
-  // `backend` outlives its layers here. `predicted_bytes`: what the shard holds once it is loaded.
+  // `backend` outlives its layers here. `predicted_bytes` is what the shard holds once it is
+  // loaded.
   ResidentShard(const ShardFacts& facts, std::shared_ptr<compute::ExpertBackend> backend,
                 std::unique_ptr<compute::ExpertLayer> experts, uint64_t predicted_bytes);
 
   const ShardFacts& facts() const { return facts_; }
   uint64_t predicted_bytes() const { return predicted_bytes_; }
-  // Bytes of memory held for weights; an estimate until all experts are loaded. Any thread.
+  // Bytes of memory that hold weights; an estimate until all experts are loaded. Any thread.
   uint64_t resident_bytes() const;
-  // True once every expert is loaded. Any thread.
+  // Whether every expert is loaded. Any thread.
   bool is_complete() const;
 
-  // Different experts may load from different threads. What `weights` refers to outlives the shard
-  // where it keeps its sources. Errors: those of ExpertLayer.
+  // Loads an expert; different experts may be loaded from different threads. Where the shard keeps
+  // its sources, what `weights` refers to must outlive the shard. Errors: those of ExpertLayer.
   Status load_expert(uint32_t local_expert_id, const compute::ExpertWeights& weights,
                      compute::YieldingProgress& progress);
-  // True where the weights of a loaded expert stay in the checkpoint, or are still to be read
-  // there.
+  // Whether the weights of a loaded expert stay in the checkpoint, or are still to be read there.
   bool keeps_sources(uint32_t local_expert_id) const;
 
-  // One call at a time, by whoever serves. Errors as ExpertLayer.
+  // Computes a batch; one call at a time, by whoever serves. Errors: those of ExpertLayer.
   Status forward(const compute::ForwardArgs& args, compute::YieldingProgress& progress) {
     return experts_->forward(args, progress);
   }
 
-  // Any thread.
+  // What is known of the source bytes so far. Any thread.
   ContentState content() const;
 
  private:
@@ -72,10 +73,11 @@ class ResidentShard {
 
   enum class Source : uint8_t { kAbsent, kUnread, kRead };
   struct Expert {
-    // Release after the fields beside it were written, acquire before they are read.
+    // Stored with release after the fields beside it were written, and acquired before they are
+    // read.
     std::atomic<Source> source{Source::kAbsent};
-    uint64_t checksum = 0;           // of a read one
-    compute::ExpertWeights weights;  // of an unread one: where its bytes lie
+    uint64_t checksum = 0;           // valid once the expert has been read
+    compute::ExpertWeights weights;  // where the bytes of an unread expert lie
   };
 
   const ShardFacts facts_;
@@ -84,9 +86,9 @@ class ResidentShard {
   const std::unique_ptr<compute::ExpertLayer> experts_;
   std::vector<Expert> sources_;  // [num_local_experts]
   std::atomic<uint32_t> num_loaded_{0};
-  std::atomic<uint32_t> num_loans_{0};  // counted by the store
+  std::atomic<uint32_t> num_loans_{0};  // the store counts it
   mutable std::mutex failure_mutex_;
-  std::optional<Error> failure_;  // of the background reader, which then leaves the shard alone
+  std::optional<Error> failure_;  // set by the background reader, which then leaves the shard alone
 };
 
 }  // namespace dflash::store

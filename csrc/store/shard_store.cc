@@ -1,3 +1,5 @@
+// Lends shards and counts their memory. A layer is created outside of the lock, so that the store
+// looks again afterwards.
 // SPDX-License-Identifier: Apache-2.0
 #include "store/shard_store.h"
 
@@ -36,7 +38,7 @@ Result<std::shared_ptr<ResidentShard>> ShardStore::borrow(const ShardFacts& fact
     if (found.value() != nullptr) return lend(found.value());
     DFLASH_TRY(reserve(num_bytes, facts.num_local_experts));
   }
-  // Without the lock: a device may take its time for its memory.
+  // This is done without the lock, because a device may take its time for its memory.
   auto experts =
       backend_->create_layer(facts.spec, facts.num_local_experts, facts.formats, facts.numerics);
   const std::lock_guard lock(mutex_);
@@ -62,13 +64,13 @@ Result<ShardStore::Entry> ShardStore::find(const ShardFacts& facts) {
                                        ? " is being loaded by somebody else"
                                        : " names a shard in use whose description differs")};
   }
-  // What a loading that failed left behind.
+  // This is what a loading that failed has left behind.
   reserved_bytes_ -= entry->predicted_bytes();
   shards_.erase(found);
   return Entry();
 }
 
-// The limit is this worker's own: a host that does not keep to it is refused before a page of what
+// The limit is this worker's own. A host that does not keep to it is refused before a page of what
 // it asked for is touched.
 Status ShardStore::reserve(uint64_t num_bytes, uint32_t num_experts) {
   if (memory_limit_ == 0 || num_bytes <= memory_limit_ - reserved_bytes_) {
@@ -83,8 +85,8 @@ Status ShardStore::reserve(uint64_t num_bytes, uint32_t num_experts) {
                    "raise its `memory`"};
 }
 
-// Every loan is counted on its own, so that copies of one count once and the background reader's
-// hold on a shard is none.
+// Every loan is counted on its own, so that copies of one count once, and the background reader's
+// hold on a shard does not count.
 ShardStore::Entry ShardStore::lend(const Entry& entry) {
   entry->num_loans_.fetch_add(1, std::memory_order_relaxed);
   return {entry.get(), [entry](ResidentShard* shard) {

@@ -1,4 +1,4 @@
-// What every kind checks of the other end's handover before it uses any of it.
+// What every kind checks about the other end's handover before it uses any of it.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -8,7 +8,8 @@
 
 namespace dflash::transport {
 
-// `what` is "offer" or "answer". Errors: kProtocol where the numbers differ.
+// Checks how many descriptors and bytes were brought. `what` is "offer" or "answer", for the
+// message. Errors: kProtocol where either number differs.
 inline Status check_handover(const TransportKind& kind, const char* what, const Handover& found,
                              size_t num_descriptors, size_t num_bytes = 0) {
   if (found.descriptors.size() == num_descriptors && found.bytes.size() == num_bytes) return ok();

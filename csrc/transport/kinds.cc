@@ -1,4 +1,4 @@
-// The table of kinds, and what is done with any row of it.
+// The table of kinds, and what can be done with any row of it.
 // SPDX-License-Identifier: Apache-2.0
 #include "transport/kinds.h"
 

@@ -1,4 +1,5 @@
-// What `doctor` does with every kind of the table: both ends in one process, one message each way.
+// What `doctor` does with every kind of the table: it makes both ends in one process and sends one
+// message each way.
 // SPDX-License-Identifier: Apache-2.0
 #include <arpa/inet.h>
 #include <netinet/in.h>
@@ -13,10 +14,10 @@
 namespace dflash::transport {
 namespace {
 
-constexpr int64_t kPatienceNs = 1'000'000'000;  // a wake-up takes microseconds
+constexpr int64_t kPatienceNs = 1'000'000'000;  // ample, as a wake-up takes microseconds
 constexpr size_t kMessageBytes = 64;
 
-// A connected pair over the loopback interface: what the control plane would dial.
+// A connected pair over the loopback interface, in place of what the control plane would dial.
 Result<std::pair<OwnedFd, OwnedFd>> tcp_pair() {
   const OwnedFd listener(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
   if (!listener.is_open()) return system_error("socket");
@@ -36,7 +37,7 @@ Result<std::pair<OwnedFd, OwnedFd>> tcp_pair() {
   return std::pair(std::move(host), std::move(worker));
 }
 
-// What the control plane does between two processes.
+// Passes an offer on as the control plane does between two processes.
 Result<Handover> pass(const PathOffer& sent) {
   Handover received;
   received.bytes.assign(sent.bytes().begin(), sent.bytes().end());

@@ -1,4 +1,4 @@
-// Waiting on any number of channels: spin on poll(), then sleep on what they say.
+// Waits on any number of channels: it spins on poll(), then sleeps on what the channels say.
 // SPDX-License-Identifier: Apache-2.0
 #include <linux/futex.h>
 #include <poll.h>
@@ -13,11 +13,11 @@
 namespace dflash::transport {
 namespace {
 
-// reading the clock costs as much as several polls of a ring
+// Reading the clock costs as much as several polls of a ring, so that many go to one reading.
 constexpr int kPollsPerClockRead = 16;
-// how often a spinning waiter looks at wake_fd, a system call
+// How often a spinning waiter looks at wake_fd, which takes a system call.
 constexpr int64_t kWakeCheckNs = 20'000;
-// longest sleep where a futex and descriptors are awaited together
+// The longest sleep where a futex and descriptors are awaited together.
 constexpr int64_t kMixedSleepNs = 1'000'000;
 
 void pause() {
@@ -36,7 +36,7 @@ bool is_filled(const WaitEntry& entry) {
   return entry.arrival.has_value() || entry.error.has_value();
 }
 
-// True if anything arrived or failed.
+// Returns true if anything arrived or failed.
 bool poll_all(std::span<WaitEntry> entries) {
   bool found = false;
   for (WaitEntry& entry : entries) {
@@ -69,13 +69,13 @@ int64_t next_event_ns(std::span<const WaitEntry> entries) {
 }
 
 void sleep_on_futex(const WakeSource& source, Deadline deadline) {
-  // FUTEX_WAIT_BITSET takes absolute CLOCK_MONOTONIC
+  // FUTEX_WAIT_BITSET takes an absolute time of CLOCK_MONOTONIC.
   const timespec until = timespec_of(deadline.when_ns());
   ::syscall(SYS_futex, source.futex_word, FUTEX_WAIT_BITSET, source.expected, &until, nullptr,
             FUTEX_BITSET_MATCH_ANY);
 }
 
-// True if `wake_fd` (the last of `fds` when there is one) became ready.
+// Returns true if `wake_fd`, which is the last of `fds` where there is one, became ready.
 bool sleep_on_fds(std::vector<pollfd>& fds, Deadline deadline, bool has_wake_fd) {
   const timespec left = timespec_of(deadline.left_ns());
   const int ready = ::ppoll(fds.data(), fds.size(), &left, nullptr);
@@ -84,8 +84,8 @@ bool sleep_on_fds(std::vector<pollfd>& fds, Deadline deadline, bool has_wake_fd)
 
 enum class Woken : uint8_t { kLookAgain, kArrived, kWakeFd };
 
-// Arms every channel, polls once more where that is needed, sleeps, disarms. The caller has just
-// polled without result.
+// Arms every channel, polls once more where that is needed, sleeps, and disarms. The caller has
+// just polled without result.
 class Sleeper {
  public:
   Sleeper(std::span<WaitEntry> entries, int wake_fd) : entries_(entries), wake_fd_(wake_fd) {
@@ -131,8 +131,8 @@ class Sleeper {
         futex_ = source;
       }
     }
-    // Two futexes, or one beside a wake_fd: no single call sleeps on both, so descriptors carry the
-    // sleep in short pieces.
+    // No single call sleeps on two futexes, or on one beside a wake_fd. Descriptors then carry the
+    // sleep, in short pieces.
     if (wake_fd_ >= 0) fds_.push_back({wake_fd_, POLLIN, 0});
   }
 
@@ -149,7 +149,7 @@ class Sleeper {
   bool needs_poll_ = false;
 };
 
-// True if something arrived, the deadline passed or wake_fd became readable.
+// Returns true if something arrived, the deadline passed or wake_fd became readable.
 bool spin(std::span<WaitEntry> entries, Deadline deadline, int64_t spin_ns, int wake_fd) {
   const int64_t start_ns = now_ns();
   const int64_t end_ns = start_ns + spin_ns;

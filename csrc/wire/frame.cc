@@ -1,4 +1,4 @@
-// Frame header codec. Offsets are those of frame_layout.h and docs/protocol.md.
+// The codec of the frame header. Its offsets are those of frame.h and docs/protocol.md.
 // SPDX-License-Identifier: Apache-2.0
 #include "wire/frame.h"
 
@@ -36,8 +36,8 @@ Status check_preamble(std::span<const std::byte, kFrameHeaderBytes> bytes) {
   return ok();
 }
 
-// A request carries its index part and a row, a reply its timing; the exact length is the layouts'
-// business.
+// Checks the counts against their limits. Whether the payload has exactly the length that they need
+// is checked by the layouts.
 Status check_counts(const FrameHeader& header) {
   if (header.kind == FrameKind::kError) {
     DFLASH_TRY(require_range("num_rows", header.num_rows, 0, 0));

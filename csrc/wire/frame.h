@@ -1,6 +1,6 @@
-// The 64-byte frame header that precedes every message on a data channel, and its total decoder:
-// any 64 bytes give either a header whose every field is within its limit, or an error that names
-// the field.
+// The 64-byte header that precedes every message on a data channel, and its total decoder: any 64
+// bytes give either a header whose every field is within its limit, or an error that names the
+// field.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -32,6 +32,7 @@ struct FrameHeader {
   uint16_t attempt = 0;              // 0 for the first try
 };
 
+// Any thread. Encoding does not check limits: the caller keeps them.
 void encode_frame_header(const FrameHeader& header, std::span<std::byte, kFrameHeaderBytes> out);
 // Errors: kProtocol naming the field, what was found and what is allowed.
 Result<FrameHeader> decode_frame_header(std::span<const std::byte, kFrameHeaderBytes> bytes);

@@ -1,5 +1,5 @@
-// Every limit of the data protocol in one place. docs/protocol.md's table is checked against this
-// file.
+// Every limit of the data protocol in one place. `make check` compares the table in
+// docs/protocol.md with this file.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -7,13 +7,13 @@
 
 namespace dflash::wire {
 
-// rows of one message = the largest batch capacity
+// Rows of one message, which is also the largest batch capacity.
 inline constexpr uint32_t kMaxRows = 4096;
-inline constexpr uint32_t kMaxPairsPerRow = 256;          // top-k of any known model is <= 64
+inline constexpr uint32_t kMaxPairsPerRow = 256;          // the top-k of known models is <= 64
 inline constexpr uint32_t kMaxPairs = kMaxRows * 64;      // (row, expert) pairs of one message
 inline constexpr uint32_t kMaxExpertsPerShard = 65535;    // local ids are u16
 inline constexpr uint32_t kMaxRowWidth = 65536;           // elements of one row, in or out
-inline constexpr uint32_t kMaxPayloadBytes = 256u << 20;  // arena cap
+inline constexpr uint32_t kMaxPayloadBytes = 256u << 20;  // the cap of an arena
 inline constexpr uint32_t kMaxLayers = 4096;
 inline constexpr uint32_t kMaxErrorTextBytes = 1024;
 

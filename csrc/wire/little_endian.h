@@ -1,5 +1,5 @@
-// Explicit little-endian loads and stores at byte offsets: what the codec uses instead of casts to
-// structs.
+// Little-endian loads and stores at byte offsets. The codecs use them instead of casts to structs,
+// which would depend on padding and byte order.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -10,8 +10,8 @@
 
 namespace dflash::wire {
 
-// The caller guarantees offset + sizeof(T) <= bytes.size(); compilers turn either loop into one
-// move on little-endian machines.
+// The caller guarantees that offset + sizeof(T) <= bytes.size(). Compilers turn either loop into
+// one move on little-endian machines.
 template <std::unsigned_integral T>
 T load_le(std::span<const std::byte> bytes, size_t offset) {
   uint64_t value = 0;

@@ -94,7 +94,7 @@ Result<RemoteError> decode_error(std::span<const std::byte> payload) {
     return Error{ErrorCode::kProtocol,
                  "error payload: reserved field is " + std::to_string(zero) + "; allowed: 0"};
   }
-  // The text ends up in terminals and logs: nothing outside printable ASCII gets through.
+  // The text ends up in terminals and logs, so nothing outside printable ASCII gets through.
   RemoteError error{static_cast<ErrorCode>(code), {}};
   for (const std::byte byte : payload.subspan(kErrorPrefixBytes)) {
     const char c = static_cast<char>(byte);
@@ -105,7 +105,7 @@ Result<RemoteError> decode_error(std::span<const std::byte> payload) {
 
 uint64_t floor_bytes(uint64_t num_rows, uint64_t num_pairs, uint64_t in_width, Dtype request_dtype,
                      uint64_t out_width, Dtype reply_dtype) {
-  constexpr uint64_t kPairBytes = sizeof(float) + sizeof(uint16_t);  // weight and local id
+  constexpr uint64_t kPairBytes = sizeof(float) + sizeof(uint16_t);  // a weight and a local id
   return num_rows * (in_width * dtype_bytes(request_dtype) + out_width * dtype_bytes(reply_dtype)) +
          num_pairs * kPairBytes + num_rows * sizeof(uint16_t);
 }

@@ -1,5 +1,14 @@
-// Request and reply payloads as the processor reads and writes them: their offsets (defined in
-// payload_layout.h) with every limit checked, a reply's timing, and the payload of an error.
+// Where everything lies in the payloads of a request and a reply. Both sides compute the offsets
+// with the structs below.
+//
+// A request's payload:
+//   weights f32 [num_pairs] | row_counts u16 [num_rows] | local_expert_ids u16 [num_pairs]
+//   | zeros up to a multiple of 64 | hidden rows [num_rows, row_width] in the request dtype
+// Pairs are listed row by row. Within a row the experts ascend by local id, and duplicates keep
+// their order in the top-k.
+//
+// A reply's payload:
+//   ReplyTiming (64 bytes) | rows [num_rows, row_width] in the reply dtype
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -28,9 +37,9 @@ struct ReplyLayout : ReplyOffsets {
 // Worker-side times of one call, CLOCK_MONOTONIC of the worker's machine, nanoseconds. On the wire
 // these are kReplyTimingBytes, zero padded.
 struct ReplyTiming {
-  int64_t received_ns = 0;  // request complete at the worker
-  int64_t started_ns = 0;   // computation began
-  int64_t finished_ns = 0;  // reply rows written
+  int64_t received_ns = 0;  // the request was complete at the worker
+  int64_t started_ns = 0;   // the computation began
+  int64_t finished_ns = 0;  // the reply's rows were written
 };
 void encode_reply_timing(const ReplyTiming& timing, std::span<std::byte, kReplyTimingBytes> out);
 ReplyTiming decode_reply_timing(std::span<const std::byte, kReplyTimingBytes> bytes);
@@ -43,11 +52,11 @@ struct RemoteError {
 // An error's payload: ErrorCode u16, zero u16, text. Text beyond kMaxErrorTextBytes is cut. Returns
 // the bytes written.
 size_t encode_error(const Error& error, std::span<std::byte, kMaxErrorPayloadBytes> out);
-// The text comes from a peer and goes to terminals: a byte outside printable ASCII becomes "?".
-// Errors: kProtocol when length, code or the zero field is out of range.
+// Reads an error's payload. The text comes from a peer and goes to terminals, so every byte outside
+// printable ASCII becomes "?". Errors: kProtocol where length, code or the zero is out of range.
 Result<RemoteError> decode_error(std::span<const std::byte> payload);
 
-// What an ideal ragged call moves (rules: rows*H*(b_out+b_in) + pairs*6 + rows*2).
+// Bytes that an ideal ragged call moves in both directions, without header, timing and padding.
 uint64_t floor_bytes(uint64_t num_rows, uint64_t num_pairs, uint64_t in_width, Dtype request_dtype,
                      uint64_t out_width, Dtype reply_dtype);
 

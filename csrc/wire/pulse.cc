@@ -1,3 +1,4 @@
+// The codec of the pulse. Its numbers are little-endian on every machine.
 // SPDX-License-Identifier: Apache-2.0
 #include "wire/pulse.h"
 

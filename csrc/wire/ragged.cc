@@ -1,4 +1,4 @@
-// Copy, then validate the copy: what is checked is what is used.
+// The index is copied first and the copy is validated, so that what is checked is what is used.
 // SPDX-License-Identifier: Apache-2.0
 #include "wire/ragged.h"
 
@@ -13,8 +13,8 @@
 namespace dflash::wire {
 namespace {
 
-// Fills `out` from `count` little-endian elements at `offset`. The caller checked that they lie
-// inside `payload`.
+// Fills `out` with `count` little-endian elements from `offset` on. The caller has checked that
+// they lie inside `payload`.
 template <class T>
 void copy_le(std::span<const std::byte> payload, uint64_t offset, uint32_t count,
              std::vector<T>& out) {

@@ -1,5 +1,6 @@
-// A request's index part - weights, row counts, local expert ids - as a private, validated copy.
-// Kernels index with it, so it is taken out of peer-writable memory first and checked after.
+// The index part of a request (weights, row counts, local expert ids) as a private, validated copy.
+// Kernels index with it, so it is first taken out of memory that the peer can write, and then
+// checked.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -12,14 +13,15 @@
 
 namespace dflash::wire {
 
+// Keeps its memory from request to request. Not thread-safe.
 class RaggedIndex {
  public:
-  // Copies the index part of `payload` (laid out by `layout` for num_rows and num_pairs) and
-  // validates the copy: every count in 1..kMaxPairsPerRow, counts sum to num_pairs, every id <
-  // num_local_experts, ids of a row ascending (equal ones may repeat). Allocates only when a
-  // request is larger than every one before. The spans below stay valid until the next assign().
-  // Errors: kProtocol naming field, row, what was found and what is allowed; the spans are empty
-  // then.
+  // Copies the index part of `payload`, which `layout` describes for num_rows and num_pairs, and
+  // validates the copy: every count is in 1..kMaxPairsPerRow, the counts add up to num_pairs, every
+  // id is below num_local_experts, and the ids of a row ascend (equal ones may repeat). Memory is
+  // allocated only for a request larger than every one before. The spans below stay valid until the
+  // next assign(). Errors: kProtocol naming field, row, what was found and what is allowed; the
+  // spans are then empty.
   Status assign(const RequestLayout& layout, uint32_t num_rows, uint32_t num_pairs,
                 uint32_t num_local_experts, std::span<const std::byte> payload);
 

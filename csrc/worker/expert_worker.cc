@@ -1,3 +1,5 @@
+// The worker's loop: it queues requests, checks one, computes it and publishes the reply. While it
+// computes, bytes move in both directions.
 // SPDX-License-Identifier: Apache-2.0
 #include "worker/expert_worker.h"
 
@@ -19,14 +21,14 @@
 namespace dflash::worker {
 namespace {
 
-// bound of one sleep, so that stop() is obeyed within 50 ms
+// The longest sleep, so that stop() is obeyed within 50 ms.
 constexpr int64_t kTickNs = 40'000'000;
-// keeps the emulated time of any call within 63 bits of nanoseconds
+// This keeps the emulated time of any call within 63 bits of nanoseconds.
 constexpr double kMaxSlowdown = 1e6;
-// Between two looks at the channel while computing: what arrives in one fits the socket's buffer
-// (200 KB) up to 3 Gbit/s.
+// The time between two looks at the channel while computing. What arrives in it fits the socket's
+// buffer (200 KB) up to 3 Gbit/s.
 constexpr int64_t kMovePeriodNs = 500'000;
-// of an emulated slow worker: its links keep moving, its progress counter too
+// An emulated slow worker sleeps in steps, so that its links and its progress counter keep moving.
 constexpr int64_t kSlowdownStepNs = 1'000'000;
 
 // A request that waits for its turn. Its bytes stay valid because its slot is not free.
@@ -52,25 +54,25 @@ void sleep_ns(int64_t nanoseconds) {
 
 struct ExpertWorker::State {
   WorkerOptions options;
-  // by (layer, shard); changes only while nothing is served
+  // By (layer, shard). It changes only while nothing is served.
   std::map<std::pair<uint32_t, uint32_t>, std::shared_ptr<store::ResidentShard>> shards;
   compute::YieldingProgress progress{0};
   Pulse pulse{progress.count()};
   std::atomic<uint64_t> stopped_generation{0};  // no session has generation 0
-  uint64_t generation = 0;                      // serve thread only: of the session that is served
+  uint64_t generation = 0;                      // serve thread only: that of the session served
 
   bool is_stopped() const {
     return stopped_generation.load(std::memory_order_relaxed) == generation;
   }
   wire::RaggedIndex index;      // serve thread only
-  std::deque<Queued> queued;    // serve thread only; at most one a slot
+  std::deque<Queued> queued;    // serve thread only; at most one per slot
   int64_t next_move_ns = 0;     // serve thread only
-  std::optional<Error> broken;  // serve thread only: how the channel broke during a computation
+  std::optional<Error> broken;  // serve thread only: the channel's error during a computation
 
   std::atomic<uint64_t> calls{0}, rows{0}, pairs{0}, request_bytes{0}, reply_bytes{0}, errors{0};
   std::atomic<int64_t> compute_ns{0}, queue_ns{0}, busy_since_ns{0};
 
-  // A request that was found well-formed.
+  // A request that has been found well-formed.
   struct Request {
     wire::FrameHeader header;
     wire::RequestLayout layout;
@@ -95,7 +97,7 @@ ExpertWorker::ExpertWorker() : state_(std::make_unique<State>()) {}
 ExpertWorker::~ExpertWorker() { state_->pulse.stop(); }
 
 Result<std::unique_ptr<ExpertWorker>> ExpertWorker::create(const WorkerOptions& options) {
-  if (!(options.slowdown >= 1.0 && options.slowdown <= kMaxSlowdown)) {  // NaN too
+  if (!(options.slowdown >= 1.0 && options.slowdown <= kMaxSlowdown)) {  // also refuses NaN
     return Error{ErrorCode::kInvalidArgument,
                  "slowdown is " + std::to_string(options.slowdown) + "; allowed are 1 to 1000000"};
   }
@@ -159,7 +161,8 @@ Status ExpertWorker::serve(std::unique_ptr<transport::Channel> channel, uint64_t
   return ok();
 }
 
-// Queues every request that is there; waits for one, at most a tick, only when nothing is queued.
+// Queues every request that has come. Only when nothing is queued does it wait for one, at most a
+// tick.
 Status ExpertWorker::State::take_in(transport::Channel& channel) {
   for (;;) {
     transport::WaitEntry entry{&channel, std::nullopt, std::nullopt};
@@ -184,9 +187,9 @@ Status ExpertWorker::State::queue_up(transport::Channel& channel,
   return ok();
 }
 
-// Called at every step of a computation: takes in what arrived and sends on what waits, so that a
-// link carries the next request and the former reply meanwhile. Whatever breaks is told after the
-// computation.
+// Called at every step of a computation. It takes in what has arrived and sends on what waits, so
+// that a link carries the next request and the former reply meanwhile. Whatever breaks is reported
+// after the computation.
 void ExpertWorker::State::move_bytes(transport::Channel& channel) {
   const int64_t now = now_ns();
   if (now < next_move_ns || broken) return;
@@ -205,13 +208,13 @@ void ExpertWorker::State::move_bytes(transport::Channel& channel) {
   }
 }
 
-// Errors end the session: bytes that are no frame, or a channel that broke. A request that is a
-// frame but cannot be served is answered with an error frame.
+// Answers one request. Errors end the session: bytes that are no frame, or a channel that broke. A
+// request that is a frame but cannot be served is answered with an error frame.
 Status ExpertWorker::State::answer(transport::Channel& channel, const Queued& queued_request) {
   const transport::Arrival& arrival = queued_request.arrival;
   if (arrival.bytes.size() < wire::kFrameHeaderBytes)
     return protocol_error("a message shorter than a frame header");
-  // the host can still write the slot: decode a private copy
+  // The host can still write the slot, so that a private copy is decoded.
   std::byte copied[wire::kFrameHeaderBytes];
   std::memcpy(copied, arrival.bytes.data(), sizeof copied);
   auto decoded = wire::decode_frame_header(copied);
@@ -251,8 +254,8 @@ Status ExpertWorker::State::answer(transport::Channel& channel, const Queued& qu
   return channel.publish(arrival.slot, wire::kFrameHeaderBytes + request.reply_payload_bytes);
 }
 
-// Everything that must hold before a byte of the payload is used; fills the rest of `request` and
-// the private index.
+// Checks everything that must hold before a byte of the payload is used, and fills the rest of
+// `request` and the private index.
 Status ExpertWorker::State::check(Request& request) {
   const wire::FrameHeader& header = request.header;
   const LayerShard where{header.layer, header.shard};
@@ -289,7 +292,7 @@ Status ExpertWorker::State::check(Request& request) {
                       request.payload);
 }
 
-// From the request slot straight into the reply slot.
+// Computes from the request's slot straight into the reply's slot.
 Status ExpertWorker::State::compute(const Request& request, int64_t received_ns) {
   const wire::FrameHeader& asked = request.header;
   std::byte* payload = request.reply_slot.data() + wire::kFrameHeaderBytes;
@@ -341,8 +344,8 @@ Status ExpertWorker::State::publish_error(transport::Channel& channel, uint32_t 
   return channel.publish(slot, wire::kFrameHeaderBytes + text_bytes);
 }
 
-// By CPU time of this thread, which takes part in all of a computation: a neighbour that has the
-// core must not count several times.
+// Sleeps by the CPU time of this thread, which takes part in all of a computation. Time during
+// which a neighbour had the core must not count several times.
 void ExpertWorker::State::emulate_slowness(int64_t computed_ns) {
   const Deadline until = Deadline::after_ns(
       static_cast<int64_t>(static_cast<double>(computed_ns) * (options.slowdown - 1.0)));

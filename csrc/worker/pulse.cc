@@ -1,3 +1,4 @@
+// The pulse's thread. It sends without blocking, and never leaves a pulse half sent for good.
 // SPDX-License-Identifier: Apache-2.0
 #include "worker/pulse.h"
 
@@ -36,20 +37,20 @@ void Pulse::stop() {
 
 void Pulse::run() {
   std::byte message[wire::kPulseBytes];
-  size_t num_sent = wire::kPulseBytes;  // bytes of `message` already sent
+  size_t num_sent = wire::kPulseBytes;  // bytes of `message` that have been sent
   std::unique_lock lock(mutex_);
   while (!stopping_) {
-    // A TCP socket that fills up (a host that reads nothing for hours) takes part of a pulse: the
-    // rest goes first, or every later pulse would be garbage to the host.
+    // A TCP socket that fills up (because a host reads nothing for hours) takes part of a pulse.
+    // The rest goes first, or every later pulse would be garbage to the host.
     if (num_sent == wire::kPulseBytes) {
       wire::encode_pulse(counter_.load(std::memory_order_relaxed), message);
       num_sent = 0;
     }
     const ssize_t sent = ::send(socket_.get(), message + num_sent, wire::kPulseBytes - num_sent,
                                 MSG_DONTWAIT | MSG_NOSIGNAL);
-    // the host is gone
+    // Any other failure means that the host is gone.
     if (sent < 0 && errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR) return;
-    // a full socket: drop this pulse
+    // The socket is full, so that this pulse is dropped.
     if (sent < 0 && num_sent == 0) num_sent = wire::kPulseBytes;
     if (sent > 0) num_sent += static_cast<size_t>(sent);
     wake_.wait_for(lock, std::chrono::milliseconds(wire::kPulsePeriodMs));

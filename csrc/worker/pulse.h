@@ -1,5 +1,6 @@
-// The worker's heartbeat: a C++ thread that reports the progress counter, so that a stuck work loop
-// is seen as frozen and a busy Python interpreter is not. The bytes are those of wire/pulse.h.
+// The worker's heartbeat: a C++ thread that reports the progress counter. A stuck work loop is
+// therefore seen as frozen, and a busy Python interpreter is not. The bytes are those of
+// wire/pulse.h.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -13,12 +14,14 @@
 
 namespace dflash::worker {
 
+// The caller never has start() and stop() run at the same time.
 class Pulse {
  public:
   explicit Pulse(const std::atomic<uint64_t>& counter) : counter_(counter) {}
   ~Pulse() { stop(); }
 
-  // Replaces a running pulse. Takes a connected socket. Errors: kSystem.
+  // Starts to send on a connected socket; a running pulse is stopped first. Errors:
+  // kInvalidArgument, kSystem.
   Status start(OwnedFd socket);
   // Joins the thread and closes the socket; returns within one send.
   void stop();

@@ -1,4 +1,4 @@
-// The backend that ties kernels and threads together.
+// Creates the layers of the CPU backend and predicts their memory.
 // SPDX-License-Identifier: Apache-2.0
 #include "compute/cpu/cpu_backend.h"
 
@@ -12,11 +12,12 @@
 namespace dflash::compute {
 namespace {
 
-// Longer than the gap between the two phases of a decode step, shorter than a scheduler tick.
+// How long an idle thread spins before it sleeps: longer than the gap between the two phases of a
+// decode step, shorter than a tick of the scheduler.
 constexpr int64_t kSpinNs = 20'000;
 
-// Spinning is paid for by a core that nothing else needs: one more than the compute threads must be
-// usable (the poller's).
+// Spinning only pays on a core that nothing else needs. Threads therefore spin where at least one
+// more CPU is usable than there are compute threads, which leaves one to the poller.
 int64_t default_spin_ns(uint32_t num_threads) {
   cpu_set_t usable;
   CPU_ZERO(&usable);
@@ -94,7 +95,7 @@ Result<uint64_t> CpuBackend::predicted_bytes(const FfnSpec& spec, uint32_t num_l
 
 uint64_t CpuBackend::predicted_bytes(Isa isa, const FfnSpec& spec, uint32_t num_local_experts,
                                      ResidentFormats formats) {
-  if (isa == Isa::kReference) {  // it keeps float32 copies, as many as one lane would
+  if (isa == Isa::kReference) {  // it keeps float32 copies, which take what scalar panels take
     formats = WeightFormat::kF32;
     isa = Isa::kScalar;
   }

@@ -1,4 +1,4 @@
-// The CPU backend: one instruction set, chosen at construction, and the worker's thread pool.
+// The CPU backend: an instruction set, chosen at construction, and the worker's pool of threads.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -10,11 +10,14 @@
 
 namespace dflash::compute {
 
+// Its layers share its threads, so that only one of them may compute at a time.
 class CpuBackend final : public ExpertBackend {
  public:
-  // num_threads >= 1, the calling thread counted; pool threads are pinned to `cpus` when given (one
-  // each, after the caller's). With layout `mapped`, files that matrices lie in outlive the layers;
-  // the reference takes no such thing and keeps its copies.
+  // `num_threads` >= 1 counts the calling thread. Pool threads are pinned to `cpus` where given,
+  // one each, and the caller's own is cpus[0]. With layout `mapped`, the files in which matrices
+  // lie must outlive the layers; the reference keeps copies under either layout. Errors:
+  // kInvalidArgument for an instruction set that this processor lacks, and those of
+  // ThreadPool::create.
   static Result<std::unique_ptr<CpuBackend>> create(Isa isa, uint32_t num_threads,
                                                     std::vector<int> cpus = {},
                                                     WeightsLayout layout = WeightsLayout::kPacked);
@@ -22,18 +25,19 @@ class CpuBackend final : public ExpertBackend {
 
   Isa isa() const;
   uint32_t num_threads() const;
-  // Experts keep `formats` when resident. Errors: kUnsupported where the class does not take the
-  // formats or this instruction set not the class.
+  // Makes a layer whose experts stay resident in `formats`; the backend must outlive it. Errors:
+  // kUnsupported where the class does not take the formats, this instruction set does not compute
+  // the class, or the number of experts is out of range; kOutOfMemory.
   Result<std::unique_ptr<ExpertLayer>> create_layer(
       const FfnSpec& spec, uint32_t num_local_experts, ResidentFormats formats,
       NumericsClass numerics = kDefaultNumerics) override;
   Result<uint64_t> predicted_bytes(const FfnSpec& spec, uint32_t num_local_experts,
                                    ResidentFormats formats, NumericsClass numerics) const override;
-  // The classes that `isa` computes, in the order of the table: the default first.
+  // The classes that `isa` computes, in the order of the table, so that the default comes first.
   static std::vector<NumericsClass> numerics_classes(Isa isa);
 
-  // Bytes that a layer of `num_local_experts` experts will hold with the kernels of `isa`, biases
-  // aside.
+  // Bytes that a layer of `num_local_experts` experts will hold with the kernels of `isa`, without
+  // its biases.
   static uint64_t predicted_bytes(Isa isa, const FfnSpec& spec, uint32_t num_local_experts,
                                   ResidentFormats formats);
 

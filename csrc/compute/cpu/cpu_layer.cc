@@ -1,6 +1,7 @@
-// The forward of the CPU backend. Phase 1 is parallel over (expert, intermediate columns), phase 2
-// over output columns with experts ascending inside; tasks own what they write, so threads and task
-// sizes never change a bit.
+// The forward of the CPU backend. Phase 1 (gate, up, activation) is parallel over experts and
+// intermediate columns, phase 2 (down, routed sum) over output columns, with experts ascending
+// inside a task. Every value is written by one task in one order, so that the number of threads and
+// the size of tasks never change a bit.
 // SPDX-License-Identifier: Apache-2.0
 #include "compute/cpu/cpu_layer.h"
 
@@ -19,29 +20,30 @@
 namespace dflash::compute {
 namespace {
 
-// Weights a task keeps re-reading for its row tiles: half of the smallest second-level cache in use
-// (1 MiB).
+// Weights that a task reads again for each of its tiles of rows. They should stay in the
+// second-level cache; this is half of the smallest in use (1 MiB).
 constexpr size_t kTaskWeightBytes = size_t{512} << 10;
-// Bound of the intermediate scratch; a longer batch is computed in chunks of rows (weights are read
-// again per chunk).
+// Bound of the intermediate scratch. A batch that needs more is computed in chunks of rows, and
+// reads the weights again for each.
 constexpr size_t kMaxIntermediateBytes = size_t{128} << 20;
-constexpr uint32_t kWidenRows = 32;  // rows per widening task
-// so that an uneven task costs at most a quarter of a thread's share
+constexpr uint32_t kWidenRows = 32;  // rows that one task widens or encodes
+// With four tasks per thread, an uneven one costs at most a quarter of a thread's share.
 constexpr uint32_t kTasksPerThread = 4;
-// panels a single row needs side by side to hide the fma's latency
+// A single row needs this many panels side by side to hide the latency of an fma.
 constexpr uint32_t kFewRowsPanels = 4;
 
+// Strides of rows in floats and in bytes, rounded up to an odd number of cache lines, so that the
+// rows of a tile do not compete for the same cache sets.
 size_t padded_stride(size_t count) { return ((count + 15) / 16 | 1) * 16; }
 
 size_t padded_bytes(size_t bytes) { return ((bytes + 63) / 64 | 1) * 64; }
 
-// Bytes from one encoded row of `count` values to the next: an odd number of cache lines.
+// Bytes from one encoded row of `count` values to the next; 0 where the set does not encode rows.
 size_t encoded_stride(const KernelSet& kernels, uint32_t count) {
   return kernels.encoded_bytes == nullptr ? 0 : padded_bytes(kernels.encoded_bytes(count));
 }
 
-// Rows [begin, begin + size) of tile `tile` when `count` rows are cut evenly into tiles of at most
-// `max_rows`.
+// The rows of one tile when `count` rows are cut evenly into `num_tiles` tiles.
 struct TileRows {
   uint32_t begin;
   uint32_t size;
@@ -51,8 +53,9 @@ TileRows tile_rows(uint32_t count, uint32_t num_tiles, uint32_t tile) {
   return {tile * base + std::min(tile, extra), base + (tile < extra ? 1 : 0)};
 }
 
-// Panels per task: what fits the weight budget, at least `least`, whole fours, and small enough to
-// feed every thread.
+// Returns the panels of one task: as many as fit the weight budget but at least `least`, in whole
+// fours, and few enough that every thread gets its tasks. `num_other` is the number of experts that
+// multiply the tasks, or 1.
 uint32_t panels_per_task(size_t panel_bytes, uint32_t num_panels, uint32_t num_other,
                          uint32_t least, uint32_t num_threads) {
   uint32_t size = static_cast<uint32_t>(
@@ -66,8 +69,8 @@ uint32_t panels_per_task(size_t panel_bytes, uint32_t num_panels, uint32_t num_o
   return size;
 }
 
-// The first error of a run's tasks; the rest of the run goes on without the panels it could not
-// read.
+// Keeps the first error of a run's tasks; any thread. A run goes on after an error, without the
+// panels that could not be read.
 class FirstError {
  public:
   void keep(Error error) {
@@ -168,7 +171,7 @@ Status CpuLayer::place_scratch(const Chunk& chunk) {
   const size_t bytes = float_bytes + encoded_row_bytes + intermediate_bytes +
                        chunk.num_pairs * encoded_intermediate_stride_;
   if (bytes > scratch_.num_bytes()) {
-    scratch_ = PageBuffer();  // the old block first: both need not exist at once
+    scratch_ = PageBuffer();  // released first, so that both blocks need not exist at once
     auto grown = PageBuffer::create(bytes + bytes / 4);
     if (!grown.ok()) return std::move(grown).error();
     scratch_ = std::move(grown).value();
@@ -258,7 +261,7 @@ Status CpuLayer::run_gate_up(YieldingProgress& progress) {
     if (!panels.ok()) return failed.keep(std::move(panels).error());
     GateUpTile tile{};
     tile.panels = panels.value();
-    const uint64_t next = task + pool_.num_threads();  // threads take turns, nearly
+    const uint64_t next = task + pool_.num_threads();  // most likely this thread's next task
     if (next < num_tasks) {
       const uint32_t next_expert = groups_.groups()[next / tasks_per_expert].local_expert_id;
       tile.panels.next =
@@ -288,7 +291,7 @@ Result<bool> CpuLayer::run_down(const ForwardArgs& args, const Chunk& chunk,
                                 YieldingProgress& progress) {
   const uint32_t num_panels = experts_.num_out_panels();
   const uint32_t per_task = down_panels_per_task();
-  std::atomic<bool> in_range{true};  // relaxed: read after the run, which synchronises
+  std::atomic<bool> in_range{true};  // relaxed: read after the run, whose end synchronises
   FirstError failed;
   pool_.run_on_threads((num_panels + per_task - 1) / per_task, [&](uint64_t task, uint32_t thread) {
     const uint32_t first_panel = static_cast<uint32_t>(task) * per_task;

@@ -1,5 +1,5 @@
-// One layer's experts on the CPU: grouping, the two phases, the reply. All instruction sets share
-// it; a KernelSet does the arithmetic.
+// One layer's experts on the CPU: it groups rows by expert, runs both phases and writes the reply.
+// All instruction sets share it; a KernelSet does the arithmetic.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -12,9 +12,10 @@
 
 namespace dflash::compute {
 
+// Loads and forwards follow ExpertLayer's rules; the thread that calls forward() also computes.
 class CpuLayer final : public ExpertLayer {
  public:
-  // `kernels` and `pool` outlive the layer.
+  // `kernels` and `pool` must outlive the layer.
   CpuLayer(const FfnSpec& spec, PackedExperts experts, const KernelSet& kernels, ThreadPool& pool);
 
   const FfnSpec& spec() const override { return spec_; }
@@ -28,7 +29,7 @@ class CpuLayer final : public ExpertLayer {
   Status forward(const ForwardArgs& args, YieldingProgress& progress) override;
 
  private:
-  // A run of rows whose intermediate values fit the scratch bound.
+  // A run of rows whose intermediate values fit the bound of the scratch.
   struct Chunk {
     uint32_t first_row;
     uint32_t num_rows;
@@ -36,16 +37,22 @@ class CpuLayer final : public ExpertLayer {
     uint32_t num_pairs;
   };
 
+  // The rows of the next chunk, at least one; a pair is one (row, expert) of the routing.
   Chunk next_chunk(const ForwardArgs& args, uint32_t first_row, uint32_t first_pair) const;
   Status forward_chunk(const ForwardArgs& args, const Chunk& chunk, YieldingProgress& progress);
+  // Places the arrays of a chunk in the scratch. Errors: kOutOfMemory.
   Status place_scratch(const Chunk& chunk);
+  // Widens the rows to float32, and encodes them where the kernels want that.
   void widen_rows(const ForwardArgs& args, const Chunk& chunk);
   Status run_gate_up(YieldingProgress& progress);
+  // Encodes what gate_up has left as float32.
   void encode_intermediate(const Chunk& chunk, YieldingProgress& progress);
-  // True if every value fits the reply dtype.
+  // Sums over experts and writes the reply. Returns whether every value fits the reply's dtype.
   Result<bool> run_down(const ForwardArgs& args, const Chunk& chunk, YieldingProgress& progress);
+  // Converts the sums of some columns to the reply; returns whether all values fit.
   bool finish_columns(const ForwardArgs& args, const Chunk& chunk, uint32_t first_panel,
                       uint32_t num_panels);
+  // The error that names the first value outside the reply's range, by row and column.
   Error first_range_error(const ForwardArgs& args, const Chunk& chunk) const;
   uint32_t gate_up_panels_per_task() const;
   uint32_t down_panels_per_task() const;
@@ -55,25 +62,25 @@ class CpuLayer final : public ExpertLayer {
   const KernelSet& kernels_;
   ThreadPool& pool_;
   ExpertGroups groups_;
-  // Scratch, grown and reused. Strides are odd multiples of a cache line so that rows do not share
-  // cache sets.
+  // Scratch that grows and is used again by later forwards. Strides are odd multiples of a cache
+  // line, so that rows do not share cache sets.
   PageBuffer scratch_;
   size_t row_stride_;                   // floats
-  size_t encoded_row_stride_;           // bytes; 0: rows stay float32
-  size_t encoded_intermediate_stride_;  // likewise; 0 also where gate_up encodes
-  size_t intermediate_value_bytes_;     // of what gate_up writes
+  size_t encoded_row_stride_;           // bytes; 0 where rows stay float32
+  size_t encoded_intermediate_stride_;  // bytes; 0 also where gate_up encodes
+  size_t intermediate_value_bytes_;     // of one value that gate_up writes
   size_t intermediate_stride_;          // bytes
-  float* rows_ = nullptr;               // [chunk rows, row_stride_] the batch widened once
-  std::byte* intermediate_ = nullptr;   // [chunk pairs, intermediate_stride_] grouped
-  // per column task: [chunk rows, task columns]; task at first_column * chunk rows
+  float* rows_ = nullptr;               // [chunk rows, row_stride_], the batch widened once
+  std::byte* intermediate_ = nullptr;   // [chunk pairs, intermediate_stride_], grouped
+  // Each task of output columns has [chunk rows, task columns], at first column * chunk rows.
   float* sums_ = nullptr;
   std::byte* encoded_rows_ = nullptr;  // [chunk rows, encoded_row_stride_]
-  // [chunk pairs, encoded_intermediate_stride_] grouped
+  // [chunk pairs, encoded_intermediate_stride_], grouped by expert.
   std::byte* encoded_intermediate_ = nullptr;
   std::vector<PanelScratch> panel_scratch_;    // [pool threads]
-  std::vector<const void*> pair_rows_;         // [chunk pairs] grouped, what gate and up read
-  std::vector<const void*> pair_inputs_;       // [chunk pairs] grouped, what down reads
-  std::vector<std::byte*> pair_intermediate_;  // [chunk pairs] grouped, into intermediate_
+  std::vector<const void*> pair_rows_;         // [chunk pairs], grouped: what gate and up read
+  std::vector<const void*> pair_inputs_;       // [chunk pairs], grouped: what down reads
+  std::vector<std::byte*> pair_intermediate_;  // [chunk pairs], grouped: into intermediate_
 };
 
 }  // namespace dflash::compute

@@ -1,4 +1,4 @@
-// Counting sort of (row, expert) pairs by expert; stable.
+// A counting sort of (row, expert) pairs by expert; it is stable.
 // SPDX-License-Identifier: Apache-2.0
 #include "compute/cpu/expert_groups.h"
 

@@ -1,4 +1,4 @@
-// The table of instruction sets: name, whether this processor has it, and its kernels.
+// The table of instruction sets: the name of each, whether this processor has it, and its kernels.
 // SPDX-License-Identifier: Apache-2.0
 #include "compute/cpu/instruction_sets.h"
 
@@ -13,17 +13,17 @@ using namespace dflash::internal;  // what the processor has
 bool always() { return true; }
 bool has_avx512_vnni_and_bf16() { return has_avx512_vnni() && has_avx512_bf16(); }
 bool has_neon_dotprod_and_i8mm() { return has_neon_dotprod() && has_neon_i8mm(); }
-// Both extensions are Armv8.6's: processors that have one have the other, whose kernels compute
-// with int8 codes here.
+// Both extensions belong to Armv8.6, so that a processor with one has the other. This set takes the
+// kernels of i8mm for int8 codes.
 bool has_neon_i8mm_and_bf16() { return has_neon_dotprod_and_i8mm() && has_neon_bf16(); }
 
 struct InstructionSet {
   const char* name;
   bool (*is_supported)();       // by this processor
-  const KernelSet* kernels[3];  // one per class that it computes, then null
+  const KernelSet* kernels[3];  // one for each class that it computes, then null
 };
 
-// Kernels of the kind of processor that this build is for; others have none.
+// These keep the kernels of the processors that this build is for; other builds have none of them.
 #if defined(__x86_64__)
 #define DFLASH_OF_X86(...) __VA_ARGS__
 #define DFLASH_OF_ARM(...)

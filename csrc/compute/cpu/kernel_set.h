@@ -1,6 +1,6 @@
-// The instruction-set seam of the CPU backend: one table of kernels per set. Everything above it
-// (grouping, threads, loading, range checks) is portable; everything below it is
-// canonical_products.h, instantiated once per set.
+// The seam between the CPU backend and instruction sets: one table of kernels per set and class.
+// What is above it (grouping, threads, loading, range checks) is portable. What is below it is
+// expert_tiles.h and the products of a class, instantiated once per set.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -15,79 +15,81 @@ namespace dflash::compute {
 
 struct MatrixView;  // formats/matrix_view.h
 
-// inputs per fma chain: the K block of f32-canonical
+// Inputs per chain of fmas: the K block of f32-canonical.
 inline constexpr uint32_t kChainLength = 256;
-// panels one kernel call may span; bounds its tile on the stack
+// Panels that one kernel call may span. This bounds the tile of sums on the kernel's stack.
 inline constexpr uint32_t kMaxGroupPanels = 16;
-// up to here weights are widened in registers, row by row of weights
+// Up to this many rows, weights are widened in registers; with more, a block is expanded once.
 inline constexpr uint32_t kFewRows = 4;
-// rows of one kernel call: eight tiles of twelve share a block of weights
+// Rows of one kernel call: eight tiles of twelve rows share a block of weights.
 inline constexpr uint32_t kMaxCallRows = 96;
 
-// panels that one pass of many rows takes: those of one gate and up, so that the sums of all rows
-// stay near
+// Panels that one pass over many rows takes: one gate and its up panel, so that the sums of all
+// rows stay in a near cache.
 inline constexpr uint32_t kManyRowsPanels = 2;
 
-// A run of consecutive panels of a packed matrix (pack.h).
+// A run of consecutive panels of a packed matrix (pack.h). The memory belongs to the caller.
 struct PanelRun {
   const std::byte* first;
   WeightFormat format;
-  size_t panel_bytes;   // from one panel to the next
+  size_t panel_bytes;   // from the start of one panel to the next
   uint32_t num_panels;  // 1..kMaxGroupPanels
   uint32_t num_inputs;  // K
-  const float* bias;    // [num_panels * panel_width]; null: none
-  // where the run begins that this thread most likely reads afterwards; null: unknown
+  const float* bias;    // [num_panels * panel_width]; null where there is none
+  // Where the run begins that this thread most likely reads next, to prefetch; null if unknown.
   const std::byte* next = nullptr;
 };
 
-// Up to kMaxCallRows rows of one expert through the gate and up panels and the activation.
+// The gate and up products and the activation of up to kMaxCallRows rows of one expert.
 struct GateUpTile {
-  PanelRun panels;  // with a gate: panels alternate gate, up
+  PanelRun panels;  // with a gate, the panels of gate and up alternate
   const FfnSpec* spec;
-  const void* const* rows;  // [num_rows] -> K inputs as the set encodes them
+  const void* const* rows;  // [num_rows] pointers to K inputs, as the set encodes them
   uint32_t num_rows;
-  // [num_rows] -> [(num_panels / matrices) * panel_width] float32, or encoded (gate_up_encodes);
-  // written
+  // Written: [num_rows] pointers to (num_panels / matrices) * panel_width values, which are float32
+  // or, where gate_up_encodes, encoded.
   void* const* intermediate;
 };
 
-// The same rows through the down panels: y[i] = fma(weights[i], down, y[i]), rows in order (one row
-// may occur twice).
+// The down products of the same rows, added to the routed sums: y[i] = fma(weights[i], down, y[i]).
+// Rows are taken in order, because one row may occur twice.
 struct DownTile {
   PanelRun panels;
-  const void* const* rows;  // [num_rows] -> K intermediate values as the set encodes them
+  const void* const* rows;  // [num_rows] pointers to K intermediate values, as the set encodes them
   uint32_t num_rows;
-  const float* weights;  // [num_rows]
-  float* const* sums;    // [num_rows] -> [num_panels * panel_width], updated
+  const float* weights;  // [num_rows], of the routing
+  float* const* sums;    // [num_rows] pointers to [num_panels * panel_width] floats, updated
 };
 
-// The kernels of one numerics class on one instruction set.
+// The kernels of one numerics class on one instruction set. They may run on any thread that has the
+// canonical floating-point mode.
 struct KernelSet {
   NumericsClass numerics;
   uint32_t panel_width;  // outputs per panel
-  // How weights are laid into panels where not as pack_panel does (pack.h), in as many bytes; else
-  // null.
+  // Lays weights into panels otherwise than pack_panel does (pack.h), in as many bytes; null where
+  // pack_panel is right.
   void (*pack)(const MatrixView& matrix, WeightFormat format, uint32_t panel, uint32_t width,
                std::byte* packed);
   // How rows reach the matrix kernels: `encode` turns `count` float32 values into
-  // encoded_bytes(count) bytes, 64-byte aligned. Both null: rows stay float32.
+  // encoded_bytes(count) bytes at a 64-byte aligned address. Both are null where rows stay float32.
   size_t (*encoded_bytes)(uint32_t count);
   void (*encode)(const float* from, uint32_t count, std::byte* to);
-  // Whether gate_up writes intermediate values as `encode` would, because it can panel by panel:
-  // encoded_bytes(panel_width) each.
+  // Whether gate_up writes intermediate values as `encode` would. It can where the encoding goes
+  // panel by panel, with encoded_bytes(panel_width) bytes each.
   bool gate_up_encodes;
   void (*gate_up)(const GateUpTile&);
   void (*down)(const DownTile&);
-  // The products of up to kMaxCallRows rows with a run of panels, biases added, and nothing else:
-  // `tile` is [num_rows, num_panels * panel_width], 64-byte aligned. Where there are more than
-  // kFewRows rows, kManyRowsPanels panels at a time keep the tile near.
+  // The products of up to kMaxCallRows rows with a run of panels, biases added, and nothing else.
+  // `tile` is [num_rows, num_panels * panel_width] and 64-byte aligned. With more than kFewRows
+  // rows, the caller gives kManyRowsPanels panels at a time, so that the tile stays in a near
+  // cache.
   void (*multiply)(uint32_t num_rows, const PanelRun& panels, const void* const* rows, float* tile);
-  // Replaces every NaN by 0x7fc00000: which payload survives an fma is the compiler's choice, the
-  // class fixes the bits. `count` is a multiple of panel_width.
+  // Replaces every NaN by 0x7fc00000. Which payload survives an fma is the compiler's choice, while
+  // the class fixes the bits. `count` is a multiple of panel_width.
   void (*canonicalize_nan)(float* values, size_t count);
 };
 
-// One per class that a group of instructions has kernels for (kernels/kernels_<group>.cc).
+// The sets of kernels/kernels_<group>.cc: one for each class that a group of instructions computes.
 extern const KernelSet kScalarCanonical, kScalarInt8;
 #if defined(__x86_64__)
 extern const KernelSet kAvx2Canonical, kAvx2Int8;

@@ -1,4 +1,4 @@
-// Resident weights of the CPU backend, see packed_experts.h.
+// Loads, packs and finds the resident weights of the CPU backend, see packed_experts.h.
 // SPDX-License-Identifier: Apache-2.0
 #include "compute/cpu/packed_experts.h"
 
@@ -31,7 +31,7 @@ void PackedExperts::set_sizes(const FfnSpec& spec, ResidentFormats formats, uint
   down_panel_bytes_ = panel_bytes(formats.down, spec.intermediate_size, panel_width);
   const size_t num_bytes = gate_up_panel_bytes_ * num_matrices_ * num_intermediate_panels_ +
                            down_panel_bytes_ * num_out_panels_;
-  expert_bytes_ = (num_bytes + 63) / 64 * 64;  // each expert starts on a cache line
+  expert_bytes_ = (num_bytes + 63) / 64 * 64;  // so that every expert starts on a cache line
 }
 
 Result<PackedExperts> PackedExperts::create(const FfnSpec& spec, uint32_t num_local_experts,
@@ -87,7 +87,7 @@ Status PackedExperts::load(const FfnSpec& spec, uint32_t local_expert_id,
   DFLASH_TRY(check_resident("gate", weights.gate, formats_.gate_up));
   DFLASH_TRY(check_resident("up", weights.up, formats_.gate_up));
   DFLASH_TRY(check_resident("down", weights.down, formats_.down));
-  const CanonicalFloatMode mode;  // quantising rounds
+  const CanonicalFloatMode mode;  // because quantising rounds
   Expert& expert = experts_[local_expert_id];
   expert.is_loaded = false;
   if (is_mapped()) {
@@ -127,6 +127,7 @@ Status PackedExperts::pack_expert(uint32_t local_expert_id, const ExpertWeights&
 
 namespace {
 
+// Returns room for `num_bytes` bytes of panels, which stays valid until the scratch's next use.
 Result<std::byte*> room_for(size_t num_bytes, PanelScratch& scratch) {
   if (scratch.panels.num_bytes() < num_bytes) {
     scratch.panels = PageBuffer();

@@ -1,7 +1,8 @@
-// The weights of one layer's experts as they stay in memory: per expert the gate and up panels
-// alternating, then the down panels, in the resident formats; biases in float32. Or, with layout
-// `mapped`, only where they lie in the checkpoint: panels are then packed for each task that wants
-// them, the same bytes.
+// The weights of one layer's experts as they stay in memory. With layout `packed`, an expert has
+// its gate and up panels alternating and then its down panels, in the resident formats. With layout
+// `mapped`, only their place in the checkpoint is kept, and each task packs the panels it wants
+// into scratch of its thread; the bytes are the same. Biases are float32 in memory under either
+// layout.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -15,61 +16,64 @@
 
 namespace dflash::compute {
 
-// Where one thread packs the panels of layout `mapped`; empty otherwise.
+// Where one thread packs panels under layout `mapped`; it stays empty under the other.
 struct PanelScratch {
   PageBuffer panels;
   std::vector<std::byte> read;
 };
 
+// Loading writes an expert; everything else only reads and may run on any thread.
 class PackedExperts {
  public:
   // Errors: kOutOfMemory; kUnsupported for layout `mapped` with a format that is only made at load.
   static Result<PackedExperts> create(const FfnSpec& spec, uint32_t num_local_experts,
                                       ResidentFormats formats, const KernelSet& kernels,
                                       WeightsLayout layout = WeightsLayout::kPacked);
-  // Bytes that create() will hold for these experts, biases aside.
+  // Bytes that create() will hold for these experts with layout `packed`, without their biases.
   static uint64_t predicted_bytes(const FfnSpec& spec, uint32_t num_local_experts,
                                   ResidentFormats formats, uint32_t panel_width);
 
-  // Different experts may load from different threads. Errors as ExpertLayer::load_expert;
-  // kUnsupported where the resident format cannot hold the source exactly.
+  // Different experts may be loaded from different threads. Errors are those of
+  // ExpertLayer::load_expert, and kUnsupported where the resident format cannot hold the source
+  // exactly.
   Status load(const FfnSpec& spec, uint32_t local_expert_id, const ExpertWeights& weights,
               YieldingProgress& progress);
 
-  // As ExpertLayer's.
+  // The checksum of an expert as ExpertLayer has it: empty while the expert is not loaded, and
+  // always with layout `mapped`, where a ContentReader takes it instead.
   std::optional<uint64_t> content_checksum(uint32_t local_expert_id) const;
   bool is_loaded(uint32_t local_expert_id) const { return experts_[local_expert_id].is_loaded; }
   uint32_t num_local_experts() const { return static_cast<uint32_t>(experts_.size()); }
   ResidentFormats formats() const { return formats_; }
   uint64_t resident_bytes() const;
 
-  // of the first projection: gate and up, or up alone
+  // Matrices of the first projection: 2 for gate and up, or 1 for up alone.
   uint32_t num_matrices() const { return num_matrices_; }
-  uint32_t num_intermediate_panels() const { return num_intermediate_panels_; }  // per matrix
+  uint32_t num_intermediate_panels() const { return num_intermediate_panels_; }  // of one matrix
   uint32_t num_out_panels() const { return num_out_panels_; }
   size_t gate_up_panel_bytes() const { return gate_up_panel_bytes_; }
   size_t down_panel_bytes() const { return down_panel_bytes_; }
 
   bool is_mapped() const { return layout_ == WeightsLayout::kMapped; }
-  // The two below for either layout. `scratch` holds the panels of layout `mapped` until its next
-  // use. Errors there: kCheckpoint naming the file, kOutOfMemory.
+  // The panels that gate_up() and down() name, under either layout. With `mapped`, `scratch` holds
+  // them until its next use. Errors, with `mapped` only: kCheckpoint naming the file, kOutOfMemory.
   Result<PanelRun> read_gate_up(uint32_t local_expert_id, uint32_t first_panel, uint32_t num_panels,
                                 PanelScratch& scratch) const;
   Result<PanelRun> read_down(uint32_t local_expert_id, uint32_t first_panel, uint32_t num_panels,
                              PanelScratch& scratch) const;
 
-  // Layout `packed` only. Panels of intermediate columns [first_panel, first_panel + num_panels) *
-  // panel_width; with a gate twice as many.
+  // With layout `packed` only: the panels of intermediate or output columns
+  // [first_panel, first_panel + num_panels) * panel_width. With a gate, gate_up has twice as many.
   PanelRun gate_up(uint32_t local_expert_id, uint32_t first_panel, uint32_t num_panels) const;
   PanelRun down(uint32_t local_expert_id, uint32_t first_panel, uint32_t num_panels) const;
 
  private:
   struct Expert {
     bool is_loaded = false;
-    std::vector<float> gate_up_bias;  // in panel order, padded with zeros; empty: none
+    std::vector<float> gate_up_bias;  // in the order of panels, padded with zeros; empty if none
     std::vector<float> down_bias;
-    MatrixView gate, up, down;  // layout `mapped`
-    uint64_t checksum = 0;      // layout `packed`
+    MatrixView gate, up, down;  // with layout `mapped`
+    uint64_t checksum = 0;      // with layout `packed`
   };
 
   void set_sizes(const FfnSpec& spec, ResidentFormats formats, uint32_t panel_width);
@@ -89,7 +93,7 @@ class PackedExperts {
   size_t gate_up_panel_bytes_ = 0;
   size_t down_panel_bytes_ = 0;
   size_t expert_bytes_ = 0;
-  PageBuffer panels_;  // [num_local_experts] x expert_bytes_
+  PageBuffer panels_;  // [num_local_experts] of expert_bytes_ each
   std::vector<Expert> experts_;
 };
 

@@ -1,4 +1,4 @@
-// Anonymous mappings, see page_buffer.h.
+// Maps anonymous memory, see page_buffer.h.
 // SPDX-License-Identifier: Apache-2.0
 #include "compute/cpu/page_buffer.h"
 
@@ -33,7 +33,7 @@ Result<PageBuffer> PageBuffer::create(size_t num_bytes) {
   const uintptr_t at = reinterpret_cast<uintptr_t>(mapping);
   buffer.data_ =
       static_cast<std::byte*>(mapping) + (is_large ? (kHugePage - at % kHugePage) % kHugePage : 0);
-  // a hint: refused where huge pages are off
+  // Only a hint: the call fails where huge pages are switched off.
   if (is_large) static_cast<void>(madvise(buffer.data_, num_bytes, MADV_HUGEPAGE));
   return buffer;
 }

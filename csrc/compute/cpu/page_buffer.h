@@ -1,6 +1,6 @@
-// Anonymous memory for packed weights and scratch: zeroed on first touch, 2 MiB aligned and offered
-// to huge pages when large (weights are read end to end in every decode step; small pages would
-// cost a TLB miss each 4 KiB).
+// Anonymous memory for packed weights and scratch, zeroed on first touch. Large blocks are aligned
+// to 2 MiB and offered to huge pages, because every decode step reads the weights end to end and
+// would miss the TLB every 4 KiB with small pages.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -11,10 +11,11 @@
 
 namespace dflash::compute {
 
+// Owns its mapping; moving it leaves the source empty.
 class PageBuffer {
  public:
   PageBuffer() = default;
-  // Errors: kOutOfMemory naming the bytes asked for.
+  // Errors: kOutOfMemory naming the bytes asked for. Zero bytes give an empty buffer.
   static Result<PageBuffer> create(size_t num_bytes);
   PageBuffer(PageBuffer&& other) noexcept { swap(other); }
   PageBuffer& operator=(PageBuffer&& other) noexcept {
@@ -39,7 +40,7 @@ class PageBuffer {
 
   void* mapping_ = nullptr;
   size_t mapping_bytes_ = 0;
-  std::byte* data_ = nullptr;  // aligned, inside the mapping
+  std::byte* data_ = nullptr;  // aligned, somewhere inside the mapping
   size_t num_bytes_ = 0;
 };
 

@@ -1,6 +1,6 @@
-// Thread pool, see thread_pool.h. Sleep and wake follow one pattern on both sides: announce the
-// sleep, look again, sleep; the other side changes the state, then looks for sleepers. Sequential
-// consistency of those four steps excludes a lost wake-up.
+// The pool's protocol of sleep and wake, which is the same on both sides. One side announces that
+// it will sleep, looks again and sleeps; the other changes the state and then looks for sleepers.
+// Sequential consistency of those four steps excludes that a wake-up is lost.
 // SPDX-License-Identifier: Apache-2.0
 #include "compute/cpu/thread_pool.h"
 
@@ -19,10 +19,10 @@ namespace dflash::compute {
 namespace {
 
 constexpr uint32_t kTaskBits = 24;
-// also the most tasks one piece can count
+// This is also the most tasks that one piece can count.
 constexpr uint64_t kTaskMask = (uint64_t{1} << kTaskBits) - 1;
 constexpr uint32_t kMaxThreads = 1024;
-// Sleepers look again this often, so that no wait is without a bound.
+// Sleepers look again this often, so that no wait is unbounded.
 constexpr std::chrono::milliseconds kSleepBound{500};
 
 void pause() {
@@ -33,6 +33,7 @@ void pause() {
 #endif
 }
 
+// Spins for at most `spin_ns`; returns whether the condition came to hold.
 template <class Condition>
 bool spin_until(int64_t spin_ns, Condition holds) {
   if (holds()) return true;

@@ -1,6 +1,6 @@
-// The threads of one worker. run() splits a job into tasks that own their outputs; the caller works
-// too, and returns when all tasks are done. Idle threads sleep; they spin first only if the pool
-// was given a spin budget (rules: never against oneself).
+// The compute threads of one worker. run() splits a job into tasks that own their outputs; the
+// caller works on them too and returns when all are done. Idle threads sleep; before that they spin
+// for as long as the pool's budget says, which is zero where CPUs are short.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -17,11 +17,12 @@
 
 namespace dflash::compute {
 
+// Destroying it joins the threads; no run may be under way then.
 class ThreadPool {
  public:
-  // Makes num_threads - 1 threads. Thread i >= 1 is pinned to cpus[i] where given; cpus[0] is the
-  // caller's own affair. Each sets the canonical floating-point mode. Errors: kInvalidArgument,
-  // kSystem naming the call and the cpu.
+  // Starts num_threads - 1 threads. Thread i >= 1 is pinned to cpus[i] where given; the caller pins
+  // itself to cpus[0] if it likes. Each thread sets the canonical floating-point mode. Errors:
+  // kInvalidArgument for a thread count or a cpu that cannot be, kSystem naming what failed.
   static Result<std::unique_ptr<ThreadPool>> create(uint32_t num_threads,
                                                     const std::vector<int>& cpus, int64_t spin_ns);
   ~ThreadPool();
@@ -30,8 +31,8 @@ class ThreadPool {
 
   uint32_t num_threads() const { return num_threads_; }
 
-  // Calls body(task) once for each task in [0, num_tasks), in any order, from any of the threads.
-  // One run at a time.
+  // Calls body(task) once for each task in [0, num_tasks), in any order and from any of the
+  // threads. One thread at a time may call this; all outputs are visible to it when it returns.
   template <class Body>
   void run(uint64_t num_tasks, Body&& body) {
     using Type = std::remove_reference_t<Body>;
@@ -40,8 +41,8 @@ class ThreadPool {
         [](void* context, uint64_t task, uint32_t) { (*static_cast<Type*>(context))(task); },
         &body);
   }
-  // The same with body(task, thread): which of the num_threads threads runs it, for scratch of its
-  // own.
+  // Does the same with body(task, thread), where `thread` < num_threads says who runs the task, for
+  // scratch of a thread's own.
   template <class Body>
   void run_on_threads(uint64_t num_tasks, Body&& body) {
     using Type = std::remove_reference_t<Body>;
@@ -68,19 +69,19 @@ class ThreadPool {
 
   const uint32_t num_threads_;
   const int64_t spin_ns_;
-  // written by the caller while no task is pending; published by work_
+  // Written by the caller while no task is pending, and published by work_.
   TaskFunction function_ = nullptr;
   void* context_ = nullptr;
-  uint64_t first_task_ = 0;  // of the piece that work_ counts
-  // num_tasks << 24 | next task: one word, so that a thread that wakes late can never take a task
-  // of a job it does not see.
+  uint64_t first_task_ = 0;  // the first task of the piece that work_ counts
+  // num_tasks << 24 | next task. Both are in one word, so that a thread that wakes late can never
+  // take a task of a job that it does not see.
   alignas(64) std::atomic<uint64_t> work_{0};
-  // tasks not finished; its release publishes their outputs to the caller
+  // Tasks that are not finished. Its decrement publishes their outputs to the caller.
   alignas(64) std::atomic<uint64_t> num_pending_{0};
   std::atomic<uint32_t> num_sleepers_{0};
   std::atomic<bool> caller_sleeps_{false};
   std::atomic<bool> is_stopping_{false};
-  std::mutex mutex_;  // guards nothing but the sleep and wake protocol
+  std::mutex mutex_;  // guards the protocol of sleep and wake, and no data
   std::condition_variable work_arrived_;
   std::condition_variable all_done_;
   std::vector<std::thread> threads_;

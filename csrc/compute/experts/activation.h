@@ -1,12 +1,18 @@
-// The activation and gate formulas of numerics class f32-canonical: one template over a small
-// vector type, so that scalar, AVX2, AVX-512 and NEON code (and the reference) perform the same
-// IEEE operations per element in the same order. Nothing here may depend on std::, because
-// instruction-set files instantiate it.
+// The activation and gate formulas of numerics class f32-canonical. They are one template over a
+// small vector type, so that scalar, AVX2, AVX-512 and NEON code and the reference perform the same
+// IEEE operations per element in the same order. Nothing here may depend on std::, because files
+// compiled for newer instruction sets instantiate it.
 //
-// A vector type V offers: F, I; set1, add, sub, mul, div, fma(a,b,c) = a*b+c; min(a,b) = a<b?a:b,
-// max(a,b) = a>b?a:b (so an unordered comparison yields b); select_greater(a,b,x,y) = a>b?x:y;
-// bits(F), set1i, subi, halve (arithmetic shift right by one), power_of_two(n) = 2^n for n in
-// [-126, 127].
+// A vector type V offers:
+//   F, I                         vectors of float32 and of int32
+//   set1, add, sub, mul, div     as their names say
+//   fma(a, b, c)                 a * b + c, rounded once
+//   min(a, b), max(a, b)         a < b ? a : b and a > b ? a : b, so that b comes of an unordered
+//                                comparison
+//   select_greater(a, b, x, y)   a > b ? x : y
+//   bits(F), set1i, subi         bit patterns and integers
+//   halve(I)                     arithmetic shift right by one
+//   power_of_two(n)              2^n for n in [-126, 127]
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -20,15 +26,15 @@
 
 namespace dflash::compute {
 
-// e^x within 1 ulp of the correctly rounded value. NaN stays NaN; overflow gives infinity,
-// underflow goes through subnormals. Reduction x = n ln2 + r, |r| <= ln2/2, with ln2 in two parts
-// (Cody and Waite); polynomial of Cephes expf.
+// e^x within 1 ulp of the correctly rounded value. NaN stays NaN, overflow gives infinity, and
+// underflow goes through subnormals. x is reduced to n ln2 + r with |r| <= ln2/2 and ln2 in two
+// parts (Cody and Waite); the polynomial is that of Cephes expf.
 template <class V>
 DFLASH_DEVICE inline typename V::F exp(typename V::F x) {
   using F = typename V::F;
-  // e^-104 rounds to zero and e^89 to infinity
+  // Beyond these bounds nothing changes: e^-104 rounds to zero and e^89 to infinity.
   x = V::max(V::set1(-104.0f), V::min(V::set1(89.0f), x));
-  // 1.5 * 2^23: adding it rounds to an integer in the low bits
+  // Adding 1.5 * 2^23 rounds to an integer, which then stands in the low bits.
   const F magic = V::set1(12582912.0f);
   const F shifted = V::fma(x, V::set1(1.44269504f), magic);
   const F n = V::sub(shifted, magic);
@@ -41,13 +47,13 @@ DFLASH_DEVICE inline typename V::F exp(typename V::F x) {
   p = V::fma(p, r, V::set1(1.6666665459e-1f));
   p = V::fma(p, r, V::set1(5.0000001201e-1f));
   p = V::add(V::fma(p, V::mul(r, r), r), V::set1(1.0f));
-  // 2^n in two factors, because n reaches -150 and 128; only the second product rounds.
+  // 2^n is multiplied in two factors, because n reaches -150 and 128; only the second one rounds.
   const typename V::I exponent = V::subi(V::bits(shifted), V::set1i(0x4b400000));
   const typename V::I first = V::halve(exponent);
   return V::mul(V::mul(p, V::power_of_two(first)), V::power_of_two(V::subi(exponent, first)));
 }
 
-// x / (1 + e^(-slope x)) with slope folded by the caller into `scaled`.
+// x / (1 + e^(-scaled)), where the caller has multiplied x by the slope to get `scaled`.
 template <class V>
 DFLASH_DEVICE inline typename V::F over_one_plus_exp_of_minus(typename V::F x,
                                                               typename V::F scaled) {
@@ -59,9 +65,9 @@ DFLASH_DEVICE inline typename V::F sigmoid(typename V::F x) {
   return over_one_plus_exp_of_minus<V>(V::set1(1.0f), x);
 }
 
-// 1 + erf(x). Left of -0.93 it is erfc(-x) = e^poly, so that nothing cancels: absolute error <
-// 2^-29 left of -3. Minimax coefficients: N. Juffa, "Efficient faithfully rounded implementation of
-// error function erff()".
+// 1 + erf(x). Left of -0.93 it is computed as erfc(-x) = e^poly, so that nothing cancels: the
+// absolute error is below 2^-29 left of -3. Minimax coefficients: N. Juffa, "Efficient faithfully
+// rounded implementation of error function erff()".
 template <class V>
 DFLASH_DEVICE inline typename V::F one_plus_erf(typename V::F x) {
   using F = typename V::F;
@@ -85,8 +91,8 @@ DFLASH_DEVICE inline typename V::F one_plus_erf(typename V::F x) {
   return V::select_greater(t, V::set1(0.927734375f), far, near);
 }
 
-// 0.5 x (1 + tanh z) = x / (1 + e^(-2z)), z = sqrt(2/pi) (x + 0.044715 x^3): no cancellation where
-// tanh nears -1.
+// 0.5 x (1 + tanh z) with z = sqrt(2/pi) (x + 0.044715 x^3), computed as x / (1 + e^(-2z)), which
+// does not cancel where tanh nears -1.
 template <class V>
 DFLASH_DEVICE inline typename V::F gelu_tanh(typename V::F x) {
   const typename V::F cubic = V::mul(V::mul(x, x), x);
@@ -113,7 +119,8 @@ DFLASH_DEVICE inline typename V::F activate(Activation activation, typename V::F
   return x;
 }
 
-// h from gate and up (biases already added). kNone ignores g.
+// The intermediate value of a gate g and an up u, to which biases have been added. With kNone, g is
+// ignored.
 template <class V>
 DFLASH_DEVICE inline typename V::F gate(const FfnSpec& spec, typename V::F g, typename V::F u) {
   if (spec.gate == GateKind::kNone) return activate<V>(spec.activation, u);

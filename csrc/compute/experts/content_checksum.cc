@@ -1,3 +1,4 @@
+// The checksums of an expert and of a shard, and the reader that takes them without packing.
 // SPDX-License-Identifier: Apache-2.0
 #include "compute/experts/content_checksum.h"
 
@@ -8,7 +9,7 @@
 namespace dflash::compute {
 namespace {
 
-// Of one output, with its share of scales lying apart: what bounds a step of the reader.
+// Bytes of one output with its share of scales that lie apart. Steps of the reader are sized by it.
 size_t output_bytes(const MatrixView& matrix) {
   const FormatFacts& facts = format_facts(matrix.format);
   const size_t values = row_bytes(matrix.format, matrix.inputs);
@@ -45,7 +46,7 @@ Result<bool> ContentReader::read(size_t num_bytes) {
   return matrix_ == 2 && next_output_ >= weights_.down.outputs;
 }
 
-// The next outputs of a matrix, in whole lines.
+// Reads the next outputs of a matrix, in whole lines.
 Status ContentReader::read_outputs_of(const MatrixView& matrix, MatrixChecksum& sum,
                                       size_t num_bytes) {
   const uint32_t at_once = outputs_read_at_once(matrix, 1);

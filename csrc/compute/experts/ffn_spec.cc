@@ -1,4 +1,4 @@
-// Bounds of an FfnSpec: what every backend can rely on.
+// The bounds of an FfnSpec, on which every backend can rely.
 // SPDX-License-Identifier: Apache-2.0
 #include "compute/experts/ffn_spec.h"
 
@@ -8,8 +8,8 @@
 namespace dflash::compute {
 namespace {
 
-// Largest width of a row or of the intermediate layer: four times the widest published model, and
-// far from overflow in 64 bits.
+// The largest width of a row or of the intermediate layer: four times that of the widest published
+// model, and far from an overflow of 64 bits in any product of sizes.
 constexpr uint32_t kMaxWidth = 1u << 18;
 
 Error unsupported(const char* field, const std::string& found, const std::string& bound) {

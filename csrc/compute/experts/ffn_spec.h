@@ -1,9 +1,8 @@
-// What one expert computes. Filled by the host from the model, sent to workers as closed-schema
-// data (docs/protocol.md), and used alike by the reference, the CPU kernels and every later
-// backend.
+// What one expert computes. The host fills it from the model and sends it to workers as data with a
+// closed schema (docs/protocol.md); the reference and every backend compute by it.
 //
-//   g = W_gate x + b_gate;  u = W_up x + b_up;  h = gate(g, u);  d = W_down h + b_down;  y +=
-//   routing_weight * d
+//   g = W_gate x + b_gate;  u = W_up x + b_up;  h = gate(g, u);  d = W_down h + b_down
+//   y += routing_weight * d
 //
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
@@ -14,8 +13,8 @@
 
 namespace dflash::compute {
 
-// Values are on the wire: append only. Formulas are normative (docs/architecture.md) and live in
-// activation.h.
+// The values are on the wire, so that new ones are only appended. The formulas are normative and
+// live in activation.h.
 enum class Activation : uint8_t {
   kSilu = 0,      // a(x) = x / (1 + exp(-x))
   kGelu = 1,      // exact, with erf
@@ -27,11 +26,12 @@ enum class Activation : uint8_t {
   kQuickGelu = 7,  // x * sigmoid(1.702 x)
 };
 
+// How gate and up are joined. These values are part of the protocol, too.
 enum class GateKind : uint8_t {
-  kNone = 0,   // h = a(u): no gate matrix
-  kGated = 1,  // h = a(clamp(g)) * clamp(u), clamps below; limits of infinity do nothing
-  // gpt-oss: g = min(g, limit), u = clamp(u, -limit, limit), h = (u + up_offset) * (g *
-  // sigmoid(alpha * g))
+  kNone = 0,   // h = a(u); there is no gate matrix
+  kGated = 1,  // h = a(clamp(g)) * clamp(u) with the clamps below; infinite limits do nothing
+  // The gate of gpt-oss: g = min(g, limit), u = clamp(u, -limit, limit),
+  // h = (u + up_offset) * (g * sigmoid(alpha * g)).
   kClampedSwiglu = 2
 };
 
@@ -43,12 +43,12 @@ struct FfnSpec {
   GateKind gate = GateKind::kGated;
   bool has_gate_up_bias = false;
   bool has_down_bias = false;
-  float alpha = 1.0f;                 // kClampedSwiglu: sigmoid's slope
-  float up_offset = 0.0f;             // kClampedSwiglu: added to u (1 in gpt-oss)
+  float alpha = 1.0f;                 // the slope inside kClampedSwiglu's sigmoid
+  float up_offset = 0.0f;             // what kClampedSwiglu adds to u (1 in gpt-oss)
   float gate_max = __builtin_inff();  // g = min(g, gate_max) before the activation
   float up_limit = __builtin_inff();  // u = clamp(u, -up_limit, up_limit)
 
-  // Errors: kUnsupported naming the field, value and bound.
+  // Errors: kUnsupported naming the field, its value and its bound.
   Status validate() const;
   bool operator==(const FfnSpec&) const = default;
 };

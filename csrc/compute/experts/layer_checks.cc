@@ -1,4 +1,4 @@
-// Argument checks shared by the backends.
+// Checks of arguments that all backends share.
 // SPDX-License-Identifier: Apache-2.0
 #include "compute/experts/layer_checks.h"
 

@@ -7,18 +7,19 @@
 
 namespace dflash::compute {
 
-// Shapes and presence of an expert's tensors against the spec. Errors: kInvalidArgument naming the
-// tensor and both shapes.
+// Checks the shapes and the presence of an expert's tensors against the spec. Errors:
+// kInvalidArgument naming the tensor and both shapes; kUnsupported where rows are no multiple of
+// the format's block.
 Status check_expert(const FfnSpec& spec, uint32_t num_local_experts, uint32_t local_expert_id,
                     const ExpertWeights& weights);
 
-// Counts, ids and pointers of a batch. Errors: kInvalidArgument.
+// Checks the counts, ids and pointers of a batch. Errors: kInvalidArgument.
 Status check_batch(const ForwardArgs& args, uint32_t num_local_experts);
 
-// The kRange error for one value.
+// Makes the kRange error for one value.
 Error range_error(uint32_t row, uint32_t column, float value, Dtype dtype);
 
-// True if narrowing a finite `value` to `dtype` gives infinity.
+// Returns true if narrowing a finite `value` to `dtype` gives infinity.
 bool overflows(float value, Dtype dtype);
 
 }  // namespace dflash::compute

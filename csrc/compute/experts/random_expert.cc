@@ -1,3 +1,5 @@
+// Random weights. The bytes of quantised blocks are random, and their scales are then set to small
+// ones.
 // SPDX-License-Identifier: Apache-2.0
 #include "compute/experts/random_expert.h"
 
@@ -55,10 +57,10 @@ void RandomMatrix::fill_blocks(std::mt19937_64& random) {
   const uint32_t rows = (view_.outputs + facts.scale_outputs - 1) / facts.scale_outputs;
   const uint32_t columns = (view_.inputs + facts.scale_inputs - 1) / facts.scale_inputs;
   const std::vector<float> ones(size_t{rows} * columns, 1e-5f);
-  scales_.assign(size_t{rows} * columns * facts.scale_bytes, std::byte{110});  // mxfp4: 2^-17
+  scales_.assign(size_t{rows} * columns * facts.scale_bytes, std::byte{110});  // 2^-17 in mxfp4
   if (view_.format == WeightFormat::kFp8E4m3B128) {
     std::memcpy(scales_.data(), ones.data(), scales_.size());
-    for (std::byte& byte : values_) byte &= std::byte{0xfe};  // no NaN
+    for (std::byte& byte : values_) byte &= std::byte{0xfe};  // excludes NaN
   }
   view_.scales = scales_.data();
   view_.scales_stride = columns * facts.scale_bytes;

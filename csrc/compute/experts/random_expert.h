@@ -1,5 +1,5 @@
-// Random weights in any stored format for benchmarks: valid bits, scales that keep activations in
-// range.
+// Random weights in any stored format, for benchmarks. Their bits are valid, and their scales keep
+// activations in range.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -10,9 +10,10 @@
 
 namespace dflash::compute {
 
+// A matrix that owns its bytes.
 class RandomMatrix {
  public:
-  // `format` is a resident one; formats made at load are stored as bf16.
+  // `format` is a resident one. A format that is only made at load is stored as bf16.
   RandomMatrix(uint32_t outputs, uint32_t inputs, WeightFormat format, std::mt19937_64& random);
   const MatrixView& view() const { return view_; }
 

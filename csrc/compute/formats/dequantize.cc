@@ -1,5 +1,5 @@
-// Rows of a matrix in any format as float32, and the quantisation at load; dequantize_blocks.cc has
-// GGUF's block types.
+// Turns rows of a matrix in any format into float32, and quantises at load. GGUF's block types are
+// in dequantize_blocks.cc.
 // SPDX-License-Identifier: Apache-2.0
 #include "compute/formats/dequantize.h"
 
@@ -13,7 +13,7 @@
 namespace dflash::compute {
 namespace {
 
-// 1.5 * 2^23: adding and subtracting it rounds half to even
+// Adding and subtracting 1.5 * 2^23 rounds to an integer, half to even.
 constexpr float kRounding = 12582912.0f;
 
 void widen_row(const MatrixView& matrix, uint32_t output, float* values) {

@@ -1,4 +1,4 @@
-// GGUF's block types as ggml defines them, one value at a time.
+// Dequantises GGUF's block types as ggml defines them, one value at a time.
 // SPDX-License-Identifier: Apache-2.0
 #include "compute/formats/dequantize.h"
 
@@ -7,8 +7,9 @@ namespace {
 
 int8_t as_signed(uint8_t byte) { return static_cast<int8_t>(byte); }
 
-// q4_k: d, dmin (f16), 12 bytes of scales and minima, 128 bytes of nibbles: group 2i low, group 2i
-// + 1 high. q5_k: the fifth bits of group g are bit g of 32 bytes that lie before the nibbles.
+// A block of q4_k has d and dmin (f16), 12 bytes of scales and minima, and 128 bytes of nibbles,
+// the low ones of group 2i with the high ones of group 2i + 1. In q5_k, the fifth bits of group g
+// are bit g of 32 bytes that lie before the nibbles.
 void dequantize_k_affine(const uint8_t* block, bool has_fifth_bit, float* values) {
   const float d = f16_to_f32(load_u16(block)), dmin = f16_to_f32(load_u16(block + 2));
   const uint8_t* fifth = block + 16;
@@ -27,9 +28,9 @@ void dequantize_k_affine(const uint8_t* block, bool has_fifth_bit, float* values
   }
 }
 
-// 128 bytes of low nibbles, 64 of upper bit pairs, 16 signed scales (one per 16 values), d. Per
-// half (128 values): value 32j + i has nibble (j / 2) of low byte (j % 2) * 32 + i, and bit pair j
-// of high byte i.
+// A block of q6_k has 128 bytes of low nibbles, 64 of upper bit pairs, 16 signed scales (one per 16
+// values) and d. In each half of 128 values, value 32j + i has nibble (j / 2) of low byte
+// (j % 2) * 32 + i, and bit pair j of high byte i.
 void dequantize_q6_k(const uint8_t* block, float* values) {
   const float d = f16_to_f32(load_u16(block + 208));
   for (uint32_t k = 0; k < 256; ++k) {
@@ -37,13 +38,13 @@ void dequantize_q6_k(const uint8_t* block, float* values) {
     const uint32_t low = uint32_t{block[half * 64 + j % 2 * 32 + i]} >> (j / 2 * 4) & 15u;
     const uint32_t high = uint32_t{block[128 + half * 32 + i]} >> (2 * j) & 3u;
     const float factor = d * static_cast<float>(as_signed(block[192 + k / 16]));
-    // no negative zeros
+    // Adding zero makes a negative zero positive.
     values[k] = factor * static_cast<float>(static_cast<int32_t>(low | high << 4) - 32) + 0.0f;
   }
 }
 
-// d, 16 upper scale bits pairs, 4 bytes of lower scale nibbles, 8 x 16 bytes of nibbles (low half
-// of the group first).
+// A block of iq4_xs has d, 16 bits with the upper pairs of the scales, 4 bytes with their lower
+// nibbles, and 8 x 16 bytes of nibbles, in which the low ones are the first half of a group.
 void dequantize_iq4_xs(const uint8_t* block, float* values) {
   const float d = f16_to_f32(load_u16(block));
   const uint32_t high = load_u16(block + 2);

@@ -1,11 +1,11 @@
-// The levels of the table formats, for the reference and for the kernels of every instruction set
-// (so no std:: code here).
+// The levels of the formats with tables, for the reference and for the kernels of every instruction
+// set, because of which there is no std:: code here.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
 namespace dflash::compute {
 
-// e2m1: sign, two bits of exponent, one of mantissa.
+// The values of e2m1: a sign, two bits of exponent, one of mantissa.
 inline constexpr float kE2m1[16] = {0.0f,  0.5f,  1.0f,  1.5f,  2.0f,  3.0f,  4.0f,  6.0f,
                                     -0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f};
 // ggml's non-linear levels of iq4_nl and iq4_xs.

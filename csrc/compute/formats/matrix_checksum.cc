@@ -1,3 +1,4 @@
+// Takes the checksum of a tensor by lines, from where they lie or gathered into a buffer.
 // SPDX-License-Identifier: Apache-2.0
 #include "compute/formats/matrix_checksum.h"
 
@@ -9,11 +10,11 @@
 namespace dflash::compute {
 namespace {
 
-// Outputs of a line where outputs lie together: what two cache lines hold of a 16-bit format, and a
-// multiple of every panel's width, so that the panels of a line are packed while it is in the
-// cache.
+// Outputs of a line where outputs lie side by side: as many as two cache lines hold of a 16-bit
+// format. It is a multiple of every panel's width, so that the panels of a line are packed while
+// the line is in the cache.
 constexpr uint32_t kLineOutputs = 64;
-constexpr uint32_t kLineElements = 1024;  // of a bias
+constexpr uint32_t kLineElements = 1024;  // elements of a bias that make a line
 constexpr uint64_t kFirstScaleLine = uint64_t{1} << 63;
 
 uint64_t line_term(uint64_t index, std::span<const std::byte> line) {
@@ -26,8 +27,8 @@ bool lies_by_rows(const MatrixView& matrix) {
 
 uint32_t divide_up(uint32_t value, uint32_t by) { return (value + by - 1) / by; }
 
-// `count` elements, `step` bytes from one to the next, side by side: where they are, or in
-// `buffer`.
+// Returns `count` elements, which lie `step` bytes apart, side by side: where they are if they
+// already lie so, otherwise copied to `buffer`.
 std::span<const std::byte> gathered(const std::byte* from, int64_t step, uint32_t count,
                                     size_t element_bytes, std::byte* buffer) {
   if (step == static_cast<int64_t>(element_bytes)) return {from, count * element_bytes};
@@ -58,7 +59,7 @@ void MatrixChecksum::add(const MatrixView& part, uint32_t part_begin, uint32_t f
 void MatrixChecksum::add_rows(const MatrixView& part, uint32_t part_begin, uint32_t first,
                               uint32_t end) {
   const size_t num_bytes = row_bytes(part.format, part.inputs);
-  // strides count elements of floats, else bytes
+  // Strides of float formats count elements, those of the others bytes.
   const int64_t element = is_float(part.format) ? format_facts(part.format).block_bytes : 1;
   for (uint32_t output = first; output < end; ++output) {
     const std::byte* row = part.data + (output - part_begin) * part.output_stride * element;

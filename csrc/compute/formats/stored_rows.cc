@@ -1,3 +1,4 @@
+// Decides whether rows are better read from their file than through the mapping, and reads them.
 // SPDX-License-Identifier: Apache-2.0
 #include "compute/formats/stored_rows.h"
 
@@ -6,6 +7,8 @@
 namespace dflash::compute {
 namespace {
 
+// Bytes of one read: they stay in the second-level cache until they are used, and are worth a
+// system call.
 constexpr size_t kReadBytes = size_t{256} << 10;
 
 // Bytes from the beginning of one output's row to that of the next.

@@ -1,4 +1,4 @@
-// Rows of a matrix out of the file that it lies in, instead of through the mapping.
+// Reads rows of a matrix from the file in which it lies, instead of through the mapping.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -8,15 +8,15 @@
 
 namespace dflash::compute {
 
-// How many outputs one read of the file takes, in multiples of `unit`; 0: the mapping is read
-// instead, because the rows lie in memory, or far apart (another matrix is between them, or outputs
-// are side by side). A read stays in the second-level cache until it is used, and is long enough
-// for a system call; its scales begin where it begins.
+// Returns how many outputs one read of the file takes, in multiples of `unit`, or 0 if they are to
+// be read through the mapping. That is so where the rows lie in plain memory, and where they lie
+// far apart because another matrix is between them or outputs are side by side. A read begins where
+// its scales begin.
 uint32_t outputs_read_at_once(const MatrixView& matrix, uint32_t unit);
 
-// Makes `part`, a copy of the whole matrix's view, that of `count` outputs from `first` on, read
-// into `read`. `first` is a multiple of the outputs that share a row of scales. Errors: kCheckpoint
-// naming the file.
+// Makes `part`, which comes as a copy of the whole matrix's view, the view of `count` outputs from
+// `first` on, which are read into `read`. `first` is a multiple of the outputs that share a row of
+// scales. Errors: kCheckpoint naming the file.
 Status read_outputs(uint32_t first, uint32_t count, MatrixView& part, std::vector<std::byte>& read);
 
 }  // namespace dflash::compute

@@ -1,4 +1,4 @@
-// Scales that are NaN or infinite, and values that cannot be quantised: found while the rows are in
+// Finds scales that are NaN or infinite and values that cannot be quantised, while the rows are in
 // the cache for packing.
 // SPDX-License-Identifier: Apache-2.0
 #include "compute/formats/value_checks.h"
@@ -20,8 +20,8 @@ bool is_finite_f16(const uint8_t* bytes) {
   return (bits & 0x7c00u) != 0x7c00u;
 }
 
-// The first input of a row of blocks for which `is_finite` is false, or `inputs`. All are good as a
-// rule: one pass without an exit.
+// Returns the first input of a row of blocks for which `is_finite` is false, or `inputs`. As a rule
+// all are good, so that the first pass has no early exit and vectorises.
 template <class Check>
 uint32_t first_bad_of(const uint8_t* row, uint32_t inputs, const FormatFacts& facts,
                       Check is_finite) {
@@ -36,7 +36,7 @@ uint32_t first_bad_of(const uint8_t* row, uint32_t inputs, const FormatFacts& fa
   return inputs;
 }
 
-// The first input of a row whose block has a scale that could not be used, or matrix.inputs.
+// Returns the first input of a row whose block has a scale that cannot be used, or matrix.inputs.
 uint32_t first_bad_block(const MatrixView& matrix, const uint8_t* row) {
   const FormatFacts& facts = format_facts(matrix.format);
   switch (matrix.format) {
@@ -57,8 +57,8 @@ uint32_t first_bad_block(const MatrixView& matrix, const uint8_t* row) {
   }
 }
 
-// True if one of `count` values has all the bits of `mask`: an exponent of NaN or infinity. Without
-// an exit, so that it vectorises.
+// Returns true if one of `count` values has all the bits of `mask`, the exponent of NaN and
+// infinity. The loop has no early exit, so that it vectorises.
 template <class T>
 bool any_has(T mask, const uint8_t* values, uint32_t count) {
   T found = 0;

@@ -1,3 +1,4 @@
+// The table of weight formats, in the order of the enumeration, and their names.
 // SPDX-License-Identifier: Apache-2.0
 #include "compute/formats/weight_format.h"
 

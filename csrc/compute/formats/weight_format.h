@@ -13,17 +13,19 @@
 
 namespace dflash::compute {
 
-// The first three are the Dtypes, with their values. Values are internal: names travel.
+// The first three are the Dtypes, with their values. Values stay within a process and its plug-ins;
+// names travel.
 enum class WeightFormat : uint8_t {
   kF32 = 0,
   kF16 = 1,
   kBF16 = 2,
-  kInt8G32 = 3,      // made at load from f32, f16, bf16: a float32 scale per output and 32 inputs
-  kInt4G32 = 4,      // likewise, integers in [-7, 7]
-  kFp8E4m3B128 = 5,  // e4m3 (finite only), a float32 scale per square of 128 x 128 lying apart
-  // safetensors: e2m1 pairs (low nibble first), a 2^(b - 127) scale per 32 inputs lying apart
+  kInt8G32 = 3,      // made at load from f32, f16 or bf16: a float32 scale per output and 32 inputs
+  kInt4G32 = 4,      // made likewise, with integers in [-7, 7]
+  kFp8E4m3B128 = 5,  // e4m3 (finite only); a float32 scale per square of 128 x 128 lies apart
+  // The mxfp4 of safetensors: pairs of e2m1, the low nibble first; a scale of 2^(b - 127) per 32
+  // inputs lies apart.
   kMxfp4 = 6,
-  kQ8_0 = 7,  // from here on the block types of GGUF
+  kQ8_0 = 7,  // this and those below are block types of GGUF
   kQ4_0 = 8,
   kQ4K = 9,
   kQ5K = 10,
@@ -36,35 +38,38 @@ inline constexpr uint8_t kNumWeightFormats = 15;
 inline constexpr uint32_t kGroupInputs = 32;     // inputs per scale of int8_g32, int4_g32 and mxfp4
 inline constexpr uint32_t kFp8BlockWidth = 128;  // outputs and inputs per scale of fp8_e4m3_b128
 
+// What is known about a format.
 struct FormatFacts {
   const char* name;
-  uint32_t block;        // inputs per block; a row is a whole number of blocks where `is_stored`
-  uint32_t block_bytes;  // of values (and of scales inside the block)
-  // Scales lying apart: one of scale_bytes per scale_outputs x scale_inputs values. All 0: none.
+  uint32_t block;        // inputs of a block; rows are whole numbers of blocks where `is_stored`
+  uint32_t block_bytes;  // bytes of a block's values, and of scales inside it
+  // Scales that lie apart: scale_bytes for each scale_outputs x scale_inputs values; all 0 if none.
   uint32_t scale_outputs, scale_inputs, scale_bytes;
-  bool is_stored;  // false: only ever made at load
-  // A weight is a small integer times a scale per at most 32 inputs, less an offset per 32 at most.
+  bool is_stored;  // false for a format that is only ever made at load
+  // Whether a weight is a small integer times a scale, less an offset, where the scale and the
+  // offset each belong to 32 inputs at most.
   bool has_integer_codes;
 };
 const FormatFacts& format_facts(WeightFormat format);
 inline const char* format_name(WeightFormat format) { return format_facts(format).name; }
-// Errors: kUnsupported naming the formats there are.
+// Errors: kUnsupported naming the formats that exist.
 Result<WeightFormat> parse_weight_format(const std::string& name);
 
 constexpr bool is_float(WeightFormat format) { return static_cast<uint8_t>(format) < kNumDtypes; }
 constexpr WeightFormat format_of(Dtype dtype) { return static_cast<WeightFormat>(dtype); }
-// of a float format
+// The Dtype of a float format.
 constexpr Dtype dtype_of(WeightFormat format) { return static_cast<Dtype>(format); }
-// Bytes of one row of values; `inputs` is a multiple of the block.
+// Bytes of the values of one row; `inputs` is a multiple of the block.
 uint64_t row_bytes(WeightFormat format, uint32_t inputs);
 
-// Where a worker's experts lie: packed in memory of its own, or nowhere but in the mapped
-// checkpoint, packed anew for every batch.
+// Where a worker's experts lie: packed in memory of its own, or only in the mapped checkpoint, from
+// which panels are packed anew for every batch.
 enum class WeightsLayout : uint8_t { kPacked, kMapped };
-// Errors: kInvalidArgument naming the two.
+// Errors: kInvalidArgument naming the two layouts.
 Result<WeightsLayout> parse_weights_layout(const std::string& name);
 
-// What a layer keeps: gate and up in one format, down in another (GGUF's mixtures differ there).
+// The formats that a layer keeps: gate and up in one, down in another, because GGUF's mixtures
+// differ there.
 struct ResidentFormats {
   WeightFormat gate_up = WeightFormat::kF32;
   WeightFormat down = WeightFormat::kF32;
@@ -76,7 +81,8 @@ struct ResidentFormats {
   ResidentFormats(Dtype both) : ResidentFormats(format_of(both)) {}
   bool operator==(const ResidentFormats&) const = default;
 };
-// "bf16", or gate's and up's and down's as "q4_k+q6_k". Errors as parse_weight_format.
+// Parses one format for all ("bf16"), or that of gate and up and that of down ("q4_k+q6_k"). Errors
+// are those of parse_weight_format.
 Result<ResidentFormats> parse_resident_formats(const std::string& text);
 
 }  // namespace dflash::compute

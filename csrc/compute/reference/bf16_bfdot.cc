@@ -1,3 +1,4 @@
+// Computes BFDOT's rounding to odd by way of float64 sums that carry what they lack.
 // SPDX-License-Identifier: Apache-2.0
 #include "compute/reference/bf16_bfdot.h"
 
@@ -17,15 +18,15 @@ float flushed(float value) {
   return std::fabs(value) < kSmallest ? std::copysign(0.0f, value) : value;
 }
 
-// `sum` + `rest` to a float32, rounded to odd: cut off, and the last bit set where anything was.
-// `sum` is the float64 nearest to the value, `rest` what it lacks.
+// Rounds `sum` + `rest` to a float32 to odd: the value is cut off, and the last bit is set where
+// anything was cut. `sum` is the float64 nearest to the value and `rest` what it lacks.
 float round_to_odd(double sum, double rest) {
   if (std::isnan(sum)) return std::numeric_limits<float>::quiet_NaN();
   if (std::isinf(sum)) return static_cast<float>(sum);
   uint64_t bits = std::bit_cast<uint64_t>(sum);
-  // it was rounded away from zero: one step back
+  // The float64 was rounded away from zero, so it goes one step back.
   if (rest != 0.0 && std::signbit(rest) != std::signbit(sum)) --bits;
-  // bits of a float64 that a float32 has no place for
+  // The bits of a float64 for which a float32 has no place.
   constexpr uint64_t kBehind = (uint64_t{1} << 29) - 1;
   const bool is_inexact = rest != 0.0 || (bits & kBehind) != 0;
   const double cut = std::bit_cast<double>(bits & ~kBehind);
@@ -37,7 +38,7 @@ float round_to_odd(double sum, double rest) {
                               (is_inexact ? 1u : 0u));
 }
 
-// Exact before it is rounded: 16 significant bits.
+// The product of two bf16 has 16 significant bits, so that it is exact before it is rounded.
 float product(float a, float b) {
   return round_to_odd(static_cast<double>(flushed(a)) * static_cast<double>(flushed(b)), 0.0);
 }
@@ -46,7 +47,7 @@ float add(float a, float b) {
   const double x = static_cast<double>(flushed(a)), y = static_cast<double>(flushed(b));
   const double sum = x + y;
   const double part = sum - x;
-  // what it lacks: Knuth's two-sum
+  // What the sum lacks is found by Knuth's two-sum.
   return round_to_odd(sum, std::isfinite(sum) ? (x - (sum - part)) + (y - part) : 0.0);
 }
 

@@ -8,14 +8,14 @@
 
 namespace dflash::compute {
 
-// One lane of BFDOT: sum + (a[0] * b[0] + a[1] * b[1]). Products and both sums are each rounded to
-// odd; subnormal operands count as zeros, a result below 2^-126 becomes a zero of its sign, one of
-// 2^128 and above infinity, whatever the control register says.
+// One lane of BFDOT: sum + (a[0] * b[0] + a[1] * b[1]). Both products and both sums are rounded to
+// odd. Subnormal operands count as zeros, a result below 2^-126 becomes a zero of its sign, and one
+// of 2^128 and above becomes infinity, whatever the control register says.
 float bf16_bfdot_step(const float* a, const float* b, float sum);
 
-// One output: per block of 256 inputs a chain of bf16_bfdot_step from +0 over ascending pairs, the
-// block filled up with zeros to a multiple of four inputs (two pairs: what BFMMLA takes at once);
-// block sums added in ascending order.
+// One output. Each block of 256 inputs is a chain of bf16_bfdot_step from +0 over ascending pairs,
+// filled up with zeros to a multiple of four inputs (two pairs, which BFMMLA takes at once). The
+// sums of blocks are added in ascending order.
 float bf16_bfdot(const float* weights, const float* inputs, size_t num_inputs);
 
 }  // namespace dflash::compute

@@ -1,3 +1,4 @@
+// Computes VDPBF16PS with fmaf, whose results differ from it only near the smallest normal number.
 // SPDX-License-Identifier: Apache-2.0
 #include "compute/reference/bf16_dot.h"
 
@@ -17,21 +18,21 @@ float flushed(float value) {
   return std::fabs(value) < kSmallest ? std::copysign(0.0f, value) : value;
 }
 
-// a * b + c as the instruction rounds it: to 24 bits whatever the exponent, and only then is what
-// lies below 2^-126 flushed. fmaf rounds such results to fewer bits, so that more of them reach
-// 2^-126: those are told apart by what the rounding added.
+// Computes a * b + c as the instruction rounds it: to 24 bits whatever the exponent, after which
+// what lies below 2^-126 is flushed. fmaf rounds such results to fewer bits, so that more of them
+// reach 2^-126. Those are told apart here by what the rounding added.
 float fused_step(float a, float b, float c) {
   a = flushed(a);
   b = flushed(b);
   c = flushed(c);
   const float sum = std::fmaf(a, b, c);
   if (std::fabs(sum) != kSmallest) return flushed(sum);
-  // Exact: c - sum fits float64 wherever a * b + c is this small, and the sign and size of a
-  // rounded fma are those of the sum.
+  // This is exact, because c - sum fits float64 wherever a * b + c is this small, and a rounded fma
+  // has the sign and the size of the sum.
   const double beyond = std::fma(static_cast<double>(a), static_cast<double>(b),
                                  static_cast<double>(c) - static_cast<double>(sum));
   const double missing = sum > 0 ? -beyond : beyond;  // 2^-126 minus the exact magnitude
-  // of the 24-bit numbers just below 2^-126; the tie goes up, to even
+  // Half a step of the 24-bit numbers just below 2^-126; a tie goes up, to even.
   const double half_step = std::ldexp(1.0, -151);
   return missing > half_step ? std::copysign(0.0f, sum) : sum;
 }

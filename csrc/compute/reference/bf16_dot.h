@@ -8,16 +8,16 @@
 
 namespace dflash::compute {
 
-// One lane of VDPBF16PS: sum + a[1] * b[1], then + a[0] * b[0]. Two fused steps, each rounded to
-// nearest even; subnormal operands count as zeros and a result that would be subnormal becomes a
-// zero of its sign, whatever the control word says.
+// One lane of VDPBF16PS: sum + a[1] * b[1], then + a[0] * b[0]. These are two fused steps, each
+// rounded to nearest even. Subnormal operands count as zeros, and a result that would be subnormal
+// becomes a zero of its sign, whatever the control word says.
 float bf16_pair_dot(const float* a, const float* b, float sum);
 
-// One output: per block of 256 inputs a chain of bf16_pair_dot from +0 over ascending pairs, an odd
-// last input beside a zero; block sums added in ascending order.
+// One output. Each block of 256 inputs is a chain of bf16_pair_dot from +0 over ascending pairs,
+// with a zero beside an odd last input. The sums of blocks are added in ascending order.
 float bf16_dot(const float* weights, const float* inputs, size_t num_inputs);
 
-// Rounds to the nearest bf16, ties to even; what exceeds its range becomes infinity.
+// Rounds to the nearest bf16, ties to even. What exceeds its range becomes infinity.
 void round_to_bf16(float* values, size_t count);
 
 }  // namespace dflash::compute

@@ -1,3 +1,5 @@
+// Propagates an enclosure through a whole layer: inputs, gate and up, activation, down, routed sum.
+// Each step adds the largest error that its arithmetic may make.
 // SPDX-License-Identifier: Apache-2.0
 #include "compute/reference/class_bounds.h"
 
@@ -13,24 +15,26 @@
 namespace dflash::compute {
 namespace {
 
-// Values known up to an error: each is within errors[i] of centers[i].
+// Values that are known up to an error: each lies within errors[i] of centers[i].
 struct Enclosed {
   std::vector<double> centers, errors;
 };
 
-// A matrix as a class multiplies it: each weight, what it is made of (|code * scale| + |offset|, at
-// least its size), and how much of it an instruction may lose.
+// A matrix as a class multiplies it. For each weight: its value, the magnitude of what it is made
+// of
+// (|code * scale| + |offset|, which is at least its size), and how much of it an instruction may
+// lose.
 struct Factors {
   std::vector<double> values, magnitudes, losses;  // [outputs, inputs]
 };
 
-// What the arithmetic of a product of n terms may be wrong by: of the sum of magnitudes, and per
-// term and largest factor.
+// By how much the arithmetic of a product of n terms may be wrong: relative to the sum of the
+// terms' magnitudes, and absolutely for each term, per unit of the largest factor.
 struct Precision {
   double relative = 0.0, absolute = 0.0;
 };
 
-constexpr double kLeastNormalHalf = 0x1p-14;  // what is smaller, an instruction may take for zero
+constexpr double kLeastNormalHalf = 0x1p-14;  // an instruction may take smaller values for zero
 
 Factors bf16_factors(const MatrixView& view, WeightFormat resident) {
   std::vector<float> values(size_t{view.outputs} * view.inputs);
@@ -49,10 +53,10 @@ Factors bf16_factors(const MatrixView& view, WeightFormat resident) {
   return found;
 }
 
-// An instruction aligns 16 products and the sum so far to the largest of them and cuts each at the
-// 24th bit or below, then normalises: 17 errors of 2^-23 of the sum of magnitudes at most, and one
-// more rounding. A chain of 256 is added with one rounding, a bias with another. Units that flush
-// subnormals (gfx908, gfx90a) lose up to 2^-126 of the other factor per term.
+// An instruction aligns 16 products and the sum so far to the largest of them, cuts each at the
+// 24th bit or below, and normalises. That makes at most 17 errors of 2^-23 of the sum of magnitudes
+// and one more rounding. Each chain of 256 is added with one rounding, and a bias with another.
+// Units that flush subnormals (gfx908, gfx90a) lose up to 2^-126 of the other factor per term.
 Precision bf16_precision(double n) {
   const double steps = std::ceil(n / 16);
   return {(17 * steps + steps + std::ceil(n / 256) + 2) * 0x1p-23, 3 * 0x1p-126};
@@ -74,12 +78,13 @@ Factors half_factors(const MatrixView& view, WeightFormat resident) {
   return found;
 }
 
-// An instruction may cut two products and the sum so far at the 24th bit of the largest, then
-// normalises: 4 errors of 2^-23 for each of a group's 16 pairs. What follows is float32, each step
-// 2^-24: the product of the scales, at most 24 steps of a chain (two halves and an offset for each
-// of 8 groups), the sum of a row's codes and its scale where there is an offset (6), one addition
-// per chain and a bias. One 2^-23 more for errors of errors. A product of scales below the normal
-// float32 is wrong by 2^-150, and so are sums of at most 32 * 2^30.
+// An instruction may cut two products and the sum so far at the 24th bit of the largest and then
+// normalise, which makes 4 errors of 2^-23 for each of a group's 16 pairs. What follows is float32
+// with 2^-24 a step: the product of the scales, at most 24 steps of a chain (two halves and an
+// offset for each of 8 groups), 6 for the sum of a row's codes and its scale where there is an
+// offset, one addition per chain, and a bias. One more 2^-23 covers errors of errors. A product of
+// scales below the normal float32 is wrong by up to 2^-150, and sums of at most 32 * 2^30 multiply
+// that.
 Precision half_precision(double n) {
   return {(64 + (1 + 24 + 6 + std::ceil(n / 256) + 1) / 2 + 1) * 0x1p-23, 0x1p-114};
 }
@@ -110,7 +115,7 @@ Enclosed product(const NumericsFacts& facts, const MatrixView& view, WeightForma
   return found;
 }
 
-// The steepest slope of an activation over |x| <= reach.
+// Returns the steepest slope of an activation over |x| <= reach.
 double steepest(Activation activation, double reach) {
   switch (activation) {
     case Activation::kRelu:
@@ -125,8 +130,8 @@ double steepest(Activation activation, double reach) {
   return INFINITY;
 }
 
-// An intermediate value and its error, before it is rounded. `kStep`: the float32 operations of an
-// activation, at most eight.
+// Encloses an intermediate value before it is rounded. `kStep` covers the float32 operations of an
+// activation, which are at most eight.
 void enclose_gate(const FfnSpec& spec, double g, double g_error, double u, double u_error,
                   double& center, double& error) {
   constexpr double kStep = 0x1p-20;
@@ -137,19 +142,20 @@ void enclose_gate(const FfnSpec& spec, double g, double g_error, double u, doubl
     return;
   }
   const bool is_plain = spec.gate == GateKind::kGated;
-  // g * sigmoid(alpha * g)
+  // The slope is that of a(g), or of g * sigmoid(alpha * g).
   const double slope = is_plain ? steepest(spec.activation, std::fabs(g) + g_error) : 1.1;
   const double offset = is_plain ? 0.0 : std::fabs(static_cast<double>(spec.up_offset));
   const double factor =
       std::min(std::fabs(u), static_cast<double>(spec.up_limit)) + u_error + offset;
   const double reach = std::fabs(g) + g_error;
-  // |a(g)| <= that: every activation is below its slope times |g|, or 1
+  // This bounds |a(g)|: every activation stays below its slope times |g|, or below 1.
   const double activated = std::max(reach * std::max(slope, 1.0), 1.0);
   error = slope * g_error * factor + activated * u_error +
           kStep * (activated * factor + std::fabs(center));
 }
 
-// Rounds to bf16: what lies within the error may end on either side of a boundary.
+// Rounds a row to bf16. Values within the error may end on either side of a rounding boundary, so
+// that both ends of the enclosure are rounded.
 void round_row_to_bf16(Enclosed& row) {
   const auto rounded = [](double value) {
     return static_cast<double>(bf16_to_f32(f32_to_bf16(static_cast<float>(value))));
@@ -162,9 +168,9 @@ void round_row_to_bf16(Enclosed& row) {
   }
 }
 
-// Rounds to codes. A power of two of the scale more or less moves no value that is normal in f16:
-// 11 bits are 11 bits. What is not is below 2^-28 of the group's largest (2^-140 in groups of the
-// least scale), and may be taken for zero.
+// Rounds a row to f16 codes. If the scale is off by a power of two, no value moves that is normal
+// in f16, which has 11 bits under either scale. A value that is not normal is below 2^-28 of the
+// group's largest (2^-140 in groups of the least scale), and may be taken for zero.
 void round_row_to_halves(Enclosed& row, uint32_t group_inputs) {
   const auto rounded = [](double value) {
     int exponent;
@@ -242,7 +248,7 @@ OutputBounds class_bounds(NumericsClass numerics, const FfnSpec& spec,
       }
     }
     for (uint32_t o = 0; o < spec.out_size; ++o) {
-      // an fma each
+      // The routed sum is one fma, hence one rounding, for each expert.
       const double error = errors[o] + (args.row_counts[r] + 1) * 0x1p-24 * magnitudes[o];
       bounds.low[size_t{r} * spec.out_size + o] = sums[o] - error;
       bounds.high[size_t{r} * spec.out_size + o] = sums[o] + error;

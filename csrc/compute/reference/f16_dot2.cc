@@ -1,3 +1,4 @@
+// The codes of rows and of weights in every format, and their dot product.
 // SPDX-License-Identifier: Apache-2.0
 #include "compute/reference/f16_dot2.h"
 
@@ -16,8 +17,8 @@ namespace {
 constexpr uint32_t kBlock = 256;  // inputs per chain
 constexpr uint32_t kGroup = 32;   // inputs per scale of a row
 
-// 2^e with the largest magnitude of the group in [2^(e + 14), 2^(e + 15)); at least 2^-126, a
-// normal float32.
+// Returns 2^e such that the largest magnitude of the group is in [2^(e + 14), 2^(e + 15)), but at
+// least 2^-126, so that the scale is a normal float32.
 float scale_of(const float* values, size_t count) {
   float largest = 0.0f;
   for (size_t i = 0; i < count; ++i) {

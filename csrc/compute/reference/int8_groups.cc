@@ -1,3 +1,5 @@
+// Reads the integer codes, scales and offsets of every format one value at a time, and multiplies
+// them with a row's codes.
 // SPDX-License-Identifier: Apache-2.0
 #include "compute/reference/int8_groups.h"
 
@@ -13,7 +15,7 @@ namespace {
 constexpr uint32_t kBlock = 256;  // inputs per chain
 constexpr uint32_t kGroup = 32;   // inputs per scale of a row
 
-// Where one output's codes, scales and offsets go.
+// Where the codes, scales and offsets of one output go.
 struct Target {
   int32_t* codes;
   float* scales;
@@ -28,7 +30,7 @@ uint32_t nibble(const uint8_t* bytes, uint32_t i) {
 int32_t level(uint32_t code) { return static_cast<int32_t>(kIq4Levels[code]); }
 int32_t doubled_e2m1(uint32_t code) { return static_cast<int32_t>(2.0f * kE2m1[code]); }
 
-// GGUF's blocks of 32.
+// Reads GGUF's blocks of 32 values.
 void read_block_32(WeightFormat format, const uint8_t* block, const Target& to) {
   if (format == WeightFormat::kGgufMxfp4) {
     to.scales[0] = e8m0_to_f32(block[0]) * 0.5f;
@@ -95,7 +97,7 @@ void read_block(WeightFormat format, const uint8_t* block, const Target& to) {
   }
 }
 
-// Safetensors' mxfp4: pairs of inputs side by side, scales lying apart.
+// Reads the mxfp4 of safetensors, in which pairs of inputs are side by side and scales lie apart.
 void read_mxfp4(const MatrixView& matrix, uint32_t output, const Target& to) {
   const auto* row = reinterpret_cast<const uint8_t*>(matrix.data + output * matrix.output_stride);
   const std::byte* scales = matrix.scales + output * matrix.scales_stride;
@@ -105,7 +107,7 @@ void read_mxfp4(const MatrixView& matrix, uint32_t output, const Target& to) {
   }
 }
 
-// int8_g32 and int4_g32 are made of floats.
+// Quantises a row of floats to int8_g32 or int4_g32.
 void quantise_row(const MatrixView& matrix, uint32_t output, float limit, const Target& to) {
   std::vector<float> values((matrix.inputs + kGroup - 1) / kGroup * kGroup, 0.0f);
   dequantize(matrix, output, 1, values.data());

@@ -1,5 +1,5 @@
-// The float64 oracle: the same function with float64 arithmetic and the C library's functions, for
-// tolerances.
+// The float64 oracle: the same function with float64 arithmetic and the C library's functions.
+// Tests take tolerances from it.
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 #include <cmath>

@@ -1,5 +1,5 @@
-// The classes in words: the loops that the kernels are tested against. Written for reading; one fma
-// at a time.
+// The classes in words: the loops against which the kernels are tested. They are written for
+// reading, one fma at a time.
 // SPDX-License-Identifier: Apache-2.0
 #include "compute/reference/reference.h"
 
@@ -27,10 +27,11 @@ namespace {
 
 constexpr size_t kChain = 256;  // inputs per fma chain
 
+// A matrix as a class reads it; one of the three is filled.
 struct Matrix {
   std::vector<float> values;  // [outputs, inputs]
-  IntegerWeights integers;    // instead, where inputs become int8 codes
-  HalfWeights halves;         // instead, where they become f16 ones
+  IntegerWeights integers;    // filled where inputs become int8 codes
+  HalfWeights halves;         // filled where inputs become f16 codes
   size_t inputs = 0;
 
   uint64_t num_bytes() const {
@@ -59,16 +60,16 @@ Result<Matrix> widen_matrix(const char* name, const MatrixView& view, WeightForm
   return matrix;
 }
 
-// A row as a class reads it.
+// A row as a class reads it; one of the three is filled.
 struct Row {
   std::vector<float> values;
-  Int8Codes integers;  // instead, where inputs become int8 codes
-  HalfCodes halves;    // instead, where they become f16 ones
+  Int8Codes integers;  // filled where inputs become int8 codes
+  HalfCodes halves;    // filled where inputs become f16 codes
 };
 
-// f32-canonical: block sums of 256-long fma chains, added in ascending order. The matrix-unit
-// classes' too, as the simulator computes them: an instruction adds 16 products in an order of its
-// own, the sums over 256 inputs are added as here.
+// The sum of f32-canonical: chains of 256 fmas, added in ascending order. The classes of matrix
+// units are summed so too, as the simulator does. An instruction adds 16 products in an order of
+// its own, but the sums over 256 inputs are added as here.
 float canonical_dot(const float* weights, const float* inputs, size_t num_inputs) {
   float total = 0.0f;
   for (size_t begin = 0; begin < num_inputs; begin += kChain) {
@@ -90,7 +91,7 @@ Row encode(const NumericsFacts& facts, std::vector<float> values) {
   return {std::move(values), {}, {}};
 }
 
-// How one output of floats is summed: the classes that differ in nothing else.
+// Returns how one output of floats is summed, in which some classes differ and in nothing else.
 using FloatDot = float (*)(const float* weights, const float* inputs, size_t num_inputs);
 FloatDot float_dot(NumericsClass numerics) {
   if (numerics == NumericsClass::kBf16Dot) return bf16_dot;
@@ -207,7 +208,7 @@ class ReferenceLayer final : public ExpertLayer {
     return bias.empty() ? sum : sum + bias[output];
   }
 
-  // y = fma(w, d, y) over the row's pairs: experts ascending, duplicates in the order given.
+  // Returns y = fma(w, d, y) over the row's pairs: experts ascend, duplicates keep their order.
   std::vector<float> routed_sum(const ForwardArgs& args, size_t first_pair, size_t num_pairs,
                                 const Row& row, YieldingProgress& progress) const {
     std::vector<size_t> pairs(num_pairs);
@@ -235,7 +236,7 @@ class ReferenceLayer final : public ExpertLayer {
       progress.count_and_yield();
     }
     for (float& value : sum) {
-      // 0x7fc00000, whatever payload an fma kept
+      // The class has 0x7fc00000 for every NaN, whatever payload an fma has kept.
       if (std::isnan(value)) value = std::numeric_limits<float>::quiet_NaN();
     }
     return sum;

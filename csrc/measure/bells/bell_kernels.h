@@ -1,4 +1,4 @@
-// The table of the kernels that measure, which is one kernel. For host code only.
+// The table of the kernels that measure; there is only one. For host code.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 

@@ -20,7 +20,7 @@
 
 namespace dflash::measure {
 
-// A device with the kernel of bell_kernels.h, and its queue's own ways to ring.
+// A device with the kernel of bell_kernels.h, and the ways of its queue to ring.
 struct BellMachine {
   std::unique_ptr<compute::gpu::DeviceRuntime> runtime;
   std::unique_ptr<QueueWords> words;
@@ -28,6 +28,7 @@ struct BellMachine {
 
 }  // namespace dflash::measure
 
+// What the table's device stands for. Its maps end before its host does.
 struct dflash_bell_device {
   explicit dflash_bell_device(dflash::measure::BellMachine machine)
       : host(std::move(machine.runtime)), words(std::move(machine.words)), bells(host, *words) {}
@@ -36,7 +37,7 @@ struct dflash_bell_device {
   }
   void unmap(std::byte* memory) {
     const dflash::compute::gpu::GpuHost::Turn turn(host);
-    // what a hung device may still use stays
+    // Memory that a hung device may still use stays mapped.
     if (mapped.erase(memory) != 0 && !turn.is_hung()) turn.runtime().unmap_host(memory);
   }
 

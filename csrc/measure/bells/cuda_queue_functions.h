@@ -1,4 +1,4 @@
-// The functions of CUDA's driver API behind QueueWords, as cuda.h declares them: handles and
+// The functions of CUDA's driver API behind QueueWords, declared as in cuda.h with handles and
 // enumerations by their size. A test compares them with the vendor's header where one is installed.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
@@ -12,7 +12,7 @@
 
 namespace dflash::measure::cuda {
 
-// CU_STREAM_WAIT_VALUE_GEQ: by the sign of the difference
+// This is CU_STREAM_WAIT_VALUE_GEQ, which compares by the sign of the difference.
 inline constexpr unsigned kAwaitReached = 0;
 
 }  // namespace dflash::measure::cuda

@@ -1,5 +1,5 @@
-// libdflash_sim_measure.so: a doorbell on the simulated cards. Device 0 stands for NVIDIA's, device
-// 1 for AMD's.
+// libdflash_sim_measure.so: a doorbell on the simulated cards. Device 0 stands for a card of
+// NVIDIA, device 1 for one of AMD.
 // SPDX-License-Identifier: Apache-2.0
 #include <string>
 

@@ -1,3 +1,5 @@
+// Rings in each of the three ways. Waits of the queue that get no answer are ended by the host,
+// which writes the answer's word itself.
 // SPDX-License-Identifier: Apache-2.0
 #include "measure/bells/gpu_bells.h"
 
@@ -12,15 +14,16 @@
 namespace dflash::measure {
 namespace {
 
-constexpr uint64_t kWordBytes = 256;  // one word, as memory is allocated
-// queued at once: a driver takes about a thousand operations before it waits without a bound
+constexpr uint64_t kWordBytes = 256;  // holds one word; memory is allocated in such units
+// Rounds that are queued at once. A driver takes about a thousand operations before it waits
+// without a bound.
 constexpr uint32_t kBatchRounds = 256;
-// for a kernel beyond its budget, and for what was released
+// How long a kernel may exceed its budget, and how long what was released may take.
 constexpr std::chrono::seconds kGrace{5};
 
 }  // namespace
 
-// What the queue calls, in the thread of the vendor's.
+// What the queue calls, on a thread of the vendor's library.
 struct GpuBells::Calls {
   std::vector<int64_t> times_ns;
   std::atomic<uint32_t> count{0};
@@ -37,7 +40,7 @@ GpuBells::GpuBells(compute::gpu::GpuHost& host, QueueWords& words) : host_(host)
 GpuBells::~GpuBells() {
   const Turn turn(host_);
   if (!turn.drain(kGrace).ok()) {
-    calls_.release();  // what the device may still use stays
+    calls_.release();  // leaked, because the device may still use it
     return;
   }
   turn.runtime().release(memory_);
@@ -132,7 +135,7 @@ Result<BellOutcome> GpuBells::ring_by_calls(const BellPlan& plan, const Turn& tu
   for (uint32_t queued = 0; queued < plan.num_rounds;) {
     const uint32_t batch = std::min(kBatchRounds, plan.num_rounds - queued);
     for (uint32_t i = 0; i < batch; ++i) {
-      // work of the device that the call follows
+      // A call follows some work of the device, as it would in use.
       DFLASH_TRY(turn.runtime().fill(memory_, 0, sizeof(uint32_t)));
       DFLASH_TRY(words_.call_host(&Calls::note, calls_.get()));
     }

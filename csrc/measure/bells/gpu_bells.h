@@ -1,5 +1,5 @@
-// What a doorbell costs on a host's device, by each way a device has to ring a processor and to
-// wait for it: `bench doorbell`. Device steps use the first way only.
+// What a doorbell costs on a host's device, by each way in which a device can ring a processor and
+// wait for it (`bench doorbell`). Device steps use the first way only.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -11,38 +11,41 @@
 
 namespace dflash::measure {
 
+// How the device rings; the values are those of bells_abi.h.
 enum class BellKind : uint8_t {
   kKernel = 0,  // a kernel stores and polls
   kStream = 1,  // the queue itself stores and waits
-  kCall = 2,    // the queue calls the host; the words are not used
+  kCall = 2,    // the queue calls the host and uses no words
 };
 
+// A ping-pong of `num_rounds` rounds, numbered from `first` on.
 struct BellPlan {
-  // addresses as map_memory gave them; the answer is of the same number as the ring
+  // Addresses as map_memory gave them. The answer to a number is the same number.
   uint32_t* ring = nullptr;
   const uint32_t* answer = nullptr;
-  // kStream: the answer's word as the host may write it, to end a wait whose answer never comes
+  // For kStream, the answer's word as the host may write it, to end a wait whose answer never
+  // comes.
   uint32_t* release = nullptr;
   uint32_t first = 1, num_rounds = 1;
-  std::chrono::nanoseconds budget{};  // of all rounds
+  std::chrono::nanoseconds budget{};  // for all rounds together
 };
 
 struct BellOutcome {
-  // rounds that were answered in time; kStream: whole batches of them
+  // Rounds that were answered in time; for kStream, whole batches of them.
   uint32_t num_done = 0;
-  std::vector<int64_t> calls_ns;  // kCall: when each was made, by the steady clock
+  std::vector<int64_t> calls_ns;  // for kCall, when each call was made, by the steady clock
 };
 
 class GpuBells {
  public:
-  // `host` has the kernels of bell_kernels.h; it and `words` outlive this.
+  // `host` must have the kernels of bell_kernels.h; it and `words` must outlive this object.
   GpuBells(compute::gpu::GpuHost& host, QueueWords& words);
   ~GpuBells();
   GpuBells(const GpuBells&) = delete;
   GpuBells& operator=(const GpuBells&) = delete;
 
-  // Errors: kUnsupported where the driver has no such way; the device's. Where it does not end in
-  // spite of the budget, it counts as hung.
+  // Rings as planned, on the calling thread. Errors: kUnsupported where the driver has no such way,
+  // and those of the device. A device that does not end in spite of the budget counts as hung.
   Result<BellOutcome> ring(const BellPlan& plan, BellKind kind);
 
  private:
@@ -56,8 +59,8 @@ class GpuBells {
 
   compute::gpu::GpuHost& host_;
   QueueWords& words_;
-  std::byte* memory_ = nullptr;  // device: a word
-  std::byte* mirror_ = nullptr;  // pinned
+  std::byte* memory_ = nullptr;  // a word in the device's memory
+  std::byte* mirror_ = nullptr;  // its copy in pinned memory
   std::unique_ptr<Calls> calls_;
 };
 

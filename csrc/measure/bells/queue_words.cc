@@ -1,3 +1,4 @@
+// The operations on words of CUDA's queue, and the refusal of those that a driver lacks.
 // SPDX-License-Identifier: Apache-2.0
 #include "measure/bells/queue_words.h"
 

@@ -1,6 +1,6 @@
-// Rings a processor and waits for its answer, round after round: what a doorbell in the host's
-// memory costs, with nothing else in between. Its loads, stores and bound are those of the kernels
-// of device steps (pack_requests.h, await_replies.h).
+// Rings a processor and waits for its answer, round after round. It shows what a doorbell in the
+// host's memory costs with nothing else in between. Its loads, stores and bound are those of the
+// kernels of device steps (pack_requests.h, await_replies.h).
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -11,7 +11,7 @@ namespace dflash::measure {
 
 using namespace compute::gpu;  // the names of portable.h
 
-// One thread of one block; the launch has more because blocks are multiples of 64.
+// One thread of one block works. The launch has more because blocks are multiples of 64 threads.
 GPU_KERNEL(dflash_ring_bells, BellParams, kBellThreads) {
   if (thread_index() != 0) return;
   const uint64_t started_ns = device_ns();

@@ -1,3 +1,4 @@
+// The bells of the simulated cards. A wait yields the processor, since the peer may need it.
 // SPDX-License-Identifier: Apache-2.0
 #define DFLASH_GPU_SIM 1
 #include "measure/bells/sim_bells.h"

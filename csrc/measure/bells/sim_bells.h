@@ -1,5 +1,5 @@
 // The simulator's side of a doorbell: the kernel compiled for the CPU, and a queue whose operations
-// on words wait() carries out.
+// on words are carried out by wait().
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -11,7 +11,7 @@
 namespace dflash::measure {
 
 compute::gpu::sim::Module bell_module();
-// `runtime` outlives them.
+// `runtime` must outlive the words.
 std::unique_ptr<QueueWords> simulated_queue_words(compute::gpu::SimulatedRuntime& runtime);
 
 }  // namespace dflash::measure

@@ -1,6 +1,6 @@
-// The memory of a ping-pong between a device and a processor, and both its ends: `bench doorbell`.
-// The words are the heads of two segments as the shared transport makes and maps them, or lie in
-// pinned memory.
+// The memory of a ping-pong between a device and a processor, and both its ends (`bench doorbell`).
+// The words are the heads of two segments, which are made and mapped as in the shared transport, or
+// lie in pinned memory.
 // SPDX-License-Identifier: Apache-2.0
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -52,7 +52,7 @@ uint32_t parse_kind(const std::string& kind) {
 
 class BellMemory {
  public:
-  // Both sides' segments in one process; a child made by fork has them too, and can be the
+  // Makes both sides' segments in one process. A child made by fork has them too and can be the
   // processor's end.
   static std::unique_ptr<BellMemory> of_segments(bool is_open, uint64_t slot_bytes) {
     auto memory = std::make_unique<BellMemory>();
@@ -85,7 +85,8 @@ class BellMemory {
     if (owner_ != nullptr) owner_->release_pinned(pinned_);
   }
 
-  // As a device step maps its data paths: the host's own segment to write, the worker's to read.
+  // Maps as a device step maps its data paths: the host's own segment to write, the worker's to
+  // read.
   uint64_t map(BellDevice& device) {
     if (!attached_) return 0;
     py::gil_scoped_release unlocked;
@@ -111,7 +112,7 @@ class BellMemory {
     return answer_bells({ring_, answer_, first, rounds, nanoseconds(timeout_s)});
   }
 
-  // (rounds that were answered, when the host was called)
+  // Returns the number of rounds that were answered, and when the host was called.
   std::pair<uint32_t, std::vector<int64_t>> ring(BellDevice& device, const std::string& kind,
                                                  uint32_t first, uint32_t rounds, double budget_s) {
     auto bells = plugin::new_record<dflash_bell_rounds>();
@@ -144,10 +145,10 @@ class BellMemory {
   }
 
   std::optional<Segment> host_, worker_;
-  std::shared_ptr<Segment> attached_;  // the worker's, as a host has it; null: pinned memory
-  SharedDevice owner_;                 // of the pinned memory
+  std::shared_ptr<Segment> attached_;  // the worker's, as a host maps it; null for pinned memory
+  SharedDevice owner_;                 // the device to which the pinned memory belongs
   std::byte* pinned_ = nullptr;
-  uint32_t *ring_ = nullptr, *answer_ = nullptr;  // the processor's addresses, both to be written
+  uint32_t *ring_ = nullptr, *answer_ = nullptr;  // the processor's addresses, both writable
   uint32_t *device_ring_ = nullptr, *device_answer_ = nullptr;
 };
 

@@ -1,4 +1,4 @@
-// What `bench experts` measures; see measure/layer_benchmark.h, gemm_benchmark.h and peaks.h.
+// Binds what `bench experts` measures; see measure/layer_benchmark.h, gemm_benchmark.h and peaks.h.
 // SPDX-License-Identifier: Apache-2.0
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
@@ -106,11 +106,11 @@ class PyLayerBenchmark {
  private:
   const bool is_on_device_;
   LayerBenchmarkOptions options_;
-  std::unique_ptr<GemmBenchmark> gemm_;  // made when first asked for
+  std::unique_ptr<GemmBenchmark> gemm_;  // made when it is first asked for
   std::unique_ptr<LayerBenchmark> benchmark_;
 };
 
-// A function of peaks.h as Python calls it: a set by its name, the interpreter free meanwhile.
+// Binds a function of peaks.h: the set is given by its name, and the GIL is released meanwhile.
 template <auto kMeasure, class Effort>
 std::vector<double> peak_of(const std::string& isa, uint32_t num_threads, uint32_t rounds,
                             Effort effort) {

@@ -1,4 +1,4 @@
-// What `bench ipc` measures; see measure/round_trip.h.
+// Binds what `bench ipc` measures; see measure/round_trip.h.
 // SPDX-License-Identifier: Apache-2.0
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>

@@ -1,5 +1,5 @@
-// dflash_moe._measure: what benchmarks need in C++, and what nothing else loads. It takes channels
-// and devices of the core, whose classes must be registered before it is used.
+// dflash_moe._measure: what benchmarks need in C++ and nothing else loads. It takes channels and
+// devices of the core, whose classes must be registered before it is used.
 // SPDX-License-Identifier: Apache-2.0
 #include "measure/bindings/module.h"
 

@@ -1,5 +1,5 @@
-// An emulated link: each direction has a serialisation rate, a delay and a jitter of its own.
-// Outgoing messages wait in their slot, incoming ones in theirs; the credit rule keeps both
+// An emulated link, in which each direction has a serialisation rate, a delay and a jitter of its
+// own. Outgoing messages wait in their slots, incoming ones in theirs; the credit rule keeps both
 // untouched meanwhile.
 // SPDX-License-Identifier: Apache-2.0
 #include <random>
@@ -19,7 +19,7 @@ class Link {
         ns_per_byte_(emulation.mbit_s > 0 ? 8e3 / emulation.mbit_s : 0),
         random_(seed) {}
 
-  // When a message handed over now is at the other end.
+  // Returns when a message that is handed over now will be at the other end.
   int64_t due_ns(int64_t now, size_t bytes) {
     busy_until_ns_ = std::max(busy_until_ns_, now) +
                      static_cast<int64_t>(ns_per_byte_ * static_cast<double>(bytes));
@@ -46,7 +46,7 @@ class EmulatedChannel final : public Channel {
 
   Status publish(uint32_t slot, size_t bytes) override {
     const bool fits = slot < geometry().num_slots && bytes <= inner_->outgoing(slot).size();
-    if (!fits) return inner_->publish(slot, bytes);  // refused there
+    if (!fits) return inner_->publish(slot, bytes);  // which refuses it
     if (failure_) return *failure_;
     if (sends_.num_held() >= geometry().num_slots) {
       return Error{ErrorCode::kInvalidArgument, std::string(kind()) + " channel: publish in slot " +
@@ -63,7 +63,7 @@ class EmulatedChannel final : public Channel {
 
   Result<std::optional<Arrival>> poll() override {
     release_sends(now_ns());
-    // At most one reply per slot is under way; a peer that sends more is left waiting.
+    // At most one reply per slot is under way, so that a peer which sends more is left waiting.
     while (!failure_ && arrivals_.num_held() < geometry().num_slots) {
       auto polled = inner_->poll();
       if (!polled.ok()) {
@@ -99,7 +99,7 @@ class EmulatedChannel final : public Channel {
   Link out_, in_;
   HeldQueue<HeldSend> sends_;
   HeldQueue<Arrival> arrivals_;
-  std::optional<Error> failure_;  // of the inner channel; told after what arrived before it
+  std::optional<Error> failure_;  // the inner channel's; it is told after what arrived before it
 };
 
 }  // namespace

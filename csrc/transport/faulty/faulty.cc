@@ -23,7 +23,7 @@ class FaultyChannel final : public Channel {
 
   Status publish(uint32_t slot, size_t bytes) override {
     const bool fits = slot < geometry().num_slots && bytes <= inner_->outgoing(slot).size();
-    if (!fits) return inner_->publish(slot, bytes);  // refused there, and no operation to count
+    if (!fits) return inner_->publish(slot, bytes);  // which refuses it; it does not count
     if (failure_) return *failure_;
     switch (next_fault(FaultPoint::kPublish)) {
       case FaultKind::kFail:     return fail();
@@ -34,7 +34,7 @@ class FaultyChannel final : public Channel {
       case FaultKind::kNone:     break;
     }
     if (sends_.is_empty()) return inner_->publish(slot, bytes);
-    sends_.push(0, {slot, bytes});  // due with the delayed one before it
+    sends_.push(0, {slot, bytes});  // it is due with the delayed one before it
     return ok();
   }
 
@@ -49,7 +49,7 @@ class FaultyChannel final : public Channel {
       if (arrivals_.num_held() >= geometry().num_slots) return std::optional<Arrival>();
       auto polled = inner_->poll();
       if (!polled.ok()) {
-        // told after what arrived before it
+        // The error is told after what arrived before it.
         if (!arrivals_.is_empty()) return std::optional<Arrival>();
         return keep(std::move(polled).error());
       }
@@ -66,7 +66,7 @@ class FaultyChannel final : public Channel {
   }
 
  private:
-  // What happens to an arrival: delivered now, or nothing yet (dropped or held).
+  // Applies the fault to an arrival: it is delivered now, or nothing is yet (dropped or held).
   Result<std::optional<Arrival>> meet(Arrival arrival) {
     int64_t due_ns = 0;
     switch (next_fault(FaultPoint::kPoll)) {
@@ -115,7 +115,7 @@ class FaultyChannel final : public Channel {
   uint64_t num_operations_ = 0;
   HeldQueue<HeldSend> sends_;
   HeldQueue<Arrival> arrivals_;
-  // the one corrupted message; nothing else may write the peer's memory
+  // The one corrupted message. It is a copy, because only the peer may write the peer's memory.
   std::vector<std::byte> corrupted_;
   std::optional<Error> failure_;
 };

@@ -1,5 +1,5 @@
-// Messages held back until a time, oldest first: a message never overtakes one before it. Private
-// to the decorators.
+// Messages that are held back until a time, oldest first; none overtakes the one before it. Private
+// to the decorators of this folder.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -27,15 +27,16 @@ class HeldQueue {
     held_.pop_front();
     return message;
   }
-  // max() when nothing is held.
+  // When the next message is due; max() where none is held.
   int64_t next_due_ns() const {
     return held_.empty() ? std::numeric_limits<int64_t>::max() : held_.front().first;
   }
 
  private:
-  std::deque<std::pair<int64_t, Message>> held_;  // bounded by its user
+  std::deque<std::pair<int64_t, Message>> held_;  // bounded by whoever pushes
 };
 
+// A publish() that is held back.
 struct HeldSend {
   uint32_t slot;
   size_t bytes;

@@ -1,4 +1,4 @@
-// Loopback: the ring on memory of this process, one eventfd bell per side.
+// The loopback: a ring in memory of this process, with one eventfd bell per side.
 // SPDX-License-Identifier: Apache-2.0
 #include "transport/loopback/loopback.h"
 
@@ -20,7 +20,7 @@ struct BothMappings {
   Mapping host, worker;
 };
 
-// Two descriptors of one bell, so that either end may go first.
+// Two descriptors of one bell, so that either end may be closed first.
 struct Bell {
   OwnedFd sleeper, ringer;
 };

@@ -1,5 +1,4 @@
-// Both ends of a channel in one process, over the same ring as the shared transport but on private
-// memory.
+// Both ends of a channel in one process: the ring of the shared transport on private memory.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -14,6 +13,7 @@ struct ChannelPair {
   std::unique_ptr<Channel> host;
   std::unique_ptr<Channel> worker;
 };
+// The ends may live on two threads. Errors: kInvalidArgument, kOutOfMemory, kSystem.
 Result<ChannelPair> make_loopback(const SlotGeometry& geometry);
 
 }  // namespace dflash::transport

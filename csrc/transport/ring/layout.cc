@@ -1,6 +1,6 @@
-// Segment offsets and the header line: magic u32, version u32, generation u64, writer u32,
-// num_slots u32, request_bytes u64, reply_bytes u64, native byte order (both processes run on one
-// machine).
+// The offsets of a segment and its header line: magic u32, version u32, generation u64, writer u32,
+// num_slots u32, request_bytes u64, reply_bytes u64. They have the native byte order, because both
+// processes run on one machine.
 // SPDX-License-Identifier: Apache-2.0
 #include "transport/ring/layout.h"
 
@@ -49,7 +49,7 @@ Status check_geometry(const SlotGeometry& geometry) {
 
 Result<SegmentLayout> SegmentLayout::of(Side writer, const SlotGeometry& geometry) {
   DFLASH_TRY(check_geometry(geometry));
-  // 256 slots of 256 MiB are 64 GiB: nothing here can wrap 64 bits.
+  // 256 slots of 256 MiB are 64 GiB, so that nothing here can wrap 64 bits.
   SegmentLayout layout;
   const uint32_t num_entries = std::bit_ceil(geometry.num_slots);
   layout.entry_mask = num_entries - 1;

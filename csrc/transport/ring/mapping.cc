@@ -1,4 +1,4 @@
-// Anonymous mappings.
+// Maps anonymous memory.
 // SPDX-License-Identifier: Apache-2.0
 #include "transport/ring/mapping.h"
 

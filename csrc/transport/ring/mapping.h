@@ -1,6 +1,6 @@
-// Move-only owner of a private anonymous mapping: slot memory of the transports that share nothing
-// with another process. Pages cost nothing until they are touched, so slots may be sized for the
-// worst case.
+// Owns a private anonymous mapping: the slots of transports that share nothing with another
+// process. Pages cost nothing until they are touched, so that slots may be sized for the worst
+// case.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -13,7 +13,7 @@ namespace dflash::transport {
 
 class Mapping {
  public:
-  // Zeroed and page-aligned. Errors: kOutOfMemory.
+  // The memory is zeroed and page-aligned. Errors: kOutOfMemory.
   static Result<Mapping> create(size_t num_bytes);
 
   Mapping() = default;

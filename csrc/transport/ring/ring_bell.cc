@@ -1,3 +1,4 @@
+// The bell's thread. It takes the place of the wake-up that a publishing processor would make.
 // SPDX-License-Identifier: Apache-2.0
 #include "transport/ring/ring_bell.h"
 
@@ -46,9 +47,10 @@ RingBell::~RingBell() {
   thread_.join();
 }
 
-// A head that moved is told once: the worker then sleeps, or it stores its sleeping word after this
-// look and reads the head after that store, and sees the message by itself (the ring's Dekker pair,
-// the device's store in the place of the publisher's).
+// A head that has moved is told to the worker once. Either the worker sleeps already and is woken.
+// Or it stores its sleeping word after this look and reads the head after that store, so that it
+// sees the message by itself: this is the ring's Dekker pair with the device's store in the place
+// of the publisher's.
 void RingBell::watch(int64_t nap_ns) {
   std::vector<uint32_t> told;
   for (const RingView& ring : rings_) told.push_back(ring.head);

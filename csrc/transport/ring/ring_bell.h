@@ -1,6 +1,6 @@
-// Wakes workers for a device that publishes to their rings: a device's store wakes nobody who
-// sleeps on a futex. A thread of its own looks at the heads from start to end; it costs a core
-// meanwhile.
+// Wakes workers for a device that publishes to their rings, because a device's store wakes nobody
+// who sleeps on a futex. A thread of its own looks at the heads from construction to destruction
+// and takes up a core meanwhile, unless it naps.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -14,7 +14,8 @@ namespace dflash::transport {
 
 class RingBell {
  public:
-  // `nap_ns` between two looks; 0: none, which wants a core that nobody else needs.
+  // `nap_ns` is slept between two looks. With 0 there is no nap, which wants a core that nobody
+  // else needs.
   RingBell(std::vector<RingView> rings, int64_t nap_ns);
   ~RingBell();
   RingBell(const RingBell&) = delete;

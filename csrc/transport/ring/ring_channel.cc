@@ -1,10 +1,10 @@
-// The ring. A message is: write the slot, write the entry, then store the head. Nothing read from
-// the peer is trusted: the head may be at most num_slots ahead, a slot below num_slots, a length at
-// most the slot's capacity.
+// The ring. To send a message is to write the slot, then the entry, then to store the head. Nothing
+// that is read from the peer is trusted: the head may be at most num_slots ahead, a slot must be
+// below num_slots, and a length at most the slot's capacity.
 //
-// Sleeping is a Dekker pair: the sleeper stores its sleeping word and then loads the head; the
-// publisher stores the head and then loads the sleeping word. Both sides sequentially consistent,
-// so at least one sees the other and no wake-up is lost.
+// Sleeping is a Dekker pair. The sleeper stores its sleeping word and then loads the head; the
+// publisher stores the head and then loads the sleeping word. All four are sequentially consistent,
+// so that at least one side sees the other and no wake-up is lost.
 // SPDX-License-Identifier: Apache-2.0
 #include "transport/ring/ring_channel.h"
 
@@ -26,8 +26,8 @@ template <class T>
 std::atomic_ref<T> shared_word(std::byte* base, uint64_t offset) {
   return std::atomic_ref<T>(*reinterpret_cast<T*>(base + offset));
 }
-// atomic_ref has no const form in C++20. Only loads are made through it, so a read-only mapping is
-// fine.
+// atomic_ref has no const form in C++20. Only loads are made through this one, so that a read-only
+// mapping suffices.
 template <class T>
 T load_shared(const std::byte* base, uint64_t offset, std::memory_order order) {
   return shared_word<T>(const_cast<std::byte*>(base), offset).load(order);
@@ -92,7 +92,7 @@ class RingChannel final : public Channel {
 
   Result<std::optional<Arrival>> poll() override {
     if (broken_) return *broken_;
-    // Sequentially consistent for the Dekker pair above, and it acquires entry and slot.
+    // Sequentially consistent for the Dekker pair above; it also acquires entry and slot.
     const uint32_t head = load_shared<uint32_t>(ends_.peer, kHeadOffset, std::memory_order_seq_cst);
     if (head == tail_) return std::optional<Arrival>();
     const uint32_t ahead = (head - tail_) / kOneMessage;
@@ -118,7 +118,7 @@ class RingChannel final : public Channel {
     if (sleeping_ == SleepState::kPoll) {
       uint64_t rings;
       // The bell does not block; "nothing to read" is as good as a ring. A ring for another channel
-      // on the same bell is not lost: a waiter polls every channel after it disarmed.
+      // on the same bell is not lost, because a waiter polls every channel after it has disarmed.
       [[maybe_unused]] const ssize_t got = ::read(ends_.own_bell.get(), &rings, sizeof rings);
     }
     if (sleeping_ != SleepState::kAwake) set_sleeping(SleepState::kAwake);
@@ -157,7 +157,7 @@ class RingChannel final : public Channel {
       ::syscall(SYS_futex, ends_.own + kHeadOffset, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
     } else if (sleeping == static_cast<uint32_t>(SleepState::kPoll) && ends_.peer_bell.is_open()) {
       const uint64_t one = 1;
-      // A full counter means that the bell is ringing already.
+      // The write fails on a full counter, which means that the bell is ringing already.
       [[maybe_unused]] const ssize_t put = ::write(ends_.peer_bell.get(), &one, sizeof one);
     }
   }
@@ -181,9 +181,9 @@ class RingChannel final : public Channel {
 
   RingEnds ends_;
   SegmentLayout out_, in_;
-  // what was published, in units of the head word; the shared word is never read back
+  // What was published, in units of the head word. The shared word is never read back.
   uint32_t head_ = 0;
-  uint32_t tail_ = 0;  // what was consumed of the peer's, in the same units; the low bit stays 0
+  uint32_t tail_ = 0;  // what was consumed of the peer's, in the same units; its low bit stays 0
   SleepState sleeping_ = SleepState::kAwake;
   std::optional<Error> broken_;
 };

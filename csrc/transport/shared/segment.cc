@@ -1,4 +1,4 @@
-// Sealed memfd segments and the shared-memory channel made of two of them.
+// Makes sealed memfd segments, and the shared-memory channel of two of them.
 // SPDX-License-Identifier: Apache-2.0
 #include "transport/shared/segment.h"
 
@@ -17,7 +17,8 @@
 namespace dflash::transport {
 namespace {
 
-// With these nobody can change the size (SIGBUS) or map the memory writable from now on.
+// Under these seals nobody can change the size (which would raise SIGBUS) or map the memory
+// writable from now on.
 constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_FUTURE_WRITE | F_SEAL_SEAL;
 int seals_of(bool is_open) { return is_open ? kSeals & ~F_SEAL_FUTURE_WRITE : kSeals; }
 
@@ -84,7 +85,8 @@ Result<Segment> Segment::attach(OwnedFd fd, Side writer, const SlotGeometry& geo
   auto layout = SegmentLayout::of(writer, geometry);
   if (!layout.ok()) return std::move(layout).error();
   const uint64_t total_bytes = layout.value().total_bytes;
-  // Before mmap: afterwards the peer could still shrink an unsealed file under the mapping.
+  // This comes before mmap: afterwards the peer could still shrink an unsealed file under the
+  // mapping.
   DFLASH_TRY(check_seals_and_size(fd.get(), total_bytes, seals_of(is_open)));
   void* const base = ::mmap(nullptr, total_bytes, is_open ? PROT_READ | PROT_WRITE : PROT_READ,
                             MAP_SHARED | MAP_POPULATE, fd.get(), 0);
@@ -133,8 +135,8 @@ Result<std::unique_ptr<Channel>> make_shared_channel(Side side, const SlotGeomet
                                                   " and " + std::to_string(in.value().total_bytes)};
   }
   if (host_bell.is_open()) {
-    // Neither ringing nor draining the bell may ever block; the flag belongs to the bell, so both
-    // sides' duplicates share it.
+    // Neither ringing nor draining the bell may ever block. The flag belongs to the bell, so that
+    // both sides' duplicates share it.
     const int flags = ::fcntl(host_bell.get(), F_GETFL);
     if (flags < 0 || ::fcntl(host_bell.get(), F_SETFL, flags | O_NONBLOCK) != 0)
       return segment_error("the host's bell");

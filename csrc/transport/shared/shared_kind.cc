@@ -1,3 +1,4 @@
+// The handshake of shared memory. Each end creates its own segment and attaches the other's.
 // SPDX-License-Identifier: Apache-2.0
 #include "transport/shared/shared_kind.h"
 

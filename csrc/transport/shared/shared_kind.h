@@ -1,7 +1,8 @@
-// The row of shared memory: each end writes a sealed segment of its own and maps the other's.
+// The row of shared memory: each end writes a sealed segment of its own and maps the other's. Both
+// messages consist of descriptors alone.
 //
-//     offer:  no bytes; the host's segment, the bell that wakes the host
-//     answer: no bytes; the worker's segment
+//     offer:  the host's segment, and the bell that wakes the host
+//     answer: the worker's segment
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -9,6 +10,7 @@
 
 namespace dflash::transport {
 
+// PathOffer and TransportKind::accept say what these do (kinds.h).
 Result<std::unique_ptr<PathOffer>> offer_shared(const PathTerms& terms);
 Result<Acceptance> accept_shared(const PathTerms& terms, Handover offered);
 

@@ -1,4 +1,4 @@
-// Prefix parsing and slot filling.
+// Parses prefixes and fills slots.
 // SPDX-License-Identifier: Apache-2.0
 #include "transport/stream/assembler.h"
 
@@ -64,8 +64,8 @@ Result<std::optional<Arrival>> Assembler::next() {
 }
 
 Assembler::Room Assembler::room() {
-  // What is left is less than a prefix, and nothing at all inside a message: moving it to the front
-  // is cheap.
+  // Between messages less than a prefix is left, and inside one nothing at all, so that moving it
+  // to the front costs little.
   if (staged_ > 0 && staged_begin_ > 0)
     std::memmove(staging_.data(), staging_.data() + staged_begin_, staged_);
   staged_begin_ = 0;

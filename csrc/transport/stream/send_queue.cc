@@ -1,4 +1,4 @@
-// Vectored writes of queued messages.
+// Sends queued messages by vectored writes.
 // SPDX-License-Identifier: Apache-2.0
 #include "transport/stream/send_queue.h"
 
@@ -13,7 +13,7 @@
 namespace dflash::transport {
 namespace {
 
-// two pieces each; more buys nothing once a write carries several messages
+// A message has two pieces. More messages gain nothing once a write carries several.
 constexpr size_t kMessagesPerWrite = 8;
 
 }  // namespace
@@ -21,7 +21,7 @@ constexpr size_t kMessagesPerWrite = 8;
 void SendQueue::push(uint32_t slot, std::span<const std::byte> message) {
   check(num_queued_ < messages_.size(), "more messages queued than slots exist");
   Message& queued = at(num_queued_++);
-  const uint64_t fields[2] = {slot, message.size()};  // slot and its zero are one u64
+  const uint64_t fields[2] = {slot, message.size()};  // the slot and its zero make one u64
   for (size_t i = 0; i < kStreamPrefixBytes; ++i)
     queued.prefix[i] = static_cast<std::byte>(fields[i / 8] >> (8 * (i % 8)));
   queued.bytes = message;

@@ -1,5 +1,5 @@
-// The outgoing half of a stream channel: messages published and not yet taken by the kernel, oldest
-// first.
+// The outgoing half of a stream channel: messages that were published and that the kernel has not
+// yet taken, oldest first.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -17,13 +17,13 @@ inline constexpr size_t kStreamPrefixBytes = 16;  // slot u32, zero u32, bytes u
 
 class SendQueue {
  public:
-  // Bounded by the credit rule: a slot is under way at most once.
+  // The queue is bounded by the credit rule, under which a slot is under way at most once.
   bool is_full(uint32_t num_slots) const { return num_queued_ >= num_slots; }
   bool is_empty() const { return num_queued_ == 0; }
-  // `message` stays the caller's and unchanged until it is sent.
+  // `message` belongs to the caller and must stay unchanged until it has been sent.
   void push(uint32_t slot, std::span<const std::byte> message);
-  // Sends until the queue is empty or the socket is full. Returns the bytes taken. Errors:
-  // kWorkerLost.
+  // Sends until the queue is empty or the socket is full, without blocking. Returns the bytes that
+  // the kernel took. Errors: kWorkerLost.
   Result<size_t> flush(int socket);
 
  private:
@@ -37,7 +37,7 @@ class SendQueue {
   std::array<Message, kMaxSlots> messages_;
   size_t first_ = 0;
   size_t num_queued_ = 0;
-  size_t sent_of_first_ = 0;  // bytes of prefix and message of the oldest that the kernel has taken
+  size_t sent_of_first_ = 0;  // bytes of the oldest one's prefix and message that the kernel took
 };
 
 }  // namespace dflash::transport

@@ -1,5 +1,5 @@
 // The stream channel: a send queue, an assembler and one non-blocking socket. poll() moves bytes in
-// both directions, so two sides that are both full make progress.
+// both directions, so that two sides whose sockets are both full still make progress.
 // SPDX-License-Identifier: Apache-2.0
 #include "transport/stream/stream.h"
 
@@ -60,7 +60,7 @@ class StreamChannel final : public Channel {
     if (send_failure_) return *send_failure_;
     const bool was_empty = queue_.is_empty();
     queue_.push(slot, outgoing(slot).first(bytes));
-    if (!was_empty) return ok();  // the socket was full a moment ago; poll() goes on in order
+    if (!was_empty) return ok();  // the socket was just full; poll() goes on in order
     flush();
     return send_failure_ ? Status(*send_failure_) : ok();
   }
@@ -81,8 +81,8 @@ class StreamChannel final : public Channel {
         return *broken_;
       }
       if (received.value() > 0 || sent) continue;
-      // Messages that came before the peer went are delivered first; only then is a failed send
-      // this side's news.
+      // Messages that came before the peer went are delivered first. Only then is a failed send of
+      // this side reported.
       if (send_failure_) {
         broken_ = send_failure_;
         return *broken_;
@@ -102,7 +102,7 @@ class StreamChannel final : public Channel {
   void disarm() override {}
 
  private:
-  // True if bytes were sent. A failure is kept for later.
+  // Returns true if bytes were sent. A failure is kept for poll() and publish().
   bool flush() {
     if (queue_.is_empty() || send_failure_) return false;
     auto sent = queue_.flush(socket_.get());
@@ -113,7 +113,7 @@ class StreamChannel final : public Channel {
     return sent.value() > 0;
   }
 
-  // Bytes read; 0 when there are none now. Errors: kWorkerLost on hang-up.
+  // Returns the bytes read, 0 where there are none now. Errors: kWorkerLost on hang-up.
   Result<size_t> receive() {
     const Assembler::Room room = assembler_.room();
     iovec pieces[2];
@@ -143,7 +143,7 @@ class StreamChannel final : public Channel {
   SlotGeometry geometry_;
   OwnedFd socket_;
   const char* kind_;
-  Mapping memory_;  // outgoing slots, then incoming ones
+  Mapping memory_;  // the outgoing slots, then the incoming ones
   uint64_t outgoing_bytes_, incoming_bytes_;
   SendQueue queue_;
   Assembler assembler_;

@@ -1,6 +1,6 @@
-// A channel over a connected stream socket (Unix or TCP): a 16-byte prefix (slot u32, zero u32,
-// bytes u64, little-endian) and the slot's bytes in one vectored write; small messages arrive with
-// one read. Both directions progress in poll().
+// A channel over a connected stream socket (Unix or TCP). A message is a 16-byte prefix (slot u32,
+// zero u32, bytes u64, little-endian) and the slot's bytes. Both go out in one vectored write, and
+// small messages arrive with one read. poll() moves bytes in both directions.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -11,13 +11,16 @@
 
 namespace dflash::transport {
 
+// Socket options that a path may wish for.
 struct StreamOptions {
   int send_buffer_bytes = 0;     // SO_SNDBUF; 0 keeps the system's
   int receive_buffer_bytes = 0;  // SO_RCVBUF; 0 keeps the system's
   int user_timeout_ms = 0;       // TCP_USER_TIMEOUT; 0 keeps the system's; ignored on Unix sockets
 };
 
-// Takes a connected, authenticated socket; sets it non-blocking (and TCP_NODELAY).
+// Makes a channel of a connected, authenticated socket, which it makes non-blocking (and, for TCP,
+// TCP_NODELAY). Errors: kInvalidArgument for geometry or a socket of another family, kOutOfMemory,
+// kSystem.
 Result<std::unique_ptr<Channel>> make_stream_channel(Side side, const SlotGeometry& geometry,
                                                      OwnedFd socket, const StreamOptions& options);
 

@@ -1,3 +1,4 @@
+// The handshakes of socket pairs and of dialled connections, which differ only at the host's end.
 // SPDX-License-Identifier: Apache-2.0
 #include "transport/stream/stream_kinds.h"
 
@@ -25,7 +26,7 @@ class UnixOffer final : public PathOffer {
   std::vector<int> descriptors() const override { return {theirs_.get()}; }
   Result<std::unique_ptr<Channel>> complete(Handover answer) override {
     DFLASH_TRY(check_handover(kUnixKind, "answer", answer, 0));
-    theirs_.close();  // as long as it is open here, the worker's end is no hang-up
+    theirs_.close();  // while this end held it open, the worker's hang-up could not be seen
     return make_stream_channel(Side::kHost, terms_.geometry, std::move(own_), options_of(terms_));
   }
 

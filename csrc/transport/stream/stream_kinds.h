@@ -1,8 +1,9 @@
-// The rows of stream sockets. Unix: the worker gets one end of a socket pair. TCP: both ends get
-// the connection that the control plane dialled and authenticated.
+// The rows of stream sockets. With unix, the worker gets one end of a socket pair. With tcp, both
+// ends get the connection that the control plane has dialled and authenticated. No bytes are handed
+// over.
 //
-//     unix  offer: no bytes; one end of a pair        answer: nothing
-//     tcp   offer: no bytes; the data connection      answer: no bytes; the data connection
+//     unix  offer: one end of a pair        answer: nothing
+//     tcp   offer: the data connection      answer: the data connection
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -10,6 +11,7 @@
 
 namespace dflash::transport {
 
+// PathOffer and TransportKind::accept say what these do (kinds.h).
 Result<std::unique_ptr<PathOffer>> offer_unix(const PathTerms& terms);
 Result<Acceptance> accept_unix(const PathTerms& terms, Handover offered);
 Result<std::unique_ptr<PathOffer>> offer_tcp(const PathTerms& terms);

@@ -1,14 +1,16 @@
-// What kernels over pairs of bf16 inputs (pack_bf16_pairs.h) share, whatever their instruction:
+// What the kernels over pairs of bf16 inputs (pack_bf16_pairs.h) share, whatever their instruction:
 // many rows in tiles over one block of a panel, and the products that expert_tiles.h asks for.
-// Written over a vector type V and the instruction's own part I:
+// Everything is written over a vector type V and the part I that belongs to the instruction:
 //
-//   kInputs, kRows          how many inputs a step takes; a tile's rows are a multiple of kRows,
-//   but for the last tile's FewRows                 the kernel of up to kFewRows rows, as
-//   few_rows.h has them; its rows are encoded ones block_tile<M>(...)      M rows over one
-//   PairBlock store(values, row, column)
-//                           rounds a vector to bf16, ties to even, as `convert` does
+//   kInputs             inputs that one step takes
+//   kRows               a tile's rows are a multiple of this, except in the last tile
+//   FewRows             the kernel of up to kFewRows rows, in the form that few_rows.h has;
+//                       its rows are encoded ones
+//   block_tile<M>(...)  multiplies M rows with one PairBlock
+//   store(values, to)   rounds a vector to bf16, ties to even, as `convert` does
 //
-// Part of kernels_*.cc; no std:: code.
+// Included by kernels_*.cc only. There is no std:: code here, because the linker could take a copy
+// that was compiled for newer processors for everybody's.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -17,12 +19,12 @@
 
 namespace dflash::compute {
 
+// Bytes of one pair of inputs of a whole panel.
 template <class V>
-// of one pair of inputs of a whole panel
 inline constexpr size_t kPairBytes = size_t{4} * kPanelWidth<V>;
 
-// One K block of one panel: `weights`, and the rows' pairs from `first_pair` on. `ahead` bytes are
-// fetched per step from `next` on.
+// One K block of one panel: its `weights`, and where the rows' pairs begin. Each step also
+// prefetches from `next`, which then moves on by `ahead` bytes.
 struct PairBlock {
   const uint8_t* weights;
   uint32_t first_pair;
@@ -31,6 +33,7 @@ struct PairBlock {
   size_t ahead;
 };
 
+// Sets all sums to +0 and copies the M row pointers to where the compiler keeps them in registers.
 template <class V, int M, int N>
 [[gnu::always_inline]] inline void start_sums(const void* const* from, const void* (&rows)[M],
                                               typename V::F (&sums)[M][N]) {
@@ -53,8 +56,8 @@ void block_tile_of(uint32_t num_rows, const void* const* rows, const PairBlock& 
   kTiles[num_rows - 1](rows, block, tile, tile_stride);
 }
 
-// `num_rows` rows, at most kMaxCallRows: all of them pass over one block of a panel, which stays in
-// the first-level cache.
+// Multiplies `num_rows` rows, at most kMaxCallRows, with a run of panels. All rows pass over one
+// block of a panel before the next, so that the block stays in the first-level cache.
 template <class V, class I>
 void run_many_pairs(uint32_t num_rows, const PanelRun& run, const void* const* rows, float* tile) {
   const size_t stride = static_cast<size_t>(run.num_panels) * kPanelWidth<V>;
@@ -66,7 +69,7 @@ void run_many_pairs(uint32_t num_rows, const PanelRun& run, const void* const* r
     for (uint32_t k = 0; k < run.num_inputs; k += kChainLength) {
       const uint32_t count = run.num_inputs - k < kChainLength ? run.num_inputs - k : kChainLength;
       PairBlock block{panel + size_t{2} * kPanelWidth<V> * k, k / 2, count, nullptr, 0};
-      // the next block follows in memory; each tile fetches its share
+      // The next block follows this one in memory; each tile fetches its share of it.
       block.next = block.weights + size_t{2} * kPanelWidth<V> * count;
       block.ahead = (I::kInputs / 2 * kPairBytes<V> + num_tiles - 1) / num_tiles;
       for (uint32_t row = 0; row < num_rows;
@@ -78,6 +81,8 @@ void run_many_pairs(uint32_t num_rows, const PanelRun& run, const void* const* r
   }
 }
 
+// The products P that expert_tiles.h asks for. Gate and up write encoded rows, because a bf16 row
+// can be rounded vector by vector.
 template <class V, class I>
 struct PairProducts {
   static constexpr NumericsClass kNumerics = I::kNumerics;

@@ -1,11 +1,12 @@
 // The kernels of f32-canonical, written once over a vector type V. Included by kernels_<set>.cc
-// only; V is a type of its own per set, so no two files instantiate the same symbol. No std:: code
-// (it could be linked into portable callers).
+// only; V is a type of its own per set, so that no two files instantiate the same symbol. There is
+// no std:: code here, because its instantiations could be linked into portable callers.
 //
-// Dims: M rows of one expert, N outputs in panels of 2 vectors, K inputs. Per output: K in blocks
-// of 256, one fma chain per block from +0 with ascending k, block sums added in ascending order.
-// Few rows (few_rows.h) are bound by reading the weights, many rows (many_rows.h) by fma
-// throughput; both perform the same chain on the same float32 weights.
+// A kernel multiplies M rows of one expert with N outputs, in panels of two vectors, over K inputs.
+// Each output is summed over blocks of 256 inputs: one chain of fmas per block from +0 with
+// ascending k, and the block sums added in ascending order. Few rows (few_rows.h) are bound by
+// reading the weights, many rows (many_rows.h) by fma throughput. Both perform the same chain on
+// the same float32 weights, so that the number of rows changes no bit.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -14,7 +15,8 @@
 
 namespace dflash::compute {
 
-// The two shapes of work for one resident format.
+// The two kernels of one resident format: up to kFewRows rows at once, and the expansion of a block
+// of weights that many rows share.
 struct FormatKernels {
   void (*few)(uint32_t num_rows, const PanelRun& run, const float* const* rows, float* tile);
   ExpandFunction expand;
@@ -47,7 +49,7 @@ inline constexpr FormatKernels kFormatKernels[kNumWeightFormats] = {
     quantized_kernels<V, AffineFormat, WeightFormat::kQ4K>(),
     quantized_kernels<V, AffineFormat, WeightFormat::kQ5K>(),
     quantized_kernels<V, SixBitFormat<V>, WeightFormat::kQ6K>(),
-    // gguf_mxfp4: another order in files, the same in panels
+    // gguf_mxfp4 differs from mxfp4 in its files only; panels of both are equal.
     quantized_kernels<V, NibbleFormat, WeightFormat::kMxfp4>(),
     quantized_kernels<V, NibbleFormat, WeightFormat::kIq4Nl>(),
     quantized_kernels<V, NibbleFormat, WeightFormat::kIq4Xs>(),

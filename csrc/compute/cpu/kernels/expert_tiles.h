@@ -1,12 +1,14 @@
 // What every numerics class does around its matrix products, on whole calls: passes over panels,
-// biases, the activation, the routed sum. Written once over a vector type V and the products P of a
-// class:
-//   static void multiply(uint32_t num_rows, const PanelRun& run, const void* const* rows, float*
-//   tile);  // no bias static constexpr ... kEncodedBytes, kEncode, kGateUpEncodes;  // as
-//   KernelSet has them static void store(typename V::F values, void* row, size_t column);  // a
-//   vector of intermediate values, encoded where kGateUpEncodes
-// Included by kernel files only, which give V; no std:: code (it could be linked into portable
-// callers).
+// biases, the activation and the routed sum. It is written once over a vector type V and the
+// products P of a class:
+//
+//   multiply(num_rows, run, rows, tile)     the products of a PanelRun, without biases
+//   kEncodedBytes, kEncode, kGateUpEncodes  as KernelSet has them
+//   store(values, row, column)              stores a vector of intermediate values, encoded
+//                                           where kGateUpEncodes
+//
+// Included by kernel files only, which provide V. There is no std:: code here, because its
+// instantiations could be linked into portable callers.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -15,12 +17,15 @@
 
 namespace dflash::compute {
 
+// Floats of the sums that a call keeps on its stack: those of few rows over a whole group of
+// panels, or those of many rows over one pass.
 template <class V>
 inline constexpr size_t kTileFloats =
     static_cast<size_t>(kPanelWidth<V>) *
     (kFewRows * kMaxGroupPanels > kMaxCallRows * kManyRowsPanels ? kFewRows * kMaxGroupPanels
                                                                  : kMaxCallRows * kManyRowsPanels);
 
+// The products of `rows` with a run of panels, biases added; `tile` is KernelSet::multiply's.
 template <class V, class P>
 void multiply(uint32_t num_rows, const PanelRun& run, const void* const* rows, float* tile) {
   P::multiply(num_rows, run, rows, tile);
@@ -33,7 +38,9 @@ void multiply(uint32_t num_rows, const PanelRun& run, const void* const* rows, f
   }
 }
 
-// Calls body(panels, first) with the run in passes; `first` counts panels from the run's first.
+// Calls body(panels, first) for each pass over a run, where `first` is the pass's first panel,
+// counted from the run's. Few rows take the whole run at once; many rows take `at_once` panels a
+// pass, so that their sums stay in a near cache.
 template <class V, class Body>
 inline void in_passes(uint32_t num_rows, const PanelRun& run, uint32_t at_once, const Body& body) {
   if (num_rows <= kFewRows) return body(run, 0u);
@@ -46,6 +53,7 @@ inline void in_passes(uint32_t num_rows, const PanelRun& run, uint32_t at_once, 
   }
 }
 
+// KernelSet::gate_up: the gate and up products of up to kMaxCallRows rows, and the activation.
 template <class V, class P>
 void gate_up_tile(const GateUpTile& args) {
   alignas(64) float tile[kTileFloats<V>];
@@ -69,6 +77,7 @@ void gate_up_tile(const GateUpTile& args) {
                });
 }
 
+// KernelSet::down: the down products, weighted and added to each row's routed sum.
 template <class V, class P>
 void down_tile(const DownTile& args) {
   alignas(64) float tile[kTileFloats<V>];

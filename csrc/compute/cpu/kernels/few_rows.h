@@ -1,6 +1,6 @@
-// Up to kFewRows rows through a run of panels: weights are widened or dequantised in registers on
-// their way from memory, which bounds these kernels. Written once over a vector type V; part of
-// canonical_products.h, no std:: code.
+// Multiplies up to kFewRows rows with a run of panels. Reading the weights from memory bounds these
+// kernels, so they widen or dequantise them in registers on the way. Written once over a vector
+// type V; part of canonical_products.h, without std:: code for the reason given there.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -9,47 +9,50 @@
 
 namespace dflash::compute {
 
+// A panel is two vectors wide.
 template <class V>
 inline constexpr int kPanelWidth = 2 * V::kLanes;
 
-// Panels handled at once for M rows: as many as the accumulators allow, so that few rows still hide
-// the fma's latency.
+// Panels handled at once for M rows: as many as the accumulators allow, because a single row needs
+// several independent sums to hide the latency of an fma.
 template <class V>
 constexpr int panels_at_once(int num_rows) {
   return 8 * num_rows <= V::kAccumulators ? 4 : 4 * num_rows <= V::kAccumulators ? 2 : 1;
 }
 
-// How far ahead weights are fetched, per panel: together about what is under way from memory in one
-// latency (4 KiB at 40 GB/s and 100 ns), and more where the next group's arithmetic holds back the
-// loads. Measured on Zen 5 over 1..8 KiB.
+// How many bytes ahead weights are prefetched, per panel. Together this is about what is under way
+// from memory during one latency (4 KiB at 40 GB/s and 100 ns); it is more where the arithmetic of
+// the next group holds back the loads. Both values were measured on a Zen 5, over 1..8 KiB.
 template <int NP>
 inline constexpr size_t kFloatAhead = 8192 / NP;
 inline constexpr size_t kQuantizedAhead = 8192;
 
-// Panels that are read side by side, a stream of memory each. Behind the end of one lies its
-// neighbour, which is being read already: its stream goes on `jump` bytes further.
+// Panels that are read side by side, each a stream from memory. What lies behind the end of one
+// panel is its neighbour, which is already being read, so that at the end a stream goes on `jump`
+// bytes further.
 struct Streams {
-  const uint8_t* first;  // panel
+  const uint8_t* first;  // the first panel; the others follow `panel_bytes` apart
   size_t panel_bytes;
-  size_t jump;  // modulo 2^64
+  size_t jump;  // bytes, modulo 2^64: it may point backwards
 };
 
-// What to fetch while `at` of the first panel is read, as a distance from there.
+// Returns what to prefetch while `at` of the first panel is read, as a distance from `at`.
 template <size_t kAhead>
 [[gnu::always_inline]] inline size_t distance_ahead(const uint8_t* at, const Streams& streams) {
   const size_t offset = static_cast<size_t>(at - streams.first) + kAhead;
   return kAhead + (offset >= streams.panel_bytes ? streams.jump : 0);
 }
 
+// Prefetches the lines of `kBytes` bytes.
 template <size_t kBytes>
 [[gnu::always_inline]] inline void prefetch(const void* from) {
-  if constexpr (kBytes >= 32) {  // shorter steps (one lane) are bound by arithmetic
+  if constexpr (kBytes >= 32) {  // smaller steps are those of one lane, which arithmetic bounds
     for (size_t line = 0; line < kBytes; line += 64)
       __builtin_prefetch(static_cast<const char*>(from) + line);
   }
 }
 
-// Adds the sums of one K block to `tile`, or stores them where it is the first.
+// Stores the sums of the first K block to `tile` and adds those of the later ones.
 template <class V, int M, int N>
 [[gnu::always_inline]] inline void store_sums(const typename V::F (&sums)[M][N], bool is_first,
                                               float* tile, size_t tile_stride) {
@@ -63,12 +66,13 @@ template <class V, int M, int N>
   }
 }
 
-// Weights as floats of any width, [input][output].
+// The kernel for weights that are floats of any width, [input][output].
 template <class V, class W>
 struct FloatKernel {
   template <int M>
   static constexpr int kPanels = panels_at_once<V>(M);
 
+  // One K block of NP panels: a chain of fmas per output over inputs [k_begin, k_end).
   template <int M, int NP>
   static void chain(const float* const* rows, const Streams& streams, uint32_t k_begin,
                     uint32_t k_end, float* tile, size_t tile_stride) {
@@ -105,18 +109,20 @@ struct FloatKernel {
   }
 };
 
-// Weights in records and groups of format Q (quantized_formats.h).
+// The kernel for weights in records and groups, read as format Q has them (quantized_formats.h).
 template <class V, class Q, WeightFormat kFormat>
 struct QuantizedKernel {
   static constexpr PanelLayout kLayout = panel_layout(kFormat);
+  // Registers also hold scales, offsets, codes and tables, so that panels are fewer than for
+  // floats.
   template <int M>
-  // beside scales, offsets, codes and tables
   static constexpr int kPanels = M <= 2 && 4 * M <= V::kAccumulators ? 2 : 1;
 
   static const uint8_t* record_of(const uint8_t* panel, uint32_t k) {
     return panel + k / kLayout.record_inputs * kLayout.record_bytes() * kPanelWidth<V>;
   }
 
+  // One K block of NP panels, group by group; the last group may be cut short by the matrix's end.
   template <int M, int NP>
   static void chain(const float* const* rows, const Streams& streams, uint32_t k_begin,
                     uint32_t k_end, float* tile, size_t tile_stride) {
@@ -129,8 +135,8 @@ struct QuantizedKernel {
     }
     for (uint32_t k = k_begin; k < k_end; k += kLayout.group_inputs) {
       typename Q::Group groups[NP];
-      // A group's share of its record, header included: together the shares of all steps tile the
-      // stream.
+      // A group's share of its record, the header included. The shares of all steps together cover
+      // the stream, so that each line is prefetched once.
       constexpr size_t kGroupShare =
           kLayout.record_bytes() * kPanelWidth<V> * kLayout.group_inputs / kLayout.record_inputs;
       constexpr size_t kStepShare = kGroupShare * Q::kStep / kLayout.group_inputs;
@@ -159,7 +165,7 @@ struct QuantizedKernel {
     store_sums<V>(sums, k_begin == 0, tile, tile_stride);
   }
 
-  // The inputs of one whole step, every shift a constant.
+  // Adds the inputs of one whole step; unrolled, so that every shift is by a constant.
   template <int M, int NP, uint32_t kInputs>
   [[gnu::always_inline]] static inline void add_step(const typename Q::Group (&groups)[NP],
                                                      uint32_t s, const float* const* rows, size_t k,
@@ -183,7 +189,7 @@ struct QuantizedKernel {
     }
   }
 
-  // One input of a step that the matrix ends in.
+  // Adds one input of a step that the end of the matrix cuts short.
   template <int M, int NP>
   [[gnu::always_inline]] static inline void add_input(const typename Q::Group (&groups)[NP],
                                                       uint32_t s, uint32_t j,
@@ -201,7 +207,8 @@ struct QuantizedKernel {
   }
 };
 
-// All K blocks of NP panels: panels outermost, so that weights are read in one ascending stream.
+// All K blocks of NP panels. Panels are the outer loop, so that the weights are read in one
+// ascending stream.
 template <class V, class Kernel, int M, int NP>
 inline void run_panels(const PanelRun& run, const Streams& streams, const float* const* rows,
                        float* tile, size_t stride) {
@@ -211,8 +218,8 @@ inline void run_panels(const PanelRun& run, const Streams& streams, const float*
   }
 }
 
-// NP panels from panel p of a run on; after its last ones the streams go on in the run that is read
-// next.
+// The streams of NP panels from panel p of a run on. Behind its last panels the streams go on with
+// the run that this thread reads next, where the caller knows it.
 template <int NP>
 [[gnu::always_inline]] inline Streams streams_from(const PanelRun& run, uint32_t p) {
   const uint8_t* first = reinterpret_cast<const uint8_t*>(run.first) + p * run.panel_bytes;
@@ -223,7 +230,7 @@ template <int NP>
           reinterpret_cast<uintptr_t>(then) - reinterpret_cast<uintptr_t>(first) - run.panel_bytes};
 }
 
-// M rows through a whole run of panels into tile [M][num_panels * panel_width].
+// Multiplies M rows with a whole run of panels into tile [M][num_panels * panel_width].
 template <class V, class Kernel, int M>
 void run_few_of(const PanelRun& run, const float* const* rows, float* tile) {
   constexpr int kAtOnce = Kernel::template kPanels<M>;
@@ -239,6 +246,7 @@ void run_few_of(const PanelRun& run, const float* const* rows, float* tile) {
   }
 }
 
+// The same for a number of rows known only at run time, 1..kFewRows.
 template <class V, class Kernel>
 void run_few(uint32_t num_rows, const PanelRun& run, const float* const* rows, float* tile) {
   static_assert(kFewRows == 4);

@@ -1,13 +1,18 @@
-// How the panels of quantised_formats' layouts (panel_layout.h) become integer codes: four inputs
-// of one output in each 32-bit lane, as dot products of bytes take them, and the float32 scale and
-// offset of a group. Written once over a vector type V and its integer dot products D:
-//   kSignedOffset               what `as_signed_codes` adds to a signed code: 128 where the
-//   instruction wants it unsigned, else 0 as_signed_codes(I)          four signed codes per lane as
-//   dot<true> takes them dot<kIsSigned>(codes, x, sum)  sum + codes . x per lane, exact; codes
-//   unsigned and below 64 where not kIsSigned, x signed ByteTable, byte_table(int8_t[16]),
-//   look_up_bytes(table, I)   16 bytes by four-bit indices fifth_bits(I, w, p)         byte b of a
-//   lane is 16 if bit 8w + 2b + p of that lane is set, else 0
-// Included by int8_products.h; no std:: code.
+// How panels in the layouts of panel_layout.h become integer codes: four inputs of one output in
+// each 32-bit lane, as dot products of bytes take them, with the float32 scale and offset of a
+// group. Written once over a vector type V and its integer dot products D:
+//
+//   kSignedOffset                what as_signed_codes adds to a signed code: 128 where the
+//                                instruction wants unsigned bytes, else 0
+//   as_signed_codes(I)           four signed codes per lane, as dot<true> takes them
+//   dot<kIsSigned>(codes, x, sum)  sum + codes . x per lane, exact; x is signed, and codes are
+//                                unsigned and below 64 where not kIsSigned
+//   ByteTable, byte_table(int8_t[16]), look_up_bytes(table, I)
+//                                16 bytes, looked up by four-bit indices
+//   fifth_bits(I, w, p)          byte b of a lane is 16 if bit 8w + 2b + p of that lane is set,
+//                                else 0
+//
+// Included by int8_products.h; no std:: code (canonical_products.h says why).
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -16,19 +21,22 @@
 
 namespace dflash::compute {
 
+// The levels of iq4_nl and iq4_xs, which are integers already.
 inline constexpr int8_t kIq4Codes[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
                                          1,    13,   25,  38,  53,  69,  89,  113};
-// 2 * e2m1 + 12
+// The values of e2m1 as 2 * value + 12: doubled they are integers, and the offset makes them
+// unsigned.
 inline constexpr int8_t kE2m1Codes[16] = {12, 13, 14, 15, 16, 18, 20, 24,
                                           12, 11, 10, 9,  8,  6,  4,  0};
 
-// A weight is (code - offset) * scale, or code * scale - offset of the group where is_affine.
+// What the codes of a format are. A weight is (code - offset) * scale, or code * scale minus the
+// group's own offset where is_affine.
 struct CodeTraits {
-  uint32_t steps;  // of four inputs, per group
-  bool is_signed;  // int8, else unsigned and below 64
-  bool is_paired;  // in the order Int8Block::paired, else ascending
+  uint32_t steps;  // of four inputs each, in a group
+  bool is_signed;  // codes are int8; otherwise they are unsigned and below 64
+  bool is_paired;  // inputs have the order of Int8Block::paired; otherwise they ascend
   bool is_affine;
-  int32_t offset;
+  int32_t offset;  // subtracted from every code
 };
 
 constexpr CodeTraits code_traits(WeightFormat format) {
@@ -45,6 +53,7 @@ constexpr CodeTraits code_traits(WeightFormat format) {
   }
 }
 
+// Reads one format's panels as integer codes.
 template <class V, class D, WeightFormat kFormat>
 struct IntegerCodes {
   using F = typename V::F;
@@ -56,16 +65,17 @@ struct IntegerCodes {
                                     kFormat == WeightFormat::kIq4Nl ||
                                     kFormat == WeightFormat::kIq4Xs;
   static constexpr size_t kVectorBytes = 4 * V::kLanes;
-  static constexpr size_t kWordBytes = 2 * kVectorBytes;  // of one word of every output
+  static constexpr size_t kWordBytes = 2 * kVectorBytes;  // one word of every output of a panel
 
+  // The scale of a group for one half of the panel's outputs.
   [[gnu::always_inline]] static inline F scale(const uint8_t* record, uint32_t group, int half) {
     const F found = Scale::load(record, group, half);
-    // codes are doubled; exact
+    // The codes of e2m1 are doubled, so the scale is halved, which is exact.
     if constexpr (kFormat == WeightFormat::kMxfp4) return V::mul(found, V::set1(0.5f));
     return found;
   }
 
-  // 0 - dmin * minimum, the product exact.
+  // What an affine format adds to a group: 0 - dmin * minimum. The product is exact.
   [[gnu::always_inline]] static inline F minus_offset(const uint8_t* record, uint32_t group,
                                                       int half) {
     const int lane = half * V::kLanes;
@@ -84,8 +94,8 @@ struct IntegerCodes {
       return {D::byte_table(kIq4Codes)};
   }
 
-  // Calls body(step, half, codes) for the steps of one group, the panel's halves in turn: as they
-  // lie in memory. Steps are in the order of the traits.
+  // Calls body(step, half, codes) for all steps of one group and both halves of the panel, in the
+  // order in which the words lie in memory. Inputs within steps have the order of kTraits.
   template <class Body>
   [[gnu::always_inline]] static inline void unfold(const Tables& tables, const uint8_t* record,
                                                    uint32_t group, const Body& body) {
@@ -98,7 +108,7 @@ struct IntegerCodes {
       }
     } else {
       I further[2] = {};
-      // words before them, where there are any
+      // The word of further bits lies behind the words of nibbles, of which there are this many.
       constexpr size_t kFurther = kFormat == WeightFormat::kQ5K ? 4 : 2;
       if constexpr (kFormat == WeightFormat::kQ5K || kFormat == WeightFormat::kQ6K) {
         further[0] = V::load_words(at + kFurther * kWordBytes);
@@ -117,11 +127,12 @@ struct IntegerCodes {
   }
 
  private:
-  // Of the low nibbles of each byte; `part` says whether they are even inputs or odd ones.
+  // The codes of the low nibble of each byte. `part` is 0 where those are the even inputs of a word
+  // and 1 where they are the odd ones.
   [[gnu::always_inline]] static inline I code(const Tables& tables, I nibbles, I further,
                                               uint32_t w, uint32_t part) {
     if constexpr (kFormat == WeightFormat::kQ6K) {
-      const uint32_t from = 4 * w + 2 * part;  // of the upper bit pair; it goes to bit 4
+      const uint32_t from = 4 * w + 2 * part;  // where the upper bit pair lies; it belongs at bit 4
       const I upper =
           from < 4 ? V::shift_left(further, 4 - from) : V::shift_right(further, from - 4);
       return D::both(V::merge(V::set1i(0x0f0f0f0f), nibbles, upper), V::set1i(0x3f3f3f3f));

@@ -1,10 +1,10 @@
-// What the 512-bit kernels of int8-groups do to bytes, with and without VNNI. Included by their
-// files only.
+// Operations on bytes for the 512-bit kernels of int8-groups, with and without VNNI. Included by
+// their files only.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
 #if !defined(__clang__)
-#pragma GCC diagnostic ignored "-Wuninitialized"  // as vector_avx512.h says, in GCC 12's broadcasts
+#pragma GCC diagnostic ignored "-Wuninitialized"  // GCC 12's broadcasts, see vector_avx512.h
 #endif
 #include <immintrin.h>
 
@@ -25,7 +25,7 @@ struct Avx512Bytes {
   static I look_up_bytes(ByteTable table, I indices) { return _mm512_shuffle_epi8(table, indices); }
 
   static I fifth_bits(I bits, uint32_t w, uint32_t p) {
-    // byte 0 of each lane, four times
+    // Each lane repeats the index of its own first byte; `w` then selects the byte.
     const I first = _mm512_set4_epi32(0x0c0c0c0c, 0x08080808, 0x04040404, 0x00000000);
     const I eights =
         _mm512_shuffle_epi8(bits, _mm512_add_epi8(first, _mm512_set1_epi8(static_cast<char>(w))));

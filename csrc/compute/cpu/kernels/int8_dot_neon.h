@@ -1,5 +1,5 @@
-// What the NEON kernels of int8-groups do to bytes, with and without the dot product extension.
-// Included by their files only.
+// Operations on bytes for the NEON kernels of int8-groups, with and without the dot product
+// extension. Included by their files only.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -24,7 +24,7 @@ struct NeonBytes {
   }
 
   static I fifth_bits(I bits, uint32_t w, uint32_t p) {
-    // byte 0 of each lane, four times
+    // Each lane repeats the index of its own first byte; `w` then selects the byte.
     const uint32x4_t first = {0x00000000u, 0x04040404u, 0x08080808u, 0x0c0c0c0cu};
     const uint8x16_t places =
         vaddq_u8(vreinterpretq_u8_u32(first), vdupq_n_u8(static_cast<uint8_t>(w)));

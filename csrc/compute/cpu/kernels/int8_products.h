@@ -1,8 +1,9 @@
 // The matrix products of numerics class int8-groups over a vector type V and its integer dot
-// products D (int8_codes.h). Per output: K in blocks of 256, one chain of fmas per block from +0
-// over its groups, each an exact integer sum; block sums added in ascending order. Few rows are
-// bound by reading the weights and unfold them in registers, many rows unfold a block once and pass
-// over it in tiles. Included by kernels_<set>.cc only; no std:: code.
+// products D (int8_codes.h). Each output is summed over blocks of 256 inputs: one chain of fmas per
+// block from +0 over its groups, each of which is an exact integer sum, and the block sums added in
+// ascending order. Few rows are bound by reading the weights and unfold their codes in registers;
+// many rows unfold a block once and pass over it in tiles. Included by kernels_<set>.cc only; no
+// std:: code (canonical_products.h says why).
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -11,20 +12,20 @@
 
 namespace dflash::compute {
 
-// D may multiply several rows with several outputs by one instruction, once `arrange` has put the
-// codes of a block in its order.
+// Whether D multiplies several rows with several outputs in one instruction. Such a D has
+// `arrange`, which puts the codes of a block into the order of that instruction.
 template <class D>
 concept MultipliesMatrices =
     requires(uint8_t* codes, uint32_t num_steps) { D::arrange(codes, num_steps); };
 
-// Codes (step s of group g, as four bytes a lane), what to start a group's integer sum from, and
-// its factors, of one row.
+// What a kernel reads of one encoded row: its codes (four bytes a lane for step s of group g), what
+// a group's integer sum starts from, and the index of the group's scale.
 template <class D, CodeTraits kTraits>
 struct Int8Row {
-  static constexpr uint32_t kGroups = 32 / (4 * kTraits.steps);  // per group of the row
+  static constexpr uint32_t kGroups = 32 / (4 * kTraits.steps);  // weight groups per group of a row
   static constexpr int32_t kOffset = kTraits.is_signed ? D::kSignedOffset : kTraits.offset;
 
-  // The codes of four inputs, those of the next step behind them.
+  // The codes of four inputs; those of the next step follow them.
   [[gnu::always_inline]] static inline const int8_t* codes(const Int8Block& block, uint32_t group,
                                                            uint32_t step) {
     return (kTraits.is_paired ? block.paired : block.ascending) +
@@ -36,6 +37,8 @@ struct Int8Row {
     __builtin_memcpy(&four, codes(block, group, step), sizeof(four));
     return four;
   }
+  // Minus the offset of all codes times the sum of the row's, so that the dot product needs no
+  // subtraction per code.
   [[gnu::always_inline]] static inline int32_t start(const Int8Block& block, uint32_t group) {
     if constexpr (kOffset == 0)
       return 0;
@@ -47,8 +50,8 @@ struct Int8Row {
   static constexpr uint32_t scale_index(uint32_t group) { return group / kGroups; }
 };
 
-// sum + dot * (weight scale * row scale), then + offset * (row scale * sum of codes) where there is
-// one.
+// Adds a group to a float sum: sum + dot * (weight scale * row scale), and where the format is
+// affine also offset * (row scale * sum of the row's codes).
 template <class V, CodeTraits kTraits>
 [[gnu::always_inline]] inline typename V::F add_group(typename V::I dot, typename V::F scale,
                                                       typename V::F minus_offset,
@@ -60,17 +63,18 @@ template <class V, CodeTraits kTraits>
   return sum;
 }
 
-// Up to kFewRows rows, as few_rows.h has them; what it calls rows are encoded ones.
+// The kernel of up to kFewRows rows, in the form that few_rows.h has. The `rows` it receives are
+// encoded ones (Int8Block), whatever their type says.
 template <class V, class D, WeightFormat kFormat>
 struct Int8Kernel {
   using Codes = IntegerCodes<V, D, kFormat>;
   using Row = Int8Row<D, Codes::kTraits>;
   static constexpr PanelLayout kLayout = Codes::kLayout;
-  // A group's share of its record, header included: together the shares tile the stream.
+  // A group's share of its record, the header included. The shares together cover the stream.
   static constexpr size_t kGroupShare =
       kLayout.record_bytes() * kPanelWidth<V> * kLayout.group_inputs / kLayout.record_inputs;
+  // One stream is read faster than two, and the work of groups overlaps well enough with one panel.
   template <int M>
-  // one stream is read faster than two, and groups overlap well enough
   static constexpr int kPanels = 1;
 
   static const uint8_t* record_of(const uint8_t* panel, uint32_t k) {
@@ -104,20 +108,22 @@ struct Int8Kernel {
     store_sums<V>(sums, k_begin == 0, tile, tile_stride);
   }
 
+  // One group of one panel: its record, its number within the record and within the K block.
   struct Group {
     const uint8_t* record;
     uint32_t in_record;
     uint32_t in_block;
-    const uint8_t* ahead;  // what to fetch meanwhile: a group's share
+    const uint8_t* ahead;  // what to prefetch meanwhile: a group's share of the stream
   };
 
-  // The lines of a group's share are fetched evenly between its products: together they would crowd
-  // out the loads.
+  // Prefetches the lines of a group's share that belong to one of its products. The lines are
+  // spread evenly, because all of them at once would hold back the loads.
   [[gnu::always_inline]] static inline void fetch_share(const uint8_t* ahead, uint32_t product) {
     constexpr uint32_t kLines = (kGroupShare + 63) / 64, kProducts = 2 * Codes::kTraits.steps;
     if constexpr (kGroupShare >= 256) {
 #pragma GCC unroll 64
-      // bounds that no sanitizer build has to find constant
+      // The bounds are constants instead of functions of `product`, which a sanitizer build would
+      // not fold.
       for (uint32_t line = 0; line < kLines; ++line) {
         if (product * kLines / kProducts <= line && line < (product + 1) * kLines / kProducts)
           __builtin_prefetch(ahead + size_t{64} * line);
@@ -127,7 +133,7 @@ struct Int8Kernel {
     }
   }
 
-  // One group of panel p.
+  // Adds one group of panel p to the sums of M rows.
   template <int M, int NP>
   [[gnu::always_inline]] static inline void add_products(const typename Codes::Tables& tables,
                                                          const Group& group,
@@ -162,15 +168,17 @@ struct Int8Kernel {
   }
 };
 
-// One K block of a panel, unfolded: in the first-level cache while all rows pass over it.
+// One K block of a panel with its codes unfolded. It stays in the first-level cache while all rows
+// pass over it.
 template <class V>
 struct CodeBlock {
   // [group][step][vector]
   alignas(64) uint8_t codes[static_cast<size_t>(kInt8BlockInputs) * kPanelWidth<V>];
   float scales[static_cast<size_t>(16) * kPanelWidth<V>];
-  float minus_offsets[static_cast<size_t>(8) * kPanelWidth<V>];  // of affine formats
+  float minus_offsets[static_cast<size_t>(8) * kPanelWidth<V>];  // written by affine formats only
 };
 
+// Unfolds `num_groups` groups of a panel from input `k_begin` on.
 template <class V, class D, WeightFormat kFormat>
 void unfold_block(const uint8_t* panel, uint32_t k_begin, uint32_t num_groups,
                   CodeBlock<V>& block) {
@@ -199,8 +207,8 @@ void unfold_block(const uint8_t* panel, uint32_t k_begin, uint32_t num_groups,
   }
 }
 
-// What tiles of rows share of one block; each fetches `ahead` bytes per group of the weights that
-// come next, from `next` on.
+// What all tiles of rows share of one block. For each group, a tile also prefetches `ahead` bytes
+// of the weights that come next, from `next` on.
 template <class V>
 struct Int8Pass {
   const CodeBlock<V>* block;
@@ -210,7 +218,7 @@ struct Int8Pass {
   size_t ahead;
 };
 
-// The integer sums of one group of M rows, from the codes of `unfold_block`.
+// The integer sums of M rows over one group of codes that `unfold_block` has written.
 template <class V, class D, CodeTraits kTraits, int M>
 [[gnu::always_inline]] inline void multiply_group(const uint8_t* codes,
                                                   const Int8Block* const (&blocks)[M],
@@ -236,6 +244,7 @@ template <class V, class D, CodeTraits kTraits, int M>
   }
 }
 
+// M rows over one unfolded block of a panel.
 template <class V, class D, CodeTraits kTraits, int M>
 void int8_tile(const void* const* rows, const Int8Pass<V>& pass, float* tile, size_t tile_stride) {
   using Row = Int8Row<D, kTraits>;
@@ -290,8 +299,8 @@ void int8_tile_of(uint32_t num_rows, const void* const* rows, const Int8Pass<V>&
 #undef DFLASH_TILE
 }
 
-// `num_rows` rows, at most kMaxCallRows, through a run of panels into tile [num_rows][num_panels *
-// panel_width].
+// Multiplies `num_rows` rows, at most kMaxCallRows, with a run of panels into
+// tile [num_rows][num_panels * panel_width].
 template <class V, class D, WeightFormat kFormat>
 void int8_run_many(uint32_t num_rows, const PanelRun& run, const void* const* rows, float* tile) {
   using Kernel = Int8Kernel<V, D, kFormat>;
@@ -320,6 +329,7 @@ void int8_run_many(uint32_t num_rows, const PanelRun& run, const void* const* ro
   }
 }
 
+// The two kernels of one resident format.
 template <class V>
 struct Int8FormatKernels {
   void (*few)(uint32_t num_rows, const PanelRun& run, const float* const* rows, float* tile);
@@ -333,7 +343,7 @@ constexpr Int8FormatKernels<V> int8_format_kernels() {
 
 template <class V, class D>
 inline constexpr Int8FormatKernels<V> kInt8FormatKernels[kNumWeightFormats] = {
-    {nullptr, nullptr}, // floats and fp8: not of this class
+    {nullptr, nullptr}, // floats and fp8 have no integer codes
     {nullptr, nullptr},
     {nullptr, nullptr},
     int8_format_kernels<V, D, WeightFormat::kInt8G32>(),
@@ -345,18 +355,19 @@ inline constexpr Int8FormatKernels<V> kInt8FormatKernels[kNumWeightFormats] = {
     int8_format_kernels<V, D, WeightFormat::kQ4K>(),
     int8_format_kernels<V, D, WeightFormat::kQ5K>(),
     int8_format_kernels<V, D, WeightFormat::kQ6K>(),
-    // gguf_mxfp4: another order in files, the same in panels
+    // gguf_mxfp4 differs from mxfp4 in its files only; panels of both are equal.
     int8_format_kernels<V, D, WeightFormat::kMxfp4>(),
     int8_format_kernels<V, D, WeightFormat::kIq4Nl>(),
     int8_format_kernels<V, D, WeightFormat::kIq4Xs>(),
 };
 
+// The products P that expert_tiles.h asks for.
 template <class V, class D>
 struct Int8Products {
   static constexpr NumericsClass kNumerics = NumericsClass::kInt8Groups;
   static constexpr size_t (*kEncodedBytes)(uint32_t) = int8_row_bytes<V>;
   static constexpr void (*kEncode)(const float*, uint32_t, std::byte*) = encode_int8_row<V>;
-  static constexpr bool kGateUpEncodes = false;  // a record spans several panels
+  static constexpr bool kGateUpEncodes = false;  // an Int8Block spans several panels
 
   static void store(typename V::F values, void* row, size_t column) {
     V::store(static_cast<float*>(row) + column, values);

@@ -1,9 +1,10 @@
-// How rows reach the kernels of numerics class int8-groups. 256 inputs (a K block) are one record
-// of codes in both orders that weights come in, scales and sums. A group of 32 inputs: scale =
-// largest magnitude / 127, code = x / scale rounded half to even, at most 127; a group whose scale
-// is zero has codes 0, one that holds NaN or infinity has codes 0 and a NaN scale. Plain loops,
-// which the compiler vectorises for each kernel file; a template over its vector type, so that none
-// is linked elsewhere. No std:: code.
+// How rows reach the kernels of numerics class int8-groups. 256 inputs (a K block) are one record:
+// codes, in both orders in which weights come, with scales and sums. The scale of a group of 32
+// inputs is its largest magnitude / 127; a code is x / scale rounded half to even, at most 127. A
+// group whose scale is zero has codes 0; one that holds NaN or infinity has codes 0 and a NaN
+// scale. These are plain loops, which the compiler vectorises for each kernel file. They are
+// templates over the file's vector type, so that no file's instantiations are linked into another.
+// No std:: code.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -15,22 +16,24 @@ namespace dflash::compute {
 inline constexpr uint32_t kInt8BlockInputs = 256;
 inline constexpr uint32_t kInt8GroupInputs = 32;
 
+// One record of an encoded row: 256 inputs in 8 groups.
 struct Int8Block {
   alignas(64) int8_t ascending[kInt8BlockInputs];
-  // of every eight inputs 0 2 4 6, then 1 3 5 7: as the nibbles of a word come out
+  // The same codes in the order in which the nibbles of a word come out: of every eight inputs
+  // 0 2 4 6, then 1 3 5 7.
   int8_t paired[kInt8BlockInputs];
   float scales[8];
-  float scaled_sums[8];  // scale * (sum of the group's codes)
-  int32_t sums[16];      // of codes, per 16 inputs
+  float scaled_sums[8];  // scale * (sum of the group's codes), for affine formats
+  int32_t sums[16];      // sums of 16 codes each
 };
 static_assert(sizeof(Int8Block) == 640);
 
-// `values` [32]. The codes of group `g` and their sums; returns false where they are all zero and
-// the scale says why.
+// Quantises a group: `values` and `codes` are [32]. Returns false where all codes are zero, which
+// the caller then writes itself; `*scale` is 0 or NaN.
 template <class V>
 [[gnu::always_inline]] inline bool quantize_int8(const float* values, float* scale,
                                                  int32_t* codes) {
-  // as integers magnitudes keep their order, with infinity and NaN above all
+  // Compared as integers, magnitudes keep their order, with infinity and NaN above all numbers.
   int32_t magnitude = 0;
   for (uint32_t i = 0; i < kInt8GroupInputs; ++i) {
     int32_t bits;
@@ -44,19 +47,19 @@ template <class V>
   if (!(*scale > 0.0f)) return false;
   const float divisor = *scale;
   for (uint32_t i = 0; i < kInt8GroupInputs; ++i) {
-    // 1.5 * 2^23: the sum rounds to an integer, kept in the low bits
+    // Adding 1.5 * 2^23 rounds to an integer, which then stands in the low bits.
     const float shifted = values[i] / divisor + 12582912.0f;
     int32_t bits;
     __builtin_memcpy(&bits, &shifted, sizeof(bits));
     bits -= 0x4b400000;
-    // a subnormal scale is rounded so coarsely that quotients reach 190
+    // A subnormal scale is rounded so coarsely that quotients reach 190, hence the clamp.
     bits = bits < -127 ? -127 : bits;
     codes[i] = bits > 127 ? 127 : bits;
   }
   return true;
 }
 
-// The bytes of eight codes at even places, then those at odd ones.
+// Returns the bytes of eight codes with those at even places first, then those at odd ones.
 template <class V>
 [[gnu::always_inline]] inline uint64_t pair_codes(uint64_t bytes) {
   uint64_t even = bytes & 0x00ff00ff00ff00ffull, odd = bytes >> 8 & 0x00ff00ff00ff00ffull;
@@ -66,6 +69,7 @@ template <class V>
   odd = (odd | odd >> 16) & 0x00000000ffffffffull;
   return even | odd << 32;
 }
+// Encodes group `g` of a block from 32 values.
 
 template <class V>
 [[gnu::always_inline]] inline void encode_int8_group(const float* values, uint32_t g,
@@ -86,6 +90,7 @@ template <class V>
   __builtin_memcpy(block.paired + kInt8GroupInputs * g, eights, sizeof(eights));
 }
 
+// KernelSet::encoded_bytes and KernelSet::encode of this class.
 template <class V>
 size_t int8_row_bytes(uint32_t count) {
   return (size_t{count} + kInt8BlockInputs - 1) / kInt8BlockInputs * sizeof(Int8Block);

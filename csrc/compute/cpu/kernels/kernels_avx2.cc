@@ -1,6 +1,7 @@
-// The kernels of AVX2, FMA and F16C: on float32, and on int8 codes. Products of bytes go in pairs
-// into 16 bits, which signed codes would saturate: they are given as magnitudes, with their signs
-// on the inputs.
+// The kernels for AVX2, FMA and F16C: on float32 weights, and on int8 codes. VPMADDUBSW multiplies
+// unsigned bytes with signed ones and adds pairs in 16 bits, which saturate if the first are signed
+// codes moved by 128. Signed codes are therefore given as magnitudes, with their signs on the
+// inputs.
 // SPDX-License-Identifier: Apache-2.0
 #if defined(__x86_64__)
 #include "compute/cpu/kernels/vector_avx2.h"
@@ -23,7 +24,7 @@ struct Avx2Dot {
   [[gnu::always_inline]] static inline I dot(I codes, I inputs, I sum) {
     if constexpr (kIsSigned) {
       inputs = _mm256_sign_epi8(inputs, codes);
-      codes = _mm256_abs_epi8(codes);  // at most 128, as unsigned
+      codes = _mm256_abs_epi8(codes);  // at most 128, read as unsigned
     }
     return _mm256_add_epi32(
         sum, _mm256_madd_epi16(_mm256_maddubs_epi16(codes, inputs), _mm256_set1_epi16(1)));

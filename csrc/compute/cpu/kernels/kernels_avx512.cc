@@ -1,6 +1,7 @@
-// The kernels of AVX-512 (F, BW, VL, DQ): on float32, and on int8 codes without VNNI. Products of
-// bytes go in pairs into 16 bits, which signed codes would saturate: they are given as magnitudes,
-// with their signs on the inputs.
+// The kernels for AVX-512 (F, BW, VL, DQ): on float32 weights, and on int8 codes without VNNI.
+// VPMADDUBSW multiplies unsigned bytes with signed ones and adds pairs in 16 bits, which saturate
+// if the first are signed codes moved by 128. Signed codes are therefore given as magnitudes, with
+// their signs on the inputs.
 // SPDX-License-Identifier: Apache-2.0
 #if defined(__x86_64__)
 #include "compute/cpu/kernels/vector_avx512.h"
@@ -22,7 +23,7 @@ struct Avx512Dot : Avx512Bytes {
     if constexpr (kIsSigned) {
       inputs =
           _mm512_mask_sub_epi8(inputs, _mm512_movepi8_mask(codes), _mm512_setzero_si512(), inputs);
-      codes = _mm512_abs_epi8(codes);  // at most 128, as unsigned
+      codes = _mm512_abs_epi8(codes);  // at most 128, read as unsigned
     }
     return _mm512_add_epi32(
         sum, _mm512_madd_epi16(_mm512_maddubs_epi16(codes, inputs), _mm512_set1_epi16(1)));

@@ -1,11 +1,11 @@
-// The kernels of numerics class bf16-dot for AVX512-BF16. Per output: K in blocks of 256, one chain
-// of VDPBF16PS per block from +0 over ascending pairs of inputs, block sums added in ascending
-// order; the layout of weights and rows is pack_bf16_pairs.h's. Few rows are bound by reading the
-// weights, many rows by the instruction's throughput.
+// The kernels of numerics class bf16-dot for AVX512-BF16. Each output is summed over blocks of 256
+// inputs: one chain of VDPBF16PS per block from +0 over ascending pairs of inputs, and the block
+// sums added in ascending order. Weights and rows have the layout of pack_bf16_pairs.h. Few rows
+// are bound by reading the weights, many rows by the instruction's throughput.
 // SPDX-License-Identifier: Apache-2.0
 #if defined(__x86_64__)
-// A vector type of this file's own: nothing that it instantiates may be linked into code for
-// processors without the instruction.
+// This file gives the vector type a name of its own, so that nothing instantiated here is linked
+// into code for processors without the instruction.
 #define Avx512Vector Avx512Bf16Vector
 #include "compute/cpu/kernels/vector_avx512.h"
 
@@ -31,8 +31,8 @@ constexpr int kWidth = kPanelWidth<V>;
   words[1] = _mm512_load_si512(at + 64);
 }
 
-// An odd last input: 16 bits per output, the other half of each word zero. So must be the other
-// half of the row's last word.
+// Loads an odd last input: 16 bits per output, the other half of each word zero. The caller must
+// also clear the other half of the row's last word, since 0 * NaN is not 0.
 [[gnu::always_inline]] inline void load_last(const uint8_t* at, __m512i (&words)[2]) {
   words[0] = _mm512_cvtepu16_epi32(_mm256_load_si256(reinterpret_cast<const __m256i*>(at)));
   words[1] = _mm512_cvtepu16_epi32(_mm256_load_si256(reinterpret_cast<const __m256i*>(at + 32)));
@@ -84,8 +84,8 @@ struct FewRowsKernel {
   }
 };
 
-// The nearest bf16's, ties to even, as `convert` rounds; VCVTNEPS2BF16 would flush subnormals
-// before it rounds them up.
+// Rounds to the nearest bf16, ties to even, as `convert` does. VCVTNEPS2BF16 would flush subnormals
+// to zero before rounding.
 inline __m256i round_to_bf16(__m512 values) {
   const __m512i bits = _mm512_castps_si512(values);
   const __m512i high = _mm512_srli_epi32(bits, 16);

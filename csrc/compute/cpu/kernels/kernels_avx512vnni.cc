@@ -1,9 +1,9 @@
-// Numerics class int8-groups with AVX-512-VNNI: VPDPBUSD wants weights unsigned, so signed codes
-// are moved by 128.
+// The kernels of numerics class int8-groups for AVX-512-VNNI. VPDPBUSD takes the weights as
+// unsigned bytes, so signed codes are moved up by 128 and the sums start from what that adds.
 // SPDX-License-Identifier: Apache-2.0
 #if defined(__x86_64__)
-// A vector type of this file's own: nothing that it instantiates may be linked into code for
-// processors without the instruction.
+// This file gives the vector type a name of its own, so that nothing instantiated here is linked
+// into code for processors without the instruction.
 #define Avx512Vector Avx512VnniVector
 #include "compute/cpu/kernels/vector_avx512.h"
 

@@ -1,5 +1,5 @@
-// The kernels of NEON, part of every AArch64: on float32, and on int8 codes. Products of bytes are
-// of 16 bits and added in pairs twice.
+// The kernels for NEON, which every AArch64 has: on float32 weights, and on int8 codes. Products of
+// bytes have 16 bits and are added in pairs twice, into 32 bits.
 // SPDX-License-Identifier: Apache-2.0
 #if defined(__aarch64__)
 #include "compute/cpu/kernels/vector_neon.h"

@@ -1,13 +1,13 @@
-// The kernels of numerics class bf16-bfdot for AArch64's BF16 extension. Per output: K in blocks of
-// 256, one chain per block from +0 over ascending pairs of inputs, zeros up to a multiple of two
-// pairs, block sums added in ascending order; the layout of weights and rows is
-// pack_bf16_pairs.h's. Few rows are bound by reading the weights and take BFDOT; many rows take
-// BFMMLA, 2 rows x 4 inputs x 2 outputs in one instruction, which is defined as two BFDOTs per
-// output, pairs ascending: the same bits.
+// The kernels of numerics class bf16-bfdot for AArch64's BF16 extension. Each output is summed over
+// blocks of 256 inputs: one chain per block from +0 over ascending pairs of inputs, with zeros up
+// to a multiple of two pairs, and the block sums added in ascending order. Weights and rows have
+// the layout of pack_bf16_pairs.h. Few rows are bound by reading the weights and take BFDOT. Many
+// rows take BFMMLA, which multiplies 2 rows x 4 inputs x 2 outputs and is defined as two BFDOTs per
+// output with pairs ascending, so that the bits are the same.
 // SPDX-License-Identifier: Apache-2.0
 #if defined(__aarch64__)
-// A vector type of this file's own: nothing that it instantiates may be linked into code for
-// processors without the instructions.
+// This file gives the vector type a name of its own, so that nothing instantiated here is linked
+// into code for processors without the instructions.
 #define NeonVector NeonBf16Vector
 #include "compute/cpu/kernels/vector_neon.h"
 
@@ -23,21 +23,22 @@ constexpr int kWidth = kPanelWidth<V>;
   return vreinterpretq_bf16_u32(words);
 }
 
-// A pair of inputs of outputs 0..3 and 4..7.
+// Loads a pair of inputs of outputs 0..3 and 4..7.
 [[gnu::always_inline]] inline void load_pair(const uint8_t* at, uint32x4_t (&words)[2]) {
   words[0] = vreinterpretq_u32_u8(vld1q_u8(at));
   words[1] = vreinterpretq_u32_u8(vld1q_u8(at + 16));
 }
 
-// An odd last input: 16 bits per output, the other half of each word zero. So must be the other
-// half of the row's last word.
+// Loads an odd last input: 16 bits per output, the other half of each word zero. The caller must
+// also clear the other half of the row's last word, since 0 * NaN is not 0.
 [[gnu::always_inline]] inline void load_last(const uint8_t* at, uint32x4_t (&words)[2]) {
   const uint16x8_t halves = vreinterpretq_u16_u8(vld1q_u8(at));
   words[0] = vmovl_u16(vget_low_u16(halves));
   words[1] = vmovl_high_u16(halves);
 }
 
-// What the last inputs of a matrix leave of a pair: both, one, none.
+// Loads what the end of a matrix leaves of a pair, of the weights and of a row: both inputs, one or
+// none.
 [[gnu::always_inline]] inline void load_pair_of(const uint8_t* at, uint32_t num_inputs,
                                                 uint32x4_t (&words)[2]) {
   words[0] = words[1] = vdupq_n_u32(0);
@@ -91,7 +92,7 @@ struct FewRowsKernel {
         add_dots(words, inputs, 2 * p, sums);
       }
     }
-    // One or two more pairs fill up the last four inputs; a pair of zeros adds +0.
+    // One or two more pairs complete the last four inputs; a pair of zeros adds +0.
     for (size_t end = (size_t{k_end} + 3) / 4 * 2; pair < end; ++pair, first += kPairBytes<V>) {
       const uint32_t left = k_end > 2 * pair ? k_end - static_cast<uint32_t>(2 * pair) : 0;
       for (int m = 0; m < M; ++m) inputs[m] = input_pair_of(rows[m], pair, left);
@@ -104,8 +105,8 @@ struct FewRowsKernel {
   }
 };
 
-// Rows in pairs, two pairs of inputs at once: products[r][q] belongs to rows 2r, 2r + 1 and outputs
-// 2q, 2q + 1, row by row.
+// Multiplies rows in pairs with two pairs of inputs at once. products[r][q] belongs to rows 2r and
+// 2r + 1 and to outputs 2q and 2q + 1, row by row.
 template <int P>
 [[gnu::always_inline]] inline void add_products(const uint32x4_t (&first)[2],
                                                 const uint32x4_t (&second)[2],
@@ -122,7 +123,7 @@ template <int P>
   }
 }
 
-// The nearest bf16's, ties to even, as `convert` rounds.
+// Rounds to the nearest bf16, ties to even, as `convert` does.
 inline uint16x4_t round_to_bf16(float32x4_t values) {
   const uint32x4_t bits = vreinterpretq_u32_f32(values);
   const uint32x4_t high = vshrq_n_u32(bits, 16);
@@ -137,7 +138,8 @@ struct MatrixProducts {
   static constexpr uint32_t kInputs = 4, kRows = 2;
   using FewRows = FewRowsKernel;
 
-  // The row behind the last one of an odd number is that row again: its sums are not stored.
+  // The rows are taken in pairs. Behind the last one of an odd number stands that row again, whose
+  // second sums are not stored.
   template <int M>
   static void block_tile(const void* const* from, const PairBlock& block, float* tile,
                          size_t tile_stride) {

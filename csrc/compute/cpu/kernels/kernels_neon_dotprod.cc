@@ -1,9 +1,9 @@
-// Numerics class int8-groups with AArch64's dot product extension: SDOT adds four products of bytes
-// to each lane, exactly.
+// The kernels of numerics class int8-groups for AArch64's dot product extension: SDOT adds four
+// products of bytes to each lane, exactly.
 // SPDX-License-Identifier: Apache-2.0
 #if defined(__aarch64__)
-// A vector type of this file's own: nothing that it instantiates may be linked into code for
-// processors without the instruction.
+// This file gives the vector type a name of its own, so that nothing instantiated here is linked
+// into code for processors without the instruction.
 #define NeonVector NeonDotprodVector
 #include "compute/cpu/kernels/vector_neon.h"
 
@@ -14,7 +14,7 @@ namespace dflash::compute {
 namespace {
 
 struct SdotBytes : NeonBytes {
-  static constexpr uint32_t kTileRows = 6;  // 12 integer sums and 12 float ones, of 32 registers
+  static constexpr uint32_t kTileRows = 6;  // 12 integer sums and 12 float sums of 32 registers
 
   template <bool kIsSigned>
   [[gnu::always_inline]] static inline I dot(I codes, I inputs, I sum) {

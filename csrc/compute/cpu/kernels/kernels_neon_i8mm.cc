@@ -1,10 +1,10 @@
-// Numerics class int8-groups with AArch64's matrix multiplication of bytes: many rows by SMMLA, 2
-// rows x 8 inputs x 2 outputs in one instruction, few rows by SDOT as in neon_dotprod. Sums of
-// integers are exact, so that both have the class's bits.
+// The kernels of numerics class int8-groups for AArch64's matrix multiplication of bytes. Many rows
+// take SMMLA, which multiplies 2 rows x 8 inputs x 2 outputs; few rows take SDOT as in
+// kernels_neon_dotprod.cc. Sums of integers are exact, so that both have the class's bits.
 // SPDX-License-Identifier: Apache-2.0
 #if defined(__aarch64__)
-// A vector type of this file's own: nothing that it instantiates may be linked into code for
-// processors without the instruction.
+// This file gives the vector type a name of its own, so that nothing instantiated here is linked
+// into code for processors without the instruction.
 #define NeonVector NeonI8mmVector
 #include "compute/cpu/kernels/vector_neon.h"
 
@@ -15,17 +15,19 @@ namespace dflash::compute {
 namespace {
 
 struct SmmlaBytes : NeonBytes {
-  // 12 integer sums, 12 float ones, 4 vectors of codes and one of inputs: 29 of 32 registers
+  // A tile takes 12 integer sums, 12 float sums, 4 vectors of codes and one of inputs: 29 registers
+  // of 32.
   static constexpr uint32_t kTileRows = 6;
-  static constexpr size_t kStepBytes = 32;  // codes of four inputs of a panel's 8 outputs
+  static constexpr size_t kStepBytes = 32;  // codes of four inputs of a panel's eight outputs
 
   template <bool kIsSigned>
   [[gnu::always_inline]] static inline I dot(I codes, I inputs, I sum) {
     return vdotq_s32(sum, vreinterpretq_s8_s32(codes), vreinterpretq_s8_s32(inputs));
   }
 
-  // Two steps have four inputs each of outputs 0..3 and 4..7; then eight inputs each of outputs 0
-  // 1, 2 3, 4 5, 6 7. `num_steps` is even: so are the steps of a group.
+  // Reorders the codes of each two steps. Before, a step has four inputs of outputs 0..3 and then
+  // of 4..7; after, there are eight inputs of outputs 0 and 1, then of 2 and 3, 4 and 5, 6 and 7.
+  // `num_steps` is even, because every group has an even number of steps.
   static void arrange(uint8_t* codes, uint32_t num_steps) {
     for (uint32_t s = 0; s < num_steps; s += 2, codes += 2 * kStepBytes) {
       const int32x4_t low[2] = {NeonVector::load_words(codes),
@@ -39,8 +41,8 @@ struct SmmlaBytes : NeonBytes {
     }
   }
 
-  // Eight inputs of row m, then of the row after it; behind the last row itself again, whose second
-  // sums nobody reads.
+  // Returns eight inputs of row m, then of the row after it. Behind the last row stands that row
+  // itself again, whose second sums nobody reads.
   template <class Row, int M>
   [[gnu::always_inline]] static inline int8x16_t inputs_of(const Int8Block* const (&blocks)[M],
                                                            int m, uint32_t group, uint32_t step) {
@@ -48,13 +50,13 @@ struct SmmlaBytes : NeonBytes {
                        vld1_s8(Row::codes(*blocks[m + 1 < M ? m + 1 : m], group, step)));
   }
 
-  // dots[m][h]: the sums of row m for outputs 4h..4h+3, exact.
+  // Sets dots[m][h] to the sums of row m for outputs 4h..4h+3, which are exact.
   template <class Row, uint32_t kSteps, int M>
   [[gnu::always_inline]] static inline void multiply_group(const uint8_t* codes,
                                                            const Int8Block* const (&blocks)[M],
                                                            uint32_t group, I (&dots)[M][2]) {
     constexpr int kPairs = (M + 1) / 2;
-    I sums[kPairs][4];  // of rows 2p, 2p + 1 and outputs 2q, 2q + 1: row by row
+    I sums[kPairs][4];  // sums[p][q] belongs to rows 2p, 2p + 1 and outputs 2q, 2q + 1, row by row
 #pragma GCC unroll 4
     for (int p = 0; p < kPairs; ++p) {
       const int second = 2 * p + 1 < M ? 2 * p + 1 : 2 * p;

@@ -1,4 +1,5 @@
-// The kernels of one lane at a time, for every processor: on float32, and on int8 codes.
+// The kernels that compute one lane at a time, for every processor: on float32 weights, and on int8
+// codes.
 // SPDX-License-Identifier: Apache-2.0
 #include "compute/vector_scalar.h"
 

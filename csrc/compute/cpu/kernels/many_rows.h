@@ -1,6 +1,7 @@
-// More than kFewRows rows: a block of one panel (256 inputs) is turned into float32 once, small
-// enough for the first-level cache, and all rows pass over it in tiles of registers. Bound by fma
-// throughput. Written once over a vector type V; part of canonical_products.h, no std:: code.
+// Multiplies more than kFewRows rows with panels. A block of one panel (256 inputs) is turned into
+// float32 once, small enough for the first-level cache, and all rows pass over it in tiles of
+// registers. Fma throughput bounds this. Written once over a vector type V; part of
+// canonical_products.h, without std:: code for the reason given there.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -8,8 +9,8 @@
 
 namespace dflash::compute {
 
-// Weights [k_begin, k_end) of a panel as float32 [input][panel_width]: in `block`, or where they
-// already are.
+// Provides weights [k_begin, k_end) of a panel as float32 [input][panel_width]: written to `block`,
+// or in place where they are float32 already. The caller owns `block`.
 template <class V, class W>
 struct FloatBlock {
   static const float* expand(const uint8_t* panel, uint32_t k_begin, uint32_t k_end, float* block) {
@@ -24,6 +25,7 @@ struct FloatBlock {
     return block - static_cast<size_t>(k_end - k_begin) * kPanelWidth<V>;
   }
 };
+// Float32 weights are used where they are.
 template <class V>
 struct FloatBlock<V, float> {
   static const float* expand(const uint8_t* panel, uint32_t k_begin, uint32_t, float*) {
@@ -31,6 +33,7 @@ struct FloatBlock<V, float> {
   }
 };
 
+// The same for weights in records and groups, read as format Q has them.
 template <class V, class Q, WeightFormat kFormat>
 struct QuantizedBlock {
   static inline void put(const typename Q::Group& group, const typename Q::Step& step, uint32_t j,
@@ -61,14 +64,14 @@ struct QuantizedBlock {
   }
 };
 
-// What a tile of rows fetches of the weights that come next, while it computes: `step` bytes per
-// input from `from` on.
+// What a tile of rows prefetches of the weights that come next while it computes: `step` bytes for
+// each of its inputs, from `from` on.
 struct Ahead {
   const uint8_t* from;
   size_t step;
 };
 
-// M rows over `num_inputs` (one K block) of float32 weights.
+// Multiplies M rows with one K block of float32 weights, `num_inputs` long.
 template <class V, int M>
 void block_tile(const float* const* rows, const float* weights, uint32_t k_begin,
                 uint32_t num_inputs, const Ahead& ahead, float* tile, size_t tile_stride) {
@@ -125,8 +128,8 @@ void block_tile_of(uint32_t num_rows, const float* const* rows, const float* wei
 using ExpandFunction = const float* (*)(const uint8_t* panel, uint32_t k_begin, uint32_t k_end,
                                         float* block);
 
-// `num_rows` rows, at most kMaxCallRows, through a run of panels into tile [num_rows][num_panels *
-// panel_width].
+// Multiplies `num_rows` rows, at most kMaxCallRows, with a run of panels into
+// tile [num_rows][num_panels * panel_width].
 template <class V>
 void run_many(uint32_t num_rows, const PanelRun& run, ExpandFunction expand,
               const float* const* rows, float* tile) {
@@ -134,7 +137,7 @@ void run_many(uint32_t num_rows, const PanelRun& run, ExpandFunction expand,
   constexpr uint32_t kMaxRows = V::kMaxTileRows;
   const size_t stride = static_cast<size_t>(run.num_panels) * kPanelWidth<V>;
   const uint32_t num_tiles = (num_rows + kMaxRows - 1) / kMaxRows;
-  // of the resident weights
+  // Bytes of one input of a panel in its resident format, rounded up.
   const size_t input_bytes = (run.panel_bytes + run.num_inputs - 1) / run.num_inputs;
   for (uint32_t p = 0; p < run.num_panels; ++p) {
     const uint8_t* panel = reinterpret_cast<const uint8_t*>(run.first) + p * run.panel_bytes;

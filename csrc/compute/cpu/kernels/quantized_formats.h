@@ -1,13 +1,17 @@
-// How a vector type V reads quantised panels (panel_layout.h): a struct per format that opens a
-// group of inputs and yields the float32 weights of one input for the panel's two vectors. The
-// operations and their order are those of compute/formats/dequantize.h, so the bits are too.
-// Included by canonical_products.h; no std:: code.
+// How a vector type V reads quantised panels (panel_layout.h). A struct per format opens a group of
+// inputs and yields the float32 weights of one input for the panel's two vectors. The operations
+// and their order are those of compute/formats/dequantize.h, so the bits are too. Included by
+// canonical_products.h; no std:: code (it says why). Everything here is always inlined, because
+// groups and steps are meant to live in registers.
 //
-// Everything here is always inlined: groups and steps live in registers.
+// A format F offers:
+//   kStep                             inputs per step
+//   open(record, group) -> Group      what all inputs of the group share
+//   step(group, s) -> Step            what the inputs of step s share
+//   weights(group, step, j, pair)     the weights of input kStep * s + j
 //
-// A format F offers: kStep inputs per step; open(record, group) -> Group; step(group, s) -> Step;
-// weights(group, step, j, pair) for input kStep * s + j. 16-entry tables turn four bits into a
-// float in one permutation; its index may carry other bits above.
+// Tables of 16 entries turn four bits into a float in one permutation, which ignores the bits above
+// them in its index.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -16,6 +20,7 @@
 
 namespace dflash::compute {
 
+// The values of four-bit codes: as they are, moved by eight, and bit 0 as a fifth bit.
 inline constexpr float kPlain[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 inline constexpr float kMinusEight[16] = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
 inline constexpr float kFifthBit[16] = {0, 16, 0, 16, 0, 16, 0, 16, 0, 16, 0, 16, 0, 16, 0, 16};
@@ -33,11 +38,12 @@ struct GroupAddress {
   }
 };
 
+// Reads the scales of a group, widened to float32.
 template <class V, WeightFormat kFormat>
 struct GroupScale {
   using F = typename V::F;
   using Address = GroupAddress<V, kFormat>;
-  // The scale of the group for lanes [half * kLanes, ...).
+  // The scale of the group for lanes [half * kLanes, (half + 1) * kLanes).
   [[gnu::always_inline]] static inline F load(const uint8_t* record, uint32_t group, int half) {
     const uint8_t* at = Address::scales(record, group);
     const int lane = half * V::kLanes;
@@ -56,7 +62,7 @@ struct GroupScale {
   }
 };
 
-// int8_g32 and q8_0: q * scale.
+// The weights of int8_g32 and q8_0: q * scale.
 template <class V, WeightFormat kFormat>
 struct ByteFormat {
   using F = typename V::F;
@@ -93,7 +99,7 @@ struct ByteFormat {
   }
 };
 
-// value(code) * scale: int4_g32, q4_0, iq4_nl, iq4_xs, both mxfp4.
+// The weights of int4_g32, q4_0, iq4_nl, iq4_xs and both mxfp4: value(code) * scale.
 template <class V, WeightFormat kFormat>
 struct NibbleFormat {
   using F = typename V::F;
@@ -139,7 +145,7 @@ struct NibbleFormat {
   }
 };
 
-// (d * scale) * code - (dmin * minimum): q4_k, q5_k.
+// The weights of q4_k and q5_k: (d * scale) * code - (dmin * minimum).
 template <class V, WeightFormat kFormat>
 struct AffineFormat {
   using F = typename V::F;
@@ -191,22 +197,22 @@ struct AffineFormat {
       F code = V::look_up(group.table, V::shift_right(step.words[h], 4 * j));
       if constexpr (kHasFifthBit)
         code = V::add(code, V::look_up(group.fifth, V::shift_right(step.fifth[h], j)));
-      // The product is exact (11 + 6 bits of d * scale, 5 of the code), so one rounding is that of
-      // the difference.
+      // The product is exact (17 bits of d * scale and 5 of the code), so that the fma rounds once,
+      // as the twin's subtraction does.
       pair[h] = V::fma(group.scale[h], code, group.minus_offset[h]);
     }
   }
 };
 
-// (d * scale) * (code - 32) + 0: q6_k. The code becomes the upper mantissa bits of f = 1 + code /
-// 64; then 64 * scale * f - 96 * scale is the weight, rounded once: both factors of scale are exact
-// (11 + 7 + 2 bits), and a fused difference of equals is +0.
+// The weights of q6_k: (d * scale) * (code - 32) + 0. The code becomes the upper mantissa bits of
+// f = 1 + code / 64, and 64 * scale * f - 96 * scale is the weight, rounded once: 64 * scale and
+// 96 * scale are exact (11 + 7 + 2 bits), and a fused difference of equals is +0.
 template <class V>
 struct SixBitFormat {
   using F = typename V::F;
   using I = typename V::I;
   static constexpr uint32_t kStep = 16;
-  static constexpr uint32_t kCode = 17;  // the top six bits of a mantissa begin here
+  static constexpr uint32_t kCode = 17;  // lowest bit of the top six of a float32 mantissa
   struct Group {
     F scale[2];
     F minus_offset[2];
@@ -258,7 +264,7 @@ struct SixBitFormat {
   }
 };
 
-// v(code) * scale: fp8.
+// The weights of fp8: value(code) * scale.
 template <class V>
 struct Fp8Format {
   using F = typename V::F;

@@ -1,6 +1,5 @@
-// The vector type of compute/experts/activation.h and cpu/kernels/canonical_products.h in 256 bits.
-// Included by
-// *_avx2.cc files only.
+// The vector type of activation.h and canonical_products.h in 256 bits. Included by files that are
+// compiled for AVX2 only.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -14,7 +13,7 @@ struct Avx2Vector {
   using F = __m256;
   using I = __m256i;
   static constexpr int kLanes = 8;
-  // of 16 registers; two hold weights, one the broadcast input
+  // Of 16 registers, two hold weights and one the broadcast input.
   static constexpr int kAccumulators = 12;
   static constexpr int kMaxTileRows = 6;
 
@@ -66,7 +65,7 @@ struct Avx2Vector {
         _mm256_and_si256(both, _mm256_set1_epi32(static_cast<int>(0xffff0000u))));
   }
 
-  // Quantised weights (quantized_formats.h). Addresses have no alignment.
+  // What follows reads quantised weights (quantized_formats.h), whose addresses are not aligned.
   using Words = uint32_t __attribute__((vector_size(32)));
   using SignedWords = int32_t __attribute__((vector_size(32)));
   struct Table {
@@ -75,7 +74,7 @@ struct Avx2Vector {
   static Table table(const float* values) {
     return {_mm256_loadu_ps(values), _mm256_loadu_ps(values + 8)};
   }
-  // By the low four bits: a permutation sees three of them, the fourth chooses the half.
+  // Looks up by the low four bits: a permutation sees three of them, the fourth chooses the half.
   static F look_up(const Table& table, I index) {
     const F low = _mm256_permutevar8x32_ps(table.low, index),
             high = _mm256_permutevar8x32_ps(table.high, index);
@@ -96,7 +95,7 @@ struct Avx2Vector {
   static I merge(I mask, I a, I b) {
     return _mm256_or_si256(_mm256_and_si256(mask, a), _mm256_andnot_si256(mask, b));
   }
-  // 1 with the bits of the mask from `mantissa`.
+  // A float in [1, 2) with those bits of `mantissa` that the mask has.
   static F one_and(I mantissa, I mask) {
     return _mm256_castsi256_ps(
         _mm256_or_si256(_mm256_and_si256(mantissa, mask), _mm256_set1_epi32(0x3f800000)));
@@ -112,15 +111,15 @@ struct Avx2Vector {
   static F load_i8(const uint8_t* from) {
     return to_float(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
   }
-  // 2^(byte - 127); byte < 255.
+  // 2^(byte - 127) for bytes below 255; byte 0 gives the subnormal 2^-127.
   static F load_exponents(const uint8_t* from) {
     const I exponents = widen_u8(from);
     const I is_subnormal = _mm256_cmpeq_epi32(exponents, _mm256_setzero_si256());
     return _mm256_castsi256_ps(_mm256_blendv_epi8(_mm256_slli_epi32(exponents, 23),
                                                   _mm256_set1_epi32(0x00400000), is_subnormal));
   }
-  // e4m3 moved to where f16 has sign, exponent and mantissa is the value over 2^8, subnormals
-  // included.
+  // An e4m3 moved to where f16 has sign, exponent and mantissa is the value divided by 2^8, which
+  // holds for subnormals too.
   static void load_e4m3(const uint8_t* from, F* pair) {
     const __m256i wide =
         _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));

@@ -1,6 +1,5 @@
-// The vector type of compute/experts/activation.h and cpu/kernels/canonical_products.h in 512 bits.
-// Included by
-// *_avx512.cc files only.
+// The vector type of activation.h and canonical_products.h in 512 bits. Included by files that are
+// compiled for AVX-512 only.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -18,7 +17,7 @@ struct Avx512Vector {
   using F = __m512;
   using I = __m512i;
   static constexpr int kLanes = 16;
-  // of 32 registers; the rest hold weights and broadcast inputs
+  // Of 32 registers, the rest hold weights and broadcast inputs.
   static constexpr int kAccumulators = 24;
   static constexpr int kMaxTileRows = 12;
 
@@ -70,12 +69,12 @@ struct Avx512Vector {
         _mm512_and_si512(both, _mm512_set1_epi32(static_cast<int>(0xffff0000u))));
   }
 
-  // Quantised weights (quantized_formats.h). Addresses have no alignment.
+  // What follows reads quantised weights (quantized_formats.h), whose addresses are not aligned.
   using Words = uint32_t __attribute__((vector_size(64)));
   using SignedWords = int32_t __attribute__((vector_size(64)));
   using Table = __m512;
   static Table table(const float* values) { return _mm512_loadu_ps(values); }
-  // by the low four bits
+  // Looks up by the low four bits; the permutation ignores those above.
   static F look_up(Table table, I index) { return _mm512_permutexvar_ps(index, table); }
   static I load_words(const uint8_t* from) { return _mm512_loadu_si512(from); }
   static I shift_right(I value, uint32_t count) {
@@ -87,9 +86,9 @@ struct Avx512Vector {
   static I shift_right_signed(I value, int32_t count) {
     return reinterpret_cast<I>(reinterpret_cast<SignedWords>(value) >> count);
   }
-  // a where the mask is set, else b
+  // Bit by bit a where the mask is set, else b.
   static I merge(I mask, I a, I b) { return _mm512_ternarylogic_epi32(mask, a, b, 0xca); }
-  // 1 with the bits of the mask from `mantissa`.
+  // A float in [1, 2) with those bits of `mantissa` that the mask has.
   static F one_and(I mantissa, I mask) {
     return _mm512_castsi512_ps(
         _mm512_ternarylogic_epi32(mantissa, mask, _mm512_set1_epi32(0x3f800000), 0xea));
@@ -105,15 +104,15 @@ struct Avx512Vector {
   static F load_i8(const uint8_t* from) {
     return to_float(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
   }
-  // 2^(byte - 127); byte < 255.
+  // 2^(byte - 127) for bytes below 255; byte 0 gives the subnormal 2^-127.
   static F load_exponents(const uint8_t* from) {
     const I exponents = widen_u8(from);
     const __mmask16 is_subnormal = _mm512_cmpeq_epi32_mask(exponents, _mm512_setzero_si512());
     return _mm512_castsi512_ps(_mm512_mask_mov_epi32(_mm512_slli_epi32(exponents, 23), is_subnormal,
                                                      _mm512_set1_epi32(0x00400000)));
   }
-  // e4m3 moved to where f16 has sign, exponent and mantissa is the value over 2^8, subnormals
-  // included.
+  // An e4m3 moved to where f16 has sign, exponent and mantissa is the value divided by 2^8, which
+  // holds for subnormals too.
   static void load_e4m3(const uint8_t* from, F* pair) {
     const __m512i wide =
         _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));

@@ -1,6 +1,6 @@
-// The vector type of compute/experts/activation.h and cpu/kernels/canonical_products.h in the 128
-// bits of AArch64's baseline. Included by *_neon.cc files only. NEON's own minimum and maximum
-// order NaN and the zeros otherwise than the class does, hence comparison and selection.
+// The vector type of activation.h and canonical_products.h in the 128 bits of AArch64's baseline.
+// Included by the kernel files for NEON only. NEON's own minimum and maximum order NaN and the
+// zeros otherwise than the class does, so that both are a comparison and a selection here.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -14,7 +14,7 @@ struct NeonVector {
   using F = float32x4_t;
   using I = int32x4_t;
   static constexpr int kLanes = 4;
-  // of 32 registers; the rest hold weights and broadcast inputs
+  // Of 32 registers, the rest hold weights and broadcast inputs.
   static constexpr int kAccumulators = 24;
   static constexpr int kMaxTileRows = 12;
 
@@ -59,9 +59,10 @@ struct NeonVector {
     pair[1] = vreinterpretq_f32_u32(vandq_u32(both, vdupq_n_u32(0xffff0000u)));
   }
 
-  // Quantised weights (quantized_formats.h). Addresses have no alignment.
-  // The entries of all tables have eight significant bits at most, so their upper halves are the
-  // values: two registers instead of four.
+  // What follows reads quantised weights (quantized_formats.h), whose addresses are not aligned.
+  //
+  // The entries of all tables have eight significant bits at most, so that their upper halves are
+  // the values: a table takes two registers instead of four.
   using Table = uint8x16x2_t;
   static Table table(const float* values) {
     return {
@@ -69,15 +70,15 @@ struct NeonVector {
          upper_halves(vld1q_f32(values + 8), vld1q_f32(values + 12))}
     };
   }
-  // By the low four bits: bytes 2 * index and 2 * index + 1 go to the upper half; places beyond the
-  // table read as zero.
+  // Looks up by the low four bits: bytes 2 * index and 2 * index + 1 go to the upper half of the
+  // lane. Its lower half indexes beyond the table, which reads as zero.
   static F look_up(const Table& table, I index) {
     const uint32x4_t low = vandq_u32(vreinterpretq_u32_s32(index), vdupq_n_u32(15));
     const uint32x4_t places = vmlaq_u32(vdupq_n_u32(0x0100ffffu), low, vdupq_n_u32(0x02020000u));
     return vreinterpretq_f32_u8(vqtbl2q_u8(table, vreinterpretq_u8_u32(places)));
   }
   static I load_words(const uint8_t* from) { return vreinterpretq_s32_u8(vld1q_u8(from)); }
-  // Operators, because the intrinsics with a count in a register only shift left.
+  // These are operators, because the intrinsics with a count in a register only shift left.
   static I shift_right(I value, uint32_t count) {
     return vreinterpretq_s32_u32(vreinterpretq_u32_s32(value) >> count);
   }
@@ -86,7 +87,7 @@ struct NeonVector {
   }
   static I shift_right_signed(I value, int32_t count) { return value >> count; }
   static I merge(I mask, I a, I b) { return vbslq_s32(vreinterpretq_u32_s32(mask), a, b); }
-  // 1 with the bits of the mask from `mantissa`.
+  // A float in [1, 2) with those bits of `mantissa` that the mask has.
   static F one_and(I mantissa, I mask) {
     return vreinterpretq_f32_s32(vorrq_s32(vandq_s32(mantissa, mask), vdupq_n_s32(0x3f800000)));
   }
@@ -98,15 +99,15 @@ struct NeonVector {
   static F load_i8(const uint8_t* from) {
     return to_float(vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_u8(load_four(from))))));
   }
-  // 2^(byte - 127); byte < 255.
+  // 2^(byte - 127) for bytes below 255; byte 0 gives the subnormal 2^-127.
   static F load_exponents(const uint8_t* from) {
     const uint32x4_t exponents = widen_u8(from);
     const uint32x4_t is_subnormal = vceqq_u32(exponents, vdupq_n_u32(0));
     return vreinterpretq_f32_u32(
         vbslq_u32(is_subnormal, vdupq_n_u32(0x00400000u), vshlq_n_u32(exponents, 23)));
   }
-  // e4m3 moved to where f16 has sign, exponent and mantissa is the value over 2^8, subnormals
-  // included.
+  // An e4m3 moved to where f16 has sign, exponent and mantissa is the value divided by 2^8, which
+  // holds for subnormals too.
   static void load_e4m3(const uint8_t* from, F* pair) {
     const uint16x8_t wide = vreinterpretq_u16_s16(vmovl_s8(vreinterpret_s8_u8(vld1_u8(from))));
     widen_f16(vandq_u16(vshlq_n_u16(wide, 7), vdupq_n_u16(0xbf80)), pair);

@@ -1,3 +1,4 @@
+// Walks over a matrix in pieces that a read of the file brings, and over a piece in panels.
 // SPDX-License-Identifier: Apache-2.0
 #include "compute/cpu/panels/matrix_packer.h"
 
@@ -28,7 +29,8 @@ Status MatrixPacker::pack(const char* name, const MatrixView& matrix, const Pane
       // The check and the sum read the rows that packing reads next: they come from memory once.
       const uint32_t count = std::min(panel_width_, part.outputs - begin);
       Status checked = check_values(name, part, target.format, begin, count);
-      if (!checked.ok()) {  // again with the whole matrix, which knows the output's number
+      if (!checked.ok()) {
+        // Repeated on the whole matrix, whose output numbers are those of the checkpoint.
         DFLASH_TRY(check_values(name, matrix, target.format, first + begin, count));
         return checked;
       }
@@ -59,7 +61,7 @@ Status MatrixPacker::pack_panels(const MatrixView& matrix, uint32_t first_panel,
   uint32_t panel = first_panel;
   if (outputs_read_at_once(matrix, panel_width_) != 0) {
     const uint32_t scale_outputs = std::max(format_facts(matrix.format).scale_outputs, 1u);
-    // scales of a part begin where it begins
+    // A part that is read alone must begin on a boundary of scales, since its scales begin with it.
     const uint32_t first = first_panel * panel_width_ / scale_outputs * scale_outputs;
     const uint32_t end = std::min((first_panel + num_panels) * panel_width_, matrix.outputs);
     DFLASH_TRY(read_outputs(first, end - first, part, read));

@@ -1,6 +1,7 @@
-// A matrix of a checkpoint into the panels that one set of kernels reads: out of its file or its
-// mapping, checked, summed up and packed panel by panel, so that its bytes come from memory once.
-// What the matrix belongs to - experts, a linear layer - is the caller's affair.
+// Brings one matrix of a checkpoint into the panels that a set of kernels reads. The matrix lies in
+// a file or in memory; its values are checked, its checksum is taken and its outputs are packed
+// panel by panel, so that each byte comes from memory only once. What the matrix belongs to, an
+// expert or a linear layer, is the caller's affair.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -13,27 +14,31 @@
 
 namespace dflash::compute {
 
-// Where the panels of a matrix go, and in which format. Panels of two matrices may alternate.
+// Where the panels of a matrix go, and in which resident format. The step may be larger than a
+// panel, so that the panels of two matrices (gate and up) can alternate.
 struct PanelTarget {
   WeightFormat format;
   std::byte* first;
-  size_t step_bytes;  // from one panel to the next
+  size_t step_bytes;  // distance from the start of one panel to the start of the next
 };
 
+// Any thread; one packer may pack several matrices at a time, each with its own `read` buffer.
 class MatrixPacker {
  public:
   MatrixPacker() = default;
   explicit MatrixPacker(const KernelSet& kernels);
 
-  // Packs all panels and adds the matrix's source bytes to `sum`. `name` is what errors call it;
-  // `read` holds what was read of the file last, one buffer for many matrices. Under
-  // CanonicalFloatMode: quantising rounds. Errors: kCheckpoint naming file, or output and input.
+  // Packs all panels of `matrix` and adds its source bytes to `sum`. `name` is what error messages
+  // call the matrix. `read` is the buffer for rows that come from a file; the caller keeps it for
+  // many matrices, so that it is allocated once. The caller holds a CanonicalFloatMode, because
+  // quantising rounds. Errors: kCheckpoint naming the file, or the output and input of a bad value.
   Status pack(const char* name, const MatrixView& matrix, const PanelTarget& target,
               std::vector<std::byte>& read, MatrixChecksum& sum, YieldingProgress& progress) const;
-  // What pack() checks, without packing.
+  // Makes the checks of pack() on every value, without packing.
   Status check(const char* name, const MatrixView& matrix, WeightFormat format,
                YieldingProgress& progress) const;
-  // Packs some panels of a matrix that check() has passed.
+  // Packs `num_panels` panels of a matrix that check() has passed. Errors: kCheckpoint where the
+  // file cannot be read.
   Status pack_panels(const MatrixView& matrix, uint32_t first_panel, uint32_t num_panels,
                      const PanelTarget& target, std::vector<std::byte>& read) const;
 

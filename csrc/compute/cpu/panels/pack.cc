@@ -1,5 +1,5 @@
-// Packing of weight matrices into panels. Bound by reading the source once and writing the panel
-// once.
+// Packs float weights into panels. The work is bound by memory: the source is read once and the
+// panel is written once.
 // SPDX-License-Identifier: Apache-2.0
 #include "compute/cpu/panels/pack.h"
 
@@ -15,8 +15,8 @@
 namespace dflash::compute {
 namespace {
 
-// Inputs transposed at a time: one cache line of a 16-bit source row, so that each line is read
-// once.
+// Inputs that are transposed at a time: one cache line of a 16-bit source row, so that each line of
+// the source is read once.
 constexpr uint32_t kInputsAtOnce = 32;
 
 struct Copy16 {
@@ -39,20 +39,20 @@ T load(const std::byte* data, int64_t index) {
   return value;
 }
 
-// Place of output `o` (within the panel) in one packed step.
+// Returns where output `o` of the panel lies within the packed step of one input.
 uint32_t place(uint32_t o, uint32_t width, bool alternates) {
   if (!alternates) return o;
   return o < width / 2 ? 2 * o : 2 * (o - width / 2) + 1;
 }
 
-// The output in each place of a packed step: the inverse of `place`.
+// Returns which output lies at place `slot` of a packed step; the inverse of `place`.
 uint32_t output_at(uint32_t slot, uint32_t width, bool alternates) {
   if (!alternates) return slot;
   return slot % 2 == 0 ? slot / 2 : width / 2 + slot / 2;
 }
 
-// Whole tiles of a full panel whose rows are contiguous, tile by tile along one line of every row;
-// returns the inputs that are done.
+// Packs a full panel whose rows are contiguous, by whole tiles and one cache line of every row
+// after the other. Returns how many inputs it has packed; the caller packs the rest.
 template <class T>
 uint32_t pack_tiles(const T* source, int64_t row_stride, uint32_t inputs, bool alternates,
                     uint32_t width, T* target) {
@@ -118,7 +118,7 @@ void pack(const MatrixView& matrix, bool alternates, uint32_t first_output, uint
   }
 }
 
-// Any format to float32 panels: the rows of the panel are dequantised first.
+// Packs a panel of any format as float32; its rows are dequantised into a buffer first.
 void pack_widened(const MatrixView& matrix, uint32_t first_output, uint32_t width,
                   std::byte* packed) {
   const uint32_t num_outputs = std::min(width, matrix.outputs - first_output);

@@ -1,5 +1,5 @@
-// Packing of bf16 weights into words of two inputs. Rows that lie in whole words are transposed as
-// float32 rows of half the length are.
+// Packs bf16 weights into words of two inputs. Rows that lie in whole words are transposed as if
+// they were float32 rows of half the length, because packing only moves bits.
 // SPDX-License-Identifier: Apache-2.0
 #include "compute/cpu/panels/pack_bf16_pairs.h"
 
@@ -20,7 +20,7 @@ uint16_t load_bits(const std::byte* from) {
 
 void store_bits(uint16_t bits, std::byte* to) { std::memcpy(to, &bits, sizeof(bits)); }
 
-// Words [first_word, ...) of every output and an odd last input, element by element.
+// Packs words from `first_word` on and an odd last input, element by element, for all outputs.
 void pack_elements(const MatrixView& matrix, uint32_t first_word, uint32_t first_output,
                    uint32_t width, std::byte* packed) {
   const uint32_t num_outputs = std::min(width, matrix.outputs - first_output);
@@ -30,7 +30,7 @@ void pack_elements(const MatrixView& matrix, uint32_t first_word, uint32_t first
         matrix.data + 2 * (first_output * matrix.output_stride + k * matrix.input_stride);
     std::byte* step =
         packed + size_t{2} * width * (k < whole ? k / 2 * 2 : k) + (k < whole ? k % 2 * 2 : 0);
-    const size_t distance = k < whole ? 4 : 2;  // from one output to the next
+    const size_t distance = k < whole ? 4 : 2;  // bytes from one output to the next
     for (uint32_t o = 0; o < num_outputs; ++o)
       store_bits(load_bits(from + 2 * o * matrix.output_stride), step + o * distance);
   }
@@ -48,7 +48,7 @@ void pack_bf16_pairs(const MatrixView& matrix, WeightFormat format, uint32_t pan
     words = matrix.inputs / 2;
     const MatrixView pairs{matrix.data, WeightFormat::kF32,       matrix.outputs,
                            words,       matrix.output_stride / 2, 1};
-    pack_panel(pairs, WeightFormat::kF32, panel, width, packed);  // moves bits, whatever they mean
+    pack_panel(pairs, WeightFormat::kF32, panel, width, packed);  // copies the bits unchanged
   }
   pack_elements(matrix, words, first_output, width, packed);
 }
@@ -56,7 +56,7 @@ void pack_bf16_pairs(const MatrixView& matrix, WeightFormat format, uint32_t pan
 size_t bf16_row_bytes(uint32_t count) { return 4 * ((size_t{count} + 1) / 2); }
 
 void encode_bf16_row(const float* from, uint32_t count, std::byte* to) {
-  // Out of range is no error here: infinity goes on and shows in the reply.
+  // A value beyond bf16's range is no error here: it becomes infinity and shows in the reply.
   static_cast<void>(
       convert(Dtype::kF32, reinterpret_cast<const std::byte*>(from), Dtype::kBF16, to, count));
   if (count % 2 != 0) store_bits(0, to + 2 * size_t{count});

@@ -1,7 +1,7 @@
-// The resident layout of numerics classes bf16-dot and bf16-bfdot: panels as in pack.h, but a
-// 32-bit word holds two inputs of one output (ascending, the lower in the low half), so that a
-// vector of words feeds a pair-wise dot product. An odd last input stands alone, 16 bits per
-// output: sizes are those of pack.h.
+// The resident layout of numerics classes bf16-dot and bf16-bfdot. Panels are those of pack.h, but
+// a 32-bit word holds two inputs of one output (the lower input in the low half), because the
+// instructions of both classes multiply pairs. An odd last input stands alone with 16 bits per
+// output, so that a panel has as many bytes as in pack.h.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -9,11 +9,12 @@
 
 namespace dflash::compute {
 
-// As pack_panel; matrix and `format` are bf16.
+// Packs one panel as pack_panel does; the matrix and `format` are both bf16.
 void pack_bf16_pairs(const MatrixView& matrix, WeightFormat format, uint32_t panel, uint32_t width,
                      std::byte* packed);
 
-// How rows reach the kernels: bf16, padded with a zero to whole pairs.
+// Rows reach the kernels as bf16, padded with a zero to whole pairs: `count` values take
+// bf16_row_bytes(count) bytes.
 size_t bf16_row_bytes(uint32_t count);
 void encode_bf16_row(const float* from, uint32_t count, std::byte* to);
 

@@ -1,6 +1,7 @@
-// Quantised weights into panels (panel_layout.h): a record of an output is taken apart sixteen
-// bytes at a time and stored four outputs at a time (record_tiles.h), so that packing keeps up with
-// reading. Quantisation at load (int8_g32, int4_g32) works on float rows.
+// Packs quantised weights into panels (panel_layout.h). The record of an output is taken apart
+// sixteen bytes at a time and stored for four outputs at a time (record_tiles.h), so that packing
+// keeps up with reading. The formats made at load (int8_g32, int4_g32) are quantised from float
+// rows.
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 #include <cstring>
@@ -26,7 +27,8 @@ uint64_t load64(const uint8_t* bytes) {
   return value;
 }
 
-// The lowest bits of eight bytes: each multiple of 2^(56 - 7i) moves bit 8i to bit 56 + i.
+// Returns the lowest bits of eight bytes as one byte: the product with 2^(56 - 7i) moves bit 8i to
+// bit 56 + i, and the shift brings those eight bits down.
 uint32_t gather_bits(uint64_t bytes) {
   return static_cast<uint32_t>((bytes & 0x0101010101010101ull) * 0x0102040810204080ull >> 56);
 }
@@ -35,8 +37,8 @@ internal::U16x8 load_bytes(const uint8_t* bytes) {
   return internal::load_vector<internal::U16x8>(bytes);
 }
 
-// Four words out of the nibbles at `low_shift` of sixteen bytes and those at `high_shift` of
-// sixteen others.
+// Makes four words of nibbles: two from those at bit `low_shift` of sixteen bytes, two from those
+// at bit `high_shift` of sixteen others.
 void put_nibbles(const uint8_t* low, int low_shift, const uint8_t* high, int high_shift,
                  uint32_t* words) {
   internal::store_vector(words, internal::even_bytes(join_nibbles(load_bytes(low), low_shift),
@@ -48,8 +50,8 @@ void put_q8_0(const uint8_t* block, RecordFields<WeightFormat::kQ8_0>& fields) {
   std::memcpy(fields.words, block + 2, 32);
 }
 
-// The six-bit scales and minima of eight groups, alternating: as internal::k_scale, all groups in
-// two words.
+// Unpacks the six-bit scales and minima of eight groups, which then alternate. The bits are those
+// of internal::k_scale, but four groups are taken at a time in a word.
 void put_k_scales(const uint8_t* packed, uint8_t* scales) {
   uint32_t low, middle, high;
   std::memcpy(&low, packed, sizeof(low));
@@ -58,7 +60,7 @@ void put_k_scales(const uint8_t* packed, uint8_t* scales) {
   const uint32_t all[4] = {low & 0x3f3f3f3fu, (high & 0x0f0f0f0fu) | (low >> 6 & 0x03030303u) << 4,
                            middle & 0x3f3f3f3fu,
                            (high >> 4 & 0x0f0f0f0fu) | (middle >> 6 & 0x03030303u) << 4};
-  uint8_t bytes[16];  // eight scales, eight minima
+  uint8_t bytes[16];  // the eight scales, then the eight minima
   std::memcpy(bytes, all, sizeof(bytes));
   for (uint32_t group = 0; group < 8; ++group) {
     scales[2 * group] = bytes[group];
@@ -86,8 +88,8 @@ void put_k_affine(const uint8_t* block, RecordFields<kFormat>& fields) {
   }
 }
 
-// Groups of 16: group 8 * half + 2 * j + part has the nibbles at 4 * (j / 2) of 16 of the bytes,
-// and the bit pairs at 2 * j of 16 others.
+// Unpacks a block of q6_k into 16 groups of 16 inputs. Group 8 * half + 2 * j + part (j < 4) has
+// its nibbles at bit 4 * (j / 2) of 16 bytes, and its upper bit pairs at bit 2 * j of 16 others.
 void put_q6_k(const uint8_t* block, RecordFields<WeightFormat::kQ6K>& fields) {
   fields.headers[0] = load16(block + 208);
   std::memcpy(fields.scales, block + 192, 16);
@@ -96,7 +98,7 @@ void put_q6_k(const uint8_t* block, RecordFields<WeightFormat::kQ6K>& fields) {
       const uint8_t* high = block + 128 + half * 32 + part * 16;
       for (uint32_t j = 0; j < 2; ++j) {
         const uint8_t* low = block + half * 64 + j * 32 + part * 16;
-        // and the one four further on, in the upper nibbles
+        // The upper nibbles of the same bytes belong to the group four further on.
         const uint32_t group = 8 * half + 2 * j + part;
         uint32_t words[4], pairs[4];
         put_nibbles(low, 0, low, 4, words);
@@ -135,7 +137,7 @@ void put_block(const uint8_t* block, RecordFields<kFormat>& fields) {
     put_q6_k(block, fields);
   else if constexpr (kFormat == WeightFormat::kIq4Xs)
     put_iq4_xs(block, fields);
-  else {  // q4_0, iq4_nl, mxfp4 of GGUF: low nibbles first
+  else {  // q4_0, iq4_nl and gguf_mxfp4: a scale, then the low nibbles before the high ones
     constexpr bool kIsMxfp4 = kFormat == WeightFormat::kGgufMxfp4;
     fields.scales[0] = static_cast<ScaleOf<kFormat>>(kIsMxfp4 ? block[0] : load16(block));
     const uint8_t* nibbles = block + (kIsMxfp4 ? 1 : 2);
@@ -143,7 +145,7 @@ void put_block(const uint8_t* block, RecordFields<kFormat>& fields) {
   }
 }
 
-// What a panel takes of a matrix.
+// The outputs of a matrix that one panel takes.
 struct PanelSource {
   const MatrixView& matrix;
   uint32_t first_output;
@@ -151,8 +153,8 @@ struct PanelSource {
   uint32_t width;
 };
 
-// Rows quantised on the way: four are widened and quantised, the last group of each filled up with
-// zeros, then stored.
+// Quantises rows on their way into a panel. Four rows are widened and quantised, then stored; zeros
+// fill up the last group of each.
 template <WeightFormat kFormat>
 void pack_from_floats(const PanelSource& source, std::byte* packed) {
   constexpr PanelLayout kLayout = panel_layout(kFormat);
@@ -187,9 +189,10 @@ void pack_from_floats(const PanelSource& source, std::byte* packed) {
   }
 }
 
-constexpr uint8_t kNoCodes[kFp8BlockWidth] = {};  // of lanes past the last output
+// These codes stand for the row of a lane past the last output.
+constexpr uint8_t kNoCodes[kFp8BlockWidth] = {};
 
-// FP8: the codes of four outputs go straight from their rows.
+// Packs FP8: the codes go from the rows of four outputs straight into the panel.
 void pack_fp8(const PanelSource& source, std::byte* packed) {
   constexpr PanelLayout kLayout = panel_layout(WeightFormat::kFp8E4m3B128);
   const MatrixView& matrix = source.matrix;
@@ -232,7 +235,7 @@ void pack_records(const PanelSource& source, std::byte* packed) {
         const uint32_t output = source.first_output + first + o;
         const auto* row =
             reinterpret_cast<const uint8_t*>(matrix.data + output * matrix.output_stride);
-        // pairs are already in the order of a word
+        // The pairs of nibbles in an mxfp4 file already have the order of a word.
         if constexpr (kFormat == WeightFormat::kMxfp4) {
           fields[o].scales[0] =
               static_cast<uint8_t>(matrix.scales[output * matrix.scales_stride + k / kGroupInputs]);
@@ -248,7 +251,7 @@ void pack_records(const PanelSource& source, std::byte* packed) {
 
 using PackFunction = void (*)(const PanelSource& source, std::byte* packed);
 constexpr PackFunction kPack[kNumWeightFormats] = {
-    nullptr,  // floats are packed by pack.cc
+    nullptr,  // float formats are packed by pack.cc
     nullptr,
     nullptr,
     pack_from_floats<WeightFormat::kInt8G32>,
@@ -276,8 +279,8 @@ size_t quantized_panel_bytes(WeightFormat format, uint32_t inputs, uint32_t widt
 void pack_quantized_panel(const MatrixView& matrix, WeightFormat format, uint32_t first_output,
                           uint32_t width, std::byte* packed) {
   const uint32_t num_outputs = std::min(width, matrix.outputs - first_output);
-  // Lanes past the last output and codes past the last input must not be what an earlier load left;
-  // nobody uses their products.
+  // Lanes past the last output and codes past the last input must not keep what an earlier load
+  // left in this memory. Their products are never used.
   if (num_outputs < width || matrix.inputs % panel_layout(format).record_inputs != 0) {
     std::memset(packed, 0, quantized_panel_bytes(format, matrix.inputs, width));
   }

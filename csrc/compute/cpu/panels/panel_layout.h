@@ -1,6 +1,7 @@
-// The resident layout of quantised weights, in panels of `width` outputs. Inputs come in records (a
-// GGUF super-block, an FP8 square, one group); a record is a header and its groups, every field an
-// array over the panel's outputs, so that one output is one lane.
+// The resident layout of quantised weights, in panels of `width` outputs. The inputs of a panel
+// come in records: a GGUF super-block, an FP8 square or one group. A record is a header and its
+// groups, and each field is an array over the panel's outputs, so that one output is one lane of a
+// vector.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -11,39 +12,40 @@
 
 namespace dflash::compute {
 
-//   format               header          group: scales          codes further bits int8_g32 - f32
-//   8 words of 4 bytes int4_g32             -               f32                    4 words of 8
-//   nibbles (code = q + 8) q8_0                 -               f16                    8 words
-//   q4_0, iq4_nl         -               f16                    4 words
-//   mxfp4 (both)         -               u8 exponent            4 words
-//   q4_k                 f16 d, dmin     u8 scale, minimum      4 words
-//   q5_k                 f16 d, dmin     u8 scale, minimum      4 words                          1
-//   word: fifth bits q6_k (groups of 16)  f16 d           i8                     2 words 1 word:
-//   upper bit pairs iq4_xs               f16 d           i8 scale - 32          4 words fp8 (groups
-//   of 128)  -               f32                    128 bytes, [input][output]
+//   format               header        per group: scales      codes     further bits
+//   int8_g32             -             f32                    8 words (one code a byte)
+//   int4_g32             -             f32                    4 words of 8 nibbles (code = q + 8)
+//   q8_0                 -             f16                    8 words
+//   q4_0, iq4_nl         -             f16                    4 words
+//   mxfp4, gguf_mxfp4    -             u8 exponent            4 words
+//   q4_k                 f16 d, dmin   u8 scale, u8 minimum   4 words
+//   q5_k                 f16 d, dmin   u8 scale, u8 minimum   4 words   1 word: the fifth bits
+//   q6_k (groups of 16)  f16 d         i8 scale               2 words   1 word: the upper bit pairs
+//   iq4_xs               f16 d         i8 scale - 32          4 words
+//   fp8 (groups of 128)  -             f32                    128 bytes, [input][output]
 //
-// Upper bit pairs of q6_k: that of input 8w + 2b + p lies in byte b at bits 4w + 2p, so that all
-// four of (w, p) stand where a shift by 4p puts the nibbles of word w: four whole codes, one a
-// byte.
+// A word is a little-endian uint32 of one output and holds ascending inputs from its lowest bits
+// on. In q6_k, the upper bit pair of input 8w + 2b + p lies in byte b at bits 4w + 2p: the shift by
+// 4p that brings up the nibbles of word w then aligns all four pairs of (w, p) with them, and four
+// whole codes result, one a byte.
 //
-// A word is a little-endian uint32 of one output, ascending inputs from its lowest bits. Bytes are
-// those of the stored format, but for six-bit scales that take a whole byte (q4_k and q5_k 3 %
-// larger, iq4_xs 1.5 %) and FP8's scale per output (3 %).
+// A panel takes as many bytes as the stored format, with two exceptions: six-bit scales get a whole
+// byte (q4_k and q5_k grow by 3 %, iq4_xs by 1.5 %), and FP8 has its scale once per output (3 %).
 struct PanelLayout {
   uint32_t record_inputs;
   uint32_t group_inputs;
-  uint32_t header_bytes;  // per output
-  uint32_t scale_bytes;   // per output and group
-  uint32_t code_bytes;    // per output and group, further bits included
+  // Sizes below are those of one output; a panel takes `width` times as much.
+  uint32_t header_bytes;  // of a record
+  uint32_t scale_bytes;   // of a group
+  uint32_t code_bytes;    // of a group, its further bits included
 
   constexpr size_t group_bytes() const { return size_t{scale_bytes} + code_bytes; }
-  // per output
   constexpr size_t record_bytes() const {
     return header_bytes + record_inputs / group_inputs * group_bytes();
   }
 };
 
-// Of a quantised format.
+// The layout of a quantised format. Float formats have no records; they get an empty layout.
 constexpr PanelLayout panel_layout(WeightFormat format) {
   switch (format) {
     case WeightFormat::kInt8G32:     return {32, 32, 0, 4, 32};

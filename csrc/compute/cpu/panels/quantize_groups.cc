@@ -1,4 +1,4 @@
-// Choice of the loop that quantises, see quantize_groups.h.
+// Chooses the widest loop that this processor can run, see quantize_groups.h.
 // SPDX-License-Identifier: Apache-2.0
 #include "compute/cpu/panels/quantize_groups.h"
 

@@ -1,6 +1,6 @@
-// Quantisation of whole rows at load, as wide as this processor allows: the integers and scales are
-// those of quantize_group (dequantize.h), its readable twin, whatever the instruction set. Values
-// are finite (check_values comes first).
+// Quantises whole rows at load with the widest instructions of this processor. Integers and scales
+// are those of quantize_group (dequantize.h), the readable twin, with every instruction set. The
+// values must be finite, which check_values has established before.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -9,7 +9,9 @@
 
 namespace dflash::compute {
 
-// `values` and `integers` [num_groups * 32], `scales` [num_groups]; `limit` is 127 or 7.
+// Quantises groups of 32 values: `values` and `integers` are [num_groups * 32], `scales` is
+// [num_groups]. `limit` is the largest magnitude of an integer, 127 for int8_g32 and 7 for
+// int4_g32.
 void quantize_groups(const float* values, uint32_t num_groups, float limit, int8_t* integers,
                      float* scales);
 

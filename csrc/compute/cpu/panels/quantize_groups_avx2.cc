@@ -1,5 +1,5 @@
-// Four vectors to a group. The division, the clamp and the rounding are those of quantize_group,
-// one IEEE operation each.
+// Quantises a group in four vectors. The division, the clamp and the rounding are those of
+// quantize_group, one IEEE operation each, so that the bits are too.
 // SPDX-License-Identifier: Apache-2.0
 #include <immintrin.h>
 
@@ -18,7 +18,7 @@ float largest_magnitude(const __m256* values) {
 }
 
 __m256i quantized(__m256 values, __m256 scale, __m256 limit) {
-  // 1.5 * 2^23: adding and subtracting it rounds half to even
+  // Adding and subtracting 1.5 * 2^23 rounds to an integer, half to even.
   const __m256 rounding = _mm256_set1_ps(12582912.0f);
   const __m256 quotient = _mm256_max_ps(_mm256_min_ps(_mm256_div_ps(values, scale), limit),
                                         _mm256_sub_ps(_mm256_setzero_ps(), limit));
@@ -29,7 +29,7 @@ __m256i quantized(__m256 values, __m256 scale, __m256 limit) {
 
 void quantize_groups_avx2(const float* values, uint32_t num_groups, float limit, int8_t* integers,
                           float* scales) {
-  // packing goes by halves of the register
+  // Packing works within each half of the register, which leaves the words in this order.
   const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
   for (uint32_t group = 0; group < num_groups; ++group, values += 32, integers += 32) {
     const __m256 rows[4] = {_mm256_loadu_ps(values), _mm256_loadu_ps(values + 8),

@@ -1,7 +1,7 @@
-// Two vectors to a group. The division, the clamp and the rounding are those of quantize_group, one
-// IEEE operation each.
+// Quantises a group in two vectors. The division, the clamp and the rounding are those of
+// quantize_group, one IEEE operation each, so that the bits are too.
 // SPDX-License-Identifier: Apache-2.0
-// GCC 12 takes the undefined operands inside its own intrinsics for ours.
+// GCC 12 warns of undefined operands that are inside its own intrinsics.
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #endif
@@ -13,7 +13,7 @@ namespace dflash::compute::internal {
 namespace {
 
 __m128i quantized(__m512 values, __m512 scale, __m512 limit) {
-  // 1.5 * 2^23: adding and subtracting it rounds half to even
+  // Adding and subtracting 1.5 * 2^23 rounds to an integer, half to even.
   const __m512 rounding = _mm512_set1_ps(12582912.0f);
   const __m512 quotient = _mm512_max_ps(_mm512_min_ps(_mm512_div_ps(values, scale), limit),
                                         _mm512_sub_ps(_mm512_setzero_ps(), limit));

@@ -1,6 +1,7 @@
-// Fields of quantised weights on their way into a panel (panel_layout.h): one output's record at a
-// time comes apart into arrays, and four outputs' arrays go into the panel together, four outputs
-// to a store. Portable vectors, as transpose.h.
+// Moves the fields of quantised weights into a panel (panel_layout.h). One output's record at a
+// time is taken apart into arrays, then the arrays of four outputs go into the panel together, so
+// that a store covers four outputs instead of one. Written with portable vectors, as transpose.h
+// is.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -14,32 +15,32 @@
 
 namespace dflash::compute {
 
-inline constexpr uint32_t kQuad = 4;  // outputs stored together; fewer where a panel is narrower
+// Outputs that are stored together; the last ones of a panel may be fewer.
+inline constexpr uint32_t kQuad = 4;
 
 namespace internal {
 using U8x16 = uint8_t __attribute__((vector_size(16)));
 
-// The even bytes of two vectors, those of `a` first.
+// Returns the bytes at even places of two vectors, those of `a` first.
 inline U8x16 even_bytes(U16x8 a, U16x8 b) {
   return __builtin_shufflevector(reinterpret_cast<U8x16>(a), reinterpret_cast<U8x16>(b), 0, 2, 4, 6,
                                  8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
 }
 }  // namespace internal
 
-// The nibbles at `shift` (0 or 4) of sixteen bytes, joined to eight bytes in the lower half of each
-// 16-bit lane, first byte lowest.
+// Takes the nibbles at bit `shift` (0 or 4) of sixteen bytes and joins each two of them to a byte,
+// which lies in the lower half of its 16-bit lane. The first nibble becomes the low one.
 inline internal::U16x8 join_nibbles(internal::U16x8 bytes, int shift) {
   const internal::U16x8 nibbles = (bytes >> shift) & 0x0f0f;
   return nibbles | nibbles >> 4;
 }
-// The bit pairs at `shift` of sixteen bytes, joined likewise: those of bytes 2b and 2b + 1 as the
-// low nibble of byte b.
+// Does the same with bit pairs: those of bytes 2b and 2b + 1 become the low nibble of byte b.
 inline internal::U16x8 join_pairs(internal::U16x8 bytes, int shift) {
   const internal::U16x8 pairs = (bytes >> shift) & 0x0303;
   return (pairs | pairs >> 6) & 0x000f;
 }
 
-// What one scale of a group takes; formats with two per group have two of these.
+// The type of one scale of a group. Formats with a scale and a minimum have two values of it.
 template <WeightFormat kFormat>
 using ScaleOf = std::conditional_t<
     kFormat == WeightFormat::kInt8G32 || kFormat == WeightFormat::kInt4G32 ||
@@ -49,7 +50,7 @@ using ScaleOf = std::conditional_t<
                            kFormat == WeightFormat::kIq4Nl,
                        uint16_t, uint8_t>>;
 
-// One output's fields of one record, in the panel's order.
+// The fields of one record of one output, in the order in which the panel has them.
 template <WeightFormat kFormat>
 struct RecordFields {
   static constexpr PanelLayout kLayout = panel_layout(kFormat);
@@ -58,7 +59,7 @@ struct RecordFields {
   static constexpr uint32_t kScales = kLayout.scale_bytes / sizeof(ScaleOf<kFormat>);  // per group
   static constexpr bool kHasFurther =
       kFormat == WeightFormat::kQ5K || kFormat == WeightFormat::kQ6K;
-  // per group, further bits aside
+  // Words of codes per group, without the word of further bits.
   static constexpr uint32_t kWords = kLayout.code_bytes / 4 - (kHasFurther ? 1 : 0);
 
   alignas(16) uint32_t words[kGroups * kWords];
@@ -66,15 +67,16 @@ struct RecordFields {
   ScaleOf<kFormat> scales[kGroups * kScales];
   uint16_t headers[kHeaders == 0 ? 1 : kHeaders];
 
-  // Where a group begins, and its words, in bytes per output.
+  // Byte offsets per output: of a group within its record, and of the group's words.
   static constexpr size_t group_at(uint32_t group) {
     return kLayout.header_bytes + group * kLayout.group_bytes();
   }
   static constexpr size_t words_at(uint32_t group) { return group_at(group) + kLayout.scale_bytes; }
 };
 
-// The same field of `lanes` outputs (four, a constant, but in narrow panels) side by side to where
-// its array holds the first of them.
+// Stores the same field of `lanes` neighbouring outputs to `to`, where the field's array holds the
+// first of them. `lanes` is four except at the end of a narrow panel; the compiler sees the
+// constant.
 template <class T>
 void store_lanes(std::byte* to, const T* four, uint32_t lanes) {
   if (lanes == kQuad)
@@ -84,7 +86,8 @@ void store_lanes(std::byte* to, const T* four, uint32_t lanes) {
 }
 template <class T>
 void store_quad(std::byte* to, uint32_t lanes, T a, T b, T c, T d) {
-  // joined in a register: an array would be written in parts and read whole, which stalls
+  // The values are joined in a register: an array that is written in parts and then read whole
+  // stalls on store forwarding.
   if (sizeof(T) < 4 && lanes == kQuad) {
     constexpr int kBits = 8 * sizeof(T) % 32;
     const uint64_t four =
@@ -96,6 +99,7 @@ void store_quad(std::byte* to, uint32_t lanes, T a, T b, T c, T d) {
   store_lanes(to, four, lanes);
 }
 
+// Stores records of `lanes` outputs; `lanes` is a constant after inlining, but for narrow panels.
 template <WeightFormat kFormat>
 inline void store_some_records(const RecordFields<kFormat>* from, uint32_t lanes, uint32_t width,
                                uint32_t output, std::byte* record) {
@@ -138,8 +142,8 @@ inline void store_some_records(const RecordFields<kFormat>* from, uint32_t lanes
   }
 }
 
-// Four records into the lanes from `output` on (a multiple of four) of a panel's record; as many as
-// the panel has left.
+// Stores four records into the lanes from `output` on (a multiple of four) of a panel's record, or
+// as many as the panel has lanes left.
 template <WeightFormat kFormat>
 void store_records(const RecordFields<kFormat>* from, uint32_t width, uint32_t output,
                    std::byte* record) {
@@ -148,8 +152,8 @@ void store_records(const RecordFields<kFormat>* from, uint32_t width, uint32_t o
   store_some_records<kFormat>(from, width - output, width, output, record);
 }
 
-// `count` bytes of each of four outputs, input by input, to the lanes from `output` on of a panel's
-// codes [input][output].
+// Stores `count` bytes of each of four outputs to the lanes from `output` on of a panel's codes,
+// which lie as [input][output].
 inline void store_bytes(const uint8_t* const* from, uint32_t count, uint32_t width, uint32_t output,
                         std::byte* codes) {
   using internal::U8x16;
@@ -166,7 +170,7 @@ inline void store_bytes(const uint8_t* const* from, uint32_t count, uint32_t wid
       pairs[2 + p] = __builtin_shufflevector(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14,
                                              30, 15, 31);
     }
-    uint32_t steps[16];  // four outputs of one input each
+    uint32_t steps[16];  // word i holds input i of the four outputs
     for (uint32_t half = 0; half < 2; ++half) {
       const auto a = reinterpret_cast<internal::U16x8>(pairs[2 * half]),
                  b = reinterpret_cast<internal::U16x8>(pairs[2 * half + 1]);

@@ -1,6 +1,6 @@
-// Small transpositions in registers, for packing rows of weights into panels: what would be one
-// scattered store per element becomes one store per row of a tile. Written with the compilers'
-// portable vectors: the baseline instruction set of any target suffices.
+// Small transpositions in registers, for packing rows of weights into panels. Without them every
+// element would be a scattered store; with them a row of a tile is one store. They use the
+// compilers' portable vectors, so that the baseline instruction set of any target suffices.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -10,7 +10,7 @@
 
 namespace dflash::compute {
 
-// Elements along a side of a tile that fill 16 bytes.
+// How many elements make up the side of a tile: as many as fill a vector of 16 bytes.
 template <class T>
 inline constexpr uint32_t kTile = 16 / sizeof(T);
 
@@ -44,7 +44,8 @@ inline U64x2 high64(U64x2 a, U64x2 b) { return __builtin_shufflevector(a, b, 1, 
 
 }  // namespace internal
 
-// target[k * target_stride + s] = rows[s][k] for s, k < 4; strides in elements.
+// Transposes a tile: target[k * target_stride + s] = rows[s][k] for s, k < 4. The stride counts
+// elements.
 inline void transpose_tile(const uint32_t* const* rows, uint32_t* target, size_t target_stride) {
   using namespace internal;
   const U32x4 a = load_vector<U32x4>(rows[0]), b = load_vector<U32x4>(rows[1]);
@@ -59,10 +60,10 @@ inline void transpose_tile(const uint32_t* const* rows, uint32_t* target, size_t
   store_vector(target + 3 * target_stride, high64(ab1, cd1));
 }
 
-// Likewise for s, k < 8.
+// Transposes a tile likewise for s, k < 8.
 inline void transpose_tile(const uint16_t* const* rows, uint16_t* target, size_t target_stride) {
   using namespace internal;
-  // [2 * i] inputs 0..3 of rows 2i and 2i + 1 side by side, [2 * i + 1] inputs 4..7
+  // pairs[2i] holds inputs 0..3 of rows 2i and 2i + 1 side by side, pairs[2i + 1] inputs 4..7.
   U32x4 pairs[8];
   for (uint32_t i = 0; i < 4; ++i) {
     const U16x8 even = load_vector<U16x8>(rows[2 * i]), odd = load_vector<U16x8>(rows[2 * i + 1]);
