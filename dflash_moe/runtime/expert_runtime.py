@@ -241,8 +241,9 @@ class ExpertRuntime:
 
     def submit(self, layer: int | str, hidden_states: Any, topk_ids: Any, topk_weights: Any, out: Any = None) -> ExpertCall:
         """Starts the call that `experts` would make and returns at once. The `ExpertCall` keeps the
-        inputs alive, and the caller must not change them until the call is done. Errors of the
-        arguments are raised here, all others by `ExpertCall.result`.
+        inputs alive, and the caller must not change them until the call is done. ConfigError, and
+        WorkerLost for a worker that is lost already, may be raised here; `ExpertCall.result` raises
+        all other errors.
         """
         shape = self._table.of(layer)
         result, batch, deliver = self._tensors.bind(shape, hidden_states, topk_ids, topk_weights, out)

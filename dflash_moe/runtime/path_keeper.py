@@ -1,5 +1,5 @@
-"""Keeps the data paths of a runtime usable: renews one that the client says is worn, and all of
-them when a change of mode wants other slots.
+"""Keeps the data paths of a runtime usable: it renews a path that the client says is worn, and all
+paths when a change of mode wants other slots.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -22,8 +22,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-RENEWALS = 3  # of one path in a row; a worker that did not answer any of them is lost
-STOP_S = 5.0  # the thread looks at its bell between two renewals
+# A worker that did not answer this many renewals of a path in a row is lost.
+RENEWALS = 3
+# The thread has this time to end. It looks at its bell between two renewals.
+STOP_S = 5.0
 
 
 class PathKeeper:
@@ -37,21 +39,22 @@ class PathKeeper:
         self._client = client
         self._fleet = fleet
         self._worn_fd = client.worn_fd()
-        # (worker, reason): retired by another thread, which failed
+        # These paths, by client_index and with the reason, were retired by another thread that
+        # could not renew them.
         self._left_over: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
         self._is_over = False
         self._thread = threading.Thread(target=self._run, name="dflash-paths", daemon=True)
 
     def start(self) -> None:
-        """Once every worker is attached."""
+        """Starts the thread. Every worker is attached by then."""
         self._thread.start()
 
     def replace(self, slots: Mapping[str, _core.SlotPlan]) -> None:
-        """Gives every worker a path with other slots. The caller holds the client, and nothing is
-        under way.
+        """Gives every worker a path with other slots, planned in `slots` by its name. The caller
+        holds the client (`Client.hold`), so that no call is under way.
 
-        Errors: WorkerLost, WorkerTimeout; some workers then have the new slots, and the thread
-        brings the others back.
+        Errors: WorkerLost, WorkerTimeout. Some workers then have the new slots, and the thread
+        renews the path that failed; the others keep their former ones.
         """
         for name, member in self._fleet.members.items():
             self._client.retire_path(member.client_index, "slots of another size are needed")
@@ -63,10 +66,11 @@ class PathKeeper:
                 raise
 
     def close(self) -> None:
-        """Ends the thread; never raises."""
+        """Ends the thread. It never raises."""
         self._is_over = True
         if self._thread.is_alive():
-            with suppress(DflashError):  # a forked child has no such thread
+            # A forked child has no such thread, and the client refuses it.
+            with suppress(DflashError):
                 self._client.wake_renewer()
                 self._thread.join(STOP_S)
 
@@ -78,7 +82,8 @@ class PathKeeper:
             try:
                 for index, reason in (*self._client.retire_worn_paths(), *self._take_left_over()):
                     self._renew_worn(index, reason)
-            except DflashError as error:  # the runtime was closed meanwhile
+            except DflashError as error:
+                # The client refuses because the runtime was closed meanwhile.
                 log.debug("paths are not renewed any more: %s", str(error))
                 return
 
@@ -97,14 +102,16 @@ class PathKeeper:
             except WorkerTimeout as error:
                 log.warning("worker %s: data path not renewed (attempt %d): %s", member.name, attempt + 1, str(error))
                 reason = f"did not answer when its data path was to be renewed, {attempt + 1} times"
-            except WorkerLost as error:  # what its process did is told by those who need it
+            except WorkerLost as error:
+                # The reason leaves out how its process ended: calls that need the worker add that.
                 log.warning("worker %s: data path not renewed: %s", member.name, str(error))
                 reason = "hung up when its data path was to be renewed"
                 break
             except DflashError as error:
                 reason = f"its data path could not be renewed: {error}"
                 break
-        self._client.mark_lost(index, reason)  # calls that need it say so; the others go on
+        # From here on calls that need the worker raise WorkerLost, and all others go on.
+        self._client.mark_lost(index, reason)
 
     def _renew(self, member: Member, slots: _core.SlotPlan) -> None:
         channel, generation, _ = self._fleet.attach(member, slots)
