@@ -117,7 +117,9 @@ class WorkerSession:
     _deadline: float | None = None
 
     def run(self) -> str:
-        """Answers messages and returns why the session ended. It never raises for what a host does."""
+        """Answers messages and returns why the session ended. It never raises for what a host
+        does.
+        """
         if self.patience_s:
             self._deadline = time.monotonic() + self.patience_s
         try:

@@ -46,7 +46,9 @@ class Strangers:
         self._lock = threading.Lock()
 
     def admit(self, newcomer: Stranger) -> Stranger | None:
-        """Adds `newcomer`. Returns the stranger that it displaces, which counts no longer, or None."""
+        """Adds `newcomer`. Returns the stranger that it displaces, which counts no longer, or
+        None.
+        """
         with self._lock:
             displaced = self._displaced_by(newcomer)
             if displaced is not None:
