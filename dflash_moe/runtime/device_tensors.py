@@ -19,7 +19,7 @@ from dflash_moe.runtime.tensors import ITEM_BYTES, BoundCall, HostTensors, check
 
 # The simulator has one device for each vendor, with these numbers.
 SIMULATED = {"cuda": 0, "hip": 1}
-# These are the device types of DLPack (DLDeviceType in dlpack.h).
+# These are device types of DLPack, as its DLDeviceType numbers them.
 DLPACK_CPU, DLPACK_CUDA = 1, 2
 # Each array in a staging block begins at a multiple of this many bytes, a cache line.
 ALIGNMENT = 64
