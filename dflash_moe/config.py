@@ -373,9 +373,7 @@ def check_environment(environ: Mapping[str, str]) -> None:
 def _find(
     setting: Setting, overrides: Mapping[str, Any], environ: Mapping[str, str], ipc: Mapping[str, Any]
 ) -> tuple[Any, str] | None:
-    """Returns the raw value and the origin of the source that wins, or None when only the default
-    is left.
-    """
+    """Returns raw value and origin of the source that wins, None when only the default is left."""
     if overrides.get(setting.name) is not None:
         return overrides[setting.name], f"{setting.name}=" if setting.flag is None else f"{setting.name} ({setting.flag})"
     if setting.environment and setting.environment in environ:
