@@ -35,8 +35,8 @@ class ExpertStore:
         memory_limit: int = 0,
     ) -> None:
         """Weights are computed with on `device`, or where that is None on the processor by kernel
-        set `isa`. `cpus` are those of the loading threads. `memory_limit` bounds the bytes of
-        weights; 0 sets no limit.
+        set `isa`. Its threads, which also load, are pinned to `cpus` where there are any.
+        `memory_limit` bounds the bytes of weights; 0 sets no limit.
         """
         self._store = _core.ShardStore(
             isa=isa, num_threads=threads, cpus=cpus, device=device, weights_layout=weights_layout, memory_limit=memory_limit
