@@ -123,7 +123,7 @@ class ExpertsCase:
 
     @property
     def label(self) -> str:
-        """For progress."""
+        """The name of the case in reports of progress."""
         return f"{self.name}, {self.tokens} tokens, {self.routing}, {self.source}, {self.peaks.threads} threads"
 
     def measure(self, *, keep: bool) -> None:

@@ -123,7 +123,7 @@ class PrefillCase:
 
     @property
     def label(self) -> str:
-        """For progress."""
+        """The name of the case in reports of progress."""
         return f"{self.series.mode} {self.series.dtype}, {self.input_ids.shape[1]:,} tokens"
 
     def measure(self, *, keep: bool) -> None:

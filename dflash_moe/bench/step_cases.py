@@ -117,7 +117,7 @@ class StepCase:
 
     @property
     def label(self) -> str:
-        """For progress."""
+        """The name of the case in reports of progress."""
         return f"{self.facts['worker']}, {self.path}, {self.scene.tokens} tokens"
 
     def measure(self, *, keep: bool) -> None:
