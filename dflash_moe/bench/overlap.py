@@ -75,8 +75,8 @@ class OverlapCase:
         return self.name
 
     def measure(self, *, keep: bool) -> None:
-        """Makes calls to the layers in turn, after some that are not measured. In warm-up there are as
-        many of those as mode auto needs to learn from.
+        """Makes calls to the layers in turn, after some that are not measured. In warm-up there are
+        as many of those as mode auto needs to learn from.
         """
         self.runtime.set_mode("auto" if self.name == AUTO else "batched")
         layers = [layer.index for layer in self.runtime.layers]
