@@ -73,7 +73,7 @@ def check_classes(layers: Sequence[LayerSpec], placement: Placement, topology: T
     mixed = mixed_layers(placement)
     if mixed and policy == "exact":
         layer = layers[mixed[0]]
-        one, other = _strangers(placement.layers[mixed[0]])
+        one, other = _unlike_shards(placement.layers[mixed[0]])
         place = max(_line(topology, one.holder), _line(topology, other.holder))
         raise TopologyError(
             f"{topology.source}:{place}: layer {layer.index} ({layer.name}): {_named(one)} computes in "
@@ -127,7 +127,7 @@ def _check_format(layer: LayerSpec, shard: Shard, topology: Topology) -> None:
         ) from None
 
 
-def _strangers(shards: Sequence[Shard]) -> tuple[Shard, Shard]:
+def _unlike_shards(shards: Sequence[Shard]) -> tuple[Shard, Shard]:
     """Returns the first two shards of a mixed layer that cannot be of one class."""
     return next(pair for pair in combinations(shards, 2) if are_mixed(shard.numerics for shard in pair))
 

@@ -225,9 +225,9 @@ class Connection:
         while True:
             try:
                 if self._can_pass:
-                    chunk = self._receive_with_descriptors(wanted)
+                    received = self._receive_with_descriptors(wanted)
                 else:
-                    chunk = self._sock.recv(wanted, socket.MSG_DONTWAIT)
+                    received = self._sock.recv(wanted, socket.MSG_DONTWAIT)
             except BlockingIOError:
                 self._wait(select.POLLIN, deadline, waiting_for)
                 continue
@@ -235,9 +235,9 @@ class Connection:
                 raise PeerGone(f"the peer hung up while waiting for {waiting_for}: {error.strerror}") from None
             if len(self._descriptors) > MAX_PENDING_DESCRIPTORS:
                 raise ProtocolError(f"more than {MAX_PENDING_DESCRIPTORS} descriptors arrived unasked")
-            if not chunk:
+            if not received:
                 raise PeerGone(f"the peer hung up while waiting for {waiting_for}")
-            self._buffer += chunk
+            self._buffer += received
             return
 
     def _receive_with_descriptors(self, wanted: int) -> bytes:
@@ -246,7 +246,7 @@ class Connection:
         # so that a truncated list which does not fill it was cut by the limit of this process.
         room = MAX_PENDING_DESCRIPTORS + 1
         flags = socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
-        chunk, ancillary, found, _ = self._sock.recvmsg(wanted, socket.CMSG_LEN(room * _DESCRIPTOR_BYTES), flags)
+        received, ancillary, found, _ = self._sock.recvmsg(wanted, socket.CMSG_LEN(room * _DESCRIPTOR_BYTES), flags)
         num_received = 0
         for level, kind, content in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
@@ -256,7 +256,7 @@ class Connection:
                 self._descriptors.extend(descriptors)
         if found & socket.MSG_CTRUNC and num_received < room:
             raise DflashError(f"descriptors that came with a control message could not be taken: {descriptor_limit_text()}")
-        return chunk
+        return received
 
     def _wait(self, events: int, deadline: float | None, waiting_for: str) -> None:
         descriptor = self._sock.fileno()

@@ -44,9 +44,9 @@ def _choose(count: int, free: Sequence[Core]) -> list[Core]:
     nodes: dict[int, list[Core]] = {}
     for core in free:
         nodes.setdefault(core.node, []).append(core)
-    roomy = [members for members in nodes.values() if len(members) >= count]
+    roomy = [cores for cores in nodes.values() if len(cores) >= count]
     if not roomy:
         return list(free[:count])
     # max() returns the first of equals, so that the choice is the same in every run.
-    best = max(roomy, key=lambda members: sum(core.rank == 0 for core in members))
+    best = max(roomy, key=lambda cores: sum(core.rank == 0 for core in cores))
     return best[:count]

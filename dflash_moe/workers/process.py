@@ -144,10 +144,10 @@ def _read_key(descriptor: int) -> bytes:
     with os.fdopen(descriptor, "rb", buffering=0) as pipe:
         while len(key) < KEY_BYTES:
             remaining = until - time.monotonic()
-            chunk = pipe.read(KEY_BYTES - len(key)) if remaining > 0 and poller.poll(remaining * 1000) else b""
-            if not chunk:
+            part = pipe.read(KEY_BYTES - len(key)) if remaining > 0 and poller.poll(remaining * 1000) else b""
+            if not part:
                 raise ConfigError(f"the session key did not arrive on descriptor {descriptor}: this mode is for the host's use")
-            key += chunk
+            key += part
     return key
 
 
