@@ -3,7 +3,8 @@ the documents follow.
 
 A Python argument or flag wins over the environment, that over the topology's `ipc:`, and that over
 the default. A value that is not allowed is a `ConfigError` that names where it came from, the value
-and what is allowed; nothing falls back silently. SPDX-License-Identifier: Apache-2.0
+and what is allowed; nothing falls back silently.
+SPDX-License-Identifier: Apache-2.0
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ calls that are staged through the host.
 The steps are synthetic: the expert calls of all layers follow each other with nothing between them.
 What the worker itself computes, by its own counter, is taken off, and the rest divided by the
 number of layers is the exchange. The experts lie in the process of a CPU worker, in a worker on the
-same card in this process, and in one on the same card in another process. SPDX-License-Identifier:
-Apache-2.0
+same card in this process, and in one on the same card in another process.
+SPDX-License-Identifier: Apache-2.0
 """
 
 from __future__ import annotations

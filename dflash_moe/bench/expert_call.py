@@ -3,7 +3,8 @@ minus the computation of the worker itself.
 
 A tiny layer keeps the computation small; its hidden size of 2048 gives a row its usual size. One
 worker and this process are pinned to cores of their own. Every sample subtracts the computation
-that the worker reported for that very call. SPDX-License-Identifier: Apache-2.0
+that the worker reported for that very call.
+SPDX-License-Identifier: Apache-2.0
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@ calls against what `auto` makes of them.
 
 The stages of a whole call (send, compute, receive) follow each other, and ideal slices would take
 as long as the longest stage alone. The result is the share of that gain which `auto` reaches. This
-is case `overlap`. It needs nothing of a model but experts, and no torch. SPDX-License-Identifier:
-Apache-2.0
+is case `overlap`. It needs nothing of a model but experts, and no torch.
+SPDX-License-Identifier: Apache-2.0
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 `bench` extra (matplotlib).
 
 Each case has a painter in plot_*.py. Here is what comes before: all files must be of one case, have
-the fields that it needs, and be drawn in a format that can be written. SPDX-License-Identifier:
-Apache-2.0
+the fields that it needs, and be drawn in a format that can be written.
+SPDX-License-Identifier: Apache-2.0
 """
 
 from __future__ import annotations

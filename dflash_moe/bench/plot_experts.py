@@ -3,7 +3,8 @@ its roof that a case reaches.
 
 The place of a row is its operations per byte of the distinct experts that it touched, against its
 operations per second. Its roof is the lower of the peaks that were measured in the same run: left
-of the ridge bytes bound it, and right of it operations. SPDX-License-Identifier: Apache-2.0
+of the ridge bytes bound it, and right of it operations.
+SPDX-License-Identifier: Apache-2.0
 """
 
 from __future__ import annotations

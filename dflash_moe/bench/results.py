@@ -3,8 +3,8 @@ that a number can be traced and compared.
 
 Schema 1 is {"schema", "case", "commit", "dirty", "machine", "params", "rows": [...]} and, where a
 case has them, "summary" and "timelines". Plots and comparisons read these files only, never a live
-run. This file depends on nothing but the standard library and errors. SPDX-License-Identifier:
-Apache-2.0
+run. This file depends on nothing but the standard library and errors.
+SPDX-License-Identifier: Apache-2.0
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 queued before it began.
 
 The last is what a captured graph would give: the host's time to queue is hidden behind other work
-of the card, and the card's own events take the time. SPDX-License-Identifier: Apache-2.0
+of the card, and the card's own events take the time.
+SPDX-License-Identifier: Apache-2.0
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@ came back and was combined.
 
 Times are nanoseconds after the first encode, on the clock of the host. Processes of one machine
 share CLOCK_MONOTONIC. The clock of a worker elsewhere is aligned at the slice with the least time
-on the link, which is taken to be equal out and back, as NTP does. SPDX-License-Identifier:
-Apache-2.0
+on the link, which is taken to be equal out and back, as NTP does.
+SPDX-License-Identifier: Apache-2.0
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 formats are dequantised here on the way.
 
 transformers reads GGUF, FP8 and MXFP4 only with further packages, and widens all experts in doing
-so, which the host must never hold. SPDX-License-Identifier: Apache-2.0
+so, which the host must never hold.
+SPDX-License-Identifier: Apache-2.0
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 truth that the class is measured against.
 
 It shares nothing with the kernels. An experts module runs in float64, and the inputs of each
-product are rounded before it. SPDX-License-Identifier: Apache-2.0
+product are rounded before it.
+SPDX-License-Identifier: Apache-2.0
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 this process, and `offload` swaps them for a while.
 
 Both use the experts interface of transformers. Our function is registered there, and finds its
-layer on the module that it is called for. SPDX-License-Identifier: Apache-2.0
+layer on the module that it is called for.
+SPDX-License-Identifier: Apache-2.0
 """
 
 from __future__ import annotations

@@ -2,5 +2,6 @@
 derived from the model.
 
 A worker uses `ffn` and `checkpoint`, which need neither torch nor transformers. The host uses
-`spec` to derive them. SPDX-License-Identifier: Apache-2.0
+`spec` to derive them.
+SPDX-License-Identifier: Apache-2.0
 """

@@ -2,7 +2,8 @@
 threads.
 
 Reading and packing run in C++ without the GIL. Memory bounds them, and one thread alone does not
-reach its bandwidth. SPDX-License-Identifier: Apache-2.0
+reach its bandwidth.
+SPDX-License-Identifier: Apache-2.0
 """
 
 from __future__ import annotations

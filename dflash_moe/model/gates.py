@@ -3,7 +3,8 @@ compute.
 
 Activations are accepted by identity from a list. A gate that a class writes itself is compared
 number by number with every formula that its own constants allow. Anything else is refused by class
-and field. SPDX-License-Identifier: Apache-2.0
+and field.
+SPDX-License-Identifier: Apache-2.0
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@ of the tensors to its own.
 
 GGUF has the names of llama.cpp, so that this is the one place that knows architectures by name. It
 uses the tables of transformers where there are any, and its own for architectures whose experts the
-older reader of transformers would widen all at once. SPDX-License-Identifier: Apache-2.0
+older reader of transformers would widen all at once.
+SPDX-License-Identifier: Apache-2.0
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@ each tensor lies.
 
 Any bytes give a header or a CheckpointError. Lengths and counts are compared with the bytes left in
 the file before anything is allocated for them, so that nothing larger than the file ever is. No
-weights are touched. SPDX-License-Identifier: Apache-2.0
+weights are touched.
+SPDX-License-Identifier: Apache-2.0
 """
 
 from __future__ import annotations

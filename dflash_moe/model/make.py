@@ -3,7 +3,8 @@ tokenizer, on which tests and benches run.
 
 Sizes are set through the fields that the configuration of an architecture has, which are found by
 their usual names. Weights are scaled so that the routing spreads over all experts, and that is
-measured before anything is written. SPDX-License-Identifier: Apache-2.0
+measured before anything is written.
+SPDX-License-Identifier: Apache-2.0
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@ FP8 (DeepSeek, Qwen) has `X` in F8_E4M3 [..., outputs, inputs], and `X_scale_inv
 scale for each square of 128 x 128. A value is code * scale. MXFP4 (gpt-oss) has `X_blocks` in U8
 [..., outputs, groups, 16], and `X_scales` in U8 [..., outputs, groups]. A block has 32 values of a
 row, the low nibble first, which are multiplied by 2^(scale - 127). The joined tensor is `X` [...,
-outputs, inputs]. SPDX-License-Identifier: Apache-2.0
+outputs, inputs].
+SPDX-License-Identifier: Apache-2.0
 """
 
 from __future__ import annotations

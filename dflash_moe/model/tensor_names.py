@@ -3,7 +3,8 @@ conversion of transformers itself.
 
 The renamings and operations of the loader run on small tensors of coordinates instead of weights.
 The result is matched against the patterns that a worker can follow. So every layout that the loader
-can convert is either understood exactly or refused by name. SPDX-License-Identifier: Apache-2.0
+can convert is either understood exactly or refused by name.
+SPDX-License-Identifier: Apache-2.0
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 that checkpoint files have for them.
 
 The formats and their facts are those of the table in csrc/compute/formats/weight_format.cc. Blocks
-run along a row of inputs. SPDX-License-Identifier: Apache-2.0
+run along a row of inputs.
+SPDX-License-Identifier: Apache-2.0
 """
 
 from __future__ import annotations

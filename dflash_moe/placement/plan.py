@@ -2,7 +2,8 @@
 layer are numbered by their smallest expert.
 
 A plan depends only on the sizes of layers and on the topology, so that it exists before any weight
-is read or any worker started. SPDX-License-Identifier: Apache-2.0
+is read or any worker started.
+SPDX-License-Identifier: Apache-2.0
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@ bytes, at most 64 KiB.
 
 Every operation has a deadline (absolute, in seconds of `time.monotonic()`), or ends when the peer
 hangs up where the caller says so. Descriptors may travel beside frames on Unix sockets. Whatever
-the system answers becomes a typed error. SPDX-License-Identifier: Apache-2.0
+the system answers becomes a typed error.
+SPDX-License-Identifier: Apache-2.0
 """
 
 from __future__ import annotations

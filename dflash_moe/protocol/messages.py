@@ -3,7 +3,8 @@ Numbers are only ever added.
 
 The handshake (Open, Challenge, Proof, Accepted, or Refusal) comes first on every connection. All
 other messages travel on the control connection only. Numbers below 16 never change their meaning,
-so that ends of any two versions can refuse each other in words. SPDX-License-Identifier: Apache-2.0
+so that ends of any two versions can refuse each other in words.
+SPDX-License-Identifier: Apache-2.0
 """
 
 from __future__ import annotations

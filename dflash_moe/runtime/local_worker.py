@@ -2,7 +2,8 @@
 and workers with `address: loopback`.
 
 It has the C++ worker, the kernels and the rounding on the wire of a worker process; only the
-process is missing. SPDX-License-Identifier: Apache-2.0
+process is missing.
+SPDX-License-Identifier: Apache-2.0
 """
 
 from __future__ import annotations

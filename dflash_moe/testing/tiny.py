@@ -2,7 +2,8 @@
 benches that need no torch.
 
 The tensors are laid out and named as in Qwen3-MoE checkpoints on disk, with one tensor for each
-expert and matrix. SPDX-License-Identifier: Apache-2.0
+expert and matrix.
+SPDX-License-Identifier: Apache-2.0
 """
 
 from __future__ import annotations

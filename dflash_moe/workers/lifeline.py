@@ -3,7 +3,8 @@ ignores Ctrl-C, and a crash leaves a trace in its log.
 
 The kernel's signal comes when the launcher thread of the host ends, which runtime/launcher.py keeps
 alive. The hang-up of the control connection covers the rest, so that a worker whose host died is
-gone within 2 s even while it computes. SPDX-License-Identifier: Apache-2.0
+gone within 2 s even while it computes.
+SPDX-License-Identifier: Apache-2.0
 """
 
 from __future__ import annotations

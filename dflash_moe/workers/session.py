@@ -2,7 +2,8 @@
 current data path in a thread of its own.
 
 The C++ loop computes without the GIL. So the control thread sees the hang-up of the host at once,
-even in a long call. SPDX-License-Identifier: Apache-2.0
+even in a long call.
+SPDX-License-Identifier: Apache-2.0
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The control messages of one session: every type once, with every field that a minor version has.
 
 `python -m tests.golden.control_messages` prints them as tests/golden/control/minor_N.json holds
-them. A file of a former minor version is never written again. SPDX-License-Identifier: Apache-2.0
+them. A file of a former minor version is never written again.
+SPDX-License-Identifier: Apache-2.0
 """
 
 from __future__ import annotations
