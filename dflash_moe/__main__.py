@@ -1,4 +1,5 @@
-"""`python -m dflash_moe`: the same as the `dflash-moe` command. Workers are started this way.
+"""`python -m dflash_moe` does the same as the command `dflash-moe`. Workers that a host starts
+run this file too.
 
 SPDX-License-Identifier: Apache-2.0
 """

@@ -1,7 +1,8 @@
 """The C++ core: transports, worker loop, client, CPU kernels. Every call that can block releases
 the GIL.
 
-Errors arrive as the classes of `dflash_moe.errors` (table in csrc/bindings/errors.cc).
+Errors arrive as the classes of `dflash_moe.errors` (table in csrc/bindings/errors.cc). A comment
+above a name says what it means, who owns what, and which errors it raises.
 """
 
 from __future__ import annotations
@@ -12,45 +13,64 @@ from typing import Any
 __version__: str
 
 # -- machine ---------------------------------------------------------------------------------------
-# best last, e.g. ["reference", "scalar", "avx2", "avx512", "avx512vnni", "avx512bf16"]
+# The kernel sets that this processor can run, the best one last, for example ["reference",
+# "scalar", "avx2", "avx512", "avx512vnni", "avx512bf16"].
 def supported_isas() -> list[str]: ...
 def best_isa() -> str: ...
-def parse_isa(name: str) -> str: ...  # ConfigError listing the supported ones
+
+# Returns the name if it is supported. ConfigError lists the supported ones.
+def parse_isa(name: str) -> str: ...
 def cpu_features() -> list[str]: ...
 
 class NumericsFacts:
-    """A row of the table of numerics classes, csrc/compute/numerics.h."""
+    """A row of the table of numerics classes (csrc/compute/numerics.h)."""
 
     name: str
-    activations: str  # how a topology asks for it
-    inputs: str  # what inputs are rounded to: none, bf16, int8, f16
-    group_inputs: int  # inputs of a row that share a scale; 0: none do
-    weights: str  # what weights are rounded to: none, bf16, f16
-    is_bounded: bool  # its bits are those of a card's architecture, within a bound of the reference
-    offered_by: list[str]  # of cpu (processors of this build's kind), cuda, hip
+    # A topology asks for the class by this word.
+    activations: str
+    # Inputs are rounded to this: none, bf16, int8 or f16.
+    inputs: str
+    # So many inputs of a row share a scale; 0 means that none do.
+    group_inputs: int
+    # Weights are rounded to this: none, bf16 or f16.
+    weights: str
+    # The bits of a bounded class depend on the architecture of a card, within a bound of the
+    # reference. All others have the same bits everywhere.
+    is_bounded: bool
+    # These offer it, of cpu (processors of this build's kind), cuda and hip.
+    offered_by: list[str]
 
-def numerics_table() -> list[NumericsFacts]: ...  # the default first
-def numerics_classes(isa: str) -> list[str]: ...  # that this kernel set computes, the default first
+# All classes, the default first.
+def numerics_table() -> list[NumericsFacts]: ...
 
-# UnsupportedError naming the formats the class takes
+# The names of the classes that this kernel set computes, the default first.
+def numerics_classes(isa: str) -> list[str]: ...
+
+# UnsupportedError names the formats that the class takes.
 def check_numerics(numerics: str, weight_dtype: str) -> None: ...
 
-# every constant of wire/limits.h and transport/channel.h, by its snake_case name
+# Every constant of wire/limits.h and transport/channel.h by its name in snake_case.
 def wire_limits() -> dict[str, int]: ...
+
+# The number and the Python class of every ErrorCode by its name in snake_case.
 def error_codes() -> dict[str, tuple[int, type[BaseException]]]: ...
 
 # -- codec (tests, tools) --------------------------------------------------------------------------
 def checksum(data: bytes) -> int: ...
 
-# field names of wire/frame.h, payload_checksum included
+# The fields have the names of wire/frame.h, payload_checksum included.
 def encode_frame_header(fields: Mapping[str, int]) -> bytes: ...
-def decode_frame_header(data: bytes) -> dict[str, int]: ...  # ProtocolError
+
+# ProtocolError is for bytes that are no header.
+def decode_frame_header(data: bytes) -> dict[str, int]: ...
 def request_layout(num_rows: int, num_pairs: int, row_width: int, dtype: str) -> dict[str, int]: ...
 def reply_layout(num_rows: int, row_width: int, dtype: str) -> dict[str, int]: ...
 def floor_bytes(num_rows: int, num_pairs: int, in_width: int, request_dtype: str, out_width: int, reply_dtype: str) -> int: ...
 
 # -- transports ------------------------------------------------------------------------------------
 class Geometry:
+    """The slots of a data path: their number, and the bytes of a request and of a reply in each."""
+
     num_slots: int
     request_bytes: int
     reply_bytes: int
@@ -64,120 +84,144 @@ class PathTerms:
         geometry: Geometry,
         generation: int,
         *,
-        is_open: bool = False,  # replies that a device of the host may register for writing
-        socket_buffer_bytes: int = 0,  # each way; 0: the system's
-        user_timeout_ms: int = 0,  # of TCP; 0: the system's
+        # The segment of replies stays writable, so that a device of the host may register it.
+        is_open: bool = False,
+        # The buffers have this size each way; 0 keeps the system's own.
+        socket_buffer_bytes: int = 0,
+        # TCP takes a peer that acknowledges nothing for so long for gone; 0 keeps the system's own.
+        user_timeout_ms: int = 0,
     ) -> None: ...
 
 class Channel:
-    """Opaque; consumed by `Client.add_worker`, `Client.replace_channel`, `Worker.serve` or another
-    decorator.
+    """One end of a data path. `Client.add_worker`, `Client.renew_path`, `Worker.serve` or a
+    decorator such as `make_emulated` consumes it.
     """
 
     kind: str
 
 class TransportKind:
-    """A row of the table of transports."""
+    """A row of the table of transports (csrc/transport/kinds.h)."""
 
     name: str
-    setting: str  # the value of the setting `transport` that means this kind
-    # "started", "started, unix", "started, tcp", "unix path", "tcp host"
+    # This value of the setting `transport` means this kind.
+    setting: str
+    # The workers that it reaches: "started", "started, unix", "started, tcp", "unix path" or "tcp
+    # host".
     reaches: list[str]
-    # its connections are dialled: the data connection is the only descriptor of both ends
+    # The host dials its connections, and the data connection is the only descriptor of both ends.
     is_dialled: bool
-    # makes a path within this process; DflashError with what this machine lacks
+    # Makes a path within this process. DflashError says what this machine lacks.
     def try_here(self) -> None: ...
 
-def transport_kinds() -> list[TransportKind]: ...  # `auto` takes the first that serves an address
+# All transports of this build. Setting `auto` takes the first that serves an address.
+def transport_kinds() -> list[TransportKind]: ...
 
 class PathOffer:
     """The host's end between its offer and the worker's answer."""
 
     payload: bytes
-    descriptors: list[int]  # stay the offer's
-    # once; takes ownership of the descriptors, whatever happens
+    # These stay the offer's own; the peer gets copies.
+    descriptors: list[int]
+    # Makes the host's channel, once. It takes ownership of the descriptors, whatever happens.
     def complete(self, answer: bytes, descriptors: Sequence[int]) -> Channel: ...
 
 class Acceptance:
     """The worker's end once it has accepted an offer."""
 
     payload: bytes
-    descriptors: list[int]  # stay the acceptance's
+    # These stay the acceptance's own; the peer gets copies.
+    descriptors: list[int]
     def take_channel(self) -> Channel: ...
 
 def offer_path(kind: str, terms: PathTerms) -> PathOffer: ...
-def accept_path(  # takes ownership of the descriptors, whatever happens
-    kind: str, terms: PathTerms, offered: bytes, descriptors: Sequence[int]
-) -> Acceptance: ...
-def make_loopback(geometry: Geometry) -> tuple[Channel, Channel]: ...  # (host, worker)
+
+# It takes ownership of the descriptors, whatever happens.
+def accept_path(kind: str, terms: PathTerms, offered: bytes, descriptors: Sequence[int]) -> Acceptance: ...
+
+# The ends of the host and of the worker.
+def make_loopback(geometry: Geometry) -> tuple[Channel, Channel]: ...
+
+# Consumes `channel` and returns one that delays messages as a slower link would.
 def make_emulated(
     channel: Channel, *, delay_ms: float = 0, jitter_ms: float = 0, mbit_s: float = 0, seed: int = 1
 ) -> Channel: ...
-def make_faulty(
-    channel: Channel, *, kind: str, point: str, nth: int, delay_ms: float = 0, seed: int = 1
-) -> Channel: ...  # kind: fail delay truncate corrupt drop; point: publish poll
+
+# Consumes `channel` and returns one whose nth operation goes wrong, for tests. `kind` is fail,
+# delay, truncate, corrupt or drop, and `point` is publish or poll.
+def make_faulty(channel: Channel, *, kind: str, point: str, nth: int, delay_ms: float = 0, seed: int = 1) -> Channel: ...
 
 # -- weights ---------------------------------------------------------------------------------------
 class MappedFile:
-    def __init__(self, path: str) -> None: ...  # CheckpointError
+    """A file mapped for reading until the object dies."""
+
+    # CheckpointError is for a file that cannot be mapped.
+    def __init__(self, path: str) -> None: ...
     size: int
     def read(self, offset: int, num_bytes: int) -> bytes: ...
-    # madvise(MADV_DONTNEED): resident file pages leave this process
+    # Resident pages of the file leave this process, by madvise(MADV_DONTNEED).
     def drop_pages(self) -> None: ...
 
-# (file, byte offset of element (0,0), dtype, outputs, inputs, output_stride, input_stride) strides
-# in elements
+# A matrix is (file, byte offset of element (0, 0), dtype, outputs, inputs, output_stride,
+# input_stride), with strides in elements.
 MatrixSource = tuple[MappedFile, int, str, int, int, int, int]
-# (file, byte offset, dtype, count, stride)
+# A vector is (file, byte offset, dtype, count, stride), with the stride in elements.
 VectorSource = tuple[MappedFile, int, str, int, int]
 
 # -- backends --------------------------------------------------------------------------------------
-# built, reason, devices: [{name, vendor, arch, memory_bytes, reason}]
+# The keys are built, reason and devices, a list of {name, vendor, arch, memory_bytes, reason}.
 def probe_backend(name: str) -> dict[str, Any]: ...
 
 class BackendDevice:
     """An opened device of a backend. While a worker serves with it, only the worker may use it."""
 
-    label: str  # "cuda:0 (NVIDIA H200)"
+    # For example "cuda:0 (NVIDIA H200)".
+    label: str
     arch: str
-    # ConfigError: no such device; UnsupportedError: the backend or device cannot be used, and why
+    # ConfigError is for a device that does not exist, and UnsupportedError says why the backend or
+    # the device cannot be used.
     def __init__(self, *, backend: str, device: int = 0, simulate: str = "", num_threads: int = 1, seed: int = 1) -> None: ...
     def numerics_classes(self) -> list[str]: ...
-    def free_bytes(self) -> int: ...  # of the device's memory, now
-    def layer_bytes(  # that such a layer will hold on the device
-        self, *, spec: Mapping[str, Any], num_experts: int, weight_dtype: str, numerics: str = ...
-    ) -> int: ...
-    # num_cases, elements, differing, kernel, formats
+    # The bytes of the device's memory that are free now.
+    def free_bytes(self) -> int: ...
+    # The bytes that such a layer will hold on the device.
+    def layer_bytes(self, *, spec: Mapping[str, Any], num_experts: int, weight_dtype: str, numerics: str = ...) -> int: ...
+    # The keys are num_cases, elements, differing, kernel and formats.
     def self_test(self, test_case: int) -> dict[str, Any]: ...
 
 class StagingBlock:
-    """Memory of the host that a device copies from and to fastest; goes back to the device's pool
-    when it dies.
+    """Memory of the host that a device copies from and to fastest. It goes back to the pool of the
+    device when the object dies.
     """
 
     address: int
 
 class HostDevice:
-    """The device that a host's own tensors live on. Any thread."""
+    """The device that a host's own tensors live on. Any thread may call."""
 
-    name: str  # "cuda 0 (NVIDIA H200)"
-    dlpack_device: tuple[int, int]  # of its tensors; a simulated card's are the processor's, (1, 0)
-    stream: int  # of its queue, for `__dlpack__(stream=...)`; 0: none
-    # ConfigError: it does not exist; UnsupportedError, why
+    # For example "cuda 0 (NVIDIA H200)".
+    name: str
+    # DLPack's type and number of its tensors. Those of a simulated card are the processor's, (1,
+    # 0).
+    dlpack_device: tuple[int, int]
+    # The stream of its queue for `__dlpack__(stream=...)`; 0 means that it has none.
+    stream: int
+    # ConfigError is for a device that does not exist; UnsupportedError says why it cannot be used.
     def __init__(self, *, backend: str, device: int = 0) -> None: ...
-    # why it cannot use such memory; not in a step
+    # Says why it cannot use the memory of replies, and is empty where it can. It must not be called
+    # in a step.
     def refuses_replies(self, *, is_open: bool) -> str: ...
     def staging(self, num_bytes: int) -> StagingBlock: ...
-    # Both take (device's address, host's address, bytes) and return when all is copied.
+    # Both take pieces of (device's address, host's address, bytes), and return when all is copied.
     def copy_in(self, pieces: Sequence[tuple[int, int, int]]) -> None: ...
     def copy_out(self, pieces: Sequence[tuple[int, int, int]]) -> None: ...
 
 class StepLease:
-    """The data paths of a client, handed over to a device step."""
+    """The data paths of a client that it has handed over to a device step."""
 
 class StepReport:
-    """How a device step went. `code`: of `error_codes()`, 0 without failure; where, which token or
-    detail; a worker's words.
+    """How a device step went. `code` is one of `error_codes()`, or 0 without failure. `layer` and
+    `worker` say where it failed, `detail` is the token or the device's reason, and `text` holds the
+    words of a worker that refused.
     """
 
     code: int
@@ -187,11 +231,15 @@ class StepReport:
     text: str
 
 class DeviceStep:
-    """Exchanges on the host's device, without the host in between. One thread, but for `abort`."""
+    """Exchanges on the host's device, without the host's processor in between. One thread uses it,
+    but any may call `abort`.
+    """
 
+    # The kernels give up by themselves after `budget_s`. UnsupportedError is for a device that
+    # cannot use the memory of the data paths.
     def __init__(
         self, device: HostDevice, lease: StepLease, *, budget_s: float, stream: int | None = None, nap_ns: int = 0
-    ) -> None: ...  # UnsupportedError: the device cannot use the data paths' memory
+    ) -> None: ...
     @staticmethod
     def define_layer(
         device: HostDevice,
@@ -200,10 +248,11 @@ class DeviceStep:
         in_size: int,
         out_size: int,
         num_experts: int,
-        # as of Client.define_layer, ascending ids
+        # These are the shards that Client.define_layer takes, in ascending order of their ids.
         shards: Sequence[tuple[int, int, int, Sequence[int]]],
     ) -> None: ...
-    def add(self, layer: int, batch: TokenBatch) -> None: ...  # the device's addresses
+    # Queues a call on the stream. The addresses of the batch are the device's.
+    def add(self, layer: int, batch: TokenBatch) -> None: ...
     def wait(self, timeout_s: float) -> bool: ...
     def abort(self) -> None: ...
     def give_up(self) -> None: ...
@@ -211,7 +260,7 @@ class DeviceStep:
 
 # -- worker ----------------------------------------------------------------------------------------
 class ShardStore:
-    """The shards that this process has resident, by weights fingerprint."""
+    """The shards that this process has resident, by weights fingerprint. Any thread may call."""
 
     def __init__(
         self,
@@ -219,15 +268,19 @@ class ShardStore:
         isa: str,
         num_threads: int,
         cpus: Sequence[int] = (),
-        device: BackendDevice | None = None,  # computes there instead of with the kernels of `isa`
-        weights_layout: str = "packed",  # or "mapped": computes from the files, which it keeps open
-        memory_limit: int = 0,  # bytes that weights may take; 0: no limit
+        # This device computes instead of the kernels of `isa`.
+        device: BackendDevice | None = None,
+        # With "mapped" it computes from the files, which it keeps open.
+        weights_layout: str = "packed",
+        # The weights may take so many bytes; 0 sets no limit.
+        memory_limit: int = 0,
     ) -> None: ...
-    # ConfigError where the memory limit does not allow it, or somebody else loads it
+    # ConfigError is raised where the memory limit does not allow the shard, or somebody else is
+    # loading it.
     def borrow(
         self,
-        # keys of FfnSpec, enums by lower-case name ("silu", "gated", "clamped_swiglu"), missing =
-        # default
+        # The keys are those of FfnSpec, enums go by their lower-case names ("silu", "gated",
+        # "clamped_swiglu"), and what is missing has its default.
         spec: Mapping[str, Any],
         num_local_experts: int,
         weight_dtype: str,
@@ -239,10 +292,13 @@ class ShardStore:
     def num_shards(self) -> int: ...
 
 class ResidentShard:
-    """The loan of a shard: complete when others use it, to be loaded when it is new."""
+    """The loan of a shard. A shard that others use is complete; a new one is loaded by the
+    borrower.
+    """
 
     is_complete: bool
-    def load_expert(  # any thread, different experts
+    # Any threads may load different experts at the same time.
+    def load_expert(
         self,
         local_expert_id: int,
         *,
@@ -253,12 +309,13 @@ class ResidentShard:
         up_bias: VectorSource | None = None,
         down_bias: VectorSource | None = None,
     ) -> None: ...
-    # (content checksum, None as long as it is unchecked; experts read whole); CheckpointError
+    # Returns the content checksum, or None as long as the shard is unchecked, and how many experts
+    # have been read whole. CheckpointError is for files that cannot be read.
     def content(self) -> tuple[int | None, int]: ...
     def give_back(self) -> None: ...
 
 class ContentReader:
-    """Reads the source bytes of one expert for its content checksum, in steps."""
+    """Reads the source bytes of one expert in steps, for its content checksum."""
 
     def __init__(
         self,
@@ -270,30 +327,43 @@ class ContentReader:
         up_bias: VectorSource | None = None,
         down_bias: VectorSource | None = None,
     ) -> None: ...
-    def read(self, num_bytes: int) -> bool: ...  # True once all is read; CheckpointError
-    def value(self) -> int: ...  # once all is read
+    # Reads so many bytes more; True means that all is read. CheckpointError is for files that
+    # cannot be read.
+    def read(self, num_bytes: int) -> bool: ...
+    # The checksum of the expert, once all is read.
+    def value(self) -> int: ...
 
-def shard_checksum(experts: Sequence[int]) -> int: ...  # of the experts' values, ascending
+# The checksum of a shard, from the values of its experts in ascending order of their ids.
+def shard_checksum(experts: Sequence[int]) -> int: ...
 
 class Worker:
+    """The serving side: it computes the requests of one data path at a time with the shards it
+    holds.
+    """
+
     def __init__(self, *, name: str, spin_ns: int = 0, slowdown: float = 1.0) -> None: ...
-    # requests for (layer, shard) are computed with the loan, which the worker keeps
+    # Requests for (layer, shard) are computed with the loan, which the worker keeps.
     def hold(self, layer: int, shard: int, loan: ResidentShard) -> None: ...
-    # as ResidentShard.content; None where nothing is held
+    # Returns what ResidentShard.content returns, or None where nothing is held.
     def content(self, layer: int, shard: int) -> tuple[int | None, int] | None: ...
     def give_back(self) -> None: ...
-    def start_pulse(self, fd: int) -> None: ...  # takes ownership
+    # It takes ownership of `fd`.
+    def start_pulse(self, fd: int) -> None: ...
     def stop_pulse(self) -> None: ...
-    def serve(self, channel: Channel, generation: int) -> None: ...  # blocks without the GIL
-    def stop(self, generation: int) -> None: ...  # also when serve() has not begun yet
+    # It blocks without the GIL until the path ends.
+    def serve(self, channel: Channel, generation: int) -> None: ...
+    # It holds for this generation also when serve() has not begun yet.
+    def stop(self, generation: int) -> None: ...
     def progress(self) -> int: ...
     def stats(self) -> dict[str, int]: ...
 
 # -- client ----------------------------------------------------------------------------------------
 class TokenBatch:
-    """The tensors of one call, made once; keeps `owners` alive while the core may touch them."""
+    """The tensors of one call, made once. It keeps `owners` alive while the core may touch them.
+    `hidden_states`, `topk_ids`, `topk_weights` and `output` are addresses.
+    """
 
-    hidden_states: int  # addresses
+    hidden_states: int
     row_stride_bytes: int
     dtype: str
     num_tokens: int
@@ -320,22 +390,26 @@ class TokenBatch:
     ) -> None: ...
 
 class Call:
-    """A submitted call. Any thread, any number of them."""
+    """A submitted call. Any number of threads may call."""
 
-    # ConfigError, WorkerLost
+    # It submits the call. ConfigError and WorkerLost are raised at once.
     def __init__(self, client: Client, layer: int, batch: TokenBatch) -> None: ...
     def is_done(self) -> bool: ...
+    # Says whether the call is done, after at most `timeout_s`.
     def wait(self, timeout_s: float) -> bool: ...
-    def result(self) -> None: ...  # raises how the call ended
+    # Raises the error with which the call ended, if it did.
+    def result(self) -> None: ...
     def abandon(self) -> None: ...
 
 class ShardShape:
-    """What one shard of one layer asks of its holder's slots."""
+    """What one shard of one layer asks of the slots of its holder."""
 
     def __init__(self, in_size: int, out_size: int, top_k: int, num_experts: int) -> None: ...
 
 class SlicePlan:
-    """A mode, resolved. `is_measured`: slices and window are upper bounds."""
+    """A resolved mode. Where `is_measured`, slices and window are upper bounds, within which the
+    worker's model chooses.
+    """
 
     mode: str
     slice_tokens: int
@@ -355,10 +429,12 @@ class SlotPlan:
     def __init__(self, num_slots: int, rows: int, request_bytes: int, reply_bytes: int) -> None: ...
     def holds(self, other: SlotPlan) -> bool: ...
 
-DEFAULT_ARENA_BYTES: int  # of all workers together; `ipc.shared_bytes` raises it
-SPARE_SLOTS: int  # beyond the window
+# The slots of all workers together take at most so many bytes; `ipc.shared_bytes` raises it.
+DEFAULT_ARENA_BYTES: int
+# A data path has so many slots more than the window has slices.
+SPARE_SLOTS: int
 
-# ConfigError
+# ConfigError is raised where `stream_tokens` exceeds `stream_tokens_max`.
 def plan_slices(mode: str, *, batch_capacity: int, stream_tokens: int, stream_tokens_max: int) -> SlicePlan: ...
 def plan_slots(shards: Sequence[ShardShape], rows: int, num_slots: int, request_dtype: str, reply_dtype: str) -> SlotPlan: ...
 def plan_arena(
@@ -370,8 +446,12 @@ def plan_arena(
 ) -> list[SlotPlan]: ...
 
 class Client:
+    """The host's side of the exchange with all workers. Any thread may call; which worker is meant
+    is said by the number that `add_worker` returned.
+    """
+
     def __init__(self, *, spin_ns: int, call_timeout_s: float, stall_timeout_s: float, max_calls: int = 1024) -> None: ...
-    # every later use is a ConfigError; threads inside end as they will
+    # Every later use is a ConfigError. Threads that are inside end by themselves.
     def close(self) -> None: ...
     def add_worker(
         self,
@@ -394,57 +474,65 @@ class Client:
         in_size: int,
         out_size: int,
         num_experts: int,
-        # (shard, worker, fingerprint, experts ascending)
+        # Each shard is (shard id, worker, weights fingerprint, ascending expert ids).
         shards: Sequence[tuple[int, int, int, Sequence[int]]],
-        cost_class: int = 0,  # layers of equal class share a cost curve
+        # Layers of equal class share a cost curve.
+        cost_class: int = 0,
     ) -> None: ...
-    def set_policy(  # is_measured: both are upper bounds, the worker's model chooses
-        self, worker: int, slice_tokens: int, window: int, is_measured: bool = False
-    ) -> None: ...
+    # Where `is_measured`, both numbers are upper bounds and the worker's model chooses.
+    def set_policy(self, worker: int, slice_tokens: int, window: int, is_measured: bool = False) -> None: ...
     def set_dtypes(self, worker: int, request_dtype: str, reply_dtype: str) -> None: ...
     def mark_lost(self, worker: int, reason: str) -> None: ...
-    # submits, waits, raises the call's error: one crossing for the hot path
+    # Submits a call, waits for it and raises its error: the hot path crosses into C++ once.
     def run(self, layer: int, batch: TokenBatch) -> None: ...
-    # Calls are parked from now on, and none is under way; until resume(). WorkerTimeout.
+    # Parks new calls and returns once none is under way; they go on at resume(). WorkerTimeout.
     def hold(self, timeout_s: float) -> None: ...
     def resume(self) -> None: ...
-    # readable while a data path waits to be renewed; the client's own
-    # readable while a data path waits to be renewed, and after wake_renewer(); the client's own
+    # The descriptor is readable while a data path waits to be renewed, and after wake_renewer(). It
+    # stays the client's own.
     def worn_fd(self) -> int: ...
     def wake_renewer(self) -> None: ...
-    # (worker, reason): the caller renews them
+    # Returns (worker, reason) for each path; the caller renews them.
     def retire_worn_paths(self) -> list[tuple[int, str]]: ...
-    def retire_path(self, worker: int, reason: str) -> None: ...  # ConfigError, WorkerLost
-    def renew_path(self, worker: int, channel: Channel, generation: int) -> None: ...  # likewise
-    # holds the client; WorkerTimeout, WorkerLost; UnsupportedError: not in shared memory
+    # Both raise WorkerLost, and ConfigError where something is in flight on the path.
+    def retire_path(self, worker: int, reason: str) -> None: ...
+    def renew_path(self, worker: int, channel: Channel, generation: int) -> None: ...
+    # Holds the client and hands its data paths over. WorkerTimeout, WorkerLost; UnsupportedError
+    # names a worker that is not reached in shared memory.
     def begin_step(self, num_calls: int, timeout_s: float) -> StepLease: ...
-    def judge_step(self) -> None: ...  # WorkerLost; to be called every few milliseconds of a step
-    # resumes; None: it is not known how far the step came, and no path of it is used again
+    # Raises WorkerLost for a worker that hung up or froze. It is to be called every few
+    # milliseconds of a step.
+    def judge_step(self) -> None: ...
+    # Resumes calls. Without a report it is not known how far the step came, and none of its paths
+    # is used again.
     def end_step(self, report: StepReport | None) -> None: ...
-    def counters(self) -> dict[tuple[int, int], dict[str, int]]: ...  # (worker, layer) -> Counters
+    # The counters by (worker, layer).
+    def counters(self) -> dict[tuple[int, int], dict[str, int]]: ...
     def workers(self) -> list[dict[str, Any]]: ...
-    # per worker: cost curves; chunks chosen, predicted and measured
+    # For each worker its cost curves, and the chunks that were chosen, predicted and measured.
     def forecasts(self) -> list[dict[str, Any]]: ...
     def set_profile(self, on: bool) -> None: ...
     def take_traces(self) -> list[dict[str, int]]: ...
 
 # -- array views -----------------------------------------------------------------------------------
 class DlpackView:
-    """A borrowed tensor from any `__dlpack__` object; UnsupportedError for another device,
-    ConfigError for a bad dtype.
+    """A tensor borrowed from any object with `__dlpack__`, for as long as the view lives. It raises
+    UnsupportedError for another device and ConfigError for a bad dtype.
     """
 
     address: int
     shape: tuple[int, ...]
-    strides: tuple[int, ...]  # elements
-    dtype: str  # f32 f16 bf16 i32 i64
-    # DLPack's type and number of a device
+    # They count elements.
+    strides: tuple[int, ...]
+    # It is f32, f16, bf16, i32 or i64.
+    dtype: str
+    # `device` is DLPack's type and number of the device where the tensor must be.
     def __init__(self, capsule: object, device: tuple[int, int] = (1, 0)) -> None: ...
 
 # -- oracle (tests, verify) ------------------------------------------------------------------------
 class FfnOracle:
-    """Experts loaded like a worker's, computed in-process by one kernel set ("reference" ...
-    "avx512").
+    """Experts that are loaded like a worker's and computed in this process by one kernel set
+    ("reference" ... "avx512").
     """
 
     def __init__(
@@ -457,8 +545,8 @@ class FfnOracle:
         num_threads: int = 1,
         numerics: str = ...,
     ) -> None: ...
-    # 2-D / 1-D float32 arrays, rounded to weight_dtype; or (format, bytes, outputs, inputs, scales
-    # or b"")
+    # Matrices are 2-D and biases 1-D arrays of float32, which are rounded to weight_dtype. A matrix
+    # may also be (format, bytes, outputs, inputs, scales or b"").
     def load_expert(
         self,
         expert_id: int,
@@ -470,7 +558,8 @@ class FfnOracle:
         up_bias: object = None,
         down_bias: object = None,
     ) -> None: ...
-    def forward(  # NumPy: f32, or uint16 bit patterns for 16-bit dtypes
+    # Rows and result are NumPy arrays of float32, or of uint16 bit patterns for 16-bit dtypes.
+    def forward(
         self,
         rows: object,
         row_counts: object,
@@ -483,14 +572,15 @@ class FfnOracle:
     def forward_float64(self, rows: object, row_counts: object, local_expert_ids: object, weights: object) -> object: ...
 
 # -- weight formats --------------------------------------------------------------------------------
-# FormatFacts of csrc/compute/formats/weight_format.h by format name, and the size of a record
+# FormatFacts of csrc/compute/formats/weight_format.h by the name of the format, and the size of a
+# record.
 def weight_formats() -> dict[str, dict[str, int]]: ...
-def dequantize(  # float32 NumPy [outputs, inputs]; contiguous buffers
-    weight_format: str, data: object, outputs: int, inputs: int, scales: object = b""
-) -> object: ...
-def packed_bytes(  # what a CPU worker holds for these experts, biases aside
-    *, spec: Mapping[str, Any], num_experts: int, weight_dtype: str, isa: str
-) -> int: ...
 
-# the values an int8_g32 or int4_g32 worker computes with
+# Returns a NumPy array of float32 [outputs, inputs]. Both buffers are contiguous.
+def dequantize(weight_format: str, data: object, outputs: int, inputs: int, scales: object = b"") -> object: ...
+
+# The bytes that a CPU worker holds for these experts, biases aside.
+def packed_bytes(*, spec: Mapping[str, Any], num_experts: int, weight_dtype: str, isa: str) -> int: ...
+
+# The values with which a worker that holds int8_g32 or int4_g32 computes.
 def requantize(weight_format: str, values: object) -> object: ...

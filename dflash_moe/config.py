@@ -1,9 +1,9 @@
-"""The settings: one table from which flags, environment variables, YAML keys, their checks and the
-documents follow.
+"""The settings are one table, from which flags, environment variables, YAML keys, their checks and
+the documents follow.
 
-Precedence: Python argument or flag > environment > topology YAML (`ipc:`) > default. A value that
-is not allowed is a `ConfigError` that names where it came from, the value and what is allowed;
-nothing falls back silently.
+A Python argument or flag wins over the environment, that over the topology's `ipc:`, and that over
+the default. A value that is not allowed is a `ConfigError` that names where it came from, the value
+and what is allowed; nothing falls back silently.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -53,8 +53,8 @@ Parser = Callable[[Any], Any]
 
 
 def parse_bytes(value: object) -> int:
-    """Bytes from an integer or from text such as "8GiB", "1.5 GB", "512 MiB". ValueError for
-    anything else.
+    """Returns the bytes that an integer or a text such as "8GiB", "1.5 GB" or "512 MiB" means.
+    Raises ValueError for anything else, and for more than MAX_BYTES.
     """
     if isinstance(value, int) and not isinstance(value, bool):
         num_bytes = value
@@ -69,7 +69,7 @@ def parse_bytes(value: object) -> int:
 
 
 def format_bytes(num_bytes: float) -> str:
-    """Text such as "12.4 GiB" for messages."""
+    """Returns a text such as "12.4 GiB" for messages, in the largest unit that fits."""
     size, unit = float(num_bytes), "bytes"
     for unit in ("bytes", "KiB", "MiB", "GiB", "TiB"):
         if abs(size) < 1024 or unit == "TiB":
@@ -79,13 +79,13 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """ "; did you mean 'x'?" or the empty string."""
+    """Returns "; did you mean 'x'?" where a known word is close to `word`, else an empty text."""
     close = difflib.get_close_matches(word[:_MAX_COMPARED], list(known), n=1, cutoff=0.6)
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
 class _NotBuiltError(ValueError):
-    """A value that is known and that this version cannot serve."""
+    """The value is known, but this version cannot serve it."""
 
 
 def _choice(*allowed: str, to_come: tuple[str, ...] = ()) -> Parser:
@@ -107,7 +107,8 @@ def _whole(low: int, high: int) -> Parser:
         if isinstance(value, bool | str):
             raise ValueError
         try:
-            number = operator.index(value)  # NumPy integers count
+            # Integers of NumPy count as integers here.
+            number = operator.index(value)
         except TypeError:
             raise ValueError from None
         if not low <= number <= high:
@@ -142,7 +143,8 @@ def _path(value: object) -> Path:
     if isinstance(value, str | os.PathLike) and (text := os.fspath(value)) and isinstance(text, str) and "\0" not in text:
         try:
             return Path(text).expanduser()
-        except RuntimeError:  # ~NAME of a user that this machine does not have
+        except RuntimeError:
+            # The path begins with ~NAME for a user that this machine does not have.
             raise ValueError from None
     raise ValueError
 
@@ -185,8 +187,8 @@ class Setting:
         return self.yaml.removeprefix("ipc.") if self.yaml and self.yaml.startswith("ipc.") else None
 
     def check(self, value: object, origin: str) -> Any:
-        """The parsed value. ConfigError names `origin` (flag, variable, key or argument), the value
-        and what is allowed.
+        """Returns the parsed value. Raises ConfigError that names `origin` (flag, variable, key or
+        argument), the value and what is allowed.
         """
         try:
             return self.parse(value)
@@ -320,8 +322,8 @@ class Settings:
 
 
 def on_worker_loss(settings: Settings) -> str:
-    """What becomes of the experts of a worker that is lost, in a sentence: a runtime logs it when
-    it starts, and `doctor` shows it.
+    """Returns a sentence that says what becomes of the experts of a worker that is lost. A runtime
+    logs it when it starts, and `doctor` shows it.
     """
     if settings.required:
         return "ipc.required is 1: calls to a lost worker's experts raise WorkerLost, and nobody else computes them"
@@ -334,10 +336,10 @@ def on_worker_loss(settings: Settings) -> str:
 def resolve_settings(
     topology_ipc: Mapping[str, Any] | None = None, *, environ: Mapping[str, str] = os.environ, **overrides: Any
 ) -> Settings:
-    """Settings by precedence: `overrides` (None: not given) > `environ` > `topology_ipc` (keys
-    below `ipc:`) > defaults.
+    """Resolves the settings: `overrides` win over `environ`, that wins over `topology_ipc` (the
+    keys below `ipc:`), and that over the defaults. An override of None counts as not given.
 
-    Errors: ConfigError for a value that is not allowed, an unknown argument or key, an unknown
+    Raises ConfigError for a value that is not allowed, an unknown argument or key, or an unknown
     DFLASH_MOE_ variable.
     """
     ipc = dict(topology_ipc or {})
@@ -360,8 +362,8 @@ def resolve_settings(
 
 
 def check_environment(environ: Mapping[str, str]) -> None:
-    """ConfigError for a DFLASH_MOE_ variable that is no setting: a misspelt one would otherwise do
-    nothing, silently.
+    """Raises ConfigError for a DFLASH_MOE_ variable that is no setting, because a misspelt one
+    would otherwise silently do nothing.
     """
     known = [setting.environment for setting in SETTINGS if setting.environment]
     for variable in environ:
@@ -376,7 +378,7 @@ def check_environment(environ: Mapping[str, str]) -> None:
 def _find(
     setting: Setting, overrides: Mapping[str, Any], environ: Mapping[str, str], ipc: Mapping[str, Any]
 ) -> tuple[Any, str] | None:
-    """(raw value, origin) of the source that wins; None when only the default is left."""
+    """Returns raw value and origin of the source that wins, None when only the default is left."""
     if overrides.get(setting.name) is not None:
         return overrides[setting.name], f"{setting.name}=" if setting.flag is None else f"{setting.name} ({setting.flag})"
     if setting.environment and setting.environment in environ:
@@ -387,8 +389,8 @@ def _find(
 
 
 def _bounded(values: dict[str, Any], origins: Mapping[str, str]) -> Settings:
-    """Applies the one bound between two settings; the default of the smaller follows a lowered
-    bound.
+    """Applies the one bound between two settings: a stream's slice is at most its maximum. A
+    default follows a lowered maximum, and a stated value beyond it raises ConfigError.
     """
     stated = Settings(**values)
     if stated.stream_tokens <= stated.stream_tokens_max:

@@ -1,7 +1,7 @@
-"""Every error the product raises on purpose. Messages say what was asked, what was found and what
-to do.
+"""Every error that the product raises on purpose. A message says what was asked, what was found and
+what to do.
 
-Depends on nothing. The C++ core raises these same classes (csrc/bindings/errors.cc).
+This file depends on nothing. The C++ core raises these same classes (csrc/bindings/errors.cc).
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -13,8 +13,8 @@ _MAX_SHOWN = 80
 
 
 def shown(value: object) -> str:
-    """A value that somebody gave, as a message shows it: its repr, cut to a length that fits a
-    sentence. Never raises, whatever the value is.
+    """Returns a value that somebody gave as a message shows it: its repr, cut to a length that fits
+    a sentence. It never raises, whatever the value is.
     """
     try:
         text = repr(value)
@@ -24,16 +24,19 @@ def shown(value: object) -> str:
 
 
 def printable(text: str) -> str:
-    """The text with bytes that are no UTF-8 spelt out: an argument, and so a path, may hold any."""
+    """Returns the text with bytes that are no UTF-8 spelt out. An argument, and so a path, may hold
+    any bytes.
+    """
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 class DflashError(Exception):
-    """Base of all errors of this package.
+    """The base of all errors of this package.
 
-    What programs want to know are fields, None where it does not apply: `code` (the name in
-    docs/errors.md, such as "worker_lost"), `worker` (its name), `layer` (index in the layer table),
-    `token` (row of the call) and `slot` (of the worker's data path). The message is for people.
+    What programs want to know is in fields, which are None where they do not apply: `code` (the
+    name in docs/errors.md, such as "worker_lost"), `worker` (its name), `layer` (index in the layer
+    table), `token` (row of the call) and `slot` (of the worker's data path). The message is for
+    people, and nobody parses it. `exit_code` is what the command line exits with.
     """
 
     exit_code = 1
@@ -56,13 +59,13 @@ class DflashError(Exception):
         self.slot = slot
 
     def fields(self) -> dict[str, Any]:
-        """The fields above as keyword arguments, for another error about the same thing."""
+        """Returns the fields as keyword arguments, for another error about the same thing."""
         return {name: getattr(self, name) for name in ("code", "worker", "layer", "token", "slot")}
 
 
 class ConfigError(DflashError, ValueError):
-    """An argument, flag, environment variable or setting that is not allowed; names it, its value
-    and the allowed ones.
+    """An argument, flag, environment variable or setting is not allowed. The message names it, its
+    value and the allowed ones.
     """
 
     exit_code = 2
@@ -70,12 +73,12 @@ class ConfigError(DflashError, ValueError):
 
 
 class TopologyError(ConfigError):
-    """A topology file that is wrong; the message starts with `file:line:`."""
+    """A topology file is wrong. The message starts with `file:line:`."""
 
 
 class CheckpointError(DflashError):
-    """A checkpoint that is missing, truncated, inconsistent, or not the one the peer has; names
-    file and tensor.
+    """A checkpoint is missing, truncated, inconsistent, or not the one that the peer has. The
+    message names file and tensor.
     """
 
     exit_code = 2
@@ -83,8 +86,8 @@ class CheckpointError(DflashError):
 
 
 class UnsupportedError(DflashError):
-    """Something this build, machine or version cannot do; names the class and field, or the
-    format.
+    """This build, machine or version cannot do something. The message names the class and field, or
+    the format.
     """
 
     exit_code = 2
@@ -92,8 +95,8 @@ class UnsupportedError(DflashError):
 
 
 class ProtocolError(DflashError):
-    """A peer that broke the protocol, speaks another version, or failed to authenticate; names the
-    field and both values.
+    """A peer broke the protocol, speaks another version, or failed to authenticate. The message
+    names the field and both values.
     """
 
     exit_code = 2
@@ -101,15 +104,15 @@ class ProtocolError(DflashError):
 
 
 class WorkerError(DflashError):
-    """A worker answered a call with an error; names worker and layer."""
+    """A worker answered a call with an error. The message names worker and layer."""
 
     exit_code = 3
     default_code = "worker_failed"
 
 
 class WorkerLost(WorkerError):  # noqa: N818 - the name is public
-    """A worker hung up, died, froze or could not be started; names worker and layer and quotes its
-    log.
+    """A worker hung up, died, froze or could not be started. The message names worker and layer,
+    and quotes its log where the host started it.
     """
 
     default_code = "worker_lost"

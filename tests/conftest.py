@@ -1,5 +1,5 @@
-"""What every Python test gets: the leak check, the named marks, skips that are counted aloud, a run
-that skipped all fails.
+"""What every Python test gets: the check for leaks and the named marks. Skips are counted aloud,
+and a run that skipped every test fails.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -17,20 +17,21 @@ import pytest
 from tests import leaks
 from tests.markers import MARKS
 
-# Threads of torch that wait spin by default, which takes the workers' cores for milliseconds in
-# each layer. Read when torch loads, so before any test imports it; as `make test` sets it.
+# Threads of torch that wait spin by default, which takes the cores of the workers for milliseconds
+# in each layer. torch reads this when it loads, so that it is set before any test imports torch.
+# `make test` sets it to the same.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-# On two shared cores a pause of the machine is no property of an input: no deadline per example, no
-# health check of speed.
+# On two shared cores a pause of the machine is no property of an input. So an example has no
+# deadline, and its speed is not checked.
 hypothesis.settings.register_profile(
     "shared_cores", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow], print_blob=True
 )
 hypothesis.settings.load_profile("shared_cores")
 
 
-# A shell that starts the run in the background lets it and its programs ignore Ctrl-C: the tests of
-# that would wait in vain.
+# A shell that starts the run in the background has it and its programs ignore Ctrl-C, and the tests
+# of that would wait in vain.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -61,8 +62,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def _nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fails a test that leaves a process, a segment, a socket or a name behind.
 
-    Fixtures of wider scope exist before the snapshot, so a runtime shared by a module is no leak of
-    its first test.
+    Fixtures of wider scope exist before the snapshot, so that a runtime which a module shares is no
+    leak of its first test.
     """
     before = leaks.take()
     yield

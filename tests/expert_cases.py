@@ -1,8 +1,8 @@
-"""A tiny checkpoint without any model code, calls for it, and what `experts()` must return for
-them, bit for bit.
+"""Makes a tiny checkpoint without any model code, calls for it, and what `experts()` must return
+for them, bit for bit.
 
-The expected bits come from `_core.FfnOracle`, one per shard, added in ascending shard id: the whole
-definition of `experts()` in ten lines.
+The expected bits come from `_core.FfnOracle` for each shard, added in ascending order of shard ids.
+That is the whole definition of `experts()` in ten lines.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -26,8 +26,8 @@ NUM_LAYERS, NUM_EXPERTS, TOP_K, WIDTH, INNER = 2, 8, 3, 96, 64
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One call: hidden_states [num_tokens, WIDTH], topk_ids and topk_weights [num_tokens,
-    TOP_K].
+    """The inputs of one call: hidden_states is [num_tokens, WIDTH], and topk_ids and topk_weights
+    are [num_tokens, TOP_K].
     """
 
     hidden_states: np.ndarray
@@ -36,7 +36,7 @@ class Batch:
 
 
 def make_checkpoint(directory: Path, *, seed: int = 7, num_layers: int = NUM_LAYERS) -> Path:
-    """Writes config.json and one safetensors file of f32 experts; returns the directory."""
+    """Writes config.json and one safetensors file of f32 experts, and returns the directory."""
     random = np.random.default_rng(seed)
     tensors = {}
     for layer in range(num_layers):
@@ -51,7 +51,7 @@ def make_checkpoint(directory: Path, *, seed: int = 7, num_layers: int = NUM_LAY
 
 
 def tiny_spec(directory: Path, *, num_layers: int = NUM_LAYERS) -> ModelSpec:
-    """What `model_spec` would say about `make_checkpoint`'s directory."""
+    """Returns what `model_spec` would say about a directory that `make_checkpoint` wrote."""
     layers = []
     for index in range(num_layers):
         pattern = f"layers.{index}.experts.{{expert}}"
@@ -79,7 +79,7 @@ def tiny_spec(directory: Path, *, num_layers: int = NUM_LAYERS) -> ModelSpec:
 
 
 def make_batch(num_tokens: int, *, seed: int = 0) -> Batch:
-    """Random rows; ids without repetition within a row."""
+    """Makes random rows. No id appears twice in a row."""
     random = np.random.default_rng(seed)
     hidden = random.standard_normal((num_tokens, WIDTH), np.float32)
     ids = np.stack([random.permutation(NUM_EXPERTS)[:TOP_K] for _ in range(num_tokens)]).astype(np.int64)
@@ -88,8 +88,8 @@ def make_batch(num_tokens: int, *, seed: int = 0) -> Batch:
 
 
 class Expected:
-    """The oracle of one checkpoint: all experts of a layer, asked shard by shard; weights kept and
-    computed with as it says.
+    """The oracle of one checkpoint. It has all experts of every layer and is asked shard by shard.
+    Weights are kept in `weight_dtype`, and `isa` computes with them in class `numerics`.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class Expected:
             self._oracles.append(oracle)
 
     def experts(self, layer: int, batch: Batch) -> np.ndarray:
-        """[num_tokens, out_size] float32 for an f32 wire."""
+        """Returns the expected result in float32 [num_tokens, out_size], for an f32 wire."""
         total = np.zeros((len(batch.hidden_states), self._width), np.float32)
         for shard in self._placement.layers[layer]:
             rows, counts, ids, weights = [], [], [], []

@@ -1,8 +1,8 @@
-"""What a test may leave behind: nothing. Snapshots of child processes, descriptors and names, and
-their differences.
+"""Finds what a test leaves behind, which must be nothing, by comparing snapshots of child
+processes, descriptors and names.
 
-Reads /proc only, so that a leak is seen whoever caused it: a worker that outlived its session, a
-segment or a socket whose owner forgot it, a name in /dev/shm.
+Snapshots are read from /proc and /dev/shm only, so that a leak is seen whoever caused it: a worker
+that outlived its session, a segment or a socket that its owner forgot, a name.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -14,18 +14,18 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-# How long a process that was told to end may take to be reaped; far more than it needs, because a
-# busy machine is no leak. Only a test that leaks waits so long.
+# A process that was told to end may take so long to be reaped. It is far more than it needs,
+# because a busy machine is no leak, and only a test that leaks waits so long.
 GRACE_S = 20.0
-# Python's own long-lived children, started once per process by multiprocessing.
+# multiprocessing starts these long-lived children once in a process.
 _TOLERATED_COMMANDS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 _COUNTED_KINDS = {"memfd": "/memfd:", "socket": "socket:[", "eventfd": "anon_inode:[eventfd]"}
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """`processes`: pid -> command line of every descendant; `descriptors`: kind -> open count;
-    `names`: entries of /dev/shm.
+    """What exists at one moment: `processes` has the command line of every descendant by its pid,
+    `descriptors` the number of open ones by kind, and `names` the entries of /dev/shm.
     """
 
     processes: dict[int, str]
@@ -34,18 +34,18 @@ class Snapshot:
 
 
 def take() -> Snapshot:
-    """The state of this process and its descendants now."""
+    """Takes a snapshot of this process and its descendants."""
     return Snapshot(_descendants(os.getpid()), _descriptors(), frozenset(_shared_names()))
 
 
 def leaks_since(before: Snapshot, grace_s: float | None = None) -> list[str]:
-    """One line per thing that is there now and was not `before`, after at most `grace_s` (GRACE_S)
-    of waiting for it to go.
+    """Returns a line for each thing that is there now and was not `before`. It waits at most
+    `grace_s` seconds, GRACE_S by default, for things to go.
     """
     deadline = time.monotonic() + (GRACE_S if grace_s is None else grace_s)
     found = _differences(before, take())
     if found:
-        # objects in reference cycles close their descriptors only now; that is not a leak
+        # Objects in reference cycles close their descriptors only now, and that is no leak.
         gc.collect()
         found = _differences(before, take())
     while found and time.monotonic() < deadline:
@@ -72,7 +72,8 @@ def _descendants(root: int) -> dict[int, str]:
         try:
             stat = (entry / "stat").read_text()
         except OSError:
-            continue  # ended meanwhile
+            # The process has ended meanwhile.
+            continue
         fields = stat.rpartition(")")[2].split()
         children.setdefault(int(fields[1]), []).append(int(entry.name))
     found: dict[int, str] = {}
@@ -100,7 +101,8 @@ def _descriptors() -> dict[str, int]:
         try:
             target = os.readlink(f"/proc/self/fd/{entry}")
         except OSError:
-            continue  # the listing's own descriptor
+            # This was the descriptor of the listing itself.
+            continue
         for kind, prefix in _COUNTED_KINDS.items():
             if target.startswith(prefix):
                 counts[kind] += 1
@@ -109,7 +111,7 @@ def _descriptors() -> dict[str, int]:
 
 def _shared_names() -> list[str]:
     folder = Path("/dev/shm")
-    # Semaphores and blocks of multiprocessing and torch, which their own trackers remove when the
-    # process ends.
+    # These are semaphores and blocks of multiprocessing and torch, whose own trackers remove them
+    # when the process ends.
     foreign = ("sem.mp-", "psm_", "torch_")
     return [entry.name for entry in folder.iterdir() if not entry.name.startswith(foreign)] if folder.is_dir() else []

@@ -1,7 +1,6 @@
-"""Named marks: what a test needs beyond two cores and no GPU, and how to find out whether this
-machine has it.
+"""Named marks: what a test needs of a machine, and how to find out whether this machine has it.
 
-A test that names hardware which is absent is skipped with the probe's reason. `--require MARK`
+A test that names hardware which is absent is skipped with the reason of the probe. `--require MARK`
 turns that skip into a failure, for runs whose purpose is that hardware.
 SPDX-License-Identifier: Apache-2.0
 """
@@ -16,7 +15,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """`probe` returns None where the machine has what the mark names, else the reason why not."""
+    """A named mark. `probe` returns None where the machine has what the mark names, else the reason
+    why not.
+    """
 
     description: str
     probe: Callable[[], str | None]

@@ -1,6 +1,7 @@
-"""Benchmarks users run on their own machines: one file per case, one harness, one result format.
+"""Benchmarks that users run on their own machines. Each case has a file, and all share one harness
+and one format of results.
 
-Depends on runtime and integrations; the CLI (cli/bench.py) is a thin layer over the `run_*`
-functions here.
+They depend on runtime and integrations. The command line (cli/bench.py) is a thin layer over the
+`run_*` functions here.
 SPDX-License-Identifier: Apache-2.0
 """

@@ -1,4 +1,4 @@
-"""Who answers a card in `bench doorbell`: a thread of this process, or a process of its own.
+"""Answers a card in `bench doorbell`, from a thread of this process or from a process of its own.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -39,24 +39,28 @@ class EchoThread:
         self._seen = self._memory.answer(first=first, rounds=self._rounds, timeout_s=self._timeout_s + GRACE_S)
 
     def seen(self) -> list[int]:
-        """When each number was seen, in ns, once all were answered or the time is over."""
+        """Returns when each number was seen, in nanoseconds, once all are answered or the time is
+        over.
+        """
         if self._thread is not None:
             self._thread.join(JOIN_S)
         return self._seen
 
 
 class EchoProcess:
-    """The same in a forked child, which asks for nothing until `begin`."""
+    """Answers from a forked child, which asks for nothing until `begin`."""
 
     def __init__(self, pid: int, orders: int, answers: int) -> None:
-        """Use `forked`."""
+        """`forked` makes it."""
         self.pid = pid
         self._orders, self._answers = orders, answers
 
     @classmethod
     @contextmanager
     def forked(cls, memory: _measure.BellMemory, *, rounds: int, timeout_s: float) -> Iterator[EchoProcess]:
-        """For segments only, before a driver is opened in this process. Leaving kills the child."""
+        """Forks the child, for segments only and before a driver is opened in this process. Leaving
+        the block kills it.
+        """
         (read_order, write_order), (read_answer, write_answer) = os.pipe(), os.pipe()
         pid = os.fork()
         if pid == 0:
@@ -79,11 +83,13 @@ class EchoProcess:
             os.waitpid(pid, 0)
 
     def begin(self, first: int) -> None:
-        """Returns at once; the child may take a moment."""
+        """Returns at once, and the child may take a moment to begin."""
         os.write(self._orders, struct.pack("<I", first))
 
     def seen(self) -> list[int]:
-        """As EchoThread; what has come by then of a child that is stuck."""
+        """Returns what `EchoThread.seen` returns, or what has come by then of a child that is
+        stuck.
+        """
         found, deadline = b"", time.monotonic() + JOIN_S
         while select.select([self._answers], [], [], max(0.0, deadline - time.monotonic()))[0]:
             part = os.read(self._answers, 1 << 16)
@@ -94,7 +100,9 @@ class EchoProcess:
 
 
 def _serve(memory: _measure.BellMemory, orders: int, answers: int, rounds: int, timeout_s: float) -> None:
-    """The child: one ping-pong, then the times through the pipe, which ends with the process."""
+    """Runs in the child: it answers one ping-pong, and then writes the times to the pipe, which
+    ends with the process.
+    """
     order = os.read(orders, 4)
     if len(order) < 4:
         # The parent has left.

@@ -1,4 +1,5 @@
-"""Faster, slower, or cannot tell: two result files, or two rows of one, from their samples.
+"""Compares two result files, or two rows of one, from their samples: faster, slower, or cannot
+tell.
 
 A verdict needs three things: enough rounds, a bootstrap interval of the ratio of medians that lies
 wholly on one side of 1, and an effect of at least `min_effect`. Whole rounds are drawn, since
@@ -45,8 +46,8 @@ FREE_PARAMS = {
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """`ratio` = time of `against` / time of `name` (below 1: `against` is faster), with its 95 %
-    interval.
+    """What a comparison found. `ratio` is the time of `against` divided by that of `name`, so that
+    `against` is faster below 1, and `low` and `high` enclose its 95 % interval.
     """
 
     name: str
@@ -62,7 +63,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Verdicts, and what a reader must know about them."""
+    """The verdicts, and what a reader must know about them."""
 
     verdicts: tuple[Verdict, ...]
     warnings: tuple[str, ...]
@@ -76,10 +77,8 @@ class Comparison:
 def compare_files(
     a: Mapping[str, Any], b: Mapping[str, Any], *, names: tuple[str, str], min_effect: float, ignored: Iterable[str] = ()
 ) -> Comparison:
-    """Row by row, those that both files have. ConfigError for another case, other parameters, or no
-    common row.
-
-    `ignored`: parameters, and fields of rows, that may differ.
+    """Compares the rows that both files have. `ignored` are parameters, and fields of rows, that
+    may differ. Raises ConfigError for another case, other parameters, or no common row.
     """
     ignored = set(ignored)
     if a["case"] != b["case"]:
@@ -105,8 +104,8 @@ def compare_files(
 
 
 def compare_rows(found: Mapping[str, Any], file: str, first: str, second: str, *, min_effect: float) -> Comparison:
-    """Every row called `second` against the row called `first` of the same dtype, prompt, payload
-    ... ConfigError: none.
+    """Compares every row called `second` with the row called `first` of the same dtype, prompt,
+    payload and so on. Raises ConfigError where there is none.
     """
     rows = _by_identity(found["rows"], file, IDENTITY)
     names = list(dict.fromkeys(row["name"] for row in rows.values()))
@@ -142,7 +141,7 @@ def _pairs(
 
 
 def label(row: Mapping[str, Any]) -> str:
-    """A row's name and what tells it from others of that name."""
+    """Returns the name of a row, and what tells it from others of that name."""
     shown = [str(row["name"])]
     units = {"prompt_tokens": " tokens", "payload_bytes": " B", "tokens": " tokens", "threads": " threads"}
     for key in ("format", "dtype", "prompt_tokens", "tokens", "payload_bytes", "threads", "routing", "weights_from"):
@@ -160,7 +159,9 @@ class _Draws:
 
 
 def _rounds_of(row: Mapping[str, Any]) -> np.ndarray:
-    """[num_rounds, samples_per_round] seconds; an unfinished last round is left out."""
+    """Returns the samples [num_rounds, samples_per_round] in seconds. An unfinished last round is
+    left out.
+    """
     samples = np.asarray(row["samples_s"], dtype=np.float64)
     per_round = max(1, int(row.get("samples_per_round", 1)))
     whole = len(samples) // per_round
@@ -168,8 +169,8 @@ def _rounds_of(row: Mapping[str, Any]) -> np.ndarray:
 
 
 def _unpaired(a: Mapping[str, Any], b: Mapping[str, Any]) -> _Draws | int:
-    """Medians of rounds drawn from each side by itself; the number of rounds where they are too
-    few.
+    """Draws rounds from each side by itself and compares the medians. Returns the number of rounds
+    where they are too few.
     """
     rounds_a, rounds_b = _rounds_of(a), _rounds_of(b)
     rounds = min(len(rounds_a), len(rounds_b))
@@ -191,7 +192,7 @@ def _paired(a: Mapping[str, Any], b: Mapping[str, Any]) -> _Draws | int:
 
 
 def _drawn_medians(rounds: np.ndarray, generator: np.random.Generator) -> np.ndarray:
-    """The median of every draw of as many rounds, with replacement."""
+    """Returns the median of every draw of as many rounds, with replacement."""
     if rounds.shape[1] == 1 and len(rounds) >= MANY_ROUNDS:
         # The rank of the median in the sample follows Beta((n + 1) / 2, (n + 1) / 2), so that there
         # is no need to draw n samples 2,000 times.

@@ -1,7 +1,7 @@
-"""`bench decode`: what one more token costs. Every token's latency per (mode, dtype), calls and
-bytes per token, and all local.
+"""`bench decode` measures what one more token costs: for each mode and dtype, and with all experts
+local, the latency of every token, and the calls and bytes for each.
 
-Rounds interleave the cases; each starts from the same short prompt, so that every round decodes the
+Rounds interleave the cases. Each starts from the same short prompt, so that every round decodes the
 same tokens.
 SPDX-License-Identifier: Apache-2.0
 """
@@ -23,8 +23,8 @@ from dflash_moe.topology import Topology
 
 @dataclass(frozen=True, slots=True)
 class DecodeParams:
-    """`new_tokens` are decoded and timed in each of `repeat` rounds, after a prompt of
-    `prompt_tokens` random ids.
+    """What is measured: `new_tokens` are decoded and timed in each of `repeat` rounds, after a
+    prompt of `prompt_tokens` random ids.
     """
 
     model: Path
@@ -51,11 +51,11 @@ class DecodeCase:
 
     @property
     def label(self) -> str:
-        """For progress."""
+        """The name of the case in reports of progress."""
         return f"{self.mode} {self.dtype}"
 
     def measure(self, *, keep: bool) -> None:
-        """An untimed prefill, then the timed tokens."""
+        """Makes a prefill that is not timed, and then the tokens that are."""
         runtime = self.host.runtime
         runtime.set_mode("batched" if self.mode == LOCAL else self.mode, dtype=self.dtype, reply_dtype=self.dtype)
         sample = measure_once(self.host.model, runtime, self.input_ids, self.new_tokens)
@@ -63,7 +63,9 @@ class DecodeCase:
             self.samples.append(sample)
 
     def row(self) -> dict[str, Any] | None:
-        """Counts are of one round's decode; times of every token of all rounds."""
+        """Returns the result row. Counts are those of one round, and times those of every token of
+        all rounds.
+        """
         if not self.samples:
             return None
         last = self.samples[-1]
@@ -93,7 +95,9 @@ def run_decode(
     recorder: Recorder | None = None,
     overrides: Mapping[str, Any] | None = None,
 ) -> BenchResult:
-    """A row per (dtype, mode), `local` after the modes of its dtype. Errors as `run_prefill`."""
+    """Measures a row for each dtype and mode, and `local` after the modes of its dtype. Errors are
+    those of `run_prefill`.
+    """
     recorder, overrides = recorder or Recorder(), dict(overrides or {})
     result = recorder.begin("decode", _describe(params))
     result.params |= describe_topology(topology, overrides, recorder)

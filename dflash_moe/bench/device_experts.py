@@ -1,5 +1,5 @@
-"""`bench experts --backend cuda | hip | sim`: one MoE layer on a card, from host rows to host
-replies.
+"""`bench experts --backend cuda | hip | sim` measures one MoE layer on a card, from rows of the
+host to its replies.
 
 Weights rotate over several layers, so that the card's caches do not help. Each row has the time
 that the caller waits and the time that the device computes (copies aside); rates and shares are of
@@ -38,8 +38,8 @@ PRODUCT_WIDTH = 8192
 
 @dataclass(frozen=True, slots=True)
 class DeviceParams:
-    """What is measured. `shape` None: that of the backend; `numerics` empty: every class of the
-    device that takes a format.
+    """What is measured. A `shape` of None is that of the backend, and empty `numerics` mean every
+    class of the device that takes a format.
     """
 
     backend: str
@@ -59,18 +59,18 @@ class DeviceParams:
         return self.shape or (SIM_SHAPE if self.backend == "sim" else CARD_SHAPE)
 
     def place(self) -> str:
-        """torch's name of the device, whichever the vendor."""
+        """The name that torch has for the device, whichever the vendor."""
         return f"cuda:{self.device}"
 
     def batches(self) -> list[tuple[int, str]]:
-        """(tokens, routing) of every row."""
+        """Returns (tokens, routing) of every row."""
         return [(tokens, "uniform") for tokens in self.tokens] + [(tokens, "zipf") for tokens in self.zipf_tokens]
 
 
 @dataclass(slots=True)
 class Ceilings:
-    """What torch reaches on the same card: bytes per second read and written by a copy, bf16
-    operations per second.
+    """What torch reaches on the same card: the bytes that a copy reads and writes in a second, and
+    bf16 operations in a second.
     """
 
     copy: Callable[[], float] | None
@@ -81,7 +81,7 @@ class Ceilings:
     rounds: int | None = None
 
     def measure(self, *, keep: bool) -> None:
-        """One copy and one product."""
+        """Measures one copy and one product."""
         for measured, kept in ((self.copy, self.bytes_per_s), (self.product, self.gflops)):
             if measured is not None:
                 value = measured()
@@ -89,7 +89,7 @@ class Ceilings:
                     kept.append(value)
 
     def row(self) -> dict[str, Any] | None:
-        """None: ceilings stand in the rows that they bound."""
+        """Returns None, because ceilings stand in the rows that they bound."""
         return None
 
 
@@ -97,8 +97,8 @@ class Ceilings:
 class DeviceCase:
     """One batch on the layers of one format.
 
-    `forward(n)`: (the caller's seconds of each of n forwards, the device's of all; 0 where the
-    caller's are the device's).
+    `forward(n)` returns the caller's seconds of each of n forwards, and the device's seconds of all
+    of them, which are 0 where the caller's are the device's.
     """
 
     # The facts are backend, device, isa and kernel.
@@ -118,11 +118,13 @@ class DeviceCase:
 
     @property
     def label(self) -> str:
-        """For progress."""
+        """The name of the case in reports of progress."""
         return f"{self.facts['kernel']}, {self.fmt}, {self.tokens} tokens, {self.routing}"
 
     def measure(self, *, keep: bool) -> None:
-        """The first, unkept round also finds how many forwards one measurement takes."""
+        """Measures one round. The first round, which is not kept, also finds how many forwards one
+        measurement takes.
+        """
         if not self.forwards:
             self.forwards = max(1, min(MAX_FORWARDS, round(SAMPLE_S / max(1e-6, min(self.forward(2)[0])))))
         samples, device_s = self.forward(self.forwards)
@@ -131,7 +133,7 @@ class DeviceCase:
             self.device_samples_s.append(device_s / self.forwards or statistics.mean(samples))
 
     def row(self) -> dict[str, Any] | None:
-        """The result row; rates are of the median round's device time."""
+        """Returns the result row. Rates are those of the device's time in the median round."""
         if not self.samples_s:
             return None
         pairs, shape, device_s = self.tokens * self.shape.top_k, self.shape, statistics.median(self.device_samples_s)
@@ -154,8 +156,8 @@ class DeviceCase:
 
 
 def run_device_experts(params: DeviceParams, *, recorder: Recorder | None = None) -> BenchResult:
-    """Measures every format, class and batch; saves after every round, so that an interrupted run
-    keeps what it has.
+    """Measures every format, class and batch. It saves after every round, so that an interrupted
+    run keeps what it has.
 
     Errors: ConfigError for an unknown format, a class that the device does not compute or too
     little memory there; those of opening the device.
@@ -242,7 +244,7 @@ def _load(
 
 
 def _torch_drives(params: DeviceParams) -> bool:
-    """Whether torch is here, with this card."""
+    """Says whether torch is here and drives this card."""
     try:
         import torch
     except ImportError:
@@ -253,8 +255,8 @@ def _torch_drives(params: DeviceParams) -> bool:
 def _torch_cases(
     params: DeviceParams, shape: ExpertShape, fmt: str, batches: dict[tuple[int, str], Batch], ceilings: Ceilings
 ) -> list[Case]:
-    """Grouped products and a loop over the experts, with activation and combine; sorting the rows
-    is not timed.
+    """Returns the cases of torch: grouped products and a loop over the experts, with activation and
+    combine. Sorting the rows is not timed.
     """
     if not params.with_torch or fmt not in FLOATS or not _torch_drives(params):
         return []

@@ -1,10 +1,10 @@
-"""`bench step`: what the exchange adds to each layer of a decode step on a card, beside calls
-staged through the host.
+"""`bench step` measures what the exchange adds to each layer of a decode step on a card, beside
+calls that are staged through the host.
 
-Synthetic steps: every layer's expert call, one after the other, with nothing between them. What the
-worker itself computes, by its own counter, is taken off; the rest, divided by the layers, is the
-exchange. The experts lie in a CPU worker's process, in a worker on the same card in this process,
-and in one on the same card in another process.
+The steps are synthetic: the expert calls of all layers follow each other with nothing between them.
+What the worker itself computes, by its own counter, is taken off, and the rest divided by the
+number of layers is the exchange. The experts lie in the process of a CPU worker, in a worker on the
+same card in this process, and in one on the same card in another process.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -36,8 +36,8 @@ SIM_SHAPE = ExpertShape(hidden_size=64, moe_intermediate_size=32, num_experts=16
 CALL_TIMEOUT_S = 5.0
 REDUCED = "hidden size and top-k of Qwen3-30B-A3B; experts fewer and narrower than its 128 of 768"
 
-# Where the experts are -> (what stands in the topology, most microseconds that a layer may take
-# beyond compute).
+# For each place where the experts are: what stands in the topology, and the most microseconds that
+# a layer may take beyond compute.
 WORKERS = {
     "cpu process": ("{name: w0, backend: cpu%s}", 8.0),
     "card, this process": ("{name: w0, backend: %s, address: loopback}", 15.0),
@@ -47,7 +47,7 @@ WORKERS = {
 
 @dataclass(frozen=True, slots=True)
 class StepParams:
-    """What is measured. `shape` None and `num_layers` 0: those of the backend."""
+    """What is measured. A `shape` of None and 0 as `num_layers` mean those of the backend."""
 
     backend: str
     device: int = 0
@@ -66,17 +66,17 @@ class StepParams:
         return self.backend == "sim"
 
     def resolved(self) -> StepParams:
-        """With the backend's shape and layers."""
+        """Returns the parameters with the shape and layers of the backend filled in."""
         shape = self.shape or (SIM_SHAPE if self.is_simulated else CARD_SHAPE)
         return dataclasses.replace(self, shape=shape, num_layers=self.num_layers or (4 if self.is_simulated else 48))
 
 
 def run_device_steps(params: StepParams, *, recorder: Recorder | None = None) -> BenchResult:
-    """A row per worker, number of tokens and path; one that fails says why in `error`, and the
-    others go on.
+    """Measures a row for each worker, number of tokens and path. A row that fails says why in
+    `error`, and the others go on.
 
-    The file is saved after every round. Errors: ConfigError, UnsupportedError where torch does not
-    drive the card.
+    The file is saved after every round. Errors: ConfigError, and UnsupportedError where torch does
+    not drive the card.
     """
     recorder, params = recorder or Recorder(), params.resolved()
     for worker in params.workers:
@@ -96,7 +96,9 @@ def run_device_steps(params: StepParams, *, recorder: Recorder | None = None) ->
 
 
 def _dtype(params: StepParams) -> str:
-    """That of model and wire: bf16 where torch is, f32 for NumPy's arrays on a simulated card."""
+    """Returns the dtype of model and wire: bf16 with torch, and f32 for NumPy arrays on a simulated
+    card.
+    """
     try:
         import torch
     except ImportError:
@@ -123,7 +125,7 @@ def _checkpoint(params: StepParams, dtype: str, folder: Path) -> ModelSpec:
 
 
 def topology_of(params: StepParams, worker: str) -> Topology:
-    """One worker that has all experts, of a host on the card."""
+    """Returns the topology of a host on the card with one worker that has all experts."""
     card = f"{params.backend}, simulate: cuda" if params.is_simulated else f"{params.backend}, device: {params.device}"
     asked = (", threads: 1" if params.is_simulated else "") if worker == "cpu process" else card
     host = "'sim:0', simulate: cuda" if params.is_simulated else f"'{params.backend}:{params.device}'"
@@ -146,8 +148,8 @@ def _measure_worker(params: StepParams, spec: ModelSpec, worker: str, recorder: 
 
 
 def _same_bits(scene: StepScene) -> tuple[bool | None, str]:
-    """(whether a step gives the bits of staged calls, why there is no step); this also brings all
-    kernels to the card.
+    """Says whether a step gives the bits of staged calls, or why there is no step. This also brings
+    all kernels to the card.
     """
     try:
         return same_results(scene), ""

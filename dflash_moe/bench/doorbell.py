@@ -1,10 +1,10 @@
-"""`bench doorbell`: which memory of the host a card takes, and what it costs to ring a processor
-from there and to be answered.
+"""`bench doorbell` measures which memory of the host a card takes, and what it costs to ring a
+processor from there and to be answered.
 
-First registration, as device steps do it: the sealed segments of the shared transport (the worker's
-mapped read-only), the same without the seal against writing, and pinned memory. Then a ping-pong
-over each: the card stores a number, a processor's thread or another process answers with it, the
-card waits for that. Nothing else travels: this is the floor under `bench step`.
+It first registers memory as device steps do: the sealed segments of the shared transport (the
+worker's mapped read-only), the same without the seal against writing, and pinned memory. Then it
+runs a ping-pong over each: the card stores a number, a thread or another process answers with it,
+and the card waits for that. Nothing else travels, so that this is the floor under `bench step`.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -43,7 +43,9 @@ MARK_US = 5.0
 
 @dataclass(frozen=True, slots=True)
 class DoorbellParams:
-    """`rounds` 0: 10,000 on a card, few on a simulated one."""
+    """What is measured. With 0 as `rounds` there are 10,000 on a card and few on a simulated
+    one.
+    """
 
     backend: str
     device: int = 0
@@ -53,14 +55,14 @@ class DoorbellParams:
     budget_s: float = 3.0
 
     def resolved(self) -> DoorbellParams:
-        """With the backend's rounds."""
+        """Returns the parameters with the rounds of the backend filled in."""
         return dataclasses.replace(self, rounds=self.rounds or (50 if self.backend == "sim" else 10_000))
 
 
 @dataclass(slots=True)
 class Words:
-    """The two words of all ping-pongs over one kind of memory, which begin where the one before
-    left them.
+    """The two words of all ping-pongs over one kind of memory. Each ping-pong begins where the one
+    before left them.
     """
 
     name: str
@@ -68,15 +70,15 @@ class Words:
     next_number: int = 1
 
     def take_numbers(self, rounds: int) -> int:
-        """The first number of a ping-pong; one is left out, by which waits of a stream are
-        ended.
+        """Returns the first number of a ping-pong. One number is left out, by which the waits of a
+        stream are ended.
         """
         first, self.next_number = self.next_number, self.next_number + rounds + 1
         return first
 
     @contextmanager
     def mapped(self, device: _measure.BellDevice) -> Iterator[int]:
-        """For the device, as long as the block; its bytes."""
+        """Maps the words for the device within the block, which gets the number of mapped bytes."""
         try:
             yield self.memory.map(device)
         finally:
@@ -84,10 +86,8 @@ class Words:
 
 
 def run_doorbell(params: DoorbellParams, *, recorder: Recorder | None = None) -> BenchResult:
-    """A row per registration and per ping-pong, with `passed` and the driver's words where not;
-    saved after every row.
-
-    Errors: those of opening the device.
+    """Measures a row for each registration and each ping-pong, with `passed` and the driver's words
+    where it failed. The file is saved after every row. Errors are those of opening the device.
     """
     recorder, params = recorder or Recorder(), params.resolved()
     result = recorder.begin("doorbell", dataclasses.asdict(params), interleaved=False)
@@ -154,7 +154,9 @@ def _ping_pong(
 def _rounds(
     kind: str, words: Words, process: EchoProcess | None, device: _measure.BellDevice, params: DoorbellParams
 ) -> tuple[int, list[int]]:
-    """(rounds that the card saw answered, when the processor saw each of them, in ns)."""
+    """Returns the number of rounds that the card saw answered, and when the processor saw each of
+    them, in nanoseconds.
+    """
     first = words.take_numbers(params.rounds)
     echo: EchoThread | EchoProcess | None = process
     if kind != "call":

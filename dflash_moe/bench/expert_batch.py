@@ -1,4 +1,5 @@
-"""What `bench experts` computes: a layer's shape, a routed batch, and what can compute it.
+"""Describes what `bench experts` computes: the shape of a layer, a routed batch, and what can
+compute it.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -20,7 +21,7 @@ FLOATS = ("f32", "f16", "bf16")
 
 @dataclass(frozen=True, slots=True)
 class ExpertShape:
-    """One MoE layer."""
+    """The shape of one MoE layer."""
 
     hidden_size: int = 1024
     moe_intermediate_size: int = 384
@@ -28,22 +29,24 @@ class ExpertShape:
     top_k: int = 8
 
     def layer_bytes(self, fmt: str) -> int:
-        """All experts of one layer in a format."""
+        """Returns the bytes of all experts of one layer in a format."""
         return self.num_experts * self.expert_bytes(fmt)
 
     def expert_bytes(self, fmt: str) -> int:
-        """Gate, up and down of one expert."""
+        """Returns the bytes of gate, up and down of one expert in a format."""
         outer = num_bytes(fmt, self.hidden_size, self.moe_intermediate_size)
         return 2 * num_bytes(fmt, self.moe_intermediate_size, self.hidden_size) + outer
 
     def for_format(self, fmt: str) -> ExpertShape:
-        """This shape with the intermediate size rounded up to whole blocks of the format."""
+        """Returns this shape with the intermediate size rounded up to whole blocks of the
+        format.
+        """
         block = _core.weight_formats()[fmt]["block"]
         return dataclasses.replace(self, moe_intermediate_size=-(-self.moe_intermediate_size // block) * block)
 
 
 def num_bytes(fmt: str, outputs: int, inputs: int) -> int:
-    """Bytes of a matrix as the format stores it, scales included."""
+    """Returns the bytes of a matrix as the format stores it, scales included."""
     facts = _core.weight_formats()[fmt]
     values = outputs * (-(-inputs // facts["block"]) * facts["block_bytes"])
     if not facts["scale_bytes"]:
@@ -53,7 +56,7 @@ def num_bytes(fmt: str, outputs: int, inputs: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A routed batch as a worker's kernels take it; ids ascend within a row."""
+    """A routed batch as the kernels of a worker take it. Ids ascend within a row."""
 
     rows: Any  # [tokens, hidden_size] float32
     row_counts: Any  # [tokens] uint16

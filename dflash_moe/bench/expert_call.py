@@ -1,9 +1,9 @@
-"""What one expert call adds: from the Python call to its return, minus the worker's own
-computation. Part of `bench ipc`.
+"""Measures for `bench ipc` what one expert call adds: the time from the Python call to its return,
+minus the computation of the worker itself.
 
-A tiny layer (hidden 2048, so that a row has its usual size) keeps the computation small; one worker
-and this process are pinned to cores of their own. Every sample subtracts the computation the worker
-reported for that very call.
+A tiny layer keeps the computation small; its hidden size of 2048 gives a row its usual size. One
+worker and this process are pinned to cores of their own. Every sample subtracts the computation
+that the worker reported for that very call.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -30,7 +30,9 @@ WARMUP_CALLS = 200
 
 
 def measure_calls(transports: tuple[str, ...], pinned: tuple[int, int], *, calls: int = 2000) -> list[dict[str, Any]]:
-    """One row per transport, named `call_<transport>`: decode-sized calls (one token) in f32."""
+    """Measures calls of one token in f32, as in decode, and returns a row `call_<transport>` for
+    each transport.
+    """
     rows = []
     with tempfile.TemporaryDirectory(prefix="dflash-bench-") as folder:
         spec = tiny_checkpoint(

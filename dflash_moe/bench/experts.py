@@ -1,12 +1,12 @@
-"""`bench experts`: the expert kernels against the limits of the machine, one layer at a time, no
-transport around them.
+"""`bench experts` measures the expert kernels against the limits of the machine, one layer at a
+time and without a transport around them.
 
-Per (format, tokens, routing, source of the weights, threads): multiply-adds and weight bytes per
-second beside the peaks of the same run, which are measured again in every round. Weights come from
-memory (several layers in rotation, far beyond the caches) or from the cache (one layer). `kernel`
-is the numerics class, and the peak that of its arithmetic: float32, int8 products, bf16 products.
-Rows named `torch...` are the same work in torch on the same threads: a loop of linear layers, and
-`grouped_mm` where this torch has it on the CPU.
+A row has a format, number of tokens, routing, source of the weights and number of threads. It gives
+multiply-adds and weight bytes a second beside the peaks of the same run, which are measured again
+in every round. Weights come from memory (several layers in rotation, far beyond the caches) or from
+the cache (one layer). `kernel` is the numerics class, and the peak that of its arithmetic: float32,
+int8 products, bf16 products. Rows named `torch...` are the same work in torch on the same threads:
+a loop of linear layers, and `grouped_mm` where this torch has it on the CPU.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -45,7 +45,7 @@ MAX_FORWARDS = 200
 
 @dataclass(frozen=True, slots=True)
 class ExpertsParams:
-    """What is measured. `threads` empty: one, and all usable cores."""
+    """What is measured. Empty `threads` mean one thread, and as many as there are usable cores."""
 
     shapes: tuple[ExpertShape, ...] = (ExpertShape(),)
     formats: tuple[str, ...] = FORMATS
@@ -60,13 +60,13 @@ class ExpertsParams:
     seed: int = 0
 
     def thread_counts(self) -> tuple[int, ...]:
-        """The numbers of threads to measure with."""
+        """Returns the numbers of threads to measure with."""
         return self.threads or tuple(sorted({1, usable_cores()}))
 
 
 @dataclass(slots=True)
 class Peaks:
-    """The limits in every round so far, of one number of threads."""
+    """The limits of one number of threads in every round so far."""
 
     isa: str
     threads: int
@@ -77,8 +77,8 @@ class Peaks:
     rounds: int | None = None
 
     def measure(self, *, keep: bool) -> None:
-        """Multiply-adds from registers and reads from memory, with as many threads as the
-        kernels.
+        """Measures multiply-adds from registers and reads from memory, with as many threads as the
+        kernels have.
         """
         flops = operation_peak(self.numerics, self.isa, self.threads)
         read = _measure.read_bytes_per_s(self.isa, self.threads, 3, PEAK_READ_BYTES)
@@ -87,13 +87,13 @@ class Peaks:
             self.bytes_per_s += read
 
     def row(self) -> dict[str, Any] | None:
-        """None: peaks stand in the rows that they bound."""
+        """Returns None, because peaks stand in the rows that they bound."""
         return None
 
 
 def operation_peak(numerics: str, isa: str, threads: int) -> list[float]:
-    """Operations per second of the class's own arithmetic; of float32 where the instruction set has
-    no loop for that.
+    """Measures operations a second in the arithmetic of a class, or in float32 where the
+    instruction set has no loop for that.
     """
     loops = {"int8": _measure.integer_multiply_add_per_s, "bf16": _measure.bf16_multiply_add_per_s}
     try:
@@ -104,7 +104,7 @@ def operation_peak(numerics: str, isa: str, threads: int) -> list[float]:
 
 @dataclass(slots=True)
 class ExpertsCase:
-    """One kernel on one batch; `forward(n)` runs it n times and returns the seconds of each."""
+    """One kernel on one batch. `forward(n)` runs it n times and returns the seconds of each run."""
 
     name: str
     kernel: str
@@ -123,11 +123,13 @@ class ExpertsCase:
 
     @property
     def label(self) -> str:
-        """For progress."""
+        """The name of the case in reports of progress."""
         return f"{self.name}, {self.tokens} tokens, {self.routing}, {self.source}, {self.peaks.threads} threads"
 
     def measure(self, *, keep: bool) -> None:
-        """The first, unkept round also finds how many forwards one measurement takes."""
+        """Measures one round. The first round, which is not kept, also finds how many forwards one
+        measurement takes.
+        """
         if not self.forwards:
             # The first forward touches everything once.
             self.forward(1)
@@ -137,7 +139,7 @@ class ExpertsCase:
             self.samples_s += samples
 
     def row(self) -> dict[str, Any] | None:
-        """The result row; rates are of the median forward."""
+        """Returns the result row. Rates are those of the median forward."""
         if not self.samples_s or not self.peaks.gflops:
             return None
         shape, timing = self.shape, timing_fields(self.samples_s, per_round=self.forwards)
@@ -174,13 +176,13 @@ class ExpertsCase:
 
 
 def run_experts(params: ExpertsParams, *, recorder: Recorder | None = None) -> BenchResult:
-    """Measures every case; per shape, number of threads and format, all cases, torch and the peaks
-    are interleaved.
+    """Measures every case. For one shape, number of threads and format all cases, torch and the
+    peaks are interleaved.
 
-    Saves after every round. One format at a time is in memory. An intermediate size that a format
-    cannot cut into blocks is rounded up for it; the rows say so.
+    It saves after every round. One format at a time is in memory. An intermediate size that a
+    format cannot cut into blocks is rounded up for it, and the rows say so.
 
-    Errors: ConfigError for an unknown format or too little memory for the layers in rotation.
+    Raises ConfigError for an unknown format or too little memory for the layers in rotation.
     """
     recorder = recorder or Recorder()
     isa = params.isa or _core.best_isa()
@@ -229,13 +231,15 @@ def _needed_bytes(shape: ExpertShape, fmt: str, params: ExpertsParams) -> int:
 
 
 def _classes(params: ExpertsParams, fmt: str) -> list[str]:
-    """The classes to measure a format with."""
+    """Returns the classes in which a format is measured."""
     here = _core.numerics_classes(params.isa or _core.best_isa())
     return [numerics for numerics in params.numerics if numerics in here and takes_weights(numerics, fmt)]
 
 
 def _num_layers(shape: ExpertShape, fmt: str) -> int:
-    """Layers in rotation: what one token touches of them all must exceed the caches."""
+    """Returns the number of layers in rotation. What one token touches of them all must exceed the
+    caches.
+    """
     touched = shape.top_k * shape.expert_bytes(fmt)
     return max(2, min(64, -(-ROTATION_BYTES // touched), -(-4 * ROTATION_BYTES // shape.layer_bytes(fmt))))
 
@@ -287,7 +291,9 @@ def _own_kernel(shape: ExpertShape, fmt: str, isa: str, threads: int, numerics: 
 
 
 def ratios(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For every case: the fastest torch row's median over ours (above 1: ours is faster)."""
+    """Returns for every case the median of the fastest row of torch divided by ours, so that ours
+    is faster above 1.
+    """
     found = []
     for row in rows:
         if row["backend"] != "cpu":

@@ -1,5 +1,5 @@
-"""One prefill and the greedy decode after it through a model whose experts are remote: times,
-counts and a digest of the bits.
+"""Measures one prefill, and the greedy decode after it, through a model whose experts are remote:
+times, counts and a digest of the bits.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -15,14 +15,14 @@ from dflash_moe.errors import ConfigError
 from dflash_moe.runtime.expert_runtime import ExpertRuntime
 
 COUNTED = ("calls", "request_bytes", "reply_bytes", "floor_bytes")
-# After a switch of mode a prefill of so many tokens is not measured: it touches a new data path and
-# wakes sleeping threads.
+# After a switch of mode a prefill of so many tokens is not measured, because it touches a new data
+# path and wakes sleeping threads.
 SETTLE_TOKENS = 64
 
 
 @dataclass(slots=True)
 class Sample:
-    """One prefill and the decode after it."""
+    """What was measured of one prefill and the decode after it."""
 
     prompt_tokens: int
     prefill_s: float
@@ -37,9 +37,8 @@ class Sample:
 
 
 def measure_once(model: Any, runtime: ExpertRuntime, input_ids: Any, new_tokens: int) -> Sample:
-    """Prefills `input_ids` [1, num_tokens] in one forward pass, then decodes `new_tokens` greedily.
-
-    ConfigError when the model's experts did not go through the runtime.
+    """Prefills `input_ids` [1, num_tokens] in one forward pass, and then decodes `new_tokens`
+    greedily. Raises ConfigError when the experts of the model did not go through the runtime.
     """
     import torch
     from transformers import DynamicCache
@@ -75,21 +74,21 @@ def measure_once(model: Any, runtime: ExpertRuntime, input_ids: Any, new_tokens:
 
 
 def settle(model: Any, runtime: ExpertRuntime, input_ids: Any) -> None:
-    """An unmeasured prefill of the first tokens and one decoded token, after a switch of mode or
-    dtype.
+    """Makes a prefill of the first tokens, and decodes one, without measuring, after a switch of
+    mode or dtype.
     """
     measure_once(model, runtime, input_ids[:, :SETTLE_TOKENS], 1)
 
 
 def counted(runtime: ExpertRuntime) -> dict[str, int]:
-    """The runtime's totals so far: calls, request_bytes, reply_bytes, floor_bytes."""
+    """Returns the totals of the runtime so far: calls, request_bytes, reply_bytes, floor_bytes."""
     totals = runtime.stats()["totals"]
     return {key: int(totals[key]) for key in COUNTED}
 
 
 def random_prompt(model: Any, num_tokens: int, seed: int) -> Any:
-    """Token ids [1, num_tokens], int64; a shorter prompt of the same seed is a prefix of a longer
-    one.
+    """Draws token ids [1, num_tokens] in int64. A shorter prompt of the same seed is a prefix of a
+    longer one.
     """
     import torch
 

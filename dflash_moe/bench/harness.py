@@ -1,7 +1,7 @@
-"""One harness for every case: warm-up, rounds that interleave the cases, all samples kept, the file
-saved after every round.
+"""The one harness of every case: it warms up, interleaves the cases in rounds, keeps all samples,
+and saves the file after every round.
 
-A case measures itself once per round; `run_rounds` does the rest. Whatever ends a bench early
+A case measures itself once in a round, and `run_rounds` does the rest. Whatever ends a bench early
 (Ctrl-C, SIGTERM, a lost worker) leaves what was measured in the result and its file, marked
 incomplete, and the exception goes on.
 SPDX-License-Identifier: Apache-2.0
@@ -24,28 +24,32 @@ EXIT_TERMINATED = 128 + signal.SIGTERM
 
 
 class Case(Protocol):
-    """One line of a table."""
+    """One line of a table, which measures itself."""
 
     @property
     def label(self) -> str:
-        """For progress."""
+        """The name of the case in reports of progress."""
 
     @property
     def rounds(self) -> int | None:
-        """None: as many as the bench; fewer where a round takes minutes."""
+        """The number of rounds. None means as many as the bench has; a case whose rounds take
+        minutes has fewer.
+        """
 
     def measure(self, *, keep: bool) -> None:
-        """Takes this round's samples; `keep=False` (warm-up) measures and forgets."""
+        """Takes the samples of one round. Without `keep`, in warm-up, it measures and forgets."""
 
     def row(self) -> dict[str, Any] | None:
-        """The result row of what is kept so far; None before the first sample."""
+        """Returns the result row of what is kept so far, None before the first sample."""
 
 
 class Reporter(Protocol):
-    """Where progress goes: a bar on a terminal, lines otherwise (cli/bench_progress.py)."""
+    """Takes reports of progress, and shows a bar on a terminal and lines otherwise
+    (cli/bench_progress.py).
+    """
 
     def say(self, line: str) -> None:
-        """A line worth keeping."""
+        """Reports a line that is worth keeping."""
 
     def advance(self, done: int, total: int, label: str) -> None:
         """`done` of `total` steps lie behind; `label` is what is measured now."""
@@ -55,7 +59,7 @@ class Reporter(Protocol):
 
 
 class Silent:
-    """Reports nothing: benches called from Python."""
+    """Reports nothing, for benches that are called from Python."""
 
     def say(self, line: str) -> None:
         """Nothing."""
@@ -69,28 +73,30 @@ class Silent:
 
 @dataclass(slots=True)
 class Recorder:
-    """A bench's result under way: `begin`, then `recording()` around all measuring. One per run."""
+    """The result of one run while it is under way. `begin` comes first, and `recording()` is around
+    all measuring.
+    """
 
     path: Path | None = None
     reporter: Reporter = field(default_factory=Silent)
     result: BenchResult | None = None
 
     def begin(self, case: str, params: dict[str, Any], *, interleaved: bool = True) -> BenchResult:
-        """Makes the result that `save` writes. `interleaved`: the same round of two rows was
-        measured in one go.
+        """Makes the result that `save` writes. `interleaved` says that the same round of two rows
+        is measured in one go.
         """
         self.result = BenchResult(case, params, interleaved=interleaved)
         return self.result
 
     def save(self) -> None:
-        """Writes the file, if one was asked for; a reader never sees half of it."""
+        """Writes the file if one was asked for. A reader never sees half of it."""
         if self.path is not None and self.result is not None:
             self.result.write(self.path)
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Marks the result complete when the body ends by itself; else saves it incomplete, says
-        where, re-raises.
+        """Marks the result complete when the block ends by itself. Otherwise it saves what there is
+        as incomplete, says where, and lets the exception go on.
         """
         with _terminating_as_exit():
             try:
@@ -126,11 +132,11 @@ class Recorder:
 
 
 def run_rounds(recorder: Recorder, cases: Sequence[Case], *, rounds: int, warmup: int = 1) -> None:
-    """Measures every case once per round, `warmup` rounds first that are not kept, and saves after
-    every round.
+    """Measures every case once in each round and saves after it. The first `warmup` rounds are not
+    kept.
 
-    The order rotates by round, so that no case always follows the same neighbour. Rows are added to
-    those the result has.
+    The order rotates from round to round, so that no case always follows the same neighbour. Rows
+    are added to those that the result has.
     """
     result = recorder.result
     if result is None:
@@ -166,8 +172,8 @@ def _cause(error: BaseException) -> str:
 
 @contextmanager
 def _terminating_as_exit() -> Iterator[None]:
-    """SIGTERM raises SystemExit(143) in the main thread, so that `with` blocks close workers;
-    restored at the end.
+    """Has SIGTERM raise SystemExit(143) in the main thread within the block, so that `with` blocks
+    close workers.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

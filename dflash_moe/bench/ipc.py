@@ -1,5 +1,6 @@
-"""`bench ipc`: what a transport costs. Round trips per (transport, payload) beside the raw floor of
-the same kind, and the time an expert call adds over the worker's own computation.
+"""`bench ipc` measures what a transport costs: round trips for each transport and payload beside
+the raw floor of the same kind, and the time that an expert call adds to the computation of the
+worker.
 
 Both ends are processes pinned to cores of their own where there are two. Rounds of the transport
 and of its floor alternate, so that a disturbance hits both.
@@ -38,8 +39,8 @@ TIMEOUT_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class IpcParams:
-    """`batches` alternations of transport and floor, each of a number of rounds that moves about
-    `bytes_per_batch`.
+    """What is measured: transport and floor alternate `batches` times, each time for as many rounds
+    as move about `bytes_per_batch`.
     """
 
     payloads: tuple[int, ...] = PAYLOADS_QUICK
@@ -51,7 +52,7 @@ class IpcParams:
 
 
 def run_ipc(params: IpcParams, *, recorder: Recorder | None = None) -> BenchResult:
-    """Rows named as in `KINDS`; see the module text. Needs no model. The file is saved after every
+    """Measures rows that are named as in `KINDS`. It needs no model, and saves the file after every
     row.
     """
     recorder = recorder or Recorder()
@@ -149,7 +150,9 @@ def _loopback_round_trips(
 
 
 def _both_ends(kind: str, geometry: _core.Geometry) -> tuple[_core.Channel, _core.Channel]:
-    """(host's, worker's) of one path, by the handshake of the table of transports."""
+    """Makes the host's and the worker's end of one path, by the handshake of the table of
+    transports.
+    """
     transport = TRANSPORT_OF.get(kind)
     if transport is None:
         raise ConfigError(f"transport {kind!r} cannot be measured; choose from {', '.join(KINDS)}")

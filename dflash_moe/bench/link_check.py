@@ -1,9 +1,9 @@
-"""Emulated link against a real one: the same calls over TCP to a worker behind a shaped network and
-to one behind `emulate:`.
+"""Compares an emulated link with a real one: the same calls go over TCP to a worker behind a shaped
+network and to one behind `emulate:`.
 
-Case `emulated_link`; bench/campaigns/emulated_link.py makes the network and calls this inside it.
-Rows per (link, tokens, slices); the summary has the ratio of medians, real over emulated. No model
-but experts, no torch.
+This is case `emulated_link`. bench/campaigns/emulated_link.py makes the network and calls it
+inside. There is a row for each link, number of tokens and of slices, and the summary has the ratio
+of medians, real over emulated. It needs nothing of a model but experts, and no torch.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -29,7 +29,7 @@ REAL, EMULATED = "real", "emulated"
 
 @dataclass(frozen=True, slots=True)
 class LinkParams:
-    """The link and the calls over it; `slices` are per call, cut evenly."""
+    """The link and the calls over it. A call is cut evenly into `slices`."""
 
     mbit_s: float
     delay_ms: float
@@ -53,11 +53,11 @@ class LinkCase:
 
     @property
     def label(self) -> str:
-        """For progress."""
+        """The name of the case in reports of progress."""
         return f"{self.link}, {len(self.batch[0])} tokens in {self.num_slices}"
 
     def measure(self, *, keep: bool) -> None:
-        """`calls` calls after one that is not measured."""
+        """Measures `calls` calls after one that is not measured."""
         tokens = len(self.batch[0])
         self.runtime.set_mode("batched", batch_capacity=-(-tokens // self.num_slices))
         layers = [layer.index for layer in self.runtime.layers]
@@ -68,7 +68,7 @@ class LinkCase:
                 self.samples_s.append(time.perf_counter() - started)
 
     def row(self) -> dict[str, Any] | None:
-        """The result row."""
+        """Returns the result row."""
         if not self.samples_s:
             return None
         return {
@@ -83,8 +83,8 @@ class LinkCase:
 def run_link_check(
     params: LinkParams, spec: ModelSpec, real: Topology, key_file: Path, *, recorder: Recorder | None = None
 ) -> BenchResult:
-    """`real` has one worker, already running behind the shaped network; its emulated twin is
-    started here, over TCP too.
+    """Measures both links. `real` has one worker, which runs already behind the shaped network; its
+    emulated twin is started here, over TCP too.
     """
     recorder = recorder or Recorder()
     emulated = Topology.parse(
@@ -115,8 +115,8 @@ def run_link_check(
 
 
 def link_ratios(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Median time over the real link divided by that over the emulated one, per (tokens,
-    slices).
+    """Returns for each number of tokens and slices the median time over the real link, divided by
+    that over the emulated one.
     """
     found: dict[tuple[int, int], dict[str, float]] = {}
     for row in rows:

@@ -1,5 +1,5 @@
-"""What `auto` is judged by: its time against the better fixed mode, round by round, and its
-prediction against the measurement.
+"""Judges mode `auto`: its time against the better fixed mode, round by round, and its prediction
+against the measurement.
 
 Pure functions of result rows, so that a recorded file can be judged again.
 SPDX-License-Identifier: Apache-2.0
@@ -15,7 +15,7 @@ FIXED = ("stream", "batched")
 
 
 def summarise(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """One entry per (prompt_tokens, dtype) that has a row `auto` and a fixed one.
+    """Returns an entry for each prompt_tokens and dtype that have a row `auto` and a fixed one.
 
     `ratios_to_better_fixed` are speeds: the better fixed mode's time / auto's time of the same
     round (1 = as quick, above 1 = quicker). The better fixed mode is the one with the lower median
@@ -51,8 +51,8 @@ def summarise(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def median_predictions(row: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Per worker what the last round took; predicted_s, measured_s and deviation are medians over
-    the rounds' own medians.
+    """Returns for each worker what the last round took. predicted_s, measured_s and deviation are
+    medians over the medians of the rounds.
     """
     rounds = row.get("predictions") or [largest_predictions(row.get("auto") or {})]
     found = {}
@@ -66,8 +66,8 @@ def median_predictions(row: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def largest_predictions(auto: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Per worker, of its largest chunks: slices and window taken, predicted and measured
-    seconds.
+    """Returns for the largest chunks of each worker the slices and window that were taken, and the
+    predicted and measured seconds.
     """
     found = {}
     for name, forecast in auto.items():

@@ -1,8 +1,8 @@
-"""What `bench prefill` and `bench decode` measure on: the model over its workers, and with all
-experts in this process.
+"""Opens what `bench prefill` and `bench decode` measure: the model over its workers, and the model
+with all experts in this process.
 
-Also what a reader must know of the topology: threads against cores, emulated links, resident
-memory.
+It also records what a reader must know of the topology: threads against cores, emulated links, and
+resident memory.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -32,7 +32,7 @@ NOT_LOCAL = ("mode", "transport", "threads", "key_file")
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """A model and the runtime that its experts go through."""
+    """A model, and the runtime that computes its experts."""
 
     runtime: ExpertRuntime
     model: Any
@@ -47,11 +47,11 @@ def open_hosts(
     *,
     with_local: bool,
 ) -> Iterator[tuple[Host, Host | None]]:
-    """(over the workers, all local or None), both alive at once, so that their rounds can
-    alternate.
+    """Gives the block the model over the workers, and with all experts local or None. Both are
+    alive at once, so that their rounds can alternate.
 
-    Where this machine has no memory for the second, says so and leaves it out. Errors: those of
-    `ExpertRuntime.start`.
+    Where this machine has no memory for the second, it says so and leaves that out. Errors are
+    those of `ExpertRuntime.start`.
     """
     recorder.reporter.say(f"starting {len(topology.workers)} workers and loading {directory.name}")
     with ExitStack() as stack:
@@ -81,8 +81,8 @@ def _open(stack: ExitStack, directory: Path, topology: Topology, overrides: Mapp
 
 
 def local_topology(topology: Topology, total_threads: int) -> Topology:
-    """All experts in the host process, behind the loopback transport, with the workers' threads
-    taken together.
+    """Returns a topology with all experts in the host process, behind the loopback transport, with
+    as many threads as all workers have together.
     """
     template = topology.workers[0]
     only = dataclasses.replace(
@@ -93,8 +93,8 @@ def local_topology(topology: Topology, total_threads: int) -> Topology:
 
 
 def describe_topology(topology: Topology, overrides: Mapping[str, Any], recorder: Recorder) -> dict[str, Any]:
-    """The parameters every result over workers carries. Warns where the topology asks for more
-    threads than there are cores.
+    """Returns the parameters that every result over workers carries. It warns where the topology
+    asks for more threads than there are cores.
     """
     settings = resolve_settings(topology.ipc, **overrides)
     threads = thread_plan(topology, settings)
@@ -127,8 +127,8 @@ def describe_topology(topology: Topology, overrides: Mapping[str, Any], recorder
 
 
 def resident_memory(runtime: ExpertRuntime) -> list[dict[str, Any]]:
-    """Anonymous and file-backed resident bytes of this process ("host") and of every worker, and
-    the experts they hold.
+    """Returns the anonymous and file-backed resident bytes of this process ("host") and of every
+    worker, and the experts that they hold.
     """
     own = process_memory()
     rows: list[dict[str, Any]] = [

@@ -1,9 +1,9 @@
-"""How much of a link's time slices hide: one worker behind a slow link, whole calls against what
-`auto` makes of them.
+"""Measures how much of the time on a link slices hide, with one worker behind a slow link: whole
+calls against what `auto` makes of them.
 
-Stages of a whole call (send, compute, receive) follow each other; ideal slices would take as long
-as the longest stage alone. The share of that gain which `auto` reaches is the result. Case
-`overlap`; no model but experts, no torch.
+The stages of a whole call (send, compute, receive) follow each other, and ideal slices would take
+as long as the longest stage alone. The result is the share of that gain which `auto` reaches. This
+is case `overlap`. It needs nothing of a model but experts, and no torch.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -36,8 +36,8 @@ LEARNING_CALLS = 12
 
 @dataclass(frozen=True, slots=True)
 class OverlapParams:
-    """Calls of `num_tokens` tokens over one worker; defaults have the shape of the campaigns'
-    model.
+    """What is measured: calls of `num_tokens` tokens to one worker. The defaults have the shape of
+    the campaigns' model.
     """
 
     num_tokens: int = 1024
@@ -54,7 +54,7 @@ class OverlapParams:
 
 @dataclass(slots=True)
 class OverlapCase:
-    """Calls in one mode: a `harness.Case`. `stages`: of every kept call, from its recorded
+    """Calls in one mode: a `harness.Case`. `stages` are those of every kept call, from its recorded
     slices.
     """
 
@@ -71,11 +71,13 @@ class OverlapCase:
 
     @property
     def label(self) -> str:
-        """For progress."""
+        """The name of the case in reports of progress."""
         return self.name
 
     def measure(self, *, keep: bool) -> None:
-        """One call per layer in turn; in mode auto after calls to learn from, in the warm-up."""
+        """Makes calls to the layers in turn, after some that are not measured. In warm-up there are
+        as many of those as mode auto needs to learn from.
+        """
         self.runtime.set_mode("auto" if self.name == AUTO else "batched")
         layers = [layer.index for layer in self.runtime.layers]
         for call in range(1 if keep else LEARNING_CALLS):
@@ -98,8 +100,8 @@ class OverlapCase:
             self.auto = self.runtime.stats().get("auto")
 
     def row(self) -> dict[str, Any] | None:
-        """Counts are per call; stages are medians over calls, each summed over the call's
-        slices.
+        """Returns the result row. Counts are those of a call, and stages are medians over calls,
+        each summed over the slices of a call.
         """
         if not self.samples_s:
             return None
@@ -116,7 +118,9 @@ class OverlapCase:
 
 
 def run_overlap(params: OverlapParams, *, recorder: Recorder | None = None) -> BenchResult:
-    """Rows `one_slice` and `auto`, interleaved, and the share of the ideal gain in the summary."""
+    """Measures the rows `one_slice` and `auto`, interleaved. The summary has the share of the ideal
+    gain.
+    """
     recorder = recorder or Recorder()
     topology = Topology.parse(
         "version: 1\nhost: {threads: 1}\nworkers:\n"
@@ -146,10 +150,10 @@ def run_overlap(params: OverlapParams, *, recorder: Recorder | None = None) -> B
 
 
 def overlap_share(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """`share_of_ideal_gain` = (whole - auto) / (whole - ideal) of medians; ideal = the longest of a
-    whole call's stages.
+    """Returns `share_of_ideal_gain`, which is (whole - auto) / (whole - ideal) of medians, where
+    ideal is the longest stage of a whole call.
 
-    None where a single stage is all there is, so that slices have nothing to hide.
+    It is None where a single stage is all there is, so that slices have nothing to hide.
     """
     whole, auto = (next(row for row in rows if row["name"] == name) for name in (WHOLE, AUTO))
     ideal_s = max(whole["send_s"], whole["compute_s"], whole["receive_s"])

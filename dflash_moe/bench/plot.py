@@ -1,8 +1,8 @@
-"""Pictures of bench results, drawn from result JSON only (never from a live run). Needs the `bench`
-extra (matplotlib).
+"""Draws pictures of bench results, from recorded JSON only and never from a live run. It needs the
+`bench` extra (matplotlib).
 
-One painter per case, in plot_*.py; here what comes before it: the same case everywhere, the fields
-it needs, a format to write.
+Each case has a painter in plot_*.py. Here is what comes before: all files must be of one case, have
+the fields that it needs, and be drawn in a format that can be written.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -50,7 +50,7 @@ def draw(results: Sequence[Named], out: Path) -> None:
 
 
 def draw_timeline(named: Named, out: Path) -> None:
-    """Draws the recorded timelines of a prefill result. ConfigError where it has none."""
+    """Draws the recorded timelines of a prefill result. Raises ConfigError where it has none."""
     check_output(out)
     name, found = named
     timelines = found.get("timelines")
@@ -71,13 +71,13 @@ def draw_timeline(named: Named, out: Path) -> None:
 
 
 def timeline_path(plot: Path) -> Path:
-    """Where a run's timeline is drawn, beside its other picture."""
+    """Returns the path for the timeline of a run, beside its other picture."""
     return plot.with_name(f"{plot.stem}_timeline{plot.suffix}")
 
 
 def check_output(out: Path) -> None:
-    """ConfigError for a format that is not drawn; UnsupportedError without matplotlib. Before any
-    work.
+    """Checks before any work that `out` can be drawn. Raises ConfigError for a format that is not
+    drawn, and UnsupportedError without matplotlib.
     """
     if out.suffix.lower() not in FORMATS:
         raise ConfigError(f"{out}: pictures are written as {' or '.join(FORMATS)}; choose such a name")
@@ -102,8 +102,8 @@ def _save(painter: Callable[[Any, Any], Any], drawn: Any, out: Path) -> None:
 
 
 def _literal(value: Any) -> Any:
-    """The same with every text's dollars escaped: between two of them the canvas would read
-    formulas.
+    """Returns the value with the dollar signs of every text escaped, because the canvas would read
+    a formula between two of them.
     """
     if isinstance(value, str):
         return value.replace("$", r"\$")
@@ -134,7 +134,9 @@ LARGEST = 1e18
 
 
 def _check_numbers(row: Mapping[str, Any], fields: Sequence[str], name: str) -> None:
-    """Every field is there; texts are texts, the rest finite numbers (samples a list of them)."""
+    """Checks that every field is there, that texts are texts, and that the rest are finite numbers
+    or, for samples, a list of them.
+    """
     require_fields(row, fields, name)
     for key in fields:
         values = row[key] if key in LISTS and isinstance(row[key], list) else [row[key]]

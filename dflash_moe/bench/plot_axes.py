@@ -1,5 +1,5 @@
-"""What all pictures share: colours, titles, dots and numbers on bars. Needs matplotlib; imported by
-the painters only.
+"""What all pictures share: colours, titles, dots and numbers on bars. It needs matplotlib, and only
+painters import it.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-# Okabe and Ito, "Color Universal Design": told apart with any common colour vision.
+# These colours of Okabe and Ito, "Color Universal Design", are told apart with any common colour
+# vision.
 BLUE, ORANGE, GREEN, RED, PURPLE, SKY, GREY, BLACK = (
     "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#8C8C8C", "#000000",
 )  # fmt: skip
@@ -20,11 +21,12 @@ MIB = 1 << 20
 # The dots of a bar spread over this fraction of its place, to either side.
 DOT_SPREAD = 0.22
 
-Named = tuple[str, Mapping[str, Any]]  # (file's name, result)
+# A result with the name of its file.
+Named = tuple[str, Mapping[str, Any]]
 
 
 def heading(name: str, found: Mapping[str, Any]) -> str:
-    """Model, topology, machine and commit of a result, in one or two lines."""
+    """Returns the model, topology, machine and commit of a result in one or two lines."""
     params, machine = found["params"], found["machine"]
     parts = [name] if name != "this run" else []
     if params.get("model"):
@@ -40,7 +42,7 @@ def heading(name: str, found: Mapping[str, Any]) -> str:
 
 
 def topology_text(workers: Sequence[Mapping[str, Any]]) -> str:
-    """Such as `w0: 1 thread, shared | w1: 1 thread, unix, 200 Mbit/s, 2 ms`."""
+    """Returns a text such as `w0: 1 thread, shared | w1: 1 thread, unix, 200 Mbit/s, 2 ms`."""
     known = [worker for worker in workers if isinstance(worker, Mapping)]
     return " | ".join(_worker_text(worker) for worker in known[:4]) + (" | ..." if len(known) > 4 else "")
 
@@ -57,7 +59,7 @@ def _worker_text(worker: Mapping[str, Any]) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """Three digits with the unit that fits."""
+    """Returns three digits with the unit that fits."""
     for factor, unit in ((1.0, "s"), (1e3, "ms"), (1e6, "us")):
         if seconds * factor >= 1:
             return f"{seconds * factor:.3g} {unit}"
@@ -65,7 +67,7 @@ def seconds_text(seconds: float) -> str:
 
 
 def count_text(count: float) -> str:
-    """`25,488`."""
+    """Returns a text such as `25,488`."""
     return f"{count:,.0f}"
 
 
@@ -78,8 +80,8 @@ def bars(
     *,
     tops: Sequence[float] | None = None,
 ) -> None:
-    """A bar per value; its text stands above the bar, or above `tops` where something else is drawn
-    on the bar.
+    """Draws a bar for each value. Its text stands above the bar, or above `tops` where something
+    else is drawn on the bar.
     """
     places = range(len(values))
     axis.bar(places, values, color=colors, width=0.72, alpha=0.85)
@@ -91,14 +93,14 @@ def bars(
 
 
 def dots(axis: Any, place: float, samples: Sequence[float]) -> None:
-    """Every sample, side by side in order of measurement."""
+    """Draws every sample as a dot, side by side in the order of measurement."""
     last = max(1, len(samples) - 1)
     xs = [place + DOT_SPREAD * (2 * at / last - 1) if len(samples) > 1 else place for at in range(len(samples))]
     axis.plot(xs, samples, linestyle="none", marker="o", markersize=3, color=BLACK, alpha=0.55, zorder=3)
 
 
 def quiet(axis: Any) -> None:
-    """A light grid behind the values, no frame."""
+    """Gives an axis a light grid behind the values and no frame."""
     axis.grid(visible=True, axis="y", alpha=0.25)
     axis.set_axisbelow(True)
     for side in ("top", "right"):

@@ -1,9 +1,9 @@
-"""Picture of `experts`: a roofline per backend and number of threads, and beside it the share of
-its roof a case reaches.
+"""Draws `experts`: a roofline for each backend and number of threads, and beside it the share of
+its roof that a case reaches.
 
-A row's place: operations per byte of the distinct experts it touched, against operations per
-second. Its roof is the lower of the peaks measured in the same run: left of the ridge bytes bound,
-right of it operations.
+The place of a row is its operations per byte of the distinct experts that it touched, against its
+operations per second. Its roof is the lower of the peaks that were measured in the same run: left
+of the ridge bytes bound it, and right of it operations.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -24,8 +24,8 @@ SAME_PEAK = 1.5
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """Rows drawn as one line, by tokens; colour and mark tell the format, the line what else
-    differs.
+    """Rows that are drawn as one line over tokens. Colour and mark tell the format, and the line
+    tells what else differs.
     """
 
     format: str
@@ -38,16 +38,15 @@ class Series:
 
     @property
     def label(self) -> str:
-        """For the legend."""
+        """The text of the series in the legend."""
         torch = self.torch.removesuffix(f"_{self.format}").replace("_", " ")
         parts = [self.format, self.numerics, torch, "from cache" if self.from_cache else "", self.routing]
         return " ".join(part for part in parts if part)
 
     def style(self, at: int) -> dict[str, Any]:
-        """Hollow: torch or from cache; dotted: torch (dash-dotted: its grouped product); pale: any
-        routing but uniform.
-
-        Thick: another numerics class than the default.
+        """Returns how the line is drawn. Its marks are hollow for torch or weights from cache. It
+        is dotted for torch, and dash-dotted for torch's grouped product, pale for any routing but
+        uniform, and thick for another numerics class than the default.
         """
         color = CYCLE[at % (len(CYCLE) - 1)]
         return {
@@ -62,7 +61,7 @@ class Series:
 
 
 def draw_experts(results: Sequence[Named], plt: Any) -> Any:
-    """A line of two panels per file and (backend, threads)."""
+    """Draws a line of two panels for each file, backend and number of threads."""
     panels = [(key, rows) for _, found in results for key, rows in _panels(found["rows"]).items()]
     figure, axes = plt.subplots(len(panels), 2, figsize=(17, 6.0 * len(panels) + 0.8), squeeze=False, layout="constrained")
     figure.suptitle("\n".join(["Expert layer: roofline", *(heading(*one) for one in results)]), fontsize=10)
@@ -73,7 +72,8 @@ def draw_experts(results: Sequence[Named], plt: Any) -> Any:
         for one, own in series.items():
             style = one.style(formats.index(one.format))
             roofline.plot([_intensity(row) for row in own], [row["gflops"] for row in own], **style)
-            # DRAM's bandwidth is no roof of a cache: its line is in the legend only
+            # The bandwidth of DRAM is no roof of a cache, so that such a line is in the legend
+            # only.
             shown = [] if one.from_cache else own
             share.plot([row["tokens"] for row in shown], [_share_of_roof(row) for row in shown], label=one.label, **style)
         _dress(roofline, share, rows, ", ".join(part for part in key if part))
@@ -95,8 +95,8 @@ def _dress(roofline: Any, share: Any, rows: Sequence[Mapping[str, Any]], title: 
 
 
 def _panels(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[str, ...], list[Mapping[str, Any]]]:
-    """By backend, threads and shape of the experts; torch's rows stand beside those of the first
-    backend.
+    """Groups the rows by backend, threads and shape of the experts. The rows of torch stand beside
+    those of the first backend.
     """
     own = [str(row.get("backend", "")) for row in rows if not _is_torch(row)]
     panels: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
@@ -126,18 +126,20 @@ def _series(rows: Sequence[Mapping[str, Any]]) -> dict[Series, list[Mapping[str,
 
 
 def _intensity(row: Mapping[str, Any]) -> float:
-    """Operations per byte."""
+    """Returns the operations of a row per byte."""
     return float(1e9 * row["gflops"] / row["bytes_per_s"])
 
 
 def _share_of_roof(row: Mapping[str, Any]) -> float:
-    """Per cent."""
+    """Returns the share of its roof that a row reaches, in per cent."""
     roof = min(row["peak_gflops"], _intensity(row) * row["peak_bytes_per_s"] / 1e9)
     return float(100 * row["gflops"] / roof)
 
 
 def _roofs(axis: Any, rows: Sequence[Mapping[str, Any]]) -> None:
-    """One roof per distinct arithmetic peak (float32, integer), on the median read bandwidth."""
+    """Draws a roof for each distinct arithmetic peak (float32, integer) on the median read
+    bandwidth.
+    """
     low, high = min(map(_intensity, rows)) / 3, max(map(_intensity, rows)) * 3
     ordered = sorted(row["peak_bytes_per_s"] for row in rows)
     bytes_per_s = ordered[len(ordered) // 2]

@@ -1,4 +1,4 @@
-"""Picture of `ipc`: round trip and bandwidth over payload, and what an expert call adds.
+"""Draws `ipc`: round trip and bandwidth over payload, and what an expert call adds.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -15,7 +15,9 @@ CALL_FIELDS = ("transport", "added_p50_us", "added_p99_us")
 
 
 def draw_ipc(results: Sequence[Named], plt: Any) -> Any:
-    """Three panels per file; the raw floor of each kind is the dashed line of the same colour."""
+    """Draws three panels for each file. The raw floor of each kind is the dashed line of its
+    colour.
+    """
     figure, axes = plt.subplots(len(results), 3, figsize=(16, 4.4 * len(results) + 0.8), squeeze=False, layout="constrained")
     figure.suptitle("\n".join(["Transports: round trips", *(heading(*one) for one in results)]), fontsize=10)
     for (latency, bandwidth, added), (_, found) in zip(axes, results, strict=True):
@@ -26,7 +28,7 @@ def draw_ipc(results: Sequence[Named], plt: Any) -> Any:
 
 
 def is_call(row: Mapping[str, Any]) -> bool:
-    """A row `call_<transport>`; the others are round trips."""
+    """Says whether the row is a `call_<transport>`. All others are round trips."""
     return str(row.get("name", "")).startswith("call_")
 
 

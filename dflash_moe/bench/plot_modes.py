@@ -1,5 +1,5 @@
-"""Pictures of `prefill` and `decode`: a bar per mode, every sample a dot, calls, and bytes against
-the floor.
+"""Draws `prefill` and `decode`: a bar for each mode with every sample as a dot, calls, and bytes
+against the floor.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -39,8 +39,8 @@ BAR_INCHES = 0.75
 
 
 def draw_prefill(results: Sequence[Named], plt: Any) -> Any:
-    """A line of three panels per file and prompt length: seconds, calls, MiB both ways against the
-    floor.
+    """Draws a line of three panels for each file and length of prompt: seconds, calls, and MiB both
+    ways against the floor.
     """
     lines = []
     for name, found in results:
@@ -74,8 +74,8 @@ def draw_prefill(results: Sequence[Named], plt: Any) -> Any:
 
 
 def draw_decode(results: Sequence[Named], plt: Any) -> Any:
-    """A line of three panels per file: latency of a token, calls per token, KiB per token against
-    the floor.
+    """Draws a line of three panels for each file: the latency of a token, its calls, and its KiB
+    against the floor.
     """
     lines = [(name, found, 0, found["rows"]) for name, found in results]
     figure, axes = _grid(plt, lines, "Decode: one token in every mode")
@@ -116,7 +116,9 @@ def draw_decode(results: Sequence[Named], plt: Any) -> Any:
 def _bytes_panel(
     axis: Any, rows: Sequence[Mapping[str, Any]], labels: Sequence[str], *, scale: int, unit: str, suffix: str
 ) -> None:
-    """Requests and replies stacked, the floor a line across the bar, the ratio to it above."""
+    """Draws requests and replies stacked, the floor as a line across the bar, and the ratio to it
+    above.
+    """
     places = range(len(rows))
     requests, replies, floors = ([row[key + suffix] / scale for row in rows] for key in ("request", "reply", "floor"))
     axis.bar(places, requests, color=SKY, width=0.72, label="requests")

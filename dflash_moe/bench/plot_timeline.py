@@ -1,5 +1,5 @@
-"""Picture of a timeline: one layer's slices, a lane for the host and one per worker and stage, from
-`bench prefill --timeline`.
+"""Draws a timeline of `bench prefill --timeline`: the slices of one layer, in a lane for the host
+and in lanes for each worker.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -34,7 +34,7 @@ OUTLINED = 200
 
 
 def draw_timelines(named: Named, plt: Any) -> Any:
-    """A panel per recorded mode below each other, all on their own time axis."""
+    """Draws a panel for each recorded mode below each other, each with a time axis of its own."""
     timelines = named[1]["timelines"]
     heights = [sum(_num_lanes(own) * LANE + GAP for own in _by_worker(one).values()) + 1.5 for one in timelines]
     figure, axes = plt.subplots(

@@ -1,5 +1,5 @@
-"""`bench prefill`: the table of the modes. Long prompts and a short decode per (mode, dtype), both
-directions counted.
+"""`bench prefill` measures the table of the modes: long prompts and a short decode for each mode
+and dtype, with the bytes of both directions.
 
 Rounds interleave the modes, so that a noisy machine disturbs all of them alike. The row `local`
 computes every expert in the host process (loopback transport, same kernels) with as many threads as
@@ -34,8 +34,9 @@ __all__ = ["LOCAL", "PrefillParams", "Sample", "Series", "measure_round", "resid
 class PrefillParams:
     """What is measured, over every length in `prompt_tokens` (random ids drawn with `seed`).
 
-    `stream_repeat`: rounds of mode stream over prompts longer than LONG_PROMPT, if they are to be
-    fewer. `with_timeline`: one more prefill per mode, of the longest prompt, recorded.
+    `stream_repeat` is the number of rounds of mode stream over prompts longer than LONG_PROMPT, if
+    they are to be fewer. `with_timeline` records one more prefill of the longest prompt in each
+    mode.
     """
 
     model: Path
@@ -52,7 +53,7 @@ class PrefillParams:
 
 @dataclass(slots=True)
 class Series:
-    """The samples of one (mode, dtype)."""
+    """The samples of one mode and dtype."""
 
     mode: str
     dtype: str
@@ -65,8 +66,8 @@ class Series:
     predictions: list[dict[str, dict[str, Any]]] = field(default_factory=list)
 
     def row(self) -> dict[str, Any]:
-        """The result row; counts are of the last prefill (only those of `auto` may vary between
-        rounds).
+        """Returns the result row. Counts are those of the last prefill, and only those of `auto`
+        may vary between rounds.
         """
         last = self.samples[-1]
         moved = last.prefill["request_bytes"] + last.prefill["reply_bytes"]
@@ -91,8 +92,8 @@ class Series:
 def measure_round(
     model: Any, runtime: ExpertRuntime, input_ids: Any, series: Sequence[Series], new_tokens: int, *, keep: bool = True
 ) -> None:
-    """One sample of every series, in order, over one runtime; `keep=False` measures and forgets
-    (warm-up).
+    """Takes one sample of every series in order over one runtime. Without `keep`, in warm-up, it
+    measures and forgets.
     """
     for one in series:
         runtime.set_mode(one.mode, dtype=one.dtype, reply_dtype=one.dtype)
@@ -113,7 +114,7 @@ def _measure(model: Any, runtime: ExpertRuntime, input_ids: Any, series: Series,
 
 @dataclass(slots=True)
 class PrefillCase:
-    """A series, the host it is measured on and its prompt: a `harness.Case`."""
+    """A series with its prompt and the host on which it is measured: a `harness.Case`."""
 
     host: Host
     series: Series
@@ -123,22 +124,22 @@ class PrefillCase:
 
     @property
     def label(self) -> str:
-        """For progress."""
+        """The name of the case in reports of progress."""
         return f"{self.series.mode} {self.series.dtype}, {self.input_ids.shape[1]:,} tokens"
 
     def measure(self, *, keep: bool) -> None:
-        """Switches the mode, lets it settle, takes one sample."""
+        """Switches the mode, lets it settle, and takes one sample."""
         self.prepare()
         _measure(self.host.model, self.host.runtime, self.input_ids, self.series, self.new_tokens, keep=keep)
 
     def prepare(self) -> None:
-        """Puts the host into this case's mode and dtype, unmeasured."""
+        """Puts the host into the mode and dtype of this case, without measuring."""
         mode = "batched" if self.series.mode == LOCAL else self.series.mode
         self.host.runtime.set_mode(mode, dtype=self.series.dtype, reply_dtype=self.series.dtype)
         settle(self.host.model, self.host.runtime, self.input_ids)
 
     def row(self) -> dict[str, Any] | None:
-        """The series' row, once it has a sample."""
+        """Returns the row of the series, once it has a sample."""
         return self.series.row() if self.series.samples else None
 
 
@@ -149,10 +150,11 @@ def run_prefill(
     recorder: Recorder | None = None,
     overrides: Mapping[str, Any] | None = None,
 ) -> BenchResult:
-    """Measures every (prompt, dtype, mode); rows in that order, the `local` row after its modes.
+    """Measures every prompt, dtype and mode. Rows are in that order, with the `local` row after its
+    modes.
 
-    `overrides` are settings (flags) given to the runtime. Errors: those of `ExpertRuntime.start`
-    and of the calls; the recorder keeps what was measured before one.
+    `overrides` are settings (flags) for the runtime. Errors are those of `ExpertRuntime.start` and
+    of the calls, and the recorder keeps what was measured before one.
     """
     recorder, overrides = recorder or Recorder(), dict(overrides or {})
     result = recorder.begin("prefill", _describe(params))

@@ -1,5 +1,5 @@
-"""The model of recorded campaigns: random weights in the shape of the prefill table, made once into
-a cache directory.
+"""Makes the model of recorded campaigns: random weights in the shape of the prefill table, made
+once into a cache directory.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -18,8 +18,8 @@ NAME = f"qwen3_moe-{LAYERS}x{HIDDEN_SIZE}-{NUM_EXPERTS}x{MOE_INTERMEDIATE_SIZE}-
 
 
 def reference_model(cache: Path | None = None, *, say: Callable[[str], None] = lambda _line: None) -> Path:
-    """The checkpoint's directory, 0.9 GB of experts; made when it is not there. `cache`: default
-    ~/.cache/dflash_moe.
+    """Returns the directory of the checkpoint, which has 0.9 GB of experts. It is made when it is
+    not there. `cache` is by default ~/.cache/dflash_moe.
     """
     folder = cache or default_cache()
     directory = folder / NAME
@@ -41,5 +41,5 @@ def reference_model(cache: Path | None = None, *, say: Callable[[str], None] = l
 
 
 def default_cache() -> Path:
-    """Where models of campaigns are kept between runs."""
+    """Returns the folder where models of campaigns are kept between runs."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dflash_moe"

@@ -1,9 +1,9 @@
-"""The result file of every bench case: samples, machine and commit, so that a number can be traced
-and compared.
+"""Writes and reads the result file of every bench case. It holds samples, machine and commit, so
+that a number can be traced and compared.
 
-Schema 1: {"schema", "case", "commit", "dirty", "machine", "params", "rows": [...]} and, where a
+Schema 1 is {"schema", "case", "commit", "dirty", "machine", "params", "rows": [...]} and, where a
 case has them, "summary" and "timelines". Plots and comparisons read these files only, never a live
-run. Depends on nothing but the standard library.
+run. This file depends on nothing but the standard library and errors.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -30,15 +30,17 @@ NOT_MEASURED = (":(exclude)bench/results", ":(exclude)*.md")
 
 
 def percentile(samples: Sequence[float], fraction: float) -> float:
-    """The nearest-rank percentile of a non-empty sequence; `fraction` in [0, 1]."""
+    """Returns the nearest-rank percentile of a sequence that is not empty. `fraction` is in [0,
+    1].
+    """
     ordered = sorted(samples)
     rank = min(len(ordered) - 1, max(0, round(fraction * (len(ordered) - 1))))
     return ordered[rank]
 
 
 def timing_fields(samples_s: Sequence[float], *, per_round: int = 1) -> dict[str, Any]:
-    """`samples_s` (all of them, in order), `samples_per_round`, `median_s` and `p95_s`, as every
-    row carries them.
+    """Returns the fields that every row carries: `samples_s` (all of them, in order),
+    `samples_per_round`, `median_s` and `p95_s`.
     """
     return {
         "samples_s": list(samples_s),
@@ -50,10 +52,11 @@ def timing_fields(samples_s: Sequence[float], *, per_round: int = 1) -> dict[str
 
 @dataclass(slots=True)
 class BenchResult:
-    """One bench run. Rows grow as they are measured, so an interrupted run keeps what it has.
+    """The result of one bench run. Rows grow as they are measured, so that an interrupted run keeps
+    what it has.
 
-    `interleaved`: sample i of two rows was taken in the same round, so ratios may be taken round by
-    round.
+    `interleaved` says that sample i of two rows was taken in the same round, so that ratios may be
+    taken round by round.
     """
 
     case: str
@@ -84,8 +87,8 @@ class BenchResult:
         return found | {key: value for key, value in optional.items() if value}
 
     def write(self, path: Path) -> None:
-        """Writes the JSON atomically (a reader never sees half a file). OSError naming `path`: what
-        was there stays.
+        """Writes the JSON atomically, so that a reader never sees half a file. Raises OSError
+        naming `path`, and what was there before stays.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(path.name + ".partial")
@@ -100,8 +103,8 @@ class BenchResult:
 
 
 def read_result(path: Path, *, case: str | None = None) -> dict[str, Any]:
-    """Reads a result file. Errors: `ConfigError` for another schema, another case, or something
-    that is no result at all.
+    """Reads a result file. Raises ConfigError for another schema, another case, or something that
+    is no result at all.
     """
     try:
         loaded = json.loads(path.read_text(encoding="utf-8"))
@@ -125,21 +128,22 @@ def read_result(path: Path, *, case: str | None = None) -> dict[str, Any]:
 
 
 def require_fields(row: Mapping[str, Any], fields: Sequence[str], file: str) -> None:
-    """ConfigError naming file, row and the first field that the row lacks."""
+    """Raises ConfigError naming file, row and the first field that the row lacks."""
     for key in fields:
         if row.get(key) is None:
             raise ConfigError(f"{file}: row {row.get('name', '(without a name)')!r} lacks the field {key!r}; it cannot be used")
 
 
 def provenance() -> dict[str, Any]:
-    """`commit`, `dirty` and `machine`: where a number comes from."""
+    """Returns `commit`, `dirty` and `machine`, which say where a number comes from."""
     commit, dirty = source_commit()
     return {"commit": commit, "dirty": dirty, "machine": machine_facts()}
 
 
 def source_commit() -> tuple[str, bool]:
-    """(commit, dirty) of the source tree this package runs from; ("unknown", True) for an installed
-    wheel. Results and documents may differ from the commit: they are no code that is measured.
+    """Returns (commit, dirty) of the source tree from which this package runs, and ("unknown",
+    True) for an installed wheel. Results and documents may differ from the commit, because they are
+    no code that is measured.
     """
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
@@ -158,7 +162,7 @@ def _git(root: Path, *arguments: str) -> str:
 
 
 def machine_facts() -> dict[str, Any]:
-    """What a reader needs to judge the numbers; names no host."""
+    """Returns what a reader needs to judge the numbers. It names no host."""
     return {
         "cpu": _cpu_model(),
         "cores_usable": len(os.sched_getaffinity(0)),

@@ -2,7 +2,7 @@
 queued before it began.
 
 The last is what a captured graph would give: the host's time to queue is hidden behind other work
-of the card, and the card's own events take the time. Part of device_steps.py, split off for size.
+of the card, and the card's own events take the time.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -31,7 +31,7 @@ HOLD_CYCLES = 20_000_000
 
 @dataclass(frozen=True, slots=True)
 class StepScene:
-    """One batch on one runtime, where the runtime's tensors lie."""
+    """One batch for one runtime, on the device where the tensors of the runtime lie."""
 
     runtime: ExpertRuntime
     tokens: int
@@ -42,8 +42,8 @@ class StepScene:
 
     @classmethod
     def create(cls, runtime: ExpertRuntime, tokens: int, *, seed: int) -> StepScene:
-        """Random rows and routing; all layers get the same, because results of results of random
-        experts vanish.
+        """Makes random rows and routing. All layers get the same, because the results of random
+        experts vanish when they pass through one layer after the other.
         """
         layer = runtime.layers[0]
         arrays = routed_batch(tokens, layer.ffn.in_size, layer.num_experts, layer.top_k, seed=seed)
@@ -56,11 +56,13 @@ class StepScene:
 
     @property
     def has_events(self) -> bool:
-        """True on a card that torch drives: it can be kept busy, and take the time."""
+        """True on a card that torch drives. Such a card can be kept busy, and its events take the
+        time.
+        """
         return self.torch is not None and bool(self.tensors[0].is_cuda)
 
     def calls(self) -> list[Any]:
-        """Every layer's call, in a step or not; the results."""
+        """Makes the call of every layer, in a step or not, and returns the results."""
         return [self.runtime.experts(layer.index, *self.tensors) for layer in self.runtime.layers]
 
     def settle(self) -> None:
@@ -69,12 +71,12 @@ class StepScene:
             self.torch.cuda.synchronize()
 
     def compute_ns(self) -> int:
-        """What all workers have computed since their start."""
+        """Returns the nanoseconds that all workers have computed since their start."""
         return sum(stats["compute_ns"] for stats in self.runtime.worker_stats().values())
 
 
 def same_results(scene: StepScene) -> bool:
-    """Whether a step gives the bits of staged calls."""
+    """Says whether a step gives the bits of staged calls."""
     staged = [_bits(scene, result) for result in scene.calls()]
     with scene.runtime.device_step():
         found = scene.calls()
@@ -89,21 +91,22 @@ def _bits(scene: StepScene, result: Any) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class StepSample:
-    """Seconds of one step: all of it, the worker's compute, the host's queueing, and entering the
-    block.
+    """The seconds of one step: all of it, the compute of the worker, the queueing of the host, and
+    entering the block.
     """
 
     whole_s: float
     compute_s: float
     queue_s: float = 0.0
     open_s: float = 0.0
-    is_ahead: bool = True  # QUEUED: the host was done before the card began
+    # On path QUEUED the host must have queued everything before the card began.
+    is_ahead: bool = True
 
 
 @dataclass(slots=True)
 class StepCase:
-    """One path: a `harness.Case`. A failure, also one known before, ends it and is its row's
-    `error`.
+    """One path: a `harness.Case`. A failure, also one that is known before, ends it and becomes the
+    `error` of its row.
     """
 
     scene: StepScene
@@ -117,11 +120,13 @@ class StepCase:
 
     @property
     def label(self) -> str:
-        """For progress."""
+        """The name of the case in reports of progress."""
         return f"{self.facts['worker']}, {self.path}, {self.scene.tokens} tokens"
 
     def measure(self, *, keep: bool) -> None:
-        """The first, unkept round also finds how many steps a measurement takes."""
+        """Measures one round. The first round, which is not kept, also finds how many steps a
+        measurement takes.
+        """
         if self.error:
             return
         try:
@@ -144,7 +149,9 @@ class StepCase:
         return StepSample(sample.whole_s, compute_s, sample.queue_s, sample.open_s, sample.is_ahead)
 
     def row(self) -> dict[str, Any] | None:
-        """Microseconds by layer; of QUEUED only the steps whose calls were all queued in time."""
+        """Returns the result row in microseconds for each layer. On path QUEUED only steps count
+        whose calls were all queued in time.
+        """
         row = self.facts | {"name": f"{self.facts['worker']}, {self.path}, {self.scene.tokens}", "path": self.path}
         if self.error:
             row |= {"error": self.error}
@@ -178,7 +185,7 @@ def _staged(scene: StepScene) -> StepSample:
 
 
 def _stepped(scene: StepScene) -> StepSample:
-    """From the open block to having left it; opening it stands apart."""
+    """Measures a step from the open block to having left it. Opening it stands apart."""
     entering = time.perf_counter()
     with scene.runtime.device_step():
         began = time.perf_counter()
@@ -191,7 +198,9 @@ def _stepped(scene: StepScene) -> StepSample:
 
 
 def _queued(scene: StepScene) -> StepSample:
-    """The card is busy while the host queues, and takes the time of what was queued."""
+    """Measures a step that the host queues while the card is busy. The card takes the time of what
+    was queued.
+    """
     cuda = scene.torch.cuda
     begin, end = (cuda.Event(enable_timing=True) for _ in range(2))
     entering = time.perf_counter()

@@ -1,9 +1,9 @@
-"""The timeline of one layer: when each slice was encoded, travelled, waited, was computed, came
-back and was combined.
+"""Records the timeline of one layer: when each slice was encoded, travelled, waited, was computed,
+came back and was combined.
 
-Times are nanoseconds after the first encode, on the host's clock. Processes of one machine share
-CLOCK_MONOTONIC; the clock of a worker elsewhere is aligned at the slice with the least time on the
-link, taken to be equal out and back (as NTP does).
+Times are nanoseconds after the first encode, on the clock of the host. Processes of one machine
+share CLOCK_MONOTONIC. The clock of a worker elsewhere is aligned at the slice with the least time
+on the link, which is taken to be equal out and back, as NTP does.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -17,7 +17,7 @@ from dflash_moe.errors import ConfigError
 from dflash_moe.runtime.expert_runtime import ExpertRuntime
 from dflash_moe.topology import Topology
 
-# At most so many slices of one layer are kept: more cannot be told apart in a picture, and the file
+# At most so many slices of one layer are kept. More cannot be told apart in a picture, and the file
 # stays small.
 MAX_SLICES = 1024
 HOST_TIMES = ("encode_start_ns", "published_ns", "arrived_ns", "combined_ns")
@@ -25,8 +25,8 @@ WORKER_TIMES = ("worker_received_ns", "worker_started_ns", "worker_finished_ns")
 
 
 def capture_timeline(model: Any, runtime: ExpertRuntime, input_ids: Any, topology: Topology) -> dict[str, Any]:
-    """Prefills `input_ids` once over a runtime started with `profile`: the middle layer's slices.
-    ConfigError: no traces.
+    """Prefills `input_ids` once over a runtime that was started with `profile`, and returns the
+    timeline of the middle layer. Raises ConfigError where there are no traces.
     """
     # Traces that were recorded before are dropped.
     runtime.take_traces()
@@ -43,8 +43,8 @@ def capture_timeline(model: Any, runtime: ExpertRuntime, input_ids: Any, topolog
 
 
 def layer_timeline(traces: Sequence[Mapping[str, int]], names: Sequence[str], foreign: Iterable[str]) -> dict[str, Any]:
-    """`slices` in order of encoding; `clock_offsets_ns`: worker's clock minus the host's, 0 but for
-    the `foreign` ones.
+    """Returns `slices` in the order of encoding, and `clock_offsets_ns`, the clock of each worker
+    minus that of the host, which is 0 except for the `foreign` ones.
     """
     offsets = dict.fromkeys(names, 0)
     for name in foreign:
@@ -73,8 +73,8 @@ def layer_timeline(traces: Sequence[Mapping[str, int]], names: Sequence[str], fo
 
 
 def clock_offset(traces: Iterable[Mapping[str, int]]) -> int:
-    """Worker's clock minus the host's, from the round trip that spent least on the link; off by at
-    most half of that.
+    """Returns the worker's clock minus the host's, from the round trip that spent least time on the
+    link. It is off by at most half of that time.
     """
 
     def link_ns(trace: Mapping[str, int]) -> int:
@@ -87,8 +87,8 @@ def clock_offset(traces: Iterable[Mapping[str, int]]) -> int:
 
 
 def stage_times(slices: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Seconds a worker's slices spent being sent, computed and received; `wall_s`: first encode to
-    last arrival.
+    """Returns the seconds in which the slices of a worker were sent, computed and received, and
+    `wall_s`, from the first encode to the last arrival.
     """
     return {
         "send_s": sum(one["worker_received_ns"] - one["encode_start_ns"] for one in slices) / 1e9,

@@ -1,5 +1,5 @@
-"""The same expert layer in torch, for comparison: a loop of linear layers over the experts, and
-grouped matrix products.
+"""Computes the same expert layer in torch, for comparison: by a loop of linear layers over the
+experts, and by grouped matrix products.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -16,8 +16,8 @@ from dflash_moe.bench.expert_batch import Batch, ExpertShape, Kernel
 
 @dataclass(frozen=True, slots=True)
 class TorchLayers:
-    """`gate_up` [E, 2I, H] and `down` [E, H, I] of every layer, random, each in memory of its
-    own.
+    """Random weights of every layer, each in memory of its own: `gate_up` is [E, 2I, H] and `down`
+    is [E, H, I], for E experts of width I and hidden size H.
     """
 
     gate_up: list[Any]
@@ -26,7 +26,7 @@ class TorchLayers:
 
     @classmethod
     def create(cls, shape: ExpertShape, fmt: str, num_layers: int, place: str = "cpu") -> TorchLayers:
-        """Layers in rotation on torch's device `place`; the values matter to nobody."""
+        """Makes the layers in rotation on torch's device `place`. Their values matter to nobody."""
         import torch
 
         dtype = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}[fmt]
@@ -39,25 +39,28 @@ class TorchLayers:
 
 @dataclass(frozen=True, slots=True)
 class _Routed:
-    hidden_states: Any  # [T, H]
+    # The rows of T tokens are [T, H].
+    hidden_states: Any
     # This is [pairs]: the token of each pair, sorted by expert.
     rows: Any
-    weights: Any  # [pairs, 1]
+    # These are [pairs, 1].
+    weights: Any
     # Each expert has so many pairs.
     counts: list[int]
-    ends: Any  # [E] int32, cumulative
+    # This is [E] in int32, the counts summed up.
+    ends: Any
 
 
 def torch_kernels(layers: TorchLayers, threads: int) -> list[Kernel]:
-    """The kernels this torch can run for the dtype of `layers` where they lie; `threads` are the
-    processor's.
+    """Returns the kernels that this torch can run for the dtype of `layers` where they lie.
+    `threads` are those of the processor.
     """
     return [Kernel(name, kernel, "torch", _bind(layers, threads, forward)) for name, kernel, forward in _forwards(layers)]
 
 
 def torch_outputs(layers: TorchLayers, batch: Batch) -> dict[str, Any]:
-    """What each of `torch_kernels` makes of a batch with the first layer, as float32 NumPy [T, H]:
-    for checks before timing.
+    """Returns what each of `torch_kernels` makes of a batch with the first layer, as NumPy arrays
+    of float32 [T, H], for checks before timing.
     """
     import torch
 
@@ -109,7 +112,7 @@ def _seconds(forward: Callable[..., Any], *arguments: Any) -> float:
 
 
 def _device_seconds(forward: Callable[..., Any], *arguments: Any) -> float:
-    """What the card computes, by its own events."""
+    """Returns the seconds that the card computes, by its own events."""
     import torch
 
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -121,8 +124,8 @@ def _device_seconds(forward: Callable[..., Any], *arguments: Any) -> float:
 
 
 def _route(batch: Batch, layers: TorchLayers) -> _Routed:
-    """Sorting the pairs is not timed: ours sorts in its forward, so the comparison leans towards
-    torch.
+    """Sorts the pairs of a batch by expert. That is not timed, while ours sorts in its forward, so
+    that the comparison leans towards torch.
     """
     import numpy as np
     import torch

@@ -172,7 +172,7 @@ def decode(
 
 
 def _prepare(json_out: Path | None, plot: Path | None) -> None:
-    """Refuses outputs that cannot be written before the work."""
+    """Refuses outputs that cannot be written, before the work is done."""
     options.prepare_outputs(json_out, plot)
     if plot is not None:
         from dflash_moe.bench.plot import check_output
@@ -204,5 +204,5 @@ def _numbers(text: str, flag: str, most: int) -> tuple[int, ...]:
 
 
 def _parts(text: str) -> tuple[str, ...]:
-    """The distinct items of a comma-separated list, lower case, in order."""
+    """Returns the distinct items of a comma-separated list in lower case, in their order."""
     return tuple(dict.fromkeys(part.strip().lower() for part in text.split(",") if part.strip()))

@@ -53,8 +53,8 @@ def doorbell(
 
 
 def print_doorbell(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Registrations in milliseconds, then ping-pongs in microseconds; what failed below, with the
-    driver's words.
+    """Prints registrations in milliseconds and then ping-pongs in microseconds. What failed follows
+    with the words of the driver.
     """
     memory = options.table("memory", "registers", "MiB", "ms")
     trips = options.table("who rings and waits", "who answers", "memory", "rounds", "p50", "p99", "least", "mark", "works")
@@ -105,7 +105,7 @@ def _check_backend(backend: str) -> None:
 
 
 def print_steps(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Every row, in microseconds a layer; a failure in the place of its figures."""
+    """Prints every row in microseconds for each layer. A failure takes the place of its figures."""
     heads = ("layer", "compute", "added p50", "p99", "mark", "queueing", "opening", "bits")
     table = options.table("experts in", "path", "tokens", *heads)
     for row in rows:

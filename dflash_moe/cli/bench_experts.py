@@ -106,7 +106,7 @@ def _on_device(
 
 
 def print_device_experts(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Every row, with its share of the ceilings where they were measured."""
+    """Prints every row, with its share of the ceilings where they were measured."""
     columns = ("device", "kernel", "format", "tokens", "rows/expert", "routing", "ms", "ms on device")
     table = options.table(*columns, "GFLOP/s", "of product", "GB/s", "of copy")
     for row in rows:
@@ -120,7 +120,7 @@ def print_device_experts(rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def print_experts(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Every row with its share of both peaks."""
+    """Prints every row with its share of both peaks."""
     columns = ("kernel", "format", "tokens", "rows/expert", "routing", "weights", "threads", "ms")
     table = options.table(*columns, "G(FL)OP/s", "of peak", "GB/s", "of peak")
     order = ("threads", "hidden_size", "weights_from", "routing", "tokens", "format")

@@ -19,28 +19,28 @@ if TYPE_CHECKING:
 
 
 class Lines:
-    """One line per step, and one every two seconds while experts load."""
+    """Reports in plain lines: one for each step, and one every two seconds while experts load."""
 
     def __init__(self) -> None:
         self._loading = loading.Lines()
 
     def say(self, line: str) -> None:
-        """On stderr."""
+        """Prints the line on stderr."""
         options.say(line)
 
     def advance(self, done: int, total: int, label: str) -> None:
-        """`[3/12] round 1 of 3: batched bf16`; nothing at the end."""
+        """Prints a line such as `[3/12] round 1 of 3: batched bf16`, and nothing at the end."""
         if done < total:
             options.say(f"[{done + 1}/{total}] {label}")
 
     def loading(self, holder: str, count: int, total: int) -> None:
-        """All holders in one line."""
+        """Prints all holders in one line."""
         self._loading.report(holder, count, total)
 
 
 class Bar:
-    """A bar with the time that is left, beside one per holder while experts load; lines appear
-    above them.
+    """Reports by a bar with the time that is left, and one more for each holder while experts load.
+    Lines appear above them.
     """
 
     def __init__(self, progress: Progress, task: TaskID) -> None:
@@ -49,7 +49,7 @@ class Bar:
         self._loading = loading.Bars(progress)
 
     def say(self, line: str) -> None:
-        """Above the bar."""
+        """Prints the line above the bar."""
         self._progress.console.print(line, markup=False, highlight=False)
 
     def advance(self, done: int, total: int, label: str) -> None:
@@ -57,13 +57,13 @@ class Bar:
         self._progress.update(self._task, completed=done, total=total, description=label, visible=True)
 
     def loading(self, holder: str, count: int, total: int) -> None:
-        """A bar of its own per holder."""
+        """Moves the bar of this holder, which appears with its first report."""
         self._loading.report(holder, count, total)
 
 
 @contextmanager
 def reporting() -> Iterator[Reporter]:
-    """The reporter for this stderr; the bar is gone when the block ends."""
+    """Gives the block the reporter that suits this stderr. A bar is gone when the block ends."""
     if not sys.stderr.isatty():
         yield Lines()
         return

@@ -1,5 +1,5 @@
-"""What every measuring command shares: where its result and picture go, progress, and the table of
-what an interrupted run has.
+"""What all measuring commands share: where a result and its picture go, the progress, and the table
+of what an interrupted run has.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -37,7 +37,9 @@ PlotOption = Annotated[
 
 @contextmanager
 def measuring(json_out: Path | None, show: Callable[[BenchResult], None]) -> Iterator[Recorder]:
-    """The recorder of one bench; `show` prints the tables, also of what an interrupted run has."""
+    """Gives the block the recorder of one bench. `show` prints the tables, also those of what an
+    interrupted run has.
+    """
     from dflash_moe.bench.harness import Recorder
 
     recorder: Recorder | None = None
@@ -51,7 +53,7 @@ def measuring(json_out: Path | None, show: Callable[[BenchResult], None]) -> Ite
 
 
 def store_plot(recorder: Recorder, plot: Path | None) -> None:
-    """Draws the finished result, and its timelines beside it where it has some."""
+    """Draws the finished result, and beside it its timelines where it has some."""
     if plot is None or recorder.result is None:
         return
     from dflash_moe.bench.plot import draw, draw_timeline, timeline_path

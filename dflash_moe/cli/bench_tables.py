@@ -1,4 +1,4 @@
-"""Tables of bench results on stdout, one function per case.
+"""Prints the tables of bench results on stdout, with one function for each case.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -16,7 +16,7 @@ MIB = 1 << 20
 
 
 def print_ipc(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Round trips, then what expert calls add."""
+    """Prints the round trips, and then what expert calls add to them."""
     table = options.table("transport", "bytes each way", "p50 us", "p99 us", "floor us", "x floor", "GB/s", "memcpy GB/s")
     for row in rows:
         if "floor_us" not in row:
@@ -48,7 +48,9 @@ def print_ipc(rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def print_processes(processes: Sequence[Mapping[str, Any]]) -> None:
-    """What each process has resident; `resident_memory` of bench/prefill.py makes the rows."""
+    """Prints what each process has resident. `resident_memory` of bench/model_host.py makes the
+    rows.
+    """
     table = options.table("process", "experts a layer", "weights MiB", "anonymous MiB", "file-backed MiB")
     for process in processes:
         sizes = (process["weight_bytes"], process["anonymous_bytes"], process["file_bytes"])
@@ -57,7 +59,7 @@ def print_processes(processes: Sequence[Mapping[str, Any]]) -> None:
 
 
 def print_prefill(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Time, calls and bytes of the prefill, and the decode after it."""
+    """Prints time, calls and bytes of the prefill, and of the decode after it."""
     table = options.table(
         "mode",
         "dtype",
@@ -91,7 +93,9 @@ def print_prefill(rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def print_summary(summary: Sequence[Mapping[str, Any]]) -> None:
-    """How `auto` did against the better fixed mode, and its prediction against the measurement."""
+    """Prints how `auto` did against the better fixed mode, and its prediction against the
+    measurement.
+    """
     if not summary:
         return
     table = options.table("prompt", "dtype", "better fixed mode", "its time / auto's", "rounds", "auto predicted", "measured")
@@ -111,7 +115,7 @@ def print_summary(summary: Sequence[Mapping[str, Any]]) -> None:
 
 
 def print_decode(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Latency of a token, calls and bytes per token."""
+    """Prints the latency of a token, and the calls and bytes for each."""
     table = options.table(
         "mode", "dtype", "tokens/s", "p50 ms", "p95 ms", "p99 ms", "calls/token", "bytes/token", "floor/token"
     )
@@ -131,7 +135,7 @@ def print_decode(rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def print_comparison(verdicts: Sequence[Mapping[str, Any]]) -> None:
-    """One line per compared pair of rows."""
+    """Prints one line for each pair of rows that were compared."""
     table = options.table("row", "against", "time ratio", "95 % interval", "verdict", "why")
     for found in verdicts:
         interval = f"{found['low']:.3f}..{found['high']:.3f}" if found["low"] is not None else "-"

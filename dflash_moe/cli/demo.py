@@ -62,8 +62,8 @@ def demo() -> None:
 
 
 def find_assets() -> Path:
-    """The folder with `model/` and `prompt.txt`. ConfigError says what to install: a worker's
-    package goes without.
+    """Returns the folder with `model/` and `prompt.txt`. Raises ConfigError that says what to
+    install, because the package of a worker goes without.
     """
     try:
         return Path(str(resources.files(ASSETS)))
@@ -104,7 +104,9 @@ def _measure(model: Any, runtime: ExpertRuntime, assets: Path) -> list[Series]:
 
 
 def _check_bits(series: list[Series]) -> None:
-    """Equal digests mean equal bits in the KV cache of every layer and in the last logits."""
+    """Checks that all digests are equal. Equal digests mean equal bits in the KV cache of every
+    layer and in the last logits.
+    """
     for dtype in DTYPES:
         digests = {one.mode: {sample.digest for sample in one.samples} for one in series if one.dtype == dtype}
         if len(set().union(*digests.values())) != 1:

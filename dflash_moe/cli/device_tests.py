@@ -1,7 +1,7 @@
-"""The self-test of `doctor --selftest` for cards: every kernel of every device that a plug-in
-finds, against the reference.
+"""The self-test of `doctor --selftest` for cards compares every kernel of every device that a
+plug-in finds with the reference.
 
-It is how the owner of a card that nobody here has can prove or disprove that it works; simulated
+The owner of a card that nobody here has can prove or disprove in this way that it works. Simulated
 cards count as devices.
 SPDX-License-Identifier: Apache-2.0
 """
@@ -17,8 +17,8 @@ from dflash_moe.errors import DflashError
 
 
 def run_device_tests(backends: Mapping[str, Mapping[str, Any]]) -> list[SelfTest]:
-    """One result per device, numerics class and weight format; `backends` as
-    `probes.probe_backends` gives them.
+    """Runs the tests and returns one result for each device, numerics class and weight format.
+    `backends` are those of `probes.probe_backends`.
     """
     tests: list[SelfTest] = []
     for name, finding in backends.items():
@@ -38,7 +38,9 @@ def _test_device(backend: str, index: int, arch: str) -> list[SelfTest]:
 
 
 def _merged(label: str, device: _core.BackendDevice) -> Iterable[SelfTest]:
-    """The device's cases, those of the same class and format as one; the first error ends them."""
+    """Runs the cases of a device, and joins the results of the same class and format. The first
+    error ends them.
+    """
     merged: dict[tuple[str, str], SelfTest] = {}
     number, num_cases = 0, 1
     while number < num_cases:

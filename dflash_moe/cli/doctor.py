@@ -1,4 +1,4 @@
-"""`dflash-moe doctor`: what this machine can do, and why not.
+"""`dflash-moe doctor` says what this machine can do, and why it cannot do the rest.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -70,10 +70,10 @@ def doctor(
 
 
 def examine(topology: Topology | None = None) -> dict[str, Any]:
-    """The report, without self-tests: `backends`, `transports`, `machine`, `problems` (sentences,
-    empty when all is well).
+    """Returns the report without self-tests. Among its keys are `backends`, `transports`, `machine`
+    and `problems`, which are sentences and none when all is well.
 
-    Threads, sockets and timeouts are those of `topology`, or of two local workers.
+    Threads, sockets and timeouts are those of `topology`, or else of two local workers.
     """
     problems: list[str] = []
     planned = topology or Topology.local(PLANNED_WORKERS, threads=None)
@@ -120,7 +120,7 @@ def _planned_threads(topology: Topology, planned_for: str, settings: Settings) -
 
 
 def _numerics(topology: Topology, settings: Settings) -> dict[str, Any]:
-    """The setting, and the class of each holder."""
+    """Returns the setting, and the class of each holder."""
     holders = [worker.name for worker in topology.workers]
     if topology.host.experts_memory != MemoryBudget():
         holders.insert(0, HOST)
@@ -142,7 +142,8 @@ def _numerics_problems(topology: Topology, found: dict[str, Any]) -> list[str]:
     return problems
 
 
-# What device steps do by how a device takes memory like the workers' replies.
+# A device takes memory like that of the workers' replies in one of these ways, and device steps
+# then do this.
 REGISTRATIONS = {
     "not needed": "tensors of the CPU, no device steps",
     "read-only": "device steps register the workers' replies read-only",
@@ -153,8 +154,8 @@ REGISTRATIONS = {
 
 
 def _problems(found: dict[str, Any]) -> list[str]:
-    """What a user should do something about; a backend that is not built is no problem of the
-    machine.
+    """Returns what a user should do something about. A backend that is not built is no problem of
+    the machine.
     """
     problems = []
     host = found["host_device"]
@@ -185,7 +186,7 @@ def _problems(found: dict[str, Any]) -> list[str]:
 
 
 def print_findings(found: dict[str, Any]) -> None:
-    """The report as text on stdout."""
+    """Prints the report as text on stdout."""
     machine, cpu = found["machine"], found["backends"]["cpu"]
     packages = ", ".join(f"{name} {version or 'missing'}" for name, version in machine["packages"].items())
     lock = machine["memlock_bytes"]
@@ -230,5 +231,5 @@ def _worker_threads(threads: dict[str, Any], name: str) -> str:
 
 
 def _nodes_text(nodes: dict[int, tuple[int, ...]]) -> str:
-    """The memory nodes and how many CPUs each has."""
+    """Says which memory nodes there are, and how many CPUs each has."""
     return ", ".join(f"{node}: {len(cpus)} CPUs" for node, cpus in nodes.items()) or "the kernel tells of no memory nodes"

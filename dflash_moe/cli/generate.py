@@ -104,8 +104,8 @@ def _emit(text: str) -> None:
 
 
 def _report(runtime: ExpertRuntime, prompt_tokens: int, steps: list[TokenStep], tokenizer: Any) -> dict[str, Any]:
-    """Times in seconds: `ttft_s` is the prefill's forward pass, `tpot_s` the median of the later
-    ones.
+    """Returns the report of a run. Times are in seconds: `ttft_s` is the forward pass of the
+    prefill, and `tpot_s` the median of the later ones.
     """
     totals = runtime.stats()["totals"]
     token_ids = [step.token_id for step in steps]

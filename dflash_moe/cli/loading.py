@@ -1,5 +1,5 @@
-"""How far the loading of experts is, or the comparison of their weights, on stderr: a bar per
-holder or layer on a terminal, a line every two seconds otherwise.
+"""Shows on stderr how far the loading of experts is, or the comparison of their weights: by a bar
+for each holder or layer on a terminal, and otherwise by a line every two seconds.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -24,7 +24,7 @@ LINE_EVERY_S = 2.0
 
 
 class Lines:
-    """Plain lines. Several threads report."""
+    """Reports in plain lines. Several threads report."""
 
     def __init__(self, say: Callable[[str], None] = options.say, clock: Callable[[], float] = time.monotonic) -> None:
         self._say = say
@@ -46,7 +46,9 @@ class Lines:
 
 
 class LatestLine:
-    """Plain lines about layers that come one after another: only the latest is of interest."""
+    """Reports in plain lines about layers that come one after another, of which only the latest is
+    of interest.
+    """
 
     def __init__(self, say: Callable[[str], None] = options.say, clock: Callable[[], float] = time.monotonic) -> None:
         self._say = say
@@ -79,21 +81,23 @@ class Bars:
 
 @contextmanager
 def loading_shown() -> Iterator[LoadingReport]:
-    """What `ExpertRuntime.start` takes as `on_loading`; bars vanish at the end of the block."""
+    """Gives the block what `ExpertRuntime.start` takes as `on_loading`. Bars vanish at its end."""
     with _shown("loading", Lines().report) as report:
         yield report
 
 
 @contextmanager
 def comparing_shown() -> Iterator[ContentsReport]:
-    """What `ExpertRuntime.check_weights` takes as `report`; bars vanish at the end of the block."""
+    """Gives the block what `ExpertRuntime.check_weights` takes as `report`. Bars vanish at its
+    end.
+    """
     with _shown("comparing", LatestLine().report) as report:
         yield report
 
 
 @contextmanager
 def _shown(doing: str, say: Callable[[str, int, int], None]) -> Iterator[Callable[[str, int, int], None]]:
-    """`say`, or bars where stderr is a terminal."""
+    """Gives the block `say`, or bars where stderr is a terminal."""
     if not sys.stderr.isatty():
         yield say
         return

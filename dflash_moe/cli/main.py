@@ -1,4 +1,5 @@
-"""`dflash-moe`: puts the commands together, turns errors into one sentence and an exit code.
+"""`dflash-moe`: this puts the commands together, and turns errors into one sentence and an exit
+code.
 
 Exit codes: 0, 2 for bad input or configuration, 1 for a failed check, 3 for a lost worker, 130 on
 Ctrl-C. The last stderr line of a failure is one sentence; what an error quotes (a worker's log)
@@ -34,8 +35,8 @@ HOST_EXTRA = "dflash-moe[host]"
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line and returns the exit code; `arguments` without the program's name
-    (None: sys.argv).
+    """Runs the command line and returns the exit code. `arguments` are without the name of the
+    program; None takes those of sys.argv.
     """
     given, is_debug = _normalised(sys.argv[1:] if arguments is None else arguments)
     try:
@@ -59,7 +60,9 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
 
 def build_app(names: Sequence[str] | None = None) -> typer.Typer:
-    """The application with these commands (None: all), as far as their modules exist."""
+    """Builds the application with these commands, or with all where `names` is None, as far as
+    their modules exist.
+    """
     app = typer.Typer(
         name=PROGRAM,
         add_completion=False,
@@ -97,7 +100,9 @@ def report(error: Exception, *, is_debug: bool) -> int:
 
 
 def _report_usage(error: Any) -> int:
-    """A usage error of the parser; without any argument it carries the whole help."""
+    """Prints a usage error of the parser and returns its exit code. Without any argument the error
+    carries the whole help.
+    """
     message = str(error.format_message())
     context = getattr(error, "ctx", None)
     if "\n" in message:
@@ -110,8 +115,8 @@ def _report_usage(error: Any) -> int:
 
 
 def _asked_for(arguments: Sequence[str]) -> Sequence[str]:
-    """The commands whose modules this command line needs: one where it begins with a command, else
-    all. A worker starts in half the time without those of the host.
+    """Returns the commands whose modules this command line needs: one where it begins with a
+    command, and else all. A worker starts in half the time without those of the host.
     """
     return arguments[:1] if arguments and arguments[0] in COMMANDS else COMMANDS
 
@@ -148,7 +153,7 @@ def _normalised(arguments: Sequence[str]) -> tuple[list[str], bool]:
 
 
 def _say_last(text: str) -> None:
-    """Details first, the sentence last: the first line of `text` becomes the last line of
+    """Prints details first and the sentence last: the first line of `text` becomes the last line of
     stderr.
     """
     text = printable(text)

@@ -99,7 +99,7 @@ def _show_layers(found: Inspection) -> None:
 
 
 def _alike(layers: tuple[LayerSpec, ...]) -> Iterator[list[LayerSpec]]:
-    """Runs of layers with equal sizes and formulas."""
+    """Yields runs of layers that have equal sizes and formulas."""
 
     def kind(layer: LayerSpec) -> tuple[object, ...]:
         return (layer.num_experts, layer.top_k, layer.weight_dtype, tuple(layer.ffn.kernel_spec().items()))

@@ -1,4 +1,4 @@
-"""Options and output that commands share: flags generated from the settings table, model and
+"""Options and output that commands share: flags made from the table of settings, model and
 topology, tables and progress.
 
 SPDX-License-Identifier: Apache-2.0
@@ -53,15 +53,15 @@ MAX_SEED = (1 << 63) - 1
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 _NUMBER = re.compile(r"[-+]?[0-9.,]*[%x]?", re.ASCII)
-# Passive waiting of every OpenMP runtime; read when torch loads.
+# These variables make every OpenMP runtime wait passively. They are read when torch loads.
 PASSIVE_OPENMP = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", "KMP_BLOCKTIME": "0"}
 
 
 def with_settings(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Gives a command that takes `**overrides` one flag per setting; `overrides` has the flags that
-    were given, checked.
+    """Gives a command that takes `**overrides` a flag for each setting. `overrides` then has the
+    checked values of the flags that were given.
 
-    Also checks environment and topology, and prepares OpenMP, before the command imports torch.
+    It also checks environment and topology, and prepares OpenMP, before the command imports torch.
     """
     flagged = [setting for setting in SETTINGS if setting.flag]
     hints = typing.get_type_hints(command, include_extras=True)
@@ -94,8 +94,8 @@ def with_settings(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def setting_option(setting: Setting) -> Any:
-    """The annotation of a command's parameter for one setting: help with allowed values, default
-    and variable.
+    """Returns the annotation of a command's parameter for one setting. Its help has the allowed
+    values, the default and the variable.
     """
     variable = f"; environment {setting.environment}" if setting.environment else ""
     text = f"{setting.help}. Allowed: {setting.allowed} [default: {setting.default_text}{variable}]."
@@ -103,7 +103,9 @@ def setting_option(setting: Setting) -> Any:
 
 
 def check_flags(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The given (not None) settings of a command line, parsed. ConfigError names the flag."""
+    """Returns the parsed values of the settings that are given, which are those not None. Raises
+    ConfigError that names the flag.
+    """
     return {
         setting.name: setting.check(raw[setting.name], setting.flag or setting.name)
         for setting in SETTINGS
@@ -112,13 +114,15 @@ def check_flags(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def load_topology(path: Path | None) -> Topology:
-    """The topology file, or one local CPU worker with as many threads as there are cores for it."""
+    """Reads the topology file. Without one it returns a local CPU worker with as many threads as
+    there are cores for it.
+    """
     return Topology.local(1, threads=None) if path is None else Topology.load(path)
 
 
 def prepare_outputs(*paths: Path | None) -> None:
-    """Makes the folders of output files and sees that they can be written, before the work.
-    ConfigError names the path.
+    """Makes the folders of output files and checks that the files can be written, before the work
+    is done. Raises ConfigError that names the path.
     """
     for path in paths:
         if path is None:
@@ -132,8 +136,8 @@ def prepare_outputs(*paths: Path | None) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Writes an output file. DflashError names the path where that fails after the work: a full
-    disk, a folder that went away.
+    """Writes an output file. Raises DflashError that names the path where that fails after the
+    work, because the disk is full or the folder went away.
     """
     try:
         path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
@@ -146,8 +150,8 @@ def prepare_host(topology: Topology, overrides: Mapping[str, Any] | None = None)
     because its default, an active wait, takes the workers' cores for milliseconds in every layer.
     `host.threads`, where the topology states it, is the number of torch's threads too.
 
-    Variables that the user has set stay. Errors: ConfigError of the settings and as `check_paths`,
-    before seconds of imports.
+    Variables that the user has set stay. Raises ConfigError for the settings and for what
+    `check_paths` finds, before seconds of imports.
     """
     settings = resolve_settings(topology.ipc, **(overrides or {}))
     check_paths(topology, settings)
@@ -161,15 +165,16 @@ def prepare_host(topology: Topology, overrides: Mapping[str, Any] | None = None)
 
 
 def model_directory(value: str) -> Path:
-    """The checkpoint directory or GGUF file. ConfigError for a hub id says how to download it, else
-    what was found.
+    """Returns the checkpoint directory or GGUF file. Raises ConfigError, which says for the id of a
+    hub how to download it, and else what was found.
     """
     try:
         path = Path(value).expanduser()
         mode = os.stat(path).st_mode
     except (FileNotFoundError, NotADirectoryError):
         mode = 0
-    except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: ~NAME of nobody; ValueError: a zero byte
+    except (OSError, RuntimeError, ValueError) as error:
+        # ~NAME of a user that is not there is a RuntimeError, and a zero byte a ValueError.
         raise ConfigError(f"--model {shown(value)}: {getattr(error, 'strerror', None) or error}") from None
     if stat.S_ISDIR(mode):
         return path
@@ -199,29 +204,29 @@ def show_auto_log() -> None:
 
 
 def say(line: str) -> None:
-    """One line of progress, on stderr."""
+    """Prints one line of progress on stderr."""
     print(printable(line), file=sys.stderr, flush=True)  # noqa: T201
 
 
 class Table:
-    """A plain text table; columns of numbers are right-aligned."""
+    """A table in plain text. Columns of numbers are aligned to the right."""
 
     def __init__(self, *columns: str) -> None:
         self._rows: list[tuple[str, ...]] = [columns]
 
     @property
     def row_count(self) -> int:
-        """Rows without the header."""
+        """The number of rows without the header."""
         return len(self._rows) - 1
 
     def add_row(self, *cells: str) -> None:
-        """As many cells as columns."""
+        """Adds a row with as many cells as there are columns."""
         if len(cells) != len(self._rows[0]):
             raise ValueError(f"{len(cells)} cells for {len(self._rows[0])} columns")
         self._rows.append(cells)
 
     def lines(self) -> list[str]:
-        """Header, rule, rows."""
+        """Returns the lines of header, rule and rows."""
         header, *rows = self._rows
         widths = [max(len(row[at]) for row in self._rows) for at in range(len(header))]
         is_number = [bool(rows) and all(_NUMBER.fullmatch(row[at]) for row in rows) for at in range(len(header))]
@@ -234,7 +239,7 @@ class Table:
 
 
 def table(*columns: str) -> Table:
-    """A table with these column heads."""
+    """Makes a table with these column heads."""
     return Table(*columns)
 
 

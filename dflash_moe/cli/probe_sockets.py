@@ -1,5 +1,5 @@
-"""What `doctor` tells of stream sockets and waiting: buffers asked for and granted, the system's
-bounds, every timeout.
+"""Finds what `doctor` tells of stream sockets and waiting: the buffers that are asked for and
+granted, the bounds of the system, and every timeout.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -18,12 +18,11 @@ TIMEOUTS = ("call_timeout_s", "start_timeout_s", "stall_timeout_s")
 
 
 def probe_sockets(settings: Settings, sysctl: Path = _SYSCTL) -> dict[str, Any]:
-    """`asked_bytes` (None: the system's own), what each family grants of it, and the system's
-    bounds, in bytes.
+    """Returns `asked_bytes`, where None is the system's own choice, what each family grants of it,
+    and the bounds of the system, all in bytes.
 
-    `max_bytes` are net.core.wmem_max and rmem_max, which bound what may be asked for; `tcp_bytes`
-    are least, default and largest of the sizes that TCP tunes itself between where nothing is
-    asked.
+    `max_bytes` are net.core.wmem_max and rmem_max, which bound what may be asked for. `tcp_bytes`
+    are the least, default and largest size between which TCP tunes itself where nothing is asked.
     """
     asked = settings.socket_buffer_bytes
     return {
@@ -35,13 +34,13 @@ def probe_sockets(settings: Settings, sysctl: Path = _SYSCTL) -> dict[str, Any]:
 
 
 def probe_timeouts(settings: Settings) -> dict[str, dict[str, Any]]:
-    """Every `ipc.*_timeout_s` with its value in seconds and its meaning."""
+    """Returns every `ipc.*_timeout_s` with its value in seconds and its meaning."""
     helps = {setting.name: setting.help for setting in SETTINGS}
     return {f"ipc.{name}": {"seconds": getattr(settings, name), "meaning": helps[name]} for name in TIMEOUTS}
 
 
 def socket_problems(found: dict[str, Any]) -> list[str]:
-    """A sentence where the system grants less than was asked for."""
+    """Returns a sentence where the system grants less than was asked for."""
     asked = found["asked_bytes"]
     problems = []
     for name, granted in found["granted_bytes"].items():
@@ -55,7 +54,7 @@ def socket_problems(found: dict[str, Any]) -> list[str]:
 
 
 def socket_lines(sockets: dict[str, Any], timeouts: dict[str, dict[str, Any]]) -> list[str]:
-    """The text report."""
+    """Returns the lines of the report in text."""
     asked = sockets["asked_bytes"]
     shown = "the system's own" if asked is None else f"{format_bytes(asked)} asked"
     granted = ", ".join(
@@ -71,7 +70,9 @@ def socket_lines(sockets: dict[str, Any], timeouts: dict[str, dict[str, Any]]) -
 
 
 def _granted(family: int, asked: int | None) -> dict[str, int | None]:
-    """What a new socket of this family has after asking; Linux reports twice the usable size."""
+    """Returns what a new socket of this family has after asking. Linux reports twice the usable
+    size.
+    """
     found: dict[str, int | None] = {"send": None, "receive": None}
     try:
         with socket.socket(family, socket.SOCK_STREAM) as probe:

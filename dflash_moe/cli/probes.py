@@ -1,4 +1,5 @@
-"""What `doctor` finds out by trying: transports, libfabric, GPU libraries, versions. No torch.
+"""Finds out for `doctor` by trying: transports, libfabric, GPU libraries, versions. It needs no
+torch.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -27,7 +28,7 @@ Finding = dict[str, Any]
 
 
 def found(probe: Callable[[], None]) -> Finding:
-    """`available`, and the `reason` when the probe raised a DflashError."""
+    """Returns `available`, and the `reason` where the probe raised a DflashError."""
     try:
         probe()
     except DflashError as error:
@@ -36,7 +37,7 @@ def found(probe: Callable[[], None]) -> Finding:
 
 
 def probe_transports() -> dict[str, Finding]:
-    """Every transport by name, tried on this machine."""
+    """Tries every transport on this machine, and returns the findings by name."""
     library = ctypes.util.find_library("fabric")
     present = f"libfabric is installed ({library}), but" if library else "libfabric is not installed, and"
     return {
@@ -47,10 +48,10 @@ def probe_transports() -> dict[str, Finding]:
 
 
 def probe_backends(cpu_isa: str | None = None) -> dict[str, Finding]:
-    """The compute backends by name: whether built into this package, whether they can run here, and
-    why not.
+    """Returns for each compute backend whether it is built into this package, whether it can run
+    here, and why not.
 
-    `cpu_isa` is the kernel set asked for; None: the best.
+    `cpu_isa` is the kernel set that is asked for; None means the best.
     """
     return {
         "cpu": probe_cpu(cpu_isa),
@@ -61,7 +62,9 @@ def probe_backends(cpu_isa: str | None = None) -> dict[str, Finding]:
 
 
 def probe_cpu(asked: str | None = None) -> Finding:
-    """Kernel sets of this CPU, which one runs, and the numerics classes it computes."""
+    """Returns the kernel sets of this CPU, the one that runs, and the numerics classes it
+    computes.
+    """
     try:
         from dflash_moe import _core
 
@@ -84,8 +87,8 @@ def probe_cpu(asked: str | None = None) -> Finding:
 
 
 def probe_host_device(host: HostSpec) -> Finding:
-    """The device of `host.device`: whether it can be used, and how device steps would use the
-    workers' replies there.
+    """Says of the device of `host.device` whether it can be used, and how device steps would use
+    the replies of workers there.
     """
     from dflash_moe.protocol.devices import DeviceChoice
     from dflash_moe.runtime.device_tensors import open_host_device
@@ -104,8 +107,8 @@ def probe_host_device(host: HostSpec) -> Finding:
 
 
 def probe_memory() -> Finding:
-    """Bytes: machine, free for new processes, lock limit (None: unlimited), /dev/shm (unused by the
-    transports).
+    """Returns the bytes of the machine, those free for new processes, the limit of locked memory
+    (None is unlimited), and those of /dev/shm, which the transports do not use.
     """
     from dflash_moe.telemetry.machine import memory_available
 
@@ -125,8 +128,8 @@ def probe_memory() -> Finding:
 
 
 def probe_versions() -> Finding:
-    """Versions of kernel, C library, Python and the packages; None for one that is not
-    installed.
+    """Returns the versions of kernel, C library, Python and the packages. It is None for one that
+    is not installed.
     """
     return {
         "kernel": platform.release(),
@@ -137,7 +140,7 @@ def probe_versions() -> Finding:
 
 
 def cpu_model() -> str:
-    """The CPU's name, or its architecture where the kernel does not tell."""
+    """Returns the name of the CPU, or its architecture where the kernel does not tell."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -154,8 +157,8 @@ def _version(name: str) -> str | None:
 
 
 def _probe_plugin(name: str, node: str = "") -> Finding:
-    """Whether the plug-in is there, its `devices`, and why none of them can be used; `node`: what
-    the kernel's driver makes.
+    """Says whether the plug-in is there, which `devices` it finds, and why none of them can be
+    used. `node` is the file that the kernel's driver makes.
     """
     try:
         from dflash_moe import _core

@@ -1,7 +1,5 @@
-"""The self-test of `doctor --selftest`: every kernel set and numerics class of this CPU against the
-reference, bit for bit.
-
-The data are random and seeded.
+"""The self-test of `doctor --selftest` compares every kernel set and numerics class of this CPU
+with the reference, bit for bit. The data are random and seeded.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -41,8 +39,8 @@ SPECS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class SelfTest:
-    """One kernel set or device, class and weight format over activations and wire dtypes. Passed
-    when no element differs.
+    """The result of one kernel set or device, class and weight format, over activations and wire
+    dtypes. The test is passed when no element differs.
     """
 
     # On a card this is the device.
@@ -57,13 +55,13 @@ class SelfTest:
 
     @property
     def is_passed(self) -> bool:
-        """Bits equal everywhere."""
+        """True where all bits are equal."""
         return self.differing == 0 and not self.error
 
 
 def run_self_tests(seed: int = 1) -> list[SelfTest]:
-    """Every supported kernel set but the reference itself, in the core's order, and its classes;
-    takes seconds.
+    """Tests every supported kernel set but the reference itself, in the order of the core, in all
+    its classes. It takes seconds.
     """
     expected: dict[tuple[Case, str], np.ndarray[Any, Any]] = {}
     tests = []
@@ -83,8 +81,8 @@ def run_self_tests(seed: int = 1) -> list[SelfTest]:
 
 
 def _forward(isa: str, case: Case, seed: int, numerics: str) -> np.ndarray[Any, Any]:
-    """Bit patterns of the reply [NUM_ROWS, out_size] of (weight format, spec, wire dtype); the same
-    data for every `isa`.
+    """Returns the bit patterns of the reply [NUM_ROWS, out_size] of a case, which is (weight
+    format, spec, wire dtype). The data are the same for every `isa`.
     """
     weight_dtype, spec_name, wire_dtype = case
     spec = SPECS[spec_name]

@@ -1,5 +1,5 @@
-"""Where a runtime meets other software: transformers models, generation, parity with a model's own
-experts.
+"""The places where a runtime meets other software: transformers models, generation, and parity with
+the experts of the model itself.
 
 SPDX-License-Identifier: Apache-2.0
 """

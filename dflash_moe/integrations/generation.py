@@ -1,8 +1,7 @@
-"""One-sequence generation over a host model: prefill once, then one token a step. Used by
-`generate`, `demo` and the benches.
+"""Generates one sequence over a host model: it prefills once, and then decodes one token a step.
+The commands `generate` and `demo` and the benches use it.
 
-The engine (a later room) schedules many requests; this is deliberately the plain loop whose tokens
-it must reproduce.
+It is deliberately the plain loop. Whatever schedules many requests must reproduce its tokens.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -19,8 +18,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TokenStep:
-    """A sampled token and the time of the forward pass that produced it (the first one is the
-    prefill).
+    """A sampled token and the seconds of the forward pass that produced it. The first pass is the
+    prefill.
     """
 
     token_id: int
@@ -36,11 +35,12 @@ def generate_tokens(
     temperature: float = 0.0,
     seed: int = 0,
 ) -> Iterator[TokenStep]:
-    """Yields up to `max_new_tokens` tokens after `input_ids` [1, num_tokens] int64; stops after a
-    token of `stop_token_ids`.
+    """Yields up to `max_new_tokens` tokens after `input_ids`, which is [1, num_tokens] in int64. It
+    stops after a token of `stop_token_ids`, which is yielded too.
 
-    Temperature 0 takes the most likely token (lowest id on ties). Sampling uses a generator of its
-    own, seeded with `seed`.
+    Temperature 0 takes the most likely token, and the lowest id among equals. Sampling uses a
+    generator of its own, seeded with `seed`. Errors are those of the model and of
+    `ExpertRuntime.experts`.
     """
     import torch
     from transformers import DynamicCache
@@ -70,8 +70,8 @@ def _sample(logits: torch.Tensor, temperature: float, generator: torch.Generator
 
 
 class TextStream:
-    """Turns token ids into text as they come, holding back bytes that do not yet form a
-    character.
+    """Turns token ids into text as they come, and holds back bytes that do not form a character
+    yet.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -80,15 +80,16 @@ class TextStream:
         self._printed = 0
 
     def push(self, token_id: int) -> str:
-        """The text that became final with this token; may be empty."""
+        """Returns the text that became final with this token, which may be empty."""
         self._token_ids.append(token_id)
         text = self._tokenizer.decode(self._token_ids, skip_special_tokens=True)
         if text.endswith("\N{REPLACEMENT CHARACTER}"):
-            return ""  # an unfinished UTF-8 sequence: the next token may complete it
+            # The next token may complete this unfinished UTF-8 sequence.
+            return ""
         return self._take(text)
 
     def finish(self) -> str:
-        """What is left, incomplete characters shown as replacement characters."""
+        """Returns what is left, with replacement characters for incomplete ones."""
         return self._take(self._tokenizer.decode(self._token_ids, skip_special_tokens=True))
 
     def _take(self, text: str) -> str:
@@ -97,7 +98,9 @@ class TextStream:
 
 
 def stop_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:
-    """End-of-text ids of the model's generation settings and of its tokenizer."""
+    """Returns the end-of-text ids of the model's generation settings, its configuration and its
+    tokenizer.
+    """
     found: set[int] = set()
     for source in (getattr(model, "generation_config", None), model.config, tokenizer):
         value = getattr(source, "eos_token_id", None)

@@ -1,8 +1,8 @@
-"""Weights into a transformers model: by its own loader where they are floats, else dequantised by
-us on the way.
+"""Loads weights into a transformers model. Its own loader reads them where they are floats; other
+formats are dequantised here on the way.
 
-transformers reads GGUF, FP8 and MXFP4 only with further packages, and widens all experts; the host
-must never hold them.
+transformers reads GGUF, FP8 and MXFP4 only with further packages, and widens all experts in doing
+so, which the host must never hold.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -24,11 +24,11 @@ from dflash_moe.model.tensor_names import Conversion
 def load_weights(
     model_class: Any, checkpoint: Checkpoint, *, has_experts: bool, dtype: Any, **options: Any
 ) -> tuple[Any, list[str]]:
-    """(model, parameters the checkpoint lacks). `has_experts` False: routed experts' tensors are
-    not even read.
+    """Returns a model of `model_class` in torch dtype `dtype`, and the names of the parameters that
+    the checkpoint lacks. Without `has_experts` the tensors of routed experts are not even read.
 
-    `options` go to `from_pretrained`. Errors: those of `load_architecture`, UnsupportedError for a
-    format without a rule.
+    `options` go to `from_pretrained`. Errors are those of `load_architecture`, and UnsupportedError
+    for a format without a rule.
     """
     if is_plain(checkpoint):
         where: dict[str, Any] = {"pretrained_model_name_or_path": checkpoint.path, "local_files_only": True}
@@ -42,13 +42,13 @@ def load_weights(
 
 
 def is_plain(checkpoint: Checkpoint) -> bool:
-    """Whether transformers' loader takes the files as they are."""
+    """Says whether the loader of transformers takes the files as they are."""
     return checkpoint.metadata is None and all(info.scales is None for info in checkpoint.tensors.values())
 
 
 def dequantised_state(model: Any, checkpoint: Checkpoint, *, dtype: Any, has_experts: bool) -> dict[str, Any]:
-    """Parameters and buffers by the names of `model` (on the meta device) in `dtype`; vectors in
-    float32, the loader rounds.
+    """Returns parameters and buffers by their names in `model`, which is on the meta device.
+    Matrices are in `dtype`; vectors stay in float32, and the loader rounds them.
     """
     prefixes = tuple(f"{name}." for name in find_experts(model))
     wanted = model.state_dict()
@@ -64,13 +64,14 @@ def dequantised_state(model: Any, checkpoint: Checkpoint, *, dtype: Any, has_exp
 
 
 def _made(target: str, recipe: Any, model: Any, checkpoint: Checkpoint) -> dict[str, Any]:
-    """What the loader's recipe makes of the dequantised sources."""
+    """Returns the tensors that a recipe of the loader makes of its dequantised sources, by name."""
     if recipe.converter is None:
         name = recipe.names()[0]
         value = _widened(checkpoint, name)
         owner = model.get_submodule(target.rpartition(".")[0])
         if checkpoint.tensors[name].dtype == "MXFP4" and getattr(owner, "is_transposed", False):
-            value = value.transpose(1, 2).contiguous()  # published with the outputs first
+            # MXFP4 checkpoints are published with the outputs first.
+            value = value.transpose(1, 2).contiguous()
         return {target: value}
     converter = copy.deepcopy(recipe.converter)
     for pattern, names in recipe.sources.items():
@@ -82,8 +83,8 @@ def _made(target: str, recipe: Any, model: Any, checkpoint: Checkpoint) -> dict[
 
 
 def _widened(checkpoint: Checkpoint, name: str) -> Any:
-    """A tensor as float32 [shape]. A format of GGUF without a rule of ours is left to the gguf
-    package, where that is there.
+    """Returns a tensor in float32 with its own shape. A GGUF format without a rule in
+    model/dequantize.py is left to the gguf package where that is installed.
     """
     try:
         return torch.from_numpy(checkpoint.values(name))
@@ -101,5 +102,5 @@ def _widened(checkpoint: Checkpoint, name: str) -> Any:
 
 
 def _shaped(value: Any, shape: Any) -> Any:
-    """`value` as the parameter's shape: GGUF drops dimensions of one."""
+    """Returns `value` in the shape of its parameter, because GGUF drops dimensions of one."""
     return value.reshape(shape) if value.numel() == shape.numel() and 1 in shape else value

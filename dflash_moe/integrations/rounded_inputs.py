@@ -1,8 +1,8 @@
-"""What a numerics class makes of the inputs of a matrix product, in words of its own: the truth
-that class is measured against.
+"""Rounds the inputs of matrix products as a numerics class does, in code of its own: this is the
+truth that the class is measured against.
 
-Shares nothing with the kernels: an experts module runs in float64, and each product's inputs are
-rounded before it.
+It shares nothing with the kernels. An experts module runs in float64, and the inputs of each
+product are rounded before it.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -17,7 +17,8 @@ from torch.overrides import TorchFunctionMode
 
 from dflash_moe.topology.numerics import CLASSES
 
-GROUP = 32  # inputs of a row that share a scale, in the classes that have scales
+# So many inputs of a row share a scale in the classes that have scales.
+GROUP = 32
 _PRODUCTS = {
     torch.nn.functional.linear, torch.matmul, torch.mm, torch.bmm, torch.Tensor.matmul, torch.Tensor.mm, torch.Tensor.bmm,
     torch.Tensor.__matmul__,
@@ -25,12 +26,14 @@ _PRODUCTS = {
 
 
 def to_bf16(inputs: Any) -> Any:
-    """Each input rounded once to bf16, from the float32 it arrives in."""
+    """Rounds each input once to bf16, from the float32 that it arrives in. Returns float64."""
     return inputs.float().bfloat16().double()
 
 
 def to_int8_groups(inputs: Any) -> Any:
-    """Each input as the nearest of 255 steps between plus and minus the largest of its group."""
+    """Rounds each input to the nearest of 255 steps between minus and plus the largest of its
+    group. Returns float64.
+    """
     width = inputs.shape[-1]
     values = torch.nn.functional.pad(inputs.float(), (0, -width % GROUP)).unflatten(-1, (-1, GROUP))
     scales = values.abs().amax(-1, keepdim=True) / 127
@@ -39,12 +42,12 @@ def to_int8_groups(inputs: Any) -> Any:
 
 
 def to_f16_groups(inputs: Any) -> Any:
-    """Each input rounded to f16 once a power of two per group has brought the group's largest into
-    [2^14, 2^15).
+    """Rounds each input to f16 after a power of two for its group has brought the largest of the
+    group into [2^14, 2^15). Returns float64.
     """
     width = inputs.shape[-1]
     values = torch.nn.functional.pad(inputs.float(), (0, -width % GROUP)).unflatten(-1, (-1, GROUP))
-    # the largest is below 2^exponent
+    # The largest of a group is below 2^exponent.
     exponents = torch.frexp(values.abs().amax(-1, keepdim=True)).exponent
     scales = torch.exp2((exponents - 15).clamp(min=-126).double()).float()
     codes = (values / scales).half()
@@ -52,36 +55,36 @@ def to_f16_groups(inputs: Any) -> Any:
 
 
 def to_eleven_bits(weights: Any) -> Any:
-    """Each weight with the bits of an f16, of any size: what f16 with a power of two
-    per group makes of float32 weights.
+    """Rounds each weight to the 11 significant bits of an f16, whatever its size. That is what f16
+    with a power of two for each group makes of float32 weights. Returns float64.
     """
     fractions, exponents = torch.frexp(weights.float().double())
     return torch.ldexp((fractions * 2**11).round() / 2**11, exponents)
 
 
-# By NumericsFacts.inputs; classes that are absent take inputs as they come.
+# The keys are those of NumericsFacts.inputs. Classes that are absent take inputs as they come.
 _ROUNDINGS: dict[str, Callable[[Any], Any]] = {"bf16": to_bf16, "int8": to_int8_groups, "f16": to_f16_groups}
 
-# Models whose own inputs have no more bits than that rounding leaves.
+# A model in one of these dtypes has inputs with no more bits than the rounding leaves.
 _NO_FINER = {"bf16": ("bf16",), "f16": ("f16", "bf16")}
 
 
 def rounds_inputs(numerics: str) -> bool:
-    """False for the class that takes every input as it comes."""
+    """Says whether the class rounds inputs. Otherwise it takes every input as it comes."""
     return CLASSES[numerics].inputs in _ROUNDINGS
 
 
 def rounds_below(numerics: str, dtype: str) -> bool:
-    """Whether the class rounds inputs more coarsely than a model does that runs in `dtype`."""
+    """Says whether the class rounds inputs more coarsely than a model that runs in `dtype` does."""
     return rounds_inputs(numerics) and dtype not in _NO_FINER.get(CLASSES[numerics].inputs, ())
 
 
 def inputs_rounded(numerics: str, weight_formats: Sequence[str] = ()) -> AbstractContextManager[Any]:
     """Rounds the first factor of every matrix product inside the block as class `numerics` does,
-    and weights where it does.
+    and weights where the class rounds them.
 
-    `weight_formats`: those of gate and up, and of down. Only weights in f32 have more bits than
-    f16 with a scale per group holds.
+    `weight_formats` are the format of gate and up, and that of down. Only weights in f32 have more
+    bits than f16 with a scale for each group holds.
     """
     facts = CLASSES[numerics]
     if facts.inputs not in _ROUNDINGS:

@@ -1,5 +1,5 @@
-"""The tokenizer of a checkpoint: of a directory as transformers reads it, of a GGUF file out of its
-metadata.
+"""Loads the tokenizer of a checkpoint: transformers reads that of a directory, and that of a GGUF
+file is built from the metadata.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -14,8 +14,9 @@ from dflash_moe.model.refusals import refusing
 
 
 def load_tokenizer(path: Path) -> Any:
-    """Never looks anything up on a network. UnsupportedError for a tokenizer that is missing or
-    damaged or, of a GGUF file, none that transformers can build.
+    """Returns the tokenizer of the checkpoint at `path`. It never looks anything up on a network.
+    Raises UnsupportedError for a tokenizer that is missing or damaged, or that transformers cannot
+    build from a GGUF file.
     """
     from transformers import AutoTokenizer
 

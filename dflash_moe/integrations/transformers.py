@@ -1,8 +1,8 @@
-"""Routed experts of a transformers model through a runtime: `load_model` leaves them out of this
-process, `offload` swaps them.
+"""Has a runtime compute the routed experts of a transformers model: `load_model` leaves them out of
+this process, and `offload` swaps them for a while.
 
-Both use transformers' experts interface: our function is registered there and finds its layer on
-the module it is called for.
+Both use the experts interface of transformers. Our function is registered there, and finds its
+layer on the module that it is called for.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -28,17 +28,21 @@ if TYPE_CHECKING:
     from dflash_moe.model.spec import LayerSpec
     from dflash_moe.runtime.expert_runtime import ExpertRuntime
 
-IMPLEMENTATION = "dflash_moe"  # our name on the experts interface
+# Our function has this name on the experts interface.
+IMPLEMENTATION = "dflash_moe"
 TORCH_DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 
-# the loader drops these before it reads their tensors
+# The loader of transformers drops the tensors that match this attribute of a class before it reads
+# them.
 _IGNORED_KEYS = "_keys_to_ignore_on_load_unexpected"
-_TIED_KEYS = "all_tied_weights_keys"  # tied parameter -> the one it is tied to, for the loader
-_ROUTE = "dflash_moe_route"  # the attribute of an experts module that holds its route
+# This attribute tells the loader for each tied parameter which one it is tied to.
+_TIED_KEYS = "all_tied_weights_keys"
+# This attribute of an experts module holds its route.
+_ROUTE = "dflash_moe_route"
 
 
 class ExpertRoute:
-    """Where one experts module's calls go: a layer of a runtime. Counts the calls."""
+    """The layer of a runtime to which the calls of one experts module go. It counts the calls."""
 
     __slots__ = ("__weakref__", "calls", "layer", "out_size", "runtime")
 
@@ -49,18 +53,19 @@ class ExpertRoute:
         self.calls = 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertRoute:
-        return self  # a copied model calls the same workers
+        # A copied model calls the same workers.
+        return self
 
     def call(self, hidden_states: Any, topk_ids: Any, topk_weights: Any) -> Any:
-        """[num_tokens, out_size] in the dtype of `hidden_states`; errors of
-        `ExpertRuntime.experts`.
+        """Returns [num_tokens, out_size] in the dtype of `hidden_states`, with the arguments and
+        errors of `ExpertRuntime.experts`.
         """
         self.calls += 1
         return self.runtime.experts(self.layer, hidden_states, topk_ids, topk_weights)
 
 
-# Compiled graphs can carry numbers, not objects: the custom op finds its route by id(). Entries
-# vanish with their route.
+# Compiled graphs can carry numbers but no objects, so that the custom op finds its route by id().
+# Entries vanish with their route.
 _routes: weakref.WeakValueDictionary[int, ExpertRoute] = weakref.WeakValueDictionary()
 
 
@@ -78,8 +83,10 @@ _experts_op.register_fake(_like_result)
 
 
 def experts_forward(module: Any, hidden_states: Any, topk_ids: Any, topk_weights: Any) -> Any:
-    """Our entry on the experts interface. The op is for compilers only: a direct call costs a third
-    of its dispatch.
+    """Computes the experts of `module`; transformers calls it through the experts interface.
+    Compilers get the custom op, and all others a direct call, which costs a third of the op's
+    dispatch. Raises ConfigError for a module without a route, and the errors of
+    `ExpertRuntime.experts`.
     """
     route = module.__dict__.get(_ROUTE)
     if route is None:
@@ -95,11 +102,11 @@ ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, experts_forward)
 
 
 def load_model(path: str | Path, runtime: ExpertRuntime, **options: Any) -> Any:
-    """Loads the model of `path` without its routed experts, which `runtime` computes; both must
-    have the same checkpoint.
+    """Loads the model of `path` without its routed experts, which `runtime` computes. Both must
+    have the same checkpoint, and the runtime must stay open as long as the model is called.
 
-    `options` go to `from_pretrained`; dtype is the runtime's unless given. Returns a model in eval
-    mode, on the host's device. Errors: CheckpointError (tensors missing), ConfigError (another
+    `options` go to `from_pretrained`; the dtype is the runtime's unless given. Returns a model in
+    eval mode on the host's device. Errors: CheckpointError (tensors missing), ConfigError (another
     checkpoint), UnsupportedError naming class and field.
     """
     checkpoint = Checkpoint.open(path)
@@ -125,7 +132,9 @@ def load_model(path: str | Path, runtime: ExpertRuntime, **options: Any) -> Any:
 
 
 def _moved(model: Any, runtime: ExpertRuntime) -> Any:
-    """The model on the host's device; UnsupportedError where this torch cannot use that."""
+    """Moves the model to the host's device. Raises UnsupportedError where this torch cannot use
+    it.
+    """
     device = runtime.tensor_device
     if device == "cpu":
         return model
@@ -137,11 +146,11 @@ def _moved(model: Any, runtime: ExpertRuntime) -> Any:
 
 @contextmanager
 def offload(model: Any, runtime: ExpertRuntime) -> Iterator[Any]:
-    """Within the block, `model`'s routed experts are computed by `runtime`; afterwards all is as
+    """Opens a block in which `runtime` computes the routed experts of `model`. Afterwards all is as
     before, even after an error.
 
-    The model keeps its own weights; those of the runtime's checkpoint must be the same. ConfigError
-    when layers do not fit.
+    The model keeps its own weights, and those of the runtime's checkpoint must be the same. Raises
+    ConfigError when the layers of both do not fit together.
     """
     kind = type(model.config).__name__
     if kind != runtime.spec.config_name:
@@ -151,7 +160,7 @@ def offload(model: Any, runtime: ExpertRuntime) -> Iterator[Any]:
     try:
         _connect(experts, runtime)
         for module in experts.values():
-            # A copy: models may share a configuration, and only these modules are to change.
+            # Models may share a configuration, but only these modules are to change.
             module.config = copy.copy(module.config)
             module.config._experts_implementation_internal = IMPLEMENTATION
         yield model
@@ -165,7 +174,9 @@ def offload(model: Any, runtime: ExpertRuntime) -> Iterator[Any]:
 
 
 def expert_calls(model: Any) -> dict[str, int]:
-    """Calls made so far, by experts module; empty where none is connected to a runtime."""
+    """Returns the number of calls made so far by the name of each experts module that is connected
+    to a runtime.
+    """
     return {name: module.__dict__[_ROUTE].calls for name, module in find_experts(model).items() if _ROUTE in module.__dict__}
 
 
@@ -197,13 +208,13 @@ def _tensors(model: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _without_experts(model_class: Any) -> Any:
-    """A subclass whose instances lose their experts' parameters when built, so that the loader
-    never reads them.
+    """Makes a subclass whose instances lose the parameters of their experts when they are built, so
+    that the loader never reads those.
     """
 
     class WithoutExperts(model_class):  # type: ignore[misc]
-        # transformers greps the class's source file for the interface's decorator; this class has
-        # none.
+        # transformers searches the source file of a class for the interface's decorator, and this
+        # class has none.
         _can_set_experts_implementation_cached_value = True
 
         def __init__(self, config: Any, *arguments: Any, **options: Any) -> None:
@@ -211,7 +222,7 @@ def _without_experts(model_class: Any) -> Any:
             ignored = set(getattr(self, _IGNORED_KEYS) or ())
             for name, module in find_experts(self).items():
                 module._parameters.clear()
-                # there is nothing left that initialisation could fill
+                # Nothing is left that initialisation could fill.
                 module._is_hf_initialized = True
                 ignored.add(re.escape(name.removeprefix(f"{self.base_model_prefix}.") + "."))
             setattr(self, _IGNORED_KEYS, ignored)

@@ -1,9 +1,9 @@
-"""Parity of remote experts with the model's own eager experts, by the bounds of
-docs/architecture.md (numerics).
+"""Compares remote experts with the model's own eager experts, by the bounds of docs/numerics.md
+(numerics).
 
-Every layer gets the eager model's own hidden states and routing, so that a router flip cannot
-spread; a float64 run of the same experts module is the truth both are measured against. Whole-model
-logits and greedy tokens are compared through `load_model`.
+Every layer gets the hidden states and routing of the eager model, so that a flip of the router
+cannot spread. A float64 run of the same experts module is the truth that both are measured against.
+Logits and greedy tokens of the whole model are compared through `load_model`.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -38,35 +38,39 @@ if TYPE_CHECKING:
     from dflash_moe.runtime.fleet import LoadingReport
     from dflash_moe.topology import Topology
 
-# of the prefill that is compared; past any window of a few tokens, quick on one core
+# The prefill that is compared has so many tokens. That is longer than any window of a few tokens,
+# and takes one core little time.
 NUM_TOKENS = 96
-NUM_GREEDY = 16  # tokens generated after the first GREEDY_PROMPT of them
+# So many tokens are generated after the first GREEDY_PROMPT tokens of the prefill.
+NUM_GREEDY = 16
 GREEDY_PROMPT = 24
-# Every shard's reply is rounded, then their sum: root of two with independent errors of equal size,
-# and a little for chance.
+# The reply of every shard is rounded, and then their sum. With independent errors of equal size
+# that is the root of two, and the rest is for chance.
 ROUNDING_FACTOR = 1.5
-# half a unit of float32, for a class that computes in float32 whatever it is given
+# This is half a unit of float32, for a class that computes in float32 whatever it is given.
 MIN_ROUNDING = 2.0**-24
-# Of what rounding inputs moves: the share added by intermediate values so near a step's edge that
-# float32 crosses it (0012).
+# Some intermediate values are so near the edge of a step that float32 crosses it. They add at most
+# this share of what rounding inputs moves (0012).
 FLIPPED_STEPS = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What may differ. Ratios and fractions of the output's standard deviation; None: reported, not
-    judged.
+    """How much may differ. Differences are fractions of the standard deviation of the output, and
+    what is None is reported but not judged.
     """
 
-    error_ratio: float  # rms error against float64, over eager's own
-    difference_rms: float | None  # from eager
+    # The rms error against float64 may be so many times that of eager.
+    error_ratio: float
+    # The differences are those from eager.
+    difference_rms: float | None
     difference_max: float | None
     logits_rms: float | None
     logits_max: float | None
 
     @classmethod
     def of(cls, dtype: str, num_layers: int) -> Bounds:
-        """The bounds for a model that runs in `dtype`."""
+        """Returns the bounds for a model of `num_layers` layers that runs in `dtype`."""
         if dtype == "f32":
             return cls(4.0, None, None, 2e-6 * max(1.0, num_layers / 12), 1e-5 * max(1.0, num_layers / 6))
         if dtype == "f16":
@@ -76,14 +80,14 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True)
 class LayerParity:
-    """One layer. Errors are rms against float64, differences from eager; all over the float64
-    output's standard deviation.
+    """What was measured of one layer. Errors are rms against float64 and differences are from
+    eager, both divided by the standard deviation of the float64 output.
 
-    Where a worker requantised, remote's error is against float64 with the weights it holds, and
-    `requantisation_error` is what those differ by; differences from eager then show it too and are
-    not judged (docs/decisions/0009). Likewise where a class rounds inputs: remote's error is
-    against float64 with inputs so rounded, which moves the output by `activation_error`, and
-    `class_error` is against float64 with exact inputs (0012).
+    Where a worker requantised, the remote error is against float64 with the weights that it holds,
+    and `requantisation_error` is how far these move the output. Differences from eager then show
+    that too and are not judged (docs/decisions/0009). It is the same where a class rounds inputs:
+    the remote error is against float64 with inputs so rounded, which moves the output by
+    `activation_error`, and `class_error` is against float64 with exact inputs (0012).
     """
 
     index: int
@@ -91,7 +95,8 @@ class LayerParity:
     tokens: int
     eager_error: float
     remote_error: float
-    rounding_error: float  # of the float64 output itself, rounded once to the model's dtype
+    # The float64 output itself has this error when it is rounded once to the model's dtype.
+    rounding_error: float
     difference_rms: float
     difference_max: float
     equal_in_stream: bool
@@ -99,20 +104,21 @@ class LayerParity:
     expected_calls: int | None
     is_requantised: bool = False
     requantisation_error: float = 0.0
-    numerics: tuple[str, ...] = (DEFAULT_NUMERICS,)  # the classes of its holders
+    # These are the classes of its holders.
+    numerics: tuple[str, ...] = (DEFAULT_NUMERICS,)
     activation_error: float = 0.0
     class_error: float = 0.0
 
     @property
     def is_rounded(self) -> bool:
-        """Whether some holder's class rounds inputs."""
+        """Whether the class of some holder rounds inputs."""
         return any(rounds_inputs(numerics) for numerics in self.numerics)
 
 
 @dataclass(slots=True)
 class VerifyReport:
-    """Everything measured; `excesses` says what is beyond its bound, one sentence each: empty means
-    parity.
+    """Everything that was measured. `excesses` has one sentence for whatever is beyond its bound,
+    and is empty where there is parity.
     """
 
     directory: str
@@ -120,26 +126,29 @@ class VerifyReport:
     dtype: str
     request_dtype: str
     reply_dtype: str
-    # as in `ExpertRuntime.stats`: policy, class by holder, layers of several classes
+    # Policy, class by holder and layers of several classes are those of `ExpertRuntime.stats`.
     numerics: dict[str, Any]
     seed: int
     bounds: Bounds
     layers: list[LayerParity] = field(default_factory=list)
-    logits_rms: float = math.nan  # over the eager logits' standard deviation
+    # Both are divided by the standard deviation of the eager logits.
+    logits_rms: float = math.nan
     logits_max: float = math.nan
     greedy_tokens: int = 0
-    greedy_compared: int = 0  # until the first difference
-    # eager's top-2 gap over the standard deviation where tokens first differ
+    # So many greedy tokens are equal before the first difference.
+    greedy_compared: int = 0
+    # Where tokens first differ, this is the gap between the two largest logits of eager, divided by
+    # their standard deviation.
     greedy_flip_gap: float | None = None
     remote_calls: int = 0
-    # what each holder keeps of the weights, most bytes first
+    # Each holder keeps weights in these formats, that of most experts first.
     formats: dict[str, list[str]] = field(default_factory=dict)
     excesses: list[str] = field(default_factory=list)
-    # whose content checksums are those of the host's own copy; None: not asked for
+    # So many shards have the content checksums of the host's own copy; None where nobody asked.
     compared_shards: int | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """All fields."""
+        """Returns all fields, and the schema and case that result files have."""
         return {"schema": 1, "case": "verify", **asdict(self)}
 
 
@@ -155,13 +164,14 @@ def verify(
     on_comparing: ContentsReport | None = None,
     overrides: dict[str, Any] | None = None,
 ) -> VerifyReport:
-    """Compares on seeded random token ids; the model runs in `dtype` (default: the checkpoint's),
-    and so does the wire. With `on_comparing` it first compares the weights of every holder with the
-    checkpoint here, which calls that now and then.
+    """Compares remote experts with eager ones on seeded random token ids. The model runs in
+    `dtype`, by default the checkpoint's, and so does the wire. With `on_comparing` the weights of
+    every holder are first compared with the checkpoint here, and `on_comparing` is called now and
+    then meanwhile. `overrides` are settings of the runtime.
 
-    Returns a report also when bounds are exceeded. Errors: CheckpointError naming layer, shard,
-    holder and both checksums where weights differ, UnsupportedError naming class and field
-    before any worker starts, DflashError when the model's experts did not reach the workers, and
+    It returns a report also when bounds are exceeded. Errors: CheckpointError naming layer, shard,
+    holder and both checksums where weights differ, UnsupportedError naming class and field before
+    any worker starts, DflashError when the experts of the model did not reach the workers, and
     those of `ExpertRuntime.start`.
     """
     progress("deriving layers from the model")
@@ -187,8 +197,8 @@ def verify(
         with capture_calls(eager, calls.append):
             eager_logits = _logits(eager, input_ids)
         layers = {layer.name: layer for layer in spec.layers}
-        # Workers keep the weights as stored; where the eager model had to round its own, the truth
-        # must not.
+        # Workers keep the weights as they are stored. Where the eager model had to round its own,
+        # the truth must not.
         is_exact = all(_holds(spec.dtype, layer.weight_dtype) for layer in spec.layers)
         stored = eager if is_exact else _load_eager(path, "f32")
         report.formats = held_formats(runtime)
@@ -202,7 +212,7 @@ def verify(
 
 
 def _holds(dtype: str, stored: str) -> bool:
-    """Whether every number of format `stored` is one of `dtype`."""
+    """Says whether every number of format `stored` is also one of `dtype`."""
     return dtype in ("f32", stored)
 
 
@@ -212,7 +222,7 @@ def _shards(runtime: ExpertRuntime, layer: LayerSpec) -> tuple[Shard, ...]:
 
 
 def held_formats(runtime: ExpertRuntime) -> dict[str, list[str]]:
-    """What each holder keeps of the weights, the format of most experts first."""
+    """Returns the formats in which each holder keeps weights, that of most experts first."""
     counts: dict[str, Counter[str]] = {}
     for layer in runtime.spec.layers:
         for shard in _shards(runtime, layer):
@@ -264,11 +274,11 @@ def _compare_layer(module: Any, layer: LayerSpec, call: ExpertsCall, runtime: Ex
 
 
 def _as_computed(module: Any, call: ExpertsCall, layer: LayerSpec, shards: Sequence[Shard], exact: Any) -> Any:
-    """The output in float64 with inputs rounded as each holder's class does; `exact` where none
-    does.
+    """Computes the output in float64 with inputs rounded as the class of each holder does. Returns
+    `exact` where no class rounds.
 
-    An output is the sum of its experts': the experts of one class are taken alone by giving all
-    others the weight zero.
+    An output is the sum of the outputs of its experts. So the experts of one class are taken alone
+    by giving all others the weight zero.
     """
     kept = {shard: (shard.numerics, layer.resident_dtype(shard.weights)) for shard in shards}
     if not any(rounds_inputs(shard.numerics) for shard in shards):
@@ -285,11 +295,11 @@ def _as_computed(module: Any, call: ExpertsCall, layer: LayerSpec, shards: Seque
 
 
 def _as_held(module: Any, layer: LayerSpec, shards: Sequence[Shard]) -> Any:
-    """A copy of the experts module with the weights that the holders compute with; None where those
-    are the checkpoint's.
+    """Returns a copy of the experts module with the weights that the holders compute with, or None
+    where those are the checkpoint's.
 
-    Quantised by NumPy code of its own (`model/dequantize.py`), so that a worker's quantiser is
-    measured against another.
+    NumPy code of its own (`model/dequantize.py`) quantises them, so that the quantiser of a worker
+    is measured against another.
     """
     changed = {shard: layer.resident_dtype(shard.weights) for shard in shards}
     changed = {shard: kept for shard, kept in changed.items() if is_requantised(kept)}
@@ -307,8 +317,8 @@ def _as_held(module: Any, layer: LayerSpec, shards: Sequence[Shard]) -> Any:
 
 
 def _in_float64(module: Any, call: ExpertsCall) -> Any:
-    """What the experts module itself computes in float64; its weights are widened, and dropped
-    again, one layer at a time.
+    """Returns what the experts module itself computes in float64. Its weights are widened, and
+    dropped again, one layer at a time, so that memory holds one wide layer at most.
     """
     wide = copy.deepcopy(module).double()
     ids = call.topk_ids
@@ -324,7 +334,9 @@ def _count_calls(runtime: ExpertRuntime) -> int:
 
 
 def _expected_calls(runtime: ExpertRuntime, layer: LayerSpec, topk_ids: Any) -> int | None:
-    """One per holder that has an expert some row chose; None where the batch is cut into slices."""
+    """Returns the number of calls that a batch makes: one to each holder with an expert that some
+    row chose. It is None where the batch is cut into slices.
+    """
     if topk_ids.shape[0] > runtime.settings.batch_capacity:
         return None
     chosen = set(topk_ids.unique().tolist())
@@ -332,8 +344,8 @@ def _expected_calls(runtime: ExpertRuntime, layer: LayerSpec, topk_ids: Any) -> 
 
 
 def _logits(model: Any, input_ids: Any) -> Any:
-    """[tokens, vocabulary] in float32; the last hidden states of a model without a head. Any noise
-    it draws is the same.
+    """Returns the logits [num_tokens, vocab_size] in float32 on the CPU, or the last hidden states
+    of a model without a head. Any noise that the model draws is the same in every call.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -342,8 +354,8 @@ def _logits(model: Any, input_ids: Any) -> Any:
 
 
 def _greedy(model: Any, prompt: Any) -> list[int]:
-    """The most likely NUM_GREEDY tokens after `prompt`, one by one. Without a cache: families keep
-    caches of many kinds.
+    """Returns NUM_GREEDY tokens after `prompt`, each the most likely one. No cache is used, because
+    families keep caches of many kinds.
     """
     seen = prompt
     for _ in range(NUM_GREEDY):
@@ -386,13 +398,14 @@ def _judge(report: VerifyReport, layers: tuple[LayerSpec, ...]) -> None:
         report.excesses.append(f"the forward pass called {len(report.layers)} of {len(layers)} layers with experts")
     for layer in report.layers:
         where = f"layer {layer.index} ({layer.name})"
-        # Half of eager's error is out of reach where a class computes in float32 and rounds once:
-        # rounding is its measure.
+        # Half of eager's error is out of reach where a class computes in float32 and rounds once.
+        # Such a class is measured by its rounding.
         limit = max(bounds.error_ratio * layer.eager_error, ROUNDING_FACTOR * layer.rounding_error, MIN_ROUNDING,
                     FLIPPED_STEPS * layer.activation_error)  # fmt: skip
         _check(report, f"{where}: error against float64", layer.remote_error, limit)
         is_coarser = layer.is_requantised or any(rounds_below(numerics, report.dtype) for numerics in layer.numerics)
-        # as coarse as the model itself: then no further from the truth than it is
+        # A class whose rounding is no coarser than that of the model must be no further from the
+        # truth than eager is.
         if not is_coarser and layer.is_rounded:
             _check(report, f"{where}: error against float64 with exact inputs", layer.class_error, layer.eager_error)
         if not is_coarser:
@@ -403,8 +416,8 @@ def _judge(report: VerifyReport, layers: tuple[LayerSpec, ...]) -> None:
         if layer.calls == 0 or layer.expected_calls not in (None, layer.calls):
             report.excesses.append(f"{where}: made {layer.calls} calls to workers, expected {layer.expected_calls}")
     if any(layer.is_requantised or layer.is_rounded for layer in report.layers):
-        # the whole model differs from eager by the requantised weights or rounded inputs, which is
-        # reported
+        # The whole model then differs from eager by the requantised weights or rounded inputs. That
+        # is reported but not judged.
         return
     _check(report, "rms difference of the logits", report.logits_rms, bounds.logits_rms)
     _check(report, "largest difference of the logits", report.logits_max, bounds.logits_max)

@@ -1,8 +1,8 @@
-"""A model's structure without its weights: its configuration, the model on the meta device, its
-experts modules.
+"""Loads the structure of a model without its weights: its configuration, the model on the meta
+device, and its experts modules.
 
-What counts as an experts module is decided by transformers' experts interface alone, never by a
-family's name.
+The experts interface of transformers alone decides what counts as an experts module, never the name
+of a family.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 _AUTO_CLASSES = ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForMultimodalLM", "AutoModel")
 
-# What transformers.integrations.moe.use_experts_implementation leaves on a module.
+# transformers.integrations.moe.use_experts_implementation leaves these attributes on a module.
 _INTERFACE_MARKS = ("has_gate", "has_bias", "is_transposed", "_is_expert_parallel", "_apply_gate", "config")
 
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """Configuration, class, meta-device model of a checkpoint, and its experts modules by qualified
-    name, in model order.
+    """The configuration and class of a checkpoint's model, the model on the meta device, and its
+    experts modules by qualified name in the order of the model.
     """
 
     config: Any
@@ -38,8 +38,8 @@ class Architecture:
 
 
 def load_architecture(checkpoint: Checkpoint) -> Architecture:
-    """Builds the model on the meta device. CheckpointError (no or bad config.json),
-    UnsupportedError naming class and field.
+    """Builds the model on the meta device. Raises CheckpointError where config.json is missing or
+    bad, and UnsupportedError naming class and field.
     """
     import torch
 
@@ -51,10 +51,10 @@ def load_architecture(checkpoint: Checkpoint) -> Architecture:
 
 
 def load_config(checkpoint: Checkpoint) -> Any:
-    """The transformers configuration of a checkpoint; code in it is never run.
+    """Returns the transformers configuration of a checkpoint. Code in the checkpoint is never run.
 
-    `quantization_config` is taken off it: what we read quantised is dequantised by us.
-    UnsupportedError for other methods.
+    `quantization_config` is taken off, because quantised weights are dequantised here and not by
+    transformers. Raises UnsupportedError for other methods of quantisation.
     """
     from transformers import AutoConfig
 
@@ -98,12 +98,12 @@ def _check_quantization(owner: str, quantization: Any) -> None:
 
 
 def find_model_class(config: Any) -> Any:
-    """The class config.json names in `architectures`, else the one transformers' auto classes have
-    for the configuration.
+    """Returns the class that config.json names in `architectures`, or else the one that the auto
+    classes of transformers have for the configuration.
 
     Only classes of models count, whatever else transformers may have under the name. A name that it
-    does not have at all is passed over: many checkpoints name a class of the code they were trained
-    with. UnsupportedError names field and value.
+    does not have at all is passed over, because many checkpoints name a class of the code they were
+    trained with. Raises UnsupportedError naming field and value.
     """
     import transformers
 
@@ -131,8 +131,8 @@ def find_model_class(config: Any) -> Any:
 
 
 def auto_classes(config: Any) -> list[Any]:
-    """The model classes that transformers' auto classes have for a configuration, the most specific
-    first.
+    """Returns the model classes that the auto classes of transformers have for a configuration, the
+    most specific one first.
     """
     import transformers
 
@@ -142,13 +142,13 @@ def auto_classes(config: Any) -> list[Any]:
 
 
 def is_on_interface(module: Any) -> bool:
-    """Whether the module's forward is dispatched by transformers' experts interface."""
+    """Says whether the experts interface of transformers dispatches the forward of this module."""
     return hasattr(type(module).forward, "__wrapped__") and all(hasattr(module, mark) for mark in _INTERFACE_MARKS)
 
 
 def find_experts(model: Any) -> dict[str, Any]:
-    """Experts modules by qualified name. UnsupportedError when there are none, naming a class that
-    looks like one.
+    """Returns the experts modules of a model by qualified name. Raises UnsupportedError when there
+    are none, naming a class that looks like one.
     """
     found = {name: module for name, module in model.named_modules() if is_on_interface(module)}
     if found:

@@ -15,8 +15,8 @@ from dflash_moe.model.architecture import find_experts
 
 @dataclass(frozen=True, slots=True)
 class ExpertsCall:
-    """One call of an experts module: [tokens, width], twice [tokens, top_k], [tokens, width], as
-    the model passed them.
+    """One call of an experts module, as the model made it: hidden_states and output are
+    [num_tokens, width], topk_ids and topk_weights are [num_tokens, top_k].
     """
 
     name: str
@@ -28,7 +28,7 @@ class ExpertsCall:
 
 @contextmanager
 def capture_calls(model: Any, receive: Callable[[ExpertsCall], None]) -> Iterator[None]:
-    """Within the block, `receive` gets every call of every experts module, in the order of the
+    """Calls `receive` within the block with every call of every experts module, in the order of the
     forward pass.
     """
 

@@ -1,8 +1,8 @@
-"""A checkpoint as a worker sees it: checked headers, mapped files, a fingerprint. Safetensors
-directories and GGUF files alike.
+"""A checkpoint as a worker sees it: checked headers, mapped files and a fingerprint, for
+safetensors directories and GGUF files alike.
 
-Needs neither torch nor transformers. Opening reads headers only; weights are touched when an expert
-is loaded.
+It needs neither torch nor transformers. Opening reads headers only, and weights are touched when an
+expert is loaded.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -39,8 +39,8 @@ MAX_CONFIG_BYTES = 16 << 20
 SAMPLE_BYTES = 32
 MAX_SAMPLED_TENSORS = 4096
 
-# Settings that do not change what the weights mean: of config.json, and (by their beginning) of a
-# GGUF file.
+# These settings do not change what the weights mean. Those of config.json are whole names, and
+# those of a GGUF file are the beginnings of names.
 _VOLATILE_SETTINGS = {"transformers_version", "use_cache", "output_router_logits", "output_attentions", "output_hidden_states"}
 _VOLATILE_METADATA = ("general.", "split.", "quantize.")
 _ARCHITECTURE = "general.architecture"
@@ -48,12 +48,12 @@ _ARCHITECTURE = "general.architecture"
 
 @dataclass(slots=True)
 class Checkpoint:
-    """Files and tensors of one model. Files are mapped on first use and stay mapped as long as this
-    lives.
+    """The files and tensors of one model. Files are mapped on first use and stay mapped as long as
+    this object lives.
 
     `path` is the directory, or the GGUF file (the first part of a split one). `stored` are the
-    tensors as the files list them, `tensors` those with scales joined to their values; `metadata`
-    is a GGUF file's, None for safetensors.
+    tensors as the files list them, and `tensors` are the same with scales joined to their values.
+    `metadata` is that of a GGUF file, None for safetensors.
     """
 
     path: Path
@@ -66,8 +66,8 @@ class Checkpoint:
 
     @classmethod
     def open(cls, path: str | Path) -> Checkpoint:
-        """Reads and checks all headers of a directory or a GGUF file. CheckpointError naming file
-        and tensor.
+        """Reads and checks all headers of a directory or a GGUF file. Raises CheckpointError naming
+        file and tensor.
         """
         path = Path(path)
         if not is_file(path) and not is_folder(path):
@@ -107,7 +107,7 @@ class Checkpoint:
         return cls(parts[0], parts, stored, stored, metadata)
 
     def mapped_file(self, index: int) -> _core.MappedFile:
-        """The mapping of `files[index]`."""
+        """Returns the mapping of `files[index]`, and makes it on first use."""
         if index not in self._mapped:
             from dflash_moe import _core
 
@@ -115,23 +115,23 @@ class Checkpoint:
         return self._mapped[index]
 
     def drop_pages(self) -> None:
-        """Lets the resident pages of all mapped files go; a later read brings them back from the
+        """Lets the resident pages of all mapped files go. A later read brings them back from the
         page cache.
         """
         for file in self._mapped.values():
             file.drop_pages()
 
     def config(self) -> dict[str, Any]:
-        """config.json, or a GGUF file's metadata. CheckpointError when the former is missing or not
-        a JSON map.
+        """Returns config.json as a map, or the metadata of a GGUF file. Raises CheckpointError when
+        config.json is missing or no JSON map.
         """
         if self.metadata is not None:
             return self.metadata
         return read_json(self.path / "config.json", MAX_CONFIG_BYTES)
 
     def values(self, name: str) -> np.ndarray[Any, Any]:
-        """A whole tensor as float32, whatever its format. For the host's weights; errors as
-        `dequantize`.
+        """Returns a whole tensor in float32, whatever its format. It is for the host's weights.
+        Errors are those of `dequantize`.
         """
         info = self.tensors[name]
         format_name = STORED_NAMES.get(info.dtype, info.dtype)
@@ -148,7 +148,7 @@ class Checkpoint:
         return np.concatenate(made).reshape(info.shape)
 
     def raw(self, name: str) -> np.ndarray[Any, Any]:
-        """A tensor's bytes as they lie in the file, mapped."""
+        """Returns the bytes of a tensor as they lie in the mapped file."""
         return self._bytes(self.tensors[name])
 
     def _bytes(self, info: TensorInfo | ScaleInfo) -> np.ndarray[Any, Any]:
@@ -163,8 +163,8 @@ class Checkpoint:
         return values.reshape(rows, scales.shape[-1])
 
     def fingerprint(self) -> str:
-        """Hex digest of the tensors' names, dtypes, shapes, samples of their contents, and the
-        configuration. Computed once.
+        """Returns a digest in hexadecimal of the names, dtypes and shapes of all tensors, samples
+        of their contents, and the configuration. It is computed once.
         """
         if not self._fingerprint:
             self._fingerprint = self._compute_fingerprint()
@@ -201,11 +201,11 @@ class Checkpoint:
 def shard_fingerprint(
     model_fingerprint: str, layer_name: str, experts: Sequence[int], weight_dtype: str = "", numerics: str = DEFAULT_NUMERICS
 ) -> int:
-    """64 bits that name the weights of these experts (ascending ids) of this layer, as a holder
-    computes with them.
+    """Returns 64 bits that name the weights of these experts (ascending ids) of this layer, as a
+    holder computes with them.
 
-    `weight_dtype` is what it keeps: a part of the name where that is other numbers than the
-    checkpoint's. So is the numerics class where inputs are rounded for it: a call never takes a
+    `weight_dtype` is what the holder keeps, and part of the name where that is other numbers than
+    the checkpoint's. So is the numerics class where it rounds inputs, so that a call never takes a
     reply of another class for its own.
     """
     text = f"{model_fingerprint} {layer_name} {','.join(map(str, experts))}"

@@ -1,5 +1,5 @@
-"""Which files make up a checkpoint: safetensors with or without an index, a GGUF file, or a GGUF
-file split into several.
+"""Finds the files that make up a checkpoint: safetensors with or without an index, a GGUF file, or
+a GGUF file split into several.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -27,10 +27,11 @@ _SPLIT = re.compile(r"(.*)-([0-9]{5})-of-([0-9]{5})\.gguf")
 
 
 def find_gguf(path: Path) -> tuple[Path, ...]:
-    """The GGUF files that `path` means: itself and its sisters, or those of a directory without
-    safetensors; () if none.
+    """Returns the GGUF files that `path` means: itself and the other parts of a split file, or
+    those of a directory without safetensors, or none.
 
-    CheckpointError when a part of a split file is missing, or a directory has several models.
+    Raises CheckpointError when a part of a split file is missing, or a directory has several
+    models.
     """
     if is_file(path):
         if not is_gguf(path):
@@ -46,8 +47,8 @@ def find_gguf(path: Path) -> tuple[Path, ...]:
 
 
 def list_safetensors(directory: Path) -> tuple[tuple[Path, ...], dict[str, str]]:
-    """The weight files, and which file the index says each tensor is in (empty without an
-    index).
+    """Returns the weight files, and for each tensor the file that the index names, which is empty
+    without an index. Raises CheckpointError.
     """
     if is_file(directory / INDEX_NAME):
         listed = read_json(directory / INDEX_NAME, MAX_HEADER_BYTES).get("weight_map")
@@ -72,8 +73,8 @@ def list_safetensors(directory: Path) -> tuple[tuple[Path, ...], dict[str, str]]
 
 
 def _is_file_name(value: Any) -> bool:
-    """Whether it can be the name of a file in the checkpoint's folder: no path, and no longer than
-    Linux takes one.
+    """Says whether this can be the name of a file in the checkpoint's folder: it is no path, and no
+    longer than Linux takes one.
     """
     if type(value) is not str or value != os.path.basename(value) or value in ("", ".", "..") or "\0" in value:
         return False
@@ -85,8 +86,8 @@ def _is_file_name(value: Any) -> bool:
 
 
 def _matching(directory: Path, pattern: str) -> list[Path]:
-    """The folder's entries of this pattern. CheckpointError where the folder cannot be listed:
-    `glob` would take it for an empty one.
+    """Returns the entries of a folder that match this pattern. Raises CheckpointError where the
+    folder cannot be listed, which `glob` would take for an empty one.
     """
     try:
         os.listdir(directory)
@@ -96,7 +97,9 @@ def _matching(directory: Path, pattern: str) -> list[Path]:
 
 
 def read_json(path: Path, max_bytes: int) -> dict[str, Any]:
-    """A JSON map from a file. CheckpointError naming the file."""
+    """Reads a JSON map from a file of at most `max_bytes`. Raises CheckpointError naming the
+    file.
+    """
     try:
         with path.open("rb") as stream:
             text = stream.read(max_bytes + 1)
@@ -114,7 +117,7 @@ def read_json(path: Path, max_bytes: int) -> dict[str, Any]:
 
 
 def _with_sisters(path: Path) -> tuple[Path, ...]:
-    """All parts of the model that `path` is a part of, in order."""
+    """Returns all parts of the split file to which `path` belongs, in order."""
     split = _SPLIT.fullmatch(path.name)
     if split is None:
         return (path,)

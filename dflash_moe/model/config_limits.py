@@ -1,8 +1,9 @@
-"""Bounds of a configuration's counts, checked before transformers sees it.
+"""Checks the counts in a configuration before transformers sees it.
 
-A configuration's own constructor makes lists of one entry per layer, and a model is built module by
-module, on the meta device too: a count of a billion would take minutes and gigabytes before anybody
-could say that it is wrong. More layers or experts than a frame can name cannot be served anyhow.
+The constructor of a configuration makes lists with one entry for each layer, and a model is built
+module by module, on the meta device too. So a count of a billion would take minutes and gigabytes
+before anybody could say that it is wrong. More layers or experts than a frame can name cannot be
+served anyhow.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -23,9 +24,9 @@ _COUNTS_EXPERTS = re.compile(r"(?:moe_)?(?:num|n)_(?:\w+_)?experts|expert_count"
 
 
 def check_counts(settings: Mapping[str, Any], where: str) -> None:
-    """Checks a configuration and those inside it, or a GGUF file's metadata. UnsupportedError names
-    `where`, the first field that counts more layers or experts than the wire can name, and the
-    bound.
+    """Checks a configuration and those inside it, or the metadata of a GGUF file. Raises
+    UnsupportedError that names `where`, the first field that counts more layers or experts than the
+    wire can name, and the bound.
     """
     limits = _core.wire_limits()
     for field, value in _integers(settings):
@@ -42,7 +43,7 @@ def _check(where: str, field: str, value: int, most: int, what: str) -> None:
 
 
 def _integers(settings: Any, path: str = "") -> Iterator[tuple[str, int]]:
-    """(dotted field, value) of every integer in a tree of maps and lists."""
+    """Yields (dotted field, value) of every integer in a tree of maps and lists."""
     entries: Iterable[tuple[Any, Any]] = settings.items() if isinstance(settings, Mapping) else enumerate(settings)
     for key, value in entries:
         field = f"{path}.{key}" if path else str(key)

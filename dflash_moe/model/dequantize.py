@@ -1,9 +1,9 @@
-"""Every weight format as float32, in NumPy, written from the formats' own descriptions: for the
-host's weights, and as a check.
+"""Dequantises every weight format to float32 in NumPy, for the host's weights and as a check. It is
+written from the formats' own descriptions.
 
-Independent of the kernels' dequantisers on purpose: `verify` and tests hold the two against each
-other. Each function takes raw blocks as uint8 [rows, blocks, bytes] and gives float32 [rows,
-blocks, values]; every product and difference is rounded once.
+It is independent of the kernels' dequantisers on purpose, because `verify` and tests hold the two
+against each other. The function of a format takes raw blocks as uint8 [rows, blocks, bytes] and
+gives float32 [rows, blocks, values]. Every product and difference is rounded once.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -26,11 +26,12 @@ IQ4_LEVELS = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 
 
 
 def dequantize(format_name: str, data: Array, outputs: int, inputs: int, scales: Array | None = None) -> Array:
-    """Float32 [outputs, inputs] of a matrix in `format_name`; `data` are its bytes (uint8, any
-    shape), rows one after another.
+    """Returns a matrix in `format_name` as float32 [outputs, inputs]. `data` are its bytes in uint8
+    of any shape, with rows one after another.
 
-    `scales` where they lie apart: float32 [ceil(outputs / 128), ceil(inputs / 128)] for FP8, uint8
-    [outputs, inputs / 32] for MXFP4. UnsupportedError for a format without a rule here.
+    `scales` are given where they lie apart: float32 [ceil(outputs / 128), ceil(inputs / 128)] for
+    FP8, and uint8 [outputs, inputs / 32] for MXFP4. Raises UnsupportedError for a format without a
+    rule here.
     """
     data = np.ascontiguousarray(data).view(np.uint8).reshape(-1)
     if format_name == "f32":
@@ -53,11 +54,11 @@ def dequantize(format_name: str, data: Array, outputs: int, inputs: int, scales:
 
 
 def quantize_int(values: Array, bits: int) -> tuple[Array, Array]:
-    """(integers int8 [outputs, inputs], float32 scales [outputs, groups]) in groups of 32 inputs:
-    `weights: int8 | int4`.
+    """Quantises values to integers in int8 [outputs, inputs] and float32 scales [outputs, groups],
+    in groups of 32 inputs, as `weights: int8` and `int4` mean.
 
-    scale = largest magnitude / (2^(bits-1) - 1); integers are value / scale rounded half to even; a
-    group of zeros has scale 0.
+    A scale is the largest magnitude / (2^(bits-1) - 1), and an integer is value / scale rounded
+    half to even. A group of zeros has scale 0.
     """
     outputs, inputs = values.shape
     limit = np.float32(2 ** (bits - 1) - 1)
@@ -71,7 +72,9 @@ def quantize_int(values: Array, bits: int) -> tuple[Array, Array]:
 
 
 def requantized(values: Array, format_name: str) -> Array:
-    """What a worker that keeps `values` [outputs, inputs] as int8_g32 or int4_g32 computes with."""
+    """Returns the numbers with which a worker computes that keeps `values` [outputs, inputs] as
+    int8_g32 or int4_g32.
+    """
     integers, scales = quantize_int(values, 8 if format_name == "int8_g32" else 4)
     wide = np.repeat(scales, 32, axis=1)[:, : values.shape[1]]
     held: Array = integers.astype(np.float32) * wide
@@ -79,14 +82,16 @@ def requantized(values: Array, format_name: str) -> Array:
 
 
 def e8m0(exponents: Array) -> Array:
-    """2^(e - 127) as float32; 255 is NaN."""
+    """Returns 2^(e - 127) in float32. An exponent of 255 is NaN."""
     bits = exponents.astype(np.uint32) << 23
     bits = np.where(exponents == 0, np.uint32(1 << 22), bits)  # 2^-127 is subnormal
     return np.where(exponents == 255, np.uint32(0x7FC00000), bits).astype(np.uint32).view(np.float32)
 
 
 def _e4m3_values() -> Array:
-    """All 256 numbers of FP8 e4m3 (finite only; 0x7f and 0xff are NaN)."""
+    """Returns the numbers of all 256 codes of FP8 e4m3. Only 0x7f and 0xff are NaN, and none is
+    infinite.
+    """
     codes = np.arange(256)
     exponents, mantissas = codes >> 3 & 15, codes & 7
     normal = (1 + mantissas / 8) * 2.0 ** (exponents - 7)
@@ -105,18 +110,18 @@ def _fp8(codes: Array, scales: Array) -> Array:
 
 
 def _mxfp4(blocks: Array, scales: Array) -> Array:
-    """Low nibble first: value 2i, then 2i + 1."""
+    """Dequantises MXFP4, in which the low nibble holds value 2i and the high one value 2i + 1."""
     pairs = np.stack([E2M1[blocks & 15], E2M1[blocks >> 4]], axis=-1)
     return pairs.reshape(*blocks.shape[:2], -1) * e8m0(scales)[:, :, None]
 
 
 def _f16(data: Array) -> Array:
-    """[rows, blocks, 2] bytes as float32 [rows, blocks, 1]."""
+    """Returns the float16 in bytes [rows, blocks, 2] as float32 [rows, blocks, 1]."""
     return np.ascontiguousarray(data).view(np.float16).astype(np.float32)
 
 
 def _nibbles(data: Array) -> Array:
-    """All low nibbles, then all high ones."""
+    """Returns all low nibbles, followed by all high ones."""
     return np.concatenate([data & 15, data >> 4], axis=-1)
 
 
@@ -137,7 +142,7 @@ def _gguf_mxfp4(blocks: Array) -> Array:
 
 
 def _k_scales(packed: Array) -> tuple[Array, Array]:
-    """Eight 6-bit scales and eight 6-bit minima out of 12 bytes (Q4_K, Q5_K)."""
+    """Unpacks eight 6-bit scales and eight 6-bit minima from 12 bytes (Q4_K, Q5_K)."""
     low, middle, high = packed[..., 0:4], packed[..., 4:8], packed[..., 8:12]
     scales = np.concatenate([low & 63, (high & 15) | (low >> 6) << 4], axis=-1)
     minima = np.concatenate([middle & 63, (high >> 4) | (middle >> 6) << 4], axis=-1)
@@ -145,7 +150,7 @@ def _k_scales(packed: Array) -> tuple[Array, Array]:
 
 
 def _k_affine(blocks: Array, codes: Array) -> Array:
-    """(d * scale) * code - (dmin * minimum) for eight groups of 32 codes."""
+    """Returns (d * scale) * code - (dmin * minimum) for eight groups of 32 codes."""
     scales, minima = _k_scales(blocks[..., 4:16])
     factor, offset = _f16(blocks[..., :2]) * scales, _f16(blocks[..., 2:4]) * minima
     values: Array = factor[..., None] * codes.astype(np.float32) - offset[..., None]

@@ -1,8 +1,8 @@
-"""Loads experts out of a checkpoint into a resident shard, as many at a time as its worker has
+"""Loads experts from a checkpoint into a resident shard, as many at a time as its worker has
 threads.
 
-Reading and packing run in C++ without the GIL and are bound by memory; one thread does not reach
-its bandwidth.
+Reading and packing run in C++ without the GIL. Memory bounds them, and one thread alone does not
+reach its bandwidth.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -38,8 +38,8 @@ def load_experts(
     threads: int,
     report: Callable[[int], None] = lambda _count: None,
 ) -> None:
-    """Fills a new shard with `experts` (ascending ids). `report` gets their number so far, on
-    the caller's thread.
+    """Fills a new shard with `experts` (ascending ids). `report` is called on the caller's thread
+    with the number loaded so far.
 
     Errors: CheckpointError naming file and tensor, UnsupportedError naming the format. The first
     one ends the loading.
@@ -71,13 +71,14 @@ def load_experts(
                 report(count)
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
-        # Those under way write into the worker's memory; those that were cancelled never end.
+        # Loads under way write into the worker's memory and must end first. Those that were
+        # cancelled never end.
         wait([one for one in pending if not one.cancelled()], timeout=STANDSTILL_S)
 
 
 def _where(checkpoint: Checkpoint, ffn: FfnSpec, expert: int, text: str) -> str:
-    """File and tensor of a matrix that the core calls wrong; nothing where the text already has
-    them.
+    """Returns file and tensor of a matrix that the core calls wrong, or an empty text where the
+    error has them already.
     """
     found = _MATRIX.search(text)
     patterns: dict[str, TensorPattern | None] = {"gate": ffn.gate_tensor, "up": ffn.up_tensor, "down": ffn.down_tensor}

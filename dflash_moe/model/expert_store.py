@@ -1,7 +1,7 @@
-"""The shards that this process has resident: borrowed by what names their weights, filled from the
-checkpoint where they are new, dropped when their users have given them back.
+"""The shards that this process has resident. Users borrow a shard by what names its weights; a new
+one is filled from the checkpoint, and one that all users have given back is dropped.
 
-A worker process has one for the session that it serves, and so has every worker inside the host
+A worker process has a store for the session that it serves, and so has every worker inside the host
 process.
 SPDX-License-Identifier: Apache-2.0
 """
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class ExpertStore:
-    """Shards on the processor or on one device. Any thread; one loads at a time."""
+    """Shards on the processor or on one device. Any thread may call, and one loads at a time."""
 
     def __init__(
         self,
@@ -34,8 +34,9 @@ class ExpertStore:
         weights_layout: str = "packed",
         memory_limit: int = 0,
     ) -> None:
-        """`device` None: the processor, by kernel set `isa`. `memory_limit`: bytes that weights may
-        take, 0 for no limit.
+        """Weights are computed with on `device`, or where that is None on the processor by kernel
+        set `isa`. Its threads, which also load, are pinned to `cpus` where there are any.
+        `memory_limit` bounds the bytes of weights; 0 sets no limit.
         """
         self._store = _core.ShardStore(
             isa=isa, num_threads=threads, cpus=cpus, device=device, weights_layout=weights_layout, memory_limit=memory_limit
@@ -55,10 +56,11 @@ class ExpertStore:
         numerics: str,
         report: Callable[[int], None] = lambda _count: None,
     ) -> _core.ResidentShard:
-        """Lends the shard of `experts` (ascending ids), loaded; `name` is what errors call it.
+        """Lends the loaded shard of `experts` (ascending ids). `name` is what errors call it, and
+        `report` is called with the number of its experts loaded so far.
 
-        `report` gets its experts loaded so far. Errors: ConfigError where the memory limit does not
-        allow it, CheckpointError naming tensor and file, UnsupportedError naming format or class.
+        Errors: ConfigError where the memory limit does not allow it, CheckpointError naming tensor
+        and file, UnsupportedError naming format or class.
         """
         try:
             loan = self._store.borrow(ffn.kernel_spec(), len(experts), weight_dtype, weights_fingerprint, numerics)
@@ -66,7 +68,7 @@ class ExpertStore:
             raise type(error)(f"{name}: {error}") from None
         try:
             if not loan.is_complete:
-                # memory is local to the node of the core that touches it first
+                # Memory is local to the node of the core that touches it first.
                 with running_on(self._cpus):
                     load_experts(loan, checkpoint, ffn, experts, threads=self._threads, report=report)
                 checkpoint.drop_pages()  # a packed copy is what calls are computed with
@@ -78,9 +80,9 @@ class ExpertStore:
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes of loaded weights."""
+        """The bytes of all loaded weights."""
         return self._store.resident_bytes()
 
     def drop_unborrowed(self) -> None:
-        """Frees what came back."""
+        """Frees the shards that nobody borrows any more."""
         self._store.drop_unborrowed()

@@ -1,5 +1,5 @@
-"""Where one expert's matrices and biases lie in a checkpoint, as `_core.ResidentShard.load_expert`
-takes them.
+"""Finds where the matrices and biases of one expert lie in a checkpoint, as
+`_core.ResidentShard.load_expert` takes them.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -20,7 +20,7 @@ _ITEM_BYTES = {"f32": 4, "f16": 2, "bf16": 2}
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """One expert's part of a tensor that exists and has the expected shape."""
+    """The part of one expert in a tensor that exists and has the expected shape."""
 
     # Errors begin with this: the file and the tensor.
     where: str
@@ -33,10 +33,11 @@ class _Place:
 
 
 def expert_sources(checkpoint: Checkpoint, ffn: FfnSpec, expert_id: int) -> dict[str, Any]:
-    """Arguments of `_core.ResidentShard.load_expert` that point into the mapped files.
+    """Returns the arguments of `_core.ResidentShard.load_expert`, which point into the mapped
+    files.
 
-    CheckpointError naming tensor, found and expected shape; UnsupportedError naming a format no
-    kernel reads.
+    Raises CheckpointError naming the tensor, the found and the expected shape, and UnsupportedError
+    naming a format that no kernel reads.
     """
     inner = (ffn.intermediate_size, ffn.in_size)
     outer = (ffn.out_size, ffn.intermediate_size)
@@ -51,8 +52,8 @@ def expert_sources(checkpoint: Checkpoint, ffn: FfnSpec, expert_id: int) -> dict
 
 
 def check_expert(checkpoint: Checkpoint, ffn: FfnSpec, expert_id: int) -> tuple[str, str]:
-    """The formats that hold gate and up, and down, exactly, after the checks of `expert_sources`;
-    maps nothing.
+    """Makes the checks of `expert_sources` without mapping anything. Returns the format that holds
+    gate and up exactly, and the one that holds down.
     """
     inner, outer = (ffn.intermediate_size, ffn.in_size), (ffn.out_size, ffn.intermediate_size)
 
@@ -71,7 +72,9 @@ def check_expert(checkpoint: Checkpoint, ffn: FfnSpec, expert_id: int) -> tuple[
 
 
 def stored_format(checkpoint: Checkpoint, pattern: TensorPattern, expert_id: int = 0) -> str:
-    """The format of the tensor that holds this expert's values. Errors as `expert_sources`."""
+    """Returns the format of the tensor that holds the values of this expert. Errors are those of
+    `expert_sources`.
+    """
     return _format_of(checkpoint, *_find(checkpoint, pattern, expert_id))
 
 
@@ -93,7 +96,9 @@ def _format_of(checkpoint: Checkpoint, name: str, info: TensorInfo) -> str:
 
 
 def _locate(checkpoint: Checkpoint, pattern: TensorPattern, expert_id: int, shape: tuple[int, ...]) -> _Place:
-    """A tensor that must have `shape`, experts apart."""
+    """Finds the part of an expert in its tensor, which must have `shape`, its dimension of experts
+    apart.
+    """
     name, info = _find(checkpoint, pattern, expert_id)
     format_name = _format_of(checkpoint, name, info)
     where = f"{checkpoint.files[info.file]}: tensor {name!r}"
@@ -131,7 +136,9 @@ def _locate_vector(checkpoint: Checkpoint, pattern: TensorPattern, expert_id: in
 
 
 def _selection(part: str, outputs: int) -> tuple[int, int, int]:
-    """(outputs in the tensor, first one of the part, step)."""
+    """Returns how many outputs the tensor has, the first one of the part, and the step between two
+    of the part.
+    """
     if part == "all":
         return outputs, 0, 1
     first, step = {"first_half": (0, 1), "second_half": (outputs, 1), "even": (0, 2), "odd": (1, 2)}[part]
@@ -139,8 +146,8 @@ def _selection(part: str, outputs: int) -> tuple[int, int, int]:
 
 
 def _matrix(checkpoint: Checkpoint, pattern: TensorPattern | None, expert_id: int, outputs: int, inputs: int) -> Any:
-    """A MatrixSource of `_core`: floats with strides in elements, blocks with the step of a row in
-    bytes.
+    """Returns a MatrixSource of `_core`. Floats have strides in elements, and blocks the step from
+    row to row in bytes.
     """
     if pattern is None:
         return None
@@ -160,7 +167,9 @@ def _matrix(checkpoint: Checkpoint, pattern: TensorPattern | None, expert_id: in
 
 
 def _scales(checkpoint: Checkpoint, place: _Place, first: int, step: int) -> tuple[Any, int, int]:
-    """(file, offset of the first scale, bytes from one row of scales to the next)."""
+    """Returns the file, the offset of the first scale, and the bytes from one row of scales to the
+    next.
+    """
     scales = place.info.scales
     assert scales is not None
     row_bytes = scales.shape[-1] * (4 if scales.dtype == "F32" else 1)

@@ -1,8 +1,8 @@
-"""One expert's formula and where its matrices lie in the checkpoint. The host derives it; workers
-get it as closed-schema data.
+"""The formula of an expert, and where its matrices lie in the checkpoint. The host derives it, and
+workers get it as data of a closed schema.
 
-The formula is the one of csrc/compute/experts/ffn_spec.h. Nothing from the wire is used before
-`FfnSpec.from_wire` checked it.
+The formula is that of csrc/compute/experts/ffn_spec.h. Nothing from the wire is used before
+`FfnSpec.from_wire` has checked it.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -29,7 +29,7 @@ MAX_NAME = 256
 
 @dataclass(frozen=True, slots=True)
 class TensorPattern:
-    """Which tensor holds a matrix or bias of every expert, and which part of it.
+    """Names the tensor that holds a matrix or bias of every expert, and the part of it.
 
     A packed tensor has the experts as its first dimension; otherwise `name` contains `{expert}`.
     Then follow [outputs, inputs], or [inputs, outputs] where `is_transposed`; a bias has [outputs]
@@ -42,16 +42,18 @@ class TensorPattern:
     part: str = "all"
 
     def tensor_name(self, expert_id: int) -> str:
-        """The name of the tensor that holds this expert's values."""
+        """Returns the name of the tensor that holds the values of this expert."""
         return self.name if self.is_packed else self.name.replace(EXPERT_FIELD, str(expert_id))
 
     def to_wire(self) -> list[Any]:
-        """As [name, is_packed, is_transposed, part]."""
+        """Returns [name, is_packed, is_transposed, part]."""
         return [self.name, self.is_packed, self.is_transposed, self.part]
 
     @classmethod
     def from_wire(cls, field: str, value: Any) -> TensorPattern:
-        """ProtocolError naming `field` when `value` is not what `to_wire` writes."""
+        """Rebuilds what `to_wire` wrote. Raises ProtocolError naming `field` when `value` is
+        anything else.
+        """
         if type(value) not in (list, tuple) or len(value) != 4:
             raise _refused(field, value, "[name, is_packed, is_transposed, part]")
         name, is_packed, is_transposed, part = value
@@ -64,8 +66,8 @@ class TensorPattern:
         return pattern
 
     def check_name(self, field: str) -> None:
-        """ProtocolError unless the name is bounded printable text with `{expert}` exactly where it
-        must be.
+        """Raises ProtocolError unless the name is bounded printable text that has `{expert}`
+        exactly where it must.
         """
         name = self.name
         if type(name) is not str or not 1 <= len(name) <= MAX_NAME or not name.isascii() or not name.isprintable():
@@ -80,8 +82,8 @@ class TensorPattern:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FfnSpec:
-    """What one expert computes, and the tensors it computes with. Widths in elements; formulas in
-    csrc/compute/experts/ffn_spec.h.
+    """What one expert computes, and the tensors with which it computes. Widths are in elements, and
+    the formulas are in csrc/compute/experts/ffn_spec.h.
     """
 
     in_size: int
@@ -112,11 +114,11 @@ class FfnSpec:
 
     @property
     def num_matrices(self) -> int:
-        """Matrices of one expert: 3 with a gate, else 2."""
+        """The number of matrices of one expert: 3 with a gate, else 2."""
         return 2 if self.gate == "none" else 3
 
     def num_values(self) -> int:
-        """Weights and biases of one expert."""
+        """Returns the number of weights and biases of one expert."""
         num_inner = self.num_matrices - 1
         values = num_inner * self.in_size * self.intermediate_size + self.intermediate_size * self.out_size
         if self.has_gate_up_bias:
@@ -124,13 +126,13 @@ class FfnSpec:
         return values + (self.out_size if self.has_down_bias else 0)
 
     def stored_bytes(self, weight_dtype: str) -> int:
-        """Bytes of one expert in a checkpoint in `weight_dtype`: a format, or gate's and up's and
-        down's joined by `+`.
+        """Returns the bytes of one expert in a checkpoint in `weight_dtype`, which is one format,
+        or that of gate and up and that of down joined by `+`.
         """
         return self._num_bytes(weight_dtype, WeightFormat.stored_bytes)
 
     def resident_bytes(self, weight_dtype: str) -> int:
-        """Bytes of one expert that a worker keeps in `weight_dtype`."""
+        """Returns the bytes of one expert in the memory of a worker that keeps `weight_dtype`."""
         return self._num_bytes(weight_dtype, WeightFormat.resident_bytes)
 
     def _num_bytes(self, weight_dtype: str, size_of: Callable[[WeightFormat, int, int], int]) -> int:
@@ -142,7 +144,7 @@ class FfnSpec:
         return matrices + (self.num_values() - num_matrix_values) * bias_bytes
 
     def kernel_spec(self) -> dict[str, Any]:
-        """The formula alone, as `_core.ShardStore.borrow` and `_core.FfnOracle` take it."""
+        """Returns the formula alone, as `_core.ShardStore.borrow` and `_core.FfnOracle` take it."""
         return {
             "in_size": self.in_size,
             "intermediate_size": self.intermediate_size,
@@ -158,7 +160,7 @@ class FfnSpec:
         }
 
     def to_wire(self) -> dict[str, Any]:
-        """A map of scalars, texts and pattern lists; absent tensors are left out."""
+        """Returns a map of scalars, texts and lists for patterns. Absent tensors are left out."""
         wire: dict[str, Any] = {key: getattr(self, key) for key in (*_SIZES, *_NUMBERS, "activation", "gate")}
         for key in _TENSORS:
             pattern: TensorPattern | None = getattr(self, key)
@@ -168,8 +170,8 @@ class FfnSpec:
 
     @classmethod
     def from_wire(cls, wire: Any) -> FfnSpec:
-        """Rebuilds what `to_wire` wrote. ProtocolError naming the first field that is unknown,
-        missing or out of bounds.
+        """Rebuilds what `to_wire` wrote. Raises ProtocolError naming the first field that is
+        unknown, missing or out of bounds.
         """
         if type(wire) is not dict:
             raise _refused("ffn", wire, "a map")

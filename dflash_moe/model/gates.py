@@ -1,8 +1,9 @@
-"""Recognises an experts module's activation and gate among the formulas our kernels compute.
+"""Recognises the activation and gate of an experts module among the formulas that our kernels
+compute.
 
-Activations are accepted by identity from a list; gates written by a class itself are compared
-number by number with every formula its own constants allow. Anything else is refused by class and
-field.
+Activations are accepted by identity from a list. A gate that a class writes itself is compared
+number by number with every formula that its own constants allow. Anything else is refused by class
+and field.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -40,8 +41,8 @@ _MAX_CONSTANT = 1e30
 
 @dataclass(frozen=True, slots=True)
 class Formula:
-    """h = gate(g, u) as in csrc/compute/experts/ffn_spec.h, and which part of the first
-    projection's outputs g and u are.
+    """The formula h = gate(g, u) of csrc/compute/experts/ffn_spec.h, and the parts of the first
+    projection's outputs that g and u are.
     """
 
     activation: str
@@ -54,7 +55,7 @@ class Formula:
     up_part: str = "second_half"
 
     def apply(self, gate: Any, up: Any) -> Any:
-        """The formula in torch, for comparison."""
+        """Computes the formula in torch, for comparison."""
         import torch
 
         gate = torch.clamp(gate, max=self.gate_max)
@@ -65,7 +66,7 @@ class Formula:
 
 
 def activate(name: str, x: Any) -> Any:
-    """One of `ffn.ACTIVATIONS` in torch."""
+    """Computes one of `ffn.ACTIVATIONS` in torch."""
     import torch
     from torch.nn import functional
 
@@ -82,8 +83,8 @@ def activate(name: str, x: Any) -> Any:
 
 
 def recognise(module: Any) -> Formula:
-    """The formula of an experts module (on any device; no parameter is read). UnsupportedError
-    naming class and field.
+    """Returns the formula of an experts module on any device. No parameter is read. Raises
+    UnsupportedError naming class and field.
     """
     from transformers.integrations import moe
 
@@ -153,7 +154,7 @@ def _part_of(values: Any, part: str) -> Any:
 
 
 def _constants(module: Any) -> list[float]:
-    """Numbers the module keeps that may be limits or slopes."""
+    """Returns the numbers that a module keeps and that may be limits or slopes."""
     numbers = {float(value) for value in vars(module).values() if type(value) in (int, float) and 0 < value < _MAX_CONSTANT}
     return sorted(numbers)
 

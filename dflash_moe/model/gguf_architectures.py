@@ -1,9 +1,9 @@
-"""GGUF models as transformers has them: the configuration out of the metadata, and what becomes of
-the tensors' names.
+"""Translates GGUF models to what transformers knows: the metadata to a configuration, and the names
+of the tensors to its own.
 
-GGUF has llama.cpp's names, so this is the one place that knows architectures by name: transformers'
-own tables where it has them, and ours for those whose experts its older reader would widen all at
-once.
+GGUF has the names of llama.cpp, so that this is the one place that knows architectures by name. It
+uses the tables of transformers where there are any, and its own for architectures whose experts the
+older reader of transformers would widen all at once.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -78,8 +78,8 @@ _GPT_OSS_NAMES = (
 
 @dataclass(frozen=True, slots=True)
 class _Family:
-    """What metadata cannot say: the model type in transformers, settings llama.cpp has in its code,
-    names, experts' layout.
+    """What metadata cannot say of an architecture: the model type in transformers, the settings
+    that llama.cpp has in its code, the names, and the layout of experts.
     """
 
     model_type: str
@@ -90,8 +90,8 @@ class _Family:
 
 
 def gguf_config(checkpoint: Checkpoint) -> Any:
-    """The transformers configuration. UnsupportedError naming the architecture, CheckpointError
-    naming a missing key.
+    """Returns the transformers configuration of a GGUF checkpoint. Raises UnsupportedError naming
+    the architecture, and CheckpointError naming a missing key.
     """
     from transformers import AutoConfig
 
@@ -108,7 +108,9 @@ def gguf_config(checkpoint: Checkpoint) -> Any:
 
 
 def gguf_conversion(checkpoint: Checkpoint, config: Any) -> list[Any]:
-    """transformers' weight transforms from the file's names to the model's."""
+    """Returns the weight transforms of transformers from the names of the file to those of the
+    model.
+    """
     name = checkpoint.config()["general.architecture"]
     if name in _FAMILIES:
         from transformers.core_model_loading import WeightRenaming
@@ -119,8 +121,8 @@ def gguf_conversion(checkpoint: Checkpoint, config: Any) -> list[Any]:
 
 
 def _transformers_tables() -> tuple[dict[str, Any], dict[str, Any]]:
-    """Configurations and weight transforms by GGUF architecture, of versions of transformers that
-    have them.
+    """Returns the configurations and weight transforms by GGUF architecture. They are empty in
+    versions of transformers that do not have them.
     """
     try:
         from transformers.integrations.gguf.gguf_config_mapping import GGUF_CONFIG_ARCHS
@@ -172,8 +174,8 @@ def _rope_scaling(checkpoint: Checkpoint, name: str, metadata: dict[str, Any]) -
 
 
 def _expert_width(checkpoint: Checkpoint, kind: str) -> int:
-    """The intermediate width of routed (`exps`) or shared (`shexp`) experts, as the tensors have
-    it; older files do not say.
+    """Returns the intermediate width of routed (`exps`) or shared (`shexp`) experts from their
+    tensors, because the metadata of older files does not say it.
     """
     for name, info in checkpoint.tensors.items():
         if name.endswith(f".ffn_up_{kind}.weight") and len(info.shape) >= 2:
@@ -221,14 +223,16 @@ _GATE_AND_UP = [r"\.ffn_gate_exps\.weight", r"\.ffn_up_exps\.weight"]
 
 
 def _qwen_converters() -> list[Any]:
-    """Gate above up."""
+    """Returns converters that put gate above up."""
     from transformers.core_model_loading import Concatenate, WeightConverter
 
     return [WeightConverter(_GATE_AND_UP, ".mlp.experts.gate_up_proj", [Concatenate(dim=1)])]
 
 
 def _gpt_oss_converters() -> list[Any]:
-    """Gate and up take turns along the outputs; weights have the inputs first."""
+    """Returns converters in which gate and up take turns along the outputs, and weights have the
+    inputs first.
+    """
     import torch
     from transformers.core_model_loading import ConversionOps, WeightConverter
 

@@ -1,8 +1,8 @@
 """Reads and checks the header of a GGUF file (versions 2 and 3, little-endian): metadata, and where
 each tensor lies.
 
-Total: any bytes give a header or a CheckpointError. Lengths and counts are compared with the bytes
-left in the file before anything is allocated for them, so that nothing larger than the file is. No
+Any bytes give a header or a CheckpointError. Lengths and counts are compared with the bytes left in
+the file before anything is allocated for them, so that nothing larger than the file ever is. No
 weights are touched.
 SPDX-License-Identifier: Apache-2.0
 """
@@ -57,19 +57,19 @@ _LEAST_TENSOR_BYTES = 8 + 4 + 4 + 8
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """`metadata` has numbers, texts and short lists of numbers; a list of texts, or a long one, is
-    its length.
+    """What a file says about itself. `metadata` has numbers, texts and short lists of numbers; of a
+    list of texts, or a long one, it has the length.
     """
 
     metadata: dict[str, Any]
     tensors: dict[str, TensorInfo]
-    # The header has so many bytes: everything that the file says about itself.
+    # The header takes so many bytes.
     num_bytes: int
 
 
 def read_gguf_header(path: Path, file: int) -> GgufHeader:
-    """The header of one file. CheckpointError naming the file and the tensor or key that is
-    wrong.
+    """Reads the header of one file, which is number `file` in the checkpoint. Raises
+    CheckpointError naming the file and the tensor or key that is wrong.
     """
     try:
         with path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
@@ -80,7 +80,7 @@ def read_gguf_header(path: Path, file: int) -> GgufHeader:
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether the file at `path` calls itself one, by its name or its first bytes."""
+    """Says whether the file at `path` calls itself GGUF, by its name or its first bytes."""
     if path.suffix == ".gguf":
         return path.is_file()
     try:
@@ -122,7 +122,7 @@ class _Reader:
         return CheckpointError(f"{self.path}: {what}")
 
     def _take(self, num_bytes: int, what: str) -> int:
-        """The position of the next `num_bytes`, which are then passed."""
+        """Returns the position of the next `num_bytes` and moves past them."""
         if num_bytes > self.size - self.at:
             raise self._wrong(
                 f"{what} needs {num_bytes} bytes at byte {self.at}, but the file has {self.size}; it is truncated or damaged"
@@ -136,7 +136,7 @@ class _Reader:
         return struct.unpack_from(form, self.data, self._take(struct.calcsize(form), what))[0]
 
     def _count(self, what: str, least_bytes: int) -> int:
-        """A 64-bit count of things that take at least `least_bytes` each."""
+        """Reads a 64-bit count of things, each of which takes at least `least_bytes`."""
         count = int(self._number("Q", what))
         if count * least_bytes > self.size - self.at:
             raise self._wrong(f"{what} is {count}, more than a file of {self.size} bytes can hold; it is damaged")
@@ -183,7 +183,9 @@ class _Reader:
         return [self._value(f"an item of {what}", item, depth - 1) for _ in range(count)]
 
     def _tensor_table(self, count: int) -> dict[str, tuple[tuple[int, ...], int, int]]:
-        """(shape, last dimension fastest; type number; offset in the data) by name."""
+        """Reads the shape (the last dimension varies fastest), the type number and the offset in
+        the data of each tensor, by its name.
+        """
         table: dict[str, tuple[tuple[int, ...], int, int]] = {}
         for number in range(count):
             name = self._text(f"the name of tensor {number}", MAX_NAME_BYTES)

@@ -1,5 +1,5 @@
-"""What `model inspect` says of a checkpoint: layers, experts, bytes, what fits where, and whether
-it is supported or why not.
+"""Finds what `model inspect` says of a checkpoint: its layers, experts and bytes, what fits where,
+and whether it is supported or why not.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -22,7 +22,9 @@ WORKER_GIB = (4, 8, 16, 24, 32, 48, 80, 96, 141, 192)
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
-    """`reason` is None where the model is supported; else `spec` is None."""
+    """What is known of a checkpoint. Where the model is supported `reason` is None, and else `spec`
+    is.
+    """
 
     directory: Path
     architectures: tuple[str, ...]
@@ -33,11 +35,11 @@ class Inspection:
 
     @property
     def expert_bytes(self) -> int:
-        """Bytes of all routed experts."""
+        """The bytes of all routed experts in the checkpoint."""
         return sum(layer.num_experts * layer.expert_bytes for layer in self.layers)
 
     def resident_bytes(self) -> dict[str, int]:
-        """Bytes of all routed experts at workers with `weights: auto | int8 | int4`."""
+        """Returns the bytes of all routed experts at workers with `weights` auto, int8 and int4."""
         return {
             weights: sum(layer.num_experts * layer.resident_bytes(weights) for layer in self.layers)
             for weights in RESIDENT_CHOICES
@@ -45,17 +47,17 @@ class Inspection:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes that stay with the host: everything but routed experts, as stored."""
+        """The bytes that stay with the host: everything but routed experts, as it is stored."""
         return max(0, self.checkpoint_bytes - self.expert_bytes)
 
     @property
     def layers(self) -> tuple[LayerSpec, ...]:
-        """Layers with routed experts; none where the model is not supported."""
+        """The layers with routed experts, none where the model is not supported."""
         return self.spec.layers if self.spec is not None else ()
 
     def fits(self) -> dict[int, float]:
-        """For a worker's memory in GiB: the fraction of all routed experts it can hold; ends with
-        the first that holds all.
+        """Returns the fraction of all routed experts that a worker can hold, by its memory in GiB.
+        The last entry is the first that holds all.
         """
         found: dict[int, float] = {}
         resident = self.resident_bytes()["auto"]
@@ -66,7 +68,7 @@ class Inspection:
         return found
 
     def to_json(self) -> dict[str, Any]:
-        """Everything, for `--json`."""
+        """Returns everything, for `--json`."""
         layers = [
             {key: value for key, value in asdict(layer).items() if key != "ffn"} | {"ffn": layer.ffn.kernel_spec()}
             for layer in self.layers
@@ -91,8 +93,8 @@ class Inspection:
 
 
 def inspect_model(path: Path) -> Inspection:
-    """Looks at a checkpoint without touching its weights. CheckpointError when it is not one or is
-    damaged.
+    """Looks at a checkpoint without touching its weights. Raises CheckpointError when it is none or
+    is damaged.
     """
     checkpoint = Checkpoint.open(path)
     config = checkpoint.config()

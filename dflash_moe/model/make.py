@@ -1,9 +1,9 @@
-"""Random-weight checkpoints of real transformers architectures, with a byte-level tokenizer: what
-tests and benches run on.
+"""Makes checkpoints of real transformers architectures with random weights and a byte-level
+tokenizer, on which tests and benches run.
 
-Sizes are set through the fields an architecture's configuration has, found by their usual names.
-Weights are scaled so that the routing spreads over all experts; that is measured before anything is
-written.
+Sizes are set through the fields that the configuration of an architecture has, which are found by
+their usual names. Weights are scaled so that the routing spreads over all experts, and that is
+measured before anything is written.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -47,7 +47,7 @@ _MAX_TOKENS = 1024
 
 @dataclass(frozen=True, slots=True)
 class MakeOptions:
-    """What to make; sizes in elements, `dtype` one of f32, f16, bf16."""
+    """What to make. Sizes are in elements, and `dtype` is f32, f16 or bf16."""
 
     arch: str
     num_layers: int = 4
@@ -59,7 +59,7 @@ class MakeOptions:
     seed: int = 0
 
     def check(self) -> None:
-        """ConfigError naming the option, its value and what is allowed."""
+        """Raises ConfigError for a value that is not allowed, naming the option and what is."""
         limits = _core.wire_limits()
         most = {
             "--layers": (self.num_layers, limits["max_layers"]),
@@ -85,8 +85,8 @@ class MakeOptions:
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """What was written. `least_used` and `most_used` are the experts' shares of tokens over the
-    even share, over all layers.
+    """What was written. `least_used` and `most_used` are the smallest and the largest number of
+    tokens that an expert of any layer gets, divided by the even share.
     """
 
     directory: Path
@@ -97,8 +97,8 @@ class Made:
 
 
 def make_checkpoint(options: MakeOptions, directory: Path) -> Made:
-    """Writes safetensors, config and tokenizer into `directory`, which must be new or empty.
-    ConfigError, DflashError.
+    """Writes safetensors, config and tokenizer into `directory`, which must be new or empty. Raises
+    ConfigError, and DflashError when the routing is out of balance.
     """
     options.check()
     try:
@@ -121,7 +121,7 @@ def make_checkpoint(options: MakeOptions, directory: Path) -> Made:
 
 
 def build_model(options: MakeOptions) -> Any:
-    """The model with random weights, in eval mode with its own eager experts."""
+    """Builds the model with random weights, in eval mode with its own eager experts."""
     import torch
 
     from dflash_moe.model.architecture import find_model_class
@@ -142,7 +142,9 @@ def build_model(options: MakeOptions) -> Any:
 
 
 def _check_memory(model: Any, item_bytes: int) -> None:
-    """ConfigError where this machine lacks the memory for the model, given on the meta device."""
+    """Raises ConfigError where this machine lacks the memory for the model, which is given on the
+    meta device.
+    """
     needed, free = sum(value.numel() for value in model.parameters()) * item_bytes, memory_available()
     if needed > free:
         raise ConfigError(
@@ -152,8 +154,8 @@ def _check_memory(model: Any, item_bytes: int) -> None:
 
 
 def build_config(options: MakeOptions) -> Any:
-    """The architecture's configuration with the wanted sizes. ConfigError for an architecture that
-    transformers lacks.
+    """Builds the configuration of the architecture with the wanted sizes. Raises ConfigError for an
+    architecture that transformers lacks.
     """
     from transformers import CONFIG_MAPPING
 
@@ -178,7 +180,7 @@ def build_config(options: MakeOptions) -> Any:
 
 
 def _sizes(text: Any, options: MakeOptions) -> dict[str, Any]:
-    """Settings for the fields that `text`, a default configuration, has."""
+    """Returns the settings for those fields that `text`, a default configuration, has."""
     fields = text.to_dict()
     if not any(name in fields for name in _EXPERTS_FIELDS):
         raise ConfigError(f"--arch {options.arch}: {type(text).__name__} has no number of experts; it is not a mixture")
@@ -238,8 +240,8 @@ def _head_sizes(fields: dict[str, Any], head_dim: int) -> dict[str, int | None]:
 
 
 def randomise(model: Any) -> None:
-    """Fills matrices so that outputs have about the variance of inputs, embeddings and biases at
-    random; the rest stays.
+    """Fills matrices so that outputs have about the variance of inputs, and fills embeddings and
+    biases at random. The rest stays as it is.
     """
     import torch
 
@@ -283,7 +285,7 @@ def centre_routers(model: Any, options: MakeOptions) -> None:
 
 
 def _routed_calls(model: Any, options: MakeOptions) -> list[ExpertsCall]:
-    """The experts' calls of one forward pass over random text."""
+    """Returns the calls of all experts modules in one forward pass over random text."""
     import torch
 
     num_tokens = min(_MAX_TOKENS, max(64, _TOKENS_PER_EXPERT * options.num_experts // options.top_k))
@@ -298,8 +300,8 @@ def _routed_calls(model: Any, options: MakeOptions) -> list[ExpertsCall]:
 
 
 def check_routing(model: Any, options: MakeOptions) -> tuple[float, float]:
-    """(least, most): tokens an expert gets on random text over its even share. DflashError when a
-    layer is out of balance.
+    """Returns the smallest and the largest number of tokens that an expert gets on random text,
+    divided by the even share. Raises DflashError when a layer is out of balance.
     """
     import torch
 
@@ -320,13 +322,14 @@ def check_routing(model: Any, options: MakeOptions) -> tuple[float, float]:
 
 
 def write_tokenizer(directory: Path) -> None:
-    """A tokenizer with one token per byte and an end-of-text token; any text encodes, and decodes
-    to itself.
+    """Writes a tokenizer with one token for each byte and an end-of-text token. Any text encodes,
+    and decodes to itself.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    # GPT-2's printable stand-ins for bytes, in byte order, so that a token's id is its byte.
+    # GPT-2 has a printable stand-in for each byte. They are in the order of the bytes, so that the
+    # id of a token is its byte.
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(NUM_BYTES) if byte not in printable]
     symbol = {byte: chr(byte) for byte in printable} | {byte: chr(NUM_BYTES + n) for n, byte in enumerate(others)}

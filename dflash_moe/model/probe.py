@@ -1,7 +1,7 @@
-"""Confirms a derived FfnSpec: the experts class itself, with toy weights, must compute what our
+"""Confirms a derived FfnSpec: with toy weights the experts class itself must compute what our
 reference computes.
 
-A description that is wrong in any way - layout, bias, gate, order - is found here, before a worker
+A description that is wrong in any way (layout, bias, gate, order) is found here, before a worker
 starts.
 SPDX-License-Identifier: Apache-2.0
 """
@@ -32,8 +32,8 @@ _TOLERANCE = 2e-5
 
 
 def confirm(module: Any, ffn: FfnSpec, formula: Formula) -> None:
-    """UnsupportedError naming the class when its eager forward and our reference differ on toy
-    weights.
+    """Raises UnsupportedError naming the class when its eager forward and our reference differ on
+    toy weights.
     """
     import torch
 
@@ -69,9 +69,9 @@ def confirm(module: Any, ffn: FfnSpec, formula: Formula) -> None:
 
 
 def _toy_module(module: Any, shrink: Shrink, num_experts: int, generator: Any) -> Any:
-    """A copy on the CPU with toy widths, `num_experts` experts and random float64 parameters; the
-    original keeps its own. Experts are alike, so the probe's memory does not depend on how many the
-    model has.
+    """Returns a copy on the CPU with toy widths, `num_experts` experts and random float64
+    parameters; the original keeps its own. All experts of a module are alike, so that the probe's
+    memory need not depend on how many the model has.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""Progress bars of transformers: shown on a terminal, silent elsewhere.
+"""Shows the progress bars of transformers on a terminal, and keeps them silent elsewhere.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -12,7 +12,9 @@ from contextlib import contextmanager
 
 @contextmanager
 def quiet_progress() -> Iterator[None]:
-    """Within the block transformers draws no progress bar unless stderr is a terminal."""
+    """Keeps transformers from drawing progress bars within the block, unless stderr is a
+    terminal.
+    """
     from transformers.utils import logging
 
     is_quiet = logging.is_progress_bar_enabled() and not sys.stderr.isatty()

@@ -1,4 +1,4 @@
-"""What a user's checkpoint makes other libraries raise, as errors of ours.
+"""Turns what other libraries raise over a user's checkpoint into errors of ours.
 
 transformers, torch and tokenizers raise whatever suits them (ValueError, KeyError, RecursionError,
 validation errors of their own) when a configuration is wrong, and no list of these kinds stays
@@ -16,13 +16,14 @@ from pathlib import Path
 
 from dflash_moe.errors import CheckpointError, DflashError, UnsupportedError, shown
 
-# At most so many characters of a foreign message are quoted: some print a whole configuration.
+# At most so many characters of a foreign message are quoted, because some print a whole
+# configuration.
 _MAX_QUOTED = 400
 
 
 @contextmanager
 def refusing(what: str, kind: type[DflashError] = UnsupportedError) -> Iterator[None]:
-    """Within the block any exception that is not ours becomes `kind`, whose text begins with `what`
+    """Turns any exception in the block that is not ours into `kind`, whose text begins with `what`
     and quotes the exception in one line.
     """
     try:
@@ -34,8 +35,8 @@ def refusing(what: str, kind: type[DflashError] = UnsupportedError) -> Iterator[
 
 
 def in_one_line(error: Exception) -> str:
-    """The text of a foreign exception, cut to a length that fits a message; its type where it has
-    no text, or is a KeyError, whose text is only the key.
+    """Returns the text of a foreign exception, cut to a length that fits a message. Its type is
+    there too where it has no text, or is a KeyError, whose text is only the key.
     """
     text = " ".join(str(error).split())
     if not text or isinstance(error, KeyError):
@@ -44,22 +45,23 @@ def in_one_line(error: Exception) -> str:
 
 
 def is_file(path: Path) -> bool:
-    """Whether `path` is a file. CheckpointError where the system refuses to say: `Path.is_file`
-    lets an over-long name or a folder that may not be searched through as OSError.
+    """Says whether `path` is a file. Raises CheckpointError where the system refuses to say, for
+    which `Path.is_file` raises OSError: the name is too long, or a folder may not be searched.
     """
     return stat.S_ISREG(_mode(path))
 
 
 def is_folder(path: Path) -> bool:
-    """Whether `path` is a folder; errors as `is_file`."""
+    """Says whether `path` is a folder, with the errors of `is_file`."""
     return stat.S_ISDIR(_mode(path))
 
 
 def _mode(path: Path) -> int:
-    """The file's mode; 0 where there is none."""
+    """Returns the mode of the file, 0 where there is none."""
     try:
         return os.stat(path).st_mode
     except (FileNotFoundError, NotADirectoryError):
         return 0
-    except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
+    except (OSError, ValueError) as error:
+        # A zero byte in the name is a ValueError.
         raise CheckpointError(f"checkpoint {shown(str(path))}: {getattr(error, 'strerror', None) or error}") from None

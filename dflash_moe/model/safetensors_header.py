@@ -1,8 +1,8 @@
-"""Reads and checks the header of a safetensors file: what tensors it has, where, of what shape. No
-weights are touched.
+"""Reads and checks the header of a safetensors file, which says what tensors it has, where, and of
+what shape. No weights are touched.
 
-Format: u64 little-endian length, a JSON map, then the data. A header is believed only where it
-agrees with itself and the file.
+The file has a u64 little-endian length, a JSON map of that length, and then the data. A header is
+believed only where it agrees with itself and with the file.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -33,7 +33,9 @@ DTYPE_BITS = {
 
 
 def read_header(path: Path, file: int) -> dict[str, TensorInfo]:
-    """Tensors of one file by name. CheckpointError naming the file and the tensor that is wrong."""
+    """Returns the tensors of one file, which is number `file` in the checkpoint, by name. Raises
+    CheckpointError naming the file and the tensor that is wrong.
+    """
     try:
         with path.open("rb") as stream:
             size = os.fstat(stream.fileno()).st_size

@@ -1,10 +1,11 @@
-"""Joins values and the scales that safetensors keep apart from them into one tensor each: FP8 in
-squares of 128, and MXFP4.
+"""Joins values and the scales that safetensors keep apart from them into one tensor each, for FP8
+in squares of 128 and for MXFP4.
 
-FP8 (DeepSeek, Qwen): `X` F8_E4M3 [..., outputs, inputs] and `X_scale_inv` F32 with a scale per 128
-x 128 square: code * scale. MXFP4 (gpt-oss): `X_blocks` U8 [..., outputs, groups, 16] and `X_scales`
-U8 [..., outputs, groups]: 32 values of a row, the low nibble first, times 2^(scale - 127); the
-joined tensor is `X` [..., outputs, inputs].
+FP8 (DeepSeek, Qwen) has `X` in F8_E4M3 [..., outputs, inputs], and `X_scale_inv` in F32 with a
+scale for each square of 128 x 128. A value is code * scale. MXFP4 (gpt-oss) has `X_blocks` in U8
+[..., outputs, groups, 16], and `X_scales` in U8 [..., outputs, groups]. A block has 32 values of a
+row, the low nibble first, which are multiplied by 2^(scale - 127). The joined tensor is `X` [...,
+outputs, inputs].
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -21,8 +22,8 @@ MXFP4_VALUES, MXFP4_SCALES = "_blocks", "_scales"
 
 
 def join_scales(stored: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
-    """The tensors with their scales; what is no pair stays as it is. CheckpointError where a pair
-    contradicts itself.
+    """Returns the tensors joined with their scales. What is no pair stays as it is. Raises
+    CheckpointError where a pair contradicts itself.
     """
     joined = dict(stored)
     for name, info in stored.items():

@@ -1,8 +1,8 @@
-"""Toy sizes that keep what matters of a model's widths: equal stays equal, half stays half, and all
-are even.
+"""Finds toy sizes that keep what matters of a model's widths: equal stays equal, half stays half,
+and all are even.
 
-Used where the structure of the experts is examined (which element goes where, what a class
-computes), not their values.
+They are used where the structure of experts is examined (which element goes where, what a class
+computes) and not their values.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -20,14 +20,15 @@ _BASES = (6, 10, 14, 22, 26, 34, 38, 46, 58, 62)
 
 @dataclass(frozen=True, slots=True)
 class Shrink:
-    """Toy sizes by true size; a size that was not among the widths stays."""
+    """The toy sizes by true size. A size that was not among the widths stays as it is."""
 
     toy_sizes: Mapping[int, int]
 
     @classmethod
     def for_widths(cls, widths: Iterable[int]) -> Shrink:
-        """A toy size for every width: twice that of its half where the half is a width too, else
-        one of its own. UnsupportedError where there are more widths than any known experts have.
+        """Gives every width a toy size: twice that of its half where the half is a width too, and
+        else one of its own. Raises UnsupportedError where there are more widths than any known
+        experts have.
         """
         toy_sizes: dict[int, int] = {}
         bases = iter(_BASES)
@@ -42,9 +43,9 @@ class Shrink:
         return cls(toy_sizes)
 
     def width(self, size: int) -> int:
-        """The toy size of a width."""
+        """Returns the toy size of a width."""
         return self.toy_sizes.get(size, size)
 
     def shape(self, shape: Iterable[int]) -> tuple[int, ...]:
-        """Toy shape of a tensor of one expert."""
+        """Returns the toy shape of a tensor of one expert."""
         return tuple(map(self.width, shape))

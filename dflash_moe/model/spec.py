@@ -1,7 +1,7 @@
-"""The layers with routed experts of a checkpoint: sizes, formula and tensor names, derived from the
-model itself.
+"""Derives the layers with routed experts of a checkpoint, with their sizes, formula and tensor
+names, from the model itself.
 
-The model is built on the meta device; nothing depends on a list of families (docs/architecture.md).
+The model is built on the meta device. Nothing depends on a list of families (docs/architecture.md).
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -21,19 +21,20 @@ from dflash_moe.model.gates import Formula, recognise
 from dflash_moe.model.tensor_names import Conversion
 from dflash_moe.model.weight_formats import FLOATS, common_format, join_formats, resident_formats
 
-# The host's model has this dtype where the checkpoint names none: models with block formats were
-# trained in it.
+# The host's model has this dtype where the checkpoint names none, because models with block formats
+# were trained in it.
 QUANTISED_DTYPE = "bf16"
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """One layer's routed experts.
+    """The routed experts of one layer.
 
-    `index` is what callers and the wire name the layer by: the decoder layer's number where the
-    model has one stack, else its place in the table. `name` is the experts module's qualified name.
-    `top_k` is for sizing only. `weight_dtype` is the format the weights are stored in and a worker
-    keeps (`weight_formats.join_formats`); `expert_bytes` are those of one expert in the checkpoint.
+    Callers and the wire name the layer by `index`. That is the number of the decoder layer where
+    the model has one stack, and else its place in the table. `name` is the qualified name of the
+    experts module. `top_k` is for sizing only. Weights are stored in the format `weight_dtype`, and
+    a worker keeps them so (`weight_formats.join_formats`). `expert_bytes` are those of one expert
+    in the checkpoint.
     """
 
     index: int
@@ -45,17 +46,17 @@ class LayerSpec:
     expert_bytes: int
 
     def resident_dtype(self, weights: str) -> str:
-        """The format a worker with `weights: auto | int8 | int4` keeps."""
+        """Returns the format that a worker keeps whose `weights` are auto, int8 or int4."""
         return resident_formats(self.weight_dtype, weights)
 
     def resident_bytes(self, weights: str) -> int:
-        """Bytes of one expert at such a worker."""
+        """Returns the bytes of one expert at a worker with these `weights`."""
         return self.ffn.resident_bytes(self.resident_dtype(weights))
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """What host and workers must agree on. `dtype` is the one the host's model runs in."""
+    """What host and workers must agree on. The host's model runs in `dtype`."""
 
     layers: tuple[LayerSpec, ...]
     dtype: str
@@ -65,8 +66,8 @@ class ModelSpec:
 
 
 def model_spec(path: str | Path, dtype: str | None = None) -> ModelSpec:
-    """Derives the layers of the checkpoint at `path`; the model runs in `dtype` (default: what the
-    checkpoint says).
+    """Derives the layers of the checkpoint at `path`. The model runs in `dtype`, by default in what
+    the checkpoint says.
 
     Errors: CheckpointError naming file and tensor, UnsupportedError naming class and field,
     ConfigError for the dtype.
@@ -89,8 +90,8 @@ def model_spec(path: str | Path, dtype: str | None = None) -> ModelSpec:
 
 
 def layer_numbers(names: tuple[str, ...]) -> tuple[int, ...]:
-    """The number of each layer: the one integer in which the names differ, else (several stacks)
-    the place in the table.
+    """Returns the number of each layer. It is the one integer in which the names differ, or with
+    several stacks the place in the table.
     """
     split = [name.split(".") for name in names]
     places = [place for place, part in enumerate(split[0]) if part.isdigit()]
@@ -106,8 +107,8 @@ def _num_experts(module: Any) -> int:
 
 
 def _check_last_experts(checkpoint: Checkpoint, architecture: Architecture, ffns: Mapping[str, FfnSpec]) -> None:
-    """Looks up each layer's last expert in the checkpoint: a configuration that counts more experts
-    than the files have is told here, before anything is made of that many.
+    """Looks up the last expert of each layer in the checkpoint. So a configuration that counts more
+    experts than the files have is refused before anything is made of that many.
     """
     for name, module in architecture.experts.items():
         check_expert(checkpoint, ffns[name], _num_experts(module) - 1)
@@ -116,7 +117,7 @@ def _check_last_experts(checkpoint: Checkpoint, architecture: Architecture, ffns
 def _layer(index: int, name: str, module: Any, ffn: FfnSpec, architecture: Architecture, checkpoint: Checkpoint) -> LayerSpec:
     num_experts = _num_experts(module)
     formats = {check_expert(checkpoint, ffn, expert_id) for expert_id in range(num_experts)}
-    # Kept as stored, whatever the model runs in.
+    # Weights are kept as they are stored, whatever the model runs in.
     weight_dtype = join_formats(common_format(first for first, _ in formats), common_format(down for _, down in formats))
     top_k = min(num_experts, _top_k(name, architecture))
     return LayerSpec(index, name, num_experts, top_k, ffn, weight_dtype, ffn.stored_bytes(weight_dtype))
@@ -174,7 +175,9 @@ def _outputs_inputs(shape: tuple[int, ...], is_transposed: bool) -> tuple[int, i
 
 
 def _confirm(architecture: Architecture, ffns: Mapping[str, FfnSpec], formulas: Mapping[str, Formula]) -> None:
-    """Probes each kind of experts module once: layers differ in names, rarely in anything else."""
+    """Probes each kind of experts module once, because layers differ in names and rarely in
+    anything else.
+    """
     from dflash_moe.model.probe import confirm
 
     seen = set()
@@ -187,7 +190,7 @@ def _confirm(architecture: Architecture, ffns: Mapping[str, FfnSpec], formulas: 
 
 
 def _model_dtype(config: Any) -> str | None:
-    """The dtype the configuration asks for; None when it says nothing."""
+    """Returns the dtype that the configuration asks for, None when it says nothing."""
     for owner in (config, config.get_text_config()):
         dtype = getattr(owner, "dtype", None)
         if dtype is None or dtype == "auto":
@@ -201,8 +204,8 @@ def _model_dtype(config: Any) -> str | None:
 
 
 def _top_k(name: str, architecture: Architecture) -> int:
-    """Experts per token, from the routing module beside the experts or the configuration; all of
-    them when neither says.
+    """Returns the number of experts for each token, from the routing module beside the experts or
+    from the configuration. It is a number beyond all experts when neither says.
     """
     block = architecture.model.get_submodule(name.rpartition(".")[0])
     owners = [block, *block.children(), architecture.experts[name], architecture.config.get_text_config()]

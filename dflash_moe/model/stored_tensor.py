@@ -1,4 +1,5 @@
-"""Where a tensor lies in a checkpoint's files, and in which of the formats that files have.
+"""Records where a tensor lies in the files of a checkpoint, and in which of the formats that files
+have.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ScaleInfo:
-    """Scales that lie apart from the values they belong to: one element per block of the values."""
+    """Scales that lie apart from their values, with one element for each block of the values."""
 
     file: int
     offset: int
@@ -21,10 +22,11 @@ class ScaleInfo:
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """Where a tensor lies: file (index into `Checkpoint.files`), byte offset in it, dtype by the
-    file format's name, shape.
+    """Where a tensor lies: the file (an index into `Checkpoint.files`), the byte offset in it, the
+    dtype by the name that the file format has for it, and the shape.
 
-    The last dimension varies fastest. `scales` is there where the values mean nothing without them.
+    The last dimension varies fastest. `scales` are there where the values mean nothing without
+    them.
     """
 
     file: int

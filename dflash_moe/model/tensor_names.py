@@ -1,9 +1,9 @@
-"""Finds where each element of an experts parameter comes from in the checkpoint, by tracing
-transformers' own conversion.
+"""Finds where in the checkpoint each element of an experts parameter comes from, by tracing the
+conversion of transformers itself.
 
-The loader's renamings and operations run on small tensors of coordinates instead of weights; the
-result is matched against the patterns a worker can follow. So every layout the loader can convert
-is either understood exactly or refused by name.
+The renamings and operations of the loader run on small tensors of coordinates instead of weights.
+The result is matched against the patterns that a worker can follow. So every layout that the loader
+can convert is either understood exactly or refused by name.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -23,14 +23,14 @@ from dflash_moe.model.shrink import Shrink
 if TYPE_CHECKING:
     from dflash_moe.model.checkpoint import Checkpoint
 
-# Coordinates: tensor number * _TENSOR_STEP + element number, in int64.
+# A coordinate is tensor number * _TENSOR_STEP + element number, in int64.
 _TENSOR_STEP = 1 << 40
 
 
 @dataclass(slots=True)
 class _Recipe:
-    """How the loader makes one parameter: a converter (None: a plain renaming) and its sources by
-    pattern, in loading order.
+    """How the loader makes one parameter: a converter, or None for a plain renaming, and its
+    sources by pattern in the order of loading.
     """
 
     converter: Any
@@ -42,8 +42,8 @@ class _Recipe:
 
 @dataclass(slots=True)
 class Conversion:
-    """The loader's recipes for all parameters of a model on the meta device that the checkpoint has
-    tensors for.
+    """The recipes of the loader for all parameters of a model on the meta device for which the
+    checkpoint has tensors.
     """
 
     model: Any
@@ -52,7 +52,7 @@ class Conversion:
 
     @classmethod
     def of(cls, model: Any, checkpoint: Checkpoint) -> Conversion:
-        """Runs the loader's naming over all tensors of the checkpoint."""
+        """Runs the naming of the loader over all tensors of the checkpoint."""
         from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
         mapping = _mapping(model, checkpoint)
@@ -76,12 +76,12 @@ class Conversion:
     def patterns(
         self, parameter: str, shape: tuple[int, ...], parts: Mapping[str, str], *, is_transposed: bool
     ) -> dict[str, TensorPattern]:
-        """For each label in `parts`: the pattern that yields that part ("all", "first_half" ...) of
-        the parameter's outputs.
+        """Returns for each label in `parts` the pattern that yields that part ("all", "first_half"
+        ...) of the parameter's outputs.
 
         `shape` is the parameter's: [experts, outputs, inputs], [experts, inputs, outputs] where
-        `is_transposed`, or [experts, outputs] for a bias. CheckpointError when the checkpoint lacks
-        it, UnsupportedError when no pattern fits.
+        `is_transposed`, or [experts, outputs] for a bias. Raises CheckpointError when the
+        checkpoint lacks the parameter, and UnsupportedError when no pattern fits.
         """
         ties = getattr(self.model, "all_tied_weights_keys", None) or {}
         if parameter not in self.recipes and ties.get(parameter) in self.recipes:
@@ -105,8 +105,8 @@ class Conversion:
         return found
 
     def _recipe_for(self, parameter: str) -> tuple[str, _Recipe]:
-        """The recipe that makes `parameter`, and the target it is listed under: the first one,
-        where it makes several.
+        """Returns the recipe that makes `parameter`, and the target under which it is listed. That
+        is the first one where the recipe makes several.
         """
         recipe = self.recipes.get(parameter)
         if recipe is not None:
@@ -121,7 +121,7 @@ class Conversion:
         )
 
     def _trace(self, target: str, parameter: str, recipe: _Recipe, layout: _Layout, *, is_transposed: bool) -> Any:
-        """The parameter, made of coordinates instead of weights."""
+        """Makes the parameter from coordinates instead of weights."""
         import torch
 
         sources = [
@@ -145,7 +145,7 @@ class Conversion:
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """The source tensors of one parameter: names in loading order and toy shapes."""
+    """The source tensors of one parameter: their names in the order of loading, and toy shapes."""
 
     names: tuple[str, ...]
     toy_shapes: tuple[tuple[int, ...], ...]
@@ -166,8 +166,8 @@ class _Layout:
         return cls(names, toy, is_packed, shrink)
 
     def match(self, traced: Any) -> TensorPattern | None:
-        """The pattern whose coordinates are those of `traced` [experts, outputs(, inputs)], element
-        for element.
+        """Returns the pattern whose coordinates are those of `traced` [experts, outputs(, inputs)],
+        element for element, or None.
         """
         numbers = traced.flatten(1)[:, 0].div(_TENSOR_STEP, rounding_mode="floor").tolist()
         name = self._name_pattern(numbers)
@@ -196,7 +196,9 @@ class _Layout:
         return bool(torch.equal(take_part(source[None], pattern.part)[0], traced[expert_id]))
 
     def _name_pattern(self, numbers: Sequence[int]) -> str | None:
-        """One name for all experts, or a template with their id; None when it is neither."""
+        """Returns the one name for all experts, or a template with their id, or None when there is
+        neither.
+        """
         names = [self.names[number] for number in numbers]
         if all(self.is_packed[number] for number in numbers):
             return names[0] if len(set(names)) == 1 else None
@@ -210,7 +212,9 @@ class _Layout:
 
 
 def _mapping(model: Any, checkpoint: Checkpoint) -> list[Any]:
-    """The loader's transforms from the checkpoint's names to the model's."""
+    """Returns the transforms of the loader from the names of the checkpoint to those of the
+    model.
+    """
     if checkpoint.metadata is not None:
         from dflash_moe.model.gguf_architectures import gguf_conversion
 
@@ -221,8 +225,8 @@ def _mapping(model: Any, checkpoint: Checkpoint) -> list[Any]:
 
 
 def take_part(values: Any, part: str) -> Any:
-    """The part of `values` [experts, outputs, ...] along the outputs, of which there is an even
-    number unless part is "all".
+    """Returns the part of `values` [experts, outputs, ...] along the outputs. There is an even
+    number of them unless the part is "all".
     """
     outputs = values.shape[1]
     if part == "all":
@@ -236,7 +240,7 @@ def take_part(values: Any, part: str) -> Any:
 
 
 class _ToyParameters:
-    """Stands in for the model where an operation asks for a parameter's shape."""
+    """Stands in for the model where an operation asks for the shape of a parameter."""
 
     def __init__(self, model: Any, shrink: Shrink) -> None:
         self._model = model

@@ -1,5 +1,5 @@
-"""The formats weights are stored and kept in: names, blocks, bytes, and which names checkpoint
-files have for them.
+"""The formats in which weights are stored and kept: their names, blocks and bytes, and the names
+that checkpoint files have for them.
 
 The formats and their facts are those of the table in csrc/compute/formats/weight_format.cc. Blocks
 run along a row of inputs.
@@ -16,8 +16,8 @@ from dflash_moe import _core
 
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
-    """`block` values take `block_bytes`; scales that lie apart add `scale_bytes` per
-    `scale_outputs` x `scale_inputs`.
+    """The facts of one format. `block` values take `block_bytes`, and scales that lie apart add
+    `scale_bytes` for each `scale_outputs` x `scale_inputs`.
 
     In a worker's memory `record` inputs of an output take `record_bytes`
     (csrc/compute/cpu/panels/panel_layout.h).
@@ -33,11 +33,13 @@ class WeightFormat:
     scale_bytes: int = 0
 
     def resident_bytes(self, outputs: int, inputs: int) -> int:
-        """Bytes of a matrix in a worker's memory, but for the padding of its last panel."""
+        """Returns the bytes of a matrix in a worker's memory, but for the padding of its last
+        panel.
+        """
         return outputs * -(-inputs // self.record) * self.record_bytes
 
     def stored_bytes(self, outputs: int, inputs: int) -> int:
-        """Bytes of a matrix in a checkpoint, scales included."""
+        """Returns the bytes of a matrix in a checkpoint, scales included."""
         values = outputs * -(-inputs // self.block) * self.block_bytes
         if not self.scale_bytes:
             return values
@@ -50,11 +52,12 @@ FORMATS = {
 }
 FLOATS = ("f32", "f16", "bf16")
 
-FP8_BLOCK = FORMATS["fp8_e4m3_b128"].scale_inputs  # values of a side of the squares that share a scale
+# The squares of values that share a scale have sides of this many values.
+FP8_BLOCK = FORMATS["fp8_e4m3_b128"].scale_inputs
 MXFP4_BLOCK = FORMATS["mxfp4"].scale_inputs
 
-# What the files call them. FP8 and MXFP4 of safetensors are known by their scales
-# (`scaled_tensors.py`).
+# Checkpoint files have these names for the formats. FP8 and MXFP4 of safetensors are known by their
+# scales (`scaled_tensors.py`).
 STORED_NAMES = {
     "F32": "f32", "F16": "f16", "BF16": "bf16", "FP8_B128": "fp8_e4m3_b128", "MXFP4": "mxfp4", "Q8_0": "q8_0", "Q4_0": "q4_0",
     "Q4_K": "q4_k", "Q5_K": "q5_k", "Q6_K": "q6_k", "GGUF_MXFP4": "gguf_mxfp4", "IQ4_NL": "iq4_nl", "IQ4_XS": "iq4_xs",
@@ -66,34 +69,34 @@ RESIDENT_CHOICES = {"auto": "", "int8": "int8_g32", "int4": "int4_g32"}
 
 
 def common_format(formats: Iterable[str]) -> str:
-    """The format that holds the values of all these exactly: their own where they agree, else
-    f32.
+    """Returns the format that holds the values of all these exactly: their own where they agree,
+    else f32.
     """
     found = set(formats)
     return found.pop() if len(found) == 1 else "f32"
 
 
 def join_formats(first: str, down: str) -> str:
-    """The formats of gate and up, and of down, as one text: one name where they agree, else
-    `first+down`.
+    """Returns the format of gate and up and that of down as one text: one name where they agree,
+    else `first+down`.
     """
     return first if first == down else f"{first}+{down}"
 
 
 def split_formats(weight_dtype: str) -> tuple[str, str]:
-    """The inverse of `join_formats`."""
+    """Returns the two formats that `join_formats` joined."""
     first, _, down = weight_dtype.partition("+")
     return first, down or first
 
 
 def is_requantised(weight_dtype: str) -> bool:
-    """Whether a worker that keeps this has other numbers than the checkpoint."""
+    """Says whether a worker that keeps this format has other numbers than the checkpoint."""
     return not set(split_formats(weight_dtype)).isdisjoint(name for name in RESIDENT_CHOICES.values() if name)
 
 
 def resident_formats(stored: str, weights: str) -> str:
-    """What a worker with `weights: auto | int8 | int4` keeps of an expert stored as `stored`, a
-    text of `join_formats`.
+    """Returns what a worker whose `weights` are auto, int8 or int4 keeps of an expert that is
+    stored as `stored`. Both are texts of `join_formats`.
     """
     wanted = RESIDENT_CHOICES[weights]
     return join_formats(*(wanted if wanted and name in FLOATS else name for name in split_formats(stored)))

@@ -1,5 +1,5 @@
-"""Who holds which experts: shards and the policies that place them. Pure arithmetic over layer
-sizes and a topology.
+"""Placement says who holds which experts: here are shards and the policies that place them. It is
+pure arithmetic over the sizes of layers and a topology.
 
 SPDX-License-Identifier: Apache-2.0
 """

@@ -1,9 +1,8 @@
-"""Numerics classes of a placement: which meet in one layer, and whether each takes the weights it
-gets.
+"""Checks the numerics classes of a placement: which of them meet in one layer, and whether each
+takes the weights it gets.
 
-Bits are equal within a class only. So under `numerics: exact` all holders of a layer have one, and
-a result does not depend on who holds an expert.
-
+Two holders compute equal bits only within one class. So under `numerics: exact` all holders of a
+layer have the same class, and a result does not depend on which of them holds an expert.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -30,49 +29,51 @@ log = logging.getLogger(__name__)
 
 
 def holder_classes(placement: Placement) -> dict[str, str]:
-    """The class of each holder that has experts."""
+    """Returns the class of each holder that has experts, by its name."""
     return {shard.holder: shard.numerics for shards in placement.layers for shard in shards}
 
 
 def mixed_layers(placement: Placement) -> tuple[int, ...]:
-    """Positions of the layers whose experts are computed in more than one class, whatever cards
-    will say of theirs.
+    """Returns the positions of the layers whose experts are computed in more than one class,
+    whatever class the cards will turn out to have.
     """
     return tuple(at for at, shards in enumerate(placement.layers) if are_mixed(shard.numerics for shard in shards))
 
 
 def are_mixed(classes: Iterable[str]) -> bool:
-    """Whether holders of these classes cannot compute in one."""
+    """Says whether holders of these classes can have no class in common. A class that a card still
+    has to decide counts as each that it may become.
+    """
     return not set.intersection(*(set(possible_classes(numerics)) for numerics in classes))
 
 
 def settle_classes(placement: Placement, classes: Mapping[str, str]) -> Placement:
-    """The placement with the class of each holder as that said once its card was open. `classes`:
-    by name.
+    """Returns the placement with the classes that the holders stated once their cards were open.
+    `classes` gives them by holder.
     """
     settled = (tuple(replace(shard, numerics=classes[shard.holder]) for shard in shards) for shards in placement.layers)
     return replace(placement, layers=tuple(settled))
 
 
 def describe_numerics(layers: Sequence[LayerSpec], placement: Placement, policy: str) -> dict[str, Any]:
-    """`policy` (the setting), `classes` by holder, and `mixed_layers`: indices of the layers that
-    are computed in several.
+    """Returns what `stats()` reports: `policy` (the setting), `classes` by holder, and
+    `mixed_layers`, the indices of the layers that are computed in several classes.
     """
     mixed = [layers[at].index for at in mixed_layers(placement)]
     return {"policy": policy, "classes": holder_classes(placement), "mixed_layers": mixed}
 
 
 def check_classes(layers: Sequence[LayerSpec], placement: Placement, topology: Topology, policy: str) -> None:
-    """Call before any worker starts, and again once cards have settled their classes. `policy`:
-    `numerics`, exact or close.
+    """Checks the classes of a placement, before any worker starts and again once cards have settled
+    theirs. `policy` is the setting `numerics`: exact, or close, which only warns of mixed layers.
 
-    Errors: TopologyError naming two holders of a layer and their classes, UnsupportedError for
-    weights a class does not take.
+    Raises TopologyError naming two holders of a layer and their classes, and UnsupportedError for
+    weights that a class does not take.
     """
     mixed = mixed_layers(placement)
     if mixed and policy == "exact":
         layer = layers[mixed[0]]
-        one, other = _strangers(placement.layers[mixed[0]])
+        one, other = _unlike_shards(placement.layers[mixed[0]])
         place = max(_line(topology, one.holder), _line(topology, other.holder))
         raise TopologyError(
             f"{topology.source}:{place}: layer {layer.index} ({layer.name}): {_named(one)} computes in "
@@ -88,13 +89,12 @@ def check_classes(layers: Sequence[LayerSpec], placement: Placement, topology: T
 
 
 def check_architectures(holders: Mapping[str, tuple[str, str]], policy: str) -> None:
-    """Call once every holder has said what it computes on. `holders`: name to (class,
-    architecture).
+    """Checks the architectures of all holders once every one has said what it computes on.
+    `holders` gives (class, architecture) by name.
 
     Cards of two generations add the products of one instruction in orders of their own, so that a
-    bounded class has other bits on each of them (decisions 15 and 19).
-    Errors: ConfigError naming two holders of such a class on unlike architectures, unless `policy`
-    is close.
+    bounded class has other bits on each of them (decisions 15 and 19). Raises ConfigError naming
+    two holders of such a class on unlike architectures, unless `policy` is close, which warns.
     """
     first: dict[str, tuple[str, str]] = {}
     for name, (numerics, architecture) in holders.items():
@@ -127,8 +127,8 @@ def _check_format(layer: LayerSpec, shard: Shard, topology: Topology) -> None:
         ) from None
 
 
-def _strangers(shards: Sequence[Shard]) -> tuple[Shard, Shard]:
-    """The first two shards of a mixed layer that cannot be of one class."""
+def _unlike_shards(shards: Sequence[Shard]) -> tuple[Shard, Shard]:
+    """Returns the first two shards of a mixed layer that cannot be of one class."""
     return next(pair for pair in combinations(shards, 2) if are_mixed(shard.numerics for shard in pair))
 
 

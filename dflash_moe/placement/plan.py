@@ -1,7 +1,8 @@
-"""The plan that assigns every expert: one shard per holder and layer, ids by smallest expert.
+"""Plans the placement of every expert. Each holder gets one shard of a layer, and the shards of a
+layer are numbered by their smallest expert.
 
-Depends on layer sizes and the topology only, so that a plan exists before any weight is read or
-worker started.
+A plan depends only on the sizes of layers and on the topology, so that it exists before any weight
+is read or any worker started.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -19,16 +20,16 @@ from dflash_moe.topology import HOST, Topology, WorkerSpec
 
 log = logging.getLogger(__name__)
 
-Assignment = Mapping[str, Sequence[int]]  # holder -> expert ids of one layer
+# The expert ids of one layer by holder.
+Assignment = Mapping[str, Sequence[int]]
 
 
 def plan_placement(layers: Sequence[PlacedLayer], topology: Topology) -> Placement:
-    """Places every expert of `layers` by the topology's policy. Deterministic: the same inputs give
-    the same shards.
+    """Places every expert of `layers` by the topology's policy. The same inputs always give the
+    same shards.
 
-    Errors: TopologyError (`file:line:`) for an expert that is placed nowhere or twice, naming
-    layer, expert and workers, and for a worker or a host budget that lacks memory, with the
-    numbers.
+    Raises TopologyError (`file:line:`) for an expert that is placed nowhere or twice, naming layer,
+    expert and workers, and for a worker or a host budget that lacks memory, with the numbers.
     """
     assigned = policies.assign(layers, topology)
     weights = {worker.name: worker.weights for worker in topology.workers}
@@ -41,11 +42,11 @@ def plan_placement(layers: Sequence[PlacedLayer], topology: Topology) -> Placeme
 
 
 def _with_layouts(placement: Placement, topology: Topology) -> Placement:
-    """Marks the shards of workers that compute from the mapped checkpoint: because they say so, or
-    for lack of memory.
+    """Marks the shards of workers that compute from the mapped checkpoint, because their topology
+    says so or for lack of memory.
 
-    `weights_layout: auto` is packed where that fits `memory`. A worker that makes integers at load
-    or computes on a card packs.
+    With `weights_layout: auto` a worker packs where that fits `memory`. One that makes integers at
+    load or computes on a card always packs.
     """
     needed = placement.bytes_by_holder()
     mapped = set()
@@ -88,8 +89,8 @@ def _check_memory(layers: Sequence[PlacedLayer], placement: Placement, topology:
 
 
 def _shortfall(layers: Sequence[PlacedLayer], placement: Placement, worker: WorkerSpec, needed: int) -> str:
-    """The message for a worker that got more than it has memory for; numbers in the largest fitting
-    unit.
+    """Returns the message for a worker that got more experts than it has memory for. Each number
+    has the largest unit that fits it.
     """
     memory = worker.memory or 0
     counts = sorted({len(shard.experts) for _, shard in placement.shards_of(worker.name)})

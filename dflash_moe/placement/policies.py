@@ -1,7 +1,7 @@
-"""The placement policies: even, memory, explicit, and the experts that the host keeps first.
+"""The placement policies even, memory and explicit, and the experts that the host keeps first.
 
-Each returns, per layer, holder -> expert ids. Contiguous ranges: neighbouring ids read neighbouring
-bytes of the checkpoint.
+Each policy returns for every layer the expert ids of each holder. Unless they are listed, ids are
+contiguous, because neighbouring ids read neighbouring bytes of the checkpoint.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def assign(layers: Sequence[PlacedLayer], topology: Topology) -> list[dict[str, Sequence[int]]]:
-    """Holder -> expert ids for every layer, by `topology.placement.policy`. Errors:
+    """Returns the expert ids of each holder for every layer, by `topology.placement.policy`. Raises
     TopologyError.
     """
     if topology.placement.policy == "explicit":
@@ -34,15 +34,15 @@ def assign(layers: Sequence[PlacedLayer], topology: Topology) -> list[dict[str, 
 
 
 def host_budget(layers: Sequence[PlacedLayer], topology: Topology) -> int:
-    """Bytes of routed experts that may stay at the host; a percentage is one of all routed
-    experts.
+    """Returns the bytes of routed experts that may stay at the host. A percentage is one of the
+    bytes of all routed experts.
     """
     return topology.host.experts_memory.resolve(sum(layer.num_experts * layer.resident_bytes("auto") for layer in layers))
 
 
 def _kept_at_host(layers: Sequence[PlacedLayer], topology: Topology) -> list[int]:
-    """Experts a layer that fit into the host's budget: one more in every layer at a time, so that
-    layers differ by one.
+    """Returns for each layer how many experts fit into the host's budget. Every layer in turn gets
+    one more while that fits, so that layers of equal size differ by at most one.
     """
     budget = host_budget(layers, topology)
     kept = [0] * len(layers)
@@ -64,8 +64,8 @@ def _even_counts(num_experts: int, topology: Topology) -> dict[str, int]:
 
 
 def _counts_by_memory(layers: Sequence[PlacedLayer], topology: Topology, kept: Sequence[int]) -> list[dict[str, int]]:
-    """Every layer is shared in proportion to the memory that each worker has left, so that all fill
-    up together.
+    """Shares every layer in proportion to the memory that each worker has left, so that all workers
+    fill up together. Returns the count of each worker for every layer.
     """
     left = {worker.name: worker.memory or 0 for worker in topology.workers}
     sizes = [{worker.name: layer.resident_bytes(worker.weights) for worker in topology.workers} for layer in layers]
@@ -85,10 +85,11 @@ def _counts_by_memory(layers: Sequence[PlacedLayer], topology: Topology, kept: S
 
 
 def _shares(num_experts: int, left: dict[str, int], size: dict[str, int]) -> dict[str, int] | None:
-    """Experts of one layer by worker, proportional to the experts that `left` bytes hold; None when
-    they do not fit.
+    """Returns how many experts of one layer each worker gets, in proportion to how many fit into
+    its `left` bytes, or None when they do not fit. `size` is that of one expert at each worker.
     """
-    scale = math.prod(set(size.values()))  # keeps the proportions whole numbers
+    # The scale keeps the proportions whole numbers, so that no rounding decides who gets more.
+    scale = math.prod(set(size.values()))
 
     def room(name: str, count: int) -> int:
         return (left[name] - count * size[name]) * (scale // size[name])
@@ -96,7 +97,7 @@ def _shares(num_experts: int, left: dict[str, int], size: dict[str, int]) -> dic
     total = sum(room(name, 0) for name in left)
     shares = {name: min(num_experts * room(name, 0) // total, left[name] // size[name]) if total else 0 for name in left}
     for _ in range(num_experts - sum(shares.values())):
-        # the first of equals: deterministic
+        # max() returns the first of equals, so that the plan is the same every time.
         name = max(left, key=lambda name: room(name, shares[name]))
         if left[name] - shares[name] * size[name] < size[name]:
             return None
@@ -116,7 +117,7 @@ def _memory_error(needed: int, topology: Topology) -> TopologyError:
 
 
 def _ranges(num_kept: int, counts: dict[str, int]) -> dict[str, Sequence[int]]:
-    """The host takes the first ids, then the workers in the order of the topology."""
+    """Gives the host the first ids, and the workers the next ones in the order of the topology."""
     assignment: dict[str, Sequence[int]] = {HOST: range(num_kept)}
     first = num_kept
     for name, count in counts.items():

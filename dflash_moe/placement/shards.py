@@ -1,7 +1,7 @@
-"""What a placement consists of: layers with experts to place, and the shards they become.
+"""The parts of a placement: layers with experts to place, and the shards that these become.
 
-A shard is the unit of reduction: the host adds shards in ascending id, so swapping two holders
-changes no result.
+A shard is the unit of reduction. The host adds the shards of a layer in the order of their ids, so
+that swapping two holders changes no result.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -15,7 +15,9 @@ from dflash_moe.topology.numerics import DEFAULT_NUMERICS
 
 
 class PlacedLayer(Protocol):
-    """What placement needs to know of a layer with routed experts."""
+    """What placement needs to know of a layer with routed experts. `index` and `name` are those of
+    the layer table, and `num_experts` counts its routed experts.
+    """
 
     @property
     def index(self) -> int: ...
@@ -24,21 +26,22 @@ class PlacedLayer(Protocol):
     @property
     def num_experts(self) -> int: ...
     def resident_bytes(self, weights: str) -> int:
-        """Of one expert at a worker with this `weights`."""
+        """Returns the bytes in memory of one expert at a worker with this setting of `weights`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
     """Experts of one layer that are computed and summed together. `holder` is a worker's name or
-    HOST.
+    HOST, and `experts` are their ids in ascending order.
 
-    `weights` and `numerics` (the class it computes in) as that says. `layout`: packed in the
-    holder's memory, or mapped: it computes from the checkpoint's pages and needs none.
+    `weights` is that setting of the holder, and `numerics` the class that it computes in. `layout`
+    says whether the weights are packed in the holder's memory, or mapped: then it computes from the
+    pages of the checkpoint and needs no memory of its own.
     """
 
     shard_id: int
     holder: str
-    experts: tuple[int, ...]  # ascending
+    experts: tuple[int, ...]
     weights: str = "auto"
     numerics: str = DEFAULT_NUMERICS
     layout: str = "packed"
@@ -46,18 +49,19 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """`layers[i]` are the shards of the i-th layer, ascending in shard id; every expert is in
-    exactly one.
+    """Where every expert is. `layers[i]` are the shards of the i-th layer with routed experts, in
+    ascending order of their ids, and every expert is in exactly one of them.
 
-    `expert_bytes[i]` are those of one expert of that layer, by the `weights` of the shards that
-    hold it.
+    `expert_bytes[i]` are the bytes of one expert of that layer, by the `weights` of its holder.
     """
 
     layers: tuple[tuple[Shard, ...], ...]
     expert_bytes: tuple[Mapping[str, int], ...]
 
     def bytes_by_holder(self) -> dict[str, int]:
-        """Weight bytes in memory by holder, for the holders that have experts."""
+        """Returns the bytes of weights in memory of each holder that has experts. Mapped shards
+        count nothing.
+        """
         found: dict[str, int] = {}
         for shards, sizes in zip(self.layers, self.expert_bytes, strict=True):
             for shard in shards:
@@ -66,5 +70,5 @@ class Placement:
         return found
 
     def shards_of(self, holder: str) -> tuple[tuple[int, Shard], ...]:
-        """(position of the layer, shard) of one holder."""
+        """Returns (position of the layer, shard) for every shard of one holder."""
         return tuple((at, shard) for at, shards in enumerate(self.layers) for shard in shards if shard.holder == holder)

@@ -1,6 +1,6 @@
-"""The control plane's language: frames, messages, authentication, addresses, keys. Knows no process
+"""The language of the control plane: frames, messages, authentication and keys. It knows no process
 and no model.
 
-docs/protocol.md is normative; its tables are checked against `messages.py`.
+docs/protocol.md is normative, and its tables are checked against `messages.py`.
 SPDX-License-Identifier: Apache-2.0
 """

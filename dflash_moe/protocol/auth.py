@@ -1,10 +1,10 @@
-"""Mutual authentication of every connection: HMAC-SHA256 over the transcript of both opening
-messages.
+"""Mutual authentication of every connection: each end proves the shared key by HMAC-SHA256 over the
+transcript of both opening messages.
 
-The transcript holds versions, role, session id, generation and both nonces, so a proof cannot be
-replayed, used for another role, session or generation, or reflected (each side signs under its own
-label). The key itself never travels. Both ends derive the session key of data and pulse connections
-from the control connection's transcript.
+The transcript holds versions, role, session id, generation and both nonces. So a proof cannot be
+replayed, nor used for another role, session or generation, nor reflected, since each side signs
+under its own label. The key itself never travels. Both ends derive the session key, which data and
+pulse connections prove, from the transcript of the control connection.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -32,9 +32,11 @@ from dflash_moe.protocol.messages import (
     Role,
 )
 
-HANDSHAKE_S = 5.0  # a stranger holds a handshake slot no longer than this
+# A handshake must be over after this time, so that a stranger holds its place no longer.
+HANDSHAKE_S = 5.0
 KEY_BYTES = 32
-# Unix sockets without a key file: SO_PEERCRED is the proof, the MACs bind the rest
+# Unix sockets without a key file use this key. SO_PEERCRED proves who is there, and the MACs only
+# bind the versions and the session.
 PEER_CREDENTIAL_KEY = bytes(KEY_BYTES)
 _LABEL_HOST = b"dflash_moe host proof v1"
 _LABEL_WORKER = b"dflash_moe worker proof v1"
@@ -43,14 +45,17 @@ _LABEL_SESSION = b"dflash_moe session key v1"
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """An authenticated connection's facts."""
+    """What the handshake of a connection has established, the same at both ends but for
+    `protocol_minor`.
+    """
 
     role: Role
     session_id: bytes
     generation: int
     protocol: int
     session_key: bytes
-    protocol_minor: int = 0  # of the other end: what it understands of the fields added since
+    # The other end announced this minor version, which tells the fields it understands.
+    protocol_minor: int = 0
 
 
 def _mac(key: bytes, label: bytes, transcript: bytes) -> bytes:
@@ -68,8 +73,11 @@ def authenticate_to_worker(
     deadline: float,
     protocol_range: tuple[int, int] = (PROTOCOL_VERSION, PROTOCOL_VERSION),
 ) -> Peer:
-    """The host's half. Errors: ProtocolError (version, wrong key), PeerGone, WorkerTimeout, or the
-    worker's refusal.
+    """Makes the host's half of the handshake, until `deadline` of the monotonic clock. The
+    connection stays the caller's, also after an error.
+
+    Errors: ProtocolError (version, wrong key), PeerGone, WorkerTimeout, or the worker's refusal as
+    the error that it names.
     """
     opening = Open(
         protocol_min=protocol_range[0],
@@ -114,11 +122,11 @@ def authenticate_host(
     deadline: float,
     protocol_range: tuple[int, int] = (PROTOCOL_VERSION, PROTOCOL_VERSION),
 ) -> Peer:
-    """The worker's half. `key_for` returns the key for an opening or raises (ProtocolError: role,
-    session not expected here).
+    """Makes the worker's half of the handshake. `key_for` returns the key for an opening, or raises
+    ProtocolError for a role or session that is not expected here.
 
-    A host that cannot prove the key gets one typed refusal. Errors: ProtocolError, PeerGone,
-    WorkerTimeout.
+    Errors: ProtocolError, PeerGone, WorkerTimeout. The caller sends the host a refusal made of the
+    error.
     """
     received = connection.receive_payload(deadline=deadline, waiting_for="the opening of a host")
     opening = CODEC.decode(received, ignore_unknown=True)

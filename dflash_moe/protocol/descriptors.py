@@ -1,4 +1,5 @@
-"""Open descriptors on their way from one owner to the next.
+"""Holds open descriptors on their way from one owner to the next, so that an error in between leaks
+none.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -12,8 +13,8 @@ from types import TracebackType
 
 
 class Descriptors:
-    """Descriptors that somebody will take over; at the end of the `with` block those that nobody
-    took are closed.
+    """Owns descriptors that somebody will take over. At the end of the `with` block it closes those
+    that nobody took. One thread uses it.
     """
 
     def __init__(self) -> None:
@@ -23,30 +24,30 @@ class Descriptors:
         return len(self._held)
 
     def hold(self, descriptors: Iterable[int]) -> None:
-        """Takes ownership of `descriptors`, behind those it has."""
+        """Takes ownership of `descriptors`, which follow those it has."""
         self._held.extend(descriptors)
 
     def socket_pair(self) -> tuple[int, int]:
-        """Both ends of a new Unix socket pair, held here. OSError."""
+        """Makes a Unix socket pair, holds both ends and returns them. Raises OSError."""
         ends = tuple(end.detach() for end in socket.socketpair())
         self.hold(ends)
         return ends[0], ends[1]
 
     def take(self, descriptor: int) -> int:
-        """Gives one away."""
+        """Gives `descriptor`, one of those it holds, to the caller."""
         self._held.remove(descriptor)
         return descriptor
 
     def take_first(self) -> int:
-        """Gives the first one away; IndexError where there is none."""
+        """Gives the first one to the caller. Raises IndexError where there is none."""
         return self._held.pop(0)
 
     def take_last(self) -> int:
-        """Gives the last one away; IndexError where there is none."""
+        """Gives the last one to the caller. Raises IndexError where there is none."""
         return self._held.pop()
 
     def take_all(self) -> list[int]:
-        """Gives all away, in their order."""
+        """Gives all to the caller, in their order."""
         taken, self._held = self._held, []
         return taken
 

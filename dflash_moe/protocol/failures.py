@@ -29,8 +29,8 @@ CROWDED = 65
 
 
 class CrowdedOut(WorkerError):
-    """The worker dropped a connection before its proof, because too many strangers call: try
-    again.
+    """The worker dropped a connection before its proof, because too many strangers call. The host
+    tries again.
     """
 
 
@@ -63,8 +63,8 @@ _CODES: dict[type[DflashError], int] = {
 
 
 def to_refusal(error: BaseException) -> Refusal:
-    """The message that reports `error` to the peer; the class survives, the text is cut to the
-    field's limit.
+    """Makes the message that reports `error` to the peer. The class of the error survives, and its
+    text is cut to the limit of the field.
     """
     code = INTERNAL
     for cls in type(error).__mro__:
@@ -78,13 +78,15 @@ def to_refusal(error: BaseException) -> Refusal:
 
 
 def busy_refusal(worker: str) -> Refusal:
-    """What a by-hand worker answers to a second host."""
+    """Makes the answer of a worker that was started by hand to a second host."""
     text = f"worker {worker} is busy: it already serves another host; wait until that one is done or start another worker"
     return Refusal(code=BUSY, text=text)
 
 
 def crowded_refusal(worker: str, most: int) -> Refusal:
-    """What a listener tells a connection that it drops before its proof, for a newer one."""
+    """Makes the parting word of a listener to a connection that it drops before its proof in favour
+    of a newer one. `most` is the number of such connections that it keeps.
+    """
     text = (
         f"worker {worker} dropped this connection before it had proved the key: it keeps {most} such connections, and newer "
         "ones came; try again"
@@ -93,8 +95,8 @@ def crowded_refusal(worker: str, most: int) -> Refusal:
 
 
 def to_error(refusal: Refusal, *, worker: str) -> DflashError:
-    """The Python error of a Refusal; its text begins with the worker's name, once. An unknown code
-    becomes WorkerError.
+    """Makes the Python error of a Refusal. Its text begins with the worker's name, once, and holds
+    no control characters. An unknown code becomes WorkerError.
     """
     cls = ERROR_CLASSES.get(refusal.code, WorkerError)
     text = "".join(char if char.isprintable() or char == "\n" else "?" for char in refusal.text)
@@ -102,19 +104,19 @@ def to_error(refusal: Refusal, *, worker: str) -> DflashError:
 
 
 def is_descriptor_limit(error: OSError) -> bool:
-    """True where the process (or the machine) has as many open files as it may have."""
+    """Says whether the process or the machine has as many open files as it may have."""
     return error.errno in (errno.EMFILE, errno.ENFILE)
 
 
 def descriptor_limit_text() -> str:
-    """What this process's limit of open descriptors is, and how to raise it."""
+    """Says what limit of open descriptors this process has, and how to raise it."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return f"this process may have {limit} open files and sockets; raise that with `ulimit -n 1024` before it starts"
 
 
 def system_failure(doing: str, error: OSError) -> DflashError:
-    """The typed error of a system call that failed at this end while `doing` something; it names
-    the limit that was reached, where it was one.
+    """Makes the typed error of a system call that failed at this end while `doing` something. Where
+    the limit of descriptors was reached, the error names it.
     """
     remedy = f"; {descriptor_limit_text()}" if is_descriptor_limit(error) else ""
     return DflashError(f"{doing}: {error.strerror or error}{remedy}")

@@ -1,9 +1,9 @@
-"""Frames over a connected stream socket: u32 little-endian length, then that many bytes, at most 64
-KiB.
+"""Frames over a connected stream socket. A frame is a u32 little-endian length, then that many
+bytes, at most 64 KiB.
 
-Every operation has a deadline (absolute, `time.monotonic()` seconds), or ends when the peer hangs
-up where the caller says so. Descriptors may travel beside frames on Unix sockets. Whatever the
-system answers becomes a typed error.
+Every operation has a deadline (absolute, in seconds of `time.monotonic()`), or ends when the peer
+hangs up where the caller says so. Descriptors may travel beside frames on Unix sockets. Whatever
+the system answers becomes a typed error.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -24,11 +24,13 @@ from dflash_moe.protocol.failures import descriptor_limit_text
 from dflash_moe.protocol.messages import CODEC
 from dflash_moe.protocol.schema import MAX_FRAME_BYTES, Message
 
-# A frame that began must be complete after this: a slow sender cannot hold a connection.
+# A frame that began must be complete after this time, so that a slow sender cannot hold a
+# connection.
 FRAME_REST_S = 5.0
-# An Attach carries at most 4; more than two messages' worth is an attack.
+# An Attach carries at most 4 descriptors. A peer that leaves more than two messages' worth of them
+# here is hostile.
 MAX_PENDING_DESCRIPTORS = 8
-# Sent bytes that nobody acknowledges for so long mean that the peer is gone.
+# A peer that acknowledges no sent bytes for so long is gone.
 USER_TIMEOUT_MS = 10_000
 _UCRED = struct.Struct("3i")
 _DESCRIPTOR_BYTES = array.array("i").itemsize
@@ -36,8 +38,8 @@ _LENGTH = struct.Struct("<I")
 
 
 def require_same_user(sock: socket.socket) -> None:
-    """ProtocolError unless the process at the other end of a Unix socket runs under this uid (or as
-    root).
+    """Raises ProtocolError unless the process at the other end of a Unix socket runs under the uid
+    of this process, or as root.
     """
     _, uid, _ = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
     if uid not in (os.geteuid(), 0):
@@ -45,10 +47,10 @@ def require_same_user(sock: socket.socket) -> None:
 
 
 def size_buffers(sock: socket.socket, num_bytes: int) -> None:
-    """Sets send and receive buffers of `sock`; 0 keeps the system's own.
+    """Sets the size of the send and receive buffers of `sock`; 0 keeps the system's own.
 
-    TCP agrees on its windows while connecting: call before `connect`, and on a listener, whose
-    sizes what it accepts has.
+    TCP agrees on its windows while connecting. So this is called before `connect`, and on a
+    listener, from which accepted sockets inherit the sizes.
     """
     if num_bytes:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, num_bytes)
@@ -56,7 +58,9 @@ def size_buffers(sock: socket.socket, num_bytes: int) -> None:
 
 
 def _tune_tcp(sock: socket.socket) -> None:
-    """A peer that vanished without a word (power, network) is noticed within about 10 s."""
+    """Has the system notice within about 10 s that a peer vanished without a word (power, network).
+    Small messages leave at once.
+    """
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 4)
@@ -70,14 +74,15 @@ class PeerGone(DflashError):
 
 
 class Connection:
-    """One control-plane connection. Sending is safe from any thread; receiving belongs to one
-    thread at a time.
+    """One connection of the control plane. Any thread may send, and one thread at a time receives.
 
-    Owns `sock` and every received descriptor that was not taken, until `close()`.
+    It owns `sock` and every received descriptor that was not taken, until `close()`.
     """
 
     def __init__(self, sock: socket.socket) -> None:
-        """PeerGone where the socket is not connected any more; it is closed then."""
+        """Takes ownership of `sock`. Raises PeerGone where it is not connected any more, and closes
+        it then.
+        """
         try:
             sock.setblocking(False)
             if sock.family in (socket.AF_INET, socket.AF_INET6):
@@ -97,35 +102,37 @@ class Connection:
 
     @property
     def can_pass_descriptors(self) -> bool:
-        """True on Unix sockets."""
+        """True on Unix sockets, the only ones beside whose bytes descriptors travel."""
         return self._can_pass
 
     def fileno(self) -> int:
-        """The socket's descriptor; -1 after close."""
+        """Returns the descriptor of the socket, -1 after close."""
         return self._sock.fileno()
 
     def require_same_user(self) -> None:
-        """As the function, on Unix sockets; others know no users."""
+        """Calls the function of this name on Unix sockets. Others do not know the peer's user."""
         if self._can_pass:
             require_same_user(self._sock)
 
     def await_byte(self, *, deadline: float, waiting_for: str) -> None:
-        """Returns as soon as something can be received, a hang-up included. WorkerTimeout naming
-        `waiting_for`.
+        """Returns as soon as something can be received, a hang-up included. Raises WorkerTimeout
+        naming `waiting_for`.
         """
         self._wait(select.POLLIN, deadline, waiting_for)
 
     def send(self, message: Message, *, deadline: float, descriptors: Sequence[int] = ()) -> None:
-        """Writes one message; the descriptors stay the caller's. PeerGone, WorkerTimeout,
-        ProtocolError (field limits).
+        """Writes one message. Copies of the descriptors travel with it, and the caller keeps its
+        own. Raises PeerGone, WorkerTimeout, and ProtocolError for a field outside its limits.
         """
         self.send_payload(CODEC.encode(message), deadline=deadline, descriptors=descriptors)
 
     def send_payload(self, payload: bytes, *, deadline: float, descriptors: Sequence[int] = ()) -> None:
-        """Writes one frame of raw bytes; used by `send` and by the transcript of the handshake."""
+        """Writes one frame of raw bytes. `send` uses it, and the handshake, whose transcript is
+        made of these bytes.
+        """
         if descriptors and not self._can_pass:
             raise ProtocolError("descriptors cannot travel on this connection: it is not a Unix socket")
-        # Another thread's frame may be on its way to a peer that reads slowly.
+        # A frame of another thread may be on its way to a peer that reads slowly.
         if not self._send_lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
             raise WorkerTimeout("deadline passed while another control message was being sent")
         try:
@@ -148,16 +155,17 @@ class Connection:
                 raise PeerGone(f"the peer hung up while a control message was sent: {error.strerror}") from None
 
     def receive(self, *, deadline: float | None, waiting_for: str) -> Message:
-        """Returns the next message; `deadline` None waits for its first byte until the peer sends
-        it or hangs up, which keep-alive makes of a peer that vanished.
+        """Returns the next message. A `deadline` of None waits until the peer sends the first byte
+        or hangs up; of a peer that vanished, keep-alive makes one that hung up.
 
-        Errors: WorkerTimeout naming `waiting_for`, PeerGone, ProtocolError.
+        Errors: WorkerTimeout naming `waiting_for`, PeerGone, ProtocolError; DflashError naming the
+        limit where descriptors came that this process may not open.
         """
         payload = self.receive_payload(deadline=deadline, waiting_for=waiting_for)
         return CODEC.decode(payload, ignore_unknown=self.ignore_unknown)
 
     def receive_payload(self, *, deadline: float | None, waiting_for: str) -> bytes:
-        """Like `receive`, but the frame's raw bytes."""
+        """Returns the raw bytes of the next frame, with the waits and errors of `receive`."""
         if not self._buffer:
             self._fill(_LENGTH.size, deadline, waiting_for)
         rest = time.monotonic() + FRAME_REST_S
@@ -190,16 +198,16 @@ class Connection:
         return taken
 
     def detach(self) -> int:
-        """Gives the descriptor away once the handshake is over; ProtocolError if other descriptors
-        came along.
+        """Gives the socket's own descriptor to the caller once the handshake is over, for a data or
+        pulse connection. Raises ProtocolError if other descriptors came along.
         """
         if self._descriptors:
             raise ProtocolError("descriptors arrived in the handshake")
         return self._sock.detach()
 
     def hang_up(self, parting: Message | None = None) -> None:
-        """Ends every wait on this connection with PeerGone; any thread. Sends `parting` before,
-        where that takes no waiting.
+        """Ends every wait on this connection with PeerGone. Any thread may call. `parting` is sent
+        before where that takes no waiting.
         """
         if parting is not None:
             with contextlib.suppress(DflashError):
@@ -208,7 +216,7 @@ class Connection:
             self._sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Closes the socket and all untaken descriptors; safe to call again."""
+        """Closes the socket and all descriptors that nobody took. It may be called again."""
         for descriptor in self._descriptors:
             os.close(descriptor)
         self._descriptors = []
@@ -216,16 +224,16 @@ class Connection:
             self._sock.close()
 
     def _fill(self, num_bytes: int, deadline: float | None, waiting_for: str) -> None:
-        """One read towards `num_bytes` buffered bytes, never past them: what follows a handshake
-        belongs to the data path.
+        """Reads once towards `num_bytes` buffered bytes, and never past them, because what follows
+        a handshake belongs to the data path.
         """
         wanted = num_bytes - len(self._buffer)
         while True:
             try:
                 if self._can_pass:
-                    chunk = self._receive_with_descriptors(wanted)
+                    received = self._receive_with_descriptors(wanted)
                 else:
-                    chunk = self._sock.recv(wanted, socket.MSG_DONTWAIT)
+                    received = self._sock.recv(wanted, socket.MSG_DONTWAIT)
             except BlockingIOError:
                 self._wait(select.POLLIN, deadline, waiting_for)
                 continue
@@ -233,18 +241,18 @@ class Connection:
                 raise PeerGone(f"the peer hung up while waiting for {waiting_for}: {error.strerror}") from None
             if len(self._descriptors) > MAX_PENDING_DESCRIPTORS:
                 raise ProtocolError(f"more than {MAX_PENDING_DESCRIPTORS} descriptors arrived unasked")
-            if not chunk:
+            if not received:
                 raise PeerGone(f"the peer hung up while waiting for {waiting_for}")
-            self._buffer += chunk
+            self._buffer += received
             return
 
     def _receive_with_descriptors(self, wanted: int) -> bytes:
-        # Not socket.recv_fds: it drops its flags argument, and the descriptors would be inherited
-        # by the next exec. There is room for one descriptor more than any honest peer leaves
-        # untaken: a truncated list that does not fill it was cut by this process's own limit.
+        # socket.recv_fds would drop its flags argument, and the descriptors would be inherited by
+        # the next exec. There is room for one descriptor more than an honest peer leaves untaken,
+        # so that a truncated list which does not fill it was cut by the limit of this process.
         room = MAX_PENDING_DESCRIPTORS + 1
         flags = socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
-        chunk, ancillary, found, _ = self._sock.recvmsg(wanted, socket.CMSG_LEN(room * _DESCRIPTOR_BYTES), flags)
+        received, ancillary, found, _ = self._sock.recvmsg(wanted, socket.CMSG_LEN(room * _DESCRIPTOR_BYTES), flags)
         num_received = 0
         for level, kind, content in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
@@ -253,7 +261,7 @@ class Connection:
                 num_received += len(descriptors)
                 self._descriptors.extend(descriptors)
         self._lacks_descriptors |= bool(found & socket.MSG_CTRUNC) and num_received < room
-        return chunk
+        return received
 
     def _wait(self, events: int, deadline: float | None, waiting_for: str) -> None:
         descriptor = self._sock.fileno()
@@ -262,7 +270,8 @@ class Connection:
         poller = select.poll()
         poller.register(descriptor, events)
         if deadline is None:
-            poller.poll()  # ends with the peer: it sends, hangs up, or keep-alive finds it gone
+            # This wait ends with the peer: it sends, it hangs up, or keep-alive finds it gone.
+            poller.poll()
             return
         remaining = deadline - time.monotonic()
         if remaining <= 0 or not poller.poll(remaining * 1000 + 1):

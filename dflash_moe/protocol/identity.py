@@ -1,5 +1,5 @@
-"""What both ends must agree on before any weight loads, and the comparison that names the field and
-both values.
+"""The facts on which both ends must agree before any weight is loaded, and the comparison that
+names the field and both values where they do not.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -16,12 +16,13 @@ from dflash_moe.protocol.paths import TRANSPORTS
 from dflash_moe.topology.numerics import CLASSES
 
 DTYPES = ("f32", "f16", "bf16")
-CAPABILITIES = tuple(TRANSPORTS)  # which hello tells the peer
+# Hello tells the peer which transports this end has.
+CAPABILITIES = tuple(TRANSPORTS)
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """The facts of one end."""
+    """The facts of one end of a session."""
 
     worker: str
     model_fingerprint: str
@@ -30,17 +31,19 @@ class Identity:
 
 
 def local_identity(worker: str, model_fingerprint: str) -> Identity:
-    """This process's facts for a session with `worker`."""
+    """Returns the facts of this process for a session with `worker`."""
     return Identity(worker, model_fingerprint, _core.wire_limits(), DTYPES)
 
 
 def identity_of(message: Hello | HelloReply) -> Identity:
-    """The peer's facts as it stated them."""
+    """Returns the facts of the peer as its message states them."""
     return Identity(message.worker, message.model_fingerprint, message.wire_limits, tuple(message.dtypes))
 
 
 def require_equal(host: Identity, worker: Identity, *, name: str) -> None:
-    """ProtocolError naming the first field in which host and worker differ, and both values."""
+    """Raises ProtocolError where host and worker differ, naming the first such field and both
+    values. `name` is the worker's, for the message.
+    """
     for field, hint in (
         ("worker", "check the name in the topology and on the command line"),
         ("model_fingerprint", "both ends must read the same checkpoint"),
@@ -58,12 +61,12 @@ def require_equal(host: Identity, worker: Identity, *, name: str) -> None:
 def choose_numerics(
     asked: str, isa: str, *, name: str, device: _core.BackendDevice | None = None
 ) -> tuple[str, tuple[str, ...]]:
-    """The class that `asked` is on `device`, or else with kernel set `isa`, and all classes that
-    computes.
+    """Returns the numerics class that `asked` means on `device`, or where that is None with the
+    kernel set `isa`, and all classes that it computes.
 
-    `asked` is the name of a class, or a word of `activations` for the first class that answers to
-    it. UnsupportedError naming worker, class, device or kernel set, and the classes that there are
-    where `asked` is none of them.
+    `asked` is the name of a class, or a word of `activations`, which means the first offered class
+    that answers to it. Raises UnsupportedError naming the worker, the device or kernel set, the
+    class and those that are offered.
     """
     offered = tuple(_core.numerics_classes(isa) if device is None else device.numerics_classes())
     chosen = next((name for name in offered if asked in (name, CLASSES[name].activations)), asked)

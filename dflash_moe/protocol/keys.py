@@ -1,5 +1,5 @@
-"""Shared key files: 64 hexadecimal digits, readable by their owner only. A key never appears in
-arguments or YAML.
+"""Files that hold the shared key: 64 hexadecimal digits, readable by their owner only. A key never
+appears in arguments or YAML, which other users of the machine can see.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -16,8 +16,8 @@ from dflash_moe.protocol.auth import KEY_BYTES
 
 
 def write_key_file(path: Path) -> None:
-    """Creates `path` with a fresh random key and mode 0600; ConfigError when it exists or cannot be
-    created.
+    """Creates `path` with a fresh random key and mode 0600. Raises ConfigError when it exists or
+    cannot be created.
     """
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -31,8 +31,8 @@ def write_key_file(path: Path) -> None:
 
 
 def read_key_file(path: Path) -> bytes:
-    """Returns the 32-byte key; ConfigError when the file is missing, open to others, or not 64
-    hexadecimal digits.
+    """Returns the key of 32 bytes. Raises ConfigError when the file is missing, readable by others,
+    of another user, or does not hold 64 hexadecimal digits.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)

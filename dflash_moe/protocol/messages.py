@@ -1,8 +1,9 @@
-"""Every control message: its type number, its fields with integer keys and limits. Numbers are
-append-only.
+"""Every control message with its type number and its fields, which have integer keys and limits.
+Numbers are only ever added.
 
-The handshake (Open, Challenge, Proof, Accepted, or Refusal) comes first on every connection; the
-others travel on the control connection only. Numbers below 16 never change meaning in any version.
+The handshake (Open, Challenge, Proof, Accepted, or Refusal) comes first on every connection. All
+other messages travel on the control connection only. Numbers below 16 never change their meaning,
+so that ends of any two versions can refuse each other in words.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -15,10 +16,13 @@ from typing import Annotated, Any, ClassVar
 from dflash_moe.errors import ProtocolError
 from dflash_moe.protocol.schema import Binary, Codec, Flag, Float, ListOf, Message, Octets, Table, Text, Tree, Uint, Wire
 
-PROTOCOL_VERSION = 2  # both ends must share one version in [min, max]
-# a higher minor may add fields; the lower side then ignores fields it does not know
+# Each end accepts a range of versions, and both must share one.
+PROTOCOL_VERSION = 2
+# A higher minor version may add fields, and the end with the lower one ignores those it does not
+# know.
 PROTOCOL_MINOR = 1
-CHECKSUMS_SINCE = 1  # the minor version from which a worker answers ChecksumRequest
+# From this minor version on a worker answers ChecksumRequest.
+CHECKSUMS_SINCE = 1
 NONCE_BYTES = 32
 SESSION_ID_BYTES = 16
 MAC_BYTES = 32
@@ -30,11 +34,12 @@ _NAME = Text(128)
 _DTYPE = Text(8)
 _NUMERICS = Text(64)
 _WORDS = ListOf(Text(64), 64)
-_HANDOVER = Octets(4096)  # kMaxHandoverBytes of csrc/transport/kinds.h
+# The limit is kMaxHandoverBytes of csrc/transport/kinds.h.
+_HANDOVER = Octets(4096)
 
 
 class Role(enum.IntEnum):
-    """What a connection is for."""
+    """What a connection is used for."""
 
     CONTROL = 1
     PULSE = 2
@@ -51,7 +56,8 @@ class Open(Message):
     protocol_minor: Annotated[int, Wire(3, _U16)]
     role: Annotated[int, Wire(4, Uint(255))]
     session_id: Annotated[bytes, Wire(5, Binary(SESSION_ID_BYTES))]
-    generation: Annotated[int, Wire(6, _U64)]  # of the data path; 0 on control and pulse
+    # A data connection names the generation of its path; control and pulse connections have 0.
+    generation: Annotated[int, Wire(6, _U64)]
     nonce: Annotated[bytes, Wire(7, Binary(NONCE_BYTES))]
 
 
@@ -101,23 +107,29 @@ class Hello(Message):
     TYPE: ClassVar[int] = 16
     package_version: Annotated[str, Wire(1, Text(64))]
     worker: Annotated[str, Wire(2, _NAME)]
-    numerics_class: Annotated[str, Wire(3, _NUMERICS)]  # what this worker shall compute in
+    # The worker shall compute in this class.
+    numerics_class: Annotated[str, Wire(3, _NUMERICS)]
     model_fingerprint: Annotated[str, Wire(4, Text(128))]
     wire_limits: Annotated[dict[str, int], Wire(5, Table(_U64, 64))]
     dtypes: Annotated[tuple[str, ...], Wire(6, ListOf(_DTYPE, 16))]
     capabilities: Annotated[tuple[str, ...], Wire(7, _WORDS)] = ()
-    threads: Annotated[int, Wire(8, _U16)] = 0  # 0: the worker's own choice
+    # The number of compute threads; 0 leaves it to the worker.
+    threads: Annotated[int, Wire(8, _U16)] = 0
     spin_ns: Annotated[int, Wire(9, _U64)] = 0
+    # Computing takes this many times as long, to emulate a slower machine.
     slowdown: Annotated[float, Wire(10, Float(1.0, 1e6))] = 1.0
-    isa: Annotated[str, Wire(11, Text(32))] = ""  # empty: the worker's best
-    # of its compute threads in order; empty: not pinned
+    # The kernel set; an empty one means the worker's best.
+    isa: Annotated[str, Wire(11, Text(32))] = ""
+    # The CPUs of its compute threads in order; without any the threads are not pinned.
     cpus: Annotated[tuple[int, ...], Wire(12, ListOf(_U16, 1024))] = ()
     backend: Annotated[str, Wire(13, Text(16))] = "cpu"
-    device: Annotated[int, Wire(14, _U16)] = 0  # of the backend
-    simulate: Annotated[str, Wire(15, Text(16))] = ""  # backend sim: whose cards it stands for
-    # or mapped: compute from the worker's own mapped checkpoint
+    # The number of the device among those of the backend.
+    device: Annotated[int, Wire(14, _U16)] = 0
+    # With backend sim, the vendor whose cards it stands for.
+    simulate: Annotated[str, Wire(15, Text(16))] = ""
+    # "packed", or "mapped" to compute from the worker's own mapped checkpoint.
     weights_layout: Annotated[str, Wire(16, Text(16))] = "packed"
-    # of the host, for each phase of its start; 0: not told
+    # The host waits so long in each phase of its start; 0 means that it does not tell.
     start_timeout_s: Annotated[float, Wire(17, Float(0.0, 86400.0))] = 0.0
 
 
@@ -128,7 +140,8 @@ class HelloReply(Message):
     TYPE: ClassVar[int] = 17
     package_version: Annotated[str, Wire(1, Text(64))]
     worker: Annotated[str, Wire(2, _NAME)]
-    numerics_class: Annotated[str, Wire(3, _NUMERICS)]  # the one asked for
+    # The class that was asked for, or the one of its card that answers to it.
+    numerics_class: Annotated[str, Wire(3, _NUMERICS)]
     model_fingerprint: Annotated[str, Wire(4, Text(128))]
     wire_limits: Annotated[dict[str, int], Wire(5, Table(_U64, 64))]
     dtypes: Annotated[tuple[str, ...], Wire(6, ListOf(_DTYPE, 16))]
@@ -136,13 +149,13 @@ class HelloReply(Message):
     isa: Annotated[str, Wire(8, Text(32))]
     threads: Annotated[int, Wire(9, _U16)]
     pid: Annotated[int, Wire(10, _U32)]
-    # bytes a new process may still take there; of a card: free on it
+    # The bytes that a new process may still take on its machine, or that are free on its card.
     memory_available: Annotated[int, Wire(11, _U64)]
-    # bytes the worker's own topology grants; 0: no limit of its own
+    # The bytes that the worker's own topology grants to weights; 0 means no limit of its own.
     memory_limit: Annotated[int, Wire(12, _U64)] = 0
-    # all that its kernel set or device computes
+    # All classes that its kernel set or device computes.
     numerics_offered: Annotated[tuple[str, ...], Wire(13, _WORDS)] = ()
-    # the device it computes on; empty: the processor
+    # The label of the device that it computes on; an empty one means the processor.
     device: Annotated[str, Wire(14, Text(1024))] = ""
 
 
@@ -158,10 +171,11 @@ class LoadShard(Message):
     name: Annotated[str, Wire(3, Text(512))]
     ffn: Annotated[Any, Wire(4, Tree())]
     weight_dtype: Annotated[str, Wire(5, Text(32))]
-    # start, count, start, count ... ascending
+    # Runs of ascending expert ids as start, count, start, count (`compress_experts`).
     expert_ranges: Annotated[tuple[int, ...], Wire(6, ListOf(Uint(65535), 8192))]
     weights_fingerprint: Annotated[int, Wire(7, _U64)]
-    numerics: Annotated[str, Wire(8, _NUMERICS)]  # the class this shard is computed in
+    # This shard is computed in this class.
+    numerics: Annotated[str, Wire(8, _NUMERICS)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,9 +195,10 @@ class ShardLoaded(Message):
     layer: Annotated[int, Wire(1, Uint(4095))]
     shard: Annotated[int, Wire(2, _U32)]
     resident_bytes: Annotated[int, Wire(3, _U64)]
-    # whether all source bytes were read, which packing does; else the shard is unchecked so far
+    # Whether all source bytes were read, as packing does. Otherwise the shard is unchecked so far,
+    # and its checksum means nothing.
     is_checked: Annotated[bool, Wire(4, Flag())] = False
-    content_checksum: Annotated[int, Wire(5, _U64)] = 0  # of a checked shard
+    content_checksum: Annotated[int, Wire(5, _U64)] = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,17 +209,20 @@ class Attach(Message):
 
     TYPE: ClassVar[int] = 21
     generation: Annotated[int, Wire(1, _U64)]
-    transport: Annotated[str, Wire(2, Text(16))]  # a name in the table of transports
+    # A name in the table of transports.
+    transport: Annotated[str, Wire(2, Text(16))]
     num_slots: Annotated[int, Wire(3, Uint(256))]
     request_bytes: Annotated[int, Wire(4, Uint(256 << 20))]
     reply_bytes: Annotated[int, Wire(5, Uint(256 << 20))]
     num_descriptors: Annotated[int, Wire(6, Uint(4))]
-    # a pulse connection comes with this data path (the session's first)
+    # A pulse connection comes with this data path, which is the first of the session.
     has_pulse: Annotated[bool, Wire(7, Flag())]
-    # of the data connection, each way; 0: the system's own
+    # The buffers of the data connection have this size each way; 0 keeps the system's own.
     socket_buffer_bytes: Annotated[int, Wire(8, Uint(1 << 30))] = 0
-    is_open: Annotated[bool, Wire(9, Flag())] = False  # shared: segments that devices may register
-    offer: Annotated[bytes, Wire(10, _HANDOVER)] = b""  # what the transport's host end tells the other
+    # With transport shared, the segments stay writable so that devices may register them.
+    is_open: Annotated[bool, Wire(9, Flag())] = False
+    # The bytes that the transport's host end tells its worker end.
+    offer: Annotated[bytes, Wire(10, _HANDOVER)] = b""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,7 +240,8 @@ class Attached(Message):
     TYPE: ClassVar[int] = 23
     generation: Annotated[int, Wire(1, _U64)]
     num_descriptors: Annotated[int, Wire(2, Uint(4))]
-    answer: Annotated[bytes, Wire(3, _HANDOVER)] = b""  # what the transport's worker end answers
+    # The bytes that the transport's worker end answers.
+    answer: Annotated[bytes, Wire(3, _HANDOVER)] = b""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,7 +263,8 @@ class Stats(Message):
 class Bye(Message):
     """Host to worker: the session ends as wished; the worker stops serving and drops its shards."""
 
-    TYPE: ClassVar[int] = 28  # 26 and 27 were messages that no host ever sent
+    # 26 and 27 were messages that no host ever sent, and stay unused.
+    TYPE: ClassVar[int] = 28
     reason: Annotated[str, Wire(1, Text(256))] = ""
 
 
@@ -266,9 +286,11 @@ class Checksum(Message):
     TYPE: ClassVar[int] = 30
     layer: Annotated[int, Wire(1, Uint(4095))]
     shard: Annotated[int, Wire(2, _U32)]
-    num_read: Annotated[int, Wire(3, _U32)]  # experts of the shard that were read whole
+    # So many experts of the shard have been read whole.
+    num_read: Annotated[int, Wire(3, _U32)]
+    # The checksum means something only where all of them have been.
     is_checked: Annotated[bool, Wire(4, Flag())]
-    content_checksum: Annotated[int, Wire(5, _U64)]  # of a checked shard
+    content_checksum: Annotated[int, Wire(5, _U64)]
 
 
 MESSAGES: tuple[type[Message], ...] = (
@@ -279,7 +301,7 @@ CODEC = Codec(MESSAGES)
 
 
 def compress_experts(experts: tuple[int, ...]) -> tuple[int, ...]:
-    """Ascending ids as (start, count) runs, flattened: (0, 1, 2, 7) -> (0, 3, 7, 1)."""
+    """Writes ascending ids as flattened runs of (start, count): (0, 1, 2, 7) -> (0, 3, 7, 1)."""
     runs: list[int] = []
     for expert_id in experts:
         if runs and expert_id == runs[-2] + runs[-1]:
@@ -290,8 +312,8 @@ def compress_experts(experts: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def expand_experts(ranges: tuple[int, ...]) -> tuple[int, ...]:
-    """The inverse of `compress_experts`; ProtocolError when runs are odd, empty, overlap, descend
-    or exceed 65,535 experts.
+    """Undoes `compress_experts`. Raises ProtocolError when a number is missing, or when a run is
+    empty, overlaps or precedes the one before, or goes beyond 65,535 experts.
     """
     if len(ranges) % 2:
         raise ProtocolError(f"message LoadShard: field expert_ranges: found {len(ranges)} numbers, allowed are pairs")

@@ -1,5 +1,5 @@
 """Data paths as the control plane sees them: the table of transports, and what an Attach says of a
-path. Both ends use these; what a transport does with it is the table's matter
+path. Both ends use these. What a transport does with an offer is known only to its row of the table
 (csrc/transport/kinds.h).
 
 SPDX-License-Identifier: Apache-2.0
@@ -16,7 +16,7 @@ TRANSPORTS = {kind.name: kind for kind in _core.transport_kinds()}
 
 
 def terms_of(message: Attach) -> _core.PathTerms:
-    """What both ends know of the path that `message` asks for, before it exists."""
+    """Returns what both ends know of the path that `message` asks for before it exists."""
     return _core.PathTerms(
         _core.Geometry(message.num_slots, message.request_bytes, message.reply_bytes),
         message.generation,

@@ -1,9 +1,9 @@
-"""Closed schemas for control messages: field kinds with limits, and the total msgpack codec over
-them.
+"""Closed schemas for control messages: the kinds of fields with their limits, and a msgpack codec
+over them that is total.
 
 Any bytes decode either to a message whose every field is within its limits, or to a ProtocolError
-that names the message and the field. Maps carry integer keys (0 is the message type); extension
-types, duplicate keys and unknown keys are refused.
+that names the message and the field. Maps carry integer keys, of which 0 is the message type.
+Extension types, duplicate keys and unknown keys are refused.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -20,14 +20,18 @@ import msgpack
 
 from dflash_moe.errors import ProtocolError
 
-# the largest message is one layer's definition, about 4 KiB; 16x headroom
+# The largest message defines a shard of one layer in about 4 KiB, so that this leaves 16 times the
+# room.
 MAX_FRAME_BYTES = 64 * 1024
+# These bound a Tree, so that a peer can make this end neither recurse deeply nor walk for long.
 TREE_DEPTH = 5
 TREE_NODES = 2048
 
 
 class Kind(Protocol):
-    """Checks one decoded value; the text it raises with follows the field's name."""
+    """The kind of a field. `check` returns a decoded value as the message holds it, or raises with
+    a text that follows the name of the field; `describe` is the kind's text in docs/protocol.md.
+    """
 
     def check(self, value: Any) -> Any: ...
 
@@ -35,7 +39,7 @@ class Kind(Protocol):
 
 
 class _Refused(Exception):
-    """A value outside its kind; carries what was found and what is allowed."""
+    """A value is outside its kind. The text says what was found and what is allowed."""
 
 
 def _found(value: Any) -> str:
@@ -60,7 +64,7 @@ class Uint:
 
 @dataclass(frozen=True, slots=True)
 class Float:
-    """A finite float within [minimum, maximum]; integers are accepted and widened."""
+    """A finite float within [minimum, maximum]. Integers are accepted and widened."""
 
     minimum: float = 0.0
     maximum: float = 1e9
@@ -136,7 +140,7 @@ class Octets:
 
 @dataclass(frozen=True, slots=True)
 class ListOf:
-    """At most `max_items` items of one kind; arrives as a tuple."""
+    """At most `max_items` items of one kind, which arrive as a tuple."""
 
     item: Kind
     max_items: int
@@ -152,7 +156,7 @@ class ListOf:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Text keys to values of one kind."""
+    """A map of at most `max_items` text keys to values of one kind."""
 
     item: Kind
     max_items: int
@@ -169,8 +173,8 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """Nested maps, lists and scalars of bounded depth and size, validated further by their owner
-    (`FfnSpec.from_wire`).
+    """Nested maps, lists and scalars of bounded depth and size. Who reads the field checks it
+    further (`FfnSpec.from_wire`).
     """
 
     def check(self, value: Any) -> Any:
@@ -197,14 +201,14 @@ class Tree:
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """Annotation of a message field: its integer key and its kind."""
+    """The annotation of a message's field: its integer key and its kind."""
 
     key: int
     kind: Kind
 
 
 class Message:
-    """Base of all messages; subclasses are frozen dataclasses whose fields are annotated with
+    """The base of all messages. Subclasses are frozen dataclasses whose fields are annotated with
     `Wire`.
     """
 
@@ -214,25 +218,26 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class FieldSchema:
-    """One field as declared: what the codec and docs/protocol.md's tables need."""
+    """One field as declared, with what the codec and the tables of docs/protocol.md need."""
 
     name: str
     key: int
     kind: Kind
-    default: Any  # dataclasses.MISSING when the field is required
+    # This is dataclasses.MISSING when the field is required.
+    default: Any
 
 
 @dataclass(frozen=True, slots=True)
 class MessageSchema:
-    """All fields of a message class."""
+    """A message class with all its fields."""
 
     cls: type[Message]
     fields: tuple[FieldSchema, ...]
 
 
 def schema_of(cls: type[Message]) -> MessageSchema:
-    """Reads the annotations of a message class; TypeError where two fields share a key (a
-    programming error).
+    """Reads the annotations of a message class. Raises TypeError where two fields share a key or
+    one has key 0, which is an error of whoever wrote the class.
     """
     hints = typing.get_type_hints(cls, include_extras=True)
     found: list[FieldSchema] = []
@@ -246,14 +251,14 @@ def schema_of(cls: type[Message]) -> MessageSchema:
 
 
 class Codec:
-    """Encodes and decodes the messages of one table."""
+    """Encodes and decodes the messages of one table. Any thread may call."""
 
     def __init__(self, classes: Iterable[type[Message]]) -> None:
         self.schemas = {cls.TYPE: schema_of(cls) for cls in classes}
 
     def encode(self, message: Message) -> bytes:
-        """Returns the msgpack form; ProtocolError when a field is out of its limits or the whole
-        exceeds a frame.
+        """Returns the msgpack form. Raises ProtocolError when a field is outside its limits or the
+        whole exceeds a frame.
         """
         schema = self.schemas[message.TYPE]
         body: dict[int, Any] = {0: message.TYPE}
@@ -266,10 +271,10 @@ class Codec:
         return payload
 
     def decode(self, payload: bytes, *, ignore_unknown: bool = False) -> Message:
-        """Returns the message; ProtocolError otherwise.
+        """Returns the message that `payload` holds, or raises ProtocolError.
 
-        `ignore_unknown` drops unknown fields; a connection sets it only when the peer announced a
-        higher minor version.
+        `ignore_unknown` drops unknown fields instead of refusing them. A connection sets it only
+        when the peer announced a higher minor version.
         """
         body = _unpack(payload)
         kind = body.pop(0, None)

@@ -1,8 +1,8 @@
-"""What mode `auto` knows about each worker, what it chose, predicted and measured: the client's
-forecasts in words and numbers.
+"""The forecasts of mode `auto` in words and numbers: what the client knows about each worker, and
+what it chose, predicted and measured for it.
 
-The model itself is csrc/client (cost_curve, slicing, worker_model); docs/architecture.md describes
-it.
+The cost model itself is in csrc/client (cost_curve, slicing, worker_model), and
+docs/modes.md describes it. This file only reports.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -16,7 +16,8 @@ from typing import Any
 
 from dflash_moe.model.spec import LayerSpec
 
-# at INFO: the explanation, when a runtime that ran in mode auto closes
+# A runtime that ran in mode auto logs its explanation here at INFO when it closes. The name is no
+# module's, so that a user can switch on this report alone.
 log = logging.getLogger("dflash_moe.auto")
 
 NS = 1e-9
@@ -25,10 +26,10 @@ UNMEASURED = "nothing is measured yet: whole chunks"
 
 @dataclass(frozen=True, slots=True)
 class CostLine:
-    """A cost: seconds = fixed_s + units * s_per_unit + experts * s_per_expert.
+    """A fitted cost: seconds = fixed_s + units * s_per_unit + experts * s_per_expert.
 
-    Units are bytes on the link, (row, expert) pairs in compute. `residual` is how far recent
-    predictions were off, relatively.
+    A unit is a byte on the link, and a (row, expert) pair in compute. `residual` is the relative
+    error of recent predictions.
     """
 
     fixed_s: float
@@ -48,13 +49,15 @@ class SliceForecast:
 
 @dataclass(frozen=True, slots=True)
 class ChunkForecast:
-    """Chunks of one size (an octave of tokens) and one shape of experts at one worker.
+    """What is known of the chunks of one size (an octave of tokens) and one shape of experts at one
+    worker.
 
-    `taken` and `considered` are of the last one. `predicted_s` and `measured_s` are medians over
-    the last 16 chunks that had the worker to themselves, from submit to the last reply; None before
-    there is one. `deviation` is the median of |predicted / measured - 1|. `wait_s` is the part of a
-    prediction that no stage explains: the wait for its turn at the host, and for a core where
-    threads outnumber them. `is_auto`: the model chose, not the mode.
+    `taken` and `considered` describe the last such chunk. `predicted_s` and `measured_s` are
+    medians over the last 16 chunks that had the worker to themselves, from submit to the last
+    reply, and None before there is one. `deviation` is the median of |predicted / measured - 1|.
+    `wait_s` is the part of a prediction that no stage explains: the wait for its turn at the host,
+    and for a core where threads outnumber them. `is_auto` says that the model chose the slices, not
+    the mode.
     """
 
     cost_class: int
@@ -75,8 +78,8 @@ class ChunkForecast:
 
 @dataclass(frozen=True, slots=True)
 class WorkerForecast:
-    """One worker: cost lines of both directions of its link, and of its compute by class of layers;
-    its chunks, small first.
+    """What is known of one worker: the cost lines of both directions of its link, the cost lines of
+    its compute by class of layers (`cost_classes`), and its chunks, the shortest first.
     """
 
     name: str
@@ -88,8 +91,10 @@ class WorkerForecast:
 
 
 def cost_classes(layers: Sequence[LayerSpec]) -> dict[int, int]:
-    """Layer index -> class: layers whose experts have equal shape, activation and format cost the
-    same per pair and expert.
+    """Returns the cost class of every layer by the layer's index.
+
+    Layers whose experts have equal shape, activation and format cost the same per pair and per
+    expert, so that they share a class and what was measured of one holds for all.
     """
     classes: dict[tuple[object, ...], int] = {}
     found = {}
@@ -101,7 +106,9 @@ def cost_classes(layers: Sequence[LayerSpec]) -> dict[int, int]:
 
 
 def worker_forecasts(records: Sequence[Mapping[str, Any]]) -> tuple[WorkerForecast, ...]:
-    """The client's records (`_core.Client.forecasts`), in seconds and with reasons in words."""
+    """Converts the records of `_core.Client.forecasts` from nanoseconds to seconds, and the codes
+    of their reasons to words.
+    """
     return tuple(
         WorkerForecast(
             name=record["name"],
@@ -116,7 +123,9 @@ def worker_forecasts(records: Sequence[Mapping[str, Any]]) -> tuple[WorkerForeca
 
 
 def mode_reason(forecasts: Sequence[WorkerForecast]) -> str:
-    """One sentence: what `auto` took for the largest chunks of every worker, and why."""
+    """Returns one sentence that says what `auto` took for the largest chunks of every worker, and
+    why.
+    """
     parts = []
     for forecast in forecasts:
         if forecast.chunks:
@@ -125,13 +134,15 @@ def mode_reason(forecasts: Sequence[WorkerForecast]) -> str:
 
 
 def largest_chunk(forecast: WorkerForecast) -> ChunkForecast:
-    """The entry of the longest chunks; of several shapes of experts the one that takes longest."""
+    """Returns the entry of the longest chunks; among several shapes of experts it is the one with
+    the longest prediction. `forecast` must have chunks.
+    """
     return max(forecast.chunks, key=lambda chunk: (chunk.num_tokens, chunk.taken.predicted_s))
 
 
 def explain(forecasts: Sequence[WorkerForecast]) -> list[str]:
-    """Lines for `--explain-auto`: per worker the model, then for every size of chunk prediction,
-    choice and reason.
+    """Returns the lines that `--explain-auto` prints: for every worker its model, then the
+    prediction, choice and reason for every size of chunk.
     """
     lines = []
     for forecast in forecasts:
@@ -148,7 +159,7 @@ def explain(forecasts: Sequence[WorkerForecast]) -> list[str]:
 
 
 def log_explanation(forecasts: Sequence[WorkerForecast]) -> None:
-    """Hands the explanation to the logger `dflash_moe.auto`, line by line."""
+    """Logs the explanation to `dflash_moe.auto`, one record a line."""
     if forecasts and log.isEnabledFor(logging.INFO):
         for line in explain(forecasts):
             log.info("%s", line)
@@ -192,7 +203,8 @@ def _reason(kind: str, taken: SliceForecast, considered: Sequence[SliceForecast]
     whole = considered[0]
     if kind == "sliced":
         gain = 1 - taken.predicted_s / whole.predicted_s
-        if gain <= 0:  # what was taken before stays until a change promises enough
+        if gain <= 0:
+            # The client keeps its former choice until a change promises enough.
             return f"{chunk} are kept: {_slices(whole.num_slices)} would save only {-gain:.1%}"
         return f"{chunk} hide transfer: {gain:.0%} less than in {_slices(whole.num_slices)}"
     others = [one for one in considered if one.num_slices != taken.num_slices]

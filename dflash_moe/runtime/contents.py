@@ -1,7 +1,8 @@
-"""Whether the holders of a shard hold the same bytes: the values that they reported, compared with
-each other and, on request, with the host's own copy of the checkpoint.
+"""Checks that the holders of a shard hold the same bytes: the content checksums that they report
+are compared with each other and, on request, with the host's own copy of the checkpoint.
 
-A fingerprint names shapes, names and samples; only a content checksum sees every bit.
+A fingerprint covers only shapes, names and samples of the weights; a content checksum covers every
+bit.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -21,31 +22,38 @@ from dflash_moe.model.expert_tensors import expert_sources
 if TYPE_CHECKING:
     from dflash_moe.runtime.held_shards import HeldShard
 
-STEP_BYTES = 8 << 20  # of the own copy between two looks at Ctrl-C: milliseconds
-POLL_S = 0.2  # how often a holder is asked that still reads in the background
+# The host reads its own copy in steps of this size, which take milliseconds, so that Ctrl-C is seen
+# between two of them.
+STEP_BYTES = 8 << 20
+# A holder that still reads in the background is asked again after this pause.
+POLL_S = 0.2
 
-# The name of a layer, its experts compared so far, and in all. Of a holder that still reads its
-# mapped weights: layer and holder, its experts read so far, and in all.
+# A report is called with the name of a layer, how many of its experts have been compared, and how
+# many it has. While a holder still reads its mapped weights, the name is that of layer and holder,
+# and the first count is of experts read.
 ContentsReport = Callable[[str, int, int], None]
-# A holder's value of one of its shards (None as long as that is unchecked), and how many of its
-# experts have been read.
+# Asks a holder by name about one of its shards. It returns the content checksum, None as long as
+# the shard is unchecked, and how many experts of the shard have been read.
 AskChecksum = Callable[[str, "HeldShard"], "tuple[int | None, int]"]
 
 
 class ReferenceChecksums:
-    """The content checksum of each shard as its first holder reported it: what every further holder
-    must have. Any thread.
+    """The content checksum of each shard as its first holder reported it. Every further holder must
+    have the same. Any thread may call.
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # holders load in parallel
+        # Holders load in parallel and note their checksums from threads of their own.
+        self._lock = threading.Lock()
         self._first: dict[tuple[int, int], tuple[str, int | None]] = {}
 
     def note(self, held: HeldShard, holder: str, checksum: int | None) -> None:
-        """`holder` reports a value, or None as long as the shard is unchecked there.
+        """Notes the checksum that `holder` reports, or None as long as the shard is unchecked
+        there.
 
-        CheckpointError naming both holders and values where a second holder's differs, or where one
-        of them is still unchecked: bytes that nobody has compared may not answer for each other.
+        Raises CheckpointError, naming both holders and values, where a second holder reports
+        another value, or where one of the two is still unchecked: weights that nobody has compared
+        must not stand in for each other.
         """
         where = held.layer.index, held.shard_id
         with self._lock:
@@ -63,13 +71,15 @@ class ReferenceChecksums:
 
 
 def checksum_text(checksum: int | None) -> str:
-    """As in all messages."""
+    """Writes a checksum the way that every message does."""
     return "unchecked" if checksum is None else f"{checksum:#018x}"
 
 
 def own_checksum(checkpoint: Checkpoint, held: HeldShard, report: Callable[[int], None] = lambda _count: None) -> int:
-    """What the host's own copy of a shard adds up to; `report` gets the experts read so far.
-    CheckpointError.
+    """Returns the content checksum of a shard in the host's own copy of the checkpoint.
+
+    `report` is called after every expert with the number read so far. Raises CheckpointError where
+    the files cannot be read.
     """
     values = []
     for expert in held.experts:
@@ -84,12 +94,13 @@ def own_checksum(checkpoint: Checkpoint, held: HeldShard, report: Callable[[int]
 def compare_with_own_copy(
     ask: AskChecksum, held: Mapping[str, Sequence[HeldShard]], path: Path, *, timeout_s: float, report: ContentsReport
 ) -> int:
-    """Compares every holder's shards with the checkpoint at `path`, layer by layer; returns how
-    many shards that were. `timeout_s` limits the time without progress of a holder that still
-    reads.
+    """Compares every holder's shards with the checkpoint at `path`, layer by layer, and returns the
+    number of shards compared. `timeout_s` bounds how long a holder that still reads in the
+    background may go without progress.
 
     Errors: CheckpointError naming every layer and shard that differs, its holder and both values;
-    UnsupportedError for a worker too old to tell; WorkerLost, WorkerTimeout.
+    UnsupportedError for a worker whose version knows no content checksums; WorkerLost and
+    WorkerTimeout.
     """
     checkpoint = Checkpoint.open(path)
     shards = sorted(
@@ -122,7 +133,9 @@ def compare_with_own_copy(
 
 
 def _await_checksum(ask: AskChecksum, holder: str, held: HeldShard, timeout_s: float, report: ContentsReport) -> int:
-    """A holder's value, once its background reader has it."""
+    """Returns a holder's content checksum, waiting for its background reader as long as that makes
+    progress.
+    """
     where = f"{held.layer.name} at {holder}"
     most_read, deadline = -1, time.monotonic() + timeout_s
     while True:

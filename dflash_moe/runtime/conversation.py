@@ -1,8 +1,8 @@
 """The host's end of a control connection: one question at a time, answers in the order of the
 questions, and no wait without a bound.
 
-Knows messages, deadlines and how a hang-up or a silence becomes an error; what the questions mean
-is HostSession's matter.
+A conversation knows messages and deadlines, and turns a hang-up or a silence into a typed error.
+What the questions mean is known only to HostSession.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -23,17 +23,22 @@ from dflash_moe.protocol.messages import Attached, Listening, Progress, Refusal
 from dflash_moe.protocol.schema import Message
 from dflash_moe.runtime.owner import Owner
 
-LAST_WORDS_S = 0.1  # a refusal that came before a hang-up has arrived already
-BYE_S = 0.2  # a goodbye is a courtesy; nobody waits for a worker that does not read
+# After a hang-up the connection is read for at most this time. A refusal that the worker sent
+# before it hung up has arrived already, so that the bound is met only when there is none.
+LAST_WORDS_S = 0.1
+# A goodbye is a courtesy, and nobody waits longer than this for a worker that does not read.
+BYE_S = 0.2
 M = TypeVar("M", bound=Message)
 N = TypeVar("N", bound=Message)
 
 
 class Conversation:
-    """Questions to one worker and its answers. Any thread; belongs to the process that made it.
+    """Asks one worker questions and takes its answers. Any thread may call, in the process that
+    made the conversation; a forked child is refused, because it would speak on the parent's
+    connection.
 
-    Owns `connection`. `loss` makes a WorkerLost of what happened, `quote_log` adds what the worker
-    logged last.
+    The conversation owns `connection`. `loss` makes a WorkerLost from what happened, and
+    `quote_log` returns what the worker logged last, ready to be appended to a message.
     """
 
     def __init__(
@@ -43,18 +48,22 @@ class Conversation:
         self._connection = connection
         self._loss = loss
         self._quote_log = quote_log
-        # Held from a question to its answer, which may take as long as the one who asks allows.
+        # The lock is held from a question to its answer, for as long as the asking thread allows.
         self._lock = threading.Lock()
-        self._doing = ""  # what the holder of the lock asks for
-        self._num_unanswered = 0  # questions whose answer did not come in time
+        # The holder of the lock writes here what it asks for, so that others can say what they
+        # waited for.
+        self._doing = ""
+        # So many questions have no answer yet. It exceeds the question under way where an answer
+        # did not come in time; that answer still arrives first and must be thrown away.
+        self._num_unanswered = 0
         self._owner = Owner()
 
     @contextmanager
     def turn(self, doing: str, *, timeout_s: float, limit: str) -> Iterator[Turn]:
-        """The right to ask, for at most `timeout_s`, the wait for it included. `limit` names the
-        setting.
+        """Gives the block the right to ask, for at most `timeout_s` seconds, which include the wait
+        for other threads. `limit` names the setting that allows more, for the message.
 
-        Errors: WorkerTimeout saying what the connection is busy with; DflashError in a forked
+        Errors: WorkerTimeout that says what the connection is busy with; DflashError in a forked
         child.
         """
         self._owner.require_here()
@@ -73,28 +82,30 @@ class Conversation:
 
     @property
     def connection(self) -> Connection:
-        """For the handshake, before any turn."""
+        """The connection itself, which the conversation keeps owning. The caller holds a turn."""
         return self._connection
 
     def say(self, message: Message) -> None:
-        """Sends what needs no answer; never raises for a worker that is gone or stopped."""
+        """Sends a message that needs no answer. It never raises for a worker that is gone or
+        stopped, and does nothing in a forked child.
+        """
         if self._owner.is_here:
             with contextlib.suppress(DflashError):
                 self._connection.send(message, deadline=time.monotonic() + BYE_S)
 
     def hang_up(self) -> None:
-        """Ends the connection without a word, so that a thread which waits for this worker returns;
-        any thread.
+        """Ends the connection without a goodbye, so that a thread which waits for this worker
+        returns. Any thread may call, also while another has the turn.
         """
         if self._owner.is_here:
             self._connection.hang_up()
 
     def close(self) -> None:
-        """Closes the connection; safe to call again, and without effect in a forked child."""
+        """Closes the connection. It may be called again, and has no effect in a forked child."""
         if self._owner.is_here:
             self._connection.close()
 
-    # What a Turn does, with the lock held.
+    # A Turn calls the methods from here on, and its thread holds the lock.
 
     def _ask(self, turn: Turn, message: Message, descriptors: Sequence[int]) -> None:
         while self._num_unanswered:
@@ -103,7 +114,9 @@ class Conversation:
         self._num_unanswered += 1
 
     def _discard(self, stale: Message) -> None:
-        """An answer that came after its deadline."""
+        """Throws away an answer to an earlier question that came after its deadline, and closes the
+        descriptors that came with it.
+        """
         if isinstance(stale, Attached):
             with contextlib.suppress(DflashError):
                 for descriptor in self._connection.take_descriptors(stale.num_descriptors):
@@ -126,7 +139,7 @@ class Conversation:
         try:
             self._connection.send(message, deadline=turn.deadline, descriptors=descriptors)
         except PeerGone:
-            # What it said before it left explains more than the hang-up.
+            # A refusal that the worker sent before it left explains more than the hang-up.
             self._raise_last_words()
             raise self._loss(f"hung up before it could {turn.doing}") from None
         except WorkerTimeout:
@@ -156,8 +169,8 @@ class Conversation:
             raise type(error)(text, worker=self._worker) from None
 
     def late(self, turn: Turn) -> WorkerTimeout:
-        """A WorkerTimeout that says what was asked, how long, which setting allows more, and what
-        the worker logged last.
+        """Returns a WorkerTimeout that says what was asked, how long the host waited, which setting
+        allows more, and what the worker logged last.
         """
         return WorkerTimeout(
             f"worker {self._worker} did not {turn.doing} within {turn.timeout_s:g} s without progress ({turn.limit})"
@@ -167,7 +180,9 @@ class Conversation:
 
 
 class Turn:
-    """One question and its answer, while nobody else may ask."""
+    """The right to ask one question and to take its answer, while no other thread may ask. Only the
+    thread that entered `Conversation.turn` uses it.
+    """
 
     def __init__(self, conversation: Conversation, doing: str, deadline: float, timeout_s: float, limit: str) -> None:
         self._conversation = conversation
@@ -178,11 +193,13 @@ class Turn:
         self.limit = limit
 
     def renew(self) -> None:
-        """The worker made progress: it has as much time again."""
+        """Gives the worker as much time again, because it made progress."""
         self.deadline = time.monotonic() + self.timeout_s
 
     def on(self, interim: type[N], call: Callable[[N], None]) -> None:
-        """`call` gets messages of type `interim` that come before the answer."""
+        """Has `call` take the messages of type `interim` that come before the answer. A turn knows
+        one such type; a second call replaces the first.
+        """
 
         def take(message: Message) -> bool:
             if isinstance(message, interim):
@@ -193,13 +210,15 @@ class Turn:
         self._take_interim = take
 
     def takes(self, message: Message) -> bool:
-        """True where `message` was not the answer yet."""
+        """Hands an interim message to its taker; returns False where `message` is the answer."""
         return self._take_interim(message)
 
     def ask(self, message: Message, answer: type[M], descriptors: Sequence[int] = ()) -> M:
-        """Sends `message` and returns the answer. The descriptors stay the caller's.
+        """Sends `message` with copies of `descriptors`, which the caller keeps owning, and returns
+        the answer.
 
-        Errors: the worker's own; WorkerLost, WorkerTimeout, ProtocolError.
+        Errors: the typed error with which the worker refuses; WorkerLost, WorkerTimeout, and
+        ProtocolError where the answer is of another type.
         """
         self._conversation._ask(self, message, descriptors)
         return self._conversation._answer(self, answer)

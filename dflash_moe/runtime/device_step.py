@@ -1,8 +1,8 @@
-"""Device steps: the exchanges of a decode step on the host's device, without the host in between
-(docs/architecture.md).
+"""Device steps: the host's device exchanges rows with the workers by itself for a whole decode
+step, without the host's processor in between (docs/howto/gpu_backends.md).
 
-A step is a transaction with one deadline: its results count only once leaving its `with` block
-raised nothing.
+A step is a transaction with one deadline: its results count only once its `with` block was left
+without an error.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -27,23 +27,30 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MAX_CALLS = 512  # of a step (kMostStepCalls)
-LOOK_S = 0.005  # between two looks at workers and deadline: a hang-up must be acted on within 0.1 s
-GIVE_UP_S = 10.0  # for kernels that do not end once they were told to
-NAP_NS = 20_000  # of the thread that wakes workers, where cores are too few to spin
-NOWHERE = 0  # the code of a step without a failure
-# The names of codes, as in errors; "closed": ended by the host's word.
+# A step has at most this many calls (kMostStepCalls of csrc/device_exchange).
+MAX_CALLS = 512
+# The host looks at the workers and the deadline this often. A hang-up must be acted on within 0.1
+# s.
+LOOK_S = 0.005
+# Kernels that do not end within this time after they were told to count as hung.
+GIVE_UP_S = 10.0
+# The thread that wakes workers sleeps this long between two looks where cores are too few to spin.
+NAP_NS = 20_000
+# This code of a step's report means that nothing failed.
+NOWHERE = 0
+# The names of codes are those of errors; "closed" means that the host ended the step.
 _CODE_NAMES = {number: name for name, (number, _) in _core.error_codes().items()}
 
+# The device reports by these numbers what it found wrong with a reply.
 _DETAILS = {1: "its index is wrong", 2: "its header is damaged", 3: "it answers something else", 4: "its checksum differs"}
 
 
 class DeviceStep:
-    """The exchanges of one step; made by `ExpertRuntime.device_step`. For the thread that entered
-    it.
+    """The exchanges of one step. `ExpertRuntime.device_step` makes it, and only the thread that
+    entered it uses it.
 
-    Leaving raises what went wrong in any of its calls: WorkerLost, WorkerTimeout, WorkerError,
-    ProtocolError, ConfigError.
+    Leaving the `with` block raises what went wrong in any of its calls: WorkerLost, WorkerTimeout,
+    WorkerError, ProtocolError, ConfigError.
     """
 
     def __init__(
@@ -59,7 +66,9 @@ class DeviceStep:
         nap_ns: int,
         on_exit: Callable[[], None],
     ) -> None:
-        """`names` of layers, for messages. `on_exit()` is called once, whatever happens."""
+        """`names` gives the module names of the layers by index, for messages. `on_exit()` is
+        called once when the block is left, whatever happened in it.
+        """
         self.thread = threading.get_ident()
         self._client = client
         self._tensors = tensors
@@ -68,8 +77,10 @@ class DeviceStep:
         self._deadline = time.monotonic() + timeout_s
         self._timeout_s = timeout_s
         self._on_exit = on_exit
-        self._batches: list[_core.TokenBatch] = []  # of queued calls: they keep the tensors
-        self._reason: DflashError | None = None  # why the host ended it
+        # The batches of queued calls keep the caller's tensors alive until the step has ended.
+        self._batches: list[_core.TokenBatch] = []
+        # Where the host ended the step, this is why.
+        self._reason: DflashError | None = None
         self._aborted_at = 0.0
         self._formerly = tensors.stream
         self._step = _core.DeviceStep(tensors.device, lease, budget_s=2 * timeout_s + 1, stream=stream, nap_ns=nap_ns)
@@ -77,22 +88,24 @@ class DeviceStep:
             tensors.take_over_for(stream)
 
     def experts(self, layer: int | str, hidden_states: Any, topk_ids: Any, topk_weights: Any, out: Any = None) -> Any:
-        """Like `ExpertRuntime.experts`, of at most 64 tokens; queued on the device, where later
-        work finds the result.
+        """Takes the arguments of `ExpertRuntime.experts`, with at most 64 tokens, and returns the
+        result's tensor at once: the exchange is queued on the step's stream, where later work finds
+        the result.
         """
         shape = self._table.of(layer)
         result, batch = self._tensors.bind_for_step(shape, hidden_states, topk_ids, topk_weights, out)
         if batch.num_tokens:
             self._step.add(shape.layer, batch)
             self._batches.append(batch)
-            # a simulated device works only when waited for, the framework at once
+            # A simulated device computes only while somebody waits for it, but the framework of the
+            # caller reads the result at once.
             if self._tensors.device.stream == 0:
                 self._settle()
         return result
 
     def _settle(self) -> None:
-        """Until everything queued is done; ends the step's waits where a worker is lost or the
-        deadline passes.
+        """Waits until everything queued is done. Where a worker is lost or the deadline passes, it
+        tells the device to stop waiting, and raises WorkerError if the device does not.
         """
         while not self._step.wait(LOOK_S):
             if self._reason is None:
@@ -118,7 +131,8 @@ class DeviceStep:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if kind is not None and not issubclass(kind, Exception):  # Ctrl-C waits for nobody
+        if kind is not None and not issubclass(kind, Exception):
+            # Ctrl-C does not wait for replies.
             self._abort(WorkerError("the device step was interrupted"))
         report: _core.StepReport | None = None
         try:
@@ -130,13 +144,16 @@ class DeviceStep:
         finally:
             self._tensors.stream = self._formerly
             self._batches.clear()
-            self._on_exit()  # before another thread may begin a step
+            # The order matters: once the client ends the step, another thread may begin one.
+            self._on_exit()
             self._client.end_step(report)
         if report.code != NOWHERE and (kind is None or issubclass(kind, Exception)):
             raise self._failure(report) from error
 
     def _drop(self) -> None:
-        """After an error of the device or Ctrl-C: its kernels end, or it counts as hung."""
+        """Ends the step after an error of the device or Ctrl-C. It waits for the kernels to end,
+        and abandons a step whose kernels do not.
+        """
         self._step.abort()
         until = time.monotonic() + GIVE_UP_S
         with suppress(DflashError):
@@ -174,9 +191,10 @@ class DeviceStep:
 
 
 class DeviceSteps:
-    """Opens the steps of one runtime, one at a time. The client lets a step begin once all calls
-    are done and all data paths are fit; calls of other threads wait in the client meanwhile, each
-    under its own deadline.
+    """Opens the steps of one runtime, one at a time.
+
+    The client lets a step begin once all calls are done and no data path is worn. Calls of other
+    threads then wait in the client until the step ends, each under its own deadline.
     """
 
     def __init__(
@@ -191,8 +209,9 @@ class DeviceSteps:
         timeout_s: Callable[[], float],
         patience_s: Callable[[], float],
     ) -> None:
-        """`layers` with their shards, as `Client.define_layer` takes them. `timeout_s` is the limit
-        of a step, `patience_s` that of waiting until one may begin.
+        """`layers` are all layers with their shards, as `Client.define_layer` takes them.
+        `timeout_s()` is the limit of a step in seconds, and `patience_s()` that of the wait until
+        it may begin; both are asked anew for every step, because settings can change between steps.
         """
         self._client = client
         self._tensors = tensors
@@ -204,18 +223,19 @@ class DeviceSteps:
         self._timeout_s = timeout_s
         self._patience_s = patience_s
         self._are_layers_defined = False
-        self._step: DeviceStep | None = None  # the open one; only the client's holder sets it
+        # The open step. Only the thread that holds the client sets it.
+        self._step: DeviceStep | None = None
         _warn_of_shared_card(tensors, fleet)
 
     def of_this_thread(self) -> DeviceStep | None:
-        """The open step, if this thread entered it."""
+        """Returns the open step if the calling thread entered it, else None."""
         step = self._step
         return step if step is not None and step.thread == threading.get_ident() else None
 
     @contextmanager
     def open(self, stream: int | None) -> Iterator[DeviceStep]:
-        """A step on `stream`, else on that of torch. Errors as `ExpertRuntime.device_step`; the
-        runtime is then as before.
+        """Opens a step on `stream`, or where that is None on torch's current stream. The errors are
+        those of `ExpertRuntime.device_step`, and leave the runtime as it was.
         """
         if self.of_this_thread() is not None:
             raise ConfigError("device_step: a step is open already; leave it first")
@@ -224,13 +244,15 @@ class DeviceSteps:
 
     def _begin(self, stream: int | None) -> DeviceStep:
         step = self._try_to_begin(stream) or self._try_to_begin(stream)
-        if step is None:  # the second try raises instead
+        if step is None:
+            # This is for the type checker: a second try raises instead of returning None.
             raise UnsupportedError("device_step: the device does not take the data paths' memory")
         return step
 
     def _try_to_begin(self, stream: int | None) -> DeviceStep | None:
-        """None: the device refused memory that is sealed against writing, and all data paths are
-        being renewed without that seal (rules of docs/protocol.md, "Data paths").
+        """Returns the step, or None where the device refused memory that is sealed against writing.
+        In that case all data paths are being renewed without the seal (docs/protocol.md, "Data
+        paths"), and a second try either succeeds or raises.
         """
         lease = self._client.begin_step(MAX_CALLS, self._patience_s())
         try:
@@ -267,7 +289,8 @@ class DeviceSteps:
 
 
 def _warn_of_shared_card(tensors: DeviceTensors, fleet: Fleet) -> None:
-    """Processes take turns on a card, about 2 ms each, and a step's waiting kernel uses up its turn
+    """Warns of workers that compute on the host's own card in a process of their own. Processes
+    take turns on a card, about 2 ms each, and the waiting kernel of a step uses up its turn
     (decision 17).
     """
     for member in fleet.members.values():
@@ -280,8 +303,8 @@ def _warn_of_shared_card(tensors: DeviceTensors, fleet: Fleet) -> None:
 
 
 def _torch_stream(tensors: DeviceTensors) -> int | None:
-    """The stream that torch uses now on the host's device; None where there is none, and the
-    device's own queue serves.
+    """Returns the stream that torch uses now on the host's device. It is None where there is none,
+    and the step then uses the device's own queue.
     """
     torch = sys.modules.get("torch")
     if tensors.device.stream == 0 or torch is None or not torch.cuda.is_available():

@@ -1,7 +1,8 @@
-"""A GPU host's tensors: their device opened once, taken over by DLPack, and staged in pinned memory
-for the data paths.
+"""The tensors of a GPU host: their device is opened once, DLPack takes them over, and pinned memory
+stages them for the data paths.
 
-Tensors of the processor stand in for those of a simulated card.
+A simulated card has no memory of its own, so that tensors of the processor stand in for its
+tensors.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -16,14 +17,17 @@ from dflash_moe.protocol.devices import DeviceChoice
 from dflash_moe.runtime.layer_table import LayerShape
 from dflash_moe.runtime.tensors import ITEM_BYTES, BoundCall, HostTensors, check_call, out_text
 
-SIMULATED = {"cuda": 0, "hip": 1}  # the simulator's device by vendor
+# The simulator has one device for each vendor, with these numbers.
+SIMULATED = {"cuda": 0, "hip": 1}
+# These are device types of DLPack, as its DLDeviceType numbers them.
 DLPACK_CPU, DLPACK_CUDA = 1, 2
-ALIGNMENT = 64  # of each array in a staging block
+# Each array in a staging block begins at a multiple of this many bytes, a cache line.
+ALIGNMENT = 64
 
 
 def open_host_device(choice: DeviceChoice) -> _core.HostDevice:
-    """The device of `host.device`. ConfigError for one that does not exist, UnsupportedError for
-    one that cannot be used.
+    """Opens the device that `host.device` names. Raises ConfigError for one that does not exist,
+    and UnsupportedError for one that cannot be used.
     """
     if choice.backend == "sim":
         if choice.device != 0:
@@ -36,25 +40,27 @@ def open_host_device(choice: DeviceChoice) -> _core.HostDevice:
 
 
 class DeviceTensors:
-    """Binds and stages the tensors of calls. Any thread."""
+    """Binds and stages the tensors of calls on the host's device, which it owns. Any thread may
+    call.
+    """
 
     def __init__(self, choice: DeviceChoice) -> None:
         self.choice = choice
         self.device = open_host_device(choice)
         self._host = HostTensors()
-        # that tensors are taken over for: the device's own, or a step's
+        # Tensors are taken over for work on this stream: the device's own, or that of an open step.
         self.stream = self.device.stream
         self._is_simulated = choice.backend == "sim"
 
     def take_over_for(self, stream: int) -> None:
-        """Tensors are from now on made safe for work on this stream; CUDA's default one, 0 to
-        drivers, is 1 in DLPack.
+        """Has tensors from now on made safe for work on this stream. Drivers call CUDA's default
+        stream 0, DLPack calls it 1.
         """
         self.stream = 1 if stream == 0 and self.device.dlpack_device[0] == DLPACK_CUDA else stream
 
     def bind(self, layer: LayerShape, hidden_states: Any, topk_ids: Any, topk_weights: Any, out: Any) -> BoundCall:
-        """Like `HostTensors.bind`; tensors on the host's device are taken too, through pinned
-        memory.
+        """Binds a call as `HostTensors.bind` does, and takes tensors on the host's device too:
+        these are copied to pinned memory, and the last member of the result copies the output back.
         """
         result, batch, is_on_device = self._bind(layer, hidden_states, topk_ids, topk_weights, out)
         if not is_on_device or batch.num_tokens == 0:
@@ -65,14 +71,18 @@ class DeviceTensors:
     def bind_for_step(
         self, layer: LayerShape, hidden_states: Any, topk_ids: Any, topk_weights: Any, out: Any
     ) -> tuple[Any, _core.TokenBatch]:
-        """The result's tensor, and the call where it lies."""
+        """Returns the result's tensor, and the call with the addresses where its tensors lie.
+        Nothing is staged, because the device itself reads and writes them.
+        """
         result, batch, _ = self._bind(layer, hidden_states, topk_ids, topk_weights, out)
         return result, batch
 
     def _bind(
         self, layer: LayerShape, hidden_states: Any, topk_ids: Any, topk_weights: Any, out: Any
     ) -> tuple[Any, _core.TokenBatch, bool]:
-        """(the result's tensor, the call where it lies, whether that is on the device)."""
+        """Returns the result's tensor, the call with the addresses where its tensors lie, and
+        whether these are on the device.
+        """
         tensors = (hidden_states, topk_ids, topk_weights)
         if self._is_simulated or all(_dlpack_type(tensor) == DLPACK_CPU for tensor in tensors):
             result, batch, _ = self._host.bind(layer, *tensors, out)
@@ -81,8 +91,8 @@ class DeviceTensors:
         return result, batch, True
 
     def _stage(self, layer: LayerShape, batch: _core.TokenBatch) -> tuple[_core.TokenBatch, Callable[[], None]]:
-        """Brings a call's tensors to pinned memory: (the call there, what brings its result
-        back).
+        """Copies the inputs of a call to pinned memory. Returns the call with the addresses there,
+        and a function that copies its output back to the device.
         """
         row_bytes = layer.in_size * ITEM_BYTES[batch.dtype]
         num_pairs = batch.num_tokens * batch.top_k
@@ -112,7 +122,7 @@ class DeviceTensors:
         )  # fmt: skip
 
         def deliver() -> None:
-            """Copies the result to the caller's tensor; `staged` keeps both ends alive."""
+            """Copies the result to the caller's tensor. `staged` keeps both ends alive."""
             self.device.copy_in([(batch.output, staged.output, sizes[3])])
 
         return staged, deliver
@@ -134,7 +144,7 @@ class DeviceTensors:
             raise UnsupportedError(f"hidden_states: found strides {list(rows.strides)} on the device; make it contiguous first")
         shape = (rows.shape[0], out_size)
         result = _like(hidden, shape) if out is None else out
-        # its memory is free of earlier work once our stream has taken it over
+        # Taking the result's tensor over orders our stream behind all earlier work on its memory.
         out_view = self._view("out", result)
         if out_view.shape != shape or out_view.dtype != rows.dtype or (out_view.strides != (out_size, 1) and shape[0] > 1):
             raise ConfigError(out_text(out_view.shape, out_view.dtype, shape, rows.dtype))
@@ -145,8 +155,8 @@ class DeviceTensors:
         )  # fmt: skip
 
     def _view(self, name: str, tensor: Any) -> _core.DlpackView:
-        """The tensor, safe to use for work on our stream. ConfigError naming it where it is
-        somewhere else.
+        """Borrows a tensor, safe to use for work on our stream. Raises ConfigError naming the
+        argument where the tensor is not on the host's device.
         """
         if not hasattr(tensor, "__dlpack_device__"):
             raise ConfigError(f"{name}: found {type(tensor).__name__}, expected a tensor on {self.device.name}")
@@ -164,10 +174,11 @@ def _dlpack_type(tensor: Any) -> int:
 
 
 def _dense(tensor: Any) -> Any:
-    """A torch tensor whose memory holds its numbers side by side; other kinds are taken as they
-    are.
+    """Returns a torch tensor whose memory holds its numbers side by side, copied where need be.
+    Other kinds are returned as they are.
     """
-    if hasattr(tensor, "is_neg") and tensor.is_neg():  # lazily negated
+    if hasattr(tensor, "is_neg") and tensor.is_neg():
+        # The memory of a lazily negated tensor holds the opposite numbers.
         tensor = tensor.resolve_neg()
     return tensor.contiguous() if hasattr(tensor, "is_contiguous") and not tensor.is_contiguous() else tensor
 
@@ -178,7 +189,7 @@ def _refuse_gradients(hidden: Any, weights: Any) -> None:
 
 
 def _like(hidden: Any, shape: tuple[int, int]) -> Any:
-    """A fresh array of the caller's framework on the caller's device."""
+    """Makes an array of the caller's framework on the device of `hidden`, with its dtype."""
     if hasattr(hidden, "new_empty"):
         return hidden.new_empty(shape)
     namespace = getattr(hidden, "__array_namespace__", None)

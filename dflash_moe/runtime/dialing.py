@@ -1,8 +1,8 @@
-"""Connections to workers that listen: the control one of a session, and over TCP its data and pulse
+"""Dials workers that listen: the control connection of a session, and over TCP its data and pulse
 connections.
 
-A listener that strangers crowd drops connections before their proof, this host's among them. So a
-handshake that was cut short is tried again, as long as its caller can wait.
+A listener that strangers crowd drops connections before they prove the key, this host's among them.
+So a handshake that was cut short is tried again for as long as its caller can wait.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -25,25 +25,30 @@ from dflash_moe.topology.addresses import Address
 
 log = logging.getLogger(__name__)
 
+# A listener that is there accepts a connection within this time, even across a slow network.
 CONNECT_S = 5.0
-# Pauses between two tries: the first finds the place that its own arrival made, the later ones
+# These bound the pauses between two tries. The first try after a drop comes soon, because a
+# listener that is full drops one connection for each that arrives; the later pauses double, to
 # leave the listener time.
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """What a connection proves and is proved to belong to."""
+    """What a connection proves in its handshake: that it knows `key`, and which session and role it
+    belongs to.
+    """
 
     role: Role
     key: bytes
     session_id: bytes
-    generation: int = 0  # of the data path; 0 on control and pulse
+    # A data connection names the generation of its path; control and pulse connections have 0.
+    generation: int = 0
 
 
 class CallOff:
     """Lets another thread end a dialling: the handshake under way, and the tries that would follow.
-    For good: what is dialled afterwards fails at once.
+    It cannot be taken back, and whatever is dialled afterwards fails at once.
     """
 
     def __init__(self) -> None:
@@ -51,7 +56,7 @@ class CallOff:
         self._connection: Connection | None = None
 
     def give_up(self) -> None:
-        """Any thread."""
+        """Ends the dialling under way and all that follow. Any thread may call."""
         self._is_given_up.set()
         connection = self._connection
         if connection is not None:
@@ -59,28 +64,32 @@ class CallOff:
 
     @contextmanager
     def covering(self, connection: Connection) -> Iterator[None]:
-        """Ends what waits on `connection` too, meanwhile."""
+        """Has `give_up` hang up `connection` within the block. Raises PeerGone where it was given
+        up already.
+        """
         self._connection = connection
         try:
-            if self._is_given_up.is_set():  # before it could be hung up
+            if self._is_given_up.is_set():
+                # give_up() came too early to see this connection.
                 raise PeerGone("the start was given up")
             yield
         finally:
             self._connection = None
 
     def pause(self, seconds: float) -> bool:
-        """Sleeps; False where it was given up."""
+        """Sleeps for so long, and returns False at once where the dialling is given up."""
         return not self._is_given_up.wait(seconds)
 
 
 def connect_authenticated(
     worker: str, address: Address, credentials: Credentials, *, deadline: float, call_off: CallOff, buffer_bytes: int = 0
 ) -> tuple[Connection, Peer]:
-    """A connection whose handshake is over. What the worker drops before that is tried again until
-    `deadline`.
+    """Dials a worker and returns a connection whose handshake is over, and who proved what there.
+    The caller owns the connection. A connection that the worker drops in its handshake is dialled
+    again until `deadline`, a time of the monotonic clock.
 
-    Errors as `dial`; besides ProtocolError (version, key), the worker's refusal, and WorkerLost
-    that says how often the handshake was cut short.
+    Errors: those of `dial`, ProtocolError (version, key), the worker's refusal, and WorkerLost that
+    says how often the handshake was cut short.
     """
     begun = time.monotonic()
     pause, num_dropped = FIRST_PAUSE_S, 0
@@ -134,7 +143,8 @@ def _crowded_out(worker: str, address: Address, num_dropped: int, seconds: float
 
 
 def dial(worker: str, address: Address, buffer_bytes: int = 0) -> socket.socket:
-    """A connection to the listener at `address`; `buffer_bytes` as `size_buffers`, over TCP.
+    """Connects to the listener at `address` and returns the socket, which the caller owns. Over TCP
+    `buffer_bytes` sizes the socket's buffers as `size_buffers` does.
 
     Errors: WorkerLost, WorkerTimeout, ProtocolError (a Unix socket of another user), DflashError
     naming the limit where this process is out of descriptors. A host name is looked up within the
@@ -165,7 +175,8 @@ def _connect_unix(path: str) -> socket.socket:
             try:
                 sock.connect(path)
                 break
-            except BlockingIOError:  # a Unix socket's full backlog; TCP waits by itself
+            except BlockingIOError:
+                # The backlog of the listener's Unix socket is full. TCP would wait by itself.
                 if time.monotonic() > until:
                     raise TimeoutError from None
                 time.sleep(FIRST_PAUSE_S)
@@ -177,8 +188,8 @@ def _connect_unix(path: str) -> socket.socket:
 
 
 def _connect_tcp(address: Address, buffer_bytes: int) -> socket.socket:
-    """As socket.create_connection, with buffers sized before the handshake. OSError of the last
-    address tried.
+    """Does what socket.create_connection does, but sizes the buffers before TCP's handshake, in
+    which the window is agreed. Raises the OSError of the last address tried.
     """
     failed: OSError | None = None
     for family, kind, protocol, _, target in socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM):

@@ -1,4 +1,4 @@
-"""A submitted expert call: wait for it, await it, or drop it.
+"""A submitted expert call, which its caller waits for, awaits, or drops.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -13,15 +13,19 @@ from typing import Any
 from dflash_moe import _core
 from dflash_moe.errors import ConfigError, DflashError, WorkerError, WorkerTimeout
 
-# A wait without a limit of its own is bounded by the call's deadline, not by this.
+# The core waits at most this long at a time. A wait without a limit of its own repeats it, and ends
+# with the deadline of the call, which is far shorter.
 WAIT_STEP_S = 3600.0
-DELIVERY_S = 60.0  # twice the limit that the core sets for copying a result to the device
+# Another thread that copies the result to the device has this time: twice the limit that the core
+# sets for the copy.
+DELIVERY_S = 60.0
 
 
 class ExpertCall:
-    """A submitted call. Keep the inputs unchanged until it is done. Dropping it abandons the call.
+    """A submitted call. The caller keeps the inputs unchanged until it is done. Dropping the object
+    abandons the call.
 
-    Any number of threads may wait for it; each gets the result.
+    Any number of threads may wait for it, and each gets the result.
     """
 
     __slots__ = ("__weakref__", "_call", "_deliver", "_delivery", "_explain", "_layer", "_result")
@@ -34,7 +38,9 @@ class ExpertCall:
         explain: Callable[[WorkerError], DflashError],
         deliver: Callable[[], None] | None,
     ) -> None:
-        """By `ExpertRuntime.submit`. `deliver` brings the result to the caller's device."""
+        """`ExpertRuntime.submit` makes it. `explain` completes an error of the client with what the
+        runtime knows, and `deliver` copies the result to the caller's device.
+        """
         self._call = call
         self._layer = layer
         self._result = result
@@ -43,15 +49,16 @@ class ExpertCall:
         self._delivery = None if deliver is None else threading.Lock()
 
     def done(self) -> bool:
-        """True once `result()` would return (or raise) at once."""
+        """Says whether the call has ended, so that `result()` waits for no worker."""
         return self._call.is_done()
 
     def result(self, timeout: float | None = None) -> Any:
-        """Waits and returns the experts' output.
+        """Waits for the call and returns the experts' output, [num_tokens, out_size]; it is `out`
+        where the caller gave one.
 
-        WorkerTimeout when `timeout` seconds pass first (the call goes on), or the call's own error:
-        WorkerLost, WorkerTimeout, WorkerError, ProtocolError; DflashError where the runtime was
-        closed before. ConfigError for a timeout that is no number of seconds.
+        Raises WorkerTimeout when `timeout` seconds pass first, while the call goes on, or the error
+        of the call itself: WorkerLost, WorkerTimeout, WorkerError, ProtocolError; DflashError where
+        the runtime was closed before. ConfigError is for a timeout that is no number of seconds.
         """
         limit_s = WAIT_STEP_S if timeout is None else _seconds(timeout)
         while not self._call.wait(limit_s):

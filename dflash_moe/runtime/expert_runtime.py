@@ -1,5 +1,5 @@
-"""`ExpertRuntime`: routed experts in other processes behind one function. Start, call, observe,
-switch modes, close.
+"""`ExpertRuntime` offers the routed experts of a model, which run in other processes, as one
+function. It starts and closes the workers, takes calls, switches modes and tells what happened.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -41,15 +41,15 @@ from dflash_moe.topology import HOST, Topology
 log = logging.getLogger(__name__)
 
 CLOSED = "this ExpertRuntime is closed; start another"
-# Times call_timeout_s: by then every call has ended (kMaxPatience of csrc/client/engine.h).
+# After this many times call_timeout_s every call has ended (kMaxPatience of csrc/client/engine.h).
 MAX_PATIENCE = 20
 
 
 class ExpertRuntime:
-    """The routed experts of one model, on the workers of one topology. A context manager; any
-    thread may call.
+    """The routed experts of one model on the workers of one topology. `start` makes it; it owns the
+    workers it started until `close()`, which its `with` block calls. Any thread may call.
 
-    Errors of calls: ConfigError (arguments), WorkerLost, WorkerTimeout, WorkerError, ProtocolError.
+    Calls raise ConfigError (arguments), WorkerLost, WorkerTimeout, WorkerError and ProtocolError.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class ExpertRuntime:
         overrides: dict[str, Any],
         channel_decorator: ChannelDecorator | None,
     ) -> None:
-        """Use `ExpertRuntime.start`."""
+        """Builds the parts without starting anything; `ExpertRuntime.start` is what callers use."""
         self.spec = spec
         self.placement = placement
         self.settings = settings
@@ -81,9 +81,11 @@ class ExpertRuntime:
         host = DeviceChoice.of_host(topology.host)
         self._device = None if host.is_processor else DeviceTensors(host)
         self._tensors = HostTensors() if self._device is None else self._device
-        self._steps: DeviceSteps | None = None  # of a host that is no processor
+        # Only a host whose device is no processor has device steps.
+        self._steps: DeviceSteps | None = None
         self._last_stats: dict[str, Any] = {}
-        self._last_auto: tuple[WorkerForecast, ...] = ()  # when mode auto was last in force
+        # These are the forecasts from when mode auto was last in force, for the log at the end.
+        self._last_auto: tuple[WorkerForecast, ...] = ()
         self._is_open = False
 
     @classmethod
@@ -96,14 +98,14 @@ class ExpertRuntime:
         _channel_decorator: ChannelDecorator | None = None,
         **overrides: Any,
     ) -> ExpertRuntime:
-        """Starts and loads all workers of `topology` for `model` (a checkpoint directory, or what
-        `model_spec` made of one).
+        """Starts and loads all workers of `topology` for `model`, which is a checkpoint directory
+        or what `model_spec` made of one.
 
         `overrides` are settings by their Python names (mode, transport, dtype, batch_capacity ...);
         they win over environment and topology. `on_loading(holder, experts loaded, of how many)` is
-        called now and then, by several threads. Errors: ConfigError, CheckpointError,
-        UnsupportedError, ProtocolError, WorkerLost, WorkerTimeout; no process is left behind by any
-        of them.
+        called now and then, from several threads. Errors: ConfigError, CheckpointError,
+        UnsupportedError, ProtocolError, WorkerLost, WorkerTimeout; none of them leaves a process
+        behind.
         """
         settings = resolve_settings(topology.ipc, **overrides)
         log.info("%s", on_worker_loss(settings))
@@ -165,7 +167,9 @@ class ExpertRuntime:
         self._is_open = True
 
     def _settle_classes(self) -> None:
-        """Cards have said what bf16 is with them: now it is known which classes meet in a layer."""
+        """Plans the numerics classes again now that the cards have said which class they compute
+        bf16 in, and checks which classes meet in a layer.
+        """
         placement = settle_classes(self.placement, {member.name: member.numerics for member in self._fleet.members.values()})
         if placement != self.placement:
             check_classes(self.spec.layers, placement, self._topology, self.settings.numerics)
@@ -177,8 +181,8 @@ class ExpertRuntime:
         return dict(zip(self._held, plans, strict=True))
 
     def _window(self, member: Member) -> int:
-        """Slices in flight, at most: where the arena was short, fewer slots than the plan asked
-        for.
+        """Returns how many slices may be in flight at a member. Where the arena was short, the
+        member has fewer slots than the plan asked for, and the window shrinks with them.
         """
         if member.slots is None:
             return self._slices.window
@@ -189,7 +193,7 @@ class ExpertRuntime:
 
     @property
     def wire_dtypes(self) -> tuple[str, str]:
-        """(request, reply): the settings', else the model's own."""
+        """The dtypes of requests and of replies: those of the settings, else the model's own."""
         request = self.settings.dtype or self.spec.dtype
         return request, self.settings.reply_dtype or request
 
@@ -200,26 +204,28 @@ class ExpertRuntime:
 
     @property
     def tensor_device(self) -> str:
-        """Where a model for this runtime lies, as torch says: cpu (also for a simulated card) or
-        cuda:N (HIP too).
+        """The device, as torch writes it, on which a model for this runtime should lie: cpu, also
+        for a simulated card, or cuda:N, also for HIP.
         """
         choice = DeviceChoice.of_host(self._topology.host)
         return f"cuda:{choice.device}" if choice.has_own_memory else "cpu"
 
     def layer_index(self, layer: int | str) -> int:
-        """The index of a layer given by index or module name; ConfigError for a dense or unknown
-        one.
+        """Returns the index of a layer that is given by index or module name. Raises ConfigError
+        for a dense or unknown layer.
         """
         return self._table.of(layer).layer
 
     def experts(self, layer: int | str, hidden_states: Any, topk_ids: Any, topk_weights: Any, out: Any = None) -> Any:
-        """Returns the routed experts' weighted sum for every row: [num_tokens, out_size], kind and
-        dtype of `hidden_states`.
+        """Returns the routed experts' weighted sum for every row, [num_tokens, out_size], of the
+        kind and dtype of `hidden_states`.
 
-        `hidden_states` [num_tokens, in_size] f32, f16 or bf16; `topk_ids` [num_tokens, top_k] int32
-        or int64, ids >= the number of experts are ignored; `topk_weights` [num_tokens, top_k]
-        floating point. torch, NumPy or DLPack, on the CPU or on `host.device`. `out`, if given,
-        receives the result. Blocks without the GIL.
+        `hidden_states` is [num_tokens, in_size] in f32, f16 or bf16. `topk_ids` is [num_tokens,
+        top_k] in int32 or int64; ids >= the number of experts are ignored. `topk_weights` is
+        [num_tokens, top_k] in floating point. All three are torch, NumPy or DLPack tensors on the
+        CPU or on `host.device`, and are only borrowed. `out`, if given, receives the result; it is
+        contiguous and has the result's shape and dtype. The call blocks without the GIL. Errors are
+        those of the class.
         """
         if self._steps is not None and (step := self._steps.of_this_thread()) is not None:
             return step.experts(layer, hidden_states, topk_ids, topk_weights, out)
@@ -234,8 +240,10 @@ class ExpertRuntime:
         return result
 
     def submit(self, layer: int | str, hidden_states: Any, topk_ids: Any, topk_weights: Any, out: Any = None) -> ExpertCall:
-        """Like `experts`, but returns at once. The inputs are kept, and must not be changed until
-        the call is done.
+        """Starts the call that `experts` would make and returns at once. The `ExpertCall` keeps the
+        inputs alive, and the caller must not change them until the call is done. ConfigError, and
+        WorkerLost for a worker that is lost already, may be raised here; `ExpertCall.result` raises
+        all other errors.
         """
         shape = self._table.of(layer)
         result, batch, deliver = self._tensors.bind(shape, hidden_states, topk_ids, topk_weights, out)
@@ -246,13 +254,14 @@ class ExpertRuntime:
         return ExpertCall(layer, call, result, self._explained, deliver)
 
     def device_step(self, *, stream: int | None = None) -> AbstractContextManager[DeviceStep]:
-        """A `with` block whose expert calls the host's device exchanges by itself; `experts` of
-        this thread, within it, too.
+        """Opens a `with` block in which the host's device makes the exchanges of expert calls by
+        itself. Calls of this thread to `ExpertRuntime.experts` within the block become part of it.
 
-        For decode steps: at most 64 tokens a call, every holder in shared memory or this process.
-        Results count once the block was left without an error; after one, repeat the step with
-        plain `experts`. Other threads' calls wait. `stream`: that of the caller's framework;
-        torch's current one is found. Errors: ConfigError, UnsupportedError with the reason,
+        It is meant for decode steps: a call has at most 64 tokens, and every holder is reached in
+        shared memory or is in this process. Results count once the block was left without an error;
+        after an error the caller repeats the step with plain `experts`. Calls of other threads wait
+        meanwhile. `stream` is the one that the caller's framework works on; torch's current stream
+        is found without it. Errors: ConfigError, UnsupportedError with the reason, WorkerTimeout,
         WorkerLost.
         """
         if self._steps is None:
@@ -269,11 +278,12 @@ class ExpertRuntime:
         dtype: str | None = None,
         reply_dtype: str | None = None,
     ) -> None:
-        """Switches mode, slices and wire dtypes between calls; what is not given stays. Waits for
-        calls under way.
+        """Switches mode, slices and wire dtypes; what is not given stays as it is. It waits for the
+        calls under way, and later calls wait for it.
 
-        Speed changes, and with a dtype the rounding on the wire; nothing else. ConfigError for
-        values that are not allowed.
+        A switch changes the speed, and with a dtype the rounding on the wire, but nothing else.
+        Errors: ConfigError for values that are not allowed or within a device step, WorkerTimeout
+        and WorkerLost; the former settings then stay in force.
         """
         wanted = {
             "mode": mode, "stream_tokens": stream_tokens, "batch_capacity": batch_capacity, "dtype": dtype,
@@ -289,13 +299,16 @@ class ExpertRuntime:
             try:
                 self._overrides, self.settings, self._slices = overrides, settings, slices
                 self._apply_policy()
-            except BaseException:  # nothing may claim what is not in force
+            except BaseException:
+                # The settings must not claim what is not in force.
                 self._overrides, self.settings, self._slices = former
                 raise
 
     @contextmanager
     def _between_calls(self) -> Iterator[None]:
-        """No call is under way within the block; new ones wait, each under its own deadline."""
+        """Opens a block in which no call is under way. New calls wait for its end, each under its
+        own deadline. Raises WorkerTimeout where the calls under way do not end in time.
+        """
         self._client.hold(self._patience_s())
         try:
             yield
@@ -310,7 +323,8 @@ class ExpertRuntime:
         if not all(member.slots is not None and member.slots.holds(plans[member.name]) for member in members):
             # A lost worker would not answer, and nobody shall wait for that.
             observe.refuse_lost(self._client)
-            self._keeper.replace(plans)  # all of them, so that the arena's limit holds
+            # All paths are replaced, also those that fit, so that the arena's limit holds.
+            self._keeper.replace(plans)
         for member in members:
             self._client.set_policy(
                 member.client_index, self._slices.slice_tokens, self._window(member), self._slices.is_measured
@@ -323,20 +337,23 @@ class ExpertRuntime:
             self._last_auto = forecasts
 
     def _explained(self, error: WorkerError) -> DflashError:
-        """The same error with what else is known; a closed runtime takes no more results."""
+        """Returns an error of the client with what else the runtime knows. Where the runtime was
+        closed meanwhile, the error says so instead, because nothing is wrong with the worker.
+        """
         if not self._finalizer.alive:
             text = f"the runtime was closed before this call was done; take results before close() ({error})"
             return DflashError(text, **{**error.fields(), "code": "closed"})
         return observe.explain_loss(error, self._fleet)
 
     def stats(self) -> dict[str, Any]:
-        """Counters since start: `calls`, `rows`, `pairs`, `request_bytes`, `reply_bytes`,
-        `floor_bytes`, `splits`, `waits` (s).
+        """Returns the counters since start: `calls`, `rows`, `pairs`, `request_bytes`,
+        `reply_bytes`, `floor_bytes`, `splits` and `waits` (s).
 
-        The same and the workers' own times under `totals`, per worker under `workers`, per layer
-        under `layers`; under `auto` what every worker's cost model knows, chose and predicted since
-        the mode was set (`WorkerForecast` as a dictionary); under `numerics` what computes in which
-        class; besides, the mode in use and why. After `close()` the last ones.
+        The same counters and the workers' own times stand under `totals`, for each worker under
+        `workers` and for each layer under `layers`. `auto` says what the cost model of every worker
+        knows, chose and predicted since the mode was set (`WorkerForecast` as a dictionary), and
+        `numerics` what computes in which class. The mode in use and its reason are there too. After
+        `close()` the last values are returned.
         """
         if not self._finalizer.alive:
             return self._last_stats
@@ -357,23 +374,27 @@ class ExpertRuntime:
         }
 
     def worker_stats(self) -> dict[str, dict[str, int]]:
-        """Every worker's own counters (calls, rows, bytes, compute_ns, queue_ns, memory), asked
-        over its control connection.
+        """Asks every worker over its control connection for its own counters (calls, rows, bytes,
+        compute_ns, queue_ns, memory), and returns them by its name. Errors: WorkerLost,
+        WorkerTimeout; DflashError in a forked child.
         """
         self._require_open()
         return observe.ask_workers(self._fleet)
 
     def worker_processes(self) -> list[WorkerProcess]:
-        """One entry per holder of experts; holders inside this process report this process."""
+        """Returns one entry for every holder of experts. Holders inside this process report this
+        process. Workers on other machines are asked, so that the errors of `worker_stats` apply.
+        """
         return observe.list_processes(self._fleet, self._held)
 
     def check_weights(self, report: ContentsReport = lambda _layer, _count, _total: None) -> int:
-        """Compares the weights that every holder has loaded with the host's own copy of the
-        checkpoint, byte by byte as content checksums see them; returns the number of shards.
+        """Compares the content checksums of the weights that every holder has loaded with those of
+        the host's own copy of the checkpoint, and returns the number of shards compared.
 
         `report(layer, experts compared, of how many)` is called now and then. Errors:
         CheckpointError naming each layer and shard that differs, its holder and both values;
-        UnsupportedError for a worker too old to tell; WorkerLost, WorkerTimeout.
+        UnsupportedError for a worker whose version knows no content checksums; WorkerLost,
+        WorkerTimeout; DflashError in a forked child.
         """
         self._require_open()
         self._fleet.owner.require_here()
@@ -382,8 +403,9 @@ class ExpertRuntime:
         )
 
     def take_traces(self) -> list[dict[str, int]]:
-        """The recorded slices since the last call (setting `profile`): times of every step on both
-        sides.
+        """Returns the slices recorded since the last call of this method, each with the times of
+        its stages on both sides in nanoseconds. Slices are recorded where the setting `profile` is
+        on.
         """
         return self._client.take_traces()
 
@@ -392,17 +414,19 @@ class ExpertRuntime:
             raise ConfigError(CLOSED)
 
     def close(self) -> None:
-        """Ends all workers; at most about a second, never raises because a worker is already gone.
-        Safe to call again.
+        """Ends all workers, within about a second. It never raises because a worker is already
+        gone, and may be called again.
         """
         if not self._finalizer.alive:
             return
         if self._is_open:
-            with suppress(DflashError):  # a forked child owns neither workers nor counters
+            # A forked child owns neither workers nor counters, and the client refuses it.
+            with suppress(DflashError):
                 self._last_stats = self.stats()
                 self._note_auto()
                 log_explanation(self._last_auto)
-        self._steps = None  # its device lets go of the data paths
+        # The device must let go of the data paths' memory before these are closed.
+        self._steps = None
         self._finalizer()
 
     def __enter__(self) -> ExpertRuntime:
@@ -414,7 +438,9 @@ class ExpertRuntime:
 
 
 def slices_of(settings: Settings) -> _core.SlicePlan:
-    """What the settings make of calls. ConfigError where the stream's slice exceeds its maximum."""
+    """Plans how the settings cut calls into slices. Raises ConfigError where the slice of mode
+    stream exceeds its maximum.
+    """
     return _core.plan_slices(
         settings.mode,
         batch_capacity=settings.batch_capacity,

@@ -1,5 +1,5 @@
-"""All workers of one runtime: started or reached, loaded in parallel, attached, and ended. Owns
-every process and connection.
+"""All workers of one runtime: the fleet starts or reaches them, loads them in parallel, attaches
+their data paths and ends them. It owns every process and connection.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -42,31 +42,42 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# mapping and pre-faulting the segments takes tens of milliseconds on a busy machine
+# An attach has at least this time, however short calls may be: mapping and pre-faulting the
+# segments takes tens of milliseconds on a busy machine.
 LEAST_ATTACH_S = 0.25
-GOODBYE_S = 1.0  # a worker leaves within milliseconds of the goodbye; then SIGKILL
+# A worker leaves within milliseconds of the goodbye. One that is still there after this time gets
+# SIGKILL.
+GOODBYE_S = 1.0
+# Tests wrap the host's channel to each worker, by the worker's name, to make it fail.
 ChannelDecorator = Callable[[str, _core.Channel], _core.Channel]
-# holder, its experts loaded so far, and in all; from several threads
+# A report is called with a holder's name, how many of its experts are loaded, and how many it will
+# have. Several threads call it.
 LoadingReport = Callable[[str, int, int], None]
 
 
 @dataclass(slots=True)
 class Member:
-    """One holder of experts: exactly one of `session` (another process) and `local` (this one) is
-    set.
+    """One holder of experts as the running runtime knows it. Once it is started, exactly one of
+    `session` (for another process) and `local` (for this one) is set.
     """
 
     name: str
     address: Address
     transport: str
-    numerics: str  # the class of all its shards; once it was greeted, that of its card
-    layout: str  # packed or mapped, likewise
+    # All shards of a member have one class. Once it was greeted, this is the class of its card.
+    numerics: str
+    # All shards of a member have one layout, packed or mapped.
+    layout: str
     session: HostSession | None = None
     local: LocalWorker | None = None
-    spec: WorkerSpec | None = None  # None: the experts kept at the host
+    # The member that stands for the experts kept at the host has no entry among the workers.
+    spec: WorkerSpec | None = None
+    # The client knows the member by this number, and -1 means not yet.
     client_index: int = -1
+    # These are the slots of its data path, None until it is attached.
     slots: _core.SlotPlan | None = None
-    device: DeviceChoice = DeviceChoice()  # what it computes on
+    # This is the device that it computes on.
+    device: DeviceChoice = DeviceChoice()
 
     @property
     def is_on_this_machine(self) -> bool:
@@ -74,6 +85,7 @@ class Member:
         return not self.address.host or self.address.is_loopback
 
 
+# A layer with its shards as (shard, client_index of its holder, weights fingerprint, experts).
 LayerShards = tuple["LayerSpec", list[tuple[int, int, int, tuple[int, ...]]]]
 
 
@@ -82,8 +94,8 @@ def _report_after(before: int, report: Callable[[int], None], count: int) -> Non
 
 
 class Fleet:
-    """The members, in the order of the topology, the host last. `close()` ends everything; safe to
-    call again.
+    """The members of one runtime by name, in the order of the topology and the host last. `close()`
+    ends everything.
     """
 
     def __init__(self, spec: ModelSpec, settings: Settings, threads: ThreadPlan, decorate: ChannelDecorator | None) -> None:
@@ -93,18 +105,20 @@ class Fleet:
         self._threads = threads
         self._decorate = decorate
         self._launcher: Launcher | None = None
-        # never that of another session's path
+        # Generations begin at a random number, so that the path of another session never has the
+        # same one.
         self._generations = itertools.count(secrets.randbits(48) + 1)
-        self.owner = Owner()  # of all processes and connections
+        # All processes and connections belong to the process that made the fleet.
+        self.owner = Owner()
         self._is_closed = False
         self._contents = ReferenceChecksums()
-        # Set where a device of the host registers no read-only memory: workers that this host
-        # starts then leave their replies' segments writable for it.
+        # This is set once a device of the host has refused to register read-only memory. Workers
+        # that this host started then leave the segments of their replies writable for it.
         self.may_open_replies = False
 
     def add_members(self, topology: Topology, held: Mapping[str, Sequence[HeldShard]], host_name: str) -> None:
-        """Decides address and transport of every holder. UnsupportedError, ConfigError before
-        anything is started.
+        """Decides the address and transport of every holder, before anything is started. Raises
+        UnsupportedError and ConfigError.
         """
         for worker in topology.workers:
             address = worker.parsed_address
@@ -122,8 +136,8 @@ class Fleet:
             log.info("worker %s: transport %s, numerics %s", member.name, member.transport, member.numerics)
 
     def start(self, key: bytes | None) -> None:
-        """Starts or reaches every member and says hello; `key` is `check_paths`'. On an error the
-        caller closes the fleet.
+        """Starts or reaches every member and exchanges hello with it. `key` is the shared key that
+        `check_paths` returned. On an error the caller closes the fleet.
         """
         remote = [member for member in self.members.values() if member.transport != "loopback"]
         if any(member.address.is_started_by_host for member in remote):
@@ -177,7 +191,9 @@ class Fleet:
         return self._threads.workers.get(member.name, int(member.device.has_own_memory))
 
     def check_memory(self, bytes_by_holder: Mapping[str, int], held: Mapping[str, Sequence[HeldShard]]) -> None:
-        """ConfigError with the shortfall, and how many experts fit, before any is loaded."""
+        """Checks, before any expert is loaded, that the weights fit into the memory of this machine
+        and of every member. Raises ConfigError with the shortfall and how many experts fit.
+        """
         local = [
             member.name for member in self.members.values() if member.is_on_this_machine and not member.device.has_own_memory
         ]
@@ -192,8 +208,8 @@ class Fleet:
                 raise ConfigError(_shortfall_text(_holder_text(member), bytes_by_holder[member.name], min(bounds), num_experts))
 
     def load(self, held: Mapping[str, Sequence[HeldShard]], on_loading: LoadingReport | None = None) -> None:
-        """Loads all shards, the workers in parallel. Typed errors of the workers; WorkerLost,
-        WorkerTimeout.
+        """Loads all shards, the members in parallel and the shards of a member one after the other.
+        Errors: those with which a worker refuses, WorkerLost, WorkerTimeout.
         """
         started = time.monotonic()
 
@@ -221,7 +237,7 @@ class Fleet:
                     weight_dtype=held.weight_dtype, weights_fingerprint=held.weights_fingerprint, numerics=held.numerics,
                     report=partial(_report_after, before, report),
                 )  # fmt: skip
-                self._contents.note(held, member.name, checksum)  # further holders are compared with the first
+                self._contents.note(held, member.name, checksum)
                 before += len(held.experts)
             return
         for held in shards:
@@ -236,11 +252,12 @@ class Fleet:
                 numerics=held.numerics,
             )
             checksum = _session(member).load(message, timeout_s=self._settings.start_timeout_s, report=report)
-            self._contents.note(held, member.name, checksum)  # further holders are compared with the first
+            self._contents.note(held, member.name, checksum)
 
     def ask_checksum(self, holder: str, held: HeldShard) -> tuple[int | None, int]:
-        """A holder's content checksum of one of its shards (None: unchecked so far), and how many
-        experts of it have been read. Errors as `HostSession.ask_checksum`.
+        """Asks a holder for the content checksum of one of its shards. Returns it, or None as long
+        as the shard is unchecked, and how many of its experts have been read. Errors are those of
+        `HostSession.ask_checksum`.
         """
         member = self.members[holder]
         if member.local is not None:
@@ -248,8 +265,10 @@ class Fleet:
         return _session(member).ask_checksum(held.layer.index, held.shard_id, timeout_s=self._settings.call_timeout_s)
 
     def attach(self, member: Member, slots: _core.SlotPlan) -> tuple[_core.Channel, int, int]:
-        """A fresh data path: (host's channel, generation, pulse descriptor or -1). The former path
-        is served no more.
+        """Makes a fresh data path to a member, whose former path is served no more.
+
+        Returns the host's channel, the path's generation, and the pulse descriptor or -1, which
+        only the first path to another process brings. The caller owns channel and descriptor.
         """
         generation = next(self._generations)
         pulse_fd = -1
@@ -271,8 +290,8 @@ class Fleet:
         return channel, generation, pulse_fd
 
     def shards_by_layer(self, held: Mapping[str, Sequence[HeldShard]]) -> list[LayerShards]:
-        """Every layer with (shard, its holder at the client, weights fingerprint, experts), as
-        `define_layer` takes them.
+        """Returns every layer with its shards in ascending order, as `Client.define_layer` takes
+        them. All members are known to the client by now.
         """
         places: dict[int, list[tuple[int, int, int, tuple[int, ...]]]] = {}
         for name, shards in held.items():
@@ -282,8 +301,9 @@ class Fleet:
         return [(layer, sorted(places[layer.index])) for layer in self._spec.layers]
 
     def close(self) -> None:
-        """Goodbye to all, at most a second for all together, then SIGKILL. Never raises because a
-        worker is already gone.
+        """Says goodbye to all workers, waits at most a second for all together, and kills those it
+        started that are still there. It never raises because a worker is already gone, may be
+        called again, and does nothing in a forked child.
         """
         if self._is_closed or not self.owner.is_here:
             return
@@ -303,16 +323,16 @@ class Fleet:
             self._launcher.close()
 
     def kill(self) -> None:
-        """SIGKILL to every started worker, so that threads which wait for one of them see it at
-        once.
+        """Sends SIGKILL to every worker that the host started, so that threads which wait for one
+        of them see its end at once.
         """
         for member in self.members.values():
             if member.session is not None:
                 member.session.kill()
 
     def _in_parallel(self, names: Sequence[str], step: Callable[[str], None]) -> None:
-        """One thread per member. The first error ends all others: their workers are killed, and it
-        is raised.
+        """Runs `step` for every name in a thread of its own. The first error ends all others,
+        because it kills their workers, and is raised.
         """
         if not names:
             return
@@ -320,7 +340,8 @@ class Fleet:
             futures = [pool.submit(step, name) for name in names]
             try:
                 done, pending = wait(futures, return_when=FIRST_EXCEPTION)
-            except BaseException:  # Ctrl-C while waiting
+            except BaseException:
+                # Ctrl-C arrived during the wait.
                 self._abort_start()
                 raise
             failed = [future for future in done if future.exception() is not None]
@@ -341,7 +362,9 @@ def _first_cause(failed: Sequence[Future[None]]) -> BaseException:
 
 
 def _isa(member: Member) -> str:
-    """What it computes with, once it was greeted: a kernel set, or the architecture of a card."""
+    """Returns what a member computes with: a kernel set, or the architecture of a card. It is empty
+    before the member was greeted.
+    """
     if member.local is not None:
         return member.local.isa
     greeted = _session(member).hello
@@ -360,8 +383,8 @@ def _slowdown(member: Member) -> float:
 
 
 def _memory_bounds(member: Member) -> list[int]:
-    """Bytes that its weights may take, by everything that says so; none for experts in the host's
-    own process.
+    """Returns every bound, in bytes, on the weights of a member. A member in the host's own process
+    has only the bound of its card, if it computes on one.
     """
     if member.local is not None:
         return [member.local.memory_available] if member.local.has_own_memory else []

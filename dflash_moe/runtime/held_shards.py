@@ -1,4 +1,4 @@
-"""The placement, seen from the holders: what each of them loads and answers for.
+"""The placement as the holders see it: the shards that each of them loads and answers for.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -19,19 +19,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class HeldShard:
-    """One shard and everything its loading and its calls need."""
+    """One shard at one holder, with everything that loading it and calling it need."""
 
     layer: LayerSpec
     shard_id: int
     experts: tuple[int, ...]
-    weight_dtype: str  # what its holder keeps
+    # The holder keeps the weights in this format, which can differ from the checkpoint's.
+    weight_dtype: str
     weights_fingerprint: int
     numerics: str
     layout: str
 
 
 def shards_by_holder(spec: ModelSpec, placement: Placement) -> dict[str, list[HeldShard]]:
-    """The placement, seen from the holders; only those that hold something."""
+    """Returns the shards of every holder that has any, by its name, in the order of the layers."""
     held: dict[str, list[HeldShard]] = {}
     for layer, shards in zip(spec.layers, placement.layers, strict=True):
         for shard in shards:
@@ -45,7 +46,7 @@ def shards_by_holder(spec: ModelSpec, placement: Placement) -> dict[str, list[He
 
 
 def shapes_of(shards: Sequence[HeldShard]) -> list[_core.ShardShape]:
-    """What the slots of a holder must be wide enough for."""
+    """Returns the shapes for which the slots of a holder of these shards must be wide enough."""
     return [
         _core.ShardShape(held.layer.ffn.in_size, held.layer.ffn.out_size, held.layer.top_k, len(held.experts))
         for held in shards

@@ -1,8 +1,8 @@
-"""Starts worker processes as direct children: control socket and one-time key by inherited
-descriptor, log in memory.
+"""Starts worker processes as direct children. A child inherits the descriptors of its control
+socket and of its one-time key, and its log is kept in memory.
 
-Children ask the kernel to be killed with the *thread* that forked them, so all of a runtime's
-children are forked by one thread that lives as long as the runtime does and sleeps in between.
+Children ask the kernel to be killed with the *thread* that forked them. So one thread, which lives
+as long as the runtime and sleeps in between, forks all children of a runtime.
 
 A worker runs what this process runs and nothing that merely lies around: the same interpreter, the
 same package (workers/start.py), and no module from the folder that the host was called in, which
@@ -32,22 +32,29 @@ from dflash_moe.protocol.auth import KEY_BYTES
 from dflash_moe.protocol.failures import is_descriptor_limit, system_failure
 from dflash_moe.telemetry.logs import LogFile
 
-START_S = 30.0  # fork and exec under heavy load; a start that takes longer has other troubles
-REAP_S = 5.0  # SIGKILL is certain; only uninterruptible I/O could delay the end of a process
+# Fork and exec take less than this even under heavy load; a start that takes longer has other
+# troubles.
+START_S = 30.0
+# A killed process is reaped within this time. SIGKILL is certain, and only uninterruptible I/O
+# could delay the end.
+REAP_S = 5.0
 PACKAGE = Path(__file__).resolve().parents[1]
-# Keeps the interpreter from putting the folder of its script first on the path. Interpreters before
-# 3.11 lack the option; workers/start.py then takes that entry away.
+# This option keeps the interpreter from putting the folder of its script first on the path.
+# Interpreters before 3.11 lack it; workers/start.py then takes that entry away.
 ISOLATION = ("-P",) if sys.version_info >= (3, 11) else ()
-# Variables that name folders an interpreter takes code from. Their relative entries mean the folder
-# that the host happens to be called in, and an empty entry of PYTHONPATH means that folder itself.
+# These variables name folders that an interpreter takes code from. Their relative entries mean the
+# folder that the host happens to be called in, and an empty entry of PYTHONPATH means that folder
+# itself.
 FOLDER_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "PYTHONUSERBASE", "PYTHONPYCACHEPREFIX")
-# Variables that run a file or a prompt in interactive interpreters, which a worker never is.
+# These variables run a file or a prompt in interactive interpreters, which a worker never is.
 INTERACTIVE_VARIABLES = ("PYTHONSTARTUP", "PYTHONINSPECT")
 
 
 @dataclass(slots=True)
 class StartedWorker:
-    """A child and what it was started with. `close()` kills it if need be and reaps it."""
+    """A child process and what it was started with. It owns the process, the host's end of the
+    control socket and the log; `close()` kills the process if need be and reaps it.
+    """
 
     name: str
     process: subprocess.Popen[bytes]
@@ -56,7 +63,9 @@ class StartedWorker:
     log: LogFile
 
     def describe_exit(self, *, seconds: float) -> str:
-        """How the child ended and its last log lines; waits up to `seconds` for the exit status."""
+        """Returns how the child ended and the last lines of its log, as text for a message. It
+        waits up to `seconds` for the exit status.
+        """
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(seconds)
         tail = self.log.tail()
@@ -64,8 +73,8 @@ class StartedWorker:
         return f"process {self.process.pid} {_exit_text(self.process.returncode)}{quoted}"
 
     def close(self, *, seconds: float) -> None:
-        """Waits up to `seconds` for a graceful end, then SIGKILL. Never raises because the worker
-        is already gone.
+        """Closes the control socket, waits up to `seconds` for a graceful end, and then kills the
+        child. It never raises because the worker is already gone.
         """
         self.control.close()
         try:
@@ -77,7 +86,7 @@ class StartedWorker:
         self.log.close()
 
     def kill(self) -> None:
-        """SIGKILL, which also ends a stopped process."""
+        """Sends SIGKILL, which also ends a stopped process."""
         with contextlib.suppress(ProcessLookupError):
             self.process.kill()
 
@@ -94,7 +103,7 @@ def _exit_text(code: int | None) -> str:
 
 
 class Launcher:
-    """The forking thread of one runtime."""
+    """The thread that forks all children of one runtime. Any thread may order a start."""
 
     def __init__(self) -> None:
         self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -102,7 +111,8 @@ class Launcher:
         self._thread.start()
 
     def start_worker(self, name: str, model: Path) -> StartedWorker:
-        """Starts one worker process.
+        """Starts one worker process for the checkpoint at `model`; the caller owns what is
+        returned.
 
         Errors: WorkerLost when the process cannot be created, WorkerTimeout when that takes longer
         than START_S, DflashError naming the limit when this process is out of descriptors.
@@ -125,12 +135,12 @@ class Launcher:
             raise WorkerTimeout(text, worker=name) from None
 
     def close(self) -> None:
-        """Ends the thread; call after every child is gone."""
+        """Ends the thread. Every child must be gone by then, because it would be killed with it."""
         self._orders.put(None)
         self._thread.join(5.0)
 
     def _run(self) -> None:
-        # This wait has no deadline: it is for this process's own orders, and `close` ends it.
+        # This wait has no deadline, because it is for orders of this process and `close` ends it.
         while (order := self._orders.get()) is not None:
             order()
 
@@ -183,9 +193,10 @@ def _refusal(name: str, error: OSError) -> DflashError:
 
 
 def isolated_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """`environment` without what makes an interpreter run code from the folder it is started in.
+    """Returns `environment` without what makes an interpreter run code from the folder it is
+    started in.
 
-    Absolute folders stay: whoever named them meant them, wherever the program runs.
+    Absolute folders stay, because whoever named them meant them wherever the program runs.
     """
     isolated = {name: value for name, value in environment.items() if name not in INTERACTIVE_VARIABLES}
     for name in FOLDER_VARIABLES:

@@ -1,5 +1,5 @@
-"""Layers by what callers name them with: the index in the checkpoint's table of layers, or the
-module's name.
+"""The table in which callers look up a layer, by its index in the checkpoint's table of layers or
+by its module's name.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -16,15 +16,19 @@ if TYPE_CHECKING:
 
 
 class LayerShape(NamedTuple):
-    """What a call must know of its layer."""
+    """What a call must know of its layer: the index in the layer table, the width of a row of
+    hidden_states, and the width of a row of the result, in elements.
+    """
 
-    layer: int  # index in the layer table
-    in_size: int  # width of a row of hidden_states
-    out_size: int  # width of a row of the result
+    layer: int
+    in_size: int
+    out_size: int
 
 
 class LayerTable(dict[object, LayerShape]):
-    """Layers by index and by name; ConfigError for a dense or unknown one."""
+    """The layers with routed experts by index and by name. Looking up a dense or unknown layer
+    raises ConfigError. A dict keeps the lookup of the hot path in C.
+    """
 
     def __init__(self, layers: Sequence[LayerSpec]) -> None:
         self._layers = layers
@@ -33,11 +37,14 @@ class LayerTable(dict[object, LayerShape]):
             self[layer.index] = self[layer.name] = shape
 
     def of(self, layer: object) -> LayerShape:
-        """The layer's shape. ConfigError also for what names nothing, such as a list."""
+        """Returns the layer's shape. Raises ConfigError also for what cannot name anything, such as
+        a list.
+        """
         try:
             return self[layer]
         except TypeError:
-            self.__missing__(layer)  # a list, a map: nothing that a table can look up
+            # A list or a map cannot be looked up, because it has no hash.
+            self.__missing__(layer)
 
     def __missing__(self, layer: object) -> NoReturn:
         known = [item.index for item in self._layers]

@@ -1,7 +1,8 @@
-"""A worker inside the host process, over loopback: experts kept at the host, and workers with
-`address: loopback`.
+"""A worker inside the host process, reached over loopback. It serves the experts kept at the host,
+and workers with `address: loopback`.
 
-Same C++ worker, same kernels, same wire rounding as a worker process; only the process is missing.
+It has the C++ worker, the kernels and the rounding on the wire of a worker process; only the
+process is missing.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -22,40 +23,44 @@ from dflash_moe.telemetry.affinity import check_cpus, pin_to_first
 
 log = logging.getLogger(__name__)
 
-STOP_S = 30.0  # the longest call under way ends first
+# A worker that is stopped first ends the call under way, which takes less than this.
+STOP_S = 30.0
 
 
 class LocalWorker:
-    """Owns the weights and one serving thread, which computes without the GIL. `close()` ends
-    it.
+    """Owns the weights of an in-process worker and its one serving thread, which computes without
+    the GIL. `close()` ends both.
     """
 
     def __init__(
         self, name: str, *, isa: str, threads: int, spin_ns: int, slowdown: float, numerics: str, cpus: tuple[int, ...] = (),
         device: DeviceChoice | None = None, weights_layout: str = "packed",
     ) -> None:  # fmt: skip
-        """`device` None: the processor, by kernel set `isa`.
+        """The worker computes on `device`, or where that is None on the processor with the kernel
+        set `isa`. `cpus` are the CPUs that its threads are pinned to, one each, none if empty.
 
-        UnsupportedError where that does not compute `numerics` or cannot be used, ConfigError where
-        the device or one of `cpus` is missing.
+        Raises UnsupportedError where the device or kernel set does not compute `numerics` or cannot
+        be used, and ConfigError where the device or one of `cpus` is missing.
         """
         opened = open_device(device or DeviceChoice(), threads=threads, name=name)
         self.numerics, _ = choose_numerics(numerics, isa, name=name, device=opened)
         check_cpus(cpus, name=name)
         self.name = name
-        self.isa = isa if opened is None else opened.arch  # or the architecture of its card
+        # A worker on a card reports the architecture of the card as its kernel set.
+        self.isa = isa if opened is None else opened.arch
         self.has_own_memory = (device or DeviceChoice()).has_own_memory
-        # of the card
+        # These are the free bytes of its card, 0 where it computes in the host's memory.
         self.memory_available = opened.free_bytes() if opened is not None and self.has_own_memory else 0
         self._store = ExpertStore(isa=isa, threads=threads, cpus=cpus, device=opened, weights_layout=weights_layout)
         self._worker = _core.Worker(name=name, spin_ns=spin_ns, slowdown=slowdown)
         self._cpus = cpus
         self._thread: threading.Thread | None = None
-        self._generation = 0  # of the path that is served
+        # This is the generation of the data path that is served.
+        self._generation = 0
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes of loaded weights."""
+        """The bytes of all loaded weights."""
         return self._store.resident_bytes
 
     def load(
@@ -71,9 +76,10 @@ class LocalWorker:
         numerics: str,
         report: Callable[[int], None] = lambda _count: None,
     ) -> int | None:
-        """Loads one shard and returns its content checksum, None where it is unchecked so far.
+        """Loads one shard and returns its content checksum, or None where it is unchecked so far.
 
-        `report` gets its experts loaded so far. CheckpointError, UnsupportedError.
+        `report` is called with the number of its experts loaded so far. Raises CheckpointError and
+        UnsupportedError.
         """
         loan = self._store.load(
             checkpoint, ffn, experts, name=f"layer {layer}, shard {shard}", weight_dtype=weight_dtype,
@@ -83,8 +89,9 @@ class LocalWorker:
         return loan.content()[0]
 
     def ask_checksum(self, layer: int, shard: int) -> tuple[int | None, int]:
-        """The content checksum of a shard it holds, None as long as that is unchecked, and how many
-        of its experts have been read. CheckpointError where they cannot be read.
+        """Returns the content checksum of a shard that it holds, or None as long as the shard is
+        unchecked, and how many of its experts have been read. Raises CheckpointError where they
+        cannot be read, and WorkerError for a shard that it does not hold.
         """
         content = self._worker.content(layer, shard)
         if content is None:
@@ -92,7 +99,9 @@ class LocalWorker:
         return content
 
     def attach(self, slots: _core.SlotPlan, generation: int) -> _core.Channel:
-        """Serves a fresh channel instead of the former one; returns the host's end."""
+        """Serves a fresh channel instead of the former one, and returns the host's end. Raises
+        WorkerError where the serving thread does not leave the former one.
+        """
         self._stop()
         host, worker = _core.make_loopback(slots.geometry)
         self._generation = generation
@@ -105,7 +114,9 @@ class LocalWorker:
         return dict(self._worker.stats())
 
     def close(self) -> None:
-        """Stops serving and frees the weights; never raises."""
+        """Stops serving and frees the weights. It never raises; a thread that does not stop keeps
+        its weights.
+        """
         try:
             self._stop()
         except WorkerError as error:

@@ -1,5 +1,5 @@
-"""What a runtime can tell about itself: call counters, the workers' own counters, processes and
-their memory.
+"""What a runtime can tell about itself: the counters of calls, the workers' own counters, and the
+processes with their memory.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -18,26 +18,29 @@ from dflash_moe.runtime.held_shards import HeldShard
 from dflash_moe.telemetry.counters import add_counters, zero_counters
 from dflash_moe.telemetry.memory import process_memory
 
-STATS_S = 5.0  # a worker answers between two messages of its control thread, also while it computes
+# A worker is given this time to send its counters. Its control thread answers at once, also while
+# the worker computes.
+STATS_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerProcess:
-    """Where a holder of experts runs and what it has resident; bytes are 0 where its process is
-    gone.
+    """Where a holder of experts runs and what it has resident. The bytes of memory are 0 where its
+    process is gone.
     """
 
     name: str
     pid: int
     transport: str
-    experts_per_layer: int  # of the layer in which it holds most
+    # This is the count of the layer in which it holds most experts.
+    experts_per_layer: int
     anonymous_bytes: int
     file_bytes: int
     weight_bytes: int
 
 
 def refuse_lost(client: _core.Client) -> None:
-    """WorkerLost naming the first lost worker and how it was lost."""
+    """Raises WorkerLost where a worker is lost. It names the first one and how it was lost."""
     for report in client.workers():
         if report["state"] == "lost":
             raise WorkerLost(
@@ -47,7 +50,9 @@ def refuse_lost(client: _core.Client) -> None:
 
 
 def explain_loss(error: WorkerError, fleet: Fleet) -> WorkerError:
-    """The same error; a WorkerLost with how the worker's process ended and what it logged."""
+    """Returns the error as it is, or for a WorkerLost a new one with the same fields that also says
+    how the process of the worker ended and what it logged last.
+    """
     member = fleet.members.get(error.worker or "")
     session = member.session if member is not None else None
     if not isinstance(error, WorkerLost) or session is None or session.started is None:
@@ -56,8 +61,8 @@ def explain_loss(error: WorkerError, fleet: Fleet) -> WorkerError:
 
 
 def count_calls(client: _core.Client, fleet: Fleet, layers: Sequence[int]) -> dict[str, Any]:
-    """The client's counters as `totals`, `workers` (with each worker's state and layers) and
-    `layers`.
+    """Sums the client's counters per (worker, layer) into `totals`, `workers` (by name, with each
+    worker's state and layers) and `layers` (by index).
     """
     members = {member.client_index: member for member in fleet.members.values()}
     reports = {report["name"]: report for report in client.workers()}
@@ -76,7 +81,9 @@ def count_calls(client: _core.Client, fleet: Fleet, layers: Sequence[int]) -> di
 
 
 def ask_workers(fleet: Fleet) -> dict[str, dict[str, int]]:
-    """Each worker's own counters. WorkerLost, WorkerTimeout; DflashError in a forked child."""
+    """Returns each worker's own counters by its name. Raises WorkerLost and WorkerTimeout, and
+    DflashError in a forked child.
+    """
     fleet.owner.require_here()
     answers: dict[str, dict[str, int]] = {}
     for member in fleet.members.values():
@@ -88,7 +95,8 @@ def ask_workers(fleet: Fleet) -> dict[str, dict[str, int]]:
 
 
 def list_processes(fleet: Fleet, held: Mapping[str, Sequence[HeldShard]]) -> list[WorkerProcess]:
-    """One entry per holder; workers on other machines are asked, the others read from /proc.
+    """Returns one entry for every holder. The memory of processes that the host started is read
+    from /proc, and the other workers are asked for theirs. Raises WorkerLost and WorkerTimeout, and
     DflashError in a forked child.
     """
     fleet.owner.require_here()
@@ -104,7 +112,9 @@ def list_processes(fleet: Fleet, held: Mapping[str, Sequence[HeldShard]]) -> lis
 
 
 def _resident(member: Member) -> tuple[int, int, tuple[int, int]]:
-    """(pid, bytes of weights, (anonymous, file-backed bytes)) of a member's process."""
+    """Returns the pid of a member's process, the bytes of its weights, and its anonymous and
+    file-backed resident bytes.
+    """
     session = member.session
     if session is None:
         memory = process_memory()

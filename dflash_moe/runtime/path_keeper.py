@@ -1,5 +1,5 @@
-"""Keeps the data paths of a runtime usable: renews one that the client says is worn, and all of
-them when a change of mode wants other slots.
+"""Keeps the data paths of a runtime usable: it renews a path that the client says is worn, and all
+paths when a change of mode wants other slots.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -22,11 +22,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-RENEWALS = 3  # of one path in a row; a worker whose path none of them brought back is lost
-# Before the next try where something was missing, descriptors for example, that others may give
-# back meanwhile.
+# A worker that did not answer this many renewals of a path in a row is lost.
+RENEWALS = 3
+# A renewal that lacked something, descriptors for example, pauses this long before its next try:
+# others may give it back meanwhile.
 PAUSE_S = 0.2
-STOP_S = 5.0  # a renewal under way ends as soon as its connection is hung up
+# The threads have this time to end. A renewal under way ends as soon as its connection is hung up.
+STOP_S = 5.0
 
 
 class PathKeeper:
@@ -41,7 +43,8 @@ class PathKeeper:
         self._client = client
         self._fleet = fleet
         self._worn_fd = client.worn_fd()
-        # (worker, reason): retired by another thread, which failed
+        # These paths, by client_index and with the reason, were retired by another thread that
+        # could not renew them.
         self._left_over: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="dflash-paths", daemon=True)
@@ -49,15 +52,15 @@ class PathKeeper:
         self._renewals: dict[int, threading.Thread] = {}
 
     def start(self) -> None:
-        """Once every worker is attached."""
+        """Starts the thread. Every worker is attached by then."""
         self._thread.start()
 
     def replace(self, slots: Mapping[str, _core.SlotPlan]) -> None:
-        """Gives every worker a path with other slots. The caller holds the client, and nothing is
-        under way.
+        """Gives every worker a path with other slots, planned in `slots` by its name. The caller
+        holds the client (`Client.hold`), so that no call is under way.
 
-        Errors: WorkerLost, WorkerTimeout; some workers then have the new slots, and the thread
-        brings the others back.
+        Errors: WorkerLost, WorkerTimeout. Some workers then have the new slots, and the thread
+        renews the path that failed; the others keep their former ones.
         """
         for name, member in self._fleet.members.items():
             self._client.retire_path(member.client_index, "slots of another size are needed")

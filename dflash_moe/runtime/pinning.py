@@ -1,8 +1,8 @@
-"""Which cores the threads of each worker are pinned to: `workers[].cpus`, or cores of its own where
-there are enough.
+"""Plans which cores the threads of each worker are pinned to: those that `workers[].cpus` names, or
+cores of its own where there are enough.
 
-Workers get cores of one memory node where one has room: pinned threads load the weights, so that
-these lie on that node too.
+A worker gets cores of one memory node where one has room. Its pinned threads load the weights, so
+that these lie on that node too.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -17,11 +17,12 @@ from dflash_moe.topology import Topology
 def plan_cpus(
     topology: Topology, threads: Mapping[str, int], *, host_threads: int, cores: Sequence[Core], may_choose: bool
 ) -> dict[str, tuple[int, ...]]:
-    """CPUs by worker, one per thread in order; workers that are not pinned are left out.
+    """Returns the CPUs of every pinned worker by its name, one for each thread in order.
 
-    `threads` are those of the workers that the host starts. `cores` are the usable ones, best
-    first. `may_choose` False: only what the topology names. The host's threads keep the first
-    cores: it is not pinned, and moves to those nobody else has.
+    `threads` gives the number of threads of the workers that the host starts. `cores` are the
+    usable ones, best first. Where `may_choose` is false, only workers whose CPUs the topology names
+    are pinned. The first `host_threads` cores stay free for the host: it is not pinned, and its
+    threads move to the cores that nobody else has.
     """
     named = {worker.name: worker.cpus for worker in topology.workers if isinstance(worker.cpus, tuple)}
     choosing = [worker.name for worker in topology.workers if worker.name in threads and worker.cpus == "auto"]
@@ -37,15 +38,15 @@ def plan_cpus(
 
 
 def _choose(count: int, free: Sequence[Core]) -> list[Core]:
-    """`count` of the `free` cores: of the node with most whole physical cores left, of any node
-    with room, else the first.
+    """Chooses `count` of the `free` cores. They are of one memory node where a node has room, of
+    the one with most whole physical cores left; else they are the first.
     """
     nodes: dict[int, list[Core]] = {}
     for core in free:
         nodes.setdefault(core.node, []).append(core)
-    roomy = [members for members in nodes.values() if len(members) >= count]
+    roomy = [cores for cores in nodes.values() if len(cores) >= count]
     if not roomy:
         return list(free[:count])
-    # the first of equals: deterministic
-    best = max(roomy, key=lambda members: sum(core.rank == 0 for core in members))
+    # max() returns the first of equals, so that the choice is the same in every run.
+    best = max(roomy, key=lambda cores: sum(core.rank == 0 for core in cores))
     return best[:count]

@@ -1,5 +1,4 @@
-"""The host's half of one control session: handshake, hello, loading, data paths, goodbye. One
-session per worker.
+"""The host's end of the session with one worker: handshake, hello, loading, data paths, goodbye.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -47,16 +46,18 @@ from dflash_moe.topology.addresses import Address
 from dflash_moe.topology.numerics import possible_classes
 from dflash_moe.version import __version__
 
-EXIT_STATUS_S = 1.0  # a worker that hung up is reaped within this; longer would delay the error
-# The settings that allow more time.
+# A worker that hung up is reaped within this time. Waiting longer would only delay the error.
+EXIT_STATUS_S = 1.0
+# Messages about a time-out name one of these settings, which allow more time.
 START_LIMIT, CALL_LIMIT = "ipc.start_timeout_s", "ipc.call_timeout_s"
 
 
 class HostSession:
-    """Talks to one worker. Owns its control connection and, if the host started it, the child
-    process; both belong to the process that made this, and a forked child leaves them alone.
+    """Talks to one worker. It owns the control connection and, if the host started the worker, the
+    child process. Both belong to the process that made the session, and a forked child leaves them
+    alone.
 
-    Any thread; one question at a time.
+    Any thread may call; the worker is asked one question at a time.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class HostSession:
         self._conversation: Conversation | None = None
         self._peer: Peer | None = None
         self._has_pulse = False
-        # Experts that the worker was asked to load, and how many of them it said it has.
+        # The worker was asked to load so many experts in all, and said that it has so many of them.
         self._num_asked = 0
         self._num_loaded = 0
         self._owner = Owner()
@@ -86,11 +87,11 @@ class HostSession:
 
     @property
     def pid(self) -> int:
-        """The worker's process id, on its own machine."""
+        """The worker's process id on its own machine, 0 as long as it is not known."""
         return self.started.process.pid if self.started else self.hello.pid if self.hello else 0
 
     def connect(self, *, timeout_s: float) -> None:
-        """Opens and authenticates the control connection. WorkerLost, WorkerTimeout,
+        """Opens and authenticates the control connection. Raises WorkerLost, WorkerTimeout and
         ProtocolError.
         """
         session_id = secrets.token_bytes(SESSION_ID_BYTES)
@@ -134,11 +135,13 @@ class HostSession:
         device: DeviceChoice | None = None,
         weights_layout: str = "packed",
     ) -> HelloReply:
-        """Exchanges hello; ProtocolError naming the field and both values where the ends do not
-        fit.
+        """Exchanges hello with the worker: it learns what it shall compute with and in which class,
+        and both ends compare their facts. `device` None means the processor, an empty `isa` the
+        worker's best kernel set, and 0 `threads` the worker's own choice.
 
+        Errors: ProtocolError naming the field and both values where the ends do not fit;
         UnsupportedError where the worker does not compute in class `numerics` or cannot use
-        `device` (None: the processor), ConfigError where it lacks the device or one of `cpus`.
+        `device`; ConfigError where it lacks the device or one of `cpus`; WorkerLost, WorkerTimeout.
         """
         place = device or DeviceChoice()
         message = Hello(
@@ -171,11 +174,12 @@ class HostSession:
         return reply
 
     def load(self, message: LoadShard, *, timeout_s: float, report: Callable[[int], None] = lambda _count: None) -> int | None:
-        """Has one shard loaded; `timeout_s` limits the time without progress, not the whole.
-        Returns its content checksum, None where it is unchecked so far.
+        """Has the worker load one shard. Returns its content checksum, or None where it is
+        unchecked so far. `timeout_s` limits the time without progress, not the whole.
 
-        `report` gets the experts that this session has loaded so far, whenever the worker says so.
-        Progress is one expert more than before, of those asked for: a worker cannot count for ever.
+        `report` is called with the number of experts that this session has loaded so far, whenever
+        the worker says so. Progress is an expert more than before, of those asked for, so that a
+        worker cannot renew the deadline for ever.
         """
         self._num_asked += sum(message.expert_ranges[1::2])
         with self._turn(f"load {message.name} shard {message.shard}", timeout_s, START_LIMIT) as turn:
@@ -200,11 +204,13 @@ class HostSession:
     def attach(
         self, slots: _core.SlotPlan, transport: str, generation: int, *, timeout_s: float, is_open: bool = False
     ) -> tuple[_core.Channel, int]:
-        """Builds a data path; returns the host's channel and the pulse descriptor (-1 but for the
-        first time), the caller's. `transport` is a name in the table.
+        """Builds a data path over `transport`, a name in the table of transports. Returns the
+        host's channel and the pulse descriptor, both the caller's; the descriptor is -1 except for
+        the first path of the session.
 
-        `is_open`: replies that a device of this process may register, where the transport has such;
-        for a worker that this host started.
+        `is_open` asks for replies in memory that a device of this process can register, where the
+        transport has such. It lifts the seal against writing, so that only a worker which this host
+        started is asked.
         """
         wish = Attach(
             generation=generation,
@@ -228,7 +234,7 @@ class HostSession:
             return built
 
     def _passed_path(self, turn: Turn, wish: Attach, held: Descriptors) -> tuple[_core.Channel, int]:
-        """Over a transport whose descriptors travel with the messages, and so does the pulse's."""
+        """Builds a path whose descriptors travel with the messages, as the pulse's does."""
         offer = _core.offer_path(wish.transport, terms_of(wish))
         passed, pulse = list(offer.descriptors), -1
         if wish.has_pulse:
@@ -239,7 +245,7 @@ class HostSession:
         return channel, held.take(pulse) if wish.has_pulse else -1
 
     def _dialled_path(self, turn: Turn, wish: Attach, held: Descriptors) -> tuple[_core.Channel, int]:
-        """Over a transport whose connections are dialled: the data connection completes it."""
+        """Builds a path whose connections the host dials. The data connection completes it."""
         offer = _core.offer_path(wish.transport, terms_of(wish))
         turn.on(Listening, lambda listening: self._dial_back(turn, listening, wish, held))
         attached = turn.ask(replace(wish, offer=offer.payload), Attached)
@@ -270,16 +276,18 @@ class HostSession:
             connection.close()
 
     def ask_stats(self, *, timeout_s: float) -> dict[str, int]:
-        """The worker's own counters and memory."""
+        """Asks the worker for its own counters and memory. Raises WorkerLost, WorkerTimeout and
+        ProtocolError.
+        """
         with self._turn("send its counters", timeout_s, "a fixed limit") as turn:
             return dict(turn.ask(StatsRequest(), Stats).counters)
 
     def ask_checksum(self, layer: int, shard: int, *, timeout_s: float) -> tuple[int | None, int]:
-        """The content checksum of a shard it holds, None as long as that is unchecked, and how many
-        of its experts have been read.
+        """Asks the worker for the content checksum of a shard that it holds. Returns it, or None as
+        long as the shard is unchecked, and how many of its experts have been read.
 
         Errors: CheckpointError where they cannot be read; UnsupportedError for a worker of a
-        version without content checksums.
+        version without content checksums; WorkerLost, WorkerTimeout, ProtocolError.
         """
         if self._peer is None or self._peer.protocol_minor < CHECKSUMS_SINCE:
             raise UnsupportedError(
@@ -295,15 +303,15 @@ class HostSession:
         return told.content_checksum if told.is_checked else None, told.num_read
 
     def say_bye(self) -> None:
-        """Tells the worker that the session is over; never raises for a worker that is gone or
+        """Tells the worker that the session is over. It never raises for a worker that is gone or
         stopped.
         """
         if self._conversation is not None:
             self._conversation.say(Bye())
 
     def hang_up(self) -> None:
-        """Ends the session without a word, so that a thread which waits for this worker returns;
-        any thread.
+        """Ends the session without a goodbye, so that a thread which waits for this worker returns.
+        Any thread may call.
         """
         if self._owner.is_here:
             self._call_off.give_up()
@@ -311,13 +319,13 @@ class HostSession:
             self._conversation.hang_up()
 
     def kill(self) -> None:
-        """SIGKILL to a worker that this process started."""
+        """Sends SIGKILL to the worker if this process started it."""
         if self.started is not None and self._owner.is_here:
             self.started.kill()
 
     def close(self, *, seconds: float) -> None:
-        """Closes the connection and ends the child, gracefully within `seconds`, else by SIGKILL.
-        In a forked child without effect: both are the parent's.
+        """Closes the connection and ends the child process, gracefully within `seconds` or else by
+        SIGKILL. It has no effect in a forked child, because both are the parent's.
         """
         if not self._owner.is_here:
             return
@@ -327,7 +335,9 @@ class HostSession:
             self.started.close(seconds=seconds)
 
     def loss(self, what: str) -> WorkerLost:
-        """A WorkerLost that says `what` happened, how the process ended and what it logged last."""
+        """Makes a WorkerLost that says `what` happened and, of a worker that the host started, how
+        its process ended and what it logged last.
+        """
         if self.started is not None:
             text = f"worker {self.name} {what}; {self.started.describe_exit(seconds=EXIT_STATUS_S)}"
             return WorkerLost(text, worker=self.name)

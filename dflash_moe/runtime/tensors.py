@@ -1,9 +1,9 @@
-"""From torch, NumPy and DLPack tensors of the processor to the one value that a call travels as,
-and to a result of the same kind.
+"""Binds torch, NumPy and DLPack tensors of the processor to the one value that a call travels as,
+and makes a result of the same kind.
 
-torch is looked up only if the caller already imported it. Rows with a stride are taken as they are;
-nothing is copied unless the elements of a row are not adjacent. On the hot path: one function per
-kind, no loops, no temporary objects but the result.
+torch is looked up only if the caller already imported it. Rows with a stride are taken as they are,
+and are copied only where the elements of a row are not adjacent. This is the hot path, so that each
+kind has one function without loops and without temporary objects but the result.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -19,8 +19,9 @@ from dflash_moe import _core
 from dflash_moe.errors import ConfigError, UnsupportedError
 from dflash_moe.runtime.layer_table import LayerShape
 
-# What binding makes of a call: the tensor that will be the result, the tensors as the core takes
-# them, and what brings the result there after the call (None: the core itself does).
+# Binding makes three things of a call: the tensor that will be the result, the tensors as the core
+# takes them, and the function that copies the result there after the call, or None where the core
+# writes it there itself.
 BoundCall = tuple[Any, _core.TokenBatch, Callable[[], None] | None]
 
 _NUMPY_DTYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16", "int32": "i32", "int64": "i64"}
@@ -30,15 +31,19 @@ INTS = ("i32", "i64")
 
 
 class HostTensors:
-    """Binds the tensors of calls of a host that computes on its processor. Any thread."""
+    """Binds the tensors of calls of a host that computes on its processor. Any thread may call."""
 
     def __init__(self) -> None:
-        self._torch: Any = None  # once the caller has imported it, with its dtypes
+        # These three are set once the caller has imported torch; until then no tensor is torch's.
+        self._torch: Any = None
         self._tensor_type: Any = ()
         self._torch_dtypes: dict[Any, str] = {}
 
     def bind(self, layer: LayerShape, hidden_states: Any, topk_ids: Any, topk_weights: Any, out: Any) -> BoundCall:
-        """Errors: ConfigError naming argument, shape and dtype; UnsupportedError for a device."""
+        """Binds the arguments of `ExpertRuntime.experts`, whose shapes and dtypes apply. The call
+        keeps the tensors alive. Raises ConfigError naming argument, shape and dtype, and
+        UnsupportedError for tensors of a device.
+        """
         if self._torch is None and "torch" in sys.modules:
             self._adopt_torch()
         if isinstance(hidden_states, self._tensor_type):
@@ -47,7 +52,8 @@ class HostTensors:
 
     def _adopt_torch(self) -> None:
         torch = sys.modules["torch"]
-        if not hasattr(torch, "bfloat16"):  # still being imported by another thread
+        if not hasattr(torch, "bfloat16"):
+            # Another thread is still importing torch.
             return
         names = {"float32": "f32", "float16": "f16", "bfloat16": "bf16", "int32": "i32", "int64": "i64"}
         self._torch_dtypes = {getattr(torch, name): ours for name, ours in names.items()}
@@ -74,7 +80,7 @@ class HostTensors:
             )
         if (hidden.requires_grad or weights.requires_grad) and torch.is_grad_enabled():
             raise ConfigError("hidden_states or topk_weights require grad; experts() has no backward: use torch.no_grad()")
-        # lazily negated: their memory holds the opposite numbers
+        # The memory of lazily negated tensors holds the opposite numbers.
         if hidden.is_neg() or weights.is_neg() or ids.is_neg():
             hidden, ids, weights = hidden.resolve_neg(), ids.resolve_neg(), weights.resolve_neg()
         num_tokens = hidden_shape[0]
@@ -88,7 +94,8 @@ class HostTensors:
         if not weights.is_contiguous():
             weights = weights.contiguous()
         if out is None:
-            out = hidden.new_empty((num_tokens, out_size))  # never on torch's default device
+            # new_empty() takes the device of `hidden`, never torch's default device.
+            out = hidden.new_empty((num_tokens, out_size))
         elif not isinstance(out, tensor_type) or not out.is_cpu:
             raise ConfigError(f"out: found {type(out).__name__}, expected a CPU tensor like hidden_states")
         elif out.dtype != hidden.dtype or tuple(out.shape) != (num_tokens, out_size) or not out.is_contiguous():
@@ -114,8 +121,9 @@ def check_call(
     ids: Any,
     weights: Any,
 ) -> None:
-    """Shapes and dtypes of a call, in one condition on the good path; ConfigError names argument,
-    found and expected.
+    """Checks the shapes and dtypes of a call, in one condition where all is well. Raises
+    ConfigError that names the argument, what was found and what is expected. The last three
+    arguments are the tensors themselves, for the message only.
     """
     if (
         len(hidden_shape) == 2
@@ -158,7 +166,9 @@ def out_text(found_shape: tuple[int, ...], found_dtype: Any, shape: tuple[int, .
 
 
 class _View:
-    """A borrowed CPU array: address, shape, strides in elements, dtype; `owner` keeps it alive."""
+    """A borrowed array of the CPU: its address, shape, strides in elements, and dtype. `owner`
+    keeps it alive. `is_odd` says that its strides are no whole numbers of elements.
+    """
 
     __slots__ = ("address", "dtype", "is_odd", "owner", "shape", "strides")
 
@@ -167,8 +177,8 @@ class _View:
             self.address = int(value.__array_interface__["data"][0])
             self.shape = value.shape
             item_bytes = value.itemsize
-            # A field of packed records: elements lie between whole items, where no stride in items
-            # leads.
+            # The elements of a field of packed records lie between whole items, where no stride in
+            # items leads.
             self.is_odd = self.address % item_bytes != 0 or any(stride % item_bytes for stride in value.strides)
             self.strides = tuple(stride // item_bytes for stride in value.strides)
             self.dtype = _NUMPY_DTYPES.get(value.dtype.name, value.dtype.name)

@@ -17,29 +17,30 @@ from dflash_moe.telemetry.cores import machine_cores
 from dflash_moe.telemetry.machine import physical_cores, usable_cores
 from dflash_moe.topology import Topology, WorkerSpec
 
+# A worker gets at most this many threads unless somebody asks for more.
 MAX_DEFAULT_THREADS = 8
-SPIN_NS = 50_000  # longer than a call's own overhead (25 us), shorter than a scheduling quantum
+# A poller spins this long before it sleeps: longer than the own overhead of a call (25 us), and
+# shorter than a scheduling quantum.
+SPIN_NS = 50_000
 
 
 @dataclass(frozen=True, slots=True)
 class ThreadPlan:
-    """Compute threads of the host's own experts and of each local worker, and the spin budget of
-    every poller.
+    """The number of compute threads of the host's own experts and of each local worker, and how
+    long every poller may spin. It is oversubscribed where there are more threads than usable cores.
     """
 
     host: int
     workers: Mapping[str, int]
     spin_ns: int
     is_oversubscribed: bool
-    # of each pinned worker's threads, in order
+    # Each pinned worker has one CPU for each of its threads, in order.
     cpus: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 def thread_plan(topology: Topology, settings: Settings) -> ThreadPlan:
-    """The threads that a runtime of this topology uses on this machine; a flag or variable wins
-    over the topology.
-
-    Errors: ConfigError for a worker with more threads than `cpus`.
+    """Plans the threads that a runtime of this topology uses on this machine. A flag or variable
+    wins over the topology. Raises ConfigError for a worker that has more threads than `cpus`.
     """
     workers = [worker for worker in topology.local_workers() if worker.backend in COMPUTED_BY_PROCESSOR]
     plan = plan_threads(
@@ -57,14 +58,16 @@ def thread_plan(topology: Topology, settings: Settings) -> ThreadPlan:
                 f"{len(named)} cpus; name one CPU per thread, or write cpus: auto"
             )
     cores = machine_cores()
-    # Where a quota is what binds, a pinned thread could not leave a core that somebody else uses.
+    # Cores are chosen only where no quota of a control group limits this process. Under a quota a
+    # pinned thread could not leave a core that somebody else uses.
     may_choose = not plan.is_oversubscribed and usable_cores() == len(cores)
     return replace(plan, cpus=plan_cpus(topology, plan.workers, host_threads=plan.host, cores=cores, may_choose=may_choose))
 
 
 def _asked_threads(worker: WorkerSpec, settings: Settings) -> int:
     if worker.backend != PROCESSOR:
-        return 1  # a simulated device runs its threads one after the other
+        # A simulated device runs its threads one after the other.
+        return 1
     return settings.threads or worker.threads or len(_named_cpus(worker))
 
 
@@ -80,11 +83,12 @@ def plan_threads(
     physical_cores: int,
     spin_us: int | None = None,
 ) -> ThreadPlan:
-    """Explicit numbers are kept; the others get an even share of what is left, 1..8 each.
+    """Plans threads without looking at the machine. Explicit numbers are kept; the other workers
+    get an even share of the cores that are left, 1 to MAX_DEFAULT_THREADS each.
 
-    Spinning is allowed only where every poller and every compute thread has a core of its own: with
-    too few cores it costs up to 100 times what it saves. A worker's serving thread is one of its
-    compute threads.
+    Spinning is allowed only where every poller and every compute thread has a core of its own,
+    because with too few cores it costs up to 100 times what it saves. The serving thread of a
+    worker is one of its compute threads.
     """
     host = max(1, host_threads or 1)
     unset = [name for name, threads in worker_threads.items() if not threads]

@@ -1,5 +1,5 @@
-"""Which transport a worker gets: its address in the topology and the `transport` setting together
-decide. And whether the host has what reaching it takes.
+"""Chooses the transport of a worker, which its address in the topology and the `transport` setting
+decide together, and checks that the host has what reaching the worker takes.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
     from dflash_moe.config import Settings
     from dflash_moe.topology import Topology
 
-# What `reaches` of a row of the table of transports calls the workers that a host starts.
+# The rows of the table of transports name in `reaches` the workers they can reach. These are its
+# words for workers that the host starts, by the kind of their address.
 _STARTED = {"shared": "started", "unix": "started, unix", "tcp": "started, tcp"}
 
 
 def choose_transport(worker: str, address: Address, setting: str) -> str:
-    """The name of the transport that reaches `worker`: of those the table has for such an address
-    the first that `setting` allows. ConfigError for a pair that cannot be.
+    """Returns the name of the transport that reaches `worker`. Of those that the table has for such
+    an address it is the first that `setting` allows. Raises ConfigError where there is none.
 
-    `loopback` is a worker without a process, so the setting does not concern it. UnsupportedError
-    for fabric, ConfigError for a pair that cannot be.
+    A worker at `loopback` has no process, so that the setting does not concern it.
     """
     if address.kind == "loopback":
         return "loopback"
@@ -49,10 +49,11 @@ def _reach_of(address: Address) -> str:
 
 
 def check_paths(topology: Topology, settings: Settings) -> bytes | None:
-    """Call before anything slow; returns the shared key, None where no file is named.
+    """Checks, before anything slow is done, that every worker can be reached. Returns the shared
+    key, or None where no key file is named.
 
-    Errors: ConfigError for a transport that cannot be had, a key file that cannot be read or is
-    missing where a worker is reached over TCP, and a socket path that is something else.
+    Raises ConfigError for a transport that cannot be had, for a key file that cannot be read or is
+    missing where a worker is reached over TCP, and for a socket path that is something else.
     """
     key = read_key_file(Path(settings.key_file)) if settings.key_file else None
     for worker in topology.workers:
@@ -66,7 +67,7 @@ def check_paths(topology: Topology, settings: Settings) -> bytes | None:
 
 
 def _may_be_socket(path: Path) -> bool:
-    """Also where nothing is yet: its worker may still be starting."""
+    """Says whether `path` is a socket or nothing yet, because its worker may still be starting."""
     try:
         return stat.S_ISSOCK(path.stat().st_mode)
     except OSError:

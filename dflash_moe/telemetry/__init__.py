@@ -1,5 +1,5 @@
-"""What can be observed: machine, process memory, logs, call counters. Depends on nothing of this
-package but errors.
+"""What can be observed: the machine, the memory of processes, logs and call counters. This room
+depends on nothing of the package but errors.
 
 SPDX-License-Identifier: Apache-2.0
 """

@@ -1,5 +1,5 @@
-"""The cores a thread may run on: set for the thread that asks, which is what Linux means by process
-0.
+"""Sets the cores that a thread may run on, always those of the thread that asks, which Linux calls
+process 0.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -14,7 +14,7 @@ from dflash_moe.errors import ConfigError
 
 
 def check_cpus(cpus: Sequence[int], *, name: str) -> None:
-    """ConfigError naming the worker where one of its cores is not this process's to use."""
+    """Raises ConfigError naming the worker where this process may not use one of its cores."""
     usable = os.sched_getaffinity(0)
     if missing := sorted(set(cpus) - usable):
         raise ConfigError(
@@ -25,8 +25,8 @@ def check_cpus(cpus: Sequence[int], *, name: str) -> None:
 
 @contextmanager
 def running_on(cpus: Sequence[int]) -> Iterator[None]:
-    """Keeps the calling thread, and the threads it starts meanwhile, on these cores; on all as
-    before where there are none.
+    """Keeps the calling thread, and the threads that it starts meanwhile, on these cores within the
+    block. Without any cores nothing changes.
     """
     if not cpus:
         yield
@@ -40,8 +40,8 @@ def running_on(cpus: Sequence[int]) -> Iterator[None]:
 
 
 def pin_to_first(cpus: Sequence[int]) -> None:
-    """Keeps the calling thread on the first of these cores, for good; nothing where there are
-    none.
+    """Keeps the calling thread on the first of these cores for good. Without any cores nothing
+    changes.
     """
     if cpus:
         os.sched_setaffinity(0, cpus[:1])

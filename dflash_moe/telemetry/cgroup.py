@@ -1,9 +1,9 @@
-"""Limits that control groups set on this process: CPU quota and memory, versions 1 and 2, its own
-group and every one above.
+"""Reads the limits that control groups of version 1 and 2 set on the CPU time and memory of this
+process.
 
-A limit of an outer group binds as well, so each level is read and the tightest counts. Where the
-group's path is not visible below the mount (a container without its own cgroup namespace), the
-mount's root stands for it.
+A limit of an outer group binds as well, so that each level is read and the tightest limit counts.
+Where the path of the group is not visible below the mount (a container without its own cgroup
+namespace), the root of the mount stands for it.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -22,7 +22,7 @@ _RECLAIMABLE = ("active_file", "inactive_file")
 
 
 def cpu_quota(cgroup: Path = CGROUP, proc: Path = PROC) -> float | None:
-    """CPUs' worth of time the tightest group grants; None without a quota."""
+    """Returns how many CPUs' worth of time the tightest group grants, None without a quota."""
     quotas = []
     for group in _levels("", cgroup, proc):
         fields = read_text(group / "cpu.max").split()
@@ -34,7 +34,9 @@ def cpu_quota(cgroup: Path = CGROUP, proc: Path = PROC) -> float | None:
 
 
 def memory_left(cgroup: Path = CGROUP, proc: Path = PROC) -> int | None:
-    """Bytes the tightest group still grants, page cache counted as free; None without a limit."""
+    """Returns the bytes that the tightest group still grants, None without a limit. The page cache
+    counts as free.
+    """
     left = []
     for group in _levels("", cgroup, proc):
         left.append(_left(group, "memory.max", "memory.current", ""))
@@ -44,7 +46,7 @@ def memory_left(cgroup: Path = CGROUP, proc: Path = PROC) -> int | None:
 
 
 def read_text(path: Path) -> str:
-    """The file's text without surrounding blanks; empty when it cannot be read."""
+    """Returns the text of a file without surrounding blanks, empty when it cannot be read."""
     try:
         return path.read_text(encoding="ascii", errors="replace").strip()
     except OSError:
@@ -65,8 +67,8 @@ def _left(group: Path, limit_name: str, usage_name: str, prefix: str) -> int | N
 
 
 def _levels(controller: str, cgroup: Path, proc: Path) -> Iterator[Path]:
-    """Folders from this process's group up to the mount, for a version 1 controller or ("") for
-    version 2.
+    """Yields the folders from the group of this process up to the mount. `controller` is one of
+    version 1, and empty for version 2.
     """
     mounts = [cgroup / controller] if controller else [cgroup, cgroup / "unified"]
     own = ""

@@ -1,5 +1,5 @@
-"""The logical CPUs of this machine as the kernel lists them: memory node, and place among those
-that share a physical core.
+"""Lists the logical CPUs of this machine as the kernel knows them, each with its memory node and
+its place among those that share a physical core.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -18,8 +18,8 @@ _SYSTEM = Path("/sys/devices/system")
 
 @dataclass(frozen=True, slots=True)
 class Core:
-    """One logical CPU. `rank` counts the usable ones before it on the same physical core: 0 is the
-    first to take.
+    """One logical CPU. `rank` counts the usable ones before it on the same physical core, so that
+    those of rank 0 are taken first.
     """
 
     cpu: int
@@ -28,7 +28,9 @@ class Core:
 
 
 def parse_cpu_list(text: str) -> tuple[int, ...]:
-    """Ascending numbers of the kernel's "0-3,8"; what is no number or range counts for nothing."""
+    """Returns the ascending numbers that a list of the kernel such as "0-3,8" means. What is no
+    number or range counts for nothing.
+    """
     found: set[int] = set()
     for part in text.split(","):
         first, _, last = part.strip().partition("-")
@@ -38,7 +40,9 @@ def parse_cpu_list(text: str) -> tuple[int, ...]:
 
 
 def numa_nodes(system: Path = _SYSTEM) -> dict[int, tuple[int, ...]]:
-    """CPUs by memory node, nodes without CPUs left out; empty where the kernel tells nothing."""
+    """Returns the CPUs of each memory node that has any. It is empty where the kernel tells
+    nothing.
+    """
     nodes: dict[int, tuple[int, ...]] = {}
     for path in system.glob("node/node[0-9]*"):
         number = path.name.removeprefix("node")
@@ -49,10 +53,10 @@ def numa_nodes(system: Path = _SYSTEM) -> dict[int, tuple[int, ...]]:
 
 
 def machine_cores(usable: Collection[int] | None = None, system: Path = _SYSTEM) -> tuple[Core, ...]:
-    """The CPUs of `usable` (default: of this process's affinity mask), those that stand for a
-    physical core first.
+    """Returns the CPUs of `usable`, by default those of this process's affinity mask. Those that
+    stand for a physical core come first.
 
-    Where the kernel does not tell, every CPU is a core of its own, on node 0.
+    Where the kernel does not tell, every CPU is a core of its own on node 0.
     """
     cpus = sorted(os.sched_getaffinity(0) if usable is None else usable)
     node_of = {cpu: node for node, members in numa_nodes(system).items() for cpu in members}

@@ -1,4 +1,4 @@
-"""Call counters of the host's side, added up over workers and layers into the mapping that
+"""Adds up the call counters of the host's side over workers and layers, into the mapping that
 `ExpertRuntime.stats()` returns.
 
 SPDX-License-Identifier: Apache-2.0
@@ -15,7 +15,7 @@ COUNTED = (
 
 
 def zero_counters() -> dict[str, float]:
-    """All counters at 0, and `waits`: the seconds in `wait_ns`."""
+    """Returns all counters at 0, and `waits`, which are the seconds in `wait_ns`."""
     return {**dict.fromkeys(COUNTED, 0), "waits": 0.0}
 
 

@@ -1,5 +1,5 @@
-"""Logging set-up of worker processes, and their log files: anonymous memory, so that nothing is
-left behind.
+"""Sets up the logging of worker processes, and makes their log files in anonymous memory, so that
+nothing is left behind.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -22,19 +22,23 @@ def set_up_worker_logging(level: int = logging.INFO) -> None:
 
 
 class LogFile:
-    """A worker's stdout and stderr. It has a descriptor and no name: it vanishes with the last
-    process that holds it.
+    """The file of a worker's stdout and stderr. It has a descriptor but no name, so that it
+    vanishes with the last process that holds it.
     """
 
     def __init__(self, name: str) -> None:
         self._descriptor = os.memfd_create(f"dflash_moe-log-{name}"[:200], os.MFD_CLOEXEC)
 
     def fileno(self) -> int:
-        """The descriptor that becomes the worker's stdout and stderr."""
+        """Returns the descriptor that becomes stdout and stderr of the worker. It stays this
+        object's.
+        """
         return self._descriptor
 
     def tail(self, num_lines: int = QUOTED_LINES) -> str:
-        """The last lines, without disturbing the writer's position; empty after close."""
+        """Returns the last lines without disturbing the position of the writer. After close it is
+        empty.
+        """
         if self._descriptor < 0:
             return ""
         num_bytes = os.fstat(self._descriptor).st_size
@@ -44,7 +48,7 @@ class LogFile:
         return "\n".join(lines[-num_lines:])
 
     def close(self) -> None:
-        """Gives the memory back once the worker is gone; safe to call again."""
+        """Gives the memory back once the worker is gone. It may be called again."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1

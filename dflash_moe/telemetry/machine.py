@@ -1,5 +1,5 @@
-"""What this process may use of its machine: cores (affinity and cgroup quota) and memory (free and
-cgroup limit).
+"""Says what this process may use of its machine: the cores that affinity and cgroup quota leave,
+and the memory that is free within the cgroup's limit.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -16,14 +16,16 @@ _CPU_TOPOLOGY = Path("/sys/devices/system/cpu")
 
 
 def usable_cores(cgroup: Path = CGROUP, proc: Path = PROC) -> int:
-    """Logical CPUs of the affinity mask, at most the cgroup's quota rounded down, at least 1."""
+    """Returns the number of logical CPUs in the affinity mask, at most the cgroup's quota rounded
+    down, and at least 1.
+    """
     cores = len(os.sched_getaffinity(0))
     quota = cpu_quota(cgroup, proc)
     return cores if quota is None else max(1, min(cores, math.floor(quota)))
 
 
 def cores_reason(cgroup: Path = CGROUP, proc: Path = PROC) -> str:
-    """Why `usable_cores` is what it is, in a phrase."""
+    """Returns a phrase that says why `usable_cores` is what it is."""
     mask, online = len(os.sched_getaffinity(0)), os.cpu_count() or 1
     reason = f"affinity mask of {mask} of {online}" if mask < online else f"all {online}"
     quota = cpu_quota(cgroup, proc)
@@ -33,8 +35,8 @@ def cores_reason(cgroup: Path = CGROUP, proc: Path = PROC) -> str:
 
 
 def physical_cores(cgroup: Path = CGROUP, topology: Path = _CPU_TOPOLOGY, proc: Path = PROC) -> int:
-    """Distinct physical cores among the usable logical ones; where the kernel does not tell, the
-    logical count.
+    """Returns the number of physical cores among the usable logical ones. Where the kernel does not
+    tell, it is the logical count.
     """
     siblings = set()
     for cpu in os.sched_getaffinity(0):
@@ -44,8 +46,8 @@ def physical_cores(cgroup: Path = CGROUP, topology: Path = _CPU_TOPOLOGY, proc: 
 
 
 def memory_available(cgroup: Path = CGROUP, proc: Path = PROC) -> int:
-    """Bytes that new processes may still take: MemAvailable, at most what the cgroup leaves. Page
-    cache counts as free.
+    """Returns the bytes that new processes may still take: MemAvailable, but at most what the
+    cgroup leaves. The page cache counts as free.
     """
     available = 0
     for line in read_text(proc / "meminfo").splitlines():

@@ -1,5 +1,5 @@
-"""Resident memory of a process, split by what it costs: anonymous bytes are its own, file-backed
-ones the page cache's.
+"""Reads the resident memory of a process, split by what it costs: anonymous bytes are its own, and
+file-backed ones are the page cache's.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -12,7 +12,9 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class ProcessMemory:
-    """Resident bytes; `shared_bytes` are memfd segments mapped by several processes."""
+    """The resident bytes of a process. `shared_bytes` are those of memfd segments, which several
+    processes map.
+    """
 
     anonymous_bytes: int
     file_bytes: int
@@ -20,7 +22,9 @@ class ProcessMemory:
 
 
 def process_memory(pid: int | None = None, proc: Path = Path("/proc")) -> ProcessMemory:
-    """Reads /proc/PID/status (None: this process); all zero when the process is gone."""
+    """Reads /proc/PID/status, of this process where `pid` is None. All is zero when the process is
+    gone.
+    """
     try:
         text = (proc / ("self" if pid is None else str(pid)) / "status").read_text(encoding="ascii", errors="replace")
     except OSError:

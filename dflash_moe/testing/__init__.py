@@ -1,4 +1,4 @@
-"""Checkpoints, batches and case tables shared by tests and benches. Nothing else may import this
+"""Checkpoints, batches and case tables that tests and benches share. Nothing else may import this
 package.
 
 SPDX-License-Identifier: Apache-2.0

@@ -1,7 +1,7 @@
-"""Tiny models of the families that must pass `verify`, and the list of all families on the experts
-interface. For tests only.
+"""Makes tiny models of the families that must pass `verify`, and lists all families on the experts
+interface. Only tests use it.
 
-Product code never looks at a family's name; this table is where a test names what it covers.
+Product code never looks at the name of a family. In this table a test names what it covers.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -27,8 +27,8 @@ _DECORATED = re.compile(r"^@use_experts_implementation", re.MULTILINE)
 
 
 def tiny_options(arch: str, dtype: str = "bf16") -> MakeOptions:
-    """Two layers and eight experts of an architecture; widths that no two roles share, so that a
-    mix-up cannot pass.
+    """Returns options for two layers and eight experts of an architecture. No two roles share a
+    width, so that a mix-up cannot pass.
     """
     return MakeOptions(
         arch, num_layers=2, hidden_size=96, num_experts=8, top_k=2, moe_intermediate_size=40, dtype=dtype, seed=1
@@ -36,7 +36,7 @@ def tiny_options(arch: str, dtype: str = "bf16") -> MakeOptions:
 
 
 def families_on_interface() -> list[str]:
-    """Folders of transformers whose own modeling file puts experts on the interface."""
+    """Returns the folders of transformers whose own modeling file puts experts on the interface."""
     import transformers
 
     models = Path(transformers.__file__).parent / "models"
@@ -68,12 +68,12 @@ def _meta_model(arch: str) -> Any:
 
 
 def write_headers_only(arch: str, directory: Path) -> None:
-    """A checkpoint of an architecture in its default, full size whose weights are a hole in a file:
-    names and shapes only.
+    """Writes a checkpoint of an architecture in its default, full size into `directory`. Its
+    weights are a hole in a file, so that only names and shapes mean anything.
 
-    Names and layouts are those that transformers saves: its own conversion runs on the meta device.
-    A family whose defaults do not build is written in a small size. UnsupportedError when that does
-    not build either.
+    Names and layouts are those that transformers saves, because its own conversion runs on the meta
+    device. A family whose defaults do not build is written in a small size. Raises UnsupportedError
+    when that does not build either.
     """
     import torch
     from transformers.core_model_loading import revert_weight_conversion

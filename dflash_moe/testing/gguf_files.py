@@ -1,5 +1,5 @@
-"""Small GGUF files out of a transformers checkpoint of the families that GGUF has, with the `gguf`
-package. For tests only.
+"""Writes small GGUF files from a transformers checkpoint of the families that GGUF has, with the
+`gguf` package. Only tests use it.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -27,7 +27,7 @@ _LEAVES = {
     "mlp.shared_expert_gate": "ffn_gate_inp_shexp", "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
     "mlp.shared_expert.up_proj": "ffn_up_shexp", "mlp.shared_expert.down_proj": "ffn_down_shexp",
 }  # fmt: skip
-# Where a family's names differ.
+# Some families have names of their own for these.
 _OWN_LEAVES = {
     "gpt_oss": {"post_attention_layernorm": "post_attention_norm", "mlp.router": "ffn_gate_inp"},
     "minimax_m2": {"block_sparse_moe.gate": "ffn_gate_inp"},
@@ -42,8 +42,9 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
 
 
 def write_gguf(source: Path, path: Path, experts: str = "q8_0", *, down: str = "", host: str = "f32", seed: int = 0) -> Path:
-    """The checkpoint directory `source` as a GGUF file; routed experts in format `experts`
-    (down_proj in `down`).
+    """Writes the checkpoint directory `source` as the GGUF file `path`, and returns that. Routed
+    experts are in format `experts`, their down_proj in `down` where that is given, and all other
+    matrices in `host`.
     """
     checkpoint = Checkpoint.open(source)
     config = checkpoint.config()
@@ -64,7 +65,9 @@ def write_gguf(source: Path, path: Path, experts: str = "q8_0", *, down: str = "
 
 
 def split_gguf(path: Path, folder: Path, count: int) -> Path:
-    """The file cut into `count` parts as llama.cpp names them; returns the first."""
+    """Cuts a file into `count` parts in `folder`, named as llama.cpp does. Returns the first
+    part.
+    """
     reader = gguf.GGUFReader(str(path))
     names = [folder / f"{path.stem}-{number + 1:05}-of-{count:05}.gguf" for number in range(count)]
     for number, part in enumerate(names):
@@ -112,8 +115,8 @@ def _write_settings(writer: Any, architecture: str, config: dict[str, Any]) -> N
 
 
 def _write_tokenizer(writer: Any, vocab_size: int) -> None:
-    """A token per byte as byte-level BPE spells them (0xff, which no text has, gives way to a
-    merge), then end of text.
+    """Writes a token for each byte as byte-level BPE spells it, and then end of text. The byte
+    0xff, which no text has, gives way to a merge.
     """
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
@@ -131,7 +134,7 @@ def _write_tokenizer(writer: Any, vocab_size: int) -> None:
 
 
 def _gguf_tensors(checkpoint: Checkpoint) -> dict[str, np.ndarray[Any, Any]]:
-    """Float32 tensors by llama.cpp's names, experts stacked."""
+    """Returns float32 tensors by llama.cpp's names, with the experts of a layer stacked."""
     found: dict[str, np.ndarray[Any, Any]] = {}
     experts: dict[str, dict[int, np.ndarray[Any, Any]]] = {}
     outer = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight"}
@@ -157,8 +160,9 @@ def _gguf_tensors(checkpoint: Checkpoint) -> dict[str, np.ndarray[Any, Any]]:
 
 
 def _packed_parts(name: str, value: np.ndarray[Any, Any]) -> dict[str, np.ndarray[Any, Any]]:
-    """gpt_oss: gate and up take turns in the last dimension, which is the outputs; llama.cpp has
-    them apart, outputs first.
+    """Returns the tensors that llama.cpp makes of a packed tensor of gpt_oss. There gate and up
+    take turns in the last dimension, which is the outputs; llama.cpp has them apart, with the
+    outputs first.
     """
     if name == "self_attn.sinks":
         return {"attn_sinks.weight": value}

@@ -1,4 +1,5 @@
-"""FP8 and MXFP4 checkpoints as they are published, out of a small float checkpoint. For tests only.
+"""Writes FP8 and MXFP4 checkpoints as they are published, from a small float checkpoint. Only tests
+use it.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -24,8 +25,8 @@ _MXFP4_WEIGHTS = re.compile(r".*\.experts\.(gate_up_proj|down_proj)")
 
 
 def write_fp8(source: Path, directory: Path) -> Path:
-    """The checkpoint with its linear weights in e4m3 and a float32 scale per square of 128, as
-    DeepSeek and Qwen publish.
+    """Writes the checkpoint with its linear weights in e4m3 and a float32 scale for each square of
+    128, as DeepSeek and Qwen publish it. Returns `directory`.
     """
     made: dict[str, tuple[str, Array]] = {}
     checkpoint = Checkpoint.open(source)
@@ -41,7 +42,9 @@ def write_fp8(source: Path, directory: Path) -> Path:
 
 
 def write_mxfp4(source: Path, directory: Path) -> Path:
-    """The gpt_oss checkpoint with its experts in MXFP4, as OpenAI publishes it."""
+    """Writes the gpt_oss checkpoint with its experts in MXFP4, as OpenAI publishes it. Returns
+    `directory`.
+    """
     made: dict[str, tuple[str, Array]] = {}
     checkpoint = Checkpoint.open(source)
     for name in checkpoint.tensors:
@@ -55,8 +58,8 @@ def write_mxfp4(source: Path, directory: Path) -> Path:
 
 
 def quantise_fp8(values: Array) -> tuple[Array, Array]:
-    """(codes uint8 [outputs, inputs], scales float32): the largest of a square becomes 448, the
-    others the nearest code.
+    """Quantises values [outputs, inputs] to codes in uint8 of the same shape, and a float32 scale
+    for each square. The largest of a square becomes 448, and all others the nearest code.
     """
     outputs, inputs = values.shape
     squares = (-(-outputs // FP8_BLOCK), -(-inputs // FP8_BLOCK))
@@ -72,10 +75,12 @@ def quantise_fp8(values: Array) -> tuple[Array, Array]:
 
 
 def quantise_mxfp4(values: Array) -> tuple[Array, Array]:
-    """(blocks uint8 [..., groups, 16], scales uint8 [..., groups]) of values [..., inputs]."""
+    """Quantises values [..., inputs] to blocks in uint8 [..., groups, 16] and scales in uint8
+    [..., groups].
+    """
     groups = values.reshape(*values.shape[:-1], -1, MXFP4_BLOCK)
     largest = np.abs(groups).max(axis=-1)
-    # 6 is the largest magnitude
+    # The largest magnitude of e2m1 is 6.
     exponents = np.ceil(np.log2(np.maximum(largest, 1e-30) / 6)).astype(np.int64)
     order = np.argsort(E2M1, kind="stable")
     codes = order[_nearest(E2M1[order], groups / np.exp2(exponents)[..., None].astype(np.float32))].astype(np.uint8)
@@ -83,7 +88,7 @@ def quantise_mxfp4(values: Array) -> tuple[Array, Array]:
 
 
 def _nearest(numbers: Array, values: Array) -> Array:
-    """Index into the ascending `numbers` of the nearest to each value."""
+    """Returns for each value the index of the nearest of the ascending `numbers`."""
     above = np.clip(np.searchsorted(numbers, values), 1, len(numbers) - 1)
     return above - (values - numbers[above - 1] < numbers[above] - values)
 

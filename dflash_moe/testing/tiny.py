@@ -1,8 +1,8 @@
-"""A small checkpoint of nothing but experts, its spec, and routed batches: for tests and benches
-that need no torch.
+"""Makes a small checkpoint of nothing but experts, its spec, and routed batches, for tests and
+benches that need no torch.
 
-The tensors are laid out and named as Qwen3-MoE checkpoints on disk: one tensor per expert and
-matrix.
+The tensors are laid out and named as in Qwen3-MoE checkpoints on disk, with one tensor for each
+expert and matrix.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -22,12 +22,12 @@ SAFETENSORS_DTYPES = {"f32": "F32", "f16": "F16", "bf16": "BF16"}
 
 
 def layer_name(layer: int) -> str:
-    """The experts module's name, as in Qwen3-MoE."""
+    """Returns the name of the experts module, as in Qwen3-MoE."""
     return f"model.layers.{layer}.mlp.experts"
 
 
 def tiny_ffn(layer: int, hidden_size: int, moe_intermediate_size: int) -> FfnSpec:
-    """SwiGLU experts without biases."""
+    """Returns the spec of SwiGLU experts without biases."""
     prefix = layer_name(layer) + ".{expert}."
     return FfnSpec(
         in_size=hidden_size,
@@ -50,8 +50,8 @@ def tiny_checkpoint(
     dtype: str = "f32",
     seed: int = 0,
 ) -> ModelSpec:
-    """Writes config.json and model.safetensors with random experts into `directory`; the spec needs
-    no transformers.
+    """Writes config.json and model.safetensors with random experts into `directory`, and returns
+    the spec, which needs no transformers.
     """
     directory.mkdir(parents=True, exist_ok=True)
     generator = np.random.default_rng(seed)
@@ -101,10 +101,10 @@ def tiny_checkpoint(
 def routed_batch(
     num_tokens: int, hidden_size: int, num_experts: int, top_k: int, *, seed: int = 0
 ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """(hidden_states f32 [num_tokens, hidden_size], topk_ids int64, topk_weights f32 [num_tokens,
-    top_k]).
+    """Returns hidden_states in f32 [num_tokens, hidden_size], and topk_ids in int64 and
+    topk_weights in f32, both [num_tokens, top_k].
 
-    The ids of a token are distinct.
+    The ids of a token are distinct, and its weights add up to one.
     """
     generator = np.random.default_rng(seed)
     hidden_states = generator.standard_normal((num_tokens, hidden_size), dtype=np.float32)
@@ -116,8 +116,8 @@ def routed_batch(
 
 
 def _write_safetensors(path: Path, shapes: dict[str, tuple[int, int]], dtype: str, generator: np.random.Generator) -> None:
-    """One header, then the values in order (https://github.com/huggingface/safetensors, section
-    Format).
+    """Writes one header and then the values in order (https://github.com/huggingface/safetensors,
+    section Format).
     """
     header: dict[str, Any] = {}
     offset = 0

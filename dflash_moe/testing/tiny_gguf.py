@@ -1,5 +1,5 @@
-"""A GGUF file of nothing but experts, laid out and named as llama.cpp writes Qwen3-MoE, and its
-spec. Needs the gguf package.
+"""Makes a GGUF file of nothing but experts, laid out and named as llama.cpp writes Qwen3-MoE, and
+its spec. It needs the gguf package.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -28,10 +28,9 @@ def tiny_gguf(
     num_layers: int,
     dtype: str = "bf16",
 ) -> ModelSpec:
-    """Writes `path` with random blocks of `weight_format` (gguf's name in lower case), a layer's
-    experts alike.
-
-    `dtype` is that of the model around them.
+    """Writes `path` with random blocks of `weight_format`, which is gguf's name in lower case, and
+    returns the spec. The experts of a layer are all alike, and `dtype` is that of the model around
+    them.
     """
     import gguf
 

@@ -1,5 +1,5 @@
-"""Random valid blocks of the quantised weight formats, for formats that no Python package can
-quantise to.
+"""Makes random valid blocks of the quantised weight formats, for formats to which no Python package
+can quantise.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -23,8 +23,8 @@ _EXPONENT = {"gguf_mxfp4": 0}
 def random_blocks(
     format_name: str, rows: int, inputs: int, *, seed: int = 0, spread: float = 0.01
 ) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """uint8 [rows, bytes of a row]: every bit random but those of the factors, which are about
-    `spread` and finite.
+    """Returns uint8 [rows, bytes of a row]. Every bit is random except those of the factors, which
+    are finite and about `spread`.
     """
     shape = FORMATS[format_name]
     generator = np.random.default_rng(seed)

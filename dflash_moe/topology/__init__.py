@@ -1,5 +1,5 @@
-"""The topology file: what runs where. Parsing, its errors with file and line, and the dataclasses
-everything else reads.
+"""The topology file says what runs where. Here are its parser, whose errors name file and line, and
+the dataclasses that everything else reads.
 
 SPDX-License-Identifier: Apache-2.0
 """

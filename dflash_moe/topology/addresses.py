@@ -1,4 +1,4 @@
-"""How a worker is reached: the closed set of address forms in a topology and on the command line.
+"""The addresses of workers: the closed set of forms that a topology and the command line may use.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -18,8 +18,8 @@ _FORMS = "loopback, unix, tcp, tcp://HOST:PORT or unix:///PATH"
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """`kind` is "shared", "loopback", "unix" or "tcp"; a host or a path means that the worker is
-    already running there.
+    """Where a worker is reached. `kind` is "shared", "loopback", "unix" or "tcp". A host or a path
+    means that the worker is running there already, and without either the host starts it.
     """
 
     kind: str
@@ -29,7 +29,7 @@ class Address:
 
     @property
     def is_started_by_host(self) -> bool:
-        """False when the worker is already running somewhere."""
+        """False when the worker is running somewhere already."""
         return not self.host and not self.path
 
     @property
@@ -49,8 +49,8 @@ class Address:
 
 
 def parse_address(text: str | None) -> Address:
-    """Returns the address; None means a worker started by the host over shared memory. ConfigError
-    names text and forms.
+    """Returns the address that `text` names. None means a worker that the host starts and reaches
+    over shared memory. Raises ConfigError naming the text and the forms that are allowed.
     """
     if text is None:
         return Address("shared")

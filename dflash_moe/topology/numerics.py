@@ -1,7 +1,7 @@
 """Numerics classes as topologies and placements speak of them: which class a word of `activations`
-asks for, and on which backend.
+asks for on which backend.
 
-Everything comes from the table in csrc/compute/numerics.cc; no class is named here.
+Everything comes from the table in csrc/compute/numerics.cc, so that no class is named here.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -17,31 +17,32 @@ _BACKENDS = ("cpu", "cuda", "hip")
 
 
 def _offered(activations: str, backend: str) -> tuple[str, ...]:
-    """The classes that a backend has for a word."""
+    """Returns the classes that a backend has for a word."""
     return tuple(name for name, facts in CLASSES.items() if facts.activations == activations and backend in facts.offered_by)
 
 
 def _words() -> tuple[str, ...]:
-    """What `activations` may be: a rounding of inputs, or the name of a class that only some
-    machines compute.
+    """Returns the words that `activations` may be: a rounding of inputs, or the name of a class
+    that only some machines compute.
     """
     partial = [name for name, facts in CLASSES.items() if len(facts.offered_by) < len(_BACKENDS)]
     return (*dict.fromkeys(facts.activations for facts in CLASSES.values()), *partial)
 
 
 ACTIVATIONS = _words()
-# Words for which one backend has several classes, of unlike cards: which of them it is, only the
-# opened card says, in the answer to hello. Until then the word stands for the class.
+# For these words one backend has several classes, because its cards differ. Only the opened card
+# says which of them it computes, in the answer to hello. Until then the word stands for the class.
 _UNDECIDED = {
     word: classes for word in ACTIVATIONS for backend in _BACKENDS if len(classes := _offered(word, backend)) > 1
 }  # fmt: skip
 
 
 def class_on(activations: str, backend: str) -> str:
-    """The class that a word means on `backend` (cpu, cuda or hip), or the word itself where its
-    device has to say which.
+    """Returns the class that a word means on `backend` (cpu, cuda or hip), or the word itself where
+    the device there has to say which.
 
-    What nobody offers there is a class all the same: the device that is asked for it refuses it.
+    A class that nothing offers there is returned all the same, and the device that is asked for it
+    refuses it with a reason of its own.
     """
     if activations in CLASSES:
         return activations
@@ -51,12 +52,14 @@ def class_on(activations: str, backend: str) -> str:
 
 
 def possible_classes(numerics: str) -> tuple[str, ...]:
-    """The class itself, or those that one which its card decides may turn out to be."""
+    """Returns the classes that `numerics` may turn out to be: the class itself, or for a word whose
+    class a card decides all that it may decide for.
+    """
     return _UNDECIDED.get(numerics, (numerics,))
 
 
 def takes_weights(numerics: str, weight_dtype: str) -> bool:
-    """Whether the class computes with weights in these formats."""
+    """Says whether the class computes with weights in this format."""
     try:
         _core.check_numerics(numerics, weight_dtype)
     except UnsupportedError:

@@ -1,5 +1,5 @@
-"""From topology text to the checked parts of a topology. Every rule that a topology must obey by
-itself is here; placement checks the rest.
+"""Parses topology text into the checked parts of a topology. Every rule that a topology must obey
+by itself is here. Placement checks the rules that also need the model.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -31,7 +31,7 @@ from dflash_moe.topology.yaml_nodes import Value, compose
 
 MAX_FILE_BYTES = 1 << 20
 MAX_WORKERS = 256
-# Local ids and counts of experts are u16 on the wire.
+# Local ids and counts of experts are u16 on the wire, so that a layer has at most 65,535 experts.
 MAX_EXPERT_ID = 65_534
 MAX_LAYER = 4095
 MAX_DEVICE = 255
@@ -72,7 +72,7 @@ _RANGE = re.compile(r"([0-9]{1,6})(?:\s*-\s*([0-9]{1,6}))?", re.ASCII)
 
 
 class TopologyParts(NamedTuple):
-    """What a file states, in the order in which `Topology` takes it."""
+    """What a topology file states, in the order in which `Topology` takes it."""
 
     workers: tuple[WorkerSpec, ...]
     host: HostSpec
@@ -83,7 +83,9 @@ class TopologyParts(NamedTuple):
 
 
 def load_topology(path: Path) -> TopologyParts:
-    """Reads at most 1 MiB of UTF-8 text. TopologyError starts with `file:line:`."""
+    """Reads and parses a file of at most 1 MiB of UTF-8 text. Raises TopologyError, whose text
+    starts with `file:line:`.
+    """
     try:
         with path.open("rb") as file:
             content = file.read(MAX_FILE_BYTES + 1)
@@ -101,7 +103,9 @@ def load_topology(path: Path) -> TopologyParts:
 
 
 def parse_topology(text: str, source: str) -> TopologyParts:
-    """Parses and checks. TopologyError is the only error, whatever the text."""
+    """Parses and checks a topology. `source` is what errors call the file. TopologyError is the
+    only error, whatever the text.
+    """
     if len(text) > MAX_FILE_BYTES or len(text.encode("utf-8", "replace")) > MAX_FILE_BYTES:
         raise TopologyError(f"{source}:1: the file is larger than {MAX_FILE_BYTES} bytes; a topology fits easily in that")
     root = compose(text, source)
@@ -120,7 +124,7 @@ def parse_topology(text: str, source: str) -> TopologyParts:
 
 
 def check_local(workers: Sequence[WorkerSpec]) -> None:
-    """The same rules for workers made in Python; ConfigError."""
+    """Checks workers that were made in Python by the rules for a file. Raises ConfigError."""
     if not 1 <= len(workers) <= MAX_WORKERS:
         raise ConfigError(f"{len(workers)} workers; allowed: 1..{MAX_WORKERS}")
     for worker in workers:
@@ -368,7 +372,9 @@ def _check_workers(workers: Sequence[WorkerSpec], policy: str, source: str) -> N
 
 
 def _check_cpus(worker: WorkerSpec, taken: dict[int, str], source: str) -> None:
-    """Each CPU of this machine belongs to one worker; `taken` collects them."""
+    """Checks that no CPU of this machine belongs to two workers. `taken` collects the CPUs with the
+    name of their worker.
+    """
     for cpu in worker.cpus if isinstance(worker.cpus, tuple) else ():
         if (other := taken.setdefault(cpu, worker.name)) != worker.name:
             raise TopologyError(f"{source}:{worker.line}: CPU {cpu} belongs to both {other} and {worker.name}; list it once")

@@ -1,4 +1,4 @@
-"""What a topology is made of: frozen records that placement, runtime and workers read.
+"""The parts of a topology: frozen records that placement, runtime and workers read.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -12,29 +12,32 @@ from dflash_moe.topology.addresses import Address, parse_address
 from dflash_moe.topology.numerics import DEFAULT_ACTIVATIONS
 
 CPUS_WORDS = ("auto", "none")
-HOST = "host"  # the holder of shards that stay in the host process; no worker may have this name
+# The holder of the shards that stay in the host process has this name, and no worker may have it.
+HOST = "host"
 EVERY_LAYER = "*"
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryBudget:
-    """An amount of memory: bytes, or a fraction of something the user of the budget names."""
+    """An amount of memory: bytes, or where `fraction` is set that part of a whole, which the caller
+    of `resolve` names.
+    """
 
     num_bytes: int = 0
     fraction: float | None = None
 
     def resolve(self, whole_bytes: int) -> int:
-        """Bytes of the budget when the whole is `whole_bytes`."""
+        """Returns the bytes of the budget when the whole is `whole_bytes`."""
         return self.num_bytes if self.fraction is None else int(self.fraction * whole_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class HostSpec:
-    """`threads` None: planned from the cores. A percentage of `experts_memory` is one of all routed
-    experts' bytes.
+    """The host process. `threads` None has them planned from the cores. A fraction in
+    `experts_memory` is one of the bytes of all routed experts.
 
-    `device` auto is cpu; sim:N comes with `simulate`. `activations` None: what the workers have,
-    where they agree.
+    `device` auto means cpu, and sim:N comes with `simulate`. `activations` None means those of the
+    workers where they agree, else the default. `line` is where it stands in the file.
     """
 
     device: str = "auto"
@@ -47,7 +50,7 @@ class HostSpec:
 
 @dataclass(frozen=True, slots=True)
 class PlacementSpec:
-    """`policy`: even, memory or explicit."""
+    """How experts are placed: `policy` is even, memory or explicit."""
 
     policy: str = "even"
     line: int = 0
@@ -55,7 +58,9 @@ class PlacementSpec:
 
 @dataclass(frozen=True, slots=True)
 class Emulate:
-    """A slower link or worker, for tests and benches. `mbit_s` 0: no limit."""
+    """A slower link or worker, for tests and benches. `mbit_s` 0 sets no limit, and `slowdown` says
+    how many times as long computing takes.
+    """
 
     delay_ms: float = 0.0
     jitter_ms: float = 0.0
@@ -65,16 +70,16 @@ class Emulate:
 
 @dataclass(frozen=True, slots=True)
 class ExpertSelection:
-    """Expert ids by layer: a layer index, or EVERY_LAYER for the layers without an entry of their
-    own.
+    """The expert ids that a worker lists, by layer. A key is a layer index as text, or EVERY_LAYER
+    for the layers without an entry of their own. Ids ascend.
     """
 
     ids_by_layer: Mapping[str, tuple[int, ...]]
     line: int = 0
 
     def for_layer(self, layer: int, num_experts: int) -> tuple[int, ...]:
-        """Ascending ids of layer index `layer`; ValueError names an id that a layer of
-        `num_experts` does not have.
+        """Returns the ascending ids for the layer of index `layer`. Raises ValueError naming an id
+        that a layer of `num_experts` does not have.
         """
         ids = self.ids_by_layer.get(str(layer), self.ids_by_layer.get(EVERY_LAYER, ()))
         if ids and ids[-1] >= num_experts:
@@ -82,37 +87,42 @@ class ExpertSelection:
         return ids
 
     def named_layers(self) -> tuple[int, ...]:
-        """Layer indices that have an entry of their own."""
+        """Returns the layer indices that have an entry of their own."""
         return tuple(int(key) for key in self.ids_by_layer if key != EVERY_LAYER)
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
-    """One worker. `line` is where it stands in the topology (0: it was made in Python)."""
+    """One worker. `line` is where it stands in the topology, 0 if it was made in Python."""
 
     name: str
     backend: str = "cpu"
+    # None has the threads planned from the cores.
     threads: int | None = None
-    memory: int | None = None  # bytes
+    # The weights of its experts may take so many bytes; None sets no limit.
+    memory: int | None = None
     device: int | None = None
     address: str | None = None
     experts: ExpertSelection | None = None
     emulate: Emulate | None = None
     simulate: str | None = None
     line: int = 0
-    weights: str = "auto"  # what the worker keeps of float weights: auto (as stored), int8 or int4
-    activations: str = DEFAULT_ACTIVATIONS  # a word of numerics.ACTIVATIONS
-    # the cores its threads are pinned to: auto, none, or their numbers
+    # The worker keeps float weights as they are stored (auto), or makes int8 or int4 of them.
+    weights: str = "auto"
+    # This is a word of numerics.ACTIVATIONS: how inputs are rounded before they are multiplied.
+    activations: str = DEFAULT_ACTIVATIONS
+    # Its threads are pinned to these CPUs, to CPUs that the host chooses (auto), or to none.
     cpus: str | tuple[int, ...] = "auto"
-    # packed, mapped (computed from the mapped checkpoint), or auto: packed where that fits memory
+    # Weights are packed in memory, or computed from the mapped checkpoint (mapped). With auto they
+    # are packed where that fits `memory`.
     weights_layout: str = "auto"
 
     @property
     def parsed_address(self) -> Address:
-        """`address` taken apart; None there means shared memory."""
+        """The parsed `address`, where None means shared memory."""
         return parse_address(self.address)
 
     @property
     def is_started_by_host(self) -> bool:
-        """False when the worker is already running at its address."""
+        """False when the worker is running at its address already."""
         return self.parsed_address.is_started_by_host

@@ -1,4 +1,4 @@
-"""`Topology`: what runs where, read from a file, from text, or made in Python.
+"""`Topology` says what runs where. It is read from a file or from text, or made in Python.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -20,8 +20,8 @@ from dflash_moe.topology.spec import HOST, HostSpec, PlacementSpec, WorkerSpec
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """A checked topology. `ipc` holds the stated keys below `ipc:`, parsed; see
-    `config.resolve_settings`.
+    """A checked topology. `ipc` holds the parsed settings that the file states below `ipc:`;
+    `config.resolve_settings` adds the others.
     """
 
     workers: tuple[WorkerSpec, ...]
@@ -33,12 +33,14 @@ class Topology:
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Topology:
-        """Reads a topology file. TopologyError starts with `file:line:`."""
+        """Reads a topology file. Raises TopologyError, whose text starts with `file:line:`."""
         return Topology(*load_topology(Path(path)))
 
     @staticmethod
     def parse(text: str, source: str = "<string>") -> Topology:
-        """Reads a topology from text; `source` is what errors call the file."""
+        """Reads a topology from text. `source` is what errors call the file. Raises
+        TopologyError.
+        """
         return Topology(*parse_topology(text, source))
 
     @staticmethod
@@ -50,11 +52,11 @@ class Topology:
         memory: int | None = None,
         names: Sequence[str] | None = None,
     ) -> Topology:
-        """CPU workers of this machine, started by the host: w0, w1, ... unless `names` says
-        otherwise.
+        """Makes a topology of CPU workers on this machine that the host starts. They are named w0,
+        w1, ... unless `names` says otherwise.
 
-        `threads` None plans them from the cores; `address` is loopback, unix, tcp or None for
-        shared memory.
+        `threads` are those of each worker; None plans them from the cores. `address` is loopback,
+        unix, tcp, or None for shared memory. `memory` is in bytes. Raises ConfigError.
         """
         names = [f"w{index}" for index in range(num_workers)] if names is None else list(names)
         workers = tuple(WorkerSpec(name, threads=threads, memory=memory, address=address) for name in names)
@@ -62,7 +64,7 @@ class Topology:
         return Topology(workers, source="<local>")
 
     def worker(self, name: str) -> WorkerSpec:
-        """The worker of that name; TopologyError lists the names there are."""
+        """Returns the worker of that name. Raises TopologyError that lists the names there are."""
         for worker in self.workers:
             if worker.name == name:
                 return worker
@@ -70,15 +72,17 @@ class Topology:
         raise TopologyError(f"{self.source}:1: no worker is named {name!r}; it has {known}")
 
     def activations_of(self, holder: str) -> str:
-        """What a worker, or HOST, was asked to round inputs to: a word of numerics.ACTIVATIONS."""
+        """Returns what a worker, or HOST, was asked to round inputs to: a word of
+        numerics.ACTIVATIONS.
+        """
         if holder != HOST:
             return self.worker(holder).activations
         asked = {worker.activations for worker in self.workers}
         return self.host.activations or (asked.pop() if len(asked) == 1 else DEFAULT_ACTIVATIONS)
 
     def numerics_of(self, holder: str) -> str:
-        """The numerics class that a worker, or HOST, computes in, or the word for it where its card
-        will say which (`numerics.class_on`).
+        """Returns the numerics class that a worker, or HOST, computes in, or the word for it where
+        its card will say which (`numerics.class_on`).
         """
         if holder == HOST:
             device = "cpu" if self.host.device == "auto" else self.host.device
@@ -88,5 +92,5 @@ class Topology:
         return class_on(self.activations_of(holder), simulate or backend)
 
     def local_workers(self) -> tuple[WorkerSpec, ...]:
-        """The workers that the host starts on its own machine."""
+        """Returns the workers that the host starts on its own machine."""
         return tuple(worker for worker in self.workers if worker.is_started_by_host)

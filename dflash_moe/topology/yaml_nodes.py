@@ -1,8 +1,8 @@
-"""YAML as nodes with lines: a closed subset (maps, lists, plain scalars; no aliases, tags,
-duplicate or unknown keys).
+"""Reads YAML as nodes with lines. It allows a closed subset: maps, lists and plain scalars, but no
+aliases, tags, duplicate or unknown keys.
 
-Built on PyYAML's safe composer, which never constructs objects. Every complaint is a TopologyError
-that starts with `file:line:`. Knows nothing about topologies.
+It is built on PyYAML's safe composer, which never constructs objects. Every complaint is a
+TopologyError that starts with `file:line:`. This file knows nothing about topologies.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -50,8 +50,8 @@ class _SafeComposer(yaml.SafeLoader):
 
 
 class Value:
-    """One node of the document and its place. The readers below return Python values or raise
-    TopologyError.
+    """One node of the document and its place there. Its methods return Python values, or raise
+    TopologyError that names the place.
     """
 
     def __init__(self, node: Any, source: str, path: str, *, key: Any = None) -> None:
@@ -62,16 +62,16 @@ class Value:
 
     @property
     def line(self) -> int:
-        """1-based; of the key where there is one."""
+        """The line of the node, or of its key where it has one, counted from 1."""
         return int(self._start.start_mark.line) + 1
 
     def error(self, text: str) -> TopologyError:
-        """A TopologyError at this node."""
+        """Makes a TopologyError at this node."""
         return TopologyError(f"{self.source}:{self.line}: {text}")
 
     def scalar(self) -> str | int | float | bool | None:
-        """The scalar as YAML 1.1 reads it; anything but text, numbers, booleans and null is
-        text.
+        """Returns the scalar as YAML 1.1 reads it. What YAML takes for neither number, boolean nor
+        null, such as a date, is text.
         """
         node = self._node
         if not isinstance(node, yaml.ScalarNode):
@@ -99,14 +99,14 @@ class Value:
         return number
 
     def text(self) -> str:
-        """A string."""
+        """Returns the scalar, which must be text."""
         value = self.scalar()
         if not isinstance(value, str):
             raise self.error(f"{self.path} must be text, found {shown(value)}")
         return value
 
     def choice(self, allowed: Iterable[str]) -> str:
-        """One of `allowed`, any case."""
+        """Returns the scalar in lower case, which must then be one of `allowed`."""
         allowed = list(allowed)
         value = self.scalar()
         word = str(value).lower() if isinstance(value, str) else ""
@@ -116,21 +116,21 @@ class Value:
         return word
 
     def whole(self, low: int, high: int) -> int:
-        """An integer of low..high."""
+        """Returns the scalar, which must be an integer of low..high."""
         value = self.scalar()
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
             raise self.error(f"{self.path}: {shown(value)} is not allowed; allowed: whole numbers {low}..{high}")
         return value
 
     def number(self, low: float, high: float) -> float:
-        """A number of low..high."""
+        """Returns the scalar as a float, which must be a number of low..high."""
         value = self.scalar()
         if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
             raise self.error(f"{self.path}: {shown(value)} is not allowed; allowed: numbers {low:g}..{high:g}")
         return float(value)
 
     def items(self, max_items: int) -> list[Value]:
-        """The elements of a list."""
+        """Returns the elements of a list of at most `max_items`."""
         if not isinstance(self._node, yaml.SequenceNode):
             raise self.error(f"{self.path} must be a list, found a {self._kind()}")
         if len(self._node.value) > max_items:
@@ -138,12 +138,12 @@ class Value:
         return [Value(node, self.source, f"{self.path}[{index}]") for index, node in enumerate(self._node.value)]
 
     def is_list(self) -> bool:
-        """Whether `items` would find a list."""
+        """Says whether `items` would find a list."""
         return isinstance(self._node, yaml.SequenceNode)
 
     def entries(self) -> Iterator[tuple[str, Value]]:
-        """(key, value) of a map with scalar keys, in order; a key that appears twice is an
-        error.
+        """Yields (key, value) of a map with scalar keys, in the order of the document. A key that
+        appears twice is an error.
         """
         if not isinstance(self._node, yaml.MappingNode):
             raise self.error(f"{self.path or 'the topology'} must be a map of keys, found a {self._kind()}")
@@ -160,7 +160,9 @@ class Value:
             yield key, Value(value_node, self.source, path, key=key_node)
 
     def fields(self, allowed: Iterable[str]) -> dict[str, Value]:
-        """A map whose keys are among `allowed`; a key with an empty value counts as absent."""
+        """Returns a map whose keys must be among `allowed`. A key with an empty value counts as
+        absent.
+        """
         allowed = list(allowed)
         found = {}
         for key, value in self.entries():
@@ -172,7 +174,7 @@ class Value:
         return found
 
     def is_null(self) -> bool:
-        """Whether nothing stands after the key."""
+        """Says whether nothing stands after the key."""
         return isinstance(self._node, yaml.ScalarNode) and self._node.tag == f"{_TAG}null"
 
     def _kind(self) -> str:
@@ -182,7 +184,9 @@ class Value:
 
 
 def compose(text: str, source: str) -> Value:
-    """The document's root. TopologyError when it is not one document of the allowed subset."""
+    """Returns the root of the document. Raises TopologyError when the text is not one document of
+    the allowed subset.
+    """
     try:
         loader = _SafeComposer(text)
         try:

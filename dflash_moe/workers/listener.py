@@ -1,5 +1,5 @@
-"""Accepts connections for a worker: authenticates every one, hands control connections to the
-worker and the others to the running session. Unauthenticated connections are few and short-lived,
+"""Accepts connections for a worker: it authenticates every one, hands control connections to the
+worker and the others to the running session. Unauthenticated connections are few and short-lived
 whatever strangers do (strangers.py), and a host that speaks at once always gets through.
 
 SPDX-License-Identifier: Apache-2.0
@@ -31,23 +31,29 @@ from dflash_moe.workers.strangers import MAX_STRANGERS, Stranger, Strangers, ori
 
 log = logging.getLogger(__name__)
 
-# A host sends its opening as soon as it is connected: who says nothing for so long is none, or will
-# try again.
+# A host sends its opening as soon as it is connected. Who says nothing for so long is no host, or
+# will try again.
 FIRST_BYTE_S = 1.0
-BACKLOG = 128  # connections that wait to be accepted; the kernel refuses more
+# At most this many connections wait to be accepted; the kernel refuses more.
+BACKLOG = 128
+# After the system refused to accept, the listener pauses so that it does not spin.
 ACCEPT_RETRY_S = 0.1
+# Strangers cause at most one line of the log in this time.
 COMPLAINT_EVERY_S = 1.0
 _TCP_REMEDIES = {
     errno.EADDRINUSE: "another program listens there; stop it or take another port",
     errno.EADDRNOTAVAIL: "this machine has no such address; take one of its own, or 0.0.0.0 for all of them",
     errno.EACCES: "ports below 1024 belong to root; take a higher one",
 }
-LOCK_S = 5.0  # another worker holds the directory lock only while it binds
+# The lock of a directory is awaited for at most this time. Another worker holds it only while it
+# binds its socket.
+LOCK_S = 5.0
 
 
 def open_tcp_listener(host: str, port: int, buffer_bytes: int = 0) -> socket.socket:
-    """Binds and listens; ConfigError when the address cannot be had. `buffer_bytes` as
-    `size_buffers`.
+    """Returns a listening TCP socket, which the caller owns. Port 0 lets the system choose, and
+    `buffer_bytes` sizes the buffers as `size_buffers` does. Raises ConfigError when the address
+    cannot be had.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
@@ -64,8 +70,9 @@ def open_tcp_listener(host: str, port: int, buffer_bytes: int = 0) -> socket.soc
 
 
 def open_unix_listener(path: str) -> socket.socket:
-    """Binds a 0600 socket at `path`. A dead worker's socket is replaced; a live one's never:
-    ConfigError.
+    """Returns a listening Unix socket at `path` with mode 0600, which the caller owns. The socket
+    that a dead worker left is replaced. Raises ConfigError where a live one listens, or the path
+    cannot be had.
     """
     directory = os.path.dirname(path) or "/"
     try:
@@ -76,7 +83,8 @@ def open_unix_listener(path: str) -> socket.socket:
     try:
         _lock_directory(lock, path)
         _remove_stale_socket(path)
-        os.fchmod(sock.fileno(), 0o600)  # Linux gives the mode to the file that bind() makes
+        # Linux gives this mode to the file that bind() makes, which is never open to others.
+        os.fchmod(sock.fileno(), 0o600)
         sock.bind(path)
         os.chmod(path, 0o600)
         sock.listen(BACKLOG)
@@ -92,8 +100,8 @@ def open_unix_listener(path: str) -> socket.socket:
 
 
 def _lock_directory(lock: int, path: str) -> None:
-    # The lock is the directory itself: no lock file stays behind, and the kernel drops it with its
-    # holder.
+    # The directory itself is locked, so that no lock file stays behind. The kernel drops the lock
+    # with its holder.
     until = time.monotonic() + LOCK_S
     while True:
         try:
@@ -126,18 +134,18 @@ def _remove_stale_socket(path: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """An authenticated host's control connection."""
+    """The control connection of an authenticated host, which whoever holds this owns."""
 
     connection: Connection
     peer: Peer
 
 
 class Listener:
-    """Accept loop of a worker. `key` authenticates control connections (None: none are taken here,
-    only a session's own).
+    """The accept loop of a worker. It owns `sock`. `key` authenticates control connections; where
+    it is None, only data and pulse connections of a session are taken.
 
-    Threads: one accepts, one per handshake under way. `close()` ends them all and removes a Unix
-    socket's path.
+    One thread accepts, and every handshake under way has one of its own. `close()` ends them all
+    and removes the path of a Unix socket.
     """
 
     def __init__(self, sock: socket.socket, *, worker: str, key: bytes | None, path: str = "") -> None:
@@ -146,13 +154,13 @@ class Listener:
         self._key = key
         self._path = path
         self._mailbox: Mailbox | None = None
-        # one caller, and the None of `close`
+        # The queue has room for one caller and for the None that `close` puts there.
         self._callers: queue.Queue[Caller | None] = queue.Queue(maxsize=2)
-        # held from a control connection's acceptance to the end of its session
+        # The lock is held from the acceptance of a control connection to the end of its session.
         self._has_caller = threading.Lock()
         self._strangers = Strangers()
-        # A displaced stranger's thread still has to wake and close its socket: as many of those as
-        # there may be strangers, then the next connection waits in the backlog.
+        # The thread of a displaced stranger still has to wake and close its socket. There may be as
+        # many of those as strangers; then the next connection waits in the backlog.
         self._threads = threading.BoundedSemaphore(2 * MAX_STRANGERS)
         self._complaints = Complaints()
         try:
@@ -165,27 +173,30 @@ class Listener:
 
     @property
     def port(self) -> int:
-        """The bound TCP port; 0 on Unix sockets."""
+        """The TCP port that is bound, 0 on Unix sockets."""
         return 0 if self._sock.family == socket.AF_UNIX else int(self._sock.getsockname()[1])
 
     def use_mailbox(self, mailbox: Mailbox | None) -> None:
-        """Whose data and pulse connections are taken from now on."""
+        """Takes the data and pulse connections of the session of `mailbox` from now on, or none
+        where that is None.
+        """
         self._mailbox = mailbox
 
     def next_caller(self) -> Caller | None:
-        """Waits for a host, without a limit: that is a worker's life between two sessions. None
-        once the listener was closed. Call `end_session()` before asking again.
+        """Waits for a host and returns its connection, or None once the listener was closed. The
+        wait has no limit, because it is a worker's life between two sessions. The caller ends the
+        session with `end_session()` before it asks again.
         """
         return self._callers.get()
 
     def end_session(self) -> None:
-        """The worker is free for another host."""
+        """Takes a control connection again, because the worker is free for another host."""
         self._mailbox = None
         with contextlib.suppress(RuntimeError):
             self._has_caller.release()
 
     def close(self) -> None:
-        """Stops accepting; safe to call again."""
+        """Stops accepting and closes the socket. It may be called again."""
         if self._stop_write < 0:
             return
         os.close(self._stop_write)
@@ -205,24 +216,23 @@ class Listener:
         poller.register(self._sock.fileno(), select.POLLIN)
         poller.register(self._stop_read, select.POLLIN | select.POLLHUP)
         while True:
-            # No deadline: what ends this wait is the next connection, or `close`.
+            # This wait has no deadline, because the next connection or `close` ends it.
             if any(descriptor == self._stop_read for descriptor, _ in poller.poll()):
                 return
             try:
                 accepted, address = self._sock.accept()
             except (BlockingIOError, ConnectionAbortedError):
                 continue
-            # out of descriptors or memory: others may free some; do not spin meanwhile
             except OSError as error:
+                # The process is out of descriptors or memory. Others may free some, and this thread
+                # must not spin meanwhile.
                 self._complaints.log(f"cannot accept a connection: {system_failure('accept', error)}")
                 time.sleep(ACCEPT_RETRY_S)
                 continue
             self._admit(accepted, origin_of(address))
 
     def _admit(self, accepted: socket.socket, origin: str) -> None:
-        """Starts the handshake of a new connection, at the cost of an older one where there are too
-        many.
-        """
+        """Starts the handshake of a new connection. Where there are too many, an older one goes."""
         if not self._threads.acquire(timeout=HANDSHAKE_S):
             self._complaints.log(f"dropped a connection from {origin or 'this user'}: no handshake ended for {HANDSHAKE_S:g} s")
             accepted.close()
@@ -237,11 +247,12 @@ class Listener:
             self._complaints.log(
                 f"dropped a connection from {displaced.origin or 'this user'} that had not proved the key, for a newer one"
             )
-            # Its thread closes it; what it says to a host is why.
+            # The thread of its handshake closes it. The parting word tells a host why.
             displaced.connection.hang_up(parting=crowded_refusal(self._worker, MAX_STRANGERS))
         try:
             threading.Thread(target=self._handshake, args=(newcomer,), name="handshake", daemon=True).start()
-        except RuntimeError as error:  # as many threads as the system allows
+        except RuntimeError as error:
+            # The process has as many threads as the system allows.
             self._complaints.log(f"dropped a connection: {error}")
             self._dismiss(newcomer)
             newcomer.connection.close()
@@ -254,7 +265,7 @@ class Listener:
             connection.await_byte(deadline=now + FIRST_BYTE_S, waiting_for="the first byte of a host")
             stranger.has_spoken = True
             peer = authenticate_host(connection, key_for=self._key_for, deadline=now + HANDSHAKE_S)
-            # From here on nothing can displace it; before, something may have.
+            # A newer connection may have displaced this one until here; from here on none can.
             if not self._strangers.leave(stranger):
                 raise PeerGone("displaced at the end of its handshake")
             self._dispatch(connection, peer)
@@ -299,8 +310,8 @@ class Listener:
 
 
 class Complaints:
-    """Log lines that strangers cause: at most one a second, so that they cannot fill a disk, with
-    how many were left out.
+    """Writes the log lines that strangers cause, at most one a second, so that they cannot fill a
+    disk. Each line says how many were left out before it. Any thread may call.
     """
 
     def __init__(self) -> None:
@@ -309,7 +320,7 @@ class Complaints:
         self._num_withheld = 0
 
     def log(self, text: str) -> None:
-        """A warning, or one more for the next one's count."""
+        """Logs a warning, or counts it where one was logged less than a second ago."""
         with self._lock:
             now = time.monotonic()
             if now < self._quiet_until:
@@ -321,11 +332,9 @@ class Complaints:
 
 
 def open_listener(address: Address, *, worker: str, key: bytes | None, buffer_bytes: int = 0) -> Listener:
-    """The listener of a worker started by hand; ConfigError when TCP has no key, or the address
-    cannot be had.
-
-    Unix sockets do without: the kernel vouches for the peer's uid. `buffer_bytes` as
-    `open_tcp_listener`.
+    """Opens the listener of a worker that is started by hand. TCP needs a key; a Unix socket does
+    without, because the kernel vouches for the peer's uid. `buffer_bytes` is for TCP, as in
+    `open_tcp_listener`. Raises ConfigError when TCP has no key or the address cannot be had.
     """
     if address.path:
         sock = open_unix_listener(address.path)

@@ -1,5 +1,5 @@
-"""Loads one shard as a host asks for it, out of the worker's own checkpoint: only the shard's bytes
-are touched, and progress is reported.
+"""Loads one shard as a host asks for it, from the worker's own checkpoint. Only the bytes of the
+shard are touched, and progress is reported.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -15,14 +15,17 @@ from dflash_moe.model.expert_store import ExpertStore
 from dflash_moe.model.ffn import FfnSpec
 from dflash_moe.protocol.messages import LoadShard, expand_experts
 
-Report = Callable[[int], None]  # gets the shard's experts loaded so far, after each
+# A report is called after each expert with the number of the shard's experts loaded so far.
+Report = Callable[[int], None]
 
 
 def load_shard(
     store: ExpertStore, checkpoint: Checkpoint, model_fingerprint: str, message: LoadShard, report: Report
 ) -> _core.ResidentShard:
-    """The shard of `message`, loaded. Errors: ProtocolError (bad FfnSpec or ids), CheckpointError
-    naming tensor and file; those of the store.
+    """Loads the shard that `message` asks for and returns its loan, which the caller gives back.
+
+    Errors: ProtocolError for a bad FfnSpec or bad ids; CheckpointError naming tensor and file, or
+    both fingerprints where the host reads another checkpoint; those of `ExpertStore.load`.
     """
     ffn = FfnSpec.from_wire(message.ffn)
     experts = expand_experts(message.expert_ranges)

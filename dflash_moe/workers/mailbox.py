@@ -1,5 +1,5 @@
-"""Where a listener leaves authenticated data and pulse connections for the session that waits for
-them.
+"""The place where a listener leaves authenticated data and pulse connections for the session that
+waits for them.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -12,12 +12,13 @@ import threading
 from dflash_moe.errors import ProtocolError, WorkerTimeout
 from dflash_moe.protocol.messages import Open, Role
 
-MAX_WAITING = 8  # a session needs two at a time; more is a peer that misbehaves
+# A session needs two connections at a time. A peer that leaves more than this misbehaves.
+MAX_WAITING = 8
 
 
 class Mailbox:
-    """The secondary connections of one session, by (role, generation). Any thread; owns waiting
-    descriptors until `close()`.
+    """The data and pulse connections of one session, by (role, generation). It owns the descriptors
+    that wait until somebody collects them or `close()`. Any thread may call.
     """
 
     def __init__(self, session_id: bytes, session_key: bytes) -> None:
@@ -28,8 +29,8 @@ class Mailbox:
         self._is_closed = False
 
     def key_for(self, opening: Open) -> bytes:
-        """The session key, if `opening` belongs to this session; ProtocolError naming the field
-        otherwise.
+        """Returns the session key if `opening` belongs to this session. Otherwise it raises
+        ProtocolError naming the field.
         """
         if opening.session_id != self.session_id:
             raise ProtocolError("session_id: this worker has no such session")
@@ -38,7 +39,9 @@ class Mailbox:
         return self._session_key
 
     def deliver(self, role: Role, generation: int, descriptor: int) -> None:
-        """Takes ownership of `descriptor`; refuses duplicates and floods by closing it."""
+        """Takes ownership of `descriptor`. A duplicate, one too many, or one that comes after
+        `close()` is closed.
+        """
         with self._changed:
             if self._is_closed or (role, generation) in self._arrived or len(self._arrived) >= MAX_WAITING:
                 os.close(descriptor)
@@ -47,8 +50,8 @@ class Mailbox:
             self._changed.notify_all()
 
     def collect(self, role: Role, generation: int, *, seconds: float) -> int:
-        """Returns the descriptor (now the caller's); WorkerTimeout when it does not arrive in
-        time.
+        """Waits up to `seconds` for a connection and returns its descriptor, which the caller now
+        owns. Raises WorkerTimeout when it does not arrive in time.
         """
         with self._changed:
             if not self._changed.wait_for(lambda: (role, generation) in self._arrived, seconds):
@@ -56,7 +59,7 @@ class Mailbox:
             return self._arrived.pop((role, generation))
 
     def close(self) -> None:
-        """Closes what nobody collected."""
+        """Closes the connections that nobody collected, and all that still come."""
         with self._changed:
             self._is_closed = True
             for descriptor in self._arrived.values():

@@ -1,5 +1,5 @@
-"""The two lives of a worker process: started by a host over an inherited control socket, or by hand
-behind a listener.
+"""The two lives of a worker process: a host starts it and speaks over an inherited control socket,
+or somebody starts it by hand and it waits behind a listener.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -33,13 +33,16 @@ from dflash_moe.workers.session import PATIENCE_S, WorkerIdentity, WorkerSession
 
 log = logging.getLogger(__name__)
 
-KEY_PIPE_S = 10.0  # the host writes the key right after it started this process
+# The key must come within this time. The host wrote it before it started this process.
+KEY_PIPE_S = 10.0
 
 
 def run_started_worker(*, name: str, model: Path, control_fd: int, key_fd: int, parent_pid: int) -> int:
-    """Serves the host that started this process; leaves with it. Returns the exit code.
+    """Serves the host that started this process and leaves with it. It returns the exit code where
+    no session began, and ends the process itself after one.
 
-    `control_fd` and `key_fd` are inherited; the key is read once and its pipe closed.
+    The descriptors `control_fd` and `key_fd` are inherited and owned here; the key is read once and
+    its pipe closed.
     """
     lifeline.tie_to_parent(parent_pid)
     lifeline.guard_signals()
@@ -67,8 +70,8 @@ def run_started_worker(*, name: str, model: Path, control_fd: int, key_fd: int, 
     session = WorkerSession(connection, identity, mailbox, listen)
     reason = session.run()
     log.info("worker %s leaves: %s", name, reason)
-    # No orderly teardown: the host is done with this process and a call in computation must not
-    # delay its end.
+    # There is no orderly teardown: the host is done with this process, and a call that is being
+    # computed must not delay its end.
     logging.shutdown()
     sys.stderr.flush()
     os._exit(0)
@@ -87,14 +90,16 @@ def run_hand_started_worker(
     buffer_bytes: int = 0,
     on_ready: Callable[[Address], Any] = lambda _: None,
 ) -> int:
-    """Listens and serves one host after the other until SIGINT or SIGTERM; with `is_once` until the
-    first one left.
+    """Listens and serves one host after the other until SIGINT or SIGTERM, or with `is_once` until
+    the first one left. Returns the exit code. It must run in the main thread, which takes signals.
 
-    `buffer_bytes`: of TCP connections, 0 for the system's own. `on_ready` gets the address with its
-    real port once hosts may call. Errors: ConfigError, CheckpointError before that.
+    `threads` None takes all usable cores. `memory_limit` bounds the bytes of weights; 0 is no
+    limit. `buffer_bytes` sizes the buffers of TCP connections; 0 keeps the system's own. `on_ready`
+    is called with the address and its real port once hosts may call. Until then ConfigError and
+    CheckpointError are raised.
     """
     set_up_worker_logging()
-    # First: what is wrong with it is known at once.
+    # The listener is opened first, so that what is wrong with its address is known at once.
     listener = open_listener(address, worker=name, key=key, buffer_bytes=buffer_bytes)
     previous = [(number, signal.signal(number, _raise_interrupt)) for number in (signal.SIGINT, signal.SIGTERM)]
     try:
@@ -103,7 +108,8 @@ def run_hand_started_worker(
         while (caller := listener.next_caller()) is not None:
             log.info("worker %s ends a session: %s", name, _serve_caller(caller, identity, listener))
             listener.end_session()
-            gc.collect()  # the session's weights go before the next host's come
+            # The weights of this session are freed before those of the next host come.
+            gc.collect()
             if is_once:
                 break
         return 0
@@ -138,10 +144,10 @@ def _read_key(descriptor: int) -> bytes:
     with os.fdopen(descriptor, "rb", buffering=0) as pipe:
         while len(key) < KEY_BYTES:
             remaining = until - time.monotonic()
-            chunk = pipe.read(KEY_BYTES - len(key)) if remaining > 0 and poller.poll(remaining * 1000) else b""
-            if not chunk:
+            part = pipe.read(KEY_BYTES - len(key)) if remaining > 0 and poller.poll(remaining * 1000) else b""
+            if not part:
                 raise ConfigError(f"the session key did not arrive on descriptor {descriptor}: this mode is for the host's use")
-            key += chunk
+            key += part
     return key
 
 

@@ -1,8 +1,8 @@
-"""One host's session at a worker: answers control messages and serves the current data path in a
-thread of its own.
+"""The worker's end of the session with one host: it answers control messages, and serves the
+current data path in a thread of its own.
 
-The C++ loop computes without the GIL, so the control thread sees the host's hang-up at once, even
-in a long call.
+The C++ loop computes without the GIL. So the control thread sees the hang-up of the host at once,
+even in a long call.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -51,12 +51,18 @@ from dflash_moe.workers.mailbox import Mailbox
 
 log = logging.getLogger(__name__)
 
-ANSWER_S = 5.0  # the host reads its control connection whenever it waits for an answer
-ATTACH_S = 5.0  # data and pulse connections follow their Attach at once
-# With the default time-outs of a host ten times as long as one phase of its start may take.
+# An answer must be sent within this time. The host reads its control connection whenever it waits
+# for one.
+ANSWER_S = 5.0
+# Data and pulse connections follow their Attach at once, and are awaited for this time.
+ATTACH_S = 5.0
+# A host has this time to its first load or attach. With its default time-outs that is ten times as
+# long as one phase of its start may take.
 PATIENCE_S = 600.0
-PROGRESS_EVERY_S = 0.3  # the contract is 0.5 s
-# adaptive spin before sleeping, where a core is free for it; the call's own overhead is below this
+# Progress is sent this often while loading. The contract is 0.5 s.
+PROGRESS_EVERY_S = 0.3
+# A worker spins this long before it sleeps where a core is free for it. The own overhead of a call
+# is below this.
 SPIN_NS = 50_000
 # A call that is being computed ends first, which takes as long as it takes; without progress for so
 # long it hangs.
@@ -70,8 +76,11 @@ class WorkerIdentity:
     name: str
     checkpoint: Checkpoint
     model_fingerprint: str
-    threads: int | None = None  # None: as the host that started this process asks
-    memory_limit: int = 0  # bytes; 0: none of its own
+    # None leaves the number to the host, which is so exactly where that started this process.
+    threads: int | None = None
+    # These bytes are all that weights may take; 0 means no limit of its own.
+    memory_limit: int = 0
+    # An empty name leaves the kernel set to the host.
     isa: str = ""
 
 
@@ -83,19 +92,19 @@ class _DataPath:
 
 @dataclass(slots=True)
 class WorkerSession:
-    """Runs on the caller's thread until the host says goodbye or hangs up. Owns `connection`, the
-    loans of its shards and the data path.
+    """Runs on the caller's thread until the host says goodbye or hangs up. It owns `connection`,
+    the loans of its shards and the data path.
 
-    `listen` returns the port where this session's data and pulse connections are awaited, opening a
-    listener with buffers of so many bytes (0: the system's own) if need be.
+    `listen` returns the port where the data and pulse connections of this session are awaited. It
+    opens a listener, if need be, with buffers of so many bytes, where 0 keeps the system's own.
     """
 
     connection: Connection
     identity: WorkerIdentity
     mailbox: Mailbox
     listen: Callable[[int], int]
-    # How long an authenticated host may take to its first load or attach; 0: as long as it lives,
-    # for one that started this process.
+    # An authenticated host may take so many seconds to its first load or attach. A host that
+    # started this process has 0, and may take as long as it lives.
     patience_s: float = 0.0
     _store: ExpertStore | None = None
     _worker: _core.Worker | None = None
@@ -105,10 +114,13 @@ class WorkerSession:
     _last_progress: float = 0.0
     _num_loaded: int = 0
     _is_over: bool = field(default=False)
-    _deadline: float | None = None  # of the first load or attach; None: it has come
+    # The first load or attach must come by then; None means that it has come.
+    _deadline: float | None = None
 
     def run(self) -> str:
-        """Answers messages; returns why the session ended. Never raises for what a host does."""
+        """Answers messages and returns why the session ended. It never raises for what a host
+        does.
+        """
         if self.patience_s:
             self._deadline = time.monotonic() + self.patience_s
         try:
@@ -137,7 +149,7 @@ class WorkerSession:
         return reason
 
     def close(self) -> None:
-        """Stops serving and gives the shards back, which frees them; safe to call again."""
+        """Stops serving and gives the shards back, which frees them. It may be called again."""
         self._stop_serving()
         if self._worker is not None and self._store is not None:
             self._worker.stop_pulse()
@@ -192,7 +204,8 @@ class WorkerSession:
         self._numerics, offered = choose_numerics(message.numerics_class, isa, name=self.identity.name, device=device)
         check_cpus(message.cpus, name=self.identity.name)
         spin_ns = message.spin_ns
-        if self.identity.threads:  # started by hand: the host does not know this machine's cores
+        if self.identity.threads:
+            # The host did not start this worker and does not know the cores of this machine.
             spin_ns = SPIN_NS if usable_cores() > threads else 0
         self._store = ExpertStore(
             isa=isa, threads=threads, cpus=message.cpus, device=device, weights_layout=message.weights_layout,
@@ -225,8 +238,9 @@ class WorkerSession:
                  message.package_version, where, self._numerics, threads, pinned)  # fmt: skip
 
     def _be_patient_with(self, hello: Hello) -> None:
-        """A host greets all its workers before it loads the first, each within its own time-out for
-        connecting and for the greeting; as much again is for its own devices.
+        """Gives a host more time to its first load where its own time-outs are long. A host greets
+        all its workers before it loads the first, and has its time-out once to connect and once to
+        greet; as much again is for its own devices.
         """
         if self._deadline is not None:
             self.patience_s = max(self.patience_s, 4 * hello.start_timeout_s)
@@ -305,8 +319,8 @@ class WorkerSession:
         return kind
 
     def _await_dialled(self, message: Attach, offered: Descriptors) -> None:
-        """The connections that no descriptor can bring, as if they had come with the offer: data,
-        then pulse.
+        """Waits for the connections that no descriptor can bring, and adds them to the offer as if
+        they had come with it: data, then pulse.
         """
         self._send(Listening(port=self.listen(message.socket_buffer_bytes)))
         offered.hold([self.mailbox.collect(Role.DATA, message.generation, seconds=ATTACH_S)])
@@ -314,7 +328,9 @@ class WorkerSession:
             offered.hold([self.mailbox.collect(Role.PULSE, 0, seconds=ATTACH_S)])
 
     def _pulse_of(self, message: Attach, offered: Descriptors) -> int:
-        """The pulse's end, the last of what came; -1 where this path brings none."""
+        """Takes the descriptor of the pulse, the last that came, or returns -1 where this path
+        brings none.
+        """
         if not message.has_pulse:
             return -1
         if not len(offered):
@@ -325,8 +341,9 @@ class WorkerSession:
         pin_to_first(self._cpus)
         try:
             worker.serve(channel, generation)
-        # how a host's close looks from here; whether it was one, the control connection says
         except WorkerLost as hung_up:
+            # A host that closes its end looks like this from here. Whether it died instead, the
+            # control connection says.
             log.info("data path of generation %d ended: %s", generation, hung_up)
         except DflashError as error:
             log.error("data path of generation %d ended: %s", generation, error)

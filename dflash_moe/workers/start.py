@@ -18,11 +18,11 @@ PACKAGE = "dflash_moe"
 
 
 def run() -> None:
-    """Imports the package that holds this file and runs its command line with what follows
-    PACKAGE.
+    """Imports the package that holds this file and runs its command line with the arguments that
+    follow PACKAGE.
     """
-    # Before Python 3.11 there is no `-P`, and the folder of a script comes first on the path: this
-    # package's own, where modules like `session` would stand in for others of that name.
+    # Python before 3.11 has no `-P`, and puts the folder of a script first on the path. That is
+    # this one, whose modules like `session` would stand in for others of that name.
     if not getattr(sys.flags, "safe_path", False):
         del sys.path[0]
 

@@ -1,5 +1,5 @@
-"""The connections of a worker's listener that have not proved the key yet: how many there may be,
-from where, and who has to go when there are more.
+"""The connections of a worker's listener that have not proved the key yet. The rules are here how
+many there may be, from where, and which has to go when there are more.
 
 Nobody can tell a host from a stranger before the proof, and strangers cost nothing to make. So the
 newest connection always gets its chance, and the one that had its chance longest goes: a host that
@@ -16,10 +16,13 @@ from dataclasses import dataclass
 
 from dflash_moe.protocol.framing import Connection
 
-MAX_STRANGERS = 16  # handshakes under way; a worker has one host, which needs three at a time
-# of those from one address, so that one machine displaces its own connections before others'
+# So many handshakes may be under way. A worker has one host, which needs three at a time.
+MAX_STRANGERS = 16
+# So many of them may come from one address, so that one machine displaces its own connections
+# before those of others.
 MAX_PER_ORIGIN = 8
-IPV6_SITE_BITS = 64  # one customer has all addresses below such a prefix
+# One customer of a provider has all addresses below such a prefix, so that they count as one.
+IPV6_SITE_BITS = 64
 
 
 @dataclass(eq=False, slots=True)
@@ -27,14 +30,15 @@ class Stranger:
     """A connection before its proof, and what is known about it."""
 
     connection: Connection
-    origin: str  # as `origin_of`
+    # `origin_of` says where it comes from.
+    origin: str
     has_spoken: bool = False
     was_displaced: bool = False
 
 
 class Strangers:
-    """The strangers of one listener, oldest first. Any thread; the connections stay their
-    handshakes' own.
+    """The strangers of one listener, oldest first. Any thread may call. Each connection stays owned
+    by the thread of its handshake.
     """
 
     def __init__(self) -> None:
@@ -42,7 +46,9 @@ class Strangers:
         self._lock = threading.Lock()
 
     def admit(self, newcomer: Stranger) -> Stranger | None:
-        """Adds `newcomer`; returns the one it displaces, which no longer counts from now on."""
+        """Adds `newcomer`. Returns the stranger that it displaces, which counts no longer, or
+        None.
+        """
         with self._lock:
             displaced = self._displaced_by(newcomer)
             if displaced is not None:
@@ -52,8 +58,8 @@ class Strangers:
             return displaced
 
     def leave(self, stranger: Stranger) -> bool:
-        """Its handshake is over, one way or the other. False where it was displaced, or has left
-        before.
+        """Takes out a stranger whose handshake is over, one way or the other. Returns False where
+        it was displaced or has left before.
         """
         with self._lock:
             if stranger not in self._present:
@@ -66,19 +72,20 @@ class Strangers:
         if counts[newcomer.origin] >= MAX_PER_ORIGIN:
             origin = newcomer.origin
         elif len(self._present) >= MAX_STRANGERS:
-            # max() takes the first of equals: the address whose oldest connection is the oldest.
+            # max() returns the first of equals, which is the address whose oldest connection is the
+            # oldest of all.
             origin = max(counts, key=lambda found: counts[found])
         else:
             return None
         of_origin = [stranger for stranger in self._present if stranger.origin == origin]
-        # Who has not said a word goes before who has: a host's first message comes with its
-        # connection.
+        # A connection that has not said a word goes before one that has, because a host's first
+        # message comes with its connection.
         return next((stranger for stranger in of_origin if not stranger.has_spoken), of_origin[0])
 
 
 def origin_of(address: object) -> str:
-    """Whose connection it is, from what `accept` says of the peer: an IPv4 address, the site of an
-    IPv6 one, and nothing for Unix sockets, whose peers are all this user's.
+    """Returns whose a connection is, from what `accept` says of the peer: an IPv4 address, the site
+    of an IPv6 address, or an empty text for Unix sockets, whose peers are all of this user.
     """
     if not isinstance(address, tuple):
         return ""

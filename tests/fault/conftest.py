@@ -1,5 +1,5 @@
-"""What the fault tests share: a tiny checkpoint, workers started by hand, and a look at who is
-still alive.
+"""What the fault tests share: a tiny checkpoint, workers that are started by hand, and a look at
+which processes are still alive.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -22,6 +22,7 @@ from dflash_moe.model.spec import ModelSpec
 from dflash_moe.protocol.keys import write_key_file
 from tests.expert_cases import make_checkpoint, tiny_spec
 
+# A worker that is started by hand announces its address within this time.
 READY_S = 60.0
 
 
@@ -50,7 +51,7 @@ StartWorker = Callable[..., HandStarted]
 
 @pytest.fixture
 def start_worker(tmp_path: Path) -> Iterator[StartWorker]:
-    """Starts workers by hand; they are ended after the test."""
+    """Starts workers by hand, and ends them after the test."""
     processes: list[subprocess.Popen[str]] = []
 
     def start(model: Path, listen: str, *options: str, name: str = "far") -> HandStarted:
@@ -75,7 +76,9 @@ def start_worker(tmp_path: Path) -> Iterator[StartWorker]:
 
 
 def is_gone(pid: int) -> bool:
-    """True when no such process runs any more; one that only waits to be reaped counts as gone."""
+    """Says whether no such process runs any more. One that only waits to be reaped counts as
+    gone.
+    """
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -84,8 +87,8 @@ def is_gone(pid: int) -> bool:
 
 
 def freeze(pid: int) -> None:
-    """SIGSTOP, and back only when every thread stands still: the signal alone lets a thread that
-    runs finish its work first.
+    """Stops a process and returns only when every thread stands still, because SIGSTOP alone lets a
+    thread that runs finish its work first.
     """
     os.kill(pid, signal.SIGSTOP)
     tasks = Path(f"/proc/{pid}/task")
@@ -97,7 +100,7 @@ def _state(task: Path) -> str:
 
 
 def wait_until(claim: Callable[[], bool], seconds: float) -> bool:
-    """Polls `claim`; True as soon as it holds."""
+    """Polls `claim` for at most `seconds`, and returns whether it came to hold."""
     until = time.monotonic() + seconds
     while not claim():
         if time.monotonic() > until:
@@ -107,7 +110,7 @@ def wait_until(claim: Callable[[], bool], seconds: float) -> bool:
 
 
 def children_of(pid: int) -> list[int]:
-    """Direct children of a process."""
+    """Returns the direct children of a process."""
     found: list[int] = []
     for task in os.listdir(f"/proc/{pid}/task"):
         found += [int(child) for child in Path(f"/proc/{pid}/task/{task}/children").read_text().split()]

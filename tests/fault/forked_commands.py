@@ -1,8 +1,9 @@
-"""Runs one `dflash-moe` command that loads a model several times at once, in processes forked after
-what is most of its start: imports. Run as `python -m tests.fault.forked_commands
-OUT,ERR[:OUT,ERR...] ARGUMENTS...`, with the inherited descriptors of each process's stdout and
-stderr. Prints the process ids in that order, then `PID STATUS` as each one ends (negative: a
-signal).
+"""Runs one `dflash-moe` command that loads a model several times at once. The processes are forked
+after the imports, which are most of the start of a command.
+
+It is run as `python -m tests.fault.forked_commands OUT,ERR[:OUT,ERR...] ARGUMENTS...`, with the
+inherited descriptors for stdout and stderr of each process. It prints the process ids in that
+order, and then `PID STATUS` as each one ends, where a negative status is a signal.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -18,8 +19,11 @@ from dflash_moe.model.spec import model_spec
 
 
 def main(ends: list[tuple[int, int]], arguments: list[str]) -> int:
-    """The exit code of a forked command; 0 of this process, once all have ended."""
-    model_spec(Path(arguments[arguments.index("--model") + 1]))  # imports the model's own module
+    """Returns the exit code of the command in a forked process, and 0 in this one once all have
+    ended.
+    """
+    # This imports the module of the model.
+    model_spec(Path(arguments[arguments.index("--model") + 1]))
     pids = []
     for out, err in ends:
         pid = os.fork()

@@ -1,6 +1,7 @@
-"""A host to be killed: starts a runtime, says who its workers are, and keeps one call under way.
+"""A host that is meant to be killed: it starts a runtime, says who its workers are, and keeps one
+call under way.
 
-Run as `python -m tests.fault.host_program CHECKPOINT`. Prints one line `ready PID PID`.
+It is run as `python -m tests.fault.host_program CHECKPOINT`, and prints one line `ready PID PID`.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -25,8 +26,8 @@ def main(directory: str) -> None:
         spec = tiny_spec(Path(directory))
         started.append(ExpertRuntime.start(dataclasses.replace(topology, workers=slowed), model=spec))
 
-    # From a thread that ends: workers must live as long as the process, not as long as the thread
-    # that asked for them.
+    # The thread that starts the runtime ends at once. Workers must live as long as the process, not
+    # as long as the thread that asked for them.
     thread = threading.Thread(target=start)
     thread.start()
     thread.join()

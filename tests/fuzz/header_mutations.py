@@ -1,5 +1,5 @@
-"""Mutations for the fuzz targets of checkpoint headers, and the loop that runs a target and keeps
-what it finds.
+"""Mutates inputs for the fuzz targets of checkpoint headers, runs a target in a loop and keeps what
+it finds.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -19,17 +19,19 @@ FINDINGS = ROOT / "build/fuzz/findings"
 MAX_INPUT = 1 << 14
 _EDGES = (0, 1, 2, 7, 8, 9, 31, 39, 255, 1 << 16, 1 << 31, (1 << 32) - 1, 1 << 40, (1 << 63) - 1, 1 << 63, (1 << 64) - 1)
 
-# what is wrong with how the reader takes this file; None when nothing is
+# Says what is wrong with how the reader takes this file, or None when nothing is.
 Examine = Callable[[Path], "str | None"]
 
 
 def corpus(name: str) -> list[Path]:
-    """The committed inputs of a target, in order."""
+    """Returns the committed inputs of a target, sorted by name."""
     return sorted((ROOT / "tests/fuzz/corpus" / name).iterdir())
 
 
 def mutate(data: bytes, random_: random.Random) -> bytes:
-    """Flips a bit, overwrites a number by an edge value, cuts, repeats or inserts."""
+    """Returns the input after one to four changes: a bit is flipped, a number gets an edge value,
+    or bytes are cut, inserted, repeated or copied.
+    """
     changed = bytearray(data)
     for _ in range(random_.randrange(1, 5)):
         at = random_.randrange(len(changed) + 1)
@@ -54,7 +56,9 @@ def mutate(data: bytes, random_: random.Random) -> bytes:
 
 
 def run(name: str, seeds: Sequence[bytes], examine: Examine, limit_s: float, seed: int) -> int:
-    """Mutates `seeds` for `limit_s` seconds; a finding is kept and gives exit status 1."""
+    """Mutates `seeds` for `limit_s` seconds. The first finding is kept below FINDINGS and ends the
+    run with exit status 1.
+    """
     random_ = random.Random(seed)
     inputs = list(seeds)
     num_executed = 0

@@ -1,7 +1,7 @@
-"""One session's control messages, every type once, with every field that a minor version has.
+"""The control messages of one session: every type once, with every field that a minor version has.
 
 `python -m tests.golden.control_messages` prints them as tests/golden/control/minor_N.json holds
-them; a file of a former minor version is never written again.
+them. A file of a former minor version is never written again.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -17,7 +17,7 @@ from dflash_moe.protocol.schema import Message
 LIMITS = {"max_rows": 4096, "max_slots": 256}
 FFN = {0: 96, 1: 64, "gate": {"name": "layers.0.experts.{expert}.gate", "per_expert": True}, "bias": None}
 
-# Message -> the fields that it had in minor version 0.
+# Each message with the fields that it had in minor version 0.
 MINOR_0: dict[str, dict[str, object]] = {
     "Open": {
         "protocol_min": 2, "protocol_max": 2, "protocol_minor": 0, "role": 1, "session_id": bytes(range(16)), "generation": 0,
@@ -55,7 +55,7 @@ MINOR_0: dict[str, dict[str, object]] = {
     "Stats": {"counters": {"calls": 5, "resident_weight_bytes": 1 << 21}},
     "Bye": {"reason": "done"},
 }  # fmt: skip
-# What minor version 1 added, fields and messages.
+# Minor version 1 added these fields and messages.
 MINOR_1: dict[str, dict[str, object]] = {
     "Hello": {"start_timeout_s": 60.0},
     "ShardLoaded": {"is_checked": True, "content_checksum": 0x0FED_CBA9_8765_4321},
@@ -67,7 +67,7 @@ MINOR_1: dict[str, dict[str, object]] = {
 
 
 def session(*minors: dict[str, dict[str, object]]) -> list[Message]:
-    """The messages that these versions together have, with all their fields."""
+    """Returns the messages that these versions have together, with all their fields."""
     fields: dict[str, dict[str, object]] = {}
     for minor in minors:
         for name, own in minor.items():
@@ -76,7 +76,7 @@ def session(*minors: dict[str, dict[str, object]]) -> list[Message]:
 
 
 def encoded(told: list[Message]) -> dict[str, str]:
-    """Message -> its bytes in hexadecimal."""
+    """Returns the bytes of each message in hexadecimal, by the name of its type."""
     return {type(message).__name__: CODEC.encode(message).hex() for message in told}
 
 

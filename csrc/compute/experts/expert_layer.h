@@ -1,6 +1,6 @@
 // The compute contract: the experts of one shard, resident in one backend, and the ragged forward
 // over them. The CPU backend, the reference and cards implement it; each produces the bits of the
-// layer's numerics class, or stays within its bounds (numerics.h, docs/architecture.md).
+// layer's numerics class, or stays within its bounds (numerics.h, docs/numerics.md).
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 

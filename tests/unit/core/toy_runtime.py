@@ -1,5 +1,5 @@
-"""A client and its workers in one process over loopback, with seeded experts; and the same numbers
-from FfnOracle.
+"""Runs a client and its workers in one process over loopback, with seeded experts, and computes the
+same numbers by FfnOracle.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -31,18 +31,19 @@ SPEC: Mapping[str, Any] = {
     "out_size": OUT_SIZE,
     "activation": "silu",
 }
-TIMEOUT_S = 60.0  # of anything that should take milliseconds
+# Whatever should take milliseconds is awaited for this time.
+TIMEOUT_S = 60.0
 
 
 def round_to_bf16(values: FloatArray) -> FloatArray:
-    """Nearest-even bf16 values, as float32."""
+    """Returns the nearest bf16 values in float32; ties go to the even one."""
     bits = values.astype(np.float32).view(np.uint32)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)
     return np.asarray(rounded.astype(np.uint32).view(np.float32))
 
 
 def narrow(values: FloatArray, dtype: str) -> AnyArray:
-    """The array as it lies in memory in `dtype`: float32, or uint16 bit patterns."""
+    """Returns the array as it lies in memory in `dtype`: float32, or uint16 bit patterns."""
     if dtype == "f32":
         return np.ascontiguousarray(values, np.float32)
     if dtype == "f16":
@@ -51,7 +52,7 @@ def narrow(values: FloatArray, dtype: str) -> AnyArray:
 
 
 def widen(values: AnyArray, dtype: str) -> FloatArray:
-    """Exactly the values of an array that `narrow` describes."""
+    """Returns exactly the values of an array that `narrow` made, in float32."""
     if dtype == "f32":
         return values.astype(np.float32)
     if dtype == "f16":
@@ -61,7 +62,9 @@ def widen(values: AnyArray, dtype: str) -> FloatArray:
 
 @dataclass(slots=True)
 class Experts:
-    """Float32 weights that bf16 holds exactly, so that every resident dtype computes the same."""
+    """Float32 weights that bf16 holds exactly, so that the result is the same in every dtype in
+    which they are kept.
+    """
 
     gate: FloatArray
     up: FloatArray
@@ -69,7 +72,7 @@ class Experts:
 
     @staticmethod
     def make(seed: int) -> Experts:
-        """Seeded experts of the toy layer."""
+        """Makes seeded experts of the toy layer."""
         random = np.random.default_rng(seed)
 
         def matrix(outputs: int, inputs: int) -> FloatArray:
@@ -81,13 +84,13 @@ class Experts:
         )
 
     def write(self, folder: Path, dtype: str) -> Path:
-        """A raw file of all matrices in `dtype`, for MappedFile."""
+        """Writes a raw file of all matrices in `dtype` for MappedFile, and returns its path."""
         path = folder / "experts.bin"
         path.write_bytes(b"".join(narrow(matrices, dtype).tobytes() for matrices in (self.gate, self.up, self.down)))
         return path
 
     def sources(self, file: _core.MappedFile, dtype: str, expert: int) -> dict[str, _core.MatrixSource]:
-        """load_expert's arguments for one expert of the file that `write` made."""
+        """Returns the arguments of load_expert for one expert of the file that `write` made."""
         offset = 0
         sources: dict[str, _core.MatrixSource] = {}
         for name, matrices in (("gate", self.gate), ("up", self.up), ("down", self.down)):
@@ -100,8 +103,8 @@ class Experts:
 
 @dataclass(slots=True)
 class Batch:
-    """A routed batch: hidden states as float32 values, ids with sentinels and duplicates, weights
-    with zeros.
+    """A routed batch. Hidden states are float32 values, ids have sentinels and duplicates, and some
+    weights are zero.
     """
 
     hidden_states: FloatArray
@@ -110,7 +113,9 @@ class Batch:
 
     @staticmethod
     def make(num_tokens: int, top_k: int, seed: int) -> Batch:
-        """A seeded batch; about one id in eight is a sentinel, one weight in eight zero."""
+        """Makes a seeded batch. About one id in eight is a sentinel, and one weight in eight
+        zero.
+        """
         random = np.random.default_rng(seed)
         ids = random.integers(0, NUM_EXPERTS, (num_tokens, top_k))
         ids[random.random(ids.shape) < 0.125] = NUM_EXPERTS
@@ -121,7 +126,9 @@ class Batch:
 
 @dataclass(slots=True)
 class ToyRuntime:
-    """`placement` lists (worker, experts) in shard order. Use as a context manager."""
+    """A client with its workers, from the beginning to the end of its `with` block. `placement`
+    lists (worker, experts) in the order of shard ids.
+    """
 
     folder: Path
     placement: Sequence[tuple[int, Sequence[int]]]
@@ -136,7 +143,7 @@ class ToyRuntime:
     num_slots: int = 4
     slot_bytes: int = 1 << 18
     call_timeout_s: float = 30.0
-    # worker -> make_faulty's arguments
+    # The channel to a worker goes through make_faulty with these arguments, by the worker's index.
     faults: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
     client: _core.Client = field(init=False)
     workers: list[_core.Worker] = field(init=False)
@@ -179,7 +186,7 @@ class ToyRuntime:
 
     @staticmethod
     def _serve(worker: _core.Worker, channel: _core.Channel) -> None:
-        # a worker whose host misbehaves on purpose may end as it likes
+        # A worker whose host misbehaves on purpose may end as it likes.
         with contextlib.suppress(errors.DflashError):
             worker.serve(channel, 1)
 
@@ -189,7 +196,9 @@ class ToyRuntime:
             thread.join()
 
     def tokens(self, batch: Batch, kind: str, weights_kind: str = "f32", **changed: Any) -> tuple[_core.TokenBatch, AnyArray]:
-        """The batch as a call takes it, and its output array; `changed` fields of TokenBatch."""
+        """Returns the batch as a call takes it, and its output array. `changed` replaces fields of
+        the TokenBatch.
+        """
         hidden_states = narrow(batch.hidden_states, kind)
         weights = narrow(batch.topk_weights, weights_kind)
         num_tokens, top_k = batch.topk_ids.shape
@@ -208,14 +217,14 @@ class ToyRuntime:
         return _core.Call(self.client, LAYER, tokens)
 
     def run(self, batch: Batch, dtype: str = "f32", weights_dtype: str = "f32") -> AnyArray:
-        """One call through the client."""
+        """Makes one call through the client and returns its output."""
         tokens, output = self.tokens(batch, dtype, weights_dtype)
         self.client.run(LAYER, tokens)
         return output
 
     def expected(self, batch: Batch, dtype: str = "f32") -> AnyArray:
-        """The same call from the readable reference: per shard an oracle, then the host's sum in
-        shard order.
+        """Returns the output of the same call by the readable reference: an oracle computes each
+        shard, and the host's sum follows the order of the shards.
         """
         num_tokens = len(batch.topk_ids)
         hidden_states = widen(narrow(batch.hidden_states, dtype), dtype)
