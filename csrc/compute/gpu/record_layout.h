@@ -15,7 +15,7 @@
 // - mxfp4, gguf_mxfp4: 8 x 16 bytes of nibbles, then 8 exponents.
 // - iq4_xs: 8 x 16 bytes of nibbles, then ggml's 8 bytes of scales.
 // - q4_k, q5_k: ggml's block as it is.
-// - q6_k: ggml's block, but its d begins the last unit.
+// - q6_k: ggml's block as it is, whose d begins the last unit.
 //
 // Of nibbles, byte i of a group of 32 inputs has input i in the low half and input 16 + i in the
 // high half.
