@@ -1,5 +1,6 @@
-// Between the records of the C table and the types of the core, in both directions. What arrives is
-// checked here: enumerations in range, missing fields of a shorter record 0.
+// Converts between the records of the C table and the types of the core, in both directions. What
+// arrives is checked here: enumerations must be in range, and fields that a shorter record lacks
+// are 0.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -14,7 +15,7 @@
 
 namespace dflash::plugin {
 
-// As much of a peer's record as both sides know. Null counts as empty.
+// Reads as much of a peer's record as both sides know. Null counts as empty.
 template <class Record>
 Record read_record(const Record* given) {
   Record record{};
@@ -51,7 +52,7 @@ std::string text_of(const char (&field)[kBytes]) {
 
 // Fills `error` and gives its number, as every function of the table returns it.
 int32_t report(const Error& failure, dflash_error* error);
-// The other way round; only for status != 0.
+// Makes an Error of what the table answered; only for status != 0.
 Error error_of(int32_t status, const dflash_error& error);
 
 dflash_ffn_spec to_record(const compute::FfnSpec& spec);

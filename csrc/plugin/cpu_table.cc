@@ -12,7 +12,7 @@
 namespace dflash::plugin {
 namespace {
 
-// above wire::kMaxRows; memory for one batch stays below a gigabyte
+// Above wire::kMaxRows, and small enough that memory for one batch stays below a gigabyte.
 constexpr uint32_t kMaxRows = 1u << 16;
 
 uint64_t page_bytes() { return static_cast<uint64_t>(::sysconf(_SC_PAGESIZE)); }

@@ -19,7 +19,7 @@ using dflash::plugin::DeviceListing;
 
 namespace {
 
-// above the slots of any channel, which bound what a worker has under way
+// More than any channel has slots, which bound what a worker has under way.
 constexpr uint64_t kQueuedBatches = 64;
 
 struct QueuedBatch {
@@ -48,7 +48,8 @@ struct dflash_layer {
 namespace dflash::plugin {
 namespace {
 
-// Hands the steps that the calling thread sees on to the other side of the table.
+// Hands progress on to the other side of the table, where it is counted and may move bytes of a
+// data path. It runs on the calling thread, as a body of YieldTo.
 class ProgressRelay {
  public:
   explicit ProgressRelay(const dflash_progress* progress) : progress_(progress) {}
@@ -122,7 +123,7 @@ int32_t answer_layer_bytes(dflash_device* device, const dflash_ffn_spec* spec,
   });
 }
 
-// Once per class and format of an open device.
+// Runs the self-test, once per class and format of an open device.
 Status prove_once(dflash_device& device, const LayerOptions& options) {
   if (!device.device->must_prove()) return ok();
   for (compute::WeightFormat format : {options.formats.gate_up, options.formats.down}) {
@@ -199,7 +200,7 @@ int32_t answer_submit(dflash_layer* layer, const dflash_batch* batch, uint64_t* 
   });
 }
 
-// Everything queued up to and with `ticket`, in order.
+// Computes everything queued up to and with `ticket`, in order.
 void compute_until(dflash_device& device, uint64_t ticket, const dflash_progress* progress) {
   for (; device.next_batch <= ticket; ++device.next_batch) {
     QueuedBatch& batch = device.queue[device.next_batch % kQueuedBatches];

@@ -13,7 +13,7 @@ namespace {
 // 64 MiB take a millisecond: only a lost or hung device is that late
 constexpr int64_t kCopyTimeoutNs = 30'000'000'000;
 constexpr uint64_t kLeastBlockBytes = 64 << 10;
-// pinned memory that nobody uses, at most
+// How much pinned memory that nobody uses is kept, at most.
 constexpr uint64_t kMostPooledBytes = uint64_t{256} << 20;
 
 }  // namespace

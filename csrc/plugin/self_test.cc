@@ -22,11 +22,12 @@ using compute::NumericsClass;
 using compute::WeightFormat;
 
 constexpr uint32_t kExperts = 4;
-// Both kinds of kernel: on the CPU more rows per expert than a tile of eight has, on cards more
-// than 16 for the experts in the middle, which two of three rows choose.
+// Rows of a batch, so that both kinds of kernel are tested. The larger number gives, on the
+// processor, more rows per expert than a tile of eight has, and on cards more than 16 to the
+// experts in the middle, which two of three rows choose.
 constexpr uint32_t kFewRows = 3, kManyRows = 36;
 constexpr uint32_t kPairsPerRow = 2;
-// above what a GPU's layer lists at the host (host_routing.h): the lists are made on the device
+// More pairs than a GPU's layer lists on the host (host_routing.h), so the device makes the lists.
 constexpr uint32_t kListedRows = 300;
 static_assert(kListedRows * kPairsPerRow > compute::gpu::kMostHostPairs);
 
@@ -42,7 +43,7 @@ constexpr SpecCase kSpecs[] = {
     {"clamped_swiglu", Activation::kSilu,        GateKind::kClampedSwiglu}
 };
 
-// the same for every class and format
+// One case, because the lists are the same for every class and format.
 constexpr SpecCase kListing = {"lists of many rows", Activation::kSilu, GateKind::kGated};
 
 struct Case {
@@ -134,7 +135,7 @@ uint64_t count_differing(const std::vector<std::byte>& left, const std::vector<s
   return differing;
 }
 
-// A reply's elements outside of a class's bounds, which are rounded as the reply is.
+// How many elements of a reply are outside of a class's bounds, which are rounded as the reply is.
 uint64_t count_outside(const compute::OutputBounds& bounds, const std::vector<std::byte>& reply,
                        Dtype dtype) {
   const auto rounded = [dtype](double bound) {
@@ -149,7 +150,7 @@ uint64_t count_outside(const compute::OutputBounds& bounds, const std::vector<st
   widen(dtype, reply.data(), found.data(), found.size());
   uint64_t outside = 0;
   for (size_t at = 0; at < found.size(); ++at) {
-    // NaN is not
+    // Written so that a NaN is outside.
     const bool is_inside =
         rounded(bounds.low[at]) <= found[at] && found[at] <= rounded(bounds.high[at]);
     outside += is_inside ? 0 : 1;
@@ -157,8 +158,8 @@ uint64_t count_outside(const compute::OutputBounds& bounds, const std::vector<st
   return outside;
 }
 
-// How many elements of the first rows' reply change when these rows come alone, computed by another
-// kernel than among many: what a class promises cannot be read off bounds.
+// How many elements of the first rows' reply change when these rows come alone, which another
+// kernel computes. A class promises that none does, and bounds cannot show it.
 Result<uint64_t> count_unlike_alone(compute::ExpertLayer& layer, const Batch& batch,
                                     const std::vector<std::byte>& found) {
   compute::ForwardArgs args = batch.args;

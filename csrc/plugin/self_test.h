@@ -13,7 +13,7 @@ namespace dflash::plugin {
 struct SelfTestResult {
   uint32_t num_cases = 0;  // of this device
   uint64_t elements = 0;   // compared
-  // whose bits differ; in a matrix-unit class, that are outside of its derived bounds
+  // Elements whose bits differ; in a bounded class, those outside of its derived bounds.
   uint64_t differing = 0;
   std::string kernel;   // class and activation: "f32-canonical silu"
   std::string formats;  // of the weights

@@ -8,7 +8,7 @@
 namespace dflash::compute::gpu {
 namespace {
 
-// well below the 20 ms at which a worker must show progress
+// Well below the 20 ms within which a worker must show progress.
 constexpr std::chrono::milliseconds kProgressEvery{5};
 constexpr uint64_t kStoreBytes = uint64_t{4} << 20;  // of staging per copy while experts load
 

@@ -1,5 +1,5 @@
-// One device as its layers share it: the runtime behind a lock, the pinned staging buffer, scratch
-// memory that grows and is reused.
+// One device as its layers share it: the runtime behind a lock, the pinned staging buffer, and
+// scratch memory that grows and is used again.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -27,26 +27,26 @@ class GpuDevice {
   std::string name() const;  // "cuda 0 (NVIDIA H200)", for messages
   uint64_t batch_bytes() const { return batch_bytes_; }
 
-  // Memory for a layer, zeroed. Errors: kOutOfMemory naming device, bytes asked for and free. Any
-  // thread.
+  // Memory for a layer, zeroed. Any thread may call it. Errors: kOutOfMemory naming device, bytes
+  // asked for and free.
   Result<std::byte*> allocate(uint64_t num_bytes);
   void release(std::byte* memory);
   Result<uint64_t> free_bytes();
-  // Copies through the staging buffer and waits. Any thread.
+  // Copies through the staging buffer and waits for it. Any thread may call it.
   Status store(std::byte* device, const std::byte* host, uint64_t num_bytes,
                YieldingProgress& progress);
 
-  // A turn on the device: others wait until it is destroyed.
+  // A turn on the device. Other threads that want one wait until it is destroyed.
   class Turn {
    public:
     explicit Turn(GpuDevice& device) : device_(device), lock_(device.mutex_) {}
     DeviceRuntime& runtime() { return *device_.runtime_; }
-    // Host memory that copies fastest, device memory for the turn; contents undefined. Each call
-    // may move what it gave before, so the queue must be empty.
+    // Host memory that copies fastest, and device memory, both for the turn and with undefined
+    // contents. A call may move what an earlier one gave, so the queue must be empty.
     Result<std::byte*> staging(uint64_t num_bytes) { return device_.grow_staging(num_bytes); }
     Result<std::byte*> scratch(uint64_t num_bytes) { return device_.grow_scratch(num_bytes); }
-    // Until everything queued is done; bumps `progress` every few milliseconds. Errors: kTimeout
-    // after the limit, and the device's.
+    // Waits until everything queued is done, and counts on `progress` every few milliseconds, which
+    // may move bytes of a data path. Errors: kTimeout after the limit, and the device's.
     Status drain(YieldingProgress& progress) { return device_.drain(progress); }
 
    private:

@@ -1,6 +1,7 @@
-// The forward of a GPU layer: rows and lists go to the device in one copy, routing and the two
-// projections run there, the reply comes back in another. All offsets of a chunk's scratch are
-// known before anything is queued, and nothing on the host waits for a list made on the device.
+// The forward of a GPU layer. Rows and lists go to the device in one copy, routing and the two
+// projections run there, and the reply comes back in another copy. All offsets of a chunk's scratch
+// memory are known before anything is queued, so the host never waits for a list that is made on
+// the device.
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 #include <cstring>
@@ -39,22 +40,23 @@ Status launch(DeviceRuntime& runtime, KernelId kernel, uint32_t grid_x, uint32_t
   return runtime.launch({kernel, grid_x, grid_y, threads, &params, sizeof(params)});
 }
 
-// As many sub-groups as there are chains, at most eight.
+// The threads of a few-row block: as many sub-groups as there are chains, at most
+// kMostFewSubgroups, in whole blocks of 64 threads.
 uint32_t few_threads(uint32_t inputs) {
   const uint32_t subgroups = std::min(num_chains(inputs), kMostFewSubgroups);
   return (subgroups + 1) / 2 * 64;
 }
 
-// How a class launches gate and up, and down: its few-row and its many-row kernel, which give equal
+// How a class launches a projection: by its few-row and its many-row kernel, which give equal
 // bits.
 struct ProjectionKernels {
   KernelId few, many;
-  uint32_t few_blocks, few_threads;  // in a grid's first direction, and per block
+  uint32_t few_blocks, few_threads;  // blocks in grid_x, and threads per block
   uint32_t many_blocks, many_threads;
 };
 
-// A block of the bf16 few-row kernel has two panels, and a team per chain: as many threads as
-// execute together.
+// A block of the bf16 few-row kernel has two panels, and a team per chain; a team is as many
+// threads as execute together.
 ProjectionKernels projection_kernels(InputRounding rounding, WeightFormat format,
                                      const ProjectionParams& params, uint32_t many_blocks,
                                      const DeviceFacts& facts) {
@@ -98,7 +100,7 @@ ProjectionKernels projection_kernels(InputRounding rounding, WeightFormat format
           kManyThreads};
 }
 
-// Of a row as the class reads it, where it computes with records of codes; else 0.
+// The bytes of a row as the class reads it, where it computes with records of codes; else 0.
 uint64_t code_row_bytes(InputRounding rounding, uint32_t inputs) {
   if (rounding == InputRounding::kInt8) return int8_row_bytes(inputs);
   return rounding == InputRounding::kF16 ? half_row_bytes(inputs) : 0;
@@ -120,8 +122,8 @@ struct GpuLayer::Chunk {
   uint32_t first_row, num_rows, first_pair, num_pairs;
 };
 
-// Offsets of a chunk's lists and values in scratch memory. The first `input_bytes` are the host's,
-// copied at once: with the routing lists where it makes them (host_routing.h).
+// Offsets of a chunk's lists and values in scratch memory. The first `input_bytes` come from the
+// host in one copy; the routing lists are among them where the host makes them (host_routing.h).
 struct GpuLayer::Scratch {
   uint64_t num_bytes = 0;
   bool is_listed_at_host = false;
@@ -131,9 +133,10 @@ struct GpuLayer::Scratch {
   uint64_t num_tiles = 0, few_tiles = 0, many_tiles = 0;
   uint32_t most_few_tiles = 0, most_many_tiles = 0;
   uint64_t rows = 0, hidden = 0, downs = 0;
-  // in place of the rows, and beside the intermediate ones, where a class computes with codes
+  // Where a class computes with codes: they are in place of the rows, and beside the intermediate
+  // rows.
   uint64_t row_codes = 0, hidden_codes = 0;
-  // both come back at once, from out_of_range on
+  // Both come back in one copy, which begins at out_of_range.
   uint64_t out_of_range = 0, reply = 0, output_bytes = 0;
   uint32_t row_stride = 0, hidden_stride = 0;
   uint32_t few_tile_rows = kFewTileRows;
@@ -211,10 +214,10 @@ GpuLayer::Scratch GpuLayer::place_scratch(const Chunk& chunk, const ForwardArgs&
     scratch.ids = scratch.place(pairs * sizeof(uint16_t));
   }
   scratch.source = scratch.place(rows * spec_.in_size * dtype_bytes(args.row_dtype));
-  // the last of the inputs and the first of the outputs: no operation of its own
+  // The last of the inputs and the first of the outputs, so that it takes no operation of its own.
   scratch.out_of_range = scratch.place(sizeof(uint64_t));
   scratch.input_bytes = scratch.num_bytes;
-  // wide enough for range_failure(), whatever the dtype
+  // Wide enough for the float32 sums of range_failure(), whatever the reply's dtype.
   scratch.reply = scratch.place(rows * spec_.out_size * sizeof(float));
   if (!scratch.is_listed_at_host) {
     place_lists();
@@ -271,7 +274,8 @@ Status GpuLayer::forward_chunk(const ForwardArgs& args, const Chunk& chunk,
   return range_failure(args, chunk, scratch, device.value(), out_of_range, turn, progress);
 }
 
-// The lists of a small batch into staging; the grids then have exactly as many tiles as there are.
+// Makes the lists of a small batch in staging memory. The grids then have exactly as many blocks as
+// there are tiles.
 void GpuLayer::list_pairs(const ForwardArgs& args, const Chunk& chunk, Scratch& scratch,
                           std::byte* host) const {
   const RoutingLists lists{
@@ -311,7 +315,7 @@ Status GpuLayer::queue_inputs(const ForwardArgs& args, const Chunk& chunk, const
   return queue_rows(args, chunk, scratch, device, runtime);
 }
 
-// The request's rows as the class computes with them.
+// Queues the conversion of the request's rows to what the class computes with.
 Status GpuLayer::queue_rows(const ForwardArgs& args, const Chunk& chunk, const Scratch& scratch,
                             std::byte* device, DeviceRuntime& runtime) const {
   if (code_row_bytes(numerics_.inputs, 1) != 0) {
@@ -408,7 +412,8 @@ Status GpuLayer::queue_projections(const Chunk& chunk, const Scratch& scratch, s
   return queue_projection(second, formats_.down, scratch, device, runtime);
 }
 
-// Both kernels: each computes the tiles that the device listed for it, of the most there can be.
+// Queues the few-row and the many-row kernel of a projection. Each is launched for the most tiles
+// that there can be, and computes those that the device listed for it.
 Status GpuLayer::queue_projection(const ProjectionParams& params, WeightFormat format,
                                   const Scratch& scratch, std::byte* device,
                                   DeviceRuntime& runtime) const {
@@ -443,7 +448,8 @@ CombineParams GpuLayer::combine_params(const Chunk& chunk, const Scratch& scratc
           dtype};
 }
 
-// The value itself was rounded away: the sums once more, in float32.
+// The error for an element that the reply's dtype cannot hold. Its value was lost in rounding, so
+// the sums are computed once more, in float32.
 Status GpuLayer::range_failure(const ForwardArgs& args, const Chunk& chunk, const Scratch& scratch,
                                std::byte* device, uint64_t index, GpuDevice::Turn& turn,
                                YieldingProgress& progress) const {

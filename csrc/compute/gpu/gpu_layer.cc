@@ -15,7 +15,7 @@ namespace dflash::compute::gpu {
 namespace {
 
 constexpr uint64_t kAlignment = 256;
-// packed before each copy: bounds host memory, and the time without progress
+// How much is packed before each copy. It bounds the host's memory, and the time without progress.
 constexpr uint64_t kLoadBytes = uint64_t{1} << 20;
 
 uint64_t aligned(uint64_t value) { return (value + kAlignment - 1) / kAlignment * kAlignment; }
@@ -121,7 +121,7 @@ Status GpuLayer::load_expert(uint32_t local_expert_id, const ExpertWeights& weig
   DFLASH_TRY(check_resident("gate", weights.gate, formats_.gate_up));
   DFLASH_TRY(check_resident("up", weights.up, formats_.gate_up));
   DFLASH_TRY(check_resident("down", weights.down, formats_.down));
-  const CanonicalFloatMode mode;  // quantising rounds
+  const CanonicalFloatMode mode;  // because quantising rounds
   is_loaded_[local_expert_id] = 0;
   std::byte* expert = experts_ + local_expert_id * places_.num_bytes;
   ExpertChecksum sums;

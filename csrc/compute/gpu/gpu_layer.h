@@ -1,6 +1,6 @@
-// One layer's experts on a GPU: weights resident in device memory as panels (record_layout.h), a
-// forward of a few kernels per chunk of rows. Its bits are those of the CPU's kernels and of the
-// reference, but in the classes whose bits are the card's own (numerics.h).
+// One layer's experts on a GPU. The weights stay in device memory as panels (record_layout.h), and
+// a forward is a few kernels per chunk of rows. Its bits are those of the processor's kernels and
+// of the reference, except in the bounded classes, whose bits are the card's own (numerics.h).
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -15,8 +15,8 @@
 
 namespace dflash::compute::gpu {
 
-// Where one expert's matrices and biases lie, the same for all experts of a layer. Offsets in
-// bytes; kNoBias and no panels: absent.
+// Where one expert's matrices and biases lie, which is the same for all experts of a layer: offsets
+// in bytes. A bias that does not exist is kNoBias, a matrix that does not exist has no panels.
 struct ExpertPlaces {
   ExpertPlaces(const FfnSpec& spec, ResidentFormats formats);
   uint64_t gate = 0, up = 0, down = 0;

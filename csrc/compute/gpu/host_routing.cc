@@ -6,7 +6,7 @@
 namespace dflash::compute::gpu {
 namespace {
 
-// Tiles of `tile_rows` slots over one expert's.
+// Cuts one expert's slots into tiles of `tile_rows`.
 uint32_t add_tiles(Tile* tiles, uint32_t num_tiles, uint32_t tile_rows, uint32_t expert,
                    uint32_t first_slot, uint32_t num_slots) {
   for (uint32_t begin = 0; begin < num_slots; begin += tile_rows) {
@@ -27,7 +27,7 @@ void list_at_host(std::span<const uint16_t> row_counts, std::span<const uint16_t
   }
   lists.row_begins[row_counts.size()] = begin;
 
-  // counts, then where each expert's next pair goes
+  // First the counts, then where each expert's next pair goes.
   std::vector<uint32_t> next_slot(num_experts + size_t{1}, 0);
   for (const uint16_t expert : expert_ids) ++next_slot[expert + size_t{1}];
   lists.num_tiles[0] = lists.num_tiles[1] = 0;
@@ -39,7 +39,7 @@ void list_at_host(std::span<const uint16_t> row_counts, std::span<const uint16_t
                           is_few ? lists.few_tile_rows : kManyTileRows, expert, first, count);
     next_slot[expert + size_t{1}] = first + count;
   }
-  // A row's pairs get their slots here one after the other; sorted, they are its experts ascending.
+  // A row's pairs get their slots here one after the other. Sorted slots are ascending experts.
   for (uint32_t row = 0, pair = 0; row < row_counts.size(); ++row) {
     uint32_t* const slots = lists.row_slots + pair;
     for (uint32_t i = 0; i < row_counts[row]; ++i, ++pair) {

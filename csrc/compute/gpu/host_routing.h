@@ -1,6 +1,6 @@
-// The routing lists of a small batch, made at the host: a decode step's few pairs are listed there
-// faster than four launches could, and the exact numbers of tiles spare the device blocks without
-// work. kernels/route.h makes the same lists on the device.
+// The routing lists of a small batch, made on the host. It lists the few pairs of a decode step
+// faster than four launches could, and because it knows the exact numbers of tiles, no blocks
+// without work are launched. kernels/route.h makes the same lists on the device.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -11,10 +11,10 @@
 
 namespace dflash::compute::gpu {
 
-// of a batch that is listed at the host: above, counting on the device is faster
+// The largest batch that is listed on the host; above, counting on the device is faster.
 inline constexpr uint32_t kMostHostPairs = 512;
 
-// Where the lists go, in host memory; as in RoutingParams.
+// Where the lists go, in host memory. The fields are those of RoutingParams.
 struct RoutingLists {
   uint32_t* row_begins;  // [num_rows + 1]
   uint32_t* pair_rows;   // [num_pairs]
@@ -26,7 +26,7 @@ struct RoutingLists {
   uint32_t few_tile_rows;
 };
 
-// Fills `lists`; ids are below num_experts.
+// Fills `lists`. The ids must be below num_experts.
 void list_at_host(std::span<const uint16_t> row_counts, std::span<const uint16_t> expert_ids,
                   uint32_t num_experts, const RoutingLists& lists);
 

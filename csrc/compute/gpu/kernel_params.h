@@ -1,10 +1,11 @@
 // The parameters of the kernels: plain structs, passed by value, the same for nvcc, hipcc and the
-// simulator. Pointers are device addresses. All lists of one batch lie in device memory, so that no
+// simulator. Pointers are device addresses. All lists of a batch lie in device memory, so that no
 // launch depends on their contents.
 //
-// Routing: pairs are numbered as they arrive (row by row); a slot is a pair's place once they are
-// grouped by expert ascending, within an expert in order of arrival. A tile is up to `rows`
-// neighbouring slots of one expert: what one block multiplies with a panel.
+// Three words of routing: a *pair* is a row and one of its experts, numbered in order of arrival,
+// row by row. A *slot* is the place of a pair once the pairs are grouped by ascending expert, and
+// within an expert in order of arrival. A *tile* is a few neighbouring slots of one expert, which
+// one block multiplies with a panel.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -16,15 +17,15 @@
 
 namespace dflash::compute::gpu {
 
-inline constexpr uint32_t kPanelWidth = 32;  // outputs side by side: one per lane of a sub-group
+inline constexpr uint32_t kPanelWidth = 32;  // outputs of a panel: one per lane of a sub-group
 inline constexpr uint32_t kChain = 256;      // inputs per fma chain (f32-canonical)
 inline constexpr uint32_t kFewTileRows = 4;  // slots of a tile of the few-row kernels
-// the same in the bf16 classes: a tile of the matrix units
+// The same in the bf16 classes, whose tiles are those of the matrix units.
 inline constexpr uint32_t kHalfFewTileRows = 16;
-inline constexpr uint32_t kManyTileRows = 64;  // and of the many-row kernels
-// an expert with more pairs goes to the many-row kernels
+inline constexpr uint32_t kManyTileRows = 64;  // slots of a tile of the many-row kernels
+// An expert with more pairs than this goes to the many-row kernels.
 inline constexpr uint32_t kMostFewPairs = 16;
-// of a block of bf16_wgmma: four stages of 32 KiB, and what aligning takes
+// Shared memory of a block of bf16_wgmma: four stages of 32 KiB, and what aligning them takes.
 inline constexpr uint32_t kWgmmaSharedBytes = 129 * 1024;
 inline constexpr uint64_t kInRange = ~uint64_t{0};
 
@@ -44,7 +45,8 @@ struct WidenParams {
   Dtype dtype;
 };
 
-// Rows or intermediate rows to records of classes int8-groups and f16-dot2 (record_layout.h).
+// Converts rows, or intermediate rows, to records of classes int8-groups and f16-dot2
+// (record_layout.h).
 struct QuantizeParams {
   // [num_rows, source_stride] in dtype; may be a peer's memory: each element is read once
   const void* source;
@@ -55,7 +57,7 @@ struct QuantizeParams {
   Dtype dtype;
 };
 
-// Rows to those of the classes that multiply bf16, padded with zeros.
+// Converts rows to bf16, padded with zeros, for the classes that multiply bf16.
 struct NarrowParams {
   const void* source;  // [num_rows, row_size] in dtype, as above
   uint16_t* rows;      // [num_rows, row_stride] bf16
@@ -83,8 +85,8 @@ struct RoutingParams {
   Tile* many_tiles;
 };
 
-// One expert's memory: gate panels, up panels, down panels, then the biases in float32, padded with
-// zeros to whole panels.
+// An expert's memory has its gate panels, up panels and down panels, then the biases in float32,
+// padded with zeros to whole panels.
 struct ProjectionParams {
   FfnSpec spec;
   bool is_gate_up;  // gate and up with the activation; or down
@@ -129,8 +131,7 @@ struct CombineParams {
   Dtype dtype;
 };
 
-// The layouts of every compiler that sees this: the host's writes the parameters that the vendor's
-// reads.
+// The vendor's compiler must lay these out as the host's does, which writes them.
 static_assert(sizeof(FfnSpec) == 32 && offsetof(FfnSpec, gate) == 13 &&
               offsetof(FfnSpec, up_limit) == 28);
 static_assert(sizeof(Tile) == 12 && sizeof(WidenParams) == 32 &&
@@ -144,7 +145,7 @@ static_assert(sizeof(ProjectionParams) == 176 && offsetof(ProjectionParams, seco
               offsetof(ProjectionParams, num_inputs) == 112);
 static_assert(sizeof(CombineParams) == 72 && offsetof(CombineParams, dtype) == 64);
 
-// By the kernels' stems, for tables.
+// The parameters by the kernels' stems, for the tables that macros write.
 using PlainParams_widen_rows = WidenParams;
 using PlainParams_quantize_rows = QuantizeParams;
 using PlainParams_halve_rows = QuantizeParams;

@@ -1,5 +1,5 @@
-// Packing for devices, a row at a time: the row in its resident bytes, then record by record, then
-// the units of 32 records interleaved.
+// Packs panels for devices, a row at a time: the row becomes records in the resident format, and
+// the units of 32 records are interleaved.
 // SPDX-License-Identifier: Apache-2.0
 #include "compute/gpu/pack_records.h"
 
@@ -12,12 +12,12 @@
 namespace dflash::compute::gpu {
 namespace {
 
-constexpr uint32_t kGroups = kChain / kGroupInputs;  // of 32 inputs in a record
+constexpr uint32_t kGroups = kChain / kGroupInputs;  // groups of 32 inputs in a record
 
-// One output's bytes as stored.
+// The bytes of one output as the checkpoint stores them.
 struct StoredRow {
   const uint8_t* values;
-  const uint8_t* scales;  // null: none apart
+  const uint8_t* scales;  // null: the format keeps none apart
 };
 
 StoredRow stored_row(const MatrixView& matrix, uint32_t output) {
@@ -30,7 +30,8 @@ StoredRow stored_row(const MatrixView& matrix, uint32_t output) {
   return row;
 }
 
-// Blocks of 32 inputs: `head` bytes of scale, then the codes; the scales go behind all codes.
+// Packs blocks of 32 inputs, which are `head` bytes of scale and then the codes: in a record all
+// scales lie behind all codes.
 void split_blocks(const uint8_t* blocks, uint32_t num_blocks, uint32_t head, uint32_t codes,
                   uint8_t* record) {
   for (uint32_t i = 0; i < num_blocks; ++i, blocks += head + codes) {
@@ -39,13 +40,13 @@ void split_blocks(const uint8_t* blocks, uint32_t num_blocks, uint32_t head, uin
   }
 }
 
-// mxfp4's bytes of inputs 2i and 2i + 1 into bytes of inputs i and 16 + i.
+// Makes of mxfp4's bytes, which hold inputs 2i and 2i + 1, bytes that hold inputs i and 16 + i.
 void split_pairs(const uint8_t* pairs, uint8_t* split) {
   const auto code = [pairs](uint32_t input) { return pairs[input / 2] >> (input % 2 * 4) & 15; };
   for (uint32_t i = 0; i < 16; ++i) split[i] = static_cast<uint8_t>(code(i) | code(16 + i) << 4);
 }
 
-// The record of a format that is kept as stored: inputs [begin, begin + count) of the row.
+// Writes the record of inputs [begin, begin + count) of a row in a format that is kept as stored.
 void put_stored(WeightFormat format, const StoredRow& row, uint32_t begin, uint32_t count,
                 uint8_t* record) {
   const FormatFacts& facts = format_facts(format);
@@ -74,7 +75,7 @@ void put_stored(WeightFormat format, const StoredRow& row, uint32_t begin, uint3
   }
 }
 
-// int8_g32 and int4_g32 out of float32 values.
+// Writes a record of int8_g32 or int4_g32 from float32 values.
 void put_quantized(WeightFormat format, const float* values, uint32_t count, uint8_t* record) {
   const bool is_int8 = format == WeightFormat::kInt8G32;
   for (uint32_t group = 0; group * kGroupInputs < count; ++group) {
@@ -92,7 +93,7 @@ void put_quantized(WeightFormat format, const float* values, uint32_t count, uin
   }
 }
 
-// A float format kept as stored, strides and all.
+// Writes a record of a float format that is kept as stored; the matrix may have strides.
 void put_floats(const MatrixView& matrix, uint32_t output, uint32_t begin, uint32_t count,
                 uint8_t* record) {
   const auto element = static_cast<int64_t>(dtype_bytes(dtype_of(matrix.format)));
@@ -114,7 +115,7 @@ void pack_panel(const MatrixView& matrix, WeightFormat resident, uint32_t panel,
                 std::byte* packed) {
   const uint32_t units = record_units(resident), first = panel * kPanelWidth;
   const uint32_t outputs = std::min(kPanelWidth, matrix.outputs - first);
-  const bool is_made = resident != matrix.format;  // out of dequantised values
+  const bool is_made = resident != matrix.format;  // made from dequantised values
   std::memset(packed, 0, panel_bytes(resident, matrix.inputs));
   std::vector<float> values(is_made ? matrix.inputs : 0);
   std::vector<uint8_t> record(size_t{units} * kUnitBytes);

@@ -1,4 +1,5 @@
-// Weights of a mapped checkpoint into the panels of device memory (record_layout.h), on the host.
+// Packs weights of a mapped checkpoint into panels for device memory (record_layout.h), on the
+// host.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -7,9 +8,9 @@
 
 namespace dflash::compute::gpu {
 
-// Outputs [panel * 32, panel * 32 + 32) of `matrix` in the resident format; `packed`
-// [panel_bytes(resident, matrix.inputs)]. The view has passed check_resident() and check_values().
-// Under CanonicalFloatMode: quantising rounds.
+// Packs outputs [panel * 32, panel * 32 + 32) of `matrix` in the resident format into `packed`,
+// which has panel_bytes(resident, matrix.inputs). The view has passed check_resident() and
+// check_values(). The caller is in CanonicalFloatMode, because quantising rounds.
 void pack_panel(const MatrixView& matrix, WeightFormat resident, uint32_t panel, std::byte* packed);
 
 }  // namespace dflash::compute::gpu

@@ -1,21 +1,28 @@
-// How weights lie in device memory. A record holds one output's weights for one fma chain (256
-// inputs) with their scales, in units of 16 bytes; a panel is 32 outputs, and unit u of its 32
-// records lie side by side, so that 32 lanes, an output each, read 512 bytes at once. A matrix is
-// its panels one after the other, a panel its chains in ascending inputs; outputs and inputs that
+// How weights lie in device memory. A record holds the weights of one output for one fma chain (256
+// inputs) with their scales, in units of 16 bytes. A panel is 32 outputs. Units u of its 32 records
+// lie side by side, so that 32 lanes with an output each read 512 bytes at once. A matrix is its
+// panels one after the other, and a panel its chains by ascending inputs. Outputs and inputs that
 // do not exist are zeros.
 //
-//   f32 f16 bf16         256 values
-//   int8_g32             256 integers, 8 scales (f32)                 int4_g32       8 x 16 bytes
-//   of nibbles, 8 scales (f32) fp8_e4m3_b128        256 codes, 2 scales (f32) q8_0           256
-//   integers, 8 d (f16) q4_0 iq4_nl          8 x 16 bytes of nibbles, 8 d (f16)           q4_k q5_k
-//   ggml's block mxfp4 gguf_mxfp4     8 x 16 bytes of nibbles, 8 exponents         q6_k ggml's
-//   block, d beginning the last unit iq4_xs               8 x 16 bytes of nibbles, ggml's 8 bytes
-//   of scales
+// What a record holds, in this order:
 //
-// Nibbles: byte i of a group of 32 inputs has input i low and input 16 + i high.
+// - f32, f16, bf16: 256 values.
+// - int8_g32: 256 integers of 8 bits, then 8 scales in f32.
+// - int4_g32: 8 x 16 bytes of nibbles, then 8 scales in f32.
+// - fp8_e4m3_b128: 256 codes, then 2 scales in f32.
+// - q8_0: 256 integers of 8 bits, then 8 scales d in f16.
+// - q4_0, iq4_nl: 8 x 16 bytes of nibbles, then 8 scales d in f16.
+// - mxfp4, gguf_mxfp4: 8 x 16 bytes of nibbles, then 8 exponents.
+// - iq4_xs: 8 x 16 bytes of nibbles, then ggml's 8 bytes of scales.
+// - q4_k, q5_k: ggml's block as it is.
+// - q6_k: ggml's block as it is, whose d begins the last unit.
 //
-// Rows of classes int8-groups and f16-dot2 are records too: 256 codes, bytes or f16, then per group
-// of 32 inputs the scale, then scale * (sum of the group's codes).
+// Of nibbles, byte i of a group of 32 inputs has input i in the low half and input 16 + i in the
+// high half.
+//
+// The rows that classes int8-groups and f16-dot2 multiply are records too: 256 codes (bytes, or
+// f16), then the scale of each group of 32 inputs, then for each group the scale times the sum of
+// its codes.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 

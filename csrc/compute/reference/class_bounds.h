@@ -1,7 +1,8 @@
-// Where the outputs must lie of a class whose bits are a card's (NumericsFacts::is_bounded),
-// whichever card computes them. The enclosure is in float64. It is derived from what the class
-// fixes (operands and intermediate rows are rounded to bf16 or f16) and from a bound on what the
-// class leaves to the instruction (docs/decisions/0015, 0019).
+// Bounds for the outputs of a bounded class (NumericsFacts::is_bounded): one whose bits depend on
+// the card that computes them. For a batch this gives, in float64, an interval that holds each
+// output on every card. It follows from what the class fixes (operands and intermediate rows are
+// rounded to bf16 or f16) and from a bound on what the class leaves to the matrix instruction,
+// which is the order and precision of its sums (docs/decisions/0015, 0019).
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -19,8 +20,8 @@ struct OutputBounds {
   std::vector<double> low, high;
 };
 
-// The bounds of a batch whose inputs and results are finite. `experts` are indexed by local id and
-// given as they are loaded; the layer computes with them in `formats`.
+// The inputs and results must be finite. `experts` are indexed by local id and given as they are
+// loaded; `formats` are those in which a worker keeps them and computes.
 OutputBounds class_bounds(NumericsClass numerics, const FfnSpec& spec,
                           std::span<const ExpertWeights> experts, ResidentFormats formats,
                           const ForwardArgs& args);

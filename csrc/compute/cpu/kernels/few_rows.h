@@ -1,6 +1,6 @@
-// Multiplies up to kFewRows rows with a run of panels. Reading the weights from memory bounds these
-// kernels, so they widen or dequantise them in registers on the way. Written once over a vector
-// type V; part of canonical_products.h, without std:: code for the reason given there.
+// The products of up to kFewRows rows with a run of panels. Weights are widened or dequantised in
+// registers as they come from memory, whose bandwidth bounds these kernels. They are written once,
+// over a vector type V, and are part of canonical_products.h, so there is no std:: code here.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -13,30 +13,30 @@ namespace dflash::compute {
 template <class V>
 inline constexpr int kPanelWidth = 2 * V::kLanes;
 
-// Panels handled at once for M rows: as many as the accumulators allow, because a single row needs
-// several independent sums to hide the latency of an fma.
+// How many panels are multiplied at once: as many as the vector registers for sums allow, so that
+// also with few rows enough independent fmas are under way to hide their latency.
 template <class V>
 constexpr int panels_at_once(int num_rows) {
   return 8 * num_rows <= V::kAccumulators ? 4 : 4 * num_rows <= V::kAccumulators ? 2 : 1;
 }
 
-// How many bytes ahead weights are prefetched, per panel. Together this is about what is under way
-// from memory during one latency (4 KiB at 40 GB/s and 100 ns); it is more where the arithmetic of
-// the next group holds back the loads. Both values were measured on a Zen 5, over 1..8 KiB.
+// How many bytes ahead of their use the weights of a panel are prefetched. Memory with 40 GB/s and
+// a latency of 100 ns has 4 KiB under way; the distance is larger because the arithmetic of a group
+// holds back the loads of the next. It was chosen among 1 to 8 KiB by measuring on Zen 5.
 template <int NP>
 inline constexpr size_t kFloatAhead = 8192 / NP;
 inline constexpr size_t kQuantizedAhead = 8192;
 
-// Panels that are read side by side, each a stream from memory. What lies behind the end of one
-// panel is its neighbour, which is already being read, so that at the end a stream goes on `jump`
-// bytes further.
+// Panels that are read side by side, each of which is a stream of memory. What lies behind the end
+// of a panel is its neighbour, which is being read already, so the prefetches of a stream that
+// reached the end of its panel go on `jump` bytes further.
 struct Streams {
   const uint8_t* first;  // the first panel; the others follow `panel_bytes` apart
   size_t panel_bytes;
   size_t jump;  // bytes, modulo 2^64: it may point backwards
 };
 
-// Returns what to prefetch while `at` of the first panel is read, as a distance from `at`.
+// How far from `at` to prefetch while `at`, in the first panel, is read.
 template <size_t kAhead>
 [[gnu::always_inline]] inline size_t distance_ahead(const uint8_t* at, const Streams& streams) {
   const size_t offset = static_cast<size_t>(at - streams.first) + kAhead;
@@ -46,13 +46,14 @@ template <size_t kAhead>
 // Prefetches the lines of `kBytes` bytes.
 template <size_t kBytes>
 [[gnu::always_inline]] inline void prefetch(const void* from) {
-  if constexpr (kBytes >= 32) {  // smaller steps are those of one lane, which arithmetic bounds
+  // Shorter steps, of one lane, are bound by arithmetic and need none.
+  if constexpr (kBytes >= 32) {
     for (size_t line = 0; line < kBytes; line += 64)
       __builtin_prefetch(static_cast<const char*>(from) + line);
   }
 }
 
-// Stores the sums of the first K block to `tile` and adds those of the later ones.
+// Adds the sums over one block of inputs to `tile`, or stores them where that block is the first.
 template <class V, int M, int N>
 [[gnu::always_inline]] inline void store_sums(const typename V::F (&sums)[M][N], bool is_first,
                                               float* tile, size_t tile_stride) {

@@ -1,6 +1,7 @@
 // Copies of 16 bytes from device memory into shared memory that run while their thread goes on
-// (PTX: cp.async, sm_80 and later), in groups: a wait names how many of the newest groups may still
-// be on their way. Their bytes, like those of ordinary stores, are of the generic proxy.
+// (PTX: cp.async, sm_80 and later). Copies are counted in groups, and a wait names how many of the
+// newest groups may still be under way. The bytes they write belong to the generic proxy, as those
+// of ordinary stores do.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -16,7 +17,7 @@ inline constexpr uint32_t kCacheLine = 128;  // bytes
 
 #if defined(DFLASH_GPU_SIM)
 GPU_FN void prefetch(const void*) {}
-// Null: zeros.
+// Starts a copy of 16 bytes; a null source stands for zeros.
 GPU_FN void copy_async(Unit& to, const void* from GPU_SITE) {
   sim::copy_unit_async(&to, from, {file, line});
 }
@@ -26,12 +27,12 @@ GPU_FN void wait_copies() {
   sim::wait_copies(kMost);
 }
 #elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-// Into the L2 cache.
+// Asks for a line in the L2 cache.
 GPU_FN void prefetch(const void* at) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(at)));
 }
-// Past the L1 cache: a block reads nothing twice. A source of which 0 bytes are read is any valid
-// address.
+// The copy goes past the L1 cache, because a block reads nothing twice. Where the source is null,
+// the instruction reads 0 bytes and stores zeros.
 GPU_FN void copy_async(Unit& to, const void* from) {
   const auto at = static_cast<uint32_t>(__cvta_generic_to_shared(&to));
   const uint32_t num_bytes = from == nullptr ? 0 : 16;

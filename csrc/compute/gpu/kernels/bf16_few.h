@@ -1,8 +1,9 @@
-// Matrix-unit classes, few rows: a block computes two panels of 32 outputs for up to 16 slots, one
-// tile high. Each team takes one chain of 256 inputs, all at once; chain sums are added in
-// ascending order, as the many-row kernel adds them, so that both have the same bits. The bound is
-// the bandwidth at which weights are read: the next group's are on their way while a group is
-// multiplied.
+// The kernel of the matrix-unit classes for experts with few rows. A block computes two panels of
+// 32 outputs for the slots of one tile, at most 16. The teams of the block work on chains of 256
+// inputs side by side, one chain each. The sums of the chains are then added in ascending order, as
+// the many-row kernel adds them, so that both kernels have the same bits. What bounds the rate is
+// the bandwidth at which weights are read from memory, so the weights of the next groups are being
+// loaded while a group is multiplied.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -10,28 +11,30 @@
 
 namespace dflash::compute::gpu {
 
-inline constexpr uint32_t kHalfFewThreads = 256;  // at most; a multiple of 64
-// For groups on their way, per panel, of the 128 registers that two blocks of a multiprocessor
-// leave a thread: 96 bytes of four-bit codes or 128 of others, with 512 threads 48 and 64 KB, of
-// the 33 KB that 4.3 TB/s and 132 multiprocessors need in a microsecond. NVIDIA's compiler takes
-// more registers for itself from sm_100 on.
+inline constexpr uint32_t kHalfFewThreads = 256;  // per block at most; a multiple of 64
+// The registers per panel that a thread spends on groups of weights being loaded. Two blocks of 256
+// threads share a multiprocessor, which leaves a thread 128 registers in all. With this share of
+// them a thread loads 96 bytes of four-bit codes ahead, or 128 of others; that is 48 or 64 KB for
+// the 512 threads. A card of 4.3 TB/s and 132 multiprocessors, whose memory answers after a
+// microsecond, needs 33 KB per multiprocessor on their way. From sm_100 on, NVIDIA's compiler takes
+// more registers for itself.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
 inline constexpr uint32_t kHalfFewRegistersAhead = 14;
 #else
 inline constexpr uint32_t kHalfFewRegistersAhead = 22;
 #endif
-inline constexpr uint32_t kHalfFewStepsAhead = 3;  // at most
+inline constexpr uint32_t kHalfFewStepsAhead = 3;  // groups loaded ahead, at most
 
-// Of the block: what threads would otherwise keep in registers while they multiply.
+// What the threads of a block would otherwise keep in registers while they multiply.
 struct FewPlaces {
   SharedArray<float, 2 * kTileSide * kPanelWidth> totals;  // [panel, slot, output]
   SharedArray<Tile, 1> tile;
-  // where slots' rows begin, in units; kNoUnit: the tile has no such slot
+  // Where the row of each slot begins, in units; kNoUnit: the tile has no such slot.
   SharedArray<uint32_t, kTileSide> rows;
 };
 inline constexpr uint32_t kNoUnit = ~0u;
 
-// All threads; for what follows.
+// Fills `places` for what follows. All threads of the block call it.
 GPU_FN void share_places(const ProjectionParams& params, FewPlaces& places) {
   if (thread_index() < kTileSide) {
     const Tile tile = params.tiles[block_y()];
@@ -44,12 +47,14 @@ GPU_FN void share_places(const ProjectionParams& params, FewPlaces& places) {
   sync_block();
 }
 
-// What a team has in shared memory, in units; `kLanes` inputs at a time.
+// Where the operands of each team lie in shared memory, in units of 16 bytes. A team works on
+// kLanes inputs at a time.
 template <class TileOps>
 struct FewLayout {
   static constexpr uint32_t kLanes = TileOps::kLanes;
   static constexpr uint32_t kOctets = kLanes / kUnitHalves;
-  // units from octet to octet: stores of two octets side by side meet no bank twice
+  // Units from one octet of the rows to the next. The 4 beyond kTileSide let threads that store two
+  // octets side by side use different banks.
   static constexpr uint32_t kRowStep = kTileSide + 4;
   static constexpr uint32_t kWeights = 2 * kOctets * kPanelWidth;  // [panel, octet, output]
   static constexpr uint32_t kTeam = kWeights + kOctets * kRowStep;
@@ -61,7 +66,8 @@ struct FewLayout {
   GPU_FN static uint32_t row(uint32_t team, uint32_t octet) {
     return team * kTeam + kWeights + octet * kRowStep;
   }
-  // Chain sums as floats, in the place of the weights: [panel, slot, output].
+  // Where a chain's sums lie, counted in floats; they take the place of the weights: [panel, slot,
+  // output].
   GPU_FN static uint32_t sum(uint32_t team, uint32_t panel, uint32_t slot, uint32_t column) {
     return team * kTeam * 4 + (panel * kTileSide + slot) * kPanelWidth + column;
   }
@@ -75,8 +81,8 @@ union FewHalves {
   SharedArray<float, Layout::kMostTeams * Layout::kTeam * 4> sums;
 };
 
-// What a thread keeps of a group on its way: the group as it is stored. f32, which would take twice
-// the registers, waits and is narrowed.
+// The format in which a thread keeps a group that it loads ahead: as the group is stored. f32 would
+// take twice the registers of bf16, so it is narrowed at once, and the thread waits for the load.
 template <WeightFormat kFormat>
 inline constexpr WeightFormat kFormatAhead =
     kFormat == WeightFormat::kF32 ? WeightFormat::kBF16 : kFormat;
@@ -91,8 +97,8 @@ GPU_FN StoredGroup<kFormatAhead<kFormat>> group_ahead(const Record& record, uint
   }
 }
 
-// One step's weights of a thread: a group of one output of each panel. And its inputs: two units of
-// one row.
+// What a thread loads for one step: of the weights a group of one output in each panel, and of the
+// inputs two units of one row.
 template <WeightFormat kFormat>
 struct FewWeights {
   StoredGroup<kFormatAhead<kFormat>> groups[2];
@@ -101,14 +107,14 @@ struct FewInputs {
   Unit units[2];
 };
 
-// Where a thread reads the team's chain: its output's records of both panels, null where outputs do
-// not exist, and one slot's row.
+// Where a thread reads its part of the team's chain: the records of its output in both panels (null
+// where the output does not exist), and the row of one slot.
 template <class TileOps, WeightFormat kFormat>
 struct FewSource {
   const unsigned char* records[2];
   uint32_t first;  // of the chain's inputs
   static constexpr uint32_t kLanes = TileOps::kLanes;
-  static constexpr uint32_t kRowThreads = kLanes / kTileSide;  // that share a row
+  static constexpr uint32_t kRowThreads = kLanes / kTileSide;  // threads that share a row
 
   GPU_FN static FewSource of(const ProjectionParams& params, uint32_t expert, uint32_t chain) {
     FewSource source{
@@ -151,8 +157,8 @@ struct FewSource {
   }
 };
 
-// Weights [panel] and inputs of the step that begins at `begin`, as bf16 to where the team
-// multiplies them.
+// Stores the weights and inputs of the step that begins at input `begin`, as bf16, to where the
+// team multiplies them.
 template <class TileOps, WeightFormat kFormat>
 GPU_FN void store_few(const FewWeights<kFormat>& weights, const FewInputs& inputs, uint32_t begin,
                       uint32_t team, FewHalves<TileOps>& shared) {
@@ -176,6 +182,7 @@ GPU_FN void store_few(const FewWeights<kFormat>& weights, const FewInputs& input
   }
 }
 
+// Multiplies what store_few() stored, and adds the products to `sums`. All threads of the team.
 template <class TileOps>
 GPU_FN void multiply_few(uint32_t team, FewHalves<TileOps>& shared,
                          typename TileOps::Sums (*sums)[FewLayout<TileOps>::kColumns]) {
@@ -195,8 +202,9 @@ GPU_FN void multiply_few(uint32_t team, FewHalves<TileOps>& shared,
   }
 }
 
-// The sums of the team's chain into shared memory. All teams take as many steps, since a team of
-// the simulator may wait for all others.
+// Computes the team's chain and leaves its sums in shared memory. All teams take equally many
+// steps, also where a chain is shorter or missing, because a team of the simulator may wait for all
+// others at its barrier.
 template <class TileOps, WeightFormat kFormat>
 GPU_FN void few_chain(const ProjectionParams& params, uint32_t chain, FewPlaces& places,
                       FewHalves<TileOps>& shared) {
@@ -242,8 +250,8 @@ GPU_FN void few_chain(const ProjectionParams& params, uint32_t chain, FewPlaces&
   }
 }
 
-// Adds the chain sums of `present` teams in ascending order. A thread owns every block_threads()-th
-// place, here and at the end.
+// Adds the chain sums of the first `present` teams to the totals, in ascending order. A thread owns
+// every block_threads()-th place of the totals, here and where they are written out.
 template <class TileOps>
 GPU_FN void add_few(uint32_t present, bool is_first, FewHalves<TileOps>& shared,
                     FewPlaces& places) {
@@ -263,6 +271,7 @@ GPU_FN void add_few(uint32_t present, bool is_first, FewHalves<TileOps>& shared,
   }
 }
 
+// The kernel: grid_x counts pairs of panels, grid_y the tiles of the few-row kernels.
 template <class TileOps, WeightFormat kFormat>
 GPU_FN void bf16_few(const ProjectionParams& params) {
   if constexpr (TileOps::kExists) {

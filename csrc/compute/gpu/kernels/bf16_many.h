@@ -1,8 +1,10 @@
-// Matrix-unit classes, many rows, a grouped GEMM: a block computes 64 slots x two panels of 32
-// outputs (gate and up of the same, or two neighbours), 64 inputs at a time from one of two buffers
-// in shared memory while the next step's weights are decoded into registers and then stored into
-// the other. Sums of 256 inputs start from +0 and are added in ascending order. The bound is the
-// matrix units' rate; 64 x 64 sums read 32 bytes of shared memory per 1024 multiply-adds.
+// The kernel of the matrix-unit classes for experts with many rows: a grouped GEMM. A block
+// computes 64 slots x two panels of 32 outputs: gate and up of the same outputs, or two
+// neighbouring panels of a single matrix. It multiplies 64 inputs at a time from one of two buffers
+// in shared memory; meanwhile the next step's weights are decoded into registers, and then stored
+// into the other buffer. The sums over 256 inputs start from +0 and are added in ascending order.
+// What bounds the rate is the matrix units: 64 x 64 sums read 32 bytes of shared memory per 1024
+// multiply-adds.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -11,13 +13,13 @@
 namespace dflash::compute::gpu {
 
 inline constexpr uint32_t kHalfManyThreads = 128;
-// per step: two groups of weights for each of the 64 outputs, one per thread
+// Inputs per step: two groups of weights for each of the 64 outputs, which is one group per thread.
 inline constexpr uint32_t kHalfManyInputs = 64;
 inline constexpr uint32_t kHalfOctets = kHalfManyInputs / kUnitHalves;
 inline constexpr uint32_t kHalfColumns = 2 * kPanelWidth;
-// units from octet to octet; see FewLayout
+// Units from one octet of the rows to the next, so that stores use different banks.
 inline constexpr uint32_t kHalfRowStep = kManyTileRows + 4;
-// of a thread: every second unit of one row
+// Units of the rows that a thread stores per step: every second unit of one row.
 inline constexpr uint32_t kHalfRowUnits = kHalfOctets / 2;
 static_assert(kHalfManyThreads == 2 * kHalfColumns && kHalfManyThreads == 2 * kManyTileRows);
 
@@ -30,7 +32,7 @@ union ManyHalves {
   SharedArray<float, kManyTileRows * kHalfColumns> totals;  // [slot, output], at the end
 };
 
-// A team's part of the 64 x 64 sums, in tiles.
+// Which part of the 64 x 64 sums a team has, counted in tiles.
 template <class TileOps>
 struct ManyPart {
   static constexpr uint32_t kRows = 2;
@@ -51,8 +53,8 @@ struct ManyStaged {
   Unit rows[kHalfRowUnits];
 };
 
-// Thread t: output t % 64 and group t / 64 of the step; slot t / 2 and its units t % 2, 2 + t % 2,
-// ...
+// What a thread brings into a buffer. Of the weights thread t has output t % 64 and group t / 64 of
+// the step; of the rows it has slot t / 2 and its units t % 2, 2 + t % 2 and so on.
 template <WeightFormat kFormat>
 GPU_FN ManyStaged fetch_many(const ProjectionParams& params, const unsigned char* panel,
                              const uint16_t* row, uint32_t begin) {
@@ -112,7 +114,7 @@ GPU_FN void multiply_many(uint32_t buffer, ManyBuffers& buffers, ManyPart<TileOp
   }
 }
 
-// Adds the sums of a chain and begins the next.
+// Adds the sums of a chain to the totals and begins the next chain.
 template <class TileOps>
 GPU_FN void end_chain(bool is_first, ManyPart<TileOps>& part, ManyPart<TileOps>& totals) {
   using Part = ManyPart<TileOps>;
@@ -128,8 +130,8 @@ GPU_FN void end_chain(bool is_first, ManyPart<TileOps>& part, ManyPart<TileOps>&
   }
 }
 
-// Totals go through shared memory, so that gate and up of an output meet and neighbours write
-// neighbours.
+// Writes the totals out. They go through shared memory, so that gate and up of an output meet in
+// one thread and neighbouring threads write neighbouring outputs.
 template <class TileOps>
 GPU_FN void finish_many(const ProjectionParams& params, const Tile& tile,
                         const ManyPart<TileOps>& part, ManyHalves& shared) {
@@ -164,7 +166,7 @@ GPU_FN void bf16_many(const ProjectionParams& params) {
     const uint16_t* row = halves_of(params, tile, thread_index() / 2);
     ManyPart<TileOps> sums, totals;
     ManyStaged staged;
-    uint32_t buffer = 0;  // the one to be stored into
+    uint32_t buffer = 0;  // the one that is stored into next
     for (uint32_t begin = 0;; begin += kHalfManyInputs, buffer ^= 1) {
       const bool has_more = begin < params.num_inputs;
       if (has_more) staged = fetch_many<kFormat>(params, panel, row, begin);

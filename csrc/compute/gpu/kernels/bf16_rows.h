@@ -1,4 +1,4 @@
-// The rows of a request as bf16, straight from the wire's layout: what the matrix-unit classes
+// Converts the rows of a request, as they arrived, to bf16, which is what the matrix-unit classes
 // multiply.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
@@ -18,7 +18,7 @@ GPU_KERNEL(dflash_narrow_rows, NarrowParams, kElementThreads) {
   uint32_t half = 0;
   if (column < params.row_size) {
     const uint64_t at = uint64_t{row} * params.row_size + column;
-    // volatile: the source may change under us, and must not be read a second time.
+    // volatile: a peer may change the source meanwhile, so it must not be read a second time.
     if (params.dtype == Dtype::kF32)
       half = narrow_bf16(float_of(static_cast<const volatile uint32_t*>(params.source)[at]));
     else

@@ -9,10 +9,10 @@
 
 namespace dflash::compute::gpu {
 
-// 16-byte units of a group of 32 bf16
+// The 16-byte units that a group of 32 bf16 takes.
 inline constexpr uint32_t kGroupUnits = kGroup / kUnitHalves;
 
-// Two floats rounded to bf16, nearest even, the first in the low half.
+// Rounds two floats to bf16, to nearest even; the first is in the low half of the result.
 GPU_FN uint32_t narrow_pair(float low, float high) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   uint32_t pair;
@@ -23,7 +23,7 @@ GPU_FN uint32_t narrow_pair(float low, float high) {
 #endif
 }
 
-// A stored group as bf16.
+// Makes bf16 of a stored group.
 template <WeightFormat kFormat>
 GPU_FN void narrow_stored(const StoredGroup<kFormat>& stored, uint32_t group, Unit* units) {
   if constexpr (kFormat == WeightFormat::kBF16) {
@@ -42,7 +42,7 @@ GPU_FN void narrow_stored(const StoredGroup<kFormat>& stored, uint32_t group, Un
   }
 }
 
-// Group `group` of a record as bf16.
+// Loads group `group` of a record and makes bf16 of it.
 template <WeightFormat kFormat>
 GPU_FN void narrow_group(const Record& record, uint32_t group, Unit* units) {
   narrow_stored<kFormat>(load_group<kFormat>(record, group), group, units);
@@ -56,14 +56,14 @@ GPU_FN const uint16_t* halves_of(const ProjectionParams& params, const Tile& til
   return params.halves + uint64_t{row} * params.input_stride;
 }
 
-// Eight inputs of a row from `input` on, a multiple of 8; zeros beyond its end.
+// Eight inputs of a row from `input` on, which is a multiple of 8; zeros beyond the row's end.
 GPU_FN Unit row_unit(const ProjectionParams& params, const uint16_t* row, uint32_t input) {
   if (row == nullptr || input >= params.input_stride) return {};
   return load_device_16<Unit>(row + input);
 }
 
-// The panel of column block `which` (0 or 1) of this block: gate's and up's of the same 32 outputs,
-// or two neighbours of a single matrix. Null: outputs that do not exist.
+// The first or the second (`which` 0 or 1) of the block's two panels: gate's and up's of the same
+// 32 outputs, or two neighbouring panels of a single matrix. Null: its outputs do not exist.
 template <WeightFormat kFormat>
 GPU_FN const unsigned char* paired_panel(const ProjectionParams& params, uint32_t expert,
                                          uint32_t which) {
@@ -76,8 +76,8 @@ GPU_FN const unsigned char* paired_panel(const ProjectionParams& params, uint32_
              : nullptr;
 }
 
-// Both sums of a column that a block has: one intermediate value, or two outputs 32 apart.
-// Intermediate rows are rounded to bf16 and padded with zeros to whole units.
+// Writes one finished value. Intermediate rows are rounded to bf16, and padded with zeros to whole
+// units.
 GPU_FN void finish_half(const ProjectionParams& params, uint32_t expert, uint32_t slot,
                         uint32_t output, float first, float second) {
   if (!params.is_gate_up) return finish_output(params, expert, slot, output, first, second);
@@ -87,6 +87,8 @@ GPU_FN void finish_half(const ProjectionParams& params, uint32_t expert, uint32_
   params.half_outputs[uint64_t{slot} * params.output_stride + output] =
       static_cast<uint16_t>(narrow_bf16(value));
 }
+// Finishes both sums that a block has in a column: they make one intermediate value where there is
+// a gate, and are two outputs, a panel apart, elsewhere.
 GPU_FN void finish_column(const ProjectionParams& params, uint32_t expert, uint32_t slot,
                           uint32_t column, float first, float second) {
   if (is_gated(params))

@@ -18,11 +18,11 @@ namespace dflash::compute::gpu {
 inline constexpr uint32_t kWgmmaThreads = 2 * kWarpgroupThreads;
 inline constexpr uint32_t kWgmmaRows = 2 * kWarpgroupRows;
 inline constexpr uint32_t kWgmmaColumns = kWarpgroupOutputs;
-inline constexpr uint32_t kWgmmaInputs = kOperandOctets * kUnitHalves;  // of a step
+inline constexpr uint32_t kWgmmaInputs = kOperandOctets * kUnitHalves;  // inputs of a step
 inline constexpr uint32_t kWgmmaStages = 4;
 // steps: stages before it are being read, by this warpgroup and by the other one
 inline constexpr uint32_t kWgmmaAhead = 2;
-// floats from slot to slot, so that the eight rows of a store meet other banks
+// Floats from slot to slot of the totals, so that the eight rows of a store use different banks.
 inline constexpr uint32_t kWgmmaTotals = kWgmmaColumns + 4;
 // units
 inline constexpr uint32_t kRingRows = kWgmmaRows * kOperandOctets,
@@ -33,15 +33,15 @@ static_assert(kManyTileRows == kWarpgroupRows && kWgmmaInputs == 2 * kGroup &&
 static_assert(kWgmmaStages >= kWgmmaAhead + 2 && kChain % kWgmmaInputs == 0);
 
 union WgmmaShared {
-  // per stage: rows, then columns, an operand each per 64 rows and per 128 columns
+  // A stage has the rows, then the columns: an operand per 64 rows, and one per 128 columns.
   SharedArray<Unit, kWgmmaStages * kRingStage> ring;
   SharedArray<float, kWgmmaRows * kWgmmaTotals> totals;  // [slot, column], at the end
 };
 static_assert(sizeof(WgmmaShared) + kOperandAlignment <= kWgmmaSharedBytes);
 
 #if DFLASH_GPU_WARPGROUPS
-// What a thread brings into the ring: group thread / 128 of 32 inputs of column thread % 128, and
-// unit thread % 8 of every 32nd row.
+// What a thread brings into the ring: of the columns, group thread / 128 (32 inputs) of column
+// thread % 128; of the rows, unit thread % 8 of every 32nd row.
 template <WeightFormat kFormat>
 struct WgmmaSource {
   static constexpr uint32_t kRows = kRingRows / kWgmmaThreads;
@@ -66,8 +66,8 @@ GPU_FN const unsigned char* wgmma_panel(const ProjectionParams& params, uint32_t
                            panel);
 }
 
-// Weights of one step. bf16 lies in records as the operand wants it, unit by unit, and is copied;
-// the rest is decoded.
+// Brings the weights of one step into the ring. Records hold bf16 unit by unit as the operand wants
+// it, so it is copied; other formats are decoded.
 template <WeightFormat kFormat>
 GPU_FN void bring_weights(const ProjectionParams& params, const WgmmaSource<kFormat>& source,
                           uint32_t step, WgmmaShared& shared) {
@@ -110,7 +110,7 @@ GPU_FN void bring_step(const ProjectionParams& params, const WgmmaSource<kFormat
   bring_weights<kFormat>(params, source, step, shared);
 }
 
-// The products of one step, on their way when this returns.
+// Starts the products of one step; they are still under way when this returns.
 GPU_FN void multiply_step_async(uint32_t step, WgmmaShared& shared, WarpgroupSums& sums) {
   const uint32_t stage = step % kWgmmaStages * kRingStage,
                  warpgroup = thread_index() / kWarpgroupThreads;
@@ -125,8 +125,9 @@ GPU_FN void multiply_step_async(uint32_t step, WgmmaShared& shared, WarpgroupSum
   Warpgroup::commit();
 }
 
-// Totals go through shared memory, so that gate and up of an output meet, neighbours write
-// neighbours and the activation stands in the code once.
+// Writes the totals out. They go through shared memory, so that gate and up of an output meet in
+// one thread, neighbouring threads write neighbouring outputs, and the code of the activation
+// exists once.
 GPU_FN void finish_wgmma(const ProjectionParams& params, const Tile& tile,
                          const WarpgroupSums& totals, WgmmaShared& shared) {
   const uint32_t first_row = thread_index() / kWarpgroupThreads * kWarpgroupRows;
@@ -145,8 +146,8 @@ GPU_FN void finish_wgmma(const ProjectionParams& params, const Tile& tile,
   }
 }
 
-// The slots of this block: those of tile `block_y()`, an even one together with the next where that
-// is of the same expert. None: another block has them.
+// The slots of this block: those of tile `block_y()`. An even tile is taken together with the next
+// one where both are of the same expert; the block of that next tile then has none.
 GPU_FN Tile paired_tile(const ProjectionParams& params) {
   const uint32_t index = block_y();
   Tile tile = params.tiles[index];

@@ -1,6 +1,7 @@
-// What int8_few.h and dot2_few.h share: chains of dot products of 32 inputs in the blocks of
-// project_few.h. `Codes` has a weights' group (Group, take()), a row's record (Record) and a
-// group's step of a chain (step()).
+// What int8_few.h and dot2_few.h share: chains of dot products over 32 inputs, in the blocks of
+// project_few.h. Their template argument `Codes` says what a group of weights is and how it is
+// taken from a stored one (Group, take()), what a row's record is (Record), and how a group
+// continues a chain (step()).
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -9,8 +10,9 @@
 
 namespace dflash::compute::gpu {
 
-// As few_ahead() of project_few.h, for less work per weight: with one row 96 bytes of four-bit
-// codes, 128 of eight-bit ones.
+// How many groups a thread loads ahead, as few_ahead() of project_few.h says. There is less work
+// per weight here, so with one row it is more: 96 bytes of four-bit codes, or 128 of eight-bit
+// ones.
 DFLASH_GPU_BOTH constexpr uint32_t codes_ahead(WeightFormat format, uint32_t num_rows) {
   return groups_ahead(format, num_rows == 1 ? 40 : 32, 6);
 }
@@ -18,7 +20,7 @@ DFLASH_GPU_BOTH constexpr uint32_t codes_ahead(WeightFormat format, uint32_t num
 template <class Codes, WeightFormat kFormat, uint32_t kRows>
 GPU_FN void code_chain_sums(const Record& record, const typename Codes::Record* rows,
                             uint32_t num_groups, float* sums) {
-  constexpr uint32_t kAhead = codes_ahead(kFormat, kRows);  // on their way while one is multiplied
+  constexpr uint32_t kAhead = codes_ahead(kFormat, kRows);  // groups loaded ahead
   GPU_UNROLL
   for (uint32_t r = 0; r < kRows; ++r) sums[r] = 0.0f;
   StoredGroup<kFormat> ahead[kAhead] = {};
@@ -40,7 +42,7 @@ GPU_FN void code_chain_sums(const Record& record, const typename Codes::Record* 
   }
 }
 
-// The chain's sums of one matrix into shared memory, for the tile's rows.
+// Computes a chain of one matrix for the tile's rows and leaves the sums in shared memory.
 template <class Codes, WeightFormat kFormat>
 GPU_FN void store_code_chain(const ProjectionParams& params, uint32_t chain, uint32_t matrix,
                              uint64_t panels, FewSums& shared) {

@@ -1,19 +1,21 @@
-// The many-row kernels of the classes that multiply codes, a grouped GEMM: a block computes 64
-// slots x 64 outputs (the panels of project_many.h) out of codes and scales in shared memory, a few
-// groups of 32 inputs a step. What differs is given as `Codes` (int8_many.h, dot2_many.h):
+// The many-row kernels of the classes that multiply codes: a grouped GEMM. A block computes 64
+// slots x 64 outputs (the panels of project_many.h) from codes and scales in shared memory, a few
+// groups of 32 inputs per step. What differs between the classes is a template argument, `Codes`
+// (int8_many.h, dot2_many.h), which has
 //
-//   Tiles                        what a block shares: `factors`, a GroupFactors, codes, and `sums`
-//   in their place at the end kStepGroups, Record          groups of a step, and a row's records
-//   Ahead<kFormat>               how a step's codes come into shared memory: FilledAtOnce, or one
-//   that has fetched before Group, read<kFormat>(record, index, group), put_weights(tiles, group,
-//   column, words), put_row(tiles, group, slot, record, index)
-//                                for FilledAtOnce: a group of weights, its reading, and codes into
-//                                shared memory
-//   dots<kFormat, Owned, kPart>(tiles, group, dots)   dot products of a group, or of half kPart
-//   where scales are per 16 inputs
+// - Tiles: what a block shares. It has `factors` (GroupFactors), the codes, and `sums`, which take
+//   the place of the codes at the end.
+// - kStepGroups: the groups of a step. Record: a row's records.
+// - Ahead<kFormat>: how a step's codes come into shared memory. It is FilledAtOnce, or a type that
+//   loads them a step before.
+// - Group, read<kFormat>(record, index, group), put_weights(tiles, group, column, words) and
+//   put_row(tiles, group, slot, record, index), for FilledAtOnce: a group of weights, how it is
+//   read, and how codes are stored to shared memory.
+// - dots<kFormat, Owned, kPart>(tiles, group, dots): the dot products of a group, or of its half
+//   kPart where scales are per 16 inputs.
 //
-// An `Owned` has kRows x kColumns sums per thread, of row(i) and column(j). The float32 steps after
-// the dot products are the same everywhere.
+// A type `Owned` says which kRows x kColumns sums a thread has: those of row(i) and column(j). The
+// float32 steps after the dot products are the same in all classes and on all cards.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -71,7 +73,8 @@ GPU_FN void fill_row_codes(const typename Codes::Record& row, uint32_t begin, ui
   }
 }
 
-// Reads what is missing when it is stored: whatever a step waits for, other blocks have to fill.
+// Loads a step's codes only when they are stored. While a block waits for them, the other blocks of
+// the multiprocessor have to keep it busy.
 template <class Codes, WeightFormat kFormat>
 struct FilledAtOnce {
   GPU_FN void fetch(const unsigned char*, const typename Codes::Record&, uint32_t, uint32_t) {}
@@ -82,7 +85,7 @@ struct FilledAtOnce {
   }
 };
 
-// One group, or its half `kPart` where scales are per 16 inputs, onto the chains.
+// Continues the chains by one group, or by its half `kPart` where scales are per 16 inputs.
 template <class Codes, WeightFormat kFormat, class Owned, uint32_t kPart>
 GPU_FN void group_part(uint32_t group, typename Codes::Tiles& tiles,
                        float (*sums)[Owned::kColumns]) {
@@ -116,7 +119,7 @@ GPU_FN void group_offsets(uint32_t group, Factors& factors, float (*sums)[Owned:
   }
 }
 
-// Adds the sums of a chain and begins the next.
+// Adds the sums of a chain to the totals and begins the next chain.
 template <class Owned>
 GPU_FN void end_code_chain(bool is_first, float (*sums)[Owned::kColumns],
                            float (*totals)[Owned::kColumns]) {

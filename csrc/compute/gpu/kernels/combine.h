@@ -1,5 +1,5 @@
-// A row's reply: y = fma(w, d, y) over its slots, experts ascending, then one rounding to the reply
-// dtype with the check of the range.
+// Computes the reply: for each row y = fma(weight, output of the expert, y) over its slots, experts
+// ascending. The result is rounded once to the reply's dtype, and checked against its range.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -21,7 +21,7 @@ GPU_KERNEL(dflash_combine, CombineParams, kElementThreads) {
     sum = fused(params.weights[params.slot_pairs[slot]],
                 params.downs[uint64_t{slot} * params.out_size + column], sum);
   }
-  if (is_nan(sum)) sum = float_of(0x7fc00000u);  // whatever payload an fma kept
+  if (is_nan(sum)) sum = float_of(0x7fc00000u);  // one NaN, whatever payload an fma kept
   if (params.dtype == Dtype::kF32) {
     static_cast<float*>(params.reply)[i] = sum;
     return;

@@ -1,5 +1,5 @@
 // Conversions between float32 and the 16-bit types in integer arithmetic, bit for bit those of
-// base/dtype.h, for devices without depending on either vendor's half types.
+// base/dtype.h. They depend on neither vendor's half types.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 

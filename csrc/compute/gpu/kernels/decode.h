@@ -1,6 +1,7 @@
-// Groups of 32 weights (stored_group.h) as float32, eight at a time, by the formulas of
-// compute/formats/dequantize.h: each product and each difference one operation, in the same order.
-// Codes become floats by exact conversions and differences of small integers.
+// Decodes groups of 32 weights (stored_group.h) to float32, eight at a time, by the formulas of
+// compute/formats/dequantize.h: each product and each difference is one operation, in the same
+// order, so that the bits are the same. Codes become floats by exact conversions and by differences
+// of small integers.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -19,12 +20,12 @@ GPU_FN float widen_e8m0(uint32_t exponent) {  // 2^(exponent - 127)
 GPU_FN float widen_e4m3(uint32_t code) {
   const uint32_t sign = (code & 0x80u) << 24, magnitude = code & 0x7fu;
   if (magnitude == 0x7f) return float_of(0x7fc00000u);
-  // exact, and normalises subnormals
+  // The product is exact, and normalises subnormals.
   return float_of(sign | bits_of(mul(float_of(magnitude << 20), 0x1p120f)));
 }
 GPU_FN int32_t signed_byte(uint32_t byte) { return static_cast<int32_t>(byte ^ 0x80u) - 128; }
 
-// Sixteen signed bytes, looked up four codes at a time.
+// A table of sixteen signed bytes, in which four codes are looked up at a time.
 struct LevelTable {
   uint32_t levels[4];
   GPU_FN uint32_t operator()(uint32_t codes) const {
@@ -41,15 +42,15 @@ GPU_FN LevelTable iq4_levels() {
   };
 }
 
-// What multiplies a group's codes: of each half in q6_k, the same for both elsewhere. q4_k and q5_k
-// subtract `offset`, dmin * minimum.
+// What a group's codes are multiplied by: q6_k has a factor for each half of a group, the other
+// formats the same for both. q4_k and q5_k then subtract `offset`, which is dmin * minimum.
 struct GroupScale {
   float factors[2];
   float offset;
 };
 
-// d * scale and dmin * minimum of q4_k and q5_k out of d, dmin and 12 bytes of six-bit scales and
-// minima.
+// The products d * scale and dmin * minimum of a group of q4_k or q5_k, from d, dmin and the 12
+// bytes of six-bit scales and minima.
 GPU_FN GroupScale k_affine(const Unit& head, uint32_t group) {
   const uint32_t a = byte_of(head.words[1], group), b = byte_of(head.words[2], group),
                  c = byte_of(head.words[3], group);
@@ -77,7 +78,7 @@ GPU_FN GroupScale group_scale(const StoredGroup<kFormat>& stored, uint32_t group
   } else {
     float factor = 1.0f;
     if constexpr (kFormat == WeightFormat::kMxfp4 || kFormat == WeightFormat::kGgufMxfp4) {
-      // exact; the codes are doubled
+      // The codes are decoded to twice their values, hence the half; the product is exact.
       factor = mul(widen_e8m0(byte_of(stored.scales[0], group)), 0.5f);
     } else if constexpr (kFormat == WeightFormat::kIq4Xs) {
       const uint32_t low = byte_of(stored.scales[1], group / 2) >> (group % 2 * 4) & 15u;
@@ -97,7 +98,7 @@ GPU_FN GroupScale group_scale(const StoredGroup<kFormat>& stored, uint32_t group
   }
 }
 
-// Four weights out of four codes.
+// Makes four weights of four codes.
 template <WeightFormat kFormat>
 GPU_FN void decode_codes(uint32_t codes, float factor, float offset, float* weights) {
   uint32_t looked_up = codes;
@@ -126,7 +127,7 @@ GPU_FN void decode_codes(uint32_t codes, float factor, float offset, float* weig
   }
 }
 
-// Weights of inputs [8 * octet, 8 * octet + 8) of the group.
+// Decodes the weights of inputs [8 * octet, 8 * octet + 8) of the group.
 template <WeightFormat kFormat>
 GPU_FN void decode_octet(const StoredGroup<kFormat>& stored, const GroupScale& scale,
                          uint32_t group, uint32_t octet, float* weights) {
@@ -157,7 +158,7 @@ GPU_FN void decode_stored(const StoredGroup<kFormat>& stored, uint32_t group, fl
     decode_octet<kFormat>(stored, scale, group, octet, weights + octet * kOctet);
 }
 
-// Weights of inputs [32 * group, 32 * group + 32) of the record.
+// Decodes the weights of inputs [32 * group, 32 * group + 32) of the record.
 template <WeightFormat kFormat>
 GPU_FN void decode_group(const Record& record, uint32_t group, float* weights) {
   decode_stored<kFormat>(load_group<kFormat>(record, group), group, weights);

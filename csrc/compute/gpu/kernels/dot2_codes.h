@@ -1,8 +1,8 @@
-// Groups of 32 weights out of a record as class f16-dot2 wants them: pairs of f16 in ascending
-// order, the factor of the group (of each half in q6_k) and its offset where the format has one.
-// Integers and fp8 are exact in f16; floats get a power of two per group, which brings the largest
-// into [2^14, 2^15), so that nothing overflows and what f16 cannot hold is below 2^-28 of the
-// largest.
+// Groups of 32 weights of a record in the form that class f16-dot2 multiplies: pairs of f16 in
+// ascending order, the factor of the group (of each half in q6_k), and its offset where the format
+// has one. Integers and fp8 are exact in f16. Floats are scaled by a power of two per group, which
+// brings the largest of them into [2^14, 2^15): so nothing overflows, and what f16 cannot hold is
+// below 2^-28 of the largest.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -19,13 +19,13 @@ struct HalfGroup {
   float offset;  // as Int8Group's
 };
 
-// A power of two and its inverse for values of at most this magnitude (bits of a float without
-// sign). NaN and infinity: a NaN scale.
+// The power of two, and its inverse, for a group whose largest magnitude is given (as the bits of a
+// float without sign). With NaN or infinity among them the scale is NaN.
 struct HalfScale {
   float scale, inverse;
 };
 GPU_FN HalfScale half_scale(uint32_t magnitude) {
-  // below 2^-112 the inverse would leave float32
+  // Below 2^-112 the inverse would not fit float32.
   const uint32_t found = magnitude >> 23, exponent = found < 15 ? 15 : found;
   if (exponent == 255) return {float_of(0x7fc00000u), 0.0f};
   return {float_of((exponent - 14) << 23), float_of((268 - exponent) << 23)};
@@ -60,7 +60,7 @@ GPU_FN HalfGroup scaled_group(const StoredGroup<kFormat>& stored, uint32_t index
   return group;
 }
 
-// Codes that f16 holds as they are.
+// For formats whose codes f16 holds exactly.
 GPU_FN HalfGroup e4m3_group(const StoredGroup<WeightFormat::kFp8E4m3B128>& stored) {
   HalfGroup group{};
   GPU_UNROLL
@@ -72,7 +72,7 @@ GPU_FN HalfGroup e4m3_group(const StoredGroup<WeightFormat::kFp8E4m3B128>& store
   return group;
 }
 
-// Group `index` of a record, which `stored` holds.
+// Makes of a stored group, number `index` of its record, what is multiplied.
 template <WeightFormat kFormat>
 GPU_FN HalfGroup half_group(const StoredGroup<kFormat>& stored, uint32_t index) {
   if constexpr (is_float(kFormat)) {

@@ -1,7 +1,8 @@
-// Gate, up and down of class f16-dot2 for few rows: the blocks and chains of project_few.h, each
-// chain made of dot products of 32 inputs, with the instructions of dot2_many.h in the same order.
-// A weight of bf16 takes six instructions beside those of its rows (widen, compare, scale, round,
-// half a pack, half a dot2 per row), less than a gfx906 has time for while it reads one.
+// The kernel of gate, up and down in class f16-dot2 for experts with few rows. Blocks and chains
+// are those of project_few.h; each chain is made of dot products over 32 inputs, with the
+// instructions of dot2_many.h in the same order, so that both kernels have the same bits. A weight
+// in bf16 takes six instructions (widen, compare, scale, round, half a pack, half a dot2 per row),
+// which is less than a gfx906 has time for while it reads one.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 

@@ -1,7 +1,9 @@
-// Gate, up and down of class f16-dot2 for many rows of an expert (codes_many.h), two groups of 32
-// inputs a step: 16 dot2 and two float32 steps per 32 multiply-adds. A thread's 8 x 4 sums read 12
-// units of shared memory per 128 dot2, 3/4 of what a gfx906 reads meanwhile. The sums, dot products
-// and totals of 32 outputs leave a gfx906 one wave per SIMD: what hides latency is to fetch ahead.
+// The kernel of gate, up and down in class f16-dot2 for experts with many rows (codes_many.h), with
+// two groups of 32 inputs per step. A group takes 16 dot2 and two float32 steps for 32
+// multiply-adds. The 8 x 4 sums of a thread read 12 units of shared memory per 128 dot2, which is
+// 3/4 of what a gfx906 can read in that time. The sums, dot products and totals of 32 outputs take
+// so many registers that a gfx906 has one wave per SIMD, so latency is hidden by loading ahead and
+// not by other waves.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -12,14 +14,14 @@
 
 namespace dflash::compute::gpu {
 
-// Unit u of row or output i of a group lies beside those of i - 1 and i + 1: neighbours store and
-// read neighbours, no bank twice.
+// Unit u of row or output i lies beside those of i - 1 and i + 1, so that neighbouring threads
+// store and read neighbouring units, each from another bank.
 struct HalfTiles {
   static constexpr uint32_t kSteps = 2, kUnits = kGroupPairs / 4;
   union {
     // [rows or weights, group, unit, row or output]
     SharedArray<Unit, 2 * kSteps * kUnits * kManyOutputs> units;
-    SharedArray<float, kManyTileRows * kManyOutputs> sums;  // at the end
+    SharedArray<float, kManyTileRows * kManyOutputs> sums;  // in the codes' place at the end
   };
   GroupFactors<kSteps> factors;
 
@@ -32,7 +34,7 @@ struct HalfTiles {
 };
 static_assert(kManyTileRows == kManyOutputs);
 
-// A sub-group owns 32 x 32 sums, a thread every fourth row and every eighth column of them.
+// A sub-group has 32 x 32 sums, and a thread every fourth row and every eighth column of these.
 struct Dot2Tile {
   static constexpr uint32_t kRows = 8, kColumns = 4;
   GPU_FN static uint32_t row(uint32_t i) {
@@ -43,9 +45,9 @@ struct Dot2Tile {
   }
 };
 
-// A step's codes are on their way while the one before is multiplied, and are decoded when they are
-// stored (but nibbles, which are few bytes, and take too many registers to decode). Thread t:
-// output, and slot, t % 64 of group t / 64.
+// Loads a step's codes while the step before is multiplied, and decodes them when they are stored.
+// Nibbles are an exception, because they are few bytes and take too many registers to decode.
+// Thread t has output t % 64 and slot t % 64 of group t / 64.
 template <class Codes, WeightFormat kFormat>
 struct FetchedAhead {
   StoredGroup<kFormat> weights;

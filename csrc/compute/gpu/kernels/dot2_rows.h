@@ -1,6 +1,6 @@
-// Rows of class f16-dot2: f16 codes and a power of two per 32 inputs, as records (record_layout.h),
-// straight from the wire's layout or from gate and up. What the power of two does is said in
-// dot2_codes.h.
+// Encodes rows for class f16-dot2: codes in f16 and a power of two per 32 inputs, stored as records
+// (record_layout.h). A request's rows are read as they arrived, intermediate rows as gate and up
+// wrote them. What the power of two is for is said in dot2_codes.h.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -16,8 +16,8 @@ struct alignas(8) HalfPairs {
   uint32_t words[2];
 };
 
-// The sum of a group's codes: of a thread's four as (0 + 1) + (2 + 3), then neighbours pair by
-// pair.
+// The sum of a group's codes. A thread adds its four as (0 + 1) + (2 + 3); then the sums of
+// neighbouring threads are added pair by pair.
 GPU_KERNEL(dflash_halve_rows, QuantizeParams, kElementThreads) {
   const RowPart part = read_part(params);
   const HalfScale by = half_scale(part.magnitude);

@@ -1,6 +1,6 @@
-// Pairs of f16 in a word, the first in the low half: what class f16-dot2 multiplies. On AMD's cards
-// by v_dot2_f32_f16 and the packed instructions; in the simulator in float32, where dot2() adds the
-// products one after the other, one fma each.
+// Pairs of f16 in a word, the first in the low half, which is what class f16-dot2 multiplies. AMD's
+// cards do it by v_dot2_f32_f16 and the packed instructions. The simulator computes in float32, and
+// its dot2() adds the products one after the other, one fma each.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -13,13 +13,13 @@ namespace dflash::compute::gpu {
     defined(__gfx1201__)
 inline constexpr bool kHasDot2 = true;
 #else
-// no device of such a target offers the class, and its kernels only stop
+// No device of such a target offers the class, and its kernels only stop.
 inline constexpr bool kHasDot2 = false;
 #endif
 
 #if defined(DFLASH_GPU_SIM) || !(defined(__HIP__) || defined(__HIPCC__))
 
-// Two floats rounded to f16, nearest even.
+// Rounds two floats to f16, to nearest even.
 GPU_FN uint32_t half_pair(float low, float high) {
   return narrow_f16(low) | narrow_f16(high) << 16;
 }
@@ -28,7 +28,8 @@ GPU_FN float high_half(uint32_t pair) { return widen_f16(pair >> 16); }
 GPU_FN uint32_t add_pairs(uint32_t a, uint32_t b) {
   return half_pair(add(low_half(a), low_half(b)), add(high_half(a), high_half(b)));
 }
-// sum + a[0] * b[0] + a[1] * b[1]. In which order and how precisely is the vendor's.
+// sum + a[0] * b[0] + a[1] * b[1]. In which order and how precisely these are added is the
+// vendor's.
 GPU_FN float dot2(uint32_t a, uint32_t b, float sum) {
   return fused(high_half(a), high_half(b), fused(low_half(a), low_half(b), sum));
 }
@@ -58,8 +59,8 @@ GPU_FN float dot2(uint32_t a, uint32_t b, float sum) {
 
 #endif
 
-// Signed bytes 0 and 1, or 2 and 3, of a word as a pair: c + 128 in the low bits of 1024 is 1152 +
-// c, and the difference is exact.
+// Makes a pair of the signed bytes 0 and 1, or 2 and 3, of a word. The f16 1024 with c + 128 in its
+// low bits is 1152 + c, and subtracting 1152 is exact.
 GPU_FN uint32_t low_bytes_as_pair(uint32_t bytes) {
   return add_pairs(pick_bytes(bytes ^ 0x80808080u, 0x64646464u, 0x04010400u), 0xe480e480u);
 }

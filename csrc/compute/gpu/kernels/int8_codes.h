@@ -1,6 +1,6 @@
-// Groups of 32 weights out of a record as class int8-groups wants them: signed bytes, four inputs
-// to a word in ascending order, the factor of the group (of each half in q6_k) and its offset where
-// the format has one. Bytes are computed four at a time.
+// Groups of 32 weights of a record in the form that class int8-groups multiplies: signed bytes,
+// four inputs to a word in ascending order, the factor of the group (of each half in q6_k), and its
+// offset where the format has one. Bytes are computed four at a time.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -8,7 +8,7 @@
 
 namespace dflash::compute::gpu {
 
-// Scales per group: q6_k has one per 16 inputs.
+// How many scales a group has: two in q6_k, which has one per 16 inputs.
 DFLASH_GPU_BOTH constexpr uint32_t group_parts(WeightFormat format) {
   return format == WeightFormat::kQ6K ? 2 : 1;
 }
@@ -22,7 +22,7 @@ struct Int8Group {
   float offset;  // 0 - dmin * minimum: a factor of the sum of the row's codes
 };
 
-// Bytes in 0..127, each less `bias` (at most 128).
+// Subtracts `bias`, at most 128, from each of four bytes in 0..127.
 GPU_FN uint32_t less_bias(uint32_t bytes, uint32_t bias) {
   return ((bytes | 0x80808080u) - bias * 0x01010101u) ^ 0x80808080u;
 }
@@ -33,7 +33,7 @@ GPU_FN LevelTable doubled_e2m1() {
   };
 }
 
-// Four codes of a stored group as signed bytes.
+// Makes signed bytes of four codes of a stored group.
 template <WeightFormat kFormat>
 GPU_FN uint32_t signed_codes(uint32_t codes) {
   if constexpr (kFormat == WeightFormat::kInt4G32 || kFormat == WeightFormat::kQ4_0)
@@ -48,7 +48,7 @@ GPU_FN uint32_t signed_codes(uint32_t codes) {
     return codes;
 }
 
-// Group `index` of a record, which `stored` holds.
+// Makes of a stored group, number `index` of its record, what is multiplied.
 template <WeightFormat kFormat>
 GPU_FN Int8Group codes_of(const StoredGroup<kFormat>& stored, uint32_t index) {
   Int8Group group{};
@@ -62,7 +62,8 @@ GPU_FN Int8Group codes_of(const StoredGroup<kFormat>& stored, uint32_t index) {
   return group;
 }
 
-// Weights of inputs [32 * index, 32 * index + 32) of the record.
+// Loads the weights of inputs [32 * index, 32 * index + 32) of a record and makes of them what is
+// multiplied.
 template <WeightFormat kFormat>
 GPU_FN void read_codes(const Record& record, uint32_t index, Int8Group& group) {
   group = codes_of<kFormat>(load_group<kFormat>(record, index), index);

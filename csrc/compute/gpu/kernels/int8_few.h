@@ -1,6 +1,6 @@
-// Gate, up and down of class int8-groups for few rows: the blocks and chains of project_few.h, each
-// chain made of integer dot products of 32 inputs. The bits are those of int8_many.h and of the
-// CPU.
+// The kernel of gate, up and down in class int8-groups for experts with few rows. Blocks and chains
+// are those of project_few.h; each chain is made of integer dot products over 32 inputs. The bits
+// are those of int8_many.h and of the processor.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -18,7 +18,7 @@ struct Int8Few {
     return codes_of<kFormat>(stored, index);
   }
 
-  // The dot products are exact, everything after them rounds once.
+  // The dot products are exact; every operation after them rounds once.
   template <WeightFormat kFormat>
   GPU_FN static float step(const Int8Group& weights, const Int8Record& row, uint32_t index,
                            float sum) {

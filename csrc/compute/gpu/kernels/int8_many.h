@@ -1,6 +1,7 @@
-// Gate, up and down of class int8-groups for many rows of an expert (codes_many.h), four groups of
-// 32 inputs a step. A tile type (int8_tile.h) makes the exact dot products, on matrix units where
-// there are any; the float32 steps after them are the same everywhere, and so are the bits.
+// The kernel of gate, up and down in class int8-groups for experts with many rows (codes_many.h),
+// with four groups of 32 inputs per step. A tile type (int8_tile.h) computes the exact dot
+// products, on matrix units where there are any. The float32 steps after them are the same
+// everywhere, and so are the bits.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -19,7 +20,7 @@ struct Int8Tiles {
   union {
     // [rows or weights, group, row or output, word]
     SharedArray<uint32_t, 2 * kInt8StepGroups * kTileCodes> codes;
-    SharedArray<float, kManyTileRows * kManyOutputs> sums;  // at the end
+    SharedArray<float, kManyTileRows * kManyOutputs> sums;  // in the codes' place at the end
   };
   GroupFactors<kInt8StepGroups> factors;
 
@@ -64,7 +65,8 @@ struct Int8Many {
   template <WeightFormat kFormat, class Owned, uint32_t kPart>
   GPU_FN static void dots(Int8Tiles& tiles, uint32_t group, float (*found)[Owned::kColumns]) {
     constexpr uint32_t kWords = kGroupWords / group_parts(kFormat);
-    // from the bits of 1.5 * 2^23, so that a subtraction makes them floats: they are below 2^20
+    // The dot products are below 2^20. They start from the bits of 1.5 * 2^23, so that one
+    // subtraction makes floats of them.
     int32_t dots[Owned::kRows][Owned::kColumns];
     GPU_UNROLL
     for (uint32_t i = 0; i < Owned::kRows; ++i) {

@@ -1,6 +1,6 @@
-// Rows of class int8-groups: codes and scales per 32 inputs, the bits of
-// compute/cpu/kernels/int8_rows.h, as records (record_layout.h). The request's rows come straight
-// from the wire's layout, intermediate rows from gate and up.
+// Encodes rows for class int8-groups: codes, and a scale per 32 inputs, with the bits of
+// compute/cpu/kernels/int8_rows.h, stored as records (record_layout.h). A request's rows are read
+// as they arrived, intermediate rows as gate and up wrote them.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -13,16 +13,17 @@
 namespace dflash::compute::gpu {
 
 inline constexpr uint32_t kCodesPerThread = 4;
-// neighbours that share a group
+// Neighbouring threads that share a group.
 inline constexpr uint32_t kGroupThreads = 32 / kCodesPerThread;
 inline constexpr uint32_t kRecordThreads = kChain / kCodesPerThread;  // and a record
-// 1.5 * 2^23: adding it rounds to an integer, kept in the low bits
+// 1.5 * 2^23: adding it rounds a value to an integer, which is then in the low bits.
 inline constexpr float kIntegerShift = 12582912.0f;
 inline constexpr int32_t kIntegerShiftBits = 0x4b400000;
 static_assert(kElementThreads % kRecordThreads == 0);
 
-// A record of a row of codes as kernels read it, `kUnits` units of codes per group of 32 inputs.
-// Units are counted in 32 bits, which saves the few-row kernels registers: 64 GiB of records.
+// A record of a row of codes as kernels read it, with `kUnits` units of codes per group of 32
+// inputs. Its place is counted in units of 16 bytes and in 32 bits, which saves the few-row kernels
+// registers and reaches 64 GiB of records.
 template <uint32_t kUnits>
 struct CodeRecord {
   static constexpr uint32_t kScaleUnit = kChain / 32 * kUnits;
@@ -39,7 +40,7 @@ struct CodeRecord {
   GPU_FN float scaled_sum(uint32_t group) const {
     return reinterpret_cast<const float*>(at(kScaleUnit + 2))[group];
   }
-  // Of the row of a slot, the record of chain 0.
+  // The record of chain 0 in the row of a slot.
   GPU_FN static uint32_t first_unit(const ProjectionParams& params, uint32_t slot) {
     return row_of(params, slot) * num_chains(params.num_inputs) * kRecordUnits;
   }
@@ -62,18 +63,18 @@ GPU_FN float read_element(const QuantizeParams& params, uint64_t index) {
 GPU_FN int32_t int8_code(float value, float scale) {
   const int32_t code =
       static_cast<int32_t>(bits_of(add(div(value, scale), kIntegerShift))) - kIntegerShiftBits;
-  // a subnormal scale is rounded so coarsely that quotients reach 190
+  // A subnormal scale is rounded so coarsely that quotients reach 190.
   return code < -127 ? -127 : code > 127 ? 127 : code;
 }
 
-// What a thread encodes: four neighbouring inputs; 8 threads a group, 64 a record. Inputs that do
-// not exist are zeros.
+// What a thread encodes: four neighbouring inputs. A group has 8 threads, a record 64. Inputs
+// beyond the row's end are zeros.
 struct RowPart {
   uint64_t record, row;
   uint32_t place;  // of the first input in the record
   float values[kCodesPerThread] = {};
-  // the largest of the group, as bits: as integers magnitudes keep their order, with infinity and
-  // NaN above all
+  // The bits of the group's largest magnitude. As integers, magnitudes have the order of their
+  // values, with infinity and NaN above all others.
   uint32_t magnitude = 0;
 };
 GPU_FN RowPart read_part(const QuantizeParams& params) {
@@ -96,7 +97,8 @@ GPU_FN RowPart read_part(const QuantizeParams& params) {
   }
   return part;
 }
-// A group's scale and scaled sum, by its first thread; `scales` are where the record's begin.
+// Writes a group's scale and scaled sum; its first thread calls it. The record's scales begin at
+// `scales`.
 GPU_FN void store_scales(const RowPart& part, float* scales, float scale, float scaled_sum) {
   if (lane_index() % kGroupThreads != 0) return;
   scales[part.place / 32] = scale;

@@ -1,10 +1,10 @@
-// Which elements of a block's 64 x 64 sums a thread of the many-row kernel of class int8-groups
-// owns, and how their integer dot products over a group of 32 inputs come about. A tile type has
-// kRows x kColumns elements per thread (32), row(i), column(j), and
-//   multiply<kFirstWord, kNumWords>(rows, weights, dots): dots[i][j] += codes of row(i) . codes of
-//   column(j), over words of the group
-// on codes in shared memory: 64 rows of 8 words, a word four inputs, at code_place(). Here: dot4,
-// for cards without matrix units.
+// Which of a block's 64 x 64 sums a thread has in the many-row kernel of class int8-groups, and how
+// their integer dot products over a group of 32 inputs are computed. A tile type gives each thread
+// kRows x kColumns sums (32 in all), says by row(i) and column(j) which these are, and has
+//   multiply<kFirstWord, kNumWords>(rows, weights, dots), which adds to dots[i][j] the dot product
+//   of the codes of row(i) and of column(j), over the given words of the group.
+// The codes lie in shared memory: 64 rows of 8 words, four inputs to a word, at code_place(). The
+// tile in this file uses dot4, for cards without matrix units for integers.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -15,8 +15,9 @@ namespace dflash::compute::gpu {
 
 inline constexpr uint32_t kTileCodes = kManyTileRows * kGroupWords;  // words of one group
 
-// Where word `word` of a group of row or output `index` lies: halves change places every fourth, so
-// that eight neighbours read 16 bytes each without meeting in a bank.
+// Where word `word` of the group of row or output `index` lies. The halves of a group change places
+// with every fourth index, so that eight neighbouring threads read 16 bytes each from different
+// banks.
 GPU_FN uint32_t code_place(uint32_t index, uint32_t word) {
   return index * kGroupWords + (word ^ (index & 4u));
 }
@@ -30,7 +31,7 @@ struct alignas(8) WordPair {
 using WaveRegisters = SharedArray<uint32_t, kManyThreads * 8>;
 #endif
 
-// A sub-group owns 32 x 32 sums, a thread every fourth row and every eighth column of them.
+// A sub-group has 32 x 32 sums, and a thread every fourth row and every eighth column of these.
 struct Dot4Tile {
   static constexpr uint32_t kRows = 8, kColumns = 4;
   GPU_FN static uint32_t row(uint32_t i) {

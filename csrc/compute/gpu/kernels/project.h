@@ -9,6 +9,7 @@
 
 namespace dflash::compute::gpu {
 
+// The row that a slot reads: gate and up read the row of the slot's pair, down reads row `slot`.
 GPU_FN uint32_t row_of(const ProjectionParams& params, uint32_t slot) {
   return params.pair_rows == nullptr ? slot : params.pair_rows[params.slot_pairs[slot]];
 }
@@ -16,7 +17,7 @@ GPU_FN const float* input_of(const ProjectionParams& params, uint32_t slot) {
   return params.inputs + uint64_t{row_of(params, slot)} * params.input_stride;
 }
 
-// A sum with the bias at `bias` (an offset inside the expert), where there is one.
+// Adds the bias to a sum. `bias` is its offset inside the expert, or kNoBias.
 GPU_FN float with_bias(const ProjectionParams& params, uint32_t expert, uint64_t bias,
                        uint32_t output, float sum) {
   if (bias == kNoBias) return sum;
@@ -24,13 +25,13 @@ GPU_FN float with_bias(const ProjectionParams& params, uint32_t expert, uint64_t
                                                  bias)[output]);
 }
 
-// Whether the block computes a gate beside `up`, so that its panels are of two matrices.
+// Whether the block computes a gate beside `up`, so that its two panels are of two matrices.
 GPU_FN bool is_gated(const ProjectionParams& params) {
   return params.is_gate_up && params.spec.gate != GateKind::kNone;
 }
 
-// What a finished sum, with that of `up` where there is a gate, becomes: an intermediate value, or
-// an output.
+// What becomes of a finished sum: an intermediate value (`second` is then the sum of `up`, where
+// there is a gate), or an output of down.
 GPU_FN float output_value(const ProjectionParams& params, uint32_t expert, uint32_t output,
                           float first, float second) {
   const float value = with_bias(params, expert, params.first_bias, output, first);
@@ -40,6 +41,7 @@ GPU_FN float output_value(const ProjectionParams& params, uint32_t expert, uint3
   return gate<DeviceVector>(params.spec, value, up);
 }
 
+// Writes what becomes of a finished sum; nothing for an output beyond the last.
 GPU_FN void finish_output(const ProjectionParams& params, uint32_t expert, uint32_t slot,
                           uint32_t output, float first, float second) {
   if (output >= params.num_outputs) return;
@@ -47,6 +49,7 @@ GPU_FN void finish_output(const ProjectionParams& params, uint32_t expert, uint3
       output_value(params, expert, output, first, second);
 }
 
+// Panel `panel` of the matrix whose panels begin at offset `panels` inside the expert.
 template <WeightFormat kFormat>
 GPU_FN const unsigned char* panel_of(const ProjectionParams& params, uint32_t expert,
                                      uint64_t panels, uint32_t panel) {

@@ -1,6 +1,7 @@
-// Gate, up and down for few rows: a block computes 32 outputs (a lane each) of up to four slots.
-// Its sub-groups take one chain of 256 inputs each, all at once; then the chain sums are added in
-// ascending order, so that splitting K changes no bit.
+// The kernel of gate, up and down for experts with few rows. A block computes 32 outputs, one per
+// lane, for up to four slots. Its sub-groups work on chains of 256 inputs side by side, one each.
+// The chain sums are then added in ascending order, so that the split of the inputs among
+// sub-groups changes no bit.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -8,7 +9,7 @@
 
 namespace dflash::compute::gpu {
 
-inline constexpr uint32_t kFewThreads = 256;  // at most; a multiple of 64
+inline constexpr uint32_t kFewThreads = 256;  // per block at most; a multiple of 64
 inline constexpr uint32_t kFewSubgroups = kFewThreads / kSubgroupLanes;
 
 struct FewSums {
@@ -16,9 +17,9 @@ struct FewSums {
   SharedArray<float, 2 * kFewSubgroups * kFewTileRows * kPanelWidth> chains;
   // [matrix, slot, output]
   SharedArray<float, 2 * kFewTileRows * kPanelWidth> totals;
-  // these two so that no register keeps them meanwhile
+  // The next two lie here so that no register keeps them during the products.
   SharedArray<Tile, 1> tile;
-  // slots that do not exist read the last one again
+  // Slots that do not exist read the last row again.
   SharedArray<uint32_t, kFewTileRows> rows;
 
   GPU_FN float& chain(uint32_t matrix, uint32_t subgroup, uint32_t slot) {
@@ -30,7 +31,7 @@ struct FewSums {
   }
 };
 
-// The block's tile and the rows it reads, for what follows.
+// Fills in the block's tile and the rows it reads, for what follows.
 GPU_FN void share_tile(const ProjectionParams& params, FewSums& shared) {
   if (thread_index() < kFewTileRows) {
     const Tile tile = params.tiles[block_y()];
@@ -41,8 +42,9 @@ GPU_FN void share_tile(const ProjectionParams& params, FewSums& shared) {
   sync_block();
 }
 
-// Eight inputs more of kRows chains; of an octet that ends the row, as many as there are: an input
-// that does not exist must not enter a chain, since -0 + 0 * 0 is +0. Rows are padded to 16 bytes.
+// Continues kRows chains by eight inputs, or by fewer where the row ends. An input that does not
+// exist must not enter a chain as 0 * 0, because -0 + 0 * 0 is +0. Rows are padded to 16 bytes, so
+// that they can be loaded whole.
 template <uint32_t kRows, bool kIsWhole>
 GPU_FN void octet_sums(const float* weights, const float* const* rows, uint32_t begin,
                        uint32_t count, float* sums) {
@@ -61,16 +63,17 @@ GPU_FN void octet_sums(const float* weights, const float* const* rows, uint32_t 
   }
 }
 
-// Groups that a thread has on their way, out of the 128 registers that two blocks of a
-// multiprocessor leave it. Of 4.3 TB/s and 132 multiprocessors each needs 33 KB on their way in a
-// microsecond: 64 bytes a thread. One row takes few registers, and has few blocks to a
-// multiprocessor; with four rows, and where weights have four bits, decoding and multiplying bound
+// How many groups of weights a thread loads ahead. It has 128 registers, because two blocks share a
+// multiprocessor. A card of 4.3 TB/s and 132 multiprocessors, whose memory answers after a
+// microsecond, needs 33 KB per multiprocessor on their way, which is 64 bytes per thread. With one
+// row few registers are needed otherwise, and few blocks are there to share the loading, so more is
+// loaded ahead; with four rows, and where weights have four bits, decoding and multiplying bound
 // the rate before memory does.
 DFLASH_GPU_BOTH constexpr uint32_t few_ahead(WeightFormat format, uint32_t num_rows) {
   return num_rows == 1 ? groups_ahead(format, 40, 3) : groups_ahead(format, 32, 3);
 }
 
-// One chain of one output for kRows rows.
+// Computes one chain of one output for kRows rows.
 template <WeightFormat kFormat, uint32_t kRows>
 GPU_FN void chain_sums(const Record& record, const float* const* rows, uint32_t count,
                        float* sums) {
@@ -91,7 +94,7 @@ GPU_FN void chain_sums(const Record& record, const float* const* rows, uint32_t 
       const GroupScale scale = group_scale<kFormat>(ahead[i], group);
       const bool is_whole = (group + 1) * kGroup <= count;
       GPU_UNROLL
-      // a branch in each keeps the compiler from loading all rows at once, and spilling
+      // The branch in each turn keeps the compiler from loading all rows at once and spilling.
       for (uint32_t octet = 0; octet < kGroupOctets; ++octet) {
         float weights[kOctet];
         decode_octet<kFormat>(ahead[i], scale, group, octet, weights);
@@ -106,7 +109,7 @@ GPU_FN void chain_sums(const Record& record, const float* const* rows, uint32_t 
   }
 }
 
-// The chain's sums of one matrix into shared memory, for the tile's rows.
+// Computes a chain of one matrix for the tile's rows and leaves the sums in shared memory.
 template <WeightFormat kFormat>
 GPU_FN void store_chain(const ProjectionParams& params, uint32_t chain, uint32_t matrix,
                         uint64_t panels, FewSums& shared) {
@@ -127,8 +130,8 @@ GPU_FN void store_chain(const ProjectionParams& params, uint32_t chain, uint32_t
   for (uint32_t r = 0; r < kFewTileRows; ++r) shared.chain(matrix, subgroup_index(), r) = sums[r];
 }
 
-// Adds the `present` chain sums of the round in ascending order. A sub-group owns every
-// num_subgroups-th slot, here and at the end.
+// Adds the first `present` chain sums of the round to the totals, in ascending order. A sub-group
+// owns every num_subgroups-th slot, here and where the totals are written out.
 GPU_FN void add_chains(uint32_t matrix, uint32_t present, bool is_first, uint32_t num_slots,
                        FewSums& shared) {
   for (uint32_t slot = subgroup_index(); slot < num_slots;
@@ -140,8 +143,8 @@ GPU_FN void add_chains(uint32_t matrix, uint32_t present, bool is_first, uint32_
   }
 }
 
-// The tile's outputs: store(chain, matrix, panels) puts the sums of one chain into shared memory,
-// panels being the matrix's offset.
+// Computes the tile's outputs. `store(chain, matrix, panels)` leaves the sums of one chain of a
+// matrix in shared memory; `panels` is the matrix's offset inside the expert.
 template <class StoreChain>
 GPU_FN void few_outputs(const ProjectionParams& params, FewSums& shared, const StoreChain& store) {
   share_tile(params, shared);

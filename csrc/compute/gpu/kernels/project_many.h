@@ -1,7 +1,8 @@
-// Gate, up and down for many rows of an expert, a grouped GEMM: a block computes 64 slots x 64
-// outputs, 8 x 4 per thread, out of tiles in shared memory of 64 inputs each. Every output is one
-// fma chain per 256 inputs; the chain sums are added in ascending order. The 64 outputs are two
-// panels: gate and up of the same 32, or two neighbours of a single matrix.
+// The kernel of gate, up and down for experts with many rows: a grouped GEMM in float32. A block
+// computes 64 slots x 64 outputs, a thread 8 x 4 of them, from tiles of 64 inputs in shared memory.
+// Every output is one chain of fmas per 256 inputs, and the sums of the chains are added in
+// ascending order; that order is what defines the bits of f32-canonical. The 64 outputs are two
+// panels: gate and up of the same 32 outputs, or two neighbouring panels of a single matrix.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -11,7 +12,7 @@ namespace dflash::compute::gpu {
 
 inline constexpr uint32_t kManyThreads = 128;
 inline constexpr uint32_t kManyOutputs = 64;
-// per step: two groups of weights for each of the 64 outputs, one per thread
+// Inputs per step: two groups of weights for each of the 64 outputs, which is one group per thread.
 inline constexpr uint32_t kManyInputs = 64;
 inline constexpr uint32_t kThreadRows = 8;
 inline constexpr uint32_t kThreadColumns = 4;
@@ -24,7 +25,8 @@ struct ManyTiles {
   SharedArray<float, kManyInputs * kManyOutputs> weights;  // [input, output]
 };
 
-// Thread t: output t % 64, group t / 64 of the step.
+// Decodes the weights of a step into their tile. Thread t has output t % 64 and group t / 64.
+// `panel` null: an output that does not exist, whose weights are zeros.
 template <WeightFormat kFormat>
 GPU_FN void fill_weights(const unsigned char* panel, uint32_t begin, uint32_t num_inputs,
                          ManyTiles& tiles) {
@@ -42,14 +44,15 @@ GPU_FN void fill_weights(const unsigned char* panel, uint32_t begin, uint32_t nu
     tiles.weights.at((half * kGroup + i) * kManyOutputs + column) = weights[i];
 }
 
-// Thread t: slot t % 64, inputs of half t / 64 of the step.
+// Copies the inputs of a step into their tile. Thread t has slot t % 64 and half t / 64 of the
+// inputs.
 GPU_FN void fill_inputs(const float* row, uint32_t begin, uint32_t num_inputs, ManyTiles& tiles) {
   const uint32_t slot = thread_index() % kManyTileRows,
                  first = thread_index() / kManyTileRows * (kManyInputs / 2);
   GPU_UNROLL
   for (uint32_t i = 0; i < kManyInputs / 2; i += 4) {
     if (begin + first + i >= num_inputs) return;
-    // rows are padded to 16 bytes
+    // Rows are padded to 16 bytes, so a load beyond the last input stays inside its row.
     const Float4 inputs = load_device_16<Float4>(row + begin + first + i);
     GPU_UNROLL
     for (uint32_t j = 0; j < 4; ++j)
@@ -57,11 +60,12 @@ GPU_FN void fill_inputs(const float* row, uint32_t begin, uint32_t num_inputs, M
   }
 }
 
-// Where a thread's 8 x 4 outputs lie: slots row() + 0..7; columns of panel 0 and of panel 1, two
-// each.
+// Where a thread's 8 x 4 outputs lie in the block's 64 x 64: slots thread_row() to thread_row() +
+// 7, and columns thread_column() and the next one, in both panels.
 GPU_FN uint32_t thread_row() { return thread_index() / 16 * kThreadRows; }
 GPU_FN uint32_t thread_column() { return thread_index() % 16 * 2; }
 
+// Adds the products of one step to the thread's sums, one fma each, inputs ascending.
 GPU_FN void multiply_step(uint32_t num_inputs, ManyTiles& tiles, float (*sums)[kThreadColumns]) {
   const uint32_t row = thread_row(), column = thread_column();
   GPU_UNROLL_4
@@ -83,8 +87,8 @@ GPU_FN void multiply_step(uint32_t num_inputs, ManyTiles& tiles, float (*sums)[k
   }
 }
 
-// The weights that this thread decodes: of panel 0 or 1 of the block. Null: outputs that do not
-// exist.
+// The panel, the first or the second of the block, whose weights this thread decodes. Null: its
+// outputs do not exist.
 template <WeightFormat kFormat>
 GPU_FN const unsigned char* own_panel(const ProjectionParams& params, const Tile& tile) {
   const uint32_t which = thread_index() % kManyOutputs / kPanelWidth;
@@ -97,8 +101,9 @@ GPU_FN const unsigned char* own_panel(const ProjectionParams& params, const Tile
              : nullptr;
 }
 
-// What becomes of the block's sums [slot, 64 columns], which lie in shared memory: so the
-// activation stands in the code once, and neighbours write neighbours.
+// Writes the block's sums out, or what the activation makes of them. The sums, [slot, 64 columns],
+// come through shared memory: so the code of the activation exists once and not 32 times unrolled,
+// and neighbouring threads write neighbouring outputs.
 GPU_FN void finish_sums(const ProjectionParams& params, const Tile& tile,
                         SharedArray<float, kManyTileRows * kManyOutputs>& sums) {
   const bool is_paired = is_gated(params);
@@ -111,6 +116,8 @@ GPU_FN void finish_sums(const ProjectionParams& params, const Tile& tile,
   }
 }
 
+// Brings the threads' totals together in shared memory, where the weights' tile was, and finishes
+// them.
 GPU_FN void finish_tile(const ProjectionParams& params, const Tile& tile,
                         const float (*totals)[kThreadColumns], ManyTiles& tiles) {
   GPU_UNROLL

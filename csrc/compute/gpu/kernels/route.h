@@ -1,6 +1,7 @@
-// Routing lists out of a request's counts and ids: integers only, and every place is a count of
-// what comes before it, so that the lists do not depend on the order in which threads run. Four
-// launches in a row: begin_routing, count_pairs, list_pairs, order_rows.
+// Makes the routing lists (kernel_params.h) from a request's counts and ids, by four launches in a
+// row: begin_routing, count_pairs, list_pairs, order_rows. All of it is integers, and every place
+// in a list is a count of what comes before it, so the lists do not depend on the order in which
+// threads run.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -13,7 +14,7 @@ namespace dflash::compute::gpu {
 inline constexpr uint32_t kRouteThreads = kSumThreads;
 inline constexpr uint32_t kRouteSubgroups = kRouteThreads / kSubgroupLanes;
 
-// of a turn of list_pairs: 32 per thread
+// Pairs that a sub-group looks at in one turn of list_pairs: 32 per thread.
 inline constexpr uint32_t kSubgroupPairs = kSubgroupLanes * kSubgroupLanes;
 inline constexpr uint32_t kTurnPairs = kRouteSubgroups * kSubgroupPairs;
 
@@ -27,7 +28,7 @@ GPU_FN uint32_t many_tiles_of(uint32_t pairs) {
   return pairs <= kMostFewPairs ? 0 : tiles_of(pairs, kManyTileRows);
 }
 
-// One block: where each row's pairs begin.
+// Computes where each row's pairs begin. One block.
 GPU_KERNEL(dflash_begin_routing, RoutingParams, kRouteThreads) {
   GPU_SHARED(SubgroupSums, sums);
   uint32_t begin = 0;
@@ -42,7 +43,8 @@ GPU_KERNEL(dflash_begin_routing, RoutingParams, kRouteThreads) {
   if (thread_index() == 0) params.row_begins[params.num_rows] = begin;
 }
 
-// A block per expert: its pairs. All blocks together: the row of each pair.
+// Counts the pairs of each expert, a block per expert. All blocks together write the row of each
+// pair.
 GPU_KERNEL(dflash_count_pairs, RoutingParams, kRouteThreads) {
   GPU_SHARED(SubgroupSums, sums);
   uint32_t count = 0, total;
@@ -58,6 +60,7 @@ GPU_KERNEL(dflash_count_pairs, RoutingParams, kRouteThreads) {
   }
 }
 
+// Cuts an expert's slots into tiles. All threads of the block.
 GPU_FN void write_tiles(Tile* tiles, uint32_t num_tiles, uint32_t tile_rows, uint32_t expert,
                         uint32_t first_slot, uint32_t num_slots) {
   for (uint32_t i = thread_index(); i < num_tiles; i += kRouteThreads) {
@@ -66,8 +69,9 @@ GPU_FN void write_tiles(Tile* tiles, uint32_t num_tiles, uint32_t tile_rows, uin
   }
 }
 
-// Of the sub-group's pairs from `begin` on, those of `expert`: bit b of lane l is pair begin + 32 *
-// l + b. Neighbours are read together, and eight loads are on their way at once.
+// Which of the sub-group's pairs from `begin` on are those of `expert`: bit b of lane l stands for
+// pair begin + 32 * l + b. Neighbouring lanes read neighbouring ids, and eight loads are under way
+// at once.
 GPU_FN uint32_t own_pairs(const RoutingParams& params, uint32_t begin, uint32_t expert) {
   constexpr uint32_t kLoads = 8;
   uint32_t own = 0;
@@ -89,7 +93,7 @@ GPU_FN uint32_t own_pairs(const RoutingParams& params, uint32_t begin, uint32_t 
   return own;
 }
 
-// A block per expert: its slots and tiles.
+// Lists each expert's slots and tiles, a block per expert.
 GPU_KERNEL(dflash_list_pairs, RoutingParams, kRouteThreads) {
   GPU_SHARED(SubgroupSums, sums);
   const uint32_t expert = block_x(), own_count = params.expert_counts[expert];
@@ -129,8 +133,8 @@ GPU_KERNEL(dflash_list_pairs, RoutingParams, kRouteThreads) {
   }
 }
 
-// A thread per pair: its place among its row's slots in ascending order, which is ascending expert,
-// then order of arrival.
+// Sorts each row's slots, a thread per pair: ascending slots are ascending experts, and pairs of
+// the same expert are in order of arrival.
 GPU_KERNEL(dflash_order_rows, RoutingParams, kRouteThreads) {
   const uint32_t pair = block_x() * kRouteThreads + thread_index();
   if (pair >= params.num_pairs) return;

@@ -1,6 +1,7 @@
-// A group of 32 weights as a record holds it (record_layout.h), in registers: what a thread keeps
-// on its way while it works on the groups before. That is a fraction of the decoded values'
-// registers, which decode.h makes a few at a time, and int8_codes.h in integers.
+// A group of 32 weights in registers, in the form that a record holds it (record_layout.h). This is
+// what a thread loads ahead while it works on the groups before: it takes a fraction of the
+// registers that the decoded values would. decode.h makes floats of it a few at a time, and
+// int8_codes.h makes integers.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -10,9 +11,10 @@
 namespace dflash::compute::gpu {
 
 inline constexpr uint32_t kGroup = 32;
-inline constexpr uint32_t kGroupWords = kGroup / 4;  // of codes, a byte each
+inline constexpr uint32_t kGroupWords = kGroup / 4;  // words of a group's codes, a byte per code
 
-// One lane's record: unit u lies u * 512 bytes on.
+// One lane's record. Its unit u lies u * 512 bytes further, because the 32 lanes' units of 16 bytes
+// are interleaved.
 struct Record {
   const unsigned char* first;
   GPU_FN Unit unit(uint32_t index) const {
@@ -28,12 +30,13 @@ DFLASH_GPU_BOTH constexpr bool is_nibbles(WeightFormat format) {
          format == WeightFormat::kIq4Nl || format == WeightFormat::kIq4Xs ||
          format == WeightFormat::kMxfp4 || format == WeightFormat::kGgufMxfp4;
 }
-// With an offset, and two groups' codes in the same bytes.
+// Whether the format has a minimum beside its scale, and two groups' codes in the same bytes.
 DFLASH_GPU_BOTH constexpr bool is_k_affine(WeightFormat format) {
   return format == WeightFormat::kQ4K || format == WeightFormat::kQ5K;
 }
 
-// Units of codes, of q4_k and q5_k with the record's head, and words of scales that a group takes.
+// How many units of codes a group takes (for q4_k and q5_k the record's head included), and how
+// many words of scales.
 DFLASH_GPU_BOTH constexpr uint32_t group_units(WeightFormat format) {
   switch (format) {
     case WeightFormat::kF32:  return 8;
@@ -52,7 +55,7 @@ DFLASH_GPU_BOTH constexpr uint32_t group_scale_words(WeightFormat format) {
   return format == WeightFormat::kQ6K || format == WeightFormat::kIq4Xs ? 2 : 1;
 }
 
-// How many groups a thread may have on their way in so many registers: one at least.
+// How many groups a thread can load ahead in so many registers; one at least.
 DFLASH_GPU_BOTH constexpr uint32_t groups_ahead(WeightFormat format, uint32_t registers,
                                                 uint32_t most) {
   const uint32_t count = registers / (4 * group_units(format) + group_scale_words(format));
@@ -70,7 +73,7 @@ GPU_FN uint32_t half_of(uint32_t word, uint32_t index) {
 }
 GPU_FN uint32_t byte_of(uint32_t word, uint32_t index) { return word >> (index % 4 * 8) & 0xffu; }
 
-// Group `group` of a record: loads alone, so that nothing waits for them here.
+// Loads group `group` of a record. These are loads alone, so that nothing waits for them here.
 template <WeightFormat kFormat>
 GPU_FN StoredGroup<kFormat> load_group(const Record& record, uint32_t group) {
   StoredGroup<kFormat> stored{};
@@ -89,7 +92,7 @@ GPU_FN StoredGroup<kFormat> load_group(const Record& record, uint32_t group) {
     stored.scales[0] = record.word(12, group / 2);
     stored.scales[1] = record.word(13, 0);
   } else {
-    // scales follow the codes of all groups
+    // The scales follow the codes of all groups.
     constexpr uint32_t kUnits = group_units(kFormat), kScales = 8 * kUnits;
     GPU_UNROLL
     for (uint32_t u = 0; u < kUnits; ++u) stored.units[u] = record.unit(group * kUnits + u);
@@ -109,8 +112,8 @@ GPU_FN StoredGroup<kFormat> load_group(const Record& record, uint32_t group) {
   return stored;
 }
 
-// Four neighbouring codes of a group, inputs [4 * word, 4 * word + 4), a byte each, unsigned; not
-// of the floating formats.
+// Four neighbouring codes of a group, those of inputs [4 * word, 4 * word + 4), as unsigned bytes.
+// The floating formats have none.
 template <WeightFormat kFormat>
 GPU_FN uint32_t code_word(const StoredGroup<kFormat>& stored, uint32_t group, uint32_t word) {
   if constexpr (is_nibbles(kFormat)) {

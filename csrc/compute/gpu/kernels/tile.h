@@ -1,20 +1,24 @@
-// The contract of matrix instructions: a team of kLanes neighbouring threads holds 16 x 16 sums
-// (rows x weights' outputs), and an operand is 16 rows of 32 bytes - 16 bf16 or 32 int8 - in shared
-// memory as two octets: 16-byte units, of which the unit of row r in octet o lies at units[first +
-// o * octet_step + r]. One file per instruction family; intrinsics and lane layouts stay below this
-// line.
+// The contract of matrix instructions. A team of neighbouring threads holds 16 x 16 sums: row r of
+// the inputs times output w of the weights. An operand is 16 rows of 32 bytes (16 values of bf16 or
+// f16) in shared memory. It is stored as two octets of 16-byte units; the unit of row r in octet o
+// lies at units[first + o * octet_step + r]. There is one file per instruction family, and
+// intrinsics and the lane layouts of instructions stay in those files. A tile type has
 //
-//   kExists            whether this target has the instructions; no device without them offers the
-//   class, and its kernels only stop kLanes, kValues    threads of a team, and the sums of each:
-//   256 / kLanes Operand load(units, first, octet_step)         all threads of the team; what was
-//   stored before the last barrier multiply_add(Sums&, rows, weights)             sums[r, w] += sum
-//   over 16 inputs of rows[r, k] * weights[w, k], products exact, float32 row(i), column(i) where
-//   value i of the calling thread lies sync_team()                                    orders what
-//   the team's threads do with shared memory; all teams of a block take part equally often
+// - kExists: whether this target has the instructions. A device without them does not offer the
+//   class, and its kernels only stop.
+// - kLanes, kValues: the threads of a team, and the sums that each of them holds, 256 / kLanes.
+// - Operand load(units, first, octet_step): all threads of the team call it, behind the barrier
+// that
+//   follows the stores.
+// - multiply_add(Sums&, rows, weights): adds to sums[r, w] the sum over 16 inputs k of rows[r, k] *
+//   weights[w, k]; products are exact, sums are float32.
+// - row(i), column(i): which r and w value i of the calling thread is.
+// - sync_team(): orders what the team's threads do with shared memory. All teams of a block call it
+//   equally often.
 //
-// What an instruction does with row r of `rows` depends on that row and on `weights` alone. In
-// which order and how precisely it adds its 16 products is the vendor's; the simulator adds them
-// ascending, each by one fma, which makes its sums those of f32-canonical on such inputs.
+// What an instruction does with row r of the inputs depends on that row and on the weights alone.
+// In which order and how precisely it adds its 16 products is the vendor's. The simulator adds them
+// in ascending order, each by one fma, so its sums are those of f32-canonical on such inputs.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -31,7 +35,7 @@
 
 namespace dflash::compute::gpu {
 
-inline constexpr uint32_t kTileSide = 16;   // rows, and outputs
+inline constexpr uint32_t kTileSide = 16;   // rows of a tile, and outputs
 inline constexpr uint32_t kTileOctets = 2;  // 16-byte units of a row of an operand
 inline constexpr uint32_t kUnitHalves = 8;  // 16-bit values of a unit
 

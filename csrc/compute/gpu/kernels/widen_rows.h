@@ -1,4 +1,4 @@
-// The rows of a request as float32, straight from the wire's layout.
+// Converts the rows of a request, as they arrived, to float32.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -14,7 +14,7 @@ GPU_KERNEL(dflash_widen_rows, WidenParams, kElementThreads) {
   const uint32_t row = static_cast<uint32_t>(i) / params.row_size,
                  column = static_cast<uint32_t>(i) % params.row_size;
   float& wide = params.rows[uint64_t{row} * params.row_stride + column];
-  // volatile: the source may change under us, and must not be read a second time.
+  // volatile: a peer may change the source meanwhile, so it must not be read a second time.
   if (params.dtype == Dtype::kF32)
     wide = float_of(static_cast<const volatile uint32_t*>(params.source)[i]);
   else
