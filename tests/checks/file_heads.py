@@ -1,4 +1,4 @@
-"""Every source file opens with what it is for and carries the SPDX line.
+"""Checks that every source file opens with what it is for, and carries the SPDX line.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -14,8 +14,9 @@ _HEAD_LINES = 30
 
 
 def find(root: Path) -> list[str]:
-    """Source files without an opening comment or docstring, or without the SPDX line near the
-    top.
+    """Returns a finding for each source file without an opening comment or docstring, or without
+    the
+    SPDX line near its top.
     """
     findings = []
     for path in project_files(root, ".py", ".h", ".cc"):

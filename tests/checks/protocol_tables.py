@@ -1,4 +1,5 @@
-"""docs/protocol.md against the headers: frame fields, limits, enumerations, in both directions.
+"""Checks docs/protocol.md against the headers in both directions: frame fields, limits,
+enumerations.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -10,7 +11,8 @@ from pathlib import Path
 from tests.checks import documents, headers
 
 DOCUMENT = "docs/protocol.md"
-# Written and checked by the codec, so they have no member in FrameHeader: field -> (offset, type).
+# The codec writes and checks these fields, so that they have no member in FrameHeader. Each has
+# (offset, type).
 CODEC_FIELDS = {"magic": (0, "u32"), "version": (4, "u8"), "header_checksum": (60, "u32")}
 TYPE_BYTES = {"u8": 1, "u16": 2, "u32": 4, "u64": 8}
 ENUMS = {
@@ -24,7 +26,7 @@ LIMITS = ("csrc/wire/limits.h", "csrc/transport/channel.h")
 
 
 def find(root: Path) -> list[str]:
-    """Every difference between the document's marked tables and the headers."""
+    """Returns a finding for every difference between the marked tables and the headers."""
     path = root / DOCUMENT
     if not path.exists():
         return [f"{DOCUMENT} is missing; it is the protocol's normative text"]
