@@ -227,7 +227,8 @@ class _KtLayers:
         pool = core.WorkerPoolConfig()
         pool.subpool_count, pool.subpool_numa_map, pool.subpool_thread_count = 1, [0], [pool_threads]
         order = torch.arange(SHAPE.num_experts, dtype=torch.int64)
-        with _stdout_to_nowhere():  # it prints a line per layer
+        # kt-kernel prints a line for each layer.
+        with _stdout_to_nowhere():
             infer = core.CPUInfer(pool)
             layers = [cls._layer(core, infer, weights, index) for index in range(weights.layers)]
             for layer in layers:
@@ -342,4 +343,5 @@ def _show(summary: list[dict[str, Any]]) -> None:
 if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
-    os._exit(code)  # kt-kernel's pools do not end by themselves
+    # The pools of kt-kernel do not end by themselves.
+    os._exit(code)

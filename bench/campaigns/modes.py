@@ -56,7 +56,9 @@ def estimate_s(setting: str, prompt_tokens: str, rounds: int, stream_rounds: int
     """
     stream_s, batched_s = (ms / 1e3 for ms in MS_PER_TOKEN[setting])
     lengths = [int(length) for length in prompt_tokens.split(",")]
-    fixed_modes = 3 if setting == "equal" else 2  # batched and auto; local beside equal workers
+    # Batched and auto take about the same time, and so does local, which stands beside equal
+    # workers.
+    fixed_modes = 3 if setting == "equal" else 2
     measured = sum(length * (stream_s * (stream_rounds + 1) + fixed_modes * batched_s * (rounds + 1)) for length in lengths)
     return START_S + measured + max(lengths) * (stream_s + 2 * batched_s)
 

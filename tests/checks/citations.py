@@ -33,7 +33,8 @@ def find(root: Path) -> list[str]:
     findings = []
     for path in project_files(root):
         where = path.relative_to(root)
-        if "checks" in where.parts:  # they cite what is missing, to say what they look for
+        if "checks" in where.parts:
+            # Checks cite what is missing, to say what they look for.
             continue
         for number, line in _lines_of(path):
             at = f"{where}:{number}"
@@ -53,7 +54,8 @@ def _lines_of(path: Path) -> list[tuple[int, str]]:
         return []
     try:
         return list(comments_of(path))
-    except UnicodeDecodeError:  # a corpus of the fuzzers
+    except UnicodeDecodeError:
+        # The file is of a corpus of the fuzzers.
         return []
 
 
@@ -63,5 +65,6 @@ def _exists(name: str, path: Path, root: Path, paths: list[str]) -> bool:
     if (root / name).exists() or (path.parent / name).exists():
         return True
     if path.suffix == ".md" and name.endswith(".yaml") and "/" not in name:
-        return True  # a topology that the document's reader writes
+        # The reader of the document writes this topology.
+        return True
     return any(other.endswith(name if name.startswith("_") else f"/{name}") for other in paths)

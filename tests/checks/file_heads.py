@@ -23,7 +23,8 @@ def find(root: Path) -> list[str]:
         where = path.relative_to(root)
         head = path.read_text(encoding="utf-8").splitlines()[:_HEAD_LINES]
         if not any(line.strip() for line in head):
-            continue  # an empty __init__.py marks a package
+            # An empty __init__.py marks a package.
+            continue
         first = next(line for line in head if line.strip() and not line.startswith("#!"))
         if not first.startswith(('"""', 'r"""', "#", "//", "/*")):
             findings.append(f"{where}: opens without a comment that says what the file is for")

@@ -1,4 +1,4 @@
-"""The layer contract of the C++ rooms: which room may include which, and what no room but
+"""Checks the layer contract of the C++ rooms: which room may include which, and what no room but
 `bindings` may use.
 
     base <- wire, transport, compute (strangers) <- store <- worker, client (strangers) <- bindings
@@ -27,8 +27,9 @@ MAY_INCLUDE: dict[str, set[str]] = {
     "measure": {"base", "transport", "compute", "plugin"},
     "bindings": {"base", "wire", "transport", "compute", "plugin", "store", "worker", "client"},
 }
-# Inner walls: folder of a room -> folders of that room which it may include. "" is the room's own
-# files, which say what numerics classes are. An operator beside `experts` knows what that knows.
+# These are the inner walls: each folder of a room may include these folders of it. "" stands for
+# the room's own files, which say what numerics classes are. An operator beside `experts` knows what
+# that knows.
 MAY_INCLUDE_INSIDE: dict[str, dict[str, set[str]]] = {
     "compute": {
         "formats": set(),
@@ -39,7 +40,8 @@ MAY_INCLUDE_INSIDE: dict[str, dict[str, set[str]]] = {
         "gpu": {"", "formats", "experts"},
     },
 }
-# "wire never sees a file descriptor": neither the owner type nor the system's headers for them.
+# The room wire never sees a file descriptor: neither the type that owns one nor the system's
+# headers.
 FORBIDDEN_IN_WIRE = {"base/owned_fd.h", "unistd.h", "fcntl.h", "poll.h", "sys/socket.h", "sys/mman.h", "sys/eventfd.h"}
 _INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]')
 # What the standard library itself throws for lack of threads or memory may be caught where it
@@ -48,7 +50,9 @@ _EXCEPTION = re.compile(r"\bthrow\b|\bcatch\s*\((?!const std::(?:system_error|ba
 
 
 def find(root: Path) -> list[str]:
-    """Every include and every exception in `root`/csrc that the tables do not allow."""
+    """Returns a finding for every include and exception in `root`/csrc that the tables do not
+    allow.
+    """
     findings: list[str] = []
     csrc = root / "csrc"
     for path in project_files(root, ".h", ".cc", ".cu", ".cuh"):
@@ -60,7 +64,8 @@ def find(root: Path) -> list[str]:
 def _findings_of_file(path: Path, csrc: Path, root: Path) -> list[str]:
     where = path.relative_to(root)
     room = path.relative_to(csrc).parts[0]
-    is_binding = "bindings" in path.relative_to(csrc).parts  # csrc/bindings, csrc/measure/bindings
+    # Bindings are in csrc/bindings and csrc/measure/bindings.
+    is_binding = "bindings" in path.relative_to(csrc).parts
     if room not in MAY_INCLUDE:
         return [f"{where}: the room '{room}' is not in the table of tests/checks/includes.py; decide where it belongs"]
     findings = []
@@ -89,7 +94,7 @@ def _findings_inside(at: str, source: Path, target: str) -> list[str]:
 
 
 def _folder(path: Path) -> str:
-    """The first folder inside a room; empty for the room's own files."""
+    """Returns the first folder inside a room, empty for the room's own files."""
     return path.parts[1] if len(path.parts) > 2 else ""
 
 
@@ -105,7 +110,8 @@ def _findings_of_include(at: str, room: str, bracket: str, target: str, csrc: Pa
         if (csrc / target).exists():
             return []
         return [f'{at}: include "{target}" by its path from csrc/, as "room/file.h"']
-    may = MAY_INCLUDE[room] | ({"bindings"} if is_binding else set())  # conversions and exceptions, once
+    # Bindings share one set of conversions and exceptions.
+    may = MAY_INCLUDE[room] | ({"bindings"} if is_binding else set())
     if other != room and other not in may:
         return [f"{at}: {room} must not include {target}; the arrows are in tests/checks/includes.py"]
     return []

@@ -80,7 +80,8 @@ def _parameter_findings(name: str, node: ast.FunctionDef, function: Any) -> list
     arguments = node.args
     declared = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
     if arguments.vararg and all(re.fullmatch(r"self|arg\d+|\*args", item) for item in found):
-        return []  # a fast path without keyword names; the stub's comment says what it takes
+        # This is a fast path without keyword names, and the comment of the stub says what it takes.
+        return []
     declared += [f"*{arguments.vararg.arg}"] if arguments.vararg else []
     if [item for item in declared if item != "self"] != [item for item in found if item != "self"]:
         return [f"line {node.lineno}: {name} declares ({', '.join(declared)}), the module takes ({', '.join(found)})"]
