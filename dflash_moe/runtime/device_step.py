@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# A step has at most this many calls, as kMostStepCalls of csrc/compute/gpu/host_params.h says.
+# A step has at most this many calls (kMostStepCalls of the core).
 MAX_CALLS = 512
-# The host looks at the workers and the deadline this often. A hang-up must be acted on within 0.1
-# s.
+# The host looks at the workers and the deadline this often, because a hang-up must be acted on
+# within 100 ms.
 LOOK_S = 0.005
 # Kernels that do not end within this time after they were told to count as hung.
 GIVE_UP_S = 10.0
