@@ -200,8 +200,8 @@ class HostDevice:
 
     # For example "cuda 0 (NVIDIA H200)".
     name: str
-    # DLPack's type and number of its tensors. Those of a simulated card are the processor's, (1,
-    # 0).
+    # DLPack's device type and number of its tensors. A simulated card has those of the processor,
+    # (1, 0).
     dlpack_device: tuple[int, int]
     # The stream of its queue for `__dlpack__(stream=...)`; 0 means that it has none.
     stream: int
@@ -260,7 +260,7 @@ class DeviceStep:
 
 # -- worker ----------------------------------------------------------------------------------------
 class ShardStore:
-    """The shards that this process has resident, by weights fingerprint. Any thread may call."""
+    """The shards that this process has resident, by weights fingerprint. Any thread may borrow."""
 
     def __init__(
         self,
@@ -342,7 +342,8 @@ class Worker:
     """
 
     def __init__(self, *, name: str, spin_ns: int = 0, slowdown: float = 1.0) -> None: ...
-    # Requests for (layer, shard) are computed with the loan, which the worker keeps.
+    # Requests for (layer, shard) are computed with the loan, which the worker keeps. One thread
+    # calls this, and only while serve() does not run.
     def hold(self, layer: int, shard: int, loan: ResidentShard) -> None: ...
     # Returns what ResidentShard.content returns, or None where nothing is held.
     def content(self, layer: int, shard: int) -> tuple[int | None, int] | None: ...

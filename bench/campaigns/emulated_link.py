@@ -4,10 +4,10 @@ rates shaped by the kernel.
     python bench/campaigns/emulated_link.py [--mbit-s 200] [--delay-ms 2] [--rounds 5] \
         [--out bench/results/emulated_link.json]
 
-A worker runs in one namespace, the host in the other; between them lie two TUN devices whose
+A worker runs in one namespace and the host in the other. Between them lie two TUN devices, whose
 packets a process of this script carries across after the delay, and whose rate the kernel shapes
 (tc tbf). The same calls go to a second worker beside the host, over loopback TCP and `emulate:` of
-the same numbers. Needs root, /dev/net/tun, and ip and tc (iproute2).
+the same numbers. It needs root, /dev/net/tun, and ip and tc (iproute2).
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -39,15 +39,16 @@ from dflash_moe.topology import Topology
 
 ROOT = Path(__file__).resolve().parents[2]
 HOST, WORKER, PORT = "10.77.0.1", "10.77.0.2", 7171
-# namespaces, and TUN devices of the same name
+# The namespaces and the TUN devices in them have these names.
 ENDS = {"dflash-host": HOST, "dflash-worker": WORKER}
-MTU = 9000  # fewer packets for the delay line to carry
+# Large packets give the delay line fewer of them to carry.
+MTU = 9000
 TUNSETIFF, IFF_TUN_NO_PI = 0x400454CA, 0x1001
 SHAPE = {"hidden_size": 1024, "moe_intermediate_size": 384, "num_experts": 32, "top_k": 8, "num_layers": 4, "dtype": "bf16"}
 
 
 def main() -> int:
-    """See the module text."""
+    """Does what the module text says, and returns the exit status."""
     arguments = _arguments()
     if arguments.inside:
         return measure(arguments)
@@ -75,7 +76,7 @@ def main() -> int:
 
 
 def measure(arguments: argparse.Namespace) -> int:
-    """The host's side, inside its namespace."""
+    """Measures from the host's side, inside its namespace, and returns the exit status."""
     place: Path = arguments.inside
     params = LinkParams(mbit_s=arguments.mbit_s, delay_ms=arguments.delay_ms, repeat=arguments.rounds)
     spec = tiny_checkpoint(place / "host_model", **SHAPE)  # type: ignore[arg-type]  # the same seed, the same bytes
@@ -93,8 +94,8 @@ def measure(arguments: argparse.Namespace) -> int:
 
 @contextmanager
 def shaped_link(mbit_s: float, delay_ms: float) -> Iterator[None]:
-    """Both namespaces with their devices, and the process that carries packets between them; all
-    gone at the end.
+    """Makes both namespaces with their devices, and the process that carries packets between them,
+    for the block. All are gone at its end.
     """
     devices = []
     try:
@@ -107,8 +108,8 @@ def shaped_link(mbit_s: float, delay_ms: float) -> Iterator[None]:
             _run("ip", "-n", name, "link", "set", "lo", "up")
             _run("ip", "-n", name, "addr", "add", f"{address}/24", "dev", name)
             _run("ip", "-n", name, "link", "set", name, "mtu", str(MTU), "up")
-            # The burst is what leaves at once: one packet. The queue holds more than TCP keeps
-            # under way.
+            # The burst is what leaves at once, which is one packet. The queue holds more than TCP
+            # keeps under way.
             rate = ["rate", f"{mbit_s}mbit", "burst", "10k", "limit", "64mb"]
             _run("tc", "-n", name, "qdisc", "add", "dev", name, "root", "tbf", *rate)
         ends = (devices[0], devices[1], delay_ms / 1e3)
@@ -126,7 +127,7 @@ def shaped_link(mbit_s: float, delay_ms: float) -> Iterator[None]:
 
 def carry(one: int, other: int, delay_s: float) -> None:
     """Takes every packet to the other side `delay_s` after it came. Ends when it is killed."""
-    # (when, to, packet), in order
+    # Each entry is (when, to, packet), in the order of arrival.
     waiting: collections.deque[tuple[float, int, bytes]] = collections.deque()
     across = {one: other, other: one}
     while True:

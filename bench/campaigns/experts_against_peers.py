@@ -41,16 +41,18 @@ RESULT = Path(__file__).resolve().parents[1] / "results" / "experts_against_peer
 SHAPE = ExpertShape()
 TOKENS = (1, 4, 16, 64, 512, 2048)
 CHECK_TOKENS = 16
-ROTATION_BYTES = 512 << 20  # of one token's experts over all layers, as in bench experts
-# kt-kernel's threads spin for 50 ms after a task; nobody else may be measured meanwhile
+# The experts of one token take so many bytes over all layers in rotation, as in `bench experts`.
+ROTATION_BYTES = 512 << 20
+# The threads of kt-kernel spin for 50 ms after a task, and nobody else may be measured meanwhile.
 KT_IDLE_S = 0.1
-# Relative errors (norms) above these are no rounding of the format: the kernel did something else.
+# A relative error (of norms) above these is no rounding of the format: the kernel did something
+# else.
 TOLERANCE = {"bf16": 0.02, "int8": 0.05}
 NUMERICS = {"bf16": ("bf16", ("f32-canonical", "bf16-dot")), "int8": ("int8_g32", ("f32-canonical", "int8-groups"))}
 
 
 def main() -> int:
-    """See the module text."""
+    """Does what the module text says, and returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5, help="measured rounds [5]")
     parser.add_argument("--threads", default="", help="comma-separated [one, and all usable cores]")
@@ -94,8 +96,8 @@ def _num_layers(fmt: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Weights:
-    """One layer's experts in bf16 [E, ...]; peers quantise them themselves. `layers` copies rotate
-    in memory of their own.
+    """The experts of one layer in bf16 [E, ...], which peers quantise themselves. `layers` copies
+    of them rotate, each in memory of its own.
     """
 
     fmt: str
@@ -117,7 +119,7 @@ class _Weights:
 
 
 def _kernels(weights: _Weights, threads: int) -> tuple[list[Kernel], dict[str, float]]:
-    """Everything that computes this format here, checked, and its relative error."""
+    """Returns every checked kernel that computes this format here, and its relative error."""
     batch = make_batch(SHAPE, CHECK_TOKENS, "uniform", 1)
     batch = Batch(_as_bf16(batch.rows), batch.row_counts, batch.expert_ids, batch.weights, batch.num_distinct)
     reference = _reference(weights, batch)
@@ -140,7 +142,7 @@ def _kernels(weights: _Weights, threads: int) -> tuple[list[Kernel], dict[str, f
         kernels += torch_kernels(torch_layers, threads)
         outputs |= torch_outputs(torch_layers, batch)
     if _kt_version() is not None:
-        # its callers spin beside its threads: fewer threads can be faster on few cores
+        # Its callers spin beside its threads, so that fewer threads can be faster on few cores.
         for pool in range(1, threads + 1):
             layers = _KtLayers.load(weights, pool)
             kernels.append(Kernel(f"kt_{weights.fmt}_{pool}", f"kt-kernel, {pool} threads", "kt-kernel", layers.bind))
@@ -153,7 +155,7 @@ def _as_bf16(rows: Any) -> Any:
 
 
 def _reference(weights: _Weights, batch: Batch) -> Any:
-    """The layer in float32 from the same bf16 weights and rows."""
+    """Computes the layer in float32 from the same bf16 weights and rows."""
     rows = torch.from_numpy(batch.rows)
     result = torch.zeros_like(rows)
     owners = torch.from_numpy(np.repeat(np.arange(len(batch.row_counts)), batch.row_counts))
@@ -190,7 +192,9 @@ def _own(fmt: str, numerics: str, threads: int, num_layers: int) -> Kernel:
 
 
 def _own_output(weights: _Weights, fmt: str, numerics: str, threads: int, batch: Batch) -> Any:
-    """What the same kernels make of the peers' weights: those of LayerBenchmark are its own."""
+    """Returns what the same kernels make of the peers' weights, because LayerBenchmark has weights
+    of its own.
+    """
     experts = _core.FfnOracle(
         spec=_spec(), num_experts=SHAPE.num_experts, weight_dtype="bf16" if weights.fmt == "bf16" else fmt,
         isa=_core.best_isa(), num_threads=threads, numerics=numerics,
@@ -203,8 +207,8 @@ def _own_output(weights: _Weights, fmt: str, numerics: str, threads: int, batch:
 
 @dataclass(frozen=True, slots=True)
 class _KtLayers:
-    """kt-kernel's layers over one of its pools, driven as its own wrapper drives them: submit a
-    task, wait for it.
+    """The layers of kt-kernel over one of its pools. They are driven as its own wrapper drives
+    them: by a task that is submitted and waited for.
     """
 
     infer: Any
@@ -213,7 +217,9 @@ class _KtLayers:
 
     @classmethod
     def load(cls, weights: _Weights, pool_threads: int) -> _KtLayers:
-        """Packs (int8: quantises) every layer. MemoryError before the machine runs out."""
+        """Packs every layer, and quantises it for int8. Raises MemoryError before the machine runs
+        out.
+        """
         core = importlib.import_module("kt_kernel").kt_kernel_ext
 
         if weights.layers * SHAPE.layer_bytes(NUMERICS[weights.fmt][0]) > memory_available():
@@ -221,7 +227,8 @@ class _KtLayers:
         pool = core.WorkerPoolConfig()
         pool.subpool_count, pool.subpool_numa_map, pool.subpool_thread_count = 1, [0], [pool_threads]
         order = torch.arange(SHAPE.num_experts, dtype=torch.int64)
-        with _stdout_to_nowhere():  # it prints a line per layer
+        # kt-kernel prints a line for each layer.
+        with _stdout_to_nowhere():
             infer = core.CPUInfer(pool)
             layers = [cls._layer(core, infer, weights, index) for index in range(weights.layers)]
             for layer in layers:
@@ -284,7 +291,7 @@ class _KtLayers:
 
 @contextlib.contextmanager
 def _stdout_to_nowhere() -> Iterator[None]:
-    """For what a C++ library prints."""
+    """Drops within the block what a C++ library prints on stdout."""
     sys.stdout.flush()
     saved = os.dup(1)
     with tempfile.TemporaryFile() as sink:
@@ -310,7 +317,9 @@ def _cases(fmt: str, kernels: list[Kernel], threads: int, tokens: tuple[int, ...
 
 
 def _ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Per case and peer: its fastest median over that of each of ours (above 1: ours is faster)."""
+    """Returns for each case and peer its fastest median divided by that of each of ours, so that
+    ours is faster above 1.
+    """
     found = []
     same = ("format", "tokens", "threads")
     for row in (row for row in rows if row["backend"] == "cpu"):
@@ -334,4 +343,5 @@ def _show(summary: list[dict[str, Any]]) -> None:
 if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
-    os._exit(code)  # kt-kernel's pools do not end by themselves
+    # The pools of kt-kernel do not end by themselves.
+    os._exit(code)

@@ -28,11 +28,12 @@ from dflash_moe.telemetry.machine import usable_cores
 
 RESULT = Path(__file__).resolve().parents[1] / "results" / "layer_against_gemm.json"
 FORMATS = ("f32", "f16", "bf16", "int8_g32", "q8_0", "int4_g32", "q4_k", "q6_k", "mxfp4")
-FORWARDS = 2  # of each case in a round
+# Each case makes so many forwards in a round.
+FORWARDS = 2
 
 
 def main() -> int:
-    """See the module text."""
+    """Does what the module text says, and returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7, help="measured rounds [7]")
     parser.add_argument("--tokens", type=int, default=2048, help="rows of the batch [2048]")
@@ -54,7 +55,9 @@ def main() -> int:
 
 @dataclass(slots=True)
 class _Case:
-    """`forward(n)` returns the seconds of n runs; `flops` of one."""
+    """One thing that is measured. `forward(n)` returns the seconds of n runs, and `flops` are those
+    of one run.
+    """
 
     label: str
     fields: dict[str, Any]

@@ -25,12 +25,13 @@ from dflash_moe.bench.results import read_result
 ROOT = Path(__file__).resolve().parents[2]
 CASES = ("prefill", "decode")
 MODES = "batched,auto"
-# Seconds of one case on two cores of 2.5 GHz with AVX-512, for the estimate only.
+# One case takes so many seconds on two cores of 2.5 GHz with AVX-512. This is for the estimate
+# only.
 PREFILL_S, DECODE_S, START_S = 3.1, 2.4, 40
 
 
 def main() -> int:
-    """See the module text."""
+    """Does what the module text says, and returns the exit status."""
     arguments = _arguments()
     per_round = 3 * (PREFILL_S * arguments.prompt_tokens / 2048 + DECODE_S * arguments.new_tokens / 32)
     seconds = 2 * START_S + per_round * (arguments.rounds + 1)
@@ -55,8 +56,8 @@ def main() -> int:
 
 
 def speed_shares(found: Mapping[str, Any]) -> dict[str, float]:
-    """Per remote mode the median over rounds of local's time / remote's (medians of a round's
-    samples).
+    """Returns for each remote mode the median over rounds of the time of local divided by its own,
+    where the time of a round is the median of its samples.
     """
     rounds = {row["name"]: _rounds(row) for row in found["rows"]}
     return {

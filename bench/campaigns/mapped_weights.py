@@ -40,7 +40,7 @@ SAMPLE_S = 0.2
 
 
 def main() -> int:
-    """See the module text."""
+    """Does what the module text says, and returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7, help="measured rounds [7]")
     parser.add_argument("--threads", type=int, default=2, help="of each worker [2]")
@@ -92,7 +92,7 @@ def _checkpoint(folder: Path, weight_format: str, num_experts: int) -> ModelSpec
 
 @dataclass(frozen=True, slots=True)
 class _Started:
-    """A runtime of one loopback worker, and what starting it took."""
+    """A runtime with one loopback worker, and what starting it took."""
 
     layout: str
     runtime: ExpertRuntime
@@ -113,7 +113,7 @@ class _Started:
 
 @dataclass(slots=True)
 class _Case:
-    """`experts()` of one size, over all layers in turn."""
+    """Calls of `experts()` of one size, over all layers in turn."""
 
     weight_format: str
     started: _Started
@@ -159,7 +159,7 @@ def _compare_bits(runtimes: dict[str, _Started], num_experts: int) -> None:
 
 
 def _ratios(cases: list[_Case]) -> list[dict[str, Any]]:
-    """Per number of tokens the time of `mapped` over that of `packed`, medians."""
+    """Returns for each number of tokens the median time of `mapped` divided by that of `packed`."""
     medians = {(case.tokens, case.started.layout): statistics.median(case.samples_s) for case in cases}
     return [
         {

@@ -23,15 +23,16 @@ from dflash_moe.bench.results import read_result
 
 ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = ("equal", "weak_worker", "slow_link")
-# Milliseconds a prompt token takes (stream, batched) on two cores of 2.5 GHz with AVX-512: for the
-# estimate only.
+# A prompt token takes so many milliseconds (stream, batched) on two cores of 2.5 GHz with AVX-512.
+# This is for the estimate only.
 MS_PER_TOKEN = {"equal": (3.4, 1.5), "weak_worker": (9.0, 4.5), "slow_link": (5.5, 3.0)}
-# a setting's start: imports, spec, loading 0.9 GB twice where there is a row `local`, drawing
+# A setting takes this long to start: imports, spec, loading 0.9 GB, twice where there is a row
+# `local`, and drawing.
 START_S = 40
 
 
 def main() -> int:
-    """See the module text."""
+    """Does what the module text says, and returns the exit status."""
     arguments = _arguments()
     settings = arguments.settings.split(",")
     if unknown := [name for name in settings if name not in SETTINGS]:
@@ -50,10 +51,14 @@ def main() -> int:
 
 
 def estimate_s(setting: str, prompt_tokens: str, rounds: int, stream_rounds: int) -> float:
-    """Seconds of one setting: a warm-up round, the rounds, the recorded prefills, and the start."""
+    """Estimates the seconds of one setting: a warm-up round, the rounds, the recorded prefills, and
+    the start.
+    """
     stream_s, batched_s = (ms / 1e3 for ms in MS_PER_TOKEN[setting])
     lengths = [int(length) for length in prompt_tokens.split(",")]
-    fixed_modes = 3 if setting == "equal" else 2  # batched and auto; local beside equal workers
+    # Batched and auto take about the same time, and so does local, which stands beside equal
+    # workers.
+    fixed_modes = 3 if setting == "equal" else 2
     measured = sum(length * (stream_s * (stream_rounds + 1) + fixed_modes * batched_s * (rounds + 1)) for length in lengths)
     return START_S + measured + max(lengths) * (stream_s + 2 * batched_s)
 

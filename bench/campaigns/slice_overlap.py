@@ -21,11 +21,12 @@ from dflash_moe.cli.bench_progress import reporting
 from dflash_moe.cli.main import report
 
 ROOT = Path(__file__).resolve().parents[2]
-CALL_S = 0.35  # a whole call of 1,024 tokens at 200 Mbit/s, for the estimate only
+# A whole call of 1,024 tokens takes so long at 200 Mbit/s. This is for the estimate only.
+CALL_S = 0.35
 
 
 def main() -> int:
-    """See the module text."""
+    """Does what the module text says, and returns the exit status."""
     arguments = _arguments()
     params = OverlapParams(
         num_tokens=arguments.tokens,

@@ -23,7 +23,7 @@ RESULT = Path(__file__).resolve().parents[1] / "results" / "verify_families.json
 
 
 def main() -> int:
-    """See the module text."""
+    """Does what the module text says, and returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--families", default="", help="comma-separated [the required ones]")
     parser.add_argument("--out", type=Path, default=RESULT, help="result file [bench/results/verify_families.json]")

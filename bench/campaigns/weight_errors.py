@@ -39,14 +39,15 @@ ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "bench" / "demo_model" / "dflash_moe_demo"
 RESULT = ROOT / "bench" / "results" / "weight_errors.json"
 NUMERICS = ("f32-canonical", "int8-groups")
-FLOAT_VALUES = ("fp8_e4m3_b128",)  # not integers times a scale: int8-groups does not take them
+# The values of these formats are no integers times a scale, so that int8-groups does not take them.
+FLOAT_VALUES = ("fp8_e4m3_b128",)
 GGUF_KINDS = {"q8_0": "Q8_0", "q4_0": "Q4_0", "gguf_mxfp4": "MXFP4"}
 
 Array = np.ndarray[Any, Any]
 
 
 def main() -> int:
-    """See the module text."""
+    """Does what the module text says, and returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--formats", default="", help="comma-separated [all that Python can quantise to]")
     parser.add_argument("--out", type=Path, default=RESULT, help="result file [bench/results/weight_errors.json]")
@@ -59,7 +60,7 @@ def main() -> int:
 
 
 def measure(chosen: tuple[str, ...] = ()) -> BenchResult:
-    """A row per format and class; () stands for all formats."""
+    """Measures a row for each format and class. An empty `chosen` stands for all formats."""
     model = _model()
     text = (DEMO / "prompt.txt").read_text(encoding="utf-8")
     tokens = AutoTokenizer.from_pretrained(DEMO / "model", local_files_only=True)(text, return_tensors="pt")["input_ids"]
@@ -81,7 +82,7 @@ def measure(chosen: tuple[str, ...] = ()) -> BenchResult:
 
 
 def _row(name: str, numerics: str, errors: list[float]) -> dict[str, Any]:
-    """Errors one per layer."""
+    """Returns a row. There is one error for each layer."""
     bits = 8 * FORMATS[name].stored_bytes(256, 256) / 256**2
     row = {"name": name if numerics == NUMERICS[0] else f"{name}_{numerics}", "format": name, "numerics": numerics}
     return row | {
@@ -100,7 +101,9 @@ def _model() -> Any:
 
 
 def _formats() -> dict[str, Callable[[Array], Array]]:
-    """Weights [outputs, inputs] as they are after a round trip through the format."""
+    """Returns for each format the function that sends weights [outputs, inputs] through it and
+    back.
+    """
 
     def fp8(values: Array) -> Array:
         codes, scales = quantise_fp8(values)

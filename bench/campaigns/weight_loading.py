@@ -41,17 +41,23 @@ from dflash_moe.testing.tiny import tiny_checkpoint, tiny_ffn
 from dflash_moe.testing.tiny_gguf import tiny_gguf
 
 RESULT = Path(__file__).resolve().parents[1] / "results" / "weight_loading.json"
-LAYERS, EXPERTS, HIDDEN, WIDTH = 2, 64, 2048, 768  # 1.2 GB in bf16
+# These sizes give 1.2 GB in bf16.
+LAYERS, EXPERTS, HIDDEN, WIDTH = 2, 64, 2048, 768
 BUFFER_BYTES = 1 << 20
-HUGE_PAGES = 14  # MADV_HUGEPAGE, as the worker asks for its own memory
-POPULATE_WRITE = 23  # MADV_POPULATE_WRITE
-WATCH_EVERY = 16  # experts: looking takes a tenth of a small one's loading
-MAX_BEYOND_BYTES = 256 << 20  # anonymous memory of a loader beyond the packed experts
+# This is MADV_HUGEPAGE, by which the worker asks for its own memory too.
+HUGE_PAGES = 14
+# This is MADV_POPULATE_WRITE.
+POPULATE_WRITE = 23
+# Memory is looked at after so many experts, because a look takes a tenth of the time that loading a
+# small one does.
+WATCH_EVERY = 16
+# A loader may have so many bytes of anonymous memory beyond the packed experts.
+MAX_BEYOND_BYTES = 256 << 20
 FORMATS = (("bf16", "bf16"), ("bf16", "int8_g32"), ("bf16", "int4_g32"), ("q8_0", "q8_0"), ("q4_k", "q4_k"))
 
 
 def main() -> int:
-    """See the module text."""
+    """Does what the module text says, and returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7, help="measured rounds [7]")
     parser.add_argument("--threads", type=int, default=2, help="of the worker, and of the reading [2]")
@@ -78,8 +84,8 @@ def main() -> int:
 
 @dataclass(slots=True)
 class _Case:
-    """One way of going through one file; `run` returns bytes of anonymous memory beyond what it
-    keeps.
+    """One way to go through one file. `run` returns the bytes of anonymous memory that it took
+    beyond what it keeps.
     """
 
     label: str
@@ -197,14 +203,16 @@ def _address(memory: mmap.mmap) -> int:
 
 
 def _touch(num_bytes: int) -> None:
-    """Makes the next `num_bytes` of fresh memory ones that this machine has in hand."""
+    """Touches and frees `num_bytes`, so that the next fresh memory of this size is memory that this
+    machine has in hand.
+    """
     with mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
         for advice in (HUGE_PAGES, POPULATE_WRITE):
             ctypes.CDLL(None).madvise(ctypes.c_void_p(_address(memory)), ctypes.c_size_t(len(memory)), advice)
 
 
 def _shares(cases: list[_Case]) -> list[dict[str, Any]]:
-    """Each load against the copy and the reading of the same file, medians of interleaved
+    """Compares each load with the copy and the reading of the same file, by medians of interleaved
     samples.
     """
     speeds = {case.label: case.num_bytes / statistics.median(case.samples_s) for case in cases}

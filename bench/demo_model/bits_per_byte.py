@@ -33,7 +33,8 @@ from dflash_moe.topology import Topology
 MODEL = Path(__file__).resolve().parent / "dflash_moe_demo" / "model"
 RESULT = Path(__file__).resolve().parents[1] / "results" / "bits_per_byte.json"
 NUM_WORKERS = 2
-HOST_DTYPES = ("f32", "bf16")  # f32: the wire is the only narrowing; bf16: as the checkpoint says
+# With f32 only the wire narrows numbers, and bf16 is what the checkpoint says.
+HOST_DTYPES = ("f32", "bf16")
 WIRE_DTYPES = ("f32", "f16", "bf16")
 COUNTED = ("calls", "request_bytes", "reply_bytes", "floor_bytes")
 
@@ -53,7 +54,9 @@ def main() -> int:
 
 
 def measure(num_windows: int) -> BenchResult:
-    """All rows; DflashError when a remote row did not make exactly the calls it must have made."""
+    """Measures all rows. Raises DflashError when a remote row did not make exactly the calls that
+    it must have made.
+    """
     corpus = checked_corpus()
     text = held_out_text(AutoTokenizer.from_pretrained(MODEL), corpus.held_out, num_windows)
     result = BenchResult(
@@ -83,7 +86,7 @@ def measure(num_windows: int) -> BenchResult:
 
 
 def eager_model(dtype: str) -> Any:
-    """The shipped model with transformers' own eager experts."""
+    """Loads the shipped model with the eager experts of transformers."""
     model_class = find_model_class(load_config(Checkpoint.open(MODEL)))
     with quiet_progress():
         model = model_class.from_pretrained(
@@ -100,7 +103,7 @@ def _measure_remote(
     bits = window_bits(model, text)
     after = runtime.stats()["totals"]
     counts = {key: int(after[key]) - int(before[key]) for key in COUNTED}
-    # every window has tokens for either worker in every layer
+    # Every window has tokens for either worker in every layer.
     expected = result.params["windows"] * len(runtime.layers) * NUM_WORKERS
     if counts["calls"] != expected:
         raise DflashError(f"{host_dtype} over {wire_dtype}: {counts['calls']} remote calls, expected {expected}")

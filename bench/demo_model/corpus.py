@@ -22,8 +22,10 @@ from dflash_moe.errors import ConfigError
 LICENCE = "PSF-2.0"
 CORPUS_PYTHON = "3.11.7"
 CORPUS_SHA256 = "0ffb0d587d6ca359beee5195d485efc7a9dccf43433b3d1ed6fe27734a02a402"
-HELD_OUT_EVERY = 20  # one document in twenty, chosen by its hash, is never trained on
-MIN_DOCSTRING_CHARS = 120  # shorter ones are mostly fragments
+# One document in twenty, chosen by its hash, is never trained on.
+HELD_OUT_EVERY = 20
+# Shorter docstrings are mostly fragments.
+MIN_DOCSTRING_CHARS = 120
 EXCLUDED = ("test", "tests", "idlelib", "lib2to3", "site-packages", "turtledemo", "ensurepip", "__pycache__", "encodings")
 
 
@@ -35,7 +37,9 @@ class Corpus:
 
 
 def checked_corpus() -> Corpus:
-    """The corpus that trained the shipped model; ConfigError where this Python has another one."""
+    """Returns the corpus that trained the shipped model. Raises ConfigError where this Python has
+    another one.
+    """
     corpus = load_corpus()
     if corpus.sha256 != CORPUS_SHA256:
         raise ConfigError(
@@ -46,8 +50,8 @@ def checked_corpus() -> Corpus:
 
 
 def load_corpus() -> Corpus:
-    """All documents of this Python, split by their hashes: 2 million characters of English and
-    Python.
+    """Loads all documents of this Python, split by their hashes. They are 2 million characters of
+    English and Python.
     """
     documents = sorted(set(_topics()) | set(_docstrings()))
     digest = hashlib.sha256()
@@ -82,8 +86,8 @@ def _docstrings() -> list[str]:
 
 
 def _documents_of(tree: ast.Module) -> list[str]:
-    """One document per module docstring and per documented function or class, signature line
-    first.
+    """Returns a document for each docstring of a module, and for each documented function or class
+    with the line of its signature first.
     """
     found: list[str] = []
     module_text = ast.get_docstring(tree)

@@ -22,7 +22,7 @@ END_OF_TEXT_ID = 0
 
 @dataclass(frozen=True, slots=True)
 class HeldOutText:
-    """Token ids [num_tokens] int64 and the UTF-8 text they stand for, without end-of-text
+    """Token ids [num_tokens] in int64, and the UTF-8 text for which they stand, without end-of-text
     tokens.
     """
 
@@ -32,7 +32,9 @@ class HeldOutText:
 
 
 def token_stream(tokenizer: Any, texts: tuple[str, ...]) -> torch.Tensor:
-    """All documents in one row, [num_tokens] int64, an end-of-text token before each."""
+    """Returns all documents in one row [num_tokens] in int64, with an end-of-text token before
+    each.
+    """
     ids: list[int] = []
     for encoded in tokenizer(list(texts), add_special_tokens=False)["input_ids"]:
         ids += [END_OF_TEXT_ID, *encoded]
@@ -40,7 +42,7 @@ def token_stream(tokenizer: Any, texts: tuple[str, ...]) -> torch.Tensor:
 
 
 def held_out_text(tokenizer: Any, documents: tuple[str, ...], num_windows: int = NUM_WINDOWS) -> HeldOutText:
-    """The first windows of `documents`, the corpus's held-out part."""
+    """Returns the first windows of `documents`, the held-out part of the corpus."""
     token_ids = token_stream(tokenizer, documents)[: num_windows * SEQUENCE_TOKENS]
     encoded = tokenizer.decode(token_ids.tolist(), skip_special_tokens=True).encode("utf-8")
     return HeldOutText(token_ids, len(encoded), hashlib.sha256(encoded).hexdigest())
@@ -48,8 +50,8 @@ def held_out_text(tokenizer: Any, documents: tuple[str, ...], num_windows: int =
 
 @torch.inference_mode()
 def window_bits(model: Any, text: HeldOutText) -> list[float]:
-    """Bits of each window's tokens given those before them in the window; logits are widened to
-    float32 first.
+    """Returns the bits of the tokens in each window, given those before them there. Logits are
+    widened to float32 first.
     """
     found = []
     for start in range(0, len(text.token_ids) - 1, SEQUENCE_TOKENS):

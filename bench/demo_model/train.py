@@ -39,8 +39,8 @@ SEED = 20
 def dense_experts(
     module: torch.nn.Module, hidden: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
 ) -> torch.Tensor:
-    """Every expert on every token, weighted by the routing: at this size batched products beat
-    gathering on a CPU.
+    """Computes every expert on every token, weighted by the routing. At this size batched products
+    beat gathering on a CPU.
     """
     gate_up = torch.einsum("th,eih->eti", hidden, module.gate_up_proj)
     gate, up = gate_up.chunk(2, dim=-1)
@@ -85,7 +85,7 @@ def train_tokenizer(texts: tuple[str, ...], out: Path) -> PreTrainedTokenizerFas
 
 
 def batches(stream: torch.Tensor, generator: torch.Generator):  # noqa: ANN201
-    """Random windows, for ever."""
+    """Yields random windows for ever."""
     while True:
         starts = torch.randint(0, len(stream) - SEQUENCE_TOKENS - 1, (BATCH_SEQUENCES,), generator=generator)
         yield torch.stack([stream[start : start + SEQUENCE_TOKENS] for start in starts.tolist()])

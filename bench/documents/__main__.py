@@ -3,10 +3,10 @@ would write.
 
     python -m bench.documents [--check]
 
-A table stands between `<!-- table: NAME -->` and `<!-- end -->`, a figure in a sentence between
-`<!-- figure: NAME -->` and `<!-- end -->`. What NAME shows is defined in tables.py and figures.py,
-of which results, in results.py. Nothing between the marks is written by hand; with --check a
-difference is told and ends with exit status 1, as in `make check`.
+A table stands between `<!-- table: NAME -->` and `<!-- end -->`, and a figure in a sentence between
+`<!-- figure: NAME -->` and `<!-- end -->`. What NAME shows, and of which results, is defined in
+tables.py, kernel_tables.py and figures.py. Nothing between the marks is written by hand. With
+--check a difference is told and ends with exit status 1, as in `make check`.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def main() -> int:
-    """See the module text."""
+    """Does what the module text says, and returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; tell what differs")
     arguments = parser.parse_args()

@@ -1,4 +1,4 @@
-"""The figures that stand in sentences, by name.
+"""Defines the figures that stand in sentences, by name.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -13,12 +13,14 @@ from bench.documents.text import digits, percent
 
 
 def _auto_ratios(recorded: Recorded) -> list[float]:
-    """Medians of the better fixed mode's time over auto's, all settings and prompts."""
+    """Returns for all settings and prompts the median time of the better fixed mode divided by that
+    of auto.
+    """
     return [entry["median_ratio"] for name in SETTINGS for entry in recorded.summary(f"modes_{name}")]
 
 
 def _mapped_ratios(recorded: Recorded, tokens: int) -> list[float]:
-    """Time of mapped weights over packed ones, all formats."""
+    """Returns for all formats the time with mapped weights divided by that with packed ones."""
     return [entry["time_ratio"] for entry in recorded.summary("mapped_weights") if entry["tokens"] == tokens]
 
 

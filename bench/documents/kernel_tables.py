@@ -1,4 +1,4 @@
-"""The tables of expert kernels and weights: times of one layer, peers, loading, formats.
+"""Writes the tables of expert kernels and weights: times of one layer, peers, loading, formats.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -13,8 +13,8 @@ from bench.documents.text import digits, gigabytes_per_s, markdown, mebibytes, p
 
 
 def experts(name: str, wanted: Callable[[Row], bool]) -> Callable[[Recorded], str]:
-    """Times of one layer by batch size. After each: its share of this machine's read bandwidth, and
-    of its peak of the kernel's own arithmetic.
+    """Returns the writer of a table of times of one layer by batch size. After each time stand its
+    share of this machine's read bandwidth, and that of its peak in the kernel's own arithmetic.
     """
 
     def table(recorded: Recorded) -> str:
@@ -42,7 +42,7 @@ def _expert_cell(row: Row) -> str:
 
 
 def peers(recorded: Recorded) -> str:
-    """Each peer's fastest time over that of each of our classes."""
+    """Writes the fastest time of each peer divided by that of each of our classes."""
     sizes = sorted({entry["tokens"] for entry in recorded.summary("experts_against_peers")})
     lines: dict[tuple[str, str, str], dict[int, str]] = {}
     for entry in recorded.summary("experts_against_peers"):
@@ -53,14 +53,14 @@ def peers(recorded: Recorded) -> str:
 
 
 def peer_errors(recorded: Recorded) -> str:
-    """Relative errors of all kernels against float32."""
+    """Writes the relative errors of all kernels against float32."""
     found = recorded.result("experts_against_peers")["params"]["relative_errors"]
     lines = [(case, kernel, f"{error:.1e}") for case, errors in found.items() for kernel, error in errors.items()]
     return markdown(("weights", "kernel", "relative error"), lines)
 
 
 def layer_against_gemm(recorded: Recorded) -> str:
-    """The whole layer beside its products alone."""
+    """Writes the whole layer beside its products alone."""
     rows = {(row["format"], row["threads"], row["kind"]): row for row in recorded.rows("layer_against_gemm")}
     head = ("weights", "threads", "layer GFLOP/s", "products GFLOP/s", "layer / products", "over one thread")
     return markdown(
@@ -80,7 +80,7 @@ def layer_against_gemm(recorded: Recorded) -> str:
 
 
 def loading(recorded: Recorded) -> str:
-    """Loading beside copying and reading the same file."""
+    """Writes loading beside copying and reading the same file."""
     shares = {(entry["format"], entry["resident"]): entry for entry in recorded.summary("weight_loading")}
     lines = []
     for row in recorded.rows("weight_loading"):
@@ -100,7 +100,7 @@ def loading(recorded: Recorded) -> str:
 
 
 def mapped_weights(recorded: Recorded) -> str:
-    """Computing from the mapped file beside computing from packed weights."""
+    """Writes computing from the mapped file beside computing from packed weights."""
     rows = {(row["format"], row["tokens"], row["layout"]): row for row in recorded.rows("mapped_weights")}
     head = ("weights", "tokens", "packed, p50", "mapped, p50", "mapped / packed", "packed MiB", "mapped MiB")
     lines = []
@@ -120,7 +120,7 @@ def mapped_weights(recorded: Recorded) -> str:
 
 
 def weight_errors(recorded: Recorded) -> str:
-    """How far each format moves the outputs of the shipped model's layers."""
+    """Writes how far each format moves the outputs of the layers of the shipped model."""
     return markdown(
         ("format", "numerics", "bits a weight", "output moves by, mean", "worst layer"),
         (
@@ -141,7 +141,7 @@ def _is_ours(row: Row) -> bool:
 
 
 def _is_plain(row: Row) -> bool:
-    """Uniform routing, weights from memory."""
+    """Says whether a row has uniform routing and weights from memory."""
     return row["routing"] == "uniform" and row["weights_from"] == "dram"
 
 

@@ -1,6 +1,6 @@
-"""The marks in the documents: filling them, and finding what is not as it should be.
+"""Fills the marks in the documents, and finds what is not as it should be.
 
-A measured figure outside of a mark is a finding, so that nobody copies one by hand; what a sentence
+A measured figure outside of a mark is a finding, so that nobody copies one by hand. What a sentence
 states and nobody measured (a setting, a mark to reach) is listed in STATED.
 SPDX-License-Identifier: Apache-2.0
 """
@@ -15,15 +15,16 @@ from bench.documents.figures import FIGURES
 from bench.documents.recorded import Recorded
 from bench.documents.tables import TABLES
 
-# Where figures of recorded results stand.
+# Figures of recorded results stand in these documents.
 DOCUMENTS = ("README.md", "docs/benchmarks.md", "docs/howto/weight_formats.md")
 
 _TABLE = re.compile(r"(<!-- table: (measured/[\w-]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 _FIGURE = re.compile(r"(<!-- figure: ([\w-]+) -->)(.*?)(<!-- end -->)", re.DOTALL)
-# A number with a unit of time, speed or share: what a measurement gives.
+# A measurement gives a number with one of these units of time, speed or share.
 _UNITS = r"ns|us|µs|ms|s|min|minutes|seconds|GB/s|GiB/s|MB/s|GFLOP/s|GFLOPS|tokens/s|tok/s|%|x(?! \d)|times"
 _MEASURED = re.compile(rf"(?<![\w.])\d[\d,.]*\s?(?:{_UNITS})(?![\w/])")
-# Sentences about settings, definitions and marks to reach: (document, words around the number).
+# These sentences are about settings, definitions and marks to reach, by document with the words
+# around the number.
 STATED = {
     "docs/benchmarks.md": (
         "95 % bootstrap interval", "at least 2 %", "delay line of 2 ms each way", "The mark was 80 %.",
@@ -33,8 +34,8 @@ STATED = {
 
 
 def written(text: str, results: Path) -> str:
-    """The document with every table and figure as the results give it. KeyError names a mark that
-    nothing defines.
+    """Returns the document with every table and figure as the results give it. Raises KeyError
+    naming a mark that nothing defines.
     """
     recorded = Recorded(results)
     text = _TABLE.sub(lambda match: match[1] + "\n" + TABLES[match[2]](recorded) + "\n" + match[4], text)
@@ -42,8 +43,9 @@ def written(text: str, results: Path) -> str:
 
 
 def findings(root: Path) -> list[str]:
-    """Tables and figures that are not what the results give, marks that nothing defines and
-    definitions without a mark, results and rows that no table shows, and figures by hand.
+    """Returns a finding for tables and figures that are not what the results give, marks that
+    nothing defines, definitions without a mark, results and rows that no table shows, and figures
+    that were written by hand.
     """
     found: list[str] = []
     used: set[str] = set()
@@ -89,7 +91,7 @@ def _lines(old: str, new: str) -> list[tuple[str, str]]:
 
 
 def _by_hand(name: str, text: str) -> list[str]:
-    """Figures with a unit of measurement outside of marks, code and what is stated."""
+    """Returns a finding for each figure with a unit outside of marks, code and what is stated."""
     blank = lambda match: re.sub(r"[^\n]", " ", match[0])  # noqa: E731 - keeps lines where they are
     prose = _FIGURE.sub(blank, _TABLE.sub(blank, text))
     prose = re.sub(r"^    [^\n]*$|```.*?```|`[^`\n]*`|\]\([^)]*\)", blank, prose, flags=re.MULTILINE | re.DOTALL)

@@ -1,4 +1,4 @@
-"""The recorded results as tables read them: each row that is read counts as shown.
+"""Reads the recorded results for the tables. Each row that is read counts as shown.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -14,7 +14,9 @@ Row = Mapping[str, Any]
 
 
 class Recorded:
-    """The folder bench/results. A missing file is an error that says how it is made."""
+    """The results in the folder bench/results. A missing file is an error that says how it is
+    made.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -22,11 +24,11 @@ class Recorded:
         self._shown: dict[str, set[int]] = {}
 
     def names(self) -> list[str]:
-        """Names of all results, without their suffix."""
+        """Returns the names of all results without their suffix."""
         return sorted(path.stem for path in self._folder.glob("*.json"))
 
     def result(self, name: str) -> dict[str, Any]:
-        """A result, whole."""
+        """Returns a whole result."""
         if name not in self._loaded:
             path = self._folder / f"{name}.json"
             if not path.is_file():
@@ -35,7 +37,7 @@ class Recorded:
         return self._loaded[name]
 
     def rows(self, name: str, wanted: Callable[[Row], bool] = lambda _row: True) -> list[Row]:
-        """Rows of a result for a table that shows each of them."""
+        """Returns the rows of a result for a table that shows each of them."""
         shown = self._shown.setdefault(name, set())
         found = []
         for place, row in enumerate(self.result(name)["rows"]):
@@ -45,19 +47,19 @@ class Recorded:
         return found
 
     def row(self, name: str, /, **fields: Any) -> Row:
-        """The one row with these fields, for a figure in a sentence."""
+        """Returns the one row with these fields, for a figure in a sentence."""
         found = [row for row in self.result(name)["rows"] if all(row.get(key) == value for key, value in fields.items())]
         if len(found) != 1:
             raise KeyError(f"{name}.json has {len(found)} rows with {fields}")
         return found[0]
 
     def summary(self, name: str) -> list[Row]:
-        """What the measuring program made of the rows."""
+        """Returns what the measuring program made of the rows."""
         return list(self.result(name)["summary"])
 
     def unshown(self) -> list[str]:
-        """Results that no table reads, and rows that it leaves out: a table must not pass over what
-        it does not like.
+        """Returns the results that no table reads, and the rows that tables leave out, because a
+        table must not pass over what it does not like.
         """
         found = []
         for name in self.names():

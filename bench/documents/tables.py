@@ -1,5 +1,5 @@
-"""The tables of the documents. Each shows all rows that its rule names, in the order of the file;
-those of kernels and weights are in kernel_tables.py.
+"""Writes the tables of the documents. Each shows all rows that its rule names, in the order of the
+file. Those of kernels and weights are in kernel_tables.py.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -17,7 +17,7 @@ SETTINGS = ("equal", "weak_worker", "slow_link")
 
 
 def provenance(recorded: Recorded) -> str:
-    """Every recorded result: where it comes from."""
+    """Writes where every recorded result comes from."""
     lines = []
     for name in recorded.names():
         found = recorded.result(name)
@@ -38,7 +38,7 @@ def provenance(recorded: Recorded) -> str:
 
 
 def transports(recorded: Recorded) -> str:
-    """Every transport and payload."""
+    """Writes every transport and payload."""
     head = ("transport", "payload", "p50", "p99", "floor", "x floor", "GB/s", "of memcpy")
     return markdown(
         head,
@@ -63,7 +63,7 @@ def us(value: float) -> str:
 
 
 def expert_calls(recorded: Recorded) -> str:
-    """What a call adds over each transport."""
+    """Writes what a call adds over each transport."""
     rows = recorded.rows("ipc", lambda row: row["name"].startswith("call_"))
     return markdown(
         ("over", "whole call, p50", "added, p50", "added, p99"),
@@ -75,7 +75,7 @@ def expert_calls(recorded: Recorded) -> str:
 
 
 def modes(name: str) -> Callable[[Recorded], str]:
-    """Every mode and prompt of one setting."""
+    """Returns the writer of every mode and prompt of one setting."""
 
     def table(recorded: Recorded) -> str:
         head = ("prompt", "mode", "prefill, p50", "p95", "rounds", "tokens/s", "calls", "bytes / floor", "decode tokens/s")
@@ -108,7 +108,9 @@ def _decode(row: Row) -> str:
 
 
 def auto(name: str) -> Callable[[Recorded], str]:
-    """How `auto` did in one setting, against the better fixed mode and its own forecast."""
+    """Returns the writer of how `auto` did in one setting, against the better fixed mode and its
+    own forecast.
+    """
 
     def table(recorded: Recorded) -> str:
         head = ("prompt", "better fixed mode", "its time / auto's, median", "least", "most", "forecast off by")
@@ -136,7 +138,7 @@ def _off(entry: Row) -> str:
 
 
 def overlap(recorded: Recorded) -> str:
-    """A call in one slice, and as `auto` cuts it."""
+    """Writes a call in one slice, and as `auto` cuts it."""
     head = ("cut", "slices", "whole call, p50", "send", "compute", "receive")
     return markdown(
         head,
@@ -155,7 +157,7 @@ def overlap(recorded: Recorded) -> str:
 
 
 def local_or_remote(case: str) -> Callable[[Recorded], str]:
-    """Remote workers beside all experts in the host."""
+    """Returns the writer of remote workers beside all experts in the host."""
     name = f"local_against_remote_{case}"
 
     def table(recorded: Recorded) -> str:
@@ -181,7 +183,9 @@ def local_or_remote(case: str) -> Callable[[Recorded], str]:
 
 
 def speed_shares(rows: Iterable[Row]) -> dict[str, float]:
-    """Per row the median over rounds of local's time / its own, medians of a round's samples."""
+    """Returns for each row the median over rounds of the time of local divided by its own, where
+    the time of a round is the median of its samples.
+    """
     rounds = {row["name"]: _rounds(row) for row in rows}
     local = rounds["local"]
     return {name: statistics.median(a / b for a, b in zip(local, own, strict=True)) for name, own in rounds.items()}
@@ -193,7 +197,7 @@ def _rounds(row: Row) -> list[float]:
 
 
 def emulated_link(recorded: Recorded) -> str:
-    """The emulator beside a link that the kernel shapes."""
+    """Writes the emulator beside a link that the kernel shapes."""
     rows = {(row["tokens"], row["num_slices"], row["link"]): row for row in recorded.rows("emulated_link")}
     head = ("tokens", "slices", "real, p50", "emulated, p50", "real / emulated")
     return markdown(
@@ -211,7 +215,7 @@ def emulated_link(recorded: Recorded) -> str:
 
 
 def prefill(recorded: Recorded) -> str:
-    """A long prompt in every mode and wire dtype."""
+    """Writes a long prompt in every mode and wire dtype."""
     head = (
         "mode",
         "wire",
@@ -245,7 +249,7 @@ def prefill(recorded: Recorded) -> str:
 
 
 def cores(recorded: Recorded) -> str:
-    """The same work on one core and on two."""
+    """Writes the same work on one core and on two."""
     lines = []
     for cpus in ("one_core", "two_cores"):
         for row in recorded.rows(f"prefill_{cpus}"):
@@ -270,7 +274,7 @@ def decode_timeline(recorded: Recorded) -> str:
 
 
 def memory(recorded: Recorded) -> str:
-    """Every process of a host with two workers after loading."""
+    """Writes every process of a host with two workers after loading."""
     recorded.rows("memory_3_6_gb")
     head = ("process", "experts a layer", "anonymous MiB", "file-backed MiB", "of it expert weights MiB")
     return markdown(
@@ -287,7 +291,7 @@ def memory(recorded: Recorded) -> str:
 
 
 def parity(recorded: Recorded) -> str:
-    """Every required family: the worst layer's figures."""
+    """Writes the figures of the worst layer of every required family."""
     lines = []
     for row in recorded.rows("verify_families"):
         worst = max(layer["remote_error"] / layer["eager_error"] for layer in row["layers"] if layer["eager_error"])
@@ -318,7 +322,7 @@ def parity(recorded: Recorded) -> str:
 
 
 def bits_per_byte(recorded: Recorded) -> str:
-    """The shipped model over every wire."""
+    """Writes the shipped model over every wire dtype."""
     return markdown(
         ("experts", "wire", "host", "bits per byte", "remote calls"),
         (

@@ -1,4 +1,4 @@
-"""Numbers as the documents write them, and Markdown tables.
+"""Writes numbers as the documents have them, and Markdown tables.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 
 
 def seconds(value: float) -> str:
-    """Three digits in the unit that fits: "0.21 us", "96 ms", "12.8 s"."""
+    """Returns three digits in the unit that fits: "0.21 us", "96 ms", "12.8 s"."""
     for factor, unit in ((1e6, "us"), (1e3, "ms")):
         if value * factor < 999.5:
             return f"{digits(value * factor)} {unit}"
@@ -17,8 +17,8 @@ def seconds(value: float) -> str:
 
 
 def digits(value: float) -> str:
-    """About three significant digits, at most two decimals, thousands separated: a table's
-    columns stay readable.
+    """Returns about three significant digits with at most two decimals and separated thousands, so
+    that the columns of a table stay readable.
     """
     if value >= 100:
         return f"{value:,.0f}"
@@ -26,27 +26,27 @@ def digits(value: float) -> str:
 
 
 def percent(share: float) -> str:
-    """ "81%"."""
+    """Returns a text such as "81%"."""
     return f"{100 * share:.0f}%"
 
 
 def ratio(value: float) -> str:
-    """ "1.004"."""
+    """Returns a text such as "1.004"."""
     return f"{value:.3f}"
 
 
 def mebibytes(num_bytes: float) -> str:
-    """ "203.7"; without the unit, which the head has."""
+    """Returns a text such as "203.7", without the unit, which the head has."""
     return f"{num_bytes / 2**20:,.1f}"
 
 
 def gigabytes_per_s(bytes_per_s: float) -> str:
-    """ "47.5"; without the unit."""
+    """Returns a text such as "47.5", without the unit."""
     return f"{bytes_per_s / 1e9:.1f}"
 
 
 def payload(num_bytes: int) -> str:
-    """ "64 B", "8 KiB", "4 MiB"."""
+    """Returns a text such as "64 B", "8 KiB" or "4 MiB"."""
     for size, unit in ((2**20, "MiB"), (2**10, "KiB")):
         if num_bytes >= size and num_bytes % size == 0:
             return f"{num_bytes // size} {unit}"
@@ -54,7 +54,7 @@ def payload(num_bytes: int) -> str:
 
 
 def markdown(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    """A table; every line has as many cells as the head."""
+    """Returns a Markdown table. Every line has as many cells as the head."""
     rows = [list(head), ["---"] * len(head), *map(list, lines)]
     if any(len(row) != len(head) for row in rows):
         raise ValueError(f"a line does not fit the head {list(head)}")

@@ -33,7 +33,7 @@ CARDS = "cards: none of these is measured on one; `make gpu-check` measures on t
 
 @dataclass(slots=True)
 class Run:
-    """What came of the steps."""
+    """What came of the steps of one run."""
 
     took_s: dict[str, float] = field(default_factory=dict)
     kept: list[str] = field(default_factory=list)
@@ -42,7 +42,7 @@ class Run:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """See the module text."""
+    """Does what the module text says, and returns the exit status."""
     given = _arguments(arguments)
     steps = _chosen(given.only)
     commit, is_dirty = source_commit()
@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def record(steps: Sequence[Step], place: Place, commit: str, *, again: bool) -> Run:
-    """Runs the steps one after the other; one that fails does not end the others."""
+    """Runs the steps one after the other. One that fails does not end the others."""
     run = Run()
     for number, step in enumerate(steps, start=1):
         title = f"== step {number} of {len(steps)}: {step.name}"
@@ -86,7 +86,7 @@ def record(steps: Sequence[Step], place: Place, commit: str, *, again: bool) -> 
 
 
 def _measure(step: Step, place: Place) -> str:
-    """Why it failed; "" when every command ended well."""
+    """Runs one step and returns why it failed, or "" when every command ended well."""
     for name in step.results:
         place.json(name).unlink(missing_ok=True)
     try:
@@ -104,8 +104,8 @@ def _measure(step: Step, place: Place) -> str:
 
 
 def what_is_missing(step: Step, place: Place, commit: str) -> str:
-    """Which result of a step is not there, incomplete or of another commit; "" when all are as they
-    should be.
+    """Says which result of a step is not there, incomplete or of another commit, or "" when all are
+    as they should be.
     """
     for name in step.results:
         try:

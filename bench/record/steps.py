@@ -1,5 +1,5 @@
-"""The steps that make the recorded results: one per measuring program, with what it writes, what it
-needs of a machine and how long it takes.
+"""Lists the steps that make the recorded results, one for each measuring program, with what it
+writes, what it needs of a machine and how long it takes.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -28,23 +28,23 @@ Command = list[object]
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a step's files go, and whether it only tries itself out."""
+    """Where the files of a step go, and whether it only tries itself out."""
 
     folder: Path
     is_quick: bool
 
     def json(self, name: str) -> Path:
-        """The result of this name."""
+        """Returns the path of the result of this name."""
         return self.folder / f"{name}.json"
 
     def model(self) -> Path:
-        """The model of the campaigns: of the recorded shape, or a tiny one."""
+        """Returns the model of the campaigns, of the recorded shape or a tiny one."""
         if not self.is_quick:
             return reference_model(say=lambda line: print(line, flush=True))
         return self.made("tiny", layers=2, hidden_size=64, num_experts=8, top_k=2, moe_intermediate_size=32)
 
     def made(self, name: str, **sizes: int) -> Path:
-        """A random Qwen3-MoE in bf16 of these sizes, made once."""
+        """Returns a random Qwen3-MoE in bf16 of these sizes, which is made once."""
         from dflash_moe.model.make import MakeOptions, make_checkpoint
 
         directory = self.folder / "models" / name
@@ -57,9 +57,9 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """`commands` write `results`, of which `plots` are drawn: (result, picture, whether it is the
-    timeline). `lacking` says what the machine has not, "" where the step can run; `note` what will
-    be left out of its rows.
+    """One measuring program. `commands` write `results`, of which `plots` are drawn, each as
+    (result, picture, whether it is the timeline). `lacking` says what the machine lacks and is ""
+    where the step can run, and `note` says what will be left out of its rows.
     """
 
     name: str

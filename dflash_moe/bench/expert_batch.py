@@ -56,18 +56,21 @@ def num_bytes(fmt: str, outputs: int, inputs: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A routed batch as the kernels of a worker take it. Ids ascend within a row."""
+    """A routed batch as the kernels of a worker take it. `rows` are [num_tokens, hidden_size] in
+    float32, `row_counts` [num_tokens] in uint16, `expert_ids` [num_tokens * top_k] in uint16,
+    ascending within a row, and `weights` the same in float32. It touches `num_distinct` experts.
+    """
 
-    rows: Any  # [tokens, hidden_size] float32
-    row_counts: Any  # [tokens] uint16
-    expert_ids: Any  # [tokens * top_k] uint16
-    weights: Any  # [tokens * top_k] float32
+    rows: Any
+    row_counts: Any
+    expert_ids: Any
+    weights: Any
     num_distinct: int
 
 
 def make_batch(shape: ExpertShape, tokens: int, routing: str, seed: int) -> Batch:
-    """Random rows, each with `top_k` different experts: drawn evenly, or with probability falling
-    as 1 / rank (Zipf).
+    """Draws random rows, each with `top_k` different experts. These are drawn evenly, or with a
+    probability that falls as 1 / rank (Zipf).
     """
     rng = np.random.default_rng(seed)
     ranks = np.arange(1, shape.num_experts + 1, dtype=np.float64)

@@ -77,7 +77,7 @@ def _measure(transport: str, spec: ModelSpec, pinned: tuple[int, int], calls: in
 
 
 def _batch() -> tuple[Any, Any, Any]:
-    """One token, as torch tensors where torch is installed (what a host has), else as NumPy
+    """Returns one token, as torch tensors where torch is installed, as at a host, and else as NumPy
     arrays.
     """
     arrays = routed_batch(1, HIDDEN_SIZE, NUM_EXPERTS, TOP_K)

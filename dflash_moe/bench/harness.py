@@ -62,13 +62,13 @@ class Silent:
     """Reports nothing, for benches that are called from Python."""
 
     def say(self, line: str) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def advance(self, done: int, total: int, label: str) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def loading(self, holder: str, count: int, total: int) -> None:
-        """Nothing."""
+        """Does nothing."""
 
 
 @dataclass(slots=True)

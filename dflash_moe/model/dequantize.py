@@ -84,7 +84,8 @@ def requantized(values: Array, format_name: str) -> Array:
 def e8m0(exponents: Array) -> Array:
     """Returns 2^(e - 127) in float32. An exponent of 255 is NaN."""
     bits = exponents.astype(np.uint32) << 23
-    bits = np.where(exponents == 0, np.uint32(1 << 22), bits)  # 2^-127 is subnormal
+    # 2^-127 is a subnormal number, which the shift does not give.
+    bits = np.where(exponents == 0, np.uint32(1 << 22), bits)
     return np.where(exponents == 255, np.uint32(0x7FC00000), bits).astype(np.uint32).view(np.float32)
 
 

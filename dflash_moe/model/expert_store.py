@@ -71,7 +71,8 @@ class ExpertStore:
                 # Memory is local to the node of the core that touches it first.
                 with running_on(self._cpus):
                     load_experts(loan, checkpoint, ffn, experts, threads=self._threads, report=report)
-                checkpoint.drop_pages()  # a packed copy is what calls are computed with
+                # Calls are computed with the packed copy, so that the pages of the file may go.
+                checkpoint.drop_pages()
         except BaseException:
             loan.give_back()
             self._store.drop_unborrowed()

@@ -73,7 +73,8 @@ class Inspection:
             {key: value for key, value in asdict(layer).items() if key != "ffn"} | {"ffn": layer.ffn.kernel_spec()}
             for layer in self.layers
         ]
-        for layer in layers:  # JSON has no infinity
+        for layer in layers:
+            # JSON has no infinity.
             layer["ffn"] = {key: None if value == float("inf") else value for key, value in layer["ffn"].items()}
         return {
             "directory": str(self.directory),

@@ -29,8 +29,8 @@ log = logging.getLogger(__name__)
 
 # A step has at most this many calls (kMostStepCalls of csrc/device_exchange).
 MAX_CALLS = 512
-# The host looks at the workers and the deadline this often. A hang-up must be acted on within 0.1
-# s.
+# The host looks at the workers and the deadline this often, because a hang-up must be acted on
+# within 100 ms.
 LOOK_S = 0.005
 # Kernels that do not end within this time after they were told to count as hung.
 GIVE_UP_S = 10.0

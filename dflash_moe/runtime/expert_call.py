@@ -91,6 +91,7 @@ def _seconds(timeout: float) -> float:
         seconds = float(timeout)
     except (TypeError, ValueError):
         seconds = float("nan")
-    if not seconds >= 0 or isinstance(timeout, str | bytes):  # NaN too
+    # The first comparison is false for NaN too.
+    if not seconds >= 0 or isinstance(timeout, str | bytes):
         raise ConfigError(f"timeout: found {timeout!r}, expected seconds >= 0 or None")
     return seconds

@@ -110,7 +110,7 @@ class LocalWorker:
         return host
 
     def counters(self) -> dict[str, int]:
-        """The worker's own counters."""
+        """Returns the worker's own counters."""
         return dict(self._worker.stats())
 
     def close(self) -> None:

@@ -1,7 +1,8 @@
-"""Comments of files that no formatter reads (shell, make, CMake, YAML, TOML) end before column 100.
+"""Checks that comments in files which no formatter reads (shell, make, CMake, YAML, TOML) end
+before column 100.
 
-ruff looks after Python (W505), clang-format after C++. Drawings and commands, indented by four
-spaces, may be wider.
+ruff looks after Python (W505), and clang-format after C++. Drawings and commands, which are
+indented by four spaces, may be wider.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -17,7 +18,7 @@ _COMMENT = re.compile(r"^\s*#(?!!)(?! {4})")  # neither a shebang nor an indente
 
 
 def find(root: Path) -> list[str]:
-    """Every line of comment in `root` that is wider than MAX_COLUMNS."""
+    """Returns a finding for every line of comment in `root` that is wider than MAX_COLUMNS."""
     files = {*project_files(root, ".yaml", ".toml", ".cmake", ".txt"), root / "Makefile"}
     files |= {path for path in (root / ".ci").iterdir() if path.is_file()}
     findings = []

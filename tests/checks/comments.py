@@ -1,6 +1,7 @@
-"""The words of source files: comments and docstrings with the line they stand on.
+"""Reads the words of source files: their comments and docstrings, with the line on which they
+stand.
 
-Languages are told by suffix: `//` and `/* */` in C++, `#` and docstrings in Python, `#` in shell,
+The suffix tells the language: `//` and `/* */` in C++, `#` and docstrings in Python, `#` in shell,
 make, CMake, YAML and TOML. What a string of the code says is no comment.
 SPDX-License-Identifier: Apache-2.0
 """
@@ -24,8 +25,8 @@ _HASH = re.compile(r"(?:^|\s)#(?!!)(.*)$")
 
 
 def comments_of(path: Path) -> Iterator[tuple[int, str]]:
-    """(line, text) of every line of comment and docstring in a file; nothing for other kinds of
-    files.
+    """Yields (line, text) of every line of comment and docstring in a file, and nothing for other
+    kinds of files.
     """
     text = path.read_text(encoding="utf-8")
     if path.suffix in (".py", ".pyi"):

@@ -1,5 +1,5 @@
-"""Constructs and names that must not appear: code from data, names that say nothing, traces of one
-machine.
+"""Checks that some constructs and names do not appear: code from data, names that say nothing, and
+traces of one machine.
 
 "The wire carries numbers, not behaviour" (no pickle, no eval, no unsafe YAML) is checked on the
 syntax tree, so that a string or a comment about them is allowed.
@@ -26,13 +26,15 @@ FORBIDDEN_CALLS = {
 BANNED_STEMS = {"utils", "util", "common", "helper", "helpers", "manager", "misc", "legacy", "data", "info", "stuff"}
 _BANNED_ENDING = re.compile(r"(_v2|_new|_old|_legacy|_utils|_helpers?|_manager)$")
 ALLOWED_STEMS = {"block_manager"}
-# Traces of the machine somebody worked on, or of where packages come from.
+# These are traces of the machine on which somebody worked, or of where packages come from.
 _TRACES = re.compile(r"(?<![\w.])/(?:root|home|work|Users)/[\w.]|\b(?:pypi\.org|pythonhosted\.org|deb\.debian\.org)\b")
 _TEXT = {".py", ".pyi", ".h", ".cc", ".md", ".toml", ".yaml", ".yml", ".json", ".txt", ".cmake", ""}
 
 
 def find(root: Path) -> list[str]:
-    """Every forbidden construct, file name and machine trace below `root`."""
+    """Returns a finding for every forbidden construct, file name and trace of a machine below
+    `root`.
+    """
     findings: list[str] = []
     for path in project_files(root):
         where = path.relative_to(root)

@@ -1,4 +1,5 @@
-"""No circles: neither among the modules of the Python package nor among the headers of the core.
+"""Checks that there are no circles, neither among the modules of the Python package nor among the
+headers of the core.
 
 Two modules that import each other can be read, tested and moved only together, however late the
 imports run: so imports in functions and under TYPE_CHECKING count. Headers that include each other
@@ -20,7 +21,9 @@ _INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
 
 
 def find(root: Path) -> list[str]:
-    """One line per circle: its members in the order in which each knows the next."""
+    """Returns a line for each circle, with its members in the order in which each knows the
+    next.
+    """
     return [
         f"circle: {' -> '.join(circle)}; move what both need below them, or what joins them above"
         for graph in (python_imports(root), cpp_includes(root))
@@ -29,7 +32,9 @@ def find(root: Path) -> list[str]:
 
 
 def python_imports(root: Path) -> dict[str, set[str]]:
-    """Module -> modules of the package that any import statement in it names, late or not."""
+    """Returns for each module the modules of the package that an import statement in it names, late
+    or not.
+    """
     # Stubs stand for the extensions, which import nothing of the package.
     found = [path for path in project_files(root, ".py", ".pyi") if root / PACKAGE in path.parents]
     paths = {_module_of(path.relative_to(root)): path for path in found}
@@ -58,7 +63,9 @@ def _imported(module: str, path: Path, known: Mapping[str, Path]) -> Iterator[st
 
 
 def cpp_includes(root: Path) -> dict[str, set[str]]:
-    """Header -> headers of the core that it includes, by their paths from csrc/."""
+    """Returns for each header the headers of the core that it includes, by their paths from
+    csrc/.
+    """
     csrc = root / "csrc"
     paths = {str(path.relative_to(csrc)): path for path in project_files(root, ".h", ".cuh") if csrc in path.parents}
     return {
@@ -68,7 +75,7 @@ def cpp_includes(root: Path) -> dict[str, set[str]]:
 
 
 def circles(graph: Mapping[str, Iterable[str]]) -> list[list[str]]:
-    """A shortest circle of every group of nodes that can all reach each other."""
+    """Returns a shortest circle of every group of nodes that can all reach each other."""
     found = []
     left = set(graph)
     while left:

@@ -1,5 +1,5 @@
-"""Reads marked tables out of Markdown: `<!-- table: NAME -->`, then a table; cells come without
-backticks.
+"""Reads marked tables from Markdown. A mark is `<!-- table: NAME -->`, a table follows it, and its
+cells come without backticks.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -10,8 +10,8 @@ import re
 
 
 def table(text: str, name: str) -> list[list[str]] | None:
-    """Rows of the table after the marker, header row excluded; None when there is no such
-    marker.
+    """Returns the rows of the table after the mark without its header, or None when there is no
+    such mark.
     """
     match = re.search(rf"<!-- table: {re.escape(name)} -->\s*\n((?:\|.*\n?)+)", text)
     if match is None:
@@ -21,13 +21,15 @@ def table(text: str, name: str) -> list[list[str]] | None:
 
 
 def block(text: str, name: str) -> str | None:
-    """The text between `<!-- begin NAME -->` and `<!-- end NAME -->`."""
+    """Returns the text between `<!-- begin NAME -->` and `<!-- end NAME -->`."""
     match = re.search(rf"<!-- begin {re.escape(name)} -->\n(.*?)<!-- end {re.escape(name)} -->", text, re.DOTALL)
     return match[1] if match else None
 
 
 def number(cell: str) -> int | None:
-    """An integer written with thousands separators or in hexadecimal; None for anything else."""
+    """Returns the integer that is written with thousands separators or in hexadecimal, None for
+    anything else.
+    """
     digits = cell.replace(",", "").replace("_", "").split(" ")[0]
     try:
         return int(digits, 0)

@@ -1,5 +1,5 @@
-"""docs/errors.md names every ErrorCode of the core with its Python class, and every class of
-dflash_moe/errors.py.
+"""Checks that docs/errors.md names every ErrorCode of the core with its Python class, and every
+class of dflash_moe/errors.py.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -16,8 +16,8 @@ DOCUMENT = "docs/errors.md"
 
 
 def find(root: Path) -> list[str]:
-    """Codes and classes that the catalogue lacks, invents, or gives another number, class or exit
-    code.
+    """Returns a finding for each code and class that the catalogue lacks or invents, or to which it
+    gives another number, class or exit code.
     """
     path = root / DOCUMENT
     if not path.exists():
@@ -44,7 +44,7 @@ def _code_findings(text: str, root: Path) -> list[str]:
 
 
 def classes_of_codes(header: Path) -> dict[str, str]:
-    """The Python class that ends the comment beside each enumerator."""
+    """Returns for each enumerator the Python class that ends the comment beside it."""
     return dict(re.findall(r"^\s+(k\w+) = \d+,\s*//.*?(\w+)$", header.read_text(encoding="utf-8"), re.MULTILINE))
 
 
@@ -63,7 +63,9 @@ def _class_findings(text: str, root: Path) -> list[str]:
 
 
 def exit_codes(path: Path) -> dict[str, int]:
-    """Class name -> exit code, inherited where a class sets none."""
+    """Returns the exit code of each class by its name, the inherited one where a class sets
+    none.
+    """
     codes: dict[str, int] = {}
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
         if not isinstance(node, ast.ClassDef):

@@ -1,4 +1,4 @@
-"""Every source file opens with what it is for and carries the SPDX line.
+"""Checks that every source file opens with what it is for, and carries the SPDX line.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -14,15 +14,17 @@ _HEAD_LINES = 30
 
 
 def find(root: Path) -> list[str]:
-    """Source files without an opening comment or docstring, or without the SPDX line near the
-    top.
+    """Returns a finding for each source file without an opening comment or docstring, or without
+    the
+    SPDX line near its top.
     """
     findings = []
     for path in project_files(root, ".py", ".h", ".cc"):
         where = path.relative_to(root)
         head = path.read_text(encoding="utf-8").splitlines()[:_HEAD_LINES]
         if not any(line.strip() for line in head):
-            continue  # an empty __init__.py marks a package
+            # An empty __init__.py marks a package.
+            continue
         first = next(line for line in head if line.strip() and not line.startswith("#!"))
         if not first.startswith(('"""', 'r"""', "#", "//", "/*")):
             findings.append(f"{where}: opens without a comment that says what the file is for")

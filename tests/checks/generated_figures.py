@@ -1,4 +1,5 @@
-"""Figures of recorded results in the documents are those that `python -m bench.documents` writes.
+"""Checks that the figures of recorded results in the documents are those that `python -m
+bench.documents` writes.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -11,5 +12,5 @@ from bench.documents.markup import findings
 
 
 def find(root: Path) -> list[str]:
-    """As `bench.documents.markup.findings`."""
+    """Returns what `bench.documents.markup.findings` finds."""
     return findings(root)

@@ -1,8 +1,8 @@
-"""Reads constants, enumerations and field tables out of the C++ headers, for comparison with the
+"""Reads constants, enumerations and tables of fields from the C++ headers, for comparison with the
 documents.
 
-Only the forms used there are understood; a header that changes its form makes the reader return
-less, and the checks that compare both ways then fail.
+It understands only the forms that the headers use. A header that changes its form makes the reader
+return less, and the checks that compare both ways then fail.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -21,8 +21,8 @@ _FRAME_FIELD = re.compile(r"^inline constexpr uint32_t k(\w+) = (\d+);\s*// (u\d
 
 
 def constants(path: Path, known: Mapping[str, int] | None = None) -> dict[str, int]:
-    """`inline constexpr` integers by name; expressions may use +, -, *, <<, and names read before
-    or given in `known`.
+    """Returns the `inline constexpr` integers by name. Their expressions may use +, -, *, <<, and
+    names that were read before or are given in `known`.
     """
     values: dict[str, int] = {}
     for name, expression in _CONSTANT.findall(path.read_text(encoding="utf-8")):
@@ -50,7 +50,7 @@ def _evaluate(node: ast.expr, known: Mapping[str, int]) -> int:
 
 
 def enumerators(path: Path, enum: str) -> dict[str, int]:
-    """Name -> value of an `enum class` whose enumerators all have explicit values."""
+    """Returns the values by name of an `enum class` whose enumerators all have explicit values."""
     for name, body in _ENUM.findall(path.read_text(encoding="utf-8")):
         if name == enum:
             code = "\n".join(line.split("//")[0] for line in body.splitlines())

@@ -1,4 +1,4 @@
-"""The layer contract of the C++ rooms: which room may include which, and what no room but
+"""Checks the layer contract of the C++ rooms: which room may include which, and what no room but
 `bindings` may use.
 
     base <- wire, transport, compute (strangers) <- store <- worker, client (strangers) <- bindings
@@ -50,7 +50,8 @@ MAY_INCLUDE_INSIDE: dict[str, dict[str, set[str]]] = {
         "gpu": {"", "formats", "experts"},
     },
 }
-# "wire never sees a file descriptor": neither the owner type nor the system's headers for them.
+# The room wire never sees a file descriptor: neither the type that owns one nor the system's
+# headers.
 FORBIDDEN_IN_WIRE = {"base/owned_fd.h", "unistd.h", "fcntl.h", "poll.h", "sys/socket.h", "sys/mman.h", "sys/eventfd.h"}
 _INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]')
 # What the standard library itself throws for lack of threads or memory may be caught where it
@@ -59,7 +60,9 @@ _EXCEPTION = re.compile(r"\bthrow\b|\bcatch\s*\((?!const std::(?:system_error|ba
 
 
 def find(root: Path) -> list[str]:
-    """Every include and every exception in `root`/csrc that the tables do not allow."""
+    """Returns a finding for every include and exception in `root`/csrc that the tables do not
+    allow.
+    """
     findings: list[str] = []
     csrc = root / "csrc"
     for path in project_files(root, ".h", ".cc", ".cu", ".cuh"):
@@ -71,7 +74,8 @@ def find(root: Path) -> list[str]:
 def _findings_of_file(path: Path, csrc: Path, root: Path) -> list[str]:
     where = path.relative_to(root)
     room = path.relative_to(csrc).parts[0]
-    is_binding = "bindings" in path.relative_to(csrc).parts  # csrc/bindings, csrc/measure/bindings
+    # Bindings are in csrc/bindings and csrc/measure/bindings.
+    is_binding = "bindings" in path.relative_to(csrc).parts
     if room not in MAY_INCLUDE:
         return [f"{where}: the room '{room}' is not in the table of tests/checks/includes.py; decide where it belongs"]
     findings = []
@@ -102,7 +106,7 @@ def _findings_inside(at: str, source: Path, target: str) -> list[str]:
 
 
 def _folder(path: Path) -> str:
-    """The first folder inside a room; empty for the room's own files."""
+    """Returns the first folder inside a room, empty for the room's own files."""
     return path.parts[1] if len(path.parts) > 2 else ""
 
 

@@ -1,8 +1,9 @@
-"""The layer contract of the Python package: who may import whom, and where torch may be imported.
+"""Checks the layer contract of the Python package: who may import whom, and where torch may be
+imported.
 
-Imports inside functions and under TYPE_CHECKING count: an arrow is knowledge, not load order. The
-table draws the rooms in docs/architecture.md; why `model` and `protocol` are rooms of their own is
-in docs/decisions/0003-model-and-protocol-rooms.md.
+Imports inside functions and under TYPE_CHECKING count, because an arrow means knowledge and not the
+order of loading. The table draws the rooms of docs/architecture.md. Why `model` and `protocol` are
+rooms of their own is in docs/decisions/0003-model-and-protocol-rooms.md.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -21,7 +22,7 @@ _SETTINGS = _GROUND | {"config", "topology"}
 _DESCRIPTION = _SETTINGS | {"protocol", "model"}
 _EXECUTION = _DESCRIPTION | {"placement", "runtime", "workers"}
 
-# room -> rooms it may import. `_core` is below everything and `errors` is what it raises;
+# Each room may import these rooms. `_core` is below everything, and `errors` is what it raises.
 # `_measure`, the extension that only measures, is for benchmarks.
 MAY_IMPORT: dict[str, set[str]] = {
     "version": set(),
@@ -45,8 +46,8 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 EVERYBODY_MAY_IMPORT = {"_core", "version"}
 
-# Rooms that may import torch or transformers, always inside a function: importing the package must
-# work without them. `integrations` and `testing` are themselves imported inside functions and may
+# Some rooms may import these packages, but always inside a function, because importing ours must
+# work without them. `integrations` and `testing` are themselves imported inside functions, and may
 # do it at the top.
 HEAVY = {"torch", "transformers", "tokenizers", "matplotlib"}
 HEAVY_AT_TOP = {"integrations", "testing"}
@@ -54,7 +55,7 @@ HEAVY_IN_FUNCTIONS = {"model", "runtime", "bench", "cli"} | HEAVY_AT_TOP
 
 
 def find(root: Path) -> list[str]:
-    """Every import in `root`/dflash_moe that the tables above do not allow."""
+    """Returns a finding for every import in `root`/dflash_moe that the tables do not allow."""
     findings: list[str] = []
     package_dir = root / PACKAGE
     for path in project_files(root, ".py"):
@@ -85,15 +86,15 @@ def _findings_of_file(path: Path, root: Path) -> list[str]:
 
 
 def room_of(where: Path) -> str:
-    """The room of a file given relative to the repository: its folder, or its own name directly
-    below the package.
+    """Returns the room of a file, whose path is relative to the repository: its folder, or its own
+    name directly below the package.
     """
     return where.parts[1].removesuffix(".py")
 
 
 def imports_of(path: Path, where: Path) -> Iterator[tuple[tuple[str, ...], int, bool]]:
-    """(dotted target split at dots, line, whether it runs when the module is imported) for every
-    import statement.
+    """Yields for every import statement its target split at dots, its line, and whether it runs
+    when the module is imported.
     """
     tree = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
     late = _lines_that_run_late(tree)
@@ -101,7 +102,7 @@ def imports_of(path: Path, where: Path) -> Iterator[tuple[tuple[str, ...], int, 
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
-                # what a bare `import dflash_moe` uses shows in the attributes below
+                # The attributes below show what a bare `import dflash_moe` uses.
                 if alias.name != PACKAGE:
                     yield tuple(alias.name.split(".")), node.lineno, node.lineno not in late
         elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == PACKAGE:
@@ -117,7 +118,7 @@ def imports_of(path: Path, where: Path) -> Iterator[tuple[tuple[str, ...], int, 
 
 
 def _lines_that_run_late(tree: ast.Module) -> set[int]:
-    """Lines inside functions or below `if TYPE_CHECKING:`."""
+    """Returns the lines inside functions or below `if TYPE_CHECKING:`."""
     late: set[int] = set()
     for node in ast.walk(tree):
         is_type_only = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)

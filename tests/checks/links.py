@@ -1,5 +1,5 @@
-"""Relative links in the documents lead to files that exist, and their anchors to headings that
-exist.
+"""Checks that relative links in the documents lead to files that exist, and their anchors to
+headings that exist.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -16,7 +16,7 @@ _FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 
 
 def find(root: Path) -> list[str]:
-    """Dangling relative links in every Markdown file."""
+    """Returns a finding for every dangling relative link in a Markdown file."""
     findings = []
     for path in project_files(root, ".md"):
         text = _FENCE.sub("", path.read_text(encoding="utf-8"))
@@ -33,8 +33,8 @@ def find(root: Path) -> list[str]:
 
 
 def anchors_of(path: Path) -> set[str]:
-    """Anchors of the headings as the usual Markdown renderers form them: lower case, punctuation
-    dropped, blanks as dashes.
+    """Returns the anchors of the headings as the usual renderers of Markdown form them: in lower
+    case, without punctuation, and with dashes for blanks.
     """
     text = _FENCE.sub("", path.read_text(encoding="utf-8"))
     headings = re.findall(r"^#+\s+(.*)$", text, re.MULTILINE)

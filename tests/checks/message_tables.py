@@ -1,8 +1,8 @@
-"""docs/protocol.md against the schemas of the control messages; `python -m
+"""Checks docs/protocol.md against the schemas of the control messages. `python -m
 tests.checks.message_tables` rewrites the block.
 
-The tables between `<!-- begin messages -->` and `<!-- end messages -->` are generated: type number,
-fields with integer keys, kinds with limits, defaults. A stale block is a finding.
+The tables between `<!-- begin messages -->` and `<!-- end messages -->` are generated. They have
+type numbers, fields with integer keys, kinds with limits, and defaults. A stale block is a finding.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -21,7 +21,7 @@ NAME = "messages"
 
 
 def find(root: Path) -> list[str]:
-    """A finding when the document's block differs from what the schemas say."""
+    """Returns a finding when the block of the document differs from what the schemas say."""
     path = root / DOCUMENT
     if not path.exists():
         return [f"{DOCUMENT} is missing; it is the protocol's normative text"]
@@ -56,8 +56,8 @@ def _schemas() -> Mapping[int, Any]:
 
 
 def render(schemas: Mapping[int, Any]) -> str:
-    """Markdown: a heading with type number and the docstring's first paragraph, then the field
-    table, by ascending number.
+    """Returns Markdown by ascending type number: a heading, the first paragraph of the docstring,
+    and then the table of fields.
     """
     parts = []
     for number, schema in sorted(schemas.items()):

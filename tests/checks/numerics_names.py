@@ -1,5 +1,5 @@
-"""Nothing but the table of csrc/compute/numerics.cc names a numerics class: neither by its text, in
-C++ or Python, nor, outside of the kernels and their readable twin, by its enumerator.
+"""Checks that nothing but the table of csrc/compute/numerics.cc names a numerics class: neither by
+its text, in C++ or Python, nor, outside of the kernels and their readable twin, by its enumerator.
 
 Comments, docstrings, tests, documents and recorded campaigns (bench/) may say which class they
 mean.
@@ -16,7 +16,7 @@ from tests.checks.sources import project_files
 
 TABLE = Path("csrc/compute/numerics.cc")
 DECLARATION = Path("csrc/compute/numerics.h")
-# Where an enumerator says whose arithmetic a piece of code is.
+# In these folders an enumerator says whose arithmetic a piece of code is.
 ARITHMETIC = (Path("csrc/compute/cpu"), Path("csrc/compute/reference"))
 
 _ROW = re.compile(r'NumericsClass::(k\w+),\s*"([^"]+)"')
@@ -25,7 +25,9 @@ _LITERAL = re.compile(r'"((?:[^"\\\n]|\\.)*)"')
 
 
 def find(root: Path) -> list[str]:
-    """Every place that knows a class by name, and a table in which no class can be read."""
+    """Returns a finding for every place that knows a class by name, and for a table in which no
+    class can be read.
+    """
     classes = dict(_ROW.findall((root / TABLE).read_text(encoding="utf-8")))
     if not classes:
         return [f"{TABLE}: no row of a numerics class was found; tests/checks/numerics_names.py reads its form"]
@@ -65,7 +67,9 @@ def _findings_of_python(text: str, where: Path, names: set[str]) -> list[str]:
 
 
 def _names(literal: str, names: set[str]) -> bool:
-    """Whether a literal has a class's name in it, or is what some of them begin with ("bf16-")."""
+    """Says whether a literal has the name of a class in it, or is what some of them begin with
+    ("bf16-").
+    """
     if literal.endswith("-") and any(name.startswith(literal) for name in names):
         return True
     return any(re.search(rf"(?<![\w-]){name}(?![\w-])", literal) for name in names)

@@ -1,4 +1,5 @@
-"""docs/protocol.md against the headers: frame fields, limits, enumerations, in both directions.
+"""Checks docs/protocol.md against the headers in both directions: frame fields, limits,
+enumerations.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -22,7 +23,7 @@ LIMITS = ("csrc/wire/limits.h", "csrc/transport/channel.h")
 
 
 def find(root: Path) -> list[str]:
-    """Every difference between the document's marked tables and the headers."""
+    """Returns a finding for every difference between the marked tables and the headers."""
     path = root / DOCUMENT
     if not path.exists():
         return [f"{DOCUMENT} is missing; it is the protocol's normative text"]

@@ -1,10 +1,10 @@
 """Counts files, statements and comments of the code, room by room, so that before and after can be
-compared: `python -m tests.checks.sizes [ROOT ...]`, one table per tree.
+compared. `python -m tests.checks.sizes [ROOT ...]` prints a table for each tree.
 
-A report and not a rule. A file over LONG_LINES asks whether it is two things, one of SHORT_LINES or
-fewer whether it is a thing at all. Statements are semicolons outside of parentheses in C++, and
-statements of the syntax tree but docstrings in Python. A line of comment counts where it says
-something, behind code too.
+This is a report and not a rule. A file over LONG_LINES asks whether it is two things, and one of
+SHORT_LINES or fewer whether it is a thing at all. Statements are semicolons outside of parentheses
+in C++, and statements of the syntax tree but docstrings in Python. A line of comment counts where
+it says something, behind code too.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -27,13 +27,14 @@ SHORT_LINES = 40
 PARTS = ("csrc", "dflash_moe")
 _SUFFIXES = (".py", ".pyi", ".h", ".cc", ".cu")
 _CPP_NOISE = re.compile(r"\b\d[\d\w']*|\"(?:\\.|[^\"\\\n])*\"|'(?:\\.|[^'\\\n])*'|//[^\n]*|/\*.*?\*/", re.DOTALL)
-_WIDTHS = (6, 7, 10, 9, 8, 7, 6, 6)  # of the table's columns behind the room
+# The columns of the table behind the room have these widths.
+_WIDTHS = (6, 7, 10, 9, 8, 7, 6, 6)
 _SAYS_SOMETHING = re.compile(r"\w")
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Of one file."""
+    """The size of one file."""
 
     lines: int
     statements: int
@@ -41,7 +42,7 @@ class Size:
 
 
 def size_of(path: Path) -> Size:
-    """Lines, statements and lines of comment of a source file; the SPDX line is none."""
+    """Counts the lines, statements and lines of comment of a source file. The SPDX line is none."""
     text = path.read_text(encoding="utf-8")
     said = {line for line, words in comments_of(path) if _SAYS_SOMETHING.search(words) and "SPDX-License" not in words}
     return Size(len(text.splitlines()), _statements(path, text), len(said))
@@ -59,7 +60,9 @@ def _statements(path: Path, text: str) -> int:
 
 
 def report(root: Path) -> str:
-    """A line for each part, then one per file over LONG_LINES lines, longest first."""
+    """Returns a line for each part, and then one for each of its files over LONG_LINES, the longest
+    first.
+    """
     lines = []
     for part in PARTS:
         sizes = {path: size_of(path) for path in _files(root, part)}
@@ -70,7 +73,7 @@ def report(root: Path) -> str:
 
 
 def table(root: Path) -> str:
-    """A line per room and one per part."""
+    """Returns a line for each room and one for each part."""
     rooms: dict[str, list[Size]] = defaultdict(list)
     for part in PARTS:
         for path in _files(root, part):

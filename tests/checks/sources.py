@@ -1,5 +1,5 @@
-"""Which files belong to the project: what git tracks or would track, so that build outputs are
-never looked at.
+"""Lists the files that belong to the project: what git tracks or would track, so that build outputs
+are never looked at.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -13,8 +13,8 @@ SKIPPED_FOLDERS = {".git", ".venv", "build", "__pycache__", "dist", ".mypy_cache
 
 
 def project_files(root: Path, *suffixes: str) -> list[Path]:
-    """Paths below `root`, sorted; every file when no suffix is given. A folder without git is
-    walked instead.
+    """Returns the sorted paths below `root` with these suffixes, or all when none is given. A
+    folder without git is walked instead.
     """
     listed = subprocess.run(
         ["git", "-C", str(root), "ls-files", "-z", "--cached", "--others", "--exclude-standard"],

@@ -1,5 +1,5 @@
-"""The stubs of the extensions (dflash_moe/_core.pyi, _measure.pyi) against the built modules: the
-same names, members and parameter names, in both directions.
+"""Checks the stubs of the extensions (dflash_moe/_core.pyi, _measure.pyi) against the built
+modules: they have the same names, members and parameter names, in both directions.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -14,12 +14,14 @@ from types import ModuleType
 from typing import Any
 
 MODULES = ("_core", "_measure")
-# What pybind11 and Python put on every class and module.
+# pybind11 and Python put these names on every class and module.
 _IMPLIED = re.compile(r"^__(?!init__$|version__$|enter__$|exit__$)\w+__$|^_pybind11_\w+$")
 
 
 def find(root: Path) -> list[str]:
-    """Differences between the stubs and the modules; one that is not built is a finding too."""
+    """Returns the differences between the stubs and the modules. One that is not built is a finding
+    too.
+    """
     findings = []
     for name in MODULES:
         stub = f"dflash_moe/{name}.pyi"
@@ -33,7 +35,9 @@ def find(root: Path) -> list[str]:
 
 
 def compare(stub_text: str, module: ModuleType | Any) -> list[str]:
-    """One line per name that only one side has and per function whose parameters differ."""
+    """Returns a line for each name that only one side has, and for each function whose parameters
+    differ.
+    """
     names, functions, classes = _declared(ast.parse(stub_text).body)
     findings = _name_findings("", names, _public(module))
     for name, node in functions.items():
@@ -76,7 +80,8 @@ def _parameter_findings(name: str, node: ast.FunctionDef, function: Any) -> list
     arguments = node.args
     declared = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
     if arguments.vararg and all(re.fullmatch(r"self|arg\d+|\*args", item) for item in found):
-        return []  # a fast path without keyword names; the stub's comment says what it takes
+        # This is a fast path without keyword names, and the comment of the stub says what it takes.
+        return []
     declared += [f"*{arguments.vararg.arg}"] if arguments.vararg else []
     if [item for item in declared if item != "self"] != [item for item in found if item != "self"]:
         return [f"line {node.lineno}: {name} declares ({', '.join(declared)}), the module takes ({', '.join(found)})"]
@@ -84,8 +89,8 @@ def _parameter_findings(name: str, node: ast.FunctionDef, function: Any) -> list
 
 
 def parameters_of_docstring(name: str, doc: str) -> list[str] | None:
-    """Parameter names of the signature line pybind11 writes first; None for overloads and anything
-    else.
+    """Returns the parameter names of the signature that pybind11 writes first, None for overloads
+    and anything else.
     """
     match = re.match(rf"^{re.escape(name)}\((.*)\)(?: -> .*)?$", doc.strip().splitlines()[0] if doc.strip() else "")
     if match is None or "Overloaded function" in doc:

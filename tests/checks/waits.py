@@ -1,4 +1,5 @@
-"""Every wait for another party has a bound, and every place that might wait says which.
+"""Checks that every wait for another party has a bound, and that every place which might wait says
+which.
 
 The scan finds what can block: locks, waits on conditions and events, joins, queues, futures, system
 calls on sockets and pipes, subprocesses, spinning. A call that carries its own limit is let pass.
@@ -21,14 +22,15 @@ from tests.checks.known_waits import KNOWN
 from tests.checks.sources import project_files
 
 KINDS = ("straight: ", "bounded: ")
-LEAST_WORDS = 5  # of a reason
+# A reason has at least so many words.
+LEAST_WORDS = 5
 
 # -- C++ -------------------------------------------------------------------------------------------
 
 _CPP_NOISE = re.compile(r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"', re.DOTALL)
 _LOCK_TYPES = r"(?:lock_guard|unique_lock|scoped_lock|shared_lock)(?:\s*<[^;(){}]*>)?"
 _CPP_PATTERNS = {
-    # a lock that is taken where it is declared, and one that is a member (taken by a constructor)
+    # One lock is taken where it is declared, and the other is a member that a constructor takes.
     "lock": re.compile(rf"\b{_LOCK_TYPES}\s+\w+\s*[({{]\s*([\w.>\-\[\]*:]+)\s*[)}}]"),
     "lock member": re.compile(rf"\b{_LOCK_TYPES}\s+(\w+)\s*;"),
     "lock call": re.compile(r"([\w.>\-]*mutex\w*)(?:\.|->)lock\(\)"),
@@ -47,14 +49,14 @@ _CPP_PATTERNS = {
     "device": re.compile(r"\b(\w*[sS]ynchronize)\s*\("),
 }
 _NEWLINES = re.compile(r"[^\n]")
-# Calls out of the core, into a driver or a plug-in, and of functions that were handed in.
+# These calls leave the core, into a driver or a plug-in, or are of functions that were handed in.
 _CPP_CALLS_OUT = re.compile(r"\b((?:table_\.|driver_->|runtime_->)\w+|function_|callback\w*)\s*\(")
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """A place that may block: `what` it waits on as it is written, and (locks only) what it is held
-    over that is no straight-line code.
+    """A place that may block, with `what` it waits on as the code writes it. For a lock it has what
+    the lock is held over that is no straight-line code.
     """
 
     where: str
@@ -64,15 +66,15 @@ class Wait:
 
 
 def find(root: Path) -> list[str]:
-    """Waits that no one accounts for, accounts for no wait, and mutexes held over more than they
-    may be.
+    """Returns a finding for each wait that nobody accounts for, each account of no wait, and each
+    mutex that is held over more than it may be.
     """
     waits = [wait for path in project_files(root, ".h", ".cc", ".cu", ".py") for wait in waits_of(path, root)]
     return findings_of(waits, KNOWN)
 
 
 def findings_of(waits: list[Wait], known: Mapping[str, Mapping[str, str]]) -> list[str]:
-    """As `find`, for these waits and this table."""
+    """Returns the findings for these waits and this table."""
     findings = []
     for wait in waits:
         reason = known.get(wait.where, {}).get(wait.what)
@@ -92,7 +94,7 @@ def findings_of(waits: list[Wait], known: Mapping[str, Mapping[str, str]]) -> li
 
 
 def waits_of(path: Path, root: Path) -> Iterator[Wait]:
-    """The places of one file that may block without a limit of their own."""
+    """Yields the places of one file that may block without a limit of their own."""
     where = path.relative_to(root)
     if where.parts[0] == "csrc":
         yield from _cpp_waits(path.read_text(encoding="utf-8"), str(where))
@@ -119,7 +121,7 @@ def _cpp_waits(text: str, where: str) -> Iterator[Wait]:
 
 
 def _returns_at_once(code: str, kind: str, expression: str, end: int) -> bool:
-    """Whether a system call's arguments make it one that never waits."""
+    """Says whether the arguments of a system call make it one that never waits."""
     arguments = code[end : _end_of(code, end, "()")] if kind == "call" else ""
     return "MSG_DONTWAIT" in arguments or (expression == "poll" and re.search(r",\s*0\s*$", arguments) is not None)
 
@@ -130,7 +132,7 @@ def _cpp_what(kind: str, expression: str) -> str:
 
 
 def _end_of(code: str, at: int, brackets: str) -> int:
-    """Where the bracket closes that was opened before `at`."""
+    """Returns where the bracket closes that was opened before `at`."""
     depth = 0
     for position in range(at, len(code)):
         depth += {brackets[0]: 1, brackets[1]: -1}.get(code[position], 0)
@@ -142,15 +144,15 @@ def _end_of(code: str, at: int, brackets: str) -> int:
 # -- Python ----------------------------------------------------------------------------------------
 
 _LOCK_WORDS = re.compile(r"lock|mutex|gate|condition|semaphore", re.IGNORECASE)
-# Methods that wait unless they are given a limit, by the position of the limit among the arguments.
+# These methods wait unless they are given a limit, which is at this position among the arguments.
 _LIMITED = {"wait": 0, "join": 0, "result": 0, "exception": 0, "get": 1, "acquire": 1, "communicate": 1, "poll": 0}
-# ... and that take other arguments where something else is meant: " ".join(words), a_map.get(key).
+# These take other arguments where something else is meant: " ".join(words), a_map.get(key).
 _NAMESAKES = {"get", "join", "poll"}
 _SOCKET_CALLS = {"recv", "recvmsg", "recv_into", "recvfrom", "recv_fds", "accept", "connect", "sendall", "sendmsg", "send_fds"}
 _FUNCTIONS_WITH_TIMEOUT = {"subprocess.run", "subprocess.check_call", "subprocess.check_output", "socket.create_connection"}
 _FUNCTIONS_WITH_TIMEOUT |= {"as_completed", "concurrent.futures.as_completed", "futures.as_completed"}
 _FUNCTIONS = {"os.read", "os.write", "os.waitpid", "os.wait", "input", "signal.pause", "signal.sigwait", "sys.stdin.read"}
-# Built-in functions and methods of containers: what a lock may be held over.
+# A lock may be held over these built-in functions and methods of containers.
 _STRAIGHT = {
     "len", "min", "max", "sum", "any", "all", "int", "str", "float", "tuple", "list", "dict", "set", "sorted", "isinstance",
     "next", "append", "pop", "popleft", "items", "keys", "values", "get", "add", "remove", "discard", "clear", "update", "copy",
@@ -180,7 +182,7 @@ def _lock_of(expression: ast.expr) -> str | None:
 
 
 def _calls_in(node: ast.stmt) -> Iterator[str]:
-    """Everything a block calls that is not known to be straight-line code."""
+    """Yields everything that a block calls and that is not known to be straight-line code."""
     for inner in ast.walk(node):
         if isinstance(inner, ast.Call) and ast.unparse(inner.func).rpartition(".")[2] not in _STRAIGHT:
             yield _waiting_call(inner) or f"call {ast.unparse(inner.func)}"
@@ -194,7 +196,7 @@ def _name_of(call: ast.Call) -> str:
 
 
 def _waiting_call(call: ast.Call) -> str | None:
-    """What the call waits on, None where it does not or has a limit."""
+    """Returns what the call waits on, None where it does not wait or has a limit."""
     keywords = {keyword.arg for keyword in call.keywords}
     name = ast.unparse(call.func)
     if name in _FUNCTIONS:

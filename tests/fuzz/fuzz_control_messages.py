@@ -98,7 +98,8 @@ def examine(data: bytes) -> str | None:
         return f"decode raised {type(error).__name__}: {error}"
     if message is not None:
         again = CODEC.decode(CODEC.encode(message))
-        if repr(again) != repr(message):  # repr, because nan differs from itself
+        # The texts are compared, because nan differs from itself.
+        if repr(again) != repr(message):
             return f"round trip changed {message!r} to {again!r}"
     return _examine_frame(data)
 
