@@ -48,7 +48,7 @@ class Engine {
   // Memory for a new call, its lists empty.
   std::unique_ptr<CallWork> take_work();
   // Takes a routed call: sends what fits, or parks it. Errors (the call was not taken):
-  // kInvalidArgument, kWorkerLost.
+  // kInvalidArgument, kWorkerLost, kClosed.
   Status start(const CallPtr& call);
   // Ends an unfinished call; its slots in flight are quarantined.
   void fail(Call& call, Error error);
@@ -67,6 +67,9 @@ class Engine {
   // From now on calls are parked.
   void hold() { is_held_ = true; }
   void resume();
+  // Nobody renews paths or resumes from now on: parked calls end, and none is taken any more.
+  void close();
+  bool is_closed() const { return is_closed_; }
 
   // -- data paths --
   // Gives a worker up and fails every call that needs it, after taking the answers that are there.
@@ -126,6 +129,7 @@ class Engine {
   std::vector<CallPtr> calls_;  // not ended, parked ones among them, in the order of submission
   size_t num_parked_ = 0;
   bool is_held_ = false;
+  bool is_closed_ = false;
   uint64_t next_call_id_ = 1;
   uint64_t num_ended_ = 0;
   int64_t last_judged_ns_ = 0;
