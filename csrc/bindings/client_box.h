@@ -45,7 +45,11 @@ class ClientBox {
   }
   // The client's channels close once the last call that is still inside has left.
   void close() {
-    if (is_ours()) client_.reset();
+    if (!is_ours() || client_ == nullptr) return;
+    std::shared_ptr<ExpertClient> client = std::move(client_);
+    pybind11::gil_scoped_release unlocked;
+    client->close();
+    client.reset();
   }
   bool is_ours() const { return ::getpid() == owner_; }
 

@@ -20,6 +20,11 @@ Error plan_error(const LayerPlan& plan, const std::string& what) {
       {{}, plan.layer, {}, {}});
 }
 
+Error closed_error() {
+  return Error{ErrorCode::kClosed,
+               "the runtime was closed before this call was done; take results before close()"};
+}
+
 Status check_plan(const LayerPlan& plan, size_t num_workers) {
   const auto is_width = [](uint32_t width) { return width >= 1 && width <= wire::kMaxRowWidth; };
   if (plan.layer >= wire::kMaxLayers)
@@ -93,6 +98,7 @@ bool Engine::must_wait(const Call& call) const {
 }
 
 Status Engine::start(const CallPtr& call) {
+  if (is_closed_) return closed_error();
   const int64_t now = now_ns();
   if (now - last_judged_ns_ > kTickNs) judge_all(now);
   DFLASH_TRY(refuse_lost_workers(*call));
@@ -163,6 +169,14 @@ void Engine::enqueue(Call& call) {
 void Engine::resume() {
   is_held_ = false;
   admit_parked();
+}
+
+void Engine::close() {
+  is_closed_ = true;
+  const std::vector<CallPtr> calls = calls_;
+  for (const CallPtr& call : calls) {
+    if (call->is_parked) fail(*call, closed_error());
+  }
 }
 
 // Sends one slice per worker and round, so that every worker starts before any gets its second. In

@@ -51,7 +51,7 @@ class Engine {
   // Returns memory for a new call, with empty lists.
   std::unique_ptr<CallWork> take_work();
   // Takes a routed call: it sends what fits, or parks the call. Errors, with which the call was not
-  // taken: kInvalidArgument, kWorkerLost.
+  // taken: kInvalidArgument, kWorkerLost, kClosed.
   Status start(const CallPtr& call);
   // Ends an unfinished call. Its slots in flight are quarantined.
   void fail(Call& call, Error error);
@@ -71,6 +71,9 @@ class Engine {
   // From now on calls are parked.
   void hold() { is_held_ = true; }
   void resume();
+  // Nobody renews paths or resumes from now on: parked calls end, and none is taken any more.
+  void close();
+  bool is_closed() const { return is_closed_; }
 
   // -- data paths --
   // Gives a worker up and fails every call that needs it, after taking the answers that have come.
@@ -131,6 +134,7 @@ class Engine {
   std::vector<CallPtr> calls_;  // those not ended, parked ones among them, as they were submitted
   size_t num_parked_ = 0;
   bool is_held_ = false;
+  bool is_closed_ = false;
   uint64_t next_call_id_ = 1;
   uint64_t num_ended_ = 0;
   int64_t last_judged_ns_ = 0;

@@ -226,7 +226,7 @@ void ExpertClient::abandon(const CallPtr& call) {
 bool ExpertClient::hold(Deadline tick) {
   Engine& engine = state_->engine;
   return state_->drive_until(tick, [&engine] {
-    if (engine.is_held()) return false;
+    if (engine.is_held() && !engine.is_closed()) return false;
     engine.hold();
     return true;
   });
@@ -235,6 +235,7 @@ bool ExpertClient::hold(Deadline tick) {
 bool ExpertClient::wait_until_quiet(Deadline tick) {
   return state_->drive_until(tick, [this] {
     state_->ring_if_worn();
+    if (state_->engine.is_closed()) return true;
     return state_->engine.num_under_way() == 0 && !state_->engine.has_worn_path();
   });
 }
@@ -243,13 +244,18 @@ bool ExpertClient::wait_until_fit(Deadline tick) {
   return state_->drive_until(tick, [this] {
     state_->engine.wear_out_unfit();
     state_->ring_if_worn();
-    return !state_->engine.has_worn_path();
+    return state_->engine.is_closed() || !state_->engine.has_worn_path();
   });
 }
 
 void ExpertClient::resume() {
   const Turn turn(state_->turns);
   state_->engine.resume();
+}
+
+void ExpertClient::close() {
+  const Turn turn(state_->turns);
+  state_->engine.close();
 }
 
 int ExpertClient::worn_fd() const { return state_->worn_bell.get(); }

@@ -67,6 +67,10 @@ class ExpertClient {
   bool wait_until_quiet(Deadline tick);  // no call is under way and no path is worn
   bool wait_until_fit(Deadline tick);    // in addition, every path has all its slots
   void resume();
+  // For an owner who lets go of the client while other threads are inside: nobody waits for a
+  // holder or for a fresh path any more, parked calls end (kClosed), and none is taken. Calls under
+  // way go on.
+  void close();
 
   // -- data paths --
   // A descriptor that is readable while a path waits to be renewed, and after wake_renewer(). It

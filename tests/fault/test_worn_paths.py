@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 
 import pytest
 
-from dflash_moe.errors import DflashError
+from dflash_moe.errors import ConfigError, DflashError
 from dflash_moe.model.spec import ModelSpec
 from dflash_moe.runtime import path_keeper
 from dflash_moe.runtime.expert_runtime import ExpertRuntime
@@ -73,6 +73,29 @@ def test_closing_does_not_wait_for_a_path_that_is_being_renewed(spec: ModelSpec,
         assert wait_until(lambda: path_of(runtime, "w1") == "fresh", 60)
         runtime.close()
         assert not [thread for thread in threading.enumerate() if thread.name.startswith("dflash-path")]
+
+
+@pytest.mark.timeout(120)
+def test_a_change_of_mode_that_waits_for_another_ends_with_the_runtime(spec: ModelSpec) -> None:
+    ended: list[DflashError] = []
+
+    def change() -> None:
+        try:
+            runtime.set_mode("stream")
+        except DflashError as error:
+            ended.append(error)
+
+    with ExpertRuntime.start(Topology.local(num_workers=1), model=spec, call_timeout_s=NEVER_S) as runtime:
+        runtime._client.hold(60.0)
+        changing = threading.Thread(target=change)
+        changing.start()
+        call = runtime.submit(0, *dataclasses.astuple(make_batch(8, seed=1)))
+        assert not call.done()
+    with pytest.raises(DflashError, match="the runtime was closed before this call was done"):
+        call.result(timeout=60)
+    changing.join(60)
+    assert not changing.is_alive()
+    assert isinstance(ended[0], ConfigError)
 
 
 def test_a_path_that_could_not_be_renewed_at_first_comes_back(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:

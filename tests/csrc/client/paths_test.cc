@@ -214,6 +214,25 @@ TEST_CASE("calls that wait for the holder end by their deadline, and leave with 
   CHECK(scene.works(0));
 }
 
+TEST_CASE("closing ends every wait for a holder or for a path, and takes no call any more") {
+  PuppetScene scene;
+  time_out(scene);
+  time_out(scene);
+  Tokens tokens{{2}}, other{{0}};
+  const CallPtr parked = scene.submit(tokens);
+  REQUIRE(scene.client.hold(Deadline::after_ms(1000)));
+  CHECK_FALSE(scene.client.hold(Deadline::after_ms(30)));
+  CHECK_FALSE(scene.client.wait_until_quiet(Deadline::after_ms(30)));
+  auto waiting =
+      std::async(std::launch::async, [&] { return scene.client.hold(Deadline::after_ms(30'000)); });
+  scene.client.close();
+  CHECK(waiting.get());
+  CHECK(scene.client.wait_until_quiet(Deadline::after_ms(30'000)));
+  CHECK(scene.client.wait_until_fit(Deadline::after_ms(30'000)));
+  CHECK(scene.finish(parked).error().code == ErrorCode::kClosed);
+  CHECK(scene.client.submit(other.batch(), 3).error().code == ErrorCode::kClosed);
+}
+
 TEST_CASE("an abandoned call leaves the queue of those that wait") {
   PuppetScene scene;
   REQUIRE(scene.client.hold(patience()));
