@@ -1,7 +1,9 @@
 """Plans which cores the threads of each worker are pinned to: those that `workers[].cpus` names, or
-cores of its own where there are enough.
+cores of its own where there are enough for all workers.
 
-A worker gets cores of one memory node where one has room. Its pinned threads load the weights, so
+Workers compute while the host waits for them. So cores of their own are worth it even where the
+host has to share them: unpinned workers are often woken on one core, one behind the other, while
+the host's stands idle. A worker gets cores of one memory node where one has room. Its pinned threads load the weights, so
 that these lie on that node too.
 SPDX-License-Identifier: Apache-2.0
 """
@@ -21,15 +23,17 @@ def plan_cpus(
 
     `threads` gives the number of threads of the workers that the host starts. `cores` are the
     usable ones, best first. Where `may_choose` is false, only workers whose CPUs the topology names
-    are pinned. The first `host_threads` cores stay free for the host: it is not pinned, and its
-    threads move to the cores that nobody else has.
+    are pinned. The first `host_threads` cores stay free for the host, as far as workers leave any:
+    it is not pinned, and its threads move to the cores that nobody else has.
     """
     named = {worker.name: worker.cpus for worker in topology.workers if isinstance(worker.cpus, tuple)}
     choosing = [worker.name for worker in topology.workers if worker.name in threads and worker.cpus == "auto"]
     taken = {cpu for worker in topology.local_workers() for cpu in named.get(worker.name, ())}
-    free = [core for core in cores if core.cpu not in taken][host_threads:]
+    free = [core for core in cores if core.cpu not in taken]
+    num_left = len(free) - sum(threads[name] for name in choosing)
     planned = dict(named)
-    if may_choose and sum(threads[name] for name in choosing) <= len(free):
+    if may_choose and num_left >= 0:
+        free = free[min(host_threads, num_left) :]
         for name in choosing:
             chosen = _choose(threads[name], free)
             free = [core for core in free if core not in chosen]

@@ -60,7 +60,7 @@ def thread_plan(topology: Topology, settings: Settings) -> ThreadPlan:
     cores = machine_cores()
     # Cores are chosen only where no quota of a control group limits this process. Under a quota a
     # pinned thread could not leave a core that somebody else uses.
-    may_choose = not plan.is_oversubscribed and usable_cores() == len(cores)
+    may_choose = usable_cores() == len(cores)
     return replace(plan, cpus=plan_cpus(topology, plan.workers, host_threads=plan.host, cores=cores, may_choose=may_choose))
 
 

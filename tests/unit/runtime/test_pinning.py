@@ -1,5 +1,5 @@
 """Which cores workers are pinned to: their own, of one node, whole physical ones first; never where
-there are too few.
+there are too few for all workers.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -48,9 +48,16 @@ def test_cores_are_never_shared() -> None:
     assert 0 not in cpus
 
 
-def test_nobody_is_pinned_where_threads_outnumber_cores_or_a_quota_binds() -> None:
-    two = workers("threads: 8", "threads: 8")
-    assert plan(two, {"w0": 8, "w1": 8}) == {}
+def test_workers_keep_their_own_cores_where_the_host_has_to_share_them() -> None:
+    two_cores = TWO_NODES[:2]
+    assert plan(workers("threads: 1", "threads: 1"), {"w0": 1, "w1": 1}, cores=two_cores) == {"w0": (0,), "w1": (1,)}
+    found = plan(workers("threads: 7", "threads: 7"), {"w0": 7, "w1": 7}, host=4)
+    assert sorted(cpu for cpus in found.values() for cpu in cpus) == sorted(core.cpu for core in TWO_NODES[2:])
+
+
+def test_nobody_is_pinned_where_workers_outnumber_cores_or_a_quota_binds() -> None:
+    two = workers("threads: 8", "threads: 9")
+    assert plan(two, {"w0": 8, "w1": 9}) == {}
     assert plan(two, {"w0": 1, "w1": 1}, may_choose=False) == {}
 
 
