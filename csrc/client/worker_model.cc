@@ -41,7 +41,7 @@ SliceChoice WorkerModel::choose(uint32_t cost_class, const Chunk& chunk, uint32_
   return choice;
 }
 
-void WorkerModel::observe(uint32_t cost_class, const PartSize& size, const ReplyTimes& times) {
+void WorkerModel::observe(uint32_t cost_class, const SliceSize& size, const ReplyTimes& times) {
   const int64_t elapsed = difference(times.arrived_ns, times.published_ns);
   const int64_t at_worker = difference(times.worker_finished_ns, times.worker_received_ns);
   const int64_t compute = difference(times.worker_finished_ns, times.worker_started_ns);

@@ -25,7 +25,7 @@ struct ReplyTimes {
 };
 
 // The size of one slice.
-struct PartSize {
+struct SliceSize {
   uint32_t pairs = 0, experts = 0;  // experts are counted once each
   uint64_t request_bytes = 0, reply_bytes = 0;
 };
@@ -69,7 +69,7 @@ class WorkerModel {
   // number and window are taken, and the model only predicts their time.
   SliceChoice choose(uint32_t cost_class, const Chunk& chunk, uint32_t window, bool is_fixed);
   // Learns from one reply; implausible times are ignored.
-  void observe(uint32_t cost_class, const PartSize& size, const ReplyTimes& times);
+  void observe(uint32_t cost_class, const SliceSize& size, const ReplyTimes& times);
   // A chunk that had the worker to itself took `measured_ns` from the begin of its call to the last
   // reply. What its stages do not explain of that is waiting (ChunkRecord::wait_ns).
   void record(uint32_t cost_class, uint32_t num_tokens, const SliceForecast& predicted,

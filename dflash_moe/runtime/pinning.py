@@ -3,7 +3,9 @@ cores of its own where there are enough for all workers.
 
 Workers compute while the host waits for them. So cores of their own are worth it even where the
 host has to share them: unpinned workers are often woken on one core, one behind the other, while
-the host's stands idle. A worker gets cores of one memory node where one has room. Its pinned threads load the weights, so
+the host's stands idle.
+
+A worker gets cores of one memory node where one has room. Its pinned threads load the weights, so
 that these lie on that node too.
 SPDX-License-Identifier: Apache-2.0
 """

@@ -23,7 +23,7 @@ namespace {
 // Weights that a task reads again for each of its tiles of rows. They should stay in the
 // second-level cache; this is half of the smallest in use (1 MiB).
 constexpr size_t kTaskWeightBytes = size_t{512} << 10;
-// Bound of the intermediate scratch. A batch that needs more is computed in chunks of rows, and
+// Bound of the intermediate scratch. A batch that needs more is computed in portions of rows, and
 // reads the weights again for each.
 constexpr size_t kMaxIntermediateBytes = size_t{128} << 20;
 constexpr uint32_t kWidenRows = 32;  // rows that one task widens or encodes
@@ -123,53 +123,53 @@ Status CpuLayer::forward(const ForwardArgs& args, YieldingProgress& progress) {
   const CanonicalFloatMode mode;
   uint32_t row = 0, pair = 0;
   while (row < args.num_rows) {
-    const Chunk chunk = next_chunk(args, row, pair);
-    DFLASH_TRY(forward_chunk(args, chunk, progress));
-    row += chunk.num_rows;
-    pair += chunk.num_pairs;
+    const Portion portion = next_portion(args, row, pair);
+    DFLASH_TRY(forward_portion(args, portion, progress));
+    row += portion.num_rows;
+    pair += portion.num_pairs;
   }
   return ok();
 }
 
-CpuLayer::Chunk CpuLayer::next_chunk(const ForwardArgs& args, uint32_t first_row,
-                                     uint32_t first_pair) const {
+CpuLayer::Portion CpuLayer::next_portion(const ForwardArgs& args, uint32_t first_row,
+                                         uint32_t first_pair) const {
   const size_t max_pairs = kMaxIntermediateBytes / intermediate_stride_;
-  Chunk chunk{first_row, 0, first_pair, 0};
+  Portion portion{first_row, 0, first_pair, 0};
   for (uint32_t row = first_row; row < args.num_rows; ++row) {
     const uint32_t pairs = args.row_counts[row];
-    if (chunk.num_rows != 0 && chunk.num_pairs + pairs > max_pairs) break;
-    ++chunk.num_rows;
-    chunk.num_pairs += pairs;
+    if (portion.num_rows != 0 && portion.num_pairs + pairs > max_pairs) break;
+    ++portion.num_rows;
+    portion.num_pairs += pairs;
   }
-  return chunk;
+  return portion;
 }
 
-Status CpuLayer::forward_chunk(const ForwardArgs& args, const Chunk& chunk,
-                               YieldingProgress& progress) {
-  groups_.build(args.row_counts.subspan(chunk.first_row, chunk.num_rows),
-                args.local_expert_ids.subspan(chunk.first_pair, chunk.num_pairs),
-                args.weights.subspan(chunk.first_pair, chunk.num_pairs), num_local_experts());
-  DFLASH_TRY(place_scratch(chunk));
-  widen_rows(args, chunk);
+Status CpuLayer::forward_portion(const ForwardArgs& args, const Portion& portion,
+                                 YieldingProgress& progress) {
+  groups_.build(args.row_counts.subspan(portion.first_row, portion.num_rows),
+                args.local_expert_ids.subspan(portion.first_pair, portion.num_pairs),
+                args.weights.subspan(portion.first_pair, portion.num_pairs), num_local_experts());
+  DFLASH_TRY(place_scratch(portion));
+  widen_rows(args, portion);
   // In a worker, the serving thread may move bytes of its data path here.
   progress.count_and_yield();
   DFLASH_TRY(run_gate_up(progress));
-  encode_intermediate(chunk, progress);
-  auto in_range = run_down(args, chunk, progress);
+  encode_intermediate(portion, progress);
+  auto in_range = run_down(args, portion, progress);
   if (!in_range.ok()) return std::move(in_range).error();
   if (in_range.value()) return ok();
-  return first_range_error(args, chunk);
+  return first_range_error(args, portion);
 }
 
-Status CpuLayer::place_scratch(const Chunk& chunk) {
-  const size_t row_floats = chunk.num_rows * row_stride_;
+Status CpuLayer::place_scratch(const Portion& portion) {
+  const size_t row_floats = portion.num_rows * row_stride_;
   const size_t sum_floats =
-      size_t{chunk.num_rows} * experts_.num_out_panels() * kernels_.panel_width;
+      size_t{portion.num_rows} * experts_.num_out_panels() * kernels_.panel_width;
   const size_t float_bytes = (4 * (row_floats + sum_floats) + 63) / 64 * 64;
-  const size_t encoded_row_bytes = chunk.num_rows * encoded_row_stride_;
-  const size_t intermediate_bytes = chunk.num_pairs * intermediate_stride_;
+  const size_t encoded_row_bytes = portion.num_rows * encoded_row_stride_;
+  const size_t intermediate_bytes = portion.num_pairs * intermediate_stride_;
   const size_t bytes = float_bytes + encoded_row_bytes + intermediate_bytes +
-                       chunk.num_pairs * encoded_intermediate_stride_;
+                       portion.num_pairs * encoded_intermediate_stride_;
   if (bytes > scratch_.num_bytes()) {
     scratch_ = PageBuffer();  // released first, so that both blocks need not exist at once
     auto grown = PageBuffer::create(bytes + bytes / 4);
@@ -181,10 +181,10 @@ Status CpuLayer::place_scratch(const Chunk& chunk) {
   encoded_rows_ = scratch_.data() + float_bytes;
   intermediate_ = encoded_rows_ + encoded_row_bytes;
   encoded_intermediate_ = intermediate_ + intermediate_bytes;
-  pair_rows_.resize(chunk.num_pairs);
-  pair_intermediate_.resize(chunk.num_pairs);
-  pair_inputs_.resize(chunk.num_pairs);
-  for (uint32_t pair = 0; pair < chunk.num_pairs; ++pair) {
+  pair_rows_.resize(portion.num_pairs);
+  pair_intermediate_.resize(portion.num_pairs);
+  pair_inputs_.resize(portion.num_pairs);
+  for (uint32_t pair = 0; pair < portion.num_pairs; ++pair) {
     const size_t row = groups_.rows()[pair];
     pair_intermediate_[pair] = intermediate_ + pair * intermediate_stride_;
     if (encoded_row_stride_ == 0)
@@ -199,12 +199,12 @@ Status CpuLayer::place_scratch(const Chunk& chunk) {
   return ok();
 }
 
-void CpuLayer::widen_rows(const ForwardArgs& args, const Chunk& chunk) {
+void CpuLayer::widen_rows(const ForwardArgs& args, const Portion& portion) {
   const size_t row_bytes = spec_.in_size * dtype_bytes(args.row_dtype);
-  const std::byte* source = args.rows + chunk.first_row * row_bytes;
-  pool_.run((chunk.num_rows + kWidenRows - 1) / kWidenRows, [&](uint64_t task) {
+  const std::byte* source = args.rows + portion.first_row * row_bytes;
+  pool_.run((portion.num_rows + kWidenRows - 1) / kWidenRows, [&](uint64_t task) {
     const uint32_t first = static_cast<uint32_t>(task) * kWidenRows;
-    const uint32_t end = std::min(chunk.num_rows, first + kWidenRows);
+    const uint32_t end = std::min(portion.num_rows, first + kWidenRows);
     for (uint32_t row = first; row < end; ++row) {
       widen(args.row_dtype, source + row * row_bytes, rows_ + row * row_stride_, spec_.in_size);
       if (kernels_.encode == nullptr) continue;
@@ -214,11 +214,11 @@ void CpuLayer::widen_rows(const ForwardArgs& args, const Chunk& chunk) {
   });
 }
 
-void CpuLayer::encode_intermediate(const Chunk& chunk, YieldingProgress& progress) {
+void CpuLayer::encode_intermediate(const Portion& portion, YieldingProgress& progress) {
   if (encoded_intermediate_stride_ == 0) return;
-  pool_.run((chunk.num_pairs + kWidenRows - 1) / kWidenRows, [&](uint64_t task) {
+  pool_.run((portion.num_pairs + kWidenRows - 1) / kWidenRows, [&](uint64_t task) {
     const uint32_t first = static_cast<uint32_t>(task) * kWidenRows;
-    for (uint32_t pair = first; pair < std::min(chunk.num_pairs, first + kWidenRows); ++pair) {
+    for (uint32_t pair = first; pair < std::min(portion.num_pairs, first + kWidenRows); ++pair) {
       const float* values = reinterpret_cast<const float*>(pair_intermediate_[pair]);
       kernels_.encode(values, spec_.intermediate_size,
                       encoded_intermediate_ + pair * encoded_intermediate_stride_);
@@ -287,7 +287,7 @@ Status CpuLayer::run_gate_up(YieldingProgress& progress) {
   return failed.take();
 }
 
-Result<bool> CpuLayer::run_down(const ForwardArgs& args, const Chunk& chunk,
+Result<bool> CpuLayer::run_down(const ForwardArgs& args, const Portion& portion,
                                 YieldingProgress& progress) {
   const uint32_t num_panels = experts_.num_out_panels();
   const uint32_t per_task = down_panels_per_task();
@@ -297,8 +297,8 @@ Result<bool> CpuLayer::run_down(const ForwardArgs& args, const Chunk& chunk,
     const uint32_t first_panel = static_cast<uint32_t>(task) * per_task;
     const uint32_t task_panels = std::min(per_task, num_panels - first_panel);
     const size_t columns = size_t{task_panels} * kernels_.panel_width;
-    float* sums = sums_ + size_t{first_panel} * kernels_.panel_width * chunk.num_rows;
-    std::memset(sums, 0, sizeof(float) * columns * chunk.num_rows);
+    float* sums = sums_ + size_t{first_panel} * kernels_.panel_width * portion.num_rows;
+    std::memset(sums, 0, sizeof(float) * columns * portion.num_rows);
     for (size_t g = 0; g < groups_.groups().size(); ++g) {
       const ExpertGroup& group = groups_.groups()[g];
       auto panels = experts_.read_down(group.local_expert_id, first_panel, task_panels,
@@ -326,7 +326,7 @@ Result<bool> CpuLayer::run_down(const ForwardArgs& args, const Chunk& chunk,
         progress.count_and_yield();
       }
     }
-    if (!finish_columns(args, chunk, first_panel, task_panels))
+    if (!finish_columns(args, portion, first_panel, task_panels))
       in_range.store(false, std::memory_order_relaxed);
     // In a worker, the serving thread may move bytes of its data path here.
     progress.count_and_yield();
@@ -335,36 +335,36 @@ Result<bool> CpuLayer::run_down(const ForwardArgs& args, const Chunk& chunk,
   return in_range.load(std::memory_order_relaxed);
 }
 
-bool CpuLayer::finish_columns(const ForwardArgs& args, const Chunk& chunk, uint32_t first_panel,
+bool CpuLayer::finish_columns(const ForwardArgs& args, const Portion& portion, uint32_t first_panel,
                               uint32_t num_panels) {
   const size_t first_column = size_t{first_panel} * kernels_.panel_width;
   const size_t columns = size_t{num_panels} * kernels_.panel_width;
   const size_t real_columns = std::min(columns, spec_.out_size - first_column);
   const size_t element = dtype_bytes(args.reply_dtype);
-  float* sums = sums_ + first_column * chunk.num_rows;
-  kernels_.canonicalize_nan(sums, columns * chunk.num_rows);
+  float* sums = sums_ + first_column * portion.num_rows;
+  kernels_.canonicalize_nan(sums, columns * portion.num_rows);
   bool in_range = true;
-  for (uint32_t row = 0; row < chunk.num_rows; ++row) {
+  for (uint32_t row = 0; row < portion.num_rows; ++row) {
     std::byte* reply =
-        args.reply + ((size_t{chunk.first_row} + row) * spec_.out_size + first_column) * element;
+        args.reply + ((size_t{portion.first_row} + row) * spec_.out_size + first_column) * element;
     in_range &= convert(Dtype::kF32, reinterpret_cast<const std::byte*>(sums + row * columns),
                         args.reply_dtype, reply, real_columns);
   }
   return in_range;
 }
 
-Error CpuLayer::first_range_error(const ForwardArgs& args, const Chunk& chunk) const {
+Error CpuLayer::first_range_error(const ForwardArgs& args, const Portion& portion) const {
   const uint32_t per_task = down_panels_per_task();
   const uint32_t width = kernels_.panel_width;
-  for (uint32_t row = 0; row < chunk.num_rows; ++row) {
+  for (uint32_t row = 0; row < portion.num_rows; ++row) {
     for (uint32_t column = 0; column < spec_.out_size; ++column) {
       const uint32_t first_panel = column / (per_task * width) * per_task;
       const size_t columns =
           size_t{std::min(per_task, experts_.num_out_panels() - first_panel)} * width;
-      const float value = sums_[size_t{first_panel} * width * chunk.num_rows + row * columns +
+      const float value = sums_[size_t{first_panel} * width * portion.num_rows + row * columns +
                                 (column - size_t{first_panel} * width)];
       if (overflows(value, args.reply_dtype))
-        return range_error(chunk.first_row + row, column, value, args.reply_dtype);
+        return range_error(portion.first_row + row, column, value, args.reply_dtype);
     }
   }
   return Error{ErrorCode::kRange, "a value exceeds the range of the reply dtype"};

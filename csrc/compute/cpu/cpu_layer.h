@@ -30,30 +30,32 @@ class CpuLayer final : public ExpertLayer {
 
  private:
   // A run of rows whose intermediate values fit the bound of the scratch.
-  struct Chunk {
+  struct Portion {
     uint32_t first_row;
     uint32_t num_rows;
     uint32_t first_pair;
     uint32_t num_pairs;
   };
 
-  // The rows of the next chunk, at least one; a pair is one (row, expert) of the routing.
-  Chunk next_chunk(const ForwardArgs& args, uint32_t first_row, uint32_t first_pair) const;
-  Status forward_chunk(const ForwardArgs& args, const Chunk& chunk, YieldingProgress& progress);
-  // Places the arrays of a chunk in the scratch. Errors: kOutOfMemory.
-  Status place_scratch(const Chunk& chunk);
+  // The rows of the next portion, at least one; a pair is one (row, expert) of the routing.
+  Portion next_portion(const ForwardArgs& args, uint32_t first_row, uint32_t first_pair) const;
+  Status forward_portion(const ForwardArgs& args, const Portion& portion,
+                         YieldingProgress& progress);
+  // Places the arrays of a portion in the scratch. Errors: kOutOfMemory.
+  Status place_scratch(const Portion& portion);
   // Widens the rows to float32, and encodes them where the kernels want that.
-  void widen_rows(const ForwardArgs& args, const Chunk& chunk);
+  void widen_rows(const ForwardArgs& args, const Portion& portion);
   Status run_gate_up(YieldingProgress& progress);
   // Encodes what gate_up has left as float32.
-  void encode_intermediate(const Chunk& chunk, YieldingProgress& progress);
+  void encode_intermediate(const Portion& portion, YieldingProgress& progress);
   // Sums over experts and writes the reply. Returns whether every value fits the reply's dtype.
-  Result<bool> run_down(const ForwardArgs& args, const Chunk& chunk, YieldingProgress& progress);
+  Result<bool> run_down(const ForwardArgs& args, const Portion& portion,
+                        YieldingProgress& progress);
   // Converts the sums of some columns to the reply; returns whether all values fit.
-  bool finish_columns(const ForwardArgs& args, const Chunk& chunk, uint32_t first_panel,
+  bool finish_columns(const ForwardArgs& args, const Portion& portion, uint32_t first_panel,
                       uint32_t num_panels);
   // The error that names the first value outside the reply's range, by row and column.
-  Error first_range_error(const ForwardArgs& args, const Chunk& chunk) const;
+  Error first_range_error(const ForwardArgs& args, const Portion& portion) const;
   uint32_t gate_up_panels_per_task() const;
   uint32_t down_panels_per_task() const;
 
@@ -70,17 +72,17 @@ class CpuLayer final : public ExpertLayer {
   size_t encoded_intermediate_stride_;  // bytes; 0 also where gate_up encodes
   size_t intermediate_value_bytes_;     // of one value that gate_up writes
   size_t intermediate_stride_;          // bytes
-  float* rows_ = nullptr;               // [chunk rows, row_stride_], the batch widened once
-  std::byte* intermediate_ = nullptr;   // [chunk pairs, intermediate_stride_], grouped
-  // Each task of output columns has [chunk rows, task columns], at first column * chunk rows.
+  float* rows_ = nullptr;               // [portion rows, row_stride_], the batch widened once
+  std::byte* intermediate_ = nullptr;   // [portion pairs, intermediate_stride_], grouped
+  // Each task of output columns has [portion rows, task columns], at first column * portion rows.
   float* sums_ = nullptr;
-  std::byte* encoded_rows_ = nullptr;  // [chunk rows, encoded_row_stride_]
-  // [chunk pairs, encoded_intermediate_stride_], grouped by expert.
+  std::byte* encoded_rows_ = nullptr;  // [portion rows, encoded_row_stride_]
+  // [portion pairs, encoded_intermediate_stride_], grouped by expert.
   std::byte* encoded_intermediate_ = nullptr;
   std::vector<PanelScratch> panel_scratch_;    // [pool threads]
-  std::vector<const void*> pair_rows_;         // [chunk pairs], grouped: what gate and up read
-  std::vector<const void*> pair_inputs_;       // [chunk pairs], grouped: what down reads
-  std::vector<std::byte*> pair_intermediate_;  // [chunk pairs], grouped: into intermediate_
+  std::vector<const void*> pair_rows_;         // [portion pairs], grouped: what gate and up read
+  std::vector<const void*> pair_inputs_;       // [portion pairs], grouped: what down reads
+  std::vector<std::byte*> pair_intermediate_;  // [portion pairs], grouped: into intermediate_
 };
 
 }  // namespace dflash::compute

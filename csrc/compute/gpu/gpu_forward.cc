@@ -1,7 +1,7 @@
 // The forward of a GPU layer. Rows and lists go to the device in one copy, routing and the two
-// projections run there, and the reply comes back in another copy. All offsets of a chunk's scratch
-// memory are known before anything is queued, so the host never waits for a list that is made on
-// the device.
+// projections run there, and the reply comes back in another copy. All offsets of a portion's
+// scratch memory are known before anything is queued, so the host never waits for a list that is
+// made on the device.
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 #include <cstring>
@@ -16,7 +16,7 @@
 namespace dflash::compute::gpu {
 namespace {
 
-constexpr uint32_t kMaxChunkPairs = 65535;  // tiles are counted in a grid's second direction
+constexpr uint32_t kMaxPortionPairs = 65535;  // tiles are counted in a grid's second direction
 constexpr uint32_t kElementThreads = 256;
 constexpr uint32_t kRouteThreads = 256;
 constexpr uint32_t kManyThreads = 128, kWgmmaThreads = 256;
@@ -118,11 +118,11 @@ Status launch_codes(DeviceRuntime& runtime, InputRounding rounding, const Quanti
 }  // namespace
 
 // A run of rows whose values fit the scratch bound.
-struct GpuLayer::Chunk {
+struct GpuLayer::Portion {
   uint32_t first_row, num_rows, first_pair, num_pairs;
 };
 
-// Offsets of a chunk's lists and values in scratch memory. The first `input_bytes` come from the
+// Offsets of a portion's lists and values in scratch memory. The first `input_bytes` come from the
 // host in one copy; the routing lists are among them where the host makes them (host_routing.h).
 struct GpuLayer::Scratch {
   uint64_t num_bytes = 0;
@@ -157,36 +157,36 @@ Status GpuLayer::forward(const ForwardArgs& args, YieldingProgress& progress) {
   }
   uint32_t row = 0, pair = 0;
   while (row < args.num_rows) {
-    const Chunk chunk = next_chunk(args, row, pair);
-    DFLASH_TRY(forward_chunk(args, chunk, progress));
-    row += chunk.num_rows;
-    pair += chunk.num_pairs;
+    const Portion portion = next_portion(args, row, pair);
+    DFLASH_TRY(forward_portion(args, portion, progress));
+    row += portion.num_rows;
+    pair += portion.num_pairs;
   }
   return ok();
 }
 
-GpuLayer::Chunk GpuLayer::next_chunk(const ForwardArgs& args, uint32_t first_row,
-                                     uint32_t first_pair) const {
+GpuLayer::Portion GpuLayer::next_portion(const ForwardArgs& args, uint32_t first_row,
+                                         uint32_t first_pair) const {
   const uint64_t pair_bytes = 4 * (uint64_t{spec_.intermediate_size} + spec_.out_size) +
                               code_row_bytes(numerics_.inputs, spec_.intermediate_size);
   const uint64_t row_bytes = 4 * (uint64_t{spec_.in_size} + spec_.out_size);
-  Chunk chunk{first_row, 0, first_pair, 0};
+  Portion portion{first_row, 0, first_pair, 0};
   for (uint32_t row = first_row; row < args.num_rows; ++row) {
     const uint32_t pairs = args.row_counts[row];
     const uint64_t bytes =
-        (chunk.num_pairs + pairs) * pair_bytes + (chunk.num_rows + 1) * row_bytes;
-    if (chunk.num_rows != 0 &&
-        (chunk.num_pairs + pairs > kMaxChunkPairs || bytes > device_->batch_bytes()))
+        (portion.num_pairs + pairs) * pair_bytes + (portion.num_rows + 1) * row_bytes;
+    if (portion.num_rows != 0 &&
+        (portion.num_pairs + pairs > kMaxPortionPairs || bytes > device_->batch_bytes()))
       break;
-    ++chunk.num_rows;
-    chunk.num_pairs += pairs;
+    ++portion.num_rows;
+    portion.num_pairs += pairs;
   }
-  return chunk;
+  return portion;
 }
 
-GpuLayer::Scratch GpuLayer::place_scratch(const Chunk& chunk, const ForwardArgs& args) const {
+GpuLayer::Scratch GpuLayer::place_scratch(const Portion& portion, const ForwardArgs& args) const {
   Scratch scratch;
-  const uint64_t rows = chunk.num_rows, pairs = chunk.num_pairs;
+  const uint64_t rows = portion.num_rows, pairs = portion.num_pairs;
   const bool has_halves = numerics_.inputs == InputRounding::kBf16;
   const uint64_t value_bytes = has_halves ? sizeof(uint16_t) : sizeof(float);
   scratch.row_stride = padded(spec_.in_size, has_halves ? 8 : 4);  // 16 bytes
@@ -238,24 +238,24 @@ GpuLayer::Scratch GpuLayer::place_scratch(const Chunk& chunk, const ForwardArgs&
   return scratch;
 }
 
-Status GpuLayer::forward_chunk(const ForwardArgs& args, const Chunk& chunk,
-                               YieldingProgress& progress) {
+Status GpuLayer::forward_portion(const ForwardArgs& args, const Portion& portion,
+                                 YieldingProgress& progress) {
   GpuDevice::Turn turn(*device_);
-  Scratch scratch = place_scratch(chunk, args);
+  Scratch scratch = place_scratch(portion, args);
   auto device = turn.scratch(scratch.num_bytes);
   if (!device.ok()) return std::move(device).error();
   auto host = turn.staging(std::max(scratch.input_bytes, scratch.output_bytes));
   if (!host.ok()) return std::move(host).error();
   DeviceRuntime& runtime = turn.runtime();
-  if (scratch.is_listed_at_host) list_pairs(args, chunk, scratch, host.value());
-  DFLASH_TRY(queue_inputs(args, chunk, scratch, device.value(), host.value(), runtime));
-  if (chunk.num_pairs != 0) {
+  if (scratch.is_listed_at_host) list_pairs(args, portion, scratch, host.value());
+  DFLASH_TRY(queue_inputs(args, portion, scratch, device.value(), host.value(), runtime));
+  if (portion.num_pairs != 0) {
     if (!scratch.is_listed_at_host)
-      DFLASH_TRY(queue_routing(chunk, scratch, device.value(), runtime));
-    DFLASH_TRY(queue_projections(chunk, scratch, device.value(), runtime));
+      DFLASH_TRY(queue_routing(portion, scratch, device.value(), runtime));
+    DFLASH_TRY(queue_projections(portion, scratch, device.value(), runtime));
   }
-  const CombineParams combine = combine_params(chunk, scratch, device.value(), args.reply_dtype);
-  const uint32_t blocks = divide_up(uint64_t{chunk.num_rows} * spec_.out_size, kElementThreads);
+  const CombineParams combine = combine_params(portion, scratch, device.value(), args.reply_dtype);
+  const uint32_t blocks = divide_up(uint64_t{portion.num_rows} * spec_.out_size, kElementThreads);
   DFLASH_TRY(
       launch(runtime, kernel_id(PlainKernel::k_combine), blocks, 1, kElementThreads, combine));
   DFLASH_TRY(runtime.mark(Mark::kEnd));
@@ -266,86 +266,87 @@ Status GpuLayer::forward_chunk(const ForwardArgs& args, const Chunk& chunk,
   if (!computed_ns.ok()) return Error{computed_ns.error().code, computed_ns.error().message};
   device_ns_ += computed_ns.value();
   const uint64_t reply_row = uint64_t{spec_.out_size} * dtype_bytes(args.reply_dtype);
-  std::memcpy(args.reply + chunk.first_row * reply_row,
-              host.value() + (scratch.reply - scratch.out_of_range), chunk.num_rows * reply_row);
+  std::memcpy(args.reply + portion.first_row * reply_row,
+              host.value() + (scratch.reply - scratch.out_of_range), portion.num_rows * reply_row);
   uint64_t out_of_range;
   std::memcpy(&out_of_range, host.value(), sizeof(out_of_range));
   if (out_of_range == kInRange) return ok();
-  return range_failure(args, chunk, scratch, device.value(), out_of_range, turn, progress);
+  return range_failure(args, portion, scratch, device.value(), out_of_range, turn, progress);
 }
 
 // Makes the lists of a small batch in staging memory. The grids then have exactly as many blocks as
 // there are tiles.
-void GpuLayer::list_pairs(const ForwardArgs& args, const Chunk& chunk, Scratch& scratch,
+void GpuLayer::list_pairs(const ForwardArgs& args, const Portion& portion, Scratch& scratch,
                           std::byte* host) const {
   const RoutingLists lists{
       at<uint32_t>(host, scratch.row_begins), at<uint32_t>(host, scratch.pair_rows),
       at<uint32_t>(host, scratch.slot_pairs), at<uint32_t>(host, scratch.row_slots),
       at<uint32_t>(host, scratch.num_tiles),  at<Tile>(host, scratch.few_tiles),
       at<Tile>(host, scratch.many_tiles),     scratch.few_tile_rows};
-  list_at_host(args.row_counts.subspan(chunk.first_row, chunk.num_rows),
-               args.local_expert_ids.subspan(chunk.first_pair, chunk.num_pairs), num_local_experts_,
-               lists);
+  list_at_host(args.row_counts.subspan(portion.first_row, portion.num_rows),
+               args.local_expert_ids.subspan(portion.first_pair, portion.num_pairs),
+               num_local_experts_, lists);
   scratch.most_few_tiles = lists.num_tiles[0];
   scratch.most_many_tiles = lists.num_tiles[1];
 }
 
-Status GpuLayer::queue_inputs(const ForwardArgs& args, const Chunk& chunk, const Scratch& scratch,
-                              std::byte* device, std::byte* host, DeviceRuntime& runtime) const {
+Status GpuLayer::queue_inputs(const ForwardArgs& args, const Portion& portion,
+                              const Scratch& scratch, std::byte* device, std::byte* host,
+                              DeviceRuntime& runtime) const {
   const uint64_t source_bytes =
-                     uint64_t{chunk.num_rows} * spec_.in_size * dtype_bytes(args.row_dtype),
+                     uint64_t{portion.num_rows} * spec_.in_size * dtype_bytes(args.row_dtype),
                  none = kInRange;
   const std::byte* source =
-      args.rows + chunk.first_row * uint64_t{spec_.in_size} * dtype_bytes(args.row_dtype);
-  if (chunk.num_pairs != 0) {  // an empty span may be null
-    std::memcpy(host + scratch.weights, args.weights.data() + chunk.first_pair,
-                chunk.num_pairs * sizeof(float));
+      args.rows + portion.first_row * uint64_t{spec_.in_size} * dtype_bytes(args.row_dtype);
+  if (portion.num_pairs != 0) {  // an empty span may be null
+    std::memcpy(host + scratch.weights, args.weights.data() + portion.first_pair,
+                portion.num_pairs * sizeof(float));
   }
   if (!scratch.is_listed_at_host) {
-    std::memcpy(host + scratch.counts, args.row_counts.data() + chunk.first_row,
-                chunk.num_rows * sizeof(uint16_t));
-    std::memcpy(host + scratch.ids, args.local_expert_ids.data() + chunk.first_pair,
-                chunk.num_pairs * sizeof(uint16_t));
+    std::memcpy(host + scratch.counts, args.row_counts.data() + portion.first_row,
+                portion.num_rows * sizeof(uint16_t));
+    std::memcpy(host + scratch.ids, args.local_expert_ids.data() + portion.first_pair,
+                portion.num_pairs * sizeof(uint16_t));
   }
   std::memcpy(host + scratch.source, source, source_bytes);
   std::memcpy(host + scratch.out_of_range, &none, sizeof none);
   DFLASH_TRY(runtime.copy_in(device, host, scratch.out_of_range + sizeof none));
   DFLASH_TRY(runtime.mark(Mark::kBegin));
-  if (chunk.num_pairs == 0) return ok();
-  return queue_rows(args, chunk, scratch, device, runtime);
+  if (portion.num_pairs == 0) return ok();
+  return queue_rows(args, portion, scratch, device, runtime);
 }
 
 // Queues the conversion of the request's rows to what the class computes with.
-Status GpuLayer::queue_rows(const ForwardArgs& args, const Chunk& chunk, const Scratch& scratch,
+Status GpuLayer::queue_rows(const ForwardArgs& args, const Portion& portion, const Scratch& scratch,
                             std::byte* device, DeviceRuntime& runtime) const {
   if (code_row_bytes(numerics_.inputs, 1) != 0) {
     return launch_codes(runtime, numerics_.inputs,
                         {device + scratch.source, at<unsigned char>(device, scratch.row_codes),
-                         chunk.num_rows, spec_.in_size, spec_.in_size, args.row_dtype});
+                         portion.num_rows, spec_.in_size, spec_.in_size, args.row_dtype});
   }
   if (numerics_.inputs == InputRounding::kBf16) {
     const NarrowParams narrow{device + scratch.source, at<uint16_t>(device, scratch.rows),
-                              chunk.num_rows,          spec_.in_size,
+                              portion.num_rows,        spec_.in_size,
                               scratch.row_stride,      args.row_dtype};
     const uint32_t blocks =
-        divide_up(uint64_t{chunk.num_rows} * scratch.row_stride, kElementThreads);
+        divide_up(uint64_t{portion.num_rows} * scratch.row_stride, kElementThreads);
     return launch(runtime, kernel_id(PlainKernel::k_narrow_rows), blocks, 1, kElementThreads,
                   narrow);
   }
   const WidenParams widen{device + scratch.source, at<float>(device, scratch.rows),
-                          chunk.num_rows,          spec_.in_size,
+                          portion.num_rows,        spec_.in_size,
                           scratch.row_stride,      args.row_dtype};
-  const uint32_t blocks = divide_up(uint64_t{chunk.num_rows} * spec_.in_size, kElementThreads);
+  const uint32_t blocks = divide_up(uint64_t{portion.num_rows} * spec_.in_size, kElementThreads);
   return launch(runtime, kernel_id(PlainKernel::k_widen_rows), blocks, 1, kElementThreads, widen);
 }
 
-Status GpuLayer::queue_routing(const Chunk& chunk, const Scratch& scratch, std::byte* device,
+Status GpuLayer::queue_routing(const Portion& portion, const Scratch& scratch, std::byte* device,
                                DeviceRuntime& runtime) const {
   RoutingParams params{};
   params.row_counts = at<uint16_t>(device, scratch.counts);
   params.expert_ids = at<uint16_t>(device, scratch.ids);
-  params.num_rows = chunk.num_rows;
-  params.num_pairs = chunk.num_pairs;
+  params.num_rows = portion.num_rows;
+  params.num_pairs = portion.num_pairs;
   params.num_experts = num_local_experts_;
   params.few_tile_rows = scratch.few_tile_rows;
   params.row_begins = at<uint32_t>(device, scratch.row_begins);
@@ -363,11 +364,11 @@ Status GpuLayer::queue_routing(const Chunk& chunk, const Scratch& scratch, std::
   DFLASH_TRY(launch(runtime, kernel_id(PlainKernel::k_list_pairs), num_local_experts_, 1,
                     kRouteThreads, params));
   return launch(runtime, kernel_id(PlainKernel::k_order_rows),
-                divide_up(chunk.num_pairs, kRouteThreads), 1, kRouteThreads, params);
+                divide_up(portion.num_pairs, kRouteThreads), 1, kRouteThreads, params);
 }
 
-Status GpuLayer::queue_projections(const Chunk& chunk, const Scratch& scratch, std::byte* device,
-                                   DeviceRuntime& runtime) const {
+Status GpuLayer::queue_projections(const Portion& portion, const Scratch& scratch,
+                                   std::byte* device, DeviceRuntime& runtime) const {
   const bool has_gate = spec_.gate != GateKind::kNone;
   ProjectionParams first{};
   first.spec = spec_;
@@ -406,8 +407,8 @@ Status GpuLayer::queue_projections(const Chunk& chunk, const Scratch& scratch, s
   if (code_row_bytes(numerics_.inputs, 1) != 0) {
     DFLASH_TRY(launch_codes(
         runtime, numerics_.inputs,
-        {device + scratch.hidden, at<unsigned char>(device, scratch.hidden_codes), chunk.num_pairs,
-         spec_.intermediate_size, scratch.hidden_stride, Dtype::kF32}));
+        {device + scratch.hidden, at<unsigned char>(device, scratch.hidden_codes),
+         portion.num_pairs, spec_.intermediate_size, scratch.hidden_stride, Dtype::kF32}));
   }
   return queue_projection(second, formats_.down, scratch, device, runtime);
 }
@@ -434,7 +435,7 @@ Status GpuLayer::queue_projection(const ProjectionParams& params, WeightFormat f
                 kernels.many_threads, many);
 }
 
-CombineParams GpuLayer::combine_params(const Chunk& chunk, const Scratch& scratch,
+CombineParams GpuLayer::combine_params(const Portion& portion, const Scratch& scratch,
                                        std::byte* device, Dtype dtype) const {
   return {at<float>(device, scratch.downs),
           at<uint32_t>(device, scratch.row_begins),
@@ -443,18 +444,18 @@ CombineParams GpuLayer::combine_params(const Chunk& chunk, const Scratch& scratc
           at<float>(device, scratch.weights),
           device + scratch.reply,
           at<uint64_t>(device, scratch.out_of_range),
-          chunk.num_rows,
+          portion.num_rows,
           spec_.out_size,
           dtype};
 }
 
 // The error for an element that the reply's dtype cannot hold. Its value was lost in rounding, so
 // the sums are computed once more, in float32.
-Status GpuLayer::range_failure(const ForwardArgs& args, const Chunk& chunk, const Scratch& scratch,
-                               std::byte* device, uint64_t index, GpuDevice::Turn& turn,
-                               YieldingProgress& progress) const {
-  const uint32_t blocks = divide_up(uint64_t{chunk.num_rows} * spec_.out_size, kElementThreads);
-  const CombineParams params = combine_params(chunk, scratch, device, Dtype::kF32);
+Status GpuLayer::range_failure(const ForwardArgs& args, const Portion& portion,
+                               const Scratch& scratch, std::byte* device, uint64_t index,
+                               GpuDevice::Turn& turn, YieldingProgress& progress) const {
+  const uint32_t blocks = divide_up(uint64_t{portion.num_rows} * spec_.out_size, kElementThreads);
+  const CombineParams params = combine_params(portion, scratch, device, Dtype::kF32);
   auto host = turn.staging(sizeof(float));
   if (!host.ok()) return std::move(host).error();
   DFLASH_TRY(launch(turn.runtime(), kernel_id(PlainKernel::k_combine), blocks, 1, kElementThreads,
@@ -464,7 +465,7 @@ Status GpuLayer::range_failure(const ForwardArgs& args, const Chunk& chunk, cons
   DFLASH_TRY(turn.drain(progress));
   float value;
   std::memcpy(&value, host.value(), sizeof(value));
-  return range_error(chunk.first_row + static_cast<uint32_t>(index / spec_.out_size),
+  return range_error(portion.first_row + static_cast<uint32_t>(index / spec_.out_size),
                      static_cast<uint32_t>(index % spec_.out_size), value, args.reply_dtype);
 }
 

@@ -1,5 +1,5 @@
 // One layer's experts on a GPU. The weights stay in device memory as panels (record_layout.h), and
-// a forward is a few kernels per chunk of rows. Its bits are those of the processor's kernels and
+// a forward is a few kernels per portion of rows. Its bits are those of the processor's kernels and
 // of the reference, except in the bounded classes, whose bits are the card's own (numerics.h).
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
@@ -52,7 +52,7 @@ class GpuLayer final : public ExpertLayer {
   int64_t device_ns() const override { return device_ns_; }
 
  private:
-  struct Chunk;
+  struct Portion;
   struct Scratch;
 
   GpuLayer(std::shared_ptr<GpuDevice> device, const FfnSpec& spec, uint32_t num_local_experts,
@@ -61,24 +61,25 @@ class GpuLayer final : public ExpertLayer {
   Status load_matrix(const char* name, const MatrixView& matrix, WeightFormat resident,
                      std::byte* device, MatrixChecksum& sum, YieldingProgress& progress);
   Status load_bias(const VectorView& bias, std::byte* device, YieldingProgress& progress);
-  Chunk next_chunk(const ForwardArgs& args, uint32_t first_row, uint32_t first_pair) const;
-  Scratch place_scratch(const Chunk& chunk, const ForwardArgs& args) const;
-  Status forward_chunk(const ForwardArgs& args, const Chunk& chunk, YieldingProgress& progress);
-  void list_pairs(const ForwardArgs& args, const Chunk& chunk, Scratch& scratch,
+  Portion next_portion(const ForwardArgs& args, uint32_t first_row, uint32_t first_pair) const;
+  Scratch place_scratch(const Portion& portion, const ForwardArgs& args) const;
+  Status forward_portion(const ForwardArgs& args, const Portion& portion,
+                         YieldingProgress& progress);
+  void list_pairs(const ForwardArgs& args, const Portion& portion, Scratch& scratch,
                   std::byte* host) const;
-  Status queue_inputs(const ForwardArgs& args, const Chunk& chunk, const Scratch& scratch,
+  Status queue_inputs(const ForwardArgs& args, const Portion& portion, const Scratch& scratch,
                       std::byte* device, std::byte* host, DeviceRuntime& runtime) const;
-  Status queue_routing(const Chunk& chunk, const Scratch& scratch, std::byte* device,
+  Status queue_routing(const Portion& portion, const Scratch& scratch, std::byte* device,
                        DeviceRuntime& runtime) const;
-  Status queue_rows(const ForwardArgs& args, const Chunk& chunk, const Scratch& scratch,
+  Status queue_rows(const ForwardArgs& args, const Portion& portion, const Scratch& scratch,
                     std::byte* device, DeviceRuntime& runtime) const;
-  Status queue_projections(const Chunk& chunk, const Scratch& scratch, std::byte* device,
+  Status queue_projections(const Portion& portion, const Scratch& scratch, std::byte* device,
                            DeviceRuntime& runtime) const;
   Status queue_projection(const ProjectionParams& params, WeightFormat format,
                           const Scratch& scratch, std::byte* device, DeviceRuntime& runtime) const;
-  CombineParams combine_params(const Chunk& chunk, const Scratch& scratch, std::byte* device,
+  CombineParams combine_params(const Portion& portion, const Scratch& scratch, std::byte* device,
                                Dtype dtype) const;
-  Status range_failure(const ForwardArgs& args, const Chunk& chunk, const Scratch& scratch,
+  Status range_failure(const ForwardArgs& args, const Portion& portion, const Scratch& scratch,
                        std::byte* device, uint64_t index, GpuDevice::Turn& turn,
                        YieldingProgress& progress) const;
 

@@ -26,7 +26,7 @@ ReplyTimes exchange_at(int64_t now, int64_t offset = 0) {
   return times;
 }
 
-constexpr PartSize kSize{400, 16, 100'000, 100'000};
+constexpr SliceSize kSize{400, 16, 100'000, 100'000};
 
 double seconds_sent(const WorkerModel& model) { return model.send().predict(100'000, 0) * 1e-9; }
 
