@@ -120,10 +120,12 @@ check: core ## lint, layout, types, layers, forbidden constructs, documents agai
 	$(BIN)/python -m tests.checks || failed="$$failed contracts"; \
 	if [ -n "$$failed" ]; then echo "make check failed:$$failed" >&2; exit 1; fi
 
-# $(1) preset name, $(2) sanitizers, $(3) environment of the test run; ROOMS narrows both.
+# $(1) preset name, $(2) sanitizers, $(3) environment of the test run; ROOMS narrows both, and where
+# compute is not among them its kernel sets are compiled without the sanitizer.
 define sanitized_tests
 	@echo "==> C++ tests under $(1): $(or $(ROOMS),all rooms)"
-	@$(CONFIGURE) -B build/$(1) -DCMAKE_BUILD_TYPE=RelWithDebInfo -DDFLASH_TESTS=ON "-DDFLASH_SANITIZE=$(2)" > /dev/null
+	@$(CONFIGURE) -B build/$(1) -DCMAKE_BUILD_TYPE=RelWithDebInfo -DDFLASH_TESTS=ON "-DDFLASH_SANITIZE=$(2)" \
+	  -DDFLASH_PLAIN_KERNELS=$(if $(ROOMS),$(if $(filter compute,$(ROOMS)),OFF,ON),OFF) > /dev/null
 	@$(CMAKE) --build build/$(1) -j $(JOBS) $(if $(ROOMS),--target $(ROOMS:%=test_%)) -- --quiet | sed '/^-- /d'
 	@$(3) $(BIN)/ctest --test-dir build/$(1) -j $(JOBS) --output-on-failure --no-tests=error --timeout 600 \
 	  $(if $(ROOMS),--tests-regex '^($(subst $(space),|,$(strip $(ROOMS))))$$') | grep -v '^ *Start'
