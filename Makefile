@@ -101,15 +101,16 @@ define cpp_tests
 	$(BIN)/ctest --test-dir build/tests -j $(JOBS) --output-on-failure --no-tests=error | grep -v '^ *Start'
 endef
 
-# 6 minutes on two cores at most, from a built tree; so does test-long.
+# 6 minutes on two cores at most, from a built tree; so does test-long. Two tests run at a time: no
+# test may depend on an idle machine.
 test: core system-test ## C++ tests, then Python tests (without the exhaustive sweeps)
 	$(call cpp_tests)
 	@echo "==> Python tests"
-	@$(BIN)/python -m pytest tests -m "not long"
+	@$(BIN)/python -m pytest tests -m "not long" -n 2
 
 test-long: core ## the exhaustive sweeps: every family, every field of a configuration, the long fault runs
 	@echo "==> exhaustive sweeps"
-	@$(BIN)/python -m pytest tests -m long
+	@$(BIN)/python -m pytest tests -m long -n 2
 
 check: core ## lint, layout, types, layers, forbidden constructs, documents against code, stubs
 	@failed=; \
