@@ -62,6 +62,12 @@ class DflashError(Exception):
         """Returns the fields as keyword arguments, for another error about the same thing."""
         return {name: getattr(self, name) for name in ("code", "worker", "layer", "token", "slot")}
 
+    def reworded(self, text: str, **fields: Any) -> DflashError:
+        """Returns an error of the same type that says `text`, with the same fields but for those
+        given.
+        """
+        return type(self)(text, **{**self.fields(), **fields})
+
 
 class ConfigError(DflashError, ValueError):
     """An argument, flag, environment variable or setting is not allowed. The message names it, its

@@ -109,10 +109,9 @@ void define_layer(const ClientBox& box, uint32_t layer, const std::string& name,
 
 std::shared_ptr<ClientBox> make_client(int64_t spin_ns, double call_timeout_s,
                                        double stall_timeout_s, uint32_t max_calls) {
-  client::ClientOptions options;
+  client::ClientOptions options(timeout_ns("call_timeout_s", call_timeout_s),
+                                timeout_ns("stall_timeout_s", stall_timeout_s));
   options.spin_ns = spin_ns;
-  options.call_timeout_ns = timeout_ns("call_timeout_s", call_timeout_s);
-  options.stall_timeout_ns = timeout_ns("stall_timeout_s", stall_timeout_s);
   options.max_calls = max_calls;
   auto box = std::make_shared<ClientBox>(options);
   if (box->get()->worn_fd() < 0) {
@@ -127,7 +126,7 @@ using ClientClass = py::class_<ClientBox, std::shared_ptr<ClientBox>>;
 void bind_setting_up(ClientClass& client) {
   client
       .def(py::init(&make_client), py::kw_only(), py::arg("spin_ns"), py::arg("call_timeout_s"),
-           py::arg("stall_timeout_s"), py::arg("max_calls") = client::ClientOptions().max_calls)
+           py::arg("stall_timeout_s"), py::arg("max_calls") = client::kMaxCalls)
       .def("close", &ClientBox::close)
       .def("add_worker", &add_worker, py::kw_only(), py::arg("name"), py::arg("channel"),
            py::arg("generation"), py::arg("pulse_fd"), py::arg("slice_tokens"), py::arg("window"),

@@ -15,21 +15,28 @@
 
 namespace dflash::client {
 
-// The settings of a client; times are in nanoseconds.
+inline constexpr uint32_t kMaxCalls = 1024;
+
+// The settings of a client; times are in nanoseconds. Defaults of settings are those of the host's
+// topology (dflash_moe/config.py), so that both timeouts have to be given.
 struct ClientOptions {
+  ClientOptions(int64_t call_timeout, int64_t stall_timeout)
+      : call_timeout_ns(call_timeout), stall_timeout_ns(stall_timeout) {}
+
   int64_t spin_ns = 0;  // for which a wait for replies spins before it sleeps; 0 if cores are short
   // The time of a call from submit(). A call for which the workers' models predict more gets more
   // (engine.h).
-  int64_t call_timeout_ns = 30'000'000'000;
+  int64_t call_timeout_ns;
   // A worker whose progress counter stands still for so long while it owes replies is lost.
-  int64_t stall_timeout_ns = 2'000'000'000;
-  uint32_t max_calls = 1024;  // calls submitted and not yet done; one more is refused
+  int64_t stall_timeout_ns;
+  uint32_t max_calls = kMaxCalls;  // calls submitted and not yet done; one more is refused
 };
 
-// How calls are cut for one worker. A mode is nothing more than this.
+// How calls are cut for one worker. A mode is nothing more than this. One that was not filled in is
+// refused.
 struct SlicePolicy {
-  uint32_t slice_tokens = 1024;  // a call is cut evenly into ceil(T / slice_tokens) token ranges
-  uint32_t window = 2;           // the most slices in flight at the worker
+  uint32_t slice_tokens = 0;  // a call is cut evenly into ceil(T / slice_tokens) token ranges
+  uint32_t window = 0;        // the most slices in flight at the worker
   // Whether both are upper bounds, and every chunk is cut as the worker's model predicts to be
   // best.
   bool is_measured = false;

@@ -13,7 +13,8 @@ namespace {
 // epochs (at 50 ppm).
 constexpr int64_t kEpochNs = 10'000'000'000;
 
-// The median of what chunks waited is taken anew after so many of them.
+// The median of what chunks waited is taken anew after so many of them, not after each, because it
+// is taken while a call is being served.
 constexpr uint32_t kPerMedian = 4;
 
 // Differences of clock readings that a peer may have made up: defined for all values.

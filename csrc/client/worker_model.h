@@ -44,7 +44,8 @@ struct ChunkRecord {
   // A chunk also waits for what none of its stages shows: for its turn at the host, which routes
   // the call and encodes for other workers first, and for a core where threads outnumber them.
   // Also, stages are fitted to their medians, and the median of a sum may be above the sum of
-  // medians. Median of what was left over of the chunks kept; predictions have it added.
+  // medians. `waited_ns` is what the stages left unexplained of each chunk kept, and `wait_ns` the
+  // median of that, or 0 if it is negative. It is added to predictions.
   double wait_ns = 0;
   std::array<double, kKept> waited_ns{};
 };

@@ -1,7 +1,6 @@
 // Floors: the least that a round trip of each nature costs on this machine, without slots, checks
 // or framing.
 // SPDX-License-Identifier: Apache-2.0
-#include <arpa/inet.h>
 #include <linux/futex.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
@@ -21,6 +20,7 @@
 #include "measure/pinned.h"
 #include "measure/round_trip.h"
 #include "transport/ring/mapping.h"
+#include "transport/stream/tcp_pair.h"
 
 namespace dflash::measure {
 namespace {
@@ -132,21 +132,10 @@ Result<SocketPair> unix_pair() {
   return SocketPair{OwnedFd(ends[0]), OwnedFd(ends[1])};
 }
 
-Result<SocketPair> tcp_pair() {
-  const OwnedFd listener(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
-  sockaddr_in address{};
-  address.sin_family = AF_INET;
-  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  socklen_t length = sizeof address;
-  auto* const generic = reinterpret_cast<sockaddr*>(&address);
-  if (::bind(listener.get(), generic, length) != 0 || ::listen(listener.get(), 1) != 0 ||
-      ::getsockname(listener.get(), generic, &length) != 0) {
-    return system_error("listening on loopback");
-  }
-  SocketPair pair{OwnedFd(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)), OwnedFd()};
-  if (::connect(pair.host.get(), generic, length) != 0)
-    return system_error("connecting on loopback");
-  pair.worker = OwnedFd(::accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC));
+Result<SocketPair> tcp_without_delay() {
+  auto made = transport::tcp_pair();
+  if (!made.ok()) return std::move(made).error();
+  SocketPair pair{std::move(made.value().first), std::move(made.value().second)};
   for (const int socket : {pair.host.get(), pair.worker.get()}) {
     const int on = 1;
     if (::setsockopt(socket, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on) != 0)
@@ -222,7 +211,7 @@ Result<FloorKind> parse_floor_kind(std::string_view name) {
 Result<std::vector<int64_t>> floor_round_trip(const FloorOptions& options) {
   if (options.kind == FloorKind::kSpin || options.kind == FloorKind::kFutex)
     return shared_ping_pong(options);
-  auto sockets = options.kind == FloorKind::kUnix ? unix_pair() : tcp_pair();
+  auto sockets = options.kind == FloorKind::kUnix ? unix_pair() : tcp_without_delay();
   if (!sockets.ok()) return std::move(sockets).error();
   DFLASH_TRY(set_timeouts(sockets.value().host.get()));
   DFLASH_TRY(set_timeouts(sockets.value().worker.get()));

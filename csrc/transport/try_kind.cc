@@ -1,41 +1,18 @@
 // What `doctor` does with every kind of the table: it makes both ends in one process and sends one
 // message each way.
 // SPDX-License-Identifier: Apache-2.0
-#include <arpa/inet.h>
-#include <netinet/in.h>
-#include <sys/socket.h>
-
 #include <thread>
 #include <utility>
 
 #include "base/system_error.h"
 #include "transport/kinds.h"
+#include "transport/stream/tcp_pair.h"
 
 namespace dflash::transport {
 namespace {
 
 constexpr int64_t kPatienceNs = 1'000'000'000;  // ample, as a wake-up takes microseconds
 constexpr size_t kMessageBytes = 64;
-
-// A connected pair over the loopback interface, in place of what the control plane would dial.
-Result<std::pair<OwnedFd, OwnedFd>> tcp_pair() {
-  const OwnedFd listener(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
-  if (!listener.is_open()) return system_error("socket");
-  sockaddr_in address{};
-  address.sin_family = AF_INET;
-  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  socklen_t length = sizeof address;
-  auto* const generic = reinterpret_cast<sockaddr*>(&address);
-  if (::bind(listener.get(), generic, length) != 0) return system_error("bind to 127.0.0.1");
-  if (::listen(listener.get(), 1) != 0) return system_error("listen");
-  if (::getsockname(listener.get(), generic, &length) != 0) return system_error("getsockname");
-  OwnedFd host(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
-  if (!host.is_open()) return system_error("socket");
-  if (::connect(host.get(), generic, length) != 0) return system_error("connect to 127.0.0.1");
-  OwnedFd worker(::accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC));
-  if (!worker.is_open()) return system_error("accept");
-  return std::pair(std::move(host), std::move(worker));
-}
 
 // Passes an offer on as the control plane does between two processes.
 Result<Handover> pass(const PathOffer& sent) {

@@ -65,7 +65,7 @@ class ExpertStore:
         try:
             loan = self._store.borrow(ffn.kernel_spec(), len(experts), weight_dtype, weights_fingerprint, numerics)
         except DflashError as error:
-            raise type(error)(f"{name}: {error}") from None
+            raise error.reworded(f"{name}: {error}") from None
         try:
             if not loan.is_complete:
                 # Memory is local to the node of the core that touches it first.

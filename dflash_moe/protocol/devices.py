@@ -68,4 +68,4 @@ def open_device(choice: DeviceChoice, *, threads: int, name: str) -> _core.Backe
             backend=choice.backend, device=choice.device, simulate=choice.simulate, num_threads=max(1, threads)
         )
     except DflashError as error:
-        raise type(error)(f"worker {name}: {error}") from None
+        raise error.reworded(f"worker {name}: {error}", worker=name) from None

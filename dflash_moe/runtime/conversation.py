@@ -166,7 +166,7 @@ class Conversation:
             return self._connection.take_descriptors(count)
         except DflashError as error:
             text = f"worker {self._worker} was asked to {turn.doing}: {error}"
-            raise type(error)(text, worker=self._worker) from None
+            raise error.reworded(text, worker=self._worker) from None
 
     def late(self, turn: Turn) -> WorkerTimeout:
         """Returns a WorkerTimeout that says what was asked, how long the host waited, which setting

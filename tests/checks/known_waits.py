@@ -61,8 +61,6 @@ KNOWN: dict[str, dict[str, str]] = {
         "spin sched_yield": "bounded: one turn of the simulated queue; DeviceRuntime::wait, which runs it, has a deadline",
     },
     "csrc/measure/floor.cc": {
-        "::accept4": "bounded: the connection was made a line before, so one waits in the queue",
-        "::connect": "bounded: over loopback to a listening socket of this function, which the kernel answers at once",
         "::recv": "bounded: set_timeouts gave the socket SO_RCVTIMEO before the pipe was made",
         "::send": "bounded: set_timeouts gave the socket SO_SNDTIMEO before the pipe was made",
         "futex SYS_futex": "bounded: waits for a second at most, and for 100,000 of them or wake-ups altogether",
@@ -98,9 +96,11 @@ KNOWN: dict[str, dict[str, str]] = {
         "::write": _NON_BLOCKING_BELL,
         "futex SYS_futex": _WAKES_ONLY,
     },
-    "csrc/transport/try_kind.cc": {
+    "csrc/transport/stream/tcp_pair.cc": {
         "::accept4": "bounded: the connection was made a line before, so one waits in the queue",
         "::connect": "bounded: over loopback to a listening socket of this function, which the kernel answers at once",
+    },
+    "csrc/transport/try_kind.cc": {
         "join worker": "bounded: the thread takes one message within a second and answers into a free slot",
     },
     "csrc/transport/wait.cc": {

@@ -87,10 +87,9 @@ class Pair {
 
  private:
   static ClientOptions options() {
-    ClientOptions options;
     // what a lost message costs; far above a call's microseconds
-    options.call_timeout_ns = 150'000'000;
-    return options;
+    constexpr int64_t kCallTimeoutNs = 150'000'000;
+    return {kCallTimeoutNs, 2'000'000'000};
   }
 
   store::ShardStore store_{worker::toy::processor()};

@@ -159,7 +159,7 @@ struct SceneOptions {
   transport::SlotGeometry geometry{3, 4096, 4096};  // as data paths have: window + 1
   SlicePolicy policy{64, 2};
   bool has_pulses = false;
-  ClientOptions client = {};
+  ClientOptions client{30'000'000'000, 2'000'000'000};
 };
 
 class PuppetScene {

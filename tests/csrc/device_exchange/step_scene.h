@@ -135,7 +135,7 @@ class StepScene {
     return requests;
   }
 
-  client::ExpertClient client{client::ClientOptions{}};
+  client::ExpertClient client{client::ClientOptions(30'000'000'000, 2'000'000'000)};
   std::vector<std::unique_ptr<RuleWorker>> workers;
 
  private:

@@ -153,7 +153,7 @@ TEST_CASE("a program without Python calls a worker in another process") {
   const auto slots = take(client::plan_arena(workers, slices, Dtype::kF32, Dtype::kF32));
   HandOver given = start_worker(slices, slots.front());
   {
-    client::ExpertClient client{client::ClientOptions{}};
+    client::ExpertClient client{client::ClientOptions(30'000'000'000, 2'000'000'000)};
     REQUIRE(client.add_worker(std::move(given.worker)).value() == 0);
     REQUIRE(client.define_layer(given.layer).ok());
     for (const uint32_t num_tokens : {1u, 3u, 700u}) {

@@ -3,16 +3,14 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <arpa/inet.h>
 #include <doctest/doctest.h>
-#include <netinet/in.h>
-#include <sys/socket.h>
 
 #include <memory>
 #include <utility>
 
 #include "transport/kinds.h"
 #include "transport/loopback/loopback.h"
+#include "transport/stream/tcp_pair.h"
 
 namespace dflash::transport::testing {
 
@@ -24,22 +22,7 @@ T take(Result<T> result) {
   return std::move(result).value();
 }
 
-inline std::pair<OwnedFd, OwnedFd> tcp_sockets() {
-  const OwnedFd listener(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
-  sockaddr_in address{};
-  address.sin_family = AF_INET;
-  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  socklen_t length = sizeof address;
-  auto* const generic = reinterpret_cast<sockaddr*>(&address);
-  REQUIRE(::bind(listener.get(), generic, length) == 0);
-  REQUIRE(::listen(listener.get(), 1) == 0);
-  REQUIRE(::getsockname(listener.get(), generic, &length) == 0);
-  OwnedFd ours(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
-  REQUIRE(::connect(ours.get(), generic, length) == 0);
-  OwnedFd theirs(::accept(listener.get(), nullptr, nullptr));
-  REQUIRE(theirs.is_open());
-  return {std::move(ours), std::move(theirs)};
-}
+inline std::pair<OwnedFd, OwnedFd> tcp_sockets() { return take(tcp_pair()); }
 
 inline Handover passed(const PathOffer& offer) {
   Handover handover;

@@ -52,7 +52,7 @@ def stopped(monkeypatch, tmp_path):
     for name in STOPS:
         monkeypatch.setattr(name, stop)
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "good.yaml").write_text("version: 1\nworkers: [{name: w0, address: 'unix:///tmp/none.sock'}]\n")
+    (tmp_path / "good.yaml").write_text(f"version: 1\nworkers: [{{name: w0, address: 'unix://{tmp_path}/none.sock'}}]\n")
     (tmp_path / "model").mkdir()
 
 
