@@ -21,6 +21,7 @@ CAMPAIGNS = ROOT / "bench" / "campaigns"
 SETTINGS = ROOT / "bench" / "settings"
 DEMO = ROOT / "bench" / "demo_model"
 TWO_WORKERS = SETTINGS / "equal" / "topology.yaml"
+AS_THE_DEMO = SETTINGS / "demo" / "topology.yaml"
 MODES = ("equal", "weak_worker", "slow_link")
 
 Command = list[object]
@@ -172,7 +173,7 @@ def _cores(place: Place) -> list[Command]:
             "--model",
             DEMO / "dflash_moe_demo" / "model",
             "--topology",
-            TWO_WORKERS,
+            AS_THE_DEMO,
             "--modes",
             "stream,batched",
             "--no-local",
