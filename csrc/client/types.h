@@ -15,6 +15,8 @@
 
 namespace dflash::client {
 
+// How many calls a client takes before it refuses more. A host has a few under way at a time, so
+// that only a caller who never takes results meets the bound, long before memory ends.
 inline constexpr uint32_t kMaxCalls = 1024;
 
 // The settings of a client; times are in nanoseconds. Defaults of settings are those of the host's

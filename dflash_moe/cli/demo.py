@@ -37,14 +37,20 @@ def register(app: typer.Typer) -> None:
     app.command(name="demo")(demo)
 
 
+def demo_topology() -> Topology:
+    """Returns two local workers and a host whose torch has one thread: with a model so small,
+    several threads of torch wait for each other longer than they compute (docs/benchmarks.md).
+    bench/settings/demo/topology.yaml is the same as a file.
+    """
+    return dataclasses.replace(Topology.local(num_workers=2), host=HostSpec(threads=1))
+
+
 def demo() -> None:
     """Start two workers, complete a sentence, show the modes, and check that every mode gave the
     same bits.
     """
     assets = find_assets()
-    # With a model so small, several threads of torch wait for each other longer than they compute
-    # (docs/benchmarks.md, decode).
-    topology = dataclasses.replace(Topology.local(num_workers=2), host=HostSpec(threads=1))
+    topology = demo_topology()
     options.prepare_host(topology)
     from dflash_moe.bench.prefill import resident_memory
     from dflash_moe.integrations.transformers import load_model

@@ -52,7 +52,8 @@ def stopped(monkeypatch, tmp_path):
     for name in STOPS:
         monkeypatch.setattr(name, stop)
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "good.yaml").write_text(f"version: 1\nworkers: [{{name: w0, address: 'unix://{tmp_path}/none.sock'}}]\n")
+    nobody = f"{{name: w0, address: 'unix://{tmp_path}/none.sock'}}"
+    (tmp_path / "good.yaml").write_text(f"version: 1\nworkers: [{nobody}]\n")
     (tmp_path / "model").mkdir()
 
 

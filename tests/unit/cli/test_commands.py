@@ -11,6 +11,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -404,3 +405,12 @@ def test_the_module_runs_as_a_program():
     )
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.splitlines()[-1] == "No such command 'nonsense'."
+
+
+def test_the_recorded_demo_is_the_demo_that_users_run():
+    def essence(topology):
+        workers = [(worker.name, worker.backend, worker.threads) for worker in topology.workers]
+        return topology.host.threads, topology.placement.policy, topology.ipc, workers
+
+    recorded = Topology.load(Path(__file__).parents[3] / "bench" / "settings" / "demo" / "topology.yaml")
+    assert essence(recorded) == essence(demo.demo_topology())
