@@ -6,7 +6,7 @@ rounds.
 DIR is the build folder of the llama.cpp for which `make ggml` was run, with GGML_RPC=ON. The model
 has the peers' shape (12 layers, hidden 1024, 32 experts of width 384, top-8). `llama-bench` has one
 core and one thread everywhere. What computes experts has another core and one thread: a worker, or
-`ggml-rpc-server`, which gets the experts alone (`-ot exps=RPC0`). `local` computes all with the one
+`ggml-rpc-server`, which gets the experts alone. `local` computes all with the one
 thread. Row `fast` is a worker of `ipc.numerics: close` behind a bf16 wire. Prefill and decode are
 runs of their own without warm-up, so that calls and bytes are theirs alone. Then llama-server
 answers four requests at once, and a C program takes the time that a call adds to the worker's own.
@@ -176,10 +176,17 @@ def _cases(machine: Machine, folder: Path, rpc: str, model: Path, fmt: str, phas
 
     return [
         case("local", (), _plain),
-        case("rpc", ("--rpc", rpc, "-ot", "exps=RPC0"), _plain),
+        case("rpc", _experts_by_rpc(rpc), _plain),
         case("ours", (), lambda command: _ours(folder, model, command, "exact")),
         case("fast", (), lambda command: _ours(folder, model, command, "fast")),
     ]
+
+
+def _experts_by_rpc(rpc: str) -> tuple[str, ...]:
+    """Returns the flags with which the server computes experts and nothing else. Without the first
+    one llama.cpp gives it the whole model.
+    """
+    return ("-ngl", "0", "--rpc", rpc, "-ot", f"exps=RPC0[{rpc}]")
 
 
 def _model(fmt: str) -> Path:
@@ -280,7 +287,7 @@ def _slots(machine: Machine, folder: Path, rpc: str, model: Path, rounds: int) -
 
 def _serve_slots(machine: Machine, folder: Path, rpc: str, model: Path, name: str) -> float:
     port = _free_port()
-    extra = ["--rpc", rpc, "-ot", "exps=RPC0"] if name == "rpc" else []
+    extra = _experts_by_rpc(rpc) if name == "rpc" else ()
     fixed = ["-m", model, "-t", 1, "-np", SLOTS, "-c", 2048, "--port", port, "--no-ui", *extra]
     command = machine.pinned(machine.host_core, "llama-server", *fixed)
     if name == "ours":
