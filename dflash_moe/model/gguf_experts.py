@@ -38,8 +38,9 @@ _EXPERTS = "_exps."
 # GroveMoE has smaller experts beside the routed ones, which llama.cpp computes by a call of their
 # own.
 _CHUNKS = "_chexps."
-# The norm of Arctic before its experts has one value per input and is the program's.
-_NORM = "ffn_norm_exps.weight"
+# These are the program's: the norm of Arctic before its experts, and the scales of inputs, which
+# llama.cpp loads and does not use.
+_PROGRAMS_OWN = re.compile(r".*\.(ffn_norm_exps\.weight|ffn_(gate|up|down)_exps\.input_scale)")
 # At most so many reasons are quoted where no layer remains.
 _MAX_REASONS = 3
 
@@ -105,7 +106,7 @@ def gguf_experts(path: str | Path) -> GgufExperts:
         raise CheckpointError(f"checkpoint {checkpoint.path}: it is no GGUF file; pass the one that the program loads")
     architecture = str(checkpoint.metadata["general.architecture"])
     formula = _formula(checkpoint, architecture)
-    layers, left_out = _collect(checkpoint)
+    layers, left_out = _collect(checkpoint, formula)
     made: list[LayerSpec] = []
     tensors: list[GgufTensor] = []
     for number, found in sorted(layers.items()):
@@ -141,14 +142,14 @@ def _no_layers(architecture: str, left_out: Mapping[str, str]) -> str:
     return f"workers can compute no layer of this {architecture} model: {'; '.join(reasons[:_MAX_REASONS])}{more}"
 
 
-def _collect(checkpoint: Checkpoint) -> tuple[dict[int, _Found], dict[str, str]]:
+def _collect(checkpoint: Checkpoint, formula: ExpertFormula) -> tuple[dict[int, _Found], dict[str, str]]:
     """Returns the tensors of experts by layer, and those of no layer with the reason."""
     layers: dict[int, _Found] = {}
     left_out: dict[str, str] = {}
     for name in checkpoint.stored:
         if _CHUNKS in name:
             left_out[name] = "smaller experts beside the routed ones, which stay with the program"
-        if _EXPERTS not in name or name.endswith(_NORM):
+        if _EXPERTS not in name or _PROGRAMS_OWN.fullmatch(name):
             continue
         place = _IN_LAYER.fullmatch(name)
         if place is None:
@@ -158,7 +159,8 @@ def _collect(checkpoint: Checkpoint) -> tuple[dict[int, _Found], dict[str, str]]
         known = _KNOWN.fullmatch(place[2])
         if known is None:
             found.others.append(name)
-        else:
+        elif known[2] != "scale" or formula.has_scales:
+            # llama.cpp loads scales for every architecture, but applies them for some only.
             found.known[known[1], known[2]] = name
     return layers, left_out
 
