@@ -108,7 +108,9 @@ def expected(
             if pattern is None:
                 return None
             found = checkpoint.values(pattern.name)[expert].astype(np.float64)
-            found = {"all": found, "first_half": found[: len(found) // 2], "second_half": found[len(found) // 2 :]}[pattern.part]
+            found = {"all": found, "first_half": found[: len(found) // 2], "second_half": found[len(found) // 2 :]}[
+                pattern.part
+            ]
             return found * float((scales or {}).get(label, np.ones(expert + 1))[expert])
 
         x = rows[token].astype(np.float64)
