@@ -94,8 +94,9 @@ def expected(
     differ from it by.
 
     A sum of n products in any order is off by at most n u times the sum of their magnitudes (to
-    first order; the factor 1.01 below covers the rest). Activations are known to 8 u of their value,
-    and none rises faster than 1.2. `scales` are factors per expert of gate, up and down.
+    first order; the factor 1.01 below covers the rest). Activations are known to 8 u of their
+    value, and none rises faster than 1.2 times its argument, 2 times squared relu's. `scales` are
+    factors per expert of gate, up and down.
     """
     ffn = layer.ffn
     result = np.zeros((len(rows), ffn.out_size))

@@ -12,8 +12,8 @@ expert and the length of the name (u32 little-endian each) and the tensor's name
 
 MXFP4 is the exception to NaN: ggml reads the scale 0xFF as 2^128 and has no NaN in this format
 (ours is NaN, as the format's standard says). The codes 0xF beside it stand for -6, and the product
-overflows to minus infinity where ggml widens a block. Where it multiplies blocks by rows of q8_0
-the largest code beside the largest scale gives values of 10^36 and more, mostly infinite.
+overflows to minus infinity where ggml widens a block. Where it multiplies blocks by inputs in q8_0
+the result is NaN for inputs of 0.1 and more, and of a magnitude of 10^37 for inputs of 0.001.
 SPDX-License-Identifier: Apache-2.0
 """
 

@@ -100,14 +100,14 @@ THREE = np.ones((4, 32, 64), np.float32)
 @pytest.mark.parametrize(
     ("architecture", "settings", "reason"),
     [
-        ("qwen3moe", {"more": {"blk.1.ffn_gate_exps.lora_a": THREE}}, "has a tensor 'blk.1.ffn_gate_exps.lora_a', whose use is"),
+        ("qwen3moe", {"more": {"blk.1.ffn_gate_exps.lora_a": THREE}}, "a tensor 'blk.1.ffn_gate_exps.lora_a', whose use"),
         ("qwen3moe", {"more": {"blk.1.ffn_gate_up_exps.weight": THREE}}, "has the matrices down, gate, gate_up, up; known are"),
         ("qwen3moe", {"more": {"blk.1.ffn_up_exps.bias": THREE[0]}}, "has biases, which llama.cpp does not have for this"),
         ("gpt-oss", {"more": {"blk.1.ffn_up_exps.bias": np.ones((4, 32), np.float32)}}, "has biases of up alone"),
         ("qwen3moe", {"metadata": {"block_count": 2, "nextn_predict_layers": 1}}, "the layer predicts further tokens"),
         ("qwen3moe", {"top_k": [2, 0]}, "qwen3moe.expert_used_count is 0 for it"),
-        ("qwen3moe", {"layers": (0,), "more": {f"blk.1.ffn_{part}_exps.weight": THREE for part in ("up", "gate")}}, "gate, up; known"),
-        ("nemotron_h_moe", {"has_gate": False, "more": {"blk.1.ffn_gate_exps.weight": THREE}}, "has a gate, which its activation"),
+        ("qwen3moe", {"layers": (0,), "more": {"blk.1.ffn_up_exps.weight": THREE}}, "has the matrices up; known are"),
+        ("nemotron_h_moe", {"has_gate": False, "more": {"blk.1.ffn_gate_exps.weight": THREE}}, "a gate, which its activ"),
     ],
 )  # fmt: skip
 def test_a_layer_that_is_not_understood_is_left_out_alone_by_name(tmp_path, architecture, settings, reason):
