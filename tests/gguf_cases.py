@@ -95,7 +95,7 @@ def expected(
 
     A sum of n products in any order is off by at most n u times the sum of their magnitudes (to
     first order; the factor 1.01 below covers the rest). Activations are known to 8 u of their
-    value, and none rises faster than 1.2 times its argument, 2 times squared relu's. `scales` are
+    value, and none but the squared one rises faster than 1.2 times its argument. `scales` are
     factors per expert of gate, up and down.
     """
     ffn = layer.ffn
@@ -118,7 +118,8 @@ def expected(
         up, up_off = _affine(of(ffn.up_tensor, "up"), x, np.zeros_like(x), of(ffn.up_bias_tensor))
         if ffn.gate_tensor is None:
             h = _activation(ffn, up)
-            h_off = 1.2 * up_off * (np.abs(up) + 1) + 8 * UNIT * np.abs(h)
+            rise = 2 * (np.abs(up) + up_off) if ffn.activation == "relu_squared" else 1.2
+            h_off = rise * up_off + 8 * UNIT * np.abs(h)
         else:
             gate, gate_off = _affine(of(ffn.gate_tensor, "gate"), x, np.zeros_like(x), of(ffn.gate_bias_tensor))
             up = np.clip(up, -ffn.up_limit, ffn.up_limit)

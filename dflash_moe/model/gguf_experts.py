@@ -24,6 +24,7 @@ from dflash_moe.model.gguf_formulas import FORMULAS, OAI_ALPHA, OAI_LIMIT, REFUS
 from dflash_moe.model.gguf_header import BLOCK_TYPES
 from dflash_moe.model.spec import LayerSpec, ModelSpec
 from dflash_moe.model.stored_tensor import TensorInfo
+from dflash_moe.model.stub_pages import MAX_EXPERTS
 from dflash_moe.model.weight_formats import STORED_NAMES, join_formats
 
 # llama.cpp's own activations have this dtype.
@@ -34,6 +35,7 @@ LEAST_LIMIT = 1e-6
 _GGML_TYPES = {name: number for number, (name, _, _) in BLOCK_TYPES.items()}
 _IN_LAYER = re.compile(r"blk\.(0|[1-9][0-9]{0,4})\.(.+)", re.ASCII)
 _KNOWN = re.compile(r"ffn_(gate|up|down|gate_up)_exps\.(weight|bias|scale)")
+_DIMENSIONS = {"weight": 3, "bias": 2, "scale": 1}
 _EXPERTS = "_exps."
 # GroveMoE has smaller experts beside the routed ones, which llama.cpp computes by a call of their
 # own.
@@ -207,8 +209,11 @@ def _check_tensors(checkpoint: Checkpoint, formula: ExpertFormula, found: _Found
             f"the layer has the matrices {', '.join(sorted(parts)) or 'none'}; known are [gate] up down and gate_up down"
         )
     leaves = {leaf: {part for part, own in found.known if own == leaf} for leaf in ("bias", "scale")}
-    if leaves["scale"]:
-        raise _LeftOut("a scale per expert, which no worker applies")
+    if not leaves["scale"] <= parts - {"gate_up"}:
+        # llama.cpp has no scale of a fused gate and up.
+        raise _LeftOut(
+            f"the layer has scales of {', '.join(sorted(leaves['scale'] - (parts - {'gate_up'})))}, whose use is not known"
+        )
     if leaves["bias"] and not formula.has_biases:
         raise _LeftOut("the layer has biases, which llama.cpp does not have for this architecture")
     inner = parts - {"down"}
@@ -219,16 +224,21 @@ def _check_tensors(checkpoint: Checkpoint, formula: ExpertFormula, found: _Found
     if formula.activation == "relu_squared" and parts != {"up", "down"}:
         raise _LeftOut("the layer has a gate, which its activation does not have")
     counts = set()
-    for (_, leaf), name in found.known.items():
+    for (part, leaf), name in found.known.items():
         info = checkpoint.stored[name]
-        if len(info.shape) != (3 if leaf == "weight" else 2):
-            raise _LeftOut(f"{name} has {len(info.shape)} dimensions, expected {3 if leaf == 'weight' else 2}")
+        if len(info.shape) != _DIMENSIONS[leaf]:
+            raise _LeftOut(f"{name} has {len(info.shape)} dimensions, expected {_DIMENSIONS[leaf]}")
         if info.dtype not in STORED_NAMES:
             raise _LeftOut(f"{name} has format {info.dtype}, which no kernel reads")
+        if leaf == "scale" and (stored := checkpoint.stored[found.known[part, "weight"]].dtype) != "F32":
+            raise _LeftOut(f"a scale per expert on weights stored in {stored}; workers apply it to F32 alone")
         counts.add(info.shape[0])
     if len(counts) != 1:
         raise _LeftOut(f"its tensors have {' and '.join(map(str, sorted(counts)))} experts")
-    return counts.pop()
+    num_experts = counts.pop()
+    if num_experts > MAX_EXPERTS:
+        raise _LeftOut(f"the layer has {num_experts} experts; workers take up to {MAX_EXPERTS}")
+    return num_experts
 
 
 def _ffn(checkpoint: Checkpoint, formula: ExpertFormula, found: _Found, limit: float) -> FfnSpec:
@@ -241,9 +251,9 @@ def _ffn(checkpoint: Checkpoint, formula: ExpertFormula, found: _Found, limit: f
     fields: dict[str, Any] = {}
     for label in ("gate", "up", "down"):
         source = "gate_up" if label in parts else label
-        for leaf, key in (("weight", f"{label}_tensor"), ("bias", f"{label}_bias_tensor")):
+        for leaf, key in (("weight", "tensor"), ("bias", "bias_tensor"), ("scale", "scale_tensor")):
             if (source, leaf) in found.known:
-                fields[key] = TensorPattern(found.known[source, leaf], True, part=parts.get(label, "all"))
+                fields[f"{label}_{key}"] = TensorPattern(found.known[source, leaf], True, part=parts.get(label, "all"))
     fields |= {"activation": formula.activation, "gate": "gated" if has_gate else "none"}
     if formula.activation == "swiglu_oai":
         fields |= {"activation": "silu", "gate": "clamped_swiglu", "alpha": OAI_ALPHA, "up_offset": 1.0}

@@ -33,6 +33,8 @@ PAGE_BYTES = 4096
 LEAST_MARKED_BYTES = 512
 FINGERPRINT_BYTES = 32
 MAX_NAME_BYTES = 256
+# No worker takes more experts of a layer; the bound limits how many pages are compared.
+MAX_EXPERTS = (1 << 16) - 1
 _FILL = b"\xff"
 _EXPERTS = "_exps."
 
@@ -49,7 +51,8 @@ class Stub:
 
 def holds_experts(name: str, info: TensorInfo) -> bool:
     """Says whether a stub can have pages in place of this tensor."""
-    return _EXPERTS in name and len(info.shape) >= 2 and len(name.encode()) <= MAX_NAME_BYTES
+    is_small = info.shape[0] <= MAX_EXPERTS and len(name.encode()) <= MAX_NAME_BYTES
+    return _EXPERTS in name and len(info.shape) >= 2 and is_small
 
 
 def region(info: TensorInfo, expert: int) -> tuple[int, int]:

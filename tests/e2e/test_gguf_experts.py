@@ -54,6 +54,31 @@ def test_two_workers_compute_what_float64_does(tmp_path, architecture, settings)
             np.testing.assert_array_less(np.abs(got - wanted), bound)
 
 
+@pytest.mark.parametrize("layout", ["packed", "mapped"])
+@pytest.mark.parametrize("case", ["separate", "fused", "no-gate"])
+def test_a_scale_per_expert_multiplies_its_matrix(tmp_path, case, layout):
+    architecture = {"separate": "qwen3moe", "fused": "qwen35moe", "no-gate": "nemotron_h_moe"}[case]
+    parts = {"separate": ("gate", "up", "down"), "fused": ("down",), "no-gate": ("up", "down")}[case]
+    scales = {part: np.linspace(0.3, 2.7, 4).astype(np.float32) + number for number, part in enumerate(parts)}
+    more = {f"blk.{layer}.ffn_{part}_exps.scale": scale for part, scale in scales.items() for layer in (0, 1)}
+    path = write_experts(tmp_path / "m.gguf", architecture, more=more, **CASES[case][1])
+    found = gguf_experts(path)
+    assert {tensor.name for tensor in found.tensors} == set(found.checkpoint.stored)
+    first, second = f"{{name: w0, threads: 1, weights_layout: {layout}}}", "{name: w1, threads: 1, address: unix}"
+    topology = f"version: 1\nworkers:\n  - {first}\n  - {second}\n"
+    rng = np.random.default_rng(2)
+    rows = rng.standard_normal((5, 64), np.float32)
+    ids, weights = np.array([[0, 1], [1, 2], [2, 3], [3, 0], [0, 2]]), rng.random((5, 2), np.float32)
+    with ExpertRuntime.start(Topology.parse(topology), model=found.spec) as runtime:
+        layer = found.spec.layers[1]
+        wanted, bound = expected(found.checkpoint, layer, rows, ids, weights, scales)
+        np.testing.assert_array_less(np.abs(runtime.experts(1, rows, ids, weights) - wanted), bound)
+        unscaled, _ = expected(found.checkpoint, layer, rows, ids, weights)
+        assert np.abs(unscaled - wanted).max() > 1000 * bound.max()
+        # Both ends read the same bytes for it, those with the scale.
+        assert runtime.check_weights() > 0
+
+
 def test_a_limit_moves_the_result_of_its_own_layer_only(tmp_path):
     plain = gguf_experts(write_experts(tmp_path / "p.gguf", "maple", metadata={"swiglu_clamp_exp": 0.0}))
     bounded = gguf_experts(write_experts(tmp_path / "b.gguf", "maple", metadata={"swiglu_clamp_exp": [0.0, 0.5]}))

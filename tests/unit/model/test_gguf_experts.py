@@ -138,6 +138,42 @@ def test_a_layer_of_a_type_that_no_kernel_reads_is_left_out_alone(tmp_path):
     assert set(found.left_out.values()) == {"blk.1.ffn_down_exps.weight has format Q5_1, which no kernel reads"}
 
 
+@pytest.mark.parametrize(
+    ("settings", "scales", "reason"),
+    [
+        (
+            {"formats": ("q8_0", "f32")},
+            {"up": 4},
+            "a scale per expert on weights stored in Q8_0; workers apply it to F32 alone",
+        ),
+        (
+            {"formats": ("f32", "q8_0")},
+            {"down": 4},
+            "a scale per expert on weights stored in Q8_0; workers apply it to F32 alone",
+        ),
+        ({}, {"up": 3}, "its tensors have 3 and 4 experts"),
+        ({"is_fused": True}, {"gate_up": 4}, "the layer has scales of gate_up, whose use is not known"),
+        ({"is_fused": True}, {"up": 4}, "the layer has scales of up, whose use is not known"),
+    ],
+)
+def test_a_scale_that_workers_cannot_apply_leaves_its_layer_out(tmp_path, settings, scales, reason):
+    more = {f"blk.1.ffn_{part}_exps.scale": np.ones(count, np.float32) for part, count in scales.items()}
+    found = gguf_experts(write_experts(tmp_path / "m.gguf", "qwen35moe", more=more, **settings))
+    assert [layer.index for layer in found.spec.layers] == [0]
+    assert set(found.left_out.values()) == {reason}
+
+
+def test_scales_are_part_of_the_layer_and_its_tensors(tmp_path):
+    more = {f"blk.0.ffn_{part}_exps.scale": np.ones(4, np.float32) for part in ("gate", "down")}
+    found = gguf_experts(write_experts(tmp_path / "m.gguf", layers=(0,), more=more))
+    ffn = found.spec.layers[0].ffn
+    assert ffn.gate_scale_tensor is not None
+    assert ffn.down_scale_tensor is not None
+    assert (ffn.gate_scale_tensor.name, ffn.down_scale_tensor.name) == tuple(more)
+    assert ffn.up_scale_tensor is None
+    assert {tensor.name: tensor.extents for tensor in found.tensors if tensor.name in more} == dict.fromkeys(more, (4,))
+
+
 def test_tensors_that_are_the_programs_own_leave_no_layer_out(tmp_path):
     own = {"blk.0.ffn_norm_exps.weight": NINE, "blk.1.ffn_up_exps.input_scale": NINE, "blk.1.ffn_up_exps.scale": NINE}
     found = gguf_experts(write_experts(tmp_path / "m.gguf", "arctic", more=own))
