@@ -151,6 +151,8 @@ def _write(parts: Sequence[_Part], fingerprint: str, report: StubReport) -> None
     total, done = sum(part.kept_bytes() for part in parts), 0
     made: list[tuple[Path, Path]] = []
     folder = parts[0].target.parent
+    appeared: list[Path] = []
+    is_whole = False
     try:
         for part in parts:
             name = folder / f".{part.target.name}.{secrets.token_hex(8)}.unfinished"
@@ -168,13 +170,15 @@ def _write(parts: Sequence[_Part], fingerprint: str, report: StubReport) -> None
         while made:
             name, target = made[-1]
             _appear(name, target)
+            appeared.append(target)
             made.pop()
         _sync_folder(folder)
+        is_whole = True
     except OSError as error:
         raise DflashError(f"{folder}: the stub cannot be written: {error.strerror or error}") from None
     finally:
-        for name, _ in made:
-            name.unlink(missing_ok=True)
+        for path in (*(name for name, _ in made), *(() if is_whole else appeared)):
+            path.unlink(missing_ok=True)
 
 
 def _write_pages(descriptor: int, part: _Part, fingerprint: str) -> None:

@@ -283,8 +283,11 @@ def test_an_interrupted_stub_leaves_no_file(tmp_path, monkeypatch, call):
     assert {path.name for path in tmp_path.iterdir()} == {"m.gguf"}
 
 
-def test_a_file_that_appears_meanwhile_stays_what_it_is(tmp_path):
+@pytest.mark.parametrize("has_links", [True, False])
+def test_a_file_that_appears_meanwhile_stays_what_it_is(tmp_path, monkeypatch, has_links):
     source, target = made(tmp_path), tmp_path / "s.gguf"
+    if not has_links:
+        monkeypatch.setattr(os, "link", no_links)
 
     def report(done: int, total: int) -> None:
         if done == total:
@@ -294,6 +297,35 @@ def test_a_file_that_appears_meanwhile_stays_what_it_is(tmp_path):
         write_stub(source, target, report)
     assert target.read_bytes() == b"mine"
     assert {path.name for path in tmp_path.iterdir()} == {"m.gguf", "s.gguf"}
+
+
+def no_links(source: Path, target: Path) -> None:
+    raise PermissionError(1, "Operation not permitted")
+
+
+def test_a_file_system_without_links_gets_the_stub_as_well(tmp_path, monkeypatch):
+    source = made(tmp_path)
+    monkeypatch.setattr(os, "link", no_links)
+    written = write_stub(source, tmp_path / "s.gguf")
+    assert {path.name for path in tmp_path.iterdir()} == {"m.gguf", "s.gguf"}
+    assert Checkpoint.open(written.files[0]).fingerprint() == Checkpoint.open(source).fingerprint()
+
+
+def test_of_a_split_stub_that_cannot_be_finished_no_part_remains(tmp_path):
+    from dflash_moe.testing.gguf_files import split_gguf
+
+    folder, out = tmp_path / "split", tmp_path / "out"
+    folder.mkdir()
+    out.mkdir()
+    first = split_gguf(made(tmp_path), folder, 2)
+
+    def report(done: int, total: int) -> None:
+        if done == total:
+            (out / "s-00001-of-00002.gguf").write_bytes(b"mine")
+
+    with pytest.raises(ConfigError, match=r"s-00001-of-00002\.gguf: is there already"):
+        write_stub(first, out / "s.gguf", report)
+    assert {path.name: path.stat().st_size for path in out.iterdir()} == {"s-00001-of-00002.gguf": 4}
 
 
 def test_no_byte_of_an_expert_is_read_but_for_the_fingerprint(tmp_path, monkeypatch):
