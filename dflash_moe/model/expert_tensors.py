@@ -6,12 +6,14 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass
 from typing import Any
 
 from dflash_moe.errors import CheckpointError, UnsupportedError
 from dflash_moe.model.checkpoint import Checkpoint
 from dflash_moe.model.ffn import FfnSpec, TensorPattern
+from dflash_moe.model.scaled_experts import scaled_source
 from dflash_moe.model.stored_tensor import TensorInfo
 from dflash_moe.model.weight_formats import FLOATS, FORMATS, FP8_BLOCK, STORED_NAMES, common_format
 
@@ -36,15 +38,16 @@ def expert_sources(checkpoint: Checkpoint, ffn: FfnSpec, expert_id: int) -> dict
     """Returns the arguments of `_core.ResidentShard.load_expert`, which point into the mapped
     files.
 
-    Raises CheckpointError naming the tensor, the found and the expected shape, and UnsupportedError
-    naming a format that no kernel reads.
+    Raises CheckpointError naming the tensor, the found and the expected shape, or that the
+    checkpoint is a stub, and UnsupportedError naming a format that no kernel reads.
     """
+    checkpoint.refuse_stub()
     inner = (ffn.intermediate_size, ffn.in_size)
     outer = (ffn.out_size, ffn.intermediate_size)
     return {
-        "gate": _matrix(checkpoint, ffn.gate_tensor, expert_id, *inner),
-        "up": _matrix(checkpoint, ffn.up_tensor, expert_id, *inner),
-        "down": _matrix(checkpoint, ffn.down_tensor, expert_id, *outer),
+        "gate": _scaled_matrix(checkpoint, ffn.gate_tensor, ffn.gate_scale_tensor, expert_id, *inner),
+        "up": _scaled_matrix(checkpoint, ffn.up_tensor, ffn.up_scale_tensor, expert_id, *inner),
+        "down": _scaled_matrix(checkpoint, ffn.down_tensor, ffn.down_scale_tensor, expert_id, *outer),
         "gate_bias": _vector(checkpoint, ffn.gate_bias_tensor, expert_id, ffn.intermediate_size),
         "up_bias": _vector(checkpoint, ffn.up_bias_tensor, expert_id, ffn.intermediate_size),
         "down_bias": _vector(checkpoint, ffn.down_bias_tensor, expert_id, ffn.out_size),
@@ -68,6 +71,13 @@ def check_expert(checkpoint: Checkpoint, ffn: FfnSpec, expert_id: int) -> tuple[
     ):
         if pattern is not None:
             _locate_vector(checkpoint, pattern, expert_id, outputs)
+    for matrix, scale in (
+        (ffn.gate_tensor, ffn.gate_scale_tensor),
+        (ffn.up_tensor, ffn.up_scale_tensor),
+        (ffn.down_tensor, ffn.down_scale_tensor),
+    ):
+        if matrix is not None and scale is not None:
+            _locate_scale(checkpoint, matrix, scale, expert_id)
     return first, found(ffn.down_tensor, *outer)[0]
 
 
@@ -135,6 +145,21 @@ def _locate_vector(checkpoint: Checkpoint, pattern: TensorPattern, expert_id: in
     return place
 
 
+def _locate_scale(checkpoint: Checkpoint, matrix: TensorPattern, scale: TensorPattern, expert_id: int) -> _Place:
+    """Finds the factor of an expert's matrix, which must be stored in f32, as the factor is."""
+    found = stored_format(checkpoint, matrix, expert_id)
+    if found != "f32" or matrix.is_transposed or matrix.part in ("even", "odd"):
+        what = "with the outputs last" if matrix.is_transposed else f"of part {matrix.part} stored in {found}"
+        raise UnsupportedError(
+            f"tensor {matrix.tensor_name(expert_id)!r}: a scale per expert on weights {what}; "
+            "it is applied to f32 weights with their rows one after another"
+        )
+    place = _locate(checkpoint, scale, expert_id, ())
+    if place.format_name != "f32":
+        raise UnsupportedError(f"{place.where} has format {place.info.dtype}; scales per expert are read in f32")
+    return place
+
+
 def _selection(part: str, outputs: int) -> tuple[int, int, int]:
     """Returns how many outputs the tensor has, the first one of the part, and the step between two
     of the part.
@@ -164,6 +189,23 @@ def _matrix(checkpoint: Checkpoint, pattern: TensorPattern | None, expert_id: in
     if place.info.scales is None:
         return source
     return (*source, *_scales(checkpoint, place, first, step))
+
+
+def _scaled_matrix(
+    checkpoint: Checkpoint,
+    pattern: TensorPattern | None,
+    scale: TensorPattern | None,
+    expert_id: int,
+    outputs: int,
+    inputs: int,
+) -> Any:
+    """Returns what `_matrix` does, of the matrix times the expert's factor where there is one."""
+    source = _matrix(checkpoint, pattern, expert_id, outputs, inputs)
+    if pattern is None or scale is None:
+        return source
+    place = _locate_scale(checkpoint, pattern, scale, expert_id)
+    factor = checkpoint.mapped_file(place.info.file).read(place.offset, 4)
+    return scaled_source(source, struct.unpack("<f", factor)[0])
 
 
 def _scales(checkpoint: Checkpoint, place: _Place, first: int, step: int) -> tuple[Any, int, int]:

@@ -101,6 +101,11 @@ class FfnSpec:
     gate_bias_tensor: TensorPattern | None = None
     up_bias_tensor: TensorPattern | None = None
     down_bias_tensor: TensorPattern | None = None
+    # Each names a tensor [experts] in f32 whose value multiplies an expert's matrix while it loads,
+    # which then must be stored in f32. Kernels do not know of it.
+    gate_scale_tensor: TensorPattern | None = None
+    up_scale_tensor: TensorPattern | None = None
+    down_scale_tensor: TensorPattern | None = None
 
     @property
     def has_gate_up_bias(self) -> bool:
@@ -202,13 +207,21 @@ class FfnSpec:
             raise _refused("gate_tensor", values.get("gate_tensor"), f"a pattern exactly with a gate, here {self.gate!r}")
         if ("gate_bias_tensor" in values) != (has_gate and self.has_gate_up_bias):
             raise _refused("gate_bias_tensor", values.get("gate_bias_tensor"), "a pattern exactly where gate and up have one")
+        if not has_gate and "gate_scale_tensor" in values:
+            raise _refused("gate_scale_tensor", values["gate_scale_tensor"], "a pattern only where there is a gate")
+        for key in _SCALES:
+            if key in values and not values[key].is_packed:
+                raise _refused(key, values[key], "the pattern of one tensor for all experts")
         if not has_gate and not (math.isinf(self.gate_max) and math.isinf(self.up_limit)):
             raise _refused("gate", self.gate, "a gate where there are limits")
 
 
 _SIZES = ("in_size", "intermediate_size", "out_size")
 _NUMBERS = ("alpha", "up_offset", "gate_max", "up_limit")
-_TENSORS = ("up_tensor", "down_tensor", "gate_tensor", "gate_bias_tensor", "up_bias_tensor", "down_bias_tensor")
+_SCALES = ("gate_scale_tensor", "up_scale_tensor", "down_scale_tensor")
+_TENSORS = (
+    "up_tensor", "down_tensor", "gate_tensor", "gate_bias_tensor", "up_bias_tensor", "down_bias_tensor", *_SCALES,
+)  # fmt: skip
 _KEYS = (*_SIZES, *_NUMBERS, "activation", "gate", *_TENSORS)
 
 

@@ -100,6 +100,24 @@ def test_generate_and_inspect_take_a_gguf_file(qwen, tmp_path, capsys):
     assert "with `weights: int4` at the workers the experts take" in capsys.readouterr().out
 
 
+def test_a_stub_is_inspected_as_such_and_needs_workers_with_the_full_file(qwen, tmp_path, capsys):
+    full, stub = gguf_file(qwen, tmp_path / "m.gguf", "q8_0"), tmp_path / "s.gguf"
+    assert run(["model", "stub", str(full), str(stub)]) == 0
+    shown = []
+    for path in (full, stub):
+        capsys.readouterr()
+        assert run(["model", "inspect", str(path), "--json"]) == 0
+        shown.append(json.loads(capsys.readouterr().out))
+    assert [found.pop("is_stub") for found in shown] == [False, True]
+    assert [found.pop("directory") for found in shown] == [str(full), str(stub)]
+    assert shown[0] == shown[1]
+    assert run(["model", "inspect", str(stub)]) == 0
+    assert "a stub: it holds no experts, which workers load from the full file" in capsys.readouterr().out
+    for command in (["generate", "--prompt", "the", "--max-new-tokens", "1"], ["verify"]):
+        assert run([*command, "--model", str(stub)]) == 2
+        assert "it is a stub: it holds no" in capsys.readouterr().err.strip().splitlines()[-1]
+
+
 def test_a_file_that_is_no_checkpoint_ends_with_2_and_says_so(tmp_path, capsys):
     path = tmp_path / "m.gguf"
     path.write_bytes(b"GGUF\x03\0\0\0" + b"\xff" * 16)

@@ -32,7 +32,16 @@ BIASED = spec(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("ffn", [spec(), BIASED, spec(gate="none", gate_tensor=None, activation="relu_squared")])
+SCALES = TensorPattern("blk.0.ffn_up_exps.scale", True)
+
+
+@pytest.mark.parametrize(
+    "ffn",
+    [
+        spec(), BIASED, spec(gate="none", gate_tensor=None, activation="relu_squared"), spec(up_scale_tensor=SCALES),
+        spec(gate_scale_tensor=SCALES, up_scale_tensor=SCALES, down_scale_tensor=SCALES),
+    ],
+)  # fmt: skip
 def test_a_spec_survives_the_wire(ffn):
     wire = msgpack.unpackb(msgpack.packb(Tree().check(ffn.to_wire())))
     assert FfnSpec.from_wire(wire) == ffn
@@ -76,11 +85,18 @@ def test_values_of_an_expert_count_matrices_and_biases():
         ({"up_tensor": ["a\n", True, False, "all"]}, "up_tensor.name"),
         ({"gate": "none"}, "gate_tensor"),
         ({"up_bias_tensor": ["b", True, False, "all"]}, "gate_bias_tensor"),
+        ({"down_scale_tensor": ["a.{expert}", False, False, "all"]}, "down_scale_tensor"),
     ],
 )
 def test_a_wire_map_that_is_not_a_spec_is_refused_by_field(changes, field):
     with pytest.raises(ProtocolError, match=field.replace(".", r"\.")):
         FfnSpec.from_wire({**spec().to_wire(), **changes})
+
+
+def test_a_scale_of_a_gate_that_is_not_there_is_refused():
+    wire = spec(gate="none", gate_tensor=None, gate_scale_tensor=SCALES).to_wire()
+    with pytest.raises(ProtocolError, match="gate_scale_tensor"):
+        FfnSpec.from_wire(wire)
 
 
 @pytest.mark.parametrize("missing", ["in_size", "activation", "alpha", "down_tensor", "gate_tensor"])
