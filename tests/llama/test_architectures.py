@@ -22,14 +22,14 @@ TOLERANCE = 1e-6
 TAKEN = [
     "afmoe", "arctic", "bailingmoe", "bailingmoe2", "cohere2moe", "dbrx", "deepseek", "deepseek2",
     "deepseek32", "deepseek4", "dots1", "dots3note", "ernie4_5-moe", "exaone-moe", "glm-dsa",
-    "glm4moe", "glm5-next", "gpt-oss", "granite", "granitemoe", "grok", "hunyuan-moe", "hy_v3",
+    "glm4moe", "glm5-next", "gpt-oss", "granite", "granitemoe", "grok", "grovemoe", "hunyuan-moe", "hy_v3",
     "hy_v4", "kimi-linear", "laguna", "lfm2moe", "llada-moe", "llama", "maple", "mellum", "mimo2",
     "minicpm", "minimax-01", "minimax-m2", "minimax-m3", "mistral3", "mistral4", "olmoe", "phimoe",
-    "qwen2moe", "qwen35moe", "qwen3moe", "qwen3next", "qwen3vlmoe", "qwen4exp", "refact", "rnd1",
+    "qwen2moe", "qwen35moe", "qwen3moe", "qwen3next", "qwen3vlmoe", "qwen4exp", "rnd1",
     "smallthinker",
 ]  # fmt: skip
 # Architecture: a word of the reason with which it is refused.
-REFUSED = {"llama4": "before", "kimi-k3": "SITU", "bailingmoe3": "clamp", "grovemoe": "chexps"}
+REFUSED = {"llama4": "inputs by the routing weights", "kimi-k3": "SITU", "bailingmoe3": "bounds", "refact": "no routed experts"}
 
 
 def _logits(llama: Llama, launcher: list[str], model: Path, out: Path) -> tuple[np.ndarray[Any, Any], str]:
