@@ -1,5 +1,5 @@
 // A submitted call and the slices it is cut into. Whoever has the turn (turn.h) owns all of it;
-// only `is_done`, and `error` after it, are read by any thread.
+// only `is_done`, and `error` and `ended_ns` after it, are read by any thread.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -73,13 +73,14 @@ class Call {
   uint64_t id = 0;
   const Layer* layer = nullptr;
   int64_t submitted_ns = 0, deadline_ns = 0;
+  int64_t ended_ns = 0;  // set before `is_done` publishes it
   // When the client began to cut it: at submit, or when it was admitted after it had been parked.
   int64_t begun_ns = 0;
   // True while a data path that it needs is worn or leased, or the client is held: not cut yet.
   bool is_parked = false;
   std::unique_ptr<CallWork> work;  // null once the call is done
   std::optional<Error> error;
-  // Stored with release after the output and `error` were written, so that it publishes both.
+  // Stored with release after the output, `error` and `ended_ns` were written, which it publishes.
   std::atomic<bool> is_done = false;
 };
 using CallPtr = std::shared_ptr<Call>;

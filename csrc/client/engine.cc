@@ -284,6 +284,7 @@ void Engine::end(Call& call) {
     spare_works_.push_back(std::move(work));
   if (call.is_parked) --num_parked_;
   ++num_ended_;
+  call.ended_ns = now_ns();
   call.is_done.store(true, std::memory_order_release);
   std::erase_if(calls_, [&call](const CallPtr& one) { return one.get() == &call; });
 }

@@ -81,6 +81,8 @@ class Engine {
   // Gives the link a fresh path; nothing may be in flight on the old one. Errors: kWorkerLost,
   // kInvalidArgument.
   Status renew_path(Link& link, NewPath path);
+  // Takes a lost worker back. Errors: kInvalidArgument.
+  Status replace_worker(Link& link, NewPath path, OwnedFd pulse);
   // Wears out every living path that has a slot in quarantine, for a caller who needs all slots.
   void wear_out_unfit();
   bool has_worn_path() const;

@@ -136,6 +136,25 @@ Status Engine::renew_path(Link& link, NewPath path) {
   return ok();
 }
 
+Status Engine::replace_worker(Link& link, NewPath path, OwnedFd pulse) {
+  const auto refuse = [&link](const std::string& why) {
+    return Error{ErrorCode::kInvalidArgument, "worker " + link.name + " cannot be replaced: " + why}
+        .at({link.name, {}, {}, {}});
+  };
+  if (!link.path.is_lost())
+    return refuse("it is not lost; renew its data path, or mark it lost first");
+  if (path.generation == link.path.generation())
+    return refuse("its fresh path has the generation of the lost one");
+  // A step's result names the leased paths by their order among those that are lost or leased.
+  const bool has_lease = std::any_of(links_.begin(), links_.end(), [](const auto& one) {
+    return one->path.state() == PathState::kLeased;
+  });
+  if (has_lease) return refuse("a device step is under way; leave it first");
+  link.path.renew(std::move(path));
+  link.liveness = Liveness(std::move(pulse));
+  return ok();
+}
+
 void Engine::wear_out_unfit() {
   for (const auto& link : links_) {
     if (link->path.num_quarantined() > 0)

@@ -288,6 +288,14 @@ Status ExpertClient::renew_path(uint32_t worker, NewPath path) {
   return state_->engine.renew_path(*link.value(), std::move(path));
 }
 
+Status ExpertClient::replace_worker(uint32_t worker, NewPath path, OwnedFd pulse) {
+  const Turn turn(state_->turns);
+  auto link = state_->link(worker);
+  if (!link.ok()) return std::move(link).error();
+  if (path.channel == nullptr) return argument_error("a data path needs a channel");
+  return state_->engine.replace_worker(*link.value(), std::move(path), std::move(pulse));
+}
+
 Result<StepLease> ExpertClient::begin_step(uint32_t num_calls) {
   const Turn turn(state_->turns);
   return state_->engine.begin_step(num_calls);

@@ -86,6 +86,12 @@ class ExpertClient {
   // Gives a worker a fresh path: a new channel, a new generation, all slots. Errors:
   // kInvalidArgument where replies are owed, kWorkerLost.
   Status renew_path(uint32_t worker, NewPath path);
+  // Takes a lost worker back, which another process may serve now: a fresh path and fresh pulses.
+  // Counters and what was learned of its speed go on, its shards stay; calls submitted from now on
+  // use it. The path's generation must not be the one that was lost, so that nothing old passes for
+  // an answer. Errors: kInvalidArgument where the worker is not lost, or a device step is under
+  // way.
+  Status replace_worker(uint32_t worker, NewPath path, OwnedFd pulse);
 
   // -- device steps --
   // Hands every worker's data path over for a step of up to `num_calls` calls. Only the holder may

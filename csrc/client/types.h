@@ -100,7 +100,7 @@ enum class PathState : uint8_t {
   kInUse,   // requests travel on it
   kWorn,    // slots are missing, or a device step failed on it; calls wait until it is renewed
   kLeased,  // a device step uses it; calls wait until it is given back
-  kLost,    // its worker is gone
+  kLost,    // its worker is gone, until it is replaced
 };
 const char* path_state_name(PathState state);
 

@@ -1,0 +1,131 @@
+// The messages of a hand-over: how a supervisor gives a program without Python what it needs to
+// call workers. dflash_moe/protocol/handover.py is the same table with the meaning of every field;
+// a golden file holds both to the same bytes (tests/golden/handover).
+//
+// A message is a msgpack map with integer keys, of which 0 is the message's type. It travels in a
+// frame: u32 little-endian length, then so many bytes, at most kMaxControlFrameBytes.
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string>
+#include <variant>
+#include <vector>
+
+#include "base/result.h"
+
+namespace dflash::wire {
+
+inline constexpr uint16_t kHandoverVersion = 1;
+inline constexpr size_t kHandoverTokenBytes = 32;
+// The most descriptors beside one message.
+inline constexpr size_t kMaxHandoverDescriptors = 8;
+inline constexpr size_t kControlLengthBytes = 4;
+inline constexpr size_t kMaxControlFrameBytes = 64 * 1024;
+inline constexpr size_t kMaxReasonBytes = 1024;
+inline constexpr size_t kMaxTensorNameBytes = 256;
+
+struct OpenHandover {
+  uint16_t version = kHandoverVersion;
+  std::array<std::byte, kHandoverTokenBytes> token{};
+};
+struct RefuseHandover {
+  std::string text;
+};
+struct PlanHead {
+  uint32_t num_workers = 0, num_layers = 0, num_shards = 0, num_tensors = 0;
+  std::string architecture;
+  std::string fingerprint;  // of the workers' checkpoint
+  uint64_t spin_ns = 0, call_timeout_ns = 0, stall_timeout_ns = 0;
+};
+struct PlannedWorker {
+  std::string name;
+  uint32_t slice_tokens = 0, window = 0;
+  bool is_measured = false;
+  std::string request_dtype, reply_dtype;
+};
+struct PlannedLayer {
+  uint32_t layer = 0;
+  std::string name;
+  uint32_t in_size = 0, intermediate_size = 0, out_size = 0;
+  uint32_t num_experts = 0, top_k = 0, cost_class = 0;
+  uint8_t activation = 0, gate = 0;
+  double alpha = 0, up_offset = 0;
+  double gate_max = 0, up_limit = 0;  // 0: no such limit
+  bool has_gate_up_bias = false, has_down_bias = false;
+};
+struct PlannedShard {
+  uint32_t layer = 0, shard = 0, worker = 0;
+  uint64_t weights_fingerprint = 0;
+  std::vector<uint64_t> expert_ranges;  // first and count of each range of expert ids
+};
+struct PlannedTensor {
+  uint32_t layer = 0;
+  std::string name;
+  uint16_t ggml_type = 0;
+  std::vector<uint64_t> extents;  // the fastest one first, at most 4
+  uint64_t num_bytes = 0;
+  uint64_t file_offset = 0;  // where it begins in its file
+  bool has_sample = false;
+  uint32_t sample = 0;
+};
+struct PathTermsMessage {
+  uint32_t worker = 0;
+  uint64_t generation = 0;
+  std::string transport;
+  uint32_t num_slots = 0;
+  uint64_t request_bytes = 0, reply_bytes = 0;
+  uint64_t socket_buffer_bytes = 0;
+  uint32_t user_timeout_ms = 0;
+};
+struct PathOffered {
+  uint32_t worker = 0;
+  uint64_t generation = 0;
+  std::vector<std::byte> payload;
+  uint16_t num_descriptors = 0;
+};
+struct PathAnswered {
+  uint32_t worker = 0;
+  uint64_t generation = 0;
+  std::vector<std::byte> payload;
+  uint16_t num_descriptors = 0;
+  bool has_pulse = false;
+};
+struct HandoverReady {};
+struct PathWorn {
+  uint32_t worker = 0;
+  std::string reason;
+};
+struct WorkerGone {
+  uint32_t worker = 0;
+  std::string reason;
+};
+struct TensorSeen {
+  std::string name, reason;
+};
+struct Counted {
+  uint64_t calls = 0, failed_calls = 0, messages = 0, rows = 0;
+  uint64_t request_bytes = 0, reply_bytes = 0, floor_bytes = 0;
+  uint64_t call_ns = 0, compute_ns = 0;
+  bool operator==(const Counted&) const = default;
+};
+
+// A message's type is its position here plus 1, as TYPE says in the table of the Python side.
+using HandoverMessage =
+    std::variant<OpenHandover, RefuseHandover, PlanHead, PlannedWorker, PlannedLayer, PlannedShard,
+                 PlannedTensor, PathTermsMessage, PathOffered, PathAnswered, HandoverReady,
+                 PathWorn, WorkerGone, TensorSeen, Counted>;
+// The name of a message, such as "PlanHead".
+const char* handover_message_name(const HandoverMessage& message);
+
+// Returns the msgpack form. Texts beyond their limit are cut at a character. Errors: kProtocol for
+// any other field outside its limits.
+Result<std::vector<std::byte>> encode_handover(const HandoverMessage& message);
+// Any bytes give a message whose every field is within its limits, or kProtocol naming message and
+// field.
+Result<HandoverMessage> decode_handover(std::span<const std::byte> bytes);
+
+}  // namespace dflash::wire
