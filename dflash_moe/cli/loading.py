@@ -62,6 +62,21 @@ class LatestLine:
             self._say(f"comparing weights: {layer} {count} of {total} experts")
 
 
+class CopyLine:
+    """Reports in plain lines how much of a file is copied, in MiB."""
+
+    def __init__(self, say: Callable[[str], None] = options.say, clock: Callable[[], float] = time.monotonic) -> None:
+        self._say = say
+        self._clock = clock
+        self._last = clock()
+
+    def report(self, unit: str, count: int, total: int) -> None:
+        """`count` of `total` are copied."""
+        if self._clock() - self._last >= LINE_EVERY_S:
+            self._last = self._clock()
+            self._say(f"copying: {count:,} of {total:,} {unit}")
+
+
 class Bars:
     """One bar per holder or layer, shown from its first report to its last."""
 
@@ -93,6 +108,13 @@ def comparing_shown() -> Iterator[ContentsReport]:
     """
     with _shown("comparing", LatestLine().report) as report:
         yield report
+
+
+@contextmanager
+def copying_shown() -> Iterator[Callable[[int, int], None]]:
+    """Gives the block what `write_stub` takes as `report`. The bar vanishes at its end."""
+    with _shown("copying", CopyLine().report) as report:
+        yield lambda done, total: report("MiB", done >> 20, total >> 20)
 
 
 @contextmanager

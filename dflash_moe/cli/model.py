@@ -1,4 +1,4 @@
-"""`dflash-moe model make` and `model inspect`.
+"""`dflash-moe model make`, `model inspect` and `model stub`.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -24,10 +24,11 @@ GIB = 1 << 30
 
 
 def register(app: typer.Typer) -> None:
-    """Adds `model make` and `model inspect`."""
-    model = typer.Typer(help="Make and inspect checkpoints.", no_args_is_help=True)
+    """Adds `model make`, `model inspect` and `model stub`."""
+    model = typer.Typer(help="Make and inspect checkpoints, and stubs of GGUF files.", no_args_is_help=True)
     model.command(name="make")(make)
     model.command(name="inspect")(inspect)
+    model.command(name="stub")(stub)
     app.add_typer(model, name="model")
 
 
@@ -70,12 +71,38 @@ def inspect(
         return
     class_names = ", ".join(found.architectures) or "no class named"
     typer.echo(f"{class_names} ({found.model_type}), {found.checkpoint_bytes / GIB:.2f} GiB")
+    if found.is_stub:
+        typer.echo("a stub: it holds no experts, which workers load from the full file; copy it with `rsync -S` or `tar -S`")
     if found.spec is None:
         typer.echo(f"not supported: {found.reason}")
         return
     typer.echo(f"supported, runs in {found.spec.dtype}\n")
     _show_layers(found)
     _show_fits(found)
+
+
+def stub(
+    source: Annotated[str, typer.Argument(metavar="FILE.gguf", help="The full model.", show_default=False)],
+    target: Annotated[Path, typer.Argument(metavar="OUT.gguf", help="Where to write; a new name.", show_default=False)],
+) -> None:
+    """Write a GGUF file without its routed experts, for a program whose experts workers compute.
+
+    It has the same size and offsets, with holes in the place of experts, so that it takes as much
+    room on disk as the other weights. Copy it with `rsync -S` or `tar -S`, which keep holes.
+    Workers need the full file.
+    """
+    from dflash_moe.cli.loading import copying_shown
+    from dflash_moe.model.stub import write_stub
+
+    with copying_shown() as report:
+        made = write_stub(options.model_directory(source), target, report)
+    for name, reason in made.left_out.items():
+        options.say(f"kept whole: {name}: {reason}")
+    names = f"{made.files[0]}" + (f" and {len(made.files) - 1} more parts" if len(made.files) > 1 else "")
+    typer.echo(
+        f"wrote {names}: {made.apparent_bytes:,} bytes apparent, {made.disk_bytes:,} on disk, "
+        f"with pages in place of {made.num_tensors} tensors"
+    )
 
 
 def _show_layers(found: Inspection) -> None:

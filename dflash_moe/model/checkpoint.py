@@ -26,6 +26,7 @@ from dflash_moe.model.refusals import is_file, is_folder
 from dflash_moe.model.safetensors_header import read_header
 from dflash_moe.model.scaled_tensors import join_scales
 from dflash_moe.model.stored_tensor import ScaleInfo, TensorInfo
+from dflash_moe.model.stub_pages import Stub, find_stub
 from dflash_moe.model.weight_formats import STORED_NAMES, is_requantised
 from dflash_moe.topology.numerics import DEFAULT_NUMERICS
 
@@ -63,6 +64,8 @@ class Checkpoint:
     metadata: dict[str, Any] | None = None
     _mapped: dict[int, _core.MappedFile] = field(default_factory=dict)
     _fingerprint: str = ""
+    # None before `stub` has looked, and then a tuple of what it found.
+    _stub: tuple[Stub | None] | None = None
 
     @classmethod
     def open(cls, path: str | Path) -> Checkpoint:
@@ -133,6 +136,7 @@ class Checkpoint:
         """Returns a whole tensor in float32, whatever its format. It is for the host's weights.
         Errors are those of `dequantize`.
         """
+        self.refuse_stubbed(name)
         info = self.tensors[name]
         format_name = STORED_NAMES.get(info.dtype, info.dtype)
         *outer, inputs = info.shape if len(info.shape) > 1 else (1, *info.shape)
@@ -149,6 +153,7 @@ class Checkpoint:
 
     def raw(self, name: str) -> np.ndarray[Any, Any]:
         """Returns the bytes of a tensor as they lie in the mapped file."""
+        self.refuse_stubbed(name)
         return self._bytes(self.tensors[name])
 
     def _bytes(self, info: TensorInfo | ScaleInfo) -> np.ndarray[Any, Any]:
@@ -164,11 +169,36 @@ class Checkpoint:
 
     def fingerprint(self) -> str:
         """Returns a digest in hexadecimal of the names, dtypes and shapes of all tensors, samples
-        of their contents, and the configuration. It is computed once.
+        of their contents, and the configuration. It is computed once. That of a stub is the one of
+        the full file, which the stub records.
         """
         if not self._fingerprint:
-            self._fingerprint = self._compute_fingerprint()
+            stub = self.stub()
+            self._fingerprint = stub.fingerprint if stub is not None else self._compute_fingerprint()
         return self._fingerprint
+
+    def stub(self) -> Stub | None:
+        """Returns what the files say of themselves where they are a stub (`stub_pages.py`), else
+        None. They are read for it once. Raises CheckpointError where a stub is damaged.
+        """
+        if self._stub is None:
+            self._stub = (find_stub(self.files, self.stored) if self.metadata is not None else None,)
+        return self._stub[0]
+
+    def refuse_stub(self) -> None:
+        """Raises CheckpointError where the files are a stub: somebody wants their experts."""
+        if self.stub() is not None:
+            raise CheckpointError(f"checkpoint {self.path}: it is a stub: it holds no experts; give the worker the full file")
+
+    def refuse_stubbed(self, name: str) -> None:
+        """Raises CheckpointError where the files are a stub and hold only pages in the place of
+        tensor `name`.
+        """
+        stub = self.stub()
+        if stub is not None and name in stub.tensors:
+            raise CheckpointError(
+                f"checkpoint {self.path}: it is a stub: it holds no values of tensor {name!r}; use the full file here"
+            )
 
     def _settings(self) -> dict[str, Any]:
         config = self.config()

@@ -44,6 +44,7 @@ def load_experts(
     Errors: CheckpointError naming file and tensor, UnsupportedError naming the format. The first
     one ends the loading.
     """
+    checkpoint.refuse_stub()
     for index in range(len(checkpoint.files)):
         # Each file is mapped here, because the threads below would map it twice.
         checkpoint.mapped_file(index)

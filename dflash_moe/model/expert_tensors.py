@@ -36,9 +36,10 @@ def expert_sources(checkpoint: Checkpoint, ffn: FfnSpec, expert_id: int) -> dict
     """Returns the arguments of `_core.ResidentShard.load_expert`, which point into the mapped
     files.
 
-    Raises CheckpointError naming the tensor, the found and the expected shape, and UnsupportedError
-    naming a format that no kernel reads.
+    Raises CheckpointError naming the tensor, the found and the expected shape, or that the
+    checkpoint is a stub, and UnsupportedError naming a format that no kernel reads.
     """
+    checkpoint.refuse_stub()
     inner = (ffn.intermediate_size, ffn.in_size)
     outer = (ffn.out_size, ffn.intermediate_size)
     return {

@@ -32,6 +32,8 @@ class Inspection:
     checkpoint_bytes: int
     spec: ModelSpec | None
     reason: str | None
+    # The files have pages in place of experts (`stub_pages.py`). Sizes are those of the full model.
+    is_stub: bool = False
 
     @property
     def expert_bytes(self) -> int:
@@ -80,6 +82,7 @@ class Inspection:
             "directory": str(self.directory),
             "architectures": list(self.architectures),
             "model_type": self.model_type,
+            "is_stub": self.is_stub,
             "supported": self.reason is None,
             "reason": self.reason,
             "dtype": self.spec.dtype if self.spec is not None else None,
@@ -112,4 +115,5 @@ def inspect_model(path: Path) -> Inspection:
         sum(info.num_bytes for info in checkpoint.stored.values()),
         spec,
         reason,
+        checkpoint.stub() is not None,
     )

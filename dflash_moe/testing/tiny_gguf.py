@@ -35,6 +35,7 @@ def tiny_gguf(
     import gguf
 
     writer = gguf.GGUFWriter(str(path), "qwen3moe")
+    writer.add_expert_used_count(top_k)
     kind = gguf.GGMLQuantizationType[weight_format.upper()]
     shapes = {
         "gate": (moe_intermediate_size, hidden_size), "up": (moe_intermediate_size, hidden_size),

@@ -133,6 +133,7 @@ def _serve_caller(caller: Caller, identity: WorkerIdentity, listener: Listener) 
 
 def _identify(name: str, model: Path, *, threads: int | None, memory_limit: int, isa: str) -> WorkerIdentity:
     checkpoint = Checkpoint.open(model)
+    checkpoint.refuse_stub()
     return WorkerIdentity(name, checkpoint, checkpoint.fingerprint(), threads, memory_limit, isa)
 
 
