@@ -20,7 +20,7 @@ from pathlib import Path
 from dflash_moe.errors import DflashError, ProtocolError
 from dflash_moe.protocol.failures import system_failure
 from dflash_moe.protocol.framing import Connection, PeerGone
-from dflash_moe.protocol.handover import HANDOVER_CODEC, HANDOVER_VERSION, TOKEN_BYTES, OpenHandover, RefuseHandover
+from dflash_moe.protocol.handover import HANDOVER_CODEC, HANDOVER_VERSION, TOKEN_BYTES, OpenHandover, RefuseHandover, cut_reason
 
 PATH_VARIABLE = "DFLASH_MOE_HANDOVER"
 TOKEN_VARIABLE = "DFLASH_MOE_HANDOVER_TOKEN_FD"
@@ -166,6 +166,6 @@ def _turn_away(connection: Connection, text: str) -> None:
     """Says why and closes, after the other end has read it or had the time to."""
     deadline = time.monotonic() + REFUSAL_S
     with contextlib.closing(connection), contextlib.suppress(DflashError):
-        connection.send(RefuseHandover(text=text[:1000]), deadline=deadline)
+        connection.send(RefuseHandover(text=cut_reason(text)), deadline=deadline)
         while True:
             connection.receive_payload(deadline=deadline, waiting_for="the end")

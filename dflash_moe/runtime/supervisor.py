@@ -31,6 +31,7 @@ from dflash_moe.protocol.handover import (
     RefuseHandover,
     TensorSeen,
     WorkerGone,
+    cut_reason,
 )
 from dflash_moe.runtime.handover_plan import HandoverModel, check_holders, plan_messages
 from dflash_moe.runtime.path_keeper import PAUSE_S, RENEWALS
@@ -55,8 +56,8 @@ TICK_S = 0.25
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 5.0
 # The threads have this time to end once their connections are hung up.
 STOP_S = 5.0
-# The text of a loss in a message has at most so many letters; the schema allows 1,024 bytes.
-MAX_REASON = 500
+# What an ended program has sent lies in the socket, and is read in much less time.
+END_S = 2.0
 
 
 @dataclass(slots=True)
@@ -108,6 +109,8 @@ class Supervisor:
         self._on_lost, self._on_back = on_lost, on_back
         self._connection: Connection | None = None
         self._threads: list[threading.Thread] = []
+        # Reads what the program says, until it hangs up.
+        self._serving: threading.Thread | None = None
         self._is_over = threading.Event()
         # Guards `_Holder.lost` and `_Holder.thread`.
         self._lock = threading.Lock()
@@ -124,6 +127,11 @@ class Supervisor:
         """Starts to wait for the program, whose process `socket` expects by now."""
         self._spawn("dflash-handover", lambda: self._accept(socket))
         self._spawn("dflash-watch", self._watch)
+
+    def await_end(self) -> None:
+        """Waits until the last words of a program that has ended are read, at most END_S."""
+        if self._serving is not None:
+            self._serving.join(END_S)
 
     def close(self) -> None:
         """Hangs up on the program and ends all threads; never raises."""
@@ -153,7 +161,7 @@ class Supervisor:
             if connection is not None:
                 self._connection = connection
                 self.is_connected = True
-                self._spawn("dflash-program", lambda held=connection: self._serve(held))  # type: ignore[misc]
+                self._serving = self._spawn("dflash-program", lambda held=connection: self._serve(held))  # type: ignore[misc]
 
     # -- the program -------------------------------------------------------------------------------
 
@@ -177,7 +185,7 @@ class Supervisor:
             log.warning("the hand-over ended: %s", error)
             self.failure = self.failure or error
         if self._connection is not None:
-            self._connection.hang_up(RefuseHandover(text=str(error)[:MAX_REASON]))
+            self._connection.hang_up(RefuseHandover(text=cut_reason(str(error))))
 
     def _tell(self, message: Message, descriptors: list[int] | None = None) -> None:
         connection = self._connection
@@ -333,7 +341,7 @@ class Supervisor:
                 )
         with contextlib.suppress(DflashError):
             if not is_told:
-                self._tell(WorkerGone(worker=holder.index, reason=holder.lost[:MAX_REASON]))
+                self._tell(WorkerGone(worker=holder.index, reason=cut_reason(holder.lost)))
         self._on_lost(holder.member.name, str(holder.session.loss(holder.lost)))
         if is_by_hand and holder.thread is not None:
             holder.thread.start()
