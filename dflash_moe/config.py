@@ -289,7 +289,7 @@ SETTINGS: tuple[Setting, ...] = (
     ),
     Setting(
         "handover", None, f"{PREFIX}HANDOVER", None, _path, "path of a Unix socket", None, "none",
-        "Where a program started by `dflash-moe llama` takes the workers over; set by that command, for its program only",
+        "Where a program started by dflash-moe llama takes the workers over; set by that command, for its program only",
         "PATH",
     ),
     Setting(
