@@ -36,6 +36,8 @@ MAX_THREADS = 1024
 MAX_BYTES = 1 << 50
 MAX_TIMEOUT_S = 86_400.0
 MAX_SPIN_US = 1_000_000
+# Linux numbers no descriptor higher (fs.nr_open).
+MAX_DESCRIPTOR = (1 << 31) - 1
 # Below the first size every message takes many turns. A buffer above the second is a typing error.
 SOCKET_BUFFER_BYTES = (4 << 10, 1 << 30)
 
@@ -285,6 +287,16 @@ SETTINGS: tuple[Setting, ...] = (
         "cpu_isa", None, f"{PREFIX}CPU_ISA", None, _choice(*ISAS), ", ".join(ISAS), None, "best of this CPU",
         "Forces a CPU kernel set, for tests", "ISA",
     ),
+    Setting(
+        "handover", None, f"{PREFIX}HANDOVER", None, _path, "path of a Unix socket", None, "none",
+        "Where a program started by dflash-moe llama takes the workers over; set by that command, for its program only",
+        "PATH",
+    ),
+    Setting(
+        "handover_token_fd", None, f"{PREFIX}HANDOVER_TOKEN_FD", None, _whole(0, MAX_DESCRIPTOR),
+        f"0..{MAX_DESCRIPTOR}, the number of an open descriptor", None, "none",
+        "Pipe from which that program reads its token, once; set by the same command", "NUMBER",
+    ),
 )  # fmt: skip
 
 SETTINGS_BY_NAME: Mapping[str, Setting] = {setting.name: setting for setting in SETTINGS}
@@ -319,6 +331,8 @@ class Settings:
     stall_timeout_s: float = _default("stall_timeout_s")
     spin_us: int | None = _default("spin_us")
     cpu_isa: str | None = _default("cpu_isa")
+    handover: Path | None = _default("handover")
+    handover_token_fd: int | None = _default("handover_token_fd")
 
 
 def on_worker_loss(settings: Settings) -> str:

@@ -25,7 +25,7 @@ from dflash_moe.version import __version__
 PROGRAM = "dflash-moe"
 # These are the commands in the order of --help. One whose module is not there (yet) is left out; a
 # module that is there and broken raises.
-COMMANDS = ("demo", "doctor", "model", "worker", "key", "generate", "verify", "serve", "plan", "bench")
+COMMANDS = ("demo", "doctor", "model", "worker", "key", "generate", "llama", "verify", "serve", "plan", "bench")
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 DEBUG = "--debug"
@@ -139,7 +139,11 @@ def _print_version(is_asked: bool) -> None:
 
 
 def _normalised(arguments: Sequence[str]) -> tuple[list[str], bool]:
-    """Takes --debug from wherever it stands and gives a bare --profile its value 1."""
+    """Takes --debug from wherever it stands and gives a bare --profile its value 1. What follows a
+    bare -- is another program's.
+    """
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    arguments, others = arguments[:end], arguments[end:]
     given: list[str] = []
     is_debug = False
     for at, argument in enumerate(arguments):
@@ -149,7 +153,7 @@ def _normalised(arguments: Sequence[str]) -> tuple[list[str], bool]:
             given.append("--profile=1")
         else:
             given.append(argument)
-    return given, is_debug
+    return [*given, *others], is_debug
 
 
 def _say_last(text: str) -> None:

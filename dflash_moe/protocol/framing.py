@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dflash_moe.errors import DflashError, ProtocolError, WorkerTimeout
 from dflash_moe.protocol.failures import descriptor_limit_text
 from dflash_moe.protocol.messages import CODEC
-from dflash_moe.protocol.schema import MAX_FRAME_BYTES, Message
+from dflash_moe.protocol.schema import MAX_FRAME_BYTES, Codec, Message
 
 # A frame that began must be complete after this time, so that a slow sender cannot hold a
 # connection.
@@ -79,9 +79,9 @@ class Connection:
     It owns `sock` and every received descriptor that was not taken, until `close()`.
     """
 
-    def __init__(self, sock: socket.socket) -> None:
-        """Takes ownership of `sock`. Raises PeerGone where it is not connected any more, and closes
-        it then.
+    def __init__(self, sock: socket.socket, codec: Codec = CODEC) -> None:
+        """Takes ownership of `sock`, on which both ends speak the messages of `codec`, by default
+        those of a session. Raises PeerGone where it is not connected any more, and closes it then.
         """
         try:
             sock.setblocking(False)
@@ -91,6 +91,7 @@ class Connection:
             sock.close()
             raise PeerGone(f"the peer hung up at once: {error.strerror}") from None
         self._sock = sock
+        self._codec = codec
         self._can_pass = sock.family == socket.AF_UNIX
         self._send_lock = threading.Lock()
         self._buffer = bytearray()
@@ -124,7 +125,7 @@ class Connection:
         """Writes one message. Copies of the descriptors travel with it, and the caller keeps its
         own. Raises PeerGone, WorkerTimeout, and ProtocolError for a field outside its limits.
         """
-        self.send_payload(CODEC.encode(message), deadline=deadline, descriptors=descriptors)
+        self.send_payload(self._codec.encode(message), deadline=deadline, descriptors=descriptors)
 
     def send_payload(self, payload: bytes, *, deadline: float, descriptors: Sequence[int] = ()) -> None:
         """Writes one frame of raw bytes. `send` uses it, and the handshake, whose transcript is
@@ -162,7 +163,7 @@ class Connection:
         limit where descriptors came that this process may not open.
         """
         payload = self.receive_payload(deadline=deadline, waiting_for=waiting_for)
-        return CODEC.decode(payload, ignore_unknown=self.ignore_unknown)
+        return self._codec.decode(payload, ignore_unknown=self.ignore_unknown)
 
     def receive_payload(self, *, deadline: float | None, waiting_for: str) -> bytes:
         """Returns the raw bytes of the next frame, with the waits and errors of `receive`."""

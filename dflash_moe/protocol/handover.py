@@ -240,3 +240,8 @@ HANDOVER_MESSAGES: tuple[type[Message], ...] = (
     PathAnswered, Ready, PathWorn, WorkerGone, TensorSeen, Counted,
 )  # fmt: skip
 HANDOVER_CODEC = Codec(HANDOVER_MESSAGES)
+
+
+def cut_reason(text: str) -> str:
+    """Returns as much of `text` as a reason may hold."""
+    return text.encode("utf-8", "replace")[: _REASON.max_bytes].decode("utf-8", "ignore")

@@ -19,8 +19,8 @@ from dflash_moe import _core
 from dflash_moe.config import Settings, on_worker_loss, resolve_settings
 from dflash_moe.errors import ConfigError, DflashError, WorkerError
 from dflash_moe.model.spec import LayerSpec, ModelSpec, model_spec
-from dflash_moe.placement import Placement, plan_placement
-from dflash_moe.placement.numerics import check_classes, describe_numerics, settle_classes
+from dflash_moe.placement import Placement
+from dflash_moe.placement.numerics import describe_numerics
 from dflash_moe.protocol.devices import DeviceChoice
 from dflash_moe.runtime import observe
 from dflash_moe.runtime.auto import WorkerForecast, cost_classes, log_explanation, mode_reason, worker_forecasts
@@ -28,15 +28,14 @@ from dflash_moe.runtime.contents import ContentsReport, compare_with_own_copy
 from dflash_moe.runtime.device_step import NAP_NS, DeviceStep, DeviceSteps
 from dflash_moe.runtime.device_tensors import DeviceTensors
 from dflash_moe.runtime.expert_call import ExpertCall
-from dflash_moe.runtime.fleet import ChannelDecorator, Fleet, LoadingReport, Member
-from dflash_moe.runtime.held_shards import shapes_of, shards_by_holder
+from dflash_moe.runtime.fleet import ChannelDecorator, Fleet, LoadingReport
 from dflash_moe.runtime.layer_table import LayerTable
 from dflash_moe.runtime.observe import WorkerProcess
 from dflash_moe.runtime.path_keeper import PathKeeper
+from dflash_moe.runtime.placed_experts import PlacedExperts, slices_of
 from dflash_moe.runtime.tensors import HostTensors
-from dflash_moe.runtime.threads import thread_plan
 from dflash_moe.runtime.transports import check_paths
-from dflash_moe.topology import HOST, Topology
+from dflash_moe.topology import Topology
 
 log = logging.getLogger(__name__)
 
@@ -52,33 +51,19 @@ class ExpertRuntime:
     Calls raise ConfigError (arguments), WorkerLost, WorkerTimeout, WorkerError and ProtocolError.
     """
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        placement: Placement,
-        settings: Settings,
-        topology: Topology,
-        *,
-        overrides: dict[str, Any],
-        channel_decorator: ChannelDecorator | None,
-    ) -> None:
+    def __init__(self, placed: PlacedExperts, *, overrides: dict[str, Any]) -> None:
         """Builds the parts without starting anything; `ExpertRuntime.start` is what callers use."""
-        self.spec = spec
-        self.placement = placement
-        self.settings = settings
-        self._topology = topology
+        self._placed = placed
         self._overrides = overrides
-        self._held = shards_by_holder(spec, placement)
-        self._threads = thread_plan(topology, settings)
-        self._fleet = Fleet(spec, settings, self._threads, channel_decorator)
-        self._slices = slices_of(settings)
+        self._fleet = placed.fleet
+        settings = placed.settings
         self._client = _core.Client(
-            spin_ns=self._threads.spin_ns, call_timeout_s=settings.call_timeout_s, stall_timeout_s=settings.stall_timeout_s
+            spin_ns=placed.threads.spin_ns, call_timeout_s=settings.call_timeout_s, stall_timeout_s=settings.stall_timeout_s
         )
         self._keeper = PathKeeper(self._client, self._fleet)
         self._finalizer = weakref.finalize(self, _end, self._keeper, self._fleet, self._client)
-        self._table = LayerTable(spec.layers)
-        host = DeviceChoice.of_host(topology.host)
+        self._table = LayerTable(placed.spec.layers)
+        host = DeviceChoice.of_host(placed.topology.host)
         self._device = None if host.is_processor else DeviceTensors(host)
         self._tensors = HostTensors() if self._device is None else self._device
         # Only a host whose device is no processor has device steps.
@@ -109,27 +94,23 @@ class ExpertRuntime:
         """
         settings = resolve_settings(topology.ipc, **overrides)
         log.info("%s", on_worker_loss(settings))
-        key = check_paths(topology, settings)
+        check_paths(topology, settings)
         spec = model if isinstance(model, ModelSpec) else model_spec(Path(model))
-        placement = plan_placement(spec.layers, topology)
-        check_classes(spec.layers, placement, topology, settings.numerics)
-        runtime = cls(spec, placement, settings, topology, overrides=overrides, channel_decorator=_channel_decorator)
+        placed = PlacedExperts(spec, topology, settings, channel_decorator=_channel_decorator)
+        runtime = cls(placed, overrides=overrides)
         try:
-            runtime._open(on_loading, key)
+            runtime._open(on_loading)
         except BaseException:
             runtime.close()
             raise
         return runtime
 
-    def _open(self, on_loading: LoadingReport | None, key: bytes | None) -> None:
+    def _open(self, on_loading: LoadingReport | None) -> None:
         if self._device is not None:
             log.info("host.device: %s", self._device.device.name)
-        self._fleet.add_members(self._topology, self._held, HOST)
-        self._fleet.start(key)
-        self._settle_classes()
-        self._fleet.check_memory(self.placement.bytes_by_holder(), self._held)
-        self._fleet.load(self._held, on_loading)
-        plans = self._plan_slots()
+        self._placed.start(on_loading)
+        plans = self._placed.plan_slots()
+        slices = self._placed.slices
         client = self._client
         request_dtype, reply_dtype = self.wire_dtypes
         for name, member in self._fleet.members.items():
@@ -139,14 +120,14 @@ class ExpertRuntime:
                 channel=channel,
                 generation=generation,
                 pulse_fd=pulse_fd,
-                slice_tokens=self._slices.slice_tokens,
-                window=self._window(member),
+                slice_tokens=slices.slice_tokens,
+                window=self._placed.window(member.slots),
                 request_dtype=request_dtype,
                 reply_dtype=reply_dtype,
-                is_measured=self._slices.is_measured,
+                is_measured=slices.is_measured,
             )
         classes = cost_classes(self.spec.layers)
-        layers = self._fleet.shards_by_layer(self._held)
+        layers = self._fleet.shards_by_layer(self._placed.held)
         for layer, shards in layers:
             client.define_layer(
                 layer=layer.index,
@@ -160,33 +141,12 @@ class ExpertRuntime:
         client.set_profile(bool(self.settings.profile))
         if self._device is not None:
             self._steps = DeviceSteps(
-                client, self._device, self._fleet, self._table, layers=layers, nap_ns=0 if self._threads.spin_ns else NAP_NS,
+                client, self._device, self._fleet, self._table, layers=layers,
+                nap_ns=0 if self._placed.threads.spin_ns else NAP_NS,
                 timeout_s=lambda: self.settings.call_timeout_s, patience_s=self._patience_s,
             )  # fmt: skip
         self._keeper.start()
         self._is_open = True
-
-    def _settle_classes(self) -> None:
-        """Plans the numerics classes again now that the cards have said which class they compute
-        bf16 in, and checks which classes meet in a layer.
-        """
-        placement = settle_classes(self.placement, {member.name: member.numerics for member in self._fleet.members.values()})
-        if placement != self.placement:
-            check_classes(self.spec.layers, placement, self._topology, self.settings.numerics)
-            self.placement, self._held = placement, shards_by_holder(self.spec, placement)
-
-    def _plan_slots(self) -> dict[str, _core.SlotPlan]:
-        shapes = [shapes_of(shards) for shards in self._held.values()]
-        plans = _core.plan_arena(shapes, self._slices, *self.wire_dtypes, self.settings.shared_bytes or 0)
-        return dict(zip(self._held, plans, strict=True))
-
-    def _window(self, member: Member) -> int:
-        """Returns how many slices may be in flight at a member. Where the arena was short, the
-        member has fewer slots than the plan asked for, and the window shrinks with them.
-        """
-        if member.slots is None:
-            return self._slices.window
-        return min(self._slices.window, member.slots.num_slots - _core.SPARE_SLOTS)
 
     def _patience_s(self) -> float:
         return MAX_PATIENCE * self.settings.call_timeout_s + 1.0
@@ -194,8 +154,22 @@ class ExpertRuntime:
     @property
     def wire_dtypes(self) -> tuple[str, str]:
         """The dtypes of requests and of replies: those of the settings, else the model's own."""
-        request = self.settings.dtype or self.spec.dtype
-        return request, self.settings.reply_dtype or request
+        return self._placed.wire_dtypes
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The layers, formulas and fingerprint of the model."""
+        return self._placed.spec
+
+    @property
+    def placement(self) -> Placement:
+        """Where every expert is, and in which numerics class it is computed."""
+        return self._placed.placement
+
+    @property
+    def settings(self) -> Settings:
+        """The settings in force."""
+        return self._placed.settings
 
     @property
     def layers(self) -> tuple[LayerSpec, ...]:
@@ -207,7 +181,7 @@ class ExpertRuntime:
         """The device, as torch writes it, on which a model for this runtime should lie: cpu, also
         for a simulated card, or cuda:N, also for HIP.
         """
-        choice = DeviceChoice.of_host(self._topology.host)
+        choice = DeviceChoice.of_host(self._placed.topology.host)
         return f"cuda:{choice.device}" if choice.has_own_memory else "cpu"
 
     def layer_index(self, layer: int | str) -> int:
@@ -290,18 +264,20 @@ class ExpertRuntime:
             "reply_dtype": reply_dtype,
         }  # fmt: skip
         overrides = {**self._overrides, **{key: value for key, value in wanted.items() if value is not None}}
-        settings = resolve_settings(self._topology.ipc, **overrides)
-        slices = slices_of(settings)
+        settings = resolve_settings(self._placed.topology.ipc, **overrides)
+        slices_of(settings)  # refuses what does not fit before any call is held up
         if self._steps is not None and self._steps.of_this_thread() is not None:
             raise ConfigError("set_mode: this thread is in a device step; leave it first")
         with self._between_calls():
-            former = self._overrides, self.settings, self._slices
+            former = self._overrides, self.settings
             try:
-                self._overrides, self.settings, self._slices = overrides, settings, slices
+                self._overrides = overrides
+                self._placed.use(settings)
                 self._apply_policy()
             except BaseException:
                 # The settings must not claim what is not in force.
-                self._overrides, self.settings, self._slices = former
+                self._overrides = former[0]
+                self._placed.use(former[1])
                 raise
 
     @contextmanager
@@ -317,7 +293,7 @@ class ExpertRuntime:
 
     def _apply_policy(self) -> None:
         self._note_auto()
-        plans = self._plan_slots()
+        plans, slices = self._placed.plan_slots(), self._placed.slices
         request_dtype, reply_dtype = self.wire_dtypes
         members = self._fleet.members.values()
         if not all(member.slots is not None and member.slots.holds(plans[member.name]) for member in members):
@@ -327,7 +303,7 @@ class ExpertRuntime:
             self._keeper.replace(plans)
         for member in members:
             self._client.set_policy(
-                member.client_index, self._slices.slice_tokens, self._window(member), self._slices.is_measured
+                member.client_index, slices.slice_tokens, self._placed.window(member.slots), slices.is_measured
             )
             self._client.set_dtypes(member.client_index, request_dtype, reply_dtype)
 
@@ -359,15 +335,16 @@ class ExpertRuntime:
             return self._last_stats
         counted = observe.count_calls(self._client, self._fleet, [layer.index for layer in self.spec.layers])
         forecasts = worker_forecasts(self._client.forecasts())
+        slices = self._placed.slices
         return {
             **counted["totals"],
             **counted,
-            "mode": self._slices.mode,
+            "mode": slices.mode,
             "mode_asked": self.settings.mode,
-            "mode_reason": mode_reason(forecasts) if self._slices.is_measured else "as asked",
+            "mode_reason": mode_reason(forecasts) if slices.is_measured else "as asked",
             "auto": {forecast.name: asdict(forecast) for forecast in forecasts},
-            "slice_tokens": self._slices.slice_tokens,
-            "window": self._slices.window,
+            "slice_tokens": slices.slice_tokens,
+            "window": slices.window,
             "wire_dtypes": self.wire_dtypes,
             "numerics": describe_numerics(self.spec.layers, self.placement, self.settings.numerics),
             "transports": {member.name: member.transport for member in self._fleet.members.values()},
@@ -385,7 +362,7 @@ class ExpertRuntime:
         """Returns one entry for every holder of experts. Holders inside this process report this
         process. Workers on other machines are asked, so that the errors of `worker_stats` apply.
         """
-        return observe.list_processes(self._fleet, self._held)
+        return observe.list_processes(self._fleet, self._placed.held)
 
     def check_weights(self, report: ContentsReport = lambda _layer, _count, _total: None) -> int:
         """Compares the content checksums of the weights that every holder has loaded with those of
@@ -399,7 +376,11 @@ class ExpertRuntime:
         self._require_open()
         self._fleet.owner.require_here()
         return compare_with_own_copy(
-            self._fleet.ask_checksum, self._held, Path(self.spec.path), timeout_s=self.settings.start_timeout_s, report=report
+            self._fleet.ask_checksum,
+            self._placed.held,
+            Path(self.spec.path),
+            timeout_s=self.settings.start_timeout_s,
+            report=report,
         )
 
     def take_traces(self) -> list[dict[str, int]]:
@@ -435,18 +416,6 @@ class ExpertRuntime:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
-
-
-def slices_of(settings: Settings) -> _core.SlicePlan:
-    """Plans how the settings cut calls into slices. Raises ConfigError where the slice of mode
-    stream exceeds its maximum.
-    """
-    return _core.plan_slices(
-        settings.mode,
-        batch_capacity=settings.batch_capacity,
-        stream_tokens=settings.stream_tokens,
-        stream_tokens_max=settings.stream_tokens_max,
-    )
 
 
 def _end(keeper: PathKeeper, fleet: Fleet, client: _core.Client) -> None:

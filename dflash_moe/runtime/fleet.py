@@ -26,7 +26,7 @@ from dflash_moe.protocol.identity import local_identity
 from dflash_moe.protocol.messages import LoadShard, compress_experts
 from dflash_moe.runtime.contents import ReferenceChecksums
 from dflash_moe.runtime.held_shards import HeldShard
-from dflash_moe.runtime.launcher import Launcher
+from dflash_moe.runtime.launcher import Launcher, StartedWorker
 from dflash_moe.runtime.local_worker import LocalWorker
 from dflash_moe.runtime.owner import Owner
 from dflash_moe.runtime.session import HostSession
@@ -105,6 +105,7 @@ class Fleet:
         self._threads = threads
         self._decorate = decorate
         self._launcher: Launcher | None = None
+        self._key: bytes | None = None
         # Generations begin at a random number, so that the path of another session never has the
         # same one.
         self._generations = itertools.count(secrets.randbits(48) + 1)
@@ -142,17 +143,12 @@ class Fleet:
         remote = [member for member in self.members.values() if member.transport != "loopback"]
         if any(member.address.is_started_by_host for member in remote):
             self._launcher = Launcher()
+        self._key = key
         for member in remote:
             started = None
             if self._launcher is not None and member.address.is_started_by_host:
                 started = self._launcher.start_worker(member.name, Path(self._spec.path))
-            member.session = HostSession(
-                member.name,
-                member.address,
-                started=started,
-                key=key,
-                socket_buffer_bytes=self._settings.socket_buffer_bytes,
-            )
+            member.session = self._new_session(member, started)
         self._in_parallel([member.name for member in remote], self._greet)
         for member in self.members.values():
             if member.transport == "loopback":
@@ -166,6 +162,21 @@ class Fleet:
                 member.numerics = member.local.numerics
         computed = {member.name: (member.numerics, _isa(member)) for member in self.members.values()}
         check_architectures(computed, self._settings.numerics)
+
+    def _new_session(self, member: Member, started: StartedWorker | None) -> HostSession:
+        return HostSession(
+            member.name, member.address, started=started, key=self._key, socket_buffer_bytes=self._settings.socket_buffer_bytes
+        )
+
+    def reach_again(self, member: Member, shards: Sequence[HeldShard]) -> None:
+        """Opens a new session with a worker that was started by hand, whose former session is over,
+        and loads its shards. Errors are those of a start.
+        """
+        if member.session is not None:
+            member.session.close(seconds=0.0)
+        member.session = self._new_session(member, None)
+        self._greet(member.name)
+        self._load_member(member, shards, lambda _count: None)
 
     def _greet(self, name: str) -> None:
         member = self.members[name]
@@ -275,7 +286,7 @@ class Fleet:
         if member.local is not None:
             channel = member.local.attach(slots, generation)
         else:
-            timeout_s = max(self._settings.call_timeout_s, LEAST_ATTACH_S)
+            timeout_s = self.attach_timeout_s
             session = _session(member)
             is_open = self.may_open_replies and session.started is not None
             channel, pulse_fd = session.attach(slots, member.transport, generation, timeout_s=timeout_s, is_open=is_open)
@@ -288,6 +299,15 @@ class Fleet:
             channel = self._decorate(member.name, channel)
         member.slots = slots
         return channel, generation, pulse_fd
+
+    @property
+    def attach_timeout_s(self) -> float:
+        """A worker has this time to make its end of a data path, in seconds."""
+        return max(self._settings.call_timeout_s, LEAST_ATTACH_S)
+
+    def next_generation(self) -> int:
+        """Returns the generation of a data path that is made somewhere else than in `attach`."""
+        return next(self._generations)
 
     def shards_by_layer(self, held: Mapping[str, Sequence[HeldShard]]) -> list[LayerShards]:
         """Returns every layer with its shards in ascending order, as `Client.define_layer` takes

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from dflash_moe import _core
 from dflash_moe.errors import ProtocolError, UnsupportedError, WorkerLost, WorkerTimeout
@@ -52,6 +52,18 @@ EXIT_STATUS_S = 1.0
 START_LIMIT, CALL_LIMIT = "ipc.start_timeout_s", "ipc.call_timeout_s"
 
 
+@dataclass(frozen=True, slots=True)
+class PathAnswer:
+    """What completes an offered data path: the worker's payload, and descriptors, which the holder
+    owns. The worker's come first, then the dialled data connection if the transport has one, and
+    then the pulse where `has_pulse`.
+    """
+
+    payload: bytes
+    descriptors: list[int]
+    has_pulse: bool
+
+
 class HostSession:
     """Talks to one worker. It owns the control connection and, if the host started the worker, the
     child process. Both belong to the process that made the session, and a forked child leaves them
@@ -89,6 +101,12 @@ class HostSession:
     def pid(self) -> int:
         """The worker's process id on its own machine, 0 as long as it is not known."""
         return self.started.process.pid if self.started else self.hello.pid if self.hello else 0
+
+    def fileno(self) -> int:
+        """Returns the descriptor of the control connection, which hangs up with the worker; -1
+        where there is none.
+        """
+        return self._conversation.connection.fileno() if self._conversation is not None else -1
 
     def connect(self, *, timeout_s: float) -> None:
         """Opens and authenticates the control connection. Raises WorkerLost, WorkerTimeout and
@@ -212,7 +230,22 @@ class HostSession:
         transport has such. It lifts the seal against writing, so that only a worker which this host
         started is asked.
         """
-        wish = Attach(
+        wish = self.wish(slots, transport, generation, is_open=is_open)
+        offer = _core.offer_path(transport, terms_of(wish))
+        answer = self.relay(wish, offer.payload, offer.descriptors, timeout_s=timeout_s)
+        with Descriptors() as held:
+            if answer.has_pulse:
+                held.hold([answer.descriptors.pop()])
+                self._has_pulse = False  # until somebody has it
+            channel = offer.complete(answer.payload, answer.descriptors)
+            self._has_pulse = True
+            return channel, held.take_first() if answer.has_pulse else -1
+
+    def wish(self, slots: _core.SlotPlan, transport: str, generation: int, *, is_open: bool = False) -> Attach:
+        """Returns the message that asks the worker for a data path, before the host's end is
+        offered. It asks for a pulse as long as this session has none.
+        """
+        return Attach(
             generation=generation,
             transport=transport,
             num_slots=slots.num_slots,
@@ -223,37 +256,51 @@ class HostSession:
             socket_buffer_bytes=self._buffer_bytes,
             is_open=is_open,
         )
-        doing = f"attach a {transport} data path"
-        build = self._dialled_path if TRANSPORTS[transport].is_dialled else self._passed_path
+
+    def relay(self, wish: Attach, offered: bytes, descriptors: Sequence[int], *, timeout_s: float) -> PathAnswer:
+        """Carries an offer that somebody made for `wish` to the worker, and returns what completes
+        it. `descriptors` stay the caller's; those of the answer become the caller's.
+
+        Errors: those with which the worker refuses; WorkerLost, WorkerTimeout, ProtocolError, and
+        DflashError naming the limit where this process is out of descriptors.
+        """
+        doing = f"attach a {wish.transport} data path"
+        build = self._dialled_path if TRANSPORTS[wish.transport].is_dialled else self._passed_path
         with self._turn(doing, timeout_s, CALL_LIMIT) as turn, Descriptors() as held:
             try:
-                built = build(turn, wish, held)
+                payload = build(turn, replace(wish, offer=offered), descriptors, held)
             except OSError as error:
                 raise system_failure(f"worker {self.name}: {doing}", error) from None
             self._has_pulse = True
-            return built
+            return PathAnswer(payload, held.take_all(), wish.has_pulse)
 
-    def _passed_path(self, turn: Turn, wish: Attach, held: Descriptors) -> tuple[_core.Channel, int]:
-        """Builds a path whose descriptors travel with the messages, as the pulse's does."""
-        offer = _core.offer_path(wish.transport, terms_of(wish))
-        passed, pulse = list(offer.descriptors), -1
-        if wish.has_pulse:
-            pulse, theirs = held.socket_pair()
-            passed.append(theirs)
-        attached = turn.ask(replace(wish, num_descriptors=len(passed), offer=offer.payload), Attached, passed)
-        channel = offer.complete(attached.answer, turn.take_descriptors(attached.num_descriptors))
-        return channel, held.take(pulse) if wish.has_pulse else -1
+    def _passed_path(self, turn: Turn, wish: Attach, passed: Sequence[int], held: Descriptors) -> bytes:
+        """Asks for a path whose descriptors travel with the messages, as the pulse's does."""
+        passed = list(passed)
+        with Descriptors() as pulse:
+            if wish.has_pulse:
+                _, theirs = pulse.socket_pair()
+                passed.append(theirs)
+            attached = turn.ask(replace(wish, num_descriptors=len(passed)), Attached, passed)
+            held.hold(turn.take_descriptors(attached.num_descriptors))
+            if wish.has_pulse:
+                held.hold([pulse.take_first()])
+        return attached.answer
 
-    def _dialled_path(self, turn: Turn, wish: Attach, held: Descriptors) -> tuple[_core.Channel, int]:
-        """Builds a path whose connections the host dials. The data connection completes it."""
-        offer = _core.offer_path(wish.transport, terms_of(wish))
-        turn.on(Listening, lambda listening: self._dial_back(turn, listening, wish, held))
-        attached = turn.ask(replace(wish, offer=offer.payload), Attached)
-        if not len(held):
-            raise ProtocolError(f"worker {self.name}: Attached came before Listening")
-        answered = turn.take_descriptors(attached.num_descriptors)
-        channel = offer.complete(attached.answer, [*answered, held.take_first()])
-        return channel, held.take_last() if wish.has_pulse else -1
+    def _dialled_path(self, turn: Turn, wish: Attach, passed: Sequence[int], held: Descriptors) -> bytes:
+        """Asks for a path whose connections the host dials. The data connection follows the
+        worker's descriptors, and the pulse's follows that.
+        """
+        if passed:
+            raise ProtocolError(f"worker {self.name}: {len(passed)} descriptors were offered for a {wish.transport} data path")
+        with Descriptors() as dialled:
+            turn.on(Listening, lambda listening: self._dial_back(turn, listening, wish, dialled))
+            attached = turn.ask(wish, Attached)
+            if not len(dialled):
+                raise ProtocolError(f"worker {self.name}: Attached came before Listening")
+            held.hold(turn.take_descriptors(attached.num_descriptors))
+            held.hold(dialled.take_all())
+        return attached.answer
 
     def _dial_back(self, turn: Turn, listening: Listening, wish: Attach, held: Descriptors) -> None:
         if len(held):

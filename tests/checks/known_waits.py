@@ -122,6 +122,9 @@ KNOWN: dict[str, dict[str, str]] = {
         "call listener.accept": "bounded: the listener has a timeout of five seconds",
         "call os.waitpid": _KILLED,
     },
+    "dflash_moe/cli/llama_program.py": {
+        "call self._process.poll": "bounded: Popen.poll asks whether the child has ended and does not wait",
+    },
     "dflash_moe/cli/loading.py": {
         "lock self._lock": "bounded: held over a dictionary and rich's own lock; bars are drawn by a thread of rich's",
     },
@@ -142,6 +145,9 @@ KNOWN: dict[str, dict[str, str]] = {
         "call session.connect": "bounded: takes timeout_s, the start's limit, as its argument",
         "leave ThreadPoolExecutor": "bounded: each step of a start has the start's limit; a failed one ends the others",
     },
+    "dflash_moe/runtime/handover_socket.py": {
+        "call self._listener.accept": "bounded: the listening socket is non-blocking",
+    },
     "dflash_moe/runtime/launcher.py": {
         "call os.write": "bounded: a key of 32 bytes into a pipe that holds 64 KiB and is empty",
         "call outcome.exception": "bounded: called back when the outcome is there, so it answers at once",
@@ -150,6 +156,10 @@ KNOWN: dict[str, dict[str, str]] = {
     },
     "dflash_moe/runtime/path_keeper.py": {
         "call poller.poll": "bounded: it waits for worn paths for as long as its runtime lives; close() rings the same bell",
+    },
+    "dflash_moe/runtime/supervisor.py": {
+        "call socket.accept": "bounded: takes timeout_s, one tick of the accepting thread, as its argument",
+        "lock self._lock": "bounded: held over the fields of a worker and the start of a thread; nothing in it waits",
     },
     "dflash_moe/workers/listener.py": {
         "call poller.poll": "bounded: a worker waits for hosts for as long as it lives; close() ends the polled pipe",

@@ -1,8 +1,9 @@
-"""Checks docs/protocol.md against the schemas of the control messages. `python -m
-tests.checks.message_tables` rewrites the block.
+"""Checks docs/protocol.md against the schemas of the control messages and of the hand-over's.
+`python -m tests.checks.message_tables` rewrites the blocks.
 
-The tables between `<!-- begin messages -->` and `<!-- end messages -->` are generated. They have
-type numbers, fields with integer keys, kinds with limits, and defaults. A stale block is a finding.
+The tables between `<!-- begin messages -->` and `<!-- end messages -->` are generated, and so are
+those of `handover`. They have type numbers, fields with integer keys, kinds with limits, and
+defaults. A stale block is a finding.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -17,7 +18,7 @@ from typing import Any
 from tests.checks import documents
 
 DOCUMENT = "docs/protocol.md"
-NAME = "messages"
+NAMES = ("messages", "handover")
 
 
 def find(root: Path) -> list[str]:
@@ -25,16 +26,17 @@ def find(root: Path) -> list[str]:
     path = root / DOCUMENT
     if not path.exists():
         return [f"{DOCUMENT} is missing; it is the protocol's normative text"]
-    return find_in_text(path.read_text(encoding="utf-8"), render(_schemas()))
+    text = path.read_text(encoding="utf-8")
+    return [finding for name in NAMES for finding in find_in_text(text, render(_schemas(name)), name)]
 
 
-def find_in_text(text: str, expected: str) -> list[str]:
-    """Compares the document's block with the rendered tables, naming the first line that
+def find_in_text(text: str, expected: str, name: str = NAMES[0]) -> list[str]:
+    """Compares the document's block `name` with the rendered tables, naming the first line that
     differs.
     """
-    block = documents.block(text, NAME)
+    block = documents.block(text, name)
     if block is None:
-        return [f"{DOCUMENT}: no block is marked '{NAME}'"]
+        return [f"{DOCUMENT}: no block is marked '{name}'"]
     for found_line, expected_line in zip(_padded(block, expected), _padded(expected, block), strict=True):
         if found_line != expected_line:
             return [
@@ -49,10 +51,11 @@ def _padded(text: str, other: str) -> list[str]:
     return lines + [""] * (len(others) - len(lines))
 
 
-def _schemas() -> Mapping[int, Any]:
+def _schemas(name: str) -> Mapping[int, Any]:
+    from dflash_moe.protocol.handover import HANDOVER_CODEC
     from dflash_moe.protocol.messages import CODEC
 
-    return CODEC.schemas
+    return {"messages": CODEC, "handover": HANDOVER_CODEC}[name].schemas
 
 
 def render(schemas: Mapping[int, Any]) -> str:
@@ -77,14 +80,16 @@ def _field_rows(fields: Iterable[Any]) -> Iterable[str]:
 
 
 def rewrite(root: Path) -> None:
-    """Replaces the document's block."""
+    """Replaces the document's blocks."""
     path = root / DOCUMENT
     text = path.read_text(encoding="utf-8")
-    block = documents.block(text, NAME)
-    if block is None:
-        raise SystemExit(f"{DOCUMENT}: no block is marked '{NAME}'")
-    begin = text.index(f"<!-- begin {NAME} -->\n") + len(f"<!-- begin {NAME} -->\n")
-    path.write_text(text[:begin] + render(_schemas()) + text[begin + len(block) :], encoding="utf-8")
+    for name in NAMES:
+        block = documents.block(text, name)
+        if block is None:
+            raise SystemExit(f"{DOCUMENT}: no block is marked '{name}'")
+        begin = text.index(f"<!-- begin {name} -->\n") + len(f"<!-- begin {name} -->\n")
+        text = text[:begin] + render(_schemas(name)) + text[begin + len(block) :]
+    path.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

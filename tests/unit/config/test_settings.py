@@ -54,6 +54,8 @@ GOOD = {
     "stall_timeout_s": (1, 1.0),
     "spin_us": ("0", 0),
     "cpu_isa": ("avx2", "avx2"),
+    "handover": ("/run/handover", Path("/run/handover")),
+    "handover_token_fd": ("7", 7),
 }
 # name: values that are not allowed
 BAD = {
@@ -76,6 +78,8 @@ BAD = {
     "stall_timeout_s": ["nan"],
     "spin_us": ["-1", "1000001", "much"],
     "cpu_isa": ["sse9", ""],
+    "handover": ["", 3],
+    "handover_token_fd": ["-1", "2147483648", "stdin", ""],
 }
 
 

@@ -1,0 +1,251 @@
+"""`dflash-moe llama`: a program that is not ours, llama.cpp's above all, with the routed experts
+computed by the topology's workers.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from dflash_moe.cli import options
+from dflash_moe.cli.loading import loading_shown
+from dflash_moe.config import format_bytes
+from dflash_moe.errors import ConfigError, DflashError
+
+if TYPE_CHECKING:
+    from dflash_moe.cli.llama_flags import ProgramFlags
+    from dflash_moe.protocol.handover import Counted, PlannedTensor
+    from dflash_moe.runtime.handover_plan import HandoverModel
+    from dflash_moe.runtime.placed_experts import PlacedExperts
+    from dflash_moe.topology import Topology
+
+PACKAGE = Path(__file__).resolve().parents[1]
+PLUGIN = "libggml-dflash-moe.so"
+PLUGIN_VARIABLE = "GGML_BACKEND_PATH"
+NO_PLUGIN = "none"
+EXIT_FAILED = 1
+
+
+def register(app: typer.Typer) -> None:
+    app.command(name="llama")(llama)
+
+
+@options.with_settings
+def llama(
+    program: Annotated[list[str], typer.Argument(metavar="-- PROGRAM", help="The program and its own arguments, behind --.")],
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model", metavar="FILE", help="GGUF file that the workers load [default: the program's -m].", show_default=False
+        ),
+    ] = None,
+    topology: options.TopologyOption = None,
+    plugin: Annotated[
+        str | None,
+        typer.Option(
+            "--plugin",
+            metavar="FILE|none",
+            help="Plug-in for llama.cpp; none for a program that calls the C interface itself "
+            "[default: the one that `make ggml` has built].",
+            show_default=False,
+        ),
+    ] = None,
+    allow_local: Annotated[
+        bool,
+        typer.Option(
+            "--allow-local", help="Let the program compute the layers that workers cannot stand in for, instead of ending it."
+        ),
+    ] = False,
+    **overrides: Any,
+) -> None:
+    """Run llama-server, or another program of llama.cpp, with its routed experts computed by
+    workers. Without a topology: one local CPU worker. The exit code is the program's.
+    """
+    from dflash_moe.cli.llama_flags import read_flags
+    from dflash_moe.cli.llama_program import Program, find_program
+
+    command = [find_program(program[0]), *program[1:]]
+    flags = read_flags(command[0], command[1:], os.environ)
+    if flags.is_telling:
+        told = Program(command, os.environ)
+        with told.signals_passed_on():
+            raise typer.Exit(told.watch(lambda: ""))
+    raise typer.Exit(_run(command, flags, model, options.load_topology(topology), plugin, allow_local, overrides))
+
+
+def _run(
+    command: list[str], flags: ProgramFlags, model: str | None, topology: Topology, plugin: str | None, allow_local: bool,
+    overrides: dict[str, Any],
+) -> int:  # fmt: skip
+    from dflash_moe.cli.llama_flags import excluded, find_model, override_for
+    from dflash_moe.cli.llama_proof import LocalityProof, OpenFiles
+    from dflash_moe.config import resolve_settings
+    from dflash_moe.runtime.handover_plan import check_topology
+    from dflash_moe.runtime.placed_experts import PlacedExperts
+
+    library = _find_plugin(plugin, command[0])
+    path = find_model(model, flags)
+    check_topology(topology)
+    if flags.threads:
+        topology = dataclasses.replace(topology, host=dataclasses.replace(topology.host, threads=flags.threads))
+    known = _describe(path)
+    left = excluded(known.tensors, flags)
+    if len(left) == len(known.tensors):
+        raise ConfigError("the program's flags (-ot) send all routed experts elsewhere; leave some of them to the workers")
+    proof = LocalityProof([tensor.name for tensor in known.tensors], left, may_be_local=allow_local)
+    placed = PlacedExperts(known.spec, topology, resolve_settings(topology.ipc, **overrides))
+    files = OpenFiles(_files_of(path, flags))
+    override = override_for(known.tensors) if library else ""
+    with ExitStack() as closing:
+        closing.callback(placed.fleet.close)
+        with loading_shown() as on_loading:
+            placed.start(on_loading)
+        environ = _environment(placed, library)
+        return _supervise(command, environ, flags, override, known, placed, proof, files, closing)
+
+
+def _find_plugin(given: str | None, program: str) -> str:
+    """Returns the path of the plug-in, empty where none shall be loaded. Raises ConfigError."""
+    from dflash_moe.cli.llama_flags import is_llama_program
+
+    if given == NO_PLUGIN:
+        return ""
+    if given is not None:
+        if not Path(given).expanduser().is_file():
+            raise ConfigError(f"--plugin {given}: no such file; build it with `make ggml LLAMA_CPP=DIR`, or pass none")
+        return str(Path(given).expanduser().resolve())
+    built = PACKAGE / PLUGIN
+    if built.is_file():
+        return str(built)
+    if is_llama_program(program):
+        raise ConfigError(
+            f"{built}: the plug-in is not built; build it for the llama.cpp of {program}: `make ggml LLAMA_CPP=DIR`, DIR "
+            "being its sources"
+        )
+    return ""
+
+
+def _describe(path: Path) -> HandoverModel:
+    """Reads what the workers stand in for from the GGUF file. A stub has no samples of contents."""
+    from dflash_moe.model.gguf_experts import gguf_experts
+    from dflash_moe.model.tensor_sample import tensor_sample
+    from dflash_moe.protocol.handover import PlannedTensor
+    from dflash_moe.runtime.handover_plan import HandoverModel
+
+    found = gguf_experts(path)
+    is_stub = found.checkpoint.stub() is not None
+    for name, reason in found.left_out.items():
+        options.say(f"{name} stays with the program: {reason}")
+    tensors: list[PlannedTensor] = [
+        PlannedTensor(
+            layer=tensor.layer, name=tensor.name, ggml_type=tensor.ggml_type, extents=tensor.extents,
+            num_bytes=tensor.num_bytes, file_offset=tensor.file_offset, has_sample=not is_stub,
+            sample=0 if is_stub else tensor_sample(found.checkpoint, tensor.name),
+        )
+        for tensor in found.tensors
+    ]  # fmt: skip
+    return HandoverModel(found.spec, found.architecture, tuple(tensors))
+
+
+def _files_of(path: Path, flags: ProgramFlags) -> list[Path]:
+    """Returns the files by which a load of the model is noticed: all parts of the workers' one, and
+    the one that the program names, which may be its stub.
+    """
+    from dflash_moe.model.checkpoint_files import find_gguf
+
+    files = {file.resolve() for file in find_gguf(path) or (path,)}
+    own = Path(flags.model).expanduser() if flags.model else path
+    if own.is_file():
+        files |= {file.resolve() for file in find_gguf(own) or (own,)}
+    return sorted(files)
+
+
+def _environment(placed: PlacedExperts, library: str) -> dict[str, str]:
+    environ = dict(os.environ)
+    if library:
+        environ[PLUGIN_VARIABLE] = library
+    if placed.threads.is_oversubscribed:
+        # Threads that wait actively would take the workers' cores for milliseconds in every layer.
+        environ = options.PASSIVE_OPENMP | environ
+    return environ
+
+
+def program_threads(placed: PlacedExperts) -> int:
+    """Returns the number of threads for the program's own part: what the topology says, else the
+    cores that the workers leave.
+    """
+    from dflash_moe.telemetry.machine import physical_cores, usable_cores
+
+    stated = placed.topology.host.threads
+    return stated or max(1, min(physical_cores(), usable_cores()) - sum(placed.threads.workers.values()))
+
+
+def _supervise(
+    command: list[str], environ: dict[str, str], flags: ProgramFlags, override: str, known: HandoverModel,
+    placed: PlacedExperts, proof: Any, files: Any, closing: ExitStack,
+) -> int:  # fmt: skip
+    """Runs the program and returns the command's exit code."""
+    from dflash_moe.cli.llama_flags import add_ours
+    from dflash_moe.cli.llama_program import Program
+    from dflash_moe.cli.llama_proof import Sighting
+    from dflash_moe.runtime.handover_socket import HandoverSocket
+    from dflash_moe.runtime.supervisor import Supervisor
+
+    arguments, environ = add_ours(command[1:], environ, flags, override=override, threads=program_threads(placed))
+    supervisor = Supervisor(
+        known, placed,
+        on_lost=lambda name, text: options.say(f"{text.splitlines()[0]}; calls that need worker {name} fail from now on"),
+        on_back=lambda name: options.say(f"worker {name} is back"),
+    )  # fmt: skip
+    socket = HandoverSocket()
+    closing.callback(socket.close)
+    program = Program([command[0], *arguments], environ | socket.environment(), inherited=[socket.token_fd])
+    closing.callback(program.close)
+    failures: list[DflashError] = []
+
+    def sight() -> Sighting:
+        is_mapped, is_open = files.look(program.pid)
+        calls = supervisor.counted.calls if supervisor.counted is not None else 0
+        return Sighting(is_mapped, is_open, supervisor.is_connected, supervisor.reasons, calls)
+
+    def look() -> str:
+        if supervisor.failure is not None and not supervisor.is_ready:
+            failures.append(supervisor.failure)
+        seen = sight()
+        if not failures and (verdict := proof.judge(seen)):
+            failures.append(DflashError(verdict))
+        if warning := proof.warn(seen):
+            options.say(warning)
+        return str(failures[0]) if failures else ""
+
+    with program.signals_passed_on():
+        socket.expect(program.pid)
+        supervisor.start(socket)
+        closing.callback(supervisor.close)
+        code = program.watch(look)
+        supervisor.await_end()
+    if supervisor.counted is not None:
+        options.say(summary(supervisor.counted))
+    if code == 0 and not failures and (verdict := proof.judge_end(sight())):
+        failures.append(DflashError(verdict))
+    if failures:
+        raise failures[0]
+    return code
+
+
+def summary(counted: Counted) -> str:
+    """Returns the line at the end: calls, bytes against the floor, and time in experts."""
+    moved = counted.request_bytes + counted.reply_bytes
+    against = f", {moved / counted.floor_bytes:.3f} of the floor" if counted.floor_bytes else ""
+    failed = f" ({counted.failed_calls} failed)" if counted.failed_calls else ""
+    return (
+        f"dflash-moe: {counted.calls} calls{failed}, {format_bytes(moved)} moved{against}, "
+        f"{counted.call_ns * 1e-9:.2f} s in experts, {counted.compute_ns * 1e-9:.2f} s of it computed by workers"
+    )

@@ -1,0 +1,105 @@
+"""The routed experts of a model on the workers of a topology, from the plan to loaded weights, and
+what their data paths and calls need to know. Who calls them is not known here.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from dflash_moe import _core
+from dflash_moe.placement import plan_placement
+from dflash_moe.placement.numerics import check_classes, settle_classes
+from dflash_moe.runtime.fleet import ChannelDecorator, Fleet, LoadingReport
+from dflash_moe.runtime.held_shards import shapes_of, shards_by_holder
+from dflash_moe.runtime.threads import thread_plan
+from dflash_moe.runtime.transports import check_paths
+from dflash_moe.topology import HOST
+
+if TYPE_CHECKING:
+    from dflash_moe.config import Settings
+    from dflash_moe.model.spec import ModelSpec
+    from dflash_moe.topology import Topology
+
+
+class PlacedExperts:
+    """A model's experts, placed on the workers of a topology. `start` starts and loads these; they
+    belong to `fleet`, which the owner of this object closes, also after an error.
+
+    `settings` and `slices` are those in force, and change together (`use`).
+    """
+
+    def __init__(
+        self, spec: ModelSpec, topology: Topology, settings: Settings, *, channel_decorator: ChannelDecorator | None = None
+    ) -> None:
+        """Plans everything and starts nothing. Raises ConfigError and UnsupportedError for a plan
+        that cannot be carried out.
+        """
+        self._key = check_paths(topology, settings)
+        self.spec = spec
+        self.topology = topology
+        self.settings = settings
+        self.slices = slices_of(settings)
+        self.placement = plan_placement(spec.layers, topology)
+        check_classes(spec.layers, self.placement, topology, settings.numerics)
+        self.held = shards_by_holder(spec, self.placement)
+        self.threads = thread_plan(topology, settings)
+        self.fleet = Fleet(spec, settings, self.threads, channel_decorator)
+
+    def start(self, on_loading: LoadingReport | None = None) -> None:
+        """Starts and loads all workers. Errors: ConfigError, CheckpointError, UnsupportedError,
+        ProtocolError, WorkerLost, WorkerTimeout.
+        """
+        self.fleet.add_members(self.topology, self.held, HOST)
+        self.fleet.start(self._key)
+        self._settle_classes()
+        self.fleet.check_memory(self.placement.bytes_by_holder(), self.held)
+        self.fleet.load(self.held, on_loading)
+
+    def _settle_classes(self) -> None:
+        """Plans the numerics classes again now that the cards have said which class they compute
+        bf16 in, and checks which classes meet in a layer.
+        """
+        placement = settle_classes(self.placement, {member.name: member.numerics for member in self.fleet.members.values()})
+        if placement != self.placement:
+            check_classes(self.spec.layers, placement, self.topology, self.settings.numerics)
+            self.placement, self.held = placement, shards_by_holder(self.spec, placement)
+
+    def use(self, settings: Settings) -> None:
+        """Puts settings in force that differ from the former ones in mode, slices or wire dtypes
+        only. Raises ConfigError where the slice of mode stream exceeds its maximum.
+        """
+        self.settings, self.slices = settings, slices_of(settings)
+
+    @property
+    def wire_dtypes(self) -> tuple[str, str]:
+        """The dtypes of requests and of replies: those of the settings, else the model's own."""
+        request = self.settings.dtype or self.spec.dtype
+        return request, self.settings.reply_dtype or request
+
+    def plan_slots(self) -> dict[str, _core.SlotPlan]:
+        """Returns the slots of every holder's data path by its name."""
+        shapes = [shapes_of(shards) for shards in self.held.values()]
+        plans = _core.plan_arena(shapes, self.slices, *self.wire_dtypes, self.settings.shared_bytes or 0)
+        return dict(zip(self.held, plans, strict=True))
+
+    def window(self, slots: _core.SlotPlan | None) -> int:
+        """Returns how many slices may be in flight at a member with these `slots`. Where the arena
+        was short, it has fewer of them than the plan asked for, and the window shrinks with them.
+        """
+        if slots is None:
+            return self.slices.window
+        return min(self.slices.window, slots.num_slots - _core.SPARE_SLOTS)
+
+
+def slices_of(settings: Settings) -> _core.SlicePlan:
+    """Plans how the settings cut calls into slices. Raises ConfigError where the slice of mode
+    stream exceeds its maximum.
+    """
+    return _core.plan_slices(
+        settings.mode,
+        batch_capacity=settings.batch_capacity,
+        stream_tokens=settings.stream_tokens,
+        stream_tokens_max=settings.stream_tokens_max,
+    )

@@ -1,0 +1,377 @@
+"""The supervisor of a program that calls our workers by itself: it hands the loaded workers over,
+makes and renews data paths between the program and them, and watches them.
+
+What comes from the program is the word of a process that may be broken or hostile: a closed
+schema, numbers that are looked up before they are used, and one thread per worker at most.
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import select
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from dflash_moe.errors import DflashError, ProtocolError, WorkerLost, WorkerTimeout
+from dflash_moe.protocol.framing import USER_TIMEOUT_MS, Connection, PeerGone
+from dflash_moe.protocol.handover import (
+    Counted,
+    PathAnswered,
+    PathOffered,
+    PathTerms,
+    PathWorn,
+    Ready,
+    RefuseHandover,
+    TensorSeen,
+    WorkerGone,
+    cut_reason,
+)
+from dflash_moe.runtime.handover_plan import HandoverModel, check_holders, plan_messages
+from dflash_moe.runtime.path_keeper import PAUSE_S, RENEWALS
+
+if TYPE_CHECKING:
+    from dflash_moe import _core
+    from dflash_moe.protocol.schema import Message
+    from dflash_moe.runtime.fleet import Member
+    from dflash_moe.runtime.handover_socket import HandoverSocket
+    from dflash_moe.runtime.placed_experts import PlacedExperts
+    from dflash_moe.runtime.session import HostSession
+
+log = logging.getLogger(__name__)
+
+# The program reads a message within this time, unless it is stopped and the socket's buffer full.
+SEND_S = 10.0
+# The program makes its end of a data path within this time, which maps and zeroes memory.
+OFFER_S = 20.0
+# Both watching threads look this often whether they shall end, and processes at whether they did.
+TICK_S = 0.25
+# A worker that was started by hand is dialled again after these pauses, which double.
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 5.0
+# The threads have this time to end once their connections are hung up.
+STOP_S = 5.0
+# What an ended program has sent lies in the socket, and is read in much less time.
+END_S = 2.0
+
+
+@dataclass(slots=True)
+class _Holder:
+    """A worker as the supervisor sees it. `lost` says why it is gone, and is empty otherwise."""
+
+    index: int
+    member: Member
+    lost: str = ""
+    # The generation that the program was last asked to offer a path for, and its offers.
+    generation: int = 0
+    offers: queue.SimpleQueue[tuple[PathOffered, list[int]]] = field(default_factory=queue.SimpleQueue)
+    # One thread at a time makes a path to this worker.
+    making: threading.Lock = field(default_factory=threading.Lock)
+    # The renewal or the return that is under way.
+    thread: threading.Thread | None = None
+
+    @property
+    def session(self) -> HostSession:
+        """The session under way."""
+        session = self.member.session
+        if session is None:
+            raise ProtocolError(f"worker {self.member.name} has no session")
+        return session
+
+
+class Supervisor:
+    """Serves one program. The caller owns workers and socket, and closes them after `close`.
+
+    `on_lost(worker, what happened)` and `on_back(worker)` are called once for each loss and return,
+    from threads of the supervisor.
+    """
+
+    def __init__(
+        self,
+        model: HandoverModel,
+        placed: PlacedExperts,
+        *,
+        on_lost: Callable[[str, str], None],
+        on_back: Callable[[str], None],
+    ) -> None:
+        """Raises ConfigError where the placement leaves experts to the host."""
+        check_holders(placed)
+        self._placed = placed
+        self._slots = placed.plan_slots()
+        self._plan = plan_messages(model, placed, self._slots)
+        self._holders = [_Holder(member.client_index, member) for member in placed.fleet.members.values()]
+        self._planned = {tensor.name for tensor in model.tensors}
+        self._on_lost, self._on_back = on_lost, on_back
+        self._connection: Connection | None = None
+        self._threads: list[threading.Thread] = []
+        # Reads what the program says, until it hangs up.
+        self._serving: threading.Thread | None = None
+        self._is_over = threading.Event()
+        # Guards `_Holder.lost` and `_Holder.thread`.
+        self._lock = threading.Lock()
+        # What the program has said. `reasons` has every planned tensor it met: empty where the
+        # workers stand in for it, else why the program keeps it.
+        self.reasons: dict[str, str] = {}
+        self.counted: Counted | None = None
+        self.is_connected = False
+        self.is_ready = False
+        # Why the workers could not be handed over.
+        self.failure: DflashError | None = None
+
+    def start(self, socket: HandoverSocket) -> None:
+        """Starts to wait for the program, whose process `socket` expects by now."""
+        self._spawn("dflash-handover", lambda: self._accept(socket))
+        self._spawn("dflash-watch", self._watch)
+
+    def await_end(self) -> None:
+        """Waits until the last words of a program that has ended are read, at most END_S."""
+        if self._serving is not None:
+            self._serving.join(END_S)
+
+    def close(self) -> None:
+        """Hangs up on the program and ends all threads; never raises."""
+        self._is_over.set()
+        if self._connection is not None:
+            self._connection.hang_up()
+        deadline = time.monotonic() + STOP_S
+        threads = self._threads + [holder.thread for holder in self._holders if holder.thread is not None]
+        while any(thread.is_alive() for thread in threads) and time.monotonic() < deadline:
+            for holder in self._holders:
+                # Again and again: a return opens a new session, which the former call did not see.
+                if holder.thread is not None and holder.thread.is_alive() and holder.member.session is not None:
+                    holder.member.session.hang_up()
+            next(thread for thread in threads if thread.is_alive()).join(0.05)
+        if self._connection is not None:
+            self._connection.close()
+
+    def _spawn(self, name: str, run: Callable[[], None]) -> threading.Thread:
+        thread = threading.Thread(target=run, name=name, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+        return thread
+
+    def _accept(self, socket: HandoverSocket) -> None:
+        while not self._is_over.is_set():
+            connection = socket.accept(timeout_s=TICK_S)
+            if connection is not None:
+                self._connection = connection
+                self.is_connected = True
+                self._serving = self._spawn("dflash-program", lambda held=connection: self._serve(held))  # type: ignore[misc]
+
+    # -- the program -------------------------------------------------------------------------------
+
+    def _serve(self, connection: Connection) -> None:
+        try:
+            for message in self._plan:
+                self._tell(message)
+            self._spawn("dflash-paths", self._open_paths)
+            while True:
+                # It ends with the program, or when `close` hangs up.
+                self._take(connection, connection.receive(deadline=None, waiting_for="the program"))
+        except PeerGone:
+            log.info("the program has hung up")
+        except DflashError as error:
+            self._refuse(error)
+        finally:
+            connection.hang_up()
+
+    def _refuse(self, error: DflashError) -> None:
+        if not self._is_over.is_set():
+            log.warning("the hand-over ended: %s", error)
+            self.failure = self.failure or error
+        if self._connection is not None:
+            self._connection.hang_up(RefuseHandover(text=cut_reason(str(error))))
+
+    def _tell(self, message: Message, descriptors: list[int] | None = None) -> None:
+        connection = self._connection
+        if connection is None:
+            return
+        try:
+            connection.send(message, deadline=time.monotonic() + SEND_S, descriptors=descriptors or ())
+        except WorkerTimeout:
+            # A part of the message may be on its way, so that nothing can follow it.
+            connection.hang_up()
+            raise PeerGone(f"the program did not read {type(message).__name__} within {SEND_S:g} s") from None
+
+    def _take(self, connection: Connection, message: Message) -> None:
+        """Does what the program asks. Raises ProtocolError for what it must not ask."""
+        if isinstance(message, PathOffered):
+            self._take_offer(self._holder(message.worker), message, connection.take_descriptors(message.num_descriptors))
+            return
+        connection.take_descriptors(0)
+        if isinstance(message, PathWorn):
+            self._begin_to_renew(self._holder(message.worker), message.reason)
+        elif isinstance(message, WorkerGone):
+            self._lose(self._holder(message.worker), message.reason, is_told=True)
+        elif isinstance(message, TensorSeen):
+            if message.name in self._planned:
+                self.reasons[message.name] = message.reason
+        elif isinstance(message, Counted):
+            self.counted = message
+        else:
+            raise ProtocolError(f"the program sent {type(message).__name__}, which only the supervisor sends")
+
+    def _holder(self, index: int) -> _Holder:
+        if index >= len(self._holders):
+            raise ProtocolError(f"the program named worker {index} of {len(self._holders)}")
+        return self._holders[index]
+
+    def _take_offer(self, holder: _Holder, message: PathOffered, descriptors: list[int]) -> None:
+        if message.generation == holder.generation:
+            holder.offers.put((message, descriptors))
+            return
+        # An offer that came too late for its deadline.
+        _close_all(descriptors)
+        if message.generation > holder.generation:
+            raise ProtocolError(f"the program offered a path of generation {message.generation}, which nobody asked for")
+
+    # -- data paths --------------------------------------------------------------------------------
+
+    def _open_paths(self) -> None:
+        try:
+            for holder in self._holders:
+                if holder.lost:
+                    raise WorkerLost(f"worker {holder.member.name} {holder.lost}", worker=holder.member.name)
+                self._make_path(holder)
+            self.is_ready = True
+            self._tell(Ready())
+        except PeerGone:
+            pass
+        except DflashError as error:
+            self._refuse(error)
+
+    def _make_path(self, holder: _Holder) -> None:
+        """Makes a fresh data path between the program and a worker. Raises PeerGone where the
+        program hung up, and the errors of `HostSession.relay`.
+        """
+        name, transport, slots = holder.member.name, holder.member.transport, self._slots[holder.member.name]
+        timeout_s = self._placed.fleet.attach_timeout_s
+        if not holder.making.acquire(timeout=timeout_s + OFFER_S):
+            raise WorkerTimeout(f"worker {name}: another data path is being made all the while", worker=name)
+        try:
+            offers = holder.offers = queue.SimpleQueue()
+            generation = holder.generation = self._placed.fleet.next_generation()
+            session = holder.session
+            wish = session.wish(slots, transport, generation)
+            self._tell(_terms(holder, slots, generation, transport, wish.socket_buffer_bytes))
+            try:
+                offered, descriptors = offers.get(timeout=OFFER_S)
+            except queue.Empty:
+                raise WorkerTimeout(f"the program did not offer a data path to worker {name} within {OFFER_S:g} s") from None
+            try:
+                answer = session.relay(wish, offered.payload, descriptors, timeout_s=timeout_s)
+            finally:
+                _close_all(descriptors)
+            try:
+                answered = PathAnswered(
+                    worker=holder.index, generation=generation, payload=answer.payload,
+                    num_descriptors=len(answer.descriptors), has_pulse=answer.has_pulse,
+                )  # fmt: skip
+                self._tell(answered, answer.descriptors)
+            finally:
+                _close_all(answer.descriptors)
+            holder.member.slots = slots
+        finally:
+            holder.making.release()
+
+    def _begin_to_renew(self, holder: _Holder, reason: str) -> None:
+        log.info("worker %s: its data path is worn: %s", holder.member.name, reason)
+        with self._lock:
+            is_busy = holder.thread is not None and holder.thread.is_alive()
+            if holder.lost or is_busy or self._is_over.is_set():
+                return
+            holder.thread = threading.Thread(
+                target=self._renew, args=(holder,), name=f"dflash-path-{holder.index}", daemon=True
+            )
+            holder.thread.start()
+
+    def _renew(self, holder: _Holder) -> None:
+        """Tries as often as PathKeeper does, and then gives the worker up."""
+        failure = ""
+        for attempt in range(RENEWALS):
+            if self._is_over.is_set() or holder.lost:
+                return
+            try:
+                self._make_path(holder)
+                log.info("worker %s: data path renewed, generation %d", holder.member.name, holder.generation)
+                return
+            except PeerGone:
+                return
+            except WorkerLost as error:
+                failure = str(error)
+                break
+            except DflashError as error:
+                log.warning("worker %s: data path not renewed (attempt %d): %s", holder.member.name, attempt + 1, error)
+                failure = f"its data path could not be renewed: {error}"
+                self._is_over.wait(PAUSE_S)
+        self._lose(holder, failure)
+
+    # -- workers -----------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        """Sees that a worker's control connection hangs up, as it does when its process ends."""
+        while not self._is_over.wait(0):
+            poller = select.poll()
+            watched = {}
+            for holder in self._holders:
+                descriptor = -1 if holder.lost or holder.member.session is None else holder.member.session.fileno()
+                if descriptor >= 0:
+                    watched[descriptor] = holder
+                    poller.register(descriptor, select.POLLRDHUP)
+            for descriptor, _ in poller.poll(TICK_S * 1000):
+                self._lose(watched[descriptor], "hung up")
+
+    def _lose(self, holder: _Holder, reason: str, *, is_told: bool = False) -> None:
+        """Notes that a worker is gone, and tells caller and program. `is_told` says that the
+        program knows.
+        """
+        with self._lock:
+            if holder.lost or self._is_over.is_set():
+                return
+            holder.lost = reason or "is gone"
+            is_by_hand = not holder.member.address.is_started_by_host
+            if is_by_hand:
+                holder.thread = threading.Thread(
+                    target=self._bring_back, args=(holder,), name=f"dflash-return-{holder.index}", daemon=True
+                )
+        with contextlib.suppress(DflashError):
+            if not is_told:
+                self._tell(WorkerGone(worker=holder.index, reason=cut_reason(holder.lost)))
+        self._on_lost(holder.member.name, str(holder.session.loss(holder.lost)))
+        if is_by_hand and holder.thread is not None:
+            holder.thread.start()
+
+    def _bring_back(self, holder: _Holder) -> None:
+        """Reaches a worker again that somebody starts anew, or that goes on after a pause."""
+        pause = FIRST_PAUSE_S
+        while not self._is_over.wait(pause):
+            pause = min(2 * pause, LONGEST_PAUSE_S)
+            try:
+                self._placed.fleet.reach_again(holder.member, self._placed.held[holder.member.name])
+                self._make_path(holder)
+            except PeerGone:
+                return
+            except DflashError as error:
+                log.info("worker %s is not back yet: %s", holder.member.name, error)
+                continue
+            holder.lost = ""
+            self._on_back(holder.member.name)
+            return
+
+
+def _terms(holder: _Holder, slots: _core.SlotPlan, generation: int, transport: str, buffer_bytes: int) -> PathTerms:
+    return PathTerms(
+        worker=holder.index, generation=generation, transport=transport, num_slots=slots.num_slots,
+        request_bytes=slots.request_bytes, reply_bytes=slots.reply_bytes, socket_buffer_bytes=buffer_bytes,
+        user_timeout_ms=USER_TIMEOUT_MS,
+    )  # fmt: skip
+
+
+def _close_all(descriptors: list[int]) -> None:
+    while descriptors:
+        os.close(descriptors.pop())

@@ -1,0 +1,214 @@
+"""`dflash-moe llama` with a program that takes the workers over and calls them: same bits, who may
+take them, renewals, lost workers, signals, and the proof that nothing is computed silently.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("gguf")
+
+from dflash_moe.model.gguf_experts import gguf_model_spec
+from dflash_moe.runtime.expert_runtime import ExpertRuntime
+from dflash_moe.testing.tiny_gguf import tiny_gguf
+from dflash_moe.topology import Topology
+from tests import handover_program
+
+PROGRAM = Path(handover_program.__file__)
+ROOT = PROGRAM.parents[1]
+LIMIT_S = 120
+WORKERS = "version: 1\nworkers:\n"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("model") / "tiny.gguf"
+    tiny_gguf(path, "q8_0", hidden_size=64, moe_intermediate_size=32, num_experts=8, top_k=2, num_layers=2)
+    return path
+
+
+def topology(folder: Path, *workers: str) -> Path:
+    path = folder / "topology.yaml"
+    path.write_text(WORKERS + "".join(f"  - {{{worker}}}\n" for worker in workers))
+    return path
+
+
+def start(scene: str, out: Path, model: Path, *flags: object, new_session: bool = False) -> subprocess.Popen[str]:
+    command = [
+        sys.executable, "-m", "dflash_moe", "llama", "--model", model, "--plugin", "none", *flags, "--",
+        sys.executable, PROGRAM, scene, out,
+    ]  # fmt: skip
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "TEST_MODEL": str(model), "TMPDIR": str(out.parent)}
+    return subprocess.Popen(
+        [*map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ, cwd=ROOT,
+        start_new_session=new_session,
+    )  # fmt: skip
+
+
+def end(process: subprocess.Popen[str], out: Path) -> tuple[int, str]:
+    """(exit code, stderr). The folder of the hand-over is gone by then."""
+    try:
+        _, stderr = process.communicate(timeout=LIMIT_S)
+    finally:
+        process.kill()
+    assert not list(out.parent.glob("dflash-moe-*")), stderr
+    return process.returncode, stderr
+
+
+def run(scene: str, out: Path, model: Path, *flags: object) -> tuple[int, str]:
+    return end(start(scene, out, model, *flags), out)
+
+
+def wait_until_ready(process: subprocess.Popen[str], out: Path) -> None:
+    until = time.monotonic() + LIMIT_S
+    while not Path(f"{out}.ready").exists():
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+def worker_process(process: subprocess.Popen[str], name: str) -> int:
+    """The process of a worker that `process` started."""
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                command = (entry / "cmdline").read_bytes().split(b"\0")
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            except OSError:
+                continue
+            if parent == process.pid and b"worker" in command and name.encode() in command:
+                return int(entry.name)
+    raise AssertionError(f"{name} does not run")
+
+
+TWO = ("name: w0, backend: cpu, threads: 1", "name: w1, backend: cpu, threads: 1")
+
+
+@pytest.mark.parametrize("address", ["", ", address: unix", ", address: tcp"])
+@pytest.mark.timeout(300)
+def test_program_gets_the_bits_of_a_runtime(model, tmp_path, address):
+    plan = topology(tmp_path, *(worker + address for worker in TWO))
+    code, stderr = run("compute", tmp_path / "out", model, "--topology", plan)
+    assert code == 0, stderr
+    assert "dflash-moe: 2 calls, 1000 bytes moved, 1.000 of the floor, 2.00 s in experts, 1.00 s of it" in stderr
+    found = json.loads((tmp_path / "out").read_text())
+    assert found["architecture"] == "qwen3moe"
+    assert int(found["threads"]) >= 1
+    with ExpertRuntime.start(Topology.load(plan), gguf_model_spec(model)) as runtime:
+        for layer, output in zip(runtime.layers, found["outputs"], strict=True):
+            rows, ids, weights = handover_program.inputs(layer.ffn.in_size, layer.num_experts, layer.top_k)
+            assert runtime.experts(layer.index, rows, ids, weights).tolist() == output
+
+
+@pytest.mark.parametrize("address", ["", ", address: tcp"])
+def test_worn_paths_are_renewed(model, tmp_path, address):
+    plan = topology(tmp_path, *(worker + address for worker in TWO))
+    code, stderr = run("worn", tmp_path / "out", model, "--topology", plan)
+    assert code == 0, stderr
+    found = json.loads((tmp_path / "out").read_text())
+    assert found["equal"]
+    assert len(set(found["generations"])) == 6
+
+
+@pytest.mark.parametrize(
+    ("scene", "said"),
+    [
+        ("second", "has taken the workers already"),
+        ("wrong_token", "the token is not the one"),
+        ("grandchild", "have a script replace itself by it (exec)"),
+        ("hostile", "worker 1000 of 1"),
+    ],
+)
+def test_others_get_a_sentence(model, tmp_path, scene, said):
+    code, stderr = run(scene, tmp_path / "out", model)
+    assert code == 0, stderr
+    assert said in json.loads((tmp_path / "out").read_text())
+
+
+def test_program_that_keeps_a_tensor_is_ended(model, tmp_path):
+    code, stderr = run("kept", tmp_path / "out", model)
+    assert code == 1
+    last = stderr.splitlines()[-1]
+    assert "keeps" in last
+    assert "blk.0.ffn_" in last
+    assert "no kernel for it" in last
+
+
+@pytest.mark.parametrize(("scene", "said"), [("silent", "has not asked for the workers"), ("local", "called no worker")])
+def test_program_that_computes_by_itself_is_noticed(model, tmp_path, scene, said):
+    code, stderr = run(scene, tmp_path / "out", model)
+    assert code == 1
+    assert said in stderr.splitlines()[-1]
+
+
+def test_lost_worker_is_told_once_and_the_program_lives(model, tmp_path):
+    process = start("lost", tmp_path / "out", model, "--topology", topology(tmp_path, *TWO))
+    wait_until_ready(process, tmp_path / "out")
+    os.kill(worker_process(process, "w1"), signal.SIGKILL)
+    code, stderr = end(process, tmp_path / "out")
+    assert code == 0, stderr
+    found = json.loads((tmp_path / "out").read_text())
+    assert "w1" in found["failure"]
+    assert found["worker"] == 1
+    assert stderr.count("worker w1 hung up; process") == 1
+    assert "was killed by SIGKILL" in stderr
+
+
+@pytest.mark.parametrize(("number", "expected"), [(signal.SIGTERM, 7), (signal.SIGHUP, 128 + 1), (signal.SIGINT, 1)], ids=str)
+def test_signals_are_passed_on(model, tmp_path, number, expected):
+    process = start("idle", tmp_path / "out", model, new_session=True)
+    wait_until_ready(process, tmp_path / "out")
+    process.send_signal(number)
+    code, stderr = end(process, tmp_path / "out")
+    # The program waits for SIGTERM, SIGHUP kills it, and Ctrl-C ends its interpreter.
+    assert code == (130 if number == signal.SIGINT else expected), stderr
+
+
+def test_killed_launcher_takes_the_program_along(model, tmp_path):
+    process = start("orphan", tmp_path / "out", model)
+    wait_until_ready(process, tmp_path / "out")
+    pid = json.loads((tmp_path / "out").read_text())
+    process.kill()
+    process.communicate(timeout=LIMIT_S)
+    until = time.monotonic() + LIMIT_S
+    while Path(f"/proc/{pid}").exists() and time.monotonic() < until:
+        time.sleep(0.02)
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def hand_worker(model: Path, plan: Path) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "dflash_moe", "worker", "--name", "w0", "--model", model, "--topology", plan]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen([*map(str, command)], stdout=subprocess.PIPE, text=True, env=environ, cwd=ROOT)
+    assert process.stdout is not None
+    assert "listens on" in process.stdout.readline()
+    return process
+
+
+def test_worker_by_hand_comes_back(model, tmp_path):
+    plan = topology(tmp_path, f"name: w0, backend: cpu, threads: 1, address: 'unix://{tmp_path}/w0.sock'")
+    worker = hand_worker(model, plan)
+    process = start("back", tmp_path / "out", model, "--topology", plan)
+    try:
+        wait_until_ready(process, tmp_path / "out")
+        worker.kill()
+        worker.communicate()
+        worker = hand_worker(model, plan)
+        code, stderr = end(process, tmp_path / "out")
+    finally:
+        process.kill()
+        worker.kill()
+        worker.communicate()
+    assert code == 0, stderr
+    assert json.loads((tmp_path / "out").read_text())["equal"]
+    assert "worker w0 is back" in stderr
