@@ -7,6 +7,7 @@ SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 from contextlib import ExitStack
 from pathlib import Path
@@ -63,6 +64,12 @@ def llama(
             "--allow-local", help="Let the program compute the layers that workers cannot stand in for, instead of ending it."
         ),
     ] = False,
+    json_out: Annotated[
+        Path | None,
+        typer.Option(
+            "--json", metavar="OUT", help="Write the counters of the line at the end to this file.", show_default=False
+        ),
+    ] = None,
     **overrides: Any,
 ) -> None:
     """Run llama-server, or another program of llama.cpp, with its routed experts computed by
@@ -77,12 +84,12 @@ def llama(
         told = Program(command, os.environ)
         with told.signals_passed_on():
             raise typer.Exit(told.watch(lambda: ""))
-    raise typer.Exit(_run(command, flags, model, options.load_topology(topology), plugin, allow_local, overrides))
+    raise typer.Exit(_run(command, flags, model, options.load_topology(topology), plugin, allow_local, json_out, overrides))
 
 
 def _run(
     command: list[str], flags: ProgramFlags, model: str | None, topology: Topology, plugin: str | None, allow_local: bool,
-    overrides: dict[str, Any],
+    json_out: Path | None, overrides: dict[str, Any],
 ) -> int:  # fmt: skip
     from dflash_moe.cli.llama_flags import excluded, find_model, override_for
     from dflash_moe.cli.llama_proof import LocalityProof, OpenFiles
@@ -108,7 +115,7 @@ def _run(
         with loading_shown() as on_loading:
             placed.start(on_loading)
         environ = _environment(placed, library)
-        return _supervise(command, environ, flags, override, known, placed, proof, files, closing)
+        return _supervise(command, environ, flags, override, known, placed, proof, files, json_out, closing)
 
 
 def _find_plugin(given: str | None, program: str) -> str:
@@ -189,7 +196,7 @@ def program_threads(placed: PlacedExperts) -> int:
 
 def _supervise(
     command: list[str], environ: dict[str, str], flags: ProgramFlags, override: str, known: HandoverModel,
-    placed: PlacedExperts, proof: Any, files: Any, closing: ExitStack,
+    placed: PlacedExperts, proof: Any, files: Any, json_out: Path | None, closing: ExitStack,
 ) -> int:  # fmt: skip
     """Runs the program and returns the command's exit code."""
     from dflash_moe.cli.llama_flags import add_ours
@@ -233,6 +240,8 @@ def _supervise(
         supervisor.await_end()
     if supervisor.counted is not None:
         options.say(summary(supervisor.counted))
+        if json_out is not None:
+            json_out.write_text(json.dumps(dataclasses.asdict(supervisor.counted)) + "\n", encoding="utf-8")
     if code == 0 and not failures and (verdict := proof.judge_end(sight())):
         failures.append(DflashError(verdict))
     if failures:
