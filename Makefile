@@ -79,9 +79,10 @@ $(STAMPS)/packages: pyproject.toml setup.py bench/demo_model/pyproject.toml $(ST
 # setup.py; if somebody removed it, installing again brings it back.
 core: $(STAMPS)/packages
 	@if [ ! -f build/core/build.ninja ]; then rm -f $(STAMPS)/packages; $(MAKE) --no-print-directory $(STAMPS)/packages; fi
-	@$(CMAKE) --build build/core --target _core _measure dflash_sim dflash_sim_measure -- --quiet | sed '/^-- /d'
+	@$(CMAKE) --build build/core --target _core _measure dflash_sim dflash_sim_measure dflash_moe -- --quiet | sed '/^-- /d'
 	@cp --update --remove-destination build/core/_core.*.so build/core/_measure.*.so build/core/libdflash_sim.so \
-	  build/core/libdflash_sim_measure.so dflash_moe/
+	  build/core/libdflash_sim_measure.so build/core/libdflash_moe.so dflash_moe/
+	@mkdir -p dflash_moe/include && cp --update --remove-destination csrc/c_interface/dflash_moe.h dflash_moe/include/
 
 # Minutes, most of them in the vendors' compilers; neither card nor driver is needed.
 # CUDA_ARCHS="90a", HIP_ARCHS="gfx906" build for some.
@@ -161,7 +162,7 @@ wheel: core ## build the wheel, install it in an empty environment and import it
 # -- housekeeping ----------------------------------------------------------------------------------
 
 clean: ## remove what was built; keep .venv
-	@rm -rf build dist *.egg-info dflash_moe/_core*.so dflash_moe/_measure*.so dflash_moe/libdflash_*.so
+	@rm -rf build dist *.egg-info dflash_moe/_core*.so dflash_moe/_measure*.so dflash_moe/libdflash_*.so dflash_moe/include
 
 distclean: clean ## remove .venv too
 	@rm -rf $(VENV)

@@ -1,5 +1,6 @@
-"""Builds the C++ core, the extension that measures and the simulator's plug-ins with CMake, and
-completes the links of the readme; everything else about the package is in pyproject.toml.
+"""Builds the C++ core, the extension that measures, the simulator's plug-ins and the library of the
+C interface with CMake, and completes the links of the readme; everything else about the package is
+in pyproject.toml.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -18,13 +19,15 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
-# of the backend `sim`, opened at run time: by the core, and by what measures
-PLUGINS = {"_core": "dflash_sim", "_measure": "dflash_sim_measure"}
+# What comes beside each extension. The plug-ins of the backend `sim` are opened at run time, by the
+# core and by what measures; the library of the C interface is for programs without Python.
+LIBRARIES = {"_core": ("dflash_sim", "dflash_moe"), "_measure": ("dflash_sim_measure",)}
+C_HEADER = ROOT / "csrc" / "c_interface" / "dflash_moe.h"
 
 
 class CMakeBuild(build_ext):
-    """Configures csrc/ and builds an extension and its plug-in into the place setuptools asks
-    for.
+    """Configures csrc/ and builds an extension and what comes beside it into the place setuptools
+    asks for.
     """
 
     def build_extension(self, ext: Extension) -> None:
@@ -51,12 +54,15 @@ class CMakeBuild(build_ext):
             configure.append("-DCMAKE_CXX_COMPILER_LAUNCHER=ccache")
         subprocess.run(configure, check=True, env=environment)
         module = ext.name.rpartition(".")[2]
-        plugin = PLUGINS[module]
-        subprocess.run(["cmake", "--build", str(build_dir), "--target", module, plugin], check=True, env=environment)
+        libraries = LIBRARIES[module]
+        subprocess.run(["cmake", "--build", str(build_dir), "--target", module, *libraries], check=True, env=environment)
         target.parent.mkdir(parents=True, exist_ok=True)
-        for built in (target, target.with_name(f"lib{plugin}.so")):
+        for built in (target, *(target.with_name(f"lib{library}.so") for library in libraries)):
             built.unlink(missing_ok=True)  # a process that has the former one mapped keeps it
             shutil.copy2(build_dir / built.name, built)
+        if "dflash_moe" in libraries:
+            (target.parent / "include").mkdir(exist_ok=True)
+            shutil.copy2(C_HEADER, target.parent / "include" / C_HEADER.name)
         for card_plugin in map(Path, os.environ.get("DFLASH_PLUGINS", "").split()):  # of `make plugins`
             shutil.copy2(card_plugin, target.parent / card_plugin.name)
 
@@ -74,6 +80,6 @@ def readme() -> str:
 setup(
     long_description=readme(),
     long_description_content_type="text/markdown",
-    ext_modules=[Extension(f"dflash_moe.{module}", sources=[]) for module in PLUGINS],
+    ext_modules=[Extension(f"dflash_moe.{module}", sources=[]) for module in LIBRARIES],
     cmdclass={"build_ext": CMakeBuild},
 )

@@ -152,21 +152,23 @@ using dflash::Status;
 uint32_t dflash_moe_interface_version(void) { return DFLASH_MOE_INTERFACE_VERSION; }
 
 dflash_moe_client* dflash_moe_open(const char* path) {
-  return guarded<>(static_cast<dflash_moe_client*>(nullptr), [&]() -> dflash_moe_client* {
-    pid_t former = claimed_by.load();
-    if (former == ::getpid() || !claimed_by.compare_exchange_strong(former, ::getpid())) {
-      failed(DFLASH_MOE_INVALID, "this process has a client already; close it before the next");
-      return nullptr;
-    }
-    auto session = open(path);
-    if (!session.ok()) {
-      failed(session.error());
-      claimed_by.store(0);
-      return nullptr;
-    }
-    open_session.store(session.value());
-    return reinterpret_cast<dflash_moe_client*>(session.value());
-  });
+  pid_t former = claimed_by.load();
+  const bool is_free =
+      former != ::getpid() && claimed_by.compare_exchange_strong(former, ::getpid());
+  auto* const client =
+      guarded(static_cast<dflash_moe_client*>(nullptr), [&]() -> dflash_moe_client* {
+        if (!is_free) {
+          failed(DFLASH_MOE_INVALID, "this process has a client already; close it before the next");
+          return nullptr;
+        }
+        auto session = open(path);
+        if (session.ok()) return reinterpret_cast<dflash_moe_client*>(session.value());
+        failed(session.error());
+        return nullptr;
+      });
+  if (client != nullptr) open_session.store(session_of(client));
+  if (client == nullptr && is_free) claimed_by.store(0);
+  return client;
 }
 
 void dflash_moe_close(dflash_moe_client* client) {

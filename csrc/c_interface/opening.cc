@@ -1,5 +1,7 @@
 // Takes a hand-over: the token, the plan, a path to every worker, and that all is ready.
 // SPDX-License-Identifier: Apache-2.0
+#include <signal.h>
+
 #include <cerrno>
 #include <system_error>
 #include <utility>
@@ -85,13 +87,24 @@ Result<std::unique_ptr<Session>> Session::open(const Supervisor& supervisor) {
   if (!session->bell_.is_open() || !session->exit_bell_.is_open() || session->client_.worn_fd() < 0)
     return system_error("cannot make the bells of a client");
   DFLASH_TRY(session->take_paths(std::move(made).value()));
-  try {
-    session->keeper_ = std::thread([keeping = session.get()] { keeping->keep(); });
-  } catch (const std::system_error& error) {
-    return system_error("cannot start the thread that keeps the supervisor's connection",
-                        error.code().value());
-  }
+  DFLASH_TRY(session->start_keeper());
   return session;
+}
+
+// The program's signals are the program's: none of its handlers runs on the keeper.
+Status Session::start_keeper() {
+  sigset_t all, former;
+  ::sigfillset(&all);
+  ::pthread_sigmask(SIG_SETMASK, &all, &former);
+  Status started = ok();
+  try {
+    keeper_ = std::thread([this] { keep(); });
+  } catch (const std::system_error& error) {
+    started = system_error("cannot start the thread that keeps the supervisor's connection",
+                           error.code().value());
+  }
+  ::pthread_sigmask(SIG_SETMASK, &former, nullptr);
+  return started;
 }
 
 Status Session::take_paths(std::vector<MadePath> made) {

@@ -125,6 +125,7 @@ void Session::book(OpenCall& call) {
     if (!outcome.ok()) ++num_failed_;
     call_ns_ += static_cast<uint64_t>(call.call_->ended_ns - call.call_->submitted_ns);
     const int64_t now = now_ns();
+    last_ended_ns_ = now;
     is_due = now >= next_snapshot_ns_;
     if (is_due) next_snapshot_ns_ = now + kCountPeriodNs;
   }

@@ -86,6 +86,7 @@ class Session {
 
   // opening.cc
   Status take_paths(std::vector<MadePath> made);
+  Status start_keeper();
 
   // session.cc
   Error closed_or(Error error) const;
@@ -118,7 +119,7 @@ class Session {
   uint64_t num_open_ = 0;           // calls that are not booked
   wire::Counted counted_;           // as they were at the last snapshot
   uint64_t num_counted_ended_ = 0;  // num_ended_ of that snapshot
-  int64_t next_snapshot_ns_ = 0;
+  int64_t last_ended_ns_ = 0, next_snapshot_ns_ = 0;
 
   // -- between callers and the keeper --
   // Relaxed: the bell orders them.

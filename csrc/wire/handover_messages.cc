@@ -25,26 +25,18 @@ constexpr const char* kNames[] = {
     "Ready",        "PathWorn",       "WorkerGone", "TensorSeen",    "Counted"};
 static_assert(std::size(kNames) == std::variant_size_v<HandoverMessage>);
 
-// -- the tables
-// ------------------------------------------------------------------------------------
+// A message to read into, or one to write.
+template <class M, class T>
+concept Is = std::is_same_v<std::remove_const_t<M>, T>;
 
-template <class W, class M>
-void walk(W& w, M& m)
-  requires std::is_same_v<std::remove_const_t<M>, OpenHandover>
-{
+// -- the fields of every message --
+
+void walk(auto& w, Is<OpenHandover> auto& m) {
   w.uint(1, "version", m.version, kU16);
   w.fixed(2, "token", m.token);
 }
-template <class W, class M>
-void walk(W& w, M& m)
-  requires std::is_same_v<std::remove_const_t<M>, RefuseHandover>
-{
-  w.text(1, "text", m.text, kMaxReasonBytes);
-}
-template <class W, class M>
-void walk(W& w, M& m)
-  requires std::is_same_v<std::remove_const_t<M>, PlanHead>
-{
+void walk(auto& w, Is<RefuseHandover> auto& m) { w.text(1, "text", m.text, kMaxReasonBytes); }
+void walk(auto& w, Is<PlanHead> auto& m) {
   w.uint(1, "num_workers", m.num_workers, 1024);
   w.uint(2, "num_layers", m.num_layers, 4096);
   w.uint(3, "num_shards", m.num_shards, 1 << 20);
@@ -55,10 +47,7 @@ void walk(W& w, M& m)
   w.uint(8, "call_timeout_ns", m.call_timeout_ns, kU64);
   w.uint(9, "stall_timeout_ns", m.stall_timeout_ns, kU64);
 }
-template <class W, class M>
-void walk(W& w, M& m)
-  requires std::is_same_v<std::remove_const_t<M>, PlannedWorker>
-{
+void walk(auto& w, Is<PlannedWorker> auto& m) {
   w.text(1, "name", m.name, 128);
   w.uint(2, "slice_tokens", m.slice_tokens, kU32);
   w.uint(3, "window", m.window, kU32);
@@ -66,10 +55,7 @@ void walk(W& w, M& m)
   w.text(5, "request_dtype", m.request_dtype, 8);
   w.text(6, "reply_dtype", m.reply_dtype, 8);
 }
-template <class W, class M>
-void walk(W& w, M& m)
-  requires std::is_same_v<std::remove_const_t<M>, PlannedLayer>
-{
+void walk(auto& w, Is<PlannedLayer> auto& m) {
   w.uint(1, "layer", m.layer, kU32);
   w.text(2, "name", m.name, kMaxTensorNameBytes);
   w.uint(3, "in_size", m.in_size, kU32);
@@ -87,20 +73,14 @@ void walk(W& w, M& m)
   w.flag(15, "has_gate_up_bias", m.has_gate_up_bias);
   w.flag(16, "has_down_bias", m.has_down_bias);
 }
-template <class W, class M>
-void walk(W& w, M& m)
-  requires std::is_same_v<std::remove_const_t<M>, PlannedShard>
-{
+void walk(auto& w, Is<PlannedShard> auto& m) {
   w.uint(1, "layer", m.layer, kU32);
   w.uint(2, "shard", m.shard, kU32);
   w.uint(3, "worker", m.worker, kU32);
   w.uint(4, "weights_fingerprint", m.weights_fingerprint, kU64);
   w.list(5, "expert_ranges", m.expert_ranges, kMaxRangeNumbers, kU32);
 }
-template <class W, class M>
-void walk(W& w, M& m)
-  requires std::is_same_v<std::remove_const_t<M>, PlannedTensor>
-{
+void walk(auto& w, Is<PlannedTensor> auto& m) {
   w.uint(1, "layer", m.layer, kU32);
   w.text(2, "name", m.name, kMaxTensorNameBytes);
   w.uint(3, "ggml_type", m.ggml_type, kU16);
@@ -110,10 +90,7 @@ void walk(W& w, M& m)
   w.flag(7, "has_sample", m.has_sample);
   w.uint(8, "sample", m.sample, kU32);
 }
-template <class W, class M>
-void walk(W& w, M& m)
-  requires std::is_same_v<std::remove_const_t<M>, PathTermsMessage>
-{
+void walk(auto& w, Is<PathTermsMessage> auto& m) {
   w.uint(1, "worker", m.worker, kU32);
   w.uint(2, "generation", m.generation, kU64);
   w.text(3, "transport", m.transport, 32);
@@ -123,48 +100,31 @@ void walk(W& w, M& m)
   w.uint(7, "socket_buffer_bytes", m.socket_buffer_bytes, kU64);
   w.uint(8, "user_timeout_ms", m.user_timeout_ms, kU32);
 }
-template <class W, class M>
-void walk(W& w, M& m)
-  requires std::is_same_v<std::remove_const_t<M>, PathOffered>
-{
+void walk(auto& w, Is<PathOffered> auto& m) {
   w.uint(1, "worker", m.worker, kU32);
   w.uint(2, "generation", m.generation, kU64);
   w.octets(3, "payload", m.payload, kMaxPayloadOctets);
   w.uint(4, "num_descriptors", m.num_descriptors, kU16);
 }
-template <class W, class M>
-void walk(W& w, M& m)
-  requires std::is_same_v<std::remove_const_t<M>, PathAnswered>
-{
+void walk(auto& w, Is<PathAnswered> auto& m) {
   w.uint(1, "worker", m.worker, kU32);
   w.uint(2, "generation", m.generation, kU64);
   w.octets(3, "payload", m.payload, kMaxPayloadOctets);
   w.uint(4, "num_descriptors", m.num_descriptors, kU16);
   w.flag(5, "has_pulse", m.has_pulse);
 }
-template <class W, class M>
-void walk(W&, M&)
-  requires std::is_same_v<std::remove_const_t<M>, HandoverReady>
-{}
-template <class W, class M>
-void walk(W& w, M& m)
-  requires std::is_same_v<std::remove_const_t<M>, PathWorn> ||
-           std::is_same_v<std::remove_const_t<M>, WorkerGone>
-{
+void walk(auto&, Is<HandoverReady> auto&) {}
+template <class M>
+  requires Is<M, PathWorn> || Is<M, WorkerGone>
+void walk(auto& w, M& m) {
   w.uint(1, "worker", m.worker, kU32);
   w.text(2, "reason", m.reason, kMaxReasonBytes);
 }
-template <class W, class M>
-void walk(W& w, M& m)
-  requires std::is_same_v<std::remove_const_t<M>, TensorSeen>
-{
+void walk(auto& w, Is<TensorSeen> auto& m) {
   w.text(1, "name", m.name, kMaxTensorNameBytes);
   w.text(2, "reason", m.reason, kMaxReasonBytes);
 }
-template <class W, class M>
-void walk(W& w, M& m)
-  requires std::is_same_v<std::remove_const_t<M>, Counted>
-{
+void walk(auto& w, Is<Counted> auto& m) {
   w.uint(1, "calls", m.calls, kU64);
   w.uint(2, "failed_calls", m.failed_calls, kU64);
   w.uint(3, "messages", m.messages, kU64);
@@ -176,8 +136,7 @@ void walk(W& w, M& m)
   w.uint(9, "compute_ns", m.compute_ns, kU64);
 }
 
-// -- the directions
-// --------------------------------------------------------------------------------
+// -- the directions --
 
 // Keeps the first error that a walk meets.
 class Walk {

@@ -1,4 +1,4 @@
-// msgpack by its specification (github.com/msgpack/msgpack, spec.md), read with a cursor that never
+// msgpack by its specification (github.com/msgpack/msgpack), read with a cursor that never
 // passes the end.
 // SPDX-License-Identifier: Apache-2.0
 #include "wire/msgpack.h"

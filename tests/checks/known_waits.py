@@ -20,6 +20,31 @@ KNOWN: dict[str, dict[str, str]] = {
     "csrc/bindings/bind_call.cc": {
         "wait client": "bounded: each turn waits at most kSignalPeriodNs, the whole until the caller's deadline",
     },
+    "csrc/c_interface/connection.cc": {
+        "::connect": "bounded: the socket is non-blocking, so a busy listener answers EAGAIN, and tries end at the deadline",
+        "::poll": "bounded: its timeout is what is left until the deadline, a nap of 10 ms, or none",
+        "lock sending_": "bounded: held over one message, whose waits end at its sender's deadline of seconds",
+    },
+    "csrc/c_interface/dflash_moe.cc": {
+        "wait session": "bounded: takes a second at a time or the caller's limit; the call's own deadline ends the whole",
+    },
+    "csrc/c_interface/environment.cc": {
+        "::poll": "bounded: its timeout is what is left of five seconds",
+        "::read": "bounded: called when poll has said that the pipe has bytes or is at its end",
+    },
+    "csrc/c_interface/keeper.cc": {
+        "::poll": "bounded: for half a second at most, after which the keeper looks whether it is to stop",
+        "::read": _NON_BLOCKING_BELL,
+        "::write": _NON_BLOCKING_BELL,
+        "lock mutex_": "straight: compares or copies counters, and nothing is called",
+    },
+    "csrc/c_interface/session.cc": {
+        "::poll": "bounded: kExitPatienceMs, the time that a process's end may take for its last counters",
+        "::write": _NON_BLOCKING_BELL,
+        "join keeper_": "bounded: is_stopping_ was set and the bell rung; what the keeper sends or takes has limits of seconds",
+        "lock mutex_": "straight: guards the table of calls and the totals, and nothing that waits is called",
+        "wait client_": "bounded: takes the caller's deadline as its argument",
+    },
     "csrc/client/expert_client.cc": {
         "::read": _NON_BLOCKING_BELL,
         "::write": _NON_BLOCKING_BELL,
