@@ -4,7 +4,7 @@
     base <- wire, transport, compute (strangers) <- store <- worker, client (strangers) <- bindings
     compute <- plugin <- bindings; transport, plugin <- measure (an extension of its own)
     wire, transport/ring, compute/gpu <- device_exchange <- plugin/entry (the plug-ins, no core)
-    client <- c_interface <- ggml_plugin (a plug-in of ggml, which knows the header dflash_moe.h only)
+    client <- c_interface <- ggml_plugin (a plug-in of ggml that knows the header dflash_moe.h only)
 
 And inside compute: formats <- numerics <- experts <- reference <- cpu, and experts <- gpu.
 SPDX-License-Identifier: Apache-2.0
