@@ -35,7 +35,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := build
 .DELETE_ON_ERROR:
-.PHONY: build demo test check asan tsan fuzz neon test-long bench results wheel clean distclean help core plugins gpu-check system-build system-test system-fuzz
+.PHONY: build demo test check asan tsan fuzz neon test-long bench results wheel clean distclean help core plugins ggml ggml-headers gpu-check system-build system-test system-fuzz
 
 build: core ## environment and C++ core, editable, in .venv
 	@echo "ready: $(BIN)/dflash-moe"
@@ -89,6 +89,13 @@ core: $(STAMPS)/packages
 plugins: core ## the plug-ins for NVIDIA's and AMD's cards, next to the core
 	@.ci/plugins $(abspath $(BIN)/python) $(abspath $(CMAKE))
 
+# Seconds, of which nothing is llama.cpp's own; LLAMA_TAG=b1234 takes a release of DIR's repository.
+ggml: core ## the plug-in for llama.cpp's own programs, built for those of LLAMA_CPP=DIR
+	@.ci/ggml $(abspath $(CMAKE)) "$(LLAMA_CPP)" "$(LLAMA_TAG)"
+
+ggml-headers: core
+	@.ci/ggml_headers $(abspath $(BIN)/python)
+
 gpu-check: ## build for the NVIDIA card at hand, test and measure on it: under 9 minutes, no network, no .venv
 	@PYTHON=$(PYTHON) BACKEND=$(BACKEND) .ci/gpu_check $(OUT)
 
@@ -104,7 +111,7 @@ endef
 
 # 6 minutes on two cores at most, from a built tree; so does test-long. Two tests run at a time: no
 # test may depend on an idle machine.
-test: core system-test ## C++ tests, then Python tests (without the exhaustive sweeps)
+test: core ggml-headers system-test ## C++ tests, then Python tests (without the exhaustive sweeps)
 	$(call cpp_tests)
 	@echo "==> Python tests"
 	@$(BIN)/python -m pytest tests -m "not long" -n 2
@@ -133,11 +140,11 @@ define sanitized_tests
 	  $(if $(ROOMS),--tests-regex '^($(subst $(space),|,$(strip $(ROOMS))))$$') | grep -v '^ *Start'
 endef
 
-asan: core system-test ## C++ tests under AddressSanitizer and UndefinedBehaviorSanitizer
+asan: core ggml-headers system-test ## C++ tests under AddressSanitizer and UndefinedBehaviorSanitizer
 	$(call sanitized_tests,asan,address;undefined,ASAN_OPTIONS=detect_leaks=1 UBSAN_OPTIONS=print_stacktrace=1)
 
 # setarch -R: ThreadSanitizer of GCC 12 refuses the wider address randomisation of newer kernels.
-tsan: core system-test ## C++ tests under ThreadSanitizer
+tsan: core ggml-headers system-test ## C++ tests under ThreadSanitizer
 	$(call sanitized_tests,tsan,thread,TSAN_OPTIONS=halt_on_error=1 setarch $(shell uname -m) -R)
 
 fuzz: core system-fuzz ## every fuzz target for T seconds (T=60), from the committed corpus
@@ -162,7 +169,8 @@ wheel: core ## build the wheel, install it in an empty environment and import it
 # -- housekeeping ----------------------------------------------------------------------------------
 
 clean: ## remove what was built; keep .venv
-	@rm -rf build dist *.egg-info dflash_moe/_core*.so dflash_moe/_measure*.so dflash_moe/libdflash_*.so dflash_moe/include
+	@rm -rf build dist *.egg-info dflash_moe/_core*.so dflash_moe/_measure*.so dflash_moe/libdflash_*.so dflash_moe/include \
+	  dflash_moe/libggml-dflash-moe.*
 
 distclean: clean ## remove .venv too
 	@rm -rf $(VENV)

@@ -30,7 +30,9 @@ void* get_base(ggml_backend_buffer_t buffer) { return of(buffer).base(); }
 
 // Reached only by tensors that were forced here past takes_weight(), by -ot or by a program of its
 // own: failing now ends the loading with an error, where dropping the bytes would lose the layer.
+// Views of tensors that were placed come here as well, with names of their own, for each graph.
 ggml_status init_tensor(ggml_backend_buffer_t buffer, ggml_tensor* tensor) {
+  if (tensor->view_src) return GGML_STATUS_SUCCESS;
   const std::string reason = of(buffer).place(*tensor);
   if (reason.empty()) return GGML_STATUS_SUCCESS;
   const std::string name(name_of(*tensor));
@@ -180,9 +182,16 @@ bool takes_weight(const Plan& plan, const ggml_backend_buffer_type* type,
   const std::string reason = why_kept(plan, *weight);
   if (reason.empty()) return true;
   const std::string name(name_of(*weight));
-  if (name.find("_exps.") != std::string::npos) {
+  // The other tensors of a model are asked for as well, and so are factors for quantised
+  // activations (input_scale), with which no graph computes.
+  const bool is_of_experts =
+      name.find("_exps.") != std::string::npos &&
+      (name.ends_with(".weight") || name.ends_with(".bias") || name.ends_with("_exps.scale"));
+  if (is_of_experts) {
     dflash_moe_report_tensor(plan.client(), name.c_str(), reason.c_str());
-    say_once("some experts stay with this program, where " + reason);
+    // Once per reason, or a model of another plan would fill the screen. Files may have scales with
+    // which their architecture's graph does not compute, so that these alone mean little.
+    if (name.ends_with(".weight")) say_once("some experts stay with this program: " + reason);
   }
   return false;
 }

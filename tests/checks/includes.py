@@ -5,6 +5,7 @@
     compute <- plugin <- bindings; transport, plugin <- measure (an extension of its own)
     base, wire, transport, client <- c_interface (what a program without Python links)
     wire, transport/ring, compute/gpu <- device_exchange <- plugin/entry (the plug-ins, no core)
+    client <- c_interface <- ggml_plugin (a plug-in of ggml that knows the header dflash_moe.h only)
 
 And inside compute: formats <- numerics <- experts <- reference <- cpu, and experts <- gpu.
 SPDX-License-Identifier: Apache-2.0
@@ -26,6 +27,7 @@ MAY_INCLUDE: dict[str, set[str]] = {
     "worker": {"base", "wire", "transport", "compute", "store"},
     "client": {"base", "wire", "transport"},
     "c_interface": {"base", "wire", "transport", "client"},
+    "ggml_plugin": {"c_interface"},
     "device_exchange": {"base", "wire", "transport", "compute"},
     "plugin": {"base", "compute"},
     "measure": {"base", "transport", "compute", "plugin"},
@@ -35,10 +37,11 @@ MAY_INCLUDE: dict[str, set[str]] = {
 # kernels of device steps along, which nothing else of that room knows.
 FOLDER_MAY_INCLUDE: dict[str, set[str]] = {"plugin/entry": {"device_exchange"}}
 # Of these rooms only a folder: a device has rings and kernels, and neither sockets nor the
-# processor's experts.
+# processor's experts. A program of others gets to the client by its C interface alone.
 ONLY_FOLDERS: dict[tuple[str, str], str] = {
     ("device_exchange", "transport"): "transport/ring/",
     ("device_exchange", "compute"): "compute/gpu/",
+    ("ggml_plugin", "c_interface"): "c_interface/dflash_moe.h",
 }
 # Inner walls: folder of a room -> folders of that room which it may include. "" is the room's own
 # files, which say what numerics classes are. An operator beside `experts` knows what that knows.

@@ -77,6 +77,11 @@ KNOWN: dict[str, dict[str, str]] = {
     "csrc/compute/gpu/module/module_runtime.cc": {
         "spin sched_yield": "bounded: the loop looks at its deadline in every turn before it yields",
     },
+    "csrc/ggml_plugin/initialize.cc": {
+        "lock mutex": "bounded: the first call holds it while the library opens, for the supervisor's start timeout at most",
+    },
+    "csrc/ggml_plugin/notice.cc": {"lock mutex": "straight: looks a text up in a set, and prints after it"},
+    "csrc/ggml_plugin/weight_buffer.cc": {"lock mutex_": "straight: keeps or copies the first refusal's text"},
     "csrc/measure/bindings/bind_bells.cc": {"gil gil_scoped_acquire": _HANDED_BACK},
     "csrc/measure/bindings/bind_experts.cc": {"gil gil_scoped_acquire": _HANDED_BACK},
     "csrc/measure/bell_echo.cc": {
