@@ -246,6 +246,27 @@ def idle() -> Any:
     wait_for_end()
 
 
+def interrupts() -> Any:
+    """Counts how often a Ctrl-C reaches it, and goes on."""
+    library = Library(token())
+    library.call_all()
+    library.count()
+    ready()
+    count = 0
+    while signal.sigtimedwait([signal.SIGINT], WAIT_S if not count else 1.0):
+        count += 1
+    return count
+
+
+def leaver() -> Any:
+    """Takes the plan, and goes on without the workers."""
+    connection = dial()
+    connection.send(OpenHandover(version=HANDOVER_VERSION, token=token()), deadline=time.monotonic() + WAIT_S)
+    connection.receive(deadline=time.monotonic() + WAIT_S, waiting_for="the plan")
+    connection.close()
+    wait_for_end()
+
+
 def silent() -> Any:
     with open(os.environ["TEST_MODEL"], "rb") as file:
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -320,12 +341,14 @@ def wait_for_end() -> None:
 SCENES = {
     "compute": compute, "worn": worn, "second": second, "wrong_token": wrong_token, "grandchild": grandchild,
     "dial": just_dial, "kept": kept, "idle": idle, "silent": silent, "local": local, "lost": lost, "back": back,
-    "hostile": hostile, "orphan": orphan,
+    "hostile": hostile, "orphan": orphan, "interrupts": interrupts, "leaver": leaver,
 }  # fmt: skip
 
 if __name__ == "__main__":
-    if sys.argv[1] in ("kept", "idle", "silent", "orphan"):
+    if sys.argv[1] in ("kept", "idle", "silent", "orphan", "leaver"):
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    if sys.argv[1] == "interrupts":
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         result = SCENES[sys.argv[1]]()
     except DflashError as error:

@@ -85,6 +85,7 @@ def _run(
     overrides: dict[str, Any],
 ) -> int:  # fmt: skip
     from dflash_moe.cli.llama_flags import excluded, find_model, override_for
+    from dflash_moe.cli.llama_program import ended_by_signals
     from dflash_moe.cli.llama_proof import LocalityProof, OpenFiles
     from dflash_moe.config import resolve_settings
     from dflash_moe.runtime.handover_plan import check_topology
@@ -102,8 +103,8 @@ def _run(
     proof = LocalityProof([tensor.name for tensor in known.tensors], left, may_be_local=allow_local)
     placed = PlacedExperts(known.spec, topology, resolve_settings(topology.ipc, **overrides))
     files = OpenFiles(_files_of(path, flags))
-    override = override_for(known.tensors) if library else ""
-    with ExitStack() as closing:
+    override = override_for(known.tensors, may_be_local=allow_local) if library else ""
+    with ended_by_signals(), ExitStack() as closing:
         closing.callback(placed.fleet.close)
         with loading_shown() as on_loading:
             placed.start(on_loading)

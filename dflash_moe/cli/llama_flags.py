@@ -21,8 +21,9 @@ from dflash_moe.protocol.handover import PlannedTensor
 
 # The buffer type of the plug-in's weights (csrc/ggml_plugin).
 WEIGHTS = "DFLASH_MOE_W"
+CPU = "CPU"
 # Tensors that are sent to these are offered to the plug-in.
-OFFERED_TO_US = ("CPU", "DFLASH_MOE", WEIGHTS)
+OFFERED_TO_US = (CPU, "DFLASH_MOE", WEIGHTS)
 
 MODEL_FLAGS = ("-m", "--model")
 HUB_FLAGS = ("-hf", "-hfr", "--hf-repo", "-mu", "--model-url", "-dr", "--docker-repo")
@@ -170,9 +171,13 @@ def _is_offered(name: str, overrides: Sequence[tuple[str, str]]) -> bool:
     return True
 
 
-def override_for(tensors: Sequence[PlannedTensor]) -> str:
+def override_for(tensors: Sequence[PlannedTensor], *, may_be_local: bool = False) -> str:
     """Returns the value of -ot that sends the planned tensors, and no others, to the workers. It
     has neither commas nor semicolons, which would split it.
+
+    The plug-in's buffer type is no choice to llama.cpp: without the plug-in, or with a tensor that
+    it refuses, nothing is loaded. Where the program `may_be_local`, tensors are sent to the CPU,
+    for which llama.cpp asks the plug-in first and then keeps what it refuses.
     """
     layers: dict[int, None] = {}
     parts: dict[str, None] = {}
@@ -183,7 +188,7 @@ def override_for(tensors: Sequence[PlannedTensor]) -> str:
             raise ConfigError(f"tensor {shown(tensor.name)}: its name is not one of llama.cpp's, blk.N.PART.LEAF")
         layers[int(match[1])], parts[match[2]], leaves[match[3]] = None, None, None
     number, part, leaf = ("|".join(map(str, sorted(found))) for found in (layers, parts, leaves))
-    return f"^blk\\.({number})\\.({part})\\.({leaf})$={WEIGHTS}"
+    return f"^blk\\.({number})\\.({part})\\.({leaf})$={CPU if may_be_local else WEIGHTS}"
 
 
 def add_ours(
