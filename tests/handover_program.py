@@ -313,11 +313,59 @@ def back() -> Any:
 
 
 def hostile() -> Any:
-    """Names a worker that is not there."""
+    """Says what it must not, as the fourth argument asks, and waits for the answer."""
     library = Library(token())
     library.call_all()
-    library.say(PathWorn(worker=1000, reason="x"))
+    library.count()
+    with open(os.devnull, "rb") as null:
+        offered = PathOffered(worker=0, generation=(1 << 64) - 1, payload=b"", num_descriptors=1)
+        said = {
+            "worker": (PathWorn(worker=1000, reason="x"), ()),
+            "generation": (offered, (null.fileno(),)),
+            "descriptors": (PathWorn(worker=0, reason="x"), (null.fileno(),)),
+            "missing": (offered, ()),
+            "role": (Ready(), ()),
+        }[sys.argv[3]]  # fmt: skip
+        library.say(*said)
     return refused(library.hear)
+
+
+def garbage() -> Any:
+    """Sends bytes that are no message."""
+    library = Library(token())
+    library.connection.send_payload(b"\xc1", deadline=time.monotonic() + WAIT_S)
+    return refused(library.hear)
+
+
+def broken() -> Any:
+    """Goes on for a while after it broke the protocol."""
+    library = Library(token())
+    library.say(Ready())
+    signal.sigtimedwait([signal.SIGTERM], 1.0)
+    sys.exit(7)
+
+
+def stopped() -> Any:
+    """Wears the path of a worker that answers nothing any more."""
+    library = Library(token())
+    library.call_all()
+    ready()
+    while not Path(sys.argv[2] + ".stopped").exists():
+        time.sleep(0.01)
+    library.client.retire_path(0, "the test wears it")
+    library.say(PathWorn(worker=0, reason="the test wears it"))
+    num_tries = 0
+    while isinstance(message := library.hear(), PathTerms):
+        num_tries += 1
+        made = _core.PathTerms(
+            _core.Geometry(message.num_slots, message.request_bytes, message.reply_bytes), message.generation
+        )
+        offer = _core.offer_path(message.transport, made)
+        count = len(offer.descriptors)
+        offered = PathOffered(worker=0, generation=message.generation, payload=offer.payload, num_descriptors=count)
+        library.say(offered, offer.descriptors)
+    assert isinstance(message, WorkerGone), message
+    return {"num_tries": num_tries, "reason": message.reason}
 
 
 def orphan() -> Any:
@@ -341,7 +389,8 @@ def wait_for_end() -> None:
 SCENES = {
     "compute": compute, "worn": worn, "second": second, "wrong_token": wrong_token, "grandchild": grandchild,
     "dial": just_dial, "kept": kept, "idle": idle, "silent": silent, "local": local, "lost": lost, "back": back,
-    "hostile": hostile, "orphan": orphan, "interrupts": interrupts, "leaver": leaver,
+    "hostile": hostile, "orphan": orphan, "interrupts": interrupts, "leaver": leaver, "garbage": garbage,
+    "broken": broken, "stopped": stopped,
 }  # fmt: skip
 
 if __name__ == "__main__":

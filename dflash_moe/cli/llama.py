@@ -210,6 +210,7 @@ def _supervise(
     program = Program([command[0], *arguments], environ | socket.environment(), inherited=[socket.token_fd])
     closing.callback(program.close)
     failures: list[DflashError] = []
+    is_ended_said = False
 
     def sight() -> Sighting:
         is_mapped, is_open = files.look(program.pid)
@@ -217,8 +218,12 @@ def _supervise(
         return Sighting(is_mapped, is_open, supervisor.is_connected, supervisor.reasons, calls)
 
     def look() -> str:
+        nonlocal is_ended_said
         if supervisor.failure is not None and not supervisor.is_ready:
             failures.append(supervisor.failure)
+        elif supervisor.failure is not None and not is_ended_said:
+            is_ended_said = True
+            options.say(f"the hand-over has ended, and calls fail from now on: {supervisor.failure}")
         seen = sight()
         if not failures and (verdict := proof.judge(seen)):
             failures.append(DflashError(verdict))

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -45,12 +46,18 @@ def topology(folder: Path, *workers: str) -> Path:
 
 
 def start(
-    scene: str, out: Path, model: Path, *flags: object, new_session: bool = False, terminal: int = -1
+    scene: str,
+    out: Path,
+    model: Path,
+    *flags: object,
+    new_session: bool = False,
+    terminal: int = -1,
+    arguments: Sequence[str] = (),
 ) -> subprocess.Popen[str]:
     """`terminal` becomes the process's own, in a session of its own."""
     command = [
         sys.executable, "-m", "dflash_moe", "llama", "--model", model, "--plugin", "none", *flags, "--",
-        sys.executable, PROGRAM, scene, out,
+        sys.executable, PROGRAM, scene, out, *arguments,
     ]  # fmt: skip
     if terminal >= 0:
         # Opening a terminal makes it that of a session without one.
@@ -139,11 +146,17 @@ def test_worn_paths_are_renewed(model, tmp_path, address):
         ("second", "has taken the workers already"),
         ("wrong_token", "the token is not the one"),
         ("grandchild", "have a script replace itself by it (exec)"),
-        ("hostile", "worker 1000 of 1"),
+        ("hostile worker", "worker 1000 of 1"),
+        ("hostile generation", "which nobody asked for"),
+        ("hostile descriptors", "announced 0 descriptors, 1 arrived"),
+        ("hostile missing", "announced 1 descriptors, 0 arrived"),
+        ("hostile role", "Ready, which only the supervisor sends"),
+        ("garbage", "not a msgpack message"),
     ],
 )
 def test_others_get_a_sentence(model, tmp_path, scene, said):
-    code, stderr = run(scene, tmp_path / "out", model)
+    scene, _, what = scene.partition(" ")
+    code, stderr = end(start(scene, tmp_path / "out", model, arguments=[what]), tmp_path / "out")
     assert code == 0, stderr
     assert said in json.loads((tmp_path / "out").read_text())
 
@@ -185,6 +198,27 @@ def test_signals_are_passed_on(model, tmp_path, number, expected):
     code, stderr = end(process, tmp_path / "out")
     # The program waits for SIGTERM, SIGHUP kills it, and Ctrl-C ends its interpreter.
     assert code == (130 if number == signal.SIGINT else expected), stderr
+
+
+def test_worker_that_does_not_renew_its_path_is_lost(model, tmp_path):
+    plan = topology(tmp_path, TWO[0])
+    plan.write_text(plan.read_text() + "ipc: {call_timeout_s: 0.3}\n")
+    process = start("stopped", tmp_path / "out", model, "--topology", plan)
+    wait_until_ready(process, tmp_path / "out")
+    os.kill(worker_process(process, "w0"), signal.SIGSTOP)
+    (tmp_path / "out.stopped").touch()
+    code, stderr = end(process, tmp_path / "out")
+    assert code == 0, stderr
+    found = json.loads((tmp_path / "out").read_text())
+    assert found["num_tries"] == 3
+    assert "its data path could not be renewed" in found["reason"]
+    assert stderr.count("calls that need worker w0 fail from now on") == 1
+
+
+def test_program_that_breaks_the_protocol_is_said(model, tmp_path):
+    code, stderr = end(start("broken", tmp_path / "out", model), tmp_path / "out")
+    assert code == 7, stderr
+    assert stderr.count("the hand-over has ended, and calls fail from now on") == 1
 
 
 def test_ctrl_c_of_a_terminal_reaches_the_program_once(model, tmp_path):
