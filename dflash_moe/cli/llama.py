@@ -96,14 +96,14 @@ def _run(
     check_topology(topology)
     if flags.threads:
         topology = dataclasses.replace(topology, host=dataclasses.replace(topology.host, threads=flags.threads))
-    known = _describe(path)
+    known, names = _describe(path)
     left = excluded(known.tensors, flags)
     if len(left) == len(known.tensors):
         raise ConfigError("the program's flags (-ot) send all routed experts elsewhere; leave some of them to the workers")
     proof = LocalityProof([tensor.name for tensor in known.tensors], left, may_be_local=allow_local)
     placed = PlacedExperts(known.spec, topology, resolve_settings(topology.ipc, **overrides))
     files = OpenFiles(_files_of(path, flags))
-    override = override_for(known.tensors, may_be_local=allow_local) if library else ""
+    override = override_for(known.tensors, names, may_be_local=allow_local) if library else ""
     with ended_by_signals(), ExitStack() as closing:
         closing.callback(placed.fleet.close)
         with loading_shown() as on_loading:
@@ -133,8 +133,10 @@ def _find_plugin(given: str | None, program: str) -> str:
     return ""
 
 
-def _describe(path: Path) -> HandoverModel:
-    """Reads what the workers stand in for from the GGUF file. A stub has no samples of contents."""
+def _describe(path: Path) -> tuple[HandoverModel, list[str]]:
+    """Reads from the GGUF file what the workers stand in for, and the names of all its tensors. A
+    stub has no samples of contents.
+    """
     from dflash_moe.model.gguf_experts import gguf_experts
     from dflash_moe.model.tensor_sample import tensor_sample
     from dflash_moe.protocol.handover import PlannedTensor
@@ -152,7 +154,7 @@ def _describe(path: Path) -> HandoverModel:
         )
         for tensor in found.tensors
     ]  # fmt: skip
-    return HandoverModel(found.spec, found.architecture, tuple(tensors))
+    return HandoverModel(found.spec, found.architecture, tuple(tensors)), list(found.checkpoint.stored)
 
 
 def _files_of(path: Path, flags: ProgramFlags) -> list[Path]:
@@ -202,7 +204,7 @@ def _supervise(
     arguments, environ = add_ours(command[1:], environ, flags, override=override, threads=program_threads(placed))
     supervisor = Supervisor(
         known, placed,
-        on_lost=lambda name, text: options.say(f"{text.splitlines()[0]}; calls that need worker {name} fail from now on"),
+        on_lost=_say_lost,
         on_back=lambda name: options.say(f"worker {name} is back"),
     )  # fmt: skip
     socket = HandoverSocket()
@@ -244,6 +246,15 @@ def _supervise(
     if failures:
         raise failures[0]
     return code
+
+
+def _say_lost(name: str, text: str) -> None:
+    """Says which worker is lost, after what its log quotes."""
+    sentence, *log = [line.rstrip() for line in text.splitlines() if line.strip()]
+    for line in log:
+        options.say(f"  {line}")
+    sentence = sentence.removesuffix("; last lines of its log:")
+    options.say(f"{sentence}; calls that need worker {name} fail from now on")
 
 
 def summary(counted: Counted) -> str:

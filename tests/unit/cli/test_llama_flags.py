@@ -15,7 +15,7 @@ from dflash_moe.errors import ConfigError
 from dflash_moe.protocol.handover import PlannedTensor
 
 SERVER, BENCH = "/opt/bin/llama-server", "/opt/bin/llama-bench"
-OURS = "^blk\\.(0|1|10)\\.(ffn_down_exps|ffn_up_exps)\\.(weight)$=DFLASH_MOE_W"
+OURS = "^blk\\.(0|1|10)\\.(ffn_down_exps|ffn_up_exps)\\.(weight)$=DFLASH_MOE"
 
 
 def tensor(layer: int, part: str = "ffn_up_exps", leaf: str = "weight") -> PlannedTensor:
@@ -79,10 +79,13 @@ def test_negative_threads_are_all_cores():
 
 
 def test_override_names_planned_tensors_only_and_cannot_be_split():
-    value = override_for(TENSORS)
+    names = [one.name for one in TENSORS]
+    short = override_for(TENSORS, [*names, "blk.0.ffn_up_shexp.weight", "output.weight"])
+    assert short == "_exps\\.=DFLASH_MOE"
+    value = override_for(TENSORS, [*names, "blk.2.ffn_up_exps.weight"])
     assert value == OURS
     assert not set(",;") & set(value)
-    assert override_for(TENSORS, may_be_local=True) == OURS.replace("DFLASH_MOE_W", "CPU")
+    assert override_for(TENSORS, names[1:], may_be_local=True) == OURS.replace("DFLASH_MOE", "CPU")
     pattern = value.rpartition("=")[0]
     assert "=" not in pattern
     assert all(re.search(pattern, one.name) for one in TENSORS)
@@ -102,7 +105,7 @@ def test_override_refuses_names_that_could_hold_anything():
         sample=0,
     )
     with pytest.raises(ConfigError, match="its name"):
-        override_for([odd])
+        override_for([odd], [])
 
 
 @pytest.mark.parametrize(
@@ -142,7 +145,7 @@ def test_without_a_plugin_nothing_is_placed():
         ("exps=CPU", []),
         ("blk\\.1\\.=CPU,exps=CUDA0", [0, 10]),
         ("exps=CUDA0", [0, 1, 10]),
-        ("ffn_up=DFLASH_MOE_W,exps=CUDA0", [0, 1, 10]),
+        ("ffn_up=DFLASH_MOE,exps=CUDA0", [0, 1, 10]),
         ("(=CUDA0", [0, 1, 10]),
     ],
 )
