@@ -246,6 +246,27 @@ def idle() -> Any:
     wait_for_end()
 
 
+def interrupts() -> Any:
+    """Counts how often a Ctrl-C reaches it, and goes on."""
+    library = Library(token())
+    library.call_all()
+    library.count()
+    ready()
+    count = 0
+    while signal.sigtimedwait([signal.SIGINT], WAIT_S if not count else 1.0):
+        count += 1
+    return count
+
+
+def leaver() -> Any:
+    """Takes the plan, and goes on without the workers."""
+    connection = dial()
+    connection.send(OpenHandover(version=HANDOVER_VERSION, token=token()), deadline=time.monotonic() + WAIT_S)
+    connection.receive(deadline=time.monotonic() + WAIT_S, waiting_for="the plan")
+    connection.close()
+    wait_for_end()
+
+
 def silent() -> Any:
     with open(os.environ["TEST_MODEL"], "rb") as file:
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -292,11 +313,59 @@ def back() -> Any:
 
 
 def hostile() -> Any:
-    """Names a worker that is not there."""
+    """Says what it must not, as the fourth argument asks, and waits for the answer."""
     library = Library(token())
     library.call_all()
-    library.say(PathWorn(worker=1000, reason="x"))
+    library.count()
+    with open(os.devnull, "rb") as null:
+        offered = PathOffered(worker=0, generation=(1 << 64) - 1, payload=b"", num_descriptors=1)
+        said = {
+            "worker": (PathWorn(worker=1000, reason="x"), ()),
+            "generation": (offered, (null.fileno(),)),
+            "descriptors": (PathWorn(worker=0, reason="x"), (null.fileno(),)),
+            "missing": (offered, ()),
+            "role": (Ready(), ()),
+        }[sys.argv[3]]  # fmt: skip
+        library.say(*said)
     return refused(library.hear)
+
+
+def garbage() -> Any:
+    """Sends bytes that are no message."""
+    library = Library(token())
+    library.connection.send_payload(b"\xc1", deadline=time.monotonic() + WAIT_S)
+    return refused(library.hear)
+
+
+def broken() -> Any:
+    """Goes on for a while after it broke the protocol."""
+    library = Library(token())
+    library.say(Ready())
+    signal.sigtimedwait([signal.SIGTERM], 1.0)
+    sys.exit(7)
+
+
+def stopped() -> Any:
+    """Wears the path of a worker that answers nothing any more."""
+    library = Library(token())
+    library.call_all()
+    ready()
+    while not Path(sys.argv[2] + ".stopped").exists():
+        time.sleep(0.01)
+    library.client.retire_path(0, "the test wears it")
+    library.say(PathWorn(worker=0, reason="the test wears it"))
+    num_tries = 0
+    while isinstance(message := library.hear(), PathTerms):
+        num_tries += 1
+        made = _core.PathTerms(
+            _core.Geometry(message.num_slots, message.request_bytes, message.reply_bytes), message.generation
+        )
+        offer = _core.offer_path(message.transport, made)
+        count = len(offer.descriptors)
+        offered = PathOffered(worker=0, generation=message.generation, payload=offer.payload, num_descriptors=count)
+        library.say(offered, offer.descriptors)
+    assert isinstance(message, WorkerGone), message
+    return {"num_tries": num_tries, "reason": message.reason}
 
 
 def orphan() -> Any:
@@ -320,12 +389,15 @@ def wait_for_end() -> None:
 SCENES = {
     "compute": compute, "worn": worn, "second": second, "wrong_token": wrong_token, "grandchild": grandchild,
     "dial": just_dial, "kept": kept, "idle": idle, "silent": silent, "local": local, "lost": lost, "back": back,
-    "hostile": hostile, "orphan": orphan,
+    "hostile": hostile, "orphan": orphan, "interrupts": interrupts, "leaver": leaver, "garbage": garbage,
+    "broken": broken, "stopped": stopped,
 }  # fmt: skip
 
 if __name__ == "__main__":
-    if sys.argv[1] in ("kept", "idle", "silent", "orphan"):
+    if sys.argv[1] in ("kept", "idle", "silent", "orphan", "leaver"):
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    if sys.argv[1] == "interrupts":
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         result = SCENES[sys.argv[1]]()
     except DflashError as error:

@@ -92,6 +92,7 @@ def _run(
     json_out: Path | None, overrides: dict[str, Any],
 ) -> int:  # fmt: skip
     from dflash_moe.cli.llama_flags import excluded, find_model, override_for
+    from dflash_moe.cli.llama_program import ended_by_signals
     from dflash_moe.cli.llama_proof import LocalityProof, OpenFiles
     from dflash_moe.config import resolve_settings
     from dflash_moe.runtime.handover_plan import check_topology
@@ -102,15 +103,15 @@ def _run(
     check_topology(topology)
     if flags.threads:
         topology = dataclasses.replace(topology, host=dataclasses.replace(topology.host, threads=flags.threads))
-    known = _describe(path)
+    known, names = _describe(path)
     left = excluded(known.tensors, flags)
     if len(left) == len(known.tensors):
         raise ConfigError("the program's flags (-ot) send all routed experts elsewhere; leave some of them to the workers")
     proof = LocalityProof([tensor.name for tensor in known.tensors], left, may_be_local=allow_local)
     placed = PlacedExperts(known.spec, topology, resolve_settings(topology.ipc, **overrides))
     files = OpenFiles(_files_of(path, flags))
-    override = override_for(known.tensors) if library else ""
-    with ExitStack() as closing:
+    override = override_for(known.tensors, names, may_be_local=allow_local) if library else ""
+    with ended_by_signals(), ExitStack() as closing:
         closing.callback(placed.fleet.close)
         with loading_shown() as on_loading:
             placed.start(on_loading)
@@ -139,8 +140,10 @@ def _find_plugin(given: str | None, program: str) -> str:
     return ""
 
 
-def _describe(path: Path) -> HandoverModel:
-    """Reads what the workers stand in for from the GGUF file. A stub has no samples of contents."""
+def _describe(path: Path) -> tuple[HandoverModel, list[str]]:
+    """Reads from the GGUF file what the workers stand in for, and the names of all its tensors. A
+    stub has no samples of contents.
+    """
     from dflash_moe.model.gguf_experts import gguf_experts
     from dflash_moe.model.tensor_sample import tensor_sample
     from dflash_moe.protocol.handover import PlannedTensor
@@ -158,7 +161,7 @@ def _describe(path: Path) -> HandoverModel:
         )
         for tensor in found.tensors
     ]  # fmt: skip
-    return HandoverModel(found.spec, found.architecture, tuple(tensors))
+    return HandoverModel(found.spec, found.architecture, tuple(tensors)), list(found.checkpoint.stored)
 
 
 def _files_of(path: Path, flags: ProgramFlags) -> list[Path]:
@@ -208,7 +211,7 @@ def _supervise(
     arguments, environ = add_ours(command[1:], environ, flags, override=override, threads=program_threads(placed))
     supervisor = Supervisor(
         known, placed,
-        on_lost=lambda name, text: options.say(f"{text.splitlines()[0]}; calls that need worker {name} fail from now on"),
+        on_lost=_say_lost,
         on_back=lambda name: options.say(f"worker {name} is back"),
     )  # fmt: skip
     socket = HandoverSocket()
@@ -216,6 +219,7 @@ def _supervise(
     program = Program([command[0], *arguments], environ | socket.environment(), inherited=[socket.token_fd])
     closing.callback(program.close)
     failures: list[DflashError] = []
+    is_ended_said = False
 
     def sight() -> Sighting:
         is_mapped, is_open = files.look(program.pid)
@@ -223,8 +227,12 @@ def _supervise(
         return Sighting(is_mapped, is_open, supervisor.is_connected, supervisor.reasons, calls)
 
     def look() -> str:
+        nonlocal is_ended_said
         if supervisor.failure is not None and not supervisor.is_ready:
             failures.append(supervisor.failure)
+        elif supervisor.failure is not None and not is_ended_said:
+            is_ended_said = True
+            options.say(f"the hand-over has ended, and calls fail from now on: {supervisor.failure}")
         seen = sight()
         if not failures and (verdict := proof.judge(seen)):
             failures.append(DflashError(verdict))
@@ -247,6 +255,15 @@ def _supervise(
     if failures:
         raise failures[0]
     return code
+
+
+def _say_lost(name: str, text: str) -> None:
+    """Says which worker is lost, after what its log quotes."""
+    sentence, *log = [line.rstrip() for line in text.splitlines() if line.strip()]
+    for line in log:
+        options.say(f"  {line}")
+    sentence = sentence.removesuffix("; last lines of its log:")
+    options.say(f"{sentence}; calls that need worker {name} fail from now on")
 
 
 def summary(counted: Counted) -> str:

@@ -12,17 +12,18 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from dflash_moe.errors import ConfigError, shown
 from dflash_moe.protocol.handover import PlannedTensor
 
-# The buffer type of the plug-in's weights (csrc/ggml_plugin).
-WEIGHTS = "DFLASH_MOE_W"
+# The buffer type of the plug-in's weights (csrc/ggml_plugin), as -ot names it.
+WEIGHTS = "DFLASH_MOE"
+CPU = "CPU"
 # Tensors that are sent to these are offered to the plug-in.
-OFFERED_TO_US = ("CPU", "DFLASH_MOE", WEIGHTS)
+OFFERED_TO_US = (CPU, WEIGHTS)
 
 MODEL_FLAGS = ("-m", "--model")
 HUB_FLAGS = ("-hf", "-hfr", "--hf-repo", "-mu", "--model-url", "-dr", "--docker-repo")
@@ -39,6 +40,8 @@ OVERRIDE_VARIABLE, THREADS_VARIABLE = "LLAMA_ARG_OVERRIDE_TENSOR", "LLAMA_ARG_TH
 CPU_MOE_VARIABLE, NUM_CPU_MOE_VARIABLE = "LLAMA_ARG_CPU_MOE", "LLAMA_ARG_N_CPU_MOE"
 # Words by which llama.cpp's switches are on in the environment.
 TRUE_WORDS = ("on", "enabled", "true", "1")
+# Every tensor of routed experts has this in its name.
+EXPERTS = "_exps."
 _BLOCK = re.compile(r"blk\.([0-9]+)\.([A-Za-z0-9_]+)\.([a-z]+)", re.ASCII)
 
 
@@ -170,10 +173,17 @@ def _is_offered(name: str, overrides: Sequence[tuple[str, str]]) -> bool:
     return True
 
 
-def override_for(tensors: Sequence[PlannedTensor]) -> str:
-    """Returns the value of -ot that sends the planned tensors, and no others, to the workers. It
-    has neither commas nor semicolons, which would split it.
+def override_for(tensors: Sequence[PlannedTensor], names: Iterable[str], *, may_be_local: bool = False) -> str:
+    """Returns the value of -ot that sends the planned tensors, and no others of the model's, whose
+    tensors are `names`, to the workers. It has neither commas nor semicolons, which would split it.
+
+    The plug-in's buffer type is no choice to llama.cpp: without the plug-in, or with a tensor that
+    it refuses, nothing is loaded. Where the program `may_be_local`, tensors are sent to the CPU,
+    for which llama.cpp asks the plug-in first and then keeps what it refuses.
     """
+    buffer_type = CPU if may_be_local else WEIGHTS
+    if {name for name in names if EXPERTS in name} == {tensor.name for tensor in tensors}:
+        return f"{re.escape(EXPERTS)}={buffer_type}"
     layers: dict[int, None] = {}
     parts: dict[str, None] = {}
     leaves: dict[str, None] = {}
@@ -183,7 +193,7 @@ def override_for(tensors: Sequence[PlannedTensor]) -> str:
             raise ConfigError(f"tensor {shown(tensor.name)}: its name is not one of llama.cpp's, blk.N.PART.LEAF")
         layers[int(match[1])], parts[match[2]], leaves[match[3]] = None, None, None
     number, part, leaf = ("|".join(map(str, sorted(found))) for found in (layers, parts, leaves))
-    return f"^blk\\.({number})\\.({part})\\.({leaf})$={WEIGHTS}"
+    return f"^blk\\.({number})\\.({part})\\.({leaf})$={buffer_type}"
 
 
 def add_ours(

@@ -107,6 +107,23 @@ class Program:
                 signal.signal(number, handler)
 
 
+@contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """Turns signals that would end this process at once into SystemExit within the block, so that
+    what it has made is removed. Ctrl-C does so by itself.
+    """
+
+    def end(number: int, _frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    former = {number: signal.signal(number, end) for number in PASSED_ON if number != signal.SIGINT}
+    try:
+        yield
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
+
+
 def exit_code(status: int) -> int:
     """Returns a shell's exit code for a status of `subprocess`: 128 + n for an end by signal n."""
     return 128 - status if status < 0 else status

@@ -69,7 +69,10 @@ class _Holder:
     lost: str = ""
     # The generation that the program was last asked to offer a path for, and its offers.
     generation: int = 0
-    offers: queue.SimpleQueue[tuple[PathOffered, list[int]]] = field(default_factory=queue.SimpleQueue)
+    # None says that the program has given the worker up meanwhile.
+    offers: queue.SimpleQueue[tuple[PathOffered, list[int]] | None] = field(default_factory=queue.SimpleQueue)
+    # How often the program has said that the worker is gone.
+    num_told: int = 0
     # One thread at a time makes a path to this worker.
     making: threading.Lock = field(default_factory=threading.Lock)
     # The renewal or the return that is under way.
@@ -175,10 +178,18 @@ class Supervisor:
                 self._take(connection, connection.receive(deadline=None, waiting_for="the program"))
         except PeerGone:
             log.info("the program has hung up")
+            if not self.is_ready:
+                self.failure = self.failure or self._early_end()
         except DflashError as error:
             self._refuse(error)
         finally:
             connection.hang_up()
+
+    def _early_end(self) -> DflashError:
+        for holder in self._holders:
+            if holder.lost:
+                return WorkerLost(f"worker {holder.member.name} {holder.lost}", worker=holder.member.name)
+        return DflashError("the program hung up before it had taken the workers; what its library says stands above")
 
     def _refuse(self, error: DflashError) -> None:
         if not self._is_over.is_set():
@@ -207,7 +218,11 @@ class Supervisor:
         if isinstance(message, PathWorn):
             self._begin_to_renew(self._holder(message.worker), message.reason)
         elif isinstance(message, WorkerGone):
-            self._lose(self._holder(message.worker), message.reason, is_told=True)
+            holder = self._holder(message.worker)
+            with self._lock:
+                holder.num_told += 1
+            holder.offers.put(None)
+            self._lose(holder, message.reason, is_told=True)
         elif isinstance(message, TensorSeen):
             if message.name in self._planned:
                 self.reasons[message.name] = message.reason
@@ -259,10 +274,7 @@ class Supervisor:
             session = holder.session
             wish = session.wish(slots, transport, generation)
             self._tell(_terms(holder, slots, generation, transport, wish.socket_buffer_bytes))
-            try:
-                offered, descriptors = offers.get(timeout=OFFER_S)
-            except queue.Empty:
-                raise WorkerTimeout(f"the program did not offer a data path to worker {name} within {OFFER_S:g} s") from None
+            offered, descriptors = _next_offer(offers, name)
             try:
                 answer = session.relay(wish, offered.payload, descriptors, timeout_s=timeout_s)
             finally:
@@ -351,6 +363,7 @@ class Supervisor:
         pause = FIRST_PAUSE_S
         while not self._is_over.wait(pause):
             pause = min(2 * pause, LONGEST_PAUSE_S)
+            num_told = holder.num_told
             try:
                 self._placed.fleet.reach_again(holder.member, self._placed.held[holder.member.name])
                 self._make_path(holder)
@@ -359,9 +372,24 @@ class Supervisor:
             except DflashError as error:
                 log.info("worker %s is not back yet: %s", holder.member.name, error)
                 continue
-            holder.lost = ""
-            self._on_back(holder.member.name)
-            return
+            with self._lock:
+                # The program may have failed to make use of the path.
+                is_back = holder.num_told == num_told
+                if is_back:
+                    holder.lost = ""
+            if is_back:
+                self._on_back(holder.member.name)
+                return
+
+
+def _next_offer(offers: queue.SimpleQueue[tuple[PathOffered, list[int]] | None], name: str) -> tuple[PathOffered, list[int]]:
+    try:
+        offer = offers.get(timeout=OFFER_S)
+    except queue.Empty:
+        raise WorkerTimeout(f"the program did not offer a data path to worker {name} within {OFFER_S:g} s") from None
+    if offer is None:
+        raise WorkerLost(f"worker {name} was given up by the program", worker=name)
+    return offer
 
 
 def _terms(holder: _Holder, slots: _core.SlotPlan, generation: int, transport: str, buffer_bytes: int) -> PathTerms:

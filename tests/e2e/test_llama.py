@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -43,15 +45,28 @@ def topology(folder: Path, *workers: str) -> Path:
     return path
 
 
-def start(scene: str, out: Path, model: Path, *flags: object, new_session: bool = False) -> subprocess.Popen[str]:
+def start(
+    scene: str,
+    out: Path,
+    model: Path,
+    *flags: object,
+    new_session: bool = False,
+    terminal: int = -1,
+    arguments: Sequence[str] = (),
+) -> subprocess.Popen[str]:
+    """`terminal` becomes the process's own, in a session of its own."""
     command = [
         sys.executable, "-m", "dflash_moe", "llama", "--model", model, "--plugin", "none", *flags, "--",
-        sys.executable, PROGRAM, scene, out,
+        sys.executable, PROGRAM, scene, out, *arguments,
     ]  # fmt: skip
+    if terminal >= 0:
+        # Opening a terminal makes it that of a session without one.
+        take = "import os, sys; os.open(os.ttyname(int(sys.argv[1])), os.O_RDWR); os.execv(sys.argv[2], sys.argv[2:])"
+        command = [sys.executable, "-c", take, terminal, *command]
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "TEST_MODEL": str(model), "TMPDIR": str(out.parent)}
     return subprocess.Popen(
         [*map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ, cwd=ROOT,
-        start_new_session=new_session,
+        start_new_session=new_session or terminal >= 0, pass_fds=[terminal] if terminal >= 0 else (),
     )  # fmt: skip
 
 
@@ -77,18 +92,23 @@ def wait_until_ready(process: subprocess.Popen[str], out: Path) -> None:
         time.sleep(0.02)
 
 
-def worker_process(process: subprocess.Popen[str], name: str) -> int:
-    """The process of a worker that `process` started."""
+def children_of(parent: int) -> dict[int, list[bytes]]:
+    """The command lines of a process's children."""
+    found = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
-                command = (entry / "cmdline").read_bytes().split(b"\0")
-                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                if int((entry / "stat").read_text().rpartition(")")[2].split()[1]) == parent:
+                    found[int(entry.name)] = (entry / "cmdline").read_bytes().split(b"\0")
             except OSError:
                 continue
-            if parent == process.pid and b"worker" in command and name.encode() in command:
-                return int(entry.name)
-    raise AssertionError(f"{name} does not run")
+    return found
+
+
+def worker_process(process: subprocess.Popen[str], name: str) -> int:
+    """The process of a worker that `process` started."""
+    workers = children_of(process.pid)
+    return next(pid for pid, command in workers.items() if b"worker" in command and name.encode() in command)
 
 
 TWO = ("name: w0, backend: cpu, threads: 1", "name: w1, backend: cpu, threads: 1")
@@ -126,11 +146,17 @@ def test_worn_paths_are_renewed(model, tmp_path, address):
         ("second", "has taken the workers already"),
         ("wrong_token", "the token is not the one"),
         ("grandchild", "have a script replace itself by it (exec)"),
-        ("hostile", "worker 1000 of 1"),
+        ("hostile worker", "worker 1000 of 1"),
+        ("hostile generation", "which nobody asked for"),
+        ("hostile descriptors", "announced 0 descriptors, 1 arrived"),
+        ("hostile missing", "announced 1 descriptors, 0 arrived"),
+        ("hostile role", "Ready, which only the supervisor sends"),
+        ("garbage", "not a msgpack message"),
     ],
 )
 def test_others_get_a_sentence(model, tmp_path, scene, said):
-    code, stderr = run(scene, tmp_path / "out", model)
+    scene, _, what = scene.partition(" ")
+    code, stderr = end(start(scene, tmp_path / "out", model, arguments=[what]), tmp_path / "out")
     assert code == 0, stderr
     assert said in json.loads((tmp_path / "out").read_text())
 
@@ -172,6 +198,108 @@ def test_signals_are_passed_on(model, tmp_path, number, expected):
     code, stderr = end(process, tmp_path / "out")
     # The program waits for SIGTERM, SIGHUP kills it, and Ctrl-C ends its interpreter.
     assert code == (130 if number == signal.SIGINT else expected), stderr
+
+
+def test_worker_that_does_not_renew_its_path_is_lost(model, tmp_path):
+    plan = topology(tmp_path, TWO[0])
+    plan.write_text(plan.read_text() + "ipc: {call_timeout_s: 0.3}\n")
+    process = start("stopped", tmp_path / "out", model, "--topology", plan)
+    wait_until_ready(process, tmp_path / "out")
+    os.kill(worker_process(process, "w0"), signal.SIGSTOP)
+    (tmp_path / "out.stopped").touch()
+    code, stderr = end(process, tmp_path / "out")
+    assert code == 0, stderr
+    found = json.loads((tmp_path / "out").read_text())
+    assert found["num_tries"] == 3
+    assert "its data path could not be renewed" in found["reason"]
+    assert stderr.count("calls that need worker w0 fail from now on") == 1
+
+
+def test_program_that_breaks_the_protocol_is_said(model, tmp_path):
+    code, stderr = end(start("broken", tmp_path / "out", model), tmp_path / "out")
+    assert code == 7, stderr
+    assert stderr.count("the hand-over has ended, and calls fail from now on") == 1
+
+
+def test_ctrl_c_of_a_terminal_reaches_the_program_once(model, tmp_path):
+    ours, theirs = pty.openpty()
+    out = tmp_path / "out"
+    process = start("interrupts", out, model, terminal=theirs)
+    os.close(theirs)
+    try:
+        wait_until_ready(process, out)
+        os.write(ours, b"\x03")
+        code, stderr = end(process, out)
+    finally:
+        os.close(ours)
+    assert code == 0, stderr
+    assert json.loads(out.read_text()) == 1
+    assert "2 calls" in stderr
+
+
+def test_program_that_lets_go_of_the_workers_is_ended(model, tmp_path):
+    code, stderr = run("leaver", tmp_path / "out", model)
+    assert code == 1
+    assert "hung up before it had taken the workers" in stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=str)
+def test_signal_while_loading_leaves_nothing(model, tmp_path, number):
+    process = start("idle", tmp_path / "out", model, new_session=True)
+    until = time.monotonic() + LIMIT_S
+    while not (children := children_of(process.pid)) and time.monotonic() < until:
+        time.sleep(0.005)
+    assert children
+    process.send_signal(number)
+    code, stderr = end(process, tmp_path / "out")
+    assert code == 128 + number, stderr
+    assert "Traceback" not in stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--", "no-such-program"], "'no-such-program': not found"),
+        (["--", "true"], "no model is named"),
+        (["--model", "gone.gguf", "--", "true"], "'gone.gguf': no such file"),
+        (["--plugin", "gone.so", "--", "true"], "--plugin gone.so: no such file"),
+        (["--model", "README.md", "--", "true"], "README.md"),
+    ],
+)
+def test_bad_input_is_one_sentence(arguments, said):
+    command = [sys.executable, "-m", "dflash_moe", "llama", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=LIMIT_S, check=False)
+    assert done.returncode == 2, done.stderr
+    assert said in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("workers:\n  - {name: w0, backend: cpu, address: loopback}\n", "address loopback is the host's process"),
+        ("workers:\n  - {name: w0, backend: cpu, emulate: {delay_ms: 1}}\n", "are emulated in a host of ours only"),
+        ("host:\n  experts: {memory: 1GiB}\nworkers:\n  - {name: w0, backend: cpu}\n", "keeps experts in the host's process"),
+    ],
+)
+def test_topology_that_needs_a_host_of_ours_is_refused(model, tmp_path, text, said):
+    (tmp_path / "plan.yaml").write_text("version: 1\n" + text)
+    code, stderr = run("compute", tmp_path / "out", model, "--topology", tmp_path / "plan.yaml")
+    assert code == 2, stderr
+    assert said in stderr.splitlines()[-1]
+
+
+def test_telling_flags_run_the_program_alone():
+    command = [sys.executable, "-m", "dflash_moe", "llama", "--", sys.executable, "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=LIMIT_S, check=False)
+    assert done.returncode == 0
+    assert done.stdout.startswith("Python ")
+    assert done.stderr == ""
+
+
+def test_exit_code_is_the_programs(model, tmp_path):
+    command = [sys.executable, "-m", "dflash_moe", "llama", "--model", model, "--plugin", "none", "--", "sh", "-c", "exit 5"]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, cwd=ROOT, timeout=LIMIT_S, check=False)
+    assert done.returncode == 5, done.stderr
 
 
 def test_killed_launcher_takes_the_program_along(model, tmp_path):

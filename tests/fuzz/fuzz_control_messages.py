@@ -1,5 +1,5 @@
 """Fuzzes the control plane: `fuzz_control_messages.py SECONDS [SEED]`. Any bytes decode to a
-message or to a ProtocolError.
+message or to a ProtocolError, in a session and in a hand-over.
 
 Mutates real messages as bytes and as msgpack trees, and feeds the result to the codec and, framed,
 to a connection. A message that decodes must encode and decode to itself. A finding is printed, kept
@@ -23,8 +23,9 @@ import msgpack
 
 from dflash_moe.errors import ProtocolError, WorkerTimeout
 from dflash_moe.protocol.framing import Connection, PeerGone
+from dflash_moe.protocol.handover import HANDOVER_CODEC
 from dflash_moe.protocol.messages import CODEC
-from dflash_moe.protocol.schema import Binary, FieldSchema, Flag, Float, ListOf, Message, Table, Text, Tree, Uint
+from dflash_moe.protocol.schema import Binary, Codec, FieldSchema, Flag, Float, ListOf, Message, Octets, Table, Text, Tree, Uint
 
 FINDINGS = Path(__file__).resolve().parents[2] / "build/fuzz/findings"
 _EDGES: tuple[Any, ...] = (
@@ -36,7 +37,7 @@ _EDGES: tuple[Any, ...] = (
 
 def seeds() -> list[bytes]:
     """One valid message of every type."""
-    return [CODEC.encode(_example(schema)) for schema in CODEC.schemas.values()]
+    return [codec.encode(_example(schema)) for codec in (CODEC, HANDOVER_CODEC) for schema in codec.schemas.values()]
 
 
 def _example(schema: Any) -> Message:
@@ -48,7 +49,16 @@ def _example_value(item: FieldSchema) -> Any:
         return item.default
     kind = item.kind
     tree = {"a": [1, {2: "b"}]}
-    values: dict[type, Any] = {Uint: 1, Float: 1.0, Flag: True, Text: "f32", ListOf: (), Table: {"a": 1}, Tree: tree}
+    values: dict[type, Any] = {
+        Uint: 1,
+        Float: 1.0,
+        Flag: True,
+        Text: "f32",
+        ListOf: (),
+        Table: {"a": 1},
+        Tree: tree,
+        Octets: b"x",
+    }
     return bytes(kind.num_bytes) if isinstance(kind, Binary) else values[type(kind)]
 
 
@@ -89,19 +99,23 @@ def _mutate_tree(data: bytes, random_: random.Random) -> bytes:
 
 
 def examine(data: bytes) -> str | None:
-    """What is wrong with how the codec and the framing take `data`; None when nothing is."""
+    """What is wrong with how the codecs and the framing take `data`; None when nothing is."""
+    return _examine_message(CODEC, data) or _examine_message(HANDOVER_CODEC, data) or _examine_frame(data)
+
+
+def _examine_message(codec: Codec, data: bytes) -> str | None:
     try:
-        message = CODEC.decode(data)
+        message = codec.decode(data)
     except ProtocolError:
         message = None
     except Exception as error:  # noqa: BLE001 - any other exception is the finding
         return f"decode raised {type(error).__name__}: {error}"
     if message is not None:
-        again = CODEC.decode(CODEC.encode(message))
+        again = codec.decode(codec.encode(message))
         # The texts are compared, because nan differs from itself.
         if repr(again) != repr(message):
             return f"round trip changed {message!r} to {again!r}"
-    return _examine_frame(data)
+    return None
 
 
 def _examine_frame(data: bytes) -> str | None:
