@@ -1,5 +1,6 @@
 """Writes the tables of the documents. Each shows all rows that its rule names, in the order of the
-file. Those of kernels and weights are in kernel_tables.py.
+file. Those of kernels and weights are in kernel_tables.py, those of llama.cpp in
+llama_tables.py.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -9,7 +10,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterable
 
-from bench.documents import kernel_tables
+from bench.documents import kernel_tables, llama_tables
 from bench.documents.recorded import Recorded, Row
 from bench.documents.text import digits, gigabytes_per_s, markdown, mebibytes, payload, percent, ratio, seconds
 
@@ -355,5 +356,6 @@ TABLES: dict[str, Callable[[Recorded], str]] = {
     "parity": parity,
     "bits-per-byte": bits_per_byte,
     **kernel_tables.TABLES,
+    **llama_tables.TABLES,
 }
 TABLES = {f"measured/{name}": table for name, table in TABLES.items()}

@@ -216,6 +216,24 @@ def _bits(place: Place) -> list[Command]:
     ]
 
 
+def _llama_hosts(place: Place) -> list[Command]:
+    less: Command = ["--rounds", 1, "--repetitions", 2, "--formats", "q8_0", "--no-slots"]
+    return [_campaign("llama_hosts", *_quick(place, [], less), "--out", place.json("llama_hosts"))]
+
+
+def _llama_check(place: Place) -> list[Command]:
+    tests = [sys.executable, "-m", "pytest", "-q", ROOT / "tests" / "llama" / "test_architectures.py"]
+    chosen: Command = _quick(place, [], ["-k", "qwen3moe"])
+    return [["env", f"LLAMA_CHECK_OUT={place.json('llama_check')}", *tests, *chosen]]
+
+
+def _lacks_llama() -> str:
+    if not os.environ.get("LLAMA_CPP") or not os.environ.get("LLAMA_BUILD"):
+        return "LLAMA_CPP and LLAMA_BUILD, the sources and the build of a llama.cpp"
+    is_built = (ROOT / "dflash_moe" / "libggml-dflash-moe.so").is_file()
+    return _lacks_two_cores() if is_built else "the plug-in (make ggml LLAMA_CPP=DIR)"
+
+
 def _lacks_two_cores() -> str:
     return "" if len(os.sched_getaffinity(0)) >= 2 else "a second core"
 
@@ -273,4 +291,6 @@ STEPS: tuple[Step, ...] = (
     Step("parity", ("verify_families",), 5, _families),
     Step("weight-errors", ("weight_errors",), 2, _weight_errors),
     Step("bits", ("bits_per_byte",), 5, _bits, lacking=_lacks_corpus),
+    Step("llama-check", ("llama_check",), 2, _llama_check, lacking=_lacks_llama),
+    Step("llama-hosts", ("llama_hosts",), 15, _llama_hosts, lacking=_lacks_llama),
 )

@@ -10,6 +10,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import time
 import urllib.error
 from concurrent.futures import ThreadPoolExecutor
@@ -89,7 +90,7 @@ def test_a_lost_worker_fails_requests_and_the_server_lives(llama: Llama, demo_gg
 
 
 def _worker_pids(launcher: int) -> list[int]:
-    done = run(["ps", "--ppid", launcher, "-o", "pid=,args="])
+    done = run(["ps", "-ww", "--ppid", launcher, "-o", "pid=,args="])
     found = [int(line.split()[0]) for line in done.stdout.splitlines() if " worker " in line]
     assert len(found) == 2, done.stdout
     return found
@@ -99,7 +100,7 @@ def test_a_stub_serves_the_same_tokens_and_holds_nothing(
     llama: Llama, demo_gguf: Path, alone: list[list[int]], tmp_path: Path
 ) -> None:
     stub = tmp_path / "stub.gguf"
-    assert run(["python", "-m", "dflash_moe", "model", "stub", demo_gguf, stub]).returncode == 0
+    assert run([sys.executable, "-m", "dflash_moe", "model", "stub", demo_gguf, stub]).returncode == 0
     with serving(llama, stub, launcher=llama.launcher(demo_gguf)) as server:
         assert [server.complete(prompt) for prompt in PROMPTS] == alone
     plain, ours = tmp_path / "plain.bin", tmp_path / "ours.bin"
