@@ -1,6 +1,6 @@
-/* The C interface of dflash_moe: a program without Python calls the routed experts of a model, which
- * workers hold in other processes. `dflash-moe llama -- PROGRAM` starts the workers, loads them and
- * tells the program, through its environment, where they are handed over.
+/* The C interface of dflash_moe: a program without Python calls the routed experts of a model,
+ * which workers hold in other processes. `dflash-moe llama -- PROGRAM` starts the workers, loads
+ * them and tells the program, through its environment, where they are handed over.
  *
  * Every function may be called from any thread. Nothing here throws, aborts or writes to the
  * standard streams. Functions that can fail return a status below 0 or NULL, and
@@ -31,13 +31,13 @@ extern "C" {
 /* What a function returns. */
 enum {
   DFLASH_MOE_OK = 0,
-  DFLASH_MOE_PENDING = 1,       /* dflash_moe_wait: the time is over and the call is not done */
-  DFLASH_MOE_INVALID = -1,      /* an argument is wrong; the text names it */
-  DFLASH_MOE_WORKER_LOST = -2,  /* a worker that the call needs is gone */
-  DFLASH_MOE_TIMEOUT = -3,      /* the call's own deadline passed */
-  DFLASH_MOE_CLOSED = -4,       /* the supervisor is gone, or the client was closed */
-  DFLASH_MOE_MISMATCH = -5,     /* bytes or a tensor are not those that the workers hold */
-  DFLASH_MOE_FAILED = -6        /* anything else, such as a worker's refusal */
+  DFLASH_MOE_PENDING = 1,      /* dflash_moe_wait: the time is over and the call is not done */
+  DFLASH_MOE_INVALID = -1,     /* an argument is wrong; the text names it */
+  DFLASH_MOE_WORKER_LOST = -2, /* a worker that the call needs is gone */
+  DFLASH_MOE_TIMEOUT = -3,     /* the call's own deadline passed */
+  DFLASH_MOE_CLOSED = -4,      /* the supervisor is gone, or the client was closed */
+  DFLASH_MOE_MISMATCH = -5,    /* bytes or a tensor are not those that the workers hold */
+  DFLASH_MOE_FAILED = -6       /* anything else, such as a worker's refusal */
 };
 
 typedef struct dflash_moe_client dflash_moe_client; /* the workers of one model */
@@ -73,11 +73,11 @@ typedef struct {
   size_t struct_bytes;
   uint32_t layer;
   uint32_t num_tokens, top_k;
-  const float* hidden_states;     /* [num_tokens, in_size] */
-  size_t hidden_states_stride;    /* bytes from one row to the next; 0 means adjacent rows */
-  const int32_t* topk_ids;        /* [num_tokens, top_k]; one >= num_experts asks for nothing */
-  const float* topk_weights;      /* [num_tokens, top_k] */
-  float* output;                  /* [num_tokens, out_size], adjacent rows; all of it is written */
+  const float* hidden_states;  /* [num_tokens, in_size] */
+  size_t hidden_states_stride; /* bytes from one row to the next; 0 means adjacent rows */
+  const int32_t* topk_ids;     /* [num_tokens, top_k]; one >= num_experts asks for nothing */
+  const float* topk_weights;   /* [num_tokens, top_k] */
+  float* output;               /* [num_tokens, out_size], adjacent rows; all of it is written */
 } dflash_moe_batch;
 
 /* Counters since the client was opened. */

@@ -44,13 +44,20 @@ void Session::keep() {
     }
     if (kept.ok() && !has_exited && is_exiting_.load(std::memory_order_relaxed)) {
       has_exited = true;
-      static_cast<void>(connection_->send(count(), {}, Deadline::after_ns(kLastSendPatienceNs)));
-      const uint64_t one = 1;
-      static_cast<void>(::write(exit_bell_.get(), &one, sizeof one));
+      send_last();
     }
   }
-  if (!kept.ok()) return end_all(kept.error().message);
+  if (!kept.ok()) {
+    end_all(kept.error().message);
+    ring(exit_bell_);  // nobody need wait for counters that nobody takes
+  } else {
+    send_last();
+  }
+}
+
+void Session::send_last() {
   static_cast<void>(connection_->send(count(), {}, Deadline::after_ns(kLastSendPatienceNs)));
+  ring(exit_bell_);
 }
 
 Status Session::serve_connection() {

@@ -3,6 +3,7 @@
 #include <signal.h>
 
 #include <cerrno>
+#include <new>
 #include <system_error>
 #include <utility>
 
@@ -98,7 +99,14 @@ Status Session::start_keeper() {
   ::pthread_sigmask(SIG_SETMASK, &all, &former);
   Status started = ok();
   try {
-    keeper_ = std::thread([this] { keep(); });
+    keeper_ = std::thread([this] {
+      try {
+        keep();
+      } catch (const std::bad_alloc&) {  // which would otherwise end the program
+        end_all("out of memory");
+        ring(exit_bell_);
+      }
+    });
   } catch (const std::system_error& error) {
     started = system_error("cannot start the thread that keeps the supervisor's connection",
                            error.code().value());

@@ -13,6 +13,8 @@ namespace {
 
 // The longest time that a setting can name, 1,000,000 s; sums of it stay far below an overflow.
 constexpr uint64_t kMaxTimeNs = 1'000'000'000'000'000;
+// Beyond any file, and such that no offset of a page in memory or file can overflow.
+constexpr uint64_t kMaxFileOffset = uint64_t{1} << 62;
 
 Error plan_error(std::string what) {
   return Error{ErrorCode::kProtocol, "the supervisor's plan: " + std::move(what)};
@@ -161,6 +163,9 @@ Status PlanReader::take_tensor(wire::PlannedTensor tensor) {
   if (!num_experts_.contains(tensor.layer))
     return plan_error("tensor " + tensor.name + " is of layer " + std::to_string(tensor.layer) +
                       ", which the plan does not have");
+  if (tensor.file_offset > kMaxFileOffset)
+    return plan_error("tensor " + tensor.name + " begins at byte " +
+                      std::to_string(tensor.file_offset) + " of its file");
   plan_.tensors.push_back(std::move(tensor));
   return ok();
 }

@@ -13,11 +13,6 @@
 namespace dflash::c_interface {
 namespace {
 
-void ring(const OwnedFd& bell) {
-  const uint64_t one = 1;
-  static_cast<void>(::write(bell.get(), &one, sizeof one));
-}
-
 bool is_loss(const Error& error) {
   return error.code == ErrorCode::kWorkerLost || error.code == ErrorCode::kProtocol;
 }
@@ -40,6 +35,11 @@ Session::~Session() {
   is_stopping_.store(true, std::memory_order_relaxed);
   ring(bell_);
   keeper_.join();
+}
+
+void Session::ring(const OwnedFd& bell) {
+  const uint64_t one = 1;
+  static_cast<void>(::write(bell.get(), &one, sizeof one));
 }
 
 Result<OpenCall*> Session::submit(const TokenBatch& batch, uint32_t layer) {

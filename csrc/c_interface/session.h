@@ -89,6 +89,7 @@ class Session {
   Status start_keeper();
 
   // session.cc
+  static void ring(const OwnedFd& bell);
   Error closed_or(Error error) const;
   void book(OpenCall& call);
   void note_loss(const Error& error);
@@ -105,6 +106,7 @@ class Session {
   Status report_losses();
   Status request_paths();
   Status send_counters();
+  void send_last();
 
   const pid_t owner_;
   const Plan plan_;

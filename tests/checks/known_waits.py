@@ -35,7 +35,6 @@ KNOWN: dict[str, dict[str, str]] = {
     "csrc/c_interface/keeper.cc": {
         "::poll": "bounded: for half a second at most, after which the keeper looks whether it is to stop",
         "::read": _NON_BLOCKING_BELL,
-        "::write": _NON_BLOCKING_BELL,
         "lock mutex_": "straight: compares or copies counters, and nothing is called",
     },
     "csrc/c_interface/session.cc": {

@@ -2,6 +2,7 @@
 // say something else.
 // SPDX-License-Identifier: Apache-2.0
 
+#include <sys/resource.h>
 #include <sys/stat.h>
 
 #include <cmath>
@@ -202,6 +203,18 @@ TEST_CASE("a plan that is cut short, or does not hold together, is refused") {
                  "call_timeout_ns is 0 ns"));
 }
 
+TEST_CASE("a tensor of a layer that is not there, or beyond any file, is refused") {
+  const auto with = [](const wire::PlannedTensor& tensor) {
+    return refusal_of([&](SupervisorStandIn& supervisor) {
+      PlanOptions options;
+      options.tensors = {tensor};
+      for (const auto& message : plan_messages(options)) supervisor.send(message);
+    });
+  };
+  CHECK(contains(with({9, "t", 0, {1}, 4, 0, false, 0}), "is of layer 9, which the plan does not"));
+  CHECK(contains(with({kLayer, "t", 0, {1}, 4, ~uint64_t{0}, false, 0}), "begins at byte 184467"));
+}
+
 TEST_CASE("a plan whose experts are placed twice is refused once the paths are there") {
   SupervisorStandIn supervisor;
   Opening opening;
@@ -273,6 +286,29 @@ TEST_CASE("an answer with descriptors too few, too many, or of another kind is r
   CHECK(contains(answered_with({n, n, p}, 3, true), "its answer brought 2 descriptors"));
   CHECK_FALSE(answered_with({n, p}, 2, true).empty());  // the segment is none
   CHECK(contains(answered_with({n, p}, 2, true, 12), "came where none was asked for"));
+}
+
+TEST_CASE("descriptors that this process has no room for are told as its own limit") {
+  rlimit former{};
+  REQUIRE(::getrlimit(RLIMIT_NOFILE, &former) == 0);
+  SupervisorStandIn supervisor;
+  Opening opening;
+  supervisor.accept();
+  supervisor.greet();
+  supervisor.send(supervisor.terms(0));
+  const auto [offered, brought] = supervisor.receive<wire::PathOffered>();
+  const rlimit few{std::min<rlim_t>(256, former.rlim_max), former.rlim_max};
+  REQUIRE(::setrlimit(RLIMIT_NOFILE, &few) == 0);
+  std::vector<OwnedFd> filling;
+  for (int fd = 0; (fd = ::fcntl(brought[0].get(), F_DUPFD_CLOEXEC, 0)) >= 0;)
+    filling.emplace_back(fd);
+  const std::array<int, 2> numbers{brought[0].get(), brought[1].get()};
+  supervisor.send(wire::PathAnswered{0, 11, {}, 2, true}, numbers);
+  const std::string text = opening.refusal();
+  filling.clear();
+  REQUIRE(::setrlimit(RLIMIT_NOFILE, &former) == 0);
+  CHECK(contains(text, "cannot take descriptors of the supervisor: Too many open files"));
+  CHECK(contains(text, "ulimit -n"));
 }
 
 TEST_CASE("descriptors beside a message that has none are refused") {

@@ -88,6 +88,10 @@ def test_unknown_room_is_found(tmp_path: Path) -> None:
         ("device_exchange/x.cc", '#include "compute/cpu/kernel_set.h"\n'),
         ("device_exchange/x.cc", '#include "client/encode.h"\n'),
         ("plugin/host_device.cc", '#include "device_exchange/gpu_steps.h"\n'),
+        ("c_interface/x.cc", '#include "compute/experts/ffn_spec.h"\n'),
+        ("client/x.cc", '#include "c_interface/session.h"\n'),
+        ("c_interface/x.cc", "void f() { throw 1; }\n"),
+        ("client/x.cc", "void f() { try { g(); } catch (...) { h(); } }\n"),
     ],
 )
 def test_include_against_the_rooms_is_found(tmp_path: Path, name: str, text: str) -> None:
@@ -106,6 +110,7 @@ def test_includes_along_the_rooms_pass(tmp_path: Path) -> None:
         "device_exchange/kernels/x.h",
         '#include "transport/ring/ring_words.h"\n#include "wire/frame_layout.h"\n#include "compute/gpu/portable.h"\n',
     )
+    _room_file(tmp_path, "c_interface/x.cc", '#include "client/types.h"\nvoid f() { try { g(); } catch (...) { h(); } }\n')
     _room_file(tmp_path, "plugin/entry/x.h", '#include "device_exchange/gpu_steps.h"\n')
     _room_file(tmp_path, "bindings/x.cc", "#include <pybind11/pybind11.h>\nvoid f() { throw 1; }\n")
     assert includes.find(tmp_path) == []
