@@ -23,6 +23,11 @@ bool is_view(const ggml_tensor* node) {
   }
 }
 
+bool lies_in_ours(const Scope& scope, const ggml_tensor* tensor) {
+  return tensor && tensor->op == GGML_OP_NONE && tensor->buffer &&
+         tensor->buffer->buft == scope.weights;
+}
+
 const ggml_tensor* root_of(const ggml_tensor* tensor) {
   return tensor->view_src ? tensor->view_src : tensor;
 }
@@ -289,21 +294,20 @@ std::string quoted(const ggml_tensor* node) {
 }  // namespace
 
 const Tensor* planned(const Scope& scope, const ggml_tensor* tensor) {
-  if (!tensor || tensor->op != GGML_OP_NONE || !tensor->buffer ||
-      tensor->buffer->buft != scope.weights) {
-    return nullptr;
-  }
-  return scope.plan->find(tensor->name);
+  return lies_in_ours(scope, tensor) ? scope.plan->find(tensor->name) : nullptr;
 }
 
 bool hangs_on_weights(const Scope& scope, const ggml_tensor* node) {
   switch (node->op) {
-    case GGML_OP_NONE:       return planned(scope, node) != nullptr;
-    case GGML_OP_MUL_MAT_ID: return planned(scope, node->src[0]) != nullptr;
+    // A tensor in our buffers that the plan does not have was forced there, and its loading fails.
+    // Before that, llama.cpp's -fit measures a graph with it, and a scheduler stops the program
+    // where nobody supports a tensor in the buffer in which it lies.
+    case GGML_OP_NONE:       return lies_in_ours(scope, node);
+    case GGML_OP_MUL_MAT_ID: return lies_in_ours(scope, node->src[0]);
     case GGML_OP_RESHAPE:
     case GGML_OP_VIEW:       {
       const ggml_tensor* root = root_of(node);
-      return planned(scope, root) || matrix_below(scope, root) || is_weighted(scope, root);
+      return lies_in_ours(scope, root) || matrix_below(scope, root) || is_weighted(scope, root);
     }
     case GGML_OP_REPEAT:   return planned(scope, scale_of_repeat(node)) != nullptr;
     case GGML_OP_GET_ROWS: return planned(scope, scale_of_rows(node)) != nullptr;

@@ -38,7 +38,8 @@ ggml_status init_tensor(ggml_backend_buffer_t buffer, ggml_tensor* tensor) {
   const std::string name(name_of(*tensor));
   dflash_moe_report_tensor(plan_of(buffer->buft).client(), name.c_str(), reason.c_str());
   say_once("the workers cannot stand in for tensor '" + name + "', which was to be placed in " +
-           kTypeName + ": " + reason + "; leave it out of --override-tensor");
+           kTypeName + ": " + reason +
+           "; place experts by '--override-tensor exps=CPU', which asks for each one");
   return GGML_STATUS_FAILED;
 }
 

@@ -132,13 +132,14 @@ ExpertsGraph::ExpertsGraph(const LoadedModel& model, const BatchOptions& options
     id_values.insert(id_values.end(), order.begin(), order.begin() + width);
   }
   ggml_tensor* input = graph.leaf("ffn_norm", {o.in_size, num_tokens, 1, 1});
-  std::memcpy(graph.allocate(input), x_values.data(), x_values.size() * sizeof(float));
+  std::copy(x_values.begin(), x_values.end(), reinterpret_cast<float*>(graph.allocate(input)));
   ggml_tensor* sorted = graph.leaf("sorted", {batch.ids_stride, num_tokens, 1, 1}, GGML_TYPE_I32);
   char* to = graph.allocate(sorted);
   for (uint32_t token = 0; token < num_tokens; ++token)
     std::memcpy(to + token * sorted->nb[1], &id_values[token * width], width * sizeof(int32_t));
   weights = graph.leaf("ffn_moe_weights", {1, width, num_tokens, 1});
-  std::memcpy(graph.allocate(weights), weight_values.data(), weight_values.size() * sizeof(float));
+  std::copy(weight_values.begin(), weight_values.end(),
+            reinterpret_cast<float*>(graph.allocate(weights)));
   ids = graph.view(sorted, {width, num_tokens, 1, 1}, sorted->nb[1], sorted->nb[2], 0);
   x = graph.reshape(input, {o.in_size, 1, num_tokens, 1});
 }
