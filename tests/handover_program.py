@@ -337,6 +337,16 @@ def garbage() -> Any:
     return refused(library.hear)
 
 
+def late() -> Any:
+    """Asks for the workers when it is told to, and goes on without them."""
+    ready()
+    while not Path(sys.argv[2] + ".go").exists():
+        time.sleep(0.01)
+    text = refused(lambda: Library(token()))
+    Path(sys.argv[2]).write_text(json.dumps(text))
+    wait_for_end()
+
+
 def broken() -> Any:
     """Goes on for a while after it broke the protocol."""
     library = Library(token())
@@ -390,11 +400,11 @@ SCENES = {
     "compute": compute, "worn": worn, "second": second, "wrong_token": wrong_token, "grandchild": grandchild,
     "dial": just_dial, "kept": kept, "idle": idle, "silent": silent, "local": local, "lost": lost, "back": back,
     "hostile": hostile, "orphan": orphan, "interrupts": interrupts, "leaver": leaver, "garbage": garbage,
-    "broken": broken, "stopped": stopped,
+    "broken": broken, "late": late, "stopped": stopped,
 }  # fmt: skip
 
 if __name__ == "__main__":
-    if sys.argv[1] in ("kept", "idle", "silent", "orphan", "leaver"):
+    if sys.argv[1] in ("kept", "idle", "silent", "orphan", "leaver", "late"):
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
     if sys.argv[1] == "interrupts":
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])

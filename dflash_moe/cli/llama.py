@@ -22,6 +22,7 @@ from dflash_moe.errors import ConfigError, DflashError
 
 if TYPE_CHECKING:
     from dflash_moe.cli.llama_flags import ProgramFlags
+    from dflash_moe.cli.llama_proof import LocalityProof, OpenFiles
     from dflash_moe.protocol.handover import Counted, PlannedTensor
     from dflash_moe.runtime.handover_plan import HandoverModel
     from dflash_moe.runtime.placed_experts import PlacedExperts
@@ -199,7 +200,7 @@ def program_threads(placed: PlacedExperts) -> int:
 
 def _supervise(
     command: list[str], environ: dict[str, str], flags: ProgramFlags, override: str, known: HandoverModel,
-    placed: PlacedExperts, proof: Any, files: Any, json_out: Path | None, closing: ExitStack,
+    placed: PlacedExperts, proof: LocalityProof, files: OpenFiles, json_out: Path | None, closing: ExitStack,
 ) -> int:  # fmt: skip
     """Runs the program and returns the command's exit code."""
     from dflash_moe.cli.llama_flags import add_ours
@@ -222,7 +223,7 @@ def _supervise(
     is_ended_said = False
 
     def sight() -> Sighting:
-        is_mapped, is_open = files.look(program.pid)
+        is_mapped, is_open = (False, False) if proof.is_settled else files.look(program.pid)
         calls = supervisor.counted.calls if supervisor.counted is not None else 0
         return Sighting(is_mapped, is_open, supervisor.is_connected, supervisor.reasons, calls)
 

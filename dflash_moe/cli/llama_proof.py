@@ -55,9 +55,13 @@ class LocalityProof:
         self._has_seen = False
         self._has_loaded = False
         self._is_quiet_said = False
+        # Everything that was expected has been seen, so that what the program has open tells
+        # nothing more.
+        self.is_settled = False
 
     def judge(self, now: Sighting) -> str:
         """Returns why the program must be ended, or an empty text."""
+        self.is_settled = now.is_connected and not self._missing(now)
         if now.is_mapped or now.is_open:
             if not self._has_seen:
                 self._has_seen, self._since = True, self._clock()

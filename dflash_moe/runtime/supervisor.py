@@ -48,6 +48,8 @@ log = logging.getLogger(__name__)
 
 # The program reads a message within this time, unless it is stopped and the socket's buffer full.
 SEND_S = 10.0
+# Another thread may be about to end its own message when the last one is sent.
+PARTING_S = 1.0
 # The program makes its end of a data path within this time, which maps and zeroes memory.
 OFFER_S = 20.0
 # Both watching threads look this often whether they shall end, and processes at whether they did.
@@ -195,8 +197,11 @@ class Supervisor:
         if not self._is_over.is_set():
             log.warning("the hand-over ended: %s", error)
             self.failure = self.failure or error
-        if self._connection is not None:
-            self._connection.hang_up(RefuseHandover(text=cut_reason(str(error))))
+        connection = self._connection
+        if connection is not None:
+            with contextlib.suppress(DflashError):
+                connection.send(RefuseHandover(text=cut_reason(str(error))), deadline=time.monotonic() + PARTING_S)
+            connection.hang_up()
 
     def _tell(self, message: Message, descriptors: list[int] | None = None) -> None:
         connection = self._connection

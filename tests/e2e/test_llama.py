@@ -10,6 +10,7 @@ import json
 import os
 import pty
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -200,6 +201,18 @@ def test_signals_are_passed_on(model, tmp_path, number, expected):
     assert code == (130 if number == signal.SIGINT else expected), stderr
 
 
+def test_worker_lost_before_the_hand_over_ends_the_program(model, tmp_path):
+    out = tmp_path / "out"
+    process = start("late", out, model, "--topology", topology(tmp_path, *TWO))
+    wait_until_ready(process, out)
+    os.kill(worker_process(process, "w0"), signal.SIGKILL)
+    Path(f"{out}.go").touch()
+    code, stderr = end(process, out)
+    assert code == 3, stderr
+    assert "w0" in json.loads(out.read_text())
+    assert stderr.splitlines()[-1].startswith("worker w0 ")
+
+
 def test_worker_that_does_not_renew_its_path_is_lost(model, tmp_path):
     plan = topology(tmp_path, TWO[0])
     plan.write_text(plan.read_text() + "ipc: {call_timeout_s: 0.3}\n")
@@ -314,8 +327,8 @@ def test_killed_launcher_takes_the_program_along(model, tmp_path):
     assert not Path(f"/proc/{pid}").exists()
 
 
-def hand_worker(model: Path, plan: Path) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "dflash_moe", "worker", "--name", "w0", "--model", model, "--topology", plan]
+def hand_worker(model: Path, plan: Path, *flags: object) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "dflash_moe", "worker", "--name", "w0", "--model", model, "--topology", plan, *flags]
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen([*map(str, command)], stdout=subprocess.PIPE, text=True, env=environ, cwd=ROOT)
     assert process.stdout is not None
@@ -323,15 +336,23 @@ def hand_worker(model: Path, plan: Path) -> subprocess.Popen[str]:
     return process
 
 
-def test_worker_by_hand_comes_back(model, tmp_path):
-    plan = topology(tmp_path, f"name: w0, backend: cpu, threads: 1, address: 'unix://{tmp_path}/w0.sock'")
-    worker = hand_worker(model, plan)
-    process = start("back", tmp_path / "out", model, "--topology", plan)
+@pytest.mark.parametrize("kind", ["unix", "tcp"])
+def test_worker_by_hand_comes_back(model, tmp_path, kind):
+    key, flags = tmp_path / "key", []
+    if kind == "tcp":
+        subprocess.run(
+            [sys.executable, "-m", "dflash_moe", "key", "make", key], check=True, cwd=ROOT, stdout=subprocess.DEVNULL
+        )
+        flags = ["--key-file", key]
+    address = f"tcp://127.0.0.1:{free_port()}" if kind == "tcp" else f"unix://{tmp_path}/w0.sock"
+    plan = topology(tmp_path, f"name: w0, backend: cpu, threads: 1, address: '{address}'")
+    worker = hand_worker(model, plan, *flags)
+    process = start("back", tmp_path / "out", model, "--topology", plan, *flags)
     try:
         wait_until_ready(process, tmp_path / "out")
         worker.kill()
         worker.communicate()
-        worker = hand_worker(model, plan)
+        worker = hand_worker(model, plan, *flags)
         code, stderr = end(process, tmp_path / "out")
     finally:
         process.kill()
@@ -339,4 +360,11 @@ def test_worker_by_hand_comes_back(model, tmp_path):
         worker.communicate()
     assert code == 0, stderr
     assert json.loads((tmp_path / "out").read_text())["equal"]
+    assert stderr.count("calls that need worker w0 fail from now on") == 1
     assert "worker w0 is back" in stderr
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

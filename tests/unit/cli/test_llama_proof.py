@@ -8,10 +8,14 @@ from __future__ import annotations
 import mmap
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from dflash_moe.cli.llama import program_threads, summary
 from dflash_moe.cli.llama_proof import DIAL_S, LOADING_S, QUIET_S, LocalityProof, OpenFiles, Sighting
+from dflash_moe.protocol.handover import Counted
+from dflash_moe.telemetry import machine
 
 PLANNED = ["a", "b"]
 ALL = {"a": "", "b": ""}
@@ -70,6 +74,37 @@ def test_calls_end_the_loading():
     assert proof(excluded=("b",)).judge(seen(reasons=partly, calls=1)) == ""
     # A program of the C interface loads no model and reports no tensors.
     assert proof().judge(seen(is_mapped=False, calls=1)) == ""
+
+
+def test_proof_is_settled_when_all_was_seen():
+    judge = proof()
+    judge.judge(seen(reasons={"a": ""}))
+    assert not judge.is_settled
+    judge.judge(seen(reasons=ALL))
+    assert judge.is_settled
+    only_a = proof(excluded=("b",))
+    only_a.judge(seen(reasons={"a": ""}))
+    assert only_a.is_settled
+
+
+@pytest.mark.parametrize(("stated", "cores", "expected"), [(None, 16, 12), (None, 4, 1), (3, 4, 3)])
+def test_program_gets_the_cores_that_workers_leave(monkeypatch, stated, cores, expected):
+    for name in ("physical_cores", "usable_cores"):
+        monkeypatch.setattr(machine, name, lambda: cores)
+    plan = SimpleNamespace(
+        topology=SimpleNamespace(host=SimpleNamespace(threads=stated)), threads=SimpleNamespace(workers={"w0": 2, "w1": 2})
+    )
+    assert program_threads(plan) == expected
+
+
+def test_summary_says_what_was_moved():
+    counted = Counted(
+        calls=3, failed_calls=1, messages=3, rows=9, request_bytes=1024, reply_bytes=1024, floor_bytes=2000,
+        call_ns=1_500_000_000, compute_ns=1_000_000_000,
+    )  # fmt: skip
+    assert summary(counted) == (
+        "dflash-moe: 3 calls (1 failed), 2.0 KiB moved, 1.024 of the floor, 1.50 s in experts, 1.00 s of it computed by workers"
+    )
 
 
 def test_slow_disk_gets_a_line_and_not_an_end():
