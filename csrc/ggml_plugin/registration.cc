@@ -34,6 +34,12 @@ const char* get_description(ggml_backend_dev_t device) {
 void get_memory(ggml_backend_dev_t, size_t* free, size_t* total) { *free = *total = 0; }
 enum ggml_backend_dev_type get_type(ggml_backend_dev_t) { return GGML_BACKEND_DEVICE_TYPE_ACCEL; }
 
+// Some releases say of a device whether files may be mapped for it.
+template <class Caps>
+void allow_mapping(Caps& caps) {
+  if constexpr (requires { caps.mmap_support = true; }) caps.mmap_support = true;
+}
+
 void get_props(ggml_backend_dev_t device, ggml_backend_dev_props* props) {
   *props = {};
   props->name = get_name(device);
@@ -41,7 +47,7 @@ void get_props(ggml_backend_dev_t device, ggml_backend_dev_props* props) {
   props->type = get_type(device);
   // Without buffer_from_host_ptr and async, llama.cpp writes each tensor whole and at once, from
   // its mapping of the file or from a temporary copy.
-  props->caps.mmap_support = true;
+  allow_mapping(props->caps);
 }
 
 ggml_backend_t init_backend(ggml_backend_dev_t device, const char*) {
