@@ -2,6 +2,8 @@
 // numbers.
 // SPDX-License-Identifier: Apache-2.0
 #include <doctest/doctest.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include "ggml_plugin/fake_host.h"
 #include "ggml_plugin/formula.h"
@@ -206,17 +208,38 @@ TEST_CASE("a failing worker: the sentence once, then calls work again") {
   }
 }
 
+TEST_CASE("a forked child computes and closes nothing") {
+  const ExpertsModel model({});
+  FakeHost host(model);
+  const LoadedModel loaded(host, model);
+  ExpertsGraph experts(loaded);
+  experts.build();
+  ggml_backend_t backend = host.backend();
+  CapturedErrors errors;
+  const pid_t child = ::fork();
+  if (child == 0) {
+    const ggml_status status = compute(backend, experts.graph.all());
+    host.registration().close_if_idle();
+    ::_exit(status == GGML_STATUS_FAILED && !host.client().is_closed ? 0 : 1);
+  }
+  int status = 1;
+  ::waitpid(child, &status, 0);
+  CHECK(status == 0);
+  CHECK(errors.text().find("was forked") != std::string::npos);
+  CHECK(compute(backend, experts.graph.all()) == GGML_STATUS_SUCCESS);
+}
+
 TEST_CASE("after the process began to exit nothing is computed") {
   const ExpertsModel model({});
   FakeHost host(model);
   const LoadedModel loaded(host, model);
   ExpertsGraph experts(loaded);
   experts.build();
-  REQUIRE(host.registration().begin());
+  REQUIRE(host.registration().begin() == nullptr);
   host.registration().close_if_idle();
   CHECK_FALSE(host.client().is_closed);  // a thread computes
   host.registration().end();
-  CHECK_FALSE(host.registration().begin());
+  CHECK(host.registration().begin() != nullptr);
   host.registration().close_if_idle();
   CHECK(host.client().is_closed);
   check_fails(host, experts, "is exiting");
