@@ -25,6 +25,14 @@ if(DFLASH_GGML AND EXISTS ${DFLASH_GGML}/ggml/src/ggml-backend-impl.h)
   add_library(dflash_ggml_plugin STATIC EXCLUDE_FROM_ALL ${ggml_plugin_sources})
   target_link_libraries(dflash_ggml_plugin PUBLIC dflash_flags ${CMAKE_DL_LIBS})
   target_include_directories(dflash_ggml_plugin SYSTEM PUBLIC ${DFLASH_GGML}/ggml/include ${DFLASH_GGML}/ggml/src)
+  # What some releases lack. Enumerators cannot be asked for in the language itself.
+  file(STRINGS ${DFLASH_GGML}/ggml/include/ggml.h ggml_newer_names REGEX "^ *GGML_(GLU_OP_SWIGLU_CLAMP|TENSOR_FLAG_COMPUTE)[ ,=]")
+  if(ggml_newer_names MATCHES "GLU_OP_SWIGLU_CLAMP")
+    target_compile_definitions(dflash_ggml_plugin PUBLIC DFLASH_GGML_HAS_SWIGLU_CLAMP)
+  endif()
+  if(ggml_newer_names MATCHES "TENSOR_FLAG_COMPUTE")
+    target_compile_definitions(dflash_ggml_plugin PUBLIC DFLASH_GGML_HAS_COMPUTE_FLAG)
+  endif()
   set_source_files_properties(${CMAKE_CURRENT_SOURCE_DIR}/ggml_plugin/build_record.cc PROPERTIES COMPILE_DEFINITIONS
     "DFLASH_GGML_VERSION=\"${ggml_version}\";DFLASH_GGML_COMMIT=\"${DFLASH_GGML_COMMIT}\";DFLASH_GGML_TAG=\"${DFLASH_GGML_TAG}\"")
 

@@ -51,7 +51,7 @@ ggml_status compute(Context& context, const ggml_cgraph& graph) {
 
 ggml_status graph_compute(ggml_backend_t backend, ggml_cgraph* graph) {
   Context& context = of(backend);
-  if (!context.registration.begin()) return fail("the program is exiting and still computes");
+  if (const char* reason = context.registration.begin()) return fail(reason);
   ggml_status status;
   try {
     status = compute(context, *graph);

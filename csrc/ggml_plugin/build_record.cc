@@ -19,7 +19,7 @@ struct Member {
 };
 
 std::string json(const char* name, size_t size, const Member* members, size_t num_members) {
-  std::string text = std::string("    \"") + name + "\": {\"size\": " + std::to_string(size);
+  std::string text = std::string("    \"") + name + "\": {\"bytes\": " + std::to_string(size);
   for (size_t i = 0; i < num_members; ++i)
     text += std::string(", \"") + members[i].name + "\": " + std::to_string(members[i].offset);
   return text + "}";

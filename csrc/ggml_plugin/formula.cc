@@ -31,14 +31,16 @@ std::optional<Activation> activation_of_unary(int32_t op) {
 
 std::optional<Activation> activation_of_glu(int32_t op) {
   switch (op) {
+#ifdef DFLASH_GGML_HAS_SWIGLU_CLAMP
+    case GGML_GLU_OP_SWIGLU_CLAMP:
+#endif
     case GGML_GLU_OP_SWIGLU:
-    case GGML_GLU_OP_SWIGLU_OAI:
-    case GGML_GLU_OP_SWIGLU_CLAMP: return Activation::kSilu;
-    case GGML_GLU_OP_GEGLU:        return Activation::kGeluTanh;
-    case GGML_GLU_OP_GEGLU_ERF:    return Activation::kGelu;
-    case GGML_GLU_OP_GEGLU_QUICK:  return Activation::kQuickGelu;
-    case GGML_GLU_OP_REGLU:        return Activation::kRelu;
-    default:                       return std::nullopt;
+    case GGML_GLU_OP_SWIGLU_OAI:  return Activation::kSilu;
+    case GGML_GLU_OP_GEGLU:       return Activation::kGeluTanh;
+    case GGML_GLU_OP_GEGLU_ERF:   return Activation::kGelu;
+    case GGML_GLU_OP_GEGLU_QUICK: return Activation::kQuickGelu;
+    case GGML_GLU_OP_REGLU:       return Activation::kRelu;
+    default:                      return std::nullopt;
   }
 }
 
@@ -60,9 +62,11 @@ Formula formula_of(const ggml_tensor& node) {
       formula.alpha = float_parameter(node, 2);
       formula.up_offset = 1.0f;
       formula.gate_max = formula.up_limit = float_parameter(node, 3);
-    } else if (node.op_params[0] == GGML_GLU_OP_SWIGLU_CLAMP) {
-      formula.gate_max = formula.up_limit = float_parameter(node, 3);
     }
+#ifdef DFLASH_GGML_HAS_SWIGLU_CLAMP
+    if (node.op_params[0] == GGML_GLU_OP_SWIGLU_CLAMP)
+      formula.gate_max = formula.up_limit = float_parameter(node, 3);
+#endif
   }
   formula.is_known = activation.has_value();
   formula.activation = activation.value_or(Activation::kSilu);

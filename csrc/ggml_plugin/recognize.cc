@@ -281,8 +281,12 @@ const ggml_tensor* read_by_others(const ggml_cgraph& graph, const ggml_tensor* r
   return nullptr;
 }
 
+// Releases without the flag compute every node.
 bool is_computed(const ggml_tensor* node) {
-  return !is_view(node) && (node->flags & GGML_TENSOR_FLAG_COMPUTE);
+#ifdef DFLASH_GGML_HAS_COMPUTE_FLAG
+  if (!(node->flags & GGML_TENSOR_FLAG_COMPUTE)) return false;
+#endif
+  return !is_view(node);
 }
 
 std::string quoted(const ggml_tensor* node) {

@@ -2,6 +2,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "ggml_plugin/registration.h"
 
+#include <unistd.h>
+
 #include "ggml_plugin/backend.h"
 #include "ggml_plugin/host_buffer.h"
 #include "ggml_plugin/weight_buffer.h"
@@ -34,6 +36,12 @@ const char* get_description(ggml_backend_dev_t device) {
 void get_memory(ggml_backend_dev_t, size_t* free, size_t* total) { *free = *total = 0; }
 enum ggml_backend_dev_type get_type(ggml_backend_dev_t) { return GGML_BACKEND_DEVICE_TYPE_ACCEL; }
 
+// Some releases say of a device whether files may be mapped for it.
+template <class Caps>
+void allow_mapping(Caps& caps) {
+  if constexpr (requires { caps.mmap_support = true; }) caps.mmap_support = true;
+}
+
 void get_props(ggml_backend_dev_t device, ggml_backend_dev_props* props) {
   *props = {};
   props->name = get_name(device);
@@ -41,7 +49,7 @@ void get_props(ggml_backend_dev_t device, ggml_backend_dev_props* props) {
   props->type = get_type(device);
   // Without buffer_from_host_ptr and async, llama.cpp writes each tensor whole and at once, from
   // its mapping of the file or from a temporary copy.
-  props->caps.mmap_support = true;
+  allow_mapping(props->caps);
 }
 
 ggml_backend_t init_backend(ggml_backend_dev_t device, const char*) {
@@ -84,7 +92,8 @@ void fill_device(ggml_backend_device* device, ggml_backend_reg_t reg, Registrati
 
 }  // namespace
 
-Registration::Registration(Plan plan) : plan_(std::move(plan)), scope_{&plan_, &weight_type_} {
+Registration::Registration(Plan plan)
+    : plan_(std::move(plan)), scope_{&plan_, &weight_type_}, owner_(::getpid()) {
   reg_ = {};
   reg_.api_version = GGML_BACKEND_API_VERSION;
   reg_.iface.get_name = reg_name;
@@ -97,14 +106,17 @@ Registration::Registration(Plan plan) : plan_(std::move(plan)), scope_{&plan_, &
   fill_host_buffer_type(&host_type_, &device_);
 }
 
-bool Registration::begin() {
+const char* Registration::begin() {
+  if (::getpid() != owner_)
+    return "this process was forked from the one to which the workers belong, and cannot call them";
   num_active_.fetch_add(1);
-  if (!is_closing_.load()) return true;
+  if (!is_closing_.load()) return nullptr;
   num_active_.fetch_sub(1);
-  return false;
+  return "the program is exiting and still computes";
 }
 
 void Registration::close_if_idle() {
+  if (::getpid() != owner_) return;
   is_closing_.store(true);
   if (num_active_.load() == 0) dflash_moe_close(plan_.client());
 }

@@ -11,6 +11,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <sys/types.h>
+
 #include <atomic>
 
 #include "ggml_plugin/ggml_headers.h"
@@ -35,11 +37,12 @@ class Registration {
   ggml_backend_buffer_type_t weight_type() { return &weight_type_; }
   ggml_backend_buffer_type_t host_type() { return &host_type_; }
 
-  // Brackets what uses the client; begin() says false once the client is being closed.
-  bool begin();
+  // Brackets what uses the client. begin() returns null, or a sentence that says why nothing can be
+  // computed any more; then there is nothing to end.
+  const char* begin();
   void end() { num_active_.fetch_sub(1); }
   // Closes the client at the process's exit unless a thread still computes: it could not be waited
-  // for. Then the connection's end tells the supervisor.
+  // for. Then the connection's end tells the supervisor. A forked child leaves it alone.
   void close_if_idle();
 
  private:
@@ -48,6 +51,7 @@ class Registration {
   ggml_backend_device weight_device_, device_;
   ggml_backend_buffer_type weight_type_, host_type_;
   Scope scope_;
+  const pid_t owner_;  // connections belong to the process that took them over, not to its children
   std::atomic<int> num_active_ = 0;
   std::atomic<bool> is_closing_ = false;
 };

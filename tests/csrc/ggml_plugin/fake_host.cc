@@ -237,4 +237,19 @@ std::string CapturedErrors::text() {
   return text;
 }
 
+void check_fails(FakeHost& host, FakeGraph& graph, std::vector<ggml_tensor*> nodes,
+                 const std::string& text) {
+  CapturedErrors errors;
+  const int num_calls = host.client().num_calls;
+  CHECK(compute(host.backend(), graph.part(std::move(nodes))) == GGML_STATUS_FAILED);
+  CHECK(host.client().num_calls == num_calls);
+  const std::string said = errors.text();
+  INFO("said: ", said);
+  CHECK(said.find(text) != std::string::npos);
+}
+
+void check_fails(FakeHost& host, ExpertsGraph& experts, const std::string& text) {
+  check_fails(host, experts.graph, nodes_for(host.device(), experts.graph), text);
+}
+
 }  // namespace dflash::ggml_plugin

@@ -87,6 +87,12 @@ std::vector<ggml_tensor*> nodes_for(ggml_backend_dev_t device, const FakeGraph& 
 
 ggml_status compute(ggml_backend_t backend, ggml_cgraph graph);
 
+// Computes nodes, which has to fail with a sentence that has `text` in it, and call nobody. Without
+// nodes it takes the first part that the scheduler would give to the device.
+void check_fails(FakeHost& host, FakeGraph& graph, std::vector<ggml_tensor*> nodes,
+                 const std::string& text);
+void check_fails(FakeHost& host, ExpertsGraph& experts, const std::string& text);
+
 // What is written to the standard error meanwhile.
 class CapturedErrors {
  public:

@@ -1,9 +1,12 @@
-// What the plug-in does not do: it says no where llama.cpp can still decide otherwise, and fails
-// with a sentence where it cannot. It never returns wrong numbers.
+// What the plug-in does not do with a graph: it fails with a sentence, and never returns wrong
+// numbers.
 // SPDX-License-Identifier: Apache-2.0
 #include <doctest/doctest.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include "ggml_plugin/fake_host.h"
+#include "ggml_plugin/formula.h"
 
 namespace dflash::ggml_plugin {
 namespace {
@@ -11,162 +14,28 @@ namespace {
 using compute::Activation;
 using compute::GateKind;
 
-// Computes what the scheduler would give to the device, which has to fail with a sentence about
-// `text`, and call nobody.
-void check_fails(FakeHost& host, FakeGraph& graph, std::vector<ggml_tensor*> nodes,
-                 const std::string& text) {
-  CapturedErrors errors;
-  const int num_calls = host.client().num_calls;
-  CHECK(compute(host.backend(), graph.part(std::move(nodes))) == GGML_STATUS_FAILED);
-  CHECK(host.client().num_calls == num_calls);
-  const std::string said = errors.text();
-  INFO("said: ", said);
-  CHECK(said.find(text) != std::string::npos);
-}
-
-void check_fails(FakeHost& host, ExpertsGraph& experts, const std::string& text) {
-  check_fails(host, experts.graph, nodes_for(host.device(), experts.graph), text);
-}
-
-std::string reason_for(const FakeHost& host, dflash_moe_client& client, const std::string& name) {
-  static_cast<void>(host);
-  for (auto report = client.reports.rbegin(); report != client.reports.rend(); ++report)
-    if (report->first == name) return report->second.empty() ? "taken" : report->second;
-  return "never reported";
-}
-
-TEST_CASE("a tensor of another name, type or shape is kept by the program, and reported") {
-  const ExpertsModel model({}), other({.layer = 4}), wider({.in_size = 48});
-  FakeHost host(model);
-  const CapturedErrors errors;
-  for (const FileTensor& tensor : other.tensors()) {
-    CHECK_FALSE(host.is_asked_for(tensor));
-    CHECK(reason_for(host, host.client(), tensor.name).find("no tensor of this name") !=
-          std::string::npos);
+TEST_CASE("every number of an activation counts") {
+  const ExpertsModel clamped({.gate = GateKind::kClampedSwiglu,
+                              .alpha = 1.5f,
+                              .up_offset = 1.0f,
+                              .gate_max = 7.0f,
+                              .up_limit = 7.0f});
+  FakeGraph graph;
+  ggml_tensor* x = graph.leaf("x", {4, 1, 1, 1});
+  const Formula formula = formula_of(*graph.glu(GGML_GLU_OP_SWIGLU_OAI, x, x, 1.5f, 7.0f));
+  dflash_moe_layer planned = clamped.facts();
+  CHECK(agrees(formula, planned));
+  for (float dflash_moe_layer::* number :
+       {&dflash_moe_layer::alpha, &dflash_moe_layer::up_offset, &dflash_moe_layer::gate_max,
+        &dflash_moe_layer::up_limit}) {
+    dflash_moe_layer other = planned;
+    other.*number += 0.5f;
+    CHECK_FALSE(agrees(formula, other));
   }
-  const FileTensor& up = model.tensor("up.weight");
-  CHECK_FALSE(host.is_asked_for(up, GGML_TYPE_I32));
-  CHECK(reason_for(host, host.client(), up.name).find("type") != std::string::npos);
-  CHECK_FALSE(host.is_asked_for(wider.tensor("up.weight")));
-  CHECK(reason_for(host, host.client(), up.name).find("[48, 16, 6, 1]") != std::string::npos);
-  CHECK(host.is_asked_for(up));
-  // The rest of a model is asked for, too; it is no news to anybody.
-  const size_t num_reports = host.client().reports.size();
-  CHECK_FALSE(host.is_asked_for({
-      "blk.3.attn_q.weight", {24, 24},
-       {}
-  }));
-  CHECK(host.client().reports.size() == num_reports);
-}
-
-TEST_CASE("a layer whose plan is not whole is kept as a whole") {
-  const ExpertsModel model({.has_down_bias = true});
-  dflash_moe_client client;
-  client.hold(model);
-  std::erase_if(client.tensors,
-                [](auto& held) { return held.tensor->name.ends_with("gate_exps.weight"); });
-  Plan plan;
-  std::string error;
-  REQUIRE(plan.read(&client, &error));
-  CHECK_FALSE(plan.layers().front().reason.empty());
-}
-
-TEST_CASE("a tensor that was forced into the buffers fails the loading") {
-  const ExpertsModel model({}), other({.layer = 4});
-  FakeHost host(model);
-  ggml_backend_buffer_type_t type =
-      host.weight_device()->iface.get_buffer_type(host.weight_device());
-  ggml_backend_buffer_t buffer = type->iface.alloc_buffer(type, 1 << 16);
-  FakeGraph tensors;
-  const CapturedErrors errors;
-  ggml_tensor* tensor = tensors.leaf(other.tensors()[0].name, {24, 16, 6, 1});
-  tensor->buffer = buffer;
-  CHECK(buffer->iface.init_tensor(buffer, tensor) == GGML_STATUS_FAILED);
-  CHECK(reason_for(host, host.client(), tensor->name).find("no tensor") != std::string::npos);
-  // -fit has made a graph with it before; a scheduler wants somebody to support it.
-  CHECK(host.device()->iface.supports_op(host.device(), tensor));
-  // ggml initialises views of tensors that lie here, under names of their own.
-  ggml_tensor* view = tensors.reshape(tensor, {1, 6, 1, 1});
-  view->buffer = buffer;
-  CHECK(buffer->iface.init_tensor(buffer, view) == GGML_STATUS_SUCCESS);
-  buffer->iface.free_buffer(buffer);
-  delete buffer;
-}
-
-TEST_CASE("verified tensors are reported once each, and their bytes are nowhere") {
-  const ExpertsModel model({.has_gate_up_bias = true});
-  FakeHost host(model);
-  const LoadedModel loaded(host, model);
-  CHECK(host.client().reports.size() == model.tensors().size());
-  for (const FileTensor& tensor : model.tensors())
-    CHECK(reason_for(host, host.client(), tensor.name) == "taken");
-  // Reading gives NaN, with a sentence.
-  CapturedErrors errors;
-  float value = 1.0f;
-  const ggml_tensor* up = loaded.tensor("up.weight");
-  loaded.buffer()->iface.get_tensor(loaded.buffer(), up, &value, 0, sizeof value);
-  CHECK(value != value);
-  CHECK(errors.text().find("ffn_up_exps.weight") != std::string::npos);
-  CHECK_FALSE(loaded.buffer()->buft->iface.is_host(loaded.buffer()->buft));
-}
-
-TEST_CASE("a second model with other bytes fails, and the first goes on") {
-  const ExpertsModel model({}), other({.seed = 5});
-  FakeHost host(model);
-  const LoadedModel first(host, model);
-  CapturedErrors errors;
-  const LoadedModel second(host, model, &other);
-  CHECK(reason_for(host, host.client(), model.tensor("up.weight").name) == "its bytes differ");
-  CHECK(errors.text().find("give both the same file") != std::string::npos);
-  ExpertsGraph wrong(second);
-  wrong.build();
-  check_fails(host, wrong, "its weights are not those of the workers");
-  ExpertsGraph right(first);
-  right.build();
-  CHECK(compute(host.backend(), right.graph.all()) == GGML_STATUS_SUCCESS);
-  right.check_result();
-}
-
-TEST_CASE("tensors that were written in parts, overwritten or never written fail") {
-  const ExpertsModel model({});
-  FakeHost host(model);
-  const CapturedErrors errors;
-  for (int way = 0; way < 4; ++way) {
-    CAPTURE(way);
-    const LoadedModel loaded(host, model);
-    ggml_tensor* down = loaded.tensor("down.weight");
-    const auto& table = loaded.buffer()->iface;
-    const float* values = model.tensor("down.weight").values.data();
-    if (way == 0) table.set_tensor(loaded.buffer(), down, values, 0, 64);
-    if (way == 1) table.set_tensor(loaded.buffer(), down, values, 64, 64);
-    if (way == 2) table.memset_tensor(loaded.buffer(), down, 0, 0, 64);
-    if (way == 3) table.cpy_tensor(loaded.buffer(), down, down);
-    ExpertsGraph experts(loaded);
-    experts.build();
-    CHECK(compute(host.backend(), experts.graph.all()) == GGML_STATUS_FAILED);
-  }
-  CHECK(host.client().num_calls == 0);
-}
-
-TEST_CASE("-fit plans without these devices and measures with empty buffers") {
-  const ExpertsModel model({});
-  FakeHost host(model);
-  size_t free = 1, total = 1;
-  for (ggml_backend_dev_t device : {host.weight_device(), host.device()}) {
-    device->iface.get_memory(device, &free, &total);
-    CHECK(free == 0);
-    CHECK(total == 0);
-    CHECK(device->iface.get_type(device) == GGML_BACKEND_DEVICE_TYPE_ACCEL);
-  }
-  const LoadedModel loaded(host, model);
-  ggml_backend_buffer empty = {};
-  empty.buft = loaded.buffer()->buft;
-  ExpertsGraph experts(loaded);
-  for (const char* name : {"up.weight", "gate.weight", "down.weight"})
-    loaded.tensor(name)->buffer = &empty;
-  experts.build();
-  CHECK(host.device()->iface.supports_op(host.device(), experts.graph.nodes()[2]));
-  check_fails(host, experts, "was never loaded");
+  planned.gate = 1;
+  CHECK_FALSE(agrees(formula, planned));
+  CHECK_FALSE(formula_of(*graph.unary(GGML_UNARY_OP_TANH, x)).is_known);
+  CHECK_FALSE(formula_of(*graph.same(GGML_OP_SQR, graph.unary(GGML_UNARY_OP_SILU, x))).is_known);
 }
 
 TEST_CASE("an eval callback asks node by node") {
@@ -250,6 +119,15 @@ TEST_CASE("weights before the experts, no weights, gate and up exchanged") {
     check_fails(host, experts, "a matrix is not that of the workers");
   }
   {
+    const ExpertsModel fused({.is_fused = true});
+    FakeHost fused_host(fused);
+    const LoadedModel fused_loaded(fused_host, fused);
+    ExpertsGraph experts(fused_loaded);
+    experts.build();
+    std::swap(experts.gate->view_offs, experts.up->view_offs);
+    check_fails(fused_host, experts, "not the halves of one product");
+  }
+  {
     // Two slots of the same expert.
     ExpertsGraph experts(loaded);
     experts.build();
@@ -330,17 +208,38 @@ TEST_CASE("a failing worker: the sentence once, then calls work again") {
   }
 }
 
+TEST_CASE("a forked child computes and closes nothing") {
+  const ExpertsModel model({});
+  FakeHost host(model);
+  const LoadedModel loaded(host, model);
+  ExpertsGraph experts(loaded);
+  experts.build();
+  ggml_backend_t backend = host.backend();
+  CapturedErrors errors;
+  const pid_t child = ::fork();
+  if (child == 0) {
+    const ggml_status status = compute(backend, experts.graph.all());
+    host.registration().close_if_idle();
+    ::_exit(status == GGML_STATUS_FAILED && !host.client().is_closed ? 0 : 1);
+  }
+  int status = 1;
+  ::waitpid(child, &status, 0);
+  CHECK(status == 0);
+  CHECK(errors.text().find("was forked") != std::string::npos);
+  CHECK(compute(backend, experts.graph.all()) == GGML_STATUS_SUCCESS);
+}
+
 TEST_CASE("after the process began to exit nothing is computed") {
   const ExpertsModel model({});
   FakeHost host(model);
   const LoadedModel loaded(host, model);
   ExpertsGraph experts(loaded);
   experts.build();
-  REQUIRE(host.registration().begin());
+  REQUIRE(host.registration().begin() == nullptr);
   host.registration().close_if_idle();
   CHECK_FALSE(host.client().is_closed);  // a thread computes
   host.registration().end();
-  CHECK_FALSE(host.registration().begin());
+  CHECK(host.registration().begin() != nullptr);
   host.registration().close_if_idle();
   CHECK(host.client().is_closed);
   check_fails(host, experts, "is exiting");

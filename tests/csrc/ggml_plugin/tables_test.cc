@@ -110,7 +110,7 @@ TEST_CASE("versions that contradict each other are refused with both and the com
   // This program has no ggml.
   CHECK(running_ggml(reinterpret_cast<const void*>(&mismatch)).version.empty());
   CHECK_FALSE(built_for().version.empty());
-  CHECK(build_record().find("\"ggml_tensor\": {\"size\": ") != std::string::npos);
+  CHECK(build_record().find("\"ggml_tensor\": {\"bytes\": ") != std::string::npos);
 }
 
 // Loads the plug-in in a process of its own and returns what `body` does with it: 0 is good.
