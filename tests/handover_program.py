@@ -22,7 +22,7 @@ import numpy as np
 
 from dflash_moe import _core
 from dflash_moe.errors import DflashError, WorkerError
-from dflash_moe.protocol.framing import Connection
+from dflash_moe.protocol.framing import Connection, PeerGone
 from dflash_moe.protocol.handover import (
     HANDOVER_CODEC,
     HANDOVER_VERSION,
@@ -71,6 +71,7 @@ class Library:
 
     def __init__(self, secret: bytes) -> None:
         self.connection = dial()
+        self.is_open = False
         self.say(OpenHandover(version=HANDOVER_VERSION, token=secret))
         self.head = self.hear(PlanHead)
         self.workers = [self.hear(PlannedWorker) for _ in range(self.head.num_workers)]
@@ -83,6 +84,7 @@ class Library:
         while not isinstance(message := self.hear(), Ready):
             self.make_path(message)
         self._define_layers()
+        self.is_open = True
 
     def _new_client(self) -> _core.Client:
         return _core.Client(
@@ -103,12 +105,20 @@ class Library:
             )  # fmt: skip
 
     def say(self, message: Any, descriptors: Any = ()) -> None:
-        self.connection.send(message, deadline=time.monotonic() + WAIT_S, descriptors=descriptors)
+        try:
+            self.connection.send(message, deadline=time.monotonic() + WAIT_S, descriptors=descriptors)
+        except PeerGone:
+            # A supervisor that refuses has hung up; what it said is still to be heard.
+            if self.is_open:
+                raise
 
     def hear(self, wanted: Any = None) -> Any:
         message = self.connection.receive(deadline=time.monotonic() + WAIT_S, waiting_for="the supervisor")
         if isinstance(message, RefuseHandover):
             raise Refused(message.text)
+        if isinstance(message, WorkerGone) and not self.is_open:
+            self.connection.close()
+            raise Refused(f"worker {self.workers[message.worker].name} was lost: {message.reason}")
         assert wanted is None or isinstance(message, wanted), message
         return message
 

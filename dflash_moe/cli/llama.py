@@ -104,7 +104,7 @@ def _run(
     check_topology(topology)
     if flags.threads:
         topology = dataclasses.replace(topology, host=dataclasses.replace(topology.host, threads=flags.threads))
-    known, names = _describe(path)
+    known, names = _describe(path, has_own_workers=bool(topology.local_workers()))
     left = excluded(known.tensors, flags)
     if len(left) == len(known.tensors):
         raise ConfigError("the program's flags (-ot) send all routed experts elsewhere; leave some of them to the workers")
@@ -141,9 +141,9 @@ def _find_plugin(given: str | None, program: str) -> str:
     return ""
 
 
-def _describe(path: Path) -> tuple[HandoverModel, list[str]]:
+def _describe(path: Path, *, has_own_workers: bool) -> tuple[HandoverModel, list[str]]:
     """Reads from the GGUF file what the workers stand in for, and the names of all its tensors. A
-    stub has no samples of contents.
+    stub has no samples of contents, and is nothing for workers that this command starts.
     """
     from dflash_moe.model.gguf_experts import gguf_experts
     from dflash_moe.model.tensor_sample import tensor_sample
@@ -152,6 +152,8 @@ def _describe(path: Path) -> tuple[HandoverModel, list[str]]:
 
     found = gguf_experts(path)
     is_stub = found.checkpoint.stub() is not None
+    if is_stub and has_own_workers:
+        raise ConfigError(f"{path}: a stub has no experts; name the full file, for the workers, with --model FILE")
     for name, reason in found.left_out.items():
         options.say(f"{name} stays with the program: {reason}")
     tensors: list[PlannedTensor] = [

@@ -13,6 +13,7 @@ from dflash_moe.placement import plan_placement
 from dflash_moe.placement.numerics import check_classes, settle_classes
 from dflash_moe.runtime.fleet import ChannelDecorator, Fleet, LoadingReport
 from dflash_moe.runtime.held_shards import shapes_of, shards_by_holder
+from dflash_moe.runtime.memory_check import check_memory
 from dflash_moe.runtime.threads import thread_plan
 from dflash_moe.runtime.transports import check_paths
 from dflash_moe.topology import HOST
@@ -54,7 +55,7 @@ class PlacedExperts:
         self.fleet.add_members(self.topology, self.held, HOST)
         self.fleet.start(self._key)
         self._settle_classes()
-        self.fleet.check_memory(self.placement.bytes_by_holder(), self.held)
+        check_memory(self.fleet.members, self.placement.bytes_by_holder(), self.held)
         self.fleet.load(self.held, on_loading)
 
     def _settle_classes(self) -> None:

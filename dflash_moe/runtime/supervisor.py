@@ -114,6 +114,8 @@ class Supervisor:
         self._on_lost, self._on_back = on_lost, on_back
         self._connection: Connection | None = None
         self._threads: list[threading.Thread] = []
+        # The program knows the workers. One that is lost before is refused with all others.
+        self._is_planned = False
         # Reads what the program says, until it hangs up.
         self._serving: threading.Thread | None = None
         self._is_over = threading.Event()
@@ -174,6 +176,7 @@ class Supervisor:
         try:
             for message in self._plan:
                 self._tell(message)
+            self._is_planned = True
             self._spawn("dflash-paths", self._open_paths)
             while True:
                 # It ends with the program, or when `close` hangs up.
@@ -357,7 +360,7 @@ class Supervisor:
                     target=self._bring_back, args=(holder,), name=f"dflash-return-{holder.index}", daemon=True
                 )
         with contextlib.suppress(DflashError):
-            if not is_told:
+            if self._is_planned and not is_told:
                 self._tell(WorkerGone(worker=holder.index, reason=cut_reason(holder.lost)))
         self._on_lost(holder.member.name, str(holder.session.loss(holder.lost)))
         if is_by_hand and holder.thread is not None:

@@ -22,6 +22,7 @@ import pytest
 pytest.importorskip("gguf")
 
 from dflash_moe.model.gguf_experts import gguf_model_spec
+from dflash_moe.model.stub import write_stub
 from dflash_moe.runtime.expert_runtime import ExpertRuntime
 from dflash_moe.testing.tiny_gguf import tiny_gguf
 from dflash_moe.topology import Topology
@@ -299,6 +300,13 @@ def test_topology_that_needs_a_host_of_ours_is_refused(model, tmp_path, text, sa
     code, stderr = run("compute", tmp_path / "out", model, "--topology", tmp_path / "plan.yaml")
     assert code == 2, stderr
     assert said in stderr.splitlines()[-1]
+
+
+def test_stub_is_nothing_for_workers_of_this_command(model, tmp_path):
+    write_stub(model, tmp_path / "stub.gguf")
+    code, stderr = run("compute", tmp_path / "out", tmp_path / "stub.gguf")
+    assert code == 2, stderr
+    assert "name the full file, for the workers, with --model FILE" in stderr.splitlines()[-1]
 
 
 def test_telling_flags_run_the_program_alone():

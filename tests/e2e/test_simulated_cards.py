@@ -208,7 +208,8 @@ def test_int8_activations_give_the_same_bits_whoever_of_processor_and_cards_hold
 
 
 def test_too_little_memory_of_the_device_names_worker_device_shortfall_and_what_fits(spec, monkeypatch):
-    monkeypatch.setattr("dflash_moe.runtime.fleet._memory_bounds", lambda member: [1000] if member.name == "green" else [])
+    bounds = "dflash_moe.runtime.memory_check._memory_bounds"
+    monkeypatch.setattr(bounds, lambda member: [1000] if member.name == "green" else [])
     topology = Topology.parse("version: 1\nworkers: [{name: green, backend: sim, simulate: cuda}]")
     with pytest.raises(ConfigError, match=r"worker green on device sim:0 \(.*\) need .* short, 0 of the 18 experts fit"):
         ExpertRuntime.start(topology, model=spec)

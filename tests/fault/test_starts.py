@@ -22,7 +22,7 @@ from dflash_moe.errors import CheckpointError, ConfigError, DflashError, Protoco
 from dflash_moe.model.spec import ModelSpec
 from dflash_moe.protocol import identity
 from dflash_moe.protocol.messages import LoadShard
-from dflash_moe.runtime import fleet, launcher
+from dflash_moe.runtime import fleet, launcher, memory_check
 from dflash_moe.runtime.expert_runtime import ExpertRuntime
 from dflash_moe.runtime.session import HostSession
 from dflash_moe.topology import Topology
@@ -193,7 +193,7 @@ def test_ctrl_c_while_loading_leaves_no_process(spec: ModelSpec, monkeypatch: py
 
 @pytest.mark.usefixtures("started")
 def test_too_little_memory_is_said_before_loading_with_the_shortfall(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fleet, "memory_available", lambda: 1000)
+    monkeypatch.setattr(memory_check, "memory_available", lambda: 1000)
     monkeypatch.setattr(HostSession, "load", lambda *_args, **_kwargs: pytest.fail("loading began"))
     with pytest.raises(ConfigError, match=r"memory: w0, w1 on this machine need .* GiB short"):
         start(spec)
