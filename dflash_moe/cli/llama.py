@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import os
 from contextlib import ExitStack
 from pathlib import Path
@@ -33,6 +34,8 @@ PLUGIN = "libggml-dflash-moe.so"
 PLUGIN_VARIABLE = "GGML_BACKEND_PATH"
 NO_PLUGIN = "none"
 EXIT_FAILED = 1
+# What --explain-auto shows.
+log_auto = logging.getLogger("dflash_moe.auto")
 
 
 def register(app: typer.Typer) -> None:
@@ -99,6 +102,8 @@ def _run(
     from dflash_moe.runtime.handover_plan import check_topology
     from dflash_moe.runtime.placed_experts import PlacedExperts
 
+    if overrides.get("profile"):
+        options.say("--profile: timelines are recorded for hosts in Python, not for programs; the counters stand in --json")
     library = _find_plugin(plugin, command[0])
     path = find_model(model, flags)
     check_topology(topology)
@@ -249,6 +254,7 @@ def _supervise(
         closing.callback(supervisor.close)
         code = program.watch(look)
         supervisor.await_end()
+    log_auto.info("mode auto: the program's library measures and chooses, and does not tell its figures")
     if supervisor.counted is not None:
         options.say(summary(supervisor.counted))
         if json_out is not None:

@@ -14,6 +14,9 @@ from pathlib import Path
 
 # A plug-in takes the workers over when it is loaded, before any model is.
 DIAL_S = 10.0
+# A program that keeps tensors of the plan may load another model first, a draft for example. It has
+# this time to load the one that the workers hold.
+KEPT_S = 10.0
 # A model that is mapped for so long without a tensor of the plan is worth a line. It is no proof,
 # because a disk may be slow.
 QUIET_S = 60.0
@@ -52,6 +55,7 @@ class LocalityProof:
         self._may_be_local = may_be_local
         self._clock = clock
         self._since = 0.0
+        self._kept_since = 0.0
         self._has_seen = False
         self._has_loaded = False
         self._is_quiet_said = False
@@ -73,12 +77,10 @@ class LocalityProof:
             )
         if self._may_be_local:
             return ""
-        kept = [name for name in self._expected if now.reasons.get(name)]
-        if kept:
-            return (
-                f"the program keeps {len(kept)} of {len(self._expected)} tensors that the workers hold, the first is "
-                f"{kept[0]}: {now.reasons[kept[0]]}; --allow-local lets it compute them"
-            )
+        if verdict := self._kept(now):
+            self._kept_since = self._kept_since or self._clock()
+            if now.calls or self._clock() - self._kept_since >= KEPT_S:
+                return verdict
         missing = self._missing(now)
         if self._has_loaded and missing and now.calls:
             return (
@@ -97,11 +99,24 @@ class LocalityProof:
 
     def judge_end(self, now: Sighting) -> str:
         """Returns what is wrong with a run that ended well, or an empty text."""
-        if self._may_be_local or now.calls or not self._has_loaded or not self._missing(now):
+        if self._may_be_local:
+            return ""
+        if verdict := self._kept(now):
+            return verdict
+        if now.calls or not self._has_loaded or not self._missing(now):
             return ""
         return (
             "the program has loaded the model and called no worker, so that it computed the experts by itself; is the plug-in "
             "built for this llama.cpp (make ggml LLAMA_CPP=DIR)?"
+        )
+
+    def _kept(self, now: Sighting) -> str:
+        kept = [name for name in self._expected if now.reasons.get(name)]
+        if not kept:
+            return ""
+        return (
+            f"the program keeps {len(kept)} of {len(self._expected)} tensors that the workers hold, the first is "
+            f"{kept[0]}: {now.reasons[kept[0]]}; --allow-local lets it compute them"
         )
 
     def _missing(self, now: Sighting) -> list[str]:

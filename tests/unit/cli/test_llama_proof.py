@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from dflash_moe.cli.llama import program_threads, summary
-from dflash_moe.cli.llama_proof import DIAL_S, LOADING_S, QUIET_S, LocalityProof, OpenFiles, Sighting
+from dflash_moe.cli.llama_proof import DIAL_S, KEPT_S, LOADING_S, QUIET_S, LocalityProof, OpenFiles, Sighting
 from dflash_moe.protocol.handover import Counted
 from dflash_moe.telemetry import machine
 
@@ -59,11 +59,25 @@ def test_program_that_loads_no_model_may_take_its_time():
     assert judge.judge(seen(is_mapped=False, is_connected=False)) == ""
 
 
-def test_kept_tensor_is_noticed_at_once_unless_excluded_or_allowed():
+def test_kept_tensor_is_noticed_unless_excluded_or_allowed():
     sighting = seen(reasons={"a": "", "b": "no kernel"})
-    assert "the first is b: no kernel" in proof().judge(sighting)
-    assert proof(excluded=("b",)).judge(sighting) == ""
-    assert proof(may_be_local=True).judge(sighting) == ""
+    computing = seen(reasons={"a": "", "b": "no kernel"}, calls=1)
+    assert "the first is b: no kernel" in proof().judge(computing)
+    assert "the first is b: no kernel" in proof().judge_end(sighting)
+    for judge in (proof(excluded=("b",)), proof(may_be_local=True)):
+        assert judge.judge(computing) == judge.judge_end(sighting) == ""
+
+
+def test_model_that_comes_second_has_time_to_load():
+    clock = Clock()
+    judge = proof(clock)
+    draft = seen(reasons={"a": "another type", "b": "another type"})
+    assert judge.judge(draft) == ""
+    clock.now += KEPT_S - 0.1
+    assert judge.judge(draft) == ""
+    assert judge.judge(seen(reasons=ALL, calls=1)) == ""
+    clock.now += 0.2
+    assert "the first is a: another type" in judge.judge(draft)
 
 
 def test_calls_end_the_loading():
