@@ -232,7 +232,7 @@ class Supervisor:
             holder.offers.put(None)
             self._lose(holder, message.reason, is_told=True)
         elif isinstance(message, TensorSeen):
-            # A tensor that was taken stays taken: a second model of the program, a draft for example,
+            # A tensor that was taken stays taken: a second model of the program, such as a draft,
             # has tensors of the same names and keeps them.
             if message.name in self._planned and self.reasons.get(message.name) != "":
                 self.reasons[message.name] = message.reason
