@@ -244,7 +244,7 @@ void Engine::drive(Deadline tick, int wake_fd) {
     wait_entries_[i].arrival.reset();
     wait_entries_[i].error.reset();
   }
-  transport::wait_any(wait_entries_, until, options_.spin_ns, wake_fd);
+  wait_for_reply(until, began, wake_fd);
   const int64_t now = now_ns();
   charge_wait(now - began);
   for (size_t i = 0; i < links_.size(); ++i) {
@@ -260,6 +260,39 @@ void Engine::drive(Deadline tick, int wake_fd) {
   if (now - last_judged_ns_ > kTickNs) judge_all(now);
   end_late_calls(now);
   pump();
+}
+
+// Spinning through a computation of milliseconds would take a core from whoever else wants it;
+// sleeping through all of it would add a wake-up to every call. So a wait sleeps while no reply can
+// come, by the worker's model, and spins around the time at which one should. Where the model is
+// wrong, the wait costs what it would have cost without: one wake-up, after at most this much
+// spinning.
+void Engine::wait_for_reply(Deadline until, int64_t now, int wake_fd) {
+  const int64_t reply = options_.spin_ns > 0 ? next_reply_ns() : 0;
+  if (reply <= now) {
+    transport::wait_any(wait_entries_, until, options_.spin_ns, wake_fd);
+    return;
+  }
+  const int64_t quiet_until = reply - kWakeLeadNs;
+  const int64_t spin_ns = reply - std::max(now, quiet_until) + options_.spin_ns;
+  transport::wait_any(wait_entries_, until, spin_ns, wake_fd, quiet_until);
+}
+
+// When the first reply is predicted; 0 where a worker has several requests, which it takes in turns
+// of unknown length, or where nothing is under way.
+int64_t Engine::next_reply_ns() const {
+  int64_t first = std::numeric_limits<int64_t>::max();
+  for (const auto& link : links_) {
+    const Path& path = link->path;
+    if (path.is_lost() || path.num_in_flight() == 0) continue;
+    if (path.num_in_flight() > 1) return 0;
+    for (uint32_t i = 0; const Slot* slot = path.slot(i); ++i) {
+      if (slot->slice == nullptr) continue;
+      first = std::min(first, slot->slice->trace.published_ns + slot->slice->forecast_ns);
+      break;
+    }
+  }
+  return first == std::numeric_limits<int64_t>::max() ? 0 : first;
 }
 
 void Engine::finish(Call& call) {

@@ -29,6 +29,10 @@ namespace dflash::client {
 // The longest sleep. It bounds how late a hang-up, a stall or a deadline is seen: a hang-up must be
 // acted on within 100 ms.
 inline constexpr int64_t kTickNs = 20'000'000;
+// A thread that sleeps until a time wakes up to 50 us late where timers are coalesced, and as much
+// later where its core was halted. A wait for a reply ends its sleep so long before the reply is
+// predicted, and spins from then on.
+inline constexpr int64_t kWakeLeadNs = 150'000;
 inline constexpr size_t kMaxTraces = 65536;
 // A call may take four times what is predicted, but at most this many call timeouts, because
 // predictions rest on what workers say.
@@ -118,6 +122,8 @@ class Engine {
   void end(Call& call);
   void trace(const Call& call, const Slice& slice);
   void charge_wait(int64_t elapsed_ns);
+  void wait_for_reply(Deadline until, int64_t now, int wake_fd);
+  int64_t next_reply_ns() const;
   // engine_answers.cc
   void take(Link& link, const transport::Arrival& arrival);
   void drain(Link& link);

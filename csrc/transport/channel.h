@@ -106,12 +106,14 @@ class Channel {
 // Spins on poll() of every channel for up to `spin_ns`, then sleeps until one of them may have
 // something, the deadline passes, or `wake_fd` becomes readable (-1 stands for none). Returns as
 // soon as any poll() has produced an arrival or an error, which it stores in the entry. An entry
-// that is already filled makes it return at once. Entries whose channel is null are skipped.
+// that is already filled makes it return at once. Entries whose channel is null are skipped. A
+// caller who expects nothing before `quiet_until_ns` has it sleep until then before it spins.
 struct WaitEntry {
   Channel* channel = nullptr;
   std::optional<Arrival> arrival;
   std::optional<Error> error;
 };
-void wait_any(std::span<WaitEntry> entries, Deadline deadline, int64_t spin_ns, int wake_fd = -1);
+void wait_any(std::span<WaitEntry> entries, Deadline deadline, int64_t spin_ns, int wake_fd = -1,
+              int64_t quiet_until_ns = 0);
 
 }  // namespace dflash::transport

@@ -169,17 +169,30 @@ bool spin(std::span<WaitEntry> entries, Deadline deadline, int64_t spin_ns, int 
   }
 }
 
+// Returns true if something arrived or failed, or wake_fd became readable.
+bool sleep_until(Deadline deadline, std::span<WaitEntry> entries, int wake_fd) {
+  if (deadline.has_passed()) return false;
+  Sleeper sleeper(entries, wake_fd);
+  do {
+    if (sleeper.sleep(deadline) != Woken::kLookAgain || poll_all(entries)) return true;
+  } while (!deadline.has_passed());
+  return false;
+}
+
 }  // namespace
 
-void wait_any(std::span<WaitEntry> entries, Deadline deadline, int64_t spin_ns, int wake_fd) {
+void wait_any(std::span<WaitEntry> entries, Deadline deadline, int64_t spin_ns, int wake_fd,
+              int64_t quiet_until_ns) {
   if (std::any_of(entries.begin(), entries.end(), is_filled)) return;
   if (poll_all(entries) || is_readable(wake_fd)) return;
-  if (spin_ns > 0 && spin(entries, deadline, spin_ns, wake_fd)) return;
-  Sleeper sleeper(entries, wake_fd);
-  while (!deadline.has_passed()) {
-    if (sleeper.sleep(deadline) != Woken::kLookAgain) return;
-    if (poll_all(entries)) return;
+  if (spin_ns > 0) {
+    if (quiet_until_ns > 0) {
+      const Deadline quiet = deadline.earlier(Deadline::at_ns(quiet_until_ns));
+      if (sleep_until(quiet, entries, wake_fd)) return;
+    }
+    if (spin(entries, deadline, spin_ns, wake_fd)) return;
   }
+  sleep_until(deadline, entries, wake_fd);
 }
 
 }  // namespace dflash::transport
