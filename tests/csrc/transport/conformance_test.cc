@@ -4,6 +4,7 @@
 #include <doctest/doctest.h>
 #include <poll.h>
 #include <sys/eventfd.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <cstring>
@@ -287,6 +288,48 @@ TEST_CASE_TEMPLATE("a wait ends when its wake descriptor is readable, spinning o
       CHECK(!entry.arrival.has_value());
       waker.join();
     }
+  }
+}
+
+TEST_CASE_TEMPLATE("a quiet time is slept through, and ends with whatever a wait ends with", Kind,
+                   DFLASH_EVERY_KIND) {
+  const ChannelPair pair = Kind::make(kSmall);
+  constexpr int64_t kSpinNs = 1'000'000;
+  const auto far = [] { return now_ns() + 60'000'000'000; };
+  WaitEntry entry;
+  entry.channel = pair.host.get();
+  SUBCASE("a message") {
+    std::thread publisher([&] { CHECK(pair.worker->publish(2, 5).ok()); });
+    const int64_t start = now_ns();
+    wait_any({&entry, 1}, Deadline::at_ns(far()), kSpinNs, -1, far());
+    publisher.join();
+    CHECK(now_ns() - start < 30'000'000'000);
+    REQUIRE(entry.arrival.has_value());
+    CHECK(entry.arrival->slot == 2);
+  }
+  SUBCASE("the wake descriptor") {
+    const OwnedFd wake(::eventfd(1, EFD_CLOEXEC));
+    const int64_t start = now_ns();
+    wait_any({&entry, 1}, Deadline::at_ns(far()), kSpinNs, wake.get(), far());
+    CHECK(now_ns() - start < 30'000'000'000);
+    CHECK(!entry.arrival.has_value());
+  }
+  SUBCASE("the deadline, which may come first") {
+    const int64_t start = now_ns();
+    wait_any({&entry, 1}, Deadline::after_ms(20), kSpinNs, -1, far());
+    CHECK(now_ns() - start >= 20'000'000);
+    CHECK(now_ns() - start < 20'000'000'000);
+    CHECK(!entry.arrival.has_value());
+  }
+  SUBCASE("or it passes, and the wait goes on") {
+    std::thread publisher([&] {
+      ::usleep(30'000);
+      CHECK(pair.worker->publish(1, 5).ok());
+    });
+    wait_any({&entry, 1}, Deadline::at_ns(far()), kSpinNs, -1, now_ns() + 5'000'000);
+    publisher.join();
+    REQUIRE(entry.arrival.has_value());
+    CHECK(entry.arrival->slot == 1);
   }
 }
 
