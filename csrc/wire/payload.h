@@ -8,7 +8,7 @@
 // their order in the top-k.
 //
 // A reply's payload:
-//   ReplyTiming (64 bytes) | rows [num_rows, row_width] in the reply dtype
+//   ReplyTiming (32 bytes) | rows [num_rows, row_width] in the reply dtype
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 

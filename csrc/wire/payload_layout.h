@@ -18,7 +18,7 @@
 namespace dflash::wire {
 
 inline constexpr uint64_t kRowAlignment = 64;  // of a request's rows, from the payload's start
-inline constexpr uint64_t kReplyTimingBytes = 64;
+inline constexpr uint64_t kReplyTimingBytes = 32;
 inline constexpr uint32_t kErrorPrefixBytes = 4;  // ErrorCode and zero before an error's text
 inline constexpr size_t kMaxErrorPayloadBytes = kErrorPrefixBytes + kMaxErrorTextBytes;
 

@@ -38,7 +38,7 @@ TEST_CASE("the layouts hold at their limits and refuse one beyond") {
   CHECK(!RequestLayout::of(1, 1, 0, Dtype::kF32).ok());
   CHECK(!RequestLayout::of(1, 1, kMaxRowWidth + 1, Dtype::kF32).ok());
   CHECK(!RequestLayout::of(~0u, ~0u, ~0u, Dtype::kF32).ok());
-  CHECK(ReplyLayout::of(2, 8, Dtype::kF16).value().payload_bytes == 64 + 32);
+  CHECK(ReplyLayout::of(2, 8, Dtype::kF16).value().payload_bytes == 32 + 32);
   CHECK(!ReplyLayout::of(kMaxRows, kMaxRowWidth, Dtype::kF32).ok());
   CHECK(!ReplyLayout::of(0, 8, Dtype::kF32).ok());
   const auto refused = ReplyLayout::of(1, kMaxRowWidth + 1, Dtype::kF32);
