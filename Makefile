@@ -35,7 +35,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := build
 .DELETE_ON_ERROR:
-.PHONY: build demo test check asan tsan fuzz neon test-long bench results wheel clean distclean help core plugins ggml ggml-headers gpu-check system-build system-test system-fuzz
+.PHONY: build demo test check asan tsan fuzz neon test-long bench results wheel clean distclean help core plugins ggml ggml-headers llama-check gpu-check system-build system-test system-fuzz
 
 build: core ## environment and C++ core, editable, in .venv
 	@echo "ready: $(BIN)/dflash-moe"
@@ -162,6 +162,11 @@ bench: core ## one bench case (CASE=ipc), JSON under build/bench/
 # QUICK=1 tries all with tiny parameters.
 results: core ## measure all recorded results again (2 hours on two cores), write plots and documents
 	@$(BIN)/python -m bench.record $(if $(ONLY),--only $(ONLY)) $(if $(AGAIN),--again) $(if $(QUICK),--quick)
+
+# Minutes; needs a build of llama.cpp with its tests (LLAMA_BUILD_TESTS=ON), and runs its programs.
+llama-check: ggml ## llama.cpp's own programs and tiny models with our workers (LLAMA_CPP=DIR LLAMA_BUILD=DIR)
+	@[ -x "$(LLAMA_BUILD)/bin/llama-server" ] || { echo "llama-check: LLAMA_BUILD=DIR names the build folder of llama.cpp, which has bin/llama-server" >&2; exit 2; }
+	@LLAMA_CPP="$(abspath $(LLAMA_CPP))" LLAMA_BUILD="$(abspath $(LLAMA_BUILD))" $(BIN)/python -m pytest tests/llama
 
 wheel: core ## build the wheel, install it in an empty environment and import it there
 	@.ci/wheel $(BIN)/python

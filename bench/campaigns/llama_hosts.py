@@ -6,10 +6,11 @@ rounds.
 DIR is the build folder of the llama.cpp for which `make ggml` was run, with GGML_RPC=ON. The model
 has the peers' shape (12 layers, hidden 1024, 32 experts of width 384, top-8). `llama-bench` has one
 core and one thread everywhere. What computes experts has another core and one thread: a worker, or
-`ggml-rpc-server`, which gets the experts alone. `local` computes all with the one
-thread. Row `fast` is a worker of `ipc.numerics: close` behind a bf16 wire. Prefill and decode are
-runs of their own without warm-up, so that calls and bytes are theirs alone. Then llama-server
-answers four requests at once, and a C program takes the time that a call adds to the worker's own.
+`ggml-rpc-server`, which gets the experts alone. `local` computes all with the one thread. Row
+`fast` has a bf16 wire and, where the format has groups of integers, int8 activations. Prefill and
+decode are runs of their own without warm-up, so that calls and bytes are theirs alone. Then
+llama-server answers four requests at once, and a C program takes the time that a call adds to the
+worker's own.
 Needs two cores, 4 GB of memory and about ten minutes.
 SPDX-License-Identifier: Apache-2.0
 """
@@ -45,9 +46,8 @@ SLOTS, SLOT_TOKENS = 4, 48
 PROGRAM_S = 300.0
 START_S = 60.0
 CALLS_ADDED = 4000
-# A decode step's request carries, beside its row, a header and the ids and weights of its experts;
-# its reply a header and the worker's times.
-DECODE_OVERHEAD_BYTES = 192
+# Of the formats here, those that class int8-groups takes.
+GROUPED = ("q8_0", "q4_0", "q4_k", "q6_k")
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +178,7 @@ def _cases(machine: Machine, folder: Path, rpc: str, model: Path, fmt: str, phas
         case("local", (), _plain),
         case("rpc", _experts_by_rpc(rpc), _plain),
         case("ours", (), lambda command: _ours(folder, model, command, "exact")),
-        case("fast", (), lambda command: _ours(folder, model, command, "fast")),
+        case("fast", (), lambda command: _ours(folder, model, command, "int8" if fmt in GROUPED else "bf16")),
     ]
 
 
@@ -203,8 +203,10 @@ def _model(fmt: str) -> Path:
 
 def _topology(folder: Path, kind: str) -> Path:
     path = folder / f"{kind}.yaml"
-    ipc = "ipc: {numerics: close, dtype: bf16}\n" if kind == "fast" else "ipc: {dtype: f32}\n"
-    path.write_text(f"version: 1\nhost: {{threads: 1}}\n{ipc}workers:\n  - {{name: w0, backend: cpu, threads: 1}}\n")
+    dtype = "f32" if kind == "exact" else "bf16"
+    activations = ", activations: int8" if kind == "int8" else ""
+    worker = f"{{name: w0, backend: cpu, threads: 1{activations}}}"
+    path.write_text(f"version: 1\nhost: {{threads: 1}}\nipc: {{dtype: {dtype}}}\nworkers:\n  - {worker}\n")
     return path
 
 

@@ -39,6 +39,7 @@ def _batched_of_floor(recorded: Recorded) -> str:
 
 
 FIGURES: dict[str, Callable[[Recorded], str]] = {
+    "llama-architectures": lambda recorded: str(len(recorded.result("llama_check")["rows"])),
     "prefill-calls": lambda recorded: f"{_batched(recorded)['calls']:,}",
     "prefill-of-floor": _batched_of_floor,
     "auto-least": lambda recorded: digits(min(_auto_ratios(recorded))),

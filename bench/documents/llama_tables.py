@@ -10,7 +10,7 @@ from collections.abc import Callable
 from bench.documents.recorded import Recorded
 from bench.documents.text import digits, markdown, ratio, seconds
 
-HOSTS = {"local": "llama.cpp alone", "rpc": "its RPC", "ours": "our worker", "fast": "our worker, close, bf16 wire"}
+HOSTS = {"local": "llama.cpp alone", "rpc": "its RPC", "ours": "our worker", "fast": "our worker, fast"}
 
 
 def hosts(recorded: Recorded) -> str:

@@ -61,7 +61,7 @@ def test_a_checksum_notices_every_flipped_bit() -> None:
 
 def test_layouts_name_the_limit_they_break() -> None:
     assert _core.request_layout(3, 7, 10, "bf16")["payload_bytes"] == 64 + 60
-    assert _core.reply_layout(2, 8, "f16") == {"rows_offset": 64, "payload_bytes": 96}
+    assert _core.reply_layout(2, 8, "f16") == {"rows_offset": 32, "payload_bytes": 64}
     with pytest.raises(errors.ConfigError, match="num_rows"):
         _core.request_layout(_core.wire_limits()["max_rows"] + 1, 5000, 10, "bf16")
     with pytest.raises(errors.ConfigError, match="dtype 'int8'"):

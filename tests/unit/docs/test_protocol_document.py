@@ -84,4 +84,4 @@ def test_core_lays_payloads_out_as_documented(
         "payload_bytes": rows_offset + num_rows * width * element_bytes,
     }
     reply = _core.reply_layout(num_rows, width, dtype)
-    assert reply == {"rows_offset": 64, "payload_bytes": 64 + num_rows * width * element_bytes}
+    assert reply == {"rows_offset": 32, "payload_bytes": 32 + num_rows * width * element_bytes}
