@@ -89,7 +89,7 @@ def test_a_flipped_bit_of_the_hosts_copy_shows_against_every_kind_of_holder(
     spec: ModelSpec, damaged: Path, worker: str
 ) -> None:
     with reach(spec, worker) as runtime:
-        runtime.spec = dataclasses.replace(runtime.spec, path=str(damaged))
+        runtime._placed.spec = dataclasses.replace(runtime.spec, path=str(damaged))
         with pytest.raises(CheckpointError, match=r"layers\.1\.experts, shard \d: worker far holds"):
             runtime.check_weights()
 
