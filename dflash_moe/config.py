@@ -37,7 +37,6 @@ MAX_BYTES = 1 << 50
 MAX_TIMEOUT_S = 86_400.0
 MAX_SPIN_US = 1_000_000
 # Linux numbers no descriptor higher (fs.nr_open).
-MAX_DESCRIPTOR = (1 << 31) - 1
 # Below the first size every message takes many turns. A buffer above the second is a typing error.
 SOCKET_BUFFER_BYTES = (4 << 10, 1 << 30)
 
@@ -157,6 +156,12 @@ def _socket_buffer(value: object) -> int:
     if not low <= num_bytes <= high:
         raise ValueError
     return num_bytes
+
+
+def _inherited(value: object) -> str:
+    if not isinstance(value, str) or not re.fullmatch(r"[0-9]{1,9}:[0-9]{1,19}", value, re.ASCII):
+        raise ValueError
+    return value
 
 
 def _spin(value: object) -> int | None:
@@ -293,9 +298,9 @@ SETTINGS: tuple[Setting, ...] = (
         "PATH",
     ),
     Setting(
-        "handover_token_fd", None, f"{PREFIX}HANDOVER_TOKEN_FD", None, _whole(0, MAX_DESCRIPTOR),
-        f"0..{MAX_DESCRIPTOR}, the number of an open descriptor", None, "none",
-        "Pipe from which that program reads its token, once; set by the same command", "NUMBER",
+        "handover_token_fd", None, f"{PREFIX}HANDOVER_TOKEN_FD", None, _inherited,
+        "DESCRIPTOR:INODE, two numbers", None, "none",
+        "Pipe from which that program reads its token, once; set by the same command", "DESCRIPTOR:INODE",
     ),
 )  # fmt: skip
 
@@ -332,7 +337,7 @@ class Settings:
     spin_us: int | None = _default("spin_us")
     cpu_isa: str | None = _default("cpu_isa")
     handover: Path | None = _default("handover")
-    handover_token_fd: int | None = _default("handover_token_fd")
+    handover_token_fd: str | None = _default("handover_token_fd")
 
 
 def on_worker_loss(settings: Settings) -> str:

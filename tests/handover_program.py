@@ -54,8 +54,12 @@ class Refused(Exception):
     """The supervisor's sentence."""
 
 
+def token_fd() -> int:
+    return int(os.environ["DFLASH_MOE_HANDOVER_TOKEN_FD"].partition(":")[0])
+
+
 def token() -> bytes:
-    descriptor = int(os.environ["DFLASH_MOE_HANDOVER_TOKEN_FD"])
+    descriptor = token_fd()
     with os.fdopen(descriptor, "rb") as pipe:
         return pipe.read(TOKEN_BYTES)
 
@@ -72,7 +76,7 @@ class Library:
     def __init__(self, secret: bytes) -> None:
         self.connection = dial()
         self.is_open = False
-        self.say(OpenHandover(version=HANDOVER_VERSION, token=secret))
+        self.say(OpenHandover(version=HANDOVER_VERSION, token=secret, layout=_core.layout_fingerprint()))
         self.head = self.hear(PlanHead)
         self.workers = [self.hear(PlannedWorker) for _ in range(self.head.num_workers)]
         self.layers = [self.hear(PlannedLayer) for _ in range(self.head.num_layers)]
@@ -233,7 +237,7 @@ def wrong_token() -> Any:
 
 
 def grandchild() -> Any:
-    descriptor = int(os.environ["DFLASH_MOE_HANDOVER_TOKEN_FD"])
+    descriptor = token_fd()
     out = sys.argv[2] + ".child"
     subprocess.run([sys.executable, __file__, "dial", out], pass_fds=(descriptor,), check=True)
     return json.loads(Path(out).read_text())
@@ -271,7 +275,8 @@ def interrupts() -> Any:
 def leaver() -> Any:
     """Takes the plan, and goes on without the workers."""
     connection = dial()
-    connection.send(OpenHandover(version=HANDOVER_VERSION, token=token()), deadline=time.monotonic() + WAIT_S)
+    greeting = OpenHandover(version=HANDOVER_VERSION, token=token(), layout=_core.layout_fingerprint())
+    connection.send(greeting, deadline=time.monotonic() + WAIT_S)
     connection.receive(deadline=time.monotonic() + WAIT_S, waiting_for="the plan")
     connection.close()
     wait_for_end()

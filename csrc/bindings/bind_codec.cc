@@ -130,6 +130,7 @@ py::dict reply_layout(uint32_t num_rows, uint32_t row_width, const std::string& 
 
 void bind_codec(py::module_& module) {
   module.def("wire_limits", &wire_limits);
+  module.def("layout_fingerprint", &wire::layout_fingerprint);
   module.def(
       "checksum", [](const std::string& data) { return checksum(as_bytes(data)); },
       py::arg("data"));

@@ -123,6 +123,8 @@ Status Connection::send(const wire::HandoverMessage& message, std::span<const in
             frame.begin() + wire::kControlLengthBytes);
   alignas(cmsghdr) std::array<char, CMSG_SPACE(kRoom * sizeof(int))> control{};
   const std::lock_guard lock(sending_);
+  if (is_cut_) return hung_up();
+  is_cut_ = true;  // until the frame is whole: what follows a part of one has no meaning
   for (size_t sent = 0; sent < frame.size();) {
     iovec piece{frame.data() + sent, frame.size() - sent};
     msghdr header{};
@@ -148,6 +150,7 @@ Status Connection::send(const wire::HandoverMessage& message, std::span<const in
       return system_error("cannot send to the supervisor");
     }
   }
+  is_cut_ = false;
   return ok();
 }
 

@@ -50,7 +50,8 @@ class Connection {
   Status read(std::span<std::byte> into, Deadline deadline, std::vector<OwnedFd>& descriptors);
 
   OwnedFd socket_;
-  std::mutex sending_;  // held while one message is written
+  std::mutex sending_;   // held while one message is written
+  bool is_cut_ = false;  // whether one was written in part; sending_ guards it
 };
 
 // A message that has begun must be complete after this time, as on the Python side (framing.py).

@@ -33,8 +33,11 @@ constexpr size_t kMaxStride = std::numeric_limits<int32_t>::max();
 std::atomic<pid_t> claimed_by = 0;
 std::atomic<Session*> open_session = nullptr;
 
-std::string& last_error() {
-  thread_local std::string text;
+// The last failure's sentence. A plain array is there until the thread is gone, also for handlers
+// of exit(), and takes a text when there is no memory left. Longer texts are cut.
+constexpr size_t kErrorBytes = 2048;
+char (&last_error())[kErrorBytes] {
+  thread_local char text[kErrorBytes] = "";
   return text;
 }
 
@@ -57,7 +60,9 @@ int status_of(ErrorCode code) {
 }
 
 int failed(int status, std::string_view text) {
-  last_error().assign(text);
+  const size_t count = std::min(text.size(), kErrorBytes - 1);
+  std::memcpy(last_error(), text.data(), count);
+  last_error()[count] = '\0';
   return status;
 }
 int failed(const Error& error) { return failed(status_of(error.code), error.message); }
@@ -317,7 +322,7 @@ void dflash_moe_abandon(dflash_moe_call* call) {
   });
 }
 
-const char* dflash_moe_error(void) { return last_error().c_str(); }
+const char* dflash_moe_error(void) { return last_error(); }
 
 int dflash_moe_count(dflash_moe_client* client, dflash_moe_counters* counters) {
   return guarded(static_cast<int>(DFLASH_MOE_FAILED), [&]() -> int {

@@ -98,7 +98,8 @@ DFLASH_MOE_API uint32_t dflash_moe_interface_version(void);
 /* Takes what a supervisor hands over on the Unix socket at `path`; NULL reads path and token from
  * the environment (DFLASH_MOE_HANDOVER, DFLASH_MOE_HANDOVER_TOKEN_FD), where a program finds them
  * that `dflash-moe llama` has started. Blocks until every worker can be called, for at most the
- * supervisor's start timeout. One client per process can be open. Returns NULL with a text. */
+ * supervisor's start timeout, or 600 s where the supervisor stands still. One client per process
+ * can be open. Returns NULL with a text. */
 DFLASH_MOE_API dflash_moe_client* dflash_moe_open(const char* path);
 
 /* Ends calls that are under way (DFLASH_MOE_CLOSED) and frees the client. No other function may be

@@ -26,19 +26,24 @@ Error variable_error(const char* name, const std::string& what) {
                                                 "PROGRAM`"};
 }
 
-// Only a pipe is read and closed, whatever number the variable has: a program that another one
-// started, without the pipe, may have anything there.
+// Only the very pipe that the supervisor made is read and closed. A program that another one
+// started inherits the variable, but may have anything under that number.
 Status read_token(std::string_view number,
                   std::array<std::byte, wire::kHandoverTokenBytes>& token) {
   int fd = -1;
-  const auto parsed = std::from_chars(number.data(), number.data() + number.size(), fd);
-  if (parsed.ec != std::errc() || parsed.ptr != number.data() + number.size() || fd < 0)
-    return variable_error(kTokenVariable, "is no number of a descriptor");
+  uint64_t inode = 0;
+  const char* const end = number.data() + number.size();
+  auto parsed = std::from_chars(number.data(), end, fd);
+  if (parsed.ec == std::errc() && parsed.ptr != end && *parsed.ptr == ':')
+    parsed = std::from_chars(parsed.ptr + 1, end, inode);
+  if (parsed.ec != std::errc() || parsed.ptr != end || fd < 0 || inode == 0)
+    return variable_error(kTokenVariable, "is no DESCRIPTOR:INODE");
   struct stat found{};
-  if (::fstat(fd, &found) != 0 || !S_ISFIFO(found.st_mode)) {
-    return variable_error(kTokenVariable, "names a descriptor " + std::string(number) +
-                                              " that is no pipe: the token was taken already, or "
-                                              "this is not the program that was started");
+  if (::fstat(fd, &found) != 0 || !S_ISFIFO(found.st_mode) || found.st_ino != inode) {
+    return variable_error(kTokenVariable, "names a descriptor " + std::to_string(fd) +
+                                              " that is not the supervisor's pipe: the token was "
+                                              "taken already, or this is not the program that was "
+                                              "started");
   }
   const OwnedFd pipe(fd);
   const Deadline deadline = Deadline::after_ns(kTokenPatienceNs);

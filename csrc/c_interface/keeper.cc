@@ -117,6 +117,8 @@ Status Session::renew(MadePath made) {
 }
 
 Status Session::lose(uint32_t worker, const std::string& reason) {
+  // The supervisor has just tried to bring it back or to renew its path, and hears how that went.
+  is_loss_known_[worker] = false;
   paths_.give_up(worker);
   client_.mark_lost(worker, reason);
   return report_losses();

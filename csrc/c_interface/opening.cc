@@ -9,6 +9,7 @@
 
 #include "base/system_error.h"
 #include "c_interface/session.h"
+#include "wire/limits.h"
 
 namespace dflash::c_interface {
 namespace {
@@ -74,8 +75,9 @@ Result<std::unique_ptr<Session>> Session::open(const Supervisor& supervisor) {
   Connection& connection = *dialled.value();
   // A supervisor that refuses at once may have hung up before it read this; what it says is still
   // to be received.
-  Status greeted =
-      connection.send(wire::OpenHandover{wire::kHandoverVersion, supervisor.token}, {}, deadline);
+  const wire::OpenHandover greeting{wire::kHandoverVersion, supervisor.token,
+                                    wire::layout_fingerprint()};
+  Status greeted = connection.send(greeting, {}, deadline);
   if (!greeted.ok() && greeted.error().code != ErrorCode::kClosed)
     return std::move(greeted).error();
   auto plan = take_plan(connection, deadline);

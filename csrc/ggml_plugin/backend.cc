@@ -51,16 +51,12 @@ ggml_status compute(Context& context, const ggml_cgraph& graph) {
 
 ggml_status graph_compute(ggml_backend_t backend, ggml_cgraph* graph) {
   Context& context = of(backend);
-  if (const char* reason = context.registration.begin()) return fail(reason);
-  ggml_status status;
   try {
-    status = compute(context, *graph);
+    if (const char* reason = context.registration.refusal()) return fail(reason);
+    return compute(context, *graph);
   } catch (const std::bad_alloc&) {
-    say_once("there is no memory for a batch of experts");
-    status = GGML_STATUS_ALLOC_FAILED;
+    return GGML_STATUS_ALLOC_FAILED;  // a sentence would need memory as well
   }
-  context.registration.end();
-  return status;
 }
 
 ggml_status refuse_graph(ggml_backend_t, ggml_cgraph*) {

@@ -48,7 +48,6 @@ Registration* start(const void* caller) {
   }
   auto* made = new Registration(std::move(plan));
   registration = made;
-  std::atexit([] { registration->close_if_idle(); });
   return made;
 }
 

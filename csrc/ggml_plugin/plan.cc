@@ -122,7 +122,9 @@ void Plan::check_layers() {
       layer.reason = "the plan does not name all matrices of its experts";
     const bool has_first_bias = has(is_fused ? Part::kGateUp : Part::kUp, Role::kBias) &&
                                 (is_fused || !is_gated || has(Part::kGate, Role::kBias));
-    if (has_first_bias != (layer.facts.has_gate_up_bias != 0) ||
+    const bool has_any_bias = has(Part::kGateUp, Role::kBias) || has(Part::kGate, Role::kBias) ||
+                              has(Part::kUp, Role::kBias);
+    if (has_first_bias != (layer.facts.has_gate_up_bias != 0) || has_any_bias != has_first_bias ||
         has(Part::kDown, Role::kBias) != (layer.facts.has_down_bias != 0))
       layer.reason = "the plan's biases are not those that it names as tensors";
   }

@@ -106,19 +106,9 @@ Registration::Registration(Plan plan)
   fill_host_buffer_type(&host_type_, &device_);
 }
 
-const char* Registration::begin() {
-  if (::getpid() != owner_)
-    return "this process was forked from the one to which the workers belong, and cannot call them";
-  num_active_.fetch_add(1);
-  if (!is_closing_.load()) return nullptr;
-  num_active_.fetch_sub(1);
-  return "the program is exiting and still computes";
-}
-
-void Registration::close_if_idle() {
-  if (::getpid() != owner_) return;
-  is_closing_.store(true);
-  if (num_active_.load() == 0) dflash_moe_close(plan_.client());
+const char* Registration::refusal() const {
+  if (::getpid() == owner_) return nullptr;
+  return "this process was forked from the one to which the workers belong, and cannot call them";
 }
 
 }  // namespace dflash::ggml_plugin

@@ -13,8 +13,6 @@
 
 #include <sys/types.h>
 
-#include <atomic>
-
 #include "ggml_plugin/ggml_headers.h"
 #include "ggml_plugin/plan.h"
 #include "ggml_plugin/recognize.h"
@@ -23,8 +21,9 @@ namespace dflash::ggml_plugin {
 
 class Registration {
  public:
-  // Takes over an open client and what it planned; lives until the process ends, because ggml never
-  // gives its pointers back.
+  // Takes over an open client and what it planned. Both live until the process ends, and the client
+  // is never closed: ggml does not give its pointers back, other threads may compute while exit()
+  // runs, and the library sends its last counters by itself.
   explicit Registration(Plan plan);
   Registration(const Registration&) = delete;
   Registration& operator=(const Registration&) = delete;
@@ -37,13 +36,8 @@ class Registration {
   ggml_backend_buffer_type_t weight_type() { return &weight_type_; }
   ggml_backend_buffer_type_t host_type() { return &host_type_; }
 
-  // Brackets what uses the client. begin() returns null, or a sentence that says why nothing can be
-  // computed any more; then there is nothing to end.
-  const char* begin();
-  void end() { num_active_.fetch_sub(1); }
-  // Closes the client at the process's exit unless a thread still computes: it could not be waited
-  // for. Then the connection's end tells the supervisor. A forked child leaves it alone.
-  void close_if_idle();
+  // Why this process cannot call the workers; null where it can.
+  const char* refusal() const;
 
  private:
   Plan plan_;
@@ -52,8 +46,6 @@ class Registration {
   ggml_backend_buffer_type weight_type_, host_type_;
   Scope scope_;
   const pid_t owner_;  // connections belong to the process that took them over, not to its children
-  std::atomic<int> num_active_ = 0;
-  std::atomic<bool> is_closing_ = false;
 };
 
 }  // namespace dflash::ggml_plugin

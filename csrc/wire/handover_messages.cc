@@ -34,6 +34,7 @@ concept Is = std::is_same_v<std::remove_const_t<M>, T>;
 void walk(auto& w, Is<OpenHandover> auto& m) {
   w.uint(1, "version", m.version, kU16);
   w.fixed(2, "token", m.token);
+  w.uint(3, "layout", m.layout, kU32);
 }
 void walk(auto& w, Is<RefuseHandover> auto& m) { w.text(1, "text", m.text, kMaxReasonBytes); }
 void walk(auto& w, Is<PlanHead> auto& m) {

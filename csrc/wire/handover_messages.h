@@ -31,6 +31,7 @@ inline constexpr size_t kMaxTensorNameBytes = 256;
 struct OpenHandover {
   uint16_t version = kHandoverVersion;
   std::array<std::byte, kHandoverTokenBytes> token{};
+  uint32_t layout = 0;  // layout_fingerprint() of the library
 };
 struct RefuseHandover {
   std::string text;

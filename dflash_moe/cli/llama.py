@@ -95,7 +95,7 @@ def _run(
     command: list[str], flags: ProgramFlags, model: str | None, topology: Topology, plugin: str | None, allow_local: bool,
     json_out: Path | None, overrides: dict[str, Any],
 ) -> int:  # fmt: skip
-    from dflash_moe.cli.llama_flags import excluded, find_model, override_for
+    from dflash_moe.cli.llama_flags import excluded, find_model, override_for, require_whole_layers
     from dflash_moe.cli.llama_program import ended_by_signals
     from dflash_moe.cli.llama_proof import LocalityProof, OpenFiles
     from dflash_moe.config import resolve_settings
@@ -113,6 +113,7 @@ def _run(
     left = excluded(known.tensors, flags)
     if len(left) == len(known.tensors):
         raise ConfigError("the program's flags (-ot) send all routed experts elsewhere; leave some of them to the workers")
+    require_whole_layers(known.tensors, left)
     proof = LocalityProof([tensor.name for tensor in known.tensors], left, may_be_local=allow_local)
     placed = PlacedExperts(known.spec, topology, resolve_settings(topology.ipc, **overrides))
     files = OpenFiles(_files_of(path, flags))

@@ -162,6 +162,22 @@ def excluded(tensors: Sequence[PlannedTensor], flags: ProgramFlags) -> set[str]:
     return {tensor.name for tensor in tensors if not _is_offered(tensor.name, flags.overrides)}
 
 
+def require_whole_layers(tensors: Sequence[PlannedTensor], left: set[str]) -> None:
+    """Raises ConfigError for a layer of which only a part, which `left` names, is sent elsewhere.
+    Workers compute a layer's experts whole; what the program keeps of one could not reach them.
+    """
+    kept: dict[int, str] = {}
+    for tensor in tensors:
+        if tensor.name not in left:
+            kept.setdefault(tensor.layer, tensor.name)
+    for tensor in tensors:
+        if tensor.name in left and tensor.layer in kept:
+            raise ConfigError(
+                f"the program's flags (-ot) send {tensor.name} elsewhere and leave {kept[tensor.layer]} to the workers; send "
+                "all experts of a layer there, or none"
+            )
+
+
 def _is_offered(name: str, overrides: Sequence[tuple[str, str]]) -> bool:
     for pattern, buffer_type in overrides:
         try:

@@ -17,7 +17,7 @@ from typing import Annotated, ClassVar
 
 from dflash_moe.protocol.schema import Binary, Codec, Flag, Float, ListOf, Message, Octets, Text, Uint, Wire
 
-# Both ends have the same version: library and supervisor are of one installation.
+# Both ends have the same version. What they say of data frames is compared by OpenHandover.layout.
 HANDOVER_VERSION = 1
 TOKEN_BYTES = 32
 # The most descriptors that travel with one message: two segments and two bells, or a pulse more.
@@ -39,6 +39,8 @@ class OpenHandover(Message):
     TYPE: ClassVar[int] = 1
     version: Annotated[int, Wire(1, _U16)]
     token: Annotated[bytes, Wire(2, Binary(TOKEN_BYTES))]
+    # `_core.layout_fingerprint()` of the library, which was compiled at another time than the core.
+    layout: Annotated[int, Wire(3, _U32)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

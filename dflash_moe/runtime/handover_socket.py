@@ -17,6 +17,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from dflash_moe import _core
 from dflash_moe.errors import DflashError, ProtocolError
 from dflash_moe.protocol.failures import system_failure
 from dflash_moe.protocol.framing import Connection, PeerGone
@@ -71,7 +72,10 @@ class HandoverSocket:
         """Returns the variables in which the program finds the socket and the token's pipe. The
         program inherits `token_fd` under the same number.
         """
-        return {PATH_VARIABLE: str(self.path), TOKEN_VARIABLE: str(self.token_fd)}
+        # With its inode, because a program may have started others, which inherit the variable and
+        # maybe another pipe of this number.
+        token = f"{self.token_fd}:{os.fstat(self.token_fd).st_ino}"
+        return {PATH_VARIABLE: str(self.path), TOKEN_VARIABLE: token}
 
     def expect(self, pid: int) -> None:
         """Says which process may take the workers, a child of this one. It has its own copy of the
@@ -130,6 +134,11 @@ class HandoverSocket:
             return (
                 f"the program's library speaks version {greeting.version} of the hand-over, this supervisor "
                 f"{HANDOVER_VERSION}; build both from one version of dflash_moe"
+            )
+        if greeting.layout != _core.layout_fingerprint():
+            return (
+                "the program's library was compiled from other sources of dflash_moe than this supervisor; build it again: "
+                "make ggml LLAMA_CPP=DIR for the plug-in, make for libdflash_moe.so"
             )
         if not hmac.compare_digest(greeting.token, self._token):
             return "the token is not the one that the program inherited"

@@ -12,7 +12,7 @@ from dflash_moe.protocol import handover as h
 from dflash_moe.protocol.schema import Message
 
 MESSAGES: tuple[Message, ...] = (
-    h.OpenHandover(version=h.HANDOVER_VERSION, token=bytes(range(h.TOKEN_BYTES))),
+    h.OpenHandover(version=h.HANDOVER_VERSION, token=bytes(range(h.TOKEN_BYTES)), layout=0x12345678),
     h.RefuseHandover(text="another client is connected \u2013 close it"),
     h.PlanHead(
         num_workers=2, num_layers=1, num_shards=2, num_tensors=3, architecture="qwen3moe", fingerprint="ab" * 32,

@@ -185,6 +185,20 @@ TEST_CASE("a worker that hangs up is lost, which the supervisor is told once; th
   CHECK(scene.supervisor.receive<wire::WorkerGone>().first.worker == 1);
 }
 
+TEST_CASE("a return that fails is told, so that the supervisor tries again") {
+  Scene scene;
+  scene.supervisor.workers[0].reset();
+  await_status(scene, DFLASH_MOE_WORKER_LOST);
+  CHECK(scene.supervisor.receive<wire::WorkerGone>().first.worker == 0);
+  const wire::PathTermsMessage asked = scene.supervisor.terms(0);
+  scene.supervisor.send(asked);
+  CHECK(scene.supervisor.receive<wire::PathOffered>().first.generation == asked.generation);
+  scene.supervisor.send(wire::PathAnswered{0, asked.generation, {}, 0, false});
+  CHECK(scene.supervisor.receive<wire::WorkerGone>().first.worker == 0);
+  scene.supervisor.connect_worker(0);
+  await_status(scene, DFLASH_MOE_OK);
+}
+
 TEST_CASE("a loss that the supervisor tells ends calls with its reason, and is not told back") {
   Scene scene;
   scene.supervisor.workers[0]->is_silent = true;

@@ -98,17 +98,23 @@ TEST_CASE("a path in place of the environment's, a socket that is none, and nobo
 TEST_CASE("a program without the token, or one that it was taken from, is refused with a text") {
   SupervisorStandIn supervisor;
   ::setenv(kTokenVariable, "x1", 1);
-  CHECK(contains(Opening().refusal(), "is no number of a descriptor"));
+  CHECK(contains(Opening().refusal(), "is no DESCRIPTOR:INODE"));
   ::setenv(kTokenVariable, "0", 1);
+  CHECK(contains(Opening().refusal(), "is no DESCRIPTOR:INODE"));
   const OwnedFd no_pipe(::open("/dev/null", O_RDONLY));
-  ::setenv(kTokenVariable, std::to_string(no_pipe.get()).c_str(), 1);
-  CHECK(contains(Opening().refusal(), "is no pipe"));
+  ::setenv(kTokenVariable, SupervisorStandIn::named(no_pipe.get()).c_str(), 1);
+  CHECK(contains(Opening().refusal(), "is not the supervisor's pipe"));
   CHECK(::fcntl(no_pipe.get(), F_GETFD) >= 0);
   int ends[2];
   REQUIRE(::pipe(ends) == 0);
   REQUIRE(::write(ends[1], "abc", 3) == 3);
   ::close(ends[1]);
-  ::setenv(kTokenVariable, std::to_string(ends[0]).c_str(), 1);
+  // A program that another one started has another pipe under the number.
+  const std::string other = std::to_string(ends[0]) + ":" + std::to_string(UINT64_MAX);
+  ::setenv(kTokenVariable, other.c_str(), 1);
+  CHECK(contains(Opening().refusal(), "is not the supervisor's pipe"));
+  CHECK(is_pipe(ends[0]));
+  ::setenv(kTokenVariable, SupervisorStandIn::named(ends[0]).c_str(), 1);
   CHECK(contains(Opening().refusal(), "holds 3 of 32 bytes"));
   CHECK_FALSE(is_pipe(ends[0]));
   ::unsetenv(kTokenVariable);

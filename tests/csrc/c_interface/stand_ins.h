@@ -8,6 +8,7 @@
 #include <fcntl.h>
 #include <poll.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
 #include <sys/un.h>
 #include <unistd.h>
 
@@ -30,6 +31,7 @@
 #include "transport/kinds.h"
 #include "transport/stream/tcp_pair.h"
 #include "wire/frame.h"
+#include "wire/limits.h"
 #include "wire/payload.h"
 #include "wire/pulse.h"
 
@@ -207,6 +209,12 @@ class SupervisorStandIn {
   }
 
   std::string path() const { return folder_ + "/handover"; }
+  // A descriptor as the variable names it.
+  static std::string named(int fd) {
+    struct stat found{};
+    REQUIRE(::fstat(fd, &found) == 0);
+    return std::to_string(fd) + ":" + std::to_string(found.st_ino);
+  }
   // Sets the environment, with a new pipe for the token.
   void offer_token() {
     int ends[2];
@@ -215,7 +223,7 @@ class SupervisorStandIn {
     ::close(ends[1]);
     token_fd = ends[0];
     ::setenv(kPathVariable, path().c_str(), 1);
-    ::setenv(kTokenVariable, std::to_string(ends[0]).c_str(), 1);
+    ::setenv(kTokenVariable, named(ends[0]).c_str(), 1);
   }
 
   void accept() {
@@ -250,6 +258,7 @@ class SupervisorStandIn {
     const auto [opened, none] = receive<wire::OpenHandover>();
     CHECK(opened.version == wire::kHandoverVersion);
     CHECK(opened.token == token);
+    CHECK(opened.layout == wire::layout_fingerprint());
     for (const wire::HandoverMessage& message : plan_messages(options)) send(message);
   }
 

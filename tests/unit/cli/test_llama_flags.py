@@ -9,7 +9,15 @@ import re
 
 import pytest
 
-from dflash_moe.cli.llama_flags import ProgramFlags, add_ours, excluded, find_model, override_for, read_flags
+from dflash_moe.cli.llama_flags import (
+    ProgramFlags,
+    add_ours,
+    excluded,
+    find_model,
+    override_for,
+    read_flags,
+    require_whole_layers,
+)
 from dflash_moe.cli.main import _normalised
 from dflash_moe.errors import ConfigError
 from dflash_moe.protocol.handover import PlannedTensor
@@ -153,6 +161,19 @@ def test_tensors_on_other_devices_are_excluded(overrides, layers):
     flags = read_flags(SERVER, ["-ot", overrides], {})
     left = excluded(TENSORS, flags)
     assert sorted({int(name.split(".")[1]) for name in left}) == layers
+
+
+@pytest.mark.parametrize("overrides", ["blk\\.1\\.ffn_up_exps=CUDA0", "ffn_down=CUDA0"])
+def test_part_of_a_layer_elsewhere_is_refused(overrides):
+    left = excluded(TENSORS, read_flags(SERVER, ["-ot", overrides], {}))
+    assert left
+    with pytest.raises(ConfigError, match="send all experts of a layer there, or none"):
+        require_whole_layers(TENSORS, left)
+
+
+@pytest.mark.parametrize("overrides", ["", "blk\\.1\\.=CUDA0", "exps=CUDA0"])
+def test_whole_layers_may_be_elsewhere(overrides):
+    require_whole_layers(TENSORS, excluded(TENSORS, read_flags(SERVER, ["-ot", overrides], {})))
 
 
 def test_model_is_ours_before_the_programs(tmp_path):

@@ -55,7 +55,7 @@ GOOD = {
     "spin_us": ("0", 0),
     "cpu_isa": ("avx2", "avx2"),
     "handover": ("/run/handover", Path("/run/handover")),
-    "handover_token_fd": ("7", 7),
+    "handover_token_fd": ("7:81234", "7:81234"),
 }
 # name: values that are not allowed
 BAD = {
@@ -79,7 +79,7 @@ BAD = {
     "spin_us": ["-1", "1000001", "much"],
     "cpu_isa": ["sse9", ""],
     "handover": ["", 3],
-    "handover_token_fd": ["-1", "2147483648", "stdin", ""],
+    "handover_token_fd": ["-1:2", "7", "stdin", ":", ""],
 }
 
 

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from dflash_moe import _core
 from dflash_moe.protocol.framing import Connection, PeerGone
 from dflash_moe.protocol.handover import (
     HANDOVER_CODEC,
@@ -64,8 +65,9 @@ class Caller:
         self.connection.close()
 
 
-def greeting(token: bytes, version: int = HANDOVER_VERSION) -> bytes:
-    return HANDOVER_CODEC.encode(OpenHandover(version=version, token=token))
+def greeting(token: bytes, version: int = HANDOVER_VERSION, layout: int | None = None) -> bytes:
+    layout = _core.layout_fingerprint() if layout is None else layout
+    return HANDOVER_CODEC.encode(OpenHandover(version=version, token=token, layout=layout))
 
 
 def refused(server: HandoverSocket, payload: bytes, descriptors: tuple[int, ...] = ()) -> str:
@@ -77,8 +79,9 @@ def refused(server: HandoverSocket, payload: bytes, descriptors: tuple[int, ...]
 
 def test_folder_and_token_are_the_users_alone(server):
     assert stat.S_IMODE(server.path.parent.stat().st_mode) == 0o700
+    inode = os.fstat(server.token_fd).st_ino
     assert server.environment() == {
-        "DFLASH_MOE_HANDOVER": str(server.path), "DFLASH_MOE_HANDOVER_TOKEN_FD": str(server.token_fd)
+        "DFLASH_MOE_HANDOVER": str(server.path), "DFLASH_MOE_HANDOVER_TOKEN_FD": f"{server.token_fd}:{inode}"
     }  # fmt: skip
     assert len(token_of(server)) == TOKEN_BYTES
     assert os.read(server.token_fd, 1) == b""
@@ -103,6 +106,7 @@ def test_wrong_greetings_get_a_sentence_and_the_right_one_still_counts(server):
     server.expect(os.getpid())
     assert "the token is not the one" in refused(server, greeting(bytes(TOKEN_BYTES)))
     assert "speaks version 2 of the hand-over" in refused(server, greeting(token, version=2))
+    assert "compiled from other sources" in refused(server, greeting(token, layout=_core.layout_fingerprint() ^ 1))
     assert "expected OpenHandover, found Ready" in refused(server, HANDOVER_CODEC.encode(Ready()))
     assert "message type" in refused(server, b"\x81\x00\x7f")
     assert "not a msgpack message" in refused(server, b"\xc1")
