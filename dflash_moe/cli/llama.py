@@ -259,11 +259,30 @@ def _supervise(
         options.say(summary(supervisor.counted))
         if json_out is not None:
             json_out.write_text(json.dumps(dataclasses.asdict(supervisor.counted)) + "\n", encoding="utf-8")
-    if code == 0 and not failures and (verdict := proof.judge_end(sight())):
+    early = supervisor.failure if not supervisor.is_ready and not program.is_signalled else None
+    if early is not None and not failures:
+        # The program has ended by itself before the next look.
+        failures.append(early)
+    if not failures and (verdict := proof.judge_end(sight()) if code == 0 else ""):
         failures.append(DflashError(verdict))
     if failures:
         raise failures[0]
+    if not supervisor.is_connected:
+        options.say(_not_asked(code, is_ours_loaded=bool(override)))
     return code
+
+
+def _not_asked(code: int, *, is_ours_loaded: bool) -> str:
+    """Returns the line on a program that may have done something else than to load the model."""
+    hint = (
+        "is the plug-in built for this llama.cpp (make ggml LLAMA_CPP=DIR)?"
+        if is_ours_loaded
+        else "a program that calls the C interface takes them over with dflash_moe_open"
+    )
+    return (
+        f"the program has ended with exit code {code} and has not asked for the workers; what it "
+        f"computed, it computed by itself; {hint}"
+    )
 
 
 def _say_lost(name: str, text: str) -> None:

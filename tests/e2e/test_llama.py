@@ -6,6 +6,7 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pty
@@ -214,6 +215,25 @@ def test_worker_lost_before_the_hand_over_ends_the_program(model, tmp_path):
     assert stderr.splitlines()[-1].startswith("worker w0 ")
 
 
+def test_program_that_ends_when_refused_leaves_the_last_word_to_us(model, tmp_path):
+    out = tmp_path / "out"
+    process = start("late", out, model, "--topology", topology(tmp_path, *TWO))
+    wait_until_ready(process, out)
+    children = children_of(process.pid).items()
+    program = next(pid for pid, command in children if os.fsencode(PROGRAM) in command)
+    os.kill(worker_process(process, "w0"), signal.SIGKILL)
+    Path(f"{out}.go").touch()
+    while not out.exists() and process.poll() is None:
+        time.sleep(0.001)
+    # It is gone before it is looked at again, unless this test is slow.
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(program, signal.SIGKILL)
+    code, stderr = end(process, out)
+    assert code == 3, stderr
+    assert "w0" in json.loads(out.read_text())
+    assert stderr.splitlines()[-1].startswith("worker w0 ")
+
+
 def test_worker_that_does_not_renew_its_path_is_lost(model, tmp_path):
     plan = topology(tmp_path, TWO[0])
     plan.write_text(plan.read_text() + "ipc: {call_timeout_s: 0.3}\n")
@@ -321,6 +341,9 @@ def test_exit_code_is_the_programs(model, tmp_path):
     command = [sys.executable, "-m", "dflash_moe", "llama", "--model", model, "--plugin", "none", "--", "sh", "-c", "exit 5"]
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, cwd=ROOT, timeout=LIMIT_S, check=False)
     assert done.returncode == 5, done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("the program has ended with exit code 5 and has not asked for the workers")
+    assert "dflash_moe_open" in last
 
 
 def test_killed_launcher_takes_the_program_along(model, tmp_path):
