@@ -203,6 +203,29 @@ def test_signals_are_passed_on(model, tmp_path, number, expected):
     assert code == (130 if number == signal.SIGINT else expected), stderr
 
 
+def test_signal_to_the_group_reaches_the_program_once_and_no_worker(model, tmp_path):
+    out = tmp_path / "out"
+    process = start("interrupts", out, model, "--topology", topology(tmp_path, *TWO), new_session=True)
+    wait_until_ready(process, out)
+    children = children_of(process.pid)
+    assert len(children) == 3
+    assert process.pid not in [os.getpgid(pid) for pid in children]
+    os.killpg(process.pid, signal.SIGINT)
+    code, stderr = end(process, out)
+    assert code == 0, stderr
+    assert json.loads(out.read_text()) == 1
+
+
+def test_sigterm_to_the_group_leaves_the_workers_to_the_program(model, tmp_path):
+    out = tmp_path / "out"
+    process = start("idle", out, model, new_session=True)
+    wait_until_ready(process, out)
+    os.killpg(process.pid, signal.SIGTERM)
+    code, stderr = end(process, out)
+    assert code == 7, stderr
+    assert "hung up" not in stderr
+
+
 def test_worker_lost_before_the_hand_over_ends_the_program(model, tmp_path):
     out = tmp_path / "out"
     process = start("late", out, model, "--topology", topology(tmp_path, *TWO))
@@ -346,16 +369,23 @@ def test_exit_code_is_the_programs(model, tmp_path):
     assert "dflash_moe_open" in last
 
 
-def test_killed_launcher_takes_the_program_along(model, tmp_path):
+def is_there(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
+
+
+def test_killed_launcher_takes_program_and_workers_along(model, tmp_path):
     process = start("orphan", tmp_path / "out", model)
     wait_until_ready(process, tmp_path / "out")
-    pid = json.loads((tmp_path / "out").read_text())
+    pids = children_of(process.pid)
+    assert json.loads((tmp_path / "out").read_text()) in pids
+    # The worker ends too, although it is in a session of its own.
+    assert len(pids) == 2
     process.kill()
     process.communicate(timeout=LIMIT_S)
     until = time.monotonic() + LIMIT_S
-    while Path(f"/proc/{pid}").exists() and time.monotonic() < until:
+    while any(map(is_there, pids)) and time.monotonic() < until:
         time.sleep(0.02)
-    assert not Path(f"/proc/{pid}").exists()
+    assert not any(map(is_there, pids))
 
 
 def hand_worker(model: Path, plan: Path, *flags: object) -> subprocess.Popen[str]:
