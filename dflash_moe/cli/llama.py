@@ -95,7 +95,7 @@ def _run(
     command: list[str], flags: ProgramFlags, model: str | None, topology: Topology, plugin: str | None, allow_local: bool,
     json_out: Path | None, overrides: dict[str, Any],
 ) -> int:  # fmt: skip
-    from dflash_moe.cli.llama_flags import excluded, find_model, override_for
+    from dflash_moe.cli.llama_flags import excluded, find_model, override_for, refuse_router
     from dflash_moe.cli.llama_program import ended_by_signals
     from dflash_moe.cli.llama_proof import LocalityProof, OpenFiles
     from dflash_moe.config import resolve_settings
@@ -104,6 +104,7 @@ def _run(
 
     if overrides.get("profile"):
         options.say("--profile: timelines are recorded for hosts in Python, not for programs; the counters stand in --json")
+    refuse_router(command[0], command[1:], flags)
     library = _find_plugin(plugin, command[0])
     path = find_model(model, flags)
     check_topology(topology)

@@ -352,12 +352,25 @@ def test_stub_is_nothing_for_workers_of_this_command(model, tmp_path):
     assert "name the full file, for the workers, with --model FILE" in stderr.splitlines()[-1]
 
 
-def test_telling_flags_run_the_program_alone():
-    command = [sys.executable, "-m", "dflash_moe", "llama", "--", sys.executable, "--version"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=LIMIT_S, check=False)
+def test_telling_flags_run_the_program_alone(tmp_path):
+    program = tmp_path / "llama-tells"
+    program.write_text("#!/bin/sh\necho told $1\n")
+    program.chmod(0o755)
+    command = [sys.executable, "-m", "dflash_moe", "llama", "--", program, "--version"]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, cwd=ROOT, timeout=LIMIT_S, check=False)
     assert done.returncode == 0
-    assert done.stdout.startswith("Python ")
+    assert done.stdout == "told --version\n"
     assert done.stderr == ""
+
+
+def test_router_is_refused_although_the_workers_have_a_model(model, tmp_path):
+    program = tmp_path / "llama-server"
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    command = [sys.executable, "-m", "dflash_moe", "llama", "--model", model, "--allow-local", "--", program]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, cwd=ROOT, timeout=LIMIT_S, check=False)
+    assert done.returncode == 2
+    assert "router mode starts processes of its own" in done.stderr.splitlines()[-1]
 
 
 def test_exit_code_is_the_programs(model, tmp_path):
