@@ -222,6 +222,7 @@ def _supervise(
         known, placed,
         on_lost=_say_lost,
         on_back=lambda name: options.say(f"worker {name} is back"),
+        on_unfit=_say_unfit,
     )  # fmt: skip
     socket = HandoverSocket()
     closing.callback(socket.close)
@@ -293,6 +294,14 @@ def _say_lost(name: str, text: str) -> None:
         options.say(f"  {line}")
     sentence = sentence.removesuffix("; last lines of its log:")
     options.say(f"{sentence}; calls that need worker {name} fail from now on")
+
+
+def _say_unfit(name: str, text: str) -> None:
+    """Says why a worker that was started again is not taken, after what its log quotes."""
+    sentence, *log = [line.rstrip() for line in text.splitlines() if line.strip()]
+    for line in log:
+        options.say(f"  {line}")
+    options.say(f"worker {name} is there again and cannot be taken: {sentence}")
 
 
 def summary(counted: Counted) -> str:

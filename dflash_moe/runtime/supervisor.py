@@ -93,7 +93,8 @@ class Supervisor:
     """Serves one program. The caller owns workers and socket, and closes them after `close`.
 
     `on_lost(worker, what happened)` and `on_back(worker)` are called once for each loss and return,
-    from threads of the supervisor.
+    and `on_unfit(worker, why)` when a worker that was started again is no substitute for the one
+    that was lost, once as long as the reason stays; all from threads of the supervisor.
     """
 
     def __init__(
@@ -103,6 +104,7 @@ class Supervisor:
         *,
         on_lost: Callable[[str, str], None],
         on_back: Callable[[str], None],
+        on_unfit: Callable[[str, str], None],
     ) -> None:
         """Raises ConfigError where the placement leaves experts to the host."""
         check_holders(placed)
@@ -111,7 +113,7 @@ class Supervisor:
         self._plan = plan_messages(model, placed, self._slots)
         self._holders = [_Holder(member.client_index, member) for member in placed.fleet.members.values()]
         self._planned = {tensor.name for tensor in model.tensors}
-        self._on_lost, self._on_back = on_lost, on_back
+        self._on_lost, self._on_back, self._on_unfit = on_lost, on_back, on_unfit
         self._connection: Connection | None = None
         self._threads: list[threading.Thread] = []
         # The program knows the workers. One that is lost before is refused with all others.
@@ -370,7 +372,7 @@ class Supervisor:
 
     def _bring_back(self, holder: _Holder) -> None:
         """Reaches a worker again that somebody starts anew, or that goes on after a pause."""
-        pause = FIRST_PAUSE_S
+        pause, said = FIRST_PAUSE_S, ""
         while not self._is_over.wait(pause):
             pause = min(2 * pause, LONGEST_PAUSE_S)
             num_told = holder.num_told
@@ -379,8 +381,14 @@ class Supervisor:
                 self._make_path(holder)
             except PeerGone:
                 return
-            except DflashError as error:
+            except (WorkerLost, WorkerTimeout) as error:
                 log.info("worker %s is not back yet: %s", holder.member.name, error)
+                continue
+            except DflashError as error:
+                # It is there and will not do, and only whoever started it can mend that.
+                if str(error) != said and not self._is_over.is_set():
+                    said = str(error)
+                    self._on_unfit(holder.member.name, said)
                 continue
             with self._lock:
                 # The program may have failed to make use of the path.

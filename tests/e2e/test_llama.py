@@ -438,6 +438,39 @@ def test_worker_by_hand_comes_back(model, tmp_path, kind):
     assert "worker w0 is back" in stderr
 
 
+def test_worker_by_hand_that_returns_with_another_model_is_said_once(model, tmp_path):
+    other = tmp_path / "other.gguf"
+    tiny_gguf(other, "q8_0", hidden_size=64, moe_intermediate_size=64, num_experts=8, top_k=2, num_layers=2)
+    plan = topology(tmp_path, f"name: w0, backend: cpu, threads: 1, address: 'unix://{tmp_path}/w0.sock'")
+    worker = hand_worker(model, plan)
+    process = start("back", tmp_path / "out", model, "--topology", plan)
+    assert process.stderr is not None
+    said = ""
+    try:
+        wait_until_ready(process, tmp_path / "out")
+        worker.kill()
+        worker.communicate()
+        worker = hand_worker(other, plan)
+        while "cannot be taken" not in said:
+            line = process.stderr.readline()
+            assert line, said
+            said += line
+        # It is dialled again meanwhile, and nothing is said of it any more.
+        time.sleep(2.0)
+        worker.kill()
+        worker.communicate()
+        worker = hand_worker(model, plan)
+        code, stderr = end(process, tmp_path / "out")
+    finally:
+        process.kill()
+        worker.kill()
+        worker.communicate()
+    said += stderr
+    assert code == 0, said
+    assert said.count("worker w0 is there again and cannot be taken: ") == 1
+    assert "worker w0 is back" in said
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
