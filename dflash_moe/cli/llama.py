@@ -7,7 +7,6 @@ SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import os
 from contextlib import ExitStack
@@ -118,6 +117,9 @@ def _run(
     placed = PlacedExperts(known.spec, topology, resolve_settings(topology.ipc, **overrides))
     files = OpenFiles(_files_of(path, flags))
     override = override_for(known.tensors, names, may_be_local=allow_local) if library else ""
+    if json_out is not None and json_out.is_file():
+        # A run that fails before it counts must not leave the counters of a former one.
+        json_out.unlink()
     with ended_by_signals(), ExitStack() as closing:
         closing.callback(placed.fleet.close)
         with loading_shown() as on_loading:
@@ -151,6 +153,7 @@ def _describe(path: Path, *, has_own_workers: bool) -> tuple[HandoverModel, list
     """Reads from the GGUF file what the workers stand in for, and the names of all its tensors. A
     stub has no samples of contents, and is nothing for workers that this command starts.
     """
+    from dflash_moe.cli.left_out import grouped
     from dflash_moe.model.gguf_experts import gguf_experts
     from dflash_moe.model.tensor_sample import tensor_sample
     from dflash_moe.protocol.handover import PlannedTensor
@@ -160,8 +163,9 @@ def _describe(path: Path, *, has_own_workers: bool) -> tuple[HandoverModel, list
     is_stub = found.checkpoint.stub() is not None
     if is_stub and has_own_workers:
         raise ConfigError(f"{path}: a stub has no experts; name the full file, for the workers, with --model FILE")
-    for name, reason in found.left_out.items():
-        options.say(f"{name} stays with the program: {reason}")
+    for left in grouped(found.left_out):
+        stays = "stays" if left.is_one else "stay"
+        options.say(f"{left.names} {stays} with the program: {left.reason}")
     tensors: list[PlannedTensor] = [
         PlannedTensor(
             layer=tensor.layer, name=tensor.name, ggml_type=tensor.ggml_type, extents=tensor.extents,
@@ -214,6 +218,7 @@ def _supervise(
     from dflash_moe.cli.llama_flags import add_ours
     from dflash_moe.cli.llama_program import Program
     from dflash_moe.cli.llama_proof import Sighting
+    from dflash_moe.protocol.handover import Counted
     from dflash_moe.runtime.handover_socket import HandoverSocket
     from dflash_moe.runtime.supervisor import Supervisor
 
@@ -259,8 +264,10 @@ def _supervise(
     log_auto.info("mode auto: the program's library measures and chooses, and does not tell its figures")
     if supervisor.counted is not None:
         options.say(summary(supervisor.counted))
-        if json_out is not None:
-            json_out.write_text(json.dumps(dataclasses.asdict(supervisor.counted)) + "\n", encoding="utf-8")
+    if json_out is not None:
+        # A program that has called nobody has counters too, so that no former run's are left.
+        zeros = {field.name: 0 for field in dataclasses.fields(Counted)}
+        options.write_json(json_out, dataclasses.asdict(supervisor.counted) if supervisor.counted else zeros)
     early = supervisor.failure if not supervisor.is_ready and not program.is_signalled else None
     if early is not None and not failures:
         # The program has ended by itself before the next look.

@@ -178,7 +178,8 @@ def find_model(given: str | None, flags: ProgramFlags) -> Path:
         raise ConfigError(f"-m {shown(value)}: the workers hold one model; run the benchmark once for each")
     path = Path(value).expanduser()
     if not path.is_file():
-        raise ConfigError(f"{'--model' if given else '-m'} {shown(value)}: no such file; give the GGUF file")
+        found = "this is a directory" if path.is_dir() else "no such file"
+        raise ConfigError(f"{'--model' if given else '-m'} {shown(value)}: {found}; give the GGUF file")
     return path
 
 

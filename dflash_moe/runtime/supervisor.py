@@ -195,7 +195,7 @@ class Supervisor:
     def _early_end(self) -> DflashError:
         for holder in self._holders:
             if holder.lost:
-                return WorkerLost(f"worker {holder.member.name} {holder.lost}", worker=holder.member.name)
+                return WorkerLost(f"worker {holder.member.name} is lost: {holder.lost}", worker=holder.member.name)
         return DflashError("the program hung up before it had taken the workers; what its library says stands above")
 
     def _refuse(self, error: DflashError) -> None:
@@ -263,7 +263,7 @@ class Supervisor:
         try:
             for holder in self._holders:
                 if holder.lost:
-                    raise WorkerLost(f"worker {holder.member.name} {holder.lost}", worker=holder.member.name)
+                    raise WorkerLost(f"worker {holder.member.name} is lost: {holder.lost}", worker=holder.member.name)
                 self._make_path(holder)
             self.is_ready = True
             self._tell(Ready())
@@ -327,7 +327,7 @@ class Supervisor:
             except PeerGone:
                 return
             except WorkerLost as error:
-                failure = str(error)
+                failure = str(error).removeprefix(f"worker {holder.member.name} ")
                 break
             except DflashError as error:
                 log.warning("worker %s: data path not renewed (attempt %d): %s", holder.member.name, attempt + 1, error)
@@ -357,7 +357,7 @@ class Supervisor:
         with self._lock:
             if holder.lost or self._is_over.is_set():
                 return
-            holder.lost = reason or "is gone"
+            holder.lost = reason or "the program gives no reason"
             is_by_hand = not holder.member.address.is_started_by_host
             if is_by_hand:
                 holder.thread = threading.Thread(
@@ -366,7 +366,7 @@ class Supervisor:
         with contextlib.suppress(DflashError):
             if self._is_planned and not is_told:
                 self._tell(WorkerGone(worker=holder.index, reason=cut_reason(holder.lost)))
-        self._on_lost(holder.member.name, str(holder.session.loss(holder.lost)))
+        self._on_lost(holder.member.name, str(holder.session.loss(f"is lost: {holder.lost}")))
         if is_by_hand and holder.thread is not None:
             holder.thread.start()
 

@@ -189,7 +189,7 @@ def test_lost_worker_is_told_once_and_the_program_lives(model, tmp_path):
     found = json.loads((tmp_path / "out").read_text())
     assert "w1" in found["failure"]
     assert found["worker"] == 1
-    assert stderr.count("worker w1 hung up; process") == 1
+    assert stderr.count("worker w1 is lost: hung up; process") == 1
     assert "was killed by SIGKILL" in stderr
 
 
@@ -384,6 +384,16 @@ def test_exit_code_is_the_programs(model, tmp_path):
 
 def is_there(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists()
+
+
+def test_counters_of_a_program_that_called_nobody_are_zeros(model, tmp_path):
+    counters = tmp_path / "counters.json"
+    counters.write_text('{"calls": 7}')
+    flags = ["--model", model, "--plugin", "none", "--json", counters]
+    command = [sys.executable, "-m", "dflash_moe", "llama", *flags, "--", "true"]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, cwd=ROOT, timeout=LIMIT_S, check=False)
+    assert done.returncode == 0, done.stderr
+    assert set(json.loads(counters.read_text()).values()) == {0}
 
 
 def test_killed_launcher_takes_program_and_workers_along(model, tmp_path):

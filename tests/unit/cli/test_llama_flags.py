@@ -220,6 +220,7 @@ def test_model_is_ours_before_the_programs(tmp_path):
         ([], "no model is named"),
         (["-hf", "a/b"], "download the model first"),
         (["-m", "gone.gguf"], "'gone.gguf': no such file"),
+        (["-m", "/"], "-m '/': this is a directory; give the GGUF file"),
     ],
 )
 def test_model_that_is_not_there_is_a_sentence(arguments, said):
