@@ -77,8 +77,12 @@ class _Holder:
     num_told: int = 0
     # One thread at a time makes a path to this worker.
     making: threading.Lock = field(default_factory=threading.Lock)
-    # The renewal or the return that is under way.
+    # The renewal or the return that is under way, or the last one.
     thread: threading.Thread | None = None
+    # How often the program has said that the path is worn.
+    num_worn: int = 0
+    # `thread` looks at `num_worn` again before it ends.
+    is_busy: bool = False
 
     @property
     def session(self) -> HostSession:
@@ -121,7 +125,7 @@ class Supervisor:
         # Reads what the program says, until it hangs up.
         self._serving: threading.Thread | None = None
         self._is_over = threading.Event()
-        # Guards `_Holder.lost` and `_Holder.thread`.
+        # Guards `lost`, `thread`, `num_worn` and `is_busy` of holders.
         self._lock = threading.Lock()
         # What the program has said. `reasons` has every planned tensor it met: empty where the
         # workers stand in for it, else why the program keeps it.
@@ -306,26 +310,42 @@ class Supervisor:
     def _begin_to_renew(self, holder: _Holder, reason: str) -> None:
         log.info("worker %s: its data path is worn: %s", holder.member.name, reason)
         with self._lock:
-            is_busy = holder.thread is not None and holder.thread.is_alive()
-            if holder.lost or is_busy or self._is_over.is_set():
+            holder.num_worn += 1
+            if holder.lost or holder.is_busy or self._is_over.is_set():
                 return
+            holder.is_busy = True
             holder.thread = threading.Thread(
                 target=self._renew, args=(holder,), name=f"dflash-path-{holder.index}", daemon=True
             )
             holder.thread.start()
 
     def _renew(self, holder: _Holder) -> None:
-        """Tries as often as PathKeeper does, and then gives the worker up."""
+        """Renews the path until the program does not say any more that it is worn. It may say so of
+        the new path while the thread that made it has not ended yet.
+        """
+        while True:
+            with self._lock:
+                num_worn = holder.num_worn
+            is_renewed = self._renew_once(holder)
+            with self._lock:
+                holder.is_busy = is_renewed and holder.num_worn != num_worn
+                if not holder.is_busy:
+                    return
+
+    def _renew_once(self, holder: _Holder) -> bool:
+        """Tries as often as PathKeeper does, and then gives the worker up. Returns whether the path
+        is renewed.
+        """
         failure = ""
         for attempt in range(RENEWALS):
             if self._is_over.is_set() or holder.lost:
-                return
+                return False
             try:
                 self._make_path(holder)
                 log.info("worker %s: data path renewed, generation %d", holder.member.name, holder.generation)
-                return
+                return True
             except PeerGone:
-                return
+                return False
             except WorkerLost as error:
                 failure = str(error).removeprefix(f"worker {holder.member.name} ")
                 break
@@ -334,6 +354,7 @@ class Supervisor:
                 failure = f"its data path could not be renewed: {error}"
                 self._is_over.wait(PAUSE_S)
         self._lose(holder, failure)
+        return False
 
     # -- workers -----------------------------------------------------------------------------------
 
@@ -375,7 +396,7 @@ class Supervisor:
         pause, said = FIRST_PAUSE_S, ""
         while not self._is_over.wait(pause):
             pause = min(2 * pause, LONGEST_PAUSE_S)
-            num_told = holder.num_told
+            num_told, num_worn = holder.num_told, holder.num_worn
             try:
                 self._placed.fleet.reach_again(holder.member, self._placed.held[holder.member.name])
                 self._make_path(holder)
@@ -395,8 +416,11 @@ class Supervisor:
                 is_back = holder.num_told == num_told
                 if is_back:
                     holder.lost = ""
+                    holder.is_busy = is_worn = holder.num_worn != num_worn
             if is_back:
                 self._on_back(holder.member.name)
+                if is_worn:
+                    self._renew(holder)
                 return
 
 
