@@ -167,6 +167,8 @@ def _say_last(text: str) -> None:
     """
     text = printable(text)
     sentence, *details = [line.rstrip() for line in text.splitlines() if line.strip()] or ["failed without a message"]
+    # The lines stand above the sentence here.
+    sentence = sentence.removesuffix("; last lines of its log:")
     sys.stdout.flush()
     is_terminal = sys.stderr.isatty()
     for line in details:
