@@ -7,7 +7,6 @@ SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import os
 from contextlib import ExitStack
@@ -95,7 +94,7 @@ def _run(
     command: list[str], flags: ProgramFlags, model: str | None, topology: Topology, plugin: str | None, allow_local: bool,
     json_out: Path | None, overrides: dict[str, Any],
 ) -> int:  # fmt: skip
-    from dflash_moe.cli.llama_flags import excluded, find_model, override_for, require_whole_layers
+    from dflash_moe.cli.llama_flags import excluded, find_model, override_for, refuse_router, require_whole_layers
     from dflash_moe.cli.llama_program import ended_by_signals
     from dflash_moe.cli.llama_proof import LocalityProof, OpenFiles
     from dflash_moe.config import resolve_settings
@@ -104,6 +103,7 @@ def _run(
 
     if overrides.get("profile"):
         options.say("--profile: timelines are recorded for hosts in Python, not for programs; the counters stand in --json")
+    refuse_router(command[0], command[1:], flags)
     library = _find_plugin(plugin, command[0])
     path = find_model(model, flags)
     check_topology(topology)
@@ -118,6 +118,9 @@ def _run(
     placed = PlacedExperts(known.spec, topology, resolve_settings(topology.ipc, **overrides))
     files = OpenFiles(_files_of(path, flags))
     override = override_for(known.tensors, names, may_be_local=allow_local) if library else ""
+    if json_out is not None and json_out.is_file():
+        # A run that fails before it counts must not leave the counters of a former one.
+        json_out.unlink()
     with ended_by_signals(), ExitStack() as closing:
         closing.callback(placed.fleet.close)
         with loading_shown() as on_loading:
@@ -151,6 +154,7 @@ def _describe(path: Path, *, has_own_workers: bool) -> tuple[HandoverModel, list
     """Reads from the GGUF file what the workers stand in for, and the names of all its tensors. A
     stub has no samples of contents, and is nothing for workers that this command starts.
     """
+    from dflash_moe.cli.left_out import grouped
     from dflash_moe.model.gguf_experts import gguf_experts
     from dflash_moe.model.tensor_sample import tensor_sample
     from dflash_moe.protocol.handover import PlannedTensor
@@ -160,8 +164,9 @@ def _describe(path: Path, *, has_own_workers: bool) -> tuple[HandoverModel, list
     is_stub = found.checkpoint.stub() is not None
     if is_stub and has_own_workers:
         raise ConfigError(f"{path}: a stub has no experts; name the full file, for the workers, with --model FILE")
-    for name, reason in found.left_out.items():
-        options.say(f"{name} stays with the program: {reason}")
+    for left in grouped(found.left_out):
+        stays = "stays" if left.is_one else "stay"
+        options.say(f"{left.names} {stays} with the program: {left.reason}")
     tensors: list[PlannedTensor] = [
         PlannedTensor(
             layer=tensor.layer, name=tensor.name, ggml_type=tensor.ggml_type, extents=tensor.extents,
@@ -214,6 +219,7 @@ def _supervise(
     from dflash_moe.cli.llama_flags import add_ours
     from dflash_moe.cli.llama_program import Program
     from dflash_moe.cli.llama_proof import Sighting
+    from dflash_moe.protocol.handover import Counted
     from dflash_moe.runtime.handover_socket import HandoverSocket
     from dflash_moe.runtime.supervisor import Supervisor
 
@@ -222,6 +228,7 @@ def _supervise(
         known, placed,
         on_lost=_say_lost,
         on_back=lambda name: options.say(f"worker {name} is back"),
+        on_unfit=_say_unfit,
     )  # fmt: skip
     socket = HandoverSocket()
     closing.callback(socket.close)
@@ -258,13 +265,34 @@ def _supervise(
     log_auto.info("mode auto: the program's library measures and chooses, and does not tell its figures")
     if supervisor.counted is not None:
         options.say(summary(supervisor.counted))
-        if json_out is not None:
-            json_out.write_text(json.dumps(dataclasses.asdict(supervisor.counted)) + "\n", encoding="utf-8")
-    if code == 0 and not failures and (verdict := proof.judge_end(sight())):
+    if json_out is not None:
+        # A program that has called nobody has counters too, so that no former run's are left.
+        zeros = {field.name: 0 for field in dataclasses.fields(Counted)}
+        options.write_json(json_out, dataclasses.asdict(supervisor.counted) if supervisor.counted else zeros)
+    early = supervisor.failure if not supervisor.is_ready and not program.is_signalled else None
+    if early is not None and not failures:
+        # The program has ended by itself before the next look.
+        failures.append(early)
+    if not failures and (verdict := proof.judge_end(sight()) if code == 0 else ""):
         failures.append(DflashError(verdict))
     if failures:
         raise failures[0]
+    if not supervisor.is_connected:
+        options.say(_not_asked(code, is_ours_loaded=bool(override)))
     return code
+
+
+def _not_asked(code: int, *, is_ours_loaded: bool) -> str:
+    """Returns the line on a program that may have done something else than to load the model."""
+    hint = (
+        "is the plug-in built for this llama.cpp (make ggml LLAMA_CPP=DIR)?"
+        if is_ours_loaded
+        else "a program that calls the C interface takes them over with dflash_moe_open"
+    )
+    return (
+        f"the program has ended with exit code {code} and has not asked for the workers; what it "
+        f"computed, it computed by itself; {hint}"
+    )
 
 
 def _say_lost(name: str, text: str) -> None:
@@ -274,6 +302,14 @@ def _say_lost(name: str, text: str) -> None:
         options.say(f"  {line}")
     sentence = sentence.removesuffix("; last lines of its log:")
     options.say(f"{sentence}; calls that need worker {name} fail from now on")
+
+
+def _say_unfit(name: str, text: str) -> None:
+    """Says why a worker that was started again is not taken, after what its log quotes."""
+    sentence, *log = [line.rstrip() for line in text.splitlines() if line.strip()]
+    for line in log:
+        options.say(f"  {line}")
+    options.say(f"worker {name} is there again and cannot be taken: {sentence}")
 
 
 def summary(counted: Counted) -> str:

@@ -31,6 +31,13 @@ OVERRIDE_FLAGS = ("-ot", "--override-tensor")
 CPU_MOE_FLAGS = ("-cmoe", "--cpu-moe")
 NUM_CPU_MOE_FLAGS = ("-ncmoe", "--n-cpu-moe")
 THREADS_FLAGS = ("-t", "--threads")
+# These name a model of the hub too, by its task: --fim-qwen-3b-default and the like.
+_HUB_PRESET = re.compile(r"--[a-z]+-.+-default", re.ASCII)
+# The values of these are texts, which may look like flags.
+TEXT_FLAGS = (
+    "-p", "--prompt", "-r", "--reverse-prompt", "-sys", "--system-prompt", "--in-prefix", "--in-suffix",
+    "--dry-sequence-breaker", "--grammar", "-j", "--json-schema", "-a", "--alias", "--api-key", "--chat-template",
+)  # fmt: skip
 # With these a program says something and computes nothing.
 TELLING_FLAGS = (
     "-h", "--help", "--usage", "--version", "--license", "-cl", "--cache-list", "--completion-bash", "--list-devices",
@@ -72,17 +79,37 @@ def is_bench(program: str, arguments: Sequence[str]) -> bool:
     return name.startswith("llama-bench") or (name == "llama" and arguments[:1] == ["bench"])
 
 
+def is_server(program: str, arguments: Sequence[str]) -> bool:
+    """Says whether this is llama-server, also as `llama serve`."""
+    name = Path(program).name
+    return name.startswith("llama-server") or (name == "llama" and arguments[:1] in (["serve"], ["server"]))
+
+
+def refuse_router(program: str, arguments: Sequence[str], flags: ProgramFlags) -> None:
+    """Raises ConfigError for a server that names no model of its own: it would be a router, whose
+    processes load the models that requests name.
+    """
+    if is_server(program, arguments) and not flags.model and not flags.hub_flag:
+        raise ConfigError(
+            f"{Path(program).name}: router mode starts processes of its own, which cannot take the workers; give the program "
+            "-m FILE.gguf"
+        )
+
+
 def read_flags(program: str, arguments: Sequence[str], environ: Mapping[str, str]) -> ProgramFlags:
     """Reads a command line as llama.cpp does. Flags that are not looked for are passed over, with
     their values.
     """
     flags = ProgramFlags(is_bench(program, arguments))
+    tells = TELLING_FLAGS if is_llama_program(program) else ()
     if not flags.is_bench:
         _read_environment(flags, environ)
     at = 0
     while at < len(arguments):
         flag = arguments[at].replace("_", "-") if arguments[at].startswith("--") else arguments[at]
         value = arguments[at + 1] if at + 1 < len(arguments) else ""
+        if flag in tells:
+            flags.is_telling = True
         at += 1 + _read_flag(flags, flag, value)
     return flags
 
@@ -99,10 +126,11 @@ def _read_environment(flags: ProgramFlags, environ: Mapping[str, str]) -> None:
 
 def _read_flag(flags: ProgramFlags, flag: str, value: str) -> int:
     """Takes one flag, and returns how many values it has taken: 0 or 1."""
-    if flag in TELLING_FLAGS:
-        flags.is_telling = True
-    elif flag in MODEL_FLAGS:
+    if flag in MODEL_FLAGS:
         flags.model = value
+    elif _HUB_PRESET.fullmatch(flag):
+        flags.hub_flag = flag
+        return 0
     elif flag in HUB_FLAGS:
         flags.hub_flag = flag
     elif flag in THREADS_FLAGS:
@@ -113,9 +141,9 @@ def _read_flag(flags: ProgramFlags, flag: str, value: str) -> int:
         # They send experts to the CPU, whose tensors the plug-in is offered first.
         flags.places_tensors = True
         return int(flag in NUM_CPU_MOE_FLAGS)
-    else:
+    elif flag not in TEXT_FLAGS:
         return 0
-    return int(flag not in TELLING_FLAGS)
+    return 1
 
 
 def _most_threads(value: str) -> int:
@@ -150,7 +178,8 @@ def find_model(given: str | None, flags: ProgramFlags) -> Path:
         raise ConfigError(f"-m {shown(value)}: the workers hold one model; run the benchmark once for each")
     path = Path(value).expanduser()
     if not path.is_file():
-        raise ConfigError(f"{'--model' if given else '-m'} {shown(value)}: no such file; give the GGUF file")
+        found = "this is a directory" if path.is_dir() else "no such file"
+        raise ConfigError(f"{'--model' if given else '-m'} {shown(value)}: {found}; give the GGUF file")
     return path
 
 

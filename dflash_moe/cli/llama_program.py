@@ -53,6 +53,8 @@ class Program:
         except OSError as error:
             raise ConfigError(f"{command[0]}: cannot be started: {error.strerror}") from None
         self._kill_at = 0.0
+        # A signal has reached this process that is the program's, so that its end is no surprise.
+        self.is_signalled = False
 
     @property
     def pid(self) -> int:
@@ -96,6 +98,7 @@ class Program:
         """Hands signals to this process on to the program within the block, instead of ending."""
 
         def hand_on(number: int, _frame: FrameType | None) -> None:
+            self.is_signalled = True
             if number != signal.SIGINT or not _is_in_terminals_foreground():
                 self._send(number)
 

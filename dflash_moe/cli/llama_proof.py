@@ -65,7 +65,7 @@ class LocalityProof:
 
     def judge(self, now: Sighting) -> str:
         """Returns why the program must be ended, or an empty text."""
-        self.is_settled = now.is_connected and not self._missing(now)
+        self.is_settled = now.is_connected and not self._missing(now) and not self._kept(now)
         if now.is_mapped or now.is_open:
             if not self._has_seen:
                 self._has_seen, self._since = True, self._clock()
@@ -78,7 +78,9 @@ class LocalityProof:
         if self._may_be_local:
             return ""
         if verdict := self._kept(now):
-            self._kept_since = self._kept_since or self._clock()
+            # A load has the file open until its end, however long it takes.
+            if now.is_open or not self._kept_since:
+                self._kept_since = self._clock()
             if now.calls or self._clock() - self._kept_since >= KEPT_S:
                 return verdict
         missing = self._missing(now)

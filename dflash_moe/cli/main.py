@@ -26,6 +26,8 @@ PROGRAM = "dflash-moe"
 # These are the commands in the order of --help. One whose module is not there (yet) is left out; a
 # module that is there and broken raises.
 COMMANDS = ("demo", "doctor", "model", "worker", "key", "generate", "llama", "verify", "serve", "plan", "bench")
+# The command whose users write flags of another program.
+RUNS_PROGRAMS = "llama"
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 DEBUG = "--debug"
@@ -110,6 +112,9 @@ def _report_usage(error: Any) -> int:
         message = "a command is missing; choose one of those above"
     elif context is not None:
         print(context.get_usage(), file=sys.stderr)  # noqa: T201
+    is_programs = message.startswith("No such option") and "Did you mean" not in message
+    if is_programs and getattr(context, "info_name", "") == RUNS_PROGRAMS:
+        message = f"{message.rstrip('.')}; the program and its own flags follow behind `--`"
     _say_last(message)
     return EXIT_USAGE
 
@@ -162,6 +167,8 @@ def _say_last(text: str) -> None:
     """
     text = printable(text)
     sentence, *details = [line.rstrip() for line in text.splitlines() if line.strip()] or ["failed without a message"]
+    # The lines stand above the sentence here.
+    sentence = sentence.removesuffix("; last lines of its log:")
     sys.stdout.flush()
     is_terminal = sys.stderr.isatty()
     for line in details:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,6 +16,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dflash_moe.cli import options
+from dflash_moe.errors import ConfigError, shown
+from dflash_moe.model.gguf_header import is_gguf
 
 if TYPE_CHECKING:
     from dflash_moe.model.inspect import Inspection
@@ -91,18 +95,34 @@ def stub(
     room on disk as the other weights. Copy it with `rsync -S` or `tar -S`, which keep holes.
     Workers need the full file.
     """
+    from dflash_moe.cli.left_out import grouped
     from dflash_moe.cli.loading import copying_shown
     from dflash_moe.model.stub import write_stub
 
     with copying_shown() as report:
-        made = write_stub(options.model_directory(source), target, report)
-    for name, reason in made.left_out.items():
-        options.say(f"kept whole: {name}: {reason}")
+        made = write_stub(_full_model(source), target, report)
+    for left in grouped(made.left_out):
+        options.say(f"kept whole: {left.names}: {left.reason}")
     names = f"{made.files[0]}" + (f" and {len(made.files) - 1} more parts" if len(made.files) > 1 else "")
     typer.echo(
         f"wrote {names}: {made.apparent_bytes:,} bytes apparent, {made.disk_bytes:,} on disk, "
         f"with pages in place of {made.num_tensors} tensors"
     )
+
+
+def _full_model(value: str) -> Path:
+    """Returns the path of a GGUF file, or of a directory of one. Raises ConfigError."""
+    try:
+        path = Path(value).expanduser()
+        is_file = stat.S_ISREG(os.stat(path).st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        raise ConfigError(f"{shown(value)}: no such file; give the GGUF file of the full model") from None
+    except (OSError, RuntimeError, ValueError) as error:
+        # ~NAME of a user that is not there is a RuntimeError, and a zero byte a ValueError.
+        raise ConfigError(f"{shown(value)}: {getattr(error, 'strerror', None) or error}") from None
+    if is_file and not is_gguf(path):
+        raise ConfigError(f"{shown(value)}: this is not GGUF; give the GGUF file of the full model")
+    return path
 
 
 def _show_layers(found: Inspection) -> None:

@@ -150,7 +150,7 @@ def _collect(checkpoint: Checkpoint, formula: ExpertFormula) -> tuple[dict[int, 
     left_out: dict[str, str] = {}
     for name in checkpoint.stored:
         if _CHUNKS in name:
-            left_out[name] = "smaller experts beside the routed ones, which stay with the program"
+            left_out[name] = "smaller experts beside the routed ones"
         if _EXPERTS not in name or _PROGRAMS_OWN.fullmatch(name):
             continue
         place = _IN_LAYER.fullmatch(name)

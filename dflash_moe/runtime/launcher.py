@@ -170,6 +170,9 @@ def _spawn(name: str, model: Path) -> StartedWorker:
                 stderr=log.fileno(),
                 pass_fds=(theirs.fileno(), key_read),
                 env=isolated_environment(os.environ),
+                # A signal to the host's group, such as that of `timeout`, is for the host to act
+                # on: it tells its workers what follows. The kernel ends them with the host.
+                start_new_session=True,
             )
         except OSError as error:
             raise _refusal(name, error) from None

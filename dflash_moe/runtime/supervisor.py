@@ -77,8 +77,12 @@ class _Holder:
     num_told: int = 0
     # One thread at a time makes a path to this worker.
     making: threading.Lock = field(default_factory=threading.Lock)
-    # The renewal or the return that is under way.
+    # The renewal or the return that is under way, or the last one.
     thread: threading.Thread | None = None
+    # How often the program has said that the path is worn.
+    num_worn: int = 0
+    # `thread` looks at `num_worn` again before it ends.
+    is_busy: bool = False
 
     @property
     def session(self) -> HostSession:
@@ -93,7 +97,8 @@ class Supervisor:
     """Serves one program. The caller owns workers and socket, and closes them after `close`.
 
     `on_lost(worker, what happened)` and `on_back(worker)` are called once for each loss and return,
-    from threads of the supervisor.
+    and `on_unfit(worker, why)` when a worker that was started again is no substitute for the one
+    that was lost, once as long as the reason stays; all from threads of the supervisor.
     """
 
     def __init__(
@@ -103,6 +108,7 @@ class Supervisor:
         *,
         on_lost: Callable[[str, str], None],
         on_back: Callable[[str], None],
+        on_unfit: Callable[[str, str], None],
     ) -> None:
         """Raises ConfigError where the placement leaves experts to the host."""
         check_holders(placed)
@@ -111,7 +117,7 @@ class Supervisor:
         self._plan = plan_messages(model, placed, self._slots)
         self._holders = [_Holder(member.client_index, member) for member in placed.fleet.members.values()]
         self._planned = {tensor.name for tensor in model.tensors}
-        self._on_lost, self._on_back = on_lost, on_back
+        self._on_lost, self._on_back, self._on_unfit = on_lost, on_back, on_unfit
         self._connection: Connection | None = None
         self._threads: list[threading.Thread] = []
         # The program knows the workers. One that is lost before is refused with all others.
@@ -119,7 +125,7 @@ class Supervisor:
         # Reads what the program says, until it hangs up.
         self._serving: threading.Thread | None = None
         self._is_over = threading.Event()
-        # Guards `_Holder.lost` and `_Holder.thread`.
+        # Guards `lost`, `thread`, `num_worn` and `is_busy` of holders.
         self._lock = threading.Lock()
         # What the program has said. `reasons` has every planned tensor it met: empty where the
         # workers stand in for it, else why the program keeps it.
@@ -193,7 +199,7 @@ class Supervisor:
     def _early_end(self) -> DflashError:
         for holder in self._holders:
             if holder.lost:
-                return WorkerLost(f"worker {holder.member.name} {holder.lost}", worker=holder.member.name)
+                return WorkerLost(f"worker {holder.member.name} is lost: {holder.lost}", worker=holder.member.name)
         return DflashError("the program hung up before it had taken the workers; what its library says stands above")
 
     def _refuse(self, error: DflashError) -> None:
@@ -261,7 +267,7 @@ class Supervisor:
         try:
             for holder in self._holders:
                 if holder.lost:
-                    raise WorkerLost(f"worker {holder.member.name} {holder.lost}", worker=holder.member.name)
+                    raise WorkerLost(f"worker {holder.member.name} is lost: {holder.lost}", worker=holder.member.name)
                 self._make_path(holder)
             self.is_ready = True
             self._tell(Ready())
@@ -304,34 +310,51 @@ class Supervisor:
     def _begin_to_renew(self, holder: _Holder, reason: str) -> None:
         log.info("worker %s: its data path is worn: %s", holder.member.name, reason)
         with self._lock:
-            is_busy = holder.thread is not None and holder.thread.is_alive()
-            if holder.lost or is_busy or self._is_over.is_set():
+            holder.num_worn += 1
+            if holder.lost or holder.is_busy or self._is_over.is_set():
                 return
+            holder.is_busy = True
             holder.thread = threading.Thread(
                 target=self._renew, args=(holder,), name=f"dflash-path-{holder.index}", daemon=True
             )
             holder.thread.start()
 
     def _renew(self, holder: _Holder) -> None:
-        """Tries as often as PathKeeper does, and then gives the worker up."""
+        """Renews the path until the program does not say any more that it is worn. It may say so of
+        the new path while the thread that made it has not ended yet.
+        """
+        while True:
+            with self._lock:
+                num_worn = holder.num_worn
+            is_renewed = self._renew_once(holder)
+            with self._lock:
+                holder.is_busy = is_renewed and holder.num_worn != num_worn
+                if not holder.is_busy:
+                    return
+
+    def _renew_once(self, holder: _Holder) -> bool:
+        """Tries as often as PathKeeper does, and then gives the worker up. Returns whether the path
+        is renewed.
+        """
         failure = ""
         for attempt in range(RENEWALS):
             if self._is_over.is_set() or holder.lost:
-                return
+                return False
             try:
                 self._make_path(holder)
                 log.info("worker %s: data path renewed, generation %d", holder.member.name, holder.generation)
-                return
+                return True
             except PeerGone:
-                return
+                return False
             except WorkerLost as error:
-                failure = str(error)
+                failure = str(error).removeprefix(f"worker {holder.member.name} ")
                 break
             except DflashError as error:
                 log.warning("worker %s: data path not renewed (attempt %d): %s", holder.member.name, attempt + 1, error)
                 failure = f"its data path could not be renewed: {error}"
                 self._is_over.wait(PAUSE_S)
         self._lose(holder, failure)
+        return False
 
     # -- workers -----------------------------------------------------------------------------------
 
@@ -355,7 +378,7 @@ class Supervisor:
         with self._lock:
             if holder.lost or self._is_over.is_set():
                 return
-            holder.lost = reason or "is gone"
+            holder.lost = reason or "the program gives no reason"
             is_by_hand = not holder.member.address.is_started_by_host
             if is_by_hand:
                 holder.thread = threading.Thread(
@@ -364,31 +387,40 @@ class Supervisor:
         with contextlib.suppress(DflashError):
             if self._is_planned and not is_told:
                 self._tell(WorkerGone(worker=holder.index, reason=cut_reason(holder.lost)))
-        self._on_lost(holder.member.name, str(holder.session.loss(holder.lost)))
+        self._on_lost(holder.member.name, str(holder.session.loss(f"is lost: {holder.lost}")))
         if is_by_hand and holder.thread is not None:
             holder.thread.start()
 
     def _bring_back(self, holder: _Holder) -> None:
         """Reaches a worker again that somebody starts anew, or that goes on after a pause."""
-        pause = FIRST_PAUSE_S
+        pause, said = FIRST_PAUSE_S, ""
         while not self._is_over.wait(pause):
             pause = min(2 * pause, LONGEST_PAUSE_S)
-            num_told = holder.num_told
+            num_told, num_worn = holder.num_told, holder.num_worn
             try:
                 self._placed.fleet.reach_again(holder.member, self._placed.held[holder.member.name])
                 self._make_path(holder)
             except PeerGone:
                 return
-            except DflashError as error:
+            except (WorkerLost, WorkerTimeout) as error:
                 log.info("worker %s is not back yet: %s", holder.member.name, error)
+                continue
+            except DflashError as error:
+                # It is there and will not do, and only whoever started it can mend that.
+                if str(error) != said and not self._is_over.is_set():
+                    said = str(error)
+                    self._on_unfit(holder.member.name, said)
                 continue
             with self._lock:
                 # The program may have failed to make use of the path.
                 is_back = holder.num_told == num_told
                 if is_back:
                     holder.lost = ""
+                    holder.is_busy = is_worn = holder.num_worn != num_worn
             if is_back:
                 self._on_back(holder.member.name)
+                if is_worn:
+                    self._renew(holder)
                 return
 
 

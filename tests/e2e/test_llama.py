@@ -6,6 +6,7 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pty
@@ -188,7 +189,7 @@ def test_lost_worker_is_told_once_and_the_program_lives(model, tmp_path):
     found = json.loads((tmp_path / "out").read_text())
     assert "w1" in found["failure"]
     assert found["worker"] == 1
-    assert stderr.count("worker w1 hung up; process") == 1
+    assert stderr.count("worker w1 is lost: hung up; process") == 1
     assert "was killed by SIGKILL" in stderr
 
 
@@ -202,12 +203,54 @@ def test_signals_are_passed_on(model, tmp_path, number, expected):
     assert code == (130 if number == signal.SIGINT else expected), stderr
 
 
+def test_signal_to_the_group_reaches_the_program_once_and_no_worker(model, tmp_path):
+    out = tmp_path / "out"
+    process = start("interrupts", out, model, "--topology", topology(tmp_path, *TWO), new_session=True)
+    wait_until_ready(process, out)
+    children = children_of(process.pid)
+    assert len(children) == 3
+    assert process.pid not in [os.getpgid(pid) for pid in children]
+    os.killpg(process.pid, signal.SIGINT)
+    code, stderr = end(process, out)
+    assert code == 0, stderr
+    assert json.loads(out.read_text()) == 1
+
+
+def test_sigterm_to_the_group_leaves_the_workers_to_the_program(model, tmp_path):
+    out = tmp_path / "out"
+    process = start("idle", out, model, new_session=True)
+    wait_until_ready(process, out)
+    os.killpg(process.pid, signal.SIGTERM)
+    code, stderr = end(process, out)
+    assert code == 7, stderr
+    assert "hung up" not in stderr
+
+
 def test_worker_lost_before_the_hand_over_ends_the_program(model, tmp_path):
     out = tmp_path / "out"
     process = start("late", out, model, "--topology", topology(tmp_path, *TWO))
     wait_until_ready(process, out)
     os.kill(worker_process(process, "w0"), signal.SIGKILL)
     Path(f"{out}.go").touch()
+    code, stderr = end(process, out)
+    assert code == 3, stderr
+    assert "w0" in json.loads(out.read_text())
+    assert stderr.splitlines()[-1].startswith("worker w0 ")
+
+
+def test_program_that_ends_when_refused_leaves_the_last_word_to_us(model, tmp_path):
+    out = tmp_path / "out"
+    process = start("late", out, model, "--topology", topology(tmp_path, *TWO))
+    wait_until_ready(process, out)
+    children = children_of(process.pid).items()
+    program = next(pid for pid, command in children if os.fsencode(PROGRAM) in command)
+    os.kill(worker_process(process, "w0"), signal.SIGKILL)
+    Path(f"{out}.go").touch()
+    while not out.exists() and process.poll() is None:
+        time.sleep(0.001)
+    # It is gone before it is looked at again, unless this test is slow.
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(program, signal.SIGKILL)
     code, stderr = end(process, out)
     assert code == 3, stderr
     assert "w0" in json.loads(out.read_text())
@@ -309,30 +352,63 @@ def test_stub_is_nothing_for_workers_of_this_command(model, tmp_path):
     assert "name the full file, for the workers, with --model FILE" in stderr.splitlines()[-1]
 
 
-def test_telling_flags_run_the_program_alone():
-    command = [sys.executable, "-m", "dflash_moe", "llama", "--", sys.executable, "--version"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=LIMIT_S, check=False)
+def test_telling_flags_run_the_program_alone(tmp_path):
+    program = tmp_path / "llama-tells"
+    program.write_text("#!/bin/sh\necho told $1\n")
+    program.chmod(0o755)
+    command = [sys.executable, "-m", "dflash_moe", "llama", "--", program, "--version"]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, cwd=ROOT, timeout=LIMIT_S, check=False)
     assert done.returncode == 0
-    assert done.stdout.startswith("Python ")
+    assert done.stdout == "told --version\n"
     assert done.stderr == ""
+
+
+def test_router_is_refused_although_the_workers_have_a_model(model, tmp_path):
+    program = tmp_path / "llama-server"
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    command = [sys.executable, "-m", "dflash_moe", "llama", "--model", model, "--allow-local", "--", program]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, cwd=ROOT, timeout=LIMIT_S, check=False)
+    assert done.returncode == 2
+    assert "router mode starts processes of its own" in done.stderr.splitlines()[-1]
 
 
 def test_exit_code_is_the_programs(model, tmp_path):
     command = [sys.executable, "-m", "dflash_moe", "llama", "--model", model, "--plugin", "none", "--", "sh", "-c", "exit 5"]
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, cwd=ROOT, timeout=LIMIT_S, check=False)
     assert done.returncode == 5, done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("the program has ended with exit code 5 and has not asked for the workers")
+    assert "dflash_moe_open" in last
 
 
-def test_killed_launcher_takes_the_program_along(model, tmp_path):
+def is_there(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
+
+
+def test_counters_of_a_program_that_called_nobody_are_zeros(model, tmp_path):
+    counters = tmp_path / "counters.json"
+    counters.write_text('{"calls": 7}')
+    flags = ["--model", model, "--plugin", "none", "--json", counters]
+    command = [sys.executable, "-m", "dflash_moe", "llama", *flags, "--", "true"]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, cwd=ROOT, timeout=LIMIT_S, check=False)
+    assert done.returncode == 0, done.stderr
+    assert set(json.loads(counters.read_text()).values()) == {0}
+
+
+def test_killed_launcher_takes_program_and_workers_along(model, tmp_path):
     process = start("orphan", tmp_path / "out", model)
     wait_until_ready(process, tmp_path / "out")
-    pid = json.loads((tmp_path / "out").read_text())
+    pids = children_of(process.pid)
+    assert json.loads((tmp_path / "out").read_text()) in pids
+    # The worker ends too, although it is in a session of its own.
+    assert len(pids) == 2
     process.kill()
     process.communicate(timeout=LIMIT_S)
     until = time.monotonic() + LIMIT_S
-    while Path(f"/proc/{pid}").exists() and time.monotonic() < until:
+    while any(map(is_there, pids)) and time.monotonic() < until:
         time.sleep(0.02)
-    assert not Path(f"/proc/{pid}").exists()
+    assert not any(map(is_there, pids))
 
 
 def hand_worker(model: Path, plan: Path, *flags: object) -> subprocess.Popen[str]:
@@ -370,6 +446,39 @@ def test_worker_by_hand_comes_back(model, tmp_path, kind):
     assert json.loads((tmp_path / "out").read_text())["equal"]
     assert stderr.count("calls that need worker w0 fail from now on") == 1
     assert "worker w0 is back" in stderr
+
+
+def test_worker_by_hand_that_returns_with_another_model_is_said_once(model, tmp_path):
+    other = tmp_path / "other.gguf"
+    tiny_gguf(other, "q8_0", hidden_size=64, moe_intermediate_size=64, num_experts=8, top_k=2, num_layers=2)
+    plan = topology(tmp_path, f"name: w0, backend: cpu, threads: 1, address: 'unix://{tmp_path}/w0.sock'")
+    worker = hand_worker(model, plan)
+    process = start("back", tmp_path / "out", model, "--topology", plan)
+    assert process.stderr is not None
+    said = ""
+    try:
+        wait_until_ready(process, tmp_path / "out")
+        worker.kill()
+        worker.communicate()
+        worker = hand_worker(other, plan)
+        while "cannot be taken" not in said:
+            line = process.stderr.readline()
+            assert line, said
+            said += line
+        # It is dialled again meanwhile, and nothing is said of it any more.
+        time.sleep(2.0)
+        worker.kill()
+        worker.communicate()
+        worker = hand_worker(model, plan)
+        code, stderr = end(process, tmp_path / "out")
+    finally:
+        process.kill()
+        worker.kill()
+        worker.communicate()
+    said += stderr
+    assert code == 0, said
+    assert said.count("worker w0 is there again and cannot be taken: ") == 1
+    assert "worker w0 is back" in said
 
 
 def free_port() -> int:

@@ -110,6 +110,7 @@ def test_every_command_that_is_there_explains_itself(capsys):
         ([], "a command is missing; choose one of those above"),
         (["frobnicate"], "No such command 'frobnicate'."),
         (["doctor", "--jsn"], "No such option"),
+        (["llama", "llama-server", "-m", "x.gguf"], "No such option: -m; the program and its own flags follow behind `--`"),
         (["key", "make"], "Missing argument 'FILE'."),
     ],
 )
@@ -126,6 +127,7 @@ def test_usage_errors_exit_with_2_and_one_sentence(capsys, arguments, last):
         (ConfigError("--mode: 'x' is not allowed"), 2, ["--mode: 'x' is not allowed"]),
         (UnsupportedError("no"), 2, ["no"]),
         (WorkerLost("worker w0 died; its log:\nline 1\n\nline 2"), 3, ["  line 1", "  line 2", "worker w0 died; its log:"]),
+        (WorkerLost("worker w0 died; last lines of its log:\nline 1"), 3, ["  line 1", "worker w0 died"]),
         (KeyboardInterrupt(), 130, ["interrupted"]),
         (FileNotFoundError(2, "No such file or directory", "a.txt"), 2, ["a.txt: No such file or directory"]),
         (RuntimeError("bad"), 1, ["unexpected RuntimeError: bad; run it again with --debug for the traceback"]),

@@ -16,6 +16,7 @@ from dflash_moe.cli.llama_flags import (
     find_model,
     override_for,
     read_flags,
+    refuse_router,
     require_whole_layers,
 )
 from dflash_moe.cli.main import _normalised
@@ -52,6 +53,11 @@ TENSORS = [tensor(layer, part) for layer in (0, 1, 10) for part in ("ffn_up_exps
         (["--help"], {}, {"is_telling": True}),
         (["--list_devices"], {}, {"is_telling": True}),
         (["--version", "-m", "x"], {}, {"is_telling": True, "model": "x"}),
+        (["-p", "-h", "-r", "--help", "--prompt", "--version"], {}, {}),
+        (["--reverse-prompt", "-m", "--alias", "-h"], {}, {}),
+        (["-p", "-h", "-h"], {}, {"is_telling": True}),
+        (["--fim-qwen-1.5b-default"], {}, {"hub_flag": "--fim-qwen-1.5b-default"}),
+        (["--spec-default", "-m", "x"], {}, {"model": "x"}),
         (["-cmoe"], {}, {"places_tensors": True}),
         (["--cpu-moe", "-m", "x"], {}, {"places_tensors": True, "model": "x"}),
         (["-ncmoe", "4", "-t", "2"], {}, {"places_tensors": True, "threads": 2}),
@@ -71,6 +77,43 @@ TENSORS = [tensor(layer, part) for layer in (0, 1, 10) for part in ("ffn_up_exps
 )  # fmt: skip
 def test_flags_of_programs_are_read(arguments, environ, expected):
     assert read_flags(SERVER, arguments, environ) == ProgramFlags(False, **expected)
+
+
+@pytest.mark.parametrize("flag", ["-h", "--version"])
+def test_programs_that_are_not_llama_cpps_are_asked_for_nothing(flag):
+    assert not read_flags("/usr/bin/python3", [flag], {}).is_telling
+
+
+@pytest.mark.parametrize(
+    ("program", "arguments", "environ"),
+    [
+        (SERVER, [], {}),
+        (SERVER, ["--models-dir", "models"], {}),
+        (SERVER, ["--spec-default"], {"LLAMA_ARG_MODELS_DIR": "models"}),
+        ("/opt/bin/llama", ["serve"], {}),
+        ("/opt/bin/llama", ["server", "--port", "1"], {}),
+    ],
+)
+def test_router_is_refused(program, arguments, environ):
+    with pytest.raises(ConfigError, match="router mode starts processes of its own"):
+        refuse_router(program, arguments, read_flags(program, arguments, environ))
+
+
+@pytest.mark.parametrize(
+    ("program", "arguments", "environ"),
+    [
+        (SERVER, ["-m", "x.gguf"], {}),
+        (SERVER, ["-hf", "a/b"], {}),
+        (SERVER, ["--embd-gemma-default"], {}),
+        (SERVER, [], {"LLAMA_ARG_MODEL": "x.gguf"}),
+        (SERVER, [], {"LLAMA_ARG_HF_REPO": "a/b"}),
+        ("/opt/bin/llama", ["serve", "-m", "x.gguf"], {}),
+        ("/opt/bin/llama", ["run"], {}),
+        ("/opt/bin/llama-cli", [], {}),
+    ],
+)
+def test_server_with_a_model_is_no_router(program, arguments, environ):
+    refuse_router(program, arguments, read_flags(program, arguments, environ))
 
 
 def test_flags_of_llama_bench_are_lists_and_it_reads_no_variables():
@@ -191,6 +234,7 @@ def test_model_is_ours_before_the_programs(tmp_path):
         ([], "no model is named"),
         (["-hf", "a/b"], "download the model first"),
         (["-m", "gone.gguf"], "'gone.gguf': no such file"),
+        (["-m", "/"], "-m '/': this is a directory; give the GGUF file"),
     ],
 )
 def test_model_that_is_not_there_is_a_sentence(arguments, said):

@@ -121,6 +121,25 @@ def test_summary_says_what_was_moved():
     )
 
 
+def test_load_takes_its_time_after_a_draft_that_keeps_its_own():
+    clock = Clock()
+    judge = proof(clock)
+    draft = {"a": "another type", "b": "another type"}
+    for _ in range(10):
+        assert judge.judge(seen(reasons=draft, is_open=True)) == ""
+        # What the program has open still tells something.
+        assert not judge.is_settled
+        clock.now += KEPT_S
+    assert judge.judge(seen(reasons=ALL, is_open=True)) == ""
+    assert judge.is_settled
+    judge = proof(clock)
+    assert judge.judge(seen(reasons=draft, is_open=True)) == ""
+    clock.now += KEPT_S - 0.1
+    assert judge.judge(seen(reasons=draft)) == ""
+    clock.now += 0.2
+    assert "the first is a: another type" in judge.judge(seen(reasons=draft))
+
+
 def test_slow_disk_gets_a_line_and_not_an_end():
     clock = Clock()
     judge = proof(clock)

@@ -345,13 +345,22 @@ def test_no_byte_of_an_expert_is_read_but_for_the_fingerprint(tmp_path, monkeypa
     assert sum(reads) <= 6 * (2 * 32 + 16)
 
 
+@pytest.mark.parametrize(("name", "said"), [("gone.gguf", "no such file"), ("a.txt", "this is not GGUF")])
+def test_the_command_names_the_file_that_is_no_model(tmp_path, capsys, name, said):
+    (tmp_path / "a.txt").write_text("x")
+    assert run(["model", "stub", str(tmp_path / name), str(tmp_path / "s.gguf")]) == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert said in last
+    assert "--model" not in last
+
+
 def test_the_command_writes_a_stub_and_says_both_sizes(tmp_path, capsys):
     source, target = made(tmp_path, metadata={"block_count": 2, "nextn_predict_layers": 1}), tmp_path / "s.gguf"
     assert run(["model", "stub", str(source), str(target)]) == 0
     captured = capsys.readouterr()
     size, blocks = target.stat().st_size, target.stat().st_blocks * 512
     assert captured.out == f"wrote {target}: {size:,} bytes apparent, {blocks:,} on disk, with pages in place of 3 tensors\n"
-    assert captured.err.count("kept whole: blk.1.ffn_") == 3
+    assert captured.err.count("kept whole: blk.1.ffn_gate_exps.weight and 2 more: ") == 1
     assert run(["model", "stub", str(source), str(target)]) == 2
     assert "s.gguf: is there already" in capsys.readouterr().err
     assert run(["model", "stub", "--help"]) == 0
