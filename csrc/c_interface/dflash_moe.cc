@@ -263,10 +263,11 @@ int dflash_moe_check_tensor(dflash_moe_client* client, const char* name, const v
     const auto* tensor = plan.tensor(name);
     if (tensor == nullptr)
       return failed(DFLASH_MOE_MISMATCH, std::string("the workers hold no tensor ") + name);
-    const Status checked =
+    const auto is_stub =
         check_tensor(*tensor, plan.layer(tensor->layer)->num_experts, plan.head.fingerprint,
                      {static_cast<const std::byte*>(data), num_bytes});
-    return checked.ok() ? DFLASH_MOE_OK : failed(DFLASH_MOE_MISMATCH, checked.error().message);
+    if (!is_stub.ok()) return failed(DFLASH_MOE_MISMATCH, is_stub.error().message);
+    return is_stub.value() ? DFLASH_MOE_STUB : DFLASH_MOE_OK;
   });
 }
 

@@ -32,6 +32,7 @@ extern "C" {
 enum {
   DFLASH_MOE_OK = 0,
   DFLASH_MOE_PENDING = 1,      /* dflash_moe_wait: the time is over and the call is not done */
+  DFLASH_MOE_STUB = 2,         /* dflash_moe_check_tensor: it is the workers', read from a stub */
   DFLASH_MOE_INVALID = -1,     /* an argument is wrong; the text names it */
   DFLASH_MOE_WORKER_LOST = -2, /* a worker that the call needs is gone */
   DFLASH_MOE_TIMEOUT = -3,     /* the call's own deadline passed */
@@ -119,7 +120,7 @@ DFLASH_MOE_API int dflash_moe_tensor_at(const dflash_moe_client* client, uint32_
 
 /* Compares a whole tensor, as a program has read it from its own file, with what the workers hold:
  * its stub pages where it is a stub, else a sample of a few KB. `data` has `num_bytes` bytes.
- * Returns DFLASH_MOE_OK, or DFLASH_MOE_MISMATCH with a text. */
+ * Returns DFLASH_MOE_OK, DFLASH_MOE_STUB, or DFLASH_MOE_MISMATCH with a text. */
 DFLASH_MOE_API int dflash_moe_check_tensor(dflash_moe_client* client, const char* name,
                                            const void* data, size_t num_bytes);
 

@@ -88,8 +88,8 @@ uint32_t tensor_sample(std::span<const std::byte> bytes) {
   return checksum(sample);
 }
 
-Status check_tensor(const wire::PlannedTensor& tensor, uint32_t num_experts,
-                    const std::string& fingerprint, std::span<const std::byte> bytes) {
+Result<bool> check_tensor(const wire::PlannedTensor& tensor, uint32_t num_experts,
+                          const std::string& fingerprint, std::span<const std::byte> bytes) {
   if (bytes.size() != tensor.num_bytes) {
     return differs(tensor, "has " + std::to_string(bytes.size()) + " bytes, that of the workers " +
                                std::to_string(tensor.num_bytes));
@@ -106,10 +106,10 @@ Status check_tensor(const wire::PlannedTensor& tensor, uint32_t num_experts,
     if (begins_with_mark(region_of(0))) {
       for (uint32_t expert = 0; expert < num_experts; ++expert)
         DFLASH_TRY(check_header(tensor, fingerprint, expert, region_of(expert)));
-      return ok();
+      return true;
     }
     // Regions without room for a header are whole experts, so that all of the tensor is 0xFF.
-    if (expert_bytes < kLeastHeaderRegion && is_all_ones(bytes)) return ok();
+    if (expert_bytes < kLeastHeaderRegion && is_all_ones(bytes)) return true;
   }
   if (!tensor.has_sample)
     return differs(tensor,
@@ -117,7 +117,7 @@ Status check_tensor(const wire::PlannedTensor& tensor, uint32_t num_experts,
                    "is the tensor of the workers");
   if (tensor_sample(bytes) != tensor.sample)
     return differs(tensor, "has another content than that of the workers");
-  return ok();
+  return false;
 }
 
 }  // namespace dflash::c_interface

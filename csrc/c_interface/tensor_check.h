@@ -37,8 +37,9 @@ StubRegion stub_region(uint64_t file_offset, uint64_t expert_bytes, uint64_t exp
 uint32_t tensor_sample(std::span<const std::byte> bytes);
 
 // Compares `bytes`, the whole tensor, with what the plan says. `num_experts` is its layer's, and
-// `fingerprint` the checkpoint's in hexadecimal. Errors: kInvalidArgument saying how they differ.
-Status check_tensor(const wire::PlannedTensor& tensor, uint32_t num_experts,
-                    const std::string& fingerprint, std::span<const std::byte> bytes);
+// `fingerprint` the checkpoint's in hexadecimal. Returns whether it is a stub's. Errors:
+// kInvalidArgument saying how they differ.
+Result<bool> check_tensor(const wire::PlannedTensor& tensor, uint32_t num_experts,
+                          const std::string& fingerprint, std::span<const std::byte> bytes);
 
 }  // namespace dflash::c_interface

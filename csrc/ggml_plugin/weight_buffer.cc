@@ -3,6 +3,7 @@
 #include "ggml_plugin/weight_buffer.h"
 
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <cstring>
 #include <new>
@@ -94,6 +95,16 @@ ggml_backend_buffer_t alloc_buffer(ggml_backend_buffer_type_t type, size_t num_b
   return buffer;
 }
 
+// llama.cpp has the whole file brought into memory when it maps it, holes too, and a stub is holes:
+// its expert pages would stay resident, as large as the experts. Paging out keeps what the memory
+// says, whether it is a mapping or a copy of the program's own, so that it may also be refused.
+void let_go(const void* data, size_t size) {
+  const auto page = static_cast<uintptr_t>(::sysconf(_SC_PAGESIZE));
+  const auto begin = (reinterpret_cast<uintptr_t>(data) + page - 1) / page * page;
+  const auto end = (reinterpret_cast<uintptr_t>(data) + size) / page * page;
+  if (begin < end) ::madvise(reinterpret_cast<void*>(begin), end - begin, MADV_PAGEOUT);
+}
+
 // "" where the workers stand in for the tensor; a sentence's end otherwise.
 std::string why_kept(const Plan& plan, const ggml_tensor& tensor) {
   const Tensor* planned = plan.find(tensor.name);
@@ -129,10 +140,12 @@ void WeightBuffer::write(const ggml_tensor& tensor, const void* data, size_t off
     refuse(*planned, "it was written in parts, which cannot be compared");
     return;
   }
-  if (dflash_moe_check_tensor(plan_.client(), planned->name.c_str(), data, size) != DFLASH_MOE_OK) {
+  const int checked = dflash_moe_check_tensor(plan_.client(), planned->name.c_str(), data, size);
+  if (checked < DFLASH_MOE_OK) {
     refuse(*planned, dflash_moe_error());
     return;
   }
+  if (checked == DFLASH_MOE_STUB) let_go(data, size);
   contents_[planned->position].store(Content::kVerified, std::memory_order_release);
   dflash_moe_report_tensor(plan_.client(), planned->name.c_str(), nullptr);
 }

@@ -89,6 +89,21 @@ def test_a_lost_worker_fails_requests_and_the_server_lives(llama: Llama, demo_gg
     assert told, server.text()[-3000:]
 
 
+def _resident_of(launcher: int, file: Path) -> int:
+    """Bytes of `file` that are resident in the program of a launcher, through its mappings."""
+    done = run(["ps", "-ww", "--ppid", launcher, "-o", "pid=,args="])
+    (pid,) = [line.split()[0] for line in done.stdout.splitlines() if "llama-server" in line]
+    kibibytes, is_of_file, num_mappings = 0, False, 0
+    for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
+        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            is_of_file = line.endswith(str(file))
+            num_mappings += is_of_file
+        elif is_of_file and line.startswith("Rss:"):
+            kibibytes += int(line.split()[1])
+    assert num_mappings > 0
+    return 1024 * kibibytes
+
+
 def _worker_pids(launcher: int) -> list[int]:
     done = run(["ps", "-ww", "--ppid", launcher, "-o", "pid=,args="])
     found = [int(line.split()[0]) for line in done.stdout.splitlines() if " worker " in line]
@@ -103,6 +118,7 @@ def test_a_stub_serves_the_same_tokens_and_holds_nothing(
     assert run([sys.executable, "-m", "dflash_moe", "model", "stub", demo_gguf, stub]).returncode == 0
     with serving(llama, stub, launcher=llama.launcher(demo_gguf)) as server:
         assert [server.complete(prompt) for prompt in PROMPTS] == alone
+        assert _resident_of(server.process.pid, stub) <= 512 * stub.stat().st_blocks
     plain, ours = tmp_path / "plain.bin", tmp_path / "ours.bin"
     assert run([llama.logits, "-m", demo_gguf, plain, 17]).returncode == 0
     assert run([llama.logits, "-m", stub, ours, 17]).returncode == 0

@@ -36,6 +36,7 @@ struct dflash_moe_client {
   int failure = DFLASH_MOE_OK;
   std::string failure_text;
   bool fails_at_submit = false;
+  bool is_stub = false;  // tensors with the right bytes count as read from a stub
   int num_calls = 0, num_open_calls = 0;
   uint32_t last_top_k = 0;
   const float* last_output = nullptr;
