@@ -20,7 +20,6 @@ ggml_guid kWeightBackendGuid = {0x24, 0xc9, 0x7e, 0x58, 0xb3, 0x0a, 0x46, 0xdd,
 struct Context {
   Registration& registration;
   Scratch scratch;
-  ExpertsInGraph experts;  // kept for its vector's memory
 };
 
 Context& of(ggml_backend_t backend) { return *static_cast<Context*>(backend->context); }
@@ -41,9 +40,10 @@ ggml_status fail(const std::string& reason) {
 ggml_status compute(Context& context, const ggml_cgraph& graph) {
   const Registration& registration = context.registration;
   std::string error;
+  ExpertsInGraph experts;
   int position = 0;
-  while (next_experts(registration.scope(), graph, &position, &context.experts, &error)) {
-    error = call_experts(registration.plan(), context.experts, context.scratch);
+  while (next_experts(registration.scope(), graph, &position, &experts, &error)) {
+    error = call_experts(registration.plan(), experts, context.scratch);
     if (!error.empty()) break;
   }
   return error.empty() ? GGML_STATUS_SUCCESS : fail(error);
@@ -52,7 +52,6 @@ ggml_status compute(Context& context, const ggml_cgraph& graph) {
 ggml_status graph_compute(ggml_backend_t backend, ggml_cgraph* graph) {
   Context& context = of(backend);
   try {
-    if (const char* reason = context.registration.refusal()) return fail(reason);
     return compute(context, *graph);
   } catch (const std::bad_alloc&) {
     return GGML_STATUS_ALLOC_FAILED;  // a sentence would need memory as well
@@ -81,7 +80,7 @@ ggml_backend_t make(ggml_guid_t guid, ggml_backend_dev_t device, Context* contex
 
 ggml_backend_t make_backend(Registration& registration) {
   ggml_backend_t backend =
-      make(&kBackendGuid, registration.device(), new (std::nothrow) Context{registration, {}, {}});
+      make(&kBackendGuid, registration.device(), new (std::nothrow) Context{registration, {}});
   if (!backend) return nullptr;
   backend->iface.get_name = get_name;
   backend->iface.graph_compute = graph_compute;
@@ -90,7 +89,7 @@ ggml_backend_t make_backend(Registration& registration) {
 
 ggml_backend_t make_weight_backend(Registration& registration) {
   ggml_backend_t backend = make(&kWeightBackendGuid, registration.weight_device(),
-                                new (std::nothrow) Context{registration, {}, {}});
+                                new (std::nothrow) Context{registration, {}});
   if (!backend) return nullptr;
   backend->iface.get_name = get_weight_name;
   backend->iface.graph_compute = refuse_graph;

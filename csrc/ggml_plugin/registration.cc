@@ -2,8 +2,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "ggml_plugin/registration.h"
 
-#include <unistd.h>
-
 #include "ggml_plugin/backend.h"
 #include "ggml_plugin/host_buffer.h"
 #include "ggml_plugin/weight_buffer.h"
@@ -92,8 +90,7 @@ void fill_device(ggml_backend_device* device, ggml_backend_reg_t reg, Registrati
 
 }  // namespace
 
-Registration::Registration(Plan plan)
-    : plan_(std::move(plan)), scope_{&plan_, &weight_type_}, owner_(::getpid()) {
+Registration::Registration(Plan plan) : plan_(std::move(plan)), scope_{&plan_, &weight_type_} {
   reg_ = {};
   reg_.api_version = GGML_BACKEND_API_VERSION;
   reg_.iface.get_name = reg_name;
@@ -104,11 +101,6 @@ Registration::Registration(Plan plan)
   fill_device(&device_, &reg_, this);
   fill_weight_buffer_type(&weight_type_, &weight_device_, &plan_);
   fill_host_buffer_type(&host_type_, &device_);
-}
-
-const char* Registration::refusal() const {
-  if (::getpid() == owner_) return nullptr;
-  return "this process was forked from the one to which the workers belong, and cannot call them";
 }
 
 }  // namespace dflash::ggml_plugin

@@ -1,17 +1,14 @@
 // The tables by which ggml knows this plug-in: two devices, their buffer types, and a backend each.
 //
-//   DFLASH_MOE_W   default buffers: weight_buffer.h. Answers llama.cpp's question where a weight
-//   may
-//                  be loaded, and runs nothing.
-//   DFLASH_MOE     default buffers: host_buffer.h. Runs the experts of graphs.
+//   DFLASH_MOE_W   default buffers: weight_buffer.h. It answers where a weight may be loaded, and
+//                  runs nothing.
+//   DFLASH_MOE     default buffers: host_buffer.h. It runs the experts of graphs.
 //
 // Both are accelerators (ACCEL) to ggml: llama.cpp puts the buffer types of accelerators first in
 // the list for the processor, where --cpu-moe and plain runs look, and adds a backend of each to
 // every context.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-
-#include <sys/types.h>
 
 #include "ggml_plugin/ggml_headers.h"
 #include "ggml_plugin/plan.h"
@@ -36,16 +33,12 @@ class Registration {
   ggml_backend_buffer_type_t weight_type() { return &weight_type_; }
   ggml_backend_buffer_type_t host_type() { return &host_type_; }
 
-  // Why this process cannot call the workers; null where it can.
-  const char* refusal() const;
-
  private:
   Plan plan_;
   ggml_backend_reg reg_;
   ggml_backend_device weight_device_, device_;
   ggml_backend_buffer_type weight_type_, host_type_;
   Scope scope_;
-  const pid_t owner_;  // connections belong to the process that took them over, not to its children
 };
 
 }  // namespace dflash::ggml_plugin

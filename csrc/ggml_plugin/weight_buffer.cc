@@ -211,16 +211,19 @@ bool takes_weight(const Plan& plan, const ggml_backend_buffer_type* type,
 }
 
 std::string why_unverified(const Plan& plan, const ggml_tensor& tensor) {
-  const std::string name(name_of(tensor));
+  // Asked for every matrix of every call, so that a text is made only where it is needed.
+  const auto named = [&tensor](const std::string& what) {
+    return "tensor '" + std::string(name_of(tensor)) + "'" + what;
+  };
   const Tensor* planned = plan.find(tensor.name);
   // A buffer without context is the empty one that stands for a model which is only measured.
-  if (!planned || !tensor.buffer->context) return "tensor '" + name + "' was never loaded";
-  const WeightBuffer& buffer = of(tensor.buffer);
+  if (!planned || !tensor.buffer->context) return named(" was never loaded");
   const std::string difference_now = difference(*planned, tensor);
-  if (!difference_now.empty()) return "tensor '" + name + "': " + difference_now;
+  if (!difference_now.empty()) return named(": " + difference_now);
+  const WeightBuffer& buffer = of(tensor.buffer);
   switch (buffer.content(*planned)) {
     case Content::kVerified: return {};
-    case Content::kUnseen:   return "tensor '" + name + "' was never loaded";
+    case Content::kUnseen:   return named(" was never loaded");
     case Content::kRefused:  break;
   }
   return buffer.reason();

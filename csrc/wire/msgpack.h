@@ -43,7 +43,6 @@ class MsgpackWriter {
  public:
   void map(uint32_t num_keys);
   void array(uint32_t num_items);
-  void nil() { byte(0xc0); }
   void boolean(bool value) { byte(value ? 0xc3 : 0xc2); }
   void uint(uint64_t value);
   void real(double value);

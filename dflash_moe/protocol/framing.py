@@ -101,11 +101,6 @@ class Connection:
         self._lacks_descriptors = False
         self.ignore_unknown = False  # set once the peer announced a higher minor version
 
-    @property
-    def can_pass_descriptors(self) -> bool:
-        """True on Unix sockets, the only ones beside whose bytes descriptors travel."""
-        return self._can_pass
-
     def fileno(self) -> int:
         """Returns the descriptor of the socket, -1 after close."""
         return self._sock.fileno()

@@ -20,8 +20,6 @@ from dflash_moe.protocol.schema import Binary, Codec, Flag, Float, ListOf, Messa
 # Both ends have the same version. What they say of data frames is compared by OpenHandover.layout.
 HANDOVER_VERSION = 1
 TOKEN_BYTES = 32
-# The most descriptors that travel with one message: two segments and two bells, or a pulse more.
-MAX_HANDOVER_DESCRIPTORS = 8
 
 _U16 = Uint(0xFFFF)
 _U32 = Uint(0xFFFFFFFF)

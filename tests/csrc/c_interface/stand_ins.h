@@ -28,11 +28,11 @@
 #include "c_interface/connection.h"
 #include "c_interface/dflash_moe.h"
 #include "c_interface/environment.h"
+#include "scaling_worker.h"
 #include "transport/kinds.h"
 #include "transport/stream/tcp_pair.h"
 #include "wire/frame.h"
 #include "wire/limits.h"
-#include "wire/payload.h"
 #include "wire/pulse.h"
 
 namespace dflash::c_interface {
@@ -49,43 +49,6 @@ T take(Result<T> result) {
 }
 
 inline Deadline patience() { return Deadline::after_ms(kPatienceMs); }
-
-// What an expert does here: nothing. Returns the bytes of the reply.
-inline size_t answer(const wire::FrameHeader& asked, std::span<const std::byte> payload,
-                     std::span<std::byte> reply) {
-  const auto layout =
-      wire::RequestLayout::of(asked.num_rows, asked.num_pairs, kWidth, asked.request_dtype).value();
-  std::byte* rows = reply.data() + wire::kFrameHeaderBytes + wire::kReplyTimingBytes;
-  size_t pair = 0;
-  for (uint32_t row = 0; row < asked.num_rows; ++row) {
-    uint16_t count = 0;
-    std::memcpy(&count, payload.data() + layout.row_counts_offset + row * sizeof count,
-                sizeof count);
-    float sum = 0;
-    for (uint16_t i = 0; i < count; ++i, ++pair) {
-      float weight = 0;
-      std::memcpy(&weight, payload.data() + layout.weights_offset + pair * sizeof weight,
-                  sizeof weight);
-      sum += weight;
-    }
-    for (uint32_t i = 0; i < kWidth; ++i) {
-      const size_t at = (row * kWidth + i) * sizeof(float);
-      float value = 0;
-      std::memcpy(&value, payload.data() + layout.rows_offset + at, sizeof value);
-      value *= sum;
-      std::memcpy(rows + at, &value, sizeof value);
-    }
-  }
-  wire::FrameHeader header = asked;
-  header.kind = wire::FrameKind::kReply;
-  header.payload_bytes = static_cast<uint32_t>(
-      wire::ReplyLayout::of(asked.num_rows, kWidth, asked.reply_dtype).value().payload_bytes);
-  const auto body = reply.subspan(wire::kFrameHeaderBytes, header.payload_bytes);
-  wire::encode_reply_timing({1, 2, 1002}, body.first<wire::kReplyTimingBytes>());
-  header.payload_checksum = checksum(body);
-  wire::encode_frame_header(header, reply.first<wire::kFrameHeaderBytes>());
-  return wire::kFrameHeaderBytes + header.payload_bytes;
-}
 
 // A worker on a thread of its own. Destroying it hangs up path and pulse.
 class WorkerStandIn {
@@ -130,7 +93,7 @@ class WorkerStandIn {
       const auto header = wire::decode_frame_header(message.first<wire::kFrameHeaderBytes>());
       const auto slot = channel_->outgoing(entry.arrival->slot);
       const size_t num_bytes =
-          answer(header.value(), message.subspan(wire::kFrameHeaderBytes), slot);
+          answer(header.value(), message.subspan(wire::kFrameHeaderBytes), slot, kWidth);
       static_cast<void>(channel_->publish(entry.arrival->slot, num_bytes));
     }
   }
@@ -190,9 +153,8 @@ inline std::vector<wire::HandoverMessage> plan_messages(const PlanOptions& optio
 class SupervisorStandIn {
  public:
   SupervisorStandIn() {
-    char folder[] = "/tmp/dflash-handover-XXXXXX";
-    REQUIRE(::mkdtemp(folder) != nullptr);
-    folder_ = folder;
+    folder_ = (std::filesystem::temp_directory_path() / "dflash-handover-XXXXXX").string();
+    REQUIRE(::mkdtemp(folder_.data()) != nullptr);
     sockaddr_un address{};
     address.sun_family = AF_UNIX;
     std::strcpy(address.sun_path, path().c_str());

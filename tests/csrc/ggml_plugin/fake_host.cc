@@ -3,6 +3,7 @@
 #include "ggml_plugin/fake_host.h"
 
 #include <doctest/doctest.h>
+#include <sys/mman.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -217,11 +218,9 @@ ggml_status compute(ggml_backend_t backend, ggml_cgraph graph) {
   return backend->iface.graph_compute(backend, &graph);
 }
 
-CapturedErrors::CapturedErrors() : saved_(::dup(STDERR_FILENO)) {
-  char path[] = "/tmp/dflash-stderr-XXXXXX";
-  file_ = ::mkstemp(path);
+CapturedErrors::CapturedErrors()
+    : saved_(::dup(STDERR_FILENO)), file_(::memfd_create("stderr", MFD_CLOEXEC)) {
   REQUIRE(file_ >= 0);
-  ::unlink(path);
   ::dup2(file_, STDERR_FILENO);
 }
 

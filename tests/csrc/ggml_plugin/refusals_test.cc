@@ -2,8 +2,6 @@
 // numbers.
 // SPDX-License-Identifier: Apache-2.0
 #include <doctest/doctest.h>
-#include <sys/wait.h>
-#include <unistd.h>
 
 #include "ggml_plugin/fake_host.h"
 #include "ggml_plugin/formula.h"
@@ -206,26 +204,6 @@ TEST_CASE("a failing worker: the sentence once, then calls work again") {
     CHECK(compute(host.backend(), experts.graph.all()) == GGML_STATUS_SUCCESS);
     experts.check_result();
   }
-}
-
-TEST_CASE("a forked child computes nothing") {
-  const ExpertsModel model({});
-  FakeHost host(model);
-  const LoadedModel loaded(host, model);
-  ExpertsGraph experts(loaded);
-  experts.build();
-  ggml_backend_t backend = host.backend();
-  CapturedErrors errors;
-  const pid_t child = ::fork();
-  if (child == 0) {
-    const ggml_status status = compute(backend, experts.graph.all());
-    ::_exit(status == GGML_STATUS_FAILED ? 0 : 1);
-  }
-  int status = 1;
-  ::waitpid(child, &status, 0);
-  CHECK(status == 0);
-  CHECK(errors.text().find("was forked") != std::string::npos);
-  CHECK(compute(backend, experts.graph.all()) == GGML_STATUS_SUCCESS);
 }
 
 }  // namespace

@@ -40,5 +40,4 @@ struct dflash_moe_client {
   int num_calls = 0, num_open_calls = 0;
   uint32_t last_top_k = 0;
   const float* last_output = nullptr;
-  bool is_closed = false;
 };

@@ -14,12 +14,11 @@
 #include <numeric>
 #include <vector>
 
-#include "base/checksum.h"
 #include "client/expert_client.h"
 #include "client/slot_plan.h"
+#include "scaling_worker.h"
 #include "transport/shared/segment.h"
 #include "wire/frame.h"
-#include "wire/payload.h"
 #include "wire/pulse.h"
 
 namespace dflash {
@@ -41,42 +40,6 @@ transport::Segment attach(const transport::Segment& segment, transport::Side wri
       transport::Segment::attach(OwnedFd(::dup(segment.fd())), writer, geometry, kGeneration));
 }
 
-// What an expert does here: nothing. A row's answer is the row times the sum of its weights.
-void answer(const wire::FrameHeader& asked, std::span<const std::byte> payload,
-            std::span<std::byte> reply) {
-  const auto layout =
-      wire::RequestLayout::of(asked.num_rows, asked.num_pairs, kWidth, asked.request_dtype).value();
-  std::byte* rows = reply.data() + wire::kFrameHeaderBytes + wire::kReplyTimingBytes;
-  size_t pair = 0;
-  for (uint32_t row = 0; row < asked.num_rows; ++row) {
-    uint16_t count = 0;
-    std::memcpy(&count, payload.data() + layout.row_counts_offset + row * sizeof count,
-                sizeof count);
-    float sum = 0;
-    for (uint16_t i = 0; i < count; ++i, ++pair) {
-      float weight = 0;
-      std::memcpy(&weight, payload.data() + layout.weights_offset + pair * sizeof weight,
-                  sizeof weight);
-      sum += weight;
-    }
-    for (uint32_t i = 0; i < kWidth; ++i) {
-      const size_t at = (row * kWidth + i) * sizeof(float);
-      float value = 0;
-      std::memcpy(&value, payload.data() + layout.rows_offset + at, sizeof value);
-      value *= sum;
-      std::memcpy(rows + at, &value, sizeof value);
-    }
-  }
-  wire::FrameHeader header = asked;
-  header.kind = wire::FrameKind::kReply;
-  header.payload_bytes = static_cast<uint32_t>(
-      wire::ReplyLayout::of(asked.num_rows, kWidth, asked.reply_dtype).value().payload_bytes);
-  const auto body = reply.subspan(wire::kFrameHeaderBytes, header.payload_bytes);
-  wire::encode_reply_timing({1, 2, 3}, body.first<wire::kReplyTimingBytes>());
-  header.payload_checksum = checksum(body);
-  wire::encode_frame_header(header, reply.first<wire::kFrameHeaderBytes>());
-}
-
 // The worker's process: answers until the host hangs up its pulse, never longer than a minute.
 [[noreturn]] void serve(std::unique_ptr<transport::Channel> channel, OwnedFd pulse) {
   const Deadline deadline = Deadline::after_ms(60'000);
@@ -94,12 +57,8 @@ void answer(const wire::FrameHeader& asked, std::span<const std::byte> payload,
     const auto header = wire::decode_frame_header(message.first<wire::kFrameHeaderBytes>());
     if (!header.ok()) ::_exit(2);
     const auto slot = channel->outgoing(entry.arrival->slot);
-    answer(header.value(), message.subspan(wire::kFrameHeaderBytes), slot);
     const size_t reply_bytes =
-        wire::kFrameHeaderBytes +
-        wire::ReplyLayout::of(header.value().num_rows, kWidth, header.value().reply_dtype)
-            .value()
-            .payload_bytes;
+        answer(header.value(), message.subspan(wire::kFrameHeaderBytes), slot, kWidth);
     if (!channel->publish(entry.arrival->slot, reply_bytes).ok()) ::_exit(3);
   }
   ::_exit(1);
