@@ -10,11 +10,13 @@ import logging
 import queue
 import select
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING
 
 from dflash_moe.errors import DflashError, WorkerLost, WorkerTimeout
+from dflash_moe.protocol.framing import PeerGone
 
 if TYPE_CHECKING:
     from dflash_moe import _core
@@ -122,37 +124,44 @@ class PathKeeper:
         member = self._member(index)
         log.info("worker %s: its data path is worn: %s", member.name, reason)
         try:
-            failure = self._try_to_renew(member)
+            slots = member.slots
+            failure = "" if slots is None else try_to_renew(member.name, partial(self._renew, member, slots), self._is_over)
             if failure and not self._is_over.is_set():
                 self._client.mark_lost(index, failure)  # calls that need it say so; the others go on
         except DflashError as error:  # the runtime was closed meanwhile
             log.debug("worker %s: its data path is not renewed any more: %s", member.name, str(error))
 
-    def _try_to_renew(self, member: Member) -> str:
-        """Why the worker must be given up; empty where it has a fresh path."""
-        failure = ""
-        for attempt in range(RENEWALS):
-            if self._is_over.is_set() or member.slots is None:
-                return ""
-            try:
-                self._renew(member, member.slots)
-                return ""
-            except WorkerLost as error:  # what its process did is told by those who need it
-                log.warning("worker %s: data path not renewed: %s", member.name, str(error))
-                return "hung up when its data path was to be renewed"
-            except WorkerTimeout as error:
-                log.warning("worker %s: data path not renewed (attempt %d): %s", member.name, attempt + 1, str(error))
-                failure = f"did not answer when its data path was to be renewed, {attempt + 1} times"
-            except Exception as error:  # noqa: BLE001 - whatever it was, calls must not wait for this path
-                log.warning("worker %s: data path not renewed (attempt %d): %s", member.name, attempt + 1, str(error))
-                failure = f"its data path could not be renewed: {error}"
-                self._is_over.wait(PAUSE_S)
-        return failure
-
     def _renew(self, member: Member, slots: _core.SlotPlan) -> None:
         channel, generation, _ = self._fleet.attach(member, slots)
         self._client.renew_path(member.client_index, channel, generation)
         log.info("worker %s: data path renewed, generation %d", member.name, generation)
+
+
+def try_to_renew(worker: str, renew: Callable[[], None], is_over: threading.Event) -> str:
+    """Calls `renew`, which gives a worker a fresh data path, RENEWALS times at most, until it has.
+    Returns why the worker must be given up; empty where it has its path, or where `is_over` is set.
+    PeerGone, which is about somebody else than the worker, is raised.
+    """
+    failure = ""
+    for attempt in range(RENEWALS):
+        if is_over.is_set():
+            return ""
+        try:
+            renew()
+            return ""
+        except PeerGone:
+            raise
+        except WorkerLost as error:  # what its process did is told by those who need it
+            log.warning("worker %s: data path not renewed: %s", worker, str(error))
+            return "hung up when its data path was to be renewed"
+        except WorkerTimeout as error:
+            log.warning("worker %s: data path not renewed (attempt %d): %s", worker, attempt + 1, str(error))
+            failure = f"did not answer when its data path was to be renewed, {attempt + 1} times"
+        except Exception as error:  # noqa: BLE001 - whatever it was, calls must not wait for this path
+            log.warning("worker %s: data path not renewed (attempt %d): %s", worker, attempt + 1, str(error))
+            failure = f"its data path could not be renewed: {error}"
+            is_over.wait(PAUSE_S)
+    return failure
 
 
 def _join(thread: threading.Thread) -> None:

@@ -10,22 +10,18 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
-import queue
 import select
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from dflash_moe.errors import DflashError, ProtocolError, WorkerLost, WorkerTimeout
-from dflash_moe.protocol.framing import USER_TIMEOUT_MS, Connection, PeerGone
+from dflash_moe.protocol.framing import Connection, PeerGone
 from dflash_moe.protocol.handover import (
     Counted,
-    PathAnswered,
     PathOffered,
-    PathTerms,
     PathWorn,
     Ready,
     RefuseHandover,
@@ -33,16 +29,14 @@ from dflash_moe.protocol.handover import (
     WorkerGone,
     cut_reason,
 )
+from dflash_moe.runtime.handed_worker import HandedWorker
 from dflash_moe.runtime.handover_plan import HandoverModel, check_holders, plan_messages
-from dflash_moe.runtime.path_keeper import PAUSE_S, RENEWALS
+from dflash_moe.runtime.path_keeper import try_to_renew
 
 if TYPE_CHECKING:
-    from dflash_moe import _core
     from dflash_moe.protocol.schema import Message
-    from dflash_moe.runtime.fleet import Member
     from dflash_moe.runtime.handover_socket import HandoverSocket
     from dflash_moe.runtime.placed_experts import PlacedExperts
-    from dflash_moe.runtime.session import HostSession
 
 log = logging.getLogger(__name__)
 
@@ -50,8 +44,6 @@ log = logging.getLogger(__name__)
 SEND_S = 10.0
 # Another thread may be about to end its own message when the last one is sent.
 PARTING_S = 1.0
-# The program makes its end of a data path within this time, which maps and zeroes memory.
-OFFER_S = 20.0
 # Both watching threads look this often whether they shall end, and processes at whether they did.
 TICK_S = 0.25
 # A worker that was started by hand is dialled again after these pauses, which double.
@@ -60,37 +52,6 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 5.0
 STOP_S = 5.0
 # What an ended program has sent lies in the socket, and is read in much less time.
 END_S = 2.0
-
-
-@dataclass(slots=True)
-class _Holder:
-    """A worker as the supervisor sees it. `lost` says why it is gone, and is empty otherwise."""
-
-    index: int
-    member: Member
-    lost: str = ""
-    # The generation that the program was last asked to offer a path for, and its offers.
-    generation: int = 0
-    # None says that the program has given the worker up meanwhile.
-    offers: queue.SimpleQueue[tuple[PathOffered, list[int]] | None] = field(default_factory=queue.SimpleQueue)
-    # How often the program has said that the worker is gone.
-    num_told: int = 0
-    # One thread at a time makes a path to this worker.
-    making: threading.Lock = field(default_factory=threading.Lock)
-    # The renewal or the return that is under way, or the last one.
-    thread: threading.Thread | None = None
-    # How often the program has said that the path is worn.
-    num_worn: int = 0
-    # `thread` looks at `num_worn` again before it ends.
-    is_busy: bool = False
-
-    @property
-    def session(self) -> HostSession:
-        """The session under way."""
-        session = self.member.session
-        if session is None:
-            raise ProtocolError(f"worker {self.member.name} has no session")
-        return session
 
 
 class Supervisor:
@@ -113,9 +74,10 @@ class Supervisor:
         """Raises ConfigError where the placement leaves experts to the host."""
         check_holders(placed)
         self._placed = placed
-        self._slots = placed.plan_slots()
-        self._plan = plan_messages(model, placed, self._slots)
-        self._holders = [_Holder(member.client_index, member) for member in placed.fleet.members.values()]
+        slots = placed.plan_slots()
+        self._plan = plan_messages(model, placed, slots)
+        members = placed.fleet.members.values()
+        self._holders = [HandedWorker(member.client_index, member, slots[member.name]) for member in members]
         self._planned = {tensor.name for tensor in model.tensors}
         self._on_lost, self._on_back, self._on_unfit = on_lost, on_back, on_unfit
         self._connection: Connection | None = None
@@ -125,7 +87,7 @@ class Supervisor:
         # Reads what the program says, until it hangs up.
         self._serving: threading.Thread | None = None
         self._is_over = threading.Event()
-        # Guards `lost`, `thread`, `num_worn` and `is_busy` of holders.
+        # Guards what HandedWorker says.
         self._lock = threading.Lock()
         # What the program has said. `reasons` has every planned tensor it met: empty where the
         # workers stand in for it, else why the program keeps it.
@@ -174,7 +136,7 @@ class Supervisor:
             if connection is not None:
                 self._connection = connection
                 self.is_connected = True
-                self._serving = self._spawn("dflash-program", lambda held=connection: self._serve(held))  # type: ignore[misc]
+                self._serving = self._spawn("dflash-program", partial(self._serve, connection))
 
     # -- the program -------------------------------------------------------------------------------
 
@@ -199,7 +161,7 @@ class Supervisor:
     def _early_end(self) -> DflashError:
         for holder in self._holders:
             if holder.lost:
-                return WorkerLost(f"worker {holder.member.name} is lost: {holder.lost}", worker=holder.member.name)
+                return WorkerLost(f"worker {holder.name} is lost: {holder.lost}", worker=holder.name)
         return DflashError("the program hung up before it had taken the workers; what its library says stands above")
 
     def _refuse(self, error: DflashError) -> None:
@@ -212,12 +174,12 @@ class Supervisor:
                 connection.send(RefuseHandover(text=cut_reason(str(error))), deadline=time.monotonic() + PARTING_S)
             connection.hang_up()
 
-    def _tell(self, message: Message, descriptors: list[int] | None = None) -> None:
+    def _tell(self, message: Message, descriptors: Sequence[int] = ()) -> None:
         connection = self._connection
         if connection is None:
             return
         try:
-            connection.send(message, deadline=time.monotonic() + SEND_S, descriptors=descriptors or ())
+            connection.send(message, deadline=time.monotonic() + SEND_S, descriptors=descriptors)
         except WorkerTimeout:
             # A part of the message may be on its way, so that nothing can follow it.
             connection.hang_up()
@@ -226,7 +188,8 @@ class Supervisor:
     def _take(self, connection: Connection, message: Message) -> None:
         """Does what the program asks. Raises ProtocolError for what it must not ask."""
         if isinstance(message, PathOffered):
-            self._take_offer(self._holder(message.worker), message, connection.take_descriptors(message.num_descriptors))
+            holder = self._holder(message.worker)
+            holder.take_offer(message, connection.take_descriptors(message.num_descriptors))
             return
         connection.take_descriptors(0)
         if isinstance(message, PathWorn):
@@ -235,7 +198,7 @@ class Supervisor:
             holder = self._holder(message.worker)
             with self._lock:
                 holder.num_told += 1
-            holder.offers.put(None)
+            holder.give_up_offer()
             self._lose(holder, message.reason, is_told=True)
         elif isinstance(message, TensorSeen):
             # A tensor that was taken stays taken: a second model of the program, such as a draft,
@@ -247,19 +210,10 @@ class Supervisor:
         else:
             raise ProtocolError(f"the program sent {type(message).__name__}, which only the supervisor sends")
 
-    def _holder(self, index: int) -> _Holder:
+    def _holder(self, index: int) -> HandedWorker:
         if index >= len(self._holders):
             raise ProtocolError(f"the program named worker {index} of {len(self._holders)}")
         return self._holders[index]
-
-    def _take_offer(self, holder: _Holder, message: PathOffered, descriptors: list[int]) -> None:
-        if message.generation == holder.generation:
-            holder.offers.put((message, descriptors))
-            return
-        # An offer that came too late for its deadline.
-        _close_all(descriptors)
-        if message.generation > holder.generation:
-            raise ProtocolError(f"the program offered a path of generation {message.generation}, which nobody asked for")
 
     # -- data paths --------------------------------------------------------------------------------
 
@@ -267,7 +221,7 @@ class Supervisor:
         try:
             for holder in self._holders:
                 if holder.lost:
-                    raise WorkerLost(f"worker {holder.member.name} is lost: {holder.lost}", worker=holder.member.name)
+                    raise WorkerLost(f"worker {holder.name} is lost: {holder.lost}", worker=holder.name)
                 self._make_path(holder)
             self.is_ready = True
             self._tell(Ready())
@@ -276,39 +230,11 @@ class Supervisor:
         except DflashError as error:
             self._refuse(error)
 
-    def _make_path(self, holder: _Holder) -> None:
-        """Makes a fresh data path between the program and a worker. Raises PeerGone where the
-        program hung up, and the errors of `HostSession.relay`.
-        """
-        name, transport, slots = holder.member.name, holder.member.transport, self._slots[holder.member.name]
-        timeout_s = self._placed.fleet.attach_timeout_s
-        if not holder.making.acquire(timeout=timeout_s + OFFER_S):
-            raise WorkerTimeout(f"worker {name}: another data path is being made all the while", worker=name)
-        try:
-            offers = holder.offers = queue.SimpleQueue()
-            generation = holder.generation = self._placed.fleet.next_generation()
-            session = holder.session
-            wish = session.wish(slots, transport, generation)
-            self._tell(_terms(holder, slots, generation, transport, wish.socket_buffer_bytes))
-            offered, descriptors = _next_offer(offers, name)
-            try:
-                answer = session.relay(wish, offered.payload, descriptors, timeout_s=timeout_s)
-            finally:
-                _close_all(descriptors)
-            try:
-                answered = PathAnswered(
-                    worker=holder.index, generation=generation, payload=answer.payload,
-                    num_descriptors=len(answer.descriptors), has_pulse=answer.has_pulse,
-                )  # fmt: skip
-                self._tell(answered, answer.descriptors)
-            finally:
-                _close_all(answer.descriptors)
-            holder.member.slots = slots
-        finally:
-            holder.making.release()
+    def _make_path(self, holder: HandedWorker) -> None:
+        holder.make_path(self._placed.fleet, self._tell)
 
-    def _begin_to_renew(self, holder: _Holder, reason: str) -> None:
-        log.info("worker %s: its data path is worn: %s", holder.member.name, reason)
+    def _begin_to_renew(self, holder: HandedWorker, reason: str) -> None:
+        log.info("worker %s: its data path is worn: %s", holder.name, reason)
         with self._lock:
             holder.num_worn += 1
             if holder.lost or holder.is_busy or self._is_over.is_set():
@@ -319,7 +245,7 @@ class Supervisor:
             )
             holder.thread.start()
 
-    def _renew(self, holder: _Holder) -> None:
+    def _renew(self, holder: HandedWorker) -> None:
         """Renews the path until the program does not say any more that it is worn. It may say so of
         the new path while the thread that made it has not ended yet.
         """
@@ -332,29 +258,21 @@ class Supervisor:
                 if not holder.is_busy:
                     return
 
-    def _renew_once(self, holder: _Holder) -> bool:
-        """Tries as often as PathKeeper does, and then gives the worker up. Returns whether the path
-        is renewed.
-        """
-        failure = ""
-        for attempt in range(RENEWALS):
-            if self._is_over.is_set() or holder.lost:
-                return False
-            try:
-                self._make_path(holder)
-                log.info("worker %s: data path renewed, generation %d", holder.member.name, holder.generation)
-                return True
-            except PeerGone:
-                return False
-            except WorkerLost as error:
-                failure = str(error).removeprefix(f"worker {holder.member.name} ")
-                break
-            except DflashError as error:
-                log.warning("worker %s: data path not renewed (attempt %d): %s", holder.member.name, attempt + 1, error)
-                failure = f"its data path could not be renewed: {error}"
-                self._is_over.wait(PAUSE_S)
-        self._lose(holder, failure)
-        return False
+    def _renew_once(self, holder: HandedWorker) -> bool:
+        """Returns whether the path is renewed. A worker with which that fails is given up."""
+
+        def renew() -> None:
+            if holder.lost:
+                raise WorkerLost(f"worker {holder.name} is lost: {holder.lost}", worker=holder.name)
+            self._make_path(holder)
+
+        try:
+            failure = try_to_renew(holder.name, renew, self._is_over)
+        except PeerGone:
+            return False
+        if failure:
+            self._lose(holder, failure)
+        return not failure and not self._is_over.is_set()
 
     # -- workers -----------------------------------------------------------------------------------
 
@@ -371,7 +289,7 @@ class Supervisor:
             for descriptor, _ in poller.poll(TICK_S * 1000):
                 self._lose(watched[descriptor], "hung up")
 
-    def _lose(self, holder: _Holder, reason: str, *, is_told: bool = False) -> None:
+    def _lose(self, holder: HandedWorker, reason: str, *, is_told: bool = False) -> None:
         """Notes that a worker is gone, and tells caller and program. `is_told` says that the
         program knows.
         """
@@ -387,29 +305,29 @@ class Supervisor:
         with contextlib.suppress(DflashError):
             if self._is_planned and not is_told:
                 self._tell(WorkerGone(worker=holder.index, reason=cut_reason(holder.lost)))
-        self._on_lost(holder.member.name, str(holder.session.loss(f"is lost: {holder.lost}")))
+        self._on_lost(holder.name, str(holder.session.loss(f"is lost: {holder.lost}")))
         if is_by_hand and holder.thread is not None:
             holder.thread.start()
 
-    def _bring_back(self, holder: _Holder) -> None:
+    def _bring_back(self, holder: HandedWorker) -> None:
         """Reaches a worker again that somebody starts anew, or that goes on after a pause."""
         pause, said = FIRST_PAUSE_S, ""
         while not self._is_over.wait(pause):
             pause = min(2 * pause, LONGEST_PAUSE_S)
             num_told, num_worn = holder.num_told, holder.num_worn
             try:
-                self._placed.fleet.reach_again(holder.member, self._placed.held[holder.member.name])
+                self._placed.fleet.reach_again(holder.member, self._placed.held[holder.name])
                 self._make_path(holder)
             except PeerGone:
                 return
             except (WorkerLost, WorkerTimeout) as error:
-                log.info("worker %s is not back yet: %s", holder.member.name, error)
+                log.info("worker %s is not back yet: %s", holder.name, error)
                 continue
             except DflashError as error:
                 # It is there and will not do, and only whoever started it can mend that.
                 if str(error) != said and not self._is_over.is_set():
                     said = str(error)
-                    self._on_unfit(holder.member.name, said)
+                    self._on_unfit(holder.name, said)
                 continue
             with self._lock:
                 # The program may have failed to make use of the path.
@@ -418,30 +336,7 @@ class Supervisor:
                     holder.lost = ""
                     holder.is_busy = is_worn = holder.num_worn != num_worn
             if is_back:
-                self._on_back(holder.member.name)
+                self._on_back(holder.name)
                 if is_worn:
                     self._renew(holder)
                 return
-
-
-def _next_offer(offers: queue.SimpleQueue[tuple[PathOffered, list[int]] | None], name: str) -> tuple[PathOffered, list[int]]:
-    try:
-        offer = offers.get(timeout=OFFER_S)
-    except queue.Empty:
-        raise WorkerTimeout(f"the program did not offer a data path to worker {name} within {OFFER_S:g} s") from None
-    if offer is None:
-        raise WorkerLost(f"worker {name} was given up by the program", worker=name)
-    return offer
-
-
-def _terms(holder: _Holder, slots: _core.SlotPlan, generation: int, transport: str, buffer_bytes: int) -> PathTerms:
-    return PathTerms(
-        worker=holder.index, generation=generation, transport=transport, num_slots=slots.num_slots,
-        request_bytes=slots.request_bytes, reply_bytes=slots.reply_bytes, socket_buffer_bytes=buffer_bytes,
-        user_timeout_ms=USER_TIMEOUT_MS,
-    )  # fmt: skip
-
-
-def _close_all(descriptors: list[int]) -> None:
-    while descriptors:
-        os.close(descriptors.pop())

@@ -268,7 +268,7 @@ def test_worker_that_does_not_renew_its_path_is_lost(model, tmp_path):
     assert code == 0, stderr
     found = json.loads((tmp_path / "out").read_text())
     assert found["num_tries"] == 3
-    assert "its data path could not be renewed" in found["reason"]
+    assert "did not answer when its data path was to be renewed, 3 times" in found["reason"]
     assert stderr.count("calls that need worker w0 fail from now on") == 1
 
 

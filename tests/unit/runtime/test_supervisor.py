@@ -8,7 +8,8 @@ from __future__ import annotations
 import threading
 from types import SimpleNamespace
 
-from dflash_moe.runtime.supervisor import Supervisor, _Holder
+from dflash_moe.runtime.handed_worker import HandedWorker
+from dflash_moe.runtime.supervisor import Supervisor
 
 JOIN_S = 30.0
 
@@ -21,14 +22,14 @@ class Renewing(Supervisor):
         self._is_over = threading.Event()
         self.num_made = 0
 
-    def _make_path(self, holder: _Holder) -> None:
+    def _make_path(self, holder: HandedWorker) -> None:
         self.num_made += 1
         if self.num_made == 1:
             self._begin_to_renew(holder, "worn again")
 
 
 def test_path_that_is_worn_at_once_is_renewed_again():
-    supervisor, holder = Renewing(), _Holder(0, SimpleNamespace(name="w0"))
+    supervisor, holder = Renewing(), HandedWorker(0, SimpleNamespace(name="w0"), None)
     for expected in (2, 3):
         supervisor._begin_to_renew(holder, "worn")
         assert holder.thread is not None
