@@ -18,11 +18,10 @@ import typer
 from dflash_moe.cli import options
 from dflash_moe.cli.loading import loading_shown
 from dflash_moe.config import format_bytes
-from dflash_moe.errors import ConfigError, DflashError
+from dflash_moe.errors import ConfigError
 
 if TYPE_CHECKING:
     from dflash_moe.cli.llama_flags import ProgramFlags
-    from dflash_moe.cli.llama_proof import LocalityProof, OpenFiles
     from dflash_moe.protocol.handover import Counted, PlannedTensor
     from dflash_moe.runtime.handover_plan import HandoverModel
     from dflash_moe.runtime.placed_experts import PlacedExperts
@@ -32,7 +31,6 @@ PACKAGE = Path(__file__).resolve().parents[1]
 PLUGIN = "libggml-dflash-moe.so"
 PLUGIN_VARIABLE = "GGML_BACKEND_PATH"
 NO_PLUGIN = "none"
-EXIT_FAILED = 1
 # What --explain-auto shows.
 log_auto = logging.getLogger("dflash_moe.auto")
 
@@ -43,11 +41,17 @@ def register(app: typer.Typer) -> None:
 
 @options.with_settings
 def llama(
-    program: Annotated[list[str], typer.Argument(metavar="-- PROGRAM", help="The program and its own arguments, behind --.")],
+    program: Annotated[
+        list[str],
+        typer.Argument(metavar="-- PROGRAM", help="The program and its own arguments, behind --."),
+    ],
     model: Annotated[
         str | None,
         typer.Option(
-            "--model", metavar="FILE", help="GGUF file that the workers load [default: the program's -m].", show_default=False
+            "--model",
+            metavar="FILE",
+            help="GGUF file that the workers load [default: the program's -m].",
+            show_default=False,
         ),
     ] = None,
     topology: options.TopologyOption = None,
@@ -64,7 +68,8 @@ def llama(
     allow_local: Annotated[
         bool,
         typer.Option(
-            "--allow-local", help="Let the program compute the layers that workers cannot stand in for, instead of ending it."
+            "--allow-local",
+            help="Let the program compute the layers that workers cannot stand in for, instead of ending it.",
         ),
     ] = False,
     json_out: Annotated[
@@ -87,22 +92,31 @@ def llama(
         told = Program(command, os.environ)
         with told.signals_passed_on():
             raise typer.Exit(told.watch(lambda: ""))
-    raise typer.Exit(_run(command, flags, model, options.load_topology(topology), plugin, allow_local, json_out, overrides))
+    plan = options.load_topology(topology)
+    raise typer.Exit(_run(command, flags, model, plan, plugin, allow_local, json_out, overrides))
 
 
 def _run(
-    command: list[str], flags: ProgramFlags, model: str | None, topology: Topology, plugin: str | None, allow_local: bool,
-    json_out: Path | None, overrides: dict[str, Any],
+    command: list[str], flags: ProgramFlags, model: str | None, topology: Topology,
+    plugin: str | None, allow_local: bool, json_out: Path | None, overrides: dict[str, Any],
 ) -> int:  # fmt: skip
-    from dflash_moe.cli.llama_flags import excluded, find_model, override_for, refuse_router, require_whole_layers
+    from dflash_moe.cli.llama_flags import (
+        add_ours,
+        excluded,
+        find_model,
+        override_for,
+        refuse_router,
+        require_whole_layers,
+    )
     from dflash_moe.cli.llama_program import ended_by_signals
     from dflash_moe.cli.llama_proof import LocalityProof, OpenFiles
+    from dflash_moe.cli.llama_run import SupervisedRun, not_asked
     from dflash_moe.config import resolve_settings
     from dflash_moe.runtime.handover_plan import check_topology
     from dflash_moe.runtime.placed_experts import PlacedExperts
 
     if overrides.get("profile"):
-        options.say("--profile: timelines are recorded for hosts in Python, not for programs; the counters stand in --json")
+        options.say("--profile: only hosts in Python record timelines; --json has a program's counters")
     refuse_router(command[0], command[1:], flags)
     library = _find_plugin(plugin, command[0])
     path = find_model(model, flags)
@@ -112,7 +126,7 @@ def _run(
     known, names = _describe(path, has_own_workers=bool(topology.local_workers()))
     left = excluded(known.tensors, flags)
     if len(left) == len(known.tensors):
-        raise ConfigError("the program's flags (-ot) send all routed experts elsewhere; leave some of them to the workers")
+        raise ConfigError("the program's flags (-ot) send all routed experts elsewhere; leave some to the workers")
     require_whole_layers(known.tensors, left)
     proof = LocalityProof([tensor.name for tensor in known.tensors], left, may_be_local=allow_local)
     placed = PlacedExperts(known.spec, topology, resolve_settings(topology.ipc, **overrides))
@@ -125,8 +139,20 @@ def _run(
         closing.callback(placed.fleet.close)
         with loading_shown() as on_loading:
             placed.start(on_loading)
-        environ = _environment(placed, library)
-        return _supervise(command, environ, flags, override, known, placed, proof, files, json_out, closing)
+        arguments, environ = add_ours(
+            command[1:],
+            _environment(placed, library),
+            flags,
+            override=override,
+            threads=program_threads(placed),
+        )
+        run = SupervisedRun(known, placed, proof, files)
+        code = run.to_end([command[0], *arguments], environ, closing)
+        _report(run.counted, json_out)
+        run.raise_failure(code)
+    if not run.was_asked:
+        options.say(not_asked(code, is_ours_loaded=bool(library)))
+    return code
 
 
 def _find_plugin(given: str | None, program: str) -> str:
@@ -144,8 +170,8 @@ def _find_plugin(given: str | None, program: str) -> str:
         return str(built)
     if is_llama_program(program):
         raise ConfigError(
-            f"{built}: the plug-in is not built; build it for the llama.cpp of {program}: `make ggml LLAMA_CPP=DIR`, DIR "
-            "being its sources"
+            f"{built}: the plug-in is not built; build it for the llama.cpp of {program}: "
+            "`make ggml LLAMA_CPP=DIR`, DIR being its sources"
         )
     return ""
 
@@ -211,105 +237,16 @@ def program_threads(placed: PlacedExperts) -> int:
     return stated or max(1, min(physical_cores(), usable_cores()) - sum(placed.threads.workers.values()))
 
 
-def _supervise(
-    command: list[str], environ: dict[str, str], flags: ProgramFlags, override: str, known: HandoverModel,
-    placed: PlacedExperts, proof: LocalityProof, files: OpenFiles, json_out: Path | None, closing: ExitStack,
-) -> int:  # fmt: skip
-    """Runs the program and returns the command's exit code."""
-    from dflash_moe.cli.llama_flags import add_ours
-    from dflash_moe.cli.llama_program import Program
-    from dflash_moe.cli.llama_proof import Sighting
+def _report(counted: Counted | None, json_out: Path | None) -> None:
     from dflash_moe.protocol.handover import Counted
-    from dflash_moe.runtime.handover_socket import HandoverSocket
-    from dflash_moe.runtime.supervisor import Supervisor
 
-    arguments, environ = add_ours(command[1:], environ, flags, override=override, threads=program_threads(placed))
-    supervisor = Supervisor(
-        known, placed,
-        on_lost=_say_lost,
-        on_back=lambda name: options.say(f"worker {name} is back"),
-        on_unfit=_say_unfit,
-    )  # fmt: skip
-    socket = HandoverSocket()
-    closing.callback(socket.close)
-    program = Program([command[0], *arguments], environ | socket.environment(), inherited=[socket.token_fd])
-    closing.callback(program.close)
-    failures: list[DflashError] = []
-    is_ended_said = False
-
-    def sight() -> Sighting:
-        is_mapped, is_open = (False, False) if proof.is_settled else files.look(program.pid)
-        calls = supervisor.counted.calls if supervisor.counted is not None else 0
-        return Sighting(is_mapped, is_open, supervisor.is_connected, supervisor.reasons, calls)
-
-    def look() -> str:
-        nonlocal is_ended_said
-        if supervisor.failure is not None and not supervisor.is_ready:
-            failures.append(supervisor.failure)
-        elif supervisor.failure is not None and not is_ended_said:
-            is_ended_said = True
-            options.say(f"the hand-over has ended, and calls fail from now on: {supervisor.failure}")
-        seen = sight()
-        if not failures and (verdict := proof.judge(seen)):
-            failures.append(DflashError(verdict))
-        if warning := proof.warn(seen):
-            options.say(warning)
-        return str(failures[0]) if failures else ""
-
-    with program.signals_passed_on():
-        socket.expect(program.pid)
-        supervisor.start(socket)
-        closing.callback(supervisor.close)
-        code = program.watch(look)
-        supervisor.await_end()
     log_auto.info("mode auto: the program's library measures and chooses, and does not tell its figures")
-    if supervisor.counted is not None:
-        options.say(summary(supervisor.counted))
+    if counted is not None:
+        options.say(summary(counted))
     if json_out is not None:
         # A program that has called nobody has counters too, so that no former run's are left.
         zeros = {field.name: 0 for field in dataclasses.fields(Counted)}
-        options.write_json(json_out, dataclasses.asdict(supervisor.counted) if supervisor.counted else zeros)
-    early = supervisor.failure if not supervisor.is_ready and not program.is_signalled else None
-    if early is not None and not failures:
-        # The program has ended by itself before the next look.
-        failures.append(early)
-    if not failures and (verdict := proof.judge_end(sight()) if code == 0 else ""):
-        failures.append(DflashError(verdict))
-    if failures:
-        raise failures[0]
-    if not supervisor.is_connected:
-        options.say(_not_asked(code, is_ours_loaded=bool(override)))
-    return code
-
-
-def _not_asked(code: int, *, is_ours_loaded: bool) -> str:
-    """Returns the line on a program that may have done something else than to load the model."""
-    hint = (
-        "is the plug-in built for this llama.cpp (make ggml LLAMA_CPP=DIR)?"
-        if is_ours_loaded
-        else "a program that calls the C interface takes them over with dflash_moe_open"
-    )
-    return (
-        f"the program has ended with exit code {code} and has not asked for the workers; what it "
-        f"computed, it computed by itself; {hint}"
-    )
-
-
-def _say_lost(name: str, text: str) -> None:
-    """Says which worker is lost, after what its log quotes."""
-    sentence, *log = [line.rstrip() for line in text.splitlines() if line.strip()]
-    for line in log:
-        options.say(f"  {line}")
-    sentence = sentence.removesuffix("; last lines of its log:")
-    options.say(f"{sentence}; calls that need worker {name} fail from now on")
-
-
-def _say_unfit(name: str, text: str) -> None:
-    """Says why a worker that was started again is not taken, after what its log quotes."""
-    sentence, *log = [line.rstrip() for line in text.splitlines() if line.strip()]
-    for line in log:
-        options.say(f"  {line}")
-    options.say(f"worker {name} is there again and cannot be taken: {sentence}")
+        options.write_json(json_out, dataclasses.asdict(counted) if counted is not None else zeros)
 
 
 def summary(counted: Counted) -> str:
