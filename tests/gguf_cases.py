@@ -88,7 +88,12 @@ def _add(writer: Any, name: str, shape: tuple[int, ...], format_name: str, rng: 
 
 
 def expected(
-    checkpoint: Checkpoint, layer: LayerSpec, rows: Array, ids: Array, weights: Array, scales: dict[str, Array] | None = None
+    checkpoint: Checkpoint,
+    layer: LayerSpec,
+    rows: Array,
+    ids: Array,
+    weights: Array,
+    scales: dict[str, Array] | None = None,
 ) -> tuple[Array, Array]:
     """Returns the result [tokens, outputs] in float64, and a bound of what float32 arithmetic may
     differ from it by.

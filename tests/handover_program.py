@@ -199,7 +199,11 @@ def compute() -> Any:
     library.report_tensors()
     outputs = library.call_all()
     library.count()
-    return {"outputs": outputs, "architecture": library.head.architecture, "threads": os.environ.get("LLAMA_ARG_THREADS")}
+    return {
+        "outputs": outputs,
+        "architecture": library.head.architecture,
+        "threads": os.environ.get("LLAMA_ARG_THREADS"),
+    }
 
 
 def worn() -> Any:

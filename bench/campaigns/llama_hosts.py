@@ -356,7 +356,13 @@ def _added_time(folder: Path, model: Path) -> dict[str, Any]:
     command = _launcher(folder, model, "exact", folder / "report.json")
     output = _checked([*command, "taskset", "-c", str(cores[0]), str(program), str(CALLS_ADDED)])
     added = [float(line) * 1e-9 for line in output.split()]
-    return {"name": "added", "phase": "call", "tokens": 1, **timing_fields(added), "p50_us": statistics.median(added) * 1e6}
+    return {
+        "name": "added",
+        "phase": "call",
+        "tokens": 1,
+        **timing_fields(added),
+        "p50_us": statistics.median(added) * 1e6,
+    }
 
 
 def _summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -371,7 +377,12 @@ def _summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
             if other["phase"] == row["phase"] and other.get("format") == row.get("format") and other["name"] in ("local", "rpc")
         }
         found.append(
-            {"phase": row["phase"], "format": row.get("format", ""), "name": row["name"], "tokens_per_s": row["tokens_per_s"]}
+            {
+                "phase": row["phase"],
+                "format": row.get("format", ""),
+                "name": row["name"],
+                "tokens_per_s": row["tokens_per_s"],
+            }
             | {f"against_{name}": ratio for name, ratio in beside.items()}
         )
     return found

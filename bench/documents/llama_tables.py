@@ -48,7 +48,8 @@ def exchange(recorded: Recorded) -> str:
             )
         )
     return markdown(
-        ("format", "phase", "experts by", "calls", "requests", "x floor", "bytes over the floor, layer and forward"), lines
+        ("format", "phase", "experts by", "calls", "requests", "x floor", "bytes over the floor, layer and forward"),
+        lines,
     )
 
 
@@ -65,7 +66,8 @@ def architectures(recorded: Recorded) -> str:
     """Writes the distance of logits for each architecture."""
     rows = recorded.rows("llama_check")
     return markdown(
-        ("architecture", "calls", "NMSE of logits"), ((row["name"], str(row["calls"]), f"{row['nmse']:.0e}") for row in rows)
+        ("architecture", "calls", "NMSE of logits"),
+        ((row["name"], str(row["calls"]), f"{row['nmse']:.0e}") for row in rows),
     )
 
 

@@ -58,7 +58,9 @@ class ExpertRuntime:
         self._fleet = placed.fleet
         settings = placed.settings
         self._client = _core.Client(
-            spin_ns=placed.threads.spin_ns, call_timeout_s=settings.call_timeout_s, stall_timeout_s=settings.stall_timeout_s
+            spin_ns=placed.threads.spin_ns,
+            call_timeout_s=settings.call_timeout_s,
+            stall_timeout_s=settings.stall_timeout_s,
         )
         self._keeper = PathKeeper(self._client, self._fleet)
         self._finalizer = weakref.finalize(self, _end, self._keeper, self._fleet, self._client)

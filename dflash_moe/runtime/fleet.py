@@ -164,7 +164,11 @@ class Fleet:
 
     def _new_session(self, member: Member, started: StartedWorker | None) -> HostSession:
         return HostSession(
-            member.name, member.address, started=started, key=self._key, socket_buffer_bytes=self._settings.socket_buffer_bytes
+            member.name,
+            member.address,
+            started=started,
+            key=self._key,
+            socket_buffer_bytes=self._settings.socket_buffer_bytes,
         )
 
     def reach_again(self, member: Member, shards: Sequence[HeldShard]) -> None:

@@ -21,7 +21,14 @@ from dflash_moe import _core
 from dflash_moe.errors import DflashError, ProtocolError
 from dflash_moe.protocol.failures import system_failure
 from dflash_moe.protocol.framing import Connection, PeerGone
-from dflash_moe.protocol.handover import HANDOVER_CODEC, HANDOVER_VERSION, TOKEN_BYTES, OpenHandover, RefuseHandover, cut_reason
+from dflash_moe.protocol.handover import (
+    HANDOVER_CODEC,
+    HANDOVER_VERSION,
+    TOKEN_BYTES,
+    OpenHandover,
+    RefuseHandover,
+    cut_reason,
+)
 
 PATH_VARIABLE = "DFLASH_MOE_HANDOVER"
 TOKEN_VARIABLE = "DFLASH_MOE_HANDOVER_TOKEN_FD"

@@ -32,7 +32,12 @@ class PlacedExperts:
     """
 
     def __init__(
-        self, spec: ModelSpec, topology: Topology, settings: Settings, *, channel_decorator: ChannelDecorator | None = None
+        self,
+        spec: ModelSpec,
+        topology: Topology,
+        settings: Settings,
+        *,
+        channel_decorator: ChannelDecorator | None = None,
     ) -> None:
         """Plans everything and starts nothing. Raises ConfigError and UnsupportedError for a plan
         that cannot be carried out.

@@ -25,7 +25,20 @@ from dflash_moe.errors import ProtocolError, WorkerTimeout
 from dflash_moe.protocol.framing import Connection, PeerGone
 from dflash_moe.protocol.handover import HANDOVER_CODEC
 from dflash_moe.protocol.messages import CODEC
-from dflash_moe.protocol.schema import Binary, Codec, FieldSchema, Flag, Float, ListOf, Message, Octets, Table, Text, Tree, Uint
+from dflash_moe.protocol.schema import (
+    Binary,
+    Codec,
+    FieldSchema,
+    Flag,
+    Float,
+    ListOf,
+    Message,
+    Octets,
+    Table,
+    Text,
+    Tree,
+    Uint,
+)
 
 FINDINGS = Path(__file__).resolve().parents[2] / "build/fuzz/findings"
 _EDGES: tuple[Any, ...] = (

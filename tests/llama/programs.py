@@ -68,7 +68,13 @@ class Llama:
 def run(command: Sequence[object], **more: Any) -> subprocess.CompletedProcess[str]:
     """Runs a command to its end, whatever its exit status."""
     return subprocess.run(
-        list(map(str, command)), capture_output=True, text=True, timeout=PROGRAM_S, check=False, errors="replace", **more
+        list(map(str, command)),
+        capture_output=True,
+        text=True,
+        timeout=PROGRAM_S,
+        check=False,
+        errors="replace",
+        **more,
     )
 
 
@@ -122,7 +128,10 @@ def serving(llama: Llama, model: Path, *flags: object, launcher: Sequence[object
     log = llama.folder / f"server-{port}.log"
     program = [llama.program("llama-server"), "-m", model, "-c", 2048, "--port", port, "--no-ui", "-t", 1, *flags]
     command = list(map(str, [*launcher, *program]))
-    with log.open("w") as out, subprocess.Popen(command, stdout=out, stderr=out, text=True, env=dict(os.environ)) as process:
+    with (
+        log.open("w") as out,
+        subprocess.Popen(command, stdout=out, stderr=out, text=True, env=dict(os.environ)) as process,
+    ):
         server = Server(process, port, log)
         try:
             deadline = time.monotonic() + START_S

@@ -29,7 +29,12 @@ TAKEN = [
     "smallthinker",
 ]  # fmt: skip
 # Architecture: a word of the reason with which it is refused.
-REFUSED = {"llama4": "inputs by the routing weights", "kimi-k3": "SITU", "bailingmoe3": "bounds", "refact": "no routed experts"}
+REFUSED = {
+    "llama4": "inputs by the routing weights",
+    "kimi-k3": "SITU",
+    "bailingmoe3": "bounds",
+    "refact": "no routed experts",
+}
 
 
 def _logits(llama: Llama, launcher: list[str], model: Path, out: Path) -> tuple[np.ndarray[Any, Any], str]:

@@ -110,7 +110,10 @@ def test_every_command_that_is_there_explains_itself(capsys):
         ([], "a command is missing; choose one of those above"),
         (["frobnicate"], "No such command 'frobnicate'."),
         (["doctor", "--jsn"], "No such option"),
-        (["llama", "llama-server", "-m", "x.gguf"], "No such option: -m; the program and its own flags follow behind `--`"),
+        (
+            ["llama", "llama-server", "-m", "x.gguf"],
+            "No such option: -m; the program and its own flags follow behind `--`",
+        ),
         (["key", "make"], "Missing argument 'FILE'."),
     ],
 )

@@ -30,7 +30,12 @@ class Clock:
 
 
 def seen(
-    *, is_mapped: bool = True, is_open: bool = False, is_connected: bool = True, reasons: dict | None = None, calls: int = 0
+    *,
+    is_mapped: bool = True,
+    is_open: bool = False,
+    is_connected: bool = True,
+    reasons: dict | None = None,
+    calls: int = 0,
 ) -> Sighting:
     return Sighting(is_mapped, is_open, is_connected, reasons or {}, calls)
 
@@ -106,7 +111,8 @@ def test_program_gets_the_cores_that_workers_leave(monkeypatch, stated, cores, e
     for name in ("physical_cores", "usable_cores"):
         monkeypatch.setattr(machine, name, lambda: cores)
     plan = SimpleNamespace(
-        topology=SimpleNamespace(host=SimpleNamespace(threads=stated)), threads=SimpleNamespace(workers={"w0": 2, "w1": 2})
+        topology=SimpleNamespace(host=SimpleNamespace(threads=stated)),
+        threads=SimpleNamespace(workers={"w0": 2, "w1": 2}),
     )
     assert program_threads(plan) == expected
 

@@ -247,7 +247,10 @@ def test_nothing_is_written_over_or_of_a_stub_or_without_experts(tmp_path):
     tiny = write_experts(tmp_path / "tiny.gguf", hidden_size=8, width=8)
     with pytest.raises(UnsupportedError, match="its experts have less than 512 bytes each"):
         write_stub(tiny, tmp_path / "t.gguf")
-    for name, reason in (("t.bin", "choose one that ends with .gguf"), ("t-00001-of-00002.gguf", "but the model is one file")):
+    for name, reason in (
+        ("t.bin", "choose one that ends with .gguf"),
+        ("t-00001-of-00002.gguf", "but the model is one file"),
+    ):
         with pytest.raises(ConfigError, match=reason):
             write_stub(source, tmp_path / name)
     with pytest.raises(ConfigError, match="make the folder first"):
