@@ -588,3 +588,14 @@ def packed_bytes(*, spec: Mapping[str, Any], num_experts: int, weight_dtype: str
 
 # The values with which a worker that holds int8_g32 or int4_g32 computes.
 def requantize(weight_format: str, values: object) -> object: ...
+
+# -- operators of the host -------------------------------------------------------------------------
+class HostPool:
+    """The compute threads that a host's operators share; the caller is one of them. Any thread may
+    call an operator, and jobs run one at a time, first come, first served. ConfigError for threads,
+    a CPU or a kernel set that cannot be had.
+    """
+
+    threads: int
+    isa: str
+    def __init__(self, *, threads: int, cpus: Sequence[int] = (), spin_ns: int = 0, isa: str) -> None: ...

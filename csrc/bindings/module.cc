@@ -23,4 +23,5 @@ PYBIND11_MODULE(_core, module) {
   bind_dlpack(module);
   bind_oracle(module);
   bind_formats(module);
+  bind_host_pool(module);
 }

@@ -20,5 +20,6 @@ void bind_slot_plan(pybind11::module_& module);
 void bind_dlpack(pybind11::module_& module);
 void bind_oracle(pybind11::module_& module);
 void bind_formats(pybind11::module_& module);
+void bind_host_pool(pybind11::module_& module);
 
 }  // namespace dflash::bindings

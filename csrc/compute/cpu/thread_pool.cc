@@ -109,7 +109,30 @@ bool ThreadPool::take_and_run(uint32_t thread) {
   return true;
 }
 
+void ThreadPool::await_turn() {
+  std::unique_lock lock(turn_mutex_);
+  const uint64_t number = next_turn_++;
+  // A job's tasks wait for nothing, so that every turn ends.
+  while (turn_ != number) turn_ended_.wait_for(lock, kSleepBound);
+}
+
+void ThreadPool::end_turn() {
+  bool is_awaited = false;
+  {
+    const std::lock_guard lock(turn_mutex_);
+    ++turn_;
+    is_awaited = turn_ != next_turn_;
+  }
+  if (is_awaited) turn_ended_.notify_all();
+}
+
 void ThreadPool::run_tasks(uint64_t num_tasks, TaskFunction function, void* context) {
+  await_turn();
+  run_job(num_tasks, function, context);
+  end_turn();
+}
+
+void ThreadPool::run_job(uint64_t num_tasks, TaskFunction function, void* context) {
   if (threads_.empty() || num_tasks <= 1) {
     for (uint64_t task = 0; task < num_tasks; ++task) function(context, task, 0);
     return;

@@ -1,6 +1,7 @@
-// The compute threads of one worker. run() splits a job into tasks that own their outputs; the
-// caller works on them too and returns when all are done. Idle threads sleep; before that they spin
-// for as long as the pool's budget says, which is zero where CPUs are short.
+// The compute threads of one worker, or of a host. run() splits a job into tasks that own their
+// outputs; the caller works on them too and returns when all are done. Jobs of several callers run
+// one at a time, first come, first served. Idle threads sleep; before that they spin for as long as
+// the pool's budget says, which is zero where CPUs are short.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -32,7 +33,8 @@ class ThreadPool {
   uint32_t num_threads() const { return num_threads_; }
 
   // Calls body(task) once for each task in [0, num_tasks), in any order and from any of the
-  // threads. One thread at a time may call this; all outputs are visible to it when it returns.
+  // threads. Any thread may call this, but for one that runs a task; it waits for the jobs that
+  // came before. All outputs are visible to it when it returns. A task must not wait for anything.
   template <class Body>
   void run(uint64_t num_tasks, Body&& body) {
     using Type = std::remove_reference_t<Body>;
@@ -60,7 +62,10 @@ class ThreadPool {
   ThreadPool(uint32_t num_threads, int64_t spin_ns)
       : num_threads_(num_threads), spin_ns_(spin_ns) {}
   void run_tasks(uint64_t num_tasks, TaskFunction function, void* context);
+  void run_job(uint64_t num_tasks, TaskFunction function, void* context);
   void run_piece(uint64_t num_tasks);
+  void await_turn();
+  void end_turn();
   void thread_main(uint32_t thread);
   bool take_and_run(uint32_t thread);
   bool has_work() const;
@@ -81,7 +86,12 @@ class ThreadPool {
   std::atomic<uint32_t> num_sleepers_{0};
   std::atomic<bool> caller_sleeps_{false};
   std::atomic<bool> is_stopping_{false};
-  std::mutex mutex_;  // guards the protocol of sleep and wake, and no data
+  // Callers draw numbers and are served in their order.
+  std::mutex turn_mutex_;
+  std::condition_variable turn_ended_;
+  uint64_t next_turn_ = 0;  // the number that the next caller draws; guarded by turn_mutex_
+  uint64_t turn_ = 0;       // the number whose job runs; guarded by turn_mutex_
+  std::mutex mutex_;        // guards the protocol of sleep and wake, and no data
   std::condition_variable work_arrived_;
   std::condition_variable all_done_;
   std::vector<std::thread> threads_;
