@@ -58,6 +58,7 @@ KNOWN: dict[str, dict[str, str]] = {
     "csrc/compute/cpu/thread_pool.cc": {
         "join thread": "bounded: is_stopping_ was set and told; sleepers look again by themselves, tasks are finite arithmetic",
         "lock mutex_": "straight: guards the sleepers' counters; waits under it are timed and give it up",
+        "lock turn_mutex_": "straight: draws or counts a number; the wait under it is timed and gives it up",
         "spin _mm_pause": "bounded: spin_until looks at its deadline after 32 turns",
     },
     "csrc/compute/gpu/gpu_device.cc": {
