@@ -10,6 +10,7 @@
 #include "bindings/errors.h"
 #include "bindings/host_pool_box.h"
 #include "bindings/module.h"
+#include "bindings/own_process.h"
 
 namespace py = pybind11;
 
@@ -19,7 +20,8 @@ namespace {
 HostPoolBox make_pool(uint32_t num_threads, const std::vector<int>& cpus, int64_t spin_ns,
                       const std::string& isa) {
   const compute::Isa set = unwrap(compute::parse_isa(isa));
-  return {unwrap(compute::ThreadPool::create(num_threads, cpus, spin_ns)), set};
+  auto pool = unwrap(compute::ThreadPool::create(num_threads, cpus, spin_ns));
+  return {std::shared_ptr<compute::ThreadPool>(pool.release(), DeleteInOwnProcess()), set};
 }
 
 }  // namespace

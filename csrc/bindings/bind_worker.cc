@@ -3,7 +3,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
-#include <unistd.h>
 
 #include <memory>
 #include <string>
@@ -11,10 +10,13 @@
 
 #include "bindings/arguments.h"
 #include "bindings/backend_device.h"
+#include "bindings/host_pool_box.h"
 #include "bindings/module.h"
+#include "bindings/own_process.h"
 #include "compute/cpu/cpu_backend.h"
 #include "store/mapped_file.h"
 #include "store/shard_store.h"
+#include "transport/loopback/served.h"
 #include "worker/expert_worker.h"
 
 namespace py = pybind11;
@@ -66,16 +68,6 @@ compute::VectorView vector_source(const py::object& source) {
                             parse_dtype(py::cast<std::string>(parts[2])),
                             py::cast<uint32_t>(parts[3]), py::cast<int64_t>(parts[4])));
 }
-
-// Deletes an object only in the process that made it. A forked child has a copy of the object but
-// not of its threads, and joining them there would never end.
-struct DeleteInOwnProcess {
-  pid_t owner = ::getpid();
-  template <class T>
-  void operator()(T* object) const {
-    if (::getpid() == owner) delete object;
-  }
-};
 
 struct StoreBox {
   std::shared_ptr<ShardStore> store;
@@ -135,11 +127,15 @@ py::tuple content_tuple(const ResidentShard& shard) {
 
 std::unique_ptr<StoreBox> make_store(const std::string& isa, uint32_t num_threads,
                                      const std::vector<int>& cpus, const BackendDevice* device,
-                                     const std::string& weights_layout, uint64_t memory_limit) {
+                                     const std::string& weights_layout, uint64_t memory_limit,
+                                     const HostPoolBox* pool) {
   const auto layout = unwrap(compute::parse_weights_layout(weights_layout));
   std::shared_ptr<compute::ExpertBackend> backend;
   if (device != nullptr) {
     backend = device->backend;
+  } else if (pool != nullptr) {
+    backend =
+        unwrap(compute::CpuBackend::create(unwrap(compute::parse_isa(isa)), pool->pool, layout));
   } else {
     backend = unwrap(
         compute::CpuBackend::create(unwrap(compute::parse_isa(isa)), num_threads, cpus, layout));
@@ -188,10 +184,11 @@ py::dict stats_dict(const ExpertWorker& self) {
   return fields;
 }
 
-using WorkerHolder = std::unique_ptr<ExpertWorker, DeleteInOwnProcess>;
+using WorkerHolder = std::shared_ptr<ExpertWorker>;
 
 WorkerHolder make_worker(const std::string& name, int64_t spin_ns, double slowdown) {
-  return WorkerHolder(unwrap(ExpertWorker::create({name, spin_ns, slowdown})).release());
+  return WorkerHolder(unwrap(ExpertWorker::create({name, spin_ns, slowdown})).release(),
+                      DeleteInOwnProcess());
 }
 
 // Makes the worker keep the store alive, and with it the files from which a mapped shard computes.
@@ -208,6 +205,19 @@ void serve(ExpertWorker& self, ChannelBox& channel, uint64_t generation) {
     status = self.serve(std::move(taken), generation);
   }
   unwrap(std::move(status));
+}
+
+// Makes the host's end of a loopback whose requests are computed by whoever waits for them. The
+// channel keeps the worker.
+std::unique_ptr<ChannelBox> serve_inline(const WorkerHolder& self,
+                                         const transport::SlotGeometry& geometry,
+                                         uint64_t generation) {
+  auto ends = unwrap(transport::make_loopback(geometry));
+  self->begin_session(generation);
+  auto box = std::make_unique<ChannelBox>();
+  box->channel = transport::make_served(
+      std::move(ends), [self](transport::Channel& worker) { return self->serve_one(worker); });
+  return box;
 }
 
 }  // namespace
@@ -231,7 +241,8 @@ void bind_shards(py::module_& module) {
   py::class_<StoreBox>(module, "ShardStore")
       .def(py::init(&make_store), py::kw_only(), py::arg("isa"), py::arg("num_threads"),
            py::arg("cpus") = std::vector<int>{}, py::arg("device") = nullptr,
-           py::arg("weights_layout") = "packed", py::arg("memory_limit") = 0)
+           py::arg("weights_layout") = "packed", py::arg("memory_limit") = 0,
+           py::arg("pool") = nullptr)
       .def("borrow", &borrow, py::arg("spec"), py::arg("num_local_experts"),
            py::arg("weight_dtype"), py::arg("weights_fingerprint"),
            py::arg("numerics") = compute::numerics_name(compute::kDefaultNumerics))
@@ -297,6 +308,7 @@ void bind_worker(py::module_& module) {
           py::arg("fd"))
       .def("stop_pulse", &ExpertWorker::stop_pulse, py::call_guard<py::gil_scoped_release>())
       .def("serve", &serve, py::arg("channel"), py::arg("generation"))
+      .def("serve_inline", &serve_inline, py::arg("geometry"), py::arg("generation"))
       .def("stop", &ExpertWorker::stop, py::arg("generation"))
       .def("progress", &ExpertWorker::progress)
       .def("stats", &stats_dict);

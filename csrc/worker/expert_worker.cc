@@ -83,6 +83,7 @@ struct ExpertWorker::State {
   };
 
   Status take_in(transport::Channel& channel);
+  Status answer_next(transport::Channel& channel);
   Status queue_up(transport::Channel& channel, const transport::Arrival& arrival);
   void move_bytes(transport::Channel& channel);
   Status answer(transport::Channel& channel, const Queued& queued_request);
@@ -142,23 +143,43 @@ WorkerStats ExpertWorker::stats() const {
 }
 
 Status ExpertWorker::serve(std::unique_ptr<transport::Channel> channel, uint64_t generation) {
-  state_->generation = generation;
-  state_->queued.clear();
-  state_->broken.reset();
+  begin_session(generation);
   while (!state_->is_stopped()) {
     DFLASH_TRY(state_->take_in(*channel));
     // Also while idle: a host whose request is still on a slow link must not mistake this worker
     // for a frozen one. No body is in force here, so this only counts.
     state_->progress.count_and_yield();
-    if (state_->queued.empty()) continue;
-    const Queued next = state_->queued.front();
-    state_->queued.pop_front();
-    state_->busy_since_ns.store(now_ns(), std::memory_order_relaxed);
-    Status answered = state_->answer(*channel, next);
-    state_->busy_since_ns.store(0, std::memory_order_relaxed);
-    if (!answered.ok()) return answered;
+    if (!state_->queued.empty()) DFLASH_TRY(state_->answer_next(*channel));
   }
   return ok();
+}
+
+void ExpertWorker::begin_session(uint64_t generation) {
+  state_->generation = generation;
+  state_->queued.clear();
+  state_->broken.reset();
+}
+
+Result<bool> ExpertWorker::serve_one(transport::Channel& channel) {
+  if (state_->is_stopped())
+    return Error{ErrorCode::kClosed, "worker " + state_->options.name + " was stopped"};
+  if (state_->queued.empty()) {
+    auto polled = channel.poll();
+    if (!polled.ok()) return std::move(polled).error();
+    if (!polled.value()) return false;
+    DFLASH_TRY(state_->queue_up(channel, *polled.value()));
+  }
+  DFLASH_TRY(state_->answer_next(channel));
+  return true;
+}
+
+Status ExpertWorker::State::answer_next(transport::Channel& channel) {
+  const Queued next = queued.front();
+  queued.pop_front();
+  busy_since_ns.store(now_ns(), std::memory_order_relaxed);
+  Status answered = answer(channel, next);
+  busy_since_ns.store(0, std::memory_order_relaxed);
+  return answered;
 }
 
 // Queues every request that has come. Only when nothing is queued does it wait for one, at most a

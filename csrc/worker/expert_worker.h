@@ -63,6 +63,12 @@ class ExpertWorker {
   // caller's thread, which also computes. A bad request that decodes gets an error reply and does
   // not end the session; a header that does not decode ends it (kProtocol).
   Status serve(std::unique_ptr<transport::Channel> channel, uint64_t generation);
+  // Begins a session without a thread of its own: the caller then answers requests with
+  // serve_one(), one thread at a time, and serve() does not run meanwhile.
+  void begin_session(uint64_t generation);
+  // Answers the oldest request that has come, on the caller's thread, and returns whether there was
+  // one. It waits for none. Errors are those of serve(), and kClosed after stop().
+  Result<bool> serve_one(transport::Channel& channel);
   // Ends the session of this generation (which is never 0), whether serve() has begun or not; any
   // thread. It takes at most 50 ms, after a computation that is under way has ended.
   void stop(uint64_t generation);

@@ -60,7 +60,8 @@ def open_hosts(
             recorder.result.params["processes"] = resident_memory(remote.runtime)
         local = None
         if with_local:
-            total_threads = sum(thread_plan(topology, resolve_settings(topology.ipc, **overrides)).workers.values())
+            threads = thread_plan(topology, resolve_settings(topology.ipc, **overrides))
+            total_threads = threads.host + sum(threads.workers.values())
             own = {key: value for key, value in overrides.items() if key not in NOT_LOCAL}
             try:
                 local = _open(stack, directory, local_topology(topology, total_threads), {**own, "mode": "batched"}, recorder)
@@ -81,8 +82,8 @@ def _open(stack: ExitStack, directory: Path, topology: Topology, overrides: Mapp
 
 
 def local_topology(topology: Topology, total_threads: int) -> Topology:
-    """Returns a topology with all experts in the host process, behind the loopback transport, with
-    as many threads as all workers have together.
+    """Returns a topology with all experts in the host process, behind the loopback transport.
+    `total_threads` is what host and workers have together, now in one pool.
     """
     template = topology.workers[0]
     only = dataclasses.replace(

@@ -33,13 +33,21 @@ class ExpertStore:
         device: _core.BackendDevice | None = None,
         weights_layout: str = "packed",
         memory_limit: int = 0,
+        pool: _core.HostPool | None = None,
     ) -> None:
         """Weights are computed with on `device`, or where that is None on the processor by kernel
-        set `isa`. Its threads, which also load, are pinned to `cpus` where there are any.
-        `memory_limit` bounds the bytes of weights; 0 sets no limit.
+        set `isa`. Its threads, which also load, are pinned to `cpus` where there are any; where
+        `pool` is given, its threads compute. `memory_limit` bounds the bytes of weights; 0 sets no
+        limit.
         """
         self._store = _core.ShardStore(
-            isa=isa, num_threads=threads, cpus=cpus, device=device, weights_layout=weights_layout, memory_limit=memory_limit
+            isa=isa,
+            num_threads=threads,
+            cpus=cpus,
+            device=device,
+            weights_layout=weights_layout,
+            memory_limit=memory_limit,
+            pool=pool,
         )
         self._threads = threads
         self._cpus = cpus

@@ -154,6 +154,11 @@ class ExpertRuntime:
         return MAX_PATIENCE * self.settings.call_timeout_s + 1.0
 
     @property
+    def host_pool(self) -> _core.HostPool:
+        """The threads that the host's operators and the experts in its process share."""
+        return self._fleet.host_pool
+
+    @property
     def wire_dtypes(self) -> tuple[str, str]:
         """The dtypes of requests and of replies: those of the settings, else the model's own."""
         return self._placed.wire_dtypes

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -111,6 +111,7 @@ class Fleet:
         # All processes and connections belong to the process that made the fleet.
         self.owner = Owner()
         self._is_closed = False
+        self._is_host_processor = True
         self._contents = ReferenceChecksums()
         # This is set once a device of the host has refused to register read-only memory. Workers
         # that this host started then leave the segments of their replies writable for it.
@@ -120,6 +121,7 @@ class Fleet:
         """Decides the address and transport of every holder, before anything is started. Raises
         UnsupportedError and ConfigError.
         """
+        self._is_host_processor = DeviceChoice.of_host(topology.host).is_processor
         for worker in topology.workers:
             address = worker.parsed_address
             transport = choose_transport(worker.name, address, self._settings.transport)
@@ -152,12 +154,18 @@ class Fleet:
         for member in self.members.values():
             if member.transport == "loopback":
                 slowdown = _slowdown(member)
-                isa = _core.parse_isa(self._settings.cpu_isa or _core.best_isa())
                 member.local = LocalWorker(
-                    member.name, isa=isa, threads=self._num_threads(member), spin_ns=self._threads.spin_ns, slowdown=slowdown,
-                    numerics=member.numerics, cpus=self._threads.cpus.get(member.name, ()), device=member.device,
+                    member.name,
+                    isa=self._isa,
+                    threads=self._num_threads(member),
+                    spin_ns=self._threads.spin_ns,
+                    slowdown=slowdown,
+                    numerics=member.numerics,
+                    cpus=self._threads.cpus.get(member.name, ()),
+                    device=member.device,
                     weights_layout=member.layout,
-                )  # fmt: skip
+                    pool=self.host_pool if self._is_pooled(member) else None,
+                )
                 member.numerics = member.local.numerics
         computed = {member.name: (member.numerics, _isa(member)) for member in self.members.values()}
         check_architectures(computed, self._settings.numerics)
@@ -199,8 +207,22 @@ class Fleet:
         )
         member.numerics = reply.numerics_class
 
+    @cached_property
+    def host_pool(self) -> _core.HostPool:
+        """The threads that the host's operators and the experts in its process share."""
+        pooled = [name for name, member in self.members.items() if self._is_pooled(member)]
+        cpus = next((self._threads.cpus[name] for name in pooled if name in self._threads.cpus), ())
+        return _core.HostPool(threads=self._threads.host, cpus=cpus, spin_ns=self._threads.spin_ns, isa=self._isa)
+
+    @property
+    def _isa(self) -> str:
+        return _core.parse_isa(self._settings.cpu_isa or _core.best_isa())
+
+    def _is_pooled(self, member: Member) -> bool:
+        return member.transport == "loopback" and member.device.is_processor and self._is_host_processor
+
     def _num_threads(self, member: Member) -> int:
-        if member.spec is None:
+        if member.spec is None or self._is_pooled(member):
             return self._threads.host
         return self._threads.workers.get(member.name, int(member.device.has_own_memory))
 

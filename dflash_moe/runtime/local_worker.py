@@ -2,7 +2,8 @@
 and workers with `address: loopback`.
 
 It has the C++ worker, the kernels and the rounding on the wire of a worker process; only the
-process is missing.
+process is missing. On the processor it has no thread either: the thread that waits for a reply
+computes it, with the pool of threads that the host's operators use too.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -28,16 +29,17 @@ STOP_S = 30.0
 
 
 class LocalWorker:
-    """Owns the weights of an in-process worker and its one serving thread, which computes without
-    the GIL. `close()` ends both.
+    """Owns the weights of an in-process worker, and where it computes on a device its one serving
+    thread. All of it computes without the GIL. `close()` ends both.
     """
 
     def __init__(
         self, name: str, *, isa: str, threads: int, spin_ns: int, slowdown: float, numerics: str, cpus: tuple[int, ...] = (),
-        device: DeviceChoice | None = None, weights_layout: str = "packed",
+        device: DeviceChoice | None = None, weights_layout: str = "packed", pool: _core.HostPool | None = None,
     ) -> None:  # fmt: skip
         """The worker computes on `device`, or where that is None on the processor with the kernel
-        set `isa`. `cpus` are the CPUs that its threads are pinned to, one each, none if empty.
+        set `isa`. `cpus` are the CPUs that its threads are pinned to, one each, none if empty. With
+        a `pool` its threads compute, on the call of whoever waits for a reply.
 
         Raises UnsupportedError where the device or kernel set does not compute `numerics` or cannot
         be used, and ConfigError where the device or one of `cpus` is missing.
@@ -51,9 +53,10 @@ class LocalWorker:
         self.has_own_memory = (device or DeviceChoice()).has_own_memory
         # These are the free bytes of its card, 0 where it computes in the host's memory.
         self.memory_available = opened.free_bytes() if opened is not None and self.has_own_memory else 0
-        self._store = ExpertStore(isa=isa, threads=threads, cpus=cpus, device=opened, weights_layout=weights_layout)
+        self._store = ExpertStore(isa=isa, threads=threads, cpus=cpus, device=opened, weights_layout=weights_layout, pool=pool)
         self._worker = _core.Worker(name=name, spin_ns=spin_ns, slowdown=slowdown)
         self._cpus = cpus
+        self._is_inline = pool is not None
         self._thread: threading.Thread | None = None
         # This is the generation of the data path that is served.
         self._generation = 0
@@ -103,6 +106,8 @@ class LocalWorker:
         WorkerError where the serving thread does not leave the former one.
         """
         self._stop()
+        if self._is_inline:
+            return self._worker.serve_inline(slots.geometry, generation)
         host, worker = _core.make_loopback(slots.geometry)
         self._generation = generation
         self._thread = threading.Thread(target=self._serve, args=(worker, generation), name=f"expert-{self.name}", daemon=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from dflash_moe.config import Settings
 from dflash_moe.errors import ConfigError
-from dflash_moe.protocol.devices import COMPUTED_BY_PROCESSOR, PROCESSOR
+from dflash_moe.protocol.devices import COMPUTED_BY_PROCESSOR, PROCESSOR, DeviceChoice
 from dflash_moe.runtime.pinning import plan_cpus
 from dflash_moe.telemetry.cores import machine_cores
 from dflash_moe.telemetry.machine import physical_cores, usable_cores
@@ -26,8 +26,11 @@ SPIN_NS = 50_000
 
 @dataclass(frozen=True, slots=True)
 class ThreadPlan:
-    """The number of compute threads of the host's own experts and of each local worker, and how
-    long every poller may spin. It is oversubscribed where there are more threads than usable cores.
+    """The number of compute threads of the host and of each local worker, and how long every poller
+    may spin. It is oversubscribed where there are more threads than usable cores.
+
+    The host has one pool, which its operators, its own experts and workers at `loopback` share;
+    these workers are not among `workers`.
     """
 
     host: int
@@ -43,18 +46,20 @@ def thread_plan(topology: Topology, settings: Settings) -> ThreadPlan:
     wins over the topology. Raises ConfigError for a worker that has more threads than `cpus`.
     """
     workers = [worker for worker in topology.local_workers() if worker.backend in COMPUTED_BY_PROCESSOR]
+    pooled = [worker for worker in workers if shares_pool(topology, worker)]
+    workers = [worker for worker in workers if worker not in pooled]
     plan = plan_threads(
-        host_threads=topology.host.threads,
+        host_threads=max((_asked_threads(worker, settings) or 0 for worker in pooled), default=0) or topology.host.threads,
         worker_threads={worker.name: _asked_threads(worker, settings) for worker in workers},
         usable_cores=usable_cores(),
         physical_cores=physical_cores(),
         spin_us=settings.spin_us,
     )
-    for worker in workers:
-        named = _named_cpus(worker)
-        if named and plan.workers[worker.name] > len(named):
+    for worker in (*workers, *pooled):
+        named, threads = _named_cpus(worker), plan.workers.get(worker.name, plan.host)
+        if named and threads > len(named):
             raise ConfigError(
-                f"{topology.source}:{worker.line or 1}: worker {worker.name} has {plan.workers[worker.name]} threads for "
+                f"{topology.source}:{worker.line or 1}: worker {worker.name} has {threads} threads for "
                 f"{len(named)} cpus; name one CPU per thread, or write cpus: auto"
             )
     cores = machine_cores()
@@ -62,6 +67,14 @@ def thread_plan(topology: Topology, settings: Settings) -> ThreadPlan:
     # pinned thread could not leave a core that somebody else uses.
     may_choose = usable_cores() == len(cores)
     return replace(plan, cpus=plan_cpus(topology, plan.workers, host_threads=plan.host, cores=cores, may_choose=may_choose))
+
+
+def shares_pool(topology: Topology, worker: WorkerSpec) -> bool:
+    """Says whether a worker computes with the host's pool: one inside a host whose device is the
+    processor, on the processor.
+    """
+    is_inside = worker.parsed_address.kind == "loopback" and worker.backend == PROCESSOR
+    return is_inside and DeviceChoice.of_host(topology.host).is_processor
 
 
 def _asked_threads(worker: WorkerSpec, settings: Settings) -> int:
@@ -84,7 +97,8 @@ def plan_threads(
     spin_us: int | None = None,
 ) -> ThreadPlan:
     """Plans threads without looking at the machine. Explicit numbers are kept; the other workers
-    get an even share of the cores that are left, 1 to MAX_DEFAULT_THREADS each.
+    get an even share of the cores that are left, 1 to MAX_DEFAULT_THREADS each, and then the host
+    likewise, for which one core was set aside.
 
     Spinning is allowed only where every poller and every compute thread has a core of its own,
     because with too few cores it costs up to 100 times what it saves. The serving thread of a
@@ -96,6 +110,9 @@ def plan_threads(
     share = (min(physical_cores, usable_cores) - taken) // len(unset) if unset else 0
     share = max(1, min(MAX_DEFAULT_THREADS, share))
     workers = {name: threads or share for name, threads in worker_threads.items()}
+    if not host_threads:
+        left = min(physical_cores, usable_cores) - sum(workers.values())
+        host = max(1, min(MAX_DEFAULT_THREADS, left))
     is_oversubscribed = host + sum(workers.values()) > usable_cores
     budget = SPIN_NS if spin_us is None else spin_us * 1000
     return ThreadPlan(host, workers, 0 if is_oversubscribed else budget, is_oversubscribed)

@@ -29,7 +29,7 @@ int64_t default_spin_ns(uint32_t num_threads) {
 
 struct CpuBackend::State {
   Isa isa;
-  std::unique_ptr<ThreadPool> pool;
+  std::shared_ptr<ThreadPool> pool;
   WeightsLayout layout;
 };
 
@@ -41,15 +41,20 @@ uint32_t CpuBackend::num_threads() const { return state_->pool->num_threads(); }
 Result<std::unique_ptr<CpuBackend>> CpuBackend::create(Isa isa, uint32_t num_threads,
                                                        std::vector<int> cpus,
                                                        WeightsLayout layout) {
+  auto pool = ThreadPool::create(num_threads, cpus, default_spin_ns(num_threads));
+  if (!pool.ok()) return std::move(pool).error();
+  return create(isa, std::move(pool).value(), layout);
+}
+
+Result<std::unique_ptr<CpuBackend>> CpuBackend::create(Isa isa, std::shared_ptr<ThreadPool> pool,
+                                                       WeightsLayout layout) {
   if (!isa_is_supported(isa)) {
     return Error{ErrorCode::kInvalidArgument,
                  std::string("CPU kernel set '") + isa_name(isa) +
                      "' is not available; this processor has: " + supported_isa_names()};
   }
-  auto pool = ThreadPool::create(num_threads, cpus, default_spin_ns(num_threads));
-  if (!pool.ok()) return std::move(pool).error();
   std::unique_ptr<CpuBackend> backend(new CpuBackend());
-  backend->state_ = std::make_unique<State>(State{isa, std::move(pool).value(), layout});
+  backend->state_ = std::make_unique<State>(State{isa, std::move(pool), layout});
   return backend;
 }
 

@@ -1,4 +1,5 @@
-// The CPU backend: an instruction set, chosen at construction, and the worker's pool of threads.
+// The CPU backend: an instruction set, chosen at construction, and a pool of threads, its own or
+// one that it shares with others of the process.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -6,6 +7,7 @@
 #include <vector>
 
 #include "compute/cpu/instruction_sets.h"
+#include "compute/cpu/thread_pool.h"
 #include "compute/experts/expert_backend.h"
 
 namespace dflash::compute {
@@ -21,6 +23,9 @@ class CpuBackend final : public ExpertBackend {
   static Result<std::unique_ptr<CpuBackend>> create(Isa isa, uint32_t num_threads,
                                                     std::vector<int> cpus = {},
                                                     WeightsLayout layout = WeightsLayout::kPacked);
+  // The same over a pool that others use too. Errors: kInvalidArgument for the instruction set.
+  static Result<std::unique_ptr<CpuBackend>> create(Isa isa, std::shared_ptr<ThreadPool> pool,
+                                                    WeightsLayout layout);
   ~CpuBackend() override;
 
   Isa isa() const;
