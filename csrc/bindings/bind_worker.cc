@@ -13,6 +13,7 @@
 #include "bindings/host_pool_box.h"
 #include "bindings/module.h"
 #include "bindings/own_process.h"
+#include "bindings/weight_sources.h"
 #include "compute/cpu/cpu_backend.h"
 #include "store/mapped_file.h"
 #include "store/shard_store.h"
@@ -29,45 +30,6 @@ using store::ResidentShard;
 using store::ShardStore;
 using worker::ExpertWorker;
 using worker::LayerShard;
-
-// Reads (file, byte offset, format, outputs, inputs, output_stride, input_stride), or None for no
-// matrix. Strides of float formats are in elements. Other formats have output_stride in bytes and
-// input_stride 0, followed, where scales lie apart, by (file, byte offset, row stride in bytes) of
-// these.
-compute::MatrixView matrix_source(const py::object& source) {
-  if (source.is_none()) return {};
-  const auto parts = py::cast<py::tuple>(source);
-  if (parts.size() != 7 && parts.size() != 10)
-    raise(Error{ErrorCode::kInvalidArgument, "a matrix source has 7 or 10 parts"});
-  const auto& file = py::cast<const MappedFile&>(parts[0]);
-  const compute::WeightFormat format =
-      unwrap(compute::parse_weight_format(py::cast<std::string>(parts[2])));
-  const auto offset = py::cast<uint64_t>(parts[1]);
-  const auto outputs = py::cast<uint32_t>(parts[3]), inputs = py::cast<uint32_t>(parts[4]);
-  const auto output_stride = py::cast<int64_t>(parts[5]);
-  if (compute::is_float(format)) {
-    return unwrap(file.matrix(offset, compute::dtype_of(format), outputs, inputs, output_stride,
-                              py::cast<int64_t>(parts[6])));
-  }
-  compute::MatrixView matrix = unwrap(file.blocks(offset, format, outputs, inputs, output_stride));
-  if (parts.size() == 10) {
-    const auto& scales_file = py::cast<const MappedFile&>(parts[7]);
-    unwrap(
-        scales_file.add_scales(py::cast<uint64_t>(parts[8]), py::cast<int64_t>(parts[9]), matrix));
-  }
-  return matrix;
-}
-
-// Reads (file, byte offset, dtype, count, stride), or None for no vector.
-compute::VectorView vector_source(const py::object& source) {
-  if (source.is_none()) return {};
-  const auto parts = py::cast<py::tuple>(source);
-  if (parts.size() != 5) raise(Error{ErrorCode::kInvalidArgument, "a vector source has 5 parts"});
-  const auto& file = py::cast<const MappedFile&>(parts[0]);
-  return unwrap(file.vector(py::cast<uint64_t>(parts[1]),
-                            parse_dtype(py::cast<std::string>(parts[2])),
-                            py::cast<uint32_t>(parts[3]), py::cast<int64_t>(parts[4])));
-}
 
 struct StoreBox {
   std::shared_ptr<ShardStore> store;

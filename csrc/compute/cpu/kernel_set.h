@@ -13,7 +13,8 @@
 
 namespace dflash::compute {
 
-struct MatrixView;  // formats/matrix_view.h
+struct MatrixView;    // formats/matrix_view.h
+struct PackedOutput;  // panels/unpack.h
 
 // Inputs per chain of fmas: the K block of f32-canonical.
 inline constexpr uint32_t kChainLength = 256;
@@ -24,6 +25,8 @@ inline constexpr uint32_t kFewRows = 4;
 // Rows of one kernel call: eight tiles of twelve rows share a block of weights.
 inline constexpr uint32_t kMaxCallRows = 96;
 
+// Outputs of the widest panel of any kernel set, two vectors of AVX-512.
+inline constexpr uint32_t kMaxPanelWidth = 32;
 // Panels that one pass over many rows takes: one gate and its up panel, so that the sums of all
 // rows stay in a near cache.
 inline constexpr uint32_t kManyRowsPanels = 2;
@@ -70,6 +73,9 @@ struct KernelSet {
   // pack_panel is right.
   void (*pack)(const MatrixView& matrix, WeightFormat format, uint32_t panel, uint32_t width,
                std::byte* packed);
+  // Reads one output back out of what `pack` has laid; null where unpack_output is right
+  // (panels/unpack.h).
+  void (*unpack)(const PackedOutput& output, float* values);
   // How rows reach the matrix kernels: `encode` turns `count` float32 values into
   // encoded_bytes(count) bytes at a 64-byte aligned address. Both are null where rows stay float32.
   size_t (*encoded_bytes)(uint32_t count);

@@ -7,6 +7,7 @@
 #include <string>
 
 #include "base/convert.h"
+#include "compute/formats/value_checks.h"
 
 namespace dflash::compute {
 namespace {
@@ -23,21 +24,7 @@ Status check_matrix(const char* name, const MatrixView& matrix, bool is_wanted, 
                : Status(invalid(std::string(name) + " is given, but the spec has none"));
   if (matrix.data == nullptr)
     return invalid(std::string(name) + " is missing; the spec asks for it");
-  if (static_cast<uint8_t>(matrix.format) >= kNumWeightFormats)
-    return invalid(std::string(name) + " has an unknown format");
-  const FormatFacts& facts = format_facts(matrix.format);
-  if (!facts.is_stored)
-    return invalid(std::string(name) + " cannot be stored in " + facts.name +
-                   "; it is made at load");
-  if (matrix.inputs % facts.block != 0) {
-    return Error{ErrorCode::kUnsupported,
-                 std::string(name) + " has rows of " + std::to_string(matrix.inputs) + " inputs; " +
-                     facts.name + " needs a multiple of " + std::to_string(facts.block)};
-  }
-  if ((facts.scale_bytes != 0) != (matrix.scales != nullptr)) {
-    return invalid(std::string(name) + " in " + facts.name +
-                   (matrix.scales != nullptr ? " has scales apart" : " lacks its scales"));
-  }
+  DFLASH_TRY(check_stored(name, matrix));
   if (matrix.outputs == outputs && matrix.inputs == inputs) return ok();
   return invalid(std::string(name) + " is [" + std::to_string(matrix.outputs) + ", " +
                  std::to_string(matrix.inputs) + "] (outputs, inputs); the spec asks for [" +

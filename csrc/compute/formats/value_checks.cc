@@ -114,6 +114,27 @@ uint32_t first_bad_float(const MatrixView& matrix, uint32_t output, std::vector<
 
 }  // namespace
 
+Status check_stored(const char* name, const MatrixView& matrix) {
+  const auto invalid = [name](const std::string& what) {
+    return Error{ErrorCode::kInvalidArgument, name + what};
+  };
+  if (static_cast<uint8_t>(matrix.format) >= kNumWeightFormats)
+    return invalid(" has an unknown format");
+  const FormatFacts& facts = format_facts(matrix.format);
+  if (!facts.is_stored)
+    return invalid(std::string(" cannot be stored in ") + facts.name + "; it is made at load");
+  if (matrix.inputs % facts.block != 0) {
+    return Error{ErrorCode::kUnsupported,
+                 std::string(name) + " has rows of " + std::to_string(matrix.inputs) + " inputs; " +
+                     facts.name + " needs a multiple of " + std::to_string(facts.block)};
+  }
+  if ((facts.scale_bytes != 0) != (matrix.scales != nullptr)) {
+    return invalid(std::string(" in ") + facts.name +
+                   (matrix.scales != nullptr ? " has scales apart" : " lacks its scales"));
+  }
+  return ok();
+}
+
 Status check_resident(const char* name, const MatrixView& matrix, WeightFormat resident) {
   if (matrix.data == nullptr || matrix.format == resident || resident == WeightFormat::kF32)
     return ok();

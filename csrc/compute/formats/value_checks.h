@@ -6,6 +6,10 @@
 
 namespace dflash::compute {
 
+// Checks that a matrix is in a format that checkpoints have, that its rows are whole blocks, and
+// that its scales are there. Errors: kInvalidArgument; kUnsupported for rows of other lengths.
+Status check_stored(const char* name, const MatrixView& matrix);
+
 // Checks outputs [first_output, first_output + num_outputs) of a stored matrix for what allows no
 // finite result: NaN or infinity among the scales of a quantised format, or anywhere where weights
 // are quantised at load. Errors: kCheckpoint naming tensor, output and input.

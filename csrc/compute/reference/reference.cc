@@ -15,101 +15,16 @@
 #include "compute/experts/layer_checks.h"
 #include "compute/float_mode.h"
 #include "compute/formats/dequantize.h"
-#include "compute/formats/value_checks.h"
-#include "compute/reference/bf16_bfdot.h"
-#include "compute/reference/bf16_dot.h"
-#include "compute/reference/f16_dot2.h"
-#include "compute/reference/int8_groups.h"
+#include "compute/reference/class_products.h"
 #include "compute/vector_scalar.h"
 
 namespace dflash::compute {
 namespace {
 
-constexpr size_t kChain = 256;  // inputs per fma chain
-
-// A matrix as a class reads it; one of the three is filled.
-struct Matrix {
-  std::vector<float> values;  // [outputs, inputs]
-  IntegerWeights integers;    // filled where inputs become int8 codes
-  HalfWeights halves;         // filled where inputs become f16 codes
-  size_t inputs = 0;
-
-  uint64_t num_bytes() const {
-    return 4 * (values.size() + integers.codes.size() + integers.scales.size() +
-                integers.offsets.size() + halves.codes.size() + halves.scales.size() +
-                halves.offsets.size());
-  }
-};
-
-Result<Matrix> widen_matrix(const char* name, const MatrixView& view, WeightFormat resident,
-                            const NumericsFacts& facts) {
-  DFLASH_TRY(check_resident(name, view, resident));
-  DFLASH_TRY(check_values(name, view, resident, 0, view.outputs));
-  if (facts.inputs == InputRounding::kInt8)
-    return Matrix{{}, integer_weights(view, resident), {}, view.inputs};
-  if (facts.weights == WeightRounding::kF16)
-    return Matrix{{}, {}, half_weights(view, resident), view.inputs};
-  Matrix matrix{std::vector<float>(size_t{view.outputs} * view.inputs), {}, {}, view.inputs};
-  dequantize(view, 0, view.outputs, matrix.values.data());
-  if (!format_facts(resident).is_stored) {
-    for (uint32_t o = 0; o < view.outputs; ++o)
-      requantize_row(resident, &matrix.values[o * matrix.inputs], view.inputs);
-  }
-  if (facts.weights == WeightRounding::kBf16)
-    round_to_bf16(matrix.values.data(), matrix.values.size());
-  return matrix;
-}
-
-// A row as a class reads it; one of the three is filled.
-struct Row {
-  std::vector<float> values;
-  Int8Codes integers;  // filled where inputs become int8 codes
-  HalfCodes halves;    // filled where inputs become f16 codes
-};
-
-// The sum of f32-canonical: chains of 256 fmas, added in ascending order. The classes of matrix
-// units are summed so too, as the simulator does. An instruction adds 16 products in an order of
-// its own, but the sums over 256 inputs are added as here.
-float canonical_dot(const float* weights, const float* inputs, size_t num_inputs) {
-  float total = 0.0f;
-  for (size_t begin = 0; begin < num_inputs; begin += kChain) {
-    float chain = 0.0f;
-    for (size_t k = begin; k < std::min(begin + kChain, num_inputs); ++k)
-      chain = std::fmaf(weights[k], inputs[k], chain);
-    total = begin == 0 ? chain : total + chain;
-  }
-  return total;
-}
-
-Row encode(const NumericsFacts& facts, std::vector<float> values) {
-  switch (facts.inputs) {
-    case InputRounding::kNone: break;
-    case InputRounding::kBf16: round_to_bf16(values.data(), values.size()); break;
-    case InputRounding::kInt8: return {{}, int8_codes(values.data(), values.size()), {}};
-    case InputRounding::kF16:  return {{}, {}, half_codes(values.data(), values.size())};
-  }
-  return {std::move(values), {}, {}};
-}
-
-// Returns how one output of floats is summed, in which some classes differ and in nothing else.
-using FloatDot = float (*)(const float* weights, const float* inputs, size_t num_inputs);
-FloatDot float_dot(NumericsClass numerics) {
-  if (numerics == NumericsClass::kBf16Dot) return bf16_dot;
-  if (numerics == NumericsClass::kBf16Bfdot) return bf16_bfdot;
-  return canonical_dot;
-}
-
-float dot(const NumericsFacts& facts, const Matrix& matrix, size_t output, const Row& row) {
-  if (facts.inputs == InputRounding::kInt8) return int8_dot(matrix.integers, output, row.integers);
-  if (facts.inputs == InputRounding::kF16) return f16_dot2(matrix.halves, output, row.halves);
-  const float* weights = matrix.values.data() + output * matrix.inputs;
-  return float_dot(facts.numerics)(weights, row.values.data(), matrix.inputs);
-}
-
 struct Expert {
   bool is_loaded = false;
   uint64_t checksum = 0;
-  Matrix gate, up, down;
+  ClassMatrix gate, up, down;
   std::vector<float> gate_bias, up_bias, down_bias;
 };
 
@@ -143,7 +58,7 @@ class ReferenceLayer final : public ExpertLayer {
       const char* name;
       const MatrixView& view;
       WeightFormat resident;
-      Matrix& matrix;
+      ClassMatrix& matrix;
       MatrixChecksum& sum;
     };
     for (const Source& source : {
@@ -153,7 +68,7 @@ class ReferenceLayer final : public ExpertLayer {
     }) {
       if (source.view.data == nullptr) continue;
       source.sum.add(source.view, 0, 0, source.view.outputs);
-      auto matrix = widen_matrix(source.name, source.view, source.resident, facts_);
+      auto matrix = class_matrix(source.name, source.view, source.resident, facts_);
       if (!matrix.ok()) return std::move(matrix).error();
       source.matrix = std::move(matrix).value();
       // In a worker, the serving thread may move bytes of its data path here.
@@ -186,7 +101,7 @@ class ReferenceLayer final : public ExpertLayer {
       std::vector<float> values(spec_.in_size);
       widen(args.row_dtype, args.rows + size_t{r} * spec_.in_size * dtype_bytes(args.row_dtype),
             values.data(), values.size());
-      const Row row = encode(facts_, std::move(values));
+      const ClassRow row = class_row(facts_, std::move(values));
       const std::vector<float> sum =
           routed_sum(args, first_pair, args.row_counts[r], row, progress);
       first_pair += args.row_counts[r];
@@ -202,15 +117,15 @@ class ReferenceLayer final : public ExpertLayer {
   }
 
  private:
-  float project(const Matrix& matrix, size_t output, const Row& input,
+  float project(const ClassMatrix& matrix, size_t output, const ClassRow& input,
                 const std::vector<float>& bias) const {
-    const float sum = dot(facts_, matrix, output, input);
+    const float sum = class_dot(facts_, matrix, output, input);
     return bias.empty() ? sum : sum + bias[output];
   }
 
   // Returns y = fma(w, d, y) over the row's pairs: experts ascend, duplicates keep their order.
   std::vector<float> routed_sum(const ForwardArgs& args, size_t first_pair, size_t num_pairs,
-                                const Row& row, YieldingProgress& progress) const {
+                                const ClassRow& row, YieldingProgress& progress) const {
     std::vector<size_t> pairs(num_pairs);
     for (size_t i = 0; i < num_pairs; ++i) pairs[i] = first_pair + i;
     std::stable_sort(pairs.begin(), pairs.end(), [&](size_t a, size_t b) {
@@ -225,7 +140,7 @@ class ReferenceLayer final : public ExpertLayer {
             spec_.gate == GateKind::kNone ? 0.0f : project(expert.gate, i, row, expert.gate_bias);
         hidden[i] = gate<ScalarVector>(spec_, g, project(expert.up, i, row, expert.up_bias));
       }
-      const Row inputs = encode(facts_, std::move(hidden));
+      const ClassRow inputs = class_row(facts_, std::move(hidden));
       // In a worker, the serving thread may move bytes of its data path here.
       progress.count_and_yield();
       for (size_t o = 0; o < sum.size(); ++o) {

@@ -103,9 +103,11 @@ void canonicalize_nan(float* values, size_t count) {
 
 template <class V, class P>
 constexpr KernelSet make_kernel_set() {
+  static_assert(kPanelWidth<V> <= kMaxPanelWidth);
   return KernelSet{.numerics = P::kNumerics,
                    .panel_width = kPanelWidth<V>,
                    .pack = nullptr,
+                   .unpack = nullptr,
                    .encoded_bytes = P::kEncodedBytes,
                    .encode = P::kEncode,
                    .gate_up_encodes = P::kGateUpEncodes,

@@ -39,13 +39,7 @@ T load(const std::byte* data, int64_t index) {
   return value;
 }
 
-// Returns where output `o` of the panel lies within the packed step of one input.
-uint32_t place(uint32_t o, uint32_t width, bool alternates) {
-  if (!alternates) return o;
-  return o < width / 2 ? 2 * o : 2 * (o - width / 2) + 1;
-}
-
-// Returns which output lies at place `slot` of a packed step; the inverse of `place`.
+// Returns which output lies at place `slot` of a packed step; the inverse of place_in_step.
 uint32_t output_at(uint32_t slot, uint32_t width, bool alternates) {
   if (!alternates) return slot;
   return slot % 2 == 0 ? slot / 2 : width / 2 + slot / 2;
@@ -88,7 +82,7 @@ void pack(const MatrixView& matrix, bool alternates, uint32_t first_output, uint
           source + k * matrix.input_stride * static_cast<int64_t>(sizeof(Source));
       Target* step = target + static_cast<size_t>(k) * width;
       for (uint32_t o = 0; o < num_outputs; ++o)
-        step[place(o, width, alternates)] = Conversion::convert(load<Source>(run, o));
+        step[place_in_step(o, width, alternates)] = Conversion::convert(load<Source>(run, o));
     }
     return;
   }
@@ -104,7 +98,8 @@ void pack(const MatrixView& matrix, bool alternates, uint32_t first_output, uint
     for (uint32_t o = 0; o < num_outputs; ++o) {
       const std::byte* row = source + (o * matrix.output_stride + k0 * matrix.input_stride) *
                                           static_cast<int64_t>(sizeof(Source));
-      Target* column = target + static_cast<size_t>(k0) * width + place(o, width, alternates);
+      Target* column =
+          target + static_cast<size_t>(k0) * width + place_in_step(o, width, alternates);
       if (matrix.input_stride == 1) {
         for (uint32_t k = 0; k < num_inputs; ++k)
           column[static_cast<size_t>(k) * width] = Conversion::convert(load<Source>(row, k));

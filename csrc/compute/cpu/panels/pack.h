@@ -19,6 +19,13 @@ size_t panel_bytes(WeightFormat format, uint32_t inputs, uint32_t width);
 void pack_panel(const MatrixView& matrix, WeightFormat format, uint32_t panel, uint32_t width,
                 std::byte* packed);
 
+// Where output `o` of a panel lies within the packed step of one input of a float format;
+// `alternates` is true for bf16.
+constexpr uint32_t place_in_step(uint32_t o, uint32_t width, bool alternates) {
+  if (!alternates) return o;
+  return o < width / 2 ? 2 * o : 2 * (o - width / 2) + 1;
+}
+
 // The same two functions for quantised formats, called by the two above.
 size_t quantized_panel_bytes(WeightFormat format, uint32_t inputs, uint32_t width);
 void pack_quantized_panel(const MatrixView& matrix, WeightFormat format, uint32_t first_output,

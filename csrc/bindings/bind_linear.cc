@@ -1,0 +1,134 @@
+// Binds the packed linear layer of a host. Rows are torch's memory, given by address.
+// SPDX-License-Identifier: Apache-2.0
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "bindings/arguments.h"
+#include "bindings/host_pool_box.h"
+#include "bindings/module.h"
+#include "bindings/weight_sources.h"
+#include "compute/cpu/packed_linear.h"
+
+namespace py = pybind11;
+
+namespace dflash::bindings {
+namespace {
+
+using compute::PackedLinear;
+
+struct LinearBox {
+  std::shared_ptr<compute::ThreadPool> pool;
+  PackedLinear linear;
+};
+
+// Reads (matrix, bias or None, input_column), with the format that is kept behind it where that is
+// not the stored one.
+compute::LinearPart parse_part(const py::tuple& fields) {
+  if (fields.size() != 3 && fields.size() != 4)
+    raise(Error{ErrorCode::kInvalidArgument, "a part of a linear layer has 3 or 4 fields"});
+  compute::LinearPart part;
+  part.matrix = file_or_memory_matrix(fields[0]);
+  part.bias = file_or_memory_vector(fields[1]);
+  part.input_column = py::cast<uint32_t>(fields[2]);
+  if (fields.size() == 4)
+    part.resident = unwrap(compute::parse_weight_format(py::cast<std::string>(fields[3])));
+  return part;
+}
+
+std::unique_ptr<LinearBox> make_linear(const HostPoolBox& pool, const py::sequence& sources,
+                                       const std::string& numerics) {
+  const compute::NumericsClass wanted = unwrap(compute::parse_numerics(numerics));
+  std::vector<compute::LinearPart> parts;
+  for (const py::handle& source : sources) parts.push_back(parse_part(py::cast<py::tuple>(source)));
+  Result<PackedLinear> linear = Error{ErrorCode::kClosed, ""};
+  {
+    py::gil_scoped_release unlocked;
+    compute::YieldingProgress progress;
+    linear = PackedLinear::create(parts, wanted, pool.isa, progress);
+  }
+  return std::make_unique<LinearBox>(LinearBox{pool.pool, unwrap(std::move(linear))});
+}
+
+// The scratch of all layers that a thread calls. It belongs to the thread, because two may call the
+// same layer, and to no layer, because a model has hundreds of them.
+compute::LinearScratch& thread_scratch() {
+  thread_local compute::LinearScratch scratch;
+  return scratch;
+}
+
+void run(const LinearBox& self, uintptr_t rows_address, size_t row_stride_bytes,
+         const std::string& row_dtype, uint32_t num_rows, uintptr_t out_address,
+         size_t out_stride_bytes, const std::string& out_dtype, uintptr_t residual_address,
+         size_t residual_stride_bytes, const std::string& residual_dtype) {
+  const compute::RowsView rows{reinterpret_cast<const std::byte*>(rows_address),
+                               parse_dtype(row_dtype), row_stride_bytes, num_rows};
+  const compute::RowsTarget out{reinterpret_cast<std::byte*>(out_address), parse_dtype(out_dtype),
+                                out_stride_bytes};
+  const compute::RowsView residual{reinterpret_cast<const std::byte*>(residual_address),
+                                   parse_dtype(residual_dtype), residual_stride_bytes, num_rows};
+  Status status = ok();
+  {
+    py::gil_scoped_release unlocked;
+    status = self.linear.run(*self.pool, thread_scratch(), rows, out,
+                             residual_address == 0 ? nullptr : &residual);
+  }
+  unwrap(std::move(status));
+}
+
+void gather(const LinearBox& self, uintptr_t ids_address, size_t num_ids, uintptr_t out_address,
+            size_t out_stride_bytes, const std::string& out_dtype) {
+  if (num_ids != 0 && ids_address == 0)
+    raise(Error{ErrorCode::kInvalidArgument, "ids cannot lie at address 0"});
+  const std::span<const int64_t> ids{reinterpret_cast<const int64_t*>(ids_address), num_ids};
+  const compute::RowsTarget out{reinterpret_cast<std::byte*>(out_address), parse_dtype(out_dtype),
+                                out_stride_bytes};
+  Status status = ok();
+  {
+    py::gil_scoped_release unlocked;
+    status = self.linear.gather(*self.pool, ids, out);
+  }
+  unwrap(std::move(status));
+}
+
+template <class Name>  // name(part) -> const char*
+std::vector<std::string> names(const LinearBox& self, const Name& name) {
+  std::vector<std::string> found;
+  for (size_t part = 0; part < self.linear.num_parts(); ++part) found.emplace_back(name(part));
+  return found;
+}
+
+}  // namespace
+
+void bind_linear(py::module_& module) {
+  py::class_<LinearBox>(module, "PackedLinear")
+      .def(py::init(&make_linear), py::arg("pool"), py::arg("parts"), py::kw_only(),
+           py::arg("numerics"))
+      .def("run", &run, py::arg("rows_address"), py::arg("row_stride_bytes"), py::arg("row_dtype"),
+           py::arg("num_rows"), py::arg("out_address"), py::arg("out_stride_bytes"),
+           py::arg("out_dtype"), py::arg("residual_address") = 0,
+           py::arg("residual_stride_bytes") = 0, py::arg("residual_dtype") = "f32")
+      .def("gather", &gather, py::arg("ids_address"), py::arg("num_ids"), py::arg("out_address"),
+           py::arg("out_stride_bytes"), py::arg("out_dtype"))
+      .def_property_readonly("inputs", [](const LinearBox& self) { return self.linear.inputs(); })
+      .def_property_readonly("outputs", [](const LinearBox& self) { return self.linear.outputs(); })
+      .def_property_readonly("row_width",
+                             [](const LinearBox& self) { return self.linear.row_width(); })
+      .def_property_readonly("resident_bytes",
+                             [](const LinearBox& self) { return self.linear.resident_bytes(); })
+      .def_property_readonly("formats",
+                             [](const LinearBox& self) {
+                               return names(self, [&](size_t part) {
+                                 return compute::format_name(self.linear.format(part));
+                               });
+                             })
+      .def_property_readonly("numerics", [](const LinearBox& self) {
+        return names(
+            self, [&](size_t part) { return compute::numerics_name(self.linear.numerics(part)); });
+      });
+}
+
+}  // namespace dflash::bindings

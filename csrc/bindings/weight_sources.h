@@ -1,0 +1,26 @@
+// Where Python says that weights lie: in a mapped checkpoint, or in memory that somebody else owns,
+// such as a torch tensor's. The views own nothing. The caller holds the GIL.
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include "compute/formats/matrix_view.h"
+
+namespace dflash::bindings {
+
+// Reads (file, byte offset, format, outputs, inputs, output_stride, input_stride), or None for no
+// matrix. Strides of float formats are in elements. Other formats have output_stride in bytes and
+// input_stride 0, followed, where scales lie apart, by (file, byte offset, row stride in bytes) of
+// these. Raises ConfigError, or CheckpointError for what is not in the file.
+compute::MatrixView matrix_source(const pybind11::object& source);
+// Reads (file, byte offset, dtype, count, stride), or None for no vector.
+compute::VectorView vector_source(const pybind11::object& source);
+
+// Reads what matrix_source reads, or (address, format, outputs, inputs, output_stride,
+// input_stride) of memory, followed, where scales lie apart, by (address, row stride in bytes).
+compute::MatrixView file_or_memory_matrix(const pybind11::object& source);
+// Reads what vector_source reads, or (address, dtype, count, stride) of memory.
+compute::VectorView file_or_memory_vector(const pybind11::object& source);
+
+}  // namespace dflash::bindings
