@@ -1,0 +1,13 @@
+// The row kernels for AVX-512 (F, BW, VL, DQ).
+// SPDX-License-Identifier: Apache-2.0
+#if defined(__x86_64__)
+#include "compute/cpu/kernels/vector_avx512.h"
+
+#include "compute/cpu/kernels/row_kernels.h"
+
+namespace dflash::compute {
+
+constinit const RowKernels kAvx512Rows = make_row_kernels<Avx512Vector>();
+
+}  // namespace dflash::compute
+#endif

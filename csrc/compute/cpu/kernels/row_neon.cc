@@ -1,0 +1,13 @@
+// The row kernels for NEON, which every AArch64 has.
+// SPDX-License-Identifier: Apache-2.0
+#if defined(__aarch64__)
+#include "compute/cpu/kernels/vector_neon.h"
+
+#include "compute/cpu/kernels/row_kernels.h"
+
+namespace dflash::compute {
+
+constinit const RowKernels kNeonRows = make_row_kernels<NeonVector>();
+
+}  // namespace dflash::compute
+#endif
