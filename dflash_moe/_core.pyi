@@ -10,6 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 __version__: str
 
 # -- machine ---------------------------------------------------------------------------------------
@@ -604,3 +607,289 @@ class HostPool:
     threads: int
     isa: str
     def __init__(self, *, threads: int, cpus: Sequence[int] = (), spin_ns: int = 0, isa: str) -> None: ...
+
+# A matrix in memory is (address, format, outputs, inputs, output_stride, input_stride), followed,
+# where scales lie apart, by (address, row stride in bytes) of these. Strides of float formats are
+# in elements; other formats have output_stride in bytes and input_stride 0.
+MemoryMatrix = tuple[int, str, int, int, int, int] | tuple[int, str, int, int, int, int, int, int]
+# A vector in memory is (address, dtype, count, stride), with the stride in elements.
+MemoryVector = tuple[int, str, int, int]
+
+class PackedLinear:
+    """Matrices with equal inputs, packed for the kernels of the pool, and their products with rows.
+    A row's bits depend on nothing but the row and the weights. Any thread may use it.
+    """
+
+    # Elements of a row that each part reads.
+    inputs: int
+    # Of all parts together, side by side in their order.
+    outputs: int
+    # Elements of a row that are read, from its first on.
+    row_width: int
+    resident_bytes: int
+    # Of each part: the format that is kept, and the numerics class, which is f32-canonical where
+    # the wanted one does not take the format.
+    formats: list[str]
+    numerics: list[str]
+    # A part is (matrix, bias or None, input_column); a fourth field names the format that is kept,
+    # where that is not the stored one (int8_g32, int4_g32). The matrix is what
+    # ResidentShard.load_expert takes, or a MemoryMatrix. Memory and files are not used afterwards.
+    # ConfigError, UnsupportedError and CheckpointError name the part.
+    def __init__(self, pool: HostPool, parts: Sequence[tuple[object, ...]], *, numerics: str) -> None: ...
+    # Multiplies rows [num_rows, row_width] and writes [num_rows, outputs], rounded once. The
+    # residual [num_rows, outputs] is added before that; it may be the output's memory. WorkerError
+    # names the first row and column of a value that only out_dtype cannot hold.
+    def run(
+        self,
+        rows_address: int,
+        row_stride_bytes: int,
+        row_dtype: str,
+        num_rows: int,
+        out_address: int,
+        out_stride_bytes: int,
+        out_dtype: str,
+        residual_address: int = 0,
+        residual_stride_bytes: int = 0,
+        residual_dtype: str = "f32",
+    ) -> None: ...
+    # Writes the weights of outputs `ids` (int64) as rows [num_ids, inputs], widened exactly and
+    # rounded once. ConfigError for an id that is not there.
+    def gather(self, ids_address: int, num_ids: int, out_address: int, out_stride_bytes: int, out_dtype: str) -> None: ...
+
+# Row operators. Memory comes as addresses (torch's data_ptr()), with strides in bytes and dtypes
+# "f32", "f16", "bf16"; the caller keeps it alive and vouches for its size. An address of 0 says
+# that there is none. Values are computed in float32 and rounded once; a row's bits depend on that
+# row and on the weights alone. Output rows may be input rows of the same dtype and stride. Vectors
+# (weights, biases, scales) are float32 and contiguous, rows of cosines and sines are float32.
+# ConfigError for sizes that do not fit.
+
+# x = rows, or rows + residual, which `sum` keeps, rounded to sum_dtype; with normalizes_rounded_sum
+# it is that rounded sum that is normalised. out = x / sqrt(mean(x^2) + epsilon) * weight, or
+# * (1 + weight) with adds_one; weight is [width].
+def rms_norm(
+    pool: HostPool,
+    rows_address: int,
+    row_stride_bytes: int,
+    row_dtype: str,
+    num_rows: int,
+    width: int,
+    out_address: int,
+    out_stride_bytes: int,
+    out_dtype: str,
+    *,
+    epsilon: float,
+    weight_address: int = 0,
+    adds_one: bool = False,
+    residual_address: int = 0,
+    residual_stride_bytes: int = 0,
+    residual_dtype: str = "f32",
+    sum_address: int = 0,
+    sum_stride_bytes: int = 0,
+    sum_dtype: str = "f32",
+    normalizes_rounded_sum: bool = False,
+) -> None: ...
+
+# out = (x - mean) / sqrt(variance + epsilon) * weight + bias, both [width].
+def layer_norm(
+    pool: HostPool,
+    rows_address: int,
+    row_stride_bytes: int,
+    row_dtype: str,
+    num_rows: int,
+    width: int,
+    out_address: int,
+    out_stride_bytes: int,
+    out_dtype: str,
+    *,
+    epsilon: float,
+    weight_address: int = 0,
+    bias_address: int = 0,
+) -> None: ...
+
+# Rows are [num_rows, num_heads, head_dim], heads adjacent. Of each head, rotary_dim values from
+# rotary_offset on are rotated and the rest is copied. Cosines and sines are
+# [num_rows, rotary_dim / 2] or, with has_full_tables, [num_rows, rotary_dim]. Layouts: "halves",
+# "interleaved", "interleaved_to_halves" (read interleaved, written as halves).
+def rotate(
+    pool: HostPool,
+    rows_address: int,
+    row_stride_bytes: int,
+    row_dtype: str,
+    num_rows: int,
+    num_heads: int,
+    head_dim: int,
+    out_address: int,
+    out_stride_bytes: int,
+    out_dtype: str,
+    *,
+    cos_address: int,
+    sin_address: int,
+    table_stride_bytes: int,
+    rotary_dim: int,
+    rotary_offset: int = 0,
+    layout: str = "halves",
+    has_full_tables: bool = False,
+) -> None: ...
+
+class RouterForm:
+    """How a router chooses experts and weighs them (csrc/compute/operators/router.h). ConfigError
+    for a word that is not known.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_experts: int,
+        top_k: int,
+        score: str = "softmax",  # or sigmoid, identity
+        weight: str = "score",  # or softmax_of_chosen, sigmoid_of_chosen
+        num_groups: int = 1,
+        topk_groups: int = 1,
+        group_score: str = "top_two_sum",  # or max
+        excluded: float = ...,  # the choice of experts outside the chosen groups: -inf
+        normalizes: bool = False,  # divides by max(sum + sum_epsilon, sum_floor)
+        sum_epsilon: float = 0.0,
+        sum_floor: float = ...,  # -inf
+        scale: float = 1.0,
+    ) -> None: ...
+
+# Writes topk_ids [num_rows, top_k] ("i32" or "i64") and topk_weights [num_rows, top_k] (float32),
+# in descending order of choice. The bias [num_experts] counts for the choice only; expert_scales
+# [num_experts] multiply the weights.
+def route(
+    pool: HostPool,
+    form: RouterForm,
+    logits_address: int,
+    logits_stride_bytes: int,
+    logits_dtype: str,
+    num_rows: int,
+    topk_ids_address: int,
+    id_type: str,
+    topk_weights_address: int,
+    *,
+    bias_address: int = 0,
+    expert_scales_address: int = 0,
+) -> None: ...
+
+# Writes the place of each row's largest value to int64 out [num_rows]: the lowest among equals.
+def argmax(
+    pool: HostPool,
+    rows_address: int,
+    row_stride_bytes: int,
+    row_dtype: str,
+    num_rows: int,
+    width: int,
+    out_address: int,
+) -> None: ...
+
+class GateForm:
+    """The activation and gate of an MLP, with the words and limits of an FfnSpec. UnsupportedError
+    for a word that is not known or a value that is not supported.
+    """
+
+    def __init__(
+        self,
+        *,
+        activation: str = "silu",
+        gate: str = "gated",  # or none, clamped_swiglu
+        alpha: float = 1.0,
+        up_offset: float = 0.0,
+        gate_max: float = ...,
+        up_limit: float = ...,
+    ) -> None: ...
+
+# out = act(gate) * up for rows of `width`; with gate "none", act(up), and the gate's address is 0.
+def apply_gate(
+    pool: HostPool,
+    form: GateForm,
+    gate_address: int,
+    gate_stride_bytes: int,
+    gate_dtype: str,
+    up_address: int,
+    up_stride_bytes: int,
+    up_dtype: str,
+    num_rows: int,
+    width: int,
+    out_address: int,
+    out_stride_bytes: int,
+    out_dtype: str,
+) -> None: ...
+
+# out = base + rows * s, where s is sigmoid(gate[row]), or `scale` without a gate; gate is
+# [num_rows, 1].
+def add_scaled(
+    pool: HostPool,
+    rows_address: int,
+    row_stride_bytes: int,
+    row_dtype: str,
+    num_rows: int,
+    width: int,
+    out_address: int,
+    out_stride_bytes: int,
+    out_dtype: str,
+    *,
+    base_address: int = 0,
+    base_stride_bytes: int = 0,
+    base_dtype: str = "f32",
+    gate_address: int = 0,
+    gate_stride_bytes: int = 0,
+    gate_dtype: str = "f32",
+    scale: float = 1.0,
+) -> None: ...
+
+class KvLayer:
+    """The keys and values of one layer in blocks of 16 tokens, in "f32", "f16" or "bf16". Memory
+    becomes resident as blocks are written. Nobody may read a block while it is written. ConfigError
+    for sizes, blocks and slots that cannot be.
+    """
+
+    num_blocks: int
+    num_bytes: int
+    def __init__(self, num_blocks: int, num_kv_heads: int, key_size: int, value_size: int, dtype: str) -> None: ...
+    # Stores rows [num_rows, num_kv_heads * size] at int64 slots block * 16 + offset, rounded once
+    # to the layer's dtype; WorkerError where that makes a finite value infinite.
+    def append(
+        self,
+        slots_address: int,
+        num_rows: int,
+        k_address: int,
+        k_stride_bytes: int,
+        k_dtype: str,
+        v_address: int,
+        v_stride_bytes: int,
+        v_dtype: str,
+    ) -> None: ...
+    def copy_block(self, from_block: int, to_block: int) -> None: ...
+    # For tests: returns keys [num_kv_heads, 16, key_size], values [num_kv_heads, 16, value_size].
+    def read(self, block: int) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]: ...
+
+class AttentionPlan:
+    """The rows of one step: for each sequence its block table, the position of its first row and
+    the number of its rows, which are packed one sequence after another. It does not change.
+    """
+
+    num_rows: int
+    positions: npt.NDArray[np.int64]
+    # ConfigError names the sequence that cannot be.
+    def __init__(self, sequences: Sequence[tuple[npt.NDArray[np.int32], int, int]]) -> None: ...
+
+# Writes the attention of q [num_rows, num_heads * key_size] to out [num_rows, num_heads *
+# value_size]. Keys and values of the rows themselves are in `kv_layer` already. A query sees its
+# last `window` keys, or all where that is 0; sinks are float32 [num_heads].
+def paged_attention(
+    pool: HostPool,
+    kv_layer: KvLayer,
+    plan: AttentionPlan,
+    q_address: int,
+    q_stride_bytes: int,
+    q_dtype: str,
+    num_heads: int,
+    out_address: int,
+    out_stride_bytes: int,
+    out_dtype: str,
+    *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks_address: int = 0,
+) -> None: ...

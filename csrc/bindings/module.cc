@@ -24,4 +24,7 @@ PYBIND11_MODULE(_core, module) {
   bind_oracle(module);
   bind_formats(module);
   bind_host_pool(module);
+  bind_linear(module);
+  bind_rows(module);
+  bind_attention(module);
 }

@@ -21,5 +21,8 @@ void bind_dlpack(pybind11::module_& module);
 void bind_oracle(pybind11::module_& module);
 void bind_formats(pybind11::module_& module);
 void bind_host_pool(pybind11::module_& module);
+void bind_linear(pybind11::module_& module);
+void bind_rows(pybind11::module_& module);
+void bind_attention(pybind11::module_& module);
 
 }  // namespace dflash::bindings

@@ -20,7 +20,7 @@ namespace dflash::client {
 inline constexpr uint32_t kMaxCalls = 1024;
 
 // The settings of a client; times are in nanoseconds. Defaults of settings are those of the host's
-// topology (dflash_moe/config.py), so that both timeouts have to be given.
+// topology (dflash_moe/config/settings.py), so that both timeouts have to be given.
 struct ClientOptions {
   ClientOptions(int64_t call_timeout, int64_t stall_timeout)
       : call_timeout_ns(call_timeout), stall_timeout_ns(stall_timeout) {}

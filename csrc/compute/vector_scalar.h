@@ -26,6 +26,7 @@ struct ScalarVector {
   static F sub(F a, F b) { return a - b; }
   static F mul(F a, F b) { return a * b; }
   static F div(F a, F b) { return a / b; }
+  static F sqrt(F a) { return std::sqrt(a); }
   static F fma(F a, F b, F c) { return std::fmaf(a, b, c); }
   static F min(F a, F b) { return a < b ? a : b; }
   static F max(F a, F b) { return a > b ? a : b; }
@@ -53,6 +54,11 @@ struct ScalarVector {
   static void load_weights(const BF16* from, F* pair) {
     pair[0] = bf16_to_f32(from[0].bits), pair[1] = bf16_to_f32(from[1].bits);
   }
+
+  // Loads adjacent elements that are stored one after another; no address need be aligned.
+  static F load_adjacent(const float* from) { return *from; }
+  static F load_adjacent(const F16* from) { return f16_to_f32(from->bits); }
+  static F load_adjacent(const BF16* from) { return bf16_to_f32(from->bits); }
 
   // What follows reads quantised weights (quantized_formats.h), whose addresses are not aligned.
   using Table = const float*;

@@ -7,7 +7,8 @@
     wire, transport/ring, compute/gpu <- device_exchange <- plugin/entry (the plug-ins, no core)
     client <- c_interface <- ggml_plugin (a plug-in of ggml that knows the header dflash_moe.h only)
 
-And inside compute: formats <- numerics <- experts <- reference <- cpu, and experts <- gpu.
+And inside compute: formats <- numerics <- experts <- operators <- reference <- cpu, and
+experts <- gpu.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -50,8 +51,9 @@ MAY_INCLUDE_INSIDE: dict[str, dict[str, set[str]]] = {
         "formats": set(),
         "": {"formats"},
         "experts": {"", "formats"},
-        "reference": {"", "formats", "experts"},
-        "cpu": {"", "formats", "experts", "reference"},
+        "operators": {"", "formats", "experts"},
+        "reference": {"", "formats", "experts", "operators"},
+        "cpu": {"", "formats", "experts", "operators", "reference"},
         "gpu": {"", "formats", "experts"},
     },
 }

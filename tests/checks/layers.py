@@ -21,6 +21,8 @@ _GROUND = {"errors", "telemetry"}
 _SETTINGS = _GROUND | {"config", "topology"}
 _DESCRIPTION = _SETTINGS | {"protocol", "model"}
 _EXECUTION = _DESCRIPTION | {"placement", "runtime", "workers"}
+# The model's own operators, what runs whole models, and the engine that batches requests.
+_HOST = _EXECUTION | {"operators", "integrations", "engine"}
 
 # Each room may import these rooms. `_core` is below everything, and `errors` is what it raises.
 # `_measure`, the extension that only measures, is for benchmarks.
@@ -35,22 +37,24 @@ MAY_IMPORT: dict[str, set[str]] = {
     "placement": _SETTINGS | {"model"},
     "runtime": _DESCRIPTION | {"placement"},
     "workers": _DESCRIPTION | {"placement"},
-    "integrations": _EXECUTION,
-    "engine": _EXECUTION | {"integrations"},
-    "bench": _EXECUTION | {"integrations", "engine", "testing", "_measure"},
-    "testing": _EXECUTION | {"integrations", "engine"},
-    "server": _EXECUTION | {"integrations", "engine"},
-    "cli": _EXECUTION | {"integrations", "engine", "server", "bench"},
-    "__init__": _EXECUTION | {"integrations", "engine"},
+    # Operators of a host's own model. Workers are nothing to them, and what calls them is above.
+    "operators": _DESCRIPTION | {"placement", "runtime"},
+    "integrations": _EXECUTION | {"operators"},
+    "engine": _EXECUTION | {"operators", "integrations"},
+    "bench": _HOST | {"testing", "_measure"},
+    "testing": _HOST,
+    "server": _HOST,
+    "cli": _HOST | {"server", "bench"},
+    "__init__": _HOST,
     "__main__": {"cli"},
 }
 EVERYBODY_MAY_IMPORT = {"_core", "version"}
 
 # Some rooms may import these packages, but always inside a function, because importing ours must
-# work without them. `integrations` and `testing` are themselves imported inside functions, and may
-# do it at the top.
+# work without them. `operators`, `integrations`, `engine` and `testing` are themselves imported
+# inside functions, and may do it at the top.
 HEAVY = {"torch", "transformers", "tokenizers", "matplotlib"}
-HEAVY_AT_TOP = {"integrations", "testing"}
+HEAVY_AT_TOP = {"operators", "integrations", "engine", "testing"}
 HEAVY_IN_FUNCTIONS = {"model", "runtime", "bench", "cli"} | HEAVY_AT_TOP
 
 

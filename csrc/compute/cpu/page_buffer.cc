@@ -24,8 +24,9 @@ Result<PageBuffer> PageBuffer::create(size_t num_bytes) {
                       : mmap(nullptr, num_bytes + slack, PROT_READ | PROT_WRITE,
                              MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (mapping == MAP_FAILED) {
-    return Error{ErrorCode::kOutOfMemory, "cannot map " + std::to_string(num_bytes) +
-                                              " bytes for experts or their scratch memory"};
+    return Error{ErrorCode::kOutOfMemory,
+                 "cannot map " + std::to_string(num_bytes) +
+                     " bytes for weights, keys and values, or scratch memory"};
   }
   buffer.mapping_ = mapping;
   buffer.mapping_bytes_ = num_bytes + slack;

@@ -1,6 +1,6 @@
-// Anonymous memory for packed weights and scratch, zeroed on first touch. Large blocks are aligned
-// to 2 MiB and offered to huge pages, because every decode step reads the weights end to end and
-// would miss the TLB every 4 KiB with small pages.
+// Anonymous memory for packed weights, keys and values, and scratch, zeroed on first touch. Large
+// blocks are aligned to 2 MiB and offered to huge pages, because every decode step reads the
+// weights end to end and would miss the TLB every 4 KiB with small pages.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 

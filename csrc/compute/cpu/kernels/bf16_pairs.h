@@ -16,6 +16,7 @@
 
 #include "compute/cpu/kernels/expert_tiles.h"
 #include "compute/cpu/panels/pack_bf16_pairs.h"
+#include "compute/cpu/panels/unpack.h"
 
 namespace dflash::compute {
 
@@ -108,6 +109,7 @@ template <class V, class I>
 constexpr KernelSet make_pair_kernels() {
   KernelSet set = make_kernel_set<V, PairProducts<V, I>>();
   set.pack = pack_bf16_pairs;
+  set.unpack = unpack_bf16_pairs;
   return set;
 }
 

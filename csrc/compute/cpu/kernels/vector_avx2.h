@@ -24,6 +24,7 @@ struct Avx2Vector {
   static F sub(F a, F b) { return _mm256_sub_ps(a, b); }
   static F mul(F a, F b) { return _mm256_mul_ps(a, b); }
   static F div(F a, F b) { return _mm256_div_ps(a, b); }
+  static F sqrt(F a) { return _mm256_sqrt_ps(a); }
   static F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
   static F min(F a, F b) { return _mm256_min_ps(a, b); }
   static F max(F a, F b) { return _mm256_max_ps(a, b); }
@@ -63,6 +64,16 @@ struct Avx2Vector {
     pair[0] = _mm256_castsi256_ps(_mm256_slli_epi32(both, 16));
     pair[1] = _mm256_castsi256_ps(
         _mm256_and_si256(both, _mm256_set1_epi32(static_cast<int>(0xffff0000u))));
+  }
+
+  // Loads adjacent elements that are stored one after another; no address need be aligned.
+  static F load_adjacent(const float* from) { return _mm256_loadu_ps(from); }
+  static F load_adjacent(const F16* from) {
+    return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+  }
+  static F load_adjacent(const BF16* from) {
+    const __m128i halves = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16));
   }
 
   // What follows reads quantised weights (quantized_formats.h), whose addresses are not aligned.

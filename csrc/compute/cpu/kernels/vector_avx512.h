@@ -6,6 +6,7 @@
 #if !defined(__clang__)
 #pragma GCC diagnostic ignored \
     "-Wmaybe-uninitialized"  // GCC 12's own headers start from an undefined vector
+#pragma GCC diagnostic ignored "-Wuninitialized"
 #endif
 #include <immintrin.h>
 
@@ -28,6 +29,8 @@ struct Avx512Vector {
   static F sub(F a, F b) { return _mm512_sub_ps(a, b); }
   static F mul(F a, F b) { return _mm512_mul_ps(a, b); }
   static F div(F a, F b) { return _mm512_div_ps(a, b); }
+  // Masked, because GCC 12 warns of the undefined vector from which the plain one starts.
+  static F sqrt(F a) { return _mm512_maskz_sqrt_ps(0xffff, a); }
   static F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
   static F min(F a, F b) { return _mm512_min_ps(a, b); }
   static F max(F a, F b) { return _mm512_max_ps(a, b); }
@@ -67,6 +70,16 @@ struct Avx512Vector {
     pair[0] = _mm512_castsi512_ps(_mm512_slli_epi32(both, 16));
     pair[1] = _mm512_castsi512_ps(
         _mm512_and_si512(both, _mm512_set1_epi32(static_cast<int>(0xffff0000u))));
+  }
+
+  // Loads adjacent elements that are stored one after another; no address need be aligned.
+  static F load_adjacent(const float* from) { return _mm512_loadu_ps(from); }
+  static F load_adjacent(const F16* from) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+  }
+  static F load_adjacent(const BF16* from) {
+    const __m256i halves = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
   }
 
   // What follows reads quantised weights (quantized_formats.h), whose addresses are not aligned.

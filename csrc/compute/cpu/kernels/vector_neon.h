@@ -25,6 +25,7 @@ struct NeonVector {
   static F sub(F a, F b) { return vsubq_f32(a, b); }
   static F mul(F a, F b) { return vmulq_f32(a, b); }
   static F div(F a, F b) { return vdivq_f32(a, b); }
+  static F sqrt(F a) { return vsqrtq_f32(a); }
   static F fma(F a, F b, F c) { return vfmaq_f32(c, a, b); }
   static F min(F a, F b) { return vbslq_f32(vcltq_f32(a, b), a, b); }
   static F max(F a, F b) { return vbslq_f32(vcgtq_f32(a, b), a, b); }
@@ -57,6 +58,15 @@ struct NeonVector {
     const uint32x4_t both = vreinterpretq_u32_u16(vld1q_u16(&from->bits));
     pair[0] = vreinterpretq_f32_u32(vshlq_n_u32(both, 16));
     pair[1] = vreinterpretq_f32_u32(vandq_u32(both, vdupq_n_u32(0xffff0000u)));
+  }
+
+  // Loads adjacent elements that are stored one after another; no address need be aligned.
+  static F load_adjacent(const float* from) { return vld1q_f32(from); }
+  static F load_adjacent(const F16* from) {
+    return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(&from->bits)));
+  }
+  static F load_adjacent(const BF16* from) {
+    return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(&from->bits), 16));
   }
 
   // What follows reads quantised weights (quantized_formats.h), whose addresses are not aligned.

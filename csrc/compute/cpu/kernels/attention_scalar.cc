@@ -1,0 +1,11 @@
+// Paged attention for one lane at a time, for every processor.
+// SPDX-License-Identifier: Apache-2.0
+#include "compute/vector_scalar.h"
+
+#include "compute/cpu/kernels/attention_tiles.h"
+
+namespace dflash::compute {
+
+constinit const AttentionKernels kScalarAttention = make_attention_kernels<ScalarVector>();
+
+}  // namespace dflash::compute
