@@ -170,6 +170,14 @@ def _selection(part: str, outputs: int) -> tuple[int, int, int]:
     return 2 * outputs, first, step
 
 
+def matrix_source(checkpoint: Checkpoint, name: str, outputs: int, inputs: int) -> tuple[Any, ...]:
+    """Returns the matrix of that name as the core takes it, pointing into the mapped file. Errors
+    are those of `expert_sources`.
+    """
+    source: tuple[Any, ...] = _matrix(checkpoint, TensorPattern(name), 0, outputs, inputs)
+    return source
+
+
 def _matrix(checkpoint: Checkpoint, pattern: TensorPattern | None, expert_id: int, outputs: int, inputs: int) -> Any:
     """Returns a MatrixSource of `_core`. Floats have strides in elements, and blocks the step from
     row to row in bytes.

@@ -91,7 +91,7 @@ def recognise(module: Any) -> Formula:
     kind = type(module).__name__
     if getattr(module, "has_post_expert_norm", False):
         raise UnsupportedError(f"{kind}.has_post_expert_norm: a norm after each expert is not supported")
-    known = _activation_name(module)
+    known = known_activation(getattr(module, "act_fn", None))
     if not module.has_gate:
         if known is None:
             raise _unknown_activation(module)
@@ -103,14 +103,12 @@ def recognise(module: Any) -> Formula:
     return _recognise_gate(module, (known,) if known is not None else ACTIVATIONS)
 
 
-def _activation_name(module: Any) -> str | None:
+def known_activation(function: Any) -> str | None:
+    """Returns the name among `ffn.ACTIVATIONS` of a function or module, or None for another."""
     from torch import nn
     from torch.nn import functional
     from transformers.activations import ACT2FN
 
-    function = getattr(module, "act_fn", None)
-    if function is None:
-        return None
     if isinstance(function, nn.GELU):
         return {"none": "gelu", "tanh": "gelu_tanh"}.get(function.approximate)
     by_function = {functional.silu: "silu", functional.gelu: "gelu", functional.relu: "relu"}

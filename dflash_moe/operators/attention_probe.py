@@ -1,0 +1,146 @@
+"""Finds out, before anything is packed, whether a model's attention can be paged: one forward pass
+of a few tokens with a cache that only looks, and attention that computes nothing.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Cache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from dflash_moe.errors import DflashError
+from dflash_moe.operators.paged_attention import check_arguments
+
+_IMPLEMENTATION = "dflash_moe_probe"
+# This attribute of the probed model's modules says which layers they stored keys for.
+_PROBE = "dflash_moe_probe"
+_TOKENS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """What an attention module tells the interface beside its tensors: query heads, the scale of
+    products, the window and soft cap (0 for none), and sinks [num_heads] or None.
+    """
+
+    num_heads: int
+    scale: float
+    window: int
+    softcap: float
+    sinks: Any
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionLayer:
+    """An attention module, its layer in the cache, and what it stores of a token: heads, and the
+    widths of what it calls key and value.
+    """
+
+    module: str
+    index: int
+    num_kv_heads: int
+    key_size: int
+    value_size: int
+    # Keys are latents that heads expand (MLA): key and value are the latent and its rotated part.
+    is_latent: bool
+    # What the module told the interface.
+    call: AttentionCall
+
+
+@dataclass(slots=True)
+class AttentionProbe:
+    """What was seen of a model. `refusal` is empty where its attention can be paged."""
+
+    layers: list[AttentionLayer] = field(default_factory=list)
+    refusal: str = ""
+
+
+class _LookingCache(Cache):  # type: ignore[misc]
+    """Keeps nothing and notes what each layer would store."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=[])
+        self.stored: dict[int, tuple[int, int, int]] = {}
+        self.attended: list[tuple[nn.Module, int, AttentionCall]] = []
+
+    def update(self, key_states: Any, value_states: Any, layer_idx: int, *_arguments: Any, **_options: Any) -> tuple[Any, Any]:
+        self.stored[layer_idx] = (key_states.shape[1], key_states.shape[-1], value_states.shape[-1])
+        return key_states, value_states
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+
+def probe_attention(model: Any) -> AttentionProbe:
+    """Looks at the attention of a model on the processor, whose experts compute nothing meanwhile
+    (the caller sees to that). Changes nothing.
+    """
+    found = AttentionProbe()
+    cache = _LookingCache()
+    try:
+        with _implementation(model, cache), torch.inference_mode():
+            ids = torch.arange(_TOKENS)[None] % int(model.config.get_text_config().vocab_size)
+            model(input_ids=ids, position_ids=torch.arange(_TOKENS)[None], past_key_values=cache, use_cache=True)
+    except DflashError as error:
+        found.refusal = str(error)
+        return found
+    except Exception as error:  # noqa: BLE001 - whatever a model's code raises over a cache that it does not expect
+        found.refusal = f"{type(model).__name__} does not run with a paged cache: {type(error).__name__}: {error}"
+        return found
+    names = {id(module): name for name, module in model.named_modules()}
+    for module, index, call in cache.attended:
+        if index not in cache.stored:
+            found.refusal = f"{type(module).__name__} ({names[id(module)]}) reads keys that another layer stored"
+            return found
+        is_latent = hasattr(module, "expand_kv")
+        found.layers.append(AttentionLayer(names[id(module)], index, *cache.stored[index], is_latent, call))
+    num_layers = int(getattr(model.config.get_text_config(), "num_hidden_layers", 0) or 0)
+    indices = [layer.index for layer in found.layers]
+    if len(set(indices)) != len(indices) or set(cache.stored) != set(indices) or len(indices) != num_layers:
+        found.refusal = f"{len(set(indices))} of {num_layers} layers attend through the interface, each to its own keys"
+    return found
+
+
+@contextmanager
+def _implementation(model: Any, cache: _LookingCache) -> Iterator[None]:
+    before = model.config._attn_implementation
+    modules = [module for module in model.modules() if hasattr(module, "layer_idx")]
+    for module in modules:
+        module.__dict__[_PROBE] = cache
+    try:
+        set_implementation(model, _IMPLEMENTATION)
+        yield
+    finally:
+        set_implementation(model, before)
+        for module in modules:
+            module.__dict__.pop(_PROBE, None)
+
+
+def set_implementation(model: Any, name: str) -> None:
+    """Has the attention modules of a model call the function of that name on the interface."""
+    configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
+    for config in configs.values():
+        config._attn_implementation_internal = name
+
+
+def _look(
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any = None,
+    scaling: Any = None, sliding_window: Any = None, softcap: Any = None, s_aux: Any = None, **others: Any,
+) -> tuple[torch.Tensor, None]:  # fmt: skip
+    """Notes the call and returns zeros of the right shape."""
+    check_arguments(module, attention_mask, others)
+    scale = float(query.shape[-1] ** -0.5 if scaling is None else scaling)
+    call = AttentionCall(query.shape[1], scale, int(sliding_window or 0), float(softcap or 0.0), s_aux)
+    module.__dict__[_PROBE].attended.append((module, int(getattr(module, "layer_idx", -1)), call))
+    return query.new_zeros((1, query.shape[2], query.shape[1], value.shape[-1])), None
+
+
+ALL_ATTENTION_FUNCTIONS.register(_IMPLEMENTATION, _look)

@@ -1,0 +1,143 @@
+"""Linear layers and embeddings over packed weights, and the proof that they may stand in for those
+of torch.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from dflash_moe import _core
+from dflash_moe.operators.addresses import DTYPE_NAMES, dense, rows_of
+from dflash_moe.operators.bounds import EPSILON, distance_bound, excess, linear_bound
+from dflash_moe.operators.probes import SCALES, SEED, probe_rows
+
+# So many outputs of a layer are compared.
+PROBED_OUTPUTS = 64
+_ROWS_AT_ONCE = 4096
+
+# A matrix as the core takes it: in memory or in a mapped file of a checkpoint.
+Source = tuple[Any, ...]
+
+
+def memory_source(weight: torch.Tensor) -> Source:
+    """Returns a matrix [outputs, inputs] of any strides that lies in a tensor, which the caller
+    keeps until it is packed.
+    """
+    outputs, inputs = weight.shape
+    return weight.data_ptr(), DTYPE_NAMES[weight.dtype], outputs, inputs, weight.stride(0), weight.stride(1)
+
+
+def bias_source(bias: torch.Tensor | None) -> Source | None:
+    """Returns a vector that lies in a dense tensor, which the caller keeps until it is packed."""
+    return None if bias is None else (bias.data_ptr(), DTYPE_NAMES[bias.dtype], bias.shape[0], 1)
+
+
+class HostLinear(nn.Module):  # type: ignore[misc]
+    """Stands in for an `nn.Linear`. Its weights are packed and belong to it alone."""
+
+    def __init__(
+        self,
+        packed: _core.PackedLinear,
+        out_dtype: torch.dtype | None = None,
+        bias: torch.Tensor | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        """Outputs are in `out_dtype`, or where that is None in the dtype of the rows. `bias` is the
+        one that `packed` has too, and `dtype` that of the former module's weight.
+        """
+        super().__init__()
+        self.packed = packed
+        self.shift = None if bias is None else bias.detach().clone()
+        self.in_features, self.out_features = packed.inputs, packed.outputs
+        # A model's code may ask a layer for the dtype or shape of its weight, which has no values
+        # any more.
+        self.weight = torch.empty((packed.outputs, packed.inputs), dtype=out_dtype or dtype, device="meta")
+        self._out_dtype = out_dtype
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        """Returns [..., outputs] for rows [..., inputs]."""
+        rows = dense(rows)
+        out = rows.new_empty((*rows.shape[:-1], self.out_features), dtype=self._out_dtype or rows.dtype)
+        self.packed.run(*rows_of(rows), *rows_of(out)[:3])
+        return out
+
+    def exact(self) -> nn.Module:
+        """Returns a layer of torch in float64 with the weights that are packed, dequantised."""
+        linear = nn.Linear(self.in_features, self.out_features, bias=self.shift is not None, dtype=torch.float64)
+        ids = torch.arange(self.out_features)
+        weight = torch.empty((self.out_features, self.in_features), dtype=torch.float32)
+        self.packed.gather(ids.data_ptr(), len(ids), *rows_of(weight)[:3])
+        with torch.no_grad():
+            linear.weight.copy_(weight)
+            if self.shift is not None:
+                linear.bias.copy_(self.shift)
+        return linear
+
+    def extra_repr(self) -> str:
+        """Names sizes and formats."""
+        return f"{self.in_features} -> {self.out_features}, {', '.join(self.packed.formats)}"
+
+
+class HostEmbedding(nn.Module):  # type: ignore[misc]
+    """Stands in for an `nn.Embedding` whose weight is also that of a packed linear layer."""
+
+    def __init__(self, packed: _core.PackedLinear, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.packed = packed
+        self.embedding_dim, self.num_embeddings = packed.inputs, packed.outputs
+        self._dtype = dtype
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Returns rows [..., embedding_dim] of ids [...] in int64."""
+        ids = dense(input_ids)
+        out = torch.empty((*ids.shape, self.embedding_dim), dtype=self._dtype)
+        self.packed.gather(ids.data_ptr(), ids.numel(), *rows_of(out)[:3])
+        return out
+
+
+def linear_excess(
+    ours: nn.Module, own: nn.Module, weight: torch.Tensor, bias: torch.Tensor | None, numerics: str,
+    stored: Callable[[Sequence[int]], Any] | None = None,
+) -> float:  # fmt: skip
+    """Returns how far a packed layer is from its module on the probe rows: at most 1 where it may
+    stand in. It must compute with `weight` [outputs, inputs] and `bias`, or where the weights are
+    stored otherwise with what `stored` gives for some outputs, in float32.
+
+    Some outputs are compared with float64, and all of them with the module's own, which sees a
+    panel that was packed to the wrong place.
+    """
+    dtype = weight.dtype if weight.dtype in DTYPE_NAMES else torch.float32
+    scales = SCALES if dtype != torch.float16 else SCALES[:2]
+    rows = probe_rows(weight.shape[1], dtype, scales=scales)
+    found, expected = ours(rows).float(), own(rows)
+    chosen = _some_outputs(weight.shape[0])
+    exact_weight = (weight[chosen] if stored is None else torch.from_numpy(stored(chosen))).double()
+    exact_rows = rows.double()
+    exact = exact_rows @ exact_weight.T
+    if bias is not None:
+        exact += bias[chosen].double()
+    some = excess(found[:, chosen], expected[:, chosen], exact, linear_bound(numerics, exact_rows, exact_weight))
+    # In parts, because a copy of a whole matrix in float32 would be the largest tensor of all.
+    parts = weight.split(_ROWS_AT_ONCE)
+    lengths = torch.cat([torch.linalg.vector_norm(part, dim=1, dtype=torch.float32) for part in parts])
+    lengths = lengths if bias is None else lengths + bias.float().abs()
+    distance = distance_bound(numerics, weight.shape[1], dtype)
+    if stored is not None:
+        # The module's own weights were rounded to its dtype.
+        distance += EPSILON[dtype]
+    allowed = distance * rows.float().norm(dim=1, keepdim=True).clamp_min(1.0) * lengths
+    ratio = (found - expected.float()).abs() / allowed.clamp_min(torch.finfo(torch.float32).tiny)
+    return max(some, float(ratio.nan_to_num(nan=float("inf")).max()) if torch.isfinite(expected).all() else some)
+
+
+def _some_outputs(count: int) -> Sequence[int]:
+    if count <= PROBED_OUTPUTS:
+        return range(count)
+    generator = torch.Generator().manual_seed(SEED)
+    return sorted(torch.randperm(count, generator=generator)[:PROBED_OUTPUTS].tolist())

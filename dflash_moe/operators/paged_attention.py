@@ -1,0 +1,211 @@
+"""Paged attention behind transformers' attention interface: a module's own forward makes queries,
+keys and values, and our function computes over the pages that hold the keys.
+
+Attention is not recognised but enters by its interface. So whatever the interface may be told that
+our function does not compute is refused by name, and such a family keeps one sequence at a time.
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from dflash_moe import _core
+from dflash_moe.errors import UnsupportedError
+from dflash_moe.operators.addresses import DTYPE_NAMES
+from dflash_moe.operators.linear import memory_source
+
+# Our function has this name on the attention interface.
+IMPLEMENTATION = "dflash_moe_paged"
+# This attribute of an attention module holds the pages of its layer.
+_PAGES = "dflash_moe_pages"
+# What the interface may be told beside what our function computes with: it is about training, about
+# masks that the pages make unnecessary, or about what is returned.
+_IGNORED = frozenset(
+    {"dropout", "position_ids", "position_embeddings", "cache_position", "use_cache", "output_attentions", "is_causal",
+     "output_router_logits", "output_hidden_states", "return_dict", "logits_to_keep", "past_key_values", "layer_idx"}
+)  # fmt: skip
+
+
+class Pages(Protocol):
+    """What an attention module's layer has: the pages, and which rows this step computes."""
+
+    pool: _core.HostPool
+    # The slot of each row of the step under way, int64 [num_rows].
+    slots: torch.Tensor
+
+    def layer(self, index: int) -> _core.KvLayer:
+        """Returns the pages of a layer."""
+        ...
+
+    @property
+    def plan(self) -> _core.AttentionPlan:
+        """The sequences of the step under way."""
+        ...
+
+
+class LatentHeads:
+    """The matrices by which an MLA layer's heads read latents: queries are taken to the latents'
+    space, and what attention finds there is taken to values. So prefill and decode share one
+    arithmetic, and keys are never expanded.
+    """
+
+    def __init__(self, pool: _core.HostPool, module: Any, weight: torch.Tensor, numerics: str) -> None:
+        """`weight` [num_heads * (nope + value), latent] is that of the module's kv_b_proj."""
+        self.nope, self.value, self.latent = module.qk_nope_head_dim, module.v_head_dim, module.kv_lora_rank
+        self.num_heads = weight.shape[0] // (self.nope + self.value)
+        heads = weight.view(self.num_heads, self.nope + self.value, self.latent)
+        keys = [(memory_source(heads[h, : self.nope].T), None, h * self.nope) for h in range(self.num_heads)]
+        values = [(memory_source(heads[h, self.nope :]), None, h * self.latent) for h in range(self.num_heads)]
+        self._keys = _core.PackedLinear(pool, keys, numerics=numerics)
+        self._values = _core.PackedLinear(pool, values, numerics=numerics)
+        # The class that takes these weights, which may be another than was asked for.
+        self.numerics = self._keys.numerics[0]
+
+    def queries(self, query: torch.Tensor) -> torch.Tensor:
+        """Returns [num_rows, num_heads, latent + rope] for queries [num_rows, num_heads, nope +
+        rope].
+        """
+        num_rows, rope = query.shape[0], query.shape[-1] - self.nope
+        out = query.new_empty((num_rows, self.num_heads, self.latent + rope), dtype=torch.float32)
+        nope = query[..., : self.nope].reshape(num_rows, -1)
+        absorbed = query.new_empty((num_rows, self.num_heads * self.latent), dtype=torch.float32)
+        _multiply(self._keys, nope, absorbed)
+        out[..., : self.latent] = absorbed.view(num_rows, self.num_heads, self.latent)
+        out[..., self.latent :] = query[..., self.nope :]
+        return out
+
+    def values(self, found: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Returns [num_rows, num_heads, value] for what attention found, [num_rows, num_heads,
+        latent].
+        """
+        num_rows = found.shape[0]
+        out = found.new_empty((num_rows, self.num_heads * self.value), dtype=dtype)
+        _multiply(self._values, found.view(num_rows, -1), out)
+        return out.view(num_rows, self.num_heads, self.value)
+
+
+class LayerPages:
+    """Where one attention module finds its pages, and its latent heads where it has them."""
+
+    __slots__ = ("index", "latent", "pages", "sinks", "value_size")
+
+    def __init__(self, pages: Pages, index: int, value_size: int, latent: LatentHeads | None) -> None:
+        self.pages = pages
+        self.index = index
+        self.value_size = value_size
+        self.latent = latent
+        # The sinks as float32, by the tensor that they were given as.
+        self.sinks: tuple[Any, torch.Tensor] | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LayerPages:
+        # A copy of a module reads the same pages.
+        return self
+
+
+def attach(module: nn.Module, pages: LayerPages) -> None:
+    """Gives an attention module the pages of its layer."""
+    module.__dict__[_PAGES] = pages
+    if pages.latent is not None:
+        module.__dict__["expand_kv"] = _as_latents
+
+
+def pages_of(module: nn.Module) -> LayerPages | None:
+    """Returns the pages that `attach` gave a module, None for any other module."""
+    found: LayerPages | None = module.__dict__.get(_PAGES)
+    return found
+
+
+def _as_latents(kv_nope: torch.Tensor, k_rot: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Stands in for a module's `expand_kv`: attention reads latents, keys are never expanded."""
+    return kv_nope, k_rot
+
+
+def attention_forward(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any = None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """Computes attention for queries [1, num_heads, num_rows, head_dim] over pages, to which the
+    cache has appended the rows' keys and values already. Returns [1, num_rows, num_heads,
+    value_size].
+
+    Raises UnsupportedError naming a keyword that it does not compute.
+    """
+    del key, value
+    check_arguments(module, attention_mask, others)
+    found = module.__dict__.get(_PAGES)
+    if found is None:
+        raise UnsupportedError(f"{type(module).__name__}: has no pages; only an engine's model uses {IMPLEMENTATION}")
+    num_heads, num_rows, head_dim = query.shape[1:]
+    rows = query[0].transpose(0, 1)
+    latent = found.latent
+    kv_layer = found.pages.layer(found.index)
+    scale = head_dim**-0.5 if scaling is None else scaling
+    dtype = query.dtype
+    if latent is not None:
+        rows = latent.queries(rows)
+    rows = _adjacent(rows)
+    out = query.new_empty((num_rows, num_heads, found.value_size), dtype=torch.float32 if latent is not None else dtype)
+    sinks = 0 if s_aux is None else _sinks_of(found, s_aux).data_ptr()
+    _core.paged_attention(
+        found.pages.pool, kv_layer, found.pages.plan, rows.data_ptr(), rows.stride(0) * rows.element_size(),
+        DTYPE_NAMES[rows.dtype], num_heads, out.data_ptr(), out.stride(0) * out.element_size(), DTYPE_NAMES[out.dtype],
+        scale=float(scale), window=int(sliding_window or 0), softcap=float(softcap or 0.0), sinks_address=sinks,
+    )  # fmt: skip
+    if latent is not None:
+        out = latent.values(out, dtype)
+    return out.unsqueeze(0), None
+
+
+def check_arguments(module: nn.Module, attention_mask: Any, others: dict[str, Any]) -> None:
+    """Raises UnsupportedError naming whatever paged attention does not compute with."""
+    for name, given in others.items():
+        if name not in _IGNORED and given is not None:
+            raise UnsupportedError(f"{type(module).__name__}: paged attention does not compute with {name}")
+    if attention_mask is not None or others.get("is_causal") is False:
+        what = "is_causal=False" if attention_mask is None else "an attention mask of the model's own"
+        raise UnsupportedError(f"{type(module).__name__}: paged attention does not compute with {what}")
+
+
+def _sinks_of(pages: LayerPages, given: torch.Tensor) -> torch.Tensor:
+    if pages.sinks is None or pages.sinks[0] is not given:
+        pages.sinks = (given, given.detach().float().contiguous())
+    return pages.sinks[1]
+
+
+def _adjacent(rows: torch.Tensor) -> torch.Tensor:
+    """Returns rows [num_rows, num_heads, head_dim] whose heads lie side by side."""
+    return rows if rows.stride()[1:] == (rows.shape[2], 1) else rows.contiguous()
+
+
+def append(layer: _core.KvLayer, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+    """Appends the keys and values [1, num_kv_heads, num_rows, size] of all rows of a step to their
+    slots, int64 [num_rows], in one call.
+    """
+    key, value = _adjacent(key[0].transpose(0, 1)), _adjacent(value[0].transpose(0, 1))
+    layer.append(
+        slots.data_ptr(), slots.numel(), key.data_ptr(), key.stride(0) * key.element_size(), DTYPE_NAMES[key.dtype],
+        value.data_ptr(), value.stride(0) * value.element_size(), DTYPE_NAMES[value.dtype],
+    )  # fmt: skip
+
+
+def _multiply(packed: _core.PackedLinear, rows: torch.Tensor, out: torch.Tensor) -> None:
+    packed.run(
+        rows.data_ptr(), rows.stride(0) * rows.element_size(), DTYPE_NAMES[rows.dtype], rows.shape[0],
+        out.data_ptr(), out.stride(0) * out.element_size(), DTYPE_NAMES[out.dtype],
+    )  # fmt: skip
+
+
+ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, attention_forward)

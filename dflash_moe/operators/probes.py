@@ -1,0 +1,30 @@
+"""Seeded rows on which operators are compared with the modules that they stand in for.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+import torch
+
+SEED = 20
+# So many rows of each kind.
+NUM_EACH = 8
+SCALES = (1.0, 1e-4, 1e4)
+
+
+def probe_rows(width: int, dtype: torch.dtype, *, scales: tuple[float, ...] = SCALES) -> torch.Tensor:
+    """Returns rows [num_rows, width] in `dtype`: normal ones, the same 1e-4 and 1e4 times as large,
+    one-hot ones, and pairs of near equals. Values stay within the range of f16.
+    """
+    generator = torch.Generator().manual_seed(SEED)
+    normal = torch.randn(NUM_EACH, width, generator=generator, dtype=torch.float64)
+    kinds = [normal * scale for scale in scales]
+    one_hot = torch.zeros(NUM_EACH, width, dtype=torch.float64)
+    places = torch.randint(0, width, (NUM_EACH,), generator=generator)
+    one_hot[torch.arange(NUM_EACH), places] = 1.0
+    kinds.append(one_hot)
+    near = normal[: NUM_EACH // 2].repeat_interleave(2, dim=0)
+    near[1::2] *= 1.0 + 2.0**-10
+    kinds.append(near)
+    return torch.cat(kinds).to(dtype)
