@@ -100,6 +100,14 @@ class UnsupportedError(DflashError):
     default_code = "unsupported"
 
 
+class EngineError(DflashError):
+    """The engine's own books contradict each other: a block was released twice, or a position has
+    no block. No input causes it; the message names block or position, and both values.
+    """
+
+    default_code = "engine"
+
+
 class ProtocolError(DflashError):
     """A peer broke the protocol, speaks another version, or failed to authenticate. The message
     names the field and both values.

@@ -117,6 +117,8 @@ def _run(
 
     if overrides.get("profile"):
         options.say("--profile: only hosts in Python record timelines; --json has a program's counters")
+    if overrides.get("host_operators") or overrides.get("host_activations"):
+        options.say("--host-operators, --host-activations: they concern hosts in Python; the program computes its part itself")
     refuse_router(command[0], command[1:], flags)
     library = _find_plugin(plugin, command[0])
     path = find_model(model, flags)
@@ -129,7 +131,7 @@ def _run(
         raise ConfigError("the program's flags (-ot) send all routed experts elsewhere; leave some to the workers")
     require_whole_layers(known.tensors, left)
     proof = LocalityProof([tensor.name for tensor in known.tensors], left, may_be_local=allow_local)
-    placed = PlacedExperts(known.spec, topology, resolve_settings(topology.ipc, **overrides))
+    placed = PlacedExperts(known.spec, topology, resolve_settings(topology.stated_settings, **overrides))
     files = OpenFiles(_files_of(path, flags))
     override = override_for(known.tensors, names, may_be_local=allow_local) if library else ""
     if json_out is not None and json_out.is_file():

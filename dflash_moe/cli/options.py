@@ -153,7 +153,7 @@ def prepare_host(topology: Topology, overrides: Mapping[str, Any] | None = None)
     Variables that the user has set stay. Raises ConfigError for the settings and for what
     `check_paths` finds, before seconds of imports.
     """
-    settings = resolve_settings(topology.ipc, **(overrides or {}))
+    settings = resolve_settings(topology.stated_settings, **(overrides or {}))
     check_paths(topology, settings)
     plan = thread_plan(topology, settings)
     if plan.is_oversubscribed:

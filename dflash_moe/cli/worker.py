@@ -65,7 +65,7 @@ def worker(
     from dflash_moe.topology import Topology
 
     plan = Topology.load(topology)
-    settings = resolve_settings(plan.ipc, threads=threads, key_file=key_file)
+    settings = resolve_settings(plan.stated_settings, threads=threads, key_file=key_file)
     spec = plan.worker(name)
     code = run_hand_started_worker(
         name=name,

@@ -6,6 +6,7 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
+from dflash_moe.config import MemoryBudget
 from dflash_moe.errors import TopologyError
 from dflash_moe.topology.addresses import Address, parse_address
 from dflash_moe.topology.spec import (
@@ -13,7 +14,6 @@ from dflash_moe.topology.spec import (
     Emulate,
     ExpertSelection,
     HostSpec,
-    MemoryBudget,
     PlacementSpec,
     WorkerSpec,
 )

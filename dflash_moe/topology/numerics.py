@@ -8,12 +8,12 @@ SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
 from dflash_moe import _core
+from dflash_moe.config.activations import ACTIVATIONS, BACKENDS
 from dflash_moe.errors import UnsupportedError
 
 CLASSES = {facts.name: facts for facts in _core.numerics_table()}
 DEFAULT_NUMERICS = next(iter(CLASSES))
 DEFAULT_ACTIVATIONS = CLASSES[DEFAULT_NUMERICS].activations
-_BACKENDS = ("cpu", "cuda", "hip")
 
 
 def _offered(activations: str, backend: str) -> tuple[str, ...]:
@@ -21,19 +21,10 @@ def _offered(activations: str, backend: str) -> tuple[str, ...]:
     return tuple(name for name, facts in CLASSES.items() if facts.activations == activations and backend in facts.offered_by)
 
 
-def _words() -> tuple[str, ...]:
-    """Returns the words that `activations` may be: a rounding of inputs, or the name of a class
-    that only some machines compute.
-    """
-    partial = [name for name, facts in CLASSES.items() if len(facts.offered_by) < len(_BACKENDS)]
-    return (*dict.fromkeys(facts.activations for facts in CLASSES.values()), *partial)
-
-
-ACTIVATIONS = _words()
 # For these words one backend has several classes, because its cards differ. Only the opened card
 # says which of them it computes, in the answer to hello. Until then the word stands for the class.
 _UNDECIDED = {
-    word: classes for word in ACTIVATIONS for backend in _BACKENDS if len(classes := _offered(word, backend)) > 1
+    word: classes for word in ACTIVATIONS for backend in BACKENDS if len(classes := _offered(word, backend)) > 1
 }  # fmt: skip
 
 

@@ -12,10 +12,21 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from dflash_moe.config import MAX_BYTES, MAX_THREADS, SETTINGS, SIZE_FORMS, parse_bytes
+from dflash_moe.config import (
+    ACTIVATIONS,
+    MAX_BYTES,
+    MAX_THREADS,
+    SETTINGS,
+    SIZE_FORMS,
+    MemoryBudget,
+    parse_budget,
+    parse_bytes,
+)
+from dflash_moe.config.settings import OPERATORS
+from dflash_moe.config.values import BUDGET_FORMS
 from dflash_moe.errors import ConfigError, TopologyError, shown
 from dflash_moe.topology.addresses import parse_address
-from dflash_moe.topology.numerics import ACTIVATIONS, DEFAULT_ACTIVATIONS
+from dflash_moe.topology.numerics import DEFAULT_ACTIVATIONS
 from dflash_moe.topology.spec import (
     CPUS_WORDS,
     EVERY_LAYER,
@@ -23,7 +34,6 @@ from dflash_moe.topology.spec import (
     Emulate,
     ExpertSelection,
     HostSpec,
-    MemoryBudget,
     PlacementSpec,
     WorkerSpec,
 )
@@ -46,8 +56,8 @@ WEIGHTS = ("auto", "int8", "int4")
 WEIGHTS_LAYOUTS = ("auto", "packed", "mapped")
 POLICIES = ("even", "memory", "explicit")
 
-ROOT_KEYS = ("version", "host", "ipc", "placement", "workers")
-HOST_KEYS = ("device", "simulate", "threads", "experts", "activations")
+ROOT_KEYS = ("version", "host", "ipc", "engine", "placement", "workers")
+HOST_KEYS = ("device", "simulate", "threads", "experts", "activations", "operators")
 HOST_EXPERTS_KEYS = ("memory",)
 PLACEMENT_KEYS = ("policy",)
 WORKER_KEYS = (
@@ -67,7 +77,6 @@ EMULATE_LIMITS = {
 NAME_FORM = "1..63 letters, digits, '_', '-', '.', the first a letter or digit"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}", re.ASCII)
 _DEVICE = re.compile(r"(?:auto|cpu|(?:cuda|hip|sim):[0-9]{1,3})", re.ASCII)
-_PERCENT = re.compile(r"([0-9]{1,3}(?:\.[0-9]{1,6})?)\s*%", re.ASCII)
 _RANGE = re.compile(r"([0-9]{1,6})(?:\s*-\s*([0-9]{1,6}))?", re.ASCII)
 
 
@@ -80,6 +89,7 @@ class TopologyParts(NamedTuple):
     placement: PlacementSpec
     version: int
     source: str
+    engine: Mapping[str, Any]
 
 
 def load_topology(path: Path) -> TopologyParts:
@@ -118,9 +128,9 @@ def parse_topology(text: str, source: str) -> TopologyParts:
     if not workers:
         raise fields["workers"].error("workers is empty; list at least one, such as {name: w0, backend: cpu}")
     _check_workers(workers, placement.policy, source)
-    ipc = _ipc(fields["ipc"]) if "ipc" in fields else {}
+    ipc, engine = (_section(fields, name) for name in ("ipc", "engine"))
     host = _host(fields["host"]) if "host" in fields else HostSpec()
-    return TopologyParts(workers, host, MappingProxyType(ipc), placement, 1, source)
+    return TopologyParts(workers, host, ipc, placement, 1, source, engine)
 
 
 def check_local(workers: Sequence[WorkerSpec]) -> None:
@@ -147,17 +157,20 @@ def _check_version(root: Value, fields: dict[str, Value]) -> None:
         raise fields["version"].error(f"version {shown(version)} is not supported; this dflash_moe reads version 1")
 
 
-def _ipc(value: Value) -> dict[str, Any]:
-    settings = {setting.ipc_key: setting for setting in SETTINGS if setting.ipc_key}
+def _section(root: dict[str, Value], name: str) -> Mapping[str, Any]:
+    """Returns the parsed settings of a section that has nothing else in it."""
+    if name not in root:
+        return MappingProxyType({})
+    settings = {setting.key: setting for setting in SETTINGS if setting.section == name}
     parsed = {}
-    for key, field in value.fields([key for key in settings if key]).items():
+    for key, field in root[name].fields([key for key in settings if key]).items():
         try:
             parsed[key] = settings[key].check(field.scalar(), field.path)
         except TopologyError:
             raise
         except ConfigError as error:
             raise field.error(str(error)) from None
-    return parsed
+    return MappingProxyType(parsed)
 
 
 def _host(value: Value) -> HostSpec:
@@ -180,16 +193,16 @@ def _host(value: Value) -> HostSpec:
         if "memory" in experts:
             budget = _budget(experts["memory"])
     activations = fields["activations"].choice(ACTIVATIONS) if "activations" in fields else None
-    return HostSpec(device, threads, budget, value.line, activations, simulate)
+    operators = fields["operators"].choice(OPERATORS) if "operators" in fields else None
+    return HostSpec(device, threads, budget, value.line, activations, simulate, operators)
 
 
 def _budget(value: Value) -> MemoryBudget:
     raw = value.scalar()
-    if isinstance(raw, str) and (match := _PERCENT.fullmatch(raw.strip())):
-        if float(match[1]) > 100:
-            raise value.error(f"{value.path}: {raw!r} is not allowed; allowed: 0%..100%")
-        return MemoryBudget(fraction=float(match[1]) / 100)
-    return MemoryBudget(_bytes(value, 0, "0%..100%, " + SIZE_FORMS))
+    try:
+        return parse_budget(raw)
+    except ValueError:
+        raise value.error(f"{value.path}: {shown(raw)} is not allowed; allowed: {BUDGET_FORMS}, 0..{MAX_BYTES} bytes") from None
 
 
 def _bytes(value: Value, least: int, allowed: str) -> int:

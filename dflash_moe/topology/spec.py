@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from dflash_moe.config import MemoryBudget
 from dflash_moe.topology.addresses import Address, parse_address
 from dflash_moe.topology.numerics import DEFAULT_ACTIVATIONS
 
@@ -18,26 +19,13 @@ EVERY_LAYER = "*"
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryBudget:
-    """An amount of memory: bytes, or where `fraction` is set that part of a whole, which the caller
-    of `resolve` names.
-    """
-
-    num_bytes: int = 0
-    fraction: float | None = None
-
-    def resolve(self, whole_bytes: int) -> int:
-        """Returns the bytes of the budget when the whole is `whole_bytes`."""
-        return self.num_bytes if self.fraction is None else int(self.fraction * whole_bytes)
-
-
-@dataclass(frozen=True, slots=True)
 class HostSpec:
     """The host process. `threads` None has them planned from the cores. A fraction in
     `experts_memory` is one of the bytes of all routed experts.
 
     `device` auto means cpu, and sim:N comes with `simulate`. `activations` None means those of the
-    workers where they agree, else the default. `line` is where it stands in the file.
+    workers where they agree, else the default. `operators` None means that the topology does not
+    say who computes the host's part of the model. `line` is where it stands in the file.
     """
 
     device: str = "auto"
@@ -46,6 +34,7 @@ class HostSpec:
     line: int = 0
     activations: str | None = None
     simulate: str | None = None
+    operators: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from dflash_moe.config import Settings
 from dflash_moe.errors import TopologyError
 from dflash_moe.topology.numerics import DEFAULT_ACTIVATIONS, class_on
 from dflash_moe.topology.parse import check_local, load_topology, parse_topology
@@ -20,8 +21,8 @@ from dflash_moe.topology.spec import HOST, HostSpec, PlacementSpec, WorkerSpec
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """A checked topology. `ipc` holds the parsed settings that the file states below `ipc:`;
-    `config.resolve_settings` adds the others.
+    """A checked topology. `ipc` and `engine` hold the parsed settings that the file states below
+    these keys; `config.resolve_settings` makes all settings of `stated_settings`.
     """
 
     workers: tuple[WorkerSpec, ...]
@@ -30,6 +31,7 @@ class Topology:
     placement: PlacementSpec = field(default_factory=PlacementSpec)
     version: int = 1
     source: str = "<python>"
+    engine: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Topology:
@@ -70,6 +72,21 @@ class Topology:
                 return worker
         known = ", ".join(worker.name for worker in self.workers)
         raise TopologyError(f"{self.source}:1: no worker is named {name!r}; it has {known}")
+
+    @property
+    def stated_settings(self) -> Mapping[str, Any]:
+        """What the topology says about settings, by dotted key ("ipc.mode")."""
+        host = {"host.operators": self.host.operators, "host.activations": self.host.activations}
+        sections = {"ipc": self.ipc, "engine": self.engine}
+        stated = {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
+        return stated | {key: value for key, value in host.items() if value is not None}
+
+    def with_settings(self, settings: Settings) -> Topology:
+        """Returns the topology as `settings` have it, in which flags and environment have won:
+        what the host computes its own part in follows them.
+        """
+        host = replace(self.host, operators=settings.host_operators, activations=settings.host_activations)
+        return replace(self, host=host)
 
     def activations_of(self, holder: str) -> str:
         """Returns what a worker, or HOST, was asked to round inputs to: a word of

@@ -19,11 +19,14 @@ from dflash_moe import _core
 from dflash_moe.cli.main import run
 from dflash_moe.config import (
     ISAS,
+    SECTIONS,
     SETTINGS,
     SETTINGS_BY_NAME,
+    MemoryBudget,
     Settings,
     format_bytes,
     on_worker_loss,
+    parse_budget,
     parse_bytes,
     resolve_settings,
 )
@@ -33,7 +36,7 @@ from dflash_moe.topology import Topology
 IPC = "DFLASH_MOE_EXPERT_COMPUTE_IPC_"
 COMPUTE = "DFLASH_MOE_EXPERT_COMPUTE_"
 
-# name: (text as a user writes it, parsed); different from the default
+# name: (text as a user writes it, parsed); different from the default where there is a choice
 GOOD = {
     "mode": ("Stream", "stream"),
     "transport": ("SHARED", "shared"),
@@ -53,6 +56,11 @@ GOOD = {
     "start_timeout_s": ("120", 120.0),
     "stall_timeout_s": (1, 1.0),
     "spin_us": ("0", 0),
+    "host_operators": ("Torch", "torch"),
+    "host_activations": ("INT8", "int8"),
+    "block_tokens": ("16", 16),  # the only value that is allowed
+    "kv_memory": ("1.5 GiB", MemoryBudget(3 << 29)),
+    "kv_dtype": ("F16", "f16"),
     "cpu_isa": ("avx2", "avx2"),
     "handover": ("/run/handover", Path("/run/handover")),
     "handover_token_fd": ("7:81234", "7:81234"),
@@ -77,6 +85,11 @@ BAD = {
     "start_timeout_s": ["0"],
     "stall_timeout_s": ["nan"],
     "spin_us": ["-1", "1000001", "much"],
+    "host_operators": ["own", "", 1],
+    "host_activations": ["f64", "", "auto"],
+    "block_tokens": ["32", "8", "0", "auto", 16.0, True],
+    "kv_memory": ["0", "0%", "101%", "-1%", "25 percent", "%", "lots", "0.25", 0.25, True],
+    "kv_dtype": ["", "fp8", "int8"],
     "cpu_isa": ["sse9", ""],
     "handover": ["", 3],
     "handover_token_fd": ["-1:2", "7", "stdin", ":", ""],
@@ -100,8 +113,8 @@ def test_argument_environment_and_yaml_give_the_same_value(name):
     assert getattr(resolve_settings(environ={}, **{name: text}), name) == expected
     if setting.environment:
         assert getattr(resolve_settings(environ={setting.environment: str(text)}), name) == expected
-    if setting.ipc_key:
-        assert getattr(resolve_settings({setting.ipc_key: text}, environ={}), name) == expected
+    if setting.section:
+        assert getattr(resolve_settings({setting.yaml: text}, environ={}), name) == expected
 
 
 @pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in BAD.items() for value in values])
@@ -110,11 +123,11 @@ def test_a_value_that_is_not_allowed_is_named_with_its_origin_and_the_allowed_on
     sources = [(name, {"environ": {}, name: value}, {})]
     if setting.environment and isinstance(value, str):
         sources.append((setting.environment, {"environ": {setting.environment: value}}, {}))
-    if setting.ipc_key:
-        sources.append((f"ipc.{setting.ipc_key}", {"environ": {}}, {setting.ipc_key: value}))
-    for origin, arguments, ipc in sources:
+    if setting.section:
+        sources.append((setting.yaml, {"environ": {}}, {setting.yaml: value}))
+    for origin, arguments, stated in sources:
         with pytest.raises(ConfigError) as caught:
-            resolve_settings(ipc, **arguments)
+            resolve_settings(stated, **arguments)
         message = str(caught.value)
         assert message.startswith(origin)
         assert setting.allowed in message
@@ -123,8 +136,8 @@ def test_a_value_that_is_not_allowed_is_named_with_its_origin_and_the_allowed_on
 
 def test_precedence_is_argument_then_environment_then_yaml_then_default():
     environ = {f"{IPC}MODE": "batched", f"{COMPUTE}BATCH": "3"}
-    ipc = {"mode": "stream", "stream_tokens": 2, "batch_capacity": 99}
-    settings = resolve_settings(ipc, environ=environ, mode="auto", dtype=None)
+    stated = {"ipc.mode": "stream", "ipc.stream_tokens": 2, "ipc.batch_capacity": 99}
+    settings = resolve_settings(stated, environ=environ, mode="auto", dtype=None)
     assert (settings.mode, settings.stream_tokens, settings.batch_capacity, settings.dtype) == ("auto", 3, 99, None)
 
 
@@ -134,7 +147,7 @@ def test_fabric_is_refused_by_name_wherever_it_is_asked_for(tmp_path, capsys):
     sources = [
         lambda: resolve_settings(environ={}, transport="fabric"),
         lambda: resolve_settings(environ={f"{IPC}TRANSPORT": "Fabric"}),
-        lambda: resolve_settings({"transport": "fabric"}, environ={}),
+        lambda: resolve_settings({"ipc.transport": "fabric"}, environ={}),
         lambda: Topology.load(tmp_path / "fabric.yaml"),
     ]
     for source in sources:
@@ -162,9 +175,9 @@ ANYTHING = st.one_of(
 @settings(max_examples=300, deadline=None)
 @given(st.sampled_from(sorted(SETTINGS_BY_NAME)), ANYTHING)
 def test_any_value_of_any_setting_is_taken_or_a_config_error(name, value):
-    for given_as in ({"overrides": {name: value}}, {"topology_ipc": {SETTINGS_BY_NAME[name].ipc_key or "no key": value}}):
+    for given_as in ({"overrides": {name: value}}, {"stated": {SETTINGS_BY_NAME[name].yaml or "no key": value}}):
         try:
-            resolve_settings(given_as.get("topology_ipc"), environ={}, **given_as.get("overrides", {}))
+            resolve_settings(given_as.get("stated"), environ={}, **given_as.get("overrides", {}))
         except ConfigError as error:
             assert len(str(error)) < 500  # noqa: PT017 - any other exception fails the test
 
@@ -181,7 +194,7 @@ def test_any_environment_is_taken_or_a_config_error(suffix, text):
 def test_a_losing_source_is_not_read(name):
     setting = SETTINGS_BY_NAME[name]
     text, expected = GOOD[name]
-    assert getattr(resolve_settings({setting.ipc_key: "nonsense"}, environ={}, **{name: text}), name) == expected
+    assert getattr(resolve_settings({setting.yaml: "nonsense"}, environ={}, **{name: text}), name) == expected
 
 
 def test_stream_tokens_above_the_maximum_is_refused_naming_both():
@@ -205,12 +218,37 @@ def test_a_misspelt_variable_is_an_error_with_a_suggestion():
 def test_unknown_arguments_and_keys_are_errors_with_a_suggestion():
     with pytest.raises(ConfigError, match="unknown setting 'moode'; did you mean 'mode'"):
         resolve_settings(environ={}, moode="auto")
-    with pytest.raises(ConfigError, match=r"unknown key 'ipc.transprt'; did you mean 'transport'"):
-        resolve_settings({"transprt": "auto"}, environ={})
+    with pytest.raises(ConfigError, match=r"unknown key 'ipc.transprt'; did you mean 'ipc.transport'"):
+        resolve_settings({"ipc.transprt": "auto"}, environ={})
+    with pytest.raises(ConfigError, match=r"unknown key 'engine.kv_memry'; did you mean 'engine.kv_memory'"):
+        resolve_settings({"engine.kv_memry": "1GiB"}, environ={})
+    # A topology reads these by itself, and states them nowhere as a setting.
+    with pytest.raises(ConfigError, match=r"unknown key 'workers\[\].threads'"):
+        resolve_settings({"workers[].threads": 1}, environ={})
 
 
 def test_spin_auto_is_left_to_the_plan():
-    assert resolve_settings({"spin_us": "auto"}, environ={}).spin_us is None
+    assert resolve_settings({"ipc.spin_us": "auto"}, environ={}).spin_us is None
+
+
+def test_the_dtype_of_the_kv_cache_is_the_models_own_by_default_and_with_auto():
+    assert resolve_settings(environ={}).kv_dtype is None
+    assert resolve_settings({"engine.kv_dtype": "f16"}, environ={"DFLASH_MOE_ENGINE_KV_DTYPE": "Auto"}).kv_dtype is None
+
+
+def test_another_block_size_is_refused_with_the_reason():
+    with pytest.raises(
+        ConfigError, match="^engine.block_tokens: 32 is not allowed; allowed: 16, which is the page of the atten"
+    ):
+        resolve_settings({"engine.block_tokens": 32}, environ={})
+
+
+def test_a_setting_of_a_section_has_its_key_there():
+    for setting in SETTINGS:
+        if setting.section:
+            assert (setting.section in SECTIONS, setting.yaml) == (True, f"{setting.section}.{setting.key}")
+        else:
+            assert setting.key is None
 
 
 def test_every_kernel_set_of_the_core_can_be_forced():
@@ -229,6 +267,19 @@ def test_amounts_of_memory_take_units(text, expected):
 def test_other_amounts_are_refused(text):
     with pytest.raises(ValueError, match="bytes"):
         parse_bytes(text)
+
+
+@pytest.mark.parametrize(
+    ("value", "of_800"), [("25%", 200), ("12.5 %", 100), ("100%", 800), ("0%", 0), ("1KiB", 1024), (7, 7), (MemoryBudget(9), 9)]
+)
+def test_budgets_are_amounts_or_percentages_of_a_whole(value, of_800):
+    assert parse_budget(value).resolve(800) == of_800
+
+
+@pytest.mark.parametrize("value", ["101%", "1e2%", "-1%", "%", "a quarter", 0.25, None, True, "1%%", "٣%", []])
+def test_other_budgets_are_refused(value):
+    with pytest.raises(ValueError, match="bytes"):
+        parse_budget(value)
 
 
 def test_amounts_are_written_in_the_largest_unit():

@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash_moe import _core
+from dflash_moe.config import ACTIVATIONS, BLOCK_TOKENS, MemoryBudget, Settings, resolve_settings
 from dflash_moe.errors import ConfigError, TopologyError
 from dflash_moe.topology import Topology
-from dflash_moe.topology.numerics import ACTIVATIONS, CLASSES, class_on, possible_classes
+from dflash_moe.topology.numerics import CLASSES, class_on, possible_classes
 from dflash_moe.topology.parse import MAX_EXPERT_ID, MAX_FILE_BYTES, MAX_LAYER, MAX_WORKERS
 
 BF16_CLASS = class_on("bf16", "cpu")
@@ -31,6 +32,8 @@ host:
   device: CUDA:1
   threads: 2
   experts: {memory: 12.5%}
+  operators: Torch
+engine: {block_tokens: 16, kv_memory: 37.5%, kv_dtype: BF16}
 ipc: {mode: Stream, call_timeout_s: 5, stream_tokens: 8, required: 1, shared_bytes: 1MiB}
 placement: {policy: explicit}
 workers:
@@ -52,8 +55,14 @@ def test_every_key_is_read():
     assert dict(topology.ipc) == {
         "mode": "stream", "call_timeout_s": 5.0, "stream_tokens": 8, "required": True, "shared_bytes": 1 << 20,
     }  # fmt: skip
+    assert dict(topology.engine) == {
+        "block_tokens": BLOCK_TOKENS,
+        "kv_memory": MemoryBudget(fraction=0.375),
+        "kv_dtype": "bf16",
+    }
+    assert topology.host.operators == "torch"
     w0, card, fake, slow, far = topology.workers
-    assert (w0.backend, w0.threads, w0.memory, w0.line) == ("cpu", 3, 8 << 30, 9)
+    assert (w0.backend, w0.threads, w0.memory, w0.line) == ("cpu", 3, 8 << 30, 11)
     assert w0.experts.for_layer(0, 9) == (0, 1, 2, 3, 6)
     assert (card.backend, card.device, card.experts.for_layer(0, 9)) == ("hip", 2, ())
     assert (fake.backend, fake.simulate, fake.experts.for_layer(1, 9)) == ("sim", "cuda", (7,))
@@ -137,6 +146,16 @@ WRONG = [
     (HEAD + "workers: [{name: a, weights: int2}]\n", 2, "allowed: auto, int8, int4"),
     (HEAD + "workers: [{name: a, activations: int4}]\n", 2, "allowed: f32, int8, bf16, f16"),
     (HEAD + "host: {activations: f64}\n" + ONE, 2, "allowed: f32, int8, bf16, f16"),
+    (HEAD + "host: {operators: own}\n" + ONE, 2, "host.operators: 'own' is not allowed; allowed: auto, torch"),
+    (HEAD + "host: {operators: tork}\n" + ONE, 2, "allowed: auto, torch; did you mean 'torch'?"),
+    (HEAD + "host: {operator: torch}\n" + ONE, 2, "unknown key 'host.operator'; did you mean 'operators'?"),
+    (HEAD + "engin: {}\n" + ONE, 2, "unknown key 'engin'; did you mean 'engine'?"),
+    (HEAD + "engine: 16\n" + ONE, 2, "engine must be a map of keys"),
+    (HEAD + "engine: {kv_memry: 1}\n" + ONE, 2, "unknown key 'engine.kv_memry'; did you mean 'kv_memory'?"),
+    (HEAD + "engine:\n  block_tokens: 32\n" + ONE, 3, "engine.block_tokens: 32 is not allowed; allowed: 16, which is the page"),
+    (HEAD + "engine: {kv_memory: 101%}\n" + ONE, 2, "engine.kv_memory: '101%' is not allowed; allowed: above 0% and at most"),
+    (HEAD + "engine: {kv_memory: [1]}\n" + ONE, 2, "engine.kv_memory must be a single value"),
+    (HEAD + "engine: {kv_dtype: fp8}\n" + ONE, 2, "engine.kv_dtype: 'fp8' is not allowed; allowed: auto, f32, f16, bf16"),
     (HEAD + "workers: [{name: a, cpus: some}]\n", 2, "workers[0].cpus: 'some' names no CPUs; write auto, none, or"),
     (HEAD + "workers: [{name: a, cpus: 3-1}]\n", 2, "'3-1' names no CPUs"),
     (HEAD + "workers: [{name: a, cpus: true}]\n", 2, "'True' names no CPUs"),
@@ -315,6 +334,29 @@ def test_activations_name_a_numerics_class_and_the_host_follows_workers_that_agr
     assert Topology.local(1).numerics_of("w0") == Topology.local(1).numerics_of("host") == "f32-canonical"
     assert [name for name, facts in CLASSES.items() if not facts.is_bounded] == _core.numerics_classes("reference")
     assert set(ACTIVATIONS) == {"f32", "int8", "bf16", "f16", "bf16-dot", "bf16-bfdot", *MATRIX, "f16-dot2"}
+
+
+def test_settings_that_stand_in_the_topology_are_stated_by_dotted_key():
+    topology = Topology.parse(FULL.replace('"*": ""', '"*": [8]'))
+    assert dict(topology.stated_settings) == {
+        "ipc.mode": "stream", "ipc.call_timeout_s": 5.0, "ipc.stream_tokens": 8, "ipc.required": True,
+        "ipc.shared_bytes": 1 << 20, "engine.block_tokens": 16, "engine.kv_memory": MemoryBudget(fraction=0.375),
+        "engine.kv_dtype": "bf16", "host.operators": "torch",
+    }  # fmt: skip
+    settings = resolve_settings(topology.stated_settings, environ={"DFLASH_MOE_ENGINE_KV_DTYPE": "f32"})
+    assert (settings.host_operators, settings.kv_dtype, settings.kv_memory.resolve(800)) == ("torch", "f32", 300)
+    assert dict(Topology.local(1).stated_settings) == {}
+
+
+def test_a_flag_or_variable_for_the_hosts_activations_wins_over_the_file():
+    topology = Topology.parse(HEAD + "host: {activations: int8}\nworkers: [{name: w0, activations: bf16}]\n")
+    assert topology.with_settings(resolve_settings(topology.stated_settings, environ={})).activations_of("host") == "int8"
+    settings = resolve_settings(topology.stated_settings, environ={"DFLASH_MOE_HOST_ACTIVATIONS": "F32"})
+    changed = topology.with_settings(settings)
+    assert (changed.activations_of("host"), changed.activations_of("w0")) == ("f32", "bf16")
+    assert changed.numerics_of("host") == "f32-canonical"
+    follows = Topology.parse(HEAD + "workers: [{name: w0, activations: bf16}]\n").with_settings(Settings())
+    assert follows.activations_of("host") == "bf16"
 
 
 def test_bf16_is_the_class_of_a_cards_matrix_units_and_names_of_classes_stay():

@@ -1,0 +1,52 @@
+"""Settings: the one table of them, what their values may look like, and how they are resolved.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+from dflash_moe.config.activations import ACTIVATIONS
+from dflash_moe.config.resolve import check_environment, on_worker_loss, resolve_settings
+from dflash_moe.config.settings import (
+    BLOCK_TOKENS,
+    DTYPES,
+    ISAS,
+    MAX_THREADS,
+    SECTIONS,
+    SETTINGS,
+    SETTINGS_BY_NAME,
+    Setting,
+    Settings,
+)
+from dflash_moe.config.values import (
+    MAX_BYTES,
+    SIZE_FORMS,
+    MemoryBudget,
+    did_you_mean,
+    format_bytes,
+    parse_budget,
+    parse_bytes,
+)
+
+__all__ = [
+    "ACTIVATIONS",
+    "BLOCK_TOKENS",
+    "DTYPES",
+    "ISAS",
+    "MAX_BYTES",
+    "MAX_THREADS",
+    "SECTIONS",
+    "SETTINGS",
+    "SETTINGS_BY_NAME",
+    "SIZE_FORMS",
+    "MemoryBudget",
+    "Setting",
+    "Settings",
+    "check_environment",
+    "did_you_mean",
+    "format_bytes",
+    "on_worker_loss",
+    "parse_budget",
+    "parse_bytes",
+    "resolve_settings",
+]

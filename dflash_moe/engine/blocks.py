@@ -1,0 +1,141 @@
+"""`BlockPool` counts who uses the blocks of the paged KV cache. A block holds the keys and values
+of `block_tokens` tokens in every layer.
+
+The pool knows numbers and no memory: every layer has its own pages, and a block has the same number
+in each. Form and words are those of nano-vllm's block manager.
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+import numpy as np
+
+from dflash_moe.config import BLOCK_TOKENS
+from dflash_moe.errors import ConfigError, EngineError
+
+# Block tables hold block ids as int32.
+MAX_BLOCKS = (1 << 31) - 1
+
+
+class BlockPool:
+    """The blocks 0..num_blocks - 1 with a count of references each. A block without references is
+    free. Owned by the engine thread: nothing here is locked.
+
+    Every method either does what it says or changes nothing. Ids that are no block, and references
+    that are not there, raise EngineError.
+    """
+
+    def __init__(self, num_blocks: int, block_tokens: int = BLOCK_TOKENS) -> None:
+        if not 1 <= num_blocks <= MAX_BLOCKS:
+            raise ConfigError(f"num_blocks={num_blocks} is not allowed; allowed: 1..{MAX_BLOCKS}")
+        if block_tokens < 1:
+            raise ConfigError(f"block_tokens={block_tokens} is not allowed; allowed: at least 1")
+        self.block_tokens = block_tokens
+        self._references = [0] * num_blocks
+        # The last one is given out first: block 0 at the start, and later what was released last.
+        # Pages are zeroed when they are first touched, so that blocks which were used before cost
+        # no further memory.
+        self._free = list(range(num_blocks - 1, -1, -1))
+
+    @property
+    def num_blocks(self) -> int:
+        """The number of blocks, free or not."""
+        return len(self._references)
+
+    @property
+    def num_free(self) -> int:
+        """The number of blocks without references."""
+        return len(self._free)
+
+    def references(self, block_id: int) -> int:
+        """Returns how many table entries name the block, 0 where it is free."""
+        self._check_ids((block_id,))
+        return self._references[block_id]
+
+    def allocate(self, num_wanted: int) -> list[int] | None:
+        """Takes free blocks and gives each its first reference. Returns None where fewer than
+        `num_wanted` are free.
+        """
+        if num_wanted < 0:
+            raise EngineError(f"{num_wanted} blocks were asked for; at least 0 can be allocated")
+        if num_wanted > len(self._free):
+            return None
+        taken = [self._free.pop() for _ in range(num_wanted)]
+        for block_id in taken:
+            self._references[block_id] = 1
+        return taken
+
+    def fork(self, block_ids: Iterable[int]) -> None:
+        """Adds a reference to each of the blocks, which must be in use, for another table that
+        names them.
+        """
+        block_ids = list(block_ids)
+        self._check_ids(block_ids)
+        for block_id in block_ids:
+            if self._references[block_id] == 0:
+                raise EngineError(f"block {block_id} is free and cannot be forked; allocate it first")
+        for block_id in block_ids:
+            self._references[block_id] += 1
+
+    def release(self, block_ids: Iterable[int]) -> None:
+        """Takes back a reference of each of the blocks, for a table that no longer names them. What
+        loses its last reference is free.
+
+        A block may appear several times, as often as it has references.
+        """
+        block_ids = list(block_ids)
+        self._check_ids(block_ids)
+        for block_id, count in Counter(block_ids).items():
+            if count > self._references[block_id]:
+                found = self._references[block_id]
+                raise EngineError(
+                    f"block {block_id} is released {count} times and has {found} references; it was released twice"
+                )
+        for block_id in block_ids:
+            self._references[block_id] -= 1
+            if self._references[block_id] == 0:
+                self._free.append(block_id)
+
+    def writable(self, table: np.ndarray, index: int) -> int | None:
+        """Makes `table[index]` a block that no other table names, so that it can be written: the
+        same one, or a free one that takes its place in the table.
+
+        `table` is int32 [num_blocks] and owned by the caller, who copies the former block's content
+        into the new one before any layer writes. Returns the block's id, None where a free block is
+        needed and there is none.
+        """
+        shared = int(table[index])
+        self._check_ids((shared,))
+        if self._references[shared] == 0:
+            raise EngineError(f"block {shared} is free, but entry {index} of a table names it")
+        if self._references[shared] == 1:
+            return shared
+        own = self.allocate(1)
+        if own is None:
+            return None
+        self._references[shared] -= 1
+        table[index] = own[0]
+        return own[0]
+
+    def check_integrity(self, tables: Iterable[Iterable[int]]) -> None:
+        """Checks the books against all tables there are: each block has as many references as table
+        entries name it, and those without are free, once. For tests, after every step.
+        """
+        entries = Counter(int(block_id) for table in tables for block_id in table)
+        self._check_ids(entries)
+        for block_id, found in enumerate(self._references):
+            if found != entries[block_id]:
+                raise EngineError(f"block {block_id} has {found} references, and {entries[block_id]} table entries name it")
+        expected = {block_id for block_id, count in enumerate(self._references) if count == 0}
+        if len(self._free) != len(expected) or set(self._free) != expected:
+            wrong = sorted(set(self._free) ^ expected) or [block_id for block_id, n in Counter(self._free).items() if n > 1]
+            raise EngineError(f"block {wrong[0]} is in the list of free blocks wrongly, twice or not at all")
+
+    def _check_ids(self, block_ids: Iterable[int]) -> None:
+        # A negative index would silently mean a block from the end.
+        for block_id in block_ids:
+            if not 0 <= block_id < len(self._references):
+                raise EngineError(f"block {block_id} does not exist; the pool has blocks 0..{len(self._references) - 1}")
