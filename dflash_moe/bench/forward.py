@@ -6,13 +6,16 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
-import hashlib
 import time
+from contextlib import closing
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dflash_moe.errors import ConfigError
 from dflash_moe.runtime.expert_runtime import ExpertRuntime
+
+if TYPE_CHECKING:
+    from dflash_moe.engine.host_model import HostModel
 
 COUNTED = ("calls", "request_bytes", "reply_bytes", "floor_bytes")
 # After a switch of mode a prefill of so many tokens is not measured, because it touches a new data
@@ -36,28 +39,26 @@ class Sample:
     token_ids: list[int]
 
 
-def measure_once(model: Any, runtime: ExpertRuntime, input_ids: Any, new_tokens: int) -> Sample:
+def measure_once(host: HostModel, runtime: ExpertRuntime, input_ids: Any, new_tokens: int) -> Sample:
     """Prefills `input_ids` [1, num_tokens] in one forward pass, and then decodes `new_tokens`
     greedily. Raises ConfigError when the experts of the model did not go through the runtime.
     """
     import torch
-    from transformers import DynamicCache
 
-    cache = DynamicCache(config=model.config)
+    from dflash_moe.engine.sequence_run import run_digest
+
+    prompt = input_ids[0].tolist()
     before = counted(runtime)
-    with torch.inference_mode():
+    with closing(host.sequence(len(prompt) + new_tokens)) as run:
         started = time.perf_counter()
-        prompt = input_ids.to(model.device)
-        logits = model(input_ids=prompt, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[0, -1]
+        logits = run.forward(prompt)
         prefill_s = time.perf_counter() - started
         after_prefill = counted(runtime)
-        digest = _digest(cache, logits)
+        digest = run_digest(run, logits)
         token_ids, token_s = [int(torch.argmax(logits))], []
         for _ in range(new_tokens):
             started = time.perf_counter()
-            step_ids = torch.tensor([[token_ids[-1]]], dtype=torch.int64, device=model.device)
-            logits = model(input_ids=step_ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[0, -1]
-            token_ids.append(int(torch.argmax(logits)))
+            token_ids.append(int(torch.argmax(run.forward(token_ids[-1:]))))
             token_s.append(time.perf_counter() - started)
     after_decode = counted(runtime)
     if after_prefill["calls"] == before["calls"]:
@@ -73,11 +74,11 @@ def measure_once(model: Any, runtime: ExpertRuntime, input_ids: Any, new_tokens:
     )
 
 
-def settle(model: Any, runtime: ExpertRuntime, input_ids: Any) -> None:
+def settle(host: HostModel, runtime: ExpertRuntime, input_ids: Any) -> None:
     """Makes a prefill of the first tokens, and decodes one, without measuring, after a switch of
     mode or dtype.
     """
-    measure_once(model, runtime, input_ids[:, :SETTLE_TOKENS], 1)
+    measure_once(host, runtime, input_ids[:, :SETTLE_TOKENS], 1)
 
 
 def counted(runtime: ExpertRuntime) -> dict[str, int]:
@@ -86,22 +87,11 @@ def counted(runtime: ExpertRuntime) -> dict[str, int]:
     return {key: int(totals[key]) for key in COUNTED}
 
 
-def random_prompt(model: Any, num_tokens: int, seed: int) -> Any:
+def random_prompt(host: HostModel, num_tokens: int, seed: int) -> Any:
     """Draws token ids [1, num_tokens] in int64. A shorter prompt of the same seed is a prefix of a
     longer one.
     """
     import torch
 
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, model.config.vocab_size, (1, num_tokens), generator=generator)
-
-
-def _digest(cache: Any, logits: Any) -> str:
-    import torch
-
-    digest = hashlib.sha256()
-    for layer in cache.layers:
-        for tensor in (layer.keys, layer.values):
-            digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
-    digest.update(logits.contiguous().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
+    return torch.randint(0, host.model.config.get_text_config().vocab_size, (1, num_tokens), generator=generator)

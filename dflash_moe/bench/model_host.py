@@ -13,16 +13,20 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dflash_moe.bench.harness import Recorder
+from dflash_moe.bench.token_reads import Sides
 from dflash_moe.config import resolve_settings
 from dflash_moe.errors import ConfigError
 from dflash_moe.runtime.expert_runtime import ExpertRuntime
 from dflash_moe.runtime.threads import thread_plan
 from dflash_moe.telemetry.machine import usable_cores
 from dflash_moe.telemetry.memory import process_memory
-from dflash_moe.topology import Topology
+from dflash_moe.topology import HOST, Topology
+
+if TYPE_CHECKING:
+    from dflash_moe.engine.host_model import HostModel
 
 LOCAL = "local"
 # These settings say how workers are reached or how calls are sliced. A process that holds all
@@ -35,7 +39,8 @@ class Host:
     """A model, and the runtime that computes its experts."""
 
     runtime: ExpertRuntime
-    model: Any
+    model: HostModel
+    sides: Sides
 
 
 @contextmanager
@@ -60,7 +65,7 @@ def open_hosts(
             recorder.result.params["processes"] = resident_memory(remote.runtime)
         local = None
         if with_local:
-            threads = thread_plan(topology, resolve_settings(topology.ipc, **overrides))
+            threads = thread_plan(topology, resolve_settings(topology.stated_settings, **overrides))
             total_threads = threads.host + sum(threads.workers.values())
             own = {key: value for key, value in overrides.items() if key not in NOT_LOCAL}
             try:
@@ -73,12 +78,20 @@ def open_hosts(
 
 
 def _open(stack: ExitStack, directory: Path, topology: Topology, overrides: Mapping[str, Any], recorder: Recorder) -> Host:
-    from dflash_moe.integrations.transformers import load_model
+    from dflash_moe.engine.host_model import open_host
 
     runtime = stack.enter_context(
         ExpertRuntime.start(topology, model=directory, on_loading=recorder.reporter.loading, **overrides)
     )
-    return Host(runtime, load_model(directory, runtime))
+    model, sides = open_host(directory, runtime), Sides.of(topology, overrides)
+    if model.packed is None and runtime.tensor_device == "cpu":
+        import torch
+
+        # The model's own operators compute with torch's threads.
+        sides = dataclasses.replace(sides, threads={**sides.threads, HOST: torch.get_num_threads()})
+    elif model.packed is None:
+        sides = dataclasses.replace(sides, threads={**sides.threads, HOST: None})
+    return Host(runtime, model, sides)
 
 
 def local_topology(topology: Topology, total_threads: int) -> Topology:
@@ -97,7 +110,7 @@ def describe_topology(topology: Topology, overrides: Mapping[str, Any], recorder
     """Returns the parameters that every result over workers carries. It warns where the topology
     asks for more threads than there are cores.
     """
-    settings = resolve_settings(topology.ipc, **overrides)
+    settings = resolve_settings(topology.stated_settings, **overrides)
     threads = thread_plan(topology, settings)
     of_workers, cores = sum(threads.workers.values()), usable_cores()
     planned = threads.host + of_workers

@@ -13,7 +13,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dflash_moe.bench.forward import Sample, measure_once, random_prompt, settle
 from dflash_moe.bench.harness import Recorder, run_rounds
@@ -23,6 +23,9 @@ from dflash_moe.bench.results import BenchResult, timing_fields
 from dflash_moe.bench.timeline import capture_timeline
 from dflash_moe.runtime.expert_runtime import ExpertRuntime
 from dflash_moe.topology import Topology
+
+if TYPE_CHECKING:
+    from dflash_moe.engine.host_model import HostModel
 
 # From this number of tokens on, slices of four rows take seconds, and behind a slow worker a
 # minute.
@@ -90,18 +93,18 @@ class Series:
 
 
 def measure_round(
-    model: Any, runtime: ExpertRuntime, input_ids: Any, series: Sequence[Series], new_tokens: int, *, keep: bool = True
+    host: HostModel, runtime: ExpertRuntime, input_ids: Any, series: Sequence[Series], new_tokens: int, *, keep: bool = True
 ) -> None:
     """Takes one sample of every series in order over one runtime. Without `keep`, in warm-up, it
     measures and forgets.
     """
     for one in series:
         runtime.set_mode(one.mode, dtype=one.dtype, reply_dtype=one.dtype)
-        _measure(model, runtime, input_ids, one, new_tokens, keep=keep)
+        _measure(host, runtime, input_ids, one, new_tokens, keep=keep)
 
 
-def _measure(model: Any, runtime: ExpertRuntime, input_ids: Any, series: Series, new_tokens: int, *, keep: bool) -> None:
-    sample = measure_once(model, runtime, input_ids, new_tokens)
+def _measure(host: HostModel, runtime: ExpertRuntime, input_ids: Any, series: Series, new_tokens: int, *, keep: bool) -> None:
+    sample = measure_once(host, runtime, input_ids, new_tokens)
     stats = runtime.stats()
     series.reason = str(stats["mode_reason"])
     if series.mode == "auto":

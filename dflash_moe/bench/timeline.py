@@ -10,12 +10,15 @@ SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dflash_moe.bench.forward import measure_once
 from dflash_moe.errors import ConfigError
 from dflash_moe.runtime.expert_runtime import ExpertRuntime
 from dflash_moe.topology import Topology
+
+if TYPE_CHECKING:
+    from dflash_moe.engine.host_model import HostModel
 
 # At most so many slices of one layer are kept. More cannot be told apart in a picture, and the file
 # stays small.
@@ -24,13 +27,13 @@ HOST_TIMES = ("encode_start_ns", "published_ns", "arrived_ns", "combined_ns")
 WORKER_TIMES = ("worker_received_ns", "worker_started_ns", "worker_finished_ns")
 
 
-def capture_timeline(model: Any, runtime: ExpertRuntime, input_ids: Any, topology: Topology) -> dict[str, Any]:
+def capture_timeline(host: HostModel, runtime: ExpertRuntime, input_ids: Any, topology: Topology) -> dict[str, Any]:
     """Prefills `input_ids` once over a runtime that was started with `profile`, and returns the
     timeline of the middle layer. Raises ConfigError where there are no traces.
     """
     # Traces that were recorded before are dropped.
     runtime.take_traces()
-    sample = measure_once(model, runtime, input_ids, 0)
+    sample = measure_once(host, runtime, input_ids, 0)
     traces = runtime.take_traces()
     if not traces:
         raise ConfigError("no slice was recorded; a timeline needs a runtime started with profile=1")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -20,6 +20,7 @@ from dflash_moe.topology import HostSpec, Topology
 
 if TYPE_CHECKING:
     from dflash_moe.bench.prefill import Series
+    from dflash_moe.engine.host_model import HostModel
     from dflash_moe.runtime.expert_runtime import ExpertRuntime
 
 # This package of bench/demo_model holds the model and the prompt.
@@ -53,15 +54,15 @@ def demo() -> None:
     topology = demo_topology()
     options.prepare_host(topology)
     from dflash_moe.bench.prefill import resident_memory
-    from dflash_moe.integrations.transformers import load_model
+    from dflash_moe.engine.host_model import open_host
     from dflash_moe.runtime.expert_runtime import ExpertRuntime
 
     options.say("starting two CPU workers over shared memory")
     with ExpertRuntime.start(topology, model=assets / "model", transport="shared") as runtime:
-        model = load_model(assets / "model", runtime)
+        host = open_host(assets / "model", runtime)
         print_processes(resident_memory(runtime))
-        _complete(model, assets / "model")
-        series = _measure(model, runtime, assets)
+        _complete(host, assets / "model")
+        series = _measure(host, runtime, assets)
     print_prefill([one.row() for one in series])
     _check_bits(series)
     typer.echo(f"Every mode gave the same bits in every layer, for each wire dtype ({', '.join(DTYPES)}).")
@@ -80,21 +81,22 @@ def find_assets() -> Path:
         ) from None
 
 
-def _complete(model: Any, directory: Path) -> None:
-    from dflash_moe.integrations.generation import TextStream, generate_tokens, stop_token_ids
+def _complete(host: HostModel, directory: Path) -> None:
+    from dflash_moe.engine.generation import generate_tokens
+    from dflash_moe.integrations.generation import TextStream, stop_token_ids
     from dflash_moe.integrations.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(directory)
-    input_ids = tokenizer(PROMPT, return_tensors="pt")["input_ids"]
+    input_ids = tokenizer(PROMPT)["input_ids"]
     stream = TextStream(tokenizer)
     typer.echo(f"prompt: {PROMPT}\ncompletion: ", nl=False)
-    stops = stop_token_ids(model, tokenizer)
-    for step in generate_tokens(model, input_ids, max_new_tokens=NEW_TOKENS, stop_token_ids=stops):
+    stops = stop_token_ids(host.model, tokenizer)
+    for step in generate_tokens(host, input_ids, max_new_tokens=NEW_TOKENS, stop_token_ids=stops):
         typer.echo(stream.push(step.token_id), nl=False)
     typer.echo(stream.finish() + "\n")
 
 
-def _measure(model: Any, runtime: ExpertRuntime, assets: Path) -> list[Series]:
+def _measure(host: HostModel, runtime: ExpertRuntime, assets: Path) -> list[Series]:
     from dflash_moe.bench.prefill import Series, measure_round
     from dflash_moe.integrations.tokenizer import load_tokenizer
 
@@ -104,8 +106,8 @@ def _measure(model: Any, runtime: ExpertRuntime, assets: Path) -> list[Series]:
         raise DflashError(f"prompt.txt gives {input_ids.shape[1]} tokens; the demo needs at least {MIN_PROMPT_TOKENS}")
     options.say(f"prefill of {input_ids.shape[1]:,} tokens from prompt.txt in every mode")
     series = [Series(mode, dtype) for dtype in DTYPES for mode in MODES]
-    measure_round(model, runtime, input_ids, series, DECODE_TOKENS, keep=False)
-    measure_round(model, runtime, input_ids, series, DECODE_TOKENS)
+    measure_round(host, runtime, input_ids, series, DECODE_TOKENS, keep=False)
+    measure_round(host, runtime, input_ids, series, DECODE_TOKENS)
     return series
 
 

@@ -18,7 +18,7 @@ from dflash_moe.cli.loading import loading_shown
 from dflash_moe.errors import ConfigError
 
 if TYPE_CHECKING:
-    from dflash_moe.integrations.generation import TokenStep
+    from dflash_moe.engine.generation import TokenStep
     from dflash_moe.runtime.expert_runtime import ExpertRuntime
 
 
@@ -56,26 +56,28 @@ def generate(
     """Complete a prompt. Without a topology: one local CPU worker."""
     text = _prompt_text(prompt, prompt_file)
     directory = options.model_directory(model)
-    from dflash_moe.integrations.generation import TextStream, generate_tokens, stop_token_ids
+    from dflash_moe.engine.generation import generate_tokens
+    from dflash_moe.engine.host_model import check_length, open_host
+    from dflash_moe.integrations.generation import TextStream, stop_token_ids
     from dflash_moe.integrations.tokenizer import load_tokenizer
-    from dflash_moe.integrations.transformers import load_model
     from dflash_moe.runtime.expert_runtime import ExpertRuntime
 
+    tokenizer = load_tokenizer(directory)
+    input_ids = tokenizer(text)["input_ids"]
+    if not input_ids:
+        raise ConfigError("the prompt has no tokens; pass at least one character with --prompt or --prompt-file")
+    check_length(directory, len(input_ids) + max_new_tokens)
     with loading_shown() as on_loading:
         runtime = ExpertRuntime.start(options.load_topology(topology), model=directory, on_loading=on_loading, **overrides)
     with runtime:
-        host_model = load_model(directory, runtime)
-        tokenizer = load_tokenizer(directory)
-        input_ids = tokenizer(text, return_tensors="pt")["input_ids"]
-        if input_ids.shape[1] == 0:
-            raise ConfigError("the prompt has no tokens; pass at least one character with --prompt or --prompt-file")
+        host = open_host(directory, runtime)
         stream = TextStream(tokenizer)
         steps: list[TokenStep] = []
         for step in generate_tokens(
-            host_model,
+            host,
             input_ids,
             max_new_tokens=max_new_tokens,
-            stop_token_ids=stop_token_ids(host_model, tokenizer),
+            stop_token_ids=stop_token_ids(host.model, tokenizer),
             temperature=temperature,
             seed=seed,
         ):
@@ -83,7 +85,7 @@ def generate(
             _emit(stream.push(step.token_id))
         _emit(stream.finish() + "\n")
         if json_out is not None:
-            options.write_json(json_out, _report(runtime, input_ids.shape[1], steps, tokenizer))
+            options.write_json(json_out, _report(runtime, len(input_ids), steps, tokenizer))
 
 
 def _prompt_text(prompt: str | None, prompt_file: Path | None) -> str:

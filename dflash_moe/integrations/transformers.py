@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import re
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -171,6 +171,63 @@ def offload(model: Any, runtime: ExpertRuntime) -> Iterator[Any]:
                 module.__dict__.pop(_ROUTE, None)
             else:
                 module.__dict__[_ROUTE] = route
+
+
+@contextmanager
+def without_experts(model: Any) -> Iterator[None]:
+    """Opens a block in which the routed experts of a connected model compute zeros, and nobody is
+    called. It is for looking at the rest of the model.
+    """
+    routes = {module: module.__dict__[_ROUTE] for module in find_experts(model).values() if _ROUTE in module.__dict__}
+    try:
+        for module in routes:
+            module.__dict__[_ROUTE] = _Zeros()
+        yield
+    finally:
+        for module, route in routes.items():
+            module.__dict__[_ROUTE] = route
+
+
+def route_of(module: Any) -> Any:
+    """Returns the `ExpertRoute` of a connected experts module, or what stands in for it within
+    `without_experts`.
+    """
+    return module.__dict__[_ROUTE]
+
+
+@contextmanager
+def experts_watched(model: Any, receive: Callable[[int, Any], None]) -> Iterator[None]:
+    """Opens a block in which `receive` is called with the layer and the topk_ids of every call of
+    the routed experts of a connected model, before the call.
+    """
+    routes = {module: module.__dict__[_ROUTE] for module in find_experts(model).values() if _ROUTE in module.__dict__}
+    try:
+        for module, route in routes.items():
+            module.__dict__[_ROUTE] = _Watched(route, receive)
+        yield
+    finally:
+        for module, route in routes.items():
+            module.__dict__[_ROUTE] = route
+
+
+class _Watched:
+    """Stands in for an `ExpertRoute`, and calls it."""
+
+    def __init__(self, route: ExpertRoute, receive: Callable[[int, Any], None]) -> None:
+        self._route, self._receive = route, receive
+
+    def call(self, hidden_states: Any, topk_ids: Any, topk_weights: Any) -> Any:
+        """Does what the route does."""
+        self._receive(self._route.layer, topk_ids)
+        return self._route.call(hidden_states, topk_ids, topk_weights)
+
+
+class _Zeros:
+    """Stands in for an `ExpertRoute`."""
+
+    def call(self, hidden_states: Any, topk_ids: Any, topk_weights: Any) -> Any:
+        """Returns zeros like `hidden_states`."""
+        return torch.zeros_like(hidden_states)
 
 
 def expert_calls(model: Any) -> dict[str, int]:

@@ -95,3 +95,45 @@ def _seconds(timeout: float) -> float:
     if not seconds >= 0 or isinstance(timeout, str | bytes):
         raise ConfigError(f"timeout: found {timeout!r}, expected seconds >= 0 or None")
     return seconds
+
+
+class BoundExperts:
+    """A call of the routed experts whose tensors are fixed (`ExpertRuntime.bind`). One thread at a
+    time runs it.
+    """
+
+    __slots__ = ("_batch", "_client", "_explained", "_layer")
+
+    def __init__(
+        self, client: _core.Client, layer: int, batch: _core.TokenBatch, explained: Callable[[WorkerError], DflashError]
+    ) -> None:
+        self._client, self._layer, self._batch, self._explained = client, layer, batch, explained
+
+    def run(self) -> None:
+        """Computes the experts and returns once the result is written. Errors are those of
+        `ExpertRuntime.experts`.
+        """
+        try:
+            self._client.run(self._layer, self._batch)
+        except WorkerError as error:
+            raise self._explained(error) from None
+
+    def submit(self) -> Callable[[], None]:
+        """Starts the call and returns the function that waits for its end, which raises what `run`
+        would.
+        """
+        try:
+            call = _core.Call(self._client, self._layer, self._batch)
+        except WorkerError as error:
+            raise self._explained(error) from None
+        return lambda: self._finish(call)
+
+    def _finish(self, call: _core.Call) -> None:
+        try:
+            while not call.wait(WAIT_STEP_S):
+                pass
+            call.result()
+        except WorkerError as error:
+            raise self._explained(error) from None
+        finally:
+            call.abandon()

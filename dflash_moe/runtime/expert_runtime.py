@@ -17,17 +17,18 @@ from typing import Any
 
 from dflash_moe import _core
 from dflash_moe.config import Settings, on_worker_loss, resolve_settings
-from dflash_moe.errors import ConfigError, DflashError, WorkerError
+from dflash_moe.errors import ConfigError, DflashError, UnsupportedError, WorkerError
 from dflash_moe.model.spec import LayerSpec, ModelSpec, model_spec
 from dflash_moe.placement import Placement
 from dflash_moe.placement.numerics import describe_numerics
 from dflash_moe.protocol.devices import DeviceChoice
+from dflash_moe.protocol.identity import choose_numerics
 from dflash_moe.runtime import observe
 from dflash_moe.runtime.auto import WorkerForecast, cost_classes, log_explanation, mode_reason, worker_forecasts
 from dflash_moe.runtime.contents import ContentsReport, compare_with_own_copy
 from dflash_moe.runtime.device_step import NAP_NS, DeviceStep, DeviceSteps
 from dflash_moe.runtime.device_tensors import DeviceTensors
-from dflash_moe.runtime.expert_call import ExpertCall
+from dflash_moe.runtime.expert_call import BoundExperts, ExpertCall
 from dflash_moe.runtime.fleet import ChannelDecorator, Fleet, LoadingReport
 from dflash_moe.runtime.layer_table import LayerTable
 from dflash_moe.runtime.observe import WorkerProcess
@@ -35,7 +36,8 @@ from dflash_moe.runtime.path_keeper import PathKeeper
 from dflash_moe.runtime.placed_experts import PlacedExperts, slices_of
 from dflash_moe.runtime.tensors import HostTensors
 from dflash_moe.runtime.transports import check_paths
-from dflash_moe.topology import Topology
+from dflash_moe.topology import HOST, Topology
+from dflash_moe.topology.numerics import DEFAULT_NUMERICS
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +96,7 @@ class ExpertRuntime:
         UnsupportedError, ProtocolError, WorkerLost, WorkerTimeout; none of them leaves a process
         behind.
         """
-        settings = resolve_settings(topology.ipc, **overrides)
+        settings = resolve_settings(topology.stated_settings, **overrides)
         log.info("%s", on_worker_loss(settings))
         check_paths(topology, settings)
         spec = model if isinstance(model, ModelSpec) else model_spec(Path(model))
@@ -159,6 +161,19 @@ class ExpertRuntime:
         return self._fleet.host_pool
 
     @property
+    def host_numerics(self) -> str:
+        """The numerics class of the host's own linear layers on its processor: that of
+        host.activations, and where nobody stated those, the workers' if this processor computes it,
+        else the default. Raises UnsupportedError for one that was stated and is not computed here.
+        """
+        try:
+            return choose_numerics(self._placed.topology.numerics_of(HOST), self.host_pool.isa, name=HOST)[0]
+        except UnsupportedError:
+            if self._placed.topology.host.activations is not None:
+                raise
+            return DEFAULT_NUMERICS
+
+    @property
     def wire_dtypes(self) -> tuple[str, str]:
         """The dtypes of requests and of replies: those of the settings, else the model's own."""
         return self._placed.wire_dtypes
@@ -220,6 +235,18 @@ class ExpertRuntime:
             deliver()
         return result
 
+    def bind(self, layer: int | str, hidden_states: Any, topk_ids: Any, topk_weights: Any, out: Any) -> BoundExperts:
+        """Returns a call of `experts` that reads and writes these tensors each time that it is run.
+        It keeps them alive; the caller fills them before each run. It is for loops over layers that
+        use the same tensors again. Errors for arguments that do not fit are those of `experts`;
+        UnsupportedError where the host's device is no processor.
+        """
+        if self._device is not None:
+            raise UnsupportedError("bind: the host's device is no processor; call experts()")
+        shape = self._table.of(layer)
+        _, batch, _ = self._tensors.bind(shape, hidden_states, topk_ids, topk_weights, out)
+        return BoundExperts(self._client, shape.layer, batch, self._explained)
+
     def submit(self, layer: int | str, hidden_states: Any, topk_ids: Any, topk_weights: Any, out: Any = None) -> ExpertCall:
         """Starts the call that `experts` would make and returns at once. The `ExpertCall` keeps the
         inputs alive, and the caller must not change them until the call is done. ConfigError, and
@@ -271,7 +298,7 @@ class ExpertRuntime:
             "reply_dtype": reply_dtype,
         }  # fmt: skip
         overrides = {**self._overrides, **{key: value for key, value in wanted.items() if value is not None}}
-        settings = resolve_settings(self._placed.topology.ipc, **overrides)
+        settings = resolve_settings(self._placed.topology.stated_settings, **overrides)
         slices_of(settings)  # refuses what does not fit before any call is held up
         if self._steps is not None and self._steps.of_this_thread() is not None:
             raise ConfigError("set_mode: this thread is in a device step; leave it first")

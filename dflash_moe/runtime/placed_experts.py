@@ -42,6 +42,7 @@ class PlacedExperts:
         """Plans everything and starts nothing. Raises ConfigError and UnsupportedError for a plan
         that cannot be carried out.
         """
+        topology = topology.with_settings(settings)
         self._key = check_paths(topology, settings)
         self.spec = spec
         self.topology = topology
@@ -50,7 +51,7 @@ class PlacedExperts:
         self.placement = plan_placement(spec.layers, topology)
         check_classes(spec.layers, self.placement, topology, settings.numerics)
         self.held = shards_by_holder(spec, self.placement)
-        self.threads = thread_plan(topology, settings)
+        self.threads = thread_plan(topology, settings, self.held)
         self.fleet = Fleet(spec, settings, self.threads, channel_decorator)
 
     def start(self, on_loading: LoadingReport | None = None) -> None:

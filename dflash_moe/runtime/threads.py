@@ -6,7 +6,7 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 from dflash_moe.config import Settings
@@ -41,11 +41,16 @@ class ThreadPlan:
     cpus: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
-def thread_plan(topology: Topology, settings: Settings) -> ThreadPlan:
+def thread_plan(topology: Topology, settings: Settings, holders: Collection[str] | None = None) -> ThreadPlan:
     """Plans the threads that a runtime of this topology uses on this machine. A flag or variable
-    wins over the topology. Raises ConfigError for a worker that has more threads than `cpus`.
+    wins over the topology. Workers that are not among `holders`, where that is given, hold no
+    experts and are not started. Raises ConfigError for a worker that has more threads than `cpus`.
     """
-    workers = [worker for worker in topology.local_workers() if worker.backend in COMPUTED_BY_PROCESSOR]
+    workers = [
+        worker
+        for worker in topology.local_workers()
+        if worker.backend in COMPUTED_BY_PROCESSOR and (holders is None or worker.name in holders)
+    ]
     pooled = [worker for worker in workers if shares_pool(topology, worker)]
     workers = [worker for worker in workers if worker not in pooled]
     plan = plan_threads(

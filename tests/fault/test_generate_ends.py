@@ -7,6 +7,7 @@ SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import select
 import signal
@@ -93,15 +94,30 @@ class Generating:
         return status, lines
 
 
+def _with_positions(folder: Path, count: int) -> Path:
+    """Makes the shipped model with so many positions, because a sequence is admitted for all tokens
+    that it may have.
+    """
+    folder.mkdir()
+    for path in MODEL.iterdir():
+        (folder / path.name).symlink_to(path.resolve())
+    config = json.loads((MODEL / "config.json").read_text())
+    (folder / "config.json").unlink()
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": count}))
+    return folder
+
+
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Generating]]:
     """One command for each ending, all in the midst of their text."""
-    topology = tmp_path_factory.mktemp("two") / "two.yaml"
+    folder = tmp_path_factory.mktemp("two")
+    topology = folder / "two.yaml"
     topology.write_text(TOPOLOGY)
+    model = _with_positions(folder / "model", 200_000)
     pipes = [(os.pipe(), os.pipe()) for _ in ENDINGS]
     theirs = [(out[1], err[1]) for out, err in pipes]
     command = [sys.executable, "-m", "tests.fault.forked_commands", ":".join(f"{out},{err}" for out, err in theirs)]
-    command += ["generate", "--model", str(MODEL), "--topology", str(topology)]
+    command += ["generate", "--model", str(model), "--topology", str(topology)]
     # which this model follows by nines for ever
     command += ["--prompt", "a", "--max-new-tokens", "100000"]
     parent = subprocess.Popen(

@@ -34,6 +34,12 @@ def _room_file(root: Path, name: str, text: str) -> None:
         ("runtime/session.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from dflash_moe.cli import main\n"),
         ("runtime/session.py", "import dflash_moe\nprint(dflash_moe.version, dflash_moe.workers)\n"),
         ("engine/scheduler.py", "import dflash_moe.testing.cases\n"),
+        ("operators/linear.py", "from dflash_moe.engine import blocks\n"),
+        ("operators/linear.py", "from dflash_moe.integrations import transformers\n"),
+        ("operators/linear.py", "from dflash_moe import workers\n"),
+        ("runtime/session.py", "def swap():\n    from dflash_moe.operators import linear\n"),
+        ("integrations/generation.py", "from dflash_moe.engine import blocks\n"),
+        ("engine/blocks.py", "from dflash_moe.server import app\n"),
         ("workers/loader.py", "def load():\n    from dflash_moe import _measure\n"),
     ],
 )
@@ -45,6 +51,9 @@ def test_arrow_against_the_layers_is_found(tmp_path: Path, name: str, text: str)
 def test_arrows_along_the_layers_pass(tmp_path: Path) -> None:
     _package_file(tmp_path, "runtime/session.py", "from dflash_moe import errors\nfrom . import launcher\nimport numpy\n")
     _package_file(tmp_path, "cli/main.py", "from dflash_moe.runtime import session\nfrom dflash_moe import errors\n")
+    _package_file(tmp_path, "operators/linear.py", "import torch\nfrom dflash_moe.runtime import expert_runtime\n")
+    _package_file(tmp_path, "integrations/generation.py", "from dflash_moe.operators import linear\n")
+    _package_file(tmp_path, "engine/forward.py", "from dflash_moe import integrations, operators\n")
     assert layers.find(tmp_path) == []
 
 
@@ -56,7 +65,11 @@ def test_torch_in_a_worker_is_found_even_inside_a_function(tmp_path: Path) -> No
 def test_torch_at_the_top_of_an_optional_user_is_found(tmp_path: Path) -> None:
     _package_file(tmp_path, "model/spec.py", "import torch\n")
     _package_file(tmp_path, "model/inspect.py", "def look():\n    import torch\n")
-    assert [finding.split(":")[0] for finding in layers.find(tmp_path)] == ["dflash_moe/model/spec.py"]
+    _package_file(tmp_path, "bench/forward.py", "import torch\n")
+    # Whoever runs an engine has torch, and imports the engine inside a function.
+    _package_file(tmp_path, "engine/forward.py", "import torch\n")
+    found = sorted(finding.split(":")[0] for finding in layers.find(tmp_path))
+    assert found == ["dflash_moe/bench/forward.py", "dflash_moe/model/spec.py"]
 
 
 def test_unknown_room_is_found(tmp_path: Path) -> None:

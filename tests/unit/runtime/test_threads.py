@@ -5,7 +5,9 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
-from dflash_moe.runtime.threads import SPIN_NS, plan_threads
+from dflash_moe.config import Settings
+from dflash_moe.runtime.threads import SPIN_NS, plan_threads, thread_plan
+from dflash_moe.topology import Topology
 
 
 def plan(host: int | None, workers: dict[str, int | None], cores: int, spin_us: int | None = None):  # type: ignore[no-untyped-def]
@@ -44,3 +46,20 @@ def test_physical_cores_bound_the_default_and_logical_ones_the_spinning() -> Non
     made = plan_threads(host_threads=1, worker_threads={"a": None}, usable_cores=8, physical_cores=4)
     assert made.workers == {"a": 3}
     assert not made.is_oversubscribed
+
+
+def test_a_worker_at_loopback_computes_in_the_hosts_pool() -> None:
+    text = "version: 1\nhost: {threads: 2}\nworkers: [{name: inside, address: loopback, threads: 3}, {name: w, threads: 1}]\n"
+    made = thread_plan(Topology.parse(text), Settings())
+    assert (made.host, made.workers) == (3, {"w": 1})
+
+
+def test_workers_without_experts_take_no_threads() -> None:
+    text = "version: 1\nhost: {threads: 1}\nworkers: [{name: a, threads: 1}, {name: b, threads: 5}]\n"
+    assert thread_plan(Topology.parse(text), Settings(), {"a"}).workers == {"a": 1}
+
+
+def test_an_unset_host_gets_what_workers_leave() -> None:
+    assert plan(None, {"a": 2}, 6).host == 4
+    assert plan(None, {}, 64).host == 8
+    assert plan(None, {"a": 2}, 2).host == 1

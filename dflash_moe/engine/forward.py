@@ -1,0 +1,192 @@
+"""One forward pass over packed rows: the next tokens of any mixture of sequences, one sequence
+after the other in one row of tokens. A row's bits depend on its own sequence alone.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dflash_moe.engine.blocks import BlockPool
+from dflash_moe.engine.layer_loop import LayerLoop, fill_tables
+from dflash_moe.engine.paged_cache import PagedCache
+from dflash_moe.engine.rotary_tables import RotaryTables, find_rotary_modules
+from dflash_moe.engine.sequence import SequenceBlocks
+from dflash_moe.engine.step_blocks import PackedStep, StepBlocks
+from dflash_moe.errors import ConfigError
+from dflash_moe.operators.blocks import BufferPool
+
+
+class TokenSequence:
+    """A sequence of tokens that was admitted: its blocks, and the length that it may reach, which
+    is fixed because some rotary types depend on it.
+    """
+
+    __slots__ = ("blocks", "max_tokens")
+
+    def __init__(self, blocks: SequenceBlocks, max_tokens: int) -> None:
+        self.blocks = blocks
+        self.max_tokens = max_tokens
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of tokens whose keys and values are stored."""
+        return self.blocks.num_tokens
+
+    def fork(self, num_tokens: int | None = None) -> TokenSequence:
+        """Returns a sequence that shares the first `num_tokens` tokens, by default all, and may
+        become as long. Raises EngineError within a step.
+        """
+        return TokenSequence(self.blocks.fork(num_tokens), self.max_tokens)
+
+    def release(self) -> None:
+        """Gives all blocks back."""
+        self.blocks.release()
+
+
+@dataclass(frozen=True, slots=True)
+class StepRows:
+    """The next tokens of one sequence, behind those that it stores. Logits are wanted of the last
+    `num_logits` of them.
+    """
+
+    sequence: TokenSequence
+    token_ids: Sequence[int]
+    num_logits: int = 1
+
+
+class OutOfBlocks(ConfigError):
+    """The pages have no room for the tokens of a step."""
+
+
+class PackedForward:
+    """Runs a model whose attention is paged. One thread calls it at a time."""
+
+    def __init__(self, model: Any, cache: PagedCache, blocks: BlockPool, dtype: torch.dtype) -> None:
+        self.model = model
+        self.cache = cache
+        self.blocks = blocks
+        # The dtype of hidden states.
+        self.dtype = dtype
+        self.rotary = [RotaryTables(module) for module in find_rotary_modules(model).values()]
+        for tables, module in zip(self.rotary, find_rotary_modules(model).values(), strict=True):
+            module.__dict__["forward"] = tables
+        # Set where the layers are host layers and looping over them gives the model's bits.
+        self.loop: LayerLoop | None = None
+        self._buffers: BufferPool | None = None
+        self.max_positions = max_positions(model.config)
+
+    def admit(self, max_tokens: int) -> TokenSequence:
+        """Makes an empty sequence that may have up to `max_tokens` tokens, its prompt included.
+        Raises ConfigError beyond the model's positions or what all pages together hold.
+        """
+        refuse_length(self.model.config, max_tokens)
+        room = self.blocks.num_blocks * self.blocks.block_tokens
+        if max_tokens > room:
+            raise ConfigError(
+                f"a sequence of {max_tokens} tokens was asked for, and the KV cache has room for {room}; raise "
+                "engine.kv_memory, or shorten the prompt or max_tokens"
+            )
+        return TokenSequence(SequenceBlocks(self.blocks), max_tokens)
+
+    @torch.inference_mode()  # type: ignore[untyped-decorator]
+    def forward(self, rows: Sequence[StepRows]) -> torch.Tensor:
+        """Computes the tokens of `rows` and returns logits [num_wanted, vocab_size], those of one
+        entry after the other. The sequences have the tokens afterwards; on an error nothing has
+        changed.
+
+        Errors: OutOfBlocks, ConfigError for tokens beyond a sequence's max_tokens or outside the
+        vocabulary, and those of the experts' calls.
+        """
+        with self._step(rows) as step:
+            wanted = _wanted_rows(rows, step)
+            token_ids = torch.tensor([token for entry in rows for token in entry.token_ids], dtype=torch.int64)
+            if len(token_ids) and not 0 <= int(token_ids.min()) <= int(token_ids.max()) < self.vocab_size:
+                raise ConfigError(f"a token id is outside the vocabulary of {self.vocab_size}")
+            return self._run(token_ids, step, wanted)
+
+    @property
+    def vocab_size(self) -> int:
+        """The number of token ids."""
+        return int(self.model.config.get_text_config().vocab_size)
+
+    def use_buffers(self, buffers: BufferPool) -> None:
+        """Has each step write its cosines and sines to these buffers, from which host layers read
+        them.
+        """
+        self._buffers = buffers
+
+    def _run(self, token_ids: torch.Tensor, step: PackedStep, wanted: torch.Tensor) -> torch.Tensor:
+        if self.loop is not None:
+            return self.loop.run(token_ids, wanted)
+        if self._buffers is not None:
+            fill_tables(self._buffers.of(len(token_ids)), self.rotary[0])
+        positions = torch.from_numpy(step.positions)[None]
+        out = self.model(
+            input_ids=token_ids[None], position_ids=positions, past_key_values=self.cache, use_cache=True, logits_to_keep=wanted
+        )
+        logits: torch.Tensor = out.logits[0]
+        return logits
+
+    @contextmanager
+    def _step(self, rows: Sequence[StepRows]) -> Iterator[PackedStep]:
+        planned = StepBlocks()
+        try:
+            for entry in rows:
+                self._append(planned, entry)
+            step = planned.pack()
+            self.cache.begin(step)
+            lengths = [(entry.sequence.max_tokens, entry.sequence.num_tokens, len(entry.token_ids)) for entry in rows]
+            for tables in self.rotary:
+                tables.begin(lengths)
+            yield step
+        except BaseException:
+            planned.roll_back()
+            raise
+        planned.commit()
+
+    def _append(self, planned: StepBlocks, entry: StepRows) -> None:
+        sequence, count = entry.sequence, len(entry.token_ids)
+        if sequence.num_tokens + count > sequence.max_tokens:
+            raise ConfigError(
+                f"a sequence admitted for {sequence.max_tokens} tokens has {sequence.num_tokens} and got {count} more"
+            )
+        if not planned.append(sequence.blocks, count):
+            raise OutOfBlocks(
+                f"the KV cache has {self.blocks.num_free} free blocks of {self.blocks.block_tokens} tokens, too few for "
+                f"{count} tokens behind {sequence.num_tokens}; raise engine.kv_memory or run fewer sequences"
+            )
+
+
+def refuse_length(config: Any, max_tokens: int) -> None:
+    """Raises ConfigError where a model of this configuration has no positions for a sequence of
+    `max_tokens` tokens.
+    """
+    most = max_positions(config)
+    if max_tokens < 1 or (most and max_tokens > most):
+        raise ConfigError(
+            f"a sequence of {max_tokens} tokens was asked for, its prompt included; the model has positions for 1..{most} "
+            "(max_position_embeddings)"
+        )
+
+
+def _wanted_rows(rows: Sequence[StepRows], step: PackedStep) -> torch.Tensor:
+    """Returns the packed rows whose logits are wanted, int64."""
+    ends = step.row_starts[1:].tolist()
+    return torch.tensor(
+        [end - entry.num_logits + place for entry, end in zip(rows, ends, strict=True) for place in range(entry.num_logits)],
+        dtype=torch.int64,
+    )
+
+
+def max_positions(config: Any) -> int:
+    """Returns the number of positions that a model has by its configuration, 0 where it says
+    none.
+    """
+    return int(getattr(config.get_text_config(), "max_position_embeddings", 0) or 0)

@@ -1,0 +1,180 @@
+"""Opens a model for the engine: host operators in place of torch's where they are proven, and pages
+for its keys and values. A model whose attention cannot be paged keeps transformers' own cache and
+one sequence at a time.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dflash_moe.engine.blocks import BlockPool
+from dflash_moe.engine.forward import PackedForward, refuse_length
+from dflash_moe.engine.independence import find_dependence
+from dflash_moe.engine.kv_budget import KvShape, block_bytes, kv_blocks
+from dflash_moe.engine.paged_cache import PagedCache
+from dflash_moe.engine.sequence_run import CachedRun, PagedRun, SequenceRun
+from dflash_moe.engine.take_layers import take_layers
+from dflash_moe.integrations.host_weights import is_plain
+from dflash_moe.integrations.transformers import load_model, without_experts
+from dflash_moe.model.architecture import load_architecture, load_config
+from dflash_moe.model.checkpoint import Checkpoint
+from dflash_moe.model.dense_tensors import StoredMatrix, stored_matrices
+from dflash_moe.operators.addresses import DTYPE_NAMES
+from dflash_moe.operators.attention_probe import AttentionLayer, AttentionProbe, probe_attention, set_implementation
+from dflash_moe.operators.latent_proof import take_latent_heads
+from dflash_moe.operators.paged_attention import IMPLEMENTATION, LatentHeads, LayerPages, attach
+from dflash_moe.operators.report import TakeoverReport
+from dflash_moe.operators.takeover import take_over
+
+if TYPE_CHECKING:
+    from dflash_moe import _core
+    from dflash_moe.config import MemoryBudget
+    from dflash_moe.runtime.expert_runtime import ExpertRuntime
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class HostModel:
+    """A model that the engine runs. `packed` is None where it keeps the one-sequence path."""
+
+    model: Any
+    report: TakeoverReport
+    packed: PackedForward | None
+
+    def sequence(self, max_tokens: int) -> SequenceRun:
+        """Begins a sequence of at most `max_tokens` tokens. Raises ConfigError where that is beyond
+        the model's positions or the KV cache.
+        """
+        return CachedRun(self.model) if self.packed is None else PagedRun(self.packed, max_tokens)
+
+
+def check_length(path: str | Path, max_tokens: int) -> None:
+    """Raises ConfigError where the model of `path` has no positions for a sequence of `max_tokens`
+    tokens. Nothing is loaded.
+    """
+    refuse_length(load_config(Checkpoint.open(path)), max_tokens)
+
+
+def open_host(path: str | Path, runtime: ExpertRuntime, **options: Any) -> HostModel:
+    """Loads the model of `path` without its routed experts, which `runtime` computes, and takes it
+    over as the runtime's settings say: host.operators, host.activations and those of the engine.
+    On a card torch's operators stay.
+
+    Errors are those of `load_model` and `open_host_model`.
+    """
+    model = load_model(path, runtime, **options)
+    settings = runtime.settings
+    kept = _why_torch(runtime)
+    if kept:
+        return HostModel(model, TakeoverReport(type(model).__name__, not_paged=kept), None)
+    checkpoint = Checkpoint.open(path)
+    stored = {} if is_plain(checkpoint) else stored_matrices(load_architecture(checkpoint).model, checkpoint)
+    return open_host_model(
+        model,
+        runtime.host_pool,
+        numerics=runtime.host_numerics,
+        kv_memory=settings.kv_memory,
+        kv_dtype=settings.kv_dtype,
+        stored=stored,
+    )
+
+
+def _why_torch(runtime: ExpertRuntime) -> str:
+    """Returns why a model keeps torch's operators whatever they are, an empty text where it need
+    not.
+    """
+    if runtime.tensor_device != "cpu":
+        return f"the model lies on {runtime.tensor_device}"
+    if runtime.settings.host_operators == "torch":
+        return "host.operators: torch"
+    if runtime.host_pool.isa == "reference":
+        return "kernel set reference has no host operators"
+    return ""
+
+
+def open_host_model(
+    model: Any, pool: _core.HostPool, *, numerics: str, kv_memory: MemoryBudget, kv_dtype: str | None = None,
+    stored: Mapping[str, StoredMatrix] | None = None,
+) -> HostModel:  # fmt: skip
+    """Takes over a model that `load_model` loaded on the processor; it is the engine's from then
+    on. `numerics` is the class of its linear layers, and `kv_dtype` None keeps keys and values in
+    the model's dtype. Parameters that `stored` names are packed as the checkpoint stores them.
+
+    Errors: ConfigError where memory for one block of keys and values is missing, CheckpointError
+    for damaged weights.
+    """
+    # Afterwards no parameter may be left that tells it.
+    dtype = model.dtype
+    with without_experts(model):
+        probe = probe_attention(model)
+        if probe.refusal:
+            report = TakeoverReport(type(model).__name__, not_paged=probe.refusal)
+            log.info("%s: attention is not paged: %s", report.class_name, probe.refusal)
+            return HostModel(model, report, None)
+        latent = _take_latent_heads(model, pool, probe, numerics)
+        if probe.refusal:
+            return HostModel(model, TakeoverReport(type(model).__name__, not_paged=probe.refusal), None)
+        report = take_over(model, pool, numerics, stored)
+        torch.set_num_threads(1)
+        packed, pages = _pages(model, dtype, pool, probe, latent, kv_memory, kv_dtype)
+        take_layers(packed, probe, pages, report)
+        report.not_independent = find_dependence(packed)
+    if report.not_independent:
+        log.warning("%s: rows depend on their batch: %s", report.class_name, report.not_independent)
+    return HostModel(model, report, packed)
+
+
+def _take_latent_heads(model: Any, pool: _core.HostPool, probe: AttentionProbe, numerics: str) -> dict[str, LatentHeads]:
+    """Packs the matrices that expand latents, and takes the modules that had them off the model.
+    Where one is not proven, all stay and the probe's refusal names it.
+    """
+    found = {}
+    for layer in probe.layers:
+        if layer.is_latent:
+            module = model.get_submodule(layer.module)
+            heads, reason = take_latent_heads(pool, module, numerics)
+            if heads is None:
+                probe.refusal = f"{type(module).__name__} ({layer.module}): {reason}"
+                return {}
+            found[layer.module] = heads
+    for name in found:
+        model.get_submodule(name).kv_b_proj = None
+    return found
+
+
+def _pages(
+    model: Any,
+    dtype: torch.dtype,
+    pool: _core.HostPool,
+    probe: AttentionProbe,
+    latent: dict[str, LatentHeads],
+    kv_memory: MemoryBudget,
+    kv_dtype: str | None,
+) -> tuple[PackedForward, dict[str, LayerPages]]:
+    stored_as = DTYPE_NAMES[dtype] if kv_dtype is None else kv_dtype
+    shapes = [_shape(layer) for layer in sorted(probe.layers, key=lambda layer: layer.index)]
+    num_blocks = kv_blocks(kv_memory, block_bytes(shapes, stored_as))
+    cache = PagedCache(pool, shapes, num_blocks, stored_as)
+    pages = {
+        layer.module: LayerPages(cache, layer.index, _shape(layer).value_size, latent.get(layer.module))
+        for layer in probe.layers
+    }
+    for name, found in pages.items():
+        attach(model.get_submodule(name), found)
+    set_implementation(model, IMPLEMENTATION)
+    return PackedForward(model, cache, BlockPool(num_blocks), dtype), pages
+
+
+def _shape(layer: AttentionLayer) -> KvShape:
+    if layer.is_latent:
+        return KvShape(1, layer.key_size + layer.value_size, layer.key_size)
+    return KvShape(layer.num_kv_heads, layer.key_size, layer.value_size)

@@ -1,0 +1,47 @@
+"""Runs a model whose decoder layers are all host layers by a loop of our own: embedding, layers,
+norm, head. It is used where it gives the bits of the model's own forward.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from dflash_moe.engine.rotary_tables import RotaryTables
+from dflash_moe.operators.blocks import BufferPool, HostLayer, LayerBuffers
+
+
+class LayerLoop:
+    """The layers of a model with what stands before and behind them."""
+
+    def __init__(
+        self, embedding: nn.Module, layers: Sequence[HostLayer], norm: nn.Module, head: nn.Module, buffers: BufferPool,
+        tables: RotaryTables,
+    ) -> None:  # fmt: skip
+        self._embedding, self._layers, self._norm, self._head = embedding, tuple(layers), norm, head
+        self._buffers, self._tables = buffers, tables
+
+    def run(self, token_ids: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        """Returns logits [num_wanted, vocab_size] of the rows `wanted` of the step that the pages
+        were told to begin; `token_ids` are int64 [num_rows].
+        """
+        buffers = self._buffers.of(len(token_ids))
+        fill_tables(buffers, self._tables)
+        buffers.hidden_states.copy_(self._embedding(token_ids))
+        for layer in self._layers:
+            layer.step(buffers)
+        rows = buffers.hidden_states[wanted]
+        self._buffers.drop_last()
+        logits: torch.Tensor = self._head(self._norm(rows))
+        return logits
+
+
+def fill_tables(buffers: LayerBuffers, tables: RotaryTables) -> None:
+    """Writes the cosines and sines of the step under way to where host layers read them."""
+    found = tables(torch.zeros(1, 1, 1))
+    for buffer, table in zip((buffers.cos, buffers.sin), found, strict=True):
+        buffer.view(-1)[: table.numel()].view(table.shape[1:]).copy_(table[0])

@@ -1,0 +1,167 @@
+"""Puts host layers in the place of a model's decoder layers where they are proven, connected to the
+model's pages and to its routed experts.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from dflash_moe.engine.forward import PackedForward, StepRows
+from dflash_moe.engine.layer_loop import LayerLoop
+from dflash_moe.engine.step_blocks import StepBlocks
+from dflash_moe.integrations.transformers import ExpertRoute, route_of
+from dflash_moe.model.architecture import find_experts, is_on_interface
+from dflash_moe.operators.attention_probe import AttentionProbe
+from dflash_moe.operators.block_forms import LayerForms, ProbeStep
+from dflash_moe.operators.blocks import BufferPool, HostLayer
+from dflash_moe.operators.linear import HostLinear
+from dflash_moe.operators.norms import HostNorm
+from dflash_moe.operators.report import Finding, TakeoverReport
+
+if TYPE_CHECKING:
+    from dflash_moe.operators.paged_attention import LayerPages
+
+_PROBE_TOKENS = 19
+
+
+class _RoutedExperts:
+    """The routed experts of a module, as host layers call them: through its route, which may be
+    exchanged for a while.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+
+    def bind(self, hidden_states: Any, topk_ids: Any, topk_weights: Any, out: Any) -> _BoundRoute:
+        """Binds the tensors."""
+        return _BoundRoute(self._module, (hidden_states, topk_ids, topk_weights), out)
+
+
+class _BoundRoute:
+    """A call of a module's routed experts over fixed tensors."""
+
+    def __init__(self, module: Any, tensors: tuple[Any, Any, Any], out: Any) -> None:
+        self._module, self._tensors, self._out = module, tensors, out
+        route = route_of(module)
+        self._bound = route.runtime.bind(route.layer, *tensors, out) if isinstance(route, ExpertRoute) else None
+
+    def run(self) -> None:
+        """Computes the result."""
+        route = route_of(self._module)
+        if isinstance(route, ExpertRoute):
+            self._begin(route).run()
+        else:
+            self._out.copy_(route.call(*self._tensors))
+
+    def submit(self) -> Callable[[], None]:
+        """Starts the call and returns what waits for its end."""
+        route = route_of(self._module)
+        if isinstance(route, ExpertRoute):
+            wait: Callable[[], None] = self._begin(route).submit()
+            return wait
+        return self.run
+
+    def _begin(self, route: ExpertRoute) -> Any:
+        route.calls += 1
+        if self._bound is None:
+            self._bound = route.runtime.bind(route.layer, *self._tensors, self._out)
+        return self._bound
+
+
+def take_layers(packed: PackedForward, probe: AttentionProbe, pages: dict[str, LayerPages], report: TakeoverReport) -> None:
+    """Puts host layers in the place of a model's decoder layers where they fit, and has the forward
+    pass loop over them where that gives the bits of the model's own.
+    """
+    if len(packed.rotary) != 1:
+        report.findings.append(
+            Finding("", report.class_name, reason=f"layers: {len(packed.rotary)} rotary modules, expected one")
+        )
+        return
+    model = packed.model
+    buffers = BufferPool(packed.dtype)
+    experts = {name: _RoutedExperts(module) for name, module in find_experts(model).items()}
+    forms = LayerForms(packed.cache.pool, buffers, lambda count: _probe_step(packed, count), experts, packed.dtype)
+    layers = []
+    for attention in sorted(probe.layers, key=lambda layer: layer.index):
+        name = attention.module.rpartition(".")[0]
+        layer = model.get_submodule(name)
+        found, reason, error = forms.find(name, layer, attention, pages[attention.module])
+        kind = type(layer).__name__
+        if found is None:
+            report.findings.append(Finding(name, kind, reason=reason))
+            continue
+        parent, _, child = name.rpartition(".")
+        layers.append((parent, child, layer, found))
+        report.findings.append(Finding(name, kind, "layer", "attention and feed-forward blocks", excess=error))
+    if layers:
+        packed.use_buffers(buffers)
+    for parent, child, layer, found in layers:
+        _keep_experts(layer, found)
+        setattr(model.get_submodule(parent), child, found)
+    if len(layers) == len(probe.layers):
+        _loop(packed, [found for _, _, _, found in layers], buffers)
+
+
+def _keep_experts(layer: nn.Module, found: HostLayer) -> None:
+    """Keeps the routed experts of a layer in the model under their names, because the runtime's
+    layers are known by these.
+    """
+    for name, module in layer.named_modules():
+        if is_on_interface(module):
+            *path, last = name.split(".")
+            place: Any = found
+            for part in path:
+                if not hasattr(place, part):
+                    place.add_module(part, nn.Module())
+                place = getattr(place, part)
+            place.add_module(last, module)
+
+
+def _loop(packed: PackedForward, layers: list[HostLayer], buffers: BufferPool) -> None:
+    model = packed.model
+    base = getattr(model, model.base_model_prefix, None)
+    norms = [module for module in base.children() if isinstance(module, HostNorm)] if isinstance(base, nn.Module) else []
+    head = model.get_output_embeddings()
+    if len(norms) != 1 or not isinstance(head, HostLinear):
+        return
+    loop = LayerLoop(model.get_input_embeddings(), layers, norms[0], head, buffers, packed.rotary[0])
+    expected = _probe_logits(packed)
+    packed.loop = loop
+    if not torch.equal(expected, _probe_logits(packed)):
+        packed.loop = None
+
+
+def _probe_logits(packed: PackedForward) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(_PROBE_TOKENS)
+    token_ids = torch.randint(0, packed.vocab_size, (_PROBE_TOKENS,), generator=generator).tolist()
+    sequence = packed.admit(_PROBE_TOKENS)
+    try:
+        return packed.forward([StepRows(sequence, token_ids, num_logits=3)]).clone()
+    finally:
+        sequence.release()
+
+
+@contextmanager
+def _probe_step(packed: PackedForward, num_rows: int) -> Iterator[ProbeStep]:
+    sequence, planned = packed.admit(num_rows), StepBlocks()
+    try:
+        planned.append(sequence.blocks, num_rows)
+        packed.cache.begin(planned.pack())
+        tables = packed.rotary[0]
+        tables.begin([(num_rows, 0, num_rows)])
+        embeddings = tables(torch.zeros(1, 1, 1, dtype=packed.dtype))
+        cos, sin = tables(torch.zeros(1, 1, 1))
+        arguments = {
+            "attention_mask": None, "position_ids": torch.arange(num_rows)[None], "past_key_values": packed.cache,
+            "use_cache": True, "position_embeddings": embeddings,
+        }  # fmt: skip
+        yield ProbeStep(arguments, cos[0], sin[0])
+    finally:
+        planned.roll_back()
