@@ -227,11 +227,27 @@ def _llama_check(place: Place) -> list[Command]:
     return [["env", f"LLAMA_CHECK_OUT={place.json('llama_check')}", *tests, *chosen]]
 
 
+def _engine_peers(place: Place) -> list[Command]:
+    less: Command = ["--tiny", "--rounds", 1, "--only", "decode-q8_0-*", "--models", place.folder / "models"]
+    peers: Command = ["--llama-bin", Path(os.environ["LLAMA_BUILD"]) / "bin"]
+    if vllm := os.environ.get("VLLM_PYTHON"):
+        peers += ["--vllm-python", vllm]
+    chosen = _quick(place, ["--real-shape"], less)
+    return [_campaign("engine_against_peers", *peers, *chosen, "--json", place.json("engine_against_peers"))]
+
+
 def _lacks_llama() -> str:
     if not os.environ.get("LLAMA_CPP") or not os.environ.get("LLAMA_BUILD"):
         return "LLAMA_CPP and LLAMA_BUILD, the sources and the build of a llama.cpp"
     is_built = (ROOT / "dflash_moe" / "libggml-dflash-moe.so").is_file()
     return _lacks_two_cores() if is_built else "the plug-in (make ggml LLAMA_CPP=DIR)"
+
+
+def _lacks_llama_programs() -> str:
+    build = os.environ.get("LLAMA_BUILD")
+    if not build or not (Path(build) / "bin" / "ggml-rpc-server").is_file():
+        return "LLAMA_BUILD, a build of llama.cpp with GGML_RPC=ON"
+    return _lacks_two_cores()
 
 
 def _lacks_two_cores() -> str:
@@ -260,6 +276,10 @@ def _lacks_corpus() -> str:
 
 def _without_peers() -> str:
     return "" if util.find_spec("kt_kernel") else "kt-kernel is not installed here: its rows are left out"
+
+
+def _without_vllm() -> str:
+    return "" if os.environ.get("VLLM_PYTHON") else "VLLM_PYTHON names no interpreter that has vLLM: its rows are left out"
 
 
 STEPS: tuple[Step, ...] = (
@@ -293,4 +313,5 @@ STEPS: tuple[Step, ...] = (
     Step("bits", ("bits_per_byte",), 5, _bits, lacking=_lacks_corpus),
     Step("llama-check", ("llama_check",), 2, _llama_check, lacking=_lacks_llama),
     Step("llama-hosts", ("llama_hosts",), 15, _llama_hosts, lacking=_lacks_llama),
+    Step("engine-peers", ("engine_against_peers",), 50, _engine_peers, lacking=_lacks_llama_programs, note=_without_vllm),
 )

@@ -111,10 +111,10 @@ def _write_settings(writer: Any, architecture: str, config: dict[str, Any]) -> N
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
     if config.get("head_dim"):
         writer.add_key_length(config["head_dim"])
-    _write_tokenizer(writer, config["vocab_size"])
+    write_tokenizer(writer, config["vocab_size"])
 
 
-def _write_tokenizer(writer: Any, vocab_size: int) -> None:
+def write_tokenizer(writer: Any, vocab_size: int) -> None:
     """Writes a token for each byte as byte-level BPE spells it, and then end of text. The byte
     0xff, which no text has, gives way to a merge.
     """
