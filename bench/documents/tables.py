@@ -303,7 +303,8 @@ def parity(recorded: Recorded) -> str:
                 digits(worst),
                 *(f"{max(layer[key] for layer in row['layers']):.1e}" for key in ("difference_rms", "difference_max")),
                 f"{row['logits_rms']:.1e}",
-                f"{row['greedy_compared']} of {row['greedy_tokens']}",
+                # Older results counted the tokens before the first one that differs.
+                f"{row.get('greedy_equal', row['greedy_compared'])} of {row['greedy_tokens']}",
                 str(row["remote_calls"]),
                 "yes" if row["passed"] else "NO",
             )

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dflash_moe.bench import plot_experts, plot_ipc, plot_modes, plot_timeline
+from dflash_moe.bench import plot_attention, plot_experts, plot_ipc, plot_modes, plot_timeline
 from dflash_moe.bench.plot_axes import Named
 from dflash_moe.bench.results import require_fields
 from dflash_moe.errors import ConfigError, UnsupportedError
@@ -23,6 +23,7 @@ PAINTERS: dict[str, Callable[[Sequence[Named], Any], Any]] = {
     "decode": plot_modes.draw_decode,
     "ipc": plot_ipc.draw_ipc,
     "experts": plot_experts.draw_experts,
+    "attention": plot_attention.draw_attention,
 }
 
 
@@ -120,15 +121,17 @@ def _check_row(case: str, row: Mapping[str, Any], name: str) -> None:
         "decode": plot_modes.DECODE_FIELDS,
         "ipc": plot_ipc.CALL_FIELDS if plot_ipc.is_call(row) else plot_ipc.ROUND_TRIP_FIELDS,
         "experts": plot_experts.FIELDS,
+        "attention": plot_attention.APPEND_FIELDS if plot_attention.is_append(row) else plot_attention.FIELDS,
     }[case]
     _check_numbers(row, ("name", *fields), name)
     _check_numbers(row, [key for key in ("prompt_tokens",) if row.get(key) is not None], name)
 
 
-TEXTS = {"name", "mode", "dtype", "worker", "transport", "format"}
+TEXTS = {"name", "mode", "dtype", "worker", "transport", "format", "kv_dtype", "through"}
 LISTS = {"samples_s"}
 # These fields are drawn on logarithmic axes, or divided by.
-POSITIVE = {"gflops", "bytes_per_s", "peak_gflops", "peak_bytes_per_s", "tokens", "payload_bytes", "memcpy_bytes_per_s"}
+POSITIVE = {"gflops", "bytes_per_s", "peak_gflops", "peak_bytes_per_s", "tokens", "payload_bytes", "memcpy_bytes_per_s",
+            "context", "us"}  # fmt: skip
 # A number beyond this, in bytes, nanoseconds or operations, is damage, and axes cannot show it.
 LARGEST = 1e18
 

@@ -117,7 +117,17 @@ def print_summary(summary: Sequence[Mapping[str, Any]]) -> None:
 def print_decode(rows: Sequence[Mapping[str, Any]]) -> None:
     """Prints the latency of a token, and the calls and bytes for each."""
     table = options.table(
-        "mode", "dtype", "tokens/s", "p50 ms", "p95 ms", "p99 ms", "calls/token", "bytes/token", "floor/token"
+        "mode",
+        "dtype",
+        "tokens/s",
+        "p50 ms",
+        "p95 ms",
+        "p99 ms",
+        "calls/token",
+        "bytes/token",
+        "floor/token",
+        "MB read/token",
+        "of read",
     )
     for row in rows:
         table.add_row(
@@ -130,6 +140,8 @@ def print_decode(rows: Sequence[Mapping[str, Any]]) -> None:
             f"{row['calls_per_token']:.1f}",
             f"{row['request_bytes_per_token'] + row['reply_bytes_per_token']:,.0f}",
             f"{row['floor_bytes_per_token']:,.0f}",
+            f"{row['read_bytes_per_token'] / 1e6:.2f}",
+            "-" if row["share_of_read"] is None else f"{row['share_of_read']:.0%}",
         )
     options.show(table)
 

@@ -13,12 +13,13 @@ from typing import Annotated, Any
 import typer
 
 from dflash_moe.cli import options, probes
+from dflash_moe.cli.probe_host_operators import host_operator_lines, probe_host_operators
 from dflash_moe.cli.probe_sockets import probe_sockets, probe_timeouts, socket_lines, socket_problems
 from dflash_moe.config import Settings, format_bytes, on_worker_loss, resolve_settings
 from dflash_moe.errors import ConfigError, DflashError
 from dflash_moe.placement.numerics import are_mixed
 from dflash_moe.protocol.paths import TRANSPORTS
-from dflash_moe.runtime.threads import thread_plan
+from dflash_moe.runtime.threads import shares_pool, thread_plan
 from dflash_moe.telemetry.cores import numa_nodes
 from dflash_moe.telemetry.machine import cores_reason, physical_cores, usable_cores
 from dflash_moe.topology import HOST, MemoryBudget, Topology
@@ -88,6 +89,7 @@ def examine(topology: Topology | None = None) -> dict[str, Any]:
     found: dict[str, Any] = {"backends": probes.probe_backends(settings.cpu_isa), "transports": probes.probe_transports()}
     found |= {"machine": machine, "problems": problems, "numerics": _numerics(planned, settings)}
     found["host_device"] = probes.probe_host_device(planned.host)
+    found["host_operators"] = probe_host_operators(planned, settings, found["backends"]["cpu"].get("isa", ""))
     problems += _problems(found)
     problems += _numerics_problems(planned, found)
     return found
@@ -95,10 +97,10 @@ def examine(topology: Topology | None = None) -> dict[str, Any]:
 
 def _settings(topology: Topology, problems: list[str]) -> Settings:
     try:
-        return resolve_settings(topology.ipc)
+        return resolve_settings(topology.stated_settings)
     except ConfigError as error:
         problems.append(str(error))
-        return resolve_settings(topology.ipc, environ={})
+        return resolve_settings(topology.stated_settings, environ={})
 
 
 def _planned_threads(topology: Topology, planned_for: str, settings: Settings) -> dict[str, Any]:
@@ -108,6 +110,13 @@ def _planned_threads(topology: Topology, planned_for: str, settings: Settings) -
     return {
         "planned_for": planned_for,
         "host": plan.host,
+        # Workers at loopback compute with the host's pool.
+        "host_pool": [
+            "operators",
+            "experts",
+            "encoding",
+            *(w.name for w in topology.local_workers() if shares_pool(topology, w)),
+        ],
         "workers": dict(plan.workers),
         "cpus": dict(plan.cpus),
         "total": total,
@@ -121,6 +130,7 @@ def _planned_threads(topology: Topology, planned_for: str, settings: Settings) -
 
 def _numerics(topology: Topology, settings: Settings) -> dict[str, Any]:
     """Returns the setting, and the class of each holder."""
+    topology = topology.with_settings(settings)
     holders = [worker.name for worker in topology.workers]
     if topology.host.experts_memory != MemoryBudget():
         holders.insert(0, HOST)
@@ -201,10 +211,12 @@ def print_findings(found: dict[str, Any]) -> None:
         f"lock limit {'unlimited' if lock is None else format_bytes(lock)}",
         f"cores      {machine['usable_cores']} usable ({machine['cores_reason']}), {machine['physical_cores']} physical",
         f"nodes      {_nodes_text(machine['numa_nodes'])}",
-        f"threads    {threads['planned_for']}: host {threads['host']}, "
+        f"threads    {threads['planned_for']}: host {threads['host']} (one pool: {', '.join(threads['host_pool'])}; "
+        "torch has one beside it), "
         + ", ".join(_worker_threads(threads, name) for name in threads["workers"])
         + f"; spin {threads['spin_us']} us ({threads['spin_reason']}), OpenMP waits {threads['openmp_waits']}",
         f"host       {found['host_device']['device']}: {REGISTRATIONS[found['host_device']['registration']]}",
+        *host_operator_lines(found["host_operators"]),
         *socket_lines(machine["sockets"], machine["timeouts"]),
         f"losses     {machine['on_worker_loss']}",
         f"versions   kernel {machine['kernel']}, {machine['libc']}, python {machine['python']}, {packages}",

@@ -16,7 +16,7 @@ from dflash_moe.cli.loading import Lines, comparing_shown
 from dflash_moe.errors import DflashError
 
 if TYPE_CHECKING:
-    from dflash_moe.integrations.verify import VerifyReport
+    from dflash_moe.engine.verify_report import VerifyReport
 
 
 def register(app: typer.Typer) -> None:
@@ -46,7 +46,7 @@ def verify(
     """
     directory = options.model_directory(model)
     where = options.load_topology(topology)
-    from dflash_moe.integrations.verify import verify as run
+    from dflash_moe.engine.verify import verify as run
 
     with comparing_shown() as compare:
         report = run(
@@ -106,9 +106,24 @@ def _show(report: VerifyReport) -> None:
             f"layer {most.index}; eager's own error there {most.eager_error:.2e}). Remote error is against float64 with inputs "
             "so rounded; differences from eager are judged where the model itself rounds as much"
         )
-    judged = "" if report.bounds.logits_max is not None else " (reported, not judged, in 16-bit dtypes)"
-    typer.echo(f"logits: rms {report.logits_rms:.2e}, max {report.logits_max:.2e}{judged}")
-    gap = report.greedy_flip_gap
-    flip = "" if gap is None else f"; the next differs where eager's top two are {gap:.2e} apart"
-    typer.echo(f"greedy tokens: {report.greedy_compared} of {report.greedy_tokens} equal{flip}")
+    _show_model(report)
     typer.echo(f"calls to workers in the whole-model runs: {report.remote_calls}")
+
+
+def _show_model(report: VerifyReport) -> None:
+    """Prints what became of the host's own model, and how the whole compares with eager."""
+    if report.host is not None:
+        typer.echo("\nthe host's own model:\n" + "\n".join(f"  {line}" for line in report.host.lines()))
+    if report.is_paged:
+        proven = "proven" if report.is_independent else "NOT proven"
+        typer.echo(
+            f"  linear layers compute in {', '.join(report.host_numerics)}; keys and values are kept in {report.kv_dtype}; "
+            f"rows are {proven} independent of their batch"
+        )
+    judged = f" (reported, not judged: {report.not_judged})" if report.not_judged else ""
+    typer.echo(f"logits: rms {report.logits_rms:.2e}, max {report.logits_max:.2e}{judged}")
+    greedy = report.greedy
+    if greedy is not None:
+        gap = "" if greedy.flip_gap is None else f", where eager's top two are up to {greedy.flip_gap:.2e} apart"
+        clear = f"eager has no tie at {greedy.compared} of them"
+        typer.echo(f"greedy tokens: {greedy.equal} of {greedy.tokens} are eager's best{gap}; {clear}")

@@ -52,6 +52,17 @@ def numa_nodes(system: Path = _SYSTEM) -> dict[int, tuple[int, ...]]:
     return dict(sorted(nodes.items()))
 
 
+def last_cache_bytes(system: Path = _SYSTEM) -> int:
+    """Returns the size of the largest cache of any CPU, 0 where the kernel does not tell."""
+    return max((_cache_bytes(read_text(path)) for path in system.glob("cpu/cpu[0-9]*/cache/index*/size")), default=0)
+
+
+def _cache_bytes(text: str) -> int:
+    # The kernel writes a whole number and K, or once M.
+    number, unit = text.strip()[:-1], text.strip()[-1:]
+    return int(number) << {"K": 10, "M": 20}[unit] if number.isdigit() and unit in ("K", "M") else 0
+
+
 def machine_cores(usable: Collection[int] | None = None, system: Path = _SYSTEM) -> tuple[Core, ...]:
     """Returns the CPUs of `usable`, by default those of this process's affinity mask. Those that
     stand for a physical core come first.

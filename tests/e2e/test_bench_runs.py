@@ -66,7 +66,14 @@ def test_decode_keeps_every_token_and_counts_one_call_per_worker_and_layer(model
         assert row["p50_s"] <= row["p95_s"] <= row["p99_s"] <= max(row["samples_s"])
         assert 0 < row["calls_per_token"] <= LAYERS * (1 if row["name"] == "local" else WORKERS)
         assert 0 < row["floor_bytes_per_token"] < row["request_bytes_per_token"] + row["reply_bytes_per_token"]
+        sides = ["host"] if row["name"] == "local" else ["host", "w0", "w1"]
+        assert [part["side"] for part in row["reads"]] == sides
+        assert row["read_bytes_per_token"] == sum(part["bytes_per_token"] for part in row["reads"])
+        seconds = sum(part["bytes_per_token"] / part["read_bytes_per_s"] for part in row["reads"])
+        assert row["share_of_read"] == pytest.approx(seconds / row["p50_s"])
     by_name = {(row["name"], row["dtype"]): row for row in result["rows"]}
+    # Whoever computes them, one token reads the same weights, keys and values.
+    assert len({row["read_bytes_per_token"] for row in result["rows"] if row["dtype"] == "bf16"}) == 1
     for dtype in ("bf16", "f32"):
         assert by_name["batched", dtype]["tokens_digests"] == by_name["auto", dtype]["tokens_digests"]
     assert result["params"]["oversubscribed"] is (result["params"]["cores_usable"] < WORKERS + 1)

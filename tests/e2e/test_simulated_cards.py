@@ -75,7 +75,7 @@ def test_the_topologies_of_real_machines_run_with_simulated_cards(spec, name):
 @pytest.mark.transformers
 @pytest.mark.parametrize("arch", ["qwen3_moe", "gpt_oss"])
 def test_a_model_on_a_processor_and_cards_of_both_vendors_has_parity_with_its_own_experts(arch, tmp_path):
-    from dflash_moe.integrations.verify import verify
+    from dflash_moe.engine.verify import verify
 
     make_checkpoint(tiny_options(arch), tmp_path)
     topology = Topology.parse(

@@ -12,6 +12,7 @@ import pytest
 
 from dflash_moe.cli.main import run
 from dflash_moe.model.make import make_checkpoint
+from dflash_moe.operators.report import OPERATORS
 from dflash_moe.runtime import contents
 from dflash_moe.testing.families import tiny_options
 
@@ -35,7 +36,51 @@ def test_parity_ends_with_0_and_writes_the_report(checkpoint, tmp_path, capsys):
     report = json.loads((tmp_path / "report.json").read_text())
     assert (report["case"], report["dtype"], report["excesses"]) == ("verify", "f32", [])
     assert [layer["index"] for layer in report["layers"]] == [0, 1]
-    assert report["greedy_compared"] == report["greedy_tokens"] > 0
+    assert report["greedy_equal"] == report["greedy_tokens"] > 0
+    assert (report["attention_paged"], report["rows_independent"], report["not_judged"]) == (True, True, "")
+    taken = {found["operator"] for found in report["host"]["findings"]}
+    assert {"router", "linear", "norm"} <= taken <= set(OPERATORS)
+    assert (report["host_numerics"], report["kv_dtype"]) == (["f32-canonical"], "f32")
+
+
+def test_the_host_keeps_the_models_own_operators_where_asked(checkpoint, tmp_path, capsys):
+    arguments = ["verify", "--model", str(checkpoint), "--dtype", "f32", "--host-operators", "torch"]
+    assert run([*arguments, "--json", str(tmp_path / "report.json")]) == 0
+    assert "one sequence at a time: host.operators: torch" in capsys.readouterr().out
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert (report["host"]["findings"], report["attention_paged"], report["rows_independent"]) == ([], False, False)
+    assert report["remote_calls"] > 0
+
+
+def test_logits_are_reported_and_not_judged_where_pages_round(checkpoint, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("DFLASH_MOE_ENGINE_KV_DTYPE", "bf16")
+    assert run(["verify", "--model", str(checkpoint), "--dtype", "f32", "--json", str(tmp_path / "report.json")]) == 0
+    assert "reported, not judged: keys and values are kept in bf16" in capsys.readouterr().out
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["logits_rms"] > report["bounds"]["logits_rms"]
+
+
+def test_a_model_that_computes_its_experts_itself_is_an_error(checkpoint, capsys, monkeypatch):
+    from dflash_moe.engine import verify
+
+    plain = verify.open_host
+    monkeypatch.setattr(verify, "open_host", lambda path, runtime: verify.HostModel(*_local(plain(path, runtime))))
+    assert run(["verify", "--model", str(checkpoint), "--dtype", "f32", "--host-operators", "torch"]) == 1
+    assert "the model's experts did not all go through the runtime: 0 remote calls" in last_line(capsys)
+
+
+def _local(host):
+    """The same host, whose experts compute zeros in this process."""
+    from dflash_moe.integrations.transformers import without_experts
+
+    own = host.model.forward
+
+    def forward(*arguments, **options):
+        with without_experts(host.model):
+            return own(*arguments, **options)
+
+    host.model.forward = forward
+    return host.model, host.report, host.packed
 
 
 def test_an_excess_ends_with_1_and_names_layer_and_bound(checkpoint, capsys):

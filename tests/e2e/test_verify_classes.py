@@ -34,7 +34,7 @@ def mixtral(tmp_path_factory):
 
 
 def verified(directory, first: str, second: str, dtype: str, **overrides: object):
-    from dflash_moe.integrations.verify import verify
+    from dflash_moe.engine.verify import verify
 
     lines = "".join(f"  - {{name: w{at}, threads: 1, address: loopback, {more}}}\n" for at, more in enumerate((first, second)))
     return verify(directory, Topology.parse(f"version: 1\nworkers:\n{lines}"), dtype=dtype, overrides=overrides)

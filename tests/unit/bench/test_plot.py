@@ -75,6 +75,17 @@ EXPERTS = [
     for name, weights, source in (("cpu", "bf16", "dram"), ("cpu", "f32", "cache"), ("torch_loop", "bf16", "dram"))
     for tokens in (1, 16, 64)
 ]  # fmt: skip
+ATTENTION = [
+    {
+        "name": name, "kv_dtype": "bf16", "rows": rows, "context": context, "threads": threads, "us": 2.0 * context,
+        "share_of_read": 0.75, "share_of_peak": 0.61, **timing_fields([1.0]),
+    }
+    for threads in (1, 2) for name, rows, context in (("decode", 1, 64), ("decode", 1, 4096), ("prefill", 512, 4096))
+]  # fmt: skip
+ATTENTION += [
+    {"name": name, "kv_dtype": "bf16", "through": "core", "calls": calls, "us": 17.0 + calls, **timing_fields([1.0])}
+    for name, calls in (("append_token_batch", 1), ("append_each_token", 64))
+]
 IPC = [
     {
         "name": kind, "payload_bytes": size, "p50_us": size / 1e3, "floor_us": size / 2e3, "bytes_per_s": 1e9,
@@ -94,6 +105,7 @@ CASES = {
         envelope("experts", EXPERTS),
         ["peak 150 GFLOP/s", "read 12.0 GB/s", "bf16 torch loop", "f32 from cache", "share of the roof"],
     ),
+    "attention": (envelope("attention", ATTENTION), ["bf16, 2 threads", "512 of 4,096 tokens", "61", "18", "81"]),
 }
 
 

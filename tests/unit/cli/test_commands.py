@@ -285,7 +285,7 @@ def test_doctor_reports_backends_transports_machine_and_problems(capsys):
     code, out, err = run(capsys, "doctor", "--json")
     found = json.loads(out)
     assert (code, err) == (0, [])
-    assert set(found) == {"backends", "transports", "machine", "problems", "numerics", "host_device"}
+    assert set(found) == {"backends", "transports", "machine", "problems", "numerics", "host_device", "host_operators"}
     assert set(found["backends"]) == {"cpu", "cuda", "hip", "sim"}
     assert found["backends"]["cpu"]["available"]
     # plug-ins of cards are there after `make plugins`, cards on few machines
@@ -302,7 +302,12 @@ def test_doctor_reports_backends_transports_machine_and_problems(capsys):
     threads = found["machine"]["threads"]
     assert threads["total"] == threads["host"] + sum(threads["workers"].values())
     assert threads["oversubscribed"] == (threads["total"] > found["machine"]["usable_cores"])
+    assert threads["host_pool"] == ["operators", "experts", "encoding"]
     assert found["machine"]["memory_available_bytes"] > 0
+    operators = found["host_operators"]
+    assert (operators["setting"], operators["taken"], operators["numerics"]) == ("auto", True, "f32-canonical")
+    assert operators["kv"] == {"block_tokens": 16, "memory": "25%", "dtype": "auto"}
+    assert {"linear", "norm", "router", "paged attention"} <= set(operators["operators"])
     assert found["backends"]["cpu"]["numerics_classes"] == _core.numerics_classes(_core.best_isa())
     assert found["numerics"] == {"policy": "exact", "classes": {"w0": "f32-canonical", "w1": "f32-canonical"}}
 

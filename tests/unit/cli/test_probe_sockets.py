@@ -46,7 +46,7 @@ def test_bounds_come_from_the_kernels_files_and_may_be_unreadable(tmp_path: Path
 
 
 def test_every_timeout_is_shown_with_value_and_meaning() -> None:
-    shown = probe_timeouts(resolve_settings({"call_timeout_s": 7}, environ={}))
+    shown = probe_timeouts(resolve_settings({"ipc.call_timeout_s": 7}, environ={}))
     assert shown["ipc.call_timeout_s"]["seconds"] == 7
     assert shown.keys() == {"ipc.call_timeout_s", "ipc.start_timeout_s", "ipc.stall_timeout_s"}
     assert all(entry["meaning"] for entry in shown.values())

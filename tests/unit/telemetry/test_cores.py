@@ -12,7 +12,7 @@ import pytest
 
 from dflash_moe.errors import ConfigError
 from dflash_moe.telemetry.affinity import check_cpus, pin_to_first, running_on
-from dflash_moe.telemetry.cores import Core, machine_cores, numa_nodes, parse_cpu_list
+from dflash_moe.telemetry.cores import Core, last_cache_bytes, machine_cores, numa_nodes, parse_cpu_list
 
 
 def make_tree(root: Path, nodes: dict[int, str], siblings: dict[int, str]) -> Path:
@@ -71,3 +71,12 @@ def test_a_core_of_somebody_else_is_named_with_those_there_are() -> None:
     check_cpus(sorted(os.sched_getaffinity(0)), name="w0")
     with pytest.raises(ConfigError, match=r"worker w0: CPU 60000 of its `cpus` is not one this process may use; it may use \d"):
         check_cpus((60_000,), name="w0")
+
+
+def test_the_last_cache_is_the_largest_of_any_cpu(tmp_path: Path) -> None:
+    for at, (cpu, size) in enumerate(((0, "48K\n"), (0, "32768K\n"), (1, "2M"), (2, "many"), (3, ""))):
+        folder = tmp_path / f"cpu/cpu{cpu}/cache/index{at}"
+        folder.mkdir(parents=True)
+        (folder / "size").write_text(size)
+    assert last_cache_bytes(tmp_path) == 32 << 20
+    assert last_cache_bytes(tmp_path / "nothing") == 0

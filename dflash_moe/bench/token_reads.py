@@ -1,0 +1,129 @@
+"""Counts the bytes of memory that one decoded token reads, apart for the host and each worker, and
+says what part of the time of a token reading them takes.
+
+The host reads dense weights as they are packed, the output layer among them, one row of each
+embedding, and the keys and values of the context. Whoever holds a routed expert that the token
+chose reads that expert.
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from dflash_moe.bench.read_speed import ReadSpeed
+from dflash_moe.config import resolve_settings
+from dflash_moe.protocol.devices import PROCESSOR
+from dflash_moe.runtime.expert_runtime import ExpertRuntime
+from dflash_moe.runtime.threads import shares_pool, thread_plan
+from dflash_moe.topology import HOST, Topology
+
+if TYPE_CHECKING:
+    from dflash_moe.engine.host_model import HostModel
+
+
+@dataclass(frozen=True, slots=True)
+class Sides:
+    """Who reads: which side a holder of experts belongs to, and the threads of each side, None
+    where its memory is not that of this machine's processor.
+    """
+
+    of_holder: Mapping[str, str]
+    threads: Mapping[str, int | None]
+
+    @classmethod
+    def of(cls, topology: Topology, overrides: Mapping[str, Any]) -> Sides:
+        """Returns the sides of a runtime. Experts that the host's own threads compute are on its
+        side.
+        """
+        plan = thread_plan(topology, resolve_settings(topology.stated_settings, **overrides))
+        local = {worker.name for worker in topology.local_workers()}
+        of_holder, threads = {HOST: HOST}, dict[str, int | None]({HOST: plan.host})
+        for worker in topology.workers:
+            if shares_pool(topology, worker):
+                of_holder[worker.name] = HOST
+                continue
+            of_holder[worker.name] = worker.name
+            is_here = worker.name in local and worker.backend == PROCESSOR
+            threads[worker.name] = plan.workers.get(worker.name) if is_here else None
+        return cls(of_holder, threads)
+
+
+def count_reads(host: HostModel, runtime: ExpertRuntime, input_ids: Any, new_tokens: int, sides: Sides) -> dict[str, float]:
+    """Decodes `new_tokens` greedily after `input_ids` [1, num_tokens] and returns the mean bytes
+    that each side read for one of them. Nothing is timed: the tokens, and with them the experts,
+    are those of `measure_once`.
+    """
+    import torch
+
+    from dflash_moe.integrations.transformers import experts_watched
+    from dflash_moe.operators.reads import dense_bytes
+
+    prompt = input_ids[0].tolist()
+    total: Counter[str] = Counter({HOST: new_tokens * dense_bytes(host.model)})
+    padded = _padding(runtime)
+    shards = {layer.index: at for at, layer in enumerate(runtime.spec.layers)}
+
+    def receive(layer: int, topk_ids: Any) -> None:
+        spec, chosen = runtime.spec.layers[shards[layer]], set(topk_ids.unique().tolist())
+        for shard in runtime.placement.layers[shards[layer]]:
+            is_packed = shard.layout == "packed"
+            size = spec.resident_bytes(shard.weights) * padded[shard.holder] if is_packed else spec.expert_bytes
+            total[sides.of_holder[shard.holder]] += round(size * len(chosen & set(shard.experts)))
+
+    with closing(host.sequence(len(prompt) + new_tokens)) as run:
+        token_id = int(torch.argmax(run.forward(prompt)))
+        for step in range(new_tokens):
+            with experts_watched(host.model, receive):
+                token_id = int(torch.argmax(run.forward([token_id])))
+            total[HOST] += _kv_bytes(host, run, len(prompt) + step + 1)
+    return {side: total[side] / new_tokens for side in sides.threads}
+
+
+def _padding(runtime: ExpertRuntime) -> dict[str, float]:
+    """Returns by how much the packed weights of each holder are larger than the numbers in them,
+    because panels of matrices are padded to whole vectors.
+    """
+    planned = runtime.placement.bytes_by_holder()
+    held = {process.name: process.weight_bytes for process in runtime.worker_processes()}
+    return {holder: (held.get(holder) or size) / size if size else 1.0 for holder, size in planned.items()}
+
+
+def _kv_bytes(host: HostModel, run: Any, context: int) -> int:
+    """Returns the bytes of keys and values that the last token read."""
+    from dflash_moe.operators.reads import kv_bytes
+
+    if host.packed is not None:
+        return kv_bytes(host.model, context)
+    # The model's own cache keeps what its attention reads, and no more.
+    return sum(len(part) for part in run.digest())
+
+
+def read_fields(reads: Mapping[str, float], sides: Sides, speeds: Mapping[int, ReadSpeed], token_s: float) -> dict[str, Any]:
+    """Returns `read_bytes_per_token`, `share_of_read` of a token of `token_s` seconds, and `reads`,
+    which has each side apart. The share is None where the speed of some side that reads cannot be
+    measured here.
+    """
+    parts: list[dict[str, Any]] = []
+    seconds: float | None = 0.0
+    for side, num_bytes in reads.items():
+        threads = sides.threads[side]
+        speed = None if threads is None else speeds[threads]
+        median = None if speed is None else speed.median
+        parts.append(
+            {
+                "side": side,
+                "threads": threads,
+                "bytes_per_token": num_bytes,
+                "read_bytes_per_s": median,
+                "read_bytes_per_s_samples": [] if speed is None else list(speed.bytes_per_s),
+            }
+        )
+        if num_bytes and seconds is not None:
+            seconds = None if median is None else seconds + num_bytes / median
+    share = None if seconds is None else seconds / token_s
+    return {"read_bytes_per_token": sum(reads.values()), "share_of_read": share, "reads": parts}
