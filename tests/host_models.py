@@ -23,10 +23,10 @@ from dflash_moe.testing.families import tiny_options
 PROMPT_TOKENS = 83
 # Where longrope changes from its short factors to its long ones.
 ORIGINAL_MAX = 48
-# What a family's configuration has beside tiny sizes. A window is shorter than a prompt, and the
-# tile of 256 keys starts within it.
+# Every sliding window, which is shorter than a prompt.
+WINDOW = 21
+# What a family's configuration has beside tiny sizes.
 _SETTINGS: dict[str, dict[str, Any]] = {
-    "gpt_oss": {"sliding_window": 21},
     "phimoe": {
         "max_position_embeddings": 4096,
         "original_max_position_embeddings": ORIGINAL_MAX,
@@ -61,6 +61,9 @@ def checkpoint(arch: str, dtype: str) -> Path:
                 value += (spread * torch.randn(value.shape, generator=generator)).to(value.dtype)
         save_file(tensors, path, {"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
+    for part in (config, config.get("text_config", {})):
+        if isinstance(part.get("sliding_window"), int):
+            part["sliding_window"] = WINDOW
     config.update(_SETTINGS.get(arch, {}))
     (folder / "config.json").write_text(json.dumps(config))
     return folder

@@ -8,7 +8,7 @@ SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,12 +26,13 @@ from dflash_moe.integrations.host_weights import is_plain
 from dflash_moe.integrations.transformers import load_model, without_experts
 from dflash_moe.model.architecture import load_architecture, load_config
 from dflash_moe.model.checkpoint import Checkpoint
-from dflash_moe.model.dense_tensors import StoredMatrix, stored_matrices
+from dflash_moe.model.dense_tensors import stored_matrices
 from dflash_moe.operators.addresses import DTYPE_NAMES
 from dflash_moe.operators.attention_probe import AttentionLayer, AttentionProbe, probe_attention, set_implementation
 from dflash_moe.operators.latent_proof import take_latent_heads
 from dflash_moe.operators.paged_attention import IMPLEMENTATION, LatentHeads, LayerPages, attach
-from dflash_moe.operators.report import TakeoverReport
+from dflash_moe.operators.report import Finding, TakeoverReport
+from dflash_moe.operators.stored_weights import place_stored
 from dflash_moe.operators.takeover import take_over
 
 if TYPE_CHECKING:
@@ -71,21 +72,22 @@ def open_host(path: str | Path, runtime: ExpertRuntime, **options: Any) -> HostM
 
     Errors are those of `load_model` and `open_host_model`.
     """
-    model = load_model(path, runtime, **options)
-    settings = runtime.settings
     kept = _why_torch(runtime)
     if kept:
+        model = load_model(path, runtime, **options)
         return HostModel(model, TakeoverReport(type(model).__name__, not_paged=kept), None)
-    checkpoint = Checkpoint.open(path)
+    checkpoint, settings = Checkpoint.open(path), runtime.settings
     stored = {} if is_plain(checkpoint) else stored_matrices(load_architecture(checkpoint).model, checkpoint)
-    return open_host_model(
-        model,
-        runtime.host_pool,
-        numerics=runtime.host_numerics,
-        kv_memory=settings.kv_memory,
-        kv_dtype=settings.kv_dtype,
-        stored=stored,
+    model = load_model(path, runtime, without=stored, **options)
+    numerics = runtime.host_numerics
+    placed = place_stored(model, runtime.host_pool, numerics, stored, model.dtype)
+    host = open_host_model(
+        model, runtime.host_pool, numerics=numerics, kv_memory=settings.kv_memory, kv_dtype=settings.kv_dtype, placed=placed
     )
+    if host.packed is None and stored:
+        # torch computes it after all, with weights of its own.
+        return HostModel(load_model(path, runtime, **options), host.report, None)
+    return host
 
 
 def _why_torch(runtime: ExpertRuntime) -> str:
@@ -103,11 +105,11 @@ def _why_torch(runtime: ExpertRuntime) -> str:
 
 def open_host_model(
     model: Any, pool: _core.HostPool, *, numerics: str, kv_memory: MemoryBudget, kv_dtype: str | None = None,
-    stored: Mapping[str, StoredMatrix] | None = None,
+    placed: Sequence[Finding] = (),
 ) -> HostModel:  # fmt: skip
     """Takes over a model that `load_model` loaded on the processor; it is the engine's from then
     on. `numerics` is the class of its linear layers, and `kv_dtype` None keeps keys and values in
-    the model's dtype. Parameters that `stored` names are packed as the checkpoint stores them.
+    the model's dtype. `placed` says what was packed as the checkpoint stores it.
 
     Errors: ConfigError where memory for one block of keys and values is missing, CheckpointError
     for damaged weights.
@@ -123,7 +125,7 @@ def open_host_model(
         latent = _take_latent_heads(model, pool, probe, numerics)
         if probe.refusal:
             return HostModel(model, TakeoverReport(type(model).__name__, not_paged=probe.refusal), None)
-        report = take_over(model, pool, numerics, stored)
+        report = take_over(model, pool, numerics, placed, probe.read_modules)
         torch.set_num_threads(1)
         packed, pages = _pages(model, dtype, pool, probe, latent, kv_memory, kv_dtype)
         take_layers(packed, probe, pages, report)

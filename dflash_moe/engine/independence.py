@@ -7,6 +7,7 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import product
@@ -108,7 +109,12 @@ def _recorded(model: Any, kept: dict[str, list[torch.Tensor]], begin: int, count
     experts are given: tensors [1, num_rows, ...] or [num_rows, ...].
     """
 
+    calls: Counter[str] = Counter()
+
     def keep(name: str, values: Any) -> None:
+        # A module may be called several times in one forward; equal calls of two parts belong
+        # together.
+        calls[name] += 1
         for place, value in enumerate(values if isinstance(values, tuple) else (values,)):
             if not isinstance(value, torch.Tensor) or value.ndim < 2:
                 continue
@@ -116,7 +122,8 @@ def _recorded(model: Any, kept: dict[str, list[torch.Tensor]], begin: int, count
                 value = value[0]
             if value.shape[0] == num_rows:
                 rows = value[begin : begin + count].reshape(count, -1).clone()
-                kept.setdefault(f"{name}[{place}]" if isinstance(values, tuple) else name, []).append(rows)
+                key = f"{name}[{place}]" if isinstance(values, tuple) else name
+                kept.setdefault(key if calls[name] == 1 else f"{key} (call {calls[name]})", []).append(rows)
 
     def output_hook(name: str) -> Any:
         return lambda _module, _inputs, output: keep(name, output)

@@ -9,6 +9,7 @@ SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
 import copy
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -22,10 +23,17 @@ from dflash_moe.model.tensor_names import Conversion
 
 
 def load_weights(
-    model_class: Any, checkpoint: Checkpoint, *, has_experts: bool, dtype: Any, **options: Any
+    model_class: Any,
+    checkpoint: Checkpoint,
+    *,
+    has_experts: bool,
+    dtype: Any,
+    without: Collection[str] = frozenset(),
+    **options: Any,
 ) -> tuple[Any, list[str]]:
     """Returns a model of `model_class` in torch dtype `dtype`, and the names of the parameters that
-    the checkpoint lacks. Without `has_experts` the tensors of routed experts are not even read.
+    the checkpoint lacks. Without `has_experts` the tensors of routed experts are not even read, and
+    parameters named in `without` are not dequantised.
 
     `options` go to `from_pretrained`. Errors are those of `load_architecture`, and UnsupportedError
     for a format without a rule.
@@ -34,7 +42,7 @@ def load_weights(
         where: dict[str, Any] = {"pretrained_model_name_or_path": checkpoint.path, "local_files_only": True}
     else:
         architecture = load_architecture(checkpoint)
-        state = dequantised_state(architecture.model, checkpoint, dtype=dtype, has_experts=has_experts)
+        state = dequantised_state(architecture.model, checkpoint, dtype=dtype, has_experts=has_experts, without=without)
         where = {"pretrained_model_name_or_path": None, "config": architecture.config, "state_dict": state}
     with quiet_progress():
         model, report = model_class.from_pretrained(**where, dtype=dtype, output_loading_info=True, **options)
@@ -46,15 +54,18 @@ def is_plain(checkpoint: Checkpoint) -> bool:
     return checkpoint.metadata is None and all(info.scales is None for info in checkpoint.tensors.values())
 
 
-def dequantised_state(model: Any, checkpoint: Checkpoint, *, dtype: Any, has_experts: bool) -> dict[str, Any]:
-    """Returns parameters and buffers by their names in `model`, which is on the meta device.
-    Matrices are in `dtype`; vectors stay in float32, and the loader rounds them.
+def dequantised_state(
+    model: Any, checkpoint: Checkpoint, *, dtype: Any, has_experts: bool, without: Collection[str] = frozenset()
+) -> dict[str, Any]:
+    """Returns parameters and buffers by their names in `model`, which is on the meta device; those
+    in `without` are left out. Matrices are in `dtype`; vectors stay in float32, and the loader
+    rounds them.
     """
     prefixes = tuple(f"{name}." for name in find_experts(model))
     wanted = model.state_dict()
     state: dict[str, Any] = {}
     for target, recipe in Conversion.of(model, checkpoint).recipes.items():
-        if not has_experts and target.startswith(prefixes):
+        if target in without or (not has_experts and target.startswith(prefixes)):
             continue
         for name, value in _made(target, recipe, model, checkpoint).items():
             if name in wanted:

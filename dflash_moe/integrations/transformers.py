@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import re
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -101,9 +101,13 @@ def experts_forward(module: Any, hidden_states: Any, topk_ids: Any, topk_weights
 ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, experts_forward)
 
 
-def load_model(path: str | Path, runtime: ExpertRuntime, **options: Any) -> Any:
+def load_model(path: str | Path, runtime: ExpertRuntime, *, without: Collection[str] = frozenset(), **options: Any) -> Any:
     """Loads the model of `path` without its routed experts, which `runtime` computes. Both must
     have the same checkpoint, and the runtime must stay open as long as the model is called.
+
+    The parameters named in `without`, weights of linear layers and embeddings, are not read either:
+    they are None, and so are those that are tied to them; the caller puts something else in the
+    place of these modules.
 
     `options` go to `from_pretrained`; the dtype is the runtime's unless given. Returns a model in
     eval mode on the host's device. Errors: CheckpointError (tensors missing), ConfigError (another
@@ -119,7 +123,12 @@ def load_model(path: str | Path, runtime: ExpertRuntime, **options: Any) -> Any:
     model_class = find_model_class(load_config(checkpoint))
     options.setdefault("dtype", TORCH_DTYPES[runtime.spec.dtype])
     model, missing_keys = load_weights(
-        _without_experts(model_class), checkpoint, has_experts=False, experts_implementation=IMPLEMENTATION, **options
+        _without_experts(model_class, frozenset(without)),
+        checkpoint,
+        has_experts=False,
+        without=without,
+        experts_implementation=IMPLEMENTATION,
+        **options,
     )
     missing = missing_keys + [name for name, value in _tensors(model) if value.is_meta]
     if missing:
@@ -264,9 +273,9 @@ def _tensors(model: Any) -> Iterator[tuple[str, Any]]:
     yield from model.named_buffers()
 
 
-def _without_experts(model_class: Any) -> Any:
-    """Makes a subclass whose instances lose the parameters of their experts when they are built, so
-    that the loader never reads those.
+def _without_experts(model_class: Any, without: frozenset[str] = frozenset()) -> Any:
+    """Makes a subclass whose instances lose the parameters of their experts, and those named in
+    `without`, when they are built, so that the loader never reads those.
     """
 
     class WithoutExperts(model_class):  # type: ignore[misc]
@@ -285,7 +294,14 @@ def _without_experts(model_class: Any) -> Any:
             setattr(self, _IGNORED_KEYS, ignored)
             prefixes = tuple(f"{name}." for name in find_experts(self))
             ties = getattr(self, _TIED_KEYS, None) or {}
-            setattr(self, _TIED_KEYS, {name: source for name, source in ties.items() if not name.startswith(prefixes)})
+            ties = {name: source for name, source in ties.items() if not name.startswith(prefixes)}
+            tied = {name for name, source in ties.items() if source in without}
+            for name in without | tied:
+                owner, _, parameter = name.rpartition(".")
+                module = self.get_submodule(owner)
+                module._parameters[parameter] = None
+                module._is_hf_initialized = True
+            setattr(self, _TIED_KEYS, {name: source for name, source in ties.items() if name not in tied})
 
     for attribute in ("__name__", "__qualname__", "__module__"):
         setattr(WithoutExperts, attribute, getattr(model_class, attribute))

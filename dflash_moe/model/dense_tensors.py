@@ -44,11 +44,18 @@ class StoredMatrix:
 
 
 def stored_matrices(model: Any, checkpoint: Checkpoint) -> dict[str, StoredMatrix]:
-    """Returns by parameter name the matrices of `model`, which is on the meta device, that the
-    checkpoint stores quantised, one tensor each and in the parameter's own shape. Others, which the
-    loader joins, splits or turns, are not among them.
+    """Returns by parameter name the weights of linear layers and embeddings of `model`, which is on
+    the meta device, that the checkpoint stores quantised, one tensor each and in the parameter's
+    own shape. Others, which the loader joins, splits or turns, are not among them, nor what expands
+    the latents of MLA, which is cut into heads.
     """
-    shapes = {name: tuple(value.shape) for name, value in model.named_parameters()}
+    from torch import nn
+
+    shapes = {
+        f"{name}.weight": tuple(module.weight.shape)
+        for name, module in model.named_modules()
+        if type(module) in (nn.Linear, nn.Embedding) and not hasattr(model.get_submodule(name.rpartition(".")[0]), "expand_kv")
+    }
     found = {}
     for target, recipe in Conversion.of(model, checkpoint).recipes.items():
         names = recipe.names()

@@ -6,7 +6,7 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,15 +14,19 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import Cache
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from dflash_moe.errors import DflashError
+from dflash_moe.errors import DflashError, UnsupportedError
+from dflash_moe.operators.attribute_probe import read_parameters
 from dflash_moe.operators.paged_attention import check_arguments
 
 _IMPLEMENTATION = "dflash_moe_probe"
 # This attribute of the probed model's modules says which layers they stored keys for.
 _PROBE = "dflash_moe_probe"
 _TOKENS = 3
+# Masks are compared at queries of these positions, as far as a model has them.
+_QUERIES = (0, 1, 100, 5_000, 100_000, 1_000_000)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,15 +65,51 @@ class AttentionProbe:
 
     layers: list[AttentionLayer] = field(default_factory=list)
     refusal: str = ""
+    # Modules whose parameters others read, so that no operator can stand in for them.
+    read_modules: frozenset[str] = frozenset()
+
+
+class _Mask:
+    """Stands in for a mask that a model makes: which keys each query sees, by position. Pages make
+    no mask, so that one must say what the attention's arguments say.
+    """
+
+    def __init__(self, sees: Callable[..., torch.Tensor]) -> None:
+        self._sees = sees
+
+    def check(self, module: nn.Module, window: int, max_positions: int) -> None:
+        """Raises UnsupportedError where a query sees other keys than the last `window` up to its
+        own, 0 meaning all.
+        """
+        last = max(0, max_positions - 1) if max_positions else _QUERIES[-1]
+        zero = torch.tensor(0)
+        for query in sorted({min(place, last) for place in (*_QUERIES, last)}):
+            steps = {0, 1, 2, query, window - 1, window, window + 1, *(1 << bit for bit in range(21))}
+            keys = torch.tensor(sorted({query - step for step in steps if 0 <= step <= query} | {query + 1}))
+            expected = (keys <= query) & ((keys > query - window) if window else torch.ones_like(keys, dtype=torch.bool))
+            found = self._sees(zero, zero, torch.full_like(keys, query), keys).expand_as(keys)
+            if not torch.equal(found.bool(), expected):
+                place = int(keys[int((found.bool() != expected).nonzero()[0])])
+                said = f"sliding_window {window}" if window else "no window"
+                raise UnsupportedError(
+                    f"{type(module).__name__}: its attention is told {said}, and its mask says otherwise for the query at "
+                    f"{query} and the key at {place}"
+                )
+
+
+def _look_at_mask(*_arguments: Any, mask_function: Callable[..., torch.Tensor], **_options: Any) -> _Mask:
+    """Stands in for the function that makes masks."""
+    return _Mask(mask_function)
 
 
 class _LookingCache(Cache):  # type: ignore[misc]
     """Keeps nothing and notes what each layer would store."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_positions: int) -> None:
         super().__init__(layers=[])
         self.stored: dict[int, tuple[int, int, int]] = {}
         self.attended: list[tuple[nn.Module, int, AttentionCall]] = []
+        self.max_positions = max_positions
 
     def update(self, key_states: Any, value_states: Any, layer_idx: int, *_arguments: Any, **_options: Any) -> tuple[Any, Any]:
         self.stored[layer_idx] = (key_states.shape[1], key_states.shape[-1], value_states.shape[-1])
@@ -84,9 +124,9 @@ def probe_attention(model: Any) -> AttentionProbe:
     (the caller sees to that). Changes nothing.
     """
     found = AttentionProbe()
-    cache = _LookingCache()
+    cache = _LookingCache(int(getattr(model.config.get_text_config(), "max_position_embeddings", 0) or 0))
     try:
-        with _implementation(model, cache), torch.inference_mode():
+        with _implementation(model, cache), torch.inference_mode(), read_parameters(model) as read:
             ids = torch.arange(_TOKENS)[None] % int(model.config.get_text_config().vocab_size)
             model(input_ids=ids, position_ids=torch.arange(_TOKENS)[None], past_key_values=cache, use_cache=True)
     except DflashError as error:
@@ -95,6 +135,7 @@ def probe_attention(model: Any) -> AttentionProbe:
     except Exception as error:  # noqa: BLE001 - whatever a model's code raises over a cache that it does not expect
         found.refusal = f"{type(model).__name__} does not run with a paged cache: {type(error).__name__}: {error}"
         return found
+    found.read_modules = frozenset(read)
     names = {id(module): name for name, module in model.named_modules()}
     for module, index, call in cache.attended:
         if index not in cache.stored:
@@ -136,11 +177,16 @@ def _look(
     scaling: Any = None, sliding_window: Any = None, softcap: Any = None, s_aux: Any = None, **others: Any,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
     """Notes the call and returns zeros of the right shape."""
+    cache = module.__dict__[_PROBE]
+    if isinstance(attention_mask, _Mask):
+        attention_mask.check(module, int(sliding_window or 0), cache.max_positions)
+        attention_mask = None
     check_arguments(module, attention_mask, others)
     scale = float(query.shape[-1] ** -0.5 if scaling is None else scaling)
     call = AttentionCall(query.shape[1], scale, int(sliding_window or 0), float(softcap or 0.0), s_aux)
-    module.__dict__[_PROBE].attended.append((module, int(getattr(module, "layer_idx", -1)), call))
+    cache.attended.append((module, int(getattr(module, "layer_idx", -1)), call))
     return query.new_zeros((1, query.shape[2], query.shape[1], value.shape[-1])), None
 
 
 ALL_ATTENTION_FUNCTIONS.register(_IMPLEMENTATION, _look)
+ALL_MASK_ATTENTION_FUNCTIONS.register(_IMPLEMENTATION, _look_at_mask)

@@ -57,6 +57,13 @@ def excess(
     return float(ratio.max()) if ratio.numel() else 0.0
 
 
+def norm_bound(exact: torch.Tensor) -> torch.Tensor:
+    """Returns by how much float32 may move a normalised row [num_rows, width], as [num_rows, 1].
+    Its sums are 16 chains, whose roundings all go one way where one value outweighs the others.
+    """
+    return (exact.shape[-1] / 16 + 20) * 2.0**-24 * row_scale(exact)
+
+
 def chain_steps(num_inputs: int) -> float:
     """Returns how many roundings of float32 an output of so many inputs goes through: a chain of at
     most 256 inputs, and one for each block of them.

@@ -14,7 +14,7 @@ from torch import nn
 
 from dflash_moe import _core
 from dflash_moe.operators.addresses import DTYPE_NAMES, dense, rows_of
-from dflash_moe.operators.bounds import EPSILON, distance_bound, excess, linear_bound
+from dflash_moe.operators.bounds import distance_bound, excess, linear_bound
 from dflash_moe.operators.probes import SCALES, SEED, probe_rows
 
 # So many outputs of a layer are compared.
@@ -101,39 +101,66 @@ class HostEmbedding(nn.Module):  # type: ignore[misc]
         return out
 
 
-def linear_excess(
-    ours: nn.Module, own: nn.Module, weight: torch.Tensor, bias: torch.Tensor | None, numerics: str,
-    stored: Callable[[Sequence[int]], Any] | None = None,
-) -> float:  # fmt: skip
+def linear_excess(ours: nn.Module, own: nn.Module, weight: torch.Tensor, bias: torch.Tensor | None, numerics: str) -> float:
     """Returns how far a packed layer is from its module on the probe rows: at most 1 where it may
-    stand in. It must compute with `weight` [outputs, inputs] and `bias`, or where the weights are
-    stored otherwise with what `stored` gives for some outputs, in float32.
+    stand in. `weight` [outputs, inputs] and `bias` are what it must compute with.
 
     Some outputs are compared with float64, and all of them with the module's own, which sees a
     panel that was packed to the wrong place.
     """
     dtype = weight.dtype if weight.dtype in DTYPE_NAMES else torch.float32
-    scales = SCALES if dtype != torch.float16 else SCALES[:2]
-    rows = probe_rows(weight.shape[1], dtype, scales=scales)
+    rows = _probe(weight.shape[1], dtype)
     found, expected = ours(rows).float(), own(rows)
     chosen = _some_outputs(weight.shape[0])
-    exact_weight = (weight[chosen] if stored is None else torch.from_numpy(stored(chosen))).double()
-    exact_rows = rows.double()
-    exact = exact_rows @ exact_weight.T
-    if bias is not None:
-        exact += bias[chosen].double()
-    some = excess(found[:, chosen], expected[:, chosen], exact, linear_bound(numerics, exact_rows, exact_weight))
+    some = _excess_of_some(found, expected, rows, weight[chosen].double(), bias, numerics)
     # In parts, because a copy of a whole matrix in float32 would be the largest tensor of all.
     parts = weight.split(_ROWS_AT_ONCE)
     lengths = torch.cat([torch.linalg.vector_norm(part, dim=1, dtype=torch.float32) for part in parts])
     lengths = lengths if bias is None else lengths + bias.float().abs()
-    distance = distance_bound(numerics, weight.shape[1], dtype)
-    if stored is not None:
-        # The module's own weights were rounded to its dtype.
-        distance += EPSILON[dtype]
-    allowed = distance * rows.float().norm(dim=1, keepdim=True).clamp_min(1.0) * lengths
+    allowed = distance_bound(numerics, weight.shape[1], dtype) * rows.float().norm(dim=1, keepdim=True).clamp_min(1.0) * lengths
     ratio = (found - expected.float()).abs() / allowed.clamp_min(torch.finfo(torch.float32).tiny)
     return max(some, float(ratio.nan_to_num(nan=float("inf")).max()) if torch.isfinite(expected).all() else some)
+
+
+def stored_excess(
+    ours: HostLinear,
+    rows_of_weight: Callable[[Sequence[int]], Any],
+    bias: torch.Tensor | None,
+    numerics: str,
+    dtype: torch.dtype,
+) -> float:
+    """Returns how far a layer that is packed as a checkpoint stores it is from float64 on the probe
+    rows, in `dtype`, at some outputs: at most 1 where it is right. `rows_of_weight` gives the
+    weights of some outputs in float32, by other code than the kernels'.
+    """
+    rows = _probe(ours.in_features, dtype)
+    found = ours(rows)
+    chosen = _some_outputs(ours.out_features)
+    weight = torch.from_numpy(rows_of_weight(chosen)).double()
+    exact = rows.double() @ weight.T + (0.0 if bias is None else bias[chosen].double())
+    expected = torch.zeros_like(found)
+    expected[:, chosen] = exact.to(found.dtype)
+    return _excess_of_some(found, expected, rows, weight, bias, numerics)
+
+
+def _probe(width: int, dtype: torch.dtype) -> torch.Tensor:
+    return probe_rows(width, dtype, scales=SCALES if dtype != torch.float16 else SCALES[:2])
+
+
+def _excess_of_some(
+    found: torch.Tensor,
+    expected: torch.Tensor,
+    rows: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    numerics: str,
+) -> float:
+    """Compares the chosen outputs, whose exact weights are `weight`."""
+    chosen = _some_outputs(found.shape[1])
+    exact = rows.double() @ weight.T
+    if bias is not None:
+        exact += bias[chosen].double()
+    return excess(found[:, chosen], expected[:, chosen], exact, linear_bound(numerics, rows.double(), weight))
 
 
 def _some_outputs(count: int) -> Sequence[int]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,17 +19,15 @@ from torch import nn
 from dflash_moe import _core
 from dflash_moe.errors import UnsupportedError
 from dflash_moe.model.architecture import find_experts
-from dflash_moe.model.dense_tensors import StoredMatrix
 from dflash_moe.model.gates import known_activation
 from dflash_moe.operators.activations import HostActivation
 from dflash_moe.operators.addresses import DTYPE_NAMES
-from dflash_moe.operators.bounds import excess
+from dflash_moe.operators.bounds import excess, norm_bound
 from dflash_moe.operators.linear import HostEmbedding, HostLinear, bias_source, linear_excess, memory_source
 from dflash_moe.operators.norms import HostNorm, norm_forms
 from dflash_moe.operators.probes import SCALES, probe_rows
 from dflash_moe.operators.report import Finding, TakeoverReport
 from dflash_moe.operators.routers import HostRouter, find_form, find_signature, router_excess
-from dflash_moe.topology.numerics import DEFAULT_NUMERICS
 
 log = logging.getLogger(__name__)
 
@@ -43,23 +41,22 @@ class Takeover:
     """
 
     def __init__(
-        self, model: Any, pool: _core.HostPool, numerics: str, stored: Mapping[str, StoredMatrix] | None = None
+        self,
+        model: Any,
+        pool: _core.HostPool,
+        numerics: str,
+        placed: Sequence[Finding] = (),
+        read_modules: frozenset[str] = frozenset(),
     ) -> None:
-        """`model` is in eval mode on the processor; `numerics` is its linear layers' class."""
+        """`model` is in eval mode on the processor; `numerics` is its linear layers' class. What
+        `placed` says was taken over before. Others read the parameters of `read_modules`.
+        """
+        self._read_modules = read_modules
         self._model = model
         self._pool = pool
         self._numerics = numerics
         self._dtype: torch.dtype = model.dtype
-        parameters = dict(model.named_parameters())
-        # A tied parameter has one name only, and several modules.
-        found = {id(parameters[name]): matrix for name, matrix in (stored or {}).items() if name in parameters}
-        # What is stored of the weight of each module, by the module's name.
-        self._stored = {
-            name: found[id(module._parameters.get("weight"))]
-            for name, module in model.named_modules()
-            if id(module._parameters.get("weight")) in found
-        }
-        self.report = TakeoverReport(type(model).__name__)
+        self.report = TakeoverReport(type(model).__name__, list(placed))
 
     def run(self) -> TakeoverReport:
         """Replaces what can be replaced and returns what became of each module. Raises
@@ -76,7 +73,6 @@ class Takeover:
         self._take_routers(experts)
         skipped = tuple(f"{name}." for name in experts)
         output = self._model.get_output_embeddings() if hasattr(self._model, "get_output_embeddings") else None
-        tied = None if output is None else output._parameters.get("weight")
         # By name, because a list of modules would keep the weights of all of them until its end.
         for name in [name for name, _ in self._model.named_modules()]:
             module = self._model.get_submodule(name)
@@ -84,10 +80,11 @@ class Takeover:
                 continue
             if type(module) is nn.Linear:
                 self._take_linear(name, module, is_output=module is output)
-            elif type(module) is nn.Embedding and module.weight is not tied:
-                self._take_stored_embedding(name, module)
             elif not isinstance(module, (HostRouter, HostLinear, HostEmbedding, nn.Embedding)) and not self._is_kept(name):
-                self._take_leaf(name, module)
+                try:
+                    self._take_leaf(name, module)
+                except (RuntimeError, TypeError, ValueError, IndexError) as error:
+                    self._keep(name, module, f"it does not take rows: {type(error).__name__}")
         self._model.state_dict = _refuse_state_dict
         for line in self.report.lines():
             log.info("%s", line)
@@ -96,14 +93,15 @@ class Takeover:
     # -- linear layers -------------------------------------------------------------------------
     def _take_linear(self, name: str, module: nn.Linear, *, is_output: bool) -> None:
         weight, bias = module.weight, module.bias
+        if name in self._read_modules:
+            return self._keep(name, module, "another module reads its parameters")
         if weight.dtype not in DTYPE_NAMES:
             return self._keep(name, module, f"its weight is in {weight.dtype}")
-        stored = self._stored.get(name)
-        part = (memory_source(weight) if stored is None else stored.source, bias_source(bias), 0)
+        part = (memory_source(weight), bias_source(bias), 0)
         packed = _core.PackedLinear(self._pool, [part], numerics=self._numerics)
         ours = HostLinear(packed, torch.float32 if is_output else None, bias, weight.dtype)
         numerics = packed.numerics[0]
-        found = linear_excess(ours, module, weight, bias, numerics, None if stored is None else stored.rows)
+        found = linear_excess(ours, module, weight, bias, numerics)
         if not found <= _PROVEN:
             return self._keep(name, module, f"packed, its error is {found:.3g} times what is allowed")
         self._put(name, ours)
@@ -111,14 +109,6 @@ class Takeover:
         if is_output:
             self._take_tied_embedding(weight, packed)
         return None
-
-    def _take_stored_embedding(self, name: str, module: nn.Embedding) -> None:
-        """Has an embedding read its rows from where they are packed as stored."""
-        stored = self._stored.get(name)
-        if stored is None:
-            return
-        packed = _core.PackedLinear(self._pool, [(stored.source, None, 0)], numerics=DEFAULT_NUMERICS)
-        self._put_embedding(name, module, packed, f"embedding, {packed.formats[0]}")
 
     def _take_tied_embedding(self, weight: torch.Tensor, packed: _core.PackedLinear) -> None:
         """Has an embedding with the output's weight read its rows from the packed store."""
@@ -171,7 +161,7 @@ class Takeover:
         fitting = []
         for form in forms:
             ours = HostNorm(self._pool, form, weight, module._parameters.get("bias"))
-            found = excess(ours(rows).to(own.dtype), own, exact)
+            found = excess(ours(rows).to(own.dtype), own, exact, norm_bound(exact))
             if found <= _PROVEN:
                 fitting.append((found, form, ours))
         if len(fitting) != 1:
@@ -229,12 +219,16 @@ class Takeover:
 
 
 def take_over(
-    model: Any, pool: _core.HostPool, numerics: str, stored: Mapping[str, StoredMatrix] | None = None
+    model: Any,
+    pool: _core.HostPool,
+    numerics: str,
+    placed: Sequence[Finding] = (),
+    read_modules: frozenset[str] = frozenset(),
 ) -> TakeoverReport:
-    """Puts host operators in the place of a model's modules; see `Takeover.run`. Parameters that
-    `stored` names are packed as the checkpoint stores them. The model cannot be saved afterwards.
+    """Puts host operators in the place of a model's modules; see `Takeover.run`. The model cannot
+    be saved afterwards.
     """
-    return Takeover(model, pool, numerics, stored).run()
+    return Takeover(model, pool, numerics, placed, read_modules).run()
 
 
 def _refuse_state_dict(*_arguments: Any, **_options: Any) -> Any:

@@ -143,6 +143,25 @@ def test_odd_widths(width, dtype):
         assert torch.equal(ours(rows), torch.cat([ours(rows[place : place + 1]) for place in range(5)])), name
 
 
+def test_a_wide_layer_norm_of_one_hot_rows_is_taken():
+    # The square of the one is in one of 16 sums, to which the others add roundings of one sign.
+    model = build_model(tiny_options("mixtral", "f32"))
+    model.wide = nn.LayerNorm(4096)
+    assert not take_over(model, POOL, "f32-canonical").kept
+
+
+class _ChannelsFirst(nn.LayerNorm):
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        return super().forward(image.permute(0, 2, 3, 1))
+
+
+def test_a_module_that_takes_no_rows_stays_and_is_named():
+    model = build_model(tiny_options("mixtral", "f32"))
+    model.image_norm = _ChannelsFirst(24)
+    report = take_over(model, POOL, "f32-canonical")
+    assert [(finding.module, finding.kind) for finding in report.kept] == [("image_norm", "_ChannelsFirst")]
+
+
 def test_a_router_that_is_given_its_bias_uses_what_it_is_given():
     model = build_model(tiny_options("minimax_m2", "f32"))
     block = model.model.layers[0].mlp

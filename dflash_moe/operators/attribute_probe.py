@@ -1,0 +1,52 @@
+"""Finds the modules whose parameters others read past their forward, such as a block that asks for
+`self.gate.weight.dtype`. They cannot be replaced by operators that have no parameters.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+
+class _Watched(nn.Module):  # type: ignore[misc]
+    """Stands in for a leaf, and notes its name once somebody else reads what is its own."""
+
+    def __init__(self, name: str, leaf: nn.Module, seen: set[str]) -> None:
+        super().__init__()
+        # Not a child: nobody is to find it in the tree.
+        self.__dict__["_leaf"] = leaf
+        self._name, self._seen = name, seen
+
+    def forward(self, *arguments: Any, **options: Any) -> Any:
+        return self.__dict__["_leaf"](*arguments, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        leaf = self.__dict__["_leaf"]
+        if name in leaf._parameters:
+            self.__dict__["_seen"].add(self.__dict__["_name"])
+        return getattr(leaf, name)
+
+
+@contextmanager
+def read_parameters(model: nn.Module) -> Iterator[set[str]]:
+    """Opens a block in which the model runs, and yields the names of those leaves whose parameters
+    were read otherwise than by calling them. Afterwards the tree is as before.
+    """
+    seen: set[str] = set()
+    replaced = []
+    try:
+        for path, parent in list(model.named_modules()):
+            for child, leaf in list(parent._modules.items()):
+                if leaf is not None and leaf._parameters and not leaf._modules and type(leaf) is nn.Linear:
+                    name = f"{path}.{child}" if path else child
+                    replaced.append((parent, child, leaf))
+                    parent._modules[child] = _Watched(name, leaf, seen)
+        yield seen
+    finally:
+        for parent, child, leaf in replaced:
+            parent._modules[child] = leaf

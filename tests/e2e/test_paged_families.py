@@ -1,0 +1,54 @@
+"""Every family on the experts interface that can be built small: its attention is paged and its
+f32 logits are those of the eager model, or it is refused by class and reason. Never a silent
+difference.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from dflash_moe.engine.host_model import open_host
+from dflash_moe.errors import DflashError, UnsupportedError
+from dflash_moe.model.architecture import find_model_class, load_config
+from dflash_moe.model.checkpoint import Checkpoint
+from dflash_moe.testing.families import REQUIRED, families_on_interface
+from tests.host_models import checkpoint, logits_of, prompt, start
+
+pytestmark = [pytest.mark.transformers, pytest.mark.long]
+
+
+def _families() -> list[str]:
+    pytest.importorskip("transformers")
+    return families_on_interface()
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("arch", _families())
+def test_a_family_is_paged_with_parity_or_refused(arch):
+    try:
+        folder = checkpoint(arch, "f32")
+        runtime = start(arch, "f32")
+    except (UnsupportedError, DflashError) as error:
+        assert arch not in REQUIRED  # noqa: PT017 - a refusal is a result here
+        pytest.skip(str(error)[:100])
+    with runtime:
+        host = open_host(folder, runtime)
+        for line in host.report.lines():
+            print(f"{arch}: {line}")
+        if host.packed is None:
+            assert arch not in REQUIRED
+            assert re.match(r"\w+", host.report.not_paged)
+            return
+        found = logits_of(host.packed, prompt(), [50]).double()
+    options = {"dtype": torch.float32, "experts_implementation": "eager", "attn_implementation": "eager"}
+    model = find_model_class(load_config(Checkpoint.open(folder))).from_pretrained(folder, **options).eval()
+    with torch.inference_mode():
+        expected = model(input_ids=torch.tensor([prompt()])).logits[0].double()
+    difference = (found - expected) / expected.std()
+    assert float(difference.abs().max()) <= 1e-5
+    assert float(difference.square().mean().sqrt()) <= 2e-6
