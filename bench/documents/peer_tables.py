@@ -1,0 +1,74 @@
+"""Writes the tables of one sequence on our runtime, on llama.cpp and on vLLM.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from bench.documents.recorded import Recorded
+from bench.documents.text import digits, gigabytes_per_s, markdown, percent
+
+RESULT = "engine_against_peers"
+SIDES = {"llama": "llama.cpp", "vllm": "vLLM", "ours": "ours", "ours_f32": "ours, float32 activations"}
+PLACES = {"local": "one process, 2 threads", "rpc": "its RPC, 1 + 1 threads", "shared": "a worker, shared memory, 1 + 1",
+          "unix": "a worker, Unix socket, 1 + 1", "tcp": "a worker, TCP, 1 + 1"}  # fmt: skip
+
+
+def speeds(recorded: Recorded) -> str:
+    """Writes every measured row: tokens a second, the share of the read speed, and what others took
+    of the machine meanwhile.
+    """
+    lines = []
+    for row in recorded.rows(RESULT, lambda row: row["phase"] in ("decode", "prefill")):
+        is_decode = row["phase"] == "decode"
+        lines.append(
+            (
+                row["phase"],
+                row["format"],
+                SIDES[row["side"]],
+                PLACES[row["place"]],
+                digits(row["tokens_per_s"]),
+                percent(row["share_of_read"]) if is_decode else "-",
+                f"{row['others_busy_cores']:.2f}",
+            )
+        )
+    return markdown(("phase", "weights", "side", "where", "tokens/s", "of the read speed", "cores that others took"), lines)
+
+
+def targets(recorded: Recorded) -> str:
+    """Writes each ratio of medians with the mark that it was to reach."""
+    lines = []
+    for line in recorded.summary(RESULT):
+        mark = next((f"{word} {line[key]:g}" for key, word in (("at_least", ">="), ("at_most", "<=")) if key in line), "-")
+        value = float(line["ratio"] if "ratio" in line else line["value"])
+        met = "-" if "met" not in line else "yes" if line["met"] else "no"
+        lines.append((line["what"], line.get("against", "-"), f"{value:.2f}", mark, met))
+    return markdown(("row", "against", "value", "mark", "met"), lines)
+
+
+def agreement(recorded: Recorded) -> str:
+    """Writes how far each side's tokens are from what llama.cpp would have taken."""
+    rows = recorded.rows(RESULT, lambda row: row["phase"] == "agreement")
+    return markdown(
+        ("weights", "side", "tokens", "llama.cpp's own best", "others below it, mean (nats)"),
+        (
+            (row["format"], row["side"], str(row["tokens"]), str(row["same_as_judge"]), f"{row['mean_gap_nats']:.5f}")
+            for row in rows
+        ),
+    )
+
+
+def reads(recorded: Recorded) -> str:
+    """Writes the read speed that shares are of."""
+    rows = recorded.rows(RESULT, lambda row: row["phase"] == "read")
+    return markdown(("threads", "read speed"), ((str(row["threads"]), gigabytes_per_s(row["bytes_per_s"])) for row in rows))
+
+
+TABLES: dict[str, Callable[[Recorded], str]] = {
+    "peer-speeds": speeds,
+    "peer-targets": targets,
+    "peer-agreement": agreement,
+    "peer-reads": reads,
+}
