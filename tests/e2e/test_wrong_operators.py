@@ -52,7 +52,7 @@ class Opened:
 def opened(request):
     with start(request.param, "f32") as runtime, pytest.MonkeyPatch.context() as patch:
         if request.param == "qwen3_moe":
-            # Whole layers of ours have no modules to exchange; tests/unit/operators has their proofs.
+            # Whole layers of ours have no modules to exchange.
             patch.setattr(host_model, "take_layers", lambda *_arguments: None)
         host = open_host(checkpoint(request.param, "f32"), runtime)
         assert host.packed is not None
