@@ -27,7 +27,7 @@ def speeds(recorded: Recorded) -> str:
             (
                 row["phase"],
                 row["format"],
-                SIDES[row["side"]],
+                SIDES[row["name"].rpartition("-")[2]],
                 PLACES[row["place"]],
                 digits(row["tokens_per_s"]),
                 percent(row["share_of_read"]) if is_decode else "-",
