@@ -54,7 +54,7 @@ def stored_matrices(model: Any, checkpoint: Checkpoint) -> dict[str, StoredMatri
     shapes = {
         f"{name}.weight": tuple(module.weight.shape)
         for name, module in model.named_modules()
-        if type(module) in (nn.Linear, nn.Embedding) and not hasattr(model.get_submodule(name.rpartition(".")[0]), "expand_kv")
+        if type(module) in (nn.Linear, nn.Embedding) and not name.endswith(".kv_b_proj")
     }
     found = {}
     for target, recipe in Conversion.of(model, checkpoint).recipes.items():

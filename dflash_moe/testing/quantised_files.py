@@ -20,7 +20,7 @@ from dflash_moe.model.weight_formats import FP8_BLOCK, MXFP4_BLOCK
 
 Array = np.ndarray[Any, Any]
 
-_FP8_WEIGHTS = re.compile(r".*(self_attn\.[qkvo]_proj|mlp\.(experts\.\d+\.)?(gate|up|down)_proj)\.weight")
+_FP8_WEIGHTS = re.compile(r".*(self_attn\.(\w+_proj|kv_a_proj_with_mqa)|mlp\.(experts\.\d+\.)?(gate|up|down)_proj)\.weight")
 _MXFP4_WEIGHTS = re.compile(r".*\.experts\.(gate_up_proj|down_proj)")
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -21,6 +22,7 @@ from dflash_moe.integrations.transformers import load_model  # noqa: E402
 from dflash_moe.model.make import MakeOptions, make_checkpoint  # noqa: E402
 from dflash_moe.runtime.expert_runtime import ExpertRuntime  # noqa: E402
 from dflash_moe.testing.gguf_files import write_gguf  # noqa: E402
+from dflash_moe.testing.quantised_files import write_fp8  # noqa: E402
 from dflash_moe.topology import Topology  # noqa: E402
 
 OPTIONS = MakeOptions(
@@ -48,6 +50,24 @@ def test_linear_layers_and_embedding_are_packed_as_stored(source, tmp_path, host
         token_ids = list(range(3, 40))
         ours = host.packed.forward([StepRows(host.packed.admit(64), token_ids, num_logits=len(token_ids))])
         # The same numbers, dequantised, in torch.
+        with torch.inference_mode():
+            theirs = load_model(path, runtime, dtype=torch.float32)(input_ids=torch.tensor([token_ids])).logits[0]
+    difference = (ours - theirs) / theirs.std()
+    assert float(difference.abs().max()) <= 1e-5
+
+
+def test_a_latent_attention_packs_all_but_what_expands_its_latents(tmp_path):
+    source = tmp_path / "source"
+    make_checkpoint(replace(OPTIONS, arch="deepseek_v3"), source)
+    path = write_fp8(source, tmp_path / "fp8")
+    with ExpertRuntime.start(Topology.local(1, address="loopback"), model=path, dtype="f32") as runtime:
+        host = open_host(path, runtime, dtype=torch.float32)
+        assert host.packed is not None, host.report.not_paged
+        forms = {finding.module: finding.form for finding in host.report.taken if finding.operator == "linear"}
+        for name in ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"):
+            assert forms[f"model.layers.1.self_attn.{name}"].startswith("fp8_e4m3_b128,")
+        token_ids = list(range(3, 40))
+        ours = host.packed.forward([StepRows(host.packed.admit(64), token_ids, num_logits=len(token_ids))])
         with torch.inference_mode():
             theirs = load_model(path, runtime, dtype=torch.float32)(input_ids=torch.tensor([token_ids])).logits[0]
     difference = (ours - theirs) / theirs.std()
