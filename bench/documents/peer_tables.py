@@ -66,7 +66,22 @@ def reads(recorded: Recorded) -> str:
     return markdown(("threads", "read speed"), ((str(row["threads"]), gigabytes_per_s(row["bytes_per_s"])) for row in rows))
 
 
+def attention(recorded: Recorded) -> str:
+    """Writes one layer's attention over paged keys and values beside the peaks of the same threads."""
+    lines = []
+    for row in recorded.rows("attention", lambda row: row["name"] in ("decode", "prefill")):
+        is_decode = row["name"] == "decode"
+        share = percent(row["share_of_read" if is_decode else "share_of_peak"])
+        of = "read speed" if is_decode else "peak"
+        lines.append(
+            (row["name"], row["kv_dtype"], f"{row['rows']}", f"{row['context']:,}", f"{row['threads']}", f"{row['us']:,.1f} us")
+            + (f"{share} of the {of}",)
+        )
+    return markdown(("phase", "KV", "rows", "context", "threads", "time", "share"), lines)
+
+
 TABLES: dict[str, Callable[[Recorded], str]] = {
+    "attention": attention,
     "peer-speeds": speeds,
     "peer-targets": targets,
     "peer-agreement": agreement,

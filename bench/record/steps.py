@@ -227,6 +227,11 @@ def _llama_check(place: Place) -> list[Command]:
     return [["env", f"LLAMA_CHECK_OUT={place.json('llama_check')}", *tests, *chosen]]
 
 
+def _attention(place: Place) -> list[Command]:
+    less: Command = ["--contexts", "64", "--dtypes", "bf16", "--repeat", 1]
+    return [_bench("attention", *_quick(place, [], less), "--json", place.json("attention"))]
+
+
 def _engine_peers(place: Place) -> list[Command]:
     less: Command = ["--tiny", "--rounds", 1, "--only", "decode-q8_0-*", "--models", place.folder / "models"]
     peers: Command = ["--llama-bin", Path(os.environ["LLAMA_BUILD"]) / "bin"]
@@ -313,5 +318,6 @@ STEPS: tuple[Step, ...] = (
     Step("bits", ("bits_per_byte",), 5, _bits, lacking=_lacks_corpus),
     Step("llama-check", ("llama_check",), 2, _llama_check, lacking=_lacks_llama),
     Step("llama-hosts", ("llama_hosts",), 15, _llama_hosts, lacking=_lacks_llama),
+    Step("attention", ("attention",), 1, _attention),
     Step("engine-peers", ("engine_against_peers",), 50, _engine_peers, lacking=_lacks_llama_programs, note=_without_vllm),
 )
