@@ -67,7 +67,7 @@ def reads(recorded: Recorded) -> str:
 
 
 def attention(recorded: Recorded) -> str:
-    """Writes one layer's attention over paged keys and values beside the peaks of the same threads."""
+    """Writes one layer's attention over pages beside the peaks of the same threads."""
     lines = []
     for row in recorded.rows("attention", lambda row: row["name"] in ("decode", "prefill")):
         is_decode = row["name"] == "decode"
@@ -80,8 +80,27 @@ def attention(recorded: Recorded) -> str:
     return markdown(("phase", "KV", "rows", "context", "threads", "time", "share"), lines)
 
 
+def appends(recorded: Recorded) -> str:
+    """Writes what storing the keys and values of a step's rows takes, in one call and in many."""
+    rows = recorded.rows("attention", lambda row: row["name"].startswith("append"))
+    return markdown(
+        ("KV", "through", "tokens", "calls", "time"),
+        (
+            (
+                row["kv_dtype"],
+                row["through"],
+                f"{row['tokens']}",
+                f"{row['calls']}",
+                f"{row['us']:,.1f} us",
+            )
+            for row in rows
+        ),
+    )
+
+
 TABLES: dict[str, Callable[[Recorded], str]] = {
     "attention": attention,
+    "appends": appends,
     "peer-speeds": speeds,
     "peer-targets": targets,
     "peer-agreement": agreement,
