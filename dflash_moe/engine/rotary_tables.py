@@ -30,6 +30,9 @@ class RotaryTables:
         self._pristine = copy.deepcopy(module)
         self._forward: Callable[..., Any] = self._pristine.forward
         self._chunks: dict[tuple[Any, ...], tuple[Tables, bool]] = {}
+        # Whether the module wants more than hidden states and positions, such as the type of a
+        # layer: then there is no single table for all layers.
+        self.wants_arguments = False
         self._depends_on_length = self._looks_at_others()
         # The sequences of the step under way: (length at most, first position, number of rows).
         self._step: Sequence[tuple[int, int, int]] = ()
@@ -107,7 +110,8 @@ class RotaryTables:
             near, _ = self._compute(x, positions, 1, (), {})
             others = [self._compute(x, positions, 4 * limit + 1, (), {})[0] for limit in sorted(limits)]
         except TypeError:
-            # It wants further arguments, such as a layer type; then each sequence is on its own.
+            # What it depends on is not known then; so each sequence is on its own.
+            self.wants_arguments = True
             return True
         return any(not torch.equal(a, b) for other in others for a, b in zip(near, other, strict=True))
 

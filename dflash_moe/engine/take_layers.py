@@ -79,10 +79,9 @@ def take_layers(packed: PackedForward, probe: AttentionProbe, pages: dict[str, L
     """Puts host layers in the place of a model's decoder layers where they fit, and has the forward
     pass loop over them where that gives the bits of the model's own.
     """
-    if len(packed.rotary) != 1:
-        report.findings.append(
-            Finding("", report.class_name, reason=f"layers: {len(packed.rotary)} rotary modules, expected one")
-        )
+    reason = _why_not_one_table(packed)
+    if reason:
+        report.findings.append(Finding("", report.class_name, reason=f"layers: {reason}"))
         return
     model = packed.model
     buffers = BufferPool(packed.dtype)
@@ -107,6 +106,15 @@ def take_layers(packed: PackedForward, probe: AttentionProbe, pages: dict[str, L
         setattr(model.get_submodule(parent), child, found)
     if len(layers) == len(probe.layers):
         _loop(packed, [found for _, _, _, found in layers], buffers)
+
+
+def _why_not_one_table(packed: PackedForward) -> str:
+    """Returns why the layers of a model do not all rotate by the same cosines and sines."""
+    if len(packed.rotary) != 1:
+        return f"{len(packed.rotary)} rotary modules, expected one"
+    if packed.rotary[0].wants_arguments:
+        return "the rotary module's tables differ between layers"
+    return ""
 
 
 def _keep_experts(layer: nn.Module, found: HostLayer) -> None:
