@@ -15,7 +15,7 @@ import numpy as np
 
 from dflash_moe import _core
 from dflash_moe.config import BLOCK_TOKENS
-from dflash_moe.engine.kv_budget import KV_VALUE_BYTES
+from dflash_moe.runtime.tensors import ITEM_BYTES
 
 # So many tokens are appended at once while the pages are filled.
 FILLED_AT_ONCE = 4096
@@ -34,7 +34,7 @@ class AttentionShape:
 
     def token_bytes(self, kv_dtype: str) -> int:
         """Returns the bytes of the keys and values of one token in one layer."""
-        return 2 * self.num_kv_heads * self.head_size * KV_VALUE_BYTES[kv_dtype]
+        return 2 * self.num_kv_heads * self.head_size * ITEM_BYTES[kv_dtype]
 
     def operations(self, rows: int, context: int) -> int:
         """Returns the floating-point operations of the last `rows` of `context` tokens in one

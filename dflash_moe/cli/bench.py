@@ -16,7 +16,7 @@ import typer
 from dflash_moe.cli import bench_attention, bench_device, bench_experts, bench_files, options
 from dflash_moe.cli.bench_run import JsonOption, PlotOption, measuring, store_plot
 from dflash_moe.cli.bench_tables import print_decode, print_ipc, print_prefill, print_processes, print_summary
-from dflash_moe.errors import ConfigError, shown
+from dflash_moe.errors import ConfigError
 
 if TYPE_CHECKING:
     from dflash_moe.bench.results import BenchResult
@@ -72,7 +72,7 @@ def ipc(
     _prepare(json_out, plot)
     params = IpcParams(payloads=PAYLOADS_FULL, batches=15) if full else IpcParams()
     if payloads:
-        params = dataclasses.replace(params, payloads=_numbers(payloads, "--payloads", MAX_PAYLOAD_BYTES))
+        params = dataclasses.replace(params, payloads=options.numbers(payloads, "--payloads", MAX_PAYLOAD_BYTES))
     if batches is not None:
         params = dataclasses.replace(params, batches=batches)
     with measuring(json_out, lambda result: print_ipc(result.rows)) as recorder:
@@ -117,7 +117,7 @@ def prefill(
     _refuse_lists(overrides, "prefill")
     params = PrefillParams(
         model=options.model_directory(model),
-        prompt_tokens=_numbers(prompt_tokens, "--prompt-tokens", MAX_PROMPT_TOKENS),
+        prompt_tokens=options.numbers(prompt_tokens, "--prompt-tokens", MAX_PROMPT_TOKENS),
         new_tokens=new_tokens,
         modes=_allowed(modes, "--modes", ("stream", "batched", "auto")),
         dtypes=_allowed(dtypes, "--dtypes", ("f32", "f16", "bf16")) if dtypes else (),
@@ -188,22 +188,10 @@ def _refuse_lists(overrides: Mapping[str, Any], command: str) -> None:
 
 
 def _allowed(text: str, flag: str, allowed: tuple[str, ...]) -> tuple[str, ...]:
-    chosen = _parts(text)
+    chosen = options.words(text)
     for one in chosen:
         if one not in allowed:
             raise ConfigError(f"{flag} {text!r}: {one!r} is not allowed; choose from {', '.join(allowed)}")
     if not chosen:
         raise ConfigError(f"{flag} {text!r}: the list is empty; choose from {', '.join(allowed)}")
     return chosen
-
-
-def _numbers(text: str, flag: str, most: int) -> tuple[int, ...]:
-    parts = _parts(text)
-    if not parts or not all(part.isascii() and part.isdigit() and 1 <= int(part[:18]) <= most for part in parts):
-        raise ConfigError(f"{flag} {shown(text)}: give one or more numbers of 1..{most}, separated by commas")
-    return tuple(int(part) for part in parts)
-
-
-def _parts(text: str) -> tuple[str, ...]:
-    """Returns the distinct items of a comma-separated list in lower case, in their order."""
-    return tuple(dict.fromkeys(part.strip().lower() for part in text.split(",") if part.strip()))

@@ -12,14 +12,13 @@ import typer
 
 from dflash_moe.cli import options
 from dflash_moe.cli.bench_run import JsonOption, PlotOption, measuring, store_plot
-from dflash_moe.errors import ConfigError, shown
+from dflash_moe.config import MAX_THREADS
 
 if TYPE_CHECKING:
     from dflash_moe.bench.results import BenchResult
 
-# No model of today has a context window as long, and no machine as many threads.
+# No model of today has a context window as long.
 MAX_CONTEXT = 1 << 20
-MAX_THREADS = 1024
 
 
 def register(bench: typer.Typer) -> None:
@@ -50,9 +49,9 @@ def attention(
 
         check_output(plot)
     params = AttentionParams(
-        contexts=_numbers(contexts, "--contexts", MAX_CONTEXT),
-        dtypes=tuple(dict.fromkeys(part.strip().lower() for part in dtypes.split(","))),
-        threads=_numbers(threads, "--threads", MAX_THREADS) if threads else (),
+        contexts=options.numbers(contexts, "--contexts", MAX_CONTEXT),
+        dtypes=options.words(dtypes),
+        threads=options.numbers(threads, "--threads", MAX_THREADS) if threads else (),
         repeat=repeat,
     )
     with measuring(json_out, _show) as recorder:
@@ -91,10 +90,3 @@ def print_appends(rows: Sequence[Mapping[str, Any]], ratios: Sequence[Mapping[st
             )  # fmt: skip
     if table.row_count:
         options.show(table)
-
-
-def _numbers(text: str, flag: str, most: int) -> tuple[int, ...]:
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isascii() and part.isdigit() and 1 <= int(part[:18]) <= most for part in parts):
-        raise ConfigError(f"{flag} {shown(text)}: give one or more numbers of 1..{most}, separated by commas")
-    return tuple(dict.fromkeys(int(part) for part in parts))

@@ -87,14 +87,10 @@ def step(
     from dflash_moe.bench.device_steps import StepParams, run_device_steps
 
     _check_backend(backend)
-    parts = [part.strip() for part in tokens.split(",")]
-    if not all(part.isascii() and part.isdigit() and 1 <= int(part) <= MAX_STEP_TOKENS for part in parts):
-        raise ConfigError(
-            f"--tokens {tokens!r}: give numbers of 1..{MAX_STEP_TOKENS}, separated by commas; a step takes no more"
-        )
+    batches = options.numbers(tokens, "--tokens", MAX_STEP_TOKENS)
     options.prepare_outputs(json_out)
     with measuring(json_out, lambda result: print_steps(result.rows)) as recorder:
-        result = run_device_steps(StepParams(backend, device, tokens=tuple(map(int, parts)), repeat=repeat), recorder=recorder)
+        result = run_device_steps(StepParams(backend, device, tokens=batches, repeat=repeat), recorder=recorder)
     if any(row.get("same_bits") is False for row in result.rows):
         raise DflashError("a device step gave other bits than staged calls; see column bits")
 

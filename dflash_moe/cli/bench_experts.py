@@ -14,9 +14,12 @@ import typer
 
 from dflash_moe.cli import options
 from dflash_moe.cli.bench_run import JsonOption, PlotOption, measuring, store_plot
+from dflash_moe.config import MAX_THREADS
 from dflash_moe.errors import ConfigError
 
 BACKENDS = ("cpu", "cuda", "hip", "sim")
+# No larger batch is measured.
+MAX_TOKENS = 4096
 
 
 def register(bench: typer.Typer) -> None:
@@ -75,10 +78,10 @@ def experts(
     if numerics:
         params = dataclasses.replace(params, numerics=tuple(part.strip() for part in numerics.split(",")))
     if tokens:
-        sizes = _numbers(tokens, "--tokens")
+        sizes = options.numbers(tokens, "--tokens", MAX_TOKENS)
         params = dataclasses.replace(params, tokens=sizes, zipf_tokens=(), cache_tokens=())
     if threads:
-        params = dataclasses.replace(params, threads=_numbers(threads, "--threads"))
+        params = dataclasses.replace(params, threads=options.numbers(threads, "--threads", MAX_THREADS))
     if full:
         larger = ExpertShape(hidden_size=2048, moe_intermediate_size=768)
         params = dataclasses.replace(params, shapes=(*params.shapes, larger), repeat=max(repeat, 11))
@@ -98,7 +101,7 @@ def _on_device(
     if formats:
         params = dataclasses.replace(params, formats=tuple(part.strip() for part in formats.split(",")))
     if tokens:
-        params = dataclasses.replace(params, tokens=_numbers(tokens, "--tokens"), zipf_tokens=())
+        params = dataclasses.replace(params, tokens=options.numbers(tokens, "--tokens", MAX_TOKENS), zipf_tokens=())
     if numerics:
         params = dataclasses.replace(params, numerics=tuple(part.strip() for part in numerics.split(",")))
     with measuring(json_out, lambda result: print_device_experts(result.rows)) as recorder:
@@ -140,16 +143,6 @@ def print_experts(rows: Sequence[Mapping[str, Any]]) -> None:
             f"{row['of_peak_bytes']:.0%}",
         )
     options.show(table)
-
-
-def _numbers(text: str, flag: str) -> tuple[int, ...]:
-    try:
-        found = tuple(int(part) for part in text.split(","))
-    except ValueError:
-        found = ()
-    if not found or not all(1 <= number <= 4096 for number in found):
-        raise ConfigError(f"{flag}: {text!r} is not allowed; allowed: whole numbers of 1..4096, separated by commas")
-    return found
 
 
 def _has_torch() -> bool:

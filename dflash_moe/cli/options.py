@@ -113,6 +113,21 @@ def check_flags(raw: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def words(text: str) -> tuple[str, ...]:
+    """Returns the distinct items of a comma-separated list in lower case, in their order."""
+    return tuple(dict.fromkeys(part.strip().lower() for part in text.split(",") if part.strip()))
+
+
+def numbers(text: str, flag: str, most: int) -> tuple[int, ...]:
+    """Returns the distinct numbers of a comma-separated list, in their order. Raises ConfigError
+    that names the flag for anything else, and for numbers outside 1..most.
+    """
+    parts = words(text)
+    if not parts or not all(part.isascii() and part.isdigit() and 1 <= int(part[:18]) <= most for part in parts):
+        raise ConfigError(f"{flag} {shown(text)}: give one or more numbers of 1..{most}, separated by commas")
+    return tuple(dict.fromkeys(int(part) for part in parts))
+
+
 def load_topology(path: Path | None) -> Topology:
     """Reads the topology file. Without one it returns a local CPU worker with as many threads as
     there are cores for it.

@@ -20,6 +20,7 @@ from dflash_moe.engine.rotary_tables import RotaryTables, find_rotary_modules
 from dflash_moe.engine.sequence import SequenceBlocks
 from dflash_moe.engine.step_blocks import PackedStep, StepBlocks
 from dflash_moe.errors import ConfigError
+from dflash_moe.operators.attention_probe import max_positions
 from dflash_moe.operators.blocks import BufferPool
 
 
@@ -74,8 +75,9 @@ class PackedForward:
         self.blocks = blocks
         # The dtype of hidden states.
         self.dtype = dtype
-        self.rotary = [RotaryTables(module) for module in find_rotary_modules(model).values()]
-        for tables, module in zip(self.rotary, find_rotary_modules(model).values(), strict=True):
+        modules = find_rotary_modules(model).values()
+        self.rotary = [RotaryTables(module) for module in modules]
+        for tables, module in zip(self.rotary, modules, strict=True):
             module.__dict__["forward"] = tables
         # Set where the layers are host layers and looping over them gives the model's bits.
         self.loop: LayerLoop | None = None
@@ -183,10 +185,3 @@ def _wanted_rows(rows: Sequence[StepRows], step: PackedStep) -> torch.Tensor:
         [end - entry.num_logits + place for entry, end in zip(rows, ends, strict=True) for place in range(entry.num_logits)],
         dtype=torch.int64,
     )
-
-
-def max_positions(config: Any) -> int:
-    """Returns the number of positions that a model has by its configuration, 0 where it says
-    none.
-    """
-    return int(getattr(config.get_text_config(), "max_position_embeddings", 0) or 0)

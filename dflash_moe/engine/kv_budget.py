@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from dflash_moe.config import BLOCK_TOKENS, MemoryBudget, format_bytes
 from dflash_moe.engine.blocks import MAX_BLOCKS
 from dflash_moe.errors import ConfigError
+from dflash_moe.runtime.tensors import ITEM_BYTES
 from dflash_moe.telemetry.machine import memory_available
-
-KV_VALUE_BYTES = {"f32": 4, "f16": 2, "bf16": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +36,7 @@ def block_bytes(layers: Iterable[KvShape], kv_dtype: str, block_tokens: int = BL
     """Returns the bytes of one block in all layers together, stored as `kv_dtype`: f32, f16 or
     bf16.
     """
-    return block_tokens * KV_VALUE_BYTES[kv_dtype] * sum(layer.values_per_token for layer in layers)
+    return block_tokens * ITEM_BYTES[kv_dtype] * sum(layer.values_per_token for layer in layers)
 
 
 def kv_blocks(kv_memory: MemoryBudget, bytes_per_block: int, *, free_bytes: int | None = None) -> int:

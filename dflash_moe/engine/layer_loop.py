@@ -42,6 +42,5 @@ class LayerLoop:
 
 def fill_tables(buffers: LayerBuffers, tables: RotaryTables) -> None:
     """Writes the cosines and sines of the step under way to where host layers read them."""
-    found = tables(torch.zeros(1, 1, 1))
-    for buffer, table in zip((buffers.cos, buffers.sin), found, strict=True):
-        buffer.view(-1)[: table.numel()].view(table.shape[1:]).copy_(table[0])
+    cos, sin = tables(torch.zeros(1, 1, 1))
+    buffers.set_tables(cos[0], sin[0])

@@ -27,6 +27,7 @@ from dflash_moe.operators.report import Finding, TakeoverReport
 
 if TYPE_CHECKING:
     from dflash_moe.operators.paged_attention import LayerPages
+    from dflash_moe.runtime.expert_call import BoundExperts
 
 _PROBE_TOKENS = 19
 
@@ -49,8 +50,7 @@ class _BoundRoute:
 
     def __init__(self, module: Any, tensors: tuple[Any, Any, Any], out: Any) -> None:
         self._module, self._tensors, self._out = module, tensors, out
-        route = route_of(module)
-        self._bound = route.runtime.bind(route.layer, *tensors, out) if isinstance(route, ExpertRoute) else None
+        self._bound: BoundExperts | None = None
 
     def run(self) -> None:
         """Computes the result."""
@@ -64,11 +64,10 @@ class _BoundRoute:
         """Starts the call and returns what waits for its end."""
         route = route_of(self._module)
         if isinstance(route, ExpertRoute):
-            wait: Callable[[], None] = self._begin(route).submit()
-            return wait
+            return self._begin(route).submit()
         return self.run
 
-    def _begin(self, route: ExpertRoute) -> Any:
+    def _begin(self, route: ExpertRoute) -> BoundExperts:
         route.calls += 1
         if self._bound is None:
             self._bound = route.runtime.bind(route.layer, *self._tensors, self._out)

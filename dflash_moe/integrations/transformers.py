@@ -187,14 +187,8 @@ def without_experts(model: Any) -> Iterator[None]:
     """Opens a block in which the routed experts of a connected model compute zeros, and nobody is
     called. It is for looking at the rest of the model.
     """
-    routes = {module: module.__dict__[_ROUTE] for module in find_experts(model).values() if _ROUTE in module.__dict__}
-    try:
-        for module in routes:
-            module.__dict__[_ROUTE] = _Zeros()
+    with _routes_replaced(model, lambda route: _Zeros()):
         yield
-    finally:
-        for module, route in routes.items():
-            module.__dict__[_ROUTE] = route
 
 
 def route_of(module: Any) -> Any:
@@ -209,10 +203,19 @@ def experts_watched(model: Any, receive: Callable[[int, Any], None]) -> Iterator
     """Opens a block in which `receive` is called with the layer and the topk_ids of every call of
     the routed experts of a connected model, before the call.
     """
+    with _routes_replaced(model, lambda route: _Watched(route, receive)):
+        yield
+
+
+@contextmanager
+def _routes_replaced(model: Any, replacement: Callable[[Any], Any]) -> Iterator[None]:
+    """Opens a block in which each connected experts module has what `replacement` makes of its
+    route.
+    """
     routes = {module: module.__dict__[_ROUTE] for module in find_experts(model).values() if _ROUTE in module.__dict__}
     try:
         for module, route in routes.items():
-            module.__dict__[_ROUTE] = _Watched(route, receive)
+            module.__dict__[_ROUTE] = replacement(route)
         yield
     finally:
         for module, route in routes.items():

@@ -124,7 +124,7 @@ def probe_attention(model: Any) -> AttentionProbe:
     (the caller sees to that). Changes nothing.
     """
     found = AttentionProbe()
-    cache = _LookingCache(int(getattr(model.config.get_text_config(), "max_position_embeddings", 0) or 0))
+    cache = _LookingCache(max_positions(model.config))
     try:
         with _implementation(model, cache), torch.inference_mode(), read_parameters(model) as read:
             ids = torch.arange(_TOKENS)[None] % int(model.config.get_text_config().vocab_size)
@@ -148,6 +148,13 @@ def probe_attention(model: Any) -> AttentionProbe:
     if len(set(indices)) != len(indices) or set(cache.stored) != set(indices) or len(indices) != num_layers:
         found.refusal = f"{len(set(indices))} of {num_layers} layers attend through the interface, each to its own keys"
     return found
+
+
+def max_positions(config: Any) -> int:
+    """Returns the number of positions that a model has by its configuration, 0 where it says
+    none.
+    """
+    return int(getattr(config.get_text_config(), "max_position_embeddings", 0) or 0)
 
 
 @contextmanager

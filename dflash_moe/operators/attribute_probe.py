@@ -14,39 +14,39 @@ from torch import nn
 
 
 class _Watched(nn.Module):  # type: ignore[misc]
-    """Stands in for a leaf, and notes its name once somebody else reads what is its own."""
+    """Stands in for a linear layer, and notes its name once somebody else reads what is its own."""
 
-    def __init__(self, name: str, leaf: nn.Module, seen: set[str]) -> None:
+    def __init__(self, name: str, linear: nn.Linear, seen: set[str]) -> None:
         super().__init__()
         # Not a child: nobody is to find it in the tree.
-        self.__dict__["_leaf"] = leaf
+        self.__dict__["_linear"] = linear
         self._name, self._seen = name, seen
 
     def forward(self, *arguments: Any, **options: Any) -> Any:
-        return self.__dict__["_leaf"](*arguments, **options)
+        return self._linear(*arguments, **options)
 
     def __getattr__(self, name: str) -> Any:
-        leaf = self.__dict__["_leaf"]
-        if name in leaf._parameters:
-            self.__dict__["_seen"].add(self.__dict__["_name"])
-        return getattr(leaf, name)
+        # Python asks here for what this object does not have itself.
+        if name in self._linear._parameters:
+            self._seen.add(self._name)
+        return getattr(self._linear, name)
 
 
 @contextmanager
 def read_parameters(model: nn.Module) -> Iterator[set[str]]:
-    """Opens a block in which the model runs, and yields the names of those leaves whose parameters
-    were read otherwise than by calling them. Afterwards the tree is as before.
+    """Opens a block in which the model runs, and yields the names of those linear layers whose
+    parameters were read otherwise than by calling them. Afterwards the tree is as before.
     """
     seen: set[str] = set()
     replaced = []
     try:
         for path, parent in list(model.named_modules()):
-            for child, leaf in list(parent._modules.items()):
-                if leaf is not None and leaf._parameters and not leaf._modules and type(leaf) is nn.Linear:
+            for child, module in list(parent._modules.items()):
+                if type(module) is nn.Linear:
                     name = f"{path}.{child}" if path else child
-                    replaced.append((parent, child, leaf))
-                    parent._modules[child] = _Watched(name, leaf, seen)
+                    replaced.append((parent, child, module))
+                    parent._modules[child] = _Watched(name, module, seen)
         yield seen
     finally:
-        for parent, child, leaf in replaced:
-            parent._modules[child] = leaf
+        for parent, child, module in replaced:
+            parent._modules[child] = module

@@ -238,9 +238,7 @@ class LayerForms:
         stub: _ProbeExperts | None, exact_ids: torch.Tensor | None,
     ) -> float:  # fmt: skip
         buffers = self._buffers.of(rows.shape[0])
-        width = step.cos.shape[-1]
-        for table, values in ((buffers.cos, step.cos), (buffers.sin, step.sin)):
-            table.view(-1)[: values.numel()].view(-1, width).copy_(values)
+        buffers.set_tables(step.cos, step.sin)
         ours = candidate(rows[None])[0]
         is_alike = torch.ones(len(rows), dtype=torch.bool)
         for ids in (None if stub is None else stub.seen, _ids_of(candidate)):

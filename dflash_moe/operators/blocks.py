@@ -122,6 +122,11 @@ class LayerBuffers:
         self.topk_ids = torch.empty((num_rows, sizes.top_k), dtype=torch.int64)
         self.cos, self.sin = floats(sizes.table), floats(sizes.table)
 
+    def set_tables(self, cos: torch.Tensor, sin: torch.Tensor) -> None:
+        """Copies the cosines and sines [num_rows, width] of a step, from which layers rotate."""
+        for buffer, table in ((self.cos, cos), (self.sin, sin)):
+            _part(buffer, table.shape[1]).copy_(table)
+
 
 @dataclass(slots=True)
 class BufferSizes:
@@ -268,11 +273,7 @@ class HostLayer(nn.Module):  # type: ignore[misc]
             return [*calls, *self._mlp(b, parts, rows, b.hidden_states, residual=middle)]
         form = parts.router.form
         logits, weights = _part(b.logits, form.num_experts), _part(b.topk_weights, form.top_k)
-        ids = (
-            b.topk_ids
-            if b.topk_ids.shape[1] == form.top_k
-            else b.topk_ids.view(-1)[: b.num_rows * form.top_k].view(-1, form.top_k)
-        )
+        ids = _part(b.topk_ids, form.top_k)
         calls += [_multiply(parts.router, rows, logits), parts.router.bound_route(logits, ids, weights)]
         bound = parts.experts.bind(rows, ids, weights, b.routed)
         if parts.shared is None:
@@ -347,15 +348,9 @@ def _append(found: LayerPages, key: torch.Tensor, value: torch.Tensor) -> Callab
 def _attention(parts: AttentionParts, query: torch.Tensor, out: torch.Tensor, num_rows: int) -> Callable[[], Any]:
     found, call = parts.pages, parts.call
     pages, layer = found.pages, found.pages.layer(found.index)
-    sinks = None if call.sinks is None else call.sinks.detach().float().contiguous()
     arguments = (*rows_of(query)[:3], call.num_heads, *rows_of(out)[:3])
     options: dict[str, Any] = {
         "scale": call.scale, "window": call.window, "softcap": call.softcap,
-        "sinks_address": 0 if sinks is None else sinks.data_ptr(),
+        "sinks_address": found.sinks_address(call.sinks),
     }  # fmt: skip
-
-    def attend(keeps: torch.Tensor | None = sinks) -> None:
-        del keeps  # the sinks live as long as this call may be made
-        _core.paged_attention(pages.pool, layer, pages.plan, *arguments, **options)
-
-    return attend
+    return lambda: _core.paged_attention(pages.pool, layer, pages.plan, *arguments, **options)

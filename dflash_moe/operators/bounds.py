@@ -12,7 +12,7 @@ import math
 
 import torch
 
-from dflash_moe import _core
+from dflash_moe.topology.numerics import CLASSES
 
 # The distance of 1 from the next number of a dtype.
 EPSILON = {torch.float32: 2.0**-23, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
@@ -81,11 +81,11 @@ def linear_bound(numerics: str, rows: torch.Tensor, weight: torch.Tensor) -> tor
     num_inputs = weight.shape[1]
     magnitudes = rows.abs() @ weight.abs().T
     bound = chain_steps(num_inputs) * 2.0**-24 * magnitudes
-    rounding = next(facts.inputs for facts in _core.numerics_table() if facts.name == numerics)
+    rounding = CLASSES[numerics].inputs
     if rounding == "bf16":
         return bound + _BF16_ROUNDING * magnitudes * 2
     if rounding == "int8":
-        group = next(facts.group_inputs for facts in _core.numerics_table() if facts.name == numerics)
+        group = CLASSES[numerics].group_inputs
         padded = torch.nn.functional.pad(rows.abs(), (0, -num_inputs % group)).unflatten(-1, (-1, group))
         largest = padded.amax(dim=-1, keepdim=True).expand_as(padded).flatten(-2)[..., :num_inputs]
         return bound + _INT8_ROUNDING * largest @ weight.abs().T
@@ -97,7 +97,7 @@ def distance_bound(numerics: str, num_inputs: int, dtype: torch.dtype) -> float:
     the length of its row times that of its weights, which bounds the sum of their magnitudes.
     """
     bound = 2 * chain_steps(num_inputs) * 2.0**-24 + (1 + ALLOWED_ULPS) * EPSILON[dtype]
-    rounding = next(facts.inputs for facts in _core.numerics_table() if facts.name == numerics)
+    rounding = CLASSES[numerics].inputs
     if rounding == "int8":
         return bound + _INT8_ROUNDING * math.sqrt(num_inputs)
     return bound + (2 * _BF16_ROUNDING if rounding == "bf16" else 0.0)

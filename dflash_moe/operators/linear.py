@@ -85,7 +85,7 @@ class HostLinear(nn.Module):  # type: ignore[misc]
 
 
 class HostEmbedding(nn.Module):  # type: ignore[misc]
-    """Stands in for an `nn.Embedding` whose weight is also that of a packed linear layer."""
+    """Stands in for an `nn.Embedding` over a packed matrix, which may also be that of the head."""
 
     def __init__(self, packed: _core.PackedLinear, dtype: torch.dtype) -> None:
         super().__init__()
@@ -108,16 +108,19 @@ def linear_excess(ours: nn.Module, own: nn.Module, weight: torch.Tensor, bias: t
     Some outputs are compared with float64, and all of them with the module's own, which sees a
     panel that was packed to the wrong place.
     """
-    dtype = weight.dtype if weight.dtype in DTYPE_NAMES else torch.float32
-    rows = _probe(weight.shape[1], dtype)
+    rows = _probe(weight.shape[1], weight.dtype)
     found, expected = ours(rows).float(), own(rows)
     chosen = _some_outputs(weight.shape[0])
-    some = _excess_of_some(found, expected, rows, weight[chosen].double(), bias, numerics)
+    some_weights = weight[chosen].double()
+    exact = _exact_outputs(rows, some_weights, None if bias is None else bias[chosen])
+    bound = linear_bound(numerics, rows.double(), some_weights)
+    some = excess(found[:, chosen], expected[:, chosen], exact, bound)
     # In parts, because a copy of a whole matrix in float32 would be the largest tensor of all.
     parts = weight.split(_ROWS_AT_ONCE)
     lengths = torch.cat([torch.linalg.vector_norm(part, dim=1, dtype=torch.float32) for part in parts])
     lengths = lengths if bias is None else lengths + bias.float().abs()
-    allowed = distance_bound(numerics, weight.shape[1], dtype) * rows.float().norm(dim=1, keepdim=True).clamp_min(1.0) * lengths
+    distance = distance_bound(numerics, weight.shape[1], weight.dtype)
+    allowed = distance * rows.float().norm(dim=1, keepdim=True).clamp_min(1.0) * lengths
     ratio = (found - expected.float()).abs() / allowed.clamp_min(torch.finfo(torch.float32).tiny)
     return max(some, float(ratio.nan_to_num(nan=float("inf")).max()) if torch.isfinite(expected).all() else some)
 
@@ -134,33 +137,21 @@ def stored_excess(
     weights of some outputs in float32, by other code than the kernels'.
     """
     rows = _probe(ours.in_features, dtype)
-    found = ours(rows)
     chosen = _some_outputs(ours.out_features)
+    found = ours(rows)[:, chosen]
     weight = torch.from_numpy(rows_of_weight(chosen)).double()
-    exact = rows.double() @ weight.T + (0.0 if bias is None else bias[chosen].double())
-    expected = torch.zeros_like(found)
-    expected[:, chosen] = exact.to(found.dtype)
-    return _excess_of_some(found, expected, rows, weight, bias, numerics)
+    exact = _exact_outputs(rows, weight, None if bias is None else bias[chosen])
+    return excess(found, exact.to(found.dtype), exact, linear_bound(numerics, rows.double(), weight))
 
 
 def _probe(width: int, dtype: torch.dtype) -> torch.Tensor:
     return probe_rows(width, dtype, scales=SCALES if dtype != torch.float16 else SCALES[:2])
 
 
-def _excess_of_some(
-    found: torch.Tensor,
-    expected: torch.Tensor,
-    rows: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    numerics: str,
-) -> float:
-    """Compares the chosen outputs, whose exact weights are `weight`."""
-    chosen = _some_outputs(found.shape[1])
-    exact = rows.double() @ weight.T
-    if bias is not None:
-        exact += bias[chosen].double()
-    return excess(found[:, chosen], expected[:, chosen], exact, linear_bound(numerics, rows.double(), weight))
+def _exact_outputs(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Returns rows times `weight` [outputs, inputs] in float64, with the bias added."""
+    exact = rows.double() @ weight.double().T
+    return exact if bias is None else exact + bias.double()
 
 
 def _some_outputs(count: int) -> Sequence[int]:

@@ -16,7 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dflash_moe import _core
 from dflash_moe.errors import UnsupportedError
-from dflash_moe.operators.addresses import DTYPE_NAMES
+from dflash_moe.operators.addresses import DTYPE_NAMES, dense, rows_of
 from dflash_moe.operators.linear import memory_source
 
 # Our function has this name on the attention interface.
@@ -92,7 +92,7 @@ class LatentHeads:
 class LayerPages:
     """Where one attention module finds its pages, and its latent heads where it has them."""
 
-    __slots__ = ("index", "latent", "pages", "sinks", "value_size")
+    __slots__ = ("_sinks", "index", "latent", "pages", "value_size")
 
     def __init__(self, pages: Pages, index: int, value_size: int, latent: LatentHeads | None) -> None:
         self.pages = pages
@@ -100,7 +100,18 @@ class LayerPages:
         self.value_size = value_size
         self.latent = latent
         # The sinks as float32, by the tensor that they were given as.
-        self.sinks: tuple[Any, torch.Tensor] | None = None
+        self._sinks: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def sinks_address(self, given: torch.Tensor | None) -> int:
+        """Returns where sinks [num_heads] of any dtype lie in float32, 0 for none. They stay there
+        until others are given.
+        """
+        if given is None:
+            return 0
+        if self._sinks is None or self._sinks[0] is not given:
+            self._sinks = (given, given.detach().float().contiguous())
+        address: int = self._sinks[1].data_ptr()
+        return address
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LayerPages:
         # A copy of a module reads the same pages.
@@ -158,11 +169,11 @@ def attention_forward(
         rows = latent.queries(rows)
     rows = _adjacent(rows)
     out = query.new_empty((num_rows, num_heads, found.value_size), dtype=torch.float32 if latent is not None else dtype)
-    sinks = 0 if s_aux is None else _sinks_of(found, s_aux).data_ptr()
     _core.paged_attention(
         found.pages.pool, kv_layer, found.pages.plan, rows.data_ptr(), rows.stride(0) * rows.element_size(),
         DTYPE_NAMES[rows.dtype], num_heads, out.data_ptr(), out.stride(0) * out.element_size(), DTYPE_NAMES[out.dtype],
-        scale=float(scale), window=int(sliding_window or 0), softcap=float(softcap or 0.0), sinks_address=sinks,
+        scale=float(scale), window=int(sliding_window or 0), softcap=float(softcap or 0.0),
+        sinks_address=found.sinks_address(s_aux),
     )  # fmt: skip
     if latent is not None:
         out = latent.values(out, dtype)
@@ -177,12 +188,6 @@ def check_arguments(module: nn.Module, attention_mask: Any, others: dict[str, An
     if attention_mask is not None or others.get("is_causal") is False:
         what = "is_causal=False" if attention_mask is None else "an attention mask of the model's own"
         raise UnsupportedError(f"{type(module).__name__}: paged attention does not compute with {what}")
-
-
-def _sinks_of(pages: LayerPages, given: torch.Tensor) -> torch.Tensor:
-    if pages.sinks is None or pages.sinks[0] is not given:
-        pages.sinks = (given, given.detach().float().contiguous())
-    return pages.sinks[1]
 
 
 def _adjacent(rows: torch.Tensor) -> torch.Tensor:
@@ -202,10 +207,7 @@ def append(layer: _core.KvLayer, slots: torch.Tensor, key: torch.Tensor, value: 
 
 
 def _multiply(packed: _core.PackedLinear, rows: torch.Tensor, out: torch.Tensor) -> None:
-    packed.run(
-        rows.data_ptr(), rows.stride(0) * rows.element_size(), DTYPE_NAMES[rows.dtype], rows.shape[0],
-        out.data_ptr(), out.stride(0) * out.element_size(), DTYPE_NAMES[out.dtype],
-    )  # fmt: skip
+    packed.run(*rows_of(dense(rows)), *rows_of(out)[:3])
 
 
 ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, attention_forward)

@@ -27,8 +27,8 @@ def test_doorbell_prints_a_line_for_every_memory_and_ping_pong_and_writes_them(c
 
 @pytest.mark.parametrize(("arguments", "text"), [
     (("doorbell", "--backend", "cpu"), "--backend 'cpu' is not allowed; allowed: cuda, hip, sim"),
-    (("step", "--backend", "sim", "--tokens", "65"), "--tokens '65': give numbers of 1..64"),
-    (("step", "--backend", "sim", "--tokens", "1,x"), "--tokens '1,x': give numbers of 1..64"),
+    (("step", "--backend", "sim", "--tokens", "65"), "--tokens '65': give one or more numbers of 1..64"),
+    (("step", "--backend", "sim", "--tokens", "1,x"), "--tokens '1,x': give one or more numbers of 1..64"),
 ])  # fmt: skip
 def test_options_that_are_not_allowed_are_named(capsys, arguments, text):
     assert main.run(("bench", *arguments)) != 0
