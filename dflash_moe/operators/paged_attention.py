@@ -207,7 +207,8 @@ def append(layer: _core.KvLayer, slots: torch.Tensor, key: torch.Tensor, value: 
 
 
 def _multiply(packed: _core.PackedLinear, rows: torch.Tensor, out: torch.Tensor) -> None:
-    packed.run(*rows_of(dense(rows)), *rows_of(out)[:3])
+    rows = dense(rows)
+    packed.run(*rows_of(rows), *rows_of(out)[:3])
 
 
 ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, attention_forward)
