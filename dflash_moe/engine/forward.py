@@ -21,7 +21,7 @@ from dflash_moe.engine.sequence import SequenceBlocks
 from dflash_moe.engine.step_blocks import PackedStep, StepBlocks
 from dflash_moe.errors import ConfigError
 from dflash_moe.operators.attention_probe import max_positions
-from dflash_moe.operators.blocks import BufferPool
+from dflash_moe.operators.layer_buffers import BufferPool
 
 
 class TokenSequence:

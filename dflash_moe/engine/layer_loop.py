@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from dflash_moe.engine.rotary_tables import RotaryTables
-from dflash_moe.operators.blocks import BufferPool, HostLayer, LayerBuffers
+from dflash_moe.operators.blocks import HostLayer
+from dflash_moe.operators.layer_buffers import BufferPool, LayerBuffers
 
 
 class LayerLoop:
@@ -42,5 +43,4 @@ class LayerLoop:
 
 def fill_tables(buffers: LayerBuffers, tables: RotaryTables) -> None:
     """Writes the cosines and sines of the step under way to where host layers read them."""
-    cos, sin = tables(torch.zeros(1, 1, 1))
-    buffers.set_tables(cos[0], sin[0])
+    buffers.set_tables(*tables.cos_sin())

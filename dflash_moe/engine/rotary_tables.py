@@ -66,6 +66,14 @@ class RotaryTables:
         joined = tuple(column[0] if len(parts) == 1 else torch.cat(column, dim=1) for column in zip(*parts, strict=True))
         return joined if is_tuple else joined[0]
 
+    def cos_sin(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the cosines and sines of the step in float32, each [num_rows, width]. A module
+        may give both as one tensor of complex numbers.
+        """
+        tables = self(torch.zeros(1, 1, 1))
+        cos, sin = tables if isinstance(tables, tuple) else (tables.real, tables.imag)
+        return cos[0], sin[0]
+
     def _chunk(self, x: torch.Tensor, length: int, chunk: int, arguments: Any, options: Any) -> tuple[Tables, bool]:
         last = length - 1 if self._depends_on_length else 0
         key = (length if self._depends_on_length else 0, chunk, x.dtype, arguments, tuple(sorted(options.items())))

@@ -20,7 +20,8 @@ from dflash_moe.integrations.transformers import ExpertRoute, route_of
 from dflash_moe.model.architecture import find_experts, is_on_interface
 from dflash_moe.operators.attention_probe import AttentionProbe
 from dflash_moe.operators.block_forms import LayerForms, ProbeStep
-from dflash_moe.operators.blocks import BufferPool, HostLayer
+from dflash_moe.operators.blocks import HostLayer
+from dflash_moe.operators.layer_buffers import BufferPool
 from dflash_moe.operators.linear import HostLinear
 from dflash_moe.operators.norms import HostNorm
 from dflash_moe.operators.report import Finding, TakeoverReport
@@ -163,12 +164,12 @@ def _probe_step(packed: PackedForward, num_rows: int) -> Iterator[ProbeStep]:
         packed.cache.begin(planned.pack())
         tables = packed.rotary[0]
         tables.begin([(num_rows, 0, num_rows)])
-        embeddings = tables(torch.zeros(1, 1, 1, dtype=packed.dtype))
-        cos, sin = tables(torch.zeros(1, 1, 1))
+        embeddings, wide = (tables(torch.zeros(1, 1, 1, dtype=dtype)) for dtype in (packed.dtype, torch.float32))
+        exact = tuple(table.double() for table in wide) if isinstance(wide, tuple) else wide.to(torch.complex128)
         arguments = {
             "attention_mask": None, "position_ids": torch.arange(num_rows)[None], "past_key_values": packed.cache,
             "use_cache": True, "position_embeddings": embeddings,
         }  # fmt: skip
-        yield ProbeStep(arguments, cos[0], sin[0])
+        yield ProbeStep(arguments, *tables.cos_sin(), exact)
     finally:
         planned.roll_back()

@@ -18,14 +18,16 @@ Rows = tuple[int, int, str, int]
 
 
 def rows_of(tensor: torch.Tensor) -> Rows:
-    """Returns a dense tensor [..., width] as rows. The caller keeps the tensor alive. Raises
-    UnsupportedError for a tensor of a device or of another dtype.
+    """Returns a tensor [..., width] as rows: a dense one, or a matrix whose rows lie apart with
+    adjacent values. The caller keeps the tensor alive. Raises UnsupportedError for a tensor of a
+    device or of another dtype.
     """
     name = DTYPE_NAMES.get(tensor.dtype)
     if name is None or not tensor.is_cpu:
         raise UnsupportedError(f"a host operator got {tensor.dtype} on {tensor.device}, expected f32, f16 or bf16 on cpu")
     width = tensor.shape[-1]
-    return tensor.data_ptr(), width * tensor.element_size(), name, tensor.numel() // width if width else 0
+    stride = tensor.stride(0) if tensor.ndim == 2 else width
+    return tensor.data_ptr(), stride * tensor.element_size(), name, tensor.numel() // width if width else 0
 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:

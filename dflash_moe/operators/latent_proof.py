@@ -56,8 +56,8 @@ def latent_excess(heads: LatentHeads, module: Any) -> float:
     query = query.view(-1, heads.num_heads, heads.nope + rope)
     own_keys, own_values = _expanded(module, latents, rotated)
     exact_keys, exact_values = _expanded(_exact(module), latents.double(), rotated.double())
-    absorbed = heads.queries(query)
-    values = heads.values(_repeated(latents, heads.num_heads).contiguous(), dtype)
+    absorbed = heads.of_queries(query)
+    values = heads.of_found(_repeated(latents, heads.num_heads), dtype)
     worst = 0.0
     for head in range(heads.num_heads):
         split = weight.double().view(heads.num_heads, -1, heads.latent)[head].split((heads.nope, heads.value))

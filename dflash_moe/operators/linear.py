@@ -70,11 +70,8 @@ class HostLinear(nn.Module):  # type: ignore[misc]
     def exact(self) -> nn.Module:
         """Returns a layer of torch in float64 with the weights that are packed, dequantised."""
         linear = nn.Linear(self.in_features, self.out_features, bias=self.shift is not None, dtype=torch.float64)
-        ids = torch.arange(self.out_features)
-        weight = torch.empty((self.out_features, self.in_features), dtype=torch.float32)
-        self.packed.gather(ids.data_ptr(), len(ids), *rows_of(weight)[:3])
         with torch.no_grad():
-            linear.weight.copy_(weight)
+            linear.weight.copy_(weights_of(self.packed))
             if self.shift is not None:
                 linear.bias.copy_(self.shift)
         return linear
@@ -82,6 +79,14 @@ class HostLinear(nn.Module):  # type: ignore[misc]
     def extra_repr(self) -> str:
         """Names sizes and formats."""
         return f"{self.in_features} -> {self.out_features}, {', '.join(self.packed.formats)}"
+
+
+def weights_of(packed: _core.PackedLinear) -> torch.Tensor:
+    """Returns what is packed, widened exactly: float32 [outputs, inputs]."""
+    ids = torch.arange(packed.outputs)
+    weight = torch.empty((packed.outputs, packed.inputs), dtype=torch.float32)
+    packed.gather(ids.data_ptr(), len(ids), *rows_of(weight)[:3])
+    return weight
 
 
 class HostEmbedding(nn.Module):  # type: ignore[misc]

@@ -52,7 +52,7 @@ class HostNorm(nn.Module):  # type: ignore[misc]
 
     def bound(self, rows: torch.Tensor, out: torch.Tensor) -> tuple[Callable[..., None], tuple[Any, ...], dict[str, Any]]:
         """Returns the core's function that normalises `rows` into `out`, with its arguments. Both
-        are dense and stay the caller's.
+        are rows of `rows_of` and stay the caller's.
         """
         address, stride, dtype, count = rows_of(rows)
         arguments = (self._pool, address, stride, dtype, count, rows.shape[-1], *rows_of(out)[:3])

@@ -17,7 +17,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from dflash_moe import _core
 from dflash_moe.errors import UnsupportedError
 from dflash_moe.operators.addresses import DTYPE_NAMES, dense, rows_of
-from dflash_moe.operators.linear import memory_source
+from dflash_moe.operators.linear import memory_source, weights_of
 
 # Our function has this name on the attention interface.
 IMPLEMENTATION = "dflash_moe_paged"
@@ -58,35 +58,43 @@ class LatentHeads:
         """`weight` [num_heads * (nope + value), latent] is that of the module's kv_b_proj."""
         self.nope, self.value, self.latent = module.qk_nope_head_dim, module.v_head_dim, module.kv_lora_rank
         self.num_heads = weight.shape[0] // (self.nope + self.value)
+        size = self.nope + module.qk_rope_head_dim
         heads = weight.view(self.num_heads, self.nope + self.value, self.latent)
-        keys = [(memory_source(heads[h, : self.nope].T), None, h * self.nope) for h in range(self.num_heads)]
+        keys = [(memory_source(heads[h, : self.nope].T), None, h * size) for h in range(self.num_heads)]
         values = [(memory_source(heads[h, self.nope :]), None, h * self.latent) for h in range(self.num_heads)]
-        self._keys = _core.PackedLinear(pool, keys, numerics=numerics)
-        self._values = _core.PackedLinear(pool, values, numerics=numerics)
+        # Rows of queries [num_heads * (nope + rope)] times `keys`, and rows that attention found
+        # [num_heads * latent] times `values`.
+        self.keys = _core.PackedLinear(pool, keys, numerics=numerics)
+        self.values = _core.PackedLinear(pool, values, numerics=numerics)
         # The class that takes these weights, which may be another than was asked for.
-        self.numerics = self._keys.numerics[0]
+        self.numerics = self.keys.numerics[0]
 
-    def queries(self, query: torch.Tensor) -> torch.Tensor:
+    def of_queries(self, query: torch.Tensor) -> torch.Tensor:
         """Returns [num_rows, num_heads, latent + rope] for queries [num_rows, num_heads, nope +
         rope].
         """
-        num_rows, rope = query.shape[0], query.shape[-1] - self.nope
-        out = query.new_empty((num_rows, self.num_heads, self.latent + rope), dtype=torch.float32)
-        nope = query[..., : self.nope].reshape(num_rows, -1)
-        absorbed = query.new_empty((num_rows, self.num_heads * self.latent), dtype=torch.float32)
-        _multiply(self._keys, nope, absorbed)
-        out[..., : self.latent] = absorbed.view(num_rows, self.num_heads, self.latent)
-        out[..., self.latent :] = query[..., self.nope :]
-        return out
+        query = dense(query)
+        products = query.new_empty((query.shape[0], self.num_heads * self.latent), dtype=torch.float32)
+        self.keys.run(*rows_of(query.flatten(1)), *rows_of(products)[:3])
+        return torch.cat((products.unflatten(1, (self.num_heads, -1)), query[..., self.nope :].float()), dim=-1)
 
-    def values(self, found: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def of_found(self, found: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Returns [num_rows, num_heads, value] for what attention found, [num_rows, num_heads,
         latent].
         """
-        num_rows = found.shape[0]
-        out = found.new_empty((num_rows, self.num_heads * self.value), dtype=dtype)
-        _multiply(self._values, found.view(num_rows, -1), out)
-        return out.view(num_rows, self.num_heads, self.value)
+        found = dense(found)
+        out = found.new_empty((found.shape[0], self.num_heads * self.value), dtype=dtype)
+        self.values.run(*rows_of(found.flatten(1)), *rows_of(out)[:3])
+        return out.unflatten(1, (self.num_heads, -1))
+
+    def exact(self) -> nn.Module:
+        """Returns the kv_b_proj that is packed here as a layer of torch in float64."""
+        keys = weights_of(self.keys).view(self.num_heads, self.latent, self.nope).transpose(1, 2)
+        values = weights_of(self.values).view(self.num_heads, self.value, self.latent)
+        weight = torch.cat((keys, values), dim=1).flatten(0, 1)
+        linear = nn.Linear(self.latent, weight.shape[0], bias=False, dtype=torch.float64)
+        linear.weight = nn.Parameter(weight.double(), requires_grad=False)
+        return linear
 
 
 class LayerPages:
@@ -166,7 +174,7 @@ def attention_forward(
     scale = head_dim**-0.5 if scaling is None else scaling
     dtype = query.dtype
     if latent is not None:
-        rows = latent.queries(rows)
+        rows = latent.of_queries(rows)
     rows = _adjacent(rows)
     out = query.new_empty((num_rows, num_heads, found.value_size), dtype=torch.float32 if latent is not None else dtype)
     _core.paged_attention(
@@ -176,7 +184,7 @@ def attention_forward(
         sinks_address=found.sinks_address(s_aux),
     )  # fmt: skip
     if latent is not None:
-        out = latent.values(out, dtype)
+        out = latent.of_found(out, dtype)
     return out.unsqueeze(0), None
 
 
@@ -206,9 +214,14 @@ def append(layer: _core.KvLayer, slots: torch.Tensor, key: torch.Tensor, value: 
     )  # fmt: skip
 
 
-def _multiply(packed: _core.PackedLinear, rows: torch.Tensor, out: torch.Tensor) -> None:
-    rows = dense(rows)
-    packed.run(*rows_of(rows), *rows_of(out)[:3])
+def expand_latents(module: nn.Module) -> None:
+    """Has a copy of an attention module expand latents again as its own code does, in float64. Any
+    other module stays as it is.
+    """
+    found = pages_of(module)
+    if found is not None and found.latent is not None:
+        del module.__dict__["expand_kv"]
+        module.kv_b_proj = found.latent.exact()
 
 
 ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, attention_forward)

@@ -15,8 +15,8 @@ from torch import nn
 
 from dflash_moe import _core
 from dflash_moe.config import BLOCK_TOKENS
+from dflash_moe.operators.attention_block import GroupedAttention, LatentAttention
 from dflash_moe.operators.attention_probe import AttentionCall
-from dflash_moe.operators.blocks import AttentionParts
 from dflash_moe.operators.linear import HostEmbedding, HostLinear
 from dflash_moe.operators.paged_attention import LayerPages, pages_of
 from dflash_moe.operators.routers import HostRouter
@@ -54,7 +54,7 @@ def kv_bytes(model: nn.Module, context: int) -> int:
     """
     total = 0
     for part in _parts(model):
-        if isinstance(part, AttentionParts):
+        if isinstance(part, GroupedAttention | LatentAttention):
             total += _layer_bytes(part.pages, context, part.call.window)
         elif isinstance(part, nn.Module) and (pages := pages_of(part)) is not None:
             total += _layer_bytes(pages, context, int(getattr(part, "sliding_window", None) or 0))
@@ -85,7 +85,7 @@ def _values(part: Any) -> list[Any]:
 
 
 def _is_parts(value: Any) -> bool:
-    """Says whether a value is a record of operators, such as AttentionParts."""
+    """Says whether a value is a record of operators, such as GroupedAttention."""
     return is_dataclass(value) and not isinstance(value, type)
 
 

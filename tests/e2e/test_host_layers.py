@@ -6,6 +6,7 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -13,15 +14,19 @@ import pytest
 import torch
 from torch import nn
 
+from dflash_moe import ExpertRuntime, Topology
 from dflash_moe.engine.host_model import HostModel, open_host
 from dflash_moe.operators.report import Finding
 from tests.host_models import checkpoint, logits_of, prompt, start
 
 pytestmark = pytest.mark.transformers
 
-TAKEN = ("qwen3_moe", "mixtral", "gpt_oss", "glm4_moe", "qwen2_moe", "granitemoe", "olmoe", "ernie4_5_moe", "dots1")
+TAKEN = (
+    "qwen3_moe", "mixtral", "gpt_oss", "glm4_moe", "qwen2_moe", "granitemoe", "olmoe", "ernie4_5_moe", "dots1", "deepseek_v3",
+    "deepseek_v2", "minimax_m2",
+)  # fmt: skip
 # A layer that stays, and what its report says.
-STAYING = {"deepseek_v3": "latent attention has no block form", "phimoe": "its children are not those of"}
+STAYING = {"phimoe": "its children are not those of"}
 NUM_LAYERS = 2
 
 
@@ -111,37 +116,86 @@ def _clamped(right: Callable[..., Any]) -> Callable[..., Any]:
     return lambda self, rows: right(self, rows.clamp(-2, 2))
 
 
-# Which method of which class of the model's own file is another.
-WRONG: dict[str, tuple[str, str, Wrapper]] = {
-    "residual of attention scaled": ("Qwen3MoeAttention", "forward", _of_attention(lambda found: found * 1.001)),
-    "output scaled": ("Qwen3MoeDecoderLayer", "forward", outputs(lambda found: found * 1.0001)),
-    "output shifted": ("Qwen3MoeDecoderLayer", "forward", outputs(lambda found: found + 1e-3)),
-    "attention and feed-forward in parallel": ("Qwen3MoeDecoderLayer", "forward", _parallel),
-    "norm of what attention gives": ("Qwen3MoeDecoderLayer", "forward", _norm_of_output),
-    "query scaled": ("Qwen3MoeAttention", "forward", _scaled_query),
-    "experts' output scaled": ("Qwen3MoeSparseMoeBlock", "forward", outputs(lambda found: found * 1.001)),
-    "experts' inputs clamped": ("Qwen3MoeSparseMoeBlock", "forward", _clamped),
+def _scaled_latent(right: Callable[..., Any]) -> Callable[..., Any]:
+    """Latents are scaled behind their norm."""
+
+    def forward(self: Any, hidden_states: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+        hook = self.kv_a_layernorm.register_forward_hook(lambda _module, _inputs, found: found * 1.01)
+        try:
+            return right(self, hidden_states, *arguments, **options)
+        finally:
+            hook.remove()
+
+    return forward
+
+
+def _doubled_correction(right: Callable[..., Any]) -> Callable[..., Any]:
+    """The router is called with another correction than the block has."""
+
+    def forward(self: Any, hidden_states: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+        kept = self.e_score_correction_bias
+        self.e_score_correction_bias = 2 * kept
+        try:
+            return right(self, hidden_states, *arguments, **options)
+        finally:
+            self.e_score_correction_bias = kept
+
+    return forward
+
+
+# Which method of which class in a family's own file is another.
+WRONG: dict[str, tuple[str, str, str, Wrapper]] = {
+    "residual of attention scaled": ("qwen3_moe", "Qwen3MoeAttention", "forward", _of_attention(lambda found: found * 1.001)),
+    "output scaled": ("qwen3_moe", "Qwen3MoeDecoderLayer", "forward", outputs(lambda found: found * 1.0001)),
+    "output shifted": ("qwen3_moe", "Qwen3MoeDecoderLayer", "forward", outputs(lambda found: found + 1e-3)),
+    "attention and feed-forward in parallel": ("qwen3_moe", "Qwen3MoeDecoderLayer", "forward", _parallel),
+    "norm of what attention gives": ("qwen3_moe", "Qwen3MoeDecoderLayer", "forward", _norm_of_output),
+    "query scaled": ("qwen3_moe", "Qwen3MoeAttention", "forward", _scaled_query),
+    "experts' output scaled": ("qwen3_moe", "Qwen3MoeSparseMoeBlock", "forward", outputs(lambda found: found * 1.001)),
+    "experts' inputs clamped": ("qwen3_moe", "Qwen3MoeSparseMoeBlock", "forward", _clamped),
     "routing weights squared": (
-        "Qwen3MoeTopKRouter", "forward", outputs(lambda found: (found[0], found[1].square(), found[2])),
+        "qwen3_moe", "Qwen3MoeTopKRouter", "forward", outputs(lambda found: (found[0], found[1].square(), found[2])),
     ),
+    "latent attention scaled": ("deepseek_v3", "DeepseekV3Attention", "forward", _of_attention(lambda found: found * 1.001)),
+    "latents of another size": ("deepseek_v3", "DeepseekV3Attention", "forward", _scaled_latent),
+    "correction doubled": ("minimax_m2", "MiniMaxM2SparseMoeBlock", "forward", _doubled_correction),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", WRONG)
 def test_a_layer_that_computes_something_else_keeps_its_code(name, monkeypatch):
     from transformers import AutoModelForCausalLM
-    from transformers.models.qwen3_moe import modeling_qwen3_moe
 
-    kind, method, wrap = WRONG[name]
-    owner = getattr(modeling_qwen3_moe, kind)
+    arch, kind, method, wrap = WRONG[name]
+    owner = getattr(importlib.import_module(f"transformers.models.{arch}.modeling_{arch}"), kind)
     monkeypatch.setattr(owner, method, wrap(getattr(owner, method)))
-    with start("qwen3_moe", "f32") as runtime:
-        host = opened(runtime, "qwen3_moe")
+    with start(arch, "f32") as runtime:
+        host = opened(runtime, arch)
         assert [finding.operator for finding in layers(host)] == [""] * NUM_LAYERS, host.report.lines()
         assert host.packed.loop is None
         found = logits_of(host.packed, prompt()).double()
     options = {"dtype": torch.float32, "experts_implementation": "eager", "attn_implementation": "eager"}
-    model: nn.Module = AutoModelForCausalLM.from_pretrained(checkpoint("qwen3_moe", "f32"), **options).eval()
+    model: nn.Module = AutoModelForCausalLM.from_pretrained(checkpoint(arch, "f32"), **options).eval()
     with torch.inference_mode():
         eager = model(input_ids=torch.tensor([prompt()])).logits[0].double()
     assert (found - eager).abs().max() / eager.std() < 1e-5
+
+
+def test_latent_attention_whose_queries_have_no_low_rank_is_taken(tmp_path):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(checkpoint("deepseek_v3", "f32"))
+    config.q_lora_rank = None
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    model.save_pretrained(tmp_path)
+    with ExpertRuntime.start(Topology.local(1, threads=1), model=tmp_path) as runtime:
+        host = open_host(tmp_path, runtime)
+        assert host.packed is not None
+        assert [finding.operator for finding in layers(host)] == ["layer"] * NUM_LAYERS, host.report.lines()
+        found = logits_of(host.packed, prompt()).double()
+    options = {"dtype": torch.float32, "experts_implementation": "eager", "attn_implementation": "eager"}
+    eager = AutoModelForCausalLM.from_pretrained(tmp_path, **options).eval()
+    with torch.inference_mode():
+        expected = eager(input_ids=torch.tensor([prompt()])).logits[0].double()
+    assert (found - expected).abs().max() / expected.std() < 1e-5

@@ -34,4 +34,4 @@ def test_any_number_of_heads_is_proven(num_heads, width):
     nope, rotated = query.split(width, dim=-1)
     keys = module.kv_b_proj.weight.detach().view(num_heads, 2 * width, width)[:, :width]
     expected = torch.cat((torch.einsum("rhn,hnl->rhl", nope, keys), rotated), dim=-1)
-    torch.testing.assert_close(heads.queries(query), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(heads.of_queries(query), expected, rtol=1e-4, atol=1e-5)

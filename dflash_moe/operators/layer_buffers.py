@@ -1,0 +1,105 @@
+"""Where the rows of a step lie on their way through host layers: buffers that all layers share.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+# Buffers of steps with at most this many rows are kept; those of a prefill go with it.
+KEPT_ROWS = 64
+
+
+def part(buffer: torch.Tensor, width: int) -> torch.Tensor:
+    """Returns rows of `width` values, densely packed at the beginning of a buffer."""
+    return buffer.view(-1)[: buffer.shape[0] * width].view(buffer.shape[0], width)
+
+
+class LayerBuffers:
+    """The rows of a step on their way through the layers, for one number of rows. Only
+    `hidden_states` lives from layer to layer.
+    """
+
+    def __init__(self, num_rows: int, sizes: BufferSizes, dtype: torch.dtype) -> None:
+        def floats(width: int) -> torch.Tensor:
+            return torch.empty((num_rows, width), dtype=torch.float32)
+
+        self.num_rows = num_rows
+        self.hidden_states = torch.empty((num_rows, sizes.hidden_size), dtype=dtype)
+        self.normed = floats(sizes.hidden_size)
+        self.query, self.key, self.value = floats(sizes.query), floats(sizes.key), floats(sizes.value)
+        self.low_rank, self.absorbed = floats(sizes.low_rank), floats(sizes.absorbed)
+        self.latent_query = floats(sizes.latent_query)
+        self.attended, self.middle = floats(sizes.attended), floats(sizes.hidden_size)
+        self.expert_rows = torch.empty((num_rows, sizes.hidden_size), dtype=dtype)
+        self.routed = torch.empty((num_rows, sizes.hidden_size), dtype=dtype)
+        self.gate, self.up, self.shared = floats(sizes.mlp), floats(sizes.mlp), floats(sizes.hidden_size)
+        self.row_gate = floats(1)
+        self.logits = floats(sizes.num_experts)
+        self.topk_weights = floats(sizes.top_k)
+        self.topk_ids = torch.empty((num_rows, sizes.top_k), dtype=torch.int64)
+        self.cos, self.sin = floats(sizes.table), floats(sizes.table)
+
+    def set_tables(self, cos: torch.Tensor, sin: torch.Tensor) -> None:
+        """Copies the cosines and sines [num_rows, width] of a step, from which layers rotate."""
+        for buffer, table in ((self.cos, cos), (self.sin, sin)):
+            part(buffer, table.shape[1]).copy_(table)
+
+
+@dataclass(slots=True)
+class BufferSizes:
+    """The largest width of each buffer over all layers."""
+
+    hidden_size: int = 1
+    query: int = 1
+    key: int = 1
+    value: int = 1
+    low_rank: int = 1
+    absorbed: int = 1
+    latent_query: int = 1
+    attended: int = 1
+    mlp: int = 1
+    num_experts: int = 1
+    top_k: int = 1
+    table: int = 1
+
+    def grow(self, **widths: int) -> None:
+        """Makes room for these widths."""
+        for name, width in widths.items():
+            setattr(self, name, max(getattr(self, name), width))
+
+
+class BufferPool:
+    """Buffers by number of rows: small ones are kept, and of larger ones the last."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.sizes = BufferSizes()
+        self._dtype = dtype
+        self._kept: dict[int, LayerBuffers] = {}
+        self._last: LayerBuffers | None = None
+
+    def of(self, num_rows: int) -> LayerBuffers:
+        """Returns the buffers for so many rows."""
+        found = self._kept.get(num_rows) or (self._last if self._last is not None and self._last.num_rows == num_rows else None)
+        if found is None:
+            found = LayerBuffers(num_rows, self.sizes, self._dtype)
+            if num_rows <= KEPT_ROWS:
+                self._kept[num_rows] = found
+            else:
+                self._last = found
+        return found
+
+    def grow(self, **widths: int) -> None:
+        """Makes room for these widths in all buffers that are asked for from now on."""
+        before = replace(self.sizes)
+        self.sizes.grow(**widths)
+        if self.sizes != before:
+            self._kept.clear()
+            self._last = None
+
+    def drop_last(self) -> None:
+        """Frees the buffers of a long step."""
+        self._last = None
