@@ -13,6 +13,7 @@
 
 #include "base/checksum.h"
 #include "base/clock.h"
+#include "base/idle_spin.h"
 #include "wire/frame.h"
 #include "wire/payload.h"
 #include "wire/ragged.h"
@@ -66,6 +67,8 @@ struct ExpertWorker::State {
   }
   wire::RaggedIndex index;      // serve thread only
   std::deque<Queued> queued;    // serve thread only; at most one per slot
+  IdleSpin idle{0};             // serve thread only
+  int64_t idle_since_ns = 0;    // serve thread only; 0 while there is work
   int64_t next_move_ns = 0;     // serve thread only
   std::optional<Error> broken;  // serve thread only: the channel's error during a computation
 
@@ -157,6 +160,8 @@ Status ExpertWorker::serve(std::unique_ptr<transport::Channel> channel, uint64_t
 void ExpertWorker::begin_session(uint64_t generation) {
   state_->generation = generation;
   state_->queued.clear();
+  state_->idle = IdleSpin(state_->options.spin_ns);
+  state_->idle_since_ns = 0;
   state_->broken.reset();
 }
 
@@ -188,7 +193,10 @@ Status ExpertWorker::State::take_in(transport::Channel& channel) {
   for (;;) {
     transport::WaitEntry entry{&channel, std::nullopt, std::nullopt};
     if (queued.empty()) {
-      transport::wait_any({&entry, 1}, Deadline::after_ns(kTickNs), options.spin_ns);
+      // What did not come in time does not become likelier with the next tick.
+      const int64_t spin_ns = idle_since_ns == 0 ? idle.budget_ns() : 0;
+      if (idle_since_ns == 0) idle_since_ns = now_ns();
+      transport::wait_any({&entry, 1}, Deadline::after_ns(kTickNs), spin_ns);
     } else {
       auto polled = channel.poll();
       if (!polled.ok()) return std::move(polled).error();
@@ -196,6 +204,8 @@ Status ExpertWorker::State::take_in(transport::Channel& channel) {
     }
     if (entry.error) return std::move(*entry.error);
     if (!entry.arrival) return ok();
+    if (idle_since_ns != 0) idle.came_after(now_ns() - idle_since_ns);
+    idle_since_ns = 0;
     DFLASH_TRY(queue_up(channel, *entry.arrival));
   }
 }

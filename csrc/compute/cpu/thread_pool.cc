@@ -165,19 +165,23 @@ void ThreadPool::wait_until_done() {
   caller_sleeps_.store(false);
 }
 
-void ThreadPool::wait_for_work() {
+void ThreadPool::wait_for_work(IdleSpin& idle) {
   const auto may_go = [this] { return has_work() || is_stopping_.load(); };
-  if (spin_until(spin_ns_, may_go)) return;
-  std::unique_lock lock(mutex_);
-  num_sleepers_.fetch_add(1);
-  while (!may_go()) work_arrived_.wait_for(lock, kSleepBound);
-  num_sleepers_.fetch_sub(1);
+  const int64_t begun_ns = now_ns();
+  if (!spin_until(idle.budget_ns(), may_go)) {
+    std::unique_lock lock(mutex_);
+    num_sleepers_.fetch_add(1);
+    while (!may_go()) work_arrived_.wait_for(lock, kSleepBound);
+    num_sleepers_.fetch_sub(1);
+  }
+  idle.came_after(now_ns() - begun_ns);
 }
 
 void ThreadPool::thread_main(uint32_t thread) {
   const CanonicalFloatMode mode;
+  IdleSpin idle(spin_ns_);
   while (!is_stopping_.load()) {
-    if (!take_and_run(thread)) wait_for_work();
+    if (!take_and_run(thread)) wait_for_work(idle);
   }
 }
 

@@ -1,7 +1,7 @@
 // The compute threads of one worker, or of a host. run() splits a job into tasks that own their
 // outputs; the caller works on them too and returns when all are done. Jobs of several callers run
-// one at a time, first come, first served. Idle threads sleep; before that they spin for as long as
-// the pool's budget says, which is zero where CPUs are short.
+// one at a time, first come, first served. Idle threads sleep; before that they spin (IdleSpin), but
+// for pools whose budget is zero, because CPUs are short.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -14,6 +14,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "base/idle_spin.h"
 #include "base/result.h"
 
 namespace dflash::compute {
@@ -69,7 +70,7 @@ class ThreadPool {
   void thread_main(uint32_t thread);
   bool take_and_run(uint32_t thread);
   bool has_work() const;
-  void wait_for_work();
+  void wait_for_work(IdleSpin& idle);
   void wait_until_done();
 
   const uint32_t num_threads_;
