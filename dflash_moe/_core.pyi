@@ -656,7 +656,8 @@ class PackedLinear:
     # rounded once. ConfigError for an id that is not there.
     def gather(self, ids_address: int, num_ids: int, out_address: int, out_stride_bytes: int, out_dtype: str) -> None: ...
 
-# Row operators. Memory comes as addresses (torch's data_ptr()), with strides in bytes and dtypes
+# Row operators. Keyword arguments cost 3 us a call, so that what is called in every layer takes all
+# by position. Memory comes as addresses (torch's data_ptr()), with strides in bytes and dtypes
 # "f32", "f16", "bf16"; the caller keeps it alive and vouches for its size. An address of 0 says
 # that there is none. Values are computed in float32 and rounded once; a row's bits depend on that
 # row and on the weights alone. Output rows may be input rows of the same dtype and stride. Vectors
@@ -676,7 +677,6 @@ def rms_norm(
     out_address: int,
     out_stride_bytes: int,
     out_dtype: str,
-    *,
     epsilon: float,
     weight_address: int = 0,
     adds_one: bool = False,
@@ -700,7 +700,6 @@ def layer_norm(
     out_address: int,
     out_stride_bytes: int,
     out_dtype: str,
-    *,
     epsilon: float,
     weight_address: int = 0,
     bias_address: int = 0,
@@ -721,7 +720,6 @@ def rotate(
     out_address: int,
     out_stride_bytes: int,
     out_dtype: str,
-    *,
     cos_address: int,
     sin_address: int,
     table_stride_bytes: int,
@@ -766,7 +764,6 @@ def route(
     topk_ids_address: int,
     id_type: str,
     topk_weights_address: int,
-    *,
     bias_address: int = 0,
     expert_scales_address: int = 0,
 ) -> None: ...
@@ -827,7 +824,6 @@ def add_scaled(
     out_address: int,
     out_stride_bytes: int,
     out_dtype: str,
-    *,
     base_address: int = 0,
     base_stride_bytes: int = 0,
     base_dtype: str = "f32",
@@ -887,7 +883,6 @@ def paged_attention(
     out_address: int,
     out_stride_bytes: int,
     out_dtype: str,
-    *,
     scale: float,
     window: int = 0,
     softcap: float = 0.0,

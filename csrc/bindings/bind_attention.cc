@@ -161,7 +161,7 @@ void bind_attention(py::module_& module) {
   module.def("paged_attention", &run_attention, py::arg("pool"), py::arg("kv_layer"),
              py::arg("plan"), py::arg("q_address"), py::arg("q_stride_bytes"), py::arg("q_dtype"),
              py::arg("num_heads"), py::arg("out_address"), py::arg("out_stride_bytes"),
-             py::arg("out_dtype"), py::kw_only(), py::arg("scale"), py::arg("window") = 0,
+             py::arg("out_dtype"), py::arg("scale"), py::arg("window") = 0,
              py::arg("softcap") = 0.0f, py::arg("sinks_address") = 0);
 }
 

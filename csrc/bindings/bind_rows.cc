@@ -86,7 +86,7 @@ void bind_norms(py::module_& module) {
       },
       py::arg("pool"), py::arg("rows_address"), py::arg("row_stride_bytes"), py::arg("row_dtype"),
       py::arg("num_rows"), py::arg("width"), py::arg("out_address"), py::arg("out_stride_bytes"),
-      py::arg("out_dtype"), py::kw_only(), py::arg("epsilon"), py::arg("weight_address") = 0,
+      py::arg("out_dtype"), py::arg("epsilon"), py::arg("weight_address") = 0,
       py::arg("adds_one") = false, py::arg("residual_address") = 0,
       py::arg("residual_stride_bytes") = 0, py::arg("residual_dtype") = "f32",
       py::arg("sum_address") = 0, py::arg("sum_stride_bytes") = 0, py::arg("sum_dtype") = "f32",
@@ -110,7 +110,7 @@ void bind_norms(py::module_& module) {
       },
       py::arg("pool"), py::arg("rows_address"), py::arg("row_stride_bytes"), py::arg("row_dtype"),
       py::arg("num_rows"), py::arg("width"), py::arg("out_address"), py::arg("out_stride_bytes"),
-      py::arg("out_dtype"), py::kw_only(), py::arg("epsilon"), py::arg("weight_address") = 0,
+      py::arg("out_dtype"), py::arg("epsilon"), py::arg("weight_address") = 0,
       py::arg("bias_address") = 0);
 }
 
@@ -138,7 +138,7 @@ void bind_rotary(py::module_& module) {
       },
       py::arg("pool"), py::arg("rows_address"), py::arg("row_stride_bytes"), py::arg("row_dtype"),
       py::arg("num_rows"), py::arg("num_heads"), py::arg("head_dim"), py::arg("out_address"),
-      py::arg("out_stride_bytes"), py::arg("out_dtype"), py::kw_only(), py::arg("cos_address"),
+      py::arg("out_stride_bytes"), py::arg("out_dtype"), py::arg("cos_address"),
       py::arg("sin_address"), py::arg("table_stride_bytes"), py::arg("rotary_dim"),
       py::arg("rotary_offset") = 0, py::arg("layout") = "halves",
       py::arg("has_full_tables") = false);
@@ -194,7 +194,7 @@ void bind_router(py::module_& module) {
       },
       py::arg("pool"), py::arg("form"), py::arg("logits_address"), py::arg("logits_stride_bytes"),
       py::arg("logits_dtype"), py::arg("num_rows"), py::arg("topk_ids_address"), py::arg("id_type"),
-      py::arg("topk_weights_address"), py::kw_only(), py::arg("bias_address") = 0,
+      py::arg("topk_weights_address"), py::arg("bias_address") = 0,
       py::arg("expert_scales_address") = 0);
   module.def(
       "argmax",
@@ -270,9 +270,9 @@ void bind_gates(py::module_& module) {
       },
       py::arg("pool"), py::arg("rows_address"), py::arg("row_stride_bytes"), py::arg("row_dtype"),
       py::arg("num_rows"), py::arg("width"), py::arg("out_address"), py::arg("out_stride_bytes"),
-      py::arg("out_dtype"), py::kw_only(), py::arg("base_address") = 0,
-      py::arg("base_stride_bytes") = 0, py::arg("base_dtype") = "f32", py::arg("gate_address") = 0,
-      py::arg("gate_stride_bytes") = 0, py::arg("gate_dtype") = "f32", py::arg("scale") = 1.0f);
+      py::arg("out_dtype"), py::arg("base_address") = 0, py::arg("base_stride_bytes") = 0,
+      py::arg("base_dtype") = "f32", py::arg("gate_address") = 0, py::arg("gate_stride_bytes") = 0,
+      py::arg("gate_dtype") = "f32", py::arg("scale") = 1.0f);
 }
 
 }  // namespace

@@ -20,7 +20,7 @@ namespace dflash::worker {
 
 struct WorkerOptions {
   std::string name;
-  int64_t spin_ns = 0;    // the least time to spin before sleeping; 0 where cores are oversubscribed
+  int64_t spin_ns = 0;  // the least time to spin before sleeping; 0 where cores are oversubscribed
   double slowdown = 1.0;  // emulates a slow worker: computing takes this many times as long
 };
 

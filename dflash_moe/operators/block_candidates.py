@@ -177,7 +177,7 @@ def _correction(module: nn.Module, num_experts: int) -> torch.Tensor | None:
     """Returns the one vector over experts that a block has, with which it calls its router."""
     own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
     found = [value for value in own if value.numel() == num_experts]
-    return found[0].reshape(-1) if len(found) == 1 else None
+    return found[0].detach().float().flatten().contiguous() if len(found) == 1 else None
 
 
 def _has_state(module: nn.Module) -> bool:

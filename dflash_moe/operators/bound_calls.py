@@ -46,8 +46,8 @@ def multiply(packed: _core.PackedLinear, rows: torch.Tensor, out: torch.Tensor, 
 
 def normalise(norm: HostNorm, rows: torch.Tensor, out: torch.Tensor) -> Call:
     """Computes the norm of each row into `out`, which may be `rows`."""
-    function, arguments, options = norm.bound(rows, out)
-    return lambda: function(*arguments, **options)
+    function, arguments = norm.bound(rows, out)
+    return lambda: function(*arguments)
 
 
 def rotate(
@@ -57,26 +57,22 @@ def rotate(
     cosines and sines in the buffers.
     """
     cos, sin = part(buffers.cos, rotary.table_width), part(buffers.sin, rotary.table_width)
-    arguments = (pool, *rows_of(rows), num_heads, rows.shape[1] // num_heads, *rows_of(rows)[:3])
-    options: dict[str, Any] = {
-        "cos_address": cos.data_ptr(), "sin_address": sin.data_ptr(), "table_stride_bytes": rows_of(cos)[1],
-        "rotary_dim": rotary.dim, "rotary_offset": offset, "layout": rotary.layout,
-        "has_full_tables": rotary.table_width == rotary.dim,
-    }  # fmt: skip
-    return lambda: _core.rotate(*arguments, **options)
+    arguments = (
+        pool, *rows_of(rows), num_heads, rows.shape[1] // num_heads, *rows_of(rows)[:3],
+        cos.data_ptr(), sin.data_ptr(), rows_of(cos)[1],
+        rotary.dim, offset, rotary.layout, rotary.table_width == rotary.dim,
+    )  # fmt: skip
+    return lambda: _core.rotate(*arguments)
 
 
 def add(
     pool: _core.HostPool, rows: torch.Tensor, base: torch.Tensor, out: torch.Tensor, row_gate: torch.Tensor | None = None
 ) -> Call:
     """Computes base + rows, where each row may be scaled by the sigmoid of its `row_gate`."""
-    address, stride, dtype, count = rows_of(rows)
-    arguments = (pool, address, stride, dtype, count, rows.shape[1], *rows_of(out)[:3])
-    base_address, base_stride, base_dtype, _ = rows_of(base)
-    options: dict[str, Any] = {"base_address": base_address, "base_stride_bytes": base_stride, "base_dtype": base_dtype}
+    arguments: tuple[Any, ...] = (pool, *rows_of(rows), rows.shape[1], *rows_of(out)[:3], *rows_of(base)[:3])
     if row_gate is not None:
-        options |= {"gate_address": row_gate.data_ptr(), "gate_stride_bytes": 4, "gate_dtype": "f32"}
-    return lambda: _core.add_scaled(*arguments, **options)
+        arguments += rows_of(row_gate)[:3]
+    return lambda: _core.add_scaled(*arguments)
 
 
 def append(found: LayerPages, key: torch.Tensor, value: torch.Tensor) -> Call:
@@ -89,9 +85,6 @@ def append(found: LayerPages, key: torch.Tensor, value: torch.Tensor) -> Call:
 def attend(found: LayerPages, call: AttentionCall, query: torch.Tensor, out: torch.Tensor) -> Call:
     """Computes the attention of the step's rows over the pages."""
     pages, layer = found.pages, found.pages.layer(found.index)
-    arguments = (*rows_of(query)[:3], call.num_heads, *rows_of(out)[:3])
-    options: dict[str, Any] = {
-        "scale": call.scale, "window": call.window, "softcap": call.softcap,
-        "sinks_address": found.sinks_address(call.sinks),
-    }  # fmt: skip
-    return lambda: _core.paged_attention(pages.pool, layer, pages.plan, *arguments, **options)
+    form = (call.scale, call.window, call.softcap, found.sinks_address(call.sinks))
+    arguments = (*rows_of(query)[:3], call.num_heads, *rows_of(out)[:3], *form)
+    return lambda: _core.paged_attention(pages.pool, layer, pages.plan, *arguments)

@@ -46,20 +46,22 @@ class HostNorm(nn.Module):  # type: ignore[misc]
         """Returns the normalised rows [..., width]."""
         rows = dense(rows)
         out = torch.empty_like(rows)
-        function, arguments, options = self.bound(rows, out)
-        function(*arguments, **options)
+        function, arguments = self.bound(rows, out)
+        function(*arguments)
         return out
 
-    def bound(self, rows: torch.Tensor, out: torch.Tensor) -> tuple[Callable[..., None], tuple[Any, ...], dict[str, Any]]:
+    def bound(self, rows: torch.Tensor, out: torch.Tensor) -> tuple[Callable[..., None], tuple[Any, ...]]:
         """Returns the core's function that normalises `rows` into `out`, with its arguments. Both
         are rows of `rows_of` and stay the caller's.
         """
         address, stride, dtype, count = rows_of(rows)
-        arguments = (self._pool, address, stride, dtype, count, rows.shape[-1], *rows_of(out)[:3])
-        options: dict[str, Any] = {"epsilon": self.form.epsilon, "weight_address": self.scale.data_ptr()}
+        arguments = (
+            self._pool, address, stride, dtype, count, rows.shape[-1], *rows_of(out)[:3],
+            self.form.epsilon, self.scale.data_ptr(),
+        )  # fmt: skip
         if self.form.kind == "rms":
-            return _core.rms_norm, arguments, {**options, "adds_one": self.form.adds_one}
-        return _core.layer_norm, arguments, {**options, "bias_address": 0 if self.shift is None else self.shift.data_ptr()}
+            return _core.rms_norm, (*arguments, self.form.adds_one)
+        return _core.layer_norm, (*arguments, 0 if self.shift is None else self.shift.data_ptr())
 
     def exact(self) -> nn.Module:
         """Returns the norm in float64."""

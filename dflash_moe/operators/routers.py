@@ -129,6 +129,7 @@ class HostRouter(nn.Module):  # type: ignore[misc]
         weights = torch.empty((count, self.form.top_k), dtype=torch.float32)
         ids = torch.empty((count, self.form.top_k), dtype=torch.int64)
         self.packed.run(address, stride, dtype, count, *rows_of(logits)[:3])
+        given = None if given is None else given.detach().float().contiguous()
         self.bound_route(logits, ids, weights, given)()
         return logits, weights, ids
 
@@ -136,14 +137,13 @@ class HostRouter(nn.Module):  # type: ignore[misc]
         self, logits: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, given: torch.Tensor | None = None
     ) -> Callable[[], None]:
         """Returns what chooses by logits [num_rows, num_experts] and writes ids and weights
-        [num_rows, top_k]; all are dense and stay the caller's. `given` is a correction that the
-        module is called with instead of having it.
+        [num_rows, top_k]. `given` is a correction in float32 that the module is called with instead
+        of having it. All are dense and stay the caller's.
         """
-        arguments = (self._pool, self._form, *rows_of(logits), ids.data_ptr(), "i64", weights.data_ptr())
-        correction = self.correction
-        if given is not None and self.form.has_bias:
-            correction = given.detach().float().contiguous()
-        return lambda: _core.route(*arguments, bias_address=0 if correction is None else correction.data_ptr())
+        correction = self.correction if given is None or not self.form.has_bias else given
+        bias = 0 if correction is None else correction.data_ptr()
+        arguments = (self._pool, self._form, *rows_of(logits), ids.data_ptr(), "i64", weights.data_ptr(), bias)
+        return lambda: _core.route(*arguments)
 
     def exact(self) -> nn.Module:
         """Returns the router in float64, with what is packed."""

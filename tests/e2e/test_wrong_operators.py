@@ -69,6 +69,10 @@ def eager(opened):
         return model(input_ids=torch.tensor([prompt()])).logits[0].double()
 
 
+# What attention is told of its form: the last arguments of `_core.paged_attention`, behind so many.
+ATTENTION_FORM = ("scale", "window", "softcap", "sinks_address")
+BEFORE_FORM = 10
+
 Patch = Callable[[Opened, pytest.MonkeyPatch], None]
 
 
@@ -79,9 +83,10 @@ def attention(**changes: Any) -> Patch:
         right = _core.paged_attention
 
         def wrong(*arguments: Any, **named: Any) -> None:
+            named |= dict(zip(ATTENTION_FORM, arguments[-len(ATTENTION_FORM) :], strict=True)) if not named else {}
             for name, change in changes.items():
                 named[name] = change(named[name])
-            right(*arguments, **named)
+            right(*arguments[:BEFORE_FORM], **named)
 
         patch.setattr(_core, "paged_attention", wrong)
 

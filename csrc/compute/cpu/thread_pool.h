@@ -1,7 +1,7 @@
 // The compute threads of one worker, or of a host. run() splits a job into tasks that own their
 // outputs; the caller works on them too and returns when all are done. Jobs of several callers run
-// one at a time, first come, first served. Idle threads sleep; before that they spin (IdleSpin), but
-// for pools whose budget is zero, because CPUs are short.
+// one at a time, first come, first served. Idle threads sleep; before that they spin (IdleSpin),
+// but for pools whose budget is zero, because CPUs are short.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
