@@ -656,6 +656,17 @@ class PackedLinear:
     # rounded once. ConfigError for an id that is not there.
     def gather(self, ids_address: int, num_ids: int, out_address: int, out_stride_bytes: int, out_dtype: str) -> None: ...
 
+# Does what `run` of each layer does for the same rows, in one job of their one pool; an output is
+# (address, stride in bytes, dtype). ConfigError for layers of several pools.
+def run_together(
+    linears: Sequence[PackedLinear],
+    rows_address: int,
+    row_stride_bytes: int,
+    row_dtype: str,
+    num_rows: int,
+    outs: Sequence[tuple[int, int, str]],
+) -> None: ...
+
 # Row operators. Keyword arguments cost 3 us a call, so that what is called in every layer takes all
 # by position. Memory comes as addresses (torch's data_ptr()), with strides in bytes and dtypes
 # "f32", "f16", "bf16"; the caller keeps it alive and vouches for its size. An address of 0 says

@@ -79,6 +79,39 @@ void run(const LinearBox& self, uintptr_t rows_address, size_t row_stride_bytes,
   unwrap(std::move(status));
 }
 
+// Each of `outs` is (address, stride in bytes, dtype) of the layer at its place.
+void run_together(const py::sequence& linears, uintptr_t rows_address, size_t row_stride_bytes,
+                  const std::string& row_dtype, uint32_t num_rows, const py::sequence& outs) {
+  if (linears.size() == 0 || linears.size() != outs.size()) {
+    raise(Error{ErrorCode::kInvalidArgument,
+                "there must be an output for each of one or more linear layers"});
+  }
+  std::vector<compute::LinearProduct> products;
+  const LinearBox* first = nullptr;
+  for (size_t i = 0; i < linears.size(); ++i) {
+    const auto& box = py::cast<const LinearBox&>(linears[i]);
+    const auto out = py::cast<py::tuple>(outs[i]);
+    if (out.size() != 3)
+      raise(Error{ErrorCode::kInvalidArgument, "an output is (address, stride in bytes, dtype)"});
+    if (first == nullptr) first = &box;
+    if (box.pool != first->pool)
+      raise(Error{ErrorCode::kInvalidArgument, "linear layers of several pools in one call"});
+    products.push_back({
+        &box.linear,
+        {reinterpret_cast<std::byte*>(py::cast<uintptr_t>(out[0])),
+                    parse_dtype(py::cast<std::string>(out[2])), py::cast<size_t>(out[1])}
+    });
+  }
+  const compute::RowsView rows{reinterpret_cast<const std::byte*>(rows_address),
+                               parse_dtype(row_dtype), row_stride_bytes, num_rows};
+  Status status = ok();
+  {
+    py::gil_scoped_release unlocked;
+    status = PackedLinear::run_together(*first->pool, thread_scratch(), rows, products);
+  }
+  unwrap(std::move(status));
+}
+
 void gather(const LinearBox& self, uintptr_t ids_address, size_t num_ids, uintptr_t out_address,
             size_t out_stride_bytes, const std::string& out_dtype) {
   if (num_ids != 0 && ids_address == 0)
@@ -129,6 +162,9 @@ void bind_linear(py::module_& module) {
         return names(
             self, [&](size_t part) { return compute::numerics_name(self.linear.numerics(part)); });
       });
+  module.def("run_together", &run_together, py::arg("linears"), py::arg("rows_address"),
+             py::arg("row_stride_bytes"), py::arg("row_dtype"), py::arg("num_rows"),
+             py::arg("outs"));
 }
 
 }  // namespace dflash::bindings

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from dflash_moe import _core
 from dflash_moe.operators.attention_probe import AttentionCall
-from dflash_moe.operators.bound_calls import Calls, Rotary, append, attend, multiply, normalise, rotate
+from dflash_moe.operators.bound_calls import Calls, Rotary, append, attend, multiply, multiply_together, normalise, rotate
 from dflash_moe.operators.layer_buffers import BufferPool, LayerBuffers, part
 from dflash_moe.operators.linear import HostLinear
 from dflash_moe.operators.norms import HostNorm
@@ -63,9 +63,10 @@ class GroupedAttention:
         query, key = part(b.query, self.query.out_features), part(b.key, self.key.out_features)
         value, attended = part(b.value, self.value.out_features), part(b.attended, self.output.in_features)
         normed, middle = part(b.normed, self.query.in_features), part(b.middle, self.output.out_features)
-        calls: Calls = [normalise(self.norm, b.hidden_states, normed)]
-        for linear, out in ((self.query, query), (self.key, key), (self.value, value)):
-            calls.append(multiply(linear.packed, normed, out))
+        calls: Calls = [
+            normalise(self.norm, b.hidden_states, normed),
+            multiply_together((self.query, self.key, self.value), normed, (query, key, value)),
+        ]
         for norm, out in ((self.query_norm, query), (self.key_norm, key)):
             if norm is not None:
                 # A norm over each head sees heads as rows, and one over all heads sees tokens.
@@ -119,16 +120,15 @@ class LatentAttention:
         latent, turning = stored[:, : heads.latent], stored[:, heads.latent :]
         calls: Calls = [normalise(self.norm, b.hidden_states, normed)]
         if self.query_down is None or self.query_norm is None:
-            calls.append(multiply(self.query.packed, normed, query))
+            calls.append(multiply_together((self.query, self.latent), normed, (query, stored)))
         else:
             low_rank = part(b.low_rank, self.query.in_features)
             calls += [
-                multiply(self.query_down.packed, normed, low_rank),
+                multiply_together((self.query_down, self.latent), normed, (low_rank, stored)),
                 normalise(self.query_norm, low_rank, low_rank),
                 multiply(self.query.packed, low_rank, query),
             ]
         calls += [
-            multiply(self.latent.packed, normed, stored),
             normalise(self.latent_norm, latent, latent),
             rotate(pool, self.rotary, b, turning, 1),
             rotate(pool, self.rotary, b, query, heads.num_heads, offset=heads.nope),

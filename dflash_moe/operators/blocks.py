@@ -17,7 +17,7 @@ from torch import nn
 from dflash_moe import _core
 from dflash_moe.operators.addresses import rows_of
 from dflash_moe.operators.attention_block import AttentionBlock
-from dflash_moe.operators.bound_calls import Calls, add, multiply, normalise
+from dflash_moe.operators.bound_calls import Calls, add, multiply, multiply_together, normalise
 from dflash_moe.operators.layer_buffers import KEPT_ROWS, BufferPool, LayerBuffers, part
 from dflash_moe.operators.linear import HostLinear
 from dflash_moe.operators.norms import HostNorm
@@ -149,8 +149,7 @@ class HostLayer(nn.Module):  # type: ignore[misc]
         form = _core.GateForm(activation=parts.activation, gate="gated")
         joined = (self._pool, form, *rows_of(gate)[:3], *rows_of(up), width, *rows_of(gate)[:3])
         calls: Calls = [
-            multiply(parts.gate.packed, rows, gate),
-            multiply(parts.up.packed, rows, up),
+            multiply_together((parts.gate, parts.up), rows, (gate, up)),
             lambda: _core.apply_gate(*joined),
         ]
         if parts.row_gate is None:

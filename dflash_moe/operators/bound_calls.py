@@ -7,7 +7,7 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from dflash_moe import _core
 from dflash_moe.operators.addresses import rows_of
 from dflash_moe.operators.attention_probe import AttentionCall
 from dflash_moe.operators.layer_buffers import LayerBuffers, part
+from dflash_moe.operators.linear import HostLinear
 from dflash_moe.operators.norms import HostNorm
 from dflash_moe.operators.paged_attention import LayerPages
 
@@ -42,6 +43,13 @@ def multiply(packed: _core.PackedLinear, rows: torch.Tensor, out: torch.Tensor, 
         arguments += rows_of(residual)[:3]
     run = packed.run
     return lambda: run(*arguments)
+
+
+def multiply_together(linears: Sequence[HostLinear], rows: torch.Tensor, outs: Sequence[torch.Tensor]) -> Call:
+    """Computes rows times the matrix of each layer into the output at its place, in one pass."""
+    packed = tuple(linear.packed for linear in linears)
+    arguments = (packed, *rows_of(rows), tuple(rows_of(out)[:3] for out in outs))
+    return lambda: _core.run_together(*arguments)
 
 
 def normalise(norm: HostNorm, rows: torch.Tensor, out: torch.Tensor) -> Call:

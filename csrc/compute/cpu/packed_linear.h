@@ -26,6 +26,15 @@ class LinearScratch {
   PageBuffer buffer_;
 };
 
+class PackedLinear;
+
+// What one of several layers that read the same rows writes; see PackedLinear::run.
+struct LinearProduct {
+  const PackedLinear* linear;
+  RowsTarget out;                      // [num_rows, outputs()]
+  const RowsView* residual = nullptr;  // [num_rows, outputs()]
+};
+
 // Never changes once it is made, so that any thread may use it.
 class PackedLinear {
  public:
@@ -49,6 +58,11 @@ class PackedLinear {
   // the first value that is finite but infinite in the dtype of `out`, all of which is written.
   Status run(ThreadPool& pool, LinearScratch& scratch, const RowsView& rows, const RowsTarget& out,
              const RowsView* residual = nullptr) const;
+  // Does this for several layers that read the same rows, in one job of the pool: a job costs its
+  // threads a meeting, which counts where a product takes tens of microseconds. The bits are those
+  // of run(). Errors: those of the first layer that fails, all of which is written.
+  static Status run_together(ThreadPool& pool, LinearScratch& scratch, const RowsView& rows,
+                             std::span<const LinearProduct> products);
 
   // Writes the weights of outputs `ids`, one of them per row of `out` [ids.size(), inputs()]:
   // widened exactly by their format's formula, then rounded once to the dtype of `out`. This reads
@@ -78,6 +92,7 @@ class PackedLinear {
   struct Call;
 
   PackedLinear() = default;
+  static void run_tasks(ThreadPool& pool, std::span<const Call> calls);
   // Adds a part whose panels begin at `first_byte`; returns where the next part's may begin.
   size_t place(const LinearPart& source, const KernelSet& kernels, size_t first_byte);
   // Returns where an encoded row has these inputs, for which it makes room if it has none yet.

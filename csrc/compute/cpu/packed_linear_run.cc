@@ -1,5 +1,5 @@
-// The product of rows with a packed linear layer. Rows are widened, and encoded where the class
-// wants that, once per call; then tasks take groups of panels, and with many rows also pieces of
+// The products of rows with packed linear layers. Rows are widened, and encoded where the class
+// wants that, once per layer; then tasks take groups of panels, and with many rows also pieces of
 // the rows. Every output is written by one task in one order, so that neither threads nor the size
 // of tasks change a bit.
 // SPDX-License-Identifier: Apache-2.0
@@ -44,7 +44,7 @@ RowRange even_range(RowRange rows, uint32_t count, uint32_t i) {
 
 }  // namespace
 
-// One call, or one portion of its rows.
+// One layer's part of a call, or of one portion of its rows.
 struct PackedLinear::Call {
   const PackedLinear& linear;
   ThreadPool& pool;
@@ -73,11 +73,12 @@ struct PackedLinear::Call {
   uint32_t num_pieces = 1;  // of the rows
 
   void encode_rows() const;
-  void plan();
+  // `all_bytes` are the weights of all layers of the call, which share the threads.
+  void plan(size_t all_bytes);
+  uint64_t num_tasks() const { return num_groups * num_pieces; }
   uint32_t panels_per_group(const Part& part, size_t wanted_bytes) const;
   Task task_of(uint64_t number) const;
   PanelRun panels_of(const Task& task) const;
-  void run() const;
   void multiply(const Task& task, const PanelRun& panels) const;
   void finish(const Task& task, RowRange tile_rows, uint32_t first_panel, uint32_t num_panels,
               float* tile) const;
@@ -109,10 +110,9 @@ uint32_t PackedLinear::Call::panels_per_group(const Part& part, size_t wanted_by
   return panels;
 }
 
-void PackedLinear::Call::plan() {
+void PackedLinear::Call::plan(size_t all_bytes) {
   const uint64_t wanted_tasks = uint64_t{pool.num_threads()} * kTasksPerThread;
-  const size_t wanted_bytes =
-      std::clamp(linear.panels_.num_bytes() / wanted_tasks, kMinTaskBytes, kMaxTaskBytes);
+  const size_t wanted_bytes = std::clamp(all_bytes / wanted_tasks, kMinTaskBytes, kMaxTaskBytes);
   for (const Part& part : linear.parts_) {
     const uint32_t panels = panels_per_group(part, wanted_bytes);
     groups.push_back({panels, num_groups});
@@ -143,17 +143,6 @@ PanelRun PackedLinear::Call::panels_of(const Task& task) const {
           .num_panels = task.num_panels,
           .num_inputs = linear.inputs_,
           .bias = part.bias.empty() ? nullptr : part.bias.data() + first_column};
-}
-
-void PackedLinear::Call::run() const {
-  const uint64_t num_tasks = num_groups * num_pieces;
-  pool.run(num_tasks, [&](uint64_t number) {
-    const Task task = task_of(number);
-    PanelRun panels = panels_of(task);
-    const uint64_t next = number + pool.num_threads();  // most likely this thread's next task
-    if (next < num_tasks) panels.next = panels_of(task_of(next)).first;
-    multiply(task, panels);
-  });
 }
 
 void PackedLinear::Call::multiply(const Task& task, const PanelRun& panels) const {
@@ -206,38 +195,85 @@ void PackedLinear::Call::finish(const Task& task, RowRange tile_rows, uint32_t f
   }
 }
 
+// Runs the tasks of all calls as one job.
+void PackedLinear::run_tasks(ThreadPool& pool, std::span<const Call> calls) {
+  uint64_t num_tasks = 0;
+  for (const Call& call : calls) num_tasks += call.num_tasks();
+  const auto find = [&](uint64_t number) {
+    const Call* call = calls.data();
+    for (; number >= call->num_tasks(); ++call) number -= call->num_tasks();
+    return std::pair(call, call->task_of(number));
+  };
+  pool.run(num_tasks, [&](uint64_t number) {
+    const auto [call, task] = find(number);
+    PanelRun panels = call->panels_of(task);
+    const uint64_t next = number + pool.num_threads();  // most likely this thread's next task
+    if (next < num_tasks) {
+      const auto [next_call, next_task] = find(next);
+      panels.next = next_call->panels_of(next_task).first;
+    }
+    call->multiply(task, panels);
+  });
+}
+
 Status PackedLinear::run(ThreadPool& pool, LinearScratch& scratch, const RowsView& rows,
                          const RowsTarget& out, const RowsView* residual) const {
-  DFLASH_TRY(check_linear_rows(rows, out, residual));
+  const LinearProduct product{this, out, residual};
+  return run_together(pool, scratch, rows, {&product, 1});
+}
+
+Status PackedLinear::run_together(ThreadPool& pool, LinearScratch& scratch, const RowsView& rows,
+                                  std::span<const LinearProduct> products) {
+  const auto widened_bytes = [](const PackedLinear& linear) {
+    return padded_bytes(sizeof(float) * linear.row_width_);
+  };
+  const auto encoded_bytes = [](const PackedLinear& linear) {
+    return linear.encoded_bytes_ == 0 ? 0 : padded_bytes(linear.encoded_bytes_);
+  };
+  size_t row_bytes = 0, all_bytes = 0;
+  for (const LinearProduct& product : products) {
+    DFLASH_TRY(check_linear_rows(rows, product.out, product.residual));
+    row_bytes += widened_bytes(*product.linear) + encoded_bytes(*product.linear);
+    all_bytes += product.linear->panels_.num_bytes();
+  }
+  if (products.empty()) return ok();
   const CanonicalFloatMode mode;
-  const size_t widened_stride = padded_bytes(sizeof(float) * row_width_);
-  const size_t encoded_stride = encoded_bytes_ == 0 ? 0 : padded_bytes(encoded_bytes_);
-  const size_t row_bytes = widened_stride + encoded_stride;
   const auto most =
       static_cast<uint32_t>(std::clamp<size_t>(kMaxScratchBytes / row_bytes, 1, UINT32_MAX));
   const auto num_portions = static_cast<uint32_t>(divide_up(rows.num_rows, most));
-  FirstOverflow overflow;
+  std::vector<FirstOverflow> overflows(products.size());
+  std::vector<Call> calls;
+  calls.reserve(products.size());
   for (uint32_t p = 0; p < num_portions; ++p) {
     const RowRange portion = even_range({0, rows.num_rows}, num_portions, p);
     auto room = scratch.room_for(portion.size * row_bytes);
     if (!room.ok()) return std::move(room).error();
-    Call call{.linear = *this,
-              .pool = pool,
-              .rows = rows,
-              .out = out,
-              .residual = residual,
-              .portion = portion,
-              .overflow = overflow,
-              .widened_stride = widened_stride,
-              .encoded_stride = encoded_stride,
-              .widened = room.value(),
-              .encoded = room.value() + portion.size * widened_stride,
-              .groups = {}};
-    call.encode_rows();
-    call.plan();
-    call.run();
+    std::byte* at = room.value();
+    calls.clear();
+    for (size_t i = 0; i < products.size(); ++i) {
+      const LinearProduct& product = products[i];
+      const size_t widened = widened_bytes(*product.linear);
+      const size_t encoded = encoded_bytes(*product.linear);
+      calls.push_back({.linear = *product.linear,
+                       .pool = pool,
+                       .rows = rows,
+                       .out = product.out,
+                       .residual = product.residual,
+                       .portion = portion,
+                       .overflow = overflows[i],
+                       .widened_stride = widened,
+                       .encoded_stride = encoded,
+                       .widened = at,
+                       .encoded = at + portion.size * widened,
+                       .groups = {}});
+      at += portion.size * (widened + encoded);
+      calls.back().encode_rows();
+      calls.back().plan(all_bytes);
+    }
+    run_tasks(pool, calls);
   }
-  return overflow.take();
+  for (FirstOverflow& overflow : overflows) DFLASH_TRY(overflow.take());
+  return ok();
 }
 
 }  // namespace dflash::compute

@@ -5,6 +5,7 @@
 
 #include <doctest/doctest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <thread>
@@ -200,6 +201,60 @@ TEST_CASE("linear: a row's bits do not depend on the rows beside it") {
       REQUIRE(std::memcmp(found.data(), together.data() + r * rows.out_stride, 130 * 2) == 0);
     }
   }
+}
+
+TEST_CASE("linear: several layers at once give the bits of each alone") {
+  const Weights wide({WeightFormat::kBF16, WeightFormat::kBF16}, 700, 96, 14),
+      narrow({WeightFormat::kQ8_0, WeightFormat::kQ8_0}, 33, 96, 15),
+      one({WeightFormat::kF32, WeightFormat::kF32}, 1, 64, 16);
+  for (NumericsClass numerics : classes()) {
+    const LinearPart parts[] = {wide.part(true), narrow.part(false), one.part(true, 7)};
+    const PackedLinear linears[] = {packed({&parts[0], 1}, numerics, best_isa()),
+                                    packed({&parts[1], 1}, numerics, best_isa()),
+                                    packed({&parts[2], 1}, numerics, best_isa())};
+    for (uint32_t num_rows : {1U, 9U, 120U}) {
+      const Rows rows(num_rows, 96, 700, Dtype::kBF16, Dtype::kF32, 17);
+      const RowsView in = rows.view(), added = rows.residual_view();
+      for (uint32_t threads : {1U, 3U}) {
+        const auto pool = ThreadPool::create(threads, {}, 0).value();
+        LinearScratch scratch;
+        std::vector<std::vector<std::byte>> outs(
+            3, std::vector<std::byte>(num_rows * rows.out_stride, std::byte{0xee}));
+        std::vector<LinearProduct> products;
+        for (size_t i = 0; i < 3; ++i) {
+          products.push_back({
+              &linears[i],
+              {outs[i].data(), Dtype::kF32, rows.out_stride},
+              i == 0 ? &added : nullptr
+          });
+        }
+        REQUIRE(PackedLinear::run_together(*pool, scratch, in, products).ok());
+        for (size_t i = 0; i < 3; ++i) CHECK(outs[i] == rows.of(linears[i], 1, i == 0));
+      }
+    }
+  }
+  const auto pool = ThreadPool::create(1, {}, 0).value();
+  LinearScratch scratch;
+  CHECK(PackedLinear::run_together(*pool, scratch, RowsView{}, {}).ok());
+}
+
+TEST_CASE("linear: of several layers the first that overflows is told of") {
+  const Weights weights({WeightFormat::kF32, WeightFormat::kF32}, 4, 64, 18);
+  const LinearPart part = weights.part(false);
+  const PackedLinear linear = packed({&part, 1}, NumericsClass::kF32Canonical, best_isa());
+  const std::vector<float> values(64, 1e9F);
+  const RowsView in{reinterpret_cast<const std::byte*>(values.data()), Dtype::kF32, 256, 1};
+  std::vector<std::byte> wide(16), narrow(8);
+  const LinearProduct products[] = {
+      {&linear, {wide.data(), Dtype::kF32, 16} },
+      {&linear, {narrow.data(), Dtype::kF16, 8}}
+  };
+  const auto pool = ThreadPool::create(2, {}, 0).value();
+  LinearScratch scratch;
+  const Status status = PackedLinear::run_together(*pool, scratch, in, products);
+  REQUIRE(!status.ok());
+  CHECK(status.error().code == ErrorCode::kRange);
+  CHECK(std::any_of(wide.begin(), wide.end(), [](std::byte b) { return b != std::byte{0}; }));
 }
 
 TEST_CASE("linear: a part whose format the class does not take is computed by the default class") {
