@@ -98,9 +98,25 @@ def appends(recorded: Recorded) -> str:
     )
 
 
+def dispatch(recorded: Recorded) -> str:
+    """Writes what the interpreter and the dispatch of operators take of each layer."""
+    rows = {
+        (row["family"], row["layers_are"], row["sequences"], row["rows"], row["part"]): row["us_per_layer"]
+        for row in recorded.rows("host_dispatch")
+    }
+    lines = []
+    for (family, layers_are, sequences, num_rows, part), us in rows.items():
+        if part == "all":
+            interpreter = rows.get((family, layers_are, sequences, num_rows, "interpreter"))
+            alone = "-" if interpreter is None else f"{interpreter:.1f} us"
+            lines.append((family, layers_are, f"{sequences}", f"{num_rows}", f"{us:.1f} us", alone))
+    return markdown(("family", "layers are ours", "sequences", "rows", "a layer takes", "without its operators"), lines)
+
+
 TABLES: dict[str, Callable[[Recorded], str]] = {
     "attention": attention,
     "appends": appends,
+    "dispatch": dispatch,
     "peer-speeds": speeds,
     "peer-targets": targets,
     "peer-agreement": agreement,

@@ -232,6 +232,11 @@ def _attention(place: Place) -> list[Command]:
     return [_bench("attention", *_quick(place, [], less), "--json", place.json("attention"))]
 
 
+def _dispatch(place: Place) -> list[Command]:
+    less: Command = ["--rounds", 1, "--layers", 2]
+    return [_campaign("host_dispatch", *_quick(place, [], less), "--out", place.json("host_dispatch"))]
+
+
 def _engine_peers(place: Place) -> list[Command]:
     less: Command = ["--tiny", "--rounds", 1, "--only", "decode-q8_0-*", "--models", place.folder / "models"]
     peers: Command = ["--llama-bin", Path(os.environ["LLAMA_BUILD"]) / "bin"]
@@ -319,5 +324,6 @@ STEPS: tuple[Step, ...] = (
     Step("llama-check", ("llama_check",), 2, _llama_check, lacking=_lacks_llama),
     Step("llama-hosts", ("llama_hosts",), 15, _llama_hosts, lacking=_lacks_llama),
     Step("attention", ("attention",), 1, _attention),
+    Step("dispatch", ("host_dispatch",), 1, _dispatch),
     Step("engine-peers", ("engine_against_peers",), 50, _engine_peers, lacking=_lacks_llama_programs, note=_without_vllm),
 )

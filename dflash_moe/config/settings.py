@@ -173,7 +173,7 @@ SETTINGS: tuple[Setting, ...] = (
     ),
     Setting(
         "spin_us", None, None, "ipc.spin_us", spin, f"auto, 0..{MAX_SPIN_US} microseconds", None, "auto",
-        "Polling before a waiting thread sleeps; auto is 0 where threads outnumber cores", "MICROSECONDS",
+        "Least polling before a waiting thread sleeps; auto is 0 where threads outnumber cores", "MICROSECONDS",
     ),
     Setting(
         "host_operators", "--host-operators", f"{PREFIX}HOST_OPERATORS", "host.operators", choice(*OPERATORS),

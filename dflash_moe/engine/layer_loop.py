@@ -23,7 +23,8 @@ class LayerLoop:
         self, embedding: nn.Module, layers: Sequence[HostLayer], norm: nn.Module, head: nn.Module, buffers: BufferPool,
         tables: RotaryTables,
     ) -> None:  # fmt: skip
-        self._embedding, self._layers, self._norm, self._head = embedding, tuple(layers), norm, head
+        self._embedding, self._norm, self._head = embedding, norm, head
+        self.layers = tuple(layers)
         self._buffers, self._tables = buffers, tables
 
     def run(self, token_ids: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
@@ -33,7 +34,7 @@ class LayerLoop:
         buffers = self._buffers.of(len(token_ids))
         fill_tables(buffers, self._tables)
         buffers.hidden_states.copy_(self._embedding(token_ids))
-        for layer in self._layers:
+        for layer in self.layers:
             layer.step(buffers)
         rows = buffers.hidden_states[wanted]
         self._buffers.drop_last()

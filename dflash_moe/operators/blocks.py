@@ -80,7 +80,8 @@ class HostLayer(nn.Module):  # type: ignore[misc]
         self.attention = attention
         self.feed_forward = feed_forward
         self.feed_forward_norm = feed_forward_norm
-        self._calls: dict[int, tuple[LayerBuffers, Calls]] = {}
+        # By number of rows: the buffers, and the calls over them that compute the layer.
+        self.bound_calls: dict[int, tuple[LayerBuffers, Calls]] = {}
         # A model's code may ask a layer for these.
         self.hidden_size = feed_forward_norm.scale.numel()
         self._grow(buffers)
@@ -96,11 +97,11 @@ class HostLayer(nn.Module):  # type: ignore[misc]
 
     def step(self, buffers: LayerBuffers) -> None:
         """Computes the layer on `buffers.hidden_states`, in place."""
-        kept = self._calls.get(buffers.num_rows)
+        kept = self.bound_calls.get(buffers.num_rows)
         if kept is None or kept[0] is not buffers:
             kept = (buffers, [*self.attention.calls(self._pool, buffers), *self._feed_forward(buffers)])
             if buffers.num_rows <= KEPT_ROWS:
-                self._calls[buffers.num_rows] = kept
+                self.bound_calls[buffers.num_rows] = kept
         for call in kept[1]:
             call()
 

@@ -5,11 +5,13 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, replace
 
 import torch
 
-# Buffers of steps with at most this many rows are kept; those of a prefill go with it.
+# The buffers of steps with at most this many rows are kept, in one memory; those of a prefill go
+# with it.
 KEPT_ROWS = 64
 
 
@@ -43,6 +45,15 @@ class LayerBuffers:
         self.topk_ids = torch.empty((num_rows, sizes.top_k), dtype=torch.int64)
         self.cos, self.sin = floats(sizes.table), floats(sizes.table)
 
+    def first_rows(self, num_rows: int) -> LayerBuffers:
+        """Returns the same memory as buffers for fewer rows."""
+        found = copy.copy(self)
+        for name, value in vars(self).items():
+            if isinstance(value, torch.Tensor):
+                setattr(found, name, value[:num_rows])
+        found.num_rows = num_rows
+        return found
+
     def set_tables(self, cos: torch.Tensor, sin: torch.Tensor) -> None:
         """Copies the cosines and sines [num_rows, width] of a step, from which layers rotate."""
         for buffer, table in ((self.cos, cos), (self.sin, sin)):
@@ -73,24 +84,27 @@ class BufferSizes:
 
 
 class BufferPool:
-    """Buffers by number of rows: small ones are kept, and of larger ones the last."""
+    """Buffers by number of rows: those of small steps are kept, and of larger ones the last. One
+    step at a time uses them, because small steps share their memory.
+    """
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.sizes = BufferSizes()
         self._dtype = dtype
+        self._shared: LayerBuffers | None = None
         self._kept: dict[int, LayerBuffers] = {}
         self._last: LayerBuffers | None = None
 
     def of(self, num_rows: int) -> LayerBuffers:
         """Returns the buffers for so many rows."""
-        found = self._kept.get(num_rows) or (self._last if self._last is not None and self._last.num_rows == num_rows else None)
-        if found is None:
-            found = LayerBuffers(num_rows, self.sizes, self._dtype)
-            if num_rows <= KEPT_ROWS:
-                self._kept[num_rows] = found
-            else:
-                self._last = found
-        return found
+        if num_rows > KEPT_ROWS:
+            if self._last is None or self._last.num_rows != num_rows:
+                self._last = LayerBuffers(num_rows, self.sizes, self._dtype)
+            return self._last
+        if num_rows not in self._kept:
+            self._shared = self._shared or LayerBuffers(KEPT_ROWS, self.sizes, self._dtype)
+            self._kept[num_rows] = self._shared.first_rows(num_rows)
+        return self._kept[num_rows]
 
     def grow(self, **widths: int) -> None:
         """Makes room for these widths in all buffers that are asked for from now on."""
@@ -98,7 +112,7 @@ class BufferPool:
         self.sizes.grow(**widths)
         if self.sizes != before:
             self._kept.clear()
-            self._last = None
+            self._shared = self._last = None
 
     def drop_last(self) -> None:
         """Frees the buffers of a long step."""

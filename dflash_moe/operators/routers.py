@@ -179,9 +179,16 @@ def in_order(signature: RouterSignature, logits: torch.Tensor, weights: torch.Te
     return tuple(out)
 
 
+def matrix_of(module: nn.Module) -> nn.Module:
+    """Returns what has a router's matrix as its weight: it, or the one linear layer in it."""
+    children = list(module.children())
+    is_inside = "weight" not in module._parameters and len(children) == 1 and type(children[0]) is nn.Linear
+    return children[0] if is_inside else module
+
+
 def find_signature(module: nn.Module, num_experts: int, hidden_size: int) -> RouterSignature | None:
     """Runs a module on a few rows and returns what it gives, or None where it is no router."""
-    weight = module._parameters.get("weight")
+    weight = matrix_of(module)._parameters.get("weight")
     if weight is None or tuple(weight.shape) != (num_experts, hidden_size) or type(module) is nn.Linear:
         return None
     rows = probe_rows(hidden_size, weight.dtype, scales=(1.0,))
@@ -244,7 +251,7 @@ def router_excess(ours: HostRouter, module: nn.Module) -> float:
     stand in. Rows whose choice is closer than the error of a logit may choose otherwise.
     """
     signature, form = ours.signature, ours.form
-    rows = probe_rows(signature.hidden_size, module._parameters["weight"].dtype)
+    rows = probe_rows(signature.hidden_size, _linear_of(module, signature)[0].dtype)
     logits, magnitudes = _logits(module, signature, rows)
     given = torch.rand(form.num_experts, generator=torch.Generator().manual_seed(SEED)) * 0.1
     arguments = (rows, given) if signature.takes_correction else (rows,)
@@ -307,15 +314,16 @@ def _spread(ids: torch.Tensor, weights: torch.Tensor, num_experts: int) -> torch
 
 
 def _linear_of(module: nn.Module, signature: RouterSignature) -> tuple[torch.Tensor, torch.Tensor | None]:
-    bias = module._parameters.get("bias")
-    return module._parameters["weight"], bias if bias is not None and tuple(bias.shape) == (signature.num_experts,) else None
+    parameters = matrix_of(module)._parameters
+    bias = parameters.get("bias")
+    return parameters["weight"], bias if bias is not None and tuple(bias.shape) == (signature.num_experts,) else None
 
 
 def _correction_of(module: nn.Module, signature: RouterSignature) -> torch.Tensor | None:
     """Returns the one vector over experts that is not the bias of the logits, if there is one."""
-    named = [*module.named_parameters(), *module.named_buffers()]
-    found = [value for name, value in named if name != "bias" and value.numel() == signature.num_experts and value.ndim <= 2]
-    found = [value for value in found if value is not module._parameters.get("weight")]
+    linear = [value for value in matrix_of(module)._parameters.values() if value is not None]
+    others = [value for value in (*module.parameters(), *module.buffers()) if not any(value is one for one in linear)]
+    found = [value for value in others if value.numel() == signature.num_experts and value.ndim <= 2]
     return found[0].reshape(-1) if len(found) == 1 else None
 
 

@@ -27,7 +27,7 @@ from dflash_moe.operators.linear import HostEmbedding, HostLinear, bias_source, 
 from dflash_moe.operators.norms import HostNorm, norm_forms
 from dflash_moe.operators.probes import SCALES, probe_rows
 from dflash_moe.operators.report import Finding, TakeoverReport
-from dflash_moe.operators.routers import HostRouter, find_form, find_signature, router_excess
+from dflash_moe.operators.routers import HostRouter, find_form, find_signature, matrix_of, router_excess
 
 log = logging.getLogger(__name__)
 
@@ -178,7 +178,7 @@ class Takeover:
             num_experts = int(getattr(module, "num_experts", 0))
             taken = False
             for child_name, child in list(block.named_children()):
-                weight = child._parameters.get("weight")
+                weight = matrix_of(child)._parameters.get("weight")
                 if weight is None or weight.ndim != 2 or weight.shape[0] != num_experts:
                     continue
                 taken = self._take_router(f"{block_name}.{child_name}", child, num_experts, weight.shape[1]) or taken

@@ -112,6 +112,13 @@ def test_near_ties_of_float32_do_not_hide_a_router_s_form():
         assert forms(report, "router") == {"softmax, top 2"}, f"seed {seed}: {report.lines()}"
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_router_whose_matrix_is_a_child_s_is_taken(dtype):
+    report = take_over(build_model(tiny_options("hunyuan_v1_moe", dtype)), POOL, "f32-canonical")
+    assert forms(report, "router") == {"softmax, top 2, normalised"}, report.lines()
+    assert not any(finding.kind == "HunYuanMoEV1Gate" for finding in report.kept)
+
+
 class _Odd(nn.Module):
     """Leaves of odd widths, which no vector length divides."""
 
