@@ -751,7 +751,7 @@ class RouterForm:
         num_experts: int,
         top_k: int,
         score: str = "softmax",  # or sigmoid, identity
-        weight: str = "score",  # or softmax_of_chosen, sigmoid_of_chosen
+        weight: str = "score",  # or softmax_of_chosen, sigmoid_of_chosen, sparse_mixer
         num_groups: int = 1,
         topk_groups: int = 1,
         group_score: str = "top_two_sum",  # or max
@@ -760,6 +760,7 @@ class RouterForm:
         sum_epsilon: float = 0.0,
         sum_floor: float = ...,  # -inf
         scale: float = 1.0,
+        mixer_threshold: float = 0.0,  # of a sparse mixer
     ) -> None: ...
 
 # Writes topk_ids [num_rows, top_k] ("i32" or "i64") and topk_weights [num_rows, top_k] (float32),

@@ -6,8 +6,8 @@ layers are 8 numbers wide, so that operators have next to nothing to compute.
 Each model has 24 layers with 4 experts, which this process computes with one thread. Steps have one
 row, 64 rows of one sequence, or one row of each of 64 sequences. A step is measured whole, and once
 more with nothing in the place of each operator of its layers, where they are whole layers of ours:
-what is left is the interpreter's part. qwen3_moe and deepseek_v3 are computed in whole layers;
-phimoe keeps the code of its layers, and only their modules are ours. About one minute.
+what is left is the interpreter's part. flex_olmo keeps the code of its layers, and only their
+modules are ours. About one minute.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -48,6 +48,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "q_lora_rank": WIDTH, "kv_lora_rank": WIDTH, "qk_rope_head_dim": WIDTH, "qk_nope_head_dim": WIDTH, "v_head_dim": WIDTH,
     },
     "phimoe": {"num_local_experts": NUM_EXPERTS},
+    "flex_olmo": {"num_experts": NUM_EXPERTS, "pad_token_id": 0},
 }  # fmt: skip
 
 

@@ -145,7 +145,8 @@ void bind_rotary(py::module_& module) {
 }
 
 constexpr const char* kRouterScores[] = {"softmax", "sigmoid", "identity"};
-constexpr const char* kRouterWeights[] = {"score", "softmax_of_chosen", "sigmoid_of_chosen"};
+constexpr const char* kRouterWeights[] = {"score", "softmax_of_chosen", "sigmoid_of_chosen",
+                                          "sparse_mixer"};
 constexpr const char* kGroupScores[] = {"max", "top_two_sum"};
 constexpr const char* kIdTypes[] = {"i32", "i64"};
 
@@ -155,7 +156,7 @@ void bind_router(py::module_& module) {
       .def(py::init([](uint32_t num_experts, uint32_t top_k, const std::string& score,
                        const std::string& weight, uint32_t num_groups, uint32_t topk_groups,
                        const std::string& group_score, float excluded, bool normalizes,
-                       float sum_epsilon, float sum_floor, float scale) {
+                       float sum_epsilon, float sum_floor, float scale, float mixer_threshold) {
              return compute::RouterForm{
                  num_experts,
                  top_k,
@@ -168,14 +169,16 @@ void bind_router(py::module_& module) {
                  normalizes,
                  sum_epsilon,
                  sum_floor,
-                 scale};
+                 scale,
+                 mixer_threshold};
            }),
            py::kw_only(), py::arg("num_experts"), py::arg("top_k"), py::arg("score") = "softmax",
            py::arg("weight") = "score", py::arg("num_groups") = defaults.num_groups,
            py::arg("topk_groups") = defaults.topk_groups, py::arg("group_score") = "top_two_sum",
            py::arg("excluded") = defaults.excluded, py::arg("normalizes") = defaults.normalizes,
            py::arg("sum_epsilon") = defaults.sum_epsilon, py::arg("sum_floor") = defaults.sum_floor,
-           py::arg("scale") = defaults.scale);
+           py::arg("scale") = defaults.scale,
+           py::arg("mixer_threshold") = defaults.mixer_threshold);
   module.def(
       "route",
       [](const HostPoolBox& pool, const compute::RouterForm& form, uintptr_t logits_address,

@@ -35,7 +35,8 @@ class AttentionBlock(Protocol):
 @dataclass(frozen=True)
 class GroupedAttention:
     """Queries, keys and values by one matrix each, and groups of query heads that share a key
-    head. The operators are in the order in which they compute.
+    head. The operators are in the order in which they compute, but for norms that
+    `norms_follow_rotary`.
     """
 
     norm: HostNorm
@@ -49,6 +50,7 @@ class GroupedAttention:
     pages: LayerPages
     num_kv_heads: int
     output: HostLinear
+    norms_follow_rotary: bool = False
 
     def grow(self, buffers: BufferPool) -> None:
         """Makes room for its rows in all buffers."""
@@ -63,19 +65,19 @@ class GroupedAttention:
         query, key = part(b.query, self.query.out_features), part(b.key, self.key.out_features)
         value, attended = part(b.value, self.value.out_features), part(b.attended, self.output.in_features)
         normed, middle = part(b.normed, self.query.in_features), part(b.middle, self.output.out_features)
-        calls: Calls = [
-            normalise(self.norm, b.hidden_states, normed),
-            multiply_together((self.query, self.key, self.value), normed, (query, key, value)),
-        ]
+        norms: Calls = []
         for norm, out in ((self.query_norm, query), (self.key_norm, key)):
             if norm is not None:
                 # A norm over each head sees heads as rows, and one over all heads sees tokens.
                 shaped = out.view(-1, norm.scale.numel())
-                calls.append(normalise(norm, shaped, shaped))
+                norms.append(normalise(norm, shaped, shaped))
+        turns: Calls = [
+            rotate(pool, self.rotary, b, query, self.call.num_heads), rotate(pool, self.rotary, b, key, self.num_kv_heads),
+        ]  # fmt: skip
         return [
-            *calls,
-            rotate(pool, self.rotary, b, query, self.call.num_heads),
-            rotate(pool, self.rotary, b, key, self.num_kv_heads),
+            normalise(self.norm, b.hidden_states, normed),
+            multiply_together((self.query, self.key, self.value), normed, (query, key, value)),
+            *((turns + norms) if self.norms_follow_rotary else (norms + turns)),
             append(self.pages, key, value),
             attend(self.pages, self.call, query, attended),
             multiply(self.output.packed, attended, middle, residual=b.hidden_states),

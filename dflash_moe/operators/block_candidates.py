@@ -59,7 +59,9 @@ def candidates(
 
 
 def _same_norm(a: HostNorm, b: HostNorm) -> bool:
-    return a.form == b.form and torch.equal(a.scale, b.scale) and a.shift is None and b.shift is None
+    if a.form != b.form or not torch.equal(a.scale, b.scale) or (a.shift is None) != (b.shift is None):
+        return False
+    return a.shift is None or b.shift is None or torch.equal(a.shift, b.shift)
 
 
 def _rotaries(table_width: int) -> Iterator[Rotary]:
@@ -75,7 +77,11 @@ def _rotaries(table_width: int) -> Iterator[Rotary]:
 def _grouped_attention(
     module: nn.Module, norm: HostNorm, attention: AttentionLayer, pages: LayerPages, rotary: Rotary
 ) -> GroupedAttention | None:
-    found = _children(module, linears=("q_proj", "k_proj", "v_proj", "o_proj"), norms=("q_norm", "k_norm"), attention=attention)
+    # By these names norms come before the rotary embedding, or behind it. Which one is right can
+    # only be seen where their weights differ.
+    names = (("q_norm", "k_norm"), ("query_layernorm", "key_layernorm"))
+    is_behind = any(isinstance(getattr(module, name, None), HostNorm) for name in names[1])
+    found = _children(module, ("q_proj", "k_proj", "v_proj", "o_proj"), names[is_behind], attention)
     if found is None or rotary.dim > attention.key_size:
         return None
     (query, key, value, output), (query_norm, key_norm) = found
@@ -88,7 +94,7 @@ def _grouped_attention(
     for child, width in ((query_norm, query.out_features), (key_norm, key.out_features)):
         if child is not None and child.scale.numel() not in (attention.key_size, width):
             return None
-    return GroupedAttention(norm, query, key, value, query_norm, key_norm, rotary, call, pages, kv_heads, output)
+    return GroupedAttention(norm, query, key, value, query_norm, key_norm, rotary, call, pages, kv_heads, output, is_behind)
 
 
 def _latent_attention(

@@ -31,6 +31,8 @@ _MAX_ROWS = 200
 _ROWS = 40
 # At least so many rows must have been routed alike for the others to count as near ties.
 _LEAST_ROUTED_ALIKE = 0.75
+# A routing weight that differs by more of the row's largest one has jumped.
+_NEAR_WEIGHT = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,8 @@ class ProbeStep:
     exact_embeddings: Any
 
 
+# Ids of chosen experts and their weights, [num_rows, top_k].
+Routing = tuple[torch.Tensor, torch.Tensor]
 BeginStep = Callable[[int], AbstractContextManager[ProbeStep]]
 
 
@@ -58,10 +62,12 @@ class _ProbeExperts(nn.Module):  # type: ignore[misc]
         super().__init__()
         generator = torch.Generator().manual_seed(SEED)
         self.factors = torch.rand(num_experts, generator=generator, dtype=torch.float64) + 0.5
-        self.seen: torch.Tensor | None = None
+        # The ids of the last call in ascending order, and their weights.
+        self.seen: Routing | None = None
 
     def forward(self, hidden_states: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
-        self.seen = topk_ids.sort(dim=-1).values
+        ids, order = topk_ids.sort(dim=-1)
+        self.seen = ids, topk_weights.double().gather(-1, order)
         scale = (topk_weights.double() * self.factors[topk_ids.long()]).sum(-1, keepdim=True)
         return (hidden_states.double() * scale).to(hidden_states.dtype)
 
@@ -112,11 +118,11 @@ class LayerForms:
             rows = probe_rows(layers[0].hidden_size, self._dtype, scales=(1.0, 8.0))
             rows = rows.repeat(-(-num_rows // len(rows)), 1)[:num_rows]
             stub, block = self._stub(name, layer)
-            exact, exact_ids = self._exact(layer, attention, rows, step, stub, block)
+            exact, exact_routing = self._exact(layer, attention, rows, step, stub, block)
             own = self._own(layer, rows, step, stub, block)
             fitting = []
             for candidate in layers:
-                found = self._excess(candidate, rows, step, own, exact, stub, exact_ids)
+                found = self._excess(candidate, rows, step, own, exact, stub, exact_routing)
                 if found <= 1.0:
                     fitting.append((found, candidate))
         if len(fitting) != 1:
@@ -149,7 +155,7 @@ class LayerForms:
         step: ProbeStep,
         stub: _ProbeExperts | None,
         path: str,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    ) -> tuple[torch.Tensor, Routing | None]:
         """Runs the layer's own code in float64 over what is packed, with its eager attention."""
         wide = _in_float64(layer, path)
         if stub is not None:
@@ -180,15 +186,15 @@ class LayerForms:
 
     def _excess(
         self, candidate: HostLayer, rows: torch.Tensor, step: ProbeStep, own: torch.Tensor, exact: torch.Tensor,
-        stub: _ProbeExperts | None, exact_ids: torch.Tensor | None,
+        stub: _ProbeExperts | None, exact_routing: Routing | None,
     ) -> float:  # fmt: skip
         buffers = self._buffers.of(rows.shape[0])
         buffers.set_tables(step.cos, step.sin)
         ours = candidate(rows[None])[0]
         is_alike = torch.ones(len(rows), dtype=torch.bool)
-        for ids in (None if stub is None else stub.seen, _ids_of(candidate)):
-            if ids is not None and exact_ids is not None:
-                is_alike &= (ids == exact_ids).all(-1)
+        for routing in (None if stub is None else stub.seen, _routing_of(candidate)):
+            if routing is not None and exact_routing is not None:
+                is_alike &= _are_alike(routing, exact_routing)
         if is_alike.float().mean() < _LEAST_ROUTED_ALIKE:
             return float("inf")
         return excess(ours[is_alike], own[is_alike], exact[is_alike], is_pooled=True)
@@ -219,7 +225,16 @@ def _first(output: Any) -> Any:
     return output[0] if isinstance(output, tuple) else output
 
 
-def _ids_of(candidate: HostLayer) -> torch.Tensor | None:
+def _are_alike(routing: Routing, exact: Routing) -> torch.Tensor:
+    """Says of each row whether it is routed as in float64. A weight may jump as a choice does,
+    where a router mixes experts in whose logits are near enough.
+    """
+    ids, weights = routing
+    is_near = (weights - exact[1]).abs() <= _NEAR_WEIGHT * exact[1].abs().amax(-1, keepdim=True)
+    return (ids == exact[0]).all(-1) & is_near.all(-1)
+
+
+def _routing_of(candidate: HostLayer) -> Routing | None:
     parts = candidate.feed_forward
     if not isinstance(parts, MoeParts) or not isinstance(parts.experts, _BoundProbe):
         return None

@@ -39,7 +39,8 @@ _SUM_EPSILON = 1e-20
 @dataclass(frozen=True, slots=True)
 class RouterForm:
     """How logits become the ids and weights of the chosen experts (csrc/compute/operators/router.h
-    has the formula). `has_bias` says that a correction bias is added for the choice only.
+    has the formula). `has_bias` says that a correction bias is added for the choice only, and a
+    `mixer_threshold` that weights are those of a sparse mixer.
     """
 
     num_experts: int
@@ -51,6 +52,12 @@ class RouterForm:
     topk_groups: int = 1
     group_score: str = "top_two_sum"
     scale: float = 1.0
+    mixer_threshold: float = 0.0
+
+    @property
+    def weight(self) -> str:
+        """What the weights are before they are normalised and scaled, in the core's words."""
+        return "sparse_mixer" if self.mixer_threshold else "score"
 
     @property
     def sum_epsilon(self) -> float:
@@ -58,7 +65,8 @@ class RouterForm:
         return _SUM_EPSILON if self.score == "sigmoid" and self.normalizes else 0.0
 
     def __str__(self) -> str:
-        parts = [self.score, *(["bias"] if self.has_bias else [])]
+        score = f"sparse mixer within {self.mixer_threshold:g}" if self.mixer_threshold else self.score
+        parts = [score, *(["bias"] if self.has_bias else [])]
         if self.num_groups > 1:
             parts.append(f"{self.topk_groups} of {self.num_groups} groups by {self.group_score}")
         parts += [f"top {self.top_k}", *(["normalised"] if self.normalizes else [])]
@@ -78,10 +86,31 @@ class RouterForm:
             is_in = torch.zeros_like(worth, dtype=torch.bool).scatter(-1, worth.topk(self.topk_groups, dim=-1).indices, True)
             choice = grouped.masked_fill(~is_in.unsqueeze(-1), -torch.inf).flatten(-2)
         ids = choice.topk(self.top_k, dim=-1).indices
+        margin = torch.minimum(margin, _margin(choice, self.top_k))
+        if self.mixer_threshold:
+            weights, near = self._mix(logits, ids)
+            return ids, weights, torch.minimum(margin, near)
         weights = scores.gather(-1, ids)
         if self.normalizes:
             weights = weights / (weights.sum(-1, keepdim=True) + self.sum_epsilon)
-        return ids, weights * self.scale, torch.minimum(margin, _margin(choice, self.top_k))
+        return ids, weights * self.scale, margin
+
+    def _mix(self, logits: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the weights of a sparse mixer, and by how much logits would have to change for
+        other experts to be mixed in, or for another order of the chosen.
+        """
+        left, weights = logits.clone(), []
+        margin = torch.full_like(logits[:, :1], torch.inf)
+        for turn in range(self.top_k):
+            chosen = ids[:, turn : turn + 1]
+            top = logits.gather(-1, chosen)
+            size = torch.maximum(logits.abs(), top)
+            distance = (top - logits) / size
+            weights.append(left.masked_fill(distance > self.mixer_threshold, -torch.inf).softmax(-1).gather(-1, chosen))
+            margin = torch.minimum(margin, ((distance - self.mixer_threshold).abs() * size).amin(-1, keepdim=True))
+            margin = torch.minimum(margin, _margin(logits, turn + 1))
+            left = left.scatter(-1, chosen, -torch.inf)
+        return torch.cat(weights, dim=-1), margin
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +145,7 @@ class HostRouter(nn.Module):  # type: ignore[misc]
         self.correction = correction.detach().float().contiguous() if form.has_bias and correction is not None else None
         self._pool = pool
         fields = {key: value for key, value in asdict(form).items() if key != "has_bias"}
-        self._form = _core.RouterForm(**fields, sum_epsilon=form.sum_epsilon)
+        self._form = _core.RouterForm(**fields, weight=form.weight, sum_epsilon=form.sum_epsilon)
 
     def route(self, rows: torch.Tensor, given: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Returns logits [num_rows, num_experts] and weights [num_rows, top_k] in float32, and ids
@@ -225,7 +254,7 @@ def find_form(module: nn.Module, signature: RouterSignature) -> tuple[RouterForm
     """Returns the one form that a router has, or None and why."""
     copied = copy.deepcopy(module).double()
     correction = _random_correction(copied, signature)
-    rows = probe_rows(signature.hidden_size, torch.float64)
+    rows = _probe(module, signature, torch.float64)
     with torch.no_grad():
         out = copied(rows, correction) if signature.takes_correction else copied(rows)
     logits, magnitudes = _logits(copied, signature, rows)
@@ -251,7 +280,7 @@ def router_excess(ours: HostRouter, module: nn.Module) -> float:
     stand in. Rows whose choice is closer than the error of a logit may choose otherwise.
     """
     signature, form = ours.signature, ours.form
-    rows = probe_rows(signature.hidden_size, _linear_of(module, signature)[0].dtype)
+    rows = _probe(module, signature, _linear_of(module, signature)[0].dtype)
     logits, magnitudes = _logits(module, signature, rows)
     given = torch.rand(form.num_experts, generator=torch.Generator().manual_seed(SEED)) * 0.1
     arguments = (rows, given) if signature.takes_correction else (rows,)
@@ -273,6 +302,31 @@ def router_excess(ours: HostRouter, module: nn.Module) -> float:
     allowed = own_error.amax(-1, keepdim=True) + (4 * bound + 2 * EPSILON[torch.float32] * form.num_experts) * top + 1e-30
     ratio = torch.where(is_near, torch.zeros_like(error), error / allowed)
     return float(ratio.nan_to_num(nan=float("inf")).max())
+
+
+def _probe(module: nn.Module, signature: RouterSignature, dtype: torch.dtype) -> torch.Tensor:
+    """Returns probe rows, among them for a router that may be a sparse mixer rows whose two highest
+    logits are so near that both are mixed in.
+    """
+    rows = probe_rows(signature.hidden_size, torch.float64)
+    found = [rows]
+    logits, _ = _logits(module, signature, rows)
+    weight = _linear_of(module, signature)[0].double()
+    for threshold in _mixer_thresholds(module):
+        first, second = (weight[column] for column in logits.topk(2, dim=-1).indices.T)
+        # Moved along the difference of their weights, the second logit becomes this part of the
+        # first.
+        part, way = 1.0 - threshold / 4, second - first
+        gap = part * (rows * first).sum(-1) - (rows * second).sum(-1)
+        step = gap / ((second - part * first) * way).sum(-1)
+        found.append(rows + step[:, None] * way)
+    return torch.cat(found).to(dtype)
+
+
+def _mixer_thresholds(module: nn.Module) -> list[float]:
+    """Returns what may be the threshold of a sparse mixer: twice a jitter that a module knows."""
+    jitters = {value for name, value in vars(module).items() if "jitter" in name and type(value) is float}
+    return sorted(2.0 * jitter for jitter in jitters if 0.0 < jitter < 0.5)
 
 
 def _are_enough(is_clear: torch.Tensor) -> bool:
@@ -348,3 +402,5 @@ def _candidates(module: nn.Module, signature: RouterSignature, *, has_correction
     ):
         for has_bias in (False, True) if has_correction else (False,):
             yield RouterForm(signature.num_experts, signature.top_k, score, normalizes, has_bias, *layout, scale)
+    for threshold in _mixer_thresholds(module):
+        yield RouterForm(signature.num_experts, signature.top_k, "identity", False, mixer_threshold=threshold)

@@ -5,7 +5,11 @@
 //             topk_groups groups with the highest group scores, where there are groups
 //   ids       the top_k experts with the highest choice, in descending order of it; of equal values
 //             the lowest id comes first, and so it is for groups
-//   weights   the scores of the chosen, or softmax or sigmoid of their logits; then each is divided
+//   weights   the scores of the chosen, or softmax or sigmoid of their logits, or what a sparse
+//   mixer
+//             gives them (arXiv:2409.12136): for each in its turn, softmax over the experts that
+//             have not had their turn and whose logit x is near the chosen one's, t:
+//             (t - x) / max(|x|, t) <= mixer_threshold; then each is divided
 //             by max(sum + sum_epsilon, sum_floor) if the form normalises, times `scale`, and times
 //             the expert's own scale where there are such
 //
@@ -24,7 +28,7 @@ namespace dflash::compute {
 enum class RouterScore : uint8_t { kSoftmax, kSigmoid, kIdentity };
 
 // What the weights are before they are normalised and scaled.
-enum class RouterWeight : uint8_t { kScore, kSoftmaxOfChosen, kSigmoidOfChosen };
+enum class RouterWeight : uint8_t { kScore, kSoftmaxOfChosen, kSigmoidOfChosen, kSparseMixer };
 
 // What a group of experts is worth: its highest choice, or the sum of its two highest.
 enum class GroupScore : uint8_t { kMax, kTopTwoSum };
@@ -46,6 +50,7 @@ struct RouterForm {
   float sum_epsilon = 0.0f;
   float sum_floor = -__builtin_inff();
   float scale = 1.0f;
+  float mixer_threshold = 0.0f;  // of kSparseMixer
 };
 
 // One row for a kernel.
@@ -138,6 +143,24 @@ inline void exclude_groups(const RouterForm& form, float* choice) {
   }
 }
 
+// Gives the chosen experts the weights of a sparse mixer.
+template <class V>
+inline void mix_sparsely(const RouterRow& row) {
+  const float below_all = -__builtin_inff();
+  const uint32_t num_experts = row.form->num_experts;
+  for (uint32_t turn = 0; turn < row.form->top_k; ++turn) {
+    const float top = row.logits[row.topk_ids[turn]];
+    for (uint32_t i = 0; i < num_experts; ++i) {
+      const float x = row.logits[i], size = x < 0.0f ? -x : x;
+      const bool is_far = (top - x) / (size > top ? size : top) > row.form->mixer_threshold;
+      row.scores[i] = is_far ? below_all : x;
+    }
+    for (uint32_t i = 0; i < turn; ++i) row.scores[row.topk_ids[i]] = below_all;
+    softmax_row<V>(row.scores, num_experts, row.scores);
+    row.topk_weights[turn] = row.scores[row.topk_ids[turn]];
+  }
+}
+
 // The weights of the chosen experts, of which row.topk_weights has scores or logits.
 template <class V>
 inline void finish_weights(const RouterRow& row) {
@@ -194,6 +217,7 @@ template <class V>
   take_highest<V>(choice, form.num_experts, form.top_k, row.topk_ids);
   const float* from = form.weight == RouterWeight::kScore ? scores : row.logits;
   for (uint32_t i = 0; i < form.top_k; ++i) row.topk_weights[i] = from[row.topk_ids[i]];
+  if (form.weight == RouterWeight::kSparseMixer) mix_sparsely<V>(row);
   finish_weights<V>(row);
 }
 

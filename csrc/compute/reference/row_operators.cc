@@ -124,6 +124,27 @@ std::vector<float> reference_rotate(const RotaryForm& form, std::span<const floa
   return result;
 }
 
+namespace {
+
+std::vector<float> mixed_sparsely(const RouterForm& form, std::span<const float> logits,
+                                  const std::vector<uint32_t>& chosen) {
+  const float below_all = -std::numeric_limits<float>::infinity();
+  std::vector<float> left(logits.begin(), logits.end()), weights;
+  for (const uint32_t id : chosen) {
+    const float top = logits[id];
+    std::vector<float> near = left;
+    for (size_t i = 0; i < near.size(); ++i) {
+      const float factor = std::fabs(logits[i]) > top ? std::fabs(logits[i]) : top;
+      if ((top - logits[i]) / factor > form.mixer_threshold) near[i] = below_all;
+    }
+    weights.push_back(softmax(near)[id]);
+    left[id] = below_all;
+  }
+  return weights;
+}
+
+}  // namespace
+
 RoutedRow reference_route(const RouterForm& form, std::span<const float> logits, const float* bias,
                           const float* expert_scales) {
   std::vector<float> scores(logits.begin(), logits.end());
@@ -138,6 +159,8 @@ RoutedRow reference_route(const RouterForm& form, std::span<const float> logits,
     weights.push_back(form.weight == RouterWeight::kScore ? scores[id] : logits[id]);
   if (form.weight == RouterWeight::kSoftmaxOfChosen) weights = softmax(weights);
   if (form.weight == RouterWeight::kSigmoidOfChosen) weights = sigmoids(weights);
+  if (form.weight == RouterWeight::kSparseMixer)
+    weights = mixed_sparsely(form, logits, routed.topk_ids);
   float divisor = plain_sum(weights) + form.sum_epsilon;
   if (divisor < form.sum_floor) divisor = form.sum_floor;
   for (size_t i = 0; i < weights.size(); ++i) {

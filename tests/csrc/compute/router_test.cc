@@ -52,6 +52,8 @@ std::vector<Case> cases() {
       {"logits softmax of chosen", form_of(kIdentity, kSoftmaxOfChosen)},
       {"logits bias sigmoid", form_of(kIdentity, kSigmoidOfChosen), true},
       {"expert scales", form_of(kSoftmax, kScore), false, true},
+      {"sparse mixer", form_of(kIdentity, kSparseMixer)},
+      {"sparse mixer of few", form_of(kIdentity, kSparseMixer)},
   };
   cases[1].form.normalizes = true;
   cases[2].form.normalizes = true, cases[2].form.sum_floor = 1e-2f;
@@ -66,6 +68,7 @@ std::vector<Case> cases() {
   cases[6].form.normalizes = true, cases[6].form.sum_epsilon = 1e-6f;
   cases[8].form.normalizes = true;
   cases[9].form.normalizes = true;
+  cases[10].form.mixer_threshold = 0.5f, cases[11].form.mixer_threshold = 0.02f;
   return cases;
 }
 

@@ -219,6 +219,23 @@ def test_routing_by_logits_weighs_the_chosen_alone(isa: str, weight: str) -> Non
 
 
 @every_isa
+@pytest.mark.parametrize("threshold", [0.02, 0.4])
+def test_a_sparse_mixer_is_phimoe_s_in_float64(isa: str, threshold: float) -> None:
+    from transformers.models.phimoe.modeling_phimoe import sparsemixer
+
+    logits = normal(65, 16, seed=15) * 2
+    # Rows whose second logit is near the first, and rows of equal logits.
+    first = logits[:20].amax(-1, keepdim=True)
+    logits[:20, 3:4] = first * (1 - threshold / 2)
+    logits[20:24] = 0.5
+    exact, expected = sparsemixer(logits.double(), threshold / 2, training=False, top_k=2)
+    ids, weights = routed(isa, logits, top_k=2, score="identity", weight="sparse_mixer", mixer_threshold=threshold)
+    assert torch.equal(ids, expected)
+    assert ((weights - exact).abs() <= SCORE_ERROR * exact).all()
+    assert (exact < 0.9).any(dim=-1).sum() >= 20
+
+
+@every_isa
 @pytest.mark.parametrize("score", ["softmax", "sigmoid", "identity"])
 def test_equal_router_scores_take_the_lowest_ids_and_near_ties_the_higher_score(isa: str, score: str) -> None:
     equal = torch.full((1, 60), 0.25)
