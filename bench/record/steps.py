@@ -242,8 +242,13 @@ def _engine_peers(place: Place) -> list[Command]:
     peers: Command = ["--llama-bin", Path(os.environ["LLAMA_BUILD"]) / "bin"]
     if vllm := os.environ.get("VLLM_PYTHON"):
         peers += ["--vllm-python", vllm]
-    chosen = _quick(place, ["--real-shape"], less)
-    return [_campaign("engine_against_peers", *peers, *chosen, "--json", place.json("engine_against_peers"))]
+    return [_campaign("engine_against_peers", *peers, *_quick(place, [], less), "--json", place.json("engine_against_peers"))]
+
+
+def _engine_real_shape(place: Place) -> list[Command]:
+    less: Command = ["--tiny", "--rounds", 1, "--models", place.folder / "models"]
+    fixed: Command = ["--llama-bin", Path(os.environ["LLAMA_BUILD"]) / "bin", "--real-shape", "--only", "*-q4_k-*"]
+    return [_campaign("engine_against_peers", *fixed, *_quick(place, [], less), "--json", place.json("engine_real_shape"))]
 
 
 def _lacks_llama() -> str:
@@ -325,5 +330,6 @@ STEPS: tuple[Step, ...] = (
     Step("llama-hosts", ("llama_hosts",), 15, _llama_hosts, lacking=_lacks_llama),
     Step("attention", ("attention",), 1, _attention),
     Step("dispatch", ("host_dispatch",), 1, _dispatch),
-    Step("engine-peers", ("engine_against_peers",), 50, _engine_peers, lacking=_lacks_llama_programs, note=_without_vllm),
+    Step("engine-peers", ("engine_against_peers",), 30, _engine_peers, lacking=_lacks_llama_programs, note=_without_vllm),
+    Step("engine-real", ("engine_real_shape",), 6, _engine_real_shape, lacking=_lacks_llama_programs),
 )

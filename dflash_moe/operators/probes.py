@@ -15,7 +15,8 @@ SCALES = (1.0, 1e-4, 1e4)
 
 def probe_rows(width: int, dtype: torch.dtype, *, scales: tuple[float, ...] = SCALES) -> torch.Tensor:
     """Returns rows [num_rows, width] in `dtype`: normal ones, the same 1e-4 and 1e4 times as large,
-    one-hot ones, and pairs of near equals. Values stay within the range of f16.
+    one-hot ones, pairs of near equals, and normal ones around 2, because the mean of a wide row is
+    otherwise too near 0 to be seen. Values stay within the range of f16.
     """
     generator = torch.Generator().manual_seed(SEED)
     normal = torch.randn(NUM_EACH, width, generator=generator, dtype=torch.float64)
@@ -27,4 +28,5 @@ def probe_rows(width: int, dtype: torch.dtype, *, scales: tuple[float, ...] = SC
     near = normal[: NUM_EACH // 2].repeat_interleave(2, dim=0)
     near[1::2] *= 1.0 + 2.0**-10
     kinds.append(near)
+    kinds.append(normal[: NUM_EACH // 2] + 2.0)
     return torch.cat(kinds).to(dtype)

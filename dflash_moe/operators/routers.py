@@ -30,6 +30,8 @@ NUMERICS = DEFAULT_NUMERICS
 _AGREEMENT = 1e-5
 # A logit that a module sums in float32 is off by less than this part of its products' magnitudes.
 _FLOAT32_LOGIT = 8 * 2.0**-24
+# What scores in float32 are off by beside that, as a part of the largest.
+_ROUNDING = 1e-6
 # So much of the probe rows must have a choice that rounding cannot change.
 _CLEAR_SHARE = 0.25
 # What modules add to a sum of sigmoids before they divide by it.
@@ -94,6 +96,20 @@ class RouterForm:
         if self.normalizes:
             weights = weights / (weights.sum(-1, keepdim=True) + self.sum_epsilon)
         return ids, weights * self.scale, margin
+
+    def is_clear(self, logits: torch.Tensor, bias: torch.Tensor | None, error: torch.Tensor) -> torch.Tensor:
+        """Says of each row [num_rows, 1] whether errors of up to `error` [num_rows, 1] in its
+        logits leave the choice as it is.
+        """
+        # By how much a score changes for each unit of its logit, and by how much float32 rounds.
+        slope = torch.ones_like(error)
+        if self.score == "sigmoid":
+            slope = slope / 4
+        if self.score == "softmax":
+            slope = (logits.softmax(-1).amax(-1, keepdim=True) * torch.exp(2 * error)).clamp(max=1.0)
+        largest = slope if bias is None else slope.clamp_min(float(bias.abs().max()))
+        # Two scores are compared, or where groups are chosen two sums of two.
+        return self.choose(logits, bias)[2] > 4 * error * slope + _ROUNDING * largest
 
     def _mix(self, logits: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the weights of a sparse mixer, and by how much logits would have to change for
@@ -265,8 +281,9 @@ def find_form(module: nn.Module, signature: RouterSignature) -> tuple[RouterForm
     allowed = (_AGREEMENT + 4 * error) * theirs.abs().amax(-1, keepdim=True).clamp_min(1e-30)
     found = []
     for form in _candidates(module, signature, has_correction=correction is not None):
-        ids, weights, margin = form.choose(logits, correction if form.has_bias else None)
-        is_clear = margin > 4 * error + 1e-6
+        bias = correction if form.has_bias else None
+        ids, weights, _ = form.choose(logits, bias)
+        is_clear = form.is_clear(logits, bias, error)
         is_equal = ((_spread(ids, weights, signature.num_experts) - theirs).abs() <= allowed).all(-1, keepdim=True)
         if _are_enough(is_clear) and bool((is_equal | ~is_clear).all()):
             found.append(form)
@@ -285,14 +302,13 @@ def router_excess(ours: HostRouter, module: nn.Module) -> float:
     given = torch.rand(form.num_experts, generator=torch.Generator().manual_seed(SEED)) * 0.1
     arguments = (rows, given) if signature.takes_correction else (rows,)
     correction = given if signature.takes_correction else ours.correction
-    margin = form.choose(logits, correction.double() if form.has_bias and correction is not None else None)[2]
     with torch.no_grad():
         own = module(*arguments)
         mine = ours(*arguments)
         out = copy.deepcopy(module).double()(*(value.double() for value in arguments))
     exact = _spread(out[signature.ids], out[signature.weights].double(), form.num_experts)
     bound = chain_steps(signature.hidden_size) * 2.0**-24 * magnitudes.amax(-1, keepdim=True)
-    is_near = margin <= 4 * bound + 1e-6
+    is_near = ~form.is_clear(logits, correction.double() if form.has_bias and correction is not None else None, bound)
     if not _are_enough(~is_near):
         return float("inf")
     own_error = (_spread(own[signature.ids], own[signature.weights].double(), form.num_experts) - exact).abs()

@@ -113,6 +113,25 @@ def test_near_ties_of_float32_do_not_hide_a_router_s_form():
         assert forms(report, "router") == {"softmax, top 2"}, f"seed {seed}: {report.lines()}"
 
 
+@pytest.mark.parametrize("kind", ["softmax", "sigmoid"])
+def test_norms_and_routers_of_a_wide_model_have_one_form(kind):
+    # The mean of a wide random row is near 0, where a norm that takes it off is hard to tell from
+    # one that does not; and among many experts all scores are small.
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {"softmax": {"num_experts": 128}, "sigmoid": {"n_routed_experts": 128, "n_group": 4, "topk_group": 2}}[kind]
+    config = AutoConfig.for_model(
+        {"softmax": "qwen3_moe", "sigmoid": "glm4_moe"}[kind], hidden_size=2048, num_experts_per_tok=8, num_hidden_layers=1,
+        moe_intermediate_size=32, intermediate_size=32, num_attention_heads=2, num_key_value_heads=1, head_dim=32,
+        vocab_size=64, first_k_dense_replace=0, pad_token_id=None, **sizes,
+    )  # fmt: skip
+    for seed in range(4):
+        torch.manual_seed(seed)
+        report = take_over(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16), POOL, "f32-canonical")
+        assert not report.kept, report.lines()
+        assert len(forms(report, "router")) == len(forms(report, "norm")) == 1
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_router_whose_matrix_is_a_child_s_is_taken(dtype):
     report = take_over(build_model(tiny_options("hunyuan_v1_moe", dtype)), POOL, "f32-canonical")
