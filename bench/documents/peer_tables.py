@@ -5,12 +5,14 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from bench.documents.recorded import Recorded
 from bench.documents.text import digits, gigabytes_per_s, markdown, percent
 
-RESULT = "engine_against_peers"
+# The campaign is recorded twice: the model of all sides, and the real shape.
+RESULTS = ("engine_against_peers", "engine_real_shape")
 SIDES = {"llama": "llama.cpp", "vllm": "vLLM", "ours": "ours", "ours_f32": "ours, float32 activations"}
 PLACES = {"local": "one process, 2 threads", "rpc": "its RPC, 1 + 1 threads", "shared": "a worker, shared memory, 1 + 1",
           "unix": "a worker, Unix socket, 1 + 1", "tcp": "a worker, TCP, 1 + 1"}  # fmt: skip
@@ -21,7 +23,7 @@ def speeds(recorded: Recorded) -> str:
     of the machine meanwhile.
     """
     lines = []
-    for row in recorded.rows(RESULT, lambda row: row["phase"] in ("decode", "prefill")):
+    for row in _rows(recorded, "decode", "prefill"):
         is_decode = row["phase"] == "decode"
         lines.append(
             (
@@ -40,7 +42,7 @@ def speeds(recorded: Recorded) -> str:
 def targets(recorded: Recorded) -> str:
     """Writes each ratio of medians with the mark that it was to reach."""
     lines = []
-    for line in recorded.summary(RESULT):
+    for line in (line for result in RESULTS for line in recorded.summary(result)):
         mark = next((f"{word} {line[key]:g}" for key, word in (("at_least", ">="), ("at_most", "<=")) if key in line), "-")
         value = float(line["ratio"] if "ratio" in line else line["value"])
         met = "-" if "met" not in line else "yes" if line["met"] else "no"
@@ -50,7 +52,7 @@ def targets(recorded: Recorded) -> str:
 
 def agreement(recorded: Recorded) -> str:
     """Writes how far each side's tokens are from what llama.cpp would have taken."""
-    rows = recorded.rows(RESULT, lambda row: row["phase"] == "agreement")
+    rows = _rows(recorded, "agreement")
     return markdown(
         ("weights", "side", "tokens", "llama.cpp's own best", "others below it, mean (nats)"),
         (
@@ -62,8 +64,17 @@ def agreement(recorded: Recorded) -> str:
 
 def reads(recorded: Recorded) -> str:
     """Writes the read speed that shares are of."""
-    rows = recorded.rows(RESULT, lambda row: row["phase"] == "read")
-    return markdown(("threads", "read speed"), ((str(row["threads"]), gigabytes_per_s(row["bytes_per_s"])) for row in rows))
+    lines = [
+        (result, str(row["threads"]), gigabytes_per_s(row["bytes_per_s"]))
+        for result in RESULTS
+        for row in recorded.rows(result, lambda row: row["phase"] == "read")
+    ]
+    return markdown(("result", "threads", "read speed"), lines)
+
+
+def _rows(recorded: Recorded, *phases: str) -> list[Mapping[str, Any]]:
+    """Returns the rows of these phases, of one recording after the other."""
+    return [row for result in RESULTS for row in recorded.rows(result, lambda row: row["phase"] in phases)]
 
 
 def attention(recorded: Recorded) -> str:
