@@ -362,7 +362,7 @@ def late() -> Any:
     while not Path(sys.argv[2] + ".go").exists():
         time.sleep(0.01)
     text = refused(lambda: Library(token()))
-    Path(sys.argv[2]).write_text(json.dumps(text))
+    publish("", json.dumps(text))
     wait_for_end()
 
 
@@ -401,13 +401,23 @@ def orphan() -> Any:
     """Tells its process id and waits for the end of the supervisor."""
     library = Library(token())
     library.call_all()
-    Path(sys.argv[2]).write_text(json.dumps(os.getpid()))
+    publish("", json.dumps(os.getpid()))
     ready()
     wait_for_end()
 
 
 def ready() -> None:
-    Path(sys.argv[2] + ".ready").write_text("")
+    publish(".ready", "")
+
+
+def publish(suffix: str, text: str) -> None:
+    """Writes the output file, or one beside it. Who sees it exists sees all of it, even if this
+    process is killed right now.
+    """
+    path = Path(sys.argv[2] + suffix)
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(text)
+    part.rename(path)
 
 
 def wait_for_end() -> None:
@@ -431,4 +441,4 @@ if __name__ == "__main__":
         result = SCENES[sys.argv[1]]()
     except DflashError as error:
         sys.exit(f"{type(error).__name__}: {error}")
-    Path(sys.argv[2]).write_text(json.dumps(result))
+    publish("", json.dumps(result))
