@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from dflash_moe.engine.blocks import BlockPool
-from dflash_moe.engine.layer_loop import LayerLoop, fill_tables
+from dflash_moe.engine.layer_loop import LayerLoop
 from dflash_moe.engine.paged_cache import PagedCache
 from dflash_moe.engine.rotary_tables import RotaryTables, find_rotary_modules
 from dflash_moe.engine.sequence import SequenceBlocks
@@ -128,7 +128,7 @@ class PackedForward:
         if self.loop is not None:
             return self.loop.run(token_ids, wanted)
         if self._buffers is not None:
-            fill_tables(self._buffers.of(len(token_ids)), self.rotary[0])
+            self._buffers.of(len(token_ids)).set_tables(*self.rotary[0].cos_sin())
         positions = torch.from_numpy(step.positions)[None]
         out = self.model(
             input_ids=token_ids[None], position_ids=positions, past_key_values=self.cache, use_cache=True, logits_to_keep=wanted

@@ -13,7 +13,7 @@ from torch import nn
 
 from dflash_moe.engine.rotary_tables import RotaryTables
 from dflash_moe.operators.blocks import HostLayer
-from dflash_moe.operators.layer_buffers import BufferPool, LayerBuffers
+from dflash_moe.operators.layer_buffers import BufferPool
 
 
 class LayerLoop:
@@ -32,7 +32,7 @@ class LayerLoop:
         were told to begin; `token_ids` are int64 [num_rows].
         """
         buffers = self._buffers.of(len(token_ids))
-        fill_tables(buffers, self._tables)
+        buffers.set_tables(*self._tables.cos_sin())
         buffers.hidden_states.copy_(self._embedding(token_ids))
         for layer in self.layers:
             layer.step(buffers)
@@ -40,8 +40,3 @@ class LayerLoop:
         self._buffers.drop_last()
         logits: torch.Tensor = self._head(self._norm(rows))
         return logits
-
-
-def fill_tables(buffers: LayerBuffers, tables: RotaryTables) -> None:
-    """Writes the cosines and sines of the step under way to where host layers read them."""
-    buffers.set_tables(*tables.cos_sin())
