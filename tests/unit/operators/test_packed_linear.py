@@ -224,3 +224,27 @@ def test_wrong_parts_and_ids_are_refused() -> None:
     ids, out = torch.tensor([0, 8]), torch.empty(2, 64)
     with pytest.raises(ConfigError, match="row 8 of a matrix with 8 rows"):
         linear.gather(ids.data_ptr(), 2, out.data_ptr(), 256, "f32")
+
+
+def test_several_layers_at_once_give_the_bits_of_each_alone():
+    shared = pool(2)
+    weights = [floats(outputs, 96, seed, torch.bfloat16) for seed, outputs in enumerate((75, 1, 40))]
+    linears = [_core.PackedLinear(shared, [(matrix(weight), None, 0)], numerics="f32-canonical") for weight in weights]
+    rows = floats(9, 96, 7)
+    outs = [torch.empty(9, len(weight)) for weight in weights]
+    places = tuple((out.data_ptr(), 4 * out.shape[1], "f32") for out in outs)
+    _core.run_together(tuple(linears), rows.data_ptr(), 4 * 96, "f32", 9, places)
+    for linear, out in zip(linears, outs, strict=True):
+        assert torch.equal(out, product(linear, rows, torch.float32))
+
+
+def test_layers_of_several_pools_and_outputs_that_do_not_match_are_refused():
+    weight, rows, out = floats(4, 32, 1), floats(1, 32, 2), torch.empty(1, 4)
+    first, other = (_core.PackedLinear(pool(), [(matrix(weight), None, 0)], numerics="f32-canonical") for _ in range(2))
+    place = (out.data_ptr(), 16, "f32")
+    for linears, outs, text in (
+        ((first, other), (place, place), "several pools"), ((first,), (place, place), "an output for each"),
+        ((), (), "one or more"), ((first,), (place[:2],), "address, stride"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=text):
+            _core.run_together(linears, rows.data_ptr(), 128, "f32", 1, outs)
