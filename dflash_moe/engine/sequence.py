@@ -6,6 +6,8 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -32,15 +34,24 @@ class SequenceBlocks:
 
     Positions 0..num_tokens - 1 are stored. `reserve` makes the ones behind them writable, `keep`
     makes them count once the forward pass that wrote them is clean, and `unreserve` gives them up.
+
+    Most steps append one token to each of many sequences, within its last block. What such a step
+    calls looks at a few integers; arrays and the pool come into play where a block begins.
     """
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
+        self._block_tokens = pool.block_tokens
         self._table = np.empty(_FIRST_ROOM, np.int32)
-        self._num_blocks = 0
+        self._set_num_blocks(0)
         self._num_tokens = 0
-        # None: nothing is reserved. Else what `unreserve` needs to know.
-        self._reserved: _Reserved | None = None
+        # So many blocks from the first on need not be published any more.
+        self._num_published = 0
+        # The open reservation; without one 0 and None. `_former_blocks` is how many blocks the
+        # table had before, and `copy` has replaced the last one of these.
+        self._num_reserved = 0
+        self._former_blocks = 0
+        self._copy: BlockCopy | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -50,87 +61,119 @@ class SequenceBlocks:
     @property
     def num_reserved(self) -> int:
         """The number of positions behind the stored tokens that a step is to write."""
-        return 0 if self._reserved is None else self._reserved.num_tokens
+        return self._num_reserved
 
     @property
     def block_table(self) -> np.ndarray:
         """The blocks as int32 [num_blocks], for reading: a view, valid until the sequence
         changes.
         """
-        view = self._table[: self._num_blocks]
-        view.flags.writeable = False
-        return view
+        return self._view
 
     def slot_mapping(self, first: int, count: int) -> np.ndarray:
         """Returns the slots of the positions first..first + count - 1, as int64 [count]. They must
         be stored or reserved.
         """
-        if not (first >= 0 and count >= 0 and first + count <= self._num_tokens + self.num_reserved):
+        if not (first >= 0 and count >= 0 and first + count <= self._num_tokens + self._num_reserved):
             asked = f"the slots of positions {first}..{first + count - 1} were asked for"
-            raise EngineError(f"{asked}; {self._num_tokens} tokens are stored and {self.num_reserved} reserved")
-        positions = np.arange(first, first + count, dtype=np.int64)
-        at, offset = np.divmod(positions, self._pool.block_tokens)
-        return self._table[at].astype(np.int64) * self._pool.block_tokens + offset
+            raise EngineError(f"{asked}; {self._num_tokens} tokens are stored and {self._num_reserved} reserved")
+        slots: list[int] = []
+        self._append_slots(slots, first, count)
+        return np.array(slots, np.int64)
+
+    def append_rows(self, slots: list[int], positions: list[int]) -> tuple[np.ndarray, int, int]:
+        """Appends the slots and the positions of what is reserved to those of a step. Returns the
+        sequence as `_core.AttentionPlan` takes it: its block table, first position and number of
+        rows.
+        """
+        first, count = self._num_tokens, self._num_reserved
+        self._append_slots(slots, first, count)
+        positions.extend(range(first, first + count))
+        return self._view, first, count
 
     @property
     def held_blocks(self) -> tuple[int, ...]:
         """The shared blocks that copies have replaced in the table. They stay referenced until the
         reservation ends, because it may end by putting them back.
         """
-        return () if self._reserved is None or self._reserved.copy is None else (self._reserved.copy.copy_from,)
+        return () if self._copy is None else (self._copy.copy_from,)
 
     def blocks_needed(self, count: int) -> int:
         """Returns how many free blocks `reserve(count)` would take: new ones at the end, and one
-        for a copy where the last block is shared and not full.
+        for a copy where the last block is shared and not full. What other sequences of the step
+        reserve does not change it (`BlockPool` says what else may).
         """
         return self._blocks_for(self._num_tokens + count) - self._num_blocks + self._shares_what_it_writes()
 
     def reserve(self, count: int) -> bool:
         """Makes the `count` positions behind the stored tokens writable: allocates blocks at the
         end, and takes a copy of the last block where it is not full and other sequences name it too
-        (`copy`).
+        (`copy`). A last block that is published and not shared is not published any more.
 
         Returns False, and has changed nothing, where the pool has too few free blocks.
         """
         self._check_idle("reserve")
         if count < 1:
             raise EngineError(f"{count} positions were to be reserved; a step writes at least 1 token of a sequence")
-        if self.blocks_needed(count) > self._pool.num_free:
+        self._former_blocks = self._num_blocks
+        room = self._num_blocks * self._block_tokens - self._num_tokens
+        if (count > room or not self._pool.has_one_writer(self._table.item(self._num_blocks - 1))) and not self._take(count):
             return False
-        num_blocks, copy = self._num_blocks, None
-        if self._shares_what_it_writes():
-            shared = int(self._table[num_blocks - 1])
-            self._pool.fork([shared])
-            copy = BlockCopy(shared, self._own(num_blocks - 1))
-        self._extend(self._blocks_for(self._num_tokens + count))
-        self._reserved = _Reserved(count, num_blocks, copy)
+        self._num_reserved = count
         return True
 
     @property
     def copy(self) -> BlockCopy | None:
         """The copy that the open reservation needs, if any, before any layer writes."""
-        return None if self._reserved is None else self._reserved.copy
+        return self._copy
 
     def keep(self, count: int) -> None:
         """Ends a reservation after a clean forward pass: the first `count` of its positions are
         stored now, and blocks that only the others need are released.
         """
-        if self._reserved is None or not 0 <= count <= self._reserved.num_tokens:
-            raise EngineError(f"{count} positions were to be kept; {self.num_reserved} are reserved")
-        self._pool.release(self.held_blocks)
+        if not 0 <= count <= self._num_reserved or self._num_reserved == 0:
+            raise EngineError(f"{count} positions were to be kept; {self._num_reserved} are reserved")
+        if self._copy is not None:
+            self._pool.release(self.held_blocks)
+        rejects = count < self._num_reserved
         self._num_tokens += count
-        self._reserved = None
-        self.truncate(self._num_tokens)
+        self._end_reservation()
+        if rejects:
+            self._shrink(self._blocks_for(self._num_tokens))
 
     def unreserve(self) -> None:
         """Ends a reservation whose forward pass failed or never ran: the table is as before."""
-        if self._reserved is None:
+        if self._num_reserved == 0:
             raise EngineError("nothing is reserved that could be given up")
-        undone, self._reserved = self._reserved, None
-        self._shrink(undone.num_blocks)
-        if undone.copy is not None:
-            self._table[undone.num_blocks - 1] = undone.copy.copy_from
-            self._pool.release([undone.copy.copy_to])
+        copy, num_blocks = self._copy, self._former_blocks
+        self._end_reservation()
+        self._shrink(num_blocks)
+        if copy is not None:
+            self._table[num_blocks - 1] = copy.copy_from
+            self._pool.release([copy.copy_to])
+
+    def publish(self, hashes: Sequence[bytes]) -> None:
+        """Publishes the blocks that are full of stored tokens, for other sequences to match. The
+        hashes are those of the sequence's blocks from the first one on (`BlockHashes.hashes`);
+        blocks without one wait. Takes time for what was not published before.
+        """
+        num_full = min(self._num_tokens // self._block_tokens, len(hashes))
+        for index in range(self._num_published, num_full):
+            self._pool.publish(self._table.item(index), hashes[index])
+        self._num_published = max(self._num_published, num_full)
+
+    def adopt_prefix(self, block_ids: Sequence[int]) -> None:
+        """Gives an empty sequence the blocks that `BlockPool.match` found: it then stores
+        `len(block_ids) * block_tokens` tokens. The last token of a prompt must be computed for its
+        logits, so whoever matches leaves out the hash of a block that ends with it.
+        """
+        self._check_idle("adopt_prefix")
+        if self._num_tokens:
+            raise EngineError(f"a prefix was to be adopted behind {self._num_tokens} stored tokens; release them first")
+        self._pool.adopt(block_ids)
+        self._append_blocks(block_ids)
+        self._num_tokens = len(block_ids) * self._block_tokens
+        self._num_published = len(block_ids)
 
     def truncate(self, num_tokens: int) -> None:
         """Forgets all but the first `num_tokens` tokens and releases the blocks that only they
@@ -140,6 +183,7 @@ class SequenceBlocks:
         if not 0 <= num_tokens <= self._num_tokens:
             raise EngineError(f"truncation to {num_tokens} tokens; {self._num_tokens} are stored")
         self._num_tokens = num_tokens
+        self._num_published = min(self._num_published, num_tokens // self._block_tokens)
         self._shrink(self._blocks_for(num_tokens))
 
     def fork(self, num_tokens: int | None = None) -> SequenceBlocks:
@@ -150,11 +194,12 @@ class SequenceBlocks:
         shared = self._num_tokens if num_tokens is None else num_tokens
         if not 0 <= shared <= self._num_tokens:
             raise EngineError(f"a fork at {shared} tokens; {self._num_tokens} are stored")
-        num_blocks = self._blocks_for(shared)
+        block_ids = self._table[: self._blocks_for(shared)].tolist()
         other = SequenceBlocks(self._pool)
-        self._pool.fork(self._table[:num_blocks].tolist())
-        other._table = self._table[: max(_FIRST_ROOM, num_blocks)].copy()
-        other._num_blocks, other._num_tokens = num_blocks, shared
+        self._pool.fork(block_ids)
+        other._append_blocks(block_ids)
+        other._num_tokens = shared
+        other._num_published = min(self._num_published, shared // self._block_tokens)
         return other
 
     def release(self) -> None:
@@ -164,46 +209,82 @@ class SequenceBlocks:
         self.truncate(0)
 
     def _blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self._pool.block_tokens)
+        return -(-num_tokens // self._block_tokens)
+
+    def _append_slots(self, slots: list[int], first: int, count: int) -> None:
+        position, end = first, first + count
+        while position < end:
+            index, offset = divmod(position, self._block_tokens)
+            in_block = min(self._block_tokens - offset, end - position)
+            slot = self._table.item(index) * self._block_tokens + offset
+            slots.extend(range(slot, slot + in_block))
+            position += in_block
 
     def _shares_what_it_writes(self) -> bool:
         """Says whether the next token goes into a block that another table names too. Only the last
         block can be so: it is the only one with room.
         """
-        return (
-            self._num_tokens % self._pool.block_tokens != 0
-            and self._pool.references(int(self._table[self._num_blocks - 1])) > 1
-        )
+        return self._num_tokens % self._block_tokens != 0 and self._pool.references(self._table.item(self._num_blocks - 1)) > 1
 
-    def _own(self, index: int) -> int:
-        own = self._pool.writable(self._table, index)
-        if own is None:
-            raise EngineError("the pool has run out of blocks that were counted as free")
-        return own
-
-    def _extend(self, num_blocks: int) -> None:
-        taken = self._pool.allocate(num_blocks - self._num_blocks)
+    def _take(self, count: int) -> bool:
+        """Does what `reserve` does with blocks."""
+        if self.blocks_needed(count) > self._pool.num_free:
+            return False
+        num_blocks = self._num_blocks
+        if self._num_tokens % self._block_tokens != 0:
+            self._make_last_writable()
+        taken = self._pool.allocate(self._blocks_for(self._num_tokens + count) - num_blocks)
         if taken is None:
             raise EngineError("the pool has run out of blocks that were counted as free")
+        self._append_blocks(taken)
+        return True
+
+    def _make_last_writable(self) -> None:
+        last = self._num_blocks - 1
+        former = self._table.item(last)
+        is_shared = self._pool.references(former) > 1
+        if is_shared:
+            self._pool.fork([former])
+        own = self._pool.writable(self._table, last)
+        if own is None:
+            raise EngineError("the pool has run out of blocks that were counted as free")
+        if is_shared:
+            self._copy = BlockCopy(former, own)
+
+    def _end_reservation(self) -> None:
+        self._num_reserved, self._copy = 0, None
+
+    def _append_blocks(self, block_ids: Sequence[int]) -> None:
+        first, num_blocks = self._num_blocks, self._num_blocks + len(block_ids)
         if num_blocks > len(self._table):
             room = np.empty(max(num_blocks, 2 * len(self._table)), np.int32)
-            room[: self._num_blocks] = self._table[: self._num_blocks]
+            room[:first] = self._table[:first]
             self._table = room
-        self._table[self._num_blocks : num_blocks] = taken
+        self._table[first:num_blocks] = block_ids
+        self._set_num_blocks(num_blocks)
+
+    def _set_num_blocks(self, num_blocks: int) -> None:
         self._num_blocks = num_blocks
+        self._view = self._table[:num_blocks]
+        self._view.flags.writeable = False
 
     def _shrink(self, num_blocks: int) -> None:
         if num_blocks < self._num_blocks:
-            # Backwards, so that the next sequence to grow gets them in the same order.
+            # Backwards, so that the next sequence to grow gets them in the same order, and so that
+            # of a cached prefix its end is evicted first.
             self._pool.release(self._table[num_blocks : self._num_blocks][::-1].tolist())
-            self._num_blocks = num_blocks
+            self._set_num_blocks(num_blocks)
 
     def _check_idle(self, verb: str) -> None:
-        if self._reserved is not None:
-            raise EngineError(f"{verb} while a step is to write {self.num_reserved} tokens; keep or unreserve them first")
+        if self._num_reserved:
+            raise EngineError(f"{verb} while a step is to write {self._num_reserved} tokens; keep or unreserve them first")
 
 
-class _Reserved(NamedTuple):
-    num_tokens: int
-    num_blocks: int  # that the table had before
-    copy: BlockCopy | None  # of the last one of them
+def releasable(sequences: Iterable[SequenceBlocks]) -> int:
+    """Returns by how much the pool's `num_free` would grow if all these sequences of it were
+    released, those of a step after their reservations. Forks share blocks, which become free with
+    the last one. Changes nothing.
+    """
+    counted = list(set(sequences))
+    entries = Counter(block_id for one in counted for block_id in (*one.block_table.tolist(), *one.held_blocks))
+    return sum(counted[0]._pool.references(block_id) == count for block_id, count in entries.items())

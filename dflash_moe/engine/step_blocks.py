@@ -85,18 +85,21 @@ class StepBlocks:
         """
         self._check_open("pack")
         self._is_packed = True
-        copies = [sequence.copy for sequence in self._rows if sequence.copy is not None]
-        firsts = [sequence.num_tokens for sequence in self._rows]
-        counts = list(self._rows.values())
-        slots = [sequence.slot_mapping(sequence.num_tokens, count) for sequence, count in self._rows.items()]
-        row_starts = np.cumsum([0, *counts], dtype=np.int64)
+        slots: list[int] = []
+        positions: list[int] = []
+        row_starts, sequences, copies = [0], [], []
+        for sequence in self._rows:
+            sequences.append(sequence.append_rows(slots, positions))
+            row_starts.append(len(slots))
+            if sequence.copy is not None:
+                copies.append(sequence.copy)
         return PackedStep(
             copy_from=np.array([copy.copy_from for copy in copies], np.int32),
             copy_to=np.array([copy.copy_to for copy in copies], np.int32),
-            slots=np.concatenate(slots) if slots else np.empty(0, np.int64),
-            positions=np.arange(row_starts[-1]) + np.repeat(np.array(firsts, np.int64) - row_starts[:-1], counts),
-            row_starts=row_starts,
-            sequences=tuple((sequence.block_table, sequence.num_tokens, count) for sequence, count in self._rows.items()),
+            slots=np.array(slots, np.int64),
+            positions=np.array(positions, np.int64),
+            row_starts=np.array(row_starts, np.int64),
+            sequences=tuple(sequences),
         )
 
     def commit(self, kept: Sequence[int] | None = None) -> None:

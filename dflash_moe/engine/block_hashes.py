@@ -1,0 +1,73 @@
+"""`BlockHashes` names the content of a sequence's full blocks, so that another sequence that begins
+with the same tokens can find them in the prefix cache (engine/prefix_cache.py).
+
+A block found by its hash is used without a look at its tokens: two contents with one hash would be
+wrong numbers that nobody notices. So the hashes are cryptographic and have 128 bits. Nobody can
+choose tokens that collide in less than about 2**64 trials, and by accident, with 2**32 blocks, the
+chance is below 2**-64. Python's own hash of integers has neither property.
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import blake2b
+
+import numpy as np
+
+from dflash_moe.config import BLOCK_TOKENS
+
+# Bytes of a hash.
+HASH_BYTES = 16
+
+
+class BlockHashes:
+    """The hashes of the full blocks of one sequence, which grows at its end.
+
+    The hash of block i is blake2b over the hash of block i - 1 and the block's token ids as int32,
+    little endian. So it names all tokens up to the block's end and not the block's alone: keys and
+    values depend on all of them. The first block is chained from `seed`, which must differ where
+    equal tokens have other keys and values: model, weights, numerics and rotary class.
+    """
+
+    def __init__(self, seed: bytes, block_tokens: int = BLOCK_TOKENS) -> None:
+        self._block_tokens = block_tokens
+        # A seed of any length becomes one of fixed length, so that it cannot pass for tokens.
+        self._last = _digest(seed)
+        self._hashes: list[bytes] = []
+        # The tokens behind the last full block.
+        self._rest: list[int] = []
+
+    @property
+    def hashes(self) -> Sequence[bytes]:
+        """The hashes of the full blocks, for reading: it grows with the sequence."""
+        return self._hashes
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of tokens that were appended."""
+        return len(self._hashes) * self._block_tokens + len(self._rest)
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """Appends tokens, each within int32 (else OverflowError). Takes time for these alone, and
+        for what lies behind the last full block.
+        """
+        rest = [*self._rest, *token_ids]
+        num_full = len(rest) // self._block_tokens
+        if num_full:
+            content = np.array(rest, "<i4").tobytes()
+            size = 4 * self._block_tokens
+            for begin in range(0, num_full * size, size):
+                self._last = _digest(self._last + content[begin : begin + size])
+                self._hashes.append(self._last)
+        self._rest = rest[num_full * self._block_tokens :]
+
+    def fork(self) -> BlockHashes:
+        """Returns the hashes of another sequence that has had the same tokens so far."""
+        other = BlockHashes(b"", self._block_tokens)
+        other._last, other._hashes, other._rest = self._last, self._hashes.copy(), self._rest.copy()
+        return other
+
+
+def _digest(content: bytes) -> bytes:
+    return blake2b(content, digest_size=HASH_BYTES).digest()
