@@ -108,6 +108,24 @@ class EngineError(DflashError):
     default_code = "engine"
 
 
+class QueueFull(DflashError):  # noqa: N818 - the name is public
+    """The engine has as many waiting requests as it may have. Nothing was started; the message
+    names the limit, and `retry_after_s` is when a place may be free, from how fast requests end.
+    """
+
+    default_code = "queue_full"
+
+    def __init__(self, *args: object, retry_after_s: float = 1.0, **fields: Any) -> None:
+        super().__init__(*args, **fields)
+        self.retry_after_s = retry_after_s
+
+
+class RequestCancelled(DflashError):  # noqa: N818 - the name is public
+    """A request was cancelled, or its engine was closed before it had ended."""
+
+    default_code = "cancelled"
+
+
 class ProtocolError(DflashError):
     """A peer broke the protocol, speaks another version, or failed to authenticate. The message
     names the field and both values.

@@ -21,8 +21,11 @@ from dflash_moe.config.values import (
     Parser,
     choice,
     choice_or_auto,
+    choice_with_off,
     file_path,
+    halves,
     inherited,
+    on_off,
     parse_bytes,
     seconds,
     socket_buffer,
@@ -45,10 +48,16 @@ ISAS = ("reference", "scalar", "neon", "neon_dotprod", "neon_i8mm", "neon_bf16",
 MAX_TOKENS = 4096
 MAX_THREADS = 1024
 OPERATORS = ("auto", "torch")
+ORDERS = ("fifo", "packing")
+SPECULATIONS = ("prompt", "auto")
 # A block of the paged KV cache has so many tokens: those of a page of the attention kernels.
 BLOCK_TOKENS = 16
 # The sections of a topology whose keys are settings of the table.
 SECTIONS = ("ipc", "host", "engine")
+# More tokens of one step, requests or waiting requests than these are typing errors.
+MAX_BATCH_TOKENS = 1 << 16
+MAX_REQUESTS = 4096
+MAX_QUEUE = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +212,36 @@ SETTINGS: tuple[Setting, ...] = (
         "What keys and values are stored as", "DTYPE",
     ),
     Setting(
+        "max_batch_tokens", None, f"{PREFIX}ENGINE_MAX_BATCH_TOKENS", "engine.max_batch_tokens", whole(1, MAX_BATCH_TOKENS),
+        f"1..{MAX_BATCH_TOKENS} tokens", 1024, "1024 tokens",
+        "Most tokens of one step of the engine; longer prompts are computed in chunks", "TOKENS",
+    ),
+    Setting(
+        "max_requests", None, f"{PREFIX}ENGINE_MAX_REQUESTS", "engine.max_requests", whole(1, MAX_REQUESTS),
+        f"1..{MAX_REQUESTS}", 64, "64", "Most requests that the engine computes at a time; the others wait", "N",
+    ),
+    Setting(
+        "max_queue", None, f"{PREFIX}ENGINE_MAX_QUEUE", "engine.max_queue", whole(1, MAX_QUEUE),
+        f"1..{MAX_QUEUE}", 1024, "1024", "Most requests that wait; further ones are rejected", "N",
+    ),
+    Setting(
+        "order", None, f"{PREFIX}ENGINE_ORDER", "engine.order", choice(*ORDERS), ", ".join(ORDERS), "fifo", "fifo",
+        "Which waiting request comes next: the oldest (fifo), or the longest prompt that fits the step whole (packing)", "NAME",
+    ),
+    Setting(
+        "micro_batches", None, f"{PREFIX}ENGINE_MICRO_BATCHES", "engine.micro_batches", halves, "auto, 1, 2", None, "auto",
+        "Parts in which a step is computed, so that one computes attention while the other awaits its experts", "auto|1|2",
+    ),
+    Setting(
+        "speculate", None, f"{PREFIX}ENGINE_SPECULATE", "engine.speculate", choice_with_off(*SPECULATIONS),
+        f"off, {', '.join(SPECULATIONS)}", "off", "off",
+        "Drafts tokens that followed the same words before: always (prompt), or where that has paid (auto)", "NAME",
+    ),
+    Setting(
+        "prefix_cache", None, f"{PREFIX}ENGINE_PREFIX_CACHE", "engine.prefix_cache", on_off, "on, off", True, "on",
+        "Keeps keys and values of finished requests for prompts that begin alike", "on|off",
+    ),
+    Setting(
         "cpu_isa", None, f"{PREFIX}CPU_ISA", None, choice(*ISAS), ", ".join(ISAS), None, "best of this CPU",
         "Forces a CPU kernel set, for tests", "ISA",
     ),
@@ -254,6 +293,13 @@ class Settings:
     block_tokens: int = _default("block_tokens")
     kv_memory: MemoryBudget = _default("kv_memory")
     kv_dtype: str | None = _default("kv_dtype")
+    max_batch_tokens: int = _default("max_batch_tokens")
+    max_requests: int = _default("max_requests")
+    max_queue: int = _default("max_queue")
+    order: str = _default("order")
+    micro_batches: int | None = _default("micro_batches")
+    speculate: str = _default("speculate")
+    prefix_cache: bool = _default("prefix_cache")
     cpu_isa: str | None = _default("cpu_isa")
     handover: Path | None = _default("handover")
     handover_token_fd: str | None = _default("handover_token_fd")

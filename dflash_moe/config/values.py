@@ -152,6 +152,19 @@ def switch(value: object) -> bool:
     raise ValueError
 
 
+def on_off(value: object) -> bool:
+    # YAML 1.1 reads the words on and off as true and false.
+    if isinstance(value, bool):
+        return value
+    return str(choice("on", "off")(value)) == "on"
+
+
+def choice_with_off(*allowed: str) -> Parser:
+    """Returns a parser of one of the words, of which one is off; YAML 1.1 reads that as false."""
+    parse = choice("off", *allowed)
+    return lambda value: "off" if value is False else parse(value)
+
+
 def file_path(value: object) -> Path:
     if isinstance(value, str | os.PathLike) and (text := os.fspath(value)) and isinstance(text, str) and "\0" not in text:
         try:
@@ -193,6 +206,13 @@ def choice_or_auto(*allowed: str) -> Parser:
         return None if word == "auto" else word
 
     return parse_or_auto
+
+
+def halves(value: object) -> int | None:
+    """Returns 1 or 2, or None for auto."""
+    if isinstance(value, str) and value.strip().lower() == "auto":
+        return None
+    return int(whole(1, 2)(value))
 
 
 def spin(value: object) -> int | None:

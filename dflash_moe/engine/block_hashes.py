@@ -31,7 +31,7 @@ class BlockHashes:
     """
 
     def __init__(self, seed: bytes, block_tokens: int = BLOCK_TOKENS) -> None:
-        self._block_tokens = block_tokens
+        self.block_tokens = block_tokens
         # A seed of any length becomes one of fixed length, so that it cannot pass for tokens.
         self._last = _digest(seed)
         self._hashes: list[bytes] = []
@@ -46,25 +46,25 @@ class BlockHashes:
     @property
     def num_tokens(self) -> int:
         """The number of tokens that were appended."""
-        return len(self._hashes) * self._block_tokens + len(self._rest)
+        return len(self._hashes) * self.block_tokens + len(self._rest)
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """Appends tokens, each within int32 (else OverflowError). Takes time for these alone, and
         for what lies behind the last full block.
         """
         rest = [*self._rest, *token_ids]
-        num_full = len(rest) // self._block_tokens
+        num_full = len(rest) // self.block_tokens
         if num_full:
             content = np.array(rest, "<i4").tobytes()
-            size = 4 * self._block_tokens
+            size = 4 * self.block_tokens
             for begin in range(0, num_full * size, size):
                 self._last = _digest(self._last + content[begin : begin + size])
                 self._hashes.append(self._last)
-        self._rest = rest[num_full * self._block_tokens :]
+        self._rest = rest[num_full * self.block_tokens :]
 
     def fork(self) -> BlockHashes:
         """Returns the hashes of another sequence that has had the same tokens so far."""
-        other = BlockHashes(b"", self._block_tokens)
+        other = BlockHashes(b"", self.block_tokens)
         other._last, other._hashes, other._rest = self._last, self._hashes.copy(), self._rest.copy()
         return other
 

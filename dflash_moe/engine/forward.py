@@ -7,13 +7,13 @@ SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from dflash_moe.engine.blocks import BlockPool
+from dflash_moe.engine.blocks import MAX_BLOCKS, BlockPool
 from dflash_moe.engine.layer_loop import LayerLoop
 from dflash_moe.engine.paged_cache import PagedCache
 from dflash_moe.engine.rotary_tables import RotaryTables, find_rotary_modules
@@ -62,12 +62,70 @@ class StepRows:
     num_logits: int = 1
 
 
+class RunStep:
+    """A step whose forward pass was clean. `logits` are [num_wanted, vocab_size] in float32, those
+    of one entry after the other.
+    """
+
+    __slots__ = ("kept", "logits")
+
+    def __init__(self, logits: torch.Tensor) -> None:
+        self.logits = logits
+        self.kept: Sequence[int] | None = None
+
+    def keep(self, counts: Sequence[int]) -> None:
+        """Says how many of its tokens each entry has from now on, in their order; without it all.
+        What is not kept is as if it had never been computed.
+        """
+        self.kept = counts
+
+
+class Forward(Protocol):
+    """What an engine needs to compute steps. One thread calls it."""
+
+    blocks: BlockPool
+    # Whether a prompt may be computed in several steps, and sequences share what they begin with.
+    cuts_prompts: bool
+    # So many sequences may exist at a time.
+    max_sequences: int
+
+    @property
+    def vocab_size(self) -> int:
+        """The number of token ids."""
+        ...
+
+    def check_length(self, max_tokens: int) -> None:
+        """Raises ConfigError where a sequence can never have `max_tokens` tokens, its prompt
+        included.
+        """
+        ...
+
+    def admit(self, max_tokens: int) -> TokenSequence:
+        """Makes an empty sequence that may have up to `max_tokens` tokens. Errors are those of
+        `check_length`.
+        """
+        ...
+
+    def step(self, rows: Sequence[StepRows]) -> AbstractContextManager[RunStep]:
+        """Computes the tokens of `rows`; where the block that it opens ends without an error the
+        sequences have them, otherwise all is as before.
+        """
+        ...
+
+    def prefix_seed(self, max_tokens: int) -> bytes:
+        """Names what keys and values of a sequence depend on beside its tokens."""
+        ...
+
+
 class OutOfBlocks(ConfigError):
     """The pages have no room for the tokens of a step."""
 
 
 class PackedForward:
-    """Runs a model whose attention is paged. One thread calls it at a time."""
+    """A `Forward` over a model whose attention is paged."""
+
+    cuts_prompts = True
+    max_sequences = MAX_BLOCKS
 
     def __init__(self, model: Any, cache: PagedCache, blocks: BlockPool, dtype: torch.dtype) -> None:
         self.model = model
@@ -84,34 +142,55 @@ class PackedForward:
         self._buffers: BufferPool | None = None
         self.max_positions = max_positions(model.config)
 
-    def admit(self, max_tokens: int) -> TokenSequence:
-        """Makes an empty sequence that may have up to `max_tokens` tokens, its prompt included.
-        Raises ConfigError beyond the model's positions or what all pages together hold.
-        """
+    def check_length(self, max_tokens: int) -> None:
+        """As `Forward.check_length`: the model's positions, and what all pages together hold."""
         refuse_length(self.model.config, max_tokens)
-        room = self.blocks.num_blocks * self.blocks.block_tokens
-        if max_tokens > room:
-            raise ConfigError(
-                f"a sequence of {max_tokens} tokens was asked for, and the KV cache has room for {room}; raise "
-                "engine.kv_memory, or shorten the prompt or max_tokens"
-            )
+        refuse_beyond(self.blocks, max_tokens)
+
+    def admit(self, max_tokens: int) -> TokenSequence:
+        """As `Forward.admit`."""
+        self.check_length(max_tokens)
         return TokenSequence(SequenceBlocks(self.blocks), max_tokens)
 
-    @torch.inference_mode()  # type: ignore[untyped-decorator]
+    def prefix_seed(self, max_tokens: int) -> bytes:
+        """As `Forward.prefix_seed`: some rotary types depend on the length of a sequence."""
+        return b"%d" % max_tokens if any(tables.depends_on_length for tables in self.rotary) else b""
+
     def forward(self, rows: Sequence[StepRows]) -> torch.Tensor:
-        """Computes the tokens of `rows` and returns logits [num_wanted, vocab_size], those of one
-        entry after the other. The sequences have the tokens afterwards; on an error nothing has
-        changed.
+        """Computes the tokens of `rows` and returns logits as `RunStep` has them. The sequences
+        have the tokens afterwards; on an error nothing has changed. Errors are those of `step`.
+        """
+        with self.step(rows) as run:
+            return run.logits
+
+    @contextmanager
+    def step(self, rows: Sequence[StepRows]) -> Iterator[RunStep]:
+        """As `Forward.step`.
 
         Errors: OutOfBlocks, ConfigError for tokens beyond a sequence's max_tokens or outside the
         vocabulary, and those of the experts' calls.
         """
-        with self._step(rows) as step:
-            wanted = _wanted_rows(rows, step)
-            token_ids = torch.tensor([token for entry in rows for token in entry.token_ids], dtype=torch.int64)
-            if len(token_ids) and not 0 <= int(token_ids.min()) <= int(token_ids.max()) < self.vocab_size:
-                raise ConfigError(f"a token id is outside the vocabulary of {self.vocab_size}")
-            return self._run(token_ids, step, wanted)
+        planned = StepBlocks()
+        try:
+            for entry in rows:
+                self._append(planned, entry)
+            run = RunStep(self._compute(rows, planned.pack()))
+            yield run
+        except BaseException:
+            planned.roll_back()
+            raise
+        planned.commit(run.kept)
+
+    @torch.inference_mode()  # type: ignore[untyped-decorator]
+    def _compute(self, rows: Sequence[StepRows], step: PackedStep) -> torch.Tensor:
+        self.cache.begin(step)
+        lengths = [(entry.sequence.max_tokens, entry.sequence.num_tokens, len(entry.token_ids)) for entry in rows]
+        for tables in self.rotary:
+            tables.begin(lengths)
+        token_ids = torch.tensor([token for entry in rows for token in entry.token_ids], dtype=torch.int64)
+        if len(token_ids) and not 0 <= int(token_ids.min()) <= int(token_ids.max()) < self.vocab_size:
+            raise ConfigError(f"a token id is outside the vocabulary of {self.vocab_size}")
+        return self._run(token_ids, step, _wanted_rows(rows, step))
 
     @property
     def vocab_size(self) -> int:
@@ -136,23 +215,6 @@ class PackedForward:
         logits: torch.Tensor = out.logits[0]
         return logits
 
-    @contextmanager
-    def _step(self, rows: Sequence[StepRows]) -> Iterator[PackedStep]:
-        planned = StepBlocks()
-        try:
-            for entry in rows:
-                self._append(planned, entry)
-            step = planned.pack()
-            self.cache.begin(step)
-            lengths = [(entry.sequence.max_tokens, entry.sequence.num_tokens, len(entry.token_ids)) for entry in rows]
-            for tables in self.rotary:
-                tables.begin(lengths)
-            yield step
-        except BaseException:
-            planned.roll_back()
-            raise
-        planned.commit()
-
     def _append(self, planned: StepBlocks, entry: StepRows) -> None:
         sequence, count = entry.sequence, len(entry.token_ids)
         if sequence.num_tokens + count > sequence.max_tokens:
@@ -175,6 +237,16 @@ def refuse_length(config: Any, max_tokens: int) -> None:
         raise ConfigError(
             f"a sequence of {max_tokens} tokens was asked for, its prompt included; the model has positions for 1..{most} "
             "(max_position_embeddings)"
+        )
+
+
+def refuse_beyond(blocks: BlockPool, max_tokens: int) -> None:
+    """Raises ConfigError where all blocks together have no room for `max_tokens` tokens."""
+    room = blocks.num_blocks * blocks.block_tokens
+    if max_tokens > room:
+        raise ConfigError(
+            f"a sequence of {max_tokens} tokens was asked for, and the KV cache has room for {room}; raise "
+            "engine.kv_memory, or shorten the prompt or max_tokens"
         )
 
 

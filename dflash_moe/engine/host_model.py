@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dflash_moe.engine.blocks import BlockPool
-from dflash_moe.engine.forward import PackedForward, refuse_length
+from dflash_moe.engine.forward import Forward, PackedForward, refuse_length
 from dflash_moe.engine.independence import find_dependence
 from dflash_moe.engine.kv_budget import KvShape, block_bytes, kv_blocks
+from dflash_moe.engine.one_sequence import OneSequenceForward
 from dflash_moe.engine.paged_cache import PagedCache
 from dflash_moe.engine.sequence_run import CachedRun, PagedRun, SequenceRun
 from dflash_moe.engine.take_layers import take_layers
@@ -56,6 +57,16 @@ class HostModel:
         the model's positions or the KV cache.
         """
         return CachedRun(self.model) if self.packed is None else PagedRun(self.packed, max_tokens)
+
+
+    def engine_forward(self, kv_memory: MemoryBudget) -> Forward:
+        """Returns what an engine computes steps with. A model whose attention is not paged keeps a
+        cache for each sequence, all within `kv_memory`. Errors are those of `kv_blocks`.
+        """
+        if self.packed is not None:
+            return self.packed
+        with without_experts(self.model):
+            return OneSequenceForward(self.model, kv_memory)
 
 
 def check_length(path: str | Path, max_tokens: int) -> None:

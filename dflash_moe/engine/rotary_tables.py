@@ -33,7 +33,7 @@ class RotaryTables:
         # Whether the module wants more than hidden states and positions, such as the type of a
         # layer: then there is no single table for all layers.
         self.wants_arguments = False
-        self._depends_on_length = self._looks_at_others()
+        self.depends_on_length = self._looks_at_others()
         # The sequences of the step under way: (length at most, first position, number of rows).
         self._step: Sequence[tuple[int, int, int]] = ()
 
@@ -42,7 +42,7 @@ class RotaryTables:
         rows).
         """
         self._step = step
-        if self._depends_on_length:
+        if self.depends_on_length:
             # Tables of lengths that no sequence of this step has are not kept for ever.
             lengths = {length for length, _, _ in step}
             if len(self._chunks) > 4 * CHUNK:
@@ -75,12 +75,12 @@ class RotaryTables:
         return cos[0], sin[0]
 
     def _chunk(self, x: torch.Tensor, length: int, chunk: int, arguments: Any, options: Any) -> tuple[Tables, bool]:
-        last = length - 1 if self._depends_on_length else 0
-        key = (length if self._depends_on_length else 0, chunk, x.dtype, arguments, tuple(sorted(options.items())))
+        last = length - 1 if self.depends_on_length else 0
+        key = (length if self.depends_on_length else 0, chunk, x.dtype, arguments, tuple(sorted(options.items())))
         found = self._chunks.get(key)
         if found is None:
             positions = torch.arange(chunk * CHUNK, (chunk + 1) * CHUNK)
-            if self._depends_on_length:
+            if self.depends_on_length:
                 positions = positions.clamp(max=last)
             found = self._chunks[key] = self._compute(x, positions, last, arguments, options)
         return found

@@ -33,7 +33,7 @@ host:
   threads: 2
   experts: {memory: 12.5%}
   operators: Torch
-engine: {block_tokens: 16, kv_memory: 37.5%, kv_dtype: BF16}
+engine: {block_tokens: 16, kv_memory: 37.5%, kv_dtype: BF16, speculate: off, prefix_cache: on}
 ipc: {mode: Stream, call_timeout_s: 5, stream_tokens: 8, required: 1, shared_bytes: 1MiB}
 placement: {policy: explicit}
 workers:
@@ -59,6 +59,8 @@ def test_every_key_is_read():
         "block_tokens": BLOCK_TOKENS,
         "kv_memory": MemoryBudget(fraction=0.375),
         "kv_dtype": "bf16",
+        "speculate": "off",
+        "prefix_cache": True,
     }
     assert topology.host.operators == "torch"
     w0, card, fake, slow, far = topology.workers
@@ -341,7 +343,7 @@ def test_settings_that_stand_in_the_topology_are_stated_by_dotted_key():
     assert dict(topology.stated_settings) == {
         "ipc.mode": "stream", "ipc.call_timeout_s": 5.0, "ipc.stream_tokens": 8, "ipc.required": True,
         "ipc.shared_bytes": 1 << 20, "engine.block_tokens": 16, "engine.kv_memory": MemoryBudget(fraction=0.375),
-        "engine.kv_dtype": "bf16", "host.operators": "torch",
+        "engine.kv_dtype": "bf16", "engine.speculate": "off", "engine.prefix_cache": True, "host.operators": "torch",
     }  # fmt: skip
     settings = resolve_settings(topology.stated_settings, environ={"DFLASH_MOE_ENGINE_KV_DTYPE": "f32"})
     assert (settings.host_operators, settings.kv_dtype, settings.kv_memory.resolve(800)) == ("torch", "f32", 300)

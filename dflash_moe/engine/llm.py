@@ -1,0 +1,230 @@
+"""`LLM` is the engine as a Python program uses it: a model, its workers and one engine thread, and
+any number of callers that generate, stream or await.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dflash_moe.engine.delivery import TokenStream
+from dflash_moe.engine.engine import Engine, EngineSettings
+from dflash_moe.engine.host_model import open_host
+from dflash_moe.engine.request import TokenDelta
+from dflash_moe.engine.sampling_params import SamplingParams
+from dflash_moe.engine.text import ChoiceText, Chunk, Completion
+from dflash_moe.errors import ConfigError, DflashError, QueueFull, shown
+from dflash_moe.integrations.generation import stop_token_ids
+from dflash_moe.integrations.tokenizer import load_tokenizer
+from dflash_moe.runtime.expert_runtime import ExpertRuntime
+from dflash_moe.topology import Topology
+
+if TYPE_CHECKING:
+    from dflash_moe.runtime.fleet import LoadingReport
+
+# A text, or the ids of its tokens.
+Prompt = str | Sequence[int]
+
+
+class LLM:
+    """A model behind an engine. Any thread may call; close it, or use it as a context manager.
+
+        with dm.LLM("path/to/checkpoint", topology=topology) as llm:
+            outputs = llm.generate(["a", "b"], dm.SamplingParams(temperature=0))
+
+    A request's tokens do not depend on what else runs. Errors name the request; ConfigError for what
+    can never be computed, QueueFull for too many waiting requests, and those of
+    `ExpertRuntime.experts` where workers are lost.
+    """
+
+    def __init__(
+        self, model: str | Path, topology: Topology | str | Path | None = None, *, on_loading: LoadingReport | None = None,
+        **overrides: Any,
+    ) -> None:  # fmt: skip
+        """Starts the workers of `topology` (a local one where that is None) and loads the model.
+        `overrides` are settings (docs/topology.md). Errors are those of `ExpertRuntime.start` and
+        `load_model`.
+        """
+        if topology is None:
+            topology = Topology.local(1, threads=None)
+        elif not isinstance(topology, Topology):
+            topology = Topology.load(Path(topology))
+        path = Path(model)
+        with ExitStack() as stack:
+            self.tokenizer = load_tokenizer(path)
+            self.runtime = stack.enter_context(ExpertRuntime.start(topology, model=path, on_loading=on_loading, **overrides))
+            self.host = open_host(path, self.runtime)
+            settings = self.runtime.settings
+            forward = self.host.engine_forward(settings.kv_memory)
+            eos = stop_token_ids(self.host.model, self.tokenizer)
+            self.engine = stack.enter_context(Engine(forward, EngineSettings.of(settings), eos_token_ids=eos))
+            self._closing = stack.pop_all()
+
+    def submit(self, prompt: Prompt, params: SamplingParams | None = None) -> TokenStream:
+        """Starts a request and returns the stream of its token ids, without text."""
+        return self.engine.submit(self.token_ids(prompt), params)
+
+    def token_ids(self, prompt: Prompt) -> list[int]:
+        """Returns the ids of a text, with what the tokenizer puts before it; ids stay as they are."""
+        if isinstance(prompt, str):
+            return list(self.tokenizer(prompt)["input_ids"])
+        if isinstance(prompt, bytes) or not isinstance(prompt, Sequence) and not hasattr(prompt, "__iter__"):
+            raise ConfigError(f"prompt {shown(prompt)}: expected a text, or a sequence of token ids")
+        return list(prompt)
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None, *,
+        on_chunk: Callable[[int, Chunk], None] | None = None,
+    ) -> list[Completion]:  # fmt: skip
+        """Completes prompts, which are computed together, and returns the choices of the first, of
+        the second and so on. `params` are those of all prompts, or one for each; `on_chunk` is
+        called with a prompt's place for each chunk.
+
+        Where a request fails the others end first, and then its error is raised.
+        """
+        wanted = _prompts(prompts)
+        each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(wanted)
+        if len(each) != len(wanted):
+            raise ConfigError(f"params: {len(each)} were given for {len(wanted)} prompts; pass one, or one for each")
+        ids = [self.token_ids(prompt) for prompt in wanted]
+        for place, found in enumerate(ids):
+            if not found:
+                raise ConfigError(f"prompt {place} has no tokens; at least 1 is needed")
+        runs = [_Run(self, place, token_ids, one, on_chunk) for place, (token_ids, one) in enumerate(zip(ids, each, strict=True))]
+        return self._complete(runs)
+
+    def _complete(self, runs: list[_Run]) -> list[Completion]:
+        errors: list[DflashError] = []
+        begun: list[_Run] = []
+        try:
+            for run in runs:
+                self._begin(run, begun, errors)
+                begun.append(run)
+            for run in begun:
+                run.finish(errors)
+        finally:
+            for run in begun:
+                run.cancel()
+        if errors:
+            raise errors[0]
+        return [completion for run in runs for completion in run.completions()]
+
+    def _begin(self, run: _Run, begun: list[_Run], errors: list[DflashError]) -> None:
+        """Submits a prompt; where the queue is full it first awaits those that were begun."""
+        for earlier in begun:
+            try:
+                run.begin()
+            except QueueFull:
+                earlier.finish(errors)
+            else:
+                return
+        run.begin()
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Chunk]:
+        """Yields chunks of text as they come; those of several choices in any order. A caller that
+        stops early cancels the request.
+        """
+        text = _StreamText(self, prompt, params)
+        try:
+            while deltas := text.stream.take():
+                yield from text.chunks(deltas)
+        finally:
+            text.stream.cancel()
+
+    async def astream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncIterator[Chunk]:
+        """As `stream`, for an event loop."""
+        text = _StreamText(self, prompt, params)
+        try:
+            while deltas := await text.stream.atake():
+                for chunk in text.chunks(deltas):
+                    yield chunk
+        finally:
+            text.stream.cancel()
+
+    def stats(self) -> dict[str, Any]:
+        """Returns what engine and runtime counted: `engine` (requests, steps, tokens, blocks and
+        times) and what `ExpertRuntime.stats` has.
+        """
+        return {"engine": self.engine.stats(), **self.runtime.stats()}
+
+    def close(self) -> None:
+        """Ends all requests, the engine and the workers. It may be called twice."""
+        self._closing.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self.close()
+
+
+class _StreamText:
+    """A running request and the text of its choices."""
+
+    def __init__(self, llm: LLM, prompt: Prompt, params: SamplingParams | None) -> None:
+        params = params or SamplingParams()
+        self.stream = llm.submit(prompt, params)
+        self.texts = [ChoiceText(llm.tokenizer, params.stop, choice) for choice in range(params.n)]
+
+    def chunks(self, deltas: list[TokenDelta]) -> Iterator[Chunk]:
+        """Yields the chunks of deltas. A choice that has met its stop string is cancelled."""
+        for delta in deltas:
+            text = self.texts[delta.choice]
+            chunk = text.push(delta)
+            if chunk is not None:
+                if text.is_stopped and delta.finish_reason is None:
+                    self.stream.cancel(delta.choice)
+                yield chunk
+
+
+class _Run:
+    """One prompt of `LLM.generate`."""
+
+    def __init__(
+        self, llm: LLM, place: int, token_ids: list[int], params: SamplingParams, on_chunk: Callable[[int, Chunk], None] | None
+    ) -> None:
+        self._llm, self._place, self._token_ids, self._params, self._on_chunk = llm, place, token_ids, params, on_chunk
+        self._text: _StreamText | None = None
+        self._has_ended = False
+
+    def begin(self) -> None:
+        """Submits the prompt."""
+        self._text = _StreamText(self._llm, self._token_ids, self._params)
+
+    def finish(self, errors: list[DflashError]) -> None:
+        """Awaits all of it; an error that ends it is put into `errors`."""
+        if self._text is None or self._has_ended:
+            return
+        try:
+            while deltas := self._text.stream.take():
+                for chunk in self._text.chunks(deltas):
+                    if self._on_chunk is not None:
+                        self._on_chunk(self._place, chunk)
+        except DflashError as error:
+            errors.append(error)
+            self._text.stream.cancel()
+        self._has_ended = True
+
+    def cancel(self) -> None:
+        """Ends what has not ended."""
+        if self._text is not None and not self._has_ended:
+            self._text.stream.cancel()
+
+    def completions(self) -> list[Completion]:
+        """Returns the finished choices."""
+        assert self._text is not None
+        return [text.completion(self._place, len(self._token_ids)) for text in self._text.texts]
+
+
+def _prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """Returns a list of prompts for one or several."""
+    if isinstance(prompts, str):
+        return [prompts]
+    found = list(prompts)
+    if found and all(isinstance(one, int) for one in found):
+        return [found]
+    return found

@@ -1,0 +1,107 @@
+"""A request as the engine knows it: one sequence of tokens that is to grow, and what was asked of
+it. A submission of several choices is as many requests, which share their prompt.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from dflash_moe.errors import DflashError
+
+if TYPE_CHECKING:
+    from dflash_moe.engine.block_hashes import BlockHashes
+    from dflash_moe.engine.forward import TokenSequence
+    from dflash_moe.engine.sample import SamplingState, TokenLogprobs
+    from dflash_moe.engine.sampling_params import SamplingParams
+
+# Why a choice has ended.
+STOP = "stop"  # a token at which the model, or the request, ends
+LENGTH = "length"  # max_tokens
+CANCELLED = "cancelled"
+ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenDelta:
+    """What a step added to one choice of a submission: tokens, and the reason where it has ended.
+    `error` is set where that is "error".
+    """
+
+    choice: int
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    finish_reason: str | None = None
+    error: DflashError | None = None
+
+
+@dataclass(slots=True)
+class RequestTimes:
+    """When a request was submitted, first scheduled, and had its first and its latest token, in
+    seconds of time.monotonic; 0 where that has not been yet.
+    """
+
+    submitted: float = 0.0
+    scheduled: float = 0.0
+    first_token: float = 0.0
+    latest_token: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One choice of a submission. The engine thread alone changes it.
+
+    `tokens` are the prompt and what was generated; keys and values of the first `num_computed` of
+    them are stored. Whatever a step computed for an `epoch` that has passed is dropped: the epoch
+    ends with a preemption and with the request.
+    """
+
+    request_id: int
+    choice: int
+    # Older requests have smaller numbers; the youngest is preempted first.
+    order: int
+    tokens: list[int]
+    num_prompt: int
+    params: SamplingParams
+    sampling: SamplingState
+    hashes: BlockHashes
+    # Where its tokens go; the engine does not look into it.
+    stream: Any
+    stop_token_ids: frozenset[int] = frozenset()
+    epoch: int = 0
+    sequence: TokenSequence | None = None
+    # Choices of the same prompt that begin where this one's prompt is computed.
+    followers: list[Request] = field(default_factory=list)
+    finish_reason: str | None = None
+    times: RequestTimes = field(default_factory=RequestTimes)
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """What it is known by: no other request of the engine has the same."""
+        return self.request_id, self.choice
+
+    @property
+    def max_length(self) -> int:
+        """The tokens that it may reach, its prompt included."""
+        return self.num_prompt + self.params.max_tokens
+
+    @property
+    def num_computed(self) -> int:
+        """The number of tokens whose keys and values are stored."""
+        return 0 if self.sequence is None else self.sequence.num_tokens
+
+    @property
+    def num_generated(self) -> int:
+        """The number of tokens behind the prompt."""
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def name(self) -> str:
+        """How messages name it."""
+        return f"request {self.request_id}" + (f" choice {self.choice}" if self.params.n > 1 else "")
+
+    def extend_hashes(self) -> None:
+        """Brings `hashes` up to all tokens that it has."""
+        self.hashes.extend(self.tokens[self.hashes.num_tokens :])

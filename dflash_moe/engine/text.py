@@ -1,0 +1,114 @@
+"""Turns the token deltas of a request into text as they come, and ends a choice at its stop strings.
+It runs in the caller's thread, never in the engine's.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dflash_moe.engine.request import STOP, TokenDelta
+from dflash_moe.engine.sample import TokenLogprobs
+from dflash_moe.errors import DflashError
+from dflash_moe.integrations.generation import TextStream
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """What a step added to one choice. `text` is final; text that may belong to a stop string, and
+    bytes that are no character yet, come later.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    choice: int = 0
+    finish_reason: str | None = None
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A finished choice. `finish_reason` is "stop" (an end-of-text token, a stop id or a stop
+    string), "length" (max_tokens) or "cancelled". `prompt` is its place among the prompts.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    prompt: int = 0
+    choice: int = 0
+    prompt_tokens: int = 0
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+
+
+class ChoiceText:
+    """The text of one choice while it grows. `is_stopped` is set once a stop string was found, and
+    whatever comes later is dropped.
+    """
+
+    def __init__(self, tokenizer: Any, stops: Sequence[str], choice: int) -> None:
+        self._stream = TextStream(tokenizer)
+        self._stops = tuple(stops)
+        self._held = ""
+        self.choice = choice
+        self.is_stopped = False
+        self.parts: list[str] = []
+        self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprobs] = []
+        self.finish_reason: str | None = None
+
+    def push(self, delta: TokenDelta) -> Chunk | None:
+        """Takes a delta of this choice and returns what it adds; None where nothing does. Raises the
+        error that has ended the choice.
+        """
+        if self.is_stopped:
+            return None
+        if delta.error is not None:
+            self.finish_reason = delta.finish_reason
+            raise _copy(delta.error)
+        fresh = "".join(self._stream.push(token) for token in delta.token_ids)
+        if delta.finish_reason is not None:
+            fresh += self._stream.finish()
+        text = self._until_stop(fresh, is_last=delta.finish_reason is not None)
+        self.token_ids += delta.token_ids
+        self.logprobs += delta.logprobs or ()
+        self.finish_reason = STOP if self.is_stopped else delta.finish_reason
+        self.parts.append(text)
+        return Chunk(text, delta.token_ids, self.choice, self.finish_reason, delta.logprobs)
+
+    def completion(self, prompt: int, prompt_tokens: int) -> Completion:
+        """Returns the finished choice."""
+        logprobs = tuple(self.logprobs) or None
+        reason = self.finish_reason or "cancelled"
+        return Completion(
+            "".join(self.parts), tuple(self.token_ids), reason, prompt, self.choice, prompt_tokens, logprobs
+        )
+
+    def _until_stop(self, fresh: str, *, is_last: bool) -> str:
+        """Returns the text that is certain: what is before a stop string, and without one what
+        cannot be the beginning of one.
+        """
+        text = self._held + fresh
+        found = [at for stop in self._stops if (at := text.find(stop)) >= 0]
+        if found:
+            self.is_stopped = True
+            return text[: min(found)]
+        held = 0 if is_last else max((_overlap(text, stop) for stop in self._stops), default=0)
+        self._held = text[len(text) - held :]
+        return text[: len(text) - held]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Returns the length of the longest end of `text` with which `stop` begins."""
+    for length in range(min(len(text), len(stop) - 1), 0, -1):
+        if text.endswith(stop[:length]):
+            return length
+    return 0
+
+
+def _copy(error: DflashError) -> DflashError:
+    # One error may end many requests, and each raises one of its own: a traceback belongs to one.
+    return error.reworded(str(error))
