@@ -159,6 +159,10 @@ KNOWN: dict[str, dict[str, str]] = {
     "dflash_moe/cli/loading.py": {
         "lock self._lock": "bounded: held over a dictionary and rich's own lock; bars are drawn by a thread of rich's",
     },
+    "dflash_moe/engine/token_masks.py": {
+        "call self._condition.wait": "bounded: it waits for requests for as long as its engine lives; close() wakes it",
+        "lock self._condition": "bounded: held over tables and a thread's start; masks are asked without it, waits give it up",
+    },
     "dflash_moe/protocol/framing.py": {
         "call poller.poll": "bounded: without a limit only while its peer lives: the peer's end wakes it (TCP_USER_TIMEOUT)",
         "call self._sock.recvmsg": "bounded: called with MSG_DONTWAIT among its flags",

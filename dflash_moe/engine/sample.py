@@ -1,0 +1,194 @@
+"""The sampler of a step: it chooses a token for each row of logits, where the logits are. Only ids
+leave the device, and log-probabilities for rows that ask for them.
+
+`Sampler.launch` queues the work and `Sampled.token_ids` reads the result, so that an engine on a
+card can plan its next step between the two. Sampling changes no state (sampling_state.py).
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from dflash_moe.engine import logprobs
+from dflash_moe.engine.draw import MAX_VOCAB_SIZE, NOT_FINITE, NOTHING_ALLOWED, draw, greedy_ids
+from dflash_moe.engine.logprobs import TokenLogprobs
+from dflash_moe.engine.sampling_state import SamplingState
+from dflash_moe.errors import ConfigError, DflashError, EngineError
+
+# It stands in the place of a token id where the row was refused before anything was computed.
+_REFUSED = -3
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRow:
+    """One row of a step's logits, for the token at `position`, the number of tokens before it,
+    prompt and drafts included.
+
+    `tokens_before` are the drafts that this step assumes to be accepted before the row. `mask` is
+    bool [vocab_size] on any device, False for tokens that must not come, and None allows all.
+    """
+
+    state: SamplingState
+    position: int
+    tokens_before: Sequence[int] = ()
+    mask: torch.Tensor | None = None
+
+
+class Sampler:
+    """Samples the rows of steps. `read_back_bytes` counts what came from the device so far."""
+
+    def __init__(self) -> None:
+        self.read_back_bytes = 0
+
+    def launch(self, logits: torch.Tensor, rows: Sequence[SampleRow]) -> Sampled:
+        """Chooses a token for each row of `logits`, float32 [num_rows, vocab_size] on any device,
+        which are not changed. On a card it only queues work.
+
+        What is wrong with one row is in `Sampled.errors`, and the others are not affected. Errors:
+        EngineError where `logits` and `rows` do not fit each other.
+        """
+        if logits.dtype != torch.float32 or logits.ndim != 2 or len(logits) != len(rows):
+            raise EngineError(
+                f"the sampler was given {logits.dtype} {list(logits.shape)} for {len(rows)} rows; it takes float32 logits "
+                f"[{len(rows)}, vocab_size]"
+            )
+        if not 1 <= logits.shape[1] <= MAX_VOCAB_SIZE:
+            raise EngineError(f"the sampler was given a vocabulary of {logits.shape[1]}; it takes 1..{MAX_VOCAB_SIZE}")
+        logits = logits.detach()
+        refused: dict[int, DflashError] = {}
+        ids = _sample_rows(logits, rows, refused)
+        asked = {place: wanted for place, row in enumerate(rows) if (wanted := row.state.params.logprobs) is not None}
+        parts = [logprobs.pack(logits[place], ids[place], wanted) for place, wanted in asked.items()]
+        packed = torch.cat((ids.double(), *parts)) if parts else ids
+        sizes = {place: logprobs.packed_size(wanted, logits.shape[1]) for place, wanted in asked.items()}
+        return Sampled(self, packed, len(rows), sizes, refused)
+
+
+class Sampled:
+    """The outcome of one step's sampling. It stays on the device until somebody asks for it."""
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        packed: torch.Tensor,
+        num_rows: int,
+        sizes: Mapping[int, int],
+        refused: Mapping[int, DflashError],
+    ) -> None:
+        self._sampler, self._packed, self._num_rows, self._sizes = sampler, packed, num_rows, sizes
+        self._token_ids: list[int] | None = None
+        self._errors = dict(refused)
+        self._logprobs: dict[int, TokenLogprobs] = {}
+
+    def token_ids(self) -> list[int]:
+        """Returns the id of each row's token, a negative number for a row of `errors`. The first
+        call waits for the device and reads everything back in one transfer.
+        """
+        if self._token_ids is None:
+            self._token_ids = self._read()
+        return self._token_ids
+
+    @property
+    def errors(self) -> Mapping[int, DflashError]:
+        """What was wrong, by row; such a row has no token. It is read back with the ids."""
+        self.token_ids()
+        return self._errors
+
+    @property
+    def logprobs(self) -> Mapping[int, TokenLogprobs]:
+        """The log-probabilities of rows that asked for them and have a token. They are read back
+        with the ids.
+        """
+        self.token_ids()
+        return self._logprobs
+
+    def _read(self) -> list[int]:
+        values = self._packed.tolist()
+        self._sampler.read_back_bytes += self._packed.nbytes
+        token_ids = [int(value) for value in values[: self._num_rows]]
+        for place, token_id in enumerate(token_ids):
+            if token_id < 0:
+                self._errors.setdefault(place, _error_of(token_id))
+        at = self._num_rows
+        for place, size in self._sizes.items():
+            if place not in self._errors:
+                self._logprobs[place] = logprobs.unpack(token_ids[place], values[at : at + size])
+            at += size
+        return token_ids
+
+
+def _sample_rows(logits: torch.Tensor, rows: Sequence[SampleRow], refused: dict[int, DflashError]) -> torch.Tensor:
+    """Returns int64 [num_rows] on the logits' device, and puts errors of rows into `refused`."""
+    greedy = [place for place, row in enumerate(rows) if row.state.is_greedy and row.mask is None]
+    if len(greedy) == len(rows):
+        return greedy_ids(logits)
+    ids: dict[int, torch.Tensor] = {}
+    if greedy:
+        ids = dict(zip(greedy, greedy_ids(logits[greedy]), strict=True))
+    for place, row in enumerate(rows):
+        if place not in ids:
+            try:
+                ids[place] = _sample_row(logits[place], row)
+            except DflashError as error:
+                refused[place] = error
+                ids[place] = torch.full((), _REFUSED, device=logits.device)
+    return torch.stack([ids[place] for place in range(len(rows))])
+
+
+def _sample_row(logits: torch.Tensor, row: SampleRow) -> torch.Tensor:
+    """Returns the id of one row, int64 []. `logits` are float32 [vocab_size]."""
+    state = row.state
+    values = logits.double()  # a copy, where neither a bias nor a penalty overflows
+    is_finite = values.max().isfinite()
+    if state.has_penalties:
+        _penalise(values, row)
+    if state.has_bias:
+        _check_ids("logit_bias", state.bias[0].max(), values)
+        token_ids, biases = (torch.from_numpy(array).to(values.device) for array in state.bias)
+        values.index_add_(0, token_ids, biases)
+    if row.mask is not None:
+        _exclude(values, row.mask)
+    if state.params.temperature == 0.0:
+        token_id = greedy_ids(values[None])[0]
+        token_id = torch.where(token_id < 0, NOTHING_ALLOWED, token_id)
+    else:
+        token_id = draw(values, state.params, state.uniform(row.position))
+    return torch.where(is_finite, token_id, NOT_FINITE)
+
+
+def _penalise(values: torch.Tensor, row: SampleRow) -> None:
+    params = row.state.params
+    seen, counts = row.state.counts(row.tokens_before)
+    if not len(seen):
+        return
+    _check_ids("the prompt", seen.max(), values)
+    token_ids = torch.from_numpy(seen).to(values.device)
+    num_times = torch.from_numpy(counts).to(values.device)
+    former = values[token_ids]
+    repeated = torch.where(former > 0, former / params.repetition_penalty, former * params.repetition_penalty)
+    penalties = num_times * params.frequency_penalty + (num_times > 0) * params.presence_penalty
+    values[token_ids] = repeated - penalties
+
+
+def _check_ids(what: str, highest: int, values: torch.Tensor) -> None:
+    # An index out of range would end every later kernel of a card's process.
+    if highest >= len(values):
+        raise ConfigError(f"{what} has the token id {highest}; allowed: 0..{len(values) - 1}")
+
+
+def _exclude(values: torch.Tensor, mask: torch.Tensor) -> None:
+    if mask.dtype != torch.bool or mask.shape != values.shape:
+        raise ConfigError(f"a token mask is {mask.dtype} {list(mask.shape)}; allowed: torch.bool [{len(values)}]")
+    values.masked_fill_(~mask.to(values.device), -torch.inf)
+
+
+def _error_of(code: int) -> DflashError:
+    if code == NOTHING_ALLOWED:
+        return ConfigError("the token mask allows no token that the model can give; allow at least one, such as the last token")
+    return DflashError(
+        "the model gave no finite largest logit for a token (NaN or infinity); the weights or their numerics class are at fault"
+    )

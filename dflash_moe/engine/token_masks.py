@@ -1,0 +1,229 @@
+"""The hook for grammars: which tokens may come next, said by a user's object. `MaskThread` asks it
+on one thread of its own, while the engine computes the step before.
+
+What such an object does is unknown: it may be slow, raise, or never return. None of that may hold
+up other requests, so that the engine waits a few milliseconds only and else leaves the row out.
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from dflash_moe.errors import ConfigError, DflashError, shown
+
+# A row whose mask is not there by then sits out one step.
+DEADLINE_S = 0.002
+# A mask that takes longer has failed, and its thread is given up.
+MAX_CALL_S = 10.0
+# So many threads are given up before masks are refused altogether. They cannot be ended, and each
+# may use a core for as long as the process lives.
+MAX_STUCK = 4
+MAX_WAITING = 4096
+CLOSE_S = 2.0
+
+
+class TokenMask(Protocol):
+    """Says which tokens may follow. A request has one, or one for each of its choices."""
+
+    def allowed(self, token_ids: Sequence[int], /) -> Any:
+        """Returns bool [vocab_size], a numpy array, a torch tensor or a list, False for what must
+        not come next, or None where everything may. `token_ids` are all new tokens of the choice.
+
+        It is called on the mask thread, one call at a time, and may be asked about the same tokens
+        again. What it raises ends its request only.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class MaskAnswer:
+    """What a mask said: `allowed`, bool [vocab_size] on the processor, or None for all; or the
+    error that ends its request.
+    """
+
+    allowed: torch.Tensor | None = None
+    error: DflashError | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MaskRequest:
+    """Asks `mask` (a TokenMask, or a function like its method) what may follow `token_ids`. `key`
+    names the row: request, epoch, choice and, of a row with drafts, its place.
+    """
+
+    key: Hashable
+    mask: TokenMask | Callable[[Sequence[int]], Any]
+    token_ids: tuple[int, ...]
+
+
+class MaskThread:
+    """One thread that asks masks in the order of the requests. It starts with the first of them.
+
+    All methods are for the engine thread. Each takes the one lock once, for any number of keys.
+    """
+
+    def __init__(self, vocab_size: int, *, max_waiting: int = MAX_WAITING, max_call_s: float = MAX_CALL_S) -> None:
+        self._vocab_size, self._max_waiting, self._max_call_s = vocab_size, max_waiting, max_call_s
+        # It guards all fields below.
+        self._condition = threading.Condition()
+        self._waiting: dict[Hashable, MaskRequest] = {}
+        self._answers: dict[Hashable, MaskAnswer] = {}
+        # The one that the thread is at, None where nobody wants its answer any more.
+        self._asked: MaskRequest | None = None
+        self._busy_since: float | None = None
+        self._thread: threading.Thread | None = None
+        self._num_stuck = 0
+        self._is_closed = False
+
+    def request(self, key: Hashable, mask: TokenMask | Callable[[Sequence[int]], Any], token_ids: Sequence[int]) -> bool:
+        """Queues one request as `request_all` does. Returns False where the queue is full."""
+        return self.request_all((MaskRequest(key, mask, tuple(token_ids)),)) == 1
+
+    def request_all(self, requests: Sequence[MaskRequest]) -> int:
+        """Queues requests and returns how many of them, the first ones, found room. The others sit
+        out a step and are requested again. A request replaces what its key had before, an answer
+        that nobody took included.
+
+        Errors: ConfigError where no thread can answer: it is closed, it was given up too often, or
+        the system allows no more threads.
+        """
+        with self._condition:
+            if requests and self._thread is None:
+                self._start_thread()
+            if self._is_closed or self._thread is None:
+                raise self._no_thread()
+            num_queued = 0
+            for request in requests:
+                self._forget(request.key)
+                if len(self._waiting) + len(self._answers) >= self._max_waiting:
+                    break
+                self._waiting[request.key] = request
+                num_queued += 1
+            self._condition.notify_all()
+            return num_queued
+
+    def take(self, key: Hashable, deadline_s: float = DEADLINE_S) -> MaskAnswer | None:
+        """Returns the answer to one request as `take_all` does, None where it is not there yet."""
+        return self.take_all((key,), deadline_s).get(key)
+
+    def take_all(self, keys: Sequence[Hashable], deadline_s: float = DEADLINE_S) -> dict[Hashable, MaskAnswer]:
+        """Takes the answers to these requests, and waits `deadline_s` at most for all of them
+        together. What is missing is not there yet: its row sits out a step, and is taken later
+        without being requested again.
+        """
+        until = time.monotonic() + deadline_s
+        with self._condition:
+            while not all(key in self._answers for key in keys):
+                self._give_up_stuck()
+                left = until - time.monotonic()
+                if left <= 0:
+                    break
+                self._condition.wait(left)
+            return {key: self._answers.pop(key) for key in keys if key in self._answers}
+
+    def drop(self, keys: Sequence[Hashable]) -> None:
+        """Forgets requests and answers of rows that ended. An answer that comes later is lost."""
+        with self._condition:
+            for key in keys:
+                self._forget(key)
+
+    def close(self, deadline_s: float = CLOSE_S) -> bool:
+        """Ends the thread and forgets everything. Returns False where a mask did not return within
+        the deadline; its thread is left behind. May be called twice.
+        """
+        with self._condition:
+            self._is_closed = True
+            self._waiting.clear()
+            self._answers.clear()
+            self._asked = None
+            thread = self._thread
+            self._condition.notify_all()
+        if thread is None:
+            return True
+        thread.join(deadline_s)
+        return not thread.is_alive()
+
+    def _forget(self, key: Hashable) -> None:
+        self._waiting.pop(key, None)
+        self._answers.pop(key, None)
+        if self._asked is not None and self._asked.key == key:
+            self._asked = None
+
+    def _start_thread(self) -> None:
+        self._thread = None
+        if self._is_closed or self._num_stuck > MAX_STUCK:
+            return
+        thread = threading.Thread(target=self._run, name="dflash-masks", daemon=True)
+        self._thread = thread
+        try:
+            thread.start()
+        except RuntimeError:  # as many threads as the system allows
+            self._thread = None
+
+    def _no_thread(self) -> ConfigError:
+        reason = "it is closed" if self._is_closed else f"{self._num_stuck} masks never returned, or there are too many threads"
+        return ConfigError(f"token_mask: the thread that asks token masks has ended: {reason}; send requests without a mask")
+
+    def _give_up_stuck(self) -> None:
+        """Has another thread ask the other masks where one has taken too long, which is answered
+        for. The caller holds the lock.
+        """
+        if self._busy_since is None or time.monotonic() - self._busy_since < self._max_call_s:
+            return
+        if self._asked is not None:
+            error = ConfigError(f"token_mask: it did not return within {self._max_call_s:g} s; allowed: masks that are quicker")
+            self._answers[self._asked.key] = MaskAnswer(error=error)
+        self._asked, self._busy_since = None, None
+        self._num_stuck += 1
+        self._start_thread()
+        if self._thread is None:
+            self._answers.update((key, MaskAnswer(error=self._no_thread())) for key in self._waiting)
+            self._waiting.clear()
+
+    def _run(self) -> None:
+        me = threading.current_thread()
+        while True:
+            with self._condition:
+                while not self._waiting and not self._is_closed and self._thread is me:
+                    self._condition.wait()
+                if self._is_closed or self._thread is not me:
+                    return
+                request = self._asked = self._waiting.pop(next(iter(self._waiting)))
+                self._busy_since = time.monotonic()
+            answer = self._ask(request)
+            with self._condition:
+                if self._thread is not me:  # given up; another thread has its place
+                    return
+                self._busy_since = None
+                if self._asked is request:
+                    self._answers[request.key] = answer
+                    self._asked = None
+                self._condition.notify_all()
+
+    def _ask(self, request: MaskRequest) -> MaskAnswer:
+        try:
+            allowed: Any = getattr(request.mask, "allowed", request.mask)
+            said = allowed(request.token_ids)
+            return MaskAnswer(None if said is None else self._checked(said))
+        except DflashError as error:
+            return MaskAnswer(error=error)
+        except BaseException as error:  # noqa: BLE001 - a user's code; its request ends, the thread goes on
+            return MaskAnswer(
+                error=ConfigError(f"token_mask: it raised {shown(error)}; allowed: bool [{self._vocab_size}] or None")
+            )
+
+    def _checked(self, said: Any) -> torch.Tensor:
+        # A copy, because the mask may use its memory again for its next answer.
+        allowed = said.detach().to("cpu", copy=True) if isinstance(said, torch.Tensor) else torch.tensor(said)
+        if allowed.dtype != torch.bool or tuple(allowed.shape) != (self._vocab_size,):
+            raise ConfigError(
+                f"token_mask: it gave {allowed.dtype} {list(allowed.shape)}; allowed: bool [{self._vocab_size}] or None"
+            )
+        return allowed
