@@ -1,0 +1,123 @@
+"""`StepPrice` says how many seconds a step of n rows takes, learnt from the steps themselves. What
+a further row costs decides whether drafts pay.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections import deque
+from itertools import accumulate
+
+from dflash_moe.errors import ConfigError
+
+# Steps are collected at these numbers of rows, each at the nearest. Up to 8 rows every number has
+# its own. Above they are a quarter apart: a row more changes a large step by less than two equal
+# steps differ, so that only points at a distance tell a price.
+POINTS = tuple(accumulate(range(40), lambda rows, _: max(rows + 1, rows * 5 // 4), initial=1))
+# A point is believed from its third step on, since the median of three ignores one pause of the
+# machine, and it is the median of its last 31 steps.
+_ENOUGH = 3
+_WINDOW = 31
+# The level follows a change of all prices (a longer context, a busy machine) in about 4 steps. One
+# step counts at most for a factor of 2.
+_LEVEL_SHARE = 0.25
+_MOST_CHANGE = 2.0
+# Before anything is measured a row costs at least this share of a step of one row. From 4 to 16
+# sequences a step of the reference model grew by 0.145 for each row, with nearly all experts read.
+_ROW_SHARE = 0.15
+# A measured row is never taken for cheaper than this share of a step of one row: less is below
+# what the medians can tell apart, and rows for nothing would always pay.
+_LEAST_ROW_SHARE = 0.01
+
+
+class StepPrice:
+    """Seconds of a step as a function of its rows: linear between measured points, and beyond them
+    of the shape that is assumed before anything is measured.
+
+    That shape is careful. Row n of a step is taken to read the experts that no row before it read,
+    a share of (1 - expert_share)^(n - 1), as if a step were nothing but reading experts: 1, 1.75,
+    2.31, 2.73, 3.05 for 8 experts of 32. Whole steps measured 1, 1.15, 1.31, 1.42, 1.50.
+
+    Prices are kept relative to a level that all points share, so that a point which was not
+    measured for long follows the others when contexts grow. Owned by the engine thread.
+    """
+
+    def __init__(self, expert_share: float = 1 / 16) -> None:
+        """`expert_share` is top_k / num_experts of the model, 1 for a dense one."""
+        if not 0 < expert_share <= 1:
+            raise ConfigError(f"expert_share={expert_share} is not allowed; allowed: above 0 and at most 1")
+        self._unread_share = 1 - expert_share
+        self._num_falling = 1
+        if expert_share < 1:
+            self._num_falling += math.floor(math.log(_ROW_SHARE) / math.log(self._unread_share))
+        self._level = 0.0
+        self._windows: dict[int, deque[float]] = {}
+        self._medians: dict[int, float] = {}
+        # The measured points and their prices relative to the level; not falling.
+        self._rows: list[int] = []
+        self._prices: list[float] = []
+
+    def assumed(self, num_rows: int) -> float:
+        """Returns the price of a step relative to one of one row, before anything is measured."""
+        falling = min(num_rows, self._num_falling)
+        return (1 - self._unread_share**falling) / (1 - self._unread_share) + _ROW_SHARE * (num_rows - falling)
+
+    def observe(self, num_rows: int, seconds: float) -> None:
+        """Takes note of a step: `num_rows` rows of all kinds in `seconds`, drafting included. A
+        step of no rows or no time says nothing.
+        """
+        if num_rows < 1 or not 0 < seconds < math.inf:
+            return
+        point = _nearest(num_rows)
+        price = seconds * self.assumed(point) / self.assumed(num_rows)
+        if not self._level:
+            self._level = price / self.assumed(point)
+        window = self._windows.setdefault(point, deque(maxlen=_WINDOW))
+        if len(window) >= _ENOUGH:
+            change = price / (self._level * self._medians[point])
+            self._level *= min(max(change, 1 / _MOST_CHANGE), _MOST_CHANGE) ** _LEVEL_SHARE
+        window.append(price / self._level)
+        if len(window) >= _ENOUGH:
+            self._medians[point] = sorted(window)[len(window) // 2]
+            self._fit()
+
+    def seconds(self, num_rows: int) -> float:
+        """Returns the seconds that a step of `num_rows` rows is expected to take; before anything
+        is measured, relative to a step of one row.
+        """
+        if not self._rows:
+            return (self._level or 1.0) * self.assumed(num_rows)
+        above = bisect_left(self._rows, num_rows)
+        if 0 < above < len(self._rows):
+            first, last = self._rows[above - 1], self._rows[above]
+            low, high = self._prices[above - 1], self._prices[above]
+            return self._level * (low + (high - low) * (num_rows - first) / (last - first))
+        end = min(above, len(self._rows) - 1)
+        return self._level * self._prices[end] * self.assumed(num_rows) / self.assumed(self._rows[end])
+
+    def _fit(self) -> None:
+        """Makes prices of the medians that rise with the rows: midway between the highest at or
+        below each point and the lowest at or above it.
+        """
+        self._rows = sorted(self._medians)
+        found = [self._medians[rows] for rows in self._rows]
+        highest = accumulate(found, max)
+        lowest = list(accumulate(reversed(found), min))[::-1]
+        prices = [(high + low) / 2 for high, low in zip(highest, lowest, strict=True)]
+        least = _LEAST_ROW_SHARE * prices[0] / self.assumed(self._rows[0])
+        for place in range(1, len(prices)):
+            rise = least * (self._rows[place] - self._rows[place - 1])
+            prices[place] = max(prices[place], prices[place - 1] + rise)
+        self._prices = prices
+
+
+def _nearest(num_rows: int) -> int:
+    above = bisect_left(POINTS, num_rows)
+    if above == len(POINTS):
+        return POINTS[-1]
+    if above and num_rows - POINTS[above - 1] < POINTS[above] - num_rows:
+        return POINTS[above - 1]
+    return POINTS[above]
