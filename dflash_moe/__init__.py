@@ -14,6 +14,8 @@ from dflash_moe.errors import (
     ConfigError,
     DflashError,
     ProtocolError,
+    QueueFull,
+    RequestCancelled,
     TopologyError,
     UnsupportedError,
     WorkerError,
@@ -23,6 +25,8 @@ from dflash_moe.errors import (
 from dflash_moe.version import __version__
 
 if TYPE_CHECKING:
+    from dflash_moe.engine.llm import LLM
+    from dflash_moe.engine.sampling_params import SamplingParams
     from dflash_moe.integrations.transformers import load_model, offload
     from dflash_moe.runtime.expert_call import ExpertCall
     from dflash_moe.runtime.expert_runtime import ExpertRuntime
@@ -30,6 +34,8 @@ if TYPE_CHECKING:
 
 _LAZY = {
     "ExpertCall": "dflash_moe.runtime.expert_call",
+    "LLM": "dflash_moe.engine.llm",
+    "SamplingParams": "dflash_moe.engine.sampling_params",
     "ExpertRuntime": "dflash_moe.runtime.expert_runtime",
     "Topology": "dflash_moe.topology",
     "load_model": "dflash_moe.integrations.transformers",
@@ -42,7 +48,11 @@ __all__ = [
     "DflashError",
     "ExpertCall",
     "ExpertRuntime",
+    "LLM",
     "ProtocolError",
+    "QueueFull",
+    "RequestCancelled",
+    "SamplingParams",
     "Topology",
     "TopologyError",
     "UnsupportedError",

@@ -134,6 +134,10 @@ class BlockPool:
             self._references[block_id] += 1
         self._num_adopted += len(block_ids)
 
+    def forget_cached(self) -> None:
+        """Makes all cached blocks that no table names free, so that nobody finds them again."""
+        self._free += [self._cache.evict() for _ in range(self._cache.num_idle)]
+
     def allocate(self, num_wanted: int) -> list[int] | None:
         """Takes free blocks and gives each its first reference: those without content to find, and
         then the least recently used cached ones. Returns None where fewer than `num_wanted` are

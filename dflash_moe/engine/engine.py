@@ -14,7 +14,7 @@ import secrets
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,12 +24,12 @@ from dflash_moe.engine.delivery import Call, Cancel, Command, EngineDoor, Submit
 from dflash_moe.engine.engine_stats import EngineStats
 from dflash_moe.engine.forward import Forward
 from dflash_moe.engine.request import CANCELLED, ERROR, LENGTH, STOP, Request, RequestTimes, TokenDelta
-from dflash_moe.engine.sample import SamplingState
 from dflash_moe.engine.sampling_params import SamplingParams
+from dflash_moe.engine.sampling_state import SamplingState
 from dflash_moe.engine.schedule import Limits, Scheduler, StepPlan
 from dflash_moe.engine.speculate import Speculator
 from dflash_moe.engine.step_run import Outcome, StepRun
-from dflash_moe.engine.token_masks import MaskThread
+from dflash_moe.engine.token_masks import MaskRequest, MaskThread
 from dflash_moe.errors import ConfigError, DflashError, EngineError, RequestCancelled, WorkerError, shown
 
 log = logging.getLogger(__name__)
@@ -83,7 +83,9 @@ class Engine:
         self._scheduler = Scheduler(forward, limits)
         self._speculates = settings.speculate != "off" and forward.cuts_prompts
         self._speculator = Speculator(settings.speculate)
-        self._masks = MaskThread()
+        self._masks = MaskThread(forward.vocab_size)
+        # Requests whose next mask nobody was asked for yet.
+        self._unasked: list[Request] = []
         self._steps = StepRun(forward, self._masks)
         self._stats = EngineStats()
         self._door = EngineDoor(settings.max_queue, lock)
@@ -104,8 +106,8 @@ class Engine:
 
     # -- any thread ------------------------------------------------------------------------------
     def submit(self, token_ids: Sequence[int], params: SamplingParams | None = None) -> TokenStream:
-        """Has a prompt completed, and returns where its tokens come. Raises ConfigError for a prompt
-        or parameters that can never be computed, QueueFull where too many wait, and DflashError
+        """Has a prompt completed, and returns where its tokens come. Raises ConfigError for a
+        prompt or parameters that can never be computed, QueueFull where too many wait, and DflashError
         where the engine is closed; each names the request.
         """
         params = params or SamplingParams()
@@ -121,7 +123,9 @@ class Engine:
             raise ConfigError(f"{name}: the prompt has no tokens; at least 1 is needed")
         wrong = next((token for token in prompt if token >= self._forward.vocab_size), None)
         if wrong is not None:
-            raise ConfigError(f"{name}: token id {wrong} is not allowed; the model has the ids 0..{self._forward.vocab_size - 1}")
+            raise ConfigError(
+                f"{name}: token id {wrong} is not allowed; the model has the ids 0..{self._forward.vocab_size - 1}"
+            )
         try:
             params.check_ids(self._forward.vocab_size)
             self._forward.check_length(len(prompt) + params.max_tokens)
@@ -189,7 +193,9 @@ class Engine:
             raise errors[0]
 
     def close(self) -> None:
-        """Ends all requests with RequestCancelled, and the engine thread. It may be called twice."""
+        """Ends all requests with RequestCancelled, and the engine thread. It may be called
+        twice.
+        """
         atexit.unregister(self._at_exit)
         self._close(RequestCancelled("the engine is closed; open another one"))
 
@@ -254,8 +260,7 @@ class Engine:
         self._num_open += len(requests)
         for request in requests:
             request.order = next(self._orders)
-            if request.params.token_mask is not None:
-                self._masks.request(request.key, request.params.token_mask, request.tokens)
+        self._unasked += [request for request in requests if request.params.token_mask is not None]
         if self._forward.cuts_prompts:
             leader.followers = followers
             followers = []
@@ -267,6 +272,7 @@ class Engine:
         meanwhile.
         """
         began = time.perf_counter()
+        self._ask_masks()
         plan = self._plan(ahead)
         planned = time.perf_counter()
         self._stats.plan_s += planned - began
@@ -292,8 +298,18 @@ class Engine:
         if not self._speculates:
             return
         decoding = {rows.request for rows in plan.rows if not rows.is_prefill}
-        found = {one.request.key: (one.num_drafts, one.num_accepted) for one in outcomes if one.request in decoding}
+        found: dict[Hashable, tuple[int, int]] = {
+            one.request.key: (one.num_drafts, one.num_accepted) for one in outcomes if one.request in decoding
+        }
         self._speculator.observe(found, plan.num_rows, seconds)
+
+    def _ask_masks(self) -> None:
+        """Has the masks of the next tokens computed while the next step is."""
+        wanted = [one for one in self._unasked if one.finish_reason is None]
+        if wanted:
+            asked = [MaskRequest(one.key, one.params.token_mask, tuple(one.tokens)) for one in wanted]
+            wanted = wanted[self._masks.request_all(asked) :]
+        self._unasked = wanted
 
     def _plan(self, ahead: StepPlan | None) -> StepPlan:
         plan = None if ahead is None else self._scheduler.revise(ahead)
@@ -313,7 +329,9 @@ class Engine:
         """Returns guesses for the requests that decode in the next step."""
         if not self._speculates:
             return {}
-        decoding = {one.key: one for one in self._scheduler.running if len(one.tokens) - one.num_computed == 1}
+        decoding: dict[Hashable, Request] = {
+            one.key: one for one in self._scheduler.running if len(one.tokens) - one.num_computed == 1
+        }
         # A masked token waits for those before it, so that nothing can be guessed behind it.
         rows = [
             (key, one.tokens, 1 if one.params.token_mask is not None else one.params.max_tokens - one.num_generated)
@@ -378,7 +396,7 @@ class Engine:
         if reason is None:
             self._deltas.append((request.stream, TokenDelta(request.choice, token_ids, logprobs)))
             if request.params.token_mask is not None:
-                self._masks.request(request.key, request.params.token_mask, request.tokens)
+                self._unasked.append(request)
         else:
             self._end(request, reason, token_ids=token_ids, logprobs=logprobs)
 
@@ -410,7 +428,7 @@ class Engine:
                 other.followers.remove(request)
         self._speculator.forget(request.key)
         if request.params.token_mask is not None:
-            self._masks.forget(request.key)
+            self._masks.drop((request.key,))
         if not choices:
             del self._open[request.request_id]
         self._num_open -= 1

@@ -58,7 +58,6 @@ class HostModel:
         """
         return CachedRun(self.model) if self.packed is None else PagedRun(self.packed, max_tokens)
 
-
     def engine_forward(self, kv_memory: MemoryBudget) -> Forward:
         """Returns what an engine computes steps with. A model whose attention is not paged keeps a
         cache for each sequence, all within `kv_memory`. Errors are those of `kv_blocks`.

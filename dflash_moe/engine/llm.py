@@ -36,8 +36,8 @@ class LLM:
         with dm.LLM("path/to/checkpoint", topology=topology) as llm:
             outputs = llm.generate(["a", "b"], dm.SamplingParams(temperature=0))
 
-    A request's tokens do not depend on what else runs. Errors name the request; ConfigError for what
-    can never be computed, QueueFull for too many waiting requests, and those of
+    A request's tokens do not depend on what else runs. Errors name the request; ConfigError for
+    what can never be computed, QueueFull for too many waiting requests, and those of
     `ExpertRuntime.experts` where workers are lost.
     """
 
@@ -69,12 +69,14 @@ class LLM:
         return self.engine.submit(self.token_ids(prompt), params)
 
     def token_ids(self, prompt: Prompt) -> list[int]:
-        """Returns the ids of a text, with what the tokenizer puts before it; ids stay as they are."""
+        """Returns the ids of a text, with what the tokenizer puts before it; ids stay as they
+        are.
+        """
         if isinstance(prompt, str):
             return list(self.tokenizer(prompt)["input_ids"])
-        if isinstance(prompt, bytes) or not isinstance(prompt, Sequence) and not hasattr(prompt, "__iter__"):
+        if isinstance(prompt, bytes) or not hasattr(prompt, "__iter__"):
             raise ConfigError(f"prompt {shown(prompt)}: expected a text, or a sequence of token ids")
-        return list(prompt)
+        return [*prompt]
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None, *,
@@ -94,7 +96,9 @@ class LLM:
         for place, found in enumerate(ids):
             if not found:
                 raise ConfigError(f"prompt {place} has no tokens; at least 1 is needed")
-        runs = [_Run(self, place, token_ids, one, on_chunk) for place, (token_ids, one) in enumerate(zip(ids, each, strict=True))]
+        runs = [
+            _Run(self, place, token_ids, one, on_chunk) for place, (token_ids, one) in enumerate(zip(ids, each, strict=True))
+        ]
         return self._complete(runs)
 
     def _complete(self, runs: list[_Run]) -> list[Completion]:
@@ -224,7 +228,5 @@ def _prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """Returns a list of prompts for one or several."""
     if isinstance(prompts, str):
         return [prompts]
-    found = list(prompts)
-    if found and all(isinstance(one, int) for one in found):
-        return [found]
-    return found
+    found: list[Any] = list(prompts)
+    return [found] if found and all(isinstance(one, int) for one in found) else found

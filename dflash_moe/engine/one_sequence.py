@@ -1,5 +1,5 @@
-"""`OneSequenceForward` serves models whose attention is not paged: every sequence has the cache that
-transformers has for it, and a forward pass of its own.
+"""`OneSequenceForward` serves models whose attention is not paged: every sequence has the cache
+that transformers has for it, and a forward pass of its own.
 
 A prompt is computed in one pass, nothing is shared between sequences, and a sequence whose step
 failed begins again. That is correct for recurrent, sparse and indexed attention alike, and nothing

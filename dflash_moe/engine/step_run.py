@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from dflash_moe.engine.forward import Forward, RunStep, StepRows
+from dflash_moe.engine.logprobs import TokenLogprobs
 from dflash_moe.engine.request import Request
-from dflash_moe.engine.sample import Sampled, Sampler, SampleRow, TokenLogprobs
+from dflash_moe.engine.sample import Sampled, Sampler, SampleRow
 from dflash_moe.engine.schedule import PlannedRows, StepPlan
 from dflash_moe.engine.token_masks import MaskThread
 from dflash_moe.errors import DflashError
@@ -46,6 +47,8 @@ class _Pick:
     request: Request
     place: int
     before: tuple[int, ...]
+    # Why it has no token, whatever is sampled.
+    refused: list[DflashError] = field(default_factory=list)
 
 
 class StepRun:
@@ -82,28 +85,25 @@ class StepRun:
         return outcomes, all(count >= rows.count for rows, count in zip(plan.rows, kept, strict=True)), times
 
     def _launch(self, plan: StepPlan, step: RunStep) -> tuple[list[_Pick], Sampled | None]:
+        """Starts sampling what is ready, and returns it in the order of the rows that are sampled.
+        What waits for its mask is left out.
+        """
         picks = _picks(plan)
-        ready, masks = [], []
-        for pick in picks:
-            is_ready, mask = self._mask(pick.request)
-            if is_ready:
-                ready.append(pick)
-                masks.append(mask)
+        masked = [pick.request.key for pick in picks if pick.request.params.token_mask is not None]
+        answers = self._masks.take_all(masked) if masked else {}
+        ready = [pick for pick in picks if pick.request.params.token_mask is None or pick.request.key in answers]
         if not ready:
             return [], None
         places = [pick.place for pick in ready]
         logits = step.logits if places == list(range(len(step.logits))) else step.logits[places]
-        rows = [
-            SampleRow(pick.request.sampling, len(pick.request.tokens) + len(pick.before), pick.before, mask)
-            for pick, mask in zip(ready, masks, strict=True)
-        ]
+        rows = []
+        for pick in ready:
+            answer = answers.get(pick.request.key)
+            if answer is not None and answer.error is not None:
+                pick.refused.append(answer.error)
+            mask = None if answer is None else answer.allowed
+            rows.append(SampleRow(pick.request.sampling, len(pick.request.tokens) + len(pick.before), pick.before, mask))
         return ready, self._sampler.launch(logits, rows)
-
-    def _mask(self, request: Request) -> tuple[bool, object]:
-        """Returns whether a request may be sampled in this step, and the mask of its tokens."""
-        if request.params.token_mask is None:
-            return True, None
-        return self._masks.take(request.key, len(request.tokens))
 
 
 def _step_rows(rows: PlannedRows) -> StepRows:
@@ -135,7 +135,7 @@ def _judge(picks: Sequence[_Pick], sampled: Sampled) -> list[Outcome]:
         pick = picks[at]
         # Only a request without followers has drafts.
         drafts = pick.rows.drafts
-        tokens, error = [], sampled.errors.get(at)
+        tokens, error = [], pick.refused[0] if pick.refused else sampled.errors.get(at)
         accepted = 0
         if error is None:
             tokens.append(token_ids[at])

@@ -1,5 +1,5 @@
-"""Turns the token deltas of a request into text as they come, and ends a choice at its stop strings.
-It runs in the caller's thread, never in the engine's.
+"""Turns the token deltas of a request into text as they come, and ends a choice at its stop
+strings. It runs in the caller's thread, never in the engine's.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dflash_moe.engine.logprobs import TokenLogprobs
 from dflash_moe.engine.request import STOP, TokenDelta
-from dflash_moe.engine.sample import TokenLogprobs
 from dflash_moe.errors import DflashError
 from dflash_moe.integrations.generation import TextStream
 
@@ -61,8 +61,8 @@ class ChoiceText:
         self.finish_reason: str | None = None
 
     def push(self, delta: TokenDelta) -> Chunk | None:
-        """Takes a delta of this choice and returns what it adds; None where nothing does. Raises the
-        error that has ended the choice.
+        """Takes a delta of this choice and returns what it adds; None where nothing does. Raises
+        the error that has ended the choice.
         """
         if self.is_stopped:
             return None
@@ -83,9 +83,7 @@ class ChoiceText:
         """Returns the finished choice."""
         logprobs = tuple(self.logprobs) or None
         reason = self.finish_reason or "cancelled"
-        return Completion(
-            "".join(self.parts), tuple(self.token_ids), reason, prompt, self.choice, prompt_tokens, logprobs
-        )
+        return Completion("".join(self.parts), tuple(self.token_ids), reason, prompt, self.choice, prompt_tokens, logprobs)
 
     def _until_stop(self, fresh: str, *, is_last: bool) -> str:
         """Returns the text that is certain: what is before a stop string, and without one what

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-
 # A character has at most four bytes, and each may be a token of its own. What is no character after
 # so many tokens never becomes one.
 _LONGEST_WAIT = 8
