@@ -107,8 +107,8 @@ class Engine:
     # -- any thread ------------------------------------------------------------------------------
     def submit(self, token_ids: Sequence[int], params: SamplingParams | None = None) -> TokenStream:
         """Has a prompt completed, and returns where its tokens come. Raises ConfigError for a
-        prompt or parameters that can never be computed, QueueFull where too many wait, and DflashError
-        where the engine is closed; each names the request.
+        prompt or parameters that can never be computed, QueueFull where too many wait, and
+        RequestCancelled where the engine is closed; each names the request.
         """
         params = params or SamplingParams()
         request_id = next(self._ids)
