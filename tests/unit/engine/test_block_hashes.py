@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dflash_moe.engine.block_hashes import HASH_BYTES, BlockHashes
+from dflash_moe.errors import EngineError
 
 
 def hashes_of(token_ids: list[int], seed: bytes = b"seed", block_tokens: int = 4) -> list[bytes]:
@@ -60,7 +61,7 @@ def test_a_fork_goes_on_from_the_same_tokens_by_itself():
 def test_a_token_that_is_no_int32_is_refused_and_nothing_is_appended():
     hashes = BlockHashes(b"seed", 4)
     hashes.extend([1, 2])
-    with pytest.raises(OverflowError):
+    with pytest.raises(EngineError, match="one is no int32"):
         hashes.extend([3, 2**31])
     assert (hashes.num_tokens, hashes.hashes) == (2, [])
     hashes.extend([3, 4])

@@ -154,11 +154,18 @@ class CacheMachine(RuleBasedStateMachine):
     def remember(self, tokens: list[int]) -> None:
         self.prompts = [*self.prompts[-7:], list(tokens)]
 
-    @rule(number=st.integers(0, 9))
+    @rule()
+    def publish(self) -> None:
+        for sequence, history in self.histories.items():
+            sequence.publish(self.hashes_of(history))
+
+    @rule(number=st.integers(0, 9), back=st.integers(1, 6))
     @precondition(lambda self: self.histories)
-    def publish(self, number: int) -> None:
+    def go_back(self, number: int, back: int) -> None:
         sequence = self.pick(number)
-        sequence.publish(self.hashes_of(self.histories[sequence]))
+        num_tokens = max(sequence.num_tokens - back, 0)
+        sequence.truncate(num_tokens)
+        del self.histories[sequence][num_tokens:]
 
     @rule(number=st.integers(0, 9))
     @precondition(lambda self: self.prompts and len(self.histories) < 6)
