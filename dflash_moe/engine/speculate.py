@@ -207,17 +207,22 @@ class Speculator:
         return [self.price.seconds(base_rows + more) - base for more in range(1, most_rows + 1)]
 
     def _add_probes(self, planned: dict[Hashable, list[int]], requests: Sequence[DecodeRow], budget_rows: int) -> None:
+        """Adds probes of those that are due, the longest overdue first, so that none is left out
+        for ever where the credit does not reach for all.
+        """
         room = min(budget_rows - sum(map(len, planned.values())), self.acceptance.probe_credit)
-        for row in requests:
-            if room < 1:
-                return
-            if row[0] in planned or not self.acceptance.is_probe_due(row[0]):
-                continue
+        if room < PROBE_DRAFTS:
+            return
+        waiting = ((self.acceptance.overdue(row[0]), row) for row in requests if row[0] not in planned)
+        due = sorted((entry for entry in waiting if entry[0] >= 0), key=_descending)
+        for _, row in due:
             drafts = self._draft(row, min(PROBE_DRAFTS, room))
             if drafts:
                 planned[row[0]] = list(drafts)
                 self._probing.add(row[0])
                 room -= len(drafts)
+            if room < PROBE_DRAFTS:
+                return
 
 
 def choose_counts(
@@ -247,5 +252,5 @@ def choose_counts(
     return counts
 
 
-def _descending(entry: tuple[float, int]) -> float:
+def _descending(entry: tuple[float, object]) -> float:
     return -entry[0]

@@ -18,7 +18,7 @@ from dflash_moe.errors import ConfigError
 # steps differ, so that only points at a distance tell a price.
 POINTS = tuple(accumulate(range(40), lambda rows, _: max(rows + 1, rows * 5 // 4), initial=1))
 # A point is believed from its third step on, since the median of three ignores one pause of the
-# machine, and it is the median of its last 31 steps.
+# machine. It is the median of its last 31 steps, and stands at that step's own number of rows.
 _ENOUGH = 3
 _WINDOW = 31
 # The level follows a change of all prices (a longer context, a busy machine) in about 4 steps. One
@@ -54,8 +54,9 @@ class StepPrice:
         if expert_share < 1:
             self._num_falling += math.floor(math.log(_ROW_SHARE) / math.log(self._unread_share))
         self._level = 0.0
-        self._windows: dict[int, deque[float]] = {}
-        self._medians: dict[int, float] = {}
+        # (price relative to the level, rows) of the last steps, and the one in the middle.
+        self._windows: dict[int, deque[tuple[float, int]]] = {}
+        self._medians: dict[int, tuple[float, int]] = {}
         # The measured points and their prices relative to the level; not falling.
         self._rows: list[int] = []
         self._prices: list[float] = []
@@ -72,14 +73,13 @@ class StepPrice:
         if num_rows < 1 or not 0 < seconds < math.inf:
             return
         point = _nearest(num_rows)
-        price = seconds * self.assumed(point) / self.assumed(num_rows)
         if not self._level:
-            self._level = price / self.assumed(point)
+            self._level = seconds / self.assumed(num_rows)
         window = self._windows.setdefault(point, deque(maxlen=_WINDOW))
         if len(window) >= _ENOUGH:
-            change = price / (self._level * self._medians[point])
+            change = seconds / (self._level * self._medians[point][0])
             self._level *= min(max(change, 1 / _MOST_CHANGE), _MOST_CHANGE) ** _LEVEL_SHARE
-        window.append(price / self._level)
+        window.append((seconds / self._level, num_rows))
         if len(window) >= _ENOUGH:
             self._medians[point] = sorted(window)[len(window) // 2]
             self._fit()
@@ -102,8 +102,9 @@ class StepPrice:
         """Makes prices of the medians that rise with the rows: midway between the highest at or
         below each point and the lowest at or above it.
         """
-        self._rows = sorted(self._medians)
-        found = [self._medians[rows] for rows in self._rows]
+        points = [self._medians[point] for point in sorted(self._medians)]
+        self._rows = [rows for _, rows in points]
+        found = [price for price, _ in points]
         highest = accumulate(found, max)
         lowest = list(accumulate(reversed(found), min))[::-1]
         prices = [(high + low) / 2 for high, low in zip(highest, lowest, strict=True)]
