@@ -21,9 +21,9 @@ _FIRST_ESTIMATE = 0.5
 # drafts, which is learnt by the way.
 PROBE_DRAFTS = 4
 # After a probe in vain a request waits for so many of its tokens, then twice as many, up to the
-# last. A text that begins to repeat itself is thus found within 1,024 tokens.
+# last. A text that begins to repeat itself is thus found within 512 tokens.
 FIRST_WAIT = 16
-LAST_WAIT = 1024
+LAST_WAIT = 512
 # All probes of the engine together draft at most PROBE_CREDIT tokens and PROBE_SHARE of all tokens
 # that it made. A further row costs at most what the rows of a step cost on average, so that
 # probing takes at most 1 % of the time beyond the first 32 tokens.
