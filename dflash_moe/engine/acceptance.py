@@ -14,9 +14,10 @@ from collections.abc import Hashable
 _REQUEST_MEMORY = 0.9
 _ENGINE_MEMORY = 0.99
 # The engine's estimate counts in a request's as so many judged tokens, and in the engine's own
-# every second draft of so many is accepted before there were any.
+# every fourth draft of so many is accepted before there were any. That is low, so that probes and
+# not hopes measure the first prices.
 _PRIOR_WEIGHT = 2.0
-_FIRST_ESTIMATE = 0.5
+_FIRST_ESTIMATE = 0.25
 # A probe drafts at most so many tokens: enough for a clear answer, and for the price of a step with
 # drafts, which is learnt by the way.
 PROBE_DRAFTS = 4

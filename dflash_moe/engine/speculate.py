@@ -79,8 +79,8 @@ class Speculator:
 
     A step calls `plan`, and `observe` once it is committed. `plan` changes no estimate, so that a
     step that fails or is planned anew has no effect; a second plan may find more than the first
-    while a long prompt is still being indexed. `mode` is "off", "prompt" (whatever the drafter finds,
-    up to `max_drafts`) or "auto" (as many as pay by the estimates, none where none do).
+    while a long prompt is still being indexed. `mode` is "off", "prompt" (whatever the drafter
+    finds, up to `max_drafts`) or "auto" (as many as pay by the estimates, none where none do).
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Speculator:
         self.price = StepPrice(expert_share)
         self.acceptance = Acceptance()
         self._drafter: Drafter = PromptLookup() if drafter is None else drafter
-        # Of the latest plan: the keys that probe, and those for which drafts were not expected to pay.
+        # Of the latest plan: the keys that probe, and those whose drafts were not expected to pay.
         self._probing: set[Hashable] = set()
         self._declined: list[Hashable] = []
         self._steps_with_drafts = 0
@@ -210,8 +210,8 @@ class Speculator:
         """Adds probes of those that are due, the longest overdue first, so that none is left out
         for ever where the credit does not reach for all.
         """
-        room = min(budget_rows - sum(map(len, planned.values())), self.acceptance.probe_credit)
-        if room < PROBE_DRAFTS:
+        room, credit = budget_rows - sum(map(len, planned.values())), self.acceptance.probe_credit
+        if room < 1 or credit < PROBE_DRAFTS:
             return
         waiting = ((self.acceptance.overdue(row[0]), row) for row in requests if row[0] not in planned)
         due = sorted((entry for entry in waiting if entry[0] >= 0), key=_FIRST, reverse=True)
@@ -221,7 +221,8 @@ class Speculator:
                 planned[row[0]] = list(drafts)
                 self._probing.add(row[0])
                 room -= len(drafts)
-            if room < PROBE_DRAFTS:
+                credit -= len(drafts)
+            if room < 1 or credit < PROBE_DRAFTS:
                 return
 
 
