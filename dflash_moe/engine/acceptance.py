@@ -22,7 +22,7 @@ _FIRST_ESTIMATE = 0.25
 # drafts, which is learnt by the way.
 PROBE_DRAFTS = 4
 # After a probe in vain a request waits for so many of its tokens, then twice as many, up to the
-# last. A text that begins to repeat itself is thus found within 512 tokens.
+# last. A text that begins to repeat itself is found within 512 tokens where the credit allows.
 FIRST_WAIT = 16
 LAST_WAIT = 512
 # All probes of the engine together draft at most PROBE_CREDIT tokens and PROBE_SHARE of all tokens
