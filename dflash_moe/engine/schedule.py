@@ -104,7 +104,8 @@ class Scheduler:
         """Returns what the next step should do. Nothing is changed.
 
         `drafts` are guesses of the tokens behind those of a request. With `ahead`, the step that is
-        under way, the plan is for the state that it leaves behind if no request ends in it.
+        under way, the plan is for the state that it leaves behind if no request ends in it; where
+        followers begin in it nothing can be planned ahead.
         """
         return _Planner(self._forward, self._limits, self.running, ahead, drafts or {}).plan(self._candidates())
 
@@ -217,10 +218,7 @@ class _Planner:
         self._running = list(running)
         # What the step under way adds to a request: computed tokens, and tokens that it has.
         self._ahead = {} if ahead is None else {rows.request: (rows.count, len(rows.sampled[:1])) for rows in ahead.rows}
-        # The followers that begin in the step under way have a place and no table yet.
-        beginning = () if ahead is None else tuple(r for rows in ahead.rows for r in rows.sampled[1:])
-        self._places = min(limits.max_requests, forward.max_sequences) - len(running) - len(beginning)
-        # A request whose last token is being sampled ends with it.
+        self._places = min(limits.max_requests, forward.max_sequences) - len(running)
         self._free = self._pool.num_free
         self._preempted: list[Request] = []
         self._rows: list[PlannedRows] = []
