@@ -19,9 +19,12 @@ from dflash_moe.engine.paged_cache import PagedCache
 from dflash_moe.engine.rotary_tables import RotaryTables, find_rotary_modules
 from dflash_moe.engine.sequence import SequenceBlocks
 from dflash_moe.engine.step_blocks import PackedStep, StepBlocks
+from dflash_moe.engine.torch_cache import TorchCache
 from dflash_moe.errors import ConfigError
 from dflash_moe.operators.attention_probe import max_positions
 from dflash_moe.operators.layer_buffers import BufferPool
+
+_PROCESSOR = torch.device("cpu")
 
 
 class TokenSequence:
@@ -69,8 +72,17 @@ class OutOfBlocks(ConfigError):
 class PackedForward:
     """Runs a model whose attention is paged. One thread calls it at a time."""
 
-    def __init__(self, model: Any, cache: PagedCache, blocks: BlockPool, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        model: Any,
+        cache: PagedCache | TorchCache,
+        blocks: BlockPool,
+        dtype: torch.dtype,
+        device: torch.device = _PROCESSOR,
+    ) -> None:
+        """`model` and `cache` are on `device`, and so are the logits of a step."""
         self.model = model
+        self.device = device
         self.cache = cache
         self.blocks = blocks
         # The dtype of hidden states.
@@ -99,9 +111,9 @@ class PackedForward:
 
     @torch.inference_mode()  # type: ignore[untyped-decorator]
     def forward(self, rows: Sequence[StepRows]) -> torch.Tensor:
-        """Computes the tokens of `rows` and returns logits [num_wanted, vocab_size], those of one
-        entry after the other. The sequences have the tokens afterwards; on an error nothing has
-        changed.
+        """Computes the tokens of `rows` and returns logits [num_wanted, vocab_size] in float32 on
+        the model's device, those of one entry after the other. The sequences have the tokens
+        afterwards; on an error nothing has changed.
 
         Errors: OutOfBlocks, ConfigError for tokens beyond a sequence's max_tokens or outside the
         vocabulary, and those of the experts' calls.
@@ -129,12 +141,13 @@ class PackedForward:
             return self.loop.run(token_ids, wanted)
         if self._buffers is not None:
             self._buffers.of(len(token_ids)).set_tables(*self.rotary[0].cos_sin())
-        positions = torch.from_numpy(step.positions)[None]
+        positions = torch.from_numpy(step.positions)[None].to(self.device)
+        token_ids, wanted = token_ids.to(self.device), wanted.to(self.device)
         out = self.model(
             input_ids=token_ids[None], position_ids=positions, past_key_values=self.cache, use_cache=True, logits_to_keep=wanted
         )
         logits: torch.Tensor = out.logits[0]
-        return logits
+        return logits.float()
 
     @contextmanager
     def _step(self, rows: Sequence[StepRows]) -> Iterator[PackedStep]:
