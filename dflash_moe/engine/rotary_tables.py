@@ -9,7 +9,7 @@ SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ class RotaryTables:
 
     def __init__(self, module: nn.Module) -> None:
         self._pristine = copy.deepcopy(module)
-        self._forward: Callable[..., Any] = self._pristine.forward
+        self._device = next((buffer.device for buffer in module.buffers()), torch.device("cpu"))
         self._chunks: dict[tuple[Any, ...], tuple[Tables, bool]] = {}
         # Whether the module wants more than hidden states and positions, such as the type of a
         # layer: then there is no single table for all layers.
@@ -118,8 +118,8 @@ class RotaryTables:
     ) -> tuple[Tables, bool]:
         # A module of some types writes to itself, so that each computation gets a fresh copy.
         module = copy.deepcopy(self._pristine)
-        given = torch.cat((positions, torch.tensor([max(last, int(positions[-1]))])))[None]
-        out = module.forward(x[:1, :1], given, *arguments, **options)
+        given = torch.cat((positions, torch.tensor([max(last, int(positions[-1]))])))[None].to(self._device)
+        out = module.forward(x[:1, :1].to(self._device), given, *arguments, **options)
         tables = out if isinstance(out, tuple) else (out,)
         return tuple(table[:, : len(positions)].contiguous() for table in tables), isinstance(out, tuple)
 
