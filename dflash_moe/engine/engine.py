@@ -349,9 +349,13 @@ class Engine:
         return {decoding[key]: drafts for key, drafts in found.items()}
 
     def _may_plan_ahead(self, plan: StepPlan) -> bool:
-        return self._plans_ahead and not self._speculates and not any(
-            request.params.token_mask is not None for rows in plan.rows for request in rows.sampled
-        )  # fmt: skip
+        """Says whether what a step leaves behind is known before its tokens are."""
+        sampled = [request for rows in plan.rows for request in rows.sampled]
+        return (
+            self._plans_ahead
+            and not self._speculates
+            and all(request.params.token_mask is None and not request.followers for request in sampled)
+        )
 
     # -- the end of a step -------------------------------------------------------------------------
     def _commit(self, plan: StepPlan, outcomes: Sequence[Outcome]) -> None:

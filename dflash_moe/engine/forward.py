@@ -19,9 +19,12 @@ from dflash_moe.engine.paged_cache import PagedCache
 from dflash_moe.engine.rotary_tables import RotaryTables, find_rotary_modules
 from dflash_moe.engine.sequence import SequenceBlocks
 from dflash_moe.engine.step_blocks import PackedStep, StepBlocks
+from dflash_moe.engine.torch_cache import TorchCache
 from dflash_moe.errors import ConfigError
 from dflash_moe.operators.attention_probe import max_positions
 from dflash_moe.operators.layer_buffers import BufferPool
+
+_PROCESSOR = torch.device("cpu")
 
 
 class TokenSequence:
@@ -127,8 +130,17 @@ class PackedForward:
     cuts_prompts = True
     max_sequences = MAX_BLOCKS
 
-    def __init__(self, model: Any, cache: PagedCache, blocks: BlockPool, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        model: Any,
+        cache: PagedCache | TorchCache,
+        blocks: BlockPool,
+        dtype: torch.dtype,
+        device: torch.device = _PROCESSOR,
+    ) -> None:
+        """`model` and `cache` are on `device`, and so are the logits of a step."""
         self.model = model
+        self.device = device
         self.cache = cache
         self.blocks = blocks
         # The dtype of hidden states.
@@ -208,12 +220,13 @@ class PackedForward:
             return self.loop.run(token_ids, wanted)
         if self._buffers is not None:
             self._buffers.of(len(token_ids)).set_tables(*self.rotary[0].cos_sin())
-        positions = torch.from_numpy(step.positions)[None]
+        positions = torch.from_numpy(step.positions)[None].to(self.device)
+        token_ids, wanted = token_ids.to(self.device), wanted.to(self.device)
         out = self.model(
             input_ids=token_ids[None], position_ids=positions, past_key_values=self.cache, use_cache=True, logits_to_keep=wanted
         )
         logits: torch.Tensor = out.logits[0]
-        return logits
+        return logits.float()
 
     def _append(self, planned: StepBlocks, entry: StepRows) -> None:
         sequence, count = entry.sequence, len(entry.token_ids)

@@ -206,6 +206,14 @@ class ExpertRuntime:
         choice = DeviceChoice.of_host(self._placed.topology.host)
         return f"cuda:{choice.device}" if choice.has_own_memory else "cpu"
 
+    @property
+    def host_device(self) -> str:
+        """The device of attention and router, as the topology writes it: cpu, cuda:N, hip:N or
+        sim:N.
+        """
+        choice = DeviceChoice.of_host(self._placed.topology.host)
+        return choice.backend if choice.is_processor else f"{choice.backend}:{choice.device}"
+
     def layer_index(self, layer: int | str) -> int:
         """Returns the index of a layer that is given by index or module name. Raises ConfigError
         for a dense or unknown layer.
