@@ -36,6 +36,8 @@ class TokenDelta:
     logprobs: tuple[TokenLogprobs, ...] | None = None
     finish_reason: str | None = None
     error: DflashError | None = None
+    # When the step was committed, in seconds of time.monotonic.
+    time_s: float = 0.0
 
 
 @dataclass(slots=True)
