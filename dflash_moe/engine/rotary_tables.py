@@ -9,6 +9,7 @@ SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,8 +24,18 @@ CHUNK = 256
 Tables = tuple[torch.Tensor, ...]
 
 
+class _OfThread(threading.local):
+    """The sequences of what one thread computes: (length at most, first position, number of
+    rows).
+    """
+
+    step: Sequence[tuple[int, int, int]] = ()
+
+
 class RotaryTables:
-    """Stands in for the forward of one rotary module. `begin` gives it the sequences of a step."""
+    """Stands in for the forward of one rotary module. `begin` gives it the sequences of a step, or
+    of the half that a thread computes.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self._pristine = copy.deepcopy(module)
@@ -34,19 +45,23 @@ class RotaryTables:
         # layer: then there is no single table for all layers.
         self.wants_arguments = False
         self._depends_on_length = self._looks_at_others()
-        # The sequences of the step under way: (length at most, first position, number of rows).
-        self._step: Sequence[tuple[int, int, int]] = ()
+        self._own = _OfThread()
 
     def begin(self, step: Sequence[tuple[int, int, int]]) -> None:
-        """Gives the sequences of a step, each as (length at most, first position, number of
-        rows).
+        """Gives the sequences that this thread computes, each as (length at most, first position,
+        number of rows).
         """
-        self._step = step
+        self._own.step = step
         if self._depends_on_length:
             # Tables of lengths that no sequence of this step has are not kept for ever.
             lengths = {length for length, _, _ in step}
             if len(self._chunks) > 4 * CHUNK:
                 self._chunks = {key: value for key, value in self._chunks.items() if key[0] in lengths}
+
+    @property
+    def step(self) -> Sequence[tuple[int, int, int]]:
+        """What `begin` gave this thread."""
+        return self._own.step
 
     def __call__(self, x: torch.Tensor, position_ids: torch.Tensor | None = None, *arguments: Any, **options: Any) -> Any:
         """Returns what the module would for each sequence alone. `position_ids` are those of the
@@ -55,7 +70,7 @@ class RotaryTables:
         del position_ids
         parts: list[list[torch.Tensor]] = []
         is_tuple = True
-        for length, first, count in self._step:
+        for length, first, count in self.step:
             at = first
             while at < first + count:
                 tables, is_tuple = self._chunk(x, length, at // CHUNK, arguments, options)

@@ -159,6 +159,9 @@ KNOWN: dict[str, dict[str, str]] = {
     "dflash_moe/cli/loading.py": {
         "lock self._lock": "bounded: held over a dictionary and rich's own lock; bars are drawn by a thread of rich's",
     },
+    "dflash_moe/engine/two_halves.py": {
+        "call jobs.get": "bounded: it waits for halves for as long as its model lives; close() and its end put None",
+    },
     "dflash_moe/protocol/framing.py": {
         "call poller.poll": "bounded: without a limit only while its peer lives: the peer's end wakes it (TCP_USER_TIMEOUT)",
         "call self._sock.recvmsg": "bounded: called with MSG_DONTWAIT among its flags",
