@@ -15,6 +15,7 @@ import torch
 
 from dflash_moe.engine.blocks import MAX_BLOCKS, BlockPool
 from dflash_moe.engine.layer_loop import LayerLoop
+from dflash_moe.engine.micro_batches import MicroBatches
 from dflash_moe.engine.paged_cache import PagedCache
 from dflash_moe.engine.rotary_tables import RotaryTables, find_rotary_modules
 from dflash_moe.engine.sequence import SequenceBlocks
@@ -152,6 +153,8 @@ class PackedForward:
         # Set where the layers are host layers and looping over them gives the model's bits.
         self.loop: LayerLoop | None = None
         self._buffers: BufferPool | None = None
+        # Set where steps may be computed in two halves.
+        self.micro_batches: MicroBatches | None = None
         self.max_positions = max_positions(model.config)
 
     def check_length(self, max_tokens: int) -> None:
@@ -202,7 +205,10 @@ class PackedForward:
         token_ids = torch.tensor([token for entry in rows for token in entry.token_ids], dtype=torch.int64)
         if len(token_ids) and not 0 <= int(token_ids.min()) <= int(token_ids.max()) < self.vocab_size:
             raise ConfigError(f"a token id is outside the vocabulary of {self.vocab_size}")
-        return self._run(token_ids, step, _wanted_rows(rows, step))
+        wanted = _wanted_rows(rows, step)
+        if self.micro_batches is None:
+            return self.run_rows(token_ids, step, wanted)
+        return self.micro_batches.run(self, token_ids, step, wanted)
 
     @property
     def vocab_size(self) -> int:
@@ -215,7 +221,10 @@ class PackedForward:
         """
         self._buffers = buffers
 
-    def _run(self, token_ids: torch.Tensor, step: PackedStep, wanted: torch.Tensor) -> torch.Tensor:
+    def run_rows(self, token_ids: torch.Tensor, step: PackedStep, wanted: torch.Tensor) -> torch.Tensor:
+        """Returns logits [num_wanted, vocab_size] of the rows `wanted`, int64, of what the pages
+        and tables of this thread were told to begin: the whole step, or a half of it as `step`.
+        """
         if self.loop is not None:
             return self.loop.run(token_ids, wanted)
         if self._buffers is not None:
