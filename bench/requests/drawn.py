@@ -99,7 +99,14 @@ def _sampling(generator: random.Random) -> dict[str, Any]:
     else:
         found |= {"temperature": generator.uniform(0.3, 1.5), "seed": generator.getrandbits(31)}
         found["n"] = generator.choices(CHOICES, CHOICE_WEIGHTS)[0]
-        limits = ({}, {"top_p": 0.9}, {"top_k": 20}, {"min_p": 0.05}, {"repetition_penalty": 1.2}, {"presence_penalty": 0.5})
+        limits: tuple[dict[str, Any], ...] = (
+            {},
+            {"top_p": 0.9},
+            {"top_k": 20},
+            {"min_p": 0.05},
+            {"repetition_penalty": 1.2},
+            {"presence_penalty": 0.5},
+        )
         found |= generator.choice(limits)
     if generator.random() < STOPPING:
         found |= {"ignore_eos": False, "stop_token_ids": tuple(sorted(set(_tokens(generator, 4))))}
