@@ -80,16 +80,22 @@ class ChoiceText:
         if delta.error is not None:
             self.finish_reason = delta.finish_reason
             raise _copy(delta.error)
-        fresh = "".join(self._stream.push(token) for token in delta.token_ids)
-        if delta.finish_reason is not None:
-            fresh += self._stream.finish()
-        text = self._until_stop(fresh, is_last=delta.finish_reason is not None)
-        self._clock(delta)
-        self.token_ids += delta.token_ids
-        self.logprobs += delta.logprobs or ()
+        text, taken = "", 0
+        for taken, token in enumerate(delta.token_ids, start=1):  # noqa: B007 - how many it took
+            text += self._until_stop(self._stream.push(token), is_last=False)
+            if self.is_stopped:
+                break
+        if delta.finish_reason is not None and not self.is_stopped:
+            text += self._until_stop(self._stream.finish(), is_last=True)
+        # Tokens behind a stop string are not the choice's, however many a step gave.
+        token_ids = delta.token_ids[:taken]
+        logprobs = None if delta.logprobs is None else delta.logprobs[:taken]
+        self._clock(delta.time, taken)
+        self.token_ids += token_ids
+        self.logprobs += logprobs or ()
         self.finish_reason = STOP if self.is_stopped else delta.finish_reason
         self.parts.append(text)
-        return Chunk(text, delta.token_ids, self.choice, self.finish_reason, delta.logprobs, delta.time)
+        return Chunk(text, token_ids, self.choice, self.finish_reason, logprobs, delta.time)
 
     def completion(self, prompt: int, prompt_tokens: int) -> Completion:
         """Returns the finished choice."""
@@ -102,21 +108,22 @@ class ChoiceText:
             tpot_s=(self._latest - self._first) / num_later if num_later else None,
         )  # fmt: skip
 
-    def _clock(self, delta: TokenDelta) -> None:
-        if delta.token_ids:
+    def _clock(self, now: float, num_tokens: int) -> None:
+        if num_tokens:
             if not self.token_ids:
-                self._first, self._num_first = delta.time, len(delta.token_ids)
-            self._latest = delta.time
+                self._first, self._num_first = now, num_tokens
+            self._latest = now
 
     def _until_stop(self, fresh: str, *, is_last: bool) -> str:
         """Returns the text that is certain: what is before a stop string, and without one what
         cannot be the beginning of one.
         """
         text = self._held + fresh
-        found = [at for stop in self._stops if (at := text.find(stop)) >= 0]
+        # The one that is whole first, as if characters came one by one.
+        found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
             self.is_stopped = True
-            return text[: min(found)]
+            return text[: min(found)[1]]
         held = 0 if is_last else max((_overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - held :]
         return text[: len(text) - held]
