@@ -32,10 +32,15 @@ def greedy_ids(logits: torch.Tensor) -> torch.Tensor:
     """Returns the id of the largest of each row of `logits` [num_rows, vocab_size], the lowest
     among equals, as int64 [num_rows]; NOT_FINITE where the largest is no finite number.
     """
-    # numpy's argmax takes 24 us for 16 rows of 32,000 in float32, and torch's 296 us, on one core
-    # of an AMD EPYC (Zen 5). Both take the first among equals, and the first NaN if any.
-    on_processor = logits.device.type == "cpu"
-    ids = torch.from_numpy(logits.numpy().argmax(-1)) if on_processor else logits.argmax(-1)
+    if logits.device.type == "cpu":
+        # numpy's argmax takes 24 us for 16 rows of 32,000 in float32, and torch's 296 us, on one
+        # core of an AMD EPYC (Zen 5). Both take the first among equals, and the first NaN if any.
+        # Right behind a forward pass gather, isfinite and where of torch take 220 us more.
+        values = logits.numpy()
+        chosen = values.argmax(-1)
+        chosen[~np.isfinite(values[np.arange(len(values)), chosen])] = NOT_FINITE
+        return torch.from_numpy(chosen)
+    ids = logits.argmax(-1)
     best = logits.gather(1, ids[:, None])[:, 0]
     return torch.where(best.isfinite(), ids, NOT_FINITE)
 

@@ -72,7 +72,10 @@ class Engine:
         self, forward: Forward, settings: EngineSettings | None = None, *, eos_token_ids: frozenset[int] = frozenset(),
         lock: Any = None,
     ) -> None:  # fmt: skip
-        """`eos_token_ids` end a request unless it ignores them; `lock` is for tests that count."""
+        """`eos_token_ids` end a request unless it ignores them. `lock` is the one between callers
+        and the engine thread, for tests that count; who holds it, an RLock, submits several
+        requests at once.
+        """
         self.settings = settings = settings or EngineSettings()
         self._forward = forward
         self._eos = eos_token_ids
@@ -240,9 +243,13 @@ class Engine:
     def _exchange(self, *, wait: bool) -> list[Command]:
         deltas, self._deltas = self._deltas, []
         num_waiting = self._num_open - len(self._scheduler.running)
-        return self._door.exchange(
+        began = time.perf_counter()
+        commands = self._door.exchange(
             deltas, num_waiting=num_waiting, seconds_per_request=self._seconds_per_request, wait=wait and not deltas
         )
+        if deltas:
+            self._stats.deliver_s += time.perf_counter() - began
+        return commands
 
     def _serve(self, commands: Sequence[Command]) -> None:
         for command in commands:
