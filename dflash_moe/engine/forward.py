@@ -120,6 +120,10 @@ class Forward(Protocol):
         """Names what keys and values of a sequence depend on beside its tokens."""
         ...
 
+    def stats(self) -> dict[str, Any]:
+        """Returns what was counted of steps, by name."""
+        ...
+
 
 class OutOfBlocks(ConfigError):
     """The pages have no room for the tokens of a step."""
@@ -170,6 +174,10 @@ class PackedForward:
     def prefix_seed(self, max_tokens: int) -> bytes:
         """As `Forward.prefix_seed`: some rotary types depend on the length of a sequence."""
         return b"%d" % max_tokens if any(tables.depends_on_length for tables in self.rotary) else b""
+
+    def stats(self) -> dict[str, Any]:
+        """As `Forward.stats`: `micro_batches`, where steps may be computed in two."""
+        return {} if self.micro_batches is None else {"micro_batches": self.micro_batches.stats()}
 
     def forward(self, rows: Sequence[StepRows]) -> torch.Tensor:
         """Computes the tokens of `rows` and returns logits as `RunStep` has them. The sequences
