@@ -8,6 +8,7 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -19,7 +20,7 @@ from dflash_moe.engine.half_steps import Cut, choose_cut, halves_of, lengths_of
 from dflash_moe.engine.half_turns import HalfTurns
 from dflash_moe.engine.paged_cache import PagedCache, StepPages, no_order
 from dflash_moe.engine.rotary_tables import RotaryTables
-from dflash_moe.engine.split_forecast import Choice, SizeKey, SplitForecast, StepTimes, size_key
+from dflash_moe.engine.split_forecast import LEAST_ROWS, Choice, SizeKey, SplitForecast, StepTimes, size_key
 from dflash_moe.engine.step_blocks import PackedStep
 from dflash_moe.engine.step_clock import StepClock
 from dflash_moe.engine.two_halves import Half, TwoHalves
@@ -88,7 +89,7 @@ class MicroBatches:
         if asked not in ASKED:
             raise ConfigError(f"engine.micro_batches is {shown(asked)}; allowed: {', '.join(ASKED)}")
         self.asked = asked
-        self._runtime = runtime
+        self._runtime, self._has_remote_experts = runtime, runtime.has_remote_experts
         self._clock = StepClock()
         for route in routes:
             route.clock = self._clock
@@ -108,22 +109,25 @@ class MicroBatches:
             self._clock.begin()
             logits = packed.run_rows(token_ids, step, wanted)
             times = StepTimes(step.num_rows, perf_counter() - begun, *self._clock.times)
-            self._forecast.learn_whole(times, context)
+            if step.num_rows > 0:
+                self._forecast.learn_whole(times, context)
             return logits
         logits = self._run_halves(packed, token_ids, step, wanted, cut)
         self._forecast.learn_split(step.num_rows, context, perf_counter() - begun)
         return logits
 
     def stats(self) -> dict[str, Any]:
-        """Returns `asked`, the number of `steps` and of `split_steps`, and `overlap_share`: the
-        share of the time in which a half awaited its experts that the other half computed, None
-        before there is any.
+        """Returns `asked`, the number of `steps` and of `split_steps`, the seconds `awaited_s` in
+        which a half awaited its experts and `hidden_s` of them in which the other half computed,
+        and `overlap_share`, which is their share, None before there is any.
         """
         counted = self._counted
         return {
             "asked": self.asked,
             "steps": counted.steps,
             "split_steps": counted.split_steps,
+            "awaited_s": counted.awaited_s,
+            "hidden_s": counted.hidden_s,
             "overlap_share": counted.hidden_s / counted.awaited_s if counted.awaited_s > 0 else None,
         }
 
@@ -136,9 +140,10 @@ class MicroBatches:
         number of tokens before its rows.
         """
         context = float(step.positions.mean()) if step.num_rows else 0.0
-        if self.asked == "1" or (self.asked == "auto" and not self._runtime.has_remote_experts):
+        least = {"auto": LEAST_ROWS, "1": math.inf, "2": 2}[self.asked]
+        if step.num_rows < least or (self.asked == "auto" and not self._has_remote_experts):
             return None, context
-        cut = choose_cut(step) if step.num_rows else None
+        cut = choose_cut(step)
         if cut is None or self.asked == "2":
             return cut, context
         choice = self._forecast.choose(step.num_rows, context, cut.row)

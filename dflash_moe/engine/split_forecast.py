@@ -12,7 +12,8 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-# A step of fewer rows is never cut: both halves read most experts that the whole would.
+# A step of fewer rows is never cut where a forecast decides: both halves read most experts that the
+# whole would.
 LEAST_ROWS = 64
 # Halves are chosen where they are predicted to save this share, and kept where they were measured
 # to save this one.
@@ -101,9 +102,9 @@ class SplitForecast:
         self.sizes: dict[SizeKey, Size] = {}
 
     def choose(self, num_rows: int, context: float, first_rows: int) -> Choice:
-        """Chooses for a step whose first half would have `first_rows` rows."""
-        if num_rows < LEAST_ROWS:
-            return Choice(False, f"fewer than {LEAST_ROWS} rows")
+        """Chooses for a step of LEAST_ROWS rows or more whose first half would have
+        `first_rows`.
+        """
         if self._num_long < _JUDGED:
             return Choice(False, "too few long steps are measured yet")
         size = self.sizes.setdefault(size_key(num_rows, context), Size())

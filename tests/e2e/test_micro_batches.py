@@ -6,7 +6,9 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 import threading
 from collections.abc import Iterator, Sequence
 
@@ -18,7 +20,7 @@ from dflash_moe.engine.forward import PackedForward, StepRows
 from dflash_moe.engine.half_steps import Cut
 from dflash_moe.engine.half_turns import HalfTurns
 from dflash_moe.engine.host_model import open_host
-from dflash_moe.errors import DflashError, EngineError
+from dflash_moe.errors import DflashError, EngineError, WorkerLost
 from dflash_moe.integrations.transformers import ExpertRoute
 from dflash_moe.model.architecture import find_experts
 from dflash_moe.runtime.expert_call import BoundExperts
@@ -133,6 +135,26 @@ def test_a_failing_half_stops_the_other_and_undoes_the_step(packed, name, second
     assert packed.blocks.num_free == free
     packed.blocks.check_integrity([])
     assert same(logits(packed, "2", counts, stored), expected)
+
+
+@pytest.mark.parametrize("name", ["two prompts", "one prompt"])
+def test_a_worker_that_is_killed_ends_both_halves_and_undoes_the_step(name, monkeypatch):
+    with start("qwen3_moe", "bf16", "shared") as runtime:
+        packed = open_host(checkpoint("qwen3_moe", "bf16"), runtime).packed
+        free, right, killed = packed.blocks.num_free, BoundExperts.run, []
+
+        def run(self):
+            if is_second() and not killed:
+                killed.append(runtime.worker_processes()[0].pid)
+                os.kill(killed[0], signal.SIGKILL)
+            right(self)
+
+        monkeypatch.setattr(BoundExperts, "run", run)
+        for _ in range(2):
+            with pytest.raises(WorkerLost):
+                logits(packed, "2", *STEPS[name])
+            assert packed.blocks.num_free == free
+        packed.micro_batches.close()
 
 
 def test_a_half_that_never_stores_its_keys_is_awaited_for_the_limit_only(packed, monkeypatch):
