@@ -26,7 +26,7 @@ from dflash_moe.engine.forward import Forward
 from dflash_moe.engine.request import CANCELLED, ERROR, LENGTH, STOP, Request, RequestTimes, TokenDelta
 from dflash_moe.engine.sampling_params import SamplingParams
 from dflash_moe.engine.sampling_state import SamplingState
-from dflash_moe.engine.schedule import Limits, Scheduler, StepPlan
+from dflash_moe.engine.schedule import Limits, Scheduler, StepPlan, begins_followers
 from dflash_moe.engine.speculate import Speculator
 from dflash_moe.engine.step_run import Outcome, StepRun
 from dflash_moe.engine.token_masks import MaskRequest, MaskThread
@@ -342,7 +342,7 @@ class Engine:
         return {decoding[key]: drafts for key, drafts in found.items()}
 
     def _may_plan_ahead(self, plan: StepPlan) -> bool:
-        return self._plans_ahead and not self._speculates and not any(
+        return self._plans_ahead and not self._speculates and not begins_followers(plan) and not any(
             request.params.token_mask is not None for rows in plan.rows for request in rows.sampled
         )  # fmt: skip
 

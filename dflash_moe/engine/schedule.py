@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dflash_moe.engine.blocks import BlockPool
 from dflash_moe.engine.forward import Forward, TokenSequence
@@ -104,8 +104,10 @@ class Scheduler:
         """Returns what the next step should do. Nothing is changed.
 
         `drafts` are guesses of the tokens behind those of a request. With `ahead`, the step that is
-        under way, the plan is for the state that it leaves behind if no request ends in it.
+        under way, the plan is for the state that it leaves behind if no request ends in it. No
+        followers may begin in that step, because the blocks that they share then have no table yet.
         """
+        assert ahead is None or not begins_followers(ahead)
         return _Planner(self._forward, self._limits, self.running, ahead, drafts or {}).plan(self._candidates())
 
     def _candidates(self) -> Iterable[Request]:
@@ -136,9 +138,9 @@ class Scheduler:
     def revise(self, plan: StepPlan) -> StepPlan:
         """Returns a plan that was made ahead without what has ended since."""
         return StepPlan(
-            tuple(rows for rows in plan.rows if rows.epoch == rows.request.epoch and rows.request.finish_reason is None),
-            tuple(admission for admission in plan.admitted if admission.request.finish_reason is None),
-            tuple(request for request in plan.preempted if request.finish_reason is None),
+            tuple(_without_ended(rows) for rows in plan.rows if rows.epoch == rows.request.epoch and _is_open(rows.request)),
+            tuple(admission for admission in plan.admitted if _is_open(admission.request)),
+            tuple(filter(_is_open, plan.preempted)),
         )
 
     # -- changes -------------------------------------------------------------------------------
@@ -197,6 +199,21 @@ class Scheduler:
         self.running.sort(key=lambda one: one.order)
 
 
+def begins_followers(plan: StepPlan) -> bool:
+    """Says whether a step gives requests that have no sequence yet one that they share."""
+    return any(len(rows.sampled) > 1 for rows in plan.rows)
+
+
+def _is_open(request: Request) -> bool:
+    return request.finish_reason is None
+
+
+def _without_ended(rows: PlannedRows) -> PlannedRows:
+    """Returns rows of an open request without the followers that have ended."""
+    still = tuple(filter(_is_open, rows.sampled))
+    return rows if len(still) == len(rows.sampled) else replace(rows, sampled=still)
+
+
 def _heir(leader: Request) -> Request:
     """Returns the follower that takes a leader's place, with the other followers behind it."""
     heir, *others = leader.followers
@@ -217,10 +234,7 @@ class _Planner:
         self._running = list(running)
         # What the step under way adds to a request: computed tokens, and tokens that it has.
         self._ahead = {} if ahead is None else {rows.request: (rows.count, len(rows.sampled[:1])) for rows in ahead.rows}
-        # The followers that begin in the step under way have a place and no table yet.
-        beginning = () if ahead is None else tuple(r for rows in ahead.rows for r in rows.sampled[1:])
-        self._places = min(limits.max_requests, forward.max_sequences) - len(running) - len(beginning)
-        # A request whose last token is being sampled ends with it.
+        self._places = min(limits.max_requests, forward.max_sequences) - len(running)
         self._free = self._pool.num_free
         self._preempted: list[Request] = []
         self._rows: list[PlannedRows] = []
