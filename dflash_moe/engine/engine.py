@@ -25,7 +25,7 @@ from dflash_moe.engine.forward import Forward
 from dflash_moe.engine.request import CANCELLED, ERROR, LENGTH, STOP, Request, RequestTimes, TokenDelta
 from dflash_moe.engine.sampling_params import SamplingParams
 from dflash_moe.engine.sampling_state import SamplingState
-from dflash_moe.engine.schedule import Limits, Scheduler, StepPlan
+from dflash_moe.engine.schedule import Limits, Scheduler, StepPlan, begins_followers
 from dflash_moe.engine.speculate import Speculator
 from dflash_moe.engine.step_run import Outcome, StepRun
 from dflash_moe.engine.token_masks import MaskRequest, MaskThread
@@ -362,7 +362,8 @@ class Engine:
         return (
             self.settings.plans_ahead
             and not self._speculates
-            and all(request.params.token_mask is None and not request.followers for request in sampled)
+            and not begins_followers(plan)
+            and all(request.params.token_mask is None for request in sampled)
         )
 
     # -- the end of a step -------------------------------------------------------------------------
