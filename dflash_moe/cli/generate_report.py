@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 COUNTS = ("calls", "request_bytes", "reply_bytes", "floor_bytes")
 # How the engine names a request; here a prompt has its place, or is the only one.
-_REQUEST = re.compile(r"request \d+( choice \d+)?: ")
+_REQUEST = re.compile(r"^request \d+( choice \d+)?: ")
 
 
 def choice_fields(found: Completion) -> dict[str, Any]:
