@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 
 from dflash_moe.engine.schedule import FORCED_FIFO_EVERY, LOOKAHEAD, StepPlan
-from tests.scheduled_steps import BLOCK_TOKENS, Steps
+from tests.scheduled_steps import Steps
 
 
 def counts(plan: StepPlan) -> dict[tuple[int, int], int]:
