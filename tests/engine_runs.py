@@ -271,8 +271,10 @@ def come_and_go(seed: int, companions: Sequence[Asked], *, cancels: float = 0.2,
         for _ in range(min(len(left), chance.randint(0, at_once))):
             one = left.pop()
             streams.append((one, run.submit(one)))
-        if streams and chance.random() < cancels:
-            one, stream = chance.choice(streams)
+        # The engine's thread alone counts choices that have ended.
+        still = [(one, stream) for one, stream in streams if stream._num_open]
+        if still and chance.random() < cancels:
+            one, stream = chance.choice(still)
             run.cancel(stream, chance.choice((None, *range(one.params.n))))
 
     return script

@@ -51,7 +51,7 @@ def test_the_loop_alone_is_that_of_generate(opened):
 
 def test_company_that_comes_and_goes_changes_no_bit(opened):
     companions = [asked(100 + number, n=1 + number % 7 // 6) for number in range(16)]
-    with engine_run(opened.host, come_and_go(opened.seed, companions), max_batch_tokens=256) as run:
+    with engine_run(opened.host, come_and_go(opened.seed, companions, cancels=0.5), max_batch_tokens=256) as run:
         run.submit_all(one_of_each_way(0, max_tokens=14))
         stats = run.assert_exact(opened.alone)
     assert max(stats["batch_sizes"]) >= 12
@@ -86,7 +86,9 @@ def test_a_cached_prefix_changes_no_bit(opened):
 
 
 def tight(opened: Opened, wanted: list[Asked], seed: int, companions: list[Asked], **settings: object) -> EngineRun:
-    """Runs requests in a pool that the largest of them nearly fills, so that they give up blocks."""
+    """Runs requests in a pool that the largest of them nearly fills, so that they give up
+    blocks.
+    """
     most = max(len(one.prompt) + one.params.max_tokens for one in (*wanted, *companions))
     with engine_run(opened.host, come_and_go(seed, companions), num_blocks=-(-most // 16) + 1, **settings) as run:
         run.submit_all(wanted)
@@ -148,4 +150,4 @@ def everything_at_once(opened: Opened, seed: int, order: str) -> None:
     settings = {"max_batch_tokens": chance.choice((9, 20, 40)), "max_requests": chance.choice((3, 8)), "speculate": speculate}
     run = tight(opened, crowd(80, 3), seed, companions, order=order, plans_ahead=seed % 2 == 1, **settings)
     assert run.stats["preemptions"] > 0
-    assert run.stats["finished"]["length"] > 5
+    assert run.stats["finished"]["length"] >= 4

@@ -1,5 +1,5 @@
-"""Drafts change no token and no bit: whatever was guessed, the tokens of a request are those that it
-gets alone without drafts, from the same logits.
+"""Drafts change no token and no bit: whatever was guessed, the tokens of a request are those that
+it gets alone without drafts, from the same logits.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -31,7 +31,7 @@ def repetitive(number: int, length: int, **options: object) -> Asked:
     """A prompt that repeats itself, and an answer of two tokens in a random or regular order, so
     that some guesses are right and some are not.
     """
-    one = asked(number, 9, logit_bias={5: 100.0, 6: 100.0}, max_tokens=30, **options)
+    one = asked(number, 9, **{"logit_bias": {5: 100.0, 6: 100.0}, "max_tokens": 30, **options})
     return replace(one, prompt=(one.prompt * 9)[:length])
 
 
@@ -71,7 +71,7 @@ def test_choices_with_drafts_have_the_tokens_that_each_has_alone(alone):
 def test_a_token_that_ends_a_request_among_its_drafts_ends_it(alone):
     wanted = []
     for number in range(480, 489):
-        one = repetitive(number, 30, temperature=1.0)
+        one = repetitive(number, 30, temperature=1.0, logit_bias={5: 100.0, 6: 100.0, 7: 97.5}, max_tokens=50)
         tokens = alone.answer(one).tokens
         last = max(set(tokens), key=tokens.index)
         wanted.append(replace(one, params=replace(one.params, stop_token_ids=(last,))))
