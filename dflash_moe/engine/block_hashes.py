@@ -1,10 +1,6 @@
 """`BlockHashes` names the content of a sequence's full blocks, so that another sequence that begins
 with the same tokens can find them in the prefix cache (engine/prefix_cache.py).
 
-A block found by its hash is used without a look at its tokens: two contents with one hash would be
-wrong numbers that nobody notices. So the hashes are cryptographic and have 128 bits. Nobody can
-choose tokens that collide in less than about 2**64 trials, and by accident, with 2**32 blocks, the
-chance is below 2**-64. Python's own hash of integers has neither property.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -17,7 +13,10 @@ from hashlib import blake2b
 from dflash_moe.config import BLOCK_TOKENS
 from dflash_moe.errors import EngineError
 
-# Bytes of a hash.
+# Bytes of a hash. A block found by its hash is used without a look at its tokens: two contents with
+# one hash would be wrong numbers that nobody notices. So the hashes are cryptographic and have 128
+# bits. Nobody can choose tokens that collide in less than about 2**64 trials, and by accident, with
+# 2**32 blocks, the chance is below 2**-64. Python's own hash of integers has neither property.
 HASH_BYTES = 16
 
 
