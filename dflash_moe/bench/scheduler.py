@@ -142,7 +142,7 @@ def run_scheduler(
     with recorder.recording(), open_hosts(params.model, topology, overrides, recorder, with_local=False) as (host, _):
         from dflash_moe.engine.engine import Engine, EngineSettings
 
-        settings = EngineSettings.of(host.runtime.settings)
+        settings = EngineSettings.of(host.runtime)
         forward = host.model.engine_forward(host.runtime.settings.kv_memory)
         _check_room(params, settings, forward, recorder)
         result.params["engine"] = dataclasses.asdict(settings) | {"cuts_prompts": forward.cuts_prompts}

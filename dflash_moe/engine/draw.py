@@ -58,9 +58,9 @@ def draw(logits: torch.Tensor, params: SamplingParams, uniform: float) -> torch.
     never returned. Filters keep all tokens that are as likely as the last one they keep.
     """
     best = logits.max()
-    logits.sub_(best)  # before the division, so that a tiny temperature overflows nothing
     if 0 < params.top_k < len(logits):
         logits.masked_fill_(logits < _kth_largest(logits, params.top_k), -torch.inf)
+    logits.sub_(best)  # before the division, so that a tiny temperature overflows nothing
     likelihoods = logits.div_(params.temperature).clamp_min_(_LEAST_EXPONENT).exp_()
     if params.min_p > 0.0:
         likelihoods.mul_(likelihoods >= params.min_p)
@@ -68,7 +68,8 @@ def draw(logits: torch.Tensor, params: SamplingParams, uniform: float) -> torch.
     if params.top_p < 1.0:
         weights.mul_(weights >= _top_p_threshold(weights, params.top_p))
     ends = weights.cumsum(0)
-    target = torch.minimum((ends[-1].double() * uniform).long(), ends[-1] - 1)
+    # `uniform` is 1 - 2^-53 at most, so that the product stays below the sum after its rounding.
+    target = (ends[-1].double() * uniform).long()
     # A row without a finite logit comes here as rubbish, which only has to stay in range.
     token_id = torch.searchsorted(ends, target, right=True).clamp_max_(len(weights) - 1)
     return torch.where(best.isfinite(), token_id, NOTHING_ALLOWED)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
 from dflash_moe.engine.blocks import BlockPool
@@ -105,9 +105,10 @@ class Scheduler:
         """Returns what the next step should do. Nothing is changed.
 
         `drafts` are guesses of the tokens behind those of a request. With `ahead`, the step that is
-        under way, the plan is for the state that it leaves behind if no request ends in it; where
-        followers begin in it nothing can be planned ahead.
+        under way, the plan is for the state that it leaves behind if no request ends in it. No
+        followers may begin in that step, because the blocks that they share then have no table yet.
         """
+        assert ahead is None or not begins_followers(ahead)
         planner = _Planner(self._forward, self._limits, self.running, ahead, drafts or {})
         return planner.plan(self._to_pack(), self.waiting)
 
@@ -137,9 +138,9 @@ class Scheduler:
     def revise(self, plan: StepPlan) -> StepPlan:
         """Returns a plan that was made ahead without what has ended since."""
         return StepPlan(
-            tuple(rows for rows in plan.rows if rows.epoch == rows.request.epoch and rows.request.finish_reason is None),
-            tuple(admission for admission in plan.admitted if admission.request.finish_reason is None),
-            tuple(request for request in plan.preempted if request.finish_reason is None),
+            tuple(_without_ended(rows) for rows in plan.rows if rows.epoch == rows.request.epoch and _is_open(rows.request)),
+            tuple(admission for admission in plan.admitted if _is_open(admission.request)),
+            tuple(filter(_is_open, plan.preempted)),
         )
 
     # -- changes -------------------------------------------------------------------------------
@@ -196,6 +197,23 @@ class Scheduler:
     def _run(self, request: Request) -> None:
         self.running.append(request)
         self.running.sort(key=lambda one: one.order)
+
+
+def begins_followers(plan: StepPlan) -> bool:
+    """Says whether a step ends with requests that begin where their leader's prompt is computed, or
+    that have to wait on their own because there was no place.
+    """
+    return any(rows.sampled and rows.request.followers for rows in plan.rows)
+
+
+def _is_open(request: Request) -> bool:
+    return request.finish_reason is None
+
+
+def _without_ended(rows: PlannedRows) -> PlannedRows:
+    """Returns rows of an open request without the followers that have ended."""
+    still = tuple(filter(_is_open, rows.sampled))
+    return rows if len(still) == len(rows.sampled) else replace(rows, sampled=still)
 
 
 def _heir(leader: Request) -> Request:
@@ -343,6 +361,9 @@ class _Planner:
         sampled: tuple[Request, ...] = ()
         if count == pending:
             followers = request.followers[: max(0, self._places)] if self._forward.cuts_prompts else ()
+            if self._ahead.get(request, (0, 0))[1]:
+                # Those that did not begin in the step under way wait on their own behind it.
+                followers = ()
             self._places -= len(followers)
             sampled = (request, *followers)
         self._rows.append(PlannedRows(request, request.epoch, first, count, sampled, drafts))

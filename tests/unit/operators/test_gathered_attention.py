@@ -152,6 +152,9 @@ def test_a_step_is_few_calls_each_within_the_buffer():
     many = begun([(40 + place, 1) for place in range(20)])
     assert [group.num_sequences for group in many.cache.groups(0)] == [11, 9]
     assert all(group.num_sequences * group.num_keys <= MAX_KEYS for group in many.cache.groups(0))
+    # A group of all rows takes them as they lie, whatever the order of lengths.
+    (group,) = begun([(60, 1), (70, 1), (65, 1)]).cache.groups(0)
+    assert group.rows == slice(0, 3)
 
 
 def test_groups_read_the_keys_of_their_window_from_their_own_slots():
