@@ -57,7 +57,7 @@ def report_of_one(found: Completion, chunks: Sequence[Chunk], stats: Mapping[str
     later = []
     for before, chunk in zip(chunks, chunks[1:], strict=False):
         count = len(chunk.token_ids)
-        later += [(chunk.time - before.time) / count for _ in range(count)]
+        later += [(chunk.time_s - before.time_s) / count for _ in range(count)]
     return {
         "prompt_tokens": found.prompt_tokens,
         "token_ids": list(found.token_ids),

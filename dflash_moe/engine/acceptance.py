@@ -14,19 +14,20 @@ from collections.abc import Hashable
 _REQUEST_MEMORY = 0.9
 _ENGINE_MEMORY = 0.99
 # The engine's estimate counts in a request's as so many judged tokens, and in the engine's own
-# every second draft of so many is accepted before there were any.
-_PRIOR_WEIGHT = 4.0
-_FIRST_ESTIMATE = 0.5
+# every fourth draft of so many is accepted before there were any. That is low, so that probes and
+# not hopes measure the first prices.
+_PRIOR_WEIGHT = 2.0
+_FIRST_ESTIMATE = 0.25
 # A probe drafts at most so many tokens: enough for a clear answer, and for the price of a step with
 # drafts, which is learnt by the way.
 PROBE_DRAFTS = 4
 # After a probe in vain a request waits for so many of its tokens, then twice as many, up to the
-# last. A text that begins to repeat itself is thus found within 1,024 tokens.
+# last. A text that begins to repeat itself is found within 512 tokens where the credit allows.
 FIRST_WAIT = 16
-LAST_WAIT = 1024
+LAST_WAIT = 512
 # All probes of the engine together draft at most PROBE_CREDIT tokens and PROBE_SHARE of all tokens
-# that it made. A row of a probe costs at most what a row costs alone, so that probing takes at
-# most 1 % of the time beyond the first steps.
+# that it made. A further row costs at most what the rows of a step cost on average, so that
+# probing takes at most 1 % of the time beyond the first 32 tokens.
 PROBE_SHARE = 0.01
 PROBE_CREDIT = 32.0
 
@@ -102,24 +103,26 @@ class Acceptance:
         self._credit -= num_drafts
         if 2 * num_accepted >= num_drafts:
             request.wait = FIRST_WAIT
-            request.probe_at = request.num_tokens
+            request.probe_at = 0
         else:
             request.probe_at = request.num_tokens + request.wait
             request.wait = min(2 * request.wait, LAST_WAIT)
 
     def decline(self, key: Hashable) -> None:
-        """Takes note that the request could have had drafts in a step and got none, because they
-        were not expected to pay.
+        """Takes note that the request got no drafts in a step because they were not expected to
+        pay.
         """
         request = self._requests.get(key)
         if request is not None and request.is_on:
             request.is_on = False
             self.switched_off += 1
 
-    def is_probe_due(self, key: Hashable) -> bool:
-        """True where the request has waited long enough since its last probe in vain."""
+    def overdue(self, key: Hashable) -> int:
+        """Returns for how many tokens the request could have probed, below 0 where it has to wait.
+        All its tokens count while it never probed, and behind a probe that succeeded.
+        """
         request = self._requests.get(key)
-        return request is None or request.num_tokens >= request.probe_at
+        return 0 if request is None else request.num_tokens - request.probe_at
 
     @property
     def probe_credit(self) -> int:

@@ -1,23 +1,22 @@
 """`BlockHashes` names the content of a sequence's full blocks, so that another sequence that begins
 with the same tokens can find them in the prefix cache (engine/prefix_cache.py).
 
-A block found by its hash is used without a look at its tokens: two contents with one hash would be
-wrong numbers that nobody notices. So the hashes are cryptographic and have 128 bits. Nobody can
-choose tokens that collide in less than about 2**64 trials, and by accident, with 2**32 blocks, the
-chance is below 2**-64. Python's own hash of integers has neither property.
 SPDX-License-Identifier: Apache-2.0
 """
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from hashlib import blake2b
 
-import numpy as np
-
 from dflash_moe.config import BLOCK_TOKENS
+from dflash_moe.errors import EngineError
 
-# Bytes of a hash.
+# Bytes of a hash. A block found by its hash is used without a look at its tokens: two contents with
+# one hash would be wrong numbers that nobody notices. So the hashes are cryptographic and have 128
+# bits. Nobody can choose tokens that collide in less than about 2**64 trials, and by accident, with
+# 2**32 blocks, the chance is below 2**-64. Python's own hash of integers has neither property.
 HASH_BYTES = 16
 
 
@@ -35,8 +34,8 @@ class BlockHashes:
         # A seed of any length becomes one of fixed length, so that it cannot pass for tokens.
         self._last = _digest(seed)
         self._hashes: list[bytes] = []
-        # The tokens behind the last full block.
-        self._rest: list[int] = []
+        # The tokens behind the last full block, 4 bytes each.
+        self._rest = b""
 
     @property
     def hashes(self) -> Sequence[bytes]:
@@ -46,26 +45,27 @@ class BlockHashes:
     @property
     def num_tokens(self) -> int:
         """The number of tokens that were appended."""
-        return len(self._hashes) * self.block_tokens + len(self._rest)
+        return len(self._hashes) * self.block_tokens + len(self._rest) // 4
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        """Appends tokens, each within int32 (else OverflowError). Takes time for these alone, and
-        for what lies behind the last full block.
+        """Appends tokens. Takes time for these alone, and for what lies behind the last full block.
+        Raises EngineError, and has appended none, where one is outside int32.
         """
-        rest = [*self._rest, *token_ids]
-        num_full = len(rest) // self.block_tokens
-        if num_full:
-            content = np.array(rest, "<i4").tobytes()
-            size = 4 * self.block_tokens
-            for begin in range(0, num_full * size, size):
-                self._last = _digest(self._last + content[begin : begin + size])
-                self._hashes.append(self._last)
-        self._rest = rest[num_full * self.block_tokens :]
+        try:
+            content = self._rest + struct.pack(f"<{len(token_ids)}i", *token_ids)
+        except struct.error as error:
+            raise EngineError(f"tokens were appended of which one is no int32: {error}") from error
+        size = 4 * self.block_tokens
+        num_full = len(content) // size
+        for begin in range(0, num_full * size, size):
+            self._last = _digest(self._last + content[begin : begin + size])
+            self._hashes.append(self._last)
+        self._rest = content[num_full * size :]
 
     def fork(self) -> BlockHashes:
         """Returns the hashes of another sequence that has had the same tokens so far."""
         other = BlockHashes(b"", self.block_tokens)
-        other._last, other._hashes, other._rest = self._last, self._hashes.copy(), self._rest.copy()
+        other._last, other._hashes, other._rest = self._last, self._hashes.copy(), self._rest
         return other
 
 

@@ -40,10 +40,13 @@ class BlockPool:
         that is yet to adopt what was matched,
     and it can run if that is at most `num_free` + `releasable(preempted)`. The step must then
     release first, adopt next and reserve last, because an allocation may evict what was matched.
-    Two things make the count inexact. A matched block that only preempted sequences name has
-    references in the plan and none in the step: count it too. And a sequence whose last block is
-    shared needs none for a copy once it is the only one left (preemption), and one where it was the
-    only one before (adoption, of a block that was truncated and not written since).
+    Two things make the count inexact.
+      * A matched block that only preempted sequences name has references in the plan and none in
+        the step: count it too.
+      * `blocks_needed` counts a copy where another table names the last block, which is not full.
+        Once the others are preempted, none is needed. And where a prefix is adopted that contains
+        the last block of a sequence that was truncated into it, one more is needed.
+    `reserve` returns False where a count was too low.
     """
 
     def __init__(self, num_blocks: int, block_tokens: int = BLOCK_TOKENS) -> None:

@@ -16,9 +16,8 @@ import time
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from dflash_moe.config import Settings
 from dflash_moe.engine.block_hashes import BlockHashes
 from dflash_moe.engine.delivery import Call, Cancel, Command, EngineDoor, Submit, TokenStream
 from dflash_moe.engine.engine_stats import EngineStats
@@ -26,11 +25,14 @@ from dflash_moe.engine.forward import Forward
 from dflash_moe.engine.request import CANCELLED, ERROR, LENGTH, STOP, Request, RequestTimes, TokenDelta
 from dflash_moe.engine.sampling_params import SamplingParams
 from dflash_moe.engine.sampling_state import SamplingState
-from dflash_moe.engine.schedule import Limits, Scheduler, StepPlan
+from dflash_moe.engine.schedule import Limits, Scheduler, StepPlan, begins_followers
 from dflash_moe.engine.speculate import Speculator
 from dflash_moe.engine.step_run import Outcome, StepRun
 from dflash_moe.engine.token_masks import MaskRequest, MaskThread
 from dflash_moe.errors import ConfigError, DflashError, EngineError, RequestCancelled, WorkerError, shown
+
+if TYPE_CHECKING:
+    from dflash_moe.runtime.expert_runtime import ExpertRuntime
 
 log = logging.getLogger(__name__)
 
@@ -50,15 +52,21 @@ class EngineSettings:
     order: str = "fifo"
     speculate: str = "off"
     prefix_cache: bool = True
-    # Whether the next step is planned while the device still computes; None where it is a card.
-    plans_ahead: bool | None = None
+    # Whether the next step is planned while the device still computes, which it does on a card.
+    plans_ahead: bool = False
     call_timeout_s: float = 30.0
+    # The share of its layer's experts that a row reads, which prices drafts.
+    expert_share: float = 1 / 16
 
     @classmethod
-    def of(cls, settings: Settings) -> EngineSettings:
-        """Returns those of a runtime's settings."""
+    def of(cls, runtime: ExpertRuntime) -> EngineSettings:
+        """Returns those of a runtime and its model."""
         names = ("max_batch_tokens", "max_requests", "max_queue", "order", "speculate", "prefix_cache", "call_timeout_s")
-        return cls(**{name: getattr(settings, name) for name in names})
+        share = max(layer.top_k / layer.num_experts for layer in runtime.layers)
+        return cls(
+            **{name: getattr(runtime.settings, name) for name in names},
+            plans_ahead=runtime.host_device != "cpu", expert_share=share,
+        )  # fmt: skip
 
 
 class Engine:
@@ -72,7 +80,10 @@ class Engine:
         self, forward: Forward, settings: EngineSettings | None = None, *, eos_token_ids: frozenset[int] = frozenset(),
         lock: Any = None,
     ) -> None:  # fmt: skip
-        """`eos_token_ids` end a request unless it ignores them; `lock` is for tests that count."""
+        """`eos_token_ids` end a request unless it ignores them. `lock` is the one between callers
+        and the engine thread, for tests that count; who holds it, an RLock, submits several
+        requests at once.
+        """
         self.settings = settings = settings or EngineSettings()
         self._forward = forward
         self._eos = eos_token_ids
@@ -82,7 +93,7 @@ class Engine:
         )  # fmt: skip
         self._scheduler = Scheduler(forward, limits)
         self._speculates = settings.speculate != "off" and forward.cuts_prompts
-        self._speculator = Speculator(settings.speculate)
+        self._speculator = Speculator(settings.speculate, expert_share=settings.expert_share)
         self._masks = MaskThread(forward.vocab_size)
         # Requests whose next mask nobody was asked for yet.
         self._unasked: list[Request] = []
@@ -97,7 +108,6 @@ class Engine:
         self._deltas: list[tuple[TokenStream, TokenDelta]] = []
         self._ended_at = time.monotonic()
         self._seconds_per_request = 0.0
-        self._plans_ahead = bool(settings.plans_ahead)
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="dflash-moe-engine", daemon=True)
         self._door.watch(self._thread.is_alive)
@@ -161,6 +171,7 @@ class Engine:
                 "total": pool.num_blocks, "free": pool.num_free, "cached": pool.num_cached, "evicted": pool.num_evicted,
                 "tokens": pool.block_tokens,
             },
+            **self._forward.stats(),
             "speculation": dataclasses.asdict(self._speculator.stats()),
         }  # fmt: skip
         return found
@@ -240,9 +251,13 @@ class Engine:
     def _exchange(self, *, wait: bool) -> list[Command]:
         deltas, self._deltas = self._deltas, []
         num_waiting = self._num_open - len(self._scheduler.running)
-        return self._door.exchange(
+        began = time.perf_counter()
+        commands = self._door.exchange(
             deltas, num_waiting=num_waiting, seconds_per_request=self._seconds_per_request, wait=wait and not deltas
         )
+        if deltas:
+            self._stats.deliver_s += time.perf_counter() - began
+        return commands
 
     def _serve(self, commands: Sequence[Command]) -> None:
         for command in commands:
@@ -342,9 +357,14 @@ class Engine:
         return {decoding[key]: drafts for key, drafts in found.items()}
 
     def _may_plan_ahead(self, plan: StepPlan) -> bool:
-        return self._plans_ahead and not self._speculates and not any(
-            request.params.token_mask is not None for rows in plan.rows for request in rows.sampled
-        )  # fmt: skip
+        """Says whether what a step leaves behind is known before its tokens are."""
+        sampled = [request for rows in plan.rows for request in rows.sampled]
+        return (
+            self.settings.plans_ahead
+            and not self._speculates
+            and not begins_followers(plan)
+            and all(request.params.token_mask is None for request in sampled)
+        )
 
     # -- the end of a step -------------------------------------------------------------------------
     def _commit(self, plan: StepPlan, outcomes: Sequence[Outcome]) -> None:
@@ -394,7 +414,7 @@ class Engine:
         stats.accepted_tokens += outcome.num_accepted
         logprobs = None if outcome.logprobs is None else outcome.logprobs[:taken]
         if reason is None:
-            self._deltas.append((request.stream, TokenDelta(request.choice, token_ids, logprobs)))
+            self._deltas.append((request.stream, TokenDelta(request.choice, token_ids, logprobs, time_s=now)))
             if request.params.token_mask is not None:
                 self._unasked.append(request)
         else:
@@ -436,7 +456,7 @@ class Engine:
         now = time.monotonic()
         self._seconds_per_request += (now - self._ended_at - self._seconds_per_request) / 16
         self._ended_at = now
-        self._deltas.append((request.stream, TokenDelta(request.choice, token_ids, logprobs, reason, error)))
+        self._deltas.append((request.stream, TokenDelta(request.choice, token_ids, logprobs, reason, error, now)))
 
     def _check_blocks(self) -> None:
         tables = [one.sequence.blocks.block_table for one in self._scheduler.running if one.sequence is not None]

@@ -59,10 +59,9 @@ class LLM:
             self.tokenizer = load_tokenizer(path) if tokenizer is None else tokenizer
             self.runtime = stack.enter_context(ExpertRuntime.start(topology, model=path, on_loading=on_loading, **overrides))
             self.host = open_host(path, self.runtime)
-            settings = self.runtime.settings
-            forward = self.host.engine_forward(settings.kv_memory)
+            forward = self.host.engine_forward(self.runtime.settings.kv_memory)
             eos = stop_token_ids(self.host.model, self.tokenizer)
-            self.engine = stack.enter_context(Engine(forward, EngineSettings.of(settings), eos_token_ids=eos))
+            self.engine = stack.enter_context(Engine(forward, EngineSettings.of(self.runtime), eos_token_ids=eos))
             self._closing = stack.pop_all()
 
     def submit(self, prompt: Prompt, params: SamplingParams | None = None) -> TokenStream:

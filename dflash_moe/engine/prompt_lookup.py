@@ -15,9 +15,9 @@ from dflash_moe.errors import ConfigError
 # different n-grams are different numbers. The base is the largest prime below 2^32 and no power of
 # two, because a dict looks at the low bits first, and these must depend on all digits.
 _BASE = (1 << 32) - 5
-# One call of `draft` indexes at most so many tokens, about 1 ms of work. A prompt of 100,000 tokens
-# that a prefix hit brings at once is so spread over 49 steps.
-CATCH_UP = 2048
+# One call of `draft` indexes at most so many tokens, about 0.3 ms of work. A prompt of 100,000
+# tokens that a prefix hit brings at once is so spread over 196 steps.
+CATCH_UP = 512
 # The tokens that all indexes hold together by default. With n-grams of two sizes a token takes at
 # most 300 bytes, where none of its n-grams stood before: 75 MiB for all.
 MAX_INDEXED = 1 << 18

@@ -9,7 +9,8 @@ SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,76 +23,120 @@ CHUNK = 256
 # What a rotary module returns: one tensor or several, each [1, num_rows, ...].
 Tables = tuple[torch.Tensor, ...]
 
+# Asks a module for float32.
+_FLOAT32 = torch.zeros(1, 1, 1)
+
+
+class _OfThread(threading.local):
+    """The sequences of what one thread computes, each as (length at most, first position, number of
+    rows), and the positions of their rows, once a layer asks for them.
+    """
+
+    step: Sequence[tuple[int, int, int]] = ()
+    positions: torch.Tensor | None = None
+
 
 class RotaryTables:
-    """Stands in for the forward of one rotary module. `begin` gives it the sequences of a step."""
+    """Stands in for the forward of one rotary module. `begin` gives it the sequences of a step, or
+    of the half that a thread computes.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self._pristine = copy.deepcopy(module)
-        self._forward: Callable[..., Any] = self._pristine.forward
+        self._device = next((buffer.device for buffer in module.buffers()), torch.device("cpu"))
         self._chunks: dict[tuple[Any, ...], tuple[Tables, bool]] = {}
         # Whether the module wants more than hidden states and positions, such as the type of a
         # layer: then there is no single table for all layers.
         self.wants_arguments = False
+        # Whether a position's values differ between sequences that may become unlike long: then
+        # their keys do too. Else all sequences read one table of all positions.
         self.depends_on_length = self._looks_at_others()
-        # The sequences of the step under way: (length at most, first position, number of rows).
-        self._step: Sequence[tuple[int, int, int]] = ()
+        self._shared: dict[tuple[Any, ...], _SharedTables] = {}
+        self._own = _OfThread()
+        # Two halves of a step read and extend the same tables.
+        self._lock = threading.Lock()
 
     def begin(self, step: Sequence[tuple[int, int, int]]) -> None:
-        """Gives the sequences of a step, each as (length at most, first position, number of
-        rows).
+        """Gives the sequences that this thread computes, each as (length at most, first position,
+        number of rows).
         """
-        self._step = step
+        self._own.step, self._own.positions = step, None
         if self.depends_on_length:
             # Tables of lengths that no sequence of this step has are not kept for ever.
             lengths = {length for length, _, _ in step}
-            if len(self._chunks) > 4 * CHUNK:
-                self._chunks = {key: value for key, value in self._chunks.items() if key[0] in lengths}
+            with self._lock:
+                if len(self._chunks) > 4 * CHUNK:
+                    self._chunks = {key: value for key, value in self._chunks.items() if key[0] in lengths}
+
+    @property
+    def step(self) -> Sequence[tuple[int, int, int]]:
+        """What `begin` gave this thread."""
+        return self._own.step
 
     def __call__(self, x: torch.Tensor, position_ids: torch.Tensor | None = None, *arguments: Any, **options: Any) -> Any:
         """Returns what the module would for each sequence alone. `position_ids` are those of the
         step and are not read.
         """
         del position_ids
+        select = self._join_chunks if self.depends_on_length else self._select
+        with self._lock:
+            tables, is_tuple = select(x, arguments, options)
+        return tables if is_tuple else tables[0]
+
+    def _select(self, x: torch.Tensor, arguments: Any, options: Any) -> tuple[Tables, bool]:
+        key = (x.dtype, arguments, tuple(sorted(options.items())))
+        shared = self._shared.get(key)
+        if shared is None:
+            shared = self._shared[key] = _SharedTables()
+        needed = max((first + count for _, first, count in self.step), default=0)
+        while shared.num_positions < max(needed, 1):
+            shared.append(*self._chunk(x, 0, shared.num_positions // CHUNK, arguments, options))
+        if len(self.step) == 1:
+            _, first, count = self.step[0]
+            return tuple(table[:, first : first + count] for table in shared.tables), shared.is_tuple
+        if self._own.positions is None:
+            positions = [position for _, first, count in self.step for position in range(first, first + count)]
+            self._own.positions = torch.tensor(positions, dtype=torch.int64, device=self._device)
+        return tuple(table.index_select(1, self._own.positions) for table in shared.tables), shared.is_tuple
+
+    def _join_chunks(self, x: torch.Tensor, arguments: Any, options: Any) -> tuple[Tables, bool]:
         parts: list[list[torch.Tensor]] = []
         is_tuple = True
-        for length, first, count in self._step:
+        for length, first, count in self.step:
             at = first
             while at < first + count:
-                tables, is_tuple = self._chunk(x, length, at // CHUNK, arguments, options)
+                key = (length, at // CHUNK, x.dtype, arguments, tuple(sorted(options.items())))
+                if key not in self._chunks:
+                    self._chunks[key] = self._chunk(x, length, at // CHUNK, arguments, options)
+                tables, is_tuple = self._chunks[key]
                 begin = at % CHUNK
                 size = min(CHUNK - begin, first + count - at)
                 parts.append([table[:, begin : begin + size] for table in tables])
                 at += size
-        joined = tuple(column[0] if len(parts) == 1 else torch.cat(column, dim=1) for column in zip(*parts, strict=True))
-        return joined if is_tuple else joined[0]
+        columns = zip(*parts, strict=True)
+        return tuple(column[0] if len(parts) == 1 else torch.cat(column, dim=1) for column in columns), is_tuple
 
     def cos_sin(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the cosines and sines of the step in float32, each [num_rows, width]. A module
         may give both as one tensor of complex numbers.
         """
-        tables = self(torch.zeros(1, 1, 1))
+        tables = self(_FLOAT32)
         cos, sin = tables if isinstance(tables, tuple) else (tables.real, tables.imag)
         return cos[0], sin[0]
 
     def _chunk(self, x: torch.Tensor, length: int, chunk: int, arguments: Any, options: Any) -> tuple[Tables, bool]:
-        last = length - 1 if self.depends_on_length else 0
-        key = (length if self.depends_on_length else 0, chunk, x.dtype, arguments, tuple(sorted(options.items())))
-        found = self._chunks.get(key)
-        if found is None:
-            positions = torch.arange(chunk * CHUNK, (chunk + 1) * CHUNK)
-            if self.depends_on_length:
-                positions = positions.clamp(max=last)
-            found = self._chunks[key] = self._compute(x, positions, last, arguments, options)
-        return found
+        positions = torch.arange(chunk * CHUNK, (chunk + 1) * CHUNK)
+        if not self.depends_on_length:
+            return self._compute(x, positions, 0, arguments, options)
+        return self._compute(x, positions.clamp(max=length - 1), length - 1, arguments, options)
 
     def _compute(
         self, x: torch.Tensor, positions: torch.Tensor, last: int, arguments: Any, options: Any
     ) -> tuple[Tables, bool]:
         # A module of some types writes to itself, so that each computation gets a fresh copy.
         module = copy.deepcopy(self._pristine)
-        given = torch.cat((positions, torch.tensor([max(last, int(positions[-1]))])))[None]
-        out = module.forward(x[:1, :1], given, *arguments, **options)
+        given = torch.cat((positions, torch.tensor([max(last, int(positions[-1]))])))[None].to(self._device)
+        out = module.forward(x[:1, :1].to(self._device), given, *arguments, **options)
         tables = out if isinstance(out, tuple) else (out,)
         return tuple(table[:, : len(positions)].contiguous() for table in tables), isinstance(out, tuple)
 
@@ -122,6 +167,31 @@ class RotaryTables:
             self.wants_arguments = True
             return True
         return any(not torch.equal(a, b) for other in others for a, b in zip(near, other, strict=True))
+
+
+class _SharedTables:
+    """The tables of the positions from 0 on, each in one tensor, so that a step's rows are selected
+    at once whatever the number of sequences. They grow by chunks.
+    """
+
+    def __init__(self) -> None:
+        self.num_positions = 0
+        self.tables: Tables = ()  # with room for more positions
+        self.is_tuple = True
+
+    def append(self, chunk: Tables, is_tuple: bool) -> None:
+        """Appends the tables of the next `CHUNK` positions."""
+        begin, end = self.num_positions, self.num_positions + CHUNK
+        if not self.tables or self.tables[0].shape[1] < end:
+            former = self.tables
+            # Tensors of inference mode could not be written outside of it later.
+            with torch.inference_mode(False):
+                self.tables = tuple(table.new_empty((table.shape[0], 2 * end, *table.shape[2:])) for table in chunk)
+            for table, content in zip(self.tables, former, strict=False):
+                table[:, :begin] = content
+        for table, content in zip(self.tables, chunk, strict=True):
+            table[:, begin:end] = content
+        self.num_positions, self.is_tuple = end, is_tuple
 
 
 def find_rotary_modules(model: nn.Module) -> dict[str, nn.Module]:

@@ -165,7 +165,7 @@ def _penalise(values: torch.Tensor, row: SampleRow) -> None:
     seen, counts = row.state.counts(row.tokens_before)
     if not len(seen):
         return
-    _check_ids("the prompt", seen.max(), values)
+    _check_ids("the prompt or an output", seen.max(), values)
     token_ids = torch.from_numpy(seen).to(values.device)
     num_times = torch.from_numpy(counts).to(values.device)
     former = values[token_ids]

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import islice
 
 from dflash_moe.engine.blocks import BlockPool
 from dflash_moe.engine.forward import Forward, TokenSequence
@@ -104,19 +105,20 @@ class Scheduler:
         """Returns what the next step should do. Nothing is changed.
 
         `drafts` are guesses of the tokens behind those of a request. With `ahead`, the step that is
-        under way, the plan is for the state that it leaves behind if no request ends in it.
+        under way, the plan is for the state that it leaves behind if no request ends in it. No
+        followers may begin in that step, because the blocks that they share then have no table yet.
         """
-        return _Planner(self._forward, self._limits, self.running, ahead, drafts or {}).plan(self._candidates())
+        assert ahead is None or not begins_followers(ahead)
+        planner = _Planner(self._forward, self._limits, self.running, ahead, drafts or {})
+        return planner.plan(self._to_pack(), self.waiting)
 
-    def _candidates(self) -> Iterable[Request]:
-        """Yields waiting requests in the order in which they should be admitted."""
+    def _to_pack(self) -> Sequence[Request]:
+        """Returns waiting requests of which those should come first that fit a step whole, the
+        longest before the others.
+        """
         if not self._limits.packing or self._passed_over >= FORCED_FIFO_EVERY:
-            return self.waiting
-        first = [request for _, request in zip(range(LOOKAHEAD), self.waiting, strict=False)]
-        whole = [request for request in first if len(request.tokens) <= self._limits.max_batch_tokens]
-        whole.sort(key=lambda request: (-len(request.tokens), request.order))
-        taken = set(map(id, whole))
-        return [*whole, *(request for request in self.waiting if id(request) not in taken)]
+            return ()
+        return sorted(islice(self.waiting, LOOKAHEAD), key=lambda request: (-len(request.tokens), request.order))
 
     def apply(self, plan: StepPlan) -> None:
         """Makes a plan true but for its rows, which the caller computes."""
@@ -136,9 +138,9 @@ class Scheduler:
     def revise(self, plan: StepPlan) -> StepPlan:
         """Returns a plan that was made ahead without what has ended since."""
         return StepPlan(
-            tuple(rows for rows in plan.rows if rows.epoch == rows.request.epoch and rows.request.finish_reason is None),
-            tuple(admission for admission in plan.admitted if admission.request.finish_reason is None),
-            tuple(request for request in plan.preempted if request.finish_reason is None),
+            tuple(_without_ended(rows) for rows in plan.rows if rows.epoch == rows.request.epoch and _is_open(rows.request)),
+            tuple(admission for admission in plan.admitted if _is_open(admission.request)),
+            tuple(filter(_is_open, plan.preempted)),
         )
 
     # -- changes -------------------------------------------------------------------------------
@@ -197,6 +199,23 @@ class Scheduler:
         self.running.sort(key=lambda one: one.order)
 
 
+def begins_followers(plan: StepPlan) -> bool:
+    """Says whether a step ends with requests that begin where their leader's prompt is computed, or
+    that have to wait on their own because there was no place.
+    """
+    return any(rows.sampled and rows.request.followers for rows in plan.rows)
+
+
+def _is_open(request: Request) -> bool:
+    return request.finish_reason is None
+
+
+def _without_ended(rows: PlannedRows) -> PlannedRows:
+    """Returns rows of an open request without the followers that have ended."""
+    still = tuple(filter(_is_open, rows.sampled))
+    return rows if len(still) == len(rows.sampled) else replace(rows, sampled=still)
+
+
 def _heir(leader: Request) -> Request:
     """Returns the follower that takes a leader's place, with the other followers behind it."""
     heir, *others = leader.followers
@@ -217,17 +236,16 @@ class _Planner:
         self._running = list(running)
         # What the step under way adds to a request: computed tokens, and tokens that it has.
         self._ahead = {} if ahead is None else {rows.request: (rows.count, len(rows.sampled[:1])) for rows in ahead.rows}
-        # The followers that begin in the step under way have a place and no table yet.
-        beginning = () if ahead is None else tuple(r for rows in ahead.rows for r in rows.sampled[1:])
-        self._places = min(limits.max_requests, forward.max_sequences) - len(running) - len(beginning)
-        # A request whose last token is being sampled ends with it.
+        self._places = min(limits.max_requests, forward.max_sequences) - len(running)
         self._free = self._pool.num_free
         self._preempted: list[Request] = []
         self._rows: list[PlannedRows] = []
         self._admitted: list[Admission] = []
 
-    def plan(self, candidates: Iterable[Request]) -> StepPlan:
-        """Returns the plan: running requests from the oldest on, and then who waits."""
+    def plan(self, to_pack: Sequence[Request], waiting: Iterable[Request]) -> StepPlan:
+        """Returns the plan: running requests from the oldest on, then those of `to_pack` that fit
+        whole, and where none does those that wait, in their order.
+        """
         # Each running request may have a row; what is left of the budget goes to prompts.
         pending = {request: self._pending(request) for request in self._running}
         budget = self._limits.max_batch_tokens - sum(1 for count in pending.values() if count == 1)
@@ -237,7 +255,9 @@ class _Planner:
             budget -= self._continue(request, pending[request], budget)
             place += 1
         if not self._preempted:
-            for request in candidates:
+            for request in to_pack:
+                budget -= self._admit(request, budget, whole=True)
+            for request in () if self._admitted else waiting:
                 taken = self._admit(request, budget)
                 if not taken:
                     break
@@ -307,9 +327,10 @@ class _Planner:
     def _computed(self, request: Request) -> int:
         return request.num_computed + self._ahead.get(request, (0, 0))[0]
 
-    def _admit(self, request: Request, budget: int) -> int:
-        """Plans the first rows of a waiting request, and returns their number; 0 where there is no
-        room for it. Its whole prompt must find blocks, so that it does not begin only to give up.
+    def _admit(self, request: Request, budget: int, *, whole: bool = False) -> int:
+        """Plans the first rows of a waiting request, or all of them, and returns their number; 0
+        where there is no room for it. Its whole prompt must find blocks, so that it does not begin
+        only to give up.
         """
         if self._places < 1 or budget < 1:
             return 0
@@ -320,7 +341,7 @@ class _Planner:
         # Cached blocks that nobody uses count as free until they are taken.
         needed = -(-len(request.tokens) // self._pool.block_tokens) - len(hit)
         needed += sum(1 for block in hit if self._pool.references(block) == 0)
-        if count < 1 or needed > self._free:
+        if count < 1 or needed > self._free or (whole and count < pending):
             return 0
         self._free -= needed
         self._places -= 1
@@ -340,6 +361,9 @@ class _Planner:
         sampled: tuple[Request, ...] = ()
         if count == pending:
             followers = request.followers[: max(0, self._places)] if self._forward.cuts_prompts else ()
+            if self._ahead.get(request, (0, 0))[1]:
+                # Those that did not begin in the step under way wait on their own behind it.
+                followers = ()
             self._places -= len(followers)
             sampled = (request, *followers)
         self._rows.append(PlannedRows(request, request.epoch, first, count, sampled, drafts))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter, sub
 from typing import Protocol
 
 from dflash_moe.engine.acceptance import PROBE_DRAFTS, Acceptance
@@ -26,6 +27,8 @@ _LEAST_GAIN = 1.02
 # After so many steps with drafts one goes without, because the price of such a step would otherwise
 # be known from long ago only. This costs at most a 64th of what drafts gain.
 _STEPS_TO_PLAIN = 64
+
+_FIRST = itemgetter(0)
 
 # One decoding sequence of a step: its key, its token ids (prompt and outputs), and how many tokens
 # it may still make. A sequence that must not have drafts says 1.
@@ -71,21 +74,13 @@ class SpeculationStats:
     probability: float
 
 
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """The drafts that there are for a sequence, and how likely each is accepted."""
-
-    key: Hashable
-    drafts: Sequence[int]
-    probability: float
-
-
 class Speculator:
     """Drafts for the decoding sequences of a step. Owned by the engine thread.
 
-    A step calls `plan`, and `observe` once it is committed. `plan` changes no estimate: a step that
-    fails or is planned anew has no effect. `mode` is "off", "prompt" (whatever the drafter finds,
-    up to `max_drafts`) or "auto" (as many as pay by the estimates, none where none do).
+    A step calls `plan`, and `observe` once it is committed. `plan` changes no estimate, so that a
+    step that fails or is planned anew has no effect; a second plan may find more than the first
+    while a long prompt is still being indexed. `mode` is "off", "prompt" (whatever the drafter
+    finds, up to `max_drafts`) or "auto" (as many as pay by the estimates, none where none do).
     """
 
     def __init__(
@@ -101,7 +96,7 @@ class Speculator:
         self.price = StepPrice(expert_share)
         self.acceptance = Acceptance()
         self._drafter: Drafter = PromptLookup() if drafter is None else drafter
-        # Of the latest plan: the keys that probe, and those that could have drafts and got none.
+        # Of the latest plan: the keys that probe, and those whose drafts were not expected to pay.
         self._probing: set[Hashable] = set()
         self._declined: list[Hashable] = []
         self._steps_with_drafts = 0
@@ -187,19 +182,24 @@ class Speculator:
         most_rows = min(budget_rows, self.max_drafts * len(requests))
         extra = self._extra_seconds(base_rows, most_rows)
         plain_seconds = self.price.seconds(len(requests))
-        lowest = min(after - before for before, after in zip((0.0, *extra), extra, strict=False))
-        least = _LEAST_GAIN * lowest * len(requests) / plain_seconds
+        least = _LEAST_GAIN * min(map(sub, extra, (0.0, *extra))) * len(requests) / plain_seconds
         found = []
         for row in requests:
             probability = self.acceptance.probability(row[0])
-            drafts = self._draft(row, budget_rows) if probability > least else ()
-            if drafts:
-                found.append(_Found(row[0], drafts, probability))
-            elif probability <= least:
+            if probability <= least:
                 self._declined.append(row[0])
-        counts = choose_counts([(entry.probability, len(entry.drafts)) for entry in found], len(requests), plain_seconds, extra)
-        self._declined += [entry.key for entry, count in zip(found, counts, strict=True) if not count]
-        return {entry.key: list(entry.drafts[:count]) for entry, count in zip(found, counts, strict=True) if count}
+                continue
+            drafts = self._draft(row, budget_rows)
+            if drafts:
+                found.append((row[0], drafts, probability))
+        counts = choose_counts([(entry[2], len(entry[1])) for entry in found], len(requests), plain_seconds, extra)
+        planned = {}
+        for (key, drafts, _), count in zip(found, counts, strict=True):
+            if count:
+                planned[key] = list(drafts[:count])
+            else:
+                self._declined.append(key)
+        return planned
 
     def _extra_seconds(self, base_rows: int, most_rows: int) -> list[float]:
         """Returns what 1, 2, ... rows more than `base_rows` cost."""
@@ -207,17 +207,23 @@ class Speculator:
         return [self.price.seconds(base_rows + more) - base for more in range(1, most_rows + 1)]
 
     def _add_probes(self, planned: dict[Hashable, list[int]], requests: Sequence[DecodeRow], budget_rows: int) -> None:
-        room = min(budget_rows - sum(map(len, planned.values())), self.acceptance.probe_credit)
-        for row in requests:
-            if room < 1:
-                return
-            if row[0] in planned or not self.acceptance.is_probe_due(row[0]):
-                continue
+        """Adds probes of those that are due, the longest overdue first, so that none is left out
+        for ever where the credit does not reach for all.
+        """
+        room, credit = budget_rows - sum(map(len, planned.values())), self.acceptance.probe_credit
+        if room < 1 or credit < PROBE_DRAFTS:
+            return
+        waiting = ((self.acceptance.overdue(row[0]), row) for row in requests if row[0] not in planned)
+        due = sorted((entry for entry in waiting if entry[0] >= 0), key=_FIRST, reverse=True)
+        for _, row in due:
             drafts = self._draft(row, min(PROBE_DRAFTS, room))
             if drafts:
                 planned[row[0]] = list(drafts)
                 self._probing.add(row[0])
                 room -= len(drafts)
+                credit -= len(drafts)
+            if room < 1 or credit < PROBE_DRAFTS:
+                return
 
 
 def choose_counts(
@@ -234,18 +240,16 @@ def choose_counts(
     and trying every m finds the best of all choices. The price may well rise less with later rows
     (their experts are read already), so that the first m that does not pay ends nothing.
     """
-    values = sorted(((p**place, i) for i, (p, most) in enumerate(found) for place in range(1, most + 1)), key=_descending)
+    values = [(p**place, i) for i, (p, most) in enumerate(found) for place in range(1, most + 1)]
+    values.sort(key=_FIRST, reverse=True)
     tokens, best_count = float(num_sequences), 0
     best = _LEAST_GAIN * num_sequences / plain_seconds
     for count, ((value, _), extra) in enumerate(zip(values, extra_seconds, strict=False), 1):
         tokens += value
-        if tokens / (plain_seconds + extra) > best:
-            best, best_count = tokens / (plain_seconds + extra), count
+        rate = tokens / (plain_seconds + extra)
+        if rate > best:
+            best, best_count = rate, count
     counts = [0] * len(found)
     for _, i in values[:best_count]:
         counts[i] += 1
     return counts
-
-
-def _descending(entry: tuple[float, int]) -> float:
-    return -entry[0]

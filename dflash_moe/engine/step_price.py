@@ -18,13 +18,12 @@ from dflash_moe.errors import ConfigError
 # steps differ, so that only points at a distance tell a price.
 POINTS = tuple(accumulate(range(40), lambda rows, _: max(rows + 1, rows * 5 // 4), initial=1))
 # A point is believed from its third step on, since the median of three ignores one pause of the
-# machine, and it is the median of its last 31 steps.
+# machine. It is the median of its last 31 steps, and stands at that step's own number of rows.
+# What lies further back than 512 steps of all kinds is forgotten as soon as three others are
+# there, because contexts grow and machines become busy.
 _ENOUGH = 3
 _WINDOW = 31
-# The level follows a change of all prices (a longer context, a busy machine) in about 4 steps. One
-# step counts at most for a factor of 2.
-_LEVEL_SHARE = 0.25
-_MOST_CHANGE = 2.0
+_LASTS = 512
 # Before anything is measured a row costs at least this share of a step of one row. From 4 to 16
 # sequences a step of the reference model grew by 0.145 for each row, with nearly all experts read.
 _ROW_SHARE = 0.15
@@ -41,8 +40,7 @@ class StepPrice:
     a share of (1 - expert_share)^(n - 1), as if a step were nothing but reading experts: 1, 1.75,
     2.31, 2.73, 3.05 for 8 experts of 32. Whole steps measured 1, 1.15, 1.31, 1.42, 1.50.
 
-    Prices are kept relative to a level that all points share, so that a point which was not
-    measured for long follows the others when contexts grow. Owned by the engine thread.
+    Owned by the engine thread.
     """
 
     def __init__(self, expert_share: float = 1 / 16) -> None:
@@ -53,12 +51,14 @@ class StepPrice:
         self._num_falling = 1
         if expert_share < 1:
             self._num_falling += math.floor(math.log(_ROW_SHARE) / math.log(self._unread_share))
-        self._level = 0.0
-        self._windows: dict[int, deque[float]] = {}
-        self._medians: dict[int, float] = {}
-        # The measured points and their prices relative to the level; not falling.
+        self._num_steps = 0
+        # (seconds, rows, number of the step) of the last steps at each point, and the measured
+        # (seconds, rows) of each.
+        self._windows: dict[int, deque[tuple[float, int, int]]] = {}
+        self._medians: dict[int, tuple[float, int]] = {}
+        # The same in the order of rows, with seconds that rise.
         self._rows: list[int] = []
-        self._prices: list[float] = []
+        self._seconds: list[float] = []
 
     def assumed(self, num_rows: int) -> float:
         """Returns the price of a step relative to one of one row, before anything is measured."""
@@ -71,17 +71,14 @@ class StepPrice:
         """
         if num_rows < 1 or not 0 < seconds < math.inf:
             return
+        self._num_steps += 1
         point = _nearest(num_rows)
-        price = seconds * self.assumed(point) / self.assumed(num_rows)
-        if not self._level:
-            self._level = price / self.assumed(point)
         window = self._windows.setdefault(point, deque(maxlen=_WINDOW))
+        window.append((seconds, num_rows, self._num_steps))
+        while len(window) > _ENOUGH and window[0][2] < self._num_steps - _LASTS:
+            window.popleft()
         if len(window) >= _ENOUGH:
-            change = price / (self._level * self._medians[point])
-            self._level *= min(max(change, 1 / _MOST_CHANGE), _MOST_CHANGE) ** _LEVEL_SHARE
-        window.append(price / self._level)
-        if len(window) >= _ENOUGH:
-            self._medians[point] = sorted(window)[len(window) // 2]
+            self._medians[point] = sorted(window)[len(window) // 2][:2]
             self._fit()
 
     def seconds(self, num_rows: int) -> float:
@@ -89,29 +86,28 @@ class StepPrice:
         is measured, relative to a step of one row.
         """
         if not self._rows:
-            return (self._level or 1.0) * self.assumed(num_rows)
+            return self.assumed(num_rows)
         above = bisect_left(self._rows, num_rows)
         if 0 < above < len(self._rows):
             first, last = self._rows[above - 1], self._rows[above]
-            low, high = self._prices[above - 1], self._prices[above]
-            return self._level * (low + (high - low) * (num_rows - first) / (last - first))
+            low, high = self._seconds[above - 1], self._seconds[above]
+            return low + (high - low) * (num_rows - first) / (last - first)
         end = min(above, len(self._rows) - 1)
-        return self._level * self._prices[end] * self.assumed(num_rows) / self.assumed(self._rows[end])
+        return self._seconds[end] * self.assumed(num_rows) / self.assumed(self._rows[end])
 
     def _fit(self) -> None:
-        """Makes prices of the medians that rise with the rows: midway between the highest at or
+        """Makes seconds of the medians that rise with the rows: midway between the highest at or
         below each point and the lowest at or above it.
         """
-        self._rows = sorted(self._medians)
-        found = [self._medians[rows] for rows in self._rows]
-        highest = accumulate(found, max)
-        lowest = list(accumulate(reversed(found), min))[::-1]
-        prices = [(high + low) / 2 for high, low in zip(highest, lowest, strict=True)]
-        least = _LEAST_ROW_SHARE * prices[0] / self.assumed(self._rows[0])
-        for place in range(1, len(prices)):
-            rise = least * (self._rows[place] - self._rows[place - 1])
-            prices[place] = max(prices[place], prices[place - 1] + rise)
-        self._prices = prices
+        points = [self._medians[point] for point in sorted(self._medians)]
+        rows = [rows for _, rows in points]
+        highest = accumulate((seconds for seconds, _ in points), max)
+        lowest = list(accumulate((seconds for seconds, _ in reversed(points)), min))[::-1]
+        fitted = [(high + low) / 2 for high, low in zip(highest, lowest, strict=True)]
+        least = _LEAST_ROW_SHARE * fitted[0] / self.assumed(rows[0])
+        for place in range(1, len(rows)):
+            fitted[place] = max(fitted[place], fitted[place - 1] + least * (rows[place] - rows[place - 1]))
+        self._rows, self._seconds = rows, fitted
 
 
 def _nearest(num_rows: int) -> int:

@@ -69,8 +69,16 @@ class MaskThread:
     All methods are for the engine thread. Each takes the one lock once, for any number of keys.
     """
 
-    def __init__(self, vocab_size: int, *, max_waiting: int = MAX_WAITING, max_call_s: float = MAX_CALL_S) -> None:
+    def __init__(
+        self,
+        vocab_size: int,
+        *,
+        max_waiting: int = MAX_WAITING,
+        max_call_s: float = MAX_CALL_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._vocab_size, self._max_waiting, self._max_call_s = vocab_size, max_waiting, max_call_s
+        self._clock = clock  # tells how long a mask takes
         # It guards all fields below.
         self._condition = threading.Condition()
         self._waiting: dict[Hashable, MaskRequest] = {}
@@ -94,8 +102,10 @@ class MaskThread:
         Errors: ConfigError where no thread can answer: it is closed, it was given up too often, or
         the system allows no more threads.
         """
+        if not requests:
+            return 0
         with self._condition:
-            if requests and self._thread is None:
+            if self._thread is None:
                 self._start_thread()
             if self._is_closed or self._thread is None:
                 raise self._no_thread()
@@ -175,7 +185,7 @@ class MaskThread:
         """Has another thread ask the other masks where one has taken too long, which is answered
         for. The caller holds the lock.
         """
-        if self._busy_since is None or time.monotonic() - self._busy_since < self._max_call_s:
+        if self._busy_since is None or self._clock() - self._busy_since < self._max_call_s:
             return
         if self._asked is not None:
             error = ConfigError(f"token_mask: it did not return within {self._max_call_s:g} s; allowed: masks that are quicker")
@@ -191,15 +201,15 @@ class MaskThread:
         me = threading.current_thread()
         while True:
             with self._condition:
-                while not self._waiting and not self._is_closed and self._thread is me:
+                while not self._waiting and not self._is_closed:
                     self._condition.wait()
-                if self._is_closed or self._thread is not me:
+                if self._is_closed:
                     return
                 request = self._asked = self._waiting.pop(next(iter(self._waiting)))
-                self._busy_since = time.monotonic()
+                self._busy_since = self._clock()
             answer = self._ask(request)
             with self._condition:
-                if self._thread is not me:  # given up; another thread has its place
+                if self._thread is not me:  # given up while it asked; another thread has its place
                     return
                 self._busy_since = None
                 if self._asked is request:

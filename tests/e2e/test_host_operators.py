@@ -1,5 +1,6 @@
 """A sequence's logits have the same bits however it is computed: whole, cut, in company, by one
-thread or two, with experts in this process or behind any transport, forked, or after a failure.
+thread or two, with experts in this process or behind any transport, forked, behind a cached prefix,
+or after a failure.
 
 Where a model's rows were not proven independent, the report names the module, and the weaker
 promise of parity (docs/numerics.md) is held instead.
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from dflash_moe.engine.block_hashes import BlockHashes
 from dflash_moe.engine.forward import PackedForward, StepRows
 from dflash_moe.engine.host_model import HostModel, open_host
 from dflash_moe.errors import DflashError
@@ -145,6 +147,34 @@ def test_forks_have_the_bits_of_sequences_alone(opened):
     opened.assert_same(found[0], opened.expected[35:], "forked")
     opened.assert_same(found[1], other[35:], "a fork with another end")
     opened.assert_same(again, opened.expected[16:], "a fork at a whole block")
+    assert packed.blocks.num_free == packed.blocks.num_blocks
+
+
+def test_an_adopted_prefix_has_the_bits_of_a_computed_one(opened):
+    packed, hashes = paged(opened.host), BlockHashes(b"of this test")
+    hashes.extend(prompt()[:-1])
+    first, beside, later = (packed.admit(PROMPT_TOKENS) for _ in range(3))
+    adopted = packed.blocks.num_adopted
+    try:
+        forward_part(packed, first, prompt()[:40])
+        first.blocks.publish(hashes.hashes)
+        beside.blocks.adopt_prefix(packed.blocks.match(hashes.hashes))
+        shared = forward_part(packed, beside, prompt()[32:])
+        beside.blocks.publish(hashes.hashes)
+        first.release()
+        beside.release()
+        # All pages are free now, and others write into those that are not cached.
+        logits_of(packed, prompt(20, seed=8))
+        later.blocks.adopt_prefix(packed.blocks.match(hashes.hashes))
+        stored = later.num_tokens
+        found = forward_part(packed, later, prompt()[stored:])
+    finally:
+        for sequence in (first, beside, later):
+            sequence.release()
+    assert stored == 16 * len(hashes.hashes)
+    assert packed.blocks.num_adopted - adopted == 2 + len(hashes.hashes)
+    opened.assert_same(shared, opened.expected[32:], "behind a prefix that another sequence has")
+    opened.assert_same(found, opened.expected[stored:], "behind a cached prefix")
     assert packed.blocks.num_free == packed.blocks.num_blocks
 
 

@@ -91,7 +91,7 @@ def test_streams_have_what_generate_has(llm, plain):
     assert [token for chunk in chunks for token in chunk.token_ids] == plain[1]
     assert [chunk.finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["length"]
     assert len(chunks) == NEW_TOKENS
-    assert sorted(chunk.time for chunk in chunks) == [chunk.time for chunk in chunks]
+    assert sorted(chunk.time_s for chunk in chunks) == [chunk.time_s for chunk in chunks]
 
 
 def test_threads_and_an_event_loop_share_one_engine_and_get_their_own_tokens(llm, plain):

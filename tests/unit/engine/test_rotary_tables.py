@@ -43,3 +43,49 @@ def test_each_sequence_is_on_its_own_where_a_module_looks_at_the_largest_positio
     tables = RotaryTables(_LooksAtLargest())
     tables.begin([(5, 3, 2), (5 * CHUNK, 3, 2)])
     assert tables(torch.zeros(1, 1, 1)).tolist() == [[3.0, 4.0, 6.0, 8.0]]
+
+
+class _Wide(torch.nn.Module):
+    """Cosines and sines as most models have them."""
+
+    def forward(self, x, position_ids):
+        angles = position_ids[..., None].float() / torch.tensor([1.0, 3.0, 9.0])
+        return angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+
+
+@pytest.mark.parametrize("module", [_Wide, _Plain])
+def test_rows_of_many_sequences_have_the_bits_of_each_sequence_alone(module):
+    x = torch.zeros(1, 1, 1, dtype=torch.bfloat16)
+    many, alone = RotaryTables(module()), RotaryTables(module())
+    steps = [[(9, 3, 2)], [(2000, 1200, 3), (9, 0, 1), (600, 5, 590)], [(CHUNK, CHUNK - 1, 1), (3 * CHUNK, CHUNK - 1, 2)]]
+    for step in steps:
+        many.begin(step)
+        expected = []
+        for sequence in step:
+            alone.begin([sequence])
+            tables = alone(x)
+            expected.append(tables if isinstance(tables, tuple) else (tables,))
+        found = many(x)
+        joined = [torch.cat(column, dim=1) for column in zip(*expected, strict=True)]
+        for table, want in zip(found if isinstance(found, tuple) else (found,), joined, strict=True):
+            assert table.dtype == torch.bfloat16
+            assert torch.equal(table, want)
+
+
+def test_tables_made_in_inference_mode_grow_outside_of_it():
+    tables = RotaryTables(_Wide())
+    with torch.inference_mode():
+        tables.begin([(5, 0, 5), (5, 0, 1)])
+        few, _ = tables.cos_sin()
+    for first in (2 * CHUNK, 5 * CHUNK):
+        tables.begin([(6 * CHUNK, 0, 5), (6 * CHUNK, first, 1)])
+        cos, sin = tables.cos_sin()
+        assert torch.equal(cos[:5], few[:5])
+        torch.testing.assert_close(cos[5], torch.cos(torch.tensor(float(first)) / torch.tensor([1.0, 3.0, 9.0])))
+        assert cos.shape == sin.shape == (6, 3)
+
+
+def test_a_step_without_rows_has_tables_without_rows():
+    tables = RotaryTables(_Wide())
+    tables.begin([])
+    assert [table.shape for table in tables.cos_sin()] == [(0, 3), (0, 3)]

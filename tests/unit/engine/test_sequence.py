@@ -8,8 +8,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from dflash_moe.engine.block_hashes import BlockHashes
 from dflash_moe.engine.blocks import BlockPool
-from dflash_moe.engine.sequence import BlockCopy, SequenceBlocks
+from dflash_moe.engine.sequence import BlockCopy, SequenceBlocks, releasable
 from dflash_moe.errors import EngineError
 
 
@@ -177,3 +178,127 @@ def test_nothing_else_happens_to_a_sequence_while_a_step_is_to_write_it():
             call()
     with pytest.raises(EngineError, match="3 positions were to be kept; 2 are reserved"):
         sequence.keep(3)
+
+
+def hashes_of(num_tokens: int) -> BlockHashes:
+    hashes = BlockHashes(b"model")
+    hashes.extend(range(num_tokens))
+    return hashes
+
+
+def test_full_blocks_are_published_as_they_fill_and_adopted_by_an_empty_sequence():
+    pool = BlockPool(8)
+    one, hashes = stored(pool, 31), hashes_of(40).hashes
+    one.publish(hashes)
+    assert pool.match(hashes) == [0], "the second block has 15 tokens"
+    assert one.reserve(9)
+    one.publish(hashes)
+    assert pool.match(hashes) == [0], "what is reserved is not stored"
+    one.keep(5)
+    one.publish(hashes[:1])
+    assert pool.match(hashes) == [0], "a block without a hash waits"
+    one.publish(hashes)
+    assert pool.match(hashes) == [0, 1]
+    two = SequenceBlocks(pool)
+    two.adopt_prefix(pool.match(hashes))
+    assert (two.num_tokens, two.block_table.tolist(), two.blocks_needed(17)) == (32, [0, 1], 2)
+    assert two.reserve(3)
+    assert (two.copy, two.block_table.tolist()) == (None, [0, 1, 3])
+    check(pool, one, two)
+    with pytest.raises(EngineError, match="adopt_prefix while a step is to write 3 tokens"):
+        two.adopt_prefix([])
+    with pytest.raises(EngineError, match="a prefix was to be adopted behind 36 stored tokens"):
+        one.adopt_prefix([0])
+
+
+def test_a_prefix_that_was_evicted_is_not_adopted():
+    pool = BlockPool(2)
+    one, hashes = stored(pool, 32), hashes_of(32).hashes
+    one.publish(hashes)
+    matched = pool.match(hashes)
+    one.release()
+    two, three = stored(pool, 1), SequenceBlocks(pool)
+    assert pool.match(hashes) == [0], "the end of a prefix is evicted first"
+    with pytest.raises(EngineError, match="block 1 is not published"):
+        three.adopt_prefix(matched)
+    assert (three.num_tokens, three.block_table.tolist(), pool.num_free) == (0, [], 1)
+    check(pool, two, three)
+
+
+def test_a_published_block_that_is_truncated_and_written_is_not_found_any_more():
+    pool = BlockPool(4)
+    one, hashes = stored(pool, 32), hashes_of(32).hashes
+    one.publish(hashes)
+    one.truncate(20)
+    assert pool.match(hashes) == [0, 1], "its content is still whole"
+    assert one.reserve(1)
+    assert (one.copy, pool.match(hashes)) == (None, [0])
+    one.unreserve()
+    assert pool.match(hashes) == [0], "a failed step may have written"
+    assert one.reserve(12)
+    one.keep(12)
+    one.publish(hashes)
+    assert pool.match(hashes) == [0, 1], "it is full again"
+
+
+def test_a_published_block_that_others_name_is_copied_by_who_truncates_and_writes():
+    pool = BlockPool(4)
+    one, hashes = stored(pool, 32), hashes_of(32).hashes
+    one.publish(hashes)
+    two = SequenceBlocks(pool)
+    two.adopt_prefix(pool.match(hashes))
+    two.truncate(31)
+    assert two.blocks_needed(1) == 1
+    assert two.reserve(1)
+    assert (two.copy, pool.match(hashes)) == (BlockCopy(1, 2), [0, 1])
+    two.keep(1)
+    check(pool, one, two)
+
+
+def test_rejected_drafts_fill_no_published_block():
+    pool = BlockPool(4)
+    one, hashes = stored(pool, 14), hashes_of(32).hashes
+    assert one.reserve(5)
+    one.keep(1)
+    one.publish(hashes)
+    assert (one.num_tokens, pool.match(hashes), pool.num_free) == (15, [], 3)
+
+
+def test_a_fork_publishes_what_its_origin_did_not():
+    pool = BlockPool(8)
+    one, hashes = stored(pool, 40), hashes_of(48).hashes
+    one.publish(hashes[:1])
+    two = one.fork(33)
+    one.release()
+    two.publish(hashes)
+    assert pool.match(hashes) == [0, 1]
+
+
+def test_releasable_counts_blocks_that_only_these_sequences_name():
+    pool = BlockPool(16)
+    one = stored(pool, 40)
+    two, other = one.fork(32), stored(pool, 20)
+    three = two.fork()
+    assert two.reserve(1)
+    assert one.reserve(1), "in its own last block"
+    assert three.reserve(1)
+    for chosen, expected in (
+        ((), 0),
+        ((one,), 1),
+        ((two, two), 1),
+        ((one, two), 2),
+        ((one, two, three), 5),
+        ((other, one), 3),
+        ((one, two, three, other), 7),
+    ):
+        assert releasable(chosen) == expected
+    check(pool, one, two, three, other)
+    assert pool.num_free == 16 - 7
+
+
+def test_releasable_counts_a_shared_block_that_a_step_holds_until_it_ends():
+    pool = BlockPool(4)
+    one = stored(pool, 5)
+    two = one.fork()
+    assert two.reserve(1)
+    assert (two.held_blocks, releasable([two]), releasable([one]), releasable([one, two])) == ((0,), 1, 0, 2)

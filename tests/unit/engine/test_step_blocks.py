@@ -11,8 +11,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from dflash_moe.engine.block_hashes import BlockHashes
 from dflash_moe.engine.blocks import BlockPool
-from dflash_moe.engine.sequence import SequenceBlocks
+from dflash_moe.engine.sequence import SequenceBlocks, releasable
 from dflash_moe.engine.step_blocks import PackedStep, StepBlocks
 from dflash_moe.errors import EngineError
 
@@ -101,7 +102,8 @@ FAILURES = ("before packing", "before copies", "after copies", "after writes")
 
 class CacheMachine(RuleBasedStateMachine):
     """Sequences of unlike tokens in a small pool. `cells` is the cache, whose slots hold tokens,
-    and `histories` is what each sequence should read back.
+    and `histories` is what each sequence should read back. `prompts` are tokens that were stored
+    once and may come again, and `contents` is what each hash stands for.
     """
 
     def __init__(self) -> None:
@@ -110,6 +112,15 @@ class CacheMachine(RuleBasedStateMachine):
         self.cells = np.full(NUM_BLOCKS * BLOCK_TOKENS, -1, np.int64)
         self.histories: dict[SequenceBlocks, list[int]] = {}
         self.next_token = 0
+        self.prompts: list[list[int]] = []
+        self.contents: dict[bytes, list[int]] = {}
+
+    def hashes_of(self, tokens: list[int]) -> list[bytes]:
+        hashes = BlockHashes(b"seed", BLOCK_TOKENS)
+        hashes.extend(tokens)
+        for number, block_hash in enumerate(hashes.hashes):
+            self.contents[block_hash] = tokens[number * BLOCK_TOKENS : (number + 1) * BLOCK_TOKENS]
+        return list(hashes.hashes)
 
     def pick(self, number: int) -> SequenceBlocks:
         return list(self.histories)[number % len(self.histories)]
@@ -140,12 +151,62 @@ class CacheMachine(RuleBasedStateMachine):
         shared = round(share * sequence.num_tokens)
         self.histories[sequence.fork(shared)] = self.histories[sequence][:shared]
 
+    def remember(self, tokens: list[int]) -> None:
+        self.prompts = [*self.prompts[-7:], list(tokens)]
+
+    @rule()
+    def publish(self) -> None:
+        for sequence, history in self.histories.items():
+            sequence.publish(self.hashes_of(history))
+
+    @rule(number=st.integers(0, 9), back=st.integers(1, 6))
+    @precondition(lambda self: self.histories)
+    def go_back(self, number: int, back: int) -> None:
+        sequence = self.pick(number)
+        num_tokens = max(sequence.num_tokens - back, 0)
+        sequence.truncate(num_tokens)
+        del self.histories[sequence][num_tokens:]
+
+    @rule(number=st.integers(0, 9))
+    @precondition(lambda self: self.prompts and len(self.histories) < 6)
+    def adopt(self, number: int) -> None:
+        prompt = self.prompts[number % len(self.prompts)]
+        matched = self.pool.match(self.hashes_of(prompt))
+        free, sequence = self.pool.num_free, SequenceBlocks(self.pool)
+        unreferenced = sum(self.pool.is_unreferenced(block) for block in matched)
+        sequence.adopt_prefix(matched)
+        assert self.pool.num_free == free - unreferenced
+        self.histories[sequence] = prompt[: sequence.num_tokens]
+
+    @rule(number=st.integers(0, 9))
+    @precondition(lambda self: any(self.prompts) and len(self.histories) < 6)
+    def compute_again(self, number: int) -> None:
+        prompts = [prompt for prompt in self.prompts if prompt]
+        prompt = prompts[number % len(prompts)]
+        sequence, step = SequenceBlocks(self.pool), StepBlocks()
+        if step.append(sequence, len(prompt)):
+            self.write(step.pack(), prompt)
+            step.commit()
+            self.histories[sequence] = list(prompt)
+
+    @rule(chosen=st.sets(st.integers(0, 5)))
+    @precondition(lambda self: self.histories)
+    def preempt(self, chosen: set[int]) -> None:
+        sequences = [sequence for place, sequence in enumerate(self.histories) if place in chosen]
+        expected = self.pool.num_free + releasable(sequences)
+        for sequence in sequences:
+            sequence.release()
+            self.remember(self.histories[sequence])
+            self.histories[sequence] = []
+        assert self.pool.num_free == expected
+
     @rule(number=st.integers(0, 9), share=st.floats(0, 1))
     @precondition(lambda self: self.histories)
     def truncate(self, number: int, share: float) -> None:
         sequence = self.pick(number)
         num_tokens = round(share * sequence.num_tokens)
         sequence.truncate(num_tokens)
+        self.remember(self.histories[sequence])
         del self.histories[sequence][num_tokens:]
 
     @rule(number=st.integers(0, 9))
@@ -153,7 +214,7 @@ class CacheMachine(RuleBasedStateMachine):
     def end(self, number: int) -> None:
         sequence = self.pick(number)
         sequence.release()
-        del self.histories[sequence]
+        self.remember(self.histories.pop(sequence))
 
     def plan(self, counts: list[int]) -> tuple[StepBlocks, dict[SequenceBlocks, int]]:
         """Appends what fits. Where blocks run out, the youngest sequence gives its own up, whether
@@ -174,6 +235,7 @@ class CacheMachine(RuleBasedStateMachine):
                 step.remove(youngest)
                 del planned[youngest]
             youngest.release()
+            self.remember(self.histories[youngest])
             self.histories[youngest] = []
         assert step.num_rows == sum(planned.values())
         return step, planned
@@ -211,6 +273,13 @@ class CacheMachine(RuleBasedStateMachine):
             assert sequence.num_tokens == len(history)
             assert self.cells[sequence.slot_mapping(0, len(history))].tolist() == history
             assert len(sequence.block_table) == -(-len(history) // BLOCK_TOKENS)
+
+    @invariant()
+    def every_published_block_has_the_content_of_its_hash(self) -> None:
+        blocks = self.cells.reshape(NUM_BLOCKS, BLOCK_TOKENS)
+        for block_hash, content in self.contents.items():
+            for block in self.pool.match([block_hash]):
+                assert blocks[block].tolist() == content
 
     @invariant()
     def references_are_table_entries_and_nothing_leaks(self) -> None:
