@@ -102,7 +102,8 @@ class UnsupportedError(DflashError):
 
 class EngineError(DflashError):
     """The engine's own books contradict each other: a block was released twice, or a position has
-    no block. No input causes it; the message names block or position, and both values.
+    no block; or a half of a step did not end in time. No input causes it; the message names block
+    or position and both values, or what was awaited and the limit.
     """
 
     default_code = "engine"
