@@ -8,6 +8,7 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
+import dataclasses
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -137,7 +138,7 @@ class Scheduler:
     def revise(self, plan: StepPlan) -> StepPlan:
         """Returns a plan that was made ahead without what has ended since."""
         return StepPlan(
-            tuple(rows for rows in plan.rows if rows.epoch == rows.request.epoch and rows.request.finish_reason is None),
+            tuple(_without_ended(rows) for rows in plan.rows if rows.epoch == rows.request.epoch),
             tuple(admission for admission in plan.admitted if admission.request.finish_reason is None),
             tuple(request for request in plan.preempted if request.finish_reason is None),
         )
@@ -196,6 +197,12 @@ class Scheduler:
     def _run(self, request: Request) -> None:
         self.running.append(request)
         self.running.sort(key=lambda one: one.order)
+
+
+def _without_ended(rows: PlannedRows) -> PlannedRows:
+    """Returns rows without the followers that have ended, where there are any."""
+    left = tuple(request for request in rows.sampled if request.finish_reason is None)
+    return rows if len(left) == len(rows.sampled) else dataclasses.replace(rows, sampled=left)
 
 
 def _heir(leader: Request) -> Request:
