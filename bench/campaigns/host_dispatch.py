@@ -119,7 +119,8 @@ class _Case:
         sequences = [self.packed.admit(MAX_TOKENS) for _ in range(self.num_sequences)]
         step = [StepRows(sequence, [3] * self.rows) for sequence in sequences]
         self.packed.forward(step)
-        with nullcontext() if self.has_operators else _emptied(self.packed):
+        num_rows = self.num_sequences * self.rows
+        with nullcontext() if self.has_operators else _emptied(self.packed, num_rows):
             for _ in range(STEPS):
                 begin = time.perf_counter()
                 self.packed.forward(step)
@@ -154,18 +155,18 @@ def _cases(family: str, host: Any, num_layers: int, num_sequences: int, rows: in
 
 
 @contextmanager
-def _emptied(packed: Any) -> Iterator[None]:
-    """Opens a block in which the calls of layers do nothing."""
-    layers = packed.loop.layers
-    kept = [dict(layer.bound_calls) for layer in layers]
+def _emptied(packed: Any, num_rows: int) -> Iterator[None]:
+    """Opens a block in which the calls of layers do nothing for so many rows, which are few enough
+    that their buffers are kept.
+    """
+    buffers = packed.loop.buffers.of(num_rows)
+    kept = dict(buffers.calls)
     try:
-        for layer in layers:
-            for num_rows, (buffers, calls) in layer.bound_calls.items():
-                layer.bound_calls[num_rows] = (buffers, [_nothing] * len(calls))
+        for layer, calls in kept.items():
+            buffers.calls[layer] = [_nothing] * len(calls)
         yield
     finally:
-        for layer, before in zip(layers, kept, strict=True):
-            layer.bound_calls.update(before)
+        buffers.calls.update(kept)
 
 
 def _nothing() -> None:

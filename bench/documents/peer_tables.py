@@ -1,4 +1,4 @@
-"""Writes the tables of one sequence on our runtime, on llama.cpp and on vLLM.
+"""Writes the tables of one sequence and of many on our runtime, on llama.cpp and on vLLM.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -14,6 +14,8 @@ from bench.documents.text import digits, gigabytes_per_s, markdown, percent
 # The campaign is recorded twice: the model of all sides, and the real shape.
 RESULTS = ("engine_against_peers", "engine_real_shape")
 SIDES = {"llama": "llama.cpp", "vllm": "vLLM", "ours": "ours", "ours_f32": "ours, float32 activations"}
+PHASES = {"decode": "decode", "prefill": "prefill", "batch4": "decode of 4 sequences", "batch16": "decode of 16 sequences",
+          "engine1": "one request in the engine"}  # fmt: skip
 PLACES = {"local": "one process, 2 threads", "rpc": "its RPC, 1 + 1 threads", "shared": "a worker, shared memory, 1 + 1",
           "unix": "a worker, Unix socket, 1 + 1", "tcp": "a worker, TCP, 1 + 1"}  # fmt: skip
 
@@ -23,16 +25,16 @@ def speeds(recorded: Recorded) -> str:
     of the machine meanwhile.
     """
     lines = []
-    for row in _rows(recorded, "decode", "prefill"):
-        is_decode = row["phase"] == "decode"
+    for row in _rows(recorded, *PHASES):
+        is_prefill = row["phase"] == "prefill"
         lines.append(
             (
-                row["phase"],
+                PHASES[row["phase"]],
                 row["format"],
                 SIDES[row["name"].rpartition("-")[2]],
                 PLACES[row["place"]],
                 digits(row["tokens_per_s"]),
-                percent(row["share_of_read"]) if is_decode else "-",
+                "-" if is_prefill else percent(row["share_of_read"]),
                 f"{row['others_busy_cores']:.2f}",
             )
         )

@@ -1,6 +1,6 @@
 """Writes the tables of the documents. Each shows all rows that its rule names, in the order of the
 file. Those of kernels and weights are in kernel_tables.py, those of llama.cpp in
-llama_tables.py, and those of one sequence against llama.cpp and vLLM in peer_tables.py.
+llama_tables.py, and those of our runtime against llama.cpp and vLLM in peer_tables.py.
 
 SPDX-License-Identifier: Apache-2.0
 """

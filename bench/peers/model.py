@@ -64,7 +64,7 @@ class Shape:
         inner, outer = self.moe_intermediate_size, self.hidden_size
         return {"ffn_gate_exps": (inner, outer), "ffn_up_exps": (inner, outer), "ffn_down_exps": (outer, inner)}
 
-    def weight_bytes(self, format_name: str, *, experts: int) -> int:
+    def weight_bytes(self, format_name: str, *, experts: float) -> int:
         """Returns the bytes of weights that a forward pass reads where `experts` of each layer take
         part. Embedding rows and norms are left out: they are less than 0.1 % of it.
         """
@@ -72,7 +72,7 @@ class Shape:
         one = sum(stored(*shape) for shape in self.expert().values())
         attention = sum(stored(*shape) for shape in self.attention().values())
         router = 4 * self.num_experts * self.hidden_size
-        return self.num_layers * (attention + router + experts * one) + stored(self.vocab_size, self.hidden_size)
+        return round(self.num_layers * (attention + router + experts * one) + stored(self.vocab_size, self.hidden_size))
 
     def kv_bytes(self, context: int) -> int:
         """Returns the bytes of keys and values in 16 bits that a token at `context` reads."""
@@ -80,7 +80,15 @@ class Shape:
 
     def token_bytes(self, format_name: str, context: int) -> int:
         """Returns the bytes that decoding one token at `context` reads."""
-        return self.weight_bytes(format_name, experts=self.top_k) + self.kv_bytes(context)
+        return self.step_bytes(format_name, context, 1)
+
+    def step_bytes(self, format_name: str, context: int, num_sequences: int) -> int:
+        """Returns the bytes that a token of each of `num_sequences` sequences at `context` reads,
+        with the experts that rows choose by chance, independently of each other.
+        """
+        spared = (1 - self.top_k / self.num_experts) ** num_sequences
+        weights = self.weight_bytes(format_name, experts=self.num_experts * (1 - spared))
+        return weights + num_sequences * self.kv_bytes(context)
 
 
 # The shape of the campaigns, with the heads and the vocabulary that promise tables name.

@@ -100,25 +100,32 @@ class Neighbours:
     with a thread on each core from 88 tokens/s to 6.
     """
 
-    def __init__(self) -> None:
-        self._before = _busy_s()
+    def __init__(self, running: Sequence[int] = ()) -> None:
+        """`running` are ids of processes of ours that run all the time, such as workers."""
+        self._running = tuple(running)
+        self._before = _busy_s(self._running)
 
     def busy_cores(self) -> float:
         """Returns the cores that others, and the hypervisor, took on average since the beginning.
         All programs that were started since then must have ended.
         """
-        machine, own, wall = (after - before for after, before in zip(_busy_s(), self._before, strict=True))
+        now = _busy_s(self._running)
+        machine, own, wall = (after - before for after, before in zip(now, self._before, strict=True))
         return max(0.0, machine - own) / wall
 
 
-def _busy_s() -> tuple[float, float, float]:
-    """Returns the seconds that the machine's cores were busy, those that this process and its ended
-    programs took of them, and the time.
+def _busy_s(running: Sequence[int]) -> tuple[float, float, float]:
+    """Returns the seconds that the machine's cores were busy, those that this process, its ended
+    programs and the processes `running` took of them, and the time.
     """
     user, nice, system, _idle, _wait, interrupts, soft, stolen = map(int, Path("/proc/stat").read_text().split()[1:9])
     ticks = user + nice + system + interrupts + soft + stolen
     own = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return ticks / os.sysconf("SC_CLK_TCK"), sum(one.ru_utime + one.ru_stime for one in own), time.monotonic()
+    per_s = os.sysconf("SC_CLK_TCK")
+    # A program's name, in brackets, may have spaces; user and system time are fields 14 and 15.
+    stats = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in running]
+    own_s = sum(one.ru_utime + one.ru_stime for one in own) + sum(int(one[11]) + int(one[12]) for one in stats) / per_s
+    return ticks / per_s, own_s, time.monotonic()
 
 
 @contextlib.contextmanager

@@ -12,11 +12,14 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
+from bench.peers.batches import ALONE, NUM_SEQUENCES, measure_llama_batch, measure_our_batch, measure_vllm_batch
 from bench.peers.programs import Neighbours
 from bench.peers.sides import ACTIVATIONS, PLACES, Measured, Plan, measure_llama, measure_ours, measure_vllm
 from dflash_moe.bench.results import timing_fields
 
 PHASES = ("decode", "prefill")
+PEERS = {"llama": measure_llama, "vllm": measure_vllm}
+BATCH_PEERS = {"llama": measure_llama_batch, "vllm": measure_vllm_batch}
 # Each thread reads so much, more than any cache holds, so often in a round: a quarter of a second,
 # in which a neighbour shows.
 READ_BYTES, READS = 256 << 20, 25
@@ -76,6 +79,7 @@ class RowCase:
     read: ReadSpeed
     rounds: int | None = None
     samples_s: list[float] = field(default_factory=list)
+    loop_s: list[float] = field(default_factory=list)
     last: Measured | None = None
     anonymous_bytes: list[int] = field(default_factory=list)
     resident_bytes: list[int] = field(default_factory=list)
@@ -89,13 +93,17 @@ class RowCase:
     def measure(self, *, keep: bool) -> None:
         """Starts the side, waits for its end and keeps what it measured."""
         neighbours = Neighbours()
+        is_batch = self.phase in NUM_SEQUENCES
         if self.side == "ours":
-            found = measure_ours(self.plan, self.fmt, self.phase, self.place, self.activations)
+            ours = measure_our_batch if is_batch else measure_ours
+            found = ours(self.plan, self.fmt, self.phase, self.place, self.activations)
         else:
-            found = {"llama": measure_llama, "vllm": measure_vllm}[self.side](self.plan, self.fmt, self.phase, self.place)
+            peers = BATCH_PEERS if is_batch else PEERS
+            found = peers[self.side](self.plan, self.fmt, self.phase, self.place)
         if keep:
             self.last = found
             self.samples_s += found.samples_s
+            self.loop_s += found.loop_s
             self.anonymous_bytes.append(found.finished.anonymous_bytes)
             self.resident_bytes.append(found.finished.resident_bytes)
             self.others_cores.append(neighbours.busy_cores())
@@ -107,7 +115,7 @@ class RowCase:
         if self.last is None:
             return None
         timing = timing_fields(self.samples_s, per_round=len(self.last.samples_s))
-        tokens = 1 if self.phase == "decode" else self.plan.prompt_tokens
+        tokens = self.plan.prompt_tokens if self.phase == "prefill" else NUM_SEQUENCES.get(self.phase, 1)
         found = {
             "name": self.label, "phase": self.phase, "format": self.fmt, "place": self.place, "side": self.side,
             "shape": self.plan.shape(self.fmt).name, "tokens": tokens, **timing,
@@ -119,16 +127,23 @@ class RowCase:
         if self.read.bytes_per_s:
             found["read_s"] = self.bytes_read / self.read.median
             found["share_of_read"] = found["read_s"] / timing["median_s"]
+        if self.loop_s:
+            found["loop_samples_s"] = self.loop_s
+            # Samples are pairs, so that what slows both for a while does not count.
+            found["time_by_loop"] = statistics.median(own / loop for own, loop in zip(self.samples_s, self.loop_s, strict=True))
         return found
 
     @property
     def bytes_read(self) -> int:
         """The bytes that the model's stored form makes a sample read at least: for decode those of
-        a token in the middle of the run, and for prefill all weights once.
+        a token in the middle of the run, for many sequences those of a step there, and for prefill
+        all weights once.
         """
         shape, stored = self.plan.shape(self.fmt), "f16" if self.fmt == "16bit" else self.fmt
         if self.phase == "prefill":
             return shape.weight_bytes(stored, experts=shape.num_experts)
+        if count := NUM_SEQUENCES.get(self.phase):
+            return shape.step_bytes(stored, self.plan.batch_prompt_tokens + self.plan.batch_new_tokens // 2, count)
         return shape.token_bytes(stored, self.plan.prompt_tokens + self.plan.new_tokens // 2)
 
 
@@ -141,13 +156,10 @@ def row_name(phase: str, fmt: str, place: str, side: str, activations: str = "")
 def all_cases(plan: Plan, *, with_real_shape: bool) -> tuple[list[ReadSpeed], list[RowCase]]:
     """Returns every row, of absent sides too, and the read speeds of one and of two threads."""
     one, two = ReadSpeed(1), ReadSpeed(2)
-    cases = []
-    for phase in PHASES:
-        for fmt, place, side, activations in _sides(with_real_shape):
-            # A token's host and worker take turns, each with its one thread.
-            read = two if place == "local" else one
-            cases.append(RowCase(plan, phase, fmt, place, side, activations, read))
-    return [one, two], cases
+    names = [(phase, *names) for phase in PHASES for names in _sides(with_real_shape)]
+    names += [(phase, *names) for phase in NUM_SEQUENCES for names in _batch_sides(phase)]
+    # A token's host and worker take turns, each with its one thread.
+    return [one, two], [RowCase(plan, *own, two if own[2] == "local" else one) for own in names]
 
 
 def _sides(with_real_shape: bool) -> Iterator[tuple[str, str, str, str]]:
@@ -166,6 +178,18 @@ def _sides(with_real_shape: bool) -> Iterator[tuple[str, str, str, str]]:
     if with_real_shape:
         yield "q4_k", "local", "llama", ""
         yield "q4_k", "local", "ours", ACTIVATIONS["q4_k"]
+
+
+def _batch_sides(phase: str) -> Iterator[tuple[str, str, str, str]]:
+    for fmt in ("16bit", "q8_0"):
+        own = ACTIVATIONS[fmt]
+        if phase != ALONE:
+            yield fmt, "local", "llama", ""
+            if fmt == "16bit":
+                yield fmt, "local", "vllm", ""
+        yield fmt, "local", "ours", own
+        if phase == "batch16":
+            yield fmt, "shared", "ours", own
 
 
 def chosen_cases(cases: list[RowCase], only: str) -> tuple[list[RowCase], dict[str, str]]:

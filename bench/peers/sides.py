@@ -38,6 +38,9 @@ class Plan:
     prompt_tokens: int = 512
     new_tokens: int = 64
     repetitions: int = 3
+    # Of each sequence, where many are computed at once.
+    batch_prompt_tokens: int = 64
+    batch_new_tokens: int = 64
 
     def shape(self, fmt: str) -> Shape:
         """Returns the shape whose rows have this format."""
@@ -53,12 +56,15 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What one measurement gave. `commands` have no folders of this machine."""
+    """What one measurement gave. `commands` have no folders of this machine. `loop_s` has a sample
+    of the plain loop beside each one of the engine, where both were measured.
+    """
 
     samples_s: list[float]
     commands: list[list[str]]
     finished: Finished
     more: dict[str, Any] = field(default_factory=dict)
+    loop_s: list[float] = field(default_factory=list)
 
 
 def measure_llama(plan: Plan, fmt: str, phase: str, place: str) -> Measured:
@@ -138,7 +144,7 @@ def measure_ours(plan: Plan, fmt: str, phase: str, place: str, activations: str)
 
 def write_topology(plan: Plan, place: str, activations: str) -> Path:
     """Writes the topology of a place and returns its path: two threads of the host with all
-    experts, or one thread of the host and one of a worker.
+    experts, or one thread of the host and one of a worker. Wires carry bf16.
     """
     path = plan.scratch / f"{place}-{activations}.yaml"
     if place == "local":
@@ -148,7 +154,7 @@ def write_topology(plan: Plan, place: str, activations: str) -> Path:
     # Where the host holds all experts, the worker that a topology must have is not started.
     address = f", address: {place}" if place in ("unix", "tcp") else ""
     worker = f"{{name: w0, backend: cpu, threads: 1, activations: {activations}{address}}}"
-    path.write_text(f"version: 1\nhost: {host}\nworkers:\n  - {worker}\n")
+    path.write_text(f"version: 1\nhost: {host}\nipc: {{dtype: bf16}}\nworkers:\n  - {worker}\n")
     return path
 
 

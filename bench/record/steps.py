@@ -330,6 +330,6 @@ STEPS: tuple[Step, ...] = (
     Step("llama-hosts", ("llama_hosts",), 15, _llama_hosts, lacking=_lacks_llama),
     Step("attention", ("attention",), 1, _attention),
     Step("dispatch", ("host_dispatch",), 1, _dispatch),
-    Step("engine-peers", ("engine_against_peers",), 30, _engine_peers, lacking=_lacks_llama_programs, note=_without_vllm),
+    Step("engine-peers", ("engine_against_peers",), 45, _engine_peers, lacking=_lacks_llama_programs, note=_without_vllm),
     Step("engine-real", ("engine_real_shape",), 6, _engine_real_shape, lacking=_lacks_llama_programs),
 )

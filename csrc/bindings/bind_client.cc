@@ -222,6 +222,12 @@ void bind_reports(ClientClass& client) {
                  without_gil(box, [](ExpertClient& one) { return one.forecasts(); }));
            })
       .def(
+          "set_spinning",
+          [](const ClientBox& box, bool is_allowed) {
+            without_gil(box, [is_allowed](ExpertClient& one) { one.set_spinning(is_allowed); });
+          },
+          py::arg("is_allowed"))
+      .def(
           "set_profile",
           [](const ClientBox& box, bool on) {
             without_gil(box, [on](ExpertClient& one) { one.set_profile(on); });

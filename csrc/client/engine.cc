@@ -268,13 +268,13 @@ void Engine::drive(Deadline tick, int wake_fd) {
 // wrong, the wait costs what it would have cost without: one wake-up, after at most this much
 // spinning.
 void Engine::wait_for_reply(Deadline until, int64_t now, int wake_fd) {
-  const int64_t reply = options_.spin_ns > 0 ? next_reply_ns() : 0;
+  const int64_t reply = spin_ns_ > 0 ? next_reply_ns() : 0;
   if (reply <= now) {
-    transport::wait_any(wait_entries_, until, options_.spin_ns, wake_fd);
+    transport::wait_any(wait_entries_, until, spin_ns_, wake_fd);
     return;
   }
   const int64_t quiet_until = reply - kWakeLeadNs;
-  const int64_t spin_ns = reply - std::max(now, quiet_until) + options_.spin_ns;
+  const int64_t spin_ns = reply - std::max(now, quiet_until) + spin_ns_;
   transport::wait_any(wait_entries_, until, spin_ns, wake_fd, quiet_until);
 }
 

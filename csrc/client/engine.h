@@ -42,7 +42,7 @@ inline constexpr int64_t kPatience = 4, kMaxPatience = 20;
 // here.
 class Engine {
  public:
-  explicit Engine(const ClientOptions& options) : options_(options) {}
+  explicit Engine(const ClientOptions& options) : options_(options), spin_ns_(options.spin_ns) {}
 
   // -- workers and layers --
   uint32_t add_worker(NewWorker worker);
@@ -103,6 +103,9 @@ class Engine {
   Status judge_step(int64_t now);
   void end_step(const StepResult& result);
 
+  // Whether waits may spin, where the options let them.
+  void set_spinning(bool is_allowed) { spin_ns_ = is_allowed ? options_.spin_ns : 0; }
+
   // -- traces --
   void set_profile(bool on) { is_profiling_ = on; }
   std::vector<SliceTrace> take_traces() { return std::exchange(traces_, {}); }
@@ -137,6 +140,7 @@ class Engine {
   Status check_idle(const Link& link) const;
 
   ClientOptions options_;
+  int64_t spin_ns_;  // how long a wait spins now
   std::vector<std::unique_ptr<Link>> links_;
   std::map<uint32_t, Layer> layers_;
   std::vector<CallPtr> calls_;  // those not ended, parked ones among them, as they were submitted

@@ -339,6 +339,11 @@ std::vector<WorkerForecast> ExpertClient::forecasts() const {
   return all;
 }
 
+void ExpertClient::set_spinning(bool is_allowed) {
+  const Turn turn(state_->turns);
+  state_->engine.set_spinning(is_allowed);
+}
+
 void ExpertClient::set_profile(bool on) {
   const Turn turn(state_->turns);
   state_->engine.set_profile(on);

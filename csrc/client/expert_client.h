@@ -108,6 +108,9 @@ class ExpertClient {
   std::vector<CountersOf> counters() const;
   std::vector<WorkerReport> workers() const;
   std::vector<WorkerForecast> forecasts() const;
+  // Whether waits may spin, where the options let them. A host that computes while it waits, with
+  // another thread, needs the core that a spinning wait would take.
+  void set_spinning(bool is_allowed);
   void set_profile(bool on);  // while it is on, up to 65,536 traces are kept
   std::vector<SliceTrace> take_traces();
 

@@ -33,14 +33,14 @@ CONFIDENCE = (2.5, 97.5)
 # Rows are the same measurement when they agree in these fields, as far as a case has them.
 IDENTITY = (
     "name", "dtype", "prompt_tokens", "new_tokens", "payload_bytes", "backend", "format", "tokens", "hidden_size",
-    "moe_intermediate_size", "num_experts", "top_k", "threads", "routing", "weights_from", "isa", "kernel",
+    "moe_intermediate_size", "num_experts", "top_k", "threads", "routing", "weights_from", "isa", "kernel", "batch",
 )  # fmt: skip
 # Rows of one file are the same work done in two ways when they agree in these fields.
 SIZES = tuple(key for key in IDENTITY if key not in ("name", "backend", "kernel", "isa"))
 # These parameters do not change what one sample means.
 FREE_PARAMS = {
     "processes", "repeat", "stream_repeat", "batches", "modes", "dtypes", "prompt_tokens", "payloads", "local_left_out",
-    "families", "cores_usable", "oversubscribed", "pinned", "rounds", "estimate_s",
+    "families", "cores_usable", "oversubscribed", "pinned", "rounds", "estimate_s", "batch", "warmup", "with_loop", "kv_tokens",
 }  # fmt: skip
 
 

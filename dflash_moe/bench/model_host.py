@@ -84,12 +84,13 @@ def _open(stack: ExitStack, directory: Path, topology: Topology, overrides: Mapp
         ExpertRuntime.start(topology, model=directory, on_loading=recorder.reporter.loading, **overrides)
     )
     model, sides = open_host(directory, runtime), Sides.of(topology, overrides)
-    if model.packed is None and runtime.tensor_device == "cpu":
+    keeps_torch = model.packed is None or bool(model.report.not_taken)
+    if keeps_torch and runtime.tensor_device == "cpu":
         import torch
 
         # The model's own operators compute with torch's threads.
         sides = dataclasses.replace(sides, threads={**sides.threads, HOST: torch.get_num_threads()})
-    elif model.packed is None:
+    elif keeps_torch:
         sides = dataclasses.replace(sides, threads={**sides.threads, HOST: None})
     return Host(runtime, model, sides)
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dflash_moe.bench import plot_attention, plot_experts, plot_ipc, plot_modes, plot_timeline
+from dflash_moe.bench import plot_attention, plot_experts, plot_ipc, plot_modes, plot_scheduler, plot_timeline
 from dflash_moe.bench.plot_axes import Named
 from dflash_moe.bench.results import require_fields
 from dflash_moe.errors import ConfigError, UnsupportedError
@@ -24,6 +24,7 @@ PAINTERS: dict[str, Callable[[Sequence[Named], Any], Any]] = {
     "ipc": plot_ipc.draw_ipc,
     "experts": plot_experts.draw_experts,
     "attention": plot_attention.draw_attention,
+    "scheduler": plot_scheduler.draw_scheduler,
 }
 
 
@@ -122,9 +123,23 @@ def _check_row(case: str, row: Mapping[str, Any], name: str) -> None:
         "ipc": plot_ipc.CALL_FIELDS if plot_ipc.is_call(row) else plot_ipc.ROUND_TRIP_FIELDS,
         "experts": plot_experts.FIELDS,
         "attention": plot_attention.APPEND_FIELDS if plot_attention.is_append(row) else plot_attention.FIELDS,
+        "scheduler": plot_scheduler.FIELDS,
     }[case]
     _check_numbers(row, ("name", *fields), name)
     _check_numbers(row, [key for key in ("prompt_tokens",) if row.get(key) is not None], name)
+    if case == "scheduler":
+        _check_parts(row, name)
+
+
+def _check_parts(row: Mapping[str, Any], name: str) -> None:
+    parts: dict[str, tuple[str, ...]] = dict.fromkeys(plot_scheduler.TIMES, ("p50",))
+    if "per_step_s" in row:
+        _check_numbers(row, ("engine_share",), name)
+        parts["per_step_s"] = plot_scheduler.PARTS
+    for key, fields in parts.items():
+        if not isinstance(row.get(key), Mapping):
+            raise ConfigError(f"{name}: row {row['name']!r}, field {key!r}: expected an object")
+        _check_numbers({"name": f"{row['name']} {key}", **row[key]}, fields, name)
 
 
 TEXTS = {"name", "mode", "dtype", "worker", "transport", "format", "kv_dtype", "through"}

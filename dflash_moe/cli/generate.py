@@ -1,29 +1,32 @@
-"""`dflash-moe generate`: text out, streaming, with the routed experts computed by the topology's
-workers.
+"""`dflash-moe generate`: text out, streaming, or the completions of several prompts as JSON lines,
+with the routed experts computed by the topology's workers.
 
 SPDX-License-Identifier: Apache-2.0
 """
 
 from __future__ import annotations
 
-import statistics
-import sys
+import json
+import re
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dflash_moe.cli import options
+from dflash_moe.cli import generate_report, options
+from dflash_moe.cli.live_text import Rate, Write, live_text
 from dflash_moe.cli.loading import loading_shown
-from dflash_moe.errors import ConfigError
+from dflash_moe.cli.prompt_files import GivenPrompt, GivenPrompts, given_prompts
+from dflash_moe.engine.sampling_params import MAX_TEMPERATURE, SamplingParams
+from dflash_moe.errors import ConfigError, DflashError
 
 if TYPE_CHECKING:
-    from dflash_moe.engine.generation import TokenStep
-    from dflash_moe.runtime.expert_runtime import ExpertRuntime
+    from dflash_moe.engine.llm import LLM
+    from dflash_moe.engine.text import Chunk, Completion
 
-
-# Beyond this temperature every token is as likely as any other.
-MAX_TEMPERATURE = 1e4
+# Those whose flag is not their name.
+_FLAGS = {"max_tokens": "--max-new-tokens"}
 
 
 def register(app: typer.Typer) -> None:
@@ -38,12 +41,30 @@ def generate(
         str | None, typer.Option(help="Text to complete [default: none; give this or --prompt-file].", show_default=False)
     ] = None,
     prompt_file: Annotated[
-        Path | None, typer.Option(help="UTF-8 file with the text to complete [default: none].", show_default=False)
+        Path | None,
+        typer.Option(
+            help="UTF-8 file with the text to complete, or with several prompts as JSON lines: each a string, or an object "
+            'such as {"prompt": "Once", "max_tokens": 8, "temperature": 0.7} with any of SamplingParams\' names. Lines are '
+            'read where the name ends in .jsonl, or every line is an object with "prompt" and the name does not end in .txt '
+            "[default: none].",
+            show_default=False,
+        ),
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate at most.")] = 64,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate at most, per prompt.")] = 64,
     temperature: Annotated[
         float, typer.Option(min=0.0, max=MAX_TEMPERATURE, help="0 takes the most likely token; higher is more random.")
     ] = 0.0,
+    top_p: Annotated[
+        float, typer.Option(help="Only the most likely tokens that have this fraction of the probability, above 0 to 1.")
+    ] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Only so many of the most likely tokens; 0: all.")] = 0,
+    min_p: Annotated[
+        float, typer.Option(help="Only tokens with at least this fraction of the most likely one's probability, 0 to below 1.")
+    ] = 0.0,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(metavar="TEXT", help="Ends before this text; may be repeated [default: none].", show_default=False),
+    ] = None,
     seed: Annotated[
         int, typer.Option(min=0, max=options.MAX_SEED, help="Seed of the sampling; without effect at temperature 0.")
     ] = 0,
@@ -53,71 +74,132 @@ def generate(
     ] = None,
     **overrides: Any,
 ) -> None:
-    """Complete a prompt. Without a topology: one local CPU worker."""
-    text = _prompt_text(prompt, prompt_file)
+    """Complete a prompt, or several from a file of JSON lines. Without a topology: one local CPU
+    worker.
+
+    The text of one prompt comes as it is computed. Several prompts are computed together; each
+    finished choice is a JSON line with prompt, choice, text, token_ids and finish_reason, in the
+    order of the prompts, and one that failed has prompt and error. The last line on stderr says how
+    fast it was.
+    """
+    params = _params(
+        max_tokens=max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, stop=tuple(stop or ()),
+        seed=seed,
+    )  # fmt: skip
+    given = given_prompts(prompt, prompt_file, params)
     directory = options.model_directory(model)
-    from dflash_moe.engine.generation import generate_tokens
-    from dflash_moe.engine.host_model import check_length, open_host
-    from dflash_moe.integrations.generation import TextStream, stop_token_ids
+    from dflash_moe.engine.llm import LLM
     from dflash_moe.integrations.tokenizer import load_tokenizer
-    from dflash_moe.runtime.expert_runtime import ExpertRuntime
 
     tokenizer = load_tokenizer(directory)
-    input_ids = tokenizer(text)["input_ids"]
-    if not input_ids:
-        raise ConfigError("the prompt has no tokens; pass at least one character with --prompt or --prompt-file")
-    check_length(directory, len(input_ids) + max_new_tokens)
+    token_ids = [_token_ids(one, tokenizer) for one in given.prompts]
+    _check_lengths(directory, given, token_ids)
     with loading_shown() as on_loading:
-        runtime = ExpertRuntime.start(options.load_topology(topology), model=directory, on_loading=on_loading, **overrides)
-    with runtime:
-        host = open_host(directory, runtime)
-        stream = TextStream(tokenizer)
-        steps: list[TokenStep] = []
-        for step in generate_tokens(
-            host,
-            input_ids,
-            max_new_tokens=max_new_tokens,
-            stop_token_ids=stop_token_ids(host.model, tokenizer),
-            temperature=temperature,
-            seed=seed,
-        ):
-            steps.append(step)
-            _emit(stream.push(step.token_id))
-        _emit(stream.finish() + "\n")
-        if json_out is not None:
-            options.write_json(json_out, _report(runtime, len(input_ids), steps, tokenizer))
+        llm = LLM(directory, options.load_topology(topology), tokenizer=tokenizer, on_loading=on_loading, **overrides)
+    with llm:
+        if llm.host.report.not_paged:
+            options.say(f"one sequence at a time, with the model's own cache: {llm.host.report.not_paged}")
+        _complete(llm, given, token_ids, json_out)
 
 
-def _prompt_text(prompt: str | None, prompt_file: Path | None) -> str:
-    if (prompt is None) == (prompt_file is None):
-        raise ConfigError("pass the text to complete with --prompt TEXT or --prompt-file FILE, and not both")
-    if prompt is not None:
-        return prompt
-    assert prompt_file is not None
+def _params(**fields: Any) -> SamplingParams:
+    """Returns the parameters that the flags give. A refusal names the flag."""
     try:
-        return prompt_file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--prompt-file {prompt_file}: cannot be read as UTF-8 text ({error})") from None
+        return SamplingParams(**fields)
+    except ConfigError as error:
+        flagged = re.sub(r"^\w+", lambda name: _FLAGS.get(name[0], f"--{name[0].replace('_', '-')}"), str(error))
+        raise ConfigError(flagged) from None
 
 
-def _emit(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
+def _token_ids(given: GivenPrompt, tokenizer: Any) -> list[int]:
+    found = list(tokenizer(given.text)["input_ids"])
+    if not found:
+        raise ConfigError(
+            f"{given.origin}: the prompt has no tokens; pass at least one character with --prompt or --prompt-file"
+        )
+    return found
 
 
-def _report(runtime: ExpertRuntime, prompt_tokens: int, steps: list[TokenStep], tokenizer: Any) -> dict[str, Any]:
-    """Returns the report of a run. Times are in seconds: `ttft_s` is the forward pass of the
-    prefill, and `tpot_s` the median of the later ones.
+def _check_lengths(directory: Path, given: GivenPrompts, token_ids: list[list[int]]) -> None:
+    """Raises ConfigError for a prompt that is too long for the model, before anything is loaded."""
+    from dflash_moe.engine.host_model import check_length
+
+    lengths = [len(ids) + one.params.max_tokens for one, ids in zip(given.prompts, token_ids, strict=True)]
+    longest = max(range(len(lengths)), key=lengths.__getitem__)
+    try:
+        check_length(directory, lengths[longest])
+    except ConfigError as error:
+        if not given.are_lines:
+            raise
+        raise ConfigError(f"{given.prompts[longest].origin}: {error}") from None
+
+
+class _Progress:
+    """What is said while tokens are computed; another thread asks."""
+
+    def __init__(self, llm: LLM, num_prompts: int) -> None:
+        self._llm = llm
+        self._num_prompts = num_prompts
+        self._rate = Rate()
+        self.num_done = 0
+
+    def __call__(self) -> str:
+        stats = self._llm.engine.stats()
+        count = stats["generated_tokens"]
+        said = f"{count} tokens, {self._rate.add(count):.1f} tokens/s"
+        if self._num_prompts == 1:
+            return said
+        return f"{said}, {self.num_done} of {self._num_prompts} prompts done, {stats['running']} running"
+
+
+def _complete(llm: LLM, given: GivenPrompts, token_ids: list[list[int]], json_out: Path | None) -> None:
+    """Completes all prompts, writes what comes of them and says how fast it was. Raises the error
+    of the first that failed, once the others have ended.
     """
-    totals = runtime.stats()["totals"]
-    token_ids = [step.token_id for step in steps]
-    later = [step.forward_s for step in steps[1:]]
-    return {
-        "prompt_tokens": prompt_tokens,
-        "token_ids": token_ids,
-        "text": tokenizer.decode(token_ids, skip_special_tokens=True),
-        "ttft_s": steps[0].forward_s if steps else None,
-        "tpot_s": statistics.median(later) if later else None,
-        "tpot_samples_s": later,
-        **{key: int(totals[key]) for key in ("calls", "request_bytes", "reply_bytes", "floor_bytes")},
-    }
+    progress = _Progress(llm, len(given.prompts))
+    chunks: list[Chunk] = []
+    outcomes: list[list[Completion] | DflashError] = []
+    with live_text(progress, has_lines=given.are_lines) as write:
+
+        def on_chunk(_place: int, chunk: Chunk) -> None:
+            if not given.are_lines:
+                chunks.append(chunk)
+                write(chunk.text)
+
+        began = time.monotonic()
+        for outcome in llm.generate_each(token_ids, [one.params for one in given.prompts], on_chunk=on_chunk):
+            if given.are_lines:
+                _write_lines(write, len(outcomes), outcome)
+            outcomes.append(outcome)
+            progress.num_done += 1
+        seconds = time.monotonic() - began
+        if not given.are_lines and not isinstance(outcomes[0], DflashError):
+            write("\n")
+    stats = llm.stats()
+    found = [completion for outcome in outcomes if not isinstance(outcome, DflashError) for completion in outcome]
+    if json_out is not None and given.are_lines:
+        options.write_json(json_out, generate_report.report_of_several(outcomes, stats))
+    elif json_out is not None and found:
+        options.write_json(json_out, generate_report.report_of_one(found[0], chunks, stats))
+    if found:
+        options.say(generate_report.summary(found, len(given.prompts), seconds, stats))
+    _raise_first(given, outcomes)
+
+
+def _write_lines(write: Write, place: int, outcome: list[Completion] | DflashError) -> None:
+    if isinstance(outcome, DflashError):
+        write(json.dumps(generate_report.error_fields(place, outcome)) + "\n")
+        return
+    for found in outcome:
+        write(json.dumps(generate_report.choice_fields(found)) + "\n")
+
+
+def _raise_first(given: GivenPrompts, outcomes: list[list[Completion] | DflashError]) -> None:
+    failed = [(place, outcome) for place, outcome in enumerate(outcomes) if isinstance(outcome, DflashError)]
+    if not failed:
+        return
+    place, error = failed[0]
+    text = generate_report.unnamed(error)
+    if given.are_lines:
+        text = f"{len(failed)} of {len(outcomes)} prompts failed; the first, {given.prompts[place].origin}: {text}"
+    raise error.reworded(text)

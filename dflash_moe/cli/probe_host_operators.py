@@ -33,6 +33,7 @@ def probe_host_operators(topology: Topology, settings: Settings, isa: str) -> di
     budget = settings.kv_memory
     return {
         "setting": settings.host_operators,
+        "device": topology.host.device,
         "taken": not reason,
         "reason": reason,
         "numerics": numerics,
@@ -46,8 +47,8 @@ def probe_host_operators(topology: Topology, settings: Settings, isa: str) -> di
 
 
 def _why_torch(topology: Topology, settings: Settings, isa: str) -> str:
-    if DeviceChoice.of_host(topology.host).has_own_memory:
-        return f"on {topology.host.device} the model keeps torch's, and a row's bits may depend on its batch"
+    if not DeviceChoice.of_host(topology.host).is_processor:
+        return f"on {topology.host.device} the model keeps torch's"
     if settings.host_operators == "torch":
         return "host.operators: torch"
     if isa == "reference":
@@ -58,10 +59,16 @@ def _why_torch(topology: Topology, settings: Settings, isa: str) -> str:
 def host_operator_lines(found: dict[str, Any]) -> list[str]:
     """Returns the lines of the report on host operators and on the KV cache."""
     kv = found["kv"]
-    if not found["taken"]:
-        return [f"operators  the model's own: {found['reason']}", "kv cache   that of the model, one sequence at a time"]
-    where = "of the memory that is free after the weights" if kv["memory"].endswith("%") else "at most"
+    on_card = "" if found["device"] in ("auto", "cpu") else f" on {found['device']}"
+    where = f"of the memory that is free{on_card} after the weights" if kv["memory"].endswith("%") else f"at most{on_card}"
     dtype = "the model's dtype" if kv["dtype"] == "auto" else kv["dtype"]
+    if not found["taken"]:
+        return [
+            f"operators  the model's own: {found['reason']}; its rows may depend on their batch: bit equality in company "
+            "is not claimed",
+            f"kv cache   pages of {kv['block_tokens']} tokens in {dtype}, with the buffer that torch's attention gathers them "
+            f"into {kv['memory']} {where}",
+        ]
     return [
         f"operators  {', '.join(found['operators'])} in {found['numerics']}, each where it is proven for a module; `verify` "
         "names the modules of a model that no form fits",

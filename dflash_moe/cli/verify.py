@@ -117,8 +117,8 @@ def _show_model(report: VerifyReport) -> None:
     if report.is_paged:
         proven = "proven" if report.is_independent else "NOT proven"
         typer.echo(
-            f"  linear layers compute in {', '.join(report.host_numerics)}; keys and values are kept in {report.kv_dtype}; "
-            f"rows are {proven} independent of their batch"
+            f"  linear layers compute in {', '.join(report.host_numerics) or 'torch'}; keys and values are kept in "
+            f"{report.kv_dtype}; rows are {proven} independent of their batch"
         )
     judged = f" (reported, not judged: {report.not_judged})" if report.not_judged else ""
     typer.echo(f"logits: rms {report.logits_rms:.2e}, max {report.logits_max:.2e}{judged}")

@@ -229,7 +229,7 @@ SETTINGS: tuple[Setting, ...] = (
         "Which waiting request comes next: the oldest (fifo), or the longest prompt that fits the step whole (packing)", "NAME",
     ),
     Setting(
-        "micro_batches", None, f"{PREFIX}ENGINE_MICRO_BATCHES", "engine.micro_batches", halves, "auto, 1, 2", None, "auto",
+        "micro_batches", None, f"{PREFIX}ENGINE_MICRO_BATCHES", "engine.micro_batches", halves, "auto, 1, 2", "auto", "auto",
         "Parts in which a step is computed, so that one computes attention while the other awaits its experts", "auto|1|2",
     ),
     Setting(
@@ -297,7 +297,7 @@ class Settings:
     max_requests: int = _default("max_requests")
     max_queue: int = _default("max_queue")
     order: str = _default("order")
-    micro_batches: int | None = _default("micro_batches")
+    micro_batches: str = _default("micro_batches")
     speculate: str = _default("speculate")
     prefix_cache: bool = _default("prefix_cache")
     cpu_isa: str | None = _default("cpu_isa")

@@ -208,11 +208,9 @@ def choice_or_auto(*allowed: str) -> Parser:
     return parse_or_auto
 
 
-def halves(value: object) -> int | None:
-    """Returns 1 or 2, or None for auto."""
-    if isinstance(value, str) and value.strip().lower() == "auto":
-        return None
-    return int(whole(1, 2)(value))
+def halves(value: object) -> str:
+    """Returns auto, 1 or 2; YAML reads the latter two as numbers."""
+    return str(choice("auto", "1", "2")(value if isinstance(value, bool) or not isinstance(value, int) else str(value)))
 
 
 def spin(value: object) -> int | None:

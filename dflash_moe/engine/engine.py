@@ -17,9 +17,8 @@ import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from dflash_moe.config import Settings
 from dflash_moe.engine.block_hashes import BlockHashes
 from dflash_moe.engine.delivery import Call, Cancel, Command, EngineDoor, Submit, TokenStream
 from dflash_moe.engine.engine_stats import EngineStats
@@ -33,6 +32,9 @@ from dflash_moe.engine.speculate import Speculator
 from dflash_moe.engine.step_run import Outcome, StepRun
 from dflash_moe.engine.token_masks import MaskRequest, MaskThread
 from dflash_moe.errors import ConfigError, DflashError, EngineError, RequestCancelled, shown
+
+if TYPE_CHECKING:
+    from dflash_moe.runtime.expert_runtime import ExpertRuntime
 
 log = logging.getLogger(__name__)
 
@@ -51,15 +53,21 @@ class EngineSettings:
     order: str = "fifo"
     speculate: str = "off"
     prefix_cache: bool = True
-    # Whether the next step is planned while the device still computes; None where it is a card.
-    plans_ahead: bool | None = None
+    # Whether the next step is planned while the device still computes, which it does on a card.
+    plans_ahead: bool = False
     call_timeout_s: float = 30.0
+    # The share of its layer's experts that a row reads, which prices drafts.
+    expert_share: float = 1 / 16
 
     @classmethod
-    def of(cls, settings: Settings) -> EngineSettings:
-        """Returns those of a runtime's settings."""
+    def of(cls, runtime: ExpertRuntime) -> EngineSettings:
+        """Returns those of a runtime and its model."""
         names = ("max_batch_tokens", "max_requests", "max_queue", "order", "speculate", "prefix_cache", "call_timeout_s")
-        return cls(**{name: getattr(settings, name) for name in names})
+        share = max(layer.top_k / layer.num_experts for layer in runtime.layers)
+        return cls(
+            **{name: getattr(runtime.settings, name) for name in names},
+            plans_ahead=runtime.host_device != "cpu", expert_share=share,
+        )  # fmt: skip
 
 
 class Engine:
@@ -73,7 +81,10 @@ class Engine:
         self, forward: Forward, settings: EngineSettings | None = None, *, eos_token_ids: frozenset[int] = frozenset(),
         lock: Any = None,
     ) -> None:  # fmt: skip
-        """`eos_token_ids` end a request unless it ignores them; `lock` is for tests that count."""
+        """`eos_token_ids` end a request unless it ignores them. `lock` is the one between callers
+        and the engine thread, for tests that count; who holds it, an RLock, submits several
+        requests at once.
+        """
         self.settings = settings = settings or EngineSettings()
         self._forward = forward
         self._eos = eos_token_ids
@@ -83,7 +94,7 @@ class Engine:
         )  # fmt: skip
         self._scheduler = Scheduler(forward, limits)
         self._speculates = settings.speculate != "off" and forward.cuts_prompts
-        self._speculator = Speculator(settings.speculate)
+        self._speculator = Speculator(settings.speculate, expert_share=settings.expert_share)
         self._masks = MaskThread(forward.vocab_size)
         # Requests whose next mask nobody was asked for yet.
         self._unasked: list[Request] = []
@@ -98,7 +109,6 @@ class Engine:
         self._deltas: list[tuple[TokenStream, TokenDelta]] = []
         self._ended_at = time.monotonic()
         self._seconds_per_request = 0.0
-        self._plans_ahead = bool(settings.plans_ahead)
         # The plan of the next step, where it was made while the latest one was computed.
         self._ahead: StepPlan | None = None
         self._stopping = False
@@ -150,6 +160,7 @@ class Engine:
                 "total": pool.num_blocks, "free": pool.num_free, "cached": pool.num_cached, "evicted": pool.num_evicted,
                 "tokens": pool.block_tokens,
             },
+            **self._forward.stats(),
             "speculation": dataclasses.asdict(self._speculator.stats()),
         }  # fmt: skip
         return found
@@ -246,9 +257,13 @@ class Engine:
     def _exchange(self, *, wait: bool) -> list[Command]:
         deltas, self._deltas = self._deltas, []
         num_waiting = self._num_open - len(self._scheduler.running)
-        return self._door.exchange(
+        began = time.perf_counter()
+        commands = self._door.exchange(
             deltas, num_waiting=num_waiting, seconds_per_request=self._seconds_per_request, wait=wait and not deltas
         )
+        if deltas:
+            self._stats.deliver_s += time.perf_counter() - began
+        return commands
 
     def _serve(self, commands: Sequence[Command]) -> None:
         for command in commands:
@@ -364,7 +379,7 @@ class Engine:
         """Says whether what a step leaves behind is known before its tokens are."""
         sampled = [request for rows in plan.rows for request in rows.sampled]
         return (
-            self._plans_ahead
+            self.settings.plans_ahead
             and not self._speculates
             and all(request.params.token_mask is None and not request.followers for request in sampled)
         )

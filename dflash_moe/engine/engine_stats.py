@@ -36,6 +36,8 @@ class EngineStats:
     commit_s: float = 0.0
     forward_s: float = 0.0
     sample_s: float = 0.0
+    # Handing tokens to their callers.
+    deliver_s: float = 0.0
     queue_s: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
     ttft_s: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
     tpot_s: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))

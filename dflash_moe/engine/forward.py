@@ -15,13 +15,17 @@ import torch
 
 from dflash_moe.engine.blocks import MAX_BLOCKS, BlockPool
 from dflash_moe.engine.layer_loop import LayerLoop
+from dflash_moe.engine.micro_batches import MicroBatches
 from dflash_moe.engine.paged_cache import PagedCache
 from dflash_moe.engine.rotary_tables import RotaryTables, find_rotary_modules
 from dflash_moe.engine.sequence import SequenceBlocks
 from dflash_moe.engine.step_blocks import PackedStep, StepBlocks
+from dflash_moe.engine.torch_cache import TorchCache
 from dflash_moe.errors import ConfigError
 from dflash_moe.operators.attention_probe import max_positions
 from dflash_moe.operators.layer_buffers import BufferPool
+
+_PROCESSOR = torch.device("cpu")
 
 
 class TokenSequence:
@@ -116,6 +120,10 @@ class Forward(Protocol):
         """Names what keys and values of a sequence depend on beside its tokens."""
         ...
 
+    def stats(self) -> dict[str, Any]:
+        """Returns what was counted of steps, by name."""
+        ...
+
 
 class OutOfBlocks(ConfigError):
     """The pages have no room for the tokens of a step."""
@@ -127,8 +135,17 @@ class PackedForward:
     cuts_prompts = True
     max_sequences = MAX_BLOCKS
 
-    def __init__(self, model: Any, cache: PagedCache, blocks: BlockPool, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        model: Any,
+        cache: PagedCache | TorchCache,
+        blocks: BlockPool,
+        dtype: torch.dtype,
+        device: torch.device = _PROCESSOR,
+    ) -> None:
+        """`model` and `cache` are on `device`, and so are the logits of a step."""
         self.model = model
+        self.device = device
         self.cache = cache
         self.blocks = blocks
         # The dtype of hidden states.
@@ -140,6 +157,8 @@ class PackedForward:
         # Set where the layers are host layers and looping over them gives the model's bits.
         self.loop: LayerLoop | None = None
         self._buffers: BufferPool | None = None
+        # Set where steps may be computed in two halves.
+        self.micro_batches: MicroBatches | None = None
         self.max_positions = max_positions(model.config)
 
     def check_length(self, max_tokens: int) -> None:
@@ -155,6 +174,10 @@ class PackedForward:
     def prefix_seed(self, max_tokens: int) -> bytes:
         """As `Forward.prefix_seed`: some rotary types depend on the length of a sequence."""
         return b"%d" % max_tokens if any(tables.depends_on_length for tables in self.rotary) else b""
+
+    def stats(self) -> dict[str, Any]:
+        """As `Forward.stats`: `micro_batches`, where steps may be computed in two."""
+        return {} if self.micro_batches is None else {"micro_batches": self.micro_batches.stats()}
 
     def forward(self, rows: Sequence[StepRows]) -> torch.Tensor:
         """Computes the tokens of `rows` and returns logits as `RunStep` has them. The sequences
@@ -190,7 +213,10 @@ class PackedForward:
         token_ids = torch.tensor([token for entry in rows for token in entry.token_ids], dtype=torch.int64)
         if len(token_ids) and not 0 <= int(token_ids.min()) <= int(token_ids.max()) < self.vocab_size:
             raise ConfigError(f"a token id is outside the vocabulary of {self.vocab_size}")
-        return self._run(token_ids, step, _wanted_rows(rows, step))
+        wanted = _wanted_rows(rows, step)
+        if self.micro_batches is None:
+            return self.run_rows(token_ids, step, wanted)
+        return self.micro_batches.run(self, token_ids, step, wanted)
 
     @property
     def vocab_size(self) -> int:
@@ -203,17 +229,21 @@ class PackedForward:
         """
         self._buffers = buffers
 
-    def _run(self, token_ids: torch.Tensor, step: PackedStep, wanted: torch.Tensor) -> torch.Tensor:
+    def run_rows(self, token_ids: torch.Tensor, step: PackedStep, wanted: torch.Tensor) -> torch.Tensor:
+        """Returns logits [num_wanted, vocab_size] of the rows `wanted`, int64, of what the pages
+        and tables of this thread were told to begin: the whole step, or a half of it as `step`.
+        """
         if self.loop is not None:
             return self.loop.run(token_ids, wanted)
         if self._buffers is not None:
             self._buffers.of(len(token_ids)).set_tables(*self.rotary[0].cos_sin())
-        positions = torch.from_numpy(step.positions)[None]
+        positions = torch.from_numpy(step.positions)[None].to(self.device)
+        token_ids, wanted = token_ids.to(self.device), wanted.to(self.device)
         out = self.model(
             input_ids=token_ids[None], position_ids=positions, past_key_values=self.cache, use_cache=True, logits_to_keep=wanted
         )
         logits: torch.Tensor = out.logits[0]
-        return logits
+        return logits.float()
 
     def _append(self, planned: StepBlocks, entry: StepRows) -> None:
         sequence, count = entry.sequence, len(entry.token_ids)

@@ -19,13 +19,15 @@ from dflash_moe.engine.blocks import BlockPool
 from dflash_moe.engine.forward import Forward, PackedForward, refuse_length
 from dflash_moe.engine.independence import find_dependence
 from dflash_moe.engine.kv_budget import KvShape, block_bytes, kv_blocks
+from dflash_moe.engine.micro_batches import MicroBatches
 from dflash_moe.engine.one_sequence import OneSequenceForward
 from dflash_moe.engine.paged_cache import PagedCache
 from dflash_moe.engine.sequence_run import CachedRun, PagedRun, SequenceRun
 from dflash_moe.engine.take_layers import take_layers
+from dflash_moe.engine.torch_model import page_torch_model
 from dflash_moe.integrations.host_weights import is_plain
-from dflash_moe.integrations.transformers import load_model, without_experts
-from dflash_moe.model.architecture import load_architecture, load_config
+from dflash_moe.integrations.transformers import load_model, route_of, without_experts
+from dflash_moe.model.architecture import find_experts, load_architecture, load_config
 from dflash_moe.model.checkpoint import Checkpoint
 from dflash_moe.model.dense_tensors import stored_matrices
 from dflash_moe.operators.addresses import DTYPE_NAMES
@@ -75,18 +77,21 @@ def check_length(path: str | Path, max_tokens: int) -> None:
     refuse_length(load_config(Checkpoint.open(path)), max_tokens)
 
 
-def open_host(path: str | Path, runtime: ExpertRuntime, **options: Any) -> HostModel:
+def open_host(path: str | Path, runtime: ExpertRuntime, *, micro_batches: str | None = None, **options: Any) -> HostModel:
     """Loads the model of `path` without its routed experts, which `runtime` computes, and takes it
     over as the runtime's settings say: host.operators, host.activations and those of the engine.
-    On a card torch's operators stay.
+    Where torch's operators stay, as they do on a card, attention reads pages all the same.
+    `micro_batches` is auto, 1 or 2 (engine/micro_batches.py), by default the setting's.
 
     Errors are those of `load_model` and `open_host_model`.
     """
-    kept = _why_torch(runtime)
+    kept, settings = _why_torch(runtime), runtime.settings
     if kept:
         model = load_model(path, runtime, **options)
-        return HostModel(model, TakeoverReport(type(model).__name__, not_paged=kept), None)
-    checkpoint, settings = Checkpoint.open(path), runtime.settings
+        with without_experts(model):
+            packed, report = page_torch_model(model, kept, kv_memory=settings.kv_memory, kv_dtype=settings.kv_dtype)
+        return HostModel(model, report, packed)
+    checkpoint = Checkpoint.open(path)
     stored = {} if is_plain(checkpoint) else stored_matrices(load_architecture(checkpoint).model, checkpoint)
     model = load_model(path, runtime, without=stored, **options)
     numerics = runtime.host_numerics
@@ -97,6 +102,9 @@ def open_host(path: str | Path, runtime: ExpertRuntime, **options: Any) -> HostM
     if host.packed is None and stored:
         # torch computes it after all, with weights of its own.
         return HostModel(load_model(path, runtime, **options), host.report, None)
+    if host.packed is not None:
+        routes = [route_of(module) for module in find_experts(model).values()]
+        host.packed.micro_batches = MicroBatches(micro_batches or settings.micro_batches, runtime, routes)
     return host
 
 
@@ -104,8 +112,8 @@ def _why_torch(runtime: ExpertRuntime) -> str:
     """Returns why a model keeps torch's operators whatever they are, an empty text where it need
     not.
     """
-    if runtime.tensor_device != "cpu":
-        return f"the model lies on {runtime.tensor_device}"
+    if runtime.host_device != "cpu":
+        return f"the model lies on {runtime.host_device}"
     if runtime.settings.host_operators == "torch":
         return "host.operators: torch"
     if runtime.host_pool.isa == "reference":

@@ -25,18 +25,18 @@ class LayerLoop:
     ) -> None:  # fmt: skip
         self._embedding, self._norm, self._head = embedding, norm, head
         self.layers = tuple(layers)
-        self._buffers, self._tables = buffers, tables
+        self.buffers, self._tables = buffers, tables
 
     def run(self, token_ids: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
         """Returns logits [num_wanted, vocab_size] of the rows `wanted` of the step that the pages
         were told to begin; `token_ids` are int64 [num_rows].
         """
-        buffers = self._buffers.of(len(token_ids))
+        buffers = self.buffers.of(len(token_ids))
         buffers.set_tables(*self._tables.cos_sin())
         buffers.hidden_states.copy_(self._embedding(token_ids))
         for layer in self.layers:
             layer.step(buffers)
         rows = buffers.hidden_states[wanted]
-        self._buffers.drop_last()
+        self.buffers.drop_last()
         logits: torch.Tensor = self._head(self._norm(rows))
         return logits

@@ -6,6 +6,7 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -42,12 +43,12 @@ class LLM:
     """
 
     def __init__(
-        self, model: str | Path, topology: Topology | str | Path | None = None, *, on_loading: LoadingReport | None = None,
-        **overrides: Any,
+        self, model: str | Path, topology: Topology | str | Path | None = None, *, tokenizer: Any = None,
+        on_loading: LoadingReport | None = None, **overrides: Any,
     ) -> None:  # fmt: skip
         """Starts the workers of `topology` (a local one where that is None) and loads the model.
-        `overrides` are settings (docs/topology.md). Errors are those of `ExpertRuntime.start` and
-        `load_model`.
+        `tokenizer` stands in for the checkpoint's own, and `overrides` are settings
+        (docs/topology.md). Errors are those of `ExpertRuntime.start` and `load_model`.
         """
         if topology is None:
             topology = Topology.local(1, threads=None)
@@ -55,13 +56,12 @@ class LLM:
             topology = Topology.load(Path(topology))
         path = Path(model)
         with ExitStack() as stack:
-            self.tokenizer = load_tokenizer(path)
+            self.tokenizer = load_tokenizer(path) if tokenizer is None else tokenizer
             self.runtime = stack.enter_context(ExpertRuntime.start(topology, model=path, on_loading=on_loading, **overrides))
             self.host = open_host(path, self.runtime)
-            settings = self.runtime.settings
-            forward = self.host.engine_forward(settings.kv_memory)
+            forward = self.host.engine_forward(self.runtime.settings.kv_memory)
             eos = stop_token_ids(self.host.model, self.tokenizer)
-            self.engine = stack.enter_context(Engine(forward, EngineSettings.of(settings), eos_token_ids=eos))
+            self.engine = stack.enter_context(Engine(forward, EngineSettings.of(self.runtime), eos_token_ids=eos))
             self._closing = stack.pop_all()
 
     def submit(self, prompt: Prompt, params: SamplingParams | None = None) -> TokenStream:
@@ -88,6 +88,27 @@ class LLM:
 
         Where a request fails the others end first, and then its error is raised.
         """
+        outcomes = list(self.generate_each(prompts, params, on_chunk=on_chunk))
+        for outcome in outcomes:
+            if isinstance(outcome, DflashError):
+                raise outcome
+        return [completion for outcome in outcomes if not isinstance(outcome, DflashError) for completion in outcome]
+
+    def generate_each(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None, *,
+        on_chunk: Callable[[int, Chunk], None] | None = None,
+    ) -> Iterator[list[Completion] | DflashError]:  # fmt: skip
+        """As `generate`, but yields for each prompt in turn its choices, or the error that ended it
+        while others went on. Prompts that the queue has no room for are submitted as it gets some.
+        A caller that stops early cancels the rest.
+        """
+        runs = self._runs(prompts, params, on_chunk)
+        return _outcomes(deque(runs))
+
+    def _runs(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None,
+        on_chunk: Callable[[int, Chunk], None] | None,
+    ) -> list[_Run]:  # fmt: skip
         wanted = _prompts(prompts)
         each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(wanted)
         if len(each) != len(wanted):
@@ -96,37 +117,7 @@ class LLM:
         for place, found in enumerate(ids):
             if not found:
                 raise ConfigError(f"prompt {place} has no tokens; at least 1 is needed")
-        runs = [
-            _Run(self, place, token_ids, one, on_chunk) for place, (token_ids, one) in enumerate(zip(ids, each, strict=True))
-        ]
-        return self._complete(runs)
-
-    def _complete(self, runs: list[_Run]) -> list[Completion]:
-        errors: list[DflashError] = []
-        begun: list[_Run] = []
-        try:
-            for run in runs:
-                self._begin(run, begun, errors)
-                begun.append(run)
-            for run in begun:
-                run.finish(errors)
-        finally:
-            for run in begun:
-                run.cancel()
-        if errors:
-            raise errors[0]
-        return [completion for run in runs for completion in run.completions()]
-
-    def _begin(self, run: _Run, begun: list[_Run], errors: list[DflashError]) -> None:
-        """Submits a prompt; where the queue is full it first awaits those that were begun."""
-        for earlier in begun:
-            try:
-                run.begin()
-            except QueueFull:
-                earlier.finish(errors)
-            else:
-                return
-        run.begin()
+        return [_Run(self, place, *one, on_chunk) for place, one in enumerate(zip(ids, each, strict=True))]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Chunk]:
         """Yields chunks of text as they come; those of several choices in any order. A caller that
@@ -193,35 +184,53 @@ class _Run:
     ) -> None:
         self._llm, self._place, self._token_ids, self._params, self._on_chunk = llm, place, token_ids, params, on_chunk
         self._text: _StreamText | None = None
-        self._has_ended = False
+        self._error: DflashError | None = None
 
-    def begin(self) -> None:
-        """Submits the prompt."""
-        self._text = _StreamText(self._llm, self._token_ids, self._params)
+    def begin(self) -> bool:
+        """Submits the prompt, and returns whether the queue had room for it. What else refuses it
+        is its outcome.
+        """
+        self._error = None
+        try:
+            self._text = _StreamText(self._llm, self._token_ids, self._params)
+        except DflashError as error:
+            self._error = error
+        return not isinstance(self._error, QueueFull)
 
-    def finish(self, errors: list[DflashError]) -> None:
-        """Awaits all of it; an error that ends it is put into `errors`."""
-        if self._text is None or self._has_ended:
-            return
+    def outcome(self) -> list[Completion] | DflashError:
+        """Awaits its end and returns the finished choices, or the error that ended it."""
+        if self._error is not None:
+            return self._error
+        assert self._text is not None
         try:
             while deltas := self._text.stream.take():
                 for chunk in self._text.chunks(deltas):
                     if self._on_chunk is not None:
                         self._on_chunk(self._place, chunk)
         except DflashError as error:
-            errors.append(error)
-            self._text.stream.cancel()
-        self._has_ended = True
+            self.cancel()
+            return error
+        return [text.completion(self._place, len(self._token_ids)) for text in self._text.texts]
 
     def cancel(self) -> None:
         """Ends what has not ended."""
-        if self._text is not None and not self._has_ended:
+        if self._text is not None:
             self._text.stream.cancel()
 
-    def completions(self) -> list[Completion]:
-        """Returns the finished choices."""
-        assert self._text is not None
-        return [text.completion(self._place, len(self._token_ids)) for text in self._text.texts]
+
+def _outcomes(waiting: deque[_Run]) -> Iterator[list[Completion] | DflashError]:
+    """Yields the outcomes of prompts in their order, of which as many run as the queue takes."""
+    begun: deque[_Run] = deque()
+    try:
+        while waiting or begun:
+            while waiting and waiting[0].begin():
+                begun.append(waiting.popleft())
+            # Where none was taken, others fill the queue, and the first prompt's outcome says so.
+            yield (begun or waiting)[0].outcome()
+            (begun or waiting).popleft()
+    finally:
+        for run in begun:
+            run.cancel()
 
 
 def _prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

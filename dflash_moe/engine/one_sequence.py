@@ -82,6 +82,10 @@ class OneSequenceForward:
         """As `Forward.prefix_seed`; no prefix is shared."""
         return b"%d" % max_tokens
 
+    def stats(self) -> dict[str, Any]:
+        """As `Forward.stats`; nothing is counted."""
+        return {}
+
     @contextmanager
     def step(self, rows: Sequence[StepRows]) -> Iterator[RunStep]:
         """As `Forward.step`, but that a cache cannot be taken back: sequences of a failed step, and

@@ -9,7 +9,8 @@ SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,12 +27,23 @@ Tables = tuple[torch.Tensor, ...]
 _FLOAT32 = torch.zeros(1, 1, 1)
 
 
+class _OfThread(threading.local):
+    """The sequences of what one thread computes, each as (length at most, first position, number of
+    rows), and the positions of their rows, once a layer asks for them.
+    """
+
+    step: Sequence[tuple[int, int, int]] = ()
+    positions: torch.Tensor | None = None
+
+
 class RotaryTables:
-    """Stands in for the forward of one rotary module. `begin` gives it the sequences of a step."""
+    """Stands in for the forward of one rotary module. `begin` gives it the sequences of a step, or
+    of the half that a thread computes.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self._pristine = copy.deepcopy(module)
-        self._forward: Callable[..., Any] = self._pristine.forward
+        self._device = next((buffer.device for buffer in module.buffers()), torch.device("cpu"))
         self._chunks: dict[tuple[Any, ...], tuple[Tables, bool]] = {}
         # Whether the module wants more than hidden states and positions, such as the type of a
         # layer: then there is no single table for all layers.
@@ -40,21 +52,26 @@ class RotaryTables:
         # their keys do too. Else all sequences read one table of all positions.
         self.depends_on_length = self._looks_at_others()
         self._shared: dict[tuple[Any, ...], _SharedTables] = {}
-        # The sequences of the step under way: (length at most, first position, number of rows).
-        self._step: Sequence[tuple[int, int, int]] = ()
-        # The positions of its rows, once a layer asks for them.
-        self._positions: torch.Tensor | None = None
+        self._own = _OfThread()
+        # Two halves of a step read and extend the same tables.
+        self._lock = threading.Lock()
 
     def begin(self, step: Sequence[tuple[int, int, int]]) -> None:
-        """Gives the sequences of a step, each as (length at most, first position, number of
-        rows).
+        """Gives the sequences that this thread computes, each as (length at most, first position,
+        number of rows).
         """
-        self._step, self._positions = step, None
+        self._own.step, self._own.positions = step, None
         if self.depends_on_length:
             # Tables of lengths that no sequence of this step has are not kept for ever.
             lengths = {length for length, _, _ in step}
-            if len(self._chunks) > 4 * CHUNK:
-                self._chunks = {key: value for key, value in self._chunks.items() if key[0] in lengths}
+            with self._lock:
+                if len(self._chunks) > 4 * CHUNK:
+                    self._chunks = {key: value for key, value in self._chunks.items() if key[0] in lengths}
+
+    @property
+    def step(self) -> Sequence[tuple[int, int, int]]:
+        """What `begin` gave this thread."""
+        return self._own.step
 
     def __call__(self, x: torch.Tensor, position_ids: torch.Tensor | None = None, *arguments: Any, **options: Any) -> Any:
         """Returns what the module would for each sequence alone. `position_ids` are those of the
@@ -62,7 +79,8 @@ class RotaryTables:
         """
         del position_ids
         select = self._join_chunks if self.depends_on_length else self._select
-        tables, is_tuple = select(x, arguments, options)
+        with self._lock:
+            tables, is_tuple = select(x, arguments, options)
         return tables if is_tuple else tables[0]
 
     def _select(self, x: torch.Tensor, arguments: Any, options: Any) -> tuple[Tables, bool]:
@@ -70,22 +88,21 @@ class RotaryTables:
         shared = self._shared.get(key)
         if shared is None:
             shared = self._shared[key] = _SharedTables()
-        needed = max((first + count for _, first, count in self._step), default=0)
+        needed = max((first + count for _, first, count in self.step), default=0)
         while shared.num_positions < max(needed, 1):
             shared.append(*self._chunk(x, 0, shared.num_positions // CHUNK, arguments, options))
-        if len(self._step) == 1:
-            _, first, count = self._step[0]
+        if len(self.step) == 1:
+            _, first, count = self.step[0]
             return tuple(table[:, first : first + count] for table in shared.tables), shared.is_tuple
-        if self._positions is None:
-            self._positions = torch.tensor(
-                [position for _, first, count in self._step for position in range(first, first + count)], dtype=torch.int64
-            )
-        return tuple(table.index_select(1, self._positions) for table in shared.tables), shared.is_tuple
+        if self._own.positions is None:
+            positions = [position for _, first, count in self.step for position in range(first, first + count)]
+            self._own.positions = torch.tensor(positions, dtype=torch.int64, device=self._device)
+        return tuple(table.index_select(1, self._own.positions) for table in shared.tables), shared.is_tuple
 
     def _join_chunks(self, x: torch.Tensor, arguments: Any, options: Any) -> tuple[Tables, bool]:
         parts: list[list[torch.Tensor]] = []
         is_tuple = True
-        for length, first, count in self._step:
+        for length, first, count in self.step:
             at = first
             while at < first + count:
                 key = (length, at // CHUNK, x.dtype, arguments, tuple(sorted(options.items())))
@@ -118,8 +135,8 @@ class RotaryTables:
     ) -> tuple[Tables, bool]:
         # A module of some types writes to itself, so that each computation gets a fresh copy.
         module = copy.deepcopy(self._pristine)
-        given = torch.cat((positions, torch.tensor([max(last, int(positions[-1]))])))[None]
-        out = module.forward(x[:1, :1], given, *arguments, **options)
+        given = torch.cat((positions, torch.tensor([max(last, int(positions[-1]))])))[None].to(self._device)
+        out = module.forward(x[:1, :1].to(self._device), given, *arguments, **options)
         tables = out if isinstance(out, tuple) else (out,)
         return tuple(table[:, : len(positions)].contiguous() for table in tables), isinstance(out, tuple)
 

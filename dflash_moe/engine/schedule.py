@@ -12,6 +12,7 @@ import dataclasses
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from dflash_moe.engine.blocks import BlockPool
 from dflash_moe.engine.forward import Forward, TokenSequence
@@ -108,17 +109,16 @@ class Scheduler:
         under way, the plan is for the state that it leaves behind if no request ends in it; where
         followers begin in it nothing can be planned ahead.
         """
-        return _Planner(self._forward, self._limits, self.running, ahead, drafts or {}).plan(self._candidates())
+        planner = _Planner(self._forward, self._limits, self.running, ahead, drafts or {})
+        return planner.plan(self._to_pack(), self.waiting)
 
-    def _candidates(self) -> Iterable[Request]:
-        """Yields waiting requests in the order in which they should be admitted."""
+    def _to_pack(self) -> Sequence[Request]:
+        """Returns waiting requests of which those should come first that fit a step whole, the
+        longest before the others.
+        """
         if not self._limits.packing or self._passed_over >= FORCED_FIFO_EVERY:
-            return self.waiting
-        first = [request for _, request in zip(range(LOOKAHEAD), self.waiting, strict=False)]
-        whole = [request for request in first if len(request.tokens) <= self._limits.max_batch_tokens]
-        whole.sort(key=lambda request: (-len(request.tokens), request.order))
-        taken = set(map(id, whole))
-        return [*whole, *(request for request in self.waiting if id(request) not in taken)]
+            return ()
+        return sorted(islice(self.waiting, LOOKAHEAD), key=lambda request: (-len(request.tokens), request.order))
 
     def apply(self, plan: StepPlan) -> None:
         """Makes a plan true but for its rows, which the caller computes."""
@@ -231,8 +231,10 @@ class _Planner:
         self._rows: list[PlannedRows] = []
         self._admitted: list[Admission] = []
 
-    def plan(self, candidates: Iterable[Request]) -> StepPlan:
-        """Returns the plan: running requests from the oldest on, and then who waits."""
+    def plan(self, to_pack: Sequence[Request], waiting: Iterable[Request]) -> StepPlan:
+        """Returns the plan: running requests from the oldest on, then those of `to_pack` that fit
+        whole, and where none does those that wait, in their order.
+        """
         # Each running request may have a row; what is left of the budget goes to prompts.
         pending = {request: self._pending(request) for request in self._running}
         budget = self._limits.max_batch_tokens - sum(1 for count in pending.values() if count == 1)
@@ -242,7 +244,9 @@ class _Planner:
             budget -= self._continue(request, pending[request], budget)
             place += 1
         if not self._preempted:
-            for request in candidates:
+            for request in to_pack:
+                budget -= self._admit(request, budget, whole=True)
+            for request in () if self._admitted else waiting:
                 taken = self._admit(request, budget)
                 if not taken:
                     break
@@ -312,9 +316,10 @@ class _Planner:
     def _computed(self, request: Request) -> int:
         return request.num_computed + self._ahead.get(request, (0, 0))[0]
 
-    def _admit(self, request: Request, budget: int) -> int:
-        """Plans the first rows of a waiting request, and returns their number; 0 where there is no
-        room for it. Its whole prompt must find blocks, so that it does not begin only to give up.
+    def _admit(self, request: Request, budget: int, *, whole: bool = False) -> int:
+        """Plans the first rows of a waiting request, or all of them, and returns their number; 0
+        where there is no room for it. Its whole prompt must find blocks, so that it does not begin
+        only to give up.
         """
         if self._places < 1 or budget < 1:
             return 0
@@ -325,7 +330,7 @@ class _Planner:
         # Cached blocks that nobody uses count as free until they are taken.
         needed = -(-len(request.tokens) // self._pool.block_tokens) - len(hit)
         needed += sum(1 for block in hit if self._pool.references(block) == 0)
-        if count < 1 or needed > self._free:
+        if count < 1 or needed > self._free or (whole and count < pending):
             return 0
         self._free -= needed
         self._places -= 1

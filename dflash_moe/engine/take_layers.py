@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -56,17 +57,34 @@ class _BoundRoute:
     def run(self) -> None:
         """Computes the result."""
         route = route_of(self._module)
-        if isinstance(route, ExpertRoute):
-            self._begin(route).run()
-        else:
+        if not isinstance(route, ExpertRoute):
             self._out.copy_(route.call(*self._tensors))
+            return
+        bound, clock = self._begin(route), route.clock
+        if clock is None:
+            bound.run()
+            return
+        left_s = clock.leave()
+        bound.run()
+        clock.enter(left_s)
 
     def submit(self) -> Callable[[], None]:
         """Starts the call and returns what waits for its end."""
         route = route_of(self._module)
-        if isinstance(route, ExpertRoute):
-            return self._begin(route).submit()
-        return self.run
+        if not isinstance(route, ExpertRoute):
+            return self.run
+        bound, clock = self._begin(route), route.clock
+        if clock is None:
+            return bound.submit()
+        submitted_s = perf_counter()
+        finish = bound.submit()
+
+        def wait() -> None:
+            left_s = clock.leave()
+            finish()
+            clock.enter(left_s, submitted_s)
+
+        return wait
 
     def _begin(self, route: ExpertRoute) -> BoundExperts:
         route.calls += 1

@@ -6,8 +6,9 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from dflash_moe.engine.logprobs import TokenLogprobs
@@ -19,7 +20,8 @@ from dflash_moe.integrations.generation import TextStream
 @dataclass(frozen=True, slots=True)
 class Chunk:
     """What a step added to one choice. `text` is final; text that may belong to a stop string, and
-    bytes that are no character yet, come later.
+    bytes that are no character yet, come later. `time` is when the step ended, in seconds of
+    time.monotonic.
     """
 
     text: str
@@ -27,12 +29,15 @@ class Chunk:
     choice: int = 0
     finish_reason: str | None = None
     logprobs: tuple[TokenLogprobs, ...] | None = None
+    time: float = field(default=0.0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
     """A finished choice. `finish_reason` is "stop" (an end-of-text token, a stop id or a stop
     string), "length" (max_tokens) or "cancelled". `prompt` is its place among the prompts.
+    `ttft_s` is the time from its submission to its first token, and `tpot_s` the mean time of a
+    later one; None where there is no such token.
     """
 
     text: str
@@ -42,6 +47,8 @@ class Completion:
     choice: int = 0
     prompt_tokens: int = 0
     logprobs: tuple[TokenLogprobs, ...] | None = None
+    ttft_s: float | None = field(default=None, compare=False)
+    tpot_s: float | None = field(default=None, compare=False)
 
 
 class ChoiceText:
@@ -59,6 +66,10 @@ class ChoiceText:
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
         self.finish_reason: str | None = None
+        self._submitted = time.monotonic()
+        # Of the first tokens and of the latest.
+        self._first = self._latest = 0.0
+        self._num_first = 0
 
     def push(self, delta: TokenDelta) -> Chunk | None:
         """Takes a delta of this choice and returns what it adds; None where nothing does. Raises
@@ -69,31 +80,50 @@ class ChoiceText:
         if delta.error is not None:
             self.finish_reason = delta.finish_reason
             raise _copy(delta.error)
-        fresh = "".join(self._stream.push(token) for token in delta.token_ids)
-        if delta.finish_reason is not None:
-            fresh += self._stream.finish()
-        text = self._until_stop(fresh, is_last=delta.finish_reason is not None)
-        self.token_ids += delta.token_ids
-        self.logprobs += delta.logprobs or ()
+        text, taken = "", 0
+        for taken, token in enumerate(delta.token_ids, start=1):  # noqa: B007 - how many it took
+            text += self._until_stop(self._stream.push(token), is_last=False)
+            if self.is_stopped:
+                break
+        if delta.finish_reason is not None and not self.is_stopped:
+            text += self._until_stop(self._stream.finish(), is_last=True)
+        # Tokens behind a stop string are not the choice's, however many a step gave.
+        token_ids = delta.token_ids[:taken]
+        logprobs = None if delta.logprobs is None else delta.logprobs[:taken]
+        self._clock(delta.time, taken)
+        self.token_ids += token_ids
+        self.logprobs += logprobs or ()
         self.finish_reason = STOP if self.is_stopped else delta.finish_reason
         self.parts.append(text)
-        return Chunk(text, delta.token_ids, self.choice, self.finish_reason, delta.logprobs)
+        return Chunk(text, token_ids, self.choice, self.finish_reason, logprobs, delta.time)
 
     def completion(self, prompt: int, prompt_tokens: int) -> Completion:
         """Returns the finished choice."""
         logprobs = tuple(self.logprobs) or None
         reason = self.finish_reason or "cancelled"
-        return Completion("".join(self.parts), tuple(self.token_ids), reason, prompt, self.choice, prompt_tokens, logprobs)
+        num_later = len(self.token_ids) - self._num_first
+        return Completion(
+            "".join(self.parts), tuple(self.token_ids), reason, prompt, self.choice, prompt_tokens, logprobs,
+            ttft_s=self._first - self._submitted if self.token_ids else None,
+            tpot_s=(self._latest - self._first) / num_later if num_later else None,
+        )  # fmt: skip
+
+    def _clock(self, now: float, num_tokens: int) -> None:
+        if num_tokens:
+            if not self.token_ids:
+                self._first, self._num_first = now, num_tokens
+            self._latest = now
 
     def _until_stop(self, fresh: str, *, is_last: bool) -> str:
         """Returns the text that is certain: what is before a stop string, and without one what
         cannot be the beginning of one.
         """
         text = self._held + fresh
-        found = [at for stop in self._stops if (at := text.find(stop)) >= 0]
+        # The one that is whole first, as if characters came one by one.
+        found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
             self.is_stopped = True
-            return text[: min(found)]
+            return text[: min(found)[1]]
         held = 0 if is_last else max((_overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - held :]
         return text[: len(text) - held]

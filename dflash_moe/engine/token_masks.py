@@ -201,15 +201,15 @@ class MaskThread:
         me = threading.current_thread()
         while True:
             with self._condition:
-                while not self._waiting and not self._is_closed and self._thread is me:
+                while not self._waiting and not self._is_closed:
                     self._condition.wait()
-                if self._is_closed or self._thread is not me:
+                if self._is_closed:
                     return
                 request = self._asked = self._waiting.pop(next(iter(self._waiting)))
                 self._busy_since = self._clock()
             answer = self._ask(request)
             with self._condition:
-                if self._thread is not me:  # given up; another thread has its place
+                if self._thread is not me:  # given up while it asked; another thread has its place
                     return
                 self._busy_since = None
                 if self._asked is request:

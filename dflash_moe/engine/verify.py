@@ -147,7 +147,7 @@ def _host_logits(host: HostModel, input_ids: torch.Tensor) -> Any:
     sequence = host.packed.admit(len(token_ids))
     try:
         with _same_noise():
-            return host.packed.forward([StepRows(sequence, token_ids, num_logits=len(token_ids))]).float()
+            return host.packed.forward([StepRows(sequence, token_ids, num_logits=len(token_ids))]).cpu()
     finally:
         sequence.release()
 

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 from typing import Any
 
-# A character has at most four bytes, and each may be a token of its own. What is no character after
-# so many tokens never becomes one.
+# What is no character after so many tokens never becomes one: a character has at most four bytes,
+# and each may be a token of its own.
 _LONGEST_WAIT = 8
+# The beginning of an unfinished character is within so many tokens, with one to spare.
+_TAIL = 4
+_NO_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 
 
 class TextStream:
@@ -19,29 +22,45 @@ class TextStream:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
+        self._special = frozenset(tokenizer.all_special_ids)
         self._token_ids: list[int] = []
-        # Text of the tokens before `_given` was returned; those from `_context` on are decoded once
-        # more, because a token's text may depend on what is before it.
-        self._context = self._given = 0
+        # Tokens from `_context` on are decoded with every new one, because a token's text may
+        # depend on what is before it. Of their text `_num_given` characters were returned, and
+        # where it was returned whole it ended before the token `_fresh`.
+        self._context = self._fresh = self._num_given = 0
 
     def push(self, token_id: int) -> str:
         """Returns the text that became final with this token, which may be empty."""
+        if token_id in self._special and not self._decode([token_id]):
+            return ""
         self._token_ids.append(token_id)
-        is_late = len(self._token_ids) - self._given > _LONGEST_WAIT
-        return self._fresh(is_last=is_late)
+        text = self._decode(self._token_ids[self._context :])
+        final = text.rstrip(_NO_CHARACTER)
+        is_late = len(self._token_ids) - self._fresh > _LONGEST_WAIT
+        if is_late and text != final:
+            # The last of them may still be the beginning of a character.
+            final = text[:-1]
+        fresh, self._num_given = final[self._num_given :], max(self._num_given, len(final))
+        if fresh and final == text:
+            self._begin_at(self._fresh, num_held=0)
+        elif is_late and final == text:
+            # Tokens without a text are forgotten, and what is before them stays in sight.
+            del self._token_ids[self._fresh :]
+        elif is_late:
+            self._begin_at(len(self._token_ids) - _TAIL, num_held=1)
+        return fresh
 
     def finish(self) -> str:
         """Returns what is left, with replacement characters for incomplete ones."""
-        return self._fresh(is_last=True)
-
-    def _fresh(self, *, is_last: bool) -> str:
-        before = self._decode(self._token_ids[self._context : self._given])
         text = self._decode(self._token_ids[self._context :])
-        # The next token may complete an unfinished UTF-8 sequence.
-        if not is_last and (len(text) <= len(before) or text.endswith("\N{REPLACEMENT CHARACTER}")):
-            return ""
-        self._context, self._given = self._given, len(self._token_ids)
-        return text[len(before) :]
+        fresh, self._num_given = text[self._num_given :], len(text)
+        return fresh
+
+    def _begin_at(self, context: int, *, num_held: int) -> None:
+        """Decodes from token `context` on, all but `num_held` characters of which were returned."""
+        self._context = context
+        self._fresh = len(self._token_ids)
+        self._num_given = max(0, len(self._decode(self._token_ids[context:])) - num_held)
 
     def _decode(self, token_ids: list[int]) -> str:
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))

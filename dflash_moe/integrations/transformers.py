@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
@@ -41,16 +41,31 @@ _TIED_KEYS = "all_tied_weights_keys"
 _ROUTE = "dflash_moe_route"
 
 
+class ExpertClock(Protocol):
+    """Is told when a thread awaits routed experts."""
+
+    def leave(self) -> float:
+        """Says that this thread awaits experts from now on. Returns what `enter` is given."""
+        ...
+
+    def enter(self, left_s: float, submitted_s: float | None = None) -> None:
+        """Says that the experts have answered, which were submitted then or, by default, when
+        `leave` was called.
+        """
+        ...
+
+
 class ExpertRoute:
     """The layer of a runtime to which the calls of one experts module go. It counts the calls."""
 
-    __slots__ = ("__weakref__", "calls", "layer", "out_size", "runtime")
+    __slots__ = ("__weakref__", "calls", "clock", "layer", "out_size", "runtime")
 
     def __init__(self, runtime: ExpertRuntime, layer: LayerSpec) -> None:
         self.runtime = runtime
         self.layer = layer.index
         self.out_size = layer.ffn.out_size
         self.calls = 0
+        self.clock: ExpertClock | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertRoute:
         # A copied model calls the same workers.
@@ -61,7 +76,12 @@ class ExpertRoute:
         errors of `ExpertRuntime.experts`.
         """
         self.calls += 1
-        return self.runtime.experts(self.layer, hidden_states, topk_ids, topk_weights)
+        if self.clock is None:
+            return self.runtime.experts(self.layer, hidden_states, topk_ids, topk_weights)
+        left_s = self.clock.leave()
+        found = self.runtime.experts(self.layer, hidden_states, topk_ids, topk_weights)
+        self.clock.enter(left_s)
+        return found
 
 
 # Compiled graphs can carry numbers but no objects, so that the custom op finds its route by id().

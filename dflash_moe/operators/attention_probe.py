@@ -77,15 +77,16 @@ class _Mask:
     def __init__(self, sees: Callable[..., torch.Tensor]) -> None:
         self._sees = sees
 
-    def check(self, module: nn.Module, window: int, max_positions: int) -> None:
+    def check(self, module: nn.Module, window: int, max_positions: int, device: torch.device) -> None:
         """Raises UnsupportedError where a query sees other keys than the last `window` up to its
         own, 0 meaning all.
         """
         last = max(0, max_positions - 1) if max_positions else _QUERIES[-1]
-        zero = torch.tensor(0)
+        zero = torch.tensor(0, device=device)
         for query in sorted({min(place, last) for place in (*_QUERIES, last)}):
             steps = {0, 1, 2, query, window - 1, window, window + 1, *(1 << bit for bit in range(21))}
-            keys = torch.tensor(sorted({query - step for step in steps if 0 <= step <= query} | {query + 1}))
+            seen = sorted({query - step for step in steps if 0 <= step <= query} | {query + 1})
+            keys = torch.tensor(seen, device=device)
             expected = (keys <= query) & ((keys > query - window) if window else torch.ones_like(keys, dtype=torch.bool))
             found = self._sees(zero, zero, torch.full_like(keys, query), keys).expand_as(keys)
             if not torch.equal(found.bool(), expected):
@@ -120,15 +121,16 @@ class _LookingCache(Cache):  # type: ignore[misc]
 
 
 def probe_attention(model: Any) -> AttentionProbe:
-    """Looks at the attention of a model on the processor, whose experts compute nothing meanwhile
-    (the caller sees to that). Changes nothing.
+    """Looks at the attention of a model, whose experts compute nothing meanwhile (the caller sees
+    to that). Changes nothing.
     """
     found = AttentionProbe()
     cache = _LookingCache(max_positions(model.config))
     try:
         with _implementation(model, cache), torch.inference_mode(), read_parameters(model) as read:
-            ids = torch.arange(_TOKENS)[None] % int(model.config.get_text_config().vocab_size)
-            model(input_ids=ids, position_ids=torch.arange(_TOKENS)[None], past_key_values=cache, use_cache=True)
+            places = torch.arange(_TOKENS, device=model.device)[None]
+            ids = places % int(model.config.get_text_config().vocab_size)
+            model(input_ids=ids, position_ids=places, past_key_values=cache, use_cache=True)
     except DflashError as error:
         found.refusal = str(error)
         return found
@@ -186,7 +188,7 @@ def _look(
     """Notes the call and returns zeros of the right shape."""
     cache = module.__dict__[_PROBE]
     if isinstance(attention_mask, _Mask):
-        attention_mask.check(module, int(sliding_window or 0), cache.max_positions)
+        attention_mask.check(module, int(sliding_window or 0), cache.max_positions, query.device)
         attention_mask = None
     check_arguments(module, attention_mask, others)
     scale = float(query.shape[-1] ** -0.5 if scaling is None else scaling)

@@ -18,7 +18,7 @@ from dflash_moe import _core
 from dflash_moe.operators.addresses import rows_of
 from dflash_moe.operators.attention_block import AttentionBlock
 from dflash_moe.operators.bound_calls import Calls, add, multiply, multiply_together, normalise
-from dflash_moe.operators.layer_buffers import KEPT_ROWS, BufferPool, LayerBuffers, part
+from dflash_moe.operators.layer_buffers import BufferPool, LayerBuffers, part
 from dflash_moe.operators.linear import HostLinear
 from dflash_moe.operators.norms import HostNorm
 from dflash_moe.operators.routers import HostRouter
@@ -80,8 +80,6 @@ class HostLayer(nn.Module):  # type: ignore[misc]
         self.attention = attention
         self.feed_forward = feed_forward
         self.feed_forward_norm = feed_forward_norm
-        # By number of rows: the buffers, and the calls over them that compute the layer.
-        self.bound_calls: dict[int, tuple[LayerBuffers, Calls]] = {}
         # A model's code may ask a layer for these.
         self.hidden_size = feed_forward_norm.scale.numel()
         self._grow(buffers)
@@ -97,12 +95,10 @@ class HostLayer(nn.Module):  # type: ignore[misc]
 
     def step(self, buffers: LayerBuffers) -> None:
         """Computes the layer on `buffers.hidden_states`, in place."""
-        kept = self.bound_calls.get(buffers.num_rows)
-        if kept is None or kept[0] is not buffers:
-            kept = (buffers, [*self.attention.calls(self._pool, buffers), *self._feed_forward(buffers)])
-            if buffers.num_rows <= KEPT_ROWS:
-                self.bound_calls[buffers.num_rows] = kept
-        for call in kept[1]:
+        calls = buffers.calls.get(self)
+        if calls is None:
+            calls = buffers.calls[self] = [*self.attention.calls(self._pool, buffers), *self._feed_forward(buffers)]
+        for call in calls:
             call()
 
     def _grow(self, buffers: BufferPool) -> None:

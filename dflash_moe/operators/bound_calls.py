@@ -86,8 +86,14 @@ def add(
 def append(found: LayerPages, key: torch.Tensor, value: torch.Tensor) -> Call:
     """Stores the keys and values of all rows of the step."""
     layer, pages = found.pages.layer(found.index), found.pages
-    count, rest = key.shape[0], (*rows_of(key)[:3], *rows_of(value)[:3])
-    return lambda: layer.append(pages.slots.data_ptr(), count, *rest)
+    index, count, rest = found.index, key.shape[0], (*rows_of(key)[:3], *rows_of(value)[:3])
+
+    def store() -> None:
+        step = pages.step
+        layer.append(step.slots.data_ptr(), count, *rest)
+        step.keys_stored(index)
+
+    return store
 
 
 def attend(found: LayerPages, call: AttentionCall, query: torch.Tensor, out: torch.Tensor) -> Call:
@@ -95,4 +101,11 @@ def attend(found: LayerPages, call: AttentionCall, query: torch.Tensor, out: tor
     pages, layer = found.pages, found.pages.layer(found.index)
     form = (call.scale, call.window, call.softcap, found.sinks_address(call.sinks))
     arguments = (*rows_of(query)[:3], call.num_heads, *rows_of(out)[:3], *form)
-    return lambda: _core.paged_attention(pages.pool, layer, pages.plan, *arguments)
+    index = found.index
+
+    def read() -> None:
+        step = pages.step
+        step.await_keys(index)
+        _core.paged_attention(pages.pool, layer, step.plan, *arguments)
+
+    return read

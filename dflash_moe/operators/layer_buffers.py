@@ -6,7 +6,10 @@ SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
 import copy
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -30,6 +33,8 @@ class LayerBuffers:
             return torch.empty((num_rows, width), dtype=torch.float32)
 
         self.num_rows = num_rows
+        # What computes a layer on these rows, by layer: calls that are bound to these tensors.
+        self.calls: dict[Any, list[Callable[[], Any]]] = {}
         self.hidden_states = torch.empty((num_rows, sizes.hidden_size), dtype=dtype)
         self.normed = floats(sizes.hidden_size)
         self.query, self.key, self.value = floats(sizes.query), floats(sizes.key), floats(sizes.value)
@@ -51,7 +56,7 @@ class LayerBuffers:
         for name, value in vars(self).items():
             if isinstance(value, torch.Tensor):
                 setattr(found, name, value[:num_rows])
-        found.num_rows = num_rows
+        found.num_rows, found.calls = num_rows, {}
         return found
 
     def set_tables(self, cos: torch.Tensor, sin: torch.Tensor) -> None:
@@ -83,37 +88,45 @@ class BufferSizes:
             setattr(self, name, max(getattr(self, name), width))
 
 
+class _OfThread(threading.local):
+    """The buffers that one thread has."""
+
+    def __init__(self) -> None:
+        self.shared: LayerBuffers | None = None
+        self.kept: dict[int, LayerBuffers] = {}
+        self.last: LayerBuffers | None = None
+
+
 class BufferPool:
-    """Buffers by number of rows: those of small steps are kept, and of larger ones the last. One
-    step at a time uses them, because small steps share their memory.
+    """Buffers by number of rows, each thread's own: those of small steps are kept, and of larger
+    ones the last. A thread uses them for one step at a time, because small steps share their
+    memory.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.sizes = BufferSizes()
         self._dtype = dtype
-        self._shared: LayerBuffers | None = None
-        self._kept: dict[int, LayerBuffers] = {}
-        self._last: LayerBuffers | None = None
+        self._own = _OfThread()
 
     def of(self, num_rows: int) -> LayerBuffers:
         """Returns the buffers for so many rows."""
+        own = self._own
         if num_rows > KEPT_ROWS:
-            if self._last is None or self._last.num_rows != num_rows:
-                self._last = LayerBuffers(num_rows, self.sizes, self._dtype)
-            return self._last
-        if num_rows not in self._kept:
-            self._shared = self._shared or LayerBuffers(KEPT_ROWS, self.sizes, self._dtype)
-            self._kept[num_rows] = self._shared.first_rows(num_rows)
-        return self._kept[num_rows]
+            if own.last is None or own.last.num_rows != num_rows:
+                own.last = LayerBuffers(num_rows, self.sizes, self._dtype)
+            return own.last
+        if num_rows not in own.kept:
+            own.shared = own.shared or LayerBuffers(KEPT_ROWS, self.sizes, self._dtype)
+            own.kept[num_rows] = own.shared.first_rows(num_rows)
+        return own.kept[num_rows]
 
     def grow(self, **widths: int) -> None:
         """Makes room for these widths in all buffers that are asked for from now on."""
         before = replace(self.sizes)
         self.sizes.grow(**widths)
         if self.sizes != before:
-            self._kept.clear()
-            self._shared = self._last = None
+            self._own = _OfThread()
 
     def drop_last(self) -> None:
-        """Frees the buffers of a long step."""
-        self._last = None
+        """Frees the buffers that this thread has for a long step."""
+        self._own.last = None

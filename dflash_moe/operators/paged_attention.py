@@ -31,20 +31,40 @@ _IGNORED = frozenset(
 )  # fmt: skip
 
 
+class AttentionStep(Protocol):
+    """The rows that a thread computes: a step, or a half of one."""
+
+    @property
+    def slots(self) -> torch.Tensor:
+        """The slot of each row, int64 [num_rows]."""
+        ...
+
+    @property
+    def plan(self) -> _core.AttentionPlan:
+        """The sequences."""
+        ...
+
+    def keys_stored(self, layer: int) -> None:
+        """Says that a layer's keys and values of all rows are in the pages."""
+        ...
+
+    def await_keys(self, layer: int) -> None:
+        """Returns once the pages have what the rows read in a layer and another thread stores."""
+        ...
+
+
 class Pages(Protocol):
-    """What an attention module's layer has: the pages, and which rows this step computes."""
+    """What an attention module's layer has: the pages, and which rows this thread computes."""
 
     pool: _core.HostPool
-    # The slot of each row of the step under way, int64 [num_rows].
-    slots: torch.Tensor
 
     def layer(self, index: int) -> _core.KvLayer:
         """Returns the pages of a layer."""
         ...
 
     @property
-    def plan(self) -> _core.AttentionPlan:
-        """The sequences of the step under way."""
+    def step(self) -> AttentionStep:
+        """What this thread computes."""
         ...
 
 
@@ -176,9 +196,11 @@ def attention_forward(
     if latent is not None:
         rows = latent.of_queries(rows)
     rows = _adjacent(rows)
+    step = found.pages.step
+    step.await_keys(found.index)
     out = query.new_empty((num_rows, num_heads, found.value_size), dtype=torch.float32 if latent is not None else dtype)
     _core.paged_attention(
-        found.pages.pool, kv_layer, found.pages.plan, rows.data_ptr(), rows.stride(0) * rows.element_size(),
+        found.pages.pool, kv_layer, step.plan, rows.data_ptr(), rows.stride(0) * rows.element_size(),
         DTYPE_NAMES[rows.dtype], num_heads, out.data_ptr(), out.stride(0) * out.element_size(), DTYPE_NAMES[out.dtype],
         scale=float(scale), window=int(sliding_window or 0), softcap=float(softcap or 0.0),
         sinks_address=found.sinks_address(s_aux),

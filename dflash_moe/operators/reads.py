@@ -17,6 +17,7 @@ from dflash_moe import _core
 from dflash_moe.config import BLOCK_TOKENS
 from dflash_moe.operators.attention_block import GroupedAttention, LatentAttention
 from dflash_moe.operators.attention_probe import AttentionCall
+from dflash_moe.operators.gathered_attention import layer_of
 from dflash_moe.operators.linear import HostEmbedding, HostLinear
 from dflash_moe.operators.paged_attention import LayerPages, pages_of
 from dflash_moe.operators.routers import HostRouter
@@ -57,7 +58,9 @@ def kv_bytes(model: nn.Module, context: int) -> int:
         if isinstance(part, GroupedAttention | LatentAttention):
             total += _layer_bytes(part.pages, context, part.call.window)
         elif isinstance(part, nn.Module) and (pages := pages_of(part)) is not None:
-            total += _layer_bytes(pages, context, int(getattr(part, "sliding_window", None) or 0))
+            total += _layer_bytes(pages, context, _window_of(part))
+        elif isinstance(part, nn.Module) and (layer := layer_of(part)) is not None:
+            total += min(context, _window_of(part) or context) * layer.pages.token_bytes(layer.index)
     return total
 
 
@@ -92,6 +95,10 @@ def _is_parts(value: Any) -> bool:
 def _layer_bytes(pages: LayerPages, context: int, window: int) -> int:
     layer = pages.pages.layer(pages.index)
     return min(context, window or context) * (layer.num_bytes // (layer.num_blocks * BLOCK_TOKENS))
+
+
+def _window_of(module: nn.Module) -> int:
+    return int(getattr(module, "sliding_window", None) or 0)
 
 
 def _row_bytes(module: Any) -> int:

@@ -9,6 +9,8 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from dflash_moe.config import format_bytes
+
 # The operators that may stand in for modules of a model, and what each has forms for.
 OPERATORS = {
     "linear": "every stored format, with or without a bias",
@@ -43,10 +45,14 @@ class TakeoverReport:
 
     class_name: str
     findings: list[Finding] = field(default_factory=list)
+    # Empty where operators were looked for, else why all modules stay in torch.
+    not_taken: str = ""
     # Empty where attention is paged, else why the model keeps the path of one sequence.
     not_paged: str = ""
     # Empty where rows were proven independent, else the module and dtype that were not.
     not_independent: str = ""
+    # The buffer of attention that stays in torch: keys and values are gathered into it from pages.
+    gather_bytes: int = 0
 
     @property
     def taken(self) -> list[Finding]:
@@ -66,7 +72,12 @@ class TakeoverReport:
         ]
         reasons = Counter((finding.kind, finding.reason) for finding in self.kept)
         said += [f"stays in torch: {count} x {kind}: {reason}" for (kind, reason), count in reasons.items()]
-        said.append(f"attention: {'paged' if not self.not_paged else f'as before, one sequence at a time: {self.not_paged}'}")
+        if self.not_taken:
+            said.append(f"all modules stay in torch: {self.not_taken}")
+        gathered = f", gathered for torch into a buffer of {format_bytes(self.gather_bytes)}" if self.gather_bytes else ""
+        said.append(
+            f"attention: {self.not_paged and f'as before, one sequence at a time: {self.not_paged}' or f'paged{gathered}'}"
+        )
         if self.not_independent:
             said.append(f"rows are not proven independent of their batch: {self.not_independent}")
         return said

@@ -147,13 +147,26 @@ class ExpertRuntime:
             self._steps = DeviceSteps(
                 client, self._device, self._fleet, self._table, layers=layers,
                 nap_ns=0 if self._placed.threads.spin_ns else NAP_NS,
-                timeout_s=lambda: self.settings.call_timeout_s, patience_s=self._patience_s,
+                timeout_s=lambda: self.settings.call_timeout_s, patience_s=lambda: self.call_limit_s,
             )  # fmt: skip
         self._keeper.start()
         self._is_open = True
 
-    def _patience_s(self) -> float:
+    @property
+    def call_limit_s(self) -> float:
+        """The seconds after which every call has ended, in one way or another."""
         return MAX_PATIENCE * self.settings.call_timeout_s + 1.0
+
+    @property
+    def has_remote_experts(self) -> bool:
+        """Whether some experts are computed by others than the thread that waits for them."""
+        return self._fleet.has_remote_experts
+
+    def set_spinning(self, is_allowed: bool) -> None:
+        """Says whether threads that wait for replies may spin, where they may at all. A host that
+        computes something else meanwhile needs their core.
+        """
+        self._client.set_spinning(is_allowed)
 
     @property
     def host_pool(self) -> _core.HostPool:
@@ -205,6 +218,14 @@ class ExpertRuntime:
         """
         choice = DeviceChoice.of_host(self._placed.topology.host)
         return f"cuda:{choice.device}" if choice.has_own_memory else "cpu"
+
+    @property
+    def host_device(self) -> str:
+        """The device of attention and router, as the topology writes it: cpu, cuda:N, hip:N or
+        sim:N.
+        """
+        choice = DeviceChoice.of_host(self._placed.topology.host)
+        return choice.backend if choice.is_processor else f"{choice.backend}:{choice.device}"
 
     def layer_index(self, layer: int | str) -> int:
         """Returns the index of a layer that is given by index or module name. Raises ConfigError
@@ -319,7 +340,7 @@ class ExpertRuntime:
         """Opens a block in which no call is under way. New calls wait for its end, each under its
         own deadline. Raises WorkerTimeout where the calls under way do not end in time.
         """
-        self._client.hold(self._patience_s())
+        self._client.hold(self.call_limit_s)
         try:
             yield
         finally:

@@ -218,6 +218,11 @@ class Fleet:
     def _isa(self) -> str:
         return _core.parse_isa(self._settings.cpu_isa or _core.best_isa())
 
+    @property
+    def has_remote_experts(self) -> bool:
+        """Whether a member computes elsewhere than in the thread that waits for it."""
+        return any(not self._is_pooled(member) for member in self.members.values())
+
     def _is_pooled(self, member: Member) -> bool:
         return member.transport == "loopback" and member.device.is_processor and self._is_host_processor
 

@@ -159,9 +159,15 @@ KNOWN: dict[str, dict[str, str]] = {
     "dflash_moe/cli/loading.py": {
         "lock self._lock": "bounded: held over a dictionary and rich's own lock; bars are drawn by a thread of rich's",
     },
+    "dflash_moe/engine/rotary_tables.py": {
+        "lock self._lock": "bounded: held while tables of cosines are computed; nobody waits for anything else within it",
+    },
     "dflash_moe/engine/token_masks.py": {
         "call self._condition.wait": "bounded: it waits for requests for as long as its engine lives; close() wakes it",
         "lock self._condition": "bounded: held over tables and a thread's start; masks are asked without it, waits give it up",
+    },
+    "dflash_moe/engine/two_halves.py": {
+        "call jobs.get": "bounded: it waits for halves for as long as its model lives; close() and its end put None",
     },
     "dflash_moe/protocol/framing.py": {
         "call poller.poll": "bounded: without a limit only while its peer lives: the peer's end wakes it (TCP_USER_TIMEOUT)",

@@ -78,7 +78,7 @@ def test_a_model_that_is_not_taken_over_is_loaded_whole(source, tmp_path):
     path = write_gguf(source, tmp_path / "model.gguf", host="q8_0")
     with ExpertRuntime.start(Topology.local(1, address="loopback"), model=path, host_operators="torch") as runtime:
         host = open_host(path, runtime)
-        assert host.packed is None
+        assert host.report.not_taken == "host.operators: torch"
         assert host.model.lm_head.weight is not None
         run = host.sequence(8)
         assert torch.isfinite(run.forward([1, 2, 3])).all()

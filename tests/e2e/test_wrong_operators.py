@@ -148,7 +148,7 @@ def slots(change: Callable[[Any], Any]) -> Patch:
 
         def begin(self: Any, step: Any) -> None:
             right(self, step)
-            self.slots = change(self.slots).contiguous()
+            self.step.slots = change(self.step.slots).contiguous()
 
         patch.setattr(type(opened.packed.cache), "begin", begin)
 

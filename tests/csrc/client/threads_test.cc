@@ -3,6 +3,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <doctest/doctest.h>
 
+#include <time.h>
+
 #include <atomic>
 #include <thread>
 
@@ -50,6 +52,37 @@ TEST_CASE("a call ends for a caller who waits no time at all, again and again") 
   }
   CHECK(scene.client.outcome(call).ok());
   CHECK(tokens.is_right());
+}
+
+// Waits for a call that nobody answers, and returns the time on a core that it takes.
+int64_t busy_ns_of_wait(PuppetScene& scene, const CallPtr& call) {
+  const auto busy_ns = [] {
+    timespec used{};
+    ::clock_gettime(CLOCK_THREAD_CPUTIME_ID, &used);
+    return int64_t{used.tv_sec} * 1'000'000'000 + used.tv_nsec;
+  };
+  const int64_t before = busy_ns();
+  CHECK_FALSE(scene.client.wait(call, Deadline::after_ms(200)));
+  return busy_ns() - before;
+}
+
+TEST_CASE("a wait leaves its core alone while spinning is not allowed") {
+  SceneOptions options;
+  options.client.spin_ns = 50'000'000'000;
+  PuppetScene scene(options);
+  Tokens tokens{{0}};
+  const CallPtr call = scene.submit(tokens);
+  scene.client.set_spinning(false);
+  // A sleeping wait wakes once in 20 ms for some microseconds.
+  constexpr int64_t kSleepsNs = 10'000'000;
+  CHECK(busy_ns_of_wait(scene, call) < kSleepsNs);
+  scene.client.set_spinning(true);
+  const Deadline patience = Deadline::after_ms(20'000);  // others may have the core
+  bool has_spun = false;
+  while (!has_spun && !patience.has_passed()) has_spun = busy_ns_of_wait(scene, call) > kSleepsNs;
+  CHECK(has_spun);
+  scene.puppets[0].send(echo(scene.puppets[0].take()));
+  CHECK(scene.finish(call).ok());
 }
 
 TEST_CASE("threads that submit and wait at once all get their own result") {

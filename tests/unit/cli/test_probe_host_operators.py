@@ -28,6 +28,7 @@ def probed(head: str = "", worker: str = "", isa: str = "", **overrides: str):
     [
         ("host: {operators: torch}", "", "host.operators: torch"),
         ("host: {device: 'cuda:0'}", "", "on cuda:0 the model keeps torch's"),
+        ("host: {device: 'sim:0', simulate: hip}", "", "on sim:0 the model keeps torch's"),
         ("", "reference", "kernel set reference has none"),
     ],
 )
@@ -35,13 +36,17 @@ def test_it_says_why_the_models_own_operators_stay(head, isa, reason):
     found, text = probed(head, isa=isa)
     assert found["taken"] is False
     assert reason in text
-    assert "one sequence at a time" in text
+    assert "bit equality in company is not claimed" in text
+    assert ("free on " in text) == ("device" in head)
 
 
 def test_settings_of_the_kv_cache_are_shown_as_they_are_stated():
     _, text = probed("engine: {kv_memory: 2GiB, kv_dtype: f16}")
     assert "pages of 16 tokens in f16, 2.0 GiB at most" in text
+    _, text = probed("host: {device: 'cuda:0'}\nengine: {kv_memory: 2GiB}")
+    assert "pages of 16 tokens in the model's dtype, with the buffer that torch's attention gathers them into 2.0 GiB" in text
     _, text = probed()
+    assert "bit equality in company" not in text
     assert "in the model's dtype, 25% of the memory that is free after the weights" in text
     assert "`verify` names the modules of a model that no form fits" in text
 

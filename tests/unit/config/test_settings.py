@@ -65,7 +65,7 @@ GOOD = {
     "max_requests": ("16", 16),
     "max_queue": ("100", 100),
     "order": ("Packing", "packing"),
-    "micro_batches": ("2", 2),
+    "micro_batches": ("2", "2"),
     "speculate": ("Prompt", "prompt"),
     "prefix_cache": ("off", False),
     "cpu_isa": ("avx2", "avx2"),

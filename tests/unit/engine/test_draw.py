@@ -45,7 +45,7 @@ def probabilities_of(logits: list[float], params: SamplingParams) -> np.ndarray:
     if params.top_p < 1:
         assume(min(abs(shares - params.top_p)) > ROUNDING)
         kept = sum(share < params.top_p for share in shares) + 1
-        likely[likely < descending[kept - 1] * (1 - ROUNDING)] = 0.0
+        likely[likely < descending[kept - 1]] = 0.0
     return likely / likely.sum()
 
 
@@ -53,7 +53,8 @@ def drawn(logits: list[float], params: SamplingParams, uniform: float) -> int:
     return int(draw(torch.tensor(logits, dtype=torch.float64), params, uniform))
 
 
-logits_lists = st.lists(st.floats(-20, 20, width=32), min_size=1, max_size=64)
+# Different logits differ by 0.01 at least, so that rounding makes no ties that the twin lacks.
+logits_lists = st.lists(st.integers(-2000, 2000).map(lambda hundredths: hundredths / 100), min_size=1, max_size=64)
 # Equal values are frequent here.
 tied_lists = st.lists(st.integers(-3, 3).map(float), min_size=1, max_size=64)
 filters = st.builds(
@@ -82,7 +83,8 @@ def test_the_drawn_token_is_that_of_the_twins_distribution_function(logits, para
         (SamplingParams(top_k=1), [1]),
         (SamplingParams(top_p=0.5), [1]),
         (SamplingParams(top_p=0.6), [1, 3, 4]),
-        (SamplingParams(min_p=0.3), [1, 3, 4]),
+        (SamplingParams(min_p=0.3214), [1, 3, 4]),  # 0.18 / 0.56 is 0.32143
+        (SamplingParams(min_p=0.3215), [1]),
         (SamplingParams(min_p=0.05), [0, 1, 3, 4]),
         (SamplingParams(top_k=4, top_p=1e-9), [1]),
         (SamplingParams(), [0, 1, 2, 3, 4]),
@@ -91,6 +93,15 @@ def test_the_drawn_token_is_that_of_the_twins_distribution_function(logits, para
 def test_filters_keep_all_tokens_that_equal_the_last_one_they_keep(params, kept):
     logits = [math.log(weight) for weight in (0.06, 0.56, 0.02, 0.18, 0.18)]
     assert sorted({drawn(logits, params, place / 200) for place in range(200)}) == kept
+
+
+def test_filters_see_the_smallest_differences():
+    # Less the largest, the last two logits are equal.
+    hot = SamplingParams(top_k=2, temperature=1e4)
+    assert {drawn([20.0, 0.0, 1e-30], hot, place / 10) for place in range(10)} == {0, 2}
+    # The first token's share is 2/3, which misses top_p by half a unit of the weights.
+    params = SamplingParams(top_p=(2.0**40 + 0.5) / (1.5 * 2.0**40))
+    assert {drawn([0.0, math.log(0.5)], params, place / 10) for place in range(10)} == {0, 1}
 
 
 @pytest.mark.parametrize("temperature", [1e-300, 1e-9, 0.01])
@@ -109,6 +120,8 @@ def test_the_last_number_below_one_never_draws_a_token_of_probability_0():
     for tail in (-math.inf, -60.0, -1e30):
         assert drawn([-math.inf, 1.0, 0.0] + [tail] * 9, SamplingParams(), LARGEST_UNIFORM) == 2
         assert drawn([tail] * 9 + [1.0], SamplingParams(), 0.0) == 9
+    # Their sum is odd and above 2^53, so that float64 rounds it.
+    assert drawn([0.0] * 20000 + [-40 * math.log(2), -math.inf], SamplingParams(), LARGEST_UNIFORM) in (19999, 20000)
     assert drawn([3.0], SamplingParams(top_p=0.5, top_k=1, min_p=0.5), LARGEST_UNIFORM) == 0
 
 

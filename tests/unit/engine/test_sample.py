@@ -191,6 +191,12 @@ def test_a_row_that_is_wrong_ends_alone_with_a_typed_error():
     assert str(error) == "the prompt or an output has the token id 101; allowed: 0..100"
 
 
+@pytest.mark.parametrize(("logits", "expected"), [((0.5, 0.4), 1), ((0.5, 0.2), 0), ((-0.5, -0.6), 1), ((-0.5, -1.1), 0)])
+def test_a_repetition_penalty_makes_positive_and_negative_logits_smaller(logits, expected):
+    state = SamplingState(SamplingParams(temperature=0, repetition_penalty=2), seed=0, prompt_ids=[0])
+    assert Sampler().launch(torch.tensor([logits]), [SampleRow(state, 1)]).token_ids() == [expected]
+
+
 def test_penalties_and_biases_of_the_largest_logits_do_not_overflow():
     logits = torch.tensor([[3e38, -3e38, 1.0]])
     state = SamplingState(SamplingParams(temperature=0, repetition_penalty=0.1, logit_bias={0: 100}), seed=0, prompt_ids=[0, 1])

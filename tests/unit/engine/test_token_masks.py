@@ -214,6 +214,25 @@ def test_a_mask_that_never_returns_holds_up_nobody_else(is_dropped):
     assert masks.close(PATIENCE_S)
 
 
+def test_a_mask_that_returns_after_it_was_given_up_changes_nothing():
+    clock, first, second = Clock(), Blocked(), Blocked()
+    masks = MaskThread(VOCAB, max_call_s=10.0, clock=clock)
+    masks.request("first", first, [])
+    assert first.is_asked.wait(PATIENCE_S)
+    given_up = masks._thread
+    masks.request("second", second, [])
+    clock.now = 10.0
+    assert "did not return" in str(masks.take("first", 0).error)
+    assert second.is_asked.wait(PATIENCE_S)
+    first.may_return.set()
+    given_up.join(PATIENCE_S)
+    assert masks.take_all(["first", "second"], 0) == {}
+    clock.now = 20.0
+    assert "did not return" in str(masks.take("second", 0).error)
+    second.may_return.set()
+    assert masks.close(PATIENCE_S)
+
+
 def test_masks_are_refused_when_too_many_never_returned():
     clock, stuck = Clock(), [Blocked() for _ in range(MAX_STUCK + 1)]
     masks = MaskThread(VOCAB, max_call_s=10.0, clock=clock)

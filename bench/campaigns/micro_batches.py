@@ -1,0 +1,172 @@
+"""Steps in two micro-batches against the same steps in one batch: the host on one core, and a
+worker with all routed experts on another, over shared memory.
+
+    python bench/campaigns/micro_batches.py [--rounds 9] [--out bench/results/micro_batches.json]
+
+Prefill of two prompts of 256 tokens, prefill of one of 512, which is cut, and decode of 16
+sequences, which is expected to lose; both ways are measured in each round, and their bits compared.
+The row of two has `share`, its time as a share of one batch's, the median over rounds, and
+`overlap_share`, how much of the time in which a half awaited its experts the other half computed.
+About one minute.
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from bench.peers.programs import Neighbours  # noqa: E402
+from dflash_moe import ExpertRuntime, Topology  # noqa: E402
+from dflash_moe.bench.harness import Recorder, run_rounds  # noqa: E402
+from dflash_moe.bench.reference_model import reference_model  # noqa: E402
+from dflash_moe.bench.results import timing_fields  # noqa: E402
+from dflash_moe.engine.forward import PackedForward, StepRows  # noqa: E402
+from dflash_moe.engine.host_model import open_host  # noqa: E402
+
+RESULT = Path(__file__).resolve().parents[1] / "results" / "micro_batches.json"
+HOST_CPU, WORKER_CPU = 0, 1
+TOPOLOGY = f"""
+version: 1
+host: {{threads: 1, activations: bf16}}
+workers:
+  - {{name: w0, backend: cpu, threads: 1, activations: bf16, cpus: "{WORKER_CPU}"}}
+"""
+# By name: how many tokens each sequence gets in a step and stores before it, and steps a round.
+STEPS = {
+    "prefill 2 x 256": ([256, 256], 0, 1),
+    "prefill 512": ([512], 0, 1),
+    "decode 16": ([1] * 16, 64, 8),
+}
+
+
+def main() -> int:
+    """Does what the module text says, and returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=9, help="measured rounds [9]")
+    parser.add_argument("--model", type=Path, help="another checkpoint [made in --cache]")
+    parser.add_argument("--cache", type=Path, help="where the model is kept [~/.cache/dflash_moe]")
+    parser.add_argument("--out", type=Path, default=RESULT, help="result file [bench/results/micro_batches.json]")
+    arguments = parser.parse_args()
+    if not {HOST_CPU, WORKER_CPU} <= os.sched_getaffinity(0):
+        print(f"micro_batches: needs CPUs {HOST_CPU} and {WORKER_CPU} for itself", file=sys.stderr)
+        return 1
+    model = arguments.model or reference_model(arguments.cache, say=lambda line: print(line, flush=True))
+    recorder = Recorder(arguments.out)
+    recorder.begin("micro_batches", {"threads": 1, "activations": "bf16", "transport": "shared"})
+    with recorder.recording(), _opened(model) as (packed, pids):
+        cases = [case for name, step in STEPS.items() for case in _pair(packed, pids, name, *step)]
+        run_rounds(recorder, cases, rounds=arguments.rounds)
+    for case in cases:
+        row = case.row()
+        assert row is not None
+        share = f", {row['share']:.3f} of one batch, {row['overlap_share']:.0%} of waiting hidden" if "share" in row else ""
+        print(f"{row['name']:32} {1e3 * row['median_s']:8.1f} ms{share}; others took {row['others_busy_cores']:.2f} cores")
+    return 0
+
+
+@contextmanager
+def _opened(model: Path) -> Iterator[tuple[PackedForward, tuple[int, ...]]]:
+    """Opens the model with all threads of this process on one core. Yields its forward pass and the
+    processes of workers.
+    """
+    with ExpertRuntime.start(Topology.parse(TOPOLOGY), model=model, transport="shared") as runtime:
+        # The worker has left this process and its own core already. A plan of threads on one core
+        # would have told everybody to sleep instead of spin, so that this comes after it.
+        for thread in os.listdir("/proc/self/task"):
+            os.sched_setaffinity(int(thread), {HOST_CPU})
+        host = open_host(model, runtime, micro_batches="1")
+        assert host.packed is not None, host.report.lines()
+        assert host.packed.micro_batches is not None
+        try:
+            yield host.packed, tuple(worker.pid for worker in runtime.worker_processes())
+        finally:
+            host.packed.micro_batches.close()
+
+
+@dataclass(slots=True)
+class _Case:
+    """Steps of `counts` tokens of sequences that store `stored` tokens each, in one or two
+    micro-batches.
+    """
+
+    label: str
+    packed: PackedForward
+    counts: list[int]
+    stored: int
+    steps: int
+    asked: str
+    one: _Case | None = None
+    rounds: int | None = None
+    samples_s: list[float] = field(default_factory=list)
+    logits: torch.Tensor | None = None
+    worker_pids: tuple[int, ...] = ()
+    overlap: list[float] = field(default_factory=list)
+    others_cores: list[float] = field(default_factory=list)
+
+    def measure(self, *, keep: bool) -> None:
+        packed, batches = self.packed, self.packed.micro_batches
+        assert batches is not None
+        generator = torch.Generator().manual_seed(len(self.counts))
+
+        def tokens(count: int) -> list[int]:
+            drawn: list[int] = torch.randint(0, packed.vocab_size, (count,), generator=generator).tolist()
+            return drawn
+
+        sequences = [packed.admit(self.stored + self.steps * count) for count in self.counts]
+        batches.asked = "1"
+        if self.stored:
+            packed.forward([StepRows(sequence, tokens(self.stored)) for sequence in sequences])
+        batches.asked = self.asked
+        before, neighbours = batches.stats(), Neighbours(self.worker_pids)
+        for _ in range(self.steps):
+            rows = [StepRows(sequence, tokens(count)) for sequence, count in zip(sequences, self.counts, strict=True)]
+            begun = time.perf_counter()
+            self.logits = packed.forward(rows)
+            if keep:
+                self.samples_s.append(time.perf_counter() - begun)
+        for sequence in sequences:
+            sequence.release()
+        if keep:
+            self.others_cores.append(neighbours.busy_cores())
+            after = batches.stats()
+            self.overlap.append((after["hidden_s"] - before["hidden_s"]) / (after["awaited_s"] - before["awaited_s"] or 1.0))
+        if self.one is not None and self.one.logits is not None:
+            assert torch.equal(self.logits.view(torch.int32), self.one.logits.view(torch.int32)), f"{self.label}: other bits"
+
+    def row(self) -> dict[str, Any] | None:
+        if not self.samples_s:
+            return None
+        fields: dict[str, Any] = {
+            "name": self.label,
+            "micro_batches": int(self.asked),
+            "others_busy_cores": max(self.others_cores),
+        }
+        if self.one is not None and len(self.one.samples_s) == len(self.samples_s):
+            pairs = zip(self.samples_s, self.one.samples_s, strict=True)
+            fields["share"] = statistics.median(two / one for two, one in pairs)
+            fields["overlap_share"] = statistics.median(self.overlap)
+        return fields | timing_fields(self.samples_s, per_round=self.steps)
+
+
+def _pair(
+    packed: PackedForward, pids: tuple[int, ...], name: str, counts: list[int], stored: int, steps: int
+) -> tuple[_Case, _Case]:
+    one = _Case(f"{name}, one batch", packed, counts, stored, steps, "1", worker_pids=pids)
+    return one, _Case(f"{name}, two micro-batches", packed, counts, stored, steps, "2", one, worker_pids=pids)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
