@@ -98,6 +98,8 @@ class Engine:
         self._masks = MaskThread(forward.vocab_size)
         # Requests whose next mask nobody was asked for yet.
         self._unasked: list[Request] = []
+        # Those of requests that have ended since the latest exchange, which are dropped together.
+        self._unwanted: list[Hashable] = []
         self._steps = StepRun(forward, self._masks)
         self._stats = EngineStats()
         self._door = EngineDoor(settings.max_queue, lock)
@@ -256,6 +258,9 @@ class Engine:
 
     def _exchange(self, *, wait: bool) -> list[Command]:
         deltas, self._deltas = self._deltas, []
+        if self._unwanted:
+            self._masks.drop(self._unwanted)
+            self._unwanted = []
         num_waiting = self._num_open - len(self._scheduler.running)
         began = time.perf_counter()
         commands = self._door.exchange(
@@ -469,7 +474,7 @@ class Engine:
                 other.followers.remove(request)
         self._speculator.forget(request.key)
         if request.params.token_mask is not None:
-            self._masks.drop((request.key,))
+            self._unwanted.append(request.key)
             self._unasked = [other for other in self._unasked if other is not request]
         if not choices:
             del self._open[request.request_id]
