@@ -23,13 +23,14 @@ def checked_prompt(forward: Forward, name: str, token_ids: Iterable[Any], params
         raise ConfigError(f"{name}: params {shown(params)} are not allowed; pass a SamplingParams")
     if isinstance(token_ids, str | bytes) or not hasattr(token_ids, "__iter__"):
         raise ConfigError(f"{name}: the prompt {shown(token_ids)} is not allowed; allowed: a sequence of token ids")
-    prompt = [_token_id(name, token, forward.vocab_size) for token in token_ids]
+    vocab_size = forward.vocab_size
+    prompt = [_token_id(name, token, vocab_size) for token in token_ids]
     if not prompt:
         raise ConfigError(f"{name}: the prompt has no tokens; at least 1 is needed")
     if params.n > max_queue:
         raise ConfigError(f"{name}: n={params.n} is not allowed; allowed: at most {max_queue} (engine.max_queue)")
     try:
-        params.check_ids(forward.vocab_size)
+        params.check_ids(vocab_size)
         forward.check_length(len(prompt) + params.max_tokens)
     except ConfigError as error:
         text = f"{name}: prompt of {len(prompt)} tokens and max_tokens {params.max_tokens}: {error}"
