@@ -16,11 +16,10 @@ import time
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from dflash_moe.engine.block_hashes import BlockHashes
-from dflash_moe.engine.delivery import Call, Cancel, Command, EngineDoor, Submit, TokenStream
+from dflash_moe.engine.delivery import Bell, Call, Cancel, Command, EngineDoor, Submit, TokenStream
 from dflash_moe.engine.engine_stats import EngineStats
 from dflash_moe.engine.forward import Forward
 from dflash_moe.engine.prompt_check import checked_prompt
@@ -178,23 +177,21 @@ class Engine:
         self._between_steps(self._forget_cached, timeout_s)
 
     def _between_steps(self, function: Callable[[], None], timeout_s: float) -> None:
-        answers: SimpleQueue[BaseException | None] = SimpleQueue()
+        done = Bell()
+        errors: list[BaseException] = []
 
         def call() -> None:
             try:
                 function()
             except BaseException as error:  # noqa: BLE001 - it belongs to the thread that asked
-                answers.put(error)
-            else:
-                answers.put(None)
+                errors.append(error)
+            done.ring()
 
         self._door.send(Call(call))
-        try:
-            error = answers.get(timeout=timeout_s)
-        except Empty:
-            raise EngineError(f"the engine thread did not come to the end of its step within {timeout_s:g} s") from None
-        if error is not None:
-            raise error
+        if not done.wait(timeout_s):
+            raise EngineError(f"the engine thread did not come to the end of its step within {timeout_s:g} s")
+        if errors:
+            raise errors[0]
 
     def close(self) -> None:
         """Ends all requests with RequestCancelled, and the engine thread. It may be called
