@@ -159,6 +159,9 @@ KNOWN: dict[str, dict[str, str]] = {
     "dflash_moe/cli/loading.py": {
         "lock self._lock": "bounded: held over a dictionary and rich's own lock; bars are drawn by a thread of rich's",
     },
+    "dflash_moe/engine/delivery.py": {
+        "call arrived.wait": "bounded: asyncio.wait_for ends it after LOOK_S, and the engine thread is looked at",
+    },
     "dflash_moe/engine/rotary_tables.py": {
         "lock self._lock": "bounded: held while tables of cosines are computed; nobody waits for anything else within it",
     },
