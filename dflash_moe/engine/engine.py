@@ -322,7 +322,7 @@ class Engine:
         """Has the masks of the next tokens computed while the next step is."""
         wanted = [one for one in self._unasked if one.finish_reason is None]
         if wanted:
-            asked = [MaskRequest(one.key, one.params.token_mask, tuple(one.tokens)) for one in wanted]
+            asked = [MaskRequest(one.key, one.params.token_mask, tuple(one.tokens[one.num_prompt :])) for one in wanted]
             wanted = wanted[self._masks.request_all(asked) :]
         self._unasked = wanted
 
