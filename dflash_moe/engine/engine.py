@@ -414,7 +414,7 @@ class Engine:
         stats.accepted_tokens += outcome.num_accepted
         logprobs = None if outcome.logprobs is None else outcome.logprobs[:taken]
         if reason is None:
-            self._deltas.append((request.stream, TokenDelta(request.choice, token_ids, logprobs)))
+            self._deltas.append((request.stream, TokenDelta(request.choice, token_ids, logprobs, time_s=now)))
             if request.params.token_mask is not None:
                 self._unasked.append(request)
         else:
@@ -456,7 +456,7 @@ class Engine:
         now = time.monotonic()
         self._seconds_per_request += (now - self._ended_at - self._seconds_per_request) / 16
         self._ended_at = now
-        self._deltas.append((request.stream, TokenDelta(request.choice, token_ids, logprobs, reason, error)))
+        self._deltas.append((request.stream, TokenDelta(request.choice, token_ids, logprobs, reason, error, now)))
 
     def _check_blocks(self) -> None:
         tables = [one.sequence.blocks.block_table for one in self._scheduler.running if one.sequence is not None]

@@ -278,3 +278,20 @@ def test_choices_that_end_do_not_begin_by_a_plan_made_ahead(ended):
     steps.run(steps.most_steps)
     left = [one for place, one in enumerate(made) if place not in ended]
     assert [one.num_generated for one in left] == [3] * len(left)
+
+
+def test_choices_that_found_no_place_do_not_begin_by_a_plan_made_ahead():
+    steps = Steps(num_blocks=5, max_batch_tokens=9, max_requests=3, packing=True, prefix_cache=False)
+    steps.submit(4, max_tokens=5)
+    leader, follower = steps.submit(9, max_tokens=3, n=2)
+    young = steps.submit(2, max_tokens=5)[0]
+    assert counts(steps.step()) == {(1, 0): 4, (3, 0): 2, (2, 0): 3}
+    # The place that the youngest loses here is free for a step whose plan was made meanwhile.
+    ahead = ahead_of(steps)
+    assert steps.scheduler.num_preempted == 1
+    assert list(steps.scheduler.waiting) == [young, follower]
+    assert leader.num_generated == 1
+    assert leader.key in sampled(ahead)
+    assert follower.key not in sampled(ahead)
+    steps.step(steps.scheduler.revise(ahead))
+    steps.run(steps.most_steps)
