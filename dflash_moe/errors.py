@@ -120,6 +120,10 @@ class QueueFull(DflashError):  # noqa: N818 - the name is public
         super().__init__(*args, **fields)
         self.retry_after_s = retry_after_s
 
+    def fields(self) -> dict[str, Any]:
+        """As `DflashError.fields`, with `retry_after_s`."""
+        return {**super().fields(), "retry_after_s": self.retry_after_s}
+
 
 class RequestCancelled(DflashError):  # noqa: N818 - the name is public
     """A request was cancelled, or its engine was closed before it had ended."""

@@ -258,7 +258,7 @@ def test_a_full_queue_is_waited_for_by_generate_and_refused_to_others(plain):
 def test_more_choices_than_the_queue_has_room_for_are_refused(plain):
     with start(max_requests=1, max_queue=2) as small:
         outcomes = list(small.generate_each(PROMPTS[:2], [dataclasses.replace(GREEDY, n=3), GREEDY]))
-        assert isinstance(outcomes[0], dm.QueueFull)
+        assert isinstance(outcomes[0], dm.ConfigError)
         assert tokens_of(outcomes[1]) == [plain[1]]
         check_idle(small)
 
