@@ -153,6 +153,7 @@ class _Case:
             "name": self.label,
             "micro_batches": int(self.asked),
             "others_busy_cores": max(self.others_cores),
+            "others_busy_cores_by_round": self.others_cores,
         }
         if self.one is not None and len(self.one.samples_s) == len(self.samples_s):
             pairs = zip(self.samples_s, self.one.samples_s, strict=True)
