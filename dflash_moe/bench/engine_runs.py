@@ -1,5 +1,5 @@
 """Measures one run of requests that are submitted together: through the engine, or a single one
-through the plain loop. Times are those of the caller who takes the tokens.
+through the plain loop. A token's time is when its step was committed.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -15,14 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 from dflash_moe.bench.forward import COUNTED, counted
 from dflash_moe.engine.sampling_params import SamplingParams
-from dflash_moe.errors import WorkerTimeout
 from dflash_moe.runtime.expert_runtime import ExpertRuntime
 
 if TYPE_CHECKING:
-    from dflash_moe.engine.delivery import TokenStream
     from dflash_moe.engine.engine import Engine
     from dflash_moe.engine.host_model import HostModel
-    from dflash_moe.engine.request import TokenDelta
 
 # What a step takes beside the forward pass, by the engine's own clock.
 ENGINE_PARTS = ("plan_s", "sample_s", "commit_s", "deliver_s")
@@ -31,17 +28,27 @@ COUNTERS = (*ENGINE_PARTS, "forward_s", "steps", "preemptions", "recomputed_toke
 
 @dataclass(slots=True)
 class Arrivals:
-    """When the tokens of one request came, in seconds of time.perf_counter."""
+    """When the tokens of one request came, in seconds of time.monotonic."""
 
     submitted: float
-    first: float = 0.0
-    last: float = 0.0
     token_ids: list[int] = field(default_factory=list)
+    # As many as there are tokens.
+    times: list[float] = field(default_factory=list)
 
     def add(self, token_ids: Sequence[int], now: float) -> None:
-        """Notes tokens that have just come."""
-        self.first, self.last = self.first or now, now
+        """Notes tokens that came at once."""
         self.token_ids += token_ids
+        self.times += [now] * len(token_ids)
+
+    @property
+    def first(self) -> float:
+        """When the first token came; there must be one."""
+        return self.times[0]
+
+    @property
+    def last(self) -> float:
+        """When the last token came."""
+        return self.times[-1]
 
     @property
     def tpot_s(self) -> float:
@@ -54,8 +61,6 @@ class RunSample:
     """What was measured of one run."""
 
     arrivals: list[Arrivals]
-    # The tokens that came after the last request had its first one.
-    decode_tokens: int
     # Differences of the runtime's counters (`forward.COUNTED`), prefill and decode together.
     moved: dict[str, int]
     # Differences of the engine's counters (COUNTERS), nothing for the plain loop.
@@ -78,6 +83,11 @@ class RunSample:
         return max(one.last for one in self.arrivals) - self._decode_began
 
     @property
+    def decode_tokens(self) -> int:
+        """The tokens of this time: those that came after every request had its first one."""
+        return sum(moment > self._decode_began for one in self.arrivals for moment in one.times)
+
+    @property
     def digests(self) -> list[str]:
         """A digest of each request's tokens."""
         return [hashlib.sha256(repr(one.token_ids).encode()).hexdigest() for one in self.arrivals]
@@ -98,48 +108,20 @@ def run_engine(
     arrivals, streams = [], []
     with together:
         for prompt in prompts:
-            arrivals.append(Arrivals(time.perf_counter()))
+            arrivals.append(Arrivals(time.monotonic()))
             streams.append(engine.submit(prompt, params))
-    decode_tokens = _take_all(streams, arrivals)
+    for stream, arrival in zip(streams, arrivals, strict=True):
+        for delta in stream:
+            if delta.error is not None:
+                raise delta.error
+            arrival.add(delta.token_ids, delta.time_s)
     # The engine thread has then ended its last step, and counted it.
     engine.drop_prefix_cache()
     after = engine.stats()
     return RunSample(
-        arrivals, decode_tokens, _difference(moved, counted(runtime)), _difference(before, after, COUNTERS),
+        arrivals, _difference(moved, counted(runtime)), _difference(before, after, COUNTERS),
         _difference(before["batch_sizes"], after["batch_sizes"], after["batch_sizes"]),
     )  # fmt: skip
-
-
-def _take_all(streams: Sequence[TokenStream], arrivals: Sequence[Arrivals]) -> int:
-    """Takes the tokens of all requests, and returns how many of them came after every request had
-    its first one.
-
-    The oldest request is waited for, because it is in every step, and the others are looked at.
-    """
-    decode_tokens = 0
-    left = list(zip(streams, arrivals, strict=True))
-    while left:
-        have_begun = all(arrival.token_ids for _, arrival in left)
-        ended = set()
-        for stream, arrival in left:
-            deltas = stream.take() if stream is left[0][0] else _look(stream)
-            now = time.perf_counter()
-            for delta in deltas:
-                if delta.error is not None:
-                    raise delta.error
-                arrival.add(delta.token_ids, now)
-                decode_tokens += len(delta.token_ids) if have_begun else 0
-                if delta.finish_reason is not None:
-                    ended.add(stream)
-        left = [one for one in left if one[0] not in ended]
-    return decode_tokens
-
-
-def _look(stream: TokenStream) -> list[TokenDelta]:
-    try:
-        return stream.take(timeout=0)
-    except WorkerTimeout:
-        return []
 
 
 def run_loop(host: HostModel, runtime: ExpertRuntime, prompt: Sequence[int], new_tokens: int) -> RunSample:
@@ -149,10 +131,10 @@ def run_loop(host: HostModel, runtime: ExpertRuntime, prompt: Sequence[int], new
     from dflash_moe.engine.generation import generate_tokens
 
     moved = counted(runtime)
-    arrival = Arrivals(time.perf_counter())
+    arrival = Arrivals(time.monotonic())
     for step in generate_tokens(host, prompt, max_new_tokens=new_tokens):
-        arrival.add((step.token_id,), time.perf_counter())
-    return RunSample([arrival], new_tokens - 1, _difference(moved, counted(runtime)))
+        arrival.add((step.token_id,), time.monotonic())
+    return RunSample([arrival], _difference(moved, counted(runtime)))
 
 
 def _difference(before: Mapping[Any, Any], after: Mapping[Any, Any], keys: Sequence[Any] | Mapping[Any, Any] = COUNTED) -> Any:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 COUNTS = ("calls", "request_bytes", "reply_bytes", "floor_bytes")
 # How the engine names a request; here a prompt has its place, or is the only one.
-_REQUEST = re.compile(r"request \d+( choice \d+)?: ")
+_REQUEST = re.compile(r"^request \d+( choice \d+)?: ")
 
 
 def choice_fields(found: Completion) -> dict[str, Any]:
@@ -57,7 +57,7 @@ def report_of_one(found: Completion, chunks: Sequence[Chunk], stats: Mapping[str
     later = []
     for before, chunk in zip(chunks, chunks[1:], strict=False):
         count = len(chunk.token_ids)
-        later += [(chunk.time - before.time) / count for _ in range(count)]
+        later += [(chunk.time_s - before.time_s) / count for _ in range(count)]
     return {
         "prompt_tokens": found.prompt_tokens,
         "token_ids": list(found.token_ids),

@@ -29,8 +29,8 @@ ERROR = "error"
 @dataclass(frozen=True, slots=True)
 class TokenDelta:
     """What a step added to one choice of a submission: tokens, and the reason where it has ended.
-    `error` is set where that is "error". `time` is when that was, in seconds of time.monotonic,
-    however late its caller takes it.
+    `error` is set where that is "error". `time_s` is when the step was committed, in seconds of
+    time.monotonic, however late its caller takes it.
     """
 
     choice: int
@@ -38,7 +38,7 @@ class TokenDelta:
     logprobs: tuple[TokenLogprobs, ...] | None = None
     finish_reason: str | None = None
     error: DflashError | None = None
-    time: float = field(default_factory=time.monotonic, compare=False)
+    time_s: float = field(default_factory=time.monotonic, compare=False)
 
 
 @dataclass(slots=True)

@@ -20,7 +20,7 @@ from dflash_moe.integrations.generation import TextStream
 @dataclass(frozen=True, slots=True)
 class Chunk:
     """What a step added to one choice. `text` is final; text that may belong to a stop string, and
-    bytes that are no character yet, come later. `time` is when the step ended, in seconds of
+    bytes that are no character yet, come later. `time_s` is when the step ended, in seconds of
     time.monotonic.
     """
 
@@ -29,7 +29,7 @@ class Chunk:
     choice: int = 0
     finish_reason: str | None = None
     logprobs: tuple[TokenLogprobs, ...] | None = None
-    time: float = field(default=0.0, compare=False)
+    time_s: float = field(default=0.0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,12 +90,12 @@ class ChoiceText:
         # Tokens behind a stop string are not the choice's, however many a step gave.
         token_ids = delta.token_ids[:taken]
         logprobs = None if delta.logprobs is None else delta.logprobs[:taken]
-        self._clock(delta.time, taken)
+        self._clock(delta.time_s, taken)
         self.token_ids += token_ids
         self.logprobs += logprobs or ()
         self.finish_reason = STOP if self.is_stopped else delta.finish_reason
         self.parts.append(text)
-        return Chunk(text, token_ids, self.choice, self.finish_reason, logprobs, delta.time)
+        return Chunk(text, token_ids, self.choice, self.finish_reason, logprobs, delta.time_s)
 
     def completion(self, prompt: int, prompt_tokens: int) -> Completion:
         """Returns the finished choice."""

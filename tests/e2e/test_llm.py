@@ -91,7 +91,7 @@ def test_streams_have_what_generate_has(llm, plain):
     assert [token for chunk in chunks for token in chunk.token_ids] == plain[1]
     assert [chunk.finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["length"]
     assert len(chunks) == NEW_TOKENS
-    assert sorted(chunk.time for chunk in chunks) == [chunk.time for chunk in chunks]
+    assert sorted(chunk.time_s for chunk in chunks) == [chunk.time_s for chunk in chunks]
 
 
 def test_threads_and_an_event_loop_share_one_engine_and_get_their_own_tokens(llm, plain):
@@ -244,8 +244,11 @@ def test_a_full_queue_is_waited_for_by_generate_and_refused_to_others(plain):
     with start(max_requests=1, max_queue=2) as small:
         assert tokens_of(small.generate(PROMPTS, GREEDY)) == plain
         endless = dataclasses.replace(GREEDY, max_tokens=1500)
+        assert small.submit(PROMPTS[0], endless).take(), "one runs now"
+        for _ in range(2):
+            small.submit(PROMPTS[0], endless)
         with pytest.raises(dm.QueueFull, match=r"engine\.max_queue") as refused:
-            [small.submit(PROMPTS[0], endless) for _ in range(8)]
+            small.submit(PROMPTS[0], endless)
         assert refused.value.retry_after_s >= 1.0
         # Others fill it, so that there is nothing of its own to wait for.
         (outcome,) = small.generate_each(PROMPTS[0], GREEDY)
@@ -255,7 +258,7 @@ def test_a_full_queue_is_waited_for_by_generate_and_refused_to_others(plain):
 def test_more_choices_than_the_queue_has_room_for_are_refused(plain):
     with start(max_requests=1, max_queue=2) as small:
         outcomes = list(small.generate_each(PROMPTS[:2], [dataclasses.replace(GREEDY, n=3), GREEDY]))
-        assert isinstance(outcomes[0], dm.QueueFull)
+        assert isinstance(outcomes[0], dm.ConfigError)
         assert tokens_of(outcomes[1]) == [plain[1]]
         check_idle(small)
 
@@ -284,12 +287,21 @@ def test_closing_ends_a_stream_typed_and_later_calls_too():
     assert llm.stats()["engine"]["running"] == 0
 
 
-def test_a_model_without_pages_runs_one_sequence_at_a_time_with_the_tokens_of_its_own_loop():
-    with start(host_operators="torch") as llm:
-        assert llm.host.report.not_paged == "host.operators: torch"
+def test_a_model_without_pages_runs_one_sequence_at_a_time_with_the_tokens_of_the_plain_loop():
+    # Its attention looks tokens up by an index.
+    with dm.LLM(checkpoint("deepseek_v32", "f32"), topology("loopback"), kv_memory="16MiB") as llm:
+        assert llm.host.report.not_paged
         expected = [plain_tokens(llm, token_ids) for token_ids in PROMPTS[:3]]
         assert tokens_of(llm.generate(PROMPTS[:3], GREEDY)) == expected
+        params = dataclasses.replace(SAMPLED, n=2)
+        assert llm.generate(PROMPTS[:2], params) == llm.generate(PROMPTS[:2], params)
         check_idle(llm)
+
+
+def test_operators_of_torch_give_the_tokens_of_the_plain_loop_too():
+    with start(host_operators="torch") as llm:
+        (found,) = llm.generate(PROMPTS[1], GREEDY)
+        assert list(found.token_ids) == plain_tokens(llm, PROMPTS[1])
 
 
 def test_a_tokenizer_of_ones_own_stands_in_for_the_checkpoints():
