@@ -18,7 +18,7 @@ from dflash_moe.engine.generation import generate_tokens
 from dflash_moe.engine.host_model import HostModel, open_host
 from dflash_moe.engine.token_masks import DEADLINE_S
 from tests.engine_runs import CASES, WAYS, Alone, Asked, EngineRun, asked, come_and_go, engine_run
-from tests.host_models import checkpoint, start
+from tests.host_models import ORIGINAL_MAX, checkpoint, start
 
 pytestmark = pytest.mark.transformers
 
@@ -87,6 +87,18 @@ def test_a_cached_prefix_changes_no_bit(opened):
         stats = run.assert_exact(opened.alone)
     # All of the second round but the last block, and two blocks of the last request.
     assert stats["cached_tokens"] >= 3 * 48 + 32
+
+
+def test_a_prefix_is_not_taken_from_a_sequence_that_its_length_makes_another(opened):
+    # Where cosines depend on the length that a sequence may reach, so do keys.
+    short = asked(40, 33, max_tokens=ORIGINAL_MAX - 33)
+    long = replace(short, params=replace(short.params, max_tokens=ORIGINAL_MAX - 33 + 9))
+    with engine_run(opened.host) as run:
+        for one in (short, replace(long, params=replace(long.params, seed=78)), short):
+            run.submit_all([one])
+            run.collect()
+        stats = run.assert_exact(opened.alone)
+    assert stats["cached_tokens"] >= 32
 
 
 def tight(opened: Opened, wanted: list[Asked], seed: int, companions: list[Asked], **settings: object) -> EngineRun:
