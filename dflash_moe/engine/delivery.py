@@ -2,8 +2,8 @@
 the engine thread takes once a step, however many requests there are.
 
 Ctrl-C raises in a caller between any two of its steps, and must not leave the lock held: it is the
-interpreter's own lock, taken by `with` and never given up to wait. Whoever waits has a queue of its
-own as a bell. (`threading.Condition` is Python code, in which an interrupt loses the lock.)
+interpreter's own lock, taken by `with` and never given up to wait. Whoever waits has a bell of its
+own.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -17,7 +17,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from queue import Empty, SimpleQueue
 from typing import Any
 
 from dflash_moe.engine.request import TokenDelta
@@ -25,8 +24,8 @@ from dflash_moe.errors import DflashError, EngineError, QueueFull, WorkerTimeout
 
 # A waiting caller looks this often whether the engine thread is alive.
 LOOK_S = 1.0
-# An idle engine wakes up this often, for nothing.
-IDLE_S = 3600.0
+# An idle engine looks this often whether it has commands, whoever may have failed to wake it.
+IDLE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +64,7 @@ class TokenStream:
         self._deltas: deque[TokenDelta] = deque()
         self._num_open = num_choices
         # What wakes those who wait now: threads, and tasks with their event loops.
-        self.bells: set[SimpleQueue[None]] = set()
+        self.bells: set[threading.Lock] = set()
         self.arrivals: dict[asyncio.Event, asyncio.AbstractEventLoop] = {}
 
     def take(self, timeout: float | None = None) -> list[TokenDelta]:
@@ -117,7 +116,7 @@ class EngineDoor:
         self._seconds_per_request = 0.0
         self._closed: DflashError | None = None
         self._is_asleep = False
-        self._bell: SimpleQueue[None] = SimpleQueue()
+        self._bell = _silent_bell()
         self._is_alive: Callable[[], bool] = lambda: True
 
     def watch(self, is_alive: Callable[[], bool]) -> None:
@@ -145,7 +144,7 @@ class EngineDoor:
         # Before the change that it is for, so that an interrupt between the two wakes in vain and
         # never leaves a command with a thread that sleeps. The lock is held meanwhile.
         if self._is_asleep:
-            self._bell.put(None)
+            _ring(self._bell)
             self._is_asleep = False
 
     def _refuse_more(self, count: int) -> None:
@@ -161,7 +160,7 @@ class EngineDoor:
     def take(self, stream: TokenStream, timeout: float | None) -> list[TokenDelta]:
         """As `TokenStream.take`."""
         deadline = math.inf if timeout is None else time.monotonic() + timeout
-        bell: SimpleQueue[None] = SimpleQueue()
+        bell = _silent_bell()
         while True:
             # Asked before the stream is: what a thread that has ended left behind is there then.
             is_alive = self._is_alive()
@@ -178,8 +177,7 @@ class EngineDoor:
                 raise _without_answer(stream)
             if left <= 0:
                 raise WorkerTimeout(f"request {stream.request_id}: no token within {timeout:g} s; it goes on")
-            with contextlib.suppress(Empty):
-                bell.get(timeout=left)
+            bell.acquire(timeout=left)
 
     async def atake(self, stream: TokenStream) -> list[TokenDelta]:
         """As `TokenStream.atake`."""
@@ -215,8 +213,7 @@ class EngineDoor:
             self._is_asleep = wait and not self._commands and self._closed is None
             if not self._is_asleep:
                 return self._take_commands()
-        with contextlib.suppress(Empty):
-            self._bell.get(timeout=IDLE_S)
+        self._bell.acquire(timeout=IDLE_S)
         with self._lock:
             self._is_asleep = False
             return self._take_commands()
@@ -234,7 +231,7 @@ class EngineDoor:
         loops: dict[asyncio.AbstractEventLoop, list[asyncio.Event]] = {}
         for stream in {stream for stream, _ in deltas}:
             for bell in stream.bells:
-                bell.put(None)
+                _ring(bell)
             stream.bells.clear()
             for arrived, loop in stream.arrivals.items():
                 loops.setdefault(loop, []).append(arrived)
@@ -248,6 +245,23 @@ class EngineDoor:
         with self._lock:
             self._wake()
             self._closed = self._closed or error
+
+
+def _silent_bell() -> threading.Lock:
+    """Returns a bell, which somebody waits for by acquiring it.
+
+    It is a bare lock: an interrupt within a Condition can lose its lock, and SimpleQueue.get of
+    Python 3.11 waits for ever where its timeout passes before it has begun to wait.
+    """
+    bell = threading.Lock()
+    bell.acquire()
+    return bell
+
+
+def _ring(bell: threading.Lock) -> None:
+    # It rings already where an interrupt came between an earlier ring and the note of it.
+    with contextlib.suppress(RuntimeError):
+        bell.release()
 
 
 def _without_answer(stream: TokenStream) -> EngineError:
