@@ -21,7 +21,8 @@ from dflash_moe import SamplingParams
 from dflash_moe.engine import step_run
 from dflash_moe.engine.blocks import BlockPool
 from dflash_moe.engine.delivery import TokenStream
-from dflash_moe.engine.engine import Engine, EngineSettings
+from dflash_moe.engine.engine import Engine
+from dflash_moe.engine.engine_settings import EngineSettings
 from dflash_moe.engine.forward import Forward, StepRows
 from dflash_moe.engine.host_model import HostModel
 from dflash_moe.engine.logprobs import TokenLogprobs

@@ -127,7 +127,8 @@ def _checked(given: argparse.Namespace, folder: Path) -> tuple[Equality, Equalit
 
 
 def _engine(forward: Any, max_requests: int, *, prefix_cache: bool) -> Any:
-    from dflash_moe.engine.engine import Engine, EngineSettings
+    from dflash_moe.engine.engine import Engine
+    from dflash_moe.engine.engine_settings import EngineSettings
 
     # Each choice of a request waits for itself.
     settings = EngineSettings(
