@@ -142,6 +142,15 @@ def test_choices_go_on_without_those_that_end(ended, after):
     assert steps.pool.num_free == steps.pool.num_blocks
 
 
+def test_a_choice_is_not_preempted_for_a_copy_that_nobody_needs_once_the_other_is_gone():
+    steps = Steps(num_blocks=3)
+    old, young = steps.submit(10, max_tokens=2, n=2)
+    steps.step()
+    plan = steps.step()
+    assert (plan.preempted, counts(plan)) == ((young,), {old.key: 1})
+    steps.run(steps.most_steps)
+
+
 def test_drafts_take_what_is_left_of_budget_and_blocks_and_preempt_nobody():
     steps = Steps(max_batch_tokens=6, num_blocks=16)
     steps.drafts = lambda request: (7, 7, 7)
