@@ -102,7 +102,8 @@ class UnsupportedError(DflashError):
 
 class EngineError(DflashError):
     """The engine's own books contradict each other: a block was released twice, or a position has
-    no block. No input causes it; the message names block or position, and both values.
+    no block; or a half of a step did not end in time. No input causes it; the message names block
+    or position and both values, or what was awaited and the limit.
     """
 
     default_code = "engine"
@@ -118,6 +119,10 @@ class QueueFull(DflashError):  # noqa: N818 - the name is public
     def __init__(self, *args: object, retry_after_s: float = 1.0, **fields: Any) -> None:
         super().__init__(*args, **fields)
         self.retry_after_s = retry_after_s
+
+    def fields(self) -> dict[str, Any]:
+        """As `DflashError.fields`, with `retry_after_s`."""
+        return {**super().fields(), "retry_after_s": self.retry_after_s}
 
 
 class RequestCancelled(DflashError):  # noqa: N818 - the name is public

@@ -178,6 +178,7 @@ class _Case:
             "steps": len(self.samples_s),
             "split_steps": self.split_steps,
             "others_busy_cores": max(self.others_cores),
+            "others_busy_cores_by_round": self.others_cores,
         }
         if self.one is not None and len(self.one.samples_s) == len(self.samples_s):
             pairs = zip(self.samples_s, self.one.samples_s, strict=True)

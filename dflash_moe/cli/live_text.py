@@ -136,4 +136,4 @@ def _lines(progress: Callable[[], str], say: Write = options.say, every_s: float
         yield
     finally:
         ended.set()
-        thread.join()
+        thread.join(LINE_EVERY_S)

@@ -1,16 +1,21 @@
 """Between callers and the engine thread: commands go in, tokens come out. There is one lock, which
 the engine thread takes once a step, however many requests there are.
 
+Ctrl-C raises in a caller between any two of its steps, and must not leave the lock held: it is the
+interpreter's own lock, taken by `with` and never given up to wait. Whoever waits has a bell of its
+own.
 SPDX-License-Identifier: Apache-2.0
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +24,8 @@ from dflash_moe.errors import DflashError, EngineError, QueueFull, WorkerTimeout
 
 # A waiting caller looks this often whether the engine thread is alive.
 LOOK_S = 1.0
-# An idle engine wakes up this often, for nothing.
-IDLE_S = 3600.0
+# An idle engine looks this often whether it has commands, whoever may have failed to wake it.
+IDLE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +63,9 @@ class TokenStream:
         self.request_id = request_id
         self._deltas: deque[TokenDelta] = deque()
         self._num_open = num_choices
-        # An event loop that waits for deltas, and what wakes its waiter.
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._arrived: asyncio.Event | None = None
+        # What wakes those who wait now: threads, and tasks with their event loops.
+        self.bells: set[threading.Lock] = set()
+        self.arrivals: dict[asyncio.Event, asyncio.AbstractEventLoop] = {}
 
     def take(self, timeout: float | None = None) -> list[TokenDelta]:
         """Waits for deltas and returns those that have come; an empty list where all choices have
@@ -73,7 +78,7 @@ class TokenStream:
             yield from deltas
 
     async def atake(self) -> list[TokenDelta]:
-        """As `take`, for one event loop."""
+        """As `take` without a limit, for tasks of event loops."""
         return await self._door.atake(self)
 
     def cancel(self, choice: int | None = None) -> None:
@@ -103,13 +108,15 @@ class EngineDoor:
 
     def __init__(self, max_queue: int, lock: Any = None) -> None:
         # Tests count how often the engine thread takes it.
-        self._changed = threading.Condition(lock)
+        self._lock = lock or threading.Lock()
         self._max_queue = max_queue
         self._commands: deque[Command] = deque()
         self._num_submitted = 0
         self._num_waiting = 0
         self._seconds_per_request = 0.0
         self._closed: DflashError | None = None
+        self._is_asleep = False
+        self._bell = _silent_bell()
         self._is_alive: Callable[[], bool] = lambda: True
 
     def watch(self, is_alive: Callable[[], bool]) -> None:
@@ -121,16 +128,24 @@ class EngineDoor:
         """Hands over a command. Raises QueueFull for requests beyond max_queue, and the error that
         closed the engine; a Cancel is then too late and forgotten.
         """
-        with self._changed:
+        with self._lock:
             if self._closed is not None:
                 if isinstance(command, Cancel):
                     return
                 raise self._closed.reworded(str(self._closed))
             if isinstance(command, Submit):
                 self._refuse_more(len(command.requests))
-                self._num_submitted += len(command.requests)
+            self._wake()
             self._commands.append(command)
-            self._changed.notify_all()
+            if isinstance(command, Submit):
+                self._num_submitted += len(command.requests)
+
+    def _wake(self) -> None:
+        # Before the change that it is for, so that an interrupt between the two wakes in vain and
+        # never leaves a command with a thread that sleeps. The lock is held meanwhile.
+        if self._is_asleep:
+            _ring(self._bell)
+            self._is_asleep = False
 
     def _refuse_more(self, count: int) -> None:
         waiting = self._num_waiting + self._num_submitted
@@ -144,34 +159,46 @@ class EngineDoor:
 
     def take(self, stream: TokenStream, timeout: float | None) -> list[TokenDelta]:
         """As `TokenStream.take`."""
-        deadline = None if timeout is None else time.monotonic() + timeout
-        with self._changed:
-            while (found := stream.drain()) is None:
-                left = LOOK_S if deadline is None else min(LOOK_S, deadline - time.monotonic())
-                if left <= 0:
-                    raise WorkerTimeout(f"request {stream.request_id}: no token within {timeout:g} s; it goes on")
-                self._changed.wait(left)
-                if not self._is_alive() and stream.drain() is None:
-                    raise EngineError(f"request {stream.request_id}: the engine thread has ended without an answer")
-        return found
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        bell = _silent_bell()
+        while True:
+            # Asked before the stream is: what a thread that has ended left behind is there then.
+            is_alive = self._is_alive()
+            left = min(LOOK_S, deadline - time.monotonic())
+            with self._lock:
+                found = stream.drain()
+                if found is None and is_alive and left > 0:
+                    stream.bells.add(bell)
+                else:
+                    stream.bells.discard(bell)
+            if found is not None:
+                return found
+            if not is_alive:
+                raise _without_answer(stream)
+            if left <= 0:
+                raise WorkerTimeout(f"request {stream.request_id}: no token within {timeout:g} s; it goes on")
+            bell.acquire(timeout=left)
 
     async def atake(self, stream: TokenStream) -> list[TokenDelta]:
         """As `TokenStream.atake`."""
-        with self._changed:
-            if stream._arrived is None:
-                stream._loop, stream._arrived = asyncio.get_running_loop(), asyncio.Event()
-        arrived = stream._arrived
-        while True:
-            arrived.clear()
-            with self._changed:
-                found = stream.drain()
-            if found is not None:
-                return found
-            try:
-                await asyncio.wait_for(arrived.wait(), LOOK_S)
-            except TimeoutError:
-                if not self._is_alive():
-                    raise EngineError(f"request {stream.request_id}: the engine thread has ended without an answer") from None
+        arrived, loop = asyncio.Event(), asyncio.get_running_loop()
+        try:
+            while True:
+                arrived.clear()
+                is_alive = self._is_alive()
+                with self._lock:
+                    found = stream.drain()
+                    if found is None:
+                        stream.arrivals[arrived] = loop
+                if found is not None:
+                    return found
+                if not is_alive:
+                    raise _without_answer(stream)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(arrived.wait(), LOOK_S)
+        finally:
+            with self._lock:
+                stream.arrivals.pop(arrived, None)
 
     # -- the engine thread -----------------------------------------------------------------------
     def exchange(
@@ -180,60 +207,75 @@ class EngineDoor:
         """Hands deltas to their streams and returns the commands that have come; where `wait` is
         set it waits for one. The lock is taken once.
         """
-        with self._changed:
+        with self._lock:
             self._num_waiting, self._seconds_per_request = num_waiting, seconds_per_request
             self._put(deltas)
-            if wait:
-                self._changed.wait_for(lambda: self._commands or self._closed, IDLE_S)
-            commands = list(self._commands)
-            self._commands.clear()
-            self._num_submitted = 0
-            self._num_waiting += sum(len(command.requests) for command in commands if isinstance(command, Submit))
+            self._is_asleep = wait and not self._commands and self._closed is None
+            if not self._is_asleep:
+                return self._take_commands()
+        self._bell.acquire(timeout=IDLE_S)
+        with self._lock:
+            self._is_asleep = False
+            return self._take_commands()
+
+    def _take_commands(self) -> list[Command]:
+        commands = list(self._commands)
+        self._commands.clear()
+        self._num_submitted = 0
+        self._num_waiting += sum(len(command.requests) for command in commands if isinstance(command, Submit))
         return commands
 
-    def deliver(self, deltas: list[tuple[TokenStream, TokenDelta]]) -> None:
-        """Hands deltas to their streams."""
-        with self._changed:
-            self._put(deltas)
-
     def _put(self, deltas: list[tuple[TokenStream, TokenDelta]]) -> None:
-        if deltas:
-            for stream, delta in deltas:
-                stream.put(delta)
-            self._changed.notify_all()
-            _wake_loops({stream for stream, _ in deltas if stream._loop is not None})
+        for stream, delta in deltas:
+            stream.put(delta)
+        loops: dict[asyncio.AbstractEventLoop, list[asyncio.Event]] = {}
+        for stream in {stream for stream, _ in deltas}:
+            for bell in stream.bells:
+                _ring(bell)
+            stream.bells.clear()
+            for arrived, loop in stream.arrivals.items():
+                loops.setdefault(loop, []).append(arrived)
+            stream.arrivals.clear()
+        _wake_loops(loops)
 
-    def close(self, error: DflashError) -> list[Command]:
-        """Refuses everything from now on with this error, and returns the commands that nobody
-        took.
+    def refuse(self, error: DflashError) -> None:
+        """Refuses everything from now on with this error, if nothing else does. The engine thread
+        still takes the commands that are there.
         """
-        with self._changed:
+        with self._lock:
+            self._wake()
             self._closed = self._closed or error
-            left = list(self._commands)
-            self._commands.clear()
-            self._changed.notify_all()
-        return left
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether everything is refused."""
-        return self._closed is not None
 
 
-def _wake_loops(streams: set[TokenStream]) -> None:
-    """Wakes event loops, each once, for the streams that they wait at."""
-    by_loop: dict[asyncio.AbstractEventLoop, list[asyncio.Event]] = {}
-    for stream in streams:
-        if stream._loop is not None and stream._arrived is not None:
-            by_loop.setdefault(stream._loop, []).append(stream._arrived)
-    for loop, events in by_loop.items():
-        try:
+def _silent_bell() -> threading.Lock:
+    """Returns a bell, which somebody waits for by acquiring it.
+
+    It is a bare lock: an interrupt within a Condition can lose its lock, and SimpleQueue.get of
+    Python 3.11 waits for ever where its timeout passes before it has begun to wait.
+    """
+    bell = threading.Lock()
+    bell.acquire()
+    return bell
+
+
+def _ring(bell: threading.Lock) -> None:
+    # It rings already where an interrupt came between an earlier ring and the note of it.
+    with contextlib.suppress(RuntimeError):
+        bell.release()
+
+
+def _without_answer(stream: TokenStream) -> EngineError:
+    return EngineError(f"request {stream.request_id}: the engine thread has ended without an answer")
+
+
+def _wake_loops(loops: dict[asyncio.AbstractEventLoop, list[asyncio.Event]]) -> None:
+    """Sets events in their event loops, each of which is woken once."""
+    for loop, events in loops.items():
+        # A loop that was closed has nobody who waits any more.
+        with contextlib.suppress(RuntimeError):
             loop.call_soon_threadsafe(_set_all, events)
-        except RuntimeError:
-            # The loop was closed; nobody waits at its streams any more.
-            continue
 
 
-def _set_all(events: list[asyncio.Event]) -> None:
+def _set_all(events: Iterable[asyncio.Event]) -> None:
     for event in events:
         event.set()

@@ -34,11 +34,11 @@ def greedy_ids(logits: torch.Tensor) -> torch.Tensor:
     """Returns the id of the largest of each row of `logits` [num_rows, vocab_size], the lowest
     among equals, as int64 [num_rows]; NOT_FINITE where the largest is no finite number.
     """
-    if logits.device.type == "cpu":
+    if logits.is_cpu:
         # numpy's argmax takes 24 us for 16 rows of 32,000 in float32, and torch's 296 us, on one
         # core of an AMD EPYC (Zen 5). Both take the first among equals, and the first NaN if any.
-        # Right behind a forward pass no code is in a cache: gather, isfinite and where of torch
-        # take 220 us more, and vectors of numpy half of that.
+        # Behind a forward pass the processor's caches have no code of either: gather, isfinite and
+        # where of torch took 220 us there, and asking for `device` 20 us.
         values = logits.numpy()
         chosen = values.argmax(-1)
         for place, token_id in enumerate(chosen.tolist()):

@@ -16,12 +16,14 @@ import time
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from dflash_moe.engine.block_hashes import BlockHashes
 from dflash_moe.engine.delivery import Call, Cancel, Command, EngineDoor, Submit, TokenStream
 from dflash_moe.engine.engine_stats import EngineStats
 from dflash_moe.engine.forward import Forward
+from dflash_moe.engine.prompt_check import checked_prompt
 from dflash_moe.engine.request import CANCELLED, ERROR, LENGTH, STOP, Request, RequestTimes, TokenDelta
 from dflash_moe.engine.sampling_params import SamplingParams
 from dflash_moe.engine.sampling_state import SamplingState
@@ -29,7 +31,7 @@ from dflash_moe.engine.schedule import Limits, Scheduler, StepPlan, begins_follo
 from dflash_moe.engine.speculate import Speculator
 from dflash_moe.engine.step_run import Outcome, StepRun
 from dflash_moe.engine.token_masks import MaskRequest, MaskThread
-from dflash_moe.errors import ConfigError, DflashError, EngineError, RequestCancelled, WorkerError, shown
+from dflash_moe.errors import ConfigError, DflashError, EngineError, RequestCancelled, shown
 
 if TYPE_CHECKING:
     from dflash_moe.runtime.expert_runtime import ExpertRuntime
@@ -39,7 +41,6 @@ log = logging.getLogger(__name__)
 # The engine thread has so long to end its step when the engine is closed, beside the time that a
 # call of experts may take.
 CLOSE_S = 10.0
-_MAX_ID = (1 << 31) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +98,8 @@ class Engine:
         self._masks = MaskThread(forward.vocab_size)
         # Requests whose next mask nobody was asked for yet.
         self._unasked: list[Request] = []
+        # Those of requests that have ended since the latest exchange, which are dropped together.
+        self._unwanted: list[Hashable] = []
         self._steps = StepRun(forward, self._masks)
         self._stats = EngineStats()
         self._door = EngineDoor(settings.max_queue, lock)
@@ -108,6 +111,8 @@ class Engine:
         self._deltas: list[tuple[TokenStream, TokenDelta]] = []
         self._ended_at = time.monotonic()
         self._seconds_per_request = 0.0
+        # The plan of the next step, where it was made while the latest one was computed.
+        self._ahead: StepPlan | None = None
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="dflash-moe-engine", daemon=True)
         self._door.watch(self._thread.is_alive)
@@ -120,29 +125,15 @@ class Engine:
         prompt or parameters that can never be computed, QueueFull where too many wait, and
         RequestCancelled where the engine is closed; each names the request.
         """
-        params = params or SamplingParams()
+        params = SamplingParams() if params is None else params
         request_id = next(self._ids)
-        prompt = self._check(f"request {request_id}", token_ids, params)
+        prompt = checked_prompt(self._forward, f"request {request_id}", token_ids, params, self.settings.max_queue)
         stream = TokenStream(self._door, request_id, params.n)
-        self._door.send(Submit(tuple(self._requests(request_id, prompt, params, stream))))
-        return stream
-
-    def _check(self, name: str, token_ids: Sequence[int], params: SamplingParams) -> list[int]:
-        prompt = [_token_id(name, token) for token in token_ids]
-        if not prompt:
-            raise ConfigError(f"{name}: the prompt has no tokens; at least 1 is needed")
-        wrong = next((token for token in prompt if token >= self._forward.vocab_size), None)
-        if wrong is not None:
-            raise ConfigError(
-                f"{name}: token id {wrong} is not allowed; the model has the ids 0..{self._forward.vocab_size - 1}"
-            )
         try:
-            params.check_ids(self._forward.vocab_size)
-            self._forward.check_length(len(prompt) + params.max_tokens)
-        except ConfigError as error:
-            text = f"{name}: prompt of {len(prompt)} tokens and max_tokens {params.max_tokens}: {error}"
-            raise error.reworded(text) from None
-        return prompt
+            self._door.send(Submit(tuple(self._requests(request_id, prompt, params, stream))))
+        except DflashError as error:
+            raise error.reworded(f"request {request_id}: {error}") from None
+        return stream
 
     def _requests(self, request_id: int, prompt: list[int], params: SamplingParams, stream: TokenStream) -> list[Request]:
         seed = secrets.randbits(63) if params.seed is None else params.seed
@@ -184,24 +175,26 @@ class Engine:
 
     def drop_prefix_cache(self, timeout_s: float = 30.0) -> None:
         """Forgets all cached prefixes, so that a measurement does not find its own prompts."""
-        self._between_steps(self._forward.blocks.forget_cached, timeout_s)
+        self._between_steps(self._forget_cached, timeout_s)
 
     def _between_steps(self, function: Callable[[], None], timeout_s: float) -> None:
-        done = threading.Event()
-        errors: list[BaseException] = []
+        answers: SimpleQueue[BaseException | None] = SimpleQueue()
 
         def call() -> None:
             try:
                 function()
             except BaseException as error:  # noqa: BLE001 - it belongs to the thread that asked
-                errors.append(error)
-            done.set()
+                answers.put(error)
+            else:
+                answers.put(None)
 
         self._door.send(Call(call))
-        if not done.wait(timeout_s):
-            raise EngineError(f"the engine thread did not come to the end of its step within {timeout_s:g} s")
-        if errors:
-            raise errors[0]
+        try:
+            error = answers.get(timeout=timeout_s)
+        except Empty:
+            raise EngineError(f"the engine thread did not come to the end of its step within {timeout_s:g} s") from None
+        if error is not None:
+            raise error
 
     def close(self) -> None:
         """Ends all requests with RequestCancelled, and the engine thread. It may be called
@@ -212,12 +205,13 @@ class Engine:
 
     def _close(self, error: DflashError) -> None:
         self._stopping = True
-        left = [request for command in self._door.close(error) if isinstance(command, Submit) for request in command.requests]
-        self._door.deliver([(one.stream, TokenDelta(one.choice, finish_reason=CANCELLED, error=error)) for one in left])
+        self._door.refuse(error)
         if threading.current_thread() is not self._thread:
             self._thread.join(CLOSE_S + self.settings.call_timeout_s)
             if self._thread.is_alive():
                 log.warning("the engine thread did not end within %g s", CLOSE_S + self.settings.call_timeout_s)
+                # Who still waits for it learns that no answer comes.
+                self._door.watch(lambda: False)
         self._masks.close()
 
     def __enter__(self) -> Engine:
@@ -230,26 +224,43 @@ class Engine:
     def _run(self) -> None:
         error: DflashError = RequestCancelled("the engine was closed before the request had ended")
         try:
-            ahead: StepPlan | None = None
             while True:
                 idle = not self._scheduler.has_work and not self._stopping
                 self._serve(self._exchange(wait=idle))
                 if self._stopping:
                     break
                 if self._scheduler.has_work:
-                    ahead = self._step(ahead)
+                    self._step()
         except BaseException as found:  # noqa: BLE001 - whatever it is, callers must not wait for ever
             log.exception("the engine thread has ended by an error")
             error = found if isinstance(found, DflashError) else EngineError(f"the engine has ended by an error: {found!r}")
             self._stopping = True
-        for command in self._door.close(error):
-            self._serve([command])
+        self._end_all(error)
+
+    def _end_all(self, error: DflashError) -> None:
+        """Ends whatever is open, and all that was submitted and not accepted yet. The books may
+        contradict each other by now; every stream ends nevertheless.
+        """
+        self._door.refuse(error)
+        reason = CANCELLED if isinstance(error, RequestCancelled) else ERROR
+        try:
+            self._serve(self._exchange(wait=False))
+        except Exception:
+            log.exception("the last commands of an engine have failed")
         for request in [one for choices in self._open.values() for one in choices]:
-            self._end(request, CANCELLED if isinstance(error, RequestCancelled) else ERROR, error)
+            named = error.reworded(f"{request.name}: {error}")
+            try:
+                self._end(request, reason, named)
+            except Exception:
+                log.exception("%s: its blocks could not be given back", request.name)
+                self._deltas.append((request.stream, TokenDelta(request.choice, finish_reason=reason, error=named)))
         self._exchange(wait=False)
 
     def _exchange(self, *, wait: bool) -> list[Command]:
         deltas, self._deltas = self._deltas, []
+        if self._unwanted:
+            self._masks.drop(self._unwanted)
+            self._unwanted = []
         num_waiting = self._num_open - len(self._scheduler.running)
         began = time.perf_counter()
         commands = self._door.exchange(
@@ -271,6 +282,9 @@ class Engine:
 
     def _accept(self, requests: tuple[Request, ...]) -> None:
         leader, *followers = requests
+        if not self._open:
+            # How long nobody asked for anything says nothing about how fast requests end.
+            self._ended_at = time.monotonic()
         self._open[leader.request_id] = list(requests)
         self._num_open += len(requests)
         for request in requests:
@@ -282,34 +296,35 @@ class Engine:
         for request in (leader, *followers):
             self._scheduler.add(request)
 
-    def _step(self, ahead: StepPlan | None) -> StepPlan | None:
-        """Plans, computes and commits one step; returns the plan of the next one where it was made
-        meanwhile.
-        """
+    def _step(self) -> None:
+        """Plans, computes and commits one step."""
         began = time.perf_counter()
         self._ask_masks()
-        plan = self._plan(ahead)
+        if not self._scheduler.has_work:
+            return
+        plan = self._plan()
         planned = time.perf_counter()
         self._stats.plan_s += planned - began
         following: list[StepPlan] = []
         launched = (lambda: following.append(self._scheduler.plan(ahead=plan))) if self._may_plan_ahead(plan) else None
         try:
             outcomes, is_whole, times = self._steps.run(plan, launched)
-        except (ConfigError, WorkerError, DflashError) as error:
-            if isinstance(error, EngineError):
-                raise
+        except EngineError:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever it is, nothing has changed, and other requests go on
             self._fail(plan, error)
-            return None
+            return
         computed = time.perf_counter()
+        # Before the commit, with which the speculator forgets who has ended.
+        self._observe(plan, outcomes, computed - began)
         self._commit(plan, outcomes)
         self._stats.forward_s += times.forward_s
         self._stats.sample_s += times.sample_s
-        self._observe(plan, outcomes, computed - began)
         self._stats.commit_s += time.perf_counter() - computed
-        return following[0] if following and is_whole else None
+        self._ahead = following[0] if following and is_whole else None
 
     def _observe(self, plan: StepPlan, outcomes: Sequence[Outcome], seconds: float) -> None:
-        """Lets the speculator learn from a step that is committed."""
+        """Lets the speculator learn from a clean step."""
         if not self._speculates:
             return
         decoding = {rows.request for rows in plan.rows if not rows.is_prefill}
@@ -320,13 +335,22 @@ class Engine:
 
     def _ask_masks(self) -> None:
         """Has the masks of the next tokens computed while the next step is."""
-        wanted = [one for one in self._unasked if one.finish_reason is None]
-        if wanted:
-            asked = [MaskRequest(one.key, one.params.token_mask, tuple(one.tokens)) for one in wanted]
-            wanted = wanted[self._masks.request_all(asked) :]
-        self._unasked = wanted
+        if not self._unasked:
+            return
+        asked, self._unasked = self._unasked, []
+        try:
+            # A mask sees the new tokens of its choice and not the prompt.
+            num_queued = self._masks.request_all(
+                [MaskRequest(one.key, one.params.token_mask, tuple(one.tokens[one.num_prompt :])) for one in asked]
+            )
+        except ConfigError as error:
+            for request in asked:
+                self._end(request, ERROR, error.reworded(f"{request.name}: {error}"))
+        else:
+            self._unasked = asked[num_queued:]
 
-    def _plan(self, ahead: StepPlan | None) -> StepPlan:
+    def _plan(self) -> StepPlan:
+        ahead, self._ahead = self._ahead, None
         plan = None if ahead is None else self._scheduler.revise(ahead)
         if plan is None or not plan.rows:
             plan = self._scheduler.plan(self._drafts())
@@ -391,7 +415,7 @@ class Engine:
         """Gives a request its tokens, as far as it goes on, and its caller too."""
         request = outcome.request
         if outcome.error is not None:
-            self._end(request, ERROR, outcome.error)
+            self._end(request, ERROR, outcome.error.reworded(f"{request.name}: {outcome.error}"))
             return
         reason, taken = None, 0
         for token in outcome.token_ids:
@@ -428,9 +452,12 @@ class Engine:
                 request.extend_hashes()
             sequence.blocks.publish(hashes.hashes)
 
-    def _fail(self, plan: StepPlan, error: DflashError) -> None:
+    def _fail(self, plan: StepPlan, error: Exception) -> None:
         """Ends the requests of a step that failed. Nothing else has changed."""
         self._stats.failed_steps += 1
+        if not isinstance(error, DflashError):
+            log.error("a step has failed", exc_info=error)
+            error = DflashError(f"the step has failed: {shown(error)}")
         for rows in plan.rows:
             for request in (rows.request, *rows.request.followers):
                 if request.finish_reason is None:
@@ -448,7 +475,8 @@ class Engine:
                 other.followers.remove(request)
         self._speculator.forget(request.key)
         if request.params.token_mask is not None:
-            self._masks.drop((request.key,))
+            self._unwanted.append(request.key)
+            self._unasked = [other for other in self._unasked if other is not request]
         if not choices:
             del self._open[request.request_id]
         self._num_open -= 1
@@ -458,15 +486,14 @@ class Engine:
         self._ended_at = now
         self._deltas.append((request.stream, TokenDelta(request.choice, token_ids, logprobs, reason, error, now)))
 
+    def _forget_cached(self) -> None:
+        # A plan that was made ahead may adopt what is forgotten now.
+        self._ahead = None
+        self._forward.blocks.forget_cached()
+
     def _check_blocks(self) -> None:
         tables = [one.sequence.blocks.block_table for one in self._scheduler.running if one.sequence is not None]
         self._forward.blocks.check_integrity(tables)
-
-
-def _token_id(name: str, token: Any) -> int:
-    if isinstance(token, bool) or not hasattr(token, "__index__") or not 0 <= int(token) <= _MAX_ID:
-        raise ConfigError(f"{name}: token id {shown(token)} is not allowed; allowed: whole numbers from 0 on")
-    return int(token)
 
 
 def _close_at_exit(engine: Engine) -> Callable[[], None]:

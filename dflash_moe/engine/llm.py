@@ -110,7 +110,7 @@ class LLM:
         on_chunk: Callable[[int, Chunk], None] | None,
     ) -> list[_Run]:  # fmt: skip
         wanted = _prompts(prompts)
-        each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(wanted)
+        each = list(params) if isinstance(params, Sequence) else [params] * len(wanted)
         if len(each) != len(wanted):
             raise ConfigError(f"params: {len(each)} were given for {len(wanted)} prompts; pass one, or one for each")
         ids = [self.token_ids(prompt) for prompt in wanted]
@@ -161,7 +161,7 @@ class _StreamText:
     """A running request and the text of its choices."""
 
     def __init__(self, llm: LLM, prompt: Prompt, params: SamplingParams | None) -> None:
-        params = params or SamplingParams()
+        params = SamplingParams() if params is None else params
         self.stream = llm.submit(prompt, params)
         self.texts = [ChoiceText(llm.tokenizer, params.stop, choice) for choice in range(params.n)]
 
@@ -180,8 +180,9 @@ class _Run:
     """One prompt of `LLM.generate`."""
 
     def __init__(
-        self, llm: LLM, place: int, token_ids: list[int], params: SamplingParams, on_chunk: Callable[[int, Chunk], None] | None
-    ) -> None:
+        self, llm: LLM, place: int, token_ids: list[int], params: SamplingParams | None,
+        on_chunk: Callable[[int, Chunk], None] | None,
+    ) -> None:  # fmt: skip
         self._llm, self._place, self._token_ids, self._params, self._on_chunk = llm, place, token_ids, params, on_chunk
         self._text: _StreamText | None = None
         self._error: DflashError | None = None
@@ -229,7 +230,8 @@ def _outcomes(waiting: deque[_Run]) -> Iterator[list[Completion] | DflashError]:
             yield (begun or waiting)[0].outcome()
             (begun or waiting).popleft()
     finally:
-        for run in begun:
+        # One that an interrupt kept from being moved is still among those that wait.
+        for run in (*begun, *waiting):
             run.cancel()
 
 
@@ -237,5 +239,8 @@ def _prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """Returns a list of prompts for one or several."""
     if isinstance(prompts, str):
         return [prompts]
+    if isinstance(prompts, bytes) or not hasattr(prompts, "__iter__"):
+        raise ConfigError(f"prompts {shown(prompts)}: expected a text, token ids, or several of them")
     found: list[Any] = list(prompts)
-    return [found] if found and all(isinstance(one, int) for one in found) else found
+    # Integers of numpy and torch are ids too; other arrays have a length or no index.
+    return [found] if found and all(hasattr(one, "__index__") and not getattr(one, "shape", ()) for one in found) else found

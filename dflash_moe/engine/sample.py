@@ -58,7 +58,8 @@ class Sampler:
             )
         if not 1 <= logits.shape[1] <= MAX_VOCAB_SIZE:
             raise EngineError(f"the sampler was given a vocabulary of {logits.shape[1]}; it takes 1..{MAX_VOCAB_SIZE}")
-        logits = logits.detach()
+        if logits.requires_grad:
+            logits = logits.detach()
         refused: dict[int, DflashError] = {}
         ids = _sample_rows(logits, rows, refused)
         asked = {place: wanted for place, row in enumerate(rows) if (wanted := row.state.params.logprobs) is not None}

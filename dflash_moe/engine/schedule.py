@@ -361,9 +361,6 @@ class _Planner:
         sampled: tuple[Request, ...] = ()
         if count == pending:
             followers = request.followers[: max(0, self._places)] if self._forward.cuts_prompts else ()
-            if self._ahead.get(request, (0, 0))[1]:
-                # Those that did not begin in the step under way wait on their own behind it.
-                followers = ()
             self._places -= len(followers)
             sampled = (request, *followers)
         self._rows.append(PlannedRows(request, request.epoch, first, count, sampled, drafts))

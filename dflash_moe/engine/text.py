@@ -20,7 +20,7 @@ from dflash_moe.integrations.generation import TextStream
 @dataclass(frozen=True, slots=True)
 class Chunk:
     """What a step added to one choice. `text` is final; text that may belong to a stop string, and
-    bytes that are no character yet, come later. `time` is when the step ended, in seconds of
+    bytes that are no character yet, come later. `time_s` is when the step ended, in seconds of
     time.monotonic.
     """
 

@@ -6,14 +6,16 @@ SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bench.peers.agreement import MOST_MEAN_GAP, PROMPT, Agreement
-from bench.peers.programs import Neighbours, pinned, run_program, shown
+from bench.peers.programs import Neighbours, _busy_s, pinned, run_program, shown
 from bench.peers.rows import RowCase, all_cases, chosen_cases
 from bench.peers.sides import Plan, measure_llama, write_topology
 from bench.peers.targets import RATIOS, Ratio, disturbed, shown_line, summarise
@@ -119,10 +121,22 @@ def test_a_program_that_fails_is_told_with_its_last_words() -> None:
 
 def test_work_of_others_is_told_from_that_of_our_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     now = {"cpu": 100.0, "own": 10.0, "wall": 0.0}
-    monkeypatch.setattr("bench.peers.programs._busy_s", lambda: (now["cpu"], now["own"], now["wall"]))
+    monkeypatch.setattr("bench.peers.programs._busy_s", lambda _running: (now["cpu"], now["own"], now["wall"]))
     neighbours = Neighbours()
     now |= {"cpu": 109.0, "own": 16.0, "wall": 4.0}
     assert neighbours.busy_cores() == pytest.approx(0.75)
+
+
+def test_a_program_of_ours_that_still_runs_is_no_neighbour() -> None:
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as running:
+        try:
+            before = _busy_s([running.pid])[1]
+            deadline = time.monotonic() + 30.0
+            while _busy_s([running.pid])[1] - before < 0.1:
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+        finally:
+            running.kill()
 
 
 def test_a_disturbed_row_is_named() -> None:

@@ -47,7 +47,7 @@ def test_the_sentence_is_one_of_a_single_token_and_of_experts_that_stay_at_the_h
 
 
 def test_the_report_of_one_has_times_of_its_chunks_and_counts_of_the_run():
-    chunks = [Chunk("a", (1,), time=5.0), Chunk("bc", (2, 3), time=5.04)]
+    chunks = [Chunk("a", (1,), time_s=5.0), Chunk("bc", (2, 3), time_s=5.04)]
     report = report_of_one(ONE, chunks, STATS)
     assert report["tpot_samples_s"] == pytest.approx([0.02, 0.02])
     assert report["tpot_s"] == pytest.approx(0.02)

@@ -130,8 +130,8 @@ def test_times_are_those_of_the_steps_and_not_of_the_caller():
     choice = ChoiceText(Letters(), (), 0)
     begun = TokenDelta(0).time_s
     for seconds, text in ((1.0, "a"), (1.5, "bc"), (2.0, "d")):
-        choice.push(TokenDelta(0, ids(text), time=begun + seconds))
-    choice.push(TokenDelta(0, finish_reason="cancelled", time=begun + 60))
+        choice.push(TokenDelta(0, ids(text), time_s=begun + seconds))
+    choice.push(TokenDelta(0, finish_reason="cancelled", time_s=begun + 60))
     found = choice.completion(0, 1)
     assert found.ttft_s == pytest.approx(1.0, abs=0.5)
     assert found.tpot_s == pytest.approx(1.0 / 3)
