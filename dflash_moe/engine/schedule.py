@@ -41,7 +41,7 @@ class PlannedRows:
     @property
     def is_prefill(self) -> bool:
         """Whether these are tokens of a prompt, or of one that is computed again."""
-        return self.count > 1 or self.first < self.request.num_prompt - 1
+        return self.count > 1 or self.first < self.request.num_prompt
 
 
 @dataclass(frozen=True, slots=True)
