@@ -35,7 +35,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := build
 .DELETE_ON_ERROR:
-.PHONY: build demo test check asan tsan fuzz neon test-long bench results wheel clean distclean help core plugins ggml ggml-headers llama-check gpu-check system-build system-test system-fuzz
+.PHONY: build demo test check asan tsan fuzz neon test-long campaign bench results wheel clean distclean help core plugins ggml ggml-headers llama-check gpu-check system-build system-test system-fuzz
 
 build: core ## environment and C++ core, editable, in .venv
 	@echo "ready: $(BIN)/dflash-moe"
@@ -119,6 +119,12 @@ test: core ggml-headers system-test ## C++ tests, then Python tests (without the
 test-long: core ## the exhaustive sweeps: every family, every field of a configuration, the long fault runs
 	@echo "==> exhaustive sweeps"
 	@$(BIN)/python -m pytest tests -m long -n 2
+
+# What takes longer than CI. The exit status is the verdict.
+campaign: core ## the long proofs: ten thousand random requests through one engine, judged (10 minutes)
+	@mkdir -p build/campaign
+	@echo "==> ten thousand requests through one engine"
+	@$(BIN)/python bench/campaigns/engine_requests.py --json build/campaign/engine_requests.json
 
 check: core ## lint, layout, types, layers, forbidden constructs, documents against code, stubs
 	@failed=; \

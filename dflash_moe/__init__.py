@@ -27,6 +27,7 @@ from dflash_moe.version import __version__
 if TYPE_CHECKING:
     from dflash_moe.engine.llm import LLM
     from dflash_moe.engine.sampling_params import SamplingParams
+    from dflash_moe.engine.text import Chunk, Completion
     from dflash_moe.integrations.transformers import load_model, offload
     from dflash_moe.runtime.expert_call import ExpertCall
     from dflash_moe.runtime.expert_runtime import ExpertRuntime
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 
 _LAZY = {
     "ExpertCall": "dflash_moe.runtime.expert_call",
+    "Chunk": "dflash_moe.engine.text",
+    "Completion": "dflash_moe.engine.text",
     "LLM": "dflash_moe.engine.llm",
     "SamplingParams": "dflash_moe.engine.sampling_params",
     "ExpertRuntime": "dflash_moe.runtime.expert_runtime",
@@ -44,6 +47,8 @@ _LAZY = {
 
 __all__ = [
     "CheckpointError",
+    "Chunk",
+    "Completion",
     "ConfigError",
     "DflashError",
     "ExpertCall",

@@ -21,7 +21,8 @@ from dflash_moe import SamplingParams
 from dflash_moe.engine import step_run
 from dflash_moe.engine.blocks import BlockPool
 from dflash_moe.engine.delivery import TokenStream
-from dflash_moe.engine.engine import Engine, EngineSettings
+from dflash_moe.engine.engine import Engine
+from dflash_moe.engine.engine_settings import EngineSettings
 from dflash_moe.engine.forward import Forward, StepRows
 from dflash_moe.engine.host_model import HostModel
 from dflash_moe.engine.logprobs import TokenLogprobs
@@ -89,7 +90,8 @@ class Alone:
         """Returns what a choice gets alone."""
         key = (one.prompt, repr(one.params), choice)
         if key not in self._found:
-            self._found[key] = self._compute(one, choice)
+            with in_micro_batches(self.host, "1"):
+                self._found[key] = self._compute(one, choice)
         return self._found[key]
 
     def _compute(self, one: Asked, choice: int) -> Answer:
@@ -100,7 +102,7 @@ class Alone:
         with closing(self.host.sequence(len(tokens) + params.max_tokens)) as run:
             while len(answer.tokens) < params.max_tokens:
                 logits = run.forward(step)[None].float()
-                mask = None if params.token_mask is None else torch.as_tensor(params.token_mask(tokens))
+                mask = None if params.token_mask is None else torch.as_tensor(params.token_mask(answer.tokens))
                 sampled = sampler.launch(logits, [SampleRow(state, len(tokens), (), mask)])
                 step = sampled.token_ids()
                 tokens += step
@@ -112,6 +114,20 @@ class Alone:
                     answer.finish_reason = "stop"
                     break
         return answer
+
+
+@contextmanager
+def in_micro_batches(host: HostModel, asked: str | None) -> Iterator[None]:
+    """Has a host compute its steps in "1" or "2" micro-batches within the block."""
+    micro_batches = None if host.packed is None or asked is None else host.packed.micro_batches
+    kept = None if micro_batches is None else micro_batches.asked
+    try:
+        if micro_batches is not None:
+            micro_batches.asked = asked
+        yield
+    finally:
+        if micro_batches is not None:
+            micro_batches.asked = kept
 
 
 class _Recorder(Sampler):
@@ -242,10 +258,10 @@ class EngineRun:
 @contextmanager
 def engine_run(
     host: HostModel, script: Script = lambda _run: None, *, num_blocks: int | None = None, forward: Forward | None = None,
-    **settings: Any,
+    micro_batches: str | None = None, **settings: Any,
 ) -> Iterator[EngineRun]:  # fmt: skip
-    """Opens an engine over a host, or over `forward`, with `num_blocks` blocks where that is given.
-    The host is as before afterwards.
+    """Opens an engine over a host, or over `forward`, with `num_blocks` blocks and in so many
+    `micro_batches` where these are given. The host is as before afterwards.
     """
     if forward is None:
         assert host.packed is not None
@@ -254,7 +270,7 @@ def engine_run(
     forward.blocks = BlockPool(num_blocks or kept.num_blocks, kept.block_tokens)
     run = EngineRun(forward, settings, script)
     try:
-        with run.engine:
+        with in_micro_batches(host, micro_batches), run.engine:
             yield run
     finally:
         forward.blocks = kept

@@ -178,7 +178,8 @@ class Steps:
     def check_plan(self, plan: StepPlan) -> None:
         """Checks what holds of every plan."""
         limits, running = self.limits, self.scheduler.running
-        assert plan.rows or plan.preempted, "there is always something to compute"
+        assert plan.rows, "there is always something to compute"
+        assert not running or running[0] not in plan.preempted, "the oldest comes to its end"
         planned = [rows.request for rows in plan.rows]
         admitted = [admission.request for admission in plan.admitted]
         assert len(set(planned)) == len(planned)

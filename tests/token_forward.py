@@ -18,7 +18,8 @@ import torch
 
 from dflash_moe.engine.blocks import BlockPool
 from dflash_moe.engine.delivery import TokenStream
-from dflash_moe.engine.engine import Engine, EngineSettings
+from dflash_moe.engine.engine import Engine
+from dflash_moe.engine.engine_settings import EngineSettings
 from dflash_moe.engine.forward import OutOfBlocks, RunStep, StepRows, TokenSequence, refuse_beyond
 from dflash_moe.engine.request import TokenDelta
 from dflash_moe.engine.sampling_params import SamplingParams

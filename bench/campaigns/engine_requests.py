@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from bench.requests.clients import Load, Outcome, run_request  # noqa: E402
-from bench.requests.drawn import Drawn, draw, wanted_blocks  # noqa: E402
+from bench.requests.drawn import CHOICES, Drawn, draw, wanted_blocks  # noqa: E402
 from bench.requests.equality import Equality, keep_in, kept_in  # noqa: E402
 from bench.requests.verdict import memory_row, requests_row, shown_line, summarise  # noqa: E402
 from dflash_moe.bench.harness import Recorder  # noqa: E402
@@ -47,7 +47,7 @@ MAX_BATCH_TOKENS = 64
 CHECKED_EVERY = 20
 OUTCOMES = "outcomes"
 # Counts of Engine.stats() that a run must have made.
-STATS = ("preemptions", "prefix_hits")
+STATS = ("preemptions", "recomputed_tokens", "cached_tokens")
 
 
 def main() -> int:
@@ -87,7 +87,7 @@ def _run(given: argparse.Namespace, folder: Path, num_blocks: int) -> tuple[Load
             raise SystemExit(f"the pool has {pool.num_blocks} blocks, and was to have {num_blocks}")
         with (
             (folder / OUTCOMES).open("w", encoding="utf-8") as file,
-            closing(_engine(host, given.outstanding, prefix_cache=True)) as engine,
+            closing(_engine(host.packed, given.outstanding, prefix_cache=True)) as engine,
         ):
             # A name that is not there is found now, and not after all requests.
             _counts(engine)
@@ -121,19 +121,21 @@ def _checked(given: argparse.Namespace, folder: Path) -> tuple[Equality, Equalit
         options.say("computing requests alone")
         by_loop.compare(kept(is_plain=True), lambda number: draw(number, given.seed), in_loop)
         # The engine has the model to itself from here on.
-        with closing(_engine(host, 1, prefix_cache=False)) as engine:
+        with closing(_engine(host.packed, 1, prefix_cache=False)) as engine:
             by_engine.compare(kept(is_plain=False), lambda number: draw(number, given.seed), in_engine)
     return by_loop, by_engine
 
 
-def _engine(host: Any, max_requests: int, *, prefix_cache: bool) -> Any:
-    from dflash_moe.engine.engine import Engine, EngineSettings
+def _engine(forward: Any, max_requests: int, *, prefix_cache: bool) -> Any:
+    from dflash_moe.engine.engine import Engine
+    from dflash_moe.engine.engine_settings import EngineSettings
 
+    # Each choice of a request waits for itself.
     settings = EngineSettings(
-        max_batch_tokens=MAX_BATCH_TOKENS, max_requests=max_requests, max_queue=max_requests, prefix_cache=prefix_cache,
-        speculate="off",
+        max_batch_tokens=MAX_BATCH_TOKENS, max_requests=max_requests, max_queue=max_requests * max(CHOICES),
+        prefix_cache=prefix_cache, speculate="off",
     )  # fmt: skip
-    return Engine(host, settings)
+    return Engine(forward, settings)
 
 
 def _params(drawn: Drawn) -> Any:

@@ -11,8 +11,8 @@ from typing import Any
 from bench.documents.recorded import Recorded
 from bench.documents.text import digits, gigabytes_per_s, markdown, percent
 
-# The campaign is recorded twice: the model of all sides, and the real shape.
-RESULTS = ("engine_against_peers", "engine_real_shape")
+# The campaign is recorded in three parts: one sequence, many, and the real shape.
+RESULTS = ("engine_against_peers", "engine_batches", "engine_real_shape")
 SIDES = {"llama": "llama.cpp", "vllm": "vLLM", "ours": "ours", "ours_f32": "ours, float32 activations"}
 PHASES = {"decode": "decode", "prefill": "prefill", "batch4": "decode of 4 sequences", "batch16": "decode of 16 sequences",
           "engine1": "one request in the engine"}  # fmt: skip
@@ -54,14 +54,12 @@ def targets(recorded: Recorded) -> str:
 
 def agreement(recorded: Recorded) -> str:
     """Writes how far each side's tokens are from what llama.cpp would have taken."""
-    rows = _rows(recorded, "agreement")
-    return markdown(
-        ("weights", "side", "tokens", "llama.cpp's own best", "others below it, mean (nats)"),
-        (
-            (row["format"], row["side"], str(row["tokens"]), str(row["same_as_judge"]), f"{row['mean_gap_nats']:.5f}")
-            for row in rows
-        ),
-    )
+    lines = []
+    for result in RESULTS:
+        for row in recorded.rows(result, lambda row: row["phase"] == "agreement"):
+            counts = str(row["tokens"]), str(row["same_as_judge"]), f"{row['mean_gap_nats']:.5f}"
+            lines.append((result, row["format"], row["side"], *counts))
+    return markdown(("result", "weights", "side", "tokens", "llama.cpp's own best", "others below it, mean (nats)"), lines)
 
 
 def reads(recorded: Recorded) -> str:

@@ -32,7 +32,10 @@ class Recorded:
         if name not in self._loaded:
             path = self._folder / f"{name}.json"
             if not path.is_file():
-                raise FileNotFoundError(f"{path.name} is not recorded; `make results ONLY={name}` measures it")
+                raise FileNotFoundError(
+                    f"{path.name} is not recorded; `make results ONLY=STEP` measures it, "
+                    "and `python -m bench.record --list` names its step"
+                )
             self._loaded[name] = json.loads(path.read_text(encoding="utf-8"))
         return self._loaded[name]
 

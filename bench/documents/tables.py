@@ -1,6 +1,7 @@
 """Writes the tables of the documents. Each shows all rows that its rule names, in the order of the
 file. Those of kernels and weights are in kernel_tables.py, those of llama.cpp in
-llama_tables.py, and those of our runtime against llama.cpp and vLLM in peer_tables.py.
+llama_tables.py, those of our runtime against llama.cpp and vLLM in peer_tables.py, and those of the
+engine in engine_tables.py.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterable
 
-from bench.documents import kernel_tables, llama_tables, peer_tables
+from bench.documents import engine_tables, kernel_tables, llama_tables, peer_tables
 from bench.documents.recorded import Recorded, Row
 from bench.documents.text import digits, gigabytes_per_s, markdown, mebibytes, payload, percent, ratio, seconds
 
@@ -356,6 +357,7 @@ TABLES: dict[str, Callable[[Recorded], str]] = {
     "memory": memory,
     "parity": parity,
     "bits-per-byte": bits_per_byte,
+    **engine_tables.TABLES,
     **kernel_tables.TABLES,
     **llama_tables.TABLES,
     **peer_tables.TABLES,

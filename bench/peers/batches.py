@@ -25,16 +25,19 @@ KEPT = ("prefill_tokens_per_s", "ttft_s", "tpot_s", "batch_sizes")
 
 def measure_llama_batch(plan: Plan, fmt: str, phase: str, _place: str) -> Measured:
     """Runs llama-batched-bench with two threads. A size that is named several times is measured as
-    often, each time from an empty KV cache.
+    often, each time from an empty KV cache. One sequence is measured behind it and not kept: the
+    program may end before its log has written the last line.
     """
     assert plan.llama_bin is not None
     count = NUM_SEQUENCES[phase]
     room = count * (plan.batch_prompt_tokens + plan.batch_new_tokens)
     fixed = ["-m", plan.model(fmt, "llama"), "-t", 2, "-ngl", 0, "-ctk", "f16", "-ctv", "f16", "-c", room]
-    sizes = ["-npp", plan.batch_prompt_tokens, "-ntg", plan.batch_new_tokens, "-npl", ",".join([str(count)] * plan.repetitions)]
+    counts = ",".join([str(count)] * plan.repetitions + ["1"])
+    sizes = ["-npp", plan.batch_prompt_tokens, "-ntg", plan.batch_new_tokens, "-npl", counts]
     command = [plan.llama_bin / "llama-batched-bench", *fixed, *sizes, "--output-format", "jsonl"]
     finished = run_program(command, plan.cores)
-    entries = [json.loads(line) for line in finished.output.splitlines() if line.startswith("{")]
+    found = [json.loads(line) for line in finished.output.splitlines() if line.startswith("{")]
+    entries = [entry for entry in found if entry["pl"] == count]
     # It passes over sizes that its KV cache has no room for, and says nothing.
     if len(entries) != plan.repetitions:
         raise SystemExit(f"{' '.join(shown(command))}: measured {len(entries)} of {plan.repetitions} times")

@@ -21,6 +21,7 @@ CAMPAIGNS = ROOT / "bench" / "campaigns"
 SETTINGS = ROOT / "bench" / "settings"
 DEMO = ROOT / "bench" / "demo_model"
 TWO_WORKERS = SETTINGS / "equal" / "topology.yaml"
+ONE_PROCESS = SETTINGS / "one_process" / "topology.yaml"
 AS_THE_DEMO = SETTINGS / "demo" / "topology.yaml"
 MODES = ("equal", "weak_worker", "slow_link")
 
@@ -237,12 +238,39 @@ def _dispatch(place: Place) -> list[Command]:
     return [_campaign("host_dispatch", *_quick(place, [], less), "--out", place.json("host_dispatch"))]
 
 
+def _scheduler(place: Place) -> list[Command]:
+    less: Command = ["--batch", "1,16", "--prompt-tokens", 8, "--new-tokens", 4, "--warmup", 0, "--repeat", 1]
+    full: Command = [
+        *("--batch", "1,2,4,8,16,32", "--prompt-tokens", 64, "--new-tokens", 64),
+        *("--warmup", 1, "--repeat", 3),
+    ]
+    fixed: Command = ["--model", place.model(), "--topology", ONE_PROCESS, "--with-loop"]
+    return [_bench("scheduler", *fixed, *_quick(place, full, less), "--json", place.json("engine_scheduler"))]
+
+
+def _micro_batches(place: Place) -> list[Command]:
+    less: Command = ["--rounds", 1] if place.is_quick else []
+    return [_campaign("micro_batches", "--model", place.model(), *less, "--out", place.json("micro_batches"))]
+
+
+def _requests(place: Place) -> list[Command]:
+    return [_campaign("engine_requests", *_quick(place, [], ["--requests", 200]), "--json", place.json("engine_requests"))]
+
+
 def _engine_peers(place: Place) -> list[Command]:
-    less: Command = ["--tiny", "--rounds", 1, "--only", "decode-q8_0-*", "--models", place.folder / "models"]
+    return [_against_peers(place, "engine_against_peers", "prefill-*,decode-*", "decode-q8_0-*")]
+
+
+def _engine_batches(place: Place) -> list[Command]:
+    return [_against_peers(place, "engine_batches", "batch*,engine1-*", "batch4-q8_0-*,engine1-q8_0-*")]
+
+
+def _against_peers(place: Place, result: str, rows: str, quick_rows: str) -> Command:
+    less: Command = ["--tiny", "--rounds", 1, "--only", quick_rows, "--models", place.folder / "models"]
     peers: Command = ["--llama-bin", Path(os.environ["LLAMA_BUILD"]) / "bin"]
     if vllm := os.environ.get("VLLM_PYTHON"):
         peers += ["--vllm-python", vllm]
-    return [_campaign("engine_against_peers", *peers, *_quick(place, [], less), "--json", place.json("engine_against_peers"))]
+    return _campaign("engine_against_peers", *peers, *_quick(place, ["--only", rows], less), "--json", place.json(result))
 
 
 def _engine_real_shape(place: Place) -> list[Command]:
@@ -330,6 +358,10 @@ STEPS: tuple[Step, ...] = (
     Step("llama-hosts", ("llama_hosts",), 15, _llama_hosts, lacking=_lacks_llama),
     Step("attention", ("attention",), 1, _attention),
     Step("dispatch", ("host_dispatch",), 1, _dispatch),
-    Step("engine-peers", ("engine_against_peers",), 45, _engine_peers, lacking=_lacks_llama_programs, note=_without_vllm),
+    Step("scheduler", ("engine_scheduler",), 2, _scheduler, lacking=_lacks_two_cores),
+    Step("micro-batches", ("micro_batches",), 2, _micro_batches, lacking=_lacks_two_cores),
+    Step("requests", ("engine_requests",), 6, _requests),
+    Step("engine-peers", ("engine_against_peers",), 30, _engine_peers, lacking=_lacks_llama_programs, note=_without_vllm),
+    Step("engine-batches", ("engine_batches",), 20, _engine_batches, lacking=_lacks_llama_programs, note=_without_vllm),
     Step("engine-real", ("engine_real_shape",), 6, _engine_real_shape, lacking=_lacks_llama_programs),
 )

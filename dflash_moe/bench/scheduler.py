@@ -27,7 +27,7 @@ from dflash_moe.errors import ConfigError
 from dflash_moe.topology import Topology
 
 if TYPE_CHECKING:
-    from dflash_moe.engine.engine import EngineSettings
+    from dflash_moe.engine.engine_settings import EngineSettings
     from dflash_moe.engine.forward import Forward
 
 LOOP = "loop"
@@ -140,7 +140,8 @@ def run_scheduler(
     result = recorder.begin("scheduler", _describe(params))
     result.params |= describe_topology(topology, overrides, recorder)
     with recorder.recording(), open_hosts(params.model, topology, overrides, recorder, with_local=False) as (host, _):
-        from dflash_moe.engine.engine import Engine, EngineSettings
+        from dflash_moe.engine.engine import Engine
+        from dflash_moe.engine.engine_settings import EngineSettings
 
         settings = EngineSettings.of(host.runtime)
         forward = host.model.engine_forward(host.runtime.settings.kv_memory)

@@ -15,11 +15,11 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dflash_moe.engine.block_hashes import BlockHashes
-from dflash_moe.engine.delivery import Bell, Call, Cancel, Command, EngineDoor, Submit, TokenStream
+from dflash_moe.engine.delivery import Call, Cancel, Command, EngineDoor, Submit, TokenStream
+from dflash_moe.engine.engine_settings import EngineSettings
 from dflash_moe.engine.engine_stats import EngineStats
 from dflash_moe.engine.forward import Forward
 from dflash_moe.engine.prompt_check import checked_prompt
@@ -32,41 +32,11 @@ from dflash_moe.engine.step_run import Outcome, StepRun
 from dflash_moe.engine.token_masks import MaskRequest, MaskThread
 from dflash_moe.errors import ConfigError, DflashError, EngineError, RequestCancelled, shown
 
-if TYPE_CHECKING:
-    from dflash_moe.runtime.expert_runtime import ExpertRuntime
-
 log = logging.getLogger(__name__)
 
 # The engine thread has so long to end its step when the engine is closed, beside the time that a
 # call of experts may take.
 CLOSE_S = 10.0
-
-
-@dataclass(frozen=True, slots=True)
-class EngineSettings:
-    """What bounds an engine. The keys are those of the section `engine` of a topology."""
-
-    max_batch_tokens: int = 1024
-    max_requests: int = 64
-    max_queue: int = 1024
-    order: str = "fifo"
-    speculate: str = "off"
-    prefix_cache: bool = True
-    # Whether the next step is planned while the device still computes, which it does on a card.
-    plans_ahead: bool = False
-    call_timeout_s: float = 30.0
-    # The share of its layer's experts that a row reads, which prices drafts.
-    expert_share: float = 1 / 16
-
-    @classmethod
-    def of(cls, runtime: ExpertRuntime) -> EngineSettings:
-        """Returns those of a runtime and its model."""
-        names = ("max_batch_tokens", "max_requests", "max_queue", "order", "speculate", "prefix_cache", "call_timeout_s")
-        share = max(layer.top_k / layer.num_experts for layer in runtime.layers)
-        return cls(
-            **{name: getattr(runtime.settings, name) for name in names},
-            plans_ahead=runtime.host_device != "cpu", expert_share=share,
-        )  # fmt: skip
 
 
 class Engine:
@@ -177,18 +147,20 @@ class Engine:
         self._between_steps(self._forget_cached, timeout_s)
 
     def _between_steps(self, function: Callable[[], None], timeout_s: float) -> None:
-        done = Bell()
-        errors: list[BaseException] = []
+        # No threading.Event: an interrupt here could keep its lock, at which the engine would stand.
+        done, errors = threading.Lock(), list[BaseException]()
+        done.acquire(blocking=False)
 
         def call() -> None:
             try:
                 function()
             except BaseException as error:  # noqa: BLE001 - it belongs to the thread that asked
                 errors.append(error)
-            done.ring()
+            finally:
+                done.release()
 
         self._door.send(Call(call))
-        if not done.wait(timeout_s):
+        if not done.acquire(timeout=timeout_s):
             raise EngineError(f"the engine thread did not come to the end of its step within {timeout_s:g} s")
         if errors:
             raise errors[0]

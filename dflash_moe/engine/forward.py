@@ -124,6 +124,10 @@ class Forward(Protocol):
         """Returns what was counted of steps, by name."""
         ...
 
+    def close(self) -> None:
+        """Ends what threads it has, after the last step."""
+        ...
+
 
 class OutOfBlocks(ConfigError):
     """The pages have no room for the tokens of a step."""
@@ -178,6 +182,11 @@ class PackedForward:
     def stats(self) -> dict[str, Any]:
         """As `Forward.stats`: `micro_batches`, where steps may be computed in two."""
         return {} if self.micro_batches is None else {"micro_batches": self.micro_batches.stats()}
+
+    def close(self) -> None:
+        """As `Forward.close`: the thread of the second micro-batch."""
+        if self.micro_batches is not None:
+            self.micro_batches.close()
 
     def forward(self, rows: Sequence[StepRows]) -> torch.Tensor:
         """Computes the tokens of `rows` and returns logits as `RunStep` has them. The sequences

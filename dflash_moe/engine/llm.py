@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dflash_moe.engine.delivery import TokenStream
-from dflash_moe.engine.engine import Engine, EngineSettings
+from dflash_moe.engine.engine import Engine
+from dflash_moe.engine.engine_settings import EngineSettings
 from dflash_moe.engine.host_model import open_host
 from dflash_moe.engine.request import TokenDelta
 from dflash_moe.engine.sampling_params import SamplingParams
@@ -60,6 +61,7 @@ class LLM:
             self.runtime = stack.enter_context(ExpertRuntime.start(topology, model=path, on_loading=on_loading, **overrides))
             self.host = open_host(path, self.runtime)
             forward = self.host.engine_forward(self.runtime.settings.kv_memory)
+            stack.callback(forward.close)
             eos = stop_token_ids(self.host.model, self.tokenizer)
             self.engine = stack.enter_context(Engine(forward, EngineSettings.of(self.runtime), eos_token_ids=eos))
             self._closing = stack.pop_all()

@@ -20,7 +20,7 @@ from dflash_moe.engine.half_steps import Cut, choose_cut, halves_of, lengths_of
 from dflash_moe.engine.half_turns import HalfTurns
 from dflash_moe.engine.paged_cache import PagedCache, StepPages, no_order
 from dflash_moe.engine.rotary_tables import RotaryTables
-from dflash_moe.engine.split_forecast import LEAST_ROWS, Choice, SizeKey, SplitForecast, StepTimes, size_key
+from dflash_moe.engine.split_forecast import LEAST_ROWS, PREDICTED, TRIED, Choice, SizeKey, SplitForecast, StepTimes, size_key
 from dflash_moe.engine.step_blocks import PackedStep
 from dflash_moe.engine.step_clock import StepClock
 from dflash_moe.engine.two_halves import Half, TwoHalves
@@ -151,15 +151,18 @@ class MicroBatches:
         return (cut if choice.is_split else None), context
 
     def _report(self, key: SizeKey, num_rows: int, choice: Choice) -> None:
-        """Logs a choice for steps of a size that is another than before."""
-        if choice.whole_s is None or choice.split_s is None or self._counted.choices.get(key) == choice.is_split:
+        """Logs a choice for steps of a size that is another than before. A single step that only
+        measures the other choice is none.
+        """
+        is_known = choice.whole_s is not None and choice.split_s is not None and choice.reason != TRIED
+        if not is_known or self._counted.choices.get(key) == choice.is_split:
             return
         self._counted.choices[key] = choice.is_split
         taken = "two micro-batches" if choice.is_split else "one batch"
         log.info(
             "auto, steps of about %d rows: %s; two %s %.4g ms, one %.4g ms; %.0f%% of waiting was hidden so far",
-            num_rows, taken, "are predicted to take" if choice.reason == "predicted" else "took", 1e3 * choice.split_s,
-            1e3 * choice.whole_s, 100 * (self.stats()["overlap_share"] or 0.0),
+            num_rows, taken, "are predicted to take" if choice.reason == PREDICTED else "took", 1e3 * (choice.split_s or 0.0),
+            1e3 * (choice.whole_s or 0.0), 100 * (self.stats()["overlap_share"] or 0.0),
         )  # fmt: skip
 
     def _run_halves(

@@ -86,6 +86,9 @@ class OneSequenceForward:
         """As `Forward.stats`; nothing is counted."""
         return {}
 
+    def close(self) -> None:
+        """As `Forward.close`; it has no threads."""
+
     @contextmanager
     def step(self, rows: Sequence[StepRows]) -> Iterator[RunStep]:
         """As `Forward.step`, but that a cache cannot be taken back: sequences of a failed step, and

@@ -41,7 +41,7 @@ class PlannedRows:
     @property
     def is_prefill(self) -> bool:
         """Whether these are tokens of a prompt, or of one that is computed again."""
-        return self.count > 1 or self.first < self.request.num_prompt - 1
+        return self.count > 1 or self.first < self.request.num_prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,18 +311,12 @@ class _Planner:
 
     def _take_blocks(self, sequence: TokenSequence, count: int) -> bool:
         """Counts the blocks that a sequence needs for its next `count` tokens as taken."""
-        needed = sequence.blocks.blocks_needed(count)
-        given = self._pool_gains()
-        if needed > self._free + given:
+        released = [request.sequence.blocks for request in self._preempted if request.sequence is not None]
+        needed = sequence.blocks.blocks_needed(count, released)
+        if needed > self._free + (releasable(released) if released else 0):
             return False
         self._free -= needed
         return True
-
-    def _pool_gains(self) -> int:
-        """Returns the blocks that are free once those that were preempted so far are released."""
-        if not self._preempted:
-            return 0
-        return releasable([request.sequence.blocks for request in self._preempted if request.sequence is not None])
 
     def _computed(self, request: Request) -> int:
         return request.num_computed + self._ahead.get(request, (0, 0))[0]
@@ -361,9 +355,6 @@ class _Planner:
         sampled: tuple[Request, ...] = ()
         if count == pending:
             followers = request.followers[: max(0, self._places)] if self._forward.cuts_prompts else ()
-            if self._ahead.get(request, (0, 0))[1]:
-                # Those that did not begin in the step under way wait on their own behind it.
-                followers = ()
             self._places -= len(followers)
             sampled = (request, *followers)
         self._rows.append(PlannedRows(request, request.epoch, first, count, sampled, drafts))

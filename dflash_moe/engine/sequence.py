@@ -98,12 +98,13 @@ class SequenceBlocks:
         """
         return () if self._copy is None else (self._copy.copy_from,)
 
-    def blocks_needed(self, count: int) -> int:
-        """Returns how many free blocks `reserve(count)` would take: new ones at the end, and one
-        for a copy where the last block is shared and not full. What other sequences of the step
-        reserve does not change it (`BlockPool` says what else may).
+    def blocks_needed(self, count: int, released: Iterable[SequenceBlocks] = ()) -> int:
+        """Returns how many free blocks `reserve(count)` would take once the sequences `released`
+        are: new ones at the end, and one for a copy where the last block is shared and not full.
+        What other sequences of the step reserve does not change it (`BlockPool` says what else
+        may).
         """
-        return self._blocks_for(self._num_tokens + count) - self._num_blocks + self._shares_what_it_writes()
+        return self._blocks_for(self._num_tokens + count) - self._num_blocks + self._shares_what_it_writes(released)
 
     def reserve(self, count: int) -> bool:
         """Makes the `count` positions behind the stored tokens writable: allocates blocks at the
@@ -220,11 +221,14 @@ class SequenceBlocks:
             slots.extend(range(slot, slot + in_block))
             position += in_block
 
-    def _shares_what_it_writes(self) -> bool:
-        """Says whether the next token goes into a block that another table names too. Only the last
-        block can be so: it is the only one with room.
+    def _shares_what_it_writes(self, released: Iterable[SequenceBlocks] = ()) -> bool:
+        """Says whether the next token goes into a block that another table names too, one that is
+        not to be released. Only the last block can be so: it is the only one with room.
         """
-        return self._num_tokens % self._block_tokens != 0 and self._pool.references(self._table.item(self._num_blocks - 1)) > 1
+        if self._num_tokens % self._block_tokens == 0:
+            return False
+        last = self._table.item(self._num_blocks - 1)
+        return self._pool.references(last) - sum(last in one.block_table for one in released) > 1
 
     def _take(self, count: int) -> bool:
         """Does what `reserve` does with blocks."""

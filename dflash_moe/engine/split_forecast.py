@@ -27,6 +27,8 @@ _JUDGED = 3
 # halves only where they cost at most this share more when they were measured last.
 TRY_AGAIN = 64
 _WORTH_TRYING = 1.25
+# Why something is chosen.
+PREDICTED, MEASURED, TRIED = "predicted", "measured", "measured once more"
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +114,7 @@ class SplitForecast:
         if whole_s is None or split_s is None:
             choice = self._predicted(num_rows, first_rows, whole_s)
         else:
-            choice = Choice(split_s <= (1 - KEPT_GAIN) * whole_s, "measured", whole_s, split_s)
+            choice = Choice(split_s <= (1 - KEPT_GAIN) * whole_s, MEASURED, whole_s, split_s)
         return self._other(choice, size) or choice
 
     def _other(self, choice: Choice, size: Size) -> Choice | None:
@@ -122,7 +124,7 @@ class SplitForecast:
         else:
             is_due = size.streak >= TRY_AGAIN and not size.was_split
             is_due = is_due and (choice.split_s or 0.0) <= _WORTH_TRYING * (choice.whole_s or 0.0)
-        return Choice(not choice.is_split, "tried again", choice.whole_s, choice.split_s) if is_due else None
+        return Choice(not choice.is_split, TRIED, choice.whole_s, choice.split_s) if is_due else None
 
     def learn_whole(self, times: StepTimes, context: float) -> None:
         """Books a step that was computed in one batch."""
@@ -143,7 +145,7 @@ class SplitForecast:
         first, second = self._of_rows(first_rows), self._of_rows(num_rows - first_rows)
         split_s = pipelined_s(first, second, self._num_layers)
         whole_s = self._of_rows(num_rows).total_s if whole_s is None else whole_s
-        return Choice(split_s <= (1 - LEAST_GAIN) * whole_s, "predicted", whole_s, split_s)
+        return Choice(split_s <= (1 - LEAST_GAIN) * whole_s, PREDICTED, whole_s, split_s)
 
     def _of_rows(self, num_rows: int) -> StepTimes:
         """Returns what a step in one batch takes, on the line between the nearest sizes that were

@@ -17,6 +17,7 @@ import pytest
 pytest.importorskip("torch")
 
 from dflash_moe.cli.main import run
+from tests.host_models import checkpoint
 
 MODEL = Path(__file__).parents[2] / "bench" / "demo_model" / "dflash_moe_demo" / "model"
 LAYERS, WORKERS = 4, 2
@@ -139,9 +140,12 @@ def test_a_prompt_that_fails_is_a_line_and_the_exit_code_while_others_go_on(two_
 
 
 def test_a_model_without_pages_says_so_at_the_start(two_workers, capsys):
-    arguments = ["generate", "--model", str(MODEL), "--topology", str(two_workers), "--prompt", PROMPT, "--max-new-tokens", "2"]
-    assert run([*arguments, "--host-operators", "torch"]) == 0
-    assert "one sequence at a time, with the model's own cache: host.operators: torch" in capsys.readouterr().err.splitlines()
+    model = checkpoint("deepseek_v32", "f32")
+    arguments = ["generate", "--model", str(model), "--topology", str(two_workers), "--prompt", "a list"]
+    assert run([*arguments, "--max-new-tokens", "2"]) == 0
+    first, *_, last = [line for line in capsys.readouterr().err.splitlines() if "token" in line or "sequence" in line]
+    assert first.startswith("one sequence at a time, with the model's own cache: DeepseekV32ForCausalLM")
+    assert last.startswith("2 tokens, ")
 
 
 @pytest.mark.parametrize(

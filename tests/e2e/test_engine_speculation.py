@@ -24,7 +24,9 @@ MODES = ("prompt", "auto")
 @pytest.fixture(scope="module", params=[*SOME, *(pytest.param(case, marks=pytest.mark.long) for case in OTHERS)], ids="-".join)
 def alone(request):
     with start(*request.param) as runtime:
-        yield Alone(open_host(checkpoint(*request.param), runtime))
+        host = open_host(checkpoint(*request.param), runtime)
+        yield Alone(host)
+        host.packed.micro_batches.close()
 
 
 def repetitive(number: int, length: int, **options: object) -> Asked:
@@ -42,8 +44,17 @@ def loads() -> list[Asked]:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_drafts_change_no_bit(alone, mode):
+    drafted(alone, mode, "1")
+
+
+def test_drafts_in_two_micro_batches_change_no_bit(alone):
+    drafted(alone, "prompt", "2")
+
+
+def drafted(alone: Alone, mode: str, micro_batches: str) -> None:
     companions = [asked(450 + number) for number in range(4)]
-    with engine_run(alone.host, come_and_go(1, companions), speculate=mode, max_batch_tokens=48) as run:
+    settings = {"speculate": mode, "micro_batches": micro_batches, "max_batch_tokens": 48}
+    with engine_run(alone.host, come_and_go(1, companions), **settings) as run:
         run.submit_all(loads())
         stats = run.assert_exact(alone)
     assert 0 < stats["accepted_tokens"] < stats["drafted_tokens"]

@@ -287,12 +287,21 @@ def test_closing_ends_a_stream_typed_and_later_calls_too():
     assert llm.stats()["engine"]["running"] == 0
 
 
-def test_a_model_without_pages_runs_one_sequence_at_a_time_with_the_tokens_of_its_own_loop():
-    with start(host_operators="torch") as llm:
-        assert llm.host.report.not_paged == "host.operators: torch"
+def test_a_model_without_pages_runs_one_sequence_at_a_time_with_the_tokens_of_the_plain_loop():
+    # Its attention looks tokens up by an index.
+    with dm.LLM(checkpoint("deepseek_v32", "f32"), topology("loopback"), kv_memory="16MiB") as llm:
+        assert llm.host.report.not_paged
         expected = [plain_tokens(llm, token_ids) for token_ids in PROMPTS[:3]]
         assert tokens_of(llm.generate(PROMPTS[:3], GREEDY)) == expected
+        params = dataclasses.replace(SAMPLED, n=2)
+        assert llm.generate(PROMPTS[:2], params) == llm.generate(PROMPTS[:2], params)
         check_idle(llm)
+
+
+def test_operators_of_torch_give_the_tokens_of_the_plain_loop_too():
+    with start(host_operators="torch") as llm:
+        (found,) = llm.generate(PROMPTS[1], GREEDY)
+        assert list(found.token_ids) == plain_tokens(llm, PROMPTS[1])
 
 
 def test_a_tokenizer_of_ones_own_stands_in_for_the_checkpoints():

@@ -44,8 +44,8 @@ def row_case(plan: Plan, name: str) -> RowCase:
     return next(case for case in all_cases(plan, with_real_shape=False)[1] if case.label == name)
 
 
-def llama_prints(plan: Plan, *decode_s: float) -> None:
-    entries = [json.dumps({"pl": 16, "speed_pp": 100.0 * place, "t_tg": took}) for place, took in enumerate(decode_s, 1)]
+def llama_prints(plan: Plan, *decode_s: float, count: int = 16) -> None:
+    entries = [json.dumps({"pl": count, "speed_pp": 100.0 * place, "t_tg": took}) for place, took in enumerate(decode_s, 1)]
     assert plan.llama_bin is not None
     program(plan.llama_bin / "llama-batched-bench", "#!/bin/sh\ncat <<'END'\n\n" + "\n".join(entries) + "\nEND\n")
 
@@ -58,14 +58,22 @@ def test_seconds_of_llama_batched_bench_are_of_a_step(plan: Plan) -> None:
     (command,) = found.commands
     assert command[:5] == ["llama-batched-bench", "-m", "model", "-t", "2"]
     # Room for 16 sequences of 64 + 4 tokens, and a size for each repetition.
-    sizes = ["-c", "1088", "-npp", "64", "-ntg", "4", "-npl", "16,16"]
+    sizes = ["-c", "1088", "-npp", "64", "-ntg", "4", "-npl", "16,16,1"]
     assert command[command.index("-c") : command.index("-npl") + 2] == sizes
 
 
 def test_sizes_that_llama_passes_over_are_told(plan: Plan) -> None:
-    llama_prints(plan, 0.8)
+    llama_prints(plan, 0.8, count=4)
     with pytest.raises(SystemExit, match="llama-batched-bench .*: measured 1 of 2 times"):
         measure_llama_batch(plan, "q8_0", "batch4", "local")
+
+
+def test_the_last_line_of_llama_batched_bench_is_of_no_row_and_may_be_missing(plan: Plan) -> None:
+    assert plan.llama_bin is not None
+    lines = [json.dumps({"pl": count, "speed_pp": 100.0, "t_tg": took}) for count, took in ((4, 0.8), (4, 0.4), (1, 0.1))]
+    for printed in (lines, lines[:2]):
+        program(plan.llama_bin / "llama-batched-bench", "#!/bin/sh\ncat <<'END'\n" + "\n".join(printed) + "\nEND\n")
+        assert measure_llama_batch(plan, "q8_0", "batch4", "local").samples_s == [0.2, 0.1]
 
 
 def test_vllm_is_asked_for_as_many_sequences_as_the_row_has(plan: Plan) -> None:
@@ -220,9 +228,9 @@ def test_the_documents_show_every_row_of_many_sequences(plan: Plan, tmp_path: Pa
     ours = found | {"name": "batch16-q8_0-local-ours", "side": "ours", "median_s": 0.16, "tokens_per_s": 100.0}
     alone = ours | {"name": "engine1-q8_0-local-ours", "phase": "engine1", "time_by_loop": 1.04}
     rows = [found, ours, alone]
-    empty: list[Any] = []
-    for name, shown, summary in ((RESULTS[0], rows, summarise(rows, {})), (RESULTS[1], empty, empty)):
-        (tmp_path / f"{name}.json").write_text(json.dumps({"rows": shown, "summary": summary}))
+    for name in RESULTS:
+        result = {"rows": rows, "summary": summarise(rows, {})} if name == "engine_batches" else {"rows": [], "summary": []}
+        (tmp_path / f"{name}.json").write_text(json.dumps(result))
     recorded = Recorded(tmp_path)
     lines = speeds(recorded).splitlines()[2:]
     assert [line.split(" | ")[0].strip("| ") for line in lines] == ["decode of 16 sequences"] * 2 + [

@@ -110,6 +110,23 @@ def test_numbers_are_written_with_three_digits_in_the_unit_that_fits() -> None:
     assert percent(0.8649) == "86%"
 
 
+def test_what_is_of_a_result_that_is_not_there_stays_and_is_told(copy: Path) -> None:
+    results = copy / "bench/results"
+    results.unlink()
+    shutil.copytree(ROOT / "bench/results", results)
+    (results / "slice_overlap.json").unlink()
+    text = (copy / "docs/benchmarks.md").read_text()
+    with pytest.raises(FileNotFoundError, match="slice_overlap.json is not recorded"):
+        written(text, results)
+    # A figure of another result is written all the same.
+    false = text.replace("<!-- figure: held-out-windows -->", "<!-- figure: held-out-windows -->0")
+    not_recorded: list[str] = []
+    # The table of where results come from has a line less.
+    lost = next(line for line in text.splitlines(keepends=True) if line.startswith("| [slice_overlap]"))
+    assert written(false, results, not_recorded) == text.replace(lost, "")
+    assert {line.split(":")[0] for line in not_recorded} == {"measured/overlap", "overlap-share", "overlap-forecast"}
+
+
 def test_writing_twice_changes_nothing(copy: Path) -> None:
     text = (copy / "docs/benchmarks.md").read_text()
     assert written(written(text, ROOT / "bench/results"), ROOT / "bench/results") == text

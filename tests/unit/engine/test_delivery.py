@@ -20,7 +20,8 @@ import pytest
 
 from dflash_moe.engine import engine as engine_module
 from dflash_moe.engine.delivery import EngineDoor, TokenStream
-from dflash_moe.engine.engine import Engine, EngineSettings
+from dflash_moe.engine.engine import Engine
+from dflash_moe.engine.engine_settings import EngineSettings
 from dflash_moe.engine.request import CANCELLED, LENGTH, TokenDelta
 from dflash_moe.errors import ConfigError, EngineError, QueueFull, RequestCancelled, WorkerTimeout
 from tests.token_forward import (

@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from dflash_moe.engine import engine as engine_module
-from dflash_moe.engine.engine import Engine, EngineSettings
+from dflash_moe.engine.engine import Engine
+from dflash_moe.engine.engine_settings import EngineSettings
 from dflash_moe.engine.request import CANCELLED, ERROR, LENGTH
 from dflash_moe.engine.sample import Sampled, Sampler
 from dflash_moe.engine.token_masks import MAX_STUCK, MaskThread

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from dflash_moe.engine.micro_batches import MicroBatches
-from dflash_moe.engine.split_forecast import LEAST_ROWS, Choice, SplitForecast
+from dflash_moe.engine.split_forecast import LEAST_ROWS, MEASURED, PREDICTED, TRIED, Choice, SplitForecast
 from dflash_moe.engine.step_blocks import PackedStep
 from dflash_moe.errors import ConfigError
 
@@ -80,7 +80,7 @@ def test_a_number_is_obeyed(asked, parts):
 
 @pytest.mark.parametrize("is_remote", [True, False])
 def test_auto_follows_its_forecast_only_where_experts_are_remote(is_remote, monkeypatch):
-    monkeypatch.setattr(SplitForecast, "choose", lambda *_: Choice(True, "predicted", 2.0, 1.0))
+    monkeypatch.setattr(SplitForecast, "choose", lambda *_: Choice(True, PREDICTED, 2.0, 1.0))
     batches = MicroBatches("auto", FakeRuntime(is_remote), ())
     assert run(batches, FakePacked()) == ([48, 48] if is_remote else [ROWS])
     assert run(batches, FakePacked(), LEAST_ROWS - 1) == [LEAST_ROWS - 1]
@@ -88,12 +88,13 @@ def test_auto_follows_its_forecast_only_where_experts_are_remote(is_remote, monk
 
 
 def test_a_change_of_mind_is_logged_once(monkeypatch, caplog):
-    choices = [Choice(True, "predicted", 2.0, 1.0)] * 3 + [Choice(False, "measured", 2.0, 2.5)] * 2
+    choices = [Choice(True, PREDICTED, 2.0, 1.0)] * 2 + [Choice(False, TRIED, 2.0, 1.0), Choice(True, MEASURED, 2.0, 1.0)]
+    choices += [Choice(False, MEASURED, 2.0, 2.5)] * 2
     monkeypatch.setattr(SplitForecast, "choose", lambda *_: choices.pop(0))
     batches = MicroBatches("auto", FakeRuntime(True), ())
     with caplog.at_level(logging.INFO, "dflash_moe.auto"):
-        parts = [run(batches, FakePacked()) for _ in range(5)]
-    assert parts == [[48, 48]] * 3 + [[ROWS]] * 2
+        parts = [run(batches, FakePacked()) for _ in range(6)]
+    assert parts == [[48, 48]] * 2 + [[ROWS], [48, 48]] + [[ROWS]] * 2
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == 2
     assert f"about {ROWS} rows: two micro-batches; two are predicted to take 1000 ms, one 2000 ms" in lines[0]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-from dflash_moe.engine.schedule import FORCED_FIFO_EVERY, LOOKAHEAD, StepPlan
+from dflash_moe.engine.schedule import FORCED_FIFO_EVERY, LOOKAHEAD, StepPlan, begins_followers
 from tests.scheduled_steps import Steps
 
 
@@ -140,6 +140,15 @@ def test_choices_go_on_without_those_that_end(ended, after):
     rest = max(0, 10 - 8 * after) + (2 if after < 2 else 4 - after) * left
     assert computed == (rest if left else 0), "the prompt is computed once, whoever ends"
     assert steps.pool.num_free == steps.pool.num_blocks
+
+
+def test_a_choice_is_not_preempted_for_a_copy_that_nobody_needs_once_the_other_is_gone():
+    steps = Steps(num_blocks=3)
+    old, young = steps.submit(10, max_tokens=2, n=2)
+    steps.step()
+    plan = steps.step()
+    assert (plan.preempted, counts(plan)) == ((young,), {old.key: 1})
+    steps.run(steps.most_steps)
 
 
 def test_drafts_take_what_is_left_of_budget_and_blocks_and_preempt_nobody():
@@ -280,18 +289,13 @@ def test_choices_that_end_do_not_begin_by_a_plan_made_ahead(ended):
     assert [one.num_generated for one in left] == [3] * len(left)
 
 
-def test_choices_that_found_no_place_do_not_begin_by_a_plan_made_ahead():
-    steps = Steps(num_blocks=5, max_batch_tokens=9, max_requests=3, packing=True, prefix_cache=False)
-    steps.submit(4, max_tokens=5)
-    leader, follower = steps.submit(9, max_tokens=3, n=2)
-    young = steps.submit(2, max_tokens=5)[0]
-    assert counts(steps.step()) == {(1, 0): 4, (3, 0): 2, (2, 0): 3}
-    # The place that the youngest loses here is free for a step whose plan was made meanwhile.
-    ahead = ahead_of(steps)
-    assert steps.scheduler.num_preempted == 1
-    assert list(steps.scheduler.waiting) == [young, follower]
-    assert leader.num_generated == 1
-    assert leader.key in sampled(ahead)
-    assert follower.key not in sampled(ahead)
-    steps.step(steps.scheduler.revise(ahead))
-    steps.run(steps.most_steps)
+def test_nothing_is_planned_ahead_of_choices_that_begin_or_find_no_place():
+    # They share a block that has no table yet, or leave their leader and wait on their own.
+    for max_requests in (1, 2, 3):
+        steps = Steps(max_requests=max_requests, max_batch_tokens=max(4, max_requests))
+        steps.submit(7, max_tokens=3, n=3)
+        seen: list[bool] = []
+        for _ in range(3):
+            steps.step(meanwhile=lambda plan, seen=seen: seen.append(begins_followers(plan)))
+        assert seen == [False, True, False]
+        assert len(steps.scheduler.running) == max_requests

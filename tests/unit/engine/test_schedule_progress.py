@@ -122,21 +122,6 @@ def test_prompts_that_cannot_be_cut_come_to_their_end(seed):
     assert all(one.finish_reason == "length" for one in made)
 
 
-@given(seed=st.integers(0, 1 << 16), packing=st.booleans())
-@settings(max_examples=40)
-def test_the_oldest_that_runs_is_never_preempted_where_nothing_is_shared(seed, packing):
-    chance = random.Random(seed)
-    steps = Steps(8, 16, 8, packing=packing, prefix_cache=False)
-    for _ in range(8):
-        most = chance.randint(1, 12)
-        steps.submit(chance.randint(1, 32 - most), most)
-    while steps.scheduler.has_work:
-        before = list(steps.scheduler.running)
-        plan = steps.step()
-        assert not before or before[0] not in plan.preempted
-        assert not before or before[0] in [rows.request for rows in plan.rows]
-
-
 def test_requests_are_preempted_and_end_all_the_same():
     """The loads of these tests are such that the rare cases are not rare."""
     found = [random_load(seed, 10)[0] for seed in range(12)]
