@@ -147,7 +147,7 @@ class Engine:
         self._between_steps(self._forget_cached, timeout_s)
 
     def _between_steps(self, function: Callable[[], None], timeout_s: float) -> None:
-        # No threading.Event: an interrupt here could keep its lock, at which the engine would stand.
+        # No threading.Event: an interrupt could keep its lock, at which the engine would stand.
         done, errors = threading.Lock(), list[BaseException]()
         done.acquire(blocking=False)
 

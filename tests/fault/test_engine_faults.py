@@ -163,9 +163,10 @@ def before_layer(llm: LLM, place: int, function: Any, monkeypatch: pytest.Monkey
     monkeypatch.setitem(layer.__dict__, "step", stepped)
 
 
-@pytest.fixture(scope="module")
-def llm() -> Iterator[LLM]:
-    with start("loopback", max_batch_tokens=32) as made:
+@pytest.fixture(scope="module", params=["1", "2"])
+def llm(request: pytest.FixtureRequest) -> Iterator[LLM]:
+    """One batch or two halves a step, of which the one that fails stops the other."""
+    with start("loopback", max_batch_tokens=32, micro_batches=request.param) as made:
         yield made
 
 
