@@ -18,7 +18,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from dflash_moe.engine.block_hashes import BlockHashes
-from dflash_moe.engine.delivery import Call, Cancel, Command, EngineDoor, Submit, TokenStream
+from dflash_moe.engine.delivery import Bell, Call, Cancel, Command, EngineDoor, Submit, TokenStream
 from dflash_moe.engine.engine_settings import EngineSettings
 from dflash_moe.engine.engine_stats import EngineStats
 from dflash_moe.engine.forward import Forward
@@ -147,7 +147,7 @@ class Engine:
         self._between_steps(self._forget_cached, timeout_s)
 
     def _between_steps(self, function: Callable[[], None], timeout_s: float) -> None:
-        done, errors = threading.Event(), list[BaseException]()
+        done, errors = Bell(), list[BaseException]()
 
         def call() -> None:
             try:
@@ -155,7 +155,7 @@ class Engine:
             except BaseException as error:  # noqa: BLE001 - it belongs to the thread that asked
                 errors.append(error)
             finally:
-                done.set()
+                done.ring()
 
         self._door.send(Call(call))
         if not done.wait(timeout_s):
