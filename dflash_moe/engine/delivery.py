@@ -3,7 +3,7 @@ the engine thread takes once a step, however many requests there are.
 
 Ctrl-C raises in a caller between any two of its steps, and must not leave the lock held: it is the
 interpreter's own lock, taken by `with` and never given up to wait. Whoever waits has a bell of its
-own.
+own. (`threading.Condition` is Python code, in which an interrupt loses the lock.)
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -53,6 +53,29 @@ class Call:
 Command = Submit | Cancel | Call
 
 
+class Bell:
+    """Wakes the one thread that waits at it. It stays rung until then.
+
+    It is a lock whose release is the ring: `queue.SimpleQueue.get` of Python 3.11 waits for ever
+    where its limit passes before it begins to wait.
+    """
+
+    __slots__ = ("_lock",)
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._lock.acquire(blocking=False)
+
+    def ring(self) -> None:
+        """Lets the present or the next `wait` return. Several rings are as one."""
+        with contextlib.suppress(RuntimeError):
+            self._lock.release()
+
+    def wait(self, timeout: float) -> bool:
+        """Returns whether it was rung within `timeout` seconds."""
+        return self._lock.acquire(timeout=timeout)
+
+
 class TokenStream:
     """The tokens of one submission, as its caller takes them. Any thread may; each delta is taken
     once.
@@ -64,7 +87,7 @@ class TokenStream:
         self._deltas: deque[TokenDelta] = deque()
         self._num_open = num_choices
         # What wakes those who wait now: threads, and tasks with their event loops.
-        self.bells: set[threading.Lock] = set()
+        self.bells: set[Bell] = set()
         self.arrivals: dict[asyncio.Event, asyncio.AbstractEventLoop] = {}
 
     def take(self, timeout: float | None = None) -> list[TokenDelta]:
@@ -116,7 +139,7 @@ class EngineDoor:
         self._seconds_per_request = 0.0
         self._closed: DflashError | None = None
         self._is_asleep = False
-        self._bell = _silent_bell()
+        self._bell = Bell()
         self._is_alive: Callable[[], bool] = lambda: True
 
     def watch(self, is_alive: Callable[[], bool]) -> None:
@@ -144,7 +167,7 @@ class EngineDoor:
         # Before the change that it is for, so that an interrupt between the two wakes in vain and
         # never leaves a command with a thread that sleeps. The lock is held meanwhile.
         if self._is_asleep:
-            _ring(self._bell)
+            self._bell.ring()
             self._is_asleep = False
 
     def _refuse_more(self, count: int) -> None:
@@ -160,7 +183,7 @@ class EngineDoor:
     def take(self, stream: TokenStream, timeout: float | None) -> list[TokenDelta]:
         """As `TokenStream.take`."""
         deadline = math.inf if timeout is None else time.monotonic() + timeout
-        bell = _silent_bell()
+        bell = Bell()
         while True:
             # Asked before the stream is: what a thread that has ended left behind is there then.
             is_alive = self._is_alive()
@@ -177,7 +200,7 @@ class EngineDoor:
                 raise _without_answer(stream)
             if left <= 0:
                 raise WorkerTimeout(f"request {stream.request_id}: no token within {timeout:g} s; it goes on")
-            bell.acquire(timeout=left)
+            bell.wait(left)
 
     async def atake(self, stream: TokenStream) -> list[TokenDelta]:
         """As `TokenStream.atake`."""
@@ -213,7 +236,7 @@ class EngineDoor:
             self._is_asleep = wait and not self._commands and self._closed is None
             if not self._is_asleep:
                 return self._take_commands()
-        self._bell.acquire(timeout=IDLE_S)
+        self._bell.wait(IDLE_S)
         with self._lock:
             self._is_asleep = False
             return self._take_commands()
@@ -231,7 +254,7 @@ class EngineDoor:
         loops: dict[asyncio.AbstractEventLoop, list[asyncio.Event]] = {}
         for stream in {stream for stream, _ in deltas}:
             for bell in stream.bells:
-                _ring(bell)
+                bell.ring()
             stream.bells.clear()
             for arrived, loop in stream.arrivals.items():
                 loops.setdefault(loop, []).append(arrived)
@@ -245,23 +268,6 @@ class EngineDoor:
         with self._lock:
             self._wake()
             self._closed = self._closed or error
-
-
-def _silent_bell() -> threading.Lock:
-    """Returns a bell, which somebody waits for by acquiring it.
-
-    It is a bare lock: an interrupt within a Condition can lose its lock, and SimpleQueue.get of
-    Python 3.11 waits for ever where its timeout passes before it has begun to wait.
-    """
-    bell = threading.Lock()
-    bell.acquire()
-    return bell
-
-
-def _ring(bell: threading.Lock) -> None:
-    # It rings already where an interrupt came between an earlier ring and the note of it.
-    with contextlib.suppress(RuntimeError):
-        bell.release()
 
 
 def _without_answer(stream: TokenStream) -> EngineError:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from dflash_moe.engine.block_hashes import BlockHashes
-from dflash_moe.engine.delivery import Call, Cancel, Command, EngineDoor, Submit, TokenStream
+from dflash_moe.engine.delivery import Bell, Call, Cancel, Command, EngineDoor, Submit, TokenStream
 from dflash_moe.engine.engine_settings import EngineSettings
 from dflash_moe.engine.engine_stats import EngineStats
 from dflash_moe.engine.forward import Forward
@@ -147,9 +147,7 @@ class Engine:
         self._between_steps(self._forget_cached, timeout_s)
 
     def _between_steps(self, function: Callable[[], None], timeout_s: float) -> None:
-        # No threading.Event: an interrupt could keep its lock, at which the engine would stand.
-        done, errors = threading.Lock(), list[BaseException]()
-        done.acquire(blocking=False)
+        done, errors = Bell(), list[BaseException]()
 
         def call() -> None:
             try:
@@ -157,10 +155,10 @@ class Engine:
             except BaseException as error:  # noqa: BLE001 - it belongs to the thread that asked
                 errors.append(error)
             finally:
-                done.release()
+                done.ring()
 
         self._door.send(Call(call))
-        if not done.acquire(timeout=timeout_s):
+        if not done.wait(timeout_s):
             raise EngineError(f"the engine thread did not come to the end of its step within {timeout_s:g} s")
         if errors:
             raise errors[0]

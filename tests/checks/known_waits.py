@@ -160,7 +160,6 @@ KNOWN: dict[str, dict[str, str]] = {
         "lock self._lock": "bounded: held over a dictionary and rich's own lock; bars are drawn by a thread of rich's",
     },
     "dflash_moe/engine/delivery.py": {
-        "call bell.acquire": "bounded: a lock that was made a line before and that nobody else knows yet",
         "call arrived.wait": "bounded: asyncio.wait_for around it gives it up after LOOK_S, a second",
         "lock self._lock": "bounded: held over lists and the bells of who waits; all waits are done without it",
     },
