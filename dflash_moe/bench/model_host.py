@@ -51,16 +51,18 @@ def open_hosts(
     recorder: Recorder,
     *,
     with_local: bool,
+    micro_batches: str | None = "1",
 ) -> Iterator[tuple[Host, Host | None]]:
     """Gives the block the model over the workers, and with all experts local or None. Both are
-    alive at once, so that their rounds can alternate.
+    alive at once, so that their rounds can alternate. Steps are computed in one batch, so that
+    calls depend on modes alone; `micro_batches` None leaves it to the setting.
 
     Where this machine has no memory for the second, it says so and leaves that out. Errors are
     those of `ExpertRuntime.start`.
     """
     recorder.reporter.say(f"starting {len(topology.workers)} workers and loading {directory.name}")
     with ExitStack() as stack:
-        remote = _open(stack, directory, topology, overrides, recorder)
+        remote = _open(stack, directory, topology, overrides, recorder, micro_batches)
         if recorder.result is not None:
             recorder.result.params["processes"] = resident_memory(remote.runtime)
         local = None
@@ -69,7 +71,14 @@ def open_hosts(
             total_threads = threads.host + sum(threads.workers.values())
             own = {key: value for key, value in overrides.items() if key not in NOT_LOCAL}
             try:
-                local = _open(stack, directory, local_topology(topology, total_threads), {**own, "mode": "batched"}, recorder)
+                local = _open(
+                    stack,
+                    directory,
+                    local_topology(topology, total_threads),
+                    {**own, "mode": "batched"},
+                    recorder,
+                    micro_batches,
+                )
             except ConfigError as error:
                 recorder.reporter.say(f"row {LOCAL} is left out: {error}")
                 if recorder.result is not None:
@@ -77,13 +86,16 @@ def open_hosts(
         yield remote, local
 
 
-def _open(stack: ExitStack, directory: Path, topology: Topology, overrides: Mapping[str, Any], recorder: Recorder) -> Host:
+def _open(
+    stack: ExitStack, directory: Path, topology: Topology, overrides: Mapping[str, Any], recorder: Recorder,
+    micro_batches: str | None,
+) -> Host:  # fmt: skip
     from dflash_moe.engine.host_model import open_host
 
     runtime = stack.enter_context(
         ExpertRuntime.start(topology, model=directory, on_loading=recorder.reporter.loading, **overrides)
     )
-    model, sides = open_host(directory, runtime), Sides.of(topology, overrides)
+    model, sides = open_host(directory, runtime, micro_batches=micro_batches), Sides.of(topology, overrides)
     keeps_torch = model.packed is None or bool(model.report.not_taken)
     if keeps_torch and runtime.tensor_device == "cpu":
         import torch

@@ -139,7 +139,10 @@ def run_scheduler(
     _check(params)
     result = recorder.begin("scheduler", _describe(params))
     result.params |= describe_topology(topology, overrides, recorder)
-    with recorder.recording(), open_hosts(params.model, topology, overrides, recorder, with_local=False) as (host, _):
+    with (
+        recorder.recording(),
+        open_hosts(params.model, topology, overrides, recorder, with_local=False, micro_batches=None) as (host, _),
+    ):
         from dflash_moe.engine.engine import Engine
         from dflash_moe.engine.engine_settings import EngineSettings
 

@@ -62,7 +62,9 @@ class TwoHalves:
         other = self._begin(lambda: self._compute(second, turns, numbers[1]))
         try:
             found = self._compute(first, turns, numbers[0])
-            wait((other,), limit_s)
+            # Longer than any wait of the other half that began before, which says better what was
+            # missing.
+            wait((other,), 2 * limit_s)
         except BaseException as error:
             self._stop(turns, other, limit_s)
             if isinstance(error, HalfStopped) and (cause := other.exception(0)) is not None:
