@@ -82,7 +82,14 @@ def main() -> int:
 def summarise(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Returns the line that says whether the mark was met."""
     value = next(float(row["share"]) for row in rows if row["name"] == MARK_ROW)
-    return [{"what": f"time of {MARK_ROW}, by one batch's", "value": value, "at_most": MOST_SHARE, "met": value <= MOST_SHARE}]
+    return [
+        {
+            "what": f"time of {MARK_ROW}, by one batch's",
+            "value": value,
+            "at_most": MOST_SHARE,
+            "met": value <= MOST_SHARE,
+        }
+    ]
 
 
 def shown_row(row: Mapping[str, Any]) -> str:

@@ -18,7 +18,13 @@ SCHEDULER, MICRO_BATCHES, REQUESTS = "engine_scheduler", "micro_batches", "engin
 SHARE_ROW, MOST_SHARE = "batch-16", 0.02
 LOOP_ROW, MOST_TIME_BY_LOOP = "loop", 1.03
 # What a step consists of, in the order in which it does it.
-STEP_PARTS = {"forward_s": "forward pass", "plan_s": "plan", "sample_s": "sample", "commit_s": "commit", "deliver_s": "deliver"}
+STEP_PARTS = {
+    "forward_s": "forward pass",
+    "plan_s": "plan",
+    "sample_s": "sample",
+    "commit_s": "commit",
+    "deliver_s": "deliver",
+}
 # Counts of a run of requests that its result may have, and what they count.
 COUNTS = {
     "preemptions": "preemptions",
@@ -83,7 +89,16 @@ def micro_batches(recorded: Recorded) -> str:
             f"{row['split_steps']} of {row['steps']}", _percent_or_none(row, "overlap_share"),
             f"{row['others_busy_cores']:.2f}",
         ))  # fmt: skip
-    head = ("step", "computed in", "p50", "p95", "of one batch", "steps cut", "of waiting hidden", "cores that others took")
+    head = (
+        "step",
+        "computed in",
+        "p50",
+        "p95",
+        "of one batch",
+        "steps cut",
+        "of waiting hidden",
+        "cores that others took",
+    )
     return markdown(head, lines)
 
 

@@ -48,7 +48,14 @@ def measure_llama_batch(plan: Plan, fmt: str, phase: str, _place: str) -> Measur
 
 def measure_vllm_batch(plan: Plan, fmt: str, phase: str, _place: str) -> Measured:
     """Runs vLLM as for one sequence, with a limit of as many as there are."""
-    sizes = ["--prompt-tokens", plan.batch_prompt_tokens, "--new-tokens", plan.batch_new_tokens, "--repeat", plan.repetitions]
+    sizes = [
+        "--prompt-tokens",
+        plan.batch_prompt_tokens,
+        "--new-tokens",
+        plan.batch_new_tokens,
+        "--repeat",
+        plan.repetitions,
+    ]
     finished, found, command = run_vllm(plan, fmt, ["--sequences", NUM_SEQUENCES[phase], *sizes])
     more = {key: found[key] for key in ("versions", "first_tokens_apart_s")}
     return Measured(found["decode_s"], [shown(command)], finished, more)

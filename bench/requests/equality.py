@@ -73,7 +73,8 @@ class Equality:
 def _difference(outcome: Outcome, alone: Outcome, choice: int) -> str:
     tokens, own = outcome.tokens[choice], alone.tokens[choice]
     place = next(
-        (at for at, (one, other) in enumerate(zip(tokens, own, strict=False)) if one != other), min(len(tokens), len(own))
+        (at for at, (one, other) in enumerate(zip(tokens, own, strict=False)) if one != other),
+        min(len(tokens), len(own)),
     )
     return (
         f"request {outcome.number}, choice {choice}: {len(tokens)} tokens ({outcome.reasons[choice]}), alone {len(own)} "

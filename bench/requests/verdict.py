@@ -47,7 +47,9 @@ def summarise(
         _line("blocks that nobody gave back", lost, at_most=0),
         _line("errors in the books of blocks", int(bool(blocks["error"])), at_most=0),
         _line(
-            "bytes that memory grew by from the second quarter to the last", load.trace.grown_bytes(), at_most=MOST_GROWN_BYTES
+            "bytes that memory grew by from the second quarter to the last",
+            load.trace.grown_bytes(),
+            at_most=MOST_GROWN_BYTES,
         ),
         _line("requests forked", load.forked, at_least=1),
         _line("choices cancelled", load.reasons["cancelled"], at_least=1),

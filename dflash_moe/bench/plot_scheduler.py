@@ -46,11 +46,24 @@ def _parts(axis: Any, rows: Sequence[Mapping[str, Any]]) -> None:
     below = [0.0] * len(rows)
     for part, color in zip(PARTS, CYCLE, strict=False):
         heights = [1e6 * row["per_step_s"][part] for row in rows]
-        axis.bar(range(len(rows)), heights, bottom=below, color=color, width=0.72, alpha=0.85, label=part.removesuffix("_s"))
+        axis.bar(
+            range(len(rows)),
+            heights,
+            bottom=below,
+            color=color,
+            width=0.72,
+            alpha=0.85,
+            label=part.removesuffix("_s"),
+        )
         below = [low + height for low, height in zip(below, heights, strict=True)]
     for place, (row, top) in enumerate(zip(rows, below, strict=True)):
         axis.annotate(
-            f"{row['engine_share']:.1%}", (place, top), xytext=(0, 4), textcoords="offset points", ha="center", fontsize=8
+            f"{row['engine_share']:.1%}",
+            (place, top),
+            xytext=(0, 4),
+            textcoords="offset points",
+            ha="center",
+            fontsize=8,
         )
     axis.set_xticks(range(len(rows)), [row["name"] for row in rows], fontsize=8)
     axis.set_ylim(0, 1.18 * max(max(below), 1e-9))

@@ -225,7 +225,12 @@ class EngineDoor:
 
     # -- the engine thread -----------------------------------------------------------------------
     def exchange(
-        self, deltas: list[tuple[TokenStream, TokenDelta]], *, num_waiting: int, seconds_per_request: float, wait: bool
+        self,
+        deltas: list[tuple[TokenStream, TokenDelta]],
+        *,
+        num_waiting: int,
+        seconds_per_request: float,
+        wait: bool,
     ) -> list[Command]:
         """Hands deltas to their streams and returns the commands that have come; where `wait` is
         set it waits for one. The lock is taken once.

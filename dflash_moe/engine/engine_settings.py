@@ -31,7 +31,15 @@ class EngineSettings:
     @classmethod
     def of(cls, runtime: ExpertRuntime) -> EngineSettings:
         """Returns those of a runtime and its model."""
-        names = ("max_batch_tokens", "max_requests", "max_queue", "order", "speculate", "prefix_cache", "call_timeout_s")
+        names = (
+            "max_batch_tokens",
+            "max_requests",
+            "max_queue",
+            "order",
+            "speculate",
+            "prefix_cache",
+            "call_timeout_s",
+        )
         share = max(layer.top_k / layer.num_experts for layer in runtime.layers)
         return cls(
             **{name: getattr(runtime.settings, name) for name in names},

@@ -185,7 +185,13 @@ class _Run:
         self, llm: LLM, place: int, token_ids: list[int], params: SamplingParams | None,
         on_chunk: Callable[[int, Chunk], None] | None,
     ) -> None:  # fmt: skip
-        self._llm, self._place, self._token_ids, self._params, self._on_chunk = llm, place, token_ids, params, on_chunk
+        self._llm, self._place, self._token_ids, self._params, self._on_chunk = (
+            llm,
+            place,
+            token_ids,
+            params,
+            on_chunk,
+        )
         self._text: _StreamText | None = None
         self._error: DflashError | None = None
 

@@ -20,7 +20,16 @@ from dflash_moe.engine.half_steps import Cut, choose_cut, halves_of, lengths_of
 from dflash_moe.engine.half_turns import HalfTurns
 from dflash_moe.engine.paged_cache import PagedCache, StepPages, no_order
 from dflash_moe.engine.rotary_tables import RotaryTables
-from dflash_moe.engine.split_forecast import LEAST_ROWS, PREDICTED, TRIED, Choice, SizeKey, SplitForecast, StepTimes, size_key
+from dflash_moe.engine.split_forecast import (
+    LEAST_ROWS,
+    PREDICTED,
+    TRIED,
+    Choice,
+    SizeKey,
+    SplitForecast,
+    StepTimes,
+    size_key,
+)
 from dflash_moe.engine.step_blocks import PackedStep
 from dflash_moe.engine.step_clock import StepClock
 from dflash_moe.engine.two_halves import Half, TwoHalves

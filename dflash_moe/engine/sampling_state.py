@@ -47,7 +47,10 @@ class SamplingState:
         self.params, self.seed, self.choice = params, seed, choice
         self.has_bias = bool(params.logit_bias)
         # The biased ids, int64, and their biases, float64, both [num_entries].
-        self.bias = (np.array(list(params.logit_bias), np.int64), np.array(list(params.logit_bias.values()), np.float64))
+        self.bias = (
+            np.array(list(params.logit_bias), np.int64),
+            np.array(list(params.logit_bias.values()), np.float64),
+        )
         looks_at_prompt = params.repetition_penalty != 1.0
         self.has_penalties = looks_at_prompt or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
         self._counts = _TokenCounts(prompt_ids if looks_at_prompt else ())

@@ -84,7 +84,12 @@ class Speculator:
     """
 
     def __init__(
-        self, mode: str = "auto", drafter: Drafter | None = None, *, max_drafts: int = MAX_DRAFTS, expert_share: float = 1 / 16
+        self,
+        mode: str = "auto",
+        drafter: Drafter | None = None,
+        *,
+        max_drafts: int = MAX_DRAFTS,
+        expert_share: float = 1 / 16,
     ) -> None:
         """`expert_share` is top_k / num_experts of the model. Raises ConfigError."""
         if mode not in MODES:

@@ -274,7 +274,10 @@ def test_windows_gather_no_more_than_they_see():
         sequence = packed.admit(PROMPT_TOKENS)
         forward_part(packed, sequence, prompt()[:-1])
         forward_part(packed, sequence, prompt()[-1:])
-        assert [group.num_keys for window in (0, WINDOW) for group in packed.cache.groups(window)] == [PROMPT_TOKENS, WINDOW]
+        assert [group.num_keys for window in (0, WINDOW) for group in packed.cache.groups(window)] == [
+            PROMPT_TOKENS,
+            WINDOW,
+        ]
 
 
 @pytest.mark.parametrize("capacity", [32, 200])
@@ -321,7 +324,10 @@ def test_a_dtype_of_pages_that_overflows_unseen_is_refused():
         assert packed.cache.layer(0).keys.dtype == torch.bfloat16
         difference = (logits_of(packed, prompt()) - eager_logits("mixtral")) / eager_logits("mixtral").std()
         assert 1e-5 < float(difference.abs().max()) < 0.2
-    with opened_host("mixtral", kv_dtype="f16") as runtime, pytest.raises(ConfigError, match=r"kv_dtype: f16 .* model in f32"):
+    with (
+        opened_host("mixtral", kv_dtype="f16") as runtime,
+        pytest.raises(ConfigError, match=r"kv_dtype: f16 .* model in f32"),
+    ):
         open_host(checkpoint("mixtral", "f32"), runtime)
 
 

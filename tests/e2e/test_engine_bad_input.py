@@ -258,7 +258,11 @@ def test_a_task_that_is_cancelled_cancels_its_request(llm: LLM) -> None:
 def test_a_closed_model_refuses_by_name() -> None:
     with dm.LLM(checkpoint("qwen3_moe", "f32"), topology("loopback"), kv_memory="16MiB") as closed:
         pass
-    for late in (lambda: closed.generate([GOOD[0]], GREEDY), lambda: list(closed.stream(GOOD[0])), lambda: closed.submit([1])):
+    for late in (
+        lambda: closed.generate([GOOD[0]], GREEDY),
+        lambda: list(closed.stream(GOOD[0])),
+        lambda: closed.submit([1]),
+    ):
         with pytest.raises(dm.RequestCancelled, match=r"^request \d+: the engine is closed; open another one"):
             late()
     closed.close()

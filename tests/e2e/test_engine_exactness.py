@@ -192,7 +192,11 @@ def everything_at_once(opened: Opened, seed: int, order: str, micro_batches: str
     companions = [asked(200 + 16 * (seed % 4) + number, n=chance.choice((1, 1, 3))) for number in range(12)]
     companions += [replace(one, prompt=shared + one.prompt[:20]) for one in (asked(300 + number) for number in range(4))]
     speculate = chance.choice(("off", "prompt"))
-    settings = {"max_batch_tokens": chance.choice((9, 20, 40)), "max_requests": chance.choice((3, 8)), "speculate": speculate}
+    settings = {
+        "max_batch_tokens": chance.choice((9, 20, 40)),
+        "max_requests": chance.choice((3, 8)),
+        "speculate": speculate,
+    }
     settings |= {"order": order, "plans_ahead": seed % 2 == 1, "micro_batches": micro_batches}
     run = tight(opened, crowd(80, 3), seed, companions, **settings)
     assert run.stats["preemptions"] > 0

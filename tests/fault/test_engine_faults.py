@@ -206,7 +206,9 @@ def test_a_layer_that_fails_once_ends_the_requests_of_its_step_and_others_are_ex
     check_idle(llm)
 
 
-def test_a_sequence_with_a_cache_of_its_own_begins_again_after_a_step_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sequence_with_a_cache_of_its_own_begins_again_after_a_step_that_failed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with start("loopback", ONE_SEQUENCE) as llm:
         assert not llm.engine._forward.cuts_prompts
         expected = [[step.token_id for step in generate_tokens(llm.host, ids, max_new_tokens=6)] for ids in PROMPTS[:3]]

@@ -218,7 +218,11 @@ def compared(outcome: Outcome, alone: Outcome) -> Equality:
         ((), "cancelled", ""),
         ((1, 9, 3), "length", "request 0, choice 0: 3 tokens (length), alone 3 (length), they part at token 1"),
         ((1, 9), "cancelled", "request 0, choice 0: 2 tokens (cancelled), alone 3 (length), they part at token 1"),
-        ((1, 2, 3, 4), "cancelled", "request 0, choice 0: 4 tokens (cancelled), alone 3 (length), they part at token 3"),
+        (
+            (1, 2, 3, 4),
+            "cancelled",
+            "request 0, choice 0: 4 tokens (cancelled), alone 3 (length), they part at token 3",
+        ),
         ((1, 2), "stop", "request 0, choice 0: 2 tokens (stop), alone 3 (length), they part at token 2"),
     ],
 )
@@ -250,7 +254,12 @@ def good() -> dict[str, Any]:
     found.forked, found.trace = 3, Trace()
     found.reasons["cancelled"] = 2
     blocks = {"num_blocks": 9, "num_free": 9, "error": ""}
-    return {"load": found, "checks": [Equality(choices=1)], "blocks": blocks, "stats": {"preemptions": 4, "prefix_hits": 5}}
+    return {
+        "load": found,
+        "checks": [Equality(choices=1)],
+        "blocks": blocks,
+        "stats": {"preemptions": 4, "prefix_hits": 5},
+    }
 
 
 def unmet(run: dict[str, Any]) -> list[str]:

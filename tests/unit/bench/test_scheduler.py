@@ -36,7 +36,13 @@ EVERY_STEP = {"plan_s", "sample_s", "commit_s", "deliver_s", "forward_s"}
 
 
 def measured(recorder=None, **changes):
-    fields = {"batch": (1, 3), "prompt_tokens": PROMPT, "new_tokens": NEW, "repeat": REPEAT, "with_loop": True} | changes
+    fields = {
+        "batch": (1, 3),
+        "prompt_tokens": PROMPT,
+        "new_tokens": NEW,
+        "repeat": REPEAT,
+        "with_loop": True,
+    } | changes
     overrides = {"kv_memory": fields.pop("kv_memory", "16MiB")}
     overrides |= {key: fields.pop(key) for key in ("max_batch_tokens", "max_requests") if key in fields}
     params = SchedulerParams(checkpoint("qwen3_moe", "bf16"), **fields)

@@ -51,7 +51,12 @@ def test_the_report_of_one_has_times_of_its_chunks_and_counts_of_the_run():
     report = report_of_one(ONE, chunks, STATS)
     assert report["tpot_samples_s"] == pytest.approx([0.02, 0.02])
     assert report["tpot_s"] == pytest.approx(0.02)
-    assert (report["prompt_tokens"], report["token_ids"], report["text"], report["ttft_s"]) == (7, [1, 2, 3], "abc", 0.25)
+    assert (report["prompt_tokens"], report["token_ids"], report["text"], report["ttft_s"]) == (
+        7,
+        [1, 2, 3],
+        "abc",
+        0.25,
+    )
     assert {name: report[name] for name in TOTALS if name != "waits"} == {k: v for k, v in TOTALS.items() if k != "waits"}
     assert report_of_one(ONE, chunks[:1], STATS)["tpot_s"] is None
 

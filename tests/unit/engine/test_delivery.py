@@ -371,7 +371,9 @@ def test_a_race_of_submits_and_closing_ends_every_stream_once() -> None:
         assert_clean(engine, forward)
 
 
-def test_who_waits_for_a_thread_that_hangs_learns_it_when_the_engine_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_waits_for_a_thread_that_hangs_learns_it_when_the_engine_is_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(engine_module, "CLOSE_S", 0.01)
     forward = TokenForward()
     held = forward.before = Held()

@@ -88,7 +88,10 @@ def test_auto_follows_its_forecast_only_where_experts_are_remote(is_remote, monk
 
 
 def test_a_change_of_mind_is_logged_once(monkeypatch, caplog):
-    choices = [Choice(True, PREDICTED, 2.0, 1.0)] * 2 + [Choice(False, TRIED, 2.0, 1.0), Choice(True, MEASURED, 2.0, 1.0)]
+    choices = [Choice(True, PREDICTED, 2.0, 1.0)] * 2 + [
+        Choice(False, TRIED, 2.0, 1.0),
+        Choice(True, MEASURED, 2.0, 1.0),
+    ]
     choices += [Choice(False, MEASURED, 2.0, 2.5)] * 2
     monkeypatch.setattr(SplitForecast, "choose", lambda *_: choices.pop(0))
     batches = MicroBatches("auto", FakeRuntime(True), ())

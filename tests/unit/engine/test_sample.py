@@ -139,7 +139,12 @@ def test_seed_choice_and_position_decide_and_equal_ones_repeat():
 
 @pytest.mark.parametrize(
     "params",
-    [SamplingParams(), SamplingParams(temperature=2), SamplingParams(top_k=5, temperature=0.7), SamplingParams(top_p=0.8)],
+    [
+        SamplingParams(),
+        SamplingParams(temperature=2),
+        SamplingParams(top_k=5, temperature=0.7),
+        SamplingParams(top_p=0.8),
+    ],
 )
 def test_frequencies_are_the_probabilities(params):
     num_draws, logits = 3000, torch.tensor([0.1, 1.0, -1.0, 2.0, 0.0, -2.0, 0.9, 1.5])

@@ -40,7 +40,12 @@ class ScheduleMachine(RuleBasedStateMachine):
     def room(self) -> int:
         return self.steps.pool.num_blocks * BLOCK_TOKENS
 
-    @rule(length=st.integers(1, 40), most=st.integers(1, 12), n=st.integers(1, 4), prefix=st.sampled_from([None, *PREFIXES]))
+    @rule(
+        length=st.integers(1, 40),
+        most=st.integers(1, 12),
+        n=st.integers(1, 4),
+        prefix=st.sampled_from([None, *PREFIXES]),
+    )
     def submit(self, length, most, n, prefix):
         most = min(most, self.room - 1)
         length = min(length, self.room - most)

@@ -458,7 +458,10 @@ def test_prompt_mode_drafts_whatever_is_found_within_the_limits():
     assert speculator.plan([("a", phrase, 50)], 1, 64) == {"a": [1, 2, 3, 4]}
     assert speculator.plan([("a", phrase, 3)], 1, 64) == {"a": [1, 2]}
     assert speculator.plan([("a", phrase, 1)], 1, 64) == {}
-    assert speculator.plan([("a", phrase, 50), ("b", phrase, 50), ("c", phrase, 50)], 3, 6) == {"a": [1, 2, 3, 4], "b": [1, 2]}
+    assert speculator.plan([("a", phrase, 50), ("b", phrase, 50), ("c", phrase, 50)], 3, 6) == {
+        "a": [1, 2, 3, 4],
+        "b": [1, 2],
+    }
     assert speculator.plan([("a", phrase, 50)], 1, 0) == {}
     assert speculator.plan([], 0, 64) == {}
 

@@ -129,7 +129,10 @@ def _raise(error: BaseException):
 @pytest.mark.parametrize(
     ("mask", "text"),
     [
-        (lambda ids: _raise(KeyError("no rule")), r"token_mask: it raised KeyError\('no rule'\); allowed: bool \[7\] or None"),
+        (
+            lambda ids: _raise(KeyError("no rule")),
+            r"token_mask: it raised KeyError\('no rule'\); allowed: bool \[7\] or None",
+        ),
         (lambda ids: _raise(SystemExit(3)), r"it raised SystemExit\(3\)"),
         (lambda ids: _raise(Shouting()), r"it raised a Shouting"),
         (lambda ids: only(1)[:-1], r"it gave torch.bool \[6\]; allowed: bool \[7\] or None"),
