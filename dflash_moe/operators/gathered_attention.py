@@ -19,7 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dflash_moe.errors import UnsupportedError
-from dflash_moe.operators.paged_attention import check_arguments
+from dflash_moe.operators.paged_attention import as_latents, check_arguments
 from dflash_moe.operators.row_groups import RowGroup
 
 # This function has this name on the attention interface.
@@ -92,7 +92,7 @@ def attach(module: nn.Module, layer: GatheredLayer) -> None:
     """Gives an attention module the pages of its layer."""
     module.__dict__[_PAGES] = layer
     if layer.is_latent:
-        module.__dict__["expand_kv"] = _as_latents
+        module.__dict__["expand_kv"] = as_latents
 
 
 def layer_of(module: nn.Module) -> GatheredLayer | None:
@@ -107,11 +107,6 @@ def expand(module: Any, latents: torch.Tensor, rotated: torch.Tensor) -> tuple[t
     """
     keys, values = type(module).expand_kv(module, latents, rotated)
     return keys, values
-
-
-def _as_latents(kv_nope: torch.Tensor, k_rot: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Stands in for a module's `expand_kv` on the rows of a step, which are read from the pages."""
-    return kv_nope, k_rot
 
 
 def attention_forward(

@@ -150,7 +150,7 @@ def attach(module: nn.Module, pages: LayerPages) -> None:
     """Gives an attention module the pages of its layer."""
     module.__dict__[_PAGES] = pages
     if pages.latent is not None:
-        module.__dict__["expand_kv"] = _as_latents
+        module.__dict__["expand_kv"] = as_latents
 
 
 def pages_of(module: nn.Module) -> LayerPages | None:
@@ -159,7 +159,7 @@ def pages_of(module: nn.Module) -> LayerPages | None:
     return found
 
 
-def _as_latents(kv_nope: torch.Tensor, k_rot: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def as_latents(kv_nope: torch.Tensor, k_rot: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Stands in for a module's `expand_kv`: attention reads latents, keys are never expanded."""
     return kv_nope, k_rot
 
