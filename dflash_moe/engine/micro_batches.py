@@ -112,6 +112,9 @@ class MicroBatches:
         a half does not end within the limit of calls.
         """
         self._counted.steps += 1
+        if self.asked == "auto" and not self._has_remote_experts:
+            # Nothing is awaited that could be hidden, so that nothing is worth learning either.
+            return packed.run_rows(token_ids, step, wanted)
         cut, context = self._cut(step)
         begun = perf_counter()
         if cut is None:
@@ -150,7 +153,7 @@ class MicroBatches:
         """
         context = float(step.positions.mean()) if step.num_rows else 0.0
         least = {"auto": LEAST_ROWS, "1": math.inf, "2": 2}[self.asked]
-        if step.num_rows < least or (self.asked == "auto" and not self._has_remote_experts):
+        if step.num_rows < least:
             return None, context
         cut = choose_cut(step)
         if cut is None or self.asked == "2":

@@ -54,8 +54,8 @@ class OneSequenceForward:
         self.model = model
         token_bytes, sequence_bytes = measure_cache(model)
         num_blocks = kv_blocks(kv_memory, max(1, BLOCK_TOKENS * token_bytes + sequence_bytes), free_bytes=free_bytes)
-        # Of what the first blocks of all sequences were counted at, the states of sequences take
-        # their part; the rest is for tokens.
+        # What a sequence takes whatever its length may take half of the memory of all sequences
+        # together, which bounds their number; the rest is for tokens, counted in blocks.
         whole = num_blocks * (BLOCK_TOKENS * token_bytes + sequence_bytes)
         self.max_sequences = MAX_BLOCKS
         if sequence_bytes:
