@@ -35,7 +35,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := build
 .DELETE_ON_ERROR:
-.PHONY: build demo test check asan tsan fuzz neon test-long campaign bench results wheel clean distclean help core plugins ggml ggml-headers llama-check gpu-check system-build system-test system-fuzz
+.PHONY: build demo test check asan tsan fuzz neon test-long campaign bench results wheel wheels clean distclean help core plugins ggml ggml-headers llama-check gpu-check system-build system-test system-fuzz
 
 build: core ## environment and C++ core, editable, in .venv
 	@echo "ready: $(BIN)/dflash-moe"
@@ -121,8 +121,17 @@ test-long: core ## the exhaustive sweeps: every family, every field of a configu
 	@$(BIN)/python -m pytest tests -m long -n 2
 
 # What takes longer than CI. The exit status is the verdict.
+# With LLAMA_CPP=DIR and LLAMA_BUILD=DIR, sources and build of a llama.cpp, also what only its own
+# programs can judge.
 campaign: core ## the long proofs: ten thousand random requests through one engine, judged (10 minutes)
 	@mkdir -p build/campaign
+	@if [ -n "$(LLAMA_CPP)" ]; then \
+	   echo "==> GGUF architectures as llama.cpp's converter writes them"; \
+	   $(BIN)/python bench/campaigns/gguf_architectures.py --llama-src "$(abspath $(LLAMA_CPP))" --out build/campaign/gguf_architectures.json; \
+	   echo "==> logits of GGUF files in llama.cpp and here"; \
+	   $(BIN)/python bench/campaigns/gguf_against_llama.py --llama-src "$(abspath $(LLAMA_CPP))" --llama-bin "$(abspath $(LLAMA_BUILD))/bin" \
+	     --json build/campaign/gguf_against_llama.json; \
+	 else echo "==> llama.cpp's judgement is left out: LLAMA_CPP=DIR and LLAMA_BUILD=DIR name it"; fi
 	@echo "==> ten thousand requests through one engine"
 	@$(BIN)/python bench/campaigns/engine_requests.py --json build/campaign/engine_requests.json
 
@@ -176,6 +185,9 @@ llama-check: ggml ## llama.cpp's own programs and tiny models with our workers (
 
 wheel: core ## build the wheel, install it in an empty environment and import it there
 	@.ci/wheel $(BIN)/python
+
+wheels: core ## the wheel for this Python, and those of built plug-ins for cards, repaired and with their tags, into dist/
+	@.ci/wheels $(BIN)/python
 
 # -- housekeeping ----------------------------------------------------------------------------------
 

@@ -63,8 +63,6 @@ class CMakeBuild(build_ext):
         if "dflash_moe" in libraries:
             (target.parent / "include").mkdir(exist_ok=True)
             shutil.copy2(C_HEADER, target.parent / "include" / C_HEADER.name)
-        for card_plugin in map(Path, os.environ.get("DFLASH_PLUGINS", "").split()):  # of `make plugins`
-            shutil.copy2(card_plugin, target.parent / card_plugin.name)
 
 
 def readme() -> str:

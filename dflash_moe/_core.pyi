@@ -170,12 +170,15 @@ class MappedFile:
 # A matrix is (file, byte offset of element (0, 0), dtype, outputs, inputs, output_stride,
 # input_stride), with strides in elements.
 MatrixSource = tuple[MappedFile, int, str, int, int, int, int]
+# Blocks are followed by (file, offset, row stride) of scales that lie apart, and those by a tuple
+# of their layout where a checkpoint packs them otherwise (csrc/bindings/weight_sources.h).
 # A vector is (file, byte offset, dtype, count, stride), with the stride in elements.
 VectorSource = tuple[MappedFile, int, str, int, int]
 
 # -- backends --------------------------------------------------------------------------------------
 # The keys are built, reason and devices, a list of {name, vendor, arch, memory_bytes, reason}.
 def probe_backend(name: str) -> dict[str, Any]: ...
+def plugin_abi() -> tuple[int, int]: ...
 
 class BackendDevice:
     """An opened device of a backend. While a worker serves with it, only the worker may use it."""

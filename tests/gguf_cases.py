@@ -79,7 +79,7 @@ def _add(writer: Any, name: str, shape: tuple[int, ...], format_name: str, rng: 
     from dflash_moe.testing.weight_blocks import random_blocks
 
     kind = gguf.GGMLQuantizationType[format_name.removeprefix("gguf_").upper()]
-    if format_name in QUANTISABLE or format_name == "q5_1":
+    if format_name in QUANTISABLE:
         values = rng.standard_normal(shape, np.float32) * np.float32(0.2)
         writer.add_tensor(name, gguf.quantize(values, kind), raw_dtype=kind)
         return

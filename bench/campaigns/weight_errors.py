@@ -61,7 +61,7 @@ def main() -> int:
 
 def measure(chosen: tuple[str, ...] = ()) -> BenchResult:
     """Measures a row for each format and class. An empty `chosen` stands for all formats."""
-    model = _model()
+    model = shipped_model()
     text = (DEMO / "prompt.txt").read_text(encoding="utf-8")
     tokens = AutoTokenizer.from_pretrained(DEMO / "model", local_files_only=True)(text, return_tensors="pt")["input_ids"]
     calls: list[ExpertsCall] = []
@@ -70,13 +70,13 @@ def measure(chosen: tuple[str, ...] = ()) -> BenchResult:
             model(input_ids=tokens, use_cache=False)
         params = {"model": "the shipped model", "tokens": int(tokens.shape[1]), "layers": len(calls)}
         result = BenchResult("weight_errors", params)
-        truths = [_output(model.get_submodule(call.name), call) for call in calls]
+        truths = [output(model.get_submodule(call.name), call) for call in calls]
         for name, rounded in ((name, rounded) for name, rounded in _formats().items() if not chosen or name in chosen):
             modules = [_with_weights(model.get_submodule(call.name), rounded) for call in calls]
             for numerics in NUMERICS[:1] if name in FLOAT_VALUES else NUMERICS:
                 with inputs_rounded(numerics):
-                    found = [_output(module, call) for module, call in zip(modules, calls, strict=True)]
-                result.rows.append(_row(name, numerics, [_error(*pair) for pair in zip(found, truths, strict=True)]))
+                    found = [output(module, call) for module, call in zip(modules, calls, strict=True)]
+                result.rows.append(_row(name, numerics, [error(*pair) for pair in zip(found, truths, strict=True)]))
     result.complete = True
     return result
 
@@ -93,7 +93,8 @@ def _row(name: str, numerics: str, errors: list[float]) -> dict[str, Any]:
     }
 
 
-def _model() -> Any:
+def shipped_model() -> Any:
+    """Loads the shipped model with its own eager experts, in float32."""
     checkpoint = Checkpoint.open(DEMO / "model")
     model_class = find_model_class(load_config(checkpoint))
     options = {"has_experts": True, "dtype": torch.float32, "experts_implementation": "eager"}
@@ -130,11 +131,13 @@ def _with_weights(module: Any, rounded: Callable[[Array], Array]) -> Any:
     return changed
 
 
-def _output(module: Any, call: ExpertsCall) -> Any:
+def output(module: Any, call: ExpertsCall) -> Any:
+    """Computes what the experts give for a call, in float64."""
     return copy.deepcopy(module).double()(call.hidden_states.double(), call.topk_ids, call.topk_weights.double())
 
 
-def _error(found: Any, truth: Any) -> float:
+def error(found: Any, truth: Any) -> float:
+    """Returns the rms difference over the standard deviation of the truth."""
     return float((found - truth).square().mean().sqrt() / truth.std())
 
 

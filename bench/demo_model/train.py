@@ -30,6 +30,11 @@ from dflash_moe.errors import ConfigError
 
 VOCAB_SIZE = 2048
 END_OF_TEXT = "<|endoftext|>"
+# The model has read documents and no conversations: it goes on with what a user begins, and an
+# answer ends as a document does.
+CHAT_TEMPLATE = """{% for message in messages %}
+{{ message['content'] }}{% if message['role'] != 'user' %}{{ eos_token }}{% endif %}
+{% endfor %}"""
 BATCH_SEQUENCES = 16
 PEAK_LEARNING_RATE = 3e-3
 WARMUP_STEPS = 200
@@ -80,6 +85,7 @@ def train_tokenizer(texts: tuple[str, ...], out: Path) -> PreTrainedTokenizerFas
     bpe = ByteLevelBPETokenizer()
     bpe.train_from_iterator(texts, vocab_size=VOCAB_SIZE, min_frequency=2, special_tokens=[END_OF_TEXT], show_progress=False)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, eos_token=END_OF_TEXT, bos_token=END_OF_TEXT)
+    tokenizer.chat_template = CHAT_TEMPLATE
     tokenizer.save_pretrained(out)
     return tokenizer
 

@@ -136,6 +136,17 @@ def weight_errors(recorded: Recorded) -> str:
     )
 
 
+def class_errors(recorded: Recorded) -> str:
+    """Writes how far each numerics class moves the outputs of the layers of the shipped model."""
+    return markdown(
+        ("class", "output moves by, mean", "worst layer"),
+        (
+            (f"`{row['name']}`", f"{100 * row['error_rms']:.3f}%", f"{100 * row['error_worst']:.3f}%")
+            for row in recorded.rows("class_errors")
+        ),
+    )
+
+
 def _is_ours(row: Row) -> bool:
     return bool(row["backend"] == "cpu")
 
@@ -158,4 +169,5 @@ TABLES: dict[str, Callable[[Recorded], str]] = {
     "loading": loading,
     "mapped-weights": mapped_weights,
     "weight-errors": weight_errors,
+    "class-errors": class_errors,
 }

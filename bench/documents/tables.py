@@ -11,7 +11,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterable
 
-from bench.documents import engine_tables, kernel_tables, llama_tables, peer_tables
+from bench.documents import engine_tables, gguf_tables, kernel_tables, llama_tables, overview, peer_tables, verify_tables
 from bench.documents.recorded import Recorded, Row
 from bench.documents.text import digits, gigabytes_per_s, markdown, mebibytes, payload, percent, ratio, seconds
 
@@ -358,8 +358,11 @@ TABLES: dict[str, Callable[[Recorded], str]] = {
     "parity": parity,
     "bits-per-byte": bits_per_byte,
     **engine_tables.TABLES,
+    **gguf_tables.TABLES,
     **kernel_tables.TABLES,
     **llama_tables.TABLES,
+    **overview.TABLES,
     **peer_tables.TABLES,
+    **verify_tables.TABLES,
 }
 TABLES = {f"measured/{name}": table for name, table in TABLES.items()}

@@ -9,12 +9,14 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import util
 from pathlib import Path
 
 from dflash_moe.bench.reference_model import reference_model
+from dflash_moe.topology.numerics import CLASSES
 
 ROOT = Path(__file__).resolve().parents[2]
 CAMPAIGNS = ROOT / "bench" / "campaigns"
@@ -206,9 +208,19 @@ def _families(place: Place) -> list[Command]:
     return [_campaign("verify_families", *_quick(place, [], less), "--out", place.json("verify_families"))]
 
 
+def _verify_real(place: Place) -> list[Command]:
+    less: Command = ["--tiny", "--rounds", 1]
+    return [_campaign("verify_real_size", *_quick(place, [], less), "--out", place.json("verify_real_size"))]
+
+
 def _weight_errors(place: Place) -> list[Command]:
     less: Command = ["--formats", "int8_g32,q8_0"]
     return [_campaign("weight_errors", *_quick(place, [], less), "--out", place.json("weight_errors"))]
+
+
+def _class_errors(place: Place) -> list[Command]:
+    less: Command = ["--classes", next(iter(CLASSES))]
+    return [_campaign("class_errors", *_quick(place, [], less), "--out", place.json("class_errors"))]
 
 
 def _bits(place: Place) -> list[Command]:
@@ -226,6 +238,22 @@ def _llama_check(place: Place) -> list[Command]:
     tests = [sys.executable, "-m", "pytest", "-q", ROOT / "tests" / "llama" / "test_architectures.py"]
     chosen: Command = _quick(place, [], ["-k", "qwen3moe"])
     return [["env", f"LLAMA_CHECK_OUT={place.json('llama_check')}", *tests, *chosen]]
+
+
+def _llama_sources() -> Path:
+    return Path(os.environ["LLAMA_CPP"]).resolve()
+
+
+def _gguf_architectures(place: Place) -> list[Command]:
+    chosen: Command = _quick(place, [], ["--only", "llama"])
+    out = place.json("gguf_architectures")
+    return [_campaign("gguf_architectures", "--llama-src", _llama_sources(), *chosen, "--out", out)]
+
+
+def _gguf_logits(place: Place) -> list[Command]:
+    built: Command = ["--llama-bin", Path(os.environ["LLAMA_BUILD"]) / "bin", "--llama-src", _llama_sources()]
+    chosen: Command = _quick(place, [], ["--only", "q4_k"])
+    return [_campaign("gguf_against_llama", *built, *chosen, "--json", place.json("gguf_against_llama"))]
 
 
 def _attention(place: Place) -> list[Command]:
@@ -293,8 +321,24 @@ def _lacks_llama_programs() -> str:
     return _lacks_two_cores()
 
 
+def _lacks_llama_sources() -> str:
+    sources, build = os.environ.get("LLAMA_CPP"), os.environ.get("LLAMA_BUILD")
+    if not sources or not (Path(sources) / "convert_hf_to_gguf.py").is_file():
+        return "LLAMA_CPP, the sources of a llama.cpp"
+    if not build or not (Path(build) / "bin" / "llama-perplexity").is_file():
+        return "LLAMA_BUILD, a build of it with its tools"
+    return ""
+
+
 def _lacks_two_cores() -> str:
     return "" if len(os.sched_getaffinity(0)) >= 2 else "a second core"
+
+
+def _lacks_space() -> str:
+    """The file of 12 GB is read from the page cache, beside 4 GB of memory."""
+    has_disk = shutil.disk_usage(tempfile.gettempdir()).free >= 14 << 30
+    has_memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >= 17 << 30
+    return "" if has_disk and has_memory else "14 GiB of disk for temporary files and 17 GiB of memory"
 
 
 def _lacks_network() -> str:
@@ -352,8 +396,12 @@ STEPS: tuple[Step, ...] = (
     Step("timeline", ("decode_timeline",), 9, _decode_timeline, lacking=_lacks_two_cores),
     Step("memory", ("memory_3_6_gb",), 4, _memory),
     Step("parity", ("verify_families",), 5, _families),
+    Step("verify-real", ("verify_real_size",), 20, _verify_real, lacking=_lacks_space),
     Step("weight-errors", ("weight_errors",), 2, _weight_errors),
+    Step("class-errors", ("class_errors",), 1, _class_errors),
     Step("bits", ("bits_per_byte",), 5, _bits, lacking=_lacks_corpus),
+    Step("gguf-architectures", ("gguf_architectures",), 3, _gguf_architectures, lacking=_lacks_llama_sources),
+    Step("gguf-logits", ("gguf_against_llama",), 3, _gguf_logits, lacking=_lacks_llama_sources),
     Step("llama-check", ("llama_check",), 2, _llama_check, lacking=_lacks_llama),
     Step("llama-hosts", ("llama_hosts",), 15, _llama_hosts, lacking=_lacks_llama),
     Step("attention", ("attention",), 1, _attention),

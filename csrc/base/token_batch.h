@@ -21,8 +21,8 @@ struct TokenBatch {
   Dtype dtype = Dtype::kF32;
   uint32_t num_tokens = 0;
   uint32_t top_k = 0;
-  // [num_tokens, top_k], contiguous, int32 or int64. An id below 0 is an error. An id that is at
-  // least the number of experts is a sentinel, which asks for nothing.
+  // [num_tokens, top_k], contiguous, int32 or int64. The number of experts is a sentinel, which
+  // asks for nothing. Any other id that is no expert is an error.
   const void* topk_ids = nullptr;
   bool ids_are_64bit = false;
   // [num_tokens, top_k], contiguous, in `weights_dtype`; they are widened exactly to float32.

@@ -12,6 +12,7 @@
 #include "compute/float_mode.h"
 #include "compute/formats/dequantize.h"
 #include "compute/formats/value_checks.h"
+#include "compute/gpu/record_layout.h"
 
 namespace py = pybind11;
 
@@ -34,9 +35,12 @@ py::dict weight_formats() {
     fields["is_stored"] = facts.is_stored;
     const auto format = static_cast<compute::WeightFormat>(value);
     const compute::PanelLayout layout = compute::panel_layout(format);
-    fields["record"] = layout.record_inputs;
-    fields["record_bytes"] =
-        compute::is_float(format) ? size_t{facts.block_bytes} : layout.record_bytes();
+    fields["has_panels"] = compute::has_panels(format);
+    fields["is_on_cards"] = compute::gpu::is_card_format(format);
+    // What has no panels stays as it is stored.
+    const bool is_kept = compute::is_float(format) || !compute::has_panels(format);
+    fields["record"] = is_kept ? facts.block : layout.record_inputs;
+    fields["record_bytes"] = is_kept ? size_t{facts.block_bytes} : layout.record_bytes();
     formats[facts.name] = fields;
   }
   return formats;

@@ -11,6 +11,7 @@
 #include "bindings/errors.h"
 #include "bindings/host_device_box.h"
 #include "bindings/module.h"
+#include "bindings/plugin_directory.h"
 #include "plugin/loader.h"
 #include "transport/shared/segment.h"
 
@@ -23,7 +24,7 @@ namespace {
 using Piece = std::tuple<uintptr_t, uintptr_t, uint64_t>;
 
 HostDeviceBox open_host_device(const std::string& backend, uint32_t device) {
-  const dflash_host_table& table = *unwrap(plugin::load_host(backend));
+  const dflash_host_table& table = *unwrap(plugin::load_host(backend, plugin_directory(backend)));
   Result<std::shared_ptr<plugin::HostDevice>> opened = Error{ErrorCode::kClosed, ""};
   {
     py::gil_scoped_release unlocked;

@@ -9,6 +9,7 @@
 
 #include "bindings/errors.h"
 #include "bindings/module.h"
+#include "bindings/plugin_directory.h"
 #include "plugin/loader.h"
 
 namespace py = pybind11;
@@ -26,13 +27,22 @@ py::dict listing_dict(const plugin::DeviceListing& listing) {
   return fields;
 }
 
-// Returns {"built": bool, "reason": str, "devices": [...]}, and never raises for what is missing.
+// Returns {"built": bool, "reason": str, "devices": [...]}, with the "directory" of the plug-in
+// where no package was refused, and never raises for what is missing.
 py::dict probe_backend(const std::string& name) {
   py::dict found;
   found["built"] = false;
   found["devices"] = py::list();
   found["reason"] = "";
-  Result<const dflash_backend_table*> table = plugin::load_backend(name);
+  std::string directory;
+  try {
+    directory = plugin_directory(name);
+  } catch (py::error_already_set& error) {
+    found["reason"] = py::str(error.value());
+    return found;
+  }
+  Result<const dflash_backend_table*> table = plugin::load_backend(name, directory);
+  found["directory"] = directory;
   if (!table.ok()) {
     if (table.error().code == ErrorCode::kInvalidArgument) raise(table.error());
     found["reason"] = table.error().message;
@@ -66,7 +76,8 @@ uint32_t simulated_device(const dflash_backend_table& table, const std::string& 
 
 BackendDevice open_device(const std::string& backend, uint32_t device, const std::string& simulate,
                           uint32_t num_threads, uint64_t seed) {
-  const dflash_backend_table& table = *unwrap(plugin::load_backend(backend));
+  const dflash_backend_table& table =
+      *unwrap(plugin::load_backend(backend, plugin_directory(backend)));
   if (!simulate.empty()) device = simulated_device(table, simulate);
   Result<std::unique_ptr<plugin::PluginBackend>> opened = Error{ErrorCode::kClosed, ""};
   {
@@ -104,6 +115,9 @@ py::dict self_test(const BackendDevice& self, uint32_t test_case) {
 
 void bind_plugin(py::module_& module) {
   module.def("probe_backend", &probe_backend, py::arg("name"));
+  module.def("plugin_abi", [] {
+    return std::pair<uint32_t, uint32_t>{DFLASH_BACKEND_ABI_VERSION, DFLASH_HOST_ABI_VERSION};
+  });
   py::class_<BackendDevice>(module, "BackendDevice")
       .def(py::init(&open_device), py::kw_only(), py::arg("backend"), py::arg("device") = 0,
            py::arg("simulate") = "", py::arg("num_threads") = 1, py::arg("seed") = 1)

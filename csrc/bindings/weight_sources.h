@@ -12,7 +12,11 @@ namespace dflash::bindings {
 // Reads (file, byte offset, format, outputs, inputs, output_stride, input_stride), or None for no
 // matrix. Strides of float formats are in elements. Other formats have output_stride in bytes and
 // input_stride 0, followed, where scales lie apart, by (file, byte offset, row stride in bytes) of
-// these. Raises ConfigError, or CheckpointError for what is not in the file.
+// these, and where the checkpoint packs them otherwise than the format says, by a tuple (packing,
+// dtype of the scales, outputs per scale, inputs per scale, (file, byte offset, row stride in
+// bytes) of packed zero points or None, what is added to them). The packings are those of
+// compute::Packing, in lower case. Raises ConfigError, or CheckpointError for what is not in the
+// file.
 compute::MatrixView matrix_source(const pybind11::object& source);
 // Reads (file, byte offset, dtype, count, stride), or None for no vector.
 compute::VectorView vector_source(const pybind11::object& source);

@@ -76,7 +76,7 @@ typedef struct {
   uint32_t num_tokens, top_k;
   const float* hidden_states;  /* [num_tokens, in_size] */
   size_t hidden_states_stride; /* bytes from one row to the next; 0 means adjacent rows */
-  const int32_t* topk_ids;     /* [num_tokens, top_k]; one >= num_experts asks for nothing */
+  const int32_t* topk_ids;     /* [num_tokens, top_k]; num_experts asks for nothing */
   const float* topk_weights;   /* [num_tokens, top_k] */
   float* output;               /* [num_tokens, out_size], adjacent rows; all of it is written */
 } dflash_moe_batch;

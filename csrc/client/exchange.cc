@@ -65,13 +65,17 @@ Status ExpertTable::exchange(std::span<const Id> topk_ids, std::span<const float
     size_t num_pairs = 0;
     for (size_t k = 0; k < top_k; ++k) {
       const Id id = topk_ids[t * top_k + k];
-      if (id < 0) {
+      // A negative id is a large one here, so that one comparison suffices for experts.
+      const auto expert = static_cast<uint64_t>(id);
+      if (expert >= entries_.size()) {
+        if (expert == entries_.size()) continue;
         return Error{ErrorCode::kInvalidArgument,
                      "topk_ids[" + std::to_string(t) + ", " + std::to_string(k) + "] is " +
-                         std::to_string(id) + "; ids must not be negative"};
+                         std::to_string(id) + "; allowed are the experts 0.." +
+                         std::to_string(entries_.size() - 1) + ", and " +
+                         std::to_string(entries_.size()) + " for none"};
       }
-      if (static_cast<uint64_t>(id) >= entries_.size()) continue;
-      const Pair pair{entries_[static_cast<size_t>(id)], topk_weights[t * top_k + k]};
+      const Pair pair{entries_[expert], topk_weights[t * top_k + k]};
       size_t at = num_pairs++;  // insertion keeps equal experts in top-k order, and top_k is small
       for (; at > 0; --at) {
         const Entry& before = pairs[at - 1].entry;

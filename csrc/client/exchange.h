@@ -37,9 +37,9 @@ class ExpertTable {
   uint32_t num_experts() const { return static_cast<uint32_t>(entries_.size()); }
   size_t num_shards() const { return num_shards_; }
 
-  // Fills `rows[s]` for every shard. Ids of num_experts and above are sentinels, which are dropped;
-  // zero weights and duplicates are kept. topk_ids and topk_weights are [num_tokens, top_k].
-  // Errors: kInvalidArgument on a negative id, naming token and position.
+  // Fills `rows[s]` for every shard. The id num_experts is a sentinel, which is dropped; zero
+  // weights and duplicates are kept. topk_ids and topk_weights are [num_tokens, top_k]. Errors:
+  // kInvalidArgument on any other id that is no expert, naming token, position and what is allowed.
   template <class Id>
   Status exchange(std::span<const Id> topk_ids, std::span<const float> topk_weights, uint32_t top_k,
                   std::span<ShardRows> rows) const;

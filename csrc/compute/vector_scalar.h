@@ -32,6 +32,7 @@ struct ScalarVector {
   static F max(F a, F b) { return a > b ? a : b; }
   static F select_greater(F a, F b, F x, F y) { return a > b ? x : y; }
   static I bits(F value) { return std::bit_cast<I>(value); }
+  static F from_bits(I bits) { return std::bit_cast<F>(bits); }
   static I set1i(int32_t value) { return value; }
   static I subi(I a, I b) {
     return static_cast<I>(static_cast<uint32_t>(a) - static_cast<uint32_t>(b));
@@ -64,6 +65,8 @@ struct ScalarVector {
   using Table = const float*;
   static Table table(const float* values) { return values; }
   static F look_up(Table table, I index) { return table[index & 15]; }
+  // The same by the low three bits, in a table whose halves are equal.
+  static F look_up_eight(Table table, I index) { return table[index & 7]; }
   static I load_words(const uint8_t* from) {
     I value;
     __builtin_memcpy(&value, from, sizeof(value));
@@ -83,7 +86,13 @@ struct ScalarVector {
   static F load_f16(const uint8_t* from) {
     return f16_to_f32(static_cast<uint16_t>(from[0] | from[1] << 8));
   }
+  static I widen_u8(const uint8_t* from) { return *from; }
+  static I widen_u16(const uint8_t* from) { return from[0] | from[1] << 8; }
   static F load_u8(const uint8_t* from) { return static_cast<F>(*from); }
+  static I addi(I a, I b) {
+    return static_cast<I>(static_cast<uint32_t>(a) + static_cast<uint32_t>(b));
+  }
+  static I gather(const uint32_t* table, I index) { return static_cast<I>(table[index]); }
   static F load_i8(const uint8_t* from) { return static_cast<F>(static_cast<int8_t>(*from)); }
   static F load_exponents(const uint8_t* from) {  // 2^(byte - 127) for bytes below 255
     return std::bit_cast<F>(*from == 0 ? 0x00400000u : static_cast<uint32_t>(*from) << 23);

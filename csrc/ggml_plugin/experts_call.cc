@@ -35,7 +35,7 @@ std::string pack(const ExpertsInGraph& experts, Scratch& scratch) {
     for (size_t slot = 0; slot < experts.top_k; ++slot, ++pair) {
       int32_t id;
       std::memcpy(&id, at(ids, token * ids->nb[1] + slot * ids->nb[0]), sizeof id);
-      // ggml would stop the program here; more than num_experts asks for nothing in our calls.
+      // ggml would stop the program here; num_experts asks for nothing in our calls.
       if (id < 0 || static_cast<uint32_t>(id) >= experts.layer->facts.num_experts)
         return "the program chose expert " + std::to_string(id) + " of " +
                std::to_string(experts.layer->facts.num_experts);

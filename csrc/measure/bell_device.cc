@@ -14,9 +14,9 @@ namespace {
 using plugin::error_of;
 using plugin::new_record;
 
-Result<const dflash_bells_table*> load(const std::string& backend) {
+Result<const dflash_bells_table*> load(const std::string& backend, const std::string& directory) {
   const std::string file = "libdflash_" + backend + "_measure.so";
-  auto symbol = plugin::find_exported(backend, file, plugin::own_directory(), DFLASH_BELLS_SYMBOL);
+  auto symbol = plugin::find_exported(backend, file, directory, DFLASH_BELLS_SYMBOL);
   if (!symbol.ok()) return std::move(symbol).error();
   const dflash_bells_table* table = nullptr;
   if (symbol.value() != nullptr) table = reinterpret_cast<dflash_bells_entry>(symbol.value())();
@@ -29,8 +29,9 @@ Result<const dflash_bells_table*> load(const std::string& backend) {
 
 }  // namespace
 
-Result<std::unique_ptr<BellDevice>> BellDevice::open(const std::string& backend, uint32_t device) {
-  auto table = load(backend);
+Result<std::unique_ptr<BellDevice>> BellDevice::open(const std::string& backend, uint32_t device,
+                                                     const std::string& directory) {
+  auto table = load(backend, directory);
   if (!table.ok()) return std::move(table).error();
   auto error = new_record<dflash_error>();
   dflash_bell_device* opened = nullptr;

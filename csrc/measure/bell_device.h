@@ -16,7 +16,8 @@ class BellDevice {
   // Opens libdflash_<backend>_measure.so beside this library. Errors: kUnsupported where it is
   // missing or of another build, with what to do; kInvalidArgument for a device that does not
   // exist; those of the driver.
-  static Result<std::unique_ptr<BellDevice>> open(const std::string& backend, uint32_t device);
+  static Result<std::unique_ptr<BellDevice>> open(const std::string& backend, uint32_t device,
+                                                  const std::string& directory);
   ~BellDevice() { table_.close(device_); }
   BellDevice(const BellDevice&) = delete;
   BellDevice& operator=(const BellDevice&) = delete;

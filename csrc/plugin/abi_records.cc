@@ -32,7 +32,7 @@ Result<Enumeration> enumerator(const char* field, uint32_t value, uint32_t count
 dflash_matrix to_record(const MatrixView& view) {
   return {view.data,         view.scales,        view.output_stride,
           view.input_stride, view.scales_stride, static_cast<uint32_t>(view.format),
-          view.outputs,      view.inputs,        0};
+          view.outputs,      view.inputs,        view.layout.scale_outputs};
 }
 dflash_vector to_record(const VectorView& view) {
   return {view.data, view.stride, static_cast<uint32_t>(view.dtype), view.count};
@@ -50,6 +50,7 @@ Status fill(MatrixView& view, const dflash_matrix& record) {
           record.input_stride,
           static_cast<const std::byte*>(record.scales),
           record.scales_stride};
+  view.layout.scale_outputs = record.scale_outputs;
   return ok();
 }
 

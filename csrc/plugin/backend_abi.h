@@ -17,7 +17,7 @@
 extern "C" {
 #endif
 
-#define DFLASH_BACKEND_ABI_VERSION 1u /* changes only where appending cannot do */
+#define DFLASH_BACKEND_ABI_VERSION 2u /* changes only where appending cannot do */
 #define DFLASH_BACKEND_SYMBOL "dflash_backend"
 #define DFLASH_TEXT_BYTES 512u /* of every text buffer, its final 0 counted */
 
@@ -92,7 +92,8 @@ typedef struct dflash_matrix {
   const void* data;
   const void* scales;
   int64_t output_stride, input_stride, scales_stride;
-  uint32_t format, outputs, inputs, reserved;
+  uint32_t format, outputs, inputs;
+  uint32_t scale_outputs; /* outputs that share a row of scales; 0: as many as the format says */
 } dflash_matrix;
 typedef struct dflash_vector {
   const void* data;

@@ -21,7 +21,7 @@ class CpuDevice final : public Device {
  public:
   explicit CpuDevice(std::unique_ptr<compute::CpuBackend> backend) : backend_(std::move(backend)) {}
   compute::ExpertBackend& backend() override { return *backend_; }
-  bool takes(compute::WeightFormat) const override { return true; }
+  bool takes(compute::WeightFormat format) const override { return compute::has_panels(format); }
   bool computes(compute::NumericsClass numerics) const override {
     const auto classes = compute::CpuBackend::numerics_classes(backend_->isa());
     return std::find(classes.begin(), classes.end(), numerics) != classes.end();

@@ -71,7 +71,7 @@ int32_t answer_caps(dflash_device* device, dflash_caps* caps, dflash_error* erro
   return answered(error, [&]() -> Status {
     if (device == nullptr) return missing("backend table: device");
     auto record = new_record<dflash_caps>();
-    for (uint8_t format = 0; format < compute::kNumWeightFormats; ++format) {
+    for (uint32_t format = 0; format < compute::kNumWeightFormats && format < 32; ++format) {
       if (device->device->takes(static_cast<compute::WeightFormat>(format)))
         record.formats |= 1u << format;
     }

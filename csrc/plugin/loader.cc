@@ -18,6 +18,11 @@ std::string build_hint(const std::string& name) {
   return name == "sim" ? "build it with `make core`" : "build it with `make plugins`";
 }
 
+std::string missing_hint(const std::string& name) {
+  return name == "sim" ? build_hint(name)
+                       : build_hint(name) + ", or install the package dflash-moe-" + name;
+}
+
 Error unsupported(const std::string& name, const std::string& reason) {
   return Error{ErrorCode::kUnsupported, "backend '" + name + "': " + reason};
 }
@@ -54,7 +59,7 @@ Result<void*> find_exported(const std::string& name, const std::string& file,
                             const std::string& directory, const char* symbol) {
   const std::string path = directory + "/" + file;
   if (::access(path.c_str(), R_OK) != 0) {
-    return unsupported(name, "plug-in " + file + " is not next to the core; " + build_hint(name));
+    return unsupported(name, "plug-in " + file + " is not next to the core; " + missing_hint(name));
   }
   void* library = ::dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
   if (library == nullptr)

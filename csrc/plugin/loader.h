@@ -1,6 +1,6 @@
 // Finds backends: the core's own `cpu`, and the plug-ins libdflash_{cuda,hip,sim}.so that lie next
-// to the core. What keeps one from being used is a sentence, never a failure of the process. A
-// plug-in, once opened, stays for the life of the process.
+// to the core or in a folder that the caller knows. What keeps one from being used is a sentence,
+// never a failure of the process. A plug-in, once opened, stays for the life of the process.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 

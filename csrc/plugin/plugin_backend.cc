@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "compute/experts/layer_checks.h"
+#include "compute/formats/plain_rows.h"
 #include "plugin/abi_records.h"
 
 namespace dflash::plugin {
@@ -44,7 +45,13 @@ class PluginLayer final : public compute::ExpertLayer {
   Status load_expert(uint32_t local_expert_id, const compute::ExpertWeights& weights,
                      compute::YieldingProgress& progress) override {
     DFLASH_TRY(compute::check_expert(spec_, num_local_experts_, local_expert_id, weights));
-    const dflash_expert expert = to_record(local_expert_id, weights);
+    // The table knows no packings of checkpoints. What is made plain lives until the load is over.
+    std::vector<std::byte> made[3];
+    compute::ExpertWeights plain = weights;
+    plain.gate = compute::plain_matrix(weights.gate, made[0]);
+    plain.up = compute::plain_matrix(weights.up, made[1]);
+    plain.down = compute::plain_matrix(weights.down, made[2]);
+    const dflash_expert expert = to_record(local_expert_id, plain);
     const dflash_progress relay = relay_to(progress);
     auto error = new_record<dflash_error>();
     return done(table_.expert_load(layer_, &expert, &relay, &error), error);

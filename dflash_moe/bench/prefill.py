@@ -168,7 +168,7 @@ def run_prefill(
         recorder.recording(),
         open_hosts(params.model, topology, overrides, recorder, with_local=params.with_local) as (remote, local),
     ):
-        cases = _cases(params, remote, local)
+        cases = prefill_cases(params, remote, local)
         run_rounds(recorder, cases, rounds=params.repeat)
         result.summary = summarise(result.rows)
         if params.with_timeline:
@@ -181,7 +181,10 @@ def run_prefill(
     return result
 
 
-def _cases(params: PrefillParams, remote: Host, local: Host | None) -> list[PrefillCase]:
+def prefill_cases(params: PrefillParams, remote: Host, local: Host | None) -> list[PrefillCase]:
+    """Returns the cases of every prompt, dtype and mode over `remote`, and those of `local`, in the
+    order of the rows.
+    """
     dtypes = params.dtypes or (remote.runtime.spec.dtype,)
     longest = random_prompt(remote.model, max(params.prompt_tokens), params.seed)
     cases = []

@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dflash_moe.cli import bench_attention, bench_device, bench_experts, bench_files, bench_scheduler, options
+from dflash_moe.cli import (
+    bench_attention,
+    bench_campaign,
+    bench_device,
+    bench_experts,
+    bench_files,
+    bench_scheduler,
+    options,
+)
 from dflash_moe.cli.bench_run import JsonOption, PlotOption, measuring, store_plot
 from dflash_moe.cli.bench_tables import print_decode, print_ipc, print_prefill, print_processes, print_summary
 from dflash_moe.errors import ConfigError
@@ -45,6 +53,7 @@ def register(app: typer.Typer) -> None:
     bench_attention.register(bench)
     bench_scheduler.register(bench)
     bench_device.register(bench)
+    bench_campaign.register(bench)
     app.add_typer(bench, name="bench")
 
 

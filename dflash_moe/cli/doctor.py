@@ -84,6 +84,7 @@ def examine(topology: Topology | None = None) -> dict[str, Any]:
     machine |= {"usable_cores": usable_cores(), "cores_reason": cores_reason(), "physical_cores": physical_cores()}
     machine |= {"threads": _planned_threads(planned, planned_for, settings), "numa_nodes": numa_nodes()}
     machine |= {"sockets": probe_sockets(settings), "timeouts": probe_timeouts(settings)}
+    machine |= {"torch_backends": probes.torch_backends()}
     machine |= {"on_worker_loss": on_worker_loss(settings)}
     problems += socket_problems(machine["sockets"])
     found: dict[str, Any] = {"backends": probes.probe_backends(settings.cpu_isa), "transports": probes.probe_transports()}
@@ -182,6 +183,7 @@ def _problems(found: dict[str, Any]) -> list[str]:
     for name in ("torch", "transformers"):
         if machine["packages"][name] is None:
             problems.append(f"{name} is not installed: workers run, commands that load a model on the host do not")
+    problems += probes.torch_problems(machine["packages"]["torch"], machine["torch_backends"])
     threads = machine["threads"]
     if threads["oversubscribed"]:
         problems.append(

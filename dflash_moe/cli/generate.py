@@ -6,27 +6,25 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
+import dataclasses
 import json
-import re
+import secrets
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dflash_moe.cli import generate_report, options
+from dflash_moe.cli import generate_report, options, sampling_options
 from dflash_moe.cli.live_text import Rate, Write, live_text
 from dflash_moe.cli.loading import loading_shown
 from dflash_moe.cli.prompt_files import GivenPrompt, GivenPrompts, given_prompts
-from dflash_moe.engine.sampling_params import MAX_TEMPERATURE, SamplingParams
+from dflash_moe.cli.sampling_options import sampling_params
 from dflash_moe.errors import ConfigError, DflashError
 
 if TYPE_CHECKING:
     from dflash_moe.engine.llm import LLM
     from dflash_moe.engine.text import Chunk, Completion
-
-# Those whose flag is not their name.
-_FLAGS = {"max_tokens": "--max-new-tokens"}
 
 
 def register(app: typer.Typer) -> None:
@@ -50,43 +48,43 @@ def generate(
             show_default=False,
         ),
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate at most, per prompt.")] = 64,
-    temperature: Annotated[
-        float, typer.Option(min=0.0, max=MAX_TEMPERATURE, help="0 takes the most likely token; higher is more random.")
-    ] = 0.0,
-    top_p: Annotated[
-        float, typer.Option(help="Only the most likely tokens that have this fraction of the probability, above 0 to 1.")
-    ] = 1.0,
-    top_k: Annotated[int, typer.Option(help="Only so many of the most likely tokens; 0: all.")] = 0,
-    min_p: Annotated[
-        float, typer.Option(help="Only tokens with at least this fraction of the most likely one's probability, 0 to below 1.")
-    ] = 0.0,
-    stop: Annotated[
-        list[str] | None,
-        typer.Option(metavar="TEXT", help="Ends before this text; may be repeated [default: none].", show_default=False),
-    ] = None,
-    seed: Annotated[
-        int, typer.Option(min=0, max=options.MAX_SEED, help="Seed of the sampling; without effect at temperature 0.")
-    ] = 0,
+    max_new_tokens: Annotated[int, sampling_options.max_new_tokens("prompt")] = 64,
+    temperature: Annotated[float, sampling_options.temperature()] = 0.0,
+    top_p: Annotated[float, sampling_options.top_p()] = 1.0,
+    top_k: Annotated[int, sampling_options.top_k()] = 0,
+    min_p: Annotated[float, sampling_options.min_p()] = 0.0,
+    stop: Annotated[list[str] | None, sampling_options.STOP] = None,
+    seed: Annotated[int, sampling_options.SEED] = 0,
     json_out: Annotated[
         Path | None,
         typer.Option("--json", help="Write token ids, times and byte counts here [default: nowhere].", show_default=False),
     ] = None,
+    receipt: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Write a receipt here, with which `replay` proves the run again, on any machine; for one prompt "
+            "[default: none].",
+            show_default=False,
+        ),
+    ] = None,
     **overrides: Any,
 ) -> None:
-    """Complete a prompt, or several from a file of JSON lines. Without a topology: one local CPU
-    worker.
+    """Complete a prompt, or several from a file of JSON lines. Without a topology
+    the model is fitted to this machine.
 
     The text of one prompt comes as it is computed. Several prompts are computed together; each
     finished choice is a JSON line with prompt, choice, text, token_ids and finish_reason, in the
     order of the prompts, and one that failed has prompt and error. The last line on stderr says how
     fast it was.
     """
-    params = _params(
+    params = sampling_params(
         max_tokens=max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, stop=tuple(stop or ()),
         seed=seed,
     )  # fmt: skip
     given = given_prompts(prompt, prompt_file, params)
+    if receipt is not None:
+        given = _for_receipt(given, receipt)
     directory = options.model_directory(model)
     from dflash_moe.engine.llm import LLM
     from dflash_moe.integrations.tokenizer import load_tokenizer
@@ -95,24 +93,60 @@ def generate(
     token_ids = [_token_ids(one, tokenizer) for one in given.prompts]
     _check_lengths(directory, given, token_ids)
     with loading_shown() as on_loading:
-        llm = LLM(directory, options.load_topology(topology), tokenizer=tokenizer, on_loading=on_loading, **overrides)
+        llm = LLM(
+            directory,
+            options.topology_for(topology, directory, overrides),
+            tokenizer=tokenizer,
+            on_loading=on_loading,
+            **overrides,
+        )
     with llm:
         if llm.host.report.not_paged:
             options.say(f"one sequence at a time, with the model's own cache: {llm.host.report.not_paged}")
-        _complete(llm, given, token_ids, json_out)
+        if receipt is None:
+            _complete(llm, given, token_ids, json_out)
+        else:
+            _complete_with_receipt(llm, given, token_ids, json_out, (receipt, model))
 
 
-def _params(**fields: Any) -> SamplingParams:
-    """Returns the parameters that the flags give. A refusal names the flag."""
-    try:
-        return SamplingParams(**fields)
-    except ConfigError as error:
-        flagged = re.sub(r"^\w+", lambda name: _FLAGS.get(name[0], f"--{name[0].replace('_', '-')}"), str(error))
-        raise ConfigError(flagged) from None
+def _for_receipt(given: GivenPrompts, path: Path) -> GivenPrompts:
+    """Returns the prompt with a seed that is known. Raises ConfigError where there are several."""
+    options.prepare_outputs(path)
+    if len(given.prompts) != 1 or given.prompts[0].params.n != 1:
+        raise ConfigError(
+            f"--receipt: a receipt is of one prompt and one choice; found {len(given.prompts)} prompts, of which the first has "
+            f"{given.prompts[0].params.n} choices"
+        )
+    one = given.prompts[0]
+    seed = secrets.randbits(63) if one.params.seed is None else one.params.seed
+    return dataclasses.replace(given, prompts=(dataclasses.replace(one, params=dataclasses.replace(one.params, seed=seed)),))
+
+
+def _complete_with_receipt(
+    llm: LLM, given: GivenPrompts, token_ids: list[list[int]], json_out: Path | None, target: tuple[Path, str]
+) -> None:
+    """Completes the prompt and writes its receipt. `target` is where to, and what the model was
+    called.
+    """
+    from dflash_moe.engine.receipt_record import digests_kept, make_receipt
+
+    params = given.prompts[0].params
+    with digests_kept(llm, params.seed or 0) as digests:
+        outcomes = _complete(llm, given, token_ids, json_out)
+    completion = outcomes[0][0]
+    if not completion.token_ids:
+        raise DflashError("--receipt: no token was generated, so that there is nothing to prove; the receipt was not written")
+    path, model = target
+    found = make_receipt(llm, model, token_ids[0], params, completion.token_ids, digests)
+    options.write_json(path, found.to_json())
+    said = "bit by bit" if not found.host.no_claim else f"by tolerance only: {found.host.no_claim}"
+    options.say(f"receipt: {path}; `dflash-moe replay {path}` proves it again, {said}")
 
 
 def _token_ids(given: GivenPrompt, tokenizer: Any) -> list[int]:
-    found = list(tokenizer(given.text)["input_ids"])
+    from dflash_moe.integrations.tokenizer import encode
+
+    found = encode(tokenizer, given.text)
     if not found:
         raise ConfigError(
             f"{given.origin}: the prompt has no tokens; pass at least one character with --prompt or --prompt-file"
@@ -152,9 +186,9 @@ class _Progress:
         return f"{said}, {self.num_done} of {self._num_prompts} prompts done, {stats['running']} running"
 
 
-def _complete(llm: LLM, given: GivenPrompts, token_ids: list[list[int]], json_out: Path | None) -> None:
-    """Completes all prompts, writes what comes of them and says how fast it was. Raises the error
-    of the first that failed, once the others have ended.
+def _complete(llm: LLM, given: GivenPrompts, token_ids: list[list[int]], json_out: Path | None) -> list[list[Completion]]:
+    """Completes all prompts, writes what comes of them and says how fast it was. Returns the
+    choices of each. Raises the error of the first that failed, once the others have ended.
     """
     progress = _Progress(llm, len(given.prompts))
     chunks: list[Chunk] = []
@@ -184,6 +218,7 @@ def _complete(llm: LLM, given: GivenPrompts, token_ids: list[list[int]], json_ou
     if found:
         options.say(generate_report.summary(found, len(given.prompts), seconds, stats))
     _raise_first(given, outcomes)
+    return [outcome for outcome in outcomes if not isinstance(outcome, DflashError)]
 
 
 def _write_lines(write: Write, place: int, outcome: list[Completion] | DflashError) -> None:

@@ -103,10 +103,11 @@ def summary(found: Sequence[Completion], num_prompts: int, seconds: float, stats
         speed = f"{tokens}{of}, {num_tokens / seconds:.1f} tokens/s"
     if times:
         speed += f", time to first token {statistics.median(times):.3f} s{' (median)' if len(times) > 1 else ''}"
-    return f"{speed}; {_carried(stats)}"
+    return f"{speed}; {carried(stats)}"
 
 
-def _carried(stats: Mapping[str, Any]) -> str:
+def carried(stats: Mapping[str, Any]) -> str:
+    """Returns how many workers computed experts, how they were reached and what was moved."""
     workers = {name: worker["transport"] for name, worker in stats["workers"].items() if name != "host"}
     over = f" over {', '.join(sorted(set(workers.values())))}" if workers else ""
     moved, floor = stats["totals"]["request_bytes"] + stats["totals"]["reply_bytes"], stats["totals"]["floor_bytes"]

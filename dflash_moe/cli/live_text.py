@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+import unicodedata
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -54,18 +55,19 @@ def live_text(progress: Callable[[], str], *, has_lines: bool) -> Iterator[Write
     from rich.console import Console
 
     console = Console(stderr=True)
+    write = _write_visible if sys.stdout.isatty() else write_plain
     if console.is_terminal and not console.is_dumb_terminal:
         if sys.stdout.isatty():
             with _Screen(Console(), progress) as screen:
                 yield screen.write
         else:
             with _live(console, lambda: _tail(console, "", progress())):
-                yield write_plain
+                yield write
     elif has_lines:
         with _lines(progress):
-            yield write_plain
+            yield write
     else:
-        yield write_plain
+        yield write
 
 
 class _Screen:
@@ -83,7 +85,7 @@ class _Screen:
         """Adds text."""
         from rich.text import Text
 
-        *whole, self._growing = (self._growing + text).split("\n")
+        *whole, self._growing = (self._growing + _without_controls(text)).split("\n")
         for line in whole:
             self._console.print(Text(line), soft_wrap=True)
         if whole:
@@ -97,6 +99,17 @@ class _Screen:
         self._live.__exit__(*exception)
         # What comes now belongs to this line; after an error its sentence begins a new one.
         write_plain(self._growing + ("\n" if self._growing and exception[0] else ""))
+
+
+def _without_controls(text: str) -> str:
+    """Returns the text without what a terminal obeys: a model may write anything, such as a
+    sequence that clears the screen or renames its window.
+    """
+    return "".join(character for character in text if character in "\n\t" or unicodedata.category(character) != "Cc")
+
+
+def _write_visible(text: str) -> None:
+    write_plain(_without_controls(text))
 
 
 def _live(console: Any, render: Callable[[], Any]) -> Any:

@@ -75,7 +75,10 @@ def llama(
     json_out: Annotated[
         Path | None,
         typer.Option(
-            "--json", metavar="OUT", help="Write the counters of the line at the end to this file.", show_default=False
+            "--json",
+            metavar="OUT",
+            help="Write the counters of the line at the end to this file [default: nowhere].",
+            show_default=False,
         ),
     ] = None,
     **overrides: Any,

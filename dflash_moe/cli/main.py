@@ -25,7 +25,10 @@ from dflash_moe.version import __version__
 PROGRAM = "dflash-moe"
 # These are the commands in the order of --help. One whose module is not there (yet) is left out; a
 # module that is there and broken raises.
-COMMANDS = ("demo", "doctor", "model", "worker", "key", "generate", "llama", "verify", "serve", "plan", "bench")
+COMMANDS = (
+    "demo", "doctor", "model", "worker", "key", "generate", "chat", "replay", "llama", "verify", "diff", "serve", "plan",
+    "bench",
+)  # fmt: skip
 # The command whose users write flags of another program.
 RUNS_PROGRAMS = "llama"
 EXIT_USAGE = 2

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dflash_moe.cli import options
+from dflash_moe.config.values import format_bytes
 from dflash_moe.errors import ConfigError, shown
 from dflash_moe.model.gguf_header import is_gguf
 
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from dflash_moe.model.inspect import Inspection
     from dflash_moe.model.spec import LayerSpec
 
-MIB = 1 << 20
 GIB = 1 << 30
 
 
@@ -74,13 +74,14 @@ def inspect(
         typer.echo(json.dumps(found.to_json(), indent=1))
         return
     class_names = ", ".join(found.architectures) or "no class named"
-    typer.echo(f"{class_names} ({found.model_type}), {found.checkpoint_bytes / GIB:.2f} GiB")
+    typer.echo(f"{class_names} ({found.model_type}), {format_bytes(found.checkpoint_bytes)}")
     if found.is_stub:
         typer.echo("a stub: it holds no experts, which workers load from the full file; copy it with `rsync -S` or `tar -S`")
     if found.spec is None:
         typer.echo(f"not supported: {found.reason}")
         return
-    typer.echo(f"supported, runs in {found.spec.dtype}\n")
+    typer.echo(f"supported, runs in {found.spec.dtype}")
+    typer.echo(f"{found.left_out}\n" if found.left_out else "")
     _show_layers(found)
     _show_fits(found)
 
@@ -126,7 +127,7 @@ def _full_model(value: str) -> Path:
 
 
 def _show_layers(found: Inspection) -> None:
-    table = options.table("layers", "experts", "top-k", "in", "inner", "out", "formula", "weights", "MiB each", "GiB a layer")
+    table = options.table("layers", "experts", "top-k", "in", "inner", "out", "formula", "weights", "an expert", "a layer")
     for layers in _alike(found.layers):
         layer = layers[0]
         numbers = [item.index for item in layers]
@@ -139,8 +140,8 @@ def _show_layers(found: Inspection) -> None:
             str(layer.ffn.out_size),
             layer.ffn.activation if layer.ffn.gate in ("gated", "none") else layer.ffn.gate,
             layer.weight_dtype,
-            f"{layer.expert_bytes / MIB:.2f}",
-            f"{layer.num_experts * layer.expert_bytes / GIB:.3f}",
+            format_bytes(layer.expert_bytes),
+            format_bytes(layer.num_experts * layer.expert_bytes),
         )
     options.show(table)
 
@@ -158,15 +159,16 @@ def _alike(layers: tuple[LayerSpec, ...]) -> Iterator[list[LayerSpec]]:
 def _show_fits(found: Inspection) -> None:
     largest = max(layer.resident_bytes("auto") for layer in found.layers)
     typer.echo(
-        f"routed experts: {found.expert_bytes / GIB:.2f} GiB, {sum(layer.num_experts for layer in found.layers)} of them, "
+        f"routed experts: {format_bytes(found.expert_bytes)}, {sum(layer.num_experts for layer in found.layers)} of them, "
         f"{GIB // largest} fit in a GiB; "
-        f"the host keeps {found.host_bytes / GIB:.2f} GiB of other weights"
+        f"the host keeps {format_bytes(found.host_bytes)} of other weights"
     )
     resident = found.resident_bytes()
     for weights, size in resident.items() if len(set(resident.values())) > 1 else ():
-        typer.echo(f"with `weights: {weights}` at the workers the experts take {size / GIB:.2f} GiB")
+        typer.echo(f"with `weights: {weights}` at the workers the experts take {format_bytes(size)}")
     typer.echo()
-    table = options.table("worker memory, GiB", "of all experts, %", "workers needed")
+    table = options.table("card or worker, GiB", "layers whose experts fit", "of all experts, %", "workers needed")
     for gib, fraction in found.fits().items():
-        table.add_row(str(gib), f"{100 * fraction:.0f}", str(-(-resident["auto"] // (gib * GIB))))
+        layers = f"{found.layers_within(gib * GIB)} of {len(found.layers)}"
+        table.add_row(str(gib), layers, f"{100 * fraction:.0f}", str(-(-resident["auto"] // (gib * GIB))))
     options.show(table)

@@ -6,13 +6,13 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import json
 import logging
 import os
 import re
-import stat
 import sys
 import typing
 from collections.abc import Callable, Mapping
@@ -21,26 +21,30 @@ from typing import Annotated, Any
 
 import typer
 
+from dflash_moe.cli.model_path import model_directory as model_directory
 from dflash_moe.config import SETTINGS, Setting, resolve_settings
 from dflash_moe.errors import ConfigError, DflashError, printable, shown
-from dflash_moe.model.gguf_header import is_gguf
 from dflash_moe.runtime.threads import ThreadPlan, thread_plan
 from dflash_moe.runtime.transports import check_paths
 from dflash_moe.topology import Topology
+from dflash_moe.topology.topology import FITTED
 
 ModelOption = Annotated[
     str,
     typer.Option(
         "--model",
         metavar="DIR",
-        help="Checkpoint: a directory of safetensors and config.json, or a GGUF file.",
+        help="Checkpoint: a directory of safetensors and config.json, a GGUF file, or `demo` for the shipped model.",
         show_default=False,
     ),
 ]
 TopologyOption = Annotated[
     Path | None,
     typer.Option(
-        "--topology", metavar="FILE", help="YAML file of host and workers [default: one local CPU worker].", show_default=False
+        "--topology",
+        metavar="FILE",
+        help="YAML file of host and workers [default: fitted to this machine; `bench` and `llama`: one local CPU worker].",
+        show_default=False,
     ),
 ]
 
@@ -51,7 +55,6 @@ ExplainOption = Annotated[
 # The generators of torch take no larger seed.
 MAX_SEED = (1 << 63) - 1
 
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 _NUMBER = re.compile(r"[-+]?[0-9.,]*[%x]?", re.ASCII)
 # These variables make every OpenMP runtime wait passively. They are read when torch loads.
 PASSIVE_OPENMP = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", "KMP_BLOCKTIME": "0"}
@@ -84,7 +87,8 @@ def with_settings(command: Callable[..., Any]) -> Callable[..., Any]:
         raw = {setting.name: given.pop(setting.name, None) for setting in flagged}
         overrides = check_flags(raw)
         prepare_outputs(given.get("json_out"), given.get("plot"))
-        prepare_host(load_topology(given.get("topology")), overrides)
+        show_plan_log()
+        prepare_host(given_topology(given.get("topology")), overrides)
         return command(**given, **overrides)
 
     del wrapper.__wrapped__
@@ -135,6 +139,26 @@ def load_topology(path: Path | None) -> Topology:
     return Topology.local(1, threads=None) if path is None else Topology.load(path)
 
 
+def given_topology(path: Path | None) -> Topology:
+    """Reads the topology file. Without one it returns what stands for a fit that is made once torch
+    is loaded; only its threads count, and they never outnumber the cores where this one's do not.
+    """
+    if path is not None:
+        return Topology.load(path)
+    return dataclasses.replace(Topology.local(1, threads=None), source=FITTED)
+
+
+def topology_for(path: Path | None, model: Path, overrides: Mapping[str, Any]) -> Topology:
+    """Reads the topology file. Without one the model is fitted to this machine, and the plan is
+    said in at most eight lines. Errors are those of `Topology.load` and `fit_here`.
+    """
+    if path is not None:
+        return Topology.load(path)
+    from dflash_moe.engine.fitted import fit_here
+
+    return fit_here(model, overrides).topology
+
+
 def prepare_outputs(*paths: Path | None) -> None:
     """Makes the folders of output files and checks that the files can be written, before the work
     is done. Raises ConfigError that names the path.
@@ -169,6 +193,7 @@ def prepare_host(topology: Topology, overrides: Mapping[str, Any] | None = None)
     `check_paths` finds, before seconds of imports.
     """
     settings = resolve_settings(topology.stated_settings, **(overrides or {}))
+    topology = topology.with_settings(settings)
     check_paths(topology, settings)
     plan = thread_plan(topology, settings)
     if plan.is_oversubscribed:
@@ -179,43 +204,23 @@ def prepare_host(topology: Topology, overrides: Mapping[str, Any] | None = None)
     return plan
 
 
-def model_directory(value: str) -> Path:
-    """Returns the checkpoint directory or GGUF file. Raises ConfigError, which says for the id of a
-    hub how to download it, and else what was found.
-    """
-    try:
-        path = Path(value).expanduser()
-        mode = os.stat(path).st_mode
-    except (FileNotFoundError, NotADirectoryError):
-        mode = 0
-    except (OSError, RuntimeError, ValueError) as error:
-        # ~NAME of a user that is not there is a RuntimeError, and a zero byte a ValueError.
-        raise ConfigError(f"--model {shown(value)}: {getattr(error, 'strerror', None) or error}") from None
-    if stat.S_ISDIR(mode):
-        return path
-    if mode:
-        if stat.S_ISREG(mode) and is_gguf(path):
-            return path
-        raise ConfigError(f"--model {value}: this is a file, and not GGUF; pass the checkpoint's directory, or a GGUF file")
-    if _HUB_ID.fullmatch(value):
-        name = value.rpartition("/")[2]
-        raise ConfigError(
-            f"--model {value}: no such directory; it looks like a hub id, and models are read from disk only: download it with "
-            f"`hf download {value} --local-dir {name}`, then pass --model {name}"
-        )
-    raise ConfigError(
-        f"--model {shown(value)}: no such directory; pass a checkpoint directory (`dflash-moe model make` writes one)"
-    )
-
-
 def show_auto_log() -> None:
     """Lets the explanations of mode auto through to stderr."""
-    auto_log = logging.getLogger("dflash_moe.auto")
+    _show_log("dflash_moe.auto")
+
+
+def show_plan_log() -> None:
+    """Lets through to stderr what is planned: where experts go, and in which classes."""
+    _show_log("dflash_moe.plan")
+
+
+def _show_log(name: str) -> None:
+    shown_log = logging.getLogger(name)
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(message)s"))
-    auto_log.handlers = [handler]
-    auto_log.setLevel(logging.INFO)
-    auto_log.propagate = False
+    shown_log.handlers = [handler]
+    shown_log.setLevel(logging.INFO)
+    shown_log.propagate = False
 
 
 def say(line: str) -> None:

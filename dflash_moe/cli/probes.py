@@ -7,8 +7,10 @@ SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
 import ctypes.util
+import importlib.util
 import os
 import platform
+import re
 import resource
 from collections.abc import Callable
 from importlib import metadata
@@ -23,6 +25,10 @@ if TYPE_CHECKING:
     from dflash_moe.topology import HostSpec
 
 PACKAGES = ("torch", "transformers", "numpy", "safetensors", "msgpack", "pyyaml", "typer")
+
+# The drivers of cards make these files, whether or not a plug-in is built.
+DRIVER_NODES = {"cuda": "/dev/nvidiactl", "hip": "/dev/kfd"}
+_TORCH_BUILD = re.compile(r"^(cuda|hip)\b.*?= '([^']+)'", re.MULTILINE)
 
 Finding = dict[str, Any]
 
@@ -43,7 +49,11 @@ def probe_transports() -> dict[str, Finding]:
     return {
         "loopback": {"available": True},
         **{name: found(kind.try_here) for name, kind in TRANSPORTS.items()},
-        "fabric": {"available": False, "libfabric": library, "reason": f"{present} fabric is not built into this version"},
+        "fabric": {
+            "available": False,
+            "libfabric": library,
+            "reason": f"{present} fabric is not built into this version; workers on other machines are reached over tcp",
+        },
     }
 
 
@@ -55,8 +65,7 @@ def probe_backends(cpu_isa: str | None = None) -> dict[str, Finding]:
     """
     return {
         "cpu": probe_cpu(cpu_isa),
-        "cuda": _probe_plugin("cuda", "/dev/nvidiactl"),
-        "hip": _probe_plugin("hip", "/dev/kfd"),
+        **{name: _probe_plugin(name, node) for name, node in DRIVER_NODES.items()},
         "sim": _probe_plugin("sim"),
     }
 
@@ -139,6 +148,37 @@ def probe_versions() -> Finding:
     }
 
 
+def torch_backends() -> dict[str, str] | None:
+    """Returns the cards that the installed torch is built for, with the toolkit's version: empty
+    for a build for processors, None without torch. It reads torch's own note without importing it.
+    """
+    try:
+        spec = importlib.util.find_spec("torch")
+        if spec is None or spec.origin is None:
+            return None
+        note = (Path(spec.origin).parent / "version.py").read_text(encoding="utf-8")
+    except (ImportError, OSError):
+        return None
+    return dict(_TORCH_BUILD.findall(note))
+
+
+def torch_problems(version: str | None, built_for: dict[str, str] | None) -> list[str]:
+    """Says for which cards of this machine torch is not built: the host's part of a model cannot
+    run there.
+    """
+    if built_for is None:
+        return []
+    owners = {"cuda": "an NVIDIA card", "hip": "an AMD card"}
+    return [
+        f"this machine has {owners[name]} ({node} is there), and torch {version} is "
+        + (f"built for {', '.join(built_for)} only" if built_for else "a build for processors")
+        + f": workers can use the card, a host with `host.device: {name}:0` cannot; install a torch for {name} "
+        "(README.md, `A torch without gigabytes of CUDA`, says where builds are)"
+        for name, node in DRIVER_NODES.items()
+        if Path(node).exists() and name not in built_for
+    ]
+
+
 def cpu_model() -> str:
     """Returns the name of the CPU, or its architecture where the kernel does not tell."""
     try:
@@ -162,6 +202,7 @@ def _probe_plugin(name: str, node: str = "") -> Finding:
     """
     try:
         from dflash_moe import _core
+        from dflash_moe.protocol.card_packages import package_of
 
         found = _core.probe_backend(name)
     except ImportError as error:
@@ -172,7 +213,11 @@ def _probe_plugin(name: str, node: str = "") -> Finding:
     else:
         present = f"; {node} is {'present' if Path(node).exists() else 'absent'}" if node else ""
         reason = found["reason"] + present
-    return {"built": found["built"], "available": bool(usable), "reason": reason, "devices": found["devices"]}
+    finding = {"built": found["built"], "available": bool(usable), "reason": reason, "devices": found["devices"]}
+    package = package_of(name, found["directory"]) if "directory" in found else None
+    if package is None:
+        return finding
+    return finding | {"package": package, "reason": f"{reason} (package {package})"}
 
 
 def _device_text(label: str, device: Finding) -> str:

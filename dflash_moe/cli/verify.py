@@ -38,14 +38,14 @@ def verify(
     ] = None,
     **overrides: Any,
 ) -> None:
-    """Compare with the model's own eager experts. --dtype is what model and wire run in (default:
+    """Compare with the model's own eager experts. `--dtype` is what model and wire run in (default:
     the checkpoint's).
 
     Exit code 1 when a bound is exceeded, 2 when the model is not supported or a holder's weights
     differ.
     """
     directory = options.model_directory(model)
-    where = options.load_topology(topology)
+    where = options.topology_for(topology, directory, overrides)
     from dflash_moe.engine.verify import verify as run
 
     with comparing_shown() as compare:

@@ -25,7 +25,7 @@ def register(app: typer.Typer) -> None:
 def worker(
     name: Annotated[str, typer.Option("--name", metavar="NAME", help="The worker's name in the topology.")],
     model: Annotated[
-        Path, typer.Option("--model", metavar="DIR", help="Checkpoint directory on this machine; the host never sends paths.")
+        Path, typer.Option("--model", metavar="DIR", help="Checkpoint on this machine, or `demo`; the host never sends paths.")
     ],
     topology: Annotated[
         Path | None,
@@ -53,6 +53,7 @@ def worker(
     """Run one worker by hand. It serves one host at a time and waits for the next one; Ctrl-C ends
     it.
     """
+    from dflash_moe.cli.demo_model import DEMO, demo_model
     from dflash_moe.workers.process import run_hand_started_worker, run_started_worker
 
     if control_fd >= 0:
@@ -64,6 +65,8 @@ def worker(
     from dflash_moe.protocol.keys import read_key_file
     from dflash_moe.topology import Topology
 
+    if str(model) == DEMO:
+        model = demo_model()
     plan = Topology.load(topology)
     settings = resolve_settings(plan.stated_settings, threads=threads, key_file=key_file)
     spec = plan.worker(name)

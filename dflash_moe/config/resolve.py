@@ -45,7 +45,7 @@ def resolve_settings(
     for name in overrides:
         if name not in SETTINGS_BY_NAME:
             raise ConfigError(f"unknown setting {shown(name)}{did_you_mean(name, SETTINGS_BY_NAME)}")
-    known = [setting.yaml for setting in SETTINGS if setting.yaml and setting.section]
+    known = [setting.yaml for setting in SETTINGS if setting.yaml and setting.is_stated]
     for key in stated:
         if key not in known:
             raise ConfigError(f"unknown key {shown(key)}{did_you_mean(str(key), known)}")

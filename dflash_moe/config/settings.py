@@ -33,6 +33,7 @@ from dflash_moe.config.values import (
     switch,
     used_budget,
     whole,
+    whole_or_auto,
 )
 from dflash_moe.errors import ConfigError, shown
 
@@ -50,14 +51,20 @@ MAX_THREADS = 1024
 OPERATORS = ("auto", "torch")
 ORDERS = ("fifo", "packing")
 SPECULATIONS = ("prompt", "auto")
+PRESETS = ("exact", "fast")
 # A block of the paged KV cache has so many tokens: those of a page of the attention kernels.
 BLOCK_TOKENS = 16
 # The sections of a topology whose keys are settings of the table.
 SECTIONS = ("ipc", "host", "engine")
+# Keys of the topology itself that are settings of the table.
+ROOT_SETTINGS = ("preset",)
 # More tokens of one step, requests or waiting requests than these are typing errors.
 MAX_BATCH_TOKENS = 1 << 16
 MAX_REQUESTS = 4096
 MAX_QUEUE = 1 << 20
+# A layer table has at most so many layers, and no model has so many positions.
+MAX_LAYERS = 4096
+MAX_CONTEXT = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +96,11 @@ class Setting:
         """The key below `section`, None where there is none."""
         return self.yaml.partition(".")[2] if self.yaml and self.section else None
 
+    @property
+    def is_stated(self) -> bool:
+        """Whether `Topology.stated_settings` can have its key."""
+        return self.section is not None or self.yaml in ROOT_SETTINGS
+
     def check(self, value: object, origin: str) -> Any:
         """Returns the parsed value. Raises ConfigError that names `origin` (flag, variable, key or
         argument), the value and what is allowed.
@@ -107,6 +119,19 @@ _IPC = f"{_EXPERT}IPC_"
 _SECONDS = f"seconds, above 0 and at most {MAX_TIMEOUT_S:.0f}"
 
 SETTINGS: tuple[Setting, ...] = (
+    Setting(
+        "preset", "--preset", f"{PREFIX}PRESET", "preset", choice(*PRESETS), ", ".join(PRESETS), "exact", "exact",
+        "What activations and host.activations are where nobody states them: f32 (exact), or per layer int8, else bf16, where "
+        "every holder takes the layer's weights so (fast)",
+        "exact|fast",
+    ),
+    Setting(
+        "experts_on_card", "--experts-on-card", f"{PREFIX}EXPERTS_ON_CARD", None, whole_or_auto(0, MAX_LAYERS),
+        f"auto, 0..{MAX_LAYERS} layers", None, "auto",
+        "Without a topology: how many layers have their experts on cards, the last ones first; auto: as many as leave memory "
+        "for --max-context",
+        "N|auto",
+    ),
     Setting(
         "mode", "--mode", f"{_IPC}MODE", "ipc.mode", choice(*MODES), "auto, batched, stream (any case)", "auto", "auto",
         "How a call is cut: whole chunks (batched), small slices (stream), or chosen per worker (auto)", "MODE",
@@ -212,6 +237,11 @@ SETTINGS: tuple[Setting, ...] = (
         "What keys and values are stored as", "DTYPE",
     ),
     Setting(
+        "max_context", "--max-context", f"{PREFIX}ENGINE_MAX_CONTEXT", "engine.max_context", whole(1, MAX_CONTEXT),
+        f"1..{MAX_CONTEXT} tokens", None, "the model's; a plan without a topology leaves memory for that or 8192, if less",
+        "Most tokens of one request, its prompt included; the KV cache has no more than max_requests of them take", "TOKENS",
+    ),
+    Setting(
         "max_batch_tokens", None, f"{PREFIX}ENGINE_MAX_BATCH_TOKENS", "engine.max_batch_tokens", whole(1, MAX_BATCH_TOKENS),
         f"1..{MAX_BATCH_TOKENS} tokens", 1024, "1024 tokens",
         "Most tokens of one step of the engine; longer prompts are computed in chunks", "TOKENS",
@@ -270,6 +300,9 @@ class Settings:
     (from the model, the machine or the geometry).
     """
 
+    preset: str = _default("preset")
+    # A number, auto where that was asked for by name, or None where nothing was said.
+    experts_on_card: int | str | None = _default("experts_on_card")
     mode: str = _default("mode")
     transport: str = _default("transport")
     dtype: str | None = _default("dtype")
@@ -293,6 +326,7 @@ class Settings:
     block_tokens: int = _default("block_tokens")
     kv_memory: MemoryBudget = _default("kv_memory")
     kv_dtype: str | None = _default("kv_dtype")
+    max_context: int | None = _default("max_context")
     max_batch_tokens: int = _default("max_batch_tokens")
     max_requests: int = _default("max_requests")
     max_queue: int = _default("max_queue")

@@ -131,6 +131,16 @@ def whole(low: int, high: int) -> Parser:
     return parse
 
 
+def whole_or_auto(low: int, high: int) -> Parser:
+    """Returns a parser of a whole number, or of the word auto."""
+    parse = whole(low, high)
+
+    def parse_or_auto(value: object) -> int | str:
+        return "auto" if isinstance(value, str) and value.strip().lower() == "auto" else int(parse(value))
+
+    return parse_or_auto
+
+
 def seconds(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         raise ValueError

@@ -96,13 +96,19 @@ class Engine:
         """
         params = SamplingParams() if params is None else params
         request_id = next(self._ids)
-        prompt = checked_prompt(self._forward, f"request {request_id}", token_ids, params, self.settings.max_queue)
+        prompt = checked_prompt(self._forward, f"request {request_id}", token_ids, params, self.settings)
         stream = TokenStream(self._door, request_id, params.n)
         try:
             self._door.send(Submit(tuple(self._requests(request_id, prompt, params, stream))))
         except DflashError as error:
             raise error.reworded(f"request {request_id}: {error}") from None
         return stream
+
+    def check_length(self, num_tokens: int) -> None:
+        """Raises ConfigError where the model has no positions, or the KV cache no room, for a
+        sequence of `num_tokens` tokens.
+        """
+        self._forward.check_length(num_tokens)
 
     def _requests(self, request_id: int, prompt: list[int], params: SamplingParams, stream: TokenStream) -> list[Request]:
         seed = secrets.randbits(63) if params.seed is None else params.seed
@@ -145,6 +151,12 @@ class Engine:
     def drop_prefix_cache(self, timeout_s: float = 30.0) -> None:
         """Forgets all cached prefixes, so that a measurement does not find its own prompts."""
         self._between_steps(self._forget_cached, timeout_s)
+
+    def settle(self) -> None:
+        """Returns once the engine thread has heard what was sent to it before, between two steps.
+        Raises EngineError where its step does not end in time.
+        """
+        self._between_steps(lambda: None, CLOSE_S + self.settings.call_timeout_s)
 
     def _between_steps(self, function: Callable[[], None], timeout_s: float) -> None:
         done, errors = Bell(), list[BaseException]()

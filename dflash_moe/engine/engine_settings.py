@@ -22,6 +22,8 @@ class EngineSettings:
     order: str = "fifo"
     speculate: str = "off"
     prefix_cache: bool = True
+    # Most tokens of a request, its prompt included; None leaves that to the model.
+    max_context: int | None = None
     # Whether the next step is planned while the device still computes, which it does on a card.
     plans_ahead: bool = False
     call_timeout_s: float = 30.0
@@ -38,6 +40,7 @@ class EngineSettings:
             "order",
             "speculate",
             "prefix_cache",
+            "max_context",
             "call_timeout_s",
         )
         share = max(layer.top_k / layer.num_experts for layer in runtime.layers)

@@ -17,6 +17,7 @@ from dflash_moe.engine.blocks import MAX_BLOCKS, BlockPool
 from dflash_moe.engine.layer_loop import LayerLoop
 from dflash_moe.engine.micro_batches import MicroBatches
 from dflash_moe.engine.paged_cache import PagedCache
+from dflash_moe.engine.residuals import ResidualTap
 from dflash_moe.engine.rotary_tables import RotaryTables, find_rotary_modules
 from dflash_moe.engine.sequence import SequenceBlocks
 from dflash_moe.engine.step_blocks import PackedStep, StepBlocks
@@ -92,6 +93,9 @@ class Forward(Protocol):
     cuts_prompts: bool
     # So many sequences may exist at a time.
     max_sequences: int
+    model: Any
+    # Set while somebody looks at the residual stream of the one sequence that there is.
+    residuals: ResidualTap | None
 
     @property
     def vocab_size(self) -> int:
@@ -163,6 +167,7 @@ class PackedForward:
         self._buffers: BufferPool | None = None
         # Set where steps may be computed in two halves.
         self.micro_batches: MicroBatches | None = None
+        self.residuals: ResidualTap | None = None
         self.max_positions = max_positions(model.config)
 
     def check_length(self, max_tokens: int) -> None:
@@ -216,6 +221,8 @@ class PackedForward:
     @torch.inference_mode()  # type: ignore[untyped-decorator]
     def _compute(self, rows: Sequence[StepRows], step: PackedStep) -> torch.Tensor:
         self.cache.begin(step)
+        if self.residuals is not None:
+            self.residuals.begin_step(step.positions)
         lengths = [(entry.sequence.max_tokens, entry.sequence.num_tokens, len(entry.token_ids)) for entry in rows]
         for tables in self.rotary:
             tables.begin(lengths)
@@ -242,8 +249,10 @@ class PackedForward:
         """Returns logits [num_wanted, vocab_size] of the rows `wanted`, int64, of what the pages
         and tables of this thread were told to begin: the whole step, or a half of it as `step`.
         """
+        if self.residuals is not None:
+            self.residuals.begin_rows(step.positions)
         if self.loop is not None:
-            return self.loop.run(token_ids, wanted)
+            return self.loop.run(token_ids, wanted, self.residuals)
         if self._buffers is not None:
             self._buffers.of(len(token_ids)).set_tables(*self.rotary[0].cos_sin())
         positions = torch.from_numpy(step.positions)[None].to(self.device)

@@ -15,6 +15,9 @@ from dflash_moe.errors import ConfigError
 from dflash_moe.runtime.tensors import ITEM_BYTES
 from dflash_moe.telemetry.machine import memory_available
 
+# The proof that rows do not depend on their batch needs some sequences of some blocks.
+LEAST_BLOCKS = 64
+
 
 @dataclass(frozen=True, slots=True)
 class KvShape:
@@ -39,8 +42,18 @@ def block_bytes(layers: Iterable[KvShape], kv_dtype: str, block_tokens: int = BL
     return block_tokens * ITEM_BYTES[kv_dtype] * sum(layer.values_per_token for layer in layers)
 
 
-def kv_blocks(kv_memory: MemoryBudget, bytes_per_block: int, *, free_bytes: int | None = None) -> int:
-    """Returns the number of blocks that `kv_memory` pays for; a fraction is one of `free_bytes`.
+def most_blocks(max_context: int | None, max_requests: int) -> int:
+    """Returns how many blocks requests can take together that have at most `max_context` tokens
+    each, where that is given, and never less than LEAST_BLOCKS.
+    """
+    if max_context is None:
+        return MAX_BLOCKS
+    return min(MAX_BLOCKS, max(LEAST_BLOCKS, max_requests * -(-max_context // BLOCK_TOKENS)))
+
+
+def kv_blocks(kv_memory: MemoryBudget, bytes_per_block: int, *, free_bytes: int | None = None, most: int = MAX_BLOCKS) -> int:
+    """Returns the number of blocks that `kv_memory` pays for, at most `most`; a fraction is one of
+    `free_bytes`.
 
     `free_bytes` is by default what this process may still take of memory, its control group
     counted. Ask after the weights are loaded, because the pages come on top of them. Raises
@@ -64,4 +77,4 @@ def kv_blocks(kv_memory: MemoryBudget, bytes_per_block: int, *, free_bytes: int 
             f"engine.kv_memory: {asked}{format_bytes(granted)} are less than one block of the KV cache takes, "
             f"{format_bytes(bytes_per_block)}; raise it, or place fewer experts here"
         )
-    return min(MAX_BLOCKS, granted // bytes_per_block)
+    return min(most, granted // bytes_per_block)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from dflash_moe.engine.residuals import EMBEDDING, ResidualTap
 from dflash_moe.engine.rotary_tables import RotaryTables
 from dflash_moe.operators.blocks import HostLayer
 from dflash_moe.operators.layer_buffers import BufferPool
@@ -27,15 +28,20 @@ class LayerLoop:
         self.layers = tuple(layers)
         self.buffers, self._tables = buffers, tables
 
-    def run(self, token_ids: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    def run(self, token_ids: torch.Tensor, wanted: torch.Tensor, residuals: ResidualTap | None = None) -> torch.Tensor:
         """Returns logits [num_wanted, vocab_size] of the rows `wanted` of the step that the pages
-        were told to begin; `token_ids` are int64 [num_rows].
+        were told to begin; `token_ids` are int64 [num_rows]. `residuals` is shown what enters the
+        first layer and leaves each.
         """
         buffers = self.buffers.of(len(token_ids))
         buffers.set_tables(*self._tables.cos_sin())
         buffers.hidden_states.copy_(self._embedding(token_ids))
-        for layer in self.layers:
+        if residuals is not None:
+            residuals.see(EMBEDDING, buffers.hidden_states)
+        for index, layer in enumerate(self.layers):
             layer.step(buffers)
+            if residuals is not None:
+                residuals.see(index, buffers.hidden_states)
         rows = buffers.hidden_states[wanted]
         self.buffers.drop_last()
         logits: torch.Tensor = self._head(self._norm(rows))

@@ -7,7 +7,7 @@ SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,13 +15,16 @@ from typing import TYPE_CHECKING, Any
 from dflash_moe.engine.delivery import TokenStream
 from dflash_moe.engine.engine import Engine
 from dflash_moe.engine.engine_settings import EngineSettings
+from dflash_moe.engine.fitted import fit_here
 from dflash_moe.engine.host_model import open_host
+from dflash_moe.engine.kv_budget import most_blocks
 from dflash_moe.engine.request import TokenDelta
 from dflash_moe.engine.sampling_params import SamplingParams
 from dflash_moe.engine.text import ChoiceText, Chunk, Completion
 from dflash_moe.errors import ConfigError, DflashError, QueueFull, shown
 from dflash_moe.integrations.generation import stop_token_ids
-from dflash_moe.integrations.tokenizer import load_tokenizer
+from dflash_moe.integrations.generation_settings import read_generation_settings
+from dflash_moe.integrations.tokenizer import encode, load_tokenizer
 from dflash_moe.runtime.expert_runtime import ExpertRuntime
 from dflash_moe.topology import Topology
 
@@ -47,12 +50,13 @@ class LLM:
         self, model: str | Path, topology: Topology | str | Path | None = None, *, tokenizer: Any = None,
         on_loading: LoadingReport | None = None, **overrides: Any,
     ) -> None:  # fmt: skip
-        """Starts the workers of `topology` (a local one where that is None) and loads the model.
+        """Starts the workers of `topology` and loads the model, which is fitted to this machine
+        where that is None (engine/fitted.py).
         `tokenizer` stands in for the checkpoint's own, and `overrides` are settings
         (docs/topology.md). Errors are those of `ExpertRuntime.start` and `load_model`.
         """
         if topology is None:
-            topology = Topology.local(1, threads=None)
+            topology = fit_here(model, overrides).topology
         elif not isinstance(topology, Topology):
             topology = Topology.load(Path(topology))
         path = Path(model)
@@ -60,10 +64,13 @@ class LLM:
             self.tokenizer = load_tokenizer(path) if tokenizer is None else tokenizer
             self.runtime = stack.enter_context(ExpertRuntime.start(topology, model=path, on_loading=on_loading, **overrides))
             self.host = open_host(path, self.runtime)
-            forward = self.host.engine_forward(self.runtime.settings.kv_memory)
-            stack.callback(forward.close)
-            eos = stop_token_ids(self.host.model, self.tokenizer)
-            self.engine = stack.enter_context(Engine(forward, EngineSettings.of(self.runtime), eos_token_ids=eos))
+            settings = self.runtime.settings
+            self.forward = self.host.engine_forward(
+                settings.kv_memory, most_blocks(settings.max_context, settings.max_requests)
+            )
+            stack.callback(self.forward.close)
+            eos = stop_token_ids(self.host.model, self.tokenizer) | read_generation_settings(path).stop_token_ids
+            self.engine = stack.enter_context(Engine(self.forward, EngineSettings.of(self.runtime), eos_token_ids=eos))
             self._closing = stack.pop_all()
 
     def submit(self, prompt: Prompt, params: SamplingParams | None = None) -> TokenStream:
@@ -75,7 +82,7 @@ class LLM:
         are.
         """
         if isinstance(prompt, str):
-            return list(self.tokenizer(prompt)["input_ids"])
+            return encode(self.tokenizer, prompt)
         if isinstance(prompt, bytes) or not hasattr(prompt, "__iter__"):
             raise ConfigError(f"prompt {shown(prompt)}: expected a text, or a sequence of token ids")
         return [*prompt]
@@ -121,7 +128,7 @@ class LLM:
                 raise ConfigError(f"prompt {place} has no tokens; at least 1 is needed")
         return [_Run(self, place, *one, on_chunk) for place, one in enumerate(zip(ids, each, strict=True))]
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Chunk]:
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[Chunk, None, None]:
         """Yields chunks of text as they come; those of several choices in any order. A caller that
         stops early cancels the request.
         """

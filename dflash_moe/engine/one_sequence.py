@@ -13,12 +13,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 
 from dflash_moe.config import BLOCK_TOKENS, MemoryBudget
 from dflash_moe.engine.blocks import MAX_BLOCKS, BlockPool
 from dflash_moe.engine.forward import OutOfBlocks, RunStep, StepRows, TokenSequence, refuse_beyond, refuse_length
 from dflash_moe.engine.kv_budget import kv_blocks
+from dflash_moe.engine.residuals import ResidualTap
 from dflash_moe.engine.sequence import SequenceBlocks
 from dflash_moe.errors import ConfigError
 
@@ -47,11 +49,12 @@ class OneSequenceForward:
 
     cuts_prompts = False
 
-    def __init__(self, model: Any, kv_memory: MemoryBudget, free_bytes: int | None = None) -> None:
-        """`kv_memory` bounds what all caches take, of `free_bytes` where it is a part. Errors are
-        those of `kv_blocks`.
+    def __init__(self, model: Any, kv_memory: MemoryBudget, free_bytes: int | None = None, *, most: int = MAX_BLOCKS) -> None:
+        """`kv_memory` bounds what all caches take, of `free_bytes` where it is a part, and `most`
+        their blocks. Errors are those of `kv_blocks`.
         """
         self.model = model
+        self.residuals: ResidualTap | None = None
         token_bytes, sequence_bytes = measure_cache(model)
         num_blocks = kv_blocks(kv_memory, max(1, BLOCK_TOKENS * token_bytes + sequence_bytes), free_bytes=free_bytes)
         # What a sequence takes whatever its length may take half of the memory of all sequences
@@ -61,7 +64,7 @@ class OneSequenceForward:
         if sequence_bytes:
             self.max_sequences = max(1, whole // 2 // sequence_bytes)
             num_blocks = max(1, (whole - self.max_sequences * sequence_bytes) // max(1, BLOCK_TOKENS * token_bytes))
-        self.blocks = BlockPool(min(MAX_BLOCKS, num_blocks))
+        self.blocks = BlockPool(min(most, num_blocks))
 
     @property
     def vocab_size(self) -> int:
@@ -119,6 +122,10 @@ class OneSequenceForward:
         if not all(0 <= token < self.vocab_size for token in entry.token_ids):
             raise ConfigError(f"a token id is outside the vocabulary of {self.vocab_size}")
         ids = torch.tensor([list(entry.token_ids)], dtype=torch.int64, device=self.model.device)
+        if self.residuals is not None:
+            positions = np.arange(sequence.num_tokens, sequence.num_tokens + len(entry.token_ids))
+            self.residuals.begin_step(positions)
+            self.residuals.begin_rows(positions)
         # One row at least, because 0 means all of them to a model.
         wanted = max(1, entry.num_logits)
         out = self.model(input_ids=ids, past_key_values=sequence.cache, use_cache=True, logits_to_keep=wanted)

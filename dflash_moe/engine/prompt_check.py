@@ -10,14 +10,17 @@ import operator
 from collections.abc import Iterable
 from typing import Any
 
+from dflash_moe.engine.engine_settings import EngineSettings
 from dflash_moe.engine.forward import Forward
 from dflash_moe.engine.sampling_params import SamplingParams
 from dflash_moe.errors import ConfigError, shown
 
 
-def checked_prompt(forward: Forward, name: str, token_ids: Iterable[Any], params: SamplingParams, max_queue: int) -> list[int]:
+def checked_prompt(
+    forward: Forward, name: str, token_ids: Iterable[Any], params: SamplingParams, settings: EngineSettings
+) -> list[int]:
     """Returns the ids of a prompt as integers. Raises ConfigError, which begins with `name`, for
-    what an engine over `forward` with room for `max_queue` waiting requests can never compute.
+    what an engine over `forward` with these settings can never compute.
     """
     if not isinstance(params, SamplingParams):
         raise ConfigError(f"{name}: params {shown(params)} are not allowed; pass a SamplingParams")
@@ -27,10 +30,11 @@ def checked_prompt(forward: Forward, name: str, token_ids: Iterable[Any], params
     prompt = [_token_id(name, token, vocab_size) for token in token_ids]
     if not prompt:
         raise ConfigError(f"{name}: the prompt has no tokens; at least 1 is needed")
-    if params.n > max_queue:
-        raise ConfigError(f"{name}: n={params.n} is not allowed; allowed: at most {max_queue} (engine.max_queue)")
+    if params.n > settings.max_queue:
+        raise ConfigError(f"{name}: n={params.n} is not allowed; allowed: at most {settings.max_queue} (engine.max_queue)")
     try:
         params.check_ids(vocab_size)
+        refuse_context(settings.max_context, len(prompt) + params.max_tokens)
         forward.check_length(len(prompt) + params.max_tokens)
     except ConfigError as error:
         text = f"{name}: prompt of {len(prompt)} tokens and max_tokens {params.max_tokens}: {error}"
@@ -46,3 +50,14 @@ def _token_id(name: str, token: Any, vocab_size: int) -> int:
     if not 0 <= found < vocab_size:
         raise ConfigError(f"{name}: token id {shown(token)} is not allowed; the model has the ids 0..{vocab_size - 1}")
     return found
+
+
+def refuse_context(max_context: int | None, max_tokens: int) -> None:
+    """Raises ConfigError where a request of `max_tokens` tokens is longer than the setting
+    allows.
+    """
+    if max_context is not None and max_tokens > max_context:
+        raise ConfigError(
+            f"a sequence of {max_tokens} tokens was asked for, its prompt included; --max-context (engine.max_context) allows "
+            f"{max_context}: raise it, or shorten the prompt or max_tokens"
+        )

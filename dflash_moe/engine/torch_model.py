@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dflash_moe.config import BLOCK_TOKENS
-from dflash_moe.engine.blocks import BlockPool
+from dflash_moe.engine.blocks import MAX_BLOCKS, BlockPool
 from dflash_moe.engine.forward import PackedForward
 from dflash_moe.engine.kv_budget import KvShape, block_bytes, kv_blocks
 from dflash_moe.engine.torch_cache import TorchCache, gathered_values
@@ -36,11 +36,12 @@ _FLOAT_BYTES = 4
 
 
 def page_torch_model(
-    model: Any, reason: str, *, kv_memory: MemoryBudget, kv_dtype: str | None = None
+    model: Any, reason: str, *, kv_memory: MemoryBudget, kv_dtype: str | None = None, most: int = MAX_BLOCKS
 ) -> tuple[PackedForward | None, TakeoverReport]:
     """Gives a model that `load_model` loaded pages on its device and returns what runs it, None
     where its attention cannot be paged. `reason` says why torch's operators stay. `kv_memory` is of
-    the device's memory that is free, and includes the gather buffer.
+    the device's memory that is free, and includes the gather buffer; there are `most` blocks at
+    most.
 
     The routed experts are to compute nothing meanwhile. Raises ConfigError where memory for one
     block is missing, or for a `kv_dtype` that could overflow unseen.
@@ -54,7 +55,7 @@ def page_torch_model(
         report.not_paged = probe.refusal
         log.info("%s: attention is not paged: %s", report.class_name, probe.refusal)
         return None, report
-    cache = _allocate(model, layers, kv_memory, kv_dtype)
+    cache = _allocate(model, layers, kv_memory, kv_dtype, most)
     for layer in layers:
         module = model.get_submodule(layer.module)
         attach(module, GatheredLayer(cache, layer.index, _expanded(module, layer)[1], layer.is_latent))
@@ -91,7 +92,9 @@ def _expanded(module: Any, layer: AttentionLayer) -> tuple[int, int]:
     return keys.numel() + values.numel(), int(values.shape[-1])
 
 
-def _allocate(model: Any, layers: Sequence[AttentionLayer], kv_memory: MemoryBudget, kv_dtype: str | None) -> TorchCache:
+def _allocate(
+    model: Any, layers: Sequence[AttentionLayer], kv_memory: MemoryBudget, kv_dtype: str | None, most: int
+) -> TorchCache:
     stored_as = DTYPE_NAMES[model.dtype] if kv_dtype is None else kv_dtype
     if stored_as == "f16" != DTYPE_NAMES[model.dtype]:
         raise ConfigError(
@@ -102,7 +105,7 @@ def _allocate(model: Any, layers: Sequence[AttentionLayer], kv_memory: MemoryBud
     per_token = max(_temporary_bytes(model, layer, stored_as) for layer in layers)
     per_token += sum(gathered_values(shapes)) * TORCH_DTYPES[stored_as].itemsize
     num_blocks, max_keys = split_budget(
-        kv_memory, _free_bytes(model.device), block_bytes(shapes, stored_as), per_token, max_positions(model.config)
+        kv_memory, _free_bytes(model.device), block_bytes(shapes, stored_as), per_token, max_positions(model.config), most
     )
     return TorchCache(shapes, num_blocks, max_keys, TORCH_DTYPES[stored_as], model.device)
 
@@ -122,18 +125,24 @@ def _temporary_bytes(model: Any, layer: AttentionLayer, stored_as: str) -> int:
 
 
 def split_budget(
-    kv_memory: MemoryBudget, free_bytes: int, bytes_per_block: int, gathered_token_bytes: int, max_tokens: int
+    kv_memory: MemoryBudget,
+    free_bytes: int,
+    bytes_per_block: int,
+    gathered_token_bytes: int,
+    max_tokens: int,
+    most: int = MAX_BLOCKS,
 ) -> tuple[int, int]:
     """Returns the number of blocks and of tokens that can be gathered at once, which together take
-    no more than `kv_memory`. The longest sequence that the blocks hold can be gathered; it has at
-    most `max_tokens` tokens, 0 meaning any number. Errors are those of `kv_blocks`.
+    no more than `kv_memory`, and of the former no more than `most`. The longest sequence that the
+    blocks hold can be gathered; it has at most `max_tokens` tokens, 0 meaning any number. Errors
+    are those of `kv_blocks`.
     """
-    num_blocks = kv_blocks(kv_memory, bytes_per_block + BLOCK_TOKENS * gathered_token_bytes, free_bytes=free_bytes)
+    num_blocks = kv_blocks(kv_memory, bytes_per_block + BLOCK_TOKENS * gathered_token_bytes, free_bytes=free_bytes, most=most)
     longest = -(-max_tokens // BLOCK_TOKENS)
     if not 0 < longest < num_blocks:
         return num_blocks, num_blocks * BLOCK_TOKENS
     left = kv_memory.resolve(free_bytes) - longest * BLOCK_TOKENS * gathered_token_bytes
-    return left // bytes_per_block, longest * BLOCK_TOKENS
+    return min(most, left // bytes_per_block), longest * BLOCK_TOKENS
 
 
 def _free_bytes(device: torch.device) -> int:

@@ -15,17 +15,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dflash_moe.engine.eager_pass import EagerPass, best_tokens, model_logits, run_eager, same_noise
 from dflash_moe.engine.forward import StepRows
 from dflash_moe.engine.host_model import HostModel, open_host
 from dflash_moe.engine.verify_report import Bounds, GreedyParity, VerifyReport, judge
 from dflash_moe.errors import DflashError
-from dflash_moe.integrations.layer_parity import compare_layer, count_calls, held_formats, load_eager, rms
-from dflash_moe.integrations.transformers import expert_calls
-from dflash_moe.model.capture import ExpertsCall, capture_calls
+from dflash_moe.integrations.expert_truths import StoredExperts
+from dflash_moe.integrations.layer_parity import compare_layer, count_calls, held_formats, rms
+from dflash_moe.integrations.transformers import check_torch_device, expert_calls
+from dflash_moe.model.architecture import load_config
+from dflash_moe.model.checkpoint import Checkpoint
 from dflash_moe.model.spec import model_spec
-from dflash_moe.operators.addresses import DTYPE_NAMES
 from dflash_moe.operators.reads import packed_linears
 from dflash_moe.runtime.expert_runtime import ExpertRuntime
+from dflash_moe.runtime.start_check import check_start
 
 if TYPE_CHECKING:
     from dflash_moe.runtime.contents import ContentsReport
@@ -59,20 +62,28 @@ def verify(
     every holder are first compared with the checkpoint here, and `on_comparing` is called now and
     then meanwhile. `overrides` are settings of the runtime.
 
+    The eager model runs first, with one layer in memory at a time, and is freed before workers
+    load. No byte of the checkpoint is read more than three times here, sampled rows apart: by that
+    pass, for the truths of its experts or by the host's own model, and by the pass over the
+    generated tokens.
+
     It returns a report also when bounds are exceeded. Errors: CheckpointError naming layer, shard,
-    holder and both checksums where weights differ, UnsupportedError naming class and field before
-    any worker starts, DflashError when the experts of the model did not reach the workers, and
-    those of `ExpertRuntime.start` and `open_host`.
+    holder and both checksums where weights differ, UnsupportedError naming class and field,
+    DflashError when the experts of the model did not reach the workers, and those of
+    `ExpertRuntime.start` and `open_host`. What `check_start` refuses is refused before anything is
+    loaded.
     """
     progress("deriving layers from the model")
     spec = model_spec(path, dtype)
     settings = {"dtype": spec.dtype, **(overrides or {})}
-    progress(f"loading the eager model in {spec.dtype}")
-    eager = load_eager(path, spec.dtype)
-    text_config = eager.config.get_text_config()
-    bounds = Bounds.of(spec.dtype, int(getattr(text_config, "num_hidden_layers", len(spec.layers))))
-    generator = torch.Generator().manual_seed(seed)
-    input_ids = torch.randint(0, int(text_config.vocab_size), (1, num_tokens), generator=generator)
+    progress("asking workers and cards")
+    check_start(topology, spec, **settings)
+    check_torch_device(topology.host)
+    config = load_config(Checkpoint.open(path)).get_text_config()
+    bounds = Bounds.of(spec.dtype, int(getattr(config, "num_hidden_layers", len(spec.layers))))
+    input_ids = torch.randint(0, int(config.vocab_size), (1, num_tokens), generator=torch.Generator().manual_seed(seed))
+    progress(f"running the eager model in {spec.dtype}, layer by layer")
+    eager = run_eager(path, spec.dtype, input_ids, len(spec.layers), progress)
     progress("starting workers")
     with (
         _torch_threads_kept(),
@@ -81,15 +92,17 @@ def verify(
     ):
         request_dtype, reply_dtype = runtime.wire_dtypes
         report = VerifyReport(
-            str(path), type(eager).__name__, spec.dtype, request_dtype, reply_dtype, runtime.stats()["numerics"], seed, bounds
+            str(path), eager.class_name, spec.dtype, request_dtype, reply_dtype, runtime.stats()["numerics"], seed, bounds
         )
         if on_comparing is not None:
             progress("comparing weights with this host's own copy")
             report.compared_shards = runtime.check_weights(on_comparing)
-        progress(f"comparing {len(spec.layers)} layers")
-        eager_logits = _compare_layers(report, path, runtime, eager, input_ids)
-        progress("comparing logits and greedy tokens")
-        _compare_model(report, path, runtime, eager, input_ids, eager_logits)
+        ours, is_causal = _compare(report, path, runtime, eager, input_ids, progress)
+    del eager  # its logits and captured calls
+    progress("asking the eager model for its own tokens")
+    prompt = input_ids[:, :GREEDY_PROMPT]
+    theirs, gaps = best_tokens(path, spec.dtype, prompt, ours, is_causal=is_causal, progress=progress)
+    report.greedy = GreedyParity.of(ours, theirs, gaps, bounds.tie)
     judge(report, spec.layers)
     return report
 
@@ -104,94 +117,72 @@ def _torch_threads_kept() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _compare_layers(report: VerifyReport, path: Path, runtime: ExpertRuntime, eager: Any, input_ids: torch.Tensor) -> Any:
-    """Compares every layer with what the eager model asks of its experts, and returns its
-    logits.
+def _compare(
+    report: VerifyReport, path: Path, runtime: ExpertRuntime, eager: EagerPass, input_ids: torch.Tensor,
+    progress: Callable[[str], None],
+) -> tuple[list[int], bool]:  # fmt: skip
+    """Compares every layer with what the eager model asked of its experts, and then the model.
+    Returns what `_compare_model` does.
     """
-    calls: list[ExpertsCall] = []
-    with capture_calls(eager, calls.append):
-        eager_logits = _logits(eager, input_ids)
+    progress(f"comparing {len(runtime.spec.layers)} layers")
     layers = {layer.name: layer for layer in runtime.spec.layers}
-    # Workers keep the weights as they are stored. Where the eager model had to round its own, the
-    # truth must not.
-    is_exact = all(report.dtype in ("f32", layer.weight_dtype) for layer in runtime.spec.layers)
-    stored = eager if is_exact else load_eager(path, "f32")
+    stored = StoredExperts(path)
     report.formats = held_formats(runtime)
-    for call in calls:
-        report.layers.append(compare_layer(stored.get_submodule(call.name), layers[call.name], call, runtime))
-    return eager_logits
-
-
-@contextmanager
-def _same_noise() -> Iterator[None]:
-    """Has a model that draws noise draw the same in every such block."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        yield
-
-
-def _logits(model: Any, input_ids: torch.Tensor) -> Any:
-    """Returns the logits [num_tokens, vocab_size] in float32 on the CPU, or the last hidden states
-    of a model without a head.
-    """
-    with _same_noise():
-        output = model(input_ids=input_ids.to(model.device), use_cache=False)
-    return (output.logits if hasattr(output, "logits") else output.last_hidden_state)[0].float().cpu()
+    for call in eager.calls:
+        report.layers.append(compare_layer(stored, layers[call.name], call, runtime))
+    progress("comparing logits and generating tokens")
+    return _compare_model(report, path, runtime, input_ids, eager.logits)
 
 
 def _host_logits(host: HostModel, input_ids: torch.Tensor) -> Any:
-    """Returns what `_logits` returns, over pages where the model's attention reads them."""
+    """Returns what `model_logits` returns, over pages where the model's attention reads them."""
     if host.packed is None:
-        return _logits(host.model, input_ids)
+        return _model_logits(host.model, input_ids)
     token_ids = input_ids[0].tolist()
     sequence = host.packed.admit(len(token_ids))
     try:
-        with _same_noise():
+        with same_noise():
             return host.packed.forward([StepRows(sequence, token_ids, num_logits=len(token_ids))]).cpu()
     finally:
         sequence.release()
 
 
+def _model_logits(model: Any, input_ids: torch.Tensor) -> Any:
+    return model_logits(model, input_ids.to(model.device))
+
+
 def _compare_model(
-    report: VerifyReport, path: Path, runtime: ExpertRuntime, eager: Any, input_ids: torch.Tensor, eager_logits: Any
-) -> None:
+    report: VerifyReport, path: Path, runtime: ExpertRuntime, input_ids: torch.Tensor, eager_logits: Any
+) -> tuple[list[int], bool]:
+    """Compares the logits of the host's model with eager's, and returns the tokens that it
+    generates and whether that was done with a cache.
+    """
     runtime.set_mode("batched")
     host = open_host(path, runtime)
     report.host = host.report
     if host.packed is not None:
         report.host_numerics = tuple(sorted({name for packed in packed_linears(host.model) for name in packed.numerics}))
-        report.kv_dtype = runtime.settings.kv_dtype or DTYPE_NAMES[host.model.dtype]
+        report.kv_dtype = runtime.settings.kv_dtype or report.dtype
     before = count_calls(runtime)
     difference = (_host_logits(host, input_ids) - eager_logits) / eager_logits.std()
     report.logits_rms, report.logits_max = rms(difference), float(difference.abs().max())
-    report.greedy = _compare_greedy(host, eager, input_ids[:, :GREEDY_PROMPT], report.bounds.tie)
+    ours, is_cached = _generate_somehow(host, input_ids[0, :GREEDY_PROMPT].tolist())
     report.remote_calls = count_calls(runtime) - before
     _check_calls(host.model, report.remote_calls)
+    return ours, is_cached
 
 
-def _compare_greedy(host: HostModel, eager: Any, prompt: torch.Tensor, tie: float | None) -> GreedyParity:
-    """Generates tokens as the engine does, and asks eager in one pass what it would have taken at
-    each of their places.
+def _generate_somehow(host: HostModel, prompt: list[int]) -> tuple[list[int], bool]:
+    """Generates tokens as the engine does, and says whether it could: some families have caches
+    that no engine here fills.
     """
-    is_cached = True
     try:
-        ours = _generate(host, prompt[0].tolist())
+        return _generate(host, prompt), True
     except (AttributeError, RuntimeError, TypeError, ValueError) as error:
         if host.packed is not None or isinstance(error, DflashError):
             raise
         log.info("%s: tokens are generated without a cache: %s", type(host.model).__name__, error)
-        is_cached, ours = False, _generate_without_cache(host.model, prompt[0].tolist())
-    seen = torch.cat([prompt, torch.tensor([ours[:-1]], dtype=torch.int64)], dim=1)
-    logits = _logits(eager, seen)
-    if is_cached and len(logits) == seen.shape[1]:
-        logits = logits[-len(ours) :]
-    else:
-        # A model may look at later tokens, or give logits of a canvas of noise: one pass each.
-        ends = range(prompt.shape[1], seen.shape[1] + 1)
-        logits = torch.stack([_logits(eager, seen[:, :end])[-1] for end in ends])
-    best = logits.topk(2).values
-    gaps = (best[:, 0] - best[:, 1]) / logits.std()
-    return GreedyParity.of(ours, logits.argmax(dim=-1).tolist(), gaps.tolist(), tie)
+    return _generate_without_cache(host.model, prompt), False
 
 
 def _generate(host: HostModel, prompt: list[int]) -> list[int]:
@@ -201,7 +192,7 @@ def _generate(host: HostModel, prompt: list[int]) -> list[int]:
     token_ids = list(prompt)
     with closing(host.sequence(len(prompt) + NUM_GREEDY)) as run:
         for step in range(NUM_GREEDY):
-            with _same_noise():
+            with same_noise():
                 token_ids.append(int(torch.argmax(run.forward(token_ids[-1:] if step else prompt))))
     return token_ids[len(prompt) :]
 
@@ -210,7 +201,7 @@ def _generate_without_cache(model: Any, prompt: list[int]) -> list[int]:
     """Returns what `_generate` returns, for families whose caches no engine here fills."""
     seen = torch.tensor([prompt], dtype=torch.int64)
     for _ in range(NUM_GREEDY):
-        seen = torch.cat([seen, _logits(model, seen)[-1].argmax().reshape(1, 1)], dim=1)
+        seen = torch.cat([seen, _model_logits(model, seen)[-1].argmax().reshape(1, 1)], dim=1)
     return [int(token) for token in seen[0, len(prompt) :]]
 
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from dflash_moe.integrations.tokenizer import decode
+
 # What is no character after so many tokens never becomes one: a character has at most four bytes,
 # and each may be a token of its own.
 _LONGEST_WAIT = 8
@@ -63,7 +65,7 @@ class TextStream:
         self._num_given = max(0, len(self._decode(self._token_ids[context:])) - num_held)
 
     def _decode(self, token_ids: list[int]) -> str:
-        return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
+        return decode(self._tokenizer, token_ids)
 
 
 def stop_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:

@@ -9,17 +9,24 @@ SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Collection
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from dflash_moe.errors import UnsupportedError
-from dflash_moe.model.architecture import find_experts, load_architecture
+from dflash_moe.model.architecture import find_experts, find_model_class, load_architecture, load_config
 from dflash_moe.model.checkpoint import Checkpoint
 from dflash_moe.model.progress import quiet_progress
 from dflash_moe.model.refusals import refusing
 from dflash_moe.model.tensor_names import Conversion
+
+TORCH_DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+
+# So many values of a matrix that is only renamed are in float32 at a time: 32 MiB.
+ROWS_AT_A_TIME = 8 << 20
 
 
 def load_weights(
@@ -49,6 +56,18 @@ def load_weights(
     return model, sorted(report["missing_keys"])
 
 
+def load_whole(path: str | Path, dtype: str) -> Any:
+    """Loads a whole model in `dtype` (f32, f16 or bf16) with its own eager experts, in eval mode.
+    Errors are those of `load_weights`.
+    """
+    checkpoint = Checkpoint.open(path)
+    model_class = find_model_class(load_config(checkpoint))
+    model, _ = load_weights(
+        model_class, checkpoint, has_experts=True, dtype=TORCH_DTYPES[dtype], experts_implementation="eager"
+    )
+    return model.eval()
+
+
 def is_plain(checkpoint: Checkpoint) -> bool:
     """Says whether the loader of transformers takes the files as they are."""
     return checkpoint.metadata is None and all(info.scales is None for info in checkpoint.tensors.values())
@@ -67,15 +86,40 @@ def dequantised_state(
     for target, recipe in Conversion.of(model, checkpoint).recipes.items():
         if target in without or (not has_experts and target.startswith(prefixes)):
             continue
-        for name, value in _made(target, recipe, model, checkpoint).items():
+        for name, value in convert_sources(target, recipe, model, checkpoint, dtype).items():
             if name in wanted:
-                value = _shaped(value, wanted[name].shape)
-                state[name] = value if value.ndim < 2 else value.to(dtype)
+                state[name] = shaped(value, wanted[name].shape)
     return state
 
 
+def convert_sources(target: str, recipe: Any, model: Any, checkpoint: Checkpoint, dtype: Any) -> dict[str, Any]:
+    """Returns the tensors that a recipe of the loader makes of its dequantised sources, by name.
+    Matrices are in torch dtype `dtype` and vectors in float32. Of a large matrix that is only
+    renamed a part at a time is in float32.
+    """
+    if recipe.converter is None and (whole := _rounded_by_rows(checkpoint, recipe.names()[0], dtype)) is not None:
+        return {target: whole}
+    made = _made(target, recipe, model, checkpoint)
+    return {name: value if value.ndim < 2 else value.to(dtype) for name, value in made.items()}
+
+
+def _rounded_by_rows(checkpoint: Checkpoint, name: str, dtype: Any) -> Any:
+    """Returns a large matrix in `dtype`, None where the tensor is another one. Rows of these
+    formats lie one after another, each with all that it means.
+    """
+    info = checkpoint.tensors[name]
+    if len(info.shape) != 2 or info.scales is not None or math.prod(info.shape) <= ROWS_AT_A_TIME:
+        return None
+    rows, inputs = info.shape
+    whole, step = torch.empty(info.shape, dtype=dtype), max(1, ROWS_AT_A_TIME // inputs)
+    for first in range(0, rows, step):
+        part = checkpoint.of_tensors({name: info.entries(first, min(step, rows - first))})
+        whole[first : first + step] = _widened(part, name)
+    return whole
+
+
 def _made(target: str, recipe: Any, model: Any, checkpoint: Checkpoint) -> dict[str, Any]:
-    """Returns the tensors that a recipe of the loader makes of its dequantised sources, by name."""
+    """Returns in float32 what `convert_sources` returns."""
     if recipe.converter is None:
         name = recipe.names()[0]
         value = _widened(checkpoint, name)
@@ -112,6 +156,6 @@ def _widened(checkpoint: Checkpoint, name: str) -> Any:
         return torch.from_numpy(gguf.dequantize(data, kind)).reshape(info.shape)
 
 
-def _shaped(value: Any, shape: Any) -> Any:
+def shaped(value: Any, shape: Any) -> Any:
     """Returns `value` in the shape of its parameter, because GGUF drops dimensions of one."""
     return value.reshape(shape) if value.numel() == shape.numel() and 1 in shape else value

@@ -2,30 +2,24 @@
 docs/numerics.md (numerics).
 
 The layer gets the hidden states and routing of the eager model, so that a flip of the router cannot
-spread. A float64 run of the same experts module is the truth that both are measured against.
+spread. A float64 run of the same experts module (`expert_truths.py`) is the truth that both are
+measured against.
 SPDX-License-Identifier: Apache-2.0
 """
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from dflash_moe.integrations.host_weights import load_weights
-from dflash_moe.integrations.rounded_inputs import inputs_rounded, rounds_inputs
-from dflash_moe.integrations.transformers import TORCH_DTYPES
-from dflash_moe.model.architecture import find_model_class, load_config
+from dflash_moe.integrations.expert_truths import StoredExperts
+from dflash_moe.integrations.rounded_inputs import rounds_inputs
 from dflash_moe.model.capture import ExpertsCall
-from dflash_moe.model.checkpoint import Checkpoint
-from dflash_moe.model.dequantize import requantized
 from dflash_moe.model.spec import LayerSpec
-from dflash_moe.model.weight_formats import is_requantised, split_formats
+from dflash_moe.model.weight_formats import is_requantised
 from dflash_moe.placement import Shard
 from dflash_moe.runtime.expert_runtime import ExpertRuntime
 from dflash_moe.topology.numerics import DEFAULT_NUMERICS
@@ -61,6 +55,14 @@ class LayerParity:
     numerics: tuple[str, ...] = (DEFAULT_NUMERICS,)
     activation_error: float = 0.0
     class_error: float = 0.0
+    # Where the model's dtype cannot hold the stored weights, eager rounds its own and these are the
+    # differences from eager experts in float32 whose output is rounded once; else they are None.
+    widened_rms: float | None = None
+    widened_max: float | None = None
+    # The largest difference from eager, or from float64 where an output is nearer that than eager's
+    # is, and likewise from eager experts in float32.
+    judged_max: float = 0.0
+    widened_judged_max: float | None = None
 
     @property
     def is_rounded(self) -> bool:
@@ -82,19 +84,9 @@ def held_formats(runtime: ExpertRuntime) -> dict[str, list[str]]:
     return {holder: [name for name, _ in count.most_common()] for holder, count in counts.items()}
 
 
-def load_eager(path: Path, dtype: str) -> Any:
-    """Loads a whole model with its own eager experts, in eval mode."""
-    checkpoint = Checkpoint.open(path)
-    model_class = find_model_class(load_config(checkpoint))
-    model, _ = load_weights(
-        model_class, checkpoint, has_experts=True, dtype=TORCH_DTYPES[dtype], experts_implementation="eager"
-    )
-    return model.eval()
-
-
-def compare_layer(module: Any, layer: LayerSpec, call: ExpertsCall, runtime: ExpertRuntime) -> LayerParity:
-    """Measures one layer. `module` is its experts module with weights as they are stored, and
-    `call` is what the eager model asked of it and got.
+def compare_layer(stored: StoredExperts, layer: LayerSpec, call: ExpertsCall, runtime: ExpertRuntime) -> LayerParity:
+    """Measures one layer. `stored` are the experts of the checkpoint, and `call` is what the eager
+    model asked of this layer and got.
     """
     arguments = (layer.index, call.hidden_states, call.topk_ids, call.topk_weights)
     runtime.set_mode("batched")
@@ -103,82 +95,46 @@ def compare_layer(module: Any, layer: LayerSpec, call: ExpertsCall, runtime: Exp
     calls = count_calls(runtime) - before
     runtime.set_mode("stream")
     streamed = runtime.experts(*arguments)
-    truth = _in_float64(module, call)
+    shards = _shards(runtime, layer)
+    truths = stored.truths(layer, shards, call)
+    truth = truths.exact
     deviation = float(truth.std())
-    held = _as_held(module, layer, _shards(runtime, layer))
-    held_truth = truth if held is None else _in_float64(held, call)
-    class_truth = _as_computed(module if held is None else held, call, layer, _shards(runtime, layer), held_truth)
     difference = (remote.double() - call.output.double()) / deviation
+    is_rounded_by_eager = runtime.spec.dtype not in ("f32", layer.weight_dtype)
+    widened = (remote.double() - truths.widened.to(call.output.dtype).double()) / deviation
     return LayerParity(
         index=layer.index,
         name=layer.name,
         tokens=call.hidden_states.shape[0],
         eager_error=rms(call.output.double() - truth) / deviation,
-        remote_error=rms(remote.double() - class_truth) / deviation,
+        remote_error=rms(remote.double() - truths.computed) / deviation,
         rounding_error=rms(truth.to(remote.dtype).double() - truth) / deviation,
         difference_rms=rms(difference),
         difference_max=float(difference.abs().max()),
         equal_in_stream=torch.equal(remote, streamed),
         calls=calls,
         expected_calls=_expected_calls(runtime, layer, call.topk_ids),
-        is_requantised=held is not None,
-        requantisation_error=rms(held_truth - truth) / deviation,
-        numerics=tuple(sorted({shard.numerics for shard in _shards(runtime, layer)})),
-        activation_error=rms(class_truth - held_truth) / deviation,
-        class_error=rms(remote.double() - held_truth) / deviation,
+        is_requantised=any(is_requantised(layer.resident_dtype(shard.weights)) for shard in shards),
+        requantisation_error=rms(truths.held - truth) / deviation,
+        numerics=tuple(sorted({shard.numerics for shard in shards})),
+        activation_error=rms(truths.computed - truths.held) / deviation,
+        class_error=rms(remote.double() - truths.held) / deviation,
+        widened_rms=rms(widened) if is_rounded_by_eager else None,
+        widened_max=float(widened.abs().max()) if is_rounded_by_eager else None,
+        judged_max=_judged_max(remote, call.output, truth) / deviation,
+        widened_judged_max=_judged_max(remote, truths.widened.to(call.output.dtype), truth) / deviation
+        if is_rounded_by_eager
+        else None,
     )
 
 
-def _as_computed(module: Any, call: ExpertsCall, layer: LayerSpec, shards: Sequence[Shard], exact: Any) -> Any:
-    """Computes the output in float64 with inputs rounded as the class of each holder does. Returns
-    `exact` where no class rounds.
-
-    An output is the sum of the outputs of its experts. So the experts of one class are taken alone
-    by giving all others the weight zero.
+def _judged_max(ours: Any, theirs: Any, truth: Any) -> float:
+    """Returns the largest distance of an output from `theirs`, or from `truth` where it is nearer
+    that than `theirs` is: there the distance is theirs to answer for (0050).
     """
-    kept = {shard: (shard.numerics, layer.resident_dtype(shard.weights)) for shard in shards}
-    if not any(rounds_inputs(shard.numerics) for shard in shards):
-        return exact
-    total = torch.zeros_like(exact)
-    for numerics, weight_dtype in sorted(set(kept.values())):
-        experts = [expert for shard in shards if kept[shard] == (numerics, weight_dtype) for expert in shard.experts]
-        is_theirs = torch.isin(call.topk_ids, torch.tensor(experts))
-        alone = replace(call, topk_weights=call.topk_weights.where(is_theirs, torch.zeros_like(call.topk_weights)))
-        with inputs_rounded(numerics, split_formats(weight_dtype)):
-            part = _in_float64(module, alone)
-        total += part
-    return total
-
-
-def _as_held(module: Any, layer: LayerSpec, shards: Sequence[Shard]) -> Any:
-    """Returns a copy of the experts module with the weights that the holders compute with, or None
-    where those are the checkpoint's.
-
-    NumPy code of its own (`model/dequantize.py`) quantises them, so that the quantiser of a worker
-    is measured against another.
-    """
-    changed = {shard: layer.resident_dtype(shard.weights) for shard in shards}
-    changed = {shard: kept for shard, kept in changed.items() if is_requantised(kept)}
-    if not changed:
-        return None
-    held = copy.deepcopy(module).float()
-    for shard, kept in changed.items():
-        first, down = split_formats(kept)
-        for name, kept_format in (("gate_up_proj" if held.has_gate else "up_proj", first), ("down_proj", down)):
-            weights = held._parameters[name].data
-            for expert in shard.experts if is_requantised(kept_format) else ():
-                matrix = weights[expert].T if held.is_transposed else weights[expert]
-                matrix.copy_(torch.from_numpy(requantized(matrix.contiguous().numpy(), kept_format)))
-    return held
-
-
-def _in_float64(module: Any, call: ExpertsCall) -> Any:
-    """Returns what the experts module itself computes in float64. Its weights are widened, and
-    dropped again, one layer at a time, so that memory holds one wide layer at most.
-    """
-    wide = copy.deepcopy(module).double()
-    ids = call.topk_ids
-    return wide(call.hidden_states.double(), ids, call.topk_weights.double()).double()
+    error = (ours.double() - truth).abs()
+    difference = (ours.double() - theirs.double()).abs()
+    return float(difference.where(error > (theirs.double() - truth).abs(), error).max())
 
 
 def rms(values: Any) -> float:

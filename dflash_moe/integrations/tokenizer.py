@@ -1,16 +1,30 @@
-"""Loads the tokenizer of a checkpoint: transformers reads that of a directory, and that of a GGUF
-file is built from the metadata.
+"""Loads the tokenizer of a checkpoint, and calls it: transformers reads that of a directory, and
+that of a GGUF file is built from the metadata.
 
+A tokenizer's files come from whoever made the model. What the library below raises over them, a
+panic of its Rust code included, becomes an error of ours here.
 SPDX-License-Identifier: Apache-2.0
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from dflash_moe.errors import ConfigError, DflashError, UnsupportedError, shown
 from dflash_moe.model.checkpoint_files import find_gguf
-from dflash_moe.model.refusals import refusing
+from dflash_moe.model.gguf_header import read_gguf_header
+from dflash_moe.model.refusals import in_one_line
+
+# A panic of Rust code arrives as this, which is no Exception. Each extension has a class of its
+# own, so that it is told by its name.
+_PANIC = "PanicException"
+# What the kinds of tokenizers in GGUF files are built from, beside their tokens.
+_NEEDED = {"gpt2": ("merges",), "t5": ("scores",)}
+_SPECIAL = ("bos", "eos", "unknown", "padding")
+_REMEDY = "the file was not converted whole: download another copy, or use the safetensors checkpoint"
 
 
 def load_tokenizer(path: Path) -> Any:
@@ -22,12 +36,91 @@ def load_tokenizer(path: Path) -> Any:
 
     parts = find_gguf(path)
     if not parts:
-        with refusing(f"checkpoint {path}: its tokenizer cannot be read"):
+        with refusing_tokenizer(f"checkpoint {path}: its tokenizer cannot be read"):
             return AutoTokenizer.from_pretrained(path, local_files_only=True)
-    with refusing(f"{parts[0]}: its tokenizer cannot be built from the metadata; use the safetensors checkpoint for text"):
+    _check_gguf_tokenizer(parts[0])
+    with refusing_tokenizer(f"{parts[0]}: its tokenizer cannot be built from the metadata ({_REMEDY})"):
         from transformers import PreTrainedTokenizerFast
         from transformers.integrations.gguf import convert_gguf_tokenizer, get_gguf_tokenizer
 
         architecture, tokenizer, settings = get_gguf_tokenizer(str(parts[0]))
         backend, more = convert_gguf_tokenizer(architecture, tokenizer)
         return PreTrainedTokenizerFast(tokenizer_object=backend, **settings, **more)
+
+
+def _check_gguf_tokenizer(path: Path) -> None:
+    """Raises UnsupportedError where the metadata lack what a tokenizer of their kind is built from,
+    or its special tokens are none of its tokens: what transformers says of that helps nobody.
+    """
+    metadata = read_gguf_header(path, 0).metadata
+    kind = metadata.get("tokenizer.ggml.model")
+    if not isinstance(kind, str):
+        raise UnsupportedError(f"{path}: it has no tokenizer (metadata tokenizer.ggml.model is missing); {_REMEDY}")
+    for key in ("tokens", *_NEEDED.get(kind, ())):
+        if f"tokenizer.ggml.{key}" not in metadata:
+            raise UnsupportedError(
+                f"{path}: its {kind} tokenizer has no {key} (metadata tokenizer.ggml.{key} is missing); {_REMEDY}"
+            )
+    num_tokens = _length(metadata["tokenizer.ggml.tokens"])
+    for name in _SPECIAL:
+        token_id = metadata.get(f"tokenizer.ggml.{name}_token_id")
+        if token_id is not None and not (type(token_id) is int and 0 <= token_id < num_tokens):
+            raise UnsupportedError(
+                f"{path}: tokenizer.ggml.{name}_token_id is {shown(token_id)}, and the tokenizer has {num_tokens} tokens; "
+                f"{_REMEDY}"
+            )
+
+
+def _length(listed: Any) -> int:
+    """Returns the length of a list, of which a header may have kept no more than that."""
+    return listed if isinstance(listed, int) else len(listed)
+
+
+def encode(tokenizer: Any, text: str) -> list[int]:
+    """Returns the ids of a text, with what the tokenizer puts before it. Raises UnsupportedError
+    where the tokenizer fails, ConfigError for a text that is no Unicode.
+    """
+    with _encoding(text):
+        return list(tokenizer(text)["input_ids"])
+
+
+def encode_with_ends(tokenizer: Any, text: str) -> tuple[list[int], list[int]]:
+    """Returns the ids of a text that has its special tokens already, and for each token the
+    character behind its last one. A tokenizer that does not know gives no ends. Errors are those of
+    `encode`.
+    """
+    is_fast = bool(getattr(tokenizer, "is_fast", False))
+    with _encoding(text):
+        found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=is_fast)
+        return list(found["input_ids"]), [end for _, end in found["offset_mapping"]] if is_fast else []
+
+
+@contextmanager
+def _encoding(text: str) -> Iterator[None]:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"the text to encode: character {error.start} is no Unicode text; write UTF-8") from None
+    with refusing_tokenizer(f"the model's tokenizer fails over a text of {len(text)} characters; its files are damaged"):
+        yield
+
+
+def decode(tokenizer: Any, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+    """Returns the text of ids. Raises UnsupportedError where the tokenizer fails."""
+    with refusing_tokenizer(f"the model's tokenizer cannot decode {len(token_ids)} token ids; its files are damaged"):
+        return str(tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens))
+
+
+@contextmanager
+def refusing_tokenizer(what: str) -> Iterator[None]:
+    """Turns any exception in the block that is not ours, and a panic of Rust code, into an
+    UnsupportedError, whose text begins with `what` and quotes it.
+    """
+    try:
+        yield
+    except DflashError:
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != _PANIC:
+            raise
+        raise UnsupportedError(f"{what}: {in_one_line(error)}") from error

@@ -9,6 +9,7 @@ SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
 import copy
+import logging
 import re
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -20,17 +21,21 @@ import torch
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from dflash_moe.errors import CheckpointError, ConfigError, UnsupportedError
-from dflash_moe.integrations.host_weights import load_weights
+from dflash_moe.integrations.host_weights import TORCH_DTYPES, load_weights
 from dflash_moe.model.architecture import find_experts, find_model_class, load_config
 from dflash_moe.model.checkpoint import Checkpoint
+from dflash_moe.model.gguf_architectures.reading import left_out
+from dflash_moe.protocol.devices import DeviceChoice
 
 if TYPE_CHECKING:
     from dflash_moe.model.spec import LayerSpec
     from dflash_moe.runtime.expert_runtime import ExpertRuntime
+    from dflash_moe.topology import HostSpec
+
+log = logging.getLogger(__name__)
 
 # Our function has this name on the experts interface.
 IMPLEMENTATION = "dflash_moe"
-TORCH_DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 
 # The loader of transformers drops the tensors that match this attribute of a class before it reads
 # them.
@@ -141,6 +146,8 @@ def load_model(path: str | Path, runtime: ExpertRuntime, *, without: Collection[
             f"{fingerprint[:12]} and {runtime.spec.fingerprint[:12]}"
         )
     model_class = find_model_class(load_config(checkpoint))
+    if (note := left_out(checkpoint)) is not None:
+        log.warning("%s", note)
     options.setdefault("dtype", TORCH_DTYPES[runtime.spec.dtype])
     model, missing_keys = load_weights(
         _without_experts(model_class, frozenset(without)),
@@ -167,8 +174,22 @@ def _moved(model: Any, runtime: ExpertRuntime) -> Any:
     device = runtime.tensor_device
     if device == "cpu":
         return model
-    try:
+    with _refusing_device(device):
         return model.to(device)
+
+
+def check_torch_device(host: HostSpec) -> None:
+    """Raises UnsupportedError where this torch cannot use the host's device."""
+    choice = DeviceChoice.of_host(host)
+    if choice.has_own_memory:
+        with _refusing_device(f"cuda:{choice.device}"):
+            torch.empty(1, device=f"cuda:{choice.device}")
+
+
+@contextmanager
+def _refusing_device(device: str) -> Iterator[None]:
+    try:
+        yield
     except (AssertionError, RuntimeError) as error:
         raise UnsupportedError(f"load_model: torch {torch.__version__} cannot use host.device {device}: {error}") from None
 
@@ -207,7 +228,7 @@ def without_experts(model: Any) -> Iterator[None]:
     """Opens a block in which the routed experts of a connected model compute zeros, and nobody is
     called. It is for looking at the rest of the model.
     """
-    with _routes_replaced(model, lambda route: _Zeros()):
+    with routes_replaced(model, lambda route: _Zeros()):
         yield
 
 
@@ -223,14 +244,14 @@ def experts_watched(model: Any, receive: Callable[[int, Any], None]) -> Iterator
     """Opens a block in which `receive` is called with the layer and the topk_ids of every call of
     the routed experts of a connected model, before the call.
     """
-    with _routes_replaced(model, lambda route: _Watched(route, receive)):
+    with routes_replaced(model, lambda route: _Watched(route, receive)):
         yield
 
 
 @contextmanager
-def _routes_replaced(model: Any, replacement: Callable[[Any], Any]) -> Iterator[None]:
+def routes_replaced(model: Any, replacement: Callable[[Any], Any]) -> Iterator[None]:
     """Opens a block in which each connected experts module has what `replacement` makes of its
-    route.
+    route: something with the method `ExpertRoute.call`.
     """
     routes = {module: module.__dict__[_ROUTE] for module in find_experts(model).values() if _ROUTE in module.__dict__}
     try:

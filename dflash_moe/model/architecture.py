@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from dflash_moe.errors import CheckpointError, UnsupportedError, shown
 from dflash_moe.model.config_limits import check_counts
+from dflash_moe.model.quantization_methods import check_quantization
 from dflash_moe.model.refusals import is_file, refusing
-from dflash_moe.model.weight_formats import FP8_BLOCK
 
 if TYPE_CHECKING:
     from dflash_moe.model.checkpoint import Checkpoint
@@ -59,7 +59,7 @@ def load_config(checkpoint: Checkpoint) -> Any:
     from transformers import AutoConfig
 
     if checkpoint.metadata is not None:
-        from dflash_moe.model.gguf_architectures import gguf_config
+        from dflash_moe.model.gguf_architectures.reading import gguf_config
 
         return gguf_config(checkpoint)
     directory = checkpoint.path
@@ -81,20 +81,7 @@ def _check_quantization(owner: str, quantization: Any) -> None:
     fields = quantization if isinstance(quantization, dict) else getattr(quantization, "__dict__", None)
     if fields is None:
         raise UnsupportedError(f"{owner}.quantization_config: found {shown(quantization)}, expected a map with quant_method")
-    method = str(getattr(fields.get("quant_method"), "value", fields.get("quant_method")))
-    if method == "mxfp4":
-        return
-    if method != "fp8":
-        raise UnsupportedError(
-            f"{owner}.quantization_config: method {method[:80]} is not supported; "
-            "use the checkpoint in bf16, f16, f32, FP8, MXFP4 or GGUF"
-        )
-    block = fields.get("weight_block_size")
-    if not isinstance(block, list | tuple) or list(block) != [FP8_BLOCK, FP8_BLOCK]:
-        raise UnsupportedError(
-            f"{owner}.quantization_config.weight_block_size: found {shown(block)}; "
-            f"FP8 is read with one scale per {FP8_BLOCK} x {FP8_BLOCK} weights"
-        )
+    check_quantization(fields, owner)
 
 
 def find_model_class(config: Any) -> Any:

@@ -12,16 +12,18 @@ import hashlib
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dflash_moe.errors import CheckpointError
+from dflash_moe.errors import CheckpointError, UnsupportedError, shown
 from dflash_moe.model.checkpoint_files import INDEX_NAME, find_gguf, list_safetensors, read_json
-from dflash_moe.model.dequantize import dequantize
+from dflash_moe.model.dequantize import dequantize, widened
 from dflash_moe.model.gguf_header import read_gguf_header
+from dflash_moe.model.packed_integers import integer_weights
+from dflash_moe.model.packed_tensors import check_packed, join_packed
 from dflash_moe.model.refusals import is_file, is_folder
 from dflash_moe.model.safetensors_header import read_header
 from dflash_moe.model.scaled_tensors import join_scales
@@ -90,15 +92,17 @@ class Checkpoint:
             if name not in stored or files[stored[name].file].name != file_name:
                 raise CheckpointError(f"{directory / INDEX_NAME}: tensor {name!r} should be in {file_name}, but is not there")
         try:
-            return cls(directory, files, stored, join_scales(stored))
-        except CheckpointError as error:
-            raise CheckpointError(f"checkpoint {directory}: {error}") from None
+            packed = join_packed(stored, lambda: read_json(directory / "config.json", MAX_CONFIG_BYTES))
+            return cls(directory, files, stored, join_scales(packed))
+        except (CheckpointError, UnsupportedError) as error:
+            raise error.reworded(f"checkpoint {directory}: {error}") from None
 
     @classmethod
     def _open_gguf(cls, parts: tuple[Path, ...]) -> Checkpoint:
         stored: dict[str, TensorInfo] = {}
         headers = [read_gguf_header(path, index) for index, path in enumerate(parts)]
-        for path, header in zip(parts, headers, strict=True):
+        for index, (path, header) in enumerate(zip(parts, headers, strict=True)):
+            _check_part(path, index, len(parts), header.metadata)
             _add_tensors(stored, header.tensors, parts, path)
         metadata = headers[0].metadata
         if type(metadata.get(_ARCHITECTURE)) is not str:
@@ -138,11 +142,13 @@ class Checkpoint:
         """
         self.refuse_stubbed(name)
         info = self.tensors[name]
+        if info.packed is not None:
+            return self._integers(name, info)
         format_name = STORED_NAMES.get(info.dtype, info.dtype)
         *outer, inputs = info.shape if len(info.shape) > 1 else (1, *info.shape)
         squares = 1
-        if info.dtype == "FP8_B128":
-            # Scales belong to squares of one matrix, so that every expert is taken by itself.
+        if info.dtype in ("FP8_B128", "FP8"):
+            # Scales belong to parts of one matrix, so that every expert is taken by itself.
             squares, outer = int(np.prod(outer[:-1])), outer[-1:]
         outputs = int(np.prod(outer))
         data = np.array_split(self._bytes(info), squares)
@@ -150,6 +156,34 @@ class Checkpoint:
         scales = [None] * squares if whole is None else np.array_split(whole, squares)
         made = [dequantize(format_name, part, outputs, inputs, own) for part, own in zip(data, scales, strict=True)]
         return np.concatenate(made).reshape(info.shape)
+
+    def _integers(self, name: str, info: TensorInfo) -> np.ndarray[Any, Any]:
+        packed, scales = info.packed, info.scales
+        assert packed is not None
+        assert scales is not None
+        self.check_packed(name)
+        is_awq, outputs = packed.packing == "awq", info.shape[0]
+        columns = {"awq": outputs // 8, "gptq": outputs}.get(packed.packing, info.shape[1] // 8)
+        words = self._bytes(info).view(np.int32).reshape(info.shape[1] if is_awq else -1, columns)
+        zeros = None if packed.zeros is None else self._bytes(packed.zeros).view(np.int32).reshape(packed.zeros.shape)
+        wide = widened(STORED_NAMES[scales.dtype], self._bytes(scales)).reshape(scales.shape)
+        return integer_weights(packed.packing, words, wide, zeros, packed.zero_bias)
+
+    def check_packed(self, name: str) -> None:
+        """Holds what belongs to packed integers against their shape. Errors are those of
+        `packed_tensors.check_packed`.
+        """
+        try:
+            check_packed(name, self.tensors[name], lambda part: self._bytes(part))
+        except (CheckpointError, UnsupportedError) as error:
+            raise error.reworded(f"{self.files[self.tensors[name].file]}: {error}") from None
+
+    def of_tensors(self, tensors: dict[str, TensorInfo]) -> Checkpoint:
+        """Returns this checkpoint with other `tensors`, such as parts of its own
+        (`TensorInfo.entries`). It is for `values` and `raw`.
+        """
+        self.stub()  # found once, and not again by each part
+        return replace(self, tensors=tensors)
 
     def raw(self, name: str) -> np.ndarray[Any, Any]:
         """Returns the bytes of a tensor as they lie in the mapped file."""
@@ -163,9 +197,10 @@ class Checkpoint:
         return np.memmap(self.files[info.file], np.uint8, "r", info.offset, (info.num_bytes,))
 
     def _scales(self, scales: ScaleInfo, squares: int, outputs: int) -> np.ndarray[Any, Any]:
-        values = self._bytes(scales).view(np.float32 if scales.dtype == "F32" else np.uint8)
-        rows = squares * scales.shape[-2] if scales.dtype == "F32" else outputs
-        return values.reshape(rows, scales.shape[-1])
+        if scales.dtype == "U8":
+            return self._bytes(scales).reshape(outputs, scales.shape[-1])
+        values = widened(STORED_NAMES[scales.dtype], self._bytes(scales))
+        return values.reshape(squares * scales.shape[-2], scales.shape[-1])
 
     def fingerprint(self) -> str:
         """Returns a digest in hexadecimal of the names, dtypes and shapes of all tensors, samples
@@ -244,6 +279,20 @@ def shard_fingerprint(
     if numerics != DEFAULT_NUMERICS:
         text += f" {numerics}"
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
+
+
+def _check_part(path: Path, index: int, count: int, metadata: dict[str, Any]) -> None:
+    """Raises CheckpointError where a part of a split GGUF file calls itself another one than its
+    name does. Parts are found by their names, so that a renamed one stands in another's place.
+    """
+    own_count, own = metadata.get("split.count", count), metadata.get("split.no", index)
+    if own_count == count and own == index:
+        return
+    named = f"its name makes it part {index + 1} of {count}" if count > 1 else "its name is that of a whole model"
+    raise CheckpointError(
+        f"{path}: it is part {own + 1 if type(own) is int else shown(own)} of {shown(own_count)} by its metadata, and {named}; "
+        "give all parts the names they were downloaded with (NAME-00001-of-0000N.gguf), side by side in one folder"
+    )
 
 
 def _add_tensors(stored: dict[str, TensorInfo], found: dict[str, TensorInfo], files: Sequence[Path], path: Path) -> None:

@@ -41,8 +41,8 @@ def find_gguf(path: Path) -> tuple[Path, ...]:
         return ()
     models = sorted({_with_sisters(found) for found in _matching(path, "*.gguf") if is_file(found)})
     if len(models) > 1:
-        names = ", ".join(model[0].name for model in models[:4])
-        raise CheckpointError(f"checkpoint {path}: has {len(models)} GGUF models ({names}); pass the path of one")
+        names = ", ".join(model[0].name for model in models[:4]) + (", ..." if len(models) > 4 else "")
+        raise CheckpointError(f"checkpoint {path}: has {len(models)} GGUF models ({names}); pass the path of one file")
     return models[0] if models else ()
 
 
@@ -127,7 +127,10 @@ def _with_sisters(path: Path) -> tuple[Path, ...]:
     parts = tuple(path.with_name(f"{split[1]}-{number:05}-of-{split[3]}.gguf") for number in range(1, count + 1))
     missing = [part.name for part in parts if not is_file(part)]
     if missing:
-        raise CheckpointError(f"checkpoint {path}: {len(missing)} of {count} parts are missing, first {missing[0]}")
+        raise CheckpointError(
+            f"checkpoint {path}: {len(missing)} of {count} parts are missing, first {missing[0]}; download them into the same "
+            "folder, and leave the parts their names, by which they are found"
+        )
     return parts
 
 

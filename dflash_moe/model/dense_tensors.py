@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dflash_moe.model.dequantize import dequantize
-from dflash_moe.model.expert_tensors import matrix_source
+from dflash_moe.model.expert_tensors import matrix_source, slice_source
 from dflash_moe.model.tensor_names import Conversion
 from dflash_moe.model.weight_formats import FLOATS, FORMATS, STORED_NAMES
 
@@ -43,6 +43,55 @@ class StoredMatrix:
         return dequantize(self.format_name, data, len(chosen), self.inputs)
 
 
+@dataclass(frozen=True, slots=True)
+class StoredLatents:
+    """The matrices by which an MLA layer's heads read latents, as a checkpoint stores them: `keys`
+    [num_heads, latent, nope] and `values` [num_heads, value, latent] are names of tensors, and
+    `formats` theirs.
+    """
+
+    checkpoint: Checkpoint
+    keys: str
+    values: str
+    formats: tuple[str, str]
+
+    def key_sources(self) -> list[tuple[Any, ...]]:
+        """Returns [latent, nope] of each head as the core packs it."""
+        return self._sources(self.keys)
+
+    def value_sources(self) -> list[tuple[Any, ...]]:
+        """Returns [value, latent] of each head as the core packs it."""
+        return self._sources(self.values)
+
+    def joined(self) -> np.ndarray[Any, Any]:
+        """Returns the weight of kv_b_proj, float32 [num_heads * (nope + value), latent], by the
+        NumPy dequantisers.
+        """
+        keys, values = self.checkpoint.values(self.keys), self.checkpoint.values(self.values)
+        return np.concatenate([keys.transpose(0, 2, 1), values], axis=1).reshape(-1, values.shape[2])
+
+    def _sources(self, name: str) -> list[tuple[Any, ...]]:
+        num_heads, outputs, inputs = self.checkpoint.tensors[name].shape
+        return [slice_source(self.checkpoint, name, head, outputs, inputs) for head in range(num_heads)]
+
+
+def stored_latents(model: Any, checkpoint: Checkpoint) -> dict[str, StoredLatents]:
+    """Returns by the name of the attention module what a GGUF checkpoint stores quantised for
+    absorbed attention, apart for keys and values. Others, stored as floats or as one matrix, are
+    not among them; the loader joins or keeps these.
+    """
+    found = {}
+    for target, recipe in Conversion.of(model, checkpoint).recipes.items() if checkpoint.metadata is not None else ():
+        owner, _, leaf = target.rpartition(".kv_b_proj.")
+        if leaf != "weight" or recipe.converter is None:
+            continue
+        keys, values = (recipe.sources[pattern][0] for pattern in recipe.converter.source_patterns)
+        formats = tuple(STORED_NAMES.get(checkpoint.tensors[name].dtype, "") for name in (keys, values))
+        if all(name in FORMATS and name not in FLOATS for name in formats):
+            found[owner] = StoredLatents(checkpoint, keys, values, (formats[0], formats[1]))
+    return found
+
+
 def stored_matrices(model: Any, checkpoint: Checkpoint) -> dict[str, StoredMatrix]:
     """Returns by parameter name the weights of linear layers and embeddings of `model`, which is on
     the meta device, that the checkpoint stores quantised, one tensor each and in the parameter's
@@ -65,6 +114,8 @@ def stored_matrices(model: Any, checkpoint: Checkpoint) -> dict[str, StoredMatri
         format_name = STORED_NAMES.get(info.dtype, "")
         outputs, inputs = shapes[target]
         if format_name not in FORMATS or format_name in FLOATS or tuple(info.shape) != (outputs, inputs):
+            continue
+        if not FORMATS[format_name].has_panels:
             continue
         source = matrix_source(checkpoint, names[0], outputs, inputs)
         found[target] = StoredMatrix(checkpoint, names[0], format_name, source, outputs, inputs)

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from dflash_moe.errors import UnsupportedError
-from dflash_moe.model.weight_formats import FORMATS, FP8_BLOCK, MXFP4_BLOCK
+from dflash_moe.model.dequantize_low_bits import LOW_BIT_RULES
+from dflash_moe.model.weight_formats import FLOATS, FORMATS, FP8_BLOCK, MXFP4_BLOCK
 
 Array = np.ndarray[Any, Any]
 
@@ -29,19 +30,13 @@ def dequantize(format_name: str, data: Array, outputs: int, inputs: int, scales:
     """Returns a matrix in `format_name` as float32 [outputs, inputs]. `data` are its bytes in uint8
     of any shape, with rows one after another.
 
-    `scales` are given where they lie apart: float32 [ceil(outputs / 128), ceil(inputs / 128)] for
-    FP8, and uint8 [outputs, inputs / 32] for MXFP4. Raises UnsupportedError for a format without a
-    rule here.
+    `scales` are given where they lie apart: for FP8 float32 [ceil(outputs / 128),
+    ceil(inputs / 128)], [outputs, 1] or [1, 1]; for MXFP4 uint8 [outputs, inputs / 32]. Raises
+    UnsupportedError for a format without a rule here.
     """
     data = np.ascontiguousarray(data).view(np.uint8).reshape(-1)
-    if format_name == "f32":
-        floats: Array = np.array(data.view(np.float32))
-        return floats.reshape(outputs, inputs)
-    if format_name == "f16":
-        return np.asarray(data.view(np.float16), np.float32).reshape(outputs, inputs)
-    if format_name == "bf16":
-        bits = data.view(np.uint16).astype(np.uint32) << np.uint32(16)
-        return np.ascontiguousarray(bits).view(np.float32).reshape(outputs, inputs)
+    if format_name in FLOATS:
+        return widened(format_name, data).reshape(outputs, inputs)
     if format_name == "fp8_e4m3_b128" and scales is not None:
         return _fp8(data.reshape(outputs, inputs), scales)
     if format_name == "mxfp4" and scales is not None:
@@ -51,6 +46,16 @@ def dequantize(format_name: str, data: Array, outputs: int, inputs: int, scales:
         raise UnsupportedError(f"weights in format {format_name} cannot be dequantised; known: {', '.join(FORMATS)}")
     shape = FORMATS[format_name]
     return rule(data.reshape(outputs, inputs // shape.block, shape.block_bytes)).reshape(outputs, inputs)
+
+
+def widened(format_name: str, data: Array) -> Array:
+    """Returns floats as float32 in memory of its own. `data` are their bytes in uint8."""
+    if format_name == "f32":
+        return np.array(data.view(np.float32))
+    if format_name == "f16":
+        return np.asarray(data.view(np.float16), np.float32)
+    bits: Array = data.view(np.uint16).astype(np.uint32) << np.uint32(16)
+    return bits.view(np.float32)
 
 
 def quantize_int(values: Array, bits: int) -> tuple[Array, Array]:
@@ -105,9 +110,10 @@ E4M3 = _e4m3_values()
 
 
 def _fp8(codes: Array, scales: Array) -> Array:
+    if scales.shape in ((codes.shape[0], 1), (1, 1)):
+        return np.asarray(E4M3[codes] * scales.astype(np.float32))
     wide = np.repeat(np.repeat(scales.astype(np.float32), FP8_BLOCK, axis=0), FP8_BLOCK, axis=1)
-    values: Array = E4M3[codes] * wide[: codes.shape[0], : codes.shape[1]]
-    return values
+    return np.asarray(E4M3[codes] * wide[: codes.shape[0], : codes.shape[1]])
 
 
 def _mxfp4(blocks: Array, scales: Array) -> Array:
@@ -188,7 +194,67 @@ def _iq4_xs(blocks: Array) -> Array:
     return (factors[..., None] * levels).reshape(*blocks.shape[:2], 256)
 
 
+def _with_fifth_bits(nibbles: Array, fifth: Array) -> Array:
+    """Returns codes of five bits, the fifth of which are the bits of 4 bytes."""
+    bits = np.unpackbits(np.ascontiguousarray(fifth), axis=-1, bitorder="little")
+    codes: Array = (_nibbles(nibbles) | bits << 4).astype(np.float32)
+    return codes
+
+
+def _q4_1(blocks: Array) -> Array:
+    return _f16(blocks[..., :2]) * _nibbles(blocks[..., 4:]).astype(np.float32) + _f16(blocks[..., 2:4])
+
+
+def _q5_0(blocks: Array) -> Array:
+    return (_with_fifth_bits(blocks[..., 6:], blocks[..., 2:6]) - 16) * _f16(blocks[..., :2])
+
+
+def _q5_1(blocks: Array) -> Array:
+    return _f16(blocks[..., :2]) * _with_fifth_bits(blocks[..., 8:], blocks[..., 4:8]) + _f16(blocks[..., 2:4])
+
+
+def _bit_pairs(data: Array) -> Array:
+    """Returns the 256 two-bit codes in 64 bytes: of each 32 bytes, all lowest pairs come first."""
+    pairs = data.reshape(*data.shape[:2], 2, 1, 32) >> np.array([0, 2, 4, 6], np.uint8).reshape(4, 1)
+    return (pairs & 3).reshape(*data.shape[:2], 16, 16)
+
+
+def _q3_k(blocks: Array) -> Array:
+    thirds = blocks[..., None, :32] >> np.arange(8, dtype=np.uint8).reshape(8, 1) & 1
+    codes = _bit_pairs(blocks[..., 32:96]) | thirds.reshape(*blocks.shape[:2], 16, 16) << 2
+    low = blocks[..., None, 96:104] >> np.array([0, 4], np.uint8).reshape(2, 1) & 15
+    high = blocks[..., None, 104:108] >> np.array([0, 2, 4, 6], np.uint8).reshape(4, 1) & 3
+    scales = low.reshape(*blocks.shape[:2], 16) | high.reshape(*blocks.shape[:2], 16) << 4
+    factors = _f16(blocks[..., 108:]) * (scales.astype(np.float32) - 32)
+    values: Array = factors[..., None] * (codes.astype(np.float32) - 4)
+    return values.reshape(*blocks.shape[:2], 256)
+
+
+def _q2_k(blocks: Array) -> Array:
+    scales, codes = blocks[..., :16], _bit_pairs(blocks[..., 16:80])
+    factors = _f16(blocks[..., 80:82]) * (scales & 15).astype(np.float32)
+    offsets = _f16(blocks[..., 82:]) * (scales >> 4).astype(np.float32)
+    values: Array = factors[..., None] * codes.astype(np.float32) - offsets[..., None]
+    return values.reshape(*blocks.shape[:2], 256)
+
+
+def _int4_zp(blocks: Array) -> Array:
+    """Returns (code - zero) * scale, which is exact. The word before the 16 bytes of codes is the
+    float32 scale, in whose five lowest bits the zero point lies.
+    """
+    words = np.ascontiguousarray(blocks[..., :4]).view(np.uint32)
+    codes = np.stack([blocks[..., 4:] & 15, blocks[..., 4:] >> 4], axis=-1).reshape(*blocks.shape[:2], 32)
+    zeros = (words & 31).astype(np.float32)
+    # A code equal to the zero point and a negative scale give a negative zero; adding zero makes it
+    # positive.
+    values: Array = (codes.astype(np.float32) - zeros) * (words & ~np.uint32(31)).view(np.float32) + np.float32(0)
+    return values
+
+
 _BLOCK_RULES: dict[str, Callable[[Array], Array]] = {
     "q8_0": _q8_0, "q4_0": _q4_0, "q4_k": _q4_k, "q5_k": _q5_k, "q6_k": _q6_k, "gguf_mxfp4": _gguf_mxfp4, "iq4_nl": _iq4_nl,
     "iq4_xs": _iq4_xs,
+    "q4_1": _q4_1, "q5_0": _q5_0, "q5_1": _q5_1, "q3_k": _q3_k, "q2_k": _q2_k,
+    **LOW_BIT_RULES,
+    "int4_zp": _int4_zp,
 }  # fmt: skip

@@ -100,7 +100,7 @@ def _format_of(checkpoint: Checkpoint, name: str, info: TensorInfo) -> str:
     found = STORED_NAMES.get(info.dtype)
     if found is None:
         where = f"{checkpoint.files[info.file]}: tensor {name!r}"
-        hint = " without scales per square of 128" if info.dtype == "F8_E4M3" else ""
+        hint = " without scales per square of 128, output or tensor" if info.dtype == "F8_E4M3" else ""
         raise UnsupportedError(f"{where} has format {info.dtype}{hint}; supported: {', '.join(STORED_NAMES)}")
     return found
 
@@ -128,6 +128,11 @@ def _locate(checkpoint: Checkpoint, pattern: TensorPattern, expert_id: int, shap
 def _locate_matrix(checkpoint: Checkpoint, pattern: TensorPattern, expert_id: int, outputs: int, inputs: int) -> _Place:
     stored = _selection(pattern.part, outputs)[0]
     place = _locate(checkpoint, pattern, expert_id, (inputs, stored) if pattern.is_transposed else (stored, inputs))
+    if place.info.packed is not None and (pattern.is_packed or pattern.is_transposed or pattern.part != "all"):
+        raise UnsupportedError(
+            f"{place.where}: packed integers with part {pattern.part!r} of several experts or matrices in one tensor; "
+            "they are read as one tensor for each matrix of an expert"
+        )
     if place.format_name not in FLOATS and pattern.is_transposed:
         raise UnsupportedError(
             f"{place.where} has format {place.info.dtype} with the outputs last; blocks must run along the inputs"
@@ -135,6 +140,8 @@ def _locate_matrix(checkpoint: Checkpoint, pattern: TensorPattern, expert_id: in
     block = FORMATS[place.format_name].block
     if inputs % block:
         raise UnsupportedError(f"{place.where} has rows of {inputs} values, which {place.info.dtype} cannot cut into {block}")
+    if place.info.packed is not None:
+        checkpoint.check_packed(pattern.tensor_name(expert_id))
     return place
 
 
@@ -178,6 +185,14 @@ def matrix_source(checkpoint: Checkpoint, name: str, outputs: int, inputs: int) 
     return source
 
 
+def slice_source(checkpoint: Checkpoint, name: str, index: int, outputs: int, inputs: int) -> tuple[Any, ...]:
+    """Returns matrix `index` of the tensor of that name [matrices, outputs, inputs], as
+    `matrix_source` returns a matrix.
+    """
+    source: tuple[Any, ...] = _matrix(checkpoint, TensorPattern(name, True), index, outputs, inputs)
+    return source
+
+
 def _matrix(checkpoint: Checkpoint, pattern: TensorPattern | None, expert_id: int, outputs: int, inputs: int) -> Any:
     """Returns a MatrixSource of `_core`. Floats have strides in elements, and blocks the step from
     row to row in bytes.
@@ -191,11 +206,15 @@ def _matrix(checkpoint: Checkpoint, pattern: TensorPattern | None, expert_id: in
         output_stride, input_stride = (1, stored) if pattern.is_transposed else (inputs, 1)
         offset = place.offset + first * output_stride * _ITEM_BYTES[place.format_name]
         return file, offset, place.format_name, outputs, inputs, output_stride * step, input_stride
+    if place.info.packed is not None:
+        return _packed_source(checkpoint, place, outputs, inputs)
     shape = FORMATS[place.format_name]
     row_bytes = inputs // shape.block * shape.block_bytes
     source = (file, place.offset + first * row_bytes, place.format_name, outputs, inputs, row_bytes * step, 0)
     if place.info.scales is None:
         return source
+    if place.info.dtype == "FP8":
+        return (*source, *_fp8_scales(checkpoint, place, first, step, inputs))
     return (*source, *_scales(checkpoint, place, first, step))
 
 
@@ -222,7 +241,7 @@ def _scales(checkpoint: Checkpoint, place: _Place, first: int, step: int) -> tup
     """
     scales = place.info.scales
     assert scales is not None
-    row_bytes = scales.shape[-1] * (4 if scales.dtype == "F32" else 1)
+    row_bytes = scales.shape[-1] * _ITEM_BYTES.get(STORED_NAMES.get(scales.dtype, ""), 1)
     row, row_step = first, step
     if place.format_name == "fp8_e4m3_b128":
         if first % FP8_BLOCK or step != 1:
@@ -233,6 +252,41 @@ def _scales(checkpoint: Checkpoint, place: _Place, first: int, step: int) -> tup
         row = first // FP8_BLOCK
     offset = scales.offset + (place.expert * scales.shape[-2] + row) * row_bytes
     return checkpoint.mapped_file(scales.file), offset, row_bytes * row_step
+
+
+def _fp8_scales(checkpoint: Checkpoint, place: _Place, first: int, step: int, inputs: int) -> tuple[Any, ...]:
+    """Returns what `_scales` does and the layout, of scales whose rows are squares, outputs or
+    one.
+    """
+    scales = place.info.scales
+    assert scales is not None
+    dtype = STORED_NAMES[scales.dtype]
+    rows, columns = scales.shape[-2:]
+    row_bytes, outputs = columns * _ITEM_BYTES[dtype], place.info.shape[-2]
+    offset = scales.offset + place.expert * rows * row_bytes
+    file = checkpoint.mapped_file(scales.file)
+    if rows == outputs and columns == 1:
+        return file, offset + first * row_bytes, row_bytes * step, ("fp8_scales", dtype, 1, inputs, None, 0)
+    if rows == 1 and columns == 1:
+        return file, offset, row_bytes, ("fp8_scales", dtype, outputs, inputs, None, 0)
+    _, offset, stride = _scales(checkpoint, place, first, step)
+    return file, offset, stride, ("fp8_scales", dtype, FP8_BLOCK, FP8_BLOCK, None, 0)
+
+
+def _packed_source(checkpoint: Checkpoint, place: _Place, outputs: int, inputs: int) -> tuple[Any, ...]:
+    """Returns the MatrixSource of packed integers, whose rows of words have steps in bytes."""
+    packed, scales = place.info.packed, place.info.scales
+    assert packed is not None
+    assert scales is not None
+    stride = {"awq": outputs // 2, "gptq": outputs * 4}.get(packed.packing, inputs // 2)
+    dtype, zeros = STORED_NAMES[scales.dtype], None
+    if packed.zeros is not None:
+        zeros = (checkpoint.mapped_file(packed.zeros.file), packed.zeros.offset, packed.zeros.shape[1] * 4)
+    return (
+        checkpoint.mapped_file(place.info.file), place.offset, place.format_name, outputs, inputs, stride, 0,
+        checkpoint.mapped_file(scales.file), scales.offset, scales.shape[1] * _ITEM_BYTES[dtype],
+        (packed.packing, dtype, 1, packed.group, zeros, packed.zero_bias),
+    )  # fmt: skip
 
 
 def _vector(checkpoint: Checkpoint, pattern: TensorPattern | None, expert_id: int, outputs: int) -> Any:

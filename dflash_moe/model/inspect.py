@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from dflash_moe.errors import UnsupportedError
+from dflash_moe.model.architecture import find_model_class, load_config
 from dflash_moe.model.checkpoint import Checkpoint
+from dflash_moe.model.gguf_architectures.reading import left_out
 from dflash_moe.model.spec import LayerSpec, ModelSpec, model_spec
 from dflash_moe.model.weight_formats import RESIDENT_CHOICES
 
@@ -34,6 +36,8 @@ class Inspection:
     reason: str | None
     # The files have pages in place of experts (`stub_pages.py`). Sizes are those of the full model.
     is_stub: bool = False
+    # A sentence on layers of a GGUF file that are no part of the model.
+    left_out: str | None = None
 
     @property
     def expert_bytes(self) -> int:
@@ -69,6 +73,17 @@ class Inspection:
                 break
         return found
 
+    def layers_within(self, num_bytes: int) -> int:
+        """Returns how many layers have all their experts in `num_bytes`, counted from the last one,
+        as they are fitted to cards.
+        """
+        left = num_bytes
+        for count, layer in enumerate(reversed(self.layers)):
+            left -= layer.num_experts * layer.resident_bytes("auto")
+            if left < 0:
+                return count
+        return len(self.layers)
+
     def to_json(self) -> dict[str, Any]:
         """Returns everything, for `--json`."""
         layers = [
@@ -83,6 +98,7 @@ class Inspection:
             "architectures": list(self.architectures),
             "model_type": self.model_type,
             "is_stub": self.is_stub,
+            "left_out": self.left_out,
             "supported": self.reason is None,
             "reason": self.reason,
             "dtype": self.spec.dtype if self.spec is not None else None,
@@ -103,17 +119,21 @@ def inspect_model(path: Path) -> Inspection:
     checkpoint = Checkpoint.open(path)
     config = checkpoint.config()
     named = config.get("architectures")
+    names = tuple(name for name in named if isinstance(name, str)) if isinstance(named, list) else ()
     spec, reason = None, None
     try:
         spec = model_spec(path)
+        # A GGUF file names none, but has one.
+        names = names or (find_model_class(load_config(checkpoint)).__name__,)
     except UnsupportedError as error:
         reason = str(error)
     return Inspection(
         path,
-        tuple(name for name in named if isinstance(name, str)) if isinstance(named, list) else (),
+        names,
         str(config.get("model_type", config.get("general.architecture", ""))),
         sum(info.num_bytes for info in checkpoint.stored.values()),
         spec,
         reason,
         checkpoint.stub() is not None,
+        left_out(checkpoint) if spec is not None else None,
     )

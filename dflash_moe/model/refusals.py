@@ -34,7 +34,7 @@ def refusing(what: str, kind: type[DflashError] = UnsupportedError) -> Iterator[
         raise kind(f"{what}: {in_one_line(error)}") from error
 
 
-def in_one_line(error: Exception) -> str:
+def in_one_line(error: BaseException) -> str:
     """Returns the text of a foreign exception, cut to a length that fits a message. Its type is
     there too where it has no text, or is a KeyError, whose text is only the key.
     """

@@ -7,6 +7,7 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +19,11 @@ from dflash_moe.model.checkpoint import Checkpoint
 from dflash_moe.model.expert_tensors import check_expert, stored_format
 from dflash_moe.model.ffn import FfnSpec
 from dflash_moe.model.gates import Formula, recognise
+from dflash_moe.model.scaled_tensors import INPUT_SCALE
 from dflash_moe.model.tensor_names import Conversion
 from dflash_moe.model.weight_formats import FLOATS, common_format, join_formats, resident_formats
+
+log = logging.getLogger(__name__)
 
 # The host's model has this dtype where the checkpoint names none, because models with block formats
 # were trained in it.
@@ -75,6 +79,8 @@ def model_spec(path: str | Path, dtype: str | None = None) -> ModelSpec:
     if dtype is not None and dtype not in FLOATS:
         raise ConfigError(f"dtype {dtype!r} is not allowed; choose from {', '.join(FLOATS)}")
     checkpoint = Checkpoint.open(path)
+    if any(name.endswith(INPUT_SCALE) for name in checkpoint.tensors):
+        log.warning("checkpoint %s: its static scales of activations (%s) are ignored", checkpoint.path, INPUT_SCALE)
     architecture = load_architecture(checkpoint)
     conversion = Conversion.of(architecture.model, checkpoint)
     formulas = {name: recognise(module) for name, module in architecture.experts.items()}

@@ -10,10 +10,11 @@ wholly in them, or all of them where there is none. The region is filled with 0x
 bytes or more it begins with the magic, the fingerprint of the whole checkpoint (32 bytes), the
 expert and the length of the name (u32 little-endian each) and the tensor's name.
 
-MXFP4 is the exception to NaN: ggml reads the scale 0xFF as 2^128 and has no NaN in this format
-(ours is NaN, as the format's standard says). The codes 0xF beside it stand for -6, and the product
-overflows to minus infinity where ggml widens a block. Where it multiplies blocks by inputs in q8_0
-the result is NaN for inputs of 0.1 and more, and of a magnitude of 10^37 for inputs of 0.001.
+MXFP4 and NVFP4 are the exceptions to NaN. Of MXFP4 ggml reads the scale 0xFF as 2^128 and has no
+NaN in this format (ours is NaN, as the format's standard says). The codes 0xF beside it stand for
+-6, and the product overflows to minus infinity where ggml widens a block. Where it multiplies
+blocks by inputs in q8_0 the result is NaN for inputs of 0.1 and more, and of a magnitude of 10^37
+for inputs of 0.001. NVFP4 has no NaN at all; its page stands for weights of -2880.
 SPDX-License-Identifier: Apache-2.0
 """
 

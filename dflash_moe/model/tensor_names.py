@@ -216,7 +216,7 @@ def _mapping(model: Any, checkpoint: Checkpoint) -> list[Any]:
     model.
     """
     if checkpoint.metadata is not None:
-        from dflash_moe.model.gguf_architectures import gguf_conversion
+        from dflash_moe.model.gguf_architectures.reading import gguf_conversion
 
         return gguf_conversion(checkpoint, model.config)
     from transformers.conversion_mapping import get_model_conversion_mapping

@@ -28,6 +28,10 @@ class WeightFormat:
     block_bytes: int
     record: int
     record_bytes: int
+    # Whether kernels of processors read panels of the format, and whether cards have kernels for
+    # it (1 or 0). What has no panels can be computed with from the mapped checkpoint only.
+    has_panels: int
+    is_on_cards: int
     scale_outputs: int = 0
     scale_inputs: int = 0
     scale_bytes: int = 0
@@ -61,6 +65,10 @@ MXFP4_BLOCK = FORMATS["mxfp4"].scale_inputs
 STORED_NAMES = {
     "F32": "f32", "F16": "f16", "BF16": "bf16", "FP8_B128": "fp8_e4m3_b128", "MXFP4": "mxfp4", "Q8_0": "q8_0", "Q4_0": "q4_0",
     "Q4_K": "q4_k", "Q5_K": "q5_k", "Q6_K": "q6_k", "GGUF_MXFP4": "gguf_mxfp4", "IQ4_NL": "iq4_nl", "IQ4_XS": "iq4_xs",
+    "Q4_1": "q4_1", "Q5_0": "q5_0", "Q5_1": "q5_1", "Q3_K": "q3_k", "Q2_K": "q2_k",
+    "IQ3_XXS": "iq3_xxs", "IQ3_S": "iq3_s", "IQ2_XXS": "iq2_xxs", "IQ2_XS": "iq2_xs", "IQ2_S": "iq2_s",
+    "IQ1_S": "iq1_s", "IQ1_M": "iq1_m", "TQ1_0": "tq1_0", "TQ2_0": "tq2_0", "NVFP4": "nvfp4",
+    "INT4": "int4_zp", "FP8": "fp8_e4m3_b128",
 }  # fmt: skip
 
 # The words of `workers[].weights`, and the format that a worker keeps in place of the stored one.
@@ -87,6 +95,16 @@ def split_formats(weight_dtype: str) -> tuple[str, str]:
     """Returns the two formats that `join_formats` joined."""
     first, _, down = weight_dtype.partition("+")
     return first, down or first
+
+
+def mapped_only(weight_dtype: str) -> tuple[str, ...]:
+    """Returns those formats of a text of `join_formats` that cannot be packed."""
+    return tuple(name for name in dict.fromkeys(split_formats(weight_dtype)) if not FORMATS[name].has_panels)
+
+
+def not_on_cards(weight_dtype: str) -> tuple[str, ...]:
+    """Returns those formats of a text of `join_formats` for which cards have no kernels."""
+    return tuple(name for name in dict.fromkeys(split_formats(weight_dtype)) if not FORMATS[name].is_on_cards)
 
 
 def is_requantised(weight_dtype: str) -> bool:

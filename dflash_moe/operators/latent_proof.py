@@ -16,16 +16,19 @@ from torch import nn
 from dflash_moe import _core
 from dflash_moe.operators.addresses import DTYPE_NAMES
 from dflash_moe.operators.bounds import excess, linear_bound
-from dflash_moe.operators.paged_attention import LatentHeads
+from dflash_moe.operators.paged_attention import LatentHeads, StoredHeads
 from dflash_moe.operators.probes import probe_rows
 
 # The range of f16 ends where products of large rows begin.
 _SCALES = (1.0, 1e-2)
 
 
-def take_latent_heads(pool: _core.HostPool, module: Any, numerics: str) -> tuple[LatentHeads | None, str]:
-    """Packs the matrices by which an attention module expands latents. Returns None and why where
-    they do not fit its form; the module keeps its own in any case.
+def take_latent_heads(
+    pool: _core.HostPool, module: Any, numerics: str, stored: StoredHeads | None = None
+) -> tuple[LatentHeads | None, str]:
+    """Packs the matrices by which an attention module expands latents, those that are `stored` as
+    they are. Returns None and why where they do not fit its form; the module keeps its own in any
+    case.
     """
     sizes = [getattr(module, name, 0) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank")]
     projection = getattr(module, "kv_b_proj", None)
@@ -34,9 +37,15 @@ def take_latent_heads(pool: _core.HostPool, module: Any, numerics: str) -> tuple
     weight = projection.weight.detach()
     if projection.bias is not None or weight.dtype not in DTYPE_NAMES or weight.shape[0] % (sizes[0] + sizes[2]):
         return None, "its kv_b_proj has a bias, or matrices of no form that heads have"
-    heads = LatentHeads(pool, module, weight, numerics)
     try:
-        found = latent_excess(heads, module)
+        if stored is None:
+            heads, truth = LatentHeads(pool, module, weight, numerics), weight
+        else:
+            heads = LatentHeads(pool, module, weight, numerics, stored)
+            truth = torch.from_numpy(stored.latents.joined())
+            if truth.shape != weight.shape or not torch.equal(truth.to(weight.dtype), weight):
+                return None, "its kv_b_proj is not what the file stores for it"
+        found = latent_excess(heads, module, truth)
     except (RuntimeError, TypeError, ValueError, AttributeError) as error:
         return None, f"its expand_kv cannot be compared: {error}"
     if not found <= 1.0:
@@ -44,30 +53,30 @@ def take_latent_heads(pool: _core.HostPool, module: Any, numerics: str) -> tuple
     return heads, ""
 
 
-def latent_excess(heads: LatentHeads, module: Any) -> float:
+def latent_excess(heads: LatentHeads, module: Any, truth: torch.Tensor) -> float:
     """Returns how far packed heads are from the attention module whose `kv_b_proj` they hold, in
-    scores and in values: at most 1 where they may stand in.
+    scores and in values: at most 1 where they may stand in. `truth` is its weight, where the
+    module's dtype rounds what is packed the weight before that.
     """
-    weight = module.kv_b_proj.weight.detach()
-    dtype, rope = weight.dtype, int(module.qk_rope_head_dim)
+    dtype, rope = module.kv_b_proj.weight.dtype, int(module.qk_rope_head_dim)
     latents = probe_rows(heads.latent, dtype, scales=_SCALES)
     rotated = probe_rows(rope, dtype, scales=_SCALES)
     query = probe_rows(heads.num_heads * (heads.nope + rope), dtype, scales=_SCALES)
     query = query.view(-1, heads.num_heads, heads.nope + rope)
     own_keys, own_values = _expanded(module, latents, rotated)
-    exact_keys, exact_values = _expanded(_exact(module), latents.double(), rotated.double())
+    exact_keys, exact_values = _expanded(_exact(module, truth), latents.double(), rotated.double())
     absorbed = heads.of_queries(query)
     values = heads.of_found(_repeated(latents, heads.num_heads), dtype)
     worst = 0.0
     for head in range(heads.num_heads):
-        split = weight.double().view(heads.num_heads, -1, heads.latent)[head].split((heads.nope, heads.value))
+        split = truth.double().view(heads.num_heads, -1, heads.latent)[head].split((heads.nope, heads.value))
         stored = torch.cat((latents, rotated), dim=-1).double()
         exact = query[:, head].double() @ exact_keys[head].T
         # The module's own error is that of its keys, before any product is rounded.
         own = query[:, head].double() @ own_keys[head].double().T
         bound = linear_bound(heads.numerics, query[:, head, : heads.nope].double(), split[0].T) @ latents.double().abs().T
         error = excess(absorbed[:, head].double() @ stored.T, own, exact, bound, dtype=dtype)
-        rounded = linear_bound(heads.numerics, latents.double(), split[1])
+        rounded = linear_bound(heads.value_numerics, latents.double(), split[1])
         worst = max(worst, error, excess(values[:, head], own_values[head], exact_values[head], rounded))
     return worst
 
@@ -79,10 +88,12 @@ def _expanded(module: Any, latents: torch.Tensor, rotated: torch.Tensor) -> tupl
     return keys[0], values[0]
 
 
-def _exact(module: Any) -> Any:
-    """Returns the module with a projection in float64; all else of it is shared."""
+def _exact(module: Any, truth: torch.Tensor) -> Any:
+    """Returns the module with a projection of `truth` in float64; all else of it is shared."""
     exact = copy.copy(module)
-    exact.__dict__["_modules"] = {"kv_b_proj": copy.deepcopy(module.kv_b_proj).double()}
+    projection = nn.Linear(truth.shape[1], truth.shape[0], bias=False, device="meta")
+    projection.weight = nn.Parameter(truth.double(), requires_grad=False)
+    exact.__dict__["_modules"] = {"kv_b_proj": projection}
     return exact
 
 

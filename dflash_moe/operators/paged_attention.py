@@ -8,7 +8,8 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
@@ -18,6 +19,9 @@ from dflash_moe import _core
 from dflash_moe.errors import UnsupportedError
 from dflash_moe.operators.addresses import DTYPE_NAMES, dense, rows_of
 from dflash_moe.operators.linear import memory_source, weights_of
+
+if TYPE_CHECKING:
+    from dflash_moe.model.dense_tensors import StoredLatents
 
 # Our function has this name on the attention interface.
 IMPLEMENTATION = "dflash_moe_paged"
@@ -68,26 +72,44 @@ class Pages(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class StoredHeads:
+    """What a checkpoint stores for absorbed attention, and the classes of its keys and values."""
+
+    latents: StoredLatents
+    numerics: tuple[str, ...]
+
+
 class LatentHeads:
     """The matrices by which an MLA layer's heads read latents: queries are taken to the latents'
     space, and what attention finds there is taken to values. So prefill and decode share one
     arithmetic, and keys are never expanded.
     """
 
-    def __init__(self, pool: _core.HostPool, module: Any, weight: torch.Tensor, numerics: str) -> None:
-        """`weight` [num_heads * (nope + value), latent] is that of the module's kv_b_proj."""
+    def __init__(
+        self, pool: _core.HostPool, module: Any, weight: torch.Tensor, numerics: str, stored: StoredHeads | None = None
+    ) -> None:
+        """`weight` [num_heads * (nope + value), latent] is that of the module's kv_b_proj. What is
+        `stored` is packed in its stead.
+        """
         self.nope, self.value, self.latent = module.qk_nope_head_dim, module.v_head_dim, module.kv_lora_rank
         self.num_heads = weight.shape[0] // (self.nope + self.value)
         size = self.nope + module.qk_rope_head_dim
         heads = weight.view(self.num_heads, self.nope + self.value, self.latent)
-        keys = [(memory_source(heads[h, : self.nope].T), None, h * size) for h in range(self.num_heads)]
-        values = [(memory_source(heads[h, self.nope :]), None, h * self.latent) for h in range(self.num_heads)]
+        if stored is None:
+            key_sources = [memory_source(head[: self.nope].T) for head in heads]
+            value_sources = [memory_source(head[self.nope :]) for head in heads]
+        else:
+            key_sources, value_sources = stored.latents.key_sources(), stored.latents.value_sources()
+        keys = [(source, None, head * size) for head, source in enumerate(key_sources)]
+        values = [(source, None, head * self.latent) for head, source in enumerate(value_sources)]
+        numerics, value_numerics = (numerics, numerics) if stored is None else stored.numerics
         # Rows of queries [num_heads * (nope + rope)] times `keys`, and rows that attention found
         # [num_heads * latent] times `values`.
         self.keys = _core.PackedLinear(pool, keys, numerics=numerics)
-        self.values = _core.PackedLinear(pool, values, numerics=numerics)
-        # The class that takes these weights, which may be another than was asked for.
-        self.numerics = self.keys.numerics[0]
+        self.values = _core.PackedLinear(pool, values, numerics=value_numerics)
+        # The classes that take these weights, which may be others than were asked for.
+        self.numerics, self.value_numerics = self.keys.numerics[0], self.values.numerics[0]
 
     def of_queries(self, query: torch.Tensor) -> torch.Tensor:
         """Returns [num_rows, num_heads, latent + rope] for queries [num_rows, num_heads, nope +

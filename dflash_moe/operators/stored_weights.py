@@ -6,7 +6,7 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,10 +23,12 @@ if TYPE_CHECKING:
 
 @torch.no_grad()  # type: ignore[untyped-decorator]
 def place_stored(
-    model: Any, pool: _core.HostPool, numerics: str, stored: Mapping[str, StoredMatrix], dtype: torch.dtype
-) -> list[Finding]:
+    model: Any, pool: _core.HostPool, numerics_of: Callable[[str], str], stored: Mapping[str, StoredMatrix],
+    dtype: torch.dtype,
+) -> list[Finding]:  # fmt: skip
     """Packs each matrix once, for all modules of `model` that share it, and returns what was put
-    there. `model` was loaded without these parameters and computes in `dtype`.
+    there. `model` was loaded without these parameters and computes in `dtype`. `numerics_of` is
+    asked for the class of each format.
 
     Raises CheckpointError naming the tensor where values are damaged, or where a packed layer does
     not compute what the checkpoint's own values say.
@@ -39,7 +41,7 @@ def place_stored(
         name = parameter.rpartition(".")[0]
         module = model.get_submodule(name)
         bias = module._parameters.get("bias")
-        packed = _core.PackedLinear(pool, [(matrix.source, bias_source(bias), 0)], numerics=numerics)
+        packed = _core.PackedLinear(pool, [(matrix.source, bias_source(bias), 0)], numerics=numerics_of(matrix.format_name))
         places = {name: module}
         if is_tied and module is model.get_input_embeddings():
             places[output_name] = output

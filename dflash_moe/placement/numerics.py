@@ -29,8 +29,13 @@ log = logging.getLogger(__name__)
 
 
 def holder_classes(placement: Placement) -> dict[str, str]:
-    """Returns the class of each holder that has experts, by its name."""
-    return {shard.holder: shard.numerics for shards in placement.layers for shard in shards}
+    """Returns the class of each holder that has experts, by its name. Several, which a preset may
+    choose for layers of unlike formats, are separated by commas.
+    """
+    found: dict[str, dict[str, None]] = {}
+    for shard in (shard for shards in placement.layers for shard in shards):
+        found.setdefault(shard.holder, {})[shard.numerics] = None
+    return {holder: ", ".join(classes) for holder, classes in found.items()}
 
 
 def mixed_layers(placement: Placement) -> tuple[int, ...]:

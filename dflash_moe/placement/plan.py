@@ -1,5 +1,6 @@
 """Plans the placement of every expert. Each holder gets one shard of a layer, and the shards of a
-layer are numbered by their smallest expert.
+layer are numbered by their smallest expert; a shard map that is imposed (imposed.py) may give a
+holder several.
 
 A plan depends only on the sizes of layers and on the topology, so that it exists before any weight
 is read or any worker started.
@@ -14,7 +15,8 @@ from collections.abc import Mapping, Sequence
 
 from dflash_moe.config import format_bytes
 from dflash_moe.errors import TopologyError
-from dflash_moe.placement import policies
+from dflash_moe.placement import imposed, policies
+from dflash_moe.placement.formats import check_formats
 from dflash_moe.placement.shards import PlacedLayer, Placement, Shard
 from dflash_moe.topology import HOST, Topology, WorkerSpec
 
@@ -28,34 +30,42 @@ def plan_placement(layers: Sequence[PlacedLayer], topology: Topology) -> Placeme
     """Places every expert of `layers` by the topology's policy. The same inputs always give the
     same shards.
 
-    Raises TopologyError (`file:line:`) for an expert that is placed nowhere or twice, naming layer,
+    Raises UnsupportedError for weights in a format that their holder has no kernels for, and
+    TopologyError (`file:line:`) for an expert that is placed nowhere or twice, naming layer,
     expert and workers, and for a worker or a host budget that lacks memory, with the numbers.
     """
-    assigned = policies.assign(layers, topology)
     weights = {worker.name: worker.weights for worker in topology.workers}
-    sizes = tuple({kept: layer.resident_bytes(kept) for kept in {"auto", *weights.values()}} for layer in layers)
-    numerics = {holder: topology.numerics_of(holder) for holder in (HOST, *weights)}
-    placement = Placement(tuple(_shards_of_layer(assignment, weights, numerics) for assignment in assigned), sizes)
-    placement = _with_layouts(placement, topology)
+    if topology.placement.imposed is not None:
+        shards = imposed.assign(layers, topology, topology.placement.imposed)
+    else:
+        numerics = {holder: topology.numerics_of(holder) for holder in (HOST, *weights)}
+        shards = tuple(_shards_of_layer(found, weights, numerics) for found in policies.assign(layers, topology))
+    kinds = {"auto", *weights.values(), *(shard.weights for found in shards for shard in found)}
+    sizes = tuple({kept: layer.resident_bytes(kept) for kept in kinds} for layer in layers)
+    placement = Placement(shards, sizes)
+    unpacked = check_formats(layers, placement, topology)
+    placement = _with_layouts(placement, topology, unpacked)
     _check_memory(layers, placement, topology)
     return placement
 
 
-def _with_layouts(placement: Placement, topology: Topology) -> Placement:
-    """Marks the shards of workers that compute from the mapped checkpoint, because their topology
-    says so or for lack of memory.
+def _with_layouts(placement: Placement, topology: Topology, unpacked: Mapping[str, str]) -> Placement:
+    """Marks the shards of holders that compute from the mapped checkpoint, because their topology
+    says so, for lack of memory, or because a format cannot be packed: `unpacked` gives such a
+    format by holder.
 
     With `weights_layout: auto` a worker packs where that fits `memory`. One that makes integers at
     load or computes on a card always packs.
     """
     needed = placement.bytes_by_holder()
-    mapped = set()
+    mapped = {HOST} & unpacked.keys()
     for worker in topology.workers:
         lacks_memory = worker.memory is not None and needed.get(worker.name, 0) > worker.memory
         may_map = worker.weights_layout == "auto" and worker.weights == "auto" and worker.backend == "cpu"
-        if worker.weights_layout == "mapped" or (may_map and lacks_memory):
+        if worker.weights_layout == "mapped" or worker.name in unpacked or (may_map and lacks_memory):
             mapped.add(worker.name)
-            log.log(logging.WARNING if lacks_memory else logging.INFO, "%s", _mapped_text(worker, needed.get(worker.name, 0)))
+            level = logging.WARNING if lacks_memory or worker.name in unpacked else logging.INFO
+            log.log(level, "%s", _mapped_text(worker, needed.get(worker.name, 0), unpacked.get(worker.name)))
     if not mapped:
         return placement
     marked = tuple(
@@ -65,9 +75,11 @@ def _with_layouts(placement: Placement, topology: Topology) -> Placement:
     return Placement(marked, placement.expert_bytes)
 
 
-def _mapped_text(worker: WorkerSpec, needed: int) -> str:
+def _mapped_text(worker: WorkerSpec, needed: int, unpacked: str | None) -> str:
     why = "as weights_layout says"
-    if worker.weights_layout == "auto":
+    if unpacked is not None:
+        why = f"for it has weights in {unpacked}, which no kernel reads"
+    elif worker.weights_layout == "auto":
         why = f"for its packed experts need {format_bytes(needed)} and it has memory: {format_bytes(worker.memory or 0)}"
     return f"worker {worker.name} computes from the mapped checkpoint, {why}; every call packs anew what it needs"
 

@@ -28,6 +28,9 @@ class PlacedLayer(Protocol):
     def resident_bytes(self, weights: str) -> int:
         """Returns the bytes in memory of one expert at a worker with this setting of `weights`."""
 
+    def resident_dtype(self, weights: str) -> str:
+        """Returns the format that a worker keeps with this setting of `weights`."""
+
 
 @dataclass(frozen=True, slots=True)
 class Shard:

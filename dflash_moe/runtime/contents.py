@@ -20,6 +20,7 @@ from dflash_moe.model.checkpoint import Checkpoint
 from dflash_moe.model.expert_tensors import expert_sources
 
 if TYPE_CHECKING:
+    from dflash_moe.model.spec import LayerSpec
     from dflash_moe.runtime.held_shards import HeldShard
 
 # The host reads its own copy in steps of this size, which take milliseconds, so that Ctrl-C is seen
@@ -91,6 +92,19 @@ def own_checksum(checkpoint: Checkpoint, held: HeldShard, report: Callable[[int]
     return _core.shard_checksum(values)
 
 
+def expert_checksums(path: Path, layer: LayerSpec) -> list[int]:
+    """Returns the content checksum of each expert of a layer in the checkpoint at `path`. Raises
+    CheckpointError where the files cannot be read.
+    """
+    checkpoint, found = Checkpoint.open(path), []
+    for expert in range(layer.num_experts):
+        reader = _core.ContentReader(**expert_sources(checkpoint, layer.ffn, expert))
+        while not reader.read(STEP_BYTES):
+            pass
+        found.append(reader.value())
+    return found
+
+
 def compare_with_own_copy(
     ask: AskChecksum, held: Mapping[str, Sequence[HeldShard]], path: Path, *, timeout_s: float, report: ContentsReport
 ) -> int:
@@ -130,6 +144,20 @@ def compare_with_own_copy(
         hint = f"copy the checkpoint there again (compared with {path})"
         raise CheckpointError("\n".join([f"{first}; {hint}", *others]))
     return len(shards)
+
+
+def held_checksums(
+    ask: AskChecksum, held: Mapping[str, Sequence[HeldShard]], layers: Sequence[LayerSpec], *, timeout_s: float
+) -> tuple[tuple[int, ...], ...]:
+    """Returns the content checksums that holders report, for each layer in ascending order of its
+    shards. Errors are those of `compare_with_own_copy` but for the first.
+    """
+    found: dict[int, dict[int, int]] = {layer.index: {} for layer in layers}
+    for holder, shards in held.items():
+        for one in shards:
+            checksum = _await_checksum(ask, holder, one, timeout_s, lambda _layer, _count, _total: None)
+            found[one.layer.index][one.shard_id] = checksum
+    return tuple(tuple(value for _, value in sorted(found[layer.index].items())) for layer in layers)
 
 
 def _await_checksum(ask: AskChecksum, holder: str, held: HeldShard, timeout_s: float, report: ContentsReport) -> int:

@@ -174,7 +174,11 @@ class DeviceStep:
             fields |= {name: value for name, value in self._reason.fields().items() if value is not None}
             return type(self._reason)(f"{layer if names_it else where}: {self._reason}", **fields)
         if code == "invalid_argument":
-            return ConfigError(f"{layer}, {token}: topk_ids must not be negative", token=report.detail, **fields)
+            return ConfigError(
+                f"{layer}, {token}: an id of topk_ids is no expert of the layer, and not their number, which asks for none",
+                token=report.detail,
+                **fields,
+            )
         if code == "protocol":
             what = _DETAILS.get(report.detail, "it is malformed")
             return ProtocolError(f"{where}: a reply is not used because {what}", **fields)

@@ -25,7 +25,7 @@ from dflash_moe.protocol.devices import DeviceChoice
 from dflash_moe.protocol.identity import choose_numerics
 from dflash_moe.runtime import observe
 from dflash_moe.runtime.auto import WorkerForecast, cost_classes, log_explanation, mode_reason, worker_forecasts
-from dflash_moe.runtime.contents import ContentsReport, compare_with_own_copy
+from dflash_moe.runtime.contents import ContentsReport, compare_with_own_copy, held_checksums
 from dflash_moe.runtime.device_step import NAP_NS, DeviceStep, DeviceSteps
 from dflash_moe.runtime.device_tensors import DeviceTensors
 from dflash_moe.runtime.expert_call import BoundExperts, ExpertCall
@@ -186,6 +186,12 @@ class ExpertRuntime:
                 raise
             return DEFAULT_NUMERICS
 
+    def host_numerics_of(self, weight_format: str) -> str:
+        """The class of the host's own matrices that are kept in this format, which a preset may
+        choose; otherwise `host_numerics`.
+        """
+        return self._placed.dense_class(weight_format, self.host_pool.isa) or self.host_numerics
+
     @property
     def wire_dtypes(self) -> tuple[str, str]:
         """The dtypes of requests and of replies: those of the settings, else the model's own."""
@@ -238,11 +244,11 @@ class ExpertRuntime:
         kind and dtype of `hidden_states`.
 
         `hidden_states` is [num_tokens, in_size] in f32, f16 or bf16. `topk_ids` is [num_tokens,
-        top_k] in int32 or int64; ids >= the number of experts are ignored. `topk_weights` is
-        [num_tokens, top_k] in floating point. All three are torch, NumPy or DLPack tensors on the
-        CPU or on `host.device`, and are only borrowed. `out`, if given, receives the result; it is
-        contiguous and has the result's shape and dtype. The call blocks without the GIL. Errors are
-        those of the class.
+        top_k] in int32 or int64: experts of the layer, or their number, which asks for none.
+        `topk_weights` is [num_tokens, top_k] in floating point. All three are torch, NumPy or
+        DLPack tensors on the CPU or on `host.device`, and are only borrowed. `out`, if given,
+        receives the result; it is contiguous and has the result's shape and dtype. The call blocks
+        without the GIL. Errors are those of the class.
         """
         if self._steps is not None and (step := self._steps.of_this_thread()) is not None:
             return step.experts(layer, hidden_states, topk_ids, topk_weights, out)
@@ -437,6 +443,23 @@ class ExpertRuntime:
             timeout_s=self.settings.start_timeout_s,
             report=report,
         )
+
+    def content_checksums(self) -> tuple[tuple[int, ...], ...]:
+        """Returns the content checksum of every shard as its holder has it, by layer and shard. It
+        waits for holders that still read mapped weights. Errors are those of `check_weights` but
+        for the first.
+        """
+        self._require_open()
+        self._fleet.owner.require_here()
+        return held_checksums(
+            self._fleet.ask_checksum, self._placed.held, self.spec.layers, timeout_s=self.settings.start_timeout_s
+        )
+
+    def architecture_of(self, holder: str) -> str:
+        """Returns what a holder of experts computes with: the kernel set of its processor, or the
+        architecture of its card.
+        """
+        return self._fleet.architecture_of(holder)
 
     def take_traces(self) -> list[dict[str, int]]:
         """Returns the slices recorded since the last call of this method, each with the times of

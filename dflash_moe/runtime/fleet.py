@@ -79,6 +79,24 @@ class Member:
     device: DeviceChoice = DeviceChoice()
 
     @property
+    def offered(self) -> tuple[str, ...]:
+        """The numerics classes that it said it computes, once it was greeted."""
+        if self.local is not None:
+            return self.local.offered
+        hello = self.session.hello if self.session is not None else None
+        return (hello.numerics_offered or (hello.numerics_class,)) if hello is not None else ()
+
+    @property
+    def architecture(self) -> str:
+        """What it computes with: a kernel set, or the architecture of a card. It is empty before
+        the member was greeted.
+        """
+        if self.local is not None:
+            return self.local.isa
+        hello = self.session.hello if self.session is not None else None
+        return hello.isa if hello is not None else ""
+
+    @property
     def is_on_this_machine(self) -> bool:
         """False for workers behind a TCP address of their own."""
         return not self.address.host or self.address.is_loopback
@@ -167,7 +185,7 @@ class Fleet:
                     pool=self.host_pool if self._is_pooled(member) else None,
                 )
                 member.numerics = member.local.numerics
-        computed = {member.name: (member.numerics, _isa(member)) for member in self.members.values()}
+        computed = {member.name: (member.numerics, member.architecture) for member in self.members.values()}
         check_architectures(computed, self._settings.numerics)
 
     def _new_session(self, member: Member, started: StartedWorker | None) -> HostSession:
@@ -277,6 +295,10 @@ class Fleet:
             )
             checksum = _session(member).load(message, timeout_s=self._settings.start_timeout_s, report=report)
             self._contents.note(held, member.name, checksum)
+
+    def architecture_of(self, holder: str) -> str:
+        """Returns what a holder computes with: a kernel set, or the architecture of its card."""
+        return self.members[holder].architecture
 
     def ask_checksum(self, holder: str, held: HeldShard) -> tuple[int | None, int]:
         """Asks a holder for the content checksum of one of its shards. Returns it, or None as long
@@ -392,16 +414,6 @@ class Fleet:
 def _first_cause(failed: Sequence[Future[None]]) -> BaseException:
     errors = [error for future in failed if (error := future.exception()) is not None]
     return errors[0]
-
-
-def _isa(member: Member) -> str:
-    """Returns what a member computes with: a kernel set, or the architecture of a card. It is empty
-    before the member was greeted.
-    """
-    if member.local is not None:
-        return member.local.isa
-    greeted = _session(member).hello
-    return greeted.isa if greeted is not None else ""
 
 
 def _session(member: Member) -> HostSession:

@@ -45,7 +45,7 @@ class LocalWorker:
         be used, and ConfigError where the device or one of `cpus` is missing.
         """
         opened = open_device(device or DeviceChoice(), threads=threads, name=name)
-        self.numerics, _ = choose_numerics(numerics, isa, name=name, device=opened)
+        self.numerics, self.offered = choose_numerics(numerics, isa, name=name, device=opened)
         check_cpus(cpus, name=name)
         self.name = name
         # A worker on a card reports the architecture of the card as its kernel set.

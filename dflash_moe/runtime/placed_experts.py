@@ -6,22 +6,30 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 from dflash_moe import _core
 from dflash_moe.placement import plan_placement
+from dflash_moe.placement.imposed import settle
 from dflash_moe.placement.numerics import check_classes, settle_classes
+from dflash_moe.placement.preset import FAST, Offer, choose_classes, dense_class, describe, is_stated, preferred
+from dflash_moe.protocol.devices import DeviceChoice
 from dflash_moe.runtime.fleet import ChannelDecorator, Fleet, LoadingReport
 from dflash_moe.runtime.held_shards import shapes_of, shards_by_holder
 from dflash_moe.runtime.memory_check import check_memory
 from dflash_moe.runtime.threads import thread_plan
 from dflash_moe.runtime.transports import check_paths
 from dflash_moe.topology import HOST
+from dflash_moe.topology.numerics import DEFAULT_NUMERICS
 
 if TYPE_CHECKING:
     from dflash_moe.config import Settings
     from dflash_moe.model.spec import ModelSpec
     from dflash_moe.topology import Topology
+
+# What is planned, for people: commands show it on stderr.
+log_plan = logging.getLogger("dflash_moe.plan")
 
 
 class PlacedExperts:
@@ -49,7 +57,9 @@ class PlacedExperts:
         self.settings = settings
         self.slices = slices_of(settings)
         self.placement = plan_placement(spec.layers, topology)
-        check_classes(spec.layers, self.placement, topology, settings.numerics)
+        if settings.preset != FAST:
+            # A preset chooses once all holders have said what they offer.
+            check_classes(spec.layers, self.placement, topology, settings.numerics)
         self.held = shards_by_holder(spec, self.placement)
         self.threads = thread_plan(topology, settings, self.held)
         self.fleet = Fleet(spec, settings, self.threads, channel_decorator)
@@ -58,20 +68,63 @@ class PlacedExperts:
         """Starts and loads all workers. Errors: ConfigError, CheckpointError, UnsupportedError,
         ProtocolError, WorkerLost, WorkerTimeout.
         """
+        self.greet()
+        self._say_preset()
+        self.fleet.load(self.held, on_loading)
+
+    def greet(self) -> None:
+        """Does all of `start` that comes before weights are loaded."""
         self.fleet.add_members(self.topology, self.held, HOST)
         self.fleet.start(self._key)
         self._settle_classes()
         check_memory(self.fleet.members, self.placement.bytes_by_holder(), self.held)
-        self.fleet.load(self.held, on_loading)
 
     def _settle_classes(self) -> None:
         """Plans the numerics classes again now that the cards have said which class they compute
-        bf16 in, and checks which classes meet in a layer.
+        bf16 in, and all holders what they offer to a preset, and checks which classes meet in a
+        layer.
         """
-        placement = settle_classes(self.placement, {member.name: member.numerics for member in self.fleet.members.values()})
-        if placement != self.placement:
+        members = self.fleet.members
+        placement = settle_classes(self.placement, {member.name: member.numerics for member in members.values()})
+        imposed = self.topology.placement.imposed
+        if imposed is not None:
+            placement = settle(placement, imposed, {name: self._offer(name) for name in members})
+        elif self.settings.preset == FAST:
+            placement = choose_classes(self.spec.layers, placement, {name: self._offer(name) for name in members})
+        if placement != self.placement or self.settings.preset == FAST:
             check_classes(self.spec.layers, placement, self.topology, self.settings.numerics)
             self.placement, self.held = placement, shards_by_holder(self.spec, placement)
+
+    def _say_preset(self) -> None:
+        """Says once per start which classes a preset took."""
+        if self.topology.placement.imposed is not None:
+            return
+        if line := describe(self.settings.preset, self.placement, self.topology, self._dense_classes()):
+            log_plan.info("%s", line)
+
+    def _offer(self, holder: str) -> Offer:
+        member = self.fleet.members[holder]
+        stated = member.numerics if is_stated(self.topology, holder) else None
+        return Offer(member.offered, member.architecture, stated)
+
+    def dense_class(self, weight_format: str, isa: str) -> str | None:
+        """Returns the class that a preset chooses for the host's own matrices in this format, which
+        kernel set `isa` computes, and None where host.activations or the workers' say it.
+        """
+        imposed = self.topology.placement.dense
+        if imposed is not None:
+            return imposed.get(weight_format, DEFAULT_NUMERICS)
+        if self.settings.preset != FAST or is_stated(self.topology, HOST):
+            return None
+        return dense_class(Offer(tuple(_core.numerics_classes(isa)), isa), weight_format)
+
+    def _dense_classes(self) -> list[str]:
+        """Returns the classes that a preset tries for the host's own matrices."""
+        is_ours = DeviceChoice.of_host(self.topology.host).is_processor and self.settings.host_operators != "torch"
+        if self.settings.preset != FAST or is_stated(self.topology, HOST) or not is_ours:
+            return []
+        isa = _core.parse_isa(self.settings.cpu_isa or _core.best_isa())
+        return preferred([Offer(tuple(_core.numerics_classes(isa)), isa)])
 
     def use(self, settings: Settings) -> None:
         """Puts settings in force that differ from the former ones in mode, slices or wire dtypes

@@ -6,6 +6,7 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,3 +36,12 @@ def process_memory(pid: int | None = None, proc: Path = Path("/proc")) -> Proces
         if key in found:
             found[key] = int(value.split()[0]) * 1024
     return ProcessMemory(found["RssAnon"], found["RssFile"], found["RssShmem"])
+
+
+def trim_heap() -> None:
+    """Gives freed memory back to the system that the C library keeps for later, where it has a
+    function for that.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

@@ -7,6 +7,7 @@ SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
 import re
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,14 @@ import gguf
 import numpy as np
 
 from dflash_moe.model.checkpoint import Checkpoint
+from dflash_moe.model.dequantize import dequantize
 from dflash_moe.testing.weight_blocks import random_blocks
 
 # The gguf package can quantise to these formats. Blocks of others are random: a test needs valid
 # weights, not good ones.
 QUANTISABLE = {"f32": "F32", "f16": "F16", "bf16": "BF16", "q8_0": "Q8_0", "q4_0": "Q4_0", "gguf_mxfp4": "MXFP4"}
+QUANTISABLE |= {"q4_1": "Q4_1", "q5_0": "Q5_0", "q5_1": "Q5_1"}
+_SAMPLE_SPREAD = 0.01
 _ARCHITECTURES = {"qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss", "minimax_m2": "minimax-m2"}
 _LEAVES = {
     "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.q_proj": "attn_q",
@@ -173,6 +177,14 @@ def _packed_parts(name: str, value: np.ndarray[Any, Any]) -> dict[str, np.ndarra
     return {f"ffn_gate_exps.{leaf}": value[:, ::2].copy(), f"ffn_up_exps.{leaf}": value[:, 1::2].copy()}
 
 
+@cache
+def _sample_deviation(format_name: str) -> float:
+    """Returns the standard deviation of weights in random blocks of _SAMPLE_SPREAD."""
+    rows, inputs = 16, 4 * 256
+    blocks = random_blocks(format_name, rows, inputs, spread=_SAMPLE_SPREAD)
+    return float(dequantize(format_name, blocks, rows, inputs).std())
+
+
 def _add(writer: Any, name: str, value: np.ndarray[Any, Any], format_name: str, seed: int) -> None:
     if format_name in QUANTISABLE:
         kind = gguf.GGMLQuantizationType[QUANTISABLE[format_name]]
@@ -180,6 +192,6 @@ def _add(writer: Any, name: str, value: np.ndarray[Any, Any], format_name: str, 
         return
     kind = gguf.GGMLQuantizationType[format_name.removeprefix("gguf_").upper()]
     rows = int(np.prod(value.shape[:-1]))
-    spread = float(value.std()) / 300
+    spread = _SAMPLE_SPREAD * float(value.std()) / _sample_deviation(format_name)
     blocks = random_blocks(format_name, rows, value.shape[-1], seed=seed + len(name), spread=spread)
     writer.add_tensor(name, blocks.reshape(*value.shape[:-1], -1), raw_dtype=kind)

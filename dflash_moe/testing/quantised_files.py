@@ -23,22 +23,55 @@ Array = np.ndarray[Any, Any]
 _FP8_WEIGHTS = re.compile(r".*(self_attn\.(\w+_proj|kv_a_proj_with_mqa)|mlp\.(experts\.\d+\.)?(gate|up|down)_proj)\.weight")
 _MXFP4_WEIGHTS = re.compile(r".*\.experts\.(gate_up_proj|down_proj)")
 
+_FLOAT_SCHEME = {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float", "strategy": "channel", "dynamic": False}}
+_FP8_METHODS: dict[str, dict[str, Any]] = {
+    "squares": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [FP8_BLOCK, FP8_BLOCK]},
+    "outputs": {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"group_0": _FLOAT_SCHEME}},
+    "tensor": {"quant_method": "fp8", "activation_scheme": "static"},
+}
 
-def write_fp8(source: Path, directory: Path) -> Path:
-    """Writes the checkpoint with its linear weights in e4m3 and a float32 scale for each square of
-    128, as DeepSeek and Qwen publish it. Returns `directory`.
+
+def write_fp8(source: Path, directory: Path, *, scales: str = "squares") -> Path:
+    """Writes the checkpoint with its linear weights in e4m3. Returns `directory`.
+
+    `scales` are per `squares` of 128 in float32, as DeepSeek and Qwen publish them; per `outputs`
+    in bf16, as compressed-tensors does; or one per `tensor` in float32 with a static scale of
+    activations.
     """
     made: dict[str, tuple[str, Array]] = {}
     checkpoint = Checkpoint.open(source)
     for name in checkpoint.tensors:
         value = checkpoint.values(name)
-        if _FP8_WEIGHTS.fullmatch(name):
-            codes, scales = quantise_fp8(value)
-            made |= {name: ("F8_E4M3", codes), f"{name}_scale_inv": ("F32", scales)}
-        else:
+        if not _FP8_WEIGHTS.fullmatch(name):
             made[name] = ("F32", value)
-    method = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [FP8_BLOCK, FP8_BLOCK]}
-    return _write(source, directory, made, method)
+        elif scales == "squares":
+            codes, found = quantise_fp8(value)
+            made |= {name: ("F8_E4M3", codes), f"{name}_scale_inv": ("F32", found)}
+        elif scales == "outputs":
+            codes, found = quantise_fp8_rows(value)
+            made |= {name: ("F8_E4M3", codes), f"{name}_scale": ("BF16", (found.view(np.uint32) >> 16).astype(np.uint16))}
+        else:
+            codes, found = quantise_fp8_rows(value.reshape(1, -1))
+            made |= {name: ("F8_E4M3", codes.reshape(value.shape)), f"{name}_scale": ("F32", found.reshape(()))}
+            made[name.removesuffix("weight") + "input_scale"] = ("F32", np.ones((), np.float32))
+    return write_quantised(source, directory, made, _FP8_METHODS[scales])
+
+
+def quantise_fp8_rows(values: Array) -> tuple[Array, Array]:
+    """Quantises values [outputs, inputs] to codes in uint8 of the same shape, and scales in float32
+    [outputs, 1] that bf16 holds.
+    """
+    numbers, names = _e4m3_ascending()
+    bits = (np.abs(values).max(axis=1, keepdims=True) / 440 + np.float32(1e-9)).astype(np.float32).view(np.uint32)
+    scales = (bits & np.uint32(0xFFFF0000)).view(np.float32)
+    return names[_nearest(numbers, values / scales)].astype(np.uint8), scales
+
+
+def _e4m3_ascending() -> tuple[Array, Array]:
+    """Returns the finite numbers of e4m3 in ascending order, and their codes."""
+    codes = np.flatnonzero(np.isfinite(E4M3))
+    order = np.argsort(E4M3[codes], kind="stable")
+    return E4M3[codes][order], codes[order]
 
 
 def write_mxfp4(source: Path, directory: Path) -> Path:
@@ -54,7 +87,7 @@ def write_mxfp4(source: Path, directory: Path) -> Path:
             made |= {f"{name}_blocks": ("U8", blocks), f"{name}_scales": ("U8", scales)}
         else:
             made[name] = ("F32", value)
-    return _write(source, directory, made, {"quant_method": "mxfp4"})
+    return write_quantised(source, directory, made, {"quant_method": "mxfp4"})
 
 
 def quantise_fp8(values: Array) -> tuple[Array, Array]:
@@ -65,8 +98,7 @@ def quantise_fp8(values: Array) -> tuple[Array, Array]:
     squares = (-(-outputs // FP8_BLOCK), -(-inputs // FP8_BLOCK))
     scales = np.empty(squares, np.float32)
     codes = np.empty(values.shape, np.uint8)
-    order = np.argsort(E4M3[np.isfinite(E4M3)], kind="stable")
-    numbers, names = E4M3[np.isfinite(E4M3)][order], np.flatnonzero(np.isfinite(E4M3))[order]
+    numbers, names = _e4m3_ascending()
     for row, column in np.ndindex(squares):
         part = np.s_[row * FP8_BLOCK : (row + 1) * FP8_BLOCK, column * FP8_BLOCK : (column + 1) * FP8_BLOCK]
         scales[row, column] = np.abs(values[part]).max() / 448 or 1.0
@@ -93,7 +125,10 @@ def _nearest(numbers: Array, values: Array) -> Array:
     return above - (values - numbers[above - 1] < numbers[above] - values)
 
 
-def _write(source: Path, directory: Path, tensors: dict[str, tuple[str, Array]], method: dict[str, Any]) -> Path:
+def write_quantised(source: Path, directory: Path, tensors: dict[str, tuple[str, Array]], method: dict[str, Any]) -> Path:
+    """Writes tensors, each with its dtype by the name that safetensors has, and the configuration
+    and tokenizer of `source` with `method` as its `quantization_config`. Returns `directory`.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     (directory / "config.json").write_text(json.dumps(config | {"quantization_config": method}), encoding="utf-8")

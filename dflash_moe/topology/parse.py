@@ -22,11 +22,10 @@ from dflash_moe.config import (
     parse_budget,
     parse_bytes,
 )
-from dflash_moe.config.settings import OPERATORS
+from dflash_moe.config.settings import OPERATORS, PRESETS
 from dflash_moe.config.values import BUDGET_FORMS
 from dflash_moe.errors import ConfigError, TopologyError, shown
 from dflash_moe.topology.addresses import parse_address
-from dflash_moe.topology.numerics import DEFAULT_ACTIVATIONS
 from dflash_moe.topology.spec import (
     CPUS_WORDS,
     EVERY_LAYER,
@@ -56,7 +55,7 @@ WEIGHTS = ("auto", "int8", "int4")
 WEIGHTS_LAYOUTS = ("auto", "packed", "mapped")
 POLICIES = ("even", "memory", "explicit")
 
-ROOT_KEYS = ("version", "host", "ipc", "engine", "placement", "workers")
+ROOT_KEYS = ("version", "preset", "host", "ipc", "engine", "placement", "workers")
 HOST_KEYS = ("device", "simulate", "threads", "experts", "activations", "operators")
 HOST_EXPERTS_KEYS = ("memory",)
 PLACEMENT_KEYS = ("policy",)
@@ -90,6 +89,7 @@ class TopologyParts(NamedTuple):
     version: int
     source: str
     engine: Mapping[str, Any]
+    preset: str | None = None
 
 
 def load_topology(path: Path) -> TopologyParts:
@@ -130,7 +130,8 @@ def parse_topology(text: str, source: str) -> TopologyParts:
     _check_workers(workers, placement.policy, source)
     ipc, engine = (_section(fields, name) for name in ("ipc", "engine"))
     host = _host(fields["host"]) if "host" in fields else HostSpec()
-    return TopologyParts(workers, host, ipc, placement, 1, source, engine)
+    preset = fields["preset"].choice(PRESETS) if "preset" in fields else None
+    return TopologyParts(workers, host, ipc, placement, 1, source, engine, preset)
 
 
 def check_local(workers: Sequence[WorkerSpec]) -> None:
@@ -247,7 +248,7 @@ def _worker(value: Value, policy: str) -> WorkerSpec:
         _simulate(fields, backend, name, value),
         value.line,
         fields["weights"].choice(WEIGHTS) if "weights" in fields else "auto",
-        fields["activations"].choice(ACTIVATIONS) if "activations" in fields else DEFAULT_ACTIVATIONS,
+        fields["activations"].choice(ACTIVATIONS) if "activations" in fields else None,
         _cpus(fields["cpus"], name) if "cpus" in fields else "auto",
         _weights_layout(fields, backend, name) if "weights_layout" in fields else "auto",
     )

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from dflash_moe.config import MemoryBudget
 from dflash_moe.topology.addresses import Address, parse_address
-from dflash_moe.topology.numerics import DEFAULT_ACTIVATIONS
+from dflash_moe.topology.numerics import DEFAULT_NUMERICS
 
 CPUS_WORDS = ("auto", "none")
 # The holder of the shards that stay in the host process has this name, and no worker may have it.
@@ -38,11 +38,34 @@ class HostSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class ShardTerms:
+    """A shard that has no holder yet: experts of one layer, in ascending order, and what decides
+    the bits of their sum. `weights` and `numerics` are as in placement.Shard, and no class means
+    its holder's own; `architecture` is that of the card whose bits the class has, empty where every
+    machine computes the same.
+    """
+
+    experts: tuple[int, ...]
+    weights: str = "auto"
+    numerics: str = DEFAULT_NUMERICS
+    architecture: str = ""
+
+
+# The shards of every layer with routed experts, in ascending order of their ids.
+ShardMap = tuple[tuple[ShardTerms, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class PlacementSpec:
-    """How experts are placed: `policy` is even, memory or explicit."""
+    """How experts are placed: `policy` is even, memory or explicit. Where `imposed` is given, which
+    no file can say, the shards are those, and the policy does not count: a holder may get several
+    shards of a layer. `dense` then gives the class of the host's own matrices by format.
+    """
 
     policy: str = "even"
     line: int = 0
+    imposed: ShardMap | None = None
+    dense: Mapping[str, str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +122,8 @@ class WorkerSpec:
     # The worker keeps float weights as they are stored (auto), or makes int8 or int4 of them.
     weights: str = "auto"
     # This is a word of numerics.ACTIVATIONS: how inputs are rounded before they are multiplied.
-    activations: str = DEFAULT_ACTIVATIONS
+    # None leaves it to the preset.
+    activations: str | None = None
     # Its threads are pinned to these CPUs, to CPUs that the host chooses (auto), or to none.
     cpus: str | tuple[int, ...] = "auto"
     # Weights are packed in memory, or computed from the mapped checkpoint (mapped). With auto they

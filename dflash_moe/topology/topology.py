@@ -13,16 +13,20 @@ from types import MappingProxyType
 from typing import Any
 
 from dflash_moe.config import Settings
-from dflash_moe.errors import TopologyError
+from dflash_moe.errors import ConfigError, TopologyError
 from dflash_moe.topology.numerics import DEFAULT_ACTIVATIONS, class_on
 from dflash_moe.topology.parse import check_local, load_topology, parse_topology
 from dflash_moe.topology.spec import HOST, HostSpec, PlacementSpec, WorkerSpec
+
+# The source of a topology that was fitted to the machine (placement/fit.py) and that nobody wrote.
+FITTED = "<fit>"
 
 
 @dataclass(frozen=True, slots=True)
 class Topology:
     """A checked topology. `ipc` and `engine` hold the parsed settings that the file states below
     these keys; `config.resolve_settings` makes all settings of `stated_settings`.
+    `preset` is None where the file has none.
     """
 
     workers: tuple[WorkerSpec, ...]
@@ -32,6 +36,7 @@ class Topology:
     version: int = 1
     source: str = "<python>"
     engine: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    preset: str | None = None
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Topology:
@@ -76,15 +81,23 @@ class Topology:
     @property
     def stated_settings(self) -> Mapping[str, Any]:
         """What the topology says about settings, by dotted key ("ipc.mode")."""
-        host = {"host.operators": self.host.operators, "host.activations": self.host.activations}
+        host = {
+            "preset": self.preset, "host.operators": self.host.operators, "host.activations": self.host.activations,
+        }  # fmt: skip
         sections = {"ipc": self.ipc, "engine": self.engine}
         stated = {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
         return stated | {key: value for key, value in host.items() if value is not None}
 
     def with_settings(self, settings: Settings) -> Topology:
         """Returns the topology as `settings` have it, in which flags and environment have won:
-        what the host computes its own part in follows them.
+        what the host computes its own part in follows them. Raises ConfigError for a setting that
+        fits experts to cards, unless the topology comes of such a fit.
         """
+        if settings.experts_on_card is not None and self.source != FITTED:
+            raise ConfigError(
+                f"--experts-on-card {settings.experts_on_card} beside the topology {self.source}: a topology says itself who "
+                "holds which experts and is never fitted again; leave out one of the two"
+            )
         host = replace(self.host, operators=settings.host_operators, activations=settings.host_activations)
         return replace(self, host=host)
 
@@ -93,8 +106,8 @@ class Topology:
         numerics.ACTIVATIONS.
         """
         if holder != HOST:
-            return self.worker(holder).activations
-        asked = {worker.activations for worker in self.workers}
+            return self.worker(holder).activations or DEFAULT_ACTIVATIONS
+        asked = {worker.activations or DEFAULT_ACTIVATIONS for worker in self.workers}
         return self.host.activations or (asked.pop() if len(asked) == 1 else DEFAULT_ACTIVATIONS)
 
     def numerics_of(self, holder: str) -> str:

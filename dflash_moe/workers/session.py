@@ -110,7 +110,8 @@ class WorkerSession:
     _worker: _core.Worker | None = None
     _path: _DataPath | None = None
     _cpus: tuple[int, ...] = ()
-    _numerics: str = ""
+    # These classes were offered in the answer to Hello; each shard has one of them.
+    _offered: tuple[str, ...] = ()
     _last_progress: float = 0.0
     _num_loaded: int = 0
     _is_over: bool = field(default=False)
@@ -201,7 +202,7 @@ class WorkerSession:
         isa = _core.parse_isa(self.identity.isa or message.isa or _core.best_isa())
         choice = DeviceChoice(message.backend, message.device, message.simulate)
         device = open_device(choice, threads=threads, name=self.identity.name)
-        self._numerics, offered = choose_numerics(message.numerics_class, isa, name=self.identity.name, device=device)
+        numerics, self._offered = choose_numerics(message.numerics_class, isa, name=self.identity.name, device=device)
         check_cpus(message.cpus, name=self.identity.name)
         spin_ns = message.spin_ns
         if self.identity.threads:
@@ -218,7 +219,7 @@ class WorkerSession:
             HelloReply(
                 package_version=__version__,
                 worker=ours.worker,
-                numerics_class=self._numerics,
+                numerics_class=numerics,
                 model_fingerprint=ours.model_fingerprint,
                 wire_limits=dict(ours.wire_limits),
                 dtypes=ours.dtypes,
@@ -228,14 +229,14 @@ class WorkerSession:
                 pid=os.getpid(),
                 memory_available=device.free_bytes() if device is not None and choice.has_own_memory else memory_available(),
                 memory_limit=self.identity.memory_limit,
-                numerics_offered=offered,
+                numerics_offered=self._offered,
                 device="" if device is None else device.label,
             )
         )
         pinned = f" on CPUs {', '.join(map(str, self._cpus))}" if self._cpus else ""
         where = f"isa {isa}" if device is None else f"device {device.label}"
         log.info("session opened by dflash_moe %s: %s, numerics %s, %d threads%s",
-                 message.package_version, where, self._numerics, threads, pinned)  # fmt: skip
+                 message.package_version, where, numerics, threads, pinned)  # fmt: skip
 
     def _be_patient_with(self, hello: Hello) -> None:
         """Gives a host more time to its first load where its own time-outs are long. A host greets
@@ -255,9 +256,10 @@ class WorkerSession:
         store, worker = self._require_worker(message)
         if self._path is not None:
             raise ProtocolError("message LoadShard: arrived after Attach")
-        if message.numerics != self._numerics:
+        if message.numerics not in self._offered:
             raise ProtocolError(
-                f"message LoadShard: field numerics: {message.numerics!r} is not that of Hello, {self._numerics!r}"
+                f"message LoadShard: field numerics: {message.numerics!r} is not among those of HelloReply, "
+                f"{', '.join(self._offered)}"
             )
         loan = load_shard(store, self.identity.checkpoint, self.identity.model_fingerprint, message, self._report_progress)
         worker.hold(message.layer, message.shard, loan)
@@ -344,7 +346,7 @@ class WorkerSession:
         except WorkerLost as hung_up:
             # A host that closes its end looks like this from here. Whether it died instead, the
             # control connection says.
-            log.info("data path of generation %d ended: %s", generation, hung_up)
+            log.info("data path of generation %d closed: %s", generation, hung_up)
         except DflashError as error:
             log.error("data path of generation %d ended: %s", generation, error)
 

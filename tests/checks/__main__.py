@@ -25,6 +25,7 @@ from tests.checks import (
     sizes,
     stub_parity,
     waits,
+    wheel_versions,
 )
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,6 +45,7 @@ CHECKS = (
     citations,
     generated_figures,
     stub_parity,
+    wheel_versions,
 )
 
 

@@ -153,6 +153,9 @@ KNOWN: dict[str, dict[str, str]] = {
         "call listener.accept": "bounded: the listener has a timeout of five seconds",
         "call os.waitpid": _KILLED,
     },
+    "dflash_moe/cli/chat_session.py": {
+        "call input": "bounded: it waits for the person at the terminal, whose Ctrl-C and Ctrl-D end it",
+    },
     "dflash_moe/cli/llama_program.py": {
         "call self._process.poll": "bounded: Popen.poll asks whether the child has ended and does not wait",
     },
@@ -163,6 +166,11 @@ KNOWN: dict[str, dict[str, str]] = {
         "call arrived.wait": "bounded: asyncio.wait_for around it gives it up after LOOK_S, a second",
         "lock self._lock": "bounded: held over lists and the bells of who waits; all waits are done without it",
     },
+    "dflash_moe/integrations/chat_template.py": {
+        "lock self._lock": "bounded: held over one rendering, which ends by its deadline or with its process",
+        "call os.read": "bounded: the pipe does not block, and select before it has the deadline",
+        "call os.write": "bounded: the pipe does not block, and select before it has the deadline",
+    },
     "dflash_moe/engine/rotary_tables.py": {
         "lock self._lock": "bounded: held while tables of cosines are computed; nobody waits for anything else within it",
     },
@@ -172,6 +180,9 @@ KNOWN: dict[str, dict[str, str]] = {
     },
     "dflash_moe/engine/two_halves.py": {
         "call jobs.get": "bounded: it waits for halves for as long as its model lives; close() and its end put None",
+    },
+    "dflash_moe/integrations/parameter_values.py": {
+        "leave ThreadPoolExecutor": "bounded: each task converts the tensors of one expert, and its taker has STANDSTILL_S"
     },
     "dflash_moe/protocol/framing.py": {
         "call poller.poll": "bounded: without a limit only while its peer lives: the peer's end wakes it (TCP_USER_TIMEOUT)",

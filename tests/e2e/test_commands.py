@@ -16,6 +16,7 @@ import pytest
 
 pytest.importorskip("torch")
 
+from dflash_moe.cli import demo
 from dflash_moe.cli.main import run
 from tests.host_models import checkpoint
 
@@ -43,8 +44,14 @@ def test_demo_completes_a_sentence_and_proves_equal_bits():
     assert done.returncode == 0, done.stderr
     assert "completion:" in done.stdout
     assert "Every mode gave the same bits" in done.stdout
-    for mode in ("stream", "batched", "auto"):
-        assert f"\n{mode} " in done.stdout
+    near, far = (done.stdout.index(f"\n{place}\n") for place in (demo.NEAR, demo.FAR))
+    assert near < far
+    for table in (done.stdout[near:far], done.stdout[far:]):
+        rows = [line.split() for line in table.splitlines() if line.startswith(("stream", "batched", "auto"))]
+        assert [(mode, dtype) for mode, dtype, *_ in rows] == [(m, d) for d in demo.DTYPES for m in demo.MODES]
+        calls, mib_out = ({(row[0], row[1]): float(row[at].replace(",", "")) for row in rows} for at in (4, 5))
+        assert calls["batched", "f32"] * 100 < calls["stream", "f32"], "whole chunks are few calls"
+        assert mib_out["batched", "bf16"] < 0.52 * mib_out["batched", "f32"], "bf16 halves the bytes"
 
 
 def generate(topology: Path, out: Path, prompt: str, num_tokens: int, *flags: str) -> tuple[str, dict]:

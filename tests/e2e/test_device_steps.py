@@ -66,7 +66,7 @@ def decode(experts: Any, dtype: Any) -> list[bytes]:
             found.append(bits(hidden))
     hidden, ids, weights = batch(2, dtype, seed=9)
     # the first holder alone, the last alone, nobody
-    for alone in (0, NUM_EXPERTS - 1, NUM_EXPERTS + 4):
+    for alone in (0, NUM_EXPERTS - 1, NUM_EXPERTS):
         found.append(bits(experts(1, hidden, torch.full_like(ids, alone), weights)))
     return found
 
@@ -270,9 +270,10 @@ def test_numbers_that_do_not_fit_fail_the_step_by_layer_and_token(spec):
         with pytest.raises(WorkerError, match=r"layer model\.layers\.1\.mlp\.experts, token 2: a finite hidden state"):  # noqa: SIM117
             with runtime.device_step() as step:
                 step.experts(1, hidden, ids, weights)
-        ids[3, 0] = -1
-        with pytest.raises(ConfigError, match=r"token 3: topk_ids must not be negative"), runtime.device_step() as step:
-            step.experts(1, batch(4)[0], ids, weights)
+        for wrong in (-1, -2, NUM_EXPERTS + 1, 10**6):
+            ids[3, 0] = wrong
+            with pytest.raises(ConfigError, match=r"token 3: an id of topk_ids is no expert"), runtime.device_step() as step:
+                step.experts(1, batch(4)[0], ids, weights)
         assert runtime.experts(1, *batch(4)).shape == (4, HIDDEN)
 
 

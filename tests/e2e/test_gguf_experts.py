@@ -28,6 +28,8 @@ CASES = {
     "biased-mxfp4": ("gpt-oss", {"has_biases": True, "formats": ("gguf_mxfp4", "gguf_mxfp4")}),
     "fused-q8_0": ("deepseek2", {"is_fused": True, "formats": ("q8_0", "q8_0")}),
     "mixed-k": ("glm4moe", {"formats": ("q4_k", "q6_k"), "hidden_size": 256, "width": 256}),
+    "offsets": ("qwen3moe", {"formats": ("q4_1", "q5_1")}),
+    "low-k": ("glm4moe", {"formats": ("q2_k", "q3_k"), "hidden_size": 256, "width": 256}),
     "clamped": ("maple", {"metadata": {"swiglu_clamp_exp": [0.0, 0.5]}}),
     "gelu": ("grok", {}),
     "relu": ("smallthinker", {}),

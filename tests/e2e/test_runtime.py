@@ -21,7 +21,7 @@ from dflash_moe.errors import ConfigError, DflashError, UnsupportedError, Worker
 from dflash_moe.model.spec import ModelSpec
 from dflash_moe.runtime.expert_runtime import ExpertRuntime
 from dflash_moe.topology import Topology
-from tests.expert_cases import Expected, make_batch, make_checkpoint, tiny_spec
+from tests.expert_cases import NUM_EXPERTS, Expected, make_batch, make_checkpoint, tiny_spec
 
 torch = pytest.importorskip("torch")
 
@@ -182,10 +182,21 @@ def test_an_empty_batch_returns_an_empty_result_without_a_call(runtime: ExpertRu
 
 def test_sentinel_ids_are_dropped_and_rows_without_experts_are_zero(runtime: ExpertRuntime) -> None:
     batch = make_batch(5, seed=10)
-    batch.topk_ids[2] = 1000
+    batch.topk_ids[2] = NUM_EXPERTS
     result = call(runtime, 0, batch)
     assert not result[2].any()
     assert np.array_equal(result, expected_of(runtime).experts(0, batch))
+
+
+@pytest.mark.parametrize("wrong", [-1, -2, NUM_EXPERTS + 1, 10**6, 1 << 40])
+def test_an_id_that_is_no_expert_and_not_the_sentinel_is_an_error(runtime: ExpertRuntime, wrong: int) -> None:
+    batch = make_batch(5, seed=10)
+    batch.topk_ids[3, 1] = wrong
+    allowed = f"allowed are the experts 0..{NUM_EXPERTS - 1}, and {NUM_EXPERTS} for none"
+    with pytest.raises(ConfigError, match=rf"topk_ids\[3, 1\] is {wrong}; {allowed}"):
+        call(runtime, 0, batch)
+    batch.topk_ids[3, 1] = NUM_EXPERTS
+    assert np.array_equal(call(runtime, 0, batch), expected_of(runtime).experts(0, batch))
 
 
 def test_submitted_calls_overlap_and_can_be_awaited(runtime: ExpertRuntime) -> None:

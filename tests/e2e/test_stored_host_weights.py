@@ -37,7 +37,7 @@ def source(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("host_format", ["q8_0", "q4_0", "q4_k", "q6_k", "gguf_mxfp4"])
+@pytest.mark.parametrize("host_format", ["q8_0", "q4_0", "q4_k", "q6_k", "gguf_mxfp4", "q2_k", "q5_0"])
 def test_linear_layers_and_embedding_are_packed_as_stored(source, tmp_path, host_format):
     path = write_gguf(source, tmp_path / "model.gguf", host=host_format)
     with ExpertRuntime.start(Topology.local(1, address="loopback"), model=path, dtype="f32") as runtime:

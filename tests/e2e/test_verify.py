@@ -106,7 +106,8 @@ def test_weights_that_differ_end_with_2_and_name_layer_shard_and_both_values(che
     assert run(["verify", "--model", str(checkpoint), "--dtype", "f32", "--weights"]) == 2
     said = last_line(capsys)
     assert said.startswith("weights of model.layers.0.")
-    assert re.search(r"shard 0: worker w0 holds content checksum 0x[0-9a-f]{16}, this host's own copy has 0x0{15}5; copy", said)
+    held = r"worker memory holds content checksum 0x[0-9a-f]{16}"
+    assert re.search(rf"shard 0: {held}, this host's own copy has 0x0{{15}}5; copy", said)
 
 
 def test_a_model_that_cannot_be_supported_ends_with_2_and_names_class_and_field(checkpoint, tmp_path, capsys):

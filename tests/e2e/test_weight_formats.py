@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 
+import dflash_moe as dm
 from dflash_moe.cli.main import run
 from dflash_moe.model.make import MakeOptions, make_checkpoint
+from dflash_moe.testing.int4_files import write_int4
 from dflash_moe.testing.quantised_files import write_fp8, write_mxfp4
 
 pytestmark = pytest.mark.transformers
@@ -59,7 +62,9 @@ def gguf_file(source, path, *formats: str):
     return write_gguf(source, path, formats[0], down=formats[-1])
 
 
-@pytest.mark.parametrize("formats", [("f16",), ("q8_0",), ("q4_k", "q6_k")], ids="+".join)
+@pytest.mark.parametrize(
+    "formats", [("f16",), ("q8_0",), ("q4_k", "q6_k"), ("iq3_xxs", "iq2_s"), ("iq1_m",), ("q2_k", "q3_k")], ids="+".join
+)
 def test_a_gguf_file_has_parity_with_itself_dequantised(qwen, tmp_path, verified, formats):
     found = verified(gguf_file(qwen, tmp_path / "m.gguf", *formats), "f32")
     assert found["formats"] == {"w0": ["+".join(formats)], "w1": ["+".join(formats)]}
@@ -69,6 +74,30 @@ def test_a_gguf_file_has_parity_with_itself_dequantised(qwen, tmp_path, verified
 def test_fp8_and_mxfp4_checkpoints_have_parity(qwen, gpt_oss, tmp_path, verified):
     assert verified(write_fp8(qwen, tmp_path / "fp8"), "f32")["formats"]["w1"] == ["fp8_e4m3_b128"]
     assert verified(write_mxfp4(gpt_oss, tmp_path / "mxfp4"), "bf16")["formats"]["w0"] == ["mxfp4"]
+
+
+@pytest.mark.parametrize(
+    ("method", "group", "is_symmetric"),
+    [("awq", 128, False), ("gptq", 32, True), ("gptq_v2", -1, False), ("compressed-tensors", 64, False)],
+)
+def test_checkpoints_of_four_bit_integers_have_parity(qwen, tmp_path, verified, method, group, is_symmetric):
+    model = write_int4(qwen, tmp_path / "int4", method, group=group, is_symmetric=is_symmetric)
+    assert verified(model, "f32")["formats"] == {"w0": ["int4_zp"], "w1": ["int4_zp"]}
+
+
+@pytest.mark.parametrize("scales", ["outputs", "tensor"])
+def test_fp8_with_scales_of_other_shapes_has_parity(qwen, tmp_path, verified, scales):
+    assert verified(write_fp8(qwen, tmp_path / "fp8", scales=scales), "bf16")["formats"]["w1"] == ["fp8_e4m3_b128"]
+
+
+def test_packed_integers_are_inspected_and_a_mapped_worker_gives_the_bits_of_one_that_packs(qwen, tmp_path, capsys):
+    model = write_int4(qwen, tmp_path / "int4", "awq", group=64)
+    assert run(["model", "inspect", str(model), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["layers"][0]["weight_dtype"] == "int4_zp"
+    rows, ids = random_calls(17)
+    packed, mapped, rounded = (outputs(model, worker, rows, ids) for worker in (PACKED, MAPPED, PACKED + ", activations: int8"))
+    assert np.array_equal(packed.view(np.uint32), mapped.view(np.uint32))
+    assert 0 < np.abs(rounded - packed).max() < 0.05 * packed.std()
 
 
 @pytest.mark.parametrize(("weights", "least", "most"), [("int8", 1e-3, 3e-2), ("int4", 2e-2, 4e-1)])
@@ -127,19 +156,33 @@ def test_a_file_that_is_no_checkpoint_ends_with_2_and_says_so(tmp_path, capsys):
         assert "m.gguf: number of tensors is 18446744073709551615" in last
 
 
-def test_a_worker_that_computes_from_the_mapped_file_gives_the_bits_of_one_that_packs(qwen, tmp_path):
-    import numpy as np
+PACKED, MAPPED = "weights_layout: packed", "weights_layout: mapped"
 
-    import dflash_moe as dm
 
-    model = gguf_file(qwen, tmp_path / "m.gguf", "q4_k", "q6_k")
+def random_calls(num_rows: int) -> tuple[np.ndarray, np.ndarray]:
     rng = np.random.default_rng(0)
-    rows = rng.standard_normal((17, 256), dtype=np.float32)
-    ids = np.array([rng.permutation(8)[:2] for _ in range(17)])
-    outputs = []
-    for layout in ("packed", "mapped"):
-        worker = f"{{name: w0, threads: 2, weights_layout: {layout}}}"
-        with dm.ExpertRuntime.start(dm.Topology.parse(f"version: 1\nworkers: [{worker}]"), model=model) as runtime:
-            outputs.append(runtime.experts(1, rows, ids, np.full((17, 2), 0.5, np.float32)))
-            assert [shard.layout for shard in runtime.placement.layers[1]] == [layout]
-    assert np.array_equal(outputs[0].view(np.uint32), outputs[1].view(np.uint32))
+    rows = rng.standard_normal((num_rows, 256), dtype=np.float32)
+    return rows, np.array([rng.permutation(8)[:2] for _ in range(num_rows)])
+
+
+def outputs(model, worker: str, rows: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    """What one worker of that kind answers for layer 1."""
+    topology = dm.Topology.parse(f"version: 1\nworkers: [{{name: w0, threads: 2, {worker}}}]")
+    with dm.ExpertRuntime.start(topology, model=model) as runtime:
+        found = runtime.experts(1, rows, ids, np.full(ids.shape, 0.5, np.float32))
+        assert [shard.layout for shard in runtime.placement.layers[1]] == ["mapped" if worker == MAPPED else "packed"]
+    return np.array(found)
+
+
+def test_a_card_that_takes_packings_gives_the_bits_of_a_processor(qwen, tmp_path):
+    rows, ids = random_calls(5)
+    for model in (write_int4(qwen, tmp_path / "int4", "gptq", group=128), write_fp8(qwen, tmp_path / "fp8", scales="outputs")):
+        processor, card = (outputs(model, worker, rows, ids) for worker in (PACKED, "backend: sim, simulate: cuda"))
+        assert np.array_equal(processor.view(np.uint32), card.view(np.uint32))
+
+
+def test_a_worker_that_computes_from_the_mapped_file_gives_the_bits_of_one_that_packs(qwen, tmp_path):
+    model = gguf_file(qwen, tmp_path / "m.gguf", "q4_k", "q6_k")
+    rows, ids = random_calls(17)
+    packed, mapped = (outputs(model, worker, rows, ids) for worker in (PACKED, MAPPED))
+    assert np.array_equal(packed.view(np.uint32), mapped.view(np.uint32))

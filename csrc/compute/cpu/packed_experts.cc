@@ -27,8 +27,8 @@ void PackedExperts::set_sizes(const FfnSpec& spec, ResidentFormats formats, uint
   num_out_panels_ = divide_up(spec.out_size, panel_width);
   in_size_ = spec.in_size;
   intermediate_size_ = spec.intermediate_size;
-  gate_up_panel_bytes_ = panel_bytes(formats.gate_up, spec.in_size, panel_width);
-  down_panel_bytes_ = panel_bytes(formats.down, spec.intermediate_size, panel_width);
+  gate_up_panel_bytes_ = panel_bytes(panel_format(formats.gate_up), spec.in_size, panel_width);
+  down_panel_bytes_ = panel_bytes(panel_format(formats.down), spec.intermediate_size, panel_width);
   const size_t num_bytes = gate_up_panel_bytes_ * num_matrices_ * num_intermediate_panels_ +
                            down_panel_bytes_ * num_out_panels_;
   expert_bytes_ = (num_bytes + 63) / 64 * 64;  // so that every expert starts on a cache line
@@ -46,6 +46,9 @@ Result<PackedExperts> PackedExperts::create(const FfnSpec& spec, uint32_t num_lo
               format_name(format) +
               " is only made at load; use weights_layout: packed or weights: auto"};
     }
+  }
+  for (WeightFormat format : {formats.gate_up, formats.down}) {
+    if (layout == WeightsLayout::kPacked) DFLASH_TRY(check_panels("an expert", format));
   }
   packed.layout_ = layout;
   packed.set_sizes(spec, formats, kernels.panel_width);
@@ -151,9 +154,10 @@ Result<PanelRun> PackedExperts::read_gate_up(uint32_t local_expert_id, uint32_t 
   std::byte* up = room.value() + (num_matrices_ - 1) * gate_up_panel_bytes_;
   if (num_matrices_ == 2)
     DFLASH_TRY(packer_.pack_panels(expert.gate, first_panel, num_panels,
-                                   {formats_.gate_up, room.value(), step}, scratch.read));
-  DFLASH_TRY(packer_.pack_panels(expert.up, first_panel, num_panels, {formats_.gate_up, up, step},
-                                 scratch.read));
+                                   {panel_format(formats_.gate_up), room.value(), step},
+                                   scratch.read));
+  DFLASH_TRY(packer_.pack_panels(expert.up, first_panel, num_panels,
+                                 {panel_format(formats_.gate_up), up, step}, scratch.read));
   run.first = room.value();
   return run;
 }
@@ -164,7 +168,7 @@ Result<PanelRun> PackedExperts::read_down(uint32_t local_expert_id, uint32_t fir
   if (!is_mapped()) return run;
   auto room = room_for(down_panel_bytes_ * num_panels, scratch);
   if (!room.ok()) return std::move(room).error();
-  const PanelTarget target{formats_.down, room.value(), down_panel_bytes_};
+  const PanelTarget target{panel_format(formats_.down), room.value(), down_panel_bytes_};
   DFLASH_TRY(packer_.pack_panels(experts_[local_expert_id].down, first_panel, num_panels, target,
                                  scratch.read));
   run.first = room.value();
@@ -194,7 +198,7 @@ PanelRun PackedExperts::gate_up(uint32_t local_expert_id, uint32_t first_panel,
   return {.first = is_mapped() ? nullptr
                                : panels_.data() + local_expert_id * expert_bytes_ +
                                      first * gate_up_panel_bytes_,
-          .format = formats_.gate_up,
+          .format = panel_format(formats_.gate_up),
           .panel_bytes = gate_up_panel_bytes_,
           .num_panels = num_panels * num_matrices_,
           .num_inputs = in_size_,
@@ -208,7 +212,7 @@ PanelRun PackedExperts::down(uint32_t local_expert_id, uint32_t first_panel,
   const size_t offset = gate_up_bytes + first_panel * down_panel_bytes_;
   return {
       .first = is_mapped() ? nullptr : panels_.data() + local_expert_id * expert_bytes_ + offset,
-      .format = formats_.down,
+      .format = panel_format(formats_.down),
       .panel_bytes = down_panel_bytes_,
       .num_panels = num_panels,
       .num_inputs = intermediate_size_,

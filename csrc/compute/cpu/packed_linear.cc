@@ -14,6 +14,7 @@
 #include "compute/cpu/panels/unpack.h"
 #include "compute/float_mode.h"
 #include "compute/formats/dequantize.h"
+#include "compute/formats/value_checks.h"
 
 namespace dflash::compute {
 namespace {
@@ -45,6 +46,7 @@ Result<PackedLinear> PackedLinear::create(std::span<const LinearPart> parts, Num
   PackedLinear linear;
   linear.inputs_ = parts[0].matrix.inputs;
   size_t num_bytes = 0;
+  for (const LinearPart& part : parts) DFLASH_TRY(check_panels("a part", part.format()));
   for (const LinearPart& part : parts)
     num_bytes =
         linear.place(part, *kernel_set(isa, part_numerics(numerics, part.format())), num_bytes);

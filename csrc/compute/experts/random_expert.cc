@@ -10,9 +10,21 @@
 namespace dflash::compute {
 namespace {
 
+// 2^-17, and the zero point 7.
+constexpr uint32_t kInt4Word = (110u << 23) | 7u;
+
 void put_f16(std::byte* at, float value) {
   const uint16_t bits = f32_to_f16(value);
   std::memcpy(at, &bits, sizeof(bits));
+}
+
+// The factor of iq1_m lies in the top bits of four u16.
+void put_iq1_m_scale(std::byte* block, float value) {
+  const uint16_t bits = f32_to_f16(value);
+  for (uint32_t i = 0; i < 4; ++i) {
+    std::byte& top = block[49 + 2 * i];
+    top = (top & std::byte{15}) | static_cast<std::byte>((bits >> (4 * i) & 15) << 4);
+  }
 }
 
 }  // namespace
@@ -69,10 +81,24 @@ void RandomMatrix::fill_blocks(std::mt19937_64& random) {
 void RandomMatrix::put_block_scales(std::byte* block) const {
   switch (view_.format) {
     case WeightFormat::kQ4K:
-    case WeightFormat::kQ5K:       put_f16(block + 2, 1e-5f); [[fallthrough]];
-    default:                       put_f16(block, 1e-5f); return;
-    case WeightFormat::kQ6K:       put_f16(block + 208, 1e-6f); return;
+    case WeightFormat::kQ5K:
+    case WeightFormat::kQ4_1:
+    case WeightFormat::kQ5_1: put_f16(block + 2, 1e-5f); [[fallthrough]];
+    default:                  put_f16(block, 1e-5f); return;
+    case WeightFormat::kQ6K:  put_f16(block + 208, 1e-6f); return;
+    case WeightFormat::kQ3K:  put_f16(block + 108, 1e-6f); return;
+    case WeightFormat::kQ2K:
+      put_f16(block + 80, 1e-5f);
+      put_f16(block + 82, 1e-5f);
+      return;
     case WeightFormat::kGgufMxfp4: block[0] = std::byte{110}; return;
+    case WeightFormat::kIq1M:      put_iq1_m_scale(block, 1e-5f); return;
+    case WeightFormat::kTq1_0:     put_f16(block + 52, 1e-5f); return;
+    case WeightFormat::kTq2_0:     put_f16(block + 64, 1e-5f); return;
+    case WeightFormat::kNvfp4:
+      for (int i = 0; i < 4; ++i) block[i] = std::byte{1};
+      return;
+    case WeightFormat::kInt4Zp: std::memcpy(block, &kInt4Word, sizeof(kInt4Word)); return;
   }
 }
 

@@ -9,6 +9,7 @@
 #include <cstring>
 
 #include "base/convert.h"
+#include "compute/formats/plain_rows.h"
 
 namespace dflash::compute {
 namespace {
@@ -26,7 +27,8 @@ void widen_row(const MatrixView& matrix, uint32_t output, float* values) {
 }
 
 void dequantize_fp8(const MatrixView& matrix, uint32_t output, const uint8_t* row, float* values) {
-  const std::byte* scales = matrix.scales + output / kFp8BlockWidth * matrix.scales_stride;
+  const std::byte* scales =
+      matrix.scales + output / outputs_per_scale(matrix) * matrix.scales_stride;
   for (uint32_t i = 0; i < matrix.inputs; ++i) {
     float scale;
     std::memcpy(&scale, scales + size_t{i} / kFp8BlockWidth * sizeof(float), sizeof(float));
@@ -51,7 +53,9 @@ void dequantize_row(const MatrixView& matrix, uint32_t output, float* values) {
   if (matrix.format == WeightFormat::kMxfp4) return dequantize_mxfp4(matrix, output, row, values);
   const FormatFacts& facts = format_facts(matrix.format);
   for (uint32_t i = 0; i < matrix.inputs; i += facts.block, row += facts.block_bytes) {
-    if (facts.block == 32)
+    if (!has_panels(matrix.format))
+      internal::dequantize_mapped_block(matrix.format, row, values + i);
+    else if (facts.block == 32)
       internal::dequantize_block_32(matrix.format, row, values + i);
     else
       internal::dequantize_block_256(matrix.format, row, values + i);
@@ -73,8 +77,14 @@ float e4m3_to_f32(uint8_t code) {
   return sign * std::ldexp(static_cast<float>(8 + mantissa), static_cast<int>(exponent) - 10);
 }
 
+float int4_scale(uint32_t word) { return std::bit_cast<float>(word & ~31u); }
+
 void dequantize(const MatrixView& matrix, uint32_t first_output, uint32_t num_outputs,
                 float* values) {
+  if (!is_plain(matrix)) {
+    std::vector<std::byte> made;
+    return dequantize(plain_rows(matrix, first_output, num_outputs, made), 0, num_outputs, values);
+  }
   for (uint32_t o = 0; o < num_outputs; ++o)
     dequantize_row(matrix, first_output + o, values + size_t{o} * matrix.inputs);
 }

@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "base/checksum.h"
+#include "compute/formats/plain_rows.h"
 
 namespace dflash::compute {
 namespace {
@@ -89,15 +90,15 @@ void MatrixChecksum::add_scales(const MatrixView& part, uint32_t part_begin, uin
                                 uint32_t end) {
   const FormatFacts& facts = format_facts(part.format);
   const size_t num_bytes = size_t{divide_up(part.inputs, facts.scale_inputs)} * facts.scale_bytes;
-  const uint32_t part_row = part_begin / facts.scale_outputs;
-  for (uint32_t row = divide_up(first, facts.scale_outputs); row * facts.scale_outputs < end; ++row)
+  const uint32_t outputs = outputs_per_scale(part), part_row = part_begin / outputs;
+  for (uint32_t row = divide_up(first, outputs); row * outputs < end; ++row)
     sum_ += line_term(kFirstScaleLine + row,
                       {part.scales + (row - part_row) * part.scales_stride, num_bytes});
 }
 
 uint32_t outputs_per_line(const MatrixView& matrix) {
   if (!lies_by_rows(matrix)) return kLineOutputs;
-  return std::max(format_facts(matrix.format).scale_outputs, 1u);
+  return outputs_per_scale(matrix);
 }
 
 uint64_t vector_checksum(const VectorView& vector) {

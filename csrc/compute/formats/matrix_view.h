@@ -21,6 +21,32 @@ class MappedBytes {
   virtual Status copy(const std::byte* from, size_t num_bytes, std::byte* to) const = 0;
 };
 
+// How a checkpoint keeps a matrix. What is not plain is made so a few rows at a time
+// (plain_rows.h).
+enum class Packing : uint8_t {
+  kNone,  // as MatrixView says
+  // FP8 with scales of another shape or dtype: one per scale_outputs x scale_inputs.
+  kFp8Scales,
+  // Four-bit integers in words, the lowest bits first. Rows of words are `output_stride` bytes
+  // apart, rows of scales `scales_stride`.
+  kPackQuantized,  // compressed-tensors: rows are outputs, and a word has eight inputs
+  kGptq,           // a row is eight inputs, and a word is one output; rows of scales are groups
+  kAwq,            // a row is one input, and a word has eight outputs; rows of scales are groups
+};
+// What a checkpoint has otherwise than the format says; all zeros for most.
+struct CheckpointLayout {
+  Packing packing = Packing::kNone;
+  Dtype scale_dtype = Dtype::kF32;
+  uint8_t zero_bias = 0;  // added to a stored zero point: GPTQ's first version stores zero - 1
+  // Outputs and inputs that share a scale. In plain FP8 scale_outputs is 1 where every output has a
+  // row of its own, and otherwise 0.
+  uint32_t scale_outputs = 0, scale_inputs = 0;
+  // Zero points, packed as eight outputs in a word: rows are those of the scales, but in
+  // compressed-tensors a row is eight outputs. Null: all are 8.
+  const std::byte* zeros = nullptr;
+  int64_t zeros_stride = 0;  // in bytes
+};
+
 // A weight matrix as it lies in a mapped checkpoint, not owned.
 //
 // In float formats, element (output o, input i) lies at data + o * output_stride + i *
@@ -41,6 +67,7 @@ struct MatrixView {
   const std::byte* scales = nullptr;  // null where the format has none that lie apart
   int64_t scales_stride = 0;
   const MappedBytes* file = nullptr;  // the file in which `data` lies; null for plain memory
+  CheckpointLayout layout{};
 };
 // A bias as it lies in a mapped checkpoint, not owned; the stride counts elements.
 struct VectorView {

@@ -4,6 +4,8 @@
 
 #include <algorithm>
 
+#include "compute/formats/plain_rows.h"
+
 namespace dflash::compute {
 namespace {
 
@@ -21,10 +23,12 @@ size_t row_step_bytes(const MatrixView& matrix) {
 
 uint32_t outputs_read_at_once(const MatrixView& matrix, uint32_t unit) {
   const size_t step = row_step_bytes(matrix), row = row_bytes(matrix.format, matrix.inputs);
+  if (!is_plain(matrix))
+    return std::max(static_cast<uint32_t>(kReadBytes / (row * unit)), 1u) * unit;
   if (matrix.file == nullptr || step < row || step > 2 * row ||
       (is_float(matrix.format) && matrix.input_stride != 1))
     return 0;
-  const uint32_t scale_outputs = std::max(format_facts(matrix.format).scale_outputs, 1u);
+  const uint32_t scale_outputs = outputs_per_scale(matrix);
   if (scale_outputs % unit != 0 && unit % scale_outputs != 0) return 0;
   const uint32_t whole = std::max(scale_outputs, unit);
   return std::max(static_cast<uint32_t>(kReadBytes / (step * whole)), 1u) * whole;
@@ -32,14 +36,17 @@ uint32_t outputs_read_at_once(const MatrixView& matrix, uint32_t unit) {
 
 Status read_outputs(uint32_t first, uint32_t count, MatrixView& part,
                     std::vector<std::byte>& read) {
+  if (!is_plain(part)) {
+    part = plain_rows(part, first, count, read);
+    return ok();
+  }
   const size_t step = row_step_bytes(part);
   const size_t num_bytes = (count - 1) * step + row_bytes(part.format, part.inputs);
   if (read.size() < num_bytes) read.resize(num_bytes);
   DFLASH_TRY(part.file->copy(part.data + first * step, num_bytes, read.data()));
   part.data = read.data();
   part.outputs = count;
-  const FormatFacts& facts = format_facts(part.format);
-  if (facts.scale_outputs != 0) part.scales += first / facts.scale_outputs * part.scales_stride;
+  if (part.scales != nullptr) part.scales += first / outputs_per_scale(part) * part.scales_stride;
   return ok();
 }
 

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "compute/formats/dequantize.h"
+#include "compute/formats/plain_rows.h"
 
 namespace dflash::compute {
 namespace {
@@ -18,6 +19,12 @@ bool is_finite_f16(const uint8_t* bytes) {
   uint16_t bits;
   std::memcpy(&bits, bytes, sizeof(bits));
   return (bits & 0x7c00u) != 0x7c00u;
+}
+
+// Whether a block of int4_zp has a scale below 2^123, whose product with every zero point is
+// finite.
+bool has_usable_scale(const uint8_t* block) {
+  return (internal::load_u32(block) & 0x7f800000u) < 0x7d000000u;
 }
 
 // Returns the first input of a row of blocks for which `is_finite` is false, or `inputs`. As a rule
@@ -42,12 +49,33 @@ uint32_t first_bad_block(const MatrixView& matrix, const uint8_t* row) {
   switch (matrix.format) {
     case WeightFormat::kQ4K:
     case WeightFormat::kQ5K:
+    case WeightFormat::kQ4_1:
+    case WeightFormat::kQ5_1:
       return first_bad_of(row, matrix.inputs, facts, [](const uint8_t* block) {
         return is_finite_f16(block) && is_finite_f16(block + 2);
       });
     case WeightFormat::kQ6K:
       return first_bad_of(row, matrix.inputs, facts,
                           [](const uint8_t* block) { return is_finite_f16(block + 208); });
+    case WeightFormat::kIq1M:
+      return first_bad_of(row, matrix.inputs, facts, [](const uint8_t* block) {
+        return (internal::iq1_m_scale(block) & 0x7c00u) != 0x7c00u;
+      });
+    case WeightFormat::kTq1_0:
+      return first_bad_of(row, matrix.inputs, facts,
+                          [](const uint8_t* block) { return is_finite_f16(block + 52); });
+    case WeightFormat::kTq2_0:
+      return first_bad_of(row, matrix.inputs, facts,
+                          [](const uint8_t* block) { return is_finite_f16(block + 64); });
+    case WeightFormat::kNvfp4: return matrix.inputs;  // its scales have no NaN
+    case WeightFormat::kQ3K:
+      return first_bad_of(row, matrix.inputs, facts,
+                          [](const uint8_t* block) { return is_finite_f16(block + 108); });
+    case WeightFormat::kQ2K:
+      return first_bad_of(row, matrix.inputs, facts, [](const uint8_t* block) {
+        return is_finite_f16(block + 80) && is_finite_f16(block + 82);
+      });
+    case WeightFormat::kInt4Zp: return first_bad_of(row, matrix.inputs, facts, has_usable_scale);
     case WeightFormat::kGgufMxfp4:
       return first_bad_of(row, matrix.inputs, facts,
                           [](const uint8_t* block) { return block[0] != 255; });
@@ -71,7 +99,8 @@ bool any_has(T mask, const uint8_t* values, uint32_t count) {
 }
 
 uint32_t first_bad_fp8(const MatrixView& matrix, uint32_t output, const uint8_t* row) {
-  const std::byte* scales = matrix.scales + output / kFp8BlockWidth * matrix.scales_stride;
+  const std::byte* scales =
+      matrix.scales + output / outputs_per_scale(matrix) * matrix.scales_stride;
   for (uint32_t begin = 0; begin < matrix.inputs; begin += kFp8BlockWidth) {
     float scale;
     std::memcpy(&scale, scales + size_t{begin} / kFp8BlockWidth * sizeof(float), sizeof(float));
@@ -128,7 +157,7 @@ Status check_stored(const char* name, const MatrixView& matrix) {
                  std::string(name) + " has rows of " + std::to_string(matrix.inputs) + " inputs; " +
                      facts.name + " needs a multiple of " + std::to_string(facts.block)};
   }
-  if ((facts.scale_bytes != 0) != (matrix.scales != nullptr)) {
+  if ((facts.scale_bytes != 0 || !is_plain(matrix)) != (matrix.scales != nullptr)) {
     return invalid(std::string(" in ") + facts.name +
                    (matrix.scales != nullptr ? " has scales apart" : " lacks its scales"));
   }
@@ -145,20 +174,36 @@ Status check_resident(const char* name, const MatrixView& matrix, WeightFormat r
                                             " cannot hold exactly; keep this layer in f32"};
 }
 
+Status check_panels(const char* name, WeightFormat resident) {
+  if (has_panels(resident)) return ok();
+  return Error{ErrorCode::kUnsupported,
+               std::string(name) + " in " + format_name(resident) +
+                   " cannot be packed, because no kernel reads this format; use weights_layout: "
+                   "mapped, under which every call dequantises it"};
+}
+
+namespace {
+
+// Returns the first input of a row for which no finite result can come, or matrix.inputs.
+uint32_t first_bad_input(const MatrixView& matrix, uint32_t output, std::vector<float>& wide) {
+  if (is_float(matrix.format)) return first_bad_float(matrix, output, wide);
+  const auto* row = reinterpret_cast<const uint8_t*>(matrix.data + output * matrix.output_stride);
+  if (matrix.format == WeightFormat::kFp8E4m3B128) return first_bad_fp8(matrix, output, row);
+  if (matrix.format == WeightFormat::kMxfp4) return first_bad_mxfp4(matrix, output);
+  return first_bad_block(matrix, row);
+}
+
+}  // namespace
+
 Status check_values(const char* name, const MatrixView& matrix, WeightFormat resident,
                     uint32_t first_output, uint32_t num_outputs) {
   if (is_float(matrix.format) && is_float(resident)) return ok();
+  std::vector<std::byte> made;
+  const bool is_made = !is_plain(matrix);
+  const MatrixView rows = is_made ? plain_rows(matrix, first_output, num_outputs, made) : matrix;
   std::vector<float> wide;
   for (uint32_t o = first_output; o < first_output + num_outputs; ++o) {
-    const auto* row =
-        is_float(matrix.format)
-            ? nullptr
-            : reinterpret_cast<const uint8_t*>(matrix.data + o * matrix.output_stride);
-    const uint32_t bad = is_float(matrix.format) ? first_bad_float(matrix, o, wide)
-                         : matrix.format == WeightFormat::kFp8E4m3B128
-                             ? first_bad_fp8(matrix, o, row)
-                         : matrix.format == WeightFormat::kMxfp4 ? first_bad_mxfp4(matrix, o)
-                                                                 : first_bad_block(matrix, row);
+    const uint32_t bad = first_bad_input(rows, is_made ? o - first_output : o, wide);
     if (bad == matrix.inputs) continue;
     return Error{ErrorCode::kCheckpoint,
                  std::string(name) + ": output " + std::to_string(o) + ", input " +

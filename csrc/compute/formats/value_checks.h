@@ -20,4 +20,7 @@ Status check_values(const char* name, const MatrixView& matrix, WeightFormat res
 // and int8_g32 and int4_g32 take floats. Errors: kUnsupported.
 Status check_resident(const char* name, const MatrixView& matrix, WeightFormat resident);
 
+// Checks that kernels read panels of a resident format (has_panels). Errors: kUnsupported.
+Status check_panels(const char* name, WeightFormat resident);
+
 }  // namespace dflash::compute

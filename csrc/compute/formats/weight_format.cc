@@ -23,6 +23,22 @@ constexpr FormatFacts kFacts[kNumWeightFormats] = {
     {"gguf_mxfp4",    32,  17,  0,   0,   0, true,  true },
     {"iq4_nl",        32,  18,  0,   0,   0, true,  true },
     {"iq4_xs",        256, 136, 0,   0,   0, true,  true },
+    {"q4_1",          32,  20,  0,   0,   0, true,  true },
+    {"q5_0",          32,  22,  0,   0,   0, true,  true },
+    {"q5_1",          32,  24,  0,   0,   0, true,  true },
+    {"iq3_xxs",       256, 98,  0,   0,   0, true,  true },
+    {"iq3_s",         256, 110, 0,   0,   0, true,  true },
+    {"iq2_xxs",       256, 66,  0,   0,   0, true,  true },
+    {"iq2_xs",        256, 74,  0,   0,   0, true,  true },
+    {"iq2_s",         256, 82,  0,   0,   0, true,  true },
+    {"iq1_s",         256, 50,  0,   0,   0, true,  false},
+    {"iq1_m",         256, 56,  0,   0,   0, true,  false},
+    {"tq1_0",         256, 54,  0,   0,   0, true,  false},
+    {"tq2_0",         256, 66,  0,   0,   0, true,  false},
+    {"nvfp4",         64,  36,  0,   0,   0, true,  false},
+    {"q3_k",          256, 110, 0,   0,   0, true,  true },
+    {"q2_k",          256, 84,  0,   0,   0, true,  true },
+    {"int4_zp",       32,  20,  0,   0,   0, true,  true },
 };
 
 }  // namespace

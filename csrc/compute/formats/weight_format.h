@@ -33,8 +33,27 @@ enum class WeightFormat : uint8_t {
   kGgufMxfp4 = 12,
   kIq4Nl = 13,
   kIq4Xs = 14,
+  kQ4_1 = 15,
+  kQ5_0 = 16,
+  kQ5_1 = 17,
+  kIq3Xxs = 18,  // this and the four below choose groups of values from grids (grid_table.h)
+  kIq3S = 19,
+  kIq2Xxs = 20,
+  kIq2Xs = 21,
+  kIq2S = 22,
+  kIq1S = 23,  // this and the four below have no kernels (has_panels)
+  kIq1M = 24,
+  kTq1_0 = 25,
+  kTq2_0 = 26,
+  kNvfp4 = 27,
+  kQ3K = 28,
+  kQ2K = 29,
+  // Four-bit integers with a scale and a zero point per 32 inputs, which AWQ, GPTQ and
+  // compressed-tensors become (plain_rows.h). A block has a word and 16 bytes of codes, the low
+  // nibble first. The word is a float32 scale whose five lowest bits are the zero point.
+  kInt4Zp = 30,
 };
-inline constexpr uint8_t kNumWeightFormats = 15;
+inline constexpr uint8_t kNumWeightFormats = 31;
 inline constexpr uint32_t kGroupInputs = 32;     // inputs per scale of int8_g32, int4_g32 and mxfp4
 inline constexpr uint32_t kFp8BlockWidth = 128;  // outputs and inputs per scale of fp8_e4m3_b128
 
@@ -57,8 +76,36 @@ Result<WeightFormat> parse_weight_format(const std::string& name);
 
 constexpr bool is_float(WeightFormat format) { return static_cast<uint8_t>(format) < kNumDtypes; }
 constexpr WeightFormat format_of(Dtype dtype) { return static_cast<WeightFormat>(dtype); }
+// Whether kernels read panels of the format. The weights of the others stay mapped; where a call
+// needs them, they become panels of float32.
+constexpr bool has_panels(WeightFormat format) {
+  switch (format) {
+    case WeightFormat::kIq1S:
+    case WeightFormat::kIq1M:
+    case WeightFormat::kTq1_0:
+    case WeightFormat::kTq2_0:
+    case WeightFormat::kNvfp4: return false;
+    default:                   return true;
+  }
+}
+// The format of the panels from which kernels compute.
+constexpr WeightFormat panel_format(WeightFormat format) {
+  return has_panels(format) ? format : WeightFormat::kF32;
+}
 // The Dtype of a float format.
 constexpr Dtype dtype_of(WeightFormat format) { return static_cast<Dtype>(format); }
+// Whether an offset of the group is subtracted from code * scale.
+constexpr bool is_affine(WeightFormat format) {
+  switch (format) {
+    case WeightFormat::kQ4K:
+    case WeightFormat::kQ5K:
+    case WeightFormat::kQ4_1:
+    case WeightFormat::kQ5_1:
+    case WeightFormat::kQ2K:
+    case WeightFormat::kInt4Zp: return true;
+    default:                    return false;
+  }
+}
 // Bytes of the values of one row; `inputs` is a multiple of the block.
 uint64_t row_bytes(WeightFormat format, uint32_t inputs);
 

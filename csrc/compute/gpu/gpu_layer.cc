@@ -10,6 +10,7 @@
 #include "compute/formats/dequantize.h"
 #include "compute/formats/value_checks.h"
 #include "compute/gpu/pack_records.h"
+#include "compute/gpu/record_layout.h"
 
 namespace dflash::compute::gpu {
 namespace {
@@ -69,6 +70,12 @@ Result<std::unique_ptr<ExpertLayer>> GpuLayer::create(std::shared_ptr<GpuDevice>
                                                       NumericsClass numerics) {
   DFLASH_TRY(spec.validate());
   DFLASH_TRY(check_numerics(numerics, formats));
+  for (WeightFormat format : {formats.gate_up, formats.down}) {
+    if (is_card_format(format)) continue;
+    return Error{ErrorCode::kUnsupported, std::string("weights in ") + format_name(format) +
+                                              " have no kernel on cards; give these experts to "
+                                              "processors"};
+  }
   if (!device_computes(device->facts(), numerics)) {
     return Error{ErrorCode::kUnsupported, device->name() + " does not compute numerics class " +
                                               numerics_name(numerics) + "; it computes " +

@@ -27,7 +27,9 @@
 #define DFLASH_GPU_WEIGHT_KERNELS(X) \
   X(project_few) X(project_many) X(bf16_few) X(bf16_many) X(bf16_wgmma) X(dot2_few) X(dot2_many)
 
-// X(..., enumerator, name) in the order of WeightFormat.
+// X(..., enumerator, name) of the formats that cards take, in the order of WeightFormat. The
+// formats with grids are not among them: their entries do not fit a card's record
+// (record_layout.h).
 #define DFLASH_GPU_FORMATS(X, ...)            \
   X(__VA_ARGS__, kF32, f32)                   \
   X(__VA_ARGS__, kF16, f16)                   \
@@ -43,7 +45,13 @@
   X(__VA_ARGS__, kQ6K, q6_k)                  \
   X(__VA_ARGS__, kGgufMxfp4, gguf_mxfp4)      \
   X(__VA_ARGS__, kIq4Nl, iq4_nl)              \
-  X(__VA_ARGS__, kIq4Xs, iq4_xs)
+  X(__VA_ARGS__, kIq4Xs, iq4_xs)              \
+  X(__VA_ARGS__, kQ4_1, q4_1)                 \
+  X(__VA_ARGS__, kQ5_0, q5_0)                 \
+  X(__VA_ARGS__, kQ5_1, q5_1)                 \
+  X(__VA_ARGS__, kQ3K, q3_k)                  \
+  X(__VA_ARGS__, kQ2K, q2_k)                  \
+  X(__VA_ARGS__, kInt4Zp, int4_zp)
 
 // X(stem) of kernels of class int8-groups, which exist per format that the class takes.
 #define DFLASH_GPU_INTEGER_KERNELS(X) X(int8_few) X(int8_many)
@@ -60,7 +68,13 @@
   X(__VA_ARGS__, kQ6K, q6_k)               \
   X(__VA_ARGS__, kGgufMxfp4, gguf_mxfp4)   \
   X(__VA_ARGS__, kIq4Nl, iq4_nl)           \
-  X(__VA_ARGS__, kIq4Xs, iq4_xs)
+  X(__VA_ARGS__, kIq4Xs, iq4_xs)           \
+  X(__VA_ARGS__, kQ4_1, q4_1)              \
+  X(__VA_ARGS__, kQ5_0, q5_0)              \
+  X(__VA_ARGS__, kQ5_1, q5_1)              \
+  X(__VA_ARGS__, kQ3K, q3_k)               \
+  X(__VA_ARGS__, kQ2K, q2_k)               \
+  X(__VA_ARGS__, kInt4Zp, int4_zp)
 
 namespace dflash::compute::gpu {
 
@@ -85,16 +99,24 @@ inline constexpr WeightFormat kIntegerFormats[] = {
 #undef DFLASH_GPU_ENUMERATOR
 };
 inline constexpr uint16_t kNumIntegerFormats = sizeof(kIntegerFormats) / sizeof(kIntegerFormats[0]);
+inline constexpr WeightFormat kCardFormats[] = {
+#define DFLASH_GPU_ENUMERATOR(none, enumerator, name) WeightFormat::enumerator,
+    DFLASH_GPU_FORMATS(DFLASH_GPU_ENUMERATOR, )
+#undef DFLASH_GPU_ENUMERATOR
+};
+inline constexpr uint16_t kNumCardFormats = sizeof(kCardFormats) / sizeof(kCardFormats[0]);
 inline constexpr uint16_t kFirstIntegerKernel =
-    kNumPlainKernels + kNumWeightKernels * kNumWeightFormats;
+    kNumPlainKernels + kNumWeightKernels * kNumCardFormats;
 inline constexpr uint16_t kNumKernels =
     kFirstIntegerKernel + kNumIntegerKernels * kNumIntegerFormats;
 
 constexpr KernelId kernel_id(PlainKernel kernel) { return static_cast<KernelId>(kernel); }
+// `format` is one of kCardFormats.
 constexpr KernelId kernel_id(WeightKernel kernel, WeightFormat format) {
-  return static_cast<KernelId>(kNumPlainKernels +
-                               static_cast<uint16_t>(kernel) * kNumWeightFormats +
-                               static_cast<uint16_t>(format));
+  uint16_t index = 0;
+  while (kCardFormats[index] != format) ++index;
+  return static_cast<KernelId>(kNumPlainKernels + static_cast<uint16_t>(kernel) * kNumCardFormats +
+                               index);
 }
 // `format` is one of kIntegerFormats.
 constexpr KernelId kernel_id(IntegerKernel kernel, WeightFormat format) {

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "compute/formats/dequantize.h"
+#include "compute/formats/plain_rows.h"
 
 namespace dflash::compute::gpu {
 namespace {
@@ -24,7 +25,7 @@ StoredRow stored_row(const MatrixView& matrix, uint32_t output) {
   StoredRow row{reinterpret_cast<const uint8_t*>(matrix.data + output * matrix.output_stride),
                 nullptr};
   if (matrix.scales != nullptr) {
-    const uint32_t scale_row = output / format_facts(matrix.format).scale_outputs;
+    const uint32_t scale_row = output / outputs_per_scale(matrix);
     row.scales = reinterpret_cast<const uint8_t*>(matrix.scales + scale_row * matrix.scales_stride);
   }
   return row;
@@ -40,7 +41,19 @@ void split_blocks(const uint8_t* blocks, uint32_t num_blocks, uint32_t head, uin
   }
 }
 
-// Makes of mxfp4's bytes, which hold inputs 2i and 2i + 1, bytes that hold inputs i and 16 + i.
+// Packs blocks of q4_1, q5_0 and q5_1, in which the factors (`head` bytes) and the fifth bits lie
+// before the nibbles.
+void split_affine_blocks(const uint8_t* blocks, uint32_t num_blocks, uint32_t head, uint32_t fifth,
+                         uint8_t* record) {
+  for (uint32_t i = 0; i < num_blocks; ++i, blocks += head + fifth + 16) {
+    std::memcpy(record + 16 * i, blocks + head + fifth, 16);
+    std::memcpy(record + kGroups * 16 + i * fifth, blocks + head, fifth);
+    std::memcpy(record + kGroups * (16 + fifth) + i * head, blocks, head);
+  }
+}
+
+// Makes of the bytes of mxfp4 and int4_zp, which hold inputs 2i and 2i + 1, bytes that hold inputs
+// i and 16 + i.
 void split_pairs(const uint8_t* pairs, uint8_t* split) {
   const auto code = [pairs](uint32_t input) { return pairs[input / 2] >> (input % 2 * 4) & 15; };
   for (uint32_t i = 0; i < 16; ++i) split[i] = static_cast<uint8_t>(code(i) | code(16 + i) << 4);
@@ -57,9 +70,18 @@ void put_stored(WeightFormat format, const StoredRow& row, uint32_t begin, uint3
     case WeightFormat::kQ4_0:
     case WeightFormat::kIq4Nl:     return split_blocks(blocks, num_groups, 2, 16, record);
     case WeightFormat::kGgufMxfp4: return split_blocks(blocks, num_groups, 1, 16, record);
+    case WeightFormat::kQ4_1:      return split_affine_blocks(blocks, num_groups, 4, 0, record);
+    case WeightFormat::kQ5_0:      return split_affine_blocks(blocks, num_groups, 2, 4, record);
+    case WeightFormat::kQ5_1:      return split_affine_blocks(blocks, num_groups, 4, 4, record);
     case WeightFormat::kIq4Xs:
       std::memcpy(record, blocks + 8, 128);
       std::memcpy(record + 128, blocks, 8);
+      return;
+    case WeightFormat::kInt4Zp:
+      for (uint32_t group = 0; group < num_groups; ++group, blocks += facts.block_bytes) {
+        split_pairs(blocks + 4, record + 16 * group);
+        std::memcpy(record + kChain / 2 + 4 * group, blocks, 4);
+      }
       return;
     case WeightFormat::kMxfp4:
       for (uint32_t group = 0; group < num_groups; ++group)

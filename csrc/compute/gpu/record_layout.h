@@ -9,13 +9,17 @@
 // - f32, f16, bf16: 256 values.
 // - int8_g32: 256 integers of 8 bits, then 8 scales in f32.
 // - int4_g32: 8 x 16 bytes of nibbles, then 8 scales in f32.
+// - int4_zp: the same; the five lowest bits of a scale are the zero point.
 // - fp8_e4m3_b128: 256 codes, then 2 scales in f32.
 // - q8_0: 256 integers of 8 bits, then 8 scales d in f16.
 // - q4_0, iq4_nl: 8 x 16 bytes of nibbles, then 8 scales d in f16.
 // - mxfp4, gguf_mxfp4: 8 x 16 bytes of nibbles, then 8 exponents.
 // - iq4_xs: 8 x 16 bytes of nibbles, then ggml's 8 bytes of scales.
+// - q4_1: 8 x 16 bytes of nibbles, then 8 pairs of d and m in f16.
+// - q5_0, q5_1: as q4_0 and q4_1, with 8 words of fifth bits behind the nibbles.
 // - q4_k, q5_k: ggml's block as it is.
 // - q6_k: ggml's block as it is, whose d begins the last unit.
+// - q3_k, q2_k: ggml's block as it is, filled up with zeros.
 //
 // Of nibbles, byte i of a group of 32 inputs has input i in the low half and input 16 + i in the
 // high half.
@@ -47,7 +51,8 @@ DFLASH_GPU_BOTH constexpr uint32_t record_units(WeightFormat format) {
     case WeightFormat::kF16:
     case WeightFormat::kBF16:        return 32;
     case WeightFormat::kInt8G32:     return 18;
-    case WeightFormat::kInt4G32:     return 10;
+    case WeightFormat::kInt4G32:
+    case WeightFormat::kInt4Zp:      return 10;
     case WeightFormat::kFp8E4m3B128:
     case WeightFormat::kQ8_0:        return 17;
     case WeightFormat::kQ5K:         return 11;
@@ -58,8 +63,17 @@ DFLASH_GPU_BOTH constexpr uint32_t record_units(WeightFormat format) {
     case WeightFormat::kGgufMxfp4:
     case WeightFormat::kIq4Nl:
     case WeightFormat::kIq4Xs:       return 9;
+    case WeightFormat::kQ4_1:        return 10;
+    case WeightFormat::kQ5_0:        return 11;
+    case WeightFormat::kQ5_1:        return 12;
+    case WeightFormat::kQ3K:         return 7;
+    case WeightFormat::kQ2K:         return 6;
+    default:                         return 0;
   }
-  return 0;
+}
+// Whether cards have records and kernels for a format.
+DFLASH_GPU_BOTH constexpr bool is_card_format(WeightFormat format) {
+  return record_units(format) != 0;
 }
 DFLASH_GPU_BOTH constexpr uint32_t num_chains(uint32_t inputs) {
   return (inputs + kChain - 1) / kChain;

@@ -80,13 +80,13 @@ Factors half_factors(const MatrixView& view, WeightFormat resident) {
 
 // An instruction may cut two products and the sum so far at the 24th bit of the largest and then
 // normalise, which makes 4 errors of 2^-23 for each of a group's 16 pairs. What follows is float32
-// with 2^-24 a step: the product of the scales, at most 24 steps of a chain (two halves and an
-// offset for each of 8 groups), 6 for the sum of a row's codes and its scale where there is an
+// with 2^-24 a step: the product of the scales, at most 32 steps of a chain (two halves for each
+// of 8 groups, each with an offset), 6 for the sum of a row's codes and its scale where there is an
 // offset, one addition per chain, and a bias. One more 2^-23 covers errors of errors. A product of
 // scales below the normal float32 is wrong by up to 2^-150, and sums of at most 32 * 2^30 multiply
 // that.
 Precision half_precision(double n) {
-  return {(64 + (1 + 24 + 6 + std::ceil(n / 256) + 1) / 2 + 1) * 0x1p-23, 0x1p-114};
+  return {(64 + (1 + 32 + 6 + std::ceil(n / 256) + 1) / 2 + 1) * 0x1p-23, 0x1p-114};
 }
 
 Enclosed product(const NumericsFacts& facts, const MatrixView& view, WeightFormat resident,

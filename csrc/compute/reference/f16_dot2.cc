@@ -9,6 +9,7 @@
 
 #include "base/dtype.h"
 #include "compute/formats/dequantize.h"
+#include "compute/formats/plain_rows.h"
 #include "compute/reference/int8_groups.h"
 
 namespace dflash::compute {
@@ -52,7 +53,7 @@ HalfWeights of_fp8(const MatrixView& matrix) {
   HalfWeights found{matrix.inputs, kGroup, {}, {}, {}};
   for (uint32_t o = 0; o < matrix.outputs; ++o) {
     const auto* row = reinterpret_cast<const uint8_t*>(matrix.data + o * matrix.output_stride);
-    const std::byte* scales = matrix.scales + o / kFp8BlockWidth * matrix.scales_stride;
+    const std::byte* scales = matrix.scales + o / outputs_per_scale(matrix) * matrix.scales_stride;
     for (uint32_t i = 0; i < matrix.inputs; ++i) {
       found.codes.push_back(e4m3_to_f32(row[i]));
       if (i % kGroup != 0) continue;
@@ -110,7 +111,11 @@ float f16_dot2(const HalfWeights& weights, size_t output, const HalfCodes& row) 
     const float row_scale = row.scales[row_group];
     chain = std::fmaf(dot, weights.scales[group] * row_scale, chain);
     if (!weights.offsets.empty())
-      chain = std::fmaf(0.0f - weights.offsets[group], row_scale * row.sums[row_group], chain);
+      chain = std::fmaf(0.0f - weights.offsets[group],
+                        row_scale * (weights.group_inputs == kGroup
+                                         ? row.sums[row_group]
+                                         : sum_of(row.codes.data() + begin, weights.group_inputs)),
+                        chain);
   }
   return weights.inputs <= kBlock ? chain : total + chain;
 }

@@ -30,7 +30,7 @@ struct HalfWeights {
   uint32_t group_inputs = 32;  // 16 for q6_k
   std::vector<float> codes;    // [outputs, inputs]
   std::vector<float> scales;   // [outputs, groups]
-  std::vector<float> offsets;  // [outputs, groups] for q4_k and q5_k, otherwise empty
+  std::vector<float> offsets;  // [outputs, groups] where is_affine(), otherwise empty
   uint32_t num_groups() const { return (inputs + group_inputs - 1) / group_inputs; }
 };
 // Makes what a layer that keeps `resident` computes with; the matrix has passed check_resident().

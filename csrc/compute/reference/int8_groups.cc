@@ -8,12 +8,25 @@
 #include <limits>
 
 #include "compute/formats/dequantize.h"
+#include "compute/formats/grid_table.h"
 
 namespace dflash::compute {
 namespace {
 
 constexpr uint32_t kBlock = 256;  // inputs per chain
 constexpr uint32_t kGroup = 32;   // inputs per scale of a row
+
+// The inputs of a group of codes with one scale.
+uint32_t integer_group_inputs(WeightFormat format) {
+  switch (format) {
+    case WeightFormat::kQ6K:
+    case WeightFormat::kQ3K:
+    case WeightFormat::kQ2K:
+    case WeightFormat::kIq2Xs:
+    case WeightFormat::kIq2S:  return 16;
+    default:                   return 32;
+  }
+}
 
 // Where the codes, scales and offsets of one output go.
 struct Target {
@@ -29,6 +42,19 @@ uint32_t nibble(const uint8_t* bytes, uint32_t i) {
 }
 int32_t level(uint32_t code) { return static_cast<int32_t>(kIq4Levels[code]); }
 int32_t doubled_e2m1(uint32_t code) { return static_cast<int32_t>(2.0f * kE2m1[code]); }
+
+// Reads a block of q4_1, q5_0 or q5_1. Adding m is subtracting the offset -m.
+void read_q4_1_or_q5(WeightFormat format, const uint8_t* block, const Target& to) {
+  const bool has_minimum = is_affine(format);
+  const uint8_t* fifth = block + (has_minimum ? 4 : 2);
+  const uint8_t* nibbles = fifth + (format == WeightFormat::kQ4_1 ? 0 : 4);
+  to.scales[0] = f16_at(block);
+  if (has_minimum) to.offsets[0] = -f16_at(block + 2);
+  for (uint32_t i = 0; i < 32; ++i) {
+    to.codes[i] = static_cast<int32_t>(nibble(nibbles, i)) - (has_minimum ? 0 : 16);
+    if (format != WeightFormat::kQ4_1 && (fifth[i / 8] >> i % 8 & 1) != 0) to.codes[i] += 16;
+  }
+}
 
 // Reads GGUF's blocks of 32 values.
 void read_block_32(WeightFormat format, const uint8_t* block, const Target& to) {
@@ -46,6 +72,14 @@ void read_block_32(WeightFormat format, const uint8_t* block, const Target& to) 
     else
       to.codes[i] = level(nibble(block + 2, i));
   }
+}
+
+void read_int4_zp(const uint8_t* block, const Target& to) {
+  const uint32_t word = internal::load_u32(block);
+  to.scales[0] = int4_scale(word);
+  to.offsets[0] = to.scales[0] * int4_zero(word);
+  for (uint32_t i = 0; i < 32; ++i)
+    to.codes[i] = static_cast<int32_t>(block[4 + i / 2] >> (i % 2 * 4) & 15u);
 }
 
 void read_k_affine(bool has_fifth_bit, const uint8_t* block, const Target& to) {
@@ -76,6 +110,28 @@ void read_q6_k(const uint8_t* block, const Target& to) {
   }
 }
 
+// Returns the bit pair of value k of q2_k or q3_k; `pairs` are its 64 bytes of them.
+int32_t bit_pair(const uint8_t* pairs, uint32_t k) {
+  return pairs[k / 128 * 32 + k % 32] >> (k % 128 / 32 * 2) & 3;
+}
+
+void read_q3_k(const uint8_t* block, const Target& to) {
+  for (uint32_t group = 0; group < 16; ++group) {
+    const auto scale = static_cast<int32_t>(internal::q3_k_scale(block + 96, group));
+    to.scales[group] = f16_at(block + 108) * static_cast<float>(scale - 32);
+  }
+  for (uint32_t k = 0; k < 256; ++k)
+    to.codes[k] = bit_pair(block + 32, k) + 4 * (block[k % 32] >> (k / 32) & 1) - 4;
+}
+
+void read_q2_k(const uint8_t* block, const Target& to) {
+  for (uint32_t group = 0; group < 16; ++group) {
+    to.scales[group] = f16_at(block + 80) * static_cast<float>(block[group] & 15);
+    to.offsets[group] = f16_at(block + 82) * static_cast<float>(block[group] >> 4);
+  }
+  for (uint32_t k = 0; k < 256; ++k) to.codes[k] = bit_pair(block + 16, k);
+}
+
 void read_iq4_xs(const uint8_t* block, const Target& to) {
   for (uint32_t group = 0; group < 8; ++group) {
     const uint32_t low = uint32_t{block[4 + group / 2]} >> (group % 2 * 4) & 15u;
@@ -87,13 +143,32 @@ void read_iq4_xs(const uint8_t* block, const Target& to) {
   }
 }
 
+// The formats with grids, whose groups have 32 inputs, or 16 in iq2_xs and iq2_s.
+void read_grid(WeightFormat format, const uint8_t* block, const Target& to) {
+  const internal::GridBlock opened = internal::open_grid_block(format, block);
+  const uint32_t group_inputs = integer_group_inputs(format);
+  for (uint32_t group = 0; group < 256 / group_inputs; ++group)
+    to.scales[group] = internal::grid_factor(format, opened, group * (group_inputs / 16));
+  for (uint32_t k = 0; k < 256; ++k) {
+    const int32_t magnitude = internal::grid_magnitude(format, opened, k);
+    to.codes[k] = (opened.signs[k / 8] >> (k % 8) & 1) != 0 ? -magnitude : magnitude;
+  }
+}
+
 void read_block(WeightFormat format, const uint8_t* block, const Target& to) {
+  if (has_grid(format)) return read_grid(format, block, to);
   switch (format) {
-    case WeightFormat::kQ4K:   return read_k_affine(false, block, to);
-    case WeightFormat::kQ5K:   return read_k_affine(true, block, to);
-    case WeightFormat::kQ6K:   return read_q6_k(block, to);
-    case WeightFormat::kIq4Xs: return read_iq4_xs(block, to);
-    default:                   return read_block_32(format, block, to);
+    case WeightFormat::kQ4K:    return read_k_affine(false, block, to);
+    case WeightFormat::kQ5K:    return read_k_affine(true, block, to);
+    case WeightFormat::kQ6K:    return read_q6_k(block, to);
+    case WeightFormat::kQ3K:    return read_q3_k(block, to);
+    case WeightFormat::kQ2K:    return read_q2_k(block, to);
+    case WeightFormat::kIq4Xs:  return read_iq4_xs(block, to);
+    case WeightFormat::kQ4_1:
+    case WeightFormat::kQ5_0:
+    case WeightFormat::kQ5_1:   return read_q4_1_or_q5(format, block, to);
+    case WeightFormat::kInt4Zp: return read_int4_zp(block, to);
+    default:                    return read_block_32(format, block, to);
   }
 }
 
@@ -143,15 +218,15 @@ Int8Codes int8_codes(const float* values, size_t num_inputs) {
 IntegerWeights integer_weights(const MatrixView& matrix, WeightFormat resident) {
   IntegerWeights found;
   found.inputs = matrix.inputs;
-  found.group_inputs = resident == WeightFormat::kQ6K ? 16 : 32;
-  const bool is_affine = resident == WeightFormat::kQ4K || resident == WeightFormat::kQ5K;
+  found.group_inputs = integer_group_inputs(resident);
+  const bool has_offsets = is_affine(resident);
   const size_t num_groups = found.num_groups();
   found.codes.resize(size_t{matrix.outputs} * matrix.inputs);
   found.scales.resize(matrix.outputs * num_groups);
-  found.offsets.resize(is_affine ? matrix.outputs * num_groups : 0);
+  found.offsets.resize(has_offsets ? matrix.outputs * num_groups : 0);
   for (uint32_t o = 0; o < matrix.outputs; ++o) {
     Target to{found.codes.data() + size_t{o} * matrix.inputs, found.scales.data() + o * num_groups,
-              is_affine ? found.offsets.data() + o * num_groups : nullptr};
+              has_offsets ? found.offsets.data() + o * num_groups : nullptr};
     if (!format_facts(resident).is_stored)
       quantise_row(matrix, o, resident == WeightFormat::kInt8G32 ? 127.0f : 7.0f, to);
     else if (resident == WeightFormat::kMxfp4)
@@ -163,7 +238,7 @@ IntegerWeights integer_weights(const MatrixView& matrix, WeightFormat resident) 
         read_block(resident, block, to);
         to.codes += facts.block;
         to.scales += facts.block / found.group_inputs;
-        if (is_affine) to.offsets += facts.block / found.group_inputs;
+        if (has_offsets) to.offsets += facts.block / found.group_inputs;
       }
     }
   }

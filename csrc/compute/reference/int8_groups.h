@@ -22,10 +22,10 @@ Int8Codes int8_codes(const float* values, size_t num_inputs);
 // one.
 struct IntegerWeights {
   uint32_t inputs = 0;
-  uint32_t group_inputs = 32;  // 16 for q6_k
+  uint32_t group_inputs = 32;  // 16 for q6_k, q3_k, q2_k, iq2_xs and iq2_s
   std::vector<int32_t> codes;  // [outputs, inputs]
   std::vector<float> scales;   // [outputs, groups]
-  std::vector<float> offsets;  // [outputs, groups] for q4_k and q5_k, otherwise empty
+  std::vector<float> offsets;  // [outputs, groups] where is_affine(), otherwise empty
   uint32_t num_groups() const { return (inputs + group_inputs - 1) / group_inputs; }
 };
 // Makes what a layer that keeps `resident` holds of a matrix. The class takes the format, and the

@@ -15,6 +15,7 @@
 #include "compute/experts/layer_checks.h"
 #include "compute/float_mode.h"
 #include "compute/formats/dequantize.h"
+#include "compute/formats/plain_rows.h"
 #include "compute/reference/class_products.h"
 #include "compute/vector_scalar.h"
 
@@ -67,8 +68,10 @@ class ReferenceLayer final : public ExpertLayer {
              Source{"down", weights.down, formats_.down,    expert.down, sums.down}
     }) {
       if (source.view.data == nullptr) continue;
-      source.sum.add(source.view, 0, 0, source.view.outputs);
-      auto matrix = class_matrix(source.name, source.view, source.resident, facts_);
+      std::vector<std::byte> made;
+      const MatrixView plain = plain_matrix(source.view, made);
+      source.sum.add(plain, 0, 0, plain.outputs);
+      auto matrix = class_matrix(source.name, plain, source.resident, facts_);
       if (!matrix.ok()) return std::move(matrix).error();
       source.matrix = std::move(matrix).value();
       // In a worker, the serving thread may move bytes of its data path here.

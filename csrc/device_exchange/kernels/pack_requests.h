@@ -16,14 +16,16 @@ namespace dflash::device_exchange {
 
 static_assert(kSumThreads == kStepThreads, "sum_before() sums over a whole block");
 
-// The expert of pair k of a token: the place of its shard << 16 | its local id, or kNoExpert for an
-// id past the last expert, which is a sentinel. A negative id fails the step.
+// The expert of pair k of a token: the place of its shard << 16 | its local id, or kNoExpert for
+// the id past the last expert, which is a sentinel. Another id that is no expert fails the step.
 GPU_FN uint32_t expert_of(const StepParams& params, uint32_t token, uint32_t k) {
   const uint32_t at = token * params.top_k + k;
   const int64_t id = params.ids_are_64bit ? static_cast<const int64_t*>(params.topk_ids)[at]
                                           : static_cast<const int32_t*>(params.topk_ids)[at];
-  if (id < 0) fail_step(*params.state, ErrorCode::kInvalidArgument, 0, params.call_index, token);
-  return id < 0 || id >= static_cast<int64_t>(params.num_experts) ? kNoExpert : params.experts[id];
+  if (id >= 0 && id < static_cast<int64_t>(params.num_experts)) return params.experts[id];
+  if (id != static_cast<int64_t>(params.num_experts))
+    fail_step(*params.state, ErrorCode::kInvalidArgument, 0, params.call_index, token);
+  return kNoExpert;
 }
 GPU_FN float weight_of(const StepParams& params, uint32_t token, uint32_t k) {
   const uint32_t at = token * params.top_k + k;

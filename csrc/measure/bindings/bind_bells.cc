@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "bindings/errors.h"
+#include "bindings/plugin_directory.h"
 #include "measure/bell_device.h"
 #include "measure/bell_echo.h"
 #include "measure/bindings/module.h"
@@ -33,10 +34,11 @@ using transport::Side;
 using SharedDevice = std::shared_ptr<BellDevice>;
 
 SharedDevice open_device(const std::string& backend, uint32_t device) {
+  const std::string directory = bindings::plugin_directory(backend);
   Result<std::unique_ptr<BellDevice>> opened = Error{ErrorCode::kClosed, ""};
   {
     py::gil_scoped_release unlocked;
-    opened = BellDevice::open(backend, device);
+    opened = BellDevice::open(backend, device, directory);
   }
   return unwrap(std::move(opened));
 }

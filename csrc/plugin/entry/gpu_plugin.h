@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "compute/gpu/gpu_layer.h"
+#include "compute/gpu/record_layout.h"
 #include "plugin/device.h"
 #include "plugin/entry/export.h"
 
@@ -20,7 +21,9 @@ class GpuPluginDevice final : public Device, public compute::ExpertBackend {
         device_(std::make_shared<compute::gpu::GpuDevice>(std::move(runtime))) {}
 
   compute::ExpertBackend& backend() override { return *this; }
-  bool takes(compute::WeightFormat) const override { return true; }
+  bool takes(compute::WeightFormat format) const override {
+    return compute::gpu::is_card_format(format);
+  }
   bool computes(compute::NumericsClass numerics) const override {
     return compute::gpu::device_computes(device_->facts(), numerics);
   }

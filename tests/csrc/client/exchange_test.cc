@@ -64,7 +64,7 @@ TEST_CASE("random routings with duplicates, sentinels and zero weights give the 
     routing.top_k = 1 + static_cast<uint32_t>(random() % 9);
     const size_t count = (random() % 20) * routing.top_k;
     for (size_t i = 0; i < count; ++i) {
-      routing.ids.push_back(static_cast<int64_t>(random() % 12));
+      routing.ids.push_back(static_cast<int64_t>(random() % 11));
       routing.weights.push_back(static_cast<float>(random() % 5) - 1.0f);
     }
     REQUIRE(table.exchange<int64_t>(routing.ids, routing.weights, routing.top_k, rows).ok());
@@ -89,29 +89,36 @@ TEST_CASE("duplicates of an expert stay in top-k order") {
   CHECK(rows[0].weights == std::vector<float>{1, 3, 5, 4});
 }
 
-TEST_CASE("a negative id is an error that says where") {
-  const ExpertTable table = ExpertTable::build(3,
-                                               {
-                                                   {0, 1, 2}
-  })
-                                .value();
-  std::vector<ShardRows> rows(1);
-  const std::vector<int64_t> ids = {0, 1, 2, -7};
-  const std::vector<float> weights(4, 1.0f);
-  const Status status = table.exchange<int64_t>(ids, weights, 2, rows);
-  REQUIRE(!status.ok());
-  CHECK(status.error().code == ErrorCode::kInvalidArgument);
-  CHECK(status.error().message.find("topk_ids[1, 1] is -7") != std::string::npos);
-}
-
-TEST_CASE("sentinels are dropped up to the largest 64-bit id") {
+TEST_CASE("an id that is no expert and not the sentinel is an error that says where") {
   const ExpertTable table = ExpertTable::build(2,
                                                {
                                                    {0, 1}
   })
                                 .value();
   std::vector<ShardRows> rows(1);
-  const std::vector<int64_t> ids = {2, std::numeric_limits<int64_t>::max(), int64_t{1} << 32};
+  const std::vector<float> weights(4, 1.0f);
+  for (const int64_t id :
+       {int64_t{-7}, int64_t{-1}, int64_t{3}, int64_t{1000000}, int64_t{1} << 32,
+        std::numeric_limits<int64_t>::max(), std::numeric_limits<int64_t>::min()}) {
+    const std::vector<int64_t> ids = {0, 1, 2, id};
+    const Status status = table.exchange<int64_t>(ids, weights, 2, rows);
+    REQUIRE(!status.ok());
+    CHECK(status.error().code == ErrorCode::kInvalidArgument);
+    CHECK(status.error().message == "topk_ids[1, 1] is " + std::to_string(id) +
+                                        "; allowed are the experts 0..1, and 2 for none");
+  }
+  const std::vector<int32_t> narrow = {0, 1, 2, -2};
+  CHECK(!table.exchange<int32_t>(narrow, weights, 2, rows).ok());
+}
+
+TEST_CASE("the number of experts asks for nothing") {
+  const ExpertTable table = ExpertTable::build(2,
+                                               {
+                                                   {0, 1}
+  })
+                                .value();
+  std::vector<ShardRows> rows(1);
+  const std::vector<int64_t> ids = {2, 2, 2};
   const std::vector<float> weights(3, 1.0f);
   REQUIRE(table.exchange<int64_t>(ids, weights, 3, rows).ok());
   CHECK(rows[0].tokens.empty());

@@ -44,7 +44,7 @@ uint64_t packed(Isa isa, const FfnSpec& spec, ResidentFormats formats,
 
 FfnSpec spec_for(WeightFormat source) {
   const uint32_t block = format_facts(source).block;
-  return block == 256  ? toy::spec_of(512, 256, 77)
+  return block >= 64   ? toy::spec_of(512, 256, 77)
          : block == 32 ? toy::spec_of(160, 96, 77)
                        : toy::spec_of(301, 150, 77);
 }
@@ -52,6 +52,7 @@ FfnSpec spec_for(WeightFormat source) {
 TEST_CASE("every kernel set and the reader agree on what an expert's bytes add up to") {
   for (uint8_t value = 0; value < kNumWeightFormats; ++value) {
     const auto resident = static_cast<WeightFormat>(value);
+    if (!has_panels(resident)) continue;
     const WeightFormat source = toy::source_of(resident);
     const FfnSpec spec = spec_for(source);
     const toy::StoredExperts experts(spec, 1, source, source, value + 1u);

@@ -31,6 +31,7 @@ TEST_CASE("experts read from a file in parts compute what experts in memory do, 
   const toy::Batch batch = toy::Batch::random(spec(), 1, 3, 3, 5);
   for (uint8_t value = 0; value < kNumWeightFormats; ++value) {
     const auto resident = static_cast<WeightFormat>(value);
+    if (!has_panels(resident)) continue;
     const WeightFormat stored = format_facts(resident).is_stored ? resident : WeightFormat::kBF16;
     const toy::StoredExperts experts(spec(), 1, stored, stored, value + 1u);
     const auto from_memory = backend->create_layer(spec(), 1, resident).value();

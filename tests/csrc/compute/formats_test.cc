@@ -30,8 +30,10 @@ std::vector<Isa> kernel_sets() {
 
 std::vector<WeightFormat> quantized_formats() {
   std::vector<WeightFormat> formats;
-  for (uint8_t value = kNumDtypes; value < kNumWeightFormats; ++value)
-    formats.push_back(static_cast<WeightFormat>(value));
+  for (uint8_t value = kNumDtypes; value < kNumWeightFormats; ++value) {
+    if (has_panels(static_cast<WeightFormat>(value)))
+      formats.push_back(static_cast<WeightFormat>(value));
+  }
   return formats;
 }
 
@@ -118,7 +120,7 @@ TEST_CASE("resident bytes are the format's own, but for scales widened to bytes"
     for (uint32_t width : {2u, 16u, 32u}) {
       const uint64_t predicted = PackedExperts::predicted_bytes(spec, 1, format, width);
       CHECK(predicted >= stored);
-      CHECK(static_cast<double>(predicted) <= 1.032 * static_cast<double>(stored));
+      CHECK(static_cast<double>(predicted) <= 1.037 * static_cast<double>(stored));
     }
   }
 }
@@ -186,7 +188,7 @@ TEST_CASE(
   bare.up.scales = nullptr;
   CHECK(error_of(spec, WeightFormat::kFp8E4m3B128, bare).message ==
         "up in fp8_e4m3_b128 lacks its scales");
-  CHECK_FALSE(parse_weight_format("q3_k").ok());
+  CHECK_FALSE(parse_weight_format("q8_k").ok());
   CHECK(parse_resident_formats("q4_k+q6_k").value() ==
         ResidentFormats(WeightFormat::kQ4K, WeightFormat::kQ6K));
   CHECK_FALSE(parse_resident_formats("q4_k+").ok());

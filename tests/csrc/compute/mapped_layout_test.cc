@@ -55,7 +55,7 @@ TEST_CASE(
   const ReadableMemory file;
   for (uint8_t value = 0; value < kNumWeightFormats; ++value) {
     const auto format = static_cast<WeightFormat>(value);
-    if (!format_facts(format).is_stored) continue;
+    if (!format_facts(format).is_stored || !has_panels(format)) continue;
     const StoredExperts experts(spec, 2, format, format, 40u + value);
     for (Isa isa : kAllIsas) {
       if (isa == Isa::kReference || !isa_is_supported(isa)) continue;
@@ -78,6 +78,44 @@ TEST_CASE(
     }
   }
   CHECK(file.num_copies.load() > 0);
+}
+
+TEST_CASE(
+    "formats without kernels are refused by name where they are packed, and mapped they give the "
+    "reference's bits in every set") {
+  const FfnSpec spec = spec_of(256, 512, 70);
+  for (uint8_t value = 0; value < kNumWeightFormats; ++value) {
+    const auto format = static_cast<WeightFormat>(value);
+    if (has_panels(format)) continue;
+    CAPTURE(format_name(format));
+    StoredExperts experts(spec, 2, format, format, 140u + value);
+    const auto reference = backend_of(Isa::kReference, 1, WeightsLayout::kPacked);
+    const auto expected = loaded(*reference, spec, format, experts, nullptr);
+    for (Isa isa : kAllIsas) {
+      if (isa == Isa::kReference || !isa_is_supported(isa)) continue;
+      CAPTURE(isa_name(isa));
+      const auto packing = backend_of(isa, 1, WeightsLayout::kPacked);
+      const auto refused = packing->create_layer(spec, 1, format);
+      REQUIRE_FALSE(refused.ok());
+      CHECK(refused.error().message.find(std::string("in ") + format_name(format)) !=
+            std::string::npos);
+      const auto mapping = backend_of(isa, 2, WeightsLayout::kMapped);
+      CHECK_FALSE(mapping->create_layer(spec, 1, format, NumericsClass::kInt8Groups).ok());
+      const auto mapped = loaded(*mapping, spec, format, experts, nullptr);
+      CHECK(mapped->resident_bytes() == 0);
+      for (uint32_t rows : {1u, 40u}) {
+        const Batch batch = Batch::random(spec, 2, rows, 2, 141u + value + rows);
+        CHECK(reply_of(*mapped, batch) == reply_of(*expected, batch));
+      }
+    }
+    if (format == WeightFormat::kNvfp4) continue;  // its scales have no NaN
+    experts.damage_down(17);
+    const auto layer =
+        backend_of(best_isa(), 1, WeightsLayout::kMapped)->create_layer(spec, 2, format).value();
+    const Status damaged = experts.load_into(*layer);
+    REQUIRE_FALSE(damaged.ok());
+    CHECK(damaged.error().message.find("down: output 17, input 0") != std::string::npos);
+  }
 }
 
 TEST_CASE(

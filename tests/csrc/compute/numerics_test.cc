@@ -60,7 +60,8 @@ TEST_CASE("a class names the formats that it takes when it refuses one") {
   REQUIRE_FALSE(refused.ok());
   CHECK(refused.error().message ==
         "numerics class int8-groups does not take weights in bf16; it takes int8_g32, int4_g32, "
-        "mxfp4, q8_0, q4_0, q4_k, q5_k, q6_k, gguf_mxfp4, iq4_nl, iq4_xs");
+        "mxfp4, q8_0, q4_0, q4_k, q5_k, q6_k, gguf_mxfp4, iq4_nl, iq4_xs, q4_1, q5_0, "
+        "q5_1, iq3_xxs, iq3_s, iq2_xxs, iq2_xs, iq2_s, q3_k, q2_k, int4_zp");
   CHECK(check_numerics(NumericsClass::kBf16Dot, WeightFormat::kBF16).ok());
   CHECK_FALSE(
       check_numerics(NumericsClass::kBf16Dot, {WeightFormat::kBF16, WeightFormat::kF16}).ok());

@@ -38,6 +38,17 @@ constexpr FormatCase kFormats[] = {
     {WeightFormat::kGgufMxfp4,   WeightFormat::kGgufMxfp4  },
     {WeightFormat::kIq4Nl,       WeightFormat::kIq4Nl      },
     {WeightFormat::kIq4Xs,       WeightFormat::kIq4Xs      },
+    {WeightFormat::kQ4_1,        WeightFormat::kQ4_1       },
+    {WeightFormat::kQ5_0,        WeightFormat::kQ5_0       },
+    {WeightFormat::kQ5_1,        WeightFormat::kQ5_1       },
+    {WeightFormat::kIq3Xxs,      WeightFormat::kIq3Xxs     },
+    {WeightFormat::kIq3S,        WeightFormat::kIq3S       },
+    {WeightFormat::kIq2Xxs,      WeightFormat::kIq2Xxs     },
+    {WeightFormat::kIq2Xs,       WeightFormat::kIq2Xs      },
+    {WeightFormat::kIq2S,        WeightFormat::kIq2S       },
+    {WeightFormat::kQ3K,         WeightFormat::kQ3K        },
+    {WeightFormat::kQ2K,         WeightFormat::kQ2K        },
+    {WeightFormat::kInt4Zp,      WeightFormat::kInt4Zp     },
 };
 
 std::vector<Isa> kernel_isas() {

@@ -16,6 +16,15 @@ inline void put_f16(std::byte* at, float value) {
   std::memcpy(at, &bits, sizeof(bits));
 }
 
+// The factor of iq1_m lies in the top bits of four u16.
+inline void put_iq1_m_scale(std::byte* block, float value) {
+  const uint16_t bits = f32_to_f16(value);
+  for (uint32_t i = 0; i < 4; ++i) {
+    std::byte& top = block[49 + 2 * i];
+    top = (top & std::byte{15}) | static_cast<std::byte>((bits >> (4 * i) & 15) << 4);
+  }
+}
+
 class StoredExperts {
  public:
   StoredExperts(const FfnSpec& spec, uint32_t count, WeightFormat gate_up, WeightFormat down,
@@ -55,8 +64,16 @@ class StoredExperts {
       case WeightFormat::kFp8E4m3B128: row[200] = std::byte{0xff}; break;
       case WeightFormat::kGgufMxfp4:   row[0] = std::byte{255}; break;
       case WeightFormat::kQ6K:         put_f16(row + 208, INFINITY); break;
+      case WeightFormat::kIq1M:        put_iq1_m_scale(row, INFINITY); break;
+      case WeightFormat::kTq1_0:       put_f16(row + 52, INFINITY); break;
+      case WeightFormat::kTq2_0:       put_f16(row + 64, INFINITY); break;
+      case WeightFormat::kQ3K:         put_f16(row + 108, INFINITY); break;
+      case WeightFormat::kQ2K:         put_f16(row + 82, INFINITY); break;
       case WeightFormat::kQ4K:
-      case WeightFormat::kQ5K:         put_f16(row + 2, INFINITY); break;
+      case WeightFormat::kQ5K:
+      case WeightFormat::kQ4_1:
+      case WeightFormat::kQ5_1:        put_f16(row + 2, INFINITY); break;
+      case WeightFormat::kInt4Zp:      row[2] = std::byte{0x80}, row[3] = std::byte{0x7f}; break;
       case WeightFormat::kBF16:        row[0] = row[1] = std::byte{0xff}; break;
       default:                         put_f16(row, INFINITY); break;
     }
@@ -85,7 +102,36 @@ class StoredExperts {
         block[0] = static_cast<std::byte>(random_() % 20 == 0 ? 0 : 118 + random_() % 6);
         break;
       case WeightFormat::kIq4Xs: put_f16(block, scale(0.0001f)); break;
-      default:                   put_f16(block, scale(0.002f)); break;
+      case WeightFormat::kQ4_1:
+      case WeightFormat::kQ5_1:
+        put_f16(block, scale(0.002f));
+        put_f16(block + 2, scale(0.01f));
+        break;
+      case WeightFormat::kIq3Xxs:
+      case WeightFormat::kIq3S:
+      case WeightFormat::kIq2Xxs:
+      case WeightFormat::kIq2Xs:
+      case WeightFormat::kIq2S:   put_f16(block, scale(0.0004f)); break;
+      case WeightFormat::kIq1S:   put_f16(block, scale(0.01f)); break;
+      case WeightFormat::kIq1M:   put_iq1_m_scale(block, scale(0.01f)); break;
+      case WeightFormat::kTq1_0:  put_f16(block + 52, scale(0.05f)); break;
+      case WeightFormat::kTq2_0:  put_f16(block + 64, scale(0.05f)); break;
+      case WeightFormat::kNvfp4:
+        for (int i = 0; i < 4; ++i) block[i] = static_cast<std::byte>(random_() % 40);
+        break;
+      case WeightFormat::kQ3K: put_f16(block + 108, scale(0.0005f)); break;
+      case WeightFormat::kQ2K:
+        put_f16(block + 80, scale(0.0015f));
+        put_f16(block + 82, scale(0.002f));
+        break;
+      case WeightFormat::kInt4Zp: {
+        // The five lowest bits, the zero point, stay random.
+        const auto word = std::bit_cast<uint32_t>(f16_to_f32(f32_to_f16(scale(0.002f))));
+        const uint32_t zero = std::to_integer<uint32_t>(block[0]) & 31u, both = word | zero;
+        std::memcpy(block, &both, sizeof(both));
+        break;
+      }
+      default: put_f16(block, scale(0.002f)); break;
     }
   }
 

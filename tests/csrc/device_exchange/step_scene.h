@@ -142,8 +142,8 @@ class StepScene {
   Dtypes dtypes_;
 };
 
-// The tensors of a call; the second half of the expert range is rarer, ids past the end are
-// sentinels.
+// The tensors of a call; the second half of the expert range is rarer, the id past the end is the
+// sentinel.
 struct CallTensors {
   CallTensors(uint32_t tokens, uint32_t pairs, Dtype model, uint32_t seed,
               uint32_t most_expert = kExperts + 1)

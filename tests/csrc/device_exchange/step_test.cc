@@ -27,7 +27,7 @@ std::vector<CallTensors> calls_of(Dtype model) {
   calls.emplace_back(2, 8, model, seed++, 3u);
   calls.emplace_back(3, 1, model, seed++, 1u);  // one worker has nothing to do
   calls.emplace_back(1, 2, model, seed++);
-  for (int64_t& id : calls.back().ids) id = kExperts + 5;  // nobody has anything to do
+  for (int64_t& id : calls.back().ids) id = kExperts;  // nobody has anything to do
   return calls;
 }
 
@@ -234,6 +234,20 @@ TEST_CASE(
   const StepOutcome negative = another.finish(other);
   CHECK(code_of(negative) == static_cast<uint32_t>(ErrorCode::kInvalidArgument));
   CHECK((negative.error & 0xffffffu) == 1);
+}
+
+TEST_CASE("an id beyond the sentinel fails the step with the token") {
+  for (const int64_t id : {int64_t{kExperts} + 1, int64_t{1} << 40}) {
+    StepScene scene({});
+    StepDevice device;
+    device.begin(scene);
+    CallTensors call(3, 3, Dtype::kF32, 1);
+    call.ids[8] = id;
+    REQUIRE(device.steps.add(call.step_call()).ok());
+    const StepOutcome outcome = device.finish(scene);
+    CHECK(code_of(outcome) == static_cast<uint32_t>(ErrorCode::kInvalidArgument));
+    CHECK((outcome.error & 0xffffffu) == 2);
+  }
 }
 
 TEST_CASE(

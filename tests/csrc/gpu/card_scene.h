@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "compute/gpu/gpu_layer.h"
+#include "compute/gpu/kernel_table.h"
 #include "compute/gpu/record_layout.h"
 #include "compute/gpu/sim/sim_runtime.h"
 #include "compute/reference/reference.h"
@@ -150,8 +151,7 @@ inline void check_special_values(const Card& card, ResidentFormats formats, floa
 
 // Every format within the bounds of its class, and the replies of other rows not.
 inline void check_bounds(const std::vector<Card>& cards, uint32_t seed) {
-  for (uint8_t value = 0; value < kNumWeightFormats; ++value) {
-    const auto format = static_cast<WeightFormat>(value);
+  for (WeightFormat format : kCardFormats) {
     const FfnSpec spec = toy::spec_of(512, 256, 60);
     const toy::StoredExperts experts(spec, 2, toy::source_of(format), toy::source_of(format),
                                      ++seed);

@@ -64,8 +64,7 @@ TEST_CASE(
 
 TEST_CASE("matrix units: every weight format gives the reference's bits, stored or made at load") {
   uint32_t seed = 300;
-  for (uint8_t value = 0; value < kNumWeightFormats; ++value) {
-    const auto format = static_cast<WeightFormat>(value);
+  for (WeightFormat format : kCardFormats) {
     const FfnSpec spec = uneven_spec_of(format);
     for (const Card& card : kCards) {
       const StoredExperts experts(spec, 2, source_of(format), source_of(format), ++seed);

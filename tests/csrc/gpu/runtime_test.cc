@@ -114,8 +114,7 @@ TEST_CASE("kernels have the names that modules export") {
   CHECK(std::string(
             entry_of(expert_kernels(), kernel_id(WeightKernel::k_project_few, WeightFormat::kF32))
                 .name) == "dflash_project_few_f32");
-  for (uint8_t format = 0; format < kNumWeightFormats; ++format) {
-    const auto weight_format = static_cast<WeightFormat>(format);
+  for (WeightFormat weight_format : kCardFormats) {
     CHECK(entry_of(expert_kernels(), kernel_id(WeightKernel::k_project_many, weight_format)).name ==
           std::string("dflash_project_many_") + format_name(weight_format));
   }

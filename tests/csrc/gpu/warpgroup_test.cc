@@ -264,8 +264,7 @@ TEST_CASE(
 
 TEST_CASE("warpgroups: every weight format gives the class's bits") {
   uint32_t seed = 500;
-  for (uint8_t value = 0; value < kNumWeightFormats; ++value) {
-    const auto format = static_cast<WeightFormat>(value);
+  for (WeightFormat format : kCardFormats) {
     const WeightFormat source = format_facts(format).is_stored ? format : WeightFormat::kBF16;
     const bool is_wide = format_facts(format).block == 256;
     FfnSpec spec;

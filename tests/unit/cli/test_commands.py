@@ -6,6 +6,7 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -18,7 +19,7 @@ import pytest
 import typer
 
 from dflash_moe import __version__, _core
-from dflash_moe.cli import demo, doctor, main, options
+from dflash_moe.cli import demo, demo_model, doctor, main, options, probes
 from dflash_moe.config import SETTINGS
 from dflash_moe.errors import ConfigError, DflashError, UnsupportedError, WorkerLost
 from dflash_moe.protocol.keys import write_key_file
@@ -197,7 +198,7 @@ def test_a_host_command_without_its_packages_says_what_to_install(capsys, probe_
 
 
 def test_demo_without_its_data_package_says_what_to_install(capsys, monkeypatch):
-    monkeypatch.setattr(demo, "ASSETS", "no_such_package_of_assets")
+    monkeypatch.setattr(demo_model, "ASSETS", "no_such_package_of_assets")
     code, out, err = run(capsys, "demo")
     assert (code, out) == (2, "")
     assert "dflash-moe-demo" in err[-1]
@@ -245,14 +246,48 @@ def test_a_flag_beats_the_threads_of_the_topology():
     ("value", "says"),
     [
         ("Qwen/Qwen3-30B-A3B", "hf download Qwen/Qwen3-30B-A3B --local-dir Qwen3-30B-A3B"),
-        ("no/such/directory", "no such directory; pass a checkpoint directory"),
-        ("nothing", "no such directory"),
+        ("Qwen/Qwen3-30B-A3B", 'add `--include "*Q4_K_M*"`, or another quantisation'),
+        ("a/Qwen3-GGUF", 'hf download a/Qwen3-GGUF --include "*Q4_K_M*" --local-dir Qwen3-GGUF'),
+        ("a/Qwen3-GGUF:IQ3_XXS", 'hf download a/Qwen3-GGUF --include "*IQ3_XXS*" --local-dir Qwen3-GGUF'),
+        ("https://hub.example/a/Qwen3", "hf download a/Qwen3 --local-dir Qwen3"),
+        ("https://hub.example/a/Qwen3/tree/main", "hf download a/Qwen3 --local-dir Qwen3"),
+        ("no/such/directory", "no such file or directory; pass a checkpoint directory, a GGUF file, or `demo`"),
+        ("nothing", "no such file or directory"),
         (__file__, "this is a file"),
     ],
 )
 def test_a_model_that_is_no_directory_is_answered_with_what_to_do(value, says):
     with pytest.raises(ConfigError, match=re.escape(says)):
         options.model_directory(value)
+
+
+def test_a_typing_error_is_answered_with_what_was_meant(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "Qwen3-30B-A3B-Q4_K_M.gguf").touch()
+    (tmp_path / "models" / "notes.txt").touch()
+    for value in ("models/Qwen3-30b-A3B-Q4_KM.gguf", str(tmp_path / "models" / "Qwen3-30B-A3B-Q4_K_M.guf")):
+        with pytest.raises(ConfigError, match=r"directory; did you mean .*models/Qwen3-30B-A3B-Q4_K_M\.gguf\?"):
+            options.model_directory(value)
+    # A folder that is here begins a path, and no hub has a user of that name for all we know.
+    with pytest.raises(ConfigError, match=r"no such file or directory; pass a checkpoint"):
+        options.model_directory("models/mixtral")
+    with pytest.raises(ConfigError, match=r"did you mean models\?"):
+        options.model_directory("model")
+    with pytest.raises(ConfigError, match=r"no such file or directory; pass"):
+        options.model_directory("models/note.txt")
+
+
+def test_demo_names_the_shipped_model(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "demo").mkdir()
+    monkeypatch.setattr(demo_model, "find_assets", lambda: tmp_path / "assets")
+    assert options.model_directory("demo") == tmp_path / "assets" / "model"
+    assert options.model_directory("./demo") == Path("demo")
+    monkeypatch.undo()
+    monkeypatch.setattr(demo_model, "ASSETS", "no_such_package_of_assets")
+    with pytest.raises(ConfigError, match=r"pip install \./bench/demo_model"):
+        options.model_directory("demo")
 
 
 def test_a_model_directory_is_taken(tmp_path):
@@ -320,6 +355,31 @@ def test_doctor_says_what_it_cannot_have(capsys, monkeypatch):
     code, out, _ = run(capsys, "doctor")
     assert code == 0, "a machine that lacks something is no failure"
     assert "note: transport shared: memfd_create: Function not implemented" in out
+
+
+@pytest.mark.parametrize(
+    ("note", "says"),
+    [
+        ("__version__ = '2.13.0+cpu'\ncuda: Optional[str] = None\nhip: Optional[str] = None\n", "a build for processors"),
+        ("cuda: Optional[str] = None\nhip: Optional[str] = '7.0'\n", "built for hip only"),
+        ("cuda: Optional[str] = '12.8'\nhip: Optional[str] = None\n", None),
+    ],
+)
+def test_doctor_flags_a_torch_that_cannot_use_the_card_beside_it(monkeypatch, tmp_path, note, says):
+    package = tmp_path / "torch"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise AssertionError('doctor imports no torch')")
+    (package / "version.py").write_text(note)
+    found = importlib.util.spec_from_file_location("torch", package / "__init__.py")
+    monkeypatch.setattr(probes.importlib.util, "find_spec", lambda _name: found)
+    monkeypatch.setattr(probes, "DRIVER_NODES", {"cuda": str(package), "hip": str(tmp_path / "absent")})
+    problems = probes.torch_problems("2.13.0", probes.torch_backends())
+    if says is None:
+        assert problems == []
+    else:
+        (problem,) = problems
+        assert f"this machine has an NVIDIA card ({package} is there), and torch 2.13.0 is {says}" in problem
+        assert "`host.device: cuda:0` cannot; install a torch for cuda" in problem
 
 
 def test_a_failed_self_test_exits_with_1(capsys, monkeypatch):

@@ -120,7 +120,7 @@ def test_a_line_longer_than_the_screen_shows_its_end(capsys):
         shown.write("\x1b[2Jend")
         shown._live.refresh()
         assert "\x1b[2J" not in screen.file.getvalue(), "what a model writes does not move the drawing"
-    assert capsys.readouterr().out == text + "\x1b[2Jend"
+    assert capsys.readouterr().out == text + "[2Jend", "nor, on a terminal, what stays there"
 
 
 def test_an_error_leaves_what_came_on_a_line_of_its_own(capsys):

@@ -38,6 +38,8 @@ COMPUTE = "DFLASH_MOE_EXPERT_COMPUTE_"
 
 # name: (text as a user writes it, parsed); different from the default where there is a choice
 GOOD = {
+    "preset": ("Fast", "fast"),
+    "experts_on_card": ("12", 12),
     "mode": ("Stream", "stream"),
     "transport": ("SHARED", "shared"),
     "dtype": ("bf16", "bf16"),
@@ -61,6 +63,7 @@ GOOD = {
     "block_tokens": ("16", 16),  # the only value that is allowed
     "kv_memory": ("1.5 GiB", MemoryBudget(3 << 29)),
     "kv_dtype": ("F16", "f16"),
+    "max_context": ("4096", 4096),
     "max_batch_tokens": ("256", 256),
     "max_requests": ("16", 16),
     "max_queue": ("100", 100),
@@ -74,6 +77,8 @@ GOOD = {
 }
 # name: values that are not allowed
 BAD = {
+    "preset": ["", "close", "slow", 1],
+    "experts_on_card": ["-1", "4097", "all", "", True],
     "mode": ["", "fast", "batch", 1],
     "transport": ["rdma", "unix"],
     "dtype": ["fp16", "float32", "auto"],
@@ -97,6 +102,7 @@ BAD = {
     "block_tokens": ["32", "8", "0", "auto", 16.0, True],
     "kv_memory": ["0", "0%", "101%", "-1%", "25 percent", "%", "lots", "0.25", 0.25, True],
     "kv_dtype": ["", "fp8", "int8"],
+    "max_context": ["0", "16777217", "auto", True],
     "max_batch_tokens": ["0", "65537", "lots", True],
     "max_requests": ["0", "4097", "auto"],
     "max_queue": ["0", "-1", "1048577"],

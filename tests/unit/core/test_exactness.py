@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dflash_moe import _core
+from dflash_moe import ConfigError, _core
 from tests.unit.core.toy_runtime import LAYER, NUM_EXPERTS, OUT_SIZE, Batch, Experts, ToyRuntime
 
 EXPERTS = Experts.make(seed=1)
@@ -59,18 +59,20 @@ def test_routing_weights_of_any_dtype_are_widened_exactly(tmp_path: Path, weight
         np.testing.assert_array_equal(runtime.run(batch, weights_dtype=weights_dtype), runtime.expected(batch))
 
 
-def test_ids_may_be_64_bit_and_far_beyond_the_experts(tmp_path: Path) -> None:
+def test_ids_may_be_64_bit_and_only_one_stands_for_none(tmp_path: Path) -> None:
     narrow = Batch.make(num_tokens=8, top_k=4, seed=6)
     wide = Batch(narrow.hidden_states, narrow.topk_ids.astype(np.int64), narrow.topk_weights)
-    wide.topk_ids[wide.topk_ids == NUM_EXPERTS] = 2**62
     with ToyRuntime(tmp_path, INTERLEAVED, EXPERTS) as runtime:
         np.testing.assert_array_equal(runtime.run(wide), runtime.run(narrow))
+        wide.topk_ids[3, 1] = 2**62
+        with pytest.raises(ConfigError, match=rf"topk_ids\[3, 1\] is {2**62}; .* and {NUM_EXPERTS} for none"):
+            runtime.run(wide)
 
 
 def test_tokens_without_experts_become_positive_zero(tmp_path: Path) -> None:
     batch = Batch.make(num_tokens=5, top_k=2, seed=7)
     batch.topk_ids[1] = NUM_EXPERTS
-    batch.topk_ids[4] = NUM_EXPERTS + 5
+    batch.topk_ids[4] = NUM_EXPERTS
     with ToyRuntime(tmp_path, INTERLEAVED, EXPERTS) as runtime:
         output = runtime.run(batch)
         assert not output[[1, 4]].view(np.uint32).any()

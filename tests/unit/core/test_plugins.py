@@ -24,6 +24,8 @@ _Static_assert(sizeof(dflash_matrix) == 56, "a record inside others never change
 _Static_assert(sizeof(dflash_vector) == 24, "a record inside others never changes");
 int main(void) { dflash_backend_entry entry = NULL; return entry != NULL; }
 """
+# Formats with grids have no records on cards, those after them no panels anywhere.
+NOT_ON_CARDS = ("iq1", "iq2", "iq3", "tq", "nvfp4")
 SPEC = {"in_size": 64, "intermediate_size": 32, "out_size": 64}
 
 
@@ -66,5 +68,5 @@ def test_every_kernel_of_a_simulated_card_gives_the_reference_bits_whatever_the_
     cases = [device.self_test(number) for number in range(device.self_test(0)["num_cases"])]
     assert [case for case in cases if case["differing"]] == []
     assert all(case["elements"] > 1000 for case in cases)
-    assert {case["formats"] for case in cases} == set(_core.weight_formats())
+    assert {case["formats"] for case in cases} == {name for name in _core.weight_formats() if not name.startswith(NOT_ON_CARDS)}
     assert {case["kernel"].split()[0] for case in cases} == set(device.numerics_classes())

@@ -55,10 +55,9 @@ def _help(words: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize(("document", "command"), _commands())
 def test_documented_command_has_the_documented_flags(document: str, command: str) -> None:
-    words = tuple(re.match(r"[a-z ]*[a-z]", command.split(" -")[0])[0].split()[:2])  # type: ignore[index]
-    shown = _help(words)
-    if shown.returncode != 0:
-        shown = _help(words[:1])
+    words = tuple(re.match(r"[a-z -]*[a-z]", command.split(" --")[0])[0].split()[:3])  # type: ignore[index]
+    # The last words may be arguments.
+    shown = next((found for count in (3, 2) if (found := _help(words[:count])).returncode == 0), _help(words[:1]))
     assert shown.returncode == 0, f"{document}: dflash-moe {' '.join(words)}: {shown.stderr[-300:]}"
     for flag in re.findall(r"--[a-z-]+", command):
         assert re.search(rf"{flag}\b", shown.stdout), f"{document}: dflash-moe {' '.join(words)} has no {flag}"

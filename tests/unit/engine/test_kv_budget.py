@@ -10,7 +10,7 @@ import pytest
 from dflash_moe.config import MemoryBudget, Settings
 from dflash_moe.engine import kv_budget
 from dflash_moe.engine.blocks import MAX_BLOCKS
-from dflash_moe.engine.kv_budget import KvShape, block_bytes, kv_blocks
+from dflash_moe.engine.kv_budget import KvShape, block_bytes, kv_blocks, most_blocks
 from dflash_moe.errors import ConfigError
 
 GIB = 1 << 30
@@ -49,3 +49,12 @@ def test_a_budget_below_one_block_is_refused_with_both_numbers():
         ConfigError, match=r"^engine.kv_memory: 15 bytes are less than one block of the KV cache takes, 16 bytes"
     ):
         kv_blocks(MemoryBudget(15), 16, free_bytes=GIB)
+
+
+def test_a_longest_context_bounds_the_blocks_by_what_all_requests_can_take():
+    assert most_blocks(None, 64) == MAX_BLOCKS
+    assert most_blocks(100, 64) == 64 * 7
+    assert most_blocks(1 << 24, 4096) == MAX_BLOCKS
+    # Fewer would not prove that rows do not depend on their batch.
+    assert most_blocks(16, 1) == 64
+    assert kv_blocks(MemoryBudget(GIB), 1 << 10, free_bytes=GIB, most=most_blocks(100, 64)) == 448

@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("torch")
 
 from dflash_moe.engine.verify_report import Bounds, GreedyParity, VerifyReport, judge
-from dflash_moe.integrations.layer_parity import LayerParity
+from dflash_moe.integrations.layer_parity import LayerParity, _judged_max
 from dflash_moe.topology.numerics import CLASSES, class_on
 
 LAYER = LayerParity(0, "model.layers.0.mlp.experts", 96, 1e-7, 1e-7, 3e-8, 1e-7, 1e-6, True, 2, 2)
@@ -89,3 +89,28 @@ def test_equal_tokens_have_no_gap_and_json_is_flat() -> None:
         "greedy_tokens": 2, "greedy_equal": 2, "greedy_compared": 2, "greedy_flip_gap": None,
     }  # fmt: skip
     assert (found["attention_paged"], found["rows_independent"], found["host"]) == (False, False, None)
+
+
+def test_where_eager_rounds_its_weights_the_difference_from_eager_in_float32_is_judged() -> None:
+    far = replace(LAYER, difference_rms=0.5, difference_max=5.0, judged_max=5.0)
+    assert any("rms difference from eager: 0.5" in excess for excess in judged("bf16", far).excesses)
+    near = replace(far, eager_error=1e-3, widened_rms=1e-4, widened_max=1e-3, widened_judged_max=1e-3)
+    assert judged("bf16", near).excesses == []
+    report = judged("bf16", replace(near, widened_rms=0.02, widened_max=0.2, widened_judged_max=0.2))
+    assert [excess.split(": ")[1] for excess in report.excesses] == [
+        "rms difference from eager in float32", "largest difference from eager in float32",
+    ]  # fmt: skip
+
+
+def test_a_difference_is_ours_to_answer_for_only_where_eager_is_nearer_the_truth():
+    import torch
+
+    truth = torch.tensor([10.0, 10.0, 10.0], dtype=torch.float64)
+    ours, theirs = torch.tensor([10.5, 12.0, 10.0]), torch.tensor([14.0, 10.25, 10.0])
+    # The first output is nearer than eager's and counts by its own error, the second by the
+    # difference.
+    assert _judged_max(ours, theirs, truth) == 1.75
+    assert _judged_max(ours[:1], theirs[:1], truth[:1]) == 0.5
+    far = replace(LAYER, eager_error=1e-3, difference_max=0.2, judged_max=0.02)
+    assert judged("bf16", far).excesses == []
+    assert any("largest difference" in excess for excess in judged("bf16", replace(far, judged_max=0.2)).excesses)

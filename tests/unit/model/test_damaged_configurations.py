@@ -14,7 +14,7 @@ import shutil
 import pytest
 
 from dflash_moe.errors import CheckpointError, DflashError, UnsupportedError
-from dflash_moe.integrations.tokenizer import load_tokenizer
+from dflash_moe.integrations.tokenizer import encode, load_tokenizer
 from dflash_moe.model.checkpoint import Checkpoint
 from dflash_moe.model.inspect import inspect_model
 from dflash_moe.model.make import make_checkpoint
@@ -204,3 +204,20 @@ def test_a_damaged_tokenizer_is_refused(pristine, tmp_path, text):
     (tmp_path / "model" / "tokenizer.json").write_text(text)
     with pytest.raises(UnsupportedError, match="its tokenizer cannot be read"):
         load_tokenizer(tmp_path / "model")
+
+
+PANICS = {
+    "normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"},
+    "post_processor": {
+        "type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "X", "type_id": 0}}], "pair": [], "special_tokens": {},
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("part", sorted(PANICS))
+def test_a_tokenizer_that_makes_rust_panic_is_refused(pristine, tmp_path, part):
+    shutil.copytree(pristine("mixtral"), tmp_path / "model")
+    path = tmp_path / "model" / "tokenizer.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), part: PANICS[part]}))
+    with pytest.raises(UnsupportedError, match="tokenizer (cannot be read|fails over a text of 5 characters)"):
+        encode(load_tokenizer(tmp_path / "model"), "hello")

@@ -80,6 +80,8 @@ def test_what_the_gguf_package_writes_is_read_alike(tmp_path):
 def test_block_sizes_are_those_of_the_gguf_package():
     gguf = pytest.importorskip("gguf", reason="the gguf package is an extra of the tests")
     for kind, (name, block, num_bytes) in BLOCK_TYPES.items():
+        if name == "Q2_0" and not hasattr(gguf.GGMLQuantizationType, name):
+            continue  # it is younger than some versions of the package
         found = gguf.GGMLQuantizationType(kind)
         assert found.name == name.removeprefix("GGUF_")
         assert gguf.GGML_QUANT_SIZES[found] == (block, num_bytes)

@@ -6,6 +6,8 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from dflash_moe.errors import CheckpointError, UnsupportedError
@@ -100,6 +102,46 @@ def test_a_split_file_is_the_same_model(source, tmp_path):
         Checkpoint.open(first)
 
 
+def test_inspection_names_the_class_and_counts_layers_that_fit(source, tmp_path, capsys):
+    from dflash_moe.cli.main import run
+    from dflash_moe.model.inspect import inspect_model
+
+    found = inspect_model(write(source, tmp_path / "m.gguf", "q8_0"))
+    assert found.architectures == inspect_model(source).architectures
+    layer = found.resident_bytes()["auto"] // 2
+    assert [found.layers_within(size) for size in (layer - 1, layer, 2 * layer - 1, 2 * layer)] == [0, 1, 1, 2]
+    assert run(["model", "inspect", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"{found.architectures[0]} (")
+    assert re.search(r"routed experts: [\d.]+ MiB, ", out)
+    assert "2 of 2" in out
+
+
+def test_a_part_that_is_not_what_its_name_says_is_refused(source, tmp_path):
+    from dflash_moe.testing.gguf_files import split_gguf
+
+    first = split_gguf(write(source, tmp_path / "m.gguf", "q8_0"), tmp_path, 3)
+    second, third = first.with_name("m-00002-of-00003.gguf"), first.with_name("m-00003-of-00003.gguf")
+    aside = second.rename(tmp_path / "aside")
+    third.rename(second)
+    aside.rename(third)
+    with pytest.raises(CheckpointError, match=r"is part 3 of 3 by its metadata, and its name makes it part 2 of 3; give all"):
+        Checkpoint.open(first)
+    alone = third.rename(tmp_path / "model.gguf")
+    with pytest.raises(CheckpointError, match=r"is part 2 of 3 by its metadata, and its name is that of a whole model"):
+        Checkpoint.open(alone)
+
+
+def test_a_part_that_was_cut_short_is_refused(source, tmp_path):
+    from dflash_moe.testing.gguf_files import split_gguf
+
+    first = split_gguf(write(source, tmp_path / "m.gguf", "q8_0"), tmp_path, 3)
+    second = first.with_name("m-00002-of-00003.gguf")
+    second.write_bytes(second.read_bytes()[:-1000])
+    with pytest.raises(CheckpointError, match=r"m-00002-of-00003\.gguf: tensor .* it is truncated - download or copy it again"):
+        Checkpoint.open(first)
+
+
 def test_a_directory_with_one_model_is_that_model_and_with_two_asks_which(source, tmp_path):
     write(source, tmp_path / "a.gguf", "q8_0")
     assert Checkpoint.open(tmp_path).path == tmp_path / "a.gguf"
@@ -120,11 +162,19 @@ def tiny_file(path, architecture: str):
     return path
 
 
-def test_an_architecture_that_is_not_supported_is_named(tmp_path):
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("grok", r"GGUF architecture 'grok' is not supported: transformers has no class of it"),
+        ("qwen3mo", r"GGUF architecture 'qwen3mo' is not supported; the nearest are qwen3moe, .*; supported: afmoe, .*"),
+        ("zzz", r"GGUF architecture 'zzz' is not supported; supported: afmoe, .*"),
+    ],
+)
+def test_an_architecture_that_is_not_supported_is_named(tmp_path, name, expected):
     from dflash_moe.model.spec import model_spec
 
-    with pytest.raises(UnsupportedError, match=r"GGUF architecture 'grok' is not supported; supported: .*qwen3moe"):
-        model_spec(tiny_file(tmp_path / "m.gguf", "grok"))
+    with pytest.raises(UnsupportedError, match=expected):
+        model_spec(tiny_file(tmp_path / "m.gguf", name))
 
 
 def test_missing_metadata_is_named(tmp_path):
@@ -134,16 +184,43 @@ def test_missing_metadata_is_named(tmp_path):
         model_spec(tiny_file(tmp_path / "m.gguf", "qwen3moe"))
 
 
-def test_a_format_without_kernel_is_named_with_its_tensor(source, tmp_path):
+@pytest.mark.parametrize(("number", "name"), [(15, "Q8_K"), (41, "Q1_0"), (42, "Q2_0")])
+def test_types_that_are_not_read_are_refused_by_name(source, tmp_path, number, name):
     from dflash_moe.model.spec import model_spec
 
-    path = write(source, tmp_path / "m.gguf", "q8_0")
+    path = write(source, tmp_path / "m.gguf", "f32")
     data = bytearray(path.read_bytes())
-    name = b"blk.0.ffn_up_exps.weight"
-    at = data.index(name) + len(name) + 4 + 3 * 8
-    assert int.from_bytes(data[at : at + 4], "little") == 8
-    # Q5_0: smaller blocks of 32, so the file holds them
-    data[at : at + 4] = (6).to_bytes(4, "little")
+    tensor = b"blk.0.ffn_up_exps.weight"
+    at = data.index(tensor) + len(tensor) + 4 + 3 * 8
+    data[at : at + 4] = number.to_bytes(4, "little")
     path.write_bytes(data)
-    with pytest.raises(UnsupportedError, match=r"'blk\.0\.ffn_up_exps\.weight' has format Q5_0; supported: "):
+    with pytest.raises(UnsupportedError, match=rf"'blk\.0\.ffn_up_exps\.weight' has format {name}; supported: .*IQ3_XXS"):
         model_spec(path)
+
+
+@pytest.mark.parametrize("name", ["iq2_xs", "iq1_m", "tq1_0", "nvfp4"])
+def test_the_hosts_weights_in_low_bit_types_are_what_the_package_makes_of_them(source, tmp_path, name):
+    import numpy as np
+
+    checkpoint = Checkpoint.open(write(source, tmp_path / "m.gguf", "f32", host=name))
+    tensor = "blk.0.attn_k.weight"
+    rows = checkpoint.raw(tensor).reshape(checkpoint.stored[tensor].shape[0], -1)
+    expected = gguf.dequantize(rows, gguf.GGMLQuantizationType[name.upper()])
+    np.testing.assert_array_equal(checkpoint.values(tensor), expected)
+
+
+def test_nvfp4_with_a_further_scale_is_refused_by_name(tmp_path):
+    from types import SimpleNamespace
+
+    from dflash_moe.model.nvfp4_scales import check_nvfp4_scales
+    from dflash_moe.model.stored_tensor import TensorInfo
+
+    weight, scale = TensorInfo(0, 0, "NVFP4", (4, 64), 144), TensorInfo(0, 160, "F32", (1,), 4)
+    stored = {"blk.0.attn_k.weight": weight, "blk.0.attn_q.scale": scale}
+    checkpoint = SimpleNamespace(files=(tmp_path / "m.gguf",), stored=stored)
+    check_nvfp4_scales(checkpoint)
+    stored["blk.0.attn_k.scale"] = scale
+    with pytest.raises(
+        UnsupportedError, match=r"m\.gguf: tensor 'blk\.0\.attn_k\.weight' has format NVFP4 with a further scale"
+    ):
+        check_nvfp4_scales(checkpoint)

@@ -7,14 +7,16 @@ SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
 import json
+import math
 
 import numpy as np
 import pytest
 
+from dflash_moe import _core
 from dflash_moe.errors import CheckpointError, UnsupportedError
 from dflash_moe.model.checkpoint import Checkpoint
-from dflash_moe.model.dequantize import dequantize
-from dflash_moe.model.expert_tensors import check_expert, expert_sources
+from dflash_moe.model.dequantize import E4M3, dequantize
+from dflash_moe.model.expert_tensors import check_expert, expert_sources, matrix_source
 from dflash_moe.model.ffn import FfnSpec, TensorPattern
 from dflash_moe.model.make import MakeOptions, make_checkpoint
 from dflash_moe.testing.quantised_files import quantise_fp8, quantise_mxfp4, write_fp8, write_mxfp4
@@ -51,6 +53,33 @@ def test_fp8_values_and_scales_become_one_tensor(tmp_path):
     for expert in range(2):
         expected = dequantize("fp8_e4m3_b128", values[expert], 256, 128, scales[expert])
         np.testing.assert_array_equal(whole[expert], expected)
+
+
+@pytest.mark.parametrize("name", ["w_scale", "w_scale_inv"])
+@pytest.mark.parametrize(
+    ("dtype", "shape"), [("F32", ()), ("BF16", (1,)), ("F32", (1, 1)), ("F16", (256,)), ("BF16", (256, 1)), ("BF16", (2, 3))]
+)
+def test_fp8_scales_of_every_shape_and_dtype_belong_to_their_weights(tmp_path, name, dtype, shape):
+    values, scales = codes(256, 300) & 0x7B, np.arange(1, 1 + math.prod(shape), dtype=np.float32).reshape(shape) / 64
+    bits = (scales.view(np.uint32) >> 16).astype(np.uint16)
+    stored = {"F32": scales, "F16": scales.astype(np.float16), "BF16": bits}[dtype]
+    checkpoint = Checkpoint.open(write(tmp_path, {"w": ("F8_E4M3", values), name: (dtype, stored)}))
+    assert set(checkpoint.tensors) == {"w"}
+    wide = np.kron(scales, np.ones((128, 128), np.float32))[:, :300] if shape == (2, 3) else scales.reshape(-1, 1)
+    held = {"F32": wide, "F16": wide.astype(np.float16), "BF16": wide}[dtype].astype(np.float32)
+    expected = E4M3[values] * (held.view(np.uint32) & np.uint32(0xFFFF0000 if dtype == "BF16" else 0xFFFFFFFF)).view(np.float32)
+    np.testing.assert_array_equal(checkpoint.values("w"), expected)
+    np.testing.assert_array_equal(core_values(checkpoint, "w"), expected)
+
+
+def core_values(checkpoint: Checkpoint, name: str) -> np.ndarray:
+    """The weights as the core keeps them once it has packed them from the mapped file."""
+    outputs, inputs = checkpoint.tensors[name].shape
+    pool = _core.HostPool(threads=1, isa=_core.best_isa())
+    packed = _core.PackedLinear(pool, [(matrix_source(checkpoint, name, outputs, inputs), None, 0)], numerics="f32-canonical")
+    ids, found = np.arange(outputs, dtype=np.int64), np.empty((outputs, inputs), np.float32)
+    packed.gather(ids.ctypes.data, outputs, found.ctypes.data, found.strides[0], "f32")
+    return found
 
 
 def test_mxfp4_blocks_and_scales_become_one_tensor(tmp_path):
@@ -109,8 +138,8 @@ def test_pairs_that_contradict_themselves_are_named(tmp_path, tensors, message):
 
 
 def test_fp8_with_scales_of_another_kind_is_refused_by_name(tmp_path):
-    write(tmp_path, {"w": ("F8_E4M3", codes(1, 256, 128)), "w_scale_inv": ("F32", np.ones((1, 256, 1), np.float32))})
-    with pytest.raises(UnsupportedError, match="'w' has format F8_E4M3 without scales per square of 128"):
+    write(tmp_path, {"w": ("F8_E4M3", codes(1, 256, 128)), "w_scale_inv": ("F32", np.ones((1, 255, 1), np.float32))})
+    with pytest.raises(UnsupportedError, match="'w' has format F8_E4M3 without scales per square of 128, output or tensor"):
         check_expert(Checkpoint.open(tmp_path), ffn("w", 128, 256), 0)
 
 

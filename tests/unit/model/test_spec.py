@@ -103,11 +103,14 @@ def test_the_models_dtype_can_be_chosen_and_weights_stay_as_stored(made):
 
 def test_a_quantised_checkpoint_is_refused_by_class_and_field(own_copy):
     directory = own_copy("mixtral")
-    edit_config(directory, quantization_config={"quant_method": "fp8"})
-    with pytest.raises(UnsupportedError, match=r"MixtralConfig\.quantization_config\.weight_block_size: found None"):
+    edit_config(directory, quantization_config={"quant_method": "fp8", "weight_block_size": [64, 128]})
+    with pytest.raises(UnsupportedError, match=r"MixtralConfig\.quantization_config\.weight_block_size: found \[64, 128\]"):
         model_spec(directory)
-    edit_config(directory, quantization_config={"quant_method": "gptq"})
-    with pytest.raises(UnsupportedError, match=r"MixtralConfig\.quantization_config: method gptq"):
+    edit_config(directory, quantization_config={"quant_method": "gptq", "bits": 3})
+    with pytest.raises(UnsupportedError, match=r"MixtralConfig\.quantization_config\.bits: found 3"):
+        model_spec(directory)
+    edit_config(directory, quantization_config={"quant_method": "aqlm"})
+    with pytest.raises(UnsupportedError, match=r"MixtralConfig\.quantization_config: method aqlm"):
         model_spec(directory)
 
 

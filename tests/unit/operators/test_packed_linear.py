@@ -17,10 +17,15 @@ from dflash_moe import _core
 from dflash_moe.errors import ConfigError, UnsupportedError, WorkerError
 
 NAMES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
-FORMATS = {name: facts for name, facts in _core.weight_formats().items() if facts["is_stored"] and name not in NAMES.values()}
+FORMATS = {
+    name: facts
+    for name, facts in _core.weight_formats().items()
+    if facts["is_stored"] and facts["has_panels"] and name not in NAMES.values()
+}
 # Where the f16 scales of a block lie, so that random blocks have finite ones; the first of those of
 # gguf_mxfp4 is an exponent.
 SCALES_AT = {"q4_k": (0, 2), "q5_k": (0, 2), "q6_k": (208,), "gguf_mxfp4": ()}
+SCALES_AT |= {"q4_1": (0, 2), "q5_1": (0, 2), "q3_k": (108,), "q2_k": (80, 82)}
 SETS = ["scalar", "avx2", "avx512", "avx512vnni", "avx512bf16", "neon", "neon_dotprod", "neon_i8mm", "neon_bf16"]
 OUTPUTS, INPUTS = 75, 512
 
@@ -86,6 +91,9 @@ def stored(name: str, outputs: int, seed: int) -> tuple[tuple[Any, ...], list[An
         scales = rng.integers(118, 125, (outputs, INPUTS // 32), dtype=np.uint8)
     elif name == "gguf_mxfp4":
         blocks[..., 0] = rng.integers(118, 125, blocks.shape[:2])
+    elif name == "int4_zp":
+        factors = (0.01 * rng.standard_normal(blocks.shape[:2])).astype(np.float16).astype(np.float32)
+        blocks[..., :4] = (factors.view(np.uint32) | rng.integers(0, 16, factors.shape, np.uint32))[..., None].view(np.uint8)
     else:
         for at in SCALES_AT.get(name, (0,)):
             scale = 0.01 * rng.standard_normal(blocks.shape[:2])

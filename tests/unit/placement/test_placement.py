@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflash_moe.errors import TopologyError
+from dflash_moe.errors import TopologyError, UnsupportedError
+from dflash_moe.model.weight_formats import resident_formats
 from dflash_moe.placement import HOST, Placement, plan_placement
 from dflash_moe.topology import Topology
 
@@ -24,6 +25,7 @@ class Layer:
     index: int
     num_experts: int = 64
     expert_bytes: int = 4 * MIB
+    weight_dtype: str = "bf16"
 
     @property
     def name(self) -> str:
@@ -31,6 +33,9 @@ class Layer:
 
     def resident_bytes(self, weights: str) -> int:
         return {"auto": self.expert_bytes, "int8": self.expert_bytes // 2, "int4": self.expert_bytes // 4}[weights]
+
+    def resident_dtype(self, weights: str) -> str:
+        return resident_formats(self.weight_dtype, weights)
 
 
 def layers(count: int = 2, num_experts: int = 64, expert_bytes: int = 4 * MIB) -> list[Layer]:
@@ -215,3 +220,30 @@ def test_a_worker_without_the_memory_computes_from_the_mapped_checkpoint_unless_
 def test_a_layout_that_cannot_be_says_why(worker, message):
     with pytest.raises(TopologyError, match=message):
         topology(f"workers: [{worker}]")
+
+
+def test_weights_that_no_kernel_reads_are_mapped_and_said_so(caplog):
+    model = [Layer(0, 8), Layer(1, 8, weight_dtype="q4_k+iq1_s")]
+    placement = plan_placement(model, topology("workers: [{name: a}]\nhost: {experts: {memory: 8MiB}}"))
+    layouts = {shard.holder: shard.layout for shards in placement.layers for shard in shards}
+    assert layouts["a"] == "mapped"
+    assert "worker a computes from the mapped checkpoint, for it has weights in iq1_s, which no kernel reads" in caplog.text
+    assert set(plan_placement([Layer(0, 8, weight_dtype="iq2_s")], topology("workers: [{name: a}]")).bytes_by_holder()) == {"a"}
+
+
+@pytest.mark.parametrize(
+    ("worker", "weight_dtype", "message"),
+    [
+        ("weights_layout: packed", "tq1_0", "has weights_layout: packed, and layer 0 .* has weights in tq1_0, which no kernel"),
+        ("weights: int8", "bf16+nvfp4", "has weights: int8, which are packed, and layer 0 .* has weights in nvfp4"),
+        (
+            "backend: sim, simulate: cuda",
+            "q4_k+iq3_s",
+            "backend sim, and layer 0 .* has weights in iq3_s, for which cards have",
+        ),
+        ("backend: cuda", "iq1_m", "backend cuda, and layer 0 .* has weights in iq1_m, for which cards have no kernels"),
+    ],
+)
+def test_weights_that_a_holder_has_no_kernels_for_are_refused_by_name(worker, weight_dtype, message):
+    with pytest.raises(UnsupportedError, match=message):
+        plan_placement([Layer(0, 8, weight_dtype=weight_dtype)], topology(f"workers: [{{name: a, {worker}}}]"))

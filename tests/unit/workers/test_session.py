@@ -177,7 +177,7 @@ def test_another_limit_is_named(host: Host) -> None:
         ({"expert_ranges": (5, 0)}, "expert_ranges"),
         ({"weights_fingerprint": 1}, "both must read the same checkpoint"),
         ({"weight_dtype": "f8"}, "f8"),
-        ({"numerics": "int8-groups"}, "field numerics: 'int8-groups' is not that of Hello, 'f32-canonical'"),
+        ({"numerics": "f16-dot2"}, "field numerics: 'f16-dot2' is not among those of HelloReply, f32-canonical, int8-groups"),
     ],
 )
 def test_a_bad_shard_is_refused_by_name(host: Host, changes: dict[str, object], text: str) -> None:

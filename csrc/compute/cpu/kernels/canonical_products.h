@@ -11,7 +11,9 @@
 #pragma once
 
 #include "compute/cpu/kernels/expert_tiles.h"
+#include "compute/cpu/kernels/grid_formats.h"
 #include "compute/cpu/kernels/many_rows.h"
+#include "compute/cpu/kernels/pair_formats.h"
 
 namespace dflash::compute {
 
@@ -53,6 +55,22 @@ inline constexpr FormatKernels kFormatKernels[kNumWeightFormats] = {
     quantized_kernels<V, NibbleFormat, WeightFormat::kMxfp4>(),
     quantized_kernels<V, NibbleFormat, WeightFormat::kIq4Nl>(),
     quantized_kernels<V, NibbleFormat, WeightFormat::kIq4Xs>(),
+    quantized_kernels<V, AffineFormat, WeightFormat::kQ4_1>(),
+    quantized_kernels<V, AffineFormat, WeightFormat::kQ5_0>(),
+    quantized_kernels<V, AffineFormat, WeightFormat::kQ5_1>(),
+    quantized_kernels<V, GridFormat, WeightFormat::kIq3Xxs>(),
+    quantized_kernels<V, GridFormat, WeightFormat::kIq3S>(),
+    quantized_kernels<V, GridFormat, WeightFormat::kIq2Xxs>(),
+    quantized_kernels<V, GridFormat, WeightFormat::kIq2Xs>(),
+    quantized_kernels<V, GridFormat, WeightFormat::kIq2S>(),
+    {nullptr, nullptr}, // the formats without panels
+    {nullptr, nullptr},
+    {nullptr, nullptr},
+    {nullptr, nullptr},
+    {nullptr, nullptr},
+    quantized_kernels<V, PairFormat, WeightFormat::kQ3K>(),
+    quantized_kernels<V, PairFormat, WeightFormat::kQ2K>(),
+    quantized_kernels<V, AffineFormat, WeightFormat::kInt4Zp>(),
 };
 
 // The products of f32-canonical.

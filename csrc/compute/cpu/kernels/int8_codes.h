@@ -17,7 +17,7 @@
 #pragma once
 
 #include "compute/cpu/kernels/int8_rows.h"
-#include "compute/cpu/kernels/quantized_formats.h"
+#include "compute/cpu/kernels/pair_formats.h"
 
 namespace dflash::compute {
 
@@ -47,7 +47,13 @@ constexpr CodeTraits code_traits(WeightFormat format) {
     case WeightFormat::kIq4Xs:   return {8, true, true, false, 0};
     case WeightFormat::kMxfp4:   return {8, false, true, false, 12};
     case WeightFormat::kQ4K:
-    case WeightFormat::kQ5K:     return {8, false, true, true, 0};
+    case WeightFormat::kQ5K:
+    case WeightFormat::kQ4_1:
+    case WeightFormat::kQ5_1:
+    case WeightFormat::kInt4Zp:  return {8, false, true, true, 0};
+    case WeightFormat::kQ5_0:    return {8, false, true, false, 16};
+    case WeightFormat::kQ3K:     return {4, false, false, false, 4};
+    case WeightFormat::kQ2K:     return {4, false, false, true, 0};
     case WeightFormat::kQ6K:     return {4, false, true, false, 32};
     default:                     return {8, false, true, false, 8};  // int4_g32, q4_0
   }
@@ -75,13 +81,10 @@ struct IntegerCodes {
     return found;
   }
 
-  // What an affine format adds to a group: 0 - dmin * minimum. The product is exact.
+  // What an affine format adds to a group: 0 - offset.
   [[gnu::always_inline]] static inline F minus_offset(const uint8_t* record, uint32_t group,
                                                       int half) {
-    const int lane = half * V::kLanes;
-    const uint8_t* minima = Scale::Address::scales(record, group) + 2 * V::kLanes;
-    return V::sub(V::set1(0.0f), V::mul(V::load_f16(record + 4 * V::kLanes + 2 * lane),
-                                        V::load_u8(minima + lane)));
+    return V::add(V::set1(0.0f), Scale::minus_offset(record, group, half));
   }
 
   struct Tables {
@@ -100,7 +103,16 @@ struct IntegerCodes {
   [[gnu::always_inline]] static inline void unfold(const Tables& tables, const uint8_t* record,
                                                    uint32_t group, const Body& body) {
     const uint8_t* at = Scale::Address::codes(record, group);
-    if constexpr (!kTraits.is_paired) {
+    if constexpr (kFormat == WeightFormat::kQ2K || kFormat == WeightFormat::kQ3K) {
+      using Pairs = PairCodes<V, kFormat>;
+      const Pairs codes[2] = {Pairs::load(at, 0), Pairs::load(at, 1)};
+      const I mask = V::set1i(kFormat == WeightFormat::kQ3K ? 0x07070707 : 0x03030303);
+#pragma GCC unroll 4
+      for (uint32_t s = 0; s < 4; ++s) {
+        body(s, 0u, D::both(codes[0].four(s), mask));
+        body(s, 1u, D::both(codes[1].four(s), mask));
+      }
+    } else if constexpr (!kTraits.is_paired) {
 #pragma GCC unroll 8
       for (uint32_t s = 0; s < 8; ++s) {
         body(s, 0u, D::as_signed_codes(V::load_words(at + s * kWordBytes)));
@@ -109,8 +121,8 @@ struct IntegerCodes {
     } else {
       I further[2] = {};
       // The word of further bits lies behind the words of nibbles, of which there are this many.
-      constexpr size_t kFurther = kFormat == WeightFormat::kQ5K ? 4 : 2;
-      if constexpr (kFormat == WeightFormat::kQ5K || kFormat == WeightFormat::kQ6K) {
+      constexpr size_t kFurther = has_fifth_bit(kFormat) ? 4 : 2;
+      if constexpr (has_fifth_bit(kFormat) || kFormat == WeightFormat::kQ6K) {
         further[0] = V::load_words(at + kFurther * kWordBytes);
         further[1] = V::load_words(at + kFurther * kWordBytes + kVectorBytes);
       }
@@ -138,8 +150,7 @@ struct IntegerCodes {
       return D::both(V::merge(V::set1i(0x0f0f0f0f), nibbles, upper), V::set1i(0x3f3f3f3f));
     }
     const I low = D::both(nibbles, V::set1i(0x0f0f0f0f));
-    if constexpr (kFormat == WeightFormat::kQ5K)
-      return D::either(low, D::fifth_bits(further, w, part));
+    if constexpr (has_fifth_bit(kFormat)) return D::either(low, D::fifth_bits(further, w, part));
     if constexpr (kFormat == WeightFormat::kMxfp4) return D::look_up_bytes(tables.values, low);
     if constexpr (kHasTable) return D::as_signed_codes(D::look_up_bytes(tables.values, low));
     return low;

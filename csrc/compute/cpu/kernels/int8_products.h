@@ -9,6 +9,7 @@
 
 #include "compute/cpu/kernels/expert_tiles.h"
 #include "compute/cpu/kernels/int8_codes.h"
+#include "compute/cpu/kernels/int8_grids.h"
 
 namespace dflash::compute {
 
@@ -48,18 +49,23 @@ struct Int8Row {
       return -kOffset * (block.sums[2 * group] + block.sums[2 * group + 1]);
   }
   static constexpr uint32_t scale_index(uint32_t group) { return group / kGroups; }
+  // The scale times the sum of the codes that a group of weights meets.
+  [[gnu::always_inline]] static inline float scaled_sum(const Int8Block& block, uint32_t group) {
+    return kGroups == 2 ? block.scaled_halves[group] : block.scaled_sums[group];
+  }
 };
 
 // Adds a group to a float sum: sum + dot * (weight scale * row scale), and where the format is
 // affine also offset * (row scale * sum of the row's codes).
-template <class V, CodeTraits kTraits>
+template <class V, class Row, CodeTraits kTraits>
 [[gnu::always_inline]] inline typename V::F add_group(typename V::I dot, typename V::F scale,
                                                       typename V::F minus_offset,
-                                                      const Int8Block& block, uint32_t index,
+                                                      const Int8Block& block, uint32_t group,
                                                       typename V::F sum) {
-  sum = V::fma(V::to_float(dot), V::mul(scale, V::set1(block.scales[index])), sum);
+  const float row_scale = block.scales[Row::scale_index(group)];
+  sum = V::fma(V::to_float(dot), V::mul(scale, V::set1(row_scale)), sum);
   if constexpr (kTraits.is_affine)
-    sum = V::fma(minus_offset, V::set1(block.scaled_sums[index]), sum);
+    sum = V::fma(minus_offset, V::set1(Row::scaled_sum(block, group)), sum);
   return sum;
 }
 
@@ -160,9 +166,8 @@ struct Int8Kernel {
         minus_offset = Codes::minus_offset(group.record, group.in_record, h);
 #pragma GCC unroll 4
       for (int m = 0; m < M; ++m) {
-        sums[m][2 * p + h] =
-            add_group<V, Codes::kTraits>(dots[m][h], scale, minus_offset, *blocks[m],
-                                         Row::scale_index(group.in_block), sums[m][2 * p + h]);
+        sums[m][2 * p + h] = add_group<V, Row, Codes::kTraits>(
+            dots[m][h], scale, minus_offset, *blocks[m], group.in_block, sums[m][2 * p + h]);
       }
     }
   }
@@ -175,7 +180,7 @@ struct CodeBlock {
   // [group][step][vector]
   alignas(64) uint8_t codes[static_cast<size_t>(kInt8BlockInputs) * kPanelWidth<V>];
   float scales[static_cast<size_t>(16) * kPanelWidth<V>];
-  float minus_offsets[static_cast<size_t>(8) * kPanelWidth<V>];  // written by affine formats only
+  float minus_offsets[static_cast<size_t>(16) * kPanelWidth<V>];  // written by affine formats only
 };
 
 // Unfolds `num_groups` groups of a panel from input `k_begin` on.
@@ -272,8 +277,8 @@ void int8_tile(const void* const* rows, const Int8Pass<V>& pass, float* tile, si
       if constexpr (kTraits.is_affine) minus_offset = V::load(pass.block->minus_offsets + at);
 #pragma GCC unroll 8
       for (int m = 0; m < M; ++m) {
-        sums[m][h] = add_group<V, kTraits>(dots[m][h], scale, minus_offset, *blocks[m],
-                                           Row::scale_index(group), sums[m][h]);
+        sums[m][h] = add_group<V, Row, kTraits>(dots[m][h], scale, minus_offset, *blocks[m], group,
+                                                sums[m][h]);
       }
     }
   }
@@ -359,6 +364,22 @@ inline constexpr Int8FormatKernels<V> kInt8FormatKernels[kNumWeightFormats] = {
     int8_format_kernels<V, D, WeightFormat::kMxfp4>(),
     int8_format_kernels<V, D, WeightFormat::kIq4Nl>(),
     int8_format_kernels<V, D, WeightFormat::kIq4Xs>(),
+    int8_format_kernels<V, D, WeightFormat::kQ4_1>(),
+    int8_format_kernels<V, D, WeightFormat::kQ5_0>(),
+    int8_format_kernels<V, D, WeightFormat::kQ5_1>(),
+    int8_format_kernels<V, D, WeightFormat::kIq3Xxs>(),
+    int8_format_kernels<V, D, WeightFormat::kIq3S>(),
+    int8_format_kernels<V, D, WeightFormat::kIq2Xxs>(),
+    int8_format_kernels<V, D, WeightFormat::kIq2Xs>(),
+    int8_format_kernels<V, D, WeightFormat::kIq2S>(),
+    {nullptr, nullptr}, // the formats without panels
+    {nullptr, nullptr},
+    {nullptr, nullptr},
+    {nullptr, nullptr},
+    {nullptr, nullptr},
+    int8_format_kernels<V, D, WeightFormat::kQ3K>(),
+    int8_format_kernels<V, D, WeightFormat::kQ2K>(),
+    int8_format_kernels<V, D, WeightFormat::kInt4Zp>(),
 };
 
 // The products P that expert_tiles.h asks for.

@@ -23,10 +23,11 @@ struct Int8Block {
   // 0 2 4 6, then 1 3 5 7.
   int8_t paired[kInt8BlockInputs];
   float scales[8];
-  float scaled_sums[8];  // scale * (sum of the group's codes), for affine formats
-  int32_t sums[16];      // sums of 16 codes each
+  float scaled_sums[8];     // scale * (sum of the group's codes), for affine formats
+  int32_t sums[16];         // sums of 16 codes each
+  float scaled_halves[16];  // scale * sums, for affine formats with groups of 16
 };
-static_assert(sizeof(Int8Block) == 640);
+static_assert(sizeof(Int8Block) == 704);
 
 // Quantises a group: `values` and `codes` are [32]. Returns false where all codes are zero, which
 // the caller then writes itself; `*scale` is 0 or NaN.
@@ -81,6 +82,8 @@ template <class V>
   for (uint32_t i = 16; i < 32; ++i) sums[1] += codes[i];
   block.sums[2 * g] = sums[0];
   block.sums[2 * g + 1] = sums[1];
+  block.scaled_halves[2 * g] = block.scales[g] * static_cast<float>(sums[0]);
+  block.scaled_halves[2 * g + 1] = block.scales[g] * static_cast<float>(sums[1]);
   block.scaled_sums[g] = block.scales[g] * static_cast<float>(sums[0] + sums[1]);
   int8_t* ascending = block.ascending + kInt8GroupInputs * g;
   for (uint32_t i = 0; i < kInt8GroupInputs; ++i) ascending[i] = static_cast<int8_t>(codes[i]);

@@ -20,9 +20,11 @@
 
 namespace dflash::compute {
 
-// The values of four-bit codes: as they are, moved by eight, and bit 0 as a fifth bit.
+// The values of four-bit codes: as they are, moved by eight or sixteen, and bit 0 as a fifth bit.
 inline constexpr float kPlain[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 inline constexpr float kMinusEight[16] = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
+inline constexpr float kMinusSixteen[16] = {-16, -15, -14, -13, -12, -11, -10, -9,
+                                            -8,  -7,  -6,  -5,  -4,  -3,  -2,  -1};
 inline constexpr float kFifthBit[16] = {0, 16, 0, 16, 0, 16, 0, 16, 0, 16, 0, 16, 0, 16, 0, 16};
 
 // Where the fields of a group lie, for panels of 2 * V::kLanes outputs.
@@ -38,7 +40,7 @@ struct GroupAddress {
   }
 };
 
-// Reads the scales of a group, widened to float32.
+// Reads the scales of a group, widened to float32, and its offset where the format is affine.
 template <class V, WeightFormat kFormat>
 struct GroupScale {
   using F = typename V::F;
@@ -50,14 +52,42 @@ struct GroupScale {
     if constexpr (kFormat == WeightFormat::kInt8G32 || kFormat == WeightFormat::kInt4G32 ||
                   kFormat == WeightFormat::kFp8E4m3B128) {
       return V::load(reinterpret_cast<const float*>(at) + lane);
+    } else if constexpr (kFormat == WeightFormat::kInt4Zp) {
+      return V::from_bits(
+          V::merge(V::set1i(31), V::set1i(0), V::load_words(at + sizeof(float) * lane)));
     } else if constexpr (kFormat == WeightFormat::kMxfp4) {
       return V::load_exponents(at + lane);
-    } else if constexpr (kFormat == WeightFormat::kQ6K || kFormat == WeightFormat::kIq4Xs) {
+    } else if constexpr (kFormat == WeightFormat::kQ6K || kFormat == WeightFormat::kIq4Xs ||
+                         kFormat == WeightFormat::kQ3K) {
       return V::mul(V::load_f16(record + 2 * lane), V::load_i8(at + lane));
+    } else if constexpr (kFormat == WeightFormat::kQ2K) {
+      return V::mul(V::load_f16(record + 2 * lane),
+                    V::look_up(V::table(kPlain), V::widen_u8(at + lane)));
     } else if constexpr (kFormat == WeightFormat::kQ4K || kFormat == WeightFormat::kQ5K) {
       return V::mul(V::load_f16(record + 2 * lane), V::load_u8(at + lane));
     } else {
       return V::load_f16(at + 2 * lane);
+    }
+  }
+  // The group's offset with its sign changed, for the same lanes; the products are exact.
+  [[gnu::always_inline]] static inline F minus_offset(const uint8_t* record, uint32_t group,
+                                                      int half) {
+    constexpr size_t kWidth = Address::kWidth;
+    const uint8_t* at = Address::scales(record, group);
+    const int lane = half * V::kLanes;
+    if constexpr (kFormat == WeightFormat::kQ4_1 || kFormat == WeightFormat::kQ5_1) {
+      return V::load_f16(at + 2 * kWidth + 2 * lane);
+    } else if constexpr (kFormat == WeightFormat::kInt4Zp) {
+      const auto zero = V::merge(V::set1i(31), V::load_words(at + 4 * lane), V::set1i(0));
+      return V::sub(V::set1(-0.0f), V::mul(load(record, group, half), V::to_float(zero)));
+    } else {
+      F minimum;
+      if constexpr (kFormat == WeightFormat::kQ2K)
+        minimum = V::look_up(V::table(kPlain), V::shift_right(V::widen_u8(at + lane), 4));
+      else
+        minimum = V::load_u8(at + kWidth + lane);
+      // Subtracting from -0 changes the sign of zeros too.
+      return V::sub(V::set1(-0.0f), V::mul(V::load_f16(record + 2 * kWidth + 2 * lane), minimum));
     }
   }
 };
@@ -145,13 +175,14 @@ struct NibbleFormat {
   }
 };
 
-// The weights of q4_k and q5_k: (d * scale) * code - (dmin * minimum).
+// The weights of q4_k, q5_k, q4_1, q5_1 and int4_zp, code * scale - offset, and those of q5_0,
+// (code - 16) * scale.
 template <class V, WeightFormat kFormat>
 struct AffineFormat {
   using F = typename V::F;
   using I = typename V::I;
   static constexpr uint32_t kStep = 8;
-  static constexpr bool kHasFifthBit = kFormat == WeightFormat::kQ5K;
+  static constexpr bool kHasFifthBit = has_fifth_bit(kFormat);
   struct Group {
     F scale[2];
     F minus_offset[2];
@@ -164,18 +195,17 @@ struct AffineFormat {
   };
   [[gnu::always_inline]] static inline Group open(const uint8_t* record, uint32_t group) {
     using Scale = GroupScale<V, kFormat>;
-    constexpr int kWidth = 2 * V::kLanes;
-    const uint8_t* minima = Scale::Address::scales(record, group) + kWidth;
-    const uint8_t* dmin = record + 2 * kWidth;
-    const F zero = V::set1(0.0f);
-    return {
-        {Scale::load(record, group,                    0),                   Scale::load(record, group,                                    1)                              },
-        {V::sub(zero,        V::mul(V::load_f16(dmin), V::load_u8(minima))),
-         V::sub(zero,                                                                            V::mul(V::load_f16(dmin + 2 * V::kLanes), V::load_u8(minima + V::kLanes)))},
-        V::table(kPlain),
+    Group found{
+        {Scale::load(record, group, 0), Scale::load(record, group, 1)},
+        {},
+        V::table(is_affine(kFormat) ? kPlain : kMinusSixteen),
         V::table(kFifthBit),
         Scale::Address::codes(record, group)
     };
+    if constexpr (is_affine(kFormat)) {
+      for (int h = 0; h < 2; ++h) found.minus_offset[h] = Scale::minus_offset(record, group, h);
+    }
+    return found;
   }
   [[gnu::always_inline]] static inline Step step(const Group& group, uint32_t s) {
     const uint8_t* at = group.codes + s * 8 * V::kLanes;
@@ -197,12 +227,24 @@ struct AffineFormat {
       F code = V::look_up(group.table, V::shift_right(step.words[h], 4 * j));
       if constexpr (kHasFifthBit)
         code = V::add(code, V::look_up(group.fifth, V::shift_right(step.fifth[h], j)));
-      // The product is exact (17 bits of d * scale and 5 of the code), so that the fma rounds once,
-      // as the twin's subtraction does.
-      pair[h] = V::fma(group.scale[h], code, group.minus_offset[h]);
+      // The product is exact (17 bits of d * scale and 5 of the code; 19 and 4 in int4_zp), so that
+      // the fma rounds once, as the twin's subtraction or addition does.
+      if constexpr (is_affine(kFormat))
+        pair[h] = V::fma(group.scale[h], code, group.minus_offset[h]);
+      else
+        pair[h] = V::mul(group.scale[h], code);
     }
   }
 };
+
+// Moves bits from place `from` of each lane to place `to`.
+template <class V>
+[[gnu::always_inline]] inline typename V::I move_bits(typename V::I bits, uint32_t from,
+                                                      uint32_t to) {
+  return from == to  ? bits
+         : from < to ? V::shift_left(bits, to - from)
+                     : V::shift_right(bits, from - to);
+}
 
 // The weights of q6_k: (d * scale) * (code - 32) + 0. The code becomes the upper mantissa bits of
 // f = 1 + code / 64, and 64 * scale * f - 96 * scale is the weight, rounded once: 64 * scale and
@@ -243,21 +285,16 @@ struct SixBitFormat {
         const I nibbles = V::load_words(group.codes + (q / 2 * 2 + h) * kWords);
         found.codes[q][h] =
             V::merge(V::set1i(0x0f0f0f0f), q % 2 == 0 ? nibbles : V::shift_right(nibbles, 4),
-                     move(upper, 2 * q, 4));
+                     move_bits<V>(upper, 2 * q, 4));
       }
     }
     return found;
-  }
-  [[gnu::always_inline]] static inline I move(I bits, uint32_t from, uint32_t to) {
-    return from == to  ? bits
-           : from < to ? V::shift_left(bits, to - from)
-                       : V::shift_right(bits, from - to);
   }
   [[gnu::always_inline]] static inline void weights(const Group& group, const Step& step,
                                                     uint32_t j, F* pair) {
 #pragma GCC unroll 2
     for (int h = 0; h < 2; ++h) {
-      const I code = move(step.codes[j / 8 * 2 + j % 2][h], j % 8 / 2 * 8, kCode);
+      const I code = move_bits<V>(step.codes[j / 8 * 2 + j % 2][h], j % 8 / 2 * 8, kCode);
       pair[h] =
           V::fma(group.scale[h], V::one_and(code, V::set1i(63 << kCode)), group.minus_offset[h]);
     }

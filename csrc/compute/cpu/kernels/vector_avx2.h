@@ -32,6 +32,7 @@ struct Avx2Vector {
     return _mm256_blendv_ps(y, x, _mm256_cmp_ps(a, b, _CMP_GT_OQ));
   }
   static I bits(F value) { return _mm256_castps_si256(value); }
+  static F from_bits(I bits) { return _mm256_castsi256_ps(bits); }
   static I set1i(int32_t value) { return _mm256_set1_epi32(value); }
   static I subi(I a, I b) { return _mm256_sub_epi32(a, b); }
   static I halve(I value) { return _mm256_srai_epi32(value, 1); }
@@ -91,6 +92,10 @@ struct Avx2Vector {
             high = _mm256_permutevar8x32_ps(table.high, index);
     return _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(index, 28)));
   }
+  // Looks up by the low three bits, in a table whose halves are equal.
+  static F look_up_eight(const Table& table, I index) {
+    return _mm256_permutevar8x32_ps(table.low, index);
+  }
   static I load_words(const uint8_t* from) {
     return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
   }
@@ -118,7 +123,14 @@ struct Avx2Vector {
   static I widen_u8(const uint8_t* from) {
     return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
   }
+  static I widen_u16(const uint8_t* from) {
+    return _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+  }
   static F load_u8(const uint8_t* from) { return to_float(widen_u8(from)); }
+  static I addi(I a, I b) { return _mm256_add_epi32(a, b); }
+  static I gather(const uint32_t* table, I index) {
+    return _mm256_i32gather_epi32(reinterpret_cast<const int*>(table), index, 4);
+  }
   static F load_i8(const uint8_t* from) {
     return to_float(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
   }

@@ -38,6 +38,7 @@ struct Avx512Vector {
     return _mm512_mask_mov_ps(y, _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ), x);
   }
   static I bits(F value) { return _mm512_castps_si512(value); }
+  static F from_bits(I bits) { return _mm512_castsi512_ps(bits); }
   static I set1i(int32_t value) { return _mm512_set1_epi32(value); }
   static I subi(I a, I b) { return _mm512_sub_epi32(a, b); }
   static I halve(I value) { return _mm512_srai_epi32(value, 1); }
@@ -89,6 +90,8 @@ struct Avx512Vector {
   static Table table(const float* values) { return _mm512_loadu_ps(values); }
   // Looks up by the low four bits; the permutation ignores those above.
   static F look_up(Table table, I index) { return _mm512_permutexvar_ps(index, table); }
+  // The same by the low three bits, in a table whose halves are equal.
+  static F look_up_eight(Table table, I index) { return look_up(table, index); }
   static I load_words(const uint8_t* from) { return _mm512_loadu_si512(from); }
   static I shift_right(I value, uint32_t count) {
     return reinterpret_cast<I>(reinterpret_cast<Words>(value) >> count);
@@ -113,7 +116,14 @@ struct Avx512Vector {
   static I widen_u8(const uint8_t* from) {
     return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
   }
+  static I widen_u16(const uint8_t* from) {
+    return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+  }
   static F load_u8(const uint8_t* from) { return to_float(widen_u8(from)); }
+  static I addi(I a, I b) { return _mm512_add_epi32(a, b); }
+  static I gather(const uint32_t* table, I index) {
+    return _mm512_i32gather_epi32(index, table, 4);
+  }
   static F load_i8(const uint8_t* from) {
     return to_float(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
   }

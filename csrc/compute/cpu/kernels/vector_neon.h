@@ -31,6 +31,7 @@ struct NeonVector {
   static F max(F a, F b) { return vbslq_f32(vcgtq_f32(a, b), a, b); }
   static F select_greater(F a, F b, F x, F y) { return vbslq_f32(vcgtq_f32(a, b), x, y); }
   static I bits(F value) { return vreinterpretq_s32_f32(value); }
+  static F from_bits(I bits) { return vreinterpretq_f32_s32(bits); }
   static I set1i(int32_t value) { return vdupq_n_s32(value); }
   static I subi(I a, I b) { return vsubq_s32(a, b); }
   static I halve(I value) { return vshrq_n_s32(value, 1); }
@@ -87,6 +88,8 @@ struct NeonVector {
     const uint32x4_t places = vmlaq_u32(vdupq_n_u32(0x0100ffffu), low, vdupq_n_u32(0x02020000u));
     return vreinterpretq_f32_u8(vqtbl2q_u8(table, vreinterpretq_u8_u32(places)));
   }
+  // The same by the low three bits, in a table whose halves are equal.
+  static F look_up_eight(const Table& table, I index) { return look_up(table, index); }
   static I load_words(const uint8_t* from) { return vreinterpretq_s32_u8(vld1q_u8(from)); }
   // These are operators, because the intrinsics with a count in a register only shift left.
   static I shift_right(I value, uint32_t count) {
@@ -105,13 +108,28 @@ struct NeonVector {
   static F load_f16(const uint8_t* from) {
     return vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(from)));
   }
-  static F load_u8(const uint8_t* from) { return vcvtq_f32_u32(widen_u8(from)); }
+  static I widen_u8(const uint8_t* from) {
+    return vreinterpretq_s32_u32(vmovl_u16(vget_low_u16(vmovl_u8(load_four(from)))));
+  }
+  static I widen_u16(const uint8_t* from) {
+    return vreinterpretq_s32_u32(vmovl_u16(vreinterpret_u16_u8(vld1_u8(from))));
+  }
+  static F load_u8(const uint8_t* from) { return to_float(widen_u8(from)); }
+  static I addi(I a, I b) { return vaddq_s32(a, b); }
+  // NEON has no gather; four loads of lanes are what there is.
+  static I gather(const uint32_t* table, I index) {
+    uint32x4_t found = vdupq_n_u32(table[vgetq_lane_s32(index, 0)]);
+    found = vld1q_lane_u32(table + vgetq_lane_s32(index, 1), found, 1);
+    found = vld1q_lane_u32(table + vgetq_lane_s32(index, 2), found, 2);
+    found = vld1q_lane_u32(table + vgetq_lane_s32(index, 3), found, 3);
+    return vreinterpretq_s32_u32(found);
+  }
   static F load_i8(const uint8_t* from) {
     return to_float(vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_u8(load_four(from))))));
   }
   // 2^(byte - 127) for bytes below 255; byte 0 gives the subnormal 2^-127.
   static F load_exponents(const uint8_t* from) {
-    const uint32x4_t exponents = widen_u8(from);
+    const uint32x4_t exponents = vreinterpretq_u32_s32(widen_u8(from));
     const uint32x4_t is_subnormal = vceqq_u32(exponents, vdupq_n_u32(0));
     return vreinterpretq_f32_u32(
         vbslq_u32(is_subnormal, vdupq_n_u32(0x00400000u), vshlq_n_u32(exponents, 23)));
@@ -139,9 +157,6 @@ struct NeonVector {
     uint32_t four;
     __builtin_memcpy(&four, from, sizeof(four));
     return vcreate_u8(four);
-  }
-  static uint32x4_t widen_u8(const uint8_t* from) {
-    return vmovl_u16(vget_low_u16(vmovl_u8(load_four(from))));
   }
 };
 

@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "compute/cpu/panels/pack.h"
+#include "compute/formats/plain_rows.h"
 #include "compute/formats/stored_rows.h"
 #include "compute/formats/value_checks.h"
 
@@ -60,7 +61,7 @@ Status MatrixPacker::pack_panels(const MatrixView& matrix, uint32_t first_panel,
   MatrixView part = matrix;
   uint32_t panel = first_panel;
   if (outputs_read_at_once(matrix, panel_width_) != 0) {
-    const uint32_t scale_outputs = std::max(format_facts(matrix.format).scale_outputs, 1u);
+    const uint32_t scale_outputs = outputs_per_scale(matrix);
     // A part that is read alone must begin on a boundary of scales, since its scales begin with it.
     const uint32_t first = first_panel * panel_width_ / scale_outputs * scale_outputs;
     const uint32_t end = std::min((first_panel + num_panels) * panel_width_, matrix.outputs);

@@ -8,10 +8,12 @@
 #include <vector>
 
 #include "compute/cpu/panels/pack.h"
+#include "compute/cpu/panels/pack_grids.h"
 #include "compute/cpu/panels/panel_layout.h"
 #include "compute/cpu/panels/quantize_groups.h"
 #include "compute/cpu/panels/record_tiles.h"
 #include "compute/formats/dequantize.h"
+#include "compute/formats/plain_rows.h"
 
 namespace dflash::compute {
 namespace {
@@ -127,6 +129,68 @@ void put_iq4_xs(const uint8_t* block, RecordFields<WeightFormat::kIq4Xs>& fields
   }
 }
 
+// Makes the word of a group of q2_k or q3_k from bit pair `shift` of sixteen bytes.
+uint32_t join_bit_pairs(const uint8_t* bytes, uint32_t shift) {
+  const uint64_t low = load64(bytes) >> shift & 0x0303030303030303ull,
+                 high = load64(bytes + 8) >> shift & 0x0303030303030303ull;
+  const uint64_t both = low | high << 4;
+  return static_cast<uint32_t>(both | both >> 30);
+}
+
+// Calls put(group, pairs, shift, part, bit) for the groups of a block of q2_k or q3_k: `pairs` are
+// the 16 bytes with its bit pairs, at bit `shift`; the third bits are bits `bit` of half `part` of
+// 32 bytes.
+template <class Put>
+void for_groups_of_16(const uint8_t* pairs, const Put& put) {
+  for (uint32_t group = 0; group < 16; ++group) {
+    const uint32_t bit = group / 2, part = group % 2;
+    put(group, pairs + bit / 4 * 32 + part * 16, bit % 4 * 2, part, bit);
+  }
+}
+
+void put_q3_k(const uint8_t* block, RecordFields<WeightFormat::kQ3K>& fields) {
+  fields.headers[0] = load16(block + 108);
+  for_groups_of_16(block + 32, [&](uint32_t group, const uint8_t* pairs, uint32_t shift,
+                                   uint32_t part, uint32_t bit) {
+    fields.words[group] = join_bit_pairs(pairs, shift);
+    fields.scales[group] = static_cast<uint8_t>(internal::q3_k_scale(block + 96, group) - 32);
+    const uint64_t low = load64(block + 16 * part) >> bit & 0x0101010101010101ull,
+                   high = load64(block + 16 * part + 8) >> bit & 0x0101010101010101ull;
+    const uint64_t both = low | high << 2;  // in each byte steps 0 and 2, or 1 and 3
+    const uint64_t four = both | both >> 31;
+    fields.further[group] = static_cast<uint16_t>(four | four >> 12);
+  });
+}
+
+void put_q2_k(const uint8_t* block, RecordFields<WeightFormat::kQ2K>& fields) {
+  fields.headers[0] = load16(block + 80);
+  fields.headers[1] = load16(block + 82);
+  std::memcpy(fields.scales, block, 16);
+  for_groups_of_16(block + 16,
+                   [&](uint32_t group, const uint8_t* pairs, uint32_t shift, uint32_t, uint32_t) {
+                     fields.words[group] = join_bit_pairs(pairs, shift);
+                   });
+}
+
+// Unpacks a block of q4_1, q5_0 or q5_1: its factors, the fifth bits, then the nibbles.
+template <WeightFormat kFormat>
+void put_q4_1_or_q5(const uint8_t* block, RecordFields<kFormat>& fields) {
+  constexpr size_t kScales = RecordFields<kFormat>::kScales;
+  std::memcpy(fields.scales, block, 2 * kScales);
+  const uint8_t* nibbles = block + 2 * kScales;
+  if constexpr (has_fifth_bit(kFormat)) {
+    std::memcpy(fields.further, nibbles, 4);
+    nibbles += 4;
+  }
+  put_nibbles(nibbles, 0, nibbles, 4, fields.words);
+}
+
+// The codes of a block already have the order of a panel's words.
+void put_int4_zp(const uint8_t* block, RecordFields<WeightFormat::kInt4Zp>& fields) {
+  std::memcpy(fields.scales, block, sizeof(fields.scales));
+  std::memcpy(fields.words, block + 4, sizeof(fields.words));
+}
+
 template <WeightFormat kFormat>
 void put_block(const uint8_t* block, RecordFields<kFormat>& fields) {
   if constexpr (kFormat == WeightFormat::kQ8_0)
@@ -137,6 +201,17 @@ void put_block(const uint8_t* block, RecordFields<kFormat>& fields) {
     put_q6_k(block, fields);
   else if constexpr (kFormat == WeightFormat::kIq4Xs)
     put_iq4_xs(block, fields);
+  else if constexpr (kFormat == WeightFormat::kQ3K)
+    put_q3_k(block, fields);
+  else if constexpr (kFormat == WeightFormat::kQ2K)
+    put_q2_k(block, fields);
+  else if constexpr (kFormat == WeightFormat::kQ4_1 || kFormat == WeightFormat::kQ5_0 ||
+                     kFormat == WeightFormat::kQ5_1)
+    put_q4_1_or_q5(block, fields);
+  else if constexpr (has_grid(kFormat))
+    put_grid<kFormat>(block, fields);
+  else if constexpr (kFormat == WeightFormat::kInt4Zp)
+    put_int4_zp(block, fields);
   else {  // q4_0, iq4_nl and gguf_mxfp4: a scale, then the low nibbles before the high ones
     constexpr bool kIsMxfp4 = kFormat == WeightFormat::kGgufMxfp4;
     fields.scales[0] = static_cast<ScaleOf<kFormat>>(kIsMxfp4 ? block[0] : load16(block));
@@ -208,7 +283,7 @@ void pack_fp8(const PanelSource& source, std::byte* packed) {
         const uint32_t output = source.first_output + first + o;
         rows[o] = reinterpret_cast<const uint8_t*>(matrix.data + output * matrix.output_stride) + k;
         std::memcpy(&scales[o],
-                    matrix.scales + output / kFp8BlockWidth * matrix.scales_stride +
+                    matrix.scales + output / outputs_per_scale(matrix) * matrix.scales_stride +
                         size_t{k} / kFp8BlockWidth * 4,
                     4);
       }
@@ -266,6 +341,22 @@ constexpr PackFunction kPack[kNumWeightFormats] = {
     pack_records<WeightFormat::kGgufMxfp4>,
     pack_records<WeightFormat::kIq4Nl>,
     pack_records<WeightFormat::kIq4Xs>,
+    pack_records<WeightFormat::kQ4_1>,
+    pack_records<WeightFormat::kQ5_0>,
+    pack_records<WeightFormat::kQ5_1>,
+    pack_records<WeightFormat::kIq3Xxs>,
+    pack_records<WeightFormat::kIq3S>,
+    pack_records<WeightFormat::kIq2Xxs>,
+    pack_records<WeightFormat::kIq2Xs>,
+    pack_records<WeightFormat::kIq2S>,
+    nullptr,  // the formats without panels
+    nullptr,
+    nullptr,
+    nullptr,
+    nullptr,
+    pack_records<WeightFormat::kQ3K>,
+    pack_records<WeightFormat::kQ2K>,
+    pack_records<WeightFormat::kInt4Zp>,
 };
 
 }  // namespace

@@ -44,10 +44,11 @@ inline internal::U16x8 join_pairs(internal::U16x8 bytes, int shift) {
 template <WeightFormat kFormat>
 using ScaleOf = std::conditional_t<
     kFormat == WeightFormat::kInt8G32 || kFormat == WeightFormat::kInt4G32 ||
-        kFormat == WeightFormat::kFp8E4m3B128,
+        kFormat == WeightFormat::kFp8E4m3B128 || kFormat == WeightFormat::kInt4Zp,
     uint32_t,
     std::conditional_t<kFormat == WeightFormat::kQ8_0 || kFormat == WeightFormat::kQ4_0 ||
-                           kFormat == WeightFormat::kIq4Nl,
+                           kFormat == WeightFormat::kIq4Nl || kFormat == WeightFormat::kQ4_1 ||
+                           kFormat == WeightFormat::kQ5_0 || kFormat == WeightFormat::kQ5_1,
                        uint16_t, uint8_t>>;
 
 // The fields of one record of one output, in the order in which the panel has them.
@@ -58,13 +59,14 @@ struct RecordFields {
   static constexpr uint32_t kHeaders = kLayout.header_bytes / 2;
   static constexpr uint32_t kScales = kLayout.scale_bytes / sizeof(ScaleOf<kFormat>);  // per group
   static constexpr bool kHasFurther =
-      kFormat == WeightFormat::kQ5K || kFormat == WeightFormat::kQ6K;
-  // Words of codes per group, without the word of further bits.
-  static constexpr uint32_t kWords = kLayout.code_bytes / 4 - (kHasFurther ? 1 : 0);
+      has_fifth_bit(kFormat) || kFormat == WeightFormat::kQ6K || kFormat == WeightFormat::kQ3K;
+  using Further = std::conditional_t<kFormat == WeightFormat::kQ3K, uint16_t, uint32_t>;
+  // Words of codes per group, without the further bits.
+  static constexpr uint32_t kWords = (kLayout.code_bytes - (kHasFurther ? sizeof(Further) : 0)) / 4;
 
   alignas(16) uint32_t words[kGroups * kWords];
-  alignas(16) uint32_t further[kHasFurther ? kGroups : 4];
-  ScaleOf<kFormat> scales[kGroups * kScales];
+  alignas(16) Further further[kGroups < 4 ? 4 : kGroups];  // four at least, as they are stored
+  ScaleOf<kFormat> scales[kScales == 0 ? 1 : kGroups * kScales];
   uint16_t headers[kHeaders == 0 ? 1 : kHeaders];
 
   // Byte offsets per output: of a group within its record, and of the group's words.
@@ -129,12 +131,18 @@ inline void store_some_records(const RecordFields<kFormat>* from, uint32_t lanes
       store_lanes(place(Fields::words_at(group) + 4 * size_t{word}, 4), tile + kQuad * i, lanes);
     }
   }
-  if constexpr (Fields::kHasFurther) {
+  if constexpr (kFormat == WeightFormat::kQ3K) {
+    for (uint32_t group = 0; group < Fields::kGroups; ++group) {
+      store_quad(place(Fields::words_at(group) + 4 * size_t{Fields::kWords}, 2), lanes,
+                 from[0].further[group], from[1].further[group], from[2].further[group],
+                 from[3].further[group]);
+    }
+  } else if constexpr (Fields::kHasFurther) {
     for (uint32_t group = 0; group < Fields::kGroups; group += 4) {
       const uint32_t* const rows[kQuad] = {from[0].further + group, from[1].further + group,
                                            from[2].further + group, from[3].further + group};
       transpose_tile(rows, tile, kQuad);
-      for (uint32_t i = 0; i < 4; ++i) {
+      for (uint32_t i = 0; i < 4 && group + i < Fields::kGroups; ++i) {
         store_lanes(place(Fields::words_at(group + i) + 4 * size_t{Fields::kWords}, 4),
                     tile + kQuad * i, lanes);
       }

@@ -24,11 +24,16 @@
 
 namespace dflash::compute::gpu {
 
-template <uint32_t kStepGroups>
+// Where has_half_offsets(), a group has two row sums and two offsets, otherwise one.
+template <uint32_t kStepGroups, uint32_t kOffsets>
 struct GroupFactors {
-  SharedArray<float, kStepGroups * kManyTileRows> row_scales, row_sums;  // [group, slot]
-  SharedArray<float, kStepGroups * kManyOutputs> scales[2], offsets;     // [part][group, output]
+  SharedArray<float, kStepGroups * kManyTileRows> row_scales, row_sums[kOffsets];  // [group, slot]
+  // [part][group, output]
+  SharedArray<float, kStepGroups * kManyOutputs> scales[2], offsets[kOffsets];
 };
+DFLASH_GPU_BOTH constexpr uint32_t offset_parts(WeightFormat format) {
+  return has_half_offsets(format) ? 2 : 1;
+}
 
 // Thread t: output t % 64, every second group of the step.
 template <class Codes, WeightFormat kFormat>
@@ -47,10 +52,11 @@ GPU_FN void fill_weight_codes(const unsigned char* panel, uint32_t begin, uint32
     }
     Codes::put_weights(tiles, group, column, weights.words);
     GPU_UNROLL
-    for (uint32_t p = 0; p < group_parts(kFormat); ++p)
+    for (uint32_t p = 0; p < group_parts(kFormat); ++p) {
       tiles.factors.scales[p].at(group * kManyOutputs + column) = weights.scales[p];
-    if constexpr (has_offset(kFormat))
-      tiles.factors.offsets.at(group * kManyOutputs + column) = weights.offset;
+      if constexpr (has_offset(kFormat))
+        tiles.factors.offsets[p].at(group * kManyOutputs + column) = weights.offsets[p];
+    }
   }
 }
 
@@ -68,8 +74,14 @@ GPU_FN void fill_row_codes(const typename Codes::Record& row, uint32_t begin, ui
     if (group >= num_groups) return;
     Codes::put_row(tiles, group, slot, record, index);
     tiles.factors.row_scales.at(group * kManyTileRows + slot) = record.scale(index);
-    if constexpr (has_offset(kFormat))
-      tiles.factors.row_sums.at(group * kManyTileRows + slot) = record.scaled_sum(index);
+    if constexpr (has_half_offsets(kFormat)) {
+      float sums[2];
+      scaled_half_sums(record, index, sums);
+      tiles.factors.row_sums[0].at(group * kManyTileRows + slot) = sums[0];
+      tiles.factors.row_sums[1].at(group * kManyTileRows + slot) = sums[1];
+    } else if constexpr (has_offset(kFormat)) {
+      tiles.factors.row_sums[0].at(group * kManyTileRows + slot) = record.scaled_sum(index);
+    }
   }
 }
 
@@ -104,15 +116,15 @@ GPU_FN void group_part(uint32_t group, typename Codes::Tiles& tiles,
   }
 }
 
-template <class Owned, class Factors>
+template <class Owned, uint32_t kPart, class Factors>
 GPU_FN void group_offsets(uint32_t group, Factors& factors, float (*sums)[Owned::kColumns]) {
   float offsets[Owned::kColumns];
   GPU_UNROLL
   for (uint32_t j = 0; j < Owned::kColumns; ++j)
-    offsets[j] = factors.offsets.at(group * kManyOutputs + Owned::column(j));
+    offsets[j] = factors.offsets[kPart].at(group * kManyOutputs + Owned::column(j));
   GPU_UNROLL
   for (uint32_t i = 0; i < Owned::kRows; ++i) {
-    const float row_sum = factors.row_sums.at(group * kManyTileRows + Owned::row(i));
+    const float row_sum = factors.row_sums[kPart].at(group * kManyTileRows + Owned::row(i));
     GPU_UNROLL
     for (uint32_t j = 0; j < Owned::kColumns; ++j)
       sums[i][j] = fused(offsets[j], row_sum, sums[i][j]);
@@ -153,9 +165,10 @@ GPU_FN void codes_many(const ProjectionParams& params, const Tile& tile,
     ahead.fetch(panel, row, begin + kStepInputs, params.num_inputs);
     for (uint32_t group = 0; group < num_groups; ++group) {
       group_part<Codes, kFormat, Owned, 0>(group, tiles, sums);
+      if constexpr (has_offset(kFormat)) group_offsets<Owned, 0>(group, tiles.factors, sums);
       if constexpr (group_parts(kFormat) == 2)
         group_part<Codes, kFormat, Owned, 1>(group, tiles, sums);
-      if constexpr (has_offset(kFormat)) group_offsets<Owned>(group, tiles.factors, sums);
+      if constexpr (has_half_offsets(kFormat)) group_offsets<Owned, 1>(group, tiles.factors, sums);
     }
     const uint32_t end = begin + kStepInputs;
     if (end % kChain == 0 || end >= params.num_inputs)

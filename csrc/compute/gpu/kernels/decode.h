@@ -42,11 +42,12 @@ GPU_FN LevelTable iq4_levels() {
   };
 }
 
-// What a group's codes are multiplied by: q6_k has a factor for each half of a group, the other
-// formats the same for both. q4_k and q5_k then subtract `offset`, which is dmin * minimum.
+// What a group's codes are multiplied by: q6_k, q3_k and q2_k have a factor for each half of a
+// group, the other formats the same for both. q4_k, q5_k and q2_k then subtract an offset, which is
+// dmin * minimum; q4_1 and q5_1 subtract -m, and int4_zp scale * zero.
 struct GroupScale {
   float factors[2];
-  float offset;
+  float offsets[2];
 };
 
 // The products d * scale and dmin * minimum of a group of q4_k or q5_k, from d, dmin and the 12
@@ -57,9 +58,30 @@ GPU_FN GroupScale k_affine(const Unit& head, uint32_t group) {
   const uint32_t scale = group < 4 ? a & 63u : (c & 15u) | (a >> 6) << 4;
   const uint32_t minimum = group < 4 ? b & 63u : c >> 4 | (b >> 6) << 4;
   const float factor = mul(widen_f16(half_of(head.words[0], 0)), static_cast<float>(scale));
+  const float offset = mul(widen_f16(half_of(head.words[0], 1)), static_cast<float>(minimum));
   return {
       {factor, factor},
-      mul(widen_f16(half_of(head.words[0], 1)), static_cast<float>(minimum))
+      {offset, offset}
+  };
+}
+
+// Scale 2 * group + part of q3_k, from the 12 bytes of scales and d.
+GPU_FN float q3_k_factor(const Unit& tail, uint32_t group, uint32_t part) {
+  const uint32_t index = 2 * group + part;
+  const uint32_t low = byte_of(tail.words[index / 4 % 2], index) >> (index / 8 * 4) & 15u;
+  const uint32_t scale = low | (byte_of(tail.words[2], index) >> (index / 4 * 2) & 3u) << 4;
+  return mul(widen_f16(half_of(tail.words[3], 0)),
+             static_cast<float>(static_cast<int32_t>(scale) - 32));
+}
+
+// The scales of a group of q2_k, from their bytes and d beside dmin.
+GPU_FN GroupScale q2_k_scale(uint32_t scales, uint32_t factors, uint32_t group) {
+  const float d = widen_f16(half_of(factors, 0)), dmin = widen_f16(half_of(factors, 1));
+  const uint32_t bytes = half_of(scales, group);
+  return {
+      {mul(d,    static_cast<float>(bytes & 15u)),      mul(d, static_cast<float>(bytes >> 8 & 15u))},
+      {mul(dmin, static_cast<float>(bytes >> 4 & 15u)),
+       mul(dmin,                                               static_cast<float>(bytes >> 12))     }
   };
 }
 
@@ -67,16 +89,30 @@ template <WeightFormat kFormat>
 GPU_FN GroupScale group_scale(const StoredGroup<kFormat>& stored, uint32_t group) {
   if constexpr (is_k_affine(kFormat)) {
     return k_affine(stored.units[2], group);
+  } else if constexpr (kFormat == WeightFormat::kInt4Zp) {
+    const float factor = float_of(stored.scales[0] & ~31u);
+    const float offset = mul(factor, static_cast<float>(stored.scales[0] & 31u));
+    return {
+        {factor, factor},
+        {offset, offset}
+    };
   } else if constexpr (kFormat == WeightFormat::kQ6K) {
     const float d = widen_f16(half_of(stored.scales[1], 0));
     const uint32_t first = group % 2 * 2;
     return {
         {mul(d, static_cast<float>(signed_byte(byte_of(stored.scales[0], first)))),
          mul(d, static_cast<float>(signed_byte(byte_of(stored.scales[0], first + 1))))},
-        0.0f
+        {0.0f, 0.0f}
     };
+  } else if constexpr (kFormat == WeightFormat::kQ3K) {
+    return {
+        {q3_k_factor(stored.units[4], group, 0), q3_k_factor(stored.units[4], group, 1)},
+        {0.0f, 0.0f}
+    };
+  } else if constexpr (kFormat == WeightFormat::kQ2K) {
+    return q2_k_scale(stored.scales[0], stored.scales[1], group);
   } else {
-    float factor = 1.0f;
+    float factor = 1.0f, offset = 0.0f;
     if constexpr (kFormat == WeightFormat::kMxfp4 || kFormat == WeightFormat::kGgufMxfp4) {
       // The codes are decoded to twice their values, hence the half; the product is exact.
       factor = mul(widen_e8m0(byte_of(stored.scales[0], group)), 0.5f);
@@ -88,12 +124,17 @@ GPU_FN GroupScale group_scale(const StoredGroup<kFormat>& stored, uint32_t group
     } else if constexpr (kFormat == WeightFormat::kQ8_0 || kFormat == WeightFormat::kQ4_0 ||
                          kFormat == WeightFormat::kIq4Nl) {
       factor = widen_f16(half_of(stored.scales[0], group));
+    } else if constexpr (has_added_minimum(kFormat)) {
+      factor = widen_f16(half_of(stored.scales[0], 0));
+      offset = float_of(bits_of(widen_f16(half_of(stored.scales[0], 1))) ^ 0x80000000u);
+    } else if constexpr (kFormat == WeightFormat::kQ5_0) {
+      factor = widen_f16(half_of(stored.scales[0], group));
     } else if constexpr (group_scale_words(kFormat) != 0) {
       factor = float_of(stored.scales[0]);
     }
     return {
         {factor, factor},
-        0.0f
+        {offset, offset}
     };
   }
 }
@@ -111,12 +152,17 @@ GPU_FN void decode_codes(uint32_t codes, float factor, float offset, float* weig
   for (uint32_t i = 0; i < 4; ++i) {
     const uint32_t byte = byte_of(looked_up, i);
     const float size = static_cast<float>(byte);
-    if constexpr (is_k_affine(kFormat)) {
+    if constexpr (is_k_affine(kFormat) || has_added_minimum(kFormat) ||
+                  kFormat == WeightFormat::kQ2K || kFormat == WeightFormat::kInt4Zp) {
       weights[i] = sub(mul(factor, size), offset);
     } else if constexpr (kFormat == WeightFormat::kQ6K) {
       weights[i] = add(mul(factor, sub(size, 32.0f)), 0.0f);  // no negative zeros
     } else if constexpr (kFormat == WeightFormat::kInt4G32 || kFormat == WeightFormat::kQ4_0) {
       weights[i] = mul(sub(size, 8.0f), factor);
+    } else if constexpr (kFormat == WeightFormat::kQ3K) {
+      weights[i] = mul(factor, sub(size, 4.0f));
+    } else if constexpr (kFormat == WeightFormat::kQ5_0) {
+      weights[i] = mul(sub(size, 16.0f), factor);
     } else if constexpr (kFormat == WeightFormat::kMxfp4 || kFormat == WeightFormat::kGgufMxfp4) {
       weights[i] = mul(float_of(bits_of(size) | (codes >> (8 * i) & 8u) << 28), factor);
     } else if constexpr (kFormat == WeightFormat::kFp8E4m3B128) {
@@ -145,7 +191,8 @@ GPU_FN void decode_octet(const StoredGroup<kFormat>& stored, const GroupScale& s
     GPU_UNROLL
     for (uint32_t w = 0; w < 2; ++w) {
       const uint32_t codes = code_word<kFormat>(stored, group, 2 * octet + w);
-      decode_codes<kFormat>(codes, scale.factors[octet / 2], scale.offset, weights + 4 * w);
+      decode_codes<kFormat>(codes, scale.factors[octet / 2], scale.offsets[octet / 2],
+                            weights + 4 * w);
     }
   }
 }

@@ -1,8 +1,8 @@
 // Groups of 32 weights of a record in the form that class f16-dot2 multiplies: pairs of f16 in
-// ascending order, the factor of the group (of each half in q6_k), and its offset where the format
-// has one. Integers and fp8 are exact in f16. Floats are scaled by a power of two per group, which
-// brings the largest of them into [2^14, 2^15): so nothing overflows, and what f16 cannot hold is
-// below 2^-28 of the largest.
+// ascending order, the factor of the group (of each half where scales belong to 16 inputs), and its
+// offset where the format has one. Integers and fp8 are exact in f16. Floats are scaled by a power
+// of two per group, which brings the largest of them into [2^14, 2^15): so nothing overflows, and
+// what f16 cannot hold is below 2^-28 of the largest.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -16,7 +16,7 @@ inline constexpr uint32_t kGroupPairs = kGroup / 2;
 struct HalfGroup {
   uint32_t words[kGroupPairs];
   float scales[2];
-  float offset;  // as Int8Group's
+  float offsets[2];  // as Int8Group's
 };
 
 // The power of two, and its inverse, for a group whose largest magnitude is given (as the bits of a
@@ -88,8 +88,10 @@ GPU_FN HalfGroup half_group(const StoredGroup<kFormat>& stored, uint32_t index) 
       group.words[2 * w + 1] = high_bytes_as_pair(integers.words[w]);
     }
     GPU_UNROLL
-    for (uint32_t p = 0; p < group_parts(kFormat); ++p) group.scales[p] = integers.scales[p];
-    if constexpr (has_offset(kFormat)) group.offset = integers.offset;
+    for (uint32_t p = 0; p < group_parts(kFormat); ++p) {
+      group.scales[p] = integers.scales[p];
+      if constexpr (has_offset(kFormat)) group.offsets[p] = integers.offsets[p];
+    }
     return group;
   }
 }

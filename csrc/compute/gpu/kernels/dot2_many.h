@@ -14,16 +14,19 @@
 
 namespace dflash::compute::gpu {
 
+inline constexpr uint32_t kCodeUnits = kGroupPairs / 4;  // units of a group's codes
+
 // Unit u of row or output i lies beside those of i - 1 and i + 1, so that neighbouring threads
 // store and read neighbouring units, each from another bank.
+template <uint32_t kOffsets>
 struct HalfTiles {
-  static constexpr uint32_t kSteps = 2, kUnits = kGroupPairs / 4;
+  static constexpr uint32_t kSteps = 2, kUnits = kCodeUnits;
   union {
     // [rows or weights, group, unit, row or output]
     SharedArray<Unit, 2 * kSteps * kUnits * kManyOutputs> units;
     SharedArray<float, kManyTileRows * kManyOutputs> sums;  // in the codes' place at the end
   };
-  GroupFactors<kSteps> factors;
+  GroupFactors<kSteps, kOffsets> factors;
 
   GPU_FN Unit& row(uint32_t group, uint32_t unit, uint32_t slot) {
     return units.at((group * kUnits + unit) * kManyOutputs + slot);
@@ -46,12 +49,13 @@ struct Dot2Tile {
 };
 
 // Loads a step's codes while the step before is multiplied, and decodes them when they are stored.
-// Nibbles are an exception, because they are few bytes and take too many registers to decode.
-// Thread t has output t % 64 and slot t % 64 of group t / 64.
+// Nibbles are an exception, because they are few bytes and take too many registers to decode; so
+// are formats with an offset for each half of a group. Thread t has output t % 64 and slot t % 64
+// of group t / 64.
 template <class Codes, WeightFormat kFormat>
 struct FetchedAhead {
   StoredGroup<kFormat> weights;
-  Unit codes[HalfTiles::kUnits];
+  Unit codes[kCodeUnits];
   float row_scale, row_sum;
 
   GPU_FN void fetch(const unsigned char* panel, const HalfRecord& row, uint32_t begin,
@@ -67,14 +71,14 @@ struct FetchedAhead {
       weights = load_group<kFormat>(record, index);
     const HalfRecord from{row.records, row.unit + chain * HalfRecord::kRecordUnits};
     GPU_UNROLL
-    for (uint32_t u = 0; u < HalfTiles::kUnits; ++u)
+    for (uint32_t u = 0; u < kCodeUnits; ++u)
       codes[u] = load_device_16<Unit>(from.codes(index) + u * kUnitBytes);
     row_scale = from.scale(index);
     if constexpr (has_offset(kFormat)) row_sum = from.scaled_sum(index);
   }
 
   GPU_FN void store(const unsigned char*, const HalfRecord&, uint32_t begin, uint32_t num_groups,
-                    HalfTiles& tiles) const {
+                    typename Codes::Tiles& tiles) const {
     const uint32_t group = thread_index() / kManyOutputs, place = thread_index() % kManyOutputs;
     if (group >= num_groups) return;
     const HalfGroup found = half_group<kFormat>(weights, begin % kChain / kGroup + group);
@@ -83,47 +87,49 @@ struct FetchedAhead {
     for (uint32_t p = 0; p < group_parts(kFormat); ++p)
       tiles.factors.scales[p].at(group * kManyOutputs + place) = found.scales[p];
     GPU_UNROLL
-    for (uint32_t u = 0; u < HalfTiles::kUnits; ++u) tiles.row(group, u, place) = codes[u];
+    for (uint32_t u = 0; u < kCodeUnits; ++u) tiles.row(group, u, place) = codes[u];
     tiles.factors.row_scales.at(group * kManyTileRows + place) = row_scale;
     if constexpr (!has_offset(kFormat)) return;
-    tiles.factors.offsets.at(group * kManyOutputs + place) = found.offset;
-    tiles.factors.row_sums.at(group * kManyTileRows + place) = row_sum;
+    tiles.factors.offsets[0].at(group * kManyOutputs + place) = found.offsets[0];
+    tiles.factors.row_sums[0].at(group * kManyTileRows + place) = row_sum;
   }
 };
 
+template <uint32_t kOffsets>
 struct Dot2Many {
-  using Tiles = HalfTiles;
+  using Tiles = HalfTiles<kOffsets>;
   using Group = HalfGroup;
   using Record = HalfRecord;
-  static constexpr uint32_t kStepGroups = HalfTiles::kSteps;
+  static constexpr uint32_t kStepGroups = Tiles::kSteps;
   template <WeightFormat kFormat>
-  using Ahead = std::conditional_t<is_nibbles(kFormat), FilledAtOnce<Dot2Many, kFormat>,
-                                   FetchedAhead<Dot2Many, kFormat>>;
+  using Ahead =
+      std::conditional_t<is_nibbles(kFormat) || kOffsets == 2, FilledAtOnce<Dot2Many, kFormat>,
+                         FetchedAhead<Dot2Many, kFormat>>;
 
   template <WeightFormat kFormat>
   GPU_FN static void read(const gpu::Record& record, uint32_t index, HalfGroup& group) {
     group = half_group<kFormat>(load_group<kFormat>(record, index), index);
   }
 
-  GPU_FN static void put_row(HalfTiles& tiles, uint32_t group, uint32_t slot,
-                             const HalfRecord& record, uint32_t index) {
+  GPU_FN static void put_row(Tiles& tiles, uint32_t group, uint32_t slot, const HalfRecord& record,
+                             uint32_t index) {
     GPU_UNROLL
-    for (uint32_t u = 0; u < HalfTiles::kUnits; ++u)
+    for (uint32_t u = 0; u < kCodeUnits; ++u)
       tiles.row(group, u, slot) = load_device_16<Unit>(record.codes(index) + u * kUnitBytes);
   }
 
-  GPU_FN static void put_weights(HalfTiles& tiles, uint32_t group, uint32_t column,
+  GPU_FN static void put_weights(Tiles& tiles, uint32_t group, uint32_t column,
                                  const uint32_t* words) {
     GPU_UNROLL
-    for (uint32_t u = 0; u < HalfTiles::kUnits; ++u) {
+    for (uint32_t u = 0; u < kCodeUnits; ++u) {
       GPU_UNROLL
       for (uint32_t w = 0; w < 4; ++w) tiles.weight(group, u, column).words[w] = words[4 * u + w];
     }
   }
 
   template <WeightFormat kFormat, class Owned, uint32_t kPart>
-  GPU_FN static void dots(HalfTiles& tiles, uint32_t group, float (*found)[Owned::kColumns]) {
-    constexpr uint32_t kUnits = HalfTiles::kUnits / group_parts(kFormat);
+  GPU_FN static void dots(Tiles& tiles, uint32_t group, float (*found)[Owned::kColumns]) {
+    constexpr uint32_t kUnits = kCodeUnits / group_parts(kFormat);
     GPU_UNROLL
     for (uint32_t i = 0; i < Owned::kRows; ++i) {
       GPU_UNROLL
@@ -152,10 +158,11 @@ struct Dot2Many {
 template <WeightFormat kFormat>
 GPU_FN void dot2_many(const ProjectionParams& params) {
   if constexpr (kHasDot2) {
-    GPU_SHARED(HalfTiles, tiles);
+    using Codes = Dot2Many<offset_parts(kFormat)>;
+    GPU_SHARED(typename Codes::Tiles, tiles);
     if (block_y() >= *params.num_tiles) return;  // the whole block
     const Tile tile = params.tiles[block_y()];
-    codes_many<Dot2Many, kFormat, Dot2Tile>(params, tile, tiles);
+    codes_many<Codes, kFormat, Dot2Tile>(params, tile, tiles);
   } else {
     stop_kernel();
   }

@@ -16,6 +16,28 @@ struct alignas(8) HalfPairs {
   uint32_t words[2];
 };
 
+// The scaled sums of the two halves of a group, of which a record has only the whole's, added pair
+// by pair as the whole's are.
+GPU_FN void scaled_half_sums(const HalfRecord& row, uint32_t index, float* sums) {
+  GPU_UNROLL
+  for (uint32_t p = 0; p < 2; ++p) {
+    float pairs[8];
+    GPU_UNROLL
+    for (uint32_t u = 0; u < 2; ++u) {
+      const Unit codes = load_device_16<Unit>(row.codes(index) + (2 * p + u) * kUnitBytes);
+      GPU_UNROLL
+      for (uint32_t w = 0; w < 4; ++w)
+        pairs[4 * u + w] = add(low_half(codes.words[w]), high_half(codes.words[w]));
+    }
+    GPU_UNROLL
+    for (uint32_t width = 4; width > 0; width /= 2) {
+      GPU_UNROLL
+      for (uint32_t i = 0; i < width; ++i) pairs[i] = add(pairs[2 * i], pairs[2 * i + 1]);
+    }
+    sums[p] = mul(row.scale(index), pairs[0]);
+  }
+}
+
 // The sum of a group's codes. A thread adds its four as (0 + 1) + (2 + 3); then the sums of
 // neighbouring threads are added pair by pair.
 GPU_KERNEL(dflash_halve_rows, QuantizeParams, kElementThreads) {

@@ -8,18 +8,24 @@
 
 namespace dflash::compute::gpu {
 
-// How many scales a group has: two in q6_k, which has one per 16 inputs.
+// How many scales a group has, and how many offsets where it has any.
 DFLASH_GPU_BOTH constexpr uint32_t group_parts(WeightFormat format) {
-  return format == WeightFormat::kQ6K ? 2 : 1;
+  return has_half_scales(format) ? 2 : 1;
 }
 DFLASH_GPU_BOTH constexpr bool has_offset(WeightFormat format) {
-  return format == WeightFormat::kQ4K || format == WeightFormat::kQ5K;
+  return is_k_affine(format) || has_added_minimum(format) || format == WeightFormat::kQ2K ||
+         format == WeightFormat::kInt4Zp;
+}
+
+// Whether each half of a group has an offset of its own, a factor of the sum of 16 codes of a row.
+DFLASH_GPU_BOTH constexpr bool has_half_offsets(WeightFormat format) {
+  return has_offset(format) && group_parts(format) == 2;
 }
 
 struct Int8Group {
   uint32_t words[kGroupWords];
   float scales[2];
-  float offset;  // 0 - dmin * minimum: a factor of the sum of the row's codes
+  float offsets[2];  // 0 - offset: a factor of the sum of the row's codes
 };
 
 // Subtracts `bias`, at most 128, from each of four bytes in 0..127.
@@ -38,6 +44,10 @@ template <WeightFormat kFormat>
 GPU_FN uint32_t signed_codes(uint32_t codes) {
   if constexpr (kFormat == WeightFormat::kInt4G32 || kFormat == WeightFormat::kQ4_0)
     return less_bias(codes, 8);
+  else if constexpr (kFormat == WeightFormat::kQ5_0)
+    return less_bias(codes, 16);
+  else if constexpr (kFormat == WeightFormat::kQ3K)
+    return less_bias(codes, 4);
   else if constexpr (kFormat == WeightFormat::kQ6K)
     return less_bias(codes, 32);
   else if constexpr (kFormat == WeightFormat::kIq4Nl || kFormat == WeightFormat::kIq4Xs)
@@ -55,7 +65,10 @@ GPU_FN Int8Group codes_of(const StoredGroup<kFormat>& stored, uint32_t index) {
   const GroupScale scale = group_scale<kFormat>(stored, index);
   group.scales[0] = scale.factors[0];
   group.scales[1] = scale.factors[1];
-  if constexpr (has_offset(kFormat)) group.offset = sub(0.0f, scale.offset);
+  if constexpr (has_offset(kFormat)) {
+    group.offsets[0] = sub(0.0f, scale.offsets[0]);
+    group.offsets[1] = sub(0.0f, scale.offsets[1]);
+  }
   GPU_UNROLL
   for (uint32_t w = 0; w < kGroupWords; ++w)
     group.words[w] = signed_codes<kFormat>(code_word<kFormat>(stored, index, w));

@@ -32,10 +32,16 @@ struct Int8Few {
       dots[0] = dot4(weights.words[w], low.words[w], dots[0]);
       dots[kParts - 1] = dot4(weights.words[4 + w], high.words[w], dots[kParts - 1]);
     }
+    float row_sums[2] = {};
+    if constexpr (has_half_offsets(kFormat))
+      scaled_half_sums(row, index, row_sums);
+    else if constexpr (has_offset(kFormat))
+      row_sums[0] = row.scaled_sum(index);
     GPU_UNROLL
-    for (uint32_t p = 0; p < kParts; ++p)
+    for (uint32_t p = 0; p < kParts; ++p) {
       sum = fused(static_cast<float>(dots[p]), mul(weights.scales[p], row_scale), sum);
-    if constexpr (has_offset(kFormat)) sum = fused(weights.offset, row.scaled_sum(index), sum);
+      if constexpr (has_offset(kFormat)) sum = fused(weights.offsets[p], row_sums[p], sum);
+    }
     return sum;
   }
 };

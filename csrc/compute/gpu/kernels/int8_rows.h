@@ -105,6 +105,18 @@ GPU_FN void store_scales(const RowPart& part, float* scales, float scale, float 
   scales[part.place / 32 + kChain / 32] = scaled_sum;
 }
 
+// The scaled sums of the two halves of a group, of which a record has only the whole's.
+GPU_FN void scaled_half_sums(const Int8Record& row, uint32_t index, float* sums) {
+  GPU_UNROLL
+  for (uint32_t p = 0; p < 2; ++p) {
+    const Unit codes = load_device_16<Unit>(row.codes(index) + p * kUnitBytes);
+    int32_t sum = 0;
+    GPU_UNROLL
+    for (uint32_t w = 0; w < 4; ++w) sum = dot4(codes.words[w], 0x01010101u, sum);
+    sums[p] = mul(row.scale(index), static_cast<float>(sum));
+  }
+}
+
 GPU_KERNEL(dflash_quantize_rows, QuantizeParams, kElementThreads) {
   const RowPart part = read_part(params);
   const float scale =

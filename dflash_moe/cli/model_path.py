@@ -1,0 +1,89 @@
+"""What `--model` names: a folder or file on disk, or the shipped model. What is neither gets a
+sentence that says how to come by it.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import stat
+from pathlib import Path
+
+from dflash_moe.cli.demo_model import DEMO, demo_model
+from dflash_moe.errors import ConfigError, shown
+from dflash_moe.model.gguf_header import is_gguf
+
+# An id of a model hub, which other programs take with a page's address before it, and with the
+# quantisation of a GGUF file behind it.
+_HUB_ID = re.compile(
+    r"(?:https?://[\w.-]+/)?(?P<id>[A-Za-z0-9][\w.-]*/(?P<name>[A-Za-z0-9][\w.-]*))(?:/tree/\w+|/)?(?::(?P<kind>[A-Za-z0-9_]+))?",
+    re.ASCII,
+)
+# The quantisation that most repositories of GGUF files have, and most people take.
+USUAL_KIND = "Q4_K_M"
+# Names in a folder that are compared with one that is not there.
+MAX_NAMES = 10_000
+
+
+def model_directory(value: str) -> Path:
+    """Returns the checkpoint directory or GGUF file. Raises ConfigError, which says for the id of a
+    hub how to download it, for a typing error what was meant, and else what was found.
+    """
+    if value == DEMO:
+        return demo_model()
+    try:
+        path = Path(value).expanduser()
+        mode = os.stat(path).st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        mode = 0
+    except (OSError, RuntimeError, ValueError) as error:
+        # ~NAME of a user that is not there is a RuntimeError, and a zero byte a ValueError.
+        raise ConfigError(f"--model {shown(value)}: {getattr(error, 'strerror', None) or error}") from None
+    if stat.S_ISDIR(mode):
+        return path
+    if mode:
+        if stat.S_ISREG(mode) and is_gguf(path):
+            return path
+        raise ConfigError(f"--model {value}: this is a file, and not GGUF; pass the checkpoint's directory, or a GGUF file")
+    near = _near(path)
+    if near:
+        raise ConfigError(f"--model {shown(value)}: no such file or directory; did you mean {near}?")
+    found = _HUB_ID.fullmatch(value)
+    # What begins with a folder that is here is a path.
+    if found and not Path(found["id"]).parent.is_dir():
+        raise ConfigError(f"--model {value}: no such file or directory; {_download(found)}")
+    raise ConfigError(
+        f"--model {shown(value)}: no such file or directory; pass a checkpoint directory, a GGUF file, or `demo` for the "
+        "shipped model"
+    )
+
+
+def _near(path: Path) -> Path | None:
+    """Returns the model beside a path that is not there whose name is most like it, None where
+    there is none.
+    """
+    try:
+        names = [entry.name for entry in os.scandir(path.parent) if entry.is_dir() or entry.name.endswith(".gguf")][:MAX_NAMES]
+    except (OSError, ValueError):
+        return None
+    by_lower = {name.lower(): name for name in names}
+    close = difflib.get_close_matches(path.name.lower()[:255], by_lower, n=1, cutoff=0.75)
+    return path.with_name(by_lower[close[0]]) if close else None
+
+
+def _download(found: re.Match[str]) -> str:
+    name, kind = found["name"], found["kind"]
+    command = f"hf download {found['id']}"
+    beginning = "it looks like a hub id, and models are read from disk only: download it with"
+    if kind or "gguf" in name.lower():
+        return (
+            f'{beginning} `{command} --include "*{kind or USUAL_KIND}*" --local-dir {name}`, where --include picks one of the '
+            f"models in a repository of GGUF files, then pass --model {name}"
+        )
+    return (
+        f'{beginning} `{command} --local-dir {name}` (add `--include "*{USUAL_KIND}*"`, or another quantisation, where the '
+        f"repository has several GGUF models), then pass --model {name}"
+    )

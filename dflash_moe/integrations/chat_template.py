@@ -1,0 +1,291 @@
+"""The chat template of a checkpoint: where it is found, and the process that renders it with limits
+of time, memory and output.
+
+A template is a program by whoever made the model. It runs in jinja2's sandbox, in a process that
+can open nothing (template_process.py). That process is started once, used for every rendering and
+replaced when it had to be killed.
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dflash_moe.errors import CheckpointError, ConfigError, DflashError, UnsupportedError, printable, shown
+from dflash_moe.integrations import template_process
+from dflash_moe.integrations.template_process import LENGTH, MEMORY_BYTES, OUTPUT_BYTES, RENDER_S
+from dflash_moe.model.checkpoint_files import find_gguf
+from dflash_moe.model.gguf_header import read_gguf_header
+from dflash_moe.runtime.launcher import FOLDER_VARIABLES, ISOLATION, isolated_environment
+
+GGUF_KEY = "tokenizer.chat_template"
+# Of several templates, the one with this name is meant where nobody chose.
+DEFAULT = "default"
+# Rendering is limited in processor time, which a busy machine gives late. What is not there after
+# so long will not come.
+PATIENCE_S = 10.0
+# An interpreter with jinja2 starts in 0.1 s on an idle machine.
+START_S = 30.0
+REAP_S = 5.0
+# An answer is JSON in ASCII, which spells a byte of text with at most six.
+MAX_ANSWER_BYTES = 6 * OUTPUT_BYTES + (1 << 16)
+# What an interpreter needs to start. Everything else stays here: a token in the environment is
+# nothing for a stranger's program.
+_KEPT_VARIABLES = {*FOLDER_VARIABLES, "PATH", "HOME", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TZ", "VIRTUAL_ENV"}
+
+
+@dataclass(frozen=True, slots=True)
+class ChatTemplate:
+    """A template's text and where it was found, for messages."""
+
+    text: str
+    origin: str
+
+
+def find_chat_template(path: Path, tokenizer: Any) -> ChatTemplate:
+    """Returns the template of the checkpoint at `path`, whose tokenizer was loaded: that of a GGUF
+    file's metadata, or what transformers found beside the tokenizer. Of several, the default one.
+
+    Raises UnsupportedError where there is none, CheckpointError for something else in its place.
+    """
+    parts = find_gguf(path)
+    if parts:
+        found: Any = read_gguf_header(parts[0], 0).metadata.get(GGUF_KEY)
+        origin = f"{GGUF_KEY} of {parts[0]}"
+    else:
+        found, origin = getattr(tokenizer, "chat_template", None), f"the chat template of {path}"
+    if isinstance(found, Mapping):
+        if DEFAULT not in found:
+            names = ", ".join(map(str, found)) or "none"
+            raise UnsupportedError(f"{origin}: of its templates ({names}) none is named {DEFAULT}, which a conversation takes")
+        found = found[DEFAULT]
+    if found is None or found == "":
+        raise UnsupportedError(
+            f"{path}: the model has no chat template, so it was not made for conversations; "
+            "use `dflash-moe generate`, or a checkpoint of its instruct variant"
+        )
+    if not isinstance(found, str):
+        raise CheckpointError(f"{origin}: found {shown(found)}, expected a text")
+    return ChatTemplate(found, origin)
+
+
+def special_tokens(tokenizer: Any) -> dict[str, str]:
+    """Returns the tokens that templates name, such as `bos_token`, as texts by name."""
+    return {name: str(token) for name, token in tokenizer.special_tokens_map.items() if not isinstance(token, list | tuple)}
+
+
+class TemplateRenderer:
+    """Renders one template. Any thread may call; one rendering runs at a time. It owns a child
+    process; close it, or use it as a context manager.
+    """
+
+    def __init__(self, template: ChatTemplate, special_tokens: Mapping[str, str]) -> None:
+        """`special_tokens` are variables of the template by name, such as `bos_token`."""
+        self.template = template
+        self._special_tokens = dict(special_tokens)
+        self._process: _Process | None = None
+        self._lock = threading.Lock()
+
+    def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
+        """Returns the text of a conversation, with what begins the next answer after it. A message
+        has `role` and `content`; `variables` are further ones of the template, of JSON's types.
+
+        Errors: CheckpointError naming the template for one that does not compile, fails, or passes
+        a limit; ConfigError where it refuses these messages.
+        """
+        wanted = {
+            **self._special_tokens, "tools": None, "documents": None, "add_generation_prompt": True, **variables,
+            "messages": list(messages),
+        }  # fmt: skip
+        request = json.dumps({"template": self.template.text, "variables": wanted}).encode("ascii")
+        with self._lock:
+            if self._process is None:
+                self._process = _Process()
+            try:
+                answer = self._process.ask(request)
+            except _Ended as end:
+                self._end()
+                raise self._passed(end.limit) from None
+            except BaseException:
+                # An interrupt leaves a rendering behind, whose answer must not become the next one.
+                self._end()
+                raise
+        return self._text_of(answer)
+
+    def close(self) -> None:
+        """Ends the process. It may be called twice; a later rendering starts another."""
+        with self._lock:
+            self._end()
+
+    def _end(self) -> None:
+        if self._process is not None:
+            self._process.close()
+            self._process = None
+
+    def _text_of(self, answer: Mapping[str, Any]) -> str:
+        kind = answer.get("error")
+        if kind is None:
+            return str(answer.get("text", ""))
+        message = printable(" ".join(str(answer.get("message", "")).split()))
+        origin, line = self.template.origin, answer.get("line")
+        at = f"line {line}: " if line else ""
+        if kind == template_process.REFUSED:
+            raise ConfigError(
+                f"{origin} refuses this conversation: {message}; "
+                "leave out what it names, such as the system prompt, or begin a new conversation"
+            )
+        if kind == template_process.SYNTAX:
+            raise CheckpointError(f"{origin} does not compile: {at}{message}; download it again, or ask its maker for a fix")
+        if kind == template_process.FAILED:
+            raise CheckpointError(f"{origin} fails: {at}{message}; download it again, or ask its maker for a fix")
+        raise self._passed(_LIMITS.get(kind, _NO_ANSWER))
+
+    def _passed(self, limit: str) -> CheckpointError:
+        return CheckpointError(
+            f"{self.template.origin} was stopped: {limit}; begin a new conversation if this one is long, "
+            "and otherwise do not trust the file: use another copy of the model, or `dflash-moe generate`"
+        )
+
+    def __enter__(self) -> TemplateRenderer:
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self.close()
+
+
+_NO_ANSWER = "its process answered what it never should"
+_TIME_LIMIT = f"rendering took over {RENDER_S:g} s of processor time"
+_MEMORY_LIMIT = f"rendering took over {MEMORY_BYTES >> 20} MiB of memory"
+_LIMITS = {
+    template_process.MEMORY: _MEMORY_LIMIT,
+    template_process.OUTPUT: f"its text is over {OUTPUT_BYTES >> 20} MiB",
+}
+
+
+class _Ended(Exception):  # noqa: N818 - it carries which limit ended the process
+    """The process ended, or was given up."""
+
+    def __init__(self, limit: str) -> None:
+        super().__init__(limit)
+        self.limit = limit
+
+
+class _Process:
+    """A running template_process.py. One thread at a time may ask."""
+
+    def __init__(self) -> None:
+        environment = {name: value for name, value in isolated_environment(os.environ).items() if name in _KEPT_VARIABLES}
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, *ISOLATION, str(Path(template_process.__file__).resolve())],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                env=environment,
+                cwd="/",
+                # Ctrl-C is for this process. That one ends with the pipe, or a second later.
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise DflashError(f"the process that renders chat templates cannot be started: {error.strerror}") from None
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._to, self._from = self._process.stdin.fileno(), self._process.stdout.fileno()
+        for descriptor in (self._to, self._from):
+            os.set_blocking(descriptor, False)
+        try:
+            self._read_answer(time.monotonic() + START_S)
+        except _Ended:
+            self.close()
+            raise DflashError(
+                f"the process that renders chat templates did not start ({sys.executable}); is jinja2 installed? "
+                "`pip install jinja2`"
+            ) from None
+        except BaseException:
+            self.close()
+            raise
+
+    def ask(self, request: bytes) -> dict[str, Any]:
+        """Sends a request and returns its answer. Raises _Ended with the limit that ended it."""
+        deadline = time.monotonic() + PATIENCE_S
+        self._write_all(LENGTH.pack(len(request)) + request, deadline)
+        return self._read_answer(deadline)
+
+    def _write_all(self, frame: bytes, deadline: float) -> None:
+        rest = memoryview(frame)
+        while rest:
+            self._await(self._to, selectors.EVENT_WRITE, deadline)
+            try:
+                rest = rest[os.write(self._to, rest) :]
+            except BlockingIOError:
+                continue
+            except BrokenPipeError:
+                raise self._ended() from None
+
+    def _read_answer(self, deadline: float) -> dict[str, Any]:
+        size = LENGTH.unpack(self._read_exactly(LENGTH.size, deadline))[0]
+        if size > MAX_ANSWER_BYTES:
+            raise _Ended(_LIMITS[template_process.OUTPUT])
+        text = self._read_exactly(size, deadline)
+        try:
+            found = json.loads(text)
+        except (ValueError, RecursionError):
+            found = None
+        if not isinstance(found, dict) or not (found.keys() & {"text", "error", "ready"}):
+            raise _Ended(_NO_ANSWER)
+        return found
+
+    def _read_exactly(self, size: int, deadline: float) -> bytes:
+        parts, missing = [], size
+        while missing:
+            self._await(self._from, selectors.EVENT_READ, deadline)
+            try:
+                part = os.read(self._from, min(missing, 1 << 20))
+            except BlockingIOError:
+                continue
+            if not part:
+                raise self._ended()
+            parts.append(part)
+            missing -= len(part)
+        return b"".join(parts)
+
+    def _await(self, descriptor: int, event: int, deadline: float) -> None:
+        with selectors.DefaultSelector() as selector:
+            selector.register(descriptor, event)
+            if not selector.select(max(0.0, deadline - time.monotonic())):
+                raise _Ended(f"no answer came within {PATIENCE_S:g} s")
+
+    def _ended(self) -> _Ended:
+        """Returns what ended the process, whose pipe has closed."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(REAP_S)
+        code = self._process.returncode
+        if code == -signal.SIGPROF:
+            return _Ended(_TIME_LIMIT)
+        if code in (-signal.SIGSEGV, -signal.SIGABRT, -signal.SIGBUS, 1):
+            # What an interpreter without memory dies of, or one whose stack a template overran.
+            return _Ended(f"{_MEMORY_LIMIT}, or nested too deeply")
+        return _Ended(f"its process ended with status {code}")
+
+    def close(self) -> None:
+        """Kills the process and reaps it."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(REAP_S)
+        for stream in (self._process.stdin, self._process.stdout):
+            if stream is not None:
+                with contextlib.suppress(OSError):
+                    stream.close()

@@ -1,0 +1,110 @@
+"""Without a topology: experts of whole layers on simulated cards, in memory and in the mapped file
+give the same bits however many of them are where, from facts that stand in for a machine's.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+import dflash_moe as dm
+from dflash_moe.cli.main import run
+from dflash_moe.config import Settings
+from dflash_moe.engine import fitted
+from dflash_moe.errors import ConfigError
+from dflash_moe.model.checkpoint import Checkpoint
+from dflash_moe.model.host_size import host_size
+from dflash_moe.model.spec import model_spec
+from dflash_moe.placement.fit import Card, FitModel, FitWishes, Machine, fit
+from dflash_moe.protocol.devices import DeviceChoice
+from dflash_moe.runtime.machine_cards import find_cards, look_at_card
+from tests.host_models import checkpoint
+
+GIB = 1 << 30
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
+
+
+@pytest.fixture(scope="module")
+def spec():
+    return model_spec(checkpoint("qwen3_moe", "f32"))
+
+
+@pytest.fixture(scope="module")
+def needs(spec) -> FitModel:
+    return fitted.fit_model(spec, host_size(Checkpoint.open(spec.path), spec), Settings(), is_plain=True)
+
+
+@pytest.fixture(scope="module")
+def cards(spec) -> tuple[Card, ...]:
+    """Two simulated cards, on which a host can be too."""
+    found = [look_at_card(DeviceChoice("sim", 0, vendor), "simulated", spec.layers)[0] for vendor in ("cuda", "hip")]
+    # Their names must differ, as those of two cards of one machine do.
+    return found[0], dataclasses.replace(found[1], device="sim:1")
+
+
+def logits(topology: dm.Topology, path: str) -> tuple[list[int], bytes]:
+    with dm.LLM(path, topology, kv_memory="16MiB") as llm:
+        params = dm.SamplingParams(temperature=0, max_tokens=6, logprobs=5)
+        found = llm.generate([PROMPT], params)[0]
+        return list(found.token_ids), np.float64([step.best for step in found.logprobs]).tobytes()
+
+
+def test_no_simulated_card_is_ever_taken_by_itself(spec):
+    assert all("sim" not in card.device and card.simulate is None for card in find_cards(spec.layers))
+
+
+def test_the_bits_do_not_depend_on_how_many_layers_are_on_cards(spec, needs, cards):
+    """Attention stays on the processor here, as it does on a machine whatever the number is."""
+    cards = tuple(dataclasses.replace(card, no_host="told so") for card in cards)
+    count = len(spec.layers)
+    sizes = [layer.memory_bytes for layer in needs.layers]
+    results = {}
+    for name, machine, wished in (
+        ("none", Machine(cards, 64 * GIB, 2), 0),
+        ("one", Machine(cards, 64 * GIB, 2), 1),
+        ("all on one", Machine(cards, 64 * GIB, 2), count),
+        # The first card has room for one layer only.
+        ("on both", Machine((dataclasses.replace(cards[0], free_bytes=GIB + sizes[-1]), cards[1]), 64 * GIB, 2), count),
+        ("no cards, one layer in memory", Machine((), GIB + needs.in_memory.with_context(64) + sizes[-1], 2), None),
+    ):
+        found = fit(needs, machine, FitWishes(layers_on_cards=wished, max_context=64))
+        assert found.layers_on_cards == (wished or 0)
+        results[name] = logits(found.topology, spec.path)
+    assert [place.layout for place in found.places] == ["packed", "mapped"]
+    assert len(set(map(str, results.values()))) == 1, {name: tokens for name, (tokens, _) in results.items()}
+
+
+def test_attention_on_a_card_runs_with_experts_beside_it_and_in_memory(spec, needs, cards):
+    found = fit(needs, Machine(cards[:1], 64 * GIB, 2), FitWishes(layers_on_cards=1))
+    assert found.topology.host.device == "sim:0"
+    tokens, _ = logits(found.topology, spec.path)
+    others = fit(needs, Machine((), 64 * GIB, 2))
+    assert tokens == logits(others.topology, spec.path)[0]
+
+
+def test_a_model_runs_in_python_without_a_topology_and_says_where_it_went(spec, caplog):
+    with caplog.at_level("INFO", "dflash_moe.plan"), dm.LLM(spec.path, kv_memory="16MiB") as llm:
+        assert llm.runtime.stats()["transports"] == {"memory": "loopback"}
+        assert len(llm.generate([PROMPT], dm.SamplingParams(max_tokens=3))[0].token_ids) == 3
+    assert "fitted to this machine" in caplog.text
+
+
+def test_a_topology_that_is_given_is_never_fitted(spec):
+    with pytest.raises(ConfigError, match=r"^--experts-on-card auto beside the topology <local>: .* never fitted"):
+        dm.ExpertRuntime.start(dm.Topology.local(1), model=spec, experts_on_card="auto")
+
+
+def test_plan_writes_a_topology_that_runs(spec, tmp_path, capsys):
+    path = tmp_path / "fit.yaml"
+    assert run(["plan", "--model", spec.path, "--write", str(path), "--max-context", "64"]) == 0
+    _, err = capsys.readouterr()
+    assert 3 <= len(err.splitlines()) <= 8
+    assert logits(dm.Topology.load(path), spec.path)[0]
+    assert run(["plan", "--model", spec.path, "--experts-on-card", "1"]) in (0, 2)

@@ -1,0 +1,239 @@
+"""The fit: no place gets more than it has room for, whole layers move in the order that was
+promised, more memory never brings fewer layers, and refusals say what is missing.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from dflash_moe.errors import ConfigError
+from dflash_moe.placement import plan_placement
+from dflash_moe.placement.fit import (
+    DEFAULT_CONTEXT,
+    KV_PART,
+    MARGIN_BYTES,
+    Card,
+    Fit,
+    FitLayer,
+    FitModel,
+    FitWishes,
+    HostNeeds,
+    Machine,
+    fit,
+)
+from dflash_moe.placement.fit_text import describe, ranges
+from dflash_moe.topology import Topology
+from dflash_moe.topology.write import to_yaml
+
+GIB = 1 << 30
+
+
+def model(sizes: list[int], *, dense: int = GIB, kv_token: int = 1 << 16, positions: int = 40960) -> FitModel:
+    layers = tuple(FitLayer(at + 1, 8, size) for at, size in enumerate(sizes))
+    return FitModel("made-up", "q4_k", layers, HostNeeds(dense, kv_token), HostNeeds(2 * dense, 2 * kv_token), positions)
+
+
+def card(number: int, free: int, sizes: list[int], **fields: object) -> Card:
+    return Card(f"cuda:{number}", "made-up card", free, tuple(sizes), **fields)  # type: ignore[arg-type]
+
+
+def layers_of(found: Fit) -> dict[str, tuple[int, ...]]:
+    return {place.name: place.layers for place in found.places}
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A layer as placement sees it."""
+
+    index: int
+    num_experts: int
+    name: str = "experts"
+
+    def resident_bytes(self, weights: str) -> int:
+        return 1
+
+    def resident_dtype(self, weights: str) -> str:
+        return "q4_k"
+
+
+SIZES = st.lists(st.integers(1 << 20, 3 * GIB), min_size=1, max_size=12)
+FREE = st.lists(st.integers(0, 30 * GIB), max_size=5)
+
+
+@given(SIZES, FREE, st.integers(2 * GIB, 64 * GIB), st.none() | st.integers(0, 12), st.integers(1, 64))
+def test_no_place_gets_more_than_it_has_and_every_layer_is_whole_in_one(sizes, free, memory, wished, cores):
+    made = model(sizes)
+    machine = Machine(tuple(card(at, bytes_, sizes) for at, bytes_ in enumerate(free)), memory, cores)
+    try:
+        found = fit(made, machine, FitWishes(layers_on_cards=wished))
+    except ConfigError:
+        return
+    needs = made.in_memory if found.host is None else made.on_card
+    taken = needs.with_context(found.context)
+    for one in machine.cards:
+        held = sum(place.num_bytes for place in found.places if place.card is one)
+        if held or one is found.host:
+            assert held + MARGIN_BYTES + (taken if one is found.host else 0) <= one.free_bytes
+    packed = sum(place.num_bytes for place in found.places if place.name == "memory")
+    assert not packed or packed + MARGIN_BYTES + (taken if found.host is None else 0) <= memory
+    everywhere = [at for place in found.places for at in place.layers]
+    assert sorted(everywhere) == list(range(len(sizes)))
+    # The last layers are on the fastest card, and each place continues where the one before ended.
+    assert [at for place in found.places for at in place.layers[::-1]] == list(range(len(sizes)))[::-1]
+    assert wished is None or found.layers_on_cards == wished
+    # Each layer is one shard with one holder, so that its bits do not depend on the fit.
+    placement = plan_placement([Placed(layer.index, layer.num_experts) for layer in made.layers], found.topology)
+    assert all([shard.experts for shard in shards] == [tuple(range(8))] for shards in placement.layers)
+
+
+@given(SIZES, st.lists(st.integers(0, 30 * GIB), min_size=1, max_size=4), st.integers(0, 3), st.integers(0, 8 * GIB))
+def test_more_memory_on_a_card_never_brings_fewer_layers(sizes, free, which, more):
+    made, memory = model(sizes), 64 * GIB
+    assume(which < len(free))
+    machines = [
+        Machine(tuple(card(at, bytes_ + (extra if at == which else 0), sizes, no_host="no torch") for at, bytes_ in
+                      enumerate(free)), memory, 4)
+        for extra in (0, more)
+    ]  # fmt: skip
+    before, after = (fit(made, machine).layers_on_cards for machine in machines)
+    assert before <= after
+
+
+@given(SIZES, st.integers(5 * GIB, 64 * GIB), st.integers(0, 8 * GIB))
+def test_more_memory_never_brings_more_layers_from_the_file(sizes, memory, more):
+    counts = [len(layers_of(fit(model(sizes), Machine((), bytes_, 4))).get("mapped", ())) for bytes_ in (memory, memory + more)]
+    assert counts[0] >= counts[1]
+
+
+def test_attention_is_on_the_fastest_card_that_has_room_and_experts_follow_in_order():
+    sizes = [GIB] * 8
+    machine = Machine((card(0, 7 * GIB, sizes), card(1, 3 * GIB, sizes)), 5 * GIB, 6)
+    found = fit(model(sizes), machine)
+    # 7 GiB, of them 1 free, 2 of weights and 1 of keys and values: 3 layers.
+    assert (found.host, found.context, found.kv_bytes) == (machine.cards[0], DEFAULT_CONTEXT, GIB)
+    assert layers_of(found) == {"cuda0": (5, 6, 7), "cuda1": (3, 4), "memory": (0, 1, 2)}
+    assert found.topology.host.device == "cuda:0"
+    by_name = {worker.name: worker for worker in found.topology.workers}
+    assert [(name, worker.address, worker.threads) for name, worker in by_name.items()] == [
+        ("cuda0", "loopback", None), ("cuda1", None, None), ("memory", None, 5),
+    ]  # fmt: skip
+    smaller = fit(model(sizes), dataclasses.replace(machine, memory_bytes=3 * GIB))
+    assert layers_of(smaller) == {"cuda0": (5, 6, 7), "cuda1": (3, 4), "memory": (1, 2), "mapped": (0,)}
+    assert {worker.name: worker.weights_layout for worker in smaller.topology.workers}["mapped"] == "mapped"
+    # The fastest card has no room for attention, or torch cannot use it: the next one, or none.
+    second = Machine((card(0, 3 * GIB, sizes), card(1, 7 * GIB, sizes)), 9 * GIB, 6)
+    assert fit(model(sizes), second).host is second.cards[1]
+    alone = fit(model(sizes), Machine((card(0, 7 * GIB, sizes, no_host="torch is for processors"),), 9 * GIB, 6))
+    assert (alone.host, layers_of(alone)) == (None, {"cuda0": (2, 3, 4, 5, 6, 7), "memory": (0, 1)})
+    assert {worker.name: worker.address for worker in alone.topology.workers} == {"cuda0": None, "memory": "loopback"}
+
+
+def test_a_stated_number_and_a_longer_context_narrow_the_fit():
+    sizes = [GIB] * 8
+    machine = Machine((card(0, 10 * GIB, sizes),), 20 * GIB, 6)
+    assert layers_of(fit(model(sizes), machine))["cuda0"] == (2, 3, 4, 5, 6, 7)
+    assert layers_of(fit(model(sizes), machine, FitWishes(layers_on_cards=2)))["cuda0"] == (6, 7)
+    none = fit(model(sizes), machine, FitWishes(layers_on_cards=0))
+    assert (none.host, layers_of(none)) == (machine.cards[0], {"memory": tuple(range(8))})
+    longer = fit(model(sizes), machine, FitWishes(max_context=4 * DEFAULT_CONTEXT))
+    assert (len(layers_of(longer)["cuda0"]), longer.topology.engine["max_context"]) == (3, 4 * DEFAULT_CONTEXT)
+    assert fit(model(sizes, positions=512), machine).context == 512
+    assert fit(model(sizes, positions=0), machine).context == DEFAULT_CONTEXT
+
+
+def test_a_layer_whose_format_a_card_does_not_compute_goes_elsewhere():
+    sizes = [GIB] * 4
+    machine = Machine((card(0, 30 * GIB, [GIB, None, GIB, GIB]),), 20 * GIB, 2)  # type: ignore[list-item]
+    assert layers_of(fit(model(sizes), machine)) == {"cuda0": (0, 2, 3), "memory": (1,)}
+    with pytest.raises(
+        ConfigError, match=r"--experts-on-card 4: cards here compute with the formats of 3 of 4 layers \(q4_k\)"
+    ):
+        fit(model(sizes), machine, FitWishes(layers_on_cards=4))
+
+
+@pytest.mark.parametrize(
+    ("wished", "text"),
+    [
+        (9, r"^--experts-on-card 9: the model has 8 layers with experts; give 0..8, or auto$"),
+        (8, r"^--experts-on-card 8: the cards hold 6 layers .* 2 more are short by 2\.0 GiB; give 0..6, auto, or a smaller"),
+    ],
+)
+def test_more_layers_than_there_are_or_fit_are_refused_with_the_shortfall(wished, text):
+    sizes = [GIB] * 8
+    with pytest.raises(ConfigError, match=text):
+        fit(model(sizes), Machine((card(0, 10 * GIB, sizes),), 20 * GIB, 6), FitWishes(layers_on_cards=wished))
+
+
+def test_cards_that_are_not_there_are_refused_unless_none_are_wanted():
+    with pytest.raises(ConfigError, match=r"^--experts-on-card 1: no card that could be used was found here"):
+        fit(model([GIB]), Machine((), 20 * GIB, 6), FitWishes(layers_on_cards=1))
+    assert fit(model([GIB]), Machine((), 20 * GIB, 6), FitWishes(layers_on_cards=0)).layers_on_cards == 0
+
+
+@given(st.integers(0, 4 * GIB), st.integers(0, 4 * GIB), st.integers(1, 1 << 17))
+def test_too_large_a_model_is_refused_with_what_would_fit(memory, dense, kv_token):
+    made = model([GIB], dense=dense, kv_token=kv_token)
+    needed = made.in_memory.with_context(DEFAULT_CONTEXT) + MARGIN_BYTES
+    if needed <= memory:
+        assert fit(made, Machine((), memory, 1)).host is None
+        return
+    with pytest.raises(ConfigError, match="short") as caught:
+        fit(made, Machine((), memory, 1))
+    fitting = re.search(r"--max-context (\d+)", str(caught.value))
+    if fitting is None:
+        assert made.in_memory.with_context(1) + MARGIN_BYTES > memory
+        return
+    tokens = int(fitting[1])
+    assert fit(made, Machine((), memory, 1), FitWishes(max_context=tokens)).context == tokens
+    with pytest.raises(ConfigError, match="short"):
+        fit(made, Machine((), memory, 1), FitWishes(max_context=tokens + 1))
+
+
+def test_the_kv_cache_is_stated_where_a_quarter_of_what_is_free_is_too_little():
+    assert "kv_memory" not in fit(model([GIB]), Machine((), 64 * GIB, 2)).topology.engine
+    tight = fit(model([GIB]), Machine((), 4 * GIB, 2))
+    assert tight.topology.engine["kv_memory"].num_bytes == tight.kv_bytes == GIB // 2
+    assert KV_PART == 4  # what the default of engine.kv_memory, 25%, is
+    stated = fit(model([GIB]), Machine((), 4 * GIB, 2), FitWishes(kv_bytes=GIB))
+    assert (stated.kv_bytes, "kv_memory" in stated.topology.engine) == (GIB, False)
+
+
+@given(SIZES, FREE, st.integers(4 * GIB, 64 * GIB))
+def test_the_plan_has_at_most_eight_lines_and_the_topology_can_be_written(sizes, free, memory):
+    made = model(sizes)
+    machine = Machine(tuple(card(at, bytes_, sizes) for at, bytes_ in enumerate(free)), memory, 8)
+    try:
+        found = fit(made, machine)
+    except ConfigError:
+        return
+    lines = describe(made, machine, found, "dflash-moe plan --model m --write FILE")
+    assert len(lines) <= 8
+    assert lines[-1].endswith("dflash-moe plan --model m --write FILE")
+    read = Topology.parse(to_yaml(found.topology))
+    workers = [dataclasses.replace(worker, line=0, experts=None) for worker in read.workers]
+    assert workers == [dataclasses.replace(worker, experts=None) for worker in found.topology.workers]
+    for written, planned in zip(read.workers, found.topology.workers, strict=True):
+        assert written.experts.ids_by_layer == planned.experts.ids_by_layer
+    assert (read.engine, dataclasses.replace(read.host, line=0)) == (found.topology.engine, found.topology.host)
+
+
+def test_ranges_join_neighbours():
+    assert (ranges([]), ranges([3]), ranges([0, 1, 2, 5, 7, 8])) == ("", "3", "0..2, 5, 7..8")
+
+
+def test_a_layer_that_cannot_be_packed_stays_in_the_file_and_does_not_stop_the_others():
+    made = model([GIB] * 3)
+    layers = (made.layers[0], dataclasses.replace(made.layers[1], can_pack=False), made.layers[2])
+    made, machine = dataclasses.replace(made, layers=layers), Machine((), 30 * GIB, 2)
+    found = fit(made, machine)
+    assert layers_of(found) == {"memory": (0, 2), "mapped": (1,)}
+    assert any("mapped file: experts of layers 2, 1.0 GiB; read and dequantised anew" in line for line in
+               describe(made, machine, found, "x"))  # fmt: skip
