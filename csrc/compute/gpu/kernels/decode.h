@@ -65,10 +65,12 @@ GPU_FN GroupScale k_affine(const Unit& head, uint32_t group) {
   };
 }
 
-// Scale 2 * group + part of q3_k, from the 12 bytes of scales and d.
+// Scale 2 * group + part of q3_k, from the 12 bytes of scales and d. The word is chosen by value: an
+// index that is not a constant would keep the whole group in a thread's memory instead of registers.
 GPU_FN float q3_k_factor(const Unit& tail, uint32_t group, uint32_t part) {
   const uint32_t index = 2 * group + part;
-  const uint32_t low = byte_of(tail.words[index / 4 % 2], index) >> (index / 8 * 4) & 15u;
+  const uint32_t lows = index / 4 % 2 == 0 ? tail.words[0] : tail.words[1];
+  const uint32_t low = byte_of(lows, index) >> (index / 8 * 4) & 15u;
   const uint32_t scale = low | (byte_of(tail.words[2], index) >> (index / 4 * 2) & 3u) << 4;
   return mul(widen_f16(half_of(tail.words[3], 0)),
              static_cast<float>(static_cast<int32_t>(scale) - 32));
