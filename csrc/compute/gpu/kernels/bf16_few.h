@@ -167,13 +167,11 @@ GPU_FN void store_few(const FewWeights<kFormat>& weights, const FewInputs& input
   const uint32_t lane = thread_index() % TileOps::kLanes;
   GPU_UNROLL
   for (uint32_t p = 0; p < 2; ++p) {
-    Unit units[kGroupUnits];
-    narrow_stored<kFormatAhead<kFormat>>(weights.groups[p], Source::group(begin), units);
-    GPU_UNROLL
-    for (uint32_t u = 0; u < kGroupUnits; ++u) {
-      shared.units.at(Layout::weight(team, p, lane / kPanelWidth * kGroupUnits + u) +
-                      lane % kPanelWidth) = units[u];
-    }
+    narrow_units<kFormatAhead<kFormat>>(
+        weights.groups[p], Source::group(begin), [&](uint32_t u, const Unit& unit) {
+          shared.units.at(Layout::weight(team, p, lane / kPanelWidth * kGroupUnits + u) +
+                          lane % kPanelWidth) = unit;
+        });
   }
   GPU_UNROLL
   for (uint32_t j = 0; j < 2; ++j) {

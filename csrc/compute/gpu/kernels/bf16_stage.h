@@ -23,23 +23,30 @@ GPU_FN uint32_t narrow_pair(float low, float high) {
 #endif
 }
 
-// Makes bf16 of a stored group.
-template <WeightFormat kFormat>
-GPU_FN void narrow_stored(const StoredGroup<kFormat>& stored, uint32_t group, Unit* units) {
+// Makes bf16 of a stored group, a unit at a time: take(u, unit) is called for each in ascending
+// order. A caller that stores units as they come keeps four registers of the result, not sixteen.
+template <WeightFormat kFormat, class Take>
+GPU_FN void narrow_units(const StoredGroup<kFormat>& stored, uint32_t group, const Take& take) {
   if constexpr (kFormat == WeightFormat::kBF16) {
     GPU_UNROLL
-    for (uint32_t u = 0; u < kGroupUnits; ++u) units[u] = stored.units[u];
+    for (uint32_t u = 0; u < kGroupUnits; ++u) take(u, stored.units[u]);
   } else {
     const GroupScale scale = group_scale<kFormat>(stored, group);
     GPU_UNROLL
     for (uint32_t u = 0; u < kGroupUnits; ++u) {
       float weights[kOctet];
       decode_octet<kFormat>(stored, scale, group, u, weights);
+      Unit unit;
       GPU_UNROLL
       for (uint32_t i = 0; i < kOctet / 2; ++i)
-        units[u].words[i] = narrow_pair(weights[2 * i], weights[2 * i + 1]);
+        unit.words[i] = narrow_pair(weights[2 * i], weights[2 * i + 1]);
+      take(u, unit);
     }
   }
+}
+template <WeightFormat kFormat>
+GPU_FN void narrow_stored(const StoredGroup<kFormat>& stored, uint32_t group, Unit* units) {
+  narrow_units<kFormat>(stored, group, [units](uint32_t u, const Unit& unit) { units[u] = unit; });
 }
 
 // Loads group `group` of a record and makes bf16 of it.
