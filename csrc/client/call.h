@@ -7,6 +7,8 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <string>
+#include <utility>
 #include <vector>
 
 #include "base/result.h"
@@ -24,38 +26,84 @@ class Call;
 struct Layer {
   LayerPlan plan;  // its shards are in ascending id
   ExpertTable experts;
+  // [num_shards], in the order of `plan.shards`: the workers that hold a shard, preferred first.
+  std::vector<std::vector<uint32_t>> holders;
 };
 
-// A slice waits for a credit, is sent, and has arrived once its rows are in reply_rows.
-enum class SliceState : uint8_t { kWaiting, kInFlight, kArrived };
+// A slice waits for a credit of the worker it was given to, is sent, and has arrived once its rows
+// are in reply_rows. It is homeless when that worker was lost or refused it and no other holder has
+// been found yet.
+enum class SliceState : uint8_t { kWaiting, kInFlight, kArrived, kHomeless };
+
+// What went wrong with a slice so far. Few slices have one.
+struct SliceTroubles {
+  std::vector<uint32_t> refused_by;  // workers that answered with an error; not asked again
+  std::vector<std::string> told;     // what happened at each worker that was tried, in order
+  std::optional<Error> last;
+  int64_t parked_ns = 0;  // since when it has waited for a holder; 0 while it does not
+  uint32_t worker = 0;    // the one that it was last taken from
+
+  void add(Error error) {
+    told.push_back(error.message);
+    last = std::move(error);
+  }
+  // Says why a holder was not even asked, before what ended the last one that was.
+  void pass_over(uint32_t holder, std::string why) {
+    refused_by.push_back(holder);
+    told.insert(told.empty() ? told.end() : told.end() - 1, std::move(why));
+  }
+  // The last trouble, and in its message those before it.
+  Error error() const {
+    Error all = last.value_or(Error{ErrorCode::kWorkerLost, "no holder can be asked"});
+    for (size_t i = 0; i + 1 < told.size(); ++i)
+      all.message += (i == 0 ? "; before that: " : "; ") + told[i];
+    return all;
+  }
+};
 
 // What travels in one request: rows [row_begin, row_end) of one shard's list, and their pairs.
 struct Slice {
   Call* call = nullptr;
   uint32_t shard_index = 0;  // position in the layer's plan
-  uint32_t worker = 0;
-  // The slice's number within (call, shard), by which no two requests share an identity.
+  uint32_t worker = 0;       // the holder that it was given to
+  // The slice's number within (call, shard), by which no two requests share an identity but for
+  // their attempt.
   uint16_t index = 0;
+  uint16_t num_attempts = 0;  // requests sent for it so far; the next one's number
+  uint8_t num_in_flight = 0;  // of these requests; two while it is hedged
+  bool is_hedged = false;     // whether a second request was sent beside the first; at most once
   SliceState state = SliceState::kWaiting;
   Dtype request_dtype = Dtype::kF32, reply_dtype = Dtype::kF32;
   uint32_t row_begin = 0, row_end = 0;
   uint32_t pair_begin = 0, pair_end = 0;
-  uint32_t num_experts = 0;    // distinct experts that it asks for
-  int64_t forecast_ns = 0;     // its share of the time predicted for its chunk
-  bool found_idle = false;     // whether its worker owed nothing when it was sent
-  uint64_t request_bytes = 0;  // bytes of the message, known once it is sent
-  Buffer reply_rows;           // [row_end - row_begin, out_size] in reply_dtype, once arrived
-  SliceTrace trace{};
+  uint32_t num_experts = 0;  // distinct experts that it asks for
+  int64_t forecast_ns = 0;   // its share of the time predicted for its chunk
+  Buffer reply_rows;         // [row_end - row_begin, out_size] in reply_dtype, once arrived
+  SliceTrace trace{};        // of the attempt that was answered first
+  std::unique_ptr<SliceTroubles> troubles;  // null while all went well
 
   uint32_t num_rows() const { return row_end - row_begin; }
   uint32_t num_pairs() const { return pair_end - pair_begin; }
+};
+
+// One request on its way: a slice that was sent to one holder.
+struct Attempt {
+  Slice* slice = nullptr;
+  uint16_t number = 0;      // which request of the slice; it travels with request and reply
+  bool is_hedge = false;    // whether it was sent beside another one
+  bool found_idle = false;  // whether the worker owed nothing when it was sent
+  int64_t encode_start_ns = 0, published_ns = 0;
+  // An answer that takes longer is late enough to ask another holder; 0 where nothing is predicted.
+  int64_t patience_ns = 0;
+  uint64_t request_bytes = 0;
 };
 
 // A chunk is the rows of a call at one shard; this is how its worker was predicted to take it.
 struct ChunkForecast {
   SliceForecast predicted;
   uint32_t slices_left = 0;
-  bool is_alone = false;  // whether no other call had anything at the worker when this one came
+  uint32_t worker = 0;    // for whom the chunk was cut
+  bool is_alone = false;  // whether the chunk had that worker to itself, from beginning to end
 };
 
 // The bulk of a call. It is given back when the call is done, so that the next call finds its
@@ -63,8 +111,9 @@ struct ChunkForecast {
 struct CallWork {
   TokenBatch batch;                   // topk_ids and topk_weights are not read after submit()
   std::vector<ShardRows> shard_rows;  // [num_shards]
+  std::vector<uint32_t> holders;      // [num_shards] once it is admitted: for whom it is cut
   std::vector<Slice> slices;          // by shard, then by row; never resized once the call is cut
-  size_t slices_left = 0;
+  size_t slices_left = 0;             // that have not arrived
   std::vector<ChunkForecast> forecasts;  // [num_shards] once the call is cut, empty before
 };
 

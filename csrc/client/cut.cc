@@ -111,7 +111,7 @@ Status Cutter::cut(Call& call, std::span<const std::unique_ptr<Link>> links) {
   call.work->forecasts.assign(plan.shards.size(), ChunkForecast());
   for (uint32_t s = 0; s < plan.shards.size(); ++s) {
     if (call.work->shard_rows[s].tokens.empty()) continue;
-    Link& link = *links[plan.shards[s].worker];
+    Link& link = *links[call.work->holders[s]];
     auto num_splits = cut_chunk(call, s, link);
     if (!num_splits.ok()) {
       call.work->slices.clear();
@@ -153,10 +153,10 @@ Result<uint64_t> Cutter::cut_chunk(Call& call, uint32_t shard_index, Link& link)
   const CutLimits limits{policy.is_measured ? chosen_tokens : policy.slice_tokens,
                          link.path.geometry(), link.request_dtype, link.reply_dtype};
   const size_t first = call.work->slices.size();
-  auto num_splits = cut_shard(call, shard_index, shard.worker, limits);
+  auto num_splits = cut_shard(call, shard_index, link.index, limits);
   const std::span<Slice> cut = std::span(call.work->slices).subspan(first);
   const auto num_cut = static_cast<uint32_t>(cut.size());
-  call.work->forecasts[shard_index] = {choice.taken, num_cut, false};
+  call.work->forecasts[shard_index] = {choice.taken, num_cut, link.index, false};
   for (Slice& slice : cut) {
     slice.forecast_ns = static_cast<int64_t>((choice.taken.ns - choice.taken.wait_ns) / num_cut);
     const auto ids = std::span(rows.local_expert_ids).subspan(slice.pair_begin, slice.num_pairs());

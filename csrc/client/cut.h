@@ -30,9 +30,9 @@ Result<uint64_t> cut_shard(Call& call, uint32_t shard_index, uint32_t worker,
 // Keeps its scratch memory between calls. Not thread-safe.
 class Cutter {
  public:
-  // Fills the call's slices and forecasts, and chooses each link's window. Every path that the call
-  // needs must have a channel. Errors are those of cut_shard, naming worker and layer; nothing is
-  // cut then.
+  // Fills the call's slices and forecasts for call.work->holders, and chooses each of these links'
+  // window. Their paths must have channels. Errors are those of cut_shard, naming worker and layer;
+  // nothing is cut then.
   Status cut(Call& call, std::span<const std::unique_ptr<Link>> links);
 
  private:

@@ -52,7 +52,7 @@ void write_index(const Slice& slice, const ShardRows& rows, const wire::RequestL
   std::memset(payload + index_end, 0, layout.rows_offset - index_end);
 }
 
-wire::FrameHeader header_of(const Slice& slice, uint64_t generation) {
+wire::FrameHeader header_of(const Slice& slice, uint16_t attempt, uint64_t generation) {
   const ShardPlace& shard = slice.call->layer->plan.shards[slice.shard_index];
   wire::FrameHeader header;
   header.kind = wire::FrameKind::kRequest;
@@ -66,6 +66,7 @@ wire::FrameHeader header_of(const Slice& slice, uint64_t generation) {
   header.num_rows = slice.num_rows();
   header.num_pairs = slice.num_pairs();
   header.slice = slice.index;
+  header.attempt = attempt;
   return header;
 }
 
@@ -85,7 +86,8 @@ uint64_t reply_message_bytes(const LayerPlan& plan, uint32_t num_rows, Dtype dty
   return layout.ok() ? wire::kFrameHeaderBytes + layout.value().payload_bytes : 0;
 }
 
-Result<size_t> encode_request(const Slice& slice, uint64_t generation, std::span<std::byte> slot) {
+Result<size_t> encode_request(const Slice& slice, uint16_t attempt, uint64_t generation,
+                              std::span<std::byte> slot) {
   const LayerPlan& plan = slice.call->layer->plan;
   const TokenBatch& batch = slice.call->work->batch;
   const ShardRows& rows = slice.call->work->shard_rows[slice.shard_index];
@@ -115,7 +117,7 @@ Result<size_t> encode_request(const Slice& slice, uint64_t generation, std::span
     }
     sum.written_to(at + row_bytes);
   }
-  wire::FrameHeader header = header_of(slice, generation);
+  wire::FrameHeader header = header_of(slice, attempt, generation);
   header.payload_bytes = static_cast<uint32_t>(layout.value().payload_bytes);
   header.payload_checksum = sum.finish(layout.value().payload_bytes);
   wire::encode_frame_header(header, slot.first<wire::kFrameHeaderBytes>());

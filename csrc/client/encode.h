@@ -16,8 +16,9 @@ uint64_t request_message_bytes(const LayerPlan& plan, uint32_t num_rows, uint32_
                                Dtype dtype);
 uint64_t reply_message_bytes(const LayerPlan& plan, uint32_t num_rows, Dtype dtype);
 
-// Writes the whole request of `slice` into `slot` and returns its length. Errors: kRange naming
-// layer and token where a finite hidden state does not fit the wire dtype.
-Result<size_t> encode_request(const Slice& slice, uint64_t generation, std::span<std::byte> slot);
+// Writes the whole request of `slice`, its `attempt`th, into `slot` and returns its length. Errors:
+// kRange naming layer and token where a finite hidden state does not fit the wire dtype.
+Result<size_t> encode_request(const Slice& slice, uint16_t attempt, uint64_t generation,
+                              std::span<std::byte> slot);
 
 }  // namespace dflash::client

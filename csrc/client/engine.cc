@@ -44,9 +44,10 @@ Status check_plan(const LayerPlan& plan, size_t num_workers) {
 }  // namespace
 
 uint32_t Engine::add_worker(NewWorker worker) {
-  links_.push_back(std::make_unique<Link>(std::move(worker)));
+  const auto index = static_cast<uint32_t>(links_.size());
+  links_.push_back(std::make_unique<Link>(std::move(worker), index));
   wait_entries_.resize(links_.size());
-  return static_cast<uint32_t>(links_.size() - 1);
+  return index;
 }
 
 Status Engine::define_layer(const LayerPlan& plan) {
@@ -60,8 +61,56 @@ Status Engine::define_layer(const LayerPlan& plan) {
   for (const ShardPlace& shard : sorted.shards) experts.push_back(shard.experts);
   auto table = ExpertTable::build(plan.num_experts, experts);
   if (!table.ok()) return std::move(table).error().with("layer " + plan.name);
-  layers_.emplace(plan.layer, Layer{std::move(sorted), std::move(table).value()});
+  std::vector<std::vector<uint32_t>> holders;
+  for (const ShardPlace& shard : sorted.shards) holders.push_back({shard.worker});
+  layers_.emplace(plan.layer,
+                  Layer{std::move(sorted), std::move(table).value(), std::move(holders)});
   return ok();
+}
+
+Status Engine::check_holders(const LayerPlan& plan, const ShardPlace& shard,
+                             std::span<const uint32_t> workers) const {
+  const auto refuse = [&](const std::string& what) {
+    return plan_error(plan, "shard " + std::to_string(shard.shard) + ": " + what);
+  };
+  if (workers.empty()) return refuse("it needs one holder at least");
+  for (size_t i = 0; i < workers.size(); ++i) {
+    if (workers[i] >= links_.size())
+      return refuse("there is no worker " + std::to_string(workers[i]));
+    const Link &first = *links_[workers[0]], &one = *links_[workers[i]];
+    if (std::find(workers.begin(), workers.begin() + static_cast<std::ptrdiff_t>(i), workers[i]) !=
+        workers.begin() + static_cast<std::ptrdiff_t>(i))
+      return refuse("worker " + one.name + " is named twice");
+    // Rows are rounded to the wire dtypes, so that holders with others would give other bits.
+    if (one.request_dtype != first.request_dtype || one.reply_dtype != first.reply_dtype) {
+      return refuse("its holders disagree in wire dtypes: worker " + first.name + " has " +
+                    dtype_name(first.request_dtype) + " and " + dtype_name(first.reply_dtype) +
+                    ", worker " + one.name + " " + dtype_name(one.request_dtype) + " and " +
+                    dtype_name(one.reply_dtype));
+    }
+  }
+  return ok();
+}
+
+Status Engine::set_holders(uint32_t layer, uint32_t shard, const std::vector<uint32_t>& workers) {
+  const auto found = layers_.find(layer);
+  if (found == layers_.end())
+    return Error{ErrorCode::kInvalidArgument,
+                 "layer " + std::to_string(layer) + " is not in the layer table"};
+  const LayerPlan& plan = found->second.plan;
+  for (size_t s = 0; s < plan.shards.size(); ++s) {
+    if (plan.shards[s].shard != shard) continue;
+    DFLASH_TRY(check_holders(plan, plan.shards[s], workers));
+    found->second.holders[s] = workers;
+    has_replicas_ = has_replicas_ || workers.size() > 1;
+    const int64_t now = now_ns();
+    for (const auto& link : links_) move_waiting(*link, now);
+    rehome_all(now);
+    admit_parked();
+    pump();
+    return ok();
+  }
+  return plan_error(plan, "there is no shard " + std::to_string(shard));
 }
 
 const Layer* Engine::layer(uint32_t index) const {
@@ -76,32 +125,43 @@ std::unique_ptr<CallWork> Engine::take_work() {
   return work;
 }
 
-// Returns the first worker for which the call has rows and whose path is in `state`, or null.
-const Link* Engine::link_that(const Call& call, PathState state) const {
-  const LayerPlan& plan = call.layer->plan;
-  for (size_t s = 0; s < plan.shards.size(); ++s) {
-    const Link& link = *links_[plan.shards[s].worker];
-    if (!call.work->shard_rows[s].tokens.empty() && link.path.state() == state) return &link;
+// Returns the first shard for which the call has rows and whose holders stand so.
+std::optional<size_t> Engine::shard_that(const Call& call, Standing standing, int64_t now) const {
+  for (size_t s = 0; s < call.layer->holders.size(); ++s) {
+    if (call.work->shard_rows[s].tokens.empty()) continue;
+    if (standing_of(call.layer->holders[s], links_, now, options_.reconnect_grace_ns) == standing)
+      return s;
   }
-  return nullptr;
+  return std::nullopt;
 }
 
-Status Engine::refuse_lost_workers(const Call& call) const {
-  const Link* lost = link_that(call, PathState::kLost);
-  if (lost == nullptr) return ok();
-  return lost->lost_error(*call.layer);
+Status Engine::refuse_lost_shards(const Call& call, int64_t now) const {
+  const auto lost = shard_that(call, Standing::kGone, now);
+  if (!lost) return ok();
+  return lost_shard_error(*call.layer, call.layer->holders[*lost]);
 }
 
-bool Engine::must_wait(const Call& call) const {
-  return is_held_ || link_that(call, PathState::kWorn) != nullptr ||
-         link_that(call, PathState::kLeased) != nullptr;
+bool Engine::must_wait(const Call& call, int64_t now) const {
+  return is_held_ || shard_that(call, Standing::kPathBusy, now) ||
+         shard_that(call, Standing::kComingBack, now);
+}
+
+// Cuts a call for the holders that should get it; each shard with rows has a usable one.
+Status Engine::cut(Call& call) {
+  const auto& holders = call.layer->holders;
+  call.work->holders.assign(holders.size(), 0);
+  for (size_t s = 0; s < holders.size(); ++s) {
+    if (!call.work->shard_rows[s].tokens.empty())
+      call.work->holders[s] = pick_holder(holders[s], links_)->index;
+  }
+  return cutter_.cut(call, links_);
 }
 
 Status Engine::start(const CallPtr& call) {
   if (is_closed_) return closed_error();
   const int64_t now = now_ns();
   if (now - last_judged_ns_ > kTickNs) judge_all(now);
-  DFLASH_TRY(refuse_lost_workers(*call));
+  DFLASH_TRY(refuse_lost_shards(*call, now));
   if (calls_.size() >= options_.max_calls) {
     return Error{ErrorCode::kInvalidArgument,
                  std::to_string(calls_.size()) + " calls are already submitted, the bound is " +
@@ -110,48 +170,57 @@ Status Engine::start(const CallPtr& call) {
   call->id = next_call_id_++;
   call->submitted_ns = now;
   call->deadline_ns = now + options_.call_timeout_ns;
-  if (must_wait(*call)) {
+  if (must_wait(*call, now)) {
     call->is_parked = true;
     ++num_parked_;
     calls_.push_back(call);
     return ok();
   }
   call->begun_ns = now;
-  DFLASH_TRY(cutter_.cut(*call, links_));
+  DFLASH_TRY(cut(*call));
   calls_.push_back(call);
   enqueue(*call);
   pump();
   return ok();
 }
 
-// Cuts every parked call whose paths have become usable, in the order of submission.
+// Cuts every parked call whose shards have become usable, in the order of submission, and ends
+// those that have waited in vain.
 void Engine::admit_parked() {
-  if (num_parked_ == 0 || is_held_) return;
-  const std::vector<CallPtr> calls = calls_;  // a copy: a call without rows ends and leaves calls_
+  if (num_parked_ == 0) return;
+  const int64_t now = now_ns();
+  const std::vector<CallPtr> calls = calls_;  // a copy: calls that end leave calls_
   for (const CallPtr& call : calls) {
-    if (!call->is_parked || must_wait(*call)) continue;
+    if (!call->is_parked) continue;
+    Status refused = refuse_lost_shards(*call, now);
+    const auto coming = shard_that(*call, Standing::kComingBack, now);
+    if (refused.ok() && coming && now - call->submitted_ns > options_.park_ns)
+      refused = lost_shard_error(*call->layer, call->layer->holders[*coming]);
+    if (!refused.ok()) {
+      fail(*call, std::move(refused).error());
+      continue;
+    }
+    if (must_wait(*call, now)) continue;
     call->is_parked = false;
     --num_parked_;
-    call->begun_ns = now_ns();
-    Status cut = cutter_.cut(*call, links_);
-    if (cut.ok()) {
+    call->begun_ns = now;
+    Status done = cut(*call);
+    if (done.ok()) {
       enqueue(*call);
     } else {
-      fail(*call, std::move(cut).error());
+      fail(*call, std::move(done).error());
     }
   }
-  pump();
 }
 
 // Hands the slices of a cut call to their links, and extends its deadline where they are predicted
 // to take long. A call without rows is done at once.
 void Engine::enqueue(Call& call) {
   if (call.work->slices.empty()) return finish(call);
-  const LayerPlan& plan = call.layer->plan;
-  for (uint32_t s = 0; s < plan.shards.size(); ++s) {
-    if (call.work->forecasts[s].slices_left == 0) continue;
-    Link& link = *links_[plan.shards[s].worker];
-    call.work->forecasts[s].is_alone = link.num_chunks == 0;
+  for (ChunkForecast& forecast : call.work->forecasts) {
+    if (forecast.slices_left == 0) continue;
+    Link& link = *links_[forecast.worker];
+    forecast.is_alone = link.num_chunks == 0;
     if (link.num_chunks++ > 0) link.crowded_ns = call.begun_ns;
   }
   int64_t longest_ns = 0;
@@ -169,13 +238,18 @@ void Engine::enqueue(Call& call) {
 void Engine::resume() {
   is_held_ = false;
   admit_parked();
+  pump();
 }
 
 void Engine::close() {
   is_closed_ = true;
   const std::vector<CallPtr> calls = calls_;
   for (const CallPtr& call : calls) {
-    if (call->is_parked) fail(*call, closed_error());
+    const auto is_homeless = [](const Slice& one) { return one.state == SliceState::kHomeless; };
+    // Nobody brings a worker back from now on.
+    if (call->is_parked ||
+        std::any_of(call->work->slices.begin(), call->work->slices.end(), is_homeless))
+      fail(*call, closed_error());
   }
 }
 
@@ -203,29 +277,40 @@ bool Engine::send_next(Link& link) {
   if (!slot) return false;
   Slice& slice = link.waiting.front();
   link.waiting.pop();
-  send(link, slice, *slot);
+  send(link, slice, *slot, false);
   return true;
 }
 
-void Engine::send(Link& link, Slice& slice, uint32_t slot) {
-  slice.found_idle = !link.path.is_listening();
-  slice.trace.begun_ns = slice.call->begun_ns;
-  slice.trace.encode_start_ns = now_ns();
-  auto message_bytes =
-      encode_request(slice, link.path.generation(), link.path.channel()->outgoing(slot));
+void Engine::send(Link& link, Slice& slice, uint32_t slot, bool is_hedge) {
+  Attempt attempt{&slice, slice.num_attempts, is_hedge, !link.path.is_listening()};
+  attempt.encode_start_ns = now_ns();
+  auto message_bytes = encode_request(slice, attempt.number, link.path.generation(),
+                                      link.path.channel()->outgoing(slot));
   if (!message_bytes.ok()) {
     return fail(*slice.call, std::move(message_bytes).error().at({link.name, {}, {}, slot}));
   }
   const LayerPlan& plan = slice.call->layer->plan;
   slice.state = SliceState::kInFlight;
-  slice.request_bytes = message_bytes.value();
-  slice.trace.published_ns = now_ns();
-  if (!link.path.owes()) link.liveness.begin_to_owe(slice.trace.published_ns);
-  link.path.put_in_flight(slot, &slice);
+  ++slice.num_attempts;
+  ++slice.num_in_flight;
+  attempt.request_bytes = message_bytes.value();
+  attempt.published_ns = now_ns();
+  if (!link.path.owes()) link.liveness.begin_to_owe(attempt.published_ns);
+  if (const int64_t predicted = link.path.forecast_ns() + slice.forecast_ns; predicted > 0) {
+    attempt.patience_ns = std::max(kLeastPatienceNs, kLatePatience * predicted);
+    if (has_replicas_ && !slice.is_hedged)
+      next_hedge_ns_ = std::min(next_hedge_ns_, attempt.published_ns + attempt.patience_ns);
+  }
+  link.path.put_in_flight(slot, attempt);
   link.last_layer = plan.layer;
+  Counters& counters = link.counters[plan.layer];
   Status published = link.path.channel()->publish(slot, message_bytes.value());
   if (!published.ok()) return lose(link, published.error().code, published.error().message);
-  Counters& counters = link.counters[plan.layer];
+  if (is_hedge) {
+    ++counters.hedges;
+    counters.hedge_request_bytes += message_bytes.value();
+    return;
+  }
   ++counters.calls;
   counters.rows += slice.num_rows();
   counters.pairs += slice.num_pairs();
@@ -238,11 +323,15 @@ void Engine::drive(Deadline tick, int wake_fd) {
   const int64_t began = now_ns();
   Deadline until = tick.earlier(Deadline::at_ns(began + kTickNs));
   for (const CallPtr& call : calls_) until = until.earlier(Deadline::at_ns(call->deadline_ns));
+  if (has_replicas_) until = until.earlier(Deadline::at_ns(next_hedge_ns_));
   for (size_t i = 0; i < links_.size(); ++i) {
     const Path& path = links_[i]->path;
-    wait_entries_[i].channel = path.is_listening() ? path.channel() : nullptr;
-    wait_entries_[i].arrival.reset();
-    wait_entries_[i].error.reset();
+    transport::WaitEntry& entry = wait_entries_[i];
+    entry.channel = path.is_listening() ? path.channel() : nullptr;
+    entry.arrival.reset();
+    entry.error.reset();
+    entry.hangup_fd = links_[i]->liveness.fd();
+    entry.has_hung_up = false;
   }
   wait_for_reply(until, began, wake_fd);
   const int64_t now = now_ns();
@@ -256,8 +345,12 @@ void Engine::drive(Deadline tick, int wake_fd) {
       take(link, *wait_entries_[i].arrival);
       drain(link);
     }
+    if (wait_entries_[i].has_hung_up) judge(link, now);
   }
   if (now - last_judged_ns_ > kTickNs) judge_all(now);
+  if (num_homeless_ > 0) rehome_all(now);
+  if (num_parked_ > 0) admit_parked();
+  if (has_replicas_ && now >= next_hedge_ns_) hedge_all(now);
   end_late_calls(now);
   pump();
 }
@@ -286,9 +379,9 @@ int64_t Engine::next_reply_ns() const {
     const Path& path = link->path;
     if (path.is_lost() || path.num_in_flight() == 0) continue;
     if (path.num_in_flight() > 1) return 0;
-    for (uint32_t i = 0; const Slot* slot = path.slot(i); ++i) {
-      if (slot->slice == nullptr) continue;
-      first = std::min(first, slot->slice->trace.published_ns + slot->slice->forecast_ns);
+    for (const Slot& slot : path.slots()) {
+      if (slot.attempt.slice == nullptr) continue;
+      first = std::min(first, slot.attempt.published_ns + slot.attempt.slice->forecast_ns);
       break;
     }
   }
@@ -307,10 +400,13 @@ void Engine::finish(Call& call) {
 // Takes the call's memory back and tells its waiters. `call` may not exist any more afterwards.
 void Engine::end(Call& call) {
   std::unique_ptr<CallWork> work = std::move(call.work);
-  for (size_t s = 0; s < work->forecasts.size(); ++s) {
-    if (work->forecasts[s].slices_left > 0) --links_[call.layer->plan.shards[s].worker]->num_chunks;
+  for (const ChunkForecast& forecast : work->forecasts) {
+    if (forecast.slices_left > 0) --links_[forecast.worker]->num_chunks;
   }
-  for (Slice& slice : work->slices) reply_buffers_.give_back(std::move(slice.reply_rows));
+  for (Slice& slice : work->slices) {
+    if (slice.state == SliceState::kHomeless) --num_homeless_;
+    reply_buffers_.give_back(std::move(slice.reply_rows));
+  }
   work->slices.clear();
   work->forecasts.clear();
   if (spare_works_.size() < kMaxSpareWorks && work->batch.num_tokens <= kMaxSpareListTokens)

@@ -1,17 +1,21 @@
 // The progress engine: it admits calls, sends their slices as credits allow, takes answers, judges
 // workers and ends calls. Not thread-safe: whoever has the turn (turn.h) uses it. Its sources are
-// engine.cc (calls and sending), engine_answers.cc (what arrives) and engine_losses.cc (what is
-// given up).
+// engine.cc (calls and sending), engine_answers.cc (what arrives), engine_losses.cc (what is given
+// up) and engine_remedies.cc (who is asked instead).
 //
-// A call is parked, uncut, while a data path that it needs is worn or leased, or while somebody
-// holds the engine to change something between calls. It is cut and sent as soon as it can be, or
-// ends by its deadline.
+// A call is parked, uncut, while a shard that it needs has no holder that can be asked but may have
+// one again, or while somebody holds the engine to change something between calls. It is cut and
+// sent as soon as it can be, or ends by its deadline. A slice whose worker is lost goes to another
+// holder of its shard, and waits for one that is on its way back where there is no other.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <deque>
+#include <limits>
 #include <map>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "base/clock.h"
@@ -21,6 +25,7 @@
 #include "client/cut.h"
 #include "client/link.h"
 #include "client/receive.h"
+#include "client/router.h"
 #include "client/step.h"
 #include "client/types.h"
 
@@ -42,7 +47,8 @@ inline constexpr int64_t kPatience = 4, kMaxPatience = 20;
 // here.
 class Engine {
  public:
-  explicit Engine(const ClientOptions& options) : options_(options), spin_ns_(options.spin_ns) {}
+  explicit Engine(const ClientOptions& options)
+      : options_(options), spin_ns_(options.spin_ns), hedge_budget_(options.hedge_share) {}
 
   // -- workers and layers --
   uint32_t add_worker(NewWorker worker);
@@ -50,6 +56,14 @@ class Engine {
   Links links() const { return links_; }
   Status define_layer(const LayerPlan& plan);
   const Layer* layer(uint32_t index) const;
+  // Names the holders of a shard, preferred first. Slices that wait at others move. Errors:
+  // kInvalidArgument.
+  Status set_holders(uint32_t layer, uint32_t shard, const std::vector<uint32_t>& workers);
+  void set_admission(Link& link, Admission admission);
+  // Says whether somebody brings the worker back if it is lost.
+  void set_remedy(Link& link, bool has_remedy);
+  bool has_events() const { return !events_.empty(); }
+  std::vector<ClientEvent> take_events();
 
   // -- calls --
   // Returns memory for a new call, with empty lists.
@@ -80,7 +94,8 @@ class Engine {
   bool is_closed() const { return is_closed_; }
 
   // -- data paths --
-  // Gives a worker up and fails every call that needs it, after taking the answers that have come.
+  // Gives a worker up, after taking the answers that have come. What it owed is asked of others;
+  // calls for which there is nobody else end.
   void lose_after_drain(Link& link, const std::string& reason);
   // Gives the link a fresh path; nothing may be in flight on the old one. Errors: kWorkerLost,
   // kInvalidArgument.
@@ -112,15 +127,17 @@ class Engine {
 
  private:
   // engine.cc
-  const Link* link_that(const Call& call, PathState state) const;
-  Status refuse_lost_workers(const Call& call) const;
-  bool must_wait(const Call& call) const;
-  Status admit(Call& call);
+  Status check_holders(const LayerPlan& plan, const ShardPlace& shard,
+                       std::span<const uint32_t> workers) const;
+  std::optional<size_t> shard_that(const Call& call, Standing standing, int64_t now) const;
+  Status refuse_lost_shards(const Call& call, int64_t now) const;
+  bool must_wait(const Call& call, int64_t now) const;
+  Status cut(Call& call);
   void admit_parked();
   void enqueue(Call& call);
   void pump();
   bool send_next(Link& link);
-  void send(Link& link, Slice& slice, uint32_t slot);
+  void send(Link& link, Slice& slice, uint32_t slot, bool is_hedge);
   void finish(Call& call);
   void end(Call& call);
   void trace(const Call& call, const Slice& slice);
@@ -130,14 +147,32 @@ class Engine {
   // engine_answers.cc
   void take(Link& link, const transport::Arrival& arrival);
   void drain(Link& link);
+  void take_refusal(Link& link, const Answer& answer);
   void take_rows(Link& link, const Answer& answer);
-  void learn(Link& link, const Slice& slice, uint64_t reply_bytes);
+  void learn(Link& link, const Attempt& attempt, uint64_t reply_bytes);
   // engine_losses.cc
   void lose(Link& link, ErrorCode code, const std::string& reason);
+  void judge(Link& link, int64_t now);
   void judge_all(int64_t now);
   void end_late_calls(int64_t now);
   Error late_error(const Call& call) const;
   Status check_idle(const Link& link) const;
+  // engine_remedies.cc
+  std::span<const uint32_t> holders_of(const Slice& slice) const;
+  void make_homeless(Slice& slice, const Link& from);
+  void rehome(Call& call, int64_t now);
+  void rehome_all(int64_t now);
+  void rehome_one(Slice& slice, int64_t now);
+  Link* find_home(Slice& slice, int64_t now) const;
+  void end_parking(Slice& slice, int64_t now);
+  void move_waiting(Link& link, int64_t now);
+  bool can_move(const Slice& slice, const Link& from) const;
+  void set_suspect(Link& link, bool is_suspect);
+  void hedge_all(int64_t now);
+  void hedge(Link& link, uint32_t slot, int64_t now);
+  Error lost_shard_error(const Layer& layer, std::span<const uint32_t> holders) const;
+  void tell(const Link& link, EventKind kind, std::string reason);
+  void tell_if_idle(const Link& link);
 
   ClientOptions options_;
   int64_t spin_ns_;  // how long a wait spins now
@@ -150,6 +185,12 @@ class Engine {
   uint64_t next_call_id_ = 1;
   uint64_t num_ended_ = 0;
   int64_t last_judged_ns_ = 0;
+  bool has_replicas_ = false;  // whether any shard has, or had, several holders
+  size_t num_homeless_ = 0;    // slices of calls under way
+  // When an attempt will be late; max() where none can be, 0 to look at once.
+  int64_t next_hedge_ns_ = std::numeric_limits<int64_t>::max();
+  HedgeBudget hedge_budget_;
+  std::deque<ClientEvent> events_;
   Cutter cutter_;
   Combiner combiner_;
   BufferPool reply_buffers_;

@@ -32,58 +32,91 @@ void Engine::take(Link& link, const transport::Arrival& arrival) {
   auto taken = take_answer(link.path, arrival, reply_buffers_);
   if (!taken.ok()) return lose(link, taken.error().code, taken.error().message);
   const Answer& answer = taken.value();
-  if (answer.slice == nullptr) {
+  if (answer.attempt.slice == nullptr) {
     ++link.stale_replies;
+    if (answer.is_superseded)
+      ++link.counters[link.path.slot(answer.slot)->quarantine->layer].superseded;
     link.path.release(answer.slot);
-    return admit_parked();  // because the path may have enough slots again
+    tell_if_idle(link);
+    admit_parked();  // because the path may have enough slots again
+    return pump();
   }
-  if (!answer.refusal) return take_rows(link, answer);
-  Call& call = *answer.slice->call;
+  return answer.refusal ? take_refusal(link, answer) : take_rows(link, answer);
+}
+
+// Only a range error is about the caller's numbers, and every holder would answer the same. Every
+// other refusal means that host and worker disagree, or that the worker is in trouble.
+void Engine::take_refusal(Link& link, const Answer& answer) {
+  Slice& slice = *answer.attempt.slice;
+  Call& call = *slice.call;
   const LayerPlan& plan = call.layer->plan;
   link.counters[plan.layer].reply_bytes += answer.num_bytes;
   link.path.release(answer.slot);
-  // Only a range error is about the caller's numbers. Every other refusal means that host and
-  // worker disagree.
-  const ErrorCode code =
-      answer.refusal->code == ErrorCode::kRange ? ErrorCode::kRange : ErrorCode::kWorkerFailed;
-  fail(call,
-       Error{code, "worker " + link.name + ", layer " + plan.name + ": " + answer.refusal->text}.at(
-           {link.name, plan.layer, {}, answer.slot}));
+  --slice.num_in_flight;
+  const bool is_range = answer.refusal->code == ErrorCode::kRange;
+  Error error = Error{is_range ? ErrorCode::kRange : ErrorCode::kWorkerFailed,
+                      "worker " + link.name + ", layer " + plan.name + ": " + answer.refusal->text}
+                    .at({link.name, plan.layer, {}, answer.slot});
+  tell_if_idle(link);
+  if (is_range) return fail(call, std::move(error));
+  ++link.counters[plan.layer].failovers;
+  if (slice.troubles == nullptr) slice.troubles = std::make_unique<SliceTroubles>();
+  slice.troubles->refused_by.push_back(link.index);
+  slice.troubles->add(std::move(error));
+  if (slice.num_in_flight > 0) return;  // another holder is still at it
+  make_homeless(slice, link);
+  rehome_all(now_ns());
 }
 
 void Engine::take_rows(Link& link, const Answer& answer) {
-  Slice& slice = *answer.slice;
+  const Attempt& attempt = answer.attempt;
+  Slice& slice = *attempt.slice;
   Call& call = *slice.call;
   Counters& counters = link.counters[call.layer->plan.layer];
-  counters.reply_bytes += answer.num_bytes;
+  (attempt.is_hedge ? counters.hedge_reply_bytes : counters.reply_bytes) += answer.num_bytes;
+  counters.hedges_won += attempt.is_hedge ? 1 : 0;
   counters.worker_compute_ns += duration_ns(answer.timing.started_ns, answer.timing.finished_ns);
   counters.worker_queue_ns += duration_ns(answer.timing.received_ns, answer.timing.started_ns);
+  slice.worker = link.index;
+  slice.trace.begun_ns = call.begun_ns;
+  slice.trace.encode_start_ns = attempt.encode_start_ns;
+  slice.trace.published_ns = attempt.published_ns;
   slice.trace.arrived_ns = now_ns();
   slice.trace.worker_received_ns = answer.timing.received_ns;
   slice.trace.worker_started_ns = answer.timing.started_ns;
   slice.trace.worker_finished_ns = answer.timing.finished_ns;
-  learn(link, slice, answer.num_bytes);
+  learn(link, attempt, answer.num_bytes);
   slice.state = SliceState::kArrived;
   link.path.release(answer.slot);
+  if (--slice.num_in_flight > 0) {
+    for (const auto& other : links_) other->path.supersede(slice);
+    slice.num_in_flight = 0;
+  }
+  hedge_budget_.earn();
+  tell_if_idle(link);
   if (--call.work->slices_left == 0) finish(call);
 }
 
 // Tells the worker's model what one slice took and, with a chunk's last reply, what the whole chunk
 // took.
-void Engine::learn(Link& link, const Slice& slice, uint64_t reply_bytes) {
+void Engine::learn(Link& link, const Attempt& attempt, uint64_t reply_bytes) {
+  const Slice& slice = *attempt.slice;
   const Call& call = *slice.call;
   const LayerPlan& plan = call.layer->plan;
   const SliceTrace& t = slice.trace;
   link.model.observe(plan.cost_class,
-                     {slice.num_pairs(), slice.num_experts, slice.request_bytes, reply_bytes},
+                     {slice.num_pairs(), slice.num_experts, attempt.request_bytes, reply_bytes},
                      {t.encode_start_ns, t.published_ns, t.arrived_ns, t.worker_received_ns,
-                      t.worker_started_ns, t.worker_finished_ns, slice.found_idle});
+                      t.worker_started_ns, t.worker_finished_ns, attempt.found_idle});
   ChunkForecast& forecast = call.work->forecasts[slice.shard_index];
+  if (forecast.worker != link.index) forecast.is_alone = false;
   if (--forecast.slices_left > 0) return;
-  --link.num_chunks;
-  if (!forecast.is_alone || link.crowded_ns >= call.begun_ns || forecast.predicted.ns == 0) return;
-  link.model.record(plan.cost_class, call.work->batch.num_tokens, forecast.predicted,
-                    static_cast<double>(t.arrived_ns - call.begun_ns));
+  Link& planned = *links_[forecast.worker];
+  --planned.num_chunks;
+  if (!forecast.is_alone || planned.crowded_ns >= call.begun_ns || forecast.predicted.ns == 0)
+    return;
+  planned.model.record(plan.cost_class, call.work->batch.num_tokens, forecast.predicted,
+                       static_cast<double>(t.arrived_ns - call.begun_ns));
 }
 
 }  // namespace dflash::client

@@ -1,4 +1,4 @@
-// When the engine gives up a call, a worker or a data path, and how a path comes back.
+// When the engine gives up a call, a worker or a data path, and how a path or a worker comes back.
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 
@@ -16,52 +16,65 @@ void Engine::fail(Call& call, Error error) {
   end(call);
 }
 
+// What the worker owed, and what waited for it, loses its home, and then finds another holder,
+// waits for one, or ends its call. A slice that is under way at another holder too just goes on
+// there.
 void Engine::lose(Link& link, ErrorCode code, const std::string& reason) {
   if (link.path.is_lost()) return;
-  const auto needs_it = [&](const Call& call) {
-    if (call.is_parked) {
-      const auto& shards = call.layer->plan.shards;
-      for (size_t s = 0; s < shards.size(); ++s) {
-        if (links_[shards[s].worker].get() == &link && !call.work->shard_rows[s].tokens.empty())
-          return true;
-      }
-      return false;
-    }
-    return std::any_of(call.work->slices.begin(), call.work->slices.end(), [&](const Slice& slice) {
-      return links_[slice.worker].get() == &link && slice.state != SliceState::kArrived;
-    });
-  };
-  std::vector<CallPtr> ended;
-  std::copy_if(calls_.begin(), calls_.end(), std::back_inserter(ended),
-               [&](const CallPtr& call) { return needs_it(*call); });
-  link.path.lose(reason);
-  link.waiting.clear();
-  link.liveness.close();
-  for (const CallPtr& call : ended) {
-    Error error = link.lost_error(*call->layer);
-    error.code = code;
-    fail(*call, std::move(error));
+  std::vector<Slice*> taken;
+  for (const Slot& slot : link.path.slots()) {
+    Slice* slice = slot.attempt.slice;
+    if (slice == nullptr) continue;
+    ++link.counters[slice->call->layer->plan.layer].failovers;
+    if (--slice->num_in_flight == 0) taken.push_back(slice);
   }
+  link.waiting.take_out([&taken](Slice& slice) {
+    taken.push_back(&slice);
+    return true;
+  });
+  link.path.lose(reason);
+  link.liveness.close();
+  link.is_suspect = false;
+  link.lost_ns = now_ns();
+  tell(link, EventKind::kLost, reason);
+  for (Slice* slice : taken) {
+    Error error = link.lost_error(*slice->call->layer);
+    error.code = code;
+    make_homeless(*slice, link);
+    slice->troubles->add(std::move(error));
+  }
+  rehome_all(link.lost_ns);
+  admit_parked();
 }
 
 void Engine::lose_after_drain(Link& link, const std::string& reason) {
   if (link.path.state() != PathState::kLeased) drain(link);
   lose(link, ErrorCode::kWorkerLost, reason);
+  pump();
 }
 
 void Engine::judge_all(int64_t now) {
   last_judged_ns_ = now;
-  for (const auto& link : links_) {
-    const PathState state = link->path.state();
-    if (state == PathState::kLost || state == PathState::kLeased) continue;  // see judge_step()
-    if (const auto failure = link->liveness.read_pulses(now)) {
-      lose_after_drain(*link, *failure);
-    } else if (link->owes() && link->liveness.is_stalled(now, options_.stall_timeout_ns)) {
-      const uint32_t num_owed = link->path.num_in_flight();
-      drain(*link);
-      if (link->path.num_in_flight() == num_owed)
-        lose(*link, ErrorCode::kWorkerLost, link->liveness.stall_text(now));
-    }
+  for (const auto& link : links_) judge(*link, now);
+}
+
+// A suspected worker that owes nothing any more, because others answered for it, is still expected
+// to show progress: otherwise it would be asked again, and hold up the next call as long.
+void Engine::judge(Link& link, int64_t now) {
+  const PathState state = link.path.state();
+  if (state == PathState::kLost || state == PathState::kLeased) return;  // see judge_step()
+  if (const auto failure = link.liveness.read_pulses(now)) return lose_after_drain(link, *failure);
+  if (link.is_suspect && link.liveness.counter() != link.suspect_counter) set_suspect(link, false);
+  if (!link.owes() && !link.is_suspect) return;
+  if (link.is_suspect) next_hedge_ns_ = 0;  // what it owes is asked of whoever can be asked now
+  if (link.liveness.is_stalled(now, options_.stall_timeout_ns)) {
+    const uint32_t num_owed = link.path.num_in_flight();
+    drain(link);
+    if (!link.path.is_lost() && link.path.num_in_flight() == num_owed)
+      lose(link, ErrorCode::kWorkerLost, link.liveness.stall_text(now));
+  } else if (!link.is_suspect && link.liveness.is_stalled(now, options_.suspect_ns)) {
+    set_suspect(link, true);
+    move_waiting(link, now);
   }
 }
 
@@ -80,6 +93,9 @@ Error Engine::late_error(const Call& call) const {
     const auto owed = std::find_if(slices.begin(), slices.end(), [](const Slice& slice) {
       return slice.state != SliceState::kArrived;
     });
+    if (owed->state == SliceState::kHomeless)
+      return owed->troubles->error().with("layer " + plan.name + " found no other holder in " +
+                                          limit);
     const std::string& name = links_[owed->worker]->name;
     return Error{ErrorCode::kTimeout, "worker " + name + " did not answer layer " + plan.name +
                                           " within " + limit +
@@ -87,16 +103,23 @@ Error Engine::late_error(const Call& call) const {
         .at({name, plan.layer, {}, {}});
   }
   const std::string waited = "layer " + plan.name + " waited " + limit;
-  if (const Link* link = link_that(call, PathState::kLeased)) {
-    return Error{ErrorCode::kTimeout,
-                 waited + " for a device step to give back the data path of worker " + link->name +
-                     "; leave the step sooner"}
-        .at({link->name, plan.layer, {}, {}});
-  }
-  if (const Link* link = link_that(call, PathState::kWorn)) {
-    return Error{ErrorCode::kTimeout, waited + " for a fresh data path to worker " + link->name +
-                                          " (" + link->path.reason() + ")"}
-        .at({link->name, plan.layer, {}, {}});
+  for (size_t s = 0; s < call.layer->holders.size(); ++s) {
+    if (call.work->shard_rows[s].tokens.empty()) continue;
+    for (const uint32_t holder : call.layer->holders[s]) {
+      const Link& link = *links_[holder];
+      const ErrorPlace place{link.name, plan.layer, {}, {}};
+      if (link.path.state() == PathState::kLeased) {
+        return Error{ErrorCode::kTimeout,
+                     waited + " for a device step to give back the data path of worker " +
+                         link.name + "; leave the step sooner"}
+            .at(place);
+      }
+      if (link.path.state() == PathState::kWorn) {
+        return Error{ErrorCode::kTimeout, waited + " for a fresh data path to worker " + link.name +
+                                              " (" + link.path.reason() + ")"}
+            .at(place);
+      }
+    }
   }
   return Error{ErrorCode::kTimeout,
                waited + " for a change of mode or a device step of another thread to end"}
@@ -131,6 +154,7 @@ Status Engine::retire_path(Link& link, const std::string& reason) {
 Status Engine::renew_path(Link& link, NewPath path) {
   DFLASH_TRY(check_idle(link));
   link.path.renew(std::move(path));
+  rehome_all(now_ns());
   admit_parked();
   pump();
   return ok();
@@ -152,6 +176,9 @@ Status Engine::replace_worker(Link& link, NewPath path, OwnedFd pulse) {
   if (has_lease) return refuse("a device step is under way; leave it first");
   link.path.renew(std::move(path));
   link.liveness = Liveness(std::move(pulse));
+  rehome_all(now_ns());
+  admit_parked();
+  pump();
   return ok();
 }
 
@@ -211,6 +238,7 @@ Status Engine::judge_step(int64_t now) {
 void Engine::end_step(const StepResult& result) {
   return_paths(links_, layers_, result);
   admit_parked();
+  pump();
 }
 
 }  // namespace dflash::client

@@ -80,7 +80,9 @@ Status check_policy(SlicePolicy policy) {
 
 struct ExpertClient::State {
   explicit State(const ClientOptions& options)
-      : engine(options), worn_bell(::eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)) {}
+      : engine(options),
+        worn_bell(::eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)),
+        event_bell(::eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)) {}
 
   // Called with the turn. Drives until `is_met` holds. Returns false if `until` has passed or
   // somebody wants the turn.
@@ -89,7 +91,7 @@ struct ExpertClient::State {
     while (!is_met()) {
       if (until.has_passed() || turns.is_wanted()) return false;
       engine.drive(until, turns.wake_fd());
-      ring_if_worn();
+      ring_bells();
     }
     return true;
   }
@@ -104,10 +106,14 @@ struct ExpertClient::State {
     }
     return false;
   }
-  // Called with the turn, after anything that may have worn out a path or ended the last call on a
-  // worn one.
-  void ring_if_worn() {
+  // Called with the turn, after anything that may have worn out a path, ended the last call on a
+  // worn one, or changed how a worker stands.
+  void ring_bells() {
     if (!is_rung && engine.has_path_to_retire()) ring();
+    if (!has_told && engine.has_events()) {
+      const uint64_t one = 1;
+      has_told = ::write(event_bell.get(), &one, sizeof one) == sizeof one;
+    }
   }
   void ring() {
     const uint64_t one = 1;
@@ -121,8 +127,9 @@ struct ExpertClient::State {
 
   mutable TurnTable turns;
   Engine engine;  // used by whoever has the turn
-  OwnedFd worn_bell;
-  bool is_rung = false;  // used by whoever has the turn
+  OwnedFd worn_bell, event_bell;
+  // Whether the bells hold a count; used by whoever has the turn.
+  bool is_rung = false, has_told = false;
 };
 
 ExpertClient::ExpertClient(const ClientOptions& options)
@@ -161,10 +168,35 @@ Status ExpertClient::set_dtypes(uint32_t worker, Dtype request_dtype, Dtype repl
   return ok();
 }
 
+Status ExpertClient::set_holders(uint32_t layer, uint32_t shard,
+                                 const std::vector<uint32_t>& workers) {
+  const Turn turn(state_->turns);
+  Status set = state_->engine.set_holders(layer, shard, workers);
+  state_->ring_bells();
+  return set;
+}
+
+Status ExpertClient::set_admission(uint32_t worker, Admission admission) {
+  const Turn turn(state_->turns);
+  auto link = state_->link(worker);
+  if (!link.ok()) return std::move(link).error();
+  state_->engine.set_admission(*link.value(), admission);
+  state_->ring_bells();
+  return ok();
+}
+
+Status ExpertClient::set_remedy(uint32_t worker, bool has_remedy) {
+  const Turn turn(state_->turns);
+  auto link = state_->link(worker);
+  if (!link.ok()) return std::move(link).error();
+  state_->engine.set_remedy(*link.value(), has_remedy);
+  return ok();
+}
+
 void ExpertClient::mark_lost(uint32_t worker, const std::string& reason) {
   const Turn turn(state_->turns);
   if (Link* link = state_->engine.link(worker)) state_->engine.lose_after_drain(*link, reason);
-  state_->ring_if_worn();
+  state_->ring_bells();
 }
 
 Result<CallPtr> ExpertClient::submit(const TokenBatch& batch, uint32_t layer) {
@@ -183,7 +215,9 @@ Result<CallPtr> ExpertClient::submit(const TokenBatch& batch, uint32_t layer) {
   call->work->shard_rows.resize(found->plan.shards.size());
   Status routed = route(batch, found->experts, call->work->shard_rows);
   if (!routed.ok()) return std::move(routed).error().with("layer " + found->plan.name).at(here);
-  DFLASH_TRY(engine.start(call));
+  Status started = engine.start(call);
+  state_->ring_bells();
+  if (!started.ok()) return std::move(started).error();
   return call;
 }
 
@@ -205,7 +239,7 @@ bool ExpertClient::is_done(const CallPtr& call) {
   if (!call->is_done.load(std::memory_order_acquire) && state_->turns.try_acquire()) {
     // A caller that only asks and never waits can thus see its call end.
     state_->engine.drive(Deadline::at_ns(0), -1);
-    state_->ring_if_worn();
+    state_->ring_bells();
     state_->turns.release();
   }
   return call->is_done.load(std::memory_order_acquire);
@@ -220,7 +254,7 @@ Status ExpertClient::outcome(const CallPtr& call) {
 void ExpertClient::abandon(const CallPtr& call) {
   const Turn turn(state_->turns);
   state_->engine.fail(*call, Error{ErrorCode::kClosed, "the call was abandoned"});
-  state_->ring_if_worn();
+  state_->ring_bells();
 }
 
 bool ExpertClient::hold(Deadline tick) {
@@ -234,7 +268,7 @@ bool ExpertClient::hold(Deadline tick) {
 
 bool ExpertClient::wait_until_quiet(Deadline tick) {
   return state_->drive_until(tick, [this] {
-    state_->ring_if_worn();
+    state_->ring_bells();
     if (state_->engine.is_closed()) return true;
     return state_->engine.num_under_way() == 0 && !state_->engine.has_worn_path();
   });
@@ -243,7 +277,7 @@ bool ExpertClient::wait_until_quiet(Deadline tick) {
 bool ExpertClient::wait_until_fit(Deadline tick) {
   return state_->drive_until(tick, [this] {
     state_->engine.wear_out_unfit();
-    state_->ring_if_worn();
+    state_->ring_bells();
     return state_->engine.is_closed() || !state_->engine.has_worn_path();
   });
 }
@@ -256,6 +290,16 @@ void ExpertClient::resume() {
 void ExpertClient::close() {
   const Turn turn(state_->turns);
   state_->engine.close();
+}
+
+int ExpertClient::event_fd() const { return state_->event_bell.get(); }
+
+std::vector<ClientEvent> ExpertClient::take_events() {
+  const Turn turn(state_->turns);
+  uint64_t count = 0;
+  static_cast<void>(::read(state_->event_bell.get(), &count, sizeof count));
+  state_->has_told = false;
+  return state_->engine.take_events();
 }
 
 int ExpertClient::worn_fd() const { return state_->worn_bell.get(); }
@@ -293,7 +337,9 @@ Status ExpertClient::replace_worker(uint32_t worker, NewPath path, OwnedFd pulse
   auto link = state_->link(worker);
   if (!link.ok()) return std::move(link).error();
   if (path.channel == nullptr) return argument_error("a data path needs a channel");
-  return state_->engine.replace_worker(*link.value(), std::move(path), std::move(pulse));
+  Status replaced = state_->engine.replace_worker(*link.value(), std::move(path), std::move(pulse));
+  state_->ring_bells();
+  return replaced;
 }
 
 Result<StepLease> ExpertClient::begin_step(uint32_t num_calls) {
@@ -309,7 +355,7 @@ Status ExpertClient::judge_step() {
 void ExpertClient::end_step(const StepResult& result) {
   const Turn turn(state_->turns);
   state_->engine.end_step(result);
-  state_->ring_if_worn();
+  state_->ring_bells();
 }
 
 std::vector<CountersOf> ExpertClient::counters() const {
@@ -326,8 +372,9 @@ std::vector<WorkerReport> ExpertClient::workers() const {
   const Turn turn(state_->turns);
   std::vector<WorkerReport> reports;
   for (const auto& link : state_->engine.links()) {
-    reports.push_back({link->name, link->path.state(), link->path.reason(),
-                       link->path.num_quarantined(), link->stale_replies, link->path.generation()});
+    reports.push_back({link->name, link->path.state(), link->is_suspect, link->admission,
+                       link->path.reason(), link->path.num_quarantined(), link->stale_replies,
+                       link->path.generation()});
   }
   return reports;
 }

@@ -35,6 +35,17 @@ class ExpertClient {
   Result<uint32_t> add_worker(NewWorker worker);
   // Errors: kInvalidArgument naming what is wrong with the plan.
   Status define_layer(const LayerPlan& plan);
+  // Names the workers that hold a shard, preferred first, and takes the place of those named
+  // before; any time. They compute the same bits: whoever calls this has compared weights,
+  // checksums and classes. Slices that wait at others move, those under way there go on. Errors:
+  // kInvalidArgument naming layer and shard, also where wire dtypes differ.
+  Status set_holders(uint32_t layer, uint32_t shard, const std::vector<uint32_t>& workers);
+  // A worker that drains gets no new slices where another holder can have them; kIdle tells when it
+  // has none left. Errors: kInvalidArgument.
+  Status set_admission(uint32_t worker, Admission admission);
+  // Says whether somebody brings the worker back if it is lost. Calls that need it then wait, up to
+  // ClientOptions::park_ns. Errors: kInvalidArgument.
+  Status set_remedy(uint32_t worker, bool has_remedy);
   // Both of the following apply to calls that are cut from now on. Errors: kInvalidArgument.
   Status set_policy(uint32_t worker, SlicePolicy policy);
   Status set_dtypes(uint32_t worker, Dtype request_dtype, Dtype reply_dtype);
@@ -92,6 +103,13 @@ class ExpertClient {
   // an answer. Errors: kInvalidArgument where the worker is not lost, or a device step is under
   // way.
   Status replace_worker(uint32_t worker, NewPath path, OwnedFd pulse);
+
+  // -- events --
+  // A descriptor that is readable while events wait. It belongs to the client, and is negative
+  // where the system had none left.
+  int event_fd() const;
+  // Returns what has happened since the last call of this.
+  std::vector<ClientEvent> take_events();
 
   // -- device steps --
   // Hands every worker's data path over for a step of up to `num_calls` calls. Only the holder may

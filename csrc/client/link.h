@@ -6,7 +6,10 @@
 #include <cstdint>
 #include <deque>
 #include <map>
+#include <memory>
+#include <span>
 #include <string>
+#include <utility>
 
 #include "client/call.h"
 #include "client/liveness.h"
@@ -31,17 +34,24 @@ class WaitingSlices {
     forecast_ns_ -= slices_.front()->forecast_ns;
     slices_.pop_front();
   }
-  void drop(const Call& call) {
-    std::erase_if(slices_, [&](const Slice* slice) {
-      if (slice->call != &call) return false;
+  // A slice that was under way before comes first: its call waits longest.
+  void push_front(Slice& slice) {
+    slices_.push_front(&slice);
+    forecast_ns_ += slice.forecast_ns;
+  }
+  // Takes out the slices for which `must_go(slice)` holds.
+  template <class Condition>
+  void take_out(Condition must_go) {
+    std::erase_if(slices_, [&](Slice* slice) {
+      if (!must_go(*slice)) return false;
       forecast_ns_ -= slice->forecast_ns;
       return true;
     });
   }
-  void clear() {
-    slices_.clear();
-    forecast_ns_ = 0;
+  void drop(const Call& call) {
+    take_out([&call](const Slice& slice) { return slice.call == &call; });
   }
+  const std::deque<Slice*>& slices() const { return slices_; }
 
  private:
   std::deque<Slice*> slices_;
@@ -49,8 +59,10 @@ class WaitingSlices {
 };
 
 struct Link {
-  explicit Link(NewWorker worker)
+  Link(NewWorker worker, uint32_t worker_index)
       : name(std::move(worker.name)),
+        index(worker_index),
+        is_last_resort(worker.is_last_resort),
         path(std::move(worker.path)),
         liveness(std::move(worker.pulse)),
         policy(worker.policy),
@@ -60,9 +72,23 @@ struct Link {
 
   // Whether the worker is expected to make progress, so that standing still counts against it.
   bool owes() const { return path.owes() || path.state() == PathState::kLeased; }
+  // Whether slices can be sent on its path now.
+  bool is_usable() const {
+    return path.state() == PathState::kFresh || path.state() == PathState::kInUse;
+  }
+  // The time predicted for all that it has and all that waits for it.
+  int64_t backlog_ns() const { return waiting.forecast_ns() + path.forecast_ns(); }
   Error lost_error(const Layer& layer) const;
 
   const std::string name;
+  const uint32_t index;  // by which holders name it
+  const bool is_last_resort;
+  Admission admission = Admission::kOpen;
+  // Whether somebody brings the worker back if it is lost, so that it is worth waiting for.
+  bool has_remedy = false;
+  int64_t lost_ns = 0;  // when it was lost last
+  bool is_suspect = false;
+  uint64_t suspect_counter = 0;  // its progress counter when it became suspect
   Path path;
   Liveness liveness;
   SlicePolicy policy;
@@ -80,6 +106,9 @@ struct Link {
   uint32_t last_layer = 0;                // layer of the slice sent last; waiting is booked on it
   uint64_t stale_replies = 0;             // replies that came after their call had ended
 };
+
+// The workers of a client, by index.
+using Links = std::span<const std::unique_ptr<Link>>;
 
 // Makes an error such as "worker w1 was lost: hung up (layer model.layers.3.mlp.experts)".
 inline Error Link::lost_error(const Layer& layer) const {

@@ -33,6 +33,10 @@ class Liveness {
   std::string stall_text(int64_t now) const {
     return "no progress for " + seconds_text(now - last_change_ns_);
   }
+  // The last counter that the worker sent. It changes when the worker makes progress.
+  uint64_t counter() const { return last_counter_; }
+  // The socket, whose end tells at once that the process is gone; -1 where there is none.
+  int fd() const { return pulse_.is_open() ? pulse_.get() : -1; }
   void close() { pulse_.close(); }
 
  private:

@@ -38,6 +38,7 @@ void Path::renew(NewPath path) {
   generation_ = path.generation;
   slots_.assign(channel_->geometry().num_slots, Slot{});
   num_in_flight_ = 0;
+  forecast_ns_ = 0;
   num_quarantined_ = 0;
   has_sent_ = is_leased_ = is_worn_ = is_retired_ = false;
   reason_.clear();
@@ -47,6 +48,7 @@ void Path::lose(std::string reason) {
   channel_.reset();
   slots_.clear();
   num_in_flight_ = 0;
+  forecast_ns_ = 0;
   num_quarantined_ = 0;
   is_leased_ = false;
   reason_ = std::move(reason);
@@ -60,31 +62,43 @@ std::optional<uint32_t> Path::free_slot(uint32_t window) const {
   return std::nullopt;
 }
 
-void Path::put_in_flight(uint32_t slot, Slice* slice) {
+void Path::put_in_flight(uint32_t slot, const Attempt& attempt) {
   ++num_in_flight_;
+  forecast_ns_ += attempt.slice->forecast_ns;
   has_sent_ = true;
-  slots_[slot].slice = slice;
+  slots_[slot].attempt = attempt;
 }
 
 void Path::release(uint32_t slot) {
-  if (slots_[slot].slice != nullptr) --num_in_flight_;
+  if (const Slice* slice = slots_[slot].attempt.slice) {
+    --num_in_flight_;
+    forecast_ns_ -= slice->forecast_ns;
+  }
   if (slots_[slot].quarantine) --num_quarantined_;
   slots_[slot] = Slot{};
 }
 
-void Path::quarantine(uint32_t slot) {
-  const Slice& slice = *slots_[slot].slice;
+void Path::quarantine(uint32_t slot, bool is_superseded) {
+  const Attempt& attempt = slots_[slot].attempt;
+  const Slice& slice = *attempt.slice;
   const LayerPlan& plan = slice.call->layer->plan;
-  slots_[slot].quarantine =
-      Quarantine{slice.call->id, plan.layer, plan.shards[slice.shard_index].shard, slice.index};
-  slots_[slot].slice = nullptr;
-  --num_in_flight_;
+  const Quarantine kept{slice.call->id, plan.layer,     plan.shards[slice.shard_index].shard,
+                        slice.index,    attempt.number, is_superseded};
+  release(slot);
+  slots_[slot].quarantine = kept;
   ++num_quarantined_;
 }
 
 void Path::quarantine_all_of(const Call& call) {
   for (uint32_t slot = 0; slot < slots_.size(); ++slot) {
-    if (slots_[slot].slice != nullptr && slots_[slot].slice->call == &call) quarantine(slot);
+    const Slice* slice = slots_[slot].attempt.slice;
+    if (slice != nullptr && slice->call == &call) quarantine(slot, false);
+  }
+}
+
+void Path::supersede(const Slice& slice) {
+  for (uint32_t slot = 0; slot < slots_.size(); ++slot) {
+    if (slots_[slot].attempt.slice == &slice) quarantine(slot, true);
   }
 }
 

@@ -23,14 +23,16 @@ inline constexpr uint32_t kLeastUsableSlots = 2;
 struct Quarantine {
   uint64_t call_id = 0;
   uint32_t layer = 0, shard = 0;
-  uint16_t slice = 0;
+  uint16_t slice = 0, attempt = 0;
+  // Whether another holder answered first. Otherwise the call has ended.
+  bool is_superseded = false;
 };
 
 // One credit: free, in flight, or quarantined.
 struct Slot {
-  Slice* slice = nullptr;  // the slice in flight
+  Attempt attempt;  // its slice is null where nothing is in flight
   std::optional<Quarantine> quarantine;
-  bool is_free() const { return slice == nullptr && !quarantine; }
+  bool is_free() const { return attempt.slice == nullptr && !quarantine; }
 };
 
 class Path {
@@ -50,17 +52,21 @@ class Path {
   // Returns a slot for one more slice while fewer than `window` are in flight. A retired path has
   // none.
   std::optional<uint32_t> free_slot(uint32_t window) const;
-  void put_in_flight(uint32_t slot, Slice* slice);
+  void put_in_flight(uint32_t slot, const Attempt& attempt);
   // Frees a slot whose reply, the very one that was asked for, has been consumed.
   void release(uint32_t slot);
-  // Withholds a slot whose slice's call has ended without a reply.
-  void quarantine(uint32_t slot);
+  // Withholds the slots of a call that has ended without their replies, or of a slice that another
+  // holder has answered.
   void quarantine_all_of(const Call& call);
+  void supersede(const Slice& slice);
   const Slot* slot(uint32_t index) const {
     return index < slots_.size() ? &slots_[index] : nullptr;
   }
 
+  const std::vector<Slot>& slots() const { return slots_; }
+
   uint32_t num_in_flight() const { return num_in_flight_; }
+  int64_t forecast_ns() const { return forecast_ns_; }  // predicted for all that is in flight
   uint32_t num_quarantined() const { return num_quarantined_; }
   bool owes() const { return num_in_flight_ > 0; }
   // Whether a message may arrive. Nobody listens to a retired path, because its worker may already
@@ -89,6 +95,7 @@ class Path {
   void end_lease(const RingUse* used, bool has_failed);
 
  private:
+  void quarantine(uint32_t slot, bool is_superseded);
   bool lacks_slots() const {
     return slots_.size() - num_quarantined_ < kLeastUsableSlots && num_quarantined_ > 0;
   }
@@ -97,6 +104,7 @@ class Path {
   uint64_t generation_ = 0;
   std::vector<Slot> slots_;
   uint32_t num_in_flight_ = 0;
+  int64_t forecast_ns_ = 0;
   uint32_t num_quarantined_ = 0;
   bool has_sent_ = false;
   bool is_leased_ = false;

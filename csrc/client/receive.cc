@@ -14,18 +14,21 @@ namespace {
 
 Error broken(std::string what) { return Error{ErrorCode::kProtocol, std::move(what)}; }
 
-// Returns whether the frame names exactly the slice that was asked for in its slot.
-bool answers(const wire::FrameHeader& header, const Slice& slice) {
+// Returns whether the frame names exactly the request that was sent in its slot.
+bool answers(const wire::FrameHeader& header, const Attempt& attempt) {
+  const Slice& slice = *attempt.slice;
   const LayerPlan& plan = slice.call->layer->plan;
   const ShardPlace& shard = plan.shards[slice.shard_index];
   return header.call_id == slice.call->id && header.layer == plan.layer &&
-         header.shard == shard.shard && header.slice == slice.index && header.attempt == 0 &&
+         header.shard == shard.shard && header.slice == slice.index &&
+         header.attempt == attempt.number &&
          header.weights_fingerprint == shard.weights_fingerprint;
 }
 
 bool answers(const wire::FrameHeader& header, const Quarantine& asked) {
   return header.call_id == asked.call_id && header.layer == asked.layer &&
-         header.shard == asked.shard && header.slice == asked.slice;
+         header.shard == asked.shard && header.slice == asked.slice &&
+         header.attempt == asked.attempt;
 }
 
 Result<wire::FrameHeader> take_header(const Path& path, std::span<const std::byte> bytes) {
@@ -55,8 +58,10 @@ Result<wire::RemoteError> take_refusal(const wire::FrameHeader& header,
 
 // Copies the rows of a reply, checksums them on the way, and then looks whether the header is still
 // the same. If it has changed, the worker wrote a slot that it had handed over.
-Result<wire::ReplyTiming> take_rows(const Path& path, const wire::FrameHeader& header, Slice& slice,
-                                    std::span<const std::byte> bytes, BufferPool& buffers) {
+Result<wire::ReplyTiming> take_rows(const Path& path, const wire::FrameHeader& header,
+                                    const Attempt& attempt, std::span<const std::byte> bytes,
+                                    BufferPool& buffers) {
+  Slice& slice = *attempt.slice;
   const auto layout =
       wire::ReplyLayout::of(slice.num_rows(), slice.call->layer->plan.out_size, slice.reply_dtype);
   if (!layout.ok() || header.num_rows != slice.num_rows() ||
@@ -74,7 +79,8 @@ Result<wire::ReplyTiming> take_rows(const Path& path, const wire::FrameHeader& h
   const auto reread = take_header(path, bytes);
   if (sum.finish() != header.payload_checksum || !reread.ok() ||
       reread.value().payload_checksum != header.payload_checksum ||
-      !answers(reread.value(), slice)) {
+      !answers(reread.value(), attempt)) {
+    buffers.give_back(std::move(slice.reply_rows));
     return broken("sent a reply whose checksum does not match");
   }
   return wire::decode_reply_timing(timing);
@@ -88,14 +94,18 @@ Result<Answer> take_answer(const Path& path, const transport::Arrival& arrival,
   if (!header.ok()) return header.error();
   const Slot* slot = path.slot(arrival.slot);
   if (slot == nullptr) return broken("sent a message in a slot that does not exist");
-  Answer answer{arrival.slot, arrival.bytes.size(), slot->slice, std::nullopt, {}};
-  if (slot->slice == nullptr && !slot->quarantine)
+  const Attempt& attempt = slot->attempt;
+  Answer answer{arrival.slot, arrival.bytes.size(), attempt, false, std::nullopt, {}};
+  if (attempt.slice == nullptr && !slot->quarantine)
     return broken("answered where nothing was asked");
-  if (slot->slice == nullptr ? !answers(header.value(), *slot->quarantine)
-                             : !answers(header.value(), *slot->slice)) {
+  if (attempt.slice == nullptr ? !answers(header.value(), *slot->quarantine)
+                               : !answers(header.value(), attempt)) {
     return broken("answered another call than the one asked in that slot");
   }
-  if (slot->slice == nullptr) return answer;
+  if (attempt.slice == nullptr) {
+    answer.is_superseded = slot->quarantine->is_superseded;
+    return answer;
+  }
   if (header.value().kind == wire::FrameKind::kError) {
     auto refusal = take_refusal(header.value(), arrival.bytes.subspan(wire::kFrameHeaderBytes));
     if (!refusal.ok()) return std::move(refusal).error();
@@ -103,7 +113,7 @@ Result<Answer> take_answer(const Path& path, const transport::Arrival& arrival,
     return answer;
   }
   if (header.value().kind != wire::FrameKind::kReply) return broken("sent a request to the host");
-  const auto timing = take_rows(path, header.value(), *slot->slice, arrival.bytes, buffers);
+  const auto timing = take_rows(path, header.value(), attempt, arrival.bytes, buffers);
   if (!timing.ok()) return timing.error();
   answer.timing = timing.value();
   return answer;

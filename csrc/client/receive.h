@@ -17,9 +17,12 @@ namespace dflash::client {
 struct Answer {
   uint32_t slot = 0;
   uint64_t num_bytes = 0;  // bytes of the whole message
-  // Null if the call has ended before. The message then frees its slot and means nothing else.
-  Slice* slice = nullptr;
-  // Set if the worker refused. Otherwise slice->reply_rows has been filled and `timing` is valid.
+  // Its slice is null if the call has ended before, or another holder has answered. The message
+  // then frees its slot and means nothing else.
+  Attempt attempt;
+  bool is_superseded = false;  // another holder has answered
+  // Set if the worker refused. Otherwise the slice's reply_rows have been filled and `timing` is
+  // valid.
   std::optional<wire::RemoteError> refusal;
   wire::ReplyTiming timing;
 };

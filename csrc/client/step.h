@@ -16,8 +16,6 @@
 
 namespace dflash::client {
 
-using Links = std::span<const std::unique_ptr<Link>>;
-
 // Checks that all workers, their paths and their transports allow a step. Errors: kUnsupported
 // naming a worker whose transport has no ring, kWorkerLost, kInvalidArgument where something is
 // under way.

@@ -32,6 +32,16 @@ struct ClientOptions {
   // A worker whose progress counter stands still for so long while it owes replies is lost.
   int64_t stall_timeout_ns;
   uint32_t max_calls = kMaxCalls;  // calls submitted and not yet done; one more is refused
+  // A worker whose progress counter stands still for so long while it owes replies is suspected:
+  // what it owes is asked of another holder too. Suspicion costs work, loss costs a worker, so that
+  // this is much shorter than the stall timeout.
+  int64_t suspect_ns = 300'000'000;
+  // A slice whose shard has no usable holder waits so long for one that is on its way back.
+  int64_t park_ns = 2'000'000'000;
+  // With a holder on its way back, a slice waits so long before the last resort gets it.
+  int64_t reconnect_grace_ns = 50'000'000;
+  // Second requests for slices that are merely slow, per slice that arrives; 0 sends none.
+  double hedge_share = 0.05;
 };
 
 // How calls are cut for one worker. A mode is nothing more than this. One that was not filled in is
@@ -59,12 +69,20 @@ struct NewWorker {
   SlicePolicy policy;
   Dtype request_dtype = Dtype::kF32;
   Dtype reply_dtype = Dtype::kF32;
+  // Whether it is asked only where no other holder can be: the host's own copy of the weights,
+  // which costs no memory and is slow.
+  bool is_last_resort = false;
 };
+
+// Whether new slices may go to a worker. One that drains finishes what it has, and is asked for
+// more only where nobody else holds a shard.
+enum class Admission : uint8_t { kOpen, kDraining };
 
 // One shard of a layer, and where it is placed.
 struct ShardPlace {
-  uint32_t shard = 0;   // its id; the shards of a layer are added in ascending id
-  uint32_t worker = 0;  // its holder, by the index that add_worker returned
+  uint32_t shard = 0;  // its id; the shards of a layer are added in ascending id
+  // Its first holder, by the index that add_worker returned; set_holders() names others.
+  uint32_t worker = 0;
   uint64_t weights_fingerprint = 0;
   std::vector<uint32_t> experts;  // global ids, ascending; an expert's local id is its position
 };
@@ -88,6 +106,13 @@ struct Counters {
   int64_t wait_ns = 0;
   int64_t worker_compute_ns = 0, worker_queue_ns = 0;  // as the worker's replies say
   uint64_t splits = 0;  // slices cut smaller than the policy says, because a slot was too small
+  // -- remedies (router.h); all 0 in a run without faults and with one holder per shard --
+  uint64_t failovers = 0;   // slices taken from this worker, because it was lost or refused them
+  uint64_t hedges = 0;      // requests sent here beside another holder's; not part of `calls`,
+  uint64_t hedges_won = 0;  // `rows` and the other bytes; how often this one answered first
+  uint64_t hedge_request_bytes = 0, hedge_reply_bytes = 0;
+  uint64_t superseded = 0;  // replies that came after another holder's
+  int64_t parked_ns = 0;    // how long slices taken from this worker waited for a holder
 };
 struct CountersOf {
   uint32_t worker = 0, layer = 0;
@@ -108,11 +133,29 @@ const char* path_state_name(PathState state);
 struct WorkerReport {
   std::string name;
   PathState path = PathState::kFresh;
+  bool is_suspect = false;
+  Admission admission = Admission::kOpen;
   std::string reason;  // why the worker was lost, or why its path is worn
   uint32_t quarantined_slots = 0;
   uint64_t stale_replies = 0;  // replies that arrived after their call had ended
   uint64_t generation = 0;
 };
+
+// What a client tells whoever supervises its workers, in the order in which it happened.
+enum class EventKind : uint8_t {
+  kSuspect,  // the worker owes replies and shows no progress
+  kWell,     // a suspected one shows progress again
+  kLost,     // it was given up, until replace_worker()
+  kIdle,     // it drains and owes nothing any more
+};
+struct ClientEvent {
+  uint32_t worker = 0;
+  EventKind kind = EventKind::kLost;
+  std::string reason;
+};
+// Events that nobody takes are kept up to this number, and the oldest are dropped then: a worker's
+// report says what holds in the end.
+inline constexpr size_t kMaxEvents = 4096;
 
 // A data path that was retired so that the caller renews it. It is worn and has nothing in flight.
 struct WornPath {

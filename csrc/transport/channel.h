@@ -112,6 +112,11 @@ struct WaitEntry {
   Channel* channel = nullptr;
   std::optional<Arrival> arrival;
   std::optional<Error> error;
+  // A socket of the same peer, whose end of stream also ends the sleep: a process that is killed
+  // publishes nothing, but its sockets hang up within a millisecond. Data on it wakes nobody. -1
+  // stands for none.
+  int hangup_fd = -1;
+  bool has_hung_up = false;
 };
 void wait_any(std::span<WaitEntry> entries, Deadline deadline, int64_t spin_ns, int wake_fd = -1,
               int64_t quiet_until_ns = 0);

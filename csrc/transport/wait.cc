@@ -19,6 +19,8 @@ constexpr int kPollsPerClockRead = 16;
 constexpr int64_t kWakeCheckNs = 20'000;
 // The longest sleep where a futex and descriptors are awaited together.
 constexpr int64_t kMixedSleepNs = 1'000'000;
+// The longest sleep on a futex while a socket is watched for its end, which no futex can see.
+constexpr int64_t kHangupCheckNs = 5'000'000;
 
 void pause() {
 #if defined(__x86_64__) || defined(__i386__)
@@ -35,6 +37,10 @@ timespec timespec_of(int64_t ns) {
 bool is_filled(const WaitEntry& entry) {
   return entry.arrival.has_value() || entry.error.has_value();
 }
+
+constexpr short kHangupEvents = POLLRDHUP;  // POLLHUP and POLLERR are told without being asked for
+
+bool is_watched(const WaitEntry& entry) { return entry.channel != nullptr && entry.hangup_fd >= 0; }
 
 // Returns true if anything arrived or failed.
 bool poll_all(std::span<WaitEntry> entries) {
@@ -75,14 +81,7 @@ void sleep_on_futex(const WakeSource& source, Deadline deadline) {
             FUTEX_BITSET_MATCH_ANY);
 }
 
-// Returns true if `wake_fd`, which is the last of `fds` where there is one, became ready.
-bool sleep_on_fds(std::vector<pollfd>& fds, Deadline deadline, bool has_wake_fd) {
-  const timespec left = timespec_of(deadline.left_ns());
-  const int ready = ::ppoll(fds.data(), fds.size(), &left, nullptr);
-  return has_wake_fd && ready > 0 && fds.back().revents != 0;
-}
-
-enum class Woken : uint8_t { kLookAgain, kArrived, kWakeFd };
+enum class Woken : uint8_t { kLookAgain, kArrived, kWakeFd, kHungUp };
 
 // Arms every channel, polls once more where that is needed, sleeps, and disarms. The caller has
 // just polled without result.
@@ -92,7 +91,8 @@ class Sleeper {
     const auto channels = std::count_if(entries.begin(), entries.end(),
                                         [](const WaitEntry& e) { return e.channel != nullptr; });
     kind_ = channels == 1 && wake_fd < 0 ? SleepKind::kFutex : SleepKind::kPoll;
-    fds_.reserve(static_cast<size_t>(channels) + 1);
+    has_watched_ = std::any_of(entries.begin(), entries.end(), is_watched);
+    fds_.reserve(2 * static_cast<size_t>(channels) + 1);
   }
 
   Woken sleep(Deadline deadline) {
@@ -102,11 +102,7 @@ class Sleeper {
       woken = Woken::kArrived;
     } else {
       const Deadline until = deadline.earlier(Deadline::at_ns(next_event_ns(entries_)));
-      if (num_futexes_ == 1 && fds_.empty()) {
-        sleep_on_futex(futex_, until);
-      } else if (sleep_on_fds(fds_, bounded(until), wake_fd_ >= 0)) {
-        woken = Woken::kWakeFd;
-      }
+      woken = num_futexes_ == 1 && fds_.empty() ? sleep_on_word(until) : sleep_on_fds(until);
     }
     for (const WaitEntry& entry : entries_) {
       if (entry.channel != nullptr) entry.channel->disarm();
@@ -136,6 +132,44 @@ class Sleeper {
     if (wake_fd_ >= 0) fds_.push_back({wake_fd_, POLLIN, 0});
   }
 
+  Woken sleep_on_word(Deadline until) {
+    if (!has_watched_) {
+      sleep_on_futex(futex_, until);
+      return Woken::kLookAgain;
+    }
+    sleep_on_futex(futex_, until.earlier(Deadline::after_ns(kHangupCheckNs)));
+    first_watched_ = 0;
+    watch();
+    return ::poll(fds_.data(), fds_.size(), 0) > 0 && note_hangups() ? Woken::kHungUp
+                                                                     : Woken::kLookAgain;
+  }
+
+  Woken sleep_on_fds(Deadline until) {
+    first_watched_ = fds_.size();
+    watch();
+    const timespec left = timespec_of(bounded(until).left_ns());
+    if (::ppoll(fds_.data(), fds_.size(), &left, nullptr) <= 0) return Woken::kLookAgain;
+    if (note_hangups()) return Woken::kHungUp;
+    const bool is_woken = wake_fd_ >= 0 && fds_[first_watched_ - 1].revents != 0;
+    return is_woken ? Woken::kWakeFd : Woken::kLookAgain;
+  }
+
+  void watch() {
+    for (const WaitEntry& entry : entries_) {
+      if (is_watched(entry)) fds_.push_back({entry.hangup_fd, kHangupEvents, 0});
+    }
+  }
+  bool note_hangups() {
+    size_t at = first_watched_;
+    bool found = false;
+    for (WaitEntry& entry : entries_) {
+      if (!is_watched(entry) || fds_[at++].revents == 0) continue;
+      entry.has_hung_up = true;
+      found = true;
+    }
+    return found;
+  }
+
   Deadline bounded(Deadline until) const {
     return num_futexes_ == 0 ? until : until.earlier(Deadline::after_ns(kMixedSleepNs));
   }
@@ -143,7 +177,9 @@ class Sleeper {
   std::span<WaitEntry> entries_;
   int wake_fd_;
   SleepKind kind_;
-  std::vector<pollfd> fds_;
+  bool has_watched_ = false;
+  std::vector<pollfd> fds_;   // of channels, then wake_fd, then those watched for a hang-up
+  size_t first_watched_ = 0;  // of fds_
   WakeSource futex_;
   int num_futexes_ = 0;
   bool needs_poll_ = false;
@@ -169,7 +205,7 @@ bool spin(std::span<WaitEntry> entries, Deadline deadline, int64_t spin_ns, int 
   }
 }
 
-// Returns true if something arrived or failed, or wake_fd became readable.
+// Returns true if something arrived, failed or hung up, or wake_fd became readable.
 bool sleep_until(Deadline deadline, std::span<WaitEntry> entries, int wake_fd) {
   if (deadline.has_passed()) return false;
   Sleeper sleeper(entries, wake_fd);

@@ -23,7 +23,7 @@ Layer one_shard_layer() {
   plan.shards = {
       ShardPlace{0, 0, 1, {0, 1, 2, 3, 4, 5, 6, 7}}
   };
-  return Layer{plan, ExpertTable::build(8, {plan.shards[0].experts}).value()};
+  return Layer{plan, ExpertTable::build(8, {plan.shards[0].experts}).value(), {{0}}};
 }
 
 // A call whose tokens of odd number have 1 + token % 8 experts and others none.

@@ -1,0 +1,234 @@
+// Who is asked instead: slices that lost their worker find another holder, wait for one, or end
+// their call; slices that are late are asked of a second holder as well.
+// SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+#include <limits>
+
+#include "client/encode.h"
+#include "client/engine.h"
+
+namespace dflash::client {
+namespace {
+
+// A slice is sent so often at most. Within a call's deadline no honest worker comes back so often.
+constexpr uint16_t kMostAttempts = 256;
+
+bool fits(const Slice& slice, const transport::SlotGeometry& slot) {
+  const LayerPlan& plan = slice.call->layer->plan;
+  const uint64_t request =
+      request_message_bytes(plan, slice.num_rows(), slice.num_pairs(), slice.request_dtype);
+  const uint64_t reply = reply_message_bytes(plan, slice.num_rows(), slice.reply_dtype);
+  return request <= slot.request_bytes && reply <= slot.reply_bytes;
+}
+
+}  // namespace
+
+std::span<const uint32_t> Engine::holders_of(const Slice& slice) const {
+  return slice.call->layer->holders[slice.shard_index];
+}
+
+// -- homes
+// -----------------------------------------------------------------------------------------
+
+// Takes a slice that nobody works at any more from its worker.
+void Engine::make_homeless(Slice& slice, const Link& from) {
+  slice.state = SliceState::kHomeless;
+  ++num_homeless_;
+  if (slice.troubles == nullptr) slice.troubles = std::make_unique<SliceTroubles>();
+  slice.troubles->worker = from.index;
+  slice.call->work->forecasts[slice.shard_index].is_alone = false;
+}
+
+void Engine::rehome_all(int64_t now) {
+  if (num_homeless_ == 0) return;
+  const std::vector<CallPtr> calls = calls_;  // a copy: calls that end leave calls_
+  for (const CallPtr& call : calls) {
+    if (!call->is_done && !call->is_parked) rehome(*call, now);
+  }
+}
+
+void Engine::rehome(Call& call, int64_t now) {
+  for (size_t i = 0; !call.is_done && i < call.work->slices.size(); ++i) {
+    Slice& slice = call.work->slices[i];
+    if (slice.state == SliceState::kHomeless) rehome_one(slice, now);
+  }
+}
+
+// May end the slice's call.
+void Engine::rehome_one(Slice& slice, int64_t now) {
+  Call& call = *slice.call;
+  SliceTroubles& troubles = *slice.troubles;
+  if (Link* home = find_home(slice, now)) {
+    end_parking(slice, now);
+    --num_homeless_;
+    slice.state = SliceState::kWaiting;
+    slice.worker = home->index;
+    home->waiting.push_front(slice);
+    // The next holder gets as much time as the first one had, within the patience of a call.
+    call.deadline_ns = std::max(
+        call.deadline_ns, std::min(now + options_.call_timeout_ns,
+                                   call.submitted_ns + kMaxPatience * options_.call_timeout_ns));
+    return;
+  }
+  const Standing standing =
+      standing_of(holders_of(slice), links_, now, options_.reconnect_grace_ns);
+  const bool has_refused_all = standing == Standing::kUsable;
+  if (standing != Standing::kGone && !has_refused_all && slice.num_attempts < kMostAttempts) {
+    if (troubles.parked_ns == 0) troubles.parked_ns = now;
+    if (now - troubles.parked_ns <= options_.park_ns) return;
+  }
+  end_parking(slice, now);
+  fail(call, troubles.error());
+}
+
+Link* Engine::find_home(Slice& slice, int64_t now) const {
+  if (slice.num_attempts >= kMostAttempts) return nullptr;
+  SliceTroubles& troubles = *slice.troubles;
+  const auto holders = holders_of(slice);
+  for (;;) {
+    Link* link = pick_holder(holders, links_, troubles.refused_by);
+    if (link == nullptr) return nullptr;
+    // Not yet the last resort, as long as another holder may be back at once.
+    if (link->is_last_resort &&
+        standing_of(holders, links_, now, options_.reconnect_grace_ns) != Standing::kUsable)
+      return nullptr;
+    if (fits(slice, link->path.geometry())) return link;
+    troubles.pass_over(link->index, "worker " + link->name + " has slots too small for the slice");
+  }
+}
+
+void Engine::end_parking(Slice& slice, int64_t now) {
+  SliceTroubles& troubles = *slice.troubles;
+  if (troubles.parked_ns == 0) return;
+  links_[troubles.worker]->counters[slice.call->layer->plan.layer].parked_ns +=
+      now - troubles.parked_ns;
+  troubles.parked_ns = 0;
+}
+
+// Whether a slice that waits at `from` has a better place.
+bool Engine::can_move(const Slice& slice, const Link& from) const {
+  const auto holders = holders_of(slice);
+  const bool is_holder = std::find(holders.begin(), holders.end(), from.index) != holders.end();
+  if (is_holder && !from.is_suspect && from.admission == Admission::kOpen) return false;
+  const std::span<const uint32_t> refused =
+      slice.troubles == nullptr ? std::span<const uint32_t>() : slice.troubles->refused_by;
+  const Link* other = pick_holder(holders, links_, refused, &from);
+  return other != nullptr && !other->is_suspect && !other->is_last_resort &&
+         other->admission == Admission::kOpen && fits(slice, other->path.geometry());
+}
+
+// Moves what waits at a worker that should not be asked to those that should.
+void Engine::move_waiting(Link& link, int64_t now) {
+  if (link.path.is_lost() || link.waiting.empty()) return;
+  std::vector<Slice*> moved;
+  for (Slice* slice : link.waiting.slices()) {
+    if (can_move(*slice, link)) moved.push_back(slice);
+  }
+  link.waiting.take_out([&moved](const Slice& slice) {
+    return std::find(moved.begin(), moved.end(), &slice) != moved.end();
+  });
+  for (Slice* slice : moved) make_homeless(*slice, link);
+  rehome_all(now);
+}
+
+// -- second requests
+// -------------------------------------------------------------------------------
+
+void Engine::hedge_all(int64_t now) {
+  next_hedge_ns_ = std::numeric_limits<int64_t>::max();
+  for (const auto& link : links_) {
+    if (link->path.is_lost()) continue;
+    for (uint32_t slot = 0; slot < link->path.slots().size(); ++slot) hedge(*link, slot, now);
+  }
+}
+
+// Sends the slice in a slot to a second holder if it is time. Sends never wait here: a holder
+// without a free credit, or with a queue, would only be held up as well.
+void Engine::hedge(Link& link, uint32_t slot, int64_t now) {
+  const Attempt& attempt = link.path.slots()[slot].attempt;
+  if (attempt.slice == nullptr || attempt.slice->is_hedged) return;
+  Slice& slice = *attempt.slice;
+  if (holders_of(slice).size() < 2) return;
+  if (!link.is_suspect && !is_late(attempt, now)) {
+    if (attempt.patience_ns > 0)
+      next_hedge_ns_ = std::min(next_hedge_ns_, attempt.published_ns + attempt.patience_ns);
+    return;
+  }
+  const std::span<const uint32_t> refused =
+      slice.troubles == nullptr ? std::span<const uint32_t>() : slice.troubles->refused_by;
+  Link* other = pick_holder(holders_of(slice), links_, refused, &link);
+  if (other == nullptr || other->is_suspect || (other->is_last_resort && !link.is_suspect)) return;
+  if (!other->waiting.empty() || !fits(slice, other->path.geometry())) return;
+  const auto free = other->path.free_slot(other->window);
+  if (!free || (!link.is_suspect && !hedge_budget_.spend())) {
+    next_hedge_ns_ = std::min(next_hedge_ns_, now + kLeastPatienceNs);
+    return;
+  }
+  slice.is_hedged = true;
+  send(*other, slice, *free, true);
+}
+
+void Engine::set_suspect(Link& link, bool is_suspect) {
+  link.is_suspect = is_suspect;
+  if (is_suspect) {
+    link.suspect_counter = link.liveness.counter();
+    next_hedge_ns_ = 0;  // what it owes is asked of others at once
+    tell(link, EventKind::kSuspect, "no progress");
+  } else {
+    tell(link, EventKind::kWell, "");
+  }
+}
+
+// -- what is said about workers
+// --------------------------------------------------------------------
+
+void Engine::set_admission(Link& link, Admission admission) {
+  link.admission = admission;
+  move_waiting(link, now_ns());
+  rehome_all(now_ns());
+  admit_parked();
+  pump();
+  tell_if_idle(link);
+}
+
+void Engine::set_remedy(Link& link, bool has_remedy) {
+  link.has_remedy = has_remedy;
+  if (has_remedy) return;
+  rehome_all(now_ns());  // nobody waits for it any more
+  admit_parked();
+}
+
+std::vector<ClientEvent> Engine::take_events() {
+  std::vector<ClientEvent> taken(events_.begin(), events_.end());
+  events_.clear();
+  return taken;
+}
+
+void Engine::tell(const Link& link, EventKind kind, std::string reason) {
+  if (events_.size() == kMaxEvents) events_.pop_front();
+  events_.push_back({link.index, kind, std::move(reason)});
+}
+
+void Engine::tell_if_idle(const Link& link) {
+  if (link.admission == Admission::kDraining && link.num_chunks == 0 && link.waiting.empty() &&
+      !link.path.owes())
+    tell(link, EventKind::kIdle, "");
+}
+
+// Names everybody who held the shard, and how each was lost.
+Error Engine::lost_shard_error(const Layer& layer, std::span<const uint32_t> holders) const {
+  Error error;
+  bool is_first = true;
+  for (const uint32_t holder : holders) {
+    const Link& link = *links_[holder];
+    if (!link.path.is_lost()) continue;
+    if (is_first)
+      error = link.lost_error(layer);
+    else
+      error.message += "; worker " + link.name + " was lost: " + link.path.reason();
+    is_first = false;
+  }
+  return error;
+}
+
+}  // namespace dflash::client

@@ -1,0 +1,57 @@
+// Holders are few, so that each choice looks at all of them.
+// SPDX-License-Identifier: Apache-2.0
+#include "client/router.h"
+
+#include <algorithm>
+
+namespace dflash::client {
+namespace {
+
+// The lower, the sooner it is asked.
+int rank_of(const Link& link) {
+  if (link.admission == Admission::kDraining) return 3;
+  if (link.is_last_resort) return 2;
+  return link.is_suspect ? 1 : 0;
+}
+
+bool is_within_grace(const Link& link, int64_t now, int64_t grace_ns) {
+  return link.path.is_lost() && link.has_remedy && now - link.lost_ns < grace_ns;
+}
+
+}  // namespace
+
+Link* pick_holder(std::span<const uint32_t> holders, Links links,
+                  std::span<const uint32_t> refused_by, const Link* except) {
+  Link* best = nullptr;
+  for (const uint32_t holder : holders) {
+    Link* link = links[holder].get();
+    if (!link->is_usable() || link == except) continue;
+    if (std::find(refused_by.begin(), refused_by.end(), holder) != refused_by.end()) continue;
+    if (best == nullptr || rank_of(*link) < rank_of(*best) ||
+        (rank_of(*link) == rank_of(*best) && link->backlog_ns() < best->backlog_ns()))
+      best = link;
+  }
+  return best;
+}
+
+Standing standing_of(std::span<const uint32_t> holders, Links links, int64_t now,
+                     int64_t grace_ns) {
+  bool is_usable = false, is_busy = false, comes_back = false, is_in_grace = false;
+  for (const uint32_t holder : holders) {
+    const Link& link = *links[holder];
+    if (link.is_usable()) {
+      if (!link.is_last_resort) return Standing::kUsable;
+      is_usable = true;
+    } else if (link.path.is_lost()) {
+      comes_back = comes_back || link.has_remedy;
+      is_in_grace = is_in_grace || is_within_grace(link, now, grace_ns);
+    } else {
+      is_busy = true;
+    }
+  }
+  if (is_usable && !is_in_grace) return Standing::kUsable;
+  if (is_busy) return Standing::kPathBusy;
+  return comes_back ? Standing::kComingBack : Standing::kGone;
+}
+
+}  // namespace dflash::client

@@ -1,0 +1,63 @@
+// Which holder of a shard gets a slice, and when a second one is asked as well. Everything here is
+// a choice; the engine acts on it.
+//
+// Remedies come in an order: a holder that is well, one that is suspected to hang, the last resort
+// (the host's own copy), one that drains. Among equals, the one whose backlog is predicted to end
+// first; among idle ones, the first in the list, so that without faults nothing changes place.
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstdint>
+#include <span>
+
+#include "client/link.h"
+
+namespace dflash::client {
+
+// Returns the holder that should get a slice, or null where none can now. `refused_by` and `except`
+// are left out.
+Link* pick_holder(std::span<const uint32_t> holders, Links links,
+                  std::span<const uint32_t> refused_by = {}, const Link* except = nullptr);
+
+// What can be expected of the holders of a shard.
+enum class Standing : uint8_t {
+  kUsable,      // one of them can be asked now
+  kPathBusy,    // none now, but a data path is being renewed, or lent to a device step
+  kComingBack,  // all are lost, and somebody brings one of them back
+  kGone,        // all are lost for good
+};
+// `grace_ns`: for so long after its loss, a holder that is brought back is preferred to the last
+// resort.
+Standing standing_of(std::span<const uint32_t> holders, Links links, int64_t now, int64_t grace_ns);
+
+// Whether an unanswered attempt at `link` is late enough for a second holder.
+inline bool is_late(const Attempt& attempt, int64_t now) {
+  return attempt.patience_ns > 0 && now - attempt.published_ns > attempt.patience_ns;
+}
+// An attempt is not late before this time has passed, or three times what was predicted for it and
+// all that was before it: shorter waits are those of a busy machine.
+inline constexpr int64_t kLeastPatienceNs = 2'000'000;
+inline constexpr int64_t kLatePatience = 3;
+
+// Bounds the second requests for slices that are merely slow: it starts full, every slice that
+// arrives adds a share of a token, and every such request takes one.
+class HedgeBudget {
+ public:
+  explicit HedgeBudget(double share) : share_(share), tokens_(share > 0 ? kMost : 0) {}
+  void earn() {
+    tokens_ += share_;
+    if (tokens_ > kMost) tokens_ = kMost;
+  }
+  bool spend() {
+    if (tokens_ < 1) return false;
+    tokens_ -= 1;
+    return true;
+  }
+
+ private:
+  static constexpr double kMost = 10;
+  double share_;
+  double tokens_;
+};
+
+}  // namespace dflash::client
