@@ -465,7 +465,22 @@ class Client:
     is said by the number that `add_worker` returned.
     """
 
-    def __init__(self, *, spin_ns: int, call_timeout_s: float, stall_timeout_s: float, max_calls: int = 1024) -> None: ...
+    def __init__(
+        self,
+        *,
+        spin_ns: int,
+        call_timeout_s: float,
+        stall_timeout_s: float,
+        max_calls: int = 1024,
+        # What a worker owes that shows no progress for so long is asked of another holder too.
+        suspect_s: float = 0.3,
+        # A slice without a usable holder waits so long for one that is on its way back, and so long
+        # of that before a last resort gets it.
+        park_s: float = 2.0,
+        reconnect_grace_s: float = 0.05,
+        # Second requests for slices that are merely slow, per slice that arrives; 0 sends none.
+        hedge_share: float = 0.05,
+    ) -> None: ...
     # Every later use is a ConfigError. Threads that are inside end by themselves.
     def close(self) -> None: ...
     def add_worker(
@@ -480,6 +495,8 @@ class Client:
         request_dtype: str,
         reply_dtype: str,
         is_measured: bool = False,
+        # It is asked only where no other holder can be.
+        is_last_resort: bool = False,
     ) -> int: ...
     def define_layer(
         self,
@@ -498,6 +515,20 @@ class Client:
     def set_policy(self, worker: int, slice_tokens: int, window: int, is_measured: bool = False) -> None: ...
     def set_dtypes(self, worker: int, request_dtype: str, reply_dtype: str) -> None: ...
     def mark_lost(self, worker: int, reason: str) -> None: ...
+    # The workers that hold a shard, preferred first; whoever calls this knows that they compute the
+    # same bits. ConfigError names layer and shard.
+    def set_holders(self, layer: int, shard: int, workers: Sequence[int]) -> None: ...
+    # A worker that drains gets no new slices where another holder can have them.
+    def set_draining(self, worker: int, is_draining: bool) -> None: ...
+    # Whether somebody brings the worker back if it is lost, so that calls wait for that.
+    def set_remedy(self, worker: int, has_remedy: bool) -> None: ...
+    # Takes a lost worker back, which another process may serve now. It takes the pulse descriptor
+    # in every case. ConfigError where the worker is not lost or the generation is the former one.
+    def revive(self, worker: int, channel: Channel, generation: int, pulse_fd: int) -> None: ...
+    # The descriptor is readable while events wait. It stays the client's own.
+    def event_fd(self) -> int: ...
+    # Each is worker, kind (suspect, well, lost, idle) and reason, in the order of what happened.
+    def take_events(self) -> list[dict[str, Any]]: ...
     # Submits a call, waits for it and raises its error: the hot path crosses into C++ once.
     def run(self, layer: int, batch: TokenBatch) -> None: ...
     # Parks new calls and returns once none is under way; they go on at resume(). WorkerTimeout.

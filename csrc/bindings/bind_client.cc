@@ -83,7 +83,7 @@ void end_step(const ClientBox& box, const StepReport* report) {
 uint32_t add_worker(const ClientBox& box, const std::string& name, ChannelBox& channel,
                     uint64_t generation, int pulse_fd, uint32_t slice_tokens, uint32_t window,
                     const std::string& request_dtype, const std::string& reply_dtype,
-                    bool is_measured) {
+                    bool is_measured, bool is_last_resort) {
   client::NewWorker worker;
   worker.pulse = OwnedFd(pulse_fd);
   worker.name = name;
@@ -91,6 +91,7 @@ uint32_t add_worker(const ClientBox& box, const std::string& name, ChannelBox& c
   worker.policy = {slice_tokens, window, is_measured};
   worker.request_dtype = parse_dtype(request_dtype);
   worker.reply_dtype = parse_dtype(reply_dtype);
+  worker.is_last_resort = is_last_resort;
   return unwrap(
       without_gil(box, [&](ExpertClient& client) { return client.add_worker(std::move(worker)); }));
 }
@@ -107,14 +108,30 @@ void define_layer(const ClientBox& box, uint32_t layer, const std::string& name,
   unwrap(without_gil(box, [&](ExpertClient& client) { return client.define_layer(plan); }));
 }
 
+// A duration that may be 0, unlike a timeout.
+int64_t duration_ns(const char* name, double seconds) {
+  if (seconds == 0) return 0;
+  return timeout_ns(name, seconds);
+}
+
 std::shared_ptr<ClientBox> make_client(int64_t spin_ns, double call_timeout_s,
-                                       double stall_timeout_s, uint32_t max_calls) {
+                                       double stall_timeout_s, uint32_t max_calls, double suspect_s,
+                                       double park_s, double reconnect_grace_s,
+                                       double hedge_share) {
   client::ClientOptions options(timeout_ns("call_timeout_s", call_timeout_s),
                                 timeout_ns("stall_timeout_s", stall_timeout_s));
   options.spin_ns = spin_ns;
   options.max_calls = max_calls;
+  options.suspect_ns = timeout_ns("suspect_s", suspect_s);
+  options.park_ns = duration_ns("park_s", park_s);
+  options.reconnect_grace_ns = duration_ns("reconnect_grace_s", reconnect_grace_s);
+  if (!(hedge_share >= 0 && hedge_share <= 1)) {
+    raise(Error{ErrorCode::kInvalidArgument,
+                "hedge_share is " + std::to_string(hedge_share) + "; allowed are 0..1"});
+  }
+  options.hedge_share = hedge_share;
   auto box = std::make_shared<ClientBox>(options);
-  if (box->get()->worn_fd() < 0) {
+  if (box->get()->worn_fd() < 0 || box->get()->event_fd() < 0) {
     raise(Error{ErrorCode::kSystem, std::string("cannot open an eventfd for a client: ") +
                                         std::strerror(errno) + "; raise the limit (ulimit -n)"});
   }
@@ -126,11 +143,14 @@ using ClientClass = py::class_<ClientBox, std::shared_ptr<ClientBox>>;
 void bind_setting_up(ClientClass& client) {
   client
       .def(py::init(&make_client), py::kw_only(), py::arg("spin_ns"), py::arg("call_timeout_s"),
-           py::arg("stall_timeout_s"), py::arg("max_calls") = client::kMaxCalls)
+           py::arg("stall_timeout_s"), py::arg("max_calls") = client::kMaxCalls,
+           py::arg("suspect_s") = 0.3, py::arg("park_s") = 2.0, py::arg("reconnect_grace_s") = 0.05,
+           py::arg("hedge_share") = 0.05)
       .def("close", &ClientBox::close)
       .def("add_worker", &add_worker, py::kw_only(), py::arg("name"), py::arg("channel"),
            py::arg("generation"), py::arg("pulse_fd"), py::arg("slice_tokens"), py::arg("window"),
-           py::arg("request_dtype"), py::arg("reply_dtype"), py::arg("is_measured") = false)
+           py::arg("request_dtype"), py::arg("reply_dtype"), py::arg("is_measured") = false,
+           py::arg("is_last_resort") = false)
       .def("define_layer", &define_layer, py::kw_only(), py::arg("layer"), py::arg("name"),
            py::arg("in_size"), py::arg("out_size"), py::arg("num_experts"), py::arg("shards"),
            py::arg("cost_class") = 0)
@@ -159,6 +179,68 @@ void bind_setting_up(ClientClass& client) {
             without_gil(box, [&](ExpertClient& one) { one.mark_lost(worker, reason); });
           },
           py::arg("worker"), py::arg("reason"));
+}
+
+const char* event_name(client::EventKind kind) {
+  switch (kind) {
+    case client::EventKind::kSuspect: return "suspect";
+    case client::EventKind::kWell:    return "well";
+    case client::EventKind::kLost:    return "lost";
+    case client::EventKind::kIdle:    return "idle";
+  }
+  return "unknown";
+}
+
+void bind_holders(ClientClass& client) {
+  client
+      .def(
+          "set_holders",
+          [](const ClientBox& box, uint32_t layer, uint32_t shard,
+             const std::vector<uint32_t>& workers) {
+            unwrap(without_gil(
+                box, [&](ExpertClient& one) { return one.set_holders(layer, shard, workers); }));
+          },
+          py::arg("layer"), py::arg("shard"), py::arg("workers"))
+      .def(
+          "set_draining",
+          [](const ClientBox& box, uint32_t worker, bool is_draining) {
+            const auto admission =
+                is_draining ? client::Admission::kDraining : client::Admission::kOpen;
+            unwrap(without_gil(
+                box, [&](ExpertClient& one) { return one.set_admission(worker, admission); }));
+          },
+          py::arg("worker"), py::arg("is_draining"))
+      .def(
+          "set_remedy",
+          [](const ClientBox& box, uint32_t worker, bool has_remedy) {
+            unwrap(without_gil(
+                box, [&](ExpertClient& one) { return one.set_remedy(worker, has_remedy); }));
+          },
+          py::arg("worker"), py::arg("has_remedy"))
+      .def(
+          "revive",
+          [](const ClientBox& box, uint32_t worker, ChannelBox& channel, uint64_t generation,
+             int pulse_fd) {
+            OwnedFd pulse(pulse_fd);
+            client::NewPath path{channel.take(), generation};
+            unwrap(without_gil(box, [&](ExpertClient& one) {
+              return one.replace_worker(worker, std::move(path), std::move(pulse));
+            }));
+          },
+          py::arg("worker"), py::arg("channel"), py::arg("generation"), py::arg("pulse_fd"))
+      .def("event_fd", [](const ClientBox& box) { return box.get()->event_fd(); })
+      .def("take_events", [](const ClientBox& box) {
+        py::list all;
+        for (const client::ClientEvent& event :
+             without_gil(box, [](ExpertClient& one) { return one.take_events(); })) {
+          py::dict fields;
+          fields["worker"] = event.worker;
+          fields["kind"] = event_name(event.kind);
+          fields["reason"] = event.reason;
+          all.append(fields);
+        }
+        return all;
+      });
 }
 
 void bind_between_calls(ClientClass& client) {
@@ -257,6 +339,7 @@ void bind_client(py::module_& module) {
   ClientClass client(module, "Client");
   bind_setting_up(client);
   client.def("run", &run_call, py::arg("layer"), py::arg("batch"));
+  bind_holders(client);
   bind_between_calls(client);
   bind_reports(client);
 }

@@ -12,6 +12,14 @@ namespace py = pybind11;
 namespace dflash::bindings {
 namespace {
 
+// How a worker stands, in one word.
+const char* worker_state(const client::WorkerReport& report) {
+  if (report.path == client::PathState::kLost) return "lost";
+  if (report.admission == client::Admission::kDraining) return "draining";
+  if (report.path == client::PathState::kWorn) return "retired";
+  return report.is_suspect ? "suspect" : "ready";
+}
+
 py::dict coefficients_dict(const client::CostCoefficients& found, double residual,
                            const char* unit) {
   py::dict fields;
@@ -77,6 +85,13 @@ py::dict counters_dict(const std::vector<client::CountersOf>& list) {
     fields["worker_compute_ns"] = counters.worker_compute_ns;
     fields["worker_queue_ns"] = counters.worker_queue_ns;
     fields["splits"] = counters.splits;
+    fields["failovers"] = counters.failovers;
+    fields["hedges"] = counters.hedges;
+    fields["hedges_won"] = counters.hedges_won;
+    fields["hedge_request_bytes"] = counters.hedge_request_bytes;
+    fields["hedge_reply_bytes"] = counters.hedge_reply_bytes;
+    fields["superseded"] = counters.superseded;
+    fields["parked_ns"] = counters.parked_ns;
     all[py::make_tuple(one.worker, one.layer)] = fields;
   }
   return all;
@@ -87,7 +102,7 @@ py::list worker_dicts(const std::vector<client::WorkerReport>& list) {
   for (const client::WorkerReport& report : list) {
     py::dict fields;
     fields["name"] = report.name;
-    fields["state"] = report.path == client::PathState::kLost ? "lost" : "ready";
+    fields["state"] = worker_state(report);
     fields["path"] = client::path_state_name(report.path);
     fields["reason"] = report.reason;
     fields["quarantined_slots"] = report.quarantined_slots;

@@ -165,6 +165,7 @@ class Engine {
   void rehome_one(Slice& slice, int64_t now);
   Link* find_home(Slice& slice, int64_t now) const;
   void end_parking(Slice& slice, int64_t now);
+  Error homeless_error(const Slice& slice) const;
   void move_waiting(Link& link, int64_t now);
   bool can_move(const Slice& slice, const Link& from) const;
   void set_suspect(Link& link, bool is_suspect);

@@ -94,8 +94,8 @@ Error Engine::late_error(const Call& call) const {
       return slice.state != SliceState::kArrived;
     });
     if (owed->state == SliceState::kHomeless)
-      return owed->troubles->error().with("layer " + plan.name + " found no other holder in " +
-                                          limit);
+      return homeless_error(*owed).with("layer " + plan.name + " found no other holder in " +
+                                        limit);
     const std::string& name = links_[owed->worker]->name;
     return Error{ErrorCode::kTimeout, "worker " + name + " did not answer layer " + plan.name +
                                           " within " + limit +

@@ -78,7 +78,19 @@ void Engine::rehome_one(Slice& slice, int64_t now) {
     if (now - troubles.parked_ns <= options_.park_ns) return;
   }
   end_parking(slice, now);
-  fail(call, troubles.error());
+  fail(call, homeless_error(slice));
+}
+
+// Says what happened to a slice, and how those were lost that could not even be asked.
+Error Engine::homeless_error(const Slice& slice) const {
+  Error error = slice.troubles->error();
+  for (const uint32_t holder : holders_of(slice)) {
+    const Link& link = *links_[holder];
+    const std::string lost = "worker " + link.name + " was lost: ";
+    if (link.path.is_lost() && error.message.find(lost) == std::string::npos)
+      error.message += "; " + lost + link.path.reason();
+  }
+  return error;
 }
 
 Link* Engine::find_home(Slice& slice, int64_t now) const {

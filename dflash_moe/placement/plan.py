@@ -17,6 +17,7 @@ from dflash_moe.config import format_bytes
 from dflash_moe.errors import TopologyError
 from dflash_moe.placement import imposed, policies
 from dflash_moe.placement.formats import check_formats
+from dflash_moe.placement.replicas import check_layouts, with_replicas
 from dflash_moe.placement.shards import PlacedLayer, Placement, Shard
 from dflash_moe.topology import HOST, Topology, WorkerSpec
 
@@ -42,9 +43,10 @@ def plan_placement(layers: Sequence[PlacedLayer], topology: Topology) -> Placeme
         shards = tuple(_shards_of_layer(found, weights, numerics) for found in policies.assign(layers, topology))
     kinds = {"auto", *weights.values(), *(shard.weights for found in shards for shard in found)}
     sizes = tuple({kept: layer.resident_bytes(kept) for kept in kinds} for layer in layers)
-    placement = Placement(shards, sizes)
+    placement = with_replicas(layers, Placement(shards, sizes), topology)
     unpacked = check_formats(layers, placement, topology)
     placement = _with_layouts(placement, topology, unpacked)
+    check_layouts(layers, placement, topology)
     _check_memory(layers, placement, topology)
     return placement
 

@@ -35,7 +35,8 @@ class PlacedLayer(Protocol):
 @dataclass(frozen=True, slots=True)
 class Shard:
     """Experts of one layer that are computed and summed together. `holder` is a worker's name or
-    HOST, and `experts` are their ids in ascending order.
+    HOST, and `experts` are their ids in ascending order. `replicas` are the workers that hold them
+    too and stand in for `holder`, preferred first.
 
     `weights` is that setting of the holder, and `numerics` the class that it computes in. `layout`
     says whether the weights are packed in the holder's memory, or mapped: then it computes from the
@@ -48,6 +49,12 @@ class Shard:
     weights: str = "auto"
     numerics: str = DEFAULT_NUMERICS
     layout: str = "packed"
+    replicas: tuple[str, ...] = ()
+
+    @property
+    def holders(self) -> tuple[str, ...]:
+        """All workers that hold the shard, the first one first."""
+        return (self.holder, *self.replicas)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +76,13 @@ class Placement:
         for shards, sizes in zip(self.layers, self.expert_bytes, strict=True):
             for shard in shards:
                 size = sizes[shard.weights] if shard.layout == "packed" else 0
-                found[shard.holder] = found.get(shard.holder, 0) + len(shard.experts) * size
+                for holder in shard.holders:
+                    found[holder] = found.get(holder, 0) + len(shard.experts) * size
         return found
+
+    def mapped_holders(self) -> frozenset[str]:
+        """Returns the holders that compute from the mapped checkpoint."""
+        return frozenset(shard.holder for shards in self.layers for shard in shards if shard.layout == "mapped")
 
     def shards_of(self, holder: str) -> tuple[tuple[int, Shard], ...]:
         """Returns (position of the layer, shard) for every shard of one holder."""

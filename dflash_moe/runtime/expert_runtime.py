@@ -30,6 +30,7 @@ from dflash_moe.runtime.device_step import NAP_NS, DeviceStep, DeviceSteps
 from dflash_moe.runtime.device_tensors import DeviceTensors
 from dflash_moe.runtime.expert_call import BoundExperts, ExpertCall
 from dflash_moe.runtime.fleet import ChannelDecorator, Fleet, LoadingReport
+from dflash_moe.runtime.held_shards import holders_by_shard
 from dflash_moe.runtime.layer_table import LayerTable
 from dflash_moe.runtime.observe import WorkerProcess
 from dflash_moe.runtime.path_keeper import PathKeeper
@@ -142,6 +143,8 @@ class ExpertRuntime:
                 shards=shards,
                 cost_class=classes[layer.index],
             )
+        for (layer_index, shard), holders in holders_by_shard(self.spec, self.placement).items():
+            client.set_holders(layer_index, shard, [self._fleet.members[name].client_index for name in holders])
         client.set_profile(bool(self.settings.profile))
         if self._device is not None:
             self._steps = DeviceSteps(

@@ -345,13 +345,13 @@ class Fleet:
         return next(self._generations)
 
     def shards_by_layer(self, held: Mapping[str, Sequence[HeldShard]]) -> list[LayerShards]:
-        """Returns every layer with its shards in ascending order, as `Client.define_layer` takes
-        them. All members are known to the client by now.
+        """Returns every layer with its shards at their first holders, in ascending order, as
+        `Client.define_layer` takes them. All members are known to the client by now.
         """
         places: dict[int, list[tuple[int, int, int, tuple[int, ...]]]] = {}
         for name, shards in held.items():
             index = self.members[name].client_index
-            for one in shards:
+            for one in (shard for shard in shards if not shard.is_replica):
                 places.setdefault(one.layer.index, []).append((one.shard_id, index, one.weights_fingerprint, one.experts))
         return [(layer, sorted(places[layer.index])) for layer in self._spec.layers]
 

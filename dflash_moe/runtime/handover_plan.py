@@ -60,9 +60,16 @@ def check_topology(topology: Topology) -> None:
 
 
 def check_holders(placed: PlacedExperts) -> None:
-    """Raises ConfigError where the placement leaves experts to the host."""
+    """Raises ConfigError where the placement leaves experts to the host, or gives a shard several
+    holders, of which the program's library knows nothing.
+    """
     if HOST in placed.held:
         raise ConfigError(f"{placed.topology.source}: the placement keeps experts at the host; place all of them on workers")
+    if placed.topology.placement.replicas > 1:
+        raise ConfigError(
+            f"{placed.topology.source}: placement.replicas is {placed.topology.placement.replicas}; programs that call the "
+            "workers by themselves take one holder per shard: write replicas: 1"
+        )
 
 
 def plan_messages(model: HandoverModel, placed: PlacedExperts, slots: dict[str, _core.SlotPlan]) -> list[Message]:

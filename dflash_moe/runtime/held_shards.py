@@ -6,7 +6,7 @@ SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from dflash_moe import _core
@@ -29,20 +29,38 @@ class HeldShard:
     weights_fingerprint: int
     numerics: str
     layout: str
+    # Another holder is the shard's first; this one stands in for it.
+    is_replica: bool = False
 
 
 def shards_by_holder(spec: ModelSpec, placement: Placement) -> dict[str, list[HeldShard]]:
-    """Returns the shards of every holder that has any, by its name, in the order of the layers."""
+    """Returns the shards of every holder that has any, by its name, in the order of the layers. A
+    shard with replicas is listed at each of its holders.
+    """
     held: dict[str, list[HeldShard]] = {}
+    mapped = placement.mapped_holders()
     for layer, shards in zip(spec.layers, placement.layers, strict=True):
         for shard in shards:
             experts = tuple(shard.experts)
             weight_dtype = layer.weight_dtype if shard.weights == "auto" else layer.resident_dtype(shard.weights)
             fingerprint = shard_fingerprint(spec.fingerprint, layer.name, experts, weight_dtype, shard.numerics)
-            held.setdefault(shard.holder, []).append(
-                HeldShard(layer, shard.shard_id, experts, weight_dtype, fingerprint, shard.numerics, shard.layout)
-            )
+            for holder in shard.holders:
+                layout = "mapped" if holder in mapped else "packed"
+                one = HeldShard(layer, shard.shard_id, experts, weight_dtype, fingerprint, shard.numerics, layout)
+                held.setdefault(holder, []).append(replace(one, is_replica=holder != shard.holder))
     return held
+
+
+def holders_by_shard(spec: ModelSpec, placement: Placement) -> dict[tuple[int, int], tuple[str, ...]]:
+    """Returns the holders of every shard that has several, by (index of the layer, id of the
+    shard), preferred first.
+    """
+    return {
+        (layer.index, shard.shard_id): shard.holders
+        for layer, shards in zip(spec.layers, placement.layers, strict=True)
+        for shard in shards
+        if shard.replicas
+    }
 
 
 def shapes_of(shards: Sequence[HeldShard]) -> list[_core.ShardShape]:

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 
 COUNTED = (
     "calls", "rows", "pairs", "request_bytes", "reply_bytes", "floor_bytes", "splits", "wait_ns", "worker_compute_ns",
-    "worker_queue_ns",
+    "worker_queue_ns", "failovers", "hedges", "hedges_won", "hedge_request_bytes", "hedge_reply_bytes", "superseded",
+    "parked_ns",
 )  # fmt: skip
 
 

@@ -58,7 +58,7 @@ POLICIES = ("even", "memory", "explicit")
 ROOT_KEYS = ("version", "preset", "host", "ipc", "engine", "placement", "workers")
 HOST_KEYS = ("device", "simulate", "threads", "experts", "activations", "operators")
 HOST_EXPERTS_KEYS = ("memory",)
-PLACEMENT_KEYS = ("policy",)
+PLACEMENT_KEYS = ("policy", "replicas")
 WORKER_KEYS = (
     "name", "backend", "threads", "memory", "device", "address", "experts", "emulate", "simulate", "weights", "weights_layout",
     "activations",
@@ -222,9 +222,11 @@ def _placement(fields: dict[str, Value]) -> PlacementSpec:
         return PlacementSpec()
     value = fields["placement"]
     inner = value.fields(PLACEMENT_KEYS)
-    if "policy" not in inner:
-        return PlacementSpec(line=value.line)
-    return PlacementSpec(inner["policy"].choice(POLICIES), inner["policy"].line)
+    policy, line = PlacementSpec().policy, value.line
+    if "policy" in inner:
+        policy, line = inner["policy"].choice(POLICIES), inner["policy"].line
+    replicas = inner["replicas"].whole(1, MAX_WORKERS) if "replicas" in inner else 1
+    return PlacementSpec(policy, line, replicas=replicas)
 
 
 def _worker(value: Value, policy: str) -> WorkerSpec:

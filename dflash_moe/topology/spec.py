@@ -60,12 +60,15 @@ class PlacementSpec:
     """How experts are placed: `policy` is even, memory or explicit. Where `imposed` is given, which
     no file can say, the shards are those, and the policy does not count: a holder may get several
     shards of a layer. `dense` then gives the class of the host's own matrices by format.
+
+    Every shard of a worker has `replicas` holders, its own worker counted.
     """
 
     policy: str = "even"
     line: int = 0
     imposed: ShardMap | None = None
     dense: Mapping[str, str] | None = None
+    replicas: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,8 +30,12 @@ def to_yaml(topology: Topology) -> str:
         root["preset"] = topology.preset
     sections = {"host": _host(topology.host), "ipc": _values(topology.ipc), "engine": _values(topology.engine)}
     root |= {name: section for name, section in sections.items() if section}
-    if topology.placement.policy != PlacementSpec().policy:
-        root["placement"] = {"policy": topology.placement.policy}
+    placement, default = topology.placement, PlacementSpec()
+    stated: dict[str, Any] = {"policy": placement.policy} if placement.policy != default.policy else {}
+    if placement.replicas != default.replicas:
+        stated["replicas"] = placement.replicas
+    if stated:
+        root["placement"] = stated
     root["workers"] = [_worker(worker) for worker in topology.workers]
     return yaml.safe_dump(root, sort_keys=False, width=_WIDTH, allow_unicode=True)
 

@@ -4,6 +4,7 @@
 #include <doctest/doctest.h>
 #include <poll.h>
 #include <sys/eventfd.h>
+#include <sys/socket.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -330,6 +331,46 @@ TEST_CASE_TEMPLATE("a quiet time is slept through, and ends with whatever a wait
     publisher.join();
     REQUIRE(entry.arrival.has_value());
     CHECK(entry.arrival->slot == 1);
+  }
+}
+
+// A second socket of the peer tells that its process is gone, whatever the channel is made of.
+TEST_CASE_TEMPLATE("a sleep ends when a watched socket hangs up, and not when data comes on it",
+                   Kind, DFLASH_EVERY_KIND) {
+  const ChannelPair pair = Kind::make(kSmall);
+  int ends[2];
+  REQUIRE(::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) == 0);
+  const OwnedFd own(ends[0]);
+  OwnedFd peer(ends[1]);
+  for (const bool has_wake_fd : {false, true}) {
+    CAPTURE(has_wake_fd);
+    const OwnedFd wake(has_wake_fd ? ::eventfd(0, EFD_CLOEXEC) : -1);
+    WaitEntry entry;
+    entry.channel = pair.host.get();
+    entry.hangup_fd = own.get();
+    REQUIRE(::send(peer.get(), "beat", 4, 0) == 4);
+    int64_t start = now_ns();
+    wait_any({&entry, 1}, Deadline::after_ms(30), 0, wake.get());
+    CHECK(now_ns() - start >= 30'000'000);
+    CHECK(!entry.has_hung_up);
+
+    std::thread closer([&] {
+      ::usleep(10'000);
+      CHECK(::shutdown(peer.get(), SHUT_RDWR) == 0);
+    });
+    start = now_ns();
+    wait_any({&entry, 1}, Deadline::after_ms(60'000), 0, wake.get());
+    closer.join();
+    CHECK(entry.has_hung_up);
+    CHECK(!entry.arrival.has_value());
+    CHECK(now_ns() - start < 30'000'000'000);
+    if (!has_wake_fd) {  // a fresh pair for the second round
+      int again[2];
+      REQUIRE(::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, again) == 0);
+      REQUIRE(::dup3(again[0], own.get(), O_CLOEXEC) == own.get());
+      ::close(again[0]);
+      peer = OwnedFd(again[1]);
+    }
   }
 }
 
