@@ -18,6 +18,7 @@ from dflash_moe.cli import (
     bench_campaign,
     bench_device,
     bench_experts,
+    bench_fault,
     bench_files,
     bench_scheduler,
     options,
@@ -52,6 +53,7 @@ def register(app: typer.Typer) -> None:
     bench_experts.register(bench)
     bench_attention.register(bench)
     bench_scheduler.register(bench)
+    bench_fault.register(bench)
     bench_device.register(bench)
     bench_campaign.register(bench)
     app.add_typer(bench, name="bench")
