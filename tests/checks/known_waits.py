@@ -218,6 +218,13 @@ KNOWN: dict[str, dict[str, str]] = {
         "call socket.accept": "bounded: takes timeout_s, one tick of the accepting thread, as its argument",
         "lock self._lock": "bounded: held over the fields of a worker and the start of a thread; nothing in it waits",
     },
+    "dflash_moe/runtime/worker_keeper.py": {
+        "call started.process.poll": "bounded: asks the kernel once whether the child has ended, and never waits",
+        "lock self._lock": "bounded: held over a state machine's step, reads of it, or a non-blocking bell; nothing waits in it",
+    },
+    "dflash_moe/telemetry/logs.py": {
+        "lock self._lock": "bounded: held over a read of at most 4 KiB of memory, or the close of its descriptor",
+    },
     "dflash_moe/workers/listener.py": {
         "call poller.poll": "bounded: a worker waits for hosts for as long as it lives; close() ends the polled pipe",
         "call probe.connect": "bounded: the probing socket has a timeout of one second",
