@@ -229,8 +229,10 @@ class WorkerKeeper:
         """From now on nothing is started, and what is under way is cut short; never raises. Workers
         that are ready stay as they are.
         """
+        if not self._fleet.owner.is_here:  # the parent's threads may hold the lock in this copy
+            return
         self._is_over.set()
-        if not self._thread.is_alive():  # never started; or this is a forked child
+        if not self._thread.is_alive():  # never started
             return
         self.ring()
         if self._thread is not threading.current_thread():
@@ -241,6 +243,8 @@ class WorkerKeeper:
 
     def close(self) -> None:
         """Closes what the keeper owns; never raises."""
+        if not self._fleet.owner.is_here:
+            return
         with self._lock:
             bell, self._bell = self._bell, -1
         if bell >= 0:
