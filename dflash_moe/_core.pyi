@@ -99,8 +99,8 @@ class PathTerms:
     ) -> None: ...
 
 class Channel:
-    """One end of a data path. `Client.add_worker`, `Client.renew_path`, `Worker.serve` or a
-    decorator such as `make_emulated` consumes it.
+    """One end of a data path. `Client.add_worker`, `Client.renew_path`, `Client.revive`,
+    `Worker.serve` or a decorator such as `make_emulated` consumes it.
     """
 
     kind: str
@@ -543,6 +543,9 @@ class Client:
     # Both raise WorkerLost, and ConfigError where something is in flight on the path.
     def retire_path(self, worker: int, reason: str) -> None: ...
     def renew_path(self, worker: int, channel: Channel, generation: int) -> None: ...
+    # Takes a lost worker back, with a path of a fresh generation and the pulse descriptor, which it
+    # owns from here on. ConfigError where the worker is not lost, or a device step is under way.
+    def revive(self, worker: int, channel: Channel, generation: int, pulse_fd: int) -> None: ...
     # Holds the client and hands its data paths over. WorkerTimeout, WorkerLost; UnsupportedError
     # names a worker that is not reached in shared memory.
     def begin_step(self, num_calls: int, timeout_s: float) -> StepLease: ...

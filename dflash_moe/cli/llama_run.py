@@ -35,6 +35,7 @@ class SupervisedRun:
             on_lost=_say_lost,
             on_back=lambda name: options.say(f"worker {name} is back"),
             on_unfit=_say_unfit,
+            on_left_alone=_say_left_alone,
         )
         self._proof = proof
         self._files = files
@@ -125,8 +126,12 @@ def _say_log(text: str) -> str:
 
 
 def _say_lost(name: str, text: str) -> None:
-    options.say(f"{_say_log(text)}; calls that need worker {name} fail from now on")
+    options.say(f"{_say_log(text)}; calls that need worker {name} fail until it is back")
 
 
 def _say_unfit(name: str, text: str) -> None:
     options.say(f"worker {name} is there again and cannot be taken: {_say_log(text)}")
+
+
+def _say_left_alone(name: str, text: str) -> None:
+    options.say(f"worker {name} is not started again: {_say_log(text)}; calls that need it fail from now on")

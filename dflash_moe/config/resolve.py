@@ -22,11 +22,12 @@ def on_worker_loss(settings: Settings) -> str:
     """Returns a sentence that says what becomes of the experts of a worker that is lost. A runtime
     logs it when it starts, and `doctor` shows it.
     """
+    until = "until it is back (failure.restart is on)" if settings.restart else "for good (failure.restart is off)"
     if settings.required:
-        return "ipc.required is 1: calls to a lost worker's experts raise WorkerLost, and nobody else computes them"
+        return f"ipc.required is 1: calls to a lost worker's experts raise WorkerLost {until}, and nobody else computes them"
     return (
-        "ipc.required is 0: calls to a lost worker's experts raise WorkerLost, as with 1, because computing them at the host "
-        "is not built into this version"
+        f"ipc.required is 0: calls to a lost worker's experts raise WorkerLost {until}, as with 1, because computing them at "
+        "the host is not built into this version"
     )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from dflash_moe.config.activations import ACTIVATIONS
 from dflash_moe.config.values import (
+    MAX_BACKOFF_MS,
     MAX_SPIN_US,
     MAX_TIMEOUT_S,
     SIZE_FORMS,
@@ -25,6 +26,7 @@ from dflash_moe.config.values import (
     file_path,
     halves,
     inherited,
+    milliseconds_from_to,
     on_off,
     parse_bytes,
     seconds,
@@ -55,13 +57,15 @@ PRESETS = ("exact", "fast")
 # A block of the paged KV cache has so many tokens: those of a page of the attention kernels.
 BLOCK_TOKENS = 16
 # The sections of a topology whose keys are settings of the table.
-SECTIONS = ("ipc", "host", "engine")
+SECTIONS = ("ipc", "host", "engine", "failure")
 # Keys of the topology itself that are settings of the table.
 ROOT_SETTINGS = ("preset",)
 # More tokens of one step, requests or waiting requests than these are typing errors.
 MAX_BATCH_TOKENS = 1 << 16
 MAX_REQUESTS = 4096
 MAX_QUEUE = 1 << 20
+# A worker that dies more often than this within the window is not kept running by more patience.
+MAX_DEATHS = 100_000
 # A layer table has at most so many layers, and no model has so many positions.
 MAX_LAYERS = 4096
 MAX_CONTEXT = 1 << 24
@@ -93,7 +97,7 @@ class Setting:
 
     @property
     def key(self) -> str | None:
-        """The key below `section`, None where there is none."""
+        """The key below `section`, which may be dotted again, None where there is none."""
         return self.yaml.partition(".")[2] if self.yaml and self.section else None
 
     @property
@@ -110,7 +114,7 @@ class Setting:
         except NotBuiltError:
             raise ConfigError(f"{origin}: {shown(value)} is not built into this version; allowed: {self.allowed}") from None
         except ValueError:
-            found = shown(value) if isinstance(value, str | int | float | bool | None) else repr(type(value).__name__)
+            found = shown(value) if isinstance(value, str | int | float | bool | list | None) else repr(type(value).__name__)
             raise ConfigError(f"{origin}: {found} is not allowed; allowed: {self.allowed}") from None
 
 
@@ -208,6 +212,24 @@ SETTINGS: tuple[Setting, ...] = (
     Setting(
         "spin_us", None, None, "ipc.spin_us", spin, f"auto, 0..{MAX_SPIN_US} microseconds", None, "auto",
         "Least polling before a waiting thread sleeps; auto is 0 where threads outnumber cores", "MICROSECONDS",
+    ),
+    Setting(
+        "restart", None, None, "failure.restart", on_off, "on, off, or the keys of failure.restart", True, "on",
+        "Whether lost workers come back: those the host started are started again, others are dialled again", "on|off",
+    ),
+    Setting(
+        "restart_backoff_ms", None, None, "failure.restart.backoff_ms", milliseconds_from_to,
+        f"[FIRST, LONGEST] with 1 <= FIRST <= LONGEST <= {MAX_BACKOFF_MS} milliseconds", (100.0, 5000.0), "[100, 5000] ms",
+        "Pauses before a lost worker is tried again, which double from the first to the longest, each drawn from 20 % around",
+        "FIRST LONGEST",
+    ),
+    Setting(
+        "restart_deaths", None, None, "failure.restart.deaths", whole(1, MAX_DEATHS), f"1..{MAX_DEATHS} deaths", 5, "5 deaths",
+        "Deaths of one worker within the window after which it is left alone until it is released", "N",
+    ),
+    Setting(
+        "restart_window_s", None, None, "failure.restart.window_s", seconds, _SECONDS, 60.0, "60 s",
+        "The window in which deaths are counted", "SECONDS",
     ),
     Setting(
         "host_operators", "--host-operators", f"{PREFIX}HOST_OPERATORS", "host.operators", choice(*OPERATORS),
@@ -321,6 +343,10 @@ class Settings:
     start_timeout_s: float = _default("start_timeout_s")
     stall_timeout_s: float = _default("stall_timeout_s")
     spin_us: int | None = _default("spin_us")
+    restart: bool = _default("restart")
+    restart_backoff_ms: tuple[float, float] = _default("restart_backoff_ms")
+    restart_deaths: int = _default("restart_deaths")
+    restart_window_s: float = _default("restart_window_s")
     host_operators: str = _default("host_operators")
     host_activations: str | None = _default("host_activations")
     block_tokens: int = _default("block_tokens")

@@ -20,6 +20,8 @@ from typing import Any
 MAX_BYTES = 1 << 50
 MAX_TIMEOUT_S = 86_400.0
 MAX_SPIN_US = 1_000_000
+# A worker that is tried once in ten minutes is as good as left alone.
+MAX_BACKOFF_MS = 600_000
 # Below the first size every message takes many turns. A buffer above the second is a typing error.
 SOCKET_BUFFER_BYTES = (4 << 10, 1 << 30)
 
@@ -152,6 +154,18 @@ def seconds(value: object) -> float:
     if not (math.isfinite(number) and 0 < number <= MAX_TIMEOUT_S):
         raise ValueError
     return number
+
+
+def milliseconds_from_to(value: object) -> tuple[float, float]:
+    """Returns two numbers of milliseconds, of which the second is no less than the first."""
+    if not isinstance(value, list | tuple) or len(value) != 2:
+        raise ValueError
+    first, second = value
+    if any(isinstance(one, bool) or not isinstance(one, int | float) for one in (first, second)):
+        raise ValueError
+    if not 1 <= first <= second <= MAX_BACKOFF_MS:
+        raise ValueError
+    return float(first), float(second)
 
 
 def switch(value: object) -> bool:

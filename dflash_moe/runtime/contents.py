@@ -54,16 +54,23 @@ class ReferenceChecksums:
 
         Raises CheckpointError, naming both holders and values, where a second holder reports
         another value, or where one of the two is still unchecked: weights that nobody has compared
-        must not stand in for each other.
+        must not stand in for each other. A holder that was started again must report what it
+        reported before.
         """
         where = held.layer.index, held.shard_id
         with self._lock:
             first, reference = self._first.setdefault(where, (holder, checksum))
-            if first == holder:
+            if first == holder and reference is None:
                 self._first[where] = holder, checksum
                 return
-        if checksum is not None and checksum == reference:
+        if checksum == reference and checksum is not None:
             return
+        if first == holder:
+            raise CheckpointError(
+                f"weights of {held.layer.name}, shard {held.shard_id}: worker {holder} has loaded content checksum "
+                f"{checksum_text(checksum)}, and held {checksum_text(reference)} before it was lost; its checkpoint has "
+                "changed meanwhile: copy the former one there again"
+            )
         raise CheckpointError(
             f"weights of {held.layer.name}, shard {held.shard_id}: worker {first} holds content checksum "
             f"{checksum_text(reference)}, worker {holder} {checksum_text(checksum)}; holders of one shard must hold the same "

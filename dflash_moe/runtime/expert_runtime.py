@@ -17,7 +17,7 @@ from typing import Any
 
 from dflash_moe import _core
 from dflash_moe.config import Settings, on_worker_loss, resolve_settings
-from dflash_moe.errors import ConfigError, DflashError, UnsupportedError, WorkerError
+from dflash_moe.errors import ConfigError, DflashError, UnsupportedError, WorkerError, WorkerLost
 from dflash_moe.model.spec import LayerSpec, ModelSpec, model_spec
 from dflash_moe.placement import Placement
 from dflash_moe.placement.numerics import describe_numerics
@@ -25,6 +25,7 @@ from dflash_moe.protocol.devices import DeviceChoice
 from dflash_moe.protocol.identity import choose_numerics
 from dflash_moe.runtime import observe
 from dflash_moe.runtime.auto import WorkerForecast, cost_classes, log_explanation, mode_reason, worker_forecasts
+from dflash_moe.runtime.client_calls import ClientCalls
 from dflash_moe.runtime.contents import ContentsReport, compare_with_own_copy, held_checksums
 from dflash_moe.runtime.device_step import NAP_NS, DeviceStep, DeviceSteps
 from dflash_moe.runtime.device_tensors import DeviceTensors
@@ -37,6 +38,7 @@ from dflash_moe.runtime.path_keeper import PathKeeper
 from dflash_moe.runtime.placed_experts import PlacedExperts, slices_of
 from dflash_moe.runtime.tensors import HostTensors
 from dflash_moe.runtime.transports import check_paths
+from dflash_moe.runtime.worker_keeper import WorkerKeeper, WorkerState, restart_policy
 from dflash_moe.topology import HOST, Topology
 from dflash_moe.topology.numerics import DEFAULT_NUMERICS
 
@@ -65,8 +67,11 @@ class ExpertRuntime:
             call_timeout_s=settings.call_timeout_s,
             stall_timeout_s=settings.stall_timeout_s,
         )
-        self._keeper = PathKeeper(self._client, self._fleet)
-        self._finalizer = weakref.finalize(self, _end, self._keeper, self._fleet, self._client)
+        self._keeper = PathKeeper(self._client, placed)
+        calls = ClientCalls(self._client, self._keeper)
+        self._workers = WorkerKeeper(self._fleet, restart_policy(settings), calls)
+        self._keeper.on_loss = self._workers.ring
+        self._finalizer = weakref.finalize(self, _end, self._workers, self._keeper, self._fleet, self._client)
         self._table = LayerTable(placed.spec.layers)
         host = DeviceChoice.of_host(placed.topology.host)
         self._device = None if host.is_processor else DeviceTensors(host)
@@ -153,6 +158,7 @@ class ExpertRuntime:
                 timeout_s=lambda: self.settings.call_timeout_s, patience_s=lambda: self.call_limit_s,
             )  # fmt: skip
         self._keeper.start()
+        self._workers.start(self._placed.held)
         self._is_open = True
 
     @property
@@ -332,7 +338,7 @@ class ExpertRuntime:
         slices_of(settings)  # refuses what does not fit before any call is held up
         if self._steps is not None and self._steps.of_this_thread() is not None:
             raise ConfigError("set_mode: this thread is in a device step; leave it first")
-        with self._between_calls():
+        with self._between_calls(), self._keeper.making_none():
             former = self._overrides, self.settings
             try:
                 self._overrides = overrides
@@ -361,9 +367,8 @@ class ExpertRuntime:
         request_dtype, reply_dtype = self.wire_dtypes
         members = self._fleet.members.values()
         if not all(member.slots is not None and member.slots.holds(plans[member.name]) for member in members):
-            # A lost worker would not answer, and nobody shall wait for that.
-            observe.refuse_lost(self._client)
-            # All paths are replaced, also those that fit, so that the arena's limit holds.
+            # All paths are replaced, also those that fit, so that the arena's limit holds. A lost
+            # worker would not answer; it gets such slots when it comes back.
             self._keeper.replace(plans)
         for member in members:
             self._client.set_policy(
@@ -383,7 +388,9 @@ class ExpertRuntime:
         if not self._finalizer.alive:
             text = f"the runtime was closed before this call was done; take results before close() ({error})"
             return DflashError(text, **{**error.fields(), "code": "closed"})
-        return observe.explain_loss(error, self._fleet)
+        if isinstance(error, WorkerLost):
+            self._workers.ring()
+        return observe.explain_loss(error, self._fleet, self._workers.remedy_of)
 
     def stats(self) -> dict[str, Any]:
         """Returns the counters since start: `calls`, `rows`, `pairs`, `request_bytes`,
@@ -421,6 +428,20 @@ class ExpertRuntime:
         """
         self._require_open()
         return observe.ask_workers(self._fleet)
+
+    def workers(self) -> list[WorkerState]:
+        """Returns how every holder of experts stands: ready, or lost and why, how often it died,
+        and when it is tried again. Raises DflashError in a forked child.
+        """
+        self._require_open()
+        return self._workers.states()
+
+    def release(self, name: str) -> None:
+        """Starts or dials a worker again that was left alone because it died too often or would not
+        do. Raises ConfigError for a worker that is not quarantined, DflashError in a forked child.
+        """
+        self._require_open()
+        self._workers.release(name)
 
     def worker_processes(self) -> list[WorkerProcess]:
         """Returns one entry for every holder of experts. Holders inside this process report this
@@ -499,9 +520,11 @@ class ExpertRuntime:
         self.close()
 
 
-def _end(keeper: PathKeeper, fleet: Fleet, client: _core.Client) -> None:
+def _end(workers: WorkerKeeper, keeper: PathKeeper, fleet: Fleet, client: _core.Client) -> None:
     """Ends a runtime that was closed or dropped; its channels go once the last call has left."""
+    workers.call_off()
     keeper.call_off()
     fleet.close()
     keeper.close()
+    workers.close()
     client.close()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import logging
 import secrets
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dflash_moe import _core
-from dflash_moe.errors import ConfigError
+from dflash_moe.errors import ConfigError, WorkerLost
 from dflash_moe.model.checkpoint import Checkpoint
 from dflash_moe.placement.numerics import check_architectures
 from dflash_moe.protocol.devices import DeviceChoice
@@ -47,6 +48,8 @@ LEAST_ATTACH_S = 0.25
 # A worker leaves within milliseconds of the goodbye. One that is still there after this time gets
 # SIGKILL.
 GOODBYE_S = 1.0
+# How the process of a lost worker ended is known within this time, unless it has not ended at all.
+EXIT_S = 0.3
 # Tests wrap the host's channel to each worker, by the worker's name, to make it fail.
 ChannelDecorator = Callable[[str, _core.Channel], _core.Channel]
 # A report is called with a holder's name, how many of its experts are loaded, and how many it will
@@ -77,6 +80,8 @@ class Member:
     slots: _core.SlotPlan | None = None
     # This is the device that it computes on.
     device: DeviceChoice = DeviceChoice()
+    # How its former process ended and what that logged last, once it was lost.
+    last_exit: str = ""
 
     @property
     def offered(self) -> tuple[str, ...]:
@@ -129,6 +134,9 @@ class Fleet:
         # All processes and connections belong to the process that made the fleet.
         self.owner = Owner()
         self._is_closed = False
+        # Guards that no session begins once the fleet is closed. It is taken again by the thread
+        # that holds it where that collects a runtime which nobody closed.
+        self._closing = threading.RLock()
         self._is_host_processor = True
         self._contents = ReferenceChecksums()
         # This is set once a device of the host has refused to register read-only memory. Workers
@@ -164,9 +172,7 @@ class Fleet:
             self._launcher = Launcher()
         self._key = key
         for member in remote:
-            started = None
-            if self._launcher is not None and member.address.is_started_by_host:
-                started = self._launcher.start_worker(member.name, Path(self._spec.path))
+            started = self._launch(member) if member.address.is_started_by_host else None
             member.session = self._new_session(member, started)
         self._in_parallel([member.name for member in remote], self._greet)
         for member in self.members.values():
@@ -185,6 +191,9 @@ class Fleet:
                     pool=self.host_pool if self._is_pooled(member) else None,
                 )
                 member.numerics = member.local.numerics
+        self._check_architectures()
+
+    def _check_architectures(self) -> None:
         computed = {member.name: (member.numerics, member.architecture) for member in self.members.values()}
         check_architectures(computed, self._settings.numerics)
 
@@ -197,15 +206,46 @@ class Fleet:
             socket_buffer_bytes=self._settings.socket_buffer_bytes,
         )
 
-    def reach_again(self, member: Member, shards: Sequence[HeldShard]) -> None:
-        """Opens a new session with a worker that was started by hand, whose former session is over,
-        and loads its shards. Errors are those of a start.
+    def end_member(self, member: Member) -> None:
+        """Ends the session of a lost worker, and kills and reaps its process where the host started
+        that. `last_exit` then says how the process ended. It never raises.
         """
-        if member.session is not None:
-            member.session.close(seconds=0.0)
-        member.session = self._new_session(member, None)
+        session = member.session
+        if session is None or not self.owner.is_here:
+            return
+        if session.started is not None:
+            member.last_exit = session.started.describe_exit(seconds=EXIT_S)
+        session.kill()
+        session.hang_up()
+        session.close(seconds=0.0)
+
+    def start_again(self, member: Member) -> None:
+        """Starts a worker whose former session was ended, or dials it where somebody else starts
+        it, and exchanges hello. Errors are those of a start; WorkerLost once the fleet is closed.
+        """
+        started = None
+        if member.address.is_started_by_host:
+            started = self._launch(member)
+        session = self._new_session(member, started)
+        with self._closing:
+            if not self._is_closed:
+                member.session = session
+        if member.session is not session:
+            session.close(seconds=0.0)
+            raise WorkerLost(f"worker {member.name} is not started any more: the runtime was closed", worker=member.name)
         self._greet(member.name)
+        self._check_architectures()
+
+    def load_again(self, member: Member, shards: Sequence[HeldShard]) -> None:
+        """Loads the shards of a worker that was started again. Errors are those of a start;
+        CheckpointError where it has not loaded the bytes that it held before.
+        """
         self._load_member(member, shards, lambda _count: None)
+
+    def _launch(self, member: Member) -> StartedWorker:
+        if self._launcher is None or self._is_closed:
+            raise WorkerLost(f"worker {member.name} is not started: the runtime is closed or starting", worker=member.name)
+        return self._launcher.start_worker(member.name, Path(self._spec.path))
 
     def _greet(self, name: str) -> None:
         member = self.members[name]
@@ -362,7 +402,8 @@ class Fleet:
         """
         if self._is_closed or not self.owner.is_here:
             return
-        self._is_closed = True
+        with self._closing:
+            self._is_closed = True
         members = list(self.members.values())
         for member in members:
             if member.session is not None:

@@ -42,7 +42,11 @@ class HandedWorker:
         # How often the program has said that the worker is gone, and that its path is worn.
         self.num_told = 0
         self.num_worn = 0
-        # The renewal or the return that is under way, or the last one.
+        # Whether nobody starts it again, and what the supervisor's caller was told of a loss.
+        self.is_left_alone = False
+        self.is_loss_said = False
+        self.said = ""
+        # The renewal that is under way, or the last one.
         self.thread: threading.Thread | None = None
         # `thread` looks at `num_worn` again before it ends.
         self.is_busy = False

@@ -107,6 +107,10 @@ class Launcher:
 
     def __init__(self) -> None:
         self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        # Guards that no order comes after the last one, so that nobody waits for what nobody does.
+        # A thread that holds it takes it again where it collects a runtime.
+        self._lock = threading.RLock()
+        self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="dflash-launcher", daemon=True)
         self._thread.start()
 
@@ -114,8 +118,9 @@ class Launcher:
         """Starts one worker process for the checkpoint at `model`; the caller owns what is
         returned.
 
-        Errors: WorkerLost when the process cannot be created, WorkerTimeout when that takes longer
-        than START_S, DflashError naming the limit when this process is out of descriptors.
+        Errors: WorkerLost when the process cannot be created or `close` was called, WorkerTimeout
+        when that takes longer than START_S, DflashError naming the limit when this process is out
+        of descriptors.
         """
         outcome: Future[StartedWorker] = Future()
 
@@ -125,7 +130,10 @@ class Launcher:
             except BaseException as error:  # noqa: BLE001 - handed to the thread that asked
                 outcome.set_exception(error)
 
-        self._orders.put(order)
+        with self._lock:
+            if self._is_closed:
+                raise WorkerLost(f"worker {name} is not started any more: the runtime was closed", worker=name)
+            self._orders.put(order)
         try:
             return outcome.result(START_S)
         except NotDone:
@@ -136,7 +144,9 @@ class Launcher:
 
     def close(self) -> None:
         """Ends the thread. Every child must be gone by then, because it would be killed with it."""
-        self._orders.put(None)
+        with self._lock:
+            self._is_closed = True
+            self._orders.put(None)
         self._thread.join(5.0)
 
     def _run(self) -> None:

@@ -7,14 +7,15 @@ SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from dflash_moe import _core
 from dflash_moe.errors import WorkerError, WorkerLost
-from dflash_moe.runtime.fleet import Fleet, Member
+from dflash_moe.runtime.fleet import EXIT_S, Fleet, Member
 from dflash_moe.runtime.held_shards import HeldShard
+from dflash_moe.runtime.launcher import StartedWorker
 from dflash_moe.telemetry.counters import add_counters, zero_counters
 from dflash_moe.telemetry.memory import process_memory
 
@@ -39,25 +40,26 @@ class WorkerProcess:
     weight_bytes: int
 
 
-def refuse_lost(client: _core.Client) -> None:
-    """Raises WorkerLost where a worker is lost. It names the first one and how it was lost."""
-    for report in client.workers():
-        if report["state"] == "lost":
-            raise WorkerLost(
-                f"worker {report['name']} was lost: {report['reason']}; start the runtime anew",
-                code="worker_lost", worker=report["name"],
-            )  # fmt: skip
-
-
-def explain_loss(error: WorkerError, fleet: Fleet) -> WorkerError:
+def explain_loss(error: WorkerError, fleet: Fleet, remedy_of: Callable[[str], str]) -> WorkerError:
     """Returns the error as it is, or for a WorkerLost a new one with the same fields that also says
-    how the process of the worker ended and what it logged last.
+    what is done about it (`remedy_of`, by the worker's name), and of a worker that the host started
+    how its process ended and what it logged last.
     """
     member = fleet.members.get(error.worker or "")
-    session = member.session if member is not None else None
-    if not isinstance(error, WorkerLost) or session is None or session.started is None:
+    if not isinstance(error, WorkerLost) or member is None or member.session is None:
         return error
-    return WorkerLost(f"{error}; {session.started.describe_exit(seconds=0.3)}; start the runtime anew", **error.fields())
+    text = f"{error}; {remedy_of(member.name)}"
+    if member.session.started is not None:
+        text = f"{text}; {_exit_of(member, member.session.started)}"
+    return WorkerLost(text, **error.fields())
+
+
+def _exit_of(member: Member, started: StartedWorker) -> str:
+    """Says how the process of a lost worker ended, also where another has taken its place by
+    now.
+    """
+    text = started.describe_exit(seconds=0.0 if member.last_exit else EXIT_S)
+    return text if started.process.returncode is not None or not member.last_exit else member.last_exit
 
 
 def count_calls(client: _core.Client, fleet: Fleet, layers: Sequence[int]) -> dict[str, Any]:

@@ -1,5 +1,8 @@
-"""Keeps the data paths of a runtime usable: it renews a path that the client says is worn, and all
-paths when a change of mode wants other slots.
+"""Makes the data paths of a running runtime: it renews a path that the client says is worn, all
+paths when a change of mode wants other slots, and gives a worker that comes back its first one.
+
+Only one thread at a time makes a path to a worker, and what a thread knows of a session counts only
+as long as the worker has that session: a renewal that is overtaken by a restart changes nothing.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -10,17 +13,18 @@ import logging
 import queue
 import select
 import threading
-from collections.abc import Callable, Mapping
-from contextlib import suppress
-from functools import partial
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING
 
-from dflash_moe.errors import DflashError, WorkerLost, WorkerTimeout
+from dflash_moe.errors import ConfigError, DflashError, WorkerLost, WorkerTimeout
 from dflash_moe.protocol.framing import PeerGone
 
 if TYPE_CHECKING:
     from dflash_moe import _core
-    from dflash_moe.runtime.fleet import Fleet, Member
+    from dflash_moe.runtime.fleet import Member
+    from dflash_moe.runtime.placed_experts import PlacedExperts
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +33,8 @@ RENEWALS = 3
 # A renewal that lacked something, descriptors for example, pauses this long before its next try:
 # others may give it back meanwhile.
 PAUSE_S = 0.2
+# A worker that comes back while a device step is under way looks this often whether it is over.
+STEP_PAUSE_S = 0.02
 # The threads have this time to end. A renewal under way ends as soon as its connection is hung up.
 STOP_S = 5.0
 
@@ -41,9 +47,14 @@ class PathKeeper:
     renews a path has retired it before, so that no two threads renew the same one.
     """
 
-    def __init__(self, client: _core.Client, fleet: Fleet) -> None:
+    def __init__(self, client: _core.Client, placed: PlacedExperts) -> None:
         self._client = client
-        self._fleet = fleet
+        self._placed = placed
+        self._fleet = placed.fleet
+        # Called when a worker was given up because its path could not be renewed.
+        self.on_loss: Callable[[], None] = lambda: None
+        # By name of a worker: held over the making of one path.
+        self._locks: dict[str, threading.Lock] = {}
         self._worn_fd = client.worn_fd()
         # These paths, by client_index and with the reason, were retired by another thread that
         # could not renew them.
@@ -55,16 +66,77 @@ class PathKeeper:
 
     def start(self) -> None:
         """Starts the thread. Every worker is attached by then."""
+        self._locks = {name: threading.Lock() for name in self._fleet.members}
         self._thread.start()
 
+    @contextmanager
+    def making(self, member: Member) -> Iterator[None]:
+        """Opens a block in which no other thread makes a path to `member`. Raises WorkerTimeout
+        where another one does so for longer than a path can take.
+        """
+        lock = self._locks[member.name]
+        if not lock.acquire(timeout=RENEWALS * (self._fleet.attach_timeout_s + PAUSE_S)):
+            raise WorkerTimeout(f"worker {member.name}: another data path is being made all the while", worker=member.name)
+        try:
+            yield
+        finally:
+            lock.release()
+
+    @contextmanager
+    def making_none(self) -> Iterator[None]:
+        """Opens a block in which no path is made but by its own thread, so that the settings in
+        force can change. Raises WorkerTimeout.
+        """
+        with ExitStack() as held:
+            for member in self._fleet.members.values():
+                held.enter_context(self.making(member))
+            yield
+
+    def revive(self, member: Member) -> None:
+        """Gives a lost worker, which has a new session and has loaded its shards, a path and pulse
+        by the settings in force, and takes it back into the client. It waits for the end of a
+        device step. Errors: WorkerLost, WorkerTimeout, ProtocolError; DflashError where the runtime
+        was closed.
+        """
+        client, placed, index = self._client, self._placed, member.client_index
+        with self.making(member):
+            client.mark_lost(index, "another process took its place")  # nothing happens to a lost one
+            while True:
+                self._await_step(member)
+                slots = placed.plan_slots()[member.name]
+                channel, generation, pulse_fd = self._fleet.attach(member, slots)
+                policy, (request_dtype, reply_dtype) = placed.slices, placed.wire_dtypes
+                client.set_policy(index, policy.slice_tokens, placed.window(slots), policy.is_measured)
+                client.set_dtypes(index, request_dtype, reply_dtype)
+                try:
+                    client.revive(index, channel, generation, pulse_fd)
+                    return
+                except ConfigError:
+                    # A step that began meanwhile has all paths that there are; this one is lost.
+                    if not self._has_step():
+                        raise
+
+    def _await_step(self, member: Member) -> None:
+        until = time.monotonic() + self._placed.settings.start_timeout_s
+        while self._has_step():
+            if self._is_over.wait(STEP_PAUSE_S) or time.monotonic() > until:
+                raise WorkerTimeout(f"worker {member.name}: a device step was under way all the while", worker=member.name)
+
+    def _has_step(self) -> bool:
+        return any(report["path"] == "leased" for report in self._client.workers())
+
     def replace(self, slots: Mapping[str, _core.SlotPlan]) -> None:
-        """Gives every worker a path with other slots, planned in `slots` by its name. The caller
-        holds the client (`Client.hold`), so that no call is under way.
+        """Gives every worker that is not lost a path with other slots, planned in `slots` by its
+        name. The caller holds the client (`Client.hold`), so that no call is under way, and lets no
+        path be made (`making_none`). A lost worker gets such slots when it comes back.
 
         Errors: WorkerLost, WorkerTimeout. Some workers then have the new slots, and the thread
         renews the path that failed; the others keep their former ones.
         """
+        lost = {report["name"] for report in self._client.workers() if report["state"] == "lost"}
         for name, member in self._fleet.members.items():
+            if name in lost:
+                continue
             self._client.retire_path(member.client_index, "slots of another size are needed")
             try:
                 self._renew(member, slots[name])
@@ -123,11 +195,23 @@ class PathKeeper:
     def _renew_worn(self, index: int, reason: str) -> None:
         member = self._member(index)
         log.info("worker %s: its data path is worn: %s", member.name, reason)
+        session, slots = member.session, member.slots
+        if slots is None:
+            return
+
+        def renew() -> None:
+            with self.making(member):
+                # Else the worker was lost meanwhile, and whoever brings it back makes its path.
+                if member.session is session and self._client.workers()[index]["path"] == "worn":
+                    self._renew(member, slots)
+
         try:
-            slots = member.slots
-            failure = "" if slots is None else try_to_renew(member.name, partial(self._renew, member, slots), self._is_over)
+            failure = try_to_renew(member.name, renew, self._is_over)
             if failure and not self._is_over.is_set():
-                self._client.mark_lost(index, failure)  # calls that need it say so; the others go on
+                with self.making(member):
+                    if member.session is session:
+                        self._client.mark_lost(index, failure)  # calls that need it say so; the others go on
+                self.on_loss()
         except DflashError as error:  # the runtime was closed meanwhile
             log.debug("worker %s: its data path is not renewed any more: %s", member.name, str(error))
 

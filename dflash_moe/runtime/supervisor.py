@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import select
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -31,11 +30,15 @@ from dflash_moe.protocol.handover import (
 )
 from dflash_moe.runtime.handed_worker import HandedWorker
 from dflash_moe.runtime.handover_plan import HandoverModel, check_holders, plan_messages
+from dflash_moe.runtime.membership import State
 from dflash_moe.runtime.path_keeper import try_to_renew
+from dflash_moe.runtime.worker_keeper import WorkerKeeper, restart_policy
 
 if TYPE_CHECKING:
     from dflash_moe.protocol.schema import Message
+    from dflash_moe.runtime.fleet import Member
     from dflash_moe.runtime.handover_socket import HandoverSocket
+    from dflash_moe.runtime.membership import Member as Life
     from dflash_moe.runtime.placed_experts import PlacedExperts
 
 log = logging.getLogger(__name__)
@@ -44,10 +47,11 @@ log = logging.getLogger(__name__)
 SEND_S = 10.0
 # Another thread may be about to end its own message when the last one is sent.
 PARTING_S = 1.0
-# Both watching threads look this often whether they shall end, and processes at whether they did.
+# The accepting thread looks this often whether it shall end, and processes at whether they did.
 TICK_S = 0.25
-# A worker that was started by hand is dialled again after these pauses, which double.
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 5.0
+# A worker that is lost when the program takes them all may take so long to come back, which is
+# looked at this often.
+RETURN_S, LOOK_S = 20.0, 0.05
 # The threads have this time to end once their connections are hung up.
 STOP_S = 5.0
 # What an ended program has sent lies in the socket, and is read in much less time.
@@ -58,8 +62,9 @@ class Supervisor:
     """Serves one program. The caller owns workers and socket, and closes them after `close`.
 
     `on_lost(worker, what happened)` and `on_back(worker)` are called once for each loss and return,
-    and `on_unfit(worker, why)` when a worker that was started again is no substitute for the one
-    that was lost, once as long as the reason stays; all from threads of the supervisor.
+    `on_unfit(worker, why)` when a worker that was started again is no substitute for the one that
+    was lost, once as long as the reason stays, and `on_left_alone(worker, why)` when it is not
+    started again any more; all from threads of the supervisor.
     """
 
     def __init__(
@@ -70,6 +75,7 @@ class Supervisor:
         on_lost: Callable[[str, str], None],
         on_back: Callable[[str], None],
         on_unfit: Callable[[str, str], None],
+        on_left_alone: Callable[[str, str], None],
     ) -> None:
         """Raises ConfigError where the placement leaves experts to the host."""
         check_holders(placed)
@@ -79,7 +85,8 @@ class Supervisor:
         members = placed.fleet.members.values()
         self._holders = [HandedWorker(member.client_index, member, slots[member.name]) for member in members]
         self._planned = {tensor.name for tensor in model.tensors}
-        self._on_lost, self._on_back, self._on_unfit = on_lost, on_back, on_unfit
+        self._on_lost, self._on_back, self._on_unfit, self._on_left_alone = on_lost, on_back, on_unfit, on_left_alone
+        self._keeper = WorkerKeeper(placed.fleet, restart_policy(placed.settings, retries_unfit=True), self)
         self._connection: Connection | None = None
         self._threads: list[threading.Thread] = []
         # The program knows the workers. One that is lost before is refused with all others.
@@ -101,7 +108,7 @@ class Supervisor:
     def start(self, socket: HandoverSocket) -> None:
         """Starts to wait for the program, whose process `socket` expects by now."""
         self._spawn("dflash-handover", lambda: self._accept(socket))
-        self._spawn("dflash-watch", self._watch)
+        self._keeper.start(self._placed.held)
 
     def await_end(self) -> None:
         """Waits until the last words of a program that has ended are read, at most END_S."""
@@ -113,14 +120,20 @@ class Supervisor:
         self._is_over.set()
         if self._connection is not None:
             self._connection.hang_up()
+        for holder in self._holders:
+            holder.give_up_offer()
+        self._keeper.call_off()
+        for holder in self._holders:
+            if holder.lost:
+                self._say_loss(holder)
         deadline = time.monotonic() + STOP_S
         threads = self._threads + [holder.thread for holder in self._holders if holder.thread is not None]
         while any(thread.is_alive() for thread in threads) and time.monotonic() < deadline:
             for holder in self._holders:
-                # Again and again: a return opens a new session, which the former call did not see.
                 if holder.thread is not None and holder.thread.is_alive() and holder.member.session is not None:
                     holder.member.session.hang_up()
             next(thread for thread in threads if thread.is_alive()).join(0.05)
+        self._keeper.close()
         if self._connection is not None:
             self._connection.close()
 
@@ -220,6 +233,7 @@ class Supervisor:
     def _open_paths(self) -> None:
         try:
             for holder in self._holders:
+                self._await_return(holder)
                 if holder.lost:
                     raise WorkerLost(f"worker {holder.name} is lost: {holder.lost}", worker=holder.name)
                 self._make_path(holder)
@@ -229,6 +243,15 @@ class Supervisor:
             pass
         except DflashError as error:
             self._refuse(error)
+
+    def _await_return(self, holder: HandedWorker) -> None:
+        """Waits for a worker that was lost before the program could have it, while it is started
+        again.
+        """
+        until = time.monotonic() + RETURN_S
+        while holder.lost and not holder.is_left_alone and time.monotonic() < until:
+            if self._is_over.wait(LOOK_S):
+                return
 
     def _make_path(self, holder: HandedWorker) -> None:
         holder.make_path(self._placed.fleet, self._tell)
@@ -276,67 +299,78 @@ class Supervisor:
 
     # -- workers -----------------------------------------------------------------------------------
 
-    def _watch(self) -> None:
-        """Sees that a worker's control connection hangs up, as it does when its process ends."""
-        while not self._is_over.wait(0):
-            poller = select.poll()
-            watched = {}
-            for holder in self._holders:
-                descriptor = -1 if holder.lost or holder.member.session is None else holder.member.session.fileno()
-                if descriptor >= 0:
-                    watched[descriptor] = holder
-                    poller.register(descriptor, select.POLLRDHUP)
-            for descriptor, _ in poller.poll(TICK_S * 1000):
-                self._lose(watched[descriptor], "hung up")
-
     def _lose(self, holder: HandedWorker, reason: str, *, is_told: bool = False) -> None:
-        """Notes that a worker is gone, and tells caller and program. `is_told` says that the
+        """Notes that a worker is gone, and tells program and keeper. `is_told` says that the
         program knows.
         """
         with self._lock:
             if holder.lost or self._is_over.is_set():
                 return
             holder.lost = reason or "the program gives no reason"
-            is_by_hand = not holder.member.address.is_started_by_host
-            if is_by_hand:
-                holder.thread = threading.Thread(
-                    target=self._bring_back, args=(holder,), name=f"dflash-return-{holder.index}", daemon=True
-                )
         with contextlib.suppress(DflashError):
             if self._is_planned and not is_told:
                 self._tell(WorkerGone(worker=holder.index, reason=cut_reason(holder.lost)))
-        self._on_lost(holder.name, str(holder.session.loss(f"is lost: {holder.lost}")))
-        if is_by_hand and holder.thread is not None:
-            holder.thread.start()
+        self._keeper.note_loss(holder.name, holder.lost)
 
-    def _bring_back(self, holder: HandedWorker) -> None:
-        """Reaches a worker again that somebody starts anew, or that goes on after a pause."""
-        pause, said = FIRST_PAUSE_S, ""
-        while not self._is_over.wait(pause):
-            pause = min(2 * pause, LONGEST_PAUSE_S)
-            num_told, num_worn = holder.num_told, holder.num_worn
-            try:
-                self._placed.fleet.reach_again(holder.member, self._placed.held[holder.name])
-                self._make_path(holder)
-            except PeerGone:
-                return
-            except (WorkerLost, WorkerTimeout) as error:
-                log.info("worker %s is not back yet: %s", holder.name, error)
-                continue
-            except DflashError as error:
-                # It is there and will not do, and only whoever started it can mend that.
-                if str(error) != said and not self._is_over.is_set():
-                    said = str(error)
-                    self._on_unfit(holder.name, said)
-                continue
-            with self._lock:
-                # The program may have failed to make use of the path.
-                is_back = holder.num_told == num_told
-                if is_back:
-                    holder.lost = ""
-                    holder.is_busy = is_worn = holder.num_worn != num_worn
+    # -- what the keeper of workers asks for (worker_keeper.Calls) ---------------------------------
+
+    def lose(self, member: Member, reason: str) -> None:
+        """Tells the program that a worker is gone."""
+        self._lose(self._holders[member.client_index], reason)
+
+    def join(self, member: Member) -> None:
+        """Makes the data path of a worker that came back. Raises WorkerLost where the program
+        cannot use it, and the errors of `HandedWorker.make_path`.
+        """
+        holder = self._holders[member.client_index]
+        if holder.thread is not None:
+            holder.thread.join(STOP_S)  # it renews a path of the session that is over
+        num_told, num_worn = holder.num_told, holder.num_worn
+        if self._is_planned:
+            self._make_path(holder)  # else it is made with those of all others
+        with self._lock:
+            is_back = holder.num_told == num_told
             if is_back:
-                self._on_back(holder.name)
-                if is_worn:
-                    self._renew(holder)
-                return
+                holder.lost = ""
+            is_worn = is_back and holder.num_worn != num_worn
+        if not is_back:
+            raise WorkerLost(f"worker {holder.name} was given up by the program", worker=holder.name)
+        self._on_back(holder.name)
+        if is_worn:
+            self._begin_to_renew(holder, "it was worn at once")
+
+    def losses(self) -> list[tuple[str, str]]:
+        """Returns nothing: whoever hears of a loss tells the keeper."""
+        return []
+
+    def descriptor(self) -> int:
+        """Returns -1: whoever hears of a loss rings the keeper."""
+        return -1
+
+    def tell(self, member: Member, life: Life) -> None:
+        """Tells the caller of losses, once it is known how the process ended, and of workers that
+        will not do.
+        """
+        holder = self._holders[member.client_index]
+        if life.state is State.READY:
+            holder.said, holder.is_loss_said = "", False
+        is_left_alone = holder.is_left_alone = life.state is State.QUARANTINED
+        if self._is_over.is_set() or life.state not in (State.WAITING, State.QUARANTINED):
+            return
+        self._say_loss(holder)
+        if life.is_unfit and life.reason != holder.said:
+            holder.said = life.reason
+            self._on_unfit(holder.name, life.reason)
+        if is_left_alone:
+            self._on_left_alone(holder.name, life.reason)
+
+    def _say_loss(self, holder: HandedWorker) -> None:
+        if not holder.is_loss_said:
+            holder.is_loss_said = True
+            self._on_lost(holder.name, f"worker {holder.name} is lost: {holder.lost}; {_exit_of(holder.member)}")
+
+
+def _exit_of(member: Member) -> str:
+    if member.session is not None and member.session.started is not None:
+        return member.last_exit or member.session.started.describe_exit(seconds=0.0)
+    return f"look at its own output at {member.address}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import threading
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 QUOTED_LINES = 8
@@ -28,6 +29,10 @@ class LogFile:
 
     def __init__(self, name: str) -> None:
         self._descriptor = os.memfd_create(f"dflash_moe-log-{name}"[:200], os.MFD_CLOEXEC)
+        # What it ended with, once it is closed.
+        self._last = ""
+        # One thread may quote a log that another closes.
+        self._lock = threading.RLock()
 
     def fileno(self) -> int:
         """Returns the descriptor that becomes stdout and stderr of the worker. It stays this
@@ -36,19 +41,22 @@ class LogFile:
         return self._descriptor
 
     def tail(self, num_lines: int = QUOTED_LINES) -> str:
-        """Returns the last lines without disturbing the position of the writer. After close it is
-        empty.
+        """Returns the last lines without disturbing the position of the writer. After close these
+        are the lines of that moment.
         """
-        if self._descriptor < 0:
-            return ""
-        num_bytes = os.fstat(self._descriptor).st_size
-        start = max(0, num_bytes - _TAIL_BYTES)
-        text = os.pread(self._descriptor, _TAIL_BYTES, start).decode("utf-8", "replace")
+        with self._lock:
+            text = self._text() if self._descriptor >= 0 else self._last
         lines = [line for line in text.splitlines() if line.strip()]
         return "\n".join(lines[-num_lines:])
 
+    def _text(self) -> str:
+        start = max(0, os.fstat(self._descriptor).st_size - _TAIL_BYTES)
+        return os.pread(self._descriptor, _TAIL_BYTES, start).decode("utf-8", "replace")
+
     def close(self) -> None:
         """Gives the memory back once the worker is gone. It may be called again."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+        with self._lock:
+            if self._descriptor >= 0:
+                self._last = self._text()
+                os.close(self._descriptor)
+                self._descriptor = -1

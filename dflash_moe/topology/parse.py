@@ -16,7 +16,6 @@ from dflash_moe.config import (
     ACTIVATIONS,
     MAX_BYTES,
     MAX_THREADS,
-    SETTINGS,
     SIZE_FORMS,
     MemoryBudget,
     parse_budget,
@@ -26,6 +25,7 @@ from dflash_moe.config.settings import OPERATORS, PRESETS
 from dflash_moe.config.values import BUDGET_FORMS
 from dflash_moe.errors import ConfigError, TopologyError, shown
 from dflash_moe.topology.addresses import parse_address
+from dflash_moe.topology.sections import parse_section
 from dflash_moe.topology.spec import (
     CPUS_WORDS,
     EVERY_LAYER,
@@ -55,7 +55,7 @@ WEIGHTS = ("auto", "int8", "int4")
 WEIGHTS_LAYOUTS = ("auto", "packed", "mapped")
 POLICIES = ("even", "memory", "explicit")
 
-ROOT_KEYS = ("version", "preset", "host", "ipc", "engine", "placement", "workers")
+ROOT_KEYS = ("version", "preset", "host", "ipc", "engine", "failure", "placement", "workers")
 HOST_KEYS = ("device", "simulate", "threads", "experts", "activations", "operators")
 HOST_EXPERTS_KEYS = ("memory",)
 PLACEMENT_KEYS = ("policy", "replicas")
@@ -90,6 +90,7 @@ class TopologyParts(NamedTuple):
     source: str
     engine: Mapping[str, Any]
     preset: str | None = None
+    failure: Mapping[str, Any] = MappingProxyType({})
 
 
 def load_topology(path: Path) -> TopologyParts:
@@ -128,10 +129,10 @@ def parse_topology(text: str, source: str) -> TopologyParts:
     if not workers:
         raise fields["workers"].error("workers is empty; list at least one, such as {name: w0, backend: cpu}")
     _check_workers(workers, placement.policy, source)
-    ipc, engine = (_section(fields, name) for name in ("ipc", "engine"))
+    ipc, engine, failure = (parse_section(fields, name) for name in ("ipc", "engine", "failure"))
     host = _host(fields["host"]) if "host" in fields else HostSpec()
     preset = fields["preset"].choice(PRESETS) if "preset" in fields else None
-    return TopologyParts(workers, host, ipc, placement, 1, source, engine, preset)
+    return TopologyParts(workers, host, ipc, placement, 1, source, engine, preset, failure)
 
 
 def check_local(workers: Sequence[WorkerSpec]) -> None:
@@ -156,22 +157,6 @@ def _check_version(root: Value, fields: dict[str, Value]) -> None:
     version = fields["version"].scalar()
     if isinstance(version, bool) or version != 1:
         raise fields["version"].error(f"version {shown(version)} is not supported; this dflash_moe reads version 1")
-
-
-def _section(root: dict[str, Value], name: str) -> Mapping[str, Any]:
-    """Returns the parsed settings of a section that has nothing else in it."""
-    if name not in root:
-        return MappingProxyType({})
-    settings = {setting.key: setting for setting in SETTINGS if setting.section == name}
-    parsed = {}
-    for key, field in root[name].fields([key for key in settings if key]).items():
-        try:
-            parsed[key] = settings[key].check(field.scalar(), field.path)
-        except TopologyError:
-            raise
-        except ConfigError as error:
-            raise field.error(str(error)) from None
-    return MappingProxyType(parsed)
 
 
 def _host(value: Value) -> HostSpec:

@@ -24,8 +24,8 @@ FITTED = "<fit>"
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """A checked topology. `ipc` and `engine` hold the parsed settings that the file states below
-    these keys; `config.resolve_settings` makes all settings of `stated_settings`.
+    """A checked topology. `ipc`, `engine` and `failure` hold the parsed settings that the file
+    states below these keys; `config.resolve_settings` makes all settings of `stated_settings`.
     `preset` is None where the file has none.
     """
 
@@ -37,6 +37,7 @@ class Topology:
     source: str = "<python>"
     engine: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     preset: str | None = None
+    failure: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Topology:
@@ -84,7 +85,7 @@ class Topology:
         host = {
             "preset": self.preset, "host.operators": self.host.operators, "host.activations": self.host.activations,
         }  # fmt: skip
-        sections = {"ipc": self.ipc, "engine": self.engine}
+        sections = {"ipc": self.ipc, "engine": self.engine, "failure": self.failure}
         stated = {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
         return stated | {key: value for key, value in host.items() if value is not None}
 

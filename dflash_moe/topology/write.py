@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 
 from dflash_moe.config import MemoryBudget
+from dflash_moe.topology.sections import nested
 from dflash_moe.topology.spec import Emulate, ExpertSelection, HostSpec, PlacementSpec, WorkerSpec
 from dflash_moe.topology.topology import Topology
 
@@ -28,7 +29,10 @@ def to_yaml(topology: Topology) -> str:
     root: dict[str, Any] = {"version": topology.version}
     if topology.preset is not None:
         root["preset"] = topology.preset
-    sections = {"host": _host(topology.host), "ipc": _values(topology.ipc), "engine": _values(topology.engine)}
+    sections = {
+        "host": _host(topology.host), "ipc": _values(topology.ipc), "engine": _values(topology.engine),
+        "failure": nested({key: list(v) if isinstance(v, tuple) else _value(v) for key, v in topology.failure.items()}),
+    }  # fmt: skip
     root |= {name: section for name, section in sections.items() if section}
     placement, default = topology.placement, PlacementSpec()
     stated: dict[str, Any] = {"policy": placement.policy} if placement.policy != default.policy else {}

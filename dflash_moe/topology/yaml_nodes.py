@@ -141,6 +141,10 @@ class Value:
         """Says whether `items` would find a list."""
         return isinstance(self._node, yaml.SequenceNode)
 
+    def is_map(self) -> bool:
+        """Says whether `entries` would find a map."""
+        return isinstance(self._node, yaml.MappingNode)
+
     def entries(self) -> Iterator[tuple[str, Value]]:
         """Yields (key, value) of a map with scalar keys, in the order of the document. A key that
         appears twice is an error.

@@ -209,6 +209,7 @@ KNOWN: dict[str, dict[str, str]] = {
         "call os.write": "bounded: a key of 32 bytes into a pipe that holds 64 KiB and is empty",
         "call outcome.exception": "bounded: called back when the outcome is there, so it answers at once",
         "call outcome.result": "bounded: called back when the outcome is there, so it answers at once",
+        "lock self._lock": "bounded: held over a put on a queue without a limit, which never waits",
         "call self._orders.get": "bounded: it waits for orders for as long as its runtime lives; close() sends the last one",
     },
     "dflash_moe/runtime/path_keeper.py": {
@@ -217,6 +218,13 @@ KNOWN: dict[str, dict[str, str]] = {
     "dflash_moe/runtime/supervisor.py": {
         "call socket.accept": "bounded: takes timeout_s, one tick of the accepting thread, as its argument",
         "lock self._lock": "bounded: held over the fields of a worker and the start of a thread; nothing in it waits",
+    },
+    "dflash_moe/runtime/worker_keeper.py": {
+        "call started.process.poll": "bounded: asks the kernel once whether the child has ended, and never waits",
+        "lock self._lock": "bounded: held over a state machine's step, reads of it, or a non-blocking bell; none of them waits",
+    },
+    "dflash_moe/telemetry/logs.py": {
+        "lock self._lock": "bounded: held over a read of at most 4 KiB of memory, or the close of its descriptor",
     },
     "dflash_moe/workers/listener.py": {
         "call poller.poll": "bounded: a worker waits for hosts for as long as it lives; close() ends the polled pipe",

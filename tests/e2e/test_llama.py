@@ -226,9 +226,14 @@ def test_sigterm_to_the_group_leaves_the_workers_to_the_program(model, tmp_path)
     assert "hung up" not in stderr
 
 
+def without_restart(path: Path) -> Path:
+    path.write_text(path.read_text() + "failure: {restart: off}\n")
+    return path
+
+
 def test_worker_lost_before_the_hand_over_ends_the_program(model, tmp_path):
     out = tmp_path / "out"
-    process = start("late", out, model, "--topology", topology(tmp_path, *TWO))
+    process = start("late", out, model, "--topology", without_restart(topology(tmp_path, *TWO)))
     wait_until_ready(process, out)
     os.kill(worker_process(process, "w0"), signal.SIGKILL)
     Path(f"{out}.go").touch()
@@ -240,7 +245,7 @@ def test_worker_lost_before_the_hand_over_ends_the_program(model, tmp_path):
 
 def test_program_that_ends_when_refused_leaves_the_last_word_to_us(model, tmp_path):
     out = tmp_path / "out"
-    process = start("late", out, model, "--topology", topology(tmp_path, *TWO))
+    process = start("late", out, model, "--topology", without_restart(topology(tmp_path, *TWO)))
     wait_until_ready(process, out)
     children = children_of(process.pid).items()
     program = next(pid for pid, command in children if os.fsencode(PROGRAM) in command)
@@ -269,7 +274,7 @@ def test_worker_that_does_not_renew_its_path_is_lost(model, tmp_path):
     found = json.loads((tmp_path / "out").read_text())
     assert found["num_tries"] == 3
     assert "did not answer when its data path was to be renewed, 3 times" in found["reason"]
-    assert stderr.count("calls that need worker w0 fail from now on") == 1
+    assert stderr.count("calls that need worker w0 fail until it is back") == 1
 
 
 def test_program_that_breaks_the_protocol_is_said(model, tmp_path):
@@ -444,7 +449,7 @@ def test_worker_by_hand_comes_back(model, tmp_path, kind):
         worker.communicate()
     assert code == 0, stderr
     assert json.loads((tmp_path / "out").read_text())["equal"]
-    assert stderr.count("calls that need worker w0 fail from now on") == 1
+    assert stderr.count("calls that need worker w0 fail until it is back") == 1
     assert "worker w0 is back" in stderr
 
 

@@ -41,6 +41,10 @@ def pids(runtime: ExpertRuntime) -> dict[str, int]:
     return {process.name: process.pid for process in runtime.worker_processes()}
 
 
+def state_of(runtime: ExpertRuntime, worker: str) -> str:
+    return next(found.state for found in runtime.workers() if found.name == worker)
+
+
 def call(runtime: ExpertRuntime, num_tokens: int = 20) -> Any:
     return runtime.experts(0, *dataclasses.astuple(make_batch(num_tokens)))
 
@@ -84,7 +88,7 @@ def test_an_error_names_its_worker_in_a_field_and_quotes_that_workers_log_only(s
 
 
 def test_calls_after_a_loss_fail_at_once_and_leaving_the_block_raises_nothing(spec: ModelSpec) -> None:
-    with start(spec, **FAR) as runtime:
+    with start(spec, restart=False, **FAR) as runtime:
         call(runtime)
         os.kill(pids(runtime)["w0"], signal.SIGKILL)
         started = time.monotonic()
@@ -104,20 +108,27 @@ def test_a_stopped_worker_is_lost_after_the_stall_timeout_not_earlier(spec: Mode
         with pytest.raises(WorkerLost, match="w1"):
             call(runtime)
         assert 0.8 < time.monotonic() - started < SOON_S
+        assert wait_until(lambda: is_gone(victims["w1"]), SOON_S)  # it is no use any more
     assert all(is_gone(pid) for pid in victims.values())
 
 
-def test_a_mode_that_needs_new_slots_is_refused_at_once_when_a_worker_is_lost(spec: ModelSpec) -> None:
-    with start(spec, stall_timeout_s=0.5, call_timeout_s=90.0, batch_capacity=64) as runtime:
+def test_a_mode_that_needs_new_slots_is_taken_without_a_lost_worker_and_fits_it_when_it_is_back(spec: ModelSpec) -> None:
+    with start(spec, stall_timeout_s=0.5, call_timeout_s=90.0, batch_capacity=64, restart=False) as runtime:
+        expected = Expected(Path(spec.path), runtime.placement, spec).experts(0, make_batch(600))
         call(runtime)
         freeze(pids(runtime)["w1"])
         with pytest.raises(WorkerLost, match="w1"):
             call(runtime)
         started = time.monotonic()
-        with pytest.raises(WorkerLost, match=r"worker w1 was lost: no progress"):
-            runtime.set_mode("auto", batch_capacity=4096)
+        runtime.set_mode("batched", batch_capacity=4096)
         assert time.monotonic() - started < SOON_S
-        assert runtime.stats()["slice_tokens"] == 64
+        assert runtime.stats()["slice_tokens"] == 4096
+        with pytest.raises(WorkerLost, match="w1"):
+            call(runtime)
+        assert wait_until(lambda: state_of(runtime, "w1") == "quarantined", SOON_S)
+        runtime.release("w1")
+        assert wait_until(lambda: state_of(runtime, "w1") == "ready", SOON_S)
+        assert np.array_equal(call(runtime, 600), expected)
 
 
 def test_a_slow_but_working_worker_is_never_declared_dead(spec: ModelSpec) -> None:
@@ -241,7 +252,7 @@ def test_a_runtime_that_nobody_closed_ends_its_workers_when_it_is_collected(spec
 
 
 def test_stats_of_a_lost_worker_say_so_instead_of_hanging(spec: ModelSpec) -> None:
-    with start(spec, start_timeout_s=90.0, **FAR) as runtime:
+    with start(spec, start_timeout_s=90.0, restart=False, **FAR) as runtime:
         os.kill(pids(runtime)["w0"], signal.SIGKILL)
         started = time.monotonic()
         with pytest.raises(DflashError, match="w0"):

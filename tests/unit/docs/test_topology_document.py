@@ -26,7 +26,7 @@ def test_keys_of_the_document_are_those_of_the_parser():
     rows = documents.table(TEXT, "keys")
     assert rows is not None
     found = {row[0] for row in rows}
-    expected = {"version", "preset", "workers", "ipc.*", "engine.*", "host.experts.memory"}
+    expected = {"version", "preset", "workers", "ipc.*", "engine.*", "failure.*", "host.experts.memory"}
     expected |= {f"host.{key}" for key in parse.HOST_KEYS if key != "experts"}
     expected |= {f"placement.{key}" for key in parse.PLACEMENT_KEYS}
     expected |= {f"workers[].{key}" for key in parse.WORKER_KEYS if key != "emulate"}

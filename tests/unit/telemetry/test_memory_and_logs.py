@@ -42,5 +42,5 @@ def test_a_log_has_no_name_and_keeps_its_last_lines() -> None:
     assert len(log.tail().splitlines()) == 8
     assert "memfd:" in os.readlink(f"/proc/self/fd/{log.fileno()}")
     log.close()
-    assert log.tail() == ""
+    assert "last words" in log.tail(3)  # whoever explains a loss may come after the close
     log.close()

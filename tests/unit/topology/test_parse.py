@@ -17,6 +17,7 @@ from dflash_moe.errors import ConfigError, TopologyError
 from dflash_moe.topology import Topology
 from dflash_moe.topology.numerics import CLASSES, class_on, possible_classes
 from dflash_moe.topology.parse import MAX_EXPERT_ID, MAX_FILE_BYTES, MAX_LAYER, MAX_WORKERS
+from dflash_moe.topology.write import to_yaml
 
 BF16_CLASS = class_on("bf16", "cpu")
 BF16_OF_CARD = "bf16"  # of AMD's: which class it is, the card says
@@ -88,6 +89,10 @@ WRONG = [
     ("", 1, "empty"),
     ("# nothing\n", 1, "empty"),
     ("- 1\n", 1, "must be a map of keys, found a list"),
+    ("version: 1\nfailure: {restart: {deats: 3}}\n" + ONE, 2, "unknown key 'failure.restart.deats'; did you mean 'deaths'"),
+    ("version: 1\nfailure: {restrat: off}\n" + ONE, 2, "unknown key 'failure.restrat'; did you mean 'restart'"),
+    ("version: 1\nfailure: {restart: {backoff_ms: [9, 3]}}\n" + ONE, 2, "failure.restart.backoff_ms: [9, 3] is not allowed"),
+    ("version: 1\nfailure: {restart: {deaths: 0}}\n" + ONE, 2, "failure.restart.deaths: 0 is not allowed"),
     ("just words", 1, "must be a map of keys, found a value 'just words'"),
     (ONE, 1, "'version' is missing"),
     ("version: 2\n" + ONE, 1, "version 2 is not supported; this dflash_moe reads version 1"),
@@ -348,6 +353,20 @@ def test_settings_that_stand_in_the_topology_are_stated_by_dotted_key():
     settings = resolve_settings(topology.stated_settings, environ={"DFLASH_MOE_ENGINE_KV_DTYPE": "f32"})
     assert (settings.host_operators, settings.kv_dtype, settings.kv_memory.resolve(800)) == ("torch", "f32", 300)
     assert dict(Topology.local(1).stated_settings) == {}
+
+
+def test_what_becomes_of_lost_workers_stands_one_level_deeper_and_is_written_back():
+    text = HEAD + "failure: {restart: {backoff_ms: [50, 800], deaths: 3, window_s: 10}}\nworkers: [{name: w0}]\n"
+    topology = Topology.parse(text)
+    assert dict(topology.stated_settings) == {
+        "failure.restart.backoff_ms": (50.0, 800.0), "failure.restart.deaths": 3, "failure.restart.window_s": 10.0,
+    }  # fmt: skip
+    settings = resolve_settings(topology.stated_settings, environ={})
+    assert (settings.restart, settings.restart_backoff_ms, settings.restart_deaths) == (True, (50.0, 800.0), 3)
+    assert Topology.parse(to_yaml(topology)).failure == topology.failure
+    off = Topology.parse(HEAD + "failure: {restart: off}\nworkers: [{name: w0}]\n")
+    assert not resolve_settings(off.stated_settings, environ={}).restart
+    assert Topology.parse(to_yaml(off)).failure == {"restart": False}
 
 
 def test_a_flag_or_variable_for_the_hosts_activations_wins_over_the_file():

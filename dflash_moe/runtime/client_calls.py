@@ -1,0 +1,49 @@
+"""The calls of a runtime as the keeper of its workers sees them: what the client knows of losses,
+and how it hears that a worker is gone or back.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from dflash_moe.errors import DflashError
+
+if TYPE_CHECKING:
+    from dflash_moe import _core
+    from dflash_moe.runtime.fleet import Member
+    from dflash_moe.runtime.membership import Member as Life
+    from dflash_moe.runtime.path_keeper import PathKeeper
+
+
+class ClientCalls:
+    """What worker_keeper.Calls asks for, of a client in this process."""
+
+    def __init__(self, client: _core.Client, paths: PathKeeper) -> None:
+        self._client = client
+        self._paths = paths
+
+    def lose(self, member: Member, reason: str) -> None:
+        """Ends the calls that need a worker which is gone."""
+        self._client.mark_lost(member.client_index, reason)
+
+    def join(self, member: Member) -> None:
+        """Gives a worker that has loaded its shards a path. Errors are those of
+        `PathKeeper.revive`.
+        """
+        self._paths.revive(member)
+
+    def losses(self) -> list[tuple[str, str]]:
+        """Returns the workers that the client has lost, with the reason."""
+        try:
+            return [(report["name"], report["reason"]) for report in self._client.workers() if report["state"] == "lost"]
+        except DflashError:  # the runtime was closed meanwhile
+            return []
+
+    def tell(self, member: Member, life: Life) -> None:
+        """Takes note of how a worker stands; the client needs to know only what is lost."""
+
+    def descriptor(self) -> int:
+        """Returns -1: whoever sees a call fail rings the keeper."""
+        return -1
