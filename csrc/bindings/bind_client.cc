@@ -138,15 +138,6 @@ std::shared_ptr<ClientBox> make_client(int64_t spin_ns, double call_timeout_s,
   return box;
 }
 
-void revive(const ClientBox& box, uint32_t worker, ChannelBox& channel, uint64_t generation,
-            int pulse_fd) {
-  OwnedFd pulse(pulse_fd);
-  client::NewPath path{channel.take(), generation};
-  unwrap(without_gil(box, [&](ExpertClient& client) {
-    return client.replace_worker(worker, std::move(path), std::move(pulse));
-  }));
-}
-
 using ClientClass = py::class_<ClientBox, std::shared_ptr<ClientBox>>;
 
 void bind_setting_up(ClientClass& client) {
@@ -288,8 +279,6 @@ void bind_between_calls(ClientClass& client) {
                 box, [&](ExpertClient& one) { return one.renew_path(worker, std::move(path)); }));
           },
           py::arg("worker"), py::arg("channel"), py::arg("generation"))
-      .def("revive", &revive, py::arg("worker"), py::arg("channel"), py::arg("generation"),
-           py::arg("pulse_fd"))
       .def("begin_step", &begin_step, py::arg("num_calls"), py::arg("timeout_s"))
       .def("judge_step",
            [](const ClientBox& box) {
