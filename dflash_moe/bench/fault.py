@@ -27,6 +27,7 @@ import numpy as np
 
 from dflash_moe.bench.harness import Recorder
 from dflash_moe.bench.results import BenchResult, percentile, timing_fields
+from dflash_moe.config.settings import MAX_DEATHS
 from dflash_moe.errors import ConfigError, DflashError
 from dflash_moe.model.spec import ModelSpec, model_spec
 from dflash_moe.runtime.expert_runtime import ExpertRuntime
@@ -93,6 +94,8 @@ def run_fault(params: FaultParams, topology: Topology, *, recorder: Recorder, ov
         "fault", {"kills": params.kills, "tokens": list(params.tokens), "seed": params.seed, "topology": topology.source},
         interleaved=False,
     )  # fmt: skip
+    # These deaths are no crash loop, after which a worker is left alone.
+    overrides = {"restart_deaths": MAX_DEATHS, **overrides}
     before = _descriptors()
     with recorder.recording(), _model(params) as spec:
         with ExpertRuntime.start(topology, model=spec, on_loading=recorder.reporter.loading, **overrides) as runtime:
@@ -157,7 +160,7 @@ def _tensors(runtime: ExpertRuntime, arrays: tuple[Any, Any, Any]) -> tuple[Any,
 def _bits(result: Any) -> np.ndarray[Any, Any]:
     """The bytes of a result, whatever its kind and dtype."""
     if isinstance(result, np.ndarray):
-        return result.view(np.uint8).copy()
+        return np.array(result.view(np.uint8))
     import torch
 
     return np.asarray(result.cpu().contiguous().view(torch.uint8))

@@ -6,7 +6,6 @@ SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -26,7 +25,7 @@ def register(bench: typer.Typer) -> None:
 @options.with_settings
 def fault(
     model: Annotated[
-        Path | None, typer.Option(help="Checkpoint directory or file [default: a tiny random model].", show_default=False)
+        str | None, typer.Option(help="Checkpoint directory or file [default: a tiny random model].", show_default=False)
     ] = None,
     topology: options.TopologyOption = None,
     kills: Annotated[int, typer.Option(min=1, help="Workers that are killed, one after the other.")] = 40,
