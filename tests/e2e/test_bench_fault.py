@@ -11,11 +11,9 @@ import json
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from dflash_moe.bench.fault import FaultParams, default_topology, run_fault
 from dflash_moe.bench.harness import Recorder
-from dflash_moe.cli.main import app
 from dflash_moe.errors import ConfigError
 
 
@@ -36,7 +34,3 @@ def test_a_topology_without_processes_to_kill_is_refused() -> None:
     topology = dataclasses.replace(made, workers=workers, placement=placement)
     with pytest.raises(ConfigError, match="kills workers that this host starts"):
         run_fault(FaultParams(kills=1), topology, recorder=Recorder(), overrides={})
-
-
-def test_the_command_refuses_sizes_that_are_none() -> None:
-    assert CliRunner().invoke(app, ["bench", "fault", "--tokens", "0"]).exit_code != 0
