@@ -69,6 +69,8 @@ class Campaign {
         event.stall_ms =
             std::max(event.stall_ms, event.call_ms[i] - median(undisturbed_ms_[event.shapes[i]]));
     }
+    for (uint32_t size = 0; size < kSizes.size(); ++size)
+      report_.usual_ms[size] = median(undisturbed_ms_[shape_of(size, 1, 0)]);
     for (const client::CountersOf& one : client_.counters()) {
       report_.failovers += one.counters.failovers;
       report_.hedges += one.counters.hedges;

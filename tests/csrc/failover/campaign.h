@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "client/expert_client.h"
+#include "failover/rounds.h"
 #include "failover/worker_process.h"
 
 namespace dflash::failover {
@@ -51,6 +52,7 @@ struct CampaignReport {
   uint64_t num_lost_unasked = 0;  // workers that the client gave up and nobody had killed
   uint64_t num_unsettled = 0;     // stopped workers that were not well again after SIGCONT
   uint64_t failovers = 0, hedges = 0, hedges_won = 0, superseded = 0;
+  std::array<double, kSizes.size()> usual_ms{};  // medians of undisturbed calls, by size
   size_t left_processes = 0, left_descriptors = 0, left_segments = 0;
 
   // Percentile of the stalls of one kind of event; 0 where there was none.

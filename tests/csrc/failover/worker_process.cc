@@ -149,7 +149,7 @@ Result<std::unique_ptr<transport::Channel>> complete(transport::PathOffer& offer
 }  // namespace
 
 Result<std::unique_ptr<Weights>> Weights::make(uint32_t num_shards) {
-  auto backend = compute::CpuBackend::create(compute::Isa::kScalar, 1);
+  auto backend = compute::CpuBackend::create(compute::best_isa(), 1);
   if (!backend.ok()) return std::move(backend).error();
   std::unique_ptr<Weights> weights(new Weights(std::move(backend).value()));
   for (uint32_t shard = 0; shard < num_shards; ++shard) {

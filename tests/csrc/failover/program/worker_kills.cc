@@ -13,6 +13,7 @@
 #include <string>
 
 #include "failover/campaign.h"
+#include "failover/rounds.h"
 
 namespace dflash::failover {
 namespace {
@@ -58,6 +59,8 @@ void write_summary(const CampaignOptions& options, const CampaignReport& report)
                 prefix, report.stall_ms(kind, 0.5), prefix, report.stall_ms(kind, 0.99), prefix,
                 report.stall_ms(kind, 1));
   }
+  for (uint32_t size = 0; size < kSizes.size(); ++size)
+    std::printf(", \"usual_%u_ms\": %.3f", kSizes[size], report.usual_ms[size]);
   number("left_processes", report.left_processes);
   number("left_descriptors", report.left_descriptors);
   number("left_segments", report.left_segments);
