@@ -123,8 +123,12 @@ test-long: core ## the exhaustive sweeps: every family, every field of a configu
 # What takes longer than CI. The exit status is the verdict.
 # With LLAMA_CPP=DIR and LLAMA_BUILD=DIR, sources and build of a llama.cpp, also what only its own
 # programs can judge.
-campaign: core ## the long proofs: ten thousand random requests through one engine, judged (10 minutes)
+campaign: core ## the long proofs: worker processes killed, ten thousand random requests through one engine (15 minutes)
 	@mkdir -p build/campaign
+	@echo "==> worker processes killed and stopped in calls, 1,000 over each transport"
+	@$(CONFIGURE) -B build/tests -DCMAKE_BUILD_TYPE=Release -DDFLASH_TESTS=ON > /dev/null
+	@$(CMAKE) --build build/tests -j $(JOBS) --target worker_kills -- --quiet | sed '/^-- /d'
+	@$(BIN)/python bench/campaigns/worker_kills.py --json build/campaign/worker_kills.json --events build/campaign/worker_kills.jsonl
 	@if [ -n "$(LLAMA_CPP)" ]; then \
 	   echo "==> GGUF architectures as llama.cpp's converter writes them"; \
 	   $(BIN)/python bench/campaigns/gguf_architectures.py --llama-src "$(abspath $(LLAMA_CPP))" --out build/campaign/gguf_architectures.json; \
