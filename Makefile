@@ -79,8 +79,8 @@ $(STAMPS)/packages: pyproject.toml setup.py bench/demo_model/pyproject.toml $(ST
 # setup.py; if somebody removed it, installing again brings it back.
 core: $(STAMPS)/packages
 	@if [ ! -f build/core/build.ninja ]; then rm -f $(STAMPS)/packages; $(MAKE) --no-print-directory $(STAMPS)/packages; fi
-	@$(CMAKE) --build build/core --target _core _measure dflash_sim dflash_sim_measure dflash_moe -- --quiet | sed '/^-- /d'
-	@cp --update --remove-destination build/core/_core.*.so build/core/_measure.*.so build/core/libdflash_sim.so \
+	@$(CMAKE) --build build/core --target _core _measure _simulation dflash_sim dflash_sim_measure dflash_moe -- --quiet | sed '/^-- /d'
+	@cp --update --remove-destination build/core/_core.*.so build/core/_measure.*.so build/core/_simulation.*.so build/core/libdflash_sim.so \
 	  build/core/libdflash_sim_measure.so build/core/libdflash_moe.so dflash_moe/
 	@mkdir -p dflash_moe/include && cp --update --remove-destination csrc/c_interface/dflash_moe.h dflash_moe/include/
 
@@ -196,7 +196,7 @@ wheels: core ## the wheel for this Python, and those of built plug-ins for cards
 # -- housekeeping ----------------------------------------------------------------------------------
 
 clean: ## remove what was built; keep .venv
-	@rm -rf build dist *.egg-info dflash_moe/_core*.so dflash_moe/_measure*.so dflash_moe/libdflash_*.so dflash_moe/include \
+	@rm -rf build dist *.egg-info dflash_moe/_core*.so dflash_moe/_measure*.so dflash_moe/_simulation*.so dflash_moe/libdflash_*.so dflash_moe/include \
 	  dflash_moe/libggml-dflash-moe.*
 
 distclean: clean ## remove .venv too

@@ -1,6 +1,6 @@
-"""Builds the C++ core, the extension that measures, the simulator's plug-ins and the library of the
-C interface with CMake, and completes the links of the readme; everything else about the package is
-in pyproject.toml.
+"""Builds the C++ core, the extensions that measure and that simulate failures, the plug-ins of the
+backend `sim` and the library of the C interface with CMake, and completes the links of the readme;
+everything else about the package is in pyproject.toml.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -21,7 +21,7 @@ from setuptools.command.build_ext import build_ext
 ROOT = Path(__file__).resolve().parent
 # What comes beside each extension. The plug-ins of the backend `sim` are opened at run time, by the
 # core and by what measures; the library of the C interface is for programs without Python.
-LIBRARIES = {"_core": ("dflash_sim", "dflash_moe"), "_measure": ("dflash_sim_measure",)}
+LIBRARIES = {"_core": ("dflash_sim", "dflash_moe"), "_measure": ("dflash_sim_measure",), "_simulation": ()}
 C_HEADER = ROOT / "csrc" / "c_interface" / "dflash_moe.h"
 
 

@@ -2,27 +2,21 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <time.h>
-
 #include <cstdint>
 #include <limits>
 
 namespace dflash {
 
 // CLOCK_MONOTONIC in nanoseconds, which is the same clock in every process of one machine.
-inline int64_t now_ns() {
-  timespec t{};
-  clock_gettime(CLOCK_MONOTONIC, &t);
-  return static_cast<int64_t>(t.tv_sec) * 1'000'000'000 + t.tv_nsec;
-}
+int64_t now_ns();
 
 // CPU time that this thread has used, in nanoseconds. It stands still while the thread sleeps or
 // others have its core.
-inline int64_t thread_cpu_ns() {
-  timespec t{};
-  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);
-  return static_cast<int64_t>(t.tv_sec) * 1'000'000'000 + t.tv_nsec;
-}
+int64_t thread_cpu_ns();
+
+// Sleeps for so long, or less where a signal comes. For work that takes its time on purpose, in
+// pieces of about a millisecond; whoever waits for another party uses transport::wait_any.
+void nap_ns(int64_t nanoseconds);
 
 // A point in monotonic time.
 class Deadline {

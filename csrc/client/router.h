@@ -32,7 +32,7 @@ Standing standing_of(std::span<const uint32_t> holders, Links links, int64_t now
 
 // Whether an unanswered attempt at `link` is late enough for a second holder.
 inline bool is_late(const Attempt& attempt, int64_t now) {
-  return attempt.patience_ns > 0 && now - attempt.published_ns > attempt.patience_ns;
+  return attempt.patience_ns > 0 && now - attempt.published_ns >= attempt.patience_ns;
 }
 // An attempt is not late before this time has passed, or three times what was predicted for it and
 // all that was before it: shorter waits are those of a busy machine.

@@ -3,8 +3,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "worker/expert_worker.h"
 
-#include <time.h>
-
 #include <cstring>
 #include <deque>
 #include <optional>
@@ -44,11 +42,6 @@ std::string where_text(LayerShard where) {
 
 Error protocol_error(std::string message) {
   return Error{ErrorCode::kProtocol, std::move(message)};
-}
-
-void sleep_ns(int64_t nanoseconds) {
-  const timespec span{nanoseconds / 1'000'000'000, nanoseconds % 1'000'000'000};
-  ::nanosleep(&span, nullptr);
 }
 
 }  // namespace
@@ -381,7 +374,7 @@ void ExpertWorker::State::emulate_slowness(int64_t computed_ns) {
   const Deadline until = Deadline::after_ns(
       static_cast<int64_t>(static_cast<double>(computed_ns) * (options.slowdown - 1.0)));
   while (!until.has_passed() && !is_stopped()) {
-    sleep_ns(until.left_ns() < kSlowdownStepNs ? until.left_ns() : kSlowdownStepNs);
+    nap_ns(until.left_ns() < kSlowdownStepNs ? until.left_ns() : kSlowdownStepNs);
     progress.count_and_yield();  // also moves bytes, as in a real computation
   }
 }

@@ -1,4 +1,4 @@
-// The pulse's thread. It sends without blocking, and never leaves a pulse half sent for good.
+// The pulse and the thread that sends it.
 // SPDX-License-Identifier: Apache-2.0
 #include "worker/pulse.h"
 
@@ -7,15 +7,32 @@
 #include <cerrno>
 #include <chrono>
 #include <system_error>
-
-#include "wire/pulse.h"
+#include <utility>
 
 namespace dflash::worker {
+
+bool PulseSender::send(uint64_t counter) {
+  // A TCP socket that fills up (because a host reads nothing for hours) takes part of a pulse. The
+  // rest goes first, or every later pulse would be garbage to the host.
+  if (num_sent_ == wire::kPulseBytes) {
+    wire::encode_pulse(counter, message_);
+    num_sent_ = 0;
+  }
+  const ssize_t sent = ::send(socket_.get(), message_.data() + num_sent_,
+                              wire::kPulseBytes - num_sent_, MSG_DONTWAIT | MSG_NOSIGNAL);
+  // Any other failure means that the host is gone.
+  if (sent < 0 && errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR) return false;
+  // The socket is full, so that this pulse is dropped.
+  if (sent < 0 && num_sent_ == 0) num_sent_ = wire::kPulseBytes;
+  if (sent > 0) num_sent_ += static_cast<size_t>(sent);
+  return true;
+}
+
 Status Pulse::start(OwnedFd socket) {
   stop();
   if (!socket.is_open())
     return Error{ErrorCode::kInvalidArgument, "a pulse needs a connected socket"};
-  socket_ = std::move(socket);
+  sender_ = PulseSender(std::move(socket));
   stopping_ = false;
   try {
     thread_ = std::thread([this] { run(); });
@@ -32,29 +49,13 @@ void Pulse::stop() {
   }
   wake_.notify_all();
   if (thread_.joinable()) thread_.join();
-  socket_.close();
+  sender_.close();
 }
 
 void Pulse::run() {
-  std::byte message[wire::kPulseBytes];
-  size_t num_sent = wire::kPulseBytes;  // bytes of `message` that have been sent
   std::unique_lock lock(mutex_);
-  while (!stopping_) {
-    // A TCP socket that fills up (because a host reads nothing for hours) takes part of a pulse.
-    // The rest goes first, or every later pulse would be garbage to the host.
-    if (num_sent == wire::kPulseBytes) {
-      wire::encode_pulse(counter_.load(std::memory_order_relaxed), message);
-      num_sent = 0;
-    }
-    const ssize_t sent = ::send(socket_.get(), message + num_sent, wire::kPulseBytes - num_sent,
-                                MSG_DONTWAIT | MSG_NOSIGNAL);
-    // Any other failure means that the host is gone.
-    if (sent < 0 && errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR) return;
-    // The socket is full, so that this pulse is dropped.
-    if (sent < 0 && num_sent == 0) num_sent = wire::kPulseBytes;
-    if (sent > 0) num_sent += static_cast<size_t>(sent);
+  while (!stopping_ && sender_.send(counter_.load(std::memory_order_relaxed)))
     wake_.wait_for(lock, std::chrono::milliseconds(wire::kPulsePeriodMs));
-  }
 }
 
 }  // namespace dflash::worker

@@ -4,6 +4,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <condition_variable>
 #include <mutex>
@@ -11,8 +12,27 @@
 
 #include "base/owned_fd.h"
 #include "base/result.h"
+#include "wire/pulse.h"
 
 namespace dflash::worker {
+
+// Sends pulses whenever it is asked to. It never blocks, and never leaves a pulse half sent for
+// good.
+class PulseSender {
+ public:
+  explicit PulseSender(OwnedFd socket) : socket_(std::move(socket)) {}
+
+  // Sends a pulse with this counter. A full socket drops the pulse. Returns false if the host is
+  // gone, so that further pulses are pointless.
+  bool send(uint64_t counter);
+  bool is_open() const { return socket_.is_open(); }
+  void close() { socket_.close(); }
+
+ private:
+  OwnedFd socket_;
+  std::array<std::byte, wire::kPulseBytes> message_{};
+  size_t num_sent_ = wire::kPulseBytes;  // bytes of `message_` that have been sent
+};
 
 // The caller never has start() and stop() run at the same time.
 class Pulse {
@@ -30,7 +50,7 @@ class Pulse {
   void run();
 
   const std::atomic<uint64_t>& counter_;
-  OwnedFd socket_;
+  PulseSender sender_{OwnedFd()};
   std::mutex mutex_;
   std::condition_variable wake_;
   bool stopping_ = false;  // guarded by mutex_

@@ -134,6 +134,12 @@ KNOWN: dict[str, dict[str, str]] = {
     "csrc/transport/try_kind.cc": {
         "join worker": "bounded: the thread takes one message within a second and answers into a free slot",
     },
+    "csrc/simulation/caller.cc": {
+        "wait client_": "bounded: takes the deadline of its caller, in virtual time",
+    },
+    "csrc/simulation/simulation.cc": {
+        "wait caller_": "bounded: ten milliseconds of virtual time a turn; the calls end by their own deadlines",
+    },
     "csrc/transport/wait.cc": {
         "::ppoll": "bounded: its timeout is what is left until the deadline",
         "futex SYS_futex": "bounded: FUTEX_WAIT_BITSET until the absolute time of the deadline",

@@ -25,7 +25,8 @@ _EXECUTION = _DESCRIPTION | {"placement", "runtime", "workers"}
 _HOST = _EXECUTION | {"operators", "integrations", "engine"}
 
 # Each room may import these rooms. `_core` is below everything, and `errors` is what it raises.
-# `_measure`, the extension that only measures, is for benchmarks.
+# `_measure`, the extension that only measures, is for benchmarks. `_simulation`, which simulates
+# failures, is for its command.
 MAY_IMPORT: dict[str, set[str]] = {
     "version": set(),
     "errors": set(),
@@ -44,7 +45,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "bench": _HOST | {"testing", "_measure"},
     "testing": _HOST,
     "server": _HOST,
-    "cli": _HOST | {"server", "bench"},
+    "cli": _HOST | {"server", "bench", "_simulation"},
     "__init__": _HOST,
     "__main__": {"cli"},
 }

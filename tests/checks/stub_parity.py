@@ -1,5 +1,5 @@
-"""Checks the stubs of the extensions (dflash_moe/_core.pyi, _measure.pyi) against the built
-modules: they have the same names, members and parameter names, in both directions.
+"""Checks the stubs of the extensions (dflash_moe/_core.pyi, _measure.pyi, _simulation.pyi) against
+the built modules: they have the same names, members and parameter names, in both directions.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-MODULES = ("_core", "_measure")
+MODULES = ("_core", "_measure", "_simulation")
 # pybind11 and Python put these names on every class and module.
 _IMPLIED = re.compile(r"^__(?!init__$|version__$|enter__$|exit__$)\w+__$|^_pybind11_\w+$")
 

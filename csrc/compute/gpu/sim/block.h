@@ -11,9 +11,9 @@
 #include <string>
 #include <vector>
 
+#include "base/fibre.h"
 #include "base/result.h"
 #include "compute/gpu/sim/async_work.h"
-#include "compute/gpu/sim/fibre.h"
 #include "compute/gpu/sim/thread_view.h"
 
 namespace dflash::compute::gpu::sim {

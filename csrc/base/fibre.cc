@@ -1,28 +1,28 @@
 // The context switches: callee-saved registers on the stack, stack pointers exchanged. The
 // floating-point control word is the thread's and stays: nothing here changes it.
 // SPDX-License-Identifier: Apache-2.0
-#include "compute/gpu/sim/fibre.h"
+#include "base/fibre.h"
 
 #include <cstdint>
 
 #if defined(__SANITIZE_ADDRESS__)
-#define DFLASH_SIM_ASAN 1
+#define DFLASH_FIBRE_ASAN 1
 #elif defined(__has_feature)
 #if __has_feature(address_sanitizer)
-#define DFLASH_SIM_ASAN 1
+#define DFLASH_FIBRE_ASAN 1
 #endif
 #endif
-#ifdef DFLASH_SIM_ASAN
+#ifdef DFLASH_FIBRE_ASAN
 #include <sanitizer/asan_interface.h>
 #endif
 
 #if defined(__x86_64__)
 asm(R"(
 .text
-.hidden dflash_sim_switch
-.globl dflash_sim_switch
-.type dflash_sim_switch, @function
-dflash_sim_switch:
+.hidden dflash_fibre_switch
+.globl dflash_fibre_switch
+.type dflash_fibre_switch, @function
+dflash_fibre_switch:
   pushq %rbp
   pushq %rbx
   pushq %r12
@@ -38,22 +38,22 @@ dflash_sim_switch:
   popq %rbx
   popq %rbp
   ret
-.size dflash_sim_switch, .-dflash_sim_switch
-.hidden dflash_sim_begin
-.globl dflash_sim_begin
-.type dflash_sim_begin, @function
-dflash_sim_begin:
+.size dflash_fibre_switch, .-dflash_fibre_switch
+.hidden dflash_fibre_begin
+.globl dflash_fibre_begin
+.type dflash_fibre_begin, @function
+dflash_fibre_begin:
   movq %rbx, %rdi
   jmp *%r12
-.size dflash_sim_begin, .-dflash_sim_begin
+.size dflash_fibre_begin, .-dflash_fibre_begin
 )");
 #elif defined(__aarch64__)
 asm(R"(
 .text
-.hidden dflash_sim_switch
-.globl dflash_sim_switch
-.type dflash_sim_switch, %function
-dflash_sim_switch:
+.hidden dflash_fibre_switch
+.globl dflash_fibre_switch
+.type dflash_fibre_switch, %function
+dflash_fibre_switch:
   sub sp, sp, #160
   stp x19, x20, [sp, #0]
   stp x21, x22, [sp, #16]
@@ -80,23 +80,23 @@ dflash_sim_switch:
   ldp d14, d15, [sp, #144]
   add sp, sp, #160
   ret
-.size dflash_sim_switch, .-dflash_sim_switch
-.hidden dflash_sim_begin
-.globl dflash_sim_begin
-.type dflash_sim_begin, %function
-dflash_sim_begin:
+.size dflash_fibre_switch, .-dflash_fibre_switch
+.hidden dflash_fibre_begin
+.globl dflash_fibre_begin
+.type dflash_fibre_begin, %function
+dflash_fibre_begin:
   mov x0, x19
   br x20
-.size dflash_sim_begin, .-dflash_sim_begin
+.size dflash_fibre_begin, .-dflash_fibre_begin
 )");
 #endif
-#ifndef DFLASH_SIM_UCONTEXT
-extern "C" void dflash_sim_switch(void** save_stack_pointer, void* load_stack_pointer);
+#ifndef DFLASH_FIBRE_UCONTEXT
+extern "C" void dflash_fibre_switch(void** save_stack_pointer, void* load_stack_pointer);
 // calls the function in the second saved register with the first
-extern "C" void dflash_sim_begin();
+extern "C" void dflash_fibre_begin();
 #endif
 
-namespace dflash::compute::gpu::sim {
+namespace dflash {
 
 void Fibre::prepare(std::byte* stack, size_t stack_bytes, Body body, void* argument) {
   body_ = body;
@@ -104,10 +104,10 @@ void Fibre::prepare(std::byte* stack, size_t stack_bytes, Body body, void* argum
   stack_ = stack;
   stack_bytes_ = stack_bytes;
   own_fake_ = nullptr;
-#ifdef DFLASH_SIM_ASAN
+#ifdef DFLASH_FIBRE_ASAN
   __asan_unpoison_memory_region(stack, stack_bytes);  // frames that were abandoned
 #endif
-#if defined(DFLASH_SIM_UCONTEXT)
+#if defined(DFLASH_FIBRE_UCONTEXT)
   getcontext(&own_);
   own_.uc_stack.ss_sp = stack;
   own_.uc_stack.ss_size = stack_bytes;
@@ -124,46 +124,46 @@ void Fibre::prepare(std::byte* stack, size_t stack_bytes, Body body, void* argum
   for (int i = 0; i < 8; ++i) words[i] = 0;
   words[3] = reinterpret_cast<uintptr_t>(&Fibre::enter);
   words[4] = reinterpret_cast<uintptr_t>(this);
-  words[6] = reinterpret_cast<uintptr_t>(&dflash_sim_begin);
+  words[6] = reinterpret_cast<uintptr_t>(&dflash_fibre_begin);
   own_ = words;
 #else
   auto* words =
       reinterpret_cast<uintptr_t*>((reinterpret_cast<uintptr_t>(stack) + stack_bytes) / 16 * 16) -
       20;
   for (int i = 0; i < 20; ++i) words[i] = 0;
-  words[0] = reinterpret_cast<uintptr_t>(this);                // x19
-  words[1] = reinterpret_cast<uintptr_t>(&Fibre::enter);       // x20
-  words[11] = reinterpret_cast<uintptr_t>(&dflash_sim_begin);  // x30
+  words[0] = reinterpret_cast<uintptr_t>(this);                  // x19
+  words[1] = reinterpret_cast<uintptr_t>(&Fibre::enter);         // x20
+  words[11] = reinterpret_cast<uintptr_t>(&dflash_fibre_begin);  // x30
   own_ = words;
 #endif
 }
 
 void Fibre::resume() {
-#ifdef DFLASH_SIM_ASAN
+#ifdef DFLASH_FIBRE_ASAN
   void* fake = nullptr;
   __sanitizer_start_switch_fiber(&fake, stack_, stack_bytes_);
 #endif
-#ifdef DFLASH_SIM_UCONTEXT
+#ifdef DFLASH_FIBRE_UCONTEXT
   swapcontext(&resumer_, &own_);
 #else
-  dflash_sim_switch(&resumer_, own_);
+  dflash_fibre_switch(&resumer_, own_);
 #endif
-#ifdef DFLASH_SIM_ASAN
+#ifdef DFLASH_FIBRE_ASAN
   __sanitizer_finish_switch_fiber(fake, nullptr, nullptr);
 #endif
 }
 
 void Fibre::leave([[maybe_unused]] bool for_good) {
-#ifdef DFLASH_SIM_ASAN
+#ifdef DFLASH_FIBRE_ASAN
   __sanitizer_start_switch_fiber(for_good ? nullptr : &own_fake_, resumer_stack_,
                                  resumer_stack_bytes_);
 #endif
-#ifdef DFLASH_SIM_UCONTEXT
+#ifdef DFLASH_FIBRE_UCONTEXT
   swapcontext(&own_, &resumer_);
 #else
-  dflash_sim_switch(&own_, resumer_);
+  dflash_fibre_switch(&own_, resumer_);
 #endif
-#ifdef DFLASH_SIM_ASAN
+#ifdef DFLASH_FIBRE_ASAN
   __sanitizer_finish_switch_fiber(own_fake_, &resumer_stack_, &resumer_stack_bytes_);
 #endif
 }
@@ -172,16 +172,16 @@ void Fibre::yield() { leave(false); }
 void Fibre::yield_last() { leave(true); }
 
 void Fibre::enter(Fibre* self) {
-#ifdef DFLASH_SIM_ASAN
+#ifdef DFLASH_FIBRE_ASAN
   __sanitizer_finish_switch_fiber(nullptr, &self->resumer_stack_, &self->resumer_stack_bytes_);
 #endif
   self->body_(self->argument_);
 }
 
-#ifdef DFLASH_SIM_UCONTEXT
+#ifdef DFLASH_FIBRE_UCONTEXT
 void Fibre::enter_halves(unsigned high, unsigned low) {
   enter(reinterpret_cast<Fibre*>(static_cast<uint64_t>(high) << 32 | low));
 }
 #endif
 
-}  // namespace dflash::compute::gpu::sim
+}  // namespace dflash

@@ -7,11 +7,11 @@
 #include <cstddef>
 
 #if !defined(__x86_64__) && !defined(__aarch64__)
-#define DFLASH_SIM_UCONTEXT 1
+#define DFLASH_FIBRE_UCONTEXT 1
 #include <ucontext.h>
 #endif
 
-namespace dflash::compute::gpu::sim {
+namespace dflash {
 
 class Fibre {
  public:
@@ -29,7 +29,7 @@ class Fibre {
  private:
   void leave(bool for_good);
   static void enter(Fibre* self);
-#ifdef DFLASH_SIM_UCONTEXT
+#ifdef DFLASH_FIBRE_UCONTEXT
   static void enter_halves(unsigned high, unsigned low);
   ucontext_t own_{}, resumer_{};
 #else
@@ -45,4 +45,4 @@ class Fibre {
   [[maybe_unused]] size_t resumer_stack_bytes_ = 0;
 };
 
-}  // namespace dflash::compute::gpu::sim
+}  // namespace dflash

@@ -1,0 +1,47 @@
+// What a simulation breaks, by name.
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace dflash::simulation {
+
+enum class FaultKind : uint8_t {
+  // -- of a worker's process --
+  kKill,         // as by SIGKILL; it is started again after a while
+  kFreeze,       // as by SIGSTOP, then SIGCONT: afterwards it writes what nobody waits for any more
+  kSlow,         // it computes 2 to 1,000 times as long
+  kLosePulses,   // its pulses do not arrive, everything else does
+  kRefuse,       // it answers the next request with an error that is not about the numbers
+  kRefuseRange,  // ... or with one that is
+  // -- of the network between host and worker --
+  kCutOff,       // nothing passes in either direction
+  kCutToWorker,  // nothing passes from the host to the worker
+  kCutToHost,    // nothing passes from the worker to the host
+  kDelay,        // everything takes 1 to 500 ms longer
+  // -- of one message --
+  kFlipBit,
+  kTruncate,
+  kHalf,             // half of it comes, then the connection closes (a socket), or it is truncated
+  kDuplicate,        // it comes twice
+  kStaleGeneration,  // it names a former generation of the path
+  kOtherAttempt,     // it names another attempt
+  kOtherSlot,        // it comes in another slot
+  kLyingTimes,       // a reply's times are nonsense; its rows are right
+  // -- of the host --
+  kAbandon,  // it gives a call up
+};
+inline constexpr size_t kNumFaultKinds = static_cast<size_t>(FaultKind::kAbandon) + 1;
+
+constexpr const char* fault_name(FaultKind kind) {
+  constexpr const char* kNames[kNumFaultKinds] = {
+      "kill",          "freeze",     "slow",          "lose_pulses", "refuse",
+      "refuse_range",  "cut_off",    "cut_to_worker", "cut_to_host", "delay",
+      "flip_bit",      "truncate",   "half",          "duplicate",   "stale_generation",
+      "other_attempt", "other_slot", "lying_times",   "abandon",
+  };
+  return kNames[static_cast<size_t>(kind)];
+}
+
+}  // namespace dflash::simulation

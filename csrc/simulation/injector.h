@@ -1,0 +1,39 @@
+// Breaks things at random times, as the options say, until the time for it is over.
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include "simulation/world.h"
+
+namespace dflash::simulation {
+
+class Injector {
+ public:
+  explicit Injector(World& world) : world_(world), random_(world.random.split()) {}
+
+  void start();
+  // Whether nothing more will break, and nothing is broken.
+  bool is_quiet() const;
+
+  // What the host's task does at its next turn, because it is the host that does it.
+  uint32_t take_abandons() { return std::exchange(num_abandons_, 0); }
+
+ private:
+  void plan_next();
+  void inject(uint32_t worker, FaultKind kind);
+  void kill(uint32_t worker);
+  void freeze(uint32_t worker);
+  void refuse(uint32_t worker, FaultKind kind);
+  void cut(uint32_t worker, FaultKind kind);
+  void damage(uint32_t worker, FaultKind kind);
+  // Undoes a fault after its time, if the same process is still alive.
+  void undo_after(uint32_t worker, FaultKind kind, int64_t duration_ns,
+                  std::function<void(WorkerProcess&)> undo);
+
+  World& world_;
+  Random random_;
+  int64_t end_ns_ = 0;
+  bool is_over_ = false;
+  uint32_t num_abandons_ = 0;
+};
+
+}  // namespace dflash::simulation

@@ -1,0 +1,225 @@
+// The way of a message: published by one end, on its way as an event, handed to the real channel
+// when it is due, maybe damaged.
+// SPDX-License-Identifier: Apache-2.0
+#include "simulation/link.h"
+
+#include <fcntl.h>
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "simulation/damage.h"
+#include "transport/loopback/loopback.h"
+#include "transport/stream/stream.h"
+
+namespace dflash::simulation {
+
+using transport::Arrival;
+using transport::Side;
+
+// What the product holds: a channel like any other.
+class LinkEnd final : public transport::Channel {
+ public:
+  LinkEnd(std::shared_ptr<Link> link, Side side) : link_(std::move(link)), side_(side) {}
+  ~LinkEnd() override { link_->close(side_); }
+  LinkEnd(const LinkEnd&) = delete;
+  LinkEnd& operator=(const LinkEnd&) = delete;
+
+  const transport::SlotGeometry& geometry() const override {
+    return link_->at(side_).channel->geometry();
+  }
+  const char* kind() const override { return link_->at(side_).channel->kind(); }
+  std::span<std::byte> outgoing(uint32_t slot) override {
+    return link_->at(side_).channel->outgoing(slot);
+  }
+  Status publish(uint32_t slot, size_t bytes) override {
+    return link_->publish(side_, slot, bytes);
+  }
+  Result<std::optional<Arrival>> poll() override { return link_->poll(side_); }
+  transport::WakeSource arm(transport::SleepKind) override { return {}; }
+  void disarm() override {}
+
+ private:
+  const std::shared_ptr<Link> link_;
+  const Side side_;
+};
+
+namespace {
+
+Result<transport::ChannelPair> make_stream_pair(const transport::SlotGeometry& geometry,
+                                                OwnedFd& worker_copy) {
+  int fds[2];
+  if (::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, fds) != 0)
+    return system_error("cannot make a pair of sockets");
+  OwnedFd host_end(fds[0]), worker_end(fds[1]);
+  auto copy = OwnedFd::duplicate(worker_end.get());
+  if (!copy.ok()) return std::move(copy).error();
+  worker_copy = std::move(copy).value();
+  auto host = transport::make_stream_channel(Side::kHost, geometry, std::move(host_end), {});
+  if (!host.ok()) return std::move(host).error();
+  auto worker = transport::make_stream_channel(Side::kWorker, geometry, std::move(worker_end), {});
+  if (!worker.ok()) return std::move(worker).error();
+  return transport::ChannelPair{std::move(host).value(), std::move(worker).value()};
+}
+
+}  // namespace
+
+Result<std::shared_ptr<Link>> Link::create(LinkContext context,
+                                           const transport::SlotGeometry& geometry,
+                                           uint64_t generation, bool is_stream) {
+  std::shared_ptr<Link> link(new Link(std::move(context), generation));
+  auto pair = is_stream ? make_stream_pair(geometry, link->at(Side::kWorker).socket)
+                        : transport::make_loopback(geometry);
+  if (!pair.ok()) return std::move(pair).error();
+  link->at(Side::kHost).channel = std::move(pair.value().host);
+  link->at(Side::kWorker).channel = std::move(pair.value().worker);
+  link->is_asked_.resize(geometry.num_slots);
+  return link;
+}
+
+std::unique_ptr<transport::Channel> Link::end(Side side) {
+  return std::make_unique<LinkEnd>(shared_from_this(), side);
+}
+
+Status Link::publish(Side side, uint32_t slot, size_t bytes) {
+  End& sender = at(side);
+  if (sender.is_killed) return ok();
+  if (slot >= is_asked_.size() || bytes > sender.channel->outgoing(slot).size())
+    return sender.channel->publish(slot, bytes);  // which refuses it
+  context_.journal.record(context_.scheduler.now_ns(), EventKind::kPublish, context_.worker, slot,
+                          bytes);
+  if (side == Side::kHost) {
+    if (is_asked_[slot])
+      context_.violate("slot " + std::to_string(slot) + " of worker " +
+                       std::to_string(context_.worker) +
+                       " was used again before its reply came or its segment was gone");
+    if (must_be_given_up_)
+      context_.violate("the host went on with worker " + std::to_string(context_.worker) +
+                       " after a message that it must refuse");
+    is_asked_[slot] = true;
+    ++context_.counts.num_requests;
+    context_.counts.request_bytes += bytes;
+  }
+  context_.scheduler.at(due_ns(side, bytes), [self = shared_from_this(), side, slot, bytes] {
+    self->deliver(side, slot, bytes);
+  });
+  return ok();
+}
+
+// A link keeps the order of its messages, as rings and streams do.
+int64_t Link::due_ns(Side side, size_t bytes) {
+  const Network& network = context_.network;
+  const int64_t jitter =
+      static_cast<int64_t>(context_.random.unit() * static_cast<double>(network.jitter_ns));
+  int64_t& last = at(side).last_due_ns;
+  last = std::max(last, context_.scheduler.now_ns()) +
+         static_cast<int64_t>(network.ns_per_byte * static_cast<double>(bytes));
+  return std::max(last,
+                  context_.scheduler.now_ns() + network.delay_ns + network.added_delay_ns + jitter);
+}
+
+void Link::deliver(Side side, uint32_t slot, size_t bytes) {
+  End& sender = at(side);
+  const int64_t now = context_.scheduler.now_ns();
+  const int64_t passes = context_.network.passes_at(side, now);
+  if (passes > now) {
+    context_.scheduler.at(passes, [self = shared_from_this(), side, slot, bytes] {
+      self->deliver(side, slot, bytes);
+    });
+    return;
+  }
+  if (sender.channel == nullptr || sender.loses_sent) return;
+  context_.journal.record(now, EventKind::kDeliver, context_.worker, slot, bytes);
+  if (sender.damage) {
+    const FaultKind kind = *std::exchange(sender.damage, std::nullopt);
+    context_.journal.record(now, EventKind::kDamage, context_.worker, slot,
+                            static_cast<uint64_t>(kind));
+    send_damaged(side, slot, bytes, kind);
+  } else {
+    send(side, slot, bytes);
+  }
+  if (Task* listener = at(other(side)).listener) listener->wake();
+}
+
+// A peer that has closed its end meanwhile is noticed by poll().
+void Link::send(Side side, uint32_t slot, size_t bytes, bool must_be_refused) {
+  const bool is_sent = at(side).channel->publish(slot, bytes).ok();
+  if (is_sent && side == Side::kWorker) must_refuse_.push_back(must_be_refused);
+}
+
+void Link::send_damaged(Side side, uint32_t slot, size_t bytes, FaultKind kind) {
+  transport::Channel& channel = *at(side).channel;
+  Random& random = context_.random;
+  if (kind == FaultKind::kDuplicate) {
+    send(side, slot, bytes);
+    return send(side, slot, bytes);
+  }
+  if (kind == FaultKind::kHalf && at(side).socket.is_open()) return send_half(side, slot, bytes);
+  if (kind == FaultKind::kTruncate || kind == FaultKind::kHalf)
+    return send(side, slot, random.below(bytes), true);
+  // Not towards a worker: it may be reading the other slot already, whose bytes are proven.
+  if (kind == FaultKind::kOtherSlot && side == Side::kWorker) {
+    const auto to = static_cast<uint32_t>((slot + 1) % is_asked_.size());
+    std::ranges::copy(channel.outgoing(slot).first(bytes), channel.outgoing(to).begin());
+    return send(side, to, bytes, true);
+  }
+  send(side, slot, bytes, damage(channel.outgoing(slot).first(bytes), kind, random));
+}
+
+// The beginning of a message on the socket, and then its end: what a process leaves behind that
+// dies while it sends.
+void Link::send_half(Side side, uint32_t slot, size_t bytes) {
+  End& sender = at(side);
+  const std::vector<std::byte> begun = begun_stream_message(
+      slot, sender.channel->outgoing(slot).first(bytes), context_.random.below(bytes));
+  static_cast<void>(
+      ::send(sender.socket.get(), begun.data(), begun.size(), MSG_DONTWAIT | MSG_NOSIGNAL));
+  ::shutdown(sender.socket.get(), SHUT_RDWR);
+}
+
+Result<std::optional<Arrival>> Link::poll(Side side) {
+  End& receiver = at(side);
+  if (receiver.is_killed) return Error{ErrorCode::kClosed, "the process was killed"};
+  if (side == Side::kHost && must_be_given_up_)
+    context_.violate("the host listens to worker " + std::to_string(context_.worker) +
+                     " after a message that it must refuse");
+  auto polled = receiver.channel->poll();
+  if (side == Side::kHost && polled.ok() && polled.value()) {
+    const uint32_t slot = polled.value()->slot;
+    is_asked_[slot] = false;
+    must_be_given_up_ = must_refuse_.front();
+    must_refuse_.pop_front();
+  }
+  return polled;
+}
+
+// What was sent before is still on its way; then the other end hears of it.
+void Link::close(Side side) {
+  at(side).is_closed = true;
+  at(side).listener = nullptr;
+  const int64_t due = due_ns(side, 0);
+  context_.scheduler.at(due, [self = shared_from_this(), side] { self->hang_up(side); });
+}
+
+void Link::hang_up(Side side) {
+  const int64_t now = context_.scheduler.now_ns();
+  const int64_t passes = context_.network.passes_at(side, now);
+  if (passes > now) {
+    context_.scheduler.at(passes, [self = shared_from_this(), side] { self->hang_up(side); });
+    return;
+  }
+  End& end = at(side);
+  if (!end.is_killed || end.socket.is_open()) end.channel.reset();
+  end.socket.close();
+  if (Task* listener = at(other(side)).listener) listener->wake();
+}
+
+void Link::kill_worker(bool keeps_sent) {
+  End& worker = at(Side::kWorker);
+  worker.is_killed = true;
+  worker.loses_sent = !keeps_sent;
+  worker.listener = nullptr;
+}
+
+}  // namespace dflash::simulation

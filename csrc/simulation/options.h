@@ -1,0 +1,45 @@
+// What a seed draws: how large the scene is, how fast its parts are, and what breaks how often.
+// Each seed breaks a few kinds of things only ("swarm testing", Groce and others, 2012): a scene in
+// which everything breaks at once hides what needs one thing to go on for long.
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "simulation/faults.h"
+#include "simulation/random.h"
+
+namespace dflash::simulation {
+
+struct WorkerOptions {
+  bool is_stream = false;  // its path is a socket, otherwise a ring
+  int64_t delay_ns = 0, jitter_ns = 0;
+  double ns_per_byte = 0;
+  int64_t ns_per_pair = 0;
+};
+
+struct Options {
+  int64_t duration_ns = 0;  // of the time in which things break
+  std::vector<WorkerOptions> workers;
+  std::vector<std::vector<uint32_t>> shards;   // the experts of each, ascending
+  std::vector<std::vector<uint32_t>> holders;  // the workers of each shard, the preferred one first
+  uint32_t num_experts = 0;
+  uint32_t num_slots = 0;
+  uint64_t slot_bytes = 0;
+  uint32_t slice_tokens = 0, window = 0;
+  int64_t call_timeout_ns = 0, stall_timeout_ns = 0;
+  uint32_t max_tokens = 0, top_k = 0;
+  uint32_t num_concurrent_calls = 0;
+  int64_t think_ns = 0;           // mean time between two calls
+  std::vector<FaultKind> faults;  // those that happen
+  int64_t fault_gap_ns = 0;       // mean time between two
+  int64_t restart_ns = 0;         // until a killed process is started again
+
+  static Options of(uint64_t seed, int64_t duration_ns);
+  // One line for each option.
+  std::vector<std::string> lines() const;
+};
+
+}  // namespace dflash::simulation

@@ -1,0 +1,69 @@
+// The bookkeeping of what is wrong with whom.
+// SPDX-License-Identifier: Apache-2.0
+#include "simulation/world.h"
+
+#include <utility>
+
+namespace dflash::simulation {
+
+constexpr size_t kMaxViolations = 20;  // the first one matters; the others show its kind
+
+World::World(uint64_t seed, const Options& drawn)
+    : random(seed ^ 0x5eed5eed5eed5eed), options(drawn), members(drawn.workers.size()) {
+  for (uint32_t worker = 0; worker < members.size(); ++worker) {
+    const WorkerOptions& from = options.workers[worker];
+    Network& network = members[worker].network;
+    network.delay_ns = from.delay_ns;
+    network.jitter_ns = from.jitter_ns;
+    network.ns_per_byte = from.ns_per_byte;
+  }
+  scheduler.on_spin = [this] { violate("somebody spins instead of sleeping"); };
+}
+
+World::~World() = default;
+
+void World::violate(std::string what) {
+  record(EventKind::kViolation);
+  if (violations.empty()) events_before_violation = journal.last_events();
+  if (violations.size() < kMaxViolations)
+    violations.push_back("at " + std::to_string(scheduler.now_ns()) + " ns: " + std::move(what));
+}
+
+LinkContext World::link_context(uint32_t worker) {
+  return {scheduler,
+          journal,
+          random.split(),
+          members[worker].network,
+          sent,
+          worker,
+          [this](std::string what) { violate(std::move(what)); }};
+}
+
+void World::start_process(uint32_t worker) {
+  members[worker].processes.push_back(std::make_unique<WorkerProcess>(*this, worker));
+}
+
+void World::begin_fault(uint32_t worker, FaultKind kind, int64_t duration_ns) {
+  ++num_faults[static_cast<size_t>(kind)];
+  record(EventKind::kFault, worker, static_cast<uint64_t>(kind),
+         static_cast<uint64_t>(duration_ns / 1'000'000));
+  ++members[worker].num_faults;
+  members[worker].healthy_since_ns = std::numeric_limits<int64_t>::max();
+}
+
+void World::end_fault(uint32_t worker, FaultKind kind) {
+  record(EventKind::kHeal, worker, static_cast<uint64_t>(kind));
+  Member& member = members[worker];
+  if (--member.num_faults == 0 && member.is_attached)
+    member.healthy_since_ns = scheduler.now_ns() + kSettleNs;
+}
+
+void World::set_attached(uint32_t worker, bool is_attached) {
+  Member& member = members[worker];
+  member.is_attached = is_attached;
+  member.healthy_since_ns = is_attached && member.num_faults == 0
+                                ? scheduler.now_ns()
+                                : std::numeric_limits<int64_t>::max();
+}
+
+}  // namespace dflash::simulation

@@ -1,0 +1,68 @@
+// What host and workers of one simulation share: time, the record of events, the options drawn from
+// the seed, and the processes with the network to each.
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <limits>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "simulation/journal.h"
+#include "simulation/options.h"
+#include "simulation/random.h"
+#include "simulation/scheduler.h"
+#include "simulation/worker_process.h"
+
+namespace dflash::simulation {
+
+// What is the case with one worker.
+struct Member {
+  Network network;
+  std::vector<std::unique_ptr<WorkerProcess>> processes;  // the last one is the present one
+  uint32_t num_faults = 0;                                // that are under way
+  bool is_attached = false;
+  // Since when nothing has been wrong with it that may fail a call; max() while something is.
+  int64_t healthy_since_ns = std::numeric_limits<int64_t>::max();
+
+  WorkerProcess& process() { return *processes.back(); }
+};
+
+class World {
+ public:
+  World(uint64_t seed, const Options& options);
+  ~World();
+
+  Scheduler scheduler;
+  Journal journal;
+  Random random;
+  const Options options;
+  std::vector<Member> members;
+  Task* host = nullptr;
+  std::array<uint64_t, kNumFaultKinds> num_faults{};  // that were injected, by kind
+  LinkCounts sent;                                    // by the host, on all paths
+  std::vector<std::string> events_before_violation;   // the last ones before the first of them
+  std::vector<std::string> violations;                // of rules, each with its time
+
+  void record(EventKind kind, uint64_t a = 0, uint64_t b = 0, uint64_t c = 0) {
+    journal.record(scheduler.now_ns(), kind, a, b, c);
+  }
+  void violate(std::string what);
+  LinkContext link_context(uint32_t worker);
+  // Starts a process for a worker whose former one is dead.
+  void start_process(uint32_t worker);
+  // Says that something is wrong with a worker, and that it is over.
+  void begin_fault(uint32_t worker, FaultKind kind, int64_t duration_ns);
+  void end_fault(uint32_t worker, FaultKind kind);
+  void set_attached(uint32_t worker, bool is_attached);
+  uint64_t next_generation() { return ++last_generation_; }
+
+ private:
+  // After a fault, requests that piled up meanwhile are still served.
+  static constexpr int64_t kSettleNs = 2'000'000'000;
+  uint64_t last_generation_ = 1;
+};
+
+}  // namespace dflash::simulation

@@ -1,0 +1,199 @@
+"""`dflash-moe simulate`: the real client and the real worker loop in virtual time, with faults that a
+seed draws.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from dflash_moe.cli import options
+from dflash_moe.errors import ConfigError, UnsupportedError
+
+if TYPE_CHECKING:
+    from dflash_moe._simulation import Report
+
+# The codes of csrc/base/error_code.h that calls end with.
+ERROR_NAMES = {
+    1: "invalid_argument", 2: "unsupported", 3: "protocol", 4: "checkpoint", 5: "worker_lost", 6: "timeout", 7: "range",
+    8: "worker_failed", 9: "system", 10: "out_of_memory", 11: "closed",
+}  # fmt: skip
+_DEFAULT_SEEDS = 100
+_PROGRESS_S = 5.0
+_SHOWN_VIOLATIONS = 5
+
+
+def register(app: typer.Typer) -> None:
+    """Adds `simulate`."""
+    app.command(name="simulate")(simulate)
+
+
+def simulate(
+    seeds: Annotated[
+        int | None, typer.Option(min=1, help=f"How many seeds to run [default: {_DEFAULT_SEEDS}].", show_default=False)
+    ] = None,
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            min=0, max=options.MAX_SEED, help="Replay this seed: its options and last 200 events.", show_default=False
+        ),
+    ] = None,
+    hours: Annotated[
+        float | None, typer.Option(min=0.0, help="Run seeds until so much virtual time has passed.", show_default=False)
+    ] = None,
+    first: Annotated[int, typer.Option(min=0, max=options.MAX_SEED, help="The first seed of several.")] = 1,
+    seconds: Annotated[
+        float, typer.Option(min=0.1, max=86_400.0, help="Virtual seconds of a seed in which things break.")
+    ] = 60.0,
+    json_out: Annotated[
+        Path | None, typer.Option("--json", help="Write the summary here [default: nowhere].", show_default=False)
+    ] = None,
+) -> None:
+    """Look for wrong numbers, hangs and failed calls in virtual time.
+
+    Each seed draws a host, one to four workers and what breaks: processes die, freeze and come
+    back, networks are cut, messages are damaged. The client and the worker's loop are the product's
+    own. Exit code 0 where every rule was kept, 1 where one was broken; the seed then replays it.
+    """
+    if seed is not None:
+        if seeds is not None or hours is not None:
+            raise ConfigError("--seed replays one seed; leave out --seeds and --hours")
+        summary = _replay(seed, seconds)
+    else:
+        if seeds is not None and hours is not None:
+            raise ConfigError("--seeds and --hours both say how long to run; give one of them")
+        summary = _run_many(first, _DEFAULT_SEEDS if seeds is None and hours is None else seeds, hours, seconds)
+    if json_out is not None:
+        options.write_json(json_out, summary.to_json())
+    if summary.failing:
+        raise typer.Exit(1)
+
+
+@dataclass
+class Summary:
+    """What all seeds of a run did together."""
+
+    first_seed: int
+    seconds: float
+    num_seeds: int = 0
+    virtual_s: float = 0.0
+    cpu_s: float = 0.0
+    num_calls: int = 0
+    num_succeeded: int = 0
+    num_abandoned: int = 0
+    num_events: int = 0
+    failed: Counter[str] = field(default_factory=Counter)
+    faults: Counter[str] = field(default_factory=Counter)
+    event_hash: int = 0
+    # By seed: what went wrong.
+    failing: dict[int, list[str]] = field(default_factory=dict)
+
+    def add(self, seed: int, report: Report, cpu_s: float) -> None:
+        """Adds what one seed did."""
+        self.num_seeds += 1
+        self.virtual_s += report.virtual_s
+        self.cpu_s += cpu_s
+        self.num_calls += report.num_calls
+        self.num_succeeded += report.num_succeeded
+        self.num_abandoned += report.num_abandoned
+        self.num_events += report.num_events
+        self.failed.update({ERROR_NAMES[code]: count for code, count in report.failed.items()})
+        self.faults.update(report.faults)
+        # The order of seeds counts, so that two runs are compared by one number.
+        self.event_hash = ((self.event_hash ^ report.event_hash) * 0x100000001B3) % (1 << 64)
+        if report.violations:
+            self.failing[seed] = report.violations
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the summary with figures per minute of processor time, as plain values."""
+        minutes = max(self.cpu_s / 60, 1e-9)
+        num_faults = sum(self.faults.values())
+        return {
+            "first_seed": self.first_seed,
+            "seeds": self.num_seeds,
+            "seconds_each": self.seconds,
+            "virtual_hours": self.virtual_s / 3600,
+            "cpu_s": self.cpu_s,
+            "calls": self.num_calls,
+            "succeeded": self.num_succeeded,
+            "abandoned": self.num_abandoned,
+            "failed": dict(sorted(self.failed.items())),
+            "faults": dict(sorted(self.faults.items())),
+            "events": self.num_events,
+            "event_hash": f"{self.event_hash:016x}",
+            "per_cpu_minute": {
+                "virtual_hours": self.virtual_s / 3600 / minutes,
+                "calls": self.num_calls / minutes,
+                "faults": num_faults / minutes,
+            },
+            "failing": {str(seed): violations for seed, violations in self.failing.items()},
+        }
+
+
+def _simulate_one(seed: int, seconds: float, summary: Summary) -> Report:
+    try:
+        from dflash_moe import _simulation
+    except ImportError as error:
+        raise UnsupportedError(f"this installation has no simulator ({error}); a build from source has it") from None
+    began = time.process_time()
+    report = _simulation.simulate(seed, seconds)
+    summary.add(seed, report, time.process_time() - began)
+    return report
+
+
+def _replay(seed: int, seconds: float) -> Summary:
+    summary = Summary(first_seed=seed, seconds=seconds)
+    report = _simulate_one(seed, seconds, summary)
+    typer.echo(f"seed {seed}, {seconds:g} s in which things break")
+    typer.echo("\n".join(f"  {line}" for line in report.options))
+    typer.echo(f"the last {len(report.last_events)} events before " + ("the violation" if report.violations else "the end"))
+    typer.echo("\n".join(report.last_events))
+    typer.echo(f"event hash {report.event_hash:016x}, {report.num_events:,} events")
+    for violation in report.violations:
+        typer.echo(f"VIOLATION {violation}")
+    return summary
+
+
+def _run_many(first: int, count: int | None, hours: float | None, seconds: float) -> Summary:
+    summary = Summary(first_seed=first, seconds=seconds)
+    told = time.monotonic()
+    for seed in itertools.count(first) if count is None else range(first, first + count):
+        if hours is not None and summary.virtual_s >= hours * 3600:
+            break
+        report = _simulate_one(seed, seconds, summary)
+        if report.violations:
+            _say_failure(seed, seconds, report)
+        if time.monotonic() - told > _PROGRESS_S:
+            told = time.monotonic()
+            options.say(f"{summary.num_seeds} seeds, {summary.virtual_s / 3600:.1f} virtual hours, {summary.num_calls:,} calls")
+    _show(summary)
+    return summary
+
+
+def _say_failure(seed: int, seconds: float, report: Report) -> None:
+    for violation in report.violations[:_SHOWN_VIOLATIONS]:
+        typer.echo(f"seed {seed}: {violation}")
+    again = "" if seconds == 60.0 else f" --seconds {seconds:g}"
+    typer.echo(f"  replay it: dflash-moe simulate --seed {seed}{again}")
+
+
+def _show(summary: Summary) -> None:
+    plain = summary.to_json()
+    rate = plain["per_cpu_minute"]
+    table = options.table("", "in all", "per minute of processor time")
+    table.add_row("virtual hours", f"{plain['virtual_hours']:.2f}", f"{rate['virtual_hours']:.1f}")
+    table.add_row("calls", f"{summary.num_calls:,}", f"{rate['calls']:,.0f}")
+    table.add_row("faults", f"{sum(summary.faults.values()):,}", f"{rate['faults']:,.0f}")
+    options.show(table)
+    failed = ", ".join(f"{name} {count}" for name, count in plain["failed"].items()) or "none"
+    typer.echo(f"{summary.num_succeeded:,} calls gave the right bits; {summary.num_abandoned} were abandoned; errors: {failed}")
+    verdict = f"{len(summary.failing)} of {summary.num_seeds} seeds broke a rule" if summary.failing else "no rule was broken"
+    typer.echo(f"{verdict}; event hash {plain['event_hash']}")
