@@ -2,10 +2,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "worker/pulse.h"
 
-#include <sys/socket.h>
-
-#include <cerrno>
 #include <chrono>
+#include <string>
 #include <system_error>
 #include <utility>
 
@@ -18,17 +16,16 @@ bool PulseSender::send(uint64_t counter) {
     wire::encode_pulse(counter, message_);
     num_sent_ = 0;
   }
-  const ssize_t sent = ::send(socket_.get(), message_.data() + num_sent_,
-                              wire::kPulseBytes - num_sent_, MSG_DONTWAIT | MSG_NOSIGNAL);
-  // Any other failure means that the host is gone.
-  if (sent < 0 && errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR) return false;
+  const iovec rest{message_.data() + num_sent_, wire::kPulseBytes - num_sent_};
+  const auto sent = socket_.send({&rest, 1});
+  if (!sent.ok()) return false;
   // The socket is full, so that this pulse is dropped.
-  if (sent < 0 && num_sent_ == 0) num_sent_ = wire::kPulseBytes;
-  if (sent > 0) num_sent_ += static_cast<size_t>(sent);
+  if (sent.value() == 0 && num_sent_ == 0) num_sent_ = wire::kPulseBytes;
+  num_sent_ += sent.value();
   return true;
 }
 
-Status Pulse::start(OwnedFd socket) {
+Status Pulse::start(transport::StreamSocket socket) {
   stop();
   if (!socket.is_open())
     return Error{ErrorCode::kInvalidArgument, "a pulse needs a connected socket"};

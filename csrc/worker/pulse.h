@@ -10,8 +10,8 @@
 #include <mutex>
 #include <thread>
 
-#include "base/owned_fd.h"
 #include "base/result.h"
+#include "transport/secure/stream_socket.h"
 #include "wire/pulse.h"
 
 namespace dflash::worker {
@@ -20,7 +20,7 @@ namespace dflash::worker {
 // good.
 class PulseSender {
  public:
-  explicit PulseSender(OwnedFd socket) : socket_(std::move(socket)) {}
+  explicit PulseSender(transport::StreamSocket socket) : socket_(std::move(socket)) {}
 
   // Sends a pulse with this counter. A full socket drops the pulse. Returns false if the host is
   // gone, so that further pulses are pointless.
@@ -29,7 +29,7 @@ class PulseSender {
   void close() { socket_.close(); }
 
  private:
-  OwnedFd socket_;
+  transport::StreamSocket socket_;
   std::array<std::byte, wire::kPulseBytes> message_{};
   size_t num_sent_ = wire::kPulseBytes;  // bytes of `message_` that have been sent
 };
@@ -40,9 +40,9 @@ class Pulse {
   explicit Pulse(const std::atomic<uint64_t>& counter) : counter_(counter) {}
   ~Pulse() { stop(); }
 
-  // Starts to send on a connected socket; a running pulse is stopped first. Errors:
-  // kInvalidArgument, kSystem.
-  Status start(OwnedFd socket);
+  // Starts to send on a connected socket, plain or encrypted; a running pulse is stopped first.
+  // Errors: kInvalidArgument, kSystem.
+  Status start(transport::StreamSocket socket);
   // Joins the thread and closes the socket; returns within one send.
   void stop();
 
@@ -50,7 +50,7 @@ class Pulse {
   void run();
 
   const std::atomic<uint64_t>& counter_;
-  PulseSender sender_{OwnedFd()};
+  PulseSender sender_{transport::StreamSocket()};
   std::mutex mutex_;
   std::condition_variable wake_;
   bool stopping_ = false;  // guarded by mutex_

@@ -204,6 +204,7 @@ class Fleet:
             started=started,
             key=self._key,
             socket_buffer_bytes=self._settings.socket_buffer_bytes,
+            encryption=self._settings.encryption,
         )
 
     def end_member(self, member: Member) -> None:
