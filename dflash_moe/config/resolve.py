@@ -22,12 +22,15 @@ def on_worker_loss(settings: Settings) -> str:
     """Returns a sentence that says what becomes of the experts of a worker that is lost. A runtime
     logs it when it starts, and `doctor` shows it.
     """
-    until = "until it is back (failure.restart is on)" if settings.restart else "for good (failure.restart is off)"
+    if settings.restart:
+        fate = f"wait {settings.park_s:g} s for it to be started or dialled again, and then raise WorkerLost until it is back"
+    else:
+        fate = "raise WorkerLost until it is released (failure.restart is off)"
     if settings.required:
-        return f"ipc.required is 1: calls to a lost worker's experts raise WorkerLost {until}, and nobody else computes them"
+        return f"ipc.required is 1: calls to experts that no worker holds any more {fate}; the host does not compute them"
     return (
-        f"ipc.required is 0: calls to a lost worker's experts raise WorkerLost {until}, as with 1, because computing them at "
-        "the host is not built into this version"
+        f"ipc.required is 0: calls to experts that no worker holds any more {fate}, as with 1, because computing them at the "
+        "host is not built into this version"
     )
 
 

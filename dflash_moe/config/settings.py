@@ -31,6 +31,7 @@ from dflash_moe.config.values import (
     on_off_or_auto,
     parse_bytes,
     seconds,
+    seconds_or_zero,
     socket_buffer,
     spin,
     switch,
@@ -238,6 +239,10 @@ SETTINGS: tuple[Setting, ...] = (
         "The window in which deaths are counted", "SECONDS",
     ),
     Setting(
+        "park_s", None, None, "failure.park_s", seconds_or_zero, f"seconds, 0 to {MAX_TIMEOUT_S:.0f}", 2.0, "2 s",
+        "How long calls wait for a lost worker that is on its way back, where nobody else holds its experts", "SECONDS",
+    ),
+    Setting(
         "host_operators", "--host-operators", f"{PREFIX}HOST_OPERATORS", "host.operators", choice(*OPERATORS),
         ", ".join(OPERATORS), "auto", "auto",
         "Who computes the host's own part of a model: our operators where they are proven to compute the same (auto), or torch",
@@ -350,6 +355,7 @@ class Settings:
     start_timeout_s: float = _default("start_timeout_s")
     stall_timeout_s: float = _default("stall_timeout_s")
     spin_us: int | None = _default("spin_us")
+    park_s: float = _default("park_s")
     restart: bool = _default("restart")
     restart_backoff_ms: tuple[float, float] = _default("restart_backoff_ms")
     restart_deaths: int = _default("restart_deaths")

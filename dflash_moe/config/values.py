@@ -156,6 +156,11 @@ def seconds(value: object) -> float:
     return number
 
 
+def seconds_or_zero(value: object) -> float:
+    is_zero = not isinstance(value, bool) and isinstance(value, int | float | str) and str(value).strip() in ("0", "0.0")
+    return 0.0 if is_zero else seconds(value)
+
+
 def milliseconds_from_to(value: object) -> tuple[float, float]:
     """Returns two numbers of milliseconds, of which the second is no less than the first."""
     if not isinstance(value, list | tuple) or len(value) != 2:

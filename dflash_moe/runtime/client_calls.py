@@ -6,15 +6,21 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
+import logging
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from dflash_moe.errors import DflashError
+from dflash_moe.runtime.membership import State
 
 if TYPE_CHECKING:
     from dflash_moe import _core
     from dflash_moe.runtime.fleet import Member
     from dflash_moe.runtime.membership import Member as Life
     from dflash_moe.runtime.path_keeper import PathKeeper
+
+
+log = logging.getLogger(__name__)
 
 
 class ClientCalls:
@@ -25,7 +31,8 @@ class ClientCalls:
         self._paths = paths
 
     def lose(self, member: Member, reason: str) -> None:
-        """Ends the calls that need a worker which is gone."""
+        """Ends the calls that need a worker which is gone, or has them wait for it."""
+        log.warning("worker %s is lost: %s", member.name, reason)
         self._client.mark_lost(member.client_index, reason)
 
     def join(self, member: Member) -> None:
@@ -37,13 +44,20 @@ class ClientCalls:
     def losses(self) -> list[tuple[str, str]]:
         """Returns the workers that the client has lost, with the reason."""
         try:
+            # Taking the events empties their descriptor. What holds in the end, the reports say.
+            for event in self._client.take_events():
+                log.debug("worker %d: %s %s", event["worker"], event["kind"], event["reason"])
             return [(report["name"], report["reason"]) for report in self._client.workers() if report["state"] == "lost"]
         except DflashError:  # the runtime was closed meanwhile
             return []
 
     def tell(self, member: Member, life: Life) -> None:
-        """Takes note of how a worker stands; the client needs to know only what is lost."""
+        """Says whether calls that need the worker shall wait for it."""
+        if life.state is State.QUARANTINED:
+            log.error("worker %s is left alone: %s", member.name, life.reason)
+        with suppress(DflashError):  # the runtime was closed meanwhile
+            self._client.set_remedy(member.client_index, life.is_coming)
 
     def descriptor(self) -> int:
-        """Returns -1: whoever sees a call fail rings the keeper."""
-        return -1
+        """Returns the descriptor of the client's events."""
+        return self._client.event_fd()

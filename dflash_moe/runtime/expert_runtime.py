@@ -66,6 +66,7 @@ class ExpertRuntime:
             spin_ns=placed.threads.spin_ns,
             call_timeout_s=settings.call_timeout_s,
             stall_timeout_s=settings.stall_timeout_s,
+            park_s=settings.park_s,
         )
         self._keeper = PathKeeper(self._client, placed)
         calls = ClientCalls(self._client, self._keeper)

@@ -274,7 +274,7 @@ class Member:
             while self._recent and now - self._recent[0] >= self.policy.window_s:
                 self._recent.popleft()
             if len(self._recent) >= self.policy.deaths:
-                self.reason = f"{reason} ({len(self._recent)} deaths within {self.policy.window_s:g} s)"
+                self.reason = f"{len(self._recent)} deaths within {self.policy.window_s:g} s, at last: {reason}"
                 self._is_left_alone = True
         if not self.policy.is_on:
             self._is_left_alone = True

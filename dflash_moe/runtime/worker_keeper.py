@@ -217,7 +217,9 @@ class WorkerKeeper:
         if state is State.READY and self._policy.is_on:
             is_coming = True  # the loss has not been noticed yet
         if not is_coming or not self._policy.is_on:
-            why = f" ({reason})" if state is State.QUARANTINED and self._policy.is_on else ""
+            # A reason may quote a log, which the error that this becomes part of does too.
+            sentence = reason.partition("\n")[0].removesuffix("; last lines of its log:")
+            why = f" ({sentence})" if state is State.QUARANTINED and self._policy.is_on else ""
             return f"it is left alone{why}: runtime.release({name!r}) starts it again"
         if kept.life.is_started_by_host:
             return "it is being started again, and calls that need it work once it has loaded"
@@ -341,12 +343,12 @@ class WorkerKeeper:
             kept.open_pidfd()
         elif before is State.READY:
             kept.close_pidfd()
-            log.warning("worker %s is lost: %s", member.name, life.reason)
+            log.info("worker %s is lost: %s", member.name, life.reason)
             self._calls.lose(member, life.reason)
         elif life.state is State.QUARANTINED:
-            log.error("worker %s is quarantined: %s", member.name, life.reason)
+            log.info("worker %s is quarantined: %s", member.name, life.reason)
         elif life.state is State.LOST:
-            log.warning("worker %s is not back yet: %s", member.name, life.reason)
+            log.info("worker %s is not back yet: %s", member.name, life.reason)
         self._calls.tell(member, life)
 
     # -- what takes time ---------------------------------------------------------------------------

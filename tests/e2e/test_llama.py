@@ -455,6 +455,30 @@ def test_worker_by_hand_comes_back(model, tmp_path, monkeypatch, kind, encryptio
     assert "worker w0 is back" in stderr
 
 
+def test_started_worker_is_started_again_and_handed_over(model, tmp_path):
+    process = start("back", tmp_path / "out", model, "--topology", topology(tmp_path, TWO[0]))
+    wait_until_ready(process, tmp_path / "out")
+    os.kill(worker_process(process, "w0"), signal.SIGKILL)
+    code, stderr = end(process, tmp_path / "out")
+    assert code == 0, stderr
+    assert json.loads((tmp_path / "out").read_text())["equal"]
+    assert stderr.count("worker w0 is lost: hung up; process") == 1
+    assert "worker w0 is back" in stderr
+
+
+def test_started_worker_that_dies_again_and_again_is_left_alone(model, tmp_path):
+    plan = topology(tmp_path, *TWO)
+    plan.write_text(plan.read_text() + "failure: {restart: {deaths: 1}}\n")
+    process = start("lost", tmp_path / "out", model, "--topology", plan)
+    wait_until_ready(process, tmp_path / "out")
+    os.kill(worker_process(process, "w1"), signal.SIGKILL)
+    code, stderr = end(process, tmp_path / "out")
+    assert code == 0, stderr
+    assert json.loads((tmp_path / "out").read_text())["worker"] == 1
+    assert stderr.count("calls that need worker w1 fail until it is back") == 1
+    assert stderr.count("worker w1 is not started again: ") == 1
+
+
 def test_worker_by_hand_that_returns_with_another_model_is_said_once(model, tmp_path):
     other = tmp_path / "other.gguf"
     tiny_gguf(other, "q8_0", hidden_size=64, moe_intermediate_size=64, num_experts=8, top_k=2, num_layers=2)

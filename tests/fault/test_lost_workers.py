@@ -34,7 +34,8 @@ SLOW = Emulate(slowdown=3000.0)  # a call takes a second at least; no test waits
 def start(spec: ModelSpec, *, address: str | None = None, emulate: Emulate | None = None, **overrides: Any) -> ExpertRuntime:
     topology = Topology.local(num_workers=2, address=address)
     workers = tuple(dataclasses.replace(worker, emulate=emulate) for worker in topology.workers)
-    return ExpertRuntime.start(dataclasses.replace(topology, workers=workers), model=spec, **overrides)
+    # Calls do not wait for a worker to come back: this is about how they end.
+    return ExpertRuntime.start(dataclasses.replace(topology, workers=workers), model=spec, **{"park_s": 0, **overrides})
 
 
 def pids(runtime: ExpertRuntime) -> dict[str, int]:
@@ -79,7 +80,7 @@ def test_an_error_names_its_worker_in_a_field_and_quotes_that_workers_log_only(s
     topology = Topology.local(num_workers=2, address="unix")
     names = ("w1", "w10")
     workers = tuple(dataclasses.replace(worker, name=name) for worker, name in zip(topology.workers, names, strict=True))
-    with ExpertRuntime.start(dataclasses.replace(topology, workers=workers), model=spec) as runtime:
+    with ExpertRuntime.start(dataclasses.replace(topology, workers=workers), model=spec, park_s=0) as runtime:
         victims = pids(runtime)
         os.kill(victims["w10"], signal.SIGKILL)
         with pytest.raises(WorkerLost) as caught:
@@ -182,7 +183,7 @@ def test_garbage_on_the_data_path_is_a_typed_error_and_never_a_number(spec: Mode
 
     for _ in range(3):
         with ExpertRuntime.start(
-            Topology.local(num_workers=2), model=spec, _channel_decorator=decorate, call_timeout_s=1.0
+            Topology.local(num_workers=2), model=spec, _channel_decorator=decorate, call_timeout_s=1.0, park_s=0
         ) as runtime:
             expected = Expected(Path(spec.path), runtime.placement, spec).experts(0, make_batch(20))
             assert np.array_equal(call(runtime), expected)

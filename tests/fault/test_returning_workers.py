@@ -93,8 +93,22 @@ def load_of(runtime: ExpertRuntime) -> Iterator[list[Any]]:
 
 
 @pytest.mark.parametrize("address", [None, "unix", "tcp"])
+def test_calls_wait_for_a_killed_worker_and_none_of_them_fails(spec: ModelSpec, address: str | None) -> None:
+    with start(spec, address=address, park_s=BACK_S, call_timeout_s=2 * BACK_S) as runtime:
+        expected = expected_of(runtime)
+        with load_of(runtime) as found:
+            for deaths in (1, 2):
+                for worker in ("w0", "w1"):
+                    os.kill(pid_of(runtime, worker), signal.SIGKILL)
+                for worker in ("w0", "w1"):
+                    assert wait_until(is_back(runtime, worker, deaths), BACK_S)
+        assert found
+        assert all(np.array_equal(one, expected) for one in found), [one for one in found if isinstance(one, Exception)]
+
+
+@pytest.mark.parametrize("address", [None, "unix", "tcp"])
 def test_a_started_worker_killed_under_load_is_back_by_itself_with_equal_bits(spec: ModelSpec, address: str | None) -> None:
-    with start(spec, address=address) as runtime:
+    with start(spec, address=address, park_s=0) as runtime:
         expected = expected_of(runtime)
         victims = []
         with load_of(runtime) as found:
@@ -113,7 +127,7 @@ def test_a_started_worker_killed_under_load_is_back_by_itself_with_equal_bits(sp
 
 
 def test_the_loss_says_what_is_done_about_it(spec: ModelSpec) -> None:
-    with start(spec) as runtime:
+    with start(spec, park_s=0) as runtime:
         pid = pid_of(runtime, "w1")
         freeze(pid)
         waiting = runtime.submit(0, *dataclasses.astuple(BATCH))
@@ -135,7 +149,7 @@ def test_an_idle_worker_that_dies_is_back_before_anybody_calls(spec: ModelSpec) 
 
 
 def test_a_stopped_worker_is_replaced_and_its_process_does_not_stay(spec: ModelSpec) -> None:
-    with start(spec, stall_timeout_s=0.5) as runtime:
+    with start(spec, stall_timeout_s=0.5, park_s=0) as runtime:
         expected = expected_of(runtime)
         pid = pid_of(runtime, "w1")
         freeze(pid)
@@ -265,7 +279,7 @@ def test_a_worker_started_by_hand_is_dialled_until_it_is_back(
     address = f"unix://{tmp_path}/far.sock"
     worker = start_worker(Path(spec.path), address)
     # More tries than deaths are allowed: out of reach is no death.
-    with reach(spec, address, restart_deaths=2) as runtime:
+    with reach(spec, address, restart_deaths=2, park_s=0) as runtime:
         expected = expected_of(runtime)
         assert np.array_equal(call(runtime), expected)
         worker.process.kill()
@@ -284,13 +298,14 @@ def test_a_worker_started_by_hand_that_was_stopped_is_back_once_it_goes_on(
 ) -> None:
     address = f"unix://{tmp_path}/far.sock"
     worker = start_worker(Path(spec.path), address)
-    with reach(spec, address, stall_timeout_s=0.5) as runtime:
+    with reach(spec, address, stall_timeout_s=0.5, park_s=0) as runtime:
         expected = expected_of(runtime)
         freeze(worker.process.pid)
         with pytest.raises(WorkerLost, match="no progress"):
             call(runtime)
+        assert wait_until(partial(is_away, runtime, "far"), BACK_S)
         os.kill(worker.process.pid, signal.SIGCONT)
-        assert wait_until(lambda: state_of(runtime, "far").state == "ready", BACK_S)
+        assert wait_until(lambda: not is_away(runtime, "far"), BACK_S)
         assert np.array_equal(call(runtime), expected)
         assert worker.process.poll() is None
 
