@@ -65,7 +65,10 @@ void Engine::judge(Link& link, int64_t now) {
   if (state == PathState::kLost || state == PathState::kLeased) return;  // see judge_step()
   if (const auto failure = link.liveness.read_pulses(now)) return lose_after_drain(link, *failure);
   if (link.is_suspect && link.liveness.counter() != link.suspect_counter) set_suspect(link, false);
-  if (!link.owes() && !link.is_suspect) return;
+  // What waits there may wait long: where others have answered for it until no slot was left, only
+  // its late replies would free one.
+  if (link.is_suspect || !link.is_usable()) move_waiting(link, now);
+  if (!link.owes() && !link.is_suspect && link.waiting.empty()) return;
   if (link.is_suspect) next_hedge_ns_ = 0;  // what it owes is asked of whoever can be asked now
   if (link.liveness.is_stalled(now, options_.stall_timeout_ns)) {
     const uint32_t num_owed = link.path.num_in_flight();

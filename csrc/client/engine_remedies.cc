@@ -121,7 +121,8 @@ void Engine::end_parking(Slice& slice, int64_t now) {
 bool Engine::can_move(const Slice& slice, const Link& from) const {
   const auto holders = holders_of(slice);
   const bool is_holder = std::find(holders.begin(), holders.end(), from.index) != holders.end();
-  if (is_holder && !from.is_suspect && from.admission == Admission::kOpen) return false;
+  if (is_holder && from.is_usable() && !from.is_suspect && from.admission == Admission::kOpen)
+    return false;
   const std::span<const uint32_t> refused =
       slice.troubles == nullptr ? std::span<const uint32_t>() : slice.troubles->refused_by;
   const Link* other = pick_holder(holders, links_, refused, &from);

@@ -288,6 +288,30 @@ TEST_CASE("a suspected worker is not asked again until it shows progress") {
   CHECK(scene.finish(third).ok());
 }
 
+TEST_CASE("slices that wait at a worker whose slots are all withheld move to another one") {
+  SceneOptions options = quick();
+  options.client.hedge_share = 1;
+  options.policy = {1, 2};
+  Replicated scene(options);
+  Tokens one{{2}};
+  for (int i = 0; i < 30; ++i) {  // so that the model of worker 1 predicts something
+    const CallPtr call = scene.submit(one);
+    scene.serve(1);
+    REQUIRE(scene.finish(call).ok());
+  }
+  // Worker 1 falls silent. It is not suspected, for a worker without pulses never is, but late.
+  Tokens tokens{{2}, {2}, {3}, {3}, {2}, {3}, {2}, {3}};
+  const CallPtr call = scene.submit(tokens);
+  const Deadline deadline = Deadline::after_ms(kPatienceMs);
+  while (!scene.client.wait(call, Deadline::after_ms(1)) && !deadline.has_passed()) {
+    if (auto request = scene.puppets[0].try_take()) scene.puppets[0].send(echo(*request));
+  }
+  REQUIRE(scene.client.is_done(call));
+  CHECK(scene.client.outcome(call).ok());
+  CHECK(tokens.is_right());
+  CHECK(scene.client.workers()[1].quarantined_slots >= 2);
+}
+
 TEST_CASE("a worker that drains gets nothing new while another holder can have it") {
   Replicated scene;
   Tokens tokens{{2}};

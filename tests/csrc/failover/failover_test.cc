@@ -38,7 +38,7 @@ CampaignOptions quick(const char* transport) {
 TEST_CASE("no kill of a worker fails a call or changes a bit while another holder is left") {
   for (const char* transport : {"shared", "unix", "tcp"}) {
     CampaignOptions options = quick(transport);
-    options.num_kills = 20;
+    options.num_kills = 40;
     check(options);
   }
 }
@@ -54,7 +54,7 @@ TEST_CASE("calls wait for the only holder of a shard, which is killed and comes 
 TEST_CASE("a stopped worker is answered for by another one, and its late replies do no harm") {
   for (const char* transport : {"shared", "unix", "tcp"}) {
     CampaignOptions options = quick(transport);
-    options.num_stops = 3;
+    options.num_stops = 5;
     check(options);
   }
 }
