@@ -35,7 +35,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := build
 .DELETE_ON_ERROR:
-.PHONY: build demo test check asan tsan fuzz neon test-long campaign bench results wheel wheels clean distclean help core plugins ggml ggml-headers llama-check gpu-check system-build system-test system-fuzz
+.PHONY: build demo test check asan tsan fuzz neon test-long simulate campaign bench results wheel wheels clean distclean help core plugins ggml ggml-headers llama-check gpu-check system-build system-test system-fuzz
 
 build: core ## environment and C++ core, editable, in .venv
 	@echo "ready: $(BIN)/dflash-moe"
@@ -120,6 +120,10 @@ test-long: core ## the exhaustive sweeps: every family, every field of a configu
 	@echo "==> exhaustive sweeps"
 	@$(BIN)/python -m pytest tests -m long -n 2
 
+# SEED=n replays one seed, with its options and last events.
+simulate: core ## failures in virtual time: SEEDS=400 seeds of the real client and worker loop, a minute
+	@$(BIN)/dflash-moe simulate $(if $(SEED),--seed $(SEED),--seeds $(or $(SEEDS),400))
+
 # What takes longer than CI. The exit status is the verdict.
 # With LLAMA_CPP=DIR and LLAMA_BUILD=DIR, sources and build of a llama.cpp, also what only its own
 # programs can judge.
@@ -136,6 +140,9 @@ campaign: core ## the long proofs: worker processes killed, ten thousand random 
 	   $(BIN)/python bench/campaigns/gguf_against_llama.py --llama-src "$(abspath $(LLAMA_CPP))" --llama-bin "$(abspath $(LLAMA_BUILD))/bin" \
 	     --json build/campaign/gguf_against_llama.json; \
 	 else echo "==> llama.cpp's judgement is left out: LLAMA_CPP=DIR and LLAMA_BUILD=DIR name it"; fi
+	@echo "==> planted bugs, which the simulator has to find, and ten virtual hours, in which it must find none"
+	@$(BIN)/python bench/campaigns/planted_bugs.py --out build/campaign/planted_bugs.json
+	@$(BIN)/dflash-moe simulate --hours 10 --json build/campaign/simulation.json
 	@echo "==> ten thousand requests through one engine"
 	@$(BIN)/python bench/campaigns/engine_requests.py --json build/campaign/engine_requests.json
 

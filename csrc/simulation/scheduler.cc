@@ -16,7 +16,8 @@ namespace {
 // The worker's loop and the client's engine need a few KiB, sanitizers several times that.
 constexpr size_t kStackBytes = 256 * 1024;
 
-constexpr uint32_t kMostWaits = 100'000;  // a drained backlog takes some hundreds
+constexpr uint32_t kMostWaits = 20'000;     // a drained backlog takes some hundreds
+constexpr int64_t kSpinStepNs = 1'000'000;  // by which time goes on for somebody who spins
 
 thread_local Scheduler* current_scheduler = nullptr;
 
@@ -130,7 +131,7 @@ void Scheduler::count_wait() {
   if (++num_waits_ < kMostWaits) return;
   num_waits_ = 0;
   if (on_spin) on_spin();
-  running_->sleep_until(now_ns_ + 1);
+  running_->sleep_until(now_ns_ + kSpinStepNs);
 }
 
 // What an event held may ask for an event when it is freed, such as a channel that closes.

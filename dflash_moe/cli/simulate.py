@@ -1,5 +1,5 @@
-"""`dflash-moe simulate`: the real client and the real worker loop in virtual time, with faults that a
-seed draws.
+"""`dflash-moe simulate`: the real client and the real worker loop in virtual time. What breaks is
+drawn from a seed (docs/reliability.md).
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from dflash_moe.bench.results import BenchResult
 from dflash_moe.cli import options
 from dflash_moe.errors import ConfigError, UnsupportedError
 
@@ -72,7 +73,7 @@ def simulate(
             raise ConfigError("--seeds and --hours both say how long to run; give one of them")
         summary = _run_many(first, _DEFAULT_SEEDS if seeds is None and hours is None else seeds, hours, seconds)
     if json_out is not None:
-        options.write_json(json_out, summary.to_json())
+        options.write_json(json_out, summary.as_result().as_json())
     if summary.failing:
         raise typer.Exit(1)
 
@@ -112,14 +113,17 @@ class Summary:
         if report.violations:
             self.failing[seed] = report.violations
 
+    def as_result(self) -> BenchResult:
+        """Returns the summary as the other results of this machine and tree are written."""
+        params = {"first_seed": self.first_seed, "seeds": self.num_seeds, "seconds_each": self.seconds}
+        return BenchResult("simulation", params, rows=[{"name": "all seeds", **self.to_json()}], complete=True)
+
     def to_json(self) -> dict[str, Any]:
         """Returns the summary with figures per minute of processor time, as plain values."""
         minutes = max(self.cpu_s / 60, 1e-9)
         num_faults = sum(self.faults.values())
         return {
-            "first_seed": self.first_seed,
             "seeds": self.num_seeds,
-            "seconds_each": self.seconds,
             "virtual_hours": self.virtual_s / 3600,
             "cpu_s": self.cpu_s,
             "calls": self.num_calls,
