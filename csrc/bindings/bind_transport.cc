@@ -9,6 +9,7 @@
 
 #include "bindings/arguments.h"
 #include "bindings/module.h"
+#include "bindings/secure_box.h"
 #include "transport/faulty/faulty.h"
 #include "transport/kinds.h"
 #include "transport/loopback/loopback.h"
@@ -34,9 +35,11 @@ py::bytes to_bytes(std::span<const std::byte> bytes) {
 
 // Takes the descriptors before anything can fail, so that the caller has given them away in any
 // case.
-transport::Handover handover_of(const std::string& bytes, const std::vector<int>& descriptors) {
+transport::Handover handover_of(const std::string& bytes, const std::vector<int>& descriptors,
+                                SecureSocketBox* secured) {
   transport::Handover handover;
   for (const int descriptor : descriptors) handover.descriptors.emplace_back(descriptor);
+  if (secured != nullptr) handover.secured = secured->take();
   if (bytes.size() > transport::kMaxHandoverBytes) {
     raise(Error{ErrorCode::kProtocol, "the other end's handover has " +
                                           std::to_string(bytes.size()) + " bytes; allowed are " +
@@ -72,8 +75,9 @@ std::unique_ptr<OfferBox> offer_path(const std::string& kind, const PathTerms& t
 }
 
 std::unique_ptr<ChannelBox> complete(OfferBox& box, const std::string& answer,
-                                     const std::vector<int>& descriptors) {
-  transport::Handover handover = handover_of(answer, descriptors);
+                                     const std::vector<int>& descriptors,
+                                     SecureSocketBox* secured) {
+  transport::Handover handover = handover_of(answer, descriptors, secured);
   box.get();
   const auto offer = std::move(box.offer);
   Result<std::unique_ptr<Channel>> made = Error{ErrorCode::kClosed, ""};
@@ -86,8 +90,9 @@ std::unique_ptr<ChannelBox> complete(OfferBox& box, const std::string& answer,
 
 std::unique_ptr<transport::Acceptance> accept_path(const std::string& kind, const PathTerms& terms,
                                                    const std::string& offered,
-                                                   const std::vector<int>& descriptors) {
-  transport::Handover handover = handover_of(offered, descriptors);
+                                                   const std::vector<int>& descriptors,
+                                                   SecureSocketBox* secured) {
+  transport::Handover handover = handover_of(offered, descriptors, secured);
   const TransportKind& row = kind_named(kind);
   Result<transport::Acceptance> made = Error{ErrorCode::kClosed, ""};
   {
@@ -164,7 +169,8 @@ void bind_handshake(py::module_& module) {
                              [](const OfferBox& self) { return to_bytes(self.get().bytes()); })
       .def_property_readonly("descriptors",
                              [](const OfferBox& self) { return self.get().descriptors(); })
-      .def("complete", &complete, py::arg("answer"), py::arg("descriptors"));
+      .def("complete", &complete, py::arg("answer"), py::arg("descriptors"),
+           py::arg("secured") = nullptr);
   py::class_<transport::Acceptance>(module, "Acceptance")
       .def("take_channel",
            [](transport::Acceptance& self) {
@@ -182,7 +188,7 @@ void bind_handshake(py::module_& module) {
       });
   module.def("offer_path", &offer_path, py::arg("kind"), py::arg("terms"));
   module.def("accept_path", &accept_path, py::arg("kind"), py::arg("terms"), py::arg("offered"),
-             py::arg("descriptors"));
+             py::arg("descriptors"), py::arg("secured") = nullptr);
 }
 
 void bind_channels(py::module_& module) {

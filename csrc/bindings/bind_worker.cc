@@ -13,6 +13,7 @@
 #include "bindings/host_pool_box.h"
 #include "bindings/module.h"
 #include "bindings/own_process.h"
+#include "bindings/secure_box.h"
 #include "bindings/weight_sources.h"
 #include "compute/cpu/cpu_backend.h"
 #include "store/mapped_file.h"
@@ -268,6 +269,12 @@ void bind_worker(py::module_& module) {
       .def(
           "start_pulse", [](ExpertWorker& self, int fd) { unwrap(self.start_pulse(OwnedFd(fd))); },
           py::arg("fd"))
+      .def(
+          "start_pulse",
+          [](ExpertWorker& self, SecureSocketBox& socket) {
+            unwrap(self.start_pulse(socket.take()));
+          },
+          py::arg("socket"))
       .def("stop_pulse", &ExpertWorker::stop_pulse, py::call_guard<py::gil_scoped_release>())
       .def("serve", &serve, py::arg("channel"), py::arg("generation"))
       .def("serve_inline", &serve_inline, py::arg("geometry"), py::arg("generation"))

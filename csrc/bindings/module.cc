@@ -11,6 +11,7 @@ PYBIND11_MODULE(_core, module) {
   module.def("error_codes", &error_codes);
   bind_codec(module);
   bind_numerics(module);
+  bind_secure(module);
   bind_transport(module);
   bind_store(module);
   bind_plugin(module);

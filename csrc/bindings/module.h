@@ -8,6 +8,7 @@ namespace dflash::bindings {
 
 void bind_codec(pybind11::module_& module);
 void bind_numerics(pybind11::module_& module);
+void bind_secure(pybind11::module_& module);
 void bind_transport(pybind11::module_& module);
 void bind_store(pybind11::module_& module);
 void bind_plugin(pybind11::module_& module);

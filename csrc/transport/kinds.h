@@ -22,6 +22,7 @@
 #include "base/owned_fd.h"
 #include "base/result.h"
 #include "transport/channel.h"
+#include "transport/secure/secure_socket.h"
 
 namespace dflash::transport {
 
@@ -41,6 +42,8 @@ struct PathTerms {
 struct Handover {
   std::vector<std::byte> bytes;  // at most kMaxHandoverBytes
   std::vector<OwnedFd> descriptors;
+  // The dialled data connection where it is encrypted; it is then none of `descriptors`.
+  std::unique_ptr<SecureSocket> secured = nullptr;
 };
 inline constexpr size_t kMaxHandoverBytes = 4096;  // room for several addresses of a fabric
 
@@ -54,8 +57,8 @@ class PathOffer {
   virtual std::span<const std::byte> bytes() const { return {}; }
   virtual std::vector<int> descriptors() const = 0;
   // Makes the host's channel; called once. `answer` is the worker's; with a dialled kind the data
-  // connection is its only descriptor. Errors: kProtocol for an answer that does not fit, and those
-  // of the system.
+  // connection is its only descriptor, or `secured`. Errors: kProtocol for an answer that does not
+  // fit, and those of the system.
   virtual Result<std::unique_ptr<Channel>> complete(Handover answer) = 0;
 };
 

@@ -129,7 +129,9 @@ std::shared_ptr<store::ResidentShard> ExpertWorker::held(LayerShard where) const
 
 void ExpertWorker::give_back() { state_->shards.clear(); }
 
-Status ExpertWorker::start_pulse(OwnedFd socket) { return state_->pulse.start(std::move(socket)); }
+Status ExpertWorker::start_pulse(transport::StreamSocket socket) {
+  return state_->pulse.start(std::move(socket));
+}
 void ExpertWorker::stop_pulse() { state_->pulse.stop(); }
 void ExpertWorker::stop(uint64_t generation) {
   state_->stopped_generation.store(generation, std::memory_order_relaxed);

@@ -12,9 +12,10 @@
 #include <memory>
 #include <string>
 
-#include "base/owned_fd.h"
+#include "base/result.h"
 #include "store/resident_shard.h"
 #include "transport/channel.h"
+#include "transport/secure/stream_socket.h"
 
 namespace dflash::worker {
 
@@ -56,7 +57,7 @@ class ExpertWorker {
   // Sends a pulse (wire/pulse.h) on `socket` every 100 ms from a C++ thread of its own. It never
   // blocks: a full socket drops the pulse. A session has one pulse, and a new one replaces the
   // former. Errors: kInvalidArgument without a socket, kSystem.
-  Status start_pulse(OwnedFd socket);
+  Status start_pulse(transport::StreamSocket socket);
   void stop_pulse();
 
   // Answers requests until stop(), a hang-up or a violation of the protocol. It runs on the

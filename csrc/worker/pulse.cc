@@ -2,16 +2,14 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "worker/pulse.h"
 
-#include <sys/socket.h>
-
-#include <cerrno>
 #include <chrono>
+#include <string>
 #include <system_error>
 
 #include "wire/pulse.h"
 
 namespace dflash::worker {
-Status Pulse::start(OwnedFd socket) {
+Status Pulse::start(transport::StreamSocket socket) {
   stop();
   if (!socket.is_open())
     return Error{ErrorCode::kInvalidArgument, "a pulse needs a connected socket"};
@@ -46,13 +44,12 @@ void Pulse::run() {
       wire::encode_pulse(counter_.load(std::memory_order_relaxed), message);
       num_sent = 0;
     }
-    const ssize_t sent = ::send(socket_.get(), message + num_sent, wire::kPulseBytes - num_sent,
-                                MSG_DONTWAIT | MSG_NOSIGNAL);
-    // Any other failure means that the host is gone.
-    if (sent < 0 && errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR) return;
+    const iovec rest{message + num_sent, wire::kPulseBytes - num_sent};
+    const auto sent = socket_.send({&rest, 1});
+    if (!sent.ok()) return;  // the host is gone
     // The socket is full, so that this pulse is dropped.
-    if (sent < 0 && num_sent == 0) num_sent = wire::kPulseBytes;
-    if (sent > 0) num_sent += static_cast<size_t>(sent);
+    if (sent.value() == 0 && num_sent == 0) num_sent = wire::kPulseBytes;
+    num_sent += sent.value();
     wake_.wait_for(lock, std::chrono::milliseconds(wire::kPulsePeriodMs));
   }
 }

@@ -9,8 +9,8 @@
 #include <mutex>
 #include <thread>
 
-#include "base/owned_fd.h"
 #include "base/result.h"
+#include "transport/secure/stream_socket.h"
 
 namespace dflash::worker {
 
@@ -20,9 +20,9 @@ class Pulse {
   explicit Pulse(const std::atomic<uint64_t>& counter) : counter_(counter) {}
   ~Pulse() { stop(); }
 
-  // Starts to send on a connected socket; a running pulse is stopped first. Errors:
-  // kInvalidArgument, kSystem.
-  Status start(OwnedFd socket);
+  // Starts to send on a connected socket, plain or encrypted; a running pulse is stopped first.
+  // Errors: kInvalidArgument, kSystem.
+  Status start(transport::StreamSocket socket);
   // Joins the thread and closes the socket; returns within one send.
   void stop();
 
@@ -30,7 +30,7 @@ class Pulse {
   void run();
 
   const std::atomic<uint64_t>& counter_;
-  OwnedFd socket_;
+  transport::StreamSocket socket_;
   std::mutex mutex_;
   std::condition_variable wake_;
   bool stopping_ = false;  // guarded by mutex_

@@ -2,13 +2,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "transport/stream/send_queue.h"
 
-#include <sys/socket.h>
 #include <sys/uio.h>
 
 #include <algorithm>
-#include <cerrno>
-#include <cstring>
-#include <string>
 
 namespace dflash::transport {
 namespace {
@@ -27,7 +23,7 @@ void SendQueue::push(uint32_t slot, std::span<const std::byte> message) {
   queued.bytes = message;
 }
 
-Result<size_t> SendQueue::flush(int socket) {
+Result<size_t> SendQueue::flush(StreamSocket& socket) {
   size_t total = 0;
   while (num_queued_ > 0) {
     std::array<iovec, 2 * kMessagesPerWrite> pieces;
@@ -46,19 +42,12 @@ Result<size_t> SendQueue::flush(int socket) {
       offer(at(i).prefix);
       offer(at(i).bytes);
     }
-    msghdr message{};
-    message.msg_iov = pieces.data();
-    message.msg_iovlen = num_pieces;
-    const ssize_t taken = ::sendmsg(socket, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
-    if (taken < 0) {
-      if (errno == EINTR) continue;
-      if (errno == EAGAIN || errno == EWOULDBLOCK || errno == ENOBUFS) return total;
-      return Error{ErrorCode::kWorkerLost,
-                   std::string("stream channel: sending failed: ") + std::strerror(errno)};
-    }
-    consume(static_cast<size_t>(taken));
-    total += static_cast<size_t>(taken);
-    if (static_cast<size_t>(taken) < offered) return total;
+    auto sent = socket.send(std::span(pieces).first(num_pieces));
+    if (!sent.ok()) return std::move(sent).error().with("stream channel");
+    const size_t taken = sent.value();
+    consume(taken);
+    total += taken;
+    if (taken < offered) return total;
   }
   return total;
 }

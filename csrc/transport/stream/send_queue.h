@@ -1,4 +1,4 @@
-// The outgoing half of a stream channel: messages that were published and that the kernel has not
+// The outgoing half of a stream channel: messages that were published and that the socket has not
 // yet taken, oldest first.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
@@ -10,6 +10,7 @@
 
 #include "base/result.h"
 #include "transport/channel.h"
+#include "transport/secure/stream_socket.h"
 
 namespace dflash::transport {
 
@@ -23,8 +24,8 @@ class SendQueue {
   // `message` belongs to the caller and must stay unchanged until it has been sent.
   void push(uint32_t slot, std::span<const std::byte> message);
   // Sends until the queue is empty or the socket is full, without blocking. Returns the bytes that
-  // the kernel took. Errors: kWorkerLost.
-  Result<size_t> flush(int socket);
+  // the socket took. Errors: kWorkerLost.
+  Result<size_t> flush(StreamSocket& socket);
 
  private:
   struct Message {
@@ -37,7 +38,7 @@ class SendQueue {
   std::array<Message, kMaxSlots> messages_;
   size_t first_ = 0;
   size_t num_queued_ = 0;
-  size_t sent_of_first_ = 0;  // bytes of the oldest one's prefix and message that the kernel took
+  size_t sent_of_first_ = 0;  // bytes of the oldest one's prefix and message that were taken
 };
 
 }  // namespace dflash::transport

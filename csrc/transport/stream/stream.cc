@@ -27,7 +27,7 @@ constexpr int kReadsPerPoll = 64;  // bounds one poll() against a peer that send
 
 class StreamChannel final : public Channel {
  public:
-  StreamChannel(Side side, const SlotGeometry& geometry, OwnedFd socket, const char* kind,
+  StreamChannel(Side side, const SlotGeometry& geometry, StreamSocket socket, const char* kind,
                 Mapping memory)
       : geometry_(geometry),
         socket_(std::move(socket)),
@@ -94,18 +94,28 @@ class StreamChannel final : public Channel {
 
   WakeSource arm(SleepKind) override {
     WakeSource source;
-    source.fd = socket_.get();
-    source.events = static_cast<short>(queue_.is_empty() ? POLLIN : POLLIN | POLLOUT);
+    source.fd = socket_.fd();
+    const bool is_sending = !queue_.is_empty() || socket_.has_unsent();
+    source.events = static_cast<short>(is_sending ? POLLIN | POLLOUT : POLLIN);
     source.is_level_triggered = true;
     return source;
   }
   void disarm() override {}
+  // The descriptor says nothing about bytes that were taken from the kernel and not decrypted yet.
+  int64_t next_event_ns() const override {
+    return socket_.has_pending() ? 0 : Channel::next_event_ns();
+  }
 
  private:
-  // Returns true if bytes were sent. A failure is kept for poll() and publish().
+  // Returns true if bytes were taken. A failure is kept for poll() and publish().
   bool flush() {
-    if (queue_.is_empty() || send_failure_) return false;
-    auto sent = queue_.flush(socket_.get());
+    if (send_failure_) return false;
+    if (queue_.is_empty()) {
+      if (auto flushed = socket_.flush(); !flushed.ok())
+        send_failure_ = std::move(flushed).error().with("stream channel");
+      return false;
+    }
+    auto sent = queue_.flush(socket_);
     if (!sent.ok()) {
       send_failure_ = std::move(sent).error();
       return false;
@@ -113,7 +123,7 @@ class StreamChannel final : public Channel {
     return sent.value() > 0;
   }
 
-  // Returns the bytes read, 0 where there are none now. Errors: kWorkerLost on hang-up.
+  // Returns the bytes read, 0 where there are none now. Errors: those of StreamSocket::receive.
   Result<size_t> receive() {
     const Assembler::Room room = assembler_.room();
     iovec pieces[2];
@@ -121,27 +131,18 @@ class StreamChannel final : public Channel {
     for (const std::span<std::byte> piece : {room.slot, room.staging}) {
       if (!piece.empty()) pieces[num_pieces++] = {piece.data(), piece.size()};
     }
-    msghdr message{};
-    message.msg_iov = pieces;
-    message.msg_iovlen = num_pieces;
-    ssize_t got;
-    do {
-      got = ::recvmsg(socket_.get(), &message, MSG_DONTWAIT);
-    } while (got < 0 && errno == EINTR);
-    if (got > 0) {
-      assembler_.filled(static_cast<size_t>(got));
-      return static_cast<size_t>(got);
+    auto received = socket_.receive(std::span(pieces).first(num_pieces));
+    if (!received.ok()) {
+      Error failed = std::move(received).error().with(std::string(kind_) + " channel");
+      if (assembler_.is_mid_message()) failed.message += " in the middle of a message";
+      return failed;
     }
-    if (got < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return size_t{0};
-    const std::string what =
-        got == 0 ? "the peer hung up" : std::string("receiving failed: ") + std::strerror(errno);
-    return Error{ErrorCode::kWorkerLost,
-                 std::string(kind_) + " channel: " + what +
-                     (assembler_.is_mid_message() ? " in the middle of a message" : "")};
+    if (received.value() > 0) assembler_.filled(received.value());
+    return received;
   }
 
   SlotGeometry geometry_;
-  OwnedFd socket_;
+  StreamSocket socket_;
   const char* kind_;
   Mapping memory_;  // the outgoing slots, then the incoming ones
   uint64_t outgoing_bytes_, incoming_bytes_;
@@ -181,11 +182,12 @@ Status configure(int socket, bool is_tcp, const StreamOptions& options) {
 }  // namespace
 
 Result<std::unique_ptr<Channel>> make_stream_channel(Side side, const SlotGeometry& geometry,
-                                                     OwnedFd socket, const StreamOptions& options) {
+                                                     StreamSocket socket,
+                                                     const StreamOptions& options) {
   DFLASH_TRY(check_geometry(geometry));
   sockaddr_storage address{};
   socklen_t address_bytes = sizeof address;
-  if (::getsockname(socket.get(), reinterpret_cast<sockaddr*>(&address), &address_bytes) != 0) {
+  if (::getsockname(socket.fd(), reinterpret_cast<sockaddr*>(&address), &address_bytes) != 0) {
     return socket_error("this descriptor is no socket");
   }
   const bool is_unix = address.ss_family == AF_UNIX;
@@ -194,7 +196,7 @@ Result<std::unique_ptr<Channel>> make_stream_channel(Side side, const SlotGeomet
                                                   std::to_string(address.ss_family) +
                                                   " is neither Unix nor TCP"};
   }
-  DFLASH_TRY(configure(socket.get(), !is_unix, options));
+  DFLASH_TRY(configure(socket.fd(), !is_unix, options));
   auto memory =
       Mapping::create(geometry.num_slots * (geometry.request_bytes + geometry.reply_bytes));
   if (!memory.ok()) return std::move(memory).error();

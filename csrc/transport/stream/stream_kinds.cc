@@ -18,6 +18,12 @@ StreamOptions options_of(const PathTerms& terms) {
   return {terms.socket_buffer_bytes, terms.socket_buffer_bytes, terms.user_timeout_ms};
 }
 
+// The one connection that a checked handover brought.
+StreamSocket socket_of(Handover handover) {
+  if (handover.secured != nullptr) return StreamSocket(std::move(handover.secured));
+  return StreamSocket(std::move(handover.descriptors[0]));
+}
+
 class UnixOffer final : public PathOffer {
  public:
   UnixOffer(const PathTerms& terms, OwnedFd own, OwnedFd theirs)
@@ -42,7 +48,7 @@ class TcpOffer final : public PathOffer {
   std::vector<int> descriptors() const override { return {}; }
   Result<std::unique_ptr<Channel>> complete(Handover answer) override {
     DFLASH_TRY(check_handover(kTcpKind, "answer", answer, 1));
-    return make_stream_channel(Side::kHost, terms_.geometry, std::move(answer.descriptors[0]),
+    return make_stream_channel(Side::kHost, terms_.geometry, socket_of(std::move(answer)),
                                options_of(terms_));
   }
 
@@ -53,8 +59,8 @@ class TcpOffer final : public PathOffer {
 Result<Acceptance> accept_stream(const TransportKind& kind, const PathTerms& terms,
                                  Handover offered) {
   DFLASH_TRY(check_handover(kind, "offer", offered, 1));
-  auto channel = make_stream_channel(Side::kWorker, terms.geometry,
-                                     std::move(offered.descriptors[0]), options_of(terms));
+  auto channel = make_stream_channel(Side::kWorker, terms.geometry, socket_of(std::move(offered)),
+                                     options_of(terms));
   if (!channel.ok()) return std::move(channel).error();
   return Acceptance{std::move(channel).value(), {}};
 }

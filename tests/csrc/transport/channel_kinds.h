@@ -12,6 +12,7 @@
 
 #include "transport/faulty/faulty.h"
 #include "transport/handshake.h"
+#include "transport/secure_pair.h"
 #include "transport/shared/segment.h"
 #include "transport/shared/shared_kind.h"
 #include "transport/stream/stream.h"
@@ -55,6 +56,22 @@ struct Tcp {
   static ChannelPair make(const SlotGeometry& geometry) { return handshake(kTcpKind, geometry); }
 };
 
+// TCP under TLS. Its kind is the same: encryption is a matter of the connection.
+struct Tls {
+  static constexpr const char* kKind = "tcp";
+  static ChannelPair make(const SlotGeometry& geometry) {
+    const PathTerms terms = terms_of(geometry);
+    SecurePair ends = secure_pair();
+    auto offer = take(kTcpKind.offer(terms));
+    Handover offered = passed(*offer);
+    offered.secured = std::move(ends.second);
+    Acceptance accepted = take(kTcpKind.accept(terms, std::move(offered)));
+    Handover answer = std::move(accepted.answer);
+    answer.secured = std::move(ends.first);
+    return {take(offer->complete(std::move(answer))), std::move(accepted.channel)};
+  }
+};
+
 // The host's end behind a link without delay.
 template <class Inner>
 struct Emulated {
@@ -66,8 +83,9 @@ struct Emulated {
   }
 };
 
-#define DFLASH_EVERY_KIND \
-  Loopback, Shared, Unix, Tcp, Emulated<Loopback>, Emulated<Shared>, Emulated<Unix>, Emulated<Tcp>
+#define DFLASH_EVERY_KIND                                                                 \
+  Loopback, Shared, Unix, Tcp, Tls, Emulated<Loopback>, Emulated<Shared>, Emulated<Unix>, \
+      Emulated<Tcp>, Emulated<Tls>
 
 // Waits for one arrival on one channel; fails the test on an error or when nothing comes for ten
 // seconds.
