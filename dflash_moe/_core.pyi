@@ -8,7 +8,7 @@ above a name says what it means, who owns what, and which errors it raises.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -98,6 +98,51 @@ class PathTerms:
         user_timeout_ms: int = 0,
     ) -> None: ...
 
+class SecureSocket:
+    """One connection under TLS 1.3 with a pre-shared key (csrc/transport/secure). No call blocks.
+    Any thread may call; calls of two threads take turns. A channel, a pulse or a relay consumes it.
+
+    WorkerLost where the peer hung up, ProtocolError where the ends do not share a key or a record
+    was changed on its way.
+    """
+
+    # It takes ownership of `descriptor`, whatever happens. `keys` are (identity, 32 bytes): the
+    # dialling side offers the first, the accepting side takes any. UnsupportedError without libssl.
+    def __init__(self, descriptor: int, *, is_dialling: bool, keys: Sequence[tuple[str, bytes]]) -> None: ...
+    # True once it is over. Before that: wait for POLLIN, and for POLLOUT while `has_unsent`.
+    def handshake(self) -> bool: ...
+    # Returns how many bytes were taken.
+    def send(self, content: bytes | memoryview) -> int: ...
+    def flush(self) -> None: ...
+    # Returns None where nothing has come.
+    def receive(self, num_bytes: int) -> bytes | None: ...
+    # 32 bytes that only the two ends of this connection know (RFC 9266).
+    def channel_binding(self) -> bytes: ...
+    # The identity of the key that is used, once the handshake is over.
+    identity: str
+    has_unsent: bool
+    # receive() may return bytes although the descriptor is not readable.
+    has_pending: bool
+    # -1 once it is closed or consumed.
+    def fileno(self) -> int: ...
+    # Ends every wait on the descriptor.
+    def hang_up(self) -> None: ...
+    def close(self) -> None: ...
+
+class Relay:
+    """Decrypts for somebody who has only a descriptor, in a thread of its own. It consumes
+    `socket`.
+    """
+
+    def __init__(self, socket: SecureSocket) -> None: ...
+    # The plain end, once; it becomes the caller's.
+    def take_plain(self) -> int: ...
+    # Hangs up at both ends. It may be called again.
+    def close(self) -> None: ...
+
+# Raises UnsupportedError naming the package and the setting where the library cannot be used.
+def libssl_version(library: str = "libssl.so.3") -> str: ...
+
 class Channel:
     """One end of a data path. `Client.add_worker`, `Client.renew_path`, `Worker.serve` or a
     decorator such as `make_emulated` consumes it.
@@ -129,7 +174,8 @@ class PathOffer:
     # These stay the offer's own; the peer gets copies.
     descriptors: list[int]
     # Makes the host's channel, once. It takes ownership of the descriptors, whatever happens.
-    def complete(self, answer: bytes, descriptors: Sequence[int]) -> Channel: ...
+    # An encrypted data connection, which it consumes, stands in the place of a descriptor.
+    def complete(self, answer: bytes, descriptors: Sequence[int], secured: SecureSocket | None = None) -> Channel: ...
 
 class Acceptance:
     """The worker's end once it has accepted an offer."""
@@ -141,8 +187,10 @@ class Acceptance:
 
 def offer_path(kind: str, terms: PathTerms) -> PathOffer: ...
 
-# It takes ownership of the descriptors, whatever happens.
-def accept_path(kind: str, terms: PathTerms, offered: bytes, descriptors: Sequence[int]) -> Acceptance: ...
+# It takes ownership of the descriptors, whatever happens, and consumes `secured`.
+def accept_path(
+    kind: str, terms: PathTerms, offered: bytes, descriptors: Sequence[int], secured: SecureSocket | None = None
+) -> Acceptance: ...
 
 # The ends of the host and of the worker.
 def make_loopback(geometry: Geometry) -> tuple[Channel, Channel]: ...
@@ -359,8 +407,11 @@ class Worker:
     # Returns what ResidentShard.content returns, or None where nothing is held.
     def content(self, layer: int, shard: int) -> tuple[int | None, int] | None: ...
     def give_back(self) -> None: ...
-    # It takes ownership of `fd`.
+    # It takes ownership of `fd`, or consumes `socket`.
+    @overload
     def start_pulse(self, fd: int) -> None: ...
+    @overload
+    def start_pulse(self, socket: SecureSocket) -> None: ...
     def stop_pulse(self) -> None: ...
     # It blocks without the GIL until the path ends.
     def serve(self, channel: Channel, generation: int) -> None: ...

@@ -45,6 +45,12 @@ def worker(
         int | None,
         typer.Option("--threads", metavar="N", help="Number of compute threads [default: the topology's, else all cores]."),
     ] = None,
+    encryption: Annotated[
+        str | None,
+        typer.Option(
+            "--encryption", metavar="auto|on|off", help="Encrypts TCP, as at the host [default: the topology's, else auto]."
+        ),
+    ] = None,
     once: Annotated[bool, typer.Option("--once", help="Leave when the first host is done.")] = False,
     control_fd: Annotated[int, typer.Option("--control-fd", hidden=True)] = -1,
     key_fd: Annotated[int, typer.Option("--key-fd", hidden=True)] = -1,
@@ -68,7 +74,7 @@ def worker(
     if str(model) == DEMO:
         model = demo_model()
     plan = Topology.load(topology)
-    settings = resolve_settings(plan.stated_settings, threads=threads, key_file=key_file)
+    settings = resolve_settings(plan.stated_settings, threads=threads, key_file=key_file, encryption=encryption)
     spec = plan.worker(name)
     code = run_hand_started_worker(
         name=name,
@@ -80,6 +86,7 @@ def worker(
         isa=settings.cpu_isa or "",
         is_once=once,
         buffer_bytes=settings.socket_buffer_bytes or 0,
+        encryption=settings.encryption,
         on_ready=lambda address: _announce(name, address),
     )
     raise typer.Exit(code)

@@ -26,6 +26,7 @@ from dflash_moe.config.values import (
     halves,
     inherited,
     on_off,
+    on_off_or_auto,
     parse_bytes,
     seconds,
     socket_buffer,
@@ -194,6 +195,11 @@ SETTINGS: tuple[Setting, ...] = (
         "Key shared with workers that are already running", "FILE",
     ),
     Setting(
+        "encryption", "--encryption", f"{_IPC}ENCRYPTION", "ipc.encryption", on_off_or_auto, "auto, on, off", "auto",
+        "auto: on beyond loopback",
+        "Encrypts the TCP connections to workers by TLS 1.3 with the key file's key; both ends must agree", "auto|on|off",
+    ),
+    Setting(
         "call_timeout_s", None, None, "ipc.call_timeout_s", seconds, _SECONDS, 30.0, "30 s",
         "Least deadline of one call", "SECONDS",
     ),
@@ -317,6 +323,7 @@ class Settings:
     profile: bool = _default("profile")
     threads: int | None = _default("threads")
     key_file: Path | None = _default("key_file")
+    encryption: str = _default("encryption")
     call_timeout_s: float = _default("call_timeout_s")
     start_timeout_s: float = _default("start_timeout_s")
     stall_timeout_s: float = _default("stall_timeout_s")

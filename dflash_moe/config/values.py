@@ -175,6 +175,13 @@ def choice_with_off(*allowed: str) -> Parser:
     return lambda value: "off" if value is False else parse(value)
 
 
+def on_off_or_auto(value: object) -> str:
+    # YAML 1.1 reads the words on and off as true and false.
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return str(choice("auto", "on", "off")(value))
+
+
 def file_path(value: object) -> Path:
     if isinstance(value, str | os.PathLike) and (text := os.fspath(value)) and isinstance(text, str) and "\0" not in text:
         try:

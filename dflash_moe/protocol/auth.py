@@ -3,8 +3,10 @@ transcript of both opening messages.
 
 The transcript holds versions, role, session id, generation and both nonces. So a proof cannot be
 replayed, nor used for another role, session or generation, nor reflected, since each side signs
-under its own label. The key itself never travels. Both ends derive the session key, which data and
-pulse connections prove, from the transcript of the control connection.
+under its own label. On an encrypted connection it also holds what only the two ends of that very
+connection know (RFC 9266) and the name that the host dialled, so that nobody between two
+connections can pass proofs on. The key itself never travels. Both ends derive the session key,
+which data and pulse connections prove, from the transcript of the control connection.
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -17,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from dflash_moe.errors import ProtocolError
+from dflash_moe.protocol.encryption import require_role
 from dflash_moe.protocol.failures import to_error
 from dflash_moe.protocol.framing import Connection
 from dflash_moe.protocol.messages import (
@@ -100,7 +103,7 @@ def authenticate_to_worker(
         raise ProtocolError(
             f"worker {worker}: protocol version: found {challenge.protocol}, allowed {protocol_range[0]}..{protocol_range[1]}"
         )
-    transcript = hashlib.sha256(sent).digest() + hashlib.sha256(received).digest()
+    transcript = hashlib.sha256(sent).digest() + hashlib.sha256(received).digest() + connection.binding
     proof = _mac(key, _LABEL_HOST, transcript)
     connection.send(Proof(mac=proof), deadline=deadline)
     answer = connection.receive(deadline=deadline, waiting_for=f"the proof of worker {worker}")
@@ -140,6 +143,7 @@ def authenticate_host(
         )
     if opening.role not in {int(role) for role in Role}:
         raise ProtocolError(f"role: found {opening.role}, known are {[int(role) for role in Role]}")
+    require_role(connection.identity, Role(opening.role))
     key = key_for(opening)
     challenge = Challenge(protocol=version, protocol_minor=PROTOCOL_MINOR, nonce=secrets.token_bytes(NONCE_BYTES))
     sent = CODEC.encode(challenge)
@@ -147,7 +151,7 @@ def authenticate_host(
     answer = connection.receive(deadline=deadline, waiting_for="the proof of a host")
     if not isinstance(answer, Proof):
         raise ProtocolError(f"expected Proof, found {type(answer).__name__}")
-    transcript = hashlib.sha256(received).digest() + hashlib.sha256(sent).digest()
+    transcript = hashlib.sha256(received).digest() + hashlib.sha256(sent).digest() + connection.binding
     if not hmac.compare_digest(answer.mac, _mac(key, _LABEL_HOST, transcript)):
         raise ProtocolError("key: the host's proof does not match this worker's key; check the key file on both ends")
     connection.send(Accepted(mac=_mac(key, _LABEL_WORKER, transcript + answer.mac)), deadline=deadline)

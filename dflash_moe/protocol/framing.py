@@ -19,7 +19,9 @@ import threading
 import time
 from collections.abc import Sequence
 
-from dflash_moe.errors import DflashError, ProtocolError, WorkerTimeout
+from dflash_moe import _core
+from dflash_moe.errors import DflashError, ProtocolError, WorkerLost, WorkerTimeout
+from dflash_moe.protocol.encryption import is_loopback
 from dflash_moe.protocol.failures import descriptor_limit_text
 from dflash_moe.protocol.messages import CODEC
 from dflash_moe.protocol.schema import MAX_FRAME_BYTES, Codec, Message
@@ -69,6 +71,18 @@ def _tune_tcp(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, USER_TIMEOUT_MS)
 
 
+# What `Connection.detach` gives away: a descriptor, or an encrypted connection.
+Detached = int | _core.SecureSocket
+
+
+def close_detached(connection: Detached) -> None:
+    """Closes a connection that nobody took."""
+    if isinstance(connection, int):
+        os.close(connection)
+    else:
+        connection.close()
+
+
 class PeerGone(DflashError):
     """The other end closed the connection."""
 
@@ -93,6 +107,7 @@ class Connection:
         self._sock = sock
         self._codec = codec
         self._can_pass = sock.family == socket.AF_UNIX
+        self._secure: _core.SecureSocket | None = None
         self._send_lock = threading.Lock()
         self._buffer = bytearray()
         self._descriptors: list[int] = []
@@ -104,6 +119,64 @@ class Connection:
     def fileno(self) -> int:
         """Returns the descriptor of the socket, -1 after close."""
         return self._sock.fileno()
+
+    @property
+    def is_tcp(self) -> bool:
+        """Whether this is a connection over TCP, which strangers can reach."""
+        return self._sock.family in (socket.AF_INET, socket.AF_INET6)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether both ends are addresses that never leave this machine. Raises PeerGone."""
+        try:
+            ends = (self._sock.getsockname(), self._sock.getpeername())
+        except OSError as error:
+            raise PeerGone(f"the peer hung up: {error.strerror}") from None
+        return all(is_loopback(str(end[0])) for end in ends)
+
+    @property
+    def is_encrypted(self) -> bool:
+        """Whether `encrypt` was called; nothing is sent in clear from then on."""
+        return self._secure is not None
+
+    @property
+    def identity(self) -> str:
+        """The identity of the key under which the connection is encrypted; empty where it is
+        not.
+        """
+        return self._secure.identity if self._secure is not None else ""
+
+    @property
+    def binding(self) -> bytes:
+        """What only the two ends of this very connection know, with its identity; empty where it is
+        not encrypted.
+        """
+        return self._secure.channel_binding() + self._secure.identity.encode() if self._secure is not None else b""
+
+    def peek(self) -> bytes:
+        """Returns the first byte that waits, without taking it; empty where there is none."""
+        with contextlib.suppress(OSError):
+            return self._sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        return b""
+
+    def discard(self) -> None:
+        """Takes and forgets what has come, a frame's worth at most."""
+        with contextlib.suppress(OSError):
+            self._sock.recv(MAX_FRAME_BYTES, socket.MSG_DONTWAIT)
+
+    def encrypt(self, keys: Sequence[tuple[str, bytes]], *, is_dialling: bool, deadline: float, waiting_for: str) -> None:
+        """Makes the TLS handshake; whatever is sent and received afterwards is encrypted. `keys`
+        are (identity, key) as SecureSocket takes them.
+
+        Errors: ProtocolError, UnsupportedError without libssl, PeerGone, WorkerTimeout.
+        """
+        # A descriptor of its own, so that another thread can hang up all the while.
+        secure = self._secure = _core.SecureSocket(os.dup(self._sock.fileno()), is_dialling=is_dialling, keys=keys)
+        try:
+            while not secure.handshake():
+                self._wait(select.POLLIN | (select.POLLOUT if secure.has_unsent else 0), deadline, waiting_for)
+        except WorkerLost:
+            raise PeerGone(f"the peer hung up while waiting for {waiting_for}") from None
 
     def require_same_user(self) -> None:
         """Calls the function of this name on Unix sockets. Others do not know the peer's user."""
@@ -137,6 +210,9 @@ class Connection:
             self._send_lock.release()
 
     def _send_all(self, view: memoryview, deadline: float, descriptors: Sequence[int]) -> None:
+        if self._secure is not None:
+            self._send_encrypted(self._secure, view, deadline)
+            return
         while view:
             try:
                 if descriptors:
@@ -149,6 +225,15 @@ class Connection:
                 self._wait(select.POLLOUT, deadline, "sending a control message")
             except OSError as error:
                 raise PeerGone(f"the peer hung up while a control message was sent: {error.strerror}") from None
+
+    def _send_encrypted(self, secure: _core.SecureSocket, view: memoryview, deadline: float) -> None:
+        try:
+            view = view[secure.send(view) :]
+            while view or secure.has_unsent:
+                self._wait(select.POLLOUT, deadline, "sending a control message")
+                view = view[secure.send(view) :]
+        except WorkerLost as error:
+            raise PeerGone(f"the peer hung up while a control message was sent: {error}") from None
 
     def receive(self, *, deadline: float | None, waiting_for: str) -> Message:
         """Returns the next message. A `deadline` of None waits until the peer sends the first byte
@@ -193,13 +278,18 @@ class Connection:
             raise ProtocolError(f"message announced {count} descriptors, {len(taken)} arrived")
         return taken
 
-    def detach(self) -> int:
-        """Gives the socket's own descriptor to the caller once the handshake is over, for a data or
-        pulse connection. Raises ProtocolError if other descriptors came along.
+    def detach(self) -> Detached:
+        """Gives the connection to the caller once the handshake is over, for a data or pulse
+        connection: the socket's own descriptor, or the encrypted connection. Raises ProtocolError
+        if other descriptors came along.
         """
         if self._descriptors:
             raise ProtocolError("descriptors arrived in the handshake")
-        return self._sock.detach()
+        if self._secure is None:
+            return self._sock.detach()
+        secure, self._secure = self._secure, None
+        self._sock.close()
+        return secure
 
     def hang_up(self, parting: Message | None = None) -> None:
         """Ends every wait on this connection with PeerGone. Any thread may call. `parting` is sent
@@ -216,6 +306,8 @@ class Connection:
         for descriptor in self._descriptors:
             os.close(descriptor)
         self._descriptors = []
+        if self._secure is not None:
+            self._secure.close()
         with contextlib.suppress(OSError):
             self._sock.close()
 
@@ -226,13 +318,17 @@ class Connection:
         wanted = num_bytes - len(self._buffer)
         while True:
             try:
-                if self._can_pass:
+                if self._secure is not None:
+                    received = self._receive_decrypted(self._secure, wanted)
+                elif self._can_pass:
                     received = self._receive_with_descriptors(wanted)
                 else:
                     received = self._sock.recv(wanted, socket.MSG_DONTWAIT)
             except BlockingIOError:
                 self._wait(select.POLLIN, deadline, waiting_for)
                 continue
+            except WorkerLost as error:
+                raise PeerGone(f"the peer hung up while waiting for {waiting_for}: {error}") from None
             except OSError as error:
                 raise PeerGone(f"the peer hung up while waiting for {waiting_for}: {error.strerror}") from None
             if len(self._descriptors) > MAX_PENDING_DESCRIPTORS:
@@ -241,6 +337,12 @@ class Connection:
                 raise PeerGone(f"the peer hung up while waiting for {waiting_for}")
             self._buffer += received
             return
+
+    def _receive_decrypted(self, secure: _core.SecureSocket, wanted: int) -> bytes:
+        received = secure.receive(wanted)
+        if received is None:
+            raise BlockingIOError
+        return received
 
     def _receive_with_descriptors(self, wanted: int) -> bytes:
         # socket.recv_fds would drop its flags argument, and the descriptors would be inherited by

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from dflash_moe.errors import DflashError, WorkerLost, WorkerTimeout
 from dflash_moe.protocol.auth import HANDSHAKE_S, Peer, authenticate_to_worker
+from dflash_moe.protocol.encryption import SETTING, Encryption
 from dflash_moe.protocol.failures import CrowdedOut, is_descriptor_limit, system_failure
 from dflash_moe.protocol.framing import Connection, PeerGone, require_same_user, size_buffers
 from dflash_moe.protocol.messages import Role
@@ -44,6 +45,8 @@ class Credentials:
     session_id: bytes
     # A data connection names the generation of its path; control and pulse connections have 0.
     generation: int = 0
+    # None leaves the connection as it is.
+    encryption: Encryption | None = None
 
 
 class CallOff:
@@ -102,7 +105,8 @@ def connect_authenticated(
             connection.close()
             num_dropped += 1
             if time.monotonic() + pause >= deadline:
-                raise _crowded_out(worker, address, num_dropped, time.monotonic() - begun, dropped) from None
+                seconds = time.monotonic() - begun
+                raise _crowded_out(worker, address, num_dropped, seconds, dropped, connection.is_encrypted) from None
             if num_dropped == 1:
                 log.info("worker %s at %s dropped a connection in its handshake, trying again: %s", worker, address, dropped)
         except BaseException:
@@ -115,7 +119,10 @@ def connect_authenticated(
 
 def _authenticate(worker: str, address: Address, connection: Connection, credentials: Credentials, deadline: float) -> Peer:
     seconds = min(deadline - time.monotonic(), HANDSHAKE_S)
+    until = time.monotonic() + seconds
     try:
+        if credentials.encryption is not None:
+            credentials.encryption.dial(connection, worker=worker, role=credentials.role, deadline=until)
         return authenticate_to_worker(
             connection,
             worker=worker,
@@ -123,7 +130,7 @@ def _authenticate(worker: str, address: Address, connection: Connection, credent
             key=credentials.key,
             session_id=credentials.session_id,
             generation=credentials.generation,
-            deadline=time.monotonic() + seconds,
+            deadline=until,
         )
     except WorkerTimeout:
         raise WorkerTimeout(
@@ -133,10 +140,13 @@ def _authenticate(worker: str, address: Address, connection: Connection, credent
         ) from None
 
 
-def _crowded_out(worker: str, address: Address, num_dropped: int, seconds: float, last: DflashError) -> WorkerLost:
+def _crowded_out(
+    worker: str, address: Address, num_dropped: int, seconds: float, last: DflashError, is_encrypted: bool
+) -> WorkerLost:
+    other = f", it takes no encrypted connections (set {SETTING} alike at both ends)" if is_encrypted else ""
     return WorkerLost(
         f"worker {worker} at {address} dropped each of {num_dropped} connections before their handshake was over, within "
-        f"{seconds:.1f} s; either it ends, or strangers without its key crowd its listener; the last time: {last}; "
+        f"{seconds:.1f} s; either it ends{other}, or strangers without its key crowd its listener; the last time: {last}; "
         "look at its own output there",
         worker=worker,
     )

@@ -195,6 +195,7 @@ class Fleet:
             started=started,
             key=self._key,
             socket_buffer_bytes=self._settings.socket_buffer_bytes,
+            encryption=self._settings.encryption,
         )
 
     def reach_again(self, member: Member, shards: Sequence[HeldShard]) -> None:

@@ -16,8 +16,9 @@ from dflash_moe.errors import ProtocolError, UnsupportedError, WorkerLost, Worke
 from dflash_moe.protocol.auth import PEER_CREDENTIAL_KEY, Peer, authenticate_to_worker
 from dflash_moe.protocol.descriptors import Descriptors
 from dflash_moe.protocol.devices import DeviceChoice
+from dflash_moe.protocol.encryption import Encryption
 from dflash_moe.protocol.failures import system_failure
-from dflash_moe.protocol.framing import Connection, PeerGone
+from dflash_moe.protocol.framing import Connection, Detached, PeerGone
 from dflash_moe.protocol.identity import CAPABILITIES, Identity, identity_of, require_equal
 from dflash_moe.protocol.messages import (
     CHECKSUMS_SINCE,
@@ -62,6 +63,9 @@ class PathAnswer:
     payload: bytes
     descriptors: list[int]
     has_pulse: bool
+    # The dialled data connection where it is encrypted and whoever asked takes it so; it is then
+    # none of `descriptors`.
+    secured: _core.SecureSocket | None = None
 
 
 class HostSession:
@@ -80,13 +84,23 @@ class HostSession:
         started: StartedWorker | None,
         key: bytes | None,
         socket_buffer_bytes: int | None = None,
+        encryption: str = "auto",
     ) -> None:
+        """`key` is the shared key, or None where no key file is named; `encryption` is the setting
+        of this name.
+        """
         self.name = name
         self.address = address
         self.started = started
         self.hello: HelloReply | None = None
         self.resident_bytes = 0
         self._key = key
+        # A worker that this host started has a key of its own, and Unix sockets do without.
+        shared = started.key if started is not None else key
+        self._encryption = Encryption(encryption, shared) if shared is not None else None
+        # These decrypt for somebody who has only a descriptor: the library of a program that takes
+        # the worker over, and whoever reads the pulse.
+        self._relays: dict[Role, _core.Relay] = {}
         self._buffer_bytes = socket_buffer_bytes or 0
         self._conversation: Conversation | None = None
         self._peer: Peer | None = None
@@ -115,7 +129,7 @@ class HostSession:
         session_id = secrets.token_bytes(SESSION_ID_BYTES)
         deadline = time.monotonic() + timeout_s
         if self.started is None:
-            credentials = Credentials(Role.CONTROL, self._key or PEER_CREDENTIAL_KEY, session_id)
+            credentials = Credentials(Role.CONTROL, self._key or PEER_CREDENTIAL_KEY, session_id, encryption=self._encryption)
             connection, self._peer = connect_authenticated(
                 self.name, self.address, credentials, deadline=deadline, call_off=self._call_off
             )
@@ -232,12 +246,12 @@ class HostSession:
         """
         wish = self.wish(slots, transport, generation, is_open=is_open)
         offer = _core.offer_path(transport, terms_of(wish))
-        answer = self.relay(wish, offer.payload, offer.descriptors, timeout_s=timeout_s)
+        answer = self.relay(wish, offer.payload, offer.descriptors, timeout_s=timeout_s, takes_secured=True)
         with Descriptors() as held:
             if answer.has_pulse:
                 held.hold([answer.descriptors.pop()])
                 self._has_pulse = False  # until somebody has it
-            channel = offer.complete(answer.payload, answer.descriptors)
+            channel = offer.complete(answer.payload, answer.descriptors, answer.secured)
             self._has_pulse = True
             return channel, held.take_first() if answer.has_pulse else -1
 
@@ -257,24 +271,32 @@ class HostSession:
             is_open=is_open,
         )
 
-    def relay(self, wish: Attach, offered: bytes, descriptors: Sequence[int], *, timeout_s: float) -> PathAnswer:
+    def relay(
+        self, wish: Attach, offered: bytes, descriptors: Sequence[int], *, timeout_s: float, takes_secured: bool = False
+    ) -> PathAnswer:
         """Carries an offer that somebody made for `wish` to the worker, and returns what completes
         it. `descriptors` stay the caller's; those of the answer become the caller's.
+
+        An encrypted data connection comes as such where the caller `takes_secured`. For others, and
+        for the pulse, this session decrypts until it is closed.
 
         Errors: those with which the worker refuses; WorkerLost, WorkerTimeout, ProtocolError, and
         DflashError naming the limit where this process is out of descriptors.
         """
         doing = f"attach a {wish.transport} data path"
+        secured: list[_core.SecureSocket] | None = [] if takes_secured else None
         build = self._dialled_path if TRANSPORTS[wish.transport].is_dialled else self._passed_path
         with self._turn(doing, timeout_s, CALL_LIMIT) as turn, Descriptors() as held:
             try:
-                payload = build(turn, replace(wish, offer=offered), descriptors, held)
+                payload = build(turn, replace(wish, offer=offered), descriptors, held, secured)
             except OSError as error:
                 raise system_failure(f"worker {self.name}: {doing}", error) from None
             self._has_pulse = True
-            return PathAnswer(payload, held.take_all(), wish.has_pulse)
+            return PathAnswer(payload, held.take_all(), wish.has_pulse, secured[0] if secured else None)
 
-    def _passed_path(self, turn: Turn, wish: Attach, passed: Sequence[int], held: Descriptors) -> bytes:
+    def _passed_path(
+        self, turn: Turn, wish: Attach, passed: Sequence[int], held: Descriptors, _secured: list[_core.SecureSocket] | None
+    ) -> bytes:
         """Asks for a path whose descriptors travel with the messages, as the pulse's does."""
         passed = list(passed)
         with Descriptors() as pulse:
@@ -287,33 +309,52 @@ class HostSession:
                 held.hold([pulse.take_first()])
         return attached.answer
 
-    def _dialled_path(self, turn: Turn, wish: Attach, passed: Sequence[int], held: Descriptors) -> bytes:
+    def _dialled_path(
+        self, turn: Turn, wish: Attach, passed: Sequence[int], held: Descriptors, secured: list[_core.SecureSocket] | None
+    ) -> bytes:
         """Asks for a path whose connections the host dials. The data connection follows the
-        worker's descriptors, and the pulse's follows that.
+        worker's descriptors, or goes into `secured` where that is a list and it is encrypted; the
+        pulse's follows that.
         """
         if passed:
             raise ProtocolError(f"worker {self.name}: {len(passed)} descriptors were offered for a {wish.transport} data path")
         with Descriptors() as dialled:
-            turn.on(Listening, lambda listening: self._dial_back(turn, listening, wish, dialled))
+            turn.on(Listening, lambda listening: self._dial_back(turn, listening, wish, dialled, secured))
             attached = turn.ask(wish, Attached)
-            if not len(dialled):
+            if not len(dialled) and not secured:
                 raise ProtocolError(f"worker {self.name}: Attached came before Listening")
             held.hold(turn.take_descriptors(attached.num_descriptors))
             held.hold(dialled.take_all())
         return attached.answer
 
-    def _dial_back(self, turn: Turn, listening: Listening, wish: Attach, held: Descriptors) -> None:
-        if len(held):
+    def _dial_back(
+        self, turn: Turn, listening: Listening, wish: Attach, held: Descriptors, secured: list[_core.SecureSocket] | None
+    ) -> None:
+        if len(held) or secured:
             raise ProtocolError(f"worker {self.name}: Listening came twice")
         address = Address("tcp", host=self.address.host or "127.0.0.1", port=self.address.port or listening.port)
-        held.hold([self._dial(turn, address, Role.DATA, wish.generation, wish.socket_buffer_bytes)])
+        data = self._dial(turn, address, Role.DATA, wish.generation, wish.socket_buffer_bytes)
+        if secured is None or isinstance(data, int):
+            held.hold([self._plain(Role.DATA, data)])
+        else:
+            secured.append(data)
         if wish.has_pulse:
-            held.hold([self._dial(turn, address, Role.PULSE, 0, 0)])
+            held.hold([self._plain(Role.PULSE, self._dial(turn, address, Role.PULSE, 0, 0))])
 
-    def _dial(self, turn: Turn, address: Address, role: Role, generation: int, buffer_bytes: int) -> int:
+    def _plain(self, role: Role, dialled: Detached) -> int:
+        """Returns a descriptor for a connection, which decrypts where that is encrypted."""
+        if isinstance(dialled, int):
+            return dialled
+        former = self._relays.get(role)
+        if former is not None:
+            former.close()
+        self._relays[role] = _core.Relay(dialled)
+        return self._relays[role].take_plain()
+
+    def _dial(self, turn: Turn, address: Address, role: Role, generation: int, buffer_bytes: int) -> Detached:
         if self._peer is None:
             raise ProtocolError(f"worker {self.name}: no session yet")
-        credentials = Credentials(role, self._peer.session_key, self._peer.session_id, generation)
+        credentials = Credentials(role, self._peer.session_key, self._peer.session_id, generation, self._encryption)
         connection, _ = connect_authenticated(
             self.name, address, credentials, deadline=turn.deadline, call_off=self._call_off, buffer_bytes=buffer_bytes
         )
@@ -378,6 +419,8 @@ class HostSession:
             return
         if self._conversation is not None:
             self._conversation.close()
+        for relay in self._relays.values():
+            relay.close()
         if self.started is not None:
             self.started.close(seconds=seconds)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dflash_moe.errors import ConfigError
+from dflash_moe.protocol.encryption import require_library
 from dflash_moe.protocol.keys import read_key_file
 from dflash_moe.protocol.paths import TRANSPORTS
 from dflash_moe.topology.addresses import Address
@@ -53,7 +54,8 @@ def check_paths(topology: Topology, settings: Settings) -> bytes | None:
     key, or None where no key file is named.
 
     Raises ConfigError for a transport that cannot be had, for a key file that cannot be read or is
-    missing where a worker is reached over TCP, and for a socket path that is something else.
+    missing where a worker is reached over TCP, for connections that shall be encrypted where this
+    machine has no libssl, and for a socket path that is something else.
     """
     key = read_key_file(Path(settings.key_file)) if settings.key_file else None
     for worker in topology.workers:
@@ -61,6 +63,7 @@ def check_paths(topology: Topology, settings: Settings) -> bytes | None:
         choose_transport(worker.name, address, settings.transport)
         if address.host and key is None:
             raise ConfigError(f"worker {worker.name} at {address}: TCP needs the shared key; give --key-file FILE")
+        require_library(settings.encryption, address, who=f"worker {worker.name}")
         if address.path and not _may_be_socket(Path(address.path)):
             raise ConfigError(f"worker {worker.name} at {address}: that path is no socket; give the one its worker listens on")
     return key

@@ -19,9 +19,11 @@ import stat
 import threading
 import time
 from dataclasses import dataclass
+from functools import partial
 
 from dflash_moe.errors import ConfigError, DflashError, ProtocolError
 from dflash_moe.protocol.auth import HANDSHAKE_S, PEER_CREDENTIAL_KEY, Peer, authenticate_host
+from dflash_moe.protocol.encryption import SETTING, Encryption, require_library
 from dflash_moe.protocol.failures import busy_refusal, crowded_refusal, system_failure, to_refusal
 from dflash_moe.protocol.framing import Connection, PeerGone, size_buffers
 from dflash_moe.protocol.messages import Open, Role
@@ -148,7 +150,10 @@ class Listener:
     and removes the path of a Unix socket.
     """
 
-    def __init__(self, sock: socket.socket, *, worker: str, key: bytes | None, path: str = "") -> None:
+    def __init__(
+        self, sock: socket.socket, *, worker: str, key: bytes | None, path: str = "", encryption: Encryption | None = None
+    ) -> None:
+        self._encryption = encryption
         self._sock = sock
         self._worker = worker
         self._key = key
@@ -238,7 +243,7 @@ class Listener:
             accepted.close()
             return
         try:
-            newcomer = Stranger(Connection(accepted), origin)
+            newcomer = Stranger(Connection(accepted), origin, is_plain=self._encryption is None)
         except PeerGone:
             self._threads.release()
             return
@@ -247,8 +252,9 @@ class Listener:
             self._complaints.log(
                 f"dropped a connection from {displaced.origin or 'this user'} that had not proved the key, for a newer one"
             )
-            # The thread of its handshake closes it. The parting word tells a host why.
-            displaced.connection.hang_up(parting=crowded_refusal(self._worker, MAX_STRANGERS))
+            # The thread of its handshake closes it. The parting word tells a host why; one that
+            # encrypts could not read it, and tries again all the same.
+            displaced.connection.hang_up(parting=crowded_refusal(self._worker, MAX_STRANGERS) if displaced.is_plain else None)
         try:
             threading.Thread(target=self._handshake, args=(newcomer,), name="handshake", daemon=True).start()
         except RuntimeError as error:
@@ -264,7 +270,12 @@ class Listener:
             now = time.monotonic()
             connection.await_byte(deadline=now + FIRST_BYTE_S, waiting_for="the first byte of a host")
             stranger.has_spoken = True
-            peer = authenticate_host(connection, key_for=self._key_for, deadline=now + HANDSHAKE_S)
+            deadline = now + HANDSHAKE_S
+            if self._encryption is not None:
+                takes_control = self._key is not None
+                self._encryption.accept(connection, worker=self._worker, takes_control=takes_control, deadline=deadline)
+                stranger.is_plain = not connection.is_encrypted
+            peer = authenticate_host(connection, key_for=partial(self._key_for, connection), deadline=deadline)
             # A newer connection may have displaced this one until here; from here on none can.
             if not self._strangers.leave(stranger):
                 raise PeerGone("displaced at the end of its handshake")
@@ -285,11 +296,13 @@ class Listener:
         self._strangers.leave(stranger)
         self._threads.release()
 
-    def _key_for(self, opening: Open) -> bytes:
+    def _key_for(self, connection: Connection, opening: Open) -> bytes:
         if opening.role != Role.CONTROL:
             mailbox = self._mailbox
             if mailbox is None:
                 raise ProtocolError("session_id: this worker has no session")
+            if mailbox.is_encrypted and not connection.is_encrypted:
+                raise ProtocolError(f"{SETTING}: the session is encrypted and this connection of it is not")
             return mailbox.key_for(opening)
         if self._key is None:
             raise ProtocolError("role: this listener takes no control connections")
@@ -331,10 +344,15 @@ class Complaints:
         log.warning("%s%s", text, f" (and {num_withheld} more such lines, withheld)" if num_withheld else "")
 
 
-def open_listener(address: Address, *, worker: str, key: bytes | None, buffer_bytes: int = 0) -> Listener:
+def open_listener(
+    address: Address, *, worker: str, key: bytes | None, buffer_bytes: int = 0, encryption: str = "auto"
+) -> Listener:
     """Opens the listener of a worker that is started by hand. TCP needs a key; a Unix socket does
     without, because the kernel vouches for the peer's uid. `buffer_bytes` is for TCP, as in
-    `open_tcp_listener`. Raises ConfigError when TCP has no key or the address cannot be had.
+    `open_tcp_listener`, and so is `encryption`, the setting of this name.
+
+    Raises ConfigError when TCP has no key, connections shall be encrypted and this machine has no
+    libssl, or the address cannot be had.
     """
     if address.path:
         sock = open_unix_listener(address.path)
@@ -345,4 +363,6 @@ def open_listener(address: Address, *, worker: str, key: bytes | None, buffer_by
             f"{address}: {reach} can reach it, so a shared key is needed; make one with `dflash-moe key make FILE` "
             "and give --key-file FILE on both ends"
         )
-    return Listener(open_tcp_listener(address.host, address.port, buffer_bytes), worker=worker, key=key)
+    require_library(encryption, address, who=f"worker {worker}")
+    sock = open_tcp_listener(address.host, address.port, buffer_bytes)
+    return Listener(sock, worker=worker, key=key, encryption=Encryption(encryption, key))

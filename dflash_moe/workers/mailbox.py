@@ -6,10 +6,10 @@ SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
-import os
 import threading
 
 from dflash_moe.errors import ProtocolError, WorkerTimeout
+from dflash_moe.protocol.framing import Detached, close_detached
 from dflash_moe.protocol.messages import Open, Role
 
 # A session needs two connections at a time. A peer that leaves more than this misbehaves.
@@ -17,14 +17,17 @@ MAX_WAITING = 8
 
 
 class Mailbox:
-    """The data and pulse connections of one session, by (role, generation). It owns the descriptors
-    that wait until somebody collects them or `close()`. Any thread may call.
+    """The data and pulse connections of one session, by (role, generation). It owns those that wait
+    until somebody collects them or `close()`. Any thread may call.
+
+    With `is_encrypted`, the control connection is encrypted, and so must these be.
     """
 
-    def __init__(self, session_id: bytes, session_key: bytes) -> None:
+    def __init__(self, session_id: bytes, session_key: bytes, *, is_encrypted: bool = False) -> None:
         self.session_id = session_id
+        self.is_encrypted = is_encrypted
         self._session_key = session_key
-        self._arrived: dict[tuple[Role, int], int] = {}
+        self._arrived: dict[tuple[Role, int], Detached] = {}
         self._changed = threading.Condition()
         self._is_closed = False
 
@@ -38,20 +41,20 @@ class Mailbox:
             raise ProtocolError(f"role: found {opening.role}, allowed in a running session are data and pulse")
         return self._session_key
 
-    def deliver(self, role: Role, generation: int, descriptor: int) -> None:
-        """Takes ownership of `descriptor`. A duplicate, one too many, or one that comes after
+    def deliver(self, role: Role, generation: int, connection: Detached) -> None:
+        """Takes ownership of `connection`. A duplicate, one too many, or one that comes after
         `close()` is closed.
         """
         with self._changed:
             if self._is_closed or (role, generation) in self._arrived or len(self._arrived) >= MAX_WAITING:
-                os.close(descriptor)
+                close_detached(connection)
                 return
-            self._arrived[role, generation] = descriptor
+            self._arrived[role, generation] = connection
             self._changed.notify_all()
 
-    def collect(self, role: Role, generation: int, *, seconds: float) -> int:
-        """Waits up to `seconds` for a connection and returns its descriptor, which the caller now
-        owns. Raises WorkerTimeout when it does not arrive in time.
+    def collect(self, role: Role, generation: int, *, seconds: float) -> Detached:
+        """Waits up to `seconds` for a connection and returns it, which the caller now owns. Raises
+        WorkerTimeout when it does not arrive in time.
         """
         with self._changed:
             if not self._changed.wait_for(lambda: (role, generation) in self._arrived, seconds):
@@ -62,6 +65,6 @@ class Mailbox:
         """Closes the connections that nobody collected, and all that still come."""
         with self._changed:
             self._is_closed = True
-            for descriptor in self._arrived.values():
-                os.close(descriptor)
+            for connection in self._arrived.values():
+                close_detached(connection)
             self._arrived.clear()

@@ -21,6 +21,7 @@ from typing import Any
 from dflash_moe.errors import ConfigError, DflashError
 from dflash_moe.model.checkpoint import Checkpoint
 from dflash_moe.protocol.auth import HANDSHAKE_S, KEY_BYTES, authenticate_host
+from dflash_moe.protocol.encryption import Encryption
 from dflash_moe.protocol.failures import to_refusal
 from dflash_moe.protocol.framing import Connection, PeerGone
 from dflash_moe.telemetry.logs import set_up_worker_logging
@@ -63,7 +64,9 @@ def run_started_worker(*, name: str, model: Path, control_fd: int, key_fd: int, 
 
     def listen(buffer_bytes: int) -> int:
         if not private:
-            private.append(Listener(open_tcp_listener("127.0.0.1", 0, buffer_bytes), worker=name, key=None))
+            # The host that started this process decides what is encrypted on the way to it.
+            sock = open_tcp_listener("127.0.0.1", 0, buffer_bytes)
+            private.append(Listener(sock, worker=name, key=None, encryption=Encryption("auto", key)))
             private[0].use_mailbox(mailbox)
         return private[0].port
 
@@ -88,19 +91,20 @@ def run_hand_started_worker(
     isa: str = "",
     is_once: bool = False,
     buffer_bytes: int = 0,
+    encryption: str = "auto",
     on_ready: Callable[[Address], Any] = lambda _: None,
 ) -> int:
     """Listens and serves one host after the other until SIGINT or SIGTERM, or with `is_once` until
     the first one left. Returns the exit code. It must run in the main thread, which takes signals.
 
     `threads` None takes all usable cores. `memory_limit` bounds the bytes of weights; 0 is no
-    limit. `buffer_bytes` sizes the buffers of TCP connections; 0 keeps the system's own. `on_ready`
-    is called with the address and its real port once hosts may call. Until then ConfigError and
-    CheckpointError are raised.
+    limit. `buffer_bytes` sizes the buffers of TCP connections; 0 keeps the system's own.
+    `encryption` is the setting of this name. `on_ready` is called with the address and its real
+    port once hosts may call. Until then ConfigError and CheckpointError are raised.
     """
     set_up_worker_logging()
     # The listener is opened first, so that what is wrong with its address is known at once.
-    listener = open_listener(address, worker=name, key=key, buffer_bytes=buffer_bytes)
+    listener = open_listener(address, worker=name, key=key, buffer_bytes=buffer_bytes, encryption=encryption)
     previous = [(number, signal.signal(number, _raise_interrupt)) for number in (signal.SIGINT, signal.SIGTERM)]
     try:
         identity = _identify(name, model, threads=threads or usable_cores(), memory_limit=memory_limit, isa=isa)
@@ -122,7 +126,7 @@ def run_hand_started_worker(
 
 
 def _serve_caller(caller: Caller, identity: WorkerIdentity, listener: Listener) -> str:
-    mailbox = Mailbox(caller.peer.session_id, caller.peer.session_key)
+    mailbox = Mailbox(caller.peer.session_id, caller.peer.session_key, is_encrypted=caller.connection.is_encrypted)
     listener.use_mailbox(mailbox)
     session = WorkerSession(caller.connection, identity, mailbox, lambda _: listener.port, patience_s=PATIENCE_S)
     try:

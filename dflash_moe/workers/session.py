@@ -297,11 +297,11 @@ class WorkerSession:
             offered.hold(self.connection.take_descriptors(message.num_descriptors))
             kind = self._transport_of(message)
             self._stop_serving()
-            if kind.is_dialled:
-                self._await_dialled(message, offered)
-            pulse = self._pulse_of(message, offered)
-            accepted = _core.accept_path(kind.name, terms_of(message), message.offer, offered.take_all())
-            if pulse >= 0:
+            secured = self._await_dialled(message, offered) if kind.is_dialled else {}
+            pulse = secured.get(Role.PULSE) or self._pulse_of(message, offered)
+            data = secured.get(Role.DATA)
+            accepted = _core.accept_path(kind.name, terms_of(message), message.offer, offered.take_all(), data)
+            if isinstance(pulse, _core.SecureSocket) or pulse >= 0:
                 worker.start_pulse(pulse)
             self._send(
                 Attached(generation=message.generation, num_descriptors=len(accepted.descriptors), answer=accepted.payload),
@@ -320,14 +320,20 @@ class WorkerSession:
             raise ProtocolError("message Attach: field is_open: only the host that started a worker may ask for that")
         return kind
 
-    def _await_dialled(self, message: Attach, offered: Descriptors) -> None:
+    def _await_dialled(self, message: Attach, offered: Descriptors) -> dict[Role, _core.SecureSocket]:
         """Waits for the connections that no descriptor can bring, and adds them to the offer as if
-        they had come with it: data, then pulse.
+        they had come with it: data, then pulse. Returns those that are encrypted instead.
         """
         self._send(Listening(port=self.listen(message.socket_buffer_bytes)))
-        offered.hold([self.mailbox.collect(Role.DATA, message.generation, seconds=ATTACH_S)])
-        if message.has_pulse:
-            offered.hold([self.mailbox.collect(Role.PULSE, 0, seconds=ATTACH_S)])
+        awaited = [(Role.DATA, message.generation)] + ([(Role.PULSE, 0)] if message.has_pulse else [])
+        secured: dict[Role, _core.SecureSocket] = {}
+        for role, generation in awaited:
+            arrived = self.mailbox.collect(role, generation, seconds=ATTACH_S)
+            if isinstance(arrived, int):
+                offered.hold([arrived])
+            else:
+                secured[role] = arrived
+        return secured
 
     def _pulse_of(self, message: Attach, offered: Descriptors) -> int:
         """Takes the descriptor of the pulse, the last that came, or returns -1 where this path

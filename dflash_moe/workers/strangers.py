@@ -33,6 +33,8 @@ class Stranger:
     # `origin_of` says where it comes from.
     origin: str
     has_spoken: bool = False
+    # It expects the plain protocol, so that a parting word can be read.
+    is_plain: bool = False
     was_displaced: bool = False
 
 

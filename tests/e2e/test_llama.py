@@ -133,8 +133,9 @@ def test_program_gets_the_bits_of_a_runtime(model, tmp_path, address):
             assert runtime.experts(layer.index, rows, ids, weights).tolist() == output
 
 
-@pytest.mark.parametrize("address", ["", ", address: tcp"])
-def test_worn_paths_are_renewed(model, tmp_path, address):
+@pytest.mark.parametrize(("address", "encryption"), [("", "auto"), (", address: tcp", "auto"), (", address: tcp", "on")])
+def test_worn_paths_are_renewed(model, tmp_path, monkeypatch, address, encryption):
+    monkeypatch.setenv("DFLASH_MOE_EXPERT_COMPUTE_IPC_ENCRYPTION", encryption)
     plan = topology(tmp_path, *(worker + address for worker in TWO))
     code, stderr = run("worn", tmp_path / "out", model, "--topology", plan)
     assert code == 0, stderr
@@ -420,8 +421,9 @@ def hand_worker(model: Path, plan: Path, *flags: object) -> subprocess.Popen[str
     return process
 
 
-@pytest.mark.parametrize("kind", ["unix", "tcp"])
-def test_worker_by_hand_comes_back(model, tmp_path, kind):
+@pytest.mark.parametrize(("kind", "encryption"), [("unix", "auto"), ("tcp", "auto"), ("tcp", "on")])
+def test_worker_by_hand_comes_back(model, tmp_path, monkeypatch, kind, encryption):
+    monkeypatch.setenv("DFLASH_MOE_EXPERT_COMPUTE_IPC_ENCRYPTION", encryption)
     key, flags = tmp_path / "key", []
     if kind == "tcp":
         subprocess.run(

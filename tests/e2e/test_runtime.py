@@ -63,8 +63,10 @@ def test_shared_memory_gives_the_oracles_bits(runtime: ExpertRuntime, num_tokens
         (None, {"transport": "stream"}, "unix"),
         ("unix", {"socket_buffer_bytes": 4096}, "unix"),
         ("tcp", {"socket_buffer_bytes": "4KiB"}, "tcp"),
+        ("tcp", {"encryption": "on"}, "tcp"),
+        ("tcp", {"encryption": "on", "socket_buffer_bytes": "4KiB"}, "tcp"),
     ],
-    ids=["loopback", "unix", "tcp", "stream", "unix-4k", "tcp-4k"],
+    ids=["loopback", "unix", "tcp", "stream", "unix-4k", "tcp-4k", "tls", "tls-4k"],
 )
 def test_every_transport_gives_the_oracles_bits(
     spec: ModelSpec, address: str | None, overrides: dict[str, Any], kind: str

@@ -42,10 +42,13 @@ def check_bits(runtime: ExpertRuntime) -> None:
         assert np.array_equal(runtime.experts(layer, *dataclasses.astuple(batch)), expected.experts(layer, batch))
 
 
-def test_tcp_serves_host_after_host_with_the_oracles_bits(spec: ModelSpec, key_file: Path, start_worker: StartWorker) -> None:
-    worker = start_worker(Path(spec.path), TCP, "--key-file", str(key_file))
+@pytest.mark.parametrize("encryption", ["auto", "on"])
+def test_tcp_serves_host_after_host_with_the_oracles_bits(
+    spec: ModelSpec, key_file: Path, start_worker: StartWorker, encryption: str
+) -> None:
+    worker = start_worker(Path(spec.path), TCP, "--key-file", str(key_file), "--encryption", encryption)
     for _ in range(2):
-        with reach(spec, worker.address, key_file=key_file) as runtime:
+        with reach(spec, worker.address, key_file=key_file, encryption=encryption) as runtime:
             check_bits(runtime)
             runtime.set_mode("stream")
             check_bits(runtime)
@@ -75,6 +78,28 @@ def test_a_second_host_is_told_that_the_worker_is_busy(spec: ModelSpec, key_file
     with reach(spec, worker.address, key_file=key_file) as runtime:
         with pytest.raises(WorkerError, match="worker far is busy"):
             reach(spec, worker.address, key_file=key_file)
+        check_bits(runtime)
+
+
+def test_a_wrong_key_name_or_setting_is_refused_before_tls_carries_anything(
+    spec: ModelSpec, key_file: Path, tmp_path: Path, start_worker: StartWorker
+) -> None:
+    worker = start_worker(Path(spec.path), TCP, "--key-file", str(key_file), "--encryption", "on")
+    other = tmp_path / "other.key"
+    write_key_file(other)
+    on: dict[str, Any] = {"key_file": key_file, "encryption": "on"}
+    with pytest.raises(ProtocolError, match="worker far: .*the peer has another key: check the key file"):
+        reach(spec, worker.address, key_file=other, encryption="on")
+    with pytest.raises(ProtocolError, match="worker near2: .*the peer does not take this role and worker name"):
+        reach(spec, worker.address, name="near2", **on)
+    with pytest.raises(ProtocolError, match=r"worker far wants encrypted connections here \(ipc.encryption: on\)"):
+        reach(spec, worker.address, key_file=key_file, encryption="auto")
+    with reach(spec, worker.address, **on) as runtime:
+        check_bits(runtime)
+    plain = start_worker(Path(spec.path), TCP, "--key-file", str(key_file), "--encryption", "off")
+    with pytest.raises(ProtocolError, match="the peer answered without TLS; set ipc.encryption alike at both ends"):
+        reach(spec, plain.address, **on)
+    with reach(spec, plain.address, key_file=key_file) as runtime:
         check_bits(runtime)
 
 

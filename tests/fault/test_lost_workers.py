@@ -52,9 +52,11 @@ def call_until_lost(runtime: ExpertRuntime) -> None:
         call(runtime)
 
 
-@pytest.mark.parametrize("address", [None, "unix", "tcp"])
-def test_a_worker_killed_in_a_call_is_lost_with_its_name_signal_and_log(spec: ModelSpec, address: str | None) -> None:
-    with start(spec, address=address, emulate=SLOW, **FAR) as runtime:
+@pytest.mark.parametrize(("address", "encryption"), [(None, "auto"), ("unix", "auto"), ("tcp", "auto"), ("tcp", "on")])
+def test_a_worker_killed_in_a_call_is_lost_with_its_name_signal_and_log(
+    spec: ModelSpec, address: str | None, encryption: str
+) -> None:
+    with start(spec, address=address, emulate=SLOW, encryption=encryption, **FAR) as runtime:
         victims = pids(runtime)
         waiting = runtime.submit(0, *dataclasses.astuple(make_batch(200)))
         os.kill(victims["w1"], signal.SIGKILL)
@@ -95,8 +97,9 @@ def test_calls_after_a_loss_fail_at_once_and_leaving_the_block_raises_nothing(sp
         assert runtime.stats()["workers"]["w0"]["state"] == "lost"
 
 
-def test_a_stopped_worker_is_lost_after_the_stall_timeout_not_earlier(spec: ModelSpec) -> None:
-    with start(spec, stall_timeout_s=1.0, call_timeout_s=90.0) as runtime:
+@pytest.mark.parametrize("overrides", [{}, {"address": "tcp", "encryption": "on"}], ids=["shared", "tls"])
+def test_a_stopped_worker_is_lost_after_the_stall_timeout_not_earlier(spec: ModelSpec, overrides: dict[str, Any]) -> None:
+    with start(spec, stall_timeout_s=1.0, call_timeout_s=90.0, **overrides) as runtime:
         call(runtime)
         victims = pids(runtime)
         freeze(victims["w1"])

@@ -56,11 +56,14 @@ std::string printable(const unsigned char* bytes, size_t num_bytes) {
   return text;
 }
 
-// The types of records (RFC 8446, section 5.1) are change_cipher_spec, alert, handshake and
-// application_data.
-bool begins_record(std::byte first) {
-  const auto type = std::to_integer<unsigned>(first);
-  return type >= 0x14 && type <= 0x17;
+// Whether these first bytes can be TLS: a type from change_cipher_spec to application_data, then
+// version 3.1 to 3.4 (RFC 8446, section 5.1). The third byte of a frame of the plain protocol, whose
+// length has 17 bits, is 0 or belongs to a frame whose first byte is 0.
+bool begins_record(std::span<const std::byte> bytes) {
+  const auto at = [&](size_t i) { return std::to_integer<unsigned>(bytes[i]); };
+  if (at(0) < 0x14 || at(0) > 0x17) return false;
+  if (bytes.size() > 1 && at(1) != 3) return false;
+  return bytes.size() < 3 || (at(2) >= 1 && at(2) <= 4);
 }
 
 // The socket on whose behalf libssl runs on this thread: its callbacks cannot be given a pointer
@@ -240,7 +243,7 @@ bool SecureSocket::fetch() {
   if (got <= 0) return false;
   received_begin_ = 0;
   received_end_ = static_cast<size_t>(got);
-  if (!has_heard_ && !begins_record(received_[0])) is_peer_plain_ = true;
+  if (!has_heard_ && !begins_record(std::span(received_).first(received_end_))) is_peer_plain_ = true;
   has_heard_ = true;
   return true;
 }

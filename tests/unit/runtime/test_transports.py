@@ -100,7 +100,7 @@ class ToyOffer:
         self._inner = inner
         self.descriptors = inner.descriptors
 
-    def complete(self, answer: bytes, descriptors: Sequence[int]) -> _core.Channel:
+    def complete(self, answer: bytes, descriptors: Sequence[int], secured: None) -> _core.Channel:
         assert answer == b"the worker's word"
         return self._inner.complete(b"", descriptors)
 
@@ -117,9 +117,9 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def offer(kind: str, terms: _core.PathTerms) -> Any:
         return ToyOffer(offer_path("unix", terms)) if kind == "toy" else offer_path(kind, terms)
 
-    def accept(kind: str, terms: _core.PathTerms, offered: bytes, descriptors: Sequence[int]) -> Any:
+    def accept(kind: str, terms: _core.PathTerms, offered: bytes, descriptors: Sequence[int], secured: Any) -> Any:
         if kind != "toy":
-            return accept_path(kind, terms, offered, descriptors)
+            return accept_path(kind, terms, offered, descriptors, secured)
         assert offered == ToyOffer.payload
         accepted = accept_path("unix", terms, b"", descriptors)
         return SimpleNamespace(payload=b"the worker's word", descriptors=[], take_channel=accepted.take_channel)
