@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import ipaddress
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -49,13 +48,6 @@ def psk_of(key: bytes, label: str, worker: str) -> bytes:
     """
     extracted = hmac.digest(bytes(hashlib.sha256().digest_size), key, "sha256")
     return hmac.digest(extracted, _PURPOSE + b"\0" + identity_of(label, worker).encode() + b"\x01", "sha256")
-
-
-def is_loopback(host: str) -> bool:
-    """Says whether a numeric address, maybe an IPv4 one within IPv6, never leaves this machine."""
-    address = ipaddress.ip_address(host.partition("%")[0])
-    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
-    return (mapped or address).is_loopback
 
 
 def require_library(setting: str, address: Address, *, who: str) -> None:
@@ -95,9 +87,9 @@ class Encryption:
         except ProtocolError as error:
             raise ProtocolError(f"worker {worker}: {error}") from None
 
-    def accept(self, connection: Connection, *, worker: str, takes_control: bool, deadline: float) -> None:
-        """Does the same at the worker, which must have seen that something has come. Where auto
-        does not ask for encryption, the host decides.
+    def answer(self, connection: Connection, *, worker: str, takes_control: bool, deadline: float) -> None:
+        """Does the same for a connection that came to the worker, which must have seen that a first
+        byte is there. Where auto does not ask for encryption, the host decides.
 
         Errors: ProtocolError naming the setting where the host encrypts and this worker does not,
         or the other way round; those of `dial`.

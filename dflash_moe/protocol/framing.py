@@ -21,10 +21,10 @@ from collections.abc import Sequence
 
 from dflash_moe import _core
 from dflash_moe.errors import DflashError, ProtocolError, WorkerLost, WorkerTimeout
-from dflash_moe.protocol.encryption import is_loopback
 from dflash_moe.protocol.failures import descriptor_limit_text
 from dflash_moe.protocol.messages import CODEC
 from dflash_moe.protocol.schema import MAX_FRAME_BYTES, Codec, Message
+from dflash_moe.topology.addresses import is_loopback
 
 # A frame that began must be complete after this time, so that a slow sender cannot hold a
 # connection.

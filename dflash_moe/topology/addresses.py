@@ -35,17 +35,24 @@ class Address:
     @property
     def is_loopback(self) -> bool:
         """True for a TCP host that only this machine can reach."""
-        if self.host == "localhost":
-            return True
-        try:
-            return ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return False
+        return self.host == "localhost" or is_loopback(self.host)
 
     def __str__(self) -> str:
         if self.host:
             return f"tcp://[{self.host}]:{self.port}" if ":" in self.host else f"tcp://{self.host}:{self.port}"
         return f"unix://{self.path}" if self.path else self.kind
+
+
+def is_loopback(host: str) -> bool:
+    """Says whether `host` is a numeric address, maybe an IPv4 one within IPv6, that never leaves
+    this machine.
+    """
+    try:
+        address = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return False
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return (mapped or address).is_loopback
 
 
 def parse_address(text: str | None) -> Address:

@@ -273,7 +273,7 @@ class Listener:
             deadline = now + HANDSHAKE_S
             if self._encryption is not None:
                 takes_control = self._key is not None
-                self._encryption.accept(connection, worker=self._worker, takes_control=takes_control, deadline=deadline)
+                self._encryption.answer(connection, worker=self._worker, takes_control=takes_control, deadline=deadline)
                 stranger.is_plain = not connection.is_encrypted
             peer = authenticate_host(connection, key_for=partial(self._key_for, connection), deadline=deadline)
             # A newer connection may have displaced this one until here; from here on none can.

@@ -7,7 +7,8 @@
     wire, transport/ring, compute/gpu <- device_exchange <- plugin/entry (the plug-ins, no core)
     client <- c_interface <- ggml_plugin (a plug-in of ggml that knows the header dflash_moe.h only)
 
-And inside compute: formats <- numerics <- experts <- operators <- reference <- cpu, and
+Inside transport, secure is below the other folders and stream alone builds on it; the room's own
+files join them. And inside compute: formats <- numerics <- experts <- operators <- reference <- cpu, and
 experts <- gpu.
 SPDX-License-Identifier: Apache-2.0
 """
@@ -55,6 +56,15 @@ MAY_INCLUDE_INSIDE: dict[str, dict[str, set[str]]] = {
         "reference": {"", "formats", "experts", "operators"},
         "cpu": {"", "formats", "experts", "operators", "reference"},
         "gpu": {"", "formats", "experts"},
+    },
+    "transport": {
+        "secure": set(),
+        "": {"secure", "shared", "stream"},
+        "ring": {""},
+        "loopback": {"", "ring"},
+        "shared": {"", "ring"},
+        "stream": {"", "ring", "secure"},
+        "faulty": {""},
     },
 }
 # The room wire never sees a file descriptor: neither the type that owns one nor the system's

@@ -9,6 +9,7 @@ SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
 _NON_BLOCKING_BELL = "bounded: the bell is a non-blocking eventfd, which answers at once"
+_NEVER_BLOCKS = "bounded: held over one call of an encrypted connection, and none of those waits"
 _WAKES_ONLY = "bounded: FUTEX_WAKE never sleeps, and this file has no FUTEX_WAIT"
 _HANDED_BACK = (
     "bounded: the thread takes back what it gave up a line before; the interpreter hands it on every few milliseconds"
@@ -20,6 +21,8 @@ KNOWN: dict[str, dict[str, str]] = {
     "csrc/bindings/bind_call.cc": {
         "wait client": "bounded: each turn waits at most kSignalPeriodNs, the whole until the caller's deadline",
     },
+    "csrc/bindings/bind_secure.cc": {"lock box.mutex": _NEVER_BLOCKS},
+    "csrc/bindings/secure_box.h": {"lock mutex": _NEVER_BLOCKS},
     "csrc/c_interface/connection.cc": {
         "::connect": "bounded: the socket is non-blocking, so a busy listener answers EAGAIN, and tries end at the deadline",
         "::poll": "bounded: its timeout is what is left until the deadline, a nap of 10 ms, or none",
@@ -126,6 +129,11 @@ KNOWN: dict[str, dict[str, str]] = {
         "::read": _NON_BLOCKING_BELL,
         "::write": _NON_BLOCKING_BELL,
         "futex SYS_futex": _WAKES_ONLY,
+    },
+    "csrc/transport/secure/relay.cc": {
+        "::poll": "bounded: ends with the connection, by hang-up or keep-alive, or with the bell that its owner rings",
+        "::write": _NON_BLOCKING_BELL,
+        "join thread_": "bounded: the bell was rung a line before, which the thread sees between two calls that do not wait",
     },
     "csrc/transport/stream/tcp_pair.cc": {
         "::accept4": "bounded: the connection was made a line before, so one waits in the queue",

@@ -83,6 +83,19 @@ class SecureSocket {
 
  private:
   struct Callbacks;
+  // The socket on whose behalf libssl runs on this thread: its callbacks are given no pointer to
+  // it. Set for the time of one call into libssl, and never read outside of it.
+  static thread_local SecureSocket* active_;
+  class Active {
+   public:
+    explicit Active(SecureSocket& self) : before_(active_) { active_ = &self; }
+    ~Active() { active_ = before_; }
+    Active(const Active&) = delete;
+    Active& operator=(const Active&) = delete;
+
+   private:
+    SecureSocket* const before_;
+  };
   SecureSocket(std::shared_ptr<const Libssl> library, SecureSide side, OwnedFd socket,
                std::vector<PresharedKey> keys, const SecureOptions& options);
   Status open();

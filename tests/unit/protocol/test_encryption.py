@@ -24,7 +24,7 @@ from dflash_moe.protocol.failures import to_refusal
 from dflash_moe.protocol.framing import Connection, PeerGone
 from dflash_moe.protocol.messages import Role
 from dflash_moe.topology import Topology
-from dflash_moe.topology.addresses import parse_address
+from dflash_moe.topology.addresses import is_loopback, parse_address
 
 KEY = bytes(range(32))
 OTHER = bytes(range(1, 33))
@@ -57,7 +57,7 @@ class WorkerEnd:
         deadline = time.monotonic() + PATIENCE_S
         try:
             self.connection.await_byte(deadline=deadline, waiting_for="the host")
-            self._encryption.accept(self.connection, worker=self._worker, takes_control=True, deadline=deadline)
+            self._encryption.answer(self.connection, worker=self._worker, takes_control=True, deadline=deadline)
             self.outcome = auth.authenticate_host(self.connection, key_for=lambda _: self._key, deadline=deadline)
         except DflashError as error:
             self.outcome = error
@@ -186,7 +186,7 @@ def test_a_listener_that_takes_no_control_connections_has_no_key_for_them(ends: 
         deadline = time.monotonic() + PATIENCE_S
         worker.await_byte(deadline=deadline, waiting_for="the host")
         try:
-            Encryption("on", KEY).accept(worker, worker="w0", takes_control=False, deadline=deadline)
+            Encryption("on", KEY).answer(worker, worker="w0", takes_control=False, deadline=deadline)
         except DflashError as error:
             outcome.append(error)
 
@@ -212,7 +212,7 @@ class Between:
         deadline = time.monotonic() + PATIENCE_S
         mine = Encryption("on", KEY)
         self._near.await_byte(deadline=deadline, waiting_for="the host")
-        mine.accept(self._near, worker="w0", takes_control=True, deadline=deadline)
+        mine.answer(self._near, worker="w0", takes_control=True, deadline=deadline)
         mine.dial(self._far, worker="w0", role=Role.CONTROL, deadline=deadline)
         back = threading.Thread(target=self._pass, args=(self._far, self._near, deadline))
         back.start()
@@ -356,4 +356,4 @@ def test_without_libssl_a_machine_refuses_to_start_beyond_loopback(monkeypatch: 
     [("127.0.0.9", True), ("::1", True), ("::ffff:127.0.0.1", True), ("10.0.0.1", False), ("fe80::1%eth0", False)],
 )
 def test_loopback_is_told_from_the_rest(host: str, is_local: bool) -> None:
-    assert encryption.is_loopback(host) == is_local
+    assert is_loopback(host) == is_local
