@@ -8,8 +8,8 @@
     client <- c_interface <- ggml_plugin (a plug-in of ggml that knows the header dflash_moe.h only)
 
 Inside transport, secure is below the other folders and stream alone builds on it; the room's own
-files join them. And inside compute: formats <- numerics <- experts <- operators <- reference <- cpu, and
-experts <- gpu.
+files join them. And inside compute: formats <- numerics <- experts <- operators <- reference <-
+cpu, and experts <- gpu.
 SPDX-License-Identifier: Apache-2.0
 """
 
