@@ -10,8 +10,10 @@ SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 import statistics
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,18 +22,19 @@ from dflash_moe.bench import expert_call
 from dflash_moe.bench.expert_call import measure_calls
 from dflash_moe.bench.harness import Recorder
 from dflash_moe.bench.results import BenchResult, percentile
-from dflash_moe.errors import ConfigError
+from dflash_moe.errors import ConfigError, WorkerTimeout
+from dflash_moe.protocol.encryption import identity_of
 from dflash_moe.protocol.paths import TRANSPORTS
 
 # Payloads travel each way. 8 KiB is one row of hidden size 2048 in f32. From 1 MiB on the copies
 # are all that counts.
 PAYLOADS_QUICK = (64, 4096, 8192, 65536, 1 << 20, 4 << 20)
 PAYLOADS_FULL = (64, 512, 4096, 8192, 16384, 65536, 262144, 1 << 20, 4 << 20, 16 << 20)
-KINDS = ("shared", "futex", "unix", "tcp", "loopback")
+KINDS = ("shared", "futex", "unix", "tcp", "tls", "loopback")
 # These are measured, by their names in the table of transports. Loopback has no two processes.
-TRANSPORT_OF = {"shared": "shared", "futex": "shared", "unix": "unix", "tcp": "tcp"}
+TRANSPORT_OF = {"shared": "shared", "futex": "shared", "unix": "unix", "tcp": "tcp", "tls": "tcp"}
 # The floor of a transport is a raw ping-pong of the same nature with one copy per direction.
-FLOOR_OF = {"shared": "spin", "loopback": "spin", "futex": "futex", "unix": "unix", "tcp": "tcp"}
+FLOOR_OF = {"shared": "spin", "loopback": "spin", "futex": "futex", "unix": "unix", "tcp": "tcp", "tls": "tcp"}
 # This is far above any round trip measured here, so that "spinning" means never to sleep.
 SPIN_NS = 50_000_000
 TIMEOUT_S = 60.0
@@ -160,9 +163,26 @@ def _both_ends(kind: str, geometry: _core.Geometry) -> tuple[_core.Channel, _cor
     offer = _core.offer_path(transport, terms)
     passed = [os.dup(descriptor) for descriptor in offer.descriptors]
     dialled = [end.detach() for end in _tcp_pair()] if TRANSPORTS[transport].is_dialled else []
-    accepted = _core.accept_path(transport, terms, offer.payload, passed + dialled[1:])
+    ours, theirs = _encrypted(*dialled) if kind == "tls" else (None, None)
+    if ours is not None:
+        dialled = []
+    accepted = _core.accept_path(transport, terms, offer.payload, passed + dialled[1:], theirs)
     answered = [os.dup(descriptor) for descriptor in accepted.descriptors]
-    return offer.complete(accepted.payload, answered + dialled[:1]), accepted.take_channel()
+    return offer.complete(accepted.payload, answered + dialled[:1], ours), accepted.take_channel()
+
+
+def _encrypted(ours: int, theirs: int) -> tuple[_core.SecureSocket, _core.SecureSocket]:
+    """Puts both ends of a connection under TLS, with a key for this run. Each call goes on as far
+    as it can, so that the ends take turns.
+    """
+    keys = [(identity_of("data", "bench"), secrets.token_bytes(32))]
+    dialling = _core.SecureSocket(ours, is_dialling=True, keys=keys)
+    accepting = _core.SecureSocket(theirs, is_dialling=False, keys=keys)
+    until = time.monotonic() + TIMEOUT_S
+    while not (dialling.handshake() & accepting.handshake()):
+        if time.monotonic() > until:
+            raise WorkerTimeout("two ends of one process did not finish a TLS handshake")
+    return dialling, accepting
 
 
 def _tcp_pair() -> tuple[socket.socket, socket.socket]:

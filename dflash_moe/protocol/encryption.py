@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from dflash_moe import _core
@@ -67,7 +67,7 @@ class Encryption:
     """One end's setting, and the shared key from which those of its connections come."""
 
     setting: str
-    key: bytes
+    key: bytes = field(repr=False)
 
     def _is_due(self, connection: Connection) -> bool:
         return self.setting == "on" or (self.setting == "auto" and not connection.is_local)

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 
 from dflash_moe import _core
 from dflash_moe.errors import DflashError, ProtocolError, WorkerLost, WorkerTimeout
-from dflash_moe.protocol.failures import descriptor_limit_text
+from dflash_moe.protocol.failures import descriptor_limit_text, system_failure
 from dflash_moe.protocol.messages import CODEC
 from dflash_moe.protocol.schema import MAX_FRAME_BYTES, Codec, Message
 from dflash_moe.topology.addresses import is_loopback
@@ -168,10 +168,15 @@ class Connection:
         """Makes the TLS handshake; whatever is sent and received afterwards is encrypted. `keys`
         are (identity, key) as SecureSocket takes them.
 
-        Errors: ProtocolError, UnsupportedError without libssl, PeerGone, WorkerTimeout.
+        Errors: ProtocolError, UnsupportedError without libssl, PeerGone, WorkerTimeout, DflashError
+        naming the limit where this process is out of descriptors.
         """
-        # A descriptor of its own, so that another thread can hang up all the while.
-        secure = self._secure = _core.SecureSocket(os.dup(self._sock.fileno()), is_dialling=is_dialling, keys=keys)
+        try:
+            # A descriptor of its own, so that another thread can hang up all the while.
+            descriptor = os.dup(self._sock.fileno())
+        except OSError as error:
+            raise system_failure("a connection cannot be encrypted", error) from None
+        secure = self._secure = _core.SecureSocket(descriptor, is_dialling=is_dialling, keys=keys)
         try:
             while not secure.handshake():
                 self._wait(select.POLLIN | (select.POLLOUT if secure.has_unsent else 0), deadline, waiting_for)
@@ -329,6 +334,10 @@ class Connection:
                 continue
             except WorkerLost as error:
                 raise PeerGone(f"the peer hung up while waiting for {waiting_for}: {error}") from None
+            except DflashError:
+                if self._sock.fileno() < 0:
+                    raise PeerGone(f"this end was closed while waiting for {waiting_for}") from None
+                raise
             except OSError as error:
                 raise PeerGone(f"the peer hung up while waiting for {waiting_for}: {error.strerror}") from None
             if len(self._descriptors) > MAX_PENDING_DESCRIPTORS:

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from dflash_moe.errors import DflashError, WorkerLost, WorkerTimeout
 from dflash_moe.protocol.auth import HANDSHAKE_S, Peer, authenticate_to_worker
@@ -41,7 +41,7 @@ class Credentials:
     """
 
     role: Role
-    key: bytes
+    key: bytes = field(repr=False)
     session_id: bytes
     # A data connection names the generation of its path; control and pulse connections have 0.
     generation: int = 0

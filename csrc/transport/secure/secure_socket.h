@@ -1,5 +1,5 @@
 // One connected socket under TLS 1.3 with an external pre-shared key (RFC 8446 with psk_dhe_ke,
-// RFC 9258 for such keys in general). It knows bytes only; what they mean is above. Nothing here
+// RFC 9257 for such keys in general). It knows bytes only; what they mean is above. Nothing here
 // blocks: every function does what it can now.
 //
 // Whether there may be something to read is two questions: has the kernel bytes (poll the

@@ -1,5 +1,5 @@
-"""Until TCP is encrypted, whoever runs a worker on another machine is told what that means, in each
-place where they read how to.
+"""Whoever runs a worker on another machine is told what encryption leaves open, and what its
+absence means, in each place where they read how to.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[3]
 
 
-@pytest.mark.parametrize("document", ["README.md", "docs/protocol.md", "docs/howto/by_hand_worker.md"])
+@pytest.mark.parametrize("document", ["README.md", "docs/protocol.md", "docs/security.md", "docs/howto/by_hand_worker.md"])
 def test_readers_are_told_what_somebody_on_the_path_can_do(document: str) -> None:
     text = " ".join((ROOT / document).read_text(encoding="utf-8").replace("**", "").lower().split())
     assert "on the path" in text

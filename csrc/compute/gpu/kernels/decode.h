@@ -65,8 +65,9 @@ GPU_FN GroupScale k_affine(const Unit& head, uint32_t group) {
   };
 }
 
-// Scale 2 * group + part of q3_k, from the 12 bytes of scales and d. The word is chosen by value: an
-// index that is not a constant would keep the whole group in a thread's memory instead of registers.
+// Scale 2 * group + part of q3_k, from the 12 bytes of scales and d. The word is chosen by value:
+// an index that is not a constant would keep the whole group in a thread's memory instead of
+// registers.
 GPU_FN float q3_k_factor(const Unit& tail, uint32_t group, uint32_t part) {
   const uint32_t index = 2 * group + part;
   const uint32_t lows = index / 4 % 2 == 0 ? tail.words[0] : tail.words[1];
