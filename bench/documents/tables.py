@@ -1,7 +1,7 @@
 """Writes the tables of the documents. Each shows all rows that its rule names, in the order of the
 file. Those of kernels and weights are in kernel_tables.py, those of llama.cpp in
 llama_tables.py, those of our runtime against llama.cpp and vLLM in peer_tables.py, and those of the
-engine in engine_tables.py.
+engine in engine_tables.py, those of fault campaigns in fault_tables.py.
 
 SPDX-License-Identifier: Apache-2.0
 """
@@ -11,7 +11,16 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterable
 
-from bench.documents import engine_tables, gguf_tables, kernel_tables, llama_tables, overview, peer_tables, verify_tables
+from bench.documents import (
+    engine_tables,
+    fault_tables,
+    gguf_tables,
+    kernel_tables,
+    llama_tables,
+    overview,
+    peer_tables,
+    verify_tables,
+)
 from bench.documents.recorded import Recorded, Row
 from bench.documents.text import digits, gigabytes_per_s, markdown, mebibytes, payload, percent, ratio, seconds
 
@@ -358,6 +367,7 @@ TABLES: dict[str, Callable[[Recorded], str]] = {
     "parity": parity,
     "bits-per-byte": bits_per_byte,
     **engine_tables.TABLES,
+    **fault_tables.TABLES,
     **gguf_tables.TABLES,
     **kernel_tables.TABLES,
     **llama_tables.TABLES,

@@ -22,7 +22,8 @@ constexpr int64_t kCallTimeoutNs = 30'000'000'000;
 constexpr int64_t kLookAwayMs = 20;
 // How often it looks for a dead process while calls are under way.
 constexpr int64_t kReapMs = 1;
-constexpr uint32_t kMostLooks = 8;  // at the channel before a computing worker is struck
+constexpr uint64_t kSeedsApart = 1'000'003;  // more than a campaign has events
+constexpr uint32_t kMostLooks = 8;           // at the channel before a computing worker is struck
 
 void nap_us(int64_t microseconds) {
   const timespec span{microseconds / 1'000'000, microseconds % 1'000'000 * 1000};
@@ -59,7 +60,11 @@ class Campaign {
     }
     for (uint32_t shape = 0; shape < kNumShapes; ++shape)
       usual_ns_[shape] = static_cast<int64_t>(median(undisturbed_ms_[shape]) * 1e6);
+    uint64_t number = 0;
     for (const EventKind kind : drawn_kinds()) {
+      // How many rounds a stopped worker takes to be well again is up to the machine; what the next
+      // event draws is not.
+      random_.seed(options_.seed * kSeedsApart + ++number);
       one_event(kind);
       revive_lost();
       undisturbed_round(draw(kSizes.size()), draw(4) == 0 ? kMostCalls : 1);
