@@ -71,7 +71,7 @@ struct Slice {
   uint16_t index = 0;
   uint16_t num_attempts = 0;  // requests sent for it so far; the next one's number
   uint8_t num_in_flight = 0;  // of these requests; two while it is hedged
-  bool is_hedged = false;     // whether a second request was sent beside the first; at most once
+  bool is_hedged = false;     // whether a second request is under way, or was answered
   SliceState state = SliceState::kWaiting;
   Dtype request_dtype = Dtype::kF32, reply_dtype = Dtype::kF32;
   uint32_t row_begin = 0, row_end = 0;

@@ -26,7 +26,12 @@ void Engine::lose(Link& link, ErrorCode code, const std::string& reason) {
     Slice* slice = slot.attempt.slice;
     if (slice == nullptr) continue;
     ++link.counters[slice->call->layer->plan.layer].failovers;
-    if (--slice->num_in_flight == 0) taken.push_back(slice);
+    if (--slice->num_in_flight == 0) {
+      taken.push_back(slice);
+    } else {  // the one that is left may be late in its turn
+      slice->is_hedged = false;
+      next_hedge_ns_ = 0;
+    }
   }
   link.waiting.take_out([&taken](Slice& slice) {
     taken.push_back(&slice);

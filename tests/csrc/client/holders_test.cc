@@ -260,6 +260,37 @@ TEST_CASE("what a suspected worker owes is asked of another one, and the first a
   }
 }
 
+TEST_CASE("a slice whose second holder is lost may be asked of another one again") {
+  SceneOptions options = quick(true);
+  options.client.suspect_ns = 30'000'000;
+  options.num_workers = 3;
+  PuppetScene scene(options);
+  REQUIRE(scene.client.set_holders(kLayer, kShard, {1, 0, 2}).ok());
+  Tokens tokens{{2}};
+  const CallPtr call = scene.submit(tokens);
+  static_cast<void>(scene.puppets[1].take());
+  const Deadline deadline = Deadline::after_ms(kPatienceMs);
+  std::optional<Message> asked;
+  for (uint64_t counter = 1; !asked && !deadline.has_passed(); ++counter) {
+    for (const size_t worker : {0u, 2u}) scene.puppets[worker].send_pulse(counter);
+    static_cast<void>(scene.client.wait(call, Deadline::after_ms(5)));
+    asked = scene.puppets[0].try_take();
+  }
+  REQUIRE(asked);
+  scene.client.mark_lost(0, "gone");
+  asked.reset();
+  for (uint64_t counter = 1'000'000; !asked && !deadline.has_passed(); ++counter) {
+    scene.puppets[2].send_pulse(counter);
+    static_cast<void>(scene.client.wait(call, Deadline::after_ms(5)));
+    asked = scene.puppets[2].try_take();
+  }
+  REQUIRE(asked);
+  CHECK(asked->header.attempt == 2);
+  scene.puppets[2].send(echo(*asked));
+  CHECK(scene.finish(call).ok());
+  CHECK(tokens.is_right());
+}
+
 TEST_CASE("a suspected worker is not asked again until it shows progress") {
   SceneOptions options = quick(true);
   options.client.suspect_ns = 30'000'000;
