@@ -81,9 +81,9 @@ def topology(address: str, threads: int = 1) -> Topology:
     return Topology.parse(f"version: 1\nhost: {{threads: {threads}}}\nplacement: {{policy: explicit}}\nworkers:\n{workers}")
 
 
-def start(arch: str, dtype: str, address: str = "loopback", threads: int = 1) -> ExpertRuntime:
+def start(arch: str, dtype: str, address: str = "loopback", threads: int = 1, **overrides: Any) -> ExpertRuntime:
     """Starts the workers of a tiny model."""
-    return ExpertRuntime.start(topology(address, threads), model=checkpoint(arch, dtype), kv_memory="16MiB")
+    return ExpertRuntime.start(topology(address, threads), model=checkpoint(arch, dtype), kv_memory="16MiB", **overrides)
 
 
 def prompt(count: int = PROMPT_TOKENS, seed: int = 3) -> list[int]:

@@ -205,7 +205,7 @@ def is_stopped(pid: int) -> bool:
 
 
 def test_a_worker_killed_in_a_step_ends_it_as_lost_and_a_new_runtime_goes_on(spec):
-    with ExpertRuntime.start(topology(), model=spec) as runtime:
+    with ExpertRuntime.start(topology(), model=spec, restart=False) as runtime:
         expected = bits(runtime.experts(0, *batch(4)))
         hidden, ids, weights = batch(4)
         alone = bits(runtime.experts(0, hidden, torch.full_like(ids, NUM_EXPERTS - 1), weights))
@@ -224,6 +224,19 @@ def test_a_worker_killed_in_a_step_ends_it_as_lost_and_a_new_runtime_goes_on(spe
         assert bits(runtime.experts(0, hidden, last, weights)) == alone, "calls that do not need it go on"
     with ExpertRuntime.start(topology(), model=spec) as runtime, runtime.device_step() as step:
         assert bits(step.experts(0, *batch(4))) == expected
+
+
+def test_a_worker_killed_in_a_step_is_back_for_a_later_one(spec):
+    with ExpertRuntime.start(topology(), model=spec, park_s=PROMPT_S) as runtime:
+        expected = bits(runtime.experts(0, *batch(4)))
+        with pytest.raises(WorkerLost, match=r"worker near"), runtime.device_step() as step:  # noqa: PT012
+            step.experts(0, *batch(4))
+            stop(runtime, "near", signal.SIGKILL)
+            for layer in range(LAYERS):
+                step.experts(layer, *batch(4))
+        assert bits(runtime.experts(0, *batch(4))) == expected, "plain calls wait until it is back"
+        with runtime.device_step() as step:
+            assert bits(step.experts(0, *batch(4))) == expected
 
 
 def test_a_stopped_worker_costs_the_deadline_and_its_late_reply_is_never_taken(spec):

@@ -38,7 +38,8 @@ PROMPTS = [prompt(3 + 2 * place, seed=place) for place in range(8)]
 
 
 def start(address: str, arch: str = "qwen3_moe", **overrides: Any) -> LLM:
-    return dm.LLM(checkpoint(arch, "f32"), topology(address), kv_memory="16MiB", **overrides)
+    # Lost workers do not come back, so that requests end: this is about how.
+    return dm.LLM(checkpoint(arch, "f32"), topology(address), kv_memory="16MiB", **{"restart": False, **overrides})
 
 
 def pids(llm: LLM) -> dict[str, int]:
@@ -113,6 +114,24 @@ def test_a_worker_that_is_killed_within_a_step_leaves_no_partial_token(monkeypat
             assert tokens_of(deltas)[:12] == tokens[: len(tokens_of(deltas))]
         check_idle(llm)
         assert llm.stats()["engine"]["failed_steps"] == 1
+
+
+def test_a_worker_that_comes_back_costs_requests_nothing_but_the_pause() -> None:
+    with start("unix", restart=True, park_s=90.0, **FAR) as llm:
+        expected = [[step.token_id for step in generate_tokens(llm.host, ids, max_new_tokens=40)] for ids in PROMPTS]
+        victims = pids(llm)
+        streams = [llm.submit(token_ids, plain(40, ignore_eos=True)) for token_ids in PROMPTS]
+        for stream in streams:
+            assert stream.take(PATIENCE_S)
+        for pid in victims.values():
+            os.kill(pid, signal.SIGKILL)
+        for stream, tokens in zip(streams, expected, strict=True):
+            deltas = rest_of(stream)
+            assert end_of(deltas).finish_reason == "length"
+            assert tokens_of(deltas) == tokens[-len(tokens_of(deltas)) :]
+        check_idle(llm)
+        assert llm.stats()["engine"]["failed_steps"] == 0
+        assert set(pids(llm).values()).isdisjoint(victims.values())
 
 
 def test_a_worker_that_is_frozen_ends_all_requests_in_time() -> None:
