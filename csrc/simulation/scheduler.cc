@@ -16,8 +16,8 @@ namespace {
 // The worker's loop and the client's engine need a few KiB, sanitizers several times that.
 constexpr size_t kStackBytes = 256 * 1024;
 
-constexpr uint32_t kMostWaits = 20'000;     // a drained backlog takes some hundreds
-constexpr int64_t kSpinStepNs = 1'000'000;  // by which time goes on for somebody who spins
+constexpr uint32_t kMostWaits = 20'000;      // a drained backlog takes some hundreds
+constexpr int64_t kSpinStepNs = 10'000'000;  // by which time goes on for somebody who spins
 
 thread_local Scheduler* current_scheduler = nullptr;
 
