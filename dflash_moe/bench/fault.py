@@ -172,7 +172,7 @@ def _kill_in_call(runtime: ExpertRuntime, pid: int, load: _Load, drawn: random.R
     killer.start()
     _call(runtime, load, events)
     events.stalls_s.append(max(0.0, time.perf_counter() - began - load.median_s))
-    killer.join()
+    killer.join(BACK_S)
 
 
 def _kill(pid: int) -> None:

@@ -28,11 +28,11 @@ def fault(
         str | None, typer.Option(help="Checkpoint directory or file [default: a tiny random model].", show_default=False)
     ] = None,
     topology: options.TopologyOption = None,
-    kills: Annotated[int, typer.Option(min=1, help="Workers that are killed, one after the other.")] = 40,
+    kills: Annotated[int, typer.Option(min=1, help="Number of kills, one after the other.")] = 40,
     tokens: Annotated[
         str, typer.Option(metavar="N[,N...]", help="Comma-separated sizes of calls, in tokens, of which each call draws one.")
     ] = "1,16,256",
-    seed: Annotated[int, typer.Option(help="Draws workers, moments and sizes.")] = 0,
+    seed: Annotated[int, typer.Option(help="Number from which workers, moments and sizes are drawn.")] = 0,
     json_out: JsonOption = None,
     **overrides: Any,
 ) -> None:

@@ -3,6 +3,7 @@
 
     base <- wire, transport, compute (strangers) <- store <- worker, client (strangers) <- bindings
     compute <- plugin <- bindings; transport, plugin <- measure (an extension of its own)
+    worker, client <- simulation (an extension of its own)
     base, wire, transport, client <- c_interface (what a program without Python links)
     wire, transport/ring, compute/gpu <- device_exchange <- plugin/entry (the plug-ins, no core)
     client <- c_interface <- ggml_plugin (a plug-in of ggml that knows the header dflash_moe.h only)
@@ -33,6 +34,7 @@ MAY_INCLUDE: dict[str, set[str]] = {
     "device_exchange": {"base", "wire", "transport", "compute"},
     "plugin": {"base", "compute"},
     "measure": {"base", "transport", "compute", "plugin"},
+    "simulation": {"base", "wire", "transport", "compute", "store", "worker", "client"},
     "bindings": {"base", "wire", "transport", "compute", "plugin", "store", "worker", "client"},
 }
 # What one folder of a room may include beyond its room: the sources that become plug-ins bring the
@@ -93,7 +95,7 @@ def find(root: Path) -> list[str]:
 def _findings_of_file(path: Path, csrc: Path, root: Path) -> list[str]:
     where = path.relative_to(root)
     room = path.relative_to(csrc).parts[0]
-    # Bindings are in csrc/bindings and csrc/measure/bindings.
+    # Bindings are in csrc/bindings, csrc/measure/bindings and csrc/simulation/bindings.
     is_binding = "bindings" in path.relative_to(csrc).parts
     if room not in MAY_INCLUDE:
         return [f"{where}: the room '{room}' is not in the table of tests/checks/includes.py; decide where it belongs"]
