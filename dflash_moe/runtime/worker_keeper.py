@@ -33,6 +33,7 @@ from dflash_moe.errors import (
     WorkerLost,
     WorkerTimeout,
 )
+from dflash_moe.protocol.failures import system_failure
 from dflash_moe.runtime.membership import Event, Happening, Order, RestartPolicy, State, Task
 from dflash_moe.runtime.membership import Member as Life
 
@@ -139,7 +140,10 @@ class WorkerKeeper:
         # Guards the machines and the bell. The thread that holds it takes it again where it
         # collects a runtime that nobody closed.
         self._lock = threading.RLock()
-        self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        try:
+            self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        except OSError as error:
+            raise system_failure("the bell of the thread that brings workers back could not be made", error) from None
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="dflash-workers", daemon=True)
 

@@ -34,7 +34,10 @@ def model(tmp_path_factory):
 @pytest.fixture
 def two_workers(tmp_path):
     path = tmp_path / "two.yaml"
-    path.write_text("version: 1\nworkers: [{name: w0, backend: cpu, threads: 1}, {name: w1, backend: cpu, threads: 1}]\n")
+    path.write_text(
+        "version: 1\nfailure: {restart: off}\n"
+        "workers: [{name: w0, backend: cpu, threads: 1}, {name: w1, backend: cpu, threads: 1}]\n"
+    )
     return path
 
 
