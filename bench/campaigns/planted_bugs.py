@@ -97,8 +97,8 @@ BUGS = {
         ),
         Bug(
             "requeued_although_under_way", "a slice that another holder is still asked for is sent a third time",
-            _LOSSES, "    if (--slice->num_in_flight == 0) taken.push_back(slice);",
-            "    --slice->num_in_flight;\n    taken.push_back(slice);",
+            _LOSSES, "    if (--slice->num_in_flight == 0) {\n      taken.push_back(slice);\n    } else {",
+            "    --slice->num_in_flight;\n    taken.push_back(slice);\n    if (slice->num_in_flight > 0) {",
         ),
         Bug(
             "loss_ends_calls", "a lost worker ends its calls although another holder is there",

@@ -223,6 +223,16 @@ def _class_errors(place: Place) -> list[Command]:
     return [_campaign("class_errors", *_quick(place, [], less), "--out", place.json("class_errors"))]
 
 
+def _worker_kills(place: Place) -> list[Command]:
+    less: Command = ["--kills", 4, "--stops", 2, "--lone-kills", 2]
+    return [_campaign("worker_kills", *_quick(place, [], less), "--json", place.json("worker_kills"))]
+
+
+def _lacks_kill_program() -> str:
+    is_built = (ROOT / "build" / "tests" / "worker_kills").is_file()
+    return "" if is_built else "the program that kills workers (cmake --build build/tests --target worker_kills)"
+
+
 def _bits(place: Place) -> list[Command]:
     return [
         [sys.executable, DEMO / "bits_per_byte.py", *_quick(place, [], ["--windows", 2]), "--out", place.json("bits_per_byte")]
@@ -399,6 +409,7 @@ STEPS: tuple[Step, ...] = (
     Step("verify-real", ("verify_real_size",), 20, _verify_real, lacking=_lacks_space),
     Step("weight-errors", ("weight_errors",), 2, _weight_errors),
     Step("class-errors", ("class_errors",), 1, _class_errors),
+    Step("worker-kills", ("worker_kills",), 3, _worker_kills, lacking=_lacks_kill_program),
     Step("bits", ("bits_per_byte",), 5, _bits, lacking=_lacks_corpus),
     Step("gguf-architectures", ("gguf_architectures",), 3, _gguf_architectures, lacking=_lacks_llama_sources),
     Step("gguf-logits", ("gguf_against_llama",), 3, _gguf_logits, lacking=_lacks_llama_sources),

@@ -91,7 +91,7 @@ struct ExpertClient::State {
     while (!is_met()) {
       if (until.has_passed() || turns.is_wanted()) return false;
       engine.drive(until, turns.wake_fd());
-      ring_bells();
+      tell_keepers();
     }
     return true;
   }
@@ -108,7 +108,7 @@ struct ExpertClient::State {
   }
   // Called with the turn, after anything that may have worn out a path, ended the last call on a
   // worn one, or changed how a worker stands.
-  void ring_bells() {
+  void tell_keepers() {
     if (!is_rung && engine.has_path_to_retire()) ring();
     if (!has_told && engine.has_events()) {
       const uint64_t one = 1;
@@ -172,7 +172,7 @@ Status ExpertClient::set_holders(uint32_t layer, uint32_t shard,
                                  const std::vector<uint32_t>& workers) {
   const Turn turn(state_->turns);
   Status set = state_->engine.set_holders(layer, shard, workers);
-  state_->ring_bells();
+  state_->tell_keepers();
   return set;
 }
 
@@ -181,7 +181,7 @@ Status ExpertClient::set_admission(uint32_t worker, Admission admission) {
   auto link = state_->link(worker);
   if (!link.ok()) return std::move(link).error();
   state_->engine.set_admission(*link.value(), admission);
-  state_->ring_bells();
+  state_->tell_keepers();
   return ok();
 }
 
@@ -196,7 +196,7 @@ Status ExpertClient::set_remedy(uint32_t worker, bool has_remedy) {
 void ExpertClient::mark_lost(uint32_t worker, const std::string& reason) {
   const Turn turn(state_->turns);
   if (Link* link = state_->engine.link(worker)) state_->engine.lose_after_drain(*link, reason);
-  state_->ring_bells();
+  state_->tell_keepers();
 }
 
 Result<CallPtr> ExpertClient::submit(const TokenBatch& batch, uint32_t layer) {
@@ -216,7 +216,7 @@ Result<CallPtr> ExpertClient::submit(const TokenBatch& batch, uint32_t layer) {
   Status routed = route(batch, found->experts, call->work->shard_rows);
   if (!routed.ok()) return std::move(routed).error().with("layer " + found->plan.name).at(here);
   Status started = engine.start(call);
-  state_->ring_bells();
+  state_->tell_keepers();
   if (!started.ok()) return std::move(started).error();
   return call;
 }
@@ -239,7 +239,7 @@ bool ExpertClient::is_done(const CallPtr& call) {
   if (!call->is_done.load(std::memory_order_acquire) && state_->turns.try_acquire()) {
     // A caller that only asks and never waits can thus see its call end.
     state_->engine.drive(Deadline::at_ns(0), -1);
-    state_->ring_bells();
+    state_->tell_keepers();
     state_->turns.release();
   }
   return call->is_done.load(std::memory_order_acquire);
@@ -254,7 +254,7 @@ Status ExpertClient::outcome(const CallPtr& call) {
 void ExpertClient::abandon(const CallPtr& call) {
   const Turn turn(state_->turns);
   state_->engine.fail(*call, Error{ErrorCode::kClosed, "the call was abandoned"});
-  state_->ring_bells();
+  state_->tell_keepers();
 }
 
 bool ExpertClient::hold(Deadline tick) {
@@ -268,7 +268,7 @@ bool ExpertClient::hold(Deadline tick) {
 
 bool ExpertClient::wait_until_quiet(Deadline tick) {
   return state_->drive_until(tick, [this] {
-    state_->ring_bells();
+    state_->tell_keepers();
     if (state_->engine.is_closed()) return true;
     return state_->engine.num_under_way() == 0 && !state_->engine.has_worn_path();
   });
@@ -277,7 +277,7 @@ bool ExpertClient::wait_until_quiet(Deadline tick) {
 bool ExpertClient::wait_until_fit(Deadline tick) {
   return state_->drive_until(tick, [this] {
     state_->engine.wear_out_unfit();
-    state_->ring_bells();
+    state_->tell_keepers();
     return state_->engine.is_closed() || !state_->engine.has_worn_path();
   });
 }
@@ -338,7 +338,7 @@ Status ExpertClient::replace_worker(uint32_t worker, NewPath path, OwnedFd pulse
   if (!link.ok()) return std::move(link).error();
   if (path.channel == nullptr) return argument_error("a data path needs a channel");
   Status replaced = state_->engine.replace_worker(*link.value(), std::move(path), std::move(pulse));
-  state_->ring_bells();
+  state_->tell_keepers();
   return replaced;
 }
 
@@ -355,7 +355,7 @@ Status ExpertClient::judge_step() {
 void ExpertClient::end_step(const StepResult& result) {
   const Turn turn(state_->turns);
   state_->engine.end_step(result);
-  state_->ring_bells();
+  state_->tell_keepers();
 }
 
 std::vector<CountersOf> ExpertClient::counters() const {

@@ -34,6 +34,8 @@ STOPS = (
     "dflash_moe.workers.process.run_started_worker",
     "dflash_moe.model.make.make_checkpoint",
     "dflash_moe.cli.doctor.examine",
+    "dflash_moe.cli.simulate._run_many",
+    "dflash_moe.cli.simulate._replay",
 )
 SENTENCE = "stopped by the test"
 CODES = {0, 1, 2}
