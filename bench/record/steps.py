@@ -409,7 +409,7 @@ STEPS: tuple[Step, ...] = (
     Step("verify-real", ("verify_real_size",), 20, _verify_real, lacking=_lacks_space),
     Step("weight-errors", ("weight_errors",), 2, _weight_errors),
     Step("class-errors", ("class_errors",), 1, _class_errors),
-    Step("worker-kills", ("worker_kills",), 3, _worker_kills, lacking=_lacks_kill_program),
+    Step("worker-kills", ("worker_kills",), 2, _worker_kills, lacking=_lacks_kill_program),
     Step("bits", ("bits_per_byte",), 5, _bits, lacking=_lacks_corpus),
     Step("gguf-architectures", ("gguf_architectures",), 3, _gguf_architectures, lacking=_lacks_llama_sources),
     Step("gguf-logits", ("gguf_against_llama",), 3, _gguf_logits, lacking=_lacks_llama_sources),
