@@ -125,25 +125,16 @@ std::unique_ptr<CallWork> Engine::take_work() {
   return work;
 }
 
-// Returns the first shard for which the call has rows and whose holders stand so.
-std::optional<size_t> Engine::shard_that(const Call& call, Standing standing, int64_t now) const {
+// Returns how those shards stand for which the call has rows: the worst of them.
+Engine::WorstShard Engine::worst_shard(const Call& call, int64_t now) const {
+  WorstShard worst;
   for (size_t s = 0; s < call.layer->holders.size(); ++s) {
     if (call.work->shard_rows[s].tokens.empty()) continue;
-    if (standing_of(call.layer->holders[s], links_, now, options_.reconnect_grace_ns) == standing)
-      return s;
+    const Standing standing =
+        standing_of(call.layer->holders[s], links_, now, options_.reconnect_grace_ns);
+    if (standing > worst.standing) worst = {standing, s};
   }
-  return std::nullopt;
-}
-
-Status Engine::refuse_lost_shards(const Call& call, int64_t now) const {
-  const auto lost = shard_that(call, Standing::kGone, now);
-  if (!lost) return ok();
-  return lost_shard_error(*call.layer, call.layer->holders[*lost]);
-}
-
-bool Engine::must_wait(const Call& call, int64_t now) const {
-  return is_held_ || shard_that(call, Standing::kPathBusy, now) ||
-         shard_that(call, Standing::kComingBack, now);
+  return worst;
 }
 
 // Cuts a call for the holders that should get it; each shard with rows has a usable one.
@@ -161,7 +152,9 @@ Status Engine::start(const CallPtr& call) {
   if (is_closed_) return closed_error();
   const int64_t now = now_ns();
   if (now - last_judged_ns_ > kTickNs) judge_all(now);
-  DFLASH_TRY(refuse_lost_shards(*call, now));
+  const WorstShard worst = worst_shard(*call, now);
+  if (worst.standing == Standing::kGone)
+    return lost_shard_error(*call->layer, call->layer->holders[worst.index]);
   if (calls_.size() >= options_.max_calls) {
     return Error{ErrorCode::kInvalidArgument,
                  std::to_string(calls_.size()) + " calls are already submitted, the bound is " +
@@ -170,7 +163,7 @@ Status Engine::start(const CallPtr& call) {
   call->id = next_call_id_++;
   call->submitted_ns = now;
   call->deadline_ns = now + options_.call_timeout_ns;
-  if (must_wait(*call, now)) {
+  if (is_held_ || worst.standing != Standing::kUsable) {
     call->is_parked = true;
     ++num_parked_;
     calls_.push_back(call);
@@ -192,15 +185,14 @@ void Engine::admit_parked() {
   const std::vector<CallPtr> calls = calls_;  // a copy: calls that end leave calls_
   for (const CallPtr& call : calls) {
     if (!call->is_parked) continue;
-    Status refused = refuse_lost_shards(*call, now);
-    const auto coming = shard_that(*call, Standing::kComingBack, now);
-    if (refused.ok() && coming && now - call->submitted_ns > options_.park_ns)
-      refused = lost_shard_error(*call->layer, call->layer->holders[*coming]);
-    if (!refused.ok()) {
-      fail(*call, std::move(refused).error());
+    const WorstShard worst = worst_shard(*call, now);
+    const bool has_waited = now - call->submitted_ns > options_.park_ns;
+    if (worst.standing == Standing::kGone ||
+        (worst.standing == Standing::kComingBack && has_waited)) {
+      fail(*call, lost_shard_error(*call->layer, call->layer->holders[worst.index]));
       continue;
     }
-    if (must_wait(*call, now)) continue;
+    if (is_held_ || worst.standing != Standing::kUsable) continue;
     call->is_parked = false;
     --num_parked_;
     call->begun_ns = now;

@@ -129,9 +129,11 @@ class Engine {
   // engine.cc
   Status check_holders(const LayerPlan& plan, const ShardPlace& shard,
                        std::span<const uint32_t> workers) const;
-  std::optional<size_t> shard_that(const Call& call, Standing standing, int64_t now) const;
-  Status refuse_lost_shards(const Call& call, int64_t now) const;
-  bool must_wait(const Call& call, int64_t now) const;
+  struct WorstShard {
+    Standing standing = Standing::kUsable;
+    size_t index = 0;
+  };
+  WorstShard worst_shard(const Call& call, int64_t now) const;
   Status cut(Call& call);
   void admit_parked();
   void enqueue(Call& call);

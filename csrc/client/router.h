@@ -19,7 +19,7 @@ namespace dflash::client {
 Link* pick_holder(std::span<const uint32_t> holders, Links links,
                   std::span<const uint32_t> refused_by = {}, const Link* except = nullptr);
 
-// What can be expected of the holders of a shard.
+// What can be expected of the holders of a shard, from the best to the worst.
 enum class Standing : uint8_t {
   kUsable,      // one of them can be asked now
   kPathBusy,    // none now, but a data path is being renewed, or lent to a device step
