@@ -36,6 +36,7 @@ Result<std::shared_ptr<ResidentShard>> ShardStore::borrow(const ShardFacts& fact
     auto found = find(facts);
     if (!found.ok()) return std::move(found).error();
     if (found.value() != nullptr) return lend(found.value());
+    erase_unborrowed();
     DFLASH_TRY(reserve(num_bytes, facts.num_local_experts));
   }
   // This is done without the lock, because a device may take its time for its memory.
@@ -109,6 +110,10 @@ Status ShardStore::load_expert(const std::shared_ptr<ResidentShard>& loan, uint3
 
 void ShardStore::drop_unborrowed() {
   const std::lock_guard lock(mutex_);
+  erase_unborrowed();
+}
+
+void ShardStore::erase_unborrowed() {
   for (auto entry = shards_.begin(); entry != shards_.end();) {
     if (entry->second->num_loans_.load(std::memory_order_acquire) != 0) {
       ++entry;

@@ -1,7 +1,6 @@
 // The shards that a worker process has resident, found by what names their weights. A session
-// borrows those that its host asks for and gives them back at its end. Today a worker serves one
-// host after the other and drops what came back; hosts that share a worker will find each other's
-// shards here.
+// borrows those that its host asks for and gives them back at its end. They stay until they are
+// dropped or something else is asked for, so that the next session finds those of the former one.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -22,10 +21,11 @@ class ShardStore {
   ShardStore& operator=(const ShardStore&) = delete;
 
   // Lends the shard of these facts: the one that is there and complete, or a new one without
-  // experts. The loan ends with the last copy of the pointer; the shard outlives the store where
-  // need be. Any thread. Errors: kInvalidArgument where its experts would exceed the memory limit
-  // (before any of that memory is touched), where another shard in use claims the same fingerprint,
-  // or while somebody else loads it; those of ExpertBackend.
+  // experts, for which all shards that nobody has borrowed make room. The loan ends with the last
+  // copy of the pointer; the shard outlives the store where need be. Any thread. Errors:
+  // kInvalidArgument where its experts would exceed the memory limit (before any of that memory is
+  // touched), where another shard in use claims the same fingerprint, or while somebody else loads
+  // it; those of ExpertBackend.
   Result<std::shared_ptr<ResidentShard>> borrow(const ShardFacts& facts);
   // Loads as ResidentShard does. With the last expert, what is still unread goes to the background
   // reader.
@@ -43,6 +43,8 @@ class ShardStore {
 
   // Returns null where there is none to lend and a new one may be made. The caller holds mutex_.
   Result<Entry> find(const ShardFacts& facts);
+  // drop_unborrowed(), for a caller that holds mutex_.
+  void erase_unborrowed();
   // Counts `num_bytes` as taken. The caller holds mutex_.
   Status reserve(uint64_t num_bytes, uint32_t num_experts);
   static Entry lend(const Entry& entry);

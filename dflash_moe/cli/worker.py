@@ -51,6 +51,15 @@ def worker(
             "--encryption", metavar="auto|on|off", help="Encrypts TCP, as at the host [default: the topology's, else auto]."
         ),
     ] = None,
+    keep_s: Annotated[
+        float | None,
+        typer.Option(
+            "--keep-s",
+            metavar="SECONDS",
+            help="Keep the weights so many seconds without a host, so that it need not load them again; 0: free them "
+            "at once [default: 300; with --once 0].",
+        ),
+    ] = None,
     once: Annotated[bool, typer.Option("--once", help="Leave when the first host is done.")] = False,
     control_fd: Annotated[int, typer.Option("--control-fd", hidden=True)] = -1,
     key_fd: Annotated[int, typer.Option("--key-fd", hidden=True)] = -1,
@@ -61,6 +70,7 @@ def worker(
     """
     from dflash_moe.cli.demo_model import DEMO, demo_model
     from dflash_moe.workers.process import run_hand_started_worker, run_started_worker
+    from dflash_moe.workers.resident import KEEP_S
 
     if control_fd >= 0:
         code = run_started_worker(name=name, model=model, control_fd=control_fd, key_fd=key_fd, parent_pid=parent_pid)
@@ -87,6 +97,7 @@ def worker(
         is_once=once,
         buffer_bytes=settings.socket_buffer_bytes or 0,
         encryption=settings.encryption,
+        keep_s=KEEP_S if keep_s is None else keep_s,
         on_ready=lambda address: _announce(name, address),
     )
     raise typer.Exit(code)

@@ -1,8 +1,8 @@
 """The shards that this process has resident. Users borrow a shard by what names its weights; a new
 one is filled from the checkpoint, and one that all users have given back is dropped.
 
-A worker process has a store for the session that it serves, and so has every worker inside the host
-process.
+A worker process has a store for the sessions that it serves, and every worker inside the host
+process has one.
 SPDX-License-Identifier: Apache-2.0
 """
 

@@ -20,7 +20,7 @@ from dflash_moe.protocol.schema import Binary, Codec, Flag, Float, ListOf, Messa
 PROTOCOL_VERSION = 2
 # A higher minor version may add fields, and the end with the lower one ignores those it does not
 # know.
-PROTOCOL_MINOR = 1
+PROTOCOL_MINOR = 2
 # From this minor version on a worker answers ChecksumRequest.
 CHECKSUMS_SINCE = 1
 NONCE_BYTES = 32
@@ -157,6 +157,9 @@ class HelloReply(Message):
     numerics_offered: Annotated[tuple[str, ...], Wire(13, _WORDS)] = ()
     # The label of the device that it computes on; an empty one means the processor.
     device: Annotated[str, Wire(14, Text(1024))] = ""
+    # The bytes of weights that a former session has left. This one uses them again, or they are
+    # freed before anything else is loaded, so they come on top of `memory_available`.
+    kept_bytes: Annotated[int, Wire(15, _U64)] = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,7 +23,8 @@ def check_memory(
     been greeted. Raises ConfigError with the shortfall and how many experts fit.
     """
     local = [member.name for member in members.values() if member.is_on_this_machine and not member.device.has_own_memory]
-    needed, available = sum(bytes_by_holder.get(name, 0) for name in local), memory_available()
+    needed = sum(bytes_by_holder.get(name, 0) for name in local)
+    available = memory_available() + sum(_kept_bytes(members[name]) for name in local)
     if needed > available:
         num_experts = sum(len(shard.experts) for name in local for shard in held[name])
         raise ConfigError(_shortfall_text(f"{', '.join(local)} on this machine", needed, available, num_experts))
@@ -43,7 +44,13 @@ def _memory_bounds(member: Member) -> list[int]:
     hello = member.session.hello if member.session is not None else None
     if hello is None:
         return []
-    return [hello.memory_available] + ([hello.memory_limit] if hello.memory_limit else [])
+    return [hello.memory_available + hello.kept_bytes] + ([hello.memory_limit] if hello.memory_limit else [])
+
+
+def _kept_bytes(member: Member) -> int:
+    """Returns the bytes of weights that a worker still has from a former session."""
+    hello = member.session.hello if member.session is not None else None
+    return hello.kept_bytes if hello is not None else 0
 
 
 def _holder_text(member: Member) -> str:

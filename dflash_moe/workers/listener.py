@@ -36,6 +36,9 @@ log = logging.getLogger(__name__)
 # A host sends its opening as soon as it is connected. Who says nothing for so long is no host, or
 # will try again.
 FIRST_BYTE_S = 1.0
+# A host that calls as soon as the former one has said goodbye waits so long for that one's session
+# to end.
+PARTING_S = 0.5
 # At most this many connections wait to be accepted; the kernel refuses more.
 BACKLOG = 128
 # After the system refused to accept, the listener pauses so that it does not spin.
@@ -315,7 +318,7 @@ class Listener:
                 connection.close()
                 return
             mailbox.deliver(peer.role, peer.generation, connection.detach())
-        elif self._has_caller.acquire(blocking=False):
+        elif self._has_caller.acquire(timeout=PARTING_S):
             self._callers.put_nowait(Caller(connection, peer))
         else:
             connection.send(busy_refusal(self._worker), deadline=time.monotonic() + 1.0)

@@ -30,6 +30,7 @@ from dflash_moe.topology.addresses import Address
 from dflash_moe.workers import lifeline
 from dflash_moe.workers.listener import Caller, Listener, open_listener, open_tcp_listener
 from dflash_moe.workers.mailbox import Mailbox
+from dflash_moe.workers.resident import KEEP_S, ResidentWeights
 from dflash_moe.workers.session import PATIENCE_S, WorkerIdentity, WorkerSession
 
 log = logging.getLogger(__name__)
@@ -92,6 +93,7 @@ def run_hand_started_worker(
     is_once: bool = False,
     buffer_bytes: int = 0,
     encryption: str = "auto",
+    keep_s: float = KEEP_S,
     on_ready: Callable[[Address], Any] = lambda _: None,
 ) -> int:
     """Listens and serves one host after the other until SIGINT or SIGTERM, or with `is_once` until
@@ -99,10 +101,12 @@ def run_hand_started_worker(
 
     `threads` None takes all usable cores. `memory_limit` bounds the bytes of weights; 0 is no
     limit. `buffer_bytes` sizes the buffers of TCP connections; 0 keeps the system's own.
-    `encryption` is the setting of this name. `on_ready` is called with the address and its real
+    `encryption` is the setting of this name. Weights are kept for `keep_s` seconds without a host;
+    0 frees them at the end of each session. `on_ready` is called with the address and its real
     port once hosts may call. Until then ConfigError and CheckpointError are raised.
     """
     set_up_worker_logging()
+    resident = ResidentWeights(0.0 if is_once else keep_s)
     # The listener is opened first, so that what is wrong with its address is known at once.
     listener = open_listener(address, worker=name, key=key, buffer_bytes=buffer_bytes, encryption=encryption)
     previous = [(number, signal.signal(number, _raise_interrupt)) for number in (signal.SIGINT, signal.SIGTERM)]
@@ -110,9 +114,9 @@ def run_hand_started_worker(
         identity = _identify(name, model, threads=threads or usable_cores(), memory_limit=memory_limit, isa=isa)
         on_ready(Address(address.kind, host=address.host, port=listener.port, path=address.path))
         while (caller := listener.next_caller()) is not None:
-            log.info("worker %s ends a session: %s", name, _serve_caller(caller, identity, listener))
+            log.info("worker %s ends a session: %s", name, _serve_caller(caller, identity, listener, resident))
             listener.end_session()
-            # The weights of this session are freed before those of the next host come.
+            # Weights that are not kept are freed before those of the next host come.
             gc.collect()
             if is_once:
                 break
@@ -123,12 +127,15 @@ def run_hand_started_worker(
         for number, handler in previous:
             signal.signal(number, handler)
         listener.close()
+        resident.drop()
 
 
-def _serve_caller(caller: Caller, identity: WorkerIdentity, listener: Listener) -> str:
+def _serve_caller(caller: Caller, identity: WorkerIdentity, listener: Listener, resident: ResidentWeights) -> str:
     mailbox = Mailbox(caller.peer.session_id, caller.peer.session_key, is_encrypted=caller.connection.is_encrypted)
     listener.use_mailbox(mailbox)
-    session = WorkerSession(caller.connection, identity, mailbox, lambda _: listener.port, patience_s=PATIENCE_S)
+    session = WorkerSession(
+        caller.connection, identity, mailbox, lambda _: listener.port, patience_s=PATIENCE_S, resident=resident
+    )
     try:
         return session.run()
     finally:

@@ -48,6 +48,7 @@ from dflash_moe.telemetry.memory import process_memory
 from dflash_moe.version import __version__
 from dflash_moe.workers.loader import load_shard
 from dflash_moe.workers.mailbox import Mailbox
+from dflash_moe.workers.resident import ResidentWeights, StoreKind
 
 log = logging.getLogger(__name__)
 
@@ -106,7 +107,10 @@ class WorkerSession:
     # An authenticated host may take so many seconds to its first load or attach. A host that
     # started this process has 0, and may take as long as it lives.
     patience_s: float = 0.0
+    # Where the weights stay between this session and the next; by itself it keeps none.
+    resident: ResidentWeights = field(default_factory=ResidentWeights)
     _store: ExpertStore | None = None
+    _kind: StoreKind | None = None
     _worker: _core.Worker | None = None
     _path: _DataPath | None = None
     _cpus: tuple[int, ...] = ()
@@ -150,12 +154,14 @@ class WorkerSession:
         return reason
 
     def close(self) -> None:
-        """Stops serving and gives the shards back, which frees them. It may be called again."""
+        """Stops serving and gives the shards back. They are freed, or kept for the next session. It
+        may be called again.
+        """
         self._stop_serving()
-        if self._worker is not None and self._store is not None:
+        if self._worker is not None and self._store is not None and self._kind is not None:
             self._worker.stop_pulse()
             self._worker.give_back()
-            self._store.drop_unborrowed()
+            self.resident.keep(self._kind, self._store)
             self._worker = self._store = None
         self.mailbox.close()
         self.connection.close()
@@ -208,9 +214,13 @@ class WorkerSession:
         if self.identity.threads:
             # The host did not start this worker and does not know the cores of this machine.
             spin_ns = SPIN_NS if usable_cores() > threads else 0
-        self._store = ExpertStore(
-            isa=isa, threads=threads, cpus=message.cpus, device=device, weights_layout=message.weights_layout,
-            memory_limit=self.identity.memory_limit,
+        self._kind = StoreKind(isa, threads, message.cpus, choice, message.weights_layout)
+        self._store = self.resident.take(
+            self._kind,
+            lambda: ExpertStore(
+                isa=isa, threads=threads, cpus=message.cpus, device=device, weights_layout=message.weights_layout,
+                memory_limit=self.identity.memory_limit,
+            ),
         )  # fmt: skip
         self._worker = _core.Worker(name=self.identity.name, spin_ns=spin_ns, slowdown=message.slowdown)
         self._cpus = message.cpus
@@ -231,6 +241,7 @@ class WorkerSession:
                 memory_limit=self.identity.memory_limit,
                 numerics_offered=self._offered,
                 device="" if device is None else device.label,
+                kept_bytes=self._store.resident_bytes if message.weights_layout == "packed" else 0,
             )
         )
         pinned = f" on CPUs {', '.join(map(str, self._cpus))}" if self._cpus else ""
@@ -292,7 +303,9 @@ class WorkerSession:
         )  # fmt: skip
 
     def _attach(self, message: Attach) -> None:
-        _, worker = self._require_worker(message)
+        store, worker = self._require_worker(message)
+        # All loads are done. What a former session has left and this one did not ask for goes.
+        store.drop_unborrowed()
         with Descriptors() as offered:
             offered.hold(self.connection.take_descriptors(message.num_descriptors))
             kind = self._transport_of(message)

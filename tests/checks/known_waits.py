@@ -247,6 +247,9 @@ KNOWN: dict[str, dict[str, str]] = {
         "call self._sock.accept": "bounded: the listening socket is non-blocking",
         "lock self._lock": "straight: counts the lines that are withheld, and logs after it was given up",
     },
+    "dflash_moe/workers/resident.py": {
+        "lock self._lock": "bounded: held to swap what is kept and to start or cancel a timer, none of which waits",
+    },
     "dflash_moe/workers/strangers.py": {
         "lock self._lock": "bounded: held over a list of at most MAX_STRANGERS, which nothing that waits is called for",
     },

@@ -64,6 +64,10 @@ MINOR_1: dict[str, dict[str, object]] = {
     "ChecksumRequest": {"layer": 1, "shard": 2},
     "Checksum": {"layer": 1, "shard": 2, "num_read": 4, "is_checked": True, "content_checksum": 0x0FED_CBA9_8765_4321},
 }
+# Minor version 2 added these.
+MINOR_2: dict[str, dict[str, object]] = {
+    "HelloReply": {"kept_bytes": 1 << 29},
+}
 
 
 def session(*minors: dict[str, dict[str, object]]) -> list[Message]:
@@ -81,6 +85,6 @@ def encoded(told: list[Message]) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    minors = (MINOR_0, MINOR_1)
+    minors = (MINOR_0, MINOR_1, MINOR_2)
     json.dump(encoded(session(*minors[: messages.PROTOCOL_MINOR + 1])), sys.stdout, indent=1)
     sys.stdout.write("\n")

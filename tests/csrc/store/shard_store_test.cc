@@ -107,6 +107,23 @@ TEST_CASE("what came back is dropped, what is borrowed stays") {
   CHECK(store.resident_bytes() == 0);
 }
 
+TEST_CASE("what came back is lent again, and makes room for what is not there") {
+  const uint64_t room = compute::CpuBackend::predicted_bytes(
+      compute::Isa::kScalar, toy_spec(), kNumExperts, compute::ResidentFormats(Dtype::kF32));
+  ShardStore store(processor(), room);
+  const ResidentShard* const first = borrow_loaded(store, facts(1), toy_experts()).get();
+  CHECK(store.num_shards() == 1);
+  {
+    const auto again = borrow(store, facts(1));
+    CHECK(again.get() == first);
+    CHECK(again->is_complete());
+    CHECK(!store.borrow(facts(2)).ok());
+    CHECK(store.num_shards() == 1);
+  }
+  CHECK(borrow_loaded(store, facts(2), toy_experts())->is_complete());
+  CHECK(store.num_shards() == 1);
+}
+
 TEST_CASE("a loan may outlive its store") {
   std::shared_ptr<ResidentShard> loan;
   {

@@ -1,0 +1,122 @@
+"""A worker that was started by hand keeps the weights when its host is gone, and lends them to the
+next one: with equal bits, at once, without taking memory twice, and for a limited time.
+
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dflash_moe.model.spec import ModelSpec
+from dflash_moe.runtime.expert_runtime import ExpertRuntime
+from dflash_moe.topology import Topology
+from tests.expert_cases import Expected, make_batch
+from tests.fault.conftest import StartWorker, wait_until
+
+BACK_S = 90.0
+BATCH = make_batch(24)
+# Starts a host on the worker at sys.argv[2], calls it once, and dies without a goodbye.
+DYING_HOST = """
+import dataclasses, os, signal, sys
+from pathlib import Path
+from dflash_moe.runtime.expert_runtime import ExpertRuntime
+from dflash_moe.topology import Topology
+from tests.expert_cases import make_batch, tiny_spec
+runtime = ExpertRuntime.start(Topology.parse(sys.argv[2]), model=tiny_spec(Path(sys.argv[1])))
+runtime.experts(0, *dataclasses.astuple(make_batch(24)))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def text_of(address: str, **worker: Any) -> str:
+    fields = "".join(f", {key}: {value}" for key, value in worker.items())
+    return f"version: 1\nworkers:\n  - {{name: far, address: '{address}'{fields}}}\n"
+
+
+def start(spec: ModelSpec, address: str, **worker: Any) -> ExpertRuntime:
+    return ExpertRuntime.start(Topology.parse(text_of(address, **worker)), model=spec)
+
+
+def kept_bytes(runtime: ExpertRuntime) -> int:
+    session = runtime._fleet.members["far"].session
+    assert session is not None
+    assert session.hello is not None
+    return session.hello.kept_bytes
+
+
+def resident_bytes(runtime: ExpertRuntime) -> int:
+    session = runtime._fleet.members["far"].session
+    assert session is not None
+    return session.ask_stats(timeout_s=BACK_S)["resident_weight_bytes"]
+
+
+def check_bits(runtime: ExpertRuntime) -> None:
+    expected = Expected(Path(runtime.spec.path), runtime.placement, runtime.spec).experts(0, BATCH)
+    assert np.array_equal(runtime.experts(0, *dataclasses.astuple(BATCH)), expected)
+
+
+@pytest.mark.parametrize("layout", ["packed", "mapped"])
+def test_the_next_host_finds_the_weights_of_the_former_one(
+    spec: ModelSpec, start_worker: StartWorker, tmp_path: Path, layout: str
+) -> None:
+    worker = start_worker(Path(spec.path), f"unix://{tmp_path}/w.sock")
+    taken = []
+    for number in range(3):
+        with start(spec, worker.address, weights_layout=layout) as runtime:
+            assert bool(kept_bytes(runtime)) == (number > 0 and layout == "packed")
+            check_bits(runtime)
+            taken.append(resident_bytes(runtime))
+    assert len(set(taken)) == 1
+
+
+def test_a_host_that_died_finds_the_weights_again(spec: ModelSpec, start_worker: StartWorker, tmp_path: Path) -> None:
+    worker = start_worker(Path(spec.path), f"unix://{tmp_path}/w.sock")
+    root = Path(__file__).parents[2]
+    died = subprocess.run(
+        [sys.executable, "-c", DYING_HOST, spec.path, text_of(worker.address)], cwd=root, timeout=BACK_S, check=False,
+        env={**os.environ, "PYTHONPATH": str(root)},
+    )  # fmt: skip
+    assert died.returncode == -9
+    with start(spec, worker.address) as runtime:
+        assert kept_bytes(runtime) > 0
+        check_bits(runtime)
+
+
+def test_a_host_that_asks_for_something_else_frees_what_was_kept(
+    spec: ModelSpec, start_worker: StartWorker, tmp_path: Path
+) -> None:
+    worker = start_worker(Path(spec.path), f"unix://{tmp_path}/w.sock")
+    with start(spec, worker.address) as runtime:
+        as_stored = resident_bytes(runtime)
+    with start(spec, worker.address, weights="int8") as runtime:
+        assert kept_bytes(runtime) == as_stored
+        assert resident_bytes(runtime) < as_stored
+    with start(spec, worker.address) as runtime:
+        assert kept_bytes(runtime) < as_stored
+        check_bits(runtime)
+        assert resident_bytes(runtime) == as_stored
+
+
+@pytest.mark.parametrize("options", [("--keep-s", "0"), ("--keep-s", "0.01")])
+def test_weights_are_kept_no_longer_than_was_said(
+    spec: ModelSpec, start_worker: StartWorker, tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    worker = start_worker(Path(spec.path), f"unix://{tmp_path}/w.sock", *options)
+
+    def finds_nothing() -> bool:
+        with start(spec, worker.address) as runtime:
+            check_bits(runtime)
+            return kept_bytes(runtime) == 0
+
+    assert finds_nothing()
+    # A host that comes within the hundredth of a second finds them.
+    assert wait_until(finds_nothing, BACK_S)
