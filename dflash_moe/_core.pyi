@@ -273,7 +273,14 @@ class HostDevice:
     def copy_out(self, pieces: Sequence[tuple[int, int, int]]) -> None: ...
 
 class StepLease:
-    """The data paths of a client that it has handed over to a device step."""
+    """The data paths of a client that it has handed over to a device step: those of `workers`, by
+    index. `holders` names for each layer who answers for its shards, as places in `workers`; leases
+    with the same `holders_id` have equal `holders`.
+    """
+
+    workers: list[int]
+    holders: dict[int, list[int]]
+    holders_id: int
 
 class StepReport:
     """How a device step went. `code` is one of `error_codes()`, or 0 without failure. `layer` and
@@ -292,10 +299,20 @@ class DeviceStep:
     but any may call `abort`.
     """
 
-    # The kernels give up by themselves after `budget_s`. UnsupportedError is for a device that
-    # cannot use the memory of the data paths.
+    # The step is given up as soon as one of its workers is lost, or `timeout_s` have passed, which
+    # `late` says then. The kernels give up by themselves after `budget_s`. UnsupportedError is for
+    # a device that cannot use the memory of the data paths, DflashError for a lack of threads.
     def __init__(
-        self, device: HostDevice, lease: StepLease, *, budget_s: float, stream: int | None = None, nap_ns: int = 0
+        self,
+        device: HostDevice,
+        client: Client,
+        lease: StepLease,
+        *,
+        timeout_s: float,
+        late: str,
+        budget_s: float,
+        stream: int | None = None,
+        nap_ns: int = 0,
     ) -> None: ...
     @staticmethod
     def define_layer(
@@ -305,13 +322,16 @@ class DeviceStep:
         in_size: int,
         out_size: int,
         num_experts: int,
-        # These are the shards that Client.define_layer takes, in ascending order of their ids.
+        # These are the shards that Client.define_layer takes, in ascending order of their ids, each
+        # with a place in StepLease.workers instead of its worker. It may be called again.
         shards: Sequence[tuple[int, int, int, Sequence[int]]],
     ) -> None: ...
     # Queues a call on the stream. The addresses of the batch are the device's.
     def add(self, layer: int, batch: TokenBatch) -> None: ...
     def wait(self, timeout_s: float) -> bool: ...
     def abort(self) -> None: ...
+    # Raises WorkerLost or WorkerTimeout where the step was given up.
+    def check(self) -> None: ...
     def give_up(self) -> None: ...
     def end(self) -> StepReport: ...
 
@@ -594,12 +614,10 @@ class Client:
     # Both raise WorkerLost, and ConfigError where something is in flight on the path.
     def retire_path(self, worker: int, reason: str) -> None: ...
     def renew_path(self, worker: int, channel: Channel, generation: int) -> None: ...
-    # Holds the client and hands its data paths over. WorkerTimeout, WorkerLost; UnsupportedError
-    # names a worker that is not reached in shared memory.
+    # Holds the client and hands over the data paths of one holder for each shard. WorkerTimeout,
+    # WorkerLost; UnsupportedError names a worker that is not reached in shared memory, or has too
+    # few slots.
     def begin_step(self, num_calls: int, timeout_s: float) -> StepLease: ...
-    # Raises WorkerLost for a worker that hung up or froze. It is to be called every few
-    # milliseconds of a step.
-    def judge_step(self) -> None: ...
     # Resumes calls. Without a report it is not known how far the step came, and none of its paths
     # is used again.
     def end_step(self, report: StepReport | None) -> None: ...

@@ -41,12 +41,16 @@ class ResumeOnError {
 
 [[noreturn]] void raise_late(const std::string& what) { raise(Error{ErrorCode::kTimeout, what}); }
 
-// Holds the client and waits until no call is under way. Raises WorkerTimeout.
-void hold_quiet(ExpertClient& client, double timeout_s) {
-  const Deadline deadline = deadline_of(timeout_s);
+void hold(ExpertClient& client, Deadline deadline) {
   if (!repeat_until(deadline, [&](Deadline tick) { return client.hold(tick); })) {
     raise_late("a device step or a change of mode in another thread did not end in time");
   }
+}
+
+// Holds the client and waits until no call is under way. Raises WorkerTimeout.
+void hold_quiet(ExpertClient& client, double timeout_s) {
+  const Deadline deadline = deadline_of(timeout_s);
+  hold(client, deadline);
   ResumeOnError guard(client);
   if (!repeat_until(deadline, [&](Deadline tick) { return client.wait_until_quiet(tick); })) {
     raise_late(
@@ -57,11 +61,13 @@ void hold_quiet(ExpertClient& client, double timeout_s) {
 
 client::StepLease begin_step(const ClientBox& box, uint32_t num_calls, double timeout_s) {
   const std::shared_ptr<ExpertClient> client = box.get();
-  hold_quiet(*client, timeout_s);
+  const Deadline deadline = deadline_of(timeout_s);
+  hold(*client, deadline);
   ResumeOnError guard(*client);
-  if (!repeat_until(deadline_of(timeout_s),
-                    [&](Deadline tick) { return client->wait_until_fit(tick); })) {
-    raise_late("not every worker got a fresh data path in time for a device step");
+  if (!repeat_until(deadline, [&](Deadline tick) { return client->wait_until_fit(tick); })) {
+    raise_late(
+        "calls did not end, or workers got no fresh data paths, in time for a device step; collect "
+        "or drop submitted calls first");
   }
   Result<client::StepLease> lease = [&] {
     py::gil_scoped_release unlocked;
@@ -280,10 +286,6 @@ void bind_between_calls(ClientClass& client) {
           },
           py::arg("worker"), py::arg("channel"), py::arg("generation"))
       .def("begin_step", &begin_step, py::arg("num_calls"), py::arg("timeout_s"))
-      .def("judge_step",
-           [](const ClientBox& box) {
-             unwrap(without_gil(box, [](ExpertClient& one) { return one.judge_step(); }));
-           })
       .def("end_step", &end_step, py::arg("report").none(true));
 }
 
@@ -335,7 +337,19 @@ Deadline deadline_of(double seconds) {
 }
 
 void bind_client(py::module_& module) {
-  py::class_<client::StepLease>(module, "StepLease");
+  py::class_<client::StepLease>(module, "StepLease")
+      .def_readonly("holders_id", &client::StepLease::holders_id)
+      .def_property_readonly("workers",
+                             [](const client::StepLease& lease) {
+                               std::vector<uint32_t> workers;
+                               for (const auto& path : lease.paths) workers.push_back(path.worker);
+                               return workers;
+                             })
+      .def_property_readonly("holders", [](const client::StepLease& lease) {
+        std::map<uint32_t, std::vector<uint32_t>> holders;
+        for (const auto& one : lease.holders) holders[one.layer] = one.paths;
+        return holders;
+      });
   ClientClass client(module, "Client");
   bind_setting_up(client);
   client.def("run", &run_call, py::arg("layer"), py::arg("batch"));

@@ -9,15 +9,18 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <system_error>
 #include <tuple>
 #include <vector>
 
 #include "base/checksum.h"
 #include "bindings/arguments.h"
+#include "bindings/client_box.h"
 #include "bindings/host_device_box.h"
 #include "bindings/module.h"
 #include "bindings/step_report.h"
 #include "bindings/token_batch_box.h"
+#include "client/step_watch.h"
 #include "plugin/abi_records.h"
 #include "transport/ring/ring_bell.h"
 #include "wire/payload.h"
@@ -48,9 +51,12 @@ std::string refusal_text(const client::LeasedPath& lane, uint32_t slot) {
 
 class DeviceStep {
  public:
-  DeviceStep(const HostDeviceBox& box, client::StepLease& lease, double budget_s,
+  DeviceStep(const HostDeviceBox& box, const ClientBox& client, const client::StepLease& lease,
+             double timeout_s, const std::string& late, double budget_s,
              std::optional<uint64_t> stream, int64_t nap_ns)
-      : device_(box.device), lanes_(std::move(lease.paths)) {
+      : device_(box.device), lanes_(lease.paths) {
+    const Deadline deadline = deadline_of(timeout_s);
+    const std::shared_ptr<client::ExpertClient> watched = client.get();
     Status begun = [&]() -> Status {
       py::gil_scoped_release unlocked;
       return begin(lease.first_call, static_cast<int64_t>(budget_s * 1e9), stream);
@@ -58,8 +64,18 @@ class DeviceStep {
     unwrap(std::move(begun));
     std::vector<transport::RingView> rings;
     for (const client::LeasedPath& lane : lanes_) rings.push_back(lane.ring);
-    bell_ = std::make_unique<transport::RingBell>(std::move(rings), nap_ns);
+    try {
+      bell_ = std::make_unique<transport::RingBell>(std::move(rings), nap_ns);
+      watch_ = std::make_unique<client::StepWatch>(watched, lease, deadline, late,
+                                                   [this] { device_->step_abort(); });
+    } catch (const std::system_error& error) {
+      bell_.reset();
+      static_cast<void>(finish());  // nothing was queued
+      raise(Error{ErrorCode::kSystem,
+                  std::string("a device step got no thread of the system: ") + error.what()});
+    }
   }
+  ~DeviceStep() { stop_watching(); }
   DeviceStep(const DeviceStep&) = delete;
   DeviceStep& operator=(const DeviceStep&) = delete;
 
@@ -88,8 +104,12 @@ class DeviceStep {
     return unwrap(std::move(waited));
   }
   void abort() { device_->step_abort(); }
+  void check() const {
+    if (std::optional<Error> reason = watch_ ? watch_->reason() : reason_) raise(*reason);
+  }
   void give_up() {
     py::gil_scoped_release unlocked;
+    stop_watching();
     device_->step_give_up();
     bell_.reset();
   }
@@ -97,6 +117,7 @@ class DeviceStep {
     Result<StepReport> ended = Error{ErrorCode::kClosed, ""};
     {
       py::gil_scoped_release unlocked;
+      stop_watching();  // before the device's step ends, which is what it would abort
       ended = finish();
       bell_.reset();
     }
@@ -104,6 +125,11 @@ class DeviceStep {
   }
 
  private:
+  void stop_watching() {
+    if (watch_ == nullptr) return;
+    reason_ = watch_->reason();
+    watch_.reset();
+  }
   Status begin(uint64_t first_call, int64_t budget_ns, std::optional<uint64_t> stream) {
     std::vector<std::byte*> bases;
     for (const client::LeasedPath& lane : lanes_)
@@ -165,9 +191,12 @@ class DeviceStep {
   std::shared_ptr<plugin::HostDevice> device_;
   std::vector<client::LeasedPath> lanes_;
   std::unique_ptr<transport::RingBell> bell_;
+  std::unique_ptr<client::StepWatch> watch_;
+  std::optional<Error> reason_;  // why it stopped the step, once it is gone
 };
 
-// A shard in the form that Client.define_layer takes.
+// A shard in the form that Client.define_layer takes, with its path's place in the lease instead of
+// its worker.
 using ShardTuple = std::tuple<uint32_t, uint32_t, uint64_t, std::vector<uint32_t>>;
 
 void define_step_layer(const HostDeviceBox& box, uint32_t layer, uint32_t in_size,
@@ -175,8 +204,8 @@ void define_step_layer(const HostDeviceBox& box, uint32_t layer, uint32_t in_siz
                        const std::vector<ShardTuple>& shards) {
   std::vector<dflash_step_shard> places;
   std::vector<uint32_t> experts(num_experts, ~0u);
-  for (const auto& [shard, worker, fingerprint, ids] : shards) {
-    const uint32_t lane = worker, place = static_cast<uint32_t>(places.size());
+  for (const auto& [shard, path, fingerprint, ids] : shards) {
+    const uint32_t lane = path, place = static_cast<uint32_t>(places.size());
     const auto slot =
         std::count_if(places.begin(), places.end(),
                       [lane](const dflash_step_shard& one) { return one.lane == lane; });
@@ -206,9 +235,10 @@ void bind_device_step(py::module_& module) {
       .def_readonly("worker", &StepReport::worker)
       .def_readonly("text", &StepReport::text);
   py::class_<DeviceStep>(module, "DeviceStep")
-      .def(py::init<const HostDeviceBox&, client::StepLease&, double, std::optional<uint64_t>,
-                    int64_t>(),
-           py::arg("device"), py::arg("lease"), py::kw_only(), py::arg("budget_s"),
+      .def(py::init<const HostDeviceBox&, const ClientBox&, const client::StepLease&, double,
+                    const std::string&, double, std::optional<uint64_t>, int64_t>(),
+           py::arg("device"), py::arg("client"), py::arg("lease"), py::kw_only(),
+           py::arg("timeout_s"), py::arg("late"), py::arg("budget_s"),
            py::arg("stream") = std::nullopt, py::arg("nap_ns") = 0)
       .def_static("define_layer", &define_step_layer, py::arg("device"), py::kw_only(),
                   py::arg("layer"), py::arg("in_size"), py::arg("out_size"), py::arg("num_experts"),
@@ -216,6 +246,7 @@ void bind_device_step(py::module_& module) {
       .def("add", &DeviceStep::add, py::arg("layer"), py::arg("batch"))
       .def("wait", &DeviceStep::wait, py::arg("timeout_s"))
       .def("abort", &DeviceStep::abort)
+      .def("check", &DeviceStep::check)
       .def("give_up", &DeviceStep::give_up)
       .def("end", &DeviceStep::end);
 }

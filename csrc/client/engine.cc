@@ -154,7 +154,7 @@ Status Engine::start(const CallPtr& call) {
   if (now - last_judged_ns_ > kTickNs) judge_all(now);
   const WorstShard worst = worst_shard(*call, now);
   if (worst.standing == Standing::kGone)
-    return lost_shard_error(*call->layer, call->layer->holders[worst.index]);
+    return lost_shard_error(*call->layer, call->layer->holders[worst.index], links_);
   if (calls_.size() >= options_.max_calls) {
     return Error{ErrorCode::kInvalidArgument,
                  std::to_string(calls_.size()) + " calls are already submitted, the bound is " +
@@ -189,7 +189,7 @@ void Engine::admit_parked() {
     const bool has_waited = now - call->submitted_ns > options_.park_ns;
     if (worst.standing == Standing::kGone ||
         (worst.standing == Standing::kComingBack && has_waited)) {
-      fail(*call, lost_shard_error(*call->layer, call->layer->holders[worst.index]));
+      fail(*call, lost_shard_error(*call->layer, call->layer->holders[worst.index], links_));
       continue;
     }
     if (is_held_ || worst.standing != Standing::kUsable) continue;

@@ -113,8 +113,12 @@ class Engine {
   Status retire_path(Link& link, const std::string& reason);
 
   // -- device steps (step.h) --
+  // Whether a step cannot begin yet, but will be able to once calls have ended and paths were
+  // renewed.
+  bool must_step_wait() const;
   Result<StepLease> begin_step(uint32_t num_calls);
-  // Reads the pulses of the leased paths. Errors: kWorkerLost naming the first worker that is lost.
+  // Reads the pulses of the leased paths. Errors: kWorkerLost naming the first worker of the step
+  // that is lost, kTimeout naming one that is suspected while others hold all that is asked of it.
   Status judge_step(int64_t now);
   void end_step(const StepResult& result);
 
@@ -173,7 +177,6 @@ class Engine {
   void set_suspect(Link& link, bool is_suspect);
   void hedge_all(int64_t now);
   void hedge(Link& link, uint32_t slot, int64_t now);
-  Error lost_shard_error(const Layer& layer, std::span<const uint32_t> holders) const;
   void tell(const Link& link, EventKind kind, std::string reason);
   void tell_if_idle(const Link& link);
 
@@ -193,6 +196,7 @@ class Engine {
   // When an attempt will be late; max() where none can be, 0 to look at once.
   int64_t next_hedge_ns_ = std::numeric_limits<int64_t>::max();
   HedgeBudget hedge_budget_;
+  OpenStep step_;
   std::deque<ClientEvent> events_;
   Cutter cutter_;
   Combiner combiner_;

@@ -177,11 +177,6 @@ Status Engine::replace_worker(Link& link, NewPath path, OwnedFd pulse) {
     return refuse("it is not lost; renew its data path, or mark it lost first");
   if (path.generation == link.path.generation())
     return refuse("its fresh path has the generation of the lost one");
-  // A step's result names the leased paths by their order among those that are lost or leased.
-  const bool has_lease = std::any_of(links_.begin(), links_.end(), [](const auto& one) {
-    return one->path.state() == PathState::kLeased;
-  });
-  if (has_lease) return refuse("a device step is under way; leave it first");
   link.path.renew(std::move(path));
   link.liveness = Liveness(std::move(pulse));
   rehome_all(now_ns());
@@ -192,7 +187,8 @@ Status Engine::replace_worker(Link& link, NewPath path, OwnedFd pulse) {
 
 void Engine::wear_out_unfit() {
   for (const auto& link : links_) {
-    if (link->path.num_quarantined() > 0)
+    // The late reply of a worker that is suspected frees a slot, or the worker is given up.
+    if (link->path.num_quarantined() > 0 && !link->is_suspect)
       link->path.wear_out("a device step needs all of its slots");
   }
 }
@@ -218,33 +214,52 @@ bool Engine::has_path_to_retire() const {
                      [](const auto& link) { return link->path.is_ready_to_retire(); });
 }
 
+bool Engine::must_step_wait() const {
+  return num_under_way() > 0 || choose_step_holders(links_, layers_).is_busy;
+}
+
 Result<StepLease> Engine::begin_step(uint32_t num_calls) {
-  DFLASH_TRY(check_paths_for_step(links_));
-  StepLease lease{lease_paths(links_, now_ns()), next_call_id_};
+  StepChoice choice = choose_step_holders(links_, layers_);
+  if (choice.error) return std::move(*choice.error);
+  StepLease lease = step_.begin(links_, std::move(choice), now_ns());
+  lease.first_call = next_call_id_;
   next_call_id_ += num_calls;
   return lease;
 }
 
+// What is asked of one worker in a step is asked of no other, so that a suspected one ends the step
+// where another holder can answer the same calls outside of it.
 Status Engine::judge_step(int64_t now) {
-  for (const auto& link : links_) {
-    if (link->path.state() == PathState::kLeased) {
-      if (const auto failure = link->liveness.read_pulses(now)) {
-        lose(*link, ErrorCode::kWorkerLost, *failure);
-      } else if (link->liveness.is_stalled(now, options_.stall_timeout_ns)) {
-        lose(*link, ErrorCode::kWorkerLost, link->liveness.stall_text(now));
+  for (const StepPath& path : step_.paths()) {
+    Link& link = *links_[path.worker];
+    const ErrorPlace here{link.name, {}, {}, {}};
+    if (step_.has(link, path)) {
+      if (const auto failure = link.liveness.read_pulses(now)) {
+        lose(link, ErrorCode::kWorkerLost, *failure);
+      } else if (link.liveness.is_stalled(now, options_.stall_timeout_ns)) {
+        lose(link, ErrorCode::kWorkerLost, link.liveness.stall_text(now));
+      } else if (link.liveness.is_stalled(now, options_.suspect_ns) &&
+                 step_.has_stand_in(link, links_, layers_)) {
+        if (!link.is_suspect) set_suspect(link, true);
+        return Error{ErrorCode::kTimeout, "worker " + link.name + " showed " +
+                                              link.liveness.stall_text(now) +
+                                              ", and others hold its experts"}
+            .at(here);
       }
     }
-    if (link->path.is_lost()) {
-      return Error{ErrorCode::kWorkerLost,
-                   "worker " + link->name + " was lost: " + link->path.reason()}
-          .at({link->name, {}, {}, {}});
+    if (!step_.has(link, path)) {
+      const std::string reason =
+          link.path.is_lost() ? link.path.reason() : "another took its place";
+      return Error{ErrorCode::kWorkerLost, "worker " + link.name + " was lost: " + reason}.at(here);
     }
   }
   return ok();
 }
 
 void Engine::end_step(const StepResult& result) {
-  return_paths(links_, layers_, result);
+  const std::vector<StepPath> paths(step_.paths().begin(), step_.paths().end());
+  step_.end(links_, layers_, result);
+  for (const StepPath& path : paths) tell_if_idle(*links_[path.worker]);
   admit_parked();
   pump();
 }

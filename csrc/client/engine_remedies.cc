@@ -224,24 +224,8 @@ void Engine::tell(const Link& link, EventKind kind, std::string reason) {
 
 void Engine::tell_if_idle(const Link& link) {
   if (link.admission == Admission::kDraining && link.num_chunks == 0 && link.waiting.empty() &&
-      !link.path.owes())
+      !link.owes())
     tell(link, EventKind::kIdle, "");
-}
-
-// Names everybody who held the shard, and how each was lost.
-Error Engine::lost_shard_error(const Layer& layer, std::span<const uint32_t> holders) const {
-  Error error;
-  bool is_first = true;
-  for (const uint32_t holder : holders) {
-    const Link& link = *links_[holder];
-    if (!link.path.is_lost()) continue;
-    if (is_first)
-      error = link.lost_error(layer);
-    else
-      error.message += "; worker " + link.name + " was lost: " + link.path.reason();
-    is_first = false;
-  }
-  return error;
 }
 
 }  // namespace dflash::client

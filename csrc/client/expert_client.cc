@@ -278,7 +278,7 @@ bool ExpertClient::wait_until_fit(Deadline tick) {
   return state_->drive_until(tick, [this] {
     state_->engine.wear_out_unfit();
     state_->tell_keepers();
-    return state_->engine.is_closed() || !state_->engine.has_worn_path();
+    return state_->engine.is_closed() || !state_->engine.must_step_wait();
   });
 }
 
@@ -349,7 +349,9 @@ Result<StepLease> ExpertClient::begin_step(uint32_t num_calls) {
 
 Status ExpertClient::judge_step() {
   const Turn turn(state_->turns);
-  return state_->engine.judge_step(now_ns());
+  Status judged = state_->engine.judge_step(now_ns());
+  state_->tell_keepers();
+  return judged;
 }
 
 void ExpertClient::end_step(const StepResult& result) {

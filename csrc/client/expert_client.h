@@ -76,7 +76,10 @@ class ExpertClient {
   // it came about, and a caller who can wait longer repeats them.
   bool hold(Deadline tick);
   bool wait_until_quiet(Deadline tick);  // no call is under way and no path is worn
-  bool wait_until_fit(Deadline tick);    // in addition, every path has all its slots
+  // No call is under way, and whether a device step can begin does not hang on a path that is being
+  // renewed. Paths that lack slots are renewed from here on, and waited for where nobody else holds
+  // their shards.
+  bool wait_until_fit(Deadline tick);
   void resume();
   // For an owner who lets go of the client while other threads are inside: nobody waits for a
   // holder or for a fresh path any more, parked calls end (kClosed), and none is taken. Calls under
@@ -100,8 +103,8 @@ class ExpertClient {
   // Takes a lost worker back, which another process may serve now: a fresh path and fresh pulses.
   // Counters and what was learned of its speed go on, its shards stay; calls submitted from now on
   // use it. The path's generation must not be the one that was lost, so that nothing old passes for
-  // an answer. Errors: kInvalidArgument where the worker is not lost, or a device step is under
-  // way.
+  // an answer. A device step that is under way goes on without it. Errors: kInvalidArgument where
+  // the worker is not lost.
   Status replace_worker(uint32_t worker, NewPath path, OwnedFd pulse);
 
   // -- events --
@@ -112,12 +115,15 @@ class ExpertClient {
   std::vector<ClientEvent> take_events();
 
   // -- device steps --
-  // Hands every worker's data path over for a step of up to `num_calls` calls. Only the holder may
-  // call this, once the client is quiet and fit. Errors, with which nothing is handed over:
-  // kUnsupported naming a worker whose transport has no ring, kWorkerLost.
+  // Hands over the data paths that a step of up to `num_calls` calls needs: those of one holder for
+  // each shard. Only the holder of the client may call this, once the client is fit. Errors, with
+  // which nothing is handed over: kWorkerLost naming all holders of a shard, kUnsupported naming a
+  // worker whose transport has no ring or whose slots are too few, kInvalidArgument where a path is
+  // in use.
   Result<StepLease> begin_step(uint32_t num_calls);
-  // Reads pulses. It is to be called every few milliseconds of a step. Errors: kWorkerLost naming
-  // the first worker that is lost.
+  // Reads pulses. It is to be called every few milliseconds of a step (step_watch.h). Errors, with
+  // which the step must end: kWorkerLost naming the first worker of the step that is lost, kTimeout
+  // naming one that shows no progress while others hold all that the step asks of it.
   Status judge_step();
   // Takes the paths back and books what was answered on them.
   void end_step(const StepResult& result);

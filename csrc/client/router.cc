@@ -54,4 +54,19 @@ Standing standing_of(std::span<const uint32_t> holders, Links links, int64_t now
   return comes_back ? Standing::kComingBack : Standing::kGone;
 }
 
+Error lost_shard_error(const Layer& layer, std::span<const uint32_t> holders, Links links) {
+  Error error;
+  bool is_first = true;
+  for (const uint32_t holder : holders) {
+    const Link& link = *links[holder];
+    if (!link.path.is_lost()) continue;
+    if (is_first)
+      error = link.lost_error(layer);
+    else
+      error.message += "; worker " + link.name + " was lost: " + link.path.reason();
+    is_first = false;
+  }
+  return error;
+}
+
 }  // namespace dflash::client

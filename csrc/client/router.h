@@ -29,6 +29,8 @@ enum class Standing : uint8_t {
 // `grace_ns`: for so long after its loss, a holder that is brought back is preferred to the last
 // resort.
 Standing standing_of(std::span<const uint32_t> holders, Links links, int64_t now, int64_t grace_ns);
+// Names everybody who held a shard of the layer and is lost, and how; one of them at least is.
+Error lost_shard_error(const Layer& layer, std::span<const uint32_t> holders, Links links);
 
 // Whether an unanswered attempt at `link` is late enough for a second holder.
 inline bool is_late(const Attempt& attempt, int64_t now) {

@@ -183,11 +183,22 @@ struct LeasedPath {
   transport::SlotGeometry geometry;
   Dtype request_dtype = Dtype::kF32, reply_dtype = Dtype::kF32;
   transport::RingView ring;
+  // Whose end tells that the worker's process is gone; -1 where there is none. It is the client's,
+  // which may close it during the step.
+  int hangup_fd = -1;
+};
+// Who answers a device step for the shards of a layer.
+struct StepHolders {
+  uint32_t layer = 0;
+  std::vector<uint32_t> paths;  // [num_shards], in the order of the plan: a place in the lease
+  friend bool operator==(const StepHolders&, const StepHolders&) = default;
 };
 // The data paths that a device step has been lent.
 struct StepLease {
-  std::vector<LeasedPath> paths;  // one for each worker, in ascending index
-  uint64_t first_call = 0;        // the first of the ids of the step's calls
+  std::vector<LeasedPath> paths;     // one for each worker that is asked, in ascending index
+  uint64_t first_call = 0;           // the first of the ids of the step's calls
+  std::vector<StepHolders> holders;  // of every layer, in ascending index
+  uint64_t holders_id = 0;           // leases with equal ids have equal `holders`
 };
 // How far a leased path was used, in units of the ring's head words.
 struct RingUse {

@@ -79,9 +79,6 @@ void GpuSteps::unmap_memory(std::byte* memory) {
 Status GpuSteps::define_layer(const StepLayerPlan& plan) {
   const GpuHost::Turn turn(host_);
   if (is_open_) return argument_error("a layer is defined within a step");
-  if (layers_.contains(plan.layer))
-    return argument_error("layer " + std::to_string(plan.layer) +
-                          " is already defined for device steps");
   if (plan.shards.empty() || plan.shards.size() >= kNoRow || plan.experts.empty())
     return argument_error("a layer without shards or experts");
   for (const uint32_t entry : plan.experts) {
@@ -89,16 +86,23 @@ Status GpuSteps::define_layer(const StepLayerPlan& plan) {
       return argument_error("an expert is in no shard of its layer");
   }
   const uint64_t shard_bytes = aligned(plan.shards.size_bytes());
-  auto tables = turn.runtime().allocate(shard_bytes + plan.experts.size_bytes());
-  if (!tables.ok()) return named(std::move(tables).error());
+  const auto known = layers_.find(plan.layer);
+  std::byte* tables = nullptr;
+  if (known != layers_.end() && known->second.shards.size() == plan.shards.size() &&
+      known->second.num_experts == plan.experts.size()) {
+    tables = known->second.tables;
+  } else {
+    auto allocated = turn.runtime().allocate(shard_bytes + plan.experts.size_bytes());
+    if (!allocated.ok()) return named(std::move(allocated).error());
+    if (known != layers_.end()) turn.runtime().release(known->second.tables);
+    tables = allocated.value();
+  }
   layers_[plan.layer] = {plan.in_size, plan.out_size, static_cast<uint32_t>(plan.experts.size()),
-                         std::vector<StepShard>(plan.shards.begin(), plan.shards.end()),
-                         tables.value()};
+                         std::vector<StepShard>(plan.shards.begin(), plan.shards.end()), tables};
   most_shards_ = std::max(most_shards_, static_cast<uint32_t>(plan.shards.size()));
-  DFLASH_TRY(turn.runtime().copy_in(tables.value(),
-                                    reinterpret_cast<const std::byte*>(plan.shards.data()),
+  DFLASH_TRY(turn.runtime().copy_in(tables, reinterpret_cast<const std::byte*>(plan.shards.data()),
                                     plan.shards.size_bytes()));
-  DFLASH_TRY(turn.runtime().copy_in(tables.value() + shard_bytes,
+  DFLASH_TRY(turn.runtime().copy_in(tables + shard_bytes,
                                     reinterpret_cast<const std::byte*>(plan.experts.data()),
                                     plan.experts.size_bytes()));
   return turn.drain(std::chrono::seconds(30));

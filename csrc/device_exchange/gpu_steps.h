@@ -77,7 +77,8 @@ class GpuSteps {
   Result<std::byte*> map_memory(std::byte* memory, uint64_t num_bytes, bool is_read_only);
   void unmap_memory(std::byte* memory);
 
-  // A layer is defined once, and not within a step. Errors: kInvalidArgument, kOutOfMemory.
+  // A layer may be defined again, not within a step: who answers for its shards may have changed.
+  // Errors: kInvalidArgument, kOutOfMemory.
   Status define_layer(const StepLayerPlan& plan);
   // Errors: kInvalidArgument, kOutOfMemory; the device's.
   Status begin(const StepPlan& plan);

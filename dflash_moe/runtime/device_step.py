@@ -29,8 +29,8 @@ log = logging.getLogger(__name__)
 
 # A step has at most this many calls (kMostStepCalls of csrc/device_exchange).
 MAX_CALLS = 512
-# The host looks at the workers and the deadline this often, because a hang-up must be acted on
-# within 100 ms.
+# A thread that waits for the device looks this often whether it was interrupted. The workers are
+# watched by a thread of the core (csrc/client/step_watch.h).
 LOOK_S = 0.005
 # Kernels that do not end within this time after they were told to count as hung.
 GIVE_UP_S = 10.0
@@ -74,25 +74,29 @@ class DeviceStep:
         self._tensors = tensors
         self._table = table
         self._names = names
-        self._deadline = time.monotonic() + timeout_s
-        self._timeout_s = timeout_s
         self._on_exit = on_exit
         # The batches of queued calls keep the caller's tensors alive until the step has ended.
         self._batches: list[_core.TokenBatch] = []
-        # Where the host ended the step, this is why.
+        # Where the host ended the step, this is why, and when that was seen.
         self._reason: DflashError | None = None
-        self._aborted_at = 0.0
+        self._stopped_at = 0.0
         self._formerly = tensors.stream
-        self._step = _core.DeviceStep(tensors.device, lease, budget_s=2 * timeout_s + 1, stream=stream, nap_ns=nap_ns)
+        self._step = _core.DeviceStep(
+            tensors.device, client, lease, timeout_s=timeout_s, budget_s=2 * timeout_s + 1, stream=stream, nap_ns=nap_ns,
+            late=f"not answered within {timeout_s:g} s, the deadline of a device step; raise ipc.call_timeout_s",
+        )  # fmt: skip
         if stream is not None:
             tensors.take_over_for(stream)
 
     def experts(self, layer: int | str, hidden_states: Any, topk_ids: Any, topk_weights: Any, out: Any = None) -> Any:
         """Takes the arguments of `ExpertRuntime.experts`, with at most 64 tokens, and returns the
         result's tensor at once: the exchange is queued on the step's stream, where later work finds
-        the result.
+        the result. Raises WorkerLost or WorkerTimeout in a step that is given up already.
         """
         shape = self._table.of(layer)
+        if (reason := self._why_stopped()) is not None:
+            name = self._names[shape.layer]
+            raise reason.reworded(f"layer {name}: {reason}", layer=shape.layer)
         result, batch = self._tensors.bind_for_step(shape, hidden_states, topk_ids, topk_weights, out)
         if batch.num_tokens:
             self._step.add(shape.layer, batch)
@@ -104,27 +108,25 @@ class DeviceStep:
         return result
 
     def _settle(self) -> None:
-        """Waits until everything queued is done. Where a worker is lost or the deadline passes, it
-        tells the device to stop waiting, and raises WorkerError if the device does not.
+        """Waits until everything queued is done. Where the step is given up and the device goes on
+        for GIVE_UP_S nevertheless, it raises WorkerError.
         """
         while not self._step.wait(LOOK_S):
-            if self._reason is None:
-                self._look()
-            elif time.monotonic() > self._aborted_at + GIVE_UP_S:
+            if self._why_stopped() is not None and time.monotonic() > self._stopped_at + GIVE_UP_S:
                 text = f"{self._tensors.device.name} did not end a device step; restart the process"
                 raise WorkerError(text) from self._reason
 
-    def _look(self) -> None:
-        try:
-            self._client.judge_step()
-        except WorkerLost as error:
-            self._abort(error)
-        if time.monotonic() > self._deadline and self._reason is None:
-            text = f"not answered within {self._timeout_s:g} s, the deadline of a device step; raise ipc.call_timeout_s"
-            self._abort(WorkerTimeout(text))
+    def _why_stopped(self) -> DflashError | None:
+        """Returns why the device was told to give the step up, or None while it goes on."""
+        if self._reason is None:
+            try:
+                self._step.check()
+            except DflashError as error:
+                self._reason, self._stopped_at = error, time.monotonic()
+        return self._reason
 
     def _abort(self, reason: DflashError) -> None:
-        self._reason, self._aborted_at = reason, time.monotonic()
+        self._reason, self._stopped_at = reason, time.monotonic()
         self._step.abort()
 
     def __enter__(self) -> DeviceStep:
@@ -226,7 +228,10 @@ class DeviceSteps:
         self._nap_ns = nap_ns
         self._timeout_s = timeout_s
         self._patience_s = patience_s
-        self._are_layers_defined = False
+        # The device's tables of the layers name the holders of the lease with this number.
+        self._defined_id = 0
+        # Why the device can have no steps at all.
+        self._refusal: UnsupportedError | None = None
         # The open step. Only the thread that holds the client sets it.
         self._step: DeviceStep | None = None
         _warn_of_shared_card(tensors, fleet)
@@ -238,29 +243,35 @@ class DeviceSteps:
 
     @contextmanager
     def open(self, stream: int | None) -> Iterator[DeviceStep]:
-        """Opens a step on `stream`, or where that is None on torch's current stream. The errors are
+        """Opens a `with` block of `begin`."""
+        with self.begin(stream, self._patience_s()) as step:
+            yield step
+
+    def begin(self, stream: int | None, patience_s: float) -> DeviceStep:
+        """Begins a step on `stream`, or where that is None on torch's current stream; it waits at
+        most `patience_s` until it may begin. The caller's `with` block ends it. The errors are
         those of `ExpertRuntime.device_step`, and leave the runtime as it was.
         """
         if self.of_this_thread() is not None:
             raise ConfigError("device_step: a step is open already; leave it first")
-        with self._begin(_torch_stream(self._tensors) if stream is None else stream) as step:
-            yield step
-
-    def _begin(self, stream: int | None) -> DeviceStep:
-        step = self._try_to_begin(stream) or self._try_to_begin(stream)
+        if self._refusal is not None:
+            raise self._refusal.reworded(str(self._refusal))
+        if stream is None:
+            stream = _torch_stream(self._tensors)
+        step = self._try_to_begin(stream, patience_s) or self._try_to_begin(stream, patience_s)
         if step is None:
             # This is for the type checker: a second try raises instead of returning None.
             raise UnsupportedError("device_step: the device does not take the data paths' memory")
         return step
 
-    def _try_to_begin(self, stream: int | None) -> DeviceStep | None:
+    def _try_to_begin(self, stream: int | None, patience_s: float) -> DeviceStep | None:
         """Returns the step, or None where the device refused memory that is sealed against writing.
         In that case all data paths are being renewed without the seal (docs/protocol.md, "Data
         paths"), and a second try either succeeds or raises.
         """
-        lease = self._client.begin_step(MAX_CALLS, self._patience_s())
+        lease = self._client.begin_step(MAX_CALLS, patience_s)
         try:
-            self._define_layers()
+            self._define_layers(lease)
             self._step = DeviceStep(
                 self._client, lease, self._tensors, table=self._table, names=self._names, timeout_s=self._timeout_s(),
                 stream=stream, nap_ns=self._nap_ns, on_exit=self._leave,
@@ -270,6 +281,7 @@ class DeviceSteps:
             is_last_try, self._fleet.may_open_replies = self._fleet.may_open_replies, True
             self._client.end_step(None)
             if is_last_try:
+                self._refusal = error
                 raise
             text = "device steps: %s; asking the workers for segments without the seal against writing"
             log.warning(text, str(error))
@@ -281,15 +293,21 @@ class DeviceSteps:
     def _leave(self) -> None:
         self._step = None
 
-    def _define_layers(self) -> None:
-        if self._are_layers_defined:
+    def _define_layers(self, lease: _core.StepLease) -> None:
+        """Tells the device who answers for each shard, where that has changed."""
+        if self._defined_id == lease.holders_id:
             return
+        holders = lease.holders
         for layer, shards in self._layers:
+            asked = [
+                (shard, path, fingerprint, experts)
+                for (shard, _, fingerprint, experts), path in zip(shards, holders[layer.index], strict=True)
+            ]
             _core.DeviceStep.define_layer(
                 self._tensors.device, layer=layer.index, in_size=layer.ffn.in_size, out_size=layer.ffn.out_size,
-                num_experts=layer.num_experts, shards=shards,
+                num_experts=layer.num_experts, shards=asked,
             )  # fmt: skip
-        self._are_layers_defined = True
+        self._defined_id = lease.holders_id
 
 
 def _warn_of_shared_card(tensors: DeviceTensors, fleet: Fleet) -> None:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from dflash_moe import _core
 from dflash_moe.config import Settings, on_worker_loss, resolve_settings
@@ -36,6 +36,7 @@ from dflash_moe.runtime.layer_table import LayerTable
 from dflash_moe.runtime.observe import WorkerProcess
 from dflash_moe.runtime.path_keeper import PathKeeper
 from dflash_moe.runtime.placed_experts import PlacedExperts, slices_of
+from dflash_moe.runtime.step_replay import StepReplay
 from dflash_moe.runtime.tensors import HostTensors
 from dflash_moe.runtime.transports import check_paths
 from dflash_moe.runtime.worker_keeper import WorkerKeeper, WorkerState, restart_policy
@@ -43,6 +44,8 @@ from dflash_moe.topology import HOST, Topology
 from dflash_moe.topology.numerics import DEFAULT_NUMERICS
 
 log = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
 
 CLOSED = "this ExpertRuntime is closed; start another"
 # After this many times call_timeout_s every call has ended (kMaxPatience of csrc/client/engine.h).
@@ -79,6 +82,7 @@ class ExpertRuntime:
         self._tensors = HostTensors() if self._device is None else self._device
         # Only a host whose device is no processor has device steps.
         self._steps: DeviceSteps | None = None
+        self._replay: StepReplay | None = None
         self._last_stats: dict[str, Any] = {}
         # These are the forecasts from when mode auto was last in force, for the log at the end.
         self._last_auto: tuple[WorkerForecast, ...] = ()
@@ -158,6 +162,7 @@ class ExpertRuntime:
                 nap_ns=0 if self._placed.threads.spin_ns else NAP_NS,
                 timeout_s=lambda: self.settings.call_timeout_s, patience_s=lambda: self.call_limit_s,
             )  # fmt: skip
+            self._replay = StepReplay(self._steps, lambda: self.settings.call_timeout_s)
         self._keeper.start()
         self._workers.start(self._placed.held)
         self._is_open = True
@@ -302,17 +307,34 @@ class ExpertRuntime:
         """Opens a `with` block in which the host's device makes the exchanges of expert calls by
         itself. Calls of this thread to `ExpertRuntime.experts` within the block become part of it.
 
-        It is meant for decode steps: a call has at most 64 tokens, and every holder is reached in
-        shared memory or is in this process. Results count once the block was left without an error;
-        after an error the caller repeats the step with plain `experts`. Calls of other threads wait
-        meanwhile. `stream` is the one that the caller's framework works on; torch's current stream
-        is found without it. Errors: ConfigError, UnsupportedError with the reason, WorkerTimeout,
-        WorkerLost.
+        It is meant for decode steps: a call has at most 64 tokens, and each shard has a holder that
+        is reached in shared memory or is in this process. Results count once the block was left
+        without an error; after an error the caller repeats the step with plain `experts`, which
+        `run_step` does by itself. Calls of other threads wait meanwhile. `stream` is the one that
+        the caller's framework works on; torch's current stream is found without it. Errors:
+        ConfigError, UnsupportedError with the reason, WorkerTimeout, WorkerLost.
         """
         if self._steps is None:
             self._require_open()
             raise ConfigError("device_step: host.device is cpu; steps run on a GPU host's device")
         return self._steps.open(stream)
+
+    def run_step(
+        self, work: Callable[[], Result], *, undo: Callable[[], None] = lambda: None, stream: int | None = None
+    ) -> Result:
+        """Returns `work()`, which makes the expert calls of one decode step in this thread: as a
+        step of the host's device (`device_step`) where there can be one, else with plain calls.
+
+        Where a worker of the step is lost, hangs or answers wrongly, `undo()` is called, which
+        takes back what `work` did so far (the lengths of caches, for example), and then `work`
+        again with plain calls, which ask other holders or wait for the worker's return. The bits
+        are the same, and the next step is the device's again, with the holders that there are by
+        then. Errors: those of `experts`, and what `work` raises itself.
+        """
+        if self._replay is None:
+            self._require_open()
+            return work()
+        return self._replay.run(work, undo, stream)
 
     def set_mode(
         self,
@@ -420,6 +442,7 @@ class ExpertRuntime:
             "wire_dtypes": self.wire_dtypes,
             "numerics": describe_numerics(self.spec.layers, self.placement, self.settings.numerics),
             "transports": {member.name: member.transport for member in self._fleet.members.values()},
+            **({} if self._replay is None else {"device_steps": self._replay.counts()}),
         }
 
     def worker_stats(self) -> dict[str, dict[str, int]]:
@@ -510,7 +533,7 @@ class ExpertRuntime:
                 self._note_auto()
                 log_explanation(self._last_auto)
         # The device must let go of the data paths' memory before these are closed.
-        self._steps = None
+        self._steps = self._replay = None
         self._finalizer()
 
     def __enter__(self) -> ExpertRuntime:

@@ -13,12 +13,11 @@ import logging
 import queue
 import select
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING
 
-from dflash_moe.errors import ConfigError, DflashError, WorkerLost, WorkerTimeout
+from dflash_moe.errors import DflashError, WorkerLost, WorkerTimeout
 from dflash_moe.protocol.framing import PeerGone
 
 if TYPE_CHECKING:
@@ -33,8 +32,6 @@ RENEWALS = 3
 # A renewal that lacked something, descriptors for example, pauses this long before its next try:
 # others may give it back meanwhile.
 PAUSE_S = 0.2
-# A worker that comes back while a device step is under way looks this often whether it is over.
-STEP_PAUSE_S = 0.02
 # The threads have this time to end. A renewal under way ends as soon as its connection is hung up.
 STOP_S = 5.0
 
@@ -94,36 +91,19 @@ class PathKeeper:
 
     def revive(self, member: Member) -> None:
         """Gives a lost worker, which has a new session and has loaded its shards, a path and pulse
-        by the settings in force, and takes it back into the client. It waits for the end of a
-        device step. Errors: WorkerLost, WorkerTimeout, ProtocolError; DflashError where the runtime
-        was closed.
+        by the settings in force, and takes it back into the client; a device step that is under way
+        goes on without it. Errors: WorkerLost, WorkerTimeout, ProtocolError; DflashError where the
+        runtime was closed.
         """
         client, placed, index = self._client, self._placed, member.client_index
         with self.making(member):
             client.mark_lost(index, "another process took its place")  # nothing happens to a lost one
-            while True:
-                self._await_step(member)
-                slots = placed.plan_slots()[member.name]
-                channel, generation, pulse_fd = self._fleet.attach(member, slots)
-                policy, (request_dtype, reply_dtype) = placed.slices, placed.wire_dtypes
-                client.set_policy(index, policy.slice_tokens, placed.window(slots), policy.is_measured)
-                client.set_dtypes(index, request_dtype, reply_dtype)
-                try:
-                    client.revive(index, channel, generation, pulse_fd)
-                    return
-                except ConfigError:
-                    # A step that began meanwhile has all paths that there are; this one is lost.
-                    if not self._has_step():
-                        raise
-
-    def _await_step(self, member: Member) -> None:
-        until = time.monotonic() + self._placed.settings.start_timeout_s
-        while self._has_step():
-            if self._is_over.wait(STEP_PAUSE_S) or time.monotonic() > until:
-                raise WorkerTimeout(f"worker {member.name}: a device step was under way all the while", worker=member.name)
-
-    def _has_step(self) -> bool:
-        return any(report["path"] == "leased" for report in self._client.workers())
+            slots = placed.plan_slots()[member.name]
+            channel, generation, pulse_fd = self._fleet.attach(member, slots)
+            policy, (request_dtype, reply_dtype) = placed.slices, placed.wire_dtypes
+            client.set_policy(index, policy.slice_tokens, placed.window(slots), policy.is_measured)
+            client.set_dtypes(index, request_dtype, reply_dtype)
+            client.revive(index, channel, generation, pulse_fd)
 
     def replace(self, slots: Mapping[str, _core.SlotPlan]) -> None:
         """Gives every worker that is not lost a path with other slots, planned in `slots` by its

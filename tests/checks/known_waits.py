@@ -51,6 +51,12 @@ KNOWN: dict[str, dict[str, str]] = {
         "::read": _NON_BLOCKING_BELL,
         "::write": _NON_BLOCKING_BELL,
     },
+    "csrc/client/step_watch.cc": {
+        "::ppoll": "bounded: 5 ms, or less until the step's deadline",
+        "::write": _NON_BLOCKING_BELL,
+        "join thread_": "bounded: is_over_ was set and told; the thread looks at it every 5 ms and takes short turns between",
+        "lock mutex_": "straight: keeps or copies one error, and nothing is called",
+    },
     "csrc/client/turn.cc": {
         "::read": _NON_BLOCKING_BELL,
         "::write": _NON_BLOCKING_BELL,
@@ -229,6 +235,7 @@ KNOWN: dict[str, dict[str, str]] = {
     "dflash_moe/runtime/path_keeper.py": {
         "call poller.poll": "bounded: it waits for worn paths for as long as its runtime lives; close() rings the same bell",
     },
+    "dflash_moe/runtime/step_replay.py": {"lock self._lock": "straight: counts or copies counts, and nothing is called"},
     "dflash_moe/runtime/supervisor.py": {
         "call socket.accept": "bounded: takes timeout_s, one tick of the accepting thread, as its argument",
         "lock self._lock": "bounded: held over the fields of a worker and the start of a thread; nothing in it waits",

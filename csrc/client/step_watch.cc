@@ -1,0 +1,60 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "client/step_watch.h"
+
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <utility>
+
+namespace dflash::client {
+
+StepWatch::StepWatch(std::shared_ptr<ExpertClient> client, const StepLease& lease,
+                     Deadline deadline, std::string late, std::function<void()> stop)
+    : client_(std::move(client)),
+      deadline_(deadline),
+      late_(std::move(late)),
+      stop_(std::move(stop)),
+      over_(::eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)) {
+  fds_.push_back({over_.get(), POLLIN, 0});
+  for (const LeasedPath& path : lease.paths) fds_.push_back({path.hangup_fd, POLLRDHUP, 0});
+  thread_ = std::thread([this] { watch(); });
+}
+
+StepWatch::~StepWatch() {
+  is_over_.store(true, std::memory_order_relaxed);
+  const uint64_t one = 1;
+  static_cast<void>(::write(over_.get(), &one, sizeof one));
+  thread_.join();
+}
+
+std::optional<Error> StepWatch::reason() const {
+  const std::lock_guard lock(mutex_);
+  return reason_;
+}
+
+void StepWatch::watch() {
+  while (!is_over_.load(std::memory_order_relaxed)) {
+    const int64_t left_ns = std::clamp(deadline_.left_ns(), int64_t{0}, kStepLookNs);
+    const timespec look{0, static_cast<long>(left_ns)};
+    if (::ppoll(fds_.data(), fds_.size(), &look, nullptr) > 0) {
+      // What is behind a descriptor that was closed and opened again meanwhile is no end of a
+      // worker. The client knows; such a descriptor is not asked a second time.
+      for (size_t i = 1; i < fds_.size(); ++i) {
+        if (fds_[i].revents != 0) fds_[i].fd = -1;
+      }
+    }
+    if (!is_over_.load(std::memory_order_relaxed) && must_stop()) return stop_();
+  }
+}
+
+bool StepWatch::must_stop() {
+  Status judged = client_->judge_step();
+  if (judged.ok() && deadline_.has_passed()) judged = Error{ErrorCode::kTimeout, late_};
+  if (judged.ok()) return false;
+  const std::lock_guard lock(mutex_);
+  reason_ = std::move(judged).error();
+  return true;
+}
+
+}  // namespace dflash::client

@@ -1,0 +1,60 @@
+// Watches the workers of an open device step with a thread of its own, because the thread that
+// queues the step may be busy or wait inside of the caller's framework. The device itself cannot
+// see that a process has died, or that time is up.
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <poll.h>
+
+#include <atomic>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "base/clock.h"
+#include "base/owned_fd.h"
+#include "base/result.h"
+#include "client/expert_client.h"
+
+namespace dflash::client {
+
+// How often the workers' progress and the deadline are looked at. The end of a worker's process
+// wakes the thread at once.
+inline constexpr int64_t kStepLookNs = 5'000'000;
+
+class StepWatch {
+ public:
+  // From here on the step of `lease` is watched. As soon as one of its workers is lost or
+  // `deadline` has passed, `stop` is called once, by the thread, and must make the device give the
+  // step up. `late` is then the error's text where the deadline was it.
+  StepWatch(std::shared_ptr<ExpertClient> client, const StepLease& lease, Deadline deadline,
+            std::string late, std::function<void()> stop);
+  // Returns once `stop` does not run and will not any more.
+  ~StepWatch();
+  StepWatch(const StepWatch&) = delete;
+  StepWatch& operator=(const StepWatch&) = delete;
+
+  // Why the step was stopped; none as long as it goes on. Any thread may ask.
+  std::optional<Error> reason() const;
+
+ private:
+  void watch();
+  bool must_stop();
+
+  const std::shared_ptr<ExpertClient> client_;
+  const Deadline deadline_;
+  const std::string late_;
+  const std::function<void()> stop_;
+  const OwnedFd over_;       // an eventfd; where the system has none left, the end waits for a look
+  std::vector<pollfd> fds_;  // over_, then the ends of the workers
+  std::atomic<bool> is_over_ = false;
+  mutable std::mutex mutex_;
+  std::optional<Error> reason_;  // guarded by mutex_
+  std::thread thread_;           // the last member, because it uses the others
+};
+
+}  // namespace dflash::client
