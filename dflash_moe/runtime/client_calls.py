@@ -7,6 +7,7 @@ SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -29,6 +30,8 @@ class ClientCalls:
     def __init__(self, client: _core.Client, paths: PathKeeper) -> None:
         self._client = client
         self._paths = paths
+        # Called with the number of a worker that drains and has nothing in flight any more.
+        self.on_idle: Callable[[int], None] = lambda _index: None
 
     def lose(self, member: Member, reason: str) -> None:
         """Ends the calls that need a worker which is gone, or has them wait for it."""
@@ -47,16 +50,21 @@ class ClientCalls:
             # Taking the events empties their descriptor. What holds in the end, the reports say.
             for event in self._client.take_events():
                 log.debug("worker %d: %s %s", event["worker"], event["kind"], event["reason"])
+                if event["kind"] == "idle":
+                    self.on_idle(event["worker"])
             return [(report["name"], report["reason"]) for report in self._client.workers() if report["state"] == "lost"]
         except DflashError:  # the runtime was closed meanwhile
             return []
 
     def tell(self, member: Member, life: Life) -> None:
-        """Says whether calls that need the worker shall wait for it."""
+        """Says whether calls that need the worker shall wait for it, and whether it gets those that
+        others can have.
+        """
         if life.state is State.QUARANTINED:
             log.error("worker %s is left alone: %s", member.name, life.reason)
         with suppress(DflashError):  # the runtime was closed meanwhile
             self._client.set_remedy(member.client_index, life.is_coming)
+            self._client.set_draining(member.client_index, life.state is State.DRAINING)
 
     def descriptor(self) -> int:
         """Returns the descriptor of the client's events."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -29,9 +29,11 @@ from dflash_moe.runtime.client_calls import ClientCalls
 from dflash_moe.runtime.contents import ContentsReport, compare_with_own_copy, held_checksums
 from dflash_moe.runtime.device_step import NAP_NS, DeviceStep, DeviceSteps
 from dflash_moe.runtime.device_tensors import DeviceTensors
+from dflash_moe.runtime.elastic import Elastic
 from dflash_moe.runtime.expert_call import BoundExperts, ExpertCall
 from dflash_moe.runtime.fleet import ChannelDecorator, Fleet, LoadingReport
 from dflash_moe.runtime.held_shards import holders_by_shard
+from dflash_moe.runtime.kept_worker import WorkerState
 from dflash_moe.runtime.layer_table import LayerTable
 from dflash_moe.runtime.observe import WorkerProcess
 from dflash_moe.runtime.path_keeper import PathKeeper
@@ -39,8 +41,8 @@ from dflash_moe.runtime.placed_experts import PlacedExperts, slices_of
 from dflash_moe.runtime.step_replay import StepReplay
 from dflash_moe.runtime.tensors import HostTensors
 from dflash_moe.runtime.transports import check_paths
-from dflash_moe.runtime.worker_keeper import WorkerKeeper, WorkerState, restart_policy
-from dflash_moe.topology import HOST, Topology
+from dflash_moe.runtime.worker_keeper import WorkerKeeper, restart_policy
+from dflash_moe.topology import HOST, Topology, WorkerSpec
 from dflash_moe.topology.numerics import DEFAULT_NUMERICS
 
 log = logging.getLogger(__name__)
@@ -74,6 +76,8 @@ class ExpertRuntime:
         self._keeper = PathKeeper(self._client, placed)
         calls = ClientCalls(self._client, self._keeper)
         self._workers = WorkerKeeper(self._fleet, restart_policy(settings), calls)
+        calls.on_idle = _idle_teller(self._fleet, self._workers)
+        self._elastic = Elastic(self._client, placed, self._keeper, self._workers)
         self._keeper.on_loss = self._workers.ring
         self._finalizer = weakref.finalize(self, _end, self._workers, self._keeper, self._fleet, self._client)
         self._table = LayerTable(placed.spec.layers)
@@ -181,7 +185,7 @@ class ExpertRuntime:
         """Says whether threads that wait for replies may spin, where they may at all. A host that
         computes something else meanwhile needs their core.
         """
-        self._client.set_spinning(is_allowed)
+        self._client.set_spinning(is_allowed and not self._placed.threads.is_oversubscribed)
 
     @property
     def host_pool(self) -> _core.HostPool:
@@ -467,6 +471,51 @@ class ExpertRuntime:
         self._require_open()
         self._workers.release(name)
 
+    def add_worker(self, spec: WorkerSpec | Mapping[str, Any] | str) -> None:
+        """Adds a worker while calls go on: a WorkerSpec, a mapping with the keys of one worker of a
+        topology, or YAML text of that. It blocks until the worker is a holder.
+
+        The worker is started, or dialled where it has an address, and loads as many shards as fit:
+        those first that nobody holds, then those with the most load for each holder. `memory`
+        bounds its weights; without it they take at most half of what is free there. With `experts`
+        it holds the shards of these, all of them.
+
+        Errors, with which nothing has changed: ConfigError and TopologyError for a spec that does
+        not fit, naming memory and shard or the field in which holders would disagree;
+        ProtocolError, CheckpointError, UnsupportedError for a worker that will not do; WorkerLost,
+        WorkerTimeout; DflashError in a forked child.
+        """
+        self._require_open()
+        self._elastic.add(spec)
+
+    def remove_worker(self, name: str, drain_s: float = 30.0, *, force: bool = False) -> None:
+        """Removes a worker while calls go on. It gets no new rows that another holder can have, and
+        finishes what it has. What is under way after `drain_s` seconds is asked of other holders.
+        Then its session ends, and its process where the host started it; the method blocks until
+        that is done.
+
+        Raises ConfigError for an unknown worker, for one inside this process, for one that is being
+        removed, and for the last ready holder of a shard, naming both. With `force` the shards then
+        have no holder, and calls that need them raise WorkerLost until a worker is added that holds
+        them. Other errors: UnsupportedError, WorkerTimeout; DflashError in a forked child.
+        """
+        self._require_open()
+        self._elastic.remove(name, drain_s, force=force)
+
+    def restart_worker(self, name: str, drain_s: float = 30.0, *, force: bool = False) -> None:
+        """Ends a worker that the host started as `remove_worker` does, and starts it anew with what
+        is installed now; it blocks until the worker holds its shards again. Doing so to one worker
+        after the other upgrades all of them without a failed call, where each shard has two
+        holders.
+
+        Raises ConfigError as `remove_worker`, and for a worker that somebody else starts or that is
+        not ready. With `force`, calls that need a shard with no other holder wait for the worker,
+        at most `failure.park_s`. WorkerLost says that it is not back; it is then tried again like
+        any worker that died. Other errors: WorkerTimeout; DflashError in a forked child.
+        """
+        self._require_open()
+        self._elastic.restart(name, drain_s, force=force)
+
     def worker_processes(self) -> list[WorkerProcess]:
         """Returns one entry for every holder of experts. Holders inside this process report this
         process. Workers on other machines are asked, so that the errors of `worker_stats` apply.
@@ -542,6 +591,11 @@ class ExpertRuntime:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+
+def _idle_teller(fleet: Fleet, workers: WorkerKeeper) -> Callable[[int], None]:
+    """Returns what tells the keeper that a worker, by its number, has nothing in flight."""
+    return lambda index: workers.note_idle(fleet.at_index(index).name)
 
 
 def _end(workers: WorkerKeeper, keeper: PathKeeper, fleet: Fleet, client: _core.Client) -> None:

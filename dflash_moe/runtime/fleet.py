@@ -121,7 +121,13 @@ class Fleet:
     """
 
     def __init__(self, spec: ModelSpec, settings: Settings, threads: ThreadPlan, decorate: ChannelDecorator | None) -> None:
+        # Replaced and never changed once the fleet runs, so that others may go through the one that
+        # they found.
         self.members: dict[str, Member] = {}
+        # Who is being added, and who was removed: the client still knows the latter by their
+        # numbers.
+        self.arriving: dict[str, Member] = {}
+        self.former: dict[str, Member] = {}
         self._spec = spec
         self._settings = settings
         self._threads = threads
@@ -153,8 +159,10 @@ class Fleet:
             transport = choose_transport(worker.name, address, self._settings.transport)
             if worker.name in held:
                 first = held[worker.name][0]
-                self.members[worker.name] = Member(worker.name, address, transport, first.numerics, first.layout, spec=worker)
-                self.members[worker.name].device = DeviceChoice.of(worker)
+                device = DeviceChoice.of(worker)
+                self.members[worker.name] = Member(
+                    worker.name, address, transport, first.numerics, first.layout, spec=worker, device=device
+                )
             else:
                 log.info("worker %s holds no experts and is not started", worker.name)
         if host_name in held:
@@ -168,13 +176,11 @@ class Fleet:
         `check_paths` returned. On an error the caller closes the fleet.
         """
         remote = [member for member in self.members.values() if member.transport != "loopback"]
-        if any(member.address.is_started_by_host for member in remote):
-            self._launcher = Launcher()
         self._key = key
         for member in remote:
             started = self._launch(member) if member.address.is_started_by_host else None
             member.session = self._new_session(member, started)
-        self._in_parallel([member.name for member in remote], self._greet)
+        self._in_parallel([member.name for member in remote], lambda name: self._greet(self.members[name]))
         for member in self.members.values():
             if member.transport == "loopback":
                 slowdown = _slowdown(member)
@@ -194,7 +200,8 @@ class Fleet:
         self._check_architectures()
 
     def _check_architectures(self) -> None:
-        computed = {member.name: (member.numerics, member.architecture) for member in self.members.values()}
+        members = (*self.members.values(), *self.arriving.values())
+        computed = {member.name: (member.numerics, member.architecture) for member in members}
         check_architectures(computed, self._settings.numerics)
 
     def _new_session(self, member: Member, started: StartedWorker | None) -> HostSession:
@@ -220,9 +227,20 @@ class Fleet:
         session.hang_up()
         session.close(seconds=0.0)
 
+    def dismiss(self, member: Member) -> None:
+        """Says goodbye to a worker that nobody asks any more, and waits GOODBYE_S at most for its
+        process to end where the host started that. It never raises.
+        """
+        session = member.session
+        if session is None or not self.owner.is_here:
+            return
+        session.say_bye()
+        session.close(seconds=GOODBYE_S)
+
     def start_again(self, member: Member) -> None:
-        """Starts a worker whose former session was ended, or dials it where somebody else starts
-        it, and exchanges hello. Errors are those of a start; WorkerLost once the fleet is closed.
+        """Starts a worker whose former session was ended, or that is arriving, or dials it where
+        somebody else starts it, and exchanges hello. Errors are those of a start; WorkerLost
+        once the fleet is closed.
         """
         started = None
         if member.address.is_started_by_host:
@@ -234,7 +252,7 @@ class Fleet:
         if member.session is not session:
             session.close(seconds=0.0)
             raise WorkerLost(f"worker {member.name} is not started any more: the runtime was closed", worker=member.name)
-        self._greet(member.name)
+        self._greet(member)
         self._check_architectures()
 
     def load_again(self, member: Member, shards: Sequence[HeldShard]) -> None:
@@ -244,12 +262,16 @@ class Fleet:
         self._load_member(member, shards, lambda _count: None)
 
     def _launch(self, member: Member) -> StartedWorker:
-        if self._launcher is None or self._is_closed:
-            raise WorkerLost(f"worker {member.name} is not started: the runtime is closed or starting", worker=member.name)
-        return self._launcher.start_worker(member.name, Path(self._spec.path))
+        with self._closing:
+            if self._is_closed:
+                raise WorkerLost(f"worker {member.name} is not started: the runtime was closed", worker=member.name)
+            if self._launcher is None:
+                self._launcher = Launcher()
+            launcher = self._launcher
+        return launcher.start_worker(member.name, Path(self._spec.path))
 
-    def _greet(self, name: str) -> None:
-        member = self.members[name]
+    def _greet(self, member: Member) -> None:
+        name = member.name
         session = _session(member)
         session.connect(timeout_s=self._settings.start_timeout_s)
         reply = session.greet(
@@ -405,7 +427,7 @@ class Fleet:
             return
         with self._closing:
             self._is_closed = True
-        members = list(self.members.values())
+        members = [*self.members.values(), *self.arriving.values()]
         for member in members:
             if member.session is not None:
                 member.session.say_bye()
@@ -423,9 +445,38 @@ class Fleet:
         """Sends SIGKILL to every worker that the host started, so that threads which wait for one
         of them see its end at once.
         """
-        for member in self.members.values():
+        for member in (*self.members.values(), *self.arriving.values()):
             if member.session is not None:
                 member.session.kill()
+
+    def admit(self, member: Member) -> None:
+        """Makes an arriving worker a member. Raises WorkerLost once the fleet is closed."""
+        with self._closing:
+            if self._is_closed:
+                raise WorkerLost(f"worker {member.name} is not added: the runtime was closed", worker=member.name)
+            # The host stays last.
+            hosts = {name: one for name, one in self.members.items() if one.spec is None}
+            workers = {name: one for name, one in self.members.items() if one.spec is not None}
+            self.members = {**workers, member.name: member, **hosts}
+            self.former = {name: one for name, one in self.former.items() if name != member.name}
+            self.arriving = {name: one for name, one in self.arriving.items() if name != member.name}
+
+    def part_with(self, member: Member) -> None:
+        """Makes a member, or one that was arriving, a former one. Somebody has ended it."""
+        with self._closing:
+            if member.client_index >= 0:
+                self.former = {**self.former, member.name: member}
+            self.members = {name: one for name, one in self.members.items() if one is not member}
+            self.arriving = {name: one for name, one in self.arriving.items() if one is not member}
+
+    def use_threads(self, threads: ThreadPlan) -> None:
+        """Plans the threads of workers that are started from now on anew."""
+        self._threads = threads
+
+    def at_index(self, client_index: int) -> Member:
+        """Returns the member that the client knows by this number, also one that was removed."""
+        members = (*self.members.values(), *self.former.values())
+        return next(member for member in members if member.client_index == client_index)
 
     def _in_parallel(self, names: Sequence[str], step: Callable[[str], None]) -> None:
         """Runs `step` for every name in a thread of its own. The first error ends all others,

@@ -8,6 +8,7 @@ said of an earlier attempt changes nothing. So an answer that comes late does no
     starting -> joining -> ready -> lost -> waiting -> starting ...
                                          -> quarantined (until it is released)
     any of them -> draining -> gone
+    ready -> draining -> starting ... where it is recycled
 SPDX-License-Identifier: Apache-2.0
 """
 
@@ -39,7 +40,7 @@ class State(enum.Enum):
     WAITING = "waiting"
     # It is left alone until somebody releases it.
     QUARANTINED = "quarantined"
-    # It was removed, finishes what it has, and is then cleared away.
+    # It was removed or is recycled, finishes what it has, and is then cleared away.
     DRAINING = "draining"
     GONE = "gone"
 
@@ -61,6 +62,8 @@ class Happening(enum.Enum):
     DUE = "due"
     RELEASED = "released"
     REMOVED = "removed"
+    # Somebody wants it ended and started anew.
+    RECYCLED = "recycled"
     DRAINED = "drained"
 
 
@@ -79,7 +82,7 @@ class Task(enum.Enum):
 @dataclass(frozen=True, slots=True)
 class Event:
     """What happened to a member in one attempt. Other happenings than those of an attempt (added,
-    due, released, removed) need no number.
+    due, released, removed, recycled) need no number.
     """
 
     what: Happening
@@ -150,6 +153,7 @@ class Member:
     _num_tries: int = 0
     _is_left_alone: bool = False
     _is_ending: bool = False
+    _is_recycled: bool = False
     _lost_early: str | None = None
 
     def on(self, event: Event, now: float) -> list[Order]:
@@ -163,7 +167,14 @@ class Member:
     @property
     def is_coming(self) -> bool:
         """Whether somebody works at it that it serves again, or it does."""
+        if self._is_recycled:
+            return True
         return self.state not in (State.QUARANTINED, State.DRAINING, State.GONE) and not self._is_left_alone
+
+    @property
+    def serves(self) -> bool:
+        """Whether its loss is news: it is ready, or drains and is not being cleared away yet."""
+        return self.state is State.READY or (self.state is State.DRAINING and not self._is_ending)
 
     # -- events of its life ------------------------------------------------------------------------
 
@@ -221,6 +232,9 @@ class Member:
             return []
         self._is_ending = False
         if self.state is State.DRAINING:
+            if self._is_recycled:
+                self._is_recycled = False
+                return self._start(now)
             self._enter(State.GONE, now)
             return []
         if self._is_left_alone:
@@ -246,6 +260,7 @@ class Member:
         return self._start(now)
 
     def _on_removed(self, _event: Event, now: float) -> list[Order]:
+        self._is_recycled = False
         if self.state in (State.WAITING, State.QUARANTINED):
             self._enter(State.GONE, now)
             return []
@@ -254,6 +269,16 @@ class Member:
         was_ready, self.state = self.state is State.READY, State.DRAINING
         self.since = now
         return [Order(Task.DRAIN, self.attempt)] if was_ready else self._end()
+
+    def _on_recycled(self, _event: Event, now: float) -> list[Order]:
+        """Of a member that is not ready, nothing has to be ended first: it is being started anyway,
+        or waits for somebody to release it.
+        """
+        if self.state is not State.READY:
+            return []
+        self._is_recycled = True
+        self._enter(State.DRAINING, now)
+        return [Order(Task.DRAIN, self.attempt)]
 
     def _on_drained(self, _event: Event, _now: float) -> list[Order]:
         return self._end() if self.state is State.DRAINING else []

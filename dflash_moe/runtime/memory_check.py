@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from dflash_moe.runtime.fleet import Member
     from dflash_moe.runtime.held_shards import HeldShard
 
+UNSTATED_SHARE = 0.5
+
 
 def check_memory(
     members: Mapping[str, Member], bytes_by_holder: Mapping[str, int], held: Mapping[str, Sequence[HeldShard]]
@@ -33,6 +35,19 @@ def check_memory(
         if bounds and bytes_by_holder.get(member.name, 0) > min(bounds):
             num_experts = sum(len(shard.experts) for shard in held[member.name])
             raise ConfigError(_shortfall_text(_holder_text(member), bytes_by_holder[member.name], min(bounds), num_experts))
+
+
+def room_of(member: Member, stated: int | None) -> int | None:
+    """Returns how many bytes of weights a greeted worker that joins a running runtime may take.
+    Where nobody `stated` that, it is UNSTATED_SHARE of what is free: others need memory too. None
+    means that nobody knows.
+    """
+    free = _memory_bounds(member)
+    if member.is_on_this_machine and not member.device.has_own_memory:
+        free.append(memory_available())
+    if not free:
+        return stated
+    return min(stated, *free) if stated is not None else int(min(free) * UNSTATED_SHARE)
 
 
 def _memory_bounds(member: Member) -> list[int]:

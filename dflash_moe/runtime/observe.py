@@ -64,16 +64,19 @@ def _exit_of(member: Member, started: StartedWorker) -> str:
 
 def count_calls(client: _core.Client, fleet: Fleet, layers: Sequence[int]) -> dict[str, Any]:
     """Sums the client's counters per (worker, layer) into `totals`, `workers` (by name, with each
-    worker's state and layers) and `layers` (by index).
+    worker's state and layers, also those that were removed) and `layers` (by index).
     """
-    members = {member.client_index: member for member in fleet.members.values()}
+    everybody = {**fleet.former, **fleet.members}
+    members = {member.client_index: member for member in everybody.values()}
     reports = {report["name"]: report for report in client.workers()}
     totals = zero_counters()
     by_layer = {layer: zero_counters() for layer in layers}
     workers: dict[str, dict[str, Any]] = {
         name: {**zero_counters(), "transport": member.transport, "layers": {}, **reports.get(name, {})}
-        for name, member in fleet.members.items()
+        for name, member in everybody.items()
     }
+    for name in fleet.former:
+        workers[name]["state"] = "gone"
     for (worker, layer), counters in client.counters().items():
         own = workers[members[worker].name]
         own["layers"][layer] = zero_counters()
@@ -105,7 +108,7 @@ def list_processes(fleet: Fleet, held: Mapping[str, Sequence[HeldShard]]) -> lis
     found = []
     for member in fleet.members.values():
         counts: dict[int, int] = {}
-        for shard in held[member.name]:
+        for shard in held.get(member.name, ()):
             counts[shard.layer.index] = counts.get(shard.layer.index, 0) + len(shard.experts)
         pid, weight_bytes, memory = _resident(member)
         most = max(counts.values(), default=0)

@@ -50,8 +50,11 @@ class PathKeeper:
         self._fleet = placed.fleet
         # Called when a worker was given up because its path could not be renewed.
         self.on_loss: Callable[[], None] = lambda: None
-        # By name of a worker: held over the making of one path.
+        # By name of a worker, also of those that were removed: held over the making of one path.
         self._locks: dict[str, threading.Lock] = {}
+        # Held over a change of the settings that paths are made by, and over the first path of a
+        # worker that is added.
+        self._settings_lock = threading.Lock()
         self._worn_fd = client.worn_fd()
         # These paths, by client_index and with the reason, were retired by another thread that
         # could not renew them.
@@ -80,11 +83,30 @@ class PathKeeper:
             lock.release()
 
     @contextmanager
+    def adding(self, member: Member) -> Iterator[None]:
+        """Opens a block in which the settings in force do not change, so that a worker that is
+        added gets a path by them. Raises WorkerTimeout.
+        """
+        self._locks.setdefault(member.name, threading.Lock())
+        with self._keeping_settings():
+            yield
+
+    @contextmanager
+    def _keeping_settings(self) -> Iterator[None]:
+        if not self._settings_lock.acquire(timeout=RENEWALS * (self._fleet.attach_timeout_s + PAUSE_S)):
+            raise WorkerTimeout("the settings of data paths are being changed, or a worker added, all the while")
+        try:
+            yield
+        finally:
+            self._settings_lock.release()
+
+    @contextmanager
     def making_none(self) -> Iterator[None]:
         """Opens a block in which no path is made but by its own thread, so that the settings in
         force can change. Raises WorkerTimeout.
         """
         with ExitStack() as held:
+            held.enter_context(self._keeping_settings())
             for member in self._fleet.members.values():
                 held.enter_context(self.making(member))
             yield
@@ -136,7 +158,7 @@ class PathKeeper:
             self._client.wake_renewer()
         _join(self._thread)
         for index, renewal in self._renewals.items():
-            session = self._member(index).session
+            session = self._fleet.at_index(index).session
             if session is not None and renewal.is_alive():
                 session.hang_up()
 
@@ -169,11 +191,8 @@ class PathKeeper:
     def _take_left_over(self) -> list[tuple[int, str]]:
         return [self._left_over.get_nowait() for _ in range(self._left_over.qsize())]
 
-    def _member(self, index: int) -> Member:
-        return next(member for member in self._fleet.members.values() if member.client_index == index)
-
     def _renew_worn(self, index: int, reason: str) -> None:
-        member = self._member(index)
+        member = self._fleet.at_index(index)
         log.info("worker %s: its data path is worn: %s", member.name, reason)
         session, slots = member.session, member.slots
         if slots is None:

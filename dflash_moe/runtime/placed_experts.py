@@ -7,6 +7,8 @@ SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from dflash_moe import _core
@@ -16,7 +18,7 @@ from dflash_moe.placement.numerics import check_classes, settle_classes
 from dflash_moe.placement.preset import FAST, Offer, choose_classes, dense_class, describe, is_stated, preferred
 from dflash_moe.protocol.devices import DeviceChoice
 from dflash_moe.runtime.fleet import ChannelDecorator, Fleet, LoadingReport
-from dflash_moe.runtime.held_shards import shapes_of, shards_by_holder
+from dflash_moe.runtime.held_shards import HeldShard, shapes_of, shards_by_holder
 from dflash_moe.runtime.memory_check import check_memory
 from dflash_moe.runtime.threads import thread_plan
 from dflash_moe.runtime.transports import check_paths
@@ -138,11 +140,14 @@ class PlacedExperts:
         request = self.settings.dtype or self.spec.dtype
         return request, self.settings.reply_dtype or request
 
-    def plan_slots(self) -> dict[str, _core.SlotPlan]:
-        """Returns the slots of every holder's data path by its name."""
-        shapes = [shapes_of(shards) for shards in self.held.values()]
+    def plan_slots(self, arriving: Mapping[str, Sequence[HeldShard]] = MappingProxyType({})) -> dict[str, _core.SlotPlan]:
+        """Returns the slots of every holder's data path by its name, those of `arriving` holders
+        with the shards that they will have too.
+        """
+        held = {**self.held, **arriving}
+        shapes = [shapes_of(shards) for shards in held.values()]
         plans = _core.plan_arena(shapes, self.slices, *self.wire_dtypes, self.settings.shared_bytes or 0)
-        return dict(zip(self.held, plans, strict=True))
+        return dict(zip(held, plans, strict=True))
 
     def window(self, slots: _core.SlotPlan | None) -> int:
         """Returns how many slices may be in flight at a member with these `slots`. Where the arena

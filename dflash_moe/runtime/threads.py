@@ -74,6 +74,35 @@ def thread_plan(topology: Topology, settings: Settings, holders: Collection[str]
     return replace(plan, cpus=plan_cpus(topology, plan.workers, host_threads=plan.host, cores=cores, may_choose=may_choose))
 
 
+def plan_without(plan: ThreadPlan, worker: str, settings: Settings) -> ThreadPlan:
+    """Returns the plan once a worker is gone. Nobody else gets other threads."""
+    return _plan_anew(plan, {name: threads for name, threads in plan.workers.items() if name != worker}, settings)
+
+
+def plan_with(plan: ThreadPlan, worker: WorkerSpec, settings: Settings) -> ThreadPlan:
+    """Returns the plan with one more worker, which gets what the others have left over, at least
+    one thread. Only CPUs that it names are its own. Raises ConfigError for one that has more
+    threads than `cpus`.
+    """
+    if not worker.is_started_by_host or worker.backend not in COMPUTED_BY_PROCESSOR:
+        return plan
+    found = _plan_anew(plan, {**plan.workers, worker.name: _asked_threads(worker, settings)}, settings)
+    named, threads = _named_cpus(worker), found.workers[worker.name]
+    if named and threads > len(named):
+        raise ConfigError(
+            f"worker {worker.name} has {threads} threads for {len(named)} cpus; name one CPU per thread, or write cpus: auto"
+        )
+    return replace(found, cpus={**found.cpus, worker.name: named[:threads]} if named else found.cpus)
+
+
+def _plan_anew(plan: ThreadPlan, workers: Mapping[str, int | None], settings: Settings) -> ThreadPlan:
+    found = plan_threads(
+        host_threads=plan.host, worker_threads=workers, usable_cores=usable_cores(), physical_cores=physical_cores(),
+        spin_us=settings.spin_us,
+    )  # fmt: skip
+    return replace(found, cpus={name: cpus for name, cpus in plan.cpus.items() if name in workers})
+
+
 def shares_pool(topology: Topology, worker: WorkerSpec) -> bool:
     """Says whether a worker computes with the host's pool: one inside a host whose device is the
     processor, on the processor.

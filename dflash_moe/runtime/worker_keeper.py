@@ -19,7 +19,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
@@ -34,6 +33,7 @@ from dflash_moe.errors import (
     WorkerTimeout,
 )
 from dflash_moe.protocol.failures import system_failure
+from dflash_moe.runtime.kept_worker import KeptWorker, Parting, WorkerState
 from dflash_moe.runtime.membership import Event, Happening, Order, RestartPolicy, State, Task
 from dflash_moe.runtime.membership import Member as Life
 
@@ -74,19 +74,8 @@ class Calls(Protocol):
         """Returns what becomes readable when there may be new losses, -1 where nothing does."""
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerState:
-    """How one holder of experts stands: a state of membership.State, why it is not ready, for how
-    many seconds it has been so, how often it died since the start, and of a waiting one in how many
-    seconds it is tried again.
-    """
-
-    name: str
-    state: str
-    reason: str
-    since_s: float
-    deaths: int
-    next_try_s: float | None
+def _because(reason: str) -> str:
+    return f": {reason}" if reason else ""
 
 
 def restart_policy(settings: Settings, *, retries_unfit: bool = False) -> RestartPolicy:
@@ -95,29 +84,6 @@ def restart_policy(settings: Settings, *, retries_unfit: bool = False) -> Restar
     return RestartPolicy(
         (first / 1000, longest / 1000), settings.restart_deaths, settings.restart_window_s, settings.restart, retries_unfit
     )
-
-
-class _Kept:
-    """One worker as the keeper sees it. Only the keeper's thread touches `errand` and `pidfd`."""
-
-    def __init__(self, member: Member, life: Life) -> None:
-        self.member, self.life = member, life
-        # What is under way for it, or was last.
-        self.errand: threading.Thread | None = None
-        # Readable once the process that the host started has ended; -1 where there is none.
-        self.pidfd = -1
-
-    def open_pidfd(self) -> None:
-        started = self.member.session.started if self.member.session is not None else None
-        if self.pidfd < 0 and started is not None and started.process.poll() is None:
-            # Without it, the control connection tells.
-            with suppress(OSError, AttributeError):
-                self.pidfd = os.pidfd_open(started.process.pid)
-
-    def close_pidfd(self) -> None:
-        if self.pidfd >= 0:
-            os.close(self.pidfd)
-            self.pidfd = -1
 
 
 class WorkerKeeper:
@@ -135,11 +101,13 @@ class WorkerKeeper:
         self._rng = rng or random.Random()
         self._now = now
         self._held: Mapping[str, Sequence[HeldShard]] = {}
-        self._kept: dict[str, _Kept] = {}
-        self._events: queue.SimpleQueue[tuple[_Kept, Event]] = queue.SimpleQueue()
+        self._kept: dict[str, KeptWorker] = {}
+        self._events: queue.SimpleQueue[tuple[KeptWorker, Event]] = queue.SimpleQueue()
         # Guards the machines and the bell. The thread that holds it takes it again where it
         # collects a runtime that nobody closed.
         self._lock = threading.RLock()
+        # Told whenever a worker that is let go is gone, back, or left alone.
+        self._changed = threading.Condition(self._lock)
         try:
             self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         except OSError as error:
@@ -151,19 +119,32 @@ class WorkerKeeper:
         """Takes the fleet's workers over, which are all loaded and have their data paths. `held`
         are the shards that each of them loads when it comes back.
         """
-        self._held = held
         for member in self._fleet.members.values():
-            if member.session is None:
-                continue
-            life = Life(member.name, self._policy, self._rng, member.address.is_started_by_host)
-            for what in (Happening.ADDED, Happening.STARTED, Happening.JOINED):
-                life.on(Event(what, life.attempt), self._now())
-            self._kept[member.name] = _Kept(member, life)
-        for kept in self._kept.values():
-            kept.open_pidfd()
-            self._calls.tell(kept.member, kept.life)
+            if member.session is not None:
+                self._adopt(member, held[member.name])
         if self._kept:
             self._thread.start()
+
+    def adopt(self, member: Member, shards: Sequence[HeldShard]) -> None:
+        """Takes one more worker over, likewise. Raises WorkerLost where the runtime was closed."""
+        with self._lock:
+            if self._is_over.is_set():
+                raise WorkerLost(f"worker {member.name} is not added: the runtime was closed", worker=member.name)
+            self._adopt(member, shards)
+        if self._thread.ident is None:  # so far, no worker was another process
+            self._thread.start()
+        self.ring()
+
+    def _adopt(self, member: Member, shards: Sequence[HeldShard]) -> None:
+        life = Life(member.name, self._policy, self._rng, member.address.is_started_by_host)
+        for what in (Happening.ADDED, Happening.STARTED, Happening.JOINED):
+            life.on(Event(what, life.attempt), self._now())
+        kept = KeptWorker(member, life)
+        kept.open_pidfd()
+        self._calls.tell(member, life)
+        # These are replaced and never changed, so that others may go through the ones they found.
+        self._held = {**self._held, member.name: shards}
+        self._kept = {**self._kept, member.name: kept}
 
     # -- what others say and ask -------------------------------------------------------------------
 
@@ -193,6 +174,44 @@ class WorkerKeeper:
             raise ConfigError(f"release: worker {name} is {state.value} and not quarantined")
         self._post(kept, Event(Happening.RELEASED))
 
+    def let_go(self, name: str, parting: Parting, *, is_recycled: bool = False) -> None:
+        """Begins to remove a worker of another process, or to start it anew; `await_end` waits for
+        what comes of it. Raises ConfigError for one that drains already, and for one that cannot be
+        started anew because it is not ready.
+        """
+        kept = self._kept[name]
+        with self._lock:
+            state = kept.life.state
+            if state in (State.DRAINING, State.GONE):
+                raise ConfigError(f"worker {name} is {state.value} already: it is being removed or started anew")
+            if is_recycled and state is not State.READY:
+                raise ConfigError(f"worker {name} is {state.value} and not ready{_because(kept.life.reason)}")
+            kept.parting = parting
+        self._post(kept, Event(Happening.RECYCLED if is_recycled else Happening.REMOVED))
+
+    def await_end(self, name: str, seconds: float) -> WorkerState | None:
+        """Waits until a worker that is let go is no member any more, and returns None, or until it
+        has been started anew, or is not started again, and returns how it stands. Raises
+        WorkerTimeout after so many seconds, and DflashError where the runtime is closed meanwhile.
+        """
+        until = time.monotonic() + seconds
+        with self._changed:
+            while not self._is_over.is_set():
+                kept = self._kept.get(name)
+                if kept is None:
+                    return None
+                if kept.parting is None:
+                    return kept.stands(self._now())
+                if not self._changed.wait(until - time.monotonic()):
+                    raise WorkerTimeout(f"worker {name} is {kept.life.state.value} after {seconds:g} s", worker=name)
+        raise DflashError(f"the runtime was closed while worker {name} was let go")
+
+    def note_idle(self, name: str) -> None:
+        """Says that a worker which drains has nothing in flight any more."""
+        kept = self._kept.get(name)
+        if kept is not None:
+            self._post(kept, Event(Happening.DRAINED, kept.life.attempt))
+
     def states(self) -> list[WorkerState]:
         """Returns how every member stands, those inside this process too."""
         self._fleet.owner.require_here()
@@ -205,10 +224,7 @@ class WorkerKeeper:
                 found.append(WorkerState(name, State.READY.value, "", 0.0, 0, None))
                 continue
             with self._lock:
-                life = kept.life
-                until = max(0.0, life.next_try - now) if life.state is State.WAITING else None
-                reason = "" if life.state is State.READY else life.reason
-                found.append(WorkerState(name, life.state.value, reason, now - life.since, life.num_deaths, until))
+                found.append(kept.stands(now))
         return found
 
     def remedy_of(self, name: str) -> str:
@@ -238,6 +254,8 @@ class WorkerKeeper:
         if not self._fleet.owner.is_here:  # the parent's threads may hold the lock in this copy
             return
         self._is_over.set()
+        with self._changed:
+            self._changed.notify_all()
         if not self._thread.is_alive():  # never started
             return
         self.ring()
@@ -258,7 +276,7 @@ class WorkerKeeper:
         for kept in self._kept.values():
             kept.close_pidfd()
 
-    def _cut_short(self, kept: _Kept, errand: threading.Thread | None, deadline: float) -> None:
+    def _cut_short(self, kept: KeptWorker, errand: threading.Thread | None, deadline: float) -> None:
         """Ends what is under way for a worker, by ending the worker itself."""
         while errand is not None and errand.is_alive() and time.monotonic() < deadline:
             session = kept.member.session
@@ -287,28 +305,30 @@ class WorkerKeeper:
     def _sleep(self) -> None:
         """Sleeps until something happens. Processes that ended become losses here."""
         poller = select.poll()
-        watched: dict[int, _Kept] = {}
+        watched: dict[int, KeptWorker] = {}
         for descriptor in (self._bell, self._calls.descriptor()):
             if descriptor >= 0:
                 poller.register(descriptor, select.POLLIN)
         for kept in self._kept.values():
-            if kept.life.state is not State.READY or kept.member.session is None:
+            if not kept.life.serves or kept.member.session is None:
                 continue
             for descriptor, events in ((kept.member.session.fileno(), select.POLLRDHUP), (kept.pidfd, select.POLLIN)):
                 if descriptor >= 0:
                     watched[descriptor] = kept
                     poller.register(descriptor, events)
         # Nothing but an event or the next try has to wake this thread.
-        awoken = poller.poll(self._until_next_try())
+        awoken = poller.poll(self._until_next_look())
         with suppress(BlockingIOError):
             os.eventfd_read(self._bell)
         for kept in {watched[descriptor] for descriptor, _ in awoken if descriptor in watched}:
             self._handle(kept, Event(Happening.LOST, kept.life.attempt, "hung up"))
 
-    def _until_next_try(self) -> float | None:
-        """Returns the milliseconds until the next worker is tried again, None where none waits."""
-        waiting = [kept.life.next_try for kept in self._kept.values() if kept.life.state is State.WAITING]
-        return max(0.0, min(waiting) - self._now()) * 1000 + 1 if waiting else None
+    def _until_next_look(self) -> float | None:
+        """Returns the milliseconds until a worker is tried again or must have drained, None where
+        none waits.
+        """
+        looks = [at for kept in self._kept.values() if (at := kept.next_look()) is not None]
+        return max(0.0, min(looks) - self._now()) * 1000 + 1 if looks else None
 
     def _take_events(self) -> None:
         while not self._events.empty():
@@ -317,19 +337,22 @@ class WorkerKeeper:
     def _take_losses(self) -> None:
         for name, reason in self._calls.losses():
             kept = self._kept.get(name)
-            if kept is not None and kept.life.state is State.READY:
+            if kept is not None and kept.life.serves:
                 self._handle(kept, Event(Happening.LOST, kept.life.attempt, reason))
 
     def _take_due(self) -> None:
         for kept in self._kept.values():
-            if kept.life.state is State.WAITING and self._now() >= kept.life.next_try:
-                self._handle(kept, Event(Happening.DUE))
+            due = kept.next_look()
+            if due is None or self._now() < due:
+                continue
+            what = Happening.DUE if kept.life.state is State.WAITING else Happening.DRAINED
+            self._handle(kept, Event(what, kept.life.attempt))
 
-    def _post(self, kept: _Kept, event: Event) -> None:
+    def _post(self, kept: KeptWorker, event: Event) -> None:
         self._events.put((kept, event))
         self.ring()
 
-    def _handle(self, kept: _Kept, event: Event) -> None:
+    def _handle(self, kept: KeptWorker, event: Event) -> None:
         with self._lock:
             before = kept.life.state
             orders = kept.life.on(event, self._now())
@@ -337,14 +360,22 @@ class WorkerKeeper:
         if before is not after:
             self._on_change(kept, before)
         for order in orders:
+            if order.task is Task.DRAIN and kept.parting is not None:
+                kept.drained_by = self._now() + kept.parting.drain_s
             if order.task in (Task.START, Task.JOIN, Task.END) and not self._is_over.is_set():
                 self._begin(kept, order)
 
-    def _on_change(self, kept: _Kept, before: State) -> None:
+    def _on_change(self, kept: KeptWorker, before: State) -> None:
         life, member = kept.life, kept.member
+        if before is State.DRAINING:
+            kept.close_pidfd()
         if life.state is State.READY:
             log.info("worker %s is ready again, at attempt %d", member.name, life.attempt)
             kept.open_pidfd()
+        elif life.state is State.DRAINING:
+            log.info("worker %s is let go, and finishes what it has", member.name)
+        elif life.state is State.GONE:
+            self._dismiss(kept)
         elif before is State.READY:
             kept.close_pidfd()
             log.info("worker %s is lost: %s", member.name, life.reason)
@@ -354,10 +385,24 @@ class WorkerKeeper:
         elif life.state is State.LOST:
             log.info("worker %s is not back yet: %s", member.name, life.reason)
         self._calls.tell(member, life)
+        if kept.parting is not None and (life.state in (State.READY, State.QUARANTINED)):
+            with self._changed:
+                kept.parting = None
+                self._changed.notify_all()
+
+    def _dismiss(self, kept: KeptWorker) -> None:
+        """Forgets a worker that is no member any more."""
+        kept.close_pidfd()
+        if kept.parting is not None:
+            kept.parting.gone(kept.member)
+        with self._changed:
+            self._kept = {name: other for name, other in self._kept.items() if other is not kept}
+            self._held = {name: shards for name, shards in self._held.items() if name in self._kept}
+            self._changed.notify_all()
 
     # -- what takes time ---------------------------------------------------------------------------
 
-    def _begin(self, kept: _Kept, order: Order) -> None:
+    def _begin(self, kept: KeptWorker, order: Order) -> None:
         former = kept.errand
         name = f"dflash-{order.task.value}-{kept.member.name}"
         kept.errand = threading.Thread(target=self._run_errand, args=(kept, order, former), name=name, daemon=True)
@@ -371,10 +416,10 @@ class WorkerKeeper:
             reason = f"this process cannot start a thread for it: {error}"
             self._post(kept, Event(Happening.FAILED, order.attempt, reason, is_death=False))
 
-    def _run_errand(self, kept: _Kept, order: Order, former: threading.Thread | None) -> None:
+    def _run_errand(self, kept: KeptWorker, order: Order, former: threading.Thread | None) -> None:
         member = kept.member
         try:
-            steps: dict[Task, Callable[[_Kept], Happening]] = {
+            steps: dict[Task, Callable[[KeptWorker], Happening]] = {
                 Task.START: self._start, Task.JOIN: self._join, Task.END: partial(self._end, former),
             }  # fmt: skip
             event = Event(steps[order.task](kept), order.attempt)
@@ -391,17 +436,21 @@ class WorkerKeeper:
             event = Event(Happening.FAILED, order.attempt, f"{type(error).__name__}: {error}")
         self._post(kept, event)
 
-    def _start(self, kept: _Kept) -> Happening:
+    def _start(self, kept: KeptWorker) -> Happening:
         self._fleet.start_again(kept.member)
         return Happening.STARTED
 
-    def _join(self, kept: _Kept) -> Happening:
+    def _join(self, kept: KeptWorker) -> Happening:
         self._fleet.load_again(kept.member, self._held[kept.member.name])
         self._calls.join(kept.member)
         kept.member.last_exit = ""
         return Happening.JOINED
 
-    def _end(self, former: threading.Thread | None, kept: _Kept) -> Happening:
+    def _end(self, former: threading.Thread | None, kept: KeptWorker) -> Happening:
         self._cut_short(kept, former, time.monotonic() + STOP_S)
-        self._fleet.end_member(kept.member)
+        if kept.life.state is State.DRAINING and kept.parting is not None:
+            kept.parting.end(kept.member)
+            self._fleet.dismiss(kept.member)
+        else:
+            self._fleet.end_member(kept.member)
         return Happening.ENDED

@@ -135,6 +135,13 @@ def parse_topology(text: str, source: str) -> TopologyParts:
     return TopologyParts(workers, host, ipc, placement, 1, source, engine, preset, failure)
 
 
+def parse_worker(text: str, source: str) -> WorkerSpec:
+    """Parses one worker of the list `workers`, written as there, which may list experts. Raises
+    TopologyError.
+    """
+    return _worker(compose(text, source), "explicit")
+
+
 def check_local(workers: Sequence[WorkerSpec]) -> None:
     """Checks workers that were made in Python by the rules for a file. Raises ConfigError."""
     if not 1 <= len(workers) <= MAX_WORKERS:

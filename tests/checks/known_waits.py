@@ -232,6 +232,12 @@ KNOWN: dict[str, dict[str, str]] = {
         "lock self._lock": "bounded: held over a put on a queue without a limit, which never waits",
         "call self._orders.get": "bounded: it waits for orders for as long as its runtime lives; close() sends the last one",
     },
+    "dflash_moe/runtime/elastic.py": {
+        "lock self._lock": "bounded: held over changes of tables and calls of the client, whose turn comes within a tick",
+    },
+    "dflash_moe/runtime/kept_worker.py": {
+        "call started.process.poll": "bounded: asks the kernel once whether the child has ended, and never waits",
+    },
     "dflash_moe/runtime/path_keeper.py": {
         "call poller.poll": "bounded: it waits for worn paths for as long as its runtime lives; close() rings the same bell",
     },
@@ -241,7 +247,6 @@ KNOWN: dict[str, dict[str, str]] = {
         "lock self._lock": "bounded: held over the fields of a worker and the start of a thread; nothing in it waits",
     },
     "dflash_moe/runtime/worker_keeper.py": {
-        "call started.process.poll": "bounded: asks the kernel once whether the child has ended, and never waits",
         "lock self._lock": "bounded: held over a state machine's step, reads of it, or a non-blocking bell; none of them waits",
     },
     "dflash_moe/telemetry/logs.py": {

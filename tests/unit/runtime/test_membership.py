@@ -120,7 +120,7 @@ class Executor(RuleBasedStateMachine):
         if was_ready:
             assert self.member.state is State.LOST
 
-    @rule(what=st.sampled_from([Happening.RELEASED, Happening.RELEASED, Happening.ADDED, Happening.REMOVED]))
+    @rule(what=st.sampled_from([Happening.RELEASED, Happening.ADDED, Happening.REMOVED, Happening.RECYCLED]))
     def ask(self, what: Happening) -> None:
         self.say(what)
 
@@ -132,7 +132,7 @@ class Executor(RuleBasedStateMachine):
     @rule(what=st.sampled_from(list(Happening)), back=st.integers(1, 3))
     def late(self, what: Happening, back: int) -> None:
         """An event of an earlier attempt changes nothing."""
-        if what in (Happening.ADDED, Happening.DUE, Happening.RELEASED, Happening.REMOVED):
+        if what in (Happening.ADDED, Happening.DUE, Happening.RELEASED, Happening.REMOVED, Happening.RECYCLED):
             return
         before = (self.member.state, self.member.attempt, self.member.num_deaths, self.member.since)
         self.say(what, self.member.attempt - back)
@@ -285,3 +285,46 @@ def test_a_removed_member_is_drained_and_then_gone() -> None:
     assert member.on(Event(Happening.ENDED, 1), 3.0) == []
     assert member.state is State.GONE
     assert member.on(Event(Happening.ADDED), 4.0) == [Order(Task.START, 2)]
+
+
+def test_a_recycled_member_is_drained_and_started_anew_and_is_worth_waiting_for_all_the_while() -> None:
+    member = fresh()
+    make_ready(member, 0.0)
+    assert member.on(Event(Happening.RECYCLED), 1.0) == [Order(Task.DRAIN, 1)]
+    assert member.serves
+    assert member.on(Event(Happening.DRAINED, 1), 2.0) == [Order(Task.END, 1)]
+    assert member.is_coming
+    assert not member.serves
+    assert member.on(Event(Happening.ENDED, 1), 3.0) == [Order(Task.START, 2)]
+    make_ready(member, 4.0)
+    assert member.num_deaths == 0
+    lose(member, 5.0)
+    assert member.state is State.WAITING  # it is not recycled for ever
+
+
+def test_a_recycled_member_that_dies_while_it_drains_is_started_anew_at_once() -> None:
+    member = fresh()
+    make_ready(member, 0.0)
+    member.on(Event(Happening.RECYCLED), 1.0)
+    assert member.on(Event(Happening.LOST, 1, "hung up"), 2.0) == [Order(Task.END, 1)]
+    assert member.on(Event(Happening.ENDED, 1), 3.0) == [Order(Task.START, 2)]
+
+
+def test_a_removal_wins_over_a_recycling() -> None:
+    member = fresh()
+    make_ready(member, 0.0)
+    member.on(Event(Happening.RECYCLED), 1.0)
+    assert member.on(Event(Happening.REMOVED), 1.0) == []
+    assert not member.is_coming
+    member.on(Event(Happening.DRAINED, 1), 2.0)
+    assert member.on(Event(Happening.ENDED, 1), 3.0) == []
+    assert member.state is State.GONE
+
+
+def test_a_member_that_is_not_ready_is_not_recycled() -> None:
+    member = fresh()
+    assert member.on(Event(Happening.RECYCLED), 1.0) == []
+    make_ready(member, 1.0)
+    lose(member, 2.0)
+    assert member.on(Event(Happening.RECYCLED), 2.0) == []
+    assert member.state is State.WAITING
