@@ -6,7 +6,8 @@ SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
 from dflash_moe.config.activations import ACTIVATIONS
-from dflash_moe.config.resolve import check_environment, on_worker_loss, resolve_settings
+from dflash_moe.config.remedies import on_worker_loss
+from dflash_moe.config.resolve import check_environment, resolve_settings
 from dflash_moe.config.settings import (
     BLOCK_TOKENS,
     DTYPES,

@@ -18,22 +18,6 @@ from dflash_moe.config.values import MAX_COMPARED, did_you_mean
 from dflash_moe.errors import ConfigError, shown
 
 
-def on_worker_loss(settings: Settings) -> str:
-    """Returns a sentence that says what becomes of the experts of a worker that is lost. A runtime
-    logs it when it starts, and `doctor` shows it.
-    """
-    if settings.restart:
-        fate = f"wait {settings.park_s:g} s for it to be started or dialled again, and then raise WorkerLost until it is back"
-    else:
-        fate = "raise WorkerLost until it is released (failure.restart is off)"
-    if settings.required:
-        return f"ipc.required is 1: calls to experts that no worker holds any more {fate}; the host does not compute them"
-    return (
-        f"ipc.required is 0: calls to experts that no worker holds any more {fate}, as with 1, because computing them at the "
-        "host is not built into this version"
-    )
-
-
 def resolve_settings(
     stated: Mapping[str, Any] | None = None, *, environ: Mapping[str, str] = os.environ, **overrides: Any
 ) -> Settings:

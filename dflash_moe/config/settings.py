@@ -12,26 +12,30 @@ from pathlib import Path
 from typing import Any
 
 from dflash_moe.config.activations import ACTIVATIONS
+from dflash_moe.config.remedies import REMEDIES, remedies_in_order
+from dflash_moe.config.setting import ROOT_SETTINGS, SECTIONS, Setting
 from dflash_moe.config.values import (
+    MAX_GRACE_MS,
     MAX_BACKOFF_MS,
     MAX_SPIN_US,
     MAX_TIMEOUT_S,
     SIZE_FORMS,
     MemoryBudget,
-    NotBuiltError,
-    Parser,
     choice,
     choice_or_auto,
     choice_with_off,
     file_path,
     halves,
     inherited,
+    milliseconds,
     milliseconds_from_to,
+    milliseconds_or_zero,
     on_off,
     on_off_or_auto,
     parse_bytes,
     seconds,
     seconds_or_zero,
+    share,
     socket_buffer,
     spin,
     switch,
@@ -39,7 +43,6 @@ from dflash_moe.config.values import (
     whole,
     whole_or_auto,
 )
-from dflash_moe.errors import ConfigError, shown
 
 PREFIX = "DFLASH_MOE_"
 DTYPES = ("f32", "f16", "bf16")
@@ -56,12 +59,9 @@ OPERATORS = ("auto", "torch")
 ORDERS = ("fifo", "packing")
 SPECULATIONS = ("prompt", "auto")
 PRESETS = ("exact", "fast")
+FALLBACKS = ("mapped", "none")
 # A block of the paged KV cache has so many tokens: those of a page of the attention kernels.
 BLOCK_TOKENS = 16
-# The sections of a topology whose keys are settings of the table.
-SECTIONS = ("ipc", "host", "engine", "failure")
-# Keys of the topology itself that are settings of the table.
-ROOT_SETTINGS = ("preset",)
 # More tokens of one step, requests or waiting requests than these are typing errors.
 MAX_BATCH_TOKENS = 1 << 16
 MAX_REQUESTS = 4096
@@ -71,53 +71,6 @@ MAX_DEATHS = 100_000
 # A layer table has at most so many layers, and no model has so many positions.
 MAX_LAYERS = 4096
 MAX_CONTEXT = 1 << 24
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """One row of the table. `flag`, `environment` and `yaml` are None where the setting cannot be
-    given that way.
-    """
-
-    name: str
-    flag: str | None
-    environment: str | None
-    # The key is dotted. Keys outside of SECTIONS are read by the topology alone.
-    yaml: str | None
-    parse: Parser
-    allowed: str
-    default: Any
-    default_text: str
-    help: str
-    metavar: str = "TEXT"
-
-    @property
-    def section(self) -> str | None:
-        """The one of SECTIONS that has the setting's key, None where none has."""
-        section = self.yaml.partition(".")[0] if self.yaml else ""
-        return section if section in SECTIONS else None
-
-    @property
-    def key(self) -> str | None:
-        """The key below `section`, which may be dotted again, None where there is none."""
-        return self.yaml.partition(".")[2] if self.yaml and self.section else None
-
-    @property
-    def is_stated(self) -> bool:
-        """Whether `Topology.stated_settings` can have its key."""
-        return self.section is not None or self.yaml in ROOT_SETTINGS
-
-    def check(self, value: object, origin: str) -> Any:
-        """Returns the parsed value. Raises ConfigError that names `origin` (flag, variable, key or
-        argument), the value and what is allowed.
-        """
-        try:
-            return self.parse(value)
-        except NotBuiltError:
-            raise ConfigError(f"{origin}: {shown(value)} is not built into this version; allowed: {self.allowed}") from None
-        except ValueError:
-            found = shown(value) if isinstance(value, str | int | float | bool | list | None) else repr(type(value).__name__)
-            raise ConfigError(f"{origin}: {found} is not allowed; allowed: {self.allowed}") from None
 
 
 _EXPERT = f"{PREFIX}EXPERT_COMPUTE_"
@@ -185,7 +138,7 @@ SETTINGS: tuple[Setting, ...] = (
     ),
     Setting(
         "required", None, f"{_IPC}REQUIRED", "ipc.required", switch, "0, 1", False, "0",
-        "1 forbids computing a lost worker's experts at the host; until this version can do that, 0 and 1 mean the same", "0|1",
+        "1 forbids computing a lost worker's experts at the host, whatever host.fallback says", "0|1",
     ),
     Setting(
         "profile", "--profile", f"{_IPC}PROFILE", "ipc.profile", switch, "0, 1", False, "0",
@@ -239,8 +192,33 @@ SETTINGS: tuple[Setting, ...] = (
         "The window in which deaths are counted", "SECONDS",
     ),
     Setting(
+        "failure_order", None, None, "failure.order", remedies_in_order,
+        f"a list of {', '.join(REMEDIES)}, each once at most, replica before the others", REMEDIES, f"[{', '.join(REMEDIES)}]",
+        "What is done where a worker is lost, in order: another worker with its experts, the worker itself once it is back, the "
+        "host's processor; what is left out is not done", "WORDS",
+    ),
+    Setting(
+        "hedge", None, None, "failure.hedge", share, "0 to 1, 0 for none", 0.05, "0.05",
+        "Second requests to another holder for slices that are merely slow, per slice that arrives", "SHARE",
+    ),
+    Setting(
+        "suspect_ms", None, None, "failure.suspect_ms", milliseconds, f"milliseconds, 1 to {MAX_GRACE_MS}", 300.0, "300 ms",
+        "What a worker owes that shows no progress for so long is asked of another holder too", "MILLISECONDS",
+    ),
+    Setting(
+        "reconnect_grace_ms", None, None, "failure.reconnect_grace_ms", milliseconds_or_zero,
+        f"milliseconds, 0 to {MAX_GRACE_MS}", 50.0, "50 ms",
+        "How long after its loss a worker that is brought back is waited for before the host computes instead", "MILLISECONDS",
+    ),
+    Setting(
         "park_s", None, None, "failure.park_s", seconds_or_zero, f"seconds, 0 to {MAX_TIMEOUT_S:.0f}", 2.0, "2 s",
         "How long calls wait for a lost worker that is on its way back, where nobody else holds its experts", "SECONDS",
+    ),
+    Setting(
+        "host_fallback", None, f"{PREFIX}HOST_FALLBACK", "host.fallback", choice(*FALLBACKS), ", ".join(FALLBACKS), None,
+        "mapped where the host's processor computes the bits of a lost worker",
+        "Whether the host's processor computes a lost worker's experts, from the mapped checkpoint and without memory of their "
+        "own; mapped that it cannot keep for every shard is an error", "NAME",
     ),
     Setting(
         "host_operators", "--host-operators", f"{PREFIX}HOST_OPERATORS", "host.operators", choice(*OPERATORS),
@@ -355,11 +333,16 @@ class Settings:
     start_timeout_s: float = _default("start_timeout_s")
     stall_timeout_s: float = _default("stall_timeout_s")
     spin_us: int | None = _default("spin_us")
+    failure_order: tuple[str, ...] = _default("failure_order")
+    hedge: float = _default("hedge")
+    suspect_ms: float = _default("suspect_ms")
+    reconnect_grace_ms: float = _default("reconnect_grace_ms")
     park_s: float = _default("park_s")
     restart: bool = _default("restart")
     restart_backoff_ms: tuple[float, float] = _default("restart_backoff_ms")
     restart_deaths: int = _default("restart_deaths")
     restart_window_s: float = _default("restart_window_s")
+    host_fallback: str | None = _default("host_fallback")
     host_operators: str = _default("host_operators")
     host_activations: str | None = _default("host_activations")
     block_tokens: int = _default("block_tokens")

@@ -22,6 +22,8 @@ MAX_TIMEOUT_S = 86_400.0
 MAX_SPIN_US = 1_000_000
 # A worker that is tried once in ten minutes is as good as left alone.
 MAX_BACKOFF_MS = 600_000
+# A holder that shows no progress for a minute is lost by any sensible stall timeout.
+MAX_GRACE_MS = 60_000
 # Below the first size every message takes many turns. A buffer above the second is a typing error.
 SOCKET_BUFFER_BYTES = (4 << 10, 1 << 30)
 
@@ -171,6 +173,31 @@ def milliseconds_from_to(value: object) -> tuple[float, float]:
     if not 1 <= first <= second <= MAX_BACKOFF_MS:
         raise ValueError
     return float(first), float(second)
+
+
+def milliseconds_or_zero(value: object) -> float:
+    return _number(value, 0, MAX_GRACE_MS)
+
+
+def milliseconds(value: object) -> float:
+    return _number(value, 1, MAX_GRACE_MS)
+
+
+def share(value: object) -> float:
+    return _number(value, 0, 1)
+
+
+def _number(value: object, low: float, high: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise ValueError
+    try:
+        number = float(value)
+    except OverflowError:
+        # The integer is beyond what a float can hold.
+        raise ValueError from None
+    if not low <= number <= high:
+        raise ValueError
+    return number
 
 
 def switch(value: object) -> bool:

@@ -21,7 +21,7 @@ from dflash_moe.config import (
     parse_budget,
     parse_bytes,
 )
-from dflash_moe.config.settings import OPERATORS, PRESETS
+from dflash_moe.config.settings import FALLBACKS, OPERATORS, PRESETS
 from dflash_moe.config.values import BUDGET_FORMS
 from dflash_moe.errors import ConfigError, TopologyError, shown
 from dflash_moe.topology.addresses import parse_address
@@ -56,7 +56,7 @@ WEIGHTS_LAYOUTS = ("auto", "packed", "mapped")
 POLICIES = ("even", "memory", "explicit")
 
 ROOT_KEYS = ("version", "preset", "host", "ipc", "engine", "failure", "placement", "workers")
-HOST_KEYS = ("device", "simulate", "threads", "experts", "activations", "operators")
+HOST_KEYS = ("device", "simulate", "threads", "experts", "activations", "operators", "fallback")
 HOST_EXPERTS_KEYS = ("memory",)
 PLACEMENT_KEYS = ("policy", "replicas")
 WORKER_KEYS = (
@@ -187,7 +187,8 @@ def _host(value: Value) -> HostSpec:
             budget = _budget(experts["memory"])
     activations = fields["activations"].choice(ACTIVATIONS) if "activations" in fields else None
     operators = fields["operators"].choice(OPERATORS) if "operators" in fields else None
-    return HostSpec(device, threads, budget, value.line, activations, simulate, operators)
+    fallback = fields["fallback"].choice(FALLBACKS) if "fallback" in fields else None
+    return HostSpec(device, threads, budget, value.line, activations, simulate, operators, fallback)
 
 
 def _budget(value: Value) -> MemoryBudget:

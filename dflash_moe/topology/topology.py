@@ -84,6 +84,7 @@ class Topology:
         """What the topology says about settings, by dotted key ("ipc.mode")."""
         host = {
             "preset": self.preset, "host.operators": self.host.operators, "host.activations": self.host.activations,
+            "host.fallback": self.host.fallback,
         }  # fmt: skip
         sections = {"ipc": self.ipc, "engine": self.engine, "failure": self.failure}
         stated = {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
@@ -99,7 +100,9 @@ class Topology:
                 f"--experts-on-card {settings.experts_on_card} beside the topology {self.source}: a topology says itself who "
                 "holds which experts and is never fitted again; leave out one of the two"
             )
-        host = replace(self.host, operators=settings.host_operators, activations=settings.host_activations)
+        host = replace(
+            self.host, operators=settings.host_operators, activations=settings.host_activations, fallback=settings.host_fallback
+        )
         return replace(self, host=host)
 
     def activations_of(self, holder: str) -> str:

@@ -30,6 +30,7 @@ from dflash_moe.config import (
     parse_bytes,
     resolve_settings,
 )
+from dflash_moe.config.remedies import brings_workers_back, host_grace_ms
 from dflash_moe.errors import ConfigError
 from dflash_moe.topology import Topology
 
@@ -59,11 +60,16 @@ GOOD = {
     "start_timeout_s": ("120", 120.0),
     "stall_timeout_s": (1, 1.0),
     "spin_us": ("0", 0),
+    "failure_order": (["Host", "reconnect"], ("host", "reconnect")),
+    "hedge": ("0", 0.0),
+    "suspect_ms": (150, 150.0),
+    "reconnect_grace_ms": ("0", 0.0),
     "park_s": ("0", 0.0),
     "restart": ("off", False),
     "restart_backoff_ms": ([50, 800], (50.0, 800.0)),
     "restart_deaths": ("9", 9),
     "restart_window_s": ("30", 30.0),
+    "host_fallback": ("Mapped", "mapped"),
     "host_operators": ("Torch", "torch"),
     "host_activations": ("INT8", "int8"),
     "block_tokens": ("16", 16),  # the only value that is allowed
@@ -104,11 +110,16 @@ BAD = {
     "start_timeout_s": ["0"],
     "stall_timeout_s": ["nan"],
     "spin_us": ["-1", "1000001", "much"],
+    "failure_order": ["drop", ["host", "host"], ["host", "replica"], [1], {}, 3, True],
+    "hedge": ["-0.1", "1.01", "nan", "5%", True],
+    "suspect_ms": ["0", "60001", "nan", "soon", True],
+    "reconnect_grace_ms": ["-1", "60001", "inf", True],
     "park_s": ["-1", "nan", "forever", True],
     "restart": ["never", "", 1],
     "restart_backoff_ms": [[100], [200, 100], [0, 5], [1, 600001], [True, 5], "100,5000", 100, [1, 2, 3]],
     "restart_deaths": ["0", "100001", True],
     "restart_window_s": ["0", "inf"],
+    "host_fallback": ["packed", "", 1, True],
     "host_operators": ["own", "", 1],
     "host_activations": ["f64", "", "auto"],
     "block_tokens": ["32", "8", "0", "auto", 16.0, True],
@@ -189,12 +200,40 @@ def test_fabric_is_refused_by_name_wherever_it_is_asked_for(tmp_path, capsys):
     assert capsys.readouterr().err.splitlines()[-1] == f"--transport: {expected}"
 
 
-def test_required_is_read_and_says_that_both_values_mean_the_same_until_there_is_a_fallback():
-    texts = [on_worker_loss(Settings(required=required)) for required in (False, True)]
-    assert texts[0].startswith("ipc.required is 0: ")
-    assert texts[1].startswith("ipc.required is 1: ")
-    assert all("raise WorkerLost" in text for text in texts)
-    assert "not built into this version" in texts[0]
+def test_what_becomes_of_a_lost_workers_experts_is_said_in_the_order_of_the_remedies():
+    text = on_worker_loss(Settings())
+    words = ["another worker", "wait 2 s", "the host's processor", "raise WorkerLost until it is back"]
+    assert [text.index(word) for word in words] == sorted(text.index(word) for word in words)
+    assert "50 ms after the loss" in text
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"required": True}, "ipc.required is 1"),
+        ({"host_fallback": "none"}, "host.fallback is none"),
+        ({"failure_order": ["replica", "reconnect"]}, "failure.order has no host"),
+        ({"required": True, "host_fallback": "mapped"}, "ipc.required is 1"),
+    ],
+)
+def test_what_forbids_the_host_to_compute_is_named(given, why):
+    text = on_worker_loss(resolve_settings(environ={}, **given))
+    assert f"the host does not compute them: {why}" in text
+    assert "processor" not in text
+
+
+def test_workers_come_back_only_where_both_settings_say_so():
+    assert brings_workers_back(Settings())
+    for given, why in (({"restart": False}, "failure.restart is off"), ({"failure_order": ["host"]}, "failure.order has no reconnect")):
+        settings = resolve_settings(environ={}, **given)
+        assert not brings_workers_back(settings)
+        assert f"until it is released ({why})" in on_worker_loss(settings)
+
+
+def test_the_host_waits_for_no_worker_where_the_order_names_it_first():
+    assert host_grace_ms(Settings()) == 50
+    assert host_grace_ms(resolve_settings(environ={}, failure_order="host, reconnect")) == 0
+    assert host_grace_ms(resolve_settings(environ={}, failure_order="replica, host")) == 50
 
 
 ANYTHING = st.one_of(
