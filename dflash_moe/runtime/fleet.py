@@ -373,8 +373,9 @@ class Fleet:
             return member.local.ask_checksum(held.layer.index, held.shard_id)
         return _session(member).ask_checksum(held.layer.index, held.shard_id, timeout_s=self._settings.call_timeout_s)
 
-    def attach(self, member: Member, slots: _core.SlotPlan) -> tuple[_core.Channel, int, int]:
-        """Makes a fresh data path to a member, whose former path is served no more.
+    def attach(self, member: Member, slots: _core.SlotPlan, limit_s: float | None = None) -> tuple[_core.Channel, int, int]:
+        """Makes a fresh data path to a member, whose former path is served no more. The worker has
+        `attach_timeout_s` for its end of it, or `limit_s` where somebody waits less long.
 
         Returns the host's channel, the path's generation, and the pulse descriptor or -1, which
         only the first path to another process brings. The caller owns channel and descriptor.
@@ -384,7 +385,7 @@ class Fleet:
         if member.local is not None:
             channel = member.local.attach(slots, generation)
         else:
-            timeout_s = self.attach_timeout_s
+            timeout_s = self.attach_timeout_s if limit_s is None else limit_s
             session = _session(member)
             is_open = self.may_open_replies and session.started is not None
             channel, pulse_fd = session.attach(slots, member.transport, generation, timeout_s=timeout_s, is_open=is_open)

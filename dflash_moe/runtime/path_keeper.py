@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from dflash_moe.errors import DflashError, WorkerLost, WorkerTimeout
 from dflash_moe.protocol.framing import PeerGone
+from dflash_moe.runtime.fleet import LEAST_ATTACH_S
 
 if TYPE_CHECKING:
     from dflash_moe import _core
@@ -202,8 +203,11 @@ class PathKeeper:
             with self.making(member):
                 # Else the worker was lost meanwhile, and whoever brings it back makes its path.
                 if member.session is session and self._client.workers()[index]["path"] == "worn":
-                    self._renew(member, slots)
+                    self._renew(member, slots, limit_s)
 
+        # Nobody listens to a retired path, so that its worker's pulses are judged by nobody. One
+        # that stands still is found here instead, because a worker answers this at any time.
+        limit_s = max(self._placed.settings.stall_timeout_s, LEAST_ATTACH_S)
         try:
             failure = try_to_renew(member.name, renew, self._is_over)
             if failure and not self._is_over.is_set():
@@ -214,8 +218,8 @@ class PathKeeper:
         except DflashError as error:  # the runtime was closed meanwhile
             log.debug("worker %s: its data path is not renewed any more: %s", member.name, str(error))
 
-    def _renew(self, member: Member, slots: _core.SlotPlan) -> None:
-        channel, generation, _ = self._fleet.attach(member, slots)
+    def _renew(self, member: Member, slots: _core.SlotPlan, limit_s: float | None = None) -> None:
+        channel, generation, _ = self._fleet.attach(member, slots, limit_s)
         self._client.renew_path(member.client_index, channel, generation)
         log.info("worker %s: data path renewed, generation %d", member.name, generation)
 

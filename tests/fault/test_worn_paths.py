@@ -75,6 +75,18 @@ def test_closing_does_not_wait_for_a_path_that_is_being_renewed(spec: ModelSpec,
         assert not [thread for thread in threading.enumerate() if thread.name.startswith("dflash-path")]
 
 
+def test_a_worker_that_stands_still_when_its_path_is_to_be_renewed_is_replaced(spec: ModelSpec) -> None:
+    """However long calls may take: nobody judges the pulses of a worker whose path is retired."""
+    settings = {"call_timeout_s": NEVER_S, "stall_timeout_s": 0.5, "restart_backoff_ms": (10, 50)}
+    with ExpertRuntime.start(Topology.local(num_workers=2), model=spec, **settings) as runtime:
+        frozen = runtime.worker_processes()[0].pid
+        freeze(frozen)
+        retire(runtime)
+        assert wait_until(lambda: (found := runtime.workers()[0]).state == "ready" and found.deaths == 1, 90)
+        assert not os.path.exists(f"/proc/{frozen}")
+        runtime.experts(0, *dataclasses.astuple(make_batch(8, seed=1)))
+
+
 @pytest.mark.timeout(120)
 def test_a_change_of_mode_that_waits_for_another_ends_with_the_runtime(spec: ModelSpec) -> None:
     ended: list[DflashError] = []

@@ -1,5 +1,5 @@
-"""Workers that somebody started by hand: real `dflash-moe worker` processes, which a host reaches at
-an address and cannot start again.
+"""Workers that somebody started by hand: real `dflash-moe worker` processes, which a host reaches
+at an address and cannot start again.
 
 SPDX-License-Identifier: Apache-2.0
 """

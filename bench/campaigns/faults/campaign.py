@@ -58,7 +58,13 @@ class Run:
     def event(self, phase: str, **fields: Any) -> None:
         """Notes one event: its phase, and whatever else is known of it (pid, stall_ms, verdict)."""
         self.events.append(
-            {"campaign": self.name, "seed": self.seed, "at_s": round(time.monotonic() - self.began, 3), "phase": phase, **fields}
+            {
+                "campaign": self.name,
+                "seed": self.seed,
+                "at_s": round(time.monotonic() - self.began, 3),
+                "phase": phase,
+                **fields,
+            }
         )
 
     def row(self, name: str, samples_s: Sequence[float] = (), **fields: Any) -> None:

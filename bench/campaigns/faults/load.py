@@ -47,7 +47,9 @@ def make_model(folder: Path, *, seed: int = 0) -> ModelSpec:
     )  # fmt: skip
 
 
-def start(spec: ModelSpec, transport: str = "shared", *, replicas: int = 2, workers: int = 2, **overrides: Any) -> ExpertRuntime:
+def start(
+    spec: ModelSpec, transport: str = "shared", *, replicas: int = 2, workers: int = 2, **overrides: Any
+) -> ExpertRuntime:
     """Starts workers over a transport. Their deaths are no crash loop unless the caller says so."""
     topology = Topology.local(num_workers=workers, address=ADDRESSES[transport])
     placement = dataclasses.replace(topology.placement, replicas=replicas)
@@ -77,7 +79,9 @@ def wait_until(claim: Callable[[], bool], seconds: float = BACK_S, *, every_s: f
 
 @dataclass(slots=True)
 class Work:
-    """A call of one size on one layer, the bits that it must give, and what it takes undisturbed."""
+    """A call of one size on one layer, the bits that it must give, and what it takes when nothing
+    is broken.
+    """
 
     layer: int
     tensors: tuple[Any, Any, Any]
