@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from bench.campaigns.faults.hostile_path import HostilePath
 from dflash_moe import _core
 from dflash_moe.errors import DflashError, ProtocolError, WorkerError
 from dflash_moe.model.spec import ModelSpec
@@ -34,7 +35,6 @@ from dflash_moe.runtime.expert_runtime import ExpertRuntime
 from dflash_moe.topology import Topology
 from tests.expert_cases import Expected, make_batch
 from tests.fault.conftest import READY_S, HandStarted, StartWorker
-from tests.fault.hostile_path import HostilePath
 
 # Calls whose reply will not come, because a changed length has the reader wait, end after this.
 # A worker that came back by itself would hide that its connection had ended.

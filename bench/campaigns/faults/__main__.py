@@ -18,12 +18,14 @@ import argparse
 import tempfile
 from pathlib import Path
 
-from bench.campaigns.faults import all_dead, crash_loop, kills, stops
+from bench.campaigns.faults import all_dead, crash_loop, kills, stops, strangers
 from bench.campaigns.faults.campaign import Campaign, Run
 from dflash_moe.cli import options
 
 ROOT = Path(__file__).resolve().parents[3]
-CAMPAIGNS: dict[str, Campaign] = {module.CAMPAIGN.name: module.CAMPAIGN for module in (kills, stops, all_dead, crash_loop)}
+CAMPAIGNS: dict[str, Campaign] = {
+    module.CAMPAIGN.name: module.CAMPAIGN for module in (kills, stops, all_dead, crash_loop, strangers)
+}
 
 
 def main() -> int:

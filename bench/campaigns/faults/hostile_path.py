@@ -17,7 +17,7 @@ END_S = 20.0
 
 class HostilePath:
     """Listens on the loopback interface and passes every connection on to `host`:`port`. It owns
-    its threads and sockets until the end of the `with` block.
+    its threads and sockets until the end of the `with` block; those of a connection go with it.
     """
 
     def __init__(self, host: str, port: int) -> None:
@@ -26,12 +26,17 @@ class HostilePath:
         self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
         self._lock = threading.Lock()
         self._recorded = bytearray()
+        # What the dialling end of each connection sent while it was recorded.
+        self._dialled: dict[int, bytearray] = {}
         self._is_recording = False
         # A bit of the so-many-th byte from now on is flipped, None where none is.
         self._flip: tuple[int, int] | None = None
-        self._sockets: list[socket.socket] = []
-        self._threads = [threading.Thread(target=self._accept)]
-        self._threads[0].start()
+        # The sockets of each connection, and how many of its two threads still run.
+        self._connections: dict[int, tuple[socket.socket, socket.socket]] = {}
+        self._running: dict[int, int] = {}
+        self._threads: dict[threading.Thread, None] = {}
+        self._acceptor = threading.Thread(target=self._accept)
+        self._acceptor.start()
 
     def flip(self, offset: int, bit: int) -> None:
         """Flips `bit` of the byte that is `offset` bytes ahead, in the order in which they pass, in
@@ -56,7 +61,14 @@ class HostilePath:
         with self._lock:
             return bytes(self._recorded)
 
+    @property
+    def dialled(self) -> list[bytes]:
+        """What the dialling end of each connection has sent since `record`."""
+        with self._lock:
+            return [bytes(sent) for sent in self._dialled.values()]
+
     def _accept(self) -> None:
+        number = 0
         while True:
             try:
                 near, _ = self._listener.accept()
@@ -70,24 +82,40 @@ class HostilePath:
             far.settimeout(None)
             for end in (near, far):
                 end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._sockets += [near, far]
-            for source, to in ((near, far), (far, near)):
-                thread = threading.Thread(target=self._pass, args=(source, to))
-                self._threads.append(thread)
+            number += 1
+            threads = [
+                threading.Thread(target=self._pass, args=(number, near, far, True)),
+                threading.Thread(target=self._pass, args=(number, far, near, False)),
+            ]
+            with self._lock:
+                self._connections[number], self._running[number] = (near, far), 2
+                self._threads |= dict.fromkeys(threads)
+            for thread in threads:
                 thread.start()
 
-    def _pass(self, source: socket.socket, to: socket.socket) -> None:
+    def _pass(self, number: int, source: socket.socket, to: socket.socket, is_dialled: bool) -> None:
         with contextlib.suppress(OSError):
             while received := source.recv(65536):
-                to.sendall(self._changed(bytearray(received)))
+                to.sendall(self._changed(number, bytearray(received), is_dialled))
         for end in (source, to):
             with contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
+        with self._lock:
+            self._running[number] -= 1
+            is_last = self._running[number] == 0
+            if is_last:
+                del self._running[number], self._connections[number]
+            self._threads.pop(threading.current_thread(), None)
+        if is_last:
+            source.close()
+            to.close()
 
-    def _changed(self, received: bytearray) -> bytearray:
+    def _changed(self, number: int, received: bytearray, is_dialled: bool) -> bytearray:
         with self._lock:
             if self._is_recording:
                 self._recorded += received
+                if is_dialled:
+                    self._dialled.setdefault(number, bytearray()).extend(received)
             if self._flip is not None:
                 offset, bit = self._flip
                 if offset < len(received):
@@ -103,11 +131,14 @@ class HostilePath:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
-        for end in self._sockets:
-            with contextlib.suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
-        for thread in self._threads:
+        self._acceptor.join(END_S)
+        with self._lock:
+            ends = [end for pair in self._connections.values() for end in pair]
+            threads = list(self._threads)
+            for end in ends:
+                with contextlib.suppress(OSError):
+                    end.shutdown(socket.SHUT_RDWR)
+        for thread in threads:
             thread.join(END_S)
-            assert not thread.is_alive()
-        for end in self._sockets:
-            end.close()
+            if thread.is_alive():
+                raise TimeoutError("a connection of the proxy does not end")
