@@ -15,22 +15,24 @@ SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
 import argparse
+import logging
 import tempfile
 from pathlib import Path
 
-from bench.campaigns.faults import all_dead, crash_loop, kills, stops, strangers
+from bench.campaigns.faults import all_dead, crash_loop, kills, partitions, stops, strangers
 from bench.campaigns.faults.campaign import Campaign, Run
 from dflash_moe.cli import options
 
 ROOT = Path(__file__).resolve().parents[3]
-CAMPAIGNS: dict[str, Campaign] = {
-    module.CAMPAIGN.name: module.CAMPAIGN for module in (kills, stops, all_dead, crash_loop, strangers)
-}
+MODULES = (kills, stops, all_dead, crash_loop, partitions, strangers)
+CAMPAIGNS: dict[str, Campaign] = {module.CAMPAIGN.name: module.CAMPAIGN for module in MODULES}
 
 
 def main() -> int:
     """Does what the module text says, and returns the exit status."""
     given = _arguments()
+    # Every loss is warned of, and thousands are meant to happen.
+    logging.getLogger("dflash_moe").setLevel(logging.ERROR)
     is_clean = True
     for name in given.names or CAMPAIGNS:
         campaign = CAMPAIGNS[name]

@@ -23,6 +23,8 @@ from dflash_moe.protocol.keys import write_key_file
 from dflash_moe.runtime.expert_runtime import ExpertRuntime
 from dflash_moe.topology import Topology
 
+# The workers run this tree's package.
+ROOT = Path(__file__).resolve().parents[3]
 # A worker says its address within this time on a busy machine.
 READY_S = 60.0
 # The settings of the host with which it reaches a worker by hand over each transport.
@@ -61,7 +63,7 @@ def worker_by_hand(
     command = [*prefix, sys.executable, "-m", "dflash_moe", "worker", "--topology", str(topology), "--name", name]
     command += ["--model", str(spec.path), "--listen", listen, *options]
     with (folder / f"{name}.log").open("a") as log:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, cwd=ROOT)
     try:
         if process.stdout is None:
             raise RuntimeError("a pipe was asked for")

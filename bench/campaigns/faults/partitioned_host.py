@@ -1,0 +1,139 @@
+"""The host of the campaign of partitions, which runs in a network namespace of its own:
+
+    python -m bench.campaigns.faults.partitioned_host MODEL KEY ADDRESS HOST WORKER SIZE SEED
+
+HOST and WORKER are the two namespaces, MODEL is a folder for its copy of the weights. It prints a
+line of JSON for each cut, and at last one with the sums.
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from bench.campaigns.faults.leftovers import belongings, left_since
+from bench.campaigns.faults.load import Load, make_model, state_of, wait_until
+from bench.campaigns.faults.two_machines import HOST_LINK, WAYS, TwoMachines
+from dflash_moe.config.settings import MAX_DEATHS
+from dflash_moe.model.spec import ModelSpec
+from dflash_moe.runtime.expert_runtime import ExpertRuntime
+from dflash_moe.topology import Topology
+
+EVERY_PACKET = 3  # ETH_P_ALL of linux/if_ether.h
+# Calls that are looked for in what passed the link.
+CAPTURED_CALLS = 5
+# A short cut ends before the worker is given up after 2 s, a long one does not.
+SHORT_S, LONG_S = (0.3, 1.0), (3.0, 4.0)
+
+
+class Capture:
+    """Every packet of one link, from now until `close`."""
+
+    def __init__(self, link: str) -> None:
+        self._socket = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(EVERY_PACKET))
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 24)
+        self._socket.bind((link, 0))
+        self._socket.settimeout(0.1)
+        self._packets: list[bytes] = []
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._is_over.is_set():
+            try:
+                self._packets.append(self._socket.recv(1 << 17))
+            except TimeoutError:
+                continue
+
+    def close(self) -> bytes:
+        """Returns what passed."""
+        self._is_over.set()
+        self._thread.join(10.0)
+        self._socket.close()
+        return b"".join(self._packets)
+
+
+def main(model: str, key: str, address: str, host: str, worker: str, size: str, seed: str) -> None:
+    """Does what the module text says."""
+    spec = make_model(Path(model))
+    machines = TwoMachines((host, worker))
+    drawn = random.Random(f"partitions {seed}")
+    before = belongings()
+    sums = _captured(spec, key, address)
+    settings = {"key_file": key, "restart_deaths": MAX_DEATHS, "restart_backoff_ms": (20, 200)}
+    with ExpertRuntime.start(_topology(address, is_alone=False), model=spec, **settings) as runtime:
+        load = Load.quiet(runtime, seed=int(seed))
+        with load.running(seed=int(seed)):
+            for number in range(int(size)):
+                for way in WAYS:
+                    _say(_cut_once(machines, way, drawn, load, is_long=number % 2 == 1 or size == "1" and way == "both"))
+        totals = runtime.stats()["totals"]
+    sums |= {"calls": load.calls, "failed_calls": load.failed, "wrong_results": load.wrong, "hedges": totals["hedges"]}
+    _say(
+        sums | {"failovers": totals["failovers"], "first_error": load.errors[0][2] if load.errors else ""} | left_since(before)
+    )
+
+
+def _say(line: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(line) + "\n")
+    sys.stdout.flush()
+
+
+def _topology(address: str, *, is_alone: bool) -> Topology:
+    near = "" if is_alone else "  - {name: near, threads: 1}\n"
+    replicas = 1 if is_alone else 2
+    far = f"  - {{name: far, threads: 1, address: '{address}'}}\n"
+    return Topology.parse(f"version: 1\nplacement: {{replicas: {replicas}}}\nworkers:\n{near}{far}")
+
+
+def _captured(spec: ModelSpec, key: str, address: str) -> dict[str, Any]:
+    """Calls the far worker alone while packets are captured, and looks for the rows that were sent
+    and those that came back. `ipc.encryption` is what it is when nobody states it.
+    """
+    with ExpertRuntime.start(_topology(address, is_alone=True), model=spec, key_file=key, dtype="f32") as runtime:
+        capture = Capture(HOST_LINK)
+        load = Load.quiet(runtime, tokens=(16,))
+        for _ in range(CAPTURED_CALLS):
+            load.call(load.works[0])
+        seen = capture.close()
+    rows = [row.tobytes() for work in load.works for row in work.tensors[0]]
+    rows += [row.tobytes() for work in load.works for row in work.expected]
+    return {
+        "captured_bytes": len(seen), "sent_bytes": sum(map(len, rows)), "known_rows_seen": sum(row in seen for row in rows),
+    }  # fmt: skip
+
+
+def _cut_once(machines: TwoMachines, way: str, drawn: random.Random, load: Load, *, is_long: bool) -> dict[str, Any]:
+    runtime = load.runtime
+    deaths = state_of(runtime, "far").deaths
+    time.sleep(drawn.random() * 0.02)
+    load.take_worst_s()
+    machines.cut(way)
+    length_s = drawn.uniform(*(LONG_S if is_long else SHORT_S))
+    time.sleep(length_s)
+    stall_s = load.take_worst_s()
+    machines.heal(way)
+    began = time.monotonic()
+
+    def is_used() -> bool:
+        return state_of(runtime, "far").state == "ready" and runtime.stats()["workers"]["far"]["state"] == "ready"
+
+    is_healed = wait_until(is_used, every_s=0.005)
+    healed_s = time.monotonic() - began
+    return {
+        "at_s": time.monotonic(), "phase": "until lost" if is_long else "short", "way": way, "cut_s": length_s, "stall_ms": 1e3 * stall_s,
+        "healed_s": healed_s, "deaths": state_of(runtime, "far").deaths - deaths, "failed_calls": load.failed,
+        "wrong_results": load.wrong, "verdict": "healed" if is_healed else "away",
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

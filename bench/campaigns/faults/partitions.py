@@ -1,0 +1,91 @@
+"""The network between two machines is cut and heals, in one direction, in the other, in both, and
+by pulling the cable. A worker on the host's own machine holds all shards too, so that calls are
+answered meanwhile, and the far worker serves again by itself. Connections are encrypted as
+`ipc.encryption: auto` has it beyond one machine, and a capture of packets holds no known row.
+
+The far machine is a network namespace with a link (two_machines.py). The host's half runs in the
+other one (partitioned_host.py).
+SPDX-License-Identifier: Apache-2.0
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from bench.campaigns.faults.by_hand import worker_by_hand
+from bench.campaigns.faults.campaign import Campaign, Run, spread
+from bench.campaigns.faults.load import make_model
+from bench.campaigns.faults.two_machines import WAYS, WORKER_ADDRESS, TwoMachines, why_not
+from dflash_moe.protocol.keys import write_key_file
+
+ROOT = Path(__file__).resolve().parents[3]
+# A cut lasts a few seconds, and what follows is waited for at most a minute.
+SECONDS_PER_CUT = 90.0
+STARTING_S = 120.0
+SERVED_GOAL_MS, HEALED_GOAL_S = 400.0, 2.0
+
+
+def run(given: Run) -> None:
+    """Cuts the link `given.size` times in each of four ways."""
+    spec = make_model(given.folder / "model")
+    key = given.folder / "shared.key"
+    write_key_file(key)
+    machines = TwoMachines()
+    try:
+        if reason := machines.make():
+            raise OSError(reason)
+        prefix = machines.within(machines.worker)
+        listen = f"tcp://{WORKER_ADDRESS}:0"
+        with worker_by_hand(spec, given.folder, listen, "--key-file", str(key), prefix=prefix) as worker:
+            host = [*machines.within(machines.host), sys.executable, "-m", "bench.campaigns.faults.partitioned_host"]
+            arguments = [
+                str(given.folder / "copy"),
+                str(key),
+                worker.address,
+                machines.host,
+                machines.worker,
+                str(given.size),
+                str(given.seed),
+            ]
+            limit_s = STARTING_S + SECONDS_PER_CUT * len(WAYS) * given.size
+            done = subprocess.run(
+                [*host, *arguments], cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=limit_s, check=False
+            )  # fmt: skip
+        if done.returncode != 0:
+            raise OSError(f"the host in its namespace ended with status {done.returncode}")
+    finally:
+        machines.close()
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    for one in lines[:-1]:
+        # The monotonic clock is that of all processes.
+        given.event(**one | {"at_s": round(one["at_s"] - given.began, 3)})
+    _judge(given, lines[:-1], lines[-1])
+
+
+def _judge(given: Run, events: list[dict[str, Any]], found: dict[str, Any]) -> None:
+    for what in ("failed_calls", "wrong_results", "known_rows_seen", "left_processes", "left_descriptors", "left_threads"):
+        given.claim(what.replace("_", " "), found[what], at_most=0)
+    given.claim("not healed", sum(one["verdict"] != "healed" for one in events), at_most=0)
+    given.claim("captured bytes", found["captured_bytes"], at_least=found["sent_bytes"])
+    given.goal("served, ms", max(one["stall_ms"] for one in events), at_most=SERVED_GOAL_MS)
+    given.goal("healed, s", max(one["healed_s"] for one in events), at_most=HEALED_GOAL_S)
+    for way in WAYS:
+        for length in ("short", "until lost"):
+            chosen = [one for one in events if one["way"] == way and one["phase"] == length]
+            if chosen:
+                stalls_s = [one["stall_ms"] / 1e3 for one in chosen]
+                healed_s = [one["healed_s"] for one in chosen]
+                given.row(
+                    f"{way}, {length}", stalls_s, cuts=len(chosen), **spread("stall", stalls_s),
+                    **spread("healed", healed_s, unit_ms=False), healed_samples_s=healed_s,
+                )  # fmt: skip
+    given.row("all", **found)
+
+
+CAMPAIGN = Campaign(
+    "partitions", "the network between two machines cut and healed", "cuts in each of four ways", 10, 1, run, why_not
+)
