@@ -19,12 +19,12 @@ import logging
 import tempfile
 from pathlib import Path
 
-from bench.campaigns.faults import all_dead, crash_loop, kills, partitions, stops, strangers
+from bench.campaigns.faults import all_dead, control_groups, crash_loop, kills, partitions, stops, strangers
 from bench.campaigns.faults.campaign import Campaign, Run
 from dflash_moe.cli import options
 
 ROOT = Path(__file__).resolve().parents[3]
-MODULES = (kills, stops, all_dead, crash_loop, partitions, strangers)
+MODULES = (kills, stops, all_dead, crash_loop, partitions, strangers, control_groups)
 CAMPAIGNS: dict[str, Campaign] = {module.CAMPAIGN.name: module.CAMPAIGN for module in MODULES}
 
 

@@ -62,6 +62,15 @@ def state_of(runtime: ExpertRuntime, name: str) -> WorkerState:
     return next(one for one in runtime.workers() if one.name == name)
 
 
+def is_used(runtime: ExpertRuntime, name: str) -> Callable[[], bool]:
+    """Returns the claim that a worker is ready, and that calls go to it."""
+
+    def claim() -> bool:
+        return state_of(runtime, name).state == "ready" and runtime.stats()["workers"][name]["state"] == "ready"
+
+    return claim
+
+
 def pids_of(runtime: ExpertRuntime) -> dict[str, int]:
     """Returns the process of each worker that is not this one."""
     return {one.name: one.pid for one in runtime.worker_processes() if one.pid != os.getpid()}

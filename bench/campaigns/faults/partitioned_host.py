@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.campaigns.faults.leftovers import belongings, left_since
-from bench.campaigns.faults.load import Load, make_model, state_of, wait_until
+from bench.campaigns.faults.load import Load, is_used, make_model, state_of, wait_until
 from bench.campaigns.faults.two_machines import HOST_LINK, WAYS, TwoMachines
 from dflash_moe.config.settings import MAX_DEATHS
 from dflash_moe.model.spec import ModelSpec
@@ -123,15 +123,12 @@ def _cut_once(machines: TwoMachines, way: str, drawn: random.Random, load: Load,
     machines.heal(way)
     began = time.monotonic()
 
-    def is_used() -> bool:
-        return state_of(runtime, "far").state == "ready" and runtime.stats()["workers"]["far"]["state"] == "ready"
-
-    is_healed = wait_until(is_used, every_s=0.005)
+    is_healed = wait_until(is_used(runtime, "far"), every_s=0.005)
     healed_s = time.monotonic() - began
     return {
-        "at_s": time.monotonic(), "phase": "until lost" if is_long else "short", "way": way, "cut_s": length_s, "stall_ms": 1e3 * stall_s,
-        "healed_s": healed_s, "deaths": state_of(runtime, "far").deaths - deaths, "failed_calls": load.failed,
-        "wrong_results": load.wrong, "verdict": "healed" if is_healed else "away",
+        "at_s": time.monotonic(), "phase": "until lost" if is_long else "short", "way": way, "cut_s": length_s,
+        "stall_ms": 1e3 * stall_s, "healed_s": healed_s, "deaths": state_of(runtime, "far").deaths - deaths,
+        "failed_calls": load.failed, "wrong_results": load.wrong, "verdict": "healed" if is_healed else "away",
     }  # fmt: skip
 
 

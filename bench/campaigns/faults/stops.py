@@ -11,12 +11,11 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable
 
 from bench.campaigns.faults.by_hand import WAYS, reached
 from bench.campaigns.faults.campaign import Campaign, Run, spread
 from bench.campaigns.faults.leftovers import belongings, is_gone, left_since
-from bench.campaigns.faults.load import ADDRESSES, Load, make_model, pids_of, start, state_of, wait_until
+from bench.campaigns.faults.load import ADDRESSES, Load, is_used, make_model, pids_of, start, state_of, wait_until
 from dflash_moe.model.spec import ModelSpec
 from dflash_moe.runtime.expert_runtime import ExpertRuntime
 
@@ -86,14 +85,7 @@ def _stop(given: Run, runtime: ExpertRuntime, victim: str, *, is_long: bool) -> 
     # A slow machine may have given it up meanwhile, and then its process is gone.
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGCONT)
-    return wait_until(_is_used(runtime, victim))
-
-
-def _is_used(runtime: ExpertRuntime, name: str) -> Callable[[], bool]:
-    def claim() -> bool:
-        return state_of(runtime, name).state == "ready" and runtime.stats()["workers"][name]["state"] == "ready"
-
-    return claim
+    return wait_until(is_used(runtime, victim))
 
 
 def _alone(given: Run, spec: ModelSpec, way: str) -> None:
