@@ -115,7 +115,7 @@ class Engine {
   // -- device steps (step.h) --
   // Whether a step cannot begin yet, but will be able to once calls have ended and paths were
   // renewed.
-  bool must_step_wait() const;
+  bool must_step_wait();
   Result<StepLease> begin_step(uint32_t num_calls);
   // Reads the pulses of the leased paths. Errors: kWorkerLost naming the first worker of the step
   // that is lost, kTimeout naming one that is suspected while others hold all that is asked of it.

@@ -214,7 +214,9 @@ bool Engine::has_path_to_retire() const {
                      [](const auto& link) { return link->path.is_ready_to_retire(); });
 }
 
-bool Engine::must_step_wait() const {
+bool Engine::must_step_wait() {
+  // Where all calls are device steps, nobody else would see that a suspected worker is well again.
+  judge_all(now_ns());
   return num_under_way() > 0 || choose_step_holders(links_, layers_).is_busy;
 }
 
@@ -230,6 +232,7 @@ Result<StepLease> Engine::begin_step(uint32_t num_calls) {
 // What is asked of one worker in a step is asked of no other, so that a suspected one ends the step
 // where another holder can answer the same calls outside of it.
 Status Engine::judge_step(int64_t now) {
+  judge_all(now);  // those that are not lent, who may be asked instead
   for (const StepPath& path : step_.paths()) {
     Link& link = *links_[path.worker];
     const ErrorPlace here{link.name, {}, {}, {}};

@@ -140,6 +140,7 @@ class DeviceStep:
         try:
             self._settle()
             report = self._step.end()
+            self._why_stopped()
         except BaseException:
             self._drop()
             raise
@@ -244,16 +245,19 @@ class DeviceSteps:
     @contextmanager
     def open(self, stream: int | None) -> Iterator[DeviceStep]:
         """Opens a `with` block of `begin`."""
-        with self.begin(stream, self._patience_s()) as step:
-            yield step
+        if self.of_this_thread() is not None:
+            raise ConfigError("device_step: a step is open already; leave it first")
+        try:
+            with self.begin(stream, self._patience_s()) as step:
+                yield step
+        finally:
+            self.abandon()
 
     def begin(self, stream: int | None, patience_s: float) -> DeviceStep:
         """Begins a step on `stream`, or where that is None on torch's current stream; it waits at
         most `patience_s` until it may begin. The caller's `with` block ends it. The errors are
         those of `ExpertRuntime.device_step`, and leave the runtime as it was.
         """
-        if self.of_this_thread() is not None:
-            raise ConfigError("device_step: a step is open already; leave it first")
         if self._refusal is not None:
             raise self._refusal.reworded(str(self._refusal))
         if stream is None:
@@ -289,6 +293,14 @@ class DeviceSteps:
         except BaseException:
             self._client.end_step(None)
             raise
+
+    def abandon(self) -> None:
+        """Ends a step that this thread began and never entered, because it was interrupted just
+        then.
+        """
+        if (step := self.of_this_thread()) is not None:
+            with suppress(DflashError), step:
+                pass
 
     def _leave(self) -> None:
         self._step = None

@@ -11,8 +11,8 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
-from dflash_moe.errors import ProtocolError, UnsupportedError, WorkerError, WorkerLost, WorkerTimeout
-from dflash_moe.runtime.device_step import DeviceSteps
+from dflash_moe.errors import ConfigError, ProtocolError, UnsupportedError, WorkerError, WorkerLost, WorkerTimeout
+from dflash_moe.runtime.device_step import DeviceStep, DeviceSteps
 
 log = logging.getLogger(__name__)
 
@@ -20,6 +20,10 @@ Result = TypeVar("Result")
 
 # Numbers out of range are the caller's: every holder would answer the same.
 _NOT_REPLAYED = "range"
+
+
+class _NoStep(Exception):  # noqa: N818 - no error: plain calls are made instead
+    """There can be no step of the device now, for the reason that it says."""
 
 
 class StepReplay:
@@ -44,22 +48,30 @@ class StepReplay:
 
     def run(self, work: Callable[[], Result], undo: Callable[[], None], stream: int | None) -> Result:
         """As `ExpertRuntime.run_step`."""
+        if self._steps.of_this_thread() is not None:
+            raise ConfigError("run_step: a step is open already; leave it first")
         try:
-            step = self._steps.begin(stream, self._patience_s())
-        except (WorkerLost, WorkerTimeout, UnsupportedError) as error:
-            self._note_plain(str(error))
-            return work()
-        self._count("steps")
-        try:
+            step = self._begin(stream)
+            self._count("steps")
             with step:
                 return work()
+        except _NoStep as error:
+            self._note_plain(str(error))
         except (WorkerError, ProtocolError) as error:
             if error.code == _NOT_REPLAYED:
                 raise
             log.warning("a device step is replayed by plain calls: %s", str(error))
-        self._count("replays")
-        undo()
+            self._count("replays")
+            undo()
+        finally:
+            self._steps.abandon()
         return work()
+
+    def _begin(self, stream: int | None) -> DeviceStep:
+        try:
+            return self._steps.begin(stream, self._patience_s())
+        except (WorkerLost, WorkerTimeout, UnsupportedError) as error:
+            raise _NoStep(str(error)) from error
 
     def _count(self, name: str) -> None:
         with self._lock:
