@@ -19,6 +19,7 @@ SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -161,7 +162,9 @@ class Scene:
         was_replayed = self.counts()["replays"] > before
         ended = time.monotonic()
         if kind == "stop":
-            os.kill(pid, signal.SIGCONT)
+            # One that was stopped for as long as a lost one was killed by the supervisor.
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
         is_back = self.is_back(ended + READY_S)
         return Event(
             kind, worker, layer, delay_s * 1e3, took_s * 1e3, (took_s - self.usual_s) * 1e3, was_replayed, error,

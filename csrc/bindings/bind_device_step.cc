@@ -113,7 +113,9 @@ class DeviceStep {
     device_->step_give_up();
     bell_.reset();
   }
+  // May be called again: an interrupt may come just when the step has ended.
   StepReport end() {
+    if (report_) return *report_;
     Result<StepReport> ended = Error{ErrorCode::kClosed, ""};
     {
       py::gil_scoped_release unlocked;
@@ -121,7 +123,8 @@ class DeviceStep {
       ended = finish();
       bell_.reset();
     }
-    return unwrap(std::move(ended));
+    report_ = unwrap(std::move(ended));
+    return *report_;
   }
 
  private:
@@ -193,6 +196,7 @@ class DeviceStep {
   std::unique_ptr<transport::RingBell> bell_;
   std::unique_ptr<client::StepWatch> watch_;
   std::optional<Error> reason_;  // why it stopped the step, once it is gone
+  std::optional<StepReport> report_;
 };
 
 // A shard in the form that Client.define_layer takes, with its path's place in the lease instead of

@@ -6,6 +6,7 @@
 
 #include <doctest/doctest.h>
 
+#include <array>
 #include <atomic>
 #include <cstring>
 #include <functional>
@@ -198,9 +199,13 @@ class StepDevice {
                  exchange_module())
                  .value()),
         steps(host) {
+    define({1, 0}, {0, 0});
+  }
+  // Says by which lane, and in which of its slots, the two shards are asked for.
+  void define(const std::array<uint32_t, 2>& lanes, const std::array<uint32_t, 2>& slots) {
     const StepShard shards[] = {
-        {900, 0, 1, 0, 0},
-        {904, 4, 0, 0, 0}
+        {900, 0, lanes[0], slots[0], 0},
+        {904, 4, lanes[1], slots[1], 0}
     };
     const uint32_t experts[kExperts] = {0u,           1u << 16, 1u,          1u << 16 | 1,
                                         1u << 16 | 2, 2u,       1u << 16 | 3};

@@ -87,6 +87,26 @@ TEST_CASE("steps follow each other on the same paths, and the client goes on whe
   CHECK(first.output == calls[0].output);
 }
 
+TEST_CASE("a step whose shards another worker answers for gives the same sums") {
+  StepScene scene({});
+  REQUIRE(scene.client.set_holders(kLayer, 0, {1, 0}).ok());
+  StepDevice device;
+  std::vector<CallTensors> before = calls_of(Dtype::kF32), after = calls_of(Dtype::kF32);
+  device.begin(scene);
+  for (CallTensors& call : before) REQUIRE(device.steps.add(call.step_call()).ok());
+  CHECK(device.steps.define_layer({kLayer, kIn, kOut, {}, {}}).error().message ==
+        "a layer is defined within a step");
+  CHECK(device.finish(scene).error == 0);
+
+  scene.client.mark_lost(1, "its process ended");
+  device.define({0, 0}, {0, 1});  // both shards at worker 0, whose path is the only one
+  device.begin(scene);
+  for (CallTensors& call : after) REQUIRE(device.steps.add(call.step_call()).ok());
+  CHECK(device.finish(scene).error == 0);
+  for (size_t i = 0; i < after.size(); ++i)
+    CHECK_MESSAGE(after[i].output == before[i].output, "call " << i);
+}
+
 TEST_CASE(
     "while a step is open calls wait until it ends, and a step is refused while replies are owed") {
   StepScene scene({}, [](const Bytes&) { return Bytes(); });
