@@ -133,6 +133,8 @@ campaign: core ## the long proofs: worker processes killed, ten thousand random 
 	@$(CONFIGURE) -B build/tests -DCMAKE_BUILD_TYPE=Release -DDFLASH_TESTS=ON > /dev/null
 	@$(CMAKE) --build build/tests -j $(JOBS) --target worker_kills -- --quiet | sed '/^-- /d'
 	@$(BIN)/python bench/campaigns/worker_kills.py --json build/campaign/worker_kills.json --events build/campaign/worker_kills.jsonl
+	@echo "==> workers started anew, added, removed and replaced under load"
+	@$(BIN)/python bench/campaigns/rolling_restarts.py --json build/campaign/rolling_restarts.json --events build/campaign/rolling_restarts.jsonl
 	@if [ -n "$(LLAMA_CPP)" ]; then \
 	   echo "==> GGUF architectures as llama.cpp's converter writes them"; \
 	   $(BIN)/python bench/campaigns/gguf_architectures.py --llama-src "$(abspath $(LLAMA_CPP))" --out build/campaign/gguf_architectures.json; \

@@ -228,6 +228,11 @@ def _worker_kills(place: Place) -> list[Command]:
     return [_campaign("worker_kills", *_quick(place, [], less), "--json", place.json("worker_kills"))]
 
 
+def _rolling_restarts(place: Place) -> list[Command]:
+    less: Command = ["--quick", "--transports", "shared"]
+    return [_campaign("rolling_restarts", *_quick(place, [], less), "--json", place.json("rolling_restarts"))]
+
+
 def _lacks_kill_program() -> str:
     is_built = (ROOT / "build" / "tests" / "worker_kills").is_file()
     return "" if is_built else "the program that kills workers (cmake --build build/tests --target worker_kills)"
@@ -410,6 +415,7 @@ STEPS: tuple[Step, ...] = (
     Step("weight-errors", ("weight_errors",), 2, _weight_errors),
     Step("class-errors", ("class_errors",), 1, _class_errors),
     Step("worker-kills", ("worker_kills",), 2, _worker_kills, lacking=_lacks_kill_program),
+    Step("rolling-restarts", ("rolling_restarts",), 4, _rolling_restarts),
     Step("bits", ("bits_per_byte",), 5, _bits, lacking=_lacks_corpus),
     Step("gguf-architectures", ("gguf_architectures",), 3, _gguf_architectures, lacking=_lacks_llama_sources),
     Step("gguf-logits", ("gguf_against_llama",), 3, _gguf_logits, lacking=_lacks_llama_sources),
