@@ -75,7 +75,7 @@ BUGS = {
         ),
         Bug(
             "quarantine_forgotten", "a late reply does not give its slot back",
-            _ANSWERS, "    link.path.release(answer.slot);\n    tell_if_idle(link);\n    admit_parked();",
+            _ANSWERS, "    release(link, answer.slot);\n    tell_if_idle(link);\n    admit_parked();",
             "    tell_if_idle(link);\n    admit_parked();",
         ),
         Bug(
@@ -107,7 +107,7 @@ BUGS = {
         ),
         Bug(
             "superseded_not_detached", "the reply of the slower holder is taken too",
-            _ANSWERS, "    for (const auto& other : links_) other->path.supersede(slice);\n", "",
+            _ANSWERS, "    for (const auto& other : links_) supersede(*other, slice);\n", "",
         ),
         Bug(
             "deadlines_not_judged", "calls do not end at their deadline",

@@ -52,6 +52,12 @@ struct SliceTroubles {
     refused_by.push_back(holder);
     told.insert(told.empty() ? told.end() : told.end() - 1, std::move(why));
   }
+  // Everything that happened, as one text.
+  std::string all_told() const {
+    std::string all;
+    for (const std::string& one : told) all.append(all.empty() ? "" : "; ").append(one);
+    return all;
+  }
   // The last trouble, and in its message those before it.
   Error error() const {
     Error all = last.value_or(Error{ErrorCode::kWorkerLost, "no holder can be asked"});

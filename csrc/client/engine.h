@@ -6,7 +6,8 @@
 // A call is parked, uncut, while a shard that it needs has no holder that can be asked but may have
 // one again, or while somebody holds the engine to change something between calls. It is cut and
 // sent as soon as it can be, or ends by its deadline. A slice whose worker is lost goes to another
-// holder of its shard, and waits for one that is on its way back where there is no other.
+// holder of its shard, and waits for one that is on its way back where there is no other. So does a
+// slice that was not answered in its call's time, as long as there is a holder that was not asked.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -153,6 +154,8 @@ class Engine {
   // engine_answers.cc
   void take(Link& link, const transport::Arrival& arrival);
   void drain(Link& link);
+  void supersede(Link& link, const Slice& slice);
+  void release(Link& link, uint32_t slot);
   void take_refusal(Link& link, const Answer& answer);
   void take_rows(Link& link, const Answer& answer);
   void learn(Link& link, const Attempt& attempt, uint64_t reply_bytes);
@@ -174,6 +177,11 @@ class Engine {
   Error homeless_error(const Slice& slice) const;
   void move_waiting(Link& link, int64_t now);
   bool can_move(const Slice& slice, const Link& from) const;
+  void give(Slice& slice, Link& home, int64_t now);
+  bool ask_untried(Call& call, int64_t now);
+  Link* find_untried(const Slice& slice) const;
+  int64_t hedged_until(const Slice& slice) const;
+  void give_up_attempts(Slice& slice);
   void set_suspect(Link& link, bool is_suspect);
   void hedge_all(int64_t now);
   void hedge(Link& link, uint32_t slot, int64_t now);

@@ -36,12 +36,23 @@ void Engine::take(Link& link, const transport::Arrival& arrival) {
     ++link.stale_replies;
     if (answer.is_superseded)
       ++link.counters[link.path.slot(answer.slot)->quarantine->layer].superseded;
-    link.path.release(answer.slot);
+    release(link, answer.slot);
     tell_if_idle(link);
     admit_parked();  // because the path may have enough slots again
     return pump();
   }
   return answer.refusal ? take_refusal(link, answer) : take_rows(link, answer);
+}
+
+void Engine::supersede(Link& link, const Slice& slice) {
+  if (!link.path.has_in_flight(slice)) return;
+  link.path.supersede(slice);
+  link.is_late = true;  // until the answer has come that nobody needs any more
+}
+
+void Engine::release(Link& link, uint32_t slot) {
+  link.path.release(slot);
+  if (link.is_late) link.is_late = owes_late_answer(link, now_ns());
 }
 
 // Only a range error is about the caller's numbers, and every holder would answer the same. Every
@@ -51,7 +62,7 @@ void Engine::take_refusal(Link& link, const Answer& answer) {
   Call& call = *slice.call;
   const LayerPlan& plan = call.layer->plan;
   link.counters[plan.layer].reply_bytes += answer.num_bytes;
-  link.path.release(answer.slot);
+  release(link, answer.slot);
   --slice.num_in_flight;
   const bool is_range = answer.refusal->code == ErrorCode::kRange;
   Error error = Error{is_range ? ErrorCode::kRange : ErrorCode::kWorkerFailed,
@@ -87,9 +98,9 @@ void Engine::take_rows(Link& link, const Answer& answer) {
   slice.trace.worker_finished_ns = answer.timing.finished_ns;
   learn(link, attempt, answer.num_bytes);
   slice.state = SliceState::kArrived;
-  link.path.release(answer.slot);
+  release(link, answer.slot);
   if (--slice.num_in_flight > 0) {
-    for (const auto& other : links_) other->path.supersede(slice);
+    for (const auto& other : links_) supersede(*other, slice);
     slice.num_in_flight = 0;
   }
   hedge_budget_.earn();

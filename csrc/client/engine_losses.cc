@@ -39,7 +39,7 @@ void Engine::lose(Link& link, ErrorCode code, const std::string& reason) {
   });
   link.path.lose(reason);
   link.liveness.close();
-  link.is_suspect = false;
+  link.is_suspect = link.is_late = false;
   link.lost_ns = now_ns();
   tell(link, EventKind::kLost, reason);
   for (Slice* slice : taken) {
@@ -72,7 +72,7 @@ void Engine::judge(Link& link, int64_t now) {
   if (link.is_suspect && link.liveness.counter() != link.suspect_counter) set_suspect(link, false);
   // What waits there may wait long: where others have answered for it until no slot was left, only
   // its late replies would free one.
-  if (link.is_suspect || !link.is_usable()) move_waiting(link, now);
+  if (link.is_suspect || link.is_late || !link.is_usable()) move_waiting(link, now);
   if (!link.owes() && !link.is_suspect && link.waiting.empty()) return;
   if (link.is_suspect) next_hedge_ns_ = 0;  // what it owes is asked of whoever can be asked now
   if (link.liveness.is_stalled(now, options_.stall_timeout_ns)) {
@@ -90,7 +90,9 @@ void Engine::end_late_calls(int64_t now) {
   std::vector<CallPtr> late;
   std::copy_if(calls_.begin(), calls_.end(), std::back_inserter(late),
                [now](const CallPtr& call) { return now >= call->deadline_ns; });
-  for (const CallPtr& call : late) fail(*call, late_error(*call));
+  for (const CallPtr& call : late) {
+    if (!has_replicas_ || !ask_untried(*call, now)) fail(*call, late_error(*call));
+  }
 }
 
 Error Engine::late_error(const Call& call) const {
@@ -105,10 +107,11 @@ Error Engine::late_error(const Call& call) const {
       return homeless_error(*owed).with("layer " + plan.name + " found no other holder in " +
                                         limit);
     const std::string& name = links_[owed->worker]->name;
-    return Error{ErrorCode::kTimeout, "worker " + name + " did not answer layer " + plan.name +
-                                          " within " + limit +
-                                          "; raise ipc.call_timeout_s if it is only slow"}
-        .at({name, plan.layer, {}, {}});
+    Error error{ErrorCode::kTimeout, "worker " + name + " did not answer layer " + plan.name +
+                                         " within " + limit +
+                                         "; raise ipc.call_timeout_s if it is only slow"};
+    if (owed->troubles != nullptr) error.message += "; before that: " + owed->troubles->all_told();
+    return std::move(error).at({name, plan.layer, {}, {}});
   }
   const std::string waited = "layer " + plan.name + " waited " + limit;
   for (size_t s = 0; s < call.layer->holders.size(); ++s) {
@@ -162,6 +165,7 @@ Status Engine::retire_path(Link& link, const std::string& reason) {
 Status Engine::renew_path(Link& link, NewPath path) {
   DFLASH_TRY(check_idle(link));
   link.path.renew(std::move(path));
+  link.is_late = false;
   rehome_all(now_ns());
   admit_parked();
   pump();

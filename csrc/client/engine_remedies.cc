@@ -61,14 +61,7 @@ void Engine::rehome_one(Slice& slice, int64_t now) {
   if (Link* home = find_home(slice, now)) {
     end_parking(slice, now);
     --num_homeless_;
-    slice.state = SliceState::kWaiting;
-    slice.worker = home->index;
-    home->waiting.push_front(slice);
-    // The next holder gets as much time as the first one had, within the patience of a call.
-    call.deadline_ns = std::max(
-        call.deadline_ns, std::min(now + options_.call_timeout_ns,
-                                   call.submitted_ns + kMaxPatience * options_.call_timeout_ns));
-    return;
+    return give(slice, *home, now);
   }
   const Standing standing =
       standing_of(holders_of(slice), links_, now, options_.reconnect_grace_ns);
@@ -79,6 +72,19 @@ void Engine::rehome_one(Slice& slice, int64_t now) {
   }
   end_parking(slice, now);
   fail(call, homeless_error(slice));
+}
+
+// Puts a slice first among those that wait for a worker, which gets as much time as the first one
+// had, within the patience of a call.
+void Engine::give(Slice& slice, Link& home, int64_t now) {
+  Call& call = *slice.call;
+  slice.state = SliceState::kWaiting;
+  slice.worker = home.index;
+  home.waiting.push_front(slice);
+  const int64_t most_ns = kMaxPatience * options_.call_timeout_ns;
+  const int64_t predicted_ns = kPatience * std::min(home.backlog_ns(), most_ns / kPatience);
+  const int64_t until = now + std::max(options_.call_timeout_ns, predicted_ns);
+  call.deadline_ns = std::max(call.deadline_ns, std::min(until, call.submitted_ns + most_ns));
 }
 
 // Says what happened to a slice, and how those were lost that could not even be asked.
@@ -121,13 +127,17 @@ void Engine::end_parking(Slice& slice, int64_t now) {
 bool Engine::can_move(const Slice& slice, const Link& from) const {
   const auto holders = holders_of(slice);
   const bool is_holder = std::find(holders.begin(), holders.end(), from.index) != holders.end();
-  if (is_holder && from.is_usable() && !from.is_suspect && from.admission == Admission::kOpen)
-    return false;
+  const bool can_stay =
+      is_holder && from.is_usable() && !from.is_suspect && from.admission == Admission::kOpen;
+  if (can_stay && !from.is_late) return false;
   const std::span<const uint32_t> refused =
       slice.troubles == nullptr ? std::span<const uint32_t>() : slice.troubles->refused_by;
   const Link* other = pick_holder(holders, links_, refused, &from);
-  return other != nullptr && !other->is_suspect && !other->is_last_resort &&
-         other->admission == Admission::kOpen && fits(slice, other->path.geometry());
+  if (other == nullptr || other->is_suspect || other->is_late || other->is_last_resort ||
+      other->admission != Admission::kOpen || !fits(slice, other->path.geometry()))
+    return false;
+  // One that is merely late keeps what it is predicted to do sooner than the other.
+  return !can_stay || other->backlog_ns() + slice.forecast_ns <= from.backlog_ns();
 }
 
 // Moves what waits at a worker that should not be asked to those that should.
@@ -151,7 +161,9 @@ void Engine::hedge_all(int64_t now) {
   next_hedge_ns_ = std::numeric_limits<int64_t>::max();
   for (const auto& link : links_) {
     if (link->path.is_lost()) continue;
+    link->is_late = owes_late_answer(*link, now);
     for (uint32_t slot = 0; slot < link->path.slots().size(); ++slot) hedge(*link, slot, now);
+    if (link->is_late) move_waiting(*link, now);  // none of them needs to be asked twice for that
   }
 }
 
@@ -190,6 +202,89 @@ void Engine::set_suspect(Link& link, bool is_suspect) {
   } else {
     tell(link, EventKind::kWell, "");
   }
+}
+
+// -- attempts that used up a call's time
+// --------------------------------------------------------------------
+
+// At a call's deadline its unanswered attempts have failed, as if they had been refused. Returns
+// whether every slice has a holder that was not asked yet; they are asked then, and the call has a
+// later deadline. Each of them is asked once, so that this ends, and never after the patience of a
+// call.
+bool Engine::ask_untried(Call& call, int64_t now) {
+  const int64_t latest = call.submitted_ns + kMaxPatience * options_.call_timeout_ns;
+  if (call.is_parked || now >= latest) return false;
+  int64_t until = 0;
+  const auto is_hopeless = [&](const Slice& slice) {
+    if (slice.state == SliceState::kArrived) return false;
+    if (slice.state == SliceState::kHomeless) return true;
+    const int64_t hedged = hedged_until(slice);
+    until = std::max(until, hedged);
+    return hedged <= now && find_untried(slice) == nullptr;
+  };
+  auto& slices = call.work->slices;
+  if (std::any_of(slices.begin(), slices.end(), is_hopeless)) return false;
+  call.deadline_ns = std::max(call.deadline_ns, std::min(until, latest));
+  for (Slice& slice : slices) {
+    if (slice.state == SliceState::kArrived || hedged_until(slice) > now) continue;
+    Link& next = *find_untried(slice);
+    give_up_attempts(slice);
+    give(slice, next, now);
+  }
+  return true;
+}
+
+// A second request may have been sent shortly before the deadline. Returns until when its holder
+// may take, 0 where none is under way.
+int64_t Engine::hedged_until(const Slice& slice) const {
+  int64_t until = 0;
+  for (const auto& link : links_) {
+    for (const Slot& slot : link->path.slots()) {
+      const Attempt& attempt = slot.attempt;
+      if (attempt.slice == &slice && attempt.is_hedge)
+        until = attempt.published_ns + std::max(options_.call_timeout_ns, attempt.patience_ns);
+    }
+  }
+  return until;
+}
+
+// Returns a holder that can be asked and was not: the slice neither waits nor is under way there,
+// and was not refused there. Null where there is none.
+Link* Engine::find_untried(const Slice& slice) const {
+  std::vector<uint32_t> tried;
+  if (slice.troubles != nullptr) tried = slice.troubles->refused_by;
+  if (slice.state == SliceState::kWaiting) tried.push_back(slice.worker);
+  for (const auto& link : links_) {
+    if (link->path.has_in_flight(slice)) tried.push_back(link->index);
+  }
+  for (;;) {
+    Link* link = pick_holder(holders_of(slice), links_, tried);
+    if (link == nullptr || fits(slice, link->path.geometry())) return link;
+    tried.push_back(link->index);
+  }
+}
+
+// Takes a slice from those who had it, and who will not be asked for it again.
+void Engine::give_up_attempts(Slice& slice) {
+  const LayerPlan& plan = slice.call->layer->plan;
+  if (slice.troubles == nullptr) slice.troubles = std::make_unique<SliceTroubles>();
+  for (const auto& link : links_) {
+    const bool is_under_way = link->path.has_in_flight(slice);
+    const bool has_waited = slice.state == SliceState::kWaiting && slice.worker == link->index;
+    if (!is_under_way && !has_waited) continue;
+    link->waiting.take_out([&slice](const Slice& one) { return &one == &slice; });
+    supersede(*link, slice);
+    link->counters[plan.layer].failovers += is_under_way ? 1 : 0;
+    slice.troubles->worker = link->index;
+    slice.troubles->refused_by.push_back(link->index);
+    slice.troubles->add(
+        Error{ErrorCode::kTimeout,
+              "worker " + link->name + " did not answer layer " + plan.name + " in its time"}
+            .at({link->name, plan.layer, {}, {}}));
+  }
+  slice.num_in_flight = 0;
+  slice.is_hedged = false;
+  slice.call->work->forecasts[slice.shard_index].is_alone = false;
 }
 
 // -- what is said about workers

@@ -88,6 +88,9 @@ struct Link {
   bool has_remedy = false;
   int64_t lost_ns = 0;  // when it was lost last
   bool is_suspect = false;
+  // Whether it has owed an answer for longer than was predicted. Only judged where shards have
+  // several holders.
+  bool is_late = false;
   uint64_t suspect_counter = 0;  // its progress counter when it became suspect
   Path path;
   Liveness liveness;

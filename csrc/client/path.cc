@@ -3,6 +3,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "client/path.h"
 
+#include <algorithm>
 #include <utility>
 
 namespace dflash::client {
@@ -100,6 +101,11 @@ void Path::supersede(const Slice& slice) {
   for (uint32_t slot = 0; slot < slots_.size(); ++slot) {
     if (slots_[slot].attempt.slice == &slice) quarantine(slot, true);
   }
+}
+
+bool Path::has_in_flight(const Slice& slice) const {
+  return std::any_of(slots_.begin(), slots_.end(),
+                     [&slice](const Slot& slot) { return slot.attempt.slice == &slice; });
 }
 
 void Path::wear_out(std::string reason) {

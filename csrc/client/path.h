@@ -59,6 +59,7 @@ class Path {
   // holder has answered.
   void quarantine_all_of(const Call& call);
   void supersede(const Slice& slice);
+  bool has_in_flight(const Slice& slice) const;
   const Slot* slot(uint32_t index) const {
     return index < slots_.size() ? &slots_[index] : nullptr;
   }

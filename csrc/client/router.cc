@@ -11,7 +11,7 @@ namespace {
 int rank_of(const Link& link) {
   if (link.admission == Admission::kDraining) return 3;
   if (link.is_last_resort) return 2;
-  return link.is_suspect ? 1 : 0;
+  return link.is_suspect || link.is_late ? 1 : 0;
 }
 
 bool is_within_grace(const Link& link, int64_t now, int64_t grace_ns) {
@@ -32,6 +32,13 @@ Link* pick_holder(std::span<const uint32_t> holders, Links links,
       best = link;
   }
   return best;
+}
+
+bool owes_late_answer(const Link& link, int64_t now) {
+  return std::any_of(link.path.slots().begin(), link.path.slots().end(), [now](const Slot& slot) {
+    if (slot.quarantine) return slot.quarantine->is_superseded;
+    return slot.attempt.slice != nullptr && is_late(slot.attempt, now);
+  });
 }
 
 Standing standing_of(std::span<const uint32_t> holders, Links links, int64_t now,

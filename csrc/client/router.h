@@ -1,9 +1,10 @@
 // Which holder of a shard gets a slice, and when a second one is asked as well. Everything here is
 // a choice; the engine acts on it.
 //
-// Remedies come in an order: a holder that is well, one that is suspected to hang, the last resort
-// (the host's own copy), one that drains. Among equals, the one whose backlog is predicted to end
-// first; among idle ones, the first in the list, so that without faults nothing changes place.
+// Remedies come in an order: a holder that is well, one that is late or suspected to hang, the last
+// resort (the host's own copy), one that drains. Among equals, the one whose backlog is predicted
+// to end first; among idle ones, the first in the list, so that without faults nothing changes
+// place.
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
@@ -36,6 +37,9 @@ Error lost_shard_error(const Layer& layer, std::span<const uint32_t> holders, Li
 inline bool is_late(const Attempt& attempt, int64_t now) {
   return attempt.patience_ns > 0 && now - attempt.published_ns >= attempt.patience_ns;
 }
+// Whether a worker owes an answer that is late. One that another holder has given instead is late
+// until it has come.
+bool owes_late_answer(const Link& link, int64_t now);
 // An attempt is not late before this time has passed, or three times what was predicted for it and
 // all that was before it: shorter waits are those of a busy machine.
 inline constexpr int64_t kLeastPatienceNs = 2'000'000;

@@ -107,7 +107,8 @@ struct Counters {
   int64_t worker_compute_ns = 0, worker_queue_ns = 0;  // as the worker's replies say
   uint64_t splits = 0;  // slices cut smaller than the policy says, because a slot was too small
   // -- remedies (router.h); all 0 in a run without faults and with one holder per shard --
-  uint64_t failovers = 0;   // slices taken from this worker, because it was lost or refused them
+  // Slices taken from this worker, because it was lost, refused them, or used up a call's time.
+  uint64_t failovers = 0;
   uint64_t hedges = 0;      // requests sent here beside another holder's; not part of `calls`,
   uint64_t hedges_won = 0;  // `rows` and the other bytes; how often this one answered first
   uint64_t hedge_request_bytes = 0, hedge_reply_bytes = 0;

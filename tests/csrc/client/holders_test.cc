@@ -7,61 +7,10 @@
 #include <string>
 #include <vector>
 
-#include "client/puppet.h"
+#include "client/replicated.h"
 
 namespace dflash::client {
 namespace {
-
-constexpr uint32_t kLayer = 3, kShard = 1;
-
-SceneOptions quick(bool has_pulses = false) {
-  SceneOptions options;
-  options.has_pulses = has_pulses;
-  options.client.stall_timeout_ns = 60'000'000'000;
-  options.client.suspect_ns = 60'000'000'000;
-  options.client.hedge_share = 0;
-  return options;
-}
-
-// Shard 1 is held by worker 1, and by worker 0 after it.
-struct Replicated : PuppetScene {
-  explicit Replicated(const SceneOptions& options = quick()) : PuppetScene(options) {
-    REQUIRE(client.set_holders(kLayer, kShard, {1, 0}).ok());
-  }
-  void serve(uint32_t worker) { puppets[worker].send(echo(puppets[worker].take())); }
-  Counters counters(uint32_t worker) const {
-    for (const CountersOf& one : client.counters()) {
-      if (one.worker == worker) return one.counters;
-    }
-    return {};
-  }
-  // Waits until worker 0, which shows progress all the while, gets a request.
-  Message taken_by_0(const CallPtr& call) {
-    const Deadline deadline = Deadline::after_ms(kPatienceMs);
-    for (uint64_t counter = 1; !deadline.has_passed(); ++counter) {
-      puppets[0].send_pulse(counter);
-      static_cast<void>(client.wait(call, Deadline::after_ms(5)));
-      if (auto request = puppets[0].try_take()) return *request;
-    }
-    FAIL("no request came");
-    return {};
-  }
-  // Gives worker 1 a fresh path and new pulses, as after a restart.
-  void revive(uint64_t generation = kGeneration + 1) {
-    auto pair = transport::make_loopback({3, 4096, 4096}).value();
-    int ends[2];
-    REQUIRE(::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) == 0);
-    REQUIRE(client.replace_worker(1, {std::move(pair.host), generation}, OwnedFd(ends[0])).ok());
-    puppets[1].channel = std::move(pair.worker);
-    puppets[1].pulse = OwnedFd(ends[1]);
-  }
-};
-
-std::vector<EventKind> kinds(const std::vector<ClientEvent>& events) {
-  std::vector<EventKind> all;
-  for (const ClientEvent& event : events) all.push_back(event.kind);
-  return all;
-}
 
 TEST_CASE("without a fault, the first holder gets every slice") {
   Replicated scene;
@@ -296,9 +245,15 @@ TEST_CASE("a suspected worker is not asked again until it shows progress") {
   Replicated scene(options);
   Tokens tokens{{2}};
   const CallPtr call = scene.submit(tokens);
-  static_cast<void>(scene.puppets[1].take());
+  const Message first = scene.puppets[1].take();
   scene.puppets[0].send(echo(scene.taken_by_0(call)));
   REQUIRE(scene.finish(call).ok());
+  scene.puppets[1].send(echo(first));
+  Tokens idle{{0}};
+  const CallPtr between = scene.submit(idle);
+  scene.serve(0);
+  REQUIRE(scene.finish(between).ok());
+  REQUIRE(scene.client.workers()[1].quarantined_slots == 0);
 
   const CallPtr second = scene.submit(tokens);  // nothing is owed by worker 1 any more
   scene.serve(0);
@@ -306,7 +261,6 @@ TEST_CASE("a suspected worker is not asked again until it shows progress") {
   CHECK(!scene.puppets[1].try_take());
 
   scene.puppets[1].send_pulse(77);
-  Tokens idle{{0}};
   while (scene.client.workers()[1].is_suspect) {
     const CallPtr other = scene.submit(idle);
     CHECK(!scene.client.wait(other, Deadline::after_ms(25)));

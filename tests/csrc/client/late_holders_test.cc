@@ -1,0 +1,170 @@
+// A holder that is alive and slow: what waits behind it goes to another one, and what it does not
+// answer in a call's time is asked of another one, so that no call fails while a holder is well.
+// SPDX-License-Identifier: Apache-2.0
+#include <doctest/doctest.h>
+
+#include <string>
+#include <vector>
+
+#include "client/call.h"
+#include "client/replicated.h"
+
+namespace dflash::client {
+namespace {
+
+SceneOptions with_timeout(int64_t call_timeout_ns, bool has_pulses = false) {
+  SceneOptions options = quick(has_pulses);
+  options.client.call_timeout_ns = call_timeout_ns;
+  return options;
+}
+
+// Makes calls so that the model of worker 1 predicts something.
+void teach(Replicated& scene) {
+  Tokens one{{2}};
+  for (int i = 0; i < 30; ++i) {
+    const CallPtr call = scene.submit(one);
+    scene.serve(1);
+    REQUIRE(scene.finish(call).ok());
+  }
+}
+
+TEST_CASE("a slice that is not answered in its call's time is asked of another holder") {
+  Replicated scene(with_timeout(500'000'000));
+  Tokens tokens{{2}};
+  const CallPtr call = scene.submit(tokens);
+  const Message late = scene.puppets[1].take();
+  const Deadline deadline = Deadline::after_ms(kPatienceMs);
+  while (!scene.client.wait(call, Deadline::after_ms(1)) && !deadline.has_passed()) {
+    if (auto request = scene.puppets[0].try_take()) {
+      CHECK(request->header.attempt == 1);
+      scene.puppets[0].send(echo(*request));
+    }
+  }
+  REQUIRE(scene.finish(call).ok());
+  CHECK(tokens.is_right());
+  CHECK(scene.counters(1).failovers == 1);
+  CHECK(scene.counters(0).hedges == 0);
+  // Its slot stays withheld until its very reply has come, and others are asked until then.
+  CHECK(scene.client.workers()[1].quarantined_slots == 1);
+  const CallPtr next = scene.submit(tokens);
+  scene.puppets[1].send(echo(late));
+  scene.serve(0);
+  REQUIRE(scene.finish(next).ok());
+  CHECK(scene.client.workers()[1].quarantined_slots == 0);
+  CHECK(scene.counters(1).superseded == 1);
+  const CallPtr last = scene.submit(tokens);
+  scene.serve(1);
+  CHECK(scene.finish(last).ok());
+}
+
+TEST_CASE("every holder gets a call's time once, and the error names all of them") {
+  Replicated scene(with_timeout(150'000'000));
+  Tokens tokens{{2}};
+  const CallPtr call = scene.submit(tokens);
+  const Status outcome = scene.finish(call);
+  REQUIRE(!outcome.ok());
+  CHECK(outcome.error().code == ErrorCode::kTimeout);
+  CHECK(outcome.error().message.find("worker w0 did not answer") != std::string::npos);
+  CHECK(outcome.error().message.find("worker w1 did not answer") != std::string::npos);
+  CHECK(call->ended_ns - call->submitted_ns >= 300'000'000);
+  CHECK(tokens.is_untouched());
+  for (Puppet& puppet : scene.puppets) {
+    CHECK(puppet.try_take());
+    CHECK(!puppet.try_take());
+  }
+}
+
+TEST_CASE("a slice that only waited at a call's deadline goes to another holder too") {
+  SceneOptions options = with_timeout(500'000'000);
+  options.policy = {1, 1};
+  Replicated scene(options);
+  Tokens tokens{{2}, {3}, {2}};  // one under way at worker 1, two wait there
+  const CallPtr call = scene.submit(tokens);
+  const Deadline deadline = Deadline::after_ms(kPatienceMs);
+  while (!scene.client.wait(call, Deadline::after_ms(1)) && !deadline.has_passed()) {
+    if (auto request = scene.puppets[0].try_take()) scene.puppets[0].send(echo(*request));
+  }
+  REQUIRE(scene.finish(call).ok());
+  CHECK(tokens.is_right());
+  CHECK(scene.counters(1).failovers == 1);
+  CHECK(scene.counters(0).calls == 3);
+}
+
+TEST_CASE("a call ends at its deadline where one of its shards has nobody else") {
+  Replicated scene(with_timeout(150'000'000));
+  Tokens tokens{{2}, {0}};  // shard 0 is held by worker 0 alone
+  const CallPtr call = scene.submit(tokens);
+  const Status outcome = scene.finish(call);
+  REQUIRE(!outcome.ok());
+  CHECK(outcome.error().code == ErrorCode::kTimeout);
+  CHECK(scene.puppets[0].try_take());
+  CHECK(!scene.puppets[0].try_take());
+}
+
+TEST_CASE("a holder that was asked shortly before the deadline gets its time") {
+  SceneOptions options = with_timeout(1'000'000'000, true);
+  options.client.suspect_ns = 700'000'000;
+  Replicated scene(options);
+  Tokens tokens{{2}};
+  const CallPtr call = scene.submit(tokens);
+  const Message second = scene.taken_by_0(call);
+  for (uint64_t counter = 1'000; now_ns() < call->submitted_ns + 1'200'000'000; ++counter) {
+    scene.puppets[0].send_pulse(counter);
+    CHECK(!scene.client.wait(call, Deadline::after_ms(5)));
+  }
+  scene.puppets[0].send(echo(second));
+  CHECK(scene.finish(call).ok());
+  CHECK(tokens.is_right());
+}
+
+TEST_CASE("slices that wait behind a late one go to another holder without a second request") {
+  SceneOptions options = quick();
+  options.policy = {1, 1};
+  Replicated scene(options);
+  teach(scene);
+  Tokens tokens{{2}, {3}, {2}};
+  const uint64_t before = scene.counters(1).calls;
+  const CallPtr call = scene.submit(tokens);
+  const Message late = scene.puppets[1].take();
+  const Deadline deadline = Deadline::after_ms(kPatienceMs);
+  for (int served = 0; served < 2;) {
+    REQUIRE(!deadline.has_passed());
+    CHECK(!scene.client.wait(call, Deadline::after_ms(1)));
+    auto request = scene.puppets[0].try_take();
+    if (!request) continue;
+    scene.puppets[0].send(echo(*request));
+    ++served;
+  }
+  scene.puppets[1].send(echo(late));
+  CHECK(scene.finish(call).ok());
+  CHECK(tokens.is_right());
+  CHECK(scene.counters(1).calls == before + 1);
+  CHECK(scene.counters(0).calls == 2);
+  CHECK(scene.counters(0).hedges == 0);
+}
+
+TEST_CASE("a worker gets nothing new before it has answered what another one answered for it") {
+  SceneOptions options = quick();
+  options.client.hedge_share = 1;
+  Replicated scene(options);
+  teach(scene);
+  Tokens tokens{{2}}, next{{3}};
+  const CallPtr call = scene.submit(tokens);
+  const Message late = scene.puppets[1].take();
+  const Deadline deadline = Deadline::after_ms(kPatienceMs);
+  while (!scene.client.wait(call, Deadline::after_ms(1)) && !deadline.has_passed()) {
+    if (auto request = scene.puppets[0].try_take()) scene.puppets[0].send(echo(*request));
+  }
+  REQUIRE(scene.finish(call).ok());
+  CHECK(scene.counters(0).hedges_won == 1);
+  const CallPtr second = scene.submit(next);
+  scene.puppets[1].send(echo(late));
+  scene.serve(0);
+  CHECK(scene.finish(second).ok());
+  const CallPtr third = scene.submit(tokens);
+  scene.serve(1);
+  CHECK(scene.finish(third).ok());
+}
+
+}  // namespace
+}  // namespace dflash::client
